@@ -1,0 +1,44 @@
+"""Errors a caller can act on. Types keep FlashInfer's where callers catch them (KeyError for a bad layout, ...)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ArgumentError(ValueError):
+    """An argument has a value, shape, dtype or device that no backend accepts. The message names argument, value and what is accepted."""
+
+
+class LayoutError(ArgumentError, KeyError):
+    """`kv_layout`, `pos_encoding_mode` or another enumerated string is not one of its choices."""
+
+    __str__ = ArgumentError.__str__  # KeyError would print the repr of the message
+
+
+class ArgumentTypeError(TypeError, ValueError):
+    """An argument has the wrong Python type, or two spellings of one argument were both given."""
+
+
+class Refusal(tuple[str, str, str, str]):
+    """Why one backend does not take a problem: (backend, feature, reason, what to use instead)."""
+
+    __slots__ = ()
+
+    def __new__(cls, backend: str, feature: str, reason: str, instead: str) -> Refusal:
+        return super().__new__(cls, (backend, feature, reason, instead))
+
+    def __str__(self) -> str:
+        backend, feature, reason, instead = self
+        return f"{backend} refuses {feature}: {reason}. Instead: {instead}."
+
+
+class NotSupported(NotImplementedError, ValueError):
+    """Arguments are valid, but the backend (or every backend) refuses a feature. `refusals` holds each reason."""
+
+    def __init__(self, refusals: Sequence[Refusal]) -> None:
+        self.refusals = tuple(refusals)
+        super().__init__("\n".join(str(r) for r in self.refusals))
+
+
+class ArtifactError(RuntimeError):
+    """A compiled kernel is missing, damaged or does not fit the device."""

@@ -1,0 +1,124 @@
+"""KernelSpec: everything that changes generated code, and nothing else. It is the compile key."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+DTYPES = ("float16", "bfloat16")
+OUT_DTYPES = (*DTYPES, "float32")
+
+
+class Program(Protocol):
+    """A kernel ready to be traced: what `KernelSpec.program(arch)` returns.
+
+    `params` is the NamedTuple class of kernel parameters: field order is parameter order, each field one
+    scalar (`Int32`, `Int64`, `Float32`, `Float64` of cutlass). Pointers travel as `Int64` addresses.
+    """
+
+    params: type
+    block: tuple[int, int, int]
+    smem_bytes: int
+
+    def compile_args(self) -> tuple[Any, ...]:
+        """Arguments for `cute.compile(program, *compile_args())`: one Params of zeros, then the grid as three Int32."""
+
+    def __call__(self, params: Any, grid_x: Any, grid_y: Any, grid_z: Any) -> None:
+        """The `@cute.jit` host function that launches the kernel."""
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """Base of all specs. A subclass sets `kernel` and implements `program`."""
+
+    kernel: ClassVar[str]
+    needs_mma: ClassVar[bool] = True
+
+    def program(self, arch: str) -> Program:
+        """The traceable kernel for `arch` ("sm_90a", ...). Imports the DSL."""
+        raise NotImplementedError
+
+    def asdict(self) -> dict[str, Any]:
+        return {"kernel": self.kernel, **dataclasses.asdict(self)}
+
+    def key(self) -> str:
+        """Canonical text of the spec: equal specs, equal text."""
+        return json.dumps(self.asdict(), sort_keys=True, separators=(",", ":"))
+
+    @property
+    def symbol(self) -> str:
+        """Prefix of the kernel's symbol: it appears in profiles."""
+        return f"cute_attn_{self.kernel}"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Work of one CTA and its warps.
+
+    `rows` query rows (token x head of one group) by `cols` kv tokens a step; warps are laid out
+    `warps_rows` x `warps_cols`: with `warps_cols > 1` every warp owns its own kv columns and softmax state,
+    merged once at the end. `stages` K/V tiles are in flight in shared memory.
+    """
+
+    rows: int
+    cols: int
+    warps_rows: int
+    warps_cols: int
+    stages: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_rows * self.warps_cols
+
+
+@dataclass(frozen=True)
+class Fa2Spec(KernelSpec):
+    """The mma.sync attention kernel. Causal, window, GQA group, strides, lengths and scales are run-time values."""
+
+    kernel: ClassVar[str] = "fa2"
+    dtype: str
+    out_dtype: str
+    head_dim_qk: int
+    head_dim_vo: int
+    mask: str = "band"  # "band": causal/window/length bounds; "packed": custom mask bits and the band
+    scores: tuple[str, ...] = ()  # in order of application, of "scale", "alibi", "soft_cap"
+    pos_encoding: str = "none"  # "none" or "rope"
+    split: bool = False  # fp32 partials for the combine kernel instead of the output
+    tile: Tile = Tile(128, 64, 4, 1, 1)
+
+    def program(self, arch: str) -> Program:
+        from cute_attn.kernels.fa2 import Fa2Program
+
+        return Fa2Program(self, arch)
+
+
+@dataclass(frozen=True)
+class CombineSpec(KernelSpec):
+    """Merges the fp32 partials of a split-KV launch."""
+
+    kernel: ClassVar[str] = "combine"
+    needs_mma: ClassVar[bool] = False
+    out_dtype: str
+    head_dim_vo: int
+
+    def program(self, arch: str) -> Program:
+        from cute_attn.kernels.combine import CombineProgram
+
+        return CombineProgram(self, arch)
+
+
+SPEC_TYPES: dict[str, type[KernelSpec]] = {cls.kernel: cls for cls in (Fa2Spec, CombineSpec)}
+
+
+def from_dict(data: dict[str, Any]) -> KernelSpec:
+    """Inverse of `KernelSpec.asdict` (after a trip through JSON)."""
+    fields = dict(data)
+    cls = SPEC_TYPES[fields.pop("kernel")]
+    if "tile" in fields:
+        fields["tile"] = Tile(**fields["tile"])
+    if isinstance(fields.get("scores"), Sequence):
+        fields["scores"] = tuple(fields["scores"])
+    return cls(**fields)

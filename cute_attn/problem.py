@@ -1,0 +1,57 @@
+"""What one attention call asks for, after every user error has been raised.
+
+`Features` is all that can change which code runs (the memo key of selection and preparation); `Problem` adds the
+tensors, lengths and numbers of one call.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Features(NamedTuple):
+    """The structure of a problem: hashable, cheap to build, free of lengths, addresses and strides."""
+
+    device: torch.device
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    o_dtype: torch.dtype
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
+    custom_mask: bool = False
+    soft_cap: bool = False
+    pos_encoding_mode: str = "NONE"  # NONE | ROPE_LLAMA | ALIBI
+    positive_scale: bool = True  # sm_scale and its float factors multiply to a number > 0
+    per_head_scales: bool = False  # scale_q / scale_k / scale_v tensors of fp8 attention
+    kv_block_scales: bool = False  # kv_cache_sf: NVFP4 KV
+    sinks: bool = False
+
+
+class Problem(NamedTuple):
+    """One call. Lengths count tokens; strides stay with the tensors (unit stride on the last axis is guaranteed)."""
+
+    features: Features
+    qo_len: int
+    kv_len: int
+    q: torch.Tensor  # [qo_len, num_qo_heads, head_dim_qk]
+    k: torch.Tensor  # [kv_len, num_kv_heads, head_dim_qk] (NHD) or [num_kv_heads, kv_len, head_dim_qk] (HND)
+    v: torch.Tensor  # like k, with head_dim_vo
+    out: torch.Tensor  # [qo_len, num_qo_heads, head_dim_vo]
+    lse: torch.Tensor | None  # [qo_len, num_qo_heads] fp32, base 2
+    kv_layout: str = "NHD"
+    packed_mask: torch.Tensor | None = None  # uint8, bit (qo_idx * kv_len + kv_idx), little bit order
+    causal: bool = False
+    window_left: int = -1
+    logits_soft_cap: float = 0.0
+    sm_scale: float = 1.0  # product of sm_scale and all float q/k scales
+    v_scale: float = 1.0
+    scale_tensors: tuple[torch.Tensor, ...] = ()  # one-element fp32 device tensors, multiplied into sm_scale (at most 2)
+    v_scale_tensor: torch.Tensor | None = None  # one-element fp32 device tensor, multiplied into v_scale
+    rope_scale: float = 1.0
+    rope_theta: float = 1e4
+    sinks: torch.Tensor | None = None  # [num_qo_heads] fp32, natural-log domain
+    enable_pdl: bool | None = None
