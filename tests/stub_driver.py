@@ -1,3 +1,4 @@
+# ruff: noqa: N802  (the driver's names)
 """A stand-in for `cuda.bindings.driver` that records calls. Config and attributes are cuda-python's own."""
 
 from __future__ import annotations
@@ -30,44 +31,44 @@ class StubDriver:
         self.launch_status = SUCCESS
         self.launch_seconds = 0.0
 
-    def cuInit(self, flags: int) -> tuple[Any, ...]:  # noqa: N802
+    def cuInit(self, flags: int) -> tuple[Any, ...]:
         return (SUCCESS,)
 
-    def cuDeviceGet(self, index: int) -> tuple[Any, ...]:  # noqa: N802
+    def cuDeviceGet(self, index: int) -> tuple[Any, ...]:
         return SUCCESS, f"device {index}"
 
-    def cuDevicePrimaryCtxRetain(self, device: str) -> tuple[Any, ...]:  # noqa: N802
+    def cuDevicePrimaryCtxRetain(self, device: str) -> tuple[Any, ...]:
         return SUCCESS, real.CUcontext(0x1000 + int(device.split()[1]))
 
-    def cuCtxGetCurrent(self) -> tuple[Any, ...]:  # noqa: N802
+    def cuCtxGetCurrent(self) -> tuple[Any, ...]:
         return SUCCESS, self.contexts[-1]
 
-    def cuCtxPushCurrent(self, context: Any) -> tuple[Any, ...]:  # noqa: N802
+    def cuCtxPushCurrent(self, context: Any) -> tuple[Any, ...]:
         self.contexts.append(context)
         return (SUCCESS,)
 
-    def cuCtxPopCurrent(self) -> tuple[Any, ...]:  # noqa: N802
+    def cuCtxPopCurrent(self) -> tuple[Any, ...]:
         return SUCCESS, self.contexts.pop()
 
-    def cuLibraryLoadData(self, cubin: bytes, *options: Any) -> tuple[Any, ...]:  # noqa: N802
+    def cuLibraryLoadData(self, cubin: bytes, *options: Any) -> tuple[Any, ...]:
         self.calls.append(("load", cubin))
         return SUCCESS, "library"
 
-    def cuLibraryGetKernel(self, library: str, symbol: bytes) -> tuple[Any, ...]:  # noqa: N802
+    def cuLibraryGetKernel(self, library: str, symbol: bytes) -> tuple[Any, ...]:
         return SUCCESS, symbol.decode()
 
-    def cuKernelSetAttribute(self, attribute: Any, value: int, kernel: str, device: str) -> tuple[Any, ...]:  # noqa: N802
+    def cuKernelSetAttribute(self, attribute: Any, value: int, kernel: str, device: str) -> tuple[Any, ...]:
         self.calls.append((attribute.name, value, kernel, device))
         return (SUCCESS,)
 
-    def cuKernelGetFunction(self, kernel: str) -> tuple[Any, ...]:  # noqa: N802
+    def cuKernelGetFunction(self, kernel: str) -> tuple[Any, ...]:
         return SUCCESS, f"{kernel} in {int(self.contexts[-1]):#x}"
 
-    def cuFuncLoad(self, function: str) -> tuple[Any, ...]:  # noqa: N802
+    def cuFuncLoad(self, function: str) -> tuple[Any, ...]:
         self.calls.append(("funcload", function))
         return (SUCCESS,)
 
-    def cuLaunchKernelEx(self, config: Any, function: str, params: int, extra: int) -> tuple[Any, ...]:  # noqa: N802
+    def cuLaunchKernelEx(self, config: Any, function: str, params: int, extra: int) -> tuple[Any, ...]:
         time.sleep(self.launch_seconds)  # lets other threads run, as the real call does
         pointers = (ctypes.c_void_p * len(self._params)).from_address(params)
         attributes = (ctypes.c_char * (72 * config.numAttrs)).from_address(_attrs_address(config))
