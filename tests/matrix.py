@@ -100,7 +100,7 @@ SMALL: tuple[Case, ...] = (
     prefill(17, 65, (1, 1), 128, **BF16, logits_soft_cap=5.0),
     prefill(33, 65, (3, 1), **ALIBI),
     prefill(17, 129, (4, 2), 128, **ALIBI, **CAUSAL, **BF16),
-    prefill(33, 33, (5, 1), **ALIBI, **PACKED, logits_soft_cap=5.0),
+    prefill(33, 33, (5, 1), **ALIBI, **PACKED, logits_soft_cap=3.0),
     prefill(17, 33, **CAUSAL, sm_scale=0.0),
     prefill(17, 33, **CAUSAL, sm_scale=-0.125),
     prefill(17, 33, (1, 1), sm_scale=1.0, k_scale=0.5, v_scale=-1.25),
@@ -173,7 +173,7 @@ def _full_features() -> Iterator[Case]:
             ("NONE", 5.0),
             ("NONE", 50.0),
             ("ROPE_LLAMA", 30.0),
-            ("ALIBI", 5.0),
+            ("ALIBI", 3.0),
             ("ALIBI", 0.0),
             ("ROPE_LLAMA", 0.0),
         ),
@@ -241,7 +241,7 @@ def random_case(seed: int, max_len: int = 1500) -> Case:
 
     num_kv_heads = rng.choice((1, 2, 3, 4))
     pos_encoding_mode = rng.choice(("NONE", "NONE", "ROPE_LLAMA", "ALIBI"))
-    cap = rng.choice((0.0, 0.0, 5.0 if pos_encoding_mode == "ALIBI" else 30.0))
+    cap = rng.choice((0.0, 0.0, 3.0 if pos_encoding_mode == "ALIBI" else 30.0))
     common: dict[str, Any] = {
         "heads": (num_kv_heads * rng.randint(1, 8), num_kv_heads),
         "dtype": rng.choice(DTYPES),
