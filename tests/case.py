@@ -65,9 +65,9 @@ class Case:
     def q_gain(self) -> float:
         """Standard deviation of q: high enough for a few keys to carry a row, so that losing one shows.
 
-        Not so under a soft cap: tanh.approx is off by 2^-11 of its value, which at a gain of 2.5 would move o
-        by 4e-3, twice the tolerance of fp16. For the same reason ALiBi, whose logits reach any cap, comes only
-        with a cap of 3.
+        Not so under a soft cap: tanh.approx is off by 2^-11 of its value, which at a gain of 2.5 would move
+        o by 4e-3, twice the tolerance of fp16. For the same reason ALiBi, whose logits reach any cap, comes
+        only with a cap of 3.
         """
         return 1.0 if self.logits_soft_cap > 0 else 2.5
 
