@@ -5,8 +5,10 @@ The same case has the same numbers on every machine and device.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +33,9 @@ class Case:
       dense        contiguous in their own layout
       packed_qkv   slices of one [token, head, dim] buffer
       padded       8 elements after every head, 24 more after every token (or head, where heads come first)
-      odd          1 element after every head and token, and before the first: rows are 2-byte aligned
+      odd          q alone: 1 element after every head and token, and before the first, so that only a copy of
+                   q has the 16-byte alignment that kernels need (of k and v it is demanded); the packed mask
+                   starts at an odd address
       transposed   q with heads first, k and v in the order that `kv_layout` is not
       expanded     all kv heads are one (stride 0)
     """
@@ -123,7 +127,11 @@ def _placement(shape: tuple[int, int, int], storage: str, heads_first: bool, kv:
     n, h, d = shape
     if storage == "expanded" and kv:
         return _Placement(GUARD, d, 0)
-    gap, tail, shift = {"padded": (8, 24, 0), "odd": (1, 1, 1)}.get(storage, (0, 0, 0))
+    gap, tail, shift = 0, 0, 0
+    if storage == "padded":
+        gap, tail = 8, 24
+    elif storage == "odd" and not kv:
+        gap, tail, shift = 1, 1, 1
     if heads_first != (storage == "transposed"):
         return _Placement(GUARD + shift, d + gap, n * (d + gap) + tail)
     return _Placement(GUARD + shift, h * (d + gap) + tail, d + gap)
@@ -228,6 +236,17 @@ def call(case: Case, inputs: Inputs, **extra: Any) -> tuple[torch.Tensor, torch.
         arguments["causal"] = case.mask == "causal"
         result = cute_attn.single_prefill_with_kv_cache(inputs.q, inputs.k, inputs.v, **arguments, **extra)
     return result if case.return_lse else (result, None)
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """`torch.empty` and its kin give NaN, and the largest number for integers, on every device."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def problem(case: Case, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None) -> Problem:

@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from tests.case import Case, Inputs, Result, call, check, make, problem, tolerance
+from tests.case import Case, Inputs, Result, call, check, make, poisoned_memory, problem, tolerance
 
 __all__ = [
     "FULL",
@@ -22,6 +22,7 @@ __all__ = [
     "call",
     "check",
     "make",
+    "poisoned_memory",
     "problem",
     "random_case",
     "tolerance",
