@@ -48,7 +48,7 @@ PACKED: dict[str, Any] = {"mask": "packed"}
 ROPE: dict[str, Any] = {"pos_encoding_mode": "ROPE_LLAMA"}
 ALIBI: dict[str, Any] = {"pos_encoding_mode": "ALIBI"}
 
-DIMS = (64, 80, 96, 112, 128, 256, (192, 128))
+DIMS: tuple[int | tuple[int, int], ...] = (64, 80, 96, 112, 128, 256, (192, 128))
 DECODE_DIMS = (64, 80, 96, 112, 128, 256)
 DTYPES = ("float16", "bfloat16")
 STORAGES = ("dense", "packed_qkv", "padded", "odd", "transposed", "expanded")
@@ -147,8 +147,8 @@ def _full_shapes() -> Iterator[Case]:
     for qo_len, kv_len in itertools.product(
         (1, 15, 17, 63, 64, 65, 127, 128, 129, 257), (0, 1, 15, 17, 63, 64, 65, 127, 129, 1023)
     ):
-        dims = 128 if (qo_len + kv_len) % 3 else 64
-        yield prefill(qo_len, kv_len, (4, 2), dims, dtype=next(dtypes), mask=next(masks))
+        dim = 128 if (qo_len + kv_len) % 3 else 64
+        yield prefill(qo_len, kv_len, (4, 2), dim, dtype=next(dtypes), mask=next(masks))
     for group in range(1, 17):
         yield prefill(257, 513, (2 * group, 2), 128, dtype=next(dtypes), **CAUSAL)
     for qo_len, kv_len in ((500, 100), (129, 1), (300, 299), (2048, 700)):  # rows that see nothing come first
@@ -202,9 +202,10 @@ def _full_features() -> Iterator[Case]:
 
 
 def _full_memory() -> Iterator[Case]:
+    some_dims: tuple[int | tuple[int, int], ...] = (64, 80, 128, 256, (192, 128))
     dtypes = itertools.cycle(DTYPES)
     masks = itertools.cycle(("causal", "none", "custom", "packed", "none"))
-    for storage, kv_layout, dims in itertools.product(STORAGES, LAYOUTS, (64, 80, 128, 256, (192, 128))):
+    for storage, kv_layout, dims in itertools.product(STORAGES, LAYOUTS, some_dims):
         yield prefill(
             200, 333, (6, 3), dims, dtype=next(dtypes), mask=next(masks), kv_layout=kv_layout, storage=storage
         )
@@ -212,9 +213,16 @@ def _full_memory() -> Iterator[Case]:
 
 def _full_decode() -> Iterator[Case]:
     dtypes, dims = itertools.cycle(DTYPES), itertools.cycle(DECODE_DIMS)
-    features = itertools.cycle(
-        ({}, {"window_left": 100}, {"logits_soft_cap": 30.0}, ROPE, ALIBI, {"return_lse": False}, HND)
+    variants: tuple[dict[str, Any], ...] = (
+        {},
+        {"window_left": 100},
+        {"logits_soft_cap": 30.0},
+        ROPE,
+        ALIBI,
+        {"return_lse": False},
+        HND,
     )
+    features = itertools.cycle(variants)
     heads: tuple[tuple[int, int], ...] = ((8, 8), (32, 8), (7, 1), (16, 1), (10, 2))
     kv_lens = (0, 1, 2, 63, 64, 65, 127, 129, 1000, 4095, 16385)
     for head_counts, kv_len in itertools.product(heads, kv_lens):

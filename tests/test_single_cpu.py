@@ -44,20 +44,21 @@ def formula(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
     k, v = inputs.k, inputs.v
     if case.kv_layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
-    q, k, v = rotated(case, inputs.q, case.kv_len - case.qo_len), rotated(case, k, 0), v.double().numpy()
+    q_rows, k_rows = rotated(case, inputs.q, case.kv_len - case.qo_len), rotated(case, k, 0)
+    v_rows = v.double().numpy()
     o = np.zeros((case.qo_len, case.num_qo_heads, case.head_dim_vo))
     lse = np.full((case.qo_len, case.num_qo_heads), -math.inf)
     for i in range(case.qo_len):
         keys = keys_of_row(case, inputs, i)
         for head in range(case.num_qo_heads if keys else 0):
             kv_head = head // (case.num_qo_heads // case.num_kv_heads)
-            z = k[keys, kv_head] @ q[i, head] * case.scale
+            z = k_rows[keys, kv_head] @ q_rows[i, head] * case.scale
             if case.pos_encoding_mode == "ALIBI":
                 z = z + alibi_slope(head, case.num_qo_heads) * (np.array(keys) - i)
             if case.logits_soft_cap:
                 z = case.logits_soft_cap * np.tanh(z / case.logits_soft_cap)
             weights = np.exp(z)
-            o[i, head] = weights @ v[keys, kv_head] / weights.sum()
+            o[i, head] = weights @ v_rows[keys, kv_head] / weights.sum()
             lse[i, head] = np.log2(weights.sum())
     return o * (1.0 if case.v_scale is None else case.v_scale), lse
 
