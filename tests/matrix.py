@@ -162,14 +162,14 @@ def _full_shapes() -> Iterator[Case]:
 
 def _full_features() -> Iterator[Case]:
     dtypes = itertools.cycle(DTYPES)
-    for window_left, mask, dims in itertools.product(
+    for window_left, mask, dim in itertools.product(
         (0, 1, 15, 64, 127, 5000), ("none", "causal", "packed"), (64, 128)
     ):
-        yield prefill(300, 700, (4, 2), dims, dtype=next(dtypes), mask=mask, window_left=window_left)
+        yield prefill(300, 700, (4, 2), dim, dtype=next(dtypes), mask=mask, window_left=window_left)
     for dims, dtype in itertools.product(DIMS, DTYPES):
         yield prefill(200, 333, (6, 2), dims, dtype=dtype, **CUSTOM)
         yield prefill(333, 1200, (4, 4), dims, dtype=dtype, **CAUSAL, **ROPE, rope_theta=5e5)
-    for (mode, cap), mask, dims in itertools.product(
+    for (mode, cap), mask, dim in itertools.product(
         (
             ("NONE", 5.0),
             ("NONE", 50.0),
@@ -182,7 +182,7 @@ def _full_features() -> Iterator[Case]:
         (64, 128),
     ):
         features: dict[str, Any] = {"pos_encoding_mode": mode, "logits_soft_cap": cap, "mask": mask}
-        yield prefill(257, 600, (8, 2), dims, dtype=next(dtypes), **features)
+        yield prefill(257, 600, (8, 2), dim, dtype=next(dtypes), **features)
     for num_heads in (1, 3, 7, 8, 12, 32):
         yield prefill(130, 900, (num_heads, 1), 128, dtype=next(dtypes), **ALIBI, **CAUSAL)
     yield prefill(100, 4096, (4, 1), 128, **ROPE, **CAUSAL, rope_scale=8.0)
