@@ -103,9 +103,7 @@ def problem(call: Call) -> Problem:
         sinks is not None,
     )
     if features.pos_encoding_mode == "ROPE_LLAMA" and sizes.head_dim_qk % 2:
-        raise ArgumentError(
-            f"pos_encoding_mode 'ROPE_LLAMA' needs an even head dimension, got {sizes.head_dim_qk}"
-        )
+        raise ArgumentError(f"pos_encoding_mode 'ROPE_LLAMA' needs an even head dimension, got {sizes.head_dim_qk}")
     return Problem(
         features,
         sizes.qo_len,
@@ -168,9 +166,7 @@ def _check_dtypes(call: Call, q: torch.dtype, k: torch.dtype, v: torch.dtype) ->
     checks.dtype("k", k, KV_DTYPES)
     if k != q and (k in HALF or q in FP8):
         accepted = checks.short(q) if q in FP8 else f"{checks.short(q)}, an fp8 dtype or uint8 (NVFP4)"
-        raise ArgumentError(
-            f"k and v must have dtype {accepted} for q of {checks.short(q)}, got {checks.short(k)}"
-        )
+        raise ArgumentError(f"k and v must have dtype {accepted} for q of {checks.short(q)}, got {checks.short(k)}")
     if (k == torch.uint8) != (call.kv_cache_sf is not None):
         raise ArgumentError(
             "kv_cache_sf (k_sf, v_sf) must come with uint8 (NVFP4) k and v, and only with them; "
@@ -185,19 +181,13 @@ def _sizes(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Siz
         qo_len, (num_qo_heads, head_dim_qk) = 1, q.shape
     else:
         if q.dim() != 3:
-            raise ArgumentError(
-                f"q must have shape [qo_len, num_qo_heads, head_dim_qk], got {checks.describe(q)}"
-            )
+            raise ArgumentError(f"q must have shape [qo_len, num_qo_heads, head_dim_qk], got {checks.describe(q)}")
         qo_len, num_qo_heads, head_dim_qk = q.shape
     layout = checks.choice("kv_layout", call.kv_layout, KV_LAYOUTS)
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dim() != 3:
-            axes = (
-                "[kv_len, num_kv_heads, head_dim]" if layout == "NHD" else "[num_kv_heads, kv_len, head_dim]"
-            )
-            raise ArgumentError(
-                f"{name} must have shape {axes} (kv_layout {layout!r}), got {checks.describe(tensor)}"
-            )
+            axes = "[kv_len, num_kv_heads, head_dim]" if layout == "NHD" else "[num_kv_heads, kv_len, head_dim]"
+            raise ArgumentError(f"{name} must have shape {axes} (kv_layout {layout!r}), got {checks.describe(tensor)}")
     kv_len, num_kv_heads, head_dim_k = k.shape
     if layout == "HND":
         kv_len, num_kv_heads = num_kv_heads, kv_len
@@ -241,9 +231,7 @@ def aligned(tensor: torch.Tensor) -> bool:
     if (tensor.data_ptr() | token * size | head * size) % ALIGNMENT == 0:
         return True
     tokens, heads, _ = tensor.shape
-    steps = token * size * (tokens > 1) | head * size * (
-        heads > 1
-    )  # the stride of an axis of 1 is never used
+    steps = token * size * (tokens > 1) | head * size * (heads > 1)  # the stride of an axis of 1 is never used
     return (tensor.data_ptr() | steps) % ALIGNMENT == 0
 
 
@@ -393,9 +381,7 @@ def _out_dtype(o_dtype: Any, q_dtype: torch.dtype) -> torch.dtype:
     return o_dtype
 
 
-def _out_buffer(
-    call: Call, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def _out_buffer(call: Call, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     out = checks.tensor("out", call.out)
     if call.decode:
         checks.shape("out", out, shape[1:], "[num_qo_heads, head_dim_vo]")
@@ -418,9 +404,7 @@ def _lse_buffer(call: Call, shape: tuple[int, int], device: torch.device) -> tor
         checks.shape("lse", lse, shape, "[qo_len, num_qo_heads]")
     checks.dtype("lse", lse.dtype, (torch.float32,))
     if not lse.is_contiguous():
-        raise ArgumentError(
-            f"lse must be contiguous, got strides {lse.stride()} for shape {tuple(lse.shape)}"
-        )
+        raise ArgumentError(f"lse must be contiguous, got strides {lse.stride()} for shape {tuple(lse.shape)}")
     _check_buffer("lse", lse, call, device)
     return lse.unsqueeze(0) if call.decode else lse
 

@@ -89,11 +89,7 @@ TABLE = (
     Row(
         "k and v of an fp8 dtype",
         lambda f: f.kv_dtype in FP8 and f.q_dtype in HALF,
-        {
-            "fa2": No(
-                "it does not convert keys and values yet", "convert them with k.to(q.dtype), v.to(q.dtype)"
-            )
-        },
+        {"fa2": No("it does not convert keys and values yet", "convert them with k.to(q.dtype), v.to(q.dtype)")},
     ),
     Row(
         "NVFP4 k and v (kv_cache_sf)",

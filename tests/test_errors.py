@@ -136,12 +136,8 @@ BOTH = [  # refused by prefill and decode alike
         ArgumentError,
         ("ROPE_LLAMA", "even head dimension", "15"),
     ),
-    Row(
-        "window float", {"window_left": 3.0}, ArgumentTypeError, ("window_left must be an int", "3.0 (float)")
-    ),
-    Row(
-        "window bool", {"window_left": True}, ArgumentTypeError, ("window_left must be an int", "True (bool)")
-    ),
+    Row("window float", {"window_left": 3.0}, ArgumentTypeError, ("window_left must be an int", "3.0 (float)")),
+    Row("window bool", {"window_left": True}, ArgumentTypeError, ("window_left must be an int", "True (bool)")),
     Row("window None", {"window_left": None}, ArgumentTypeError, ("window_left must be an int", "None")),
     Row(
         "window tensor",
@@ -203,9 +199,7 @@ BOTH = [  # refused by prefill and decode alike
         ArgumentError,
         ("v_scale must be finite", "nan"),
     ),
-    Row(
-        "v_scale device", {"v_scale": torch.ones(1, device="meta")}, ArgumentError, ("v_scale", "cpu", "meta")
-    ),
+    Row("v_scale device", {"v_scale": torch.ones(1, device="meta")}, ArgumentError, ("v_scale", "cpu", "meta")),
     Row(
         "k_scale grad",
         {"k_scale": with_grad(1, dtype=FLOAT)},
@@ -236,9 +230,7 @@ BOTH = [  # refused by prefill and decode alike
 ]
 
 PREFILL = [
-    Row(
-        "q rank", {"q": zeros(4, 16)}, ArgumentError, ("q must have shape [qo_len, num_qo_heads,", "(4, 16)")
-    ),
+    Row("q rank", {"q": zeros(4, 16)}, ArgumentError, ("q must have shape [qo_len, num_qo_heads,", "(4, 16)")),
     Row(
         "q fp32",
         {"q": zeros(3, 4, 16, dtype=FLOAT)},
@@ -404,9 +396,7 @@ PREFILL = [
     Row("out grad", {"out": with_grad(3, 4, 16)}, ArgumentError, ("out requires grad",)),
     Row("lse shape", {"lse": zeros(4, 3, dtype=FLOAT)}, ArgumentError, ("lse", "(3, 4)", "(4, 3)")),
     Row("lse dtype", {"lse": zeros(3, 4)}, ArgumentError, ("lse must have dtype float32", "float16")),
-    Row(
-        "lse device", {"lse": zeros(3, 4, dtype=FLOAT, device="meta")}, ArgumentError, ("lse", "cpu", "meta")
-    ),
+    Row("lse device", {"lse": zeros(3, 4, dtype=FLOAT, device="meta")}, ArgumentError, ("lse", "cpu", "meta")),
     Row(
         "lse strides",
         {"lse": zeros(4, 3, dtype=FLOAT).T},

@@ -43,6 +43,22 @@ def spec(features: Features, tile: Tile, split: bool) -> Fa2Spec:
     )
 
 
+def plain(features: Features) -> bool:
+    """Nothing but products, band and softmax in the loop: such kernels have registers left for wider tiles."""
+    return not features.custom_mask and features.pos_encoding_mode != "ROPE_LLAMA" and not scores(features)
+
+
+def specs(features: Features, arch: Arch) -> list[KernelSpec]:
+    """Every kernel that calls of these features may need, whatever their lengths."""
+    head_dims = features.head_dim_qk, features.head_dim_vo
+    kernels: list[KernelSpec] = [
+        spec(features, tile, split)
+        for tile in tiles.candidates(head_dims, plain(features), arch)
+        for split in (False, True)
+    ]
+    return [*kernels, CombineSpec(_name(features.o_dtype), features.head_dim_vo)]
+
+
 def scores(features: Features) -> tuple[str, ...]:
     """Score steps. A positive scale alone is none: it goes into the exponent together with log2(e)."""
     steps = ["scale"]
@@ -109,7 +125,7 @@ class Runner:
         launch = schedule.launches.get((split.num_splits > 1, pdl))
         if launch is None:
             launch = self._launch(schedule, split.num_splits > 1, pdl)
-        grid = (q_tiles, num_kv_heads, split.num_splits)
+        grid = (q_tiles * num_kv_heads, 1, split.num_splits)
         stream = current_stream(self.device_index)
         target = self._target(problem)
         if split.num_splits == 1:
@@ -171,6 +187,7 @@ class Runner:
             problem.kv_len,
             self.group,
             self.features.num_qo_heads,
+            self.features.num_kv_heads,
             position if problem.causal else UNBOUNDED,
             position - problem.window_left if 0 <= problem.window_left < problem.kv_len else -UNBOUNDED,
             tiles_per_split,
@@ -218,12 +235,12 @@ class Runner:
 
     def _schedule(self, rows: int) -> Schedule:
         head_dims = self.features.head_dim_qk, self.features.head_dim_vo
-        tile = tiles.choose(*head_dims, rows, self.arch.name)
+        tile = tiles.choose(head_dims, plain(self.features), rows, self.arch)
         if tile not in self.schedules:
             self.schedules[tile] = Schedule(
                 tile,
                 (tile.rows - 1) // self.group + 2,
-                self.sms * tiles.resident_ctas(tile, *head_dims, self.arch.smem_limit),
+                self.sms * tiles.resident_ctas(tile, head_dims, self.arch),
                 plan.min_split_tiles(tile.rows, tile.cols, *head_dims),
                 {},
             )
