@@ -6,6 +6,8 @@ import doctest
 import importlib
 import inspect
 import pydoc
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -348,3 +350,9 @@ def test_every_positional_slot_of_decode(qkv: Tensors) -> None:
     )
     for got, want in zip(by_position, by_name, strict=True):
         assert torch.equal(got, want)
+
+
+def test_import_needs_no_dsl() -> None:
+    code = "import sys, cute_attn, cute_attn.backends.fa2; print('cutlass' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "False"
