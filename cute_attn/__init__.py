@@ -15,6 +15,7 @@ from cute_attn.errors import (
     RuntimeArgumentError,
 )
 from cute_attn.prefill import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
+from cute_attn.problem import Features
 from cute_attn.quantization import packbits, segment_packbits
 from cute_attn.select import explain
 
@@ -24,6 +25,7 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "ArtifactError",
+    "Features",
     "LayoutError",
     "NotSupported",
     "Refusal",

@@ -20,9 +20,10 @@ OUT_DTYPES = (*HALF, torch.float32, *FP8)
 KV_LAYOUTS = ("NHD", "HND")
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 DEVICES = ("cpu", "cuda")
+KERNEL_DEVICES = ("cuda",)  # where memory is read in aligned chunks
 ALIGNMENT = 16  # bytes: kernels move q, k, v and out in chunks of this size
 MAX_KV_LEN = 1 << 30  # kernels compute with 32-bit row and column numbers, and 2^30 is their "no bound"
-MAX_ROWS = (1 << 31) - 1
+MAX_ROWS = 1 << 30
 
 
 class Call(NamedTuple):
@@ -152,7 +153,7 @@ def _query_and_sizes(call: Call) -> tuple[torch.Tensor, Sizes]:
     _check_cache_strides("v", v, device)
     if call.decode:
         q = q.unsqueeze(0)
-    if (q.stride(2) != 1 and sizes.head_dim_qk > 1) or (device.type == "cuda" and not aligned(q)):
+    if (q.stride(2) != 1 and sizes.head_dim_qk > 1) or (device.type in KERNEL_DEVICES and not aligned(q)):
         q = q.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps a misaligned address
     return q, sizes
 
@@ -241,7 +242,7 @@ def _check_cache_strides(name: str, tensor: torch.Tensor, device: torch.device) 
             f"{name} must have stride 1 on its last axis, got strides {tensor.stride()}; "
             f"a copy of a cache is never made silently: pass {name}.contiguous()"
         )
-    if device.type == "cuda" and not aligned(tensor):
+    if device.type in KERNEL_DEVICES and not aligned(tensor):
         _refuse_misaligned(name, tensor)
 
 
@@ -390,7 +391,7 @@ def _out_buffer(call: Call, shape: tuple[int, int, int], dtype: torch.dtype, dev
     checks.dtype("out", out.dtype, (dtype,))
     _check_buffer("out", out, call, device)
     out = out.unsqueeze(0) if call.decode else out
-    if device.type == "cuda" and not aligned(out):
+    if device.type in KERNEL_DEVICES and not aligned(out):
         _refuse_misaligned("out", out)
     return out
 

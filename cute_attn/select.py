@@ -150,7 +150,7 @@ def choose(features: Features, backend: str = "auto", arch: Arch | None = None) 
     `arch` stands for the architecture of `features.device`, so that another machine's choice can be asked
     for.
     """
-    arch = arch or _arch_of(features.device)
+    arch = _arch_for(features.device, arch)
     refusals: list[Refusal] = []
     for candidate in _candidates(features, backend):
         reasons = reasons_against(candidate, features, arch)
@@ -162,14 +162,15 @@ def choose(features: Features, backend: str = "auto", arch: Arch | None = None) 
 
 
 def reasons_against(backend: Backend, features: Features, arch: Arch | None) -> list[Refusal]:
-    """Why `backend` does not take `features` on `arch` (None: no GPU); empty if it does."""
+    """Why `backend` does not take `features` on `arch` (None: on the CPU); empty if it does."""
     refusals = []
-    if backend.capability is not None and arch is None:
-        no = No(f"it runs on {backend.runs_on}", 'backend="reference", or tensors on a GPU')
-        refusals.append(Refusal(backend.name, f"{features.device.type} tensors", *no))
-    if backend.capability is not None and arch is not None and arch.capability < backend.capability:
-        no = No(f"it runs on {backend.runs_on}", 'backend="reference"')
-        refusals.append(Refusal(backend.name, arch.name, *no))
+    if backend.capability is not None:
+        runs_on = f"it runs on {backend.runs_on}"
+        if arch is None:
+            instead = 'backend="reference", or tensors on a GPU'
+            refusals.append(Refusal(backend.name, f"{features.device.type} tensors", runs_on, instead))
+        elif arch.capability < backend.capability:
+            refusals.append(Refusal(backend.name, arch.name, runs_on, 'backend="reference"'))
     for row in TABLE:
         if backend.name in row.refused and row.asked(features):
             refusals.append(Refusal(backend.name, row.feature, *row.refused[backend.name]))
@@ -177,9 +178,12 @@ def reasons_against(backend: Backend, features: Features, arch: Arch | None) -> 
 
 
 def explain(asked: Features | Problem, arch: Arch | None = None) -> str:
-    """What "auto" chooses for `asked`, and for every backend why it is chosen, passed over or refused."""
+    """What "auto" chooses for `asked`, and for every backend why it is chosen, passed over or refused.
+
+    `arch` stands for the architecture of a CUDA device; with it, no GPU is needed.
+    """
     features = asked.features if isinstance(asked, Problem) else asked
-    arch = arch or _arch_of(features.device)
+    arch = _arch_for(features.device, arch)
     lines = [_title(features, arch)]
     chosen = False
     for backend in BACKENDS:
@@ -220,9 +224,12 @@ def _candidates(features: Features, backend: Any) -> tuple[Backend, ...]:
     raise LayoutError(f"backend must be one of {choices}; got {describe(backend)}")
 
 
-def _arch_of(device: torch.device) -> Arch | None:
+def _arch_for(device: torch.device, assumed: Arch | None) -> Arch | None:
+    """What `device` is, or shall be taken for; None for the CPU."""
     if device.type != "cuda":
         return None
+    if assumed is not None:
+        return assumed
     return archs.for_device(torch.cuda.current_device() if device.index is None else device.index)
 
 

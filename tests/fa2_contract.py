@@ -73,7 +73,7 @@ class CombineParams(NamedTuple):
 
 
 class InterpretedLaunch:
-    """Takes the place of `Launch`: the "artifact" is the spec. `fired` collects every launch of the process."""
+    """Takes the place of `Launch`: the "artifact" is the spec. `fired` collects the launches of a test."""
 
     fired: list[InterpretedLaunch]
 
@@ -137,6 +137,8 @@ def run_fa2(spec: Fa2Spec, p: Fa2Params, grid: tuple[int, int, int]) -> None:
     assert one == 1
     assert ctas == -(-p.qo_len * p.group // spec.tile.rows) * p.num_kv_heads
     assert p.num_kv_heads * p.group == p.num_qo_heads
+    for row in (0, p.group - 1, p.group, p.qo_len * p.group - 1):
+        assert quotient(row, p) == row // p.group
     assert p.tiles_per_split >= 1
     assert (num_splits - 1) * p.tiles_per_split < max(kv_tiles, 1) <= num_splits * p.tiles_per_split
     assert spec.split or num_splits == 1
@@ -150,6 +152,11 @@ def run_fa2(spec: Fa2Spec, p: Fa2Params, grid: tuple[int, int, int]) -> None:
             store(o_at, (p.o_stride_n, SIZES[spec.out_dtype]), spec.out_dtype, o)
             if p.lse:
                 store(p.lse + 4 * head + split * slab[1], (4 * p.num_qo_heads,), "float32", lse)
+
+
+def quotient(row: int, p: Fa2Params) -> int:
+    """The device's division by the group size."""
+    return row if p.group == 1 else (row * (p.group_multiplier % (1 << 32)) >> 32) >> p.group_shift
 
 
 def attend(spec: Fa2Spec, p: Fa2Params, head: int, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

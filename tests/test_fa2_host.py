@@ -1,4 +1,4 @@
-"""The host side of fa2: tiles, splits and parameter blocks, judged by an interpreter of the kernel contract."""
+"""The host side of fa2: tiles, splits, parameter blocks, judged by an interpreter of the kernel contract."""
 
 from __future__ import annotations
 

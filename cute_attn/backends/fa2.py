@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from cute_attn import plan
-from cute_attn.kernels import tiles
+from cute_attn.kernels import divisor, tiles
 from cute_attn.kernels.spec import CombineSpec, Fa2Spec, KernelSpec, Tile
 from cute_attn.problem import Features, Problem
 from cute_attn.runtime import artifacts
@@ -19,7 +19,6 @@ from cute_attn.runtime.launch import Launch, current_stream
 
 LOG2E = math.log2(math.e)
 UNBOUNDED = 1 << 30  # no causal or window bound: beyond any kv index, and row + UNBOUNDED fits 32 bits
-COMBINE_ROWS = 4  # (token, head) rows of one combine CTA, a warp each
 
 
 def prepare(features: Features) -> Callable[[Problem], None]:
@@ -97,6 +96,7 @@ class Runner:
     def __init__(self, features: Features, arch: Arch, device_index: int, sms: int) -> None:
         self.features, self.arch, self.device_index, self.sms = features, arch, device_index, sms
         self.group = features.num_qo_heads // features.num_kv_heads
+        self.group_magic = divisor.magic(self.group)
         self.folded_log2e = 1.0 if scores(features) else LOG2E
         self.rope_exponent = -2.0 / features.head_dim_qk
         self.schedules: dict[Tile, Schedule] = {}
@@ -108,33 +108,33 @@ class Runner:
         if rows == 0:
             return
         schedule = self.schedule_of.get(rows) or self._schedule(rows)
-        tile = schedule.tile
-        num_kv_heads = self.features.num_kv_heads
-        q_tiles = plan.ceil_div(rows, tile.rows)
-        visible = plan.visible_tokens(
-            problem.qo_len, problem.kv_len, schedule.tile_tokens, problem.causal, problem.window_left
-        )
-        split = plan.split_kv(
-            plan.ceil_div(problem.kv_len, tile.cols),
-            plan.ceil_div(visible, tile.cols),
-            q_tiles * num_kv_heads,
+        q_tiles = plan.ceil_div(rows, schedule.tile.rows)
+        num_splits, tiles_per_split = self._split(problem, schedule, q_tiles)
+        pdl = self.arch.pdl and problem.enable_pdl is not False
+        launch = schedule.launches.get((num_splits > 1, pdl))
+        if launch is None:
+            launch = self._launch(schedule, num_splits > 1, pdl)
+        grid = (q_tiles * self.features.num_kv_heads, 1, num_splits)
+        stream = current_stream(self.device_index)
+        target = self._target(problem)
+        if num_splits == 1:
+            launch.fire(self._values(problem, target, tiles_per_split), grid, stream)
+            return
+        workspace = self._workspace(problem.qo_len, num_splits)
+        partial = self._partial_target(workspace, problem.qo_len, num_splits)
+        launch.fire(self._values(problem, partial, tiles_per_split), grid, stream)
+        self._combine(problem, partial, target, num_splits, pdl, stream)
+
+    def _split(self, problem: Problem, schedule: Schedule, q_tiles: int) -> plan.Split:
+        qo_len, kv_len, cols = problem.qo_len, problem.kv_len, schedule.tile.cols
+        visible = plan.visible_tokens(qo_len, kv_len, schedule.tile_tokens, problem.causal, problem.window_left)
+        return plan.split_kv(
+            plan.ceil_div(kv_len, cols),
+            plan.ceil_div(visible, cols),
+            q_tiles * self.features.num_kv_heads,
             schedule.slots,
             schedule.min_tiles,
         )
-        pdl = self.arch.pdl and problem.enable_pdl is not False
-        launch = schedule.launches.get((split.num_splits > 1, pdl))
-        if launch is None:
-            launch = self._launch(schedule, split.num_splits > 1, pdl)
-        grid = (q_tiles * num_kv_heads, 1, split.num_splits)
-        stream = current_stream(self.device_index)
-        target = self._target(problem)
-        if split.num_splits == 1:
-            launch.fire(self._values(problem, target, split.tiles_per_split), grid, stream)
-            return
-        workspace = self._workspace(problem.qo_len, split.num_splits)
-        partial = self._partial_target(workspace, problem.qo_len, split.num_splits)
-        launch.fire(self._values(problem, partial, split.tiles_per_split), grid, stream)
-        self._combine(problem, partial, target, split.num_splits, pdl, stream)
 
     def _target(self, problem: Problem) -> Target:
         out, lse, sinks, v_scale = problem.out, problem.lse, problem.sinks, problem.v_scale_tensor
@@ -186,6 +186,7 @@ class Runner:
             problem.qo_len,
             problem.kv_len,
             self.group,
+            *self.group_magic,
             self.features.num_qo_heads,
             self.features.num_kv_heads,
             position if problem.causal else UNBOUNDED,
@@ -230,8 +231,7 @@ class Runner:
             num_splits,
             target.v_scale,
         )
-        ctas = plan.ceil_div(problem.qo_len * self.features.num_qo_heads, COMBINE_ROWS)
-        launch.fire(values, (ctas, 1, 1), stream)
+        launch.fire(values, (problem.qo_len * self.features.num_qo_heads, 1, 1), stream)
 
     def _schedule(self, rows: int) -> Schedule:
         head_dims = self.features.head_dim_qk, self.features.head_dim_vo
