@@ -27,7 +27,7 @@ from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, zeros
 from cute_attn.kernels.blocks.scores import Alibi, Scale, Scores, SoftCap
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
-from cute_attn.kernels.blocks.softmax import OnlineSoftmax
+from cute_attn.kernels.blocks.softmax import OnlineSoftmax, Running
 from cute_attn.kernels.memory import LINE, SharedMemory
 from cute_attn.kernels.spec import Fa2Spec
 from cute_attn.runtime.arch import named
@@ -73,11 +73,9 @@ class Fa2Params(NamedTuple):
 
 
 class State(NamedTuple):
-    """Carried over kv tiles: output accumulator, running maximum and sum of each row slot, ring slot of the next tile."""
+    """Carried over kv tiles: what is accumulated, and the ring slot of the next tile."""
 
-    out: list[Float32]
-    row_max: list[Float32]
-    row_sum: list[Float32]
+    running: Running
     slot: Int32
 
 
@@ -124,7 +122,7 @@ class Fa2Program:
         work = self.compose(params, base)
         self.load_q(params, work, base)
         self.fill_ring(work)
-        state = self.first_state(work)
+        state = State(work.softmax.start(), work.ring)
         masked, total = work.order.masked, work.order.total
         for step in cutlass.range(0, masked, unroll=1):
             state = self.step(work, base, state, step, True)
@@ -133,8 +131,9 @@ class Fa2Program:
         ptx.cp_async_wait(0)
         if cutlass.const_expr(self.pdl):
             ptx.grid_dependency_launch()
-        stats = row_stats(state.row_max, state.row_sum, work.softmax.log2_scale)
-        self.epilogue(params, work, base).write(state.out, stats)
+        running = state.running
+        stats = row_stats(running)
+        self.epilogue(params, work, base).write(running.out, stats)
 
     # --- composition ------------------------------------------------------------------------------------------------
 
@@ -238,15 +237,6 @@ class Fa2Program:
             ptx.cp_async_wait(self.spec.tile.stages - 1)
             ptx.sync_threads()
 
-    def first_state(self, work: Work) -> State:
-        slots = self.tile.row_slots
-        return State(
-            self.tile.zeros(self.tile.d_blocks),
-            [Float32(ptx.NEG_INF) for _ in range(slots)],
-            [Float32(0.0) for _ in range(slots)],
-            work.ring,
-        )
-
     def step(self, work: Work, base: Int32, state: State, step: Int32, masked: bool) -> State:
         """One kv tile: wait for it, S while starting the copy of the tile `stages - 1` further, softmax, O."""
         ahead, slot = self.spec.tile.stages - 1, state.slot
@@ -267,15 +257,12 @@ class Fa2Program:
     def attend(self, work: Work, state: State, s: list[Float32], masked: bool) -> State:
         """Online softmax of one tile's scores, and its share of the output."""
         softmax, slot = work.softmax, state.slot
-        row_max = softmax.maxima(s, state.row_max)
-        shifts = softmax.shifts(row_max, may_be_empty=masked)
-        factors = softmax.factors(state.row_max, shifts)
-        out = softmax.rescale(state.out, factors)
-        p = softmax.exponentials(s, shifts)
-        row_sum = softmax.sums(p, state.row_sum, factors)
+        running = softmax.settle(state.running, s)
+        p = softmax.exponentials(s, running.shift, may_be_empty=masked)
+        total = softmax.sums(p, running.total)
         v = slot + Int32(self.memory.v_offset) + work.lanes.v
-        out = self.tile.accumulate(out, self.tile.probabilities(p), v)
-        return State(out, row_max, row_sum, self.advance(slot, 1))
+        out = self.tile.accumulate(running.out, self.tile.probabilities(p), v)
+        return State(Running(out, running.shift, total), self.advance(slot, 1))
 
     @cute.jit
     def rotate_k(self, work: Work, slot: Int32, kv_tile: Int32) -> None:

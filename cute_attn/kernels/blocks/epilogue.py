@@ -11,7 +11,7 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.mma import Lanes, WarpTile
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.smem import further, swizzled
-from cute_attn.kernels.blocks.softmax import reduce_quad
+from cute_attn.kernels.blocks.softmax import Running, reduce_quad
 
 
 class RowStats(NamedTuple):
@@ -240,7 +240,7 @@ class MergedWarps:
             self.target.store_8(place, [v * factor for v in values])
 
 
-def row_stats(row_max: list[Float32], row_sum: list[Float32], log2_scale: Float32) -> RowStats:
-    """Stats of whole rows: sums were kept per thread of a quad."""
-    totals = [reduce_quad(lambda a, b: a + b, x) for x in row_sum]
-    return RowStats([m * log2_scale for m in row_max], totals)
+def row_stats(running: Running) -> RowStats:
+    """Stats of whole rows: sums were kept per thread of a quad, maxima negated."""
+    maximum = [Float32(0.0) - shift for shift in running.shift]
+    return RowStats(maximum, [reduce_quad(lambda a, b: a + b, x) for x in running.total])
