@@ -10,9 +10,13 @@ class ArgumentError(ValueError):
 
 
 class LayoutError(ArgumentError, KeyError):
-    """`kv_layout`, `pos_encoding_mode` or another enumerated string is not one of its choices."""
+    """`kv_layout`, `pos_encoding_mode` or another string that FlashInfer looks up in a table is not in it."""
 
     __str__ = ArgumentError.__str__  # KeyError would print the repr of the message
+
+
+class RuntimeArgumentError(ArgumentError, RuntimeError):
+    """A bad argument that FlashInfer finds in compiled code, where every error is a RuntimeError."""
 
 
 class ArgumentTypeError(TypeError, ValueError):

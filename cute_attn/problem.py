@@ -55,3 +55,5 @@ class Problem(NamedTuple):
     rope_theta: float = 1e4
     sinks: torch.Tensor | None = None  # [num_qo_heads] fp32, natural-log domain
     enable_pdl: bool | None = None
+    head_scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    # ^ features.per_head_scales: fp32 scale_q [num_qo_heads], scale_k and scale_v [num_kv_heads]
