@@ -40,9 +40,11 @@ class Timing(NamedTuple):
 
 
 class Replay(Protocol):
-    """Captured launches. `launches` of them run at each replay."""
+    """Captured launches."""
 
-    launches: int
+    @property
+    def launches(self) -> int:
+        """How many run at each replay."""
 
 
 class Timer(Protocol):
@@ -128,7 +130,7 @@ def measure(candidates: Mapping[str, Sequence[Call]], timer: Timer, rounds: int 
 
 
 def _sized_capture(calls: Sequence[Call], timer: Timer) -> Replay:
-    """A capture long enough to time: GRAPH_MS, MIN_LAUNCHES of a short kernel, whole walks through the sets."""
+    """A capture long enough to time, in whole walks through the sets."""
     probe = timer.capture(calls, len(calls))
     timer.run([probe])
     launch_ms = max(timer.run([probe])[0] / probe.launches, 1e-4)

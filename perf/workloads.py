@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -42,8 +42,8 @@ class Workload:
         return f"d{dims} h{heads} q{self.qo_len} kv{self.kv_len} {mask} {self.dtype}"
 
     @property
-    def is_decode(self) -> bool:
-        return self.qo_len == 1
+    def phase(self) -> str:
+        return "decode" if self.qo_len == 1 else "prefill"
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -51,7 +51,7 @@ class Workload:
 
     @property
     def pairs(self) -> int:
-        """(query, key) pairs one head scores: row i sees min(kv_len, max(0, i + kv_len - qo_len + 1)) keys."""
+        """(query, key) pairs of one head: row i sees min(kv_len, max(0, i + kv_len - qo_len + 1)) keys."""
         if not self.causal:
             return self.qo_len * self.kv_len
         rows = min(self.qo_len, self.kv_len)  # with kv_len < qo_len the first rows see nothing
@@ -72,12 +72,9 @@ class Workload:
     @property
     def metric(self) -> Metric:
         """Decode is held against the read ceiling, prefill against the bf16 GEMM."""
-        if self.is_decode:
+        if self.phase == "decode":
             return Metric("GB/s", self.bytes / 1e9, "read")
         return Metric("TFLOP/s", self.flops / 1e12, "gemm")
-
-    def with_lengths(self, qo_len: int, kv_len: int) -> Workload:
-        return replace(self, qo_len=qo_len, kv_len=kv_len)
 
     def inputs(self, device: torch.device, seed: int = 0) -> Inputs:
         """Normal random q, k, v."""
@@ -93,7 +90,7 @@ class Workload:
         )
 
     def num_sets(self, l2_bytes: int) -> int:
-        """Copies of the inputs that exceed twice the L2 together: by its next turn a set has left the cache."""
+        """Copies of the inputs that exceed twice the L2 together: by its next turn a set has left it."""
         return 2 * l2_bytes // self.bytes + 1
 
 
