@@ -17,9 +17,12 @@ class Program(Protocol):
 
     `params` is the NamedTuple class of kernel parameters: field order is parameter order, each field one
     scalar (`Int32`, `Int64`, `Float32`, `Float64` of cutlass). Pointers travel as `Int64` addresses.
+    `kernel` is the `@cute.kernel` method: the compile step names it after `KernelSpec.symbol`. A program that
+    launches clusters also has `cluster`, their dimensions in CTAs.
     """
 
     params: type
+    kernel: Any
     block: tuple[int, int, int]
     smem_bytes: int
 

@@ -1,0 +1,74 @@
+"""GPU architectures: which cubin a device runs, what it offers. Data; needs neither DSL nor CUDA."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from cute_attn.errors import ArgumentError
+
+# Shared memory one CTA may opt in to, bytes (CUDA programming guide, table of compute capabilities).
+_SMEM_163K = 166912
+_SMEM_99K = 101376
+_SMEM_227K = 232448
+_SMEM_OF_8X = {0: _SMEM_163K, 7: _SMEM_163K}  # 8.6, 8.9 and any other 8.x: 99 KB
+
+
+@dataclass(frozen=True)
+class Arch:
+    """One device type. `name` is the compile target; capabilities may share it (8.6 runs the sm_80 cubin)."""
+
+    name: str
+    capability: tuple[int, int]
+    smem_limit: int  # bytes of shared memory per CTA, static and dynamic together
+
+    @property
+    def pdl(self) -> bool:
+        """Programmatic dependent launch (`griddepcontrol`)."""
+        return self.capability >= (9, 0)
+
+    @property
+    def clusters(self) -> bool:
+        """Thread block clusters."""
+        return self.capability >= (9, 0)
+
+
+ARCHS: dict[str, Arch] = {
+    arch.name: arch
+    for arch in (
+        Arch("sm_80", (8, 0), _SMEM_163K),
+        Arch("sm_90a", (9, 0), _SMEM_227K),
+        Arch("sm_100a", (10, 0), _SMEM_227K),
+        Arch("sm_103a", (10, 3), _SMEM_227K),
+        Arch("sm_120a", (12, 0), _SMEM_99K),
+        Arch("sm_121a", (12, 1), _SMEM_99K),
+    )
+}
+_BY_CAPABILITY = {arch.capability: arch for arch in ARCHS.values()}
+
+
+def named(name: str) -> Arch:
+    """The architecture called `name`; ArgumentError lists the choices."""
+    if name not in ARCHS:
+        raise ArgumentError(f"arch {name!r} is not one of {', '.join(ARCHS)}")
+    return ARCHS[name]
+
+
+@functools.cache
+def for_capability(capability: tuple[int, int]) -> Arch:
+    """The architecture of a device of compute capability (major, minor). Every 8.x runs the sm_80 cubin."""
+    major, minor = capability
+    if major == 8:
+        return Arch("sm_80", (major, minor), _SMEM_OF_8X.get(minor, _SMEM_99K))
+    if (major, minor) not in _BY_CAPABILITY:
+        known = ", ".join(f"{a}.{b}" for a, b in _BY_CAPABILITY if a > 8)
+        raise ArgumentError(f"compute capability {major}.{minor} is not supported; supported: 8.x, {known}")
+    return _BY_CAPABILITY[(major, minor)]
+
+
+@functools.cache
+def for_device(index: int) -> Arch:
+    """The architecture of CUDA device `index` (torch's numbering), whichever device is current."""
+    import torch
+
+    return for_capability(torch.cuda.get_device_capability(index))

@@ -1,0 +1,154 @@
+"""The on-disk cache of artifacts: one file per spec, arch, kernel sources and DSL version.
+
+Safe between processes: a lock file per key is held around a compile, files appear by `os.replace`, and a
+damaged file reads as a miss. The directory is `$CUTE_ATTN_CACHE_DIR`, else `$XDG_CACHE_HOME/cute_attn`, else
+`~/.cache/cute_attn`. A cache that cannot be written costs a warning and the time to compile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib.metadata
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock
+
+from cute_attn.errors import ArtifactError
+from cute_attn.kernels.spec import KernelSpec
+from cute_attn.runtime.artifact import Artifact
+
+_PACKAGE = Path(__file__).parents[1]
+_SOURCES = ("kernels/**/*.py", "runtime/compile.py", "runtime/cubin.py", "runtime/artifact.py")
+_DSL = "nvidia-cutlass-dsl"
+
+
+@functools.cache
+def source_fingerprint() -> str:
+    """sha256 over the sources that shape an artifact: kernels, and how they are compiled and described."""
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in _SOURCES for path in _PACKAGE.glob(pattern)}):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(_PACKAGE).as_posix()}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+@functools.cache
+def dsl_version() -> str | None:
+    """Version and toolkit flavour of the installed DSL ("4.8.1 cu13"), without importing it; None if absent.
+
+    The flavour carries ptxas: with several installed, the DSL takes the newest that the driver supports.
+    """
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return f"{importlib.metadata.version(_DSL)} {_flavour()}"
+    return None
+
+
+def _flavour() -> str:
+    majors = []
+    for major in range(12, 20):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.version(f"{_DSL}-libs-cu{major}")
+            majors.append(major)
+    limit = _driver_major() if len(majors) > 1 else None
+    return f"cu{max((m for m in majors if limit is None or m <= limit), default='?')}"
+
+
+def _driver_major() -> int | None:
+    version = ctypes.c_int()
+    try:
+        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return version.value // 1000 if status == 0 else None
+
+
+def directory() -> Path:
+    """Where the cache lives (it need not exist yet)."""
+    chosen = os.environ.get("CUTE_ATTN_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "cute_attn"
+
+
+def bundle_key(spec: KernelSpec, arch: str) -> str:
+    """Names an artifact among those built from the sources of this package, by whatever DSL version."""
+    return _hash(spec.key(), arch, source_fingerprint())
+
+
+def cache_key(spec: KernelSpec, arch: str) -> str | None:
+    """Names an artifact in the cache; None without an installed DSL, whose version is part of the name."""
+    version = dsl_version()
+    return version and _hash(spec.key(), arch, source_fingerprint(), version)
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def path_of(key: str) -> Path:
+    return directory() / f"{key}.artifact"
+
+
+def load(key: str) -> Artifact | None:
+    """The cached artifact, or None: absent, unreadable or damaged."""
+    try:
+        return Artifact.from_bytes(path_of(key).read_bytes())
+    except (OSError, ArtifactError):
+        return None
+
+
+def store(key: str, artifact: Artifact) -> None:
+    """Put `artifact` in the cache. Readers see the whole file or none."""
+    try:
+        write_atomically(path_of(key), artifact.to_bytes())
+    except OSError as err:
+        _warn_once(err)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write `data` to `path` by way of a temporary file in the same directory (mode 0600)."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+@contextlib.contextmanager
+def locked(key: str) -> Iterator[None]:
+    """Hold the lock of `key` between processes; without a writable cache there is nothing to hold."""
+    with contextlib.ExitStack() as stack:
+        try:
+            # cubins are code: nobody else may write here
+            directory().mkdir(mode=0o700, parents=True, exist_ok=True)
+            stack.enter_context(FileLock(directory() / f"{key}.lock"))
+        except OSError as err:
+            _warn_once(err)
+        yield
+
+
+@functools.cache
+def _warned() -> list[str]:
+    return []
+
+
+def _warn_once(err: OSError) -> None:
+    if not _warned():
+        _warned().append(str(err))
+        warnings.warn(
+            f"cute_attn cannot use its cache in {directory()} ({err}): kernels are compiled anew in every "
+            "process. Set CUTE_ATTN_CACHE_DIR to a writable directory.",
+            stacklevel=2,
+        )

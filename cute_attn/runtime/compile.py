@@ -1,0 +1,190 @@
+"""KernelSpec -> Artifact through CuTe DSL. Needs no GPU and no driver, for any architecture.
+
+`import cutlass` takes 1-2 s, so it happens on the first compile and not before. The DSL is not thread-safe
+(two threads compiling end in assertion errors): a lock serialises them, and `compile_many` uses processes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import tempfile
+import threading
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from typing import Any
+
+from cute_attn.errors import ArtifactError
+from cute_attn.kernels.spec import KernelSpec, Program
+from cute_attn.runtime import arch as archs
+from cute_attn.runtime import cubin as cubins
+from cute_attn.runtime.artifact import Artifact, Param
+
+Outcome = Artifact | ArtifactError
+Progress = Callable[[KernelSpec, str, Outcome], None]
+Build = Callable[[KernelSpec, str], Artifact]
+
+_MATRIX_INSTRUCTION = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
+_PTX_PARAM = re.compile(r"\.param \.(\w+) \w+_param_\d+(?=[,\s])(?! *\])")
+_SIZES = {"i32": 4, "i64": 8, "f32": 4, "f64": 8}
+_KIND_OF_SCALAR = {"Int32": "i32", "Int64": "i64", "Float32": "f32", "Float64": "f64"}
+_KIND_OF_PTX = {"u32": "i32", "u64": "i64", "f32": "f32", "f64": "f64"}
+_compile_lock = threading.Lock()
+
+
+def compile_spec(spec: KernelSpec, arch: str) -> Artifact:
+    """Compile `spec` for `arch` ("sm_90a", ...).
+
+    ArtifactError if the DSL is missing, the compile fails, or the result does not fit the program's own
+    description (parameters, block).
+    """
+    archs.named(arch)
+    _require_dsl()
+    with _compile_lock:
+        try:
+            program = spec.program(arch)
+            ptx, cubin = _compile(program, spec.symbol, arch)
+        except Exception as err:
+            raise ArtifactError(
+                f"compiling {spec.key()} for {arch} failed: {type(err).__name__}: {err}"
+            ) from err
+    return _artifact(spec, arch, program, ptx, cubin)
+
+
+def dsl_import_error() -> str | None:
+    """Import CuTe DSL; why that is not possible here, or None."""
+    try:
+        importlib.import_module("cutlass.cute")
+    except (ImportError, OSError, RuntimeError) as err:  # RuntimeError: no toolkit flavour fits the driver
+        return f"nvidia-cutlass-dsl does not import ({err})"
+    return None
+
+
+def _require_dsl() -> None:
+    error = dsl_import_error()
+    if error:
+        raise ArtifactError(f"kernels cannot be compiled here: {error}")
+
+
+def _compile(program: Program, symbol: str, arch: str) -> tuple[str, bytes]:
+    from cutlass import cute
+    from cutlass.base_dsl.compiler import DumpDir, GPUArch, KeepCUBIN, KeepPTX, OptLevel
+
+    program.kernel.set_name_prefix(symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
+    # The DSL hands over PTX by way of a file, and its file names are not unique: so a private directory.
+    with tempfile.TemporaryDirectory(prefix="cute_attn-") as directory:
+        options = (GPUArch(arch), OptLevel(3), KeepPTX(True), KeepCUBIN(True), DumpDir(directory))
+        compiled = cute.compile[options](program, *program.compile_args())
+        ptx, cubin = compiled.__ptx__, compiled.__cubin__
+    return ptx, cubin
+
+
+def _artifact(spec: KernelSpec, arch: str, program: Program, ptx: str, cubin: bytes) -> Artifact:
+    kernels = cubins.read_kernels(cubin)
+    if len(kernels) != 1 or not kernels[0].symbol.startswith(spec.symbol):
+        found = ", ".join(kernel.symbol for kernel in kernels)
+        raise ArtifactError(
+            f"{spec.key()} for {arch}: expected one kernel {spec.symbol}*, the cubin has: {found}"
+        )
+    kernel = kernels[0]
+    if kernel.sm != int(arch.removeprefix("sm_").removesuffix("a")):
+        raise ArtifactError(f"{kernel.symbol}: asked for {arch}, the cubin is for sm_{kernel.sm}")
+    block = tuple(program.block)
+    if kernel.reqntid != block:
+        raise ArtifactError(
+            f"{kernel.symbol}: program.block is {block}, the cubin was built for {kernel.reqntid}"
+        )
+    return Artifact(
+        arch=arch,
+        symbol=kernel.symbol,
+        cubin=cubin,
+        ptx=ptx,
+        params=_params(kernel, program.params, ptx),
+        block=block,
+        smem_bytes=program.smem_bytes,
+        registers=kernel.registers,
+        stack_bytes=kernel.stack_bytes,
+        mma_count=len(_MATRIX_INSTRUCTION.findall(ptx)),
+        spec=json.loads(spec.key()),
+        cluster=tuple(getattr(program, "cluster", (1, 1, 1))),
+    )
+
+
+def _params(kernel: cubins.CubinKernel, params: type, ptx: str) -> tuple[Param, ...]:
+    """Named and typed by the NamedTuple `params`; checked against the cubin (sizes) and the PTX (types)."""
+    kinds = {
+        name: _KIND_OF_SCALAR.get(hint.__name__, hint.__name__)
+        for name, hint in typing.get_type_hints(params).items()
+    }
+    header = ptx[ptx.index(f".entry {kernel.symbol}(") :].split(")", 1)[0]
+    compiled = [_KIND_OF_PTX.get(kind, kind) for kind in _PTX_PARAM.findall(header)]
+    declared = list(kinds.values())
+    if declared != compiled or [_SIZES.get(kind) for kind in declared] != [size for _, size in kernel.params]:
+        raise ArtifactError(
+            f"{kernel.symbol}: {params.__name__} declares {kinds}, but the PTX has {compiled} and the cubin "
+            f"(offset, size) {kernel.params}"
+        )
+    return tuple(
+        Param(name, kind, offset, size)
+        for (name, kind), (offset, size) in zip(kinds.items(), kernel.params, strict=True)
+    )
+
+
+def compile_many(
+    specs_by_arch: Mapping[str, Sequence[KernelSpec]],
+    jobs: int | None = None,
+    progress: Progress | None = None,
+    build: Build = compile_spec,
+) -> dict[tuple[str, KernelSpec], Outcome]:
+    """`build` every spec of every arch in up to `jobs` processes (default: one per CPU, at most 8).
+
+    Failures are values, so that one broken spec does not hide the others. `progress(spec, arch, outcome)` is
+    called in this process as each one finishes. A worker takes 0.3-0.6 GB.
+    """
+    tasks = [(spec, arch) for arch, specs in specs_by_arch.items() for spec in specs]
+    jobs = min(jobs or min(os.cpu_count() or 1, 8), len(tasks))
+    outcomes = {}
+    for spec, arch, outcome in _in_processes(build, tasks, jobs) if jobs > 1 else _in_turn(build, tasks):
+        outcomes[arch, spec] = outcome
+        if progress:
+            progress(spec, arch, outcome)
+    return {(arch, spec): outcomes[arch, spec] for spec, arch in tasks}
+
+
+Task = tuple[KernelSpec, str]
+
+
+def _in_turn(build: Build, tasks: Sequence[Task]) -> Iterator[tuple[KernelSpec, str, Outcome]]:
+    for spec, arch in tasks:
+        yield spec, arch, _outcome(build, spec, arch)
+
+
+def _in_processes(
+    build: Build, tasks: Sequence[Task], jobs: int
+) -> Iterator[tuple[KernelSpec, str, Outcome]]:
+    _require_dsl()  # imported once, before the fork: workers share its pages and start at once
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
+        futures: dict[Future[Outcome], Task] = {
+            pool.submit(_outcome, build, spec, arch): (spec, arch) for spec, arch in tasks
+        }
+        for future in as_completed(futures):
+            spec, arch = futures[future]
+            yield spec, arch, _result(future)
+
+
+def _outcome(build: Build, spec: KernelSpec, arch: str) -> Outcome:
+    try:
+        return build(spec, arch)
+    except ArtifactError as err:
+        return ArtifactError(str(err))  # without its traceback and causes, which need not survive pickling
+
+
+def _result(future: Future[Any]) -> Outcome:
+    try:
+        return future.result()
+    except Exception as err:
+        return ArtifactError(f"a compile worker died: {type(err).__name__}: {err}")

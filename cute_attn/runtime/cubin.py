@@ -1,0 +1,136 @@
+"""Reads a cubin (ELF64) in pure Python: what a kernel needs to be launched and judged, without CUDA tools.
+
+NVIDIA does not document the `.nv.info` records. The attributes below agree with `cuobjdump -elf` and with
+`cuKernelGetParamInfo`, in the ELF ABI 7 (CUDA 12, up to sm_90) and in ABI 8 (CUDA 13, and sm_100 and later).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cute_attn.errors import ArtifactError
+
+_REGCOUNT, _FRAME_SIZE, _MIN_STACK_SIZE = 0x2F, 0x11, 0x12  # in .nv.info, one per function
+_KPARAM_INFO, _REQNTID = 0x17, 0x10  # in .nv.info.<kernel>
+_FORMAT_SIZED = 0x04  # record with a 16-bit length; all other formats carry two bytes
+_EI_OSABI, _OSABI_7 = 7, 0x33
+_KERNEL_ENTRY = 0x10  # st_other bit of a __global__ function
+
+
+@dataclass(frozen=True)
+class CubinKernel:
+    """One kernel. Sizes are bytes, `params` (offset, size) in order; `reqntid` is None if not declared."""
+
+    symbol: str
+    sm: int
+    registers: int
+    stack_bytes: int
+    static_smem: int
+    params: tuple[tuple[int, int], ...]
+    reqntid: tuple[int, int, int] | None
+
+
+class _Section(NamedTuple):
+    name: str
+    link: int
+    data: bytes
+    size: int  # memory size: `data` of a NOBITS section is empty
+
+
+class _Symbol(NamedTuple):
+    name: str
+    other: int
+
+
+def read_kernels(cubin: bytes) -> tuple[CubinKernel, ...]:
+    """All kernels of a cubin. ArtifactError if the bytes are not a whole cubin."""
+    try:
+        return _read_kernels(cubin)
+    except (struct.error, IndexError, KeyError, ValueError) as err:
+        raise ArtifactError(f"not a readable cubin ({len(cubin)} bytes): {err}") from err
+
+
+def _read_kernels(cubin: bytes) -> tuple[CubinKernel, ...]:
+    if cubin[:5] != b"\x7fELF\x02":
+        raise ValueError("no ELF64 header")
+    sections = _sections(cubin)
+    symbols = _symbols(sections)
+    totals = _function_totals(sections[".nv.info"].data, symbols)
+    (flags,) = struct.unpack_from("<I", cubin, 48)
+    sm = flags & 0xFF if cubin[_EI_OSABI] == _OSABI_7 else flags >> 8 & 0xFF
+    return tuple(
+        _kernel(symbol.name, sm, totals[symbol.name], sections)
+        for symbol in symbols
+        if symbol.other & _KERNEL_ENTRY and f".text.{symbol.name}" in sections
+    )
+
+
+def _kernel(name: str, sm: int, totals: dict[int, int], sections: dict[str, _Section]) -> CubinKernel:
+    params: dict[int, tuple[int, int]] = {}
+    reqntid = None
+    for attribute, value in _records(sections[f".nv.info.{name}"].data):
+        if attribute == _KPARAM_INFO:
+            _, ordinal, offset, packed = struct.unpack("<IHHI", value)
+            params[ordinal] = (offset, packed >> 18)
+        elif attribute == _REQNTID:
+            reqntid = struct.unpack("<III", value)
+    shared = sections.get(f".nv.shared.{name}")
+    return CubinKernel(
+        symbol=name,
+        sm=sm,
+        registers=totals[_REGCOUNT],
+        stack_bytes=max(totals[_FRAME_SIZE], totals.get(_MIN_STACK_SIZE, 0)),
+        static_smem=shared.size if shared else 0,
+        params=tuple(params[ordinal] for ordinal in range(len(params))),
+        reqntid=reqntid,
+    )
+
+
+def _function_totals(info: bytes, symbols: list[_Symbol]) -> dict[str, dict[int, int]]:
+    totals: dict[str, dict[int, int]] = {}
+    for attribute, value in _records(info):
+        if attribute in (_REGCOUNT, _FRAME_SIZE, _MIN_STACK_SIZE):
+            index, amount = struct.unpack("<II", value)
+            totals.setdefault(symbols[index].name, {})[attribute] = amount
+    return totals
+
+
+def _records(data: bytes) -> Iterator[tuple[int, bytes]]:
+    at = 0
+    while at + 4 <= len(data):
+        kind, attribute, size = struct.unpack_from("<BBH", data, at)
+        at += 4
+        if kind == _FORMAT_SIZED:
+            yield attribute, data[at : at + size]
+            at += size
+
+
+def _sections(cubin: bytes) -> dict[str, _Section]:
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    stride, count, names_index = struct.unpack_from("<HHH", cubin, 58)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, table + i * stride) for i in range(count)]
+    names_at = headers[names_index][4]
+    sections = {}
+    for name_at, kind, _, _, offset, size, link, *_ in headers:
+        name = _text(cubin, names_at + name_at)
+        nobits = kind == 8
+        if not nobits and offset + size > len(cubin):
+            raise ValueError(f"section {name} ends past the file")
+        sections[name] = _Section(name, link, b"" if nobits else cubin[offset : offset + size], size)
+    return sections
+
+
+def _symbols(sections: dict[str, _Section]) -> list[_Symbol]:
+    table = sections[".symtab"]
+    names = list(sections.values())[table.link].data
+    return [
+        _Symbol(_text(names, name), other)
+        for name, _, other, _, _, _ in struct.iter_unpack("<IBBHQQ", table.data)
+    ]
+
+
+def _text(data: bytes, at: int) -> str:
+    return data[at : data.index(b"\0", at)].decode()

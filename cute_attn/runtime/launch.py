@@ -1,0 +1,215 @@
+"""Launches artifacts through `cuda.bindings.driver`. All is prebuilt: a launch costs a few us of Python.
+
+Importable without cuda-python and without a GPU; only building a `Launch` needs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from cute_attn.errors import ArgumentError, ArtifactError
+from cute_attn.runtime import arch as archs
+from cute_attn.runtime.artifact import Artifact, Param
+
+Dim3 = tuple[int, int, int]
+_STRUCT_CODES = {"i32": "i", "i64": "q", "f32": "f", "f64": "d"}
+
+
+def current_stream(device_index: int) -> int:
+    """Handle of torch's current stream on a device (one C call; `torch.cuda.current_stream` takes 3 us)."""
+    return torch._C._cuda_getCurrentRawStream(device_index)
+
+
+class ParamBlock:
+    """Storage of one kernel's parameters, laid out as the cubin declares them. Its addresses never change."""
+
+    def __init__(self, params: Sequence[Param]) -> None:
+        self._params = tuple(params)
+        layout, end = "=", 0
+        for param in self._params:
+            layout += f"{param.offset - end}x{_STRUCT_CODES[param.kind]}"
+            end = param.offset + param.size
+        self._struct = struct.Struct(layout)
+        self.buffer = ctypes.create_string_buffer(max(end, 1))
+        base = ctypes.addressof(self.buffer)
+        self._pointers = (ctypes.c_void_p * max(len(self._params), 1))(
+            *(base + p.offset for p in self._params)
+        )
+        self.address = ctypes.addressof(self._pointers)  # the void*[] that the driver wants
+        self.size = end
+
+    def pack(self, values: Sequence[int | float]) -> None:
+        """Store one value per parameter, in order. ArgumentError names the first that does not fit."""
+        try:
+            self._struct.pack_into(self.buffer, 0, *values)
+        except (struct.error, OverflowError, TypeError) as err:
+            raise ArgumentError(self._complaint(values)) from err
+
+    def _complaint(self, values: Sequence[int | float]) -> str:
+        if len(values) != len(self._params):
+            return f"the kernel has {len(self._params)} parameters, got {len(values)} values"
+        for param, value in zip(self._params, values, strict=True):
+            try:
+                struct.pack(_STRUCT_CODES[param.kind], value)
+            except (struct.error, OverflowError, TypeError):
+                return f"kernel parameter {param.name}={value!r} is not an {param.kind}"
+        raise AssertionError("every value fits on its own")
+
+
+def describe(
+    artifact: Artifact, values: Sequence[int | float], grid: Dim3, *, pdl: bool = False
+) -> dict[str, Any]:
+    """What a launch hands to the driver, as plain data. Needs no GPU: the emulator and tests use it."""
+    block = ParamBlock(artifact.params)
+    block.pack(values)
+    return {
+        "symbol": artifact.symbol,
+        "grid": grid,
+        "block": artifact.block,
+        "cluster": artifact.cluster,
+        "smem_bytes": artifact.smem_bytes,
+        "pdl": pdl,
+        "params": block.buffer.raw[: block.size],
+    }
+
+
+class Launch:
+    """One artifact on one device, ready to fire.
+
+    Building it loads the cubin onto the device, past the driver's lazy loading: `fire` then allocates and
+    loads nothing and may run under CUDA-graph capture, where a module load would be an error.
+    Threads may share a Launch.
+
+    Raises ArtifactError if the artifact does not fit the device, RuntimeError for a driver error.
+    """
+
+    def __init__(self, artifact: Artifact, device_index: int, *, pdl: bool = False) -> None:
+        _check_fit(artifact, archs.for_device(device_index), pdl)
+        self.artifact = artifact
+        self.device_index = device_index
+        self.pdl = pdl
+        self._driver = load_driver()
+        self._context = _primary_context(device_index)
+        self._function = _function(artifact.cubin, artifact.symbol, artifact.smem_bytes, device_index)
+        self._config = _config(self._driver, artifact, pdl)
+        self._block = ParamBlock(artifact.params)
+        self._lock = threading.Lock()
+
+    def fire(self, values: Sequence[int | float], grid: Dim3, stream: int) -> None:
+        """Launch on `stream` (a raw handle of this device) with `values` in parameter order."""
+        driver, config = self._driver, self._config
+        with self._lock:
+            self._block.pack(values)
+            config.gridDimX, config.gridDimY, config.gridDimZ = grid
+            config.hStream = stream
+            if driver.cuCtxGetCurrent()[1] == self._context:
+                status = driver.cuLaunchKernelEx(config, self._function, self._block.address, 0)[0]
+            else:  # another device is current, or this thread has not used CUDA yet
+                with _current(self._context):
+                    status = driver.cuLaunchKernelEx(config, self._function, self._block.address, 0)[0]
+        if status:
+            raise RuntimeError(f"launching {self.artifact.symbol} with grid {grid} failed: {status.name}")
+
+    def describe(self, values: Sequence[int | float], grid: Dim3) -> dict[str, Any]:
+        """See `describe`."""
+        return describe(self.artifact, values, grid, pdl=self.pdl)
+
+
+def _check_fit(artifact: Artifact, arch: archs.Arch, pdl: bool) -> None:
+    if artifact.arch != arch.name:
+        raise ArtifactError(
+            f"{artifact.symbol} is compiled for {artifact.arch}, this device needs {arch.name}"
+        )
+    if artifact.smem_bytes > arch.smem_limit:
+        raise ArtifactError(
+            f"{artifact.symbol} needs {artifact.smem_bytes} bytes of shared memory, a CTA of this device "
+            f"(capability {arch.capability[0]}.{arch.capability[1]}) has {arch.smem_limit}"
+        )
+    if pdl and not arch.pdl:
+        raise ArgumentError(
+            f"pdl=True needs compute capability 9.0 or later, the device is {arch.capability}"
+        )
+
+
+@functools.cache
+def load_driver() -> Any:
+    """`cuda.bindings.driver`, initialised. RuntimeError says what is missing."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as err:
+        raise RuntimeError(f"launching needs cuda-python (pip install 'cuda-python>=13'): {err}") from err
+    _checked("cuInit", driver.cuInit(0))
+    return driver
+
+
+def _checked(what: str, result: tuple[Any, ...]) -> Any:
+    status, *values = result
+    if status:
+        raise RuntimeError(f"{what} failed: {status.name}")
+    return values[0] if values else None
+
+
+@functools.cache
+def _primary_context(device_index: int) -> Any:
+    """The context that torch uses on a device. Retained for the life of the process, as torch does."""
+    driver = load_driver()
+    device = _checked("cuDeviceGet", driver.cuDeviceGet(device_index))
+    return _checked("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(device))
+
+
+@contextlib.contextmanager
+def _current(context: Any) -> Iterator[None]:
+    driver = load_driver()
+    _checked("cuCtxPushCurrent", driver.cuCtxPushCurrent(context))
+    try:
+        yield
+    finally:
+        _checked("cuCtxPopCurrent", driver.cuCtxPopCurrent())
+
+
+@functools.cache
+def _library(cubin: bytes) -> Any:
+    """A loaded cubin. It belongs to the process: the driver puts it on each device where it is used."""
+    return _checked("cuLibraryLoadData", load_driver().cuLibraryLoadData(cubin, None, None, 0, None, None, 0))
+
+
+@functools.cache
+def _function(cubin: bytes, symbol: str, smem_bytes: int, device_index: int) -> Any:
+    """The kernel's function in the primary context of a device, loaded there now."""
+    driver = load_driver()
+    kernel = _checked("cuLibraryGetKernel", driver.cuLibraryGetKernel(_library(cubin), symbol.encode()))
+    limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    device = _checked("cuDeviceGet", driver.cuDeviceGet(device_index))
+    _checked("cuKernelSetAttribute", driver.cuKernelSetAttribute(limit, smem_bytes, kernel, device))
+    with _current(_primary_context(device_index)):
+        function = _checked("cuKernelGetFunction", driver.cuKernelGetFunction(kernel))
+        _checked("cuFuncLoad", driver.cuFuncLoad(function))
+    return function
+
+
+def _config(driver: Any, artifact: Artifact, pdl: bool) -> Any:
+    ids = driver.CUlaunchAttributeID
+    attributes = []
+    if artifact.cluster != (1, 1, 1):
+        cluster = driver.CUlaunchAttribute()
+        cluster.id = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = artifact.cluster
+        attributes.append(cluster)
+    if pdl:
+        serialization = driver.CUlaunchAttribute()
+        serialization.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        serialization.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(serialization)
+    config = driver.CUlaunchConfig()
+    config.blockDimX, config.blockDimY, config.blockDimZ = artifact.block
+    config.sharedMemBytes = artifact.smem_bytes
+    config.attrs, config.numAttrs = attributes, len(attributes)
+    return config
