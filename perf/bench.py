@@ -80,7 +80,7 @@ def run_row(
 def prepare(
     w: Workload, binds: Mapping[str, Bind], sets: Sequence[Inputs]
 ) -> tuple[dict[str, list[Call]], dict[str, dict[str, Any]]]:
-    """The calls of the candidates that work and are right, and every candidate's error or reason to be out."""
+    """The calls of the candidates that work and are right; every candidate's error or reason to be out."""
     oracle = Oracle(w, sets[0])
     calls: dict[str, list[Call]] = {}
     entries: dict[str, dict[str, Any]] = {}
@@ -119,12 +119,17 @@ def main(workloads: Sequence[Workload], argv: Sequence[str] | None = None) -> in
     if absent := why_no_gpu():
         print(f"Nothing to measure here: {absent}.", file=sys.stderr)
         return 2
-    chosen = [w for w in workloads if all(word in w.name.split() for word in options.only)]
+    chosen = only(workloads, options.only)
     if options.warm_peers:
         warm(chosen)
         return 0
     run(chosen, options)
     return 0
+
+
+def only(workloads: Sequence[Workload], words: Sequence[str]) -> list[Workload]:
+    """The workloads whose names hold all of these words."""
+    return [w for w in workloads if all(word in w.name.split() for word in words)]
 
 
 def parse(phase: str, argv: Sequence[str] | None) -> argparse.Namespace:

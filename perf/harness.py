@@ -125,7 +125,7 @@ def measure(candidates: Mapping[str, Sequence[Call]], timer: Timer, rounds: int 
         for name, milliseconds in zip(order, timer.run([replays[n] for n in order]), strict=True):
             samples[name].append(milliseconds * 1e3 / replays[name].launches)
     for name, values in samples.items():
-        results[name] = _timing(values, replays[name].launches)
+        results[name] = timing(values, replays[name].launches)
     return Measurement(results, timer.sm_clock_mhz(replays[names[0]]))
 
 
@@ -152,7 +152,7 @@ def _warm_up(replays: Sequence[Replay], timer: Timer) -> None:
         previous = current
 
 
-def _timing(values: Sequence[float], launches: int) -> Timing:
+def timing(values: Sequence[float], launches: int) -> Timing:
     median = statistics.median(values)
     if len(values) == 1:
         return Timing(median, median, median, launches, 1)
