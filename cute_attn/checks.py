@@ -1,0 +1,117 @@
+"""Checks of single arguments. Each names the argument, the value it got and what is accepted."""
+
+from __future__ import annotations
+
+import numbers
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cute_attn.errors import ArgumentError, ArgumentTypeError, LayoutError
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def describe(value: object) -> str:
+    """How an error message shows a value: tensors by dtype, shape and device."""
+    if isinstance(value, torch.Tensor):
+        return f"a {short(value.dtype)} tensor of shape {tuple(value.shape)} on {value.device}"
+    return f"{value!r} ({type(value).__name__})"
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def boolean(name: str, value: Any) -> bool:
+    if type(value) is bool:
+        return value
+    raise ArgumentTypeError(f"{name} must be True or False, got {describe(value)}")
+
+
+def integer(name: str, value: Any) -> int:
+    """Any integer type (numpy's too), but no bool: True is no length."""
+    if type(value) is int:
+        return value
+    if not isinstance(value, bool | torch.Tensor):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise ArgumentTypeError(f"{name} must be an int, got {describe(value)}")
+
+
+def real(name: str, value: Any) -> float:
+    """A finite number that fp32 can hold."""
+    if type(value) is not float:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise ArgumentTypeError(f"{name} must be a number, got {describe(value)}")
+        value = float(value)
+    if not -FLOAT32_MAX <= value <= FLOAT32_MAX:  # false for NaN
+        raise ArgumentError(f"{name} must be finite and within fp32's range, got {value!r}")
+    return value
+
+
+def positive(name: str, value: Any) -> float:
+    value = real(name, value)
+    if value <= 0:
+        raise ArgumentError(f"{name} must be > 0, got {value!r}")
+    return value
+
+
+def choice(name: str, value: Any, choices: Sequence[str]) -> str:
+    if isinstance(value, str) and value in choices:
+        return value
+    raise LayoutError(f"{name} must be one of {', '.join(map(repr, choices))}; got {describe(value)}")
+
+
+def tensor(name: str, value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {describe(value)}")
+
+
+def shape(name: str, value: torch.Tensor, expected: tuple[int, ...], meaning: str) -> None:
+    if value.shape != expected:
+        raise ArgumentError(f"{name} must have shape {meaning} = {expected}, got {describe(value)}")
+
+
+def device(name: str, value: torch.Tensor, expected: torch.device) -> None:
+    if value.device != expected:
+        raise ArgumentError(f"{name} must be on q's device {expected}, got {describe(value)}")
+
+
+def dtype(name: str, value: torch.dtype, accepted: Sequence[torch.dtype]) -> None:
+    if value not in accepted:
+        raise ArgumentError(f"{name} must have dtype {' or '.join(map(short, accepted))}, got {short(value)}")
+
+
+def dense(name: str, value: torch.Tensor) -> None:
+    """A buffer to write: no two elements share memory, and the last axis has unit stride."""
+    needed = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1 and stride < needed:
+            raise ArgumentError(
+                f"{name} must not overlap itself, got strides {value.stride()} for shape {tuple(value.shape)}"
+            )
+        needed = max(needed, stride * size)
+    if value.shape[-1] > 1 and value.stride(-1) != 1:
+        raise ArgumentError(f"{name} must have stride 1 on its last axis, got strides {value.stride()}")
+
+
+def extent(value: torch.Tensor) -> tuple[int, int]:
+    """First address of a tensor and the one past its last element."""
+    start = value.data_ptr()
+    if value.numel() == 0:
+        return start, start
+    last = sum(stride * (size - 1) for stride, size in zip(value.stride(), value.shape, strict=True))
+    return start, start + (last + 1) * value.element_size()
+
+
+def apart(name: str, buffer: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """A buffer to write may not lie over anything else. Interleaved views of one storage count as overlap."""
+    (start, stop), (other_start, other_stop) = extent(buffer), extent(other)
+    if start < other_stop and other_start < stop:
+        raise ArgumentError(f"{name} must not share memory with {other_name}: their address ranges overlap")

@@ -1,0 +1,115 @@
+"""Decode attention of one request."""
+
+from __future__ import annotations
+
+import torch
+
+from cute_attn import checks, normalize, select
+
+
+def single_decode_with_kv_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False,
+    q_scale: float | torch.Tensor | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    return_lse: bool = False,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    enable_pdl: bool | None = None,
+    sinks: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one query token over the `kv_len` keys and values of one request.
+
+    For key j and one head, in the natural-log domain::
+
+        z = scale * q.k_j              scale = sm_scale * q_scale * k_scale; q and k rotated first under
+        ROPE_LLAMA z = z + slope * j              ALIBI z = cap * tanh(z / cap)        logits_soft_cap z =
+        -inf                       where the window hides j out = v_scale * sum_j exp(z) v_j / (sum_j exp(z) +
+        exp(sink)) lse = log2(sum_j exp(z) + exp(sink))
+
+    Without any key, out is 0 and lse -inf. No gradients are computed.
+
+    Parameters
+    ----------
+    q : `[num_qo_heads, head_dim_qk]`, float16 or bfloat16 (fp8 where a backend takes it). Any strides; a last
+        axis without unit stride, or rows that are not 16-byte aligned, cost a copy.
+    k : `[kv_len, num_kv_heads, head_dim_qk]` ("NHD") or `[num_kv_heads, kv_len, head_dim_qk]` ("HND"), of q's
+        dtype. Any strides that are multiples of 16 bytes, with unit stride on the last axis. `num_qo_heads`
+        must be a multiple of `num_kv_heads`; query head h reads kv head h // (num_qo_heads // num_kv_heads).
+    v : like k, with `head_dim_vo`.
+    kv_layout : "NHD" or "HND", of k and v.
+    pos_encoding_mode : "NONE", "ROPE_LLAMA" (rotates pairs (d, d + head_dim / 2); key j stands at position j,
+        the query at kv_len - 1; rotated values are rounded to q's dtype), or "ALIBI" (slopes of Press et al.
+        2022).
+    use_tensor_cores : a hint; tensor cores are used always.
+    q_scale, k_scale, v_scale : factors of q, k and v: numbers, or floating-point tensors with one element. A
+        tensor on the GPU is read by the kernel, without synchronisation.
+    window_left : >= 0: only the last window_left + 1 keys are seen. Negative: no window.
+    logits_soft_cap : soft cap of the logits; None, 0 or a negative number: none.
+    sm_scale : any finite number. Default 1 / sqrt(head_dim_qk).
+    rope_scale, rope_theta : > 0, default 1 and 1e4. Position p turns pair d by
+        p * rope_theta^(-2 d / head_dim) / rope_scale. Read under ROPE_LLAMA only.
+    return_lse : return `(out, lse)`.
+    out : written and returned instead of a new tensor: `[num_qo_heads, head_dim_vo]` of q's dtype, unit
+        stride on the last axis, rows 16-byte aligned, no memory in common with the inputs.
+    lse : written instead of a new tensor: contiguous float32 `[num_qo_heads]`. Returned if `return_lse`.
+    enable_pdl : False: no programmatic dependent launch. None or True: where the GPU has it (9.0 and later).
+    sinks : floating-point `[num_qo_heads]`, natural-log domain, not scaled: one more term of the denominator.
+    backend : "auto", "fa2" or "reference". `cute_attn.explain` tells which takes what.
+
+    Returns
+    -------
+    out `[num_qo_heads, head_dim_vo]` of q's dtype (bfloat16 for fp8 q), or with `return_lse` the pair of it
+    and the float32 **base-2** lse `[num_qo_heads]`.
+
+    Raises
+    ------
+    ArgumentError (a ValueError: shape, dtype, device or value), ArgumentTypeError (a TypeError), LayoutError
+    (a KeyError: `kv_layout`, `pos_encoding_mode`, `backend`), NotSupported (a NotImplementedError that lists
+    why no backend, or not this one, takes the problem).
+    """
+    checks.boolean("use_tensor_cores", use_tensor_cores)
+    problem = normalize.problem(
+        normalize.Call(
+            q,
+            k,
+            v,
+            decode=True,
+            kv_layout=kv_layout,
+            pos_encoding_mode=pos_encoding_mode,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            out=out,
+            lse=lse,
+            return_lse=return_lse,
+            sinks=sinks,
+            enable_pdl=enable_pdl,
+        )
+    )
+    select.run(problem, backend)
+    if out is None:
+        out = problem.out.squeeze(0)
+    if not return_lse:
+        return out
+    if lse is None:
+        assert problem.lse is not None
+        lse = problem.lse.squeeze(0)
+    return out, lse

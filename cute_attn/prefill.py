@@ -1,0 +1,145 @@
+"""Prefill and append attention of one request."""
+
+from __future__ import annotations
+
+import torch
+
+from cute_attn import checks, normalize, select
+from cute_attn.spellings import both_prefill_spellings, returning_lse
+
+
+@both_prefill_spellings
+def single_prefill_with_kv_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale_q: torch.Tensor | None = None,
+    scale_k: torch.Tensor | None = None,
+    scale_v: torch.Tensor | None = None,
+    o_dtype: torch.dtype | None = None,
+    custom_mask: torch.Tensor | None = None,
+    packed_custom_mask: torch.Tensor | None = None,
+    causal: bool = False,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    kv_cache_sf: tuple[torch.Tensor, torch.Tensor] | None = None,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+    *,
+    allow_fp16_qk_reduction: bool = False,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    enable_pdl: bool | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of `qo_len` query tokens over the `kv_len` keys and values of one request.
+
+    For query token i, key j and one head, in the natural-log domain::
+
+        z = scale * q_i.k_j            scale = sm_scale * k_scale; q and k rotated first under ROPE_LLAMA
+        z = z + slope * (j - i)        ALIBI
+        z = cap * tanh(z / cap)        logits_soft_cap
+        z = -inf                       where a mask hides j from i
+        out_i = v_scale * sum_j exp(z) v_j / (sum_j exp(z) + exp(sink))
+        lse_i = log2(sum_j exp(z) + exp(sink))
+
+    A token that sees no key has out 0 and lse -inf. The arguments after `v` may also follow, by position, the
+    order of older FlashInfer releases (`custom_mask, packed_custom_mask, causal, kv_layout,
+    pos_encoding_mode, allow_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale,
+    rope_theta`); where their types do not tell the order, the call is refused. No gradients are computed.
+
+    Parameters
+    ----------
+    q : `[qo_len, num_qo_heads, head_dim_qk]`, float16 or bfloat16 (fp8 where a backend takes it). Any
+        strides; a last axis without unit stride, or rows that are not 16-byte aligned, cost a copy.
+    k : `[kv_len, num_kv_heads, head_dim_qk]` ("NHD") or `[num_kv_heads, kv_len, head_dim_qk]` ("HND"), of q's
+        dtype. Any strides that are multiples of 16 bytes, with unit stride on the last axis. `num_qo_heads`
+        must be a multiple of `num_kv_heads`; query head h reads kv head h // (num_qo_heads // num_kv_heads).
+    v : like k, with `head_dim_vo`.
+    scale_q, scale_k, scale_v : floating-point `[num_qo_heads]`, `[num_kv_heads]` and `[num_kv_heads]`,
+        default 1: per-head factors of fp8 q, k and v.
+    o_dtype : dtype of `out`: float16, bfloat16 or float32. Default: q's, and bfloat16 for fp8 q.
+    custom_mask : bool `[qo_len, kv_len]`, True keeps. Takes the place of `causal`; the window still applies.
+    packed_custom_mask : uint8 `[ceil(qo_len * kv_len / 8)]`, bit `qo_idx * kv_len + kv_idx` of the mask in
+        **little** bit order: `packbits(mask.flatten(), bitorder="little")`. Takes the place of `custom_mask`.
+    causal : token i sees keys j <= i + kv_len - qo_len (bottom-right). Without effect under a custom mask.
+    kv_layout : "NHD" or "HND", of k and v.
+    pos_encoding_mode : "NONE", "ROPE_LLAMA" (rotates pairs (d, d + head_dim / 2); key j stands at position j,
+        query token i at i + kv_len - qo_len; rotated values are rounded to q's dtype), or "ALIBI" (slopes of
+        Press et al. 2022; i counts from 0).
+    use_fp16_qk_reduction : a hint; scores are always accumulated in fp32. Also `allow_fp16_qk_reduction`.
+    sm_scale : any finite number. Default 1 / sqrt(head_dim_qk).
+    window_left : >= 0: token i sees no key before i + kv_len - qo_len - window_left (keys to the right are up
+        to `causal`). Negative: no window.
+    logits_soft_cap : soft cap of the logits; None, 0 or a negative number: none.
+    rope_scale, rope_theta : > 0, default 1 and 1e4. Position p turns pair d by
+        p * rope_theta^(-2 d / head_dim) / rope_scale. Read under ROPE_LLAMA only.
+    backend : "auto", "fa2" or "reference". `cute_attn.explain` tells which takes what.
+    return_lse : return `(out, lse)`.
+    kv_cache_sf : (k_sf, v_sf), block scales of an NVFP4 (uint8) cache.
+    k_scale, v_scale : factors of k and v: numbers, or floating-point tensors with one element. A tensor on
+        the GPU is read by the kernel, without synchronisation.
+    allow_fp16_qk_reduction : the older name of `use_fp16_qk_reduction`; giving both is an error.
+    out : written and returned instead of a new tensor: `[qo_len, num_qo_heads, head_dim_vo]` of `o_dtype`
+        (q's by default), unit stride on the last axis, rows 16-byte aligned, no memory in common with the
+        inputs.
+    lse : written instead of a new tensor: contiguous float32 `[qo_len, num_qo_heads]`. Returned if
+        `return_lse`.
+    sinks : floating-point `[num_qo_heads]`, natural-log domain, not scaled: one more term of the denominator.
+    enable_pdl : False: no programmatic dependent launch. None or True: where the GPU has it (9.0 and later).
+
+    Returns
+    -------
+    out `[qo_len, num_qo_heads, head_dim_vo]`, or with `return_lse` the pair of it and the float32 **base-2**
+    lse `[qo_len, num_qo_heads]`.
+
+    Raises
+    ------
+    ArgumentError (a ValueError: shape, dtype, device or value), ArgumentTypeError (a TypeError), LayoutError
+    (a KeyError: `kv_layout`, `pos_encoding_mode`, `backend`), NotSupported (a NotImplementedError that lists
+    why no backend, or not this one, takes the problem).
+    """
+    checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
+    problem = normalize.problem(
+        normalize.Call(
+            q,
+            k,
+            v,
+            kv_layout=kv_layout,
+            pos_encoding_mode=pos_encoding_mode,
+            causal=causal,
+            custom_mask=custom_mask,
+            packed_custom_mask=packed_custom_mask,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            head_scales=(scale_q, scale_k, scale_v),
+            kv_cache_sf=kv_cache_sf,
+            o_dtype=o_dtype,
+            out=out,
+            lse=lse,
+            return_lse=return_lse,
+            sinks=sinks,
+            enable_pdl=enable_pdl,
+        )
+    )
+    select.run(problem, backend)
+    if return_lse:
+        assert problem.lse is not None
+        return problem.out, problem.lse
+    return problem.out
+
+
+single_prefill_with_kv_cache_return_lse = returning_lse(single_prefill_with_kv_cache)

@@ -1,0 +1,248 @@
+"""Which backend runs a problem, and why: one table of what each backend refuses, and nothing else decides.
+
+The table drives `choose`, the messages of `NotSupported`, `explain` and the support table of the README.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_attn.checks import describe, short
+from cute_attn.errors import LayoutError, NotSupported, Refusal
+from cute_attn.problem import Features, Problem
+from cute_attn.runtime import arch as archs
+from cute_attn.runtime.arch import Arch
+
+logger = logging.getLogger(__name__)
+
+HALF = (torch.float16, torch.bfloat16)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FA2_HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (256, 256), (192, 128))
+
+
+@dataclass(frozen=True)
+class Backend:
+    """`auto_on`: device types on which "auto" asks it. `capability`: the least it needs; None: any device."""
+
+    name: str
+    runs_on: str
+    auto_on: tuple[str, ...]
+    capability: tuple[int, int] | None
+
+    def prepare(self, features: Features) -> Callable[[Problem], None]:
+        """What runs problems of these features. Imports the backend."""
+        module = importlib.import_module(f"cute_attn.backends.{self.name}")
+        run: Callable[[Problem], None] = module.prepare(features)
+        return run
+
+
+BACKENDS = (  # in the order in which "auto" asks them
+    Backend("fa2", "NVIDIA GPUs from compute capability 8.0", ("cuda",), (8, 0)),
+    Backend("reference", "any device, in torch", ("cpu",), None),
+)
+BY_NAME = {backend.name: backend for backend in BACKENDS}
+
+ELSEWHERE = {  # backend names of FlashInfer that are none here: (reason, instead)
+    "fa3": ("it is not built yet", 'backend="auto"'),
+    "fa4": ("it is not built yet", 'backend="auto"'),
+    "xqa": ("it is not built yet", 'backend="auto"'),
+    **dict.fromkeys(
+        ("cudnn", "cutlass", "cute-dsl", "fmha_v2", "trtllm-gen"),
+        ("it is not part of this library", 'backend="auto"'),
+    ),
+}
+
+
+class No(NamedTuple):
+    """A backend does not have a feature."""
+
+    reason: str
+    instead: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One feature. `asked`: do these features need it? `refused`: backend name -> No; all others have it."""
+
+    feature: str
+    asked: Callable[[Features], bool]
+    refused: Mapping[str, No] = field(default_factory=dict)
+
+
+def _always(features: Features) -> bool:
+    return True
+
+
+TABLE = (
+    Row("q, k, v of float16 or bfloat16", lambda f: f.q_dtype in HALF and f.kv_dtype == f.q_dtype),
+    Row(
+        "q of an fp8 dtype",
+        lambda f: f.q_dtype in FP8,
+        {"fa2": No("its matrix instructions take 16-bit types", "pass q, k and v as float16 or bfloat16")},
+    ),
+    Row(
+        "k and v of an fp8 dtype",
+        lambda f: f.kv_dtype in FP8 and f.q_dtype in HALF,
+        {
+            "fa2": No(
+                "it does not convert keys and values yet", "convert them with k.to(q.dtype), v.to(q.dtype)"
+            )
+        },
+    ),
+    Row(
+        "NVFP4 k and v (kv_cache_sf)",
+        lambda f: f.kv_block_scales,
+        {
+            "fa2": No("it does not decode NVFP4 yet", "dequantise k and v to q's dtype first"),
+            "reference": No("it does not decode NVFP4", "dequantise k and v to q's dtype first"),
+        },
+    ),
+    Row(
+        "per-head scales (scale_q, scale_k, scale_v)",
+        lambda f: f.per_head_scales,
+        {"fa2": No("they belong to fp8 attention", "multiply them into q, k and v")},
+    ),
+    Row("output of float16, bfloat16 or float32", lambda f: f.o_dtype in (*HALF, torch.float32)),
+    Row(
+        "output of an fp8 dtype",
+        lambda f: f.o_dtype in FP8,
+        {"fa2": No("its epilogue writes 16 or 32 bits", "o_dtype=torch.bfloat16 and a conversion after it")},
+    ),
+    Row(
+        "head dimensions (qk, vo) " + ", ".join(map(str, FA2_HEAD_DIMS)),
+        lambda f: (f.head_dim_qk, f.head_dim_vo) in FA2_HEAD_DIMS,
+    ),
+    Row(
+        "other head dimensions",
+        lambda f: (f.head_dim_qk, f.head_dim_vo) not in FA2_HEAD_DIMS,
+        {"fa2": No("it has no tiles for them", "pad q, k and v with zeros, and pass sm_scale")},
+    ),
+    Row("any num_qo_heads / num_kv_heads", _always),
+    Row("causal mask, sliding window, any lengths", _always),
+    Row("custom masks, boolean and packed", lambda f: f.custom_mask),
+    Row("logits_soft_cap", lambda f: f.soft_cap),
+    Row("pos_encoding_mode ROPE_LLAMA", lambda f: f.pos_encoding_mode == "ROPE_LLAMA"),
+    Row("pos_encoding_mode ALIBI", lambda f: f.pos_encoding_mode == "ALIBI"),
+    Row("attention sinks", lambda f: f.sinks),
+    Row("q_scale, k_scale, v_scale as numbers or device tensors", _always),
+    Row("lse (base 2)", _always),
+)
+
+
+def run(problem: Problem, backend: str = "auto") -> None:
+    """Solve `problem` on `backend`."""
+    key = (problem.features, str(backend))
+    runner = _RUNNERS.get(key)
+    if runner is None:
+        runner = choose(problem.features, backend).prepare(problem.features)
+        _RUNNERS[key] = runner
+    runner(problem)
+
+
+_RUNNERS: dict[tuple[Features, str], Callable[[Problem], None]] = {}
+
+
+def choose(features: Features, backend: str = "auto", arch: Arch | None = None) -> Backend:
+    """The backend for `features`; NotSupported lists every refusal if there is none.
+
+    `arch` stands for the architecture of `features.device`, so that another machine's choice can be asked
+    for.
+    """
+    arch = arch or _arch_of(features.device)
+    refusals: list[Refusal] = []
+    for candidate in _candidates(features, backend):
+        reasons = reasons_against(candidate, features, arch)
+        if not reasons:
+            logger.info("%s: %s for %s", backend, candidate.name, _title(features, arch))
+            return candidate
+        refusals += reasons
+    raise NotSupported(refusals)
+
+
+def reasons_against(backend: Backend, features: Features, arch: Arch | None) -> list[Refusal]:
+    """Why `backend` does not take `features` on `arch` (None: no GPU); empty if it does."""
+    refusals = []
+    if backend.capability is not None and arch is None:
+        no = No(f"it runs on {backend.runs_on}", 'backend="reference", or tensors on a GPU')
+        refusals.append(Refusal(backend.name, f"{features.device.type} tensors", *no))
+    if backend.capability is not None and arch is not None and arch.capability < backend.capability:
+        no = No(f"it runs on {backend.runs_on}", 'backend="reference"')
+        refusals.append(Refusal(backend.name, arch.name, *no))
+    for row in TABLE:
+        if backend.name in row.refused and row.asked(features):
+            refusals.append(Refusal(backend.name, row.feature, *row.refused[backend.name]))
+    return refusals
+
+
+def explain(asked: Features | Problem, arch: Arch | None = None) -> str:
+    """What "auto" chooses for `asked`, and for every backend why it is chosen, passed over or refused."""
+    features = asked.features if isinstance(asked, Problem) else asked
+    arch = arch or _arch_of(features.device)
+    lines = [_title(features, arch)]
+    chosen = False
+    for backend in BACKENDS:
+        reasons = reasons_against(backend, features, arch)
+        automatic = features.device.type in backend.auto_on
+        if reasons:
+            lines += [f"  {backend.name}: refused"] + [f"    {reason}" for reason in reasons]
+        elif automatic and not chosen:
+            chosen = True
+            lines.append(f"  {backend.name}: chosen")
+        else:
+            lines.append(f'  {backend.name}: able, taken only with backend="{backend.name}"')
+    if not chosen:
+        lines.append("  no backend takes this problem")
+    return "\n".join(lines)
+
+
+def support_table() -> str:
+    """The table as Markdown: a row a feature, a column a backend."""
+    lines = [
+        "| | " + " | ".join(f"`{backend.name}`: {backend.runs_on}" for backend in BACKENDS) + " |",
+        "|---" * (len(BACKENDS) + 1) + "|",
+    ]
+    for row in TABLE:
+        cells = [f"no: {row.refused[b.name].reason}" if b.name in row.refused else "yes" for b in BACKENDS]
+        lines.append(f"| {row.feature} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _candidates(features: Features, backend: Any) -> tuple[Backend, ...]:
+    if backend == "auto":
+        return tuple(b for b in BACKENDS if features.device.type in b.auto_on)
+    if isinstance(backend, str) and backend in BY_NAME:
+        return (BY_NAME[backend],)
+    if isinstance(backend, str) and backend in ELSEWHERE:
+        raise NotSupported([Refusal(backend, "every problem", *ELSEWHERE[backend])])
+    choices = ", ".join(map(repr, ("auto", *BY_NAME)))
+    raise LayoutError(f"backend must be one of {choices}; got {describe(backend)}")
+
+
+def _arch_of(device: torch.device) -> Arch | None:
+    if device.type != "cuda":
+        return None
+    return archs.for_device(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def _title(features: Features, arch: Arch | None) -> str:
+    """One line that tells these features from others."""
+    f = features
+    parts = [
+        f"{f.device.type if arch is None else arch.name}",
+        f"q {short(f.q_dtype)}, k and v {short(f.kv_dtype)}, out {short(f.o_dtype)}",
+        f"heads {f.num_qo_heads}/{f.num_kv_heads}",
+        f"head dimensions {f.head_dim_qk}, {f.head_dim_vo}",
+        "" if f.pos_encoding_mode == "NONE" else f.pos_encoding_mode,
+        *(
+            name if getattr(f, name) else ""
+            for name in ("custom_mask", "soft_cap", "per_head_scales", "kv_block_scales", "sinks")
+        ),
+        "" if f.positive_scale else "scale of unknown or negative sign",
+    ]
+    return "; ".join(part for part in parts if part)
