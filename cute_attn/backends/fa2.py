@@ -28,6 +28,19 @@ def prepare(features: Features) -> Callable[[Problem], None]:
     return Runner(features, for_device(index), index, sms)
 
 
+def launches(problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
+    """Kernels and grids of `problem` on a GPU of `arch` with `sms` multiprocessors. Needs no GPU."""
+    features = problem.features
+    if problem.qo_len == 0:
+        return []
+    runner = Runner(features, arch, 0, sms)
+    schedule, split, grid = runner.work(problem.qo_len, problem.kv_len, problem.causal, problem.window_left)
+    if split.num_splits == 1:
+        return [(spec(features, schedule.tile, split=False), grid)]
+    combine = runner.combine_spec(), runner.combine_grid(problem.qo_len)
+    return [(spec(features, schedule.tile, split=True), grid), combine]
+
+
 def spec(features: Features, tile: Tile, split: bool) -> Fa2Spec:
     """The kernel that solves problems of these features with this tile."""
     return Fa2Spec(
@@ -63,6 +76,14 @@ class Schedule(NamedTuple):
     launches: dict[tuple[bool, bool], Launch]  # by split and PDL
 
 
+class Work(NamedTuple):
+    """How one call is laid out: its tile, its cut of the keys, and CTAs over (q tiles, kv heads, splits)."""
+
+    schedule: Schedule
+    split: plan.Split
+    grid: tuple[int, int, int]
+
+
 class Target(NamedTuple):
     """Where a launch writes (addresses, strides in bytes), and what only the last writer of `out` applies."""
 
@@ -88,28 +109,13 @@ class Runner:
         self.combines: dict[bool, Launch] = {}  # by PDL
 
     def __call__(self, problem: Problem) -> None:
-        rows = problem.qo_len * self.group
-        if rows == 0:
+        if problem.qo_len == 0:
             return
-        schedule = self.schedule_of.get(rows) or self._schedule(rows)
-        tile = schedule.tile
-        num_kv_heads = self.features.num_kv_heads
-        q_tiles = plan.ceil_div(rows, tile.rows)
-        visible = plan.visible_tokens(
-            problem.qo_len, problem.kv_len, schedule.tile_tokens, problem.causal, problem.window_left
-        )
-        split = plan.split_kv(
-            plan.ceil_div(problem.kv_len, tile.cols),
-            plan.ceil_div(visible, tile.cols),
-            q_tiles * num_kv_heads,
-            schedule.slots,
-            schedule.min_tiles,
-        )
+        schedule, split, grid = self.work(problem.qo_len, problem.kv_len, problem.causal, problem.window_left)
         pdl = self.arch.pdl and problem.enable_pdl is not False
         launch = schedule.launches.get((split.num_splits > 1, pdl))
         if launch is None:
             launch = self._launch(schedule, split.num_splits > 1, pdl)
-        grid = (q_tiles, num_kv_heads, split.num_splits)
         stream = current_stream(self.device_index)
         target = self._target(problem)
         if split.num_splits == 1:
@@ -119,6 +125,22 @@ class Runner:
         partial = self._partial_target(workspace, problem.qo_len, split.num_splits)
         launch.fire(self._values(problem, partial, split.tiles_per_split), grid, stream)
         self._combine(problem, partial, target, split.num_splits, pdl, stream)
+
+    def work(self, qo_len: int, kv_len: int, causal: bool, window_left: int) -> Work:
+        """The layout of a call of these lengths, `qo_len` > 0. Needs no GPU."""
+        rows = qo_len * self.group
+        schedule = self.schedule_of.get(rows) or self._schedule(rows)
+        tile, num_kv_heads = schedule.tile, self.features.num_kv_heads
+        q_tiles = plan.ceil_div(rows, tile.rows)
+        visible = plan.visible_tokens(qo_len, kv_len, schedule.tile_tokens, causal, window_left)
+        split = plan.split_kv(
+            plan.ceil_div(kv_len, tile.cols),
+            plan.ceil_div(visible, tile.cols),
+            q_tiles * num_kv_heads,
+            schedule.slots,
+            schedule.min_tiles,
+        )
+        return Work(schedule, split, (q_tiles, num_kv_heads, split.num_splits))
 
     def _target(self, problem: Problem) -> Target:
         out, lse, sinks, v_scale = problem.out, problem.lse, problem.sinks, problem.v_scale_tensor
@@ -197,8 +219,7 @@ class Runner:
     ) -> None:
         launch = self.combines.get(pdl)
         if launch is None:
-            combine = CombineSpec(_name(self.features.o_dtype), self.features.head_dim_vo)
-            launch = self.combines[pdl] = load(combine, self.arch.name, self.device_index, pdl)
+            launch = self.combines[pdl] = load(self.combine_spec(), self.arch.name, self.device_index, pdl)
         values = (
             partial.o,
             partial.lse,
@@ -213,8 +234,13 @@ class Runner:
             num_splits,
             target.v_scale,
         )
-        ctas = plan.ceil_div(problem.qo_len * self.features.num_qo_heads, COMBINE_ROWS)
-        launch.fire(values, (ctas, 1, 1), stream)
+        launch.fire(values, self.combine_grid(problem.qo_len), stream)
+
+    def combine_spec(self) -> CombineSpec:
+        return CombineSpec(_name(self.features.o_dtype), self.features.head_dim_vo)
+
+    def combine_grid(self, qo_len: int) -> tuple[int, int, int]:
+        return plan.ceil_div(qo_len * self.features.num_qo_heads, COMBINE_ROWS), 1, 1
 
     def _schedule(self, rows: int) -> Schedule:
         head_dims = self.features.head_dim_qk, self.features.head_dim_vo
