@@ -1,0 +1,158 @@
+"""Which kv columns a row sees, and which kv tiles need asking.
+
+Tiles are visited masked ones first: softmax does not mind the order, and the loop over tiles that everybody sees in full
+then needs no mask code at all.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.mma import Lanes, WarpTile
+from cute_attn.kernels.blocks.rows import PackedRows
+
+
+@dataclass(frozen=True)
+class TileOrder:
+    """The kv tiles [begin, end) of a CTA, of which [full_begin, full_end) hide nothing from any row."""
+
+    begin: Int32
+    full_begin: Int32
+    full_end: Int32
+    end: Int32
+
+    @property
+    def masked(self) -> Int32:
+        return (self.end - self.full_end) + (self.full_begin - self.begin)
+
+    @property
+    def total(self) -> Int32:
+        return self.end - self.begin
+
+    def at(self, step: Int32) -> Int32:
+        """Tile of a step: right edge downwards, left edge upwards, then the full ones downwards."""
+        right = self.end - self.full_end
+        masked_tile = ptx.select(step < right, self.end - Int32(1) - step, self.begin + (step - right))
+        return ptx.select(step < self.masked, masked_tile, self.full_at(step))
+
+    def full_at(self, step: Int32) -> Int32:
+        """Tile of a step known to be past the masked ones: one subtraction from a constant of the CTA."""
+        return (self.full_end + (self.masked - Int32(1))) - step
+
+
+@dataclass(frozen=True)
+class Band:
+    """Row of token i sees kv j with max(0, i + left) <= j < min(kv_len, i + right + 1)."""
+
+    kv_len: Int32
+    left: Int32
+    right: Int32
+
+    def stop(self, token: Int32) -> Int32:
+        return ptx.minimum(self.kv_len, token + self.right + Int32(1))
+
+    def tiles(self, rows: PackedRows, tile_rows: int, cols: int, first: Int32, last: Int32) -> TileOrder:
+        """Tiles of `cols` columns that the rows need, within [first, last)."""
+        zero = Int32(0)
+        low, high = rows.token(zero), rows.last_token(tile_rows)
+        begin = ptx.maximum(first, ptx.maximum(zero, low + self.left) // cols)
+        end = ptx.minimum(last, (ptx.maximum(zero, self.stop(high)) + Int32(cols - 1)) // cols)
+        end = ptx.maximum(begin, end)
+        full_begin = (ptx.maximum(zero, high + self.left) + Int32(cols - 1)) // cols
+        full_begin = ptx.minimum(ptx.maximum(full_begin, begin), end)
+        full_end = ptx.maximum(zero, self.stop(low)) // cols
+        full_end = ptx.maximum(ptx.minimum(full_end, end), full_begin)
+        return TileOrder(begin, full_begin, full_end, end)
+
+
+@dataclass(frozen=True)
+class BandMask:
+    """Causal, sliding window and length bounds: two comparisons a score, on edge tiles only."""
+
+    band: Band
+    tile: WarpTile
+    rows: PackedRows
+    lanes: Lanes
+
+    def tiles(self, first: Int32, last: Int32) -> TileOrder:
+        shape = self.tile.memory.tile
+        return self.band.tiles(self.rows, shape.rows, shape.cols, first, last)
+
+    def apply(self, s: list[Float32], kv_start: Int32) -> list[Float32]:
+        """Scores of hidden columns become -inf."""
+        out = list(s)
+        first_col = kv_start + self.lanes.first_col(self.tile.memory)
+        for slot in range(self.tile.row_slots):
+            token = self.rows.token(self.lanes.row(self.tile.memory, slot))
+            # Relative to this thread's first column the columns are constants; only the limits vary.
+            stop, start = self.band.stop(token) - first_col, token + self.band.left - first_col
+            for n in range(self.tile.n_blocks):
+                for j in (0, 1):
+                    i = 4 * ((slot // 2) * self.tile.n_blocks + n) + 2 * (slot % 2) + j
+                    col = Int32(n * 8 + j)
+                    seen = cutlass.and_(col < stop, col >= start)
+                    out[i] = ptx.select(seen, out[i], Float32(ptx.NEG_INF))
+        return out
+
+
+@dataclass(frozen=True)
+class PackedMask(BandMask):
+    """A custom mask, one bit a (token, kv) pair in little bit order, rows not padded; within the band."""
+
+    bits: Int64
+    bits_end: Int64
+
+    def tiles(self, first: Int32, last: Int32) -> TileOrder:
+        order = super().tiles(first, last)
+        return TileOrder(order.begin, order.begin, order.begin, order.end)
+
+    def apply(self, s: list[Float32], kv_start: Int32) -> list[Float32]:
+        out = list(super().apply(s, kv_start))
+        # Both columns of a pair lie in one word's window when the window starts at a warp's first column.
+        warp_col = kv_start + self.lanes.warp_col * (self.tile.n_blocks * 8)
+        for slot in range(self.tile.row_slots):
+            token = self.rows.token(self.lanes.row(self.tile.memory, slot))
+            words = self.row_words(token, warp_col)
+            for n in range(self.tile.n_blocks):
+                word = words[n // 4]
+                for j in (0, 1):
+                    i = 4 * ((slot // 2) * self.tile.n_blocks + n) + 2 * (slot % 2) + j
+                    bit = word & Int32(_signed(1 << (n % 4 * 8 + j)))
+                    out[i] = ptx.select(bit != Int32(0), out[i], Float32(ptx.NEG_INF))
+        return out
+
+    def row_words(self, token: Int32, col: Int32) -> list[Int32]:
+        """Mask bits of the warp's columns as 32-bit words, shifted so that this thread's first column is bit 0."""
+        count = (self.tile.n_blocks * 8 + 31) // 32
+        bit = Int64(token) * Int64(self.band.kv_len) + Int64(col)
+        address = self.bits + (bit >> Int64(3))
+        aligned = address & Int64(-4)
+        shift = Int32((address & Int64(3)) * Int64(8) + (bit & Int64(7)))
+        raw = [self.load_word(aligned + Int64(4 * i)) for i in range(count + 1)]
+        inner = self.lanes.lane % 4 * 2
+        words = [funnel_shift_right(raw[i], raw[i + 1], shift) for i in range(count)]
+        return [word >> inner for word in words]
+
+    @cute.jit
+    def load_word(self, address: Int64) -> Int32:
+        """Four mask bytes; those past the end of the buffer are not touched and read as zero."""
+        word = Int32(0)
+        if address + 4 <= self.bits_end:
+            word = ptx.ld_global_u32(address)
+        else:
+            for i in cutlass.range_constexpr(3):
+                if address + i < self.bits_end:
+                    word = word | (ptx.ld_global_u8(address + i) << (8 * i))
+        return word
+
+
+def _signed(bits: int) -> int:
+    return bits - (1 << 32) if bits >= 1 << 31 else bits
+
+
+def funnel_shift_right(low: Int32, high: Int32, shift: Int32) -> Int32:
+    """Low 32 bits of (high:low) >> shift, for shift in [0, 31]."""
+    return ptx.asm("shf.r.wrap.b32 $0, $1, $2, $3;", [Int32], [low, high, shift], pure=True)

@@ -1,0 +1,265 @@
+"""The PTX the kernels are made of: the only file with inline assembly.
+
+Memory instructions are volatile, so that the compiler keeps them in order around barriers; arithmetic is not, so that it
+may be merged and moved. Addresses of shared memory are 32-bit (`Int32`), of global memory 64-bit (`Int64`); a Python
+integer `offset` becomes an immediate of the address.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from cutlass import Boolean, Float32, Float64, Int32, Int64
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op, select_
+
+LOG2E = 1.4426950408889634
+NEG_INF = float("-inf")
+
+_LETTER = {Int32: "r", Int64: "l", Float32: "f", Float64: "d"}
+_MLIR = {Int32: T.i32, Int64: T.i64, Float32: T.f32, Float64: T.f64}
+
+
+@dsl_user_op
+def asm(
+    text: str,
+    outputs: Sequence[type] = (),
+    inputs: Sequence[Any] = (),
+    *,
+    pure: bool = False,
+    loc: Any = None,
+    ip: Any = None,
+) -> Any:
+    """Inline PTX with operands $0.. = outputs then inputs (typed cutlass scalars). Returns a scalar, a list, or None."""
+    values = [x.ir_value(loc=loc, ip=ip) for x in inputs]
+    letters = ["=" + _LETTER[t] for t in outputs] + [_LETTER[type(x)] for x in inputs]
+    types = [_MLIR[t]() for t in outputs]
+    if len(types) > 1:
+        result_type: ir.Type | None = llvm.StructType.get_literal(types)
+    else:
+        result_type = types[0] if types else None
+    result = llvm.inline_asm(result_type, values, text, ",".join(letters), has_side_effects=not pure, loc=loc, ip=ip)
+    if not types:
+        return None
+    if len(types) == 1:
+        return outputs[0](result)
+    parts = [llvm.extractvalue(t, result, [i], loc=loc, ip=ip) for i, t in enumerate(types)]
+    return [cls(part) for cls, part in zip(outputs, parts, strict=True)]
+
+
+# --- matrix ---------------------------------------------------------------------------------------------------------
+
+
+def ldmatrix_x4(address: Int32, offset: int, *, transpose: bool = False) -> list[Int32]:
+    """Four 8x8 matrices of 16-bit elements; lane l gives the row address of matrix l // 8, row l % 8."""
+    trans = ".trans" if transpose else ""
+    return asm(
+        f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, [$4+{offset}];",
+        [Int32] * 4,
+        [address],
+    )
+
+
+def mma_m16n8k16(dtype: str, a: Sequence[Int32], b: Sequence[Int32], c: Sequence[Float32]) -> list[Float32]:
+    """C + A(16x16, row) B(16x8, col) with fp32 accumulation, for dtype "float16" or "bfloat16"."""
+    ab = {"float16": "f16", "bfloat16": "bf16"}[dtype]
+    return asm(
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{ab}.{ab}.f32 "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};",
+        [Float32] * 4,
+        [*a, *b, *c],
+        pure=True,
+    )
+
+
+# --- copies ---------------------------------------------------------------------------------------------------------
+
+
+def cp_async_16(shared: Int32, offset: int, source: Int64, src_bytes: Int32) -> None:
+    """16 bytes global -> shared, past L1; bytes beyond `src_bytes` (0 or 16) are filled with zeros."""
+    asm(f"cp.async.cg.shared.global.L2::128B [$0+{offset}], [$1], 16, $2;", [], [shared, source, src_bytes])
+
+
+def cp_async_commit() -> None:
+    asm("cp.async.commit_group;")
+
+
+def cp_async_wait(pending: int) -> None:
+    """Until at most `pending` of this thread's newest groups are still in flight."""
+    asm(f"cp.async.wait_group {pending};")
+
+
+def ld_shared_v4(address: Int32, offset: int = 0) -> list[Int32]:
+    return asm(f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];", [Int32] * 4, [address])
+
+
+def ld_shared_v4_f32(address: Int32, offset: int = 0) -> list[Float32]:
+    return asm(f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{offset}];", [Float32] * 4, [address])
+
+
+def ld_shared_v2_f32(address: Int32, offset: int = 0) -> list[Float32]:
+    return asm(f"ld.shared.v2.f32 {{$0, $1}}, [$2+{offset}];", [Float32] * 2, [address])
+
+
+def st_shared_v4(address: Int32, offset: int, values: Sequence[Int32]) -> None:
+    asm(f"st.shared.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};", [], [address, *values])
+
+
+def st_shared_v2_f32(address: Int32, offset: int, values: Sequence[Float32]) -> None:
+    asm(f"st.shared.v2.f32 [$0+{offset}], {{$1, $2}};", [], [address, *values])
+
+
+def st_shared_v4_f32(address: Int32, offset: int, values: Sequence[Float32]) -> None:
+    asm(f"st.shared.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};", [], [address, *values])
+
+
+def st_shared_b32(address: Int32, offset: int, value: Int32) -> None:
+    asm(f"st.shared.b32 [$0+{offset}], $1;", [], [address, value])
+
+
+def ld_global_f32(address: Int64) -> Float32:
+    return asm("ld.global.f32 $0, [$1];", [Float32], [address])
+
+
+def ld_global_v4_f32(address: Int64, offset: int = 0) -> list[Float32]:
+    return asm(f"ld.global.v4.f32 {{$0, $1, $2, $3}}, [$4+{offset}];", [Float32] * 4, [address])
+
+
+def ld_global_u8(address: Int64) -> Int32:
+    return asm("ld.global.u8 $0, [$1];", [Int32], [address])
+
+
+def ld_global_u32(address: Int64) -> Int32:
+    return asm("ld.global.u32 $0, [$1];", [Int32], [address])
+
+
+def st_global_f32(address: Int64, value: Float32) -> None:
+    asm("st.global.f32 [$0], $1;", [], [address, value])
+
+
+def st_global_v2_f32(address: Int64, offset: int, values: Sequence[Float32]) -> None:
+    asm(f"st.global.v2.f32 [$0+{offset}], {{$1, $2}};", [], [address, *values])
+
+
+def st_global_v4_f32(address: Int64, offset: int, values: Sequence[Float32]) -> None:
+    asm(f"st.global.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};", [], [address, *values])
+
+
+def st_global_v4(address: Int64, offset: int, values: Sequence[Int32]) -> None:
+    asm(f"st.global.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};", [], [address, *values])
+
+
+def st_global_v2(address: Int64, offset: int, values: Sequence[Int32]) -> None:
+    asm(f"st.global.v2.b32 [$0+{offset}], {{$1, $2}};", [], [address, *values])
+
+
+# --- synchronisation ------------------------------------------------------------------------------------------------
+
+
+def sync_threads() -> None:
+    asm("bar.sync 0;")
+
+
+def sync_warp() -> None:
+    asm("bar.warp.sync 0xffffffff;")
+
+
+def grid_dependency_wait() -> None:
+    """Until the kernels before this one in the stream have finished and their writes are visible (sm_90 and later)."""
+    asm("griddepcontrol.wait;")
+
+
+def grid_dependency_launch() -> None:
+    """Lets the next kernel of the stream start its prologue (sm_90 and later)."""
+    asm("griddepcontrol.launch_dependents;")
+
+
+# --- arithmetic -----------------------------------------------------------------------------------------------------
+
+
+def _unary(text: str, x: Float32) -> Float32:
+    return asm(text + " $0, $1;", [Float32], [x], pure=True)
+
+
+def exp2(x: Float32) -> Float32:
+    return _unary("ex2.approx.ftz.f32", x)
+
+
+def log2(x: Float32) -> Float32:
+    return _unary("lg2.approx.ftz.f32", x)
+
+
+def tanh(x: Float32) -> Float32:
+    """Absolute error up to 2^-11 (the PTX ISA's bound for tanh.approx)."""
+    return _unary("tanh.approx.f32", x)
+
+
+def sin(x: Float32) -> Float32:
+    return _unary("sin.approx.ftz.f32", x)
+
+
+def cos(x: Float32) -> Float32:
+    return _unary("cos.approx.ftz.f32", x)
+
+
+def reciprocal(x: Float32) -> Float32:
+    return _unary("rcp.approx.ftz.f32", x)
+
+
+def round_to_integer(x: Float32) -> Float32:
+    return _unary("cvt.rni.f32.f32", x)
+
+
+def fma(a: Float32, b: Float32, c: Float32) -> Float32:
+    return asm("fma.rn.f32 $0, $1, $2, $3;", [Float32], [a, b, c], pure=True)
+
+
+def fmax(a: Float32, b: Float32) -> Float32:
+    return asm("max.f32 $0, $1, $2;", [Float32], [a, b], pure=True)
+
+
+def double_to_float_pair(x: Float64) -> tuple[Float32, Float32]:
+    """(hi, lo) with hi + lo = x to twice fp32's precision."""
+    hi = asm("cvt.rn.f32.f64 $0, $1;", [Float32], [x], pure=True)
+    back = asm("cvt.f64.f32 $0, $1;", [Float64], [hi], pure=True)
+    lo = asm("cvt.rn.f32.f64 $0, $1;", [Float32], [x - back], pure=True)
+    return hi, lo
+
+
+def shuffle_xor(x: Float32, lane_mask: int) -> Float32:
+    return asm(f"shfl.sync.bfly.b32 $0, $1, {lane_mask}, 31, 0xffffffff;", [Float32], [x])
+
+
+def shuffle_from(x: Float32, lane: Int32) -> Float32:
+    return asm("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", [Float32], [x, lane])
+
+
+def pack_16(dtype: str, lo: Float32, hi: Float32) -> Int32:
+    """Two floats rounded to nearest even, `lo` in the low half."""
+    suffix = {"float16": "f16x2", "bfloat16": "bf16x2"}[dtype]
+    return asm(f"cvt.rn.{suffix}.f32 $0, $1, $2;", [Int32], [hi, lo], pure=True)
+
+
+def unpack_16(dtype: str, pair: Int32) -> list[Float32]:
+    """(low half, high half) as floats."""
+    if dtype == "float16":
+        text = "{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}"
+    else:  # bfloat16 is the upper half of a float; cvt.f32.bf16 would need sm_90
+        text = "{shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;}"
+    return asm(text, [Float32, Float32], [pair], pure=True)
+
+
+# --- choices without branches ---------------------------------------------------------------------------------------
+
+
+def select(condition: Boolean, a: Any, b: Any) -> Any:
+    """a where the condition holds, else b; both scalars of one type."""
+    return type(a)(select_(condition, a, b))
+
+
+def minimum(a: Int32, b: Int32) -> Int32:
+    return select(a < b, a, b)
+
+
+def maximum(a: Int32, b: Int32) -> Int32:
+    return select(a > b, a, b)

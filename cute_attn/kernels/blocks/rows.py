@@ -1,0 +1,53 @@
+"""Packed query rows: the heads of one GQA group share a K/V head, so they share its tile.
+
+Row r of a kv head is token r // group and query head kv_head * group + r % group. One tile then serves `group` heads with
+one read of K and V, and a decode step fills the rows of an MMA with heads.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32, Int64
+
+from cute_attn.kernels.blocks import ptx
+
+
+@dataclass(frozen=True)
+class Divisor:
+    """Division of 0 <= n < 2^31 by a run-time divisor with one multiplication (`magic` is the host's part of it)."""
+
+    value: Int32
+    multiplier: Int32
+    shift: Int32
+
+    def quotient(self, n: Int32) -> Int32:
+        high = ptx.asm("mul.hi.u32 $0, $1, $2;", [Int32], [n, self.multiplier], pure=True)
+        return ptx.select(self.value == Int32(1), n, high >> self.shift)
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows [first, first + tile rows) of one kv head; `count` rows exist in all."""
+
+    first: Int32
+    count: Int32
+    group: Divisor
+    first_head: Int32
+
+    def token(self, row: Int32) -> Int32:
+        return self.group.quotient(self.first + row)
+
+    def head(self, row: Int32) -> Int32:
+        packed = self.first + row
+        return self.first_head + packed - self.group.quotient(packed) * self.group.value
+
+    def exists(self, row: Int32) -> cutlass.Boolean:
+        return self.first + row < self.count
+
+    def last_token(self, rows: int) -> Int32:
+        """Token of the last existing row among the tile's `rows`."""
+        last = ptx.minimum(self.first + Int32(rows), self.count) - Int32(1)
+        return self.group.quotient(last)
+
+    def address(self, base: Int64, row: Int32, token_stride: Int64, head_stride: Int64) -> Int64:
+        return base + Int64(self.token(row)) * token_stride + Int64(self.head(row)) * head_stride

@@ -1,0 +1,28 @@
+"""Small things that every kernel needs: zero parameters for tracing, scales in device memory, the base of shared memory."""
+
+import typing
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cute_attn.kernels.blocks import ptx
+
+
+def zeros(params: type) -> tuple:
+    """A parameter tuple of the right types: tracing looks at nothing else."""
+    return params(*(kind(0) for kind in typing.get_type_hints(params).values()))
+
+
+def shared_memory() -> Int32:
+    """Address of the CTA's dynamic shared memory."""
+    return cute.arch.get_dyn_smem(cutlass.Uint8, alignment=16).toint().to(Int32)
+
+
+@cute.jit
+def device_scale(address: Int64) -> Float32:
+    """A scale kept in device memory; 1 where there is none."""
+    scale = Float32(1.0)
+    if address != Int64(0):
+        scale = ptx.ld_global_f32(address)
+    return scale

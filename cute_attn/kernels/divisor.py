@@ -1,0 +1,15 @@
+"""The host's half of `blocks.rows.Divisor`."""
+
+from __future__ import annotations
+
+
+def magic(divisor: int) -> tuple[int, int]:
+    """(multiplier as a signed 32-bit integer, shift) with n // divisor = (n * multiplier >> 32) >> shift for 0 <= n < 2^31.
+
+    Granlund & Montgomery 1994 with 31-bit dividends. A divisor of 1 is taken care of by the device.
+    """
+    if divisor == 1:
+        return 0, 0
+    power = 31 + (divisor - 1).bit_length()
+    multiplier = -(-(1 << power) // divisor)
+    return multiplier - (1 << 32) if multiplier >= 1 << 31 else multiplier, power - 32

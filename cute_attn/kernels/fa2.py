@@ -1,0 +1,276 @@
+"""FlashAttention-2 on mma.sync, one source for sm_80 to sm_12x (Dao 2023; packed GQA rows as in FlashInfer).
+
+One CTA takes `tile.rows` packed query rows of one kv head and walks over kv tiles:
+
+    cp.async ring   K,V[t+1] ------------> K,V[t+2] ----------->      `stages` slots, one barrier a tile
+    warps           S = Q K[t]^T | softmax | O += P V[t] | S = ...
+
+With `warps_cols` 1 every warp owns rows and the CTA shares each tile. With more (decode: few rows), every warp owns
+columns: it loads, waits for and consumes its own part of the ring without any CTA barrier, and the warps merge once at
+the end. Two CTAs share an SM, so that one's softmax runs under the other's matrix products.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Float64, Int32, Int64
+
+from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.epilogue import Finish, MergedWarps, Target, WarpRows, row_stats
+from cute_attn.kernels.blocks.kv import DenseKV, Team, TokenRows, lanes_per_row
+from cute_attn.kernels.blocks.masks import Band, BandMask, PackedMask, TileOrder
+from cute_attn.kernels.blocks.mma import Lanes, WarpTile
+from cute_attn.kernels.blocks.rope import NoRotation, Rotation
+from cute_attn.kernels.blocks.rows import Divisor, PackedRows
+from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, zeros
+from cute_attn.kernels.blocks.scores import Alibi, Scale, Scores, SoftCap
+from cute_attn.kernels.blocks.smem import SharedMemory
+from cute_attn.kernels.blocks.softmax import OnlineSoftmax
+from cute_attn.kernels.spec import Fa2Spec
+from cute_attn.runtime.arch import by_name
+
+
+class Fa2Params(NamedTuple):
+    """Kernel parameters, in order. Addresses are Int64, 0 where absent; strides are bytes."""
+
+    q: Int64
+    k: Int64
+    v: Int64
+    o: Int64
+    lse: Int64
+    mask: Int64
+    mask_bytes: Int64
+    scale0: Int64
+    scale1: Int64
+    v_scale_ptr: Int64
+    sinks: Int64
+    q_stride_n: Int64
+    q_stride_h: Int64
+    k_stride_n: Int64
+    k_stride_h: Int64
+    v_stride_n: Int64
+    v_stride_h: Int64
+    o_stride_n: Int64
+    o_stride_h: Int64
+    qo_len: Int32
+    kv_len: Int32
+    group: Int32
+    group_multiplier: Int32
+    group_shift: Int32
+    num_qo_heads: Int32
+    right: Int32
+    left: Int32
+    tiles_per_split: Int32
+    scale: Float32
+    soft_cap: Float32
+    v_scale: Float32
+    rope_base: Float64
+    rope_ratio: Float64
+
+
+class State(NamedTuple):
+    """Carried over kv tiles: output accumulator, running maximum and sum of each row slot, ring slot of the next tile."""
+
+    out: list[Float32]
+    row_max: list[Float32]
+    row_sum: list[Float32]
+    slot: Int32
+
+
+@dataclass(frozen=True)
+class Work:
+    """One CTA's parts, composed for its spec."""
+
+    tile: WarpTile
+    lanes: Lanes
+    team: Team
+    rows: PackedRows
+    kv: DenseKV
+    mask: BandMask
+    scores: Scores
+    softmax: OnlineSoftmax
+    rotation: NoRotation | Rotation
+    order: TileOrder
+    ring: Int32
+
+
+class Fa2Program:
+    params = Fa2Params
+
+    def __init__(self, spec: Fa2Spec, arch: str) -> None:
+        self.spec = spec
+        self.memory = SharedMemory.of(spec)
+        self.tile = WarpTile(spec.dtype, self.memory)
+        self.block = (spec.tile.threads, 1, 1)
+        self.smem_bytes = self.memory.bytes
+        self.pdl = by_name(arch).pdl
+
+    def compile_args(self) -> tuple[Any, ...]:
+        return (zeros(Fa2Params), Int32(1), Int32(1), Int32(1))
+
+    @cute.jit
+    def __call__(self, params: Fa2Params, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
+        self.kernel(params).launch(grid=[grid_x, grid_y, grid_z], block=list(self.block), smem=self.smem_bytes)
+
+    @cute.kernel
+    def kernel(self, params: Fa2Params) -> None:
+        if cutlass.const_expr(self.pdl):
+            ptx.grid_dependency_wait()
+        base = shared_memory()
+        work = self.compose(params, base)
+        self.load_q(params, work, base)
+        self.fill_ring(work)
+        state = self.first_state(work)
+        masked, total = work.order.masked, work.order.total
+        for step in cutlass.range(0, masked, unroll=1):
+            state = self.step(work, base, state, step, True)
+        for step in cutlass.range(masked, total, unroll=1):
+            state = self.step(work, base, state, step, False)
+        ptx.cp_async_wait(0)
+        if cutlass.const_expr(self.pdl):
+            ptx.grid_dependency_launch()
+        stats = row_stats(state.row_max, state.row_sum, work.softmax.log2_scale)
+        self.epilogue(params, work, base).write(state.out, stats)
+
+    # --- composition ------------------------------------------------------------------------------------------------
+
+    def compose(self, p: Fa2Params, base: Int32) -> Work:
+        spec, shape, memory = self.spec, self.spec.tile, self.memory
+        x, kv_head, split = cute.arch.block_idx()
+        group = Divisor(p.group, p.group_multiplier, p.group_shift)
+        rows = PackedRows(x * shape.rows, p.qo_len * p.group, group, kv_head * p.group)
+        lanes, team = Lanes.of(memory), Team.of(memory)
+        head = Int64(kv_head)
+        k = TokenRows(p.k + head * p.k_stride_h, p.k_stride_n, spec.head_dim_qk // 8, memory.qk_pitch)
+        v = TokenRows(p.v + head * p.v_stride_h, p.v_stride_n, spec.head_dim_vo // 8, memory.vo_pitch)
+        mask = self.make_mask(p, rows, lanes)
+        first = split * p.tiles_per_split
+        scale = p.scale * device_scale(p.scale0) * device_scale(p.scale1)
+        return Work(
+            tile=self.tile,
+            lanes=lanes,
+            team=team,
+            rows=rows,
+            kv=DenseKV(memory, team, k, v, p.kv_len),
+            mask=mask,
+            scores=self.make_scores(p, scale, rows, lanes),
+            softmax=OnlineSoftmax(self.tile, Float32(ptx.LOG2E) if spec.scores else scale),
+            rotation=self.make_rotation(p, base),
+            order=mask.tiles(first, first + p.tiles_per_split),
+            ring=base + Int32(memory.ring),
+        )
+
+    def make_mask(self, p: Fa2Params, rows: PackedRows, lanes: Lanes) -> BandMask:
+        band = Band(p.kv_len, p.left, p.right)
+        if self.spec.mask == "packed":
+            return PackedMask(band, self.tile, rows, lanes, p.mask, p.mask + p.mask_bytes)
+        return BandMask(band, self.tile, rows, lanes)
+
+    def make_scores(self, p: Fa2Params, scale: Float32, rows: PackedRows, lanes: Lanes) -> Scores:
+        makers = {
+            "scale": lambda: Scale(scale),
+            "alibi": lambda: Alibi(self.tile, rows, lanes, p.num_qo_heads),
+            "soft_cap": lambda: SoftCap(p.soft_cap),
+        }
+        return Scores([makers[name]() for name in self.spec.scores])
+
+    def make_rotation(self, p: Fa2Params, base: Int32) -> NoRotation | Rotation:
+        if self.spec.pos_encoding == "none":
+            return NoRotation()
+        table = base + Int32(self.memory.rope_table)
+        pitch = self.memory.qk_pitch
+        return Rotation(self.spec.dtype, self.spec.head_dim_qk, pitch, table, p.rope_base, p.rope_ratio)
+
+    def epilogue(self, p: Fa2Params, work: Work, base: Int32) -> WarpRows | MergedWarps:
+        o, lse = p.o, p.lse
+        finish = Finish(p.sinks, p.v_scale * device_scale(p.v_scale_ptr))
+        if self.spec.split:
+            slab = Int64(cute.arch.block_idx()[2]) * Int64(p.qo_len) * Int64(p.num_qo_heads)
+            o, lse = o + slab * (self.spec.head_dim_vo * 4), lse + slab * 4
+        target = Target(self.spec.out_dtype, o, p.o_stride_n, p.o_stride_h, lse, p.num_qo_heads)
+        kind = WarpRows if self.spec.tile.warps_cols == 1 else MergedWarps
+        return kind(self.tile, work.lanes, work.rows, target, finish, base)
+
+    # --- phases -----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def load_q(self, p: Fa2Params, work: Work, base: Int32) -> None:
+        """Q rows into shared memory, all threads; rows that do not exist become zeros. One cp.async group."""
+        thread, pitch, chunks = cute.arch.thread_idx()[0], self.memory.qk_pitch, self.spec.head_dim_qk // 8
+        lanes = lanes_per_row(chunks)
+        chunk = thread % lanes
+        work.rotation.prepare()
+        if chunk < chunks:
+            for row in cutlass.range(thread // lanes, self.spec.tile.rows, self.block[0] // lanes, unroll=1):
+                source = work.rows.address(p.q, row, p.q_stride_n, p.q_stride_h) + Int64(chunk * 16)
+                size = ptx.select(work.rows.exists(row), Int32(16), Int32(0))
+                ptx.cp_async_16(base + row * pitch + chunk * 16, 0, source, size)
+        ptx.cp_async_commit()
+        if cutlass.const_expr(self.spec.pos_encoding == "rope"):
+            ptx.cp_async_wait(0)
+            ptx.sync_threads()
+            shift = p.kv_len - p.qo_len
+            everyone = Team(self.block[0], thread, Int32(0))
+            work.rotation.rotate_rows(everyone, base, self.spec.tile.rows, lambda row: work.rows.token(row) + shift)
+            ptx.sync_threads()
+
+    @cute.jit
+    def fill_ring(self, work: Work) -> None:
+        """The first `stages - 1` tiles, one cp.async group each; groups are committed even if empty."""
+        for step in cutlass.range_constexpr(self.spec.tile.stages - 1):
+            if Int32(step) < work.order.total:
+                work.kv.load(work.order.at(Int32(step)), work.ring + Int32(step * self.memory.slot_bytes))
+            ptx.cp_async_commit()
+        if cutlass.const_expr(self.spec.tile.warps_cols > 1):
+            # Teams are single warps here, but Q was loaded by all of them: the one CTA barrier before the loop.
+            ptx.cp_async_wait(self.spec.tile.stages - 1)
+            ptx.sync_threads()
+
+    def first_state(self, work: Work) -> State:
+        slots = self.tile.row_slots
+        return State(
+            self.tile.zeros(self.tile.d_blocks),
+            [Float32(ptx.NEG_INF) for _ in range(slots)],
+            [Float32(0.0) for _ in range(slots)],
+            work.ring,
+        )
+
+    @cute.jit
+    def step(self, work: Work, base: Int32, state: State, step: Int32, masked: cutlass.Constexpr) -> State:
+        """One kv tile: wait for it, start the copy of the one `stages - 1` further, S, softmax, O."""
+        stages, slot = self.spec.tile.stages, state.slot
+        ptx.cp_async_wait(stages - 2)
+        work.team.sync()  # the tile is visible, and everybody has left the slot that is filled next
+        if step + (stages - 1) < work.order.total:
+            tile_at = work.order.at if masked else work.order.full_at
+            work.kv.load(tile_at(step + (stages - 1)), self.advance(slot, stages - 1))
+        ptx.cp_async_commit()
+        kv_tile = work.order.at(step) if masked else work.order.full_at(step)
+        self.rotate_k(work, slot, kv_tile)
+        s = self.tile.scores(base + work.lanes.q, slot + work.lanes.k)
+        s = work.scores.apply(s, kv_tile * self.spec.tile.cols)
+        if cutlass.const_expr(masked):
+            s = work.mask.apply(s, kv_tile * self.spec.tile.cols)
+        p, row_max, row_sum, factors = work.softmax.update(s, state.row_max, state.row_sum, masked)
+        out = work.softmax.rescale(state.out, factors)
+        v = slot + Int32(self.memory.v_offset) + work.lanes.v
+        out = self.tile.accumulate(out, self.tile.probabilities(p), v)
+        return State(out, row_max, row_sum, self.advance(slot, 1))
+
+    @cute.jit
+    def rotate_k(self, work: Work, slot: Int32, kv_tile: Int32) -> None:
+        if cutlass.const_expr(self.spec.pos_encoding == "rope"):
+            rows = self.spec.tile.cols // self.spec.tile.warps_cols
+            row0 = work.team.index * rows
+            start = kv_tile * self.spec.tile.cols + row0
+            work.rotation.rotate_rows(work.team, slot + row0 * self.memory.qk_pitch, rows, lambda row: start + row)
+            work.team.sync()
+
+    def advance(self, slot: Int32, steps: int) -> Int32:
+        """Shared address `steps` slots further round the ring."""
+        size = self.memory.slot_bytes
+        end = shared_memory() + Int32(self.memory.ring_end)
+        moved = slot + Int32(steps * size)
+        return ptx.select(moved >= end, moved - Int32(self.spec.tile.stages * size), moved)
