@@ -137,13 +137,9 @@ def parse(phase: str, argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="write the record here, as JSON, after every row")
     parser.add_argument("--backends", nargs="+", default=["auto"], help="which of ours (default: auto)")
     parser.add_argument("--peers", nargs="*", help="only these peers (default: all)")
-    parser.add_argument(
-        "--only", nargs="+", default=[], metavar="WORD", help='only rows named so: "d128 causal"'
-    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help='only rows named so: "d128 causal"')
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"timed rounds (default {ROUNDS})")
-    parser.add_argument(
-        "--warm-peers", action="store_true", help="only build the peers that compile on first use"
-    )
+    parser.add_argument("--warm-peers", action="store_true", help="only build the peers that compile on first use")
     return parser.parse_args(argv)
 
 

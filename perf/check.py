@@ -36,9 +36,7 @@ class Oracle:
     def error(self, o: torch.Tensor) -> float:
         """Root-mean-square difference over root-mean-square value: the outputs of long rows are small, so a
         difference counts only relative to them. NaN where o is."""
-        return float(
-            torch.linalg.vector_norm(o[self.rows].double() - self.o) / torch.linalg.vector_norm(self.o)
-        )
+        return float(torch.linalg.vector_norm(o[self.rows].double() - self.o) / torch.linalg.vector_norm(self.o))
 
     def complaint(self, error: float) -> str | None:
         """Why a candidate with this error does not count, or None."""

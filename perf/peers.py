@@ -66,9 +66,7 @@ def _sdpa(backend: SDPBackend, w: Workload, sets: Sequence[Inputs]) -> list[Call
         q, k, v = (t.transpose(0, 1)[None] for t in x)
         grouped = w.num_qo_heads != w.num_kv_heads
         with sdpa_kernel([backend]):
-            o = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=w.causal, enable_gqa=grouped
-            )
+            o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=w.causal, enable_gqa=grouped)
         return o[0].transpose(0, 1)
 
     return [functools.partial(call, x) for x in sets]

@@ -47,9 +47,7 @@ def _speed_table(rows: Sequence[Record], unit: str) -> str:
     lines = []
     for row in rows:
         entries = row["candidates"]
-        best = max(
-            (n for n in ours if "speed" in entries.get(n, {})), key=lambda n: entries[n]["speed"], default=""
-        )
+        best = max((n for n in ours if "speed" in entries.get(n, {})), key=lambda n: entries[n]["speed"], default="")
         own = entries.get(best, {})
         ratio = f"{row['ratio']:.2f} ({row['best_peer']})" if row["ratio"] else "-"
         lines.append(

@@ -29,9 +29,7 @@ BUILD_JOBS = "4"  # compiler processes
 
 def builds(workloads: Sequence[Workload]) -> list[tuple[str, Workload]]:
     """(peer, short workload) of every distinct build: their masks and lengths are run-time values."""
-    short = dict.fromkeys(
-        replace(w, qo_len=min(w.qo_len, SHORT), kv_len=SHORT, causal=False) for w in workloads
-    )
+    short = dict.fromkeys(replace(w, qo_len=min(w.qo_len, SHORT), kv_len=SHORT, causal=False) for w in workloads)
     return [(peer.name, w) for w in short for peer in PEERS if peer.builds and w.phase in peer.phases]
 
 

@@ -28,9 +28,7 @@ CEILINGS = {"read": 4000.0, "copy": 4000.0, "gemm": 700.0}
 def test_pairs_are_counted_exactly(qo_len: int, kv_len: int, causal: bool) -> None:
     w = Workload(qo_len, kv_len, 1, 1, 64, 64, causal)
     visible = [
-        (i, j)
-        for i, j in itertools.product(range(qo_len), range(kv_len))
-        if not causal or j <= i + kv_len - qo_len
+        (i, j) for i, j in itertools.product(range(qo_len), range(kv_len)) if not causal or j <= i + kv_len - qo_len
     ]
     assert w.pairs == len(visible)
 

@@ -113,9 +113,7 @@ def torch(driver: Driver) -> Line:
         return Line("!!", "torch", f"does not import ({error}): nothing runs without it")
     cuda = module.version.cuda
     if driver.gpus and cuda is None:
-        return Line(
-            "!!", "torch", f"{module.__version__} is a build without CUDA: GPU tensors are impossible"
-        )
+        return Line("!!", "torch", f"{module.__version__} is a build without CUDA: GPU tensors are impossible")
     if driver.gpus and not module.cuda.is_available():
         return Line("!!", "torch", f"{module.__version__} for CUDA {cuda} cannot use the GPU: see the driver")
     return Line("ok", "torch", f"{module.__version__}, " + (f"CUDA {cuda}" if cuda else "built without CUDA"))

@@ -31,9 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help="a kernel spec as errors and `kernels --json` print it; repeatable (default: the default specs)",
     )
-    parser.add_argument(
-        "--jobs", type=int, metavar="N", help="compile processes (default: one per CPU, at most 8)"
-    )
+    parser.add_argument("--jobs", type=int, metavar="N", help="compile processes (default: one per CPU, at most 8)")
 
 
 def chosen(options: argparse.Namespace) -> dict[str, list[KernelSpec]]:
@@ -57,15 +55,11 @@ def _parse(text: str) -> KernelSpec:
         raise ArgumentError(f"--spec {text!r} is not the JSON of a kernel spec ({error!r})") from error
 
 
-def compile_all(
-    specs_by_arch: dict[str, list[KernelSpec]], jobs: int | None
-) -> dict[tuple[str, KernelSpec], Outcome]:
+def compile_all(specs_by_arch: dict[str, list[KernelSpec]], jobs: int | None) -> dict[tuple[str, KernelSpec], Outcome]:
     """Every artifact, from cache or compiled, behind a progress bar; a failure is a value."""
     total = sum(len(specs) for specs in specs_by_arch.values())
     with ProgressBar(total) as bar:
-        return artifacts.get_many(
-            specs_by_arch, jobs, lambda spec, arch, outcome: bar.step(f"{arch} {label(spec)}")
-        )
+        return artifacts.get_many(specs_by_arch, jobs, lambda spec, arch, outcome: bar.step(f"{arch} {label(spec)}"))
 
 
 def failures(arch: str, spec: KernelSpec, outcome: Outcome) -> list[str]:
