@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -33,7 +33,8 @@ def bind_ours(backend: str, w: Workload, sets: Sequence[Inputs]) -> list[Call]:
         return [functools.partial(prefill, *x, causal=w.causal, backend=backend) for x in sets]
 
     def decode(x: Inputs) -> torch.Tensor:
-        return cute_attn.single_decode_with_kv_cache(x.q[0], x.k, x.v, backend=backend)[None]
+        o = cute_attn.single_decode_with_kv_cache(x.q[0], x.k, x.v, backend=backend)
+        return cast(torch.Tensor, o)[None]
 
     return [functools.partial(decode, x) for x in sets]
 
