@@ -27,6 +27,7 @@ from cute_attn.runtime.artifact import Artifact
 _PACKAGE = Path(__file__).parents[1]
 _SOURCES = ("kernels/**/*.py", "runtime/compile.py", "runtime/cubin.py", "runtime/artifact.py")
 _DSL = "nvidia-cutlass-dsl"
+_warned: set[str] = set()
 
 
 @functools.cache
@@ -73,10 +74,8 @@ def _driver_major() -> int | None:
 def directory() -> Path:
     """Where the cache lives (it need not exist yet)."""
     chosen = os.environ.get("CUTE_ATTN_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "cute_attn"
+    return Path(chosen) if chosen else Path(base, "cute_attn")
 
 
 def bundle_key(spec: KernelSpec, arch: str) -> str:
@@ -131,22 +130,22 @@ def locked(key: str) -> Iterator[None]:
     """Hold the lock of `key` between processes; without a writable cache there is nothing to hold."""
     with contextlib.ExitStack() as stack:
         try:
-            # cubins are code: nobody else may write here
-            directory().mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_directory()
             stack.enter_context(FileLock(directory() / f"{key}.lock"))
         except OSError as err:
             _warn_once(err)
         yield
 
 
-@functools.cache
-def _warned() -> list[str]:
-    return []
+def _make_directory() -> None:
+    if directory().parts[0] == "~":  # a user without a home: expanduser changes nothing
+        raise OSError("no home directory")
+    directory().mkdir(mode=0o700, parents=True, exist_ok=True)  # cubins are code: nobody else may write here
 
 
 def _warn_once(err: OSError) -> None:
-    if not _warned():
-        _warned().append(str(err))
+    if str(directory()) not in _warned:
+        _warned.add(str(directory()))
         warnings.warn(
             f"cute_attn cannot use its cache in {directory()} ({err}): kernels are compiled anew in every "
             "process. Set CUTE_ATTN_CACHE_DIR to a writable directory.",

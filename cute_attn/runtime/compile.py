@@ -27,13 +27,21 @@ from cute_attn.runtime.artifact import Artifact, Param
 Outcome = Artifact | ArtifactError
 Progress = Callable[[KernelSpec, str, Outcome], None]
 Build = Callable[[KernelSpec, str], Artifact]
+Task = tuple[KernelSpec, str]
 
 _MATRIX_INSTRUCTION = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
-_PTX_PARAM = re.compile(r"\.param \.(\w+) \w+_param_\d+(?=[,\s])(?! *\])")
+_PTX_PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)")
 _SIZES = {"i32": 4, "i64": 8, "f32": 4, "f64": 8}
 _KIND_OF_SCALAR = {"Int32": "i32", "Int64": "i64", "Float32": "f32", "Float64": "f64"}
 _KIND_OF_PTX = {"u32": "i32", "u64": "i64", "f32": "f32", "f64": "f64"}
-_compile_lock = threading.Lock()
+
+_compile_lock = threading.RLock()
+# A child forked while another thread compiles would inherit a lock that nobody releases.
+os.register_at_fork(
+    before=_compile_lock.acquire,
+    after_in_parent=_compile_lock.release,
+    after_in_child=_compile_lock.release,
+)
 
 
 def compile_spec(spec: KernelSpec, arch: str) -> Artifact:
@@ -43,7 +51,9 @@ def compile_spec(spec: KernelSpec, arch: str) -> Artifact:
     description (parameters, block).
     """
     archs.named(arch)
-    _require_dsl()
+    error = dsl_import_error()
+    if error:
+        raise ArtifactError(f"{spec.key()} cannot be compiled for {arch}: {error}")
     with _compile_lock:
         try:
             program = spec.program(arch)
@@ -62,12 +72,6 @@ def dsl_import_error() -> str | None:
     except (ImportError, OSError, RuntimeError) as err:  # RuntimeError: no toolkit flavour fits the driver
         return f"nvidia-cutlass-dsl does not import ({err})"
     return None
-
-
-def _require_dsl() -> None:
-    error = dsl_import_error()
-    if error:
-        raise ArtifactError(f"kernels cannot be compiled here: {error}")
 
 
 def _compile(program: Program, symbol: str, arch: str) -> tuple[str, bytes]:
@@ -108,10 +112,15 @@ def _artifact(spec: KernelSpec, arch: str, program: Program, ptx: str, cubin: by
         smem_bytes=program.smem_bytes,
         registers=kernel.registers,
         stack_bytes=kernel.stack_bytes,
-        mma_count=len(_MATRIX_INSTRUCTION.findall(ptx)),
+        mma_count=count_matrix_instructions(ptx),
         spec=json.loads(spec.key()),
         cluster=tuple(getattr(program, "cluster", (1, 1, 1))),
     )
+
+
+def count_matrix_instructions(ptx: str) -> int:
+    """mma.sync, wgmma.mma_async and tcgen05.mma instructions in a PTX text."""
+    return len(_MATRIX_INSTRUCTION.findall(ptx))
 
 
 def _params(kernel: cubins.CubinKernel, params: type, ptx: str) -> tuple[Param, ...]:
@@ -148,14 +157,13 @@ def compile_many(
     tasks = [(spec, arch) for arch, specs in specs_by_arch.items() for spec in specs]
     jobs = min(jobs or min(os.cpu_count() or 1, 8), len(tasks))
     outcomes = {}
-    for spec, arch, outcome in _in_processes(build, tasks, jobs) if jobs > 1 else _in_turn(build, tasks):
+    # The DSL is imported before the fork, so that workers share its pages and start at once.
+    parallel = jobs > 1 and dsl_import_error() is None
+    for spec, arch, outcome in _in_processes(build, tasks, jobs) if parallel else _in_turn(build, tasks):
         outcomes[arch, spec] = outcome
         if progress:
             progress(spec, arch, outcome)
     return {(arch, spec): outcomes[arch, spec] for spec, arch in tasks}
-
-
-Task = tuple[KernelSpec, str]
 
 
 def _in_turn(build: Build, tasks: Sequence[Task]) -> Iterator[tuple[KernelSpec, str, Outcome]]:
@@ -166,7 +174,6 @@ def _in_turn(build: Build, tasks: Sequence[Task]) -> Iterator[tuple[KernelSpec, 
 def _in_processes(
     build: Build, tasks: Sequence[Task], jobs: int
 ) -> Iterator[tuple[KernelSpec, str, Outcome]]:
-    _require_dsl()  # imported once, before the fork: workers share its pages and start at once
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
         futures: dict[Future[Outcome], Task] = {
             pool.submit(_outcome, build, spec, arch): (spec, arch) for spec, arch in tasks

@@ -56,6 +56,10 @@ def read_kernels(cubin: bytes) -> tuple[CubinKernel, ...]:
 def _read_kernels(cubin: bytes) -> tuple[CubinKernel, ...]:
     if cubin[:5] != b"\x7fELF\x02":
         raise ValueError("no ELF64 header")
+    (segments,) = struct.unpack_from("<Q", cubin, 32)
+    stride, count = struct.unpack_from("<HH", cubin, 54)
+    if segments + stride * count > len(cubin):
+        raise ValueError("program headers end past the file")
     sections = _sections(cubin)
     symbols = _symbols(sections)
     totals = _function_totals(sections[".nv.info"].data, symbols)

@@ -58,7 +58,7 @@ class ParamBlock:
             return f"the kernel has {len(self._params)} parameters, got {len(values)} values"
         for param, value in zip(self._params, values, strict=True):
             try:
-                struct.pack(_STRUCT_CODES[param.kind], value)
+                struct.pack("=" + _STRUCT_CODES[param.kind], value)
             except (struct.error, OverflowError, TypeError):
                 return f"kernel parameter {param.name}={value!r} is not an {param.kind}"
         raise AssertionError("every value fits on its own")
