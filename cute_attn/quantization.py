@@ -13,9 +13,9 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     """Pack a 1-D tensor of booleans into bytes, like `numpy.packbits`.
 
     .. warning::
-        Attention reads a `packed_custom_mask` in **"little"** bit order, while the default here is "big", as in
-        numpy and FlashInfer. Write `packbits(mask.flatten(), bitorder="little")`: the other order has the same
-        shape and dtype, so that nothing can notice it, and masks the wrong keys.
+        Attention reads a `packed_custom_mask` in **"little"** bit order, while the default here is "big", as
+        in numpy and FlashInfer. Write `packbits(mask.flatten(), bitorder="little")`: the other order has the
+        same shape and dtype, so that nothing can notice it, and it masks the wrong keys.
 
     Parameters
     ----------
@@ -53,9 +53,9 @@ def segment_packbits(
 
     Returns
     -------
-    (packed, packed_indptr) on x's device: uint8 bytes, and int32 `[num_segments + 1]` byte offsets, the running
-    sum of ceil(segment length / 8). The bits after a segment's last element are 0. The size of the output
-    depends on indptr's values, so that a CUDA device is synchronised.
+    (packed, packed_indptr) on x's device: uint8 bytes, and int32 `[num_segments + 1]` byte offsets, the
+    running sum of ceil(segment length / 8). The bits after a segment's last element are 0. The size of the
+    output depends on indptr's values, so that a CUDA device is synchronised.
 
     Raises
     ------
@@ -69,9 +69,10 @@ def segment_packbits(
     packed_indptr = torch.zeros_like(bounds)
     torch.cumsum(sizes, 0, out=packed_indptr[1:])
     # start of output byte b: its segment's first element, plus 8 for each byte of the segment before b
-    byte = torch.arange(int(packed_indptr[-1]), device=x.device)
-    start = torch.repeat_interleave(bounds[:-1] - 8 * packed_indptr[:-1], sizes) + 8 * byte
-    stop = torch.repeat_interleave(bounds[1:], sizes)
+    total = int(packed_indptr[-1])
+    start = torch.repeat_interleave(bounds[:-1] - 8 * packed_indptr[:-1], sizes, output_size=total)
+    start += 8 * torch.arange(total, device=x.device)
+    stop = torch.repeat_interleave(bounds[1:], sizes, output_size=total)
     return _pack(x.bool(), start, stop, bitorder), packed_indptr.to(torch.int32)
 
 

@@ -1,0 +1,54 @@
+"""The single-request matrix on a GPU, through the public API."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.matrix import FULL, SMALL, Case, call, check, make, poisoned_memory
+
+HAS_SM80 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.sm80,
+    pytest.mark.skipif(not HAS_SM80, reason="needs a CUDA device of compute capability 8.0 or later"),
+]
+
+GUARD = 512
+UNTOUCHED = 7.0
+
+
+@pytest.mark.parametrize("case", FULL, ids=lambda case: case.id)
+def test_single(case: Case) -> None:
+    """Right with NaN in every byte that nobody wrote, and the same bits a second time."""
+    inputs = make(case, "cuda")
+    with poisoned_memory():
+        out, lse = call(case, inputs, backend="fa2")
+    result = check(case, out, lse)
+    assert result.ok, result.detail
+    again, lse_again = call(case, inputs, backend="fa2")
+    assert torch.equal(again, out)
+    assert lse is None or (lse_again is not None and torch.equal(lse_again, lse))
+
+
+@pytest.mark.parametrize("case", [case for case in SMALL if case.return_lse], ids=lambda case: case.id)
+def test_single_writes_its_outputs_alone(case: Case) -> None:
+    """`out` with gaps after every head and token, and `lse`, inside larger buffers."""
+    tokens, heads, dim = case.qo_len, case.num_qo_heads, case.head_dim_vo
+    strides = (heads * (dim + 8) + 16, dim + 8, 1)
+    dtype = getattr(torch, case.o_dtype or case.dtype)
+    out_buffer = torch.full((2 * GUARD + tokens * strides[0],), UNTOUCHED, dtype=dtype, device="cuda")
+    lse_buffer = torch.full((2 * GUARD + tokens * heads,), UNTOUCHED, device="cuda")
+    out = out_buffer.as_strided((tokens, heads, dim), strides, GUARD)
+    lse = lse_buffer[GUARD : GUARD + tokens * heads].view(tokens, heads)
+    if case.kind == "decode":
+        out, lse = out[0], lse[0]
+    returned = call(case, make(case, "cuda"), backend="fa2", out=out, lse=lse)
+    assert returned[0].data_ptr() == out.data_ptr()
+    result = check(case, out, lse)
+    assert result.ok, result.detail
+    out.fill_(UNTOUCHED)
+    lse.fill_(UNTOUCHED)
+    assert bool((out_buffer == UNTOUCHED).all())
+    assert bool((lse_buffer == UNTOUCHED).all())
