@@ -1,22 +1,29 @@
 """Attention kernels in CuTe DSL for NVIDIA GPUs, with FlashInfer's attention API.
 
-Everything that users call is here; `cute_attn.prefill`, `.decode` and `.quantization` hold it under
-FlashInfer's module names. CPU tensors run the same calls on a torch reference.
+Everything that users call is here; `cute_attn.prefill`, `.decode` and `.quantization` hold it under FlashInfer's
+module names. CPU tensors run the same calls on a torch reference.
 """
 
-from cute_attn.decode import single_decode_with_kv_cache
-from cute_attn.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    ArtifactError,
-    LayoutError,
-    NotSupported,
-    Refusal,
-    RuntimeArgumentError,
-)
-from cute_attn.prefill import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
-from cute_attn.quantization import packbits, segment_packbits
-from cute_attn.select import explain
+import sys
+
+try:
+    from cute_attn.decode import single_decode_with_kv_cache
+    from cute_attn.errors import (
+        ArgumentError,
+        ArgumentTypeError,
+        ArtifactError,
+        LayoutError,
+        NotSupported,
+        Refusal,
+        RuntimeArgumentError,
+    )
+    from cute_attn.prefill import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
+    from cute_attn.quantization import packbits, segment_packbits
+    from cute_attn.select import explain
+except ImportError:
+    # torch is missing or broken, and `python -m cute_attn doctor` must live to say so.
+    if sys.argv[:2] != ["-m", "doctor"]:
+        raise
 
 __version__ = "0.1.0"
 
