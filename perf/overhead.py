@@ -7,9 +7,10 @@ fills: wall time over calls is what the host spends. The parts of our own calls 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +23,7 @@ from cute_attn.runtime.launch import Launch, current_stream
 from perf.bench import save
 from perf.harness import Call, Timing, reason, timing
 from perf.machine import environment, why_no_gpu
-from perf.peers import PEERS
+from perf.peers import PEERS, Peer
 from perf.report import markdown
 from perf.workloads import Inputs, Workload
 
@@ -112,29 +113,29 @@ def recorded_launches(call: Call) -> list[tuple[Launch, tuple[Any, ...]]]:
 
 def peers(device: torch.device) -> dict[str, Callable[[], Call]]:
     """The same problems through peers; bound late, since binding may fail."""
-    return {
-        f"{peer.name}, {w.phase}": lambda peer=peer, w=w: peer.bind(w, [w.inputs(device)])[0]  # type: ignore[misc]
-        for peer in PEERS
-        if peer.name in PEER_NAMES
-        for w in (PREFILL, DECODE)
-        if w.phase in peer.phases
-    }
+    chosen = [(p, w) for p in PEERS if p.name in PEER_NAMES for w in (PREFILL, DECODE) if w.phase in p.phases]
+
+    def bind(peer: Peer, w: Workload) -> Call:
+        return peer.bind(w, [w.inputs(device)])[0]
+
+    return {f"{p.name}, {w.phase}": functools.partial(bind, p, w) for p, w in chosen}
 
 
 def measure_all(device: torch.device) -> dict[str, Any]:
     """Timing, or the reason why there is none, by name."""
-    own = {**calls(device), **parts(device)}
-    bindings: Mapping[str, Callable[[], Call]] = {
-        **{name: (lambda call=call: call) for name, call in own.items()},  # type: ignore[misc]
-        **peers(device),
-    }
     results: dict[str, Any] = {}
-    for name, bind in bindings.items():
+
+    def add(name: str, bind: Callable[[], Call]) -> None:
         try:
             results[name] = host_time(bind(), torch.cuda.synchronize)._asdict()
         except Exception as error:  # a peer's failure must not end the run
             results[name] = {"reason": reason(error)}
         print(name, results[name], file=sys.stderr, flush=True)
+
+    for name, call in {**calls(device), **parts(device)}.items():
+        add(name, lambda call=call: call)  # type: ignore[misc]
+    for name, bind in peers(device).items():
+        add(name, bind)
     return results
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perf import bench, check, harness, report, warm
-from perf.peers import PEERS, UnavailableError
+from perf.ceilings import ceilings
+from perf.peers import PEERS, Peer, UnavailableError
 from perf.workloads import Inputs, Workload
 
 ROOT = Path(__file__).parents[1]
@@ -161,6 +163,41 @@ class SdpaTimer(FakeTimer):
             call()
         self.walked.append([])
         return FakeReplay(list(self.speeds)[(len(self.walked) - 1) // 2], launches)
+
+
+def test_ceilings_from_times() -> None:
+    timer = SdpaTimer({"sum": 2.0, "max": 1.0, "copy": 4.0, "gemm": 0.5})
+    found = ceilings(timer, CPU, read_bytes=1 << 20, gemm_size=64)
+    assert found["read"] == pytest.approx((1 << 20) / 1e-3 / 1e9)  # the faster of two ways to read
+    assert found["copy"] == pytest.approx(2 * (1 << 20) / 4e-3 / 1e9)
+    assert found["gemm"] == pytest.approx(2 * 64**3 / 0.5e-3 / 1e12)
+
+
+@pytest.mark.parametrize(
+    "w", [dataclasses.replace(SMALL, kv_len=96), Workload(1, 100, 4, 2, 64, 64, dtype="float16")], ids=str
+)
+def test_sdpa_adapter_is_right(w: Workload) -> None:
+    (adapter,) = [peer for peer in PEERS if peer.name == "torch flash"]
+    sets = [w.inputs(CPU, seed) for seed in range(2)]
+    for x, call in zip(sets, adapter.bind(w, sets), strict=True):
+        oracle = check.Oracle(w, x)
+        assert oracle.complaint(oracle.error(call())) is None
+
+
+def test_sdpa_adapter_refuses_what_torch_aligns_otherwise() -> None:
+    with pytest.raises(UnavailableError, match="top-left"):
+        PEERS[0].bind(SMALL, [SMALL.inputs(CPU)])
+
+
+@pytest.mark.parametrize("peer", [p for p in PEERS if not p.name.startswith("torch")], ids=lambda p: p.name)
+def test_absent_peers_are_reasons(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    for package in ("flashinfer", "flash_attn"):
+        monkeypatch.setitem(sys.modules, package, None)
+    w = Workload(1, 128, 4, 2, 64, 64) if "decode" in peer.phases else SMALL
+    with pytest.raises(UnavailableError, match="does not import"):
+        peer.bind(w, [w.inputs(CPU)])
 
 
 def row_of_fakes() -> dict[str, Any]:
