@@ -1,4 +1,4 @@
-"""From the arguments of one call to a `Problem`. Only this looks at user tensors, and raises every user error."""
+"""Arguments of one call to a `Problem`. Only this looks at user tensors, and it raises every user error."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def problem(call: Call) -> Problem:
         call.kv_layout,
         packed_mask,
         checks.boolean("causal", call.causal) and packed_mask is None,
-        checks.integer("window_left", call.window_left),
+        max(-1, min(checks.integer("window_left", call.window_left), MAX_KV_LEN)),
         soft_cap if soft_cap > 0 else 0.0,
         scale.number,
         v_scale.number,

@@ -21,7 +21,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def visible_tokens(qo_len: int, kv_len: int, tile_tokens: int, causal: bool, window_left: int) -> int:
-    """kv tokens that the busiest query tile of `tile_tokens` tokens sees: what a CTA reads without a split."""
+    """kv tokens that the busiest query tile of `tile_tokens` tokens sees, which one unsplit CTA reads."""
     if window_left < 0:
         return kv_len  # under a causal mask this is the last tile
     if causal:

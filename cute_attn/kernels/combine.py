@@ -15,7 +15,7 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.epilogue import Finish
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, zeros
 from cute_attn.kernels.spec import CombineSpec
-from cute_attn.runtime.arch import by_name
+from cute_attn.runtime.arch import named
 
 WARPS = 4
 MAX_SPLITS = 128  # lanes hold the weights of 4 splits each
@@ -56,7 +56,7 @@ class CombineProgram:
         self.spec = spec
         self.block = (32 * WARPS, 1, 1)
         self.smem_bytes = WARPS * spec.head_dim_vo * 4
-        self.pdl = by_name(arch).pdl
+        self.pdl = named(arch).pdl
 
     def compile_args(self) -> tuple[Any, ...]:
         return (zeros(CombineParams), Int32(1), Int32(1), Int32(1))

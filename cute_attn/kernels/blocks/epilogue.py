@@ -8,9 +8,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.kv import lanes_per_row
 from cute_attn.kernels.blocks.mma import Lanes, WarpTile
 from cute_attn.kernels.blocks.rows import PackedRows
+from cute_attn.kernels.blocks.smem import further, swizzled
 from cute_attn.kernels.blocks.softmax import reduce_quad
 
 
@@ -140,22 +140,29 @@ class WarpRows:
         pitch, chunks = memory.qk_pitch, memory.head_dim_vo // 8
         ptx.sync_warp()
         for slot in cutlass.range_constexpr(self.tile.row_slots):
-            address = self.base + self.lanes.row(memory, slot) * pitch + self.lanes.lane % 4 * 4
+            address = self.base + swizzled(self.lanes.row(memory, slot), Int32(0), pitch) + self.lanes.lane % 4 * 4
             for d in cutlass.range_constexpr(self.tile.d_blocks):
                 i = 4 * ((slot // 2) * self.tile.d_blocks + d) + 2 * (slot % 2)
                 pair = ptx.pack_16(self.target.dtype, out[i] * factors[slot], out[i + 1] * factors[slot])
-                ptx.st_shared_b32(address, d * 16, pair)
+                place, offset = further(address, d)
+                ptx.st_shared_b32(place, offset, pair)
         ptx.sync_warp()
-        lanes = lanes_per_row(chunks)
         rows_per_warp = memory.tile.rows // memory.tile.warps_rows
-        chunk = self.lanes.lane % lanes
-        first = self.lanes.warp_row * rows_per_warp + self.lanes.lane // lanes
-        if chunk < chunks:
-            for i in cutlass.range(0, rows_per_warp, 32 // lanes, unroll=1):
-                row = first + i
-                if self.rows.exists(row):
-                    data = ptx.ld_shared_v4(self.base + row * pitch + chunk * 16)
-                    ptx.st_global_v4(self.target.row(self.rows, row) + Int64(chunk * 16), 0, data)
+        first = self.lanes.warp_row * rows_per_warp + self.lanes.lane // 8
+        for i in cutlass.range(0, rows_per_warp, 4, unroll=1):
+            row = first + i
+            if self.rows.exists(row):
+                self.store_row(row, chunks)
+
+    @cute.jit
+    def store_row(self, row: Int32, chunks: cutlass.Constexpr) -> None:
+        """Eight threads write a staged row, a line of 128 bytes at a time."""
+        chunk = self.lanes.lane % 8
+        source = self.base + swizzled(row, chunk, self.tile.memory.qk_pitch)
+        address = self.target.row(self.rows, row) + Int64(chunk * 16)
+        for line in cutlass.range_constexpr((chunks + 7) // 8):
+            if chunk < chunks - line * 8:
+                ptx.st_global_v4(address, line * 128, ptx.ld_shared_v4(source, line * 128))
 
 
 @dataclass(frozen=True)
@@ -174,7 +181,7 @@ class MergedWarps:
         self.publish(out, stats)
         ptx.sync_threads()
         chunks = self.tile.memory.head_dim_vo // 8
-        lanes = lanes_per_row(chunks)
+        lanes = 1 << (chunks - 1).bit_length()
         threads = self.tile.memory.tile.threads
         thread = cute.arch.thread_idx()[0]
         chunk = thread % lanes
@@ -188,7 +195,7 @@ class MergedWarps:
         """Every warp's row stats and unnormalised outputs to shared memory."""
         memory = self.tile.memory
         ptx.sync_threads()  # the ring and Q are read no more
-        stats_at = self.base + memory.merge_stats + self.lanes.warp_col * (memory.tile.rows * 8)
+        stats_at = self.base + self.lanes.warp_col * (memory.tile.rows * 8)
         out_at = self.base + memory.merge_outputs + self.lanes.warp_col * (memory.tile.rows * memory.merge_pitch)
         for slot in cutlass.range_constexpr(self.tile.row_slots):
             row = self.lanes.row(memory, slot)
@@ -203,10 +210,7 @@ class MergedWarps:
     def write_row(self, row: Int32, chunk: Int32, chunks: cutlass.Constexpr) -> None:
         memory = self.tile.memory
         shape = memory.tile
-        parts = [
-            ptx.ld_shared_v2_f32(self.base + memory.merge_stats + row * 8, w * shape.rows * 8)
-            for w in range(shape.warps_cols)
-        ]
+        parts = [ptx.ld_shared_v2_f32(self.base + row * 8, w * shape.rows * 8) for w in range(shape.warps_cols)]
         maximum = parts[0][0]
         for part in parts[1:]:
             maximum = ptx.fmax(maximum, part[0])

@@ -1,18 +1,18 @@
-"""Copies of Q, K and V rows into shared memory, and the ring that keeps several K/V tiles in flight."""
+"""Copies of K and V rows into shared memory."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.smem import SharedMemory
+from cute_attn.kernels.blocks.smem import CHUNK, LINE, SharedMemory, swizzled
 
 
 @dataclass(frozen=True)
 class Team:
-    """The threads that load and consume the same rows: the CTA, or a single warp when every warp owns kv columns."""
+    """The threads that load and consume the same rows: the CTA, or one warp when every warp owns kv columns."""
 
     size: int
     thread: Int32  # index within the team
@@ -32,37 +32,35 @@ class Team:
             ptx.sync_threads()
 
 
-def lanes_per_row(chunks: int) -> int:
-    """Threads side by side on one row's 16-byte chunks: the next power of two, so that row and chunk are shifts."""
-    return 1 << (chunks - 1).bit_length()
-
-
 @dataclass(frozen=True)
 class TokenRows:
-    """One of K and V, for one kv head: token t at base + t * stride, `chunks` x 16 bytes."""
+    """K or V of one kv head: token t at base + t * stride, `chunks` x 16 bytes; in a tile, rows are `pitch` apart."""
 
     base: Int64
     stride: Int64
     chunks: int
     pitch: int
 
-    @cute.jit
-    def load(self, team: Team, target: Int32, rows: cutlass.Constexpr, start: Int32, stop: Int32) -> None:
-        """The team's `rows` tokens from `start`; tokens from `stop` on become zeros (a NaN there would survive 0 * V)."""
-        lanes = lanes_per_row(self.chunks)
-        step = team.size // lanes
-        chunk, row = team.thread % lanes, team.thread // lanes
-        source = self.base + Int64(start + row) * self.stride + Int64(chunk * 16)
-        stride = self.stride * Int64(step)
-        shared = target + row * self.pitch + chunk * 16
-        if cutlass.const_expr(lanes == self.chunks) or chunk < self.chunks:
-            self._copy(shared, source, stride, stop - start - row, rows, step)
+    def copies(self, team: Team, target: Int32, rows: int, start: Int32, left: Int32) -> Iterator[None]:
+        """Issues one cp.async of this thread per `next`, for the team's `rows` tokens from `start`; `left` of them exist.
 
-    def _copy(self, shared: Int32, source: Int64, stride: Int64, left: Int32, rows: int, step: int) -> None:
+        Eight threads side by side copy a row's 128-byte line. Tokens that do not exist, and chunks past the head dim,
+        become zeros: a NaN there would survive 0 * V.
+        """
+        step = team.size // 8
+        row, chunk = team.thread // 8, team.thread % 8
+        shared = target + swizzled(row, chunk, self.pitch)
+        source = self.base + Int64(start + row) * self.stride + Int64(chunk * CHUNK)
         for i in range(rows // step):
-            size = ptx.select(Int32(i * step) < left, Int32(16), Int32(0))
-            ptx.cp_async_16(shared, i * step * self.pitch, source, size)
-            source = source + stride
+            size = ptx.select(Int32(i * step) < left - row, Int32(CHUNK), Int32(0))
+            # row + i * step has the low bits of row xor those of i * step: row < step, both powers of two.
+            place = shared ^ Int32(i * step % 8 * CHUNK) if i * step % 8 else shared
+            for line in range(self.pitch // LINE):
+                whole = (line + 1) * 8 <= self.chunks
+                part = size if whole else ptx.select(chunk < self.chunks - line * 8, size, Int32(0))
+                ptx.cp_async_16(place, i * step * self.pitch + line * LINE, source, line * LINE, part)
+                yield
+            source = source + self.stride * Int64(step)
 
 
 @dataclass(frozen=True)
@@ -75,12 +73,20 @@ class DenseKV:
     v: TokenRows
     kv_len: Int32
 
-    def load(self, kv_tile: Int32, slot: Int32) -> None:
-        """Starts the copy of a kv tile into the ring slot at shared address `slot`."""
+    def copies(self, kv_tile: Int32, slot: Int32, wanted: Boolean) -> Iterator[None]:
+        """The copies of a kv tile into the ring slot at shared address `slot`; an unwanted tile reads nothing."""
         tile = self.memory.tile
         rows = tile.cols // tile.warps_cols
         row0 = self.team.index * rows
         start = kv_tile * tile.cols + row0
-        self.k.load(self.team, slot + row0 * self.k.pitch, rows, start, self.kv_len)
-        target = slot + Int32(self.memory.v_offset) + row0 * self.v.pitch
-        self.v.load(self.team, target, rows, start, self.kv_len)
+        left = ptx.select(wanted, self.kv_len - start, Int32(0))
+        yield from self.k.copies(self.team, slot + row0 * self.k.pitch, rows, start, left)
+        v_slot = slot + Int32(self.memory.v_offset) + row0 * self.v.pitch
+        yield from self.v.copies(self.team, v_slot, rows, start, left)
+
+    @property
+    def count(self) -> int:
+        """How many copies a thread makes for one tile."""
+        tile = self.memory.tile
+        lines = (self.memory.qk_pitch + self.memory.vo_pitch) // LINE
+        return tile.cols // tile.warps_cols * 8 // self.team.size * lines

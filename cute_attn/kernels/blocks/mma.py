@@ -4,13 +4,14 @@ Fragments are Python lists of registers. An accumulator of M x N 16x8 blocks is 
 4 * (m * N + n): registers 0, 1 are row lane // 4, columns 2 * (lane % 4) + {0, 1}; registers 2, 3 the row 8 below.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.smem import SharedMemory
+from cute_attn.kernels.blocks.smem import SharedMemory, further, swizzled
 
 
 @dataclass(frozen=True)
@@ -40,17 +41,25 @@ class WarpTile:
     def zeros(self, blocks: int) -> list[Float32]:
         return [Float32(0.0) for _ in range(4 * self.m_blocks * blocks)]
 
-    def scores(self, q: Int32, k: Int32) -> list[Float32]:
-        """S of this warp; `q` and `k` are the lane addresses of `Lanes` within the tiles."""
+    def scores(self, q: Int32, k: Int32, copies: Iterator[None], count: int) -> list[Float32]:
+        """S of this warp; `q` and `k` are the lane addresses of `Lanes` within the tiles.
+
+        The `count` copies are issued between the steps: in one block before the products they would keep the tensor
+        cores waiting for a fifth of the loop (measured on an H200).
+        """
         pitch = self.memory.qk_pitch
         acc = self.zeros(self.n_blocks)
-        for step in range(self.memory.head_dim_qk // 16):
-            a = [ptx.ldmatrix_x4(q, m * 16 * pitch + step * 32) for m in range(self.m_blocks)]
+        steps = self.memory.head_dim_qk // 16
+        for step in range(steps):
+            (q_at, q_offset), (k_at, k_offset) = further(q, 2 * step), further(k, 2 * step)
+            a = [ptx.ldmatrix_x4(q_at, m * 16 * pitch + q_offset) for m in range(self.m_blocks)]
             for pair in range(self.n_blocks // 2):
-                b = ptx.ldmatrix_x4(k, pair * 16 * pitch + step * 32)
+                b = ptx.ldmatrix_x4(k_at, pair * 16 * pitch + k_offset)
                 for m in range(self.m_blocks):
                     self._mma(acc, self.n_blocks, m, 2 * pair, a[m], b[:2])
                     self._mma(acc, self.n_blocks, m, 2 * pair + 1, a[m], b[2:])
+            for _ in range(count * step // steps, count * (step + 1) // steps):
+                next(copies)
         return acc
 
     def accumulate(self, out: list[Float32], p: list[list[list[Int32]]], v: Int32) -> list[Float32]:
@@ -59,7 +68,8 @@ class WarpTile:
         acc = list(out)
         for step in range(self.n_blocks // 2):
             for pair in range(self.d_blocks // 2):
-                b = ptx.ldmatrix_x4(v, step * 16 * pitch + pair * 32, transpose=True)
+                v_at, v_offset = further(v, 2 * pair)
+                b = ptx.ldmatrix_x4(v_at, step * 16 * pitch + v_offset, transpose=True)
                 for m in range(self.m_blocks):
                     self._mma(acc, self.d_blocks, m, 2 * pair, p[m][step], b[:2])
                     self._mma(acc, self.d_blocks, m, 2 * pair + 1, p[m][step], b[2:])
@@ -83,7 +93,7 @@ class WarpTile:
 
 @dataclass(frozen=True)
 class Lanes:
-    """Where this thread stands: warp position in the tile, and its ldmatrix row addresses inside the Q, K and V tiles."""
+    """Where this thread stands: its warp's position, and its ldmatrix row addresses inside the Q, K and V tiles."""
 
     warp_row: Int32
     warp_col: Int32
@@ -101,11 +111,11 @@ class Lanes:
         row0 = warp_row * (tile.rows // tile.warps_rows)
         col0 = warp_col * (tile.cols // tile.warps_cols)
         # A (row-major 16x16): lanes 0-15 give rows at k 0, lanes 16-31 the same rows at k 8.
-        q = (row0 + lane % 16) * memory.qk_pitch + lane // 16 * 16
-        # B from K (rows are columns of the product): matrices (n 0-7, k 0), (n 0-7, k 8), (n 8-15, k 0), (n 8-15, k 8).
-        k = (col0 + lane % 8 + lane // 16 * 8) * memory.qk_pitch + lane // 8 % 2 * 16
+        q = swizzled(row0 + lane % 16, lane // 16, memory.qk_pitch)
+        # B from K, whose rows are the product's columns: matrices (n 0-7, k 0), (n 0-7, k 8), (n 8-15, k 0), (n 8-15, k 8).
+        k = swizzled(col0 + lane % 8 + lane // 16 * 8, lane // 8 % 2, memory.qk_pitch)
         # B from V, transposed on the way: lanes 0-15 tokens at d 0, lanes 16-31 the same tokens at d 8.
-        v = (col0 + lane % 16) * memory.vo_pitch + lane // 16 * 16
+        v = swizzled(col0 + lane % 16, lane // 16, memory.vo_pitch)
         return cls(warp_row, warp_col, lane, q, k, v)
 
     def row(self, memory: SharedMemory, slot: int) -> Int32:

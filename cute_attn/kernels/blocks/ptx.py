@@ -75,9 +75,10 @@ def mma_m16n8k16(dtype: str, a: Sequence[Int32], b: Sequence[Int32], c: Sequence
 # --- copies ---------------------------------------------------------------------------------------------------------
 
 
-def cp_async_16(shared: Int32, offset: int, source: Int64, src_bytes: Int32) -> None:
-    """16 bytes global -> shared, past L1; bytes beyond `src_bytes` (0 or 16) are filled with zeros."""
-    asm(f"cp.async.cg.shared.global.L2::128B [$0+{offset}], [$1], 16, $2;", [], [shared, source, src_bytes])
+def cp_async_16(shared: Int32, offset: int, source: Int64, source_offset: int, src_bytes: Int32) -> None:
+    """16 bytes global -> shared, past L1; bytes beyond `src_bytes` (0 or 16) are filled with zeros and not read."""
+    text = f"cp.async.cg.shared.global.L2::128B [$0+{offset}], [$1+{source_offset}], 16, $2;"
+    asm(text, [], [shared, source, src_bytes])
 
 
 def cp_async_commit() -> None:

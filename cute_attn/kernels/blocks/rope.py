@@ -12,7 +12,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Float64, Int32
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.kv import Team, lanes_per_row
+from cute_attn.kernels.blocks.kv import Team
+from cute_attn.kernels.blocks.smem import swizzled
 
 TWO_PI = 6.283185307179586
 
@@ -53,24 +54,26 @@ class Rotation:
     def rotate_rows(self, team: Team, target: Int32, rows: cutlass.Constexpr, position: cutlass.Constexpr) -> None:
         """Rotates a team's rows in place; `position` maps a row to its token position. Barriers are the caller's."""
         pairs = self.head_dim // 16  # of 16-byte chunks
-        lanes = lanes_per_row(pairs)
+        lanes = 1 << (pairs - 1).bit_length()  # threads side by side on a row: a power of two
         chunk = team.thread % lanes
         if chunk < pairs:
             for row in cutlass.range(team.thread // lanes, rows, team.size // lanes, unroll=1):
-                self.rotate_chunk(target + row * self.pitch + chunk * 16, chunk, Float32(position(row)))
+                low = target + swizzled(row, chunk, self.pitch)
+                high = target + swizzled(row, chunk + pairs, self.pitch)
+                self.rotate_chunk(low, high, self.table + chunk * 64, Float32(position(row)))
 
-    def rotate_chunk(self, address: Int32, chunk: Int32, position: Float32) -> None:
+    def rotate_chunk(self, low_at: Int32, high_at: Int32, table: Int32, position: Float32) -> None:
         """Eight dimensions and their eight partners half a row further."""
-        low, high = ptx.ld_shared_v4(address), ptx.ld_shared_v4(address, self.head_dim)
+        low, high = ptx.ld_shared_v4(low_at), ptx.ld_shared_v4(high_at)
         new_low, new_high = [], []
         for word in range(4):
             a, b = ptx.unpack_16(self.dtype, low[word]), ptx.unpack_16(self.dtype, high[word])
-            table = ptx.ld_shared_v4_f32(self.table + chunk * 64, word * 16)
-            turned = [self.turn(a[j], b[j], position, table[2 * j], table[2 * j + 1]) for j in (0, 1)]
+            turns = ptx.ld_shared_v4_f32(table, word * 16)
+            turned = [self.turn(a[j], b[j], position, turns[2 * j], turns[2 * j + 1]) for j in (0, 1)]
             new_low.append(ptx.pack_16(self.dtype, turned[0][0], turned[1][0]))
             new_high.append(ptx.pack_16(self.dtype, turned[0][1], turned[1][1]))
-        ptx.st_shared_v4(address, 0, new_low)
-        ptx.st_shared_v4(address, self.head_dim, new_high)
+        ptx.st_shared_v4(low_at, 0, new_low)
+        ptx.st_shared_v4(high_at, 0, new_high)
 
     def turn(self, a: Float32, b: Float32, position: Float32, hi: Float32, lo: Float32) -> tuple[Float32, Float32]:
         product = position * hi

@@ -16,7 +16,7 @@ def zeros(params: type) -> tuple:
 
 def shared_memory() -> Int32:
     """Address of the CTA's dynamic shared memory."""
-    return cute.arch.get_dyn_smem(cutlass.Uint8, alignment=16).toint().to(Int32)
+    return cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint().to(Int32)
 
 
 @cute.jit

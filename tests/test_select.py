@@ -1,0 +1,176 @@
+"""Selection: the one table decides, explains and documents."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn import LayoutError, NotSupported, explain, select
+from cute_attn.normalize import FP8, HALF, KV_DTYPES, OUT_DTYPES, Q_DTYPES
+from cute_attn.problem import Features, Problem
+from cute_attn.runtime.arch import ARCHS, Arch, named
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+CUDA = Features(torch.device("cuda:0"), BF16, BF16, BF16, 32, 8, 128, 128)
+CPU = CUDA._replace(device=torch.device("cpu"))
+HOPPER = named("sm_90a")
+FA2 = select.BY_NAME["fa2"]
+REFERENCE = select.BY_NAME["reference"]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("head_dims", select.FA2_HEAD_DIMS)
+@pytest.mark.parametrize("dtype", HALF)
+def test_fa2_takes_every_16_bit_problem(arch: str, head_dims: tuple[int, int], dtype: torch.dtype) -> None:
+    features = CUDA._replace(
+        q_dtype=dtype, kv_dtype=dtype, head_dim_qk=head_dims[0], head_dim_vo=head_dims[1]
+    )
+    for asked in (
+        {},
+        {"custom_mask": True, "sinks": True, "soft_cap": True, "positive_scale": False},
+        {"pos_encoding_mode": "ROPE_LLAMA", "o_dtype": torch.float32},
+        {"pos_encoding_mode": "ALIBI", "num_qo_heads": 7, "num_kv_heads": 1},
+    ):
+        assert select.choose(features._replace(**asked), arch=named(arch)) is FA2
+
+
+REFUSED_BY_FA2: list[tuple[dict[str, Any], str]] = [
+    ({"q_dtype": E4M3, "kv_dtype": E4M3}, "q of an fp8 dtype"),
+    ({"kv_dtype": torch.float8_e5m2}, "k and v of an fp8 dtype"),
+    ({"kv_dtype": torch.uint8, "kv_block_scales": True}, "NVFP4 k and v (kv_cache_sf)"),
+    ({"per_head_scales": True}, "per-head scales (scale_q, scale_k, scale_v)"),
+    ({"o_dtype": E4M3}, "output of an fp8 dtype"),
+    ({"head_dim_qk": 72}, "other head dimensions"),
+    ({"head_dim_qk": 128, "head_dim_vo": 64}, "other head dimensions"),
+    ({"head_dim_qk": 512, "head_dim_vo": 512}, "other head dimensions"),
+]
+
+
+@pytest.mark.parametrize(("asked", "feature"), REFUSED_BY_FA2)
+@pytest.mark.parametrize("backend", ["auto", "fa2"])
+def test_refusals_of_fa2(backend: str, asked: dict[str, Any], feature: str) -> None:
+    """On a GPU nothing falls back to the reference by itself: it would be a thousand times slower."""
+    with pytest.raises(NotSupported) as error:
+        select.choose(CUDA._replace(**asked), backend, HOPPER)
+    (refusal,) = error.value.refusals
+    assert refusal[:2] == ("fa2", feature)
+    assert all(refusal)
+    assert feature in str(error.value)
+
+
+def test_all_reasons_are_listed() -> None:
+    features = CUDA._replace(kv_dtype=E4M3, per_head_scales=True, head_dim_vo=72)
+    with pytest.raises(NotSupported) as error:
+        select.choose(features, arch=HOPPER)
+    assert len(error.value.refusals) == 3
+    assert str(error.value).count("\n") == 2
+
+
+def test_arch() -> None:
+    old = Arch("sm_75", (7, 5), 65536)
+    (refusal,) = select.reasons_against(FA2, CUDA, old)
+    assert "sm_75" in str(refusal)
+    assert "8.0" in str(refusal)
+    (refusal,) = select.reasons_against(FA2, CPU, None)
+    assert "cpu tensors" in str(refusal)
+    assert select.reasons_against(REFERENCE, CUDA, old) == []
+
+
+def test_cpu_tensors_run_on_the_reference() -> None:
+    assert select.choose(CPU) is REFERENCE
+    assert select.choose(CPU, "reference") is REFERENCE
+    with pytest.raises(NotSupported, match="cpu tensors"):
+        select.choose(CPU, "fa2")
+
+
+def test_the_reference_is_there_for_cuda_when_named() -> None:
+    assert select.choose(CUDA, "reference", HOPPER) is REFERENCE
+
+
+@pytest.mark.parametrize("backend", sorted(select.ELSEWHERE))
+def test_backends_of_flashinfer_that_are_not_here(backend: str) -> None:
+    with pytest.raises(NotSupported) as error:
+        select.choose(CUDA, backend, HOPPER)
+    (refusal,) = error.value.refusals
+    assert refusal[0] == backend
+    assert refusal[3] == 'backend="auto"'
+
+
+def test_unknown_backend() -> None:
+    with pytest.raises(LayoutError, match=r"backend must be one of 'auto', 'fa2', 'reference'; got 'fa9'"):
+        select.choose(CUDA, "fa9", HOPPER)
+
+
+def test_decisions_are_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "_RUNNERS", {})
+    q, kv = torch.zeros(3, 4, 16).half(), torch.zeros(7, 2, 16).half()
+    out = torch.empty_like(q)
+    features = Features(q.device, q.dtype, q.dtype, q.dtype, 4, 2, 16, 16)
+    with caplog.at_level(logging.INFO, logger="cute_attn.select"):
+        for _ in range(3):
+            select.run(Problem(features, 3, 7, q, kv, kv, out, None))
+    (record,) = caplog.records
+    assert "auto: reference for cpu; q float16" in record.getMessage()
+
+
+def test_explain_names_every_backend_and_reason() -> None:
+    text = explain(CUDA, HOPPER)
+    assert text.splitlines()[0].startswith("sm_90a; q bfloat16")
+    assert "fa2: chosen" in text
+    assert "reference: able" in text
+    text = explain(CUDA._replace(kv_dtype=E4M3), HOPPER)
+    assert "fa2: refused\n    fa2 refuses k and v of an fp8 dtype" in text
+    assert "no backend takes this problem" in text
+    q = torch.zeros(1, 32, 128).bfloat16()
+    text = explain(Problem(CPU, 1, 1, q, q, q, q, None))
+    assert "fa2: refused\n    fa2 refuses cpu tensors" in text
+    assert "reference: chosen" in text
+
+
+# ---- the table itself
+
+
+def test_support_table_says_what_the_table_does() -> None:
+    lines = select.support_table().splitlines()
+    assert len(lines) == 2 + len(select.TABLE)
+    for row, line in zip(select.TABLE, lines[2:], strict=True):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert cells[0] == row.feature
+        for backend, cell in zip(select.BACKENDS, cells[1:], strict=True):
+            no = row.refused.get(backend.name)
+            assert cell == ("yes" if no is None else f"no: {no.reason}")
+
+
+def test_rows_name_known_backends_and_say_why() -> None:
+    assert len({row.feature for row in select.TABLE}) == len(select.TABLE)
+    for row in select.TABLE:
+        assert set(row.refused) <= set(select.BY_NAME)
+        for no in row.refused.values():
+            assert no.reason
+            assert no.instead
+
+
+@pytest.mark.parametrize("backend", select.BACKENDS, ids=lambda backend: backend.name)
+def test_backends_exist(backend: select.Backend) -> None:
+    assert callable(importlib.import_module(f"cute_attn.backends.{backend.name}").prepare)
+
+
+def test_every_dtype_that_validation_lets_through_has_a_row() -> None:
+    """Nothing may reach a backend without the table having spoken about it."""
+    dtype_rows = [row for row in select.TABLE if "dtype" in row.feature or "float16" in row.feature]
+    for q in Q_DTYPES:
+        for kv in KV_DTYPES:
+            if kv != q and (kv in HALF or q in FP8):
+                continue  # refused by validation
+            for out in OUT_DTYPES:
+                features = CUDA._replace(
+                    q_dtype=q, kv_dtype=kv, o_dtype=out, kv_block_scales=kv == torch.uint8
+                )
+                asked = [row for row in dtype_rows if row.asked(features)]
+                assert any("output" in row.feature for row in asked)
+                if kv != torch.uint8:
+                    assert any("output" not in row.feature for row in asked)

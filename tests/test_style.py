@@ -1,0 +1,74 @@
+"""Budgets that keep the code readable."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import cute_attn
+
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 80
+MAX_PARAMETERS = 12
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted(path for folder in ("cute_attn", "perf") for path in (ROOT / folder).rglob("*.py"))
+IDS = [str(path.relative_to(ROOT)) for path in FILES]
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions(path: Path) -> Iterator[Function]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, Function):
+            yield node
+
+
+def code_lines(function: Function) -> int:
+    """Lines from `def` to the end, without the docstring: text about shapes and errors is no complexity."""
+    lines = (function.end_lineno or 0) - function.lineno + 1
+    first = function.body[0]
+    if (
+        isinstance(first, ast.Expr)
+        and isinstance(first.value, ast.Constant)
+        and isinstance(first.value.value, str)
+    ):
+        lines -= (first.end_lineno or 0) - first.lineno + 1
+    return lines
+
+
+def parameters(function: Function) -> int:
+    arguments = function.args
+    names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    return len([name for name in names if name not in ("self", "cls")])
+
+
+def test_there_is_code_to_check() -> None:
+    assert len(FILES) > 10
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_file_length(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MAX_FILE_LINES
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_functions(path: Path) -> None:
+    long = [f"{f.name}: {code_lines(f)}" for f in functions(path) if code_lines(f) > MAX_FUNCTION_LINES]
+    assert not long
+    wide = [
+        f"{f.name}: {parameters(f)}"
+        for f in functions(path)
+        if parameters(f) > MAX_PARAMETERS and f.name not in cute_attn.__all__
+    ]
+    assert not wide
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_nothing_is_left_for_later(path: Path) -> None:
+    text = path.read_text()
+    for word in ("TODO", "FIXME", "XXX", "HACK"):
+        assert word not in text
