@@ -4,8 +4,6 @@ Everything that users call is here; `cute_attn.prefill`, `.decode` and `.quantiz
 module names. CPU tensors run the same calls on a torch reference.
 """
 
-import sys
-
 try:
     from cute_attn.decode import single_decode_with_kv_cache
     from cute_attn.errors import (
@@ -20,10 +18,15 @@ try:
     from cute_attn.prefill import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
     from cute_attn.quantization import packbits, segment_packbits
     from cute_attn.select import explain
-except ImportError:
-    # torch is missing or broken, and `python -m cute_attn doctor` must live to say so.
-    if sys.argv[:2] != ["-m", "doctor"]:
-        raise
+except ImportError as error:
+    # Without torch there is no API, but `python -m cute_attn doctor` must live to say so, and artifacts are only data.
+    _import_error = error
+
+    def __getattr__(name: str) -> None:
+        if name in __all__:
+            raise ImportError(f"cute_attn.{name} is not available: {_import_error}") from _import_error
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __version__ = "0.1.0"
 

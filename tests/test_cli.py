@@ -300,3 +300,16 @@ def test_progress_bar_is_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "1/4" in err
     assert "sm_90a fa2" in err
     assert err.endswith("\r\x1b[K")  # and leaves no trace
+
+
+def test_without_torch_the_api_says_why() -> None:
+    code = (
+        "import cute_attn\n"
+        "try:\n    cute_attn.single_decode_with_kv_cache\n"
+        "except ImportError as error:\n    print(error)\n"
+        "print(hasattr(cute_attn, 'nonsense'))"
+    )
+    said, other = subprocesses.run(code, block=("torch",)).splitlines()
+    assert said.startswith("cute_attn.single_decode_with_kv_cache is not available")
+    assert "torch" in said
+    assert other == "False"
