@@ -17,7 +17,7 @@ import cute_attn
 from perf.ceilings import ceilings
 from perf.check import Oracle
 from perf.harness import ROUNDS, Call, CudaGraphTimer, Timer, measure, reason
-from perf.machine import environment, why_no_gpu
+from perf.machine import command_line, environment, why_no_gpu
 from perf.peers import PEERS, Bind
 from perf.report import markdown
 from perf.warm import warm
@@ -81,7 +81,7 @@ def run_row(
 def prepare(
     w: Workload, binds: Mapping[str, Bind], sets: Sequence[Inputs]
 ) -> tuple[dict[str, list[Call]], dict[str, dict[str, Any]]]:
-    """The calls of the candidates that work and are right; every candidate's error or reason to be out."""
+    """The calls of the candidates that work and are right; every candidate's error, or its reason to be out."""
     oracle = Oracle(w, sets[0])
     calls: dict[str, list[Call]] = {}
     entries: dict[str, dict[str, Any]] = {}
@@ -90,13 +90,14 @@ def prepare(
         try:
             bound = bind(w, sets)
             outputs = [call() for call in bound]  # all of them: what is lazy must not happen in a capture
-            entry["error"] = oracle.error(outputs[0])
-        except Exception as error:  # a peer's failure must not end the run
-            entry["reason"] = reason(error)
+            error = oracle.error(outputs[0])
+        except Exception as failure:  # a peer's failure must not end the run
+            entry["reason"] = reason(failure)
             continue
-        if complaint := oracle.complaint(entry["error"]):
+        if complaint := oracle.complaint(error):
             entry["reason"] = complaint
         else:
+            entry["error"] = error
             calls[name] = bound
     return calls, entries
 
@@ -122,8 +123,11 @@ def main(workloads: Sequence[Workload], argv: Sequence[str] | None = None) -> in
         return 2
     chosen = only(workloads, options.only)
     if options.warm_peers:
-        warm(chosen)
+        warm(chosen, options.peers)
         return 0
+    if not chosen:
+        print(f"No row is named {' '.join(options.only)}.", file=sys.stderr)
+        return 2
     run(chosen, options)
     return 0
 
@@ -150,7 +154,7 @@ def run(workloads: Sequence[Workload], options: argparse.Namespace) -> None:
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     timer = CudaGraphTimer()
     record: dict[str, Any] = {
-        "command": " ".join(sys.argv),
+        "command": command_line(workloads[0].phase, sys.argv[1:]),
         "environment": environment(),
         "ceilings": ceilings(timer, device),
         "rows": [],

@@ -39,6 +39,11 @@ def environment() -> dict[str, str]:
     }
 
 
+def command_line(module: str, arguments: Sequence[str]) -> str:
+    """What to type to get the record again."""
+    return " ".join(["python -m", f"perf.{module}", *arguments])
+
+
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)

@@ -22,7 +22,7 @@ from cute_attn import normalize, select
 from cute_attn.runtime.launch import Launch, current_stream
 from perf.bench import save
 from perf.harness import Call, Timing, reason, timing
-from perf.machine import environment, why_no_gpu
+from perf.machine import command_line, environment, why_no_gpu
 from perf.peers import PEERS, Peer
 from perf.report import markdown
 from perf.workloads import Inputs, Workload
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"Nothing to measure here: {absent}.", file=sys.stderr)
         return 2
     record = {
-        "command": " ".join(sys.argv),
+        "command": command_line("overhead", sys.argv[1:]),
         "environment": environment(),
         "overhead": measure_all(torch.device("cuda", torch.cuda.current_device())),
     }

@@ -27,14 +27,15 @@ SIDE_BY_SIDE = 10  # builds at a time, each with
 BUILD_JOBS = "4"  # compiler processes
 
 
-def builds(workloads: Sequence[Workload]) -> list[tuple[str, Workload]]:
+def builds(workloads: Sequence[Workload], names: Sequence[str] | None = None) -> list[tuple[str, Workload]]:
     """(peer, short workload) of every distinct build: their masks and lengths are run-time values."""
     short = dict.fromkeys(replace(w, qo_len=min(w.qo_len, SHORT), kv_len=SHORT, causal=False) for w in workloads)
-    return [(peer.name, w) for w in short for peer in PEERS if peer.builds and w.phase in peer.phases]
+    peers = [peer for peer in PEERS if peer.builds and (names is None or peer.name in names)]
+    return [(peer.name, w) for w in short for peer in peers if w.phase in peer.phases]
 
 
-def warm(workloads: Sequence[Workload]) -> None:
-    """Run all builds; each prints how it ended, and none ends the others."""
+def warm(workloads: Sequence[Workload], names: Sequence[str] | None = None) -> None:
+    """Run all builds, or those of the peers named; each prints how it ended, and none ends the others."""
     env = {"MAX_JOBS": BUILD_JOBS, **os.environ}
 
     def spawn(job: tuple[str, Workload]) -> None:
@@ -42,7 +43,7 @@ def warm(workloads: Sequence[Workload]) -> None:
         subprocess.run([sys.executable, "-m", "perf.warm", name, json.dumps(asdict(workload))], env=env)
 
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        list(pool.map(spawn, builds(workloads)))
+        list(pool.map(spawn, builds(workloads, names)))
 
 
 def build(name: str, workload: Workload) -> str:

@@ -305,6 +305,17 @@ def test_growing_cache_walks_through_every_length() -> None:
     assert seen == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (1, 1)]
 
 
+def test_overhead_times_calls_that_exist() -> None:
+    from perf import overhead
+
+    for call in overhead.calls(CPU).values():
+        call()
+    stages = overhead.parts(CPU)
+    assert len(stages) == 5
+    for name in list(stages)[:4]:  # the last asks CUDA for its stream
+        stages[name]()
+
+
 def test_builds_are_distinct_and_of_the_right_phase() -> None:
     from perf import decode, prefill
 
@@ -313,6 +324,7 @@ def test_builds_are_distinct_and_of_the_right_phase() -> None:
     phases = {peer.name: peer.phases for peer in PEERS if peer.builds}
     assert jobs
     assert all("prefill" in phases[name] and w.qo_len == warm.SHORT for name, w in jobs)
+    assert {name for name, _ in warm.builds(prefill.WORKLOADS, ["FlashInfer fa2"])} == {"FlashInfer fa2"}
     assert all("decode" in phases[name] and w.qo_len == 1 for name, w in warm.builds(decode.WORKLOADS))
 
 
