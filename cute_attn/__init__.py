@@ -16,6 +16,7 @@ try:
         RuntimeArgumentError,
     )
     from cute_attn.prefill import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
+    from cute_attn.problem import Features
     from cute_attn.quantization import packbits, segment_packbits
     from cute_attn.select import explain
 except ImportError as error:
@@ -34,6 +35,7 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "ArtifactError",
+    "Features",
     "LayoutError",
     "NotSupported",
     "Refusal",

@@ -11,7 +11,7 @@ import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError, LayoutError
 
-FLOAT32_MAX = torch.finfo(torch.float32).max
+LARGEST = 1e38  # times log2(e) it is still an fp32 number
 
 
 def describe(value: object) -> str:
@@ -44,13 +44,13 @@ def integer(name: str, value: Any) -> int:
 
 
 def real(name: str, value: Any) -> float:
-    """A finite number that fp32 can hold."""
+    """A finite number that fp32 can hold, with room for a constant factor."""
     if type(value) is not float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise ArgumentTypeError(f"{name} must be a number, got {describe(value)}")
         value = float(value)
-    if not -FLOAT32_MAX <= value <= FLOAT32_MAX:  # false for NaN
-        raise ArgumentError(f"{name} must be finite and within fp32's range, got {value!r}")
+    if not -LARGEST <= value <= LARGEST:  # false for NaN
+        raise ArgumentError(f"{name} must be finite and within +-{LARGEST}, got {value!r}")
     return value
 
 

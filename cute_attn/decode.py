@@ -46,8 +46,9 @@ def single_decode_with_kv_cache(
     q : `[num_qo_heads, head_dim_qk]`, float16 or bfloat16 (fp8 where a backend takes it). Any strides; a last
         axis without unit stride, or rows that are not 16-byte aligned, cost a copy.
     k : `[kv_len, num_kv_heads, head_dim_qk]` ("NHD") or `[num_kv_heads, kv_len, head_dim_qk]` ("HND"), of q's
-        dtype. Any strides that are multiples of 16 bytes, with unit stride on the last axis. `num_qo_heads`
-        must be a multiple of `num_kv_heads`; query head h reads kv head h // (num_qo_heads // num_kv_heads).
+        dtype (or fp8 under a 16-bit q, where a backend takes it). Any strides with unit stride on the last
+        axis; on a GPU rows must be 16-byte aligned. `num_qo_heads` must be a multiple of `num_kv_heads`; query
+        head h reads kv head h // (num_qo_heads // num_kv_heads).
     v : like k, with `head_dim_vo`.
     kv_layout : "NHD" or "HND", of k and v.
     pos_encoding_mode : "NONE", "ROPE_LLAMA" (rotates pairs (d, d + head_dim / 2); key j stands at position j,
@@ -79,6 +80,13 @@ def single_decode_with_kv_cache(
     ArgumentError (a ValueError: shape, dtype, device or value), ArgumentTypeError (a TypeError), LayoutError
     (a KeyError: `kv_layout`, `pos_encoding_mode`, `backend`), NotSupported (a NotImplementedError that lists
     why no backend, or not this one, takes the problem).
+
+    Examples
+    --------
+    >>> q = torch.randn(32, 128, dtype=torch.bfloat16)
+    >>> k, v = torch.randn(2, 512, 8, 128, dtype=torch.bfloat16)
+    >>> single_decode_with_kv_cache(q, k, v).shape
+    torch.Size([32, 128])
     """
     checks.boolean("use_tensor_cores", use_tensor_cores)
     problem = normalize.problem(

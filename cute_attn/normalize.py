@@ -20,9 +20,10 @@ OUT_DTYPES = (*HALF, torch.float32, *FP8)
 KV_LAYOUTS = ("NHD", "HND")
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 DEVICES = ("cpu", "cuda")
+KERNEL_DEVICES = ("cuda",)  # where memory is read in aligned chunks
 ALIGNMENT = 16  # bytes: kernels move q, k, v and out in chunks of this size
 MAX_KV_LEN = 1 << 30  # kernels compute with 32-bit row and column numbers, and 2^30 is their "no bound"
-MAX_ROWS = (1 << 31) - 1
+MAX_ROWS = 1 << 30
 
 
 class Call(NamedTuple):
@@ -103,9 +104,7 @@ def problem(call: Call) -> Problem:
         sinks is not None,
     )
     if features.pos_encoding_mode == "ROPE_LLAMA" and sizes.head_dim_qk % 2:
-        raise ArgumentError(
-            f"pos_encoding_mode 'ROPE_LLAMA' needs an even head dimension, got {sizes.head_dim_qk}"
-        )
+        raise ArgumentError(f"pos_encoding_mode 'ROPE_LLAMA' needs an even head dimension, got {sizes.head_dim_qk}")
     return Problem(
         features,
         sizes.qo_len,
@@ -154,7 +153,7 @@ def _query_and_sizes(call: Call) -> tuple[torch.Tensor, Sizes]:
     _check_cache_strides("v", v, device)
     if call.decode:
         q = q.unsqueeze(0)
-    if (q.stride(2) != 1 and sizes.head_dim_qk > 1) or (device.type == "cuda" and not aligned(q)):
+    if (q.stride(2) != 1 and sizes.head_dim_qk > 1) or (device.type in KERNEL_DEVICES and not aligned(q)):
         q = q.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps a misaligned address
     return q, sizes
 
@@ -168,9 +167,7 @@ def _check_dtypes(call: Call, q: torch.dtype, k: torch.dtype, v: torch.dtype) ->
     checks.dtype("k", k, KV_DTYPES)
     if k != q and (k in HALF or q in FP8):
         accepted = checks.short(q) if q in FP8 else f"{checks.short(q)}, an fp8 dtype or uint8 (NVFP4)"
-        raise ArgumentError(
-            f"k and v must have dtype {accepted} for q of {checks.short(q)}, got {checks.short(k)}"
-        )
+        raise ArgumentError(f"k and v must have dtype {accepted} for q of {checks.short(q)}, got {checks.short(k)}")
     if (k == torch.uint8) != (call.kv_cache_sf is not None):
         raise ArgumentError(
             "kv_cache_sf (k_sf, v_sf) must come with uint8 (NVFP4) k and v, and only with them; "
@@ -185,19 +182,13 @@ def _sizes(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Siz
         qo_len, (num_qo_heads, head_dim_qk) = 1, q.shape
     else:
         if q.dim() != 3:
-            raise ArgumentError(
-                f"q must have shape [qo_len, num_qo_heads, head_dim_qk], got {checks.describe(q)}"
-            )
+            raise ArgumentError(f"q must have shape [qo_len, num_qo_heads, head_dim_qk], got {checks.describe(q)}")
         qo_len, num_qo_heads, head_dim_qk = q.shape
     layout = checks.choice("kv_layout", call.kv_layout, KV_LAYOUTS)
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dim() != 3:
-            axes = (
-                "[kv_len, num_kv_heads, head_dim]" if layout == "NHD" else "[num_kv_heads, kv_len, head_dim]"
-            )
-            raise ArgumentError(
-                f"{name} must have shape {axes} (kv_layout {layout!r}), got {checks.describe(tensor)}"
-            )
+            axes = "[kv_len, num_kv_heads, head_dim]" if layout == "NHD" else "[num_kv_heads, kv_len, head_dim]"
+            raise ArgumentError(f"{name} must have shape {axes} (kv_layout {layout!r}), got {checks.describe(tensor)}")
     kv_len, num_kv_heads, head_dim_k = k.shape
     if layout == "HND":
         kv_len, num_kv_heads = num_kv_heads, kv_len
@@ -241,9 +232,7 @@ def aligned(tensor: torch.Tensor) -> bool:
     if (tensor.data_ptr() | token * size | head * size) % ALIGNMENT == 0:
         return True
     tokens, heads, _ = tensor.shape
-    steps = token * size * (tokens > 1) | head * size * (
-        heads > 1
-    )  # the stride of an axis of 1 is never used
+    steps = token * size * (tokens > 1) | head * size * (heads > 1)  # the stride of an axis of 1 is never used
     return (tensor.data_ptr() | steps) % ALIGNMENT == 0
 
 
@@ -253,7 +242,7 @@ def _check_cache_strides(name: str, tensor: torch.Tensor, device: torch.device) 
             f"{name} must have stride 1 on its last axis, got strides {tensor.stride()}; "
             f"a copy of a cache is never made silently: pass {name}.contiguous()"
         )
-    if device.type == "cuda" and not aligned(tensor):
+    if device.type in KERNEL_DEVICES and not aligned(tensor):
         _refuse_misaligned(name, tensor)
 
 
@@ -393,9 +382,7 @@ def _out_dtype(o_dtype: Any, q_dtype: torch.dtype) -> torch.dtype:
     return o_dtype
 
 
-def _out_buffer(
-    call: Call, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def _out_buffer(call: Call, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     out = checks.tensor("out", call.out)
     if call.decode:
         checks.shape("out", out, shape[1:], "[num_qo_heads, head_dim_vo]")
@@ -404,7 +391,7 @@ def _out_buffer(
     checks.dtype("out", out.dtype, (dtype,))
     _check_buffer("out", out, call, device)
     out = out.unsqueeze(0) if call.decode else out
-    if device.type == "cuda" and not aligned(out):
+    if device.type in KERNEL_DEVICES and not aligned(out):
         _refuse_misaligned("out", out)
     return out
 
@@ -418,9 +405,7 @@ def _lse_buffer(call: Call, shape: tuple[int, int], device: torch.device) -> tor
         checks.shape("lse", lse, shape, "[qo_len, num_qo_heads]")
     checks.dtype("lse", lse.dtype, (torch.float32,))
     if not lse.is_contiguous():
-        raise ArgumentError(
-            f"lse must be contiguous, got strides {lse.stride()} for shape {tuple(lse.shape)}"
-        )
+        raise ArgumentError(f"lse must be contiguous, got strides {lse.stride()} for shape {tuple(lse.shape)}")
     _check_buffer("lse", lse, call, device)
     return lse.unsqueeze(0) if call.decode else lse
 

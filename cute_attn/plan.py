@@ -26,9 +26,7 @@ def visible_tokens(qo_len: int, kv_len: int, tile_tokens: int, causal: bool, win
         return kv_len  # under a causal mask this is the last tile
     if causal:
         return min(kv_len, min(tile_tokens, qo_len) + window_left)
-    return kv_len - min(
-        kv_len, max(0, kv_len - qo_len - window_left)
-    )  # the first tile: the right side is open
+    return kv_len - min(kv_len, max(0, kv_len - qo_len - window_left))  # the first tile: the right side is open
 
 
 def min_split_tiles(tile_rows: int, tile_cols: int, head_dim_qk: int, head_dim_vo: int) -> int:

@@ -61,8 +61,9 @@ def single_prefill_with_kv_cache(
     q : `[qo_len, num_qo_heads, head_dim_qk]`, float16 or bfloat16 (fp8 where a backend takes it). Any
         strides; a last axis without unit stride, or rows that are not 16-byte aligned, cost a copy.
     k : `[kv_len, num_kv_heads, head_dim_qk]` ("NHD") or `[num_kv_heads, kv_len, head_dim_qk]` ("HND"), of q's
-        dtype. Any strides that are multiples of 16 bytes, with unit stride on the last axis. `num_qo_heads`
-        must be a multiple of `num_kv_heads`; query head h reads kv head h // (num_qo_heads // num_kv_heads).
+        dtype (or fp8 under a 16-bit q, where a backend takes it). Any strides with unit stride on the last
+        axis; on a GPU rows must be 16-byte aligned. `num_qo_heads` must be a multiple of `num_kv_heads`; query
+        head h reads kv head h // (num_qo_heads // num_kv_heads).
     v : like k, with `head_dim_vo`.
     scale_q, scale_k, scale_v : floating-point `[num_qo_heads]`, `[num_kv_heads]` and `[num_kv_heads]`,
         default 1: per-head factors of fp8 q, k and v.
@@ -106,6 +107,14 @@ def single_prefill_with_kv_cache(
     ArgumentError (a ValueError: shape, dtype, device or value), ArgumentTypeError (a TypeError), LayoutError
     (a KeyError: `kv_layout`, `pos_encoding_mode`, `backend`), NotSupported (a NotImplementedError that lists
     why no backend, or not this one, takes the problem).
+
+    Examples
+    --------
+    >>> q = torch.randn(128, 32, 128, dtype=torch.bfloat16)
+    >>> k, v = torch.randn(2, 512, 8, 128, dtype=torch.bfloat16)
+    >>> out, lse = single_prefill_with_kv_cache(q, k, v, causal=True, return_lse=True)
+    >>> out.shape, lse.shape
+    (torch.Size([128, 32, 128]), torch.Size([128, 32]))
     """
     checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
     problem = normalize.problem(

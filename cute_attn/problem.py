@@ -49,7 +49,9 @@ class Problem(NamedTuple):
     logits_soft_cap: float = 0.0
     sm_scale: float = 1.0  # product of sm_scale and all float q/k scales
     v_scale: float = 1.0
-    scale_tensors: tuple[torch.Tensor, ...] = ()  # one-element fp32 device tensors, multiplied into sm_scale (at most 2)
+    scale_tensors: tuple[
+        torch.Tensor, ...
+    ] = ()  # one-element fp32 device tensors, multiplied into sm_scale (at most 2)
     v_scale_tensor: torch.Tensor | None = None  # one-element fp32 device tensor, multiplied into v_scale
     rope_scale: float = 1.0
     rope_theta: float = 1e4

@@ -36,9 +36,7 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     return _pack(x.bool(), start, torch.full_like(start, x.numel()), bitorder)
 
 
-def segment_packbits(
-    x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big"
-) -> tuple[torch.Tensor, torch.Tensor]:
+def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big") -> tuple[torch.Tensor, torch.Tensor]:
     """Pack each segment `x[indptr[i]:indptr[i + 1]]` into bytes of its own.
 
     .. warning::
@@ -113,7 +111,6 @@ def _segment_bounds(indptr: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     bounds = indptr.to(torch.int64)
     if bounds[0] < 0 or bounds[-1] > x.numel() or (bounds.diff() < 0).any():
         raise ArgumentError(
-            f"indptr must not decrease and must stay within 0..{x.numel()}, the elements of x; "
-            f"got {indptr.tolist()}"
+            f"indptr must not decrease and must stay within 0..{x.numel()}, the elements of x; got {indptr.tolist()}"
         )
     return bounds

@@ -73,9 +73,7 @@ class Mask:
 
     causal: bool = False  # no keys after the row's position
     window_left: int = -1  # >= 0: that many keys before the position, and those after it stay visible
-    keep: torch.Tensor | None = (
-        None  # bool [qo_len, kv_len]; takes the place of `causal`, the window still applies
-    )
+    keep: torch.Tensor | None = None  # bool [qo_len, kv_len]; takes the place of `causal`, the window still applies
 
     def visible(self, rows: range, qo_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
         """Bool `[len(rows), kv_len]`."""
@@ -184,9 +182,7 @@ def run(problem: Problem, dtype: torch.dtype = torch.float32, *, round_rotated: 
     """
     features = problem.features
     if features.kv_block_scales:
-        raise NotSupported(
-            [Refusal("reference", "kv_cache_sf", "NVFP4 KV is not decoded", "dequantise k and v first")]
-        )
+        raise NotSupported([Refusal("reference", "kv_cache_sf", "NVFP4 KV is not decoded", "dequantise k and v first")])
     q, k, v = problem.q, problem.k, problem.v
     if problem.kv_layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)

@@ -42,9 +42,7 @@ class Backend:
         run: Callable[[Problem], None] = module.prepare(features)
         return run
 
-    def launches(
-        self, problem: Problem, arch: Arch, sms: int
-    ) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
+    def launches(self, problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
         """The kernels and grids of `problem` on a GPU of `arch` with `sms` multiprocessors. Needs no GPU."""
         module = importlib.import_module(f"cute_attn.backends.{self.name}")
         found: list[tuple[KernelSpec, tuple[int, int, int]]] = module.launches(problem, arch, sms)
@@ -98,11 +96,7 @@ TABLE = (
     Row(
         "k and v of an fp8 dtype",
         lambda f: f.kv_dtype in FP8 and f.q_dtype in HALF,
-        {
-            "fa2": No(
-                "it does not convert keys and values yet", "convert them with k.to(q.dtype), v.to(q.dtype)"
-            )
-        },
+        {"fa2": No("it does not convert keys and values yet", "convert them with k.to(q.dtype), v.to(q.dtype)")},
     ),
     Row(
         "NVFP4 k and v (kv_cache_sf)",
@@ -163,7 +157,7 @@ def choose(features: Features, backend: str = "auto", arch: Arch | None = None) 
     `arch` stands for the architecture of `features.device`, so that another machine's choice can be asked
     for.
     """
-    arch = arch or _arch_of(features.device)
+    arch = _arch_for(features.device, arch)
     refusals: list[Refusal] = []
     for candidate in _candidates(features, backend):
         reasons = reasons_against(candidate, features, arch)
@@ -175,14 +169,15 @@ def choose(features: Features, backend: str = "auto", arch: Arch | None = None) 
 
 
 def reasons_against(backend: Backend, features: Features, arch: Arch | None) -> list[Refusal]:
-    """Why `backend` does not take `features` on `arch` (None: no GPU); empty if it does."""
+    """Why `backend` does not take `features` on `arch` (None: on the CPU); empty if it does."""
     refusals = []
-    if backend.capability is not None and arch is None:
-        no = No(f"it runs on {backend.runs_on}", 'backend="reference", or tensors on a GPU')
-        refusals.append(Refusal(backend.name, f"{features.device.type} tensors", *no))
-    if backend.capability is not None and arch is not None and arch.capability < backend.capability:
-        no = No(f"it runs on {backend.runs_on}", 'backend="reference"')
-        refusals.append(Refusal(backend.name, arch.name, *no))
+    if backend.capability is not None:
+        runs_on = f"it runs on {backend.runs_on}"
+        if arch is None:
+            instead = 'backend="reference", or tensors on a GPU'
+            refusals.append(Refusal(backend.name, f"{features.device.type} tensors", runs_on, instead))
+        elif arch.capability < backend.capability:
+            refusals.append(Refusal(backend.name, arch.name, runs_on, 'backend="reference"'))
     for row in TABLE:
         if backend.name in row.refused and row.asked(features):
             refusals.append(Refusal(backend.name, row.feature, *row.refused[backend.name]))
@@ -190,9 +185,12 @@ def reasons_against(backend: Backend, features: Features, arch: Arch | None) -> 
 
 
 def explain(asked: Features | Problem, arch: Arch | None = None) -> str:
-    """What "auto" chooses for `asked`, and for every backend why it is chosen, passed over or refused."""
+    """What "auto" chooses for `asked`, and for every backend why it is chosen, passed over or refused.
+
+    `arch` stands for the architecture of a CUDA device; with it, no GPU is needed.
+    """
     features = asked.features if isinstance(asked, Problem) else asked
-    arch = arch or _arch_of(features.device)
+    arch = _arch_for(features.device, arch)
     lines = [_title(features, arch)]
     chosen = False
     for backend in BACKENDS:
@@ -233,9 +231,12 @@ def _candidates(features: Features, backend: Any) -> tuple[Backend, ...]:
     raise LayoutError(f"backend must be one of {choices}; got {describe(backend)}")
 
 
-def _arch_of(device: torch.device) -> Arch | None:
+def _arch_for(device: torch.device, assumed: Arch | None) -> Arch | None:
+    """What `device` is, or shall be taken for; None for the CPU."""
     if device.type != "cuda":
         return None
+    if assumed is not None:
+        return assumed
     return archs.for_device(torch.cuda.current_device() if device.index is None else device.index)
 
 

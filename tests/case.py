@@ -92,9 +92,7 @@ class Case:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.default is not dataclasses.MISSING and field.name != "dtype" and value != field.default:
-                parts.append(
-                    value if field.name in ("kv_layout", "mask", "storage") else f"{field.name}={value}"
-                )
+                parts.append(value if field.name in ("kv_layout", "mask", "storage") else f"{field.name}={value}")
         return "-".join(parts)
 
 

@@ -43,7 +43,10 @@ class Fa2Params(NamedTuple):
     qo_len: int
     kv_len: int
     group: int
+    group_multiplier: int
+    group_shift: int
     num_qo_heads: int
+    num_kv_heads: int
     right: int
     left: int
     tiles_per_split: int
@@ -70,7 +73,7 @@ class CombineParams(NamedTuple):
 
 
 class InterpretedLaunch:
-    """Takes the place of `Launch`: the "artifact" is the spec. `fired` collects every launch of the process."""
+    """Takes the place of `Launch`: the "artifact" is the spec. `fired` collects the launches of a test."""
 
     fired: list[InterpretedLaunch]
 
@@ -129,10 +132,13 @@ def rotate(x: np.ndarray, positions: np.ndarray, p: Fa2Params, dtype: str) -> np
 
 
 def run_fa2(spec: Fa2Spec, p: Fa2Params, grid: tuple[int, int, int]) -> None:
-    q_tiles, num_kv_heads, num_splits = grid
+    ctas, one, num_splits = grid
     kv_tiles = -(-p.kv_len // spec.tile.cols)
-    assert q_tiles == -(-p.qo_len * p.group // spec.tile.rows)
-    assert num_kv_heads * p.group == p.num_qo_heads
+    assert one == 1
+    assert ctas == -(-p.qo_len * p.group // spec.tile.rows) * p.num_kv_heads
+    assert p.num_kv_heads * p.group == p.num_qo_heads
+    for row in (0, p.group - 1, p.group, p.qo_len * p.group - 1):
+        assert quotient(row, p) == row // p.group
     assert p.tiles_per_split >= 1
     assert (num_splits - 1) * p.tiles_per_split < max(kv_tiles, 1) <= num_splits * p.tiles_per_split
     assert spec.split or num_splits == 1
@@ -146,6 +152,11 @@ def run_fa2(spec: Fa2Spec, p: Fa2Params, grid: tuple[int, int, int]) -> None:
             store(o_at, (p.o_stride_n, SIZES[spec.out_dtype]), spec.out_dtype, o)
             if p.lse:
                 store(p.lse + 4 * head + split * slab[1], (4 * p.num_qo_heads,), "float32", lse)
+
+
+def quotient(row: int, p: Fa2Params) -> int:
+    """The device's division by the group size."""
+    return row if p.group == 1 else (row * (p.group_multiplier % (1 << 32)) >> 32) >> p.group_shift
 
 
 def attend(spec: Fa2Spec, p: Fa2Params, head: int, cols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -171,9 +182,7 @@ def attend(spec: Fa2Spec, p: Fa2Params, head: int, cols: np.ndarray) -> tuple[np
         return o, np.log2(total)
 
 
-def score(
-    spec: Fa2Spec, p: Fa2Params, head: int, raw: np.ndarray, rows: np.ndarray, cols: np.ndarray
-) -> np.ndarray:
+def score(spec: Fa2Spec, p: Fa2Params, head: int, raw: np.ndarray, rows: np.ndarray, cols: np.ndarray) -> np.ndarray:
     """Base-2 logits."""
     z = raw * p.scale * scalar(p.scale0, 1.0) * scalar(p.scale1, 1.0)
     if not spec.scores:
@@ -191,7 +200,7 @@ def score(
 
 def run_combine(spec: CombineSpec, p: CombineParams, grid: tuple[int, int, int]) -> None:
     rows, heads, dim = p.qo_len, p.num_qo_heads, spec.head_dim_vo
-    assert grid == (-(-rows * heads // 4), 1, 1)
+    assert grid == (rows * heads, 1, 1)
     splits = [load_partial(p, split, dim) for split in range(p.num_splits)]
     o = np.stack([o for o, _ in splits])
     lse = np.stack([lse for _, lse in splits])

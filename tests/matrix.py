@@ -70,9 +70,7 @@ SMALL: tuple[Case, ...] = (
     prefill(1, 127, (1, 1), **BF16),
     prefill(15, 15, (3, 1), **CAUSAL),
     prefill(127, 17, (1, 1)),
-    prefill(
-        129, 63, (1, 1), **CAUSAL
-    ),  # kv_len < qo_len: rows 0..65 see nothing, a whole tile of 64 among them
+    prefill(129, 63, (1, 1), **CAUSAL),  # kv_len < qo_len: rows 0..65 see nothing, a whole tile of 64 among them
     prefill(17, 15, (2, 1), 128, **BF16, **CAUSAL, **HND),
     prefill(129, 1, (1, 1), 64, **CAUSAL),
     prefill(17, 0, (2, 1)),
@@ -162,9 +160,7 @@ def _full_shapes() -> Iterator[Case]:
 
 def _full_features() -> Iterator[Case]:
     dtypes = itertools.cycle(DTYPES)
-    for window_left, mask, dim in itertools.product(
-        (0, 1, 15, 64, 127, 5000), ("none", "causal", "packed"), (64, 128)
-    ):
+    for window_left, mask, dim in itertools.product((0, 1, 15, 64, 127, 5000), ("none", "causal", "packed"), (64, 128)):
         yield prefill(300, 700, (4, 2), dim, dtype=next(dtypes), mask=mask, window_left=window_left)
     for dims, dtype in itertools.product(DIMS, DTYPES):
         yield prefill(200, 333, (6, 2), dims, dtype=dtype, **CUSTOM)
@@ -244,9 +240,7 @@ def random_case(seed: int, max_len: int = 1500) -> Case:
     rng = random.Random(seed)
 
     def length() -> int:
-        return rng.choice(
-            (rng.randint(1, 130), rng.randint(1, max_len), 64 * rng.randint(1, max(1, max_len // 64)))
-        )
+        return rng.choice((rng.randint(1, 130), rng.randint(1, max_len), 64 * rng.randint(1, max(1, max_len // 64))))
 
     num_kv_heads = rng.choice((1, 2, 3, 4))
     pos_encoding_mode = rng.choice(("NONE", "NONE", "ROPE_LLAMA", "ALIBI"))

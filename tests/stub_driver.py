@@ -82,8 +82,7 @@ class StubDriver:
                 "stream": int(config.hStream),
                 "attributes": _attributes(bytes(attributes)),
                 "params": [
-                    ctypes.string_at(address, p.size)
-                    for address, p in zip(pointers, self._params, strict=True)
+                    ctypes.string_at(address, p.size) for address, p in zip(pointers, self._params, strict=True)
                 ],
             }
         )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import inspect
 import pydoc
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -109,6 +112,13 @@ def test_docstrings_name_every_parameter(function: Callable[..., Any]) -> None:
     listed = [line.split(" : ")[0].strip() for line in text.splitlines() if " : " in line]
     names = {name for line in listed for name in line.split(", ")}
     assert set(inspect.signature(function).parameters) <= names
+
+
+@pytest.mark.parametrize("module", ["prefill", "decode"])
+def test_examples_run(module: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"cute_attn.{module}"))
+    assert result.attempted
+    assert not result.failed
 
 
 # ---- return values
@@ -261,9 +271,7 @@ def test_order_of_positionals(extra: tuple[Any, ...], order: tuple[str, ...]) ->
         ((BOOL, None, None, torch.float16), ("custom_mask", "scale_q")),
     ],
 )
-def test_undecidable_positionals_are_refused(
-    extra: tuple[Any, ...], names: tuple[str, ...], qkv: Tensors
-) -> None:
+def test_undecidable_positionals_are_refused(extra: tuple[Any, ...], names: tuple[str, ...], qkv: Tensors) -> None:
     with pytest.raises(TypeError) as error:
         single_prefill_with_kv_cache(*qkv, *extra)
     assert isinstance(error.value, ArgumentTypeError)
@@ -309,9 +317,7 @@ def test_both_names_at_once_are_refused(qkv: Tensors) -> None:
     with pytest.raises(TypeError, match="allow_fp16_qk_reduction and use_fp16_qk_reduction"):
         single_prefill_with_kv_cache(*qkv, allow_fp16_qk_reduction=False, use_fp16_qk_reduction=False)
     with pytest.raises(TypeError, match="use_fp16_qk_reduction was given twice"):
-        single_prefill_with_kv_cache(
-            *qkv, None, None, False, "NHD", "NONE", True, allow_fp16_qk_reduction=True
-        )
+        single_prefill_with_kv_cache(*qkv, None, None, False, "NHD", "NONE", True, allow_fp16_qk_reduction=True)
 
 
 def test_use_tensor_cores_is_a_hint(qkv: Tensors) -> None:
@@ -344,3 +350,9 @@ def test_every_positional_slot_of_decode(qkv: Tensors) -> None:
     )
     for got, want in zip(by_position, by_name, strict=True):
         assert torch.equal(got, want)
+
+
+def test_import_needs_no_dsl() -> None:
+    code = "import sys, cute_attn, cute_attn.backends.fa2; print('cutlass' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "False"

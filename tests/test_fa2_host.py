@@ -1,4 +1,4 @@
-"""The host side of fa2: tiles, splits and parameter blocks, judged by an interpreter of the kernel contract."""
+"""The host side of fa2: tiles, splits, parameter blocks, judged by an interpreter of the kernel contract."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cute_attn.problem import Problem
 from cute_attn.runtime.arch import named
 from tests.fa2_contract import CombineParams, Fa2Params, InterpretedLaunch
 
-SMALL = Tile(16, 16, 1, 1, 1)
+SMALL = Tile(16, 16, 1, 1, 2)
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-4}
 
 
@@ -27,9 +27,7 @@ def contract(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fa2, "Launch", InterpretedLaunch)
     monkeypatch.setattr(fa2, "artifacts", types.SimpleNamespace(get=lambda spec, arch: spec))
     monkeypatch.setattr(fa2, "current_stream", lambda index: 77)
-    monkeypatch.setattr(
-        fa2, "tiles", types.SimpleNamespace(choose=lambda *args: SMALL, resident_ctas=lambda *args: 2)
-    )
+    monkeypatch.setattr(fa2, "tiles", types.SimpleNamespace(choose=lambda *args: SMALL, resident_ctas=lambda *args: 2))
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
@@ -101,13 +99,9 @@ def test_features(feature: str, kv_len: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (5, 1), (32, 8)])
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128)])
-@pytest.mark.parametrize(
-    ("qo_len", "kv_len"), [(1, 1), (1, 513), (1, 0), (4, 0), (7, 3), (17, 17), (33, 250)]
-)
+@pytest.mark.parametrize(("qo_len", "kv_len"), [(1, 1), (1, 513), (1, 0), (4, 0), (7, 3), (17, 17), (33, 250)])
 @pytest.mark.parametrize("causal", [False, True])
-def test_shapes(
-    qo_len: int, kv_len: int, dims: tuple[int, int], heads: tuple[int, int], causal: bool
-) -> None:
+def test_shapes(qo_len: int, kv_len: int, dims: tuple[int, int], heads: tuple[int, int], causal: bool) -> None:
     solve(build(qo_len, kv_len, heads, dims, causal=causal))
 
 

@@ -65,9 +65,7 @@ def test_unused_memory_is_poisoned(storage: str, kv_layout: str) -> None:
     for x in tensors:
         assert torch.isfinite(x).all()
         assert x.stride(2) == 1
-        where = torch.arange(x.untyped_storage().nbytes() // 2).as_strided(
-            x.shape, x.stride(), x.storage_offset()
-        )
+        where = torch.arange(x.untyped_storage().nbytes() // 2).as_strided(x.shape, x.stride(), x.storage_offset())
         used.setdefault(x.untyped_storage().data_ptr(), set()).update(where.flatten().tolist())
     for x in tensors:
         whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())

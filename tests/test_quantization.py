@@ -45,12 +45,8 @@ def test_strided_input() -> None:
 
 
 @settings(deadline=None)
-@given(
-    st.lists(st.lists(st.booleans(), max_size=40), max_size=8), st.integers(0, 9), st.integers(0, 9), ORDERS
-)
-def test_segments_are_packed_apart(
-    segments: list[list[bool]], before: int, after: int, order: BitOrder
-) -> None:
+@given(st.lists(st.lists(st.booleans(), max_size=40), max_size=8), st.integers(0, 9), st.integers(0, 9), ORDERS)
+def test_segments_are_packed_apart(segments: list[list[bool]], before: int, after: int, order: BitOrder) -> None:
     """`before` and `after`: elements of x that belong to no segment."""
     x = torch.tensor([True] * before + [*chain(*segments)] + [True] * after, dtype=torch.bool)
     sizes = np.array([len(segment) for segment in segments], dtype=np.int64)
@@ -64,9 +60,7 @@ def test_segments_are_packed_apart(
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
 def test_segment_indptr_dtypes(dtype: torch.dtype) -> None:
-    packed, packed_indptr = segment_packbits(
-        torch.ones(20), torch.tensor([0, 9, 9, 20], dtype=dtype), "little"
-    )
+    packed, packed_indptr = segment_packbits(torch.ones(20), torch.tensor([0, 9, 9, 20], dtype=dtype), "little")
     assert packed.tolist() == [0xFF, 1, 0xFF, 0b111]
     assert packed_indptr.tolist() == [0, 2, 2, 4]
 
@@ -107,9 +101,7 @@ def test_packbits_names_a_bad_argument(arguments: tuple[Any, ...], error: type[E
         ((X, INDPTR, "Little"), RuntimeArgumentError, "bitorder"),
     ],
 )
-def test_segment_packbits_names_a_bad_argument(
-    arguments: tuple[Any, ...], error: type[Exception], name: str
-) -> None:
+def test_segment_packbits_names_a_bad_argument(arguments: tuple[Any, ...], error: type[Exception], name: str) -> None:
     with pytest.raises(error, match=f"^{name} must"):
         segment_packbits(*arguments)
 

@@ -25,9 +25,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
     """torch's own attention, on `[len, heads, dim]`."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    o = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, enable_gqa=q.shape[1] != k.shape[1], **options
-    )
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **options)
     return o[0].transpose(0, 1)
 
 

@@ -24,9 +24,7 @@ from tests import subprocesses
         ((12, 1), "sm_121a", 99, True),
     ],
 )
-def test_capability_decides_cubin_and_limits(
-    capability: tuple[int, int], name: str, smem_kb: int, pdl: bool
-) -> None:
+def test_capability_decides_cubin_and_limits(capability: tuple[int, int], name: str, smem_kb: int, pdl: bool) -> None:
     arch = archs.for_capability(capability)
     assert (arch.name, arch.smem_limit, arch.pdl) == (name, smem_kb * 1024, pdl)
     assert arch.name in archs.ARCHS

@@ -89,9 +89,7 @@ def test_cache_directory_is_private() -> None:
 
 
 @pytest.mark.parametrize("damage", ["empty", "short", "first", "digest", "middle", "last"])
-def test_damaged_file_is_compiled_again_and_replaced(
-    damage: str, tmp_path: Path, forget: Callable[[], None]
-) -> None:
+def test_damaged_file_is_compiled_again_and_replaced(damage: str, tmp_path: Path, forget: Callable[[], None]) -> None:
     artifact = artifacts.get(SPEC, ARCH)
     file, data = cached_file(), bytearray(cached_file().read_bytes())
     if damage in ("empty", "short"):
@@ -192,9 +190,7 @@ def test_many_mixes_hits_compiles_and_failures(tmp_path: Path, forget: Callable[
     forget()
     specs = [ToySpec(threads=64), SPEC, BrokenSpec()]
     seen = []
-    outcomes = artifacts.get_many(
-        {ARCH: specs}, jobs=2, progress=lambda spec, arch, outcome: seen.append(spec)
-    )
+    outcomes = artifacts.get_many({ARCH: specs}, jobs=2, progress=lambda spec, arch, outcome: seen.append(spec))
     assert [spec for _, spec in outcomes] == specs
     assert sorted(map(repr, seen)) == sorted(map(repr, specs))
     assert outcomes[ARCH, SPEC] == hit
@@ -238,9 +234,7 @@ def test_bundle_of_other_sources_is_refused(
     manifest.write_text(json.dumps({**content, "sources": "0" * 64}))
     forget()
     monkeypatch.setenv("CUTE_ATTN_BUNDLE", str(tmp_path / "bundle"))
-    with pytest.raises(
-        ArtifactError, match=r"built from other kernel sources \(000000000000\).*build it again"
-    ):
+    with pytest.raises(ArtifactError, match=r"built from other kernel sources \(000000000000\).*build it again"):
         artifacts.get(SPEC, ARCH)
 
 

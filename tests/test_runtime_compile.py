@@ -78,9 +78,7 @@ except ArgumentError as err:
 def test_processes_compile_the_same_bytes_and_report_failures_as_values() -> None:
     specs = [ToySpec(threads=64), BrokenSpec(), ToySpec(threads=96)]
     seen: list[tuple[KernelSpec, str, Outcome]] = []
-    outcomes = compile_many(
-        {"sm_90a": specs, "sm_100a": specs[:1]}, jobs=2, progress=lambda *a: seen.append(a)
-    )
+    outcomes = compile_many({"sm_90a": specs, "sm_100a": specs[:1]}, jobs=2, progress=lambda *a: seen.append(a))
     assert list(outcomes) == [("sm_90a", spec) for spec in specs] + [("sm_100a", specs[0])]
     assert {(arch, spec): outcome for spec, arch, outcome in seen} == outcomes
     for (arch, spec), outcome in outcomes.items():

@@ -72,8 +72,7 @@ def test_driver_receives_the_launch(driver: StubDriver, pdl: bool, cluster: tupl
             "block": (128, 1, 1),
             "smem_bytes": 65536,
             "stream": 0xABC0,
-            "attributes": ({CLUSTER: cluster} if cluster != (1, 1, 1) else {})
-            | ({PDL: (1, 0, 0)} if pdl else {}),
+            "attributes": ({CLUSTER: cluster} if cluster != (1, 1, 1) else {}) | ({PDL: (1, 0, 0)} if pdl else {}),
             "params": expected_params(),
         }
     ]
@@ -115,9 +114,7 @@ def test_another_current_device_is_switched_and_restored(driver: StubDriver) -> 
     driver.launch_status = real.CUresult.CUDA_ERROR_INVALID_VALUE
     with pytest.raises(RuntimeError):
         kernel.fire(VALUES, (1, 1, 1), 0)
-    assert [(run["function"], run["context"]) for run in driver.launches] == [
-        ("cute_attn_toy_0 in 0x1001", 0x1001)
-    ] * 3
+    assert [(run["function"], run["context"]) for run in driver.launches] == [("cute_attn_toy_0 in 0x1001", 0x1001)] * 3
     assert [int(context) for context in driver.contexts] == [0]
 
 
@@ -139,9 +136,7 @@ def test_loading_happens_once_and_before_the_first_launch(driver: StubDriver) ->
 
 def test_driver_error_names_code_kernel_and_grid(driver: StubDriver) -> None:
     driver.launch_status = real.CUresult.CUDA_ERROR_INVALID_VALUE
-    with pytest.raises(
-        RuntimeError, match=r"cute_attn_toy_0 with grid \(0, 1, 1\).*CUDA_ERROR_INVALID_VALUE"
-    ):
+    with pytest.raises(RuntimeError, match=r"cute_attn_toy_0 with grid \(0, 1, 1\).*CUDA_ERROR_INVALID_VALUE"):
         Launch(toy(), 0).fire(VALUES, (0, 1, 1), 0)
 
 
@@ -155,17 +150,13 @@ def test_driver_error_names_code_kernel_and_grid(driver: StubDriver) -> None:
         ((0, 0, 1.0, 1.0, 0.5), "parameter bias=0.5 is not an i32"),
     ],
 )
-def test_value_that_does_not_fit_is_named(
-    driver: StubDriver, values: tuple[float, ...], message: str
-) -> None:
+def test_value_that_does_not_fit_is_named(driver: StubDriver, values: tuple[float, ...], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         Launch(toy(), 0).fire(values, (1, 1, 1), 0)
     assert not driver.launches
 
 
-def test_artifact_that_does_not_fit_the_device_is_refused(
-    driver: StubDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_artifact_that_does_not_fit_the_device_is_refused(driver: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArtifactError, match="compiled for sm_100a, this device needs sm_90a"):
         Launch(toy("sm_100a"), 0)
     monkeypatch.setattr(archs, "for_device", lambda index: archs.for_capability((8, 6)))

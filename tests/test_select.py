@@ -26,9 +26,7 @@ REFERENCE = select.BY_NAME["reference"]
 @pytest.mark.parametrize("head_dims", select.FA2_HEAD_DIMS)
 @pytest.mark.parametrize("dtype", HALF)
 def test_fa2_takes_every_16_bit_problem(arch: str, head_dims: tuple[int, int], dtype: torch.dtype) -> None:
-    features = CUDA._replace(
-        q_dtype=dtype, kv_dtype=dtype, head_dim_qk=head_dims[0], head_dim_vo=head_dims[1]
-    )
+    features = CUDA._replace(q_dtype=dtype, kv_dtype=dtype, head_dim_qk=head_dims[0], head_dim_vo=head_dims[1])
     for asked in (
         {},
         {"custom_mask": True, "sinks": True, "soft_cap": True, "positive_scale": False},
@@ -167,9 +165,7 @@ def test_every_dtype_that_validation_lets_through_has_a_row() -> None:
             if kv != q and (kv in HALF or q in FP8):
                 continue  # refused by validation
             for out in OUT_DTYPES:
-                features = CUDA._replace(
-                    q_dtype=q, kv_dtype=kv, o_dtype=out, kv_block_scales=kv == torch.uint8
-                )
+                features = CUDA._replace(q_dtype=q, kv_dtype=kv, o_dtype=out, kv_block_scales=kv == torch.uint8)
                 asked = [row for row in dtype_rows if row.asked(features)]
                 assert any("output" in row.feature for row in asked)
                 if kv != torch.uint8:

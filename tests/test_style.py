@@ -31,11 +31,7 @@ def code_lines(function: Function) -> int:
     """Lines from `def` to the end, without the docstring: text about shapes and errors is no complexity."""
     lines = (function.end_lineno or 0) - function.lineno + 1
     first = function.body[0]
-    if (
-        isinstance(first, ast.Expr)
-        and isinstance(first.value, ast.Constant)
-        and isinstance(first.value.value, str)
-    ):
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
         lines -= (first.end_lineno or 0) - first.lineno + 1
     return lines
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from cute_attn import plan
-from cute_attn.kernels import tiles
+from cute_attn.kernels import divisor, tiles
 from cute_attn.kernels.spec import CombineSpec, Fa2Spec, KernelSpec, Tile
 from cute_attn.problem import Features, Problem
 from cute_attn.runtime import artifacts
@@ -19,7 +19,6 @@ from cute_attn.runtime.launch import Launch, current_stream
 
 LOG2E = math.log2(math.e)
 UNBOUNDED = 1 << 30  # no causal or window bound: beyond any kv index, and row + UNBOUNDED fits 32 bits
-COMBINE_ROWS = 4  # (token, head) rows of one combine CTA, a warp each
 
 
 def prepare(features: Features) -> Callable[[Problem], None]:
@@ -34,7 +33,7 @@ def launches(problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, t
     if problem.qo_len == 0:
         return []
     runner = Runner(features, arch, 0, sms)
-    schedule, split, grid = runner.work(problem.qo_len, problem.kv_len, problem.causal, problem.window_left)
+    schedule, split, grid = runner.work(problem)
     if split.num_splits == 1:
         return [(spec(features, schedule.tile, split=False), grid)]
     combine = runner.combine_spec(), runner.combine_grid(problem.qo_len)
@@ -54,6 +53,22 @@ def spec(features: Features, tile: Tile, split: bool) -> Fa2Spec:
         split=split,
         tile=tile,
     )
+
+
+def plain(features: Features) -> bool:
+    """Nothing but products, band and softmax in the loop: such kernels have registers left for wider tiles."""
+    return not features.custom_mask and features.pos_encoding_mode != "ROPE_LLAMA" and not scores(features)
+
+
+def specs(features: Features, arch: Arch) -> list[KernelSpec]:
+    """Every kernel that calls of these features may need, whatever their lengths."""
+    head_dims = features.head_dim_qk, features.head_dim_vo
+    kernels: list[KernelSpec] = [
+        spec(features, tile, split)
+        for tile in tiles.candidates(head_dims, plain(features), arch)
+        for split in (False, True)
+    ]
+    return [*kernels, CombineSpec(_name(features.o_dtype), features.head_dim_vo)]
 
 
 def scores(features: Features) -> tuple[str, ...]:
@@ -77,7 +92,7 @@ class Schedule(NamedTuple):
 
 
 class Work(NamedTuple):
-    """How one call is laid out: its tile, its cut of the keys, and CTAs over (q tiles, kv heads, splits)."""
+    """How one call is laid out: its tile, its cut of the keys, and CTAs over (q tiles x kv heads, 1, splits)."""
 
     schedule: Schedule
     split: plan.Split
@@ -102,6 +117,7 @@ class Runner:
     def __init__(self, features: Features, arch: Arch, device_index: int, sms: int) -> None:
         self.features, self.arch, self.device_index, self.sms = features, arch, device_index, sms
         self.group = features.num_qo_heads // features.num_kv_heads
+        self.group_magic = divisor.magic(self.group)
         self.folded_log2e = 1.0 if scores(features) else LOG2E
         self.rope_exponent = -2.0 / features.head_dim_qk
         self.schedules: dict[Tile, Schedule] = {}
@@ -111,7 +127,7 @@ class Runner:
     def __call__(self, problem: Problem) -> None:
         if problem.qo_len == 0:
             return
-        schedule, split, grid = self.work(problem.qo_len, problem.kv_len, problem.causal, problem.window_left)
+        schedule, split, grid = self.work(problem)
         pdl = self.arch.pdl and problem.enable_pdl is not False
         launch = schedule.launches.get((split.num_splits > 1, pdl))
         if launch is None:
@@ -126,21 +142,22 @@ class Runner:
         launch.fire(self._values(problem, partial, split.tiles_per_split), grid, stream)
         self._combine(problem, partial, target, split.num_splits, pdl, stream)
 
-    def work(self, qo_len: int, kv_len: int, causal: bool, window_left: int) -> Work:
-        """The layout of a call of these lengths, `qo_len` > 0. Needs no GPU."""
+    def work(self, problem: Problem) -> Work:
+        """The layout of a call, `qo_len` > 0. Reads lengths only, and needs no GPU."""
+        qo_len, kv_len = problem.qo_len, problem.kv_len
         rows = qo_len * self.group
         schedule = self.schedule_of.get(rows) or self._schedule(rows)
-        tile, num_kv_heads = schedule.tile, self.features.num_kv_heads
-        q_tiles = plan.ceil_div(rows, tile.rows)
-        visible = plan.visible_tokens(qo_len, kv_len, schedule.tile_tokens, causal, window_left)
+        tile = schedule.tile
+        ctas = plan.ceil_div(rows, tile.rows) * self.features.num_kv_heads
+        visible = plan.visible_tokens(qo_len, kv_len, schedule.tile_tokens, problem.causal, problem.window_left)
         split = plan.split_kv(
             plan.ceil_div(kv_len, tile.cols),
             plan.ceil_div(visible, tile.cols),
-            q_tiles * num_kv_heads,
+            ctas,
             schedule.slots,
             schedule.min_tiles,
         )
-        return Work(schedule, split, (q_tiles, num_kv_heads, split.num_splits))
+        return Work(schedule, split, (ctas, 1, split.num_splits))
 
     def _target(self, problem: Problem) -> Target:
         out, lse, sinks, v_scale = problem.out, problem.lse, problem.sinks, problem.v_scale_tensor
@@ -192,7 +209,9 @@ class Runner:
             problem.qo_len,
             problem.kv_len,
             self.group,
+            *self.group_magic,
             self.features.num_qo_heads,
+            self.features.num_kv_heads,
             position if problem.causal else UNBOUNDED,
             position - problem.window_left if 0 <= problem.window_left < problem.kv_len else -UNBOUNDED,
             tiles_per_split,
@@ -240,16 +259,16 @@ class Runner:
         return CombineSpec(_name(self.features.o_dtype), self.features.head_dim_vo)
 
     def combine_grid(self, qo_len: int) -> tuple[int, int, int]:
-        return plan.ceil_div(qo_len * self.features.num_qo_heads, COMBINE_ROWS), 1, 1
+        return qo_len * self.features.num_qo_heads, 1, 1
 
     def _schedule(self, rows: int) -> Schedule:
         head_dims = self.features.head_dim_qk, self.features.head_dim_vo
-        tile = tiles.choose(*head_dims, rows, self.arch.name)
+        tile = tiles.choose(head_dims, plain(self.features), rows, self.arch)
         if tile not in self.schedules:
             self.schedules[tile] = Schedule(
                 tile,
                 (tile.rows - 1) // self.group + 2,
-                self.sms * tiles.resident_ctas(tile, *head_dims, self.arch.smem_limit),
+                self.sms * tiles.resident_ctas(tile, head_dims, self.arch),
                 plan.min_split_tiles(tile.rows, tile.cols, *head_dims),
                 {},
             )

@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Float64, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.epilogue import Finish, MergedWarps, Target, WarpRows, row_stats
+from cute_attn.kernels.blocks.epilogue import Finish, MergedWarps, Target, Unfinished, WarpRows, row_stats
 from cute_attn.kernels.blocks.kv import DenseKV, Team, TokenRows
 from cute_attn.kernels.blocks.masks import Band, BandMask, PackedMask, TileOrder
 from cute_attn.kernels.blocks.mma import Lanes, WarpTile
@@ -26,8 +26,9 @@ from cute_attn.kernels.blocks.rope import NoRotation, Rotation
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, zeros
 from cute_attn.kernels.blocks.scores import Alibi, Scale, Scores, SoftCap
-from cute_attn.kernels.blocks.smem import CHUNK, LINE, SharedMemory, swizzled
+from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
+from cute_attn.kernels.memory import LINE, SharedMemory
 from cute_attn.kernels.spec import Fa2Spec
 from cute_attn.runtime.arch import named
 
@@ -191,8 +192,11 @@ class Fa2Program:
 
     def epilogue(self, p: Fa2Params, work: Work, base: Int32) -> WarpRows | MergedWarps:
         o, lse = p.o, p.lse
-        finish = Finish(p.sinks, p.v_scale * device_scale(p.v_scale_ptr))
-        if self.spec.split:
+        finish: Finish | Unfinished
+        if not self.spec.split:
+            finish = Finish(p.sinks, p.v_scale * device_scale(p.v_scale_ptr))
+        else:
+            finish = Unfinished()
             slab = Int64(cute.arch.block_idx()[2]) * Int64(p.qo_len) * Int64(p.num_qo_heads)
             o, lse = o + slab * (self.spec.head_dim_vo * 4), lse + slab * 4
         target = Target(self.spec.out_dtype, o, p.o_stride_n, p.o_stride_h, lse, p.num_qo_heads)

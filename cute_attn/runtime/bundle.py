@@ -42,9 +42,7 @@ def _files(directory: Path) -> dict[str, str]:
         sources = manifest["sources"]
         files = {key: entry["file"] for key, entry in manifest["artifacts"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
-        raise ArtifactError(
-            f"CUTE_ATTN_BUNDLE names {directory}, which is not a readable bundle: {err!r}"
-        ) from err
+        raise ArtifactError(f"CUTE_ATTN_BUNDLE names {directory}, which is not a readable bundle: {err!r}") from err
     if sources != cache.source_fingerprint():
         raise ArtifactError(
             f"bundle {directory} was built from other kernel sources ({sources[:12]}) than this package has "

@@ -59,9 +59,7 @@ def compile_spec(spec: KernelSpec, arch: str) -> Artifact:
             program = spec.program(arch)
             ptx, cubin = _compile(program, spec.symbol, arch)
         except Exception as err:
-            raise ArtifactError(
-                f"compiling {spec.key()} for {arch} failed: {type(err).__name__}: {err}"
-            ) from err
+            raise ArtifactError(f"compiling {spec.key()} for {arch} failed: {type(err).__name__}: {err}") from err
     return _artifact(spec, arch, program, ptx, cubin)
 
 
@@ -91,17 +89,13 @@ def _artifact(spec: KernelSpec, arch: str, program: Program, ptx: str, cubin: by
     kernels = cubins.read_kernels(cubin)
     if len(kernels) != 1 or not kernels[0].symbol.startswith(spec.symbol):
         found = ", ".join(kernel.symbol for kernel in kernels)
-        raise ArtifactError(
-            f"{spec.key()} for {arch}: expected one kernel {spec.symbol}*, the cubin has: {found}"
-        )
+        raise ArtifactError(f"{spec.key()} for {arch}: expected one kernel {spec.symbol}*, the cubin has: {found}")
     kernel = kernels[0]
     if kernel.sm != int(arch.removeprefix("sm_").removesuffix("a")):
         raise ArtifactError(f"{kernel.symbol}: asked for {arch}, the cubin is for sm_{kernel.sm}")
     block = tuple(program.block)
     if kernel.reqntid != block:
-        raise ArtifactError(
-            f"{kernel.symbol}: program.block is {block}, the cubin was built for {kernel.reqntid}"
-        )
+        raise ArtifactError(f"{kernel.symbol}: program.block is {block}, the cubin was built for {kernel.reqntid}")
     return Artifact(
         arch=arch,
         symbol=kernel.symbol,
@@ -126,8 +120,7 @@ def count_matrix_instructions(ptx: str) -> int:
 def _params(kernel: cubins.CubinKernel, params: type, ptx: str) -> tuple[Param, ...]:
     """Named and typed by the NamedTuple `params`; checked against the cubin (sizes) and the PTX (types)."""
     kinds = {
-        name: _KIND_OF_SCALAR.get(hint.__name__, hint.__name__)
-        for name, hint in typing.get_type_hints(params).items()
+        name: _KIND_OF_SCALAR.get(hint.__name__, hint.__name__) for name, hint in typing.get_type_hints(params).items()
     }
     header = ptx[ptx.index(f".entry {kernel.symbol}(") :].split(")", 1)[0]
     compiled = [_KIND_OF_PTX.get(kind, kind) for kind in _PTX_PARAM.findall(header)]
@@ -171,9 +164,7 @@ def _in_turn(build: Build, tasks: Sequence[Task]) -> Iterator[tuple[KernelSpec, 
         yield spec, arch, _outcome(build, spec, arch)
 
 
-def _in_processes(
-    build: Build, tasks: Sequence[Task], jobs: int
-) -> Iterator[tuple[KernelSpec, str, Outcome]]:
+def _in_processes(build: Build, tasks: Sequence[Task], jobs: int) -> Iterator[tuple[KernelSpec, str, Outcome]]:
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("fork")) as pool:
         futures: dict[Future[Outcome], Task] = {
             pool.submit(_outcome, build, spec, arch): (spec, arch) for spec, arch in tasks

@@ -130,10 +130,7 @@ def _sections(cubin: bytes) -> dict[str, _Section]:
 def _symbols(sections: dict[str, _Section]) -> list[_Symbol]:
     table = sections[".symtab"]
     names = list(sections.values())[table.link].data
-    return [
-        _Symbol(_text(names, name), other)
-        for name, _, other, _, _, _ in struct.iter_unpack("<IBBHQQ", table.data)
-    ]
+    return [_Symbol(_text(names, name), other) for name, _, other, _, _, _ in struct.iter_unpack("<IBBHQQ", table.data)]
 
 
 def _text(data: bytes, at: int) -> str:

@@ -40,9 +40,7 @@ class ParamBlock:
         self._struct = struct.Struct(layout)
         self.buffer = ctypes.create_string_buffer(max(end, 1))
         base = ctypes.addressof(self.buffer)
-        self._pointers = (ctypes.c_void_p * max(len(self._params), 1))(
-            *(base + p.offset for p in self._params)
-        )
+        self._pointers = (ctypes.c_void_p * max(len(self._params), 1))(*(base + p.offset for p in self._params))
         self.address = ctypes.addressof(self._pointers)  # the void*[] that the driver wants
         self.size = end
 
@@ -64,9 +62,7 @@ class ParamBlock:
         raise AssertionError("every value fits on its own")
 
 
-def describe(
-    artifact: Artifact, values: Sequence[int | float], grid: Dim3, *, pdl: bool = False
-) -> dict[str, Any]:
+def describe(artifact: Artifact, values: Sequence[int | float], grid: Dim3, *, pdl: bool = False) -> dict[str, Any]:
     """What a launch hands to the driver, as plain data. Needs no GPU: the emulator and tests use it."""
     block = ParamBlock(artifact.params)
     block.pack(values)
@@ -125,18 +121,14 @@ class Launch:
 
 def _check_fit(artifact: Artifact, arch: archs.Arch, pdl: bool) -> None:
     if artifact.arch != arch.name:
-        raise ArtifactError(
-            f"{artifact.symbol} is compiled for {artifact.arch}, this device needs {arch.name}"
-        )
+        raise ArtifactError(f"{artifact.symbol} is compiled for {artifact.arch}, this device needs {arch.name}")
     if artifact.smem_bytes > arch.smem_limit:
         raise ArtifactError(
             f"{artifact.symbol} needs {artifact.smem_bytes} bytes of shared memory, a CTA of this device "
             f"(capability {arch.capability[0]}.{arch.capability[1]}) has {arch.smem_limit}"
         )
     if pdl and not arch.pdl:
-        raise ArgumentError(
-            f"pdl=True needs compute capability 9.0 or later, the device is {arch.capability}"
-        )
+        raise ArgumentError(f"pdl=True needs compute capability 9.0 or later, the device is {arch.capability}")
 
 
 @functools.cache

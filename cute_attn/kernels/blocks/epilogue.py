@@ -58,6 +58,13 @@ class Finish:
         return factor * normaliser(total), log_sum_exp(maximum, total)
 
 
+class Unfinished:
+    """What the writer of a split's partial applies: nothing but the split's own sum."""
+
+    def row(self, maximum: Float32, total: Float32, head: Int32) -> tuple[Float32, Float32]:
+        return normaliser(total), log_sum_exp(maximum, total)
+
+
 @dataclass(frozen=True)
 class Target:
     """Output rows [token, head] of 16-bit or fp32 elements, and their lse (or 0)."""
@@ -100,7 +107,7 @@ class WarpRows:
     lanes: Lanes
     rows: PackedRows
     target: Target
-    finish: Finish
+    finish: Finish | Unfinished
     base: Int32  # shared memory
 
     @cute.jit
@@ -173,7 +180,7 @@ class MergedWarps:
     lanes: Lanes
     rows: PackedRows
     target: Target
-    finish: Finish
+    finish: Finish | Unfinished
     base: Int32
 
     @cute.jit

@@ -7,7 +7,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.smem import CHUNK, LINE, SharedMemory, swizzled
+from cute_attn.kernels.blocks.smem import CHUNK, swizzled
+from cute_attn.kernels.memory import LINE, SharedMemory
 
 
 @dataclass(frozen=True)

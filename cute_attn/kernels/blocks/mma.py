@@ -11,7 +11,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.smem import SharedMemory, further, swizzled
+from cute_attn.kernels.blocks.smem import further, swizzled
+from cute_attn.kernels.memory import SharedMemory
 
 
 @dataclass(frozen=True)

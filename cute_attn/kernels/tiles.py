@@ -1,0 +1,149 @@
+"""Tile tables of the mma.sync kernel, as data: which tile a problem gets, by head dims, rows and shared memory.
+
+Every row must compile to 0 bytes of stack (`python -m cute_attn kernels --check` does all of them); "plain" rows may be
+wider than "modified" ones, which need registers for masks bits, slopes or rotations. Times behind the choices, H200, d 128,
+32/8 heads, 16384 tokens, TFLOP/s causal and full: 128x64 390 and 382, 128x48 374 and 366, 128x32 (3 stages) 356 and 351.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+from cute_attn.kernels.memory import SharedMemory
+from cute_attn.kernels.spec import CombineSpec, Fa2Spec, KernelSpec, Tile
+from cute_attn.runtime.arch import Arch, named
+
+HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256))
+REGISTERS = 65536  # of an SM, in 4 bytes; a thread has 255 of them at most
+RESERVED_SMEM = 1024  # bytes of shared memory that the system takes from every CTA
+
+DECODE_ROWS = 16  # up to so many packed rows, warps divide the kv columns between them
+APPEND_ROWS = 64  # up to so many, a tile of 64 rows wastes less than one of 128
+
+# Columns of the prefill tile by head dims: (plain, modified). Rows x warps are in `_prefill`.
+_COLS_227K = {
+    (64, 64): (112, 64),
+    (80, 80): (48, 48),
+    (96, 96): (48, 32),
+    (112, 112): (48, 32),
+    (128, 128): (64, 32),
+    (192, 128): (32, 32),
+    (256, 256): (64, 64),
+}
+_COLS_163K = {
+    (64, 64): (96, 64),
+    (80, 80): (48, 48),
+    (96, 96): (48, 32),
+    (112, 112): (32, 32),
+    (128, 128): (32, 32),
+    (192, 128): (32, 32),
+    (256, 256): (32, 32),
+}
+_COLS_99K = {
+    (64, 64): (64, 64),
+    (80, 80): (64, 64),
+    (96, 96): (64, 64),
+    (112, 112): (64, 64),
+    (128, 128): (64, 64),
+    (192, 128): (32, 32),
+    (256, 256): (32, 32),
+}
+
+
+def choose(head_dims: tuple[int, int], plain: bool, packed_rows: int, arch: Arch) -> Tile:
+    """The tile for `packed_rows` = qo_len * group rows. `plain`: no custom mask, score modification or rotation."""
+    if packed_rows <= DECODE_ROWS:
+        return _decode(head_dims, arch)
+    if packed_rows <= APPEND_ROWS:
+        return _append(head_dims, arch)
+    return _prefill(head_dims, plain, arch)
+
+
+def candidates(head_dims: tuple[int, int], plain: bool, arch: Arch) -> list[Tile]:
+    """Every tile that `choose` may answer for these head dims."""
+    rows = (DECODE_ROWS, APPEND_ROWS, APPEND_ROWS + 1)
+    return list(dict.fromkeys(choose(head_dims, plain, n, arch) for n in rows))
+
+
+def resident_ctas(tile: Tile, head_dims: tuple[int, int], arch: Arch) -> int:
+    """CTAs that an SM holds at once: prefill tiles use all registers of a thread, decode tiles at most 128."""
+    smem_bytes = SharedMemory(tile, *head_dims, rope=False).bytes
+    by_smem = (arch.smem_limit + RESERVED_SMEM) // (smem_bytes + RESERVED_SMEM)
+    by_registers = REGISTERS // (tile.threads * (256 if tile.warps_cols == 1 else 128))
+    return max(1, min(by_smem, by_registers))
+
+
+def _prefill(head_dims: tuple[int, int], plain: bool, arch: Arch) -> Tile:
+    small = arch.smem_limit < 128 * 1024
+    if small:
+        cols = _COLS_99K
+    elif arch.smem_limit < 200 * 1024:
+        cols = _COLS_163K
+    else:
+        cols = _COLS_227K
+    n = cols[head_dims][0 if plain else 1]
+    if head_dims == (256, 256):
+        # 16 rows a warp: 32 would need 256 registers for the output alone.
+        return Tile(64, n, 4, 1, 2) if n < 64 else Tile(128, n, 8, 1, 2)
+    # With 99 KB only one CTA fits an SM: eight warps, so that one's softmax still runs under another's products.
+    return Tile(128, n, 8 if small else 4, 1, 2)
+
+
+def _append(head_dims: tuple[int, int], arch: Arch) -> Tile:
+    wide = head_dims[0] > 128
+    if arch.smem_limit < 128 * 1024:
+        return Tile(64, 32, 4, 1, 2)
+    return Tile(64, 32 if wide else 64, 4, 1, 2)
+
+
+def _decode(head_dims: tuple[int, int], arch: Arch) -> Tile:
+    """About 100 KB in flight a CTA, two of them an SM: 4250 of 4420 GB/s at d 128 and 131072 tokens on an H200."""
+    line = 64  # elements of a 128-byte line, to which rows are padded
+    token_bytes = sum(-(-dim // line) * line * 2 for dim in head_dims)
+    if arch.smem_limit < 128 * 1024:
+        return Tile(DECODE_ROWS, 32, 1, 2, 3 if token_bytes <= 512 else 2)
+    stages = {256: 5, 512: 3}.get(token_bytes, 2)
+    return Tile(DECODE_ROWS, 64, 1, 4, stages)
+
+
+# --- what gets compiled ahead ---------------------------------------------------------------------------------------
+
+VARIANTS: tuple[dict[str, object], ...] = (
+    {"mask": "packed"},
+    {"scores": ("scale",)},
+    {"scores": ("scale", "soft_cap")},
+    {"scores": ("scale", "alibi")},
+    {"pos_encoding": "rope"},
+    {"mask": "packed", "scores": ("scale", "alibi", "soft_cap")},
+    {"mask": "packed", "scores": ("scale", "soft_cap"), "pos_encoding": "rope"},
+)
+
+
+def default_specs(arch_name: str) -> list[KernelSpec]:
+    """What most programs need, and one of everything else: all head dims and tiles in bf16, fp16 and every variant."""
+    arch = named(arch_name)
+    specs: list[KernelSpec] = []
+    for head_dims in HEAD_DIMS:
+        specs += _plain(head_dims, "bfloat16", arch)
+        specs += _variants(head_dims, VARIANTS if head_dims == (128, 128) else VARIANTS[-2:], arch)
+    for head_dims in ((64, 64), (128, 128)):
+        specs += _plain(head_dims, "float16", arch)
+    specs += [CombineSpec(dtype, dim) for dtype, dim in product(("float16", "bfloat16"), (64, 128, 256))]
+    return list(dict.fromkeys(specs))
+
+
+def _plain(head_dims: tuple[int, int], dtype: str, arch: Arch) -> list[KernelSpec]:
+    return [
+        Fa2Spec(dtype, "float32" if split else dtype, *head_dims, split=split, tile=tile)
+        for tile in candidates(head_dims, True, arch)
+        for split in (False, True)
+    ]
+
+
+def _variants(head_dims: tuple[int, int], variants: Sequence[dict], arch: Arch) -> list[KernelSpec]:
+    return [
+        Fa2Spec("bfloat16", "float32" if split else "bfloat16", *head_dims, split=split, tile=tile, **variant)
+        for variant in variants
+        for split, tile in ((False, choose(head_dims, False, 1 << 20, arch)), (True, choose(head_dims, False, 1, arch)))
+    ]
