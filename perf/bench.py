@@ -158,14 +158,20 @@ def run(workloads: Sequence[Workload], options: argparse.Namespace) -> None:
         "environment": environment(),
         "ceilings": ceilings(timer, device),
         "rows": [],
+        "failed_rows": {},
     }
     for w in workloads:
         binds = candidates(w.phase, options.backends)
         if options.peers is not None:
             binds = {n: b for n, b in binds.items() if n.startswith(OURS) or n in options.peers}
-        row = run_row(w, binds, timer, record["ceilings"], device, l2_bytes, options.rounds)
-        record["rows"].append(row)
-        print(progress(row), file=sys.stderr, flush=True)
+        try:
+            row = run_row(w, binds, timer, record["ceilings"], device, l2_bytes, options.rounds)
+        except Exception as error:  # out of memory, or a peer broke the GPU's context: the rows before it count
+            record["failed_rows"][w.name] = reason(error)
+            print(f"{w.name}: {record['failed_rows'][w.name]}", file=sys.stderr, flush=True)
+        else:
+            record["rows"].append(row)
+            print(progress(row), file=sys.stderr, flush=True)
         if options.out:
             save(record, options.out)
     print(markdown(record))

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
-PACKAGES = ("cute_attn", "torch", "nvidia-cutlass-dsl", "cuda-bindings", "flash-attn-4", "flashinfer-python")
+import cute_attn
+
+PACKAGES = ("torch", "nvidia-cutlass-dsl", "cuda-bindings", "flash-attn-4", "flashinfer-python")
 
 
 def why_no_gpu() -> str | None:
@@ -33,6 +35,7 @@ def environment() -> dict[str, str]:
         "cuda": torch.version.cuda or "none",
         "cudnn": str(torch.backends.cudnn.version()),
         "python": platform.python_version(),
+        "cute_attn": cute_attn.__version__,
         **{package: _version(package) for package in PACKAGES},
         "commit": _output(["git", "rev-parse", "--short", "HEAD"]) or "unknown",
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),

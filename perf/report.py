@@ -36,7 +36,7 @@ def speed_tables(record: Record) -> list[str]:
     rows = record["rows"]
     units = dict.fromkeys(row["unit"] for row in rows)
     tables = [_speed_table([row for row in rows if row["unit"] == unit], unit) for unit in units]
-    reasons = _reasons(rows)
+    reasons = _reasons(rows, record.get("failed_rows", {}))
     return [*tables, reasons] if reasons else tables
 
 
@@ -71,14 +71,15 @@ def _speed(entry: Record) -> str:
     return f"{entry['speed']:.1f} ({slow:.1f}-{fast:.1f})"
 
 
-def _reasons(rows: Sequence[Record]) -> str:
-    """Each missing candidate with its reason and the rows where that happened."""
+def _reasons(rows: Sequence[Record], failed_rows: Mapping[str, str]) -> str:
+    """Each missing candidate with its reason and the number of rows where that happened; then missing rows."""
     where: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         for name, entry in row["candidates"].items():
             if "reason" in entry:
                 where.setdefault((name, entry["reason"]), []).append(row["name"])
     lines = [f"- {name}: {why} ({len(names)} of {len(rows)} rows)" for (name, why), names in where.items()]
+    lines += [f"- {name}: {why}" for name, why in failed_rows.items()]
     return "\n".join(["Not measured:", *lines]) if lines else ""
 
 

@@ -256,6 +256,7 @@ def test_markdown_shows_every_number_and_reason(tmp_path: Path) -> None:
         "environment": environment(),
         "ceilings": CEILINGS,
         "rows": [row],
+        "failed_rows": {"a long row": "OutOfMemoryError: too long"},
     }
     bench.save(record, tmp_path / "deep" / "record.json")
     done = subprocess.run(
@@ -272,6 +273,7 @@ def test_markdown_shows_every_number_and_reason(tmp_path: Path) -> None:
     assert cells[-3] == "1.25 (peer A)"
     assert cells[-1] == "1755"
     assert "peer C: UnavailableError: it is not installed (1 of 1 rows)" in done.stdout
+    assert "- a long row: OutOfMemoryError: too long" in done.stdout
     assert "bf16 GEMM 700 TFLOP/s" in done.stdout
 
 
