@@ -15,6 +15,7 @@ import torch
 
 from cute_attn.checks import describe, short
 from cute_attn.errors import LayoutError, NotSupported, Refusal
+from cute_attn.kernels.spec import KernelSpec
 from cute_attn.problem import Features, Problem
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime.arch import Arch
@@ -40,6 +41,12 @@ class Backend:
         module = importlib.import_module(f"cute_attn.backends.{self.name}")
         run: Callable[[Problem], None] = module.prepare(features)
         return run
+
+    def launches(self, problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
+        """The kernels and grids of `problem` on a GPU of `arch` with `sms` multiprocessors. Needs no GPU."""
+        module = importlib.import_module(f"cute_attn.backends.{self.name}")
+        found: list[tuple[KernelSpec, tuple[int, int, int]]] = module.launches(problem, arch, sms)
+        return found
 
 
 BACKENDS = (  # in the order in which "auto" asks them

@@ -27,6 +27,19 @@ def prepare(features: Features) -> Callable[[Problem], None]:
     return Runner(features, for_device(index), index, sms)
 
 
+def launches(problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
+    """Kernels and grids of `problem` on a GPU of `arch` with `sms` multiprocessors. Needs no GPU."""
+    features = problem.features
+    if problem.qo_len == 0:
+        return []
+    runner = Runner(features, arch, 0, sms)
+    schedule, split, grid = runner.work(problem)
+    if split.num_splits == 1:
+        return [(spec(features, schedule.tile, split=False), grid)]
+    combine = runner.combine_spec(), runner.combine_grid(problem.qo_len)
+    return [(spec(features, schedule.tile, split=True), grid), combine]
+
+
 def spec(features: Features, tile: Tile, split: bool) -> Fa2Spec:
     """The kernel that solves problems of these features with this tile."""
     return Fa2Spec(
@@ -78,6 +91,14 @@ class Schedule(NamedTuple):
     launches: dict[tuple[bool, bool], Launch]  # by split and PDL
 
 
+class Work(NamedTuple):
+    """How one call is laid out: its tile, its cut of the keys, and CTAs over (q tiles x kv heads, 1, splits)."""
+
+    schedule: Schedule
+    split: plan.Split
+    grid: tuple[int, int, int]
+
+
 class Target(NamedTuple):
     """Where a launch writes (addresses, strides in bytes), and what only the last writer of `out` applies."""
 
@@ -104,37 +125,39 @@ class Runner:
         self.combines: dict[bool, Launch] = {}  # by PDL
 
     def __call__(self, problem: Problem) -> None:
-        rows = problem.qo_len * self.group
-        if rows == 0:
+        if problem.qo_len == 0:
             return
-        schedule = self.schedule_of.get(rows) or self._schedule(rows)
-        q_tiles = plan.ceil_div(rows, schedule.tile.rows)
-        num_splits, tiles_per_split = self._split(problem, schedule, q_tiles)
+        schedule, split, grid = self.work(problem)
         pdl = self.arch.pdl and problem.enable_pdl is not False
-        launch = schedule.launches.get((num_splits > 1, pdl))
+        launch = schedule.launches.get((split.num_splits > 1, pdl))
         if launch is None:
-            launch = self._launch(schedule, num_splits > 1, pdl)
-        grid = (q_tiles * self.features.num_kv_heads, 1, num_splits)
+            launch = self._launch(schedule, split.num_splits > 1, pdl)
         stream = current_stream(self.device_index)
         target = self._target(problem)
-        if num_splits == 1:
-            launch.fire(self._values(problem, target, tiles_per_split), grid, stream)
+        if split.num_splits == 1:
+            launch.fire(self._values(problem, target, split.tiles_per_split), grid, stream)
             return
-        workspace = self._workspace(problem.qo_len, num_splits)
-        partial = self._partial_target(workspace, problem.qo_len, num_splits)
-        launch.fire(self._values(problem, partial, tiles_per_split), grid, stream)
-        self._combine(problem, partial, target, num_splits, pdl, stream)
+        workspace = self._workspace(problem.qo_len, split.num_splits)
+        partial = self._partial_target(workspace, problem.qo_len, split.num_splits)
+        launch.fire(self._values(problem, partial, split.tiles_per_split), grid, stream)
+        self._combine(problem, partial, target, split.num_splits, pdl, stream)
 
-    def _split(self, problem: Problem, schedule: Schedule, q_tiles: int) -> plan.Split:
-        qo_len, kv_len, cols = problem.qo_len, problem.kv_len, schedule.tile.cols
+    def work(self, problem: Problem) -> Work:
+        """The layout of a call, `qo_len` > 0. Reads lengths only, and needs no GPU."""
+        qo_len, kv_len = problem.qo_len, problem.kv_len
+        rows = qo_len * self.group
+        schedule = self.schedule_of.get(rows) or self._schedule(rows)
+        tile = schedule.tile
+        ctas = plan.ceil_div(rows, tile.rows) * self.features.num_kv_heads
         visible = plan.visible_tokens(qo_len, kv_len, schedule.tile_tokens, problem.causal, problem.window_left)
-        return plan.split_kv(
-            plan.ceil_div(kv_len, cols),
-            plan.ceil_div(visible, cols),
-            q_tiles * self.features.num_kv_heads,
+        split = plan.split_kv(
+            plan.ceil_div(kv_len, tile.cols),
+            plan.ceil_div(visible, tile.cols),
+            ctas,
             schedule.slots,
             schedule.min_tiles,
         )
+        return Work(schedule, split, (ctas, 1, split.num_splits))
 
     def _target(self, problem: Problem) -> Target:
         out, lse, sinks, v_scale = problem.out, problem.lse, problem.sinks, problem.v_scale_tensor
@@ -215,8 +238,7 @@ class Runner:
     ) -> None:
         launch = self.combines.get(pdl)
         if launch is None:
-            combine = CombineSpec(_name(self.features.o_dtype), self.features.head_dim_vo)
-            launch = self.combines[pdl] = load(combine, self.arch.name, self.device_index, pdl)
+            launch = self.combines[pdl] = load(self.combine_spec(), self.arch.name, self.device_index, pdl)
         values = (
             partial.o,
             partial.lse,
@@ -231,7 +253,13 @@ class Runner:
             num_splits,
             target.v_scale,
         )
-        launch.fire(values, (problem.qo_len * self.features.num_qo_heads, 1, 1), stream)
+        launch.fire(values, self.combine_grid(problem.qo_len), stream)
+
+    def combine_spec(self) -> CombineSpec:
+        return CombineSpec(_name(self.features.o_dtype), self.features.head_dim_vo)
+
+    def combine_grid(self, qo_len: int) -> tuple[int, int, int]:
+        return qo_len * self.features.num_qo_heads, 1, 1
 
     def _schedule(self, rows: int) -> Schedule:
         head_dims = self.features.head_dim_qk, self.features.head_dim_vo

@@ -21,8 +21,12 @@ class Program(Protocol):
     launches clusters also has `cluster`, their dimensions in CTAs.
     """
 
-    params: type
-    kernel: Any
+    @property
+    def params(self) -> Any: ...
+
+    @property
+    def kernel(self) -> Any: ...
+
     block: tuple[int, int, int]
     smem_bytes: int
 

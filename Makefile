@@ -1,0 +1,43 @@
+# `make demo` and `make test` do all the set-up they need in a virtual environment of their own.
+#
+#   VENV   where the environment lives            JOBS      test workers
+#   PYTHON the interpreter it is made with        PIP_ARGS  extra arguments of pip install (an index of your own, ...)
+#   TORCH  the torch requirement to install       ARGS      extra arguments of the command (pytest, demo)
+
+VENV   ?= .venv
+PYTHON ?= python3
+JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
+
+# Without CUDA in sight the CPU build of torch is enough: a plain `torch` brings gigabytes of CUDA libraries.
+CUDA  := $(shell { command -v nvidia-smi || ldconfig -p | grep -m1 'libcuda\.so\.1'; } 2>/dev/null)
+TORCH ?= $(if $(CUDA),torch,torch==2.13.0)
+
+BIN   := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint format clean
+
+demo: $(READY)
+	$(BIN)/python -m cute_attn demo $(ARGS)
+
+test: lint
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+
+# torch first, in a command of its own: the project's requirement is then met and pip leaves the chosen build alone.
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) '$(TORCH)'
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[test]'
+	touch $@

@@ -1,0 +1,34 @@
+"""The command line: one module per command, each with `add(commands)` and `run(options)`.
+
+`run` returns the exit code: 0 done, 1 what was checked is not right, 2 the command was not understood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from cute_attn.cli import bundle, demo, doctor, explain, kernels, support
+from cute_attn.errors import ArtifactError
+
+COMMANDS = (demo, doctor, explain, kernels, bundle, support)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m cute_attn", description="Attention kernels for NVIDIA GPUs, with FlashInfer's API."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add(commands)
+    options = parser.parse_args(argv)
+    try:
+        return options.run(options)
+    except ArtifactError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except ValueError as error:  # the errors of bad arguments all are: see cute_attn.errors
+        print(f"error: {error}", file=sys.stderr)
+        return 2

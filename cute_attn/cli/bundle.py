@@ -1,0 +1,41 @@
+"""`bundle`: compiled kernels in a directory, for machines without the DSL."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from cute_attn.cli import specs
+from cute_attn.cli.text import ProgressBar, size
+from cute_attn.runtime import artifacts
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bundle",
+        help="write compiled kernels to a directory, for machines without the DSL",
+        description=(
+            "Compiles kernels (or finds them in the cache) and writes them to DIR. On the other machine set "
+            "CUTE_ATTN_BUNDLE=DIR; CUTE_ATTN_DISABLE_JIT=1 there makes a missing kernel an error. DIR holds "
+            "what this command names and nothing else; several bundles are separated by ':'."
+        ),
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR")
+    specs.add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    specs_by_arch = specs.chosen(options)
+    total = sum(len(chosen) for chosen in specs_by_arch.values())
+    with ProgressBar(total) as bar:
+        artifacts.write_bundle(
+            options.directory,
+            specs_by_arch,
+            options.jobs,
+            lambda spec, arch, outcome: bar.step(f"{arch} {specs.label(spec)}"),
+        )
+    num_bytes = sum(path.stat().st_size for path in options.directory.iterdir())
+    print(f"{total} kernels for {', '.join(specs_by_arch)} in {options.directory} ({size(num_bytes)})")
+    return 0

@@ -1,0 +1,217 @@
+"""`demo`: a prompt and then tokens one by one, checked as they go, on whatever is here.
+
+With a GPU: the attention of Llama-3-8B, timed. Without: a small model on CPU tensors through the same calls, and
+the kernels that Hopper and Blackwell would run for Llama-3-8B, compiled and shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from cute_attn.cli import kernels, specs
+from cute_attn.cli.text import table
+from cute_attn.kernels.spec import KernelSpec
+from cute_attn.runtime import arch as archs
+
+if TYPE_CHECKING:
+    import torch
+
+ELSEWHERE = ("sm_90a", "sm_100a")
+TOLERANCE = 1.6e-2  # root mean square, relative: bfloat16 inputs and outputs
+REPEATS = 10
+
+
+class Model(NamedTuple):
+    """The attention of a model and the length of a conversation, in tokens."""
+
+    name: str
+    num_layers: int
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    prompt: int
+    steps: int
+
+    def __str__(self) -> str:
+        heads = f"{self.num_qo_heads}/{self.num_kv_heads} heads, head dim {self.head_dim}"
+        return f"{self.name}: {self.num_layers} layers, {heads}, bfloat16"
+
+
+LLAMA = Model("Llama-3-8B", 32, 32, 8, 128, 4096, 32)
+SMALL = Model("a small model", 2, 8, 2, 64, 256, 16)
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="prefill and decode on what is here, checked and timed",
+        description="Exits 1 if a result is wrong or a kernel misses a gate.",
+    )
+    parser.add_argument("--cpu", action="store_true", help="as on a machine without a GPU")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    import torch
+
+    if torch.cuda.is_available() and not options.cpu:
+        return on_gpu(torch.device("cuda", torch.cuda.current_device()))
+    return on_cpu()
+
+
+class Conversation:
+    """Queries, and a KV cache of every layer that the prompt fills and each step extends by one token."""
+
+    def __init__(self, model: Model, device: torch.device) -> None:
+        import torch
+
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+        self.model, capacity = model, model.prompt + model.steps
+        kv_shape = (model.num_layers, capacity, model.num_kv_heads, model.head_dim)
+        self.k, self.v = normal(*kv_shape), normal(*kv_shape)
+        self.q = normal(capacity, model.num_qo_heads, model.head_dim)
+
+    def prefill(self, layer: int) -> torch.Tensor:
+        """The prompt attends to itself, causally."""
+        from cute_attn import single_prefill_with_kv_cache
+
+        n = self.model.prompt
+        k, v = self.k[layer, :n], self.v[layer, :n]
+        return cast("torch.Tensor", single_prefill_with_kv_cache(self.q[:n], k, v, causal=True))
+
+    def decode(self, layer: int, n: int) -> torch.Tensor:
+        """Token n attends to the n tokens of the cache, itself included."""
+        from cute_attn import single_decode_with_kv_cache
+
+        k, v = self.k[layer, :n], self.v[layer, :n]
+        return cast("torch.Tensor", single_decode_with_kv_cache(self.q[n - 1], k, v))[None]
+
+    def lengths(self) -> range:
+        """Cache lengths of the decode steps."""
+        return range(self.model.prompt + 1, self.model.prompt + self.model.steps + 1)
+
+    def outputs(self) -> Iterator[tuple[str, int, torch.Tensor, int]]:
+        """(phase, layer, output, cache length) of prefill in the first and last layer, and of every decode step."""
+        last = self.model.num_layers - 1
+        for layer in (0, last):
+            yield "prefill", layer, self.prefill(layer), self.model.prompt
+        for n in self.lengths():
+            layer = n % self.model.num_layers
+            yield "decode", layer, self.decode(layer, n), n
+
+    def errors(self, truth: Callable[..., torch.Tensor]) -> dict[str, float]:
+        """Largest relative error, in root mean square, of each phase against `truth(q, k, v)`."""
+        import torch
+
+        worst = {"prefill": 0.0, "decode": 0.0}
+        for phase, layer, o, n in self.outputs():
+            q = self.q[n - o.shape[0] : n]
+            expected = truth(q, self.k[layer, :n], self.v[layer, :n])
+            difference = torch.linalg.vector_norm(o.to(expected.dtype) - expected)
+            error = float(difference / torch.linalg.vector_norm(expected))
+            worst[phase] = max(worst[phase], error) if error == error else error  # a NaN must not lose
+        return worst
+
+
+def verdict(error: float) -> str:
+    return f"{error:.1e} {'ok' if error <= TOLERANCE else 'WRONG'}"
+
+
+def by_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """fp64, causal: the last row of q sees all keys."""
+    from cute_attn import reference
+
+    o, _ = reference.attention(q, k, v, mask=reference.Mask(causal=True))
+    return o
+
+
+def by_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """torch's attention in fp64: independent of the reference, which CPU tensors run on."""
+    import torch
+
+    q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
+    causal = q.shape[1] == k.shape[1]  # prefill; a decode step sees everything
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    return o.transpose(0, 1)
+
+
+def on_gpu(device: torch.device) -> int:
+    import torch
+
+    arch = archs.for_device(device.index)
+    print(f"{torch.cuda.get_device_name(device)} ({arch.name}). The attention of {LLAMA}\n")
+    conversation = Conversation(LLAMA, device)
+    errors = conversation.errors(by_reference)  # also compiles and loads the kernels
+    prompt, n = LLAMA.prompt, LLAMA.prompt + LLAMA.steps
+    prefill_s = graph_seconds(lambda layer: conversation.prefill(layer)) / LLAMA.num_layers
+    decode_s = graph_seconds(lambda layer: conversation.decode(layer, n)) / LLAMA.num_layers
+    flops = 2 * (prompt * (prompt + 1) // 2) * 2 * LLAMA.head_dim * LLAMA.num_qo_heads
+    num_bytes = 2 * 2 * LLAMA.head_dim * (n * LLAMA.num_kv_heads + LLAMA.num_qo_heads)
+    rows = [
+        ("prefill", f"{prompt} tokens, causal", f"{prefill_s * 1e6:.1f} us", f"{flops / prefill_s / 1e12:.1f} TFLOP/s"),
+        ("decode", f"1 token, cache of {n}", f"{decode_s * 1e6:.1f} us", f"{num_bytes / decode_s / 1e9:.0f} GB/s"),
+    ]
+    header = ("phase", "work", "a layer", "speed", "error against fp64")
+    print(table(header, [(*row, verdict(errors[row[0]])) for row in rows], left=2))
+    print(f"\n{len(conversation.lengths())} decode steps over the growing cache were checked, prefill in two layers.")
+    return 0 if all(error <= TOLERANCE for error in errors.values()) else 1
+
+
+def graph_seconds(call: Callable[[int], Any]) -> float:
+    """Seconds for all layers: a CUDA graph of one call a layer, so that the caches (537 MB) do not stay in L2."""
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for layer in range(LLAMA.num_layers):
+            call(layer)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    graph.replay()
+    start.record()
+    for _ in range(REPEATS):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e-3 / REPEATS
+
+
+def on_cpu() -> int:
+    import torch
+
+    print(f"No GPU in use: {SMALL}, on CPU tensors.\nThe same calls run on the reference, and torch's SDPA checks.\n")
+    conversation = Conversation(SMALL, torch.device("cpu"))
+    errors = conversation.errors(by_sdpa)
+    rows = [
+        ("prefill", f"{SMALL.prompt} tokens, causal", verdict(errors["prefill"])),
+        ("decode", f"{SMALL.steps} steps over the growing cache", verdict(errors["decode"])),
+    ]
+    print(table(("phase", "work", "error against fp64"), rows, left=2))
+    print(f"\nThe kernels that {' and '.join(ELSEWHERE)} would run for {LLAMA.name}, compiled here:\n", flush=True)
+    outcomes = specs.compile_all({arch: kernels_of(LLAMA, arch) for arch in ELSEWHERE}, None)
+    missed = {key: specs.failures(*key, outcome) for key, outcome in outcomes.items()}
+    print(kernels.report(outcomes, missed))
+    right = all(error <= TOLERANCE for error in errors.values())
+    return 0 if right and not any(missed.values()) else 1
+
+
+def kernels_of(model: Model, arch_name: str) -> list[KernelSpec]:
+    """What prefill of the prompt and the last decode step launch on this architecture."""
+    import torch
+
+    from cute_attn.cli import planned
+    from cute_attn.normalize import Call
+
+    arch, sms = archs.named(arch_name), planned.TYPICAL_SMS[arch_name]
+    found: list[KernelSpec] = []
+    for qo_len, kv_len in ((model.prompt, model.prompt), (1, model.prompt + model.steps)):
+        q = torch.empty(qo_len, model.num_qo_heads, model.head_dim, dtype=torch.bfloat16)
+        kv = torch.empty(kv_len, model.num_kv_heads, model.head_dim, dtype=torch.bfloat16)
+        problem = planned.on_gpu(Call(q, kv, kv, causal=True))
+        found += [spec for spec, _ in planned.launches(problem, arch, sms)]
+    return list(dict.fromkeys(found))

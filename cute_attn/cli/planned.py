@@ -1,0 +1,24 @@
+"""Problems on a GPU that need not be here: what `explain` and `demo` show of other architectures."""
+
+from __future__ import annotations
+
+import torch
+
+from cute_attn import normalize, select
+from cute_attn.kernels.spec import KernelSpec
+from cute_attn.problem import Problem
+from cute_attn.runtime.arch import Arch
+
+# Multiprocessors of A100, H100/H200 SXM, B200, B300, RTX 5090 and GB10: they decide how kv is split.
+TYPICAL_SMS = {"sm_80": 108, "sm_90a": 132, "sm_100a": 148, "sm_103a": 148, "sm_120a": 170, "sm_121a": 48}
+
+
+def on_gpu(call: normalize.Call) -> Problem:
+    """A call with CPU tensors, checked like any other, as if they were on a GPU. Only good for planning."""
+    problem = normalize.problem(call)
+    return problem._replace(features=problem.features._replace(device=torch.device("cuda")))
+
+
+def launches(problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
+    """Kernels and grids of the backend that "auto" chooses; NotSupported if there is none."""
+    return select.choose(problem.features, "auto", arch).launches(problem, arch, sms)

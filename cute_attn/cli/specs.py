@@ -1,0 +1,112 @@
+"""Options that name kernels (`--arch`, `--spec`), and how kernels are named and judged in tables."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import Any
+
+from cute_attn.cli.text import ProgressBar
+from cute_attn.errors import ArgumentError, ArtifactError
+from cute_attn.kernels.spec import KernelSpec, Tile, from_dict
+from cute_attn.runtime import arch as archs
+from cute_attn.runtime import artifacts
+from cute_attn.runtime.artifact import Artifact
+
+Outcome = Artifact | ArtifactError
+SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--arch",
+        default="sm_90a,sm_100a",
+        metavar="A,B",
+        help=f"architectures, of {', '.join(archs.ARCHS)} (default: sm_90a,sm_100a)",
+    )
+    parser.add_argument(
+        "--spec",
+        action="append",
+        metavar="JSON",
+        help="a kernel spec as errors and `kernels --json` print it; repeatable (default: the default specs)",
+    )
+    parser.add_argument("--jobs", type=int, metavar="N", help="compile processes (default: one per CPU, at most 8)")
+
+
+def chosen(options: argparse.Namespace) -> dict[str, list[KernelSpec]]:
+    """The specs asked for, by architecture."""
+    names = [name.strip() for name in options.arch.split(",")]
+    return {archs.named(name).name: _specs(name, options.spec) for name in names}
+
+
+def _specs(arch: str, texts: list[str] | None) -> list[KernelSpec]:
+    if texts is None:
+        from cute_attn.kernels import tiles
+
+        return tiles.default_specs(arch)
+    return [_parse(text) for text in texts]
+
+
+def _parse(text: str) -> KernelSpec:
+    try:
+        return from_dict(json.loads(text))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArgumentError(f"--spec {text!r} is not the JSON of a kernel spec ({error!r})") from error
+
+
+def compile_all(specs_by_arch: dict[str, list[KernelSpec]], jobs: int | None) -> dict[tuple[str, KernelSpec], Outcome]:
+    """Every artifact, from cache or compiled, behind a progress bar; a failure is a value."""
+    total = sum(len(specs) for specs in specs_by_arch.values())
+    with ProgressBar(total) as bar:
+        return artifacts.get_many(specs_by_arch, jobs, lambda spec, arch, outcome: bar.step(f"{arch} {label(spec)}"))
+
+
+def failures(arch: str, spec: KernelSpec, outcome: Outcome) -> list[str]:
+    """The gates a kernel misses: no stack, shared memory within the arch's limit, matrix instructions."""
+    if isinstance(outcome, ArtifactError):
+        return [f"does not compile: {outcome}"]
+    limit = archs.named(arch).smem_limit
+    missed = []
+    if outcome.stack_bytes != 0:
+        missed.append(f"{outcome.stack_bytes} stack bytes: registers spill")
+    if outcome.smem_bytes > limit:
+        missed.append(f"{outcome.smem_bytes} bytes of shared memory, {arch} has {limit}")
+    if spec.needs_mma and outcome.mma_count == 0:
+        missed.append("no matrix instruction")
+    return missed
+
+
+def label(spec: KernelSpec) -> str:
+    """The spec in a few words: fields at their defaults are left out."""
+    words = [spec.kernel]
+    for field in dataclasses.fields(spec):
+        value = getattr(spec, field.name)
+        if value != field.default or isinstance(value, Tile):
+            words.append(_word(field.name, value))
+    return " ".join(words)
+
+
+def _word(name: str, value: Any) -> str:
+    if isinstance(value, Tile):
+        return f"{value.rows}x{value.cols}/{value.warps_rows}x{value.warps_cols}/{value.stages}"
+    if isinstance(value, bool):
+        return name
+    if isinstance(value, tuple):
+        return "+".join(value)
+    if isinstance(value, int):
+        return f"{name.removeprefix('head_dim_')}{value}"
+    prefix = ">" if name == "out_dtype" else ""
+    return prefix + SHORT.get(value, value)
+
+
+def summary(outcome: Artifact) -> dict[str, Any]:
+    """The numbers of a compiled kernel."""
+    return {
+        "registers": outcome.registers,
+        "stack_bytes": outcome.stack_bytes,
+        "smem_bytes": outcome.smem_bytes,
+        "mma_count": outcome.mma_count,
+        "threads": outcome.block[0] * outcome.block[1] * outcome.block[2],
+        "cubin_bytes": len(outcome.cubin),
+    }

@@ -1,0 +1,18 @@
+"""`support`: the support table of the README, from the table that selection itself uses."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser("support", help="print the support table as Markdown")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    from cute_attn import select
+
+    print(select.support_table(), end="")
+    return 0

@@ -1,0 +1,1 @@
+"""Speed, measured so to be believed: run `perf.prefill`, `perf.decode`, `perf.overhead`, `perf.report`."""

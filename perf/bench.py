@@ -1,0 +1,190 @@
+"""Runs a table of workloads: ours and every peer, checked against the reference, timed together, recorded."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+import cute_attn
+from perf.ceilings import ceilings
+from perf.check import Oracle
+from perf.harness import ROUNDS, Call, CudaGraphTimer, Timer, measure, reason
+from perf.machine import command_line, environment, why_no_gpu
+from perf.peers import PEERS, Bind
+from perf.report import markdown
+from perf.warm import warm
+from perf.workloads import Inputs, Workload
+
+OURS = "cute_attn"  # candidates whose name starts so are ours
+
+
+def bind_ours(backend: str, w: Workload, sets: Sequence[Inputs]) -> list[Call]:
+    """The public single-request functions."""
+    if w.phase == "prefill":
+        prefill = cute_attn.single_prefill_with_kv_cache
+        return [functools.partial(prefill, *x, causal=w.causal, backend=backend) for x in sets]
+
+    def decode(x: Inputs) -> torch.Tensor:
+        o = cute_attn.single_decode_with_kv_cache(x.q[0], x.k, x.v, backend=backend)
+        return cast(torch.Tensor, o)[None]
+
+    return [functools.partial(decode, x) for x in sets]
+
+
+def candidates(phase: str, backends: Sequence[str]) -> dict[str, Bind]:
+    """Ours by backend, then every peer that has a kernel for the phase."""
+    ours = {OURS if b == "auto" else f"{OURS} {b}": functools.partial(bind_ours, b) for b in backends}
+    return {**ours, **{peer.name: peer.bind for peer in PEERS if phase in peer.phases}}
+
+
+def run_row(
+    w: Workload,
+    binds: Mapping[str, Bind],
+    timer: Timer,
+    ceiling: Mapping[str, float],
+    device: torch.device,
+    l2_bytes: int,
+    rounds: int = ROUNDS,
+) -> dict[str, Any]:
+    """Measure one workload; the record of its row."""
+    sets = [w.inputs(device, seed) for seed in range(w.num_sets(l2_bytes))]
+    calls, entries = prepare(w, binds, sets)
+    measured = measure(calls, timer, rounds)
+    metric = w.metric
+    for name, timing in measured.timings.items():
+        if isinstance(timing, str):
+            entries[name]["reason"] = timing
+            continue
+        speed = metric.value(timing.median_us)
+        entries[name].update(timing._asdict(), speed=speed, share=speed / ceiling[metric.ceiling])
+    return {
+        "name": w.name,
+        "workload": asdict(w),
+        "unit": metric.unit,
+        "work": metric.work,
+        "ceiling": metric.ceiling,
+        "input_sets": len(sets),
+        "sm_clock_mhz": measured.sm_clock_mhz,
+        "candidates": entries,
+        **versus(entries),
+    }
+
+
+def prepare(
+    w: Workload, binds: Mapping[str, Bind], sets: Sequence[Inputs]
+) -> tuple[dict[str, list[Call]], dict[str, dict[str, Any]]]:
+    """The calls of the candidates that work and are right; every candidate's error, or its reason to be out."""
+    oracle = Oracle(w, sets[0])
+    calls: dict[str, list[Call]] = {}
+    entries: dict[str, dict[str, Any]] = {}
+    for name, bind in binds.items():
+        entry = entries[name] = {}
+        try:
+            bound = bind(w, sets)
+            outputs = [call() for call in bound]  # all of them: what is lazy must not happen in a capture
+            error = oracle.error(outputs[0])
+        except Exception as failure:  # a peer's failure must not end the run
+            entry["reason"] = reason(failure)
+            continue
+        if complaint := oracle.complaint(error):
+            entry["reason"] = complaint
+        else:
+            entry["error"] = error
+            calls[name] = bound
+    return calls, entries
+
+
+def versus(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Our best speed over the best peer's: None where one side has no number."""
+
+    def best(names: Sequence[str]) -> str | None:
+        timed = [name for name in names if "speed" in entries[name]]
+        return max(timed, key=lambda name: entries[name]["speed"], default=None)
+
+    ours = best([name for name in entries if name.startswith(OURS)])
+    peer = best([name for name in entries if not name.startswith(OURS)])
+    ratio = entries[ours]["speed"] / entries[peer]["speed"] if ours and peer else None
+    return {"best_peer": peer, "ratio": ratio}
+
+
+def main(workloads: Sequence[Workload], argv: Sequence[str] | None = None) -> int:
+    """Command line of a table of workloads. Exit code 0; 2 where nothing can be measured."""
+    options = parse(workloads[0].phase, argv)
+    if absent := why_no_gpu():
+        print(f"Nothing to measure here: {absent}.", file=sys.stderr)
+        return 2
+    chosen = only(workloads, options.only)
+    if options.warm_peers:
+        warm(chosen, options.peers)
+        return 0
+    if not chosen:
+        print(f"No row is named {' '.join(options.only)}.", file=sys.stderr)
+        return 2
+    run(chosen, options)
+    return 0
+
+
+def only(workloads: Sequence[Workload], words: Sequence[str]) -> list[Workload]:
+    """The workloads whose names hold all of these words."""
+    return [w for w in workloads if all(word in w.name.split() for word in words)]
+
+
+def parse(phase: str, argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m perf.{phase}", description=__doc__)
+    parser.add_argument("--out", type=Path, help="write the record here, as JSON, after every row")
+    parser.add_argument("--backends", nargs="+", default=["auto"], help="which of ours (default: auto)")
+    parser.add_argument("--peers", nargs="*", help="only these peers (default: all)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help='only rows named so: "d128 causal"')
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"timed rounds (default {ROUNDS})")
+    parser.add_argument("--warm-peers", action="store_true", help="only build the peers that compile on first use")
+    return parser.parse_args(argv)
+
+
+def run(workloads: Sequence[Workload], options: argparse.Namespace) -> None:
+    """Measure ceilings and every row on the current device, and print the table."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    timer = CudaGraphTimer()
+    record: dict[str, Any] = {
+        "command": command_line(workloads[0].phase, sys.argv[1:]),
+        "environment": environment(),
+        "ceilings": ceilings(timer, device),
+        "rows": [],
+        "failed_rows": {},
+    }
+    for w in workloads:
+        binds = candidates(w.phase, options.backends)
+        if options.peers is not None:
+            binds = {n: b for n, b in binds.items() if n.startswith(OURS) or n in options.peers}
+        try:
+            row = run_row(w, binds, timer, record["ceilings"], device, l2_bytes, options.rounds)
+        except Exception as error:  # out of memory, or a peer broke the GPU's context: the rows before it count
+            record["failed_rows"][w.name] = reason(error)
+            print(f"{w.name}: {record['failed_rows'][w.name]}", file=sys.stderr, flush=True)
+        else:
+            record["rows"].append(row)
+            print(progress(row), file=sys.stderr, flush=True)
+        if options.out:
+            save(record, options.out)
+    print(markdown(record))
+
+
+def progress(row: Mapping[str, Any]) -> str:
+    """One row in one line."""
+    cells = []
+    for name, entry in row["candidates"].items():
+        cells.append(f"{name} {entry['speed']:.1f}" if "speed" in entry else f"{name} - ({entry['reason']})")
+    return f"{row['name']} [{row['unit']}]: " + ", ".join(cells)
+
+
+def save(record: Mapping[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")

@@ -1,0 +1,13 @@
+"""Decode of one request over a dense cache, GB/s: `python -m perf.decode --out perf/results/decode.json`."""
+
+from perf.bench import main
+from perf.workloads import Workload
+
+WORKLOADS = [
+    Workload(1, kv_len, num_qo_heads, num_kv_heads, 128, 128)
+    for num_qo_heads, num_kv_heads in ((32, 8), (64, 8))
+    for kv_len in (8192, 32768, 131072)
+]
+
+if __name__ == "__main__":
+    raise SystemExit(main(WORKLOADS))

@@ -1,0 +1,71 @@
+"""The machine under the numbers: its name, its versions, its clock."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+import torch
+
+import cute_attn
+
+PACKAGES = ("torch", "nvidia-cutlass-dsl", "cuda-bindings", "flash-attn-4", "flashinfer-python")
+
+
+def why_no_gpu() -> str | None:
+    """The reason why nothing can be measured here, or None."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device (no GPU, or no driver)"
+    return None
+
+
+def environment() -> dict[str, str]:
+    """GPU, driver, versions, commit and date of a record."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "gpu": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "driver": nvidia_smi("driver_version") or "unknown",
+        "cuda": torch.version.cuda or "none",
+        "cudnn": str(torch.backends.cudnn.version()),
+        "python": platform.python_version(),
+        "cute_attn": cute_attn.__version__,
+        **{package: _version(package) for package in PACKAGES},
+        "commit": _output(["git", "rev-parse", "--short", "HEAD"]) or "unknown",
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def command_line(module: str, arguments: Sequence[str]) -> str:
+    """What to type to get the record again."""
+    return " ".join(["python -m", f"perf.{module}", *arguments])
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _output(command: Sequence[str]) -> str | None:
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (subprocess.SubprocessError, OSError):
+        return None
+    return done.stdout.strip()
+
+
+def nvidia_smi(field: str) -> str | None:
+    """One field of `nvidia-smi --query-gpu` for torch's current device, found by its UUID."""
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", f"--id=GPU-{uuid}"]
+    return _output(query)

@@ -1,0 +1,161 @@
+"""Host time of a call, in microseconds: `python -m perf.overhead --out perf/results/overhead.json`.
+
+Calls on tiny problems are issued back to back without waiting for the GPU, few enough that its queue never
+fills: wall time over calls is what the host spends. The parts of our own calls are timed one by one likewise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+import cute_attn
+from cute_attn import normalize, select
+from cute_attn.runtime.launch import Launch, current_stream
+from perf.bench import save
+from perf.harness import Call, Timing, reason, timing
+from perf.machine import command_line, environment, why_no_gpu
+from perf.peers import PEERS, Peer
+from perf.report import markdown
+from perf.workloads import Inputs, Workload
+
+CALLS = 200  # of two kernels at most: the launch queue holds about 1000
+REPEATS = 31
+PREFILL = Workload(64, 64, 32, 8, 128, 128, causal=True)
+DECODE = Workload(1, 256, 32, 8, 128, 128)
+PEER_NAMES = ("torch flash", "FlashInfer fa2", "FlashInfer decode", "FlashInfer decode tc")
+
+
+def host_time(
+    call: Call,
+    wait: Callable[[], None],
+    clock: Callable[[], int] = time.perf_counter_ns,
+    calls: int = CALLS,
+    repeats: int = REPEATS,
+) -> Timing:
+    """Microseconds of host time of one `call`; `wait` empties the queue before each repeat."""
+    samples = []
+    for _ in range(repeats + 1):
+        wait()
+        start = clock()
+        for _ in range(calls):
+            call()
+        samples.append((clock() - start) / 1e3 / calls)
+    wait()
+    return timing(samples[1:], calls)  # the first repeat loads and compiles
+
+
+class GrowingCache:
+    """Each call decodes one token more of the cache: what a serving loop does, its two slices included."""
+
+    def __init__(self, x: Inputs, decode: Callable[..., Any]) -> None:
+        self.x, self.decode, self.kv_len = x, decode, 1
+
+    def __call__(self) -> None:
+        x, n = self.x, self.kv_len
+        self.decode(x.q[0], x.k[:n], x.v[:n])
+        self.kv_len = n % x.k.shape[0] + 1
+
+
+def calls(device: torch.device) -> dict[str, Call]:
+    """The calls that users make."""
+    prefill, decode = PREFILL.inputs(device), DECODE.inputs(device)
+    single_decode = cute_attn.single_decode_with_kv_cache
+    return {
+        "single_prefill_with_kv_cache": lambda: cute_attn.single_prefill_with_kv_cache(*prefill, causal=True),
+        "single_decode_with_kv_cache": lambda: single_decode(decode.q[0], decode.k, decode.v),
+        "single_decode_with_kv_cache, growing cache": GrowingCache(decode, single_decode),
+        "  of that, slicing k and v": GrowingCache(decode, lambda q, k, v: None),
+    }
+
+
+def parts(device: torch.device) -> dict[str, Call]:
+    """The stages of a decode call, each on its own: arguments to Problem, Problem to launches, launches."""
+    x = DECODE.inputs(device)
+    arguments = normalize.Call(x.q[0], x.k, x.v, decode=True)
+    problem = normalize.problem(arguments)
+    launches = recorded_launches(lambda: select.run(problem))
+
+    def fire() -> None:
+        for launch, fired in launches:
+            launch.fire(*fired)
+
+    return {
+        "decode: check arguments, allocate out": lambda: normalize.problem(arguments),
+        "decode: plan, fill parameters, launch": lambda: select.run(problem),
+        f"decode: {len(launches)} launches alone": fire,
+        "one torch.empty": lambda: torch.empty(32, 128, dtype=torch.bfloat16, device=device),
+        "one query of the current stream": lambda: current_stream(device.index),
+    }
+
+
+def recorded_launches(call: Call) -> list[tuple[Launch, tuple[Any, ...]]]:
+    """The launches that `call` fires, with their arguments."""
+    fired: list[tuple[Launch, tuple[Any, ...]]] = []
+    fire = Launch.fire
+
+    def record(self: Launch, *arguments: Any) -> None:
+        fired.append((self, arguments))
+        fire(self, *arguments)
+
+    with mock.patch.object(Launch, "fire", record):
+        call()
+    return fired
+
+
+def peers(device: torch.device) -> dict[str, Callable[[], Call]]:
+    """The same problems through peers; bound late, since binding may fail."""
+    chosen = [(p, w) for p in PEERS if p.name in PEER_NAMES for w in (PREFILL, DECODE) if w.phase in p.phases]
+
+    def bind(peer: Peer, w: Workload) -> Call:
+        return peer.bind(w, [w.inputs(device)])[0]
+
+    return {f"{p.name}, {w.phase}": functools.partial(bind, p, w) for p, w in chosen}
+
+
+def measure_all(device: torch.device) -> dict[str, Any]:
+    """Timing, or the reason why there is none, by name."""
+    results: dict[str, Any] = {}
+
+    def add(name: str, bind: Callable[[], Call]) -> None:
+        try:
+            results[name] = host_time(bind(), torch.cuda.synchronize)._asdict()
+        except Exception as error:  # a peer's failure must not end the run
+            results[name] = {"reason": reason(error)}
+        print(name, results[name], file=sys.stderr, flush=True)
+
+    for name, call in {**calls(device), **parts(device)}.items():
+        add(name, lambda call=call: call)  # type: ignore[misc]
+    for name, bind in peers(device).items():
+        add(name, bind)
+    return results
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m perf.overhead", description=__doc__)
+    parser.add_argument("--out", type=Path, help="write the record here, as JSON")
+    options = parser.parse_args(argv)
+    if absent := why_no_gpu():
+        print(f"Nothing to measure here: {absent}.", file=sys.stderr)
+        return 2
+    record = {
+        "command": command_line("overhead", sys.argv[1:]),
+        "environment": environment(),
+        "overhead": measure_all(torch.device("cuda", torch.cuda.current_device())),
+    }
+    if options.out:
+        save(record, options.out)
+    print(markdown(record))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,113 @@
+"""Markdown tables out of records: `python -m perf.report perf/results/*.json`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Record = Mapping[str, Any]
+
+
+def markdown(record: Record) -> str:
+    """The tables of one record, under a heading that says where and how it was measured."""
+    tables = overhead_tables(record) if "overhead" in record else speed_tables(record)
+    return "\n\n".join([heading(record), *tables]) + "\n"
+
+
+def heading(record: Record) -> str:
+    env = record["environment"]
+    parts = [f"**{env['gpu']}**, {env['date']}, commit {env['commit']}, driver {env['driver']}"]
+    parts.append(f"torch {env['torch']} (CUDA {env['cuda']}, cuDNN {env['cudnn']})")
+    parts += [f"{name} {env[name]}" for name in ("flash-attn-4", "flashinfer-python") if name in env]
+    text = "; ".join(parts) + f".\n`{record['command']}`"
+    if ceilings := record.get("ceilings"):
+        text += (
+            f"\nCeilings of the run: read {ceilings['read']:.0f} GB/s, copy {ceilings['copy']:.0f} GB/s, "
+            f"bf16 GEMM {ceilings['gemm']:.0f} TFLOP/s."
+        )
+    return text
+
+
+def speed_tables(record: Record) -> list[str]:
+    """One table per unit, a column per candidate; then why candidates are missing."""
+    rows = record["rows"]
+    units = dict.fromkeys(row["unit"] for row in rows)
+    tables = [_speed_table([row for row in rows if row["unit"] == unit], unit) for unit in units]
+    reasons = _reasons(rows, record.get("failed_rows", {}))
+    return [*tables, reasons] if reasons else tables
+
+
+def _speed_table(rows: Sequence[Record], unit: str) -> str:
+    names = list(dict.fromkeys(name for row in rows for name, e in row["candidates"].items() if "speed" in e))
+    ours = [name for name in names if name.startswith("cute_attn")]
+    header = [f"{unit}", *names, "share of ceiling", "ratio to best peer", "error", "SM MHz"]
+    lines = []
+    for row in rows:
+        entries = row["candidates"]
+        best = max((n for n in ours if "speed" in entries.get(n, {})), key=lambda n: entries[n]["speed"], default="")
+        own = entries.get(best, {})
+        ratio = f"{row['ratio']:.2f} ({row['best_peer']})" if row["ratio"] else "-"
+        lines.append(
+            [
+                row["name"],
+                *(_speed(entries.get(name, {})) for name in names),
+                f"{own['share']:.2f}" if own else "-",
+                ratio,
+                f"{own['error']:.1e}" if own else "-",
+                str(row["sm_clock_mhz"] or "-"),
+            ]
+        )
+    return table(header, lines)
+
+
+def _speed(entry: Record) -> str:
+    """Median and, in brackets, the speeds at the 80th and 20th percentile of the times."""
+    if "speed" not in entry:
+        return "-"
+    slow, fast = (entry["speed"] * entry["median_us"] / entry[p] for p in ("p80_us", "p20_us"))
+    return f"{entry['speed']:.1f} ({slow:.1f}-{fast:.1f})"
+
+
+def _reasons(rows: Sequence[Record], failed_rows: Mapping[str, str]) -> str:
+    """Each missing candidate with its reason and the number of rows where that happened; then missing rows."""
+    where: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for name, entry in row["candidates"].items():
+            if "reason" in entry:
+                where.setdefault((name, entry["reason"]), []).append(row["name"])
+    lines = [f"- {name}: {why} ({len(names)} of {len(rows)} rows)" for (name, why), names in where.items()]
+    lines += [f"- {name}: {why}" for name, why in failed_rows.items()]
+    return "\n".join(["Not measured:", *lines]) if lines else ""
+
+
+def overhead_tables(record: Record) -> list[str]:
+    """Host microseconds a call, and the parts of ours."""
+    calls = [[name, _host(entry)] for name, entry in record["overhead"].items()]
+    return [table(["host µs a call", "median (p20-p80)"], calls)]
+
+
+def _host(entry: Record) -> str:
+    if "reason" in entry:
+        return entry["reason"]
+    return f"{entry['median_us']:.1f} ({entry['p20_us']:.1f}-{entry['p80_us']:.1f})"
+
+
+def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first column is left-aligned, the others right-aligned."""
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *lines))
+
+
+def main(argv: Sequence[str]) -> int:
+    if not argv:
+        print(__doc__, file=sys.stderr)
+        return 2
+    print("\n".join(markdown(json.loads(Path(path).read_text())) for path in argv), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,66 @@
+"""Builds the peers that compile on first use, side by side: minutes that a run need not wait for.
+
+    python -m perf.prefill --warm-peers &     (likewise perf.decode)
+
+Each peer is built in a process of its own that solves a short version of the workload:
+    python -m perf.warm PEER '{"qo_len": 256, ...}'
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+
+import torch
+
+from perf.harness import reason
+from perf.peers import PEERS, UnavailableError
+from perf.workloads import Workload
+
+SHORT = 256
+SIDE_BY_SIDE = 10  # builds at a time, each with
+BUILD_JOBS = "4"  # compiler processes
+
+
+def builds(workloads: Sequence[Workload], names: Sequence[str] | None = None) -> list[tuple[str, Workload]]:
+    """(peer, short workload) of every distinct build: their masks and lengths are run-time values."""
+    short = dict.fromkeys(replace(w, qo_len=min(w.qo_len, SHORT), kv_len=SHORT, causal=False) for w in workloads)
+    peers = [peer for peer in PEERS if peer.builds and (names is None or peer.name in names)]
+    return [(peer.name, w) for w in short for peer in peers if w.phase in peer.phases]
+
+
+def warm(workloads: Sequence[Workload], names: Sequence[str] | None = None) -> None:
+    """Run all builds, or those of the peers named; each prints how it ended, and none ends the others."""
+    env = {"MAX_JOBS": BUILD_JOBS, **os.environ}
+
+    def spawn(job: tuple[str, Workload]) -> None:
+        name, workload = job
+        subprocess.run([sys.executable, "-m", "perf.warm", name, json.dumps(asdict(workload))], env=env)
+
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        list(pool.map(spawn, builds(workloads, names)))
+
+
+def build(name: str, workload: Workload) -> str:
+    """Bind the peer and run it once; says how that ended."""
+    peer = next(p for p in PEERS if p.name == name)
+    try:
+        for call in peer.bind(workload, [workload.inputs(torch.device("cuda"))]):
+            call()
+        torch.cuda.synchronize()
+    except UnavailableError as error:
+        return f"unavailable: {error}"
+    except Exception as error:  # a peer's failure is a line of the log
+        return f"failed: {reason(error)}"
+    return "ready"
+
+
+if __name__ == "__main__":
+    _, peer_name, text = sys.argv
+    problem = Workload(**json.loads(text))
+    print(f"{peer_name}, {problem.name}: {build(peer_name, problem)}", flush=True)

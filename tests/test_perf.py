@@ -1,0 +1,348 @@
+"""The measuring tools on a CPU: formulas against counting, harness with a fake timer, records, tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perf import bench, check, harness, report, warm
+from perf.ceilings import ceilings
+from perf.peers import PEERS, Peer, UnavailableError
+from perf.workloads import Inputs, Workload
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+SMALL = Workload(96, 128, 4, 2, 64, 64, causal=True, dtype="float16")
+CEILINGS = {"read": 4000.0, "copy": 4000.0, "gemm": 700.0}
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.booleans())
+def test_pairs_are_counted_exactly(qo_len: int, kv_len: int, causal: bool) -> None:
+    w = Workload(qo_len, kv_len, 1, 1, 64, 64, causal)
+    visible = [
+        (i, j) for i, j in itertools.product(range(qo_len), range(kv_len)) if not causal or j <= i + kv_len - qo_len
+    ]
+    assert w.pairs == len(visible)
+
+
+def test_work_of_known_problems() -> None:
+    prefill = Workload(4096, 4096, 32, 8, 128, 128, causal=True)
+    assert prefill.flops == 2 * (4096 * 4097 // 2) * 256 * 32
+    assert prefill.metric.unit == "TFLOP/s"
+    assert prefill.metric.value(1000.0) == pytest.approx(prefill.flops / 1e-3 / 1e12)
+    two_sizes = Workload(100, 200, 16, 16, 192, 128)
+    assert two_sizes.flops == 2 * 100 * 200 * (192 + 128) * 16
+
+    decode = Workload(1, 131072, 32, 8, 128, 128)
+    assert decode.bytes == 2 * 131072 * 8 * 128 * 2 + 2 * 32 * 128 * 2
+    assert decode.metric.unit == "GB/s"
+    assert decode.metric.value(130.7) == pytest.approx(4107.6, rel=1e-3)  # bytes over microseconds, by hand
+
+
+def test_input_sets_exceed_twice_the_l2() -> None:
+    w = Workload(1, 8192, 32, 8, 128, 128)
+    for l2_bytes in (50 << 20, 126 << 20):
+        assert w.num_sets(l2_bytes) * w.bytes > 2 * l2_bytes >= (w.num_sets(l2_bytes) - 1) * w.bytes
+
+
+class FakeReplay:
+    def __init__(self, name: str, launches: int) -> None:
+        self.name, self.launches = name, launches
+
+
+class FakeTimer:
+    """Launches take what `speeds` says (ms, by what the call returns); jitter repeats 0, +10 %, -10 %."""
+
+    def __init__(self, speeds: dict[str, float]) -> None:
+        self.speeds = speeds
+        self.order: list[str] = []
+        self.walked: list[list[str]] = []
+        self.turn = 0
+
+    def capture(self, calls: Sequence[Callable[[], Any]], launches: int) -> FakeReplay:
+        walked = [calls[i % len(calls)]() for i in range(launches)]
+        self.walked.append(walked)
+        return FakeReplay(walked[0].rstrip("0123456789"), launches)
+
+    def run(self, replays: Sequence[Any]) -> list[float]:
+        self.turn += 1
+        jitter = (1.0, 1.1, 0.9)[self.turn % 3]
+        self.order += [replay.name for replay in replays]
+        return [self.speeds[replay.name] * jitter * replay.launches for replay in replays]
+
+    def sm_clock_mhz(self, replay: Any) -> int | None:
+        return 1755
+
+
+def named(name: str, sets: int) -> list[Callable[[], str]]:
+    return [lambda i=i: f"{name}{i}" for i in range(sets)]  # type: ignore[misc]
+
+
+def test_harness_takes_medians_and_spread_of_interleaved_rounds() -> None:
+    timer = FakeTimer({"fast": 0.016, "slow": 0.5})
+    measured = harness.measure({"fast": named("fast", 4), "slow": named("slow", 4)}, timer, rounds=30)
+    fast = measured.timings["fast"]
+    assert isinstance(fast, harness.Timing)
+    assert fast.median_us == pytest.approx(16.0)
+    assert (fast.p20_us, fast.p80_us) == (pytest.approx(14.4), pytest.approx(17.6))
+    assert fast.rounds == 30
+    assert measured.sm_clock_mhz == 1755
+    timed = timer.order[-60:]
+    assert timed[:4] == ["slow", "fast", "fast", "slow"] or timed[:4] == ["fast", "slow", "slow", "fast"]
+    assert timed.count("fast") == timed.count("slow") == 30
+
+
+@pytest.mark.parametrize(("launch_ms", "sets"), [(0.016, 4), (0.002, 121), (0.9, 3), (7.0, 1)])
+def test_captures_walk_through_all_sets_and_are_long_enough(launch_ms: float, sets: int) -> None:
+    timer = FakeTimer({"k": launch_ms})
+    harness.measure({"k": named("k", sets)}, timer, rounds=3)
+    walked = timer.walked[-1]
+    assert walked == [f"k{i % sets}" for i in range(len(walked))]
+    assert len(walked) % sets == 0
+    assert len(walked) >= (harness.MIN_LAUNCHES if launch_ms < harness.SHORT_MS else 1)
+    assert len(walked) * launch_ms >= 0.9 * min(harness.GRAPH_MS, harness.MAX_LAUNCHES * launch_ms)
+
+
+def test_a_candidate_that_cannot_be_captured_is_a_reason() -> None:
+    def fails() -> str:
+        raise RuntimeError("no kernel for you\nsecond line")
+
+    measured = harness.measure({"bad": [fails], "good": named("good", 1)}, FakeTimer({"good": 1.0}), rounds=3)
+    assert measured.timings["bad"] == "not captured: RuntimeError: no kernel for you"
+    assert isinstance(measured.timings["good"], harness.Timing)
+
+
+def sdpa(w: Workload, x: Inputs) -> torch.Tensor:
+    q, k, v = (t.transpose(0, 1).float() for t in x)
+    last_key = torch.arange(w.qo_len)[:, None] + w.kv_len - w.qo_len
+    mask = torch.arange(w.kv_len) <= last_key if w.causal else None
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return o.transpose(0, 1)
+
+
+def test_oracle_accepts_right_and_rejects_wrong_outputs() -> None:
+    w = Workload(150, 170, 4, 2, 64, 64, causal=True, dtype="float16")
+    x = w.inputs(CPU)
+    oracle = check.Oracle(w, x)
+    right = sdpa(w, x)
+    assert oracle.error(right) < 1e-4
+    assert oracle.complaint(oracle.error(right)) is None
+    for row in (0, w.qo_len - 1):  # both ends are looked at
+        wrong = right.clone()
+        wrong[row] += 1.0
+        assert oracle.complaint(oracle.error(wrong))
+    wrong = right.clone()
+    wrong[-1, 0, 0] = float("nan")
+    assert oracle.complaint(oracle.error(wrong))
+
+
+@given(st.integers(1, 20000))
+def test_checked_rows_are_distinct_and_exist(qo_len: int) -> None:
+    rows = check.checked_rows(qo_len)
+    assert len(set(rows)) == len(rows) == min(qo_len, check.NUM_ROWS)
+    assert {0, qo_len - 1} <= set(rows)
+    assert min(rows) >= 0
+    assert max(rows) < qo_len
+
+
+class SdpaTimer(FakeTimer):
+    """Names replays by the order of capture: two captures (probe and real) a candidate."""
+
+    def capture(self, calls: Sequence[Callable[[], Any]], launches: int) -> FakeReplay:
+        for call in calls:
+            call()
+        self.walked.append([])
+        return FakeReplay(list(self.speeds)[(len(self.walked) - 1) // 2], launches)
+
+
+def test_ceilings_from_times() -> None:
+    timer = SdpaTimer({"sum": 2.0, "max": 1.0, "copy": 4.0, "gemm": 0.5})
+    found = ceilings(timer, CPU, read_bytes=1 << 20, gemm_size=64)
+    assert found["read"] == pytest.approx((1 << 20) / 1e-3 / 1e9)  # the faster of two ways to read
+    assert found["copy"] == pytest.approx(2 * (1 << 20) / 4e-3 / 1e9)
+    assert found["gemm"] == pytest.approx(2 * 64**3 / 0.5e-3 / 1e12)
+
+
+@pytest.mark.parametrize(
+    "w", [dataclasses.replace(SMALL, kv_len=96), Workload(1, 100, 4, 2, 64, 64, dtype="float16")], ids=str
+)
+def test_sdpa_adapter_is_right(w: Workload) -> None:
+    (adapter,) = [peer for peer in PEERS if peer.name == "torch flash"]
+    sets = [w.inputs(CPU, seed) for seed in range(2)]
+    for x, call in zip(sets, adapter.bind(w, sets), strict=True):
+        oracle = check.Oracle(w, x)
+        assert oracle.complaint(oracle.error(call())) is None
+
+
+def test_sdpa_adapter_refuses_what_torch_aligns_otherwise() -> None:
+    with pytest.raises(UnavailableError, match="top-left"):
+        PEERS[0].bind(SMALL, [SMALL.inputs(CPU)])
+
+
+@pytest.mark.parametrize("peer", [p for p in PEERS if not p.name.startswith("torch")], ids=lambda p: p.name)
+def test_absent_peers_are_reasons(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
+    for package in ("flashinfer", "flash_attn"):
+        monkeypatch.setitem(sys.modules, package, None)
+    w = Workload(1, 128, 4, 2, 64, 64) if "decode" in peer.phases else SMALL
+    with pytest.raises(UnavailableError, match="does not import"):
+        peer.bind(w, [w.inputs(CPU)])
+
+
+def row_of_fakes() -> dict[str, Any]:
+    def bind(offset: float) -> Callable[[Workload, Sequence[Inputs]], list[harness.Call]]:
+        return lambda w, sets: [lambda x=x: sdpa(w, x) + offset for x in sets]  # type: ignore[misc]
+
+    def absent(w: Workload, sets: Sequence[Inputs]) -> list[harness.Call]:
+        raise UnavailableError("it is not installed")
+
+    binds = {
+        "cute_attn": bind(0.0),
+        "peer A": bind(0.0),
+        "peer B": bind(0.5),
+        "peer C": absent,
+        "peer D": bind(0.0),
+    }
+    timer = SdpaTimer({"cute_attn": 1.0, "peer A": 1.25, "peer D": 2.0})
+    return bench.run_row(SMALL, binds, timer, CEILINGS, CPU, l2_bytes=1 << 16, rounds=9)
+
+
+def test_row_has_speed_share_ratio_error_and_reasons() -> None:
+    row = row_of_fakes()
+    ours, a = row["candidates"]["cute_attn"], row["candidates"]["peer A"]
+    assert ours["median_us"] == pytest.approx(1000.0)
+    assert ours["speed"] == pytest.approx(SMALL.flops / 1e-3 / 1e12)
+    assert ours["share"] == pytest.approx(ours["speed"] / CEILINGS["gemm"])
+    assert ours["error"] < 1e-4
+    assert row["best_peer"] == "peer A"
+    assert row["ratio"] == pytest.approx(1.25)
+    assert a["p20_us"] < a["median_us"] < a["p80_us"]
+    assert row["candidates"]["peer B"]["reason"].startswith("wrong: relative error")
+    assert "speed" not in row["candidates"]["peer B"]
+    assert row["candidates"]["peer C"]["reason"] == "UnavailableError: it is not installed"
+    assert row["input_sets"] == SMALL.num_sets(1 << 16)
+
+
+def test_ratio_needs_both_sides() -> None:
+    assert bench.versus({"cute_attn": {"speed": 2.0}, "x": {"reason": "no"}}) == {
+        "best_peer": None,
+        "ratio": None,
+    }
+    assert bench.versus({"cute_attn": {"reason": "no"}, "x": {"speed": 2.0}}) == {
+        "best_peer": "x",
+        "ratio": None,
+    }
+
+
+def environment() -> dict[str, str]:
+    return dict.fromkeys(("gpu", "date", "commit", "driver", "torch", "cuda", "cudnn"), "?")
+
+
+def test_markdown_shows_every_number_and_reason(tmp_path: Path) -> None:
+    row = row_of_fakes()
+    record = {
+        "command": "python -m perf.prefill",
+        "environment": environment(),
+        "ceilings": CEILINGS,
+        "rows": [row],
+        "failed_rows": {"a long row": "OutOfMemoryError: too long"},
+    }
+    bench.save(record, tmp_path / "deep" / "record.json")
+    done = subprocess.run(
+        [sys.executable, "-m", "perf.report", str(tmp_path / "deep" / "record.json")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    line = next(line for line in done.stdout.splitlines() if SMALL.name in line)
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    speed = row["candidates"]["cute_attn"]["speed"]
+    assert cells[1].startswith(f"{speed:.1f} (")
+    assert cells[-3] == "1.25 (peer A)"
+    assert cells[-1] == "1755"
+    assert "peer C: UnavailableError: it is not installed (1 of 1 rows)" in done.stdout
+    assert "- a long row: OutOfMemoryError: too long" in done.stdout
+    assert "bf16 GEMM 700 TFLOP/s" in done.stdout
+
+
+def test_markdown_of_host_times() -> None:
+    timing = {"median_us": 21.5, "p20_us": 21.0, "p80_us": 22.25, "launches": 200, "rounds": 31}
+    overhead = {"single": timing, "peer": {"reason": "not here"}}
+    text = report.markdown({"command": "x", "environment": environment(), "overhead": overhead})
+    assert "| single | 21.5 (21.0-22.2) |" in text
+    assert "| peer | not here |" in text
+
+
+def test_host_time_divides_wall_time_by_calls() -> None:
+    from perf.overhead import host_time
+
+    ticks = itertools.count(0, 50_000)  # the clock is read at either end of a repeat: 50 us apart
+    waits: list[None] = []
+    found = host_time(lambda: None, lambda: waits.append(None), lambda: next(ticks), calls=10, repeats=5)
+    assert found.median_us == pytest.approx(5.0)
+    assert found.rounds == 5
+    assert len(waits) == 7  # before each of 5 + 1 repeats, and at the end
+
+
+def test_growing_cache_walks_through_every_length() -> None:
+    from perf.overhead import GrowingCache
+
+    seen: list[tuple[int, int]] = []
+    w = Workload(1, 5, 2, 1, 64, 64)
+    grow = GrowingCache(w.inputs(CPU), lambda q, k, v: seen.append((len(k), len(v))))
+    for _ in range(6):
+        grow()
+    assert seen == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (1, 1)]
+
+
+def test_overhead_times_calls_that_exist() -> None:
+    from perf import overhead
+
+    for call in overhead.calls(CPU).values():
+        call()
+    stages = overhead.parts(CPU)
+    assert len(stages) == 5
+    for name in list(stages)[:4]:  # the last asks CUDA for its stream
+        stages[name]()
+
+
+def test_builds_are_distinct_and_of_the_right_phase() -> None:
+    from perf import decode, prefill
+
+    jobs = warm.builds(prefill.WORKLOADS)
+    assert len(set(jobs)) == len(jobs)
+    phases = {peer.name: peer.phases for peer in PEERS if peer.builds}
+    assert jobs
+    assert all("prefill" in phases[name] and w.qo_len == warm.SHORT for name, w in jobs)
+    assert {name for name, _ in warm.builds(prefill.WORKLOADS, ["FlashInfer fa2"])} == {"FlashInfer fa2"}
+    assert all("decode" in phases[name] and w.qo_len == 1 for name, w in warm.builds(decode.WORKLOADS))
+
+
+def test_only_chooses_rows_by_words() -> None:
+    from perf import prefill
+
+    names = [w.name for w in prefill.WORKLOADS]
+    assert len(set(names)) == len(names)
+    options = bench.parse("prefill", ["--only", "d128", "causal", "h32/8"])
+    assert len(bench.only(prefill.WORKLOADS, options.only)) == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says why there is nothing to measure without a GPU")
+@pytest.mark.parametrize("module", ["prefill", "decode", "overhead"])
+def test_without_a_gpu_it_says_so(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", f"perf.{module}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "Nothing to measure here" in done.stderr
+    assert "Traceback" not in done.stderr
