@@ -118,6 +118,7 @@ class Runner:
         self.features, self.arch, self.device_index, self.sms = features, arch, device_index, sms
         self.group = features.num_qo_heads // features.num_kv_heads
         self.group_magic = divisor.magic(self.group)
+        self.kv_heads_magic = divisor.magic(features.num_kv_heads)
         self.folded_log2e = 1.0 if scores(features) else LOG2E
         self.rope_exponent = -2.0 / features.head_dim_qk
         self.schedules: dict[Tile, Schedule] = {}
@@ -212,6 +213,7 @@ class Runner:
             *self.group_magic,
             self.features.num_qo_heads,
             self.features.num_kv_heads,
+            *self.kv_heads_magic,
             position if problem.causal else UNBOUNDED,
             position - problem.window_left if 0 <= problem.window_left < problem.kv_len else -UNBOUNDED,
             tiles_per_split,

@@ -62,6 +62,8 @@ class Fa2Params(NamedTuple):
     group_shift: Int32
     num_qo_heads: Int32
     num_kv_heads: Int32
+    kv_heads_multiplier: Int32
+    kv_heads_shift: Int32
     right: Int32
     left: Int32
     tiles_per_split: Int32
@@ -143,7 +145,7 @@ class Fa2Program:
         # Heads side by side, last rows first: under a causal mask the longest tiles of all heads start first, and the
         # CTAs of a wave read the same stretch of their K and V. On an H200 4096 causal tokens gain 16 %, 16384 1 %.
         place = cute.arch.grid_dim()[0] - 1 - x
-        index = place // p.num_kv_heads
+        index = Divisor(p.num_kv_heads, p.kv_heads_multiplier, p.kv_heads_shift).quotient(place)
         kv_head = place - index * p.num_kv_heads
         group = Divisor(p.group, p.group_multiplier, p.group_shift)
         rows = PackedRows(index * shape.rows, p.qo_len * p.group, group, kv_head * p.group)

@@ -49,7 +49,8 @@ class TokenRows:
         become zeros: a NaN there would survive 0 * V.
         """
         step = team.size // 8
-        row, chunk = team.thread // 8, team.thread % 8
+        thread = ptx.opaque(team.thread)
+        row, chunk = thread >> 3, thread & 7
         shared = target + swizzled(row, chunk, self.pitch)
         source = self.base + Int64(start + row) * self.stride + Int64(chunk * CHUNK)
         for i in range(rows // step):

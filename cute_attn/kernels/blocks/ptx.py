@@ -253,6 +253,11 @@ def unpack_16(dtype: str, pair: Int32) -> list[Float32]:
 # --- choices without branches ---------------------------------------------------------------------------------------
 
 
+def opaque(x: Int32) -> Int32:
+    """x, its history hidden: what is computed from it stays inside a loop instead of in registers across it."""
+    return asm("mov.b32 $0, $1;", [Int32], [x])
+
+
 def select(condition: Boolean, a: Any, b: Any) -> Any:
     """a where the condition holds, else b; both scalars of one type."""
     return type(a)(select_(condition, a, b))
