@@ -149,7 +149,7 @@ class Fa2Program:
         kv_head = place - index * p.num_kv_heads
         group = Divisor(p.group, p.group_multiplier, p.group_shift)
         rows = PackedRows(index * shape.rows, p.qo_len * p.group, group, kv_head * p.group)
-        lanes, team = Lanes.of(memory), Team.of(memory)
+        lanes, team = Lanes.of(memory, cute.arch.thread_idx()[0]), Team.of(memory)
         head = Int64(kv_head)
         k = TokenRows(p.k + head * p.k_stride_h, p.k_stride_n, spec.head_dim_qk // 8, memory.qk_pitch)
         v = TokenRows(p.v + head * p.v_stride_h, p.v_stride_n, spec.head_dim_vo // 8, memory.vo_pitch)
@@ -202,7 +202,11 @@ class Fa2Program:
             o, lse = o + slab * (self.spec.head_dim_vo * 4), lse + slab * 4
         target = Target(self.spec.out_dtype, o, p.o_stride_n, p.o_stride_h, lse, p.num_qo_heads)
         kind = WarpRows if self.spec.tile.warps_cols == 1 else MergedWarps
-        return kind(self.tile, work.lanes, work.rows, target, finish, base)
+        lanes = work.lanes
+        if target.dtype == "float32":
+            # Apart from those of the mask, whose tokens per row would stay in registers, all through the loop, for this.
+            lanes = Lanes.of(self.memory, ptx.opaque(cute.arch.thread_idx()[0]))
+        return kind(self.tile, lanes, work.rows, target, finish, base)
 
     # --- phases -----------------------------------------------------------------------------------------------------
 

@@ -24,11 +24,11 @@ APPEND_ROWS = 64  # up to so many, a tile of 64 rows wastes less than one of 128
 # Columns of the prefill tile by head dims: (plain, modified). Rows x warps are in `_prefill`.
 _COLS_227K = {
     (64, 64): (112, 64),
-    (80, 80): (48, 48),
-    (96, 96): (48, 32),
-    (112, 112): (48, 32),
-    (128, 128): (64, 32),
-    (192, 128): (32, 32),
+    (80, 80): (64, 48),
+    (96, 96): (48, 48),
+    (112, 112): (64, 48),
+    (128, 128): (64, 48),
+    (192, 128): (48, 32),
     (256, 256): (64, 64),
 }
 _COLS_163K = {
@@ -91,10 +91,9 @@ def _prefill(head_dims: tuple[int, int], plain: bool, arch: Arch) -> Tile:
 
 
 def _append(head_dims: tuple[int, int], arch: Arch) -> Tile:
-    wide = head_dims[0] > 128
     if arch.smem_limit < 128 * 1024:
         return Tile(64, 32, 4, 1, 2)
-    return Tile(64, 32 if wide else 64, 4, 1, 2)
+    return Tile(64, {192: 48, 256: 32}.get(head_dims[0], 64), 4, 1, 2)
 
 
 def _decode(head_dims: tuple[int, int], arch: Arch) -> Tile:

@@ -104,10 +104,9 @@ class Lanes:
     v: Int32
 
     @classmethod
-    def of(cls, memory: SharedMemory) -> "Lanes":
+    def of(cls, memory: SharedMemory, thread: Int32) -> "Lanes":
         tile = memory.tile
-        thread = cute.arch.thread_idx()[0]
-        warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
+        warp, lane = cute.arch.make_warp_uniform(thread >> 5), thread & 31
         warp_row, warp_col = warp // tile.warps_cols, warp % tile.warps_cols
         row0 = warp_row * (tile.rows // tile.warps_rows)
         col0 = warp_col * (tile.cols // tile.warps_cols)
