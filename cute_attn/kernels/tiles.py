@@ -27,7 +27,7 @@ _COLS_227K = {
     (80, 80): (64, 48),
     (96, 96): (48, 48),
     (112, 112): (64, 48),
-    (128, 128): (64, 48),
+    (128, 128): (64, 32),
     (192, 128): (48, 32),
     (256, 256): (64, 64),
 }
@@ -67,10 +67,10 @@ def candidates(head_dims: tuple[int, int], plain: bool, arch: Arch) -> list[Tile
 
 
 def resident_ctas(tile: Tile, head_dims: tuple[int, int], arch: Arch) -> int:
-    """CTAs that an SM holds at once: prefill tiles use all registers of a thread, decode tiles at most 128."""
+    """CTAs that an SM holds at once: prefill tiles use all registers of a thread, decode tiles up to 168 where two fit."""
     smem_bytes = SharedMemory(tile, *head_dims, rope=False).bytes
     by_smem = (arch.smem_limit + RESERVED_SMEM) // (smem_bytes + RESERVED_SMEM)
-    by_registers = REGISTERS // (tile.threads * (256 if tile.warps_cols == 1 else 128))
+    by_registers = REGISTERS // (tile.threads * (256 if tile.warps_cols == 1 else 168))
     return max(1, min(by_smem, by_registers))
 
 

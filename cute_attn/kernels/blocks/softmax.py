@@ -13,7 +13,6 @@ from cutlass import Boolean, Float32
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.mma import WarpTile
 
-
 SLACK = 8.0  # log2: p stays below 256, far from fp16's 65504
 INFINITY = float("inf")
 
