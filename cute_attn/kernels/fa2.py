@@ -10,6 +10,7 @@ columns: it loads, waits for and consumes its own part of the ring without any C
 the end. Two CTAs share an SM, so that one's softmax runs under the other's matrix products.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -177,7 +178,7 @@ class Fa2Program:
         return BandMask(band, self.tile, rows, lanes)
 
     def make_scores(self, p: Fa2Params, scale: Float32, rows: PackedRows, lanes: Lanes) -> Scores:
-        makers = {
+        makers: dict[str, Callable[[], Scale | SoftCap | Alibi]] = {
             "scale": lambda: Scale(scale),
             "alibi": lambda: Alibi(self.tile, rows, lanes, p.num_qo_heads),
             "soft_cap": lambda: SoftCap(p.soft_cap),
@@ -204,7 +205,7 @@ class Fa2Program:
         kind = WarpRows if self.spec.tile.warps_cols == 1 else MergedWarps
         lanes = work.lanes
         if target.dtype == "float32":
-            # Apart from those of the mask, whose tokens per row would stay in registers, all through the loop, for this.
+            # Not the mask's: its tokens per row would stay in registers, all through the loop, for the epilogue.
             lanes = Lanes.of(self.memory, ptx.opaque(cute.arch.thread_idx()[0]))
         return kind(self.tile, lanes, work.rows, target, finish, base)
 

@@ -1,8 +1,9 @@
 """Tile tables of the mma.sync kernel, as data: which tile a problem gets, by head dims, rows and shared memory.
 
 Every row must compile to 0 bytes of stack (`python -m cute_attn kernels --check` does all of them); "plain" rows may be
-wider than "modified" ones, which need registers for masks bits, slopes or rotations. Times behind the choices, H200, d 128,
-32/8 heads, 16384 tokens, TFLOP/s causal and full: 128x64 390 and 382, 128x48 374 and 366, 128x32 (3 stages) 356 and 351.
+wider than "modified" ones, which need registers for mask bits, slopes or rotations. Wider is faster as long as nothing
+spills: on an H200, d 128, 32/8 heads, 16384 tokens, causal and full, 128 x 64 made 422 and 405 TFLOP/s, 128 x 48 406 and
+392, and an earlier form of the kernel 390 and 382, 374 and 366, 356 and 351 with 64, 48 and 32 columns.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def candidates(head_dims: tuple[int, int], plain: bool, arch: Arch) -> list[Tile
 
 
 def resident_ctas(tile: Tile, head_dims: tuple[int, int], arch: Arch) -> int:
-    """CTAs that an SM holds at once: prefill tiles use all registers of a thread, decode tiles up to 168 where two fit."""
+    """CTAs that an SM holds at once. Prefill tiles use all registers of a thread, decode tiles up to 168."""
     smem_bytes = SharedMemory(tile, *head_dims, rope=False).bytes
     by_smem = (arch.smem_limit + RESERVED_SMEM) // (smem_bytes + RESERVED_SMEM)
     by_registers = REGISTERS // (tile.threads * (256 if tile.warps_cols == 1 else 168))
