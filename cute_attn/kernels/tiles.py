@@ -1,9 +1,9 @@
 """Tile tables of the mma.sync kernel, as data: which tile a problem gets, by head dims, rows and shared memory.
 
-Every row must compile to 0 bytes of stack (`python -m cute_attn kernels --check` does all of them); "plain" rows may be
-wider than "modified" ones, which need registers for mask bits, slopes or rotations. Wider is faster as long as nothing
-spills: on an H200, d 128, 32/8 heads, 16384 tokens, causal and full, 128 x 64 made 422 and 405 TFLOP/s, 128 x 48 406 and
-392, and an earlier form of the kernel 390 and 382, 374 and 366, 356 and 351 with 64, 48 and 32 columns.
+Every row must compile to 0 bytes of stack (`python -m cute_attn kernels --check` compiles them all); "plain" rows may
+be wider than "modified" ones, which need registers for mask bits, slopes or rotations. Wider is faster as long as
+nothing spills: on an H200, d 128, 32/8 heads, 16384 tokens, causal and full, 128 x 64 made 422 and 405 TFLOP/s and
+128 x 48 406 and 392; an earlier form of the kernel 390 and 382, 374 and 366, 356 and 351 with 64, 48 and 32 columns.
 """
 
 from __future__ import annotations
