@@ -141,11 +141,12 @@ class WarpRows:
     def store_staged(self, out: list[Float32], factors: list[Float32]) -> None:
         """16 bit: through this warp's own rows of the Q tile, so that rows leave in 16-byte pieces.
 
-        Only this warp read those rows, so a warp barrier is enough.
+        The CTA barrier is for tiles without any kv tile: there, no other one stands between the copies of Q, which other
+        warps made, and these stores.
         """
         memory = self.tile.memory
         pitch, chunks = memory.qk_pitch, memory.head_dim_vo // 8
-        ptx.sync_warp()
+        ptx.sync_threads()
         for slot in cutlass.range_constexpr(self.tile.row_slots):
             address = self.base + swizzled(self.lanes.row(memory, slot), Int32(0), pitch) + self.lanes.lane % 4 * 4
             for d in cutlass.range_constexpr(self.tile.d_blocks):
