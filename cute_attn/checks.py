@@ -11,6 +11,8 @@ import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError, LayoutError
 
+Extent = tuple[int, int]  # addresses of the first byte and past the last
+
 LARGEST = 1e38  # times log2(e) it is still an fp32 number
 
 
@@ -51,7 +53,7 @@ def real(name: str, value: Any) -> float:
         value = float(value)
     if not -LARGEST <= value <= LARGEST:  # false for NaN
         raise ArgumentError(f"{name} must be finite and within +-{LARGEST}, got {value!r}")
-    return value
+    return value + 0.0  # -0.0 is 0.0: what is remembered for one must hold for the other
 
 
 def positive(name: str, value: Any) -> float:
@@ -90,6 +92,8 @@ def dtype(name: str, value: torch.dtype, accepted: Sequence[torch.dtype]) -> Non
 
 def dense(name: str, value: torch.Tensor) -> None:
     """A buffer to write: no two elements share memory, and the last axis has unit stride."""
+    if value.is_contiguous():
+        return
     needed = 1
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size > 1 and stride < needed:
@@ -101,17 +105,18 @@ def dense(name: str, value: torch.Tensor) -> None:
         raise ArgumentError(f"{name} must have stride 1 on its last axis, got strides {value.stride()}")
 
 
-def extent(value: torch.Tensor) -> tuple[int, int]:
+def extent(value: torch.Tensor) -> Extent:
     """First address of a tensor and the one past its last element."""
     start = value.data_ptr()
+    if value.is_contiguous():
+        return start, start + value.nbytes
     if value.numel() == 0:
         return start, start
-    last = sum(stride * (size - 1) for stride, size in zip(value.stride(), value.shape, strict=True))
+    last = sum(stride * (count - 1) for stride, count in zip(value.stride(), value.shape, strict=True))
     return start, start + (last + 1) * value.element_size()
 
 
-def apart(name: str, buffer: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    """A buffer to write may not lie over anything else. Interleaved views of one storage count as overlap."""
-    (start, stop), (other_start, other_stop) = extent(buffer), extent(other)
-    if start < other_stop and other_start < stop:
+def apart(name: str, written: Extent, other_name: str, other: Extent) -> None:
+    """The extent of a buffer to write may not cross another. Interleaved views of one storage count as overlap."""
+    if written[0] < other[1] and other[0] < written[1]:
         raise ArgumentError(f"{name} must not share memory with {other_name}: their address ranges overlap")

@@ -89,35 +89,15 @@ def single_decode_with_kv_cache(
     torch.Size([32, 128])
     """
     checks.boolean("use_tensor_cores", use_tensor_cores)
-    problem = normalize.problem(
-        normalize.Call(
-            q,
-            k,
-            v,
-            decode=True,
-            kv_layout=kv_layout,
-            pos_encoding_mode=pos_encoding_mode,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-            q_scale=q_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            out=out,
-            lse=lse,
-            return_lse=return_lse,
-            sinks=sinks,
-            enable_pdl=enable_pdl,
-        )
-    )
+    call = normalize.Call(  # by position: keywords would cost 0.7 us
+        q, k, v, True,
+        None, None, (None, None, None), None, sinks, out, lse,
+        kv_layout, pos_encoding_mode, False, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta,
+        q_scale, k_scale, v_scale, None, return_lse, enable_pdl,
+    )  # fmt: skip
+    problem = normalize.problem(call)
     select.run(problem, backend)
-    if out is None:
-        out = problem.out.squeeze(0)
-    if not return_lse:
-        return out
-    if lse is None:
+    if return_lse:
         assert problem.lse is not None
-        lse = problem.lse.squeeze(0)
-    return out, lse
+        return problem.out, problem.lse
+    return problem.out

@@ -46,11 +46,7 @@ def split_kv(kv_tiles: int, visible_tiles: int, ctas: int, slots: int, min_tiles
     wanted = min(slots // ctas, MAX_SPLITS)
     if wanted < 2:
         return Split(1, max(1, kv_tiles))
-    tiles_per_split = max(
-        min_tiles,
-        ceil_div(visible_tiles, wanted),
-        ceil_div(kv_tiles, MAX_SPLITS),
-    )
+    tiles_per_split = max(min_tiles, -(-visible_tiles // wanted), -(-kv_tiles // MAX_SPLITS))
     if visible_tiles - tiles_per_split < SAVED_TILES:
         return Split(1, max(1, kv_tiles))
     return Split(ceil_div(kv_tiles, tiles_per_split), tiles_per_split)

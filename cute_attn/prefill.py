@@ -117,33 +117,13 @@ def single_prefill_with_kv_cache(
     (torch.Size([128, 32, 128]), torch.Size([128, 32]))
     """
     checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
-    problem = normalize.problem(
-        normalize.Call(
-            q,
-            k,
-            v,
-            kv_layout=kv_layout,
-            pos_encoding_mode=pos_encoding_mode,
-            causal=causal,
-            custom_mask=custom_mask,
-            packed_custom_mask=packed_custom_mask,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            head_scales=(scale_q, scale_k, scale_v),
-            kv_cache_sf=kv_cache_sf,
-            o_dtype=o_dtype,
-            out=out,
-            lse=lse,
-            return_lse=return_lse,
-            sinks=sinks,
-            enable_pdl=enable_pdl,
-        )
-    )
+    call = normalize.Call(  # by position: keywords would cost 0.7 us
+        q, k, v, False,
+        custom_mask, packed_custom_mask, (scale_q, scale_k, scale_v), kv_cache_sf, sinks, out, lse,
+        kv_layout, pos_encoding_mode, causal, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta,
+        None, k_scale, v_scale, o_dtype, return_lse, enable_pdl,
+    )  # fmt: skip
+    problem = normalize.problem(call)
     select.run(problem, backend)
     if return_lse:
         assert problem.lse is not None

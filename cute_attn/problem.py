@@ -1,7 +1,8 @@
 """What one attention call asks for, after every user error has been raised.
 
-`Features` is all that can change which code runs (the memo key of selection and preparation); `Problem` adds the
-tensors, lengths and numbers of one call.
+`Features` is all that can change which code runs, `Settings` all that a repeated call has in common with the one
+before: the keys under which selection and preparation are remembered. `Problem` adds the tensors and lengths of one
+call.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 
 
 class Features(NamedTuple):
-    """The structure of a problem: hashable, cheap to build, free of lengths, addresses and strides."""
+    """The structure of a problem: hashable, free of numbers, lengths, addresses and strides."""
 
     device: torch.device
     q_dtype: torch.dtype
@@ -31,10 +32,28 @@ class Features(NamedTuple):
     sinks: bool = False
 
 
-class Problem(NamedTuple):
-    """One call. Lengths count tokens; strides stay with the tensors (unit stride on the last axis is guaranteed)."""
+class Settings(NamedTuple):
+    """Features and numbers: hashable, free of lengths, addresses and strides."""
 
     features: Features
+    kv_layout: str = "NHD"
+    causal: bool = False
+    window_left: int = -1
+    logits_soft_cap: float = 0.0
+    sm_scale: float = 1.0  # product of sm_scale and all float q/k scales
+    v_scale: float = 1.0
+    rope_scale: float = 1.0
+    rope_theta: float = 1e4
+    enable_pdl: bool | None = None
+
+
+class Problem(NamedTuple):
+    """One call. Lengths count tokens; strides stay with the tensors (unit stride on the last axis is guaranteed).
+
+    With `qo_len` 1, q, out and lse may lack their first axis, as decode has them.
+    """
+
+    settings: Settings
     qo_len: int
     kv_len: int
     q: torch.Tensor  # [qo_len, num_qo_heads, head_dim_qk]
@@ -42,20 +61,15 @@ class Problem(NamedTuple):
     v: torch.Tensor  # like k, with head_dim_vo
     out: torch.Tensor  # [qo_len, num_qo_heads, head_dim_vo]
     lse: torch.Tensor | None  # [qo_len, num_qo_heads] fp32, base 2
-    kv_layout: str = "NHD"
     packed_mask: torch.Tensor | None = None  # uint8, bit (qo_idx * kv_len + kv_idx), little bit order
-    causal: bool = False
-    window_left: int = -1
-    logits_soft_cap: float = 0.0
-    sm_scale: float = 1.0  # product of sm_scale and all float q/k scales
-    v_scale: float = 1.0
     scale_tensors: tuple[
         torch.Tensor, ...
     ] = ()  # one-element fp32 device tensors, multiplied into sm_scale (at most 2)
     v_scale_tensor: torch.Tensor | None = None  # one-element fp32 device tensor, multiplied into v_scale
-    rope_scale: float = 1.0
-    rope_theta: float = 1e4
     sinks: torch.Tensor | None = None  # [num_qo_heads] fp32, natural-log domain
-    enable_pdl: bool | None = None
     head_scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     # ^ features.per_head_scales: fp32 scale_q [num_qo_heads], scale_k and scale_v [num_kv_heads]
+
+    @property
+    def features(self) -> Features:
+        return self.settings.features

@@ -184,14 +184,16 @@ def run(problem: Problem, dtype: torch.dtype = torch.float32, *, round_rotated: 
     if features.kv_block_scales:
         raise NotSupported([Refusal("reference", "kv_cache_sf", "NVFP4 KV is not decoded", "dequantise k and v first")])
     q, k, v = problem.q, problem.k, problem.v
-    if problem.kv_layout == "HND":
+    if q.dim() == 2:
+        q = q.unsqueeze(0)
+    if problem.settings.kv_layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
     if features.pos_encoding_mode == "ROPE_LLAMA":
         rounded = q.dtype if round_rotated and q.dtype.itemsize == 2 else dtype
         key = torch.arange(problem.kv_len, device=q.device)
         row = torch.arange(problem.qo_len, device=q.device) + (problem.kv_len - problem.qo_len)
         q, k = (
-            rope(x, at, theta=problem.rope_theta, scale=problem.rope_scale, dtype=rounded)
+            rope(x, at, theta=problem.settings.rope_theta, scale=problem.settings.rope_scale, dtype=rounded)
             for x, at in ((q, row), (k, key))
         )
     scale, v_scale = _head_scales(problem, dtype)
@@ -202,22 +204,22 @@ def run(problem: Problem, dtype: torch.dtype = torch.float32, *, round_rotated: 
         q,
         k,
         v,
-        logits=Logits(scale, problem.logits_soft_cap, slopes),
-        mask=Mask(problem.causal, problem.window_left, keep),
+        logits=Logits(scale, problem.settings.logits_soft_cap, slopes),
+        mask=Mask(problem.settings.causal, problem.settings.window_left, keep),
         sinks=problem.sinks,
         v_scale=v_scale,
         compute_dtype=dtype,
     )
-    problem.out.copy_(o)
+    problem.out.copy_(o.view(problem.out.shape))
     if problem.lse is not None:
-        problem.lse.copy_(lse)
+        problem.lse.copy_(lse.view(problem.lse.shape))
 
 
 def _head_scales(problem: Problem, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """The factors of the scores and of the output, `[num_qo_heads]` each."""
     num_qo_heads, num_kv_heads = problem.features.num_qo_heads, problem.features.num_kv_heads
     ones = torch.ones(num_qo_heads, dtype=dtype, device=problem.q.device)
-    scale, v_scale = ones * problem.sm_scale, ones * problem.v_scale
+    scale, v_scale = ones * problem.settings.sm_scale, ones * problem.settings.v_scale
     for factor in problem.scale_tensors:
         scale = scale * factor.to(dtype).reshape(())
     if problem.v_scale_tensor is not None:

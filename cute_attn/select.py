@@ -5,6 +5,7 @@ The table drives `choose`, the messages of `NotSupported`, `explain` and the sup
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ import torch
 from cute_attn.checks import describe, short
 from cute_attn.errors import LayoutError, NotSupported, Refusal
 from cute_attn.kernels.spec import KernelSpec
-from cute_attn.problem import Features, Problem
+from cute_attn.problem import Features, Problem, Settings
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime.arch import Arch
 
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 HALF = (torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FA2_HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (256, 256), (192, 128))
+
+
+REMEMBERED = 256  # settings, and what runs them
 
 
 @dataclass(frozen=True)
@@ -36,10 +40,10 @@ class Backend:
     auto_on: tuple[str, ...]
     capability: tuple[int, int] | None
 
-    def prepare(self, features: Features) -> Callable[[Problem], None]:
-        """What runs problems of these features. Imports the backend."""
+    def prepare(self, settings: Settings) -> Callable[[Problem], None]:
+        """What runs problems of these settings. Imports the backend."""
         module = importlib.import_module(f"cute_attn.backends.{self.name}")
-        run: Callable[[Problem], None] = module.prepare(features)
+        run: Callable[[Problem], None] = module.prepare(settings)
         return run
 
     def launches(self, problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
@@ -140,15 +144,19 @@ TABLE = (
 
 def run(problem: Problem, backend: str = "auto") -> None:
     """Solve `problem` on `backend`."""
-    key = (problem.features, str(backend))
-    runner = _RUNNERS.get(key)
-    if runner is None:
-        runner = choose(problem.features, backend).prepare(problem.features)
-        _RUNNERS[key] = runner
-    runner(problem)
+    if not isinstance(backend, str):
+        choose(problem.features, backend)
+    _runner(problem.settings, backend)(problem)
 
 
-_RUNNERS: dict[tuple[Features, str], Callable[[Problem], None]] = {}
+@functools.lru_cache(REMEMBERED)
+def _runner(settings: Settings, backend: str) -> Callable[[Problem], None]:
+    return _chosen(settings.features, backend).prepare(settings)
+
+
+@functools.lru_cache(REMEMBERED)
+def _chosen(features: Features, backend: str) -> Backend:
+    return choose(features, backend)
 
 
 def choose(features: Features, backend: str = "auto", arch: Arch | None = None) -> Backend:

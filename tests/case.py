@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cute_attn import reference
-from cute_attn.problem import Features, Problem
+from cute_attn.problem import Features, Problem, Settings
 from cute_attn.quantization import packbits
 
 LOG2E = math.log2(math.e)
@@ -266,17 +266,9 @@ def problem(case: Case, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | N
         pos_encoding_mode=case.pos_encoding_mode,
         positive_scale=case.scale > 0,
     )
-    return Problem(
+    settings = Settings(
         features,
-        case.qo_len,
-        case.kv_len,
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        out,
-        lse,
         kv_layout=case.kv_layout,
-        packed_mask=packed,
         causal=case.mask == "causal",
         window_left=case.window_left,
         logits_soft_cap=case.logits_soft_cap,
@@ -284,6 +276,17 @@ def problem(case: Case, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | N
         v_scale=1.0 if case.v_scale is None else case.v_scale,
         rope_scale=case.rope_scale,
         rope_theta=case.rope_theta,
+    )
+    return Problem(
+        settings,
+        case.qo_len,
+        case.kv_len,
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        out,
+        lse,
+        packed_mask=packed,
     )
 
 

@@ -37,11 +37,11 @@ def random(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
 def solve(problem: Problem, sms: int = 132, arch: str = "sm_90a") -> None:
     """Run on the interpreted kernels and compare with the reference in fp64."""
     expected = problem._replace(
-        out=torch.empty_like(problem.out), lse=torch.empty(problem.qo_len, problem.features.num_qo_heads)
+        out=torch.empty_like(problem.out), lse=torch.empty_like(problem.out[..., 0], dtype=torch.float32)
     )
     reference.run(expected, torch.float64)
     problem.out.fill_(torch.nan)
-    fa2.Runner(problem.features, named(arch), 0, sms)(problem)
+    fa2.Runner(problem.settings, named(arch), 0, sms)(problem)
     tolerance = TOLERANCE[problem.out.dtype]
     torch.testing.assert_close(problem.out, expected.out, rtol=tolerance, atol=tolerance)
     if problem.lse is not None:
@@ -143,7 +143,7 @@ def test_scales_on_the_device(kv_len: int) -> None:
     """As normalise leaves them for CUDA tensors: their sign is unknown, so the kernel must not assume it."""
     problem = build(kv_len=kv_len, v_scale=2.0, sm_scale=0.1)
     problem = problem._replace(
-        features=problem.features._replace(positive_scale=False),
+        settings=problem.settings._replace(features=problem.features._replace(positive_scale=False)),
         scale_tensors=(torch.tensor([-0.5]), torch.tensor(3.0)),
         v_scale_tensor=torch.tensor([0.25]),
     )
@@ -182,22 +182,22 @@ def test_pdl(arch: str, asked: bool | None, used: bool) -> None:
 
 def test_kernels_are_loaded_once() -> None:
     problem = build(qo_len=1)
-    runner = fa2.Runner(problem.features, named("sm_90a"), 0, 132)
+    runner = fa2.Runner(problem.settings, named("sm_90a"), 0, 132)
     for kv_len in (300, 290, 280):
         runner(problem._replace(kv_len=kv_len, k=problem.k[:kv_len], v=problem.v[:kv_len]))
     assert len({id(launch) for launch in InterpretedLaunch.fired}) == 2
-    other = fa2.Runner(build(heads=(4, 4)).features, named("sm_90a"), 0, 132)
+    other = fa2.Runner(build(heads=(4, 4)).settings, named("sm_90a"), 0, 132)
     other(build(heads=(4, 4)))
     assert len({id(launch) for launch in InterpretedLaunch.fired}) == 2  # head counts are no part of a spec
 
 
 def test_lengths_do_not_grow_the_memo_without_bound() -> None:
     problem = build(qo_len=1)
-    runner = fa2.Runner(problem.features, named("sm_90a"), 0, 132)
-    for rows in range(1, 5000):
-        runner._schedule(rows)
-    assert len(runner.schedule_of) <= 4096
-    assert len(runner.schedules) == 1
+    runner = fa2.Runner(problem.settings, named("sm_90a"), 0, 132)
+    for length in range(1, 3 * fa2.REMEMBERED):
+        runner.plan(length, 2 * length)
+    assert runner.plan.cache_info().currsize <= fa2.REMEMBERED
+    assert runner.schedule.cache_info().currsize <= fa2.REMEMBERED
 
 
 @pytest.mark.parametrize(

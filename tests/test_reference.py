@@ -10,7 +10,7 @@ import torch
 
 from cute_attn import reference
 from cute_attn.errors import NotSupported
-from cute_attn.problem import Features, Problem
+from cute_attn.problem import Features, Problem, Settings
 from cute_attn.quantization import packbits
 from cute_attn.reference import Logits, Mask, alibi_slopes, attention, rope, unpack_mask
 
@@ -46,7 +46,8 @@ def make_problem(
     )
     out = torch.full((q.shape[0], q.shape[1], v.shape[2]), math.nan, dtype=F64)
     lse = torch.full((q.shape[0], q.shape[1]), math.nan, dtype=F64)
-    return Problem(structure, q.shape[0], k.shape[1 - heads_axis], q, k, v, out, lse, **fields)
+    settings = Settings(structure, **{name: fields.pop(name) for name in Settings._fields if name in fields})
+    return Problem(settings, q.shape[0], k.shape[1 - heads_axis], q, k, v, out, lse, **fields)
 
 
 def solve(problem: Problem, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:

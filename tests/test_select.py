@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from cute_attn import LayoutError, NotSupported, explain, select
-from cute_attn.normalize import FP8, HALF, KV_DTYPES, OUT_DTYPES, Q_DTYPES
-from cute_attn.problem import Features, Problem
+from cute_attn.problem import Features, Problem, Settings
 from cute_attn.runtime.arch import ARCHS, Arch, named
+from cute_attn.settle import FP8, HALF, KV_DTYPES, OUT_DTYPES, Q_DTYPES
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 CUDA = Features(torch.device("cuda:0"), BF16, BF16, BF16, 32, 8, 128, 128)
@@ -103,14 +103,15 @@ def test_unknown_backend() -> None:
         select.choose(CUDA, "fa9", HOPPER)
 
 
-def test_decisions_are_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "_RUNNERS", {})
+def test_decisions_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    select._runner.cache_clear()
+    select._chosen.cache_clear()
     q, kv = torch.zeros(3, 4, 16).half(), torch.zeros(7, 2, 16).half()
     out = torch.empty_like(q)
     features = Features(q.device, q.dtype, q.dtype, q.dtype, 4, 2, 16, 16)
     with caplog.at_level(logging.INFO, logger="cute_attn.select"):
-        for _ in range(3):
-            select.run(Problem(features, 3, 7, q, kv, kv, out, None))
+        for sm_scale in (1.0, 2.0, 1.0):
+            select.run(Problem(Settings(features, sm_scale=sm_scale), 3, 7, q, kv, kv, out, None))
     (record,) = caplog.records
     assert "auto: reference for cpu; q float16" in record.getMessage()
 
@@ -124,7 +125,7 @@ def test_explain_names_every_backend_and_reason() -> None:
     assert "fa2: refused\n    fa2 refuses k and v of an fp8 dtype" in text
     assert "no backend takes this problem" in text
     q = torch.zeros(1, 32, 128).bfloat16()
-    text = explain(Problem(CPU, 1, 1, q, q, q, q, None))
+    text = explain(Problem(Settings(CPU), 1, 1, q, q, q, q, None))
     assert "fa2: refused\n    fa2 refuses cpu tensors" in text
     assert "reference: chosen" in text
 

@@ -1,1 +1,1 @@
-"""Backends: a module offers `prepare(features) -> run`; `run(problem)` fills `problem.out` and `.lse`."""
+"""Backends: a module offers `prepare(settings) -> run`; `run(problem)` fills `problem.out` and `.lse`."""

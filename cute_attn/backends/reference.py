@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from cute_attn import reference
 from cute_attn.kernels.spec import KernelSpec
-from cute_attn.problem import Features, Problem
+from cute_attn.problem import Problem, Settings
 from cute_attn.runtime.arch import Arch
 
 
@@ -15,5 +15,5 @@ def launches(problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, t
     return []
 
 
-def prepare(features: Features) -> Callable[[Problem], None]:
+def prepare(settings: Settings) -> Callable[[Problem], None]:
     return reference.run

@@ -16,7 +16,8 @@ TYPICAL_SMS = {"sm_80": 108, "sm_90a": 132, "sm_100a": 148, "sm_103a": 148, "sm_
 def on_gpu(call: normalize.Call) -> Problem:
     """A call with CPU tensors, checked like any other, as if they were on a GPU. Only good for planning."""
     problem = normalize.problem(call)
-    return problem._replace(features=problem.features._replace(device=torch.device("cuda")))
+    features = problem.features._replace(device=torch.device("cuda"))
+    return problem._replace(settings=problem.settings._replace(features=features))
 
 
 def launches(problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
