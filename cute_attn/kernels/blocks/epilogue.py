@@ -141,8 +141,8 @@ class WarpRows:
     def store_staged(self, out: list[Float32], factors: list[Float32]) -> None:
         """16 bit: through this warp's own rows of the Q tile, so that rows leave in 16-byte pieces.
 
-        The CTA barrier is for tiles without any kv tile: there, no other one stands between the copies of Q, which other
-        warps made, and these stores.
+        The CTA barrier is for tiles without any kv tile: there, no other one stands between the copies of Q, which
+        other warps made, and these stores.
         """
         memory = self.tile.memory
         pitch, chunks = memory.qk_pitch, memory.head_dim_vo // 8
