@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 
 class ArgumentError(ValueError):
-    """An argument has a value, shape, dtype or device that no backend accepts. The message names argument, value and what is accepted."""
+    """An argument has a value, shape, dtype or device that no backend accepts.
+
+    The message names the argument, its value and what is accepted.
+    """
 
 
 class LayoutError(ArgumentError, KeyError):

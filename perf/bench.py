@@ -134,7 +134,7 @@ def main(workloads: Sequence[Workload], argv: Sequence[str] | None = None) -> in
 
 def only(workloads: Sequence[Workload], words: Sequence[str]) -> list[Workload]:
     """The workloads whose names hold all of these words."""
-    return [w for w in workloads if all(word in w.name.split() for word in words)]
+    return [w for w in workloads if all(word in w.name.split() for text in words for word in text.split())]
 
 
 def parse(phase: str, argv: Sequence[str] | None) -> argparse.Namespace:

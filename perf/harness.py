@@ -131,6 +131,8 @@ def measure(candidates: Mapping[str, Sequence[Call]], timer: Timer, rounds: int 
 
 def _sized_capture(calls: Sequence[Call], timer: Timer) -> Replay:
     """A capture long enough to time, in whole walks through the sets."""
+    for call in calls:
+        call()  # what is lazy (handles, workspaces, modules) must not happen in a capture
     probe = timer.capture(calls, len(calls))
     timer.run([probe])
     launch_ms = max(timer.run([probe])[0] / probe.launches, 1e-4)

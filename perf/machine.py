@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import os
 import platform
 import shutil
 import subprocess
@@ -26,7 +27,7 @@ def why_no_gpu() -> str | None:
 
 
 def environment() -> dict[str, str]:
-    """GPU, driver, versions, commit and date of a record."""
+    """GPU, driver, versions, commit and date of a record. `PERF_COMMIT` names the commit where there is no checkout."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "gpu": properties.name,
@@ -37,7 +38,7 @@ def environment() -> dict[str, str]:
         "python": platform.python_version(),
         "cute_attn": cute_attn.__version__,
         **{package: _version(package) for package in PACKAGES},
-        "commit": _output(["git", "rev-parse", "--short", "HEAD"]) or "unknown",
+        "commit": os.environ.get("PERF_COMMIT") or _output(["git", "rev-parse", "--short", "HEAD"]) or "unknown",
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
 

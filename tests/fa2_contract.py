@@ -47,6 +47,8 @@ class Fa2Params(NamedTuple):
     group_shift: int
     num_qo_heads: int
     num_kv_heads: int
+    kv_heads_multiplier: int
+    kv_heads_shift: int
     right: int
     left: int
     tiles_per_split: int

@@ -99,7 +99,7 @@ class CombineProgram:
 
     @cute.jit
     def sum_outputs(self, p: CombineParams, row: Row, weights: list[Float32]) -> None:
-        """Warp w adds up splits w, w + 4, ...; each lane 4 neighbouring dimensions of every 128. Fixed order: repeatable."""
+        """Warp w adds up splits w, w + 4, ... in that order; each lane has 4 neighbouring dimensions of every 128."""
         dims = self.spec.head_dim_vo
         base = shared_memory()
         step = Int64(row.count) * Int64(dims * 4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def magic(divisor: int) -> tuple[int, int]:
-    """(multiplier as a signed 32-bit integer, shift) with n // divisor = (n * multiplier >> 32) >> shift for 0 <= n < 2^31.
+    """(multiplier as a signed 32-bit integer, shift): n // divisor = (n * multiplier >> 32) >> shift for 0 <= n < 2^31.
 
     Granlund & Montgomery 1994 with 31-bit dividends. A divisor of 1 is taken care of by the device.
     """

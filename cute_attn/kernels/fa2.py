@@ -10,6 +10,7 @@ columns: it loads, waits for and consumes its own part of the ring without any C
 the end. Two CTAs share an SM, so that one's softmax runs under the other's matrix products.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, zeros
 from cute_attn.kernels.blocks.scores import Alibi, Scale, Scores, SoftCap
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
-from cute_attn.kernels.blocks.softmax import OnlineSoftmax
+from cute_attn.kernels.blocks.softmax import OnlineSoftmax, Running
 from cute_attn.kernels.memory import LINE, SharedMemory
 from cute_attn.kernels.spec import Fa2Spec
 from cute_attn.runtime.arch import named
@@ -62,6 +63,8 @@ class Fa2Params(NamedTuple):
     group_shift: Int32
     num_qo_heads: Int32
     num_kv_heads: Int32
+    kv_heads_multiplier: Int32
+    kv_heads_shift: Int32
     right: Int32
     left: Int32
     tiles_per_split: Int32
@@ -73,11 +76,9 @@ class Fa2Params(NamedTuple):
 
 
 class State(NamedTuple):
-    """Carried over kv tiles: output accumulator, running maximum and sum of each row slot, ring slot of the next tile."""
+    """Carried over kv tiles: what is accumulated, and the ring slot of the next tile."""
 
-    out: list[Float32]
-    row_max: list[Float32]
-    row_sum: list[Float32]
+    running: Running
     slot: Int32
 
 
@@ -124,7 +125,7 @@ class Fa2Program:
         work = self.compose(params, base)
         self.load_q(params, work, base)
         self.fill_ring(work)
-        state = self.first_state(work)
+        state = State(work.softmax.start(), work.ring)
         masked, total = work.order.masked, work.order.total
         for step in cutlass.range(0, masked, unroll=1):
             state = self.step(work, base, state, step, True)
@@ -133,8 +134,9 @@ class Fa2Program:
         ptx.cp_async_wait(0)
         if cutlass.const_expr(self.pdl):
             ptx.grid_dependency_launch()
-        stats = row_stats(state.row_max, state.row_sum, work.softmax.log2_scale)
-        self.epilogue(params, work, base).write(state.out, stats)
+        running = state.running
+        stats = row_stats(running)
+        self.epilogue(params, work, base).write(running.out, stats)
 
     # --- composition ------------------------------------------------------------------------------------------------
 
@@ -144,11 +146,11 @@ class Fa2Program:
         # Heads side by side, last rows first: under a causal mask the longest tiles of all heads start first, and the
         # CTAs of a wave read the same stretch of their K and V. On an H200 4096 causal tokens gain 16 %, 16384 1 %.
         place = cute.arch.grid_dim()[0] - 1 - x
-        index = place // p.num_kv_heads
+        index = Divisor(p.num_kv_heads, p.kv_heads_multiplier, p.kv_heads_shift).quotient(place)
         kv_head = place - index * p.num_kv_heads
         group = Divisor(p.group, p.group_multiplier, p.group_shift)
         rows = PackedRows(index * shape.rows, p.qo_len * p.group, group, kv_head * p.group)
-        lanes, team = Lanes.of(memory), Team.of(memory)
+        lanes, team = Lanes.of(memory, cute.arch.thread_idx()[0]), Team.of(memory)
         head = Int64(kv_head)
         k = TokenRows(p.k + head * p.k_stride_h, p.k_stride_n, spec.head_dim_qk // 8, memory.qk_pitch)
         v = TokenRows(p.v + head * p.v_stride_h, p.v_stride_n, spec.head_dim_vo // 8, memory.vo_pitch)
@@ -176,7 +178,7 @@ class Fa2Program:
         return BandMask(band, self.tile, rows, lanes)
 
     def make_scores(self, p: Fa2Params, scale: Float32, rows: PackedRows, lanes: Lanes) -> Scores:
-        makers = {
+        makers: dict[str, Callable[[], Scale | SoftCap | Alibi]] = {
             "scale": lambda: Scale(scale),
             "alibi": lambda: Alibi(self.tile, rows, lanes, p.num_qo_heads),
             "soft_cap": lambda: SoftCap(p.soft_cap),
@@ -201,7 +203,11 @@ class Fa2Program:
             o, lse = o + slab * (self.spec.head_dim_vo * 4), lse + slab * 4
         target = Target(self.spec.out_dtype, o, p.o_stride_n, p.o_stride_h, lse, p.num_qo_heads)
         kind = WarpRows if self.spec.tile.warps_cols == 1 else MergedWarps
-        return kind(self.tile, work.lanes, work.rows, target, finish, base)
+        lanes = work.lanes
+        if target.dtype == "float32":
+            # Not the mask's: its tokens per row would stay in registers, all through the loop, for the epilogue.
+            lanes = Lanes.of(self.memory, ptx.opaque(cute.arch.thread_idx()[0]))
+        return kind(self.tile, lanes, work.rows, target, finish, base)
 
     # --- phases -----------------------------------------------------------------------------------------------------
 
@@ -238,15 +244,6 @@ class Fa2Program:
             ptx.cp_async_wait(self.spec.tile.stages - 1)
             ptx.sync_threads()
 
-    def first_state(self, work: Work) -> State:
-        slots = self.tile.row_slots
-        return State(
-            self.tile.zeros(self.tile.d_blocks),
-            [Float32(ptx.NEG_INF) for _ in range(slots)],
-            [Float32(0.0) for _ in range(slots)],
-            work.ring,
-        )
-
     def step(self, work: Work, base: Int32, state: State, step: Int32, masked: bool) -> State:
         """One kv tile: wait for it, S while starting the copy of the tile `stages - 1` further, softmax, O."""
         ahead, slot = self.spec.tile.stages - 1, state.slot
@@ -267,15 +264,12 @@ class Fa2Program:
     def attend(self, work: Work, state: State, s: list[Float32], masked: bool) -> State:
         """Online softmax of one tile's scores, and its share of the output."""
         softmax, slot = work.softmax, state.slot
-        row_max = softmax.maxima(s, state.row_max)
-        shifts = softmax.shifts(row_max, may_be_empty=masked)
-        factors = softmax.factors(state.row_max, shifts)
-        out = softmax.rescale(state.out, factors)
-        p = softmax.exponentials(s, shifts)
-        row_sum = softmax.sums(p, state.row_sum, factors)
+        running = softmax.settle(state.running, s)
+        p = softmax.exponentials(s, running.shift, may_be_empty=masked)
+        total = softmax.sums(p, running.total)
         v = slot + Int32(self.memory.v_offset) + work.lanes.v
-        out = self.tile.accumulate(out, self.tile.probabilities(p), v)
-        return State(out, row_max, row_sum, self.advance(slot, 1))
+        out = self.tile.accumulate(running.out, self.tile.probabilities(p), v)
+        return State(Running(out, running.shift, total), self.advance(slot, 1))
 
     @cute.jit
     def rotate_k(self, work: Work, slot: Int32, kv_tile: Int32) -> None:

@@ -109,13 +109,6 @@ class Fa2Spec(KernelSpec):
     split: bool = False  # fp32 partials for the combine kernel instead of the output
     tile: Tile = Tile(128, 64, 4, 1, 2)
 
-    @property
-    def symbol(self) -> str:
-        """ptxas (13.4.59) treats kernels whose name holds "cutlass" differently. Most gain: 128 x 64 at head dim 128 spills
-        40 bytes under another name and none under this one. With rotations it then takes 32 registers and spills 2.6 KB.
-        """
-        return "cute_attn_fa2_rope" if self.pos_encoding == "rope" else "cutlass_cute_attn_fa2"
-
     def program(self, arch: str) -> Program:
         from cute_attn.kernels.fa2 import Fa2Program
 

@@ -1,8 +1,9 @@
 """Tile tables of the mma.sync kernel, as data: which tile a problem gets, by head dims, rows and shared memory.
 
-Every row must compile to 0 bytes of stack (`python -m cute_attn kernels --check` does all of them); "plain" rows may be
-wider than "modified" ones, which need registers for masks bits, slopes or rotations. Times behind the choices, H200, d 128,
-32/8 heads, 16384 tokens, TFLOP/s causal and full: 128x64 390 and 382, 128x48 374 and 366, 128x32 (3 stages) 356 and 351.
+Every row must compile to 0 bytes of stack (`python -m cute_attn kernels --check` compiles them all); "plain" rows may
+be wider than "modified" ones, which need registers for mask bits, slopes or rotations. Wider is faster as long as
+nothing spills: on an H200, d 128, 32/8 heads, 16384 tokens, causal and full, 128 x 64 made 422 and 405 TFLOP/s and
+128 x 48 406 and 392; an earlier form of the kernel 390 and 382, 374 and 366, 356 and 351 with 64, 48 and 32 columns.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ APPEND_ROWS = 64  # up to so many, a tile of 64 rows wastes less than one of 128
 # Columns of the prefill tile by head dims: (plain, modified). Rows x warps are in `_prefill`.
 _COLS_227K = {
     (64, 64): (112, 64),
-    (80, 80): (48, 48),
-    (96, 96): (48, 32),
-    (112, 112): (48, 32),
+    (80, 80): (64, 48),
+    (96, 96): (48, 48),
+    (112, 112): (64, 48),
     (128, 128): (64, 32),
-    (192, 128): (32, 32),
+    (192, 128): (48, 32),
     (256, 256): (64, 64),
 }
 _COLS_163K = {
@@ -67,10 +68,10 @@ def candidates(head_dims: tuple[int, int], plain: bool, arch: Arch) -> list[Tile
 
 
 def resident_ctas(tile: Tile, head_dims: tuple[int, int], arch: Arch) -> int:
-    """CTAs that an SM holds at once: prefill tiles use all registers of a thread, decode tiles at most 128."""
+    """CTAs that an SM holds at once. Prefill tiles use all registers of a thread, decode tiles up to 168."""
     smem_bytes = SharedMemory(tile, *head_dims, rope=False).bytes
     by_smem = (arch.smem_limit + RESERVED_SMEM) // (smem_bytes + RESERVED_SMEM)
-    by_registers = REGISTERS // (tile.threads * (256 if tile.warps_cols == 1 else 128))
+    by_registers = REGISTERS // (tile.threads * (256 if tile.warps_cols == 1 else 168))
     return max(1, min(by_smem, by_registers))
 
 
@@ -91,10 +92,9 @@ def _prefill(head_dims: tuple[int, int], plain: bool, arch: Arch) -> Tile:
 
 
 def _append(head_dims: tuple[int, int], arch: Arch) -> Tile:
-    wide = head_dims[0] > 128
     if arch.smem_limit < 128 * 1024:
         return Tile(64, 32, 4, 1, 2)
-    return Tile(64, 32 if wide else 64, 4, 1, 2)
+    return Tile(64, {192: 48, 256: 32}.get(head_dims[0], 64), 4, 1, 2)
 
 
 def _decode(head_dims: tuple[int, int], arch: Arch) -> Tile:

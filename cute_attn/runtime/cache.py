@@ -26,6 +26,7 @@ from cute_attn.runtime.artifact import Artifact
 
 _PACKAGE = Path(__file__).parents[1]
 _SOURCES = ("kernels/**/*.py", "runtime/compile.py", "runtime/cubin.py", "runtime/artifact.py")
+_HOST_ONLY = ("tiles.py", "divisor.py")  # of kernels/: they choose specs and parameters, and shape no code
 _DSL = "nvidia-cutlass-dsl"
 _warned: set[str] = set()
 
@@ -34,7 +35,8 @@ _warned: set[str] = set()
 def source_fingerprint() -> str:
     """sha256 over the sources that shape an artifact: kernels, and how they are compiled and described."""
     digest = hashlib.sha256()
-    for path in sorted({path for pattern in _SOURCES for path in _PACKAGE.glob(pattern)}):
+    sources = {path for pattern in _SOURCES for path in _PACKAGE.glob(pattern) if path.name not in _HOST_ONLY}
+    for path in sorted(sources):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(_PACKAGE).as_posix()}\0{len(content)}\0".encode())
         digest.update(content)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.matrix import FULL, SMALL, Case, call, check, make, poisoned_memory
+from tests.matrix import FULL, SMALL, Case, call, check, make, poisoned_memory, random_case
 
 HAS_SM80 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
@@ -17,6 +17,18 @@ pytestmark = [
 
 GUARD = 512
 UNTOUCHED = 7.0
+
+
+RANDOM = 200  # `tests.gpu.bundle` covers as many by default
+
+
+@pytest.mark.parametrize("seed", range(RANDOM))
+def test_random(seed: int) -> None:
+    case = random_case(seed)
+    with poisoned_memory():
+        out, lse = call(case, make(case, "cuda"), backend="fa2")
+    result = check(case, out, lse)
+    assert result.ok, f"{case.id}: {result.detail}"
 
 
 @pytest.mark.parametrize("case", FULL, ids=lambda case: case.id)

@@ -11,7 +11,7 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.mma import Lanes, WarpTile
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.smem import further, swizzled
-from cute_attn.kernels.blocks.softmax import reduce_quad
+from cute_attn.kernels.blocks.softmax import Running, reduce_quad
 
 
 class RowStats(NamedTuple):
@@ -141,11 +141,12 @@ class WarpRows:
     def store_staged(self, out: list[Float32], factors: list[Float32]) -> None:
         """16 bit: through this warp's own rows of the Q tile, so that rows leave in 16-byte pieces.
 
-        Only this warp read those rows, so a warp barrier is enough.
+        The CTA barrier is for tiles without any kv tile: there, no other one stands between the copies of Q, which other
+        warps made, and these stores.
         """
         memory = self.tile.memory
         pitch, chunks = memory.qk_pitch, memory.head_dim_vo // 8
-        ptx.sync_warp()
+        ptx.sync_threads()
         for slot in cutlass.range_constexpr(self.tile.row_slots):
             address = self.base + swizzled(self.lanes.row(memory, slot), Int32(0), pitch) + self.lanes.lane % 4 * 4
             for d in cutlass.range_constexpr(self.tile.d_blocks):
@@ -240,7 +241,7 @@ class MergedWarps:
             self.target.store_8(place, [v * factor for v in values])
 
 
-def row_stats(row_max: list[Float32], row_sum: list[Float32], log2_scale: Float32) -> RowStats:
-    """Stats of whole rows: sums were kept per thread of a quad."""
-    totals = [reduce_quad(lambda a, b: a + b, x) for x in row_sum]
-    return RowStats([m * log2_scale for m in row_max], totals)
+def row_stats(running: Running) -> RowStats:
+    """Stats of whole rows: sums were kept per thread of a quad, maxima negated."""
+    maximum = [Float32(0.0) - shift for shift in running.shift]
+    return RowStats(maximum, [reduce_quad(lambda a, b: a + b, x) for x in running.total])

@@ -43,13 +43,14 @@ class TokenRows:
     pitch: int
 
     def copies(self, team: Team, target: Int32, rows: int, start: Int32, left: Int32) -> Iterator[None]:
-        """Issues one cp.async of this thread per `next`, for the team's `rows` tokens from `start`; `left` of them exist.
+        """Issues one cp.async of this thread per `next`: the team's `rows` tokens from `start`, of which `left` exist.
 
         Eight threads side by side copy a row's 128-byte line. Tokens that do not exist, and chunks past the head dim,
         become zeros: a NaN there would survive 0 * V.
         """
         step = team.size // 8
-        row, chunk = team.thread // 8, team.thread % 8
+        thread = ptx.opaque(team.thread)
+        row, chunk = thread >> 3, thread & 7
         shared = target + swizzled(row, chunk, self.pitch)
         source = self.base + Int64(start + row) * self.stride + Int64(chunk * CHUNK)
         for i in range(rows // step):

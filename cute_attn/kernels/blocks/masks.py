@@ -1,7 +1,7 @@
 """Which kv columns a row sees, and which kv tiles need asking.
 
-Tiles are visited masked ones first: softmax does not mind the order, and the loop over tiles that everybody sees in full
-then needs no mask code at all.
+Tiles are visited masked ones first: softmax does not mind the order, and the loop over tiles that everybody sees in
+full then needs no mask code at all.
 """
 
 from dataclasses import dataclass

@@ -104,16 +104,15 @@ class Lanes:
     v: Int32
 
     @classmethod
-    def of(cls, memory: SharedMemory) -> "Lanes":
+    def of(cls, memory: SharedMemory, thread: Int32) -> "Lanes":
         tile = memory.tile
-        thread = cute.arch.thread_idx()[0]
-        warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
+        warp, lane = cute.arch.make_warp_uniform(thread >> 5), thread & 31
         warp_row, warp_col = warp // tile.warps_cols, warp % tile.warps_cols
         row0 = warp_row * (tile.rows // tile.warps_rows)
         col0 = warp_col * (tile.cols // tile.warps_cols)
         # A (row-major 16x16): lanes 0-15 give rows at k 0, lanes 16-31 the same rows at k 8.
         q = swizzled(row0 + lane % 16, lane // 16, memory.qk_pitch)
-        # B from K, whose rows are the product's columns: matrices (n 0-7, k 0), (n 0-7, k 8), (n 8-15, k 0), (n 8-15, k 8).
+        # B from K, whose rows are the product's columns: matrices (n, k) = (0-7, 0), (0-7, 8), (8-15, 0), (8-15, 8).
         k = swizzled(col0 + lane % 8 + lane // 16 * 8, lane // 8 % 2, memory.qk_pitch)
         # B from V, transposed on the way: lanes 0-15 tokens at d 0, lanes 16-31 the same tokens at d 8.
         v = swizzled(col0 + lane % 16, lane // 16, memory.vo_pitch)

@@ -1,8 +1,8 @@
 """The PTX the kernels are made of: the only file with inline assembly.
 
-Memory instructions are volatile, so that the compiler keeps them in order around barriers; arithmetic is not, so that it
-may be merged and moved. Addresses of shared memory are 32-bit (`Int32`), of global memory 64-bit (`Int64`); a Python
-integer `offset` becomes an immediate of the address.
+Memory instructions are volatile, so that the compiler keeps them in order around barriers; arithmetic is not, so that
+it may be merged and moved. Addresses of shared memory are 32-bit (`Int32`), of global memory 64-bit (`Int64`); a
+Python integer `offset` becomes an immediate of the address.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def asm(
     loc: Any = None,
     ip: Any = None,
 ) -> Any:
-    """Inline PTX with operands $0.. = outputs then inputs (typed cutlass scalars). Returns a scalar, a list, or None."""
+    """Inline PTX; operands $0.. are outputs, then inputs (typed cutlass scalars). Returns a scalar, a list or None."""
     values = [x.ir_value(loc=loc, ip=ip) for x in inputs]
     letters = ["=" + _LETTER[t] for t in outputs] + [_LETTER[type(x)] for x in inputs]
     types = [_MLIR[t]() for t in outputs]
@@ -251,6 +251,11 @@ def unpack_16(dtype: str, pair: Int32) -> list[Float32]:
 
 
 # --- choices without branches ---------------------------------------------------------------------------------------
+
+
+def opaque(x: Int32) -> Int32:
+    """x, its history hidden: what is computed from it stays inside a loop instead of in registers across it."""
+    return asm("mov.b32 $0, $1;", [Int32], [x])
 
 
 def select(condition: Boolean, a: Any, b: Any) -> Any:

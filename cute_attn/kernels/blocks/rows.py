@@ -1,7 +1,7 @@
 """Packed query rows: the heads of one GQA group share a K/V head, so they share its tile.
 
-Row r of a kv head is token r // group and query head kv_head * group + r % group. One tile then serves `group` heads with
-one read of K and V, and a decode step fills the rows of an MMA with heads.
+Row r of a kv head is token r // group and query head kv_head * group + r % group. One tile then serves `group` heads
+with one read of K and V, and a decode step fills the rows of an MMA with heads.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Small things that every kernel needs: zero parameters for tracing, scales in device memory, the base of shared memory."""
+"""Small things that every kernel needs: parameters for tracing, scales in device memory, the base of shared memory."""
 
 import typing
 

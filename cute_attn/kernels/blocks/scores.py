@@ -58,7 +58,10 @@ class Alibi:
 
 @cute.jit
 def alibi_slope(head: Int32, num_heads: Int32) -> Float32:
-    """2^(-8 (h + 1) / n) for the first n = 2^floor(log2 heads) heads, then 2^(-4 (2 (h - n) + 1) / n) (Press et al. 2022)."""
+    """2^(-8 (h + 1) / n) for the first n = 2^floor(log2 heads) heads, then 2^(-4 (2 (h - n) + 1) / n).
+
+    Press et al. 2022.
+    """
     n = Int32(1) << (Int32(31) - ptx.asm("clz.b32 $0, $1;", [Int32], [num_heads], pure=True))
     numerator = ptx.select(head < n, (head + 1) * 8, (2 * (head - n) + 1) * 4)
     return ptx.exp2(Float32(0.0) - Float32(numerator) / Float32(n))

@@ -14,7 +14,7 @@ CHUNK = 16
 
 def swizzled(row: Int32, chunk: Int32, pitch: int) -> Int32:
     """Offset of a 16-byte chunk in a tile whose base is a multiple of 128 bytes."""
-    return row * pitch + ((chunk ^ (row % 8)) * CHUNK)
+    return row * pitch + ((chunk ^ (row & 7)) * CHUNK)
 
 
 def further(address: Int32, chunks: int) -> tuple[Int32, int]:

@@ -4,13 +4,28 @@ Scores stay in their own unit; `log2_scale` turns them into base-2 exponents ins
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Boolean, Float32
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.mma import WarpTile
+
+SLACK = 8.0  # log2: p stays below 256, far from fp16's 65504
+INFINITY = float("inf")
+
+
+class Running(NamedTuple):
+    """Per warp: output accumulator; per row slot: minus the anchor in log2 units (+inf: nothing seen), and the sum.
+
+    p = exp2(s * c + shift): the anchor that exponents are relative to is kept negated, ready for that FMA.
+    """
+
+    out: list[Float32]
+    shift: list[Float32]
+    total: list[Float32]
 
 
 @dataclass(frozen=True)
@@ -18,55 +33,70 @@ class OnlineSoftmax:
     tile: WarpTile
     log2_scale: Float32
 
+    @property
+    def slots(self) -> range:
+        return range(self.tile.row_slots)
+
+    def start(self) -> Running:
+        zeros = [Float32(0.0) for _ in self.slots]
+        return Running(self.tile.zeros(self.tile.d_blocks), [Float32(INFINITY) for _ in self.slots], zeros)
+
     def columns(self, slot: int) -> list[int]:
         """Indices of a row slot's scores in the flat accumulator."""
         m, half = divmod(slot, 2)
         start = 4 * m * self.tile.n_blocks + 2 * half
         return [start + 4 * n + j for n in range(self.tile.n_blocks) for j in (0, 1)]
 
-    def maxima(self, s: list[Float32], row_max: list[Float32]) -> list[Float32]:
-        """Running maximum of each row slot."""
-        highs = []
-        for slot in range(self.tile.row_slots):
-            high = reduce_quad(ptx.fmax, tree(ptx.fmax, [s[i] for i in self.columns(slot)]))
-            highs.append(ptx.fmax(row_max[slot], high))
-        return highs
+    @cute.jit
+    def settle(self, running: Running, s: list[Float32]) -> Running:
+        """Raises the anchor of rows whose highest score is more than SLACK above it.
 
-    def shifts(self, row_max: list[Float32], may_be_empty: bool) -> list[Float32]:
-        """-max * c per row slot. `may_be_empty`: a row may have seen no key yet; its -inf must not meet another."""
-        if may_be_empty:
-            row_max = [ptx.select(x == ptx.NEG_INF, Float32(0.0), x) for x in row_max]
-        return [Float32(0.0) - x * self.log2_scale for x in row_max]
+        An anchor below the maximum is as good as the maximum while exp2 of the difference stays small. So nothing is
+        rescaled in most tiles: only in the first, and where scores grow a lot.
+        """
+        highs = [reduce_quad(ptx.fmax, tree(ptx.fmax, [s[i] for i in self.columns(slot)])) for slot in self.slots]
+        rises = [
+            ptx.fma(high, self.log2_scale, shift) > Float32(SLACK)
+            for high, shift in zip(highs, running.shift, strict=True)
+        ]
+        any_rise = rises[0]
+        for rise in rises[1:]:
+            any_rise = cutlass.or_(any_rise, rise)
+        if cute.arch.vote_any_sync(any_rise):
+            running = self.raised(running, highs, rises)
+        return running
 
-    def factors(self, old_max: list[Float32], shifts: list[Float32]) -> list[Float32]:
-        """What earlier sums and outputs are multiplied by: exp2((old max - new max) * c)."""
-        return [ptx.exp2(ptx.fma(x, self.log2_scale, shift)) for x, shift in zip(old_max, shifts, strict=True)]
+    def raised(self, running: Running, highs: list[Float32], rises: list[Boolean]) -> Running:
+        shift = [
+            ptx.select(rise, Float32(0.0) - high * self.log2_scale, old)
+            for rise, high, old in zip(rises, highs, running.shift, strict=True)
+        ]
+        factors = [
+            ptx.select(rise, ptx.exp2(new - old), Float32(1.0))
+            for rise, new, old in zip(rises, shift, running.shift, strict=True)
+        ]
+        per_m = len(running.out) // self.tile.m_blocks
+        out = [x * factors[i // per_m * 2 + i % 4 // 2] for i, x in enumerate(running.out)]
+        return Running(out, shift, [x * factor for x, factor in zip(running.total, factors, strict=True)])
 
-    def exponentials(self, s: list[Float32], shifts: list[Float32]) -> list[Float32]:
+    def exponentials(self, s: list[Float32], shift: list[Float32], may_be_empty: bool) -> list[Float32]:
+        """exp2(s * c + shift). `may_be_empty`: a row may have seen nothing yet; its two infinities must not meet."""
         p = list(s)
-        for slot, shift in enumerate(shifts):
+        for slot in self.slots:
+            finite = shift[slot]
+            if may_be_empty:
+                finite = ptx.select(finite == Float32(INFINITY), Float32(0.0), finite)
             for i in self.columns(slot):
-                p[i] = ptx.exp2(ptx.fma(s[i], self.log2_scale, shift))
+                p[i] = ptx.exp2(ptx.fma(s[i], self.log2_scale, finite))
         return p
 
-    def sums(self, p: list[Float32], row_sum: list[Float32], factors: list[Float32]) -> list[Float32]:
+    def sums(self, p: list[Float32], total: list[Float32]) -> list[Float32]:
         """Running sums, per thread: the quad's are added up once, at the end."""
-        totals = [tree(lambda a, b: a + b, [p[i] for i in self.columns(slot)]) for slot in range(len(row_sum))]
-        return [ptx.fma(old, f, new) for old, f, new in zip(row_sum, factors, totals, strict=True)]
+        return [tree(add, [p[i] for i in self.columns(slot)]) + total[slot] for slot in self.slots]
 
-    @cute.jit
-    def rescale(self, out: list[Float32], factors: list[Float32]) -> list[Float32]:
-        """Each row of an output accumulator times its slot's factor; once maxima have settled there is nothing to do."""
-        changed = factors[0] != Float32(1.0)
-        for factor in factors[1:]:
-            changed = cutlass.or_(changed, factor != Float32(1.0))
-        if cute.arch.vote_any_sync(changed):
-            out = self.multiplied(out, factors)
-        return out
 
-    def multiplied(self, out: list[Float32], factors: list[Float32]) -> list[Float32]:
-        per_m = len(out) // self.tile.m_blocks
-        return [x * factors[i // per_m * 2 + i % 4 // 2] for i, x in enumerate(out)]
+def add(a: Float32, b: Float32) -> Float32:
+    return a + b
 
 
 def tree(op, values):  # type: ignore[no-untyped-def]  # over traced values
