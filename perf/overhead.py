@@ -31,6 +31,7 @@ CALLS = 200  # of two kernels at most: the launch queue holds about 1000
 REPEATS = 31
 PREFILL = Workload(64, 64, 32, 8, 128, 128, causal=True)
 DECODE = Workload(1, 256, 32, 8, 128, 128)
+LONG = Workload(1, 8192, 32, 8, 128, 128)  # split over the cache: two launches and a workspace, 13 us on an H200
 PEER_NAMES = ("torch flash", "FlashInfer fa2", "FlashInfer decode", "FlashInfer decode tc")
 
 
@@ -67,13 +68,14 @@ class GrowingCache:
 
 def calls(device: torch.device) -> dict[str, Call]:
     """The calls that users make."""
-    prefill, decode = PREFILL.inputs(device), DECODE.inputs(device)
+    prefill, decode, long = (w.inputs(device) for w in (PREFILL, DECODE, LONG))
     single_decode = cute_attn.single_decode_with_kv_cache
     return {
         "single_prefill_with_kv_cache": lambda: cute_attn.single_prefill_with_kv_cache(*prefill, causal=True),
         "single_decode_with_kv_cache": lambda: single_decode(decode.q[0], decode.k, decode.v),
-        "single_decode_with_kv_cache, growing cache": GrowingCache(decode, single_decode),
-        "  of that, slicing k and v": GrowingCache(decode, lambda q, k, v: None),
+        "single_decode_with_kv_cache, split": lambda: single_decode(long.q[0], long.k, long.v),
+        "single_decode_with_kv_cache, growing cache": GrowingCache(long, single_decode),
+        "  of that, slicing k and v": GrowingCache(long, lambda q, k, v: None),
     }
 
 
