@@ -27,10 +27,10 @@ _COLS_227K = {
     (64, 64): (112, 64),
     (80, 80): (64, 48),
     (96, 96): (48, 48),
-    (112, 112): (64, 48),
+    (112, 112): (64, 32),
     (128, 128): (64, 32),
     (192, 128): (48, 32),
-    (256, 256): (64, 64),
+    (256, 256): (64, 32),
 }
 _COLS_163K = {
     (64, 64): (96, 64),
@@ -44,10 +44,10 @@ _COLS_163K = {
 _COLS_99K = {
     (64, 64): (64, 64),
     (80, 80): (64, 64),
-    (96, 96): (64, 64),
+    (96, 96): (64, 32),
     (112, 112): (64, 64),
     (128, 128): (64, 64),
-    (192, 128): (32, 32),
+    (192, 128): (48, 48),
     (256, 256): (32, 32),
 }
 
@@ -84,11 +84,11 @@ def _prefill(head_dims: tuple[int, int], plain: bool, arch: Arch) -> Tile:
     else:
         cols = _COLS_227K
     n = cols[head_dims][0 if plain else 1]
-    if head_dims == (256, 256):
-        # 16 rows a warp: 32 would need 256 registers for the output alone.
-        return Tile(64, n, 4, 1, 2) if n < 64 else Tile(128, n, 8, 1, 2)
-    # With 99 KB only one CTA fits an SM: eight warps, so that one's softmax still runs under another's products.
-    return Tile(128, n, 8 if small else 4, 1, 2)
+    if small and head_dims[0] > 128:
+        return Tile(64, n, 4, 1, 2)
+    # Eight warps of 16 rows where 32 rows would need 256 registers for the output alone, and where, with 99 KB, only one
+    # CTA fits an SM: one warp's softmax then still runs under another's products.
+    return Tile(128, n, 8 if small or head_dims == (256, 256) else 4, 1, 2)
 
 
 def _append(head_dims: tuple[int, int], arch: Arch) -> Tile:
