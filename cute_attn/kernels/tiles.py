@@ -86,14 +86,14 @@ def _prefill(head_dims: tuple[int, int], plain: bool, arch: Arch) -> Tile:
     n = cols[head_dims][0 if plain else 1]
     if small and head_dims[0] > 128:
         return Tile(64, n, 4, 1, 2)
-    # Eight warps of 16 rows where 32 rows would need 256 registers for the output alone, and where, with 99 KB, only one
-    # CTA fits an SM: one warp's softmax then still runs under another's products.
+    # Eight warps of 16 rows where 32 rows would need 256 registers for the output alone, and where, with 99 KB, only
+    # one CTA fits an SM: one warp's softmax then still runs under another's products.
     return Tile(128, n, 8 if small or head_dims == (256, 256) else 4, 1, 2)
 
 
 def _append(head_dims: tuple[int, int], arch: Arch) -> Tile:
     if arch.smem_limit < 128 * 1024:
-        return Tile(64, 32, 4, 1, 2)
+        return Tile(64, 32 if head_dims[0] in (128, 256) else 48, 4, 1, 2)
     return Tile(64, {192: 48, 256: 32}.get(head_dims[0], 64), 4, 1, 2)
 
 
