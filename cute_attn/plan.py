@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-MAX_SPLITS = 128
-MIN_TILES = 2  # a split of one tile spends more on starting and on its partial than on attention
-SAVED_TILES = 4  # the combine launch costs about as much as this many kv tiles
+from cute_attn.kernels.spec import CombineSpec
+
+MAX_SPLITS = CombineSpec.max_splits
+# Estimates, not tuned on hardware: what a split of one tile spends on starting, and what the combine launch costs.
+MIN_TILES = 2
+SAVED_TILES = 4
 
 
 class Split(NamedTuple):

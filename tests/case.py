@@ -247,27 +247,34 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
+def features(case: Case, device: torch.device) -> Features:
+    """The features of a case on a device, without its tensors."""
+    dtype = getattr(torch, case.dtype)
+    scored = case.q_scale is not None or case.k_scale is not None
+    unknown_sign = device.type == "cuda" and case.tensor_scales and scored  # read by the kernel alone
+    return Features(
+        device=device,
+        q_dtype=dtype,
+        kv_dtype=dtype,
+        o_dtype=getattr(torch, case.o_dtype or case.dtype),
+        num_qo_heads=case.num_qo_heads,
+        num_kv_heads=case.num_kv_heads,
+        head_dim_qk=case.head_dim_qk,
+        head_dim_vo=case.head_dim_vo,
+        custom_mask=case.mask in ("custom", "packed"),
+        soft_cap=case.logits_soft_cap > 0,
+        pos_encoding_mode=case.pos_encoding_mode,
+        positive_scale=case.scale > 0 and not unknown_sign,
+    )
+
+
 def problem(case: Case, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor | None) -> Problem:
     """The normalised form of a case. `out` is `[qo_len, num_qo_heads, head_dim_vo]`, of any float dtype."""
     packed = inputs.packed_custom_mask
     if inputs.custom_mask is not None:
         packed = packbits(inputs.custom_mask.reshape(-1), "little")
-    features = Features(
-        device=inputs.q.device,
-        q_dtype=inputs.q.dtype,
-        kv_dtype=inputs.k.dtype,
-        o_dtype=out.dtype,
-        num_qo_heads=case.num_qo_heads,
-        num_kv_heads=case.num_kv_heads,
-        head_dim_qk=case.head_dim_qk,
-        head_dim_vo=case.head_dim_vo,
-        custom_mask=packed is not None,
-        soft_cap=case.logits_soft_cap > 0,
-        pos_encoding_mode=case.pos_encoding_mode,
-        positive_scale=case.scale > 0,
-    )
     settings = Settings(
-        features,
+        features(case, inputs.q.device)._replace(o_dtype=out.dtype),
         kv_layout=case.kv_layout,
         causal=case.mask == "causal",
         window_left=case.window_left,

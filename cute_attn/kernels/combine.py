@@ -18,7 +18,6 @@ from cute_attn.kernels.spec import CombineSpec
 from cute_attn.runtime.arch import named
 
 WARPS = 4
-MAX_SPLITS = 128  # lanes hold the weights of 4 splits each
 
 
 class CombineParams(NamedTuple):
@@ -88,7 +87,7 @@ class CombineProgram:
     def lane_values(self, p: CombineParams, row: Row) -> list[Float32]:
         """lse of splits lane, lane + 32, ...; -inf past the last split."""
         values = []
-        for i in cutlass.range_constexpr(MAX_SPLITS // 32):
+        for i in cutlass.range_constexpr(CombineSpec.max_splits // 32):
             split = row.lane + 32 * i
             value = Float32(ptx.NEG_INF)
             if split < p.num_splits:

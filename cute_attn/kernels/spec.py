@@ -121,6 +121,7 @@ class CombineSpec(KernelSpec):
 
     kernel: ClassVar[str] = "combine"
     needs_mma: ClassVar[bool] = False
+    max_splits: ClassVar[int] = 128  # a lane of the merging warp holds the weights of 4 splits
     out_dtype: str
     head_dim_vo: int
 

@@ -1,9 +1,9 @@
 """Tile tables of the mma.sync kernel, as data: which tile a problem gets, by head dims, rows and shared memory.
 
 Every row must compile to 0 bytes of stack (`python -m cute_attn kernels --check` compiles them all); "plain" rows may
-be wider than "modified" ones, which need registers for mask bits, slopes or rotations. Wider is faster as long as
-nothing spills: on an H200, d 128, 32/8 heads, 16384 tokens, causal and full, 128 x 64 made 422 and 405 TFLOP/s and
-128 x 48 406 and 392; an earlier form of the kernel 390 and 382, 374 and 366, 356 and 351 with 64, 48 and 32 columns.
+be wider than "modified" ones, which need registers for mask bits, slopes or rotations. Wider is faster: an earlier form
+of the kernel, on an H200, d 128, 32/8 heads, 16384 tokens, made 390 and 382 TFLOP/s (causal and full) with 64 columns,
+374 and 366 with 48, 356 and 351 with 32 (short runs; the first two spilled 40 and 64 bytes even so).
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ def _prefill(head_dims: tuple[int, int], plain: bool, arch: Arch) -> Tile:
 
 
 def _append(head_dims: tuple[int, int], arch: Arch) -> Tile:
+    """Columns are the widest that no variant spills with; ptxas leaves 8 bytes at some narrower ones."""
     if arch.smem_limit < 128 * 1024:
         return Tile(64, 32 if head_dims[0] in (128, 256) else 48, 4, 1, 2)
     return Tile(64, {192: 48, 256: 32}.get(head_dims[0], 64), 4, 1, 2)

@@ -15,36 +15,16 @@ import torch
 
 from cute_attn.backends import fa2
 from cute_attn.kernels.spec import KernelSpec
-from cute_attn.problem import Features
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import Arch, named
+from tests.case import features
 from tests.matrix import FULL, SMALL, Case, random_case
-
-
-def features(case: Case) -> Features:
-    """The features of a case, without its tensors."""
-    dtype = getattr(torch, case.dtype)
-    scale_on_device = case.tensor_scales and (case.q_scale is not None or case.k_scale is not None)
-    return Features(
-        device=torch.device("cuda", 0),
-        q_dtype=dtype,
-        kv_dtype=dtype,
-        o_dtype=getattr(torch, case.o_dtype or case.dtype),
-        num_qo_heads=case.num_qo_heads,
-        num_kv_heads=case.num_kv_heads,
-        head_dim_qk=case.head_dim_qk,
-        head_dim_vo=case.head_dim_vo,
-        custom_mask=case.mask in ("custom", "packed"),
-        soft_cap=case.logits_soft_cap > 0,
-        pos_encoding_mode=case.pos_encoding_mode,
-        positive_scale=case.scale > 0 and not scale_on_device,
-    )
 
 
 def kernels(cases: Iterable[Case], arch: Arch) -> list[KernelSpec]:
     specs: dict[KernelSpec, None] = {}
     for case in cases:
-        specs.update(dict.fromkeys(fa2.specs(features(case), arch)))
+        specs.update(dict.fromkeys(fa2.specs(features(case, torch.device("cuda", 0)), arch)))
     return list(specs)
 
 
