@@ -79,7 +79,7 @@ class BatchWrapper:
         bounds = normalize_plan.graph_buffer("mask_indptr_buf", mask_indptr_buf, torch.int32, self.device)
         if bounds.numel() != self._fixed_batch_size + 1:
             raise ArgumentError(
-                f"mask_indptr_buf must have {self._fixed_batch_size + 1} elements (batch_size + 1), got {bounds.numel()}"
+                f"mask_indptr_buf must have {self._fixed_batch_size + 1} elements (batch size + 1), got {len(bounds)}"
             )
         self._mask_buffers = bits, bounds
 

@@ -185,7 +185,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             `causal`; `window_left` still applies.
         packed_custom_mask : the same as uint8 bits in **little** order. Either every request starts at a byte of its
             own (`segment_packbits(..., bitorder="little")`), or all bits follow one another (`packbits`): the number of
-            bytes tells. Takes the place of `custom_mask`.
+            bytes tells, and where both would have as many, the former is meant. Takes the place of `custom_mask`.
         use_fp16_qk_reduction (older name `allow_fp16_qk_reduction`) : a hint; sums are fp32 always.
         q_data_type, kv_data_type, o_data_type : torch dtypes or their names. Default of the last two: q's (for the
             output of fp8 q bfloat16). A uint8 cache is NVFP4 and needs `kv_cache_sf` in `run`.
