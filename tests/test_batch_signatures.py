@@ -100,7 +100,7 @@ def settled(kind: str, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
 
 
 PAGED_CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
-    # the seed's order: custom_mask, packed_custom_mask, causal, pos, fp16, sm_scale, window, cap, rope x 2, q, kv, block
+    # the seed's order: custom_mask, packed_custom_mask, causal, pos, fp16, sm_scale, window, cap, rope, ...
     ((None, None, True), {"causal": True}),
     ((MASK,), {"custom_mask": MASK}),
     ((None, PACKED), {"packed_custom_mask": PACKED}),
