@@ -1,5 +1,6 @@
 """Copies of K and V rows into shared memory."""
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -35,19 +36,23 @@ class Team:
 
 @dataclass(frozen=True)
 class TokenRows:
-    """K or V of one kv head: token t at base + t * stride, `chunks` x 16 bytes; in a tile, rows are `pitch` apart."""
+    """K or V of one kv head: token t at base + t * stride, `chunks` x 16 bytes; in a tile, rows are `pitch` apart.
+
+    Eight threads side by side copy a row's 128-byte line. Tokens that do not exist, and chunks past the head dim,
+    become zeros: a NaN there would survive 0 * V.
+    """
 
     base: Int64
     stride: Int64
     chunks: int
     pitch: int
 
-    def copies(self, team: Team, target: Int32, rows: int, start: Int32, left: Int32) -> Iterator[None]:
-        """Issues one cp.async of this thread per `next`: the team's `rows` tokens from `start`, of which `left` exist.
+    def moved(self, tokens: Int32) -> "TokenRows":
+        """The rows from token `tokens` on."""
+        return dataclasses.replace(self, base=self.base + Int64(tokens) * self.stride)
 
-        Eight threads side by side copy a row's 128-byte line. Tokens that do not exist, and chunks past the head dim,
-        become zeros: a NaN there would survive 0 * V.
-        """
+    def copies(self, team: Team, target: Int32, rows: int, start: Int32, left: Int32) -> Iterator[None]:
+        """Issues one cp.async of this thread per `next`: the team's `rows` tokens from `start`, of which `left` exist."""
         step = team.size // 8
         thread = ptx.opaque(team.thread)
         row, chunk = thread >> 3, thread & 7
@@ -55,40 +60,62 @@ class TokenRows:
         source = self.base + Int64(start + row) * self.stride + Int64(chunk * CHUNK)
         for i in range(rows // step):
             size = ptx.select(Int32(i * step) < left - row, Int32(CHUNK), Int32(0))
-            # row + i * step has the low bits of row xor those of i * step: row < step, both powers of two.
-            place = shared ^ Int32(i * step % 8 * CHUNK) if i * step % 8 else shared
-            for line in range(self.pitch // LINE):
-                whole = (line + 1) * 8 <= self.chunks
-                part = size if whole else ptx.select(chunk < self.chunks - line * 8, size, Int32(0))
-                ptx.cp_async_16(place, i * step * self.pitch + line * LINE, source, line * LINE, part)
-                yield
+            yield from self.copy_row(shared, i * step, source, chunk, size)
             source = source + self.stride * Int64(step)
+
+    def copy_row(self, shared: Int32, row: int, source: Int64, chunk: Int32, size: Int32) -> Iterator[None]:
+        """This thread's chunks of the row `row` below the one that `shared` is in."""
+        # row0 + row has the low bits of row0 xor those of `row`: row0 < row, both powers of two.
+        place = shared ^ Int32(row % 8 * CHUNK) if row % 8 else shared
+        for line in range(self.pitch // LINE):
+            whole = (line + 1) * 8 <= self.chunks
+            part = size if whole else ptx.select(chunk < self.chunks - line * 8, size, Int32(0))
+            ptx.cp_async_16(place, row * self.pitch + line * LINE, source, line * LINE, part)
+            yield
 
 
 @dataclass(frozen=True)
-class DenseKV:
-    """K and V of one request as token rows; a team loads the columns that it consumes."""
+class KVTiles:
+    """K and V of one request, a tile at a time; a team loads the columns that it consumes."""
 
     memory: SharedMemory
     team: Team
     k: TokenRows
     v: TokenRows
-    kv_len: Int32
+    kv_end: Int32
 
-    def copies(self, kv_tile: Int32, slot: Int32, wanted: Boolean) -> Iterator[None]:
-        """The copies of a kv tile into the ring slot at shared address `slot`; an unwanted tile reads nothing."""
-        tile = self.memory.tile
-        rows = tile.cols // tile.warps_cols
-        row0 = self.team.index * rows
-        start = kv_tile * tile.cols + row0
-        left = ptx.select(wanted, self.kv_len - start, Int32(0))
-        yield from self.k.copies(self.team, slot + row0 * self.k.pitch, rows, start, left)
-        v_slot = slot + Int32(self.memory.v_offset) + row0 * self.v.pitch
-        yield from self.v.copies(self.team, v_slot, rows, start, left)
+    @property
+    def rows(self) -> int:
+        """Rows of a tile that one team loads."""
+        return self.memory.tile.cols // self.memory.tile.warps_cols
 
     @property
     def count(self) -> int:
         """How many copies a thread makes for one tile."""
-        tile = self.memory.tile
-        lines = (self.memory.qk_pitch + self.memory.vo_pitch) // LINE
-        return tile.cols // tile.warps_cols * 8 // self.team.size * lines
+        lines = (self.k.pitch + self.v.pitch) // LINE
+        return self.rows * 8 // self.team.size * lines
+
+    def first_token(self, kv_tile: Int32) -> Int32:
+        return kv_tile * self.memory.tile.cols + self.team.index * self.rows
+
+    def k_target(self, slot: Int32) -> Int32:
+        return slot + self.team.index * self.rows * self.k.pitch
+
+    def v_target(self, slot: Int32) -> Int32:
+        return slot + Int32(self.memory.v_offset) + self.team.index * self.rows * self.v.pitch
+
+
+@dataclass(frozen=True)
+class DenseKV(KVTiles):
+    """Tokens at a stride."""
+
+    def look_up(self, kv_tile: Int32, wanted: Boolean) -> list[Int32]:
+        """What the copies of a tile must know a tile earlier: nothing."""
+        return []
+
+    def copies(self, kv_tile: Int32, slot: Int32, wanted: Boolean, found: list[Int32]) -> Iterator[None]:
+        """The copies of a kv tile into the ring slot at shared address `slot`; an unwanted tile reads nothing."""
+        start = self.first_token(kv_tile)
+        left = ptx.select(wanted, self.kv_end - start, Int32(0))
+        yield from self.k.copies(self.team, self.k_target(slot), self.rows, start, left)
+        yield from self.v.copies(self.team, self.v_target(slot), self.rows, start, left)

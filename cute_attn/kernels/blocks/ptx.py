@@ -122,6 +122,20 @@ def ld_global_f32(address: Int64) -> Float32:
     return asm("ld.global.f32 $0, [$1];", [Float32], [address])
 
 
+def ld_global_u32_if(address: Int64, wanted: Boolean) -> Int32:
+    """0, and nothing is read, unless wanted."""
+    text = "{.reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.u32 $0, [$1];}"
+    return asm(text, [Int32], [address, select(wanted, Int32(1), Int32(0))])
+
+
+def ld_global_v4(address: Int64, offset: int = 0) -> list[Int32]:
+    return asm(f"ld.global.v4.u32 {{$0, $1, $2, $3}}, [$4+{offset}];", [Int32] * 4, [address])
+
+
+def ld_global_s64(address: Int64, offset: int = 0) -> Int64:
+    return asm(f"ld.global.s64 $0, [$1+{offset}];", [Int64], [address])
+
+
 def ld_global_v4_f32(address: Int64, offset: int = 0) -> list[Float32]:
     return asm(f"ld.global.v4.f32 {{$0, $1, $2, $3}}, [$4+{offset}];", [Float32] * 4, [address])
 
@@ -219,6 +233,12 @@ def fmax(a: Float32, b: Float32) -> Float32:
     return asm("max.f32 $0, $1, $2;", [Float32], [a, b], pure=True)
 
 
+def mad_u32(a: Int32, b: Int64, c: Int64) -> Int64:
+    """a * b + c in 64 bits, for a >= 0."""
+    text = "{.reg .b64 t; cvt.u64.u32 t, $1; mad.lo.s64 $0, t, $2, $3;}"
+    return asm(text, [Int64], [a, b, c], pure=True)
+
+
 def double_to_float_pair(x: Float64) -> tuple[Float32, Float32]:
     """(hi, lo) with hi + lo = x to twice fp32's precision."""
     hi = asm("cvt.rn.f32.f64 $0, $1;", [Float32], [x], pure=True)
@@ -231,8 +251,9 @@ def shuffle_xor(x: Float32, lane_mask: int) -> Float32:
     return asm(f"shfl.sync.bfly.b32 $0, $1, {lane_mask}, 31, 0xffffffff;", [Float32], [x])
 
 
-def shuffle_from(x: Float32, lane: Int32) -> Float32:
-    return asm("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", [Float32], [x, lane])
+def shuffle_from(x: Any, lane: Int32) -> Any:
+    """A 32-bit scalar of another lane."""
+    return asm("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", [type(x)], [x, lane])
 
 
 def pack_16(dtype: str, lo: Float32, hi: Float32) -> Int32:
