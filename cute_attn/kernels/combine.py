@@ -99,7 +99,7 @@ class CombineProgram:
         self.spec = spec
         self.block = (32 * WARPS, 1, 1)
         self.smem_bytes = WARPS * spec.head_dim_vo * 4
-        self.rows = {"grid": GridRows, "items": MergeRows}[spec.schedule]()
+        self.rows: GridRows | MergeRows = GridRows() if spec.schedule == "grid" else MergeRows()
         self.pdl = named(arch).pdl
 
     def compile_args(self) -> tuple[Any, ...]:

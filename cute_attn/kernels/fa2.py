@@ -88,6 +88,15 @@ class Fa2Params(NamedTuple):
     page_size: Int32
     page_multiplier: Int32
     page_shift: Int32
+    # kv_dtype "nvfp4"
+    k_scales: Int64
+    v_scales: Int64
+    k_scales_stride_page: Int64
+    k_scales_stride_n: Int64
+    k_scales_stride_h: Int64
+    v_scales_stride_page: Int64
+    v_scales_stride_n: Int64
+    v_scales_stride_h: Int64
 
 
 class State(NamedTuple):
@@ -124,8 +133,8 @@ class Fa2Program:
         self.spec = spec
         self.memory = SharedMemory.of(spec)
         self.tile = WarpTile(spec.dtype, self.memory)
-        schedule = {"grid": GridSchedule, "items": ItemSchedule}[spec.schedule]
-        self.schedule = schedule(spec.tile.rows, spec.tile.cols)
+        kind = GridSchedule if spec.schedule == "grid" else ItemSchedule
+        self.schedule: GridSchedule | ItemSchedule = kind(spec.tile.rows, spec.tile.cols)
         self.block = (spec.tile.threads, 1, 1)
         self.smem_bytes = self.memory.bytes
         self.pdl = named(arch).pdl
@@ -142,9 +151,10 @@ class Fa2Program:
         if cutlass.const_expr(self.pdl):
             ptx.grid_dependency_wait()
         share = self.schedule.share(params)
-        if cutlass.const_expr(self.spec.schedule == "grid"):
-            self.attention(params, share)
-        elif share.qo_len != 0:
+        if cutlass.const_expr(self.spec.schedule == "items"):
+            if share.qo_len != 0:
+                self.attention(params, share)
+        else:
             self.attention(params, share)
 
     @cute.jit
@@ -229,15 +239,15 @@ class Fa2Program:
         finish = Finish(p.sinks, p.v_scale * device_scale(p.v_scale_ptr), p.lse_scale)
         whole = Target(self.spec.out_dtype, p.o, p.o_stride_n, p.o_stride_h, p.lse, p.num_qo_heads)
         if cutlass.const_expr(self.spec.schedule == "items"):
-            item, kv_head = self.schedule.item(p)
-            rows = packed_rows(p, self.schedule.share(p))
-            if item.partial == NO_PARTIAL:
+            share = self.schedule.share(p)
+            rows = packed_rows(p, share)
+            if share.partial == NO_PARTIAL:
                 self.write(rows, whole, finish, work, base, out, stats)
             else:
-                slot = Int64(item.partial) * Int64(p.num_kv_heads) + Int64(kv_head)
+                slot = Int64(share.partial) * Int64(p.num_kv_heads) + Int64(share.kv_head)
                 first = slot * Int64(self.spec.tile.rows)
-                partial = Partials(p.o_partial, p.lse_partial, first, self.spec.head_dim_vo)
-                self.write(rows, partial, Unfinished(), work, base, out, stats)
+                slots = Partials(p.o_partial, p.lse_partial, first, self.spec.head_dim_vo)
+                self.write(rows, slots, Unfinished(), work, base, out, stats)
         elif cutlass.const_expr(self.spec.split):
             slab = Int64(cute.arch.block_idx()[2]) * Int64(p.qo_len) * Int64(p.num_qo_heads)
             o, lse = p.o + slab * (self.spec.head_dim_vo * 4), p.lse + slab * 4

@@ -52,7 +52,7 @@ class TokenRows:
         return dataclasses.replace(self, base=self.base + Int64(tokens) * self.stride)
 
     def copies(self, team: Team, target: Int32, rows: int, start: Int32, left: Int32) -> Iterator[None]:
-        """Issues one cp.async of this thread per `next`: the team's `rows` tokens from `start`, of which `left` exist."""
+        """One cp.async of this thread per `next`: the team's `rows` tokens from `start`, of which `left` exist."""
         step = team.size // 8
         thread = ptx.opaque(team.thread)
         row, chunk = thread >> 3, thread & 7

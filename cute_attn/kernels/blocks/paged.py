@@ -11,10 +11,9 @@ import cutlass
 from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.kv import KVTiles, TokenRows
+from cute_attn.kernels.blocks.kv import KVTiles
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
-from cute_attn.kernels.memory import LINE
 
 ROWS_A_PASS = 4  # of a warp, eight threads each
 

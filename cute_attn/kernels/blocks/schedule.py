@@ -8,7 +8,7 @@ from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import Divisor
-from cute_attn.kernels.work import ITEM_INTS, Item
+from cute_attn.kernels.work import ITEM_INTS, NO_PARTIAL, Item
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Share:
     mask: Int64
     first_tile: Int32
     last_tile: Int32
+    partial: Int32
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class GridSchedule:
             mask=p.mask,
             first_tile=first,
             last_tile=first + p.tiles_per_split,
+            partial=Int32(NO_PARTIAL),
         )
 
 
@@ -66,15 +68,12 @@ class ItemSchedule:
     rows: int
     cols: int
 
-    def item(self, p: Any) -> tuple[Item, Int32]:
-        """This CTA's item and kv head. Read again where that is cheaper than keeping them."""
+    def share(self, p: Any) -> Share:
+        """Read again by the epilogue, which is cheaper than keeping it in registers."""
         index, kv_head = divided(p, cute.arch.block_idx()[0])
         address = p.items + Int64(index) * Int64(4 * ITEM_INTS)
-        words = [cute.arch.make_warp_uniform(word) for offset in (0, 16, 32) for word in ptx.ld_global_v4(address, offset)]
-        return Item(*words[: len(Item._fields)]), kv_head
-
-    def share(self, p: Any) -> Share:
-        item, kv_head = self.item(p)
+        words = [word for offset in (0, 16, 32) for word in ptx.ld_global_v4(address, offset)]
+        item = Item(*map(cute.arch.make_warp_uniform, words[: len(Item._fields)]))
         position = item.kv_len - item.qo_len  # of query token 0
         low = Int64(item.mask_low) & Int64(0xFFFFFFFF)
         return Share(
@@ -90,6 +89,7 @@ class ItemSchedule:
             mask=p.mask + ((Int64(item.mask_high) << Int64(32)) | low),
             first_tile=item.kv_begin // self.cols,
             last_tile=(item.kv_end + Int32(self.cols - 1)) // self.cols,
+            partial=item.partial,
         )
 
 
