@@ -91,6 +91,7 @@ def problem(call: Call) -> Problem:
         v_scales[0] if v_scales else None,
         _per_head("sinks", sinks, features) if features.sinks else None,
         _head_scales(call.head_scales, features) if features.per_head_scales else None,
+        block_scales(kv_cache_sf, k, v) if features.kv_block_scales else None,
     )
 
 
@@ -234,6 +235,26 @@ def _scale(name: str, value: Any, device: torch.device) -> tuple[Any, Scales]:
         return value.item(), ()
     checks.device(name, value, device)
     return None, (value.to(torch.float32),)
+
+
+def block_scales(given: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales of NVFP4 k and v: one e4m3 number for 16 elements, which are 8 bytes."""
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise ArgumentTypeError(f"kv_cache_sf must be a pair (k_sf, v_sf), got {checks.describe(given)}")
+    k_sf, v_sf = (_block_scale(name, sf, x) for name, sf, x in zip(("k_sf", "v_sf"), given, (k, v), strict=True))
+    return k_sf, v_sf
+
+
+def _block_scale(name: str, value: Any, cache: torch.Tensor) -> torch.Tensor:
+    name = f"{name} of kv_cache_sf"
+    value = checks.tensor(name, value)
+    checks.dtype(name, value.dtype, (torch.float8_e4m3fn, torch.uint8))
+    expected = (*cache.shape[:-1], 2 * cache.shape[-1] // settle.NVFP4_BLOCK)
+    checks.shape(name, value, expected, "[..., head_dim / 16], the leading axes of k and v,")
+    checks.device(name, value, cache.device)
+    if value.stride(-1) != 1 and value.shape[-1] > 1:
+        raise ArgumentError(f"{name} must have stride 1 on its last axis, got strides {value.stride()}")
+    return value.view(torch.float8_e4m3fn)
 
 
 def _head_scales(scales: tuple[Any, Any, Any], features: Features) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ import torch
 from cute_attn.checks import describe, short
 from cute_attn.errors import LayoutError, NotSupported, Refusal
 from cute_attn.kernels.spec import KernelSpec
-from cute_attn.problem import Features, Problem, Settings
+from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Features, Problem, Settings
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime.arch import Arch
 
@@ -44,6 +44,14 @@ class Backend:
         """What runs problems of these settings. Imports the backend."""
         module = importlib.import_module(f"cute_attn.backends.{self.name}")
         run: Callable[[Problem], None] = module.prepare(settings)
+        return run
+
+    def plan(
+        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Any
+    ) -> Callable[[BatchProblem], None]:
+        """What runs batches of these settings and lengths. `staging` carries the schedule to the device."""
+        module = importlib.import_module(f"cute_attn.backends.{self.name}")
+        run: Callable[[BatchProblem], None] = module.plan(settings, lengths, limits, staging)
         return run
 
     def launches(self, problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
@@ -107,7 +115,6 @@ TABLE = (
         lambda f: f.kv_block_scales,
         {
             "fa2": No("it does not decode NVFP4 yet", "dequantise k and v to q's dtype first"),
-            "reference": No("it does not decode NVFP4", "dequantise k and v to q's dtype first"),
         },
     ),
     Row(
@@ -138,7 +145,17 @@ TABLE = (
     Row("pos_encoding_mode ALIBI", lambda f: f.pos_encoding_mode == "ALIBI"),
     Row("attention sinks", lambda f: f.sinks),
     Row("q_scale, k_scale, v_scale as numbers or device tensors", _always),
-    Row("lse (base 2)", _always),
+    Row("lse, base 2 or natural (lse_base)", _always),
+    Row(
+        "batches with ragged k and v",
+        lambda f: f.kv_source == "ragged",
+        {"fa2": No("it does not run batches yet", "single_prefill_with_kv_cache for every request")},
+    ),
+    Row(
+        "batches with paged k and v",
+        lambda f: f.kv_source == "paged",
+        {"fa2": No("it does not run batches yet", "single_prefill_with_kv_cache for every request")},
+    ),
 )
 
 

@@ -116,6 +116,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "o_dtype": (None, torch.float16, torch.bfloat16, torch.float32),
     "return_lse": (False, True),
     "enable_pdl": (None, True, False),
+    "lse_base": ("log2", "ln"),
 }
 
 
