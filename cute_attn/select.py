@@ -146,16 +146,8 @@ TABLE = (
     Row("attention sinks", lambda f: f.sinks),
     Row("q_scale, k_scale, v_scale as numbers or device tensors", _always),
     Row("lse, base 2 or natural (lse_base)", _always),
-    Row(
-        "batches with ragged k and v",
-        lambda f: f.kv_source == "ragged",
-        {"fa2": No("it does not run batches yet", "single_prefill_with_kv_cache for every request")},
-    ),
-    Row(
-        "batches with paged k and v",
-        lambda f: f.kv_source == "paged",
-        {"fa2": No("it does not run batches yet", "single_prefill_with_kv_cache for every request")},
-    ),
+    Row("batches with ragged k and v", lambda f: f.kv_source == "ragged"),
+    Row("batches with paged k and v", lambda f: f.kv_source == "paged"),
 )
 
 
