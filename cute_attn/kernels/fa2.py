@@ -19,8 +19,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Float64, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.convert import Converted, Fp8, Nvfp4, Stored
 from cute_attn.kernels.blocks.epilogue import Finish, MergedWarps, Partials, Target, Unfinished, WarpRows, row_stats
-from cute_attn.kernels.blocks.kv import DenseKV, Team, TokenRows
+from cute_attn.kernels.blocks.kv import DenseKV, NoScales, ScaleRows, Team, TokenRows
 from cute_attn.kernels.blocks.masks import Band, BandMask, PackedMask, TileOrder
 from cute_attn.kernels.blocks.mma import Lanes, WarpTile
 from cute_attn.kernels.blocks.paged import PagedKV
@@ -118,6 +119,7 @@ class Work:
     team: Team
     rows: PackedRows
     kv: DenseKV | PagedKV
+    source: Stored | Converted
     mask: BandMask
     scores: Scores
     softmax: OnlineSoftmax
@@ -138,6 +140,7 @@ class Fa2Program:
         self.block = (spec.tile.threads, 1, 1)
         self.smem_bytes = self.memory.bytes
         self.pdl = named(arch).pdl
+        self.converts_fp8 = named(arch).capability >= (8, 9)
 
     def compile_args(self) -> tuple[Any, ...]:
         return (zeros(Fa2Params), Int32(1), Int32(1), Int32(1))
@@ -191,6 +194,7 @@ class Fa2Program:
             team=team,
             rows=rows,
             kv=self.make_kv(p, share, team),
+            source=self.make_source(base),
             mask=mask,
             scores=self.make_scores(p, scale, rows, lanes),
             softmax=OnlineSoftmax(self.tile, Float32(ptx.LOG2E) if self.spec.scores else scale),
@@ -201,13 +205,38 @@ class Fa2Program:
 
     def make_kv(self, p: Fa2Params, share: Share, team: Team) -> DenseKV | PagedKV:
         spec, memory, head = self.spec, self.memory, Int64(share.kv_head)
-        k = TokenRows(p.k + head * p.k_stride_h, p.k_stride_n, spec.head_dim_qk // 8, memory.qk_pitch)
-        v = TokenRows(p.v + head * p.v_stride_h, p.v_stride_n, spec.head_dim_vo // 8, memory.vo_pitch)
+        k = TokenRows(p.k + head * p.k_stride_h, p.k_stride_n, memory.k_bytes // CHUNK, memory.k_pitch)
+        v = TokenRows(p.v + head * p.v_stride_h, p.v_stride_n, memory.v_bytes // CHUNK, memory.v_pitch)
+        scales = self.make_scales(p, share)
         if spec.kv == "paged":
             table = p.kv_indices + Int64(share.kv_start) * Int64(4)
             page_size = Divisor(p.page_size, p.page_multiplier, p.page_shift)
-            return PagedKV(memory, team, k, v, share.kv_end, table, page_size, p.k_stride_page, p.v_stride_page)
-        return DenseKV(memory, team, k.moved(share.kv_start), v.moved(share.kv_start), share.kv_end)
+            return PagedKV(memory, team, k, v, scales, share.kv_end, table, page_size, p.k_stride_page, p.v_stride_page)
+        return DenseKV(memory, team, k.moved(share.kv_start), v.moved(share.kv_start), scales, share.kv_end)
+
+    def make_scales(self, p: Fa2Params, share: Share) -> NoScales | ScaleRows:
+        spec, head = self.spec, Int64(share.kv_head)
+        if spec.kv_dtype != "nvfp4":
+            return NoScales()
+        first = Int64(share.kv_start if spec.kv == "dense" else 0)
+        return ScaleRows(
+            k=p.k_scales + head * p.k_scales_stride_h + first * p.k_scales_stride_n,
+            v=p.v_scales + head * p.v_scales_stride_h + first * p.v_scales_stride_n,
+            k_stride=p.k_scales_stride_n,
+            v_stride=p.v_scales_stride_n,
+            k_page_stride=p.k_scales_stride_page,
+            v_page_stride=p.v_scales_stride_page,
+            k_words=spec.head_dim_qk // 64,
+            v_words=spec.head_dim_vo // 64,
+        )
+
+    def make_source(self, base: Int32) -> Stored | Converted:
+        spec, target = self.spec, base + Int32(self.memory.converted)
+        if not spec.kv_dtype:
+            return Stored()
+        if spec.kv_dtype == "nvfp4":
+            return Converted(self.memory, Nvfp4(spec.dtype, self.converts_fp8), target)
+        return Converted(self.memory, Fp8(spec.dtype, spec.kv_dtype, self.converts_fp8), target)
 
     def make_mask(self, p: Fa2Params, share: Share, rows: PackedRows, lanes: Lanes) -> BandMask:
         band = Band(share.kv_end, share.left, share.right)
@@ -315,32 +344,33 @@ class Fa2Program:
         kv_tile = tile_at(step)
         wanted = step + ahead < work.order.total
         copies = work.kv.copies(tile_at(step + ahead), self.advance(slot, ahead), wanted, state.found)
-        self.rotate_k(work, slot, kv_tile)
-        s = self.tile.scores(base + work.lanes.q, slot + work.lanes.k, copies, work.kv.count)
+        operand = work.source.operand(work.team, slot, copies, work.kv.count)
+        self.rotate_k(work, operand.address, kv_tile)
+        s = self.tile.scores(base + work.lanes.q, operand.address + work.lanes.k, operand.copies, operand.count)
         ptx.cp_async_commit()
         found = work.kv.look_up(tile_at(step + ahead + 1), step + ahead + 1 < work.order.total)
         s = work.scores.apply(s, kv_tile * self.spec.tile.cols)
         if masked:
             s = work.mask.apply(s, kv_tile * self.spec.tile.cols)
-        return self.attend(work, state._replace(found=found), s, masked)
+        return self.attend(work, state._replace(found=found), operand.address, s, masked)
 
-    def attend(self, work: Work, state: State, s: list[Float32], masked: bool) -> State:
+    def attend(self, work: Work, state: State, operand: Int32, s: list[Float32], masked: bool) -> State:
         """Online softmax of one tile's scores, and its share of the output."""
         softmax, slot = work.softmax, state.slot
         running = softmax.settle(state.running, s)
         p = softmax.exponentials(s, running.shift, may_be_empty=masked)
         total = softmax.sums(p, running.total)
-        v = slot + Int32(self.memory.v_offset) + work.lanes.v
+        v = operand + Int32(self.memory.operand_v) + work.lanes.v
         out = self.tile.accumulate(running.out, self.tile.probabilities(p), v)
         return State(Running(out, running.shift, total), self.advance(slot, 1), state.found)
 
     @cute.jit
-    def rotate_k(self, work: Work, slot: Int32, kv_tile: Int32) -> None:
+    def rotate_k(self, work: Work, k: Int32, kv_tile: Int32) -> None:
         if cutlass.const_expr(self.spec.pos_encoding == "rope"):
             rows = self.spec.tile.cols // self.spec.tile.warps_cols
             row0 = work.team.index * rows
             start = kv_tile * self.spec.tile.cols + row0
-            work.rotation.rotate_rows(work.team, slot + row0 * self.memory.qk_pitch, rows, lambda row: start + row)
+            work.rotation.rotate_rows(work.team, k + row0 * self.memory.qk_pitch, rows, lambda row: start + row)
             work.team.sync()
 
     def advance(self, slot: Int32, steps: int) -> Int32:

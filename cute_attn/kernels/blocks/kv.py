@@ -3,13 +3,14 @@
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
-from cute_attn.kernels.memory import LINE, SharedMemory
+from cute_attn.kernels.memory import LINE, SCALES_PITCH, SharedMemory
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,43 @@ class TokenRows:
             yield
 
 
+class NoScales:
+    """K and V without block scales."""
+
+    count = 0
+
+    def copy_row(self, target: Int32, row: int, page: Int32, token: Int32, size: Int32, chunk: Int32) -> Iterator[None]:
+        yield from ()
+
+
+@dataclass(frozen=True)
+class ScaleRows:
+    """NVFP4 block scales of K and V: addresses of token 0, strides of a token and a page, 4-byte words of a row."""
+
+    count: ClassVar[int] = 1  # copies a thread makes for a row
+    k: Int64
+    v: Int64
+    k_stride: Int64
+    v_stride: Int64
+    k_page_stride: Int64
+    v_page_stride: Int64
+    k_words: int
+    v_words: int
+
+    def copy_row(self, target: Int32, row: int, page: Int32, token: Int32, size: Int32, chunk: Int32) -> Iterator[None]:
+        """Of the eight threads of a row, four copy K's words and four V's, those of tokens that do not exist as zeros.
+        `target`: of this thread's row in the first pass.
+        """
+        is_k, word = chunk < 4, chunk & 3
+        base, stride = ptx.select(is_k, self.k, self.v), ptx.select(is_k, self.k_stride, self.v_stride)
+        page_stride = ptx.select(is_k, self.k_page_stride, self.v_page_stride)
+        address = ptx.mad_u32(token, stride, ptx.mad_u32(page, page_stride, base + Int64(word * 4)))
+        words = ptx.select(is_k, Int32(self.k_words), Int32(self.v_words))
+        part = ptx.select(word < words, size >> 2, Int32(0))
+        ptx.cp_async_4(target + Int32(row * SCALES_PITCH) + chunk * 4, address, part)
+        yield
+
+
 @dataclass(frozen=True)
 class KVTiles:
     """K and V of one request, a tile at a time; a team loads the columns that it consumes."""
@@ -82,6 +120,7 @@ class KVTiles:
     team: Team
     k: TokenRows
     v: TokenRows
+    scales: NoScales | ScaleRows
     kv_end: Int32
 
     @property
@@ -93,7 +132,12 @@ class KVTiles:
     def count(self) -> int:
         """How many copies a thread makes for one tile."""
         lines = (self.k.pitch + self.v.pitch) // LINE
-        return self.rows * 8 // self.team.size * lines
+        return self.passes * (lines + self.scales.count)
+
+    @property
+    def passes(self) -> int:
+        """Eight threads take a row, all of them together so many after each other."""
+        return self.rows * 8 // self.team.size
 
     def first_token(self, kv_tile: Int32) -> Int32:
         return kv_tile * self.memory.tile.cols + self.team.index * self.rows
@@ -103,6 +147,9 @@ class KVTiles:
 
     def v_target(self, slot: Int32) -> Int32:
         return slot + Int32(self.memory.v_offset) + self.team.index * self.rows * self.v.pitch
+
+    def scales_target(self, slot: Int32, row: Int32) -> Int32:
+        return slot + Int32(self.memory.scales_offset) + (self.team.index * self.rows + row) * SCALES_PITCH
 
 
 @dataclass(frozen=True)
@@ -119,3 +166,13 @@ class DenseKV(KVTiles):
         left = ptx.select(wanted, self.kv_end - start, Int32(0))
         yield from self.k.copies(self.team, self.k_target(slot), self.rows, start, left)
         yield from self.v.copies(self.team, self.v_target(slot), self.rows, start, left)
+        if self.scales.count:
+            yield from self.scale_copies(slot, start, left)
+
+    def scale_copies(self, slot: Int32, start: Int32, left: Int32) -> Iterator[None]:
+        step, thread = self.team.size // 8, ptx.opaque(self.team.thread)
+        row, chunk = thread >> 3, thread & 7
+        target = self.scales_target(slot, row)
+        for i in range(self.passes):
+            size = ptx.select(Int32(i * step) < left - row, Int32(CHUNK), Int32(0))
+            yield from self.scales.copy_row(target, i * step, Int32(0), start + row + i * step, size, chunk)

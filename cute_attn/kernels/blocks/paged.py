@@ -27,10 +27,6 @@ class PagedKV(KVTiles):
     k_page_stride: Int64
     v_page_stride: Int64
 
-    @property
-    def passes(self) -> int:
-        return self.rows * 8 // self.team.size
-
     def look_up(self, kv_tile: Int32, wanted: Boolean) -> list[Int32]:
         """Pages of a tile: lane 4 i + r has that of row r of this warp's pass i. Tokens past the end are not asked."""
         assert self.passes * ROWS_A_PASS <= 32
@@ -50,6 +46,7 @@ class PagedKV(KVTiles):
         end = ptx.select(wanted, self.kv_end - first, Int32(0))
         k_at = self.k_target(slot) + swizzled(row, chunk, self.k.pitch)
         v_at = self.v_target(slot) + swizzled(row, chunk, self.v.pitch)
+        scales_at = self.scales_target(slot, row)
         for i in range(self.passes):
             page = ptx.shuffle_from(pages[0], Int32(ROWS_A_PASS * i) + (row & 3))
             token = first + row + i * step
@@ -59,3 +56,4 @@ class PagedKV(KVTiles):
                 address = source.base + Int64(chunk * CHUNK)
                 address = ptx.mad_u32(within, source.stride, ptx.mad_u32(page, page_stride, address))
                 yield from source.copy_row(target, i * step, address, chunk, size)
+            yield from self.scales.copy_row(scales_at, i * step, page, within, size, chunk)
