@@ -209,9 +209,20 @@ class Fa2Program:
         v = TokenRows(p.v + head * p.v_stride_h, p.v_stride_n, memory.v_bytes // CHUNK, memory.v_pitch)
         scales = self.make_scales(p, share)
         if spec.kv == "paged":
-            table = p.kv_indices + Int64(share.kv_start) * Int64(4)
             page_size = Divisor(p.page_size, p.page_multiplier, p.page_shift)
-            return PagedKV(memory, team, k, v, scales, share.kv_end, table, page_size, p.k_stride_page, p.v_stride_page)
+            return PagedKV(
+                memory,
+                team,
+                k,
+                v,
+                scales,
+                share.kv_end,
+                p.kv_indices,
+                share.kv_start,
+                page_size,
+                p.k_stride_page,
+                p.v_stride_page,
+            )
         return DenseKV(memory, team, k.moved(share.kv_start), v.moved(share.kv_start), scales, share.kv_end)
 
     def make_scales(self, p: Fa2Params, share: Share) -> NoScales | ScaleRows:

@@ -20,9 +20,12 @@ ROWS_A_PASS = 4  # of a warp, eight threads each
 
 @dataclass(frozen=True)
 class PagedKV(KVTiles):
-    """`table`: address of the request's first entry of kv_indices; the strides of `k` and `v` are a token's."""
+    """`table`: address of kv_indices, the request's pages from place `first_page` on; strides of `k` and `v` are a
+    token's.
+    """
 
     table: Int64
+    first_page: Int32
     page_size: Divisor
     k_page_stride: Int64
     v_page_stride: Int64
@@ -35,7 +38,8 @@ class PagedKV(KVTiles):
         row = (thread >> 5) * ROWS_A_PASS + (lane & 3) + (lane >> 2) * (self.team.size // 8)
         token = self.first_token(kv_tile) + row
         exists = cutlass.and_(token < self.kv_end, cutlass.and_(wanted, lane < self.passes * ROWS_A_PASS))
-        return [ptx.ld_global_u32_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists)]
+        place = self.first_page + self.page_size.quotient(token)
+        return [ptx.ld_global_u32_if(self.table + Int64(place) * Int64(4), exists)]
 
     def copies(self, kv_tile: Int32, slot: Int32, wanted: Boolean, pages: list[Int32]) -> Iterator[None]:
         """As `DenseKV.copies`, K and V of a row together."""
