@@ -1,10 +1,22 @@
-"""Decode attention of one request."""
+"""Decode attention: of one request here, of a batch in `batch_decode`."""
 
 from __future__ import annotations
 
 import torch
 
 from cute_attn import checks, normalize, select
+from cute_attn.batch_decode import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    fast_decode_plan,
+)
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "fast_decode_plan",
+    "single_decode_with_kv_cache",
+]
 
 
 def single_decode_with_kv_cache(

@@ -1,11 +1,19 @@
-"""Prefill and append attention of one request."""
+"""Prefill and append attention: of one request here, of a batch in `batch_prefill`."""
 
 from __future__ import annotations
 
 import torch
 
 from cute_attn import checks, normalize, select
+from cute_attn.batch_prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from cute_attn.spellings import both_prefill_spellings, returning_lse
+
+__all__ = [
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+]
 
 
 @both_prefill_spellings

@@ -19,6 +19,12 @@ def wanted() -> bool:
     return os.environ.get("CUTE_ATTN_VALIDATE", "0") not in ("", "0")
 
 
+def before_launch(problem: BatchProblem, lengths: BatchLengths) -> None:
+    """Look, unless the stream is being captured: then nothing runs yet, and nothing can be read."""
+    if problem.q.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        pages(problem, lengths)
+
+
 def pages(problem: BatchProblem, lengths: BatchLengths) -> None:
     """Every page that a request reads must be one of the cache."""
     assert problem.kv_indices is not None
