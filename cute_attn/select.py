@@ -108,14 +108,12 @@ TABLE = (
     Row(
         "k and v of an fp8 dtype",
         lambda f: f.kv_dtype in FP8 and f.q_dtype in HALF,
-        {"fa2": No("it does not convert keys and values yet", "convert them with k.to(q.dtype), v.to(q.dtype)")},
     ),
+    Row("NVFP4 k and v (kv_cache_sf)", lambda f: f.kv_block_scales),
     Row(
-        "NVFP4 k and v (kv_cache_sf)",
-        lambda f: f.kv_block_scales,
-        {
-            "fa2": No("it does not decode NVFP4 yet", "dequantise k and v to q's dtype first"),
-        },
+        "NVFP4 k and v with a head dimension that is no multiple of 64",
+        lambda f: f.kv_block_scales and (f.head_dim_qk % 64 != 0 or f.head_dim_vo % 64 != 0),
+        {"fa2": No("a token's block scales are no whole words of 4 bytes", "dequantise k and v to q's dtype first")},
     ),
     Row(
         "per-head scales (scale_q, scale_k, scale_v)",
