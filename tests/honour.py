@@ -80,6 +80,12 @@ PERTURBATIONS = (
     Perturbation("kv_data_type", {"kv_dtype": E4M3}),
     Perturbation("kv_data_type", {"kv_dtype": E5M2}),
     Perturbation("kv_cache_sf", {"kv_dtype": "nvfp4"}, kinds=(*BATCH, "single_prefill")),
+    Perturbation(
+        "kv_cache_sf",
+        {"kv_dtype": "nvfp4", "head_dim_qk": 80, "head_dim_vo": 80},
+        before={"head_dim_qk": 80, "head_dim_vo": 80},
+        kinds=(*BATCH, "single_prefill"),
+    ),
     Perturbation("o_data_type", {"o_dtype": "bfloat16"}, kinds=(*BATCH, "single_prefill"), moves=False),
     Perturbation("o_data_type", {"o_dtype": "float32"}, kinds=(*BATCH, "single_prefill"), moves=False),
     Perturbation("fixed_split_size", {"fixed_split_size": 8}, kinds=BATCH, moves=False),
