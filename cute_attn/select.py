@@ -54,6 +54,12 @@ class Backend:
         run: Callable[[BatchProblem], None] = module.plan(settings, lengths, limits, staging)
         return run
 
+    def workspace(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
+        """Bytes that a plan of this batch uses of a workspace of any size, and for its records."""
+        module = importlib.import_module(f"cute_attn.backends.{self.name}")
+        sizes: tuple[int, int] = module.workspace(settings, lengths, limits)
+        return sizes
+
     def launches(self, problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
         """The kernels and grids of `problem` on a GPU of `arch` with `sms` multiprocessors. Needs no GPU."""
         module = importlib.import_module(f"cute_attn.backends.{self.name}")

@@ -32,6 +32,14 @@ def plan(
     return Planned(settings, launch, staging, arch, index)
 
 
+def workspace(settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
+    """Bytes of the workspace that a plan uses if it has as many as it likes, and bytes of its records."""
+    index = settings.features.device.index
+    limits = limits._replace(workspace_bytes=plan_batch.UNLIMITED)
+    plan = scheduled(settings, lengths, limits, for_device(index), multiprocessors(index))
+    return plan.work.num_partials * plan.slot_bytes, plan.work.ints.nbytes
+
+
 def launches(
     settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
 ) -> list[tuple[KernelSpec, Grid]]:
@@ -51,6 +59,7 @@ class Scheduled(NamedTuple):
     combine_grid: Grid
     rows_per_merge: int
     slots: int  # room for partials
+    slot_bytes: int
     fixed: bool  # in memory that later plans use too
 
 
@@ -70,6 +79,7 @@ def scheduled(settings: Settings, lengths: BatchLengths, limits: BatchLimits, ar
         4 * (features.head_dim_vo + 1),
     )
     work = plan_batch.schedule(lengths, shape, limits)
+    slot_bytes = features.num_kv_heads * tile.rows * shape.partial_row_bytes
     rows_per_merge = min(tile.rows, _longest_request(lengths, limits) * group)
     return Scheduled(
         tile,
@@ -77,7 +87,8 @@ def scheduled(settings: Settings, lengths: BatchLengths, limits: BatchLimits, ar
         (work.item_capacity * features.num_kv_heads, 1, 1),
         (work.merge_capacity * features.num_kv_heads * rows_per_merge, 1, 1),
         rows_per_merge,
-        limits.workspace_bytes // (features.num_kv_heads * tile.rows * shape.partial_row_bytes),
+        limits.workspace_bytes // slot_bytes,
+        slot_bytes,
         limits.graph is not None,
     )
 
