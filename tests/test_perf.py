@@ -376,15 +376,17 @@ def test_overhead_times_calls_that_exist() -> None:
 
 
 def test_builds_are_distinct_and_of_the_right_phase() -> None:
-    from perf import decode, prefill
+    from perf import batch, decode, prefill
 
-    jobs = warm.builds(prefill.WORKLOADS)
-    assert len(set(jobs)) == len(jobs)
-    phases = {peer.name: peer.phases for peer in PEERS if peer.builds}
-    assert jobs
-    assert all("prefill" in phases[name] and w.qo_len == warm.SHORT for name, w in jobs)
+    for workloads in (prefill.WORKLOADS, decode.WORKLOADS, batch.WORKLOADS):
+        jobs = warm.builds(workloads)
+        assert jobs
+        assert len(set(jobs)) == len(jobs)
+        for name, w in jobs:
+            assert any(p.builds and p.name == name and w.phase in p.phases for p in PEERS)
+            assert w.bytes < 1 << 24  # short
     assert {name for name, _ in warm.builds(prefill.WORKLOADS, ["FlashInfer fa2"])} == {"FlashInfer fa2"}
-    assert all("decode" in phases[name] and w.qo_len == 1 for name, w in warm.builds(decode.WORKLOADS))
+    assert all(w.qo_len == 1 for _, w in warm.builds(decode.WORKLOADS))
 
 
 def test_only_chooses_rows_by_words() -> None:
