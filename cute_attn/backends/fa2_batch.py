@@ -21,6 +21,7 @@ from cute_attn.runtime.staging import Staging
 
 Grid = tuple[int, int, int]
 REMEMBERED = 256  # settings of the layers of a model
+MANY = 1 << 16  # query tokens: enough for the tile of long requests
 
 
 def plan(
@@ -94,7 +95,12 @@ def scheduled(settings: Settings, lengths: BatchLengths, limits: BatchLimits, ar
 
 
 def _rows_of_a_request(lengths: BatchLengths, limits: BatchLimits) -> int:
-    """Query tokens of a typical request: they decide the tile, which a captured launch keeps over plans."""
+    """Query tokens of a typical request: they decide the tile, which a captured launch keeps over plans, and which must
+    not depend on the batch where a request's bits must not."""
+    if limits.q_len is not None:
+        return limits.q_len
+    if limits.fixed_split_size is not None or limits.disable_split_kv:
+        return MANY
     if limits.graph:
         most = limits.graph.max_qo_len or limits.graph.max_rows
         return min(most, plans.ceil_div(limits.graph.max_rows, max(1, limits.graph.batch_size)))
