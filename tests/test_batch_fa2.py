@@ -149,3 +149,25 @@ def test_workspace_size_is_enough(splits: dict[str, Any], graph: bool) -> None:
         made.reset_workspace_buffer(torch.empty(float_bytes - 1, dtype=torch.uint8))
         with pytest.raises(WorkspaceError, match=f"must have {float_bytes} bytes"):
             made.plan(**arguments)
+
+
+@pytest.mark.parametrize("splits", [{"fixed_split_size": 2}, {"disable_split_kv": True}], ids=str)
+def test_tiles_do_not_depend_on_the_batch(splits: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a promise says that bits do not: another tile sums in another order."""
+    asked = set()
+
+    def choose(kind: Any, rows: int, arch: Any) -> Tile:
+        asked.add((len(made), rows))
+        return TILE
+
+    monkeypatch.setattr(fa2_batch.tiles, "choose", choose)
+    made: list[Any] = []
+    for qo_lens in ((1,), (1, 1), (7, 300), (64, 0, 2)):
+        case = paged(qo_lens, (30,) * len(qo_lens), **splits)
+        wrapper(case).plan(**plan_arguments(case, make(case)))
+    made.append("decode")
+    for kv_lens in ((40,), (1, 90, 0)):
+        case = decode(kv_lens, q_len=2, **splits)
+        wrapper(case).plan(**plan_arguments(case, make(case)))
+    assert len(asked) == 2
+    assert (1, 2 * 2) in asked  # q_len tokens of a group of two
