@@ -134,4 +134,4 @@ class BatchLimits(NamedTuple):
     fixed_split_size: int | None = None  # tokens
     disable_split_kv: bool = False
     graph: GraphLimits | None = None  # CUDA graphs: launches keep their form over plans
-    q_len: int | None = None  # query tokens of every request of this and any other batch, where known (decode)
+    max_qo_len: int | None = None  # query tokens of one request, where known (decode)
