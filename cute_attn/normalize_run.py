@@ -40,6 +40,13 @@ class Run(NamedTuple):
     head_scales: tuple[Any, Any, Any] | None
 
 
+class Form(NamedTuple):
+    """What dtypes, shapes and strides of q, k and v decide."""
+
+    readable: bool  # rows are 16-byte aligned where q, k and v start so
+    spans: tuple[int, int, int]  # bytes from the first element to past the last
+
+
 @dataclass
 class Plan:
     """What a plan settles for its runs."""
@@ -55,7 +62,8 @@ class Plan:
     workspace: torch.Tensor
     validate: bool
     page_axes: tuple[str, ...] = ()  # of k and v, for messages
-    forms: dict[Any, bool] = field(default_factory=dict)  # of q, k, v; True: q is readable where its address is
+    forms: dict[Any, Form] = field(default_factory=dict)  # of q, k and v
+    scale_forms: set[Any] = field(default_factory=set)  # of NVFP4 block scales
     rows: int = 0
     first_row: int = 0
 
@@ -63,6 +71,8 @@ class Plan:
         features = self.settings.features
         self.rows, self.first_row = self.tokens.rows, int(self.tokens.lengths.qo_indptr[0])
         self.packing = 2 if features.kv_block_scales else 1
+        kept = ("kv_indices", self.kv_indices), ("packed_mask", self.packed_mask), ("the workspace", self.workspace)
+        self.taken = [(name, checks.extent(tensor)) for name, tensor in kept if tensor is not None]
         self.run_settings = functools.lru_cache(REMEMBERED, typed=True)(self._run_settings)
 
     def _run_settings(
@@ -95,10 +105,10 @@ def problem(plan: Plan, run: Run) -> BatchProblem:
         *(k.shape, k.stride(), k.dtype, k.device),
         *(v.shape, v.stride(), v.dtype, v.device),
     )
-    readable = plan.forms.get(form)
-    if readable is None:
-        readable = plan.forms[form] = _check_form(plan, q, k, v)
-    if not readable or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % normalize.ALIGNMENT:
+    known = plan.forms.get(form)
+    if known is None:
+        known = plan.forms[form] = _check_form(plan, q, k, v)
+    if not known.readable or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % normalize.ALIGNMENT:
         q = _readable(q, k, v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         normalize.refuse_grad(q=q, k=k, v=v)
@@ -125,7 +135,7 @@ def problem(plan: Plan, run: Run) -> BatchProblem:
 
     rows, heads = plan.rows, features.num_qo_heads
     if out is not None or lse is not None:
-        _check_outputs(plan, run, settings.features)
+        _check_outputs(plan, run, known, features)
     if out is None:
         out = q.new_empty(rows, heads, features.head_dim_vo, dtype=features.o_dtype)
         if plan.first_row:
@@ -187,8 +197,8 @@ def pages(plan: Plan, cache: Any, name: str = "paged_kv_cache") -> tuple[torch.T
     return k, v
 
 
-def _check_form(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Everything about q, k and v but their addresses. Is q readable as it lies?"""
+def _check_form(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Form:
+    """Everything about q, k and v but their addresses."""
     f = plan.settings.features
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.device != plan.workspace.device:
@@ -220,7 +230,9 @@ def _check_form(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
         for stride, count in zip(x.stride()[:-1], x.shape[:-1], strict=True):
             if count > 1:
                 steps |= stride * x.element_size()
-    return steps % normalize.ALIGNMENT == 0 and (q.stride(-1) == 1 or q.shape[-1] == 1)
+    readable = steps % normalize.ALIGNMENT == 0 and (q.stride(-1) == 1 or q.shape[-1] == 1)
+    of_q, of_k, of_v = (stop - start for start, stop in map(checks.extent, (q, k, v)))
+    return Form(readable, (of_q, of_k, of_v))
 
 
 def _check_cache_shape(plan: Plan, name: str, x: torch.Tensor, width: int) -> None:
@@ -287,15 +299,16 @@ def _block_scales(plan: Plan, given: Any, k: torch.Tensor, v: torch.Tensor) -> t
     if not isinstance(given, tuple | list) or not all(isinstance(x, torch.Tensor) for x in given):
         return normalize.block_scales(given, k, v)  # says what is wrong
     form = k.shape, *((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % normalize.SCALE_WORD) for x in given)
-    if form not in plan.forms:
+    if form not in plan.scale_forms:
         normalize.block_scales(given, k, v)
-        plan.forms[form] = True
+        plan.scale_forms.add(form)
     return given[0].view(torch.float8_e4m3fn), given[1].view(torch.float8_e4m3fn)
 
 
-def _check_outputs(plan: Plan, run: Run, features: Features) -> None:
-    taken = [("q", checks.extent(run.q)), ("k", checks.extent(run.k)), ("v", checks.extent(run.v))]
-    for name, tensor in (("sinks", run.sinks), ("kv_indices", plan.kv_indices), ("the workspace", plan.workspace)):
-        if tensor is not None:
-            taken.append((name, checks.extent(tensor)))
+def _check_outputs(plan: Plan, run: Run, form: Form, features: Features) -> None:
+    starts = run.q.data_ptr(), run.k.data_ptr(), run.v.data_ptr()
+    inputs = zip(("q", "k", "v"), starts, form.spans, strict=True)
+    taken = [*plan.taken, *((name, (start, start + span)) for name, start, span in inputs)]
+    if run.sinks is not None:
+        taken.append(("sinks", checks.extent(run.sinks)))
     normalize.check_outputs(run.out, run.lse, features, (plan.rows, features.num_qo_heads), "rows", taken)

@@ -1,4 +1,4 @@
-"""What a batch launch finds in its plan buffer: int32 records, written by the planner, read by CTAs. Host only.
+"""What a batch launch finds in its plan buffer: int32 records, written by the planner, read by CTAs.
 
 A work item is one query tile of one request against one range of its keys, for every kv head: the grid is
 `items * num_kv_heads`, kv heads innermost. A merge item is one query tile whose keys were cut. Records of zeros mean
