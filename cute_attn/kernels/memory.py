@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cute_attn.kernels.spec import Fa2Spec, Tile
+from cute_attn.kernels.spec import Fa2Spec, Fa3Spec, HopperTile, Tile
 
 LINE = 128  # bytes; rows are whole lines, see `blocks.smem`
 
@@ -69,3 +69,53 @@ class SharedMemory:
         if self.tile.warps_cols > 1:
             total = max(total, self.merge_outputs + self.tile.warps_cols * self.tile.rows * self.merge_pitch)
         return total
+
+
+@dataclass(frozen=True)
+class HopperMemory:
+    """Byte offsets of the wgmma kernel: Q, the K ring, the V ring, then barriers and the id of the tile in work.
+
+    A tile of 16-bit rows lies in columns of 64 elements: 128-byte lines of all rows, one column after the other, each
+    as one TMA box writes it with the 128-byte swizzle.
+    """
+
+    tile: HopperTile
+    head_dim_qk: int
+    head_dim_vo: int
+
+    @classmethod
+    def of(cls, spec: Fa3Spec) -> HopperMemory:
+        return cls(spec.tile, spec.head_dim_qk, spec.head_dim_vo)
+
+    @property
+    def q_bytes(self) -> int:
+        return self.tile.rows * self.head_dim_qk * 2
+
+    @property
+    def k_bytes(self) -> int:
+        return self.tile.cols * self.head_dim_qk * 2
+
+    @property
+    def v_bytes(self) -> int:
+        return self.tile.cols * self.head_dim_vo * 2
+
+    @property
+    def k_ring(self) -> int:
+        return self.q_bytes
+
+    @property
+    def v_ring(self) -> int:
+        return self.k_ring + self.tile.stages * self.k_bytes
+
+    @property
+    def barriers(self) -> int:
+        """8 bytes each: q full, q empty, then full and empty of every K slot, then of every V slot."""
+        return self.v_ring + self.tile.stages * self.v_bytes
+
+    @property
+    def work(self) -> int:
+        return self.barriers + 8 * (2 + 4 * self.tile.stages)
+
+    @property
+    def bytes(self) -> int:
+        return self.work + 16

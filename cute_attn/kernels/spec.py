@@ -116,6 +116,65 @@ class Fa2Spec(KernelSpec):
 
 
 @dataclass(frozen=True)
+class HopperTile:
+    """Work of one CTA of the wgmma kernel: `rows` query tokens of one head, 64 a math warpgroup, by `cols` kv tokens.
+
+    `ping_pong`: warpgroups take turns at issuing products, so that one's softmax runs under another's.
+    `rescale` "trailing": the output is rescaled only where scores grow by 2^8; "always": with every new maximum.
+    """
+
+    rows: int
+    cols: int
+    stages: int = 2
+    ping_pong: bool = True
+    rescale: str = "trailing"
+
+    @property
+    def math_groups(self) -> int:
+        return self.rows // 64
+
+    @property
+    def threads(self) -> int:
+        """A producer warpgroup, then the math warpgroups."""
+        return 128 * (1 + self.math_groups)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a producer and of a math thread: together what the CTA was launched with."""
+        return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.math_groups]
+
+    def __post_init__(self) -> None:
+        rules = {
+            "rows must be 64, 128 or 192": self.rows in (64, 128, 192),
+            "cols must be a multiple of 16 up to 256": self.cols % 16 == 0 and 0 < self.cols <= 256,
+            "stages must be at least 2": self.stages >= 2,
+            "rescale must be 'trailing' or 'always'": self.rescale in ("trailing", "always"),
+        }
+        for rule, holds in rules.items():
+            if not holds:
+                raise ValueError(f"{self}: {rule}")
+
+
+@dataclass(frozen=True)
+class Fa3Spec(KernelSpec):
+    """The Hopper attention kernel: TMA, wgmma, specialised warps. Causal, GQA group, strides and lengths are values."""
+
+    kernel: ClassVar[str] = "fa3"
+    dtype: str
+    out_dtype: str
+    head_dim_qk: int
+    head_dim_vo: int
+    mask: str = "band"  # "band": length, causal and window bounds; "stop": without the window's left bound
+    schedule: str = "dynamic"  # "dynamic": tiles drawn from a counter; "static": every grid-size-th tile
+    tile: HopperTile = HopperTile(128, 128)
+
+    def program(self, arch: str) -> Program:
+        from cute_attn.kernels.fa3 import Fa3Program
+
+        return Fa3Program(self, arch)
+
+
+@dataclass(frozen=True)
 class CombineSpec(KernelSpec):
     """Merges the fp32 partials of a split-KV launch."""
 
@@ -131,7 +190,7 @@ class CombineSpec(KernelSpec):
         return CombineProgram(self, arch)
 
 
-SPEC_TYPES: dict[str, type[KernelSpec]] = {cls.kernel: cls for cls in (Fa2Spec, CombineSpec)}
+SPEC_TYPES: dict[str, type[KernelSpec]] = {cls.kernel: cls for cls in (Fa2Spec, Fa3Spec, CombineSpec)}
 
 
 def from_dict(data: dict[str, Any]) -> KernelSpec:
@@ -139,7 +198,7 @@ def from_dict(data: dict[str, Any]) -> KernelSpec:
     fields = dict(data)
     cls = SPEC_TYPES[fields.pop("kernel")]
     if "tile" in fields:
-        fields["tile"] = Tile(**fields["tile"])
+        fields["tile"] = (HopperTile if cls is Fa3Spec else Tile)(**fields["tile"])
     if isinstance(fields.get("scores"), Sequence):
         fields["scores"] = tuple(fields["scores"])
     return cls(**fields)

@@ -20,7 +20,7 @@ from cute_attn.runtime import arch as archs
 from cute_attn.runtime.artifact import Artifact, Param
 
 Dim3 = tuple[int, int, int]
-_STRUCT_CODES = {"i32": "i", "i64": "q", "f32": "f", "f64": "d"}
+_STRUCT_CODES = {"i32": "i", "i64": "q", "f32": "f", "f64": "d", "map": "128s"}
 
 
 def current_stream(device_index: int) -> int:

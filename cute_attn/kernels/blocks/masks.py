@@ -98,6 +98,21 @@ class BandMask:
         return out
 
 
+class StopMask(BandMask):
+    """A band without left bound: one comparison a score."""
+
+    def apply(self, s: list[Float32], kv_start: Int32) -> list[Float32]:
+        out = list(s)
+        first_col = kv_start + self.lanes.first_col(self.tile.memory)
+        for slot in range(self.tile.row_slots):
+            stop = self.band.stop(self.rows.token(self.lanes.row(self.tile.memory, slot))) - first_col
+            for n in range(self.tile.n_blocks):
+                for j in (0, 1):
+                    i = 4 * ((slot // 2) * self.tile.n_blocks + n) + 2 * (slot % 2) + j
+                    out[i] = ptx.select(Int32(n * 8 + j) < stop, out[i], Float32(ptx.NEG_INF))
+        return out
+
+
 @dataclass(frozen=True)
 class PackedMask(BandMask):
     """A custom mask, one bit a (token, kv) pair in little bit order, rows not padded; within the band."""
