@@ -348,6 +348,8 @@ class Fa3Program:
         s = softmax.exponentials(s, risen.shift, may_be_empty=masked)
         total = [t * factor for t, factor in zip(state.total, risen.factors, strict=True)]
         total = softmax.sums(s, total)
+        if self.spec.tile.pinned:
+            sm90.settle(total)  # no exponential is put off till after the wait
         out = sm90.wgmma_wait(0, out, state.p)
         shared.v.release(v, lanes.lane)
         p = self.tile.probabilities(s)

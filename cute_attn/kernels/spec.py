@@ -128,6 +128,7 @@ class HopperTile:
     stages: int = 2
     ping_pong: bool = True
     rescale: str = "trailing"
+    pinned: bool = True
 
     @property
     def math_groups(self) -> int:
