@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, GridConstant, Int32, Int64
+from cutlass import BFloat16, Float32, GridConstant, Int32, Int64
 from cutlass.experimental.cuda.tensor_map import TensorMap, TensorMapSwizzle, create_tensor_map_tiled
 
 from cute_attn.kernels.blocks import ptx, sm90
 from cute_attn.kernels.blocks.epilogue import Finish
 from cute_attn.kernels.blocks.masks import Band, BandMask, StopMask, TileOrder
 from cute_attn.kernels.blocks.pipeline import Place, Ring, start
-from cute_attn.kernels.blocks.rows import Divisor
+from cute_attn.kernels.blocks.rows import Divisor, HeadRows
 from cute_attn.kernels.blocks.scalars import device_scale, zeros
-from cute_attn.kernels.blocks.schedule import DenseTiles, DynamicSchedule, HeadRows, StaticSchedule, TileWork
+from cute_attn.kernels.blocks.schedule import DenseTiles, DynamicSchedule, StaticSchedule, TileWork
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax, Risen
 from cute_attn.kernels.blocks.store import GroupStore
 from cute_attn.kernels.blocks.wgmma import GroupLanes, GroupTile
@@ -208,13 +208,13 @@ class Fa3Program:
         q, k, v = start(), start(), start()
         while index < p.total_tiles:
             work = tiles.decode(index)
-            following = schedule.following(index, p.total_tiles)
             order = self.order(p, self.rows(p, work))
             if order.total > 0:
                 self.load_k(maps, shared.k, k, work, order.at(Int32(0)))
             shared.q.wait_empty(q)
             ptx.st_shared_b32(shared.work, 0, index)
             self.load_q(maps, shared.q, q, work)
+            drawn = schedule.draw(index)
             for step in cutlass.range(1, order.total, unroll=1):
                 self.load_v(maps, shared.v, v, work, order.at(step - 1))
                 v, k = shared.v.next(v), shared.k.next(k)
@@ -223,7 +223,7 @@ class Fa3Program:
                 self.load_v(maps, shared.v, v, work, order.at(order.total - 1))
                 v, k = shared.v.next(v), shared.k.next(k)
             q = shared.q.next(q)
-            index = following
+            index = schedule.following(drawn, p.total_tiles)
         shared.q.wait_empty(q)
         ptx.st_shared_b32(shared.work, 0, Int32(NO_WORK))
         sm90.barrier_arrive(shared.q.full(q))
@@ -269,7 +269,7 @@ class Fa3Program:
         lanes, tiles = GroupLanes.of(), self.tiles(p)
         softmax = OnlineSoftmax(self.tile, p.scale * device_scale(p.scale0) * device_scale(p.scale1))
         finish = Finish(p.sinks, p.v_scale * device_scale(p.v_scale_ptr))
-        if cutlass.const_expr(self.spec.tile.ping_pong):
+        if cutlass.const_expr(self.spec.tile.ping_pong):  # noqa: SIM102  (one when tracing, one at run time)
             if lanes.group == self.spec.tile.math_groups - 1:
                 self.end_turn(lanes)
         q, k = start(), start()
@@ -308,9 +308,7 @@ class Fa3Program:
         shared.v.release(state.v, lanes.lane)
         return out, state.shift, state.total, state.k
 
-    def first(
-        self, shared: Shared, lanes: GroupLanes, softmax: OnlineSoftmax, math: MathWork, k: Place
-    ) -> State:
+    def first(self, shared: Shared, lanes: GroupLanes, softmax: OnlineSoftmax, math: MathWork, k: Place) -> State:
         """Scores and softmax of the first kv tile; it may be masked."""
         shared.k.wait_full(k)
         s = sm90.wgmma_wait(0, self.tile.scores(math.q, shared.k.address(k)))

@@ -120,7 +120,7 @@ def count_matrix_instructions(ptx: str) -> int:
 def _params(kernel: cubins.CubinKernel, program: Program, ptx: str) -> tuple[Param, ...]:
     """Named and typed by the program's maps and parameters; checked against the cubin (sizes) and the PTX (types)."""
     params = program.params
-    kinds = {name: "map" for name in getattr(program, "maps", ())} | {
+    kinds = dict.fromkeys(getattr(program, "maps", ()), "map") | {
         name: _KIND_OF_SCALAR.get(hint.__name__, hint.__name__) for name, hint in typing.get_type_hints(params).items()
     }
     header = ptx[ptx.index(f".entry {kernel.symbol}(") :].split(")", 1)[0]

@@ -5,14 +5,14 @@ full then needs no mask code at all.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.mma import Lanes, WarpTile
-from cute_attn.kernels.blocks.rows import PackedRows
+from cute_attn.kernels.blocks.rows import HeadRows, PackedRows
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Band:
     def stop(self, token: Int32) -> Int32:
         return ptx.minimum(self.kv_len, token + self.right + Int32(1))
 
-    def tiles(self, rows: PackedRows, tile_rows: int, cols: int, first: Int32, last: Int32) -> TileOrder:
+    def tiles(self, rows: PackedRows | HeadRows, tile_rows: int, cols: int, first: Int32, last: Int32) -> TileOrder:
         """Tiles of `cols` columns that the rows need, within [first, last)."""
         zero = Int32(0)
         low, high = rows.token(zero), rows.last_token(tile_rows)
@@ -73,9 +73,9 @@ class BandMask:
     """Causal, sliding window and length bounds: two comparisons a score, on edge tiles only."""
 
     band: Band
-    tile: WarpTile
-    rows: PackedRows
-    lanes: Lanes
+    tile: Any  # WarpTile and Lanes, or GroupTile and GroupLanes
+    rows: PackedRows | HeadRows
+    lanes: Any
 
     def tiles(self, first: Int32, last: Int32) -> TileOrder:
         shape = self.tile.memory.tile

@@ -51,3 +51,24 @@ class PackedRows:
 
     def address(self, base: Int64, row: Int32, token_stride: Int64, head_stride: Int64) -> Int64:
         return base + Int64(self.token(row)) * token_stride + Int64(self.head(row)) * head_stride
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """Query rows of one head: row r of the tile is token first + r."""
+
+    first: Int32
+    count: Int32
+    query_head: Int32
+
+    def token(self, row: Int32) -> Int32:
+        return self.first + row
+
+    def head(self, row: Int32) -> Int32:
+        return self.query_head
+
+    def exists(self, row: Int32) -> cutlass.Boolean:
+        return self.first + row < self.count
+
+    def last_token(self, rows: int) -> Int32:
+        return ptx.minimum(self.first + Int32(rows), self.count) - Int32(1)

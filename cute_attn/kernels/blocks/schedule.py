@@ -6,7 +6,7 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from cute_attn.kernels.blocks import ptx, sm90
+from cute_attn.kernels.blocks import sm90
 from cute_attn.kernels.blocks.rows import Divisor
 
 
@@ -17,27 +17,6 @@ class TileWork(NamedTuple):
     head: Int32
     kv_head: Int32
     batch: Int32
-
-
-@dataclass(frozen=True)
-class HeadRows:
-    """Query rows of one head: row r of the tile is token first + r."""
-
-    first: Int32
-    count: Int32
-    query_head: Int32
-
-    def token(self, row: Int32) -> Int32:
-        return self.first + row
-
-    def head(self, row: Int32) -> Int32:
-        return self.query_head
-
-    def exists(self, row: Int32):  # type: ignore[no-untyped-def]
-        return self.first + row < self.count
-
-    def last_token(self, rows: int) -> Int32:
-        return ptx.minimum(self.first + Int32(rows), self.count) - Int32(1)
 
 
 @dataclass(frozen=True)
@@ -68,19 +47,27 @@ class DenseTiles:
 class StaticSchedule:
     """Every grid-size-th tile."""
 
-    def following(self, index: Int32, total: Int32) -> Int32:
-        return index + cute.arch.grid_dim()[0]
+    def draw(self, index: Int32) -> Int32:
+        return index
+
+    def following(self, drawn: Int32, total: Int32) -> Int32:
+        return drawn + cute.arch.grid_dim()[0]
 
 
 @dataclass(frozen=True)
 class DynamicSchedule:
-    """Tiles in the order in which CTAs become free, drawn from a counter that the last draw of a launch sets to 0."""
+    """Tiles in the order in which CTAs become free, drawn from a counter that the last draw of a launch sets to 0.
+
+    `draw` early, so that nobody waits for the atomic's answer, and ask for `following` when it is needed.
+    """
 
     counter: Int64
 
+    def draw(self, index: Int32) -> Int32:
+        return sm90.atomic_increment(self.counter)
+
     @cute.jit
-    def following(self, index: Int32, total: Int32) -> Int32:
-        drawn = sm90.atomic_increment(self.counter)
+    def following(self, drawn: Int32, total: Int32) -> Int32:
         # Every tile past the first of each CTA is drawn once, and each CTA draws in vain once: `total` draws.
         if drawn == total - 1:
             sm90.st_global_u32(self.counter, Int32(0))

@@ -69,9 +69,13 @@ def wgmma_wait(pending: int, results: Sequence[Float32], operands: Sequence[Int3
 
 
 def settle(sums: Sequence[Float32]) -> None:
-    """A branch on sums of exponentials, never taken: ptxas moves no computation of theirs past it."""
+    """A store that would happen if a sum of exponentials were negative: ptxas puts no exponential of theirs after it.
+
+    Left to itself it moves most of them behind the wait that follows, under which they are to run.
+    """
     tests = "".join(f"setp.lt.f32 q, ${i}, 0f00000000;\nor.pred p, p, q;\n" for i in range(len(sums)))
-    asm(f"{{ .reg .pred p, q;\nsetp.ne.u32 p, 0, 0;\n{tests}.reg .b32 z; mov.b32 z, 0; @p st.shared.f32 [z], $0; }}", [], sums)
+    declared = ".reg .pred p, q; .reg .b32 z; setp.ne.u32 p, 0, 0; mov.b32 z, 0;"
+    asm(f"{{ {declared}\n{tests}@p st.shared.f32 [z], $0; }}", [], sums)
 
 
 def _mnemonic(dtype: str, n: int) -> str:
@@ -133,8 +137,7 @@ def barrier_arrive(barrier: Int32) -> None:
 def barrier_wait(barrier: Int32, phase: Int32) -> None:
     """Until the phase of that parity is complete."""
     text = (
-        "{ .reg .pred p;\nWAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;\n@p bra DONE;\n"
-        "bra WAIT;\nDONE: }"
+        "{ .reg .pred p;\nWAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;\n@p bra DONE;\nbra WAIT;\nDONE: }"
     )
     asm(text, [], [barrier, phase])
 

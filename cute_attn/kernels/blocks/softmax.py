@@ -12,6 +12,7 @@ from cutlass import Boolean, Float32
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.mma import WarpTile
+from cute_attn.kernels.blocks.wgmma import GroupTile
 
 SLACK = 8.0  # log2: p stays below 256, far from fp16's 65504
 INFINITY = float("inf")
@@ -38,7 +39,7 @@ class Risen(NamedTuple):
 
 @dataclass(frozen=True)
 class OnlineSoftmax:
-    tile: WarpTile
+    tile: WarpTile | GroupTile
     log2_scale: Float32
 
     @property

@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.epilogue import Finish
-from cute_attn.kernels.blocks.schedule import HeadRows
+from cute_attn.kernels.blocks.rows import HeadRows
 from cute_attn.kernels.blocks.softmax import add, reduce_quad
 from cute_attn.kernels.blocks.wgmma import GroupLanes, GroupTile
 
