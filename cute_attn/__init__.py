@@ -5,17 +5,28 @@ module names. CPU tensors run the same calls on a torch reference.
 """
 
 try:
-    from cute_attn.decode import single_decode_with_kv_cache
+    from cute_attn.decode import (
+        BatchDecodeWithPagedKVCacheWrapper,
+        CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+        fast_decode_plan,
+        single_decode_with_kv_cache,
+    )
     from cute_attn.errors import (
         ArgumentError,
         ArgumentTypeError,
         ArtifactError,
         LayoutError,
+        NotPlannedError,
         NotSupported,
         Refusal,
         RuntimeArgumentError,
     )
-    from cute_attn.prefill import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
+    from cute_attn.prefill import (
+        BatchPrefillWithPagedKVCacheWrapper,
+        BatchPrefillWithRaggedKVCacheWrapper,
+        single_prefill_with_kv_cache,
+        single_prefill_with_kv_cache_return_lse,
+    )
     from cute_attn.problem import Features
     from cute_attn.quantization import packbits, segment_packbits
     from cute_attn.select import explain
@@ -35,12 +46,18 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "ArtifactError",
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "Features",
     "LayoutError",
+    "NotPlannedError",
     "NotSupported",
     "Refusal",
     "RuntimeArgumentError",
     "explain",
+    "fast_decode_plan",
     "packbits",
     "segment_packbits",
     "single_decode_with_kv_cache",

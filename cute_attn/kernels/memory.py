@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cute_attn.kernels.spec import Fa2Spec, Fa3Spec, HopperTile, Tile
+from cute_attn.kernels.spec import KV_BITS, Fa2Spec, Fa3Spec, HopperTile, Tile
 
 LINE = 128  # bytes; rows are whole lines, see `blocks.smem`
+RECORD_BYTES = 64  # of a query tile's description
+SCALES_PITCH = 32  # bytes of a token's NVFP4 block scales: 16 for K, then 16 for V
 
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Byte offsets: Q, then a ring of `stages` (K, V) pairs, then the extras that only some variants have."""
+    """Byte offsets: Q, then a ring of `stages` (K, V) pairs as stored, then the extras that only some variants have.
+
+    Pitches are whole lines, wasteful for narrow rows of fp8 and NVFP4: eight threads copy any row.
+    """
 
     tile: Tile
     head_dim_qk: int
     head_dim_vo: int
     rope: bool
+    kv_dtype: str = ""
 
     @classmethod
     def of(cls, spec: Fa2Spec) -> SharedMemory:
-        return cls(spec.tile, spec.head_dim_qk, spec.head_dim_vo, spec.pos_encoding == "rope")
+        return cls(spec.tile, spec.head_dim_qk, spec.head_dim_vo, spec.pos_encoding == "rope", spec.kv_dtype)
 
     @property
     def qk_pitch(self) -> int:
@@ -31,6 +37,23 @@ class SharedMemory:
         return -(-self.head_dim_vo * 2 // LINE) * LINE
 
     @property
+    def k_bytes(self) -> int:
+        """Of a row of K as stored."""
+        return self.head_dim_qk * KV_BITS[self.kv_dtype] // 8
+
+    @property
+    def v_bytes(self) -> int:
+        return self.head_dim_vo * KV_BITS[self.kv_dtype] // 8
+
+    @property
+    def k_pitch(self) -> int:
+        return -(-self.k_bytes // LINE) * LINE
+
+    @property
+    def v_pitch(self) -> int:
+        return -(-self.v_bytes // LINE) * LINE
+
+    @property
     def ring(self) -> int:
         """Start of the K/V ring; Q lies before it."""
         return self.tile.rows * self.qk_pitch
@@ -38,20 +61,35 @@ class SharedMemory:
     @property
     def v_offset(self) -> int:
         """V tile within a ring slot; K is at 0."""
-        return self.tile.cols * self.qk_pitch
+        return self.tile.cols * self.k_pitch
+
+    @property
+    def scales_offset(self) -> int:
+        """NVFP4 block scales within a ring slot."""
+        return self.v_offset + self.tile.cols * self.v_pitch
 
     @property
     def slot_bytes(self) -> int:
-        return self.v_offset + self.tile.cols * self.vo_pitch
+        return self.scales_offset + (self.tile.cols * SCALES_PITCH if self.kv_dtype == "nvfp4" else 0)
 
     @property
     def ring_end(self) -> int:
         return self.ring + self.tile.stages * self.slot_bytes
 
     @property
+    def operand_v(self) -> int:
+        """V behind K where both have 16 bits: in the ring, or converted."""
+        return self.tile.cols * self.qk_pitch
+
+    @property
+    def converted(self) -> int:
+        """One (K, V) pair of 16 bits, made from stored ones of fewer."""
+        return self.ring_end
+
+    @property
     def rope_table(self) -> int:
         """(hi, lo) fp32 pairs of the rotation frequencies, one per pair of dimensions."""
-        return self.ring_end
+        return self.converted + (self.operand_v + self.tile.cols * self.vo_pitch if self.kv_dtype else 0)
 
     @property
     def merge_pitch(self) -> int:
@@ -65,7 +103,7 @@ class SharedMemory:
 
     @property
     def bytes(self) -> int:
-        total = self.ring_end + (self.head_dim_qk // 2 * 8 if self.rope else 0)
+        total = self.rope_table + (self.head_dim_qk // 2 * 8 if self.rope else 0)
         if self.tile.warps_cols > 1:
             total = max(total, self.merge_outputs + self.tile.warps_cols * self.tile.rows * self.merge_pitch)
         return total
@@ -73,10 +111,10 @@ class SharedMemory:
 
 @dataclass(frozen=True)
 class HopperMemory:
-    """Byte offsets of the wgmma kernel: Q, the K ring, the V ring, then barriers and the id of the tile in work.
+    """Byte offsets of the wgmma kernel: the Q ring, the K ring, the V ring, barriers, then the records of query tiles.
 
     A tile of 16-bit rows lies in columns of 64 elements: 128-byte lines of all rows, one column after the other, each
-    as one TMA box writes it with the 128-byte swizzle.
+    as TMA boxes write it with the 128-byte swizzle.
     """
 
     tile: HopperTile
@@ -88,20 +126,28 @@ class HopperMemory:
         return cls(spec.tile, spec.head_dim_qk, spec.head_dim_vo)
 
     @property
+    def qk_columns(self) -> int:
+        return -(-self.head_dim_qk * 2 // LINE)
+
+    @property
+    def vo_columns(self) -> int:
+        return -(-self.head_dim_vo * 2 // LINE)
+
+    @property
     def q_bytes(self) -> int:
-        return self.tile.rows * self.head_dim_qk * 2
+        return self.tile.rows * self.qk_columns * LINE
 
     @property
     def k_bytes(self) -> int:
-        return self.tile.cols * self.head_dim_qk * 2
+        return self.tile.cols * self.qk_columns * LINE
 
     @property
     def v_bytes(self) -> int:
-        return self.tile.cols * self.head_dim_vo * 2
+        return self.tile.cols * self.vo_columns * LINE
 
     @property
     def k_ring(self) -> int:
-        return self.q_bytes
+        return self.tile.q_stages * self.q_bytes
 
     @property
     def v_ring(self) -> int:
@@ -109,13 +155,19 @@ class HopperMemory:
 
     @property
     def barriers(self) -> int:
-        """8 bytes each: q full, q empty, then full and empty of every K slot, then of every V slot."""
+        """8 bytes each, full and empty of every slot: Q's, K's, V's."""
         return self.v_ring + self.tile.stages * self.v_bytes
 
     @property
-    def work(self) -> int:
-        return self.barriers + 8 * (2 + 4 * self.tile.stages)
+    def records(self) -> int:
+        barriers = 8 * (2 * self.tile.q_stages + 4 * self.tile.stages)
+        return -(-(self.barriers + barriers) // RECORD_BYTES) * RECORD_BYTES
+
+    @property
+    def num_records(self) -> int:
+        """One more than Q tiles: a tile's Q is given back before its results are written."""
+        return self.tile.q_stages + 1
 
     @property
     def bytes(self) -> int:
-        return self.work + 16
+        return self.records + self.num_records * RECORD_BYTES

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 DTYPES = ("float16", "bfloat16")
 OUT_DTYPES = (*DTYPES, "float32")
+KV_BITS = {"": 16, "float8_e4m3fn": 8, "float8_e5m2": 8, "nvfp4": 4}  # of an element; "": q's dtype
 
 
 class Program(Protocol):
@@ -96,7 +97,9 @@ class Tile:
 
 @dataclass(frozen=True)
 class Fa2Spec(KernelSpec):
-    """The mma.sync attention kernel. Causal, window, GQA group, strides, lengths and scales are run-time values."""
+    """The mma.sync attention kernel. Causal, window, GQA group, strides, lengths, page size and scales are run-time
+    values.
+    """
 
     kernel: ClassVar[str] = "fa2"
     dtype: str
@@ -106,7 +109,10 @@ class Fa2Spec(KernelSpec):
     mask: str = "band"  # "band": causal/window/length bounds; "packed": custom mask bits and the band
     scores: tuple[str, ...] = ()  # in order of application, of "scale", "alibi", "soft_cap"
     pos_encoding: str = "none"  # "none" or "rope"
-    split: bool = False  # fp32 partials for the combine kernel instead of the output
+    split: bool = False  # schedule "grid": fp32 partials for the combine kernel instead of the output
+    schedule: str = "grid"  # "grid": one request, work by place in the grid; "items": work items of a batch
+    kv: str = "dense"  # "dense": tokens at a stride; "paged": pages in any order
+    kv_dtype: str = ""  # of `KV_BITS`
     tile: Tile = Tile(128, 64, 4, 1, 2)
 
     def program(self, arch: str) -> Program:
@@ -117,17 +123,17 @@ class Fa2Spec(KernelSpec):
 
 @dataclass(frozen=True)
 class HopperTile:
-    """Work of one CTA of the wgmma kernel: `rows` query tokens of one head, 64 a math warpgroup, by `cols` kv tokens.
+    """Work of one CTA of the wgmma kernel: `rows` packed query rows, 64 a math warpgroup, by `cols` kv tokens.
 
-    `ping_pong`: warpgroups take turns at issuing products, so that one's softmax runs under another's.
-    `rescale` "trailing": the output is rescaled only where scores grow by 2^8; "always": with every new maximum.
+    `stages` K and V tiles and `q_stages` query tiles are in flight. `ping_pong`: warpgroups take turns at issuing
+    products, so that one's softmax runs under another's. `pinned`: exponentials stay in front of the wait for O.
     """
 
     rows: int
     cols: int
     stages: int = 2
+    q_stages: int = 1
     ping_pong: bool = True
-    rescale: str = "trailing"
     pinned: bool = True
 
     @property
@@ -142,14 +148,14 @@ class HopperTile:
     @property
     def registers(self) -> tuple[int, int]:
         """Of a producer and of a math thread: together what the CTA was launched with."""
-        return {1: (56, 256), 2: (24, 240), 3: (32, 160)}[self.math_groups]
+        return {2: (24, 240), 3: (32, 160)}[self.math_groups]
 
     def __post_init__(self) -> None:
         rules = {
-            "rows must be 64, 128 or 192": self.rows in (64, 128, 192),
+            "rows must be 128 or 192": self.rows in (128, 192),
             "cols must be a multiple of 16 up to 256": self.cols % 16 == 0 and 0 < self.cols <= 256,
             "stages must be at least 2": self.stages >= 2,
-            "rescale must be 'trailing' or 'always'": self.rescale in ("trailing", "always"),
+            "q_stages must be 1 or 2": self.q_stages in (1, 2),
         }
         for rule, holds in rules.items():
             if not holds:
@@ -158,15 +164,20 @@ class HopperTile:
 
 @dataclass(frozen=True)
 class Fa3Spec(KernelSpec):
-    """The Hopper attention kernel: TMA, wgmma, specialised warps. Causal, GQA group, strides and lengths are values."""
+    """The Hopper attention kernel: TMA, wgmma, specialised warps. Causal and window bounds, GQA group, strides,
+    lengths and page size are run-time values.
+    """
 
     kernel: ClassVar[str] = "fa3"
     dtype: str
     out_dtype: str
     head_dim_qk: int
     head_dim_vo: int
-    mask: str = "band"  # "band": length, causal and window bounds; "stop": without the window's left bound
-    schedule: str = "dynamic"  # "dynamic": tiles drawn from a counter; "static": every grid-size-th tile
+    mask: str = "stop"  # "stop": length and causal bounds; "band": the window's too; "packed": custom bits and the band
+    scores: tuple[str, ...] = ()  # in order of application, of "scale", "alibi", "soft_cap"
+    split: bool = False  # schedule "grid": fp32 partials for the combine kernel instead of the output
+    schedule: str = "grid"  # "grid": one request, tiles by arithmetic; "items": work items of a batch
+    kv: str = "dense"  # "dense": tokens at a stride; "paged": pages in any order
     tile: HopperTile = HopperTile(128, 128)
 
     def program(self, arch: str) -> Program:
@@ -177,13 +188,14 @@ class Fa3Spec(KernelSpec):
 
 @dataclass(frozen=True)
 class CombineSpec(KernelSpec):
-    """Merges the fp32 partials of a split-KV launch."""
+    """Merges the fp32 partials of a launch that cut the keys."""
 
     kernel: ClassVar[str] = "combine"
     needs_mma: ClassVar[bool] = False
     max_splits: ClassVar[int] = 128  # a lane of the merging warp holds the weights of 4 splits
     out_dtype: str
     head_dim_vo: int
+    schedule: str = "grid"  # of the launch that left the partials
 
     def program(self, arch: str) -> Program:
         from cute_attn.kernels.combine import CombineProgram

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from typing import NamedTuple
 
 from cute_attn.kernels.memory import SharedMemory
 from cute_attn.kernels.spec import CombineSpec, Fa2Spec, KernelSpec, Tile
@@ -52,24 +53,33 @@ _COLS_99K = {
 }
 
 
-def choose(head_dims: tuple[int, int], plain: bool, packed_rows: int, arch: Arch) -> Tile:
-    """The tile for `packed_rows` = qo_len * group rows. `plain`: no custom mask, score modification or rotation."""
+class Variant(NamedTuple):
+    """What the tile depends on beside the number of rows. `plain`: no custom mask, score modification or rotation."""
+
+    head_dims: tuple[int, int]
+    plain: bool = True
+    batch: bool = False  # work items: lengths and addresses take registers that parameters do not
+    kv_dtype: str = ""  # of `spec.KV_BITS`
+
+
+def choose(variant: Variant, packed_rows: int, arch: Arch) -> Tile:
+    """The tile for `packed_rows` = qo_len * group rows."""
     if packed_rows <= DECODE_ROWS:
-        return _decode(head_dims, arch)
+        return _decode(variant.head_dims, arch)
     if packed_rows <= APPEND_ROWS:
-        return _append(head_dims, arch)
-    return _prefill(head_dims, plain, arch)
+        return _append(variant.head_dims, arch)
+    return _prefill(variant.head_dims, variant.plain and not variant.batch, arch)
 
 
-def candidates(head_dims: tuple[int, int], plain: bool, arch: Arch) -> list[Tile]:
-    """Every tile that `choose` may answer for these head dims."""
+def candidates(variant: Variant, arch: Arch) -> list[Tile]:
+    """Every tile that `choose` may answer for this variant."""
     rows = (DECODE_ROWS, APPEND_ROWS, APPEND_ROWS + 1)
-    return list(dict.fromkeys(choose(head_dims, plain, n, arch) for n in rows))
+    return list(dict.fromkeys(choose(variant, n, arch) for n in rows))
 
 
-def resident_ctas(tile: Tile, head_dims: tuple[int, int], arch: Arch) -> int:
+def resident_ctas(tile: Tile, variant: Variant, arch: Arch) -> int:
     """CTAs that an SM holds at once. Prefill tiles use all registers of a thread, decode tiles up to 168."""
-    smem_bytes = SharedMemory(tile, *head_dims, rope=False).bytes
+    smem_bytes = SharedMemory(tile, *variant.head_dims, rope=False).bytes
     by_smem = (arch.smem_limit + RESERVED_SMEM) // (smem_bytes + RESERVED_SMEM)
     by_registers = REGISTERS // (tile.threads * (256 if tile.warps_cols == 1 else 168))
     return max(1, min(by_smem, by_registers))
@@ -137,14 +147,15 @@ def default_specs(arch_name: str) -> list[KernelSpec]:
 def _plain(head_dims: tuple[int, int], dtype: str, arch: Arch) -> list[KernelSpec]:
     return [
         Fa2Spec(dtype, "float32" if split else dtype, *head_dims, split=split, tile=tile)
-        for tile in candidates(head_dims, True, arch)
+        for tile in candidates(Variant(head_dims), arch)
         for split in (False, True)
     ]
 
 
 def _variants(head_dims: tuple[int, int], variants: Sequence[dict], arch: Arch) -> list[KernelSpec]:
+    modified = Variant(head_dims, plain=False)
     return [
         Fa2Spec("bfloat16", "float32" if split else "bfloat16", *head_dims, split=split, tile=tile, **variant)
         for variant in variants
-        for split, tile in ((False, choose(head_dims, False, 1 << 20, arch)), (True, choose(head_dims, False, 1, arch)))
+        for split, tile in ((False, choose(modified, 1 << 20, arch)), (True, choose(modified, 1, arch)))
     ]

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.rows import HeadRows, PackedRows
+from cute_attn.kernels.blocks.rows import PackedRows
 
 
 @dataclass(frozen=True)
@@ -45,26 +45,26 @@ class TileOrder:
 
 @dataclass(frozen=True)
 class Band:
-    """Row of token i sees kv j with max(0, i + left) <= j < min(kv_len, i + right + 1)."""
+    """Row of token i sees kv j with max(0, i + left) <= j < min(kv_end, i + right + 1)."""
 
-    kv_len: Int32
+    kv_end: Int32
     left: Int32
     right: Int32
 
     def stop(self, token: Int32) -> Int32:
-        return ptx.minimum(self.kv_len, token + self.right + Int32(1))
+        return ptx.minimum(self.kv_end, token + self.right + Int32(1))
 
-    def tiles(self, rows: PackedRows | HeadRows, tile_rows: int, cols: int, first: Int32, last: Int32) -> TileOrder:
+    def tiles(self, rows: PackedRows, tile_rows: int, cols: int, first: Int32, last: Int32) -> TileOrder:
         """Tiles of `cols` columns that the rows need, within [first, last)."""
         zero = Int32(0)
         low, high = rows.token(zero), rows.last_token(tile_rows)
         begin = ptx.maximum(first, ptx.maximum(zero, low + self.left) // cols)
         end = ptx.minimum(last, (ptx.maximum(zero, self.stop(high)) + Int32(cols - 1)) // cols)
         end = ptx.maximum(begin, end)
-        full_begin = (ptx.maximum(zero, high + self.left) + Int32(cols - 1)) // cols
-        full_begin = ptx.minimum(ptx.maximum(full_begin, begin), end)
         full_end = ptx.maximum(zero, self.stop(low)) // cols
-        full_end = ptx.maximum(ptx.minimum(full_end, end), full_begin)
+        full_end = ptx.maximum(ptx.minimum(full_end, end), begin)
+        full_begin = (ptx.maximum(zero, high + self.left) + Int32(cols - 1)) // cols
+        full_begin = ptx.minimum(ptx.maximum(full_begin, begin), full_end)
         return TileOrder(begin, full_begin, full_end, end)
 
 
@@ -74,7 +74,7 @@ class BandMask:
 
     band: Band
     tile: Any  # WarpTile and Lanes, or GroupTile and GroupLanes
-    rows: PackedRows | HeadRows
+    rows: PackedRows
     lanes: Any
 
     def tiles(self, first: Int32, last: Int32) -> TileOrder:
@@ -119,9 +119,13 @@ class PackedMask(BandMask):
 
     bits: Int64
     bits_end: Int64
+    kv_len: Int32
 
     def tiles(self, first: Int32, last: Int32) -> TileOrder:
-        order = super().tiles(first, last)
+        return self.all_masked(super().tiles(first, last))
+
+    @staticmethod
+    def all_masked(order: TileOrder) -> TileOrder:
         return TileOrder(order.begin, order.begin, order.begin, order.end)
 
     def apply(self, s: list[Float32], kv_start: Int32) -> list[Float32]:
@@ -142,7 +146,7 @@ class PackedMask(BandMask):
     def row_words(self, token: Int32, col: Int32) -> list[Int32]:
         """Mask bits of the warp's columns as 32-bit words, shifted so that this thread's first column is bit 0."""
         count = (self.tile.n_blocks * 8 + 31) // 32
-        bit = Int64(token) * Int64(self.band.kv_len) + Int64(col)
+        bit = Int64(token) * Int64(self.kv_len) + Int64(col)
         address = self.bits + (bit >> Int64(3))
         aligned = address & Int64(-4)
         shift = Int32((address & Int64(3)) * Int64(8) + (bit & Int64(7)))

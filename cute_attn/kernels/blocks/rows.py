@@ -27,12 +27,16 @@ class Divisor:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows [first, first + tile rows) of one kv head; `count` rows exist in all."""
+    """Rows [first, first + tile rows) of one kv head and request; `count` rows exist in all.
+
+    The request's token 0 is row `start` of q, out and lse.
+    """
 
     first: Int32
     count: Int32
     group: Divisor
     first_head: Int32
+    start: Int32
 
     def token(self, row: Int32) -> Int32:
         return self.group.quotient(self.first + row)
@@ -46,29 +50,12 @@ class PackedRows:
 
     def last_token(self, rows: int) -> Int32:
         """Token of the last existing row among the tile's `rows`."""
-        last = ptx.minimum(self.first + Int32(rows), self.count) - Int32(1)
+        return self.last_token_from(Int32(0), rows)
+
+    def last_token_from(self, row: Int32, rows: int) -> Int32:
+        """The same among the `rows` from `row` on."""
+        last = ptx.minimum(self.first + row + Int32(rows), self.count) - Int32(1)
         return self.group.quotient(last)
 
     def address(self, base: Int64, row: Int32, token_stride: Int64, head_stride: Int64) -> Int64:
-        return base + Int64(self.token(row)) * token_stride + Int64(self.head(row)) * head_stride
-
-
-@dataclass(frozen=True)
-class HeadRows:
-    """Query rows of one head: row r of the tile is token first + r."""
-
-    first: Int32
-    count: Int32
-    query_head: Int32
-
-    def token(self, row: Int32) -> Int32:
-        return self.first + row
-
-    def head(self, row: Int32) -> Int32:
-        return self.query_head
-
-    def exists(self, row: Int32) -> cutlass.Boolean:
-        return self.first + row < self.count
-
-    def last_token(self, rows: int) -> Int32:
-        return ptx.minimum(self.first + Int32(rows), self.count) - Int32(1)
+        return base + Int64(self.start + self.token(row)) * token_stride + Int64(self.head(row)) * head_stride

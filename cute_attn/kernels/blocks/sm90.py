@@ -125,6 +125,11 @@ def fence_barrier_init() -> None:
     asm("fence.mbarrier_init.release.cluster; fence.proxy.async;")
 
 
+def fence_async() -> None:
+    """This thread's reads and writes of shared memory come before what TMA and wgmma do there later."""
+    asm("fence.proxy.async.shared::cta;")
+
+
 def barrier_expect(barrier: Int32, num_bytes: int) -> None:
     """Arrives, and adds the bytes that this phase waits for."""
     asm(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {num_bytes};", [], [barrier])

@@ -96,10 +96,9 @@ class OnlineSoftmax:
         return [Float32(0.0) - high * self.log2_scale for high in self.highs(s)]
 
     @cute.jit
-    def rise(self, shift: list[Float32], s: list[Float32], always: cutlass.Constexpr) -> Risen:
+    def rise(self, shift: list[Float32], s: list[Float32]) -> Risen:
         """`settle` for an output that is still being summed: the caller applies the factors."""
-        slack = Float32(0.0 if always else SLACK)
-        highs = self.highs(s)
+        slack, highs = Float32(SLACK), self.highs(s)
         rises = [ptx.fma(high, self.log2_scale, old) > slack for high, old in zip(highs, shift, strict=True)]
         some = cute.arch.vote_any_sync(cutlass.or_(rises[0], rises[1]))
         factors = [Float32(1.0) for _ in self.slots]

@@ -5,6 +5,7 @@ An accumulator is a flat list: register 4 n + {0, 1} is row lane // 4 of the war
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -55,6 +56,7 @@ class GroupTile:
 class GroupLanes:
     """Where this thread stands among the math threads."""
 
+    warp_col: ClassVar[int] = 0  # every warp sees all columns
     group: Int32  # warpgroup
     warp: Int32  # of the warpgroup
     lane: Int32
