@@ -57,7 +57,7 @@ class Scheduled(NamedTuple):
 def scheduled(settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int) -> Scheduled:
     features = settings.features
     kind, group = variant(features), features.num_qo_heads // features.num_kv_heads
-    tile = tiles.choose(kind, _rows_of_a_request(lengths, limits) * group, arch)
+    tile = tiles.choose(kind, rows_of_a_request(lengths, limits) * group, arch)
     shape = TileShape(
         tile.rows,
         tile.cols,
@@ -70,7 +70,7 @@ def scheduled(settings: Settings, lengths: BatchLengths, limits: BatchLimits, ar
         4 * (features.head_dim_vo + 1),
     )
     work = plan_batch.schedule(lengths, shape, limits)
-    rows_per_merge = min(tile.rows, _longest_request(lengths, limits) * group)
+    rows_per_merge = min(tile.rows, longest_request(lengths, limits) * group)
     return Scheduled(
         tile,
         work,
@@ -82,7 +82,7 @@ def scheduled(settings: Settings, lengths: BatchLengths, limits: BatchLimits, ar
     )
 
 
-def _rows_of_a_request(lengths: BatchLengths, limits: BatchLimits) -> int:
+def rows_of_a_request(lengths: BatchLengths, limits: BatchLimits) -> int:
     """Query tokens of a typical request: they decide the tile, which a captured launch keeps over plans."""
     if limits.graph:
         most = limits.graph.max_qo_len or limits.graph.max_rows
@@ -92,7 +92,7 @@ def _rows_of_a_request(lengths: BatchLengths, limits: BatchLimits) -> int:
     return plans.ceil_div(int(starts[-1] - starts[0]), max(1, requests))
 
 
-def _longest_request(lengths: BatchLengths, limits: BatchLimits) -> int:
+def longest_request(lengths: BatchLengths, limits: BatchLimits) -> int:
     if limits.graph:
         return limits.graph.max_qo_len or limits.graph.max_rows
     return int((lengths.qo_indptr[1:] - lengths.qo_indptr[:-1]).max(initial=0))

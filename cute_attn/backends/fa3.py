@@ -1,110 +1,135 @@
-"""Host side of the Hopper kernel: order of tiles, tensor maps and the parameter block of its launches."""
+"""Host side of the wgmma kernel for single requests: order of tiles and cut of the keys, and the launches."""
 
 from __future__ import annotations
 
 import functools
-import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from cute_attn import plan
-from cute_attn.kernels import divisor
-from cute_attn.kernels.spec import Fa3Spec
-from cute_attn.runtime import artifacts, tensormap
+from cute_attn import plan as plans
+from cute_attn.backends import fa3_kernels as kernels
+from cute_attn.backends.fa3_batch import plan
+from cute_attn.backends.fa3_params import Launched, Parameters, divided
+from cute_attn.kernels.spec import KernelSpec
+from cute_attn.problem import Problem, Settings
+from cute_attn.runtime import counters
+from cute_attn.runtime.arch import Arch, for_device
 from cute_attn.runtime.launch import Launch, current_stream
 
-LOG2E = math.log2(math.e)
-UNBOUNDED = 1 << 30  # no causal or window bound: beyond any kv index, and row + UNBOUNDED fits 32 bits
+__all__ = ["Runner", "launches", "plan", "prepare", "specs"]
+
+specs = kernels.specs
 SECTION_BYTES = 32 << 20  # keys and values that shall stay in L2 together
+REMEMBERED = 512
 
 
-@dataclass(frozen=True)
-class Dense:
-    """A batch of equal lengths: q, out [batch, qo_len, heads, d], k, v [batch, kv_len, heads, d], any strides."""
+def prepare(settings: Settings) -> Callable[[Problem], None]:
+    index = settings.features.device.index
+    return Runner(settings, for_device(index), index, kernels.multiprocessors(index))
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor | None
-    causal: bool
-    sm_scale: float
-    window_left: int = -1
+
+def launches(problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
+    """Kernels and grids of `problem` on a GPU of `arch` with `sms` multiprocessors. Needs no GPU."""
+    if problem.qo_len == 0:
+        return []
+    runner = Runner(problem.settings, arch, 0, sms)
+    schedule = runner.schedule(problem.qo_len, problem.kv_len)
+    main = runner.spec(schedule.num_splits > 1), schedule.ctas
+    combine = kernels.combine_spec(problem.features), (problem.qo_len * problem.features.num_qo_heads, 1, 1)
+    return [main] if schedule.num_splits == 1 else [main, combine]
+
+
+class Schedule(NamedTuple):
+    """What the lengths settle."""
+
+    heads: int  # in a tile
+    num_splits: int
+    total_tiles: int
+    ctas: tuple[int, int, int]
+    numbers: tuple[int, ...]  # `Launched.grid`
 
 
 class Runner:
-    """Launches one kernel on one device."""
+    """Runs problems of the same settings. Kernels are loaded at first use; after that a call computes numbers."""
 
-    def __init__(self, spec: Fa3Spec, device_index: int) -> None:
-        self.spec, self.device_index = spec, device_index
-        self.launch = Launch(artifacts.get(spec, "sm_90a"), device_index, pdl=True)
-        device = torch.device("cuda", device_index)
-        self.sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self.counter = torch.zeros(1, dtype=torch.int32, device=device)
+    def __init__(self, settings: Settings, arch: Arch, device_index: int, sms: int) -> None:
+        self.settings, self.features = settings, settings.features
+        self.arch, self.device_index, self.sms = arch, device_index, sms
+        self.pdl = arch.pdl and settings.enable_pdl is not False
+        self.tile = kernels.tile(self.features)
+        self.schedule = functools.lru_cache(REMEMBERED)(self._schedule)
+        self.parameters = functools.cache(lambda heads: Parameters(settings, self.tile, heads))
 
-    def __call__(self, problem: Dense) -> None:
-        values, grid = self.prepared(problem)
-        self.launch.fire(values, grid, current_stream(self.device_index))
+    def __call__(self, problem: Problem) -> None:
+        qo_len = problem.qo_len
+        if qo_len == 0:
+            return
+        schedule = self.schedule(qo_len, problem.kv_len)
+        stream, parameters = current_stream(self.device_index), self.parameters(schedule.heads)
+        launched = Launched(
+            counters.of_device(self.device_index).address(stream),
+            *parameters.bounds(),
+            schedule.total_tiles,
+            schedule.numbers,
+        )
+        target = parameters.target(problem)
+        launch = self.launch(schedule.num_splits > 1)
+        if schedule.num_splits == 1:
+            launch.fire(parameters.values(problem, target, launched), schedule.ctas, stream)
+            return
+        rows = qo_len * self.features.num_qo_heads
+        workspace = self._workspace(problem, rows * schedule.num_splits)
+        partial = parameters.partial_target(workspace, rows * schedule.num_splits)
+        launch.fire(parameters.values(problem, partial, launched), schedule.ctas, stream)
+        values = parameters.combine(target, partial[:2], (qo_len, schedule.num_splits))
+        self.combine.fire(values, (rows, 1, 1), stream)
 
-    def prepared(self, problem: Dense) -> tuple[tuple[bytes | int | float, ...], tuple[int, int, int]]:
-        q, k, v = problem.q, problem.k, problem.v
-        tile = self.spec.tile
-        maps = tensor_map(q, tile.rows), tensor_map(k, tile.cols), tensor_map(v, tile.cols)
-        values, total = numbers(self.spec, problem, self.counter.data_ptr())
-        return (*maps, *values), (min(total, self.sms), 1, 1)
+    def spec(self, split: bool) -> KernelSpec:
+        return kernels.spec(self.features, self.settings.window_left >= 0, self.tile, split)
 
+    @functools.cache  # noqa: B019  (runners live as long as the settings are remembered)
+    def launch(self, split: bool) -> Launch:
+        return kernels.load(self.spec(split), self.arch.name, self.device_index, self.pdl)
 
-def numbers(spec: Fa3Spec, problem: Dense, counter: int) -> tuple[tuple[int | float, ...], int]:
-    """Kernel parameters in the order of `Fa3Params`, and how many tiles there are."""
-    (batch, qo_len, num_qo_heads, head_dim), (_, kv_len, num_kv_heads, _) = problem.q.shape, problem.k.shape
-    out, group = problem.out, num_qo_heads // num_kv_heads
-    strides = [stride * out.element_size() for stride in out.stride()]
-    blocks, heads = plan.ceil_div(qo_len, spec.tile.rows), batch * num_qo_heads
-    kv_bytes = kv_len * (head_dim + problem.v.shape[-1]) * problem.k.element_size()
-    section = section_heads(heads, group, kv_bytes)
-    position = kv_len - qo_len
-    values = (
-        out.data_ptr(),
-        0 if problem.lse is None else problem.lse.data_ptr(),
-        counter,
-        *(0, 0, 0, 0),
-        *strides[:3],
-        qo_len,
-        kv_len,
-        position if problem.causal else UNBOUNDED,
-        position - problem.window_left if 0 <= problem.window_left < kv_len else -UNBOUNDED,
-        blocks * heads,
-        blocks - 1,
-        *_divisor(section * blocks),
-        *_divisor(section),
-        *_divisor(num_qo_heads),
-        *_divisor(group),
-        problem.sm_scale * LOG2E,
-        1.0,
-    )
-    return values, blocks * heads
+    @functools.cached_property
+    def combine(self) -> Launch:
+        return kernels.load(kernels.combine_spec(self.features), self.arch.name, self.device_index, self.pdl)
 
+    def _workspace(self, problem: Problem, rows: int) -> torch.Tensor:
+        """Partials of a split launch. The caching allocator keeps them with a captured graph."""
+        return problem.q.new_empty(rows * (self.features.head_dim_vo + 1), dtype=torch.float32)
 
-def section_heads(heads: int, group: int, kv_bytes: int) -> int:
-    """Query heads (of all requests) worked on side by side: a divisor of their number, if possible of whole groups."""
-    wanted = max(1, SECTION_BYTES // max(kv_bytes, 1)) * group
-    return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= wanted)
+    def _schedule(self, qo_len: int, kv_len: int) -> Schedule:
+        features, tile = self.features, self.tile
+        heads = kernels.heads_per_tile(features, qo_len, tile.rows)
+        blocks, head_blocks = plans.ceil_div(qo_len * heads, tile.rows), features.num_qo_heads // heads
+        kv_tiles = visible_tiles = plans.ceil_div(kv_len, tile.cols)
+        window_left = self.settings.window_left
+        if window_left >= 0:
+            tokens = (tile.rows - 1) // heads + 2
+            visible = plans.visible_tokens(qo_len, kv_len, tokens, self.settings.causal, window_left)
+            visible_tiles = plans.ceil_div(visible, tile.cols)
+        least = plans.min_split_tiles(tile.rows, tile.cols, features.head_dim_qk, features.head_dim_vo)
+        num_splits, tiles = plans.split_kv(kv_tiles, visible_tiles, blocks * head_blocks, self.sms, least)
+        section = self._section_heads(head_blocks, heads, kv_len)
+        total = num_splits * blocks * head_blocks
+        numbers = (
+            qo_len,
+            kv_len,
+            blocks - 1,
+            tiles * tile.cols,
+            *divided(blocks * head_blocks),
+            *divided(section * blocks),
+            *divided(section),
+        )
+        return Schedule(heads, num_splits, total, (min(total, self.sms), 1, 1), numbers)
 
-
-def tensor_map(x: torch.Tensor, box_rows: int) -> bytes:
-    """Map of [batch, tokens, heads, d] as (d, tokens, heads, batch)."""
-    batch, tokens, heads, head_dim = x.shape
-    strides = x.stride(1), x.stride(2), x.stride(0)
-    sizes = head_dim, max(tokens, 1), heads, batch
-    dtype = str(x.dtype).removeprefix("torch.")
-    return _encoded(dtype, x.data_ptr(), sizes, tuple(max(s * 2, 16) for s in strides), box_rows)
-
-
-@functools.lru_cache(1024)
-def _encoded(dtype: str, address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box_rows: int) -> bytes:
-    return tensormap.encode(dtype, address, sizes, strides, box_rows)
-
-
-def _divisor(value: int) -> tuple[int, int, int]:
-    return value, *divisor.magic(value)
+    def _section_heads(self, head_blocks: int, heads: int, kv_len: int) -> int:
+        """Blocks of heads worked on side by side: a divisor of their number, if possible all of a kv head's."""
+        features = self.features
+        kv_bytes = kv_len * (features.head_dim_qk + features.head_dim_vo) * features.kv_dtype.itemsize
+        blocks_per_kv = features.num_qo_heads // features.num_kv_heads // heads
+        wanted = max(1, SECTION_BYTES // max(kv_bytes, 1)) * blocks_per_kv
+        return max(n for n in range(1, head_blocks + 1) if head_blocks % n == 0 and n <= wanted)

@@ -10,21 +10,20 @@ from cute_attn.errors import ArgumentError
 from cute_attn.runtime.launch import load_driver
 
 BYTES = 128
-BOX_COLUMNS = 64  # 16-bit elements of a box's 128-byte lines
 _ALIGNMENT = 64
 _STRIDE_LIMIT = 1 << 40
 _DATA_TYPES = {"float16": 6, "bfloat16": 9}
 _INTERLEAVE_NONE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS = 0, 3, 3, 0
 
 
-def encode(dtype: str, address: int, sizes: Sequence[int], strides: Sequence[int], box_rows: int) -> bytes:
+def encode(dtype: str, address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
     """Map of a tensor of `sizes` (contiguous axis first) and `strides` (bytes, of the other axes).
 
-    A box is 64 elements by `box_rows` of the second axis, lines swizzled over 128 bytes, zeros outside the tensor.
+    Boxes have lines of 64 elements, swizzled over their 128 bytes, and zeros outside the tensor.
     """
     for what, values in (("address", [address]), ("strides", strides)):
         for value in values:
-            if value % 16 or value <= 0:
+            if value % 16 or value < 0:
                 raise ArgumentError(f"TMA needs multiples of 16 bytes: {what} {value}")
     if max(strides) >= _STRIDE_LIMIT:
         raise ArgumentError(f"TMA needs strides below 2^40 bytes: {tuple(strides)}")
@@ -38,7 +37,7 @@ def encode(dtype: str, address: int, sizes: Sequence[int], strides: Sequence[int
         address,
         (ctypes.c_uint64 * rank)(*sizes),
         (ctypes.c_uint64 * (rank - 1))(*strides),
-        (ctypes.c_uint32 * rank)(BOX_COLUMNS, box_rows, *[1] * (rank - 2)),
+        (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*[1] * rank),
         _INTERLEAVE_NONE,
         _SWIZZLE_128B,

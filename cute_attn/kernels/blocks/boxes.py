@@ -1,4 +1,4 @@
-"""K and V tiles out of TMA boxes. A box is 64 elements of `rows` tokens of one kv head; maps are [d, token, head, page].
+"""K and V tiles out of TMA boxes: 64 elements of some tokens of one kv head; maps are [d, token, head, page].
 
 The boxes of a tile are shared out among the lanes of the producer warp.
 """

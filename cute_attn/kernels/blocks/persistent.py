@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
@@ -166,4 +165,3 @@ class Records:
     def next(self, address: Int32) -> Int32:
         following = address + Int32(RECORD_BYTES)
         return ptx.select(following == self.first + Int32(self.count * RECORD_BYTES), self.first, following)
-
