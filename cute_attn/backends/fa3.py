@@ -58,7 +58,7 @@ class Runner:
         self.settings, self.features = settings, settings.features
         self.arch, self.device_index, self.sms = arch, device_index, sms
         self.pdl = arch.pdl and settings.enable_pdl is not False
-        self.tile = kernels.tile(self.features)
+        self.tile = kernels.tile(self.features, settings.window_left >= 0)
         self.schedule = functools.lru_cache(REMEMBERED)(self._schedule)
         self.parameters = functools.cache(lambda heads: Parameters(settings, self.tile, heads))
 

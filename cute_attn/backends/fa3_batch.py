@@ -58,7 +58,8 @@ def launches(
 
 
 def scheduled(settings: Settings, lengths: BatchLengths, limits: BatchLimits, sms: int) -> Scheduled:
-    features, tile = settings.features, kernels.tile(settings.features)
+    features = settings.features
+    tile = kernels.tile(features, settings.window_left >= 0)
     heads = kernels.heads_per_tile(features, rows_of_a_request(lengths, limits), tile.rows)
     head_blocks = features.num_qo_heads // heads
     shape = TileShape(

@@ -31,8 +31,8 @@ def spec(features: Features, window: bool, tile: HopperTile, split: bool = False
     )
 
 
-def tile(features: Features) -> HopperTile:
-    plain = not features.custom_mask and not scores(features)
+def tile(features: Features, window: bool) -> HopperTile:
+    plain = not features.custom_mask and not scores(features) and not window
     dims = features.head_dim_qk, features.head_dim_vo
     return tiles_sm90.choose(dims, plain, features.kv_source == "paged")
 
@@ -46,7 +46,7 @@ def heads_per_tile(features: Features, qo_len: int, rows: int) -> int:
 def specs(features: Features, arch: Arch) -> list[KernelSpec]:
     """Every kernel that calls of these features may need, whatever their lengths."""
     kernels: list[KernelSpec] = [
-        spec(features, window, tile(features), split)
+        spec(features, window, tile(features, window), split)
         for window in (False, True)
         for split in ((False,) if batched(features) else (False, True))
     ]

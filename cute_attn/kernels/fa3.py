@@ -199,7 +199,7 @@ class Fa3Program:
             sm90.fence_barrier_init()
         ptx.sync_threads()
         ptx.grid_dependency_wait()
-        producer_registers, math_registers = self.spec.tile.registers
+        producer_registers, math_registers = self.spec.registers
         if thread < 128:
             sm90.release_registers(producer_registers)
             if thread < 32:
@@ -273,9 +273,10 @@ class Fa3Program:
         work = self.tiles.at(p, cute.arch.block_idx()[0])
         while work.head_block >= 0:
             order, boxes = self.order(p, work), self.boxes(p, work)
-            pages = boxes.look_up(order.at(Int32(0)))
+            first = ptx.maximum(order.at(Int32(0)), Int32(0))  # -1 where there is no tile at all
+            pages = boxes.look_up(first)
             if order.total > 0:
-                self.load_k(maps, shared.k, k, boxes, order.at(Int32(0)), pages)
+                self.load_k(maps, shared.k, k, boxes, first, pages)
             shared.q.wait_empty(q)
             self.load_q(p, maps, shared.q, q, record, work, lane)
             drawn = draws.draw()

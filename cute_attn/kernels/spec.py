@@ -145,11 +145,6 @@ class HopperTile:
         """A producer warpgroup, then the math warpgroups."""
         return 128 * (1 + self.math_groups)
 
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Of a producer and of a math thread: together what the CTA was launched with."""
-        return {2: (24, 240), 3: (32, 160)}[self.math_groups]
-
     def __post_init__(self) -> None:
         rules = {
             "rows must be 128 or 192": self.rows in (128, 192),
@@ -179,6 +174,13 @@ class Fa3Spec(KernelSpec):
     schedule: str = "grid"  # "grid": one request, tiles by arithmetic; "items": work items of a batch
     kv: str = "dense"  # "dense": tokens at a stride; "paged": pages in any order
     tile: HopperTile = HopperTile(128, 128)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a producer and of a math thread: together what the CTA was launched with."""
+        if self.tile.math_groups == 3:
+            return 32, 160
+        return (40, 232) if self.kv == "paged" else (24, 240)
 
     def program(self, arch: str) -> Program:
         from cute_attn.kernels.fa3 import Fa3Program
