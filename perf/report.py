@@ -14,6 +14,8 @@ Record = Mapping[str, Any]
 def markdown(record: Record) -> str:
     """The tables of one record, under a heading that says where and how it was measured."""
     tables = overhead_tables(record) if "overhead" in record else speed_tables(record)
+    if "makespan" in record:
+        tables = [*tables, makespan_table(record)]
     return "\n\n".join([heading(record), *tables]) + "\n"
 
 
@@ -22,6 +24,8 @@ def heading(record: Record) -> str:
     parts = [f"**{env['gpu']}**, {env['date']}, commit {env['commit']}, driver {env['driver']}"]
     parts.append(f"torch {env['torch']} (CUDA {env['cuda']}, cuDNN {env['cudnn']})")
     parts += [f"{name} {env[name]}" for name in ("flash-attn-4", "flashinfer-python") if name in env]
+    if "host" in env:
+        parts.append(f"host {env['host']}")
     text = "; ".join(parts) + f".\n`{record['command']}`"
     if ceilings := record.get("ceilings"):
         text += (
@@ -87,6 +91,16 @@ def overhead_tables(record: Record) -> list[str]:
     """Host microseconds a call, and the parts of ours."""
     calls = [[name, _host(entry)] for name, entry in record["overhead"].items()]
     return [table(["host µs a call", "median (p20-p80)"], calls)]
+
+
+def makespan_table(record: Record) -> str:
+    """Ratios of makespans over random batches, by phase."""
+    lines = [
+        [f"{phase}: {name}", *(f"{value:.2f}" for value in values)]
+        for phase, ratios in record["makespan"].items()
+        for name, values in ratios.items()
+    ]
+    return table(["makespan", "median", "90 %", "99 %", "largest"], lines)
 
 
 def _host(entry: Record) -> str:

@@ -565,20 +565,26 @@ def random_lengths(case: BatchCase, seed: int, max_len: int) -> BatchCase:
     return dataclasses.replace(case, qo_lens=qo_lens, kv_lens=kv_lens, seed=seed)
 
 
-def refusals(case: BatchCase, inputs: BatchInputs, backend: str, arch: Arch | None) -> list[Refusal]:
-    """What the table of capabilities has against a case."""
+def features(case: BatchCase, device: torch.device, dense: bool = False) -> Features:
+    """Features of a case, or of the single request that it consists of."""
     dtype = getattr(torch, case.dtype)
     kv_dtype = {None: dtype, "nvfp4": torch.uint8}.get(case.kv_dtype) or getattr(torch, str(case.kv_dtype))
     scored = case.q_scale is not None or case.k_scale is not None
-    features = Features(
-        *(inputs.q.device, dtype, kv_dtype, getattr(torch, case.o_dtype or case.dtype)),
+    return Features(
+        *(device, dtype, kv_dtype, getattr(torch, case.o_dtype or case.dtype)),
         *(case.num_qo_heads, case.num_kv_heads, case.head_dim_qk, case.head_dim_vo),
         custom_mask=case.mask in ("custom", "packed", "flat"),
         soft_cap=case.logits_soft_cap > 0,
         pos_encoding_mode=case.pos_encoding_mode,
-        positive_scale=case.scale > 0 and not (case.tensor_scales and scored and inputs.q.device.type == "cuda"),
+        positive_scale=case.scale > 0 and not (case.tensor_scales and scored and device.type == "cuda"),
         kv_block_scales=case.kv_dtype == "nvfp4",
         sinks=case.sinks,
-        kv_source="ragged" if case.kind == "ragged" else "paged",
+        kv_source="dense" if dense else "ragged" if case.kind == "ragged" else "paged",
     )
-    return select.reasons_against(select.BY_NAME[backend], features, arch)
+
+
+def refusals(
+    case: BatchCase, inputs: BatchInputs, backend: str, arch: Arch | None, dense: bool = False
+) -> list[Refusal]:
+    """What the table of capabilities has against a case."""
+    return select.reasons_against(select.BY_NAME[backend], features(case, inputs.q.device, dense), arch)

@@ -32,6 +32,14 @@ def plan(
     return Planned(settings, launch, staging, arch, index)
 
 
+def workspace(settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
+    """Bytes of the workspace that a plan uses if it has as many as it likes, and bytes of its records."""
+    index = settings.features.device.index
+    limits = limits._replace(workspace_bytes=plan_batch.UNLIMITED)
+    plan = scheduled(settings, lengths, limits, for_device(index), multiprocessors(index))
+    return plan.work.num_partials * plan.slot_bytes, plan.work.ints.nbytes
+
+
 def launches(
     settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
 ) -> list[tuple[KernelSpec, Grid]]:
@@ -51,13 +59,14 @@ class Scheduled(NamedTuple):
     combine_grid: Grid
     rows_per_merge: int
     slots: int  # room for partials
+    slot_bytes: int
     fixed: bool  # in memory that later plans use too
 
 
 def scheduled(settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int) -> Scheduled:
     features = settings.features
     kind, group = variant(features), features.num_qo_heads // features.num_kv_heads
-    tile = tiles.choose(kind, rows_of_a_request(lengths, limits) * group, arch)
+    tile = tiles.choose(kind, plan_batch.rows_of_a_request(lengths, limits) * group, arch)
     shape = TileShape(
         tile.rows,
         tile.cols,
@@ -70,32 +79,18 @@ def scheduled(settings: Settings, lengths: BatchLengths, limits: BatchLimits, ar
         4 * (features.head_dim_vo + 1),
     )
     work = plan_batch.schedule(lengths, shape, limits)
-    rows_per_merge = min(tile.rows, longest_request(lengths, limits) * group)
+    slot_bytes = features.num_kv_heads * tile.rows * shape.partial_row_bytes
+    rows_per_merge = min(tile.rows, plan_batch.longest_request(lengths, limits) * group)
     return Scheduled(
         tile,
         work,
         (work.item_capacity * features.num_kv_heads, 1, 1),
         (work.merge_capacity * features.num_kv_heads * rows_per_merge, 1, 1),
         rows_per_merge,
-        limits.workspace_bytes // (features.num_kv_heads * tile.rows * shape.partial_row_bytes),
+        limits.workspace_bytes // slot_bytes,
+        slot_bytes,
         limits.graph is not None,
     )
-
-
-def rows_of_a_request(lengths: BatchLengths, limits: BatchLimits) -> int:
-    """Query tokens of a typical request: they decide the tile, which a captured launch keeps over plans."""
-    if limits.graph:
-        most = limits.graph.max_qo_len or limits.graph.max_rows
-        return min(most, plans.ceil_div(limits.graph.max_rows, max(1, limits.graph.batch_size)))
-    starts = lengths.qo_indptr
-    requests = int((starts[1:] > starts[:-1]).sum())
-    return plans.ceil_div(int(starts[-1] - starts[0]), max(1, requests))
-
-
-def longest_request(lengths: BatchLengths, limits: BatchLimits) -> int:
-    if limits.graph:
-        return limits.graph.max_qo_len or limits.graph.max_rows
-    return int((lengths.qo_indptr[1:] - lengths.qo_indptr[:-1]).max(initial=0))
 
 
 class Ready(NamedTuple):

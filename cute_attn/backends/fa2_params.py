@@ -18,9 +18,12 @@ UNBOUNDED = 1 << 30  # no causal or window bound: beyond any kv index, and row +
 Target = tuple[int, int, int, int, float, int, int]
 Values = tuple[int | float, ...]
 
-ONE_REQUEST = (0, 0, 0, 0)  # items, o_partial, lse_partial, kv_indices: for batches only
+Batch = tuple[int, int, int, int]  # addresses of items, o_partial, lse_partial, kv_indices
+
+ONE_REQUEST = (0, 0, 0, 0)
 NO_PAGES = (0, 0, 1, 0, 0)  # strides of a page of k and v; page_size with the numbers that divide by it
 NO_BLOCK_SCALES = (0,) * 8
+PLAIN = (*ONE_REQUEST, *NO_PAGES, *NO_BLOCK_SCALES)
 
 
 class Parameters:
@@ -74,7 +77,7 @@ class Parameters:
         problem: Problem | BatchProblem,
         target: Target,
         lengths: tuple[int, int, int, int, int],
-        batch: tuple[int, int, int, int] = ONE_REQUEST,
+        batch: Batch | None = None,
     ) -> Values:
         """In the order of `Fa2Params`; `lengths`: qo_len, kv_len, right, left, tiles_per_split."""
         q, k, v, mask, scales = problem.q, problem.k, problem.v, problem.packed_mask, problem.scale_tensors
@@ -113,10 +116,17 @@ class Parameters:
             v_scale,
             *self.rope_numbers,
             self.settings.lse_scale,
-            *batch,
-            *((k_strides[0] * kv_itemsize, v_strides[0] * kv_itemsize, *self.page_size) if self.paged else NO_PAGES),
-            *(NO_BLOCK_SCALES if problem.block_scales is None else self.block_scales(*problem.block_scales)),
+            *(PLAIN if batch is None and problem.block_scales is None else self.extras(problem, batch or ONE_REQUEST)),
         )
+
+    def extras(self, problem: Problem | BatchProblem, batch: Batch) -> Values:
+        """What a single request with 16-bit keys does not need."""
+        pages: Values = NO_PAGES
+        if self.paged:
+            strides = problem.k.stride(0) * self.kv_itemsize, problem.v.stride(0) * self.kv_itemsize
+            pages = *strides, *self.page_size
+        scales = problem.block_scales
+        return (*batch, *pages, *(NO_BLOCK_SCALES if scales is None else self.block_scales(*scales)))
 
     def block_scales(self, k: torch.Tensor, v: torch.Tensor) -> Values:
         """Addresses, then strides of a page, a token and a head; an element is a byte."""

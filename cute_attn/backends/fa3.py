@@ -10,7 +10,7 @@ import torch
 
 from cute_attn import plan as plans
 from cute_attn.backends import fa3_kernels as kernels
-from cute_attn.backends.fa3_batch import plan
+from cute_attn.backends.fa3_batch import plan, workspace
 from cute_attn.backends.fa3_params import Launched, Parameters, divided
 from cute_attn.kernels.spec import KernelSpec
 from cute_attn.problem import Problem, Settings
@@ -18,7 +18,7 @@ from cute_attn.runtime import counters
 from cute_attn.runtime.arch import Arch, for_device
 from cute_attn.runtime.launch import Launch, current_stream
 
-__all__ = ["Runner", "launches", "plan", "prepare", "specs"]
+__all__ = ["Runner", "launches", "plan", "prepare", "specs", "workspace"]
 
 specs = kernels.specs
 SECTION_BYTES = 32 << 20  # keys and values that shall stay in L2 together

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from cute_attn import plan as plans
 from cute_attn import plan_batch
 from cute_attn.backends import fa3_kernels as kernels
-from cute_attn.backends.fa2_batch import longest_request, rows_of_a_request
 from cute_attn.backends.fa3_params import Launched, Parameters
 from cute_attn.kernels.spec import HopperTile, KernelSpec
 from cute_attn.kernels.work import ITEM_INTS
@@ -33,6 +32,12 @@ def plan(
     return Planned(settings, launch, staging, arch, index)
 
 
+def workspace(settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
+    """Bytes of partials and of records that a plan of these would use."""
+    plan = scheduled(settings, lengths, limits, kernels.multiprocessors(settings.features.device.index))
+    return plan.work.num_partials * plan.slot_bytes, plan.work.ints.nbytes
+
+
 class Scheduled(NamedTuple):
     """What a plan fixes for its runs."""
 
@@ -44,6 +49,7 @@ class Scheduled(NamedTuple):
     combine_grid: Grid
     rows_per_merge: int
     slots: int  # room for partials
+    slot_bytes: int
     fixed: bool  # in memory that later plans use too
 
 
@@ -60,7 +66,7 @@ def launches(
 def scheduled(settings: Settings, lengths: BatchLengths, limits: BatchLimits, sms: int) -> Scheduled:
     features = settings.features
     tile = kernels.tile(features, settings.window_left >= 0)
-    heads = kernels.heads_per_tile(features, rows_of_a_request(lengths, limits), tile.rows)
+    heads = kernels.heads_per_tile(features, plan_batch.rows_of_a_request(lengths, limits), tile.rows)
     head_blocks = features.num_qo_heads // heads
     shape = TileShape(
         tile.rows,
@@ -75,7 +81,8 @@ def scheduled(settings: Settings, lengths: BatchLengths, limits: BatchLimits, sm
     )
     work = plan_batch.schedule(lengths, shape, limits)
     total = work.item_capacity * head_blocks
-    rows_per_merge = min(tile.rows, longest_request(lengths, limits) * heads)
+    slot_bytes = head_blocks * tile.rows * shape.partial_row_bytes
+    rows_per_merge = min(tile.rows, plan_batch.longest_request(lengths, limits) * heads)
     return Scheduled(
         tile,
         heads,
@@ -84,7 +91,8 @@ def scheduled(settings: Settings, lengths: BatchLengths, limits: BatchLimits, sm
         (min(total, sms), 1, 1),
         (work.merge_capacity * head_blocks * rows_per_merge, 1, 1),
         rows_per_merge,
-        limits.workspace_bytes // (head_blocks * tile.rows * shape.partial_row_bytes),
+        limits.workspace_bytes // slot_bytes,
+        slot_bytes,
         limits.graph is not None,
     )
 
