@@ -34,9 +34,9 @@ REMEMBERED = 256  # settings, and what runs them
 
 @dataclass(frozen=True)
 class Backend:
-    """`auto_on`: device types on which "auto" asks it. `capability`: the least it needs; None: any device. `only`: the one
-    architecture that it is built for. `least_rows`: packed query rows of a request (qo_len times the heads that share a
-    kv head) from which "auto" asks it; fewer are faster elsewhere.
+    """`auto_on`: device types on which "auto" asks it. `capability`: the least it needs; None: any device. `only`: the
+    one architecture that it is built for. `least_rows`: packed query rows of a request (qo_len times the heads that
+    share a kv head) from which "auto" asks it; fewer are faster elsewhere.
     """
 
     name: str
@@ -171,9 +171,7 @@ TABLE = (
         "pos_encoding_mode ROPE_LLAMA",
         lambda f: f.pos_encoding_mode == "ROPE_LLAMA",
         {
-            "fa3": No(
-                "TMA brings q and k to the matrix instructions unrotated", 'backend="fa2", or rotate q and k first'
-            )
+            "fa3": No("TMA brings q and k in unrotated", 'backend="fa2", or rotate q and k first'),
         },
     ),
     Row("pos_encoding_mode ALIBI", lambda f: f.pos_encoding_mode == "ALIBI"),

@@ -18,7 +18,7 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 CUDA = Features(torch.device("cuda:0"), BF16, BF16, BF16, 32, 8, 128, 128)
 CPU = CUDA._replace(device=torch.device("cpu"))
 HOPPER = named("sm_90a")
-FA2 = select.BY_NAME["fa2"]
+FA2, FA3 = select.BY_NAME["fa2"], select.BY_NAME["fa3"]
 REFERENCE = select.BY_NAME["reference"]
 
 
@@ -34,7 +34,12 @@ def test_fa2_takes_every_16_bit_problem(arch: str, head_dims: tuple[int, int], d
         {"pos_encoding_mode": "ALIBI", "num_qo_heads": 7, "num_kv_heads": 1},
         {"kv_dtype": torch.float8_e5m2},
     ):
-        assert select.choose(features._replace(**asked), arch=named(arch)) is FA2
+        few = select.choose(features._replace(**asked), arch=named(arch), rows=1)
+        many = select.choose(features._replace(**asked), arch=named(arch))
+        assert few is FA2
+        assert many is (
+            FA3 if arch == "sm_90a" and not select.reasons_against(FA3, features._replace(**asked), HOPPER) else FA2
+        )
 
 
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
