@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cute_attn import checks, normalize_plan, normalize_run, select, validate
+from cute_attn import checks, normalize_plan, normalize_run, plan_batch, select, validate
 from cute_attn.errors import ArgumentError, NotPlannedError, NotSupported, RuntimeArgumentError
 from cute_attn.normalize_plan import Mask, Options, Tokens
 from cute_attn.normalize_run import Plan, Run
@@ -126,8 +126,10 @@ class BatchWrapper:
         settings = normalize_plan.settings(options, self.device, self._kv_layout, self.kv_source, has_mask)
         settings = settings._replace(page_size=page_size)
         normalize_plan.check_rows(tokens, settings.features.num_qo_heads)
-        backend = select.chosen(settings.features, self._backend)
         limits = BatchLimits(self._workspace.numel(), *splits, max_qo_len=tokens.q_len)
+        name = self._backend if self._first is None else self._first.backend
+        rows = select.rows_class(settings.features, plan_batch.rows_of_a_request(tokens.lengths, limits))
+        backend = select.chosen(settings.features, name, rows)
         if not self._use_cuda_graph:
             return settings, backend, limits, None
         first = self._frozen(settings, splits, backend.name, tokens, mask)

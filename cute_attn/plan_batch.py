@@ -21,6 +21,7 @@ from cute_attn.plan_cost import Room
 from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits
 
 UNLIMITED = 1 << 62
+MANY = 1 << 20  # query tokens: more than any tile has
 EXTRA_WAVES = 2  # of items that cuts may add to a launch of fixed size
 MERGE_ROWS = 16384  # rows that the combine launch of a fixed size has, where one wave of items does not need more
 
@@ -243,6 +244,29 @@ def longest_first(cost: np.ndarray) -> np.ndarray:
 
 def _slot_bytes(shape: TileShape) -> int:
     return shape.num_kv_heads * shape.rows * shape.partial_row_bytes
+
+
+def rows_of_a_request(lengths: BatchLengths, limits: BatchLimits) -> int:
+    """Query tokens of a typical request: they decide the tile. A captured launch keeps it over plans, and so does one
+    whose bits must not depend on the other requests of a batch, which is what fixed splits are for.
+    """
+    if limits.max_qo_len is not None:
+        return limits.max_qo_len
+    if limits.fixed_split_size is not None or limits.disable_split_kv:
+        return MANY
+    if limits.graph:
+        return ceil_div(limits.graph.max_rows, max(1, limits.graph.batch_size))
+    starts = lengths.qo_indptr
+    requests = int((starts[1:] > starts[:-1]).sum())
+    return ceil_div(int(starts[-1] - starts[0]), max(1, requests))
+
+
+def longest_request(lengths: BatchLengths, limits: BatchLimits) -> int:
+    if limits.max_qo_len is not None:
+        return limits.max_qo_len
+    if limits.graph:
+        return limits.graph.max_rows
+    return int((lengths.qo_indptr[1:] - lengths.qo_indptr[:-1]).max(initial=0))
 
 
 # --- launches of a fixed size (CUDA graphs) --------------------------------------------------------------------------

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 HALF = (torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FA2_HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (256, 256), (192, 128))
+NARROW_HEAD_DIMS = ((80, 80), (112, 112))  # no multiples of 32 columns
 
 
 REMEMBERED = 256  # settings, and what runs them
@@ -33,12 +34,17 @@ REMEMBERED = 256  # settings, and what runs them
 
 @dataclass(frozen=True)
 class Backend:
-    """`auto_on`: device types on which "auto" asks it. `capability`: the least it needs; None: any device."""
+    """`auto_on`: device types on which "auto" asks it. `capability`: the least it needs; None: any device. `only`: the
+    one architecture that it is built for. `least_rows`: packed query rows of a request (qo_len times the heads that
+    share a kv head) from which "auto" asks it; fewer are faster elsewhere.
+    """
 
     name: str
     runs_on: str
     auto_on: tuple[str, ...]
     capability: tuple[int, int] | None
+    only: str | None = None
+    least_rows: int = 0
 
     def prepare(self, settings: Settings) -> Callable[[Problem], None]:
         """What runs problems of these settings. Imports the backend."""
@@ -68,13 +74,14 @@ class Backend:
 
 
 BACKENDS = (  # in the order in which "auto" asks them
+    Backend("fa3", "NVIDIA Hopper (compute capability 9.0)", ("cuda",), (9, 0), only="sm_90a", least_rows=65),
     Backend("fa2", "NVIDIA GPUs from compute capability 8.0", ("cuda",), (8, 0)),
     Backend("reference", "any device, in torch", ("cpu",), None),
 )
 BY_NAME = {backend.name: backend for backend in BACKENDS}
+ROWS_CLASSES = tuple({backend.least_rows for backend in BACKENDS})
 
 ELSEWHERE = {  # backend names of FlashInfer that are none here: (reason, instead)
-    "fa3": ("it is not built yet", 'backend="auto"'),
     "fa4": ("it is not built yet", 'backend="auto"'),
     "xqa": ("it is not built yet", 'backend="auto"'),
     **dict.fromkeys(
@@ -109,13 +116,21 @@ TABLE = (
     Row(
         "q of an fp8 dtype",
         lambda f: f.q_dtype in FP8,
-        {"fa2": No("its matrix instructions take 16-bit types", "pass q, k and v as float16 or bfloat16")},
+        {
+            "fa3": No("its fp8 form is not built yet", "pass q, k and v as float16 or bfloat16"),
+            "fa2": No("its matrix instructions take 16-bit types", "pass q, k and v as float16 or bfloat16"),
+        },
     ),
     Row(
         "k and v of an fp8 dtype",
         lambda f: f.kv_dtype in FP8 and f.q_dtype in HALF,
+        {"fa3": No("it does not convert keys and values", 'backend="fa2"')},
     ),
-    Row("NVFP4 k and v (kv_cache_sf)", lambda f: f.kv_block_scales),
+    Row(
+        "NVFP4 k and v (kv_cache_sf)",
+        lambda f: f.kv_block_scales,
+        {"fa3": No("it does not convert keys and values", 'backend="fa2"')},
+    ),
     Row(
         "NVFP4 k and v with a head dimension that is no multiple of 64",
         lambda f: f.kv_block_scales and (f.head_dim_qk % 64 != 0 or f.head_dim_vo % 64 != 0),
@@ -124,13 +139,15 @@ TABLE = (
     Row(
         "per-head scales (scale_q, scale_k, scale_v)",
         lambda f: f.per_head_scales,
-        {"fa2": No("they belong to fp8 attention", "multiply them into q, k and v")},
+        dict.fromkeys(("fa3", "fa2"), No("they belong to fp8 attention", "multiply them into q, k and v")),
     ),
     Row("output of float16, bfloat16 or float32", lambda f: f.o_dtype in (*HALF, torch.float32)),
     Row(
         "output of an fp8 dtype",
         lambda f: f.o_dtype in FP8,
-        {"fa2": No("its epilogue writes 16 or 32 bits", "o_dtype=torch.bfloat16 and a conversion after it")},
+        dict.fromkeys(
+            ("fa3", "fa2"), No("its epilogue writes 16 or 32 bits", "o_dtype=torch.bfloat16 and a conversion after it")
+        ),
     ),
     Row(
         "head dimensions (qk, vo) " + ", ".join(map(str, FA2_HEAD_DIMS)),
@@ -139,13 +156,24 @@ TABLE = (
     Row(
         "other head dimensions",
         lambda f: (f.head_dim_qk, f.head_dim_vo) not in FA2_HEAD_DIMS,
-        {"fa2": No("it has no tiles for them", "pad q, k and v with zeros, and pass sm_scale")},
+        dict.fromkeys(("fa3", "fa2"), No("it has no tiles for them", "pad q, k and v with zeros, and pass sm_scale")),
+    ),
+    Row(
+        "head dimensions 80 and 112",
+        lambda f: (f.head_dim_qk, f.head_dim_vo) in NARROW_HEAD_DIMS,
+        {"fa3": No("its tiles have whole blocks of 32 columns", 'backend="fa2"')},
     ),
     Row("any num_qo_heads / num_kv_heads", _always),
     Row("causal mask, sliding window, any lengths", _always),
     Row("custom masks, boolean and packed", lambda f: f.custom_mask),
     Row("logits_soft_cap", lambda f: f.soft_cap),
-    Row("pos_encoding_mode ROPE_LLAMA", lambda f: f.pos_encoding_mode == "ROPE_LLAMA"),
+    Row(
+        "pos_encoding_mode ROPE_LLAMA",
+        lambda f: f.pos_encoding_mode == "ROPE_LLAMA",
+        {
+            "fa3": No("TMA brings q and k in unrotated", 'backend="fa2", or rotate q and k first'),
+        },
+    ),
     Row("pos_encoding_mode ALIBI", lambda f: f.pos_encoding_mode == "ALIBI"),
     Row("attention sinks", lambda f: f.sinks),
     Row("q_scale, k_scale, v_scale as numbers or device tensors", _always),
@@ -159,18 +187,24 @@ def run(problem: Problem, backend: str = "auto") -> None:
     """Solve `problem` on `backend`."""
     if not isinstance(backend, str):
         choose(problem.features, backend)
-    _runner(problem.settings, backend)(problem)
+    _runner(problem.settings, backend, rows_class(problem.features, problem.qo_len))(problem)
 
 
 @functools.lru_cache(REMEMBERED)
-def _runner(settings: Settings, backend: str) -> Callable[[Problem], None]:
-    return chosen(settings.features, backend).prepare(settings)
+def _runner(settings: Settings, backend: str, rows: int) -> Callable[[Problem], None]:
+    return chosen(settings.features, backend, rows).prepare(settings)
 
 
 @functools.lru_cache(REMEMBERED)
-def chosen(features: Features, backend: str) -> Backend:
+def chosen(features: Features, backend: str, rows: int) -> Backend:
     """`choose`, remembered."""
-    return choose(features, backend)
+    return choose(features, backend, rows=rows)
+
+
+def rows_class(features: Features, qo_len: int) -> int:
+    """The packed query rows of a request as far as any backend asks: the highest `least_rows` that they reach."""
+    rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
+    return max(least for least in ROWS_CLASSES if least <= rows)
 
 
 def known(backend: Any) -> str:
@@ -180,15 +214,15 @@ def known(backend: Any) -> str:
     return str(backend)
 
 
-def choose(features: Features, backend: str = "auto", arch: Arch | None = None) -> Backend:
+def choose(features: Features, backend: str = "auto", arch: Arch | None = None, rows: int | None = None) -> Backend:
     """The backend for `features`; NotSupported lists every refusal if there is none.
 
     `arch` stands for the architecture of `features.device`, so that another machine's choice can be asked
-    for.
+    for. `rows`: packed query rows of a request, where known; "auto" minds them.
     """
     arch = arch_for(features.device, arch)
     refusals: list[Refusal] = []
-    for candidate in _candidates(features, backend):
+    for candidate in _candidates(features, backend, rows):
         reasons = reasons_against(candidate, features, arch)
         if not reasons:
             logger.info("%s: %s for %s", backend, candidate.name, _title(features, arch))
@@ -205,7 +239,7 @@ def reasons_against(backend: Backend, features: Features, arch: Arch | None) -> 
         if arch is None:
             instead = 'backend="reference", or tensors on a GPU'
             refusals.append(Refusal(backend.name, f"{features.device.type} tensors", runs_on, instead))
-        elif arch.capability < backend.capability:
+        elif arch.capability < backend.capability or backend.only not in (None, arch.name):
             refusals.append(Refusal(backend.name, arch.name, runs_on, 'backend="reference"'))
     for row in TABLE:
         if backend.name in row.refused and row.asked(features):
@@ -219,6 +253,9 @@ def explain(asked: Features | Problem, arch: Arch | None = None) -> str:
     `arch` stands for the architecture of a CUDA device; with it, no GPU is needed.
     """
     features = asked.features if isinstance(asked, Problem) else asked
+    rows = None
+    if isinstance(asked, Problem):
+        rows = asked.qo_len * (features.num_qo_heads // features.num_kv_heads)
     arch = arch_for(features.device, arch)
     lines = [_title(features, arch)]
     chosen = False
@@ -227,6 +264,9 @@ def explain(asked: Features | Problem, arch: Arch | None = None) -> str:
         automatic = features.device.type in backend.auto_on
         if reasons:
             lines += [f"  {backend.name}: refused"] + [f"    {reason}" for reason in reasons]
+        elif automatic and rows is not None and rows < backend.least_rows:
+            why = f"{rows} query rows a kv head are fewer than {backend.least_rows}"
+            lines.append(f"  {backend.name}: able, passed over: {why}, which are faster elsewhere")
         elif automatic and not chosen:
             chosen = True
             lines.append(f"  {backend.name}: chosen")
@@ -249,9 +289,11 @@ def support_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _candidates(features: Features, backend: Any) -> tuple[Backend, ...]:
+def _candidates(features: Features, backend: Any, rows: int | None) -> tuple[Backend, ...]:
     if backend == "auto":
-        return tuple(b for b in BACKENDS if features.device.type in b.auto_on)
+        return tuple(
+            b for b in BACKENDS if features.device.type in b.auto_on and (rows is None or rows >= b.least_rows)
+        )
     return (_named(backend),)
 
 

@@ -18,7 +18,7 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 CUDA = Features(torch.device("cuda:0"), BF16, BF16, BF16, 32, 8, 128, 128)
 CPU = CUDA._replace(device=torch.device("cpu"))
 HOPPER = named("sm_90a")
-FA2 = select.BY_NAME["fa2"]
+FA2, FA3 = select.BY_NAME["fa2"], select.BY_NAME["fa3"]
 REFERENCE = select.BY_NAME["reference"]
 
 
@@ -34,7 +34,40 @@ def test_fa2_takes_every_16_bit_problem(arch: str, head_dims: tuple[int, int], d
         {"pos_encoding_mode": "ALIBI", "num_qo_heads": 7, "num_kv_heads": 1},
         {"kv_dtype": torch.float8_e5m2},
     ):
-        assert select.choose(features._replace(**asked), arch=named(arch)) is FA2
+        assert select.choose(features._replace(**asked), arch=named(arch), rows=1) is FA2
+
+
+@pytest.mark.parametrize("kv_source", ["dense", "ragged", "paged"])
+@pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
+def test_fa3_takes_many_rows_on_hopper(kv_source: str, head_dims: tuple[int, int]) -> None:
+    features = CUDA._replace(head_dim_qk=head_dims[0], head_dim_vo=head_dims[1], kv_source=kv_source)
+    changes: tuple[dict[str, Any], ...] = (
+        {},
+        {"custom_mask": True, "sinks": True, "soft_cap": True, "positive_scale": False, "o_dtype": torch.float32},
+        {"pos_encoding_mode": "ALIBI", "num_qo_heads": 7, "num_kv_heads": 1},
+    )
+    for asked in changes:
+        wanted = features._replace(**asked)
+        assert select.choose(wanted, arch=HOPPER, rows=65) is FA3
+        assert select.choose(wanted, arch=HOPPER, rows=64) is FA2
+        assert select.choose(wanted, arch=named("sm_100a"), rows=65) is FA2
+        assert select.choose(wanted, "fa3", HOPPER, rows=1) is FA3
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"pos_encoding_mode": "ROPE_LLAMA"},
+        {"kv_dtype": E4M3},
+        {"kv_dtype": torch.uint8, "kv_block_scales": True},
+        {"head_dim_qk": 80, "head_dim_vo": 80},
+        {"head_dim_qk": 112, "head_dim_vo": 112},
+    ],
+)
+def test_what_fa3_refuses_fa2_takes(asked: dict[str, Any]) -> None:
+    assert select.choose(CUDA._replace(**asked), arch=HOPPER) is FA2
+    with pytest.raises(NotSupported, match="fa3 refuses"):
+        select.choose(CUDA._replace(**asked), "fa3", HOPPER)
 
 
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
@@ -64,7 +97,7 @@ def test_refusals_of_fa2(backend: str, asked: dict[str, Any], feature: str) -> N
     """On a GPU nothing falls back to the reference by itself: it would be a thousand times slower."""
     with pytest.raises(NotSupported) as error:
         select.choose(CUDA._replace(**asked), backend, HOPPER)
-    (refusal,) = error.value.refusals
+    refusal = error.value.refusals[-1]
     assert refusal[:2] == ("fa2", feature)
     assert all(refusal)
     assert feature in str(error.value)
@@ -74,8 +107,8 @@ def test_all_reasons_are_listed() -> None:
     features = CUDA._replace(q_dtype=E4M3, kv_dtype=E4M3, per_head_scales=True, head_dim_vo=72)
     with pytest.raises(NotSupported) as error:
         select.choose(features, arch=HOPPER)
-    assert len(error.value.refusals) == 3
-    assert str(error.value).count("\n") == 2
+    assert [refusal[0] for refusal in error.value.refusals] == ["fa3"] * 3 + ["fa2"] * 3
+    assert str(error.value).count("\n") == 5
 
 
 def test_arch() -> None:
@@ -109,7 +142,7 @@ def test_backends_of_flashinfer_that_are_not_here(backend: str) -> None:
 
 
 def test_unknown_backend() -> None:
-    with pytest.raises(LayoutError, match=r"backend must be one of 'auto', 'fa2', 'reference'; got 'fa9'"):
+    with pytest.raises(LayoutError, match=r"backend must be one of 'auto', 'fa3', 'fa2', 'reference'; got 'fa9'"):
         select.choose(CUDA, "fa9", HOPPER)
 
 
@@ -129,8 +162,13 @@ def test_decisions_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_explain_names_every_backend_and_reason() -> None:
     text = explain(CUDA, HOPPER)
     assert text.splitlines()[0].startswith("sm_90a; q bfloat16")
-    assert "fa2: chosen" in text
+    assert "fa3: chosen" in text
+    assert "fa2: able" in text
     assert "reference: able" in text
+    one = torch.zeros(1, 32, 128).bfloat16()
+    text = explain(Problem(Settings(CUDA), 1, 1, one, one, one, one, None), HOPPER)
+    assert "fa3: able, passed over: 4 query rows a kv head are fewer than 65" in text
+    assert "fa2: chosen" in text
     text = explain(CUDA._replace(q_dtype=E4M3, kv_dtype=E4M3), HOPPER)
     assert "fa2: refused\n    fa2 refuses q of an fp8 dtype" in text
     assert "no backend takes this problem" in text

@@ -20,7 +20,6 @@ from cute_attn.runtime.launch import Launch, current_stream
 from cute_attn.runtime.staging import Staging
 
 Grid = tuple[int, int, int]
-MANY = 1 << 20
 REMEMBERED = 256  # settings of the layers of a model
 
 
@@ -67,7 +66,7 @@ class Scheduled(NamedTuple):
 def scheduled(settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int) -> Scheduled:
     features = settings.features
     kind, group = variant(features), features.num_qo_heads // features.num_kv_heads
-    tile = tiles.choose(kind, _rows_of_a_request(lengths, limits) * group, arch)
+    tile = tiles.choose(kind, plan_batch.rows_of_a_request(lengths, limits) * group, arch)
     shape = TileShape(
         tile.rows,
         tile.cols,
@@ -81,7 +80,7 @@ def scheduled(settings: Settings, lengths: BatchLengths, limits: BatchLimits, ar
     )
     work = plan_batch.schedule(lengths, shape, limits)
     slot_bytes = features.num_kv_heads * tile.rows * shape.partial_row_bytes
-    rows_per_merge = min(tile.rows, _longest_request(lengths, limits) * group)
+    rows_per_merge = min(tile.rows, plan_batch.longest_request(lengths, limits) * group)
     return Scheduled(
         tile,
         work,
@@ -92,29 +91,6 @@ def scheduled(settings: Settings, lengths: BatchLengths, limits: BatchLimits, ar
         slot_bytes,
         limits.graph is not None,
     )
-
-
-def _rows_of_a_request(lengths: BatchLengths, limits: BatchLimits) -> int:
-    """Query tokens of a typical request: they decide the tile. A captured launch keeps it over plans, and so does one
-    whose bits must not depend on the other requests of a batch, which is what fixed splits are for.
-    """
-    if limits.max_qo_len is not None:
-        return limits.max_qo_len
-    if limits.fixed_split_size is not None or limits.disable_split_kv:
-        return MANY
-    if limits.graph:
-        return plans.ceil_div(limits.graph.max_rows, max(1, limits.graph.batch_size))
-    starts = lengths.qo_indptr
-    requests = int((starts[1:] > starts[:-1]).sum())
-    return plans.ceil_div(int(starts[-1] - starts[0]), max(1, requests))
-
-
-def _longest_request(lengths: BatchLengths, limits: BatchLimits) -> int:
-    if limits.max_qo_len is not None:
-        return limits.max_qo_len
-    if limits.graph:
-        return limits.graph.max_rows
-    return int((lengths.qo_indptr[1:] - lengths.qo_indptr[:-1]).max(initial=0))
 
 
 class Ready(NamedTuple):

@@ -84,7 +84,7 @@ class Parameters:
         q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
         itemsize, kv_itemsize, token, head = self.itemsize, self.kv_itemsize, self.token, self.head
         o, lse, o_stride_n, o_stride_h, v_scale, v_scale_ptr, sinks = target
-        scale0, scale1 = _two_addresses(scales) if scales else (0, 0)
+        scale0, scale1 = two_addresses(scales) if scales else (0, 0)
         qo_len, kv_len, right, left, tiles_per_split = lengths
         return (
             q.data_ptr(),
@@ -168,7 +168,7 @@ class Parameters:
         )
 
 
-def _two_addresses(tensors: tuple[torch.Tensor, ...]) -> tuple[int, int]:
+def two_addresses(tensors: tuple[torch.Tensor, ...]) -> tuple[int, int]:
     """Of at most two tensors; 0 stands for none."""
     first, *second = (tensor.data_ptr() for tensor in tensors)
     return first, second[0] if second else 0

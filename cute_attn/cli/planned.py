@@ -22,4 +22,5 @@ def on_gpu(call: normalize.Call) -> Problem:
 
 def launches(problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
     """Kernels and grids of the backend that "auto" chooses; NotSupported if there is none."""
-    return select.choose(problem.features, "auto", arch).launches(problem, arch, sms)
+    rows = problem.qo_len * (problem.features.num_qo_heads // problem.features.num_kv_heads)
+    return select.choose(problem.features, "auto", arch, rows).launches(problem, arch, sms)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cute_attn.kernels.spec import KV_BITS, Fa2Spec, Tile
+from cute_attn.kernels.spec import KV_BITS, Fa2Spec, Fa3Spec, HopperTile, Tile
 
 LINE = 128  # bytes; rows are whole lines, see `blocks.smem`
+RECORD_BYTES = 64  # of a query tile's description
 SCALES_PITCH = 32  # bytes of a token's NVFP4 block scales: 16 for K, then 16 for V
 
 
@@ -106,3 +107,67 @@ class SharedMemory:
         if self.tile.warps_cols > 1:
             total = max(total, self.merge_outputs + self.tile.warps_cols * self.tile.rows * self.merge_pitch)
         return total
+
+
+@dataclass(frozen=True)
+class HopperMemory:
+    """Byte offsets of the wgmma kernel: the Q ring, the K ring, the V ring, barriers, then the records of query tiles.
+
+    A tile of 16-bit rows lies in columns of 64 elements: 128-byte lines of all rows, one column after the other, each
+    as TMA boxes write it with the 128-byte swizzle.
+    """
+
+    tile: HopperTile
+    head_dim_qk: int
+    head_dim_vo: int
+
+    @classmethod
+    def of(cls, spec: Fa3Spec) -> HopperMemory:
+        return cls(spec.tile, spec.head_dim_qk, spec.head_dim_vo)
+
+    @property
+    def qk_columns(self) -> int:
+        return -(-self.head_dim_qk * 2 // LINE)
+
+    @property
+    def vo_columns(self) -> int:
+        return -(-self.head_dim_vo * 2 // LINE)
+
+    @property
+    def q_bytes(self) -> int:
+        return self.tile.rows * self.qk_columns * LINE
+
+    @property
+    def k_bytes(self) -> int:
+        return self.tile.cols * self.qk_columns * LINE
+
+    @property
+    def v_bytes(self) -> int:
+        return self.tile.cols * self.vo_columns * LINE
+
+    @property
+    def k_ring(self) -> int:
+        return self.tile.q_stages * self.q_bytes
+
+    @property
+    def v_ring(self) -> int:
+        return self.k_ring + self.tile.stages * self.k_bytes
+
+    @property
+    def barriers(self) -> int:
+        """8 bytes each, full and empty of every slot: Q's, K's, V's."""
+        return self.v_ring + self.tile.stages * self.v_bytes
+
+    @property
+    def records(self) -> int:
+        barriers = 8 * (2 * self.tile.q_stages + 4 * self.tile.stages)
+        return -(-(self.barriers + barriers) // RECORD_BYTES) * RECORD_BYTES
+
+    @property
+    def num_records(self) -> int:
+        """One more than Q tiles: a tile's Q is given back before its results are written."""
+        return self.tile.q_stages + 1
+
+    @property
+    def bytes(self) -> int:
+        return self.records + self.num_records * RECORD_BYTES

@@ -122,6 +122,73 @@ class Fa2Spec(KernelSpec):
 
 
 @dataclass(frozen=True)
+class HopperTile:
+    """Work of one CTA of the wgmma kernel: `rows` packed query rows, 64 a math warpgroup, by `cols` kv tokens.
+
+    `stages` K and V tiles and `q_stages` query tiles are in flight. `ping_pong`: warpgroups take turns at issuing
+    products, so that one's softmax runs under another's. `pinned`: exponentials stay in front of the wait for O.
+    """
+
+    rows: int
+    cols: int
+    stages: int = 2
+    q_stages: int = 1
+    ping_pong: bool = True
+    pinned: bool = True
+
+    @property
+    def math_groups(self) -> int:
+        return self.rows // 64
+
+    @property
+    def threads(self) -> int:
+        """A producer warpgroup, then the math warpgroups."""
+        return 128 * (1 + self.math_groups)
+
+    def __post_init__(self) -> None:
+        rules = {
+            "rows must be 128 or 192": self.rows in (128, 192),
+            "cols must be a multiple of 16 up to 256": self.cols % 16 == 0 and 0 < self.cols <= 256,
+            "stages must be at least 2": self.stages >= 2,
+            "q_stages must be 1 or 2": self.q_stages in (1, 2),
+        }
+        for rule, holds in rules.items():
+            if not holds:
+                raise ValueError(f"{self}: {rule}")
+
+
+@dataclass(frozen=True)
+class Fa3Spec(KernelSpec):
+    """The Hopper attention kernel: TMA, wgmma, specialised warps. Causal and window bounds, GQA group, strides,
+    lengths and page size are run-time values.
+    """
+
+    kernel: ClassVar[str] = "fa3"
+    dtype: str
+    out_dtype: str
+    head_dim_qk: int
+    head_dim_vo: int
+    mask: str = "stop"  # "stop": length and causal bounds; "band": the window's too; "packed": custom bits and the band
+    scores: tuple[str, ...] = ()  # in order of application, of "scale", "alibi", "soft_cap"
+    split: bool = False  # schedule "grid": fp32 partials for the combine kernel instead of the output
+    schedule: str = "grid"  # "grid": one request, tiles by arithmetic; "items": work items of a batch
+    kv: str = "dense"  # "dense": tokens at a stride; "paged": pages in any order
+    tile: HopperTile = HopperTile(128, 128)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a producer and of a math thread: together what the CTA was launched with."""
+        if self.tile.math_groups == 3:
+            return 32, 160
+        return (40, 232) if self.kv == "paged" else (24, 240)
+
+    def program(self, arch: str) -> Program:
+        from cute_attn.kernels.fa3 import Fa3Program
+
+        return Fa3Program(self, arch)
+
+
+@dataclass(frozen=True)
 class CombineSpec(KernelSpec):
     """Merges the fp32 partials of a launch that cut the keys."""
 
@@ -138,7 +205,7 @@ class CombineSpec(KernelSpec):
         return CombineProgram(self, arch)
 
 
-SPEC_TYPES: dict[str, type[KernelSpec]] = {cls.kernel: cls for cls in (Fa2Spec, CombineSpec)}
+SPEC_TYPES: dict[str, type[KernelSpec]] = {cls.kernel: cls for cls in (Fa2Spec, Fa3Spec, CombineSpec)}
 
 
 def from_dict(data: dict[str, Any]) -> KernelSpec:
@@ -146,7 +213,7 @@ def from_dict(data: dict[str, Any]) -> KernelSpec:
     fields = dict(data)
     cls = SPEC_TYPES[fields.pop("kernel")]
     if "tile" in fields:
-        fields["tile"] = Tile(**fields["tile"])
+        fields["tile"] = (HopperTile if cls is Fa3Spec else Tile)(**fields["tile"])
     if isinstance(fields.get("scores"), Sequence):
         fields["scores"] = tuple(fields["scores"])
     return cls(**fields)

@@ -17,7 +17,7 @@ _DIGEST_BYTES = 32
 
 @dataclass(frozen=True)
 class Param:
-    """One kernel parameter as the cubin declares it. `kind` is "i32", "i64", "f32" or "f64"."""
+    """One kernel parameter as the cubin declares it. `kind`: "i32", "i64", "f32", "f64", "map" (tensor map)."""
 
     name: str
     kind: str

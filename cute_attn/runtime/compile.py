@@ -31,9 +31,9 @@ Task = tuple[KernelSpec, str]
 
 _MATRIX_INSTRUCTION = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
 _PTX_PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)")
-_SIZES = {"i32": 4, "i64": 8, "f32": 4, "f64": 8}
+_SIZES = {"i32": 4, "i64": 8, "f32": 4, "f64": 8, "map": 128}
 _KIND_OF_SCALAR = {"Int32": "i32", "Int64": "i64", "Float32": "f32", "Float64": "f64"}
-_KIND_OF_PTX = {"u32": "i32", "u64": "i64", "f32": "f32", "f64": "f64"}
+_KIND_OF_PTX = {"u32": "i32", "u64": "i64", "f32": "f32", "f64": "f64", "b8": "map"}
 
 _compile_lock = threading.RLock()
 # A child forked while another thread compiles would inherit a lock that nobody releases.
@@ -101,7 +101,7 @@ def _artifact(spec: KernelSpec, arch: str, program: Program, ptx: str, cubin: by
         symbol=kernel.symbol,
         cubin=cubin,
         ptx=ptx,
-        params=_params(kernel, program.params, ptx),
+        params=_params(kernel, program, ptx),
         block=block,
         smem_bytes=program.smem_bytes,
         registers=kernel.registers,
@@ -117,9 +117,10 @@ def count_matrix_instructions(ptx: str) -> int:
     return len(_MATRIX_INSTRUCTION.findall(ptx))
 
 
-def _params(kernel: cubins.CubinKernel, params: type, ptx: str) -> tuple[Param, ...]:
-    """Named and typed by the NamedTuple `params`; checked against the cubin (sizes) and the PTX (types)."""
-    kinds = {
+def _params(kernel: cubins.CubinKernel, program: Program, ptx: str) -> tuple[Param, ...]:
+    """Named and typed by the program's maps and parameters; checked against the cubin (sizes) and the PTX (types)."""
+    params = program.params
+    kinds = dict.fromkeys(getattr(program, "maps", ()), "map") | {
         name: _KIND_OF_SCALAR.get(hint.__name__, hint.__name__) for name, hint in typing.get_type_hints(params).items()
     }
     header = ptx[ptx.index(f".entry {kernel.symbol}(") :].split(")", 1)[0]

@@ -20,7 +20,7 @@ from cute_attn.runtime import arch as archs
 from cute_attn.runtime.artifact import Artifact, Param
 
 Dim3 = tuple[int, int, int]
-_STRUCT_CODES = {"i32": "i", "i64": "q", "f32": "f", "f64": "d"}
+_STRUCT_CODES = {"i32": "i", "i64": "q", "f32": "f", "f64": "d", "map": "128s"}
 
 
 def current_stream(device_index: int) -> int:
@@ -44,14 +44,14 @@ class ParamBlock:
         self.address = ctypes.addressof(self._pointers)  # the void*[] that the driver wants
         self.size = end
 
-    def pack(self, values: Sequence[int | float]) -> None:
+    def pack(self, values: Sequence[int | float | bytes]) -> None:
         """Store one value per parameter, in order. ArgumentError names the first that does not fit."""
         try:
             self._struct.pack_into(self.buffer, 0, *values)
         except (struct.error, OverflowError, TypeError) as err:
             raise ArgumentError(self._complaint(values)) from err
 
-    def _complaint(self, values: Sequence[int | float]) -> str:
+    def _complaint(self, values: Sequence[int | float | bytes]) -> str:
         if len(values) != len(self._params):
             return f"the kernel has {len(self._params)} parameters, got {len(values)} values"
         for param, value in zip(self._params, values, strict=True):
@@ -62,7 +62,9 @@ class ParamBlock:
         raise AssertionError("every value fits on its own")
 
 
-def describe(artifact: Artifact, values: Sequence[int | float], grid: Dim3, *, pdl: bool = False) -> dict[str, Any]:
+def describe(
+    artifact: Artifact, values: Sequence[int | float | bytes], grid: Dim3, *, pdl: bool = False
+) -> dict[str, Any]:
     """What a launch hands to the driver, as plain data. Needs no GPU: the emulator and tests use it."""
     block = ParamBlock(artifact.params)
     block.pack(values)
@@ -99,7 +101,7 @@ class Launch:
         self._block = ParamBlock(artifact.params)
         self._lock = threading.Lock()
 
-    def fire(self, values: Sequence[int | float], grid: Dim3, stream: int) -> None:
+    def fire(self, values: Sequence[int | float | bytes], grid: Dim3, stream: int) -> None:
         """Launch on `stream` (a raw handle of this device) with `values` in parameter order."""
         driver, config = self._driver, self._config
         with self._lock:
@@ -114,7 +116,7 @@ class Launch:
         if status:
             raise RuntimeError(f"launching {self.artifact.symbol} with grid {grid} failed: {status.name}")
 
-    def describe(self, values: Sequence[int | float], grid: Dim3) -> dict[str, Any]:
+    def describe(self, values: Sequence[int | float | bytes], grid: Dim3) -> dict[str, Any]:
         """See `describe`."""
         return describe(self.artifact, values, grid, pdl=self.pdl)
 

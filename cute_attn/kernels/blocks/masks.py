@@ -5,13 +5,13 @@ full then needs no mask code at all.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.mma import Lanes, WarpTile
 from cute_attn.kernels.blocks.rows import PackedRows
 
 
@@ -61,10 +61,10 @@ class Band:
         begin = ptx.maximum(first, ptx.maximum(zero, low + self.left) // cols)
         end = ptx.minimum(last, (ptx.maximum(zero, self.stop(high)) + Int32(cols - 1)) // cols)
         end = ptx.maximum(begin, end)
-        full_begin = (ptx.maximum(zero, high + self.left) + Int32(cols - 1)) // cols
-        full_begin = ptx.minimum(ptx.maximum(full_begin, begin), end)
         full_end = ptx.maximum(zero, self.stop(low)) // cols
-        full_end = ptx.maximum(ptx.minimum(full_end, end), full_begin)
+        full_end = ptx.maximum(ptx.minimum(full_end, end), begin)
+        full_begin = (ptx.maximum(zero, high + self.left) + Int32(cols - 1)) // cols
+        full_begin = ptx.minimum(ptx.maximum(full_begin, begin), full_end)
         return TileOrder(begin, full_begin, full_end, end)
 
 
@@ -73,9 +73,9 @@ class BandMask:
     """Causal, sliding window and length bounds: two comparisons a score, on edge tiles only."""
 
     band: Band
-    tile: WarpTile
+    tile: Any  # WarpTile and Lanes, or GroupTile and GroupLanes
     rows: PackedRows
-    lanes: Lanes
+    lanes: Any
 
     def tiles(self, first: Int32, last: Int32) -> TileOrder:
         shape = self.tile.memory.tile
@@ -98,6 +98,21 @@ class BandMask:
         return out
 
 
+class StopMask(BandMask):
+    """A band without left bound: one comparison a score."""
+
+    def apply(self, s: list[Float32], kv_start: Int32) -> list[Float32]:
+        out = list(s)
+        first_col = kv_start + self.lanes.first_col(self.tile.memory)
+        for slot in range(self.tile.row_slots):
+            stop = self.band.stop(self.rows.token(self.lanes.row(self.tile.memory, slot))) - first_col
+            for n in range(self.tile.n_blocks):
+                for j in (0, 1):
+                    i = 4 * ((slot // 2) * self.tile.n_blocks + n) + 2 * (slot % 2) + j
+                    out[i] = ptx.select(Int32(n * 8 + j) < stop, out[i], Float32(ptx.NEG_INF))
+        return out
+
+
 @dataclass(frozen=True)
 class PackedMask(BandMask):
     """A custom mask, one bit a (token, kv) pair in little bit order, rows not padded; within the band."""
@@ -107,7 +122,10 @@ class PackedMask(BandMask):
     kv_len: Int32
 
     def tiles(self, first: Int32, last: Int32) -> TileOrder:
-        order = super().tiles(first, last)
+        return self.all_masked(super().tiles(first, last))
+
+    @staticmethod
+    def all_masked(order: TileOrder) -> TileOrder:
         return TileOrder(order.begin, order.begin, order.begin, order.end)
 
     def apply(self, s: list[Float32], kv_start: Int32) -> list[Float32]:

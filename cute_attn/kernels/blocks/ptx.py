@@ -26,13 +26,18 @@ def asm(
     outputs: Sequence[type] = (),
     inputs: Sequence[Any] = (),
     *,
+    tied: Sequence[Any] = (),
     pure: bool = False,
     loc: Any = None,
     ip: Any = None,
 ) -> Any:
-    """Inline PTX; operands $0.. are outputs, then inputs (typed cutlass scalars). Returns a scalar, a list or None."""
-    values = [x.ir_value(loc=loc, ip=ip) for x in inputs]
+    """Inline PTX; operands $0.. are outputs, then inputs (typed cutlass scalars). Returns a scalar, a list or None.
+
+    `tied`: values that the first outputs start from, in the same registers.
+    """
+    values = [x.ir_value(loc=loc, ip=ip) for x in (*inputs, *tied)]
     letters = ["=" + _LETTER[t] for t in outputs] + [_LETTER[type(x)] for x in inputs]
+    letters += [str(i) for i in range(len(tied))]
     types = [_MLIR[t]() for t in outputs]
     if len(types) > 1:
         result_type: ir.Type | None = llvm.StructType.get_literal(types)
@@ -121,6 +126,10 @@ def st_shared_v2_f32(address: Int32, offset: int, values: Sequence[Float32]) -> 
 
 def st_shared_v4_f32(address: Int32, offset: int, values: Sequence[Float32]) -> None:
     asm(f"st.shared.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};", [], [address, *values])
+
+
+def ld_shared_b32(address: Int32) -> Int32:
+    return asm("ld.shared.b32 $0, [$1];", [Int32], [address])
 
 
 def st_shared_b32(address: Int32, offset: int, value: Int32) -> None:
@@ -263,6 +272,10 @@ def shuffle_xor(x: Float32, lane_mask: int) -> Float32:
 def shuffle_from(x: Any, lane: Int32) -> Any:
     """A 32-bit scalar of another lane."""
     return asm("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", [type(x)], [x, lane])
+
+
+def shuffle_xor_b32(x: Int32, lane_mask: int) -> Int32:
+    return asm(f"shfl.sync.bfly.b32 $0, $1, {lane_mask}, 31, 0xffffffff;", [Int32], [x])
 
 
 def pack_16(dtype: str, lo: Float32, hi: Float32) -> Int32:

@@ -50,7 +50,11 @@ class PackedRows:
 
     def last_token(self, rows: int) -> Int32:
         """Token of the last existing row among the tile's `rows`."""
-        last = ptx.minimum(self.first + Int32(rows), self.count) - Int32(1)
+        return self.last_token_from(Int32(0), rows)
+
+    def last_token_from(self, row: Int32, rows: int) -> Int32:
+        """The same among the `rows` from `row` on."""
+        last = ptx.minimum(self.first + row + Int32(rows), self.count) - Int32(1)
         return self.group.quotient(last)
 
     def address(self, base: Int64, row: Int32, token_stride: Int64, head_stride: Int64) -> Int64:

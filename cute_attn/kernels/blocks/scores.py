@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.mma import Lanes, WarpTile
 from cute_attn.kernels.blocks.rows import PackedRows
 
 
@@ -36,9 +36,9 @@ class SoftCap:
 class Alibi:
     """x + slope[head] * (kv_idx - qo_idx), with qo_idx the local row index (FlashInfer's convention)."""
 
-    tile: WarpTile
+    tile: Any  # WarpTile and Lanes, or GroupTile and GroupLanes
     rows: PackedRows
-    lanes: Lanes
+    lanes: Any
     num_qo_heads: Int32
 
     def apply(self, s: list[Float32], kv_start: Int32) -> list[Float32]:

@@ -12,6 +12,7 @@ from cutlass import Boolean, Float32
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.mma import WarpTile
+from cute_attn.kernels.blocks.wgmma import GroupTile
 
 SLACK = 8.0  # log2: p stays below 256, far from fp16's 65504
 INFINITY = float("inf")
@@ -28,9 +29,17 @@ class Running(NamedTuple):
     total: list[Float32]
 
 
+class Risen(NamedTuple):
+    """New shifts, the factors that they mean for what was summed before, and whether the warp has any but 1."""
+
+    shift: list[Float32]
+    factors: list[Float32]
+    some: Boolean
+
+
 @dataclass(frozen=True)
 class OnlineSoftmax:
-    tile: WarpTile
+    tile: WarpTile | GroupTile
     log2_scale: Float32
 
     @property
@@ -78,6 +87,31 @@ class OnlineSoftmax:
         per_m = len(running.out) // self.tile.m_blocks
         out = [x * factors[i // per_m * 2 + i % 4 // 2] for i, x in enumerate(running.out)]
         return Running(out, shift, [x * factor for x, factor in zip(running.total, factors, strict=True)])
+
+    def highs(self, s: list[Float32]) -> list[Float32]:
+        return [reduce_quad(ptx.fmax, tree(ptx.fmax, [s[i] for i in self.columns(slot)])) for slot in self.slots]
+
+    def first_shift(self, s: list[Float32]) -> list[Float32]:
+        """Shifts of the first scores: +inf where all are hidden."""
+        return [Float32(0.0) - high * self.log2_scale for high in self.highs(s)]
+
+    @cute.jit
+    def rise(self, shift: list[Float32], s: list[Float32]) -> Risen:
+        """`settle` for an output that is still being summed: the caller applies the factors."""
+        slack, highs = Float32(SLACK), self.highs(s)
+        rises = [ptx.fma(high, self.log2_scale, old) > slack for high, old in zip(highs, shift, strict=True)]
+        some = cute.arch.vote_any_sync(cutlass.or_(rises[0], rises[1]))
+        factors = [Float32(1.0) for _ in self.slots]
+        if some:
+            new = [
+                ptx.select(rise, Float32(0.0) - high * self.log2_scale, old)
+                for rise, high, old in zip(rises, highs, shift, strict=True)
+            ]
+            factors = [
+                ptx.select(rise, ptx.exp2(a - b), Float32(1.0)) for rise, a, b in zip(rises, new, shift, strict=True)
+            ]
+            shift = new
+        return Risen(shift, factors, some)
 
     def exponentials(self, s: list[Float32], shift: list[Float32], may_be_empty: bool) -> list[Float32]:
         """exp2(s * c + shift). `may_be_empty`: a row may have seen nothing yet; its two infinities must not meet."""

@@ -1,0 +1,53 @@
+"""Which wgmma kernels solve problems of given settings."""
+
+from __future__ import annotations
+
+from cute_attn.backends.fa2_kernels import batched, combine_spec, load, multiprocessors, scores
+from cute_attn.kernels import tiles_sm90
+from cute_attn.kernels.spec import Fa3Spec, HopperTile, KernelSpec
+from cute_attn.problem import Features
+from cute_attn.runtime.arch import Arch
+
+__all__ = ["combine_spec", "heads_per_tile", "load", "multiprocessors", "spec", "specs", "tile"]
+
+PACKED_TOKENS = 64  # below so many query tokens a request, the heads of a group share tiles
+
+
+def spec(features: Features, window: bool, tile: HopperTile, split: bool = False) -> Fa3Spec:
+    """`window`: the mask has a left bound. `split`: a single request's keys are cut."""
+    dtype = str(features.q_dtype).removeprefix("torch.")
+    mask = "packed" if features.custom_mask else "band" if window else "stop"
+    return Fa3Spec(
+        dtype=dtype,
+        out_dtype="float32" if split else str(features.o_dtype).removeprefix("torch."),
+        head_dim_qk=features.head_dim_qk,
+        head_dim_vo=features.head_dim_vo,
+        mask=mask,
+        scores=scores(features),
+        split=split,
+        schedule="items" if batched(features) else "grid",
+        kv="paged" if features.kv_source == "paged" else "dense",
+        tile=tile,
+    )
+
+
+def tile(features: Features, window: bool) -> HopperTile:
+    plain = not features.custom_mask and not scores(features) and not window
+    dims = features.head_dim_qk, features.head_dim_vo
+    return tiles_sm90.choose(dims, plain, features.kv_source == "paged")
+
+
+def heads_per_tile(features: Features, qo_len: int, rows: int) -> int:
+    """Query heads whose rows share a tile: a whole group where requests are short, and where it divides a tile."""
+    group = features.num_qo_heads // features.num_kv_heads
+    return group if qo_len < PACKED_TOKENS and rows % group == 0 else 1
+
+
+def specs(features: Features, arch: Arch) -> list[KernelSpec]:
+    """Every kernel that calls of these features may need, whatever their lengths."""
+    kernels: list[KernelSpec] = [
+        spec(features, window, tile(features, window), split)
+        for window in (False, True)
+        for split in ((False,) if batched(features) else (False, True))
+    ]
+    return [*dict.fromkeys(kernels), combine_spec(features)]

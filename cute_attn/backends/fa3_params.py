@@ -1,0 +1,129 @@
+"""Parameters of the wgmma kernel: tensor maps, then numbers in the kernel's order."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+
+from cute_attn.backends import fa2_params
+from cute_attn.backends.fa2_params import Target
+from cute_attn.kernels import divisor
+from cute_attn.kernels.spec import HopperTile
+from cute_attn.problem import BatchProblem, Problem, Settings
+from cute_attn.runtime import tensormap
+
+UNBOUNDED = fa2_params.UNBOUNDED
+NO_GRID = (0,) * 13
+NO_ITEMS = (0, 0, 0)
+
+Values = tuple[int | float | bytes, ...]
+
+
+class Launched(NamedTuple):
+    """Numbers of a launch beside those of its settings and tensors."""
+
+    counters: int
+    right: int
+    left: int
+    total_tiles: int
+    grid: tuple[int, ...] = NO_GRID
+    items: tuple[int, ...] = NO_ITEMS
+    kv_indices: int = 0
+
+
+class Parameters(fa2_params.Parameters):
+    """Of launches with the same settings and tile. `heads`: query heads whose rows share a tile; together they count as
+    one head of partials.
+    """
+
+    def __init__(self, settings: Settings, tile: HopperTile, heads: int) -> None:
+        super().__init__(settings)
+        features = settings.features
+        self.tile = tile
+        self.group, self.num_kv_heads = heads, features.num_qo_heads // heads
+        kv_group = self.num_kv_heads // features.num_kv_heads
+        self.head_numbers = features.num_qo_heads, *divided(heads), *divided(kv_group)
+        self.dtype = str(features.q_dtype).removeprefix("torch.")
+        self.box_rows = math.gcd(settings.page_size, tile.cols) if self.paged else tile.cols
+        self.page_numbers = *divided(settings.page_size), self.box_rows
+
+    def bounds(self) -> tuple[int, int]:
+        """Right and left bound of the mask, relative to the end of the keys."""
+        settings = self.settings
+        left = -min(settings.window_left, UNBOUNDED) if settings.window_left >= 0 else -UNBOUNDED
+        return 0 if settings.causal else UNBOUNDED - 1, left  # row + bound + 1 must fit 32 bits
+
+    def values(self, problem: Problem | BatchProblem, target: Target, launched: Launched) -> Values:
+        mask, scales = problem.packed_mask, problem.scale_tensors
+        o, lse, o_stride_n, o_stride_h, v_scale, v_scale_ptr, sinks = target
+        scale0, scale1 = fa2_params.two_addresses(scales) if scales else (0, 0)
+        counters, right, left, total_tiles, grid, items, kv_indices = launched
+        return (
+            self.q_map(problem.q),
+            self.kv_map(problem.k),
+            self.kv_map(problem.v),
+            o,
+            lse,
+            0 if mask is None else mask.data_ptr(),
+            0 if mask is None else mask.numel(),
+            scale0,
+            scale1,
+            v_scale_ptr,
+            sinks,
+            o_stride_n,
+            o_stride_h,
+            counters,
+            right,
+            left,
+            total_tiles,
+            *self.head_numbers,
+            *self.score_numbers,
+            v_scale,
+            self.settings.lse_scale,
+            *grid,
+            *items,
+            *divided(self.num_kv_heads),
+            *self.page_numbers,
+            kv_indices,
+        )
+
+    def q_map(self, q: torch.Tensor) -> bytes:
+        """[d, heads of a tile, tokens, blocks of heads] of q [tokens, heads, d], or [heads, d] of one token."""
+        tokens, head = (1 if q.dim() == 2 else q.shape[0]), q.stride(-2) * 2
+        token = 16 if q.dim() == 2 else q.stride(0) * 2
+        sizes = q.shape[-1], self.group, tokens, self.num_kv_heads
+        return _encoded(
+            self.dtype,
+            q.data_ptr(),
+            sizes,
+            (head, token, head * self.group),
+            (64, self.group, self.tile.rows // self.group, 1),
+        )
+
+    def kv_map(self, x: torch.Tensor) -> bytes:
+        """[d, tokens, heads, pages] of k or v."""
+        shape, strides = x.shape, x.stride()
+        pages, page = (shape[0], strides[0] * 2) if self.paged else (1, 16)
+        sizes = shape[-1], shape[self.token], shape[self.head], pages
+        return _encoded(
+            self.dtype,
+            x.data_ptr(),
+            sizes,
+            (strides[self.token] * 2, strides[self.head] * 2, page),
+            (64, self.box_rows, 1, 1),
+        )
+
+
+def divided(value: int) -> tuple[int, int, int]:
+    """A divisor with the numbers that divide by it."""
+    return value, *divisor.magic(value)
+
+
+@functools.lru_cache(1024)
+def _encoded(dtype: str, address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
+    """The stride of an axis of one is nobody's business, and a tensor without tokens is not read."""
+    strides = tuple(stride if size > 1 else 16 for stride, size in zip(strides, sizes[1:], strict=True))
+    return tensormap.encode(dtype, address or 16, tuple(max(size, 1) for size in sizes), strides, box)

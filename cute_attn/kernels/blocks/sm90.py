@@ -1,0 +1,174 @@
+"""PTX that only Hopper has: warpgroup products, TMA, transaction barriers, register reallocation."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from cutlass import Float32, Int32, Int64
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+from cute_attn.kernels.blocks.ptx import asm
+
+# L2 policies as `createpolicy` makes them for a whole access.
+EVICT_FIRST = 0x12F0000000000000
+EVICT_LAST = 0x14F0000000000000
+
+_SWIZZLE_128B = 1 << 30  # in the upper word of a matrix descriptor
+_ATOM = 1024  # bytes of eight swizzled lines
+_DESCRIPTOR_HIGH = _SWIZZLE_128B | _ATOM >> 4
+
+
+# --- products -------------------------------------------------------------------------------------------------------
+
+
+def descriptor(address: Int32, leading_bytes: int) -> Int32:
+    """Lower word of a matrix descriptor; an operand's start moves by adding bytes / 16."""
+    return (address >> 4) | Int32(leading_bytes >> 4 << 16)
+
+
+def wgmma_from_shared(
+    dtype: str, n: int, a: Int32, b: Int32, steps: Sequence[tuple[int, int]], accumulator: Sequence[Float32] = ()
+) -> list[Float32]:
+    """One group of products A B of 64 x n, both K-major in shared memory; `steps`: (a, b) bytes from the start.
+
+    Without an accumulator the sum starts from zero. The result may be used after `wgmma_wait`.
+    """
+    count = n // 2
+    registers = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
+    lines = []
+    for i, (a_step, b_step) in enumerate(steps):
+        lines.append(f"add.s32 la, ${count}, {a_step >> 4}; add.s32 lb, ${count + 1}, {b_step >> 4};")
+        lines.append("mov.b64 da, {la, h}; mov.b64 db, {lb, h};")
+        keep = "p" if i or accumulator else "z"
+        lines.append(f"{_mnemonic(dtype, n)} {registers}, da, db, {keep}, 1, 1, 0, 0;")
+    declared = ".reg .b32 la, lb; .reg .b64 da, db;"
+    return asm(_group(declared, lines), [Float32] * count, [a, b], tied=accumulator)
+
+
+def wgmma_from_registers(
+    dtype: str, n: int, a: Sequence[Int32], b: Int32, b_step: int, accumulator: Sequence[Float32]
+) -> list[Float32]:
+    """One group of accumulator + A B: A 64 x 16 in four registers a step, B MN-major in shared memory.
+
+    The registers of A must stay untouched until the group is waited for: `wgmma_wait` takes them for that.
+    """
+    count, steps = n // 2, len(a) // 4
+    registers = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
+    lines = []
+    for i in range(steps):
+        fragment = "{" + ", ".join(f"${count + 1 + 4 * i + j}" for j in range(4)) + "}"
+        lines.append(f"add.s32 lb, ${count}, {i * b_step >> 4}; mov.b64 db, {{lb, h}};")
+        lines.append(f"{_mnemonic(dtype, n)} {registers}, {fragment}, db, p, 1, 1, 1;")
+    declared = ".reg .b32 lb; .reg .b64 db;"
+    return asm(_group(declared, lines), [Float32] * count, [b, *a], tied=accumulator)
+
+
+def wgmma_wait(pending: int, results: Sequence[Float32], operands: Sequence[Int32] = ()) -> list[Float32]:
+    """The results once at most `pending` newer groups are in flight; `operands` were theirs."""
+    return asm(f"wgmma.wait_group.sync.aligned {pending};", [Float32] * len(results), operands, tied=results)
+
+
+def settle(sums: Sequence[Float32]) -> None:
+    """A store that would happen if a sum of exponentials were negative: ptxas puts no exponential of theirs after it.
+
+    Left to itself it moves most of them behind the wait that follows, under which they are to run.
+    """
+    tests = "".join(f"setp.lt.f32 q, ${i}, 0f00000000;\nor.pred p, p, q;\n" for i in range(len(sums)))
+    declared = ".reg .pred p, q; .reg .b32 z; setp.ne.u32 p, 0, 0; mov.b32 z, 0;"
+    asm(f"{{ {declared}\n{tests}@p st.shared.f32 [z], $0; }}", [], sums)
+
+
+def _mnemonic(dtype: str, n: int) -> str:
+    ab = {"float16": "f16", "bfloat16": "bf16"}[dtype]
+    return f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{ab}.{ab}"
+
+
+def _group(declared: str, lines: Sequence[str]) -> str:
+    constants = f"setp.eq.u32 p, 0, 0; setp.ne.u32 z, 0, 0; mov.b32 h, {_DESCRIPTOR_HIGH};"
+    prologue = f"{{ .reg .pred p, z; .reg .b32 h; {declared} {constants}"
+    body = "\n".join(lines)
+    return f"{prologue}\nwgmma.fence.sync.aligned;\n{body}\nwgmma.commit_group.sync.aligned; }}"
+
+
+# --- TMA ------------------------------------------------------------------------------------------------------------
+
+
+@dsl_user_op
+def address_of(tensor_map: Any, *, loc: Any = None, ip: Any = None) -> Int64:
+    """Generic address of a tensor map among the kernel's parameters (aligned to 64 bytes there)."""
+    pointer = tensor_map.get_ptr(loc=loc, ip=ip).to_llvm_ptr(loc=loc, ip=ip)
+    return Int64(llvm.ptrtoint(T.i64(), pointer, loc=loc, ip=ip))
+
+
+def prefetch_tensor_map(tensor_map: Int64) -> None:
+    asm("prefetch.tensormap [$0];", [], [tensor_map])
+
+
+def tma_load_4d(shared: Int32, tensor_map: Int64, coordinates: Sequence[Int32], barrier: Int32, policy: int) -> None:
+    """A box into shared memory; its bytes count towards the barrier's phase. One thread."""
+    text = (
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[$0], [$1, {$2, $3, $4, $5}], [$6], $7;"
+    )
+    asm(text, [], [shared, tensor_map, *coordinates, barrier, Int64(policy)])
+
+
+# --- barriers in shared memory --------------------------------------------------------------------------------------
+
+
+def barrier_init(barrier: Int32, arrivals: int) -> None:
+    asm(f"mbarrier.init.shared::cta.b64 [$0], {arrivals};", [], [barrier])
+
+
+def fence_barrier_init() -> None:
+    """Initialised barriers become visible to TMA; other threads still need a CTA barrier."""
+    asm("fence.mbarrier_init.release.cluster; fence.proxy.async;")
+
+
+def fence_async() -> None:
+    """This thread's reads and writes of shared memory come before what TMA and wgmma do there later."""
+    asm("fence.proxy.async.shared::cta;")
+
+
+def barrier_expect(barrier: Int32, num_bytes: int) -> None:
+    """Arrives, and adds the bytes that this phase waits for."""
+    asm(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {num_bytes};", [], [barrier])
+
+
+def barrier_arrive(barrier: Int32) -> None:
+    asm("mbarrier.arrive.shared::cta.b64 _, [$0];", [], [barrier])
+
+
+def barrier_wait(barrier: Int32, phase: Int32) -> None:
+    """Until the phase of that parity is complete."""
+    text = (
+        "{ .reg .pred p;\nWAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;\n@p bra DONE;\nbra WAIT;\nDONE: }"
+    )
+    asm(text, [], [barrier, phase])
+
+
+# --- named barriers and registers -----------------------------------------------------------------------------------
+
+
+def named_sync(barrier: Int32, threads: int) -> None:
+    asm(f"bar.sync $0, {threads};", [], [barrier])
+
+
+def named_arrive(barrier: Int32, threads: int) -> None:
+    asm(f"bar.arrive $0, {threads};", [], [barrier])
+
+
+def release_registers(count: int) -> None:
+    asm(f"setmaxnreg.dec.sync.aligned.u32 {count};")
+
+
+def claim_registers(count: int) -> None:
+    asm(f"setmaxnreg.inc.sync.aligned.u32 {count};")
+
+
+def atomic_increment(address: Int64) -> Int32:
+    return asm("atom.global.add.u32 $0, [$1], 1;", [Int32], [address])
+
+
+def st_global_u32(address: Int64, value: Int32) -> None:
+    asm("st.global.u32 [$0], $1;", [], [address, value])

@@ -1,0 +1,74 @@
+"""A math warpgroup's tile on wgmma: scores S = Q K^T and outputs O += P V, 64 rows by all columns.
+
+An accumulator is a flat list: register 4 n + {0, 1} is row lane // 4 of the warp's 16, columns 8 n + 2 (lane % 4) +
+{0, 1}; 4 n + {2, 3} the row 8 below. Two neighbouring blocks of 8 columns, rounded, are one A operand.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cute_attn.kernels.blocks import ptx, sm90
+from cute_attn.kernels.memory import LINE, HopperMemory
+
+ROWS = 64  # of a warpgroup
+
+
+@dataclass(frozen=True)
+class GroupTile:
+    dtype: str
+    memory: HopperMemory
+    m_blocks: int = 1
+    row_slots: int = 2
+
+    @property
+    def n_blocks(self) -> int:
+        return self.memory.tile.cols // 8
+
+    @property
+    def d_blocks(self) -> int:
+        return self.memory.head_dim_vo // 8
+
+    def zeros(self, blocks: int) -> list[Float32]:
+        return [Float32(0.0) for _ in range(4 * blocks)]
+
+    def scores(self, q: Int32, k: Int32) -> list[Float32]:
+        """Starts S; `q` and `k` are the addresses of the warpgroup's rows and of the K tile."""
+        tile, steps = self.memory.tile, []
+        for step in range(self.memory.head_dim_qk // 16):
+            column, within = step // 4, step % 4 * 32
+            steps.append((column * tile.rows * LINE + within, column * tile.cols * LINE + within))
+        a, b = sm90.descriptor(q, 0), sm90.descriptor(k, 0)
+        return sm90.wgmma_from_shared(self.dtype, tile.cols, a, b, steps)
+
+    def accumulate(self, out: list[Float32], p: list[Int32], v: Int32) -> list[Float32]:
+        """Starts out + P V."""
+        b = sm90.descriptor(v, self.memory.tile.cols * LINE)
+        return sm90.wgmma_from_registers(self.dtype, self.memory.head_dim_vo, p, b, 16 * LINE, out)
+
+    def probabilities(self, s: list[Float32]) -> list[Int32]:
+        return [ptx.pack_16(self.dtype, s[i], s[i + 1]) for i in range(0, len(s), 2)]
+
+
+@dataclass(frozen=True)
+class GroupLanes:
+    """Where this thread stands among the math threads."""
+
+    warp_col: ClassVar[int] = 0  # every warp sees all columns
+    group: Int32  # warpgroup
+    warp: Int32  # of the warpgroup
+    lane: Int32
+
+    @classmethod
+    def of(cls) -> "GroupLanes":
+        thread = cute.arch.thread_idx()[0]
+        warp = cute.arch.make_warp_uniform(thread >> 5)
+        return cls((warp >> 2) - Int32(1), warp & 3, thread & 31)
+
+    def row(self, memory: HopperMemory, slot: int) -> Int32:
+        return self.group * ROWS + self.warp * 16 + self.lane // 4 + slot * 8
+
+    def first_col(self, memory: HopperMemory) -> Int32:
+        return self.lane % 4 * 2

@@ -1,0 +1,497 @@
+"""FlashAttention-3 for Hopper (Shah et al. 2024): TMA, wgmma and specialised warps.
+
+A CTA stays on its SM and works through query tiles of `tile.rows` packed rows. A producer warp copies:
+
+    producer     K0 Q V0 K1 V1 K2 V2 ...                       (rings of slots, across query tiles)
+    math group   S0 | S1 + O(P0 V0), softmax 1 | S2 + O(P1 V1), softmax 2 | ... | O(Pn Vn) | store
+
+The product of the next scores is issued before that of the last probabilities, and softmax runs while the second is
+still under way. Math groups of 64 rows take turns at issuing, so that one's softmax runs under another's products. A
+group that sees nothing of the first kv tiles, which lie at the right edge of the mask, passes over them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, GridConstant, Int32, Int64
+from cutlass.experimental.cuda.tensor_map import TensorMap, TensorMapSwizzle, create_tensor_map_tiled
+
+from cute_attn.kernels.blocks import ptx, sm90
+from cute_attn.kernels.blocks.boxes import DenseBoxes, PagedBoxes
+from cute_attn.kernels.blocks.epilogue import Finish, Partials, Target, Unfinished
+from cute_attn.kernels.blocks.masks import BandMask, PackedMask, StopMask, TileOrder
+from cute_attn.kernels.blocks.persistent import NOTHING, Draws, GridTiles, ItemTiles, QueryTile, Records
+from cute_attn.kernels.blocks.pipeline import Place, Ring, start
+from cute_attn.kernels.blocks.rows import Divisor, PackedRows
+from cute_attn.kernels.blocks.scalars import device_scale, zeros
+from cute_attn.kernels.blocks.scores import Alibi, Scale, Scores, SoftCap
+from cute_attn.kernels.blocks.softmax import OnlineSoftmax, Risen
+from cute_attn.kernels.blocks.store import GroupStore
+from cute_attn.kernels.blocks.wgmma import ROWS, GroupLanes, GroupTile
+from cute_attn.kernels.memory import LINE, HopperMemory
+from cute_attn.kernels.spec import Fa3Spec
+from cute_attn.kernels.work import NO_PARTIAL
+
+MATH_BARRIER = 4  # named barrier of all math threads; 1 to 3 are their groups' turns
+
+
+class Fa3Params(NamedTuple):
+    """Kernel parameters after the tensor maps, in order. Addresses are Int64, 0 where absent; strides are bytes."""
+
+    o: Int64
+    lse: Int64
+    mask: Int64
+    mask_bytes: Int64
+    scale0: Int64
+    scale1: Int64
+    v_scale_ptr: Int64
+    sinks: Int64
+    o_stride_n: Int64
+    o_stride_h: Int64
+    counters: Int64
+    right: Int32
+    left: Int32
+    total_tiles: Int32
+    num_qo_heads: Int32
+    group: Int32  # heads in a tile's rows
+    group_multiplier: Int32
+    group_shift: Int32
+    kv_group: Int32  # blocks of such heads that share a kv head
+    kv_group_multiplier: Int32
+    kv_group_shift: Int32
+    scale: Float32
+    soft_cap: Float32
+    v_scale: Float32
+    lse_scale: Float32
+    # schedule "grid"
+    qo_len: Int32
+    kv_len: Int32
+    last_block: Int32
+    split_tokens: Int32
+    split_tiles: Int32
+    split_tiles_multiplier: Int32
+    split_tiles_shift: Int32
+    section_tiles: Int32
+    section_tiles_multiplier: Int32
+    section_tiles_shift: Int32
+    section_heads: Int32
+    section_heads_multiplier: Int32
+    section_heads_shift: Int32
+    # schedule "items"
+    items: Int64
+    o_partial: Int64
+    lse_partial: Int64
+    head_blocks: Int32
+    head_blocks_multiplier: Int32
+    head_blocks_shift: Int32
+    # kv "paged"
+    page_size: Int32
+    page_multiplier: Int32
+    page_shift: Int32
+    box_rows: Int32
+    kv_indices: Int64
+
+
+class Maps(NamedTuple):
+    """Generic addresses of the tensor maps: of q [64 elements, heads of a tile, tokens, blocks of heads], of k and v
+    [64 elements, tokens, kv heads, pages].
+    """
+
+    q: Int64
+    k: Int64
+    v: Int64
+
+
+class State(NamedTuple):
+    """A math group's accumulators between kv tiles, and its places in the rings; V is one tile behind K."""
+
+    out: list[Float32]
+    p: list[Int32]
+    shift: list[Float32]
+    total: list[Float32]
+    k: Place
+    v: Place
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What producer and math groups meet at."""
+
+    q: Ring
+    k: Ring
+    v: Ring
+    records: Records
+
+    @classmethod
+    def of(cls, memory: HopperMemory, base: Int32) -> "Shared":
+        tile, barriers = memory.tile, base + Int32(memory.barriers)
+        k_barriers = barriers + Int32(16 * tile.q_stages)
+        return cls(
+            Ring(tile.q_stages, memory.q_bytes, base, barriers),
+            Ring(tile.stages, memory.k_bytes, base + Int32(memory.k_ring), k_barriers),
+            Ring(tile.stages, memory.v_bytes, base + Int32(memory.v_ring), k_barriers + Int32(16 * tile.stages)),
+            Records(base + Int32(memory.records), memory.num_records),
+        )
+
+
+@dataclass(frozen=True)
+class MathWork:
+    """One query tile as a math group sees it."""
+
+    lanes: GroupLanes
+    softmax: OnlineSoftmax
+    scores: Scores
+    mask: BandMask
+    order: TileOrder
+    skipped: Int32  # kv tiles at the beginning of the order that this group's rows do not see
+    kv_end: Int32
+    q: Int32
+
+
+class Fa3Program:
+    params = Fa3Params
+    maps = Maps._fields
+
+    def __init__(self, spec: Fa3Spec, arch: str) -> None:
+        self.spec = spec
+        self.memory = HopperMemory.of(spec)
+        self.tile = GroupTile(spec.dtype, self.memory)
+        kind = GridTiles if spec.schedule == "grid" else ItemTiles
+        self.tiles: GridTiles | ItemTiles = kind(spec.tile.rows, spec.tile.cols)
+        self.block = (spec.tile.threads, 1, 1)
+        self.smem_bytes = self.memory.bytes
+        self.math_threads = 128 * spec.tile.math_groups
+
+    def compile_args(self) -> tuple[Any, ...]:
+        return (zeros(Fa3Params), Int32(1), Int32(1), Int32(1))
+
+    @cute.jit
+    def __call__(self, params: Fa3Params, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
+        # Launches bring tensor maps of their own; this one gives the parameters their type.
+        sizes, strides = [Int32(64)] * 4, [Int64(128)] * 3
+        blank = create_tensor_map_tiled(
+            params.o, BFloat16, sizes, strides, [64, 64, 1, 1], swizzle=TensorMapSwizzle.s128b
+        )
+        self.kernel(blank, blank, blank, params).launch(
+            grid=[grid_x, grid_y, grid_z], block=list(self.block), smem=self.smem_bytes, min_blocks_per_mp=1
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_map: GridConstant[TensorMap],
+        k_map: GridConstant[TensorMap],
+        v_map: GridConstant[TensorMap],
+        params: Fa3Params,
+    ) -> None:
+        maps = Maps(*(sm90.address_of(tensor_map) for tensor_map in (q_map, k_map, v_map)))
+        base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint().to(Int32)
+        shared = Shared.of(self.memory, base)
+        thread = cute.arch.thread_idx()[0]
+        if thread == 0:
+            for tensor_map in maps:
+                sm90.prefetch_tensor_map(tensor_map)
+            for ring in (shared.q, shared.k, shared.v):
+                ring.initialise(self.math_threads // 32)
+            sm90.fence_barrier_init()
+        ptx.sync_threads()
+        ptx.grid_dependency_wait()
+        producer_registers, math_registers = self.spec.registers
+        if thread < 128:
+            sm90.release_registers(producer_registers)
+            if thread < 32:
+                self.produce(params, maps, shared)
+        else:
+            sm90.claim_registers(math_registers)
+            self.consume(params, shared)
+
+    # --- composition ------------------------------------------------------------------------------------------------
+
+    def order(self, p: Fa3Params, work: QueryTile) -> TileOrder:
+        """Of the whole tile; without the mask's bits, which hide no tile."""
+        shape = self.spec.tile
+        first, last = work.kv_begin // shape.cols, (work.kv_end + Int32(shape.cols - 1)) // shape.cols
+        order = work.band(p).tiles(work.rows(p), shape.rows, shape.cols, first, last)
+        return PackedMask.all_masked(order) if self.spec.mask == "packed" else order
+
+    def boxes(self, p: Fa3Params, work: QueryTile) -> DenseBoxes | PagedBoxes:
+        cols, lane = self.spec.tile.cols, cute.arch.thread_idx()[0] & 31
+        kv_head = Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(work.head_block)
+        if self.spec.kv == "dense":
+            return DenseBoxes(cols, work.kv_start, kv_head, lane)
+        page_size = Divisor(p.page_size, p.page_multiplier, p.page_shift)
+        table = p.kv_indices + Int64(work.kv_start) * Int64(4)
+        return PagedBoxes(cols, kv_head, lane, work.kv_end, table, page_size, p.box_rows)
+
+    def math_work(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, softmax_scale: Float32, q: Int32) -> MathWork:
+        rows, band, order = work.rows(p), work.band(p), self.order(p, work)
+        return MathWork(
+            lanes=lanes,
+            softmax=OnlineSoftmax(self.tile, Float32(ptx.LOG2E) if self.spec.scores else softmax_scale),
+            scores=self.scores(p, softmax_scale, rows, lanes),
+            mask=self.mask(p, work, lanes),
+            order=order,
+            skipped=self.skipped(rows, band.stop(rows.last_token_from(lanes.group * ROWS, ROWS)), order, lanes),
+            kv_end=work.kv_end,
+            q=q,
+        )
+
+    def mask(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes) -> BandMask:
+        band, rows = work.band(p), work.rows(p)
+        if self.spec.mask == "packed":
+            return PackedMask(band, self.tile, rows, lanes, p.mask + work.mask(), p.mask + p.mask_bytes, work.kv_len)
+        kind = BandMask if self.spec.mask == "band" else StopMask
+        return kind(band, self.tile, rows, lanes)
+
+    def scores(self, p: Fa3Params, scale: Float32, rows: PackedRows, lanes: GroupLanes) -> Scores:
+        makers: dict[str, Callable[[], Scale | SoftCap | Alibi]] = {
+            "scale": lambda: Scale(scale),
+            "alibi": lambda: Alibi(self.tile, rows, lanes, p.num_qo_heads),
+            "soft_cap": lambda: SoftCap(p.soft_cap),
+        }
+        return Scores([makers[name]() for name in self.spec.scores])
+
+    def skipped(self, rows: PackedRows, stop: Int32, order: TileOrder, lanes: GroupLanes) -> Int32:
+        """The right edge comes first in the order; of a group's rows, the last one sees most of it."""
+        cols = self.spec.tile.cols
+        end = (ptx.maximum(stop, Int32(0)) + Int32(cols - 1)) // cols
+        beyond = ptx.minimum(ptx.maximum(order.end - end, Int32(0)), order.end - order.full_end)
+        idle = cutlass.or_(end <= order.begin, rows.exists(lanes.group * ROWS) == cutlass.Boolean(False))
+        return ptx.select(idle, order.total, beyond)
+
+    # --- producer ---------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def produce(self, p: Fa3Params, maps: Maps, shared: Shared) -> None:
+        """One warp: tiles into the rings, then word that there are no more."""
+        lane = cute.arch.thread_idx()[0] & 31
+        draws = Draws(p.counters, lane)
+        q, k, v, record = start(), start(), start(), shared.records.first
+        work = self.tiles.at(p, cute.arch.block_idx()[0])
+        while work.head_block >= 0:
+            order, boxes = self.order(p, work), self.boxes(p, work)
+            first = ptx.maximum(order.at(Int32(0)), Int32(0))  # -1 where there is no tile at all
+            pages = boxes.look_up(first)
+            if order.total > 0:
+                self.load_k(maps, shared.k, k, boxes, first, pages)
+            shared.q.wait_empty(q)
+            self.load_q(p, maps, shared.q, q, record, work, lane)
+            drawn = draws.draw()
+            for step in cutlass.range(1, order.total, unroll=1):
+                following = boxes.look_up(order.at(step))
+                self.load_v(maps, shared.v, v, boxes, order.at(step - 1), pages)
+                v, k = shared.v.next(v), shared.k.next(k)
+                self.load_k(maps, shared.k, k, boxes, order.at(step), following)
+                pages = following
+            if order.total > 0:
+                self.load_v(maps, shared.v, v, boxes, order.at(order.total - 1), pages)
+                v, k = shared.v.next(v), shared.k.next(k)
+            q, record = shared.q.next(q), shared.records.next(record)
+            work = self.tiles.at(p, draws.following(drawn))
+        draws.stop()
+        ptx.grid_dependency_launch()
+        shared.q.wait_empty(q)
+        if lane == 0:
+            QueryTile(*(Int32(x) for x in NOTHING)).store(record)
+            sm90.barrier_arrive(shared.q.full(q))
+
+    @cute.jit
+    def load_q(
+        self, p: Fa3Params, maps: Maps, ring: Ring, place: Place, record: Int32, work: cutlass.Constexpr, lane: Int32
+    ) -> None:
+        """A query tile and its description; rows past the end are the next request's, or zeros."""
+        if lane == 0:
+            work.store(record)
+            rows, barrier, target = work.rows(p), ring.full(place), ring.address(place)
+            sm90.barrier_expect(barrier, ring.slot_bytes)
+            token = work.qo_start + rows.token(Int32(0))
+            for column in cutlass.range_constexpr(self.memory.qk_columns):
+                box = target + Int32(column * self.spec.tile.rows * LINE)
+                coordinates = [Int32(column * 64), Int32(0), token, work.head_block]
+                sm90.tma_load_4d(box, maps.q, coordinates, barrier, sm90.EVICT_FIRST)
+
+    def load_k(
+        self, maps: Maps, ring: Ring, place: Place, boxes: DenseBoxes | PagedBoxes, kv_tile: Int32, pages: list[Int32]
+    ) -> None:
+        ring.wait_empty(place)
+        boxes.copy(ring.address(place), maps.k, self.memory.qk_columns, ring.full(place), kv_tile, pages)
+
+    def load_v(
+        self, maps: Maps, ring: Ring, place: Place, boxes: DenseBoxes | PagedBoxes, kv_tile: Int32, pages: list[Int32]
+    ) -> None:
+        ring.wait_empty(place)
+        boxes.copy(ring.address(place), maps.v, self.memory.vo_columns, ring.full(place), kv_tile, pages)
+
+    # --- math groups ------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def consume(self, p: Fa3Params, shared: Shared) -> None:
+        lanes = GroupLanes.of()
+        scale = p.scale * device_scale(p.scale0) * device_scale(p.scale1)
+        if cutlass.const_expr(self.spec.tile.ping_pong):  # noqa: SIM102  (one when tracing, one at run time)
+            if lanes.group == self.spec.tile.math_groups - 1:
+                self.end_turn(lanes)
+        q, k, record = start(), start(), shared.records.first
+        head_block = self.next_tile(shared, q, record)
+        while head_block >= 0:
+            q_rows = shared.q.address(q) + lanes.group * (ROWS * LINE)
+            math = self.math_work(p, QueryTile.load(record), lanes, scale, q_rows)
+            out, shift = self.tile.zeros(self.tile.d_blocks), [Float32(float("inf")) for _ in range(2)]
+            total = [Float32(0.0) for _ in range(2)]
+            if math.order.total > 0:
+                self.clear_tail(shared, math, k)
+                k = self.pass_over(shared, math, k)
+            if math.skipped < math.order.total:
+                state = self.attend(shared, math, k)
+                shared.q.release(q, lanes.lane)
+                out = self.last_output(shared, math, state)
+                shift, total, k = state.shift, state.total, state.k
+            else:
+                shared.q.release(q, lanes.lane)
+            self.store(p, QueryTile.load(record), lanes, out, shift, total)
+            q, record = shared.q.next(q), shared.records.next(record)
+            head_block = self.next_tile(shared, q, record)
+
+    def next_tile(self, shared: Shared, q: Place, record: Int32) -> Int32:
+        shared.q.wait_full(q)
+        return cute.arch.make_warp_uniform(ptx.ld_shared_b32(record))
+
+    @cute.jit
+    def clear_tail(self, shared: Shared, math: cutlass.Constexpr, first: Place) -> None:
+        """Rows of the last V tile that are another request's, or nobody's, become zeros: 0 * NaN is no 0.
+
+        That tile comes first. A single request's are zeros already: its tensor maps end there.
+        """
+        cols = self.spec.tile.cols
+        if cutlass.const_expr(self.spec.schedule == "items"):  # noqa: SIM102
+            if math.order.end * cols > math.kv_end:
+                shared.v.wait_full(first)
+                valid = math.kv_end - (math.order.end - 1) * cols
+                at = shared.v.address(first) + valid * LINE
+                thread = cute.arch.thread_idx()[0] - 128
+                for chunk in cutlass.range(thread, (cols - valid) * (LINE // 16), self.math_threads, unroll=1):
+                    for column in cutlass.range_constexpr(self.memory.vo_columns):
+                        ptx.st_shared_v4(at + chunk * 16, column * cols * LINE, [Int32(0) for _ in range(4)])
+                sm90.fence_async()
+                sm90.named_sync(Int32(MATH_BARRIER), self.math_threads)
+
+    @cute.jit
+    def pass_over(self, shared: Shared, math: cutlass.Constexpr, k: Place) -> Place:
+        """The kv tiles that only other groups see."""
+        for step in cutlass.range(0, math.skipped, unroll=1):
+            for ring in (shared.k, shared.v):
+                ring.wait_full(k)
+                ring.release(k, math.lanes.lane)
+            if step + 1 < math.order.total:
+                self.await_turn(math.lanes)
+                self.end_turn(math.lanes)
+            k = shared.k.next(k)
+        return k
+
+    @cute.jit
+    def attend(self, shared: Shared, math: cutlass.Constexpr, k: Place) -> Any:
+        """All kv tiles of a query tile but the last one's output."""
+        step0 = math.skipped + 1
+        state = self.first(shared, math, k)
+        masked, total = ptx.maximum(math.order.masked, step0), math.order.total
+        for step in cutlass.range(step0, masked, unroll=1):
+            state = self.step(shared, math, state, math.order.at(step), True)
+        for step in cutlass.range(masked, total, unroll=1):
+            state = self.step(shared, math, state, math.order.full_at(step), False)
+        return state
+
+    def last_output(self, shared: Shared, math: MathWork, state: State) -> list[Float32]:
+        shared.v.wait_full(state.v)
+        out = self.tile.accumulate(state.out, state.p, shared.v.address(state.v))
+        out = sm90.wgmma_wait(0, out, state.p)
+        shared.v.release(state.v, math.lanes.lane)
+        return out
+
+    def first(self, shared: Shared, math: MathWork, k: Place) -> State:
+        """Scores and softmax of the first kv tile; it may be masked."""
+        softmax = math.softmax
+        shared.k.wait_full(k)
+        s = sm90.wgmma_wait(0, self.tile.scores(math.q, shared.k.address(k)))
+        shared.k.release(k, math.lanes.lane)
+        kv_start = math.order.at(math.skipped) * self.spec.tile.cols
+        s = math.mask.apply(math.scores.apply(s, kv_start), kv_start)
+        shift = softmax.first_shift(s)
+        s = softmax.exponentials(s, shift, may_be_empty=True)
+        total = softmax.sums(s, [Float32(0.0) for _ in range(2)])
+        out = self.tile.zeros(self.tile.d_blocks)
+        return State(out, self.tile.probabilities(s), shift, total, shared.k.next(k), k)
+
+    def step(self, shared: Shared, math: MathWork, state: State, kv_tile: Int32, masked: bool) -> State:
+        """Scores of this kv tile, output of the one before it; softmax while the latter is under way."""
+        k, v, lanes, softmax = state.k, state.v, math.lanes, math.softmax
+        shared.k.wait_full(k)
+        self.await_turn(lanes)
+        s = self.tile.scores(math.q, shared.k.address(k))
+        shared.v.wait_full(v)
+        out = self.tile.accumulate(state.out, state.p, shared.v.address(v))
+        self.end_turn(lanes)
+        s = sm90.wgmma_wait(1, s)
+        shared.k.release(k, lanes.lane)
+        s = math.scores.apply(s, kv_tile * self.spec.tile.cols)
+        if masked:
+            s = math.mask.apply(s, kv_tile * self.spec.tile.cols)
+        risen = softmax.rise(state.shift, s)
+        s = softmax.exponentials(s, risen.shift, may_be_empty=masked)
+        total = [t * factor for t, factor in zip(state.total, risen.factors, strict=True)]
+        total = softmax.sums(s, total)
+        if self.spec.tile.pinned:
+            sm90.settle(total)  # no exponential is put off till after the wait
+        out = sm90.wgmma_wait(0, out, state.p)
+        shared.v.release(v, lanes.lane)
+        p = self.tile.probabilities(s)
+        out = self.rescale(out, risen)
+        return State(out, p, risen.shift, total, shared.k.next(k), shared.v.next(v))
+
+    @cute.jit
+    def rescale(self, out: list[Float32], risen: Risen) -> list[Float32]:
+        if risen.some:
+            out = [x * risen.factors[i % 4 // 2] for i, x in enumerate(out)]
+        return out
+
+    def await_turn(self, lanes: GroupLanes) -> None:
+        if self.spec.tile.ping_pong:
+            sm90.named_sync(lanes.group + 1, 256)
+
+    def end_turn(self, lanes: GroupLanes) -> None:
+        if self.spec.tile.ping_pong:
+            last = lanes.group == Int32(self.spec.tile.math_groups - 1)
+            sm90.named_arrive(ptx.select(last, Int32(1), lanes.group + 2), 256)
+
+    # --- output -----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def store(
+        self,
+        p: Fa3Params,
+        work: cutlass.Constexpr,
+        lanes: GroupLanes,
+        out: list[Float32],
+        shift: list[Float32],
+        total: list[Float32],
+    ) -> None:
+        rows = work.rows(p)
+        finish = Finish(p.sinks, p.v_scale * device_scale(p.v_scale_ptr), p.lse_scale)
+        whole = Target(self.spec.out_dtype, p.o, p.o_stride_n, p.o_stride_h, p.lse, p.num_qo_heads)
+        if cutlass.const_expr(self.spec.schedule == "items"):
+            if work.partial == NO_PARTIAL:
+                GroupStore(self.tile, lanes, rows, whole, finish).write(out, shift, total)
+            else:
+                slot = Int64(work.partial) * Int64(p.head_blocks) + Int64(work.head_block)
+                first = slot * Int64(self.spec.tile.rows)
+                slots = Partials(p.o_partial, p.lse_partial, first, self.spec.head_dim_vo)
+                GroupStore(self.tile, lanes, rows, slots, Unfinished()).write(out, shift, total)
+        elif cutlass.const_expr(self.spec.split):
+            slab = Int64(work.partial) * Int64(p.qo_len) * Int64(p.num_qo_heads)
+            o, lse = p.o + slab * (self.spec.head_dim_vo * 4), p.lse + slab * 4
+            partial = Target("float32", o, p.o_stride_n, p.o_stride_h, lse, p.num_qo_heads)
+            GroupStore(self.tile, lanes, rows, partial, Unfinished()).write(out, shift, total)
+        else:
+            GroupStore(self.tile, lanes, rows, whole, finish).write(out, shift, total)

@@ -1,0 +1,62 @@
+"""TMA tensor maps: the 128 bytes that `cuTensorMapEncodeTiled` makes of an address, sizes and strides."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+
+from cute_attn.errors import ArgumentError
+from cute_attn.runtime.launch import load_driver
+
+BYTES = 128
+_ALIGNMENT = 64
+_STRIDE_LIMIT = 1 << 40
+_DATA_TYPES = {"float16": 6, "bfloat16": 9}
+_INTERLEAVE_NONE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS = 0, 3, 3, 0
+
+
+def encode(dtype: str, address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
+    """Map of a tensor of `sizes` (contiguous axis first) and `strides` (bytes, of the other axes).
+
+    Boxes have lines of 64 elements, swizzled over their 128 bytes, and zeros outside the tensor.
+    """
+    for what, values in (("address", [address]), ("strides", strides)):
+        for value in values:
+            if value % 16 or value < 0:
+                raise ArgumentError(f"TMA needs multiples of 16 bytes: {what} {value}")
+    if max(strides) >= _STRIDE_LIMIT:
+        raise ArgumentError(f"TMA needs strides below 2^40 bytes: {tuple(strides)}")
+    rank = len(sizes)
+    storage = ctypes.create_string_buffer(BYTES + _ALIGNMENT)
+    place = -(-ctypes.addressof(storage) // _ALIGNMENT) * _ALIGNMENT
+    status = _encoder()(
+        place,
+        _DATA_TYPES[dtype],
+        rank,
+        address,
+        (ctypes.c_uint64 * rank)(*sizes),
+        (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        _INTERLEAVE_NONE,
+        _SWIZZLE_128B,
+        _L2_PROMOTION_256B,
+        _FILL_ZEROS,
+    )
+    if status:
+        raise RuntimeError(f"cuTensorMapEncodeTiled failed ({status}): {dtype} {tuple(sizes)} strides {tuple(strides)}")
+    return ctypes.string_at(place, BYTES)
+
+
+@functools.cache
+def _encoder() -> Callable[..., int]:
+    """The driver's function itself: the binding's own map object is not aligned."""
+    status, address, *_ = load_driver().cuGetProcAddress(b"cuTensorMapEncodeTiled", 12000, 0)
+    if status:
+        raise RuntimeError(f"the driver has no cuTensorMapEncodeTiled: {status.name}")
+    pointer, word = ctypes.c_void_p, ctypes.c_int
+    kind = ctypes.CFUNCTYPE(
+        word, pointer, word, ctypes.c_uint32, pointer, pointer, pointer, pointer, pointer, word, word, word, word
+    )
+    return kind(int(address))
