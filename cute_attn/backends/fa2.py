@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -16,6 +16,9 @@ from cute_attn.problem import Features, Problem, Settings
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import Arch, for_device
 from cute_attn.runtime.launch import Launch, current_stream
+
+if TYPE_CHECKING:
+    from cute_attn.emulator.adapter import EmulatedLaunch
 
 LOG2E = math.log2(math.e)
 UNBOUNDED = 1 << 30  # no causal or window bound: beyond any kv index, and row + UNBOUNDED fits 32 bits
@@ -94,7 +97,7 @@ class Schedule(NamedTuple):
     tile_tokens: int  # tokens that one query tile can touch
     slots: int  # CTAs that the device holds at once
     min_tiles: int
-    launches: dict[bool, Launch]  # by split
+    launches: dict[bool, Launch | EmulatedLaunch]  # by split
 
 
 # Where a launch writes and what only the last writer of `out` applies: addresses of out and lse, strides of a token and
@@ -102,13 +105,13 @@ class Schedule(NamedTuple):
 Target = tuple[int, int, int, int, float, int, int]
 Values = tuple[int | float, ...]
 # The launch of a call, the one after it if the keys are split, the grid of the first, and tiles_per_split.
-Plan = tuple[Launch, Launch | None, tuple[int, int, int], int]
+Plan = tuple["Launch | EmulatedLaunch", "Launch | EmulatedLaunch | None", tuple[int, int, int], int]
 
 
 class Runner:
     """Runs problems of the same settings. Kernels are loaded at first use; after that a call computes numbers."""
 
-    def __init__(self, settings: Settings, arch: Arch, device_index: int, sms: int) -> None:
+    def __init__(self, settings: Settings, arch: Arch, device_index: int | None, sms: int) -> None:
         features = settings.features
         self.settings, self.features = settings, features
         self.arch, self.device_index, self.sms = arch, device_index, sms
@@ -128,7 +131,7 @@ class Runner:
             1.0 / (2.0 * math.pi * settings.rope_scale),
             settings.rope_theta ** (-2.0 / features.head_dim_qk),
         )
-        self.combine: Launch | None = None
+        self.combine: Launch | EmulatedLaunch | None = None
         self.schedule = functools.lru_cache(REMEMBERED)(self._schedule)
         self.plan = functools.lru_cache(REMEMBERED)(self._plan)  # the layers of a model repeat the lengths of the first
 
@@ -257,19 +260,23 @@ class Runner:
             {},
         )
 
-    def _launch(self, schedule: Schedule, split: bool) -> Launch:
+    def _launch(self, schedule: Schedule, split: bool) -> Launch | EmulatedLaunch:
         kernel = spec(self.features, schedule.tile, split)
         launch = schedule.launches[split] = load(kernel, self.arch.name, self.device_index, self.pdl)
         return launch
 
-    def _combine(self) -> Launch:
+    def _combine(self) -> Launch | EmulatedLaunch:
         self.combine = load(combine_spec(self.features), self.arch.name, self.device_index, self.pdl)
         return self.combine
 
 
 @functools.cache
-def load(kernel: KernelSpec, arch_name: str, device_index: int, pdl: bool) -> Launch:
+def load(kernel: KernelSpec, arch_name: str, device_index: int | None, pdl: bool) -> Launch | EmulatedLaunch:
     """The loaded kernel: one per spec and device, shared by problems that differ in head counts or numbers only."""
+    if device_index is None:  # the CPU
+        from cute_attn.emulator.adapter import EmulatedLaunch
+
+        return EmulatedLaunch(artifacts.get(kernel, arch_name), pdl=pdl)
     return Launch(artifacts.get(kernel, arch_name), device_index, pdl=pdl)
 
 

@@ -103,7 +103,7 @@ def load_global(
 def read_region(gang: Gang, region: Region, offsets: Array, nbytes: int, agents: Array | None, what: str) -> Array:
     """Rows of bytes of one region, read by warps (None: without a race check)."""
     check_global(region, offsets, nbytes, what, write=False)
-    if gang.cta.clocks is not None and region.touched and agents is not None:
+    if gang.cta.clocks is not None and region.contested and agents is not None:
         _order_global(gang.cta.cluster, region, offsets, nbytes, agents, what, write=False)
     rows: Array = region.bytes.windows(nbytes)[offsets].view(np.uint8).reshape(-1, nbytes)
     return rows

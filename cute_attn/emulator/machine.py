@@ -38,6 +38,15 @@ class Schedule:
             raise LaunchFault(f"schedule {self.kind!r} is not eager, delayed or adversarial")
 
 
+@dataclass(frozen=True)
+class Policy:
+    """What is checked and kept, and how turns are ordered."""
+
+    checks: bool = True
+    schedule: Schedule = Schedule()
+    events: bool = False
+
+
 @dataclass
 class Stats:
     """What a launch did."""
@@ -157,10 +166,9 @@ class Cluster:
 class Grid:
     """One launch."""
 
-    def __init__(
-        self, program: Program, launch: dict[str, Any], memory: GlobalMemory, checks: bool, schedule: Schedule
-    ):
-        self.program, self.memory, self.checks, self.schedule = program, memory, checks, schedule
+    def __init__(self, program: Program, launch: dict[str, Any], memory: GlobalMemory, policy: Policy) -> None:
+        self.program, self.memory = program, memory
+        self.checks, self.schedule, self.events = policy.checks, policy.schedule, policy.events
         self.grid: Dim3 = launch["grid"]
         self.block: Dim3 = launch["block"]
         self.cluster: Dim3 = launch.get("cluster", (1, 1, 1))
@@ -169,8 +177,8 @@ class Grid:
         self.dependent = bool(launch.get("pdl"))
         self.num_warps = -(-int(np.prod(self.block)) // 32)
         self.knowledge = Knowledge()
-        self.rng = random.Random(schedule.seed)
-        self.slice = 400 if schedule.kind != "adversarial" else 20
+        self.rng = random.Random(self.schedule.seed)
+        self.slice = 400 if self.schedule.kind != "adversarial" else 20
         self.stats = Stats()
         self.home_dtypes = {h: program.names[h] for h in set(program.homes)}
         self._param_words: dict[tuple[int, str], Array] = {}

@@ -152,15 +152,20 @@ class Region:
         self.written = np.zeros(cells, np.int32)
         self.reader = np.zeros(cells, np.int64)
         self.read_at = np.zeros(cells, np.int32)
-        self.touched = writable  # races are possible at all
+        self.dependent = False
+
+    @property
+    def contested(self) -> bool:
+        """Are races possible at all?"""
+        return self.dependent or bool(self.writable.data.any())
 
     def settle(self, dependent: bool) -> None:
-        """Before a launch: what was written becomes the work of earlier launches."""
-        recent = (self.written > 0) if dependent else np.zeros(0, bool)
+        """Before a launch. A dependent one may begin while its predecessor still reads and writes every byte."""
         self.writer[:] = 0
         self.reader[:] = 0
-        self.read_at[:] = (self.read_at > 0) if dependent else 0
-        self.written[:] = recent if dependent else 0
+        self.read_at[:] = dependent
+        self.written[:] = dependent
+        self.dependent = dependent
 
 
 class GlobalMemory:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cute_attn.emulator.machine import Grid, Schedule, Stats
+from cute_attn.emulator.machine import Grid, Policy, Schedule, Stats
 from cute_attn.emulator.memory import GlobalMemory
 from cute_attn.emulator.program import program
 
@@ -18,14 +18,15 @@ def launch(
     *,
     checks: bool = True,
     schedule: Schedule = Schedule(),  # noqa: B008 (frozen)
+    events: bool = False,
 ) -> Stats:
     """Execute the kernel `description["symbol"]` of `ptx` on `memory`, in place.
 
     `description` holds symbol, grid, block, cluster, smem_bytes, pdl and the parameter bytes. With `checks`, every
-    access is checked for races, bounds and initialisation. EmulatorError says what is wrong, and where.
+    access is checked for races, bounds and initialisation; with `events` the stats keep what a timeline needs. EmulatorError says what is wrong, and where.
     """
     kernel = program(ptx, description["symbol"])
     for region in memory.regions:
         region.settle(bool(description.get("pdl")))
     with np.errstate(all="ignore"):
-        return Grid(kernel, description, memory, checks, schedule).run()
+        return Grid(kernel, description, memory, Policy(checks, schedule, events)).run()

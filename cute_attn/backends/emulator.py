@@ -1,0 +1,56 @@
+"""CPU tensors on the emulator: the host code of the GPU backends, and their kernels from PTX."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cute_attn import select
+from cute_attn.emulator import adapter, settings
+from cute_attn.kernels.spec import KernelSpec
+from cute_attn.problem import Problem, Settings
+from cute_attn.runtime.arch import TYPICAL_SMS, Arch, named
+
+OUTPUTS = ("out", "lse")
+
+
+def launches(problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
+    """What the emulated backend launches."""
+    return select.emulated(problem.features, arch).launches(problem, arch, sms)
+
+
+def prepare(problem_settings: Settings) -> Callable[[Problem], None]:
+    return Emulated(problem_settings)
+
+
+class Emulated:
+    """Runs problems of the same settings on whatever architecture is emulated at the time of the call."""
+
+    def __init__(self, problem_settings: Settings) -> None:
+        self.settings = problem_settings
+        self.runners: dict[str, Callable[[Problem], None]] = {}
+
+    def __call__(self, problem: Problem) -> None:
+        arch = named(settings.current().arch)
+        run = self.runners.get(arch.name)
+        if run is None:
+            backend = select.emulated(self.settings.features, arch)
+            module: Any = importlib.import_module(f"cute_attn.backends.{backend.name}")
+            run = self.runners[arch.name] = module.Runner(self.settings, arch, None, TYPICAL_SMS[arch.name])
+        inputs, outputs = {}, {}
+        for name, value in zip(problem._fields, problem, strict=True):
+            (outputs if name in OUTPUTS else inputs).update(_tensors(name, value))
+        with adapter.visible(inputs, outputs):
+            run(problem)
+
+
+def _tensors(name: str, value: Any) -> dict[str, torch.Tensor]:
+    """Tensors of one field of a problem."""
+    if isinstance(value, torch.Tensor):
+        return {name: value}
+    if isinstance(value, tuple):
+        return {f"{name}[{i}]": item for i, item in enumerate(value) if isinstance(item, torch.Tensor)}
+    return {}
