@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from cute_attn import select
+from cute_attn import normalize, select
 from cute_attn.emulator import adapter, settings
+from cute_attn.errors import ArgumentError
 from cute_attn.kernels.spec import KernelSpec
 from cute_attn.problem import Problem, Settings
 from cute_attn.runtime.arch import TYPICAL_SMS, Arch, named
@@ -40,11 +41,23 @@ class Emulated:
             backend = select.emulated(self.settings.features, arch)
             module: Any = importlib.import_module(f"cute_attn.backends.{backend.name}")
             run = self.runners[arch.name] = module.Runner(self.settings, arch, None, TYPICAL_SMS[arch.name])
-        inputs, outputs = {}, {}
+        problem = _placed(problem)
+        inputs: dict[str, torch.Tensor] = {}
+        outputs: dict[str, torch.Tensor] = {}
         for name, value in zip(problem._fields, problem, strict=True):
             (outputs if name in OUTPUTS else inputs).update(_tensors(name, value))
         with adapter.visible(inputs, outputs):
             run(problem)
+
+
+def _placed(problem: Problem) -> Problem:
+    """As normalisation leaves a problem on a GPU: q is copied if its rows are not aligned, k and v must be."""
+    for name in ("k", "v", "out"):
+        if not normalize.aligned(getattr(problem, name)):
+            raise ArgumentError(f"{name} must have rows that start at multiples of {normalize.ALIGNMENT} bytes")
+    if normalize.aligned(problem.q):
+        return problem
+    return problem._replace(q=problem.q.clone(memory_format=torch.contiguous_format))
 
 
 def _tensors(name: str, value: Any) -> dict[str, torch.Tensor]:

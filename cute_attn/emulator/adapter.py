@@ -115,3 +115,7 @@ def _mark(flags: np.ndarray[Any, Any], tensor: torch.Tensor) -> None:
     flat = torch.from_numpy(flags)
     strides = [stride * size for stride in tensor.stride()]
     flat.as_strided((*tensor.shape, size), (*strides, 1), tensor.storage_offset() * size).fill_(255)
+    if size == 1:
+        # Kernels read bits and bytes by aligned words; a GPU's allocations are made of those.
+        words = flags[: len(flags) & ~3].reshape(-1, 4)
+        words[words.any(axis=1)] = 255

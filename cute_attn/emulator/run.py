@@ -23,7 +23,8 @@ def launch(
     """Execute the kernel `description["symbol"]` of `ptx` on `memory`, in place.
 
     `description` holds symbol, grid, block, cluster, smem_bytes, pdl and the parameter bytes. With `checks`, every
-    access is checked for races, bounds and initialisation; with `events` the stats keep what a timeline needs. EmulatorError says what is wrong, and where.
+    access is checked for races, bounds and initialisation; with `events` the stats keep what a timeline needs.
+    EmulatorError says what is wrong, and where.
     """
     kernel = program(ptx, description["symbol"])
     for region in memory.regions:

@@ -87,8 +87,8 @@ def _vote(g: Gang, mask: Array | None, mode: str, p: Array, member: Array) -> Ar
     active = g.active(mask).reshape(-1, 32)
     yes = g.full(p).reshape(-1, 32)
     some, every = (yes & active).any(axis=1), (yes | ~active).all(axis=1)
-    result: Array = {".any": some, ".all": every, ".uni": every | ~some}[mode]
-    found: Array = result[g.row]
+    results: dict[str, Array] = {".any": np.asarray(some), ".all": np.asarray(every), ".uni": np.asarray(every | ~some)}
+    found: Array = results[mode][g.row]
     return found
 
 
