@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cute_attn.emulator.clocks import BEFORE, ORDER
+from cute_attn.emulator.clocks import BEFORE, ORDER, PROXY, Op
 from cute_attn.emulator.dtypes import Array
-from cute_attn.emulator.errors import MemoryFault, Race
+from cute_attn.emulator.errors import MemoryFault, ProxyFault, Race
 from cute_attn.emulator.memory import (
     GENERIC_PARAM,
     GENERIC_SHARED,
@@ -21,7 +21,7 @@ from cute_attn.emulator.memory import (
 
 if TYPE_CHECKING:
     from cute_attn.emulator.gang import Gang
-    from cute_attn.emulator.machine import Cluster
+    from cute_attn.emulator.machine import Cluster, Cta
 
 CLUSTER_SHIFT = 20  # launch-wide agents: number of the cluster + 1 above the agent in it
 
@@ -197,3 +197,58 @@ def generic_spaces(gang: Gang, mask: Array | None, addresses: Array) -> tuple[Ar
     active = gang.active(mask)
     shared = space == GENERIC_SHARED >> 56
     return active & shared, active & ~shared
+
+
+# --- asynchronous operations on global memory -------------------------------------------------------------------------
+
+
+def op_load_global(cta: Cta, addresses: Array, nbytes: int, op: Op | None, what: str) -> Array:
+    """Rows of bytes, read through the async proxy."""
+    out = np.zeros((len(addresses), nbytes), np.uint8)
+    for region, positions, offsets in cta.grid.memory.split(addresses.astype(np.uint64), nbytes, what):
+        check_global(region, offsets, nbytes, what, write=False)
+        if op is not None and region.contested:
+            _order_op(cta.cluster, region, offsets, nbytes, op, what, write=False)
+        chosen = slice(None) if positions is None else positions
+        out[chosen] = region.bytes.windows(nbytes)[offsets].view(np.uint8).reshape(-1, nbytes)
+    return out
+
+
+def op_store_global(cta: Cta, addresses: Array, rows: Array, op: Op | None, what: str) -> None:
+    nbytes = rows.shape[1]
+    for region, positions, offsets in cta.grid.memory.split(addresses.astype(np.uint64), nbytes, what):
+        check_global(region, offsets, nbytes, what, write=True)
+        if op is not None:
+            _order_op(cta.cluster, region, offsets, nbytes, op, what, write=True)
+        chosen = slice(None) if positions is None else positions
+        region.bytes.windows(nbytes)[offsets] = words_of(rows[chosen])
+        region.valid.windows(nbytes)[offsets] = words_of(np.full((1, nbytes), 0xFF, np.uint8))
+
+
+def _order_op(cluster: Cluster, region: Region, offsets: Array, nbytes: int, op: Op, what: str, write: bool) -> None:
+    """Races with warps and operations of the cluster, and with earlier launches."""
+    clocks = cluster.clocks
+    assert clocks is not None
+    first = (offsets + (region.base & 3)) >> 2
+    cells = (first[:, None] + np.arange(max(nbytes // 4, 1))).ravel()
+    home = (cluster.number + 1) << CLUSTER_SHIFT
+    pairs = [(region.writer[cells], region.written[cells], "write")]
+    if write:
+        pairs.append((region.reader[cells], region.read_at[cells], "read"))
+    for other, epoch, kind in pairs:
+        here = (other >> CLUSTER_SHIFT == cluster.number + 1) | (other == 0)
+        agent = np.where(here, other & ((1 << CLUSTER_SHIFT) - 1), BEFORE)
+        late = here & (epoch > op.clock[ORDER, agent])
+        if late.any():
+            raise Race(f"{what} of {region.name} races with a {kind} by {clocks.name(int(agent[late][0]))}")
+        unfenced = here & (agent != BEFORE) & (agent <= clocks.warps) & (epoch > op.clock[PROXY, agent])
+        if kind == "write" and unfenced.any():
+            raise ProxyFault(
+                f"{what} of {region.name} meets an ordinary write by {clocks.name(int(agent[unfenced][0]))}: "
+                "no fence.proxy.async lies between"
+            )
+    if write:
+        region.writer[cells], region.written[cells] = home + op.agent, op.epoch
+        region.read_at[cells] = 0
+    else:
+        region.reader[cells], region.read_at[cells] = home + op.agent, op.epoch

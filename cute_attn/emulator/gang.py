@@ -52,6 +52,8 @@ class Gang:
         self.spinning = ""  # what the last failed test was for
         self.turns: dict[int, int] = {}
         self.groups: list[list[Any]] = []  # wgmma groups committed, oldest first; the last is open
+        self.fenced: list[Any] | None = None  # registers at the last wgmma.fence
+        self.fenced_ids: set[int] | None = None
         self.finished = False
         self._place(warps)
 
@@ -232,13 +234,18 @@ class Gang:
 
     def _split(self, groups: list[Array]) -> None:
         """Keep the first group; every other becomes a gang of its own."""
+        if any(self.groups):
+            # Products belong to all warps of the gang: their values are settled before it parts.
+            from cute_attn.emulator.isa.wgmma import complete
+
+            complete(self, [product for group in self.groups for product in group])
+            self.groups = []
         named = np.concatenate(groups)
         rest = np.setdiff1d(np.arange(len(self.warps)), named)
         everyone = [*groups, rest] if len(rest) else groups
         others = [self._piece(group) for group in everyone[1:]]
         keep = self._piece(everyone[0])
         self.R, self.pc, self.pcs, self.finished = keep.R, keep.pc, keep.pcs, keep.finished
-        self.groups = keep.groups
         self._place(keep.warps)
         self.cta.adopt([gang for gang in others if not gang.finished])
 
@@ -246,7 +253,6 @@ class Gang:
         lanes = (rows[:, None] * 32 + np.arange(32)).ravel()
         registers = [r if r.shape[0] == 1 else r[lanes] for r in self.R]
         piece = Gang(self.cta, self.warps[rows], registers)
-        piece.groups = [list(group) for group in self.groups]
         piece.pc = self.pc
         if self.pcs is not None:
             pcs = self.pcs[lanes]

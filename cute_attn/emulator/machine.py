@@ -177,6 +177,7 @@ class Grid:
         self.dependent = bool(launch.get("pdl"))
         self.num_warps = -(-int(np.prod(self.block)) // 32)
         self.knowledge = Knowledge()
+        self.tensor_maps: dict[int, Any] = {}  # decoded, by address
         self.rng = random.Random(self.schedule.seed)
         self.slice = 400 if self.schedule.kind != "adversarial" else 20
         self.stats = Stats()
@@ -228,6 +229,10 @@ class Grid:
             found = np.frombuffer(self.params, dtype, 1, offset)
             self._param_words[offset, dtype.str] = found
         return found
+
+    def home_of(self, register: int) -> Any:
+        """The numpy type in which a register is kept."""
+        return self.home_dtypes[self.program.homes[register]]
 
     def count(self, gang: Gang, block: Block) -> None:
         warps = len(gang.warps)

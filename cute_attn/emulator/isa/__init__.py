@@ -17,6 +17,10 @@ MODULES = (
     "mma",
     "copies",
     "barriers",
+    "mbarrier",
+    "tma",
+    "wgmma",
+    "clusters",
 )
 
 

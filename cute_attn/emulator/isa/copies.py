@@ -168,6 +168,16 @@ def _land(copy: tuple[SharedMemory, Array, Array, int], op: Op | None) -> None:
     memory.op_store(offsets, words, size, op, "cp.async", generic=True)
 
 
+def outstanding(g: Gang, position: int) -> list[Op | None]:
+    """All copies of a warp that nobody has waited for; in a late schedule they land now."""
+    copies = _copies(g, position)
+    groups = [*copies.committed, (copies.open, copies.op)]
+    for group, op in groups:
+        while group:
+            _land(group.pop(), op)
+    return [op for _, op in groups]
+
+
 @form("cp.async.commit_group", conformance="order", golden="copies")
 def commit_group(e: Emitter, inst: Inst) -> None:
     e.call(_commit, [])
