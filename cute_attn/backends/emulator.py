@@ -14,6 +14,7 @@ from cute_attn.errors import ArgumentError
 from cute_attn.kernels.spec import KernelSpec
 from cute_attn.problem import Problem, Settings
 from cute_attn.runtime.arch import TYPICAL_SMS, Arch, named
+from cute_attn.runtime.launch import CPU
 
 OUTPUTS = ("out", "lse")
 
@@ -40,7 +41,7 @@ class Emulated:
         if run is None:
             backend = select.emulated(self.settings.features, arch)
             module: Any = importlib.import_module(f"cute_attn.backends.{backend.name}")
-            run = self.runners[arch.name] = module.Runner(self.settings, arch, None, TYPICAL_SMS[arch.name])
+            run = self.runners[arch.name] = module.Runner(self.settings, arch, CPU, TYPICAL_SMS[arch.name])
         problem = _placed(problem)
         inputs: dict[str, torch.Tensor] = {}
         outputs: dict[str, torch.Tensor] = {}
