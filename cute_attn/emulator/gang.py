@@ -179,7 +179,11 @@ class Gang:
         self.spinning = ""
         if mask is not None and block.solo and self._part(mask):
             return
+        recorder = self.cta.grid.recorder
+        if recorder is not None:
+            recorder.before(self)
         function = self.cta.grid.program.function(block, mask is not None)
+        start = 0.0 if recorder is None else recorder.ends.get(id(self), 0.0)
         try:
             following = function(self, self.R, mask)
         except Split as split:
@@ -191,6 +195,8 @@ class Gang:
             self._locate(err)
             raise
         self.cta.grid.count(self, block)
+        if recorder is not None:
+            recorder.after(self, block, start)
         if mask is None:
             self._follow(following)
         else:

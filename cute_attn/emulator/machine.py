@@ -17,6 +17,7 @@ from cute_attn.emulator.gang import Gang
 from cute_attn.emulator.isa.order import Knowledge
 from cute_attn.emulator.memory import GENERIC_PARAM, RANK_SHIFT, SHARED_START, GlobalMemory, SharedMemory
 from cute_attn.emulator.program import Block, Program
+from cute_attn.emulator.timeline import Event, Recorder
 
 Dim3 = tuple[int, int, int]
 
@@ -55,7 +56,7 @@ class Stats:
     warp_instructions: int = 0
     blocks: collections.Counter[int] = field(default_factory=collections.Counter)
     cycles: float = 0.0  # virtual
-    events: list[tuple[Any, ...]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
 
 
 class Cta:
@@ -168,7 +169,8 @@ class Grid:
 
     def __init__(self, program: Program, launch: dict[str, Any], memory: GlobalMemory, policy: Policy) -> None:
         self.program, self.memory = program, memory
-        self.checks, self.schedule, self.events = policy.checks, policy.schedule, policy.events
+        self.checks, self.schedule = policy.checks, policy.schedule
+        self.recorder = Recorder() if policy.events else None
         self.grid: Dim3 = launch["grid"]
         self.block: Dim3 = launch["block"]
         self.cluster: Dim3 = launch.get("cluster", (1, 1, 1))
@@ -269,6 +271,8 @@ class Grid:
                 self._starve(resident)
             resident = [c for c in resident if any(cta.running for cta in c.ctas)]
         self._tally()
+        if self.recorder is not None:
+            self.stats.events = self.recorder.events
         return self.stats
 
     def _turn_all(self, resident: list[Cluster]) -> bool:
