@@ -20,7 +20,7 @@ from cute_attn.emulator.program import EXIT, Block
 if TYPE_CHECKING:
     from cute_attn.emulator.machine import Cta
 
-ENDLESS = 400_000  # blocks that a gang may run between two waits
+ENDLESS = 1_000_000  # blocks that a gang may run between two waits
 PATIENCE = 64  # times that one block may be chosen under divergence before the other lanes get a turn
 
 

@@ -164,6 +164,9 @@ class Cluster:
             self.ctas.append(Cta(self, index, rank))
 
 
+COMPANY = 40  # rounds after which another cluster joins those that run: one of them may be waiting for it
+
+
 class Grid:
     """One launch."""
 
@@ -259,9 +262,10 @@ class Grid:
         """Clusters are started in order; another one joins when those that run cannot move."""
         waiting = self._clusters()
         resident: list[Cluster] = []
-        exhausted = False
+        exhausted, rounds = False, 0
         while resident or not exhausted:
-            if not exhausted and not self._turn_all(resident):
+            rounds += 1
+            if not exhausted and (not self._turn_all(resident) or rounds % COMPANY == 0):
                 cluster = next(waiting, None)
                 if cluster is None:
                     exhausted = True

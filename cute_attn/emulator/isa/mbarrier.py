@@ -14,7 +14,7 @@ from cute_attn.emulator.errors import BarrierFault
 from cute_attn.emulator.gang import Gang
 from cute_attn.emulator.isa import order
 from cute_attn.emulator.isa.registry import form
-from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
+from cute_attn.emulator.memory import MBARRIER, OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.ptx import Inst, Sym
 
 if TYPE_CHECKING:
@@ -137,6 +137,7 @@ def _init(g: Gang, mask: Array | None, address: Array, count: Array) -> None:
             raise BarrierFault(f"mbarrier.init with a count of {counts[lane]}", int(lane))
         agents = g.lane_agents[lane : lane + 1]
         g.cta.smem.store(offset, np.zeros(1, np.uint64), 8, agents, "mbarrier.init")
+        g.cta.smem.valid.data[int(offset[0]) : int(offset[0]) + 8] = MBARRIER
         name = f"mbarrier at shared {int(offset[0]):#x}"
         g.cta.mbarriers[int(offset[0])] = Mbarrier(g.cta.cluster, int(counts[lane]), int(agents[0]), name)
 
@@ -151,7 +152,9 @@ def _inval(g: Gang, mask: Array | None, address: Array) -> None:
     where = g.full(address)
     for lane in g.lanes(mask):
         at(g.cta, int(where[lane]))
-        del g.cta.mbarriers[int(where[lane]) & OFFSET_MASK]
+        offset = int(where[lane]) & OFFSET_MASK
+        del g.cta.mbarriers[offset]
+        g.cta.smem.valid.data[offset : offset + 8] = 0
 
 
 # --- arrivals ---------------------------------------------------------------------------------------------------------
