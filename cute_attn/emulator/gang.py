@@ -51,6 +51,7 @@ class Gang:
         self.pcs: Array | None = None  # block of each lane, while they differ
         self.wait: Wait | None = None
         self.spinning = ""  # what the last failed test was for
+        self.spin_since: float | None = None  # virtual time of the first of the tests that failed in a row
         self.turns: dict[int, int] = {}
         self.groups: list[list[Any]] = []  # wgmma groups committed, oldest first; the last is open
         self.fenced: list[Any] | None = None  # registers at the last wgmma.fence

@@ -44,7 +44,9 @@ class Recorder:
         self.waits: dict[int, str] = {}
 
     def before(self, gang: Gang) -> None:
-        """A gang is about to run: was it held up since it last did?"""
+        """A gang is about to run: was it held up since it last did? A loop around a failing test is one pause."""
+        if gang.spin_since is not None:
+            return
         now = _time(gang)
         start = self.ends.get(id(gang), now)
         if now > start:
@@ -54,6 +56,9 @@ class Recorder:
 
     def after(self, gang: Gang, block: Block, start: float) -> None:
         """It ran `block` from `start` on."""
+        if gang.spin_since is not None:
+            self.waits[id(gang)] = gang.spinning or self.waits.get(id(gang), "")
+            return
         inst = block.insts[0][0]
         now = _time(gang)
         paused = now - block.count - start

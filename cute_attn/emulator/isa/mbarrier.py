@@ -265,6 +265,10 @@ def wait(e: Emitter, inst: Inst, op: str, parity: str, sem: str, scope: str, spa
 def _test(g: Gang, mask: Array | None, address: Array, expected: Array, parity: bool) -> Array:
     where, wanted = g.full(address), g.full(expected)
     lanes = g.lanes(mask)
+    clocks = g.cta.clocks
+    since, g.spin_since = g.spin_since, None
+    if clocks is not None and since is not None:
+        clocks.time[g.agents] = since  # the time of a waiting loop is that of what it waits for
     done = np.zeros(g.size, np.bool_)
     keys = where[lanes].astype(np.uint64) << np.uint64(32) | (wanted[lanes].astype(np.uint64) & np.uint64(0xFFFFFFFF))
     for key in np.unique(keys):
@@ -279,6 +283,7 @@ def _test(g: Gang, mask: Array | None, address: Array, expected: Array, parity: 
             barrier.pass_(agents)
             done[some] = True
         else:
+            g.spin_since = 0.0 if clocks is None else float(clocks.time[g.agents].max())
             g.spinning = (
                 f"{barrier.name}, {'parity' if parity else 'phase'} {want} "
                 f"({barrier.pending} of {barrier.count} arrivals and {barrier.tx} bytes missing)"
