@@ -48,7 +48,7 @@ def test_waits_show_in_the_timeline() -> None:
     for warp in range(2):  # what a warp does follows one another
         own = [event for event in stats.events if event.warps == (warp,)]
         assert all(a.end <= b.start for a, b in itertools.pairwise(own))
-    assert "mbarrier" in timeline.picture(stats.events, "title")
+    assert "wait, barrier 0" in timeline.picture(stats.events, "title")
 
 
 def test_imports() -> None:
