@@ -142,7 +142,8 @@ def test_backends_of_flashinfer_that_are_not_here(backend: str) -> None:
 
 
 def test_unknown_backend() -> None:
-    with pytest.raises(LayoutError, match=r"backend must be one of 'auto', 'fa3', 'fa2', 'reference'; got 'fa9'"):
+    choices = r"'auto', 'fa3', 'fa2', 'reference', 'emulator'"
+    with pytest.raises(LayoutError, match=f"backend must be one of {choices}; got 'fa9'"):
         select.choose(CUDA, "fa9", HOPPER)
 
 

@@ -35,8 +35,14 @@ def plan(
 def workspace(settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
     """Bytes of the workspace that a plan uses if it has as many as it likes, and bytes of its records."""
     index = settings.features.device.index
-    limits = limits._replace(workspace_bytes=plan_batch.UNLIMITED)
-    plan = scheduled(settings, lengths, limits, for_device(index), multiprocessors(index))
+    return workspace_on(settings, lengths, limits, for_device(index), multiprocessors(index))
+
+
+def workspace_on(
+    settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
+) -> tuple[int, int]:
+    """`workspace` of a GPU of `arch` with `sms` multiprocessors."""
+    plan = scheduled(settings, lengths, limits._replace(workspace_bytes=plan_batch.UNLIMITED), arch, sms)
     return plan.work.num_partials * plan.slot_bytes, plan.work.ints.nbytes
 
 

@@ -1,0 +1,116 @@
+"""CPU tensors on the emulator: the host code of the GPU backends, and their kernels from PTX."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cute_attn import normalize, select
+from cute_attn.emulator import adapter, settings
+from cute_attn.errors import ArgumentError
+from cute_attn.kernels.spec import KernelSpec
+from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Problem, Settings
+from cute_attn.runtime.arch import TYPICAL_SMS, Arch, named
+from cute_attn.runtime.launch import CPU
+from cute_attn.runtime.staging import Staging
+
+OUTPUTS = ("out", "lse", "workspace")
+
+
+def launches(problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
+    """What the emulated backend launches."""
+    return select.emulated(problem.features, arch).launches(problem, arch, sms)
+
+
+def prepare(problem_settings: Settings) -> Callable[[Problem], None]:
+    return Emulated(problem_settings)
+
+
+def plan(
+    batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging
+) -> Callable[[BatchProblem], None]:
+    """A plan for the architecture that is emulated now; it runs on that one whatever is emulated later."""
+    arch, sms = _machine()
+    module = _batch_backend(batch_settings, arch)
+    scheduled = module.scheduled(batch_settings, lengths, limits, arch, sms)
+    return EmulatedPlan(module.Planned(batch_settings, scheduled, staging, arch, CPU))
+
+
+def workspace(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
+    arch, sms = _machine()
+    module = _batch_backend(batch_settings, arch)
+    sizes: tuple[int, int] = module.workspace_on(batch_settings, lengths, limits, arch, sms)
+    return sizes
+
+
+def _machine() -> tuple[Arch, int]:
+    """The GPU that is stood in for: its architecture and multiprocessors."""
+    emulation = settings.current()
+    return named(emulation.arch), emulation.sms or TYPICAL_SMS[emulation.arch]
+
+
+def _batch_backend(batch_settings: Settings, arch: Arch) -> Any:
+    backend = select.emulated(batch_settings.features, arch)
+    return importlib.import_module(f"cute_attn.backends.{backend.name}_batch")
+
+
+class Emulated:
+    """Runs problems of the same settings on whatever architecture is emulated at the time of the call."""
+
+    def __init__(self, problem_settings: Settings) -> None:
+        self.settings = problem_settings
+        self.runners: dict[tuple[str, int], Callable[[Problem], None]] = {}
+
+    def __call__(self, problem: Problem) -> None:
+        arch, sms = _machine()
+        run = self.runners.get((arch.name, sms))
+        if run is None:
+            backend = select.emulated(self.settings.features, arch)
+            module: Any = importlib.import_module(f"cute_attn.backends.{backend.name}")
+            run = self.runners[arch.name, sms] = module.Runner(self.settings, arch, CPU, sms)
+        problem = _placed(problem)
+        with adapter.visible(*_roles(problem)):
+            run(problem)
+
+
+class EmulatedPlan:
+    """Runs batches of one plan, whose records are global memory too."""
+
+    def __init__(self, planned: Any) -> None:
+        self.planned = planned
+
+    def __call__(self, problem: BatchProblem) -> None:
+        inputs, outputs = _roles(problem)
+        with adapter.visible({**inputs, "records": self.planned.records}, outputs):
+            self.planned(problem)
+
+
+def _placed(problem: Problem) -> Problem:
+    """As normalisation leaves a problem on a GPU: q is copied if its rows are not aligned, k and v must be."""
+    for name in ("k", "v", "out"):
+        if not normalize.aligned(getattr(problem, name)):
+            raise ArgumentError(f"{name} must have rows that start at multiples of {normalize.ALIGNMENT} bytes")
+    if normalize.aligned(problem.q):
+        return problem
+    return problem._replace(q=problem.q.clone(memory_format=torch.contiguous_format))
+
+
+def _roles(problem: Problem | BatchProblem) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Tensors that kernels may only read, and those that they write."""
+    inputs: dict[str, torch.Tensor] = {}
+    outputs: dict[str, torch.Tensor] = {}
+    for name, value in zip(problem._fields, problem, strict=True):
+        (outputs if name in OUTPUTS else inputs).update(_tensors(name, value))
+    return inputs, outputs
+
+
+def _tensors(name: str, value: Any) -> dict[str, torch.Tensor]:
+    """Tensors of one field of a problem."""
+    if isinstance(value, torch.Tensor):
+        return {name: value}
+    if isinstance(value, tuple):
+        return {f"{name}[{i}]": item for i, item in enumerate(value) if isinstance(item, torch.Tensor)}
+    return {}
