@@ -45,6 +45,7 @@ class Policy:
     checks: bool = True
     schedule: Schedule = Schedule()
     events: bool = False
+    strict: bool = True  # a tcgen05.ld reads tensor memory until it was waited for
 
 
 @dataclass
@@ -71,6 +72,7 @@ class Cta:
         self.pending: dict[str, collections.deque[Callable[[], None]]] = {}  # asynchronous work by queue
         self.posted = 0
         self.extra: dict[str, Any] = {}  # state of optional units, by name
+        self.closing: list[Callable[[], None]] = []  # what to check when its last warp has ended
         self.gangs: list[Gang] = []
         registers = [np.zeros(1, grid.home_dtypes[h]) for h in grid.program.homes]
         for warps in grid.gang_layout():
@@ -169,6 +171,8 @@ class Grid:
     def __init__(self, program: Program, launch: dict[str, Any], memory: GlobalMemory, policy: Policy) -> None:
         self.program, self.memory = program, memory
         self.checks, self.schedule, self.events = policy.checks, policy.schedule, policy.events
+        self.strict = policy.strict
+        self.cta_group = 0  # that of the tcgen05 instructions, once one was met
         self.grid: Dim3 = launch["grid"]
         self.block: Dim3 = launch["block"]
         self.cluster: Dim3 = launch.get("cluster", (1, 1, 1))
@@ -297,6 +301,9 @@ class Grid:
         return True
 
     def _leave(self, gang: Gang) -> None:
+        if not gang.cta.running:
+            for check in gang.cta.closing:
+                check()
         clocks = gang.cta.clocks
         if clocks is not None:
             self.stats.cycles = max(self.stats.cycles, float(clocks.time[gang.agents].max()))

@@ -21,6 +21,9 @@ MODULES = (
     "tma",
     "wgmma",
     "clusters",
+    "packed",
+    "tmem",
+    "umma",
 )
 
 
