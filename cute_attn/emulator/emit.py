@@ -66,7 +66,7 @@ class Emitter:
     ) -> None:
         self.homes = register_homes
         self.names = names  # globals of the generated function
-        self.params = variables  # offset of each kernel parameter
+        self.params = variables  # number of each kernel parameter
         self.masked = masked
         self.mask = "m" if masked else "None"
         self.indent = "  "

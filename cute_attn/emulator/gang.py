@@ -113,8 +113,8 @@ class Gang:
     def symbol(self, name: str) -> Array:
         return self.cta.symbol(name)
 
-    def param(self, offset: int, kind: str) -> Array:
-        return self.cta.grid.param(offset, DTYPES[kind])
+    def param(self, number: int, offset: int, kind: str) -> Array:
+        return self.cta.grid.param(number, offset, DTYPES[kind])
 
     def begin_op(self, position: int, what: str) -> Op | None:
         """An asynchronous operation issued by the warp at `position` in the gang; None without checks."""

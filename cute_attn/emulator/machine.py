@@ -98,10 +98,10 @@ class Cta:
         found = self.grid.shared_offsets.get(name)
         if found is not None:
             return np.array([found | (self.rank << RANK_SHIFT)], np.uint64)
-        offset = self.grid.program.params.get(name)
-        if offset is None:
+        number = self.grid.program.param_index.get(name)
+        if number is None:
             raise PtxError(f"unknown name {name!r}")
-        return np.array([GENERIC_PARAM | offset], np.uint64)
+        return np.array([GENERIC_PARAM | self.grid.param_offsets[number]], np.uint64)
 
     def special(self, name: str, gang: Gang) -> Array:
         """A special register, as u4 (u8 for the 64-bit ones)."""
@@ -178,6 +178,7 @@ class Grid:
         self.cluster: Dim3 = launch.get("cluster", (1, 1, 1))
         self.smem_bytes: int = launch["smem_bytes"]
         self.params: bytes = launch["params"]
+        self.param_offsets: list[int] = list(launch.get("param_offsets", program.param_offsets()))
         self.dependent = bool(launch.get("pdl"))
         self.num_warps = -(-int(np.prod(self.block)) // 32)
         self.knowledge = Knowledge()
@@ -197,8 +198,11 @@ class Grid:
             raise LaunchFault(f"block {self.block} has more than 1024 threads")
         if any(g % c for g, c in zip(self.grid, self.cluster, strict=True)):
             raise LaunchFault(f"grid {self.grid} is no multiple of the cluster {self.cluster}")
-        if len(self.params) < self.program.param_bytes:
-            raise LaunchFault(f"{len(self.params)} bytes of parameters, the kernel takes {self.program.param_bytes}")
+        kinds = self.program.kernel.params
+        if len(kinds) != len(self.param_offsets):
+            raise LaunchFault(f"{len(self.param_offsets)} parameters, the kernel takes {len(kinds)}")
+        if kinds and len(self.params) < self.param_offsets[-1] + kinds[-1].nbytes:
+            raise LaunchFault(f"{len(self.params)} bytes of parameters are too few")
         wanted = self.program.kernel.directives.get("reqntid")
         if wanted is not None:
             asked = tuple(int(x) for x in wanted.split(","))
@@ -227,11 +231,13 @@ class Grid:
         warps = np.arange(self.num_warps)
         return [warps[i : i + 1] for i in warps] if self.schedule.kind == "adversarial" else [warps]
 
-    def param(self, offset: int, dtype: Any) -> Array:
-        found = self._param_words.get((offset, dtype.str))
+    def param(self, number: int, offset: int, dtype: Any) -> Array:
+        """A word of a kernel parameter."""
+        start = self.param_offsets[number] + offset
+        found = self._param_words.get((start, dtype.str))
         if found is None:
-            found = np.frombuffer(self.params, dtype, 1, offset)
-            self._param_words[offset, dtype.str] = found
+            found = np.frombuffer(self.params, dtype, 1, start)
+            self._param_words[start, dtype.str] = found
         return found
 
     def home_of(self, register: int) -> Any:

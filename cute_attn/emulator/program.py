@@ -42,16 +42,16 @@ class Program:
         self.names: dict[str, Any] = dict(NAMES)
         self.labels: dict[str, int] = {}
         self.blocks = self._cut()
-        self.params = self._param_offsets()
+        self.param_index = {param.name: i for i, param in enumerate(kernel.params)}
         self.files: dict[str, list[Inst | None]] = {}
 
-    def _param_offsets(self) -> dict[str, int]:
-        offsets, end = {}, 0
+    def param_offsets(self) -> list[int]:
+        """Where parameters lie if nothing else is said. A cubin may begin with a gap."""
+        offsets, end = [], 0
         for param in self.kernel.params:
             end = -(-end // param.align) * param.align
-            offsets[param.name] = end
+            offsets.append(end)
             end += param.nbytes
-        self.param_bytes = end
         return offsets
 
     def _cut(self) -> list[Block]:
@@ -92,7 +92,7 @@ class Program:
         return found
 
     def _compile(self, block: Block, masked: bool) -> Callable[..., Any]:
-        emitter = Emitter(self.homes, self.names, self.params, masked)
+        emitter = Emitter(self.homes, self.names, self.param_index, masked)
         origin: list[Inst | None] = [None]
         following = block.index + 1 if block.index + 1 < len(self.blocks) else EXIT
         result = f"return {following}"

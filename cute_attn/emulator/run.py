@@ -23,7 +23,8 @@ def launch(
 ) -> Stats:
     """Execute the kernel `description["symbol"]` of `ptx` on `memory`, in place.
 
-    `description` holds symbol, grid, block, cluster, smem_bytes, pdl and the parameter bytes. With `checks`, every
+    `description` holds symbol, grid, block, cluster, smem_bytes, pdl, params (bytes) and, where parameters do not lie
+    one after the other from 0, param_offsets. With `checks`, every
     access is checked for races, bounds and initialisation; with `events` the stats keep what a timeline needs.
     `strict`: tensor memory may be overwritten only when loads from it were waited for, not when their registers were
     used. EmulatorError says what is wrong, and where.

@@ -78,6 +78,7 @@ def describe(artifact: Artifact, values: Sequence[int | float], grid: Dim3, *, p
         "cluster": artifact.cluster,
         "smem_bytes": artifact.smem_bytes,
         "pdl": pdl,
+        "param_offsets": [param.offset for param in artifact.params],
         "params": block.buffer.raw[: block.size],
     }
 

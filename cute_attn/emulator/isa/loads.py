@@ -26,9 +26,9 @@ def ld_param(e: Emitter, inst: Inst, vec: str, kind: str) -> None:
     if not isinstance(source, Addr) or not isinstance(source.base, Sym):
         raise PtxError("ld.param needs a parameter's name")
     t = tag(kind)
-    base = e.params[source.base.name] + source.offset
+    number = e.params[source.base.name]
     for i, item in enumerate(e.items(d)):
-        e.set(item, t, f"g.param({base + i * int(t[1])}, {t!r})")
+        e.set(item, t, f"g.param({number}, {source.offset + i * int(t[1])}, {t!r})")
 
 
 @form(

@@ -61,12 +61,12 @@ def _map_at(g: Gang, address: int) -> tensormap.TensorMap:
     cache: dict[int, tensormap.TensorMap] = g.cta.grid.tensor_maps
     found = cache.get(address)
     if found is None:
-        if address % 64:
-            raise MemoryFault(f"the tensor map at {address:#x} is not aligned to 64 bytes")
         if address >> 56 == GENERIC_PARAM >> 56:
             start = address & ((1 << 56) - 1)
             raw = g.cta.grid.params[start : start + tensormap.BYTES]
         else:
+            if address % 64:
+                raise MemoryFault(f"the tensor map at {address:#x} is not aligned to 64 bytes")
             rows = access.op_load_global(g.cta, np.array([address]), tensormap.BYTES, None, "a tensor map's read")
             raw = rows.tobytes()
         found = cache[address] = tensormap.decode(raw)
