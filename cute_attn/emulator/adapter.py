@@ -33,8 +33,9 @@ class EmulatedLaunch:
             raise RuntimeError("an emulated launch needs emulator.adapter.visible(...) around it")
         description = describe(self.artifact, values, grid, pdl=self.pdl)
         start = time.perf_counter()
+        ptx = self.artifact.ptx
         stats = launch(
-            self.artifact.ptx,
+            ptx if emulation.rewrite is None else emulation.rewrite(ptx),
             description,
             memory,
             checks=emulation.checks,

@@ -14,12 +14,13 @@ import numpy as np
 
 from cute_attn.emulator.clocks import Op
 from cute_attn.emulator.dtypes import DTYPES, Array
-from cute_attn.emulator.errors import EmulatorError, Place, UnknownForm
+from cute_attn.emulator.errors import Deadlock, EmulatorError, Place, UnknownForm
 from cute_attn.emulator.program import EXIT, Block
 
 if TYPE_CHECKING:
     from cute_attn.emulator.machine import Cta
 
+ENDLESS = 400_000  # blocks that a gang may run between two waits
 PATIENCE = 64  # times that one block may be chosen under divergence before the other lanes get a turn
 
 
@@ -130,11 +131,11 @@ class Gang:
     def run(self) -> Iterator[None]:
         """Yields when it waits, spins, or has used its slice of blocks."""
         grid = self.cta.grid
-        left = grid.slice
+        left, busy = grid.slice, 0
         while not self.finished:
             block, mask = self._next()
             self._step(block, mask)
-            left -= 1
+            left, busy = left - 1, busy + 1
             if self.wait is not None:
                 yield
                 while self.wait is not None:
@@ -142,8 +143,10 @@ class Gang:
                         self.wait = None
                     else:
                         yield
-                left = grid.slice
+                left, busy = grid.slice, 0
             elif self.spinning or left <= 0:
+                if busy > ENDLESS:
+                    raise Deadlock(f"{busy} blocks without a wait that succeeds: a loop that does not end")
                 yield
                 left = grid.slice
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,12 +28,15 @@ class Record:
 
 @dataclass(frozen=True)
 class Emulation:
-    """`arch`: the GPU that is stood in for. `records` collects what ran. `events`: keep what a timeline needs."""
+    """`arch`: the GPU that is stood in for. `records` collects what ran. `events`: keep what a timeline needs.
+    `rewrite` changes the PTX of each launch before it runs: for tests that break kernels on purpose.
+    """
 
     arch: str
     checks: bool = True
     schedule: Schedule = field(default_factory=Schedule)
     events: bool = False
+    rewrite: Callable[[str], str] | None = None
     records: list[Record] = field(default_factory=list)
 
 
@@ -47,10 +50,15 @@ def current() -> Emulation:
 
 @contextlib.contextmanager
 def using(
-    arch: str, *, checks: bool = True, schedule: Schedule | None = None, events: bool = False
+    arch: str,
+    *,
+    checks: bool = True,
+    schedule: Schedule | None = None,
+    events: bool = False,
+    rewrite: Callable[[str], str] | None = None,
 ) -> Iterator[Emulation]:
     """Emulate `arch` ("sm_80", "sm_90a", ...) in calls with backend="emulator"; yields the launches' records."""
-    emulation = Emulation(arch, checks, schedule or Schedule(), events)
+    emulation = Emulation(arch, checks, schedule or Schedule(), events, rewrite)
     token = _current.set(emulation)
     try:
         yield emulation
