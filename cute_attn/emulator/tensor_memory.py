@@ -92,7 +92,9 @@ class TensorMemory:
         number = int(self.owner[start]) if address < COLUMNS else 0
         held = np.flatnonzero(self.owner == number) if number else np.zeros(0, np.int64)
         if number == 0 or int(held[0]) != start or len(held) != columns:
-            raise MemoryFault(f"tcgen05.dealloc of {columns} columns at {address:#x}, which is no allocation of that size")
+            raise MemoryFault(
+                f"tcgen05.dealloc of {columns} columns at {address:#x}, which is no allocation of that size"
+            )
         self.owner[held] = 0
 
     def leaked(self) -> int:

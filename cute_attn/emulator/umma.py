@@ -75,7 +75,9 @@ def decode(word: int, kind: Kind) -> Instruction:
         return word >> low & ((1 << count) - 1)
 
     def refuse(reason: str) -> PtxError:
-        return PtxError(f"instruction descriptor {word:#010x} of .kind::{kind.name}, .cta_group::{kind.group}: {reason}")
+        return PtxError(
+            f"instruction descriptor {word:#010x} of .kind::{kind.name}, .cta_group::{kind.group}: {reason}"
+        )
 
     scaled = kind.name in BLOCK_SCALED
     reserved = {6: 1, 24: 3, 31: 1, 0: 2, 3: 1} if scaled else {0: 2, 6: 1, 23: 1, 29: 3}

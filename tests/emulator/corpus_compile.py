@@ -4,7 +4,6 @@ A case is arch:head_dim:causal:group:q_stage. Through the DSL's public interface
 In a process of its own, because the wheel's packages change classes of the DSL when they are imported.
 """
 
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

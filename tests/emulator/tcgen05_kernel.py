@@ -77,7 +77,7 @@ class Kernel:
         if nbytes:
             lines += [
                 f"mul.wide.u32 %a, %rank, {nbytes}; mul.wide.u32 %b, %tid, 4; add.u64 %a, %a, %b;",
-                f"ld.param.u64 %b, [p_smem]; add.u64 %a, %a, %b; shl.b32 %y, %tid, 2; add.u32 %y, %y, %base;",
+                "ld.param.u64 %b, [p_smem]; add.u64 %a, %a, %b; shl.b32 %y, %tid, 2; add.u32 %y, %y, %base;",
                 "COPY:",
                 "ld.global.b32 %x0, [%a]; st.shared.b32 [%y], %x0; add.u64 %a, %a, 512; add.u32 %y, %y, 512;",
                 "setp.lt.u32 %p1, %y, %slot; @%p1 bra COPY;",

@@ -73,7 +73,9 @@ def row_bytes(x: Array, type_: str, dense: bool) -> Array:
     if dense:
         return np.packbits(bits.reshape(len(x), -1), axis=-1, bitorder="little")
     packed = np.packbits(bits.reshape(len(x), -1, 16 * width), axis=-1, bitorder="little")
-    return np.concatenate([packed, np.full((*packed.shape[:2], 16 - 2 * width), 0xEE, np.uint8)], -1).reshape(len(x), -1)
+    return np.concatenate([packed, np.full((*packed.shape[:2], 16 - 2 * width), 0xEE, np.uint8)], -1).reshape(
+        len(x), -1
+    )
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,7 @@ PLAIN = [
     Case(a="f16", b="bf16", negate=1),
     Case(negate=2),
     Case(negate=3, shift=3),
-    *(Case(a_in_tmem=True, m=m, lane=l, b_mn=True) for m, l in ((128, 0), (64, 0), (64, 16))),
+    *(Case(a_in_tmem=True, m=m, lane=at, b_mn=True) for m, at in ((128, 0), (64, 0), (64, 16))),
     *(Case("tf32", "tf32", "tf32", a_mode=m, b_mode=m) for m in ("none", "32", "64", "128")),
     Case("tf32", "tf32", "tf32", a_mode="128x32", b_mode="128x32", a_mn=True, b_mn=True),
     Case("tf32", "tf32", "tf32", a_in_tmem=True),
@@ -328,7 +330,7 @@ def test_a_in_tensor_memory_needs_a_wait() -> None:
 def test_overwritten_operand() -> None:
     setup = Setup(Case())
     late = [f"@%lead st.shared.b32 [{1024}], %y;"]
-    with pytest.raises(Race, match="a read by tcgen05.mma"):
+    with pytest.raises(Race, match=r"a read by tcgen05\.mma"):
         setup.kernel(setup.code(), commit=False, warps=late, columns=0).run()
 
 
@@ -349,7 +351,7 @@ def test_scales_must_be_in_every_quarter() -> None:
 def test_pairs_need_both_copies_of_a() -> None:
     setup = Setup(Case(m=128, group=2, a_in_tmem=True))
     setup.tmem[1, 70, A_COLUMN] ^= 1
-    with pytest.raises(MemoryFault, match="must repeat lanes 0..63"):
+    with pytest.raises(MemoryFault, match=r"must repeat lanes 0\.\.63"):
         setup.kernel(setup.code()).run()
 
 

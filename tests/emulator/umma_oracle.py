@@ -83,7 +83,9 @@ class Placed:
         image[at] = raw
 
 
-def instruction(m: int, n: int, a: str, b: str, d: str, *, a_mn: bool = False, b_mn: bool = False, negate: int = 0) -> int:
+def instruction(
+    m: int, n: int, a: str, b: str, d: str, *, a_mn: bool = False, b_mn: bool = False, negate: int = 0
+) -> int:
     found = {"f16": 0, "f32": 1, "s32": 2}[d] << 4 | CODES[a] << 7 | CODES[b] << 10 | negate << 13
     return found | a_mn << 15 | b_mn << 16 | n >> 3 << 17 | m >> 4 << 24
 

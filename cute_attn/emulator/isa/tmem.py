@@ -125,7 +125,9 @@ class _Allocating(Wait):
     conformance="unverified",
 )
 def alloc(e: Emitter, inst: Inst, group: str, space: str) -> None:
-    address = e.address(inst.operands[0], wide=False) if space else f"{e.address(inst.operands[0], wide=True)}.astype(u4)"
+    address = (
+        e.address(inst.operands[0], wide=False) if space else f"{e.address(inst.operands[0], wide=True)}.astype(u4)"
+    )
     e.call(_alloc, [address, e.get(inst.operands[1], "u4"), group[-1]])
 
 

@@ -56,7 +56,9 @@ class _Product:
             right = -right
         for rank, cta in enumerate(ctas):
             rows = umma.rows_of(x, group)
-            left = self._tmem_a(cta, op) if self.a_in_tmem else self._shared(cta, self.a, rows, x.a_mn_major, x.a_type, op)
+            left = (
+                self._tmem_a(cta, op) if self.a_in_tmem else self._shared(cta, self.a, rows, x.a_mn_major, x.a_type, op)
+            )
             if x.a_negated:
                 left = -left
             if kind.vector:
@@ -166,7 +168,8 @@ def product(e: Emitter, inst: Inst, group: str, kind: str, collector: str) -> No
     left = e.address(a, wide=False) if in_tmem else e.get(a, "u8")
     fixed = [e.bind(how, "kind"), str(in_tmem), str(shift)]
     e.call(
-        _issue, [*fixed, e.address(d, wide=False), left, e.get(b, "u8"), e.get(word, "u4"), e.get(rest[0], "p"), disabled]
+        _issue,
+        [*fixed, e.address(d, wide=False), left, e.get(b, "u8"), e.get(word, "u4"), e.get(rest[0], "p"), disabled],
     )
 
 
@@ -224,9 +227,7 @@ def _issue(
         at = [int(g.full(x)[lane]) for x in (d, a, b, *scales)]
         lanes_off = sum(int(g.full(x)[lane]) << (32 * i) for i, x in enumerate(disabled))
         what = umma.decode(int(g.full(word)[lane]), kind)
-        one = _Product(
-            kind, what, at[0], at[1], in_tmem, at[2], bool(g.full(keep)[lane]), shift, lanes_off, *at[3:]
-        )
+        one = _Product(kind, what, at[0], at[1], in_tmem, at[2], bool(g.full(keep)[lane]), shift, lanes_off, *at[3:])
         op = memory_of(g.cta).begin(int(g.lane_agents[lane]), KIND)
         g.cta.post(lambda one=one, op=op: one.run(pair, op), _queue(g, int(lane)))  # type: ignore[misc]
 
@@ -249,8 +250,7 @@ _COPIES = {
 
 
 @form(
-    f"tcgen05.cp{GROUP}"
-    "{.128x256b|.128x128b|.64x128b.warpx2::02_13|.64x128b.warpx2::01_23|.32x128b.warpx4}",
+    f"tcgen05.cp{GROUP}{{.128x256b|.128x128b|.64x128b.warpx2::02_13|.64x128b.warpx2::01_23|.32x128b.warpx4}}",
     since=100,
     only=ARCHS,
     conformance="unverified",
