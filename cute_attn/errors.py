@@ -22,6 +22,10 @@ class RuntimeArgumentError(ArgumentError, RuntimeError):
     """A bad argument that FlashInfer finds in compiled code, where every error is a RuntimeError."""
 
 
+class WorkspaceError(RuntimeArgumentError):
+    """A workspace buffer is too small for what was asked. The message names the bytes needed."""
+
+
 class ArgumentTypeError(TypeError, ValueError):
     """An argument has the wrong Python type, or two spellings of one argument were both given."""
 
@@ -49,3 +53,7 @@ class NotSupported(NotImplementedError, ValueError):
 
 class ArtifactError(RuntimeError):
     """A compiled kernel is missing, damaged or does not fit the device."""
+
+
+class NotPlannedError(RuntimeError, AttributeError):
+    """`run` of a batch wrapper before `plan`, where FlashInfer misses an attribute."""

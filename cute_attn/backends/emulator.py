@@ -12,10 +12,12 @@ from cute_attn import normalize, select
 from cute_attn.emulator import adapter, settings
 from cute_attn.errors import ArgumentError
 from cute_attn.kernels.spec import KernelSpec
-from cute_attn.problem import Problem, Settings
+from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Problem, Settings
 from cute_attn.runtime.arch import TYPICAL_SMS, Arch, named
+from cute_attn.runtime.launch import CPU
+from cute_attn.runtime.staging import Staging
 
-OUTPUTS = ("out", "lse")
+OUTPUTS = ("out", "lse", "workspace")
 
 
 def launches(problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
@@ -25,6 +27,27 @@ def launches(problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, t
 
 def prepare(problem_settings: Settings) -> Callable[[Problem], None]:
     return Emulated(problem_settings)
+
+
+def plan(
+    batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging
+) -> Callable[[BatchProblem], None]:
+    """A plan for the architecture that is emulated now; it runs on that one whatever is emulated later."""
+    arch, module = _batch_backend(batch_settings)
+    scheduled = module.scheduled(batch_settings, lengths, limits, arch, TYPICAL_SMS[arch.name])
+    return EmulatedPlan(module.Planned(batch_settings, scheduled, staging, arch, CPU))
+
+
+def workspace(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
+    arch, module = _batch_backend(batch_settings)
+    sizes: tuple[int, int] = module.workspace_on(batch_settings, lengths, limits, arch, TYPICAL_SMS[arch.name])
+    return sizes
+
+
+def _batch_backend(batch_settings: Settings) -> tuple[Arch, Any]:
+    arch = named(settings.current().arch)
+    backend = select.emulated(batch_settings.features, arch)
+    return arch, importlib.import_module(f"cute_attn.backends.{backend.name}_batch")
 
 
 class Emulated:
@@ -40,14 +63,22 @@ class Emulated:
         if run is None:
             backend = select.emulated(self.settings.features, arch)
             module: Any = importlib.import_module(f"cute_attn.backends.{backend.name}")
-            run = self.runners[arch.name] = module.Runner(self.settings, arch, None, TYPICAL_SMS[arch.name])
+            run = self.runners[arch.name] = module.Runner(self.settings, arch, CPU, TYPICAL_SMS[arch.name])
         problem = _placed(problem)
-        inputs: dict[str, torch.Tensor] = {}
-        outputs: dict[str, torch.Tensor] = {}
-        for name, value in zip(problem._fields, problem, strict=True):
-            (outputs if name in OUTPUTS else inputs).update(_tensors(name, value))
-        with adapter.visible(inputs, outputs):
+        with adapter.visible(*_roles(problem)):
             run(problem)
+
+
+class EmulatedPlan:
+    """Runs batches of one plan, whose records are global memory too."""
+
+    def __init__(self, planned: Any) -> None:
+        self.planned = planned
+
+    def __call__(self, problem: BatchProblem) -> None:
+        inputs, outputs = _roles(problem)
+        with adapter.visible({**inputs, "records": self.planned.records}, outputs):
+            self.planned(problem)
 
 
 def _placed(problem: Problem) -> Problem:
@@ -58,6 +89,15 @@ def _placed(problem: Problem) -> Problem:
     if normalize.aligned(problem.q):
         return problem
     return problem._replace(q=problem.q.clone(memory_format=torch.contiguous_format))
+
+
+def _roles(problem: Problem | BatchProblem) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Tensors that kernels may only read, and those that they write."""
+    inputs: dict[str, torch.Tensor] = {}
+    outputs: dict[str, torch.Tensor] = {}
+    for name, value in zip(problem._fields, problem, strict=True):
+        (outputs if name in OUTPUTS else inputs).update(_tensors(name, value))
+    return inputs, outputs
 
 
 def _tensors(name: str, value: Any) -> dict[str, torch.Tensor]:

@@ -16,16 +16,16 @@ from cute_attn.emulator import settings
 from cute_attn.emulator.memory import GlobalMemory, Region
 from cute_attn.emulator.run import launch
 from cute_attn.runtime.artifact import Artifact
-from cute_attn.runtime.launch import Dim3, describe
+from cute_attn.runtime.launch import CPU, Dim3, Launch, describe
 
 _memory: contextvars.ContextVar[GlobalMemory | None] = contextvars.ContextVar("emulated memory", default=None)
 
 
-class EmulatedLaunch:
-    """Takes the place of `Launch` for CPU tensors. Fires inside `visible`, on the memory that it shows."""
+class EmulatedLaunch(Launch):
+    """The launch of an artifact for CPU tensors. Fires inside `visible`, on the memory that it shows."""
 
     def __init__(self, artifact: Artifact, *, pdl: bool) -> None:
-        self.artifact, self.pdl = artifact, pdl
+        self.artifact, self.pdl, self.device_index = artifact, pdl, CPU
 
     def fire(self, values: Sequence[int | float], grid: Dim3, stream: int) -> None:
         memory, emulation = _memory.get(), settings.current()

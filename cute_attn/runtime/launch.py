@@ -20,15 +20,13 @@ from cute_attn.runtime import arch as archs
 from cute_attn.runtime.artifact import Artifact, Param
 
 Dim3 = tuple[int, int, int]
+CPU = -1  # as a device index: tensors on the CPU, kernels on the emulator
 _STRUCT_CODES = {"i32": "i", "i64": "q", "f32": "f", "f64": "d"}
 
 
-def current_stream(device_index: int | None) -> int:
-    """Handle of torch's current stream on a device (one C call; `torch.cuda.current_stream` takes 3 us).
-
-    Device None is the CPU, on which kernels are emulated: it has one stream.
-    """
-    if device_index is None:
+def current_stream(device_index: int) -> int:
+    """Handle of torch's current stream on a device (one C call; `torch.cuda.current_stream` takes 3 us)."""
+    if device_index == CPU:
         return 0
     return torch._C._cuda_getCurrentRawStream(device_index)
 

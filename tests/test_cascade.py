@@ -1,0 +1,156 @@
+"""The cascade wrapper against attention over each request's own keys, put together from its levels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import cute_attn
+from cute_attn.errors import ArgumentError, ArgumentTypeError, NotPlannedError, NotSupported
+
+HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 4
+QO_LENS = [3, 1, 4, 2]
+# By level: which requests share a group, and the keys of the group.
+LEVELS = [([0, 0, 0, 0], [13]), ([0, 0, 1, 1], [5, 8]), ([0, 1, 2, 3], [7, 1, 4, 9])]
+
+
+class Shared:
+    """A batch whose requests share the keys of LEVELS[:-1]."""
+
+    def __init__(self, layout: str = "NHD", levels: list[tuple[list[int], list[int]]] = LEVELS) -> None:
+        self.levels, self.layout = levels, layout
+        pages = [[-(-kv // PAGE) for kv in kv_lens] for _, kv_lens in levels]
+        self.num_pages = sum(map(sum, pages))
+        self.cache = torch.randn(self.num_pages, 2, PAGE, KV_HEADS, DIM).half()
+        self.q = torch.randn(sum(QO_LENS), HEADS, DIM).half()
+        free = torch.randperm(self.num_pages)
+        self.arrays: list[list[torch.Tensor]] = [[], [], [], []]
+        for (groups, kv_lens), counts in zip(levels, pages, strict=True):
+            rows = [sum(q for q, g in zip(QO_LENS, groups, strict=True) if g == i) for i in range(len(kv_lens))]
+            self.arrays[0].append(torch.tensor([0, *rows]).cumsum(0).int())
+            self.arrays[1].append(torch.tensor([0, *counts]).cumsum(0).int())
+            self.arrays[2].append(free[: sum(counts)].int())
+            self.arrays[3].append(torch.tensor([kv - (n - 1) * PAGE for kv, n in zip(kv_lens, counts, strict=True)]))
+            free = free[sum(counts) :]
+
+    def given(self) -> torch.Tensor:
+        return self.cache if self.layout == "NHD" else self.cache.transpose(2, 3).contiguous()
+
+    def keys(self, request: int) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = []
+        for level, (groups, kv_lens) in enumerate(self.levels):
+            group = groups[request]
+            start, stop = self.arrays[1][level][group : group + 2].tolist()
+            tokens = self.cache[self.arrays[2][level][start:stop]].transpose(0, 1).flatten(1, 2)
+            parts.append(tokens[:, : kv_lens[group]])
+        k, v = torch.cat(parts, 1)
+        return k, v
+
+    def expected(self, **options: Any) -> torch.Tensor:
+        single, row, out = cute_attn.single_prefill_with_kv_cache, 0, []
+        for request, qo_len in enumerate(QO_LENS):
+            out.append(single(self.q[row : row + qo_len], *self.keys(request), **options))
+            row += qo_len
+        return torch.cat(out)
+
+
+def wrapper(levels: int = 3, layout: str = "NHD") -> cute_attn.MultiLevelCascadeAttentionWrapper:
+    return cute_attn.MultiLevelCascadeAttentionWrapper(levels, torch.zeros(1 << 20, dtype=torch.uint8), layout)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("levels", [1, 2, 3])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("options", [{}, {"logits_soft_cap": 2.0, "sm_scale": 0.5}])
+def test_levels_merge_to_attention_over_all_keys(
+    layout: str, levels: int, causal: bool, options: dict[str, Any]
+) -> None:
+    torch.manual_seed(levels)
+    batch = Shared(layout, LEVELS[3 - levels :])
+    cascade = wrapper(levels, layout)
+    cascade.plan(*batch.arrays, HEADS, KV_HEADS, DIM, PAGE, causal=causal, **options)
+    out = cascade.run(batch.q, batch.given())
+    assert out.dtype == torch.float16
+    torch.testing.assert_close(out, batch.expected(causal=causal, **options), rtol=3e-3, atol=3e-3)
+
+
+def test_other_names_and_a_new_plan() -> None:
+    batch, cascade = Shared(), wrapper()
+    cascade.begin_forward(*batch.arrays, HEADS, KV_HEADS, DIM, PAGE, True, allow_fp16_qk_reduction=True)
+    out = cascade.forward(batch.q, batch.given())
+    torch.testing.assert_close(out, batch.expected(causal=True), rtol=3e-3, atol=3e-3)
+    assert cascade.end_forward() is None
+    assert not cascade.is_cuda_graph_enabled
+    cascade.plan(*batch.arrays, HEADS, KV_HEADS, DIM, PAGE)
+    torch.testing.assert_close(cascade.run(batch.q, batch.given()), batch.expected(), rtol=3e-3, atol=3e-3)
+    cascade.reset_workspace_buffer(torch.zeros(1 << 20, dtype=torch.uint8), [torch.zeros(8)] * 3)
+    with pytest.raises(NotPlannedError, match=r"plan\(\) must come before run"):
+        cascade.run(batch.q, batch.given())
+
+
+def test_one_level_takes_positions() -> None:
+    batch, cascade = Shared(levels=LEVELS[2:]), wrapper(1)
+    options = {"pos_encoding_mode": "ALIBI", "window_left": 3, "causal": True}
+    cascade.plan(*batch.arrays, HEADS, KV_HEADS, DIM, PAGE, **options)
+    out = cascade.run(batch.q, batch.given())
+    torch.testing.assert_close(out, batch.expected(**options), rtol=3e-3, atol=3e-3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message", "error"),
+    [
+        ({"pos_encoding_mode": "ROPE_LLAMA"}, "cascade refuses pos_encoding_mode='ROPE_LLAMA'", NotSupported),
+        ({"window_left": 8}, "cascade refuses window_left=8: a level knows .* Instead: a paged wrapper", NotSupported),
+        ({"paged_kv_indptr_arr": 7}, "paged_kv_indptr_arr must be a list with a tensor for each", ArgumentTypeError),
+        ({"paged_kv_indices_arr": []}, "paged_kv_indices_arr must have a tensor for each of 3 levels", ArgumentError),
+        (
+            {"qo_indptr_arr": [torch.tensor([0, n]) for n in (9, 10, 10)]},
+            r"same number .* \[9, 10, 10\]",
+            ArgumentError,
+        ),
+        ({"qo_indptr_arr": [None] * 3}, "qo_indptr_arr must be a torch.Tensor", ArgumentTypeError),
+        ({"causal": 1}, "causal must be True or False", ArgumentTypeError),
+        ({"num_kv_heads": 3}, "num_qo_heads", ArgumentError),
+    ],
+)
+def test_bad_plans_are_named_and_leave_none(changed: dict[str, Any], message: str, error: type) -> None:
+    batch, cascade = Shared(), wrapper()
+    names = ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len")
+    good = {**dict(zip(names, batch.arrays, strict=True)), "num_qo_heads": HEADS, "num_kv_heads": KV_HEADS}
+    good |= {"head_dim": DIM, "page_size": PAGE}
+    cascade.plan(**good)
+    with pytest.raises(error, match=message):
+        cascade.plan(**{**good, **changed})
+    with pytest.raises(NotPlannedError):
+        cascade.run(batch.q, batch.given())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "error"),
+    [
+        ((0, torch.zeros(64)), "num_levels must be >= 1, got 0", ArgumentError),
+        ((2.0, torch.zeros(64)), "num_levels must be an int", ArgumentTypeError),
+        ((1, torch.zeros(64), "NHD", 1), "use_cuda_graph must be True or False", ArgumentTypeError),
+        ((1, torch.zeros(64), "NHD", True), "qo_indptr_buf_arr must be a list", ArgumentTypeError),
+    ],
+)
+def test_bad_constructors_are_named(arguments: tuple[Any, ...], message: str, error: type) -> None:
+    with pytest.raises(error, match=message):
+        cute_attn.MultiLevelCascadeAttentionWrapper(*arguments)
+
+
+def test_fixed_buffers_hold_other_lengths() -> None:
+    """Buffers of the constructor are those that captured launches read: a new plan changes what is in them."""
+    first, second = Shared(), Shared(levels=[([0] * 4, [9]), ([0, 0, 1, 1], [2, 8]), ([0, 1, 2, 3], [3, 2, 5, 6])])
+    buffers = [[torch.zeros(len(a), dtype=torch.int32) for a in arrays] for arrays in first.arrays]
+    cascade = cute_attn.MultiLevelCascadeAttentionWrapper(
+        3, torch.zeros(1 << 20, dtype=torch.uint8), "NHD", True, *buffers
+    )
+    assert cascade.is_cuda_graph_enabled
+    for batch in (first, second):
+        cascade.plan(*batch.arrays, HEADS, KV_HEADS, DIM, PAGE, causal=True)
+        assert all(map(torch.equal, buffers[1], batch.arrays[1]))
+        out = cascade.run(batch.q, batch.given())
+        torch.testing.assert_close(out, batch.expected(causal=True), rtol=3e-3, atol=3e-3)
