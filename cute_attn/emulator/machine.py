@@ -172,6 +172,7 @@ class Grid:
         self.program, self.memory = program, memory
         self.checks, self.schedule, self.events = policy.checks, policy.schedule, policy.events
         self.strict = policy.strict
+        self._waiting: Iterator[tuple[int, Dim3]] = self._origins()
         self.cta_group = 0  # that of the tcgen05 instructions, once one was met
         self.grid: Dim3 = launch["grid"]
         self.block: Dim3 = launch["block"]
@@ -251,24 +252,29 @@ class Grid:
         if clocks is not None:
             clocks.time[gang.agents] += block.count
 
-    def _clusters(self) -> Iterator[Cluster]:
+    def _origins(self) -> Iterator[tuple[int, Dim3]]:
+        """Number and first CTA of every cluster."""
         counts = [g // c for g, c in zip(self.grid, self.cluster, strict=True)]
         for number in range(int(np.prod(counts))):
             x, y, z = number % counts[0], number // counts[0] % counts[1], number // (counts[0] * counts[1])
-            yield Cluster(self, number, (x * self.cluster[0], y * self.cluster[1], z * self.cluster[2]))
+            yield number, (x * self.cluster[0], y * self.cluster[1], z * self.cluster[2])
+
+    def cancel(self) -> Dim3 | None:
+        """Take the next cluster out of those that have not started: its first CTA."""
+        found = next(self._waiting, None)
+        return None if found is None else found[1]
 
     def run(self) -> Stats:
         """Clusters are started in order; another one joins when those that run cannot move."""
-        waiting = self._clusters()
         resident: list[Cluster] = []
         exhausted = False
         while resident or not exhausted:
             if not exhausted and not self._turn_all(resident):
-                cluster = next(waiting, None)
-                if cluster is None:
+                following = next(self._waiting, None)
+                if following is None:
                     exhausted = True
                 else:
-                    resident.append(cluster)
+                    resident.append(Cluster(self, *following))
             elif exhausted and resident and not self._turn_all(resident):
                 self._starve(resident)
             resident = [c for c in resident if any(cta.running for cta in c.ctas)]

@@ -24,6 +24,7 @@ MODULES = (
     "packed",
     "tmem",
     "umma",
+    "launch_control",
 )
 
 

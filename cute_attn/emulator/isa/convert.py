@@ -231,13 +231,13 @@ def cvta(e: Emitter, inst: Inst, direction: str, space: str) -> None:
     e.set(inst.operands[0], "u8", e.get(inst.operands[1], "u8"))
 
 
-@form("cvta.shared.u64", conformance="order")
-def cvta_shared(e: Emitter, inst: Inst) -> None:
+@form("cvta.shared{|::cta|::cluster}.u64", conformance="order")
+def cvta_shared(e: Emitter, inst: Inst, space: str) -> None:
     from cute_attn.emulator.memory import GENERIC_SHARED
 
     e.set(inst.operands[0], "u8", f"{e.get(inst.operands[1], 'u8')} | {e.constant(GENERIC_SHARED, 'u8')}")
 
 
-@form("cvta.to.shared.u64", conformance="order")
-def cvta_to_shared(e: Emitter, inst: Inst) -> None:
+@form("cvta.to.shared{|::cta|::cluster}.u64", conformance="order")
+def cvta_to_shared(e: Emitter, inst: Inst, space: str) -> None:
     e.set(inst.operands[0], "u8", f"{e.get(inst.operands[1], 'u8')} & {e.constant(0xFFFFFFFF, 'u8')}")

@@ -33,6 +33,8 @@ _HINT = "{|.L2::cache_hint}"
 @form(
     f"cp.async.bulk.tensor{_DIMS}{{.shared::cluster|.shared::cta}}.global{{|.tile}}.mbarrier::complete_tx::bytes"
     f"{{|.multicast::cluster}}{{|.cta_group::1|.cta_group::2}}{_HINT}",
+    f"cp.async.bulk.tensor{_DIMS}{{.shared::cluster|.shared::cta}}.global{{|.tile}}.mbarrier::complete_tx::bytes"
+    f"{{|.multicast::cluster}}.L2::cache_hint{{.cta_group::1|.cta_group::2}}",
     since=90,
     golden="tma",
 )
