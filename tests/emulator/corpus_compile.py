@@ -1,8 +1,8 @@
 """Compiles forward kernels of the installed flash-attn-4 wheel to PTX: `corpus_compile.py DIRECTORY CASE...`.
 
 A case is arch:head_dim:causal:group:q_stage:traits, traits being letters: p two CTAs a tile, c work taken over from
-clusters that have not started, 8 inputs of e4m3. Through the DSL's public interface, with fake tensors: no GPU is needed.
-In a process of its own, because the wheel's packages change classes of the DSL when they are imported.
+clusters that have not started, 8 inputs of e4m3. Through the DSL's public interface and with fake tensors, so that no
+GPU is needed. In a process of its own, because the wheel's packages change classes of the DSL when they are imported.
 """
 
 import sys

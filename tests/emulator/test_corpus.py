@@ -61,7 +61,9 @@ KERNELS = [
     for causal, group in ((False, 1), (True, 1), (True, 2), (False, 4))
 ]
 KERNELS += [Kernel("sm_100a", 128, False, 1, 2), Kernel("sm_100a", 128, True, 2, 2)]
-KERNELS += [Kernel("sm_100a", 128, False, 1, 2, traits) for traits in ("p", "c", "pc", "8")]
+KERNELS += [
+    Kernel("sm_100a", 128, causal, 1, 2, traits) for causal, traits in ((False, "p"), (True, "c"), (False, "8"))
+]
 
 
 @dataclass(frozen=True)
@@ -250,9 +252,10 @@ class Problem:
             block = block.ljust(-(-len(block) // param.align) * param.align, b"\0") + value
         x, y, z = (int(n) for n in entry.directives["reqntid"].split(","))
         tiles = self.blocks * self.kernel.ctas, self.tile_heads, self.shape.batch
+        flat = self.kernel.causal and "c" not in self.kernel.traits
         description = {
             "symbol": name,
-            "grid": (math.prod(tiles), 1, 1) if self.kernel.causal else tiles,
+            "grid": (math.prod(tiles), 1, 1) if flat else tiles,
             "block": (x, y, z),
             "cluster": (self.kernel.ctas, 1, 1),
             "smem_bytes": SMEM,
