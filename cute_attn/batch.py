@@ -127,7 +127,7 @@ class BatchWrapper:
         settings = settings._replace(page_size=page_size)
         normalize_plan.check_rows(tokens, settings.features.num_qo_heads)
         backend = select.chosen(settings.features, self._backend)
-        limits = BatchLimits(self._workspace.numel(), *splits)
+        limits = BatchLimits(self._workspace.numel(), *splits, max_qo_len=tokens.q_len)
         if not self._use_cuda_graph:
             return settings, backend, limits, None
         first = self._frozen(settings, splits, backend.name, tokens, mask)

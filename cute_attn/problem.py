@@ -134,3 +134,4 @@ class BatchLimits(NamedTuple):
     fixed_split_size: int | None = None  # tokens
     disable_split_kv: bool = False
     graph: GraphLimits | None = None  # CUDA graphs: launches keep their form over plans
+    max_qo_len: int | None = None  # query tokens of one request, where known (decode)

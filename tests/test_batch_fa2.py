@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,15 +21,20 @@ from tests.batch_case import (
     BatchCase,
     call,
     check,
+    decode,
+    heads,
     make,
+    paged,
     plan_arguments,
+    ragged,
     random_batch_case,
     random_lengths,
     wrapper,
 )
 from tests.fa2_contract import InterpretedLaunch
+from tests.graphs import Captured, Pair
 from tests.matrix import poisoned_memory
-from tests.test_batch_lifecycle import DECODE, PAGED, RAGGED, graph_wrapper
+from tests.test_batch_lifecycle import DECODE, graph_wrapper
 
 ARCH = named("sm_90a")
 SMS = 66
@@ -77,24 +83,46 @@ def test_random(seed: int) -> None:
     assert_right(random_batch_case(seed, max_len=150, max_batch=4))
 
 
-@pytest.mark.parametrize("case", [PAGED, RAGGED, DECODE], ids=["paged", "ragged", "decode"])
-def test_graph_launches_keep_their_form(case: BatchCase) -> None:
-    """Over plans of other lengths: what a captured graph holds is what a new launch would get."""
-    case = dataclasses.replace(case, kv_lens=(40, 3, 33))
-    made, _ = graph_wrapper(case)
-    inputs = make(case)
-    q = inputs.q.clone()
-    made.plan(**plan_arguments(case, inputs))
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:2])
-    made.run(q, *inputs.kv, out=out, lse=lse)
-    held = [(launch.params, launch.grid) for launch in InterpretedLaunch.fired]
-    for seed in range(3):
-        InterpretedLaunch.fired = []
-        other = random_lengths(case, seed, 25)
-        rows = dataclasses.replace(other, qo_lens=case.qo_lens)  # a run sees as many rows as were captured
-        made.plan(**plan_arguments(rows, make(rows)))
-        made.run(q, *inputs.kv, out=out, lse=lse)
-        assert [(launch.params, launch.grid) for launch in InterpretedLaunch.fired] == held
+# ---- CUDA graphs: launches fired again as they were
+
+
+def capture(run: Callable[[], Pair]) -> tuple[Pair, Callable[[], None]]:
+    held: list[tuple[InterpretedLaunch, Any]] = []
+    fire = InterpretedLaunch.fire
+
+    def recording(launch: InterpretedLaunch, *arguments: Any) -> None:
+        held.append((launch, arguments))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpretedLaunch, "fire", recording)
+        results = run()
+
+    def replay() -> None:
+        for launch, arguments in held:
+            fire(launch, *arguments)
+
+    return results, replay
+
+
+GRAPHED = (
+    paged((37, 2, 5, 16), (300,) * 4, page_size=4, mask="causal", **heads(4, 2)),
+    paged((9,) * 3, (130,) * 3, page_size=5, fixed_split_size=8, kv_layout="HND"),
+    paged((7, 20), (90,) * 2, disable_split_kv=True, sinks=True),
+    paged((13, 5, 9), (70,) * 3, mask="custom", window_left=30),
+    ragged((30, 20, 5), (150,) * 3, mask="causal"),
+    ragged((30, 20), (90,) * 2, kv_layout="HND", mask="packed"),
+    decode((400,) * 4, **heads(8, 2)),
+    decode((200,) * 3, q_len=3, page_size=1, **heads(4, 1)),
+    decode((300,) * 2, fixed_split_size=3, kv_dtype="float8_e4m3fn"),
+)
+
+
+@pytest.mark.parametrize("case", GRAPHED, ids=lambda case: case.id)
+def test_replays_with_other_lengths(case: BatchCase) -> None:
+    captured = Captured(case, "cpu", capture)
+    captured.replay(case)
+    for seed in range(5):
+        captured.replay(random_lengths(case, seed, max(case.kv_lens)))
 
 
 @pytest.mark.parametrize("splits", [{}, {"fixed_split_size": 2}, {"disable_split_kv": True}], ids=str)
@@ -121,3 +149,25 @@ def test_workspace_size_is_enough(splits: dict[str, Any], graph: bool) -> None:
         made.reset_workspace_buffer(torch.empty(float_bytes - 1, dtype=torch.uint8))
         with pytest.raises(WorkspaceError, match=f"must have {float_bytes} bytes"):
             made.plan(**arguments)
+
+
+@pytest.mark.parametrize("splits", [{"fixed_split_size": 2}, {"disable_split_kv": True}], ids=str)
+def test_tiles_do_not_depend_on_the_batch(splits: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a promise says that bits do not: another tile sums in another order."""
+    asked = set()
+
+    def choose(kind: Any, rows: int, arch: Any) -> Tile:
+        asked.add((len(made), rows))
+        return TILE
+
+    monkeypatch.setattr(fa2_batch.tiles, "choose", choose)
+    made: list[Any] = []
+    for qo_lens in ((1,), (1, 1), (7, 300), (64, 0, 2)):
+        case = paged(qo_lens, (30,) * len(qo_lens), **splits)
+        wrapper(case).plan(**plan_arguments(case, make(case)))
+    made.append("decode")
+    for kv_lens in ((40,), (1, 90, 0)):
+        case = decode(kv_lens, q_len=2, **splits)
+        wrapper(case).plan(**plan_arguments(case, make(case)))
+    assert len(asked) == 2
+    assert (1, 2 * 2) in asked  # q_len tokens of a group of two

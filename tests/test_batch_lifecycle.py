@@ -21,6 +21,7 @@ from cute_attn import (
     single_prefill_with_kv_cache,
 )
 from cute_attn.problem import BatchProblem
+from tests import graphs
 from tests.batch_case import (
     NO_PAGE,
     WORKSPACE,
@@ -285,19 +286,7 @@ def ints(size: int) -> torch.Tensor:
 
 
 def graph_wrapper(case: BatchCase, pages: int = 40, mask_bytes: int = 200) -> tuple[Any, dict[str, torch.Tensor]]:
-    batch = len(case.kv_lens)
-    if case.kind == "decode":
-        buffers = {"paged_kv_indptr_buffer": ints(batch + 1), "paged_kv_indices_buffer": ints(pages)}
-        buffers |= {"paged_kv_last_page_len_buffer": ints(batch)}
-    elif case.kind == "paged":
-        buffers = {"qo_indptr_buf": ints(batch + 1), "paged_kv_indptr_buf": ints(batch + 1)}
-        buffers |= {"paged_kv_indices_buf": ints(pages), "paged_kv_last_page_len_buf": ints(batch)}
-    else:
-        buffers = {"qo_indptr_buf": ints(batch + 1), "kv_indptr_buf": ints(batch + 1)}
-    if case.mask != "none":
-        mask = torch.full((mask_bytes,), 0xFF, dtype=torch.uint8)
-        buffers |= {"custom_mask_buf": mask, "mask_indptr_buf": ints(batch + 1)}
-    return wrapper(case, use_cuda_graph=True, **buffers), buffers
+    return graphs.graph_wrapper(case, "cpu", pages, mask_bytes)
 
 
 @pytest.mark.parametrize("case", KINDS, ids=IDS)

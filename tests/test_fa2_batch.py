@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from cute_attn.backends import fa2_batch, fa2_kernels
+from cute_attn.kernels import tiles
 from cute_attn.kernels.spec import Fa2Spec, Tile
 from cute_attn.kernels.work import ITEM_INTS
 from cute_attn.runtime.arch import named
@@ -156,6 +157,20 @@ def test_records_are_where_the_launches_look() -> None:
     assert isinstance(combine.params, CombineParams)
     items = main.grid[0] // built.problem.settings.features.num_kv_heads
     assert combine.params.merges - main.params.items == 4 * ITEM_INTS * items
+
+
+@pytest.mark.parametrize("splits", [{"fixed_split_size": 64}, {"disable_split_kv": True}], ids=["fixed", "none"])
+def test_fixed_splits_fix_the_tile(splits: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of a request depend on the tile, which then may not depend on the other requests."""
+    monkeypatch.setattr(fa2_batch, "tiles", tiles)
+    for max_qo_len in (None, 1):
+        found = set()
+        for qo_lens in ((1, 1, 1), (1, 1), (1, 100, 7), (300, 1, 64)) if max_qo_len is None else ((1,), (1, 1, 1)):
+            built = build(Batch(qo_lens, (70,) * len(qo_lens), **splits))
+            limits = built.limits._replace(max_qo_len=max_qo_len)
+            found.add(fa2_batch.scheduled(built.problem.settings, built.lengths, limits, ARCH, 132).tile)
+        (tile,) = found
+        assert (tile.warps_cols > 1) == (max_qo_len == 1)  # decode keeps its own
 
 
 def test_launches_without_a_gpu() -> None:

@@ -20,6 +20,7 @@ from cute_attn.runtime.launch import Launch, current_stream
 from cute_attn.runtime.staging import Staging
 
 Grid = tuple[int, int, int]
+MANY = 1 << 20
 REMEMBERED = 256  # settings of the layers of a model
 
 
@@ -100,18 +101,25 @@ def scheduled(settings: Settings, lengths: BatchLengths, limits: BatchLimits, ar
 
 
 def _rows_of_a_request(lengths: BatchLengths, limits: BatchLimits) -> int:
-    """Query tokens of a typical request: they decide the tile, which a captured launch keeps over plans."""
+    """Query tokens of a typical request: they decide the tile. A captured launch keeps it over plans, and so does one
+    whose bits must not depend on the other requests of a batch, which is what fixed splits are for.
+    """
+    if limits.max_qo_len is not None:
+        return limits.max_qo_len
+    if limits.fixed_split_size is not None or limits.disable_split_kv:
+        return MANY
     if limits.graph:
-        most = limits.graph.max_qo_len or limits.graph.max_rows
-        return min(most, plans.ceil_div(limits.graph.max_rows, max(1, limits.graph.batch_size)))
+        return plans.ceil_div(limits.graph.max_rows, max(1, limits.graph.batch_size))
     starts = lengths.qo_indptr
     requests = int((starts[1:] > starts[:-1]).sum())
     return plans.ceil_div(int(starts[-1] - starts[0]), max(1, requests))
 
 
 def _longest_request(lengths: BatchLengths, limits: BatchLimits) -> int:
+    if limits.max_qo_len is not None:
+        return limits.max_qo_len
     if limits.graph:
-        return limits.graph.max_qo_len or limits.graph.max_rows
+        return limits.graph.max_rows
     return int((lengths.qo_indptr[1:] - lengths.qo_indptr[:-1]).max(initial=0))
 
 

@@ -1,7 +1,8 @@
 """`demo`: a prompt and then tokens one by one, checked as they go, on whatever is here.
 
-With a GPU: the attention of Llama-3-8B, timed. Without: a small model on CPU tensors through the same calls, and
-the kernels that Hopper and Blackwell would run for Llama-3-8B, compiled and shown.
+With a GPU: the attention of Llama-3-8B, timed. Without: a small model on CPU tensors through the same calls, on the
+reference and on Hopper's own kernels in the emulator, and the kernels that Hopper and Blackwell would run for
+Llama-3-8B, compiled and shown.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Model(NamedTuple):
 
 LLAMA = Model("Llama-3-8B", 32, 32, 8, 128, 4096, 32)
 SMALL = Model("a small model", 2, 8, 2, 64, 256, 16)
+EMULATED = SMALL._replace(prompt=128, steps=4)
 
 
 def add(commands: Any) -> None:
@@ -64,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
 class Conversation:
     """Queries, and a KV cache of every layer that the prompt fills and each step extends by one token."""
 
-    def __init__(self, model: Model, device: torch.device) -> None:
+    def __init__(self, model: Model, device: torch.device, backend: str = "auto") -> None:
         import torch
 
         generator = torch.Generator(device).manual_seed(0)
@@ -72,6 +74,7 @@ class Conversation:
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
 
+        self.backend = backend
         self.model, capacity = model, model.prompt + model.steps
         kv_shape = (model.num_layers, capacity, model.num_kv_heads, model.head_dim)
         self.k, self.v = normal(*kv_shape), normal(*kv_shape)
@@ -83,14 +86,14 @@ class Conversation:
 
         n = self.model.prompt
         k, v = self.k[layer, :n], self.v[layer, :n]
-        return cast("torch.Tensor", single_prefill_with_kv_cache(self.q[:n], k, v, causal=True))
+        return cast("torch.Tensor", single_prefill_with_kv_cache(self.q[:n], k, v, causal=True, backend=self.backend))
 
     def decode(self, layer: int, n: int) -> torch.Tensor:
         """Token n attends to the n tokens of the cache, itself included."""
         from cute_attn import single_decode_with_kv_cache
 
         k, v = self.k[layer, :n], self.v[layer, :n]
-        return cast("torch.Tensor", single_decode_with_kv_cache(self.q[n - 1], k, v))[None]
+        return cast("torch.Tensor", single_decode_with_kv_cache(self.q[n - 1], k, v, backend=self.backend))[None]
 
     def lengths(self) -> range:
         """Cache lengths of the decode steps."""
@@ -196,8 +199,26 @@ def on_cpu() -> int:
     outcomes = specs.compile_all({arch: kernels_of(LLAMA, arch) for arch in ELSEWHERE}, None)
     missed = {key: specs.failures(*key, outcome) for key, outcome in outcomes.items()}
     print(kernels.report(outcomes, missed))
+    errors = {**errors, **emulated()}
     right = all(error <= TOLERANCE for error in errors.values())
     return 0 if right and not any(missed.values()) else 1
+
+
+def emulated() -> dict[str, float]:
+    """The kernels of Hopper, from their PTX, on a few tokens: every access checked, errors against SDPA."""
+    import torch
+
+    from cute_attn.emulator import using
+
+    print("\nThe kernels that sm_90a runs, emulated from their PTX: races, bounds and barriers checked.\n", flush=True)
+    with using("sm_90a") as emulation:
+        errors = Conversation(EMULATED, torch.device("cpu"), "emulator").errors(by_sdpa)
+    counts = sum(record.stats.warp_instructions for record in emulation.records)
+    seconds = sum(record.seconds for record in emulation.records)
+    rows = [(phase, verdict(error)) for phase, error in errors.items()]
+    print(table(("phase", "error against fp64"), rows))
+    print(f"\n{len(emulation.records)} launches, {counts} warp instructions in {seconds:.1f} s, no complaints.")
+    return {f"emulated {phase}": error for phase, error in errors.items()}
 
 
 def kernels_of(model: Model, arch_name: str) -> list[KernelSpec]:

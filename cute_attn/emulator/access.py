@@ -151,6 +151,9 @@ def _order_global(
     if write:
         _compare(cluster, region, cells, rows, region.reader[cells], region.read_at[cells], what, "read")
         region.writer[cells] = own
+        if (region.writer[cells] != own).any():
+            lane = int(np.argwhere(region.writer[cells] != own)[0][0])
+            raise Race(f"{what} of {region.name}: two warps write one address", lane)
         region.written[cells] = order[rows, rows]
         region.read_at[cells] = 0
     else:

@@ -127,6 +127,9 @@ class Shadow:
             agent, position = np.argwhere(ahead)[0]
             return int(position) // cells.shape[1], int(agent), "read"
         self.writer[cells] = rows
+        both = self.writer[cells] != rows  # warps of one gang, in one instruction
+        if both.any():
+            return *_somewhere(both, self.writer[cells]), "write"
         self.written[cells] = order[rows, rows]
         self.generic[cells] = True
         self.reads[:used, flat] = 0
@@ -163,7 +166,9 @@ class Shadow:
 
 
 def _first(late: Array, writer: Array) -> tuple[int, int] | None:
-    if not late.any():
-        return None
+    return _somewhere(late, writer) if late.any() else None
+
+
+def _somewhere(late: Array, writer: Array) -> tuple[int, int]:
     row, column = np.argwhere(late)[0]
     return int(row), int(writer[row, column])

@@ -20,7 +20,7 @@ from cute_attn.emulator.program import EXIT, Block
 if TYPE_CHECKING:
     from cute_attn.emulator.machine import Cta
 
-ENDLESS = 400_000  # blocks that a gang may run between two waits
+ENDLESS = 1_000_000  # blocks that a gang may run between two waits
 PATIENCE = 64  # times that one block may be chosen under divergence before the other lanes get a turn
 
 
@@ -51,6 +51,7 @@ class Gang:
         self.pcs: Array | None = None  # block of each lane, while they differ
         self.wait: Wait | None = None
         self.spinning = ""  # what the last failed test was for
+        self.spin_since: float | None = None  # virtual time of the first of the tests that failed in a row
         self.turns: dict[int, int] = {}
         self.groups: list[list[Any]] = []  # wgmma groups committed, oldest first; the last is open
         self.fenced: list[Any] | None = None  # registers at the last wgmma.fence
@@ -179,7 +180,11 @@ class Gang:
         self.spinning = ""
         if mask is not None and block.solo and self._part(mask):
             return
+        recorder = self.cta.grid.recorder
+        if recorder is not None:
+            recorder.before(self)
         function = self.cta.grid.program.function(block, mask is not None)
+        start = 0.0 if recorder is None else recorder.ends.get(id(self), 0.0)
         try:
             following = function(self, self.R, mask)
         except Split as split:
@@ -191,6 +196,8 @@ class Gang:
             self._locate(err)
             raise
         self.cta.grid.count(self, block)
+        if recorder is not None:
+            recorder.after(self, block, start)
         if mask is None:
             self._follow(following)
         else:

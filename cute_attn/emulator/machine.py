@@ -17,6 +17,7 @@ from cute_attn.emulator.gang import Gang
 from cute_attn.emulator.isa.order import Knowledge
 from cute_attn.emulator.memory import GENERIC_PARAM, RANK_SHIFT, SHARED_START, GlobalMemory, SharedMemory
 from cute_attn.emulator.program import Block, Program
+from cute_attn.emulator.timeline import Event, Recorder
 
 Dim3 = tuple[int, int, int]
 
@@ -56,7 +57,7 @@ class Stats:
     warp_instructions: int = 0
     blocks: collections.Counter[int] = field(default_factory=collections.Counter)
     cycles: float = 0.0  # virtual
-    events: list[tuple[Any, ...]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
 
 
 class Cta:
@@ -165,13 +166,16 @@ class Cluster:
             self.ctas.append(Cta(self, index, rank))
 
 
+COMPANY = 40  # rounds after which another cluster joins those that run: one of them may be waiting for it
+
+
 class Grid:
     """One launch."""
 
     def __init__(self, program: Program, launch: dict[str, Any], memory: GlobalMemory, policy: Policy) -> None:
         self.program, self.memory = program, memory
-        self.checks, self.schedule, self.events = policy.checks, policy.schedule, policy.events
-        self.strict = policy.strict
+        self.checks, self.schedule, self.strict = policy.checks, policy.schedule, policy.strict
+        self.recorder = Recorder() if policy.events else None
         self._waiting: Iterator[tuple[int, Dim3]] = self._origins()
         self.cta_group = 0  # that of the tcgen05 instructions, once one was met
         self.grid: Dim3 = launch["grid"]
@@ -267,9 +271,10 @@ class Grid:
     def run(self) -> Stats:
         """Clusters are started in order; another one joins when those that run cannot move."""
         resident: list[Cluster] = []
-        exhausted = False
+        exhausted, rounds = False, 0
         while resident or not exhausted:
-            if not exhausted and not self._turn_all(resident):
+            rounds += 1
+            if not exhausted and (not self._turn_all(resident) or rounds % COMPANY == 0):
                 following = next(self._waiting, None)
                 if following is None:
                     exhausted = True
@@ -279,6 +284,8 @@ class Grid:
                 self._starve(resident)
             resident = [c for c in resident if any(cta.running for cta in c.ctas)]
         self._tally()
+        if self.recorder is not None:
+            self.stats.events = self.recorder.events
         return self.stats
 
     def _turn_all(self, resident: list[Cluster]) -> bool:

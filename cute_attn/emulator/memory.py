@@ -9,7 +9,7 @@ import numpy as np
 
 from cute_attn.emulator.clocks import ORDER, Clocks, Op, Shadow
 from cute_attn.emulator.dtypes import Array
-from cute_attn.emulator.errors import MemoryFault, ProxyFault, Race, Uninitialised
+from cute_attn.emulator.errors import BarrierFault, MemoryFault, ProxyFault, Race, Uninitialised
 
 RANK_SHIFT = 24  # shared addresses: CTA rank in the cluster above the offset, as hardware has it
 OFFSET_MASK = (1 << RANK_SHIFT) - 1
@@ -17,6 +17,7 @@ SHARED_START = 1024  # the system's own
 GENERIC_SHARED = 0x7E << 56  # where the generic address space has shared memory
 GENERIC_PARAM = 0x7D << 56
 INITIALISED = 0xFF
+MBARRIER = 0xFE  # initialised, and not to be touched by loads and stores
 
 
 class Bytes:
@@ -55,7 +56,6 @@ class SharedMemory:
         self.valid = Bytes(np.zeros(nbytes, np.uint8))
         self.clocks = clocks
         self.shadow = Shadow(nbytes, clocks) if clocks is not None else None
-        self.barriers: set[int] = set()  # offsets of mbarriers: not to be touched by loads and stores
 
     def check(self, offsets: Array, nbytes: int, align: int, what: str) -> None:
         if len(offsets) == 0:
@@ -83,6 +83,9 @@ class SharedMemory:
         return words
 
     def store(self, offsets: Array, values: Array, nbytes: int, agents: Array, what: str) -> None:
+        state = self.valid.windows(nbytes)[offsets].view(np.uint8)
+        if (state == MBARRIER).any():
+            raise BarrierFault(f"{what} overwrites an mbarrier")
         if self.shadow is not None:
             race = self.shadow.write(cells_of(offsets, nbytes), agents)
             if race is not None:
@@ -116,6 +119,8 @@ class SharedMemory:
     def _need_valid(self, offsets: Array, nbytes: int, what: str) -> None:
         seen = self.valid.windows(nbytes)[offsets].view(np.uint8)
         if len(seen) and seen.min() != INITIALISED:
+            if (seen == MBARRIER).any():
+                raise BarrierFault(f"{what} reads an mbarrier")
             lane = int(np.flatnonzero(seen.reshape(len(offsets), -1).min(axis=1) != INITIALISED)[0])
             raise Uninitialised(f"{what} reads uninitialised shared memory at {int(offsets[lane]):#x}", lane)
 

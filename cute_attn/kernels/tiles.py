@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cute_attn.kernels.memory import SharedMemory
 from cute_attn.kernels.spec import CombineSpec, Fa2Spec, KernelSpec, Tile
@@ -96,7 +96,7 @@ def choose(variant: Variant, packed_rows: int, arch: Arch) -> Tile:
     if packed_rows <= DECODE_ROWS:
         return _decode_converted(variant, arch) if variant.kv_dtype else _decode(variant.head_dims, arch)
     if packed_rows <= APPEND_ROWS or variant.kv_dtype:  # conversion needs registers: 128 rows leave none
-        return _append(variant.head_dims, arch)
+        return _append(variant, arch)
     return _prefill(variant, arch)
 
 
@@ -124,7 +124,7 @@ def _prefill(variant: Variant, arch: Arch) -> Tile:
         cols = _BATCH_COLS_227K if variant.batch else _COLS_227K
     n = cols[head_dims][0 if variant.plain else 1]
     if n == 0:
-        return _append(head_dims, arch)
+        return _append(variant, arch)
     if small and head_dims[0] > 128:
         return Tile(64, n, 4, 1, 2)
     # Eight warps of 16 rows where 32 rows would need 256 registers for the output alone, and where, with 99 KB, only
@@ -132,11 +132,15 @@ def _prefill(variant: Variant, arch: Arch) -> Tile:
     return Tile(128, n, 8 if small or head_dims == (256, 256) else 4, 1, 2)
 
 
-def _append(head_dims: tuple[int, int], arch: Arch) -> Tile:
+def _append(variant: Variant, arch: Arch) -> Tile:
     """Columns are the widest that no variant spills with; ptxas leaves 8 bytes at some narrower ones."""
-    if arch.smem_limit < 128 * 1024:
-        return Tile(64, 32 if head_dims[0] in (128, 256) else 48, 4, 1, 2)
-    return Tile(64, {192: 48, 256: 32}.get(head_dims[0], 64), 4, 1, 2)
+    dim = variant.head_dims[0]
+    if arch.smem_limit >= 128 * 1024:
+        return Tile(64, {192: 48, 256: 32}.get(dim, 64), 4, 1, 2)
+    if variant.kv_dtype and dim == 128:
+        return Tile(64, 64, 4, 1, 2)
+    narrow = dim in (128, 256) or (dim == 192 and variant.batch and not variant.plain)
+    return Tile(64, 32 if narrow else 48, 4, 1, 2)
 
 
 def _decode(head_dims: tuple[int, int], arch: Arch) -> Tile:
@@ -166,7 +170,7 @@ def _decode_converted(variant: Variant, arch: Arch) -> Tile:
 
 # --- what gets compiled ahead ---------------------------------------------------------------------------------------
 
-VARIANTS: tuple[dict[str, object], ...] = (
+VARIANTS: tuple[dict[str, Any], ...] = (
     {"mask": "packed"},
     {"scores": ("scale",)},
     {"scores": ("scale", "soft_cap")},
@@ -239,8 +243,8 @@ def _batch(
     kv: str = "paged",
     dtype: str = "bfloat16",
     kv_dtype: str = "",
-    **changes: object,
+    **changes: Any,
 ) -> KernelSpec:
     tile = choose(Variant(head_dims, not changes, True, kv_dtype), rows, arch)
-    fields: dict = {"schedule": "items", "kv": kv, "kv_dtype": kv_dtype, "tile": tile, **changes}
+    fields: dict[str, Any] = {"schedule": "items", "kv": kv, "kv_dtype": kv_dtype, "tile": tile, **changes}
     return Fa2Spec(dtype, dtype, *head_dims, **fields)

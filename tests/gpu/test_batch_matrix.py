@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ import cute_attn
 from cute_attn.runtime import arch as archs
 from tests import fuzz
 from tests.batch_case import (
-    NO_PAGE,
     SMALL,
+    WORKSPACE,
     BatchCase,
     BatchInputs,
     call,
@@ -29,9 +30,9 @@ from tests.batch_case import (
     random_batch_case,
     random_lengths,
     refusals,
-    run_arguments,
     wrapper,
 )
+from tests.graphs import Captured, Pair
 from tests.matrix import poisoned_memory
 
 HAS_SM80 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
@@ -59,7 +60,11 @@ def planned(case: BatchCase, inputs: BatchInputs) -> Any | None:
             plan_and_call(case, inputs, made)  # some features are known to a run alone
         assert set(error.value.refusals) <= set(expected)
         return None
-    made.plan(**plan_arguments(case, inputs))
+    arguments = plan_arguments(case, inputs)
+    if case.fixed_split_size is not None:  # refused if it does not fit
+        size = max(WORKSPACE, made.workspace_size(**arguments)[0])
+        made.reset_workspace_buffer(torch.empty(size, dtype=torch.uint8, device="cuda"))
+    made.plan(**arguments)
     return made
 
 
@@ -149,70 +154,16 @@ GRAPHED = (
 )
 
 
-class Captured:
-    """A wrapper whose `run` is captured once, over tensors that keep their addresses."""
-
-    def __init__(self, case: BatchCase, max_len: int) -> None:
-        self.case = case
-        inputs = make(case, "cuda")
-        batch = len(case.kv_lens)
-        pages = batch * -(-max_len // case.page_size)
-
-        def ints(size: int) -> torch.Tensor:
-            return torch.full((size,), NO_PAGE, dtype=torch.int32, device="cuda")
-
-        buffers: dict[str, Any] = {"use_cuda_graph": True, "backend": "fa2"}
-        if case.kind == "decode":
-            buffers |= {"paged_kv_indptr_buffer": ints(batch + 1), "paged_kv_indices_buffer": ints(pages)}
-            buffers |= {"paged_kv_last_page_len_buffer": ints(batch)}
-        elif case.kind == "paged":
-            buffers |= {"qo_indptr_buf": ints(batch + 1), "paged_kv_indptr_buf": ints(batch + 1)}
-            buffers |= {"paged_kv_indices_buf": ints(pages), "paged_kv_last_page_len_buf": ints(batch)}
-        else:
-            buffers |= {"qo_indptr_buf": ints(batch + 1), "kv_indptr_buf": ints(batch + 1)}
-        if case.mask == "custom":
-            room = sum(case.qo_lens) * max_len + batch
-            buffers |= {"custom_mask_buf": torch.full((room,), 0xFF, dtype=torch.uint8, device="cuda")}
-            buffers |= {"mask_indptr_buf": ints(batch + 1)}
-        self.wrapper = wrapper(case, "cuda", **buffers)
-        self.q = torch.full_like(inputs.q, torch.nan)
-        self.kv = self._halves(inputs)
-        self.arguments = run_arguments(case, inputs)
-        self.wrapper.plan(**plan_arguments(case, inputs))
-        self.run()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.out, self.lse = self.run()
-
-    def _halves(self, inputs: BatchInputs) -> list[torch.Tensor]:
-        halves = inputs.kv if self.case.kind == "ragged" else inputs.kv[0]
-        return [torch.full_like(half, torch.nan) for half in halves]
-
-    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        kv = self.kv if self.case.kind == "ragged" else (tuple(self.kv),)
-        out, lse = self.wrapper.run(self.q, *kv, **self.arguments)
-        return out, lse
-
-    def replay(self, case: BatchCase) -> None:
-        inputs = make(dataclasses.replace(case, sinks=self.case.sinks), "cuda")
-        self.q[: case.rows].copy_(inputs.q)
-        for target, source in zip(self.kv, inputs.kv if case.kind == "ragged" else inputs.kv[0], strict=True):
-            target.fill_(torch.nan)
-            axis = 1 if case.kind == "ragged" and case.kv_layout == "HND" else 0
-            target.narrow(axis, 0, source.shape[axis]).copy_(source)
-        if inputs.sinks is not None:
-            self.arguments["sinks"].copy_(inputs.sinks)
-        self.out.fill_(torch.nan)
-        self.lse.fill_(torch.nan)
-        self.wrapper.plan(**plan_arguments(case, inputs))
-        self.graph.replay()
-        result = check(case, inputs, self.out[: case.rows], self.lse[: case.rows])
-        assert result.ok, f"{case}: {result.detail}"
+def capture(run: Callable[[], Pair]) -> tuple[Pair, Callable[[], None]]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    return results, graph.replay
 
 
 @pytest.mark.parametrize("case", GRAPHED, ids=lambda case: case.id)
 def test_replays_with_other_lengths(case: BatchCase) -> None:
-    captured = Captured(case, max(case.kv_lens))
+    captured = Captured(case, "cuda", capture, backend="fa2")
     captured.replay(case)
     for seed in range(REPLAYS):
         captured.replay(random_lengths(case, seed, max(case.kv_lens)))
@@ -263,6 +214,7 @@ def test_bits_of_a_request_do_not_depend_on_the_batch(kind: str, splits: dict[st
             if name in arguments:
                 alone[name] = arguments[name][i : i + 1]
         made = wrapper(case, "cuda", backend="fa2")
+        made.reset_workspace_buffer(together.new_empty(1 << 28, dtype=torch.uint8))
         made.plan(**{**arguments, **alone})
         out, lse = made.run(inputs.q[row : row + qo_len], *inputs.kv, return_lse=True)
         assert torch.equal(out, together[row : row + qo_len])

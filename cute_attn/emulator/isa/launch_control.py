@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from cute_attn.emulator import access
+from cute_attn.emulator.clocks import Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.gang import Gang
@@ -12,6 +16,9 @@ from cute_attn.emulator.isa import mbarrier
 from cute_attn.emulator.isa.registry import form
 from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.ptx import Inst, Vec
+
+if TYPE_CHECKING:
+    from cute_attn.emulator.machine import Cta
 
 LATENCY = 400  # of virtual time, for the timeline
 RESPONSE_BYTES = 16
@@ -63,14 +70,15 @@ def _try_cancel(g: Gang, mask: Array | None, address: Array, barrier: Array, mul
         op = g.begin_op(int(g.row[lane]), "clusterlaunchcontrol.try_cancel")
         waiting = [mbarrier.at(g.cta, cta.rank << RANK_SHIFT | bar, cluster=True) for cta in ctas]
 
-        def answer(at: int = at, response: Array = response, op: object = op, waiting: object = waiting) -> None:
-            for cta, one in zip(ctas, waiting, strict=True):  # type: ignore[call-overload]
-                offsets = access.offsets_of(np.array([at], np.uint32))
-                cta.smem.check(offsets, RESPONSE_BYTES, RESPONSE_BYTES, "try_cancel")
-                cta.smem.op_store(offsets, response, RESPONSE_BYTES, op, "try_cancel", generic=False)  # type: ignore[arg-type]
-                one.complete(RESPONSE_BYTES, op, (op.time if op else 0.0) + LATENCY)  # type: ignore[attr-defined]
+        g.cta.post(functools.partial(_answer, ctas, waiting, at, response, op))
 
-        g.cta.post(answer)
+
+def _answer(ctas: list[Cta], barriers: list[mbarrier.Mbarrier], at: int, response: Array, op: Op | None) -> None:
+    for cta, barrier in zip(ctas, barriers, strict=True):
+        offsets = access.offsets_of(np.array([at], np.uint32))
+        cta.smem.check(offsets, RESPONSE_BYTES, RESPONSE_BYTES, "try_cancel")
+        cta.smem.op_store(offsets, response, RESPONSE_BYTES, op, "try_cancel", generic=False)
+        barrier.complete(RESPONSE_BYTES, op, (op.time if op else 0.0) + LATENCY)
 
 
 @form("clusterlaunchcontrol.query_cancel.is_canceled.pred.b128", since=100, conformance="unverified")

@@ -14,7 +14,7 @@ from cute_attn.emulator.errors import BarrierFault
 from cute_attn.emulator.gang import Gang
 from cute_attn.emulator.isa import order
 from cute_attn.emulator.isa.registry import form
-from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
+from cute_attn.emulator.memory import MBARRIER, OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.ptx import Inst, Sym
 
 if TYPE_CHECKING:
@@ -149,6 +149,7 @@ def _init(g: Gang, mask: Array | None, address: Array, count: Array) -> None:
             raise BarrierFault(f"mbarrier.init with a count of {counts[lane]}", int(lane))
         agents = g.lane_agents[lane : lane + 1]
         g.cta.smem.store(offset, np.zeros(1, np.uint64), 8, agents, "mbarrier.init")
+        g.cta.smem.valid.data[int(offset[0]) : int(offset[0]) + 8] = MBARRIER
         name = f"mbarrier at shared {int(offset[0]):#x}"
         g.cta.mbarriers[int(offset[0])] = Mbarrier(g.cta.cluster, int(counts[lane]), int(agents[0]), name)
 
@@ -163,7 +164,9 @@ def _inval(g: Gang, mask: Array | None, address: Array) -> None:
     where = g.full(address)
     for lane in g.lanes(mask):
         at(g.cta, int(where[lane]))
-        del g.cta.mbarriers[int(where[lane]) & OFFSET_MASK]
+        offset = int(where[lane]) & OFFSET_MASK
+        del g.cta.mbarriers[offset]
+        g.cta.smem.valid.data[offset : offset + 8] = 0
 
 
 # --- arrivals ---------------------------------------------------------------------------------------------------------
@@ -274,6 +277,10 @@ def wait(e: Emitter, inst: Inst, op: str, parity: str, sem: str, scope: str, spa
 def _test(g: Gang, mask: Array | None, address: Array, expected: Array, parity: bool) -> Array:
     where, wanted = g.full(address), g.full(expected)
     lanes = g.lanes(mask)
+    clocks = g.cta.clocks
+    since, g.spin_since = g.spin_since, None
+    if clocks is not None and since is not None:
+        clocks.time[g.agents] = since  # the time of a waiting loop is that of what it waits for
     done = np.zeros(g.size, np.bool_)
     keys = where[lanes].astype(np.uint64) << np.uint64(32) | (wanted[lanes].astype(np.uint64) & np.uint64(0xFFFFFFFF))
     for key in np.unique(keys):
@@ -288,6 +295,7 @@ def _test(g: Gang, mask: Array | None, address: Array, expected: Array, parity: 
             barrier.pass_(agents)
             done[some] = True
         else:
+            g.spin_since = 0.0 if clocks is None else float(clocks.time[g.agents].max())
             g.spinning = (
                 f"{barrier.name}, {'parity' if parity else 'phase'} {want} "
                 f"({barrier.pending} of {barrier.count} arrivals and {barrier.tx} bytes missing)"

@@ -36,14 +36,12 @@ class InFlight:
     def __getattr__(self, name: str) -> NoReturn:
         raise RegisterFault("a register of a wgmma in flight is used before wgmma.wait_group")
 
-    __array_ufunc__ = None
-
     def _refuse(self, *args: object) -> NoReturn:
         raise RegisterFault("a register of a wgmma in flight is used before wgmma.wait_group")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
     __neg__ = __invert__ = __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __array__ = __array_function__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __array__ = __array_function__ = __array_ufunc__ = _refuse
 
 
 @dataclasses.dataclass

@@ -37,18 +37,20 @@ class Rotation:
     table: Int32  # shared address of (hi, lo) frequencies
     base: Float64  # turns per position of pair 0: 1 / (2 pi rope_scale)
     ratio: Float64  # theta^(-2 / head_dim)
+    threads: int  # of the CTA
 
     @cute.jit
     def prepare(self) -> None:
         """Writes the frequency table; a barrier must follow."""
-        pair = cute.arch.thread_idx()[0]
-        if pair < self.head_dim // 2:
-            frequency, power = self.base, self.ratio
-            for bit in cutlass.range_constexpr(7):  # ratio^pair by squaring: pair < 128
-                frequency = ptx.select((pair >> bit) % 2 == 1, frequency * power, frequency)
-                power = power * power
-            hi, lo = ptx.double_to_float_pair(frequency)
-            ptx.st_shared_v2_f32(self.table + pair * 8, 0, [hi, lo])
+        for first in cutlass.range_constexpr(0, self.head_dim // 2, self.threads):
+            pair = cute.arch.thread_idx()[0] + first
+            if pair < self.head_dim // 2:
+                frequency, power = self.base, self.ratio
+                for bit in cutlass.range_constexpr(7):  # ratio^pair by squaring: pair < 128
+                    frequency = ptx.select((pair >> bit) % 2 == 1, frequency * power, frequency)
+                    power = power * power
+                hi, lo = ptx.double_to_float_pair(frequency)
+                ptx.st_shared_v2_f32(self.table + pair * 8, 0, [hi, lo])
 
     @cute.jit
     def rotate_rows(self, team: Team, target: Int32, rows: cutlass.Constexpr, position: cutlass.Constexpr) -> None:

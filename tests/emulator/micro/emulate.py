@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from cute_attn.emulator import GlobalMemory, Schedule, launch, tensormap
+from cute_attn.emulator import GlobalMemory, Schedule, Stats, launch, tensormap
 from tests.emulator.micro.case import MAP_BYTES, Case, Map
 
 IN, OUT = 0x10000000, 0x20000000
 
 
 def run(case: Case, *, checks: bool = True, schedule: Schedule | None = None) -> bytes:
+    """The output."""
+    return launched(case, checks=checks, schedule=schedule)[0]
+
+
+def launched(
+    case: Case, *, checks: bool = True, schedule: Schedule | None = None, events: bool = False
+) -> tuple[bytes, Stats]:
     memory = GlobalMemory()
     data = np.frombuffer(case.data, np.uint8).copy()
     out = np.zeros(case.out_bytes, np.uint8)
@@ -34,8 +41,8 @@ def run(case: Case, *, checks: bool = True, schedule: Schedule | None = None) ->
         "params": params,
         "param_offsets": offsets,
     }
-    launch(case.ptx, description, memory, checks=checks, schedule=schedule or Schedule())
-    return out.tobytes()
+    stats = launch(case.ptx, description, memory, checks=checks, schedule=schedule or Schedule(), events=events)
+    return out.tobytes(), stats
 
 
 def encoded(tensor: Map, base: int) -> bytes:

@@ -1,0 +1,107 @@
+"""`emulate`: run one problem on the emulator, from the PTX that a GPU would get; count, time and draw what it does."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cute_attn.cli.text import table
+from cute_attn.emulator import EmulatorError, Schedule, timeline, using
+from cute_attn.runtime import arch as archs
+
+if TYPE_CHECKING:
+    import torch
+
+    from cute_attn.emulator.settings import Record
+
+TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2}
+TOP = 12  # instruction forms that are listed
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "emulate",
+        help="run one problem on the emulator: checked, counted, drawn",
+        description="Exits 0 if no check complains and the result is that of the reference, 1 otherwise.",
+    )
+    parser.add_argument("--arch", default="sm_90a", help=f"one of {', '.join(archs.ARCHS)} (default sm_90a)")
+    parser.add_argument("--qo-len", type=int, default=128)
+    parser.add_argument("--kv-len", type=int, default=256)
+    parser.add_argument("--num-qo-heads", type=int, default=1)
+    parser.add_argument("--num-kv-heads", type=int, default=1)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--dtype", choices=TOLERANCE, default="bfloat16")
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--window-left", type=int, default=-1)
+    parser.add_argument("--logits-soft-cap", type=float)
+    parser.add_argument("--pos-encoding-mode", default="NONE", help="NONE (default), ROPE_LLAMA or ALIBI")
+    parser.add_argument("--schedule", choices=("eager", "delayed", "adversarial"), default="eager")
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs and of the schedule")
+    parser.add_argument("--timeline", type=Path, help="write a picture of who waited for what, as HTML")
+    parser.add_argument("--trace", type=Path, help="write one line for every block of code that a warp ran")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    archs.named(options.arch)
+    schedule = Schedule(options.schedule, options.seed)
+    events = options.timeline is not None or options.trace is not None
+    with using(options.arch, schedule=schedule, events=events) as emulation:
+        start = time.perf_counter()
+        try:
+            error = solved(options)
+        except EmulatorError as err:
+            print(f"the emulator complains: {err}")
+            return 1
+        seconds = time.perf_counter() - start
+    for record in emulation.records:
+        show(record)
+    right = error <= TOLERANCE[options.dtype]
+    print(f"{seconds:.2f} s; largest error against fp64 {error:.1e}: {'ok' if right else 'WRONG'}")
+    if options.timeline is not None:
+        pages = [timeline.picture(r.stats.events, f"{r.symbol} on {r.arch}, grid {r.grid}") for r in emulation.records]
+        options.timeline.write_text("".join(pages))
+    if options.trace is not None:
+        options.trace.write_text("".join(timeline.trace(r.stats.events) for r in emulation.records))
+    return 0 if right else 1
+
+
+def solved(options: argparse.Namespace) -> float:
+    """Largest error of the output, relative to 1 + its size; infinite where one is NaN."""
+    import torch
+
+    from cute_attn import normalize, reference, select
+
+    generator = torch.Generator().manual_seed(options.seed)
+
+    def normal(tokens: int, heads: int) -> torch.Tensor:
+        shape = (tokens, heads, options.head_dim)
+        return torch.randn(shape, generator=generator).to(getattr(torch, options.dtype))
+
+    kv = options.kv_len, options.num_kv_heads
+    call = normalize.Call(
+        normal(options.qo_len, options.num_qo_heads),
+        normal(*kv),
+        normal(*kv),
+        causal=options.causal,
+        window_left=options.window_left,
+        logits_soft_cap=options.logits_soft_cap,
+        pos_encoding_mode=options.pos_encoding_mode,
+        return_lse=True,
+    )
+    problem = normalize.problem(call)
+    select.run(problem, "emulator")
+    truth = problem._replace(out=torch.empty_like(problem.out, dtype=torch.float64), lse=None)
+    reference.run(truth, torch.float64)
+    error = (problem.out.double() - truth.out).abs() / (1 + truth.out.abs())
+    return float(error.nan_to_num(float("inf")).max()) if error.numel() else 0.0
+
+
+def show(record: Record) -> None:
+    stats = record.stats
+    print(f"{record.symbol} on {record.arch}, grid {' x '.join(map(str, record.grid))}:")
+    print(f"  {stats.warp_instructions} warp instructions, virtual time {stats.cycles:.0f}, {record.seconds:.2f} s")
+    rows = [(op, count) for op, count in stats.instructions.most_common(TOP)]
+    print("  " + table(("instruction", "warps"), rows).replace("\n", "\n  ") + "\n")

@@ -1,0 +1,299 @@
+"""Every check fires where it should, says where, and is silent on the same kernel done right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cute_attn.emulator import EmulatorError, GlobalMemory, Schedule, launch
+from cute_attn.emulator import errors as faults
+from cute_attn.emulator.isa.wgmma import RegisterFault
+from tests.emulator.micro.case import Text
+
+pytestmark = pytest.mark.emulator
+IN, OUT = 0x10000000, 0x20000000
+
+
+def run(text: Text, *, pdl: bool = False, grid: int = 1, schedule: Schedule | None = None, valid: bool = True) -> bytes:
+    """A kernel of `Text` on 4096 bytes of input and of output."""
+    memory = GlobalMemory()
+    out = np.zeros(4096, np.uint8)
+    memory.add("in", IN, 4096, writable=False, data=np.arange(4096).astype(np.uint8))
+    memory.add("out", OUT, 4096, data=out, valid=valid)
+    description = {
+        "symbol": "micro",
+        "grid": (grid, 1, 1),
+        "block": (text.threads, 1, 1),
+        "cluster": (text.cluster, 1, 1),
+        "smem_bytes": 0,
+        "pdl": pdl,
+        "params": IN.to_bytes(8, "little") + OUT.to_bytes(8, "little"),
+    }
+    launch(text.ptx(), description, memory, schedule=schedule or Schedule())
+    return out.tobytes()
+
+
+def kernel(*lines: str, threads: int = 64, smem: int = 1024, cluster: int = 1) -> Text:
+    return Text(threads=threads, smem=smem, cluster=cluster).add(
+        "mov.u32 %r8, sm;", "mad.lo.u32 %r9, %me, 4, %r8;", "mad.wide.u32 %rd8, %me, 4, %dst;", *lines
+    )
+
+
+FIRST = ("setp.ne.u32 %p1, %me, 0;", "@%p1 bra SKIP;")
+STORE = "st.shared.b32 [%r9], %me;"
+OTHERS = ("xor.b32 %r1, %r9, 128;", "ld.shared.b32 %r2, [%r1];", "st.global.b32 [%rd8], %r2;")
+INIT = (*FIRST, "mbarrier.init.shared::cta.b64 [%r8], 64;", "SKIP:", "bar.sync 0;")
+WAIT = "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [%r8], 0; @!p bra WAIT; }"
+BULK = (*FIRST, "cp.async.bulk.global.shared::cta.bulk_group [%dst], [%r8], 256;", "cp.async.bulk.commit_group;")
+BULK = (*BULK, "cp.async.bulk.wait_group 0;", "SKIP:")
+ARRIVE = "mbarrier.arrive.shared::cta.b64 _, [%r8];"
+FENCE = "fence.proxy.async;"
+
+# name -> (what must be raised, part of the message, lines)
+WRONG: dict[str, tuple[type[EmulatorError], str, tuple[str, ...]]] = {
+    "uninitialised shared": (faults.Uninitialised, "uninitialised shared", ("ld.shared.b32 %r1, [%r9];",)),
+    "below shared": (faults.MemoryFault, "outside", ("ld.shared.b32 %r1, [%r9+-2048];",)),
+    "beyond shared": (faults.MemoryFault, "outside", ("st.shared.b32 [%r9+1024], %me;",)),
+    "misaligned": (faults.MemoryFault, "not aligned", ("st.shared.v2.b32 [%r9], {%me, %me};",)),
+    "beyond global": (faults.MemoryFault, "no range", ("ld.global.b32 %r1, [%rd8+4096];",)),
+    "misaligned global": (faults.MemoryFault, "not aligned", ("ld.global.b32 %r1, [%src+2];",)),
+    "write to an input": (faults.MemoryFault, "may only read", ("st.global.b32 [%src], %me;",)),
+    "write, then read by another warp": (faults.Race, "races with a write by warp", (STORE, *OTHERS)),
+    "read, then write by another warp": (
+        faults.Race,
+        "races with a read by warp",
+        (STORE, "bar.sync 0;", *OTHERS, STORE),
+    ),
+    "two writers": (faults.Race, "races with a write", ("st.shared.b32 [%r8], %me;",)),
+    "generic write, async read": (faults.ProxyFault, "fence.proxy.async", (STORE, "bar.sync 0;", *BULK)),
+    "async read, then write": (
+        faults.Race,
+        "races",
+        (STORE, FENCE, "bar.sync 0;", *BULK[:-2], "SKIP:", STORE),
+    ),
+    "copies not waited for": (
+        faults.Race,
+        "cp.async",
+        (
+            "mad.wide.u32 %rd9, %me, 4, %src;",
+            "cp.async.ca.shared.global [%r9], [%rd9], 4;",
+            "cp.async.commit_group;",
+            "ld.shared.b32 %r1, [%r9];",
+        ),
+    ),
+    "no mbarrier": (faults.BarrierFault, "no mbarrier", (ARRIVE,)),
+    "mbarrier not visible": (
+        faults.BarrierFault,
+        "before its initialisation",
+        (*FIRST, "mbarrier.init.shared::cta.b64 [%r8], 64;", "SKIP:", ARRIVE),
+    ),
+    "too many arrivals": (faults.BarrierFault, "arrivals where", (*INIT[:2], *INIT[2:], ARRIVE, ARRIVE[:-1] + ", 40;")),
+    "mbarrier overwritten by a store": (faults.BarrierFault, "overwrites", (*INIT, ARRIVE, STORE)),
+    "never arrives": (faults.Deadlock, "parity 0 (64 of 64 arrivals", (*INIT, WAIT)),
+    "barrier with too few warps": (faults.Deadlock, "barrier 3 (2 of 4 warps)", ("bar.sync 3, 128;",)),
+    "barrier with too many warps": (
+        faults.BarrierFault,
+        "more than 32 threads",
+        ("bar.sync 3, 32;", "bar.sync 3, 64;"),
+    ),
+    "lanes missing": (
+        faults.Divergence,
+        "names lanes",
+        ("and.b32 %r1, %me, 1;", "setp.eq.u32 %p1, %r1, 0;", "@%p1 shfl.sync.idx.b32 %r2, %me, 0, 31, -1;"),
+    ),
+    "endless": (faults.Deadlock, "does not end", ("LOOP:", "bra LOOP;")),
+    "unknown form": (faults.UnknownForm, "frobnicate.b32", ("frobnicate.b32 %r1, %r2;",)),
+    "wrong architecture": (faults.UnknownForm, "does not exist on sm_90", ("cvt.rn.f16x2.e2m1x2 %r1, %r2;",)),
+}
+
+RIGHT: dict[str, tuple[str, ...]] = {
+    "write, barrier, read": (STORE, "bar.sync 0;", *OTHERS),
+    "read, barrier, write": (STORE, "bar.sync 0;", *OTHERS, "bar.sync 0;", STORE),
+    "write, fence by the writer, async read": (STORE, FENCE, "bar.sync 0;", *BULK),
+    "write, fence by the reader, async read": (STORE, "bar.sync 0;", FENCE, *BULK),
+    "async read, wait, write": (STORE, FENCE, "bar.sync 0;", *BULK, "bar.sync 0;", STORE),
+    "mbarrier": (*INIT, ARRIVE, WAIT),
+    "writes handed over by an mbarrier": (
+        *(*INIT, "st.shared.b32 [%r9+512], %me;", ARRIVE, WAIT),
+        *("xor.b32 %r1, %r9, 128;", "ld.shared.b32 %r2, [%r1+512];"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong(name: str) -> None:
+    kind, message, lines = WRONG[name]
+    with pytest.raises(kind) as raised:
+        run(kernel(*lines))
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("schedule", [Schedule(), Schedule("delayed", 3), Schedule("adversarial", 4)], ids=str)
+@pytest.mark.parametrize("name", RIGHT)
+def test_right(name: str, schedule: Schedule) -> None:
+    run(kernel(*RIGHT[name]), schedule=schedule)
+
+
+def test_errors_say_where() -> None:
+    text = kernel(".loc 1 42 7", "ld.shared.b32 %r1, [%r9];")
+    ptx = text.ptx().replace(".address_size 64", '.address_size 64\n.file 1 "kernels/some.py"')
+    line = next(i for i, x in enumerate(ptx.splitlines(), 1) if "ld.shared" in x)
+    memory = GlobalMemory()
+    description = {"symbol": "micro", "grid": (1, 1, 1), "block": (64, 1, 1), "smem_bytes": 0, "params": bytes(16)}
+    with pytest.raises(faults.Uninitialised) as raised:
+        launch(ptx, description, memory)
+    place = raised.value.place
+    assert place is not None
+    assert (place.kernel, place.cta, place.line) == ("micro", (0, 0, 0), line)
+    assert place.source == "kernels/some.py:42"
+    assert "ld.shared.b32" in str(raised.value)
+    assert raised.value.lane == 0
+
+
+def test_output_is_uninitialised_until_written() -> None:
+    run(kernel("st.global.b32 [%rd8], %me;", "ld.global.b32 %r1, [%rd8];"), valid=False)
+    with pytest.raises(faults.Uninitialised, match="nobody wrote"):
+        run(kernel("ld.global.b32 %r1, [%rd8];"), valid=False)
+
+
+# --- grids ------------------------------------------------------------------------------------------------------------
+
+SUM_OF_BLOCKS = (
+    # Every CTA adds its number, the last one to come reads what all have written.
+    "mov.u32 %r1, %ctaid.x;",
+    "mad.wide.u32 %rd1, %r1, 4, %dst;",
+    *FIRST,
+    "add.u32 %r2, %r1, 10;",
+    "st.global.b32 [%rd1+64], %r2;",
+    "{publish}",
+    "atom{order}.global.add.u32 %r3, [%dst], 1;",
+    "{observe}",
+    "setp.ne.u32 %p2, %r3, 3;",
+    "@%p2 bra SKIP;",
+    "ld.global.b32 %r4, [%dst+64];",
+    "ld.global.b32 %r5, [%dst+76];",
+    "add.u32 %r4, %r4, %r5;",
+    "st.global.b32 [%dst+128], %r4;",
+    "SKIP:",
+)
+
+
+@pytest.mark.parametrize(
+    ("publish", "order", "observe", "ok"),
+    [
+        ("fence.acq_rel.gpu;", "", "fence.acq_rel.gpu;", True),
+        ("membar.gl;", ".relaxed.gpu", "membar.gl;", True),
+        ("", ".acq_rel.gpu", "", True),
+        ("", "", "", False),
+        ("fence.acq_rel.gpu;", "", "", False),
+        ("", ".relaxed.gpu", "fence.acq_rel.gpu;", False),
+        ("", ".release.gpu", "", False),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["eager", "adversarial"])
+def test_semaphores(publish: str, order: str, observe: str, ok: bool, schedule: str) -> None:
+    lines = [line.format(publish=publish, order=order, observe=observe) for line in SUM_OF_BLOCKS]
+
+    def go() -> bytes:
+        return run(kernel(*lines), grid=4, schedule=Schedule(schedule, 5))
+
+    if ok:
+        assert int.from_bytes(go()[128:132], "little") == 10 + 13
+    else:
+        with pytest.raises(faults.Race, match="cluster"):
+            go()
+
+
+def test_waiting_for_a_later_cta() -> None:
+    """The CTA that is waited for starts although the one before it has not ended."""
+    lines = (
+        "mov.u32 %r1, %ctaid.x;",
+        "setp.ne.u32 %p2, %r1, 0;",
+        "@%p2 bra SECOND;",
+        "SPIN:",
+        "ld.acquire.gpu.global.b32 %r2, [%dst];",
+        "setp.eq.u32 %p3, %r2, 0;",
+        "@%p3 bra SPIN;",
+        "st.global.b32 [%dst+8], %r2;",
+        "bra SKIP;",
+        "SECOND:",
+        "setp.ne.u32 %p4, %me, 0;",
+        "@%p4 bra SKIP;",
+        "mov.u32 %r3, 7;",
+        "st.release.gpu.global.b32 [%dst], %r3;",
+        "SKIP:",
+    )
+    assert run(kernel(*lines, threads=32), grid=2)[8] == 7
+
+
+@pytest.mark.parametrize("access", ["ld.global.b32 %r1, [%src];", "st.global.b32 [%rd8], %me;"])
+def test_dependent_launches(access: str) -> None:
+    run(kernel(access), pdl=False)
+    run(kernel("griddepcontrol.wait;", access), pdl=True)
+    with pytest.raises(faults.Race, match="earlier launch"):
+        run(kernel(access, "griddepcontrol.wait;"), pdl=True)
+    with pytest.raises(faults.Race, match="earlier launch"):  # only warp 1 waits
+        run(kernel("setp.lt.u32 %p1, %me, 32;", "@%p1 bra SKIP;", "griddepcontrol.wait;", "SKIP:", access), pdl=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block": (48, 1, 1)}, "multiple of 32"),
+        ({"block": (128, 1, 1)}, "requires"),
+        ({"smem_bytes": 232448}, "bytes of shared memory"),
+        ({"params": bytes(8)}, "too few"),
+        ({"symbol": "macro"}, "no kernel macro"),
+        ({"grid": (3, 1, 1), "cluster": (2, 1, 1)}, "multiple of the cluster"),
+    ],
+)
+def test_launches_that_cannot_be(change: dict[str, Any], message: str) -> None:
+    description = {"symbol": "micro", "grid": (1, 1, 1), "block": (64, 1, 1), "smem_bytes": 0, "params": bytes(16)}
+    with pytest.raises(faults.LaunchFault, match=message):
+        launch(kernel().ptx(), description | change, GlobalMemory())
+
+
+# --- wgmma ------------------------------------------------------------------------------------------------------------
+
+ZEROS = tuple(f"mov.b32 %r{i}, 0;" for i in range(20, 24))
+PRODUCT = (
+    "{ .reg .b64 da; .reg .b32 lo; .reg .pred p; setp.eq.u32 p, 0, 0; shr.u32 lo, %r8, 4; and.b32 lo, lo, 0x3fff;"
+    " cvt.u64.u32 da, lo; or.b64 da, da, 0x0000000800080000;"
+    " wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%r20, %r21, %r22, %r23}, da, da, p, 1, 1, 0, 0; }"
+)
+W_FENCE, W_COMMIT = "wgmma.fence.sync.aligned;", "wgmma.commit_group.sync.aligned;"
+W_WAIT = "wgmma.wait_group.sync.aligned 0;"
+USE = "st.global.b32 [%rd8], %r20;"
+
+
+def product(*lines: str) -> Text:
+    text = Text(threads=128, smem=4096).fill_shared(4096)
+    return text.add("mov.u32 %r8, sm;", "mad.wide.u32 %rd8, %me, 4, %dst;", *lines)
+
+
+def test_products() -> None:
+    run(product(*ZEROS, W_FENCE, PRODUCT, W_COMMIT, W_WAIT, USE))
+    run(product(*ZEROS, W_FENCE, PRODUCT, PRODUCT, W_COMMIT, PRODUCT, W_COMMIT, W_WAIT, USE))
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ((*ZEROS, W_FENCE, PRODUCT, W_COMMIT, USE), "before wgmma.wait_group"),
+        ((*ZEROS, W_FENCE, PRODUCT, W_COMMIT, "wgmma.wait_group.sync.aligned 1;", USE), "before wgmma.wait_group"),
+        ((*ZEROS, W_FENCE, PRODUCT, W_WAIT, USE), "before wgmma.wait_group"),  # not committed
+        ((*ZEROS, PRODUCT, W_COMMIT, W_WAIT, USE), "without a wgmma.fence"),
+        ((W_FENCE, "add.f32 %r20, %r21, %r22;", PRODUCT, W_COMMIT, W_WAIT, USE), "changed after"),
+    ],
+)
+def test_registers_of_products(lines: tuple[str, ...], message: str) -> None:
+    with pytest.raises(RegisterFault, match=message):
+        run(product(*lines))
+
+
+def test_operands_need_a_proxy_fence() -> None:
+    store = "st.shared.b32 [%r8], %me;"
+    with pytest.raises((faults.ProxyFault, faults.Race)):
+        run(product("setp.eq.u32 %p1, %me, 0;", f"@%p1 {store}", *ZEROS, W_FENCE, PRODUCT, W_COMMIT, W_WAIT, USE))

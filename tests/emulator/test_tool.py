@@ -1,0 +1,100 @@
+"""The command, the timeline, and what the emulator may import."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import cute_attn
+from cute_attn import NotSupported, emulator, explain, select
+from cute_attn.cli import main
+from cute_attn.emulator import timeline
+from cute_attn.emulator.isa import load, registry
+from cute_attn.emulator.settings import current
+from cute_attn.problem import Features
+from tests.emulator.micro import emulate
+from tests.emulator.micro.catalogue import cases
+
+pytestmark = pytest.mark.emulator
+PACKAGE = Path(emulator.__file__).parent
+CPU = Features(torch.device("cpu"), torch.bfloat16, torch.bfloat16, torch.bfloat16, 4, 2, 64, 64)
+
+
+def test_emulate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture, trace = tmp_path / "t.html", tmp_path / "t.txt"
+    argv = ["emulate", "--qo-len", "17", "--kv-len", "33", "--causal"]
+    assert main([*argv, "--timeline", str(picture), "--trace", str(trace)]) == 0
+    printed = capsys.readouterr().out
+    assert "mma.sync.aligned.m16n8k16" in printed
+    assert printed.rstrip().endswith("ok")
+    assert picture.read_text().count("<rect") >= 4
+    assert "griddepcontrol.wait" in trace.read_text() or "ld.param" in trace.read_text()
+
+
+def test_emulate_checks_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["emulate", "--arch", "sm_70"]) == 2
+    assert "sm_70" in capsys.readouterr().err
+
+
+def test_waits_show_in_the_timeline() -> None:
+    case = next(case for case in cases() if case.id == "barriers/mbarrier")
+    _, stats = emulate.launched(case, schedule=emulator.Schedule("adversarial", 1), events=True)
+    assert any(event.kind == "wait" and event.what.startswith("barrier 0") for event in stats.events)
+    for warp in range(2):  # what a warp does follows one another
+        own = [event for event in stats.events if event.warps == (warp,)]
+        assert all(a.end <= b.start for a, b in itertools.pairwise(own))
+    assert "wait, barrier 0" in timeline.picture(stats.events, "title")
+
+
+def test_imports() -> None:
+    """The core needs numpy alone; the adapter also torch and our own runtime."""
+    for path in PACKAGE.rglob("*.py"):
+        allowed = {"numpy", "__future__", "cute_attn", *sys.stdlib_module_names}
+        if path.name == "adapter.py":
+            allowed.add("torch")
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            for name in names:
+                assert name.split(".")[0] in allowed, (path.name, name)
+                if name.startswith("cute_attn") and path.name != "adapter.py":
+                    assert name.startswith("cute_attn.emulator"), (path.name, name)
+
+
+def test_selection() -> None:
+    assert select.choose(CPU, "emulator") is select.EMULATOR
+    assert 'emulator: able, taken only with backend="emulator"' in explain(CPU)
+    with pytest.raises(NotSupported, match="emulator refuses other head dimensions"):
+        select.choose(CPU._replace(head_dim_qk=72), "emulator")
+    with pytest.raises(NotSupported, match="cuda tensors"):
+        select.choose(CPU._replace(device=torch.device("cuda")), "emulator", select.archs.named("sm_90a"))
+
+
+def test_the_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_ATTN_EMULATE_ARCH", "sm_80")
+    assert current().arch == "sm_80"
+    q = torch.randn(1, 1, 64).half()
+    with emulator.using("sm_90a") as emulation:
+        cute_attn.single_prefill_with_kv_cache(q, q, q, backend="emulator")
+    assert {record.arch for record in emulation.records} == {"sm_90a"}
+    assert current().arch == "sm_80"
+
+
+def test_forms() -> None:
+    load()
+    assert len(registry.FORMS) > 100
+    for form in registry.FORMS:
+        assert form.conformance in ("exact", "approx", "order", "unverified"), form.template
+        assert form.conformance != "unverified" or form.since >= 100, form.template
+
+
+def test_misaligned_rows_are_refused() -> None:
+    kv = torch.randn(9 * 64 + 1).half()[1:].view(9, 1, 64)
+    with pytest.raises(ValueError, match="k must have rows"):
+        cute_attn.single_prefill_with_kv_cache(torch.randn(1, 1, 64).half(), kv, kv, backend="emulator")
