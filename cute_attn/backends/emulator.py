@@ -33,21 +33,28 @@ def plan(
     batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging
 ) -> Callable[[BatchProblem], None]:
     """A plan for the architecture that is emulated now; it runs on that one whatever is emulated later."""
-    arch, module = _batch_backend(batch_settings)
-    scheduled = module.scheduled(batch_settings, lengths, limits, arch, TYPICAL_SMS[arch.name])
+    arch, sms = _machine()
+    module = _batch_backend(batch_settings, arch)
+    scheduled = module.scheduled(batch_settings, lengths, limits, arch, sms)
     return EmulatedPlan(module.Planned(batch_settings, scheduled, staging, arch, CPU))
 
 
 def workspace(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
-    arch, module = _batch_backend(batch_settings)
-    sizes: tuple[int, int] = module.workspace_on(batch_settings, lengths, limits, arch, TYPICAL_SMS[arch.name])
+    arch, sms = _machine()
+    module = _batch_backend(batch_settings, arch)
+    sizes: tuple[int, int] = module.workspace_on(batch_settings, lengths, limits, arch, sms)
     return sizes
 
 
-def _batch_backend(batch_settings: Settings) -> tuple[Arch, Any]:
-    arch = named(settings.current().arch)
+def _machine() -> tuple[Arch, int]:
+    """The GPU that is stood in for: its architecture and multiprocessors."""
+    emulation = settings.current()
+    return named(emulation.arch), emulation.sms or TYPICAL_SMS[emulation.arch]
+
+
+def _batch_backend(batch_settings: Settings, arch: Arch) -> Any:
     backend = select.emulated(batch_settings.features, arch)
-    return arch, importlib.import_module(f"cute_attn.backends.{backend.name}_batch")
+    return importlib.import_module(f"cute_attn.backends.{backend.name}_batch")
 
 
 class Emulated:
@@ -55,15 +62,15 @@ class Emulated:
 
     def __init__(self, problem_settings: Settings) -> None:
         self.settings = problem_settings
-        self.runners: dict[str, Callable[[Problem], None]] = {}
+        self.runners: dict[tuple[str, int], Callable[[Problem], None]] = {}
 
     def __call__(self, problem: Problem) -> None:
-        arch = named(settings.current().arch)
-        run = self.runners.get(arch.name)
+        arch, sms = _machine()
+        run = self.runners.get((arch.name, sms))
         if run is None:
             backend = select.emulated(self.settings.features, arch)
             module: Any = importlib.import_module(f"cute_attn.backends.{backend.name}")
-            run = self.runners[arch.name] = module.Runner(self.settings, arch, CPU, TYPICAL_SMS[arch.name])
+            run = self.runners[arch.name, sms] = module.Runner(self.settings, arch, CPU, sms)
         problem = _placed(problem)
         with adapter.visible(*_roles(problem)):
             run(problem)

@@ -29,6 +29,7 @@ class Record:
 @dataclass(frozen=True)
 class Emulation:
     """`arch`: the GPU that is stood in for. `records` collects what ran. `events`: keep what a timeline needs.
+    `sms`: its multiprocessors, which decide how keys are split (None: as many as such a GPU has).
     `rewrite` changes the PTX of each launch before it runs: for tests that break kernels on purpose.
     """
 
@@ -37,6 +38,7 @@ class Emulation:
     schedule: Schedule = field(default_factory=Schedule)
     events: bool = False
     rewrite: Callable[[str], str] | None = None
+    sms: int | None = None
     records: list[Record] = field(default_factory=list)
 
 
@@ -56,9 +58,10 @@ def using(
     schedule: Schedule | None = None,
     events: bool = False,
     rewrite: Callable[[str], str] | None = None,
+    sms: int | None = None,
 ) -> Iterator[Emulation]:
     """Emulate `arch` ("sm_80", "sm_90a", ...) in calls with backend="emulator"; yields the launches' records."""
-    emulation = Emulation(arch, checks, schedule or Schedule(), events, rewrite)
+    emulation = Emulation(arch, checks, schedule or Schedule(), events, rewrite, sms)
     token = _current.set(emulation)
     try:
         yield emulation
