@@ -1,4 +1,8 @@
-"""tcgen05.ld and st of every shape against layouts as CUTLASS states them, and the checks of tensor memory."""
+"""tcgen05.ld and st of every shape against layouts as CUTLASS states them, and the checks of tensor memory.
+
+The PTX ISA shows fragments in figures only, so that the emulator's formulas go back to the same text: slips show here,
+misreadings would not. The corpus runs .32x32b.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""Where matrices of tcgen05.mma lie, and its descriptors, read from sources that the emulator was not written from.
+"""Where matrices of tcgen05.mma lie, and its descriptors: a second reading, as CuTe layouts.
 
-Shared memory: the canonical layouts of PTX ISA 9.7.16.3.3 as CuTe layouts, and `Swizzle` of CUTLASS (cute/swizzle.hpp).
-Tensor memory: the atoms of `tmem_frg` and `tmem_sf_frg` in CUTLASS (cute/atom/mma_traits_sm100_frag.hpp).
 Descriptors: the bit fields of `SmemDescriptor`, `InstrDescriptor`, `InstrDescriptorBlockScaled` in CUTLASS
-(cute/arch/mma_sm100_desc.hpp). The emulator follows the tables of PTX ISA 9.7.16.4.
+(cute/arch/mma_sm100_desc.hpp). The emulator follows the tables of PTX ISA 9.7.16.4: two sources.
+Shared memory: the canonical layouts of PTX ISA 9.7.16.3.3 and `Swizzle` of CUTLASS (cute/swizzle.hpp).
+Tensor memory: the atoms of `tmem_frg` and `tmem_sf_frg` in CUTLASS (cute/atom/mma_traits_sm100_frag.hpp). The PTX ISA
+shows these in figures only, so the emulator's formulas go back to the same text: this tells slips, not misreadings.
+What the corpus runs of it is confirmed there: M = 128 in one CTA, M = 256 in two.
 """
 
 from __future__ import annotations
