@@ -21,6 +21,7 @@ DTYPES: dict[str, Any] = {
     "i8": np.dtype(np.int64),
     "f8": np.dtype(np.float64),
     "p": np.dtype(np.bool_),
+    "v16": np.dtype("V16"),
 }
 
 # Packed and 16-bit brain floats have no numpy type: they travel as bits.
@@ -42,6 +43,7 @@ OF_PTX = {
     "tf32": "u4",
     "f16x2": "u4",
     "bf16x2": "u4",
+    "b128": "v16",
     "b64": "u8",
     "u64": "u8",
     "s64": "i8",
@@ -50,7 +52,7 @@ OF_PTX = {
     "pred": "p",
 }
 
-WIDTH = {"p": 0, **{tag: int(tag[1]) for tag in DTYPES if tag != "p"}}
+WIDTH = {"p": 0, **{tag: int(tag[1:]) for tag in DTYPES if tag != "p"}}
 """Bytes of a tag; a predicate has none."""
 
 

@@ -46,6 +46,7 @@ class Policy:
     checks: bool = True
     schedule: Schedule = Schedule()
     events: bool = False
+    strict: bool = True  # a tcgen05.ld reads tensor memory until it was waited for
 
 
 @dataclass
@@ -72,6 +73,7 @@ class Cta:
         self.pending: dict[str, collections.deque[Callable[[], None]]] = {}  # asynchronous work by queue
         self.posted = 0
         self.extra: dict[str, Any] = {}  # state of optional units, by name
+        self.closing: list[Callable[[], None]] = []  # what to check when its last warp has ended
         self.gangs: list[Gang] = []
         registers = [np.zeros(1, grid.home_dtypes[h]) for h in grid.program.homes]
         for warps in grid.gang_layout():
@@ -172,8 +174,10 @@ class Grid:
 
     def __init__(self, program: Program, launch: dict[str, Any], memory: GlobalMemory, policy: Policy) -> None:
         self.program, self.memory = program, memory
-        self.checks, self.schedule = policy.checks, policy.schedule
+        self.checks, self.schedule, self.strict = policy.checks, policy.schedule, policy.strict
         self.recorder = Recorder() if policy.events else None
+        self._waiting: Iterator[tuple[int, Dim3]] = self._origins()
+        self.cta_group = 0  # that of the tcgen05 instructions, once one was met
         self.grid: Dim3 = launch["grid"]
         self.block: Dim3 = launch["block"]
         self.cluster: Dim3 = launch.get("cluster", (1, 1, 1))
@@ -252,25 +256,30 @@ class Grid:
         if clocks is not None:
             clocks.time[gang.agents] += block.count
 
-    def _clusters(self) -> Iterator[Cluster]:
+    def _origins(self) -> Iterator[tuple[int, Dim3]]:
+        """Number and first CTA of every cluster."""
         counts = [g // c for g, c in zip(self.grid, self.cluster, strict=True)]
         for number in range(int(np.prod(counts))):
             x, y, z = number % counts[0], number // counts[0] % counts[1], number // (counts[0] * counts[1])
-            yield Cluster(self, number, (x * self.cluster[0], y * self.cluster[1], z * self.cluster[2]))
+            yield number, (x * self.cluster[0], y * self.cluster[1], z * self.cluster[2])
+
+    def cancel(self) -> Dim3 | None:
+        """Take the next cluster out of those that have not started: its first CTA."""
+        found = next(self._waiting, None)
+        return None if found is None else found[1]
 
     def run(self) -> Stats:
         """Clusters are started in order; another one joins when those that run cannot move."""
-        waiting = self._clusters()
         resident: list[Cluster] = []
         exhausted, rounds = False, 0
         while resident or not exhausted:
             rounds += 1
             if not exhausted and (not self._turn_all(resident) or rounds % COMPANY == 0):
-                cluster = next(waiting, None)
-                if cluster is None:
+                following = next(self._waiting, None)
+                if following is None:
                     exhausted = True
                 else:
-                    resident.append(cluster)
+                    resident.append(Cluster(self, *following))
             elif exhausted and resident and not self._turn_all(resident):
                 self._starve(resident)
             resident = [c for c in resident if any(cta.running for cta in c.ctas)]
@@ -311,6 +320,9 @@ class Grid:
         return True
 
     def _leave(self, gang: Gang) -> None:
+        if not gang.cta.running:
+            for check in gang.cta.closing:
+                check()
         clocks = gang.cta.clocks
         if clocks is not None:
             self.stats.cycles = max(self.stats.cycles, float(clocks.time[gang.agents].max()))

@@ -19,16 +19,18 @@ def launch(
     checks: bool = True,
     schedule: Schedule = Schedule(),  # noqa: B008 (frozen)
     events: bool = False,
+    strict: bool = True,
 ) -> Stats:
     """Execute the kernel `description["symbol"]` of `ptx` on `memory`, in place.
 
     `description` holds symbol, grid, block, cluster, smem_bytes, pdl, params (bytes) and, where parameters do not lie
     one after the other from 0, param_offsets. With `checks`, every
     access is checked for races, bounds and initialisation; with `events` the stats keep what a timeline needs.
-    EmulatorError says what is wrong, and where.
+    `strict`: tensor memory may be overwritten only when loads from it were waited for, not when their registers were
+    used. EmulatorError says what is wrong, and where.
     """
     kernel = program(ptx, description["symbol"])
     for region in memory.regions:
         region.settle(bool(description.get("pdl")))
     with np.errstate(all="ignore"):
-        return Grid(kernel, description, memory, Policy(checks, schedule, events)).run()
+        return Grid(kernel, description, memory, Policy(checks, schedule, events, strict)).run()

@@ -18,13 +18,14 @@ CHUNK = 16  # bytes that lie together in every layout
 @dataclass(frozen=True)
 class Operand:
     """Byte offsets and strides. `swizzle`: 0 none, 1 of 32, 2 of 64, 3 of 128 bytes. `mn_major`: the rows' index runs
-    fastest in memory, not k."""
+    fastest in memory, not k. `wide`: the 128-byte swizzle that moves units of 32 bytes, over 4 lines."""
 
     start: int
     leading: int
     stride: int
     swizzle: int
     mn_major: bool
+    wide: bool = False
 
 
 def hopper(descriptor: int, mn_major: bool) -> Operand:
@@ -34,6 +35,25 @@ def hopper(descriptor: int, mn_major: bool) -> Operand:
     swizzle = {0: 0, 1: 3, 2: 2, 3: 1}[descriptor >> 62]
     start, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
     return Operand(start, leading, stride, swizzle, mn_major)
+
+
+def blackwell(descriptor: int, mn_major: bool) -> Operand:
+    """A tcgen05 matrix descriptor."""
+    fixed, absolute, code = descriptor >> 46 & 7, descriptor >> 52 & 1, descriptor >> 61
+    modes = {0: (0, False), 1: (3, True), 2: (3, False), 4: (2, False), 6: (1, False)}
+    refusals = {
+        "bits 46-48 must be 1": fixed != 1,
+        "a base offset is not supported": bool(descriptor >> 49 & 7),
+        "absolute leading addresses do not exist on sm_100": bool(absolute),
+        f"there is no swizzle mode {code}": code not in modes,
+        "32-byte units need an MN-major matrix": code == 1 and not mn_major,
+    }
+    for reason, refused in refusals.items():
+        if refused:
+            raise PtxError(f"matrix descriptor {descriptor:#x}: {reason}")
+    start, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
+    swizzle, wide = modes[code]
+    return Operand(start, leading, stride, swizzle, mn_major, wide)
 
 
 @functools.lru_cache(8192)
@@ -46,12 +66,15 @@ def offsets(operand: Operand, first: int, rows: int, k_bytes: int, item_bytes: i
         at = (np.arange(rows * item_bytes // CHUNK) * CHUNK + first * item_bytes)[None, :]
         # Without a swizzle the two strides change their places.
         along, across = (operand.leading, operand.stride) if operand.swizzle else (operand.stride, operand.leading)
-        found = at % atom + at // atom * along + k % 8 * atom + k // 8 * across
+        lines = 4 if operand.wide else 8
+        found = at % atom + at // atom * along + k % lines * atom + k // lines * across
     else:
         r = (np.arange(rows) + first)[:, None]
         at = (np.arange(k_bytes // CHUNK) * CHUNK)[None, :]
         found = r // 8 * operand.stride + r % 8 * atom + at % atom + at // atom * operand.leading
-    result: Array = swizzled(operand.start + found, operand.swizzle).astype(np.int64)
+    where = operand.start + found
+    moved = where ^ ((where >> 7 & 3) << 5) if operand.wide else swizzled(where, operand.swizzle)
+    result: Array = moved.astype(np.int64)
     if int(result.min()) < SHARED_START:
         raise PtxError(f"a matrix operand starts at shared {operand.start:#x}, below the CTA's memory")
     return result

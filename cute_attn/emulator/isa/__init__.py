@@ -21,6 +21,10 @@ MODULES = (
     "tma",
     "wgmma",
     "clusters",
+    "packed",
+    "tmem",
+    "umma",
+    "launch_control",
 )
 
 

@@ -172,6 +172,16 @@ def _from_fp8(x: Array, kind: str, relu: bool) -> Array:
     return packed
 
 
+@form("cvt.rn.satfinite{|.relu}{.e2m3x2|.e3m2x2}.f32", since=100, conformance="unverified")
+def to_fp6(e: Emitter, inst: Inst, relu: str, to: str) -> None:
+    to_fp8(e, inst, relu, to, ".f32")
+
+
+@form("cvt.rn{|.relu}.f16x2{.e2m3x2|.e3m2x2}", since=100, conformance="unverified")
+def from_fp6(e: Emitter, inst: Inst, relu: str, source: str) -> None:
+    from_fp8(e, inst, relu, source)
+
+
 @form("cvt.rn.satfinite{|.relu}.e2m1x2.f32", since=100, conformance="unverified")
 def to_fp4(e: Emitter, inst: Inst, relu: str) -> None:
     """Operand a goes into the upper four bits."""
@@ -231,13 +241,13 @@ def cvta(e: Emitter, inst: Inst, direction: str, space: str) -> None:
     e.set(inst.operands[0], "u8", e.get(inst.operands[1], "u8"))
 
 
-@form("cvta.shared.u64", conformance="order")
-def cvta_shared(e: Emitter, inst: Inst) -> None:
+@form("cvta.shared{|::cta|::cluster}.u64", conformance="order")
+def cvta_shared(e: Emitter, inst: Inst, space: str) -> None:
     from cute_attn.emulator.memory import GENERIC_SHARED
 
     e.set(inst.operands[0], "u8", f"{e.get(inst.operands[1], 'u8')} | {e.constant(GENERIC_SHARED, 'u8')}")
 
 
-@form("cvta.to.shared.u64", conformance="order")
-def cvta_to_shared(e: Emitter, inst: Inst) -> None:
+@form("cvta.to.shared{|::cta|::cluster}.u64", conformance="order")
+def cvta_to_shared(e: Emitter, inst: Inst, space: str) -> None:
     e.set(inst.operands[0], "u8", f"{e.get(inst.operands[1], 'u8')} & {e.constant(0xFFFFFFFF, 'u8')}")

@@ -54,6 +54,18 @@ class Mbarrier:
             self.time = max(self.time, float(clocks.time[agent]))
             self.agents.append(agent)
         self.add_tx(expect)
+        self._count(count)
+
+    def arrive_by(self, op: Op | None, time: float) -> None:
+        """An arrival that is the end of an asynchronous operation."""
+        if op is not None and self.clock is not None:
+            if op.clock[ORDER, self.made_by] < self.made_at:
+                raise BarrierFault(f"{self.name} is used by {op.what} before its initialisation is visible to it")
+            np.maximum(self.clock, op.clock, out=self.clock)
+        self.time = max(self.time, time)
+        self._count(1)
+
+    def _count(self, count: int) -> None:
         if count > self.pending:
             raise BarrierFault(f"{self.name}: {count} arrivals where {self.pending} of {self.count} are pending")
         self.pending -= count

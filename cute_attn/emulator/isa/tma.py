@@ -33,6 +33,8 @@ _HINT = "{|.L2::cache_hint}"
 @form(
     f"cp.async.bulk.tensor{_DIMS}{{.shared::cluster|.shared::cta}}.global{{|.tile}}.mbarrier::complete_tx::bytes"
     f"{{|.multicast::cluster}}{{|.cta_group::1|.cta_group::2}}{_HINT}",
+    f"cp.async.bulk.tensor{_DIMS}{{.shared::cluster|.shared::cta}}.global{{|.tile}}.mbarrier::complete_tx::bytes"
+    f"{{|.multicast::cluster}}.L2::cache_hint{{.cta_group::1|.cta_group::2}}",
     since=90,
     golden="tma",
 )
@@ -186,14 +188,20 @@ def _tensor_store(
     g: Gang, mask: Array | None, table: Array, coordinates: tuple[Array, ...], source: Array, reduce: str
 ) -> None:
     maps, sources = g.full(table), g.full(source)
+    tasks: dict[tuple[int, ...], _Task] = {}
     for lane in g.lanes(mask):
-        tensor = _map_at(g, int(maps[lane]))
         place = [int(g.full(c)[lane]) for c in coordinates]
         at = int(sources[lane])
         if at % 128:
             raise MemoryFault(f"TMA store from shared {at:#x}, which is not aligned to 128 bytes", int(lane))
-        op = g.begin_op(int(g.row[lane]), "TMA store")
-        bulk_groups(g, int(lane)).add(g.cta, _store_action(g.cta, tensor, place, at, reduce, op), op)
+        # A whole warp that stores one box does so 32 times, which is one store to all who watch.
+        key = (int(g.row[lane]), int(maps[lane]), at, *place, int(lane) if reduce else 0)
+        if key not in tasks:
+            op = g.begin_op(int(g.row[lane]), "TMA store")
+            action = _store_action(g.cta, _map_at(g, int(maps[lane])), place, at, reduce, op)
+            tasks[key] = _Task(action, op)
+            g.cta.post(tasks[key])
+        bulk_groups(g, int(lane)).open.append(tasks[key])
 
 
 def _store_action(

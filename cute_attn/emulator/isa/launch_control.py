@@ -1,0 +1,106 @@
+"""clusterlaunchcontrol: a running cluster takes over the work of one that has not started; 128-bit registers."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cute_attn.emulator import access
+from cute_attn.emulator.clocks import Op
+from cute_attn.emulator.dtypes import Array
+from cute_attn.emulator.emit import Emitter
+from cute_attn.emulator.gang import Gang
+from cute_attn.emulator.isa import mbarrier
+from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
+from cute_attn.emulator.ptx import Inst, Vec
+
+if TYPE_CHECKING:
+    from cute_attn.emulator.machine import Cta
+
+LATENCY = 400  # of virtual time, for the timeline
+RESPONSE_BYTES = 16
+
+
+@form("mov.b128", since=70)
+def move(e: Emitter, inst: Inst) -> None:
+    d, a = inst.operands
+    if isinstance(a, Vec):
+        e.call(_join, [e.get(x, "u8") for x in a.items], [(d, "v16")])
+    elif isinstance(d, Vec):
+        e.call(_parts, [e.get(a, "v16")], [(x, "u8") for x in d.items])
+    else:
+        e.set(d, "v16", e.get(a, "v16"))
+
+
+def _join(g: Gang, mask: Array | None, low: Array, high: Array) -> Array:
+    pair = np.stack(np.broadcast_arrays(low, high), axis=1)
+    joined: Array = np.ascontiguousarray(pair).view("V16")[:, 0]
+    return joined
+
+
+def _parts(g: Gang, mask: Array | None, x: Array) -> tuple[Array, Array]:
+    pair = np.ascontiguousarray(x).view(np.uint64).reshape(-1, 2)
+    return pair[:, 0].copy(), pair[:, 1].copy()
+
+
+_SPACE = "{|.shared::cta}"
+
+
+@form(
+    f"clusterlaunchcontrol.try_cancel.async{_SPACE}.mbarrier::complete_tx::bytes{{|.multicast::cluster::all}}.b128",
+    since=100,
+    conformance="unverified",
+)
+def try_cancel(e: Emitter, inst: Inst, space: str, multicast: str) -> None:
+    wide = [e.address(x, wide=not space) for x in inst.operands]
+    address, barrier = wide if space else [f"{x}.astype(u4)" for x in wide]
+    e.call(_try_cancel, [address, barrier, str(bool(multicast))])
+
+
+def _try_cancel(g: Gang, mask: Array | None, address: Array, barrier: Array, multicast: bool) -> None:
+    """The response is opaque to programs. Here: the first CTA's three coordinates, and whether there is one."""
+    for lane in g.lanes(mask):
+        origin = g.cta.grid.cancel()
+        response = np.array([*origin, 1] if origin is not None else [0, 0, 0, 0], np.uint32).view("V16")
+        at, bar = (int(g.full(x)[lane]) & OFFSET_MASK for x in (address, barrier))
+        ctas = g.cta.cluster.ctas if multicast else [g.cta]
+        op = g.begin_op(int(g.row[lane]), "clusterlaunchcontrol.try_cancel")
+        waiting = [mbarrier.at(g.cta, cta.rank << RANK_SHIFT | bar, cluster=True) for cta in ctas]
+
+        g.cta.post(functools.partial(_answer, ctas, waiting, at, response, op))
+
+
+def _answer(ctas: list[Cta], barriers: list[mbarrier.Mbarrier], at: int, response: Array, op: Op | None) -> None:
+    for cta, barrier in zip(ctas, barriers, strict=True):
+        offsets = access.offsets_of(np.array([at], np.uint32))
+        cta.smem.check(offsets, RESPONSE_BYTES, RESPONSE_BYTES, "try_cancel")
+        cta.smem.op_store(offsets, response, RESPONSE_BYTES, op, "try_cancel", generic=False)
+        barrier.complete(RESPONSE_BYTES, op, (op.time if op else 0.0) + LATENCY)
+
+
+@form("clusterlaunchcontrol.query_cancel.is_canceled.pred.b128", since=100, conformance="unverified")
+def is_cancelled(e: Emitter, inst: Inst) -> None:
+    d, response = inst.operands
+    e.set(d, "p", f"{e.bind(_word, 'word')}({e.get(response, 'v16')}, 3) != 0")
+
+
+@form("clusterlaunchcontrol.query_cancel.get_first_ctaid{::x|::y|::z}.b32.b128", since=100, conformance="unverified")
+def first_coordinate(e: Emitter, inst: Inst, axis: str) -> None:
+    d, response = inst.operands
+    e.set(d, "u4", f"{e.bind(_word, 'word')}({e.get(response, 'v16')}, {'xyz'.index(axis[-1])})")
+
+
+@form("clusterlaunchcontrol.query_cancel.get_first_ctaid.v4.b32.b128", since=100, conformance="unverified")
+def first_cta(e: Emitter, inst: Inst) -> None:
+    d, response = inst.operands
+    word, text = e.bind(_word, "word"), e.get(response, "v16")
+    for i, item in enumerate(e.items(d)):
+        e.set(item, "u4", f"{word}({text}, {i})")
+
+
+def _word(response: Array, index: int) -> Array:
+    words: Array = np.ascontiguousarray(response).view(np.uint32).reshape(-1, 4)[:, index].copy()
+    return words

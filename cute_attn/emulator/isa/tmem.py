@@ -1,0 +1,361 @@
+"""tcgen05.alloc, dealloc, ld, st, wait, fence: tensor memory from the threads' side."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cute_attn.emulator import access
+from cute_attn.emulator.dtypes import Array
+from cute_attn.emulator.emit import Emitter
+from cute_attn.emulator.errors import LaunchFault, MemoryFault, PtxError
+from cute_attn.emulator.gang import Gang, Wait
+from cute_attn.emulator.isa.mma import whole
+from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.ptx import Imm, Inst
+from cute_attn.emulator.tensor_memory import TensorMemory, cells, split_address
+
+if TYPE_CHECKING:
+    from cute_attn.emulator.machine import Cta
+
+ARCHS = (100, 103)
+GROUP = "{.cta_group::1|.cta_group::2}"
+_NUM = "{.x1|.x2|.x4|.x8|.x16|.x32|.x64|.x128}"
+MAX_REGISTERS = 128
+
+
+def memory_of(cta: Cta) -> TensorMemory:
+    found = cta.extra.get("tcgen05")
+    if found is None:
+        found = cta.extra["tcgen05"] = TensorMemory(cta.clocks)
+        cta.closing.append(lambda: _check_leak(cta))
+    memory: TensorMemory = found
+    return memory
+
+
+def _check_leak(cta: Cta) -> None:
+    left = memory_of(cta).leaked()
+    if left:
+        raise MemoryFault(f"CTA {cta.index} ends without giving {left} columns of tensor memory back")
+
+
+def pair_of(cta: Cta, group: int) -> list[Cta]:
+    """The CTAs that an operation of this group size is for, the even one first. A kernel must not mix group sizes."""
+    before = cta.grid.cta_group
+    if before not in (0, group):
+        raise PtxError(f".cta_group::{group} in a kernel that has used .cta_group::{before}")
+    cta.grid.cta_group = group
+    if group == 1:
+        return [cta]
+    even = cta.rank & ~1
+    if even + 1 >= len(cta.cluster.ctas):
+        raise LaunchFault(f".cta_group::2 in CTA {cta.index}, which has no peer in its cluster")
+    return cta.cluster.ctas[even : even + 2]
+
+
+# --- allocation -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Request:
+    cta: Cta
+    agent: int
+    target: int
+    columns: int
+    granted: bool = False
+
+    def grant(self, start: int) -> None:
+        memory = memory_of(self.cta)
+        memory.allocate(start, self.columns)
+        offset = access.offsets_of(np.array([self.target], np.uint32))
+        self.cta.smem.check(offset, 4, 4, "tcgen05.alloc")
+        value = np.array([start], np.uint32)
+        self.cta.smem.store(offset, value, 4, np.array([self.agent]), "tcgen05.alloc")
+        self.granted = True
+
+
+class _Allocating(Wait):
+    """Until there is room; in a pair of CTAs also until the peer asks for the same."""
+
+    def __init__(self, request: _Request, group: int) -> None:
+        super().__init__(f"tcgen05.alloc of {request.columns} columns")
+        self.request, self.group = request, group
+        self.pair = pair_of(request.cta, group)
+        if group == 2:
+            self._asking(request.cta).append(request)
+
+    def _asking(self, cta: Cta) -> list[_Request]:
+        asking: list[_Request] = cta.extra.setdefault("tcgen05 asking", [])
+        return asking
+
+    def ready(self) -> bool:
+        if self.request.granted:
+            return True
+        requests = [self.request]
+        if self.group == 2:
+            if not all(self._asking(cta) for cta in self.pair):
+                return False
+            requests = [self._asking(cta)[0] for cta in self.pair]
+            if self.request not in requests:
+                return False
+            if requests[0].columns != requests[1].columns:
+                raise MemoryFault("tcgen05.alloc: the CTAs of a pair ask for different numbers of columns")
+        free = TensorMemory(None)
+        for request in requests:
+            free.owner |= memory_of(request.cta).owner != 0
+        start = free.find(self.request.columns)
+        if start is None:
+            return False
+        for request in requests:
+            request.grant(start)
+            if self.group == 2:
+                self._asking(request.cta).pop(0)
+        return True
+
+
+@form(
+    f"tcgen05.alloc{GROUP}.sync.aligned{{|.shared::cta}}.b32",
+    since=100,
+    only=ARCHS,
+    solo=True,
+    converges=True,
+    conformance="unverified",
+)
+def alloc(e: Emitter, inst: Inst, group: str, space: str) -> None:
+    address = (
+        e.address(inst.operands[0], wide=False) if space else f"{e.address(inst.operands[0], wide=True)}.astype(u4)"
+    )
+    e.call(_alloc, [address, e.get(inst.operands[1], "u4"), group[-1]])
+
+
+def _alloc(g: Gang, mask: Array | None, address: Array, count: Array, group: int) -> None:
+    whole(g, mask, "tcgen05.alloc")
+    lanes = g.first_lanes(mask)
+    if len(lanes) > 1:
+        raise MemoryFault("tcgen05.alloc by more than one warp at once")
+    columns, target = g.uniform(count, mask, "column count"), g.uniform(address, mask, "address")
+    memory_of(g.cta).check_allocation(columns)
+    waiting = _Allocating(_Request(g.cta, int(g.lane_agents[lanes[0]]), target, columns), group)
+    if not waiting.ready():
+        g.wait = waiting
+
+
+@form(f"tcgen05.dealloc{GROUP}.sync.aligned.b32", since=100, only=ARCHS, converges=True, conformance="unverified")
+def dealloc(e: Emitter, inst: Inst, group: str) -> None:
+    e.call(_dealloc, [e.get(inst.operands[0], "u4"), e.get(inst.operands[1], "u4"), group[-1]])
+
+
+def _dealloc(g: Gang, mask: Array | None, address: Array, count: Array, group: int) -> None:
+    whole(g, mask, "tcgen05.dealloc")
+    pair_of(g.cta, group)
+    memory = memory_of(g.cta)
+    for lane in g.first_lanes(mask):
+        start, columns = int(g.full(address)[lane]), int(g.full(count)[lane])
+        memory.free(start, columns)
+        if memory.shadow is not None:
+            span = np.arange(start, start + columns)
+            agents = g.lane_agents[lane : lane + 1]
+            wrong = memory.shadow.write(cells(np.arange(128), span)[None, :], agents)
+            if wrong is not None:
+                memory.complain("tcgen05.dealloc", span, wrong[2], wrong[1])
+
+
+@form(
+    f"tcgen05.relinquish_alloc_permit{GROUP}.sync.aligned",
+    since=100,
+    only=ARCHS,
+    converges=True,
+    conformance="unverified",
+)
+def relinquish(e: Emitter, inst: Inst, group: str) -> None:
+    e.call(_relinquish, [group[-1]])
+
+
+def _relinquish(g: Gang, mask: Array | None, group: int) -> None:
+    pair_of(g.cta, group)
+    memory_of(g.cta).relinquished = True
+
+
+# --- loads and stores -------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def fragment(shape: str, num: int) -> tuple[Array, Array, Array]:
+    """For each thread and register of a warp: lane, column, and half (1: beyond the split of .16x32bx2); [32, n]."""
+    per = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4, "16x32bx2": 1}[shape]
+    t, r = np.meshgrid(np.arange(32), np.arange(per * num), indexing="ij")
+    half = np.zeros_like(t)
+    if shape == "32x32b":
+        lane, column = t, r
+    elif shape == "16x64b":
+        lane, column = 8 * (t & 1) + t // 4, 2 * r + (t // 2 & 1)
+    elif shape == "16x128b":
+        lane, column = t // 4 + 8 * (r & 1), 4 * (r // 2) + t % 4
+    elif shape == "16x256b":
+        lane, column = t // 4 + 8 * (r // 2 & 1), 8 * (r // 4) + 2 * (t % 4) + (r & 1)
+    else:
+        lane, column, half = t % 16, r, t // 16
+    return lane, column, half
+
+
+@dataclass(frozen=True)
+class _Move:
+    """One ld or st form with its immediates."""
+
+    shape: str
+    num: int
+    packed: bool
+    split: int
+
+    def places(self, warps: Array, addresses: Array, what: str) -> tuple[Array, Array]:
+        """(lanes, columns) of each warp: [warps, 32, registers, 1 or 2 columns]."""
+        lane, column, half = fragment(self.shape, self.num)
+        bases = np.array([split_address(int(a)) for a in addresses])
+        allowed = [0] if self.shape == "32x32b" else [0, 16]
+        for warp, (at, _) in zip(warps, bases, strict=True):
+            if at - 32 * (warp % 4) not in allowed:
+                own = f"{32 * (warp % 4)}..{32 * (warp % 4) + 31}"
+                raise MemoryFault(f"{what} at lane {at} of tensor memory by warp {warp}, which may touch {own}")
+        wide = 2 if self.packed else 1
+        columns = (column * wide + half * self.split)[..., None] + np.arange(wide)
+        lanes = bases[:, 0, None, None, None] + lane[None, ..., None]
+        return np.broadcast_to(lanes, (len(warps), *columns.shape)), bases[:, 1, None, None, None] + columns[None]
+
+
+def _form_of(inst: Inst, shape: str, num: str, packed: str) -> _Move:
+    count, offset = int(num[2:]), 0
+    if shape == ".16x32bx2":
+        immediate = inst.operands[-1] if inst.op.startswith("tcgen05.ld") else inst.operands[1]
+        if not isinstance(immediate, Imm):
+            raise PtxError(f"{inst.op} needs an immediate offset of its second half")
+        offset = immediate.value
+    return _Move(shape[1:], count, bool(packed), offset)
+
+
+_SHAPE = "{.32x32b|.16x64b|.16x128b|.16x256b|.16x32bx2}"
+
+
+@form(
+    f"tcgen05.ld.sync.aligned{_SHAPE}{_NUM}{{|.pack::16b}}.b32",
+    since=100,
+    only=ARCHS,
+    converges=True,
+    conformance="unverified",
+)
+def load(e: Emitter, inst: Inst, shape: str, num: str, packed: str) -> None:
+    move = _form_of(inst, shape, num, packed)
+    registers = e.items(inst.operands[0])
+    _check_registers(inst, move, len(registers))
+    arguments = f"g, {e.mask}, {e.bind(move, 'move')}, {e.address(inst.operands[1], wide=False)}"
+    e.line(f"t = {e.bind(_load, 'tmem_load')}({arguments})")
+    for i, register in enumerate(registers):
+        e.set(register, "u4", f"t[{i}]")
+
+
+@form(
+    f"tcgen05.st.sync.aligned{_SHAPE}{_NUM}{{|.unpack::16b}}.b32",
+    since=100,
+    only=ARCHS,
+    converges=True,
+    conformance="unverified",
+)
+def store(e: Emitter, inst: Inst, shape: str, num: str, packed: str) -> None:
+    move = _form_of(inst, shape, num, packed)
+    registers = e.items(inst.operands[-1])
+    _check_registers(inst, move, len(registers))
+    values = "(" + "".join(f"{e.get(x, 'u4')}, " for x in registers) + ")"
+    e.call(_store, [e.bind(move, "move"), e.address(inst.operands[0], wide=False), values])
+
+
+def _check_registers(inst: Inst, move: _Move, count: int) -> None:
+    wanted = fragment(move.shape, move.num)[0].shape[1]
+    if wanted > MAX_REGISTERS or count != wanted:
+        raise PtxError(f"{inst.op} with {count} registers, it has {min(wanted, MAX_REGISTERS)}")
+
+
+def _present(g: Gang, mask: Array | None, address: Array, what: str) -> tuple[Array, Array]:
+    """Rows of the warps that are here, and their addresses."""
+    whole(g, mask, what)
+    first = g.first_lanes(mask)
+    at = g.full(address)
+    active = g.lanes(mask)
+    if (at[active] != at[g.row[active] * 32 + first[0] % 32]).any():
+        raise PtxError(f"{what}: the address differs within a warp")
+    return g.row[first], at[first]
+
+
+def _load(g: Gang, mask: Array | None, move: _Move, address: Array) -> Array:
+    what = f"tcgen05.ld.{move.shape}"
+    memory = memory_of(g.cta)
+    rows, addresses = _present(g, mask, address, what)
+    lanes, columns = move.places(g.warps[rows], addresses, what)
+    for row, at_lanes, at_columns in zip(rows, lanes, columns, strict=True):
+        memory.check(at_columns, what)
+        memory.check_valid(at_lanes, at_columns, what)
+        _note_read(g, memory, int(g.agents[row]), at_lanes, at_columns, what)
+    words = memory.words[lanes, columns]
+    found = words[..., 0] & np.uint32(0xFFFF) | words[..., 1] << np.uint32(16) if move.packed else words[..., 0]
+    result = np.ascontiguousarray(found.reshape(-1, found.shape[2]).T)
+    if len(rows) == len(g.warps):
+        return result
+    out = np.zeros((found.shape[2], len(g.warps), 32), np.uint32)
+    out[:, rows] = result.reshape(found.shape[2], len(rows), 32)
+    return out.reshape(found.shape[2], -1)
+
+
+def _note_read(g: Gang, memory: TensorMemory, agent: int, lanes: Array, columns: Array, what: str) -> None:
+    """Strictly, a load reads until it was waited for; else it has read when its registers are used."""
+    if memory.shadow is None:
+        return
+    touched = cells(lanes, np.unique(columns))
+    if g.cta.grid.strict:
+        op = memory.begin(agent, "tcgen05.ld")
+        assert op is not None
+        wrong = memory.shadow.op_read(touched, op)
+        writer = None if wrong is None else wrong[1]
+    else:
+        found = memory.shadow.read(touched[None, :], np.array([agent]))
+        writer = None if found is None else found[1]
+    if writer is not None:
+        memory.complain(what, columns, "write", writer)
+
+
+def _store(g: Gang, mask: Array | None, move: _Move, address: Array, values: tuple[Array, ...]) -> None:
+    what = f"tcgen05.st.{move.shape}"
+    memory = memory_of(g.cta)
+    rows, addresses = _present(g, mask, address, what)
+    lanes, columns = move.places(g.warps[rows], addresses, what)
+    words = np.stack([g.full(v) for v in values]).reshape(len(values), -1, 32)[:, rows].transpose(1, 2, 0)[..., None]
+    if move.packed:
+        words = np.concatenate([words & np.uint32(0xFFFF), words >> np.uint32(16)], axis=-1)
+    for row, at_lanes, at_columns in zip(rows, lanes, columns, strict=True):
+        memory.check(at_columns, what)
+        op = memory.begin(int(g.agents[row]), "tcgen05.st")
+        if op is not None and memory.shadow is not None:
+            wrong = memory.shadow.op_write(cells(at_lanes, np.unique(at_columns)), op)
+            if wrong is not None:
+                memory.complain(what, at_columns, *wrong)
+    memory.words[lanes, columns] = words
+    memory.valid[lanes, columns] = True
+
+
+@form("tcgen05.wait::{ld|st}.sync.aligned", since=100, only=ARCHS, converges=True, conformance="unverified")
+def wait(e: Emitter, inst: Inst, which: str) -> None:
+    e.call(_wait, [repr(f"tcgen05.{which}")])
+
+
+def _wait(g: Gang, mask: Array | None, kind: str) -> None:
+    whole(g, mask, "tcgen05.wait")
+    memory = memory_of(g.cta)
+    for lane in g.first_lanes(mask):
+        stream = memory.streams.get((int(g.lane_agents[lane]), kind))
+        if stream is not None:
+            stream.wait()
+
+
+@form("tcgen05.fence::{before|after}_thread_sync", since=100, only=ARCHS, conformance="order")
+def fence(e: Emitter, inst: Inst, which: str) -> None:
+    """The order of threads is taken from the barriers between them, which order tensor memory too."""

@@ -1,0 +1,324 @@
+"""tcgen05.mma, cp, commit: one thread starts them, the tensor cores of one CTA or of a pair do them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cute_attn.emulator import smem_matrix, umma
+from cute_attn.emulator.clocks import Op
+from cute_attn.emulator.dtypes import Array
+from cute_attn.emulator.emit import Emitter
+from cute_attn.emulator.errors import MemoryFault, PtxError
+from cute_attn.emulator.gang import Gang
+from cute_attn.emulator.isa import mbarrier
+from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.isa.tmem import ARCHS, GROUP, memory_of, pair_of
+from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
+from cute_attn.emulator.ptx import Addr, Imm, Inst, Vec
+from cute_attn.emulator.tensor_memory import split_address
+
+if TYPE_CHECKING:
+    from cute_attn.emulator.machine import Cta
+
+LATENCY = 300  # of virtual time, for the timeline
+KIND = "tcgen05.mma"  # the stream of products and copies of a warp
+SCALE_ADDRESS = (1 << 30) - 1  # above it, a compiler may keep which byte of a word is meant
+_COLLECTOR = "{|.collector::a::fill|.collector::a::use|.collector::a::lastuse|.collector::a::discard}"
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Product:
+    """One tcgen05.mma. `a` is an address in tensor memory or a matrix descriptor."""
+
+    kind: umma.Kind
+    what: umma.Instruction
+    d: int
+    a: int
+    a_in_tmem: bool
+    b: int
+    keep: bool
+    shift: int = 0
+    disabled: int = 0  # a bit a lane, of the even CTA first
+    a_scales: int = 0
+    b_scales: int = 0
+
+    def run(self, ctas: list[Cta], op: Op | None) -> None:
+        x, kind = self.what, self.kind
+        group = kind.group
+        right = np.concatenate([self._shared(cta, self.b, x.n // group, x.b_mn_major, x.b_type, op) for cta in ctas])
+        if x.b_negated:
+            right = -right
+        for rank, cta in enumerate(ctas):
+            rows = umma.rows_of(x, group)
+            left = (
+                self._tmem_a(cta, op) if self.a_in_tmem else self._shared(cta, self.a, rows, x.a_mn_major, x.a_type, op)
+            )
+            if x.a_negated:
+                left = -left
+            if kind.vector:
+                left = self._scaled(left, self._scales(cta, self.a_scales, rows, x.a_scale_id, op))
+                product = left @ self._scaled(right, self._b_scales(cta, op)).T
+            else:
+                product = left @ right.T
+            self._write(cta, rank, product, op)
+
+    def _shared(self, cta: Cta, descriptor: int, rows: int, mn_major: bool, type_: str, op: Op | None) -> Array:
+        """An operand in shared memory of one CTA: [rows, k]."""
+        operand = smem_matrix.blackwell(descriptor, mn_major)
+        if operand.wide != (mn_major and self.kind.item_bytes == 4):
+            raise PtxError("32-bit items that are MN-major, and only they, need the swizzle of 32-byte units")
+        where = smem_matrix.offsets(operand, 0, rows, umma.K_BYTES, self.kind.item_bytes)
+        flat = where.ravel()
+        cta.smem.check(flat, 16, 16, "tcgen05.mma operand")
+        chunks = cta.smem.op_load(flat, 16, op, "tcgen05.mma").reshape(where.shape)
+        raw = np.ascontiguousarray(smem_matrix.matrix(chunks, operand, self.kind.item_bytes))
+        return umma.values(raw, self.kind, type_)
+
+    def _tmem_a(self, cta: Cta, op: Op | None) -> Array:
+        x, group = self.what, self.kind.group
+        if self.kind.name not in umma.PACKED4 and x.a_type in ("e2m3", "e3m2", "e2m1"):
+            raise PtxError(f"A of {x.a_type} in tensor memory is not supported with .kind::{self.kind.name}")
+        if x.a_mn_major:
+            raise PtxError("A in tensor memory cannot be transposed")
+        lane, column = split_address(self.a)
+        lanes = umma.lanes_of(x, group, lane)
+        words = memory_of(cta).load(lanes, column + np.arange(umma.A_COLUMNS), op, "tcgen05.mma (A)")
+        rows = umma.rows_of(x, group)
+        if len(lanes) > rows and not (words[:rows] == words[rows:]).all():
+            raise MemoryFault("A in tensor memory: lanes 64..127 must repeat lanes 0..63 where each CTA has 64 rows")
+        raw = np.ascontiguousarray(words[:rows]).view(f"u{self.kind.item_bytes}")
+        return umma.values(raw, self.kind, x.a_type)
+
+    def _write(self, cta: Cta, rank: int, product: Array, op: Op | None) -> None:
+        x, group = self.what, self.kind.group
+        memory = memory_of(cta)
+        lane, column = split_address(self.d)
+        lanes = umma.lanes_of(x, group, lane)
+        folded = umma.fold(product, x, group)
+        columns = column + np.arange(folded.shape[1])
+        before = memory.load(lanes, columns, op, "tcgen05.mma (D)") if self.keep else None
+        words = umma.accumulate(folded, before, x, self.shift)
+        if self.disabled:
+            kept = np.array([not self.disabled >> (128 * rank + int(at)) & 1 for at in lanes])
+            lanes, words = lanes[kept], words[kept]
+        if len(lanes):
+            memory.store(lanes, columns, words, op, "tcgen05.mma (D)")
+
+    # Scale factors: the same in every quarter of the lanes; for B where each CTA of a pair has 64 rows, the upper half
+    # of the lanes holds those of the right half of D.
+
+    def _scales(self, cta: Cta, address: int, rows: int, first: int, op: Op | None, half: int | None = None) -> Array:
+        lane, column = split_address(address & SCALE_ADDRESS)
+        if lane % 32:
+            raise PtxError(f"scale factors at lane {lane} of tensor memory")
+        count = self.kind.k // self.kind.vector
+        columns = column + np.arange(umma.scale_columns(rows))
+        quarters = range(4) if half is None else range(2 * half, 2 * half + 2)
+        found = []
+        for quarter in quarters:
+            lanes = 32 * quarter + np.arange(32)
+            if rows < 32:
+                lanes = lanes[:rows]
+            words = memory_of(cta).load(lanes, columns, op, "tcgen05.mma (scale factors)")
+            found.append(umma.scales(words, rows, first, count, self.what.scale_type))
+        if any(not np.array_equal(found[0], other, equal_nan=True) for other in found[1:]):
+            raise MemoryFault("scale factors differ between the quarters of the lanes of tensor memory")
+        return found[0]
+
+    def _b_scales(self, cta: Cta, op: Op | None) -> Array:
+        x = self.what
+        if umma.rows_of(x, self.kind.group) == 64:
+            halves = [self._scales(cta, self.b_scales, x.n // 2, x.b_scale_id, op, half) for half in (0, 1)]
+            return np.concatenate(halves)
+        return self._scales(cta, self.b_scales, x.n, x.b_scale_id, op)
+
+    def _scaled(self, matrix: Array, factors: Array) -> Array:
+        result: Array = matrix * np.repeat(factors, self.kind.vector, axis=1)
+        return result
+
+
+@form(
+    f"tcgen05.mma{GROUP}{{.kind::f16|.kind::tf32|.kind::f8f6f4|.kind::i8}}{_COLLECTOR}",
+    since=100,
+    only=ARCHS,
+    conformance="unverified",
+)
+def product(e: Emitter, inst: Inst, group: str, kind: str, collector: str) -> None:
+    """Whether A is kept in a buffer changes no value."""
+    d, a, b, word, *rest = inst.operands
+    disabled = "()"
+    if isinstance(rest[0], Vec):
+        items = rest.pop(0).items  # type: ignore[union-attr]
+        if len(items) != 4 * int(group[-1]):
+            raise PtxError(f"{inst.op} with {len(items)} registers of disabled lanes")
+        disabled = "(" + "".join(f"{e.get(x, 'u4')}, " for x in items) + ")"
+    shift = 0
+    if len(rest) > 1:
+        if not isinstance(rest[1], Imm) or not 0 <= rest[1].value <= 15 or kind not in (".kind::f16", ".kind::tf32"):
+            raise PtxError(f"{inst.op} with scale-input-d {rest[1]}")
+        shift = rest[1].value
+    how = umma.Kind(kind.removeprefix(".kind::"), int(group[-1]))
+    in_tmem = isinstance(a, Addr)
+    left = e.address(a, wide=False) if in_tmem else e.get(a, "u8")
+    fixed = [e.bind(how, "kind"), str(in_tmem), str(shift)]
+    e.call(
+        _issue,
+        [*fixed, e.address(d, wide=False), left, e.get(b, "u8"), e.get(word, "u4"), e.get(rest[0], "p"), disabled],
+    )
+
+
+_VECTORS = {
+    ("mxf8f6f4", ""): 32,
+    ("mxf8f6f4", ".scale_vec::1X"): 32,
+    ("mxf8f6f4", ".block32"): 32,
+    ("mxf4", ""): 32,
+    ("mxf4", ".scale_vec::2X"): 32,
+    ("mxf4", ".block32"): 32,
+    ("mxf4nvf4", ".scale_vec::2X"): 32,
+    ("mxf4nvf4", ".block32"): 32,
+    ("mxf4nvf4", ".scale_vec::4X"): 16,
+    ("mxf4nvf4", ".block16"): 16,
+}
+
+
+@form(
+    f"tcgen05.mma{GROUP}{{.kind::mxf8f6f4|.kind::mxf4|.kind::mxf4nvf4}}.block_scale"
+    f"{{|.scale_vec::1X|.scale_vec::2X|.scale_vec::4X|.block16|.block32}}{_COLLECTOR}",
+    since=100,
+    only=ARCHS,
+    conformance="unverified",
+)
+def scaled_product(e: Emitter, inst: Inst, group: str, kind: str, vector: str, collector: str) -> None:
+    name = kind.removeprefix(".kind::")
+    if (name, vector) not in _VECTORS:
+        raise PtxError(f"{inst.op}: {name} has no {vector or 'default'} scales")
+    d, a, b, word, a_scales, b_scales, keep = inst.operands
+    how = umma.Kind(name, int(group[-1]), _VECTORS[name, vector])
+    in_tmem = isinstance(a, Addr)
+    left = e.address(a, wide=False) if in_tmem else e.get(a, "u8")
+    fixed = [e.bind(how, "kind"), str(in_tmem), "0"]
+    scales = [e.address(x, wide=False) for x in (a_scales, b_scales)]
+    operands = [e.address(d, wide=False), left, e.get(b, "u8"), e.get(word, "u4"), e.get(keep, "p")]
+    e.call(_issue, [*fixed, *operands, "()", *scales])
+
+
+def _issue(
+    g: Gang,
+    mask: Array | None,
+    kind: umma.Kind,
+    in_tmem: bool,
+    shift: int,
+    d: Array,
+    a: Array,
+    b: Array,
+    word: Array,
+    keep: Array,
+    disabled: tuple[Array, ...],
+    *scales: Array,
+) -> None:
+    pair = pair_of(g.cta, kind.group)
+    for lane in g.lanes(mask):
+        at = [int(g.full(x)[lane]) for x in (d, a, b, *scales)]
+        lanes_off = sum(int(g.full(x)[lane]) << (32 * i) for i, x in enumerate(disabled))
+        what = umma.decode(int(g.full(word)[lane]), kind)
+        one = _Product(kind, what, at[0], at[1], in_tmem, at[2], bool(g.full(keep)[lane]), shift, lanes_off, *at[3:])
+        op = memory_of(g.cta).begin(int(g.lane_agents[lane]), KIND)
+        g.cta.post(lambda one=one, op=op: one.run(pair, op), _queue(g, int(lane)))  # type: ignore[misc]
+
+
+def _queue(g: Gang, lane: int) -> str:
+    """Products, copies and commits of a warp complete in order."""
+    return f"{KIND} {int(g.lane_agents[lane])}"
+
+
+# --- copies from shared memory ----------------------------------------------------------------------------------------
+
+_COPIES = {
+    # rows, bytes of a row, where row r goes: lanes
+    ".128x256b": (128, 32, lambda r: [r]),
+    ".128x128b": (128, 16, lambda r: [r]),
+    ".64x128b.warpx2::02_13": (64, 16, lambda r: [r, r + 64]),
+    ".64x128b.warpx2::01_23": (64, 16, lambda r: [r % 32 + 64 * (r // 32), r % 32 + 64 * (r // 32) + 32]),
+    ".32x128b.warpx4": (32, 16, lambda r: [r, r + 32, r + 64, r + 96]),
+}
+
+
+@form(
+    f"tcgen05.cp{GROUP}{{.128x256b|.128x128b|.64x128b.warpx2::02_13|.64x128b.warpx2::01_23|.32x128b.warpx4}}",
+    since=100,
+    only=ARCHS,
+    conformance="unverified",
+)
+def copy(e: Emitter, inst: Inst, group: str, shape: str) -> None:
+    target, source = inst.operands
+    e.call(_copy, [repr(shape), group[-1], e.address(target, wide=False), e.get(source, "u8")])
+
+
+def _copy(g: Gang, mask: Array | None, shape: str, group: int, target: Array, source: Array) -> None:
+    pair = pair_of(g.cta, group)
+    for lane in g.lanes(mask):
+        address, descriptor = int(g.full(target)[lane]), int(g.full(source)[lane])
+        op = memory_of(g.cta).begin(int(g.lane_agents[lane]), KIND)
+
+        def run(address: int = address, descriptor: int = descriptor, op: Op | None = op) -> None:
+            for cta in pair:
+                _copy_one(cta, shape, address, descriptor, op)
+
+        g.cta.post(run, _queue(g, int(lane)))
+
+
+def _copy_one(cta: Cta, shape: str, address: int, descriptor: int, op: Op | None) -> None:
+    rows, nbytes, place = _COPIES[shape]
+    lane, column = split_address(address)
+    if lane:
+        raise PtxError(f"tcgen05.cp to lane {lane} of tensor memory")
+    where = smem_matrix.offsets(smem_matrix.blackwell(descriptor, False), 0, rows, nbytes, 1)
+    flat = where.ravel()
+    cta.smem.check(flat, 16, 16, "tcgen05.cp")
+    words = cta.smem.op_load(flat, 16, op, "tcgen05.cp").view(np.uint32).reshape(rows, -1)
+    columns = column + np.arange(nbytes // 4)
+    for lanes in zip(*(place(r) for r in range(rows)), strict=True):
+        memory_of(cta).store(np.array(lanes), columns, words, op, "tcgen05.cp")
+
+
+# --- commit -----------------------------------------------------------------------------------------------------------
+
+
+@form(
+    f"tcgen05.commit{GROUP}.mbarrier::arrive::one{{|.shared::cluster}}{{|.multicast::cluster}}.b64",
+    since=100,
+    only=ARCHS,
+    conformance="unverified",
+)
+def commit(e: Emitter, inst: Inst, group: str, space: str, multicast: str) -> None:
+    address, *rest = inst.operands
+    where = e.address(address, wide=False) if space else f"{e.address(address, wide=True)}.astype(u4)"
+    ctas = e.get(rest[0], "u4") if multicast else "None"
+    e.call(_commit, [group[-1], where, ctas])
+
+
+def _commit(g: Gang, mask: Array | None, group: int, address: Array, ctas: Array | None) -> None:
+    pair_of(g.cta, group)
+    for lane in g.lanes(mask):
+        agent = int(g.lane_agents[lane])
+        at = int(g.full(address)[lane])
+        ranks = [at >> RANK_SHIFT]
+        if ctas is not None:
+            ranks = [rank for rank in range(16) if int(g.full(ctas)[lane]) >> rank & 1]
+        barriers = [mbarrier.at(g.cta, rank << RANK_SHIFT | at & OFFSET_MASK, cluster=True) for rank in ranks]
+        stream = memory_of(g.cta).stream(agent, KIND)
+        op = None if stream is None else stream.op()
+        if stream is not None:
+            stream.end()
+
+        def arrive(barriers: list[mbarrier.Mbarrier] = barriers, op: Op | None = op) -> None:
+            for barrier in barriers:
+                barrier.arrive_by(op, (op.time if op else 0.0) + LATENCY)
+
+        g.cta.post(arrive, _queue(g, int(lane)))

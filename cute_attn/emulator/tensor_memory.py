@@ -1,0 +1,174 @@
+"""Tensor memory of one CTA: 128 lanes of 512 columns of 32 bits, allocated by columns.
+
+Everything that touches it is asynchronous. A *stream* is a row of operations of one warp that end together: products
+and copies at a commit, loads and stores at their wait.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cute_attn.emulator.clocks import ORDER, PROXY, Clocks, Op, Shadow
+from cute_attn.emulator.dtypes import Array
+from cute_attn.emulator.errors import MemoryFault, Race, Uninitialised
+
+LANES, COLUMNS = 128, 512
+UNIT = 32  # columns that are allocated together
+CELL_LANES = 16  # race checks tell half a warp's lanes apart: some layouts use every other half
+LANE_SHIFT = 16  # addresses: lane above column
+
+
+class Stream:
+    """Asynchronous operations of one warp, in order. Its channel always has an epoch open that nobody has seen."""
+
+    def __init__(self, clocks: Clocks, agent: int, what: str) -> None:
+        self.clocks, self.agent, self.what = clocks, agent, what
+        self.channel = clocks.begin(agent, what).agent
+
+    def op(self) -> Op:
+        """One more operation: after all that the warp has seen and done so far, and after those before it."""
+        clocks = self.clocks
+        clock = clocks.v[self.agent].copy()
+        epoch = int(clocks.latest[self.channel])
+        clock[:, self.channel] = epoch
+        clocks.v[self.agent, ORDER, self.agent] += 1
+        return Op(self.channel, epoch, clock, self.what, float(clocks.time[self.agent]))
+
+    def end(self) -> None:
+        """What is issued from now on belongs to the next end."""
+        self.clocks.latest[self.channel] += 1
+
+    def wait(self) -> None:
+        """The warp has seen the operations so far complete."""
+        self.clocks.v[self.agent, (ORDER, PROXY), self.channel] = self.clocks.latest[self.channel]
+        self.end()
+
+
+@dataclass
+class TensorMemory:
+    clocks: Clocks | None
+    words: Array = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.uint32))
+    valid: Array = field(default_factory=lambda: np.zeros((LANES, COLUMNS), np.bool_))
+    owner: Array = field(default_factory=lambda: np.zeros(COLUMNS, np.int32))  # number of the allocation, 0: free
+    shadow: Shadow | None = None
+    count: int = 0
+    last: int = COLUMNS  # columns of the latest allocation
+    relinquished: bool = False
+    streams: dict[tuple[int, str], Stream] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.clocks is not None:
+            self.shadow = Shadow(4 * (LANES // CELL_LANES) * COLUMNS, self.clocks)
+
+    # --- allocation ---------------------------------------------------------------------------------------------------
+
+    def check_count(self, columns: int, what: str) -> None:
+        if not UNIT <= columns <= COLUMNS or columns & (columns - 1):
+            raise MemoryFault(f"{what} of {columns} columns: a power of two of 32 to 512 is accepted")
+
+    def check_allocation(self, columns: int) -> None:
+        self.check_count(columns, "tcgen05.alloc")
+        if self.relinquished:
+            raise MemoryFault("tcgen05.alloc after tcgen05.relinquish_alloc_permit")
+        if columns > self.last:
+            raise MemoryFault(f"tcgen05.alloc of {columns} columns after one of {self.last}: counts may not increase")
+
+    def find(self, columns: int) -> int | None:
+        """The first free column of as many, aligned to their count."""
+        free = (self.owner == 0).reshape(-1, columns).all(axis=1)
+        return int(free.argmax()) * columns if free.any() else None
+
+    def allocate(self, start: int, columns: int) -> None:
+        self.count += 1
+        self.last = columns
+        self.owner[start : start + columns] = self.count
+        self.valid[:, start : start + columns] = False
+
+    def free(self, address: int, columns: int) -> None:
+        self.check_count(columns, "tcgen05.dealloc")
+        start = address & (COLUMNS * 2 - 1)
+        number = int(self.owner[start]) if address < COLUMNS else 0
+        held = np.flatnonzero(self.owner == number) if number else np.zeros(0, np.int64)
+        if number == 0 or int(held[0]) != start or len(held) != columns:
+            raise MemoryFault(
+                f"tcgen05.dealloc of {columns} columns at {address:#x}, which is no allocation of that size"
+            )
+        self.owner[held] = 0
+
+    def leaked(self) -> int:
+        """Columns that nobody gave back."""
+        return int((self.owner != 0).sum())
+
+    # --- access -------------------------------------------------------------------------------------------------------
+
+    def stream(self, agent: int, kind: str) -> Stream | None:
+        if self.clocks is None:
+            return None
+        found = self.streams.get((agent, kind))
+        if found is None:
+            name = f"{kind} of warp {(agent - 1) % self.clocks.warps}"
+            found = self.streams[agent, kind] = Stream(self.clocks, agent, name)
+        return found
+
+    def begin(self, agent: int, kind: str) -> Op | None:
+        stream = self.stream(agent, kind)
+        return None if stream is None else stream.op()
+
+    def check(self, columns: Array, what: str) -> None:
+        """Columns exist, and belong to one allocation."""
+        low, high = int(columns.min()), int(columns.max())
+        if high >= COLUMNS or low < 0:
+            raise MemoryFault(f"{what} at columns {low}..{high} of tensor memory, which has {COLUMNS}")
+        owners = self.owner[columns]
+        if not owners.all():
+            missing = int(np.asarray(columns)[owners == 0].flat[0])
+            raise MemoryFault(f"{what} at column {missing} of tensor memory, which is not allocated")
+        if (owners != owners.flat[0]).any():
+            raise MemoryFault(f"{what} at columns {low}..{high} of tensor memory, of more than one allocation")
+
+    def check_valid(self, lanes: Array, columns: Array, what: str) -> None:
+        seen = self.valid[lanes, columns]
+        if not seen.all():
+            at = np.argwhere(~seen)[0]
+            lane, column = (int(np.broadcast_to(x, seen.shape)[tuple(at)]) for x in (lanes, columns))
+            raise Uninitialised(f"{what} reads uninitialised tensor memory, lane {lane} column {column}")
+
+    def load(self, lanes: Array, columns: Array, op: Op | None, what: str) -> Array:
+        """Words at lanes[:, None] x columns[None, :]."""
+        grid = lanes[:, None], columns[None, :]
+        self.check(columns, what)
+        self.check_valid(*grid, what)
+        if op is not None and self.shadow is not None:
+            wrong = self.shadow.op_read(cells(lanes, columns), op)
+            if wrong is not None:
+                self.complain(what, columns, "write", wrong[1])
+        words: Array = self.words[grid]
+        return words
+
+    def store(self, lanes: Array, columns: Array, values: Array, op: Op | None, what: str) -> None:
+        grid = lanes[:, None], columns[None, :]
+        self.check(columns, what)
+        if op is not None and self.shadow is not None:
+            wrong = self.shadow.op_write(cells(lanes, columns), op)
+            if wrong is not None:
+                self.complain(what, columns, *wrong)
+        self.words[grid] = values
+        self.valid[grid] = True
+
+    def complain(self, what: str, columns: Array, kind: str, agent: int) -> None:
+        assert self.clocks is not None
+        span = f"{int(columns.min())}..{int(columns.max())}"
+        raise Race(f"{what} at columns {span} of tensor memory races with a {kind} by {self.clocks.name(agent)}")
+
+
+def cells(lanes: Array, columns: Array) -> Array:
+    """Cells of the shadow state."""
+    found: Array = (np.unique(lanes // CELL_LANES)[:, None] * COLUMNS + columns[None, :]).ravel()
+    return found
+
+
+def split_address(address: int) -> tuple[int, int]:
+    """(lane, column)"""
+    return address >> LANE_SHIFT, address & ((1 << LANE_SHIFT) - 1)
