@@ -1,0 +1,92 @@
+"""Query rows as the B operands of S^T = K Q^T, in registers."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.rows import Divisor, PackedRows
+from cute_attn.kernels.xqa import instructions as isa
+from cute_attn.kernels.xqa.partition import Segment
+from cute_attn.kernels.xqa.spec import XqaSpec
+
+SIGNS = -0x7FFF8000  # of two 16-bit numbers
+TOP_EXPONENT = 14  # of the largest element of a row that is scaled into fp16
+SMALLEST_SCALE = 1e-30  # times -inf it is still -inf, and far from where exp2 sees a difference
+
+
+class Queries(NamedTuple):
+    """fragments[block][step] = (b0, b1); `log2_scale`: per column, what turns a score into a base-2 exponent."""
+
+    fragments: list[list[list[Int32]]]
+    log2_scale: list[Float32]
+
+
+@dataclass(frozen=True)
+class QueryRows:
+    spec: XqaSpec
+    p: Any  # XqaParams
+    scale: Float32  # bmm1 scale x log2(e) x the format's factor
+
+    def rows(self, segment: Segment) -> PackedRows:
+        """The packed rows of a segment: the heads of a group, token by token."""
+        p = self.p
+        head = self.head(segment)
+        block = segment.unit - head * p.row_blocks
+        group = Divisor(p.group, p.group_multiplier, p.group_shift)
+        return PackedRows(block * self.spec.rows, segment.request.qo_len * p.group, group, head * p.group)
+
+    def head(self, segment: Segment) -> Int32:
+        return isa.divide(segment.unit, self.p.row_blocks)
+
+    def load(self, segment: Segment) -> Queries:
+        """A negative scale turns the signs of Q, so that the softmax may take the scale to be positive."""
+        rows, p = self.rows(segment), self.p
+        lane = cute.arch.thread_idx()[0] & 31
+        g, t = lane >> 2, lane & 3
+        turn = ptx.select(self.scale < Float32(0.0), Int32(SIGNS), Int32(0))
+        base = p.q + Int64(segment.request.qo_start) * p.q_stride_n
+        fragments, scales = [], []
+        for block in range(self.spec.row_blocks):
+            row = g + 8 * block
+            address = rows.address(base, row, p.q_stride_n, p.q_stride_h)
+            words = self._words(address, rows.exists(row), t)
+            scale = isa.magnitude(self.scale)
+            if self.spec.mma_dtype != self.spec.dtype:
+                words, factor = self._to_fp16(words)
+                scale = scale * factor
+            scale = ptx.fmax(scale, Float32(SMALLEST_SCALE))
+            words = [word ^ turn for word in words]
+            fragments.append([words[i : i + 2] for i in range(0, len(words), 2)])
+            # Accumulators have rows 2t and 2t + 1 as columns; the scale of row g is with lanes 4g.
+            scales += [ptx.shuffle_from(scale, t * 8 + 4 * column) for column in (0, 1)]
+        return Queries(fragments, scales)
+
+    def _words(self, address: Int64, exists: Any, t: Int32) -> list[Int32]:
+        """b0, b1 of every step of 16 contraction indices, in the order of the format (see `formats`)."""
+        words = []
+        for step in range(self.spec.head_dim // 16):
+            if self.spec.kv_bits == 16:
+                at = address + Int64(t * 4)
+                words += isa.load_if(exists, at, step * 32, 1) + isa.load_if(exists, at, step * 32 + 16, 1)
+            else:
+                words += isa.load_if(exists, address + Int64(t * 8), step * 32, 2)
+        return words
+
+    def _to_fp16(self, words: list[Int32]) -> tuple[list[Int32], Float32]:
+        """bf16 pairs as fp16, the row scaled by a power of two: nothing is lost that matters next to its largest
+        element. Returns the factor that undoes it."""
+        values = [x for word in words for x in ptx.unpack_16(self.spec.dtype, word)]
+        largest = isa.magnitude(values[0])
+        for value in values[1:]:
+            largest = ptx.fmax(largest, isa.magnitude(value))
+        for lane_mask in (1, 2):
+            largest = ptx.fmax(largest, ptx.shuffle_xor(largest, lane_mask))
+        exponent = isa.bits(largest) >> 23
+        field = ptx.minimum(TOP_EXPONENT + 254 - exponent, Int32(253))
+        factor, inverse = isa.from_bits(field << 23), isa.from_bits((254 - field) << 23)
+        scaled = [value * factor for value in values]
+        packed = [ptx.pack_16("float16", scaled[i], scaled[i + 1]) for i in range(0, len(scaled), 2)]
+        return packed, inverse
