@@ -82,7 +82,7 @@ class PagedTile:
         return Located(pages, slots)
 
     def copies(self, located: Located, tile: Int32, wanted: Boolean, slot: Int32) -> Iterator[None]:
-        """The copies of a tile into the ring slot at shared address `slot`, some per `next`; an unwanted tile has none."""
+        """The copies of a tile into the ring slot at shared address `slot`, some per `next`; unwanted: none."""
         memory, p = self.memory, self.p
         lane = ptx.opaque(cute.arch.thread_idx()[0]) & 31
         row, chunk = lane // self.lanes, lane % self.lanes
