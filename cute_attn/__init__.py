@@ -1,10 +1,11 @@
 """Attention kernels in CuTe DSL for NVIDIA GPUs, with FlashInfer's attention API.
 
-Everything that users call is here; `cute_attn.prefill`, `.decode` and `.quantization` hold it under FlashInfer's
-module names. CPU tensors run the same calls on a torch reference.
+Everything that users call is here; `cute_attn.prefill`, `.decode`, `.cascade`, `.page` and `.quantization` hold
+it under FlashInfer's module names. CPU tensors run the same calls on a torch reference.
 """
 
 try:
+    from cute_attn.cascade import merge_state, merge_state_in_place, merge_states
     from cute_attn.decode import single_decode_with_kv_cache
     from cute_attn.errors import (
         ArgumentError,
@@ -14,10 +15,20 @@ try:
         NotSupported,
         Refusal,
         RuntimeArgumentError,
+        WorkspaceError,
     )
+    from cute_attn.page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
     from cute_attn.prefill import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
     from cute_attn.problem import Features
     from cute_attn.quantization import packbits, segment_packbits
+    from cute_attn.quantization_kv import (
+        fp8_quantize_paged_kv_cache,
+        nvfp4_kv_dequantize,
+        nvfp4_kv_quantize,
+        nvfp4_quantize_append_paged_kv_cache,
+        nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
+        nvfp4_quantize_paged_kv_cache,
+    )
     from cute_attn.select import explain
 except ImportError as error:
     # Without torch there is no API, but `python -m cute_attn doctor` must live to say so, and artifacts are only data.
@@ -40,7 +51,20 @@ __all__ = [
     "NotSupported",
     "Refusal",
     "RuntimeArgumentError",
+    "WorkspaceError",
+    "append_paged_kv_cache",
     "explain",
+    "fp8_quantize_paged_kv_cache",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
+    "nvfp4_kv_dequantize",
+    "nvfp4_kv_quantize",
+    "nvfp4_quantize_append_paged_kv_cache",
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+    "nvfp4_quantize_paged_kv_cache",
     "packbits",
     "segment_packbits",
     "single_decode_with_kv_cache",

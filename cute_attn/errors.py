@@ -22,6 +22,10 @@ class RuntimeArgumentError(ArgumentError, RuntimeError):
     """A bad argument that FlashInfer finds in compiled code, where every error is a RuntimeError."""
 
 
+class WorkspaceError(RuntimeArgumentError):
+    """A workspace buffer is too small for what was asked. The message names the bytes needed."""
+
+
 class ArgumentTypeError(TypeError, ValueError):
     """An argument has the wrong Python type, or two spellings of one argument were both given."""
 

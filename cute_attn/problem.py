@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 
@@ -73,3 +74,30 @@ class Problem(NamedTuple):
     @property
     def features(self) -> Features:
         return self.settings.features
+
+
+class BatchLengths(NamedTuple):
+    """Where the tokens of every request lie: int64 arrays on the host."""
+
+    qo_indptr: np.ndarray  # [batch_size + 1]
+    kv_start: np.ndarray  # [batch_size]: ragged: row of k and v of token 0; paged: place of its page in kv_indices
+    kv_len: np.ndarray  # [batch_size], tokens
+    mask_offset: np.ndarray  # [batch_size]: byte of the packed mask where a request's bits start; zeros without mask
+
+
+class GraphLimits(NamedTuple):
+    """What a captured launch has room for."""
+
+    batch_size: int
+    max_rows: int  # query tokens
+    max_kv_tokens: int
+    max_qo_len: int | None = None  # query tokens of one request, where known (decode): a smaller launch then does
+
+
+class BatchLimits(NamedTuple):
+    """What a schedule may use, and how it may cut."""
+
+    workspace_bytes: int
+    fixed_split_size: int | None = None  # tokens
+    disable_split_kv: bool = False
+    graph: GraphLimits | None = None  # CUDA graphs: launches keep their form over plans

@@ -1,0 +1,310 @@
+"""Paged caches: `append_paged_kv_cache`, `get_batch_indices_positions`, `get_seq_lens`.
+
+All are torch operations that neither wait for the device nor depend on its data, so that CUDA graphs can capture them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_attn import checks
+from cute_attn.errors import ArgumentError, ArgumentTypeError
+from cute_attn.settle import KV_LAYOUTS
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # values are moved as bits: every dtype can be
+
+
+def append_paged_kv_cache(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    paged_kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Write rows of keys and values to their places in a paged cache.
+
+    Row t becomes token `positions[t]` of request `b = batch_indices[t]`: slot `positions[t] % page_size` of page
+    `kv_indices[kv_indptr[b] + positions[t] // page_size]`. Rows with a negative batch index are left out.
+
+    Parameters
+    ----------
+    append_key, append_value : `[nnz, num_kv_heads, head_dim]`, any strides, in the caches' dtypes. Their head
+        dimensions may differ.
+    batch_indices, positions : integers `[nnz]`, as `get_batch_indices_positions` gives them.
+    paged_kv_cache : (k_cache, v_cache), each `[num_pages, page_size, num_kv_heads, head_dim]` (NHD) or
+        `[num_pages, num_kv_heads, page_size, head_dim]` (HND), or both in one 5-D tensor `[num_pages, 2, ...]`. Any
+        strides, any page size. Written.
+    kv_indices : integers, page numbers of all requests.
+    kv_indptr : integers `[batch_size + 1]`, where each request's page numbers start. Pages for the appended tokens are
+        already there.
+    kv_last_page_len : integers `[batch_size]`. Only its shape is looked at: positions say all.
+    kv_layout : "NHD" or "HND".
+
+    Raises
+    ------
+    ArgumentTypeError (no tensor), LayoutError (kv_layout), ArgumentError (shape, dtype, device; on the CPU also rows
+    that have no page). On a CUDA device places are not checked.
+    """
+    k_cache, v_cache = cache_views("paged_kv_cache", paged_kv_cache, kv_layout)
+    for name, rows, cache in (("append_key", append_key, k_cache), ("append_value", append_value, v_cache)):
+        check_rows(name, rows, cache, cache.shape[3], "paged_kv_cache")
+        checks.dtype(name, rows.dtype, (cache.dtype,))
+    check_same_rows(append_key, append_value)
+    index = PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+    places = index.places(append_key.shape[0], k_cache)
+    write_rows(k_cache, append_key, places)
+    write_rows(v_cache, append_value, places)
+
+
+def get_batch_indices_positions(
+    append_indptr: torch.Tensor,
+    seq_lens: torch.Tensor,
+    nnz: int,
+    batch_indices: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Request and position of every appended token.
+
+    Request i's tokens are rows `append_indptr[i]:append_indptr[i + 1]` and the last ones of its sequence: row t stands
+    at `seq_lens[i] - (append_indptr[i + 1] - t)`. Rows outside `append_indptr[0]:append_indptr[-1]` get request -1 and
+    position 0; `append_paged_kv_cache` leaves them out.
+
+    Parameters
+    ----------
+    append_indptr : integers `[batch_size + 1]`, not decreasing.
+    seq_lens : integers `[batch_size]` on the same device: tokens of each request after the append.
+    nnz : number of rows, padding included.
+    batch_indices, positions : int32 `[nnz]` buffers for the result; new ones by default.
+
+    Returns
+    -------
+    (batch_indices, positions) : int32 `[nnz]`.
+
+    Raises
+    ------
+    ArgumentTypeError (no tensor, nnz no int), ArgumentError (shape, dtype, device, nnz < 0).
+    """
+    nnz = checks.integer("nnz", nnz)
+    if nnz < 0:
+        raise ArgumentError(f"nnz must be >= 0, got {nnz}")
+    indptr = _integers("append_indptr", append_indptr, None, None)
+    if not indptr.numel():
+        raise ArgumentError("append_indptr must have batch_size + 1 elements, got none")
+    batch_size = indptr.numel() - 1
+    lens = _integers("seq_lens", seq_lens, batch_size, indptr.device)
+    buffers = []
+    for name, buffer in (("batch_indices", batch_indices), ("positions", positions)):
+        if buffer is not None:
+            _integers(name, buffer, nnz, indptr.device)
+            checks.dtype(name, buffer.dtype, (torch.int32,))
+        else:
+            buffer = torch.empty(nnz, dtype=torch.int32, device=indptr.device)
+        buffers.append(buffer)
+    row = torch.arange(nnz, device=indptr.device)
+    if batch_size == 0:
+        buffers[0].fill_(-1), buffers[1].zero_()
+        return buffers[0], buffers[1]
+    request = torch.searchsorted(indptr[1:].contiguous(), row, right=True)
+    appended = (row >= indptr[0]) & (request < batch_size)
+    request = request.clamp(max=batch_size - 1)
+    buffers[0].copy_(torch.where(appended, request, -1))
+    buffers[1].copy_(torch.where(appended, lens[request] - (indptr[request + 1] - row), 0))
+    return buffers[0], buffers[1]
+
+
+def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Tokens of each request of a paged cache: `max(pages - 1, 0) * page_size + kv_last_page_len`.
+
+    A request without pages has `kv_last_page_len` tokens by this formula, which is FlashInfer's; attention counts 0.
+
+    Parameters
+    ----------
+    kv_indptr : integers `[batch_size + 1]`.
+    kv_last_page_len : integers `[batch_size]` on the same device.
+    page_size : tokens of a page, at least 1.
+
+    Returns
+    -------
+    `[batch_size]` in the wider of the two dtypes.
+
+    Raises
+    ------
+    ArgumentTypeError (no tensor, page_size no int), ArgumentError (shape, dtype, device, page_size < 1).
+    """
+    page_size = checks.integer("page_size", page_size)
+    if page_size < 1:
+        raise ArgumentError(f"page_size must be >= 1, got {page_size}")
+    indptr = _integers("kv_indptr", kv_indptr, None, None)
+    if not indptr.numel():
+        raise ArgumentError("kv_indptr must have batch_size + 1 elements, got none")
+    _integers("kv_last_page_len", kv_last_page_len, indptr.numel() - 1, indptr.device)
+    return (kv_indptr.diff() - 1).clamp(min=0) * page_size + kv_last_page_len
+
+
+# --- where rows go ---------------------------------------------------------------------------------------------------
+
+
+class Places(NamedTuple):
+    """Where rows go. A row that is left out repeats another: it then writes what that row writes to the same place."""
+
+    source: torch.Tensor  # [nnz] the row written
+    page: torch.Tensor  # [nnz]
+    slot: torch.Tensor  # [nnz]
+    any_row: torch.Tensor  # bool: not all are left out. Otherwise place (0, 0) is written with what it holds.
+
+
+class PageTable(NamedTuple):
+    """The arguments that place rows in a paged cache, as the user gave them."""
+
+    batch_indices: torch.Tensor
+    positions: torch.Tensor
+    kv_indices: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_last_page_len: torch.Tensor
+
+    def places(self, nnz: int, cache: torch.Tensor) -> Places | None:
+        """Checked places of `nnz` rows in a cache [num_pages, page_size, ...]. None: there is nowhere to write."""
+        device, page_size = cache.device, cache.shape[1]
+        request = _integers("batch_indices", self.batch_indices, nnz, device)
+        position = _integers("positions", self.positions, nnz, device)
+        pages = _integers("kv_indices", self.kv_indices, None, device)
+        indptr = _integers("kv_indptr", self.kv_indptr, None, device)
+        if not indptr.numel():
+            raise ArgumentError("kv_indptr must have batch_size + 1 elements, got none")
+        _integers("kv_last_page_len", self.kv_last_page_len, indptr.numel() - 1, device)
+        if device.type == "cpu":
+            self._check_values(cache.shape[0], page_size)
+        if not nnz or not pages.numel() or not cache.shape[0] or indptr.numel() == 1:
+            return None
+        source, keep = _kept(request >= 0)
+        request, position = request[source].clamp(min=0), position[source]
+        entry = torch.where(keep, indptr[request] + position // page_size, 0)
+        page = torch.where(keep, pages[entry], 0)
+        return Places(source, page, torch.where(keep, position % page_size, 0), keep.any())
+
+    def _check_values(self, num_pages: int, page_size: int) -> None:
+        """That every row kept has a page. Looks at values: for CPU tensors."""
+        rows = (self.batch_indices >= 0).nonzero().flatten()
+        request, position = self.batch_indices[rows].long(), self.positions[rows].long()
+        batch_size = self.kv_indptr.numel() - 1
+        _check_range("batch_indices", rows, request, batch_size, "requests")
+        indptr = self.kv_indptr.long()
+        room = (indptr[request + 1] - indptr[request]) * page_size
+        _check_range("positions", rows, position, room, "tokens that the request's pages hold")
+        entry = indptr[request] + position // page_size
+        _check_range("kv_indptr", rows, entry, self.kv_indices.numel(), "kv_indices")
+        _check_range("kv_indices", rows, self.kv_indices[entry].long(), num_pages, "pages of the cache")
+
+
+def slot_places(slot_mapping: torch.Tensor, cache: torch.Tensor) -> Places | None:
+    """Places of rows whose slots `page * page_size + offset` are known; negative ones are left out."""
+    slots = _integers("slot_mapping", slot_mapping, None, cache.device)
+    num_pages, page_size = cache.shape[:2]
+    if cache.device.type == "cpu":
+        rows = (slots >= 0).nonzero().flatten()
+        _check_range("slot_mapping", rows, slots[rows], num_pages * page_size, "slots of the cache")
+    if not slots.numel() or not num_pages:
+        return None
+    source, keep = _kept(slots >= 0)
+    slots = slots[source].clamp(min=0)
+    return Places(source, slots // page_size, slots % page_size, keep.any())
+
+
+def _kept(keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each row the row to write in its place: itself, or some row that is kept; and whether that one is kept."""
+    some = keep.to(torch.uint8).argmax()
+    source = torch.where(keep, torch.arange(keep.numel(), device=keep.device), some)
+    return source, keep[source]
+
+
+def write_rows(cache: torch.Tensor, rows: torch.Tensor, places: Places | None) -> None:
+    """Write rows [nnz, num_kv_heads, n] to a view [num_pages, page_size, num_kv_heads, n] of a cache."""
+    if places is None:
+        return
+    bits = _BITS[cache.element_size()]
+    cache, rows = cache.view(bits), rows.view(bits)
+    held = cache[:1, :1].flatten(0, 1)
+    cache.index_put_((places.page, places.slot), torch.where(places.any_row, rows[places.source], held))
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+def cache_views(name: str, cache: Any, kv_layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a cache, both [num_pages, page_size, num_kv_heads, n] views of it."""
+    kv_layout = checks.choice("kv_layout", kv_layout, KV_LAYOUTS)
+    if isinstance(cache, torch.Tensor):
+        if cache.dim() != 5 or cache.shape[1] != 2:
+            raise ArgumentError(
+                f"{name} as one tensor must have shape [num_pages, 2, ...], got {checks.describe(cache)}"
+            )
+        k, v = cache.unbind(1)
+    elif isinstance(cache, tuple | list) and len(cache) == 2:
+        k, v = checks.tensor(f"{name}[0]", cache[0]), checks.tensor(f"{name}[1]", cache[1])
+    else:
+        raise ArgumentTypeError(f"{name} must be a tensor or a tuple (k_cache, v_cache), got {checks.describe(cache)}")
+    for part, value in (("[0]", k), ("[1]", v)):
+        if value.dim() != 4:
+            raise ArgumentError(f"{name}{part} must have 4 dimensions, got {checks.describe(value)}")
+        if value.element_size() not in _BITS:
+            raise ArgumentError(f"{name}{part} must have a dtype of at most 4 bytes, got {checks.describe(value)}")
+        if value.shape[3] > 1 and value.stride(3) != 1:
+            raise ArgumentError(f"{name}{part} must have stride 1 on its last axis, got strides {value.stride()}")
+    if v.shape[:3] != k.shape[:3] or v.device != k.device:
+        raise ArgumentError(
+            f"{name} must have keys and values of the same pages, page size and heads on one device, "
+            f"got {checks.describe(k)} and {checks.describe(v)}"
+        )
+    if kv_layout == "HND":
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if k.shape[1] == 0:
+        raise ArgumentError(f"{name} must have a page_size >= 1, got {checks.describe(k)}")
+    return k, v
+
+
+def check_rows(name: str, rows: Any, cache: torch.Tensor, head_dim: int, cache_name: str) -> None:
+    rows = checks.tensor(name, rows)
+    expected = cache.shape[2], head_dim
+    if rows.dim() != 3 or rows.shape[1:] != expected:
+        raise ArgumentError(
+            f"{name} must have shape [nnz, num_kv_heads, head_dim] = [nnz, {expected[0]}, {expected[1]}], "
+            f"got {checks.describe(rows)}"
+        )
+    if rows.device != cache.device:
+        raise ArgumentError(f"{name} must be on {cache_name}'s device {cache.device}, got {checks.describe(rows)}")
+
+
+def check_same_rows(append_key: torch.Tensor, append_value: torch.Tensor) -> None:
+    if append_value.shape[0] != append_key.shape[0]:
+        raise ArgumentError(
+            f"append_value must have as many rows as append_key, {append_key.shape[0]}, "
+            f"got {checks.describe(append_value)}"
+        )
+
+
+def _integers(name: str, value: Any, size: int | None, device: torch.device | None) -> torch.Tensor:
+    """As int64, checked: 1-D integers, `size` of them, on `device`."""
+    value = checks.tensor(name, value)
+    if value.dim() != 1 or (size is not None and value.numel() != size):
+        raise ArgumentError(f"{name} must have shape [{'n' if size is None else size}], got {checks.describe(value)}")
+    if value.dtype not in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8):
+        raise ArgumentError(f"{name} must be of an integer dtype, got {checks.describe(value)}")
+    if device is not None and value.device != device:
+        raise ArgumentError(f"{name} must be on device {device}, got {checks.describe(value)}")
+    return value.long()
+
+
+def _check_range(name: str, rows: torch.Tensor, values: torch.Tensor, stop: Any, what: str) -> None:
+    """0 <= values < stop, element by element; for CPU tensors."""
+    wrong = (values < 0) | (values >= stop)
+    if not wrong.any():
+        return
+    i = int(wrong.to(torch.uint8).argmax())
+    bound = int(stop[i]) if isinstance(stop, torch.Tensor) else stop
+    raise ArgumentError(f"{name} must stay within the {bound} {what}, got {int(values[i])} for row {int(rows[i])}")

@@ -1,0 +1,93 @@
+"""How often to cut the keys of each query tile of a batch: a search over piece sizes with a model of the makespan.
+
+Times count kv tiles. A device runs `slots` CTAs at once and starts the next item, longest first, where one ends. How
+long that takes is bounded from below by the longest item, by the work shared equally, and by the fullest slot: when
+`count` CTAs cost `cost` or more, some slot runs `ceil(count / slots)` of them. Longest-first order comes close to the
+largest of the three (`python -m perf.plan` prints how close), so that it serves as the estimate.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from cute_attn.plan import MAX_SPLITS
+
+# Estimates, not tuned on hardware. An item starts, reads its query rows and writes its result; the combine launch
+# waits for the last item and then works for a while.
+START = 2.0
+COMBINE = 3.0
+LEVELS = 256  # lengths and costs are told apart to this part of the largest
+GOOD_ENOUGH = 1.03  # of the work shared equally: no search beyond that
+
+_LONGEST_OVER = np.array([2.0, 3.0, 4.0, 5.0, 6.0, 8.0])  # candidates: the longest tile in so many pieces ...
+_SHARE_TIMES = np.array(
+    [0.25, 1 / 3, 0.5, 0.55, 2 / 3, 0.75, 1.0, 1.1, 1.25, 1.5]
+)  # ... and a slot's share, times these
+
+
+class Room(NamedTuple):
+    """How many records of each kind a schedule may have."""
+
+    items: int
+    merges: int
+    partials: int
+
+
+class Device(NamedTuple):
+    """What the model needs to know beside lengths."""
+
+    slots: float  # items that run at once
+    min_tiles: int  # smallest piece worth its partial
+    partial: float  # tiles that a partial costs, written or read
+
+
+def pieces(visible: np.ndarray, device: Device, room: Room) -> np.ndarray | None:
+    """Pieces of each query tile, given the kv tiles that it sees; None where no cut pays."""
+    longest = int(visible.max(initial=0))
+    if longest < 2 * device.min_tiles or min(room.merges, room.partials // 2) < 1:
+        return None
+    unit = -(-longest // LEVELS)
+    counts = np.bincount(visible if unit == 1 else -(-visible // unit))
+    levels = counts.nonzero()[0]
+    sizes, counts = levels * float(unit), counts[levels].astype(np.float64)  # rounded up: real pieces are no more
+
+    uncut, share = _makespans(sizes, counts, sizes[-1:], device, room)
+    if uncut[0] <= share[0] * GOOD_ENOUGH:
+        return None
+    total = sizes @ counts
+    chunks = np.concatenate((longest / _LONGEST_OVER, total / device.slots * _SHARE_TIMES))
+    chunks = np.ceil(chunks.clip(max(device.min_tiles, -(-longest // MAX_SPLITS)), longest))
+    estimates, _ = _makespans(sizes, counts, chunks, device, room)
+    best = int(estimates.argmin())
+    if estimates[best] >= uncut[0]:
+        return None
+    return -(-visible // int(chunks[best]))
+
+
+def _makespans(
+    sizes: np.ndarray, counts: np.ndarray, chunks: np.ndarray, device: Device, room: Room
+) -> tuple[np.ndarray, np.ndarray]:
+    """For each chunk: the makespan of cutting every tile into the fewest pieces no longer than it, as far as there is
+    room, and the share of a slot in the work alone."""
+    cuts = np.maximum(np.ceil(sizes / chunks[:, None]), 1.0)
+    cut = cuts > 1.0
+    cost = sizes / cuts + START
+    cost += cut * device.partial
+    number = cuts * counts
+    partials = (number * cut).sum(1)
+    share = (cost * number).sum(1) / device.slots
+
+    step = cost.max() / LEVELS
+    level = (cost / step).astype(np.intp)
+    level += np.arange(len(chunks))[:, None] * (LEVELS + 1)
+    at_level = np.bincount(level.ravel(), number.ravel(), len(chunks) * (LEVELS + 1)).reshape(len(chunks), -1)
+    at_least = at_level[:, ::-1].cumsum(1)[:, ::-1]  # items of this cost or more
+    fullest = (np.ceil(at_least / device.slots) * (np.arange(LEVELS + 1) * step)).max(1)
+
+    result = np.maximum(np.maximum(share, fullest), cost.max(1))
+    result += np.where(partials > 0, COMBINE + partials * device.partial / device.slots, 0.0)
+    too_many = (partials > room.partials) | (number.sum(1) > room.items) | ((counts * cut).sum(1) > room.merges)
+    result[too_many] = np.inf
+    return result, share

@@ -1,0 +1,293 @@
+"""Quantised caches against exact rational arithmetic and plain loops."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+import cute_attn
+from cute_attn.errors import ArgumentError, ArgumentTypeError, LayoutError
+
+E2M1 = [Fraction(n, 2) for n in (0, 1, 2, 3, 4, 6, 8, 12)]
+E4M3 = [Fraction((8 + c % 8) << (c // 8), 1 << 10) if c >= 8 else Fraction(c, 1 << 9) for c in range(0x7F)]
+E5M2 = [Fraction((4 + c % 4) << (c // 4), 1 << 17) if c >= 4 else Fraction(c, 1 << 16) for c in range(0x7C)]
+
+
+def nearest(x: Fraction, numbers: list[Fraction]) -> int:
+    """Code of the number nearest to |x|, the even one of two."""
+    return min(range(len(numbers)), key=lambda code: (abs(numbers[code] - abs(x)), code % 2))
+
+
+def quantised(row: np.ndarray, scale: float) -> tuple[list[int], list[int]]:
+    """NVFP4 of one row: codes of its elements, and of its blocks' scales."""
+    codes, scales = [], []
+    for block in row.reshape(-1, 16):
+        values = [Fraction(float(x)) for x in block]
+        scales.append(nearest(max(map(abs, values)) / (6 * Fraction(scale)), E4M3))
+        step = E4M3[scales[-1]] * Fraction(scale)
+        for x, value in zip(values, block, strict=True):
+            sign = 8 if np.signbit(value) else 0
+            codes.append(sign | (nearest(x / step, E2M1) if step else 0))
+    return codes, scales
+
+
+def nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Low nibble first."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def fp32(x: float) -> float:
+    return float(np.float32(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scale", [1.0, 0.37, 1e-5, 300.0])
+def test_nvfp4_rounds_exactly(dtype: torch.dtype, scale: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(6, 48, generator=generator) * torch.logspace(-6, 3, 6)[:, None] * scale
+    x[0, :16] = 0
+    x[1, 3] = -0.0
+    x = x.clamp(-6e4, 6e4).to(dtype)
+    packed, scales = cute_attn.nvfp4_kv_quantize(x, torch.tensor([scale]))
+    assert (packed.dtype, packed.shape, scales.dtype, scales.shape) == (torch.uint8, (6, 24), torch.uint8, (6, 3))
+    for row in range(6):
+        codes, want_scales = quantised(x[row].double().numpy(), fp32(scale))
+        assert nibbles(packed[row]).tolist() == codes
+        assert scales[row].tolist() == want_scales
+
+
+def test_nvfp4_ties_go_to_the_even_code() -> None:
+    """A block whose scale is 1: midpoints, and their neighbours on both sides."""
+    midpoints = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    even = [0, 2, 2, 4, 4, 6, 6]
+    for shift, want in ((0.0, even), (-1e-4, [0, 1, 2, 3, 4, 5, 6]), (1e-4, [1, 2, 3, 4, 5, 6, 7])):
+        row = torch.cat((midpoints + shift, torch.tensor([6.0]), -midpoints - shift, torch.tensor([-6.0])))
+        packed, scales = cute_attn.nvfp4_kv_quantize(row[None], torch.ones(1))
+        assert scales.tolist() == [[0x38]]
+        assert nibbles(packed)[0].tolist() == [*want, 7, *(code + 8 for code in want), 15]
+
+
+def test_nvfp4_block_scales_round_ties_to_even_and_saturate() -> None:
+    """max|x| / 6 halfway between e4m3 numbers, and beyond the largest."""
+    row = torch.zeros(5, 16)
+    row[:, 0] = torch.tensor([6 * 1.0625, 6 * 1.1875, 6 * 448.0, 6 * 470.0, 6e4])
+    _, scales = cute_attn.nvfp4_kv_quantize(row, torch.ones(1))
+    assert scales.flatten().tolist() == [0x38, 0x3A, 0x7E, 0x7E, 0x7E]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_nvfp4_dequantize(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    packed = torch.randint(0, 256, (3, 4, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(0, 0x60, (3, 4, 2), generator=generator, dtype=torch.uint8)
+    codes = nibbles(packed).numpy()
+    want = np.array([float(n) for n in E2M1])[codes & 7] * np.where(codes & 8, -1, 1)
+    want = want * np.array([float(n) for n in E4M3])[scales.numpy()].repeat(16, -1) * fp32(0.3)
+    want = torch.from_numpy(want.astype(np.float32)).to(dtype)
+    for given in (scales, scales.view(torch.float8_e4m3fn)):
+        result = cute_attn.nvfp4_kv_dequantize(packed, given, torch.tensor([0.3]), dtype)
+        assert result.dtype == dtype
+        assert torch.equal(result, want)
+
+
+def test_nvfp4_numbers_survive_quantisation() -> None:
+    packed = torch.randint(0, 256, (64, 8), dtype=torch.uint8)
+    packed[:, 0] = 0x77  # the largest magnitude is there: the scale then comes back
+    scales = torch.randint(1, 0x7F, (64, 1), dtype=torch.uint8)
+    one = torch.ones(1)
+    values = cute_attn.nvfp4_kv_dequantize(packed, scales, one, torch.float32)
+    again, again_scales = cute_attn.nvfp4_kv_quantize(values, one)
+    assert torch.equal(again, packed)
+    assert torch.equal(again_scales, scales)
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("sf", [None, (torch.tensor([7.0]), torch.tensor([0.5]))])
+def test_nvfp4_paged_cache(layout: str, sf: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+    shape = (3, 2, 5, 32) if layout == "HND" else (3, 5, 2, 32)
+    k, v = torch.randn(shape, dtype=torch.bfloat16), 3 * torch.randn(shape, dtype=torch.bfloat16)
+    data, scales, *numbers = cute_attn.nvfp4_quantize_paged_kv_cache(k, v, layout, *(sf or (None, None)))
+    for x, packed, block_scales, number, given in zip((k, v), data, scales, numbers, sf or (None, None), strict=True):
+        inverse = 448 / float(x.abs().max()) if given is None else float(given)
+        assert isinstance(number, float)
+        assert number == pytest.approx(1 / inverse, rel=2e-7)
+        assert packed.shape == (*shape[:3], 16)
+        assert (block_scales.shape, block_scales.dtype) == ((*shape[:3], 2), torch.float8_e4m3fn)
+        rows, row_scales = packed.flatten(0, 2), block_scales.view(torch.uint8).flatten(0, 2)
+        for i in (0, 7, 29):  # linear: a row's scales stand where the row stands, V's too
+            codes, want = quantised(x.flatten(0, 2)[i].double().numpy(), number)
+            assert nibbles(rows[i]).tolist() == codes
+            assert row_scales[i].tolist() == want
+
+
+def test_a_cache_of_zeros_chooses_a_scale() -> None:
+    zeros = torch.zeros(1, 2, 4, 16, dtype=torch.float16)
+    data, scales, *numbers = cute_attn.nvfp4_quantize_paged_kv_cache(zeros, zeros)
+    assert not data[0].any()
+    assert not scales[0].float().any()
+    assert all(number > 0 for number in numbers)
+    (k, _), *fp8_numbers = cute_attn.fp8_quantize_paged_kv_cache(zeros, zeros)
+    assert not k.float().any()
+    assert all(number > 0 for number in fp8_numbers)
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float8_e4m3fn, torch.uint8])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("by_slot", [False, True])
+def test_nvfp4_append(by_slot: bool, stacked: bool, layout: str, scale_dtype: torch.dtype) -> None:
+    """Rows that are read back are those that `nvfp4_kv_quantize` makes; every other place stays."""
+    pages, page_size, heads, dim, nnz = 4, 3, 2, 32, 6
+    order = (page_size, heads) if layout == "NHD" else (heads, page_size)
+    cache = torch.full((pages, 2, *order, dim // 2), 0xAB, dtype=torch.uint8)
+    sf = torch.full((pages, 2, *order, dim // 16), 0x11, dtype=torch.uint8).view(scale_dtype)
+    given = (cache, sf) if stacked else (tuple(cache.unbind(1)), tuple(sf.unbind(1)))
+    rows = torch.randn(2, nnz, heads, dim, dtype=torch.float16)
+    scales: tuple[Any, Any] = (0.01, torch.tensor([0.02]))
+    slots = [4, 5, -1, 0, 11, 10]
+    if by_slot:
+        slot_mapping = torch.tensor(slots)
+        padded = torch.cat((rows, torch.full((2, 2, heads, dim), 9, dtype=torch.float16)), 1)
+        cute_attn.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
+            *padded, slot_mapping, *given, *scales, kv_layout=layout
+        )
+    else:  # request 0 has pages 1 and 0, request 1 has page 3
+        requests, positions = torch.tensor([0, 0, -1, 0, 1, 1]), torch.tensor([1, 2, 0, 3, 2, 1])
+        table = torch.tensor([1, 0, 3]), torch.tensor([0, 2, 3]), torch.tensor([1, 3])
+        cute_attn.nvfp4_quantize_append_paged_kv_cache(
+            *rows, requests, positions, *given, *table, *scales, kv_layout=layout
+        )
+    for i, scale in enumerate((0.01, 0.02)):
+        data, block_scales = cute_attn.nvfp4_kv_quantize(rows[i].flatten(0, 1), torch.tensor([scale]))
+        for view, new, fill in ((cache, data, 0xAB), (sf.view(torch.uint8), block_scales, 0x11)):
+            found = view[:, i] if layout == "NHD" else view[:, i].transpose(1, 2)
+            want = torch.full_like(found.contiguous(), fill).flatten(0, 1)
+            for t, slot in enumerate(slots):
+                if slot >= 0:
+                    want[slot] = new.unflatten(0, (nnz, heads))[t]
+            assert torch.equal(found.flatten(0, 1), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("given", [None, (0.37, torch.tensor([2.0]))])
+def test_fp8_paged_cache(dtype: torch.dtype, given: tuple[Any, Any] | None) -> None:
+    numbers = E4M3 if dtype == torch.float8_e4m3fn else E5M2
+    x = torch.randn(2, 2, 3, 16, dtype=torch.float16) * torch.logspace(-4, 3, 16)
+    k, v = x.half(), (x * 2).bfloat16()
+    caches, *scales = cute_attn.fp8_quantize_paged_kv_cache(k, v, dtype, *(given or (None, None)))
+    for source, cache, scale, user in zip((k, v), caches, scales, given or (None, None), strict=True):
+        want = float(source.abs().max()) / float(numbers[-1]) if user is None else float(user)
+        assert scale == pytest.approx(want, rel=1e-6)
+        assert (cache.dtype, cache.shape) == (dtype, source.shape)
+        for value, code in zip(source.flatten().tolist(), cache.view(torch.uint8).flatten().tolist(), strict=True):
+            magnitude = nearest(Fraction(value) / Fraction(scale), numbers)
+            assert code == magnitude + (128 if np.signbit(value) else 0)
+
+
+def test_fp8_ties_go_to_the_even_code() -> None:
+    ties = torch.tensor([1.0625, 1.1875, -1.0625, 464.0, 1e4, 2**-10, 3 * 2**-10]).reshape(1, 1, 1, 7)
+    (k, _), *_ = cute_attn.fp8_quantize_paged_kv_cache(ties, ties, k_scale=1.0, v_scale=1.0)
+    assert k.view(torch.uint8).flatten().tolist() == [0x38, 0x3A, 0xB8, 0x7E, 0x7E, 0, 2]
+
+
+def test_quantisation_for_graphs_asks_for_no_values_and_puts_none_on_the_device() -> None:
+    meta = {"device": "meta"}
+    x, one = torch.zeros(5, 2, 32, **meta), torch.ones(1, **meta)
+    ints = torch.zeros(5, dtype=torch.int32, **meta)
+    cache = torch.zeros(3, 2, 4, 2, 16, dtype=torch.uint8, **meta)
+    sf = torch.zeros(3, 2, 4, 2, 2, dtype=torch.float8_e4m3fn, **meta)
+    with mock.patch.object(torch, "tensor", side_effect=AssertionError):
+        packed, scales = cute_attn.nvfp4_kv_quantize(x.flatten(0, 1), one)
+        assert cute_attn.nvfp4_kv_dequantize(packed, scales, one).shape == (10, 32)
+        table = ints, ints[:3], ints[:2]
+        cute_attn.nvfp4_quantize_append_paged_kv_cache(x, x, ints, ints, cache, sf, *table, one, 0.5)
+        cute_attn.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(x, x, ints, cache, sf, 0.5, one)
+
+
+X, ONE = torch.zeros(4, 32), torch.ones(1)
+PACKED, SCALES = torch.zeros(4, 16, dtype=torch.uint8), torch.zeros(4, 2, dtype=torch.uint8)
+CACHE = torch.zeros(2, 3, 4, 32)
+META = torch.device("meta")
+BAD: list[tuple[str, tuple[Any, ...], str, type]] = [
+    ("nvfp4_kv_quantize", (None, ONE), "input must be a torch.Tensor", ArgumentTypeError),
+    ("nvfp4_kv_quantize", (X[0], ONE), r"input must have shape \[M, K\]", ArgumentError),
+    ("nvfp4_kv_quantize", (X[:, :8], ONE), "K % 16 == 0", ArgumentError),
+    ("nvfp4_kv_quantize", (X.double(), ONE), "input must have dtype", ArgumentError),
+    ("nvfp4_kv_quantize", (X, 1.0), "global_scale must be a torch.Tensor", ArgumentTypeError),
+    ("nvfp4_kv_quantize", (X, ONE.half()), "global_scale must have dtype float32", ArgumentError),
+    ("nvfp4_kv_quantize", (X, torch.ones(2)), "global_scale must have one element", ArgumentError),
+    ("nvfp4_kv_quantize", (X, ONE * 0), "global_scale must be > 0", ArgumentError),
+    ("nvfp4_kv_quantize", (X, ONE * torch.nan), "global_scale must be finite", ArgumentError),
+    ("nvfp4_kv_quantize", (X, ONE.to(META)), "global_scale must be on device cpu", ArgumentError),
+    ("nvfp4_kv_dequantize", (X, SCALES, ONE), "fp4_data must have dtype uint8", ArgumentError),
+    ("nvfp4_kv_dequantize", (PACKED[:, :7], SCALES, ONE), "fp4_data must have shape", ArgumentError),
+    (
+        "nvfp4_kv_dequantize",
+        (PACKED, SCALES[:, :1], ONE),
+        r"block_scales must have shape \[..., K / 16\]",
+        ArgumentError,
+    ),
+    ("nvfp4_kv_dequantize", (PACKED, SCALES.int(), ONE), "block_scales must have dtype", ArgumentError),
+    ("nvfp4_kv_dequantize", (PACKED, SCALES.to(META), ONE), "block_scales must be on device cpu", ArgumentError),
+    ("nvfp4_kv_dequantize", (PACKED, SCALES, ONE, torch.int8), "output_dtype must have dtype", ArgumentError),
+    ("nvfp4_quantize_paged_kv_cache", (CACHE, CACHE, "ND"), "kv_layout must be one of", LayoutError),
+    ("nvfp4_quantize_paged_kv_cache", (X, CACHE), "k_cache must have 4 dimensions", ArgumentError),
+    ("nvfp4_quantize_paged_kv_cache", (CACHE, CACHE[..., :8]), "v_cache must have head_dim % 16", ArgumentError),
+    ("nvfp4_quantize_paged_kv_cache", (CACHE, CACHE, "HND", -ONE), "k_global_sf must be > 0", ArgumentError),
+    ("nvfp4_quantize_paged_kv_cache", (CACHE / 0, CACHE), "k_cache without a scale .* must be finite", ArgumentError),
+    ("fp8_quantize_paged_kv_cache", (CACHE, CACHE, torch.int8), "dtype must have dtype", ArgumentError),
+    ("fp8_quantize_paged_kv_cache", (CACHE, CACHE.int()), "v_cache must have dtype", ArgumentError),
+    ("fp8_quantize_paged_kv_cache", (CACHE, CACHE, torch.float8_e5m2, 0.0), "k_scale must be > 0", ArgumentError),
+    ("fp8_quantize_paged_kv_cache", (CACHE, CACHE / 0), "v_cache without a scale .* must be finite", ArgumentError),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "message", "error"), BAD)
+def test_bad_arguments_are_named(function: str, arguments: tuple[Any, ...], message: str, error: type) -> None:
+    with pytest.raises(error, match=message):
+        getattr(cute_attn, function)(*arguments)
+
+
+def good_append() -> dict[str, Any]:
+    return {
+        "append_key": torch.zeros(2, 3, 32),
+        "append_value": torch.zeros(2, 3, 32),
+        "slot_mapping": torch.tensor([0, 5]),
+        "paged_kv_cache": torch.zeros(2, 2, 4, 3, 16, dtype=torch.uint8),
+        "kv_cache_sf": torch.zeros(2, 2, 4, 3, 2, dtype=torch.uint8),
+        "k_scale": 1.0,
+        "v_scale": 1.0,
+    }
+
+
+BAD_APPENDS: list[tuple[str, Any, str, type]] = [
+    ("append_key", torch.zeros(2, 3, 16), r"append_key must have shape .* \[nnz, 3, 32\]", ArgumentError),
+    ("append_key", torch.zeros(2, 3, 32, dtype=torch.float64), "append_key must have dtype", ArgumentError),
+    ("append_value", torch.zeros(3, 3, 32), "append_value must have as many rows", ArgumentError),
+    ("slot_mapping", torch.tensor([0, 8]), "slot_mapping .* the 8 slots of the cache, got 8 for row 1", ArgumentError),
+    ("slot_mapping", torch.tensor([0, 1, 2]), "append_key must have a row for each of 3 slots", ArgumentError),
+    ("slot_mapping", torch.zeros(2), "slot_mapping must be of an integer dtype", ArgumentError),
+    ("paged_kv_cache", torch.zeros(2, 2, 4, 3, 16), r"paged_kv_cache\[0\] must have dtype uint8", ArgumentError),
+    ("paged_kv_cache", None, "paged_kv_cache must be a tensor or a tuple", ArgumentTypeError),
+    ("kv_cache_sf", torch.zeros(2, 2, 4, 3, 4, dtype=torch.uint8), r"kv_cache_sf\[0\] must have shape", ArgumentError),
+    ("kv_cache_sf", torch.zeros(2, 2, 4, 3, 2), r"kv_cache_sf\[0\] must have dtype", ArgumentError),
+    ("k_scale", 0.0, "k_scale must be > 0", ArgumentError),
+    ("k_scale", 1e-60, "k_scale must be > 0", ArgumentError),
+    ("v_scale", float("nan"), "v_scale must be finite", ArgumentError),
+    ("v_scale", "1", "v_scale must be a number", ArgumentTypeError),
+    ("v_scale", ONE.to(META), "v_scale must be on device cpu", ArgumentError),
+    ("kv_layout", 0, "kv_layout must be one of", LayoutError),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message", "error"), BAD_APPENDS)
+def test_bad_appends_are_named(name: str, value: Any, message: str, error: type) -> None:
+    append = cute_attn.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping
+    append(**good_append())
+    with pytest.raises(error, match=message):
+        append(**{**good_append(), name: value})

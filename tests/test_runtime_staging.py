@@ -1,0 +1,141 @@
+"""Uploads of plan records, with copies that end only when somebody waits for them."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from cute_attn.errors import RuntimeArgumentError
+from cute_attn.runtime.staging import LEAST, CudaCopies, Staging
+
+CPU = torch.device("cpu")
+
+
+class LateCopies:
+    """Copies in stream order, each as late as the host allows: when it waits for that copy or a later one."""
+
+    def __init__(self) -> None:
+        self.pending: list[tuple[LateEvent, torch.Tensor, torch.Tensor]] = []
+        self.buffers: list[torch.Tensor] = []
+        self.waits = 0
+        self.arrived: list[list[int]] = []  # what the stream saw after each copy
+
+    def buffer(self, size: int) -> torch.Tensor:
+        self.buffers.append(torch.full((size,), -7, dtype=torch.int32))
+        return self.buffers[-1]
+
+    def start(self, target: torch.Tensor, source: torch.Tensor) -> LateEvent:
+        event = LateEvent(self)
+        self.pending.append((event, target, source))
+        return event
+
+    def finish(self, until: LateEvent | None = None) -> None:
+        while self.pending and (until is None or any(event is until for event, _, _ in self.pending)):
+            _, target, source = self.pending.pop(0)
+            target.copy_(source)
+            self.arrived.append(target.tolist())
+
+
+class LateEvent:
+    def __init__(self, copies: LateCopies) -> None:
+        self.copies = copies
+
+    def synchronize(self) -> None:
+        self.copies.waits += 1
+        self.copies.finish(self)
+
+
+def numbers(seed: int, size: int = 10) -> np.ndarray:
+    return np.arange(seed, seed + size, dtype=np.int32)
+
+
+def test_plans_in_a_row_do_not_overwrite_what_is_being_copied() -> None:
+    copies = LateCopies()
+    staging = Staging(CPU, copies)
+    for seed in range(5):
+        ints = numbers(100 * seed)
+        staging.upload(ints)
+        ints[:] = -1  # the caller's array is free again
+    copies.finish()
+    assert copies.arrived == [numbers(100 * seed).tolist() for seed in range(5)]
+
+
+def test_two_uploads_do_not_wait_and_the_third_waits_for_the_first_alone() -> None:
+    copies = LateCopies()
+    staging = Staging(CPU, copies)
+    staging.upload(numbers(1))
+    staging.upload(numbers(2))
+    assert (copies.waits, len(copies.arrived)) == (0, 0)
+    staging.upload(numbers(3))
+    assert (copies.waits, len(copies.arrived)) == (1, 1)
+    assert len(copies.buffers) == 2
+
+
+def test_growth_keeps_copies_under_way() -> None:
+    copies = LateCopies()
+    staging = Staging(CPU, copies)
+    sizes = [3, LEAST + 1, 2, 5 * LEAST, LEAST]
+    for seed, size in enumerate(sizes):
+        assert staging.upload(numbers(seed, size)).numel() == size
+    copies.finish()
+    assert copies.arrived == [numbers(seed, size).tolist() for seed, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize("sizes", [(10,), (0,), (1, LEAST, LEAST + 1, 4), (0, 7)])
+def test_uploads_to_the_cpu(sizes: tuple[int, ...]) -> None:
+    staging = Staging(CPU)
+    for seed, size in enumerate(sizes):
+        ints = numbers(seed, size)
+        result = staging.upload(ints)
+        ints += 1
+        assert result.dtype == torch.int32
+        assert result.device == CPU
+        assert result.tolist() == numbers(seed, size).tolist()
+
+
+def test_fixed_capacity_keeps_the_address() -> None:
+    staging = Staging(CPU)
+    staging.fixed_capacity(20)
+    addresses = set()
+    for size in (20, 1, 13):
+        result = staging.upload(numbers(size, size))
+        assert result.tolist() == numbers(size, size).tolist()
+        addresses.add(result.data_ptr())
+    staging.fixed_capacity(20)
+    addresses.add(staging.upload(numbers(0, 5)).data_ptr())
+    assert len(addresses) == 1
+    with pytest.raises(RuntimeArgumentError, match="must fit the 20 int32 numbers of its first plan, got 21"):
+        staging.upload(numbers(0, 21))
+    with pytest.raises(RuntimeArgumentError, match="got 30"):
+        staging.fixed_capacity(30)
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_cuda_copies_are_marked_on_the_stream_of_their_device(capturing: bool) -> None:
+    """torch.cuda's part is recorded: the copy first, then the event on that device's current stream."""
+    device, calls = torch.device("cuda", 1), mock.MagicMock()
+    calls.is_current_stream_capturing.return_value = capturing
+    calls.current_stream.side_effect = lambda of: f"stream of {of}"
+    with mock.patch.multiple(
+        torch.cuda,
+        Event=calls.Event,
+        current_stream=calls.current_stream,
+        device=calls.device,
+        is_current_stream_capturing=calls.is_current_stream_capturing,
+    ):
+        if capturing:
+            with pytest.raises(RuntimeError, match="cannot be captured"):
+                CudaCopies(device).start(calls.target, calls.source)
+            assert not calls.target.copy_.called
+            return
+        event = CudaCopies(device).start(calls.target, calls.source)
+    assert event is calls.Event.return_value
+    names = [name for name, *_ in calls.mock_calls]
+    inside = names[names.index("device().__enter__") : names.index("device().__exit__")]
+    assert calls.device.call_args == mock.call(device)
+    assert inside.index("target.copy_") < inside.index("Event().record")
+    assert calls.target.copy_.call_args == mock.call(calls.source, non_blocking=True)
+    assert calls.Event.return_value.record.call_args == mock.call("stream of cuda:1")
