@@ -6,19 +6,30 @@ it under FlashInfer's module names. CPU tensors run the same calls on a torch re
 
 try:
     from cute_attn.cascade import merge_state, merge_state_in_place, merge_states
-    from cute_attn.decode import single_decode_with_kv_cache
+    from cute_attn.decode import (
+        BatchDecodeWithPagedKVCacheWrapper,
+        CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+        fast_decode_plan,
+        single_decode_with_kv_cache,
+    )
     from cute_attn.errors import (
         ArgumentError,
         ArgumentTypeError,
         ArtifactError,
         LayoutError,
+        NotPlannedError,
         NotSupported,
         Refusal,
         RuntimeArgumentError,
         WorkspaceError,
     )
     from cute_attn.page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
-    from cute_attn.prefill import single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse
+    from cute_attn.prefill import (
+        BatchPrefillWithPagedKVCacheWrapper,
+        BatchPrefillWithRaggedKVCacheWrapper,
+        single_prefill_with_kv_cache,
+        single_prefill_with_kv_cache_return_lse,
+    )
     from cute_attn.problem import Features
     from cute_attn.quantization import packbits, segment_packbits
     from cute_attn.quantization_kv import (
@@ -46,14 +57,20 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "ArtifactError",
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "Features",
     "LayoutError",
+    "NotPlannedError",
     "NotSupported",
     "Refusal",
     "RuntimeArgumentError",
     "WorkspaceError",
     "append_paged_kv_cache",
     "explain",
+    "fast_decode_plan",
     "fp8_quantize_paged_kv_cache",
     "get_batch_indices_positions",
     "get_seq_lens",

@@ -1,10 +1,22 @@
-"""Decode attention of one request."""
+"""Decode attention: of one request here, of a batch in `batch_decode`."""
 
 from __future__ import annotations
 
 import torch
 
 from cute_attn import checks, normalize, select
+from cute_attn.batch_decode import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    fast_decode_plan,
+)
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "fast_decode_plan",
+    "single_decode_with_kv_cache",
+]
 
 
 def single_decode_with_kv_cache(
@@ -29,15 +41,18 @@ def single_decode_with_kv_cache(
     enable_pdl: bool | None = None,
     sinks: torch.Tensor | None = None,
     backend: str = "auto",
+    lse_base: str = "log2",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of one query token over the `kv_len` keys and values of one request.
 
     For key j and one head, in the natural-log domain::
 
-        z = scale * q.k_j              scale = sm_scale * q_scale * k_scale; q and k rotated first under
-        ROPE_LLAMA z = z + slope * j              ALIBI z = cap * tanh(z / cap)        logits_soft_cap z =
-        -inf                       where the window hides j out = v_scale * sum_j exp(z) v_j / (sum_j exp(z) +
-        exp(sink)) lse = log2(sum_j exp(z) + exp(sink))
+        z = scale * q.k_j              scale = sm_scale * q_scale * k_scale; q and k rotated first under ROPE_LLAMA
+        z = z + slope * j              ALIBI
+        z = cap * tanh(z / cap)        logits_soft_cap
+        z = -inf                       where the window hides j
+        out = v_scale * sum_j exp(z) v_j / (sum_j exp(z) + exp(sink))
+        lse = log2(sum_j exp(z) + exp(sink))
 
     Without any key, out is 0 and lse -inf. No gradients are computed.
 
@@ -68,12 +83,13 @@ def single_decode_with_kv_cache(
     lse : written instead of a new tensor: contiguous float32 `[num_qo_heads]`. Returned if `return_lse`.
     enable_pdl : False: no programmatic dependent launch. None or True: where the GPU has it (9.0 and later).
     sinks : floating-point `[num_qo_heads]`, natural-log domain, not scaled: one more term of the denominator.
+    lse_base : "log2" (FlashInfer's), or "ln": the lse is that above, times ln(2).
     backend : "auto", "fa2" or "reference". `cute_attn.explain` tells which takes what.
 
     Returns
     -------
     out `[num_qo_heads, head_dim_vo]` of q's dtype (bfloat16 for fp8 q), or with `return_lse` the pair of it
-    and the float32 **base-2** lse `[num_qo_heads]`.
+    and the float32 lse `[num_qo_heads]`, of base 2 unless `lse_base` says otherwise.
 
     Raises
     ------
@@ -93,7 +109,7 @@ def single_decode_with_kv_cache(
         q, k, v, True,
         None, None, (None, None, None), None, sinks, out, lse,
         kv_layout, pos_encoding_mode, False, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta,
-        q_scale, k_scale, v_scale, None, return_lse, enable_pdl,
+        q_scale, k_scale, v_scale, None, return_lse, enable_pdl, lse_base,
     )  # fmt: skip
     problem = normalize.problem(call)
     select.run(problem, backend)

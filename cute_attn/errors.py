@@ -53,3 +53,7 @@ class NotSupported(NotImplementedError, ValueError):
 
 class ArtifactError(RuntimeError):
     """A compiled kernel is missing, damaged or does not fit the device."""
+
+
+class NotPlannedError(RuntimeError, AttributeError):
+    """`run` of a batch wrapper before `plan`, where FlashInfer misses an attribute."""

@@ -21,6 +21,7 @@ ALIGNMENT = 16  # bytes: kernels move q, k, v and out in chunks of this size
 MAX_ROWS = 1 << 30
 
 Scales = tuple[torch.Tensor, ...]  # one-element fp32 tensors on the device
+Taken = tuple[str, checks.Extent]  # memory that outputs must leave alone
 
 
 def problem(call: Call) -> Problem:
@@ -66,7 +67,7 @@ def problem(call: Call) -> Problem:
     features = settings.features
 
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        _refuse_grad(call)
+        refuse_grad(q=q, k=k, v=v)
     q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
     steps = q_strides[0] | q_strides[-2] | k_strides[0] | k_strides[1] | v_strides[0] | v_strides[1]
@@ -89,8 +90,9 @@ def problem(call: Call) -> Problem:
         _mask(call, (qo_len, kv_len)) if features.custom_mask else None,
         score_scales,
         v_scales[0] if v_scales else None,
-        _per_head("sinks", sinks, features) if features.sinks else None,
-        _head_scales(call.head_scales, features) if features.per_head_scales else None,
+        per_head("sinks", sinks, features) if features.sinks else None,
+        head_scales(call.head_scales, features) if features.per_head_scales else None,
+        block_scales(kv_cache_sf, k, v) if features.kv_block_scales else None,
     )
 
 
@@ -134,9 +136,12 @@ def _refuse_lengths(qo_len: int, num_qo_heads: int, kv_len: int) -> None:
 
 def _readable_query(call: Call) -> torch.Tensor:
     """q as kernels can read it, copied if need be; k and v are refused: a cache is not copied silently."""
-    q: torch.Tensor = call.q
     _check_cache_strides("k", call.k)
     _check_cache_strides("v", call.v)
+    return readable(call.q)
+
+
+def readable(q: torch.Tensor) -> torch.Tensor:
     if (q.stride(-1) != 1 and q.shape[-1] > 1) or (q.device.type in KERNEL_DEVICES and not aligned(q)):
         return q.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps a misaligned address
     return q
@@ -157,10 +162,10 @@ def _check_cache_strides(name: str, tensor: torch.Tensor) -> None:
             f"{name} must have stride 1 on its last axis, got strides {tensor.stride()}; "
             f"a copy of a cache is never made silently: pass {name}.contiguous()"
         )
-    _check_alignment(name, tensor)
+    check_alignment(name, tensor)
 
 
-def _check_alignment(name: str, tensor: torch.Tensor) -> None:
+def check_alignment(name: str, tensor: torch.Tensor) -> None:
     if tensor.device.type in KERNEL_DEVICES and not aligned(tensor):
         raise ArgumentError(
             f"{name} must start at a multiple of {ALIGNMENT} bytes and have strides that are multiples of "
@@ -169,9 +174,9 @@ def _check_alignment(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _refuse_grad(call: Call) -> None:
-    for name in ("q", "k", "v"):
-        _check_grad(name, getattr(call, name))
+def refuse_grad(**tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        _check_grad(name, tensor)
 
 
 def _check_grad(name: str, tensor: torch.Tensor) -> None:
@@ -215,13 +220,13 @@ def _mask(call: Call, lengths: tuple[int, int]) -> torch.Tensor:
 def _without_tensors(call: Call) -> tuple[Call, Scales, Scales]:
     """The call with numbers for scales, and the factors of the scores and of v that only the device knows."""
     device = checks.tensor("q", call.q).device
-    q_scale, of_q = _scale("q_scale", call.q_scale, device)
-    k_scale, of_k = _scale("k_scale", call.k_scale, device)
-    v_scale, of_v = _scale("v_scale", call.v_scale, device)
+    q_scale, of_q = scale("q_scale", call.q_scale, device)
+    k_scale, of_k = scale("k_scale", call.k_scale, device)
+    v_scale, of_v = scale("v_scale", call.v_scale, device)
     return call._replace(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale), of_q + of_k, of_v
 
 
-def _scale(name: str, value: Any, device: torch.device) -> tuple[Any, Scales]:
+def scale(name: str, value: Any, device: torch.device) -> tuple[Any, Scales]:
     """A one-element tensor is read here from the CPU, but on a GPU by the kernel."""
     if not isinstance(value, torch.Tensor):
         return value, ()
@@ -236,19 +241,39 @@ def _scale(name: str, value: Any, device: torch.device) -> tuple[Any, Scales]:
     return None, (value.to(torch.float32),)
 
 
-def _head_scales(scales: tuple[Any, Any, Any], features: Features) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def block_scales(given: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales of NVFP4 k and v: one e4m3 number for 16 elements, which are 8 bytes."""
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise ArgumentTypeError(f"kv_cache_sf must be a pair (k_sf, v_sf), got {checks.describe(given)}")
+    k_sf, v_sf = (_block_scale(name, sf, x) for name, sf, x in zip(("k_sf", "v_sf"), given, (k, v), strict=True))
+    return k_sf, v_sf
+
+
+def _block_scale(name: str, value: Any, cache: torch.Tensor) -> torch.Tensor:
+    name = f"{name} of kv_cache_sf"
+    value = checks.tensor(name, value)
+    checks.dtype(name, value.dtype, (torch.float8_e4m3fn, torch.uint8))
+    expected = (*cache.shape[:-1], 2 * cache.shape[-1] // settle.NVFP4_BLOCK)
+    checks.shape(name, value, expected, "[..., head_dim / 16], the leading axes of k and v,")
+    checks.device(name, value, cache.device)
+    if value.stride(-1) != 1 and value.shape[-1] > 1:
+        raise ArgumentError(f"{name} must have stride 1 on its last axis, got strides {value.stride()}")
+    return value.view(torch.float8_e4m3fn)
+
+
+def head_scales(scales: tuple[Any, Any, Any], features: Features) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Per-head scales of fp8 attention; those not given are 1."""
     counts = features.num_qo_heads, features.num_kv_heads, features.num_kv_heads
     scale_q, scale_k, scale_v = (
         torch.ones(count, dtype=torch.float32, device=features.device)
         if value is None
-        else _per_head(name, value, features)
+        else per_head(name, value, features)
         for name, value, count in zip(("scale_q", "scale_k", "scale_v"), scales, counts, strict=True)
     )
     return scale_q, scale_k, scale_v
 
 
-def _per_head(name: str, value: Any, features: Features) -> torch.Tensor:
+def per_head(name: str, value: Any, features: Features) -> torch.Tensor:
     """fp32 numbers, one a kv head (scale_k, scale_v) or one a query head."""
     value = checks.tensor(name, value)
     if name in ("scale_k", "scale_v"):
@@ -268,24 +293,29 @@ def _per_head(name: str, value: Any, features: Features) -> torch.Tensor:
 
 
 def _check_buffers(call: Call, features: Features, rows: tuple[int, ...]) -> None:
-    """`out` and `lse` of the caller: of the right form, and over nothing that is read nor over each other."""
-    out, lse = call.out, call.lse
     taken = [("q", checks.extent(call.q)), ("k", checks.extent(call.k)), ("v", checks.extent(call.v))]
     for name in ("custom_mask", "packed_custom_mask", "sinks"):
         tensor = getattr(call, name)
         if tensor is not None:
             taken.append((name, checks.extent(checks.tensor(name, tensor))))
+    check_outputs(call.out, call.lse, features, rows, "" if call.decode else "qo_len", taken)
+
+
+def check_outputs(
+    out: Any, lse: Any, features: Features, rows: tuple[int, ...], first_axis: str, taken: list[Taken]
+) -> None:
+    """`out` and `lse` of the caller: of the right form, and over nothing that is read (`taken`) nor over each other."""
+    heads = f"{first_axis}, num_qo_heads" if first_axis else "num_qo_heads"
     if out is not None:
-        axes = "[num_qo_heads, head_dim_vo]" if call.decode else "[qo_len, num_qo_heads, head_dim_vo]"
-        _check_form("out", out, (*rows, features.head_dim_vo), axes, features.o_dtype, features.device)
+        shape = (*rows, features.head_dim_vo)
+        _check_form("out", out, shape, f"[{heads}, head_dim_vo]", features.o_dtype, features.device)
         checks.dense("out", out)
         strides = out.stride()
         if (out.data_ptr() | strides[0] | strides[-2]) % ALIGNMENT:
-            _check_alignment("out", out)
+            check_alignment("out", out)
         taken.append(("out", _check_apart("out", out, taken)))
     if lse is not None:
-        axes = "[num_qo_heads]" if call.decode else "[qo_len, num_qo_heads]"
-        _check_form("lse", lse, rows, axes, torch.float32, features.device)
+        _check_form("lse", lse, rows, f"[{heads}]", torch.float32, features.device)
         if not lse.is_contiguous():
             raise ArgumentError(f"lse must be contiguous, got strides {lse.stride()} for shape {tuple(lse.shape)}")
         _check_apart("lse", lse, taken)
@@ -302,7 +332,7 @@ def _check_form(
     _check_grad(name, buffer)
 
 
-def _check_apart(name: str, buffer: torch.Tensor, taken: list[tuple[str, checks.Extent]]) -> checks.Extent:
+def _check_apart(name: str, buffer: torch.Tensor, taken: list[Taken]) -> checks.Extent:
     written = checks.extent(buffer)
     for other_name, other in taken:
         checks.apart(name, written, other_name, other)

@@ -1,11 +1,19 @@
-"""Prefill and append attention of one request."""
+"""Prefill and append attention: of one request here, of a batch in `batch_prefill`."""
 
 from __future__ import annotations
 
 import torch
 
 from cute_attn import checks, normalize, select
+from cute_attn.batch_prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from cute_attn.spellings import both_prefill_spellings, returning_lse
+
+__all__ = [
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+]
 
 
 @both_prefill_spellings
@@ -39,6 +47,7 @@ def single_prefill_with_kv_cache(
     lse: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     enable_pdl: bool | None = None,
+    lse_base: str = "log2",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of `qo_len` query tokens over the `kv_len` keys and values of one request.
 
@@ -85,7 +94,9 @@ def single_prefill_with_kv_cache(
         p * rope_theta^(-2 d / head_dim) / rope_scale. Read under ROPE_LLAMA only.
     backend : "auto", "fa2" or "reference". `cute_attn.explain` tells which takes what.
     return_lse : return `(out, lse)`.
-    kv_cache_sf : (k_sf, v_sf), block scales of an NVFP4 (uint8) cache.
+    kv_cache_sf : (k_sf, v_sf) for NVFP4 k and v, which are uint8 with two e2m1 values a byte, the first in the low
+        bits: e4m3 (or its bytes as uint8), a scale for 16 values, `[..., head_dim / 16]`. Global scales are
+        `k_scale` and `v_scale`.
     k_scale, v_scale : factors of k and v: numbers, or floating-point tensors with one element. A tensor on
         the GPU is read by the kernel, without synchronisation.
     allow_fp16_qk_reduction : the older name of `use_fp16_qk_reduction`; giving both is an error.
@@ -96,11 +107,12 @@ def single_prefill_with_kv_cache(
         `return_lse`.
     sinks : floating-point `[num_qo_heads]`, natural-log domain, not scaled: one more term of the denominator.
     enable_pdl : False: no programmatic dependent launch. None or True: where the GPU has it (9.0 and later).
+    lse_base : "log2" (FlashInfer's), or "ln": the lse is `lse_i` above, times ln(2).
 
     Returns
     -------
-    out `[qo_len, num_qo_heads, head_dim_vo]`, or with `return_lse` the pair of it and the float32 **base-2**
-    lse `[qo_len, num_qo_heads]`.
+    out `[qo_len, num_qo_heads, head_dim_vo]`, or with `return_lse` the pair of it and the float32
+    lse `[qo_len, num_qo_heads]`, of base 2 unless `lse_base` says otherwise.
 
     Raises
     ------
@@ -121,7 +133,7 @@ def single_prefill_with_kv_cache(
         q, k, v, False,
         custom_mask, packed_custom_mask, (scale_q, scale_k, scale_v), kv_cache_sf, sinks, out, lse,
         kv_layout, pos_encoding_mode, causal, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta,
-        None, k_scale, v_scale, o_dtype, return_lse, enable_pdl,
+        None, k_scale, v_scale, o_dtype, return_lse, enable_pdl, lse_base,
     )  # fmt: skip
     problem = normalize.problem(call)
     select.run(problem, backend)

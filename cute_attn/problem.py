@@ -2,7 +2,7 @@
 
 `Features` is all that can change which code runs, `Settings` all that a repeated call has in common with the one
 before: the keys under which selection and preparation are remembered. `Problem` adds the tensors and lengths of one
-call.
+call, `BatchLengths`, `BatchLimits` and `BatchProblem` those of a batch, which is planned once and run many times.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Features(NamedTuple):
     per_head_scales: bool = False  # scale_q / scale_k / scale_v tensors of fp8 attention
     kv_block_scales: bool = False  # kv_cache_sf: NVFP4 KV
     sinks: bool = False
+    kv_source: str = "dense"  # dense: a single request | ragged | paged
 
 
 class Settings(NamedTuple):
@@ -46,6 +47,8 @@ class Settings(NamedTuple):
     rope_scale: float = 1.0
     rope_theta: float = 1e4
     enable_pdl: bool | None = None
+    lse_scale: float = 1.0  # lse is base 2 times this: 1 for lse_base "log2", ln(2) for "ln"
+    page_size: int = 1  # tokens of a page, for kv_source "paged"
 
 
 class Problem(NamedTuple):
@@ -61,7 +64,7 @@ class Problem(NamedTuple):
     k: torch.Tensor  # [kv_len, num_kv_heads, head_dim_qk] (NHD) or [num_kv_heads, kv_len, head_dim_qk] (HND)
     v: torch.Tensor  # like k, with head_dim_vo
     out: torch.Tensor  # [qo_len, num_qo_heads, head_dim_vo]
-    lse: torch.Tensor | None  # [qo_len, num_qo_heads] fp32, base 2
+    lse: torch.Tensor | None  # [qo_len, num_qo_heads] fp32, base 2 times settings.lse_scale
     packed_mask: torch.Tensor | None = None  # uint8, bit (qo_idx * kv_len + kv_idx), little bit order
     scale_tensors: tuple[
         torch.Tensor, ...
@@ -70,6 +73,36 @@ class Problem(NamedTuple):
     sinks: torch.Tensor | None = None  # [num_qo_heads] fp32, natural-log domain
     head_scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     # ^ features.per_head_scales: fp32 scale_q [num_qo_heads], scale_k and scale_v [num_kv_heads]
+    block_scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    # ^ features.kv_block_scales: e4m3, k's and v's shapes with one number for 16 elements of the last axis
+
+    @property
+    def features(self) -> Features:
+        return self.settings.features
+
+
+class BatchProblem(NamedTuple):
+    """One run of a planned batch. Unit strides on the last axes are guaranteed, all other strides are free.
+
+    `settings` may differ from the planned ones in numbers (sm_scale, v_scale), enable_pdl, and the features that only
+    a run knows: positive_scale, per_head_scales and sinks.
+    """
+
+    settings: Settings
+    q: torch.Tensor  # [rows, num_qo_heads, head_dim_qk]
+    k: torch.Tensor  # ragged: like Problem.k; paged: [pages, page_size, num_kv_heads, head_dim_qk] (NHD) or
+    # ^ [pages, num_kv_heads, page_size, head_dim_qk] (HND)
+    v: torch.Tensor  # like k, with head_dim_vo
+    out: torch.Tensor  # [rows, num_qo_heads, head_dim_vo]
+    lse: torch.Tensor | None  # [rows, num_qo_heads] fp32, base 2 times settings.lse_scale
+    kv_indices: torch.Tensor | None = None  # paged: int32 page numbers
+    packed_mask: torch.Tensor | None = None  # uint8, like Problem.packed_mask from BatchLengths.mask_offset on
+    scale_tensors: tuple[torch.Tensor, ...] = ()
+    v_scale_tensor: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    head_scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    block_scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    workspace: torch.Tensor | None = None  # uint8, on the device; its size is BatchLimits.workspace_bytes
 
     @property
     def features(self) -> Features:

@@ -10,6 +10,7 @@ For query row i and key j of one head, in the natural-log domain:
     o_i   = v_scale * sum_j exp(z_ij) * v_j / (sum_j exp(z_ij) + exp(sink))
 
 A row that sees no key has o = 0 and lse = -inf (with a sink: o = 0, lse = sink * log2(e)).
+A batch is one such problem for every request, whose keys are gathered from their pages first.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from dataclasses import dataclass
 
 import torch
 
-from cute_attn.errors import NotSupported, Refusal
-from cute_attn.problem import Problem
+from cute_attn import validate
+from cute_attn.problem import BatchLengths, BatchProblem, Problem
 
 LOG2E = math.log2(math.e)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of codes 0..7; bit 3 is the sign
+E2M1_BLOCK = 16  # elements that share a scale
 CHUNK_BYTES = 128 << 20  # scores of one chunk of query rows; half a dozen tensors of this size live at once
 
 
@@ -65,6 +68,14 @@ def unpack_mask(packed: torch.Tensor, qo_len: int, kv_len: int) -> torch.Tensor:
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     bits = (packed[: (size + 7) // 8, None] >> shifts) & 1
     return bits.reshape(-1)[:size].reshape(qo_len, kv_len).bool()
+
+
+def nvfp4_values(packed: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:
+    """fp32 `[..., D]` of NVFP4: uint8 `[..., D / 2]`, low nibble first, and e4m3 `[..., D / 16]`. Exact: a product of
+    both has six significant bits at most."""
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).long()
+    values = torch.tensor([*E2M1, *(-x for x in E2M1)], device=packed.device)[codes]
+    return values * block_scales.to(torch.float32).repeat_interleave(E2M1_BLOCK, dim=-1)
 
 
 @dataclass(frozen=True)
@@ -181,9 +192,9 @@ def run(problem: Problem, dtype: torch.dtype = torch.float32, *, round_rotated: 
     kernels with fp64.
     """
     features = problem.features
-    if features.kv_block_scales:
-        raise NotSupported([Refusal("reference", "kv_cache_sf", "NVFP4 KV is not decoded", "dequantise k and v first")])
     q, k, v = problem.q, problem.k, problem.v
+    if problem.block_scales is not None:
+        k, v = (nvfp4_values(x, scales) for x, scales in zip((k, v), problem.block_scales, strict=True))
     if q.dim() == 2:
         q = q.unsqueeze(0)
     if problem.settings.kv_layout == "HND":
@@ -212,7 +223,72 @@ def run(problem: Problem, dtype: torch.dtype = torch.float32, *, round_rotated: 
     )
     problem.out.copy_(o.view(problem.out.shape))
     if problem.lse is not None:
-        problem.lse.copy_(lse.view(problem.lse.shape))
+        problem.lse.copy_(lse.view(problem.lse.shape) * problem.settings.lse_scale)
+
+
+def run_batch(
+    problem: BatchProblem, lengths: BatchLengths, dtype: torch.dtype = torch.float32, *, round_rotated: bool = True
+) -> None:
+    """Solve every request of `problem` like `run`. Page numbers are checked: torch reads the last page at -1."""
+    if problem.kv_indices is not None:
+        validate.pages(problem, lengths)
+    settings = problem.settings
+    inner = settings if problem.kv_indices is None else settings._replace(kv_layout="NHD")
+    for i, kv_len in enumerate(lengths.kv_len.tolist()):
+        rows = slice(int(lengths.qo_indptr[i]), int(lengths.qo_indptr[i + 1]))
+        keys = _keys(problem, int(lengths.kv_start[i]), kv_len)
+        scales = problem.block_scales
+        request = Problem(
+            inner,
+            rows.stop - rows.start,
+            kv_len,
+            problem.q[rows],
+            keys.of(problem.k),
+            keys.of(problem.v),
+            problem.out[rows],
+            None if problem.lse is None else problem.lse[rows],
+            None if problem.packed_mask is None else problem.packed_mask[int(lengths.mask_offset[i]) :],
+            problem.scale_tensors,
+            problem.v_scale_tensor,
+            problem.sinks,
+            problem.head_scales,
+            None if scales is None else (keys.of(scales[0]), keys.of(scales[1])),
+        )
+        run(request, dtype, round_rotated=round_rotated)
+
+
+@dataclass(frozen=True)
+class _Range:
+    """The tokens of one request in ragged k, v or block scales."""
+
+    start: int
+    kv_len: int
+    kv_layout: str
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.narrow(1 if self.kv_layout == "HND" else 0, self.start, self.kv_len)
+
+
+@dataclass(frozen=True)
+class _Pages:
+    """The tokens of one request gathered from paged k, v or block scales: `[kv_len, heads, width]`."""
+
+    pages: torch.Tensor
+    kv_len: int
+    kv_layout: str
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        page = tensor[self.pages]
+        return (page.transpose(1, 2) if self.kv_layout == "HND" else page).flatten(0, 1)[: self.kv_len]
+
+
+def _keys(problem: BatchProblem, start: int, kv_len: int) -> _Range | _Pages:
+    """Where the tokens of a request are that starts at `start`: a row of k and v, or a place in kv_indices."""
+    layout = problem.settings.kv_layout
+    if problem.kv_indices is None:
+        return _Range(start, kv_len, layout)
+    num_pages = -(-kv_len // problem.settings.page_size)
+    return _Pages(problem.kv_indices[start : start + num_pages].long(), kv_len, layout)
 
 
 def _head_scales(problem: Problem, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

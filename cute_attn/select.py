@@ -17,7 +17,7 @@ import torch
 from cute_attn.checks import describe, short
 from cute_attn.errors import LayoutError, NotSupported, Refusal
 from cute_attn.kernels.spec import KernelSpec
-from cute_attn.problem import Features, Problem, Settings
+from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Features, Problem, Settings
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime.arch import Arch
 
@@ -44,6 +44,14 @@ class Backend:
         """What runs problems of these settings. Imports the backend."""
         module = importlib.import_module(f"cute_attn.backends.{self.name}")
         run: Callable[[Problem], None] = module.prepare(settings)
+        return run
+
+    def plan(
+        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Any
+    ) -> Callable[[BatchProblem], None]:
+        """What runs batches of these settings and lengths. `staging` carries the schedule to the device."""
+        module = importlib.import_module(f"cute_attn.backends.{self.name}")
+        run: Callable[[BatchProblem], None] = module.plan(settings, lengths, limits, staging)
         return run
 
     def launches(self, problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
@@ -107,7 +115,6 @@ TABLE = (
         lambda f: f.kv_block_scales,
         {
             "fa2": No("it does not decode NVFP4 yet", "dequantise k and v to q's dtype first"),
-            "reference": No("it does not decode NVFP4", "dequantise k and v to q's dtype first"),
         },
     ),
     Row(
@@ -138,7 +145,17 @@ TABLE = (
     Row("pos_encoding_mode ALIBI", lambda f: f.pos_encoding_mode == "ALIBI"),
     Row("attention sinks", lambda f: f.sinks),
     Row("q_scale, k_scale, v_scale as numbers or device tensors", _always),
-    Row("lse (base 2)", _always),
+    Row("lse, base 2 or natural (lse_base)", _always),
+    Row(
+        "batches with ragged k and v",
+        lambda f: f.kv_source == "ragged",
+        {"fa2": No("it does not run batches yet", "single_prefill_with_kv_cache for every request")},
+    ),
+    Row(
+        "batches with paged k and v",
+        lambda f: f.kv_source == "paged",
+        {"fa2": No("it does not run batches yet", "single_prefill_with_kv_cache for every request")},
+    ),
 )
 
 
@@ -151,12 +168,20 @@ def run(problem: Problem, backend: str = "auto") -> None:
 
 @functools.lru_cache(REMEMBERED)
 def _runner(settings: Settings, backend: str) -> Callable[[Problem], None]:
-    return _chosen(settings.features, backend).prepare(settings)
+    return chosen(settings.features, backend).prepare(settings)
 
 
 @functools.lru_cache(REMEMBERED)
-def _chosen(features: Features, backend: str) -> Backend:
+def chosen(features: Features, backend: str) -> Backend:
+    """`choose`, remembered."""
     return choose(features, backend)
+
+
+def known(backend: Any) -> str:
+    """The name of a backend, or "auto"; anything else is refused."""
+    if backend != "auto":
+        _named(backend)
+    return str(backend)
 
 
 def choose(features: Features, backend: str = "auto", arch: Arch | None = None) -> Backend:
@@ -165,7 +190,7 @@ def choose(features: Features, backend: str = "auto", arch: Arch | None = None) 
     `arch` stands for the architecture of `features.device`, so that another machine's choice can be asked
     for.
     """
-    arch = _arch_for(features.device, arch)
+    arch = arch_for(features.device, arch)
     refusals: list[Refusal] = []
     for candidate in _candidates(features, backend):
         reasons = reasons_against(candidate, features, arch)
@@ -198,7 +223,7 @@ def explain(asked: Features | Problem, arch: Arch | None = None) -> str:
     `arch` stands for the architecture of a CUDA device; with it, no GPU is needed.
     """
     features = asked.features if isinstance(asked, Problem) else asked
-    arch = _arch_for(features.device, arch)
+    arch = arch_for(features.device, arch)
     lines = [_title(features, arch)]
     chosen = False
     for backend in BACKENDS:
@@ -231,15 +256,19 @@ def support_table() -> str:
 def _candidates(features: Features, backend: Any) -> tuple[Backend, ...]:
     if backend == "auto":
         return tuple(b for b in BACKENDS if features.device.type in b.auto_on)
+    return (_named(backend),)
+
+
+def _named(backend: Any) -> Backend:
     if isinstance(backend, str) and backend in BY_NAME:
-        return (BY_NAME[backend],)
+        return BY_NAME[backend]
     if isinstance(backend, str) and backend in ELSEWHERE:
         raise NotSupported([Refusal(backend, "every problem", *ELSEWHERE[backend])])
     choices = ", ".join(map(repr, ("auto", *BY_NAME)))
     raise LayoutError(f"backend must be one of {choices}; got {describe(backend)}")
 
 
-def _arch_for(device: torch.device, assumed: Arch | None) -> Arch | None:
+def arch_for(device: torch.device, assumed: Arch | None) -> Arch | None:
     """What `device` is, or shall be taken for; None for the CPU."""
     if device.type != "cuda":
         return None

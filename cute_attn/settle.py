@@ -25,6 +25,8 @@ Q_DTYPES = (*HALF, *FP8)
 KV_DTYPES = (*HALF, *FP8, torch.uint8)
 OUT_DTYPES = (*HALF, torch.float32, *FP8)
 KV_LAYOUTS = ("NHD", "HND")
+LSE_BASES = {"log2": 1.0, "ln": math.log(2.0)}  # and what a base-2 lse is multiplied by
+NVFP4_BLOCK = 16  # elements that share a scale
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 DEVICES = ("cpu", "cuda")
 MAX_KV_LEN = 1 << 30  # kernels compute with 32-bit row and column numbers, and 2^30 is their "no bound"
@@ -60,6 +62,7 @@ class Call(NamedTuple):
     o_dtype: Any = None
     return_lse: Any = False
     enable_pdl: Any = None
+    lse_base: Any = "log2"
 
 
 NOT_OPTIONS = (None,) * Call._fields.index("kv_layout")
@@ -121,6 +124,7 @@ def _settings(fields: tuple[Any, ...], options: Sequence[Any]) -> Settings:
         1.0 if call.rope_scale is None else checks.positive("rope_scale", call.rope_scale),
         1e4 if call.rope_theta is None else checks.positive("rope_theta", call.rope_theta),
         call.enable_pdl,
+        LSE_BASES[checks.choice("lse_base", call.lse_base, tuple(LSE_BASES))],
     )
 
 
@@ -130,6 +134,11 @@ def _features(structure: Structure, call: Call, soft_cap: bool, positive_scale: 
     if s.head_dim_k * packing != s.head_dim_q:
         raise RuntimeArgumentError(
             f"q and k must have the same head dimension, got {s.head_dim_q} and {s.head_dim_k * packing}"
+        )
+    if packing == 2 and (s.head_dim_q % NVFP4_BLOCK or 2 * s.head_dim_v % NVFP4_BLOCK):
+        raise ArgumentError(
+            f"NVFP4 (uint8) k and v need head dimensions that are multiples of {NVFP4_BLOCK}, "
+            f"got {s.head_dim_q} and {2 * s.head_dim_v}"
         )
     pos_encoding_mode = checks.choice("pos_encoding_mode", call.pos_encoding_mode, POS_ENCODING_MODES)
     if pos_encoding_mode == "ROPE_LLAMA" and s.head_dim_q % 2:

@@ -62,9 +62,9 @@ def both_prefill_spellings(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> R:
         if "allow_fp16_qk_reduction" in kwargs:
-            _rename(kwargs, "allow_fp16_qk_reduction", "use_fp16_qk_reduction")
+            rename(kwargs, "allow_fp16_qk_reduction", "use_fp16_qk_reduction")
         if len(args) > 3:
-            kwargs = _name_positionals(args[3:], kwargs)
+            kwargs = name_in_order(prefill_order(args[3:]), args[3:], kwargs, "v")
             args = args[:3]
         return function(*args, **kwargs)
 
@@ -88,17 +88,16 @@ def returning_lse(function: Callable[P, R]) -> Callable[P, R]:
     return cast("Callable[P, R]", wrapper)
 
 
-def _rename(kwargs: dict[str, Any], old: str, new: str) -> None:
+def rename(kwargs: dict[str, Any], old: str, new: str) -> None:
     if new in kwargs:
         raise ArgumentTypeError(f"{old} and {new} are two names of one argument: give one of them")
     kwargs[new] = kwargs.pop(old)
 
 
-def _name_positionals(extra: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keywords for the positional arguments after `v`, added to those given."""
-    order = prefill_order(extra)
+def name_in_order(order: tuple[str, ...], extra: tuple[Any, ...], kwargs: dict[str, Any], last: str) -> dict[str, Any]:
+    """Keywords for the positional arguments after `last`, added to those given."""
     if len(extra) > len(order):
-        raise ArgumentTypeError(f"at most {len(order)} positional arguments may follow v, got {len(extra)}")
+        raise ArgumentTypeError(f"at most {len(order)} positional arguments may follow {last}, got {len(extra)}")
     named = dict(zip(order, extra, strict=False))
     for name in named:
         if name in kwargs:
@@ -109,8 +108,8 @@ def _name_positionals(extra: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
 def prefill_order(extra: tuple[Any, ...]) -> tuple[str, ...]:
     """The order that the positional arguments after `v` follow."""
     at = dict(enumerate(extra)).get
-    masks = [value for value in extra[:2] if _is_tensor(value, torch.bool, torch.uint8)]
-    scales = [value for value in extra[:3] if _is_tensor(value, torch.float32) and value.dim() == 1]
+    masks = [value for value in extra[:2] if is_tensor(value, torch.bool, torch.uint8)]
+    scales = [value for value in extra[:3] if is_tensor(value, torch.float32) and value.dim() == 1]
     seed = type(at(2)) is bool or isinstance(at(3), str) or bool(masks)
     today = isinstance(at(3), torch.dtype) or type(at(6)) is bool or bool(scales)
     today = today or any(isinstance(value, torch.Tensor) for value in extra[4:6])  # today's masks
@@ -128,5 +127,5 @@ def prefill_order(extra: tuple[Any, ...]) -> tuple[str, ...]:
     )
 
 
-def _is_tensor(value: Any, *dtypes: torch.dtype) -> bool:
+def is_tensor(value: Any, *dtypes: torch.dtype) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in dtypes

@@ -99,6 +99,7 @@ def test_decode_shows_the_signature_of_both_generations() -> None:
         "enable_pdl": None,
         "sinks": None,
         "backend": "auto",
+        "lse_base": "log2",
     }
 
 

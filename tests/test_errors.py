@@ -595,14 +595,6 @@ def test_accepted(arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (
-            {
-                "k": zeros(7, 2, 8, dtype=torch.uint8),
-                "v": zeros(7, 2, 8, dtype=torch.uint8),
-                "kv_cache_sf": (zeros(7, 2, 1), zeros(7, 2, 1)),
-            },
-            ("reference refuses NVFP4", "kv_cache_sf", "Instead: dequantise"),
-        ),
         ({"backend": "fa2"}, ("fa2 refuses cpu tensors", 'backend="reference"')),
         ({"backend": "fa3"}, ("fa3 refuses", "not built yet", 'backend="auto"')),
         ({"backend": "cudnn"}, ("cudnn refuses", "not part of this library")),

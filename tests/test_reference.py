@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from cute_attn import reference
-from cute_attn.errors import NotSupported
 from cute_attn.problem import Features, Problem, Settings
 from cute_attn.quantization import packbits
 from cute_attn.reference import Logits, Mask, alibi_slopes, attention, rope, unpack_mask
@@ -333,7 +332,42 @@ def test_run_in_fp32_into_narrow_outputs_without_lse() -> None:
     torch.testing.assert_close(out, sdpa(q.double(), k.double(), v.double()).half())
 
 
-def test_run_refuses_what_it_would_ignore() -> None:
-    q = randn(1, 1, 16)
-    with pytest.raises(NotSupported, match="kv_cache_sf"):
-        reference.run(make_problem(q, q, q, {"kv_block_scales": True}))
+def test_nvfp4_values() -> None:
+    """Low nibble first; sign, exponent and mantissa of e2m1 read bit by bit."""
+    packed = torch.arange(256, dtype=torch.uint8).view(32, 8)
+    scales = torch.tensor([0.5, -3.0, 448.0, 2**-9]).to(torch.float8_e4m3fn).repeat(8)[:, None]
+
+    def e2m1(code: int) -> float:
+        exponent, mantissa = code >> 1 & 3, code & 1
+        magnitude = mantissa * 0.5 if exponent == 0 else (1 + mantissa / 2) * 2.0 ** (exponent - 1)
+        return -magnitude if code & 8 else magnitude
+
+    per_byte = scales.double().flatten().repeat_interleave(8).tolist()
+    expected = [[e2m1(b & 15) * s, e2m1(b >> 4) * s] for b, s in enumerate(per_byte)]
+    values = reference.nvfp4_values(packed, scales)
+    assert torch.equal(values.double().flatten(), torch.tensor(expected, dtype=F64).flatten())
+    for dtype in (torch.float16, torch.bfloat16):
+        assert torch.equal(values.to(dtype).float(), values)
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_nvfp4_k_and_v(kv_layout: str) -> None:
+    q, generator = randn(3, 4, 32), torch.Generator().manual_seed(1)
+    k, v = (torch.randint(0, 256, (2, 7, 16), dtype=torch.uint8, generator=generator) for _ in range(2))
+    k_sf, v_sf = (torch.rand(2, 7, 2, generator=generator).to(torch.float8_e4m3fn) for _ in range(2))
+    keys, values = reference.nvfp4_values(k, k_sf), reference.nvfp4_values(v, v_sf)
+    if kv_layout == "NHD":
+        k, v, k_sf, v_sf = (x.transpose(0, 1) for x in (k, v, k_sf, v_sf))
+    features = {"kv_block_scales": True}
+    problem = make_problem(q, k, v, features, kv_layout=kv_layout, sm_scale=0.1, block_scales=(k_sf, v_sf))
+    o, _ = solve(problem._replace(out=torch.empty(3, 4, 32, dtype=F64)))
+    expected = sdpa(q, keys.transpose(0, 1).double(), values.transpose(0, 1).double(), scale=0.1)
+    torch.testing.assert_close(o, expected)
+
+
+def test_lse_scale() -> None:
+    q, k, v = randn(4, 2, 16), randn(6, 2, 16, seed=1), randn(6, 2, 16, seed=2)
+    o, lse = solve(make_problem(q, k, v, causal=True, window_left=0))
+    same, natural = solve(make_problem(q, k, v, causal=True, window_left=0, lse_scale=math.log(2)))
+    torch.testing.assert_close(natural, lse * math.log(2))
+    assert torch.equal(same, o)

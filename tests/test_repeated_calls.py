@@ -40,7 +40,7 @@ HALF, FLOAT = torch.float16, torch.float32
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
     """Nothing settled before or after."""
-    caches = (settle._remembered, select._runner, select._chosen, fa2.load)
+    caches = (settle._remembered, select._runner, select.chosen, fa2.load)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -116,6 +116,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "o_dtype": (None, torch.float16, torch.bfloat16, torch.float32),
     "return_lse": (False, True),
     "enable_pdl": (None, True, False),
+    "lse_base": ("log2", "ln"),
 }
 
 

@@ -105,7 +105,7 @@ def test_unknown_backend() -> None:
 
 def test_decisions_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     select._runner.cache_clear()
-    select._chosen.cache_clear()
+    select.chosen.cache_clear()
     q, kv = torch.zeros(3, 4, 16).half(), torch.zeros(7, 2, 16).half()
     out = torch.empty_like(q)
     features = Features(q.device, q.dtype, q.dtype, q.dtype, 4, 2, 16, 16)

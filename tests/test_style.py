@@ -42,6 +42,13 @@ def parameters(function: Function) -> int:
     return len([name for name in names if name not in ("self", "cls")])
 
 
+def public_methods(path: Path) -> set[str]:
+    """Methods of the classes that users call: their signatures are FlashInfer's."""
+    classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+    methods = [(c.name, f.name) for c in classes for f in c.body if isinstance(f, Function)]
+    return {f for c, f in methods if c in cute_attn.__all__ and (not f.startswith("_") or f == "__init__")}
+
+
 def test_there_is_code_to_check() -> None:
     assert len(FILES) > 10
 
@@ -55,10 +62,9 @@ def test_file_length(path: Path) -> None:
 def test_functions(path: Path) -> None:
     long = [f"{f.name}: {code_lines(f)}" for f in functions(path) if code_lines(f) > MAX_FUNCTION_LINES]
     assert not long
+    exempt = {*cute_attn.__all__, *public_methods(path)}
     wide = [
-        f"{f.name}: {parameters(f)}"
-        for f in functions(path)
-        if parameters(f) > MAX_PARAMETERS and f.name not in cute_attn.__all__
+        f"{f.name}: {parameters(f)}" for f in functions(path) if parameters(f) > MAX_PARAMETERS and f.name not in exempt
     ]
     assert not wide
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 from cute_attn import reference
 from cute_attn.kernels.spec import KernelSpec
-from cute_attn.problem import Problem, Settings
+from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Problem, Settings
 from cute_attn.runtime.arch import Arch
 
 
@@ -17,3 +19,10 @@ def launches(problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, t
 
 def prepare(settings: Settings) -> Callable[[Problem], None]:
     return reference.run
+
+
+def plan(
+    settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Any
+) -> Callable[[BatchProblem], None]:
+    """One request after the other, without a workspace."""
+    return functools.partial(reference.run_batch, lengths=lengths)

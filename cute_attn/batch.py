@@ -1,0 +1,290 @@
+"""What all batch wrappers are: a workspace, a plan, and in CUDA-graph mode buffers that keep their addresses.
+
+A wrapper's public methods name their arguments; what they have in common is here. `plan` leaves a `Plan`, complete or
+not at all: after an error the plan before is still in force, and nothing of an older plan reaches a newer one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from cute_attn import checks, normalize_plan, normalize_run, select, validate
+from cute_attn.errors import ArgumentError, NotPlannedError, NotSupported, RuntimeArgumentError
+from cute_attn.normalize_plan import Mask, Options, Tokens
+from cute_attn.normalize_run import Plan, Run
+from cute_attn.problem import BatchLimits, Features, GraphLimits, Settings
+from cute_attn.runtime.staging import Staging
+from cute_attn.settle import KV_LAYOUTS
+
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+class Splits(NamedTuple):
+    """How a schedule may cut keys."""
+
+    fixed_split_size: int | None = None  # tokens
+    disable_split_kv: bool = False
+
+
+class First(NamedTuple):
+    """What a captured graph has frozen."""
+
+    settings: Settings
+    splits: Splits
+    backend: str
+    graph: GraphLimits
+
+
+class BatchWrapper:
+    kv_source = ""  # of the subclass: ragged | paged
+
+    def __init__(self, float_workspace_buffer: Any, kv_layout: Any, use_cuda_graph: Any, backend: Any) -> None:
+        self._set_workspace(float_workspace_buffer)
+        self._kv_layout = checks.choice("kv_layout", kv_layout, KV_LAYOUTS)
+        self._use_cuda_graph = checks.boolean("use_cuda_graph", use_cuda_graph)
+        self._backend = select.known(backend)
+        self._fixed_batch_size = 0
+        self._index_buffers: dict[str, torch.Tensor] = {}
+        self._mask_buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def _set_workspace(self, float_workspace_buffer: Any) -> None:
+        self._workspace = normalize_plan.workspace(float_workspace_buffer)
+        self._float_workspace_buffer = float_workspace_buffer
+        self.device: torch.device = self._workspace.device
+        self._staging = Staging(self.device)
+        self._plan: Plan | None = None
+        self._first: First | None = None
+
+    # ---- CUDA graphs: buffers
+
+    def _take_buffers(self, named: dict[str, Any], batch_size: int, sizes: dict[str, int | None]) -> None:
+        """Index buffers of CUDA-graph mode. `sizes`: elements that each must have, None for any number."""
+        for name, value in named.items():
+            buffer = normalize_plan.graph_buffer(name, value, torch.int32, self.device)
+            size = sizes[name]
+            if size is not None and buffer.numel() != size:
+                raise ArgumentError(
+                    f"{name} must have {size} elements for batch size {batch_size}, got {buffer.numel()}"
+                )
+            self._index_buffers[name] = buffer
+        self._fixed_batch_size = batch_size
+
+    def _take_mask_buffers(self, custom_mask_buf: Any, mask_indptr_buf: Any) -> None:
+        if custom_mask_buf is None and mask_indptr_buf is None:
+            return
+        bits = normalize_plan.graph_buffer("custom_mask_buf", custom_mask_buf, torch.uint8, self.device)
+        bounds = normalize_plan.graph_buffer("mask_indptr_buf", mask_indptr_buf, torch.int32, self.device)
+        if bounds.numel() != self._fixed_batch_size + 1:
+            raise ArgumentError(
+                f"mask_indptr_buf must have {self._fixed_batch_size + 1} elements (batch size + 1), got {len(bounds)}"
+            )
+        self._mask_buffers = bits, bounds
+
+    # ---- plan
+
+    def _make_plan(
+        self,
+        options: Options,
+        tokens: Tokens,
+        mask: Mask,
+        splits: Splits,
+        page_size: int,
+    ) -> None:
+        """Schedule a batch."""
+        settings = self._settings(options, mask.packed is not None, page_size)
+        normalize_plan.check_rows(tokens, settings.features.num_qo_heads)
+        tokens = tokens._replace(lengths=tokens.lengths._replace(mask_offset=mask.offsets[:-1]))
+        backend = select.chosen(settings.features, self._backend)
+        limits = BatchLimits(self._workspace.numel(), *splits)
+        if self._use_cuda_graph:
+            first = self._frozen(settings, splits, backend.name, tokens, mask)
+            limits = limits._replace(graph=first.graph)
+        launch = backend.plan(settings, tokens.lengths, limits, self._staging)
+        if self._use_cuda_graph:
+            tokens, mask = self._fill_buffers(tokens, mask)
+            self._first = first
+        elif tokens.kv_indices is not None:
+            tokens = tokens._replace(kv_indices=tokens.kv_indices.to(self.device, torch.int32).contiguous())
+        self._plan = Plan(
+            options,
+            settings,
+            tokens,
+            limits,
+            launch,
+            lambda features: _allow(backend, features),
+            tokens.kv_indices,
+            mask.packed,
+            self._workspace,
+            validate.wanted() and self.kv_source == "paged",
+            self._page_axes(),
+        )
+        self._made_from = mask, splits, page_size
+
+    def _settings(self, options: Options, custom_mask: bool, page_size: int) -> Settings:
+        settings = normalize_plan.settings(options, self.device, self._kv_layout, self.kv_source, custom_mask)
+        return settings._replace(page_size=page_size)
+
+    def _page_axes(self) -> tuple[str, ...]:
+        tokens = "page_size" if self.kv_source == "paged" else "kv_indptr[-1]"
+        axes = (tokens, "num_kv_heads") if self._kv_layout == "NHD" else ("num_kv_heads", tokens)
+        return (*axes, "head_dim")
+
+    def _frozen(self, settings: Settings, splits: Splits, backend: str, tokens: Tokens, mask: Mask) -> First:
+        """The limits of all plans, after checking that this one is within them and alike."""
+        if tokens.batch_size != self._fixed_batch_size:
+            raise ArgumentError(
+                f"the batch size must stay {self._fixed_batch_size} with use_cuda_graph=True (the size of the index "
+                f"buffers), got {tokens.batch_size}"
+            )
+        if tokens.kv_indices is not None and tokens.kv_end > self._indices_buffer().numel():
+            raise ArgumentError(
+                f"the paged kv indices must fit the {self._indices_buffer().numel()} elements of their buffer, "
+                f"got {tokens.kv_end}"
+            )
+        self._check_mask_buffers(mask)
+        first = self._first
+        if first is None:
+            most_keys = tokens.kv_end
+            if tokens.kv_indices is not None:
+                most_keys = self._indices_buffer().numel() * settings.page_size
+            graph = GraphLimits(tokens.batch_size, tokens.rows, most_keys, tokens.q_len)
+            return First(settings, splits, backend, graph)
+        _check_unchanged(first, First(settings, splits, backend, first.graph))
+        if tokens.rows > first.graph.max_rows:
+            raise ArgumentError(
+                f"qo_indptr[-1] must not exceed {first.graph.max_rows}, that of the first plan, with "
+                f"use_cuda_graph=True: captured launches have no room for more; got {tokens.rows}"
+            )
+        if tokens.kv_indices is None and tokens.kv_end > first.graph.max_kv_tokens:
+            raise ArgumentError(
+                f"kv_indptr[-1] must not exceed {first.graph.max_kv_tokens}, that of the first plan, with "
+                f"use_cuda_graph=True: captured launches have no room for more; got {tokens.kv_end}"
+            )
+        if first.graph.max_qo_len != tokens.q_len:
+            raise ArgumentError(
+                f"q_len_per_req must stay {first.graph.max_qo_len} with use_cuda_graph=True, got {tokens.q_len}"
+            )
+        return first
+
+    def _check_mask_buffers(self, mask: Mask) -> None:
+        if mask.packed is None:
+            return
+        if self._mask_buffers is None:
+            raise ArgumentError("a custom mask with use_cuda_graph=True needs custom_mask_buf and mask_indptr_buf")
+        room = self._mask_buffers[0].numel()
+        if mask.offsets[-1] > min(room, normalize_plan.MAX_PLACES):
+            raise ArgumentError(f"the packed mask must fit the {room} bytes of custom_mask_buf, got {mask.offsets[-1]}")
+
+    def _indices_buffer(self) -> torch.Tensor:
+        return next(buffer for name, buffer in self._index_buffers.items() if "indices" in name)
+
+    def _fill_buffers(self, tokens: Tokens, mask: Mask) -> tuple[Tokens, Mask]:
+        """Copy a plan's numbers to the addresses that captured launches read."""
+        for name, buffer in self._index_buffers.items():
+            numbers = _index_values(name, tokens)
+            if numbers is not None:
+                buffer.copy_(torch.from_numpy(numbers.astype(np.int32)), non_blocking=True)
+        if tokens.kv_indices is not None:
+            buffer = self._indices_buffer()
+            if buffer.data_ptr() != tokens.kv_indices.data_ptr():
+                buffer[: tokens.kv_end].copy_(tokens.kv_indices[: tokens.kv_end], non_blocking=True)
+            tokens = tokens._replace(kv_indices=buffer)
+        if mask.packed is not None and self._mask_buffers is not None:
+            bits, bounds = self._mask_buffers
+            bits[: mask.packed.numel()].copy_(mask.packed)
+            bounds.copy_(torch.from_numpy(mask.offsets.astype(np.int32)))
+            mask = mask._replace(packed=bits)
+        return tokens, mask
+
+    # ---- run
+
+    def _planned(self) -> Plan:
+        if self._plan is None:
+            raise NotPlannedError(
+                f"{type(self).__name__}.plan() must come before run(), and again after reset_workspace_buffer()"
+            )
+        return self._plan
+
+    def _run(self, plan: Plan, run: Run) -> Result:
+        problem = normalize_run.problem(plan, run)
+        if plan.validate:
+            validate.before_launch(problem, plan.tokens.lengths)
+        plan.launch(problem)
+        if run.return_lse:
+            assert problem.lse is not None
+            return problem.out, problem.lse
+        return problem.out
+
+    def _plan_again(self, **changed: Any) -> Plan:
+        """The plan with other options, for this run and those after it (`forward`)."""
+        plan = self._planned()
+        options = plan.options._replace(**changed)
+        if options != plan.options:
+            self._make_plan(options, plan.tokens, *self._made_from)
+        return self._planned()
+
+    # ---- members of every wrapper
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return self._use_cuda_graph
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
+    ) -> None:
+        """Replace the workspace; `plan` must follow. Graphs that were captured before still use the old one.
+
+        `int_workspace_buffer` is what FlashInfer keeps its schedules in. Here a wrapper owns that memory, and makes
+        more of it when a plan needs more: the argument must be a tensor of the workspace's device, and is not used.
+        """
+        device = normalize_plan.workspace(float_workspace_buffer).device
+        if self._use_cuda_graph and device != self.device:
+            raise ArgumentError(
+                f"float_workspace_buffer must be on the index buffers' device {self.device}, got {device}"
+            )
+        if int_workspace_buffer is not None:
+            checks.tensor("int_workspace_buffer", int_workspace_buffer)
+            if int_workspace_buffer.device != device:
+                raise ArgumentError(
+                    f"int_workspace_buffer must be on the workspace's device {device}, "
+                    f"got {checks.describe(int_workspace_buffer)}"
+                )
+        self._set_workspace(float_workspace_buffer)
+
+    def end_forward(self) -> None:
+        """Nothing; older callers end with it."""
+
+
+def _allow(backend: select.Backend, features: Features) -> None:
+    refusals = select.reasons_against(backend, features, select.arch_for(features.device, None))
+    if refusals:
+        raise NotSupported(refusals)
+
+
+def _check_unchanged(first: First, now: First) -> None:
+    """Launches are captured with their numbers, so that later plans may change lengths only."""
+    before, after = _flat(first), _flat(now)
+    for name, value in after.items():
+        if before[name] != value:
+            raise RuntimeArgumentError(
+                f"{name} must stay {before[name]!r} with use_cuda_graph=True: a captured graph would not see the "
+                f"change to {value!r}; take another wrapper, or call reset_workspace_buffer() and capture again"
+            )
+
+
+def _flat(first: First) -> dict[str, Any]:
+    settings = first.settings._asdict()
+    features: Features = settings.pop("features")
+    return {**features._asdict(), **settings, **first.splits._asdict(), "backend": first.backend}
+
+
+def _index_values(name: str, tokens: Tokens) -> np.ndarray | None:
+    """What an index buffer gets, but for the pages themselves."""
+    if "last_page_len" in name:
+        return tokens.last_page_len
+    if "indices" in name:
+        return None
+    return tokens.lengths.qo_indptr if name.startswith("qo") else tokens.kv_indptr

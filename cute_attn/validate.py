@@ -1,0 +1,44 @@
+"""What only the device knows about a batch: page numbers. Looking costs a synchronisation.
+
+Kernels trust page numbers, and a wrong one is an illegal access that ends the process. With `CUTE_ATTN_VALIDATE=1`
+they are looked at before every launch, and a bad one raises an error while the context is still alive.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import torch
+
+from cute_attn.errors import ArgumentError
+from cute_attn.problem import BatchLengths, BatchProblem
+
+
+def wanted() -> bool:
+    return os.environ.get("CUTE_ATTN_VALIDATE", "0") not in ("", "0")
+
+
+def before_launch(problem: BatchProblem, lengths: BatchLengths) -> None:
+    """Look, unless the stream is being captured: then nothing runs yet, and nothing can be read."""
+    if problem.q.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        pages(problem, lengths)
+
+
+def pages(problem: BatchProblem, lengths: BatchLengths) -> None:
+    """Every page that a request reads must be one of the cache."""
+    assert problem.kv_indices is not None
+    counts = -(-lengths.kv_len // problem.settings.page_size)
+    first = np.cumsum(counts) - counts
+    request = np.repeat(np.arange(len(counts)), counts)
+    places = np.arange(len(request)) + (lengths.kv_start - first)[request]
+    on_device = torch.from_numpy(places).to(problem.q.device)
+    used, num_pages = problem.kv_indices[on_device], problem.k.shape[0]
+    bad = (used < 0) | (used >= num_pages)
+    if not bool(bad.any()):
+        return
+    at = int(bad.nonzero()[0])
+    raise ArgumentError(
+        f"paged_kv_indices[{places[at]}], page {at - first[request[at]]} of request {request[at]}, is {int(used[at])}; "
+        f"the cache has pages 0..{num_pages - 1}"
+    )
