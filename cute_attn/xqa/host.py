@@ -6,19 +6,17 @@ import functools
 
 import torch
 
-from cute_attn.errors import ArgumentError
+from cute_attn.errors import WorkspaceError
 from cute_attn.kernels import divisor
 from cute_attn.kernels.xqa import tiles
-from cute_attn.kernels.xqa.spec import KV_BITS, XqaMemory, XqaSpec
+from cute_attn.kernels.xqa.spec import KV_BITS, XqaSpec
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import Arch, for_device
 from cute_attn.runtime.launch import Launch, current_stream
 from cute_attn.xqa.problem import XqaFeatures, XqaProblem
 
-COUNTER_BYTES = 8 << 20  # of the workspace: zero before its first use, and left zero
 UNBOUNDED = 1 << 30  # no window: beyond any kv index
 OVERHEAD = 2  # what starting and finishing a segment costs, in tiles
-MIN_SHARE_TILES = 1  # of a warp: a CTA with less is not worth its part of the merge
 
 Values = tuple[int | float, ...]
 
@@ -31,16 +29,13 @@ class Runner:
         self.features, self.arch = features, arch
         group = f.num_qo_heads // f.num_kv_heads
         rows = f.q_len * group
-        self.spec = spec or tiles.choose(_name(f.q_dtype), f.kv_dtype, _name(f.o_dtype), f.head_dim, rows, f.tree, arch)
-        self.memory = XqaMemory.of(self.spec)
-        self.grid = (sms * tiles.resident_ctas(self.spec, self.memory.bytes, arch), 1, 1)
-        row_bytes = (f.head_dim + 2) * 4
-        self.workspace_bytes = COUNTER_BYTES + 2 * self.grid[0] * self.spec.rows * row_bytes
+        self.spec = spec or choose_spec(features, arch)
+        self.grid = (sms * self.spec.ctas, 1, 1)
+        self.counter_bytes = 4 * self.grid[0]
+        self.partial_bytes = 2 * self.grid[0] * self.spec.rows * (f.head_dim + 2) * 4
         self.pdl = arch.pdl and f.enable_pdl is not False
         self.q_itemsize, self.o_itemsize = f.q_dtype.itemsize, f.o_dtype.itemsize
         self.kv_itemsize = max(1, KV_BITS[f.kv_dtype] // 8)
-        self.mask_row_bytes = -(-f.q_len // 32) * 4
-        self.token, self.head = (2, 1) if f.kv_layout == "HND" else (1, 2)  # axes of the cache
         self.constants = (
             f.q_len,
             UNBOUNDED if f.window_left < 0 else f.window_left,
@@ -49,29 +44,26 @@ class Runner:
             *(group, *divisor.magic(group)),
             *(f.page_size, *divisor.magic(f.page_size)),
             OVERHEAD,
-            MIN_SHARE_TILES * self.spec.warps,
+            self.spec.warps * self.spec.stages,  # at least: all of a CTA's share is in flight at once then
         )
 
     def __call__(self, problem: XqaProblem) -> None:
-        if problem.q.shape[0]:
-            index = self.features.device.index
-            self.launch().fire(self.values(problem), self.grid, current_stream(index))
+        self.launch.fire(self.values(problem), self.grid, current_stream(self.features.device.index))
 
-    @functools.cache  # noqa: B019 - runners live as long as the process
+    @functools.cached_property
     def launch(self) -> Launch:
         return Launch(artifacts.get(self.spec, self.arch.name), self.features.device.index, pdl=self.pdl)
 
     def values(self, problem: XqaProblem) -> Values:
         """Kernel parameters in the order of `XqaParams`."""
-        _, q, k, v, tables, seq_lens, out, workspace, scale, v_scale, *tensors = problem
-        kv_scales = problem.kv_scales
+        _, q, k, v, tables, seq_lens, out, scratch, scale, v_scale, *tensors = problem
         scale_ptr, v_scale_ptr, _, sinks, q_indptr, mask, lse = map(_address, tensors)
-        if workspace.nbytes < self.workspace_bytes:
-            raise ArgumentError(f"workspace_buffer must have {self.workspace_bytes} bytes, got {workspace.nbytes}")
-        base = workspace.data_ptr()
+        if scratch.partial_bytes < self.partial_bytes or scratch.counter_bytes < self.counter_bytes:
+            self._refuse(scratch.counter_bytes, scratch.partial_bytes)
         q_strides, o_strides, k_strides, v_strides = q.stride(), out.stride(), k.stride(), v.stride()
-        token, head, size = self.token, self.head, self.kv_itemsize
-        k_sf, v_sf, sf_heads, sf_steps = self._block_scales(kv_scales)
+        size, q_size, o_size = self.kv_itemsize, self.q_itemsize, self.o_itemsize
+        k_sf, v_sf, sf_heads, sf_steps = _block_scales(problem.block_scales)
+        batch, max_pages = tables.shape
         return (
             q.data_ptr(),
             k.data_ptr(),
@@ -87,37 +79,45 @@ class Runner:
             sinks,
             scale_ptr,
             v_scale_ptr,
-            base + COUNTER_BYTES,
-            base,
-            q_strides[0] * self.q_itemsize,
-            q_strides[1] * self.q_itemsize,
-            o_strides[0] * self.o_itemsize,
-            o_strides[1] * self.o_itemsize,
-            k_strides[head] * size,
-            v_strides[head] * size,
+            scratch.partials,
+            scratch.counters,
+            q_strides[0] * q_size,
+            q_strides[1] * q_size,
+            o_strides[0] * o_size,
+            o_strides[1] * o_size,
+            k_strides[2] * size,
+            v_strides[2] * size,
             *sf_heads,
             tables.stride(0) * 4,
             k_strides[0] * size,
-            k_strides[token] * size,
+            k_strides[1] * size,
             v_strides[0] * size,
-            v_strides[token] * size,
+            v_strides[1] * size,
             *sf_steps,
-            self.mask_row_bytes,
-            tables.shape[0],
+            mask_row_bytes(self.features.q_len),
+            batch,
+            min(max_pages * self.features.page_size, UNBOUNDED),
             *self.constants,
             scale,
             v_scale,
         )
 
-    def _block_scales(
-        self, kv_scales: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> tuple[int, int, tuple[int, int], tuple[int, int, int, int]]:
-        """Addresses, head strides, and page and token strides of K's and V's block scales (bytes each)."""
-        if kv_scales is None:
-            return 0, 0, (0, 0), (0, 0, 0, 0)
-        k, v = kv_scales
-        ks, vs, token, head = k.stride(), v.stride(), self.token, self.head
-        return k.data_ptr(), v.data_ptr(), (ks[head], vs[head]), (ks[0], ks[token], vs[0], vs[token])
+    def _refuse(self, counter_bytes: int, partial_bytes: int) -> None:
+        raise WorkspaceError(
+            f"this call needs {self.counter_bytes} bytes of semaphores and {self.partial_bytes} bytes of scratch, "
+            f"the buffers have {counter_bytes} and {partial_bytes}"
+        )
+
+
+def choose_spec(features: XqaFeatures, arch: Arch) -> XqaSpec:
+    f = features
+    rows = f.q_len * (f.num_qo_heads // f.num_kv_heads)
+    return tiles.choose(_name(f.q_dtype), f.kv_dtype, _name(f.o_dtype), f.head_dim, rows, f.tree, arch)
+
+
+def mask_row_bytes(q_len: int) -> int:
+    """Mask bits of one row, in whole words."""
+    return -(-q_len // 32) * 4
 
 
 @functools.lru_cache(256)
@@ -125,6 +125,17 @@ def runner(features: XqaFeatures) -> Runner:
     index = features.device.index
     sms = torch.cuda.get_device_properties(index).multi_processor_count
     return Runner(features, for_device(index), sms)
+
+
+def _block_scales(
+    block_scales: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[int, int, tuple[int, int], tuple[int, int, int, int]]:
+    """Addresses, head strides, and page and token strides of K's and V's block scales (a byte each)."""
+    if block_scales is None:
+        return 0, 0, (0, 0), (0, 0, 0, 0)
+    k, v = block_scales
+    ks, vs = k.stride(), v.stride()
+    return k.data_ptr(), v.data_ptr(), (ks[2], vs[2]), (ks[0], ks[1], vs[0], vs[1])
 
 
 def _address(value: torch.Tensor | tuple[torch.Tensor, ...] | None) -> int:

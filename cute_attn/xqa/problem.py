@@ -12,36 +12,44 @@ class XqaFeatures(NamedTuple):
 
     device: torch.device
     q_dtype: torch.dtype
-    kv_dtype: str  # of `spec.KV_BITS`
+    kv_dtype: str  # of `kernels.xqa.spec.KV_BITS`
     o_dtype: torch.dtype
     num_qo_heads: int
     num_kv_heads: int
     head_dim: int
     page_size: int
-    kv_layout: str
-    q_len: int  # of the longest request
-    tree: bool
-    window_left: int  # -1: none
-    enable_pdl: bool | None
+    q_len: int = 1  # query tokens of every request; with `q_indptr` at most so many
+    tree: bool = False  # mask bits say which draft tokens a row sees
+    window_left: int = -1  # -1: none
+    enable_pdl: bool | None = None
+
+
+class Scratch(NamedTuple):
+    """Addresses in the caller's workspace: one counter a CTA (zero before and after), and room for partials."""
+
+    counters: int
+    counter_bytes: int
+    partials: int
+    partial_bytes: int
 
 
 class XqaProblem(NamedTuple):
-    """Tensors and numbers of a call. Scales multiply: a float, and a one-element fp32 tensor on the device."""
+    """Tensors and numbers of a call. A scale is a float times, where there is one, a one-element tensor."""
 
     features: XqaFeatures
     q: torch.Tensor  # [num_tokens, num_qo_heads, head_dim]
-    k: torch.Tensor  # [num_pages, page_size, num_kv_heads, row] (NHD) or [num_pages, num_kv_heads, page_size, row]
+    k: torch.Tensor  # [num_pages, page_size, num_kv_heads, head_dim] of any strides but the last; NVFP4: head_dim / 2
     v: torch.Tensor
     block_tables: torch.Tensor  # [batch, max_pages] int32
     seq_lens: torch.Tensor  # [batch] int32 or uint32
     out: torch.Tensor  # [num_tokens, num_qo_heads, head_dim]
-    workspace: torch.Tensor  # bytes
+    scratch: Scratch
     scale: float = 1.0
     v_scale: float = 1.0
     scale_tensor: torch.Tensor | None = None
     v_scale_tensor: torch.Tensor | None = None
-    kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None  # NVFP4 block scales, like k and v with head_dim / 16
+    block_scales: tuple[torch.Tensor, torch.Tensor] | None = None  # of NVFP4 k and v: e4m3, head_dim / 16
     sinks: torch.Tensor | None = None  # [num_qo_heads] fp32, natural-log domain
     q_indptr: torch.Tensor | None = None  # [batch + 1] int32: ragged queries
-    mask: torch.Tensor | None = None  # [num_tokens, words] of 32 bits: draft tokens that a row sees
+    mask: torch.Tensor | None = None  # [num_tokens, words] of 32 bits: bit j of row r: r sees draft token j
     lse: torch.Tensor | None = None  # [num_tokens, num_qo_heads] fp32, base 2

@@ -70,6 +70,7 @@ class XqaParams(NamedTuple):
     v_sf_stride_n: Int32
     mask_row_bytes: Int32
     batch: Int32
+    capacity: Int32
     q_len: Int32
     window_left: Int32
     num_kv_heads: Int32
@@ -120,7 +121,7 @@ class XqaProgram:
     def __init__(self, spec: XqaSpec, arch: str) -> None:
         self.spec = spec
         self.memory = XqaMemory.of(spec)
-        self.format = formats.make(spec.kv_dtype, native=named(arch).capability >= (8, 9))
+        self.format = formats.make(spec, native=named(arch).capability >= (8, 9))
         self.block = (32 * spec.warps, 1, 1)
         self.smem_bytes = self.memory.bytes
         self.pdl = named(arch).pdl
@@ -130,7 +131,14 @@ class XqaProgram:
 
     @cute.jit
     def __call__(self, params: XqaParams, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
-        self.kernel(params).launch(grid=[grid_x, grid_y, grid_z], block=list(self.block), smem=self.smem_bytes)
+        grid, block = [grid_x, grid_y, grid_z], list(self.block)
+        self.kernel(params).launch(
+            grid=grid,
+            block=block,
+            smem=self.smem_bytes,
+            min_blocks_per_mp=self.spec.ctas,
+            preferred_smem_carveout=100,  # or the DSL asks a driver what to prefer
+        )
 
     @cute.kernel
     def kernel(self, params: XqaParams) -> None:
@@ -138,25 +146,27 @@ class XqaProgram:
             ptx.grid_dependency_wait()
             ptx.grid_dependency_launch()
         partition = Partition(params, self.spec.cols)
-        share, segment = partition.locate()
+        share, following = partition.locate()
         merge, query_rows = self.compose(params)
-        located = self.fill(self.tile(params, segment), self.stretch(segment, share))
+        # A segment of nothing comes first: what fills the ring for the next segment then stands here once.
+        segment = partition.nothing()
+        located = self.tile(params, segment).nowhere()
         while partition.reaches(segment, share):
             work = self.work(params, segment, share, query_rows)
-            following = partition.after(segment)
             state = State(work.softmax.start(), self.ring(), located)
             for i in cutlass.range(0, work.stretch.count, unroll=1):
                 state = self.step(work, state, i)
             located = self.fill(self.tile(params, following), self.stretch(following, share))
             self.conclude(merge, query_rows, segment, share, work.stretch.part, state.running)
             segment = following
+            following = partition.after(following)
         ptx.cp_async_wait(0)
 
     # --- composition ------------------------------------------------------------------------------------------------
 
     def compose(self, p: XqaParams) -> tuple[Merge, QueryRows]:
-        scale = p.scale * device_scale(p.scale_ptr) * Float32(ptx.LOG2E * self.format.k_factor)
-        v_scale = p.v_scale * device_scale(p.v_scale_ptr) * Float32(self.format.v_factor)
+        scale = p.scale * device_scale(p.scale_ptr) * Float32(ptx.LOG2E * self.format.factor)
+        v_scale = p.v_scale * device_scale(p.v_scale_ptr) * Float32(self.format.factor)
         merge = Merge(self.spec, self.memory, self.format, p, shared_memory(), Finish(p.sinks, v_scale))
         return merge, QueryRows(self.spec, p, scale)
 
@@ -222,7 +232,7 @@ class XqaProgram:
         running = work.softmax.settle(state.running, s)
         p = work.softmax.exponentials(s, running.shift)
         total = work.softmax.sums(p, running.total)
-        out = self.accumulate(running.out, p, state.slot + Int32(self.memory.v))
+        out = self.accumulate(running.out, p, state.slot)
         return State(Running(out, running.shift, total), self.advance(state.slot, 1), located)
 
     def advance(self, slot: Int32, steps: int) -> Int32:
@@ -249,11 +259,12 @@ class XqaProgram:
         at = slot + place(lane & 15, lane >> 4, memory.row_bytes)
         acc = [Float32(0.0) for _ in range(4 * blocks * (memory.cols // 16))]
         pairs, done = memory.row_bytes // (2 * CHUNK), 0
+        scales = [self.format.k_scales(slot, m) for m in range(memory.cols // 16)]
         for pair in range(pairs):
             k_at, offset = further(at, 2 * pair)
             for m in range(memory.cols // 16):
                 loaded = ptx.ldmatrix_x4(k_at, offset + m * 16 * memory.row_bytes)
-                for u, a in enumerate(self.format.k_operands(loaded)):
+                for u, a in enumerate(self.format.k_operands(loaded, pair, scales[m])):
                     step = pair * self.format.operands_per_load + u
                     for block in range(blocks):
                         self._mma(acc, m * blocks + block, a, queries.fragments[block][step])
@@ -262,8 +273,9 @@ class XqaProgram:
                 done += 1
         return acc
 
-    def accumulate(self, out: list[Float32], p: list[Float32], v_tile: Int32) -> list[Float32]:
+    def accumulate(self, out: list[Float32], p: list[Float32], slot: Int32) -> list[Float32]:
         memory, blocks = self.memory, self.spec.row_blocks
+        v_tile = slot + Int32(memory.v)
         lane = cute.arch.thread_idx()[0] & 31
         if self.format.transposed_pairs:
             at = v_tile + place((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1, memory.row_bytes)
@@ -272,10 +284,11 @@ class XqaProgram:
         acc = list(out)
         for m in range(memory.cols // 16):
             b = [self._probabilities(p, m * blocks + block) for block in range(blocks)]
+            scales = self.format.v_scales(slot, m)
             for pair in range(memory.row_bytes // (2 * CHUNK)):
                 v_at, offset = further(at, 2 * pair)
                 loaded = ptx.ldmatrix_x4(v_at, offset + m * 16 * memory.row_bytes, transpose=True)
-                for u, a in enumerate(self.format.v_operands(loaded)):
+                for u, a in enumerate(self.format.v_operands(loaded, pair, scales)):
                     tile = pair * self.format.operands_per_load + u
                     for block in range(blocks):
                         self._mma(acc, tile * blocks + block, a, b[block])

@@ -14,8 +14,19 @@ def permute(a: Int32, b: Int32, selector: int) -> Int32:
     return asm(f"prmt.b32 $0, $1, $2, {selector};", [Int32], [a, b], pure=True)
 
 
-def lop3(a: Int32, b: Int32, c: Int32, table: int) -> Int32:
-    return asm(f"lop3.b32 $0, $1, $2, $3, {table};", [Int32], [a, b, c], pure=True)
+def permute_by(a: Int32, b: Int32, selector: Int32) -> Int32:
+    """`permute` with a selector known at run time only."""
+    return asm("prmt.b32 $0, $1, $2, $3;", [Int32], [a, b, selector], pure=True)
+
+
+def e2m1_pair(x: Int32, i: int) -> Int32:
+    """Elements i and i + 4 of eight e2m1 numbers as f16x2, divided by 2^14."""
+    moved = f"shl.b32 m, $1, {9 - 4 * i};" if i < 3 else "shr.u32 m, $1, 3;"
+    text = (
+        f"{{.reg .b32 s, m; shl.b32 s, $1, {12 - 4 * i}; {moved} "
+        "and.b32 m, m, 0x0E000E00; lop3.b32 $0, s, 0x80008000, m, 0xEA;}"  # s & signs | m
+    )
+    return asm(text, [Int32], [x], pure=True)
 
 
 def e4m3_pair(x: Int32, half: int) -> Int32:
@@ -100,17 +111,26 @@ def _flag(condition: Boolean) -> Int32:
 
 def load_if(condition: Boolean, address: Int64, offset: int, words: int) -> list[Int32]:
     """1, 2 or 4 words from global memory; zeros, and nothing read, where the condition does not hold."""
+    return _load("ld.global", Int32, condition, address, offset, words)
+
+
+def ld_l2_if(condition: Boolean, address: Int64, words: int) -> list[Float32]:
+    """The same past L1: what other CTAs have written since this one started."""
+    return _load("ld.global.cg", Float32, condition, address, 0, words)
+
+
+def _load(form: str, kind: type, condition: Boolean, address: Int64, offset: int, words: int) -> list:
     temporaries = [f"t{i}" for i in range(words)]
     names = ", ".join(temporaries)
     vector, group = (f".v{words}", f"{{{names}}}") if words > 1 else ("", names)
     text = (
         f"{{.reg .pred p; .reg .b32 {names}; setp.ne.b32 p, ${words + 1}, 0; "
         + " ".join(f"mov.b32 {t}, 0;" for t in temporaries)
-        + f" @p ld.global{vector}.b32 {group}, [${words}+{offset}]; "
+        + f" @p {form}{vector}.b32 {group}, [${words}+{offset}]; "
         + " ".join(f"mov.b32 ${i}, {t};" for i, t in enumerate(temporaries))
         + "}"
     )
-    loaded = asm(text, [Int32] * words, [address, _flag(condition)])
+    loaded = asm(text, [kind] * words, [address, _flag(condition)])
     return loaded if words > 1 else [loaded]
 
 
@@ -147,23 +167,14 @@ def st_shared_f32(address: Int32, offset: int, value: Float32) -> None:
     asm(f"st.shared.f32 [$0+{offset}], $1;", [], [address, value])
 
 
-def ld_l2_v4_f32(address: Int64, offset: int = 0) -> list[Float32]:
-    """Past L1: what other CTAs have written since this one started."""
-    return asm(f"ld.global.cg.v4.f32 {{$0, $1, $2, $3}}, [$4+{offset}];", [Float32] * 4, [address])
-
-
-def ld_l2_v2_f32(address: Int64, offset: int = 0) -> list[Float32]:
-    return asm(f"ld.global.cg.v2.f32 {{$0, $1}}, [$2+{offset}];", [Float32] * 2, [address])
-
-
 def st_global_b32(address: Int64, value: Int32) -> None:
     asm("st.global.b32 [$0], $1;", [], [address, value])
 
 
 def arrive(counter: Int64) -> Int32:
-    """Counts this CTA: what it wrote is visible to whoever counts after it. Returns how many counted before."""
-    text = "fence.acq_rel.gpu; atom.acq_rel.gpu.global.add.u32 $0, [$1], 1; fence.acq_rel.gpu;"
-    return asm(text, [Int32], [counter])
+    """Counts this CTA, after a barrier: what its threads wrote is visible to whoever counts after it. Returns how many
+    counted before."""
+    return asm("atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;", [Int32], [counter])
 
 
 def all_of(conditions: Sequence[Boolean]) -> Boolean:

@@ -2,8 +2,8 @@
 
 The warps of a CTA saw different tokens of the same rows: they leave (maximum, sum, outputs) in shared memory, and
 threads add up a piece of a row each. If the CTA had only a part of the segment, the result is a partial in global
-memory, and the CTA that brings the last part adds up all parts, in their order on the line: what is added to what
-depends on lengths alone, not on timing.
+memory, and the CTA that brings the last part adds up all of them: warp w parts w, w + warps, ..., then the warps'
+sums as before. What is added to what depends on lengths alone, not on timing.
 """
 
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.epilogue import Finish
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.xqa import instructions as isa
-from cute_attn.kernels.xqa.formats import Eight, Sixteen
+from cute_attn.kernels.xqa.formats import Eight, Four, Sixteen
 from cute_attn.kernels.xqa.partition import Part, Segment, Share
 from cute_attn.kernels.xqa.softmax import Running, reduce_column
 from cute_attn.kernels.xqa.spec import XqaMemory, XqaSpec
 
 WIDTH = 4  # output dimensions of one thread
-AHEAD = 8  # parts whose loads are in flight at once
+PIECES = 8  # of a part, that a lane loads at once: 8 x 16 bytes
 
 
 class Sum(NamedTuple):
@@ -55,7 +55,7 @@ def combined(parts: list[Sum]) -> Sum:
 class Merge:
     spec: XqaSpec
     memory: XqaMemory
-    format: Sixteen | Eight
+    format: Sixteen | Eight | Four
     p: Any  # XqaParams
     base: Int32  # shared memory
     finish: Finish
@@ -117,7 +117,7 @@ class Merge:
         """All threads, after a barrier that follows `publish`."""
         thread, threads = cute.arch.thread_idx()[0], 32 * self.spec.warps
         for item in cutlass.range(thread, self.spec.rows * self.pieces, threads, unroll=1):
-            row, dim = item // self.pieces, item % self.pieces * WIDTH
+            row, dim = self.piece(item)
             if rows.exists(row):
                 result = self.warps(row, dim)
                 if part.whole:
@@ -176,26 +176,46 @@ class Merge:
         if isa.ld_shared_b32(ticket) == count - 1:
             if thread == 0:
                 isa.st_global_b32(counter, Int32(0))
+            for start in cutlass.range(0, self.spec.rows * self.pieces, 32 * self.at_once, unroll=1):
+                self.gather(rows, first, count, start)
+            ptx.sync_threads()
             threads = 32 * self.spec.warps
             for item in cutlass.range(thread, self.spec.rows * self.pieces, threads, unroll=1):
-                row, dim = item // self.pieces, item % self.pieces * WIDTH
+                row, dim = self.piece(item)
                 if rows.exists(row):
-                    self.store(rows, segment, row, dim, self.parts(first, count, row, dim))
+                    self.store(rows, segment, row, dim, self.warps(row, dim))
+
+    @property
+    def at_once(self) -> int:
+        return min(PIECES, self.spec.rows * self.pieces // 32)
 
     @cute.jit
-    def parts(self, first: Int32, count: Int32, row: Int32, dim: Int32) -> Sum:
-        result = Sum(Float32(ptx.NEG_INF), Float32(0.0), [Float32(0.0) for _ in range(WIDTH)])
-        for start in cutlass.range(0, count, AHEAD, unroll=1):
-            loaded = [self.load_partial(first, count, start + i, row, dim) for i in range(AHEAD)]
-            result = combined([result, *loaded])
-        return result
+    def gather(self, rows: PackedRows, first: Int32, count: Int32, start: Int32) -> None:
+        """One warp's parts of 32 * at_once pieces, from piece `start` on, added up in its slot in shared memory."""
+        thread = cute.arch.thread_idx()[0]
+        warp, lane = thread >> 5, thread & 31
+        nothing = Sum(Float32(ptx.NEG_INF), Float32(0.0), [Float32(0.0) for _ in range(WIDTH)])
+        sums = [nothing for _ in range(self.at_once)]
+        places = [self.piece(start + (lane + 32 * i)) for i in range(self.at_once)]
+        for index in cutlass.range(warp, count, self.spec.warps, unroll=1):
+            partial = (first + index) * 2 + ptx.select(index == 0, Int32(1), Int32(0))
+            loaded = [self.load_partial(partial, rows, row, dim) for row, dim in places]
+            sums = [combined([old, new]) for old, new in zip(sums, loaded, strict=True)]
+        stats = self.base + self.memory.stats + warp * (self.memory.rows * 8)
+        outputs = self.base + warp * self.memory.ring_bytes + self.memory.merge
+        for i in cutlass.range_constexpr(self.at_once):
+            row, dim = places[i]
+            ptx.st_shared_v4_f32(outputs + (row * self.spec.head_dim + self.turned(dim, row)) * 4, 0, sums[i].values)
+            if dim == 0:
+                ptx.st_shared_v2_f32(stats + row * 8, 0, [sums[i].maximum, sums[i].total])
 
-    def load_partial(self, first: Int32, count: Int32, index: Int32, row: Int32, dim: Int32) -> Sum:
-        """Past the last part the last one again, without weight."""
-        exists = index < count
-        index = ptx.minimum(index, count - 1)
-        partial = (first + index) * 2 + ptx.select(index == 0, Int32(1), Int32(0))
+    def piece(self, index: Int32) -> tuple[Int32, Int32]:
+        return index // self.pieces, index % self.pieces * WIDTH
+
+    def load_partial(self, partial: Int32, rows: PackedRows, row: Int32, dim: Int32) -> Sum:
+        """Rows that do not exist have no weight."""
         stats, outputs = self.address(partial, row)
-        maximum, total = isa.ld_l2_v2_f32(stats)
+        exists = rows.exists(row)
+        maximum, total = isa.ld_l2_if(exists, stats, 2)
         maximum = ptx.select(exists, maximum, Float32(ptx.NEG_INF))
-        return Sum(maximum, total, isa.ld_l2_v4_f32(outputs + Int64(dim * 4)))
+        return Sum(maximum, total, isa.ld_l2_if(exists, outputs + Int64(dim * 4), 4))

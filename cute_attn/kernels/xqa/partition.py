@@ -56,6 +56,7 @@ class Partition:
         p = self.p
         exists = isa.below(index, p.batch)
         kv_len = isa.load_if(exists, p.seq_lens + Int64(index) * Int64(4), 0, 1)[0]
+        kv_len = ptx.maximum(ptx.minimum(kv_len, p.capacity), Int32(0))  # never past the row of the page table
         qo_start, qo_len = index * p.q_len, p.q_len
         if p.q_indptr != Int64(0):
             bounds = p.q_indptr + Int64(index) * Int64(4)
@@ -103,6 +104,11 @@ class Partition:
         size = ptx.maximum(self.p.min_share, isa.divide(total + ctas - 1, ctas))
         begin = cta * size
         return Share(begin, ptx.select(begin < total, ptx.minimum(begin + size, total), Int32(0)), size)
+
+    def nothing(self) -> Segment:
+        """Before the beginning of the line: no tiles, no rows, no duty."""
+        zero = Int32(0)
+        return Segment(zero, zero, Int32(-1), Request(zero, zero, zero, zero, zero))
 
     def reaches(self, segment: Segment, share: Share) -> Boolean:
         return segment.start - self.p.overhead < share.end

@@ -65,14 +65,17 @@ class QueryRows:
         return Queries(fragments, scales)
 
     def _words(self, address: Int64, exists: Any, t: Int32) -> list[Int32]:
-        """b0, b1 of every step of 16 contraction indices, in the order of the format (see `formats`)."""
-        words = []
-        for step in range(self.spec.head_dim // 16):
+        """b0, b1 of every step of 16 contraction indices, in the order of K's format (see `formats`)."""
+        words: list[Int32] = []
+        for start in range(0, self.spec.head_dim * 2, 32 if self.spec.kv_bits > 4 else 64):  # bytes
             if self.spec.kv_bits == 16:
                 at = address + Int64(t * 4)
-                words += isa.load_if(exists, at, step * 32, 1) + isa.load_if(exists, at, step * 32 + 16, 1)
+                words += isa.load_if(exists, at, start, 1) + isa.load_if(exists, at, start + 16, 1)
+            elif self.spec.kv_bits == 8:
+                words += isa.load_if(exists, address + Int64(t * 8), start, 2)
             else:
-                words += isa.load_if(exists, address + Int64(t * 8), step * 32, 2)
+                a, b, c, d = isa.load_if(exists, address + Int64(t * 16), start, 4)
+                words += [isa.permute(*two, half) for two in ((a, c), (b, d)) for half in (0x5410, 0x7632)]
         return words
 
     def _to_fp16(self, words: list[Int32]) -> tuple[list[Int32], Float32]:

@@ -30,6 +30,7 @@ class XqaSpec(KernelSpec):
     cols: int = 32  # kv tokens of one warp's tile
     warps: int = 8
     stages: int = 3  # tiles of a warp's ring
+    ctas: int = 1  # that an SM is to hold: bounds the registers
 
     def __post_init__(self) -> None:
         memory = XqaMemory.of(self)
