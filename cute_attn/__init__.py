@@ -5,7 +5,12 @@ it under FlashInfer's module names. CPU tensors run the same calls on a torch re
 """
 
 try:
-    from cute_attn.cascade import merge_state, merge_state_in_place, merge_states
+    from cute_attn.cascade import (
+        MultiLevelCascadeAttentionWrapper,
+        merge_state,
+        merge_state_in_place,
+        merge_states,
+    )
     from cute_attn.decode import (
         BatchDecodeWithPagedKVCacheWrapper,
         CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
@@ -64,6 +69,7 @@ __all__ = [
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "Features",
     "LayoutError",
+    "MultiLevelCascadeAttentionWrapper",
     "NotPlannedError",
     "NotSupported",
     "Refusal",

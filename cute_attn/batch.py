@@ -6,6 +6,7 @@ not at all: after an error the plan before is still in force, and nothing of an 
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,16 +95,10 @@ class BatchWrapper:
         page_size: int,
     ) -> None:
         """Schedule a batch."""
-        settings = self._settings(options, mask.packed is not None, page_size)
-        normalize_plan.check_rows(tokens, settings.features.num_qo_heads)
+        settings, backend, limits, first = self._settled(options, tokens, mask, splits, page_size)
         tokens = tokens._replace(lengths=tokens.lengths._replace(mask_offset=mask.offsets[:-1]))
-        backend = select.chosen(settings.features, self._backend)
-        limits = BatchLimits(self._workspace.numel(), *splits)
-        if self._use_cuda_graph:
-            first = self._frozen(settings, splits, backend.name, tokens, mask)
-            limits = limits._replace(graph=first.graph)
         launch = backend.plan(settings, tokens.lengths, limits, self._staging)
-        if self._use_cuda_graph:
+        if first is not None:
             tokens, mask = self._fill_buffers(tokens, mask)
             self._first = first
         elif tokens.kv_indices is not None:
@@ -123,9 +118,20 @@ class BatchWrapper:
         )
         self._made_from = mask, splits, page_size
 
-    def _settings(self, options: Options, custom_mask: bool, page_size: int) -> Settings:
-        settings = normalize_plan.settings(options, self.device, self._kv_layout, self.kv_source, custom_mask)
-        return settings._replace(page_size=page_size)
+    def _settled(
+        self, options: Options, tokens: Tokens, mask: Mask, splits: Splits, page_size: int
+    ) -> tuple[Settings, select.Backend, BatchLimits, First | None]:
+        """What a plan is made of beside lengths; all errors but the backend's."""
+        has_mask = mask.packed is not None
+        settings = normalize_plan.settings(options, self.device, self._kv_layout, self.kv_source, has_mask)
+        settings = settings._replace(page_size=page_size)
+        normalize_plan.check_rows(tokens, settings.features.num_qo_heads)
+        backend = select.chosen(settings.features, self._backend)
+        limits = BatchLimits(self._workspace.numel(), *splits)
+        if not self._use_cuda_graph:
+            return settings, backend, limits, None
+        first = self._frozen(settings, splits, backend.name, tokens, mask)
+        return settings, backend, limits._replace(graph=first.graph), first
 
     def _page_axes(self) -> tuple[str, ...]:
         tokens = "page_size" if self.kv_source == "paged" else "kv_indptr[-1]"
@@ -231,6 +237,23 @@ class BatchWrapper:
     @property
     def is_cuda_graph_enabled(self) -> bool:
         return self._use_cuda_graph
+
+    def workspace_size(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Bytes that `plan` with these arguments would use of a float workspace of any size, and bytes of its schedule.
+
+        A smaller float workspace only means fewer splits, except with `fixed_split_size`, where `plan` then raises
+        WorkspaceError. The schedule lies in memory of the wrapper's own.
+        """
+        sizes: list[tuple[int, int]] = []
+
+        def measure(options: Options, tokens: Tokens, mask: Mask, splits: Splits, page_size: int) -> None:
+            settings, backend, limits, _ = self._settled(options, tokens, mask, splits, page_size)
+            sizes.append(backend.workspace(settings, tokens.lengths, limits))
+
+        probe: Any = copy.copy(self)
+        probe._make_plan = measure
+        probe.plan(*args, **kwargs)
+        return sizes[0]
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None

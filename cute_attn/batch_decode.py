@@ -183,7 +183,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         args : `scale_q, scale_k, scale_v` of fp8 attention, which have a number a head.
         q_len_per_req : None, or the planned one; deprecated.
         """
-        if skip_softmax_threshold_scale_factor:
+        if skip_softmax_threshold_scale_factor is not None:
             name = "skip_softmax_threshold_scale_factor"
             normalize_plan.refuse(name, skip_softmax_threshold_scale_factor, "softmax is exact", f"{name}=None")
         plan = self._plan or self._planned()

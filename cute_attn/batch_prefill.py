@@ -264,12 +264,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         kv_cache_sf : (k_sf, v_sf) of an NVFP4 cache: e4m3, shaped like the cache with `head_dim / 16`.
         skip_softmax_threshold_scale_factor, use_fp16_softmax, uses_spcompress : refused unless None or False.
         """
-        for name, value in (
-            ("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor),
-            ("use_fp16_softmax", use_fp16_softmax),
-            ("uses_spcompress", uses_spcompress),
-        ):
-            if value:
+        if not (skip_softmax_threshold_scale_factor is use_fp16_softmax is uses_spcompress is None):
+            for name, value in (
+                ("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor),
+                ("use_fp16_softmax", use_fp16_softmax),
+                ("uses_spcompress", uses_spcompress),
+            ):
                 normalize_plan.refuse(name, value, "softmax is exact and in fp32", f"{name}=None")
         head_scales = None
         if args:

@@ -1,142 +1,196 @@
-"""Merging attention over parts of the keys: `merge_state`, `merge_state_in_place`, `merge_states`.
-
-A state is an output v and its lse s in base 2, as attention returns them. Two states of the same queries over disjoint
-keys merge into that over all of them:
-
-    s = log2(2^s_a + 2^s_b)        v = (2^s_a v_a + 2^s_b v_b) / 2^s
-
-Rows without keys (s = -inf) have no weight, whatever v holds there; where no part has keys, v is 0 and s is -inf. All
-is computed in fp32 by torch operations, without a wait for the device, so that CUDA graphs can capture it.
-"""
+"""Attention of batches that share prefixes, and the merging of attention states under FlashInfer's module name."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from cute_attn import checks
-from cute_attn.errors import ArgumentError
+from cute_attn.batch_prefill import BatchPrefillWithPagedKVCacheWrapper, Cache, DType
+from cute_attn.errors import ArgumentError, ArgumentTypeError, NotPlannedError, NotSupported, Refusal
+from cute_attn.merge import merge_state, merge_state_in_place, merge_states
+from cute_attn.spellings_batch import renaming
 
-V_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-S_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def merge_state(
-    v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge two attention states.
-
-    Parameters
-    ----------
-    v_a, v_b : `[n, num_heads, head_dim]` fp16, bf16 or fp32, both the same.
-    s_a, s_b : `[n, num_heads]`, base-2 log-sum-exp of each row; converted to fp32.
-
-    Returns
-    -------
-    (v, s) : `[n, num_heads, head_dim]` in v_a's dtype and fp32 `[n, num_heads]`.
-
-    Raises
-    ------
-    ArgumentTypeError (no tensor), ArgumentError (shape, dtype, device).
-    """
-    _check(("v_a", v_a), ("s_a", s_a), ("v_b", v_b), ("s_b", s_b))
-    weights, s = _weights(torch.stack((s_a.float(), s_b.float())), 0)
-    v = _weighed(v_a, weights[0]) + _weighed(v_b, weights[1])
-    return v.to(v_a.dtype), s
+__all__ = ["MultiLevelCascadeAttentionWrapper", "merge_state", "merge_state_in_place", "merge_states"]
 
 
-def merge_state_in_place(
-    v: torch.Tensor,
-    s: torch.Tensor,
-    v_other: torch.Tensor,
-    s_other: torch.Tensor,
-    mask: torch.Tensor | None = None,
-) -> None:
-    """Merge the state (v_other, s_other) into (v, s).
+class MultiLevelCascadeAttentionWrapper:
+    """Attention of a batch whose requests share prefixes: a level for each piece of the keys, its pages read once for
+    all queries that share them.
+
+    Level 0 has the keys that most requests share, the last level those of single requests. In each level, groups of
+    consecutive query tokens attend to the same pages; results of all levels are merged. The keys of a query are those
+    of its groups, one level after the other.
 
     Parameters
     ----------
-    v : `[n, num_heads, head_dim]` fp16, bf16 or fp32, written.
-    s : fp32 `[n, num_heads]`, base 2, written. Other dtypes are refused: they could not hold the result.
-    v_other, s_other : the other state, v_other like v; s_other is converted to fp32.
-    mask : bool or uint8 `[n]`; rows where it is 0 keep v and s bit for bit. None merges all rows.
-
-    Raises
-    ------
-    ArgumentTypeError (no tensor), ArgumentError (shape, dtype, device; v or s overlap themselves).
+    num_levels : at least 1.
+    float_workspace_buffer, kv_layout, use_cuda_graph : as for `BatchPrefillWithPagedKVCacheWrapper`.
+    qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr : with
+        `use_cuda_graph`, that wrapper's buffers, one for each level.
     """
-    _check(("v", v), ("s", s), ("v_other", v_other), ("s_other", s_other))
-    checks.dtype("s", s.dtype, (torch.float32,))
-    checks.dense("v", v)
-    checks.dense("s", s)
-    merged_v, merged_s = merge_state(v, s, v_other, s_other)
-    if mask is not None:
-        checks.tensor("mask", mask)
-        checks.shape("mask", mask, tuple(v.shape[:1]), "[n]")
-        checks.dtype("mask", mask.dtype, (torch.bool, torch.uint8))
-        _same_device("mask", mask, "v", v)
-        merge = mask != 0
-        merged_v = torch.where(merge[:, None, None], merged_v, v)
-        merged_s = torch.where(merge[:, None], merged_s, s)
-    v.copy_(merged_v)
-    s.copy_(merged_s)
 
+    def __init__(
+        self,
+        num_levels: int,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf_arr: Sequence[torch.Tensor] | None = None,
+        paged_kv_indptr_buf_arr: Sequence[torch.Tensor] | None = None,
+        paged_kv_indices_buf_arr: Sequence[torch.Tensor] | None = None,
+        paged_kv_last_page_len_buf_arr: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        self._num_levels = checks.integer("num_levels", num_levels)
+        if num_levels < 1:
+            raise ArgumentError(f"num_levels must be >= 1, got {num_levels}")
+        self._use_cuda_graph = checks.boolean("use_cuda_graph", use_cuda_graph)
+        buffers: list[Sequence[Any]] = [[None] * num_levels] * 4
+        if use_cuda_graph:
+            buffers = [
+                self._levels("qo_indptr_buf_arr", qo_indptr_buf_arr),
+                self._levels("paged_kv_indptr_buf_arr", paged_kv_indptr_buf_arr),
+                self._levels("paged_kv_indices_buf_arr", paged_kv_indices_buf_arr),
+                self._levels("paged_kv_last_page_len_buf_arr", paged_kv_last_page_len_buf_arr),
+            ]
+        self._wrappers = [
+            BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph, *level)
+            for level in zip(*buffers, strict=True)
+        ]
+        self._ready = False
 
-def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge any number of attention states of the same queries.
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return self._use_cuda_graph
 
-    Parameters
-    ----------
-    v : `[n, num_states, num_heads, head_dim]` fp16, bf16 or fp32.
-    s : `[n, num_states, num_heads]`, base-2 log-sum-exp; converted to fp32.
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffers: Sequence[torch.Tensor]
+    ) -> None:
+        """Replace the workspace; `plan` must follow. `int_workspace_buffers`: one a level, not used (each level's
+        wrapper says why)."""
+        self._ready = False
+        buffers = self._levels("int_workspace_buffers", int_workspace_buffers)
+        for wrapper, buffer in zip(self._wrappers, buffers, strict=True):
+            wrapper.reset_workspace_buffer(float_workspace_buffer, buffer)
 
-    Returns
-    -------
-    (v, s) : `[n, num_heads, head_dim]` in v's dtype and fp32 `[n, num_heads]`; zeros and -inf for no states.
+    @renaming
+    def plan(
+        self,
+        qo_indptr_arr: Sequence[torch.Tensor],
+        paged_kv_indptr_arr: Sequence[torch.Tensor],
+        paged_kv_indices_arr: Sequence[torch.Tensor],
+        paged_kv_last_page_len: Sequence[torch.Tensor],
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: DType = "float16",
+        kv_data_type: DType | None = None,
+    ) -> None:
+        """Make the schedules of all levels. After an error there is no plan.
 
-    Raises
-    ------
-    ArgumentTypeError (no tensor), ArgumentError (shape, dtype, device).
-    """
-    _check_state("v", v, "s", s, ("n", "num_states", "num_heads"))
-    weights, merged = _weights(s.float(), 1)
-    return _weighed(v, weights).sum(1).to(v.dtype), merged
+        Parameters
+        ----------
+        qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len : for each level the arrays of
+            `BatchPrefillWithPagedKVCacheWrapper.plan`. All levels have the same number of query tokens.
+        causal : in the last level, whose keys end with the query tokens' own; the other levels are seen in full.
+        pos_encoding_mode, window_left : with more than one level refused unless "NONE" and negative: they depend on
+            positions, and a level knows only those within itself.
+        Others : as there.
 
+        Raises
+        ------
+        As there; ArgumentError for levels that do not fit together, NotSupported for positions.
+        """
+        self._ready = False
+        self._refuse_positions(pos_encoding_mode, window_left)
+        arrays = (
+            self._levels("qo_indptr_arr", qo_indptr_arr),
+            self._levels("paged_kv_indptr_arr", paged_kv_indptr_arr),
+            self._levels("paged_kv_indices_arr", paged_kv_indices_arr),
+            self._levels("paged_kv_last_page_len", paged_kv_last_page_len),
+        )
+        rows = [int(indptr[-1]) if len(checks.tensor("qo_indptr_arr", indptr)) else 0 for indptr in arrays[0]]
+        if len(set(rows)) > 1:
+            raise ArgumentError(f"qo_indptr_arr must end with the same number of query tokens everywhere, got {rows}")
+        last = self._wrappers[-1]
+        for wrapper, qo_indptr, indptr, indices, last_page_len in zip(self._wrappers, *arrays, strict=True):
+            wrapper.plan(
+                qo_indptr,
+                indptr,
+                indices,
+                last_page_len,
+                num_qo_heads,
+                num_kv_heads,
+                head_dim,
+                page_size,
+                causal=causal if wrapper is last else False,
+                pos_encoding_mode=pos_encoding_mode,
+                use_fp16_qk_reduction=use_fp16_qk_reduction,
+                sm_scale=sm_scale,
+                window_left=window_left,
+                logits_soft_cap=logits_soft_cap,
+                rope_scale=rope_scale,
+                rope_theta=rope_theta,
+                q_data_type=q_data_type,
+                kv_data_type=kv_data_type,
+            )
+        self._ready = True
 
-def _weights(s: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Share of each state in the merged row, and the merged lse."""
-    if s.shape[axis] == 0:
-        return s, s.sum(axis) - torch.inf
-    maximum = s.amax(axis, keepdim=True)
-    anchor = torch.where(maximum == -torch.inf, 0.0, maximum)  # -inf - -inf would be NaN
-    weights = torch.exp2(s - anchor)
-    total = weights.sum(axis, keepdim=True)
-    return weights / torch.where(total > 0, total, 1.0), (torch.log2(total) + anchor).squeeze(axis)
+    begin_forward = plan
 
+    def run(self, q: torch.Tensor, paged_kv_cache: Cache) -> torch.Tensor:
+        """Attention of the planned batch over all levels.
 
-def _weighed(v: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    weights = weights[..., None]
-    return torch.where(weights > 0, v.float() * weights, 0.0)  # a row without keys may hold anything, NaN too
+        Parameters
+        ----------
+        q : `[qo_indptr[-1], num_qo_heads, head_dim]`.
+        paged_kv_cache : as for `BatchPrefillWithPagedKVCacheWrapper.run`; all levels' pages are in it.
 
+        Returns
+        -------
+        `[qo_indptr[-1], num_qo_heads, head_dim]` in q's dtype.
+        """
+        if not self._ready:
+            raise NotPlannedError("MultiLevelCascadeAttentionWrapper.plan() must come before run()")
+        *shared, last = self._wrappers
+        v, s = last.run(q, paged_kv_cache, return_lse=True)
+        for wrapper in shared:
+            merge_state_in_place(v, s, *wrapper.run(q, paged_kv_cache, return_lse=True))
+        return v
 
-def _check(a: tuple[str, object], s_a: tuple[str, object], b: tuple[str, object], s_b: tuple[str, object]) -> None:
-    v, other = checks.tensor(*a), checks.tensor(*b)
-    _check_state(a[0], v, s_a[0], s_a[1], ("n", "num_heads"))
-    checks.shape(b[0], other, tuple(v.shape), f"{a[0]}'s")
-    checks.dtype(b[0], other.dtype, (v.dtype,))
-    _same_device(b[0], other, a[0], v)
-    _check_state(b[0], other, s_b[0], s_b[1], ("n", "num_heads"))
+    forward = run
 
+    def end_forward(self) -> None:
+        """Nothing; older callers end with it."""
 
-def _check_state(v_name: str, v: object, s_name: str, s: object, axes: tuple[str, ...]) -> None:
-    v, s = checks.tensor(v_name, v), checks.tensor(s_name, s)
-    if v.dim() != len(axes) + 1:
-        raise ArgumentError(f"{v_name} must have shape [{', '.join(axes)}, head_dim], got {checks.describe(v)}")
-    checks.dtype(v_name, v.dtype, V_DTYPES)
-    checks.shape(s_name, s, tuple(v.shape[:-1]), f"[{', '.join(axes)}]")
-    checks.dtype(s_name, s.dtype, S_DTYPES)
-    _same_device(s_name, s, v_name, v)
+    def _levels(self, name: str, arrays: Any) -> Sequence[Any]:
+        if not isinstance(arrays, list | tuple):
+            raise ArgumentTypeError(
+                f"{name} must be a list with a tensor for each level, got {checks.describe(arrays)}"
+            )
+        if len(arrays) != self._num_levels:
+            raise ArgumentError(f"{name} must have a tensor for each of {self._num_levels} levels, got {len(arrays)}")
+        return arrays
 
-
-def _same_device(name: str, value: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
-    if value.device != other.device:
-        raise ArgumentError(f"{name} must be on {other_name}'s device {other.device}, got {checks.describe(value)}")
+    def _refuse_positions(self, pos_encoding_mode: Any, window_left: Any) -> None:
+        refusals = [
+            Refusal("cascade", feature, "a level knows positions within itself only", "a paged wrapper over all pages")
+            for feature, used in (
+                (f"pos_encoding_mode={pos_encoding_mode!r}", pos_encoding_mode != "NONE"),
+                (f"window_left={window_left!r}", checks.integer("window_left", window_left) >= 0),
+            )
+            if used
+        ]
+        if refusals and self._num_levels > 1:
+            raise NotSupported(refusals)

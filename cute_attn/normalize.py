@@ -18,6 +18,8 @@ from cute_attn.settle import KV_LAYOUTS, MAX_KV_LEN, Call
 
 KERNEL_DEVICES = ("cuda",)  # where memory is read in aligned chunks
 ALIGNMENT = 16  # bytes: kernels move q, k, v and out in chunks of this size
+SCALES_ALIGNMENT = 4  # bytes, likewise for the block scales of NVFP4
+SCALE_WORD = 4  # bytes in which kernels move block scales
 MAX_ROWS = 1 << 30
 
 Scales = tuple[torch.Tensor, ...]  # one-element fp32 tensors on the device
@@ -258,7 +260,25 @@ def _block_scale(name: str, value: Any, cache: torch.Tensor) -> torch.Tensor:
     checks.device(name, value, cache.device)
     if value.stride(-1) != 1 and value.shape[-1] > 1:
         raise ArgumentError(f"{name} must have stride 1 on its last axis, got strides {value.stride()}")
+    if value.device.type in KERNEL_DEVICES and value.shape[-1] % SCALES_ALIGNMENT == 0:
+        _check_scales_alignment(name, value)
+    if cache.device.type in KERNEL_DEVICES and value.shape[-1] % SCALE_WORD == 0:
+        steps = [stride for stride, count in zip(value.stride()[:-1], value.shape[:-1], strict=True) if count > 1]
+        if any(number % SCALE_WORD for number in (value.data_ptr(), *steps)):
+            raise ArgumentError(
+                f"{name} must start at a multiple of {SCALE_WORD} bytes and have strides that are multiples of "
+                f"{SCALE_WORD} on all but its last axis; got strides {value.stride()}"
+            )
     return value.view(torch.float8_e4m3fn)
+
+
+def _check_scales_alignment(name: str, value: torch.Tensor) -> None:
+    steps = [stride for stride, count in zip(value.stride()[:-1], value.shape[:-1], strict=True) if count > 1]
+    if any(number % SCALES_ALIGNMENT for number in (value.data_ptr(), *steps)):
+        raise ArgumentError(
+            f"{name} must start at a multiple of {SCALES_ALIGNMENT} bytes and have strides that are multiples of it, "
+            f"got address % {SCALES_ALIGNMENT} = {value.data_ptr() % SCALES_ALIGNMENT} and strides {value.stride()}"
+        )
 
 
 def head_scales(scales: tuple[Any, Any, Any], features: Features) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -185,6 +185,7 @@ def paged(
     kv_len = np.where(pages > 0, (pages - 1) * page_size + last, 0)
     indices = checks.tensor(names[2], kv_indices)
     checks.dtype(names[2], indices.dtype, INDEX_DTYPES)
+    _check_device(names[2], indices)
     if indices.dim() != 1:
         raise ArgumentError(f"{names[2]} must have 1 dimension, got {checks.describe(indices)}")
     if indices.numel() < kv_bounds[-1]:
@@ -219,10 +220,14 @@ def _integers(name: str, value: Any) -> np.ndarray:
     checks.dtype(name, value.dtype, INDEX_DTYPES)
     if value.dim() != 1:
         raise ArgumentError(f"{name} must have 1 dimension, got {checks.describe(value)}")
-    if value.device.type not in settle.DEVICES:
-        raise ArgumentError(f"{name} must be on a CPU or CUDA device, got {checks.describe(value)}")
+    _check_device(name, value)
     host: np.ndarray = value.cpu().numpy().astype(np.int64)
     return host
+
+
+def _check_device(name: str, value: torch.Tensor) -> None:
+    if value.device.type not in settle.DEVICES:
+        raise ArgumentError(f"{name} must be on a {' or '.join(settle.DEVICES)} device, got {checks.describe(value)}")
 
 
 def _check_same_batch(q_name: str, q_bounds: np.ndarray, kv_name: str, kv_bounds: np.ndarray) -> None:
@@ -299,9 +304,8 @@ def mask(custom_mask: Any, packed_custom_mask: Any, tokens: Tokens, device: torc
 def _flat(name: str, value: Any, dtype: torch.dtype) -> torch.Tensor:
     value = checks.tensor(name, value)
     if value.dtype != dtype or value.dim() != 1:
-        raise ArgumentError(
-            f"{name} must be a {checks.short(dtype)} tensor of 1 dimension, got {checks.describe(value)}"
-        )
+        raise ArgumentError(f"{name} must be a 1-D {checks.short(dtype)} tensor, got {checks.describe(value)}")
+    _check_device(name, value)
     return value
 
 
@@ -316,7 +320,7 @@ def _pack(bits: torch.Tensor, sizes: np.ndarray) -> torch.Tensor:
 def workspace(value: Any) -> torch.Tensor:
     """The caller's workspace as bytes."""
     buffer = checks.tensor("float_workspace_buffer", value)
-    settle.check_device(buffer.device)
+    _check_device("float_workspace_buffer", buffer)
     if not buffer.is_contiguous():
         raise ArgumentError(f"float_workspace_buffer must be contiguous, got strides {buffer.stride()}")
     if buffer.data_ptr() % ALIGNMENT:

@@ -284,7 +284,13 @@ def _block_scales(plan: Plan, given: Any, k: torch.Tensor, v: torch.Tensor) -> t
         )
     if f.kv_source == "paged":
         given = pages(plan, given, "kv_cache_sf")
-    return normalize.block_scales(given, k, v)
+    if not isinstance(given, tuple | list) or not all(isinstance(x, torch.Tensor) for x in given):
+        return normalize.block_scales(given, k, v)  # says what is wrong
+    form = k.shape, *((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % normalize.SCALE_WORD) for x in given)
+    if form not in plan.forms:
+        normalize.block_scales(given, k, v)
+        plan.forms[form] = True
+    return given[0].view(torch.float8_e4m3fn), given[1].view(torch.float8_e4m3fn)
 
 
 def _check_outputs(plan: Plan, run: Run, features: Features) -> None:

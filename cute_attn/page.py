@@ -39,7 +39,8 @@ def append_paged_kv_cache(
     batch_indices, positions : integers `[nnz]`, as `get_batch_indices_positions` gives them.
     paged_kv_cache : (k_cache, v_cache), each `[num_pages, page_size, num_kv_heads, head_dim]` (NHD) or
         `[num_pages, num_kv_heads, page_size, head_dim]` (HND), or both in one 5-D tensor `[num_pages, 2, ...]`. Any
-        strides, any page size. Written.
+        page size; with pages of one token their axis may be missing. Any strides but that of the last axis, which
+        is 1. Written.
     kv_indices : integers, page numbers of all requests.
     kv_indptr : integers `[batch_size + 1]`, where each request's page numbers start. Pages for the appended tokens are
         already there.
@@ -240,32 +241,39 @@ def cache_views(name: str, cache: Any, kv_layout: Any) -> tuple[torch.Tensor, to
     """Keys and values of a cache, both [num_pages, page_size, num_kv_heads, n] views of it."""
     kv_layout = checks.choice("kv_layout", kv_layout, KV_LAYOUTS)
     if isinstance(cache, torch.Tensor):
-        if cache.dim() != 5 or cache.shape[1] != 2:
+        if cache.dim() not in (4, 5) or cache.shape[1] != 2:
             raise ArgumentError(
                 f"{name} as one tensor must have shape [num_pages, 2, ...], got {checks.describe(cache)}"
             )
-        k, v = cache.unbind(1)
+        pair = cache.unbind(1)
     elif isinstance(cache, tuple | list) and len(cache) == 2:
-        k, v = checks.tensor(f"{name}[0]", cache[0]), checks.tensor(f"{name}[1]", cache[1])
+        pair = checks.tensor(f"{name}[0]", cache[0]), checks.tensor(f"{name}[1]", cache[1])
     else:
         raise ArgumentTypeError(f"{name} must be a tensor or a tuple (k_cache, v_cache), got {checks.describe(cache)}")
-    for part, value in (("[0]", k), ("[1]", v)):
-        if value.dim() != 4:
-            raise ArgumentError(f"{name}{part} must have 4 dimensions, got {checks.describe(value)}")
-        if value.element_size() not in _BITS:
-            raise ArgumentError(f"{name}{part} must have a dtype of at most 4 bytes, got {checks.describe(value)}")
-        if value.shape[3] > 1 and value.stride(3) != 1:
-            raise ArgumentError(f"{name}{part} must have stride 1 on its last axis, got strides {value.stride()}")
+    k, v = (_cache_view(f"{name}[{i}]", half, kv_layout) for i, half in enumerate(pair))
     if v.shape[:3] != k.shape[:3] or v.device != k.device:
         raise ArgumentError(
             f"{name} must have keys and values of the same pages, page size and heads on one device, "
-            f"got {checks.describe(k)} and {checks.describe(v)}"
+            f"got {checks.describe(pair[0])} and {checks.describe(pair[1])}"
         )
-    if kv_layout == "HND":
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-    if k.shape[1] == 0:
-        raise ArgumentError(f"{name} must have a page_size >= 1, got {checks.describe(k)}")
     return k, v
+
+
+def _cache_view(name: str, cache: torch.Tensor, kv_layout: str) -> torch.Tensor:
+    if cache.dim() not in (3, 4):
+        raise ArgumentError(
+            f"{name} must have 4 dimensions, or 3 with pages of one token, got {checks.describe(cache)}"
+        )
+    if cache.element_size() not in _BITS:
+        raise ArgumentError(f"{name} must have a dtype of at most 4 bytes, got {checks.describe(cache)}")
+    if cache.shape[-1] > 1 and cache.stride(-1) != 1:
+        raise ArgumentError(f"{name} must have stride 1 on its last axis, got strides {cache.stride()}")
+    if cache.dim() == 3:
+        return cache.unsqueeze(1)
+    view = cache.transpose(1, 2) if kv_layout == "HND" else cache
+    if view.shape[1] == 0:
+        raise ArgumentError(f"{name} must have a page_size >= 1, got {checks.describe(cache)}")
+    return view
 
 
 def check_rows(name: str, rows: Any, cache: torch.Tensor, head_dim: int, cache_name: str) -> None:

@@ -24,8 +24,8 @@ UNLIMITED = 1 << 62
 EXTRA_WAVES = 2  # of items that cuts may add to a launch of fixed size
 MERGE_ROWS = 16384  # rows that the combine launch of a fixed size has, where one wave of items does not need more
 
-_FIRST_ROW, _KV_BEGIN, _KV_END, _PARTIAL = (
-    Item._fields.index(name) for name in ("first_row", "kv_begin", "kv_end", "partial")
+_KV_LEN, _FIRST_ROW, _KV_BEGIN, _KV_END, _PARTIAL = (
+    Item._fields.index(name) for name in ("kv_len", "first_row", "kv_begin", "kv_end", "partial")
 )
 
 
@@ -57,9 +57,9 @@ class Work(NamedTuple):
 
 
 class QueryTiles(NamedTuple):
-    """One entry a query tile that has rows, requests in order; int32."""
+    """One entry a query tile that has rows, requests in order; int32 but for `request`."""
 
-    request: np.ndarray
+    request: np.ndarray  # as numpy indexes
     first_row: np.ndarray
     begin: np.ndarray  # kv tiles [begin, end) are visible; both 0 where none is
     end: np.ndarray
@@ -96,17 +96,10 @@ def query_tiles(lengths: BatchLengths, shape: TileShape) -> QueryTiles:
     qo_len = np.diff(lengths.qo_indptr).astype(np.int32)
     kv_len = lengths.kv_len.astype(np.int32)
     tiles = -(-(qo_len * np.int32(shape.group)) // np.int32(shape.rows))
-    most = int(tiles.max(initial=0))
-    if most <= 1:  # decode: no request has a second tile
-        request = tiles.nonzero()[0].astype(np.int32)
-        first_row = np.zeros(len(request), np.int32)
-    else:
-        request = np.arange(len(tiles), dtype=np.int32).repeat(tiles)
-        first_row = np.arange(len(request), dtype=np.int32)
-        first_row -= (tiles.cumsum(dtype=np.int32) - tiles)[request]
-        first_row *= np.int32(shape.rows)
-    begin, end = _visible(first_row, qo_len[request], kv_len[request], shape)
-    return QueryTiles(request, first_row, begin, end)
+    first = (tiles.cumsum(dtype=np.int32) - tiles).repeat(tiles)  # `repeat` is several times faster than an index
+    first_row = (np.arange(len(first), dtype=np.int32) - first) * np.int32(shape.rows)
+    begin, end = _visible(first_row, qo_len.repeat(tiles), kv_len.repeat(tiles), shape)
+    return QueryTiles(np.arange(len(tiles)).repeat(tiles), first_row, begin, end)
 
 
 def _visible(
@@ -194,14 +187,13 @@ def _records(lengths: BatchLengths, shape: TileShape, tiles: QueryTiles, pieces:
     items, merges = ints[:item_ints].reshape(-1, ITEM_INTS), ints[item_ints:].reshape(-1, MERGE_INTS)
 
     requests = _request_records(lengths)
-    tile = order if pieces.tile is None else pieces.tile[order]
-    request, used = tiles.request[tile], items[:num_items]
-    requests.take(request, 0, out=used, mode="clip")  # "clip" spares numpy a copy of `out`
-    used[:, _FIRST_ROW] = tiles.first_row[tile]
-    used[:, _KV_BEGIN] = pieces.begin[order] * shape.cols
-    kv_end = pieces.end[order] * shape.cols
-    np.minimum(kv_end, used[:, Item._fields.index("kv_len")], out=used[:, _KV_END], casting="unsafe")
-    used[:, _PARTIAL] = pieces.partial if isinstance(pieces.partial, int) else pieces.partial[order]
+    tile = order if pieces.tile is None else pieces.tile.take(order)
+    used = items[:num_items]
+    requests.take(tiles.request.take(tile), 0, out=used, mode="clip")  # "clip" spares numpy a copy of `out`
+    used[:, _FIRST_ROW] = tiles.first_row.take(tile)
+    used[:, _KV_BEGIN] = pieces.begin.take(order) * shape.cols
+    np.minimum(pieces.end.take(order) * shape.cols, used[:, _KV_LEN], out=used[:, _KV_END], casting="unsafe")
+    used[:, _PARTIAL] = pieces.partial if isinstance(pieces.partial, int) else pieces.partial.take(order)
     items[num_items:] = 0
 
     merges[num_merges:] = 0
@@ -243,8 +235,9 @@ def _request_records(lengths: BatchLengths) -> np.ndarray:
 
 def longest_first(cost: np.ndarray) -> np.ndarray:
     """Indices by falling cost, equal costs in order."""
-    if cost.max(initial=0) < 1 << 16:
-        return np.argsort((0xFFFF - cost).astype(np.uint16), kind="stable")  # radix sort: 8 times faster than 32 bits
+    longest = int(cost.max(initial=0))
+    if longest < 1 << 16:  # numpy's stable sort is a radix sort up to 16 bits: 8 times faster than for 32
+        return np.argsort((longest - cost).astype(np.uint8 if longest < 1 << 8 else np.uint16), kind="stable")
     return np.argsort(-cost, kind="stable")
 
 

@@ -20,11 +20,11 @@ START = 2.0
 COMBINE = 3.0
 LEVELS = 256  # lengths and costs are told apart to this part of the largest
 GOOD_ENOUGH = 1.03  # of the work shared equally: no search beyond that
+WORTH_IT = 0.95  # of the makespan without cuts: estimates are not surer than that
 
-_LONGEST_OVER = np.array([2.0, 3.0, 4.0, 5.0, 6.0, 8.0])  # candidates: the longest tile in so many pieces ...
-_SHARE_TIMES = np.array(
-    [0.25, 1 / 3, 0.5, 0.55, 2 / 3, 0.75, 1.0, 1.1, 1.25, 1.5]
-)  # ... and a slot's share, times these
+# Candidates: the longest tile in so many pieces, and a slot's share of the work times these.
+_LONGEST_OVER = np.array([2.0, 3.0, 4.0, 5.0, 6.0, 8.0])
+_SHARE_TIMES = np.array([0.16, 0.2, 0.25, 1 / 3, 0.5, 0.55, 2 / 3, 0.75, 1.0, 1.1, 1.25, 1.5])
 
 
 class Room(NamedTuple):
@@ -48,22 +48,32 @@ def pieces(visible: np.ndarray, device: Device, room: Room) -> np.ndarray | None
     longest = int(visible.max(initial=0))
     if longest < 2 * device.min_tiles or min(room.merges, room.partials // 2) < 1:
         return None
-    unit = -(-longest // LEVELS)
-    counts = np.bincount(visible if unit == 1 else -(-visible // unit))
-    levels = counts.nonzero()[0]
-    sizes, counts = levels * float(unit), counts[levels].astype(np.float64)  # rounded up: real pieces are no more
-
+    total = int(visible.sum(dtype=np.int64))
+    if longest * device.slots <= (GOOD_ENOUGH - 1.0) * total:
+        return None  # so many waves that longest-first order fills the last one well
+    sizes, counts = _histogram(visible, longest)
     uncut, share = _makespans(sizes, counts, sizes[-1:], device, room)
     if uncut[0] <= share[0] * GOOD_ENOUGH:
         return None
-    total = sizes @ counts
     chunks = np.concatenate((longest / _LONGEST_OVER, total / device.slots * _SHARE_TIMES))
-    chunks = np.ceil(chunks.clip(max(device.min_tiles, -(-longest // MAX_SPLITS)), longest))
+    chunks = np.ceil(chunks.clip(max(device.min_tiles, longest / MAX_SPLITS), longest))
     estimates, _ = _makespans(sizes, counts, chunks, device, room)
     best = int(estimates.argmin())
-    if estimates[best] >= uncut[0]:
+    if estimates[best] > uncut[0] * WORTH_IT:
         return None
     return -(-visible // int(chunks[best]))
+
+
+def _histogram(visible: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
+    """At most LEVELS sizes, ascending, and how many query tiles each stands for: itself and those a little shorter."""
+    if longest <= LEVELS:
+        level, sizes = visible, np.arange(longest + 1.0)
+    else:
+        level, sizes = visible // -(-(longest + 1) // LEVELS), np.zeros(LEVELS)
+        np.maximum.at(sizes, level, visible)
+    counts = np.bincount(level, minlength=len(sizes))
+    used = counts.nonzero()[0]
+    return sizes[used], counts[used].astype(np.float64)
 
 
 def _makespans(
@@ -73,11 +83,11 @@ def _makespans(
     room, and the share of a slot in the work alone."""
     cuts = np.maximum(np.ceil(sizes / chunks[:, None]), 1.0)
     cut = cuts > 1.0
-    cost = sizes / cuts + START
-    cost += cut * device.partial
+    overhead = START + cut * device.partial
+    cost = np.ceil(sizes / cuts) + overhead  # of the longest piece
     number = cuts * counts
     partials = (number * cut).sum(1)
-    share = (cost * number).sum(1) / device.slots
+    share = (sizes @ counts + (overhead * number).sum(1)) / device.slots
 
     step = cost.max() / LEVELS
     level = (cost / step).astype(np.intp)

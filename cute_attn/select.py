@@ -54,6 +54,12 @@ class Backend:
         run: Callable[[BatchProblem], None] = module.plan(settings, lengths, limits, staging)
         return run
 
+    def workspace(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
+        """Bytes that a plan of this batch uses of a workspace of any size, and for its records."""
+        module = importlib.import_module(f"cute_attn.backends.{self.name}")
+        sizes: tuple[int, int] = module.workspace(settings, lengths, limits)
+        return sizes
+
     def launches(self, problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
         """The kernels and grids of `problem` on a GPU of `arch` with `sms` multiprocessors. Needs no GPU."""
         module = importlib.import_module(f"cute_attn.backends.{self.name}")
@@ -108,14 +114,12 @@ TABLE = (
     Row(
         "k and v of an fp8 dtype",
         lambda f: f.kv_dtype in FP8 and f.q_dtype in HALF,
-        {"fa2": No("it does not convert keys and values yet", "convert them with k.to(q.dtype), v.to(q.dtype)")},
     ),
+    Row("NVFP4 k and v (kv_cache_sf)", lambda f: f.kv_block_scales),
     Row(
-        "NVFP4 k and v (kv_cache_sf)",
-        lambda f: f.kv_block_scales,
-        {
-            "fa2": No("it does not decode NVFP4 yet", "dequantise k and v to q's dtype first"),
-        },
+        "NVFP4 k and v with a head dimension that is no multiple of 64",
+        lambda f: f.kv_block_scales and (f.head_dim_qk % 64 != 0 or f.head_dim_vo % 64 != 0),
+        {"fa2": No("a token's block scales are no whole words of 4 bytes", "dequantise k and v to q's dtype first")},
     ),
     Row(
         "per-head scales (scale_q, scale_k, scale_v)",
@@ -146,16 +150,8 @@ TABLE = (
     Row("attention sinks", lambda f: f.sinks),
     Row("q_scale, k_scale, v_scale as numbers or device tensors", _always),
     Row("lse, base 2 or natural (lse_base)", _always),
-    Row(
-        "batches with ragged k and v",
-        lambda f: f.kv_source == "ragged",
-        {"fa2": No("it does not run batches yet", "single_prefill_with_kv_cache for every request")},
-    ),
-    Row(
-        "batches with paged k and v",
-        lambda f: f.kv_source == "paged",
-        {"fa2": No("it does not run batches yet", "single_prefill_with_kv_cache for every request")},
-    ),
+    Row("batches with ragged k and v", lambda f: f.kv_source == "ragged"),
+    Row("batches with paged k and v", lambda f: f.kv_source == "paged"),
 )
 
 

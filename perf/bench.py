@@ -14,14 +14,19 @@ from typing import Any, cast
 import torch
 
 import cute_attn
+from perf import batch_peers
+from perf.batch_workloads import BatchInputs, BatchWorkload
 from perf.ceilings import ceilings
-from perf.check import Oracle
+from perf.check import oracle
 from perf.harness import ROUNDS, Call, CudaGraphTimer, Timer, measure, reason
 from perf.machine import command_line, environment, why_no_gpu
 from perf.peers import PEERS, Bind
 from perf.report import markdown
 from perf.warm import warm
 from perf.workloads import Inputs, Workload
+
+AnyWorkload = Workload | BatchWorkload
+AnyInputs = Inputs | BatchInputs
 
 OURS = "cute_attn"  # candidates whose name starts so are ours
 
@@ -41,12 +46,13 @@ def bind_ours(backend: str, w: Workload, sets: Sequence[Inputs]) -> list[Call]:
 
 def candidates(phase: str, backends: Sequence[str]) -> dict[str, Bind]:
     """Ours by backend, then every peer that has a kernel for the phase."""
-    ours = {OURS if b == "auto" else f"{OURS} {b}": functools.partial(bind_ours, b) for b in backends}
+    bind = bind_ours if phase in ("prefill", "decode") else batch_peers.ours
+    ours = {OURS if b == "auto" else f"{OURS} {b}": functools.partial(bind, b) for b in backends}
     return {**ours, **{peer.name: peer.bind for peer in PEERS if phase in peer.phases}}
 
 
 def run_row(
-    w: Workload,
+    w: AnyWorkload,
     binds: Mapping[str, Bind],
     timer: Timer,
     ceiling: Mapping[str, float],
@@ -79,10 +85,10 @@ def run_row(
 
 
 def prepare(
-    w: Workload, binds: Mapping[str, Bind], sets: Sequence[Inputs]
+    w: AnyWorkload, binds: Mapping[str, Bind], sets: Sequence[AnyInputs]
 ) -> tuple[dict[str, list[Call]], dict[str, dict[str, Any]]]:
     """The calls of the candidates that work and are right; every candidate's error, or its reason to be out."""
-    oracle = Oracle(w, sets[0])
+    truth = oracle(w, sets[0])
     calls: dict[str, list[Call]] = {}
     entries: dict[str, dict[str, Any]] = {}
     for name, bind in binds.items():
@@ -90,11 +96,11 @@ def prepare(
         try:
             bound = bind(w, sets)
             outputs = [call() for call in bound]  # all of them: what is lazy must not happen in a capture
-            error = oracle.error(outputs[0])
+            error = truth.error(outputs[0])
         except Exception as failure:  # a peer's failure must not end the run
             entry["reason"] = reason(failure)
             continue
-        if complaint := oracle.complaint(error):
+        if complaint := truth.complaint(error):
             entry["reason"] = complaint
         else:
             entry["error"] = error
@@ -115,9 +121,9 @@ def versus(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {"best_peer": peer, "ratio": ratio}
 
 
-def main(workloads: Sequence[Workload], argv: Sequence[str] | None = None) -> int:
-    """Command line of a table of workloads. Exit code 0; 2 where nothing can be measured."""
-    options = parse(workloads[0].phase, argv)
+def main(program: str, workloads: Sequence[AnyWorkload], argv: Sequence[str] | None = None) -> int:
+    """Command line of `perf.<program>`, a table of workloads. Exit code 0; 2 where nothing can be measured."""
+    options = parse(program, argv)
     if absent := why_no_gpu():
         print(f"Nothing to measure here: {absent}.", file=sys.stderr)
         return 2
@@ -128,17 +134,17 @@ def main(workloads: Sequence[Workload], argv: Sequence[str] | None = None) -> in
     if not chosen:
         print(f"No row is named {' '.join(options.only)}.", file=sys.stderr)
         return 2
-    run(chosen, options)
+    run(program, chosen, options)
     return 0
 
 
-def only(workloads: Sequence[Workload], words: Sequence[str]) -> list[Workload]:
+def only(workloads: Sequence[AnyWorkload], words: Sequence[str]) -> list[AnyWorkload]:
     """The workloads whose names hold all of these words."""
     return [w for w in workloads if all(word in w.name.split() for text in words for word in text.split())]
 
 
-def parse(phase: str, argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=f"python -m perf.{phase}", description=__doc__)
+def parse(program: str, argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m perf.{program}", description=__doc__)
     parser.add_argument("--out", type=Path, help="write the record here, as JSON, after every row")
     parser.add_argument("--backends", nargs="+", default=["auto"], help="which of ours (default: auto)")
     parser.add_argument("--peers", nargs="*", help="only these peers (default: all)")
@@ -148,13 +154,13 @@ def parse(phase: str, argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run(workloads: Sequence[Workload], options: argparse.Namespace) -> None:
+def run(program: str, workloads: Sequence[AnyWorkload], options: argparse.Namespace) -> None:
     """Measure ceilings and every row on the current device, and print the table."""
     device = torch.device("cuda", torch.cuda.current_device())
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     timer = CudaGraphTimer()
     record: dict[str, Any] = {
-        "command": command_line(workloads[0].phase, sys.argv[1:]),
+        "command": command_line(program, sys.argv[1:]),
         "environment": environment(),
         "ceilings": ceilings(timer, device),
         "rows": [],

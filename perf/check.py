@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from cute_attn import reference
+from perf.batch_workloads import BatchInputs, BatchWorkload
 from perf.workloads import Inputs, Workload
 
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2}
@@ -21,21 +24,32 @@ def checked_rows(qo_len: int) -> list[int]:
 
 
 class Oracle:
-    """The reference's fp64 answer for the checked rows of one workload on one set of inputs."""
+    """The reference's fp64 answer `o` for the rows `rows` of a candidate's output."""
 
-    def __init__(self, workload: Workload, inputs: Inputs) -> None:
-        self.rows = torch.tensor(checked_rows(workload.qo_len), device=inputs.q.device)
-        keep = None
-        if workload.causal:
-            last_key = self.rows[:, None] + workload.kv_len - workload.qo_len
-            keep = torch.arange(workload.kv_len, device=inputs.q.device) <= last_key
-        mask = reference.Mask(keep=keep)
-        self.o, _ = reference.attention(inputs.q[self.rows], inputs.k, inputs.v, mask=mask)
-        self.tolerance = TOLERANCE[workload.dtype]
+    def __init__(self, rows: torch.Tensor, o: torch.Tensor, tolerance: float) -> None:
+        self.rows, self.o, self.tolerance = rows, o, tolerance
+
+    @classmethod
+    def of(cls, w: Workload, x: Inputs) -> Oracle:
+        rows, o = _answer(w, x.q, x.k, x.v)
+        return cls(rows, o, TOLERANCE[w.dtype])
+
+    @classmethod
+    def of_batch(cls, w: BatchWorkload, x: BatchInputs) -> Oracle:
+        """Checks the first request, the middle one, the last one and the longest."""
+        longest = max(range(len(w.kv_lens)), key=w.kv_lens.__getitem__)
+        rows, answers = [], []
+        for request in sorted({0, len(w.kv_lens) // 2, longest, len(w.kv_lens) - 1}):
+            start, stop = w.qo_indptr[request], w.qo_indptr[request + 1]
+            own, o = _answer(w.requests[request], x.q[start:stop], *w.tokens(x, request))
+            rows.append(own + start)
+            answers.append(o)
+        return cls(torch.cat(rows), torch.cat(answers), TOLERANCE[w.dtype])
 
     def error(self, o: torch.Tensor) -> float:
         """Root-mean-square difference over root-mean-square value: the outputs of long rows are small, so a
         difference counts only relative to them. NaN where o is."""
+        o = o.reshape(-1, *o.shape[-2:])  # peers keep an axis of requests
         return float(torch.linalg.vector_norm(o[self.rows].double() - self.o) / torch.linalg.vector_norm(self.o))
 
     def complaint(self, error: float) -> str | None:
@@ -43,3 +57,20 @@ class Oracle:
         if error <= self.tolerance:
             return None
         return f"wrong: relative error {error:.2e} against the reference (allowed {self.tolerance:.1e})"
+
+
+def _answer(w: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The checked rows of one request, and the reference's output for them."""
+    rows = torch.tensor(checked_rows(w.qo_len), device=q.device)
+    keep = None
+    if w.causal:
+        last_key = rows[:, None] + w.kv_len - w.qo_len
+        keep = torch.arange(w.kv_len, device=q.device) <= last_key
+    o, _ = reference.attention(q[rows], k, v, mask=reference.Mask(keep=keep))
+    return rows, o
+
+
+def oracle(w: Workload | BatchWorkload, x: Inputs | BatchInputs) -> Oracle:
+    if isinstance(w, BatchWorkload):
+        return Oracle.of_batch(w, cast(BatchInputs, x))
+    return Oracle.of(w, cast(Inputs, x))

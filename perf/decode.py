@@ -10,4 +10,4 @@ WORKLOADS = [
 ]
 
 if __name__ == "__main__":
-    raise SystemExit(main(WORKLOADS))
+    raise SystemExit(main("decode", WORKLOADS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
@@ -9,6 +10,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -27,12 +29,10 @@ def why_no_gpu() -> str | None:
 
 
 def environment() -> dict[str, str]:
-    """GPU, driver, versions, commit and date of a record. `PERF_COMMIT` names the commit where there is no checkout."""
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    """GPU, host, versions, commit and date of a record. `PERF_COMMIT` names the commit where there is no checkout."""
     return {
-        "gpu": properties.name,
-        "compute_capability": f"{properties.major}.{properties.minor}",
-        "driver": nvidia_smi("driver_version") or "unknown",
+        **_device(),
+        "host": _processor(),
         "cuda": torch.version.cuda or "none",
         "cudnn": str(torch.backends.cudnn.version()),
         "python": platform.python_version(),
@@ -41,6 +41,26 @@ def environment() -> dict[str, str]:
         "commit": os.environ.get("PERF_COMMIT") or _output(["git", "rev-parse", "--short", "HEAD"]) or "unknown",
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
+
+
+def _device() -> dict[str, str]:
+    if absent := why_no_gpu():
+        return {"gpu": f"no GPU: {absent}", "compute_capability": "none", "driver": "none"}
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "gpu": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "driver": nvidia_smi("driver_version") or "unknown",
+    }
+
+
+def _processor() -> str:
+    """The processor's name, which host times depend on."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def command_line(module: str, arguments: Sequence[str]) -> str:

@@ -1,15 +1,13 @@
 """The libraries we measure against, each behind one adapter and used only where it imports.
 
 An adapter turns a workload and its input sets into one call per set, each returning o
-`[qo_len, num_qo_heads, head_dim_vo]`, or raises `UnavailableError` with the reason why it cannot. Whatever
+`[tokens, num_qo_heads, head_dim_vo]`, or raises `UnavailableError` with the reason why it cannot. Whatever
 else it raises is a reason too.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,17 +15,15 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from perf import batch_peers
 from perf.harness import Call
+from perf.optional import flashinfer, module, require
 from perf.workloads import Inputs, Workload
 
-Bind = Callable[[Workload, Sequence[Inputs]], list[Call]]
+Bind = Callable[[Any, Sequence[Any]], list[Call]]  # of a workload and inputs of its kind
 
 PAGE_SIZE = 16
 WORKSPACE_BYTES = 256 << 20
-
-
-class UnavailableError(Exception):
-    """The peer is not here, or cannot express the workload."""
 
 
 @dataclass(frozen=True)
@@ -40,27 +36,8 @@ class Peer:
     builds: bool = False
 
 
-def _require(condition: bool, reason: str) -> None:
-    if not condition:
-        raise UnavailableError(reason)
-
-
-def _module(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UnavailableError(f"{name} does not import: {error}") from error
-
-
-def _flashinfer(name: str) -> Any:
-    """A FlashInfer module, built for this GPU only: for every arch its build takes many times as long."""
-    major, minor = torch.cuda.get_device_capability()
-    os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", f"{major}.{minor}{'a' if major >= 9 else ''}")
-    return _module(name)
-
-
 def _sdpa(backend: SDPBackend, w: Workload, sets: Sequence[Inputs]) -> list[Call]:
-    _require(not w.causal or w.qo_len == w.kv_len, "torch aligns a causal mask top-left")
+    require(not w.causal or w.qo_len == w.kv_len, "torch aligns a causal mask top-left")
 
     def call(x: Inputs) -> torch.Tensor:
         q, k, v = (t.transpose(0, 1)[None] for t in x)
@@ -73,7 +50,7 @@ def _sdpa(backend: SDPBackend, w: Workload, sets: Sequence[Inputs]) -> list[Call
 
 
 def _flash_attention_4(w: Workload, sets: Sequence[Inputs]) -> list[Call]:
-    fa4 = _module("flash_attn.cute")
+    fa4 = module("flash_attn.cute")
 
     def call(x: Inputs) -> torch.Tensor:
         o = fa4.flash_attn_func(x.q[None], x.k[None], x.v[None], causal=w.causal)
@@ -83,12 +60,12 @@ def _flash_attention_4(w: Workload, sets: Sequence[Inputs]) -> list[Call]:
 
 
 def _flashinfer_prefill(backend: str, w: Workload, sets: Sequence[Inputs]) -> list[Call]:
-    prefill = _flashinfer("flashinfer").single_prefill_with_kv_cache
+    prefill = flashinfer("flashinfer").single_prefill_with_kv_cache
     return [functools.partial(prefill, *x, causal=w.causal, backend=backend) for x in sets]
 
 
 def _flashinfer_decode(use_tensor_cores: bool, w: Workload, sets: Sequence[Inputs]) -> list[Call]:
-    decode = _flashinfer("flashinfer").single_decode_with_kv_cache
+    decode = flashinfer("flashinfer").single_decode_with_kv_cache
 
     def call(x: Inputs) -> torch.Tensor:
         return decode(x.q[0], x.k, x.v, use_tensor_cores=use_tensor_cores)[None]
@@ -98,7 +75,7 @@ def _flashinfer_decode(use_tensor_cores: bool, w: Workload, sets: Sequence[Input
 
 def _paged(w: Workload, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """The dense cache seen as pages in order: `[num_pages, PAGE_SIZE, num_kv_heads, head_dim]`, no copy."""
-    _require(w.kv_len % PAGE_SIZE == 0, f"kv_len is not a multiple of the page size {PAGE_SIZE}")
+    require(w.kv_len % PAGE_SIZE == 0, f"kv_len is not a multiple of the page size {PAGE_SIZE}")
     k, v = (t.view(-1, PAGE_SIZE, *t.shape[1:]) for t in (x.k, x.v))
     return k, v
 
@@ -106,10 +83,10 @@ def _paged(w: Workload, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 def _flashinfer_paged_decode(w: Workload, sets: Sequence[Inputs]) -> list[Call]:
     """The batch wrapper on the tensor-core kernel, as a batch of one."""
     caches = [_paged(w, x) for x in sets]
-    flashinfer = _flashinfer("flashinfer")
+    library = flashinfer("flashinfer")
     device, num_pages = sets[0].q.device, w.kv_len // PAGE_SIZE
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+    wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
     wrapper.plan(
         torch.tensor([0, num_pages], dtype=torch.int32),
         torch.arange(num_pages, dtype=torch.int32, device=device),
@@ -126,7 +103,7 @@ def _flashinfer_paged_decode(w: Workload, sets: Sequence[Inputs]) -> list[Call]:
 
 def _flashinfer_xqa(w: Workload, sets: Sequence[Inputs]) -> list[Call]:
     caches = [_paged(w, x) for x in sets]
-    xqa = _flashinfer("flashinfer.decode").xqa_batch_decode_with_kv_cache
+    xqa = flashinfer("flashinfer.decode").xqa_batch_decode_with_kv_cache
     device, num_pages = sets[0].q.device, w.kv_len // PAGE_SIZE
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     table = torch.arange(num_pages, dtype=torch.int32, device=device)[None]
@@ -149,4 +126,12 @@ PEERS: tuple[Peer, ...] = (
     Peer("FlashInfer decode tc", functools.partial(_flashinfer_decode, True), ("decode",), builds=True),
     Peer("FlashInfer paged fa2", _flashinfer_paged_decode, ("decode",), builds=True),
     Peer("FlashInfer XQA", _flashinfer_xqa, ("decode",), builds=True),
+    Peer("torch cuDNN", functools.partial(batch_peers.sdpa, SDPBackend.CUDNN_ATTENTION), ("ragged prefill",)),
+    Peer("flash-attn-4", batch_peers.flash_attention_4, ("ragged prefill",)),
+    Peer("FlashInfer fa2", functools.partial(batch_peers.flashinfer_ragged, "fa2"), ("ragged prefill",), builds=True),
+    Peer("FlashInfer fa3", functools.partial(batch_peers.flashinfer_ragged, "fa3"), ("ragged prefill",), builds=True),
+    Peer("FlashInfer fa2", functools.partial(batch_peers.flashinfer_paged, "fa2"), ("paged prefill",), builds=True),
+    Peer("FlashInfer fa3", functools.partial(batch_peers.flashinfer_paged, "fa3"), ("paged prefill",), builds=True),
+    Peer("FlashInfer fa2", batch_peers.flashinfer_decode, ("batch decode",), builds=True),
+    Peer("FlashInfer XQA", batch_peers.flashinfer_xqa, ("batch decode",), builds=True),
 )

@@ -16,4 +16,4 @@ WORKLOADS = [
 ]
 
 if __name__ == "__main__":
-    raise SystemExit(main(WORKLOADS))
+    raise SystemExit(main("prefill", WORKLOADS))

@@ -14,6 +14,8 @@ Record = Mapping[str, Any]
 def markdown(record: Record) -> str:
     """The tables of one record, under a heading that says where and how it was measured."""
     tables = overhead_tables(record) if "overhead" in record else speed_tables(record)
+    if "makespan" in record:
+        tables = [*tables, makespan_table(record)]
     return "\n\n".join([heading(record), *tables]) + "\n"
 
 
@@ -87,6 +89,16 @@ def overhead_tables(record: Record) -> list[str]:
     """Host microseconds a call, and the parts of ours."""
     calls = [[name, _host(entry)] for name, entry in record["overhead"].items()]
     return [table(["host µs a call", "median (p20-p80)"], calls)]
+
+
+def makespan_table(record: Record) -> str:
+    """Ratios of makespans over random batches, by phase."""
+    lines = [
+        [f"{phase}: {name}", *(f"{value:.2f}" for value in values)]
+        for phase, ratios in record["makespan"].items()
+        for name, values in ratios.items()
+    ]
+    return table(["makespan", "median", "90 %", "99 %", "largest"], lines)
 
 
 def _host(entry: Record) -> str:

@@ -3,7 +3,7 @@
     python -m perf.prefill --warm-peers &     (likewise perf.decode)
 
 Each peer is built in a process of its own that solves a short version of the workload:
-    python -m perf.warm PEER '{"qo_len": 256, ...}'
+    python -m perf.warm PEER Workload '{"qo_len": 256, ...}'
 """
 
 from __future__ import annotations
@@ -14,41 +14,49 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from typing import Any
 
 import torch
 
+from perf.batch_workloads import BatchWorkload
 from perf.harness import reason
-from perf.peers import PEERS, UnavailableError
+from perf.optional import UnavailableError
+from perf.peers import PEERS
 from perf.workloads import Workload
 
 SHORT = 256
 SIDE_BY_SIDE = 10  # builds at a time, each with
 BUILD_JOBS = "4"  # compiler processes
 
+AnyWorkload = Workload | BatchWorkload
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Workload, BatchWorkload)}
 
-def builds(workloads: Sequence[Workload], names: Sequence[str] | None = None) -> list[tuple[str, Workload]]:
+
+def builds(workloads: Sequence[AnyWorkload], names: Sequence[str] | None = None) -> list[tuple[str, AnyWorkload]]:
     """(peer, short workload) of every distinct build: their masks and lengths are run-time values."""
-    short = dict.fromkeys(replace(w, qo_len=min(w.qo_len, SHORT), kv_len=SHORT, causal=False) for w in workloads)
+    short = dict.fromkeys(w.short(SHORT) for w in workloads)
     peers = [peer for peer in PEERS if peer.builds and (names is None or peer.name in names)]
     return [(peer.name, w) for w in short for peer in peers if w.phase in peer.phases]
 
 
-def warm(workloads: Sequence[Workload], names: Sequence[str] | None = None) -> None:
+def warm(workloads: Sequence[AnyWorkload], names: Sequence[str] | None = None) -> None:
     """Run all builds, or those of the peers named; each prints how it ended, and none ends the others."""
     env = {"MAX_JOBS": BUILD_JOBS, **os.environ}
 
-    def spawn(job: tuple[str, Workload]) -> None:
+    def spawn(job: tuple[str, AnyWorkload]) -> None:
         name, workload = job
-        subprocess.run([sys.executable, "-m", "perf.warm", name, json.dumps(asdict(workload))], env=env)
+        subprocess.run(
+            [sys.executable, "-m", "perf.warm", name, type(workload).__name__, json.dumps(asdict(workload))], env=env
+        )
 
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         list(pool.map(spawn, builds(workloads, names)))
 
 
-def build(name: str, workload: Workload) -> str:
+def build(name: str, workload: AnyWorkload) -> str:
     """Bind the peer and run it once; says how that ended."""
-    peer = next(p for p in PEERS if p.name == name)
+    peer = next(p for p in PEERS if p.name == name and workload.phase in p.phases)
     try:
         for call in peer.bind(workload, [workload.inputs(torch.device("cuda"))]):
             call()
@@ -61,6 +69,6 @@ def build(name: str, workload: Workload) -> str:
 
 
 if __name__ == "__main__":
-    _, peer_name, text = sys.argv
-    problem = Workload(**json.loads(text))
+    _, peer_name, kind, text = sys.argv
+    problem = KINDS[kind](**json.loads(text))
     print(f"{peer_name}, {problem.name}: {build(peer_name, problem)}", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -92,6 +93,10 @@ class Workload:
     def num_sets(self, l2_bytes: int) -> int:
         """Copies of the inputs that exceed twice the L2 together: by its next turn a set has left it."""
         return 2 * l2_bytes // self.bytes + 1
+
+    def short(self, length: int) -> Workload:
+        """A short problem that needs the same kernels."""
+        return dataclasses.replace(self, qo_len=min(self.qo_len, length), kv_len=length, causal=False)
 
 
 class Inputs(NamedTuple):

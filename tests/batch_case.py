@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +17,11 @@ import numpy as np
 import torch
 
 import cute_attn
-from cute_attn import reference
+from cute_attn import reference, select
+from cute_attn.errors import Refusal
 from cute_attn.problem import Features, Problem, Settings
 from cute_attn.quantization import packbits
+from cute_attn.runtime.arch import Arch
 from tests.case import LSE_ROUNDING, Result, _compare, tolerance
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
@@ -275,17 +276,18 @@ def _requests(
 
 def _masks(case: BatchCase, requests: list[Request]) -> dict[str, torch.Tensor]:
     bits = [r.keep.flatten() for r in requests if r.keep is not None]
+    nothing = torch.empty(0, dtype=torch.bool)
     if case.mask == "custom":
-        return {"custom_mask": torch.cat([torch.empty(0, dtype=torch.bool), *bits])}
+        return {"custom_mask": torch.cat([nothing, *bits])}
     in_bytes = sum(-(-b.numel() // 8) for b in bits)
     ambiguous = in_bytes == -(-sum(b.numel() for b in bits) // 8)  # then requests start at bytes of their own
     if case.mask == "packed" or (
         case.mask == "flat" and ambiguous
     ):  # the bits after a request's last are set: nobody may look at them
         padded = [torch.nn.functional.pad(b, (0, -b.numel() % 8), value=True) for b in bits]
-        return {"packed_custom_mask": packbits(torch.cat([torch.empty(0, dtype=torch.bool), *padded]), "little")}
+        return {"packed_custom_mask": packbits(torch.cat([nothing, *padded]), "little")}
     if case.mask == "flat":
-        return {"packed_custom_mask": packbits(torch.cat([torch.empty(0, dtype=torch.bool), *bits]), "little")}
+        return {"packed_custom_mask": packbits(torch.cat([nothing, *bits]), "little")}
     return {}
 
 
@@ -356,9 +358,9 @@ def call(
 
 
 def check(case: BatchCase, inputs: BatchInputs, out: torch.Tensor, lse: torch.Tensor | None) -> Result:
-    """Compare with the fp64 reference of every request. Rows that no request has must be 0 and -inf."""
-    o_ref = torch.zeros(case.rows, case.num_qo_heads, case.head_dim_vo, dtype=torch.float64)
-    lse_ref = torch.full((case.rows, case.num_qo_heads), -math.inf, dtype=torch.float64)
+    """Compare with the fp64 reference of every request, on out's device. Rows of no request must be 0 and -inf."""
+    o_ref = torch.zeros(case.rows, case.num_qo_heads, case.head_dim_vo, dtype=torch.float64, device=out.device)
+    lse_ref = torch.full((case.rows, case.num_qo_heads), -math.inf, dtype=torch.float64, device=out.device)
     row = case.first
     for request in inputs.requests:
         rows = slice(row, row + request.q.shape[0])
@@ -369,11 +371,11 @@ def check(case: BatchCase, inputs: BatchInputs, out: torch.Tensor, lse: torch.Te
     if out.shape != o_ref.shape or out.dtype != dtype or (lse is not None and lse.shape != lse_ref.shape):
         return Result(False, math.inf, math.inf, f"out is {out.dtype} {tuple(out.shape)}")
     o_tol, lse_tol = tolerance(case)  # type: ignore[arg-type]
-    o_error, detail = _compare("o", out.cpu(), o_ref, 1 + o_ref.abs(), o_tol, empty[..., None])
+    o_error, detail = _compare("o", out, o_ref, 1 + o_ref.abs(), o_tol, empty[..., None])
     if lse is None:
         return Result(not detail, o_error, 0.0, detail)
     unit = 1 + LSE_ROUNDING / lse_tol * lse_ref.masked_fill(empty, 0.0).abs()
-    lse_error, lse_detail = _compare("lse", lse.cpu(), lse_ref, unit, lse_tol, empty)
+    lse_error, lse_detail = _compare("lse", lse, lse_ref, unit, lse_tol, empty)
     detail = "; ".join(filter(None, (detail, lse_detail)))
     return Result(not detail, o_error, lse_error, detail)
 
@@ -397,10 +399,9 @@ def _solve(case: BatchCase, request: Request, sinks: torch.Tensor | None, o: tor
         rope_theta=case.rope_theta,
         lse_scale=math.log(2) if case.lse_base == "ln" else 1.0,
     )
-    packed = None if request.keep is None else packbits(request.keep.flatten(), "little")
-    lengths = len(request.q), len(request.k)
-    sinks = None if sinks is None else sinks.cpu()
-    problem = Problem(settings, *lengths, request.q, request.k, request.v, o, lse, packed, sinks=sinks)
+    packed = None if request.keep is None else packbits(request.keep.flatten(), "little").to(o.device)
+    q, k, v = (x.to(o.device) for x in (request.q, request.k, request.v))
+    problem = Problem(settings, len(q), len(k), q, k, v, o, lse, packed, sinks=sinks)
     reference.run(problem, torch.float64)
 
 
@@ -558,10 +559,32 @@ def random_lengths(case: BatchCase, seed: int, max_len: int) -> BatchCase:
     kv_lens = tuple(int(n) for n in rng.integers(0, max_len + 1, len(case.kv_lens)))
     if case.kind == "decode":
         return dataclasses.replace(case, kv_lens=kv_lens, seed=seed)
-    cuts = np.sort(rng.integers(0, sum(case.qo_lens) + 1, len(case.qo_lens) - 1))
-    qo_lens = tuple(int(n) for n in np.diff([0, *cuts, sum(case.qo_lens)]))
+    rows = int(rng.integers(0, sum(case.qo_lens) + 1))
+    cuts = np.sort(rng.integers(0, rows + 1, len(case.qo_lens) - 1))
+    qo_lens = tuple(int(n) for n in np.diff([0, *cuts, rows]))
     return dataclasses.replace(case, qo_lens=qo_lens, kv_lens=kv_lens, seed=seed)
 
 
-def random_cases(count: int, **limits: int) -> Iterator[BatchCase]:
-    return (random_batch_case(seed, **limits) for seed in range(count))
+def features(case: BatchCase, device: torch.device, dense: bool = False) -> Features:
+    """Features of a case, or of the single request that it consists of."""
+    dtype = getattr(torch, case.dtype)
+    kv_dtype = {None: dtype, "nvfp4": torch.uint8}.get(case.kv_dtype) or getattr(torch, str(case.kv_dtype))
+    scored = case.q_scale is not None or case.k_scale is not None
+    return Features(
+        *(device, dtype, kv_dtype, getattr(torch, case.o_dtype or case.dtype)),
+        *(case.num_qo_heads, case.num_kv_heads, case.head_dim_qk, case.head_dim_vo),
+        custom_mask=case.mask in ("custom", "packed", "flat"),
+        soft_cap=case.logits_soft_cap > 0,
+        pos_encoding_mode=case.pos_encoding_mode,
+        positive_scale=case.scale > 0 and not (case.tensor_scales and scored and device.type == "cuda"),
+        kv_block_scales=case.kv_dtype == "nvfp4",
+        sinks=case.sinks,
+        kv_source="dense" if dense else "ragged" if case.kind == "ragged" else "paged",
+    )
+
+
+def refusals(
+    case: BatchCase, inputs: BatchInputs, backend: str, arch: Arch | None, dense: bool = False
+) -> list[Refusal]:
+    """What the table of capabilities has against a case."""
+    return select.reasons_against(select.BY_NAME[backend], features(case, inputs.q.device, dense), arch)

@@ -1,139 +1,156 @@
-"""Merged states against numpy in fp64 and against attention over all keys."""
+"""The cascade wrapper against attention over each request's own keys, put together from its levels."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import cute_attn
-from cute_attn.errors import ArgumentError, ArgumentTypeError
+from cute_attn.errors import ArgumentError, ArgumentTypeError, NotPlannedError, NotSupported
 
-TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float32: 1e-6}
-
-
-def states(num: int, dtype: torch.dtype = torch.float32, n: int = 7, heads: int = 3, dim: int = 5) -> tuple[Any, Any]:
-    """Random states, some rows of which have no keys: in one of them, in all of them, with NaN in v."""
-    generator = torch.Generator().manual_seed(num)
-    v = torch.randn(n, num, heads, dim, generator=generator).to(dtype)
-    s = torch.randn(n, num, heads, generator=generator) * 20
-    s[0, :1], v[0, :1] = -torch.inf, torch.nan
-    s[1] = -torch.inf
-    s[2, :, 0] = -torch.inf
-    return v, s
+HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 4
+QO_LENS = [3, 1, 4, 2]
+# By level: which requests share a group, and the keys of the group.
+LEVELS = [([0, 0, 0, 0], [13]), ([0, 0, 1, 1], [5, 8]), ([0, 1, 2, 3], [7, 1, 4, 9])]
 
 
-def expected(v: torch.Tensor, s: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    v64, s64 = v.double().numpy(), s.double().numpy()
-    with np.errstate(divide="ignore", invalid="ignore"):
-        weights = np.exp2(s64)
-        total = weights.sum(1)
-        merged = np.where(weights[..., None] > 0, weights[..., None] * v64, 0).sum(1) / total[..., None]
-        return np.where(total[..., None] > 0, merged, 0), np.log2(total)
+class Shared:
+    """A batch whose requests share the keys of LEVELS[:-1]."""
+
+    def __init__(self, layout: str = "NHD", levels: list[tuple[list[int], list[int]]] = LEVELS) -> None:
+        self.levels, self.layout = levels, layout
+        pages = [[-(-kv // PAGE) for kv in kv_lens] for _, kv_lens in levels]
+        self.num_pages = sum(map(sum, pages))
+        self.cache = torch.randn(self.num_pages, 2, PAGE, KV_HEADS, DIM).half()
+        self.q = torch.randn(sum(QO_LENS), HEADS, DIM).half()
+        free = torch.randperm(self.num_pages)
+        self.arrays: list[list[torch.Tensor]] = [[], [], [], []]
+        for (groups, kv_lens), counts in zip(levels, pages, strict=True):
+            rows = [sum(q for q, g in zip(QO_LENS, groups, strict=True) if g == i) for i in range(len(kv_lens))]
+            self.arrays[0].append(torch.tensor([0, *rows]).cumsum(0).int())
+            self.arrays[1].append(torch.tensor([0, *counts]).cumsum(0).int())
+            self.arrays[2].append(free[: sum(counts)].int())
+            self.arrays[3].append(torch.tensor([kv - (n - 1) * PAGE for kv, n in zip(kv_lens, counts, strict=True)]))
+            free = free[sum(counts) :]
+
+    def given(self) -> torch.Tensor:
+        return self.cache if self.layout == "NHD" else self.cache.transpose(2, 3).contiguous()
+
+    def keys(self, request: int) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = []
+        for level, (groups, kv_lens) in enumerate(self.levels):
+            group = groups[request]
+            start, stop = self.arrays[1][level][group : group + 2].tolist()
+            tokens = self.cache[self.arrays[2][level][start:stop]].transpose(0, 1).flatten(1, 2)
+            parts.append(tokens[:, : kv_lens[group]])
+        k, v = torch.cat(parts, 1)
+        return k, v
+
+    def expected(self, **options: Any) -> torch.Tensor:
+        single, row, out = cute_attn.single_prefill_with_kv_cache, 0, []
+        for request, qo_len in enumerate(QO_LENS):
+            out.append(single(self.q[row : row + qo_len], *self.keys(request), **options))
+            row += qo_len
+        return torch.cat(out)
 
 
-def check(result: tuple[torch.Tensor, torch.Tensor], v: torch.Tensor, s: torch.Tensor) -> None:
-    want_v, want_s = expected(v, s)
-    assert result[0].dtype == v.dtype
-    assert result[1].dtype == torch.float32
-    np.testing.assert_allclose(result[0].double().numpy(), want_v, rtol=TOLERANCE[v.dtype], atol=TOLERANCE[v.dtype])
-    np.testing.assert_allclose(result[1].numpy(), want_s, rtol=1e-6, atol=1e-5)
+def wrapper(levels: int = 3, layout: str = "NHD") -> cute_attn.MultiLevelCascadeAttentionWrapper:
+    return cute_attn.MultiLevelCascadeAttentionWrapper(levels, torch.zeros(1 << 20, dtype=torch.uint8), layout)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("num", [1, 2, 5])
-def test_merge_states(num: int, dtype: torch.dtype) -> None:
-    v, s = states(num, dtype)
-    check(cute_attn.merge_states(v, s), v, s)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("levels", [1, 2, 3])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("options", [{}, {"logits_soft_cap": 2.0, "sm_scale": 0.5}])
+def test_levels_merge_to_attention_over_all_keys(
+    layout: str, levels: int, causal: bool, options: dict[str, Any]
+) -> None:
+    torch.manual_seed(levels)
+    batch = Shared(layout, LEVELS[3 - levels :])
+    cascade = wrapper(levels, layout)
+    cascade.plan(*batch.arrays, HEADS, KV_HEADS, DIM, PAGE, causal=causal, **options)
+    out = cascade.run(batch.q, batch.given())
+    assert out.dtype == torch.float16
+    torch.testing.assert_close(out, batch.expected(causal=causal, **options), rtol=3e-3, atol=3e-3)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_merge_state(dtype: torch.dtype) -> None:
-    v, s = states(2, dtype)
-    check(cute_attn.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1]), v, s)
+def test_other_names_and_a_new_plan() -> None:
+    batch, cascade = Shared(), wrapper()
+    cascade.begin_forward(*batch.arrays, HEADS, KV_HEADS, DIM, PAGE, True, allow_fp16_qk_reduction=True)
+    out = cascade.forward(batch.q, batch.given())
+    torch.testing.assert_close(out, batch.expected(causal=True), rtol=3e-3, atol=3e-3)
+    assert cascade.end_forward() is None
+    assert not cascade.is_cuda_graph_enabled
+    cascade.plan(*batch.arrays, HEADS, KV_HEADS, DIM, PAGE)
+    torch.testing.assert_close(cascade.run(batch.q, batch.given()), batch.expected(), rtol=3e-3, atol=3e-3)
+    cascade.reset_workspace_buffer(torch.zeros(1 << 20, dtype=torch.uint8), [torch.zeros(8)] * 3)
+    with pytest.raises(NotPlannedError, match=r"plan\(\) must come before run"):
+        cascade.run(batch.q, batch.given())
 
 
-@pytest.mark.parametrize("shift", [-1000.0, 1000.0])
-def test_large_lse_neither_overflows_nor_vanishes(shift: float) -> None:
-    v, s = states(3)
-    merged, lse = cute_attn.merge_states(v, s + shift)
-    want_v, want_s = expected(v, s)
-    np.testing.assert_allclose(merged.numpy(), want_v, rtol=2e-4, atol=2e-4)
-    np.testing.assert_allclose(lse.numpy(), want_s + shift, rtol=1e-6)
+def test_one_level_takes_positions() -> None:
+    batch, cascade = Shared(levels=LEVELS[2:]), wrapper(1)
+    options = {"pos_encoding_mode": "ALIBI", "window_left": 3, "causal": True}
+    cascade.plan(*batch.arrays, HEADS, KV_HEADS, DIM, PAGE, **options)
+    out = cascade.run(batch.q, batch.given())
+    torch.testing.assert_close(out, batch.expected(**options), rtol=3e-3, atol=3e-3)
 
 
-def test_no_states_are_a_state_without_keys() -> None:
-    v, s = cute_attn.merge_states(torch.empty(2, 0, 3, 4, dtype=torch.float16), torch.empty(2, 0, 3))
-    assert (v.shape, v.dtype, s.dtype) == ((2, 3, 4), torch.float16, torch.float32)
-    assert not v.any()
-    assert (s == -torch.inf).all()
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("mask_dtype", [None, torch.bool, torch.uint8])
-def test_merge_state_in_place(mask_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
-    both_v, both_s = states(2, dtype)
-    wide = torch.zeros(7, 6, 5, dtype=dtype)
-    v, s = wide[:, ::2], both_s[:, 0].clone()  # strided
-    v.copy_(both_v[:, 0])
-    v[3, 0] = -0.0
-    mask = None if mask_dtype is None else torch.tensor([0, 1, 1, 0, 1, 0, 1], dtype=mask_dtype)
-    before = v.clone(), s.clone()
-    want = cute_attn.merge_state(v, s, both_v[:, 1], both_s[:, 1])
-    assert cute_attn.merge_state_in_place(v, s, both_v[:, 1], both_s[:, 1], mask) is None
-    merged = torch.ones(7, dtype=torch.bool) if mask is None else mask != 0
-    integer = torch.int32 if dtype == torch.float32 else torch.int16
-    for result, kept, new in ((v, before[0], want[0]), (s, before[1], want[1])):
-        kind = integer if result is v else torch.int32
-        assert torch.equal(result[merged].view(kind), new[merged].view(kind))
-        assert torch.equal(result[~merged].view(kind), kept[~merged].view(kind))
-    assert not wide[:, 1::2].any()
-
-
-def test_attention_over_parts_merges_to_attention_over_all_keys() -> None:
-    q, k, v = (torch.randn(n, heads, 64, dtype=torch.float16) for n, heads in ((6, 4), (50, 2), (50, 2)))
-    attention = cute_attn.single_prefill_with_kv_cache_return_lse
-    parts = [attention(q, k[a:b], v[a:b]) for a, b in ((0, 9), (9, 50))]
-    merged = cute_attn.merge_state(*parts[0], *parts[1])
-    torch.testing.assert_close(merged, attention(q, k, v), rtol=2e-3, atol=2e-3)
-
-
-def test_nothing_waits_for_the_device() -> None:
-    """With tensors that have no values: whatever needs them fails."""
-    v, s = torch.empty(4, 5, 3, 2, device="meta"), torch.empty(4, 5, 3, device="meta")
-    assert cute_attn.merge_states(v, s)[0].shape == (4, 3, 2)
-    cute_attn.merge_state_in_place(v[:, 0], s[:, 0], v[:, 1], s[:, 1], s[:, 0, 0].bool())
-
-
-V, S = torch.zeros(4, 3, 2), torch.zeros(4, 3)
-META_V, META_S = V.to("meta"), S.to("meta")
-BAD: list[tuple[str, tuple[Any, ...], str, type]] = [
-    ("merge_state", (V.tolist(), S, V, S), "v_a must be a torch.Tensor", ArgumentTypeError),
-    ("merge_state", (V, S, V, None), "s_b must be a torch.Tensor", ArgumentTypeError),
-    ("merge_state", (V[0], S, V, S), r"v_a must have shape \[n, num_heads, head_dim\]", ArgumentError),
-    ("merge_state", (V.double(), S, V, S), "v_a must have dtype", ArgumentError),
-    ("merge_state", (V, S[:2], V, S), r"s_a must have shape \[n, num_heads\] = \(4, 3\)", ArgumentError),
-    ("merge_state", (V, S.int(), V, S), "s_a must have dtype", ArgumentError),
-    ("merge_state", (V, S, V[..., :1], S), "v_b must have shape v_a's", ArgumentError),
-    ("merge_state", (V, S, V.half(), S), "v_b must have dtype float32", ArgumentError),
-    ("merge_state", (V, S, META_V, S), "v_b must be on v_a's device", ArgumentError),
-    ("merge_state", (V, META_S, V, S), "s_a must be on v_a's device", ArgumentError),
-    ("merge_state", (V, S, V, S[:, :2]), "s_b must have shape", ArgumentError),
-    ("merge_state_in_place", (V, S.half(), V, S), "s must have dtype float32", ArgumentError),
-    ("merge_state_in_place", (V[:1].expand(4, 3, 2), S, V, S), "v must not overlap itself", ArgumentError),
-    ("merge_state_in_place", (V, S[:1].expand(4, 3), V, S), "s must not overlap itself", ArgumentError),
-    ("merge_state_in_place", (V, S, V, S, S[:, 0]), "mask must have dtype bool or uint8", ArgumentError),
-    ("merge_state_in_place", (V, S, V, S, torch.ones(3, dtype=torch.bool)), "mask must have shape", ArgumentError),
-    ("merge_state_in_place", (V, S, V, S, [1]), "mask must be a torch.Tensor", ArgumentTypeError),
-    ("merge_state_in_place", (V, S, V, S, META_S[:, 0].bool()), "mask must be on v's device", ArgumentError),
-    ("merge_states", (V, S), r"v must have shape \[n, num_states, num_heads, head_dim\]", ArgumentError),
-    ("merge_states", (V[None], S), r"s must have shape \[n, num_states, num_heads\]", ArgumentError),
-]
-
-
-@pytest.mark.parametrize(("function", "arguments", "message", "error"), BAD)
-def test_bad_arguments_are_named(function: str, arguments: tuple[Any, ...], message: str, error: type) -> None:
+@pytest.mark.parametrize(
+    ("changed", "message", "error"),
+    [
+        ({"pos_encoding_mode": "ROPE_LLAMA"}, "cascade refuses pos_encoding_mode='ROPE_LLAMA'", NotSupported),
+        ({"window_left": 8}, "cascade refuses window_left=8: a level knows .* Instead: a paged wrapper", NotSupported),
+        ({"paged_kv_indptr_arr": 7}, "paged_kv_indptr_arr must be a list with a tensor for each", ArgumentTypeError),
+        ({"paged_kv_indices_arr": []}, "paged_kv_indices_arr must have a tensor for each of 3 levels", ArgumentError),
+        (
+            {"qo_indptr_arr": [torch.tensor([0, n]) for n in (9, 10, 10)]},
+            r"same number .* \[9, 10, 10\]",
+            ArgumentError,
+        ),
+        ({"qo_indptr_arr": [None] * 3}, "qo_indptr_arr must be a torch.Tensor", ArgumentTypeError),
+        ({"causal": 1}, "causal must be True or False", ArgumentTypeError),
+        ({"num_kv_heads": 3}, "num_qo_heads", ArgumentError),
+    ],
+)
+def test_bad_plans_are_named_and_leave_none(changed: dict[str, Any], message: str, error: type) -> None:
+    batch, cascade = Shared(), wrapper()
+    names = ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len")
+    good = {**dict(zip(names, batch.arrays, strict=True)), "num_qo_heads": HEADS, "num_kv_heads": KV_HEADS}
+    good |= {"head_dim": DIM, "page_size": PAGE}
+    cascade.plan(**good)
     with pytest.raises(error, match=message):
-        getattr(cute_attn, function)(*arguments)
+        cascade.plan(**{**good, **changed})
+    with pytest.raises(NotPlannedError):
+        cascade.run(batch.q, batch.given())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "error"),
+    [
+        ((0, torch.zeros(64)), "num_levels must be >= 1, got 0", ArgumentError),
+        ((2.0, torch.zeros(64)), "num_levels must be an int", ArgumentTypeError),
+        ((1, torch.zeros(64), "NHD", 1), "use_cuda_graph must be True or False", ArgumentTypeError),
+        ((1, torch.zeros(64), "NHD", True), "qo_indptr_buf_arr must be a list", ArgumentTypeError),
+    ],
+)
+def test_bad_constructors_are_named(arguments: tuple[Any, ...], message: str, error: type) -> None:
+    with pytest.raises(error, match=message):
+        cute_attn.MultiLevelCascadeAttentionWrapper(*arguments)
+
+
+def test_fixed_buffers_hold_other_lengths() -> None:
+    """Buffers of the constructor are those that captured launches read: a new plan changes what is in them."""
+    first, second = Shared(), Shared(levels=[([0] * 4, [9]), ([0, 0, 1, 1], [2, 8]), ([0, 1, 2, 3], [3, 2, 5, 6])])
+    buffers = [[torch.zeros(len(a), dtype=torch.int32) for a in arrays] for arrays in first.arrays]
+    cascade = cute_attn.MultiLevelCascadeAttentionWrapper(
+        3, torch.zeros(1 << 20, dtype=torch.uint8), "NHD", True, *buffers
+    )
+    assert cascade.is_cuda_graph_enabled
+    for batch in (first, second):
+        cascade.plan(*batch.arrays, HEADS, KV_HEADS, DIM, PAGE, causal=True)
+        assert all(map(torch.equal, buffers[1], batch.arrays[1]))
+        out = cascade.run(batch.q, batch.given())
+        torch.testing.assert_close(out, batch.expected(causal=True), rtol=3e-3, atol=3e-3)

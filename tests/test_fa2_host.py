@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cute_attn import normalize, packbits, reference
-from cute_attn.backends import fa2
+from cute_attn.backends import fa2, fa2_kernels
 from cute_attn.kernels.spec import CombineSpec, Fa2Spec, Tile
 from cute_attn.problem import Problem
 from cute_attn.runtime.arch import named
@@ -24,8 +24,8 @@ def contract(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter in place of a GPU, and small tiles so that small problems have many."""
     InterpretedLaunch.fired = []
     fa2.load.cache_clear()
-    monkeypatch.setattr(fa2, "Launch", InterpretedLaunch)
-    monkeypatch.setattr(fa2, "artifacts", types.SimpleNamespace(get=lambda spec, arch: spec))
+    monkeypatch.setattr(fa2_kernels, "Launch", InterpretedLaunch)
+    monkeypatch.setattr(fa2_kernels, "artifacts", types.SimpleNamespace(get=lambda spec, arch: spec))
     monkeypatch.setattr(fa2, "current_stream", lambda index: 77)
     monkeypatch.setattr(fa2, "tiles", types.SimpleNamespace(choose=lambda *args: SMALL, resident_ctas=lambda *args: 2))
 
@@ -213,7 +213,7 @@ def test_lengths_do_not_grow_the_memo_without_bound() -> None:
     ],
 )
 def test_scores_of_the_spec(arguments: dict[str, Any], scores: tuple[str, ...]) -> None:
-    assert fa2.spec(build(**arguments).features, SMALL, False).scores == scores
+    assert fa2_kernels.spec(build(**arguments).features, SMALL).scores == scores
 
 
 def test_parameter_blocks_follow_the_kernels() -> None:

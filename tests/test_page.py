@@ -81,6 +81,22 @@ def test_append_of_no_rows_changes_nothing(nnz: int) -> None:
         assert torch.equal(cache, before)
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_pages_of_one_token_may_lack_their_axis(layout: str) -> None:
+    batch = Batch(1)
+    rows = torch.randn(2, len(batch.rows), HEADS, DIM)
+    requests, positions = cute_attn.get_batch_indices_positions(batch.append_indptr, batch.seq_lens, len(batch.rows))
+    results = []
+    for axis in ((1,), ()):
+        cache = torch.zeros(batch.num_pages, 2, *axis, HEADS, DIM)
+        given = cache.transpose(2, 3) if axis and layout == "HND" else cache
+        for form in (given, tuple(given.unbind(1))):
+            cute_attn.append_paged_kv_cache(*rows, requests, positions, form, *batch.table(), kv_layout=layout)
+        results.append(cache.reshape(batch.num_pages, 2, HEADS, DIM))
+    assert results[0].any()
+    assert torch.equal(*results)
+
+
 def test_head_dims_of_keys_and_values_may_differ() -> None:
     k, v = torch.zeros(2, 4, HEADS, 6), torch.zeros(2, 4, HEADS, 2)
     key, value = torch.randn(1, HEADS, 6), torch.randn(1, HEADS, 2)
@@ -178,7 +194,7 @@ BAD_APPENDS: list[tuple[str, Any, str, type]] = [
     ("paged_kv_cache", K, r"paged_kv_cache as one tensor must have shape \[num_pages, 2, ...\]", ArgumentError),
     ("paged_kv_cache", (K,), "paged_kv_cache must be a tensor or a tuple", ArgumentTypeError),
     ("paged_kv_cache", (K, None), r"paged_kv_cache\[1\] must be a torch.Tensor", ArgumentTypeError),
-    ("paged_kv_cache", (K, K[0]), r"paged_kv_cache\[1\] must have 4 dimensions", ArgumentError),
+    ("paged_kv_cache", (K, K[0, 0]), r"paged_kv_cache\[1\] must have 4 dimensions, or 3", ArgumentError),
     ("paged_kv_cache", (K, K[:2]), "paged_kv_cache must have keys and values of the same pages", ArgumentError),
     ("paged_kv_cache", (K.mT.contiguous().mT, K), "must have stride 1 on its last axis", ArgumentError),
     ("paged_kv_cache", (K.double(), K.double()), "must have a dtype of at most 4 bytes", ArgumentError),

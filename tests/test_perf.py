@@ -14,15 +14,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend
 
-from perf import bench, check, harness, report, warm
+from perf import batch_peers, bench, check, harness, report, warm
+from perf.batch_workloads import BatchWorkload, equal
 from perf.ceilings import ceilings
-from perf.peers import PEERS, Peer, UnavailableError
+from perf.optional import UnavailableError
+from perf.peers import PEERS, Peer
 from perf.workloads import Inputs, Workload
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 SMALL = Workload(96, 128, 4, 2, 64, 64, causal=True, dtype="float16")
+BATCHES = [
+    equal(2, 40, 40, (4, 2), 64, causal=True),
+    BatchWorkload((3, 20), (50, 20), 4, 2, 64, 16, causal=True),
+    BatchWorkload((1, 1, 1), (50, 7, 16), 4, 2, 64, 16),
+]
 CEILINGS = {"read": 4000.0, "copy": 4000.0, "gemm": 700.0}
 
 
@@ -133,7 +141,7 @@ def sdpa(w: Workload, x: Inputs) -> torch.Tensor:
 def test_oracle_accepts_right_and_rejects_wrong_outputs() -> None:
     w = Workload(150, 170, 4, 2, 64, 64, causal=True, dtype="float16")
     x = w.inputs(CPU)
-    oracle = check.Oracle(w, x)
+    oracle = check.oracle(w, x)
     right = sdpa(w, x)
     assert oracle.error(right) < 1e-4
     assert oracle.complaint(oracle.error(right)) is None
@@ -180,7 +188,7 @@ def test_sdpa_adapter_is_right(w: Workload) -> None:
     (adapter,) = [peer for peer in PEERS if peer.name == "torch flash"]
     sets = [w.inputs(CPU, seed) for seed in range(2)]
     for x, call in zip(sets, adapter.bind(w, sets), strict=True):
-        oracle = check.Oracle(w, x)
+        oracle = check.oracle(w, x)
         assert oracle.complaint(oracle.error(call())) is None
 
 
@@ -195,9 +203,58 @@ def test_absent_peers_are_reasons(peer: Peer, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
     for package in ("flashinfer", "flash_attn"):
         monkeypatch.setitem(sys.modules, package, None)
-    w = Workload(1, 128, 4, 2, 64, 64) if "decode" in peer.phases else SMALL
+    w = next(w for w in (SMALL, *BATCHES, Workload(1, 128, 4, 2, 64, 64)) if w.phase in peer.phases)
     with pytest.raises(UnavailableError, match="does not import"):
         peer.bind(w, [w.inputs(CPU)])
+
+
+@pytest.mark.parametrize("w", BATCHES, ids=lambda w: w.phase)
+def test_batches_of_ours_are_right_and_the_oracle_sees_every_request(w: BatchWorkload) -> None:
+    sets = [w.inputs(CPU, seed) for seed in range(2)]
+    for x, call in zip(sets, batch_peers.ours("auto", w, sets), strict=True):
+        truth = check.oracle(w, x)
+        right = call()
+        assert truth.complaint(truth.error(right)) is None
+        for start in w.qo_indptr[:-1]:
+            wrong = right.clone()
+            wrong[start] += 1.0
+            assert truth.complaint(truth.error(wrong))
+
+
+def test_work_of_batches() -> None:
+    w = BatchWorkload((1, 1), (100, 33), 8, 2, 128, 16, kv_dtype="e4m3")
+    assert w.bytes == 2 * 133 * 2 * 128 + 2 * 2 * 8 * 128 * 2
+    assert (w.kv_indptr, w.last_page_len) == ([0, 7, 10], [4, 1])
+    assert w.metric.unit == "GB/s"
+    prefill = BatchWorkload((10, 5), (10, 9), 4, 2, 64, causal=True)
+    assert prefill.flops == sum(one.flops for one in prefill.requests)
+    assert prefill.requests[1].pairs == 5 + 6 + 7 + 8 + 9
+
+
+def test_pages_of_a_request_lie_in_any_order() -> None:
+    w = BatchWorkload((1, 1), (40, 20), 4, 2, 64, 16)
+    x = w.inputs(CPU)
+    assert x.indices is not None
+    k, v = w.tokens(x, 1)
+    assert k.shape == (20, 2, 64)
+    assert torch.equal(k[17].to(x.k.dtype), x.k[x.indices[4], 1])
+    assert torch.equal(v[3].to(x.v.dtype), x.v[x.indices[3], 3])
+    assert batch_peers.block_table(w, x).tolist() == [x.indices[:3].tolist(), [*x.indices[3:].tolist(), 0]]
+
+
+def test_dense_peers_take_equal_requests_only() -> None:
+    adapter = next(peer for peer in PEERS if peer.phases == ("ragged prefill",) and peer.name == "flash-attn-4")
+    for w, why in ((BATCHES[1], "differ in length"), (equal(2, 8, 8, (4, 2), 64, 4), "paged")):
+        with pytest.raises(UnavailableError, match=why):
+            adapter.bind(w, [w.inputs(CPU)])
+
+
+def test_sdpa_of_a_dense_batch_is_right() -> None:
+    w = BATCHES[0]
+    x = w.inputs(CPU)
+    (call,) = batch_peers.sdpa(SDPBackend.MATH, w, [x])
+    truth = check.oracle(w, x)
+    assert truth.complaint(truth.error(call())) is None
 
 
 def row_of_fakes() -> dict[str, Any]:
@@ -319,15 +376,17 @@ def test_overhead_times_calls_that_exist() -> None:
 
 
 def test_builds_are_distinct_and_of_the_right_phase() -> None:
-    from perf import decode, prefill
+    from perf import batch, decode, prefill
 
-    jobs = warm.builds(prefill.WORKLOADS)
-    assert len(set(jobs)) == len(jobs)
-    phases = {peer.name: peer.phases for peer in PEERS if peer.builds}
-    assert jobs
-    assert all("prefill" in phases[name] and w.qo_len == warm.SHORT for name, w in jobs)
+    for workloads in (prefill.WORKLOADS, decode.WORKLOADS, batch.WORKLOADS):
+        jobs = warm.builds(workloads)
+        assert jobs
+        assert len(set(jobs)) == len(jobs)
+        for name, w in jobs:
+            assert any(p.builds and p.name == name and w.phase in p.phases for p in PEERS)
+            assert w.bytes < 1 << 24  # short
     assert {name for name, _ in warm.builds(prefill.WORKLOADS, ["FlashInfer fa2"])} == {"FlashInfer fa2"}
-    assert all("decode" in phases[name] and w.qo_len == 1 for name, w in warm.builds(decode.WORKLOADS))
+    assert all(w.qo_len == 1 for _, w in warm.builds(decode.WORKLOADS))
 
 
 def test_only_chooses_rows_by_words() -> None:
@@ -340,7 +399,7 @@ def test_only_chooses_rows_by_words() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says why there is nothing to measure without a GPU")
-@pytest.mark.parametrize("module", ["prefill", "decode", "overhead"])
+@pytest.mark.parametrize("module", ["prefill", "decode", "batch", "dense", "overhead"])
 def test_without_a_gpu_it_says_so(module: str) -> None:
     done = subprocess.run([sys.executable, "-m", f"perf.{module}"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2

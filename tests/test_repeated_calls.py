@@ -24,7 +24,7 @@ from cute_attn import (
     single_decode_with_kv_cache,
     single_prefill_with_kv_cache,
 )
-from cute_attn.backends import fa2
+from cute_attn.backends import fa2, fa2_kernels
 from cute_attn.problem import Problem
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import launch
@@ -375,8 +375,8 @@ def test_lengths_are_checked_in_every_call() -> None:
 def test_a_growing_cache_is_settled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode over a growing cache on the interpreted kernels: every length right, one set of settings."""
     InterpretedLaunch.fired = []
-    monkeypatch.setattr(fa2, "Launch", InterpretedLaunch)
-    monkeypatch.setattr(fa2, "artifacts", types.SimpleNamespace(get=lambda spec, arch: spec))
+    monkeypatch.setattr(fa2_kernels, "Launch", InterpretedLaunch)
+    monkeypatch.setattr(fa2_kernels, "artifacts", types.SimpleNamespace(get=lambda spec, arch: spec))
     monkeypatch.setattr(fa2, "current_stream", lambda index: 0)
     given = tensors(kv_len=700, dim=64)
     q, k, v = given["q"][0], given["k"], given["v"]
@@ -404,7 +404,7 @@ def test_threads_and_streams_share_what_is_settled(monkeypatch: pytest.MonkeyPat
     driver.launch_seconds = 1e-4
     monkeypatch.setattr(launch, "load_driver", lambda: driver)
     monkeypatch.setattr(archs, "for_device", lambda index: archs.named("sm_90a"))
-    monkeypatch.setattr(fa2, "artifacts", types.SimpleNamespace(get=lambda spec, arch: artifact))
+    monkeypatch.setattr(fa2_kernels, "artifacts", types.SimpleNamespace(get=lambda spec, arch: artifact))
     monkeypatch.setattr(fa2, "current_stream", lambda index: own.stream)
     for cache in (launch._primary_context, launch._library, launch._function):
         cache.cache_clear()

@@ -32,14 +32,24 @@ def test_fa2_takes_every_16_bit_problem(arch: str, head_dims: tuple[int, int], d
         {"custom_mask": True, "sinks": True, "soft_cap": True, "positive_scale": False},
         {"pos_encoding_mode": "ROPE_LLAMA", "o_dtype": torch.float32},
         {"pos_encoding_mode": "ALIBI", "num_qo_heads": 7, "num_kv_heads": 1},
+        {"kv_dtype": torch.float8_e5m2},
     ):
         assert select.choose(features._replace(**asked), arch=named(arch)) is FA2
 
 
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("kv_source", ["dense", "ragged", "paged"])
+def test_fa2_takes_nvfp4(kv_source: str, head_dims: tuple[int, int]) -> None:
+    features = CUDA._replace(head_dim_qk=head_dims[0], head_dim_vo=head_dims[1], kv_source=kv_source)
+    assert select.choose(features._replace(kv_dtype=torch.uint8, kv_block_scales=True), arch=HOPPER) is FA2
+
+
 REFUSED_BY_FA2: list[tuple[dict[str, Any], str]] = [
     ({"q_dtype": E4M3, "kv_dtype": E4M3}, "q of an fp8 dtype"),
-    ({"kv_dtype": torch.float8_e5m2}, "k and v of an fp8 dtype"),
-    ({"kv_dtype": torch.uint8, "kv_block_scales": True}, "NVFP4 k and v (kv_cache_sf)"),
+    (
+        {"kv_dtype": torch.uint8, "kv_block_scales": True, "head_dim_qk": 80, "head_dim_vo": 80},
+        "NVFP4 k and v with a head dimension that is no multiple of 64",
+    ),
     ({"per_head_scales": True}, "per-head scales (scale_q, scale_k, scale_v)"),
     ({"o_dtype": E4M3}, "output of an fp8 dtype"),
     ({"head_dim_qk": 72}, "other head dimensions"),
@@ -61,7 +71,7 @@ def test_refusals_of_fa2(backend: str, asked: dict[str, Any], feature: str) -> N
 
 
 def test_all_reasons_are_listed() -> None:
-    features = CUDA._replace(kv_dtype=E4M3, per_head_scales=True, head_dim_vo=72)
+    features = CUDA._replace(q_dtype=E4M3, kv_dtype=E4M3, per_head_scales=True, head_dim_vo=72)
     with pytest.raises(NotSupported) as error:
         select.choose(features, arch=HOPPER)
     assert len(error.value.refusals) == 3
@@ -121,8 +131,8 @@ def test_explain_names_every_backend_and_reason() -> None:
     assert text.splitlines()[0].startswith("sm_90a; q bfloat16")
     assert "fa2: chosen" in text
     assert "reference: able" in text
-    text = explain(CUDA._replace(kv_dtype=E4M3), HOPPER)
-    assert "fa2: refused\n    fa2 refuses k and v of an fp8 dtype" in text
+    text = explain(CUDA._replace(q_dtype=E4M3, kv_dtype=E4M3), HOPPER)
+    assert "fa2: refused\n    fa2 refuses q of an fp8 dtype" in text
     assert "no backend takes this problem" in text
     q = torch.zeros(1, 32, 128).bfloat16()
     text = explain(Problem(Settings(CPU), 1, 1, q, q, q, q, None))

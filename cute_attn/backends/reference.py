@@ -21,6 +21,11 @@ def prepare(settings: Settings) -> Callable[[Problem], None]:
     return reference.run
 
 
+def workspace(settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
+    """None is used."""
+    return 0, 0
+
+
 def plan(
     settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Any
 ) -> Callable[[BatchProblem], None]:

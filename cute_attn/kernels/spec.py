@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 DTYPES = ("float16", "bfloat16")
 OUT_DTYPES = (*DTYPES, "float32")
+KV_BITS = {"": 16, "float8_e4m3fn": 8, "float8_e5m2": 8, "nvfp4": 4}  # of an element; "": q's dtype
 
 
 class Program(Protocol):
@@ -96,7 +97,9 @@ class Tile:
 
 @dataclass(frozen=True)
 class Fa2Spec(KernelSpec):
-    """The mma.sync attention kernel. Causal, window, GQA group, strides, lengths and scales are run-time values."""
+    """The mma.sync attention kernel. Causal, window, GQA group, strides, lengths, page size and scales are run-time
+    values.
+    """
 
     kernel: ClassVar[str] = "fa2"
     dtype: str
@@ -106,7 +109,10 @@ class Fa2Spec(KernelSpec):
     mask: str = "band"  # "band": causal/window/length bounds; "packed": custom mask bits and the band
     scores: tuple[str, ...] = ()  # in order of application, of "scale", "alibi", "soft_cap"
     pos_encoding: str = "none"  # "none" or "rope"
-    split: bool = False  # fp32 partials for the combine kernel instead of the output
+    split: bool = False  # schedule "grid": fp32 partials for the combine kernel instead of the output
+    schedule: str = "grid"  # "grid": one request, work by place in the grid; "items": work items of a batch
+    kv: str = "dense"  # "dense": tokens at a stride; "paged": pages in any order
+    kv_dtype: str = ""  # of `KV_BITS`
     tile: Tile = Tile(128, 64, 4, 1, 2)
 
     def program(self, arch: str) -> Program:
@@ -117,13 +123,14 @@ class Fa2Spec(KernelSpec):
 
 @dataclass(frozen=True)
 class CombineSpec(KernelSpec):
-    """Merges the fp32 partials of a split-KV launch."""
+    """Merges the fp32 partials of a launch that cut the keys."""
 
     kernel: ClassVar[str] = "combine"
     needs_mma: ClassVar[bool] = False
     max_splits: ClassVar[int] = 128  # a lane of the merging warp holds the weights of 4 splits
     out_dtype: str
     head_dim_vo: int
+    schedule: str = "grid"  # of the launch that left the partials
 
     def program(self, arch: str) -> Program:
         from cute_attn.kernels.combine import CombineProgram

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from typing import NamedTuple
 
 from cute_attn.kernels.memory import SharedMemory
 from cute_attn.kernels.spec import CombineSpec, Fa2Spec, KernelSpec, Tile
@@ -20,9 +21,10 @@ REGISTERS = 65536  # of an SM, in 4 bytes; a thread has 255 of them at most
 RESERVED_SMEM = 1024  # bytes of shared memory that the system takes from every CTA
 
 DECODE_ROWS = 16  # up to so many packed rows, warps divide the kv columns between them
+IN_FLIGHT = 32 * 1024  # bytes of K and V an SM: 1 us of latency at its share of an H200's 4.8 TB/s
 APPEND_ROWS = 64  # up to so many, a tile of 64 rows wastes less than one of 128
 
-# Columns of the prefill tile by head dims: (plain, modified). Rows x warps are in `_prefill`.
+# Columns of the prefill tile by head dims: (plain, modified) of single requests. Rows x warps are in `_prefill`.
 _COLS_227K = {
     (64, 64): (112, 64),
     (80, 80): (64, 48),
@@ -50,40 +52,79 @@ _COLS_99K = {
     (192, 128): (48, 48),
     (256, 256): (32, 32),
 }
+# Of batches, where lengths and addresses take registers that parameters do not; 0: the tile of 64 rows.
+_BATCH_COLS_227K = {
+    (64, 64): (112, 64),
+    (80, 80): (48, 48),
+    (96, 96): (48, 32),
+    (112, 112): (64, 32),
+    (128, 128): (48, 0),
+    (192, 128): (48, 32),
+    (256, 256): (64, 0),
+}
+_BATCH_COLS_163K = {
+    (64, 64): (96, 64),
+    (80, 80): (48, 48),
+    (96, 96): (48, 32),
+    (112, 112): (32, 32),
+    (128, 128): (32, 0),
+    (192, 128): (0, 0),
+    (256, 256): (32, 32),
+}
+_BATCH_COLS_99K = {
+    (64, 64): (64, 32),
+    (80, 80): (64, 64),
+    (96, 96): (64, 64),
+    (112, 112): (64, 64),
+    (128, 128): (64, 64),
+    (192, 128): (48, 32),
+    (256, 256): (32, 32),
+}
 
 
-def choose(head_dims: tuple[int, int], plain: bool, packed_rows: int, arch: Arch) -> Tile:
-    """The tile for `packed_rows` = qo_len * group rows. `plain`: no custom mask, score modification or rotation."""
+class Variant(NamedTuple):
+    """What the tile depends on beside the number of rows. `plain`: no custom mask, score modification or rotation."""
+
+    head_dims: tuple[int, int]
+    plain: bool = True
+    batch: bool = False
+    kv_dtype: str = ""  # of `spec.KV_BITS`
+
+
+def choose(variant: Variant, packed_rows: int, arch: Arch) -> Tile:
+    """The tile for `packed_rows` = qo_len * group rows."""
     if packed_rows <= DECODE_ROWS:
-        return _decode(head_dims, arch)
-    if packed_rows <= APPEND_ROWS:
-        return _append(head_dims, arch)
-    return _prefill(head_dims, plain, arch)
+        return _decode_converted(variant, arch) if variant.kv_dtype else _decode(variant.head_dims, arch)
+    if packed_rows <= APPEND_ROWS or variant.kv_dtype:  # conversion needs registers: 128 rows leave none
+        return _append(variant.head_dims, arch)
+    return _prefill(variant, arch)
 
 
-def candidates(head_dims: tuple[int, int], plain: bool, arch: Arch) -> list[Tile]:
-    """Every tile that `choose` may answer for these head dims."""
+def candidates(variant: Variant, arch: Arch) -> list[Tile]:
+    """Every tile that `choose` may answer for this variant."""
     rows = (DECODE_ROWS, APPEND_ROWS, APPEND_ROWS + 1)
-    return list(dict.fromkeys(choose(head_dims, plain, n, arch) for n in rows))
+    return list(dict.fromkeys(choose(variant, n, arch) for n in rows))
 
 
-def resident_ctas(tile: Tile, head_dims: tuple[int, int], arch: Arch) -> int:
+def resident_ctas(tile: Tile, variant: Variant, arch: Arch) -> int:
     """CTAs that an SM holds at once. Prefill tiles use all registers of a thread, decode tiles up to 168."""
-    smem_bytes = SharedMemory(tile, *head_dims, rope=False).bytes
-    by_smem = (arch.smem_limit + RESERVED_SMEM) // (smem_bytes + RESERVED_SMEM)
+    memory = SharedMemory(tile, *variant.head_dims, rope=False, kv_dtype=variant.kv_dtype)
+    by_smem = (arch.smem_limit + RESERVED_SMEM) // (memory.bytes + RESERVED_SMEM)
     by_registers = REGISTERS // (tile.threads * (256 if tile.warps_cols == 1 else 168))
     return max(1, min(by_smem, by_registers))
 
 
-def _prefill(head_dims: tuple[int, int], plain: bool, arch: Arch) -> Tile:
-    small = arch.smem_limit < 128 * 1024
+def _prefill(variant: Variant, arch: Arch) -> Tile:
+    head_dims, small = variant.head_dims, arch.smem_limit < 128 * 1024
     if small:
-        cols = _COLS_99K
+        cols = _BATCH_COLS_99K if variant.batch else _COLS_99K
     elif arch.smem_limit < 200 * 1024:
-        cols = _COLS_163K
+        cols = _BATCH_COLS_163K if variant.batch else _COLS_163K
     else:
-        cols = _COLS_227K
-    n = cols[head_dims][0 if plain else 1]
+        cols = _BATCH_COLS_227K if variant.batch else _COLS_227K
+    n = cols[head_dims][0 if variant.plain else 1]
+    if n == 0:
+        return _append(head_dims, arch)
     if small and head_dims[0] > 128:
         return Tile(64, n, 4, 1, 2)
     # Eight warps of 16 rows where 32 rows would need 256 registers for the output alone, and where, with 99 KB, only
@@ -108,6 +149,21 @@ def _decode(head_dims: tuple[int, int], arch: Arch) -> Tile:
     return Tile(DECODE_ROWS, 64, 1, 4, stages)
 
 
+def _decode_converted(variant: Variant, arch: Arch) -> Tile:
+    """Two CTAs an SM where their rings then keep enough in flight beside the 16-bit tile; four warps where they can."""
+    for ctas in (2, 1):
+        room = (arch.smem_limit + RESERVED_SMEM) // ctas - RESERVED_SMEM
+        for cols, warps in ((64, 4), (32, 2)):
+            stages = 5
+            while stages > 1:
+                tile = Tile(DECODE_ROWS, cols, 1, warps, stages)
+                memory = SharedMemory(tile, *variant.head_dims, rope=True, kv_dtype=variant.kv_dtype)
+                if memory.bytes <= room and ctas * (stages - 1) * memory.slot_bytes >= IN_FLIGHT:
+                    return tile
+                stages -= 1
+    raise AssertionError(f"no decode tile for {variant} on {arch}")
+
+
 # --- what gets compiled ahead ---------------------------------------------------------------------------------------
 
 VARIANTS: tuple[dict[str, object], ...] = (
@@ -122,7 +178,7 @@ VARIANTS: tuple[dict[str, object], ...] = (
 
 
 def default_specs(arch_name: str) -> list[KernelSpec]:
-    """What most programs need, and one of everything else: all head dims and tiles in bf16, fp16 and every variant."""
+    """What most programs need, and one of everything else: all head dims in bf16, fp16, every variant, and batches."""
     arch = named(arch_name)
     specs: list[KernelSpec] = []
     for head_dims in HEAD_DIMS:
@@ -131,20 +187,60 @@ def default_specs(arch_name: str) -> list[KernelSpec]:
     for head_dims in ((64, 64), (128, 128)):
         specs += _plain(head_dims, "float16", arch)
     specs += [CombineSpec(dtype, dim) for dtype, dim in product(("float16", "bfloat16"), (64, 128, 256))]
+    specs += _batches(arch)
+    specs += [CombineSpec("bfloat16", dim, "items") for dim in (64, 128, 256)]
     return list(dict.fromkeys(specs))
 
 
 def _plain(head_dims: tuple[int, int], dtype: str, arch: Arch) -> list[KernelSpec]:
     return [
         Fa2Spec(dtype, "float32" if split else dtype, *head_dims, split=split, tile=tile)
-        for tile in candidates(head_dims, True, arch)
+        for tile in candidates(Variant(head_dims), arch)
         for split in (False, True)
     ]
 
 
 def _variants(head_dims: tuple[int, int], variants: Sequence[dict], arch: Arch) -> list[KernelSpec]:
+    modified = Variant(head_dims, plain=False)
     return [
         Fa2Spec("bfloat16", "float32" if split else "bfloat16", *head_dims, split=split, tile=tile, **variant)
         for variant in variants
-        for split, tile in ((False, choose(head_dims, False, 1 << 20, arch)), (True, choose(head_dims, False, 1, arch)))
+        for split, tile in ((False, choose(modified, 1 << 20, arch)), (True, choose(modified, 1, arch)))
     ]
+
+
+PREFILL, APPEND, DECODE = 1 << 20, APPEND_ROWS, DECODE_ROWS  # packed rows of a request
+
+
+def _batches(arch: Arch) -> list[KernelSpec]:
+    llama = (128, 128)
+    modified, masked = VARIANTS[-1], VARIANTS[-2]
+    specs = [_batch(arch, head_dims, rows) for head_dims in HEAD_DIMS for rows in (DECODE, PREFILL)]
+    specs += [_batch(arch, llama, APPEND)]
+    specs += [_batch(arch, llama, rows, kv="dense") for rows in (DECODE, APPEND, PREFILL)]
+    specs += [_batch(arch, (64, 64), PREFILL, kv="dense"), _batch(arch, llama, PREFILL, dtype="float16")]
+    specs += [_batch(arch, llama, rows, **modified) for rows in (DECODE, PREFILL)]
+    specs += [_batch(arch, llama, PREFILL, kv="dense", **masked)]
+    for kv_dtype in ("float8_e4m3fn", "nvfp4"):
+        specs += [_batch(arch, head_dims, DECODE, kv_dtype=kv_dtype) for head_dims in ((64, 64), llama, (256, 256))]
+        specs += [_batch(arch, llama, PREFILL, kv_dtype=kv_dtype)]
+    specs += [_batch(arch, llama, DECODE, kv_dtype="float8_e5m2")]
+    specs += [_batch(arch, llama, DECODE, kv_dtype="float8_e4m3fn", dtype="float16")]
+    specs += [_batch(arch, llama, PREFILL, kv_dtype="float8_e4m3fn", **modified)]
+    one = choose(Variant(llama, kv_dtype="float8_e4m3fn"), DECODE, arch)
+    return [*specs, Fa2Spec("bfloat16", "float32", *llama, split=True, kv_dtype="float8_e4m3fn", tile=one)]
+
+
+def _batch(
+    arch: Arch,
+    head_dims: tuple[int, int],
+    rows: int,
+    *,
+    kv: str = "paged",
+    dtype: str = "bfloat16",
+    kv_dtype: str = "",
+    **changes: object,
+) -> KernelSpec:
+    tile = choose(Variant(head_dims, not changes, True, kv_dtype), rows, arch)
+    fields: dict = {"schedule": "items", "kv": kv, "kv_dtype": kv_dtype, "tile": tile, **changes}
+    return Fa2Spec(dtype, dtype, *head_dims, **fields)

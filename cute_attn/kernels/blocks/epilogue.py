@@ -1,7 +1,7 @@
 """From accumulators to global memory: normalisation, log-sum-exp, the merge of warps that shared rows, stores."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -42,10 +42,11 @@ def log_sum_exp(maximum: Float32, total: Float32) -> Float32:
 
 @dataclass(frozen=True)
 class Finish:
-    """What the final writer of a row applies: sink (address of fp32 per head, or 0) and v scale."""
+    """What the final writer of a row applies: sink (address of fp32 per head, or 0), v scale, and the unit of lse."""
 
     sinks: Int64
     v_scale: Float32
+    lse_scale: Float32
 
     @cute.jit
     def row(self, maximum: Float32, total: Float32, head: Int32) -> tuple[Float32, Float32]:
@@ -55,7 +56,7 @@ class Finish:
             sink = ptx.ld_global_f32(self.sinks + Int64(head) * Int64(4))
             maximum, total, kept = add_sink(maximum, total, sink)
             factor = factor * kept
-        return factor * normaliser(total), log_sum_exp(maximum, total)
+        return factor * normaliser(total), log_sum_exp(maximum, total) * self.lse_scale
 
 
 class Unfinished:
@@ -86,17 +87,42 @@ class Target:
     @cute.jit
     def store_lse(self, rows: PackedRows, row: Int32, value: Float32) -> None:
         if self.lse != Int64(0):
-            index = Int64(rows.token(row)) * Int64(self.num_heads) + Int64(rows.head(row))
+            index = Int64(rows.start + rows.token(row)) * Int64(self.num_heads) + Int64(rows.head(row))
             ptx.st_global_f32(self.lse + index * Int64(4), value)
 
     def store_8(self, address: Int64, values: list[Float32]) -> None:
         """Eight neighbouring elements of a row."""
         if self.dtype == "float32":
-            ptx.st_global_v4_f32(address, 0, values[:4])
-            ptx.st_global_v4_f32(address, 16, values[4:])
+            store_8_f32(address, values)
         else:
             packed = [ptx.pack_16(self.dtype, values[i], values[i + 1]) for i in (0, 2, 4, 6)]
             ptx.st_global_v4(address, 0, packed)
+
+
+@dataclass(frozen=True)
+class Partials:
+    """fp32 rows of a tile in the slot of a work item; `first` is the slot's row 0 of this kv head."""
+
+    dtype: ClassVar[str] = "float32"
+    element_bytes: ClassVar[int] = 4
+    o: Int64
+    lse: Int64
+    first: Int64
+    head_dim: int
+
+    def row(self, rows: PackedRows, row: Int32) -> Int64:
+        return self.o + (self.first + Int64(row)) * Int64(self.head_dim * 4)
+
+    def store_lse(self, rows: PackedRows, row: Int32, value: Float32) -> None:
+        ptx.st_global_f32(self.lse + (self.first + Int64(row)) * Int64(4), value)
+
+    def store_8(self, address: Int64, values: list[Float32]) -> None:
+        store_8_f32(address, values)
+
+
+def store_8_f32(address: Int64, values: list[Float32]) -> None:
+    ptx.st_global_v4_f32(address, 0, values[:4])
+    ptx.st_global_v4_f32(address, 16, values[4:])
 
 
 @dataclass(frozen=True)
@@ -106,7 +132,7 @@ class WarpRows:
     tile: WarpTile
     lanes: Lanes
     rows: PackedRows
-    target: Target
+    target: Target | Partials
     finish: Finish | Unfinished
     base: Int32  # shared memory
 
@@ -180,7 +206,7 @@ class MergedWarps:
     tile: WarpTile
     lanes: Lanes
     rows: PackedRows
-    target: Target
+    target: Target | Partials
     finish: Finish | Unfinished
     base: Int32
 

@@ -45,14 +45,14 @@ class TileOrder:
 
 @dataclass(frozen=True)
 class Band:
-    """Row of token i sees kv j with max(0, i + left) <= j < min(kv_len, i + right + 1)."""
+    """Row of token i sees kv j with max(0, i + left) <= j < min(kv_end, i + right + 1)."""
 
-    kv_len: Int32
+    kv_end: Int32
     left: Int32
     right: Int32
 
     def stop(self, token: Int32) -> Int32:
-        return ptx.minimum(self.kv_len, token + self.right + Int32(1))
+        return ptx.minimum(self.kv_end, token + self.right + Int32(1))
 
     def tiles(self, rows: PackedRows, tile_rows: int, cols: int, first: Int32, last: Int32) -> TileOrder:
         """Tiles of `cols` columns that the rows need, within [first, last)."""
@@ -104,6 +104,7 @@ class PackedMask(BandMask):
 
     bits: Int64
     bits_end: Int64
+    kv_len: Int32
 
     def tiles(self, first: Int32, last: Int32) -> TileOrder:
         order = super().tiles(first, last)
@@ -127,7 +128,7 @@ class PackedMask(BandMask):
     def row_words(self, token: Int32, col: Int32) -> list[Int32]:
         """Mask bits of the warp's columns as 32-bit words, shifted so that this thread's first column is bit 0."""
         count = (self.tile.n_blocks * 8 + 31) // 32
-        bit = Int64(token) * Int64(self.band.kv_len) + Int64(col)
+        bit = Int64(token) * Int64(self.kv_len) + Int64(col)
         address = self.bits + (bit >> Int64(3))
         aligned = address & Int64(-4)
         shift = Int32((address & Int64(3)) * Int64(8) + (bit & Int64(7)))

@@ -81,6 +81,11 @@ def cp_async_16(shared: Int32, offset: int, source: Int64, source_offset: int, s
     asm(text, [], [shared, source, src_bytes])
 
 
+def cp_async_4(shared: Int32, source: Int64, src_bytes: Int32) -> None:
+    """4 bytes global -> shared; 0 bytes: zeros, and nothing is read."""
+    asm("cp.async.ca.shared.global [$0], [$1], 4, $2;", [], [shared, source, src_bytes])
+
+
 def cp_async_commit() -> None:
     asm("cp.async.commit_group;")
 
@@ -92,6 +97,10 @@ def cp_async_wait(pending: int) -> None:
 
 def ld_shared_v4(address: Int32, offset: int = 0) -> list[Int32]:
     return asm(f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];", [Int32] * 4, [address])
+
+
+def ld_shared_u16(address: Int32) -> Int32:
+    return asm("{.reg .b16 h; ld.shared.b16 h, [$1]; cvt.u32.u16 $0, h;}", [Int32], [address])
 
 
 def ld_shared_v4_f32(address: Int32, offset: int = 0) -> list[Float32]:
@@ -120,6 +129,20 @@ def st_shared_b32(address: Int32, offset: int, value: Int32) -> None:
 
 def ld_global_f32(address: Int64) -> Float32:
     return asm("ld.global.f32 $0, [$1];", [Float32], [address])
+
+
+def ld_global_u32_if(address: Int64, wanted: Boolean) -> Int32:
+    """0, and nothing is read, unless wanted."""
+    text = "{.reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.u32 $0, [$1];}"
+    return asm(text, [Int32], [address, select(wanted, Int32(1), Int32(0))])
+
+
+def ld_global_v4(address: Int64, offset: int = 0) -> list[Int32]:
+    return asm(f"ld.global.v4.u32 {{$0, $1, $2, $3}}, [$4+{offset}];", [Int32] * 4, [address])
+
+
+def ld_global_s64(address: Int64, offset: int = 0) -> Int64:
+    return asm(f"ld.global.s64 $0, [$1+{offset}];", [Int64], [address])
 
 
 def ld_global_v4_f32(address: Int64, offset: int = 0) -> list[Float32]:
@@ -219,6 +242,12 @@ def fmax(a: Float32, b: Float32) -> Float32:
     return asm("max.f32 $0, $1, $2;", [Float32], [a, b], pure=True)
 
 
+def mad_u32(a: Int32, b: Int64, c: Int64) -> Int64:
+    """a * b + c in 64 bits, for a >= 0."""
+    text = "{.reg .b64 t; cvt.u64.u32 t, $1; mad.lo.s64 $0, t, $2, $3;}"
+    return asm(text, [Int64], [a, b, c], pure=True)
+
+
 def double_to_float_pair(x: Float64) -> tuple[Float32, Float32]:
     """(hi, lo) with hi + lo = x to twice fp32's precision."""
     hi = asm("cvt.rn.f32.f64 $0, $1;", [Float32], [x], pure=True)
@@ -231,8 +260,9 @@ def shuffle_xor(x: Float32, lane_mask: int) -> Float32:
     return asm(f"shfl.sync.bfly.b32 $0, $1, {lane_mask}, 31, 0xffffffff;", [Float32], [x])
 
 
-def shuffle_from(x: Float32, lane: Int32) -> Float32:
-    return asm("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", [Float32], [x, lane])
+def shuffle_from(x: Any, lane: Int32) -> Any:
+    """A 32-bit scalar of another lane."""
+    return asm("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", [type(x)], [x, lane])
 
 
 def pack_16(dtype: str, lo: Float32, hi: Float32) -> Int32:
@@ -248,6 +278,56 @@ def unpack_16(dtype: str, pair: Int32) -> list[Float32]:
     else:  # bfloat16 is the upper half of a float; cvt.f32.bf16 would need sm_90
         text = "{shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;}"
     return asm(text, [Float32, Float32], [pair], pure=True)
+
+
+# --- narrow numbers -------------------------------------------------------------------------------------------------
+
+
+def permute(a: Int32, b: Int32, selector: int) -> Int32:
+    """Four of the eight bytes of (a, b), of which b's are 4 to 7: one selector digit a byte, the lowest first."""
+    return asm(f"prmt.b32 $0, $1, $2, {selector:#x};", [Int32], [a, b], pure=True)
+
+
+def multiply_16(dtype: str, a: Int32, b: Int32) -> Int32:
+    """a * b on pairs. An fma, because sm_80 multiplies no bf16; subnormal numbers count."""
+    suffix = {"float16": "f16x2", "bfloat16": "bf16x2"}[dtype]
+    text = f"{{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.{suffix} $0, $1, $2, z;}}"
+    return asm(text, [Int32], [a, b], pure=True)
+
+
+def e5m2x4_to_f16(word: Int32) -> list[Int32]:
+    """e5m2 is the upper half of fp16."""
+    return [permute(word, Int32(0), selector) for selector in (0x1404, 0x3424)]
+
+
+def e4m3x4_to_f16(word: Int32, native: bool) -> list[Int32]:
+    if native:
+        text = "{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h;}"
+        return asm(text, [Int32, Int32], [word], pure=True)
+    # Exponent and mantissa moved to fp16's places give x / 256, subnormal numbers included. The one NaN, all seven
+    # bits set, carries into the sign bit when 1 is added, from where it sets fp16's exponent.
+    text = (
+        "{.reg .b32 s, x, n, m; and.b32 s, $1, 0x80008000; shr.u32 x, $1, 1; and.b32 x, x, 0x3f803f80;"
+        "and.b32 n, $1, 0x7f007f00; add.u32 n, n, 0x01000100; and.b32 n, n, 0x80008000; shr.u32 m, n, 5;"
+        "sub.u32 n, n, m; or.b32 x, x, s; or.b32 $0, x, n;}"
+    )
+    moved = [asm(text, [Int32], [pair], pure=True) for pair in e5m2x4_to_f16(word)]
+    return [multiply_16("float16", pair, Int32(0x5C005C00)) for pair in moved]
+
+
+def e2m1x8_to_16(dtype: str, word: Int32) -> list[Int32]:
+    """Eight numbers, low nibble first: exponent and mantissa moved to their places, then the bias by a product."""
+    shift, mask, factor = {"float16": (3, 0x0E000E00, 0x74007400), "bfloat16": (6, 0x01C001C0, 0x7E807E80)}[dtype]
+    text = (
+        f"{{.reg .b32 s, x; and.b32 s, $1, 0x80008000; shr.u32 x, $1, {shift}; and.b32 x, x, {mask:#x};"
+        "or.b32 $0, x, s;}"
+    )
+    upper = word << 4  # the low nibble of every byte in its high half
+    result = []
+    for byte in range(4):
+        pair = permute(word, upper, 0x1111 * byte + 0x0044)  # both nibbles in the top bits of their half
+        result.append(multiply_16(dtype, asm(text, [Int32], [pair], pure=True), Int32(factor)))
+    return result
 
 
 # --- choices without branches ---------------------------------------------------------------------------------------

@@ -27,12 +27,16 @@ class Divisor:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows [first, first + tile rows) of one kv head; `count` rows exist in all."""
+    """Rows [first, first + tile rows) of one kv head and request; `count` rows exist in all.
+
+    The request's token 0 is row `start` of q, out and lse.
+    """
 
     first: Int32
     count: Int32
     group: Divisor
     first_head: Int32
+    start: Int32
 
     def token(self, row: Int32) -> Int32:
         return self.group.quotient(self.first + row)
@@ -50,4 +54,4 @@ class PackedRows:
         return self.group.quotient(last)
 
     def address(self, base: Int64, row: Int32, token_stride: Int64, head_stride: Int64) -> Int64:
-        return base + Int64(self.token(row)) * token_stride + Int64(self.head(row)) * head_stride
+        return base + Int64(self.start + self.token(row)) * token_stride + Int64(self.head(row)) * head_stride

@@ -1,0 +1,152 @@
+"""Adapters of batches, ours and the peers': a workload and its input sets to one call per set, each returning o
+`[..., num_qo_heads, head_dim]`, tokens of all requests in order. See `perf.peers`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import cute_attn
+from perf.batch_workloads import BatchInputs, BatchWorkload
+from perf.harness import Call
+from perf.optional import flashinfer, module, require
+
+WORKSPACE_BYTES = 512 << 20
+
+Bind = Callable[[BatchWorkload, Sequence[BatchInputs]], list[Call]]
+
+
+def dense(w: BatchWorkload, x: BatchInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v as `[batch_size, length, num_heads, head_dim]`, no copy."""
+    require(w.equal, "requests differ in length")
+    require(w.page_size == 0, "the cache is paged")
+    require(w.kv_dtype == w.dtype, f"q is {w.dtype}, k and v are {w.kv_dtype}")
+    batch_size = len(w.qo_lens)
+    q, k, v = (t.view(batch_size, -1, *t.shape[1:]) for t in (x.q, x.k, x.v))
+    return q, k, v
+
+
+def sdpa(backend: SDPBackend, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    require(not w.causal or w.qo_lens == w.kv_lens, "torch aligns a causal mask top-left")
+    bound = [dense(w, x) for x in sets]
+    grouped = w.num_qo_heads != w.num_kv_heads
+
+    def call(*operands: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.transpose(1, 2) for t in operands)
+        with sdpa_kernel([backend]):
+            o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=w.causal, enable_gqa=grouped)
+        return o.transpose(1, 2)
+
+    return [functools.partial(call, *x) for x in bound]
+
+
+def flash_attention_4(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    bound = [dense(w, x) for x in sets]
+    fa4 = module("flash_attn.cute")
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        o = fa4.flash_attn_func(q, k, v, causal=w.causal)
+        return cast(torch.Tensor, o[0] if isinstance(o, tuple) else o)
+
+    return [functools.partial(call, *x) for x in bound]
+
+
+def ragged_prefill(library: Any, backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    """The ragged wrapper of `library`: FlashInfer, or ours."""
+    wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(_workspace(sets), "NHD", backend=backend)
+    wrapper.plan(
+        *(_ints(w.qo_indptr), _ints(w.kv_indptr)),
+        *(w.num_qo_heads, w.num_kv_heads, w.head_dim),
+        causal=w.causal,
+        q_data_type=w.torch_dtype,
+        kv_data_type=w.torch_kv_dtype,
+    )
+    return [functools.partial(wrapper.run, x.q, x.k, x.v) for x in sets]
+
+
+def paged_prefill(library: Any, backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    wrappers = []
+    for x in sets:  # each set has page ids of its own
+        wrapper = library.BatchPrefillWithPagedKVCacheWrapper(_workspace(sets), "NHD", backend=backend)
+        wrapper.plan(
+            *(_ints(w.qo_indptr), _ints(w.kv_indptr), x.indices, _ints(w.last_page_len)),
+            *(w.num_qo_heads, w.num_kv_heads, w.head_dim, w.page_size),
+            causal=w.causal,
+            q_data_type=w.torch_dtype,
+            kv_data_type=w.torch_kv_dtype,
+        )
+        wrappers.append(wrapper)
+    return [functools.partial(wrapper.run, x.q, (x.k, x.v)) for wrapper, x in zip(wrappers, sets, strict=True)]
+
+
+def paged_decode(library: Any, w: BatchWorkload, sets: Sequence[BatchInputs], **chosen: Any) -> list[Call]:
+    wrappers = []
+    for x in sets:
+        wrapper = library.BatchDecodeWithPagedKVCacheWrapper(_workspace(sets), "NHD", **chosen)
+        wrapper.plan(
+            *(_ints(w.kv_indptr), x.indices, _ints(w.last_page_len)),
+            *(w.num_qo_heads, w.num_kv_heads, w.head_dim, w.page_size),
+            q_data_type=w.torch_dtype,
+            kv_data_type=w.torch_kv_dtype,
+        )
+        wrappers.append(wrapper)
+    return [functools.partial(wrapper.run, x.q, (x.k, x.v)) for wrapper, x in zip(wrappers, sets, strict=True)]
+
+
+def flashinfer_ragged(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    return ragged_prefill(flashinfer("flashinfer"), backend, w, sets)
+
+
+def flashinfer_paged(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    return paged_prefill(flashinfer("flashinfer"), backend, w, sets)
+
+
+def flashinfer_decode(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    return paged_decode(flashinfer("flashinfer"), w, sets, use_tensor_cores=True)
+
+
+def flashinfer_xqa(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    return xqa(flashinfer("flashinfer.decode").xqa_batch_decode_with_kv_cache, w, sets)
+
+
+def xqa(decode: Any, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    """`xqa_batch_decode_with_kv_cache`, of FlashInfer or ours."""
+    device = sets[0].q.device
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    lengths = torch.tensor(w.kv_lens, dtype=torch.int32, device=device).view(torch.uint32)
+    longest, scale = max(w.kv_lens), w.head_dim**-0.5
+
+    def call(x: BatchInputs, table: torch.Tensor) -> torch.Tensor:
+        o = decode(x.q, (x.k, x.v), workspace, table, lengths, longest, bmm1_scale=scale, kv_layout="NHD")
+        return cast(torch.Tensor, o)
+
+    return [functools.partial(call, x, block_table(w, x)) for x in sets]
+
+
+def block_table(w: BatchWorkload, x: BatchInputs) -> torch.Tensor:
+    """int32 `[batch_size, most pages of a request]`, 0 past a request's last."""
+    assert x.indices is not None
+    table = torch.zeros(len(w.kv_lens), max(map(w.pages, w.kv_lens)), dtype=torch.int32, device=x.q.device)
+    for row, begin, end in zip(table, w.kv_indptr, w.kv_indptr[1:], strict=False):
+        row[: end - begin] = x.indices[begin:end]
+    return table
+
+
+def ours(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    """The wrapper of the workload's phase."""
+    if w.phase == "batch decode":
+        return paged_decode(cute_attn, w, sets, backend=backend)
+    return (paged_prefill if w.page_size else ragged_prefill)(cute_attn, backend, w, sets)
+
+
+def _ints(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _workspace(sets: Sequence[BatchInputs]) -> torch.Tensor:
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=sets[0].q.device)

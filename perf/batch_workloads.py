@@ -1,0 +1,164 @@
+"""Batches: problems, the work in them, and their inputs. Ragged ones of equal lengths are dense batches to peers."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from perf.workloads import Metric, Workload
+
+DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "e4m3": torch.float8_e4m3fn,
+}
+
+
+class BatchInputs(NamedTuple):
+    """q `[nnz, num_qo_heads, head_dim]`; k, v `[nnz_kv, num_kv_heads, head_dim]`, or pages of them in a random order:
+    `[num_pages, page_size, num_kv_heads, head_dim]`, request i having those that
+    `indices[kv_indptr[i]:kv_indptr[i + 1]]` names.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    indices: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class BatchWorkload:
+    """Requests of `qo_lens` and `kv_lens` tokens; causal is bottom-right aligned. `page_size` 0: ragged."""
+
+    qo_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int = 0
+    causal: bool = False
+    dtype: str = "bfloat16"
+    kv_dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "qo_lens", tuple(self.qo_lens))  # lists, where they come from JSON
+        object.__setattr__(self, "kv_lens", tuple(self.kv_lens))
+
+    @property
+    def name(self) -> str:
+        heads = f"h{self.num_qo_heads}/{self.num_kv_heads}"
+        pages = f"page{self.page_size}" if self.page_size else "ragged"
+        lengths = f"b{len(self.qo_lens)} q{_lengths(self.qo_lens)} kv{_lengths(self.kv_lens)}"
+        mask = "causal" if self.causal else "full"
+        kv = "" if self.kv_dtype == self.dtype else f" kv-{self.kv_dtype}"
+        return f"d{self.head_dim} {heads} {pages} {lengths} {mask} {self.dtype}{kv}"
+
+    @property
+    def phase(self) -> str:
+        if max(self.qo_lens) == 1:
+            return "batch decode"
+        return "paged prefill" if self.page_size else "ragged prefill"
+
+    @property
+    def requests(self) -> list[Workload]:
+        one = (self.num_qo_heads, self.num_kv_heads, self.head_dim, self.head_dim, self.causal, self.dtype)
+        return [Workload(qo_len, kv_len, *one) for qo_len, kv_len in zip(self.qo_lens, self.kv_lens, strict=True)]
+
+    @property
+    def equal(self) -> bool:
+        return len(set(zip(self.qo_lens, self.kv_lens, strict=True))) == 1
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def torch_kv_dtype(self) -> torch.dtype:
+        return DTYPES[self.kv_dtype]
+
+    @property
+    def flops(self) -> int:
+        return sum(w.flops for w in self.requests)
+
+    @property
+    def bytes(self) -> int:
+        """q, k and v read once, o written once."""
+        kv = 2 * sum(self.kv_lens) * self.num_kv_heads * self.head_dim * self.torch_kv_dtype.itemsize
+        return kv + 2 * sum(self.qo_lens) * self.num_qo_heads * self.head_dim * self.torch_dtype.itemsize
+
+    @property
+    def metric(self) -> Metric:
+        """Decode is held against the read ceiling, prefill against the bf16 GEMM."""
+        if self.phase == "batch decode":
+            return Metric("GB/s", self.bytes / 1e9, "read")
+        return Metric("TFLOP/s", self.flops / 1e12, "gemm")
+
+    @property
+    def qo_indptr(self) -> list[int]:
+        return list(accumulate(self.qo_lens, initial=0))
+
+    @property
+    def kv_indptr(self) -> list[int]:
+        """Rows of k and v, or pages."""
+        return list(accumulate(map(self.pages, self.kv_lens), initial=0))
+
+    @property
+    def last_page_len(self) -> list[int]:
+        return [(n - 1) % self.page_size + 1 for n in self.kv_lens]
+
+    def pages(self, kv_len: int) -> int:
+        return -(-kv_len // max(1, self.page_size))
+
+    def inputs(self, device: torch.device, seed: int = 0) -> BatchInputs:
+        """Normal random q, k, v."""
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            wide = torch.float16 if dtype.itemsize == 1 else dtype
+            return torch.randn(shape, generator=generator, device=device, dtype=wide).to(dtype)
+
+        rows = self.kv_indptr[-1]
+        page = (self.page_size,) if self.page_size else ()
+        kv = (rows, *page, self.num_kv_heads, self.head_dim)
+        indices = torch.randperm(rows, generator=generator, device=device, dtype=torch.int32) if page else None
+        return BatchInputs(
+            normal(self.qo_indptr[-1], self.num_qo_heads, self.head_dim, dtype=self.torch_dtype),
+            normal(*kv, dtype=self.torch_kv_dtype),
+            normal(*kv, dtype=self.torch_kv_dtype),
+            indices,
+        )
+
+    def tokens(self, x: BatchInputs, request: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """k and v of one request, `[kv_len, num_kv_heads, head_dim]` in fp64."""
+        begin, end = self.kv_indptr[request], self.kv_indptr[request + 1]
+        chosen = slice(begin, end) if x.indices is None else x.indices[begin:end].long()
+        shape = (-1, self.num_kv_heads, self.head_dim)
+        k, v = (t[chosen].reshape(shape)[: self.kv_lens[request]].double() for t in (x.k, x.v))
+        return k, v
+
+    def num_sets(self, l2_bytes: int) -> int:
+        """Copies of the inputs that exceed twice the L2 together: by its next turn a set has left it."""
+        return 2 * l2_bytes // self.bytes + 1
+
+    def short(self, length: int) -> BatchWorkload:
+        """A batch of two requests that needs the same kernels."""
+        qo_lens = (min(max(self.qo_lens), length),) * 2
+        return dataclasses.replace(self, qo_lens=qo_lens, kv_lens=(length,) * 2)
+
+
+def _lengths(lengths: tuple[int, ...]) -> str:
+    shortest, longest = min(lengths), max(lengths)
+    return str(longest) if shortest == longest else f"{shortest}-{longest}"
+
+
+def equal(
+    batch_size: int, qo_len: int, kv_len: int, heads: tuple[int, int], head_dim: int, page_size: int = 0,
+    causal: bool = False, kv_dtype: str = "bfloat16",
+) -> BatchWorkload:  # fmt: skip
+    """A batch of equal requests in bfloat16."""
+    lengths = (qo_len,) * batch_size, (kv_len,) * batch_size
+    return BatchWorkload(*lengths, *heads, head_dim, page_size, causal, kv_dtype=kv_dtype)

@@ -1,0 +1,123 @@
+"""How good schedules are, in the planner's own model of time: a simulated device against bounds and other schedules."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from cute_attn.kernels.work import NO_PARTIAL, Item
+from cute_attn.plan import MAX_SPLITS
+from cute_attn.plan_batch import TileShape, Work, query_tiles, schedule
+from cute_attn.plan_cost import COMBINE, START
+from cute_attn.problem import BatchLengths, BatchLimits
+
+LIMITS = BatchLimits(workspace_bytes=1 << 40)
+DECODE = TileShape(16, 64, 4, 8, False, -1, 264, 2, 4 * 129)  # d 128, 32/8 heads on an H200, as the fa2 backend has it
+PREFILL = TileShape(128, 64, 4, 8, True, -1, 264, 4, 4 * 129)
+MOST_TILES = 600  # query tiles of a batch that is simulated
+
+
+class Quality(NamedTuple):
+    """Makespans of one batch, in kv tiles."""
+
+    ours: float
+    uncut: float
+    best: float  # of the cuts that `shortest` tries
+    bound: float  # no schedule is shorter
+
+
+def simulate(costs: Sequence[float], shape: TileShape) -> float:
+    """When the last slot is free, if each item takes the first free slots for its kv heads, in order."""
+    free = [0.0] * shape.slots
+    for cost in costs:
+        for _ in range(shape.num_kv_heads):
+            heapq.heapreplace(free, free[0] + cost)
+    return max(free)
+
+
+def makespan(work: Work, shape: TileShape) -> float:
+    """Of a schedule's records, combine launch included."""
+    column = {name: work.items[:, i].astype(np.float64) for i, name in enumerate(Item._fields)}
+    tiles = np.ceil(column["kv_end"] / shape.cols) - column["kv_begin"] / shape.cols
+    partial = shape.rows / shape.cols
+    costs = tiles + START + partial * (column["partial"] != NO_PARTIAL)
+    return simulate(costs[column["qo_len"] > 0].tolist(), shape) + _combine(work.num_partials, shape)
+
+
+def cut_evenly(visible: Sequence[int], chunk: int, shape: TileShape) -> float:
+    """Makespan when every query tile is cut into the fewest pieces of at most `chunk` kv tiles, as even as can be."""
+    costs, partials = [], 0
+    for tiles in visible:
+        pieces = max(1, -(-tiles // chunk))
+        partials += pieces if pieces > 1 else 0
+        extra = START + (shape.rows / shape.cols if pieces > 1 else 0)
+        costs += [(i + 1) * tiles // pieces - i * tiles // pieces + extra for i in range(pieces)]
+    return simulate(sorted(costs, reverse=True), shape) + _combine(partials, shape)
+
+
+def quality(lengths: BatchLengths, shape: TileShape) -> Quality:
+    """Our schedule next to every even cut of the longest tile into 1 to 128 pieces."""
+    tiles = query_tiles(lengths, shape)
+    visible = (tiles.end - tiles.begin).tolist()
+    longest = max(visible)
+    least = max(shape.min_tiles, -(-longest // MAX_SPLITS), 1)
+    chunks = {max(least, -(-longest // pieces)) for pieces in range(1, MAX_SPLITS + 1)}
+    uncut = cut_evenly(visible, max(longest, 1), shape)
+    best = min([uncut, *(cut_evenly(visible, chunk, shape) for chunk in chunks)])
+    share = (sum(visible) + START * len(visible)) * shape.num_kv_heads / shape.slots
+    alone = min(longest, longest / MAX_SPLITS + COMBINE) + START
+    return Quality(makespan(schedule(lengths, shape, LIMITS), shape), uncut, best, max(share, alone))
+
+
+def _combine(partials: int, shape: TileShape) -> float:
+    if not partials:
+        return 0.0
+    return COMBINE + partials * shape.num_kv_heads / shape.slots * shape.rows / shape.cols
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+def lengths_of(qo_len: Sequence[int] | np.ndarray, kv_len: Sequence[int] | np.ndarray) -> BatchLengths:
+    """A ragged batch without masks."""
+    qo_indptr, kv_indptr = (np.concatenate(([0], np.cumsum(lens, dtype=np.int64))) for lens in (qo_len, kv_len))
+    return BatchLengths(qo_indptr, kv_indptr[:-1], np.diff(kv_indptr), np.zeros(len(kv_len), np.int64))
+
+
+def random_batches(phase: str, count: int, seed: int = 0) -> Iterator[tuple[BatchLengths, TileShape]]:
+    """Batches of all sizes, even and skewed, on devices of several sizes."""
+    rng = np.random.default_rng(seed)
+    made = 0
+    while made < count:
+        shape = DECODE if phase == "decode" else PREFILL
+        shape = shape._replace(num_kv_heads=int(rng.choice([1, 2, 4, 8, 16])), slots=int(rng.choice([132, 264, 296])))
+        lengths = _random_decode(rng) if phase == "decode" else _random_prefill(rng)
+        tiles = query_tiles(lengths, shape)
+        if len(tiles.request) <= MOST_TILES:
+            made += 1
+            yield lengths, shape
+
+
+def _random_decode(rng: np.random.Generator) -> BatchLengths:
+    size, top = _log_uniform(rng, 1, 300), _log_uniform(rng, 300, 100_000)
+    kv_len = [
+        np.full(size, top),
+        rng.integers(1, top + 1, size),
+        np.exp(rng.uniform(0, np.log(top), size)).astype(np.int64),
+        np.where(rng.random(size) < 0.1, top, top // 32),
+    ][rng.integers(4)]
+    return lengths_of(np.ones(size, np.int64), kv_len)
+
+
+def _random_prefill(rng: np.random.Generator) -> BatchLengths:
+    size = _log_uniform(rng, 1, 12)
+    qo_len = np.exp(rng.uniform(np.log(16), np.log(3000), size)).astype(np.int64)
+    cached = np.exp(rng.uniform(0, np.log(40_000), size)).astype(np.int64) * (rng.random() < 0.6)
+    return lengths_of(qo_len, qo_len + cached)
+
+
+def _log_uniform(rng: np.random.Generator, low: int, high: int) -> int:
+    return int(np.exp(rng.uniform(np.log(low), np.log(high))))

@@ -1,0 +1,324 @@
+"""The batch wrappers on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import pytest
+import torch
+
+import cute_attn
+from cute_attn.runtime import arch as archs
+from tests import fuzz
+from tests.batch_case import (
+    NO_PAGE,
+    SMALL,
+    BatchCase,
+    BatchInputs,
+    call,
+    check,
+    decode,
+    dims,
+    heads,
+    make,
+    paged,
+    plan_arguments,
+    ragged,
+    random_batch_case,
+    random_lengths,
+    refusals,
+    run_arguments,
+    wrapper,
+)
+from tests.matrix import poisoned_memory
+
+HAS_SM80 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.sm80,
+    pytest.mark.skipif(not HAS_SM80, reason="needs a CUDA device of compute capability 8.0 or later"),
+]
+
+RANDOM = int(os.environ.get("CUTE_ATTN_TEST_BATCHES", "400"))
+FUZZED = int(os.environ.get("CUTE_ATTN_TEST_FUZZED", "10000"))
+CHUNK = 20  # cases of one test
+REPLAYS = 100
+UNTOUCHED = 7.0
+
+
+def planned(case: BatchCase, inputs: BatchInputs) -> Any | None:
+    """A planned wrapper; None if the backend refuses the case, which then the table must say."""
+    arch = archs.for_device(torch.cuda.current_device())
+    expected = refusals(case, inputs, "fa2", arch)
+    made = wrapper(case, "cuda", backend="fa2")
+    if expected:
+        with pytest.raises(cute_attn.NotSupported) as error:
+            plan_and_call(case, inputs, made)  # some features are known to a run alone
+        assert set(error.value.refusals) <= set(expected)
+        return None
+    made.plan(**plan_arguments(case, inputs))
+    return made
+
+
+def plan_and_call(case: BatchCase, inputs: BatchInputs, made: Any) -> None:
+    made.plan(**plan_arguments(case, inputs))
+    call(case, inputs, made)
+
+
+def assert_right(case: BatchCase) -> None:
+    """Right with NaN in every byte that nobody wrote, and the same bits a second time."""
+    inputs = make(case, "cuda")
+    made = planned(case, inputs)
+    if made is None:
+        return
+    with poisoned_memory():
+        out, lse = call(case, inputs, made)
+    result = check(case, inputs, out, lse)
+    assert result.ok, f"{case}: {result.detail}"
+    again, lse_again = call(case, inputs, made)
+    assert torch.equal(again, out)
+    assert lse is None or (lse_again is not None and torch.equal(lse_again, lse))
+
+
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
+def test_small(case: BatchCase) -> None:
+    assert_right(case)
+
+
+@pytest.mark.parametrize("first", range(0, RANDOM, CHUNK))
+def test_random(first: int) -> None:
+    for seed in range(first, first + CHUNK):
+        assert_right(random_batch_case(seed))
+
+
+LARGE = (
+    paged((1, 700, 0, 33, 2048), (4000, 700, 12, 65, 5000), mask="causal", **heads(32, 8), **dims(128)),
+    paged((300,) * 20, (1500,) * 20, page_size=64, dtype="bfloat16", **heads(8, 2), **dims(256)),
+    ragged((1000, 1, 3000), (1000, 9000, 3000), mask="causal", **heads(16, 16), **dims(64)),
+    ragged((513, 2), (4097, 3), **heads(4, 4), **dims(192, 128)),
+    decode((8192,) * 16, **heads(8, 2), **dims(128), dtype="bfloat16"),
+    decode((100000, 3, 0, 700, 20000), **heads(8, 1), **dims(128)),
+    decode(tuple(range(0, 2000, 7)), page_size=1, **heads(4, 2), **dims(64)),
+    decode((3000, 9, 17000), q_len=5, **heads(8, 2), **dims(128), pos_encoding_mode="ROPE_LLAMA"),
+)
+
+
+@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.id)
+def test_large(case: BatchCase) -> None:
+    assert_right(case)
+
+
+@pytest.mark.parametrize("case", [case for case in SMALL if case.return_lse and case.rows], ids=lambda case: case.id)
+def test_outputs_alone_are_written(case: BatchCase) -> None:
+    """`out` with gaps after heads and tokens, and `lse`, inside larger buffers."""
+    inputs = make(case, "cuda")
+    made = planned(case, inputs)
+    if made is None:
+        return
+    num_heads, dim = case.num_qo_heads, case.head_dim_vo
+    strides = (num_heads * (dim + 8) + 16, dim + 8, 1)
+    dtype = getattr(torch, case.o_dtype or case.dtype)
+    out_buffer = torch.full((1024 + case.rows * strides[0],), UNTOUCHED, dtype=dtype, device="cuda")
+    lse_buffer = torch.full((1024 + case.rows * num_heads,), UNTOUCHED, device="cuda")
+    out = out_buffer.as_strided((case.rows, num_heads, dim), strides, 512)
+    lse = lse_buffer[512 : 512 + case.rows * num_heads].view(case.rows, num_heads)
+    out[: case.first], lse[: case.first] = 0.0, -torch.inf  # rows of no request: the caller's
+    call(case, inputs, made, out=out, lse=lse)
+    result = check(case, inputs, out, lse)
+    assert result.ok, result.detail
+    out.fill_(UNTOUCHED)
+    lse.fill_(UNTOUCHED)
+    assert bool((out_buffer == UNTOUCHED).all())
+    assert bool((lse_buffer == UNTOUCHED).all())
+
+
+# ---- CUDA graphs
+
+GRAPHED = (
+    paged((300, 20, 5, 64), (900,) * 4, mask="causal", **heads(8, 2), **dims(128)),
+    paged((64,) * 6, (700,) * 6, page_size=5, **heads(4, 4), fixed_split_size=16),
+    paged((17, 40), (500,) * 2, mask="causal", kv_layout="HND", disable_split_kv=True, sinks=True),
+    paged((30, 50, 9), (400,) * 3, mask="custom"),
+    ragged((300, 20, 5), (900,) * 3, mask="causal", **heads(8, 2), **dims(128)),
+    decode((3000,) * 8, **heads(32, 8), **dims(128), dtype="bfloat16"),
+    decode((2000,) * 3, q_len=3, **heads(8, 1), **dims(64)),
+    decode((4000,) * 2, page_size=1, **heads(4, 4), **dims(128), fixed_split_size=256),
+)
+
+
+class Captured:
+    """A wrapper whose `run` is captured once, over tensors that keep their addresses."""
+
+    def __init__(self, case: BatchCase, max_len: int) -> None:
+        self.case = case
+        inputs = make(case, "cuda")
+        batch = len(case.kv_lens)
+        pages = batch * -(-max_len // case.page_size)
+
+        def ints(size: int) -> torch.Tensor:
+            return torch.full((size,), NO_PAGE, dtype=torch.int32, device="cuda")
+
+        buffers: dict[str, Any] = {"use_cuda_graph": True, "backend": "fa2"}
+        if case.kind == "decode":
+            buffers |= {"paged_kv_indptr_buffer": ints(batch + 1), "paged_kv_indices_buffer": ints(pages)}
+            buffers |= {"paged_kv_last_page_len_buffer": ints(batch)}
+        elif case.kind == "paged":
+            buffers |= {"qo_indptr_buf": ints(batch + 1), "paged_kv_indptr_buf": ints(batch + 1)}
+            buffers |= {"paged_kv_indices_buf": ints(pages), "paged_kv_last_page_len_buf": ints(batch)}
+        else:
+            buffers |= {"qo_indptr_buf": ints(batch + 1), "kv_indptr_buf": ints(batch + 1)}
+        if case.mask == "custom":
+            room = sum(case.qo_lens) * max_len + batch
+            buffers |= {"custom_mask_buf": torch.full((room,), 0xFF, dtype=torch.uint8, device="cuda")}
+            buffers |= {"mask_indptr_buf": ints(batch + 1)}
+        self.wrapper = wrapper(case, "cuda", **buffers)
+        self.q = torch.full_like(inputs.q, torch.nan)
+        self.kv = self._halves(inputs)
+        self.arguments = run_arguments(case, inputs)
+        self.wrapper.plan(**plan_arguments(case, inputs))
+        self.run()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.out, self.lse = self.run()
+
+    def _halves(self, inputs: BatchInputs) -> list[torch.Tensor]:
+        halves = inputs.kv if self.case.kind == "ragged" else inputs.kv[0]
+        return [torch.full_like(half, torch.nan) for half in halves]
+
+    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
+        kv = self.kv if self.case.kind == "ragged" else (tuple(self.kv),)
+        out, lse = self.wrapper.run(self.q, *kv, **self.arguments)
+        return out, lse
+
+    def replay(self, case: BatchCase) -> None:
+        inputs = make(dataclasses.replace(case, sinks=self.case.sinks), "cuda")
+        self.q[: case.rows].copy_(inputs.q)
+        for target, source in zip(self.kv, inputs.kv if case.kind == "ragged" else inputs.kv[0], strict=True):
+            target.fill_(torch.nan)
+            axis = 1 if case.kind == "ragged" and case.kv_layout == "HND" else 0
+            target.narrow(axis, 0, source.shape[axis]).copy_(source)
+        if inputs.sinks is not None:
+            self.arguments["sinks"].copy_(inputs.sinks)
+        self.out.fill_(torch.nan)
+        self.lse.fill_(torch.nan)
+        self.wrapper.plan(**plan_arguments(case, inputs))
+        self.graph.replay()
+        result = check(case, inputs, self.out[: case.rows], self.lse[: case.rows])
+        assert result.ok, f"{case}: {result.detail}"
+
+
+@pytest.mark.parametrize("case", GRAPHED, ids=lambda case: case.id)
+def test_replays_with_other_lengths(case: BatchCase) -> None:
+    captured = Captured(case, max(case.kv_lens))
+    captured.replay(case)
+    for seed in range(REPLAYS):
+        captured.replay(random_lengths(case, seed, max(case.kv_lens)))
+
+
+def test_plans_in_a_row_do_not_race() -> None:
+    """Twenty plans and runs are queued behind a slow stream before the first of them may start."""
+    cases = [random_lengths(GRAPHED[0], seed, 900) for seed in range(20)]
+    made = wrapper(cases[0], "cuda", backend="fa2")
+    inputs = [make(case, "cuda") for case in cases]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(100_000_000)
+    results = []
+    for case, tensors in zip(cases, inputs, strict=True):
+        made.plan(**plan_arguments(case, tensors))
+        results.append(call(case, tensors, made))
+    for case, tensors, (out, lse) in zip(cases, inputs, results, strict=True):
+        result = check(case, tensors, out, lse)
+        assert result.ok, result.detail
+
+
+# ---- promises
+
+
+@pytest.mark.parametrize("kind", ["paged", "ragged", "decode"])
+@pytest.mark.parametrize("splits", [{"fixed_split_size": 64}, {"disable_split_kv": True}], ids=["fixed", "none"])
+def test_bits_of_a_request_do_not_depend_on_the_batch(kind: str, splits: dict[str, Any]) -> None:
+    if kind == "decode":
+        case = decode((5000, 12, 0, 777, 3000, 64), page_size=1, **heads(8, 2), **dims(128), **splits)
+    else:
+        case = BatchCase(
+            kind, (100, 1, 40, 7, 300, 64), (5000, 12, 0, 777, 3000, 64), mask="causal", **heads(8, 2), **splits
+        )
+    inputs = make(case, "cuda")
+    together, lse_together = call(case, inputs, planned(case, inputs))
+    assert lse_together is not None
+    row = 0
+    for i, qo_len in enumerate(case.qo_lens):
+        arguments = plan_arguments(case, inputs)
+        alone = {
+            name: arguments[name][i : i + 2]
+            for name in ("qo_indptr", "kv_indptr", "paged_kv_indptr", "indptr")
+            if name in arguments
+        }
+        if kind != "decode":
+            alone["qo_indptr"] = alone["qo_indptr"] - row
+        for name in ("last_page_len", "paged_kv_last_page_len"):
+            if name in arguments:
+                alone[name] = arguments[name][i : i + 1]
+        made = wrapper(case, "cuda", backend="fa2")
+        made.plan(**{**arguments, **alone})
+        out, lse = made.run(inputs.q[row : row + qo_len], *inputs.kv, return_lse=True)
+        assert torch.equal(out, together[row : row + qo_len])
+        assert torch.equal(lse, lse_together[row : row + qo_len])
+        row += qo_len
+
+
+def far_apart(x: torch.Tensor, axis: int) -> torch.Tensor:
+    """`x` with the elements of `axis` so far from one another that the last lies beyond 2^31 elements."""
+    step = -(-((1 << 31) + 4096) // (x.shape[axis] - 1)) // 64 * 64 + 64
+    strides = [0] * x.dim()
+    inner = 1
+    for i in reversed(range(x.dim())):
+        if i != axis:
+            strides[i], inner = inner, inner * x.shape[i]
+    strides[axis] = step
+    whole = torch.empty(step * (x.shape[axis] - 1) + inner, dtype=x.dtype, device=x.device)
+    view = whole.as_strided(x.shape, strides)
+    view.copy_(x)
+    return view
+
+
+@pytest.mark.parametrize("case", [paged((40, 9), (65, 30)), ragged((40, 9), (65, 30)), decode((65, 30))])
+def test_strides_past_32_bits(case: BatchCase) -> None:
+    case = dataclasses.replace(case, **heads(4, 2), **dims(128))
+    inputs = make(case, "cuda")
+    halves = inputs.kv if case.kind == "ragged" else inputs.kv[0]
+    apart = tuple(far_apart(half, 0) for half in halves)
+    kv = apart if case.kind == "ragged" else (apart,)
+    made = planned(case, inputs)
+    assert made is not None
+    out, lse = made.run(far_apart(inputs.q, 0), *kv, out=far_apart(torch.zeros_like(inputs.q), 0), return_lse=True)
+    result = check(case, inputs, out, lse)
+    assert result.ok, result.detail
+
+
+# ---- bad input
+
+
+def test_validation_names_request_and_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_ATTN_VALIDATE", "1")
+    case = paged((5, 3, 9), (40, 0, 33), page_size=4)
+    inputs = make(case, "cuda")
+    bad = inputs.kv_indices.clone()
+    bad[12] = 77777
+    made = wrapper(case, "cuda", backend="fa2")
+    made.plan(**{**plan_arguments(case, inputs), "paged_kv_indices": bad})
+    with pytest.raises(cute_attn.ArgumentError, match="page 2 of request 2, is 77777"):
+        call(case, inputs, made)
+    assert_right(case)
+
+
+def test_corrupted_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every corrupted input raises a Python error or is valid, and the context lives on."""
+    monkeypatch.setenv("CUTE_ATTN_VALIDATE", "1")
+    outcomes = fuzz.run(FUZZED, "cuda", backend="fa2")
+    torch.cuda.synchronize()
+    assert outcomes.raised > FUZZED // 2
+    assert_right(SMALL[0])
