@@ -115,12 +115,14 @@ class Built:
         return visible
 
     def check(self, out: torch.Tensor, lse: torch.Tensor | None) -> str:
-        """"" if out and lse are right, else what is wrong."""
+        """ "" if out and lse are right, else what is wrong."""
         o, z = self.oracle()
         found = out.detach().cpu().to(torch.float64).numpy().reshape(o.shape)
         if np.isnan(found).any():
             return f"{int(np.isnan(found).sum())} NaN"
-        error = float(np.linalg.norm(found - o) / max(np.linalg.norm(o), 1e-30)) if o.any() else float(np.abs(found).sum())
+        error = (
+            float(np.linalg.norm(found - o) / max(np.linalg.norm(o), 1e-30)) if o.any() else float(np.abs(found).sum())
+        )
         if error > TOLERANCE[out.dtype]:
             return f"relative error {error:.2e}"
         if lse is None:

@@ -8,8 +8,9 @@ import torch
 
 from cute_attn.errors import WorkspaceError
 from cute_attn.kernels import divisor
+from cute_attn.kernels.spec import KV_BITS
 from cute_attn.kernels.xqa import tiles
-from cute_attn.kernels.xqa.spec import KV_BITS, XqaSpec
+from cute_attn.kernels.xqa.spec import XqaSpec
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import Arch, for_device
 from cute_attn.runtime.launch import Launch, current_stream

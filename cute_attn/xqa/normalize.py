@@ -9,7 +9,7 @@ import torch
 
 from cute_attn import checks, normalize, page
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal, RuntimeArgumentError
-from cute_attn.kernels.xqa.spec import HEAD_DIMS, KV_BITS
+from cute_attn.kernels.xqa.spec import HEAD_DIMS
 from cute_attn.settle import HALF, check_device
 from cute_attn.xqa.host import mask_row_bytes
 from cute_attn.xqa.problem import Scratch, XqaFeatures, XqaProblem
@@ -147,13 +147,12 @@ def _features(
     if device.type == "cuda" and head_dim not in HEAD_DIMS:
         instead = "BatchDecodeWithPagedKVCacheWrapper, or tensors on the CPU"
         raise NotSupported([Refusal("xqa", f"head_dim {head_dim}", f"its kernels have {HEAD_DIMS}", instead)])
-    kv_dtype = "nvfp4" if packed else checks.short(kv_dtypes[0])
-    assert kv_dtype in KV_BITS
+    narrow = "nvfp4" if packed else checks.short(kv_dtypes[0])
     index = device.index if device.index is not None or device.type == "cpu" else torch.cuda.current_device()
     return XqaFeatures(
         torch.device(device.type, index),
         q_dtype,
-        kv_dtype,
+        "" if kv_dtypes[0] == q_dtype else narrow,
         o_dtype,
         num_qo_heads,
         num_kv_heads,

@@ -167,7 +167,7 @@ class XqaProgram:
     def compose(self, p: XqaParams) -> tuple[Merge, QueryRows]:
         scale = p.scale * device_scale(p.scale_ptr) * Float32(ptx.LOG2E * self.format.factor)
         v_scale = p.v_scale * device_scale(p.v_scale_ptr) * Float32(self.format.factor)
-        merge = Merge(self.spec, self.memory, self.format, p, shared_memory(), Finish(p.sinks, v_scale))
+        merge = Merge(self.spec, self.memory, self.format, p, shared_memory(), Finish(p.sinks, v_scale, Float32(1.0)))
         return merge, QueryRows(self.spec, p, scale)
 
     def ring(self) -> Int32:

@@ -121,20 +121,21 @@ class Merge:
             if rows.exists(row):
                 result = self.warps(row, dim)
                 if part.whole:
-                    self.store(rows, segment, row, dim, result)
+                    self.store(rows, row, dim, result)
                 else:
                     self.store_partial(self.partial(segment, share, part), row, dim, result)
         if cutlass.not_(part.whole):
             self.join(rows, segment, share)
 
     @cute.jit
-    def store(self, rows: PackedRows, segment: Segment, row: Int32, dim: Int32, result: Sum) -> None:
-        p, token, head = self.p, Int64(segment.request.qo_start + rows.token(row)), rows.head(row)
+    def store(self, rows: PackedRows, row: Int32, dim: Int32, result: Sum) -> None:
+        p, head = self.p, rows.head(row)
         factor, lse = self.finish.row(result.maximum, result.total, head)
         if cutlass.and_(dim == 0, p.lse != Int64(0)):
-            ptx.st_global_f32(p.lse + (token * Int64(p.num_kv_heads * p.group) + Int64(head)) * Int64(4), lse)
+            index = Int64(rows.start + rows.token(row)) * Int64(p.num_kv_heads * p.group) + Int64(head)
+            ptx.st_global_f32(p.lse + index * Int64(4), lse)
         values = [x * factor for x in result.values]
-        place = p.o + token * p.o_stride_n + Int64(head) * p.o_stride_h
+        place = rows.address(p.o, row, p.o_stride_n, p.o_stride_h)
         if cutlass.const_expr(self.spec.out_dtype == "float8_e4m3fn"):
             packed = isa.permute(isa.to_e4m3_pair(*values[:2]), isa.to_e4m3_pair(*values[2:]), 0x5410)
             isa.st_global_b32(place + Int64(dim), packed)
@@ -183,7 +184,7 @@ class Merge:
             for item in cutlass.range(thread, self.spec.rows * self.pieces, threads, unroll=1):
                 row, dim = self.piece(item)
                 if rows.exists(row):
-                    self.store(rows, segment, row, dim, self.warps(row, dim))
+                    self.store(rows, row, dim, self.warps(row, dim))
 
     @property
     def at_once(self) -> int:

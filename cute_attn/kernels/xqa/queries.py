@@ -36,7 +36,8 @@ class QueryRows:
         head = self.head(segment)
         block = segment.unit - head * p.row_blocks
         group = Divisor(p.group, p.group_multiplier, p.group_shift)
-        return PackedRows(block * self.spec.rows, segment.request.qo_len * p.group, group, head * p.group)
+        count, start = segment.request.qo_len * p.group, segment.request.qo_start
+        return PackedRows(block * self.spec.rows, count, group, head * p.group, start)
 
     def head(self, segment: Segment) -> Int32:
         return isa.divide(segment.unit, self.p.row_blocks)
@@ -47,11 +48,10 @@ class QueryRows:
         lane = cute.arch.thread_idx()[0] & 31
         g, t = lane >> 2, lane & 3
         turn = ptx.select(self.scale < Float32(0.0), Int32(SIGNS), Int32(0))
-        base = p.q + Int64(segment.request.qo_start) * p.q_stride_n
         fragments, scales = [], []
         for block in range(self.spec.row_blocks):
             row = g + 8 * block
-            address = rows.address(base, row, p.q_stride_n, p.q_stride_h)
+            address = rows.address(p.q, row, p.q_stride_n, p.q_stride_h)
             words = self._words(address, rows.exists(row), t)
             scale = isa.magnitude(self.scale)
             if self.spec.mma_dtype != self.spec.dtype:

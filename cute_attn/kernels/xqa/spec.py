@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cute_attn.kernels.spec import KernelSpec, Program
+from cute_attn.kernels.spec import KV_BITS, KernelSpec, Program
 
 LINE = 128  # bytes; the banks of shared memory once over
 
-# Bits of one element of K and V; "nvfp4" has an e4m3 scale for every SCALE_BLOCK of them besides.
-KV_BITS = {"float16": 16, "bfloat16": 16, "float8_e4m3fn": 8, "float8_e5m2": 8, "nvfp4": 4}
-SCALE_BLOCK = 16
+SCALE_BLOCK = 16  # elements of NVFP4 that share an e4m3 scale
 OUT_DTYPES = ("float16", "bfloat16", "float8_e4m3fn")
 HEAD_DIMS = (64, 128, 256)
 
@@ -22,7 +20,7 @@ class XqaSpec(KernelSpec):
 
     kernel: ClassVar[str] = "xqa"
     dtype: str  # of q
-    kv_dtype: str  # of KV_BITS
+    kv_dtype: str  # of KV_BITS; "": q's
     out_dtype: str
     head_dim: int
     tree: bool = False  # draft tokens see what mask bits say, instead of all before them
@@ -35,8 +33,6 @@ class XqaSpec(KernelSpec):
     def __post_init__(self) -> None:
         memory = XqaMemory.of(self)
         rules = {
-            f"kv_dtype must be one of {', '.join(KV_BITS)}": self.kv_dtype in KV_BITS,
-            "16-bit K and V must have q's dtype": KV_BITS[self.kv_dtype] < 16 or self.kv_dtype == self.dtype,
             f"head_dim must be one of {HEAD_DIMS}": self.head_dim in HEAD_DIMS,
             "cols must be 16 or a multiple of 32": self.cols == 16 or self.cols % 32 == 0,
             "a row of outputs must fit a ring slot": memory.merge_bytes <= memory.slot_bytes,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from cute_attn.kernels.xqa.spec import HEAD_DIMS, KV_BITS, SCALE_BLOCK, XqaMemory, XqaSpec
+from cute_attn.kernels.spec import KV_BITS
+from cute_attn.kernels.xqa.spec import HEAD_DIMS, SCALE_BLOCK, XqaMemory, XqaSpec
 from cute_attn.runtime.arch import Arch
 
 SLOT = 8192  # bytes of K and V that a tile brings, about
@@ -44,6 +45,6 @@ def default_specs(arch: Arch) -> list[XqaSpec]:
     return [
         choose("bfloat16", kv_dtype, "bfloat16", head_dim, rows, False, arch)
         for head_dim in HEAD_DIMS
-        for kv_dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "nvfp4")
+        for kv_dtype in KV_BITS
         for rows in (8, 16)
     ]
