@@ -16,7 +16,7 @@ from cute_attn import checks, settle
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal, RuntimeArgumentError
 from cute_attn.normalize import ALIGNMENT, MAX_ROWS
 from cute_attn.problem import BatchLengths, Settings
-from cute_attn.quantization import segment_packbits
+from cute_attn.quantization import pack_segments
 from cute_attn.settle import MAX_KV_LEN, Structure
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -287,7 +287,7 @@ def mask(custom_mask: Any, packed_custom_mask: Any, tokens: Tokens, device: torc
                 f"custom_mask must have the sum of qo_len * kv_len = {total} elements, got {bits.numel()}"
             )
         if packed_custom_mask is None:
-            return Mask(_pack(bits.to(device), sizes), offsets)
+            return Mask(_pack(bits.to(device), sizes, offsets), offsets)
     packed = _flat("packed_custom_mask", packed_custom_mask, torch.uint8).to(device)
     if packed.numel() == offsets[-1]:
         return Mask(packed.contiguous(), offsets)
@@ -298,7 +298,7 @@ def mask(custom_mask: Any, packed_custom_mask: Any, tokens: Tokens, device: torc
         )
     shifts = torch.arange(8, dtype=torch.uint8, device=device)
     bits = ((packed[:, None] >> shifts) & 1).flatten()[:total].bool()
-    return Mask(_pack(bits, sizes), offsets)
+    return Mask(_pack(bits, sizes, offsets), offsets)
 
 
 def _flat(name: str, value: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -309,9 +309,11 @@ def _flat(name: str, value: Any, dtype: torch.dtype) -> torch.Tensor:
     return value
 
 
-def _pack(bits: torch.Tensor, sizes: np.ndarray) -> torch.Tensor:
-    bounds = torch.from_numpy(np.concatenate(([0], np.cumsum(sizes)))).to(bits.device)
-    return segment_packbits(bits, bounds, bitorder="little")[0]
+def _pack(bits: torch.Tensor, sizes: np.ndarray, offsets: np.ndarray) -> torch.Tensor:
+    bounds, packed_bounds = torch.from_numpy(np.stack((np.concatenate(([0], np.cumsum(sizes))), offsets))).to(
+        bits.device
+    )
+    return pack_segments(bits, bounds, packed_bounds, int(offsets[-1]), "little")
 
 
 # ---- buffers of the wrapper

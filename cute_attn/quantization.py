@@ -66,12 +66,22 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
     sizes = (bounds.diff() + 7) // 8
     packed_indptr = torch.zeros_like(bounds)
     torch.cumsum(sizes, 0, out=packed_indptr[1:])
+    packed = pack_segments(x.bool(), bounds, packed_indptr, int(packed_indptr[-1]), bitorder)
+    return packed, packed_indptr.to(torch.int32)
+
+
+def pack_segments(
+    x: torch.Tensor, bounds: torch.Tensor, packed_bounds: torch.Tensor, total: int, bitorder: str
+) -> torch.Tensor:
+    """`total` bytes, `packed_bounds[i]:packed_bounds[i + 1]` of them for `x[bounds[i]:bounds[i + 1]]`, x being bool and
+    the bounds int64. Nothing is checked, so that nothing is synchronised.
+    """
+    sizes = packed_bounds.diff()
     # start of output byte b: its segment's first element, plus 8 for each byte of the segment before b
-    total = int(packed_indptr[-1])
-    start = torch.repeat_interleave(bounds[:-1] - 8 * packed_indptr[:-1], sizes, output_size=total)
+    start = torch.repeat_interleave(bounds[:-1] - 8 * packed_bounds[:-1], sizes, output_size=total)
     start += 8 * torch.arange(total, device=x.device)
     stop = torch.repeat_interleave(bounds[1:], sizes, output_size=total)
-    return _pack(x.bool(), start, stop, bitorder), packed_indptr.to(torch.int32)
+    return _pack(x, start, stop, bitorder)
 
 
 def _pack(x: torch.Tensor, start: torch.Tensor, stop: torch.Tensor, bitorder: str) -> torch.Tensor:

@@ -281,6 +281,7 @@ def _title(features: Features, arch: Arch | None) -> str:
         f"q {short(f.q_dtype)}, k and v {short(f.kv_dtype)}, out {short(f.o_dtype)}",
         f"heads {f.num_qo_heads}/{f.num_kv_heads}",
         f"head dimensions {f.head_dim_qk}, {f.head_dim_vo}",
+        "" if f.kv_source == "dense" else f"{f.kv_source} batch",
         "" if f.pos_encoding_mode == "NONE" else f.pos_encoding_mode,
         *(
             name if getattr(f, name) else ""

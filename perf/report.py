@@ -24,6 +24,8 @@ def heading(record: Record) -> str:
     parts = [f"**{env['gpu']}**, {env['date']}, commit {env['commit']}, driver {env['driver']}"]
     parts.append(f"torch {env['torch']} (CUDA {env['cuda']}, cuDNN {env['cudnn']})")
     parts += [f"{name} {env[name]}" for name in ("flash-attn-4", "flashinfer-python") if name in env]
+    if "host" in env:
+        parts.append(f"host {env['host']}")
     text = "; ".join(parts) + f".\n`{record['command']}`"
     if ceilings := record.get("ceilings"):
         text += (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from typing import Any
 
@@ -115,6 +116,36 @@ def test_custom_mask(kv_len: int, packed: bool, window_left: int) -> None:
     solve(build(kv_len=kv_len, window_left=window_left, causal=True, **given))
     assert isinstance(InterpretedLaunch.fired[0].spec, Fa2Spec)
     assert InterpretedLaunch.fired[0].spec.mask == "packed"
+
+
+@pytest.mark.parametrize("kv_len", [40, 300], ids=["whole", "split"])
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
+def test_fp8_keys(stored: torch.dtype, kv_layout: str, kv_len: int) -> None:
+    problem = build(kv_len=kv_len)
+    k, v = (x.transpose(0, 1).contiguous() if kv_layout == "HND" else x for x in (problem.k, problem.v))
+    solve(
+        normalize.problem(normalize.Call(problem.q, k.to(stored), v.to(stored), kv_layout=kv_layout, return_lse=True))
+    )
+    assert isinstance(InterpretedLaunch.fired[0].spec, Fa2Spec)
+    assert InterpretedLaunch.fired[0].spec.kv_dtype == str(stored).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("kv_len", [40, 300], ids=["whole", "split"])
+def test_nvfp4_keys(kv_len: int) -> None:
+    """Block scales as every second row of a larger tensor: their strides are their own."""
+    packed = torch.randint(0, 256, (2, kv_len, 2, 32), dtype=torch.uint8)
+    factors = (torch.rand(2, 2 * kv_len, 2, 4) + 0.05).to(torch.float8_e4m3fn)[:, ::2]
+    call = normalize.Call(random(5, 6, 64), *packed, kv_cache_sf=(factors[0], factors[1]), causal=True, k_scale=0.5)
+    solve(normalize.problem(call))
+    assert isinstance(InterpretedLaunch.fired[0].spec, Fa2Spec)
+    assert InterpretedLaunch.fired[0].spec.kv_dtype == "nvfp4"
+
+
+@pytest.mark.parametrize("kv_len", [40, 300], ids=["whole", "split"])
+def test_natural_lse(kv_len: int) -> None:
+    problem = build(kv_len=kv_len)
+    solve(problem._replace(settings=problem.settings._replace(lse_scale=math.log(2))))
 
 
 def test_packed_qkv_slices_and_strided_out() -> None:

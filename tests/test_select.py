@@ -134,6 +134,7 @@ def test_explain_names_every_backend_and_reason() -> None:
     text = explain(CUDA._replace(q_dtype=E4M3, kv_dtype=E4M3), HOPPER)
     assert "fa2: refused\n    fa2 refuses q of an fp8 dtype" in text
     assert "no backend takes this problem" in text
+    assert "paged batch" in explain(CUDA._replace(kv_source="paged"), HOPPER).splitlines()[0]
     q = torch.zeros(1, 32, 128).bfloat16()
     text = explain(Problem(Settings(CPU), 1, 1, q, q, q, q, None))
     assert "fa2: refused\n    fa2 refuses cpu tensors" in text

@@ -20,7 +20,16 @@ from cutlass import Float32, Float64, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.convert import Converted, Fp8, Nvfp4, Stored
-from cute_attn.kernels.blocks.epilogue import Finish, MergedWarps, Partials, Target, Unfinished, WarpRows, row_stats
+from cute_attn.kernels.blocks.epilogue import (
+    Finish,
+    MergedWarps,
+    Partials,
+    RowStats,
+    Target,
+    Unfinished,
+    WarpRows,
+    row_stats,
+)
 from cute_attn.kernels.blocks.kv import DenseKV, NoScales, ScaleRows, Team, TokenRows
 from cute_attn.kernels.blocks.masks import Band, BandMask, PackedMask, TileOrder
 from cute_attn.kernels.blocks.mma import Lanes, WarpTile
@@ -272,29 +281,35 @@ class Fa2Program:
 
     # --- output -----------------------------------------------------------------------------------------------------
 
-    @cute.jit
-    def store(
-        self, p: Fa2Params, work: cutlass.Constexpr, base: Int32, out: list[Float32], stats: cutlass.Constexpr
-    ) -> None:
-        finish = Finish(p.sinks, p.v_scale * device_scale(p.v_scale_ptr), p.lse_scale)
-        whole = Target(self.spec.out_dtype, p.o, p.o_stride_n, p.o_stride_h, p.lse, p.num_qo_heads)
-        if cutlass.const_expr(self.spec.schedule == "items"):
-            share = self.schedule.share(p)
-            rows = packed_rows(p, share)
-            if share.partial == NO_PARTIAL:
-                self.write(rows, whole, finish, work, base, out, stats)
-            else:
-                slot = Int64(share.partial) * Int64(p.num_kv_heads) + Int64(share.kv_head)
-                first = slot * Int64(self.spec.tile.rows)
-                slots = Partials(p.o_partial, p.lse_partial, first, self.spec.head_dim_vo)
-                self.write(rows, slots, Unfinished(), work, base, out, stats)
-        elif cutlass.const_expr(self.spec.split):
+    def store(self, p: Fa2Params, work: Work, base: Int32, out: list[Float32], stats: RowStats) -> None:
+        if self.spec.schedule == "items":
+            self.store_item(p, work, base, out, stats)
+        elif self.spec.split:
             slab = Int64(cute.arch.block_idx()[2]) * Int64(p.qo_len) * Int64(p.num_qo_heads)
             o, lse = p.o + slab * (self.spec.head_dim_vo * 4), p.lse + slab * 4
             partial = Target("float32", o, p.o_stride_n, p.o_stride_h, lse, p.num_qo_heads)
             self.write(work.rows, partial, Unfinished(), work, base, out, stats)
         else:
-            self.write(work.rows, whole, finish, work, base, out, stats)
+            self.write_whole(p, work.rows, work, base, out, stats)
+
+    @cute.jit
+    def store_item(
+        self, p: Fa2Params, work: cutlass.Constexpr, base: Int32, out: list[Float32], stats: cutlass.Constexpr
+    ) -> None:
+        share = self.schedule.share(p)
+        rows = packed_rows(p, share)
+        if share.partial == NO_PARTIAL:
+            self.write_whole(p, rows, work, base, out, stats)
+        else:
+            slot = Int64(share.partial) * Int64(p.num_kv_heads) + Int64(share.kv_head)
+            first = slot * Int64(self.spec.tile.rows)
+            partials = Partials(p.o_partial, p.lse_partial, first, self.spec.head_dim_vo)
+            self.write(rows, partials, Unfinished(), work, base, out, stats)
+
+    def write_whole(self, p, rows, work, base, out, stats) -> None:  # type: ignore[no-untyped-def]
+        finish = Finish(p.sinks, p.v_scale * device_scale(p.v_scale_ptr), p.lse_scale)
+        target = Target(self.spec.out_dtype, p.o, p.o_stride_n, p.o_stride_h, p.lse, p.num_qo_heads)
+        self.write(rows, target, finish, work, base, out, stats)
 
     def write(self, rows, target, finish, work, base, out, stats) -> None:  # type: ignore[no-untyped-def]
         kind = WarpRows if self.spec.tile.warps_cols == 1 else MergedWarps

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cute_attn.kernels.memory import SharedMemory
 from cute_attn.kernels.spec import CombineSpec, Fa2Spec, KernelSpec, Tile
@@ -167,7 +167,7 @@ def _decode_converted(variant: Variant, arch: Arch) -> Tile:
 
 # --- what gets compiled ahead ---------------------------------------------------------------------------------------
 
-VARIANTS: tuple[dict[str, object], ...] = (
+VARIANTS: tuple[dict[str, Any], ...] = (
     {"mask": "packed"},
     {"scores": ("scale",)},
     {"scores": ("scale", "soft_cap")},
@@ -241,8 +241,8 @@ def _batch(
     kv: str = "paged",
     dtype: str = "bfloat16",
     kv_dtype: str = "",
-    **changes: object,
+    **changes: Any,
 ) -> KernelSpec:
     tile = choose(Variant(head_dims, not changes, True, kv_dtype), rows, arch)
-    fields: dict = {"schedule": "items", "kv": kv, "kv_dtype": kv_dtype, "tile": tile, **changes}
+    fields: dict[str, Any] = {"schedule": "items", "kv": kv, "kv_dtype": kv_dtype, "tile": tile, **changes}
     return Fa2Spec(dtype, dtype, *head_dims, **fields)
