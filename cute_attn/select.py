@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_attn.checks import describe, short
+from cute_attn.emulator import settings
 from cute_attn.errors import LayoutError, NotSupported, Refusal
 from cute_attn.kernels.spec import KernelSpec
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Features, Problem, Settings
@@ -71,7 +72,9 @@ BACKENDS = (  # in the order in which "auto" asks them
     Backend("fa2", "NVIDIA GPUs from compute capability 8.0", ("cuda",), (8, 0)),
     Backend("reference", "any device, in torch", ("cpu",), None),
 )
-BY_NAME = {backend.name: backend for backend in BACKENDS}
+# Not in the support table: it has the features of the GPU backend whose kernels it runs.
+EMULATOR = Backend("emulator", "CPU tensors, from the PTX of a GPU's kernels", (), None)
+BY_NAME = {backend.name: backend for backend in (*BACKENDS, EMULATOR)}
 
 ELSEWHERE = {  # backend names of FlashInfer that are none here: (reason, instead)
     "fa3": ("it is not built yet", 'backend="auto"'),
@@ -199,6 +202,8 @@ def choose(features: Features, backend: str = "auto", arch: Arch | None = None) 
 
 def reasons_against(backend: Backend, features: Features, arch: Arch | None) -> list[Refusal]:
     """Why `backend` does not take `features` on `arch` (None: on the CPU); empty if it does."""
+    if backend is EMULATOR:
+        return _reasons_against_emulator(features)
     refusals = []
     if backend.capability is not None:
         runs_on = f"it runs on {backend.runs_on}"
@@ -213,6 +218,23 @@ def reasons_against(backend: Backend, features: Features, arch: Arch | None) -> 
     return refusals
 
 
+def _reasons_against_emulator(features: Features) -> list[Refusal]:
+    if features.device.type != "cpu":
+        runs_on = f"it runs on {EMULATOR.runs_on}"
+        return [Refusal("emulator", f"{features.device.type} tensors", runs_on, 'backend="auto"')]
+    arch = archs.named(settings.current().arch)
+    try:
+        emulated(features, arch)
+    except NotSupported as err:
+        return [Refusal("emulator", *refusal[1:]) for refusal in err.refusals]
+    return []
+
+
+def emulated(features: Features, arch: Arch) -> Backend:
+    """The backend whose kernels stand for `features` on an emulated GPU of `arch`; NotSupported as `choose`."""
+    return choose(features._replace(device=torch.device("cuda")), "auto", arch)
+
+
 def explain(asked: Features | Problem, arch: Arch | None = None) -> str:
     """What "auto" chooses for `asked`, and for every backend why it is chosen, passed over or refused.
 
@@ -222,7 +244,7 @@ def explain(asked: Features | Problem, arch: Arch | None = None) -> str:
     arch = arch_for(features.device, arch)
     lines = [_title(features, arch)]
     chosen = False
-    for backend in BACKENDS:
+    for backend in (*BACKENDS, EMULATOR):
         reasons = reasons_against(backend, features, arch)
         automatic = features.device.type in backend.auto_on
         if reasons:

@@ -109,7 +109,7 @@ def test_backends_of_flashinfer_that_are_not_here(backend: str) -> None:
 
 
 def test_unknown_backend() -> None:
-    with pytest.raises(LayoutError, match=r"backend must be one of 'auto', 'fa2', 'reference'; got 'fa9'"):
+    with pytest.raises(LayoutError, match=r"backend must be one of 'auto', 'fa2', 'reference', 'emulator'; got 'fa9'"):
         select.choose(CUDA, "fa9", HOPPER)
 
 

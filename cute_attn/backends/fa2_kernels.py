@@ -11,7 +11,7 @@ from cute_attn.kernels.spec import CombineSpec, Fa2Spec, KernelSpec, Tile
 from cute_attn.problem import Features
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import Arch
-from cute_attn.runtime.launch import Launch
+from cute_attn.runtime.launch import CPU, Launch
 
 
 def batched(features: Features) -> bool:
@@ -78,6 +78,10 @@ def specs(features: Features, arch: Arch) -> list[KernelSpec]:
 @functools.cache
 def load(kernel: KernelSpec, arch_name: str, device_index: int, pdl: bool) -> Launch:
     """The loaded kernel: one per spec and device, shared by problems that differ in head counts or numbers only."""
+    if device_index == CPU:
+        from cute_attn.emulator.adapter import EmulatedLaunch
+
+        return EmulatedLaunch(artifacts.get(kernel, arch_name), pdl=pdl)
     return Launch(artifacts.get(kernel, arch_name), device_index, pdl=pdl)
 
 

@@ -7,10 +7,9 @@ import torch
 from cute_attn import normalize, select
 from cute_attn.kernels.spec import KernelSpec
 from cute_attn.problem import Problem
-from cute_attn.runtime.arch import Arch
+from cute_attn.runtime.arch import TYPICAL_SMS, Arch
 
-# Multiprocessors of A100, H100/H200 SXM, B200, B300, RTX 5090 and GB10: they decide how kv is split.
-TYPICAL_SMS = {"sm_80": 108, "sm_90a": 132, "sm_100a": 148, "sm_103a": 148, "sm_120a": 170, "sm_121a": 48}
+__all__ = ["TYPICAL_SMS", "launches", "on_gpu"]
 
 
 def on_gpu(call: normalize.Call) -> Problem:

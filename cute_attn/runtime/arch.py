@@ -44,6 +44,8 @@ ARCHS: dict[str, Arch] = {
         Arch("sm_121a", (12, 1), _SMEM_99K),
     )
 }
+# Multiprocessors of A100, H100/H200 SXM, B200, B300, RTX 5090 and GB10: they decide how kv is split.
+TYPICAL_SMS = {"sm_80": 108, "sm_90a": 132, "sm_100a": 148, "sm_103a": 148, "sm_120a": 170, "sm_121a": 48}
 _BY_CAPABILITY = {arch.capability: arch for arch in ARCHS.values()}
 
 

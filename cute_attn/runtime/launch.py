@@ -20,11 +20,14 @@ from cute_attn.runtime import arch as archs
 from cute_attn.runtime.artifact import Artifact, Param
 
 Dim3 = tuple[int, int, int]
+CPU = -1  # as a device index: tensors on the CPU, kernels on the emulator
 _STRUCT_CODES = {"i32": "i", "i64": "q", "f32": "f", "f64": "d"}
 
 
 def current_stream(device_index: int) -> int:
     """Handle of torch's current stream on a device (one C call; `torch.cuda.current_stream` takes 3 us)."""
+    if device_index == CPU:
+        return 0
     return torch._C._cuda_getCurrentRawStream(device_index)
 
 
@@ -73,6 +76,7 @@ def describe(artifact: Artifact, values: Sequence[int | float], grid: Dim3, *, p
         "cluster": artifact.cluster,
         "smem_bytes": artifact.smem_bytes,
         "pdl": pdl,
+        "param_offsets": [param.offset for param in artifact.params],
         "params": block.buffer.raw[: block.size],
     }
 

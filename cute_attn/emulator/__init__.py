@@ -1,0 +1,9 @@
+"""A PTX emulator for testing our kernels where there is no GPU. The core needs numpy and nothing else."""
+
+from cute_attn.emulator.errors import EmulatorError
+from cute_attn.emulator.machine import Schedule, Stats
+from cute_attn.emulator.memory import GlobalMemory
+from cute_attn.emulator.run import launch
+from cute_attn.emulator.settings import using
+
+__all__ = ["EmulatorError", "GlobalMemory", "Schedule", "Stats", "launch", "using"]

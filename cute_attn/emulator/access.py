@@ -1,0 +1,254 @@
+"""Loads and stores of lanes: addresses to memories, with every check on the way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cute_attn.emulator.clocks import BEFORE, ORDER, PROXY, Op
+from cute_attn.emulator.dtypes import Array
+from cute_attn.emulator.errors import MemoryFault, ProxyFault, Race
+from cute_attn.emulator.memory import (
+    GENERIC_PARAM,
+    GENERIC_SHARED,
+    OFFSET_MASK,
+    RANK_SHIFT,
+    Region,
+    SharedMemory,
+    check_global,
+)
+
+if TYPE_CHECKING:
+    from cute_attn.emulator.gang import Gang
+    from cute_attn.emulator.machine import Cluster, Cta
+
+CLUSTER_SHIFT = 20  # launch-wide agents: number of the cluster + 1 above the agent in it
+
+
+def shared_of(
+    gang: Gang, addresses: Array, what: str, cluster: bool = False
+) -> list[tuple[SharedMemory, Array | None]]:
+    """The shared memories behind 32-bit addresses, with the positions that fall in each (None: all)."""
+    ranks = addresses >> np.uint32(RANK_SHIFT)
+    own = gang.cta.rank
+    if not cluster or (ranks == own).all():
+        if (ranks != own).any():
+            lane = int(np.flatnonzero(ranks != own)[0])
+            raise MemoryFault(f"{what} at {int(addresses[lane]):#x}: outside shared memory of the CTA", lane)
+        return [(gang.cta.smem, None)]
+    found: list[tuple[SharedMemory, Array | None]] = []
+    for rank in np.unique(ranks):
+        if rank >= len(gang.cta.cluster.ctas):
+            raise MemoryFault(f"{what}: no CTA of rank {int(rank)} in the cluster")
+        found.append((gang.cta.cluster.ctas[rank].smem, np.flatnonzero(ranks == rank)))
+    return found
+
+
+def offsets_of(addresses: Array) -> Array:
+    return (addresses & np.uint32(OFFSET_MASK)).astype(np.int64)
+
+
+def load_shared(
+    gang: Gang, mask: Array | None, addresses: Array, nbytes: int, what: str, cluster: bool = False
+) -> Array:
+    """Words of `nbytes` bytes as rows of bytes: [lanes of the gang, nbytes]; zeros for inactive lanes."""
+    lanes = gang.lanes(mask)
+    at = gang.full(addresses)[lanes]
+    out = np.zeros((gang.size, nbytes), np.uint8)
+    for memory, positions in shared_of(gang, at, what, cluster):
+        chosen = slice(None) if positions is None else positions
+        offsets, agents = offsets_of(at[chosen]), gang.lane_agents[lanes[chosen]]
+        memory.check(offsets, nbytes, nbytes, what)
+        out[lanes[chosen]] = memory.load(offsets, nbytes, agents, what).view(np.uint8).reshape(-1, nbytes)
+    return out
+
+
+def store_shared(
+    gang: Gang, mask: Array | None, addresses: Array, rows: Array, what: str, cluster: bool = False
+) -> None:
+    """Rows of bytes [lanes of the gang, nbytes] to shared memory."""
+    lanes = gang.lanes(mask)
+    at = gang.full(addresses)[lanes]
+    nbytes = rows.shape[1]
+    for memory, positions in shared_of(gang, at, what, cluster):
+        chosen = slice(None) if positions is None else positions
+        offsets, agents = offsets_of(at[chosen]), gang.lane_agents[lanes[chosen]]
+        memory.check(offsets, nbytes, nbytes, what)
+        memory.store(offsets, words_of(rows[lanes[chosen]]), nbytes, agents, what)
+
+
+def words_of(rows: Array) -> Array:
+    """Rows of bytes as words."""
+    nbytes = rows.shape[1]
+    words: Array = np.ascontiguousarray(rows).view(f"u{nbytes}" if nbytes <= 8 else f"V{nbytes}")[:, 0]
+    return words
+
+
+def load_global(
+    gang: Gang, mask: Array | None, addresses: Array, nbytes: int, what: str, strong: bool = False
+) -> Array:
+    """`strong` accesses (relaxed, volatile, acquire) order others and do not race."""
+    lanes = gang.lanes(mask)
+    at = gang.full(addresses)[lanes]
+    out = np.zeros((gang.size, nbytes), np.uint8)
+    _aligned(at, nbytes, what)
+    for region, positions, offsets in gang.cta.grid.memory.split(at, nbytes, what):
+        chosen = lanes if positions is None else lanes[positions]
+        agents = None if strong else gang.lane_agents[chosen]
+        out[chosen] = read_region(gang, region, offsets, nbytes, agents, what)
+    return out
+
+
+def read_region(gang: Gang, region: Region, offsets: Array, nbytes: int, agents: Array | None, what: str) -> Array:
+    """Rows of bytes of one region, read by warps (None: without a race check)."""
+    check_global(region, offsets, nbytes, what, write=False)
+    if gang.cta.clocks is not None and region.contested and agents is not None:
+        _order_global(gang.cta.cluster, region, offsets, nbytes, agents, what, write=False)
+    rows: Array = region.bytes.windows(nbytes)[offsets].view(np.uint8).reshape(-1, nbytes)
+    return rows
+
+
+def store_global(
+    gang: Gang, mask: Array | None, addresses: Array, rows: Array, what: str, strong: bool = False
+) -> None:
+    lanes = gang.lanes(mask)
+    at = gang.full(addresses)[lanes]
+    nbytes = rows.shape[1]
+    _aligned(at, nbytes, what)
+    for region, positions, offsets in gang.cta.grid.memory.split(at, nbytes, what):
+        chosen = lanes if positions is None else lanes[positions]
+        write_region(gang, region, offsets, rows[chosen], None if strong else gang.lane_agents[chosen], what)
+
+
+def write_region(gang: Gang, region: Region, offsets: Array, rows: Array, agents: Array | None, what: str) -> None:
+    nbytes = rows.shape[1]
+    check_global(region, offsets, nbytes, what, write=True)
+    if gang.cta.clocks is not None and agents is not None:
+        _order_global(gang.cta.cluster, region, offsets, nbytes, agents, what, write=True)
+    region.bytes.windows(nbytes)[offsets] = words_of(rows)
+    region.valid.windows(nbytes)[offsets] = words_of(np.full((1, nbytes), 0xFF, np.uint8))
+
+
+def _aligned(addresses: Array, nbytes: int, what: str) -> None:
+    if len(addresses) and (addresses & np.uint64(nbytes - 1)).any():
+        lane = int(np.flatnonzero(addresses & np.uint64(nbytes - 1))[0])
+        raise MemoryFault(f"{what} at {int(addresses[lane]):#x} is not aligned to {nbytes} bytes", lane)
+
+
+def _order_global(
+    cluster: Cluster, region: Region, offsets: Array, nbytes: int, agents: Array, what: str, write: bool
+) -> None:
+    """Race checks of global memory: against warps of this launch, and against earlier launches."""
+    clocks = cluster.clocks
+    assert clocks is not None
+    first = (offsets + (region.base & 3)) >> 2
+    cells = first[:, None] + np.arange(max(nbytes // 4, 1))
+    order = clocks.v[:, ORDER]
+    rows = agents[:, None]
+    _compare(cluster, region, cells, rows, region.writer[cells], region.written[cells], what, "write")
+    own = rows + ((cluster.number + 1) << CLUSTER_SHIFT)
+    if write:
+        _compare(cluster, region, cells, rows, region.reader[cells], region.read_at[cells], what, "read")
+        region.writer[cells] = own
+        region.written[cells] = order[rows, rows]
+        region.read_at[cells] = 0
+    else:
+        region.reader[cells] = own
+        region.read_at[cells] = order[rows, rows]
+
+
+def _compare(
+    cluster: Cluster, region: Region, cells: Array, rows: Array, other: Array, epoch: Array, what: str, kind: str
+) -> None:
+    if not epoch.any():
+        return
+    assert cluster.clocks is not None
+    order = cluster.clocks.v[:, ORDER]
+    home = other >> CLUSTER_SHIFT
+    local = (home == cluster.number + 1) | (home == 0)
+    agent = np.where(local, other & ((1 << CLUSTER_SHIFT) - 1), BEFORE)
+    late = local & (epoch > order[rows, agent])
+    foreign = ~local & (epoch > 0)
+    if foreign.any():
+        seen = cluster.cross
+        for lane, column in np.argwhere(foreign):
+            known = seen.get(int(rows[lane, 0]), {}).get(int(other[lane, column]), 0)
+            late[lane, column] = epoch[lane, column] > known
+    if late.any():
+        lane, column = map(int, np.argwhere(late)[0])
+        who = int(other[lane, column])
+        name = (
+            cluster.clocks.name(agent[lane, column])
+            if local[lane, column]
+            else (f"warp {(who & ((1 << CLUSTER_SHIFT) - 1)) - 1} of cluster {(who >> CLUSTER_SHIFT) - 1}")
+        )
+        raise Race(
+            f"{what} of {region.name} at byte {int(cells[lane, column]) * 4} races with a {kind} by {name}", lane
+        )
+
+
+def generic_spaces(gang: Gang, mask: Array | None, addresses: Array) -> tuple[Array, Array]:
+    """(mask of lanes whose generic address is shared, mask of the others)."""
+    full = gang.full(addresses)
+    space = full >> np.uint64(56)
+    if (space == GENERIC_PARAM >> 56).any():
+        raise MemoryFault("a generic load from the parameter space is not supported")
+    active = gang.active(mask)
+    shared = space == GENERIC_SHARED >> 56
+    return active & shared, active & ~shared
+
+
+# --- asynchronous operations on global memory -------------------------------------------------------------------------
+
+
+def op_load_global(cta: Cta, addresses: Array, nbytes: int, op: Op | None, what: str) -> Array:
+    """Rows of bytes, read through the async proxy."""
+    out = np.zeros((len(addresses), nbytes), np.uint8)
+    for region, positions, offsets in cta.grid.memory.split(addresses.astype(np.uint64), nbytes, what):
+        check_global(region, offsets, nbytes, what, write=False)
+        if op is not None and region.contested:
+            _order_op(cta.cluster, region, offsets, nbytes, op, what, write=False)
+        chosen = slice(None) if positions is None else positions
+        out[chosen] = region.bytes.windows(nbytes)[offsets].view(np.uint8).reshape(-1, nbytes)
+    return out
+
+
+def op_store_global(cta: Cta, addresses: Array, rows: Array, op: Op | None, what: str) -> None:
+    nbytes = rows.shape[1]
+    for region, positions, offsets in cta.grid.memory.split(addresses.astype(np.uint64), nbytes, what):
+        check_global(region, offsets, nbytes, what, write=True)
+        if op is not None:
+            _order_op(cta.cluster, region, offsets, nbytes, op, what, write=True)
+        chosen = slice(None) if positions is None else positions
+        region.bytes.windows(nbytes)[offsets] = words_of(rows[chosen])
+        region.valid.windows(nbytes)[offsets] = words_of(np.full((1, nbytes), 0xFF, np.uint8))
+
+
+def _order_op(cluster: Cluster, region: Region, offsets: Array, nbytes: int, op: Op, what: str, write: bool) -> None:
+    """Races with warps and operations of the cluster, and with earlier launches."""
+    clocks = cluster.clocks
+    assert clocks is not None
+    first = (offsets + (region.base & 3)) >> 2
+    cells = (first[:, None] + np.arange(max(nbytes // 4, 1))).ravel()
+    home = (cluster.number + 1) << CLUSTER_SHIFT
+    pairs = [(region.writer[cells], region.written[cells], "write")]
+    if write:
+        pairs.append((region.reader[cells], region.read_at[cells], "read"))
+    for other, epoch, kind in pairs:
+        here = (other >> CLUSTER_SHIFT == cluster.number + 1) | (other == 0)
+        agent = np.where(here, other & ((1 << CLUSTER_SHIFT) - 1), BEFORE)
+        late = here & (epoch > op.clock[ORDER, agent])
+        if late.any():
+            raise Race(f"{what} of {region.name} races with a {kind} by {clocks.name(int(agent[late][0]))}")
+        unfenced = here & (agent != BEFORE) & (agent <= clocks.warps) & (epoch > op.clock[PROXY, agent])
+        if kind == "write" and unfenced.any():
+            raise ProxyFault(
+                f"{what} of {region.name} meets an ordinary write by {clocks.name(int(agent[unfenced][0]))}: "
+                "no fence.proxy.async lies between"
+            )
+    if write:
+        region.writer[cells], region.written[cells] = home + op.agent, op.epoch
+        region.read_at[cells] = 0
+    else:
+        region.reader[cells], region.read_at[cells] = home + op.agent, op.epoch

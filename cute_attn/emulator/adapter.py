@@ -1,0 +1,122 @@
+"""Between torch and the emulator: CPU tensors as global memory, and launches that run on it."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cute_attn.emulator import settings
+from cute_attn.emulator.memory import GlobalMemory, Region
+from cute_attn.emulator.run import launch
+from cute_attn.runtime.artifact import Artifact
+from cute_attn.runtime.launch import CPU, Dim3, Launch, describe
+
+_memory: contextvars.ContextVar[GlobalMemory | None] = contextvars.ContextVar("emulated memory", default=None)
+
+
+class EmulatedLaunch(Launch):
+    """The launch of an artifact for CPU tensors. Fires inside `visible`, on the memory that it shows."""
+
+    def __init__(self, artifact: Artifact, *, pdl: bool) -> None:
+        self.artifact, self.pdl, self.device_index = artifact, pdl, CPU
+
+    def fire(self, values: Sequence[int | float], grid: Dim3, stream: int) -> None:
+        memory, emulation = _memory.get(), settings.current()
+        if memory is None:
+            raise RuntimeError("an emulated launch needs emulator.adapter.visible(...) around it")
+        description = describe(self.artifact, values, grid, pdl=self.pdl)
+        start = time.perf_counter()
+        ptx = self.artifact.ptx
+        stats = launch(
+            ptx if emulation.rewrite is None else emulation.rewrite(ptx),
+            description,
+            memory,
+            checks=emulation.checks,
+            schedule=emulation.schedule,
+            events=emulation.events,
+        )
+        seconds = time.perf_counter() - start
+        spec = self.artifact.spec
+        emulation.records.append(settings.Record(self.artifact.symbol, self.artifact.arch, grid, seconds, stats, spec))
+
+
+@contextlib.contextmanager
+def visible(inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]) -> Iterator[GlobalMemory]:
+    """These tensors, and every tensor that torch makes meanwhile, are global memory: element by element, so that
+    gaps between rows are out of bounds. `inputs` may only be read, `outputs` hold nothing yet.
+    """
+    memory = GlobalMemory()
+    storages: dict[int, Region] = {}
+    for name, tensor in (*inputs.items(), *outputs.items()):
+        _show(memory, storages, name, tensor)
+    for tensor in inputs.values():
+        _mark(storages[_key(tensor)].valid.data, tensor)
+    for tensor in outputs.values():
+        _mark(storages[_key(tensor)].writable.data, tensor)
+    token = _memory.set(memory)
+    try:
+        with _Watch(memory, storages):
+            yield memory
+    finally:
+        _memory.reset(token)
+
+
+class _Watch(TorchDispatchMode):
+    """Shows every new storage to the emulator: uninitialised where torch left it so."""
+
+    def __init__(self, memory: GlobalMemory, storages: dict[int, Region]) -> None:
+        super().__init__()
+        self.memory, self.storages = memory, storages
+        self.kept: list[torch.Tensor] = []  # an address must not come back under another tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        empty = "empty" in str(func)
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and _key(tensor) not in self.storages:
+                if tensor.untyped_storage().nbytes() == 0:
+                    continue
+                region = self.memory.add("a tensor made on the way", _key(tensor), tensor.untyped_storage().nbytes())
+                region.valid.data[:] = 0 if empty else 255
+                self.storages[_key(tensor)] = region
+                self.kept.append(tensor)
+        return out
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _show(memory: GlobalMemory, storages: dict[int, Region], name: str, tensor: torch.Tensor) -> None:
+    if tensor.untyped_storage().nbytes() == 0:
+        storages.setdefault(0, Region(name, 0, np.zeros(0, np.uint8), False, False))
+        return
+    region = storages.get(_key(tensor))
+    if region is None:
+        region = memory.add(name, _key(tensor), tensor.untyped_storage().nbytes(), writable=False, valid=False)
+        region.exists.data[:] = 0
+        storages[_key(tensor)] = region
+    else:
+        region.name += f", {name}"
+    _mark(region.exists.data, tensor)
+
+
+def _mark(flags: np.ndarray[Any, Any], tensor: torch.Tensor) -> None:
+    """Set the flags of all bytes of a tensor's elements."""
+    if tensor.numel() == 0:
+        return
+    size = tensor.itemsize
+    flat = torch.from_numpy(flags)
+    strides = [stride * size for stride in tensor.stride()]
+    flat.as_strided((*tensor.shape, size), (*strides, 1), tensor.storage_offset() * size).fill_(255)
+    if size == 1:
+        # Kernels read bits and bytes by aligned words; a GPU's allocations are made of those.
+        words = flags[: len(flags) & ~3].reshape(-1, 4)
+        words[words.any(axis=1)] = 255

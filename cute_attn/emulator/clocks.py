@@ -1,0 +1,169 @@
+"""Vector clocks: what each warp and each asynchronous operation is known to come after.
+
+Agents of one cluster share a clock space: warps first, then *channels* for asynchronous operations. A channel is used
+again only by an issuer that has seen its last operation complete, so "epoch e of channel c is seen" implies that all
+earlier operations on c are. Agent 0 stands for the launches before this one (programmatic dependent launch).
+
+Every clock has two rows: `ORDER` is happens-before, `PROXY` the part of it that a proxy fence has carried over to the
+async proxy: a generic write at epoch e may be read by an asynchronous operation if its PROXY row has reached e.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cute_attn.emulator.dtypes import Array
+from cute_attn.emulator.errors import EmulatorError
+
+ORDER, PROXY = 0, 1
+BEFORE = 0  # the agent of earlier launches
+CHANNELS = 320
+
+
+@dataclass
+class Op:
+    """One asynchronous operation, or a group of them that completes as one."""
+
+    agent: int
+    epoch: int
+    clock: Array  # [2, agents]
+    what: str
+    time: float = 0.0
+
+
+class Clocks:
+    """Clocks of the warps of one cluster. Row 0 of `v` belongs to agent 0 and is not used."""
+
+    def __init__(self, warps: int, dependent: bool) -> None:
+        self.warps = warps
+        self.capacity = 1 + warps + CHANNELS
+        self.v = np.zeros((1 + warps, 2, self.capacity), np.int32)
+        agents = np.arange(1, 1 + warps)
+        self.v[agents, ORDER, agents] = 1
+        if not dependent:
+            self.v[:, :, BEFORE] = 1
+        self.latest = np.zeros(self.capacity, np.int32)
+        self.used = 1 + warps
+        self.names: dict[int, str] = {}
+        self.time = np.zeros(1 + warps)  # virtual, in warp instructions: joins as clocks do
+
+    def zero(self) -> Array:
+        return np.zeros((2, self.capacity), np.int32)
+
+    def release(self, agents: Array) -> Array:
+        """The joint clock of these warps; what they do from now on is not covered by it."""
+        joint: Array = self.v[agents].max(axis=0)
+        self.v[agents, ORDER, agents] += 1
+        return joint
+
+    def acquire(self, agents: Array, clock: Array) -> None:
+        self.v[agents] = np.maximum(self.v[agents], clock)
+
+    def proxy_fence(self, agents: Array) -> None:
+        self.v[agents, PROXY] = self.v[agents, ORDER]
+
+    def begin(self, agent: int, what: str) -> Op:
+        """An operation that comes after everything that warp `agent` has seen and done so far."""
+        seen = self.v[agent, ORDER]
+        free = np.flatnonzero(seen[1 + self.warps : self.used] >= self.latest[1 + self.warps : self.used])
+        if len(free):
+            channel = int(free[0]) + 1 + self.warps
+        else:
+            channel = self.used
+            self.used += 1
+            if channel >= self.capacity:
+                raise EmulatorError(f"more than {CHANNELS} asynchronous operations whose end nobody waits for")
+        self.latest[channel] += 1
+        clock = self.v[agent].copy()
+        epoch = int(self.latest[channel])
+        clock[:, channel] = epoch
+        self.v[agent, ORDER, agent] += 1
+        self.names[channel] = what
+        return Op(channel, epoch, clock, what, float(self.time[agent]))
+
+    def name(self, agent: int) -> str:
+        if agent == BEFORE:
+            return "an earlier launch (before griddepcontrol.wait)"
+        if agent <= self.warps:
+            return f"warp {agent - 1}"
+        return self.names.get(agent, f"operation {agent}")
+
+
+class Shadow:
+    """Last writer and readers of every 4-byte cell of a shared memory."""
+
+    def __init__(self, nbytes: int, clocks: Clocks) -> None:
+        cells = (nbytes + 3) // 4
+        self.clocks = clocks
+        self.writer = np.zeros(cells, np.int32)
+        self.written = np.zeros(cells, np.int32)  # epoch; 0: never
+        self.generic = np.zeros(cells, np.bool_)  # the last write went through the generic proxy
+        self.reads = np.zeros((clocks.capacity, cells), np.int32)
+
+    def read(self, cells: Array, agents: Array) -> tuple[int, int] | None:
+        """Generic reads by warps: row i of `cells` by agents[i]. The position and writer of a race, or None."""
+        order = self.clocks.v[:, ORDER]
+        writer = self.writer[cells]
+        rows = agents[:, None]
+        late = self.written[cells] > order[rows, writer]
+        self.reads[rows, cells] = order[rows, rows]
+        return _first(late, writer)
+
+    def write(self, cells: Array, agents: Array) -> tuple[int, int, str] | None:
+        """Generic writes by warps."""
+        order = self.clocks.v[:, ORDER]
+        rows = agents[:, None]
+        writer = self.writer[cells]
+        late = _first(self.written[cells] > order[rows, writer], writer)
+        if late is not None:
+            return *late, "write"
+        used = self.clocks.used
+        flat = cells.ravel()
+        owners = np.repeat(agents, cells.shape[1])
+        ahead = self.reads[:used, flat] > order[owners, :used].T
+        if ahead.any():
+            agent, position = np.argwhere(ahead)[0]
+            return int(position) // cells.shape[1], int(agent), "read"
+        self.writer[cells] = rows
+        self.written[cells] = order[rows, rows]
+        self.generic[cells] = True
+        self.reads[:used, flat] = 0
+        return None
+
+    def op_read(self, cells: Array, op: Op) -> tuple[str, int] | None:
+        """A read through the async proxy: what is wrong ("race" or "proxy") and with whom, or None."""
+        writer, written = self.writer[cells], self.written[cells]
+        late = written > op.clock[ORDER, writer]
+        if late.any():
+            return "race", int(writer[late][0])
+        unfenced = self.generic[cells] & (written > op.clock[PROXY, writer])
+        if unfenced.any():
+            return "proxy", int(writer[unfenced][0])
+        self.reads[op.agent, cells] = op.epoch
+        return None
+
+    def op_write(self, cells: Array, op: Op, generic: bool = False) -> tuple[str, int] | None:
+        """A write by an asynchronous operation (`generic`: cp.async, which is not of the async proxy)."""
+        writer = self.writer[cells]
+        late = self.written[cells] > op.clock[ORDER, writer]
+        if late.any():
+            return "write", int(writer[late][0])
+        used = self.clocks.used
+        last = self.reads[:used, cells].max(axis=1)
+        ahead = last > op.clock[ORDER, :used]
+        if ahead.any():
+            return "read", int(np.argmax(ahead))
+        self.writer[cells] = op.agent
+        self.written[cells] = op.epoch
+        self.generic[cells] = generic
+        self.reads[:used, cells] = 0
+        return None
+
+
+def _first(late: Array, writer: Array) -> tuple[int, int] | None:
+    if not late.any():
+        return None
+    row, column = np.argwhere(late)[0]
+    return int(row), int(writer[row, column])

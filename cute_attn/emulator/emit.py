@@ -1,0 +1,174 @@
+"""Writes Python for instructions: operands to expressions, results to registers, under a mask where needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from cute_attn.emulator.dtypes import DTYPES, OF_PTX, WIDTH, bits_to
+from cute_attn.emulator.errors import PtxError
+from cute_attn.emulator.ptx import Addr, Imm, Inst, Not, Operand, Reg, Special, Sym, Vec
+
+_HOMES = {
+    "pred": "p",
+    "b16": "u2",
+    "u16": "u2",
+    "s16": "u2",
+    "f16": "u2",
+    "b64": "u8",
+    "u64": "u8",
+    "s64": "u8",
+    "f64": "f8",
+}
+
+
+def homes(registers: dict[str, Reg], body: Sequence[Any]) -> list[str]:
+    """The numpy type in which each register is kept: that in which most instructions use it, so that few convert."""
+    votes: dict[int, dict[str, int]] = {}
+    for inst in body:
+        if not isinstance(inst, Inst):
+            continue
+        parts = inst.op.split(".")
+        if parts[0] in ("mma", "wgmma"):
+            _vote(votes, inst.operands[:1], "f4", 2)
+            continue
+        if parts[0] == "cvt" and len(parts) > 2:
+            _vote(votes, inst.operands[:1], OF_PTX.get(parts[-2], ""), 1)
+        kind = OF_PTX.get(parts[-1], "")
+        _vote(votes, inst.operands[1:] if parts[0] in ("cvt", "setp", "set") else inst.operands, kind, 1)
+    found = []
+    for register in registers.values():
+        fixed = _HOMES.get(register.type)
+        if fixed is None or fixed == "u8":
+            width = 8 if fixed else 4
+            own = {t: n for t, n in votes.get(register.index, {}).items() if WIDTH[t] == width}
+            fixed = max(own, key=lambda t: own[t]) if own else f"u{width}"
+        found.append(fixed)
+    return found
+
+
+def _vote(votes: dict[int, dict[str, int]], operands: Sequence[Operand], kind: str, weight: int) -> None:
+    for operand in operands:
+        if isinstance(operand, Vec):
+            _vote(votes, operand.items, kind, weight)
+        elif isinstance(operand, Reg) and kind not in ("", "p"):
+            of = votes.setdefault(operand.index, {})
+            of[kind] = of.get(kind, 0) + weight
+
+
+class Emitter:
+    """The Python of one block. Generated functions have arguments g (gang), R (registers) and m (mask or None)."""
+
+    def __init__(
+        self, register_homes: list[str], names: dict[str, Any], variables: dict[str, int], masked: bool
+    ) -> None:
+        self.homes = register_homes
+        self.names = names  # globals of the generated function
+        self.params = variables  # number of each kernel parameter
+        self.masked = masked
+        self.mask = "m" if masked else "None"
+        self.indent = "  "
+        self.lines: list[str] = []
+
+    # --- what forms use -----------------------------------------------------------------------------------------------
+
+    def line(self, text: str) -> None:
+        self.lines.append(self.indent + text)
+
+    def bind(self, value: Any, hint: str = "k") -> str:
+        """A name for `value` in the generated code."""
+        name = f"{hint}_{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def get(self, operand: Operand, kind: str) -> str:
+        """An expression of numpy type `kind`, of one element or one a lane."""
+        if isinstance(operand, Reg):
+            return self._register(operand, kind)
+        if isinstance(operand, Imm):
+            return self._immediate(operand, kind)
+        if isinstance(operand, Not):
+            return f"(~{self.get(operand.operand, 'p')})"
+        if isinstance(operand, Special):
+            return _convert(f"g.special({operand.name!r})", "u8" if operand.name.endswith("64") else "u4", kind)
+        if isinstance(operand, Sym):
+            return _convert(f"g.symbol({operand.name!r})", "u8", kind)
+        raise PtxError(f"operand {operand} where a value is needed")
+
+    def set(self, operand: Operand, kind: str, expression: str) -> None:
+        """Assign an expression of type `kind` to a register (or to `_`)."""
+        if isinstance(operand, Sym) and operand.name == "_":
+            self.line(expression)
+            return
+        if not isinstance(operand, Reg):
+            raise PtxError(f"operand {operand} where a register is needed")
+        home = self.homes[operand.index]
+        value = _convert(f"({expression})" if home != kind else expression, kind, home)
+        if self.mask != "None":
+            value = f"where({self.mask}, {value}, R[{operand.index}])"
+        self.line(f"R[{operand.index}] = {value}")
+
+    def call(
+        self, function: Callable[..., Any], arguments: Sequence[str], results: Sequence[tuple[Operand, str]] = ()
+    ) -> None:
+        """`function(g, mask, *arguments)` gives one array for each of `results`."""
+        text = f"{self.bind(function, function.__name__)}({', '.join(('g', self.mask, *arguments))})"
+        if not results:
+            self.line(text)
+        elif len(results) == 1:
+            self.set(*results[0], text)
+        else:
+            self.line(f"t = {text}")
+            for i, (operand, kind) in enumerate(results):
+                if not (isinstance(operand, Sym) and operand.name == "_"):
+                    self.set(operand, kind, f"t[{i}]")
+
+    def address(self, operand: Operand, wide: bool) -> str:
+        """The address expression of `[base+offset]`: u8 if `wide`, else u4."""
+        if not isinstance(operand, Addr):
+            raise PtxError(f"operand {operand} where an address is needed")
+        kind = "u8" if wide else "u4"
+        base = self.get(operand.base, kind)
+        return f"({base} + {self.constant(operand.offset, kind)})" if operand.offset else base
+
+    def items(self, operand: Operand) -> tuple[Operand, ...]:
+        return operand.items if isinstance(operand, Vec) else (operand,)
+
+    def constant(self, value: int, kind: str) -> str:
+        name = f"c_{kind}_{value & ((1 << 64) - 1):x}"
+        if name not in self.names:
+            self.names[name] = bits_to(value, kind)
+        return name
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _register(self, register: Reg, kind: str) -> str:
+        return _convert(f"R[{register.index}]", self.homes[register.index], kind)
+
+    def _immediate(self, operand: Imm, kind: str) -> str:
+        value = operand.value
+        if operand.kind == "d" and kind == "f4":
+            value = int(np.array([value], np.uint64).view(np.float64).astype(np.float32).view(np.uint32)[0])
+        elif operand.kind == "f" and kind == "f8":
+            value = int(np.array([value], np.uint32).view(np.float32).astype(np.float64).view(np.uint64)[0])
+        return self.constant(value, kind)
+
+
+def _convert(expression: str, have: str, want: str) -> str:
+    """Bits of `have` seen as `want`: truncated or zero-extended where widths differ."""
+    if have == want:
+        return expression
+    if "p" in (have, want):
+        raise PtxError(f"a predicate where {want if have == 'p' else have} is needed")
+    if WIDTH[have] == WIDTH[want]:
+        return f"{expression}.view({want})"
+    if have[0] == "f":
+        expression = f"{expression}.view(u{WIDTH[have]})"
+    narrow = f"{expression}.astype({'i' if have[0] == 'i' else 'u'}{WIDTH[want]})"
+    return narrow if want[0] == ("i" if have[0] == "i" else "u") else f"{narrow}.view({want})"
+
+
+NAMES: dict[str, Any] = {**dict(DTYPES.items()), "where": np.where, "np": np}
+"""What generated code may use without binding it."""

@@ -1,0 +1,283 @@
+"""A gang: warps that run together as one vector of lanes, for as long as they take the same way.
+
+Registers are lists of numpy arrays, of one element where all lanes agree for sure or of one a lane. Arrays are never
+changed in place. Where lanes diverge, the lowest block runs first, under a mask; where warps diverge and one of them
+may have to wait, the gang is split for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cute_attn.emulator.clocks import Op
+from cute_attn.emulator.dtypes import DTYPES, Array
+from cute_attn.emulator.errors import Deadlock, EmulatorError, Place, UnknownForm
+from cute_attn.emulator.program import EXIT, Block
+
+if TYPE_CHECKING:
+    from cute_attn.emulator.machine import Cta
+
+ENDLESS = 400_000  # blocks that a gang may run between two waits
+PATIENCE = 64  # times that one block may be chosen under divergence before the other lanes get a turn
+
+
+class Split(Exception):
+    """Raised by a solo form before it did anything: these sets of warps (positions in the gang) must part."""
+
+    def __init__(self, groups: list[Array]) -> None:
+        super().__init__("split")
+        self.groups = groups
+
+
+class Wait:
+    """What a gang waits for. `ready` is asked again and again; `what` is for the deadlock report."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.done = False
+
+    def ready(self) -> bool:
+        return self.done
+
+
+class Gang:
+    def __init__(self, cta: Cta, warps: Array, registers: list[Array]) -> None:
+        self.cta = cta
+        self.R = registers
+        self.pc = 0
+        self.pcs: Array | None = None  # block of each lane, while they differ
+        self.wait: Wait | None = None
+        self.spinning = ""  # what the last failed test was for
+        self.turns: dict[int, int] = {}
+        self.groups: list[list[Any]] = []  # wgmma groups committed, oldest first; the last is open
+        self.fenced: list[Any] | None = None  # registers at the last wgmma.fence
+        self.fenced_ids: set[int] | None = None
+        self.finished = False
+        self._place(warps)
+
+    def _place(self, warps: Array) -> None:
+        self.warps = warps
+        self.agents = warps + self.cta.first_agent
+        self.size = 32 * len(warps)
+        self.lane = np.tile(np.arange(32), len(warps))
+        self.row = np.repeat(np.arange(len(warps)), 32)  # position in the gang of each lane's warp
+        self.lane_agents = self.agents[self.row]
+        self._special: dict[str, Array] = {}
+
+    # --- for forms ----------------------------------------------------------------------------------------------------
+
+    def full(self, x: Array) -> Array:
+        """One element a lane."""
+        return x if x.shape[0] == self.size else np.broadcast_to(x, (self.size,))
+
+    def active(self, mask: Array | None) -> Array:
+        """Mask as an array."""
+        return np.ones(self.size, np.bool_) if mask is None else mask
+
+    def lanes(self, mask: Array | None) -> Array:
+        """Positions of the active lanes."""
+        return np.arange(self.size) if mask is None else np.flatnonzero(mask)
+
+    def first_lanes(self, mask: Array | None) -> Array:
+        """The first active lane of each warp that has one."""
+        if mask is None:
+            return np.arange(0, self.size, 32)
+        rows = mask.reshape(-1, 32)
+        return np.flatnonzero(rows.any(axis=1)) * 32 + rows.argmax(axis=1)[rows.any(axis=1)]
+
+    def uniform(self, x: Array, mask: Array | None, what: str) -> int:
+        """The one value that all active lanes have; else split the gang, or complain if a warp disagrees in itself."""
+        if x.shape[0] == 1:
+            return int(x[0])
+        lanes = self.lanes(mask)
+        values = x[lanes]
+        if (values == values[0]).all():
+            return int(values[0])
+        per_warp = x[self.first_lanes(mask)]
+        rows = self.row[self.first_lanes(mask)]
+        lookup = np.zeros(len(self.warps), x.dtype)
+        lookup[rows] = per_warp
+        if (x[lanes] != lookup[self.row[lanes]]).any():
+            raise EmulatorError(f"{what} differs within a warp")
+        raise Split([rows[per_warp == value] for value in np.unique(per_warp)])
+
+    def special(self, name: str) -> Array:
+        found = self._special.get(name)
+        if found is None:
+            value = self.cta.special(name, self)
+            found = self._special[name] = value
+        return found
+
+    def symbol(self, name: str) -> Array:
+        return self.cta.symbol(name)
+
+    def param(self, number: int, offset: int, kind: str) -> Array:
+        return self.cta.grid.param(number, offset, DTYPES[kind])
+
+    def begin_op(self, position: int, what: str) -> Op | None:
+        """An asynchronous operation issued by the warp at `position` in the gang; None without checks."""
+        clocks = self.cta.clocks
+        return (
+            None
+            if clocks is None
+            else clocks.begin(int(self.agents[position]), f"{what} of warp {self.warps[position]}")
+        )
+
+    # --- running ------------------------------------------------------------------------------------------------------
+
+    def run(self) -> Iterator[None]:
+        """Yields when it waits, spins, or has used its slice of blocks."""
+        grid = self.cta.grid
+        left, busy = grid.slice, 0
+        while not self.finished:
+            block, mask = self._next()
+            self._step(block, mask)
+            left, busy = left - 1, busy + 1
+            if self.wait is not None:
+                yield
+                while self.wait is not None:
+                    if self.wait.ready():
+                        self.wait = None
+                    else:
+                        yield
+                left, busy = grid.slice, 0
+            elif self.spinning or left <= 0:
+                if busy > ENDLESS:
+                    raise Deadlock(f"{busy} blocks without a wait that succeeds: a loop that does not end")
+                yield
+                left = grid.slice
+
+    def _next(self) -> tuple[Block, Array | None]:
+        blocks = self.cta.grid.program.blocks
+        if self.pcs is None:
+            return blocks[self.pc], None
+        pcs = self.pcs
+        alive = np.unique(pcs[pcs != EXIT])
+        chosen = int(alive[0])
+        for candidate in alive:
+            if not (blocks[candidate].converges and self._incomplete(pcs == candidate)):
+                chosen = int(candidate)
+                break
+        self.turns[chosen] = self.turns.get(chosen, 0) + 1
+        if self.turns[chosen] > PATIENCE and len(alive) > 1:
+            others = [int(c) for c in alive if c != chosen]
+            self.turns.clear()
+            chosen = others[0]
+        return blocks[chosen], pcs == chosen
+
+    def _incomplete(self, mask: Array) -> bool:
+        """Has a warp with lanes in `mask` other lanes that are still on their way?"""
+        assert self.pcs is not None
+        here = mask.reshape(-1, 32)
+        away = ((self.pcs != EXIT) & ~mask).reshape(-1, 32)
+        return bool((here.any(axis=1) & away.any(axis=1)).any())
+
+    def _step(self, block: Block, mask: Array | None) -> None:
+        self.spinning = ""
+        if mask is not None and block.solo and self._part(mask):
+            return
+        function = self.cta.grid.program.function(block, mask is not None)
+        try:
+            following = function(self, self.R, mask)
+        except Split as split:
+            self._split(split.groups)
+            return
+        except UnknownForm:
+            raise
+        except EmulatorError as err:
+            self._locate(err)
+            raise
+        self.cta.grid.count(self, block)
+        if mask is None:
+            self._follow(following)
+        else:
+            self._follow_masked(following, mask)
+
+    def _follow(self, following: Any) -> None:
+        if type(following) is int:
+            self.pc = following
+        else:
+            taken, yes, no = following
+            if taken.all():
+                self.pc = yes
+            elif not taken.any():
+                self.pc = no
+            else:
+                self.pcs = np.where(taken, yes, no)
+                self.turns.clear()
+                return
+        self.finished = self.pc == EXIT
+
+    def _follow_masked(self, following: Any, mask: Array) -> None:
+        assert self.pcs is not None
+        if type(following) is int:
+            target: Any = following
+        else:
+            taken, yes, no = following
+            target = np.where(taken, yes, no)
+        self.pcs = pcs = np.where(mask, target, self.pcs)
+        alive = pcs[pcs != EXIT]
+        if len(alive) == 0:
+            self.finished = True
+        elif len(alive) == len(pcs) and (alive == alive[0]).all():
+            self.pc, self.pcs = int(alive[0]), None
+
+    def _part(self, mask: Array) -> bool:
+        """Before a form that may wait: leave warps that are elsewhere to themselves."""
+        assert self.pcs is not None
+        here = mask.reshape(-1, 32).any(axis=1)
+        alive = (self.pcs != EXIT).reshape(-1, 32).any(axis=1)
+        if not (alive & ~here).any():
+            return False
+        self._split([np.flatnonzero(here)])
+        return True
+
+    def _split(self, groups: list[Array]) -> None:
+        """Keep the first group; every other becomes a gang of its own."""
+        if any(self.groups):
+            # Products belong to all warps of the gang: their values are settled before it parts.
+            from cute_attn.emulator.isa.wgmma import complete
+
+            complete(self, [product for group in self.groups for product in group])
+            self.groups = []
+        named = np.concatenate(groups)
+        rest = np.setdiff1d(np.arange(len(self.warps)), named)
+        everyone = [*groups, rest] if len(rest) else groups
+        others = [self._piece(group) for group in everyone[1:]]
+        keep = self._piece(everyone[0])
+        self.R, self.pc, self.pcs, self.finished = keep.R, keep.pc, keep.pcs, keep.finished
+        self._place(keep.warps)
+        self.cta.adopt([gang for gang in others if not gang.finished])
+
+    def _piece(self, rows: Array) -> Gang:
+        lanes = (rows[:, None] * 32 + np.arange(32)).ravel()
+        registers = [r if r.shape[0] == 1 else r[lanes] for r in self.R]
+        piece = Gang(self.cta, self.warps[rows], registers)
+        piece.pc = self.pc
+        if self.pcs is not None:
+            pcs = self.pcs[lanes]
+            alive = pcs[pcs != EXIT]
+            piece.finished = len(alive) == 0
+            if len(alive) == len(pcs) and (alive == alive[0]).all():
+                piece.pc = int(alive[0])
+            else:
+                piece.pcs = pcs
+        return piece
+
+    def _locate(self, err: EmulatorError) -> None:
+        """Name the instruction whose generated code raised."""
+        if err.place is not None:
+            return
+        program = self.cta.grid.program
+        trace = err.__traceback__
+        while trace is not None:
+            inst = program.instruction_at(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+            if inst is not None:
+                err.place = Place(
+                    program.kernel.name, self.cta.index, tuple(map(int, self.warps)), inst.line, inst.text, inst.source
+                )
+                return
+            trace = trace.tb_next

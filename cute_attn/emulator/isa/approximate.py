@@ -1,0 +1,74 @@
+"""The .approx functions. Results are the correctly rounded ones: hardware stays within the ulp bounds of the ISA."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cute_attn.emulator.dtypes import Array
+from cute_attn.emulator.emit import Emitter
+from cute_attn.emulator.isa import floats
+from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.ptx import Inst
+
+
+def _unary(e: Emitter, inst: Inst, ftz: str, function: str) -> None:
+    source = e.get(inst.operands[1], "f4")
+    if ftz:
+        flush = e.bind(floats.flush, "flush")
+        e.set(inst.operands[0], "f4", f"{flush}({function}({flush}({source})))")
+    else:
+        e.set(inst.operands[0], "f4", f"{function}({source})")
+
+
+@form("{ex2|lg2|tanh|sqrt|sin|cos}.approx{|.ftz}.f32", conformance="approx", golden="approx")
+def function_of_one(e: Emitter, inst: Inst, op: str, ftz: str) -> None:
+    name = {"ex2": "np.exp2", "lg2": "np.log2"}.get(op, f"np.{op}")
+    if op in ("sin", "cos"):
+        wide = e.bind(_sine if op == "sin" else _cosine, op)
+        _unary(e, inst, ftz, wide)
+        return
+    _unary(e, inst, ftz, name)
+
+
+def _sine(x: Array) -> Array:
+    return np.sin(x.astype(np.float64)).astype(np.float32)
+
+
+def _cosine(x: Array) -> Array:
+    return np.cos(x.astype(np.float64)).astype(np.float32)
+
+
+@form("{rcp|rsqrt}.approx{|.ftz}.f32", conformance="approx", golden="approx")
+def reciprocal(e: Emitter, inst: Inst, op: str, ftz: str) -> None:
+    _unary(e, inst, ftz, e.bind(_reciprocal if op == "rcp" else _reciprocal_root, op))
+
+
+def _reciprocal(x: Array) -> Array:
+    return np.float32(1) / x
+
+
+def _reciprocal_root(x: Array) -> Array:
+    return (1.0 / np.sqrt(x.astype(np.float64))).astype(np.float32)
+
+
+@form("div{.approx|.full}{|.ftz}.f32", conformance="approx", golden="approx")
+def divide(e: Emitter, inst: Inst, mode: str, ftz: str) -> None:
+    d, a, b = inst.operands
+    text = f"{e.get(a, 'f4')} / {e.get(b, 'f4')}"
+    e.set(d, "f4", f"{e.bind(floats.flush, 'flush')}({text})" if ftz else text)
+
+
+@form("{ex2|tanh}.approx{|.ftz}{.f16x2|.bf16x2}", conformance="approx")
+def function_of_two(e: Emitter, inst: Inst, op: str, ftz: str, kind: str) -> None:
+    name = e.bind(_pairwise, "pairwise")
+    e.set(inst.operands[0], "u4", f"{name}({e.get(inst.operands[1], 'u4')}, {op!r}, {kind!r})")
+
+
+def _pairwise(x: Array, op: str, kind: str) -> Array:
+    raw = floats.unpack16(x)
+    wide = raw.view(np.float16).astype(np.float32) if kind == ".f16x2" else floats.bf16_to_f32(raw)
+    value = np.exp2(wide) if op == "ex2" else np.tanh(wide)
+    flat = np.ascontiguousarray(value).ravel()
+    half = floats.f32_to_f16(flat).view(np.uint16) if kind == ".f16x2" else floats.f32_to_bf16(flat)
+    packed: Array = half.view(np.uint32)
+    return packed

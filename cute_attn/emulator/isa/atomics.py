@@ -1,0 +1,134 @@
+"""atom and red on global and shared memory: lane after lane, in the order of lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from cute_attn.emulator import access
+from cute_attn.emulator.dtypes import DTYPES, Array, tag
+from cute_attn.emulator.emit import Emitter
+from cute_attn.emulator.gang import Gang
+from cute_attn.emulator.isa import floats, order
+from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.ptx import Inst
+
+_ORDER = "{|.relaxed|.acquire|.release|.acq_rel}{|.cta|.cluster|.gpu|.sys}"
+_SPACE = "{|.global|.shared|.shared::cta|.shared::cluster}"
+_INTEGER_OPS = "{.add|.min|.max|.and|.or|.xor|.exch|.inc|.dec}{.b32|.u32|.s32|.b64|.u64|.s64}"
+
+Update = Callable[[Array, Array], Array]
+
+_UPDATES: dict[str, Update] = {
+    ".add": lambda old, x: old + x,
+    ".min": np.minimum,
+    ".max": np.maximum,
+    ".and": lambda old, x: old & x,
+    ".or": lambda old, x: old | x,
+    ".xor": lambda old, x: old ^ x,
+    ".exch": lambda old, x: x,
+    ".inc": lambda old, x: np.where(old >= x, x.dtype.type(0), old + x.dtype.type(1)),
+    ".dec": lambda old, x: np.where((old == 0) | (old > x), x, old - x.dtype.type(1)),
+}
+
+
+@form(f"atom{_ORDER}{_SPACE}{_INTEGER_OPS}", golden="atomics")
+def atom(e: Emitter, inst: Inst, *choices: str) -> None:
+    d, address, x = inst.operands
+    _emit(e, inst, choices, d, address, [x])
+
+
+@form(f"atom{_ORDER}{_SPACE}.cas{{.b32|.u32|.b64|.u64}}", golden="atomics")
+def cas(e: Emitter, inst: Inst, sem: str, scope: str, space: str, kind: str) -> None:
+    d, address, compare, x = inst.operands
+    _emit(e, inst, (sem, scope, space, ".cas", kind), d, address, [compare, x])
+
+
+@form(f"atom{_ORDER}{_SPACE}.add{{|.noftz}}{{.f32|.f64|.f16x2|.bf16x2}}", conformance="approx", golden="atomics")
+def atom_float(e: Emitter, inst: Inst, sem: str, scope: str, space: str, noftz: str, kind: str) -> None:
+    d, address, x = inst.operands
+    _emit(e, inst, (sem, scope, space, ".add", kind), d, address, [x])
+
+
+@form(f"red{{|.async}}{_ORDER}{_SPACE}{_INTEGER_OPS}", golden="atomics")
+def red(e: Emitter, inst: Inst, asynchronous: str, *choices: str) -> None:
+    address, x = inst.operands
+    _emit(e, inst, choices, None, address, [x])
+
+
+@form(f"red{_ORDER}{_SPACE}.add{{|.noftz}}{{.f32|.f64|.f16x2|.bf16x2}}", conformance="approx", golden="atomics")
+def red_float(e: Emitter, inst: Inst, sem: str, scope: str, space: str, noftz: str, kind: str) -> None:
+    address, x = inst.operands
+    _emit(e, inst, (sem, scope, space, ".add", kind), None, address, [x])
+
+
+def _emit(e: Emitter, inst: Inst, choices: tuple[str, ...], d: object, address: object, values: list[object]) -> None:
+    sem, _, space, op, kind = choices
+    t = tag(kind)
+    update = _half_add(kind) if kind in (".f16x2", ".bf16x2") else _UPDATES.get(op)
+    shared = space.startswith(".shared")
+    name = e.bind((update, DTYPES[t], sem, space), "atomic")
+    at = e.address(address, wide=not shared)  # type: ignore[arg-type]
+    sources = [e.get(value, t) for value in values]  # type: ignore[arg-type]
+    e.call(_atomic, [name, at, *sources], [] if d is None else [(d, t)])  # type: ignore[list-item]
+
+
+def _half_add(kind: str) -> Update:
+    def add(old: Array, x: Array) -> Array:
+        raw = [floats.unpack16(v.reshape(1)) for v in (old, x)]
+        if kind == ".f16x2":
+            total = (raw[0].view(np.float16) + raw[1].view(np.float16)).view(np.uint16)
+        else:
+            total = floats.f32_to_bf16(floats.bf16_to_f32(raw[0]) + floats.bf16_to_f32(raw[1]))
+        packed: Array = np.ascontiguousarray(total).view(np.uint32)[0, 0]
+        return packed
+
+    return add
+
+
+def _atomic(
+    g: Gang, mask: Array | None, how: tuple[Update | None, np.dtype, str, str], address: Array, *values: Array
+) -> Array:  # type: ignore[type-arg]
+    update, dtype, sem, space = how
+    width = dtype.itemsize
+    old = np.zeros(g.size, dtype)
+    at = g.full(address)
+    operands = [g.full(v) for v in values]
+    shared = space.startswith(".shared")
+    if not shared and sem in (".release", ".acq_rel"):
+        order.publish(g, mask, address, release=True)
+    elif not shared:
+        order.publish(g, mask, address, release=False)
+    for lane in g.lanes(mask):
+        one = np.zeros(g.size, np.bool_)
+        one[lane] = True
+        if shared:
+            cluster = space == ".shared::cluster"
+            row = _shared_word(g, int(at[lane]), width, cluster)
+        else:
+            row = access.load_global(g, one, at, width, "atom", strong=True)[lane]
+        before = row.view(dtype)
+        if update is None:
+            after = np.where(before == operands[0][lane], operands[1][lane], before).astype(dtype)
+        else:
+            after = np.asarray(update(before, operands[0][lane : lane + 1])).astype(dtype).reshape(1)
+        old[lane] = before[0]
+        if shared:
+            row[:] = after.view(np.uint8)
+        else:
+            rows = np.zeros((g.size, width), np.uint8)
+            rows[lane] = after.view(np.uint8)
+            access.store_global(g, one, at, rows, "atom", strong=True)
+    if not shared:
+        order.observe(g, mask, address, acquire=sem in (".acquire", ".acq_rel"))
+    return old
+
+
+def _shared_word(g: Gang, address: int, width: int, cluster: bool) -> Array:
+    """A view of the word: atomics on shared memory are unordered with one another and race with nothing."""
+    (memory, _), *_ = access.shared_of(g, np.array([address], np.uint32), "atom", cluster)
+    offset = access.offsets_of(np.array([address], np.uint32))
+    memory.check(offset, width, width, "atom")
+    start = int(offset[0])
+    return memory.bytes.data[start : start + width]

@@ -1,0 +1,160 @@
+"""Named barriers, mbarriers, fences, griddepcontrol."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cute_attn.emulator.dtypes import Array
+from cute_attn.emulator.emit import Emitter
+from cute_attn.emulator.errors import BarrierFault
+from cute_attn.emulator.gang import Gang, Wait
+from cute_attn.emulator.isa import order
+from cute_attn.emulator.isa.mma import whole
+from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.ptx import Inst
+
+if TYPE_CHECKING:
+    from cute_attn.emulator.machine import Cluster, Cta
+
+
+# --- named barriers ---------------------------------------------------------------------------------------------------
+
+
+class Meeting:
+    """Warps that come together: a named barrier, or the barrier of a cluster."""
+
+    def __init__(self, cluster: Cluster, expected: int, what: str) -> None:
+        self.cluster, self.expected, self.what = cluster, expected, what
+        self.arrived = 0
+        self.clock = None if cluster.clocks is None else cluster.clocks.zero()
+        self.time = 0.0
+        self.agents: list[Array] = []
+        self.waiting: list[tuple[Wait, Array]] = []
+
+    def arrive(self, agents: Array) -> None:
+        self.arrived += len(agents)
+        self.agents.append(agents)
+        clocks = self.cluster.clocks
+        if clocks is not None:
+            assert self.clock is not None
+            np.maximum(self.clock, clocks.release(agents), out=self.clock)
+            self.time = max(self.time, float(clocks.time[agents].max()))
+
+    def wait(self, agents: Array) -> Wait:
+        waiting = Wait(self.what)
+        self.waiting.append((waiting, agents))
+        return waiting
+
+    @property
+    def complete(self) -> bool:
+        return self.arrived == self.expected
+
+    def release(self) -> None:
+        clocks = self.cluster.clocks
+        if clocks is not None:
+            assert self.clock is not None
+            order.share(self.cluster, np.concatenate(self.agents))
+        for waiting, agents in self.waiting:
+            waiting.done = True
+            if clocks is not None:
+                assert self.clock is not None
+                clocks.acquire(agents, self.clock)
+                clocks.time[agents] = np.maximum(clocks.time[agents], self.time)
+
+
+@form("{bar|barrier}{|.cta}.sync{|.aligned}", solo=True, converges=True, conformance="order", golden="barriers")
+def bar_sync(e: Emitter, inst: Inst, *choices: str) -> None:
+    _barrier(e, inst, _bar_sync)
+
+
+@form("{bar|barrier}{|.cta}.arrive{|.aligned}", solo=True, converges=True, conformance="order", golden="barriers")
+def bar_arrive(e: Emitter, inst: Inst, *choices: str) -> None:
+    _barrier(e, inst, _bar_arrive)
+
+
+def _barrier(e: Emitter, inst: Inst, function: object) -> None:
+    number, *count = inst.operands
+    threads = e.get(count[0], "u4") if count else "None"
+    e.call(function, [e.get(number, "u4"), threads])  # type: ignore[arg-type]
+
+
+def _meeting(g: Gang, mask: Array | None, number: Array, threads: Array | None) -> tuple[int, Meeting, Array]:
+    whole(g, mask, "bar.sync")
+    index = g.uniform(number, mask, "barrier number")
+    expected = g.cta.num_warps if threads is None else g.uniform(threads, mask, "barrier thread count")
+    if threads is not None:
+        if expected % 32 or expected == 0:
+            raise BarrierFault(f"barrier {index}: {expected} threads is no multiple of a warp")
+        expected //= 32
+    if not 0 <= index < 16:
+        raise BarrierFault(f"barrier {index}: there are 16")
+    meeting = g.cta.barriers.get(index)
+    if meeting is None:
+        meeting = g.cta.barriers[index] = Meeting(g.cta.cluster, expected, f"barrier {index}")
+    if meeting.expected != expected:
+        raise BarrierFault(f"barrier {index}: {32 * expected} threads expected here, {32 * meeting.expected} before")
+    agents = g.agents[g.row[g.first_lanes(mask)]]
+    if meeting.arrived + len(agents) > expected:
+        raise BarrierFault(f"barrier {index}: more than {32 * expected} threads arrive")
+    meeting.what = f"barrier {index} ({meeting.arrived + len(agents)} of {expected} warps)"
+    return index, meeting, agents
+
+
+def _bar_sync(g: Gang, mask: Array | None, number: Array, threads: Array | None) -> None:
+    index, meeting, agents = _meeting(g, mask, number, threads)
+    meeting.arrive(agents)
+    g.wait = meeting.wait(agents)
+    _finish(g.cta, index, meeting)
+
+
+def _bar_arrive(g: Gang, mask: Array | None, number: Array, threads: Array | None) -> None:
+    index, meeting, agents = _meeting(g, mask, number, threads)
+    meeting.arrive(agents)
+    _finish(g.cta, index, meeting)
+
+
+def _finish(cta: Cta, index: int, meeting: Meeting) -> None:
+    if meeting.complete:
+        del cta.barriers[index]
+        meeting.release()
+
+
+# --- fences, grid dependencies ----------------------------------------------------------------------------------------
+
+
+@form("fence.proxy.async{|.shared::cta|.shared::cluster|.global}", since=90, conformance="order", golden="barriers")
+def fence_proxy(e: Emitter, inst: Inst, space: str) -> None:
+    e.call(_fence_proxy, [])
+
+
+def _fence_proxy(g: Gang, mask: Array | None) -> None:
+    if g.cta.clocks is not None:
+        g.cta.clocks.proxy_fence(g.agents[g.row[g.first_lanes(mask)]])
+
+
+@form(
+    "fence{.sc|.acq_rel}{.cta|.cluster|.gpu|.sys}",
+    "membar{.cta|.gl|.sys}",
+    "fence{.acquire|.release}.sync_restrict::shared{::cluster|::cta}.cluster",
+    conformance="order",
+)
+def fence(e: Emitter, inst: Inst, *choices: str) -> None:
+    if choices[-1] in (".gpu", ".sys", ".gl"):
+        e.call(order.fence, [])
+
+
+@form("griddepcontrol.wait", since=90, conformance="order", golden="barriers")
+def grid_wait(e: Emitter, inst: Inst) -> None:
+    e.call(_grid_wait, [])
+
+
+def _grid_wait(g: Gang, mask: Array | None) -> None:
+    if g.cta.clocks is not None:
+        g.cta.clocks.v[g.agents[g.row[g.first_lanes(mask)]], :, 0] = 1
+
+
+@form("griddepcontrol.launch_dependents", since=90, conformance="order", golden="barriers")
+def grid_launch(e: Emitter, inst: Inst) -> None:
+    """The next launch may begin: it is always checked as if it began at once."""

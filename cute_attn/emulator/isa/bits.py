@@ -1,0 +1,214 @@
+"""mov, logic, shifts and bit counting."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cute_attn.emulator.dtypes import Array, tag
+from cute_attn.emulator.emit import Emitter
+from cute_attn.emulator.isa import floats
+from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.ptx import Inst, Reg, Sym, Vec
+
+_LOGIC = {"and": "&", "or": "|", "xor": "^"}
+
+
+@form("mov{.b16|.u16|.s16|.b32|.u32|.s32|.f32|.b64|.u64|.s64|.f64|.pred}", golden="bits")
+def mov(e: Emitter, inst: Inst, kind: str) -> None:
+    d, a = inst.operands
+    if isinstance(d, Vec):
+        _unpack(e, d, e.get(a, f"u{tag(kind)[1]}"), kind)
+    elif isinstance(a, Vec):
+        _pack(e, inst, a)
+    else:
+        t = e.homes[d.index] if isinstance(d, Reg) and kind != ".pred" and not isinstance(a, Sym) else tag(kind)
+        e.set(d, t, e.get(a, t))
+
+
+def _unpack(e: Emitter, d: Vec, value: str, kind: str) -> None:
+    pieces = len(d.items)
+    width = int(tag(kind)[1]) // pieces
+    e.line(f"t = np.ascontiguousarray({value}).view(u{width})")
+    for i, item in enumerate(d.items):
+        if not (isinstance(item, Sym) and item.name == "_"):
+            e.set(item, f"u{width}", f"t[{i}::{pieces}]")
+
+
+def _pack(e: Emitter, inst: Inst, a: Vec) -> None:
+    items = a.items
+    if len(items) == 2:
+        join = {".b32": (floats.pack16, "u2", "u4"), ".b64": (floats.pack32, "u4", "u8")}[inst.op[3:]]
+        function, part, whole = join
+        e.set(inst.operands[0], whole, f"{e.bind(function, 'pack')}({e.get(items[0], part)}, {e.get(items[1], part)})")
+    else:
+        name = e.bind(_pack4, "pack4")
+        part, whole = ("u2", "u8") if inst.op == "mov.b64" else ("u1", "u4")
+        e.set(inst.operands[0], whole, f"{name}({whole}, {', '.join(e.get(item, part) for item in items)})")
+
+
+def _pack4(whole: np.dtype, *parts: Array) -> Array:  # type: ignore[type-arg]
+    packed: Array = np.ascontiguousarray(np.stack(np.broadcast_arrays(*parts), axis=1)).view(whole)[:, 0]
+    return packed
+
+
+@form("{and|or|xor}{.b16|.b32|.b64}", golden="bits")
+def logic(e: Emitter, inst: Inst, op: str, kind: str) -> None:
+    d, a, b = inst.operands
+    e.set(d, tag(kind), f"{e.get(a, tag(kind))} {_LOGIC[op]} {e.get(b, tag(kind))}")
+
+
+@form("not{.b16|.b32|.b64}", golden="bits")
+def not_(e: Emitter, inst: Inst, kind: str) -> None:
+    e.set(inst.operands[0], tag(kind), f"~{e.get(inst.operands[1], tag(kind))}")
+
+
+@form("shl{.b16|.b32|.b64}", golden="bits")
+def shl(e: Emitter, inst: Inst, kind: str) -> None:
+    _shift(e, inst, kind, "<<")
+
+
+@form("shr{.b16|.u16|.s16|.b32|.u32|.s32|.b64|.u64|.s64}", golden="bits")
+def shr(e: Emitter, inst: Inst, kind: str) -> None:
+    _shift(e, inst, kind, ">>")
+
+
+def _shift(e: Emitter, inst: Inst, kind: str, sign: str) -> None:
+    """By the register's width or more, everything is shifted out."""
+    d, a, count = inst.operands
+    t = tag(kind)
+    bits = 8 * int(t[1])
+    name = getattr(count, "value", None)
+    if name is not None and 0 <= name < bits:
+        e.set(d, t, f"{e.get(a, t)} {sign} {e.constant(name, t)}")
+        return
+    function = e.bind(_shift_left if sign == "<<" else _shift_right, "shift")
+    e.set(d, t, f"{function}({e.get(a, t)}, {e.get(count, 'u4')})")
+
+
+def _shift_left(x: Array, count: Array) -> Array:
+    bits = 8 * x.dtype.itemsize
+    shifted: Array = np.where(count < bits, x << np.minimum(count, bits - 1).astype(x.dtype), x.dtype.type(0))
+    return shifted
+
+
+def _shift_right(x: Array, count: Array) -> Array:
+    bits = 8 * x.dtype.itemsize
+    shifted: Array = x >> np.minimum(count, bits - 1).astype(x.dtype)
+    return shifted if x.dtype.kind == "i" else np.where(count < bits, shifted, x.dtype.type(0))
+
+
+@form("shf{.l|.r}{.wrap|.clamp}.b32", golden="bits")
+def funnel(e: Emitter, inst: Inst, side: str, mode: str) -> None:
+    d, a, b, c = inst.operands
+    name = e.bind(_funnel, "funnel")
+    e.set(d, "u4", f"{name}({e.get(a, 'u4')}, {e.get(b, 'u4')}, {e.get(c, 'u4')}, {side == '.l'}, {mode == '.wrap'})")
+
+
+def _funnel(low: Array, high: Array, count: Array, left: bool, wrap: bool) -> Array:
+    both = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
+    n = (count & np.uint32(31) if wrap else np.minimum(count, np.uint32(32))).astype(np.uint64)
+    shifted = (both << n) >> np.uint64(32) if left else both >> n
+    result: Array = shifted.astype(np.uint32)
+    return result
+
+
+@form("lop3.b32", golden="bits")
+def lop3(e: Emitter, inst: Inst) -> None:
+    d, a, b, c, table = inst.operands
+    name = e.bind(_lop3, "lop3")
+    e.set(d, "u4", f"{name}({e.get(a, 'u4')}, {e.get(b, 'u4')}, {e.get(c, 'u4')}, {table.value})")  # type: ignore[union-attr]
+
+
+def _lop3(a: Array, b: Array, c: Array, table: int) -> Array:
+    result = np.zeros(np.broadcast_shapes(a.shape, b.shape, c.shape), np.uint32)
+    for row in range(8):
+        if table >> row & 1:
+            result |= (a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c)
+    return result
+
+
+@form("prmt.b32", golden="bits")
+def prmt(e: Emitter, inst: Inst) -> None:
+    d, a, b, c = inst.operands
+    e.set(d, "u4", f"{e.bind(_prmt, 'prmt')}({e.get(a, 'u4')}, {e.get(b, 'u4')}, {e.get(c, 'u4')})")
+
+
+def _prmt(a: Array, b: Array, selector: Array) -> Array:
+    a, b, selector = np.broadcast_arrays(a, b, selector)
+    pool = np.stack([np.ascontiguousarray(a), np.ascontiguousarray(b)], axis=1).view(np.uint8)  # [n, 8]
+    result = np.zeros(len(a), np.uint32)
+    rows = np.arange(len(a))
+    for i in range(4):
+        choice = (selector >> np.uint32(4 * i)) & np.uint32(15)
+        byte = pool[rows, choice & 7]
+        byte = np.where(choice & 8, np.where(byte & 0x80, 0xFF, 0), byte)
+        result |= byte.astype(np.uint32) << np.uint32(8 * i)
+    return result
+
+
+@form("{clz|popc|brev}.b32", golden="bits")
+def count(e: Emitter, inst: Inst, op: str) -> None:
+    function = {"clz": _clz, "popc": _popc, "brev": _brev}[op]
+    e.set(inst.operands[0], "u4", f"{e.bind(function, op[:4])}({e.get(inst.operands[1], 'u4')})")
+
+
+def _bit_table(x: Array) -> Array:
+    """[n, 32], the lowest bit first."""
+    bits: Array = (x[:, None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)
+    return bits
+
+
+def _popc(x: Array) -> Array:
+    return _bit_table(x).sum(axis=1).astype(np.uint32)
+
+
+def _clz(x: Array) -> Array:
+    top = _bit_table(x)[:, ::-1]
+    return np.where(x == 0, 32, top.argmax(axis=1)).astype(np.uint32)
+
+
+def _brev(x: Array) -> Array:
+    return (_bit_table(x)[:, ::-1] << np.arange(32, dtype=np.uint32)).sum(axis=1).astype(np.uint32)
+
+
+def _bfind(x: Array) -> Array:
+    return np.where(x == 0, 0xFFFFFFFF, 31 - _clz(x).astype(np.int64)).astype(np.uint32)
+
+
+@form("bfind.u32", golden="bits")
+def bfind(e: Emitter, inst: Inst) -> None:
+    e.set(inst.operands[0], "u4", f"{e.bind(_bfind, 'bfind')}({e.get(inst.operands[1], 'u4')})")
+
+
+@form("bfe{.u32|.s32}", golden="bits")
+def bfe(e: Emitter, inst: Inst, kind: str) -> None:
+    d, a, b, c = inst.operands
+    name = e.bind(_bfe, "bfe")
+    e.set(d, tag(kind), f"{name}({e.get(a, tag(kind))}, {e.get(b, 'u4')}, {e.get(c, 'u4')})")
+
+
+def _bfe(x: Array, position: Array, length: Array) -> Array:
+    position, length = (position & 255).astype(np.int64), (length & 255).astype(np.int64)
+    wide = x.astype(np.int64)
+    bits = wide >> np.minimum(position, 63 if x.dtype.kind == "u" else 31)
+    mask = (np.int64(1) << np.minimum(length, 32)) - 1
+    field = bits & mask
+    if x.dtype.kind == "i":
+        top = np.minimum(position + length - 1, 31)
+        negative = (length > 0) & (((wide >> top) & 1) == 1)
+        field = np.where(negative, field | ~mask, field)
+    return field.astype(x.dtype)
+
+
+@form("bfi.b32", golden="bits")
+def bfi(e: Emitter, inst: Inst) -> None:
+    d, a, b, c, n = inst.operands
+    name = e.bind(_bfi, "bfi")
+    e.set(d, "u4", f"{name}({e.get(a, 'u4')}, {e.get(b, 'u4')}, {e.get(c, 'u4')}, {e.get(n, 'u4')})")
+
+
+def _bfi(a: Array, b: Array, position: Array, length: Array) -> Array:
+    position, length = (position & 255).astype(np.uint64), (length & 255).astype(np.uint64)
+    mask = ((np.uint64(1) << np.minimum(length, 32)) - np.uint64(1)) << np.minimum(position, 63)
+    moved = a.astype(np.uint64) << np.minimum(position, 63)
+    return ((b & ~mask) | (moved & mask)).astype(np.uint32)

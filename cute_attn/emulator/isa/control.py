@@ -1,0 +1,41 @@
+"""Branches, exit and instructions without effect on values."""
+
+from __future__ import annotations
+
+from cute_attn.emulator.emit import Emitter
+from cute_attn.emulator.errors import PtxError
+from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.ptx import Inst
+
+
+@form("bra", "bra.uni", "ret", "ret.uni", "exit", conformance="order")
+def jump(e: Emitter, inst: Inst) -> None:
+    raise PtxError(f"{inst.op} is translated with its block")
+
+
+@form(
+    "nanosleep.u32",
+    "prefetch{|.global}{.L1|.L2}",
+    "prefetch{|.param|.const}.tensormap",
+    "discard.global.L2",
+    "createpolicy.fractional{.L2::evict_first|.L2::evict_last|.L2::evict_normal|.L2::evict_unchanged}{|.L2::evict_unchanged}.b64",
+    "setmaxnreg{.inc|.dec}.sync.aligned.u32",
+    conformance="order",
+)
+def nothing(e: Emitter, inst: Inst, *choices: str) -> None:
+    """Hints. `setmaxnreg` is checked by its numbers alone: registers here have no limit."""
+    if inst.op.startswith("createpolicy"):
+        e.set(inst.operands[0], "u8", e.constant(0, "u8"))
+    elif inst.op.startswith("setmaxnreg"):
+        count = inst.operands[0].value  # type: ignore[union-attr]
+        if count % 8 or not 24 <= count <= 256:
+            raise PtxError(f"{inst.op} {count}: a multiple of 8 between 24 and 256 is needed")
+
+
+@form("trap", conformance="order")
+def trap(e: Emitter, inst: Inst) -> None:
+    e.call(_trap, [])
+
+
+def _trap(g: object, mask: object) -> None:
+    raise PtxError("trap")

@@ -1,0 +1,140 @@
+"""Exact float arithmetic where numpy's own rounds twice or not at all as PTX does."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cute_attn.emulator.dtypes import Array
+
+_SMALLEST_NORMAL = np.float32(2.0**-126)
+_LOW = np.int64((1 << 29) - 1)  # bits of a double beyond a float
+_HALF = np.int64(1 << 28)
+
+
+def fma32(a: Array, b: Array, c: Array) -> Array:
+    """a * b + c in float32, rounded once."""
+    product = a.astype(np.float64) * b  # exact: 48 bits
+    addend = c.astype(np.float64)
+    total = product + addend
+    tie = (total.view(np.int64) & _LOW) == _HALF
+    if tie.any() or np.abs(total).min() < _SMALLEST_NORMAL:
+        total = _to_odd(total, product, addend)
+    rounded: Array = total.astype(np.float32)
+    return rounded
+
+
+def _to_odd(total: Array, x: Array, y: Array) -> Array:
+    """`total` = x + y rounded to nearest, made the odd neighbour where inexact: rounding it again is then right."""
+    part = total - x
+    error = (x - (total - part)) + (y - part)
+    bits = total.view(np.int64)
+    even = (error != 0) & ((bits & 1) == 0) & np.isfinite(total)
+    outward = (error > 0) == (total > 0)
+    odd: Array = np.where(even, bits + np.where(outward, 1, -1), bits).view(np.float64)
+    return odd
+
+
+def add32(a: Array, b: Array, mode: str) -> Array:
+    """a + b in float32, rounded as `mode` ("rn", "rz", "rm", "rp") says."""
+    if mode == "rn":
+        total: Array = a + b
+        return total
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    return directed(x + y, _error(x, y), mode)
+
+
+def _error(x: Array, y: Array) -> Array:
+    total = x + y
+    part = total - x
+    error: Array = (x - (total - part)) + (y - part)
+    return error
+
+
+def directed(value: Array, error: Array, mode: str) -> Array:
+    """float64 `value` (+ a tail of the sign of `error`) to float32 towards zero, down or up."""
+    near = value.astype(np.float32)
+    wide = near.astype(np.float64)
+    over = (wide > value) | ((wide == value) & (error < 0))
+    under = (wide < value) | ((wide == value) & (error > 0))
+    down = np.nextafter(near, np.float32(-np.inf))
+    up = np.nextafter(near, np.float32(np.inf))
+    if mode == "rm":
+        result: Array = np.where(over, down, near)
+    elif mode == "rp":
+        result = np.where(under, up, near)
+    else:
+        result = np.where(over & (value > 0), down, np.where(under & (value < 0), up, near))
+    return np.where(np.isfinite(value), result, near)
+
+
+def flush(x: Array) -> Array:
+    """Subnormals to zeros of their sign."""
+    flushed: Array = np.where(np.abs(x) < _SMALLEST_NORMAL, np.copysign(np.float32(0), x), x)
+    return flushed
+
+
+def maximum(a: Array, b: Array) -> Array:
+    """PTX max: the number where one is NaN; +0 above -0."""
+    return _pick(a, b, np.fmax(a, b), np.signbit(a))
+
+
+def minimum(a: Array, b: Array) -> Array:
+    return _pick(a, b, np.fmin(a, b), ~np.signbit(a))
+
+
+def _pick(a: Array, b: Array, found: Array, prefer_b: Array) -> Array:
+    zeros = (a == 0) & (b == 0)
+    return np.where(zeros, np.where(prefer_b, b, a), found) if zeros.any() else found
+
+
+def bf16_to_f32(bits: Array) -> Array:
+    widened: Array = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return widened
+
+
+def f32_to_bf16(x: Array, mode: str = "rn") -> Array:
+    """Bits of bfloat16; NaN becomes 0x7FFF."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    if mode == "rn":
+        bits = bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))
+    found: Array = np.where(np.isnan(x), np.uint16(0x7FFF), (bits >> np.uint32(16)).astype(np.uint16))
+    return found
+
+
+def f32_to_f16(x: Array, mode: str = "rn") -> Array:
+    """float16; NaN becomes 0x7FFF."""
+    half = np.asarray(x, np.float32).astype(np.float16)
+    if mode == "rz":
+        beyond = np.abs(half.astype(np.float32)) > np.abs(x)
+        half = np.where(beyond, np.nextafter(half, np.float16(0)), half)
+    found: Array = np.where(np.isnan(half), np.array([0x7FFF], np.uint16).view(np.float16), half)
+    return found
+
+
+def pack16(low: Array, high: Array) -> Array:
+    """Two arrays of 16-bit items to one of 32 bits."""
+    low, high = np.broadcast_arrays(low, high)
+    pair = np.empty((low.shape[0], 2), np.uint16)
+    pair[:, 0], pair[:, 1] = low.view(np.uint16), high.view(np.uint16)
+    packed: Array = pair.view(np.uint32)[:, 0]
+    return packed
+
+
+def unpack16(x: Array) -> Array:
+    """[n] of 32 bits to [n, 2] of 16."""
+    halves: Array = np.ascontiguousarray(x).view(np.uint16).reshape(-1, 2)
+    return halves
+
+
+def pack32(low: Array, high: Array) -> Array:
+    low, high = np.broadcast_arrays(low, high)
+    pair = np.empty((low.shape[0], 2), np.uint32)
+    pair[:, 0], pair[:, 1] = low.view(np.uint32), high.view(np.uint32)
+    packed: Array = pair.view(np.uint64)[:, 0]
+    return packed
+
+
+def unpack32(x: Array) -> Array:
+    """[n] of 64 bits to [n, 2] of 32."""
+    halves: Array = np.ascontiguousarray(x).view(np.uint32).reshape(-1, 2)
+    return halves

@@ -1,0 +1,173 @@
+"""ld and st of the parameter, shared, shared::cluster, global and generic spaces."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cute_attn.emulator import access
+from cute_attn.emulator.dtypes import Array, tag
+from cute_attn.emulator.emit import Emitter
+from cute_attn.emulator.errors import PtxError
+from cute_attn.emulator.gang import Gang
+from cute_attn.emulator.isa import order
+from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.ptx import Addr, Inst, Sym
+
+_TYPES = "{.b8|.u8|.s8|.b16|.u16|.s16|.b32|.u32|.s32|.f32|.b64|.u64|.s64|.f64}"
+_CACHE = "{|.ca|.cg|.cs|.lu|.cv}"
+_EVICT = "{|.L1::no_allocate|.L1::evict_first|.L1::evict_last}{|.L2::64B|.L2::128B|.L2::256B}"
+_VEC = "{|.v2|.v4}"
+_WEAK = "{|.weak|.volatile|.relaxed.cta|.relaxed.cluster|.relaxed.gpu|.relaxed.sys}"
+
+
+@form(f"ld.param{_VEC}{_TYPES}", golden="memory")
+def ld_param(e: Emitter, inst: Inst, vec: str, kind: str) -> None:
+    d, source = inst.operands
+    if not isinstance(source, Addr) or not isinstance(source.base, Sym):
+        raise PtxError("ld.param needs a parameter's name")
+    t = tag(kind)
+    number = e.params[source.base.name]
+    for i, item in enumerate(e.items(d)):
+        e.set(item, t, f"g.param({number}, {source.offset + i * int(t[1])}, {t!r})")
+
+
+@form(
+    f"ld{_WEAK}{{.shared|.shared::cta|.shared::cluster}}{_VEC}{_TYPES}",
+    golden="memory",
+)
+def ld_shared(e: Emitter, inst: Inst, strength: str, space: str, vec: str, kind: str) -> None:
+    address = e.address(inst.operands[1], wide=False)
+    _load(e, inst, kind, _ld_shared, [address, str(space == ".shared::cluster")])
+
+
+def _ld_shared(g: Gang, mask: Array | None, address: Array, cluster: bool, width: int, count: int) -> list[Array]:
+    rows = access.load_shared(g, mask, address, width * count, "ld.shared", cluster)
+    return _columns(rows, width)
+
+
+@form(
+    f"ld{_WEAK}.global{_CACHE}{_EVICT}{_VEC}{_TYPES}",
+    f"ld.global{{|.ca|.cg|.cs}}.nc{_EVICT}{_VEC}{_TYPES}",
+    f"ld{{|.volatile|.relaxed.gpu}}{{.v2|.v4|}}{_TYPES}",
+    golden="memory",
+)
+def ld_global(e: Emitter, inst: Inst, *choices: str) -> None:
+    generic = ".global" not in inst.op
+    strong = any(word in inst.op for word in (".relaxed", ".volatile"))
+    function = _ld_generic if generic else _ld_strong if strong else _ld_global
+    _load(e, inst, choices[-1], function, [e.address(inst.operands[1], wide=True)])
+
+
+@form("ld.acquire{.cta|.cluster|.gpu|.sys}{|.global}{.b32|.u32|.s32|.b64|.u64|.s64}", golden="memory")
+def ld_acquire(e: Emitter, inst: Inst, scope: str, space: str, kind: str) -> None:
+    address = e.address(inst.operands[1], wide=True)
+    _load(e, inst, kind, _ld_acquire, [address])
+
+
+def _ld_acquire(g: Gang, mask: Array | None, address: Array, width: int, count: int) -> list[Array]:
+    rows = access.load_global(g, mask, address, width * count, "ld.acquire", strong=True)
+    order.observe(g, mask, address, acquire=True)
+    return _columns(rows, width)
+
+
+def _ld_strong(g: Gang, mask: Array | None, address: Array, width: int, count: int) -> list[Array]:
+    rows = access.load_global(g, mask, address, width * count, "ld", strong=True)
+    order.observe(g, mask, address, acquire=False)
+    return _columns(rows, width)
+
+
+def _ld_global(g: Gang, mask: Array | None, address: Array, width: int, count: int) -> list[Array]:
+    return _columns(access.load_global(g, mask, address, width * count, "ld.global"), width)
+
+
+def _ld_generic(g: Gang, mask: Array | None, address: Array, width: int, count: int) -> list[Array]:
+    shared, others = access.generic_spaces(g, mask, address)
+    rows = np.zeros((g.size, width * count), np.uint8)
+    if others.any():
+        rows = access.load_global(g, others, address, width * count, "ld")
+    if shared.any():
+        low = g.full(address).astype(np.uint32)
+        rows = np.where(shared[:, None], access.load_shared(g, shared, low, width * count, "ld", True), rows)
+    return _columns(rows, width)
+
+
+def _columns(rows: Array, width: int) -> list[Array]:
+    words = rows.view(f"u{width}")
+    return [words[:, i] for i in range(words.shape[1])]
+
+
+def _load(e: Emitter, inst: Inst, kind: str, function: object, arguments: list[str]) -> None:
+    t = tag(kind)
+    items = e.items(inst.operands[0])
+    text = ", ".join(["g", e.mask, *arguments, t[1], str(len(items))])
+    e.line(f"t = {e.bind(function, 'load')}({text})")
+    for i, item in enumerate(items):
+        if not (isinstance(item, Sym) and item.name == "_"):
+            e.set(item, t, f"t[{i}].view({t})")
+
+
+@form(
+    f"st{_WEAK}{{.shared|.shared::cta|.shared::cluster}}{_VEC}{_TYPES}",
+    golden="memory",
+)
+def st_shared(e: Emitter, inst: Inst, strength: str, space: str, vec: str, kind: str) -> None:
+    address = e.address(inst.operands[0], wide=False)
+    e.call(_st_shared, [address, _sources(e, inst, kind), str(space == ".shared::cluster")])
+
+
+def _st_shared(g: Gang, mask: Array | None, address: Array, sources: tuple[Array, ...], cluster: bool) -> None:
+    access.store_shared(g, mask, address, _rows(g, sources), "st.shared", cluster)
+
+
+@form(
+    f"st{_WEAK}.global{{|.wb|.cg|.cs|.wt}}{{|.L1::no_allocate|.L1::evict_first|.L1::evict_last}}{_VEC}{_TYPES}",
+    f"st{{|.volatile|.relaxed.gpu}}{{.v2|.v4|}}{_TYPES}",
+    golden="memory",
+)
+def st_global(e: Emitter, inst: Inst, *choices: str) -> None:
+    strong = any(word in inst.op for word in (".relaxed", ".volatile"))
+    function = _st_generic if ".global" not in inst.op else _st_strong if strong else _st_global
+    e.call(function, [e.address(inst.operands[0], wide=True), _sources(e, inst, choices[-1])])
+
+
+@form("st.release{.cta|.cluster|.gpu|.sys}{|.global}{.b32|.u32|.s32|.b64|.u64|.s64}", golden="memory")
+def st_release(e: Emitter, inst: Inst, scope: str, space: str, kind: str) -> None:
+    e.call(_st_release, [e.address(inst.operands[0], wide=True), _sources(e, inst, kind)])
+
+
+def _st_release(g: Gang, mask: Array | None, address: Array, sources: tuple[Array, ...]) -> None:
+    access.store_global(g, mask, address, _rows(g, sources), "st.release", strong=True)
+    order.publish(g, mask, address, release=True)
+
+
+def _st_strong(g: Gang, mask: Array | None, address: Array, sources: tuple[Array, ...]) -> None:
+    access.store_global(g, mask, address, _rows(g, sources), "st", strong=True)
+    order.publish(g, mask, address, release=False)
+
+
+def _st_global(g: Gang, mask: Array | None, address: Array, sources: tuple[Array, ...]) -> None:
+    access.store_global(g, mask, address, _rows(g, sources), "st.global")
+
+
+def _st_generic(g: Gang, mask: Array | None, address: Array, sources: tuple[Array, ...]) -> None:
+    shared, others = access.generic_spaces(g, mask, address)
+    rows = _rows(g, sources)
+    if others.any():
+        access.store_global(g, others, address, rows, "st")
+    if shared.any():
+        access.store_shared(g, shared, g.full(address).astype(np.uint32), rows, "st", True)
+
+
+def _sources(e: Emitter, inst: Inst, kind: str) -> str:
+    width = f"u{tag(kind)[1]}"
+    return "(" + "".join(f"{e.get(item, width)}, " for item in e.items(inst.operands[1])) + ")"
+
+
+def _rows(g: Gang, sources: tuple[Array, ...]) -> Array:
+    """Registers as rows of bytes."""
+    if len(sources) == 1:
+        whole = np.ascontiguousarray(g.full(sources[0]))[:, None]
+    else:
+        whole = np.stack([g.full(s) for s in sources], axis=1)
+    rows: Array = whole.view(np.uint8)
+    return rows

@@ -1,0 +1,298 @@
+"""mbarrier: phases counted in arrivals and bytes, in shared memory of any CTA of the cluster."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cute_attn.emulator import access
+from cute_attn.emulator.clocks import ORDER, PROXY, Op
+from cute_attn.emulator.dtypes import Array
+from cute_attn.emulator.emit import Emitter
+from cute_attn.emulator.errors import BarrierFault
+from cute_attn.emulator.gang import Gang
+from cute_attn.emulator.isa import order
+from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
+from cute_attn.emulator.ptx import Inst, Sym
+
+if TYPE_CHECKING:
+    from cute_attn.emulator.machine import Cluster, Cta
+
+MAX_COUNT = (1 << 20) - 1
+MAX_TX = (1 << 20) - 1
+_SPACE = "{|.shared|.shared::cta|.shared::cluster}"
+_SEM = "{|.release|.relaxed}{|.cta|.cluster}"
+
+
+class Mbarrier:
+    """One barrier object. `phase` counts completed phases."""
+
+    def __init__(self, cluster: Cluster, count: int, agent: int, name: str) -> None:
+        self.cluster, self.count, self.name = cluster, count, name
+        self.pending, self.tx, self.phase = count, 0, 0
+        self.time, self.done_time = 0.0, 0.0
+        self.agents: list[int] = []
+        clocks = cluster.clocks
+        self.clock = self.done = None
+        if clocks is not None:
+            self.clock, self.done = clocks.zero(), clocks.zero()
+            self.made_by, self.made_at = agent, int(clocks.v[agent, ORDER, agent])
+
+    def seen(self, agent: int) -> None:
+        """Its initialisation must come before every use."""
+        clocks = self.cluster.clocks
+        if clocks is not None and clocks.v[agent, ORDER, self.made_by] < self.made_at:
+            raise BarrierFault(f"{self.name} is used before its initialisation is visible to the warp")
+
+    def arrive(self, agent: int, count: int, expect: int = 0) -> None:
+        self.seen(agent)
+        clocks = self.cluster.clocks
+        if clocks is not None and self.clock is not None:
+            np.maximum(self.clock, clocks.v[agent], out=self.clock)
+            self.time = max(self.time, float(clocks.time[agent]))
+            self.agents.append(agent)
+        self.add_tx(expect)
+        if count > self.pending:
+            raise BarrierFault(f"{self.name}: {count} arrivals where {self.pending} of {self.count} are pending")
+        self.pending -= count
+        self.advance()
+
+    def add_tx(self, count: int) -> None:
+        self.tx += count
+        if abs(self.tx) > MAX_TX:
+            raise BarrierFault(f"{self.name}: transaction count {self.tx} is out of range")
+
+    def complete(self, num_bytes: int, op: Op | None, time: float) -> None:
+        """Bytes of an asynchronous operation have arrived."""
+        if op is not None and self.clock is not None:
+            if op.clock[PROXY, self.made_by] < self.made_at:
+                raise BarrierFault(
+                    f"{self.name} is used by {op.what}, to which its initialisation is not visible: "
+                    "fence.mbarrier_init or fence.proxy.async is missing"
+                )
+            np.maximum(self.clock, op.clock, out=self.clock)
+        self.time = max(self.time, time)
+        self.tx -= num_bytes
+        self.advance()
+
+    def advance(self) -> None:
+        if self.pending or self.tx:
+            return
+        self.phase += 1
+        self.pending = self.count
+        self.done_time = self.time
+        if self.clock is not None and self.done is not None:
+            np.maximum(self.done, self.clock, out=self.done)
+
+    def pass_(self, agents: Array) -> None:
+        """Warps that have seen a phase complete."""
+        clocks = self.cluster.clocks
+        if clocks is not None and self.done is not None:
+            clocks.acquire(agents, self.done)
+            clocks.time[agents] = np.maximum(clocks.time[agents], self.done_time)
+            if self.cluster.cross:
+                order.share(self.cluster, np.unique(np.concatenate([agents, np.array(self.agents, np.int64)])))
+
+
+def at(cta: Cta, address: int, cluster: bool = False) -> Mbarrier:
+    """The barrier at a shared address."""
+    rank, offset = address >> RANK_SHIFT, address & OFFSET_MASK
+    if rank != cta.rank and not cluster:
+        raise BarrierFault(f"mbarrier at {address:#x} is not in shared memory of the CTA")
+    if rank >= len(cta.cluster.ctas):
+        raise BarrierFault(f"mbarrier at {address:#x}: no CTA of rank {rank}")
+    found = cta.cluster.ctas[rank].mbarriers.get(offset)
+    if found is None:
+        raise BarrierFault(f"no mbarrier was initialised at shared {offset:#x}")
+    barrier: Mbarrier = found
+    return barrier
+
+
+def _shared_address(e: Emitter, inst: Inst, position: int, space: str) -> tuple[str, str]:
+    """Address expression, and whether other CTAs of the cluster may be meant."""
+    operand = inst.operands[position]
+    if space == "":
+        wide = e.address(operand, wide=True)
+        return f"{wide}.astype(u4)", "True"
+    return e.address(operand, wide=False), str(space == ".shared::cluster")
+
+
+# --- life of a barrier ------------------------------------------------------------------------------------------------
+
+
+@form("mbarrier.init{|.shared|.shared::cta}.b64", golden="mbarrier")
+def init(e: Emitter, inst: Inst, space: str) -> None:
+    address, _ = _shared_address(e, inst, 0, space)
+    e.call(_init, [address, e.get(inst.operands[1], "u4")])
+
+
+def _init(g: Gang, mask: Array | None, address: Array, count: Array) -> None:
+    where, counts = g.full(address), g.full(count)
+    for lane in g.lanes(mask):
+        offset = access.offsets_of(where[lane : lane + 1])
+        g.cta.smem.check(offset, 8, 8, "mbarrier.init")
+        if not 1 <= counts[lane] <= MAX_COUNT:
+            raise BarrierFault(f"mbarrier.init with a count of {counts[lane]}", int(lane))
+        agents = g.lane_agents[lane : lane + 1]
+        g.cta.smem.store(offset, np.zeros(1, np.uint64), 8, agents, "mbarrier.init")
+        name = f"mbarrier at shared {int(offset[0]):#x}"
+        g.cta.mbarriers[int(offset[0])] = Mbarrier(g.cta.cluster, int(counts[lane]), int(agents[0]), name)
+
+
+@form("mbarrier.inval{|.shared|.shared::cta}.b64", golden="mbarrier")
+def inval(e: Emitter, inst: Inst, space: str) -> None:
+    address, _ = _shared_address(e, inst, 0, space)
+    e.call(_inval, [address])
+
+
+def _inval(g: Gang, mask: Array | None, address: Array) -> None:
+    where = g.full(address)
+    for lane in g.lanes(mask):
+        at(g.cta, int(where[lane]))
+        del g.cta.mbarriers[int(where[lane]) & OFFSET_MASK]
+
+
+# --- arrivals ---------------------------------------------------------------------------------------------------------
+
+
+@form(f"mbarrier.arrive{_SEM}{_SPACE}.b64", f"mbarrier.arrive_drop{_SEM}{_SPACE}.b64", golden="mbarrier")
+def arrive(e: Emitter, inst: Inst, sem: str, scope: str, space: str) -> None:
+    _arrive_form(e, inst, space, expect=False)
+
+
+@form(
+    f"mbarrier.arrive.expect_tx{_SEM}{_SPACE}.b64",
+    f"mbarrier.arrive_drop.expect_tx{_SEM}{_SPACE}.b64",
+    since=90,
+    golden="mbarrier",
+)
+def arrive_expect(e: Emitter, inst: Inst, sem: str, scope: str, space: str) -> None:
+    _arrive_form(e, inst, space, expect=True)
+
+
+def _arrive_form(e: Emitter, inst: Inst, space: str, expect: bool) -> None:
+    target, _, *rest = inst.operands
+    address, cluster = _shared_address(e, inst, 1, space)
+    number = e.get(rest[0], "u4") if rest else e.constant(1, "u4")
+    count, tx = (e.constant(1, "u4"), number) if expect else (number, e.constant(0, "u4"))
+    drop = str("arrive_drop" in inst.op)
+    arguments = [address, cluster, count, tx, drop]
+    if isinstance(target, Sym):
+        e.call(_arrive, arguments)
+    else:
+        e.call(_arrive, arguments, [(target, "u8")])
+
+
+def _arrive(g: Gang, mask: Array | None, address: Array, cluster: bool, count: Array, tx: Array, drop: bool) -> Array:
+    """The token is the number of the phase arrived at."""
+    where, counts, bytes_ = g.full(address), g.full(count), g.full(tx)
+    token = np.zeros(g.size, np.uint64)
+    lanes = g.lanes(mask)
+    for lane in lanes:
+        barrier = at(g.cta, int(where[lane]), cluster)
+        token[lane] = barrier.phase
+        if drop:
+            barrier.count -= 1
+        barrier.arrive(int(g.lane_agents[lane]), int(counts[lane]), int(bytes_[lane]))
+    if g.cta.clocks is not None:
+        agents = np.unique(g.lane_agents[lanes])
+        g.cta.clocks.v[agents, ORDER, agents] += 1
+    return token
+
+
+@form(f"mbarrier.{{expect_tx|complete_tx}}{{|.relaxed}}{{|.cta|.cluster}}{_SPACE}.b64", since=90, golden="mbarrier")
+def transaction(e: Emitter, inst: Inst, op: str, sem: str, scope: str, space: str) -> None:
+    address, cluster = _shared_address(e, inst, 0, space)
+    e.call(_transaction, [address, cluster, e.get(inst.operands[1], "u4"), str(op == "expect_tx")])
+
+
+def _transaction(g: Gang, mask: Array | None, address: Array, cluster: bool, count: Array, expect: bool) -> None:
+    where, counts = g.full(address), g.full(count)
+    for lane in g.lanes(mask):
+        barrier = at(g.cta, int(where[lane]), cluster)
+        barrier.seen(int(g.lane_agents[lane]))
+        barrier.add_tx(int(counts[lane]) if expect else -int(counts[lane]))
+        if not expect:
+            barrier.advance()
+
+
+@form("cp.async.mbarrier.arrive{|.noinc}{|.shared|.shared::cta}.b64", golden="mbarrier")
+def copies_arrive(e: Emitter, inst: Inst, noinc: str, space: str) -> None:
+    address, _ = _shared_address(e, inst, 0, space)
+    e.call(_copies_arrive, [address, str(bool(noinc))])
+
+
+def _copies_arrive(g: Gang, mask: Array | None, address: Array, noinc: bool) -> None:
+    """An arrival of each lane when all its copies so far have landed; without .noinc the count is raised first."""
+    from cute_attn.emulator.isa.copies import outstanding
+
+    where = g.full(address)
+    clocks = g.cta.clocks
+    for lane in g.lanes(mask):
+        barrier = at(g.cta, int(where[lane]))
+        agent = int(g.lane_agents[lane])
+        barrier.seen(agent)
+        for op in outstanding(g, int(g.row[lane])):
+            if op is not None and barrier.clock is not None:
+                np.maximum(barrier.clock, op.clock, out=barrier.clock)
+        if not noinc:
+            barrier.pending += 1
+        barrier.arrive(agent, 1)
+    if clocks is not None:
+        agents = np.unique(g.lane_agents[g.lanes(mask)])
+        clocks.v[agents, ORDER, agents] += 1
+
+
+# --- tests ------------------------------------------------------------------------------------------------------------
+
+
+@form(
+    f"mbarrier.{{test_wait|try_wait}}{{|.parity}}{{|.acquire|.relaxed}}{{|.cta|.cluster}}{_SPACE}.b64",
+    solo=True,
+    golden="mbarrier",
+)
+def wait(e: Emitter, inst: Inst, op: str, parity: str, sem: str, scope: str, space: str) -> None:
+    address, _ = _shared_address(e, inst, 1, space)
+    kind = "u4" if parity else "u8"
+    e.call(_test, [address, e.get(inst.operands[2], kind), str(bool(parity))], [(inst.operands[0], "p")])
+
+
+def _test(g: Gang, mask: Array | None, address: Array, expected: Array, parity: bool) -> Array:
+    where, wanted = g.full(address), g.full(expected)
+    lanes = g.lanes(mask)
+    done = np.zeros(g.size, np.bool_)
+    keys = where[lanes].astype(np.uint64) << np.uint64(32) | (wanted[lanes].astype(np.uint64) & np.uint64(0xFFFFFFFF))
+    for key in np.unique(keys):
+        some = lanes[keys == key]
+        barrier = at(g.cta, int(where[some[0]]))
+        agents = np.unique(g.lane_agents[some])
+        for agent in agents:
+            barrier.seen(int(agent))
+        want = int(wanted[some[0]])
+        passed = (barrier.phase & 1) != (want & 1) if parity else barrier.phase > want
+        if passed:
+            barrier.pass_(agents)
+            done[some] = True
+        else:
+            g.spinning = (
+                f"{barrier.name}, {'parity' if parity else 'phase'} {want} "
+                f"({barrier.pending} of {barrier.count} arrivals and {barrier.tx} bytes missing)"
+            )
+    return done
+
+
+# --- fences -----------------------------------------------------------------------------------------------------------
+
+
+@form("fence.mbarrier_init.release.cluster", since=90, conformance="order", golden="mbarrier")
+def fence_init(e: Emitter, inst: Inst) -> None:
+    e.call(_fence_init, [])
+
+
+def _fence_init(g: Gang, mask: Array | None) -> None:
+    """What the warp itself did becomes visible to the async proxy."""
+    if g.cta.clocks is not None:
+        agents = np.unique(g.lane_agents[g.lanes(mask)])
+        g.cta.clocks.v[agents, PROXY, agents] = g.cta.clocks.v[agents, ORDER, agents]

@@ -1,0 +1,129 @@
+"""mma.sync of 16-bit and 8-bit floats: fragments to matrices, one product for all warps of the gang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from cute_attn.emulator import formats
+from cute_attn.emulator.dtypes import Array
+from cute_attn.emulator.emit import Emitter
+from cute_attn.emulator.errors import Divergence
+from cute_attn.emulator.gang import Gang
+from cute_attn.emulator.isa import floats
+from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.ptx import Inst
+
+Decode = Callable[[Array], Array]
+
+
+def _f16(words: Array) -> Array:
+    return words.view(np.float16).astype(np.float32)
+
+
+def _bf16(words: Array) -> Array:
+    return floats.bf16_to_f32(words.view(np.uint16))
+
+
+def _e4m3(words: Array) -> Array:
+    return formats.decode(words.view(np.uint8), "e4m3")
+
+
+def _e5m2(words: Array) -> Array:
+    return formats.decode(words.view(np.uint8), "e5m2")
+
+
+DECODERS: dict[str, Decode] = {".f16": _f16, ".bf16": _bf16, ".e4m3": _e4m3, ".e5m2": _e5m2}
+
+
+@form(
+    "mma.sync.aligned.m16n8{k16|k8}.row.col.f32{.f16.f16|.bf16.bf16}.f32",
+    converges=True,
+    conformance="approx",
+    golden="mma",
+)
+def mma_16bit(e: Emitter, inst: Inst, shape: str, kinds: str) -> None:
+    kind = "." + kinds.split(".")[1]
+    _emit(e, inst, DECODERS[kind], DECODERS[kind])
+
+
+@form(
+    "mma.sync.aligned.m16n8{k32|k16}.row.col.f32{.e4m3|.e5m2}{.e4m3|.e5m2}.f32",
+    since=89,
+    converges=True,
+    conformance="approx",
+    golden="mma",
+)
+def mma_8bit(e: Emitter, inst: Inst, shape: str, a: str, b: str) -> None:
+    _emit(e, inst, DECODERS[a], DECODERS[b])
+
+
+@form("mma.sync.aligned.m16n8{k16|k8}.row.col.f16.f16.f16.f16", converges=True, conformance="approx", golden="mma")
+def mma_f16(e: Emitter, inst: Inst, shape: str) -> None:
+    """Accumulators are two words of f16 pairs."""
+    d, a, b, c = (e.items(x) for x in inst.operands)
+    sources = ["(" + "".join(f"{e.get(x, 'u4')}, " for x in group) + ")" for group in (a, b, c)]
+    e.call(_mma_f16, sources, [(x, "u4") for x in d])
+
+
+def _emit(e: Emitter, inst: Inst, a_decode: Decode, b_decode: Decode) -> None:
+    d, a, b, c = (e.items(x) for x in inst.operands)
+    groups = [("u4", a), ("u4", b), ("f4", c)]
+    sources = ["(" + "".join(f"{e.get(x, kind)}, " for x in group) + ")" for kind, group in groups]
+    how = e.bind((a_decode, b_decode), "decode")
+    e.call(_mma, [how, *sources], [(x, "f4") for x in d])
+
+
+def whole(g: Gang, mask: Array | None, what: str) -> None:
+    """All 32 lanes of the warps that take part are here."""
+    if mask is None:
+        return
+    rows = mask.reshape(-1, 32)
+    partial = rows.any(axis=1) & ~rows.all(axis=1)
+    if partial.any():
+        raise Divergence(f"{what} with lanes of warp {int(g.warps[partial.argmax()])} missing")
+
+
+def a_matrix(g: Gang, registers: tuple[Array, ...], decode: Decode) -> Array:
+    """A fragments to [warps, 16, k]: register j holds rows +8 (j & 1) and the k half j >> 1."""
+    words = _stack(g, registers)
+    values = decode(words).reshape(len(registers) // 2, 2, len(g.warps), 8, 4, -1)
+    return values.transpose(2, 1, 3, 0, 4, 5).reshape(len(g.warps), 16, -1)
+
+
+def _b_matrix(g: Gang, registers: tuple[Array, ...], decode: Decode) -> Array:
+    """B fragments to [warps, 8, k] (the transpose of B)."""
+    values = decode(_stack(g, registers)).reshape(len(registers), len(g.warps), 8, 4, -1)
+    return values.transpose(1, 2, 0, 3, 4).reshape(len(g.warps), 8, -1)
+
+
+def _stack(g: Gang, registers: tuple[Array, ...]) -> Array:
+    size = g.size
+    return np.stack([r if r.shape[0] == size else np.broadcast_to(r, (size,)) for r in registers])
+
+
+def _mma(
+    g: Gang,
+    mask: Array | None,
+    how: tuple[Decode, Decode],
+    a: tuple[Array, ...],
+    b: tuple[Array, ...],
+    c: tuple[Array, ...],
+) -> Array:
+    whole(g, mask, "mma.sync")
+    left, right = a_matrix(g, a, how[0]), _b_matrix(g, b, how[1])
+    product = np.matmul(left, right.transpose(0, 2, 1))  # [warps, 16, 8]
+    warps = len(g.warps)
+    fragments = product.reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, g.size)
+    total: Array = fragments + _stack(g, c)
+    return total
+
+
+def _mma_f16(
+    g: Gang, mask: Array | None, a: tuple[Array, ...], b: tuple[Array, ...], c: tuple[Array, ...]
+) -> list[Array]:
+    wide = _f16(_stack(g, c)).reshape(2, g.size, 2)
+    spread = (wide[0, :, 0], wide[0, :, 1], wide[1, :, 0], wide[1, :, 1])
+    d = _mma(g, mask, (_f16, _f16), a, b, spread)
+    return [floats.pack16(d[i].astype(np.float16), d[i + 1].astype(np.float16)) for i in (0, 2)]

@@ -1,0 +1,469 @@
+"""TMA: boxes of tensors and runs of bytes between global and shared memory, and between CTAs of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cute_attn.emulator import access, tensormap
+from cute_attn.emulator.clocks import Op
+from cute_attn.emulator.dtypes import Array
+from cute_attn.emulator.emit import Emitter
+from cute_attn.emulator.errors import MemoryFault, PtxError
+from cute_attn.emulator.gang import Gang, Wait
+from cute_attn.emulator.isa import floats, mbarrier
+from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.memory import GENERIC_PARAM, OFFSET_MASK, RANK_SHIFT, SharedMemory
+from cute_attn.emulator.ptx import Addr, Inst, Operand, Vec
+
+if TYPE_CHECKING:
+    from cute_attn.emulator.machine import Cta
+
+LATENCY = 600  # of virtual time, for the timeline
+_DIMS = "{.1d|.2d|.3d|.4d|.5d}"
+_HINT = "{|.L2::cache_hint}"
+
+
+# --- tensors: loads ---------------------------------------------------------------------------------------------------
+
+
+@form(
+    f"cp.async.bulk.tensor{_DIMS}{{.shared::cluster|.shared::cta}}.global{{|.tile}}.mbarrier::complete_tx::bytes"
+    f"{{|.multicast::cluster}}{{|.cta_group::1|.cta_group::2}}{_HINT}",
+    since=90,
+    golden="tma",
+)
+def tensor_load(e: Emitter, inst: Inst, dims: str, space: str, tile: str, multicast: str, *rest: str) -> None:
+    target, source, barrier, *extra = inst.operands
+    table, coordinates = _tensor_operand(e, source, int(dims[1]))
+    mask = e.get(extra[0], "u4") if multicast else e.constant(0, "u4")
+    pair = ".cta_group::2" in rest
+    arguments = [e.address(target, wide=False), table, coordinates, e.address(barrier, wide=False), mask]
+    e.call(_tensor_load, [*arguments, str(bool(multicast)), str(pair)])
+
+
+def _tensor_operand(e: Emitter, operand: Operand, rank: int) -> tuple[str, str]:
+    """`[map, {c0, c1, ...}]`"""
+    if not isinstance(operand, Addr) or not operand.rest or not isinstance(operand.rest[0], Vec):
+        raise PtxError("a tensor operand needs coordinates")
+    items = operand.rest[0].items
+    if len(items) != rank:
+        raise PtxError(f"{len(items)} coordinates of a tensor of rank {rank}")
+    base = e.address(Addr(operand.base, operand.offset), wide=True)
+    return base, "(" + "".join(f"{e.get(item, 'i4')}, " for item in items) + ")"
+
+
+def _map_at(g: Gang, address: int) -> tensormap.TensorMap:
+    """A tensor map among the parameters or in global memory."""
+    cache: dict[int, tensormap.TensorMap] = g.cta.grid.tensor_maps
+    found = cache.get(address)
+    if found is None:
+        if address >> 56 == GENERIC_PARAM >> 56:
+            start = address & ((1 << 56) - 1)
+            raw = g.cta.grid.params[start : start + tensormap.BYTES]
+        else:
+            if address % 64:
+                raise MemoryFault(f"the tensor map at {address:#x} is not aligned to 64 bytes")
+            rows = access.op_load_global(g.cta, np.array([address]), tensormap.BYTES, None, "a tensor map's read")
+            raw = rows.tobytes()
+        found = cache[address] = tensormap.decode(raw)
+    return found
+
+
+def _tensor_load(
+    g: Gang,
+    mask: Array | None,
+    target: Array,
+    table: Array,
+    coordinates: tuple[Array, ...],
+    barrier: Array,
+    ctas: Array,
+    multicast: bool,
+    pair: bool,
+) -> None:
+    maps, targets, barriers, ranks = g.full(table), g.full(target), g.full(barrier), g.full(ctas)
+    for lane in g.lanes(mask):
+        tensor = _map_at(g, int(maps[lane]))
+        place = [int(g.full(c)[lane]) for c in coordinates]
+        if len(place) != tensor.rank:
+            raise PtxError(f"{len(place)} coordinates of a tensor of rank {tensor.rank}", int(lane))
+        position = int(g.row[lane])
+        op = g.begin_op(position, "TMA load")
+        at, bar = int(targets[lane]), int(barriers[lane])
+        wanted = [r for r in range(16) if int(ranks[lane]) >> r & 1] if multicast else [at >> RANK_SHIFT]
+        for rank in wanted:
+            load = _Load(g.cta, tensor, place, rank << RANK_SHIFT | at & OFFSET_MASK, op)
+            own = bar if not multicast else (bar & OFFSET_MASK) | (_leader(rank, bar, pair) << RANK_SHIFT)
+            load.post(own)
+
+
+def _leader(rank: int, barrier: int, pair: bool) -> int:
+    """Whose barrier counts the bytes of CTA `rank`: of a pair, the CTA of the barrier's parity."""
+    return (rank & ~1) | (barrier >> RANK_SHIFT & 1) if pair else rank
+
+
+@dataclass
+class _Load:
+    """One box into the shared memory of one CTA."""
+
+    cta: Cta
+    tensor: tensormap.TensorMap
+    place: list[int]
+    target: int
+    op: Op | None
+
+    def post(self, barrier: int) -> None:
+        if self.target % 128:
+            raise MemoryFault(f"TMA load to shared {self.target:#x}, which is not aligned to 128 bytes")
+        waiting = mbarrier.at(self.cta, barrier, cluster=True)
+
+        def arrive() -> None:
+            self.run()
+            waiting.complete(self.tensor.box_bytes, self.op, (self.op.time if self.op else 0.0) + LATENCY)
+
+        self.cta.post(arrive)
+
+    def run(self) -> None:
+        pieces = tensormap.chunks(self.tensor, self.place)
+        rows = np.zeros((len(pieces.shared), pieces.nbytes), np.uint8)
+        if self.tensor.nan_fill:
+            rows[:] = _nan(self.tensor, pieces.nbytes)
+        inside = pieces.inside
+        what = f"TMA load at {tuple(self.place)}"
+        if inside.any():
+            rows[inside] = access.op_load_global(self.cta, pieces.addresses[inside], pieces.nbytes, self.op, what)
+        memory = self.cta.cluster.ctas[self.target >> RANK_SHIFT].smem
+        offsets = tensormap.swizzled((self.target & OFFSET_MASK) + pieces.shared, self.tensor.swizzle)
+        memory.check(offsets, pieces.nbytes, pieces.nbytes, what)
+        memory.op_store(offsets, access.words_of(rows), pieces.nbytes, self.op, what, generic=False)
+
+
+def _nan(tensor: tensormap.TensorMap, nbytes: int) -> Array:
+    """The special NaN that hardware fills in."""
+    kind = tensormap.DTYPES[tensor.dtype]
+    raw = {"float16": b"\xff\x7f", "bfloat16": b"\xff\x7f"}.get(kind, b"\xff\xff\xff\x7f")
+    return np.frombuffer(raw * (nbytes // len(raw)), np.uint8)
+
+
+@form(
+    f"cp.async.bulk.prefetch.tensor{_DIMS}.L2.global{{|.tile}}{_HINT}",
+    f"cp.async.bulk.prefetch.L2.global{_HINT}",
+    since=90,
+    conformance="order",
+)
+def prefetch(e: Emitter, inst: Inst, *choices: str) -> None:
+    """No effect on values."""
+
+
+# --- tensors: stores and reductions -----------------------------------------------------------------------------------
+
+
+@form(f"cp.async.bulk.tensor{_DIMS}.global.shared::cta{{|.tile}}.bulk_group{_HINT}", since=90, golden="tma")
+def tensor_store(e: Emitter, inst: Inst, dims: str, tile: str, hint: str) -> None:
+    _store(e, inst, int(dims[1]), "")
+
+
+@form(
+    f"cp.reduce.async.bulk.tensor{_DIMS}.global.shared::cta{{.add|.min|.max|.inc|.dec|.and|.or|.xor}}"
+    f"{{|.tile}}.bulk_group{_HINT}",
+    since=90,
+    golden="tma",
+)
+def tensor_reduce(e: Emitter, inst: Inst, dims: str, op: str, tile: str, hint: str) -> None:
+    _store(e, inst, int(dims[1]), op)
+
+
+def _store(e: Emitter, inst: Inst, rank: int, op: str) -> None:
+    target, source, *_ = inst.operands
+    table, coordinates = _tensor_operand(e, target, rank)
+    e.call(_tensor_store, [table, coordinates, e.address(source, wide=False), repr(op)])
+
+
+def _tensor_store(
+    g: Gang, mask: Array | None, table: Array, coordinates: tuple[Array, ...], source: Array, reduce: str
+) -> None:
+    maps, sources = g.full(table), g.full(source)
+    for lane in g.lanes(mask):
+        tensor = _map_at(g, int(maps[lane]))
+        place = [int(g.full(c)[lane]) for c in coordinates]
+        at = int(sources[lane])
+        if at % 128:
+            raise MemoryFault(f"TMA store from shared {at:#x}, which is not aligned to 128 bytes", int(lane))
+        op = g.begin_op(int(g.row[lane]), "TMA store")
+        bulk_groups(g, int(lane)).add(g.cta, _store_action(g.cta, tensor, place, at, reduce, op), op)
+
+
+def _store_action(
+    cta: Cta, tensor: tensormap.TensorMap, place: list[int], source: int, reduce: str, op: Op | None
+) -> Callable[[], None]:
+    def run() -> None:
+        what = f"TMA store at {tuple(place)}"
+        pieces = tensormap.chunks(tensor, place)
+        offsets = tensormap.swizzled((source & OFFSET_MASK) + pieces.shared, tensor.swizzle)
+        cta.smem.check(offsets, pieces.nbytes, pieces.nbytes, what)
+        words = cta.smem.op_load(offsets, pieces.nbytes, op, what)
+        rows = np.ascontiguousarray(words).view(np.uint8).reshape(-1, pieces.nbytes)[pieces.inside]
+        addresses = pieces.addresses[pieces.inside]
+        if len(addresses) == 0:
+            return
+        if reduce:
+            old = access.op_load_global(cta, addresses, pieces.nbytes, None, what)
+            rows = _reduced(old, rows, reduce, tensormap.DTYPES[tensor.dtype])
+        access.op_store_global(cta, addresses, rows, None if reduce else op, what)
+
+    return run
+
+
+def _reduced(old: Array, new: Array, reduce: str, kind: str) -> Array:
+    """Element by element, over rows of bytes."""
+    flat_old, flat_new = np.ascontiguousarray(old).ravel(), np.ascontiguousarray(new).ravel()
+    if kind == "bfloat16":
+        a, b = (floats.bf16_to_f32(x.view(np.uint16)) for x in (flat_old, flat_new))
+        result = floats.f32_to_bf16(_combine(a, b, reduce))
+    else:
+        dtype = np.dtype(kind.removesuffix("_ftz"))
+        result = _combine(flat_old.view(dtype), flat_new.view(dtype), reduce)
+    return np.ascontiguousarray(result).view(np.uint8).reshape(old.shape)
+
+
+def _combine(a: Array, b: Array, reduce: str) -> Array:
+    if reduce == ".inc":
+        return np.where(a >= b, a.dtype.type(0), a + a.dtype.type(1))
+    if reduce == ".dec":
+        return np.where((a == 0) | (a > b), b, a - a.dtype.type(1))
+    functions: dict[str, Callable[..., Array]] = {
+        ".add": np.add,
+        ".min": np.minimum,
+        ".max": np.maximum,
+        ".and": np.bitwise_and,
+        ".or": np.bitwise_or,
+        ".xor": np.bitwise_xor,
+    }
+    return functions[reduce](a, b)
+
+
+# --- bulk groups ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Task:
+    """One store on its way."""
+
+    action: Callable[[], None]
+    op: Op | None
+    done: bool = False
+
+    def __call__(self) -> None:
+        if not self.done:
+            self.done = True
+            self.action()
+
+
+@dataclass
+class BulkGroups:
+    """Bulk stores of one thread: groups committed, oldest first, and the open one."""
+
+    open: list[_Task] = field(default_factory=list)
+    committed: list[list[_Task]] = field(default_factory=list)
+
+    def add(self, cta: Cta, action: Callable[[], None], op: Op | None) -> None:
+        task = _Task(action, op)
+        self.open.append(task)
+        cta.post(task)
+
+
+def bulk_groups(g: Gang, lane: int) -> BulkGroups:
+    table = g.cta.extra.setdefault("bulk groups", {})
+    key = int(g.warps[g.row[lane]]) * 32 + int(g.lane[lane])
+    found: BulkGroups = table.setdefault(key, BulkGroups())
+    return found
+
+
+@form("cp.async.bulk.commit_group", since=90, conformance="order", golden="tma")
+def commit_group(e: Emitter, inst: Inst) -> None:
+    e.call(_commit, [])
+
+
+def _commit(g: Gang, mask: Array | None) -> None:
+    table = g.cta.extra.get("bulk groups", {})
+    for lane in g.lanes(mask):
+        key = int(g.warps[g.row[lane]]) * 32 + int(g.lane[lane])
+        groups = table.get(key)
+        if groups is not None:
+            groups.committed.append(groups.open)
+            groups.open = []
+
+
+@form("cp.async.bulk.wait_group{|.read}", since=90, solo=True, conformance="order", golden="tma")
+def wait_group(e: Emitter, inst: Inst, read: str) -> None:
+    e.call(_wait_group, [str(inst.operands[0].value)])  # type: ignore[union-attr]
+
+
+class _GroupWait(Wait):
+    """Until the tasks are done."""
+
+    def __init__(self, g: Gang, agent: int, tasks: list[_Task]) -> None:
+        super().__init__(f"{len(tasks)} bulk stores")
+        self.g, self.agent, self.tasks = g, agent, tasks
+
+    def ready(self) -> bool:
+        if not all(task.done for task in self.tasks):
+            return False
+        clocks = self.g.cta.clocks
+        if clocks is not None:
+            for task in self.tasks:
+                if task.op is not None:
+                    clocks.acquire(np.array([self.agent]), task.op.clock)
+        return True
+
+
+def _wait_group(g: Gang, mask: Array | None, keep: int) -> None:
+    table = g.cta.extra.get("bulk groups", {})
+    waits = []
+    for lane in g.lanes(mask):
+        groups = table.get(int(g.warps[g.row[lane]]) * 32 + int(g.lane[lane]))
+        if groups is None:
+            continue
+        finished = groups.committed[: max(len(groups.committed) - keep, 0)]
+        groups.committed = groups.committed[len(finished) :]
+        waits.append(_GroupWait(g, int(g.lane_agents[lane]), [task for group in finished for task in group]))
+    if waits:
+        g.wait = _AllOf(waits)
+
+
+class _AllOf(Wait):
+    def __init__(self, waits: list[_GroupWait]) -> None:
+        super().__init__(", ".join(w.what for w in waits))
+        self.waits: list[_GroupWait] = waits
+
+    def ready(self) -> bool:
+        self.waits = [w for w in self.waits if not w.ready()]
+        return not self.waits
+
+
+# --- runs of bytes ----------------------------------------------------------------------------------------------------
+
+
+@form(
+    f"cp.async.bulk{{.shared::cluster|.shared::cta}}.global.mbarrier::complete_tx::bytes{{|.multicast::cluster}}{_HINT}",
+    since=90,
+    golden="tma",
+)
+def bulk_load(e: Emitter, inst: Inst, space: str, multicast: str, hint: str) -> None:
+    target, source, size, barrier, *extra = inst.operands
+    ctas = e.get(extra[0], "u4") if multicast else e.constant(0, "u4")
+    arguments = [e.address(target, wide=False), e.address(source, wide=True), e.get(size, "u4")]
+    e.call(_bulk_load, [*arguments, e.address(barrier, wide=False), ctas])
+
+
+def _bulk_load(
+    g: Gang, mask: Array | None, target: Array, source: Array, size: Array, barrier: Array, ctas: Array
+) -> None:
+    targets, sources, sizes, barriers, masks = (g.full(x) for x in (target, source, size, barrier, ctas))
+    for lane in g.lanes(mask):
+        at, start, nbytes, bar = int(targets[lane]), int(sources[lane]), int(sizes[lane]), int(barriers[lane])
+        _sixteen(at, start, nbytes)
+        op = g.begin_op(int(g.row[lane]), "bulk load")
+        wanted = [r for r in range(16) if int(masks[lane]) >> r & 1] or [at >> RANK_SHIFT]
+        for rank in wanted:
+            own = bar if len(wanted) == 1 and not masks[lane] else (bar & OFFSET_MASK) | rank << RANK_SHIFT
+            waiting = mbarrier.at(g.cta, own, cluster=True)
+            memory = g.cta.cluster.ctas[rank].smem
+            g.cta.post(_bulk_action(g.cta, memory, at & OFFSET_MASK, start, nbytes, op, waiting))
+
+
+def _sixteen(*numbers: int) -> None:
+    if any(number % 16 for number in numbers):
+        raise MemoryFault("bulk copy: addresses and size must be multiples of 16: " + ", ".join(map(hex, numbers)))
+
+
+def _bulk_action(
+    cta: Cta, memory: SharedMemory, offset: int, start: int, nbytes: int, op: Op | None, waiting: mbarrier.Mbarrier
+) -> Callable[[], None]:
+    def run() -> None:
+        steps = np.arange(0, nbytes, 16)
+        rows = access.op_load_global(cta, start + steps, 16, op, "bulk load")
+        memory.check(offset + steps, 16, 16, "bulk load")
+        memory.op_store(offset + steps, access.words_of(rows), 16, op, "bulk load", generic=False)
+        waiting.complete(nbytes, op, (op.time if op else 0.0) + LATENCY)
+
+    return run
+
+
+@form("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes", since=90, golden="tma")
+def bulk_between(e: Emitter, inst: Inst) -> None:
+    target, source, size, barrier = inst.operands
+    shared = [e.address(x, wide=False) for x in (target, source, barrier)]
+    e.call(_bulk_between, [shared[0], shared[1], e.get(size, "u4"), shared[2]])
+
+
+def _bulk_between(g: Gang, mask: Array | None, target: Array, source: Array, size: Array, barrier: Array) -> None:
+    targets, sources, sizes, barriers = (g.full(x) for x in (target, source, size, barrier))
+    for lane in g.lanes(mask):
+        at, start, nbytes = int(targets[lane]), int(sources[lane]), int(sizes[lane])
+        _sixteen(at, start, nbytes)
+        op = g.begin_op(int(g.row[lane]), "bulk copy between CTAs")
+        waiting = mbarrier.at(g.cta, int(barriers[lane]), cluster=True)
+        memory = g.cta.cluster.ctas[at >> RANK_SHIFT].smem
+
+        def run(memory=memory, at=at, start=start, nbytes=nbytes, op=op, waiting=waiting) -> None:  # type: ignore[no-untyped-def]
+            steps = np.arange(0, nbytes, 16)
+            words = g.cta.smem.op_load((start & OFFSET_MASK) + steps, 16, op, "bulk copy")
+            memory.check((at & OFFSET_MASK) + steps, 16, 16, "bulk copy")
+            memory.op_store((at & OFFSET_MASK) + steps, words, 16, op, "bulk copy", generic=False)
+            waiting.complete(nbytes, op, (op.time if op else 0.0) + LATENCY)
+
+        g.cta.post(run)
+
+
+@form(f"cp.async.bulk.global.shared::cta.bulk_group{_HINT}", since=90, golden="tma")
+def bulk_store(e: Emitter, inst: Inst, hint: str) -> None:
+    _bulk_out(e, inst, "", "uint8")
+
+
+@form(
+    f"cp.reduce.async.bulk.global.shared::cta.bulk_group{_HINT}"
+    "{.add|.min|.max|.and|.or|.xor}{.u32|.s32|.u64|.s64|.b32|.b64|.f32|.f64|.f16|.bf16}",
+    f"cp.reduce.async.bulk.global.shared::cta.bulk_group{_HINT}{{.add}}.noftz{{.f16|.bf16}}",
+    since=90,
+    golden="tma",
+)
+def bulk_reduce(e: Emitter, inst: Inst, hint: str, op: str, kind: str) -> None:
+    names = {"u": "uint", "s": "int", "b": "uint", "f": "float"}
+    _bulk_out(e, inst, op, "bfloat16" if kind == ".bf16" else names[kind[1]] + kind[2:])
+
+
+def _bulk_out(e: Emitter, inst: Inst, reduce: str, kind: str) -> None:
+    target, source, size, *_ = inst.operands
+    arguments = [e.address(target, wide=True), e.address(source, wide=False), e.get(size, "u4")]
+    e.call(_bulk_store, [*arguments, repr(reduce), repr(kind)])
+
+
+def _bulk_store(g: Gang, mask: Array | None, target: Array, source: Array, size: Array, reduce: str, kind: str) -> None:
+    targets, sources, sizes = g.full(target), g.full(source), g.full(size)
+    for lane in g.lanes(mask):
+        to, start, nbytes = int(targets[lane]), int(sources[lane]), int(sizes[lane])
+        _sixteen(to, start, nbytes)
+        op = g.begin_op(int(g.row[lane]), "bulk store")
+        action = _bulk_store_action(g.cta, to, start & OFFSET_MASK, nbytes, reduce, kind, op)
+        bulk_groups(g, int(lane)).add(g.cta, action, op)
+
+
+def _bulk_store_action(
+    cta: Cta, to: int, offset: int, nbytes: int, reduce: str, kind: str, op: Op | None
+) -> Callable[[], None]:
+    def run() -> None:
+        steps = np.arange(0, nbytes, 16)
+        cta.smem.check(offset + steps, 16, 16, "bulk store")
+        rows = (
+            np.ascontiguousarray(cta.smem.op_load(offset + steps, 16, op, "bulk store")).view(np.uint8).reshape(-1, 16)
+        )
+        if reduce:
+            old = access.op_load_global(cta, to + steps, 16, None, "bulk reduction")
+            rows = _reduced(old, rows, reduce, kind)
+        access.op_store_global(cta, to + steps, rows, None if reduce else op, "bulk store")
+
+    return run

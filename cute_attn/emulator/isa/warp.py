@@ -1,0 +1,198 @@
+"""shfl, vote, match, redux, elect, activemask, bar.warp: what lanes of a warp do together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from cute_attn.emulator.dtypes import Array, tag
+from cute_attn.emulator.emit import Emitter
+from cute_attn.emulator.errors import Divergence
+from cute_attn.emulator.gang import Gang
+from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.ptx import Inst, Pair
+
+_BITS = np.uint64(1) << np.arange(32, dtype=np.uint64)
+
+
+def ballot(rows: Array) -> Array:
+    """[warps, 32] of bool to one 32-bit mask a warp."""
+    return (rows * _BITS).sum(axis=1).astype(np.uint32)
+
+
+def members(g: Gang, mask: Array | None, member_mask: Array, what: str) -> None:
+    """Every active lane names all lanes that take part, and they are all here."""
+    if mask is None and member_mask.shape[0] == 1 and member_mask[0] == 0xFFFFFFFF:
+        return
+    active = g.active(mask)
+    here = ballot(active.reshape(-1, 32))[g.row]
+    named = g.full(member_mask)
+    own = np.uint32(1) << g.lane.astype(np.uint32)
+    wrong = active & (((named & ~here) != 0) | ((named & own) == 0))
+    if wrong.any():
+        lane = int(np.flatnonzero(wrong)[0])
+        raise Divergence(
+            f"{what} names lanes {int(named[lane]):#010x} of warp {int(g.warps[g.row[lane]])}, "
+            f"lanes {int(here[lane]):#010x} are here",
+            lane % 32,
+        )
+
+
+@form("shfl.sync{.up|.down|.bfly|.idx}.b32", converges=True, golden="warp")
+def shfl(e: Emitter, inst: Inst, mode: str) -> None:
+    d, a, b, c, member = inst.operands
+    arguments = [repr(mode), *(e.get(x, "u4") for x in (a, b, c, member))]
+    if isinstance(d, Pair):
+        e.call(_shfl_pair, arguments, [(d.first, "u4"), (d.second, "p")])
+    else:
+        e.call(_shfl, arguments, [(d, "u4")])
+
+
+def _shfl(g: Gang, mask: Array | None, mode: str, a: Array, b: Array, c: Array, member: Array) -> Array:
+    return _shfl_pair(g, mask, mode, a, b, c, member)[0]
+
+
+def _shfl_pair(
+    g: Gang, mask: Array | None, mode: str, a: Array, b: Array, c: Array, member: Array
+) -> tuple[Array, Array]:
+    members(g, mask, member, "shfl.sync")
+    lane = g.lane.astype(np.int64)
+    bound, segment = (c & np.uint32(31)).astype(np.int64), ((c >> np.uint32(8)) & np.uint32(31)).astype(np.int64)
+    step = (b & np.uint32(31)).astype(np.int64)
+    low = lane & segment
+    high = low | (bound & ~segment)
+    if mode == ".up":
+        source, valid = lane - step, lane - step >= high
+    elif mode == ".down":
+        source, valid = lane + step, lane + step <= high
+    elif mode == ".bfly":
+        source, valid = lane ^ step, (lane ^ step) <= high
+    else:
+        source = low | (step & ~segment)
+        valid = source <= high
+    source = np.where(valid, source, lane) & 31
+    found: Array = g.full(a)[g.row * 32 + source]
+    return found, np.broadcast_to(np.asarray(valid), (g.size,))
+
+
+@form("vote.sync{.any|.all|.uni}.pred", converges=True, golden="warp")
+def vote(e: Emitter, inst: Inst, mode: str) -> None:
+    d, p, member = inst.operands
+    e.call(_vote, [repr(mode), e.get(p, "p"), e.get(member, "u4")], [(d, "p")])
+
+
+def _vote(g: Gang, mask: Array | None, mode: str, p: Array, member: Array) -> Array:
+    members(g, mask, member, "vote.sync")
+    active = g.active(mask).reshape(-1, 32)
+    yes = g.full(p).reshape(-1, 32)
+    some, every = (yes & active).any(axis=1), (yes | ~active).all(axis=1)
+    results: dict[str, Array] = {".any": np.asarray(some), ".all": np.asarray(every), ".uni": np.asarray(every | ~some)}
+    found: Array = results[mode][g.row]
+    return found
+
+
+@form("vote.sync.ballot.b32", converges=True, golden="warp")
+def vote_ballot(e: Emitter, inst: Inst) -> None:
+    d, p, member = inst.operands
+    e.call(_ballot, [e.get(p, "p"), e.get(member, "u4")], [(d, "u4")])
+
+
+def _ballot(g: Gang, mask: Array | None, p: Array, member: Array) -> Array:
+    members(g, mask, member, "vote.sync")
+    found: Array = ballot((g.full(p) & g.active(mask)).reshape(-1, 32))[g.row]
+    return found
+
+
+@form("activemask.b32", golden="warp")
+def activemask(e: Emitter, inst: Inst) -> None:
+    e.call(_activemask, [], [(inst.operands[0], "u4")])
+
+
+def _activemask(g: Gang, mask: Array | None) -> Array:
+    found: Array = ballot(g.active(mask).reshape(-1, 32))[g.row]
+    return found
+
+
+@form("match.any.sync{.b32|.b64}", converges=True, golden="warp")
+def match_any(e: Emitter, inst: Inst, kind: str) -> None:
+    d, a, member = inst.operands
+    e.call(_match_any, [e.get(a, tag(kind)), e.get(member, "u4")], [(d, "u4")])
+
+
+def _match_any(g: Gang, mask: Array | None, a: Array, member: Array) -> Array:
+    members(g, mask, member, "match.sync")
+    rows = g.full(a).reshape(-1, 32)
+    active = g.active(mask).reshape(-1, 32)
+    same = (rows[:, :, None] == rows[:, None, :]) & active[:, None, :]
+    return ballot(same.reshape(-1, 32))
+
+
+@form("match.all.sync{.b32|.b64}", converges=True, golden="warp")
+def match_all(e: Emitter, inst: Inst, kind: str) -> None:
+    d, a, member = inst.operands
+    results = [(d.first, "u4"), (d.second, "p")] if isinstance(d, Pair) else [(d, "u4")]
+    e.call(_match_all if len(results) == 2 else _match_all_mask, [e.get(a, tag(kind)), e.get(member, "u4")], results)
+
+
+def _match_all(g: Gang, mask: Array | None, a: Array, member: Array) -> tuple[Array, Array]:
+    same = _match_any(g, mask, a, member)
+    here = _activemask(g, mask)
+    every = same == here
+    return np.where(every, here, np.uint32(0)), every
+
+
+def _match_all_mask(g: Gang, mask: Array | None, a: Array, member: Array) -> Array:
+    return _match_all(g, mask, a, member)[0]
+
+
+_REDUCE: dict[str, Callable[..., Array]] = {
+    ".add": np.add.reduce,
+    ".min": np.minimum.reduce,
+    ".max": np.maximum.reduce,
+    ".and": np.bitwise_and.reduce,
+    ".or": np.bitwise_or.reduce,
+    ".xor": np.bitwise_xor.reduce,
+}
+
+
+@form("redux.sync{.add|.min|.max|.and|.or|.xor}{.u32|.s32|.b32}", converges=True, golden="warp")
+def redux(e: Emitter, inst: Inst, op: str, kind: str) -> None:
+    d, a, member = inst.operands
+    e.call(_redux, [repr(op), e.get(a, tag(kind)), e.get(member, "u4")], [(d, tag(kind))])
+
+
+def _redux(g: Gang, mask: Array | None, op: str, a: Array, member: Array) -> Array:
+    members(g, mask, member, "redux.sync")
+    rows = g.full(a).reshape(-1, 32)
+    active = g.active(mask).reshape(-1, 32)
+    out = np.zeros(rows.shape, rows.dtype)
+    for i in range(len(rows)):
+        if active[i].any():
+            out[i] = _REDUCE[op](rows[i][active[i]], dtype=rows.dtype)
+    return out.ravel()
+
+
+@form("elect.sync", since=90, converges=True, golden="warp")
+def elect(e: Emitter, inst: Inst) -> None:
+    d, member = inst.operands
+    assert isinstance(d, Pair)
+    e.call(_elect, [e.get(member, "u4")], [(d.first, "u4"), (d.second, "p")])
+
+
+def _elect(g: Gang, mask: Array | None, member: Array) -> tuple[Array, Array]:
+    members(g, mask, member, "elect.sync")
+    first = np.zeros(len(g.warps), np.uint32)
+    leaders = g.first_lanes(mask)
+    first[g.row[leaders]] = g.lane[leaders]
+    chosen = first[g.row]
+    return chosen, g.lane == chosen
+
+
+@form("bar.warp.sync", "barrier.warp.sync", converges=True, conformance="order", golden="warp")
+def bar_warp(e: Emitter, inst: Inst) -> None:
+    e.call(_bar_warp, [e.get(inst.operands[0], "u4")])
+
+
+def _bar_warp(g: Gang, mask: Array | None, member: Array) -> None:
+    members(g, mask, member, "bar.warp.sync")

@@ -1,0 +1,326 @@
+"""CTAs, clusters and the grid: what exists during a launch, and the order in which gangs get their turns."""
+
+from __future__ import annotations
+
+import collections
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cute_attn.emulator.clocks import Clocks
+from cute_attn.emulator.dtypes import Array
+from cute_attn.emulator.errors import Deadlock, LaunchFault, PtxError
+from cute_attn.emulator.gang import Gang
+from cute_attn.emulator.isa.order import Knowledge
+from cute_attn.emulator.memory import GENERIC_PARAM, RANK_SHIFT, SHARED_START, GlobalMemory, SharedMemory
+from cute_attn.emulator.program import Block, Program
+
+Dim3 = tuple[int, int, int]
+
+SMEM_LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376, 121: 101376}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How turns and completions are ordered. "eager": asynchronous work completes at once, warps of a warpgroup run
+    together. "delayed": it completes late, in an order drawn from `seed`. "adversarial": every warp on its own, turns
+    in random order, as late as the waits allow.
+    """
+
+    kind: str = "eager"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("eager", "delayed", "adversarial"):
+            raise LaunchFault(f"schedule {self.kind!r} is not eager, delayed or adversarial")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is checked and kept, and how turns are ordered."""
+
+    checks: bool = True
+    schedule: Schedule = Schedule()
+    events: bool = False
+
+
+@dataclass
+class Stats:
+    """What a launch did."""
+
+    instructions: collections.Counter[str] = field(default_factory=collections.Counter)
+    warp_instructions: int = 0
+    blocks: collections.Counter[int] = field(default_factory=collections.Counter)
+    cycles: float = 0.0  # virtual
+    events: list[tuple[Any, ...]] = field(default_factory=list)
+
+
+class Cta:
+    def __init__(self, cluster: Cluster, index: Dim3, rank: int) -> None:
+        grid = cluster.grid
+        self.cluster, self.grid, self.index, self.rank = cluster, grid, index, rank
+        self.clocks = cluster.clocks
+        self.num_warps = grid.num_warps
+        self.first_agent: int = 1 + rank * self.num_warps
+        self.smem = SharedMemory(grid.smem_end, rank, self.clocks)
+        self.barriers: dict[int, Any] = {}  # named barriers
+        self.mbarriers: dict[int, Any] = {}  # by offset
+        self.pending: dict[str, collections.deque[Callable[[], None]]] = {}  # asynchronous work by queue
+        self.posted = 0
+        self.extra: dict[str, Any] = {}  # state of optional units, by name
+        self.gangs: list[Gang] = []
+        registers = [np.zeros(1, grid.home_dtypes[h]) for h in grid.program.homes]
+        for warps in grid.gang_layout():
+            self.gangs.append(Gang(self, warps, list(registers)))
+        self.running = {id(g): (g, g.run()) for g in self.gangs}
+
+    def adopt(self, gangs: list[Gang]) -> None:
+        """New gangs of a split."""
+        for gang in gangs:
+            self.gangs.append(gang)
+            self.running[id(gang)] = (gang, gang.run())
+
+    def post(self, action: Callable[[], None], queue: str = "") -> None:
+        """Asynchronous work: at once, or when the schedule lets it complete. Queues with a name keep their order."""
+        if self.grid.schedule.kind == "eager":
+            action()
+            return
+        self.posted += 1
+        self.pending.setdefault(queue or f"#{self.posted}", collections.deque()).append(action)
+
+    def symbol(self, name: str) -> Array:
+        """Address of a shared variable, or of a kernel parameter."""
+        found = self.grid.shared_offsets.get(name)
+        if found is not None:
+            return np.array([found | (self.rank << RANK_SHIFT)], np.uint64)
+        number = self.grid.program.param_index.get(name)
+        if number is None:
+            raise PtxError(f"unknown name {name!r}")
+        return np.array([GENERIC_PARAM | self.grid.param_offsets[number]], np.uint64)
+
+    def special(self, name: str, gang: Gang) -> Array:
+        """A special register, as u4 (u8 for the 64-bit ones)."""
+        axis = {"x": 0, "y": 1, "z": 2}.get(name[-1], 0) if "." in name else 0
+        base = name.split(".")[0]
+        if base == "%tid":
+            x, y, _ = self.grid.block
+            thread = (gang.warps[:, None] * 32 + np.arange(32)).ravel()
+            parts = (thread % x, thread // x % y, thread // (x * y))
+            return parts[axis].astype(np.uint32)
+        if base == "%laneid":
+            return gang.lane.astype(np.uint32)
+        if base == "%warpid":
+            return gang.warps[gang.row].astype(np.uint32)
+        if base.startswith("%lanemask_"):
+            one = np.uint64(1) << gang.lane.astype(np.uint64)
+            below = one - np.uint64(1)
+            full = np.uint64(0xFFFFFFFF)
+            masks = {"eq": one, "lt": below, "le": below | one, "gt": full & ~(below | one), "ge": full & ~below}
+            return masks[base.removeprefix("%lanemask_")].astype(np.uint32)
+        clock = int(self.clocks.time.max()) if self.clocks is not None else 0
+        values: dict[str, int] = {
+            "%ntid": self.grid.block[axis],
+            "%ctaid": self.index[axis],
+            "%nctaid": self.grid.grid[axis],
+            "%nwarpid": self.num_warps,
+            "%cluster_ctarank": self.rank,
+            "%cluster_nctarank": int(np.prod(self.grid.cluster)),
+            "%cluster_ctaid": self.index[axis] % self.grid.cluster[axis],
+            "%cluster_nctaid": self.grid.cluster[axis],
+            "%clusterid": self.index[axis] // self.grid.cluster[axis],
+            "%nclusterid": self.grid.grid[axis] // self.grid.cluster[axis],
+            "%is_explicit_cluster": int(self.grid.cluster != (1, 1, 1)),
+            "%smid": self.cluster.number % 132,
+            "%nsmid": 132,
+            "%dynamic_smem_size": self.grid.smem_bytes,
+            "%total_smem_size": self.grid.smem_end - SHARED_START,
+            "%clock": clock,
+            "%clock64": clock,
+            "%globaltimer": clock,
+        }
+        if base not in values:
+            raise PtxError(f"special register {name}")
+        return np.array([values[base]], np.uint64 if base.endswith(("64", "timer")) else np.uint32)
+
+
+class Cluster:
+    """CTAs that see each other's shared memory. A launch without clusters has clusters of one."""
+
+    def __init__(self, grid: Grid, number: int, origin: Dim3) -> None:
+        self.grid, self.number = grid, number
+        size = int(np.prod(grid.cluster))
+        self.clocks = Clocks(size * grid.num_warps, grid.dependent) if grid.checks else None
+        self.barrier: Any = None  # barrier.cluster
+        self.cross: dict[int, dict[int, int]] = {}  # warp -> epochs seen of warps of other clusters
+        cx, cy, _ = grid.cluster
+        self.ctas = []
+        for rank in range(size):
+            step = (rank % cx, rank // cx % cy, rank // (cx * cy))
+            index = (origin[0] + step[0], origin[1] + step[1], origin[2] + step[2])
+            self.ctas.append(Cta(self, index, rank))
+
+
+class Grid:
+    """One launch."""
+
+    def __init__(self, program: Program, launch: dict[str, Any], memory: GlobalMemory, policy: Policy) -> None:
+        self.program, self.memory = program, memory
+        self.checks, self.schedule, self.events = policy.checks, policy.schedule, policy.events
+        self.grid: Dim3 = launch["grid"]
+        self.block: Dim3 = launch["block"]
+        self.cluster: Dim3 = launch.get("cluster", (1, 1, 1))
+        self.smem_bytes: int = launch["smem_bytes"]
+        self.params: bytes = launch["params"]
+        self.param_offsets: list[int] = list(launch.get("param_offsets", program.param_offsets()))
+        self.dependent = bool(launch.get("pdl"))
+        self.num_warps = -(-int(np.prod(self.block)) // 32)
+        self.knowledge = Knowledge()
+        self.tensor_maps: dict[int, Any] = {}  # decoded, by address
+        self.rng = random.Random(self.schedule.seed)
+        self.slice = 400 if self.schedule.kind != "adversarial" else 20
+        self.stats = Stats()
+        self.home_dtypes = {h: program.names[h] for h in set(program.homes)}
+        self._param_words: dict[tuple[int, str], Array] = {}
+        self._check()
+        self._lay_out_shared()
+
+    def _check(self) -> None:
+        if int(np.prod(self.block)) % 32:
+            raise LaunchFault(f"block {self.block} is no multiple of 32 threads")
+        if int(np.prod(self.block)) > 1024:
+            raise LaunchFault(f"block {self.block} has more than 1024 threads")
+        if any(g % c for g, c in zip(self.grid, self.cluster, strict=True)):
+            raise LaunchFault(f"grid {self.grid} is no multiple of the cluster {self.cluster}")
+        kinds = self.program.kernel.params
+        if len(kinds) != len(self.param_offsets):
+            raise LaunchFault(f"{len(self.param_offsets)} parameters, the kernel takes {len(kinds)}")
+        if kinds and len(self.params) < self.param_offsets[-1] + kinds[-1].nbytes:
+            raise LaunchFault(f"{len(self.params)} bytes of parameters are too few")
+        wanted = self.program.kernel.directives.get("reqntid")
+        if wanted is not None:
+            asked = tuple(int(x) for x in wanted.split(","))
+            if asked + (1,) * (3 - len(asked)) != self.block:
+                raise LaunchFault(f"block {self.block}, the kernel requires {asked}")
+
+    def _lay_out_shared(self) -> None:
+        self.shared_offsets, end, dynamic = {}, SHARED_START, []
+        for variable in self.program.kernel.shared:
+            if variable.nbytes == 0:
+                dynamic.append(variable)
+                continue
+            end = -(-end // variable.align) * variable.align
+            self.shared_offsets[variable.name] = end
+            end += variable.nbytes
+        start = -(-end // 1024) * 1024 if self.smem_bytes else end
+        for variable in dynamic:
+            self.shared_offsets[variable.name] = start
+        self.smem_end = start + self.smem_bytes
+        limit = SMEM_LIMITS[self.program.arch]
+        if (end - SHARED_START) + self.smem_bytes > limit:
+            raise LaunchFault(f"{end - SHARED_START} + {self.smem_bytes} bytes of shared memory, a CTA has {limit}")
+
+    def gang_layout(self) -> list[Array]:
+        """Which warps start out together."""
+        warps = np.arange(self.num_warps)
+        return [warps[i : i + 1] for i in warps] if self.schedule.kind == "adversarial" else [warps]
+
+    def param(self, number: int, offset: int, dtype: Any) -> Array:
+        """A word of a kernel parameter."""
+        start = self.param_offsets[number] + offset
+        found = self._param_words.get((start, dtype.str))
+        if found is None:
+            found = np.frombuffer(self.params, dtype, 1, start)
+            self._param_words[start, dtype.str] = found
+        return found
+
+    def home_of(self, register: int) -> Any:
+        """The numpy type in which a register is kept."""
+        return self.home_dtypes[self.program.homes[register]]
+
+    def count(self, gang: Gang, block: Block) -> None:
+        warps = len(gang.warps)
+        self.stats.blocks[block.index] += warps
+        clocks = gang.cta.clocks
+        if clocks is not None:
+            clocks.time[gang.agents] += block.count
+
+    def _clusters(self) -> Iterator[Cluster]:
+        counts = [g // c for g, c in zip(self.grid, self.cluster, strict=True)]
+        for number in range(int(np.prod(counts))):
+            x, y, z = number % counts[0], number // counts[0] % counts[1], number // (counts[0] * counts[1])
+            yield Cluster(self, number, (x * self.cluster[0], y * self.cluster[1], z * self.cluster[2]))
+
+    def run(self) -> Stats:
+        """Clusters are started in order; another one joins when those that run cannot move."""
+        waiting = self._clusters()
+        resident: list[Cluster] = []
+        exhausted = False
+        while resident or not exhausted:
+            if not exhausted and not self._turn_all(resident):
+                cluster = next(waiting, None)
+                if cluster is None:
+                    exhausted = True
+                else:
+                    resident.append(cluster)
+            elif exhausted and resident and not self._turn_all(resident):
+                self._starve(resident)
+            resident = [c for c in resident if any(cta.running for cta in c.ctas)]
+        self._tally()
+        return self.stats
+
+    def _turn_all(self, resident: list[Cluster]) -> bool:
+        return any([self._turn(cluster) for cluster in resident])  # noqa: C419 (each must have its turn)
+
+    def _turn(self, cluster: Cluster) -> bool:
+        """Let every gang of a cluster run until it waits. Did anything move?"""
+        moved = False
+        for cta in cluster.ctas:
+            entries = list(cta.running.values())
+            if self.schedule.kind == "adversarial":
+                self.rng.shuffle(entries)
+            for gang, steps in entries:
+                before = gang.wait, gang.spinning
+                if next(steps, self) is self:
+                    del cta.running[id(gang)]
+                    self._leave(gang)
+                    moved = True
+                elif (gang.wait is None and not gang.spinning) or (gang.wait, gang.spinning) != before:
+                    moved = True
+            moved = self.complete(cta) or moved
+        return moved
+
+    def complete(self, cta: Cta) -> bool:
+        """Let asynchronous work of a CTA complete, as the schedule wants it."""
+        if not cta.pending:
+            return False
+        name = self.rng.choice(list(cta.pending))
+        cta.pending[name].popleft()()
+        if not cta.pending[name]:
+            del cta.pending[name]
+        return True
+
+    def _leave(self, gang: Gang) -> None:
+        clocks = gang.cta.clocks
+        if clocks is not None:
+            self.stats.cycles = max(self.stats.cycles, float(clocks.time[gang.agents].max()))
+
+    def _starve(self, resident: list[Cluster]) -> None:
+        lines = []
+        for cluster in resident:
+            for cta in cluster.ctas:
+                for gang, _ in cta.running.values():
+                    what = gang.wait.what if gang.wait is not None else gang.spinning
+                    block = self.program.blocks[gang.pc if gang.pcs is None else int(gang.pcs[gang.pcs >= 0].min())]
+                    inst = block.insts[0][0]
+                    warps = ",".join(map(str, gang.warps))
+                    lines.append(f"  CTA {cta.index} warps {warps}: {what}; next PTX line {inst.line}: {inst.text}")
+        raise Deadlock("nothing can move:\n" + "\n".join(lines))
+
+    def _tally(self) -> None:
+        for index, times in self.stats.blocks.items():
+            for inst, _, _ in self.program.blocks[index].insts:
+                self.stats.instructions[inst.op] += times
+            self.stats.warp_instructions += times * self.program.blocks[index].count

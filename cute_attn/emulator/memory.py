@@ -1,0 +1,278 @@
+"""Memory with shadow state: which bytes exist, are initialised, may be written, and who touched them last."""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+
+import numpy as np
+
+from cute_attn.emulator.clocks import ORDER, Clocks, Op, Shadow
+from cute_attn.emulator.dtypes import Array
+from cute_attn.emulator.errors import MemoryFault, ProxyFault, Race, Uninitialised
+
+RANK_SHIFT = 24  # shared addresses: CTA rank in the cluster above the offset, as hardware has it
+OFFSET_MASK = (1 << RANK_SHIFT) - 1
+SHARED_START = 1024  # the system's own
+GENERIC_SHARED = 0x7E << 56  # where the generic address space has shared memory
+GENERIC_PARAM = 0x7D << 56
+INITIALISED = 0xFF
+
+
+class Bytes:
+    """Bytes that can be read and written in words at any offset."""
+
+    def __init__(self, data: Array) -> None:
+        self.data = data
+        self._windows: dict[int, Array] = {}
+
+    def windows(self, nbytes: int) -> Array:
+        """A view whose item i is the word of `nbytes` bytes at byte offset i."""
+        view = self._windows.get(nbytes)
+        if view is None:
+            kind = f"u{nbytes}" if nbytes <= 8 else f"V{nbytes}"
+            count = max(len(self.data) - nbytes + 1, 0)
+            view = self._windows[nbytes] = np.ndarray((count,), kind, self.data, strides=(1,))  # type: ignore[arg-type]
+        return view
+
+
+def cells_of(offsets: Array, nbytes: int) -> Array:
+    """4-byte cells of words at `offsets`: [words, cells of a word]."""
+    first = offsets >> 2
+    if nbytes <= 4:
+        return first[:, None]
+    return first[:, None] + np.arange(nbytes // 4)
+
+
+class SharedMemory:
+    """Shared memory of one CTA. `clocks` None: no checks of races."""
+
+    def __init__(self, nbytes: int, rank: int, clocks: Clocks | None) -> None:
+        self.size = nbytes
+        self.rank = rank
+        self.base = rank << RANK_SHIFT
+        self.bytes = Bytes(np.zeros(nbytes, np.uint8))
+        self.valid = Bytes(np.zeros(nbytes, np.uint8))
+        self.clocks = clocks
+        self.shadow = Shadow(nbytes, clocks) if clocks is not None else None
+        self.barriers: set[int] = set()  # offsets of mbarriers: not to be touched by loads and stores
+
+    def check(self, offsets: Array, nbytes: int, align: int, what: str) -> None:
+        if len(offsets) == 0:
+            return
+        low, high = int(offsets.min()), int(offsets.max())
+        if low < SHARED_START or high + nbytes > self.size:
+            lane = int(np.flatnonzero((offsets < SHARED_START) | (offsets + nbytes > self.size))[0])
+            raise MemoryFault(
+                f"{what} of {nbytes} bytes at shared {int(offsets[lane]):#x} "
+                f"is outside {SHARED_START:#x}..{self.size:#x}",
+                lane,
+            )
+        if (offsets & (align - 1)).any():
+            lane = int(np.flatnonzero(offsets & (align - 1))[0])
+            raise MemoryFault(f"{what} at shared {int(offsets[lane]):#x} is not aligned to {align} bytes", lane)
+
+    def load(self, offsets: Array, nbytes: int, agents: Array, what: str) -> Array:
+        """Words at `offsets` for warps; `check` comes first."""
+        self._need_valid(offsets, nbytes, what)
+        if self.shadow is not None:
+            race = self.shadow.read(cells_of(offsets, nbytes), agents)
+            if race is not None:
+                self._race(what, int(offsets[race[0]]), "write", race[1], race[0])
+        words: Array = self.bytes.windows(nbytes)[offsets]
+        return words
+
+    def store(self, offsets: Array, values: Array, nbytes: int, agents: Array, what: str) -> None:
+        if self.shadow is not None:
+            race = self.shadow.write(cells_of(offsets, nbytes), agents)
+            if race is not None:
+                self._race(what, int(offsets[race[0]]), race[2], race[1], race[0])
+        self.bytes.windows(nbytes)[offsets] = values
+        self.valid.windows(nbytes)[offsets] = _ones(nbytes)
+
+    def op_load(self, offsets: Array, nbytes: int, op: Op | None, what: str) -> Array:
+        """Words read through the async proxy by `op`."""
+        self._need_valid(offsets, nbytes, what)
+        if self.shadow is not None and op is not None:
+            wrong = self.shadow.op_read(_cell_set(offsets, nbytes), op)
+            if wrong is not None and wrong[0] == "race":
+                self._race(what, int(offsets.min()), "write", wrong[1], None)
+            if wrong is not None:
+                raise ProxyFault(
+                    f"{what} reads shared memory that {self._name(wrong[1])} wrote with ordinary stores: "
+                    "no fence.proxy.async lies between"
+                )
+        words: Array = self.bytes.windows(nbytes)[offsets]
+        return words
+
+    def op_store(self, offsets: Array, values: Array, nbytes: int, op: Op | None, what: str, generic: bool) -> None:
+        if self.shadow is not None and op is not None:
+            wrong = self.shadow.op_write(_cell_set(offsets, nbytes), op, generic)
+            if wrong is not None:
+                self._race(what, int(offsets.min()), wrong[0], wrong[1], None)
+        self.bytes.windows(nbytes)[offsets] = values
+        self.valid.windows(nbytes)[offsets] = _ones(nbytes)
+
+    def _need_valid(self, offsets: Array, nbytes: int, what: str) -> None:
+        seen = self.valid.windows(nbytes)[offsets].view(np.uint8)
+        if len(seen) and seen.min() != INITIALISED:
+            lane = int(np.flatnonzero(seen.reshape(len(offsets), -1).min(axis=1) != INITIALISED)[0])
+            raise Uninitialised(f"{what} reads uninitialised shared memory at {int(offsets[lane]):#x}", lane)
+
+    def _name(self, agent: int) -> str:
+        assert self.clocks is not None
+        return self.clocks.name(agent)
+
+    def _race(self, what: str, offset: int, kind: str, agent: int, lane: int | None) -> None:
+        raise Race(f"{what} at shared {offset:#x} races with a {kind} by {self._name(agent)}", lane)
+
+
+def _ones(nbytes: int) -> Array:
+    kind = f"u{nbytes}" if nbytes <= 8 else f"V{nbytes}"
+    return np.full(nbytes, INITIALISED, np.uint8).view(kind)
+
+
+def _cell_set(offsets: Array, nbytes: int) -> Array:
+    if nbytes >= 4:
+        return cells_of(offsets, nbytes).ravel()
+    return np.unique(offsets >> 2)
+
+
+class Region:
+    """One range of global memory. `allowed` and `valid` have a byte for each byte of it."""
+
+    def __init__(self, name: str, base: int, data: Array, writable: bool, valid: bool) -> None:
+        self.name, self.base, self.size = name, base, len(data)
+        self.bytes = Bytes(data)
+        self.valid = Bytes(np.full(len(data), INITIALISED if valid else 0, np.uint8))
+        self.exists = Bytes(np.full(len(data), INITIALISED, np.uint8))
+        self.writable = Bytes(np.full(len(data), INITIALISED if writable else 0, np.uint8))
+        cells = (len(data) + 7) // 4
+        self.writer = np.zeros(cells, np.int64)  # launch-wide agent; 0: an earlier launch
+        self.written = np.zeros(cells, np.int32)
+        self.reader = np.zeros(cells, np.int64)
+        self.read_at = np.zeros(cells, np.int32)
+        self.dependent = False
+
+    @property
+    def contested(self) -> bool:
+        """Are races possible at all?"""
+        return self.dependent or bool(self.writable.data.any())
+
+    def settle(self, dependent: bool) -> None:
+        """Before a launch. A dependent one may begin while its predecessor still reads and writes every byte."""
+        self.writer[:] = 0
+        self.reader[:] = 0
+        self.read_at[:] = dependent
+        self.written[:] = dependent
+        self.dependent = dependent
+
+
+class GlobalMemory:
+    """Ranges of global memory by address. Overlapping ranges must be added as one."""
+
+    def __init__(self) -> None:
+        self.regions: list[Region] = []
+        self.bases: list[int] = []
+
+    def add(
+        self,
+        name: str,
+        address: int,
+        nbytes: int,
+        *,
+        writable: bool = True,
+        valid: bool = True,
+        data: Array | None = None,
+    ) -> Region:
+        """`nbytes` of this process's memory at `address`, or of `data` as if it lay there."""
+        if data is None:
+            data = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+        region = Region(name, address, data, writable, valid)
+        at = bisect.bisect(self.bases, address)
+        after = self.bases[at] if at < len(self.bases) else 1 << 64
+        before = self.regions[at - 1] if at else None
+        if address + nbytes > after or (before is not None and before.base + before.size > address):
+            raise MemoryFault(f"global range {name} overlaps another")
+        self.bases.insert(at, address)
+        self.regions.insert(at, region)
+        return region
+
+    def remove(self, region: Region) -> None:
+        at = self.regions.index(region)
+        del self.regions[at], self.bases[at]
+
+    def split(self, addresses: Array, nbytes: int, what: str) -> list[tuple[Region, Array | None, Array]]:
+        """Regions of a set of words: (region, positions in `addresses` or None for all, offsets)."""
+        if len(addresses) == 0:
+            return []
+        low, high = int(addresses.min()), int(addresses.max())
+        at = bisect.bisect(self.bases, low) - 1
+        if at >= 0:
+            single = self.regions[at]
+            if high + nbytes <= single.base + single.size:
+                return [(single, None, (addresses - np.uint64(single.base)).astype(np.int64))]
+        owners = np.searchsorted(np.array(self.bases, np.uint64), addresses, side="right") - 1
+        parts: list[tuple[Region, Array | None, Array]] = []
+        for owner in np.unique(owners):
+            positions = np.flatnonzero(owners == owner)
+            region = self.regions[owner] if owner >= 0 else None
+            outside: Array = (
+                positions
+                if region is None
+                else positions[addresses[positions] + np.uint64(nbytes) > np.uint64(region.base + region.size)]
+            )
+            if region is None or len(outside):
+                lane = int(outside[0])
+                raise MemoryFault(self._outside(int(addresses[lane]), nbytes, what), lane)
+            parts.append((region, positions, (addresses[positions] - np.uint64(region.base)).astype(np.int64)))
+        return parts
+
+    def _outside(self, address: int, nbytes: int, what: str) -> str:
+        at = bisect.bisect(self.bases, address) - 1
+        near = ""
+        if at >= 0:
+            region = self.regions[at]
+            near = f"; {address - region.base} bytes into {region.name} of {region.size}"
+        return f"{what} of {nbytes} bytes at {address:#x} is in no range of global memory{near}"
+
+
+def need(region: Region, flags: Bytes, offsets: Array, nbytes: int) -> int | None:
+    """The first word that is not wholly flagged, or None."""
+    seen = flags.windows(nbytes)[offsets].view(np.uint8)
+    if seen.min() == INITIALISED:
+        return None
+    return int(np.flatnonzero(seen.reshape(len(offsets), -1).min(axis=1) != INITIALISED)[0])
+
+
+def check_global(region: Region, offsets: Array, nbytes: int, what: str, write: bool) -> None:
+    """Bytes exist, and are initialised or may be written."""
+    lane = need(region, region.exists, offsets, nbytes)
+    if lane is not None:
+        raise MemoryFault(
+            f"{what} touches bytes of {region.name} that belong to no tensor, at {int(offsets[lane])}", lane
+        )
+    if write:
+        lane = need(region, region.writable, offsets, nbytes)
+        if lane is not None:
+            raise MemoryFault(f"{what} writes to {region.name}, which the kernel may only read", lane)
+        return
+    lane = need(region, region.valid, offsets, nbytes)
+    if lane is not None:
+        raise Uninitialised(f"{what} reads bytes of {region.name} that nobody wrote, at {int(offsets[lane])}", lane)
+
+
+__all__ = [
+    "GENERIC_PARAM",
+    "GENERIC_SHARED",
+    "OFFSET_MASK",
+    "ORDER",
+    "RANK_SHIFT",
+    "SHARED_START",
+    "Bytes",
+    "GlobalMemory",
+    "Region",
+    "SharedMemory",
+    "cells_of",
+    "check_global",
+]

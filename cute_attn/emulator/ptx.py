@@ -1,0 +1,336 @@
+"""PTX text -> kernels: parameters, registers, shared variables and instructions with resolved names."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import re
+import struct
+from dataclasses import dataclass, field
+
+from cute_attn.emulator.errors import PtxError
+
+# --- operands -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reg:
+    name: str
+    index: int
+    type: str  # "b32", "pred", ...
+
+
+@dataclass(frozen=True)
+class Imm:
+    """`value` is the number; `kind` "i", or "f" / "d" for bit patterns of 32 / 64 bits."""
+
+    value: int
+    kind: str = "i"
+
+
+@dataclass(frozen=True)
+class Special:
+    name: str  # "%tid.x"
+
+
+@dataclass(frozen=True)
+class Sym:
+    name: str
+
+
+@dataclass(frozen=True)
+class Vec:
+    items: tuple[Operand, ...]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """`a|b`"""
+
+    first: Operand
+    second: Operand
+
+
+@dataclass(frozen=True)
+class Not:
+    operand: Operand
+
+
+@dataclass(frozen=True)
+class Addr:
+    """`[base+offset, rest...]`"""
+
+    base: Operand
+    offset: int
+    rest: tuple[Operand, ...] = ()
+
+
+Operand = Reg | Imm | Special | Sym | Vec | Pair | Not | Addr
+
+
+@dataclass(frozen=True)
+class Inst:
+    op: str
+    operands: tuple[Operand, ...]
+    guard: Reg | None
+    negated: bool
+    line: int
+    text: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Label:
+    name: str
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A .param or .shared variable; `nbytes` is 0 for dynamic shared memory."""
+
+    name: str
+    nbytes: int
+    align: int
+
+
+@dataclass
+class Kernel:
+    name: str
+    target: str  # "sm_90a"
+    params: list[Variable] = field(default_factory=list)
+    shared: list[Variable] = field(default_factory=list)
+    registers: dict[str, Reg] = field(default_factory=dict)
+    body: list[Inst | Label] = field(default_factory=list)
+    directives: dict[str, str] = field(default_factory=dict)
+
+
+_SIZES = {"8": 1, "16": 2, "32": 4, "64": 8, "x2": 8, "128": 16}
+_VARIABLE = re.compile(r"\.align\s+(\d+)|\[(\d*)\]|\.([busf]\d+)\b|([A-Za-z_$%][\w$]*)\s*(?:\[|$)")
+_STATEMENT = re.compile(
+    r"\s*(?:(?P<open>\{)|(?P<close>\})|(?P<label>[A-Za-z_$%][\w$]*)\s*:(?!:)"
+    r"|(?P<stmt>[^;{}]*(?:\{[^{}]*\}[^;{}]*)*);)"
+)
+_INSTRUCTION = re.compile(r"(?:@(!?)\s*([%\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.S)
+_LOC = re.compile(r"^[ \t]*\.loc[ \t]+(\d+)[ \t]+(\d+)[^\n]*", re.M)
+_FILE = re.compile(r'^[ \t]*\.file[ \t]+(\d+)[ \t]+"([^"]*)"[^\n]*', re.M)
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
+_ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{")
+_NAME = re.compile(r"[A-Za-z_$%][\w$.]*")
+_INTEGER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+|\d+)U?$")
+
+
+def parse(text: str) -> dict[str, Kernel]:
+    """Every kernel of a PTX module, by name."""
+    return _Reader(text).kernels()
+
+
+class _Scope:
+    """Names declared between one pair of braces."""
+
+    def __init__(self, parent: _Scope | None, number: int) -> None:
+        self.parent, self.number = parent, number
+        self.names: set[str] = set()
+
+    def resolve(self, name: str) -> str:
+        scope: _Scope | None = self
+        while scope is not None:
+            if name in scope.names:
+                return f"{name}@{scope.number}" if scope.parent else name
+            scope = scope.parent
+        return name
+
+
+class _Reader:
+    def __init__(self, text: str) -> None:
+        blanked = _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), text)
+        self.files = dict(_FILE.findall(blanked))
+        self.locations: list[tuple[int, str]] = []
+        self.text = _FILE.sub(_blank, _LOC.sub(self._location, blanked))
+        self.newlines = [m.start() for m in re.finditer("\n", self.text)]
+        target = re.search(r"\.target\s+(\w+)", self.text)
+        if target is None:
+            raise PtxError("no .target directive")
+        self.target = target.group(1)
+
+    def _location(self, match: re.Match[str]) -> str:
+        path = self.files.get(match.group(1), "?")
+        self.locations.append((match.start(), f"{path}:{match.group(2)}"))
+        return _blank(match)
+
+    def kernels(self) -> dict[str, Kernel]:
+        found, end = {}, 0
+        shared: list[Variable] = []
+        for entry in _ENTRY.finditer(self.text):
+            if entry.start() < end:
+                continue
+            shared += [_variable(s) for s in re.findall(r"\.shared\s+([^;]*);", self.text[end : entry.start()])]
+            kernel = Kernel(entry.group(1), self.target, shared=list(shared))
+            kernel.params = [_variable(p.replace(".param", "")) for p in entry.group(2).split(",") if p.strip()]
+            kernel.directives = dict(re.findall(r"\.(\w+)([^.]*)", entry.group(3)))
+            end = self._body(kernel, entry.end())
+            found[kernel.name] = kernel
+        if not found:
+            raise PtxError("no .entry in the PTX")
+        return found
+
+    def _body(self, kernel: Kernel, at: int) -> int:
+        """Read statements up to the brace that ends the kernel; instructions are resolved when all names are known."""
+        scope, count = _Scope(None, 0), 0
+        raw: list[tuple[str, int, _Scope, bool]] = []
+        while True:
+            match = _STATEMENT.match(self.text, at)
+            if match is None:
+                raise PtxError(f"cannot read PTX line {self._line(at)}")
+            at = match.end()
+            if match["open"]:
+                count += 1
+                scope = _Scope(scope, count)
+            elif match["close"]:
+                if scope.parent is None:
+                    break
+                scope = scope.parent
+            elif match["label"]:
+                scope.names.add(match["label"])
+                raw.append((match["label"], match.start("label"), scope, True))
+            else:
+                statement = match["stmt"].strip()
+                if statement.startswith("."):
+                    self._directive(kernel, statement, scope)
+                elif statement:
+                    start = match.start("stmt") + len(match["stmt"]) - len(match["stmt"].lstrip())
+                    raw.append((statement, start, scope, False))
+        operands = _Operands(kernel.registers)
+        for text, start, where, is_label in raw:
+            if is_label:
+                kernel.body.append(Label(where.resolve(text)))
+            else:
+                kernel.body.append(self._instruction(text, start, where, operands))
+        return at
+
+    def _directive(self, kernel: Kernel, statement: str, scope: _Scope) -> None:
+        words = statement.split(None, 1)
+        if words[0] == ".reg":
+            kind, names = words[1].split(None, 1)
+            for name in names.split(","):
+                bank = re.fullmatch(r"(.+)<(\d+)>", name.strip())
+                listed = [f"{bank[1]}{i}" for i in range(int(bank[2]))] if bank else [name.strip()]
+                for one in listed:
+                    scope.names.add(one)
+                    full = scope.resolve(one)
+                    kernel.registers[full] = Reg(full, len(kernel.registers), kind.lstrip("."))
+        elif words[0] == ".shared":
+            kernel.shared.append(_variable(words[1]))
+        elif words[0] not in (".pragma", ".branchtargets"):
+            raise PtxError(f"directive {statement!r} is not supported")
+
+    def _instruction(self, text: str, start: int, scope: _Scope, operands: _Operands) -> Inst:
+        match = _INSTRUCTION.match(text)
+        if match is None:
+            raise PtxError(f"cannot read PTX line {self._line(start)}: {text!r}")
+        negated, guard, op, rest = match.groups()
+        register = operands.registers[scope.resolve(guard)] if guard else None
+        where = bisect.bisect(self.locations, (start, "\uffff"))
+        source = self.locations[where - 1][1] if where else ""
+        parsed = tuple(operands.parse(part, scope) for part in _split(rest))
+        return Inst(op, parsed, register, bool(negated), self._line(start), " ".join(text.split()), source)
+
+    def _line(self, at: int) -> int:
+        return bisect.bisect_left(self.newlines, at) + 1
+
+
+class _Operands:
+    def __init__(self, registers: dict[str, Reg]) -> None:
+        self.registers = registers
+        self.known: dict[str, Operand] = {}
+
+    def parse(self, text: str, scope: _Scope) -> Operand:
+        if scope.parent is not None:
+            return self._parse(text, scope)
+        found = self.known.get(text)
+        if found is None:
+            found = self.known[text] = self._parse(text, scope)
+        return found
+
+    def _parse(self, text: str, scope: _Scope) -> Operand:
+        first = text[0]
+        if first == "{":
+            return Vec(tuple(self.parse(item, scope) for item in _split(text[1:-1])))
+        if first == "[":
+            return self._address(text[1:-1], scope)
+        if first == "!":
+            return Not(self.parse(text[1:].strip(), scope))
+        if "|" in text:
+            a, b = (self.parse(part.strip(), scope) for part in text.split("|"))
+            return Pair(a, b)
+        number = _number(text)
+        if number is not None:
+            return number
+        if not _NAME.fullmatch(text):
+            raise PtxError(f"operand {text!r}")
+        register = self.registers.get(scope.resolve(text))
+        if register is not None:
+            return register
+        return Special(text) if first == "%" else Sym(scope.resolve(text))
+
+    def _address(self, text: str, scope: _Scope) -> Addr:
+        head, *rest = _split(text)
+        match = re.fullmatch(r"([^\s+]+?)\s*(?:([+-])\s*(-?\w+))?", head)
+        if match is None:
+            raise PtxError(f"address {text!r}")
+        offset = int(match[3], 0) if match[3] else 0
+        base = self.parse(match[1], scope)
+        return Addr(base, -offset if match[2] == "-" else offset, tuple(self.parse(part, scope) for part in rest))
+
+
+def _number(text: str) -> Imm | None:
+    if text[:2] in ("0f", "0F") and len(text) == 10:
+        return Imm(int(text[2:], 16), "f")
+    if text[:2] in ("0d", "0D") and len(text) == 18:
+        return Imm(int(text[2:], 16), "d")
+    if _INTEGER.match(text):
+        return Imm(int(text.rstrip("U"), 0) if "x" in text.lower() else int(text.rstrip("U")))
+    if re.fullmatch(r"-?\d+\.\d+(?:[eE]-?\d+)?", text):
+        return Imm(int.from_bytes(struct.pack("<d", float(text)), "little"), "d")
+    return None
+
+
+def _split(text: str) -> list[str]:
+    """Parts between commas outside brackets."""
+    if "{" not in text and "[" not in text:
+        return [part.strip() for part in text.split(",") if part.strip()]
+    parts, depth, start = [], 0, 0
+    for at, char in enumerate(text):
+        if char in "{[":
+            depth += 1
+        elif char in "}]":
+            depth -= 1
+        elif char == "," and depth == 0:
+            parts.append(text[start:at])
+            start = at + 1
+    parts.append(text[start:])
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _variable(text: str) -> Variable:
+    """`.align 128 .b8 name[64]`, `.u64 .ptr .global .align 16 name`."""
+    head = text.split("=")[0].strip()
+    if "=" in text:
+        raise PtxError(f"initialised variable {text!r} is not supported")
+    aligns = re.findall(r"\.align\s+(\d+)", head)
+    kind = re.search(r"\.[busf](\d+)\b", head)
+    name = re.search(r"([A-Za-z_$][\w$]*)\s*(\[(\d*)\])?\s*$", head)
+    if kind is None or name is None:
+        raise PtxError(f"variable {text!r}")
+    size = _SIZES[kind.group(1)]
+    count = 1 if name.group(2) is None else int(name.group(3) or 0)
+    return Variable(name.group(1), size * count, int(aligns[-1]) if aligns and ".ptr" not in head else size)
+
+
+def _blank(match: re.Match[str]) -> str:
+    return " " * len(match.group())
+
+
+@functools.lru_cache(64)
+def parsed(text: str) -> dict[str, Kernel]:
+    """`parse`, remembered."""
+    return parse(text)

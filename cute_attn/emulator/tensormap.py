@@ -1,0 +1,195 @@
+"""TMA tensor maps: the 128 bytes of a tiled descriptor, read and made.
+
+The layout is not documented. Where fields lie was found by comparing descriptors of different tensors.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cute_attn.emulator.dtypes import Array
+from cute_attn.emulator.errors import LaunchFault, MemoryFault
+
+BYTES = 128
+DTYPES = (
+    "uint8",
+    "uint16",
+    "uint32",
+    "int32",
+    "uint64",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+    "bfloat16",
+    "float32_ftz",
+    "tfloat32",
+    "tfloat32_ftz",
+)
+_ITEM_BYTES = (1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4)
+SWIZZLE_SPAN = (0, 32, 64, 128)  # bytes, by code
+
+_RANK, _DTYPE, _INTERLEAVE, _SWIZZLE, _NAN_FILL, _L2 = 4, 7, 11, 13, 15, 21  # bits of word 1
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """`dims`, `box` and `steps` (traversal strides) in elements, innermost first; `strides` in bytes, without the
+    innermost."""
+
+    address: int
+    dtype: int
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    steps: tuple[int, ...]
+    swizzle: int = 0
+    interleave: int = 0
+    l2: int = 0
+    nan_fill: bool = False
+
+    @property
+    def item_bytes(self) -> int:
+        return _ITEM_BYTES[self.dtype]
+
+    @property
+    def rank(self) -> int:
+        return len(self.dims)
+
+    @property
+    def box_bytes(self) -> int:
+        return int(np.prod(self.box)) * self.item_bytes
+
+    def __post_init__(self) -> None:
+        row = self.box[0] * self.item_bytes
+        rules = {
+            "the address must be a multiple of 16": self.address % 16 == 0,
+            "strides must be multiples of 16 below 2^40": all(s % 16 == 0 and s < 1 << 40 for s in self.strides),
+            "box sides must be 1 to 256": all(1 <= b <= 256 for b in self.box),
+            "the innermost side of the box must be a multiple of 16 bytes": row % 16 == 0,
+            "the innermost side of the box must not exceed the swizzle span": self.swizzle == 0
+            or row <= SWIZZLE_SPAN[self.swizzle],
+            "traversal strides must be 1": all(s == 1 for s in self.steps),
+            "interleaved layouts are not supported": self.interleave == 0,
+            "sizes must be 1 to 2^32": all(1 <= d <= 1 << 32 for d in self.dims),
+        }
+        for rule, holds in rules.items():
+            if not holds:
+                raise LaunchFault(f"tensor map {self}: {rule}")
+
+    def encode(self) -> bytes:
+        dims = [d - 1 for d in self.dims] + [0] * (5 - self.rank)
+        strides = [s >> 4 for s in self.strides] + [0] * (4 - len(self.strides))
+        box = [b - 1 for b in self.box] + [0] * (5 - self.rank)
+        flags = (
+            (self.rank - 1) << _RANK
+            | self.dtype << _DTYPE
+            | self.interleave << _INTERLEAVE
+            | self.swizzle << _SWIZZLE
+            | int(self.nan_fill) << _NAN_FILL
+            | self.l2 << _L2
+        )
+        low = [s & 0xFFFFFFFF for s in strides]
+        high = sum((s >> 32) << (32 + 4 * i) for i, s in enumerate(strides))
+        words = [
+            self.address,
+            flags | low[0] << 32,
+            low[1] | low[2] << 32,
+            low[3] | high,
+            dims[0] | dims[1] << 32,
+            dims[2] | dims[3] << 32,
+            dims[4] | box[0] << 56,
+            box[1] | box[2] << 8 | box[3] << 16 | box[4] << 24,
+        ]
+        return struct.pack("<8Q", *words).ljust(BYTES, b"\0")
+
+
+def decode(raw: bytes) -> TensorMap:
+    w = struct.unpack("<8Q", raw[:64])
+    flags = w[1] & 0xFFFFFFFF
+    rank = ((flags >> _RANK) & 7) + 1
+    dtype = (flags >> _DTYPE) & 15
+    if rank > 5 or dtype >= len(DTYPES):
+        raise MemoryFault(f"not a tensor map: rank {rank}, dtype {dtype}")
+    dims = [(w[4 + i // 2] >> (32 * (i % 2)) & 0xFFFFFFFF) + 1 for i in range(5)]
+    low = (w[1] >> 32, w[2] & 0xFFFFFFFF, w[2] >> 32, w[3] & 0xFFFFFFFF)
+    strides = [(low[i] | (w[3] >> (32 + 4 * i) & 15) << 32) << 4 for i in range(4)]
+    box = [(w[6] >> 56) + 1, *((w[7] >> (8 * i) & 255) + 1 for i in range(4))]
+    return TensorMap(
+        w[0],
+        dtype,
+        tuple(dims[:rank]),
+        tuple(strides[: rank - 1]),
+        tuple(box[:rank]),
+        (1,) * rank,
+        (flags >> _SWIZZLE) & 3,
+        (flags >> _INTERLEAVE) & 3,
+        (flags >> _L2) & 3,
+        bool(flags >> _NAN_FILL & 1),
+    )
+
+
+def encode_tiled(
+    dtype: str,
+    address: int,
+    dims: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    *,
+    swizzle: int = 0,
+    l2: int = 0,
+    nan_fill: bool = False,
+) -> bytes:
+    """As cuTensorMapEncodeTiled: `strides` in bytes, of all dimensions but the innermost."""
+    ones = (1,) * len(dims)
+    code = DTYPES.index(dtype)
+    return TensorMap(
+        address, code, tuple(dims), tuple(strides), tuple(box), ones, swizzle, l2=l2, nan_fill=nan_fill
+    ).encode()
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """One box as pieces of equal size: where each lies in shared memory (bytes from the box's start, not swizzled) and
+    in global memory, and whether it is inside the tensor."""
+
+    nbytes: int
+    shared: Array
+    addresses: Array
+    inside: Array
+
+
+def chunks(tensor: TensorMap, coordinates: Sequence[int]) -> Chunks:
+    """Pieces of 16 bytes where bounds and start allow, of single elements elsewhere."""
+    item, row_bytes = tensor.item_bytes, tensor.box[0] * tensor.item_bytes
+    start = coordinates[0] * item
+    end = (tensor.dims[0] - coordinates[0]) * item
+    nbytes = 16 if start % 16 == 0 and (end % 16 == 0 or end >= row_bytes) else item
+    per_row = row_bytes // nbytes
+    rows = int(np.prod(tensor.box[1:], dtype=np.int64))
+    inner = np.arange(per_row) * nbytes
+    inside = (inner + start >= 0) & (inner + start < tensor.dims[0] * item)
+    address = np.full(rows, tensor.address, np.int64)
+    valid = np.ones(rows, np.bool_)
+    index = np.arange(rows)
+    for axis in range(1, tensor.rank):
+        position = index % tensor.box[axis] + coordinates[axis]
+        index = index // tensor.box[axis]
+        valid &= (position >= 0) & (position < tensor.dims[axis])
+        address += position * tensor.strides[axis - 1]
+    return Chunks(
+        nbytes,
+        (np.arange(rows)[:, None] * row_bytes + inner).ravel(),
+        (address[:, None] + inner + start).ravel(),
+        (valid[:, None] & inside).ravel(),
+    )
+
+
+def swizzled(offsets: Array, swizzle: int) -> Array:
+    """Shared offsets under a swizzle mode: 16-byte units of a line are exchanged by the number of the line."""
+    mask = (0, 1, 3, 7)[swizzle]
+    return offsets ^ (((offsets >> 7) & mask) << 4)

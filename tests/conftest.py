@@ -1,0 +1,16 @@
+"""Fixtures of all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.executors import PARAMS, Executor
+
+
+@pytest.fixture(params=PARAMS)
+def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
+    """The body of a test runs on the reference, on the emulated architectures and, where there is one, on the GPU."""
+    with request.param.active():
+        yield request.param

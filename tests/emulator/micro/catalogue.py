@@ -1,0 +1,48 @@
+"""All micro-kernels, and the descriptors whose bytes are recorded."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+
+from tests.emulator.micro import collective, hopper, scalar
+from tests.emulator.micro.case import Case, Map
+
+ADDRESS = 0x7F1234560000  # of descriptors that are only encoded
+
+
+@functools.cache
+def cases() -> tuple[Case, ...]:
+    found = tuple(itertools.chain(scalar.cases(), collective.cases(), hopper.cases()))
+    names = [case.id for case in found]
+    twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
+    if twice:
+        raise ValueError(f"two cases are called {sorted(twice)}")
+    return found
+
+
+def maps() -> Iterator[Map]:
+    """Descriptors over every field."""
+    dtypes = {
+        "uint8": 1,
+        "uint16": 2,
+        "uint32": 4,
+        "int32": 4,
+        "uint64": 8,
+        "int64": 8,
+        "float16": 2,
+        "float32": 4,
+        "float64": 8,
+        "bfloat16": 2,
+    }
+    for dtype, item in dtypes.items():
+        yield Map(dtype, (64, 100), (64 * item,), (16 // item, 7))
+    for swizzle, l2 in itertools.product(range(4), range(4)):
+        yield Map("bfloat16", (128, 1000, 8), (512, 512000), (16, 100, 1), swizzle, l2=l2)
+    for rank in range(1, 6):
+        dims, strides = (64, 3, 5, 7, 9)[:rank], (256, 1 << 13, 1 << 21, 1 << 37)[: rank - 1]
+        yield Map("float16", dims, strides, (32, 2, 3, 4, 5)[:rank], 2)
+    yield Map("float16", (1 << 31, 1 << 20), ((1 << 40) - 16,), (64, 256), 3)
+    for dtype in ("float16", "bfloat16", "float32"):
+        yield Map(dtype, (64, 100), (256,), (8, 7), nan_fill=True)

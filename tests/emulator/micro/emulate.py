@@ -1,0 +1,51 @@
+"""A micro-kernel on the emulator."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cute_attn.emulator import GlobalMemory, Schedule, launch, tensormap
+from tests.emulator.micro.case import MAP_BYTES, Case, Map
+
+IN, OUT = 0x10000000, 0x20000000
+
+
+def run(case: Case, *, checks: bool = True, schedule: Schedule | None = None) -> bytes:
+    memory = GlobalMemory()
+    data = np.frombuffer(case.data, np.uint8).copy()
+    out = np.zeros(case.out_bytes, np.uint8)
+    if case.initial:
+        out[:] = np.frombuffer(case.initial, np.uint8)
+    memory.add("in", IN, len(data), writable=False, data=data)
+    memory.add("out", OUT, len(out), data=out)
+    params = IN.to_bytes(8, "little") + OUT.to_bytes(8, "little")
+    offsets = [0, 8]
+    for tensor in case.maps:
+        offsets.append(-(-len(params) // 64) * 64)
+        params = params.ljust(offsets[-1], b"\0") + encoded(tensor, IN if tensor.where == "in" else OUT)
+    assert len(params) >= 16
+    assert MAP_BYTES == tensormap.BYTES
+    description = {
+        "symbol": "micro",
+        "grid": (case.grid, 1, 1),
+        "block": (case.threads, 1, 1),
+        "cluster": (case.cluster, 1, 1),
+        "smem_bytes": 0,
+        "params": params,
+        "param_offsets": offsets,
+    }
+    launch(case.ptx, description, memory, checks=checks, schedule=schedule or Schedule())
+    return out.tobytes()
+
+
+def encoded(tensor: Map, base: int) -> bytes:
+    return tensormap.encode_tiled(
+        tensor.dtype,
+        base + tensor.offset,
+        tensor.dims,
+        tensor.strides,
+        tensor.box,
+        swizzle=tensor.swizzle,
+        l2=tensor.l2,
+        nan_fill=tensor.nan_fill,
+    )

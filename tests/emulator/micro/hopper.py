@@ -1,0 +1,253 @@
+"""wgmma with every kind of operand, and TMA in every swizzle, rank and direction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from tests.emulator.micro.case import Case, Map, Text, rng
+from tests.emulator.micro.collective import small
+
+SPAN = {0: 16, 1: 32, 2: 64, 3: 128}  # bytes of a line by swizzle
+DESCRIPTOR_SWIZZLE = {0: 0, 1: 3, 2: 2, 3: 1}  # as matrix descriptors number them
+A_BYTES, B_BYTES = 16384, 32768
+
+
+def cases() -> Iterator[Case]:
+    yield from _products()
+    yield from _loads()
+    yield from _stores()
+    yield from _bulk()
+
+
+# --- wgmma ------------------------------------------------------------------------------------------------------------
+
+
+def descriptor(leading: int, stride: int, swizzle: int) -> int:
+    """Without the start address."""
+    return (leading >> 4) << 16 | (stride >> 4) << 32 | DESCRIPTOR_SWIZZLE[swizzle] << 62
+
+
+def strides(rows: int, swizzle: int, mn_major: bool, k_bytes: int = 32) -> tuple[int, int]:
+    """(leading, stride) bytes of a dense operand."""
+    line = SPAN[swizzle]
+    if not mn_major:
+        return (rows * 16, 128) if swizzle == 0 else (16, 8 * line)
+    atoms = rows * 2 // line
+    if swizzle == 0:  # stride: between 8 rows; leading: between 8 k
+        return atoms * 128, 128
+    return 8 * line, 8 * line * atoms
+
+
+def _products() -> Iterator[Case]:
+    for kind in ("f16", "bf16"):
+        for swizzle in (0, 1, 2, 3):
+            for a_major, b_major in ((0, 0), (0, 1), (1, 0), (1, 1)):
+                yield product(kind, kind, 64, swizzle, (a_major, b_major))
+    for n in (8, 16, 24, 96, 128, 176, 256):
+        yield product("bf16", "bf16", n, 3, (0, 0))
+    for n in (128, 256):
+        yield product("f16", "f16", n, 3, (0, 1))
+        yield product("bf16", "bf16", n, 3, (0, 1), registers=True)
+    for swizzle in (0, 1, 2, 3):
+        yield product("f16", "f16", 32, swizzle, (0, 0), registers=True)
+        yield product("e4m3", "e4m3", 64, swizzle, (0, 0))
+    for a in ("e4m3", "e5m2"):
+        for b in ("e4m3", "e5m2"):
+            yield product(a, b, 128, 3, (0, 0))
+            yield product(a, b, 32, 3, (0, 0), registers=True)
+    yield product("f16", "f16", 64, 3, (0, 0), half=True)
+    yield product("f16", "f16", 64, 3, (0, 0), step=32)  # the second k step of a swizzled line
+    yield product("bf16", "bf16", 64, 3, (0, 0), step=96)
+    yield product("f16", "f16", 64, 3, (0, 0), signs=(-1, 1))
+    yield product("f16", "f16", 64, 3, (0, 0), signs=(1, -1))
+
+
+def product(
+    a: str,
+    b: str,
+    n: int,
+    swizzle: int,
+    majors: tuple[int, int],
+    *,
+    registers: bool = False,
+    half: bool = False,
+    step: int = 0,
+    signs: tuple[int, int] = (1, 1),
+) -> Case:
+    """D = A B + D of small integers; the bytes of both operands are as random as the integers: whatever the layout, the
+    sums are exact."""
+    wide = "16" in a
+    name = f"{a}.{b}.n{n}.sw{swizzle}.{majors[0]}{majors[1]}" + (".rs" if registers else "") + (".half" if half else "")
+    name += (f".k{step}" if step else "") + ("" if signs == (1, 1) else f".{signs[0]}{signs[1]}")
+    per = 2 if wide else 1
+    blob = small(a, A_BYTES // per, name + "a", 2).tobytes() + small(b, B_BYTES // per, name + "b", 2).tobytes()
+    count = n // 4 if half else n // 2
+    text = Text(threads=128, smem=A_BYTES + B_BYTES).fill_shared(A_BYTES + B_BYTES)
+    text.add(f".reg .b32 %d<{count}>;")
+    for i in range(count):
+        text.add(f"mad.lo.u32 %r1, %me, {count}, {i};", "and.b32 %r1, %r1, 7;", "cvt.rn.f32.u32 %r1, %r1;")
+        text.add("cvt.rn.f16x2.f32 %r1, %r1, %r1;" if half else "", f"mov.b32 %d{i}, %r1;")
+    for index, (rows, start) in enumerate(((64, 0), (n, A_BYTES))):
+        leading, stride = strides(rows, swizzle, bool(majors[index]))
+        text.add(
+            "mov.u32 %r2, sm;",
+            f"add.u32 %r2, %r2, {start + step};",
+            "shr.u32 %r2, %r2, 4;",
+            "and.b32 %r2, %r2, 0x3fff;",
+        )
+        text.add("cvt.u64.u32 %rd1, %r2;", f"mov.b64 %rd2, {descriptor(leading, stride, swizzle)};")
+        text.add(f"or.b64 %rd1{index}, %rd1, %rd2;")
+    left = "%rd10"
+    if registers:
+        text.add("mov.u32 %r2, sm;", "mad.lo.u32 %r2, %me, 16, %r2;", "ld.shared.v4.b32 {%r4, %r5, %r6, %r7}, [%r2];")
+        left = "{%r4, %r5, %r6, %r7}"
+    outputs = "{" + ", ".join(f"%d{i}" for i in range(count)) + "}"
+    shape = f"m64n{n}k{16 if wide else 32}.{'f16' if half else 'f32'}.{a}.{b}"
+    transposed = (f", {majors[1]}" if registers else f", {majors[0]}, {majors[1]}") if wide else ""
+    text.add("setp.eq.u32 %p1, 0, 0;", "wgmma.fence.sync.aligned;")
+    text.add(
+        f"wgmma.mma_async.sync.aligned.{shape} {outputs}, {left}, %rd11, %p1, {signs[0]}, {signs[1]}{transposed};",
+        "wgmma.commit_group.sync.aligned;",
+        "wgmma.wait_group.sync.aligned 0;",
+        f"mad.wide.u32 %rd3, %me, {4 * count}, %dst;",
+        *(f"st.global.b32 [%rd3+{4 * i}], %d{i};" for i in range(count)),
+    )
+    return Case("wgmma", name, text.ptx(), blob, 128 * 4 * count, unit="f2" if half else "f4", threads=128)
+
+
+# --- TMA --------------------------------------------------------------------------------------------------------------
+
+TENSOR_BYTES = 32768
+SMEM = 8192
+TARGET_BYTES = 10496  # of stores: a little more than 50 rows of 208 bytes
+
+
+def _numbers(name: str) -> bytes:
+    return rng(name).integers(0, 256, TENSOR_BYTES).astype(np.uint8).tobytes()
+
+
+def _load_text(rank: int, coordinates: tuple[int, ...], nbytes: int) -> Text:
+    text = Text(threads=128, smem=SMEM + 128, maps=1).fill_shared(SMEM, SMEM)
+    text.add(f"mov.u32 %r8, sm;\nadd.u32 %r9, %r8, {SMEM};", "setp.ne.u32 %p1, %me, 0;", "@%p1 bra READY;")
+    text.add("mbarrier.init.shared::cta.b64 [%r9], 1;", "fence.mbarrier_init.release.cluster;", "fence.proxy.async;")
+    text.add(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r9], {nbytes};", "mov.b64 %rd1, p_map0;")
+    text.add("cvta.param.u64 %rd1, %rd1;", *(f"mov.b32 %r{20 + i}, {c};" for i, c in enumerate(coordinates)))
+    place = ", ".join(f"%r{20 + i}" for i in range(rank))
+    text.add(
+        f"cp.async.bulk.tensor.{rank}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        f"[%r8], [%rd1, {{{place}}}], [%r9];"
+    )
+    text.add("READY:", "bar.sync 0;", "mov.u32 %r6, 0;")
+    text.add("{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [%r9], %r6; @!p bra WAIT; }")
+    return text.dump_shared(SMEM)
+
+
+def _load(name: str, tensor: Map, coordinates: tuple[int, ...], item: int) -> Case:
+    nbytes = int(np.prod(tensor.box)) * item
+    text = _load_text(len(tensor.dims), coordinates, nbytes)
+    return Case("tma", name, text.ptx(), _numbers(name), SMEM, "u1", threads=128, maps=(tensor,))
+
+
+def _loads() -> Iterator[Case]:
+    for swizzle in (0, 1, 2, 3):
+        width = {0: 64, 1: 16, 2: 32, 3: 64}[swizzle]
+        tensor = Map("bfloat16", (100, 50), (208,), (width, 24), swizzle)
+        for x, y in ((0, 0), (width, 40), (-8, -3), (96, 48), (40, 60), (200, 0)):
+            yield _load(f"load.2d.sw{swizzle}.{x}.{y}", tensor, (x, y), 2)
+    yield _load("load.1d", Map("uint8", (1000,), (), (256,)), (900,), 1)
+    for dtype, item in (
+        ("uint8", 1),
+        ("uint16", 2),
+        ("uint32", 4),
+        ("int32", 4),
+        ("uint64", 8),
+        ("float16", 2),
+        ("float32", 4),
+    ):
+        box = (128 // item, 8)
+        yield _load(f"load.{dtype}", Map(dtype, (480 // item, 30), (480,), box, 3), (96 // item, 25), item)
+    yield _load("load.3d", Map("float16", (48, 20, 6), (96, 1920), (32, 5, 4), 2), (24, 17, 3), 2)
+    yield _load("load.4d", Map("bfloat16", (64, 12, 3, 4), (384, 128, 6144), (64, 6, 2, 2), 3), (0, 8, 2, 1), 2)
+    yield _load(
+        "load.5d", Map("float32", (16, 5, 4, 3, 4), (64, 320, 1280, 3840), (8, 3, 2, 2, 2), 1), (4, 3, -1, 2, 3), 4
+    )
+    for dtype in ("float16", "bfloat16", "float32"):
+        item = 4 if dtype == "float32" else 2
+        tensor = Map(dtype, (40, 10), (160,), (64 // item * 2, 6), 3, nan_fill=True)
+        yield _load(f"load.nan.{dtype}", tensor, (8, 7), item)
+
+
+def _stores() -> Iterator[Case]:
+    for swizzle in (0, 1, 2, 3):
+        width = {0: 64, 1: 16, 2: 32, 3: 64}[swizzle]
+        tensor = Map("bfloat16", (100, 50), (208,), (width, 24), swizzle, "out")
+        for x, y in ((0, 0), (72, 40), (-8, -3)):
+            yield _store(f"store.2d.sw{swizzle}.{x}.{y}", tensor, (x, y), "")
+    four = Map("float16", (64, 12, 3, 4), (384, 128, 6144), (64, 6, 2, 2), 3, "out")
+    yield _store("store.4d", four, (0, 8, 2, 1), "")
+    for op in ("add", "min", "max", "and", "or", "xor", "inc", "dec"):
+        yield _store(f"reduce.{op}.uint32", Map("uint32", (60, 40), (256,), (32, 16), 3, "out"), (40, 30), op)
+    for op in ("add", "min", "max"):
+        yield _store(f"reduce.{op}.float16", Map("float16", (120, 40), (256,), (64, 16), 3, "out"), (40, 30), op)
+        yield _store(f"reduce.{op}.bfloat16", Map("bfloat16", (120, 40), (256,), (64, 16), 3, "out"), (40, 30), op)
+    yield _store("reduce.add.float32", Map("float32", (60, 40), (256,), (32, 16), 3, "out"), (40, 30), "add")
+
+
+def _store(name: str, tensor: Map, coordinates: tuple[int, ...], op: str) -> Case:
+    rank = len(tensor.dims)
+    target = TARGET_BYTES if rank == 2 else 4 * 6144
+    text = Text(threads=128, smem=SMEM, maps=1).fill_shared(SMEM)
+    text.add("setp.ne.u32 %p1, %me, 0;", "@%p1 bra DONE;", "mov.u32 %r8, sm;", "mov.b64 %rd1, p_map0;")
+    text.add("cvta.param.u64 %rd1, %rd1;", *(f"mov.b32 %r{20 + i}, {c};" for i, c in enumerate(coordinates)))
+    place = ", ".join(f"%r{20 + i}" for i in range(rank))
+    form = (
+        f"cp.reduce.async.bulk.tensor.{rank}d.global.shared::cta.{op}.tile.bulk_group"
+        if op
+        else (f"cp.async.bulk.tensor.{rank}d.global.shared::cta.tile.bulk_group")
+    )
+    text.add(
+        f"{form} [%rd1, {{{place}}}], [%r8];", "cp.async.bulk.commit_group;", "cp.async.bulk.wait_group 0;", "DONE:"
+    )
+    kinds = {"float16": "f16", "bfloat16": "bf16"}
+    if tensor.dtype in kinds and op:
+        data = small(kinds[tensor.dtype], SMEM // 2, name).tobytes()
+        initial = small(kinds[tensor.dtype], target // 2, name + "o").tobytes()
+    elif tensor.dtype == "float32":
+        data = rng(name).integers(-9, 9, SMEM // 4).astype(np.float32).tobytes()
+        initial = rng(name + "o").integers(-9, 9, target // 4).astype(np.float32).tobytes()
+    else:
+        data, initial = _numbers(name)[:SMEM], _numbers(name + "o")[:target]
+    return Case("tma", name, text.ptx(), data, target, "u1", threads=128, maps=(tensor,), initial=initial)
+
+
+def _bulk() -> Iterator[Case]:
+    text = Text(threads=128, smem=SMEM + 128).add(f"mov.u32 %r8, sm;\nadd.u32 %r9, %r8, {SMEM};")
+    text.add("setp.ne.u32 %p1, %me, 0;", "@%p1 bra READY;", "mbarrier.init.shared::cta.b64 [%r9], 1;")
+    text.add("fence.mbarrier_init.release.cluster;", "fence.proxy.async;")
+    text.add(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r9], {SMEM};")
+    text.add(f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r8], [%src], {SMEM}, [%r9];")
+    text.add("READY:", "bar.sync 0;", "mov.u32 %r6, 0;")
+    text.add("{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [%r9], %r6; @!p bra WAIT; }")
+    yield Case("tma", "bulk.load", text.dump_shared(SMEM).ptx(), _numbers("bulk.load"), SMEM, "u1", threads=128)
+    for op in ("", "add.f32", "add.u32", "min.s32", "add.noftz.f16", "add.noftz.bf16"):
+        name = f"bulk.store.{op or 'plain'}"
+        text = Text(threads=128, smem=SMEM).fill_shared(SMEM).add("mov.u32 %r8, sm;", "setp.ne.u32 %p1, %me, 0;")
+        text.add("@%p1 bra DONE;")
+        head = (
+            f"cp.reduce.async.bulk.global.shared::cta.bulk_group.{op}"
+            if op
+            else "cp.async.bulk.global.shared::cta.bulk_group"
+        )
+        text.add(
+            f"{head} [%dst], [%r8], {SMEM};", "cp.async.bulk.commit_group;", "cp.async.bulk.wait_group 0;", "DONE:"
+        )
+        data, initial = _numbers(name)[:SMEM], _numbers(name + "o")[:SMEM]
+        if op == "add.f32":
+            data = rng(name).integers(-9, 9, SMEM // 4).astype(np.float32).tobytes()
+            initial = rng(name + "o").integers(-9, 9, SMEM // 4).astype(np.float32).tobytes()
+        elif "noftz" in op:
+            data = small(op.split(".")[-1], SMEM // 2, name).tobytes()
+            initial = small(op.split(".")[-1], SMEM // 2, name + "o").tobytes()
+        yield Case("tma", name, text.ptx(), data, SMEM, "u1", threads=128, initial=initial)

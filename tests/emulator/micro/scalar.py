@@ -1,0 +1,237 @@
+"""Arithmetic, bits, conversions and approximations: one thread an item."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from tests.emulator.micro.case import Case, elementwise, rng, values
+
+_I32, _I64 = ("s32", "u32"), ("s64", "u64")
+
+
+def cases() -> Iterator[Case]:
+    yield from _integer()
+    yield from _bits()
+    yield from _float()
+    yield from _predicates()
+    yield from _conversions()
+    yield from _small_formats()
+    yield from _approximations()
+
+
+def _simple(family: str, op: str, sources: tuple[str, ...], result: str, **more: object) -> Case:
+    inputs = ", ".join(f"%a{i}" for i in range(len(sources)))
+    return elementwise(family, op, [f"{op} %d, {inputs};"], sources, result, **more)  # type: ignore[arg-type]
+
+
+def _integer() -> Iterator[Case]:
+    for kind in ("s16", "u16", *_I32, *_I64):
+        for op in ("add", "sub", "mul.lo", "min", "max"):
+            yield _simple("integer", f"{op}.{kind}", (kind, kind), kind)
+        yield _simple("integer", f"mad.lo.{kind}", (kind, kind, kind), kind)
+        nonzero = [values(kind, 512, rng(f"div.{kind}.{i}")) for i in range(2)]
+        nonzero[1][nonzero[1] == 0] = 3
+        for op in ("div", "rem"):
+            pair = [x.copy() for x in nonzero]
+            if kind[0] == "s":  # the overflow of min / -1 is not defined
+                pair[1][pair[1] == np.iinfo(pair[1].dtype).max] = 5
+            yield _simple("integer", f"{op}.{kind}", (kind, kind), kind, data=pair)
+    for kind in ("s32", "u32", "s64", "u64"):
+        yield _simple("integer", f"mul.hi.{kind}", (kind, kind), kind)
+    for kind, wide in (("s16", "s32"), ("u16", "u32"), ("s32", "s64"), ("u32", "u64")):
+        yield _simple("integer", f"mul.wide.{kind}", (kind, kind), wide)
+        yield _simple("integer", f"mad.wide.{kind}", (kind, kind, wide), wide)
+    for kind in ("s32", "s64"):
+        yield _simple("integer", f"neg.{kind}", (kind,), kind)
+        yield _simple("integer", f"abs.{kind}", (kind,), kind)
+    for op in ("min.relu.s32", "max.relu.s32"):
+        yield _simple("integer", op, ("s32", "s32"), "s32")
+
+
+def _bits() -> Iterator[Case]:
+    for op in ("and", "or", "xor"):
+        for kind in ("b16", "b32", "b64"):
+            yield _simple("bits", f"{op}.{kind}", (kind, kind), kind)
+    for kind in ("b32", "b64"):
+        yield _simple("bits", f"not.{kind}", (kind,), kind)
+    for op in ("shl.b32", "shr.u32", "shr.s32", "shl.b64", "shr.u64", "shr.s64", "shl.b16", "shr.s16"):
+        kind = op.split(".")[1]
+        counts = rng(op).integers(0, 80, 512).astype(np.uint32)
+        yield _simple("bits", op, (kind, "u32"), kind, data=[values(kind, 512, rng(op + "a")), counts])
+    for op in ("shf.l.wrap.b32", "shf.r.wrap.b32", "shf.l.clamp.b32", "shf.r.clamp.b32"):
+        counts = rng(op).integers(0, 70, 512).astype(np.uint32)
+        data = [values("b32", 512, rng(op + str(i))) for i in range(2)]
+        yield _simple("bits", op, ("b32", "b32", "u32"), "b32", data=[*data, counts])
+    yield _simple("bits", "prmt.b32", ("b32", "b32", "b32"), "b32")
+    for table in (0x96, 0xE8, 0x1B, 0xF8, 0x2D):
+        code = [f"lop3.b32 %d, %a0, %a1, %a2, {table};"]
+        yield elementwise("bits", f"lop3.{table:#x}", code, ("b32", "b32", "b32"), "b32")
+    for op in ("clz.b32", "popc.b32", "brev.b32", "bfind.u32"):
+        yield _simple("bits", op, ("b32",), "b32")
+    for op in ("bfe.u32", "bfe.s32"):
+        fields = [rng(op + str(i)).integers(0, 34, 512).astype(np.uint32) for i in range(2)]
+        yield _simple("bits", op, ("b32", "u32", "u32"), "b32", data=[values("b32", 512, rng(op)), *fields])
+    fields = [rng(f"bfi{i}").integers(0, 34, 512).astype(np.uint32) for i in range(2)]
+    data = [values("b32", 512, rng(f"bfi.a{i}")) for i in range(2)]
+    yield _simple("bits", "bfi.b32", ("b32", "b32", "u32", "u32"), "b32", data=[*data, *fields])
+
+
+def _float() -> Iterator[Case]:
+    for mode in ("rn", "rz", "rm", "rp"):
+        for op in ("add", "sub"):
+            yield _simple("float32", f"{op}.{mode}.f32", ("f32", "f32"), "f32", unit="f4")
+    for op in ("add.rn.ftz.f32", "mul.rn.f32", "mul.rn.ftz.f32", "mul.rz.f32", "add.rn.sat.f32", "mul.rn.sat.f32"):
+        yield _simple("float32", op, ("f32", "f32"), "f32", unit="f4")
+    for op in ("min.f32", "max.f32", "min.NaN.f32", "max.NaN.f32", "max.ftz.f32", "copysign.f32", "div.rn.f32"):
+        yield _simple("float32", op, ("f32", "f32"), "f32", unit="f4")
+    for op in ("fma.rn.f32", "fma.rn.ftz.f32"):
+        yield _simple("float32", op, ("f32", "f32", "f32"), "f32", unit="f4")
+    close = [values("f32", 512, rng(f"fma.close.{i}")) for i in range(2)]
+    exact = close[0].view(np.float32).astype(np.float64) * close[1].view(np.float32)
+    product = -np.clip(exact, -3e38, 3e38).astype(np.float32)
+    cancelling = [*close, product.view(np.uint32)]
+    code = ["fma.rn.f32 %d, %a0, %a1, %a2;"]
+    yield elementwise("float32", "fma.rn.f32.cancel", code, ("f32",) * 3, "f32", unit="f4", data=cancelling)
+    for op in ("neg.f32", "abs.f32", "rcp.rn.f32", "sqrt.rn.f32"):
+        yield _simple("float32", op, ("f32",), "f32", unit="f4")
+    for op in ("add.f64", "sub.f64", "mul.f64", "min.f64", "max.f64", "div.rn.f64"):
+        yield _simple("float64", op, ("f64", "f64"), "f64", unit="f8")
+    for kind in ("f16x2", "bf16x2"):
+        for op in ("add.rn", "mul.rn", "sub.rn", "min", "max", "min.NaN", "max.NaN"):
+            yield _simple("half2", f"{op}.{kind}", (kind, kind), kind, unit=_half(kind))
+        yield _simple("half2", f"fma.rn.{kind}", (kind,) * 3, kind, unit=_half(kind))
+        yield _simple("half2", f"fma.rn.relu.{kind}", (kind,) * 3, kind, unit=_half(kind))
+        yield _simple("half2", f"neg.{kind}", (kind,), kind, unit=_half(kind))
+        yield _simple("half2", f"abs.{kind}", (kind,), kind, unit=_half(kind))
+
+
+def _half(kind: str) -> str:
+    return "f2" if kind in ("f16x2", "f16") else "bf2"
+
+
+def _predicates() -> Iterator[Case]:
+    for kind, compares in (
+        ("s32", "eq ne lt le gt ge"),
+        ("u32", "eq ne lt le gt ge lo ls hi hs"),
+        ("s64", "lt ge"),
+        ("f32", "eq ne lt le gt ge equ neu ltu leu gtu geu num nan"),
+        ("f64", "lt ge neu"),
+    ):
+        for compare in compares.split():
+            code = [f"setp.{compare}.{kind} %p1, %a0, %a1;", "selp.b32 %d, 1, 0, %p1;"]
+            pair = [values(kind, 512, rng(f"{compare}.{kind}.{i}")) for i in range(2)]
+            pair[1][::5] = pair[0][::5]
+            yield elementwise("predicate", f"setp.{compare}.{kind}", code, (kind, kind), "b32", data=pair)
+    code = [
+        "setp.lt.s32 %p1, %a0, %a1;",
+        "setp.gt.and.s32 %p2|%p3, %a0, 5, %p1;",
+        "selp.b32 %r1, 1, 0, %p2;",
+        "selp.b32 %r2, 2, 0, %p3;",
+        "or.b32 %d, %r1, %r2;",
+    ]
+    yield elementwise("predicate", "setp.and", code, ("s32", "s32"), "b32")
+
+
+def _conversions() -> Iterator[Case]:
+    for to, source in (
+        ("s32", "s8"),
+        ("u32", "u8"),
+        ("s64", "s32"),
+        ("u64", "u32"),
+        ("u32", "u64"),
+        ("s16", "s32"),
+        ("u16", "u32"),
+        ("s32", "s16"),
+    ):
+        name, wide = f"cvt.{to}.{source}", source if source not in ("s8", "u8") else "u16"
+        yield elementwise("convert", name, [f"{name} %d, %a0;"], (wide,), to)
+    for to, source in (("u8", "s32"), ("s8", "s32"), ("u16", "s32"), ("s16", "s64"), ("u32", "s64")):
+        name = f"cvt.sat.{to}.{source}"
+        result = {"u8": "u16", "s8": "s16"}.get(to, to)
+        yield elementwise("convert", name, [f"{name} %d, %a0;"], (source,), result)
+    for mode in ("rn", "rz", "rm", "rp"):
+        for source in _I32:
+            yield _simple("convert", f"cvt.{mode}.f32.{source}", (source,), "f32", unit="f4")
+    for source in (*_I32, *_I64):
+        yield _simple("convert", f"cvt.rn.f64.{source}", (source,), "f64", unit="f8")
+    for source in _I64:
+        yield _simple("convert", f"cvt.rn.f32.{source}", (source,), "f32", unit="f4")
+    for mode in ("rni", "rzi", "rmi", "rpi"):
+        for to in (*_I32, *_I64):
+            yield _simple("convert", f"cvt.{mode}.{to}.f32", ("f32",), to)
+        yield _simple("convert", f"cvt.{mode}.f32.f32", ("f32",), "f32", unit="f4")
+    for mode in ("rn", "rz", "rm", "rp"):
+        yield _simple("convert", f"cvt.{mode}.f32.f64", ("f64",), "f32", unit="f4")
+    yield _simple("convert", "cvt.f64.f32", ("f32",), "f64", unit="f8")
+    for mode in ("rn", "rz"):
+        for to, kind in (("f16x2", "f16x2"), ("bf16x2", "bf16x2")):
+            for relu in ("", ".relu"):
+                yield _simple("convert", f"cvt.{mode}{relu}.{to}.f32", ("f32", "f32"), kind, unit=_half(kind))
+        for to in ("f16", "bf16"):
+            yield _simple("convert", f"cvt.{mode}.{to}.f32", ("f32",), "b16", unit=_half(to))
+    codes = np.arange(1024, dtype=np.uint16) * np.uint16(64) + np.uint16(7)
+    yield _simple("convert", "cvt.f32.f16", ("b16",), "f32", unit="f4", data=[codes], count=1024)
+    yield _simple("convert", "cvt.f32.bf16", ("b16",), "f32", unit="f4", data=[codes], count=1024)
+
+
+def _small_formats() -> Iterator[Case]:
+    pairs = (np.arange(256, dtype=np.uint16) << np.uint16(8)) | np.arange(255, -1, -1, dtype=np.uint16)
+    for kind in ("e4m3x2", "e5m2x2"):
+        for relu in ("", ".relu"):
+            yield _simple("fp8", f"cvt.rn{relu}.f16x2.{kind}", ("b16",), "b32", unit="f2", data=[pairs], count=256)
+            name = f"cvt.rn.satfinite{relu}.{kind}.f32"
+            yield _simple("fp8", name, ("f32", "f32"), "b16", count=1024, data=_near_codes(kind, 1024))
+            name = f"cvt.rn.satfinite{relu}.{kind}.f16x2"
+            yield _simple("fp8", name, ("f16x2",), "b16", count=1024)
+
+
+def _near_codes(kind: str, count: int) -> list[np.ndarray]:  # type: ignore[type-arg]
+    """Numbers at, between and just beside representable ones."""
+    mantissa = 3 if kind == "e4m3x2" else 2
+    source = rng(kind)
+    found = []
+    for _ in range(2):
+        exponents = source.integers(-20, 20, count)
+        steps = source.integers(0, 1 << (mantissa + 1), count)
+        nudges = source.integers(-1, 2, count) * 2.0**-12
+        numbers = (1 + steps / (1 << (mantissa + 1)) + nudges) * 2.0**exponents * source.choice([-1.0, 1.0], count)
+        bits = numbers.astype(np.float32).view(np.uint32)
+        bits[:64] = values("f32", 64, source)
+        found.append(bits)
+    return found
+
+
+def _approximations() -> Iterator[Case]:
+    """The bounds of the ISA: 2 ulp for ex2, 1 for rcp, and so on; where it gives an absolute error, in units of it."""
+    source = rng("approx")
+    moderate = (source.standard_normal(512) * 8).astype(np.float32)
+    positive = (np.abs(source.standard_normal(512)) * 2.0 ** source.integers(-30, 30, 512)).astype(np.float32)
+    small = source.uniform(-3.1, 3.1, 512).astype(np.float32)
+    for op, data, ulps in (
+        ("ex2.approx.ftz.f32", moderate, 2),
+        ("ex2.approx.f32", moderate, 2),
+        ("rcp.approx.ftz.f32", positive, 1),
+        ("rcp.approx.f32", positive, 1),
+        ("sqrt.approx.ftz.f32", positive, 2),
+        ("rsqrt.approx.ftz.f32", positive, 2),
+    ):
+        yield _simple("approx", op, ("f32",), "f32", unit="f4", ulps=ulps, data=[data.view(np.uint32)])
+    # lg2: 2^-22 of absolute error; tanh: 2^-11 relative; sin, cos: 2^-20.5 absolute: compared as such by `absolute`
+    for op, data in (
+        ("lg2.approx.ftz.f32", positive),
+        ("tanh.approx.f32", moderate),
+        ("sin.approx.ftz.f32", small),
+        ("cos.approx.ftz.f32", small),
+    ):
+        yield _simple("approx", op, ("f32",), "f32", unit=f"near:{op.split('.')[0]}", data=[data.view(np.uint32)])
+    yield _simple(
+        "approx",
+        "div.full.f32",
+        ("f32", "f32"),
+        "f32",
+        unit="f4",
+        ulps=2,
+        data=[moderate.view(np.uint32), positive.view(np.uint32)],
+    )

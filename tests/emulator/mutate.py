@@ -1,0 +1,201 @@
+"""Break our kernels in one place at a time and see whether the emulator notices.
+
+    python -m tests.emulator.mutate [--arch sm_90a] [--out FILE]
+
+A mutant removes or alters one barrier, wait, fence, arrival or count in the PTX. It is caught if a check raises or the
+result is wrong, on any of the schedules. Survivors are listed with the reason why they are equivalent, where one is
+known (`EQUIVALENT`), or as missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cute_attn.emulator import EmulatorError, Schedule, using
+from tests.case import Case, call, check, make
+from tests.matrix import decode, prefill
+
+SCHEDULES = (Schedule(), Schedule("delayed", 1), Schedule("adversarial", 2))
+
+
+def _removed(text: str) -> str:
+    return ""
+
+
+def _plus(amount: int) -> Callable[[str], str]:
+    """The last number of an instruction, changed."""
+
+    def change(text: str) -> str:
+        return re.sub(r"(\d+)(\s*;)$", lambda m: f"{int(m[1]) + amount}{m[2]}", text)
+
+    return change
+
+
+def _passed(text: str) -> str:
+    """A wait that always succeeds at once."""
+    predicate = text.split(None, 1)[1].split(",")[0]
+    return f"setp.eq.u32 {predicate}, 0, 0;"
+
+
+# (what it is called, instructions that it applies to, what becomes of them)
+MUTATIONS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
+    ("barrier removed", r"bar(?:rier)?(?:\.cta)?\.sync(?!\.)", _removed),
+    ("arrival at a barrier removed", r"bar\.arrive", _removed),
+    ("wait for copies removed", r"cp\.async\.wait_group|cp\.async\.wait_all", _removed),
+    ("wait for copies one group late", r"cp\.async\.wait_group", _plus(1)),
+    ("commit of copies removed", r"cp\.async\.commit_group", _removed),
+    ("wait for earlier launches removed", r"griddepcontrol\.wait", _removed),
+    ("mbarrier wait removed", r"mbarrier\.try_wait|mbarrier\.test_wait", _passed),
+    ("mbarrier arrival removed", r"mbarrier\.arrive(?!\.expect_tx)", _removed),
+    ("mbarrier count one too high", r"mbarrier\.init", _plus(1)),
+    ("16 bytes too many expected", r"mbarrier\.arrive\.expect_tx", _plus(16)),
+    ("16 bytes too few expected", r"mbarrier\.arrive\.expect_tx", _plus(-16)),
+    ("fence removed", r"fence\.", _removed),
+    ("wgmma fence removed", r"wgmma\.fence", _removed),
+    ("wgmma wait removed", r"wgmma\.wait_group", _removed),
+    ("wgmma wait one group late", r"wgmma\.wait_group", _plus(1)),
+    ("wgmma commit removed", r"wgmma\.commit_group", _removed),
+    ("wait for bulk stores removed", r"cp\.async\.bulk\.wait_group", _removed),
+    ("cluster barrier removed", r"barrier\.cluster\.wait", _removed),
+)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """The `site`-th place of a kernel that a mutation applies to."""
+
+    kernel: str  # prefix of the symbol
+    mutation: str
+    site: int
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kernel}, {self.mutation}, line {self.line}: {self.text}"
+
+
+def sites(ptx: str, pattern: str) -> list[re.Match[str]]:
+    return list(re.finditer(rf"(?<![\w.])(?:{pattern})[^;]*;", ptx))
+
+
+def mutants(kernel: str, ptx: str) -> Iterator[Mutant]:
+    for name, pattern, _ in MUTATIONS:
+        for i, match in enumerate(sites(ptx, pattern)):
+            yield Mutant(kernel, name, i, ptx[: match.start()].count("\n") + 1, " ".join(match.group().split()))
+
+
+def applied(mutant: Mutant, ptx: str) -> str:
+    _, pattern, change = next(m for m in MUTATIONS if m[0] == mutant.mutation)
+    match = sites(ptx, pattern)[mutant.site]
+    changed = change(match.group())
+    assert changed != match.group(), mutant
+    return ptx[: match.start()] + changed + ptx[match.end() :]
+
+
+# --- problems ---------------------------------------------------------------------------------------------------------
+
+PROBLEMS: dict[str, Case] = {
+    # long enough for every stage of every ring to be used again
+    "prefill": prefill(140, 700, (2, 1), 64, mask="causal"),
+    "decode": decode(1500, (4, 1), 64),
+    "append": prefill(40, 300, (1, 1), 128, dtype="bfloat16"),
+}
+
+
+def kernels(arch: str, case: Case) -> dict[str, str]:
+    """PTX of the kernels that a case launches, by symbol."""
+    seen: dict[str, str] = {}
+
+    def remember(ptx: str) -> str:
+        found = re.search(r"\.entry\s+(\w+)", ptx)
+        assert found is not None
+        seen[found[1]] = ptx
+        return ptx
+
+    for schedule in SCHEDULES:
+        with using(arch, schedule=schedule, rewrite=remember):
+            result = solve(case)
+        assert result == "", f"the kernels themselves: {result}"
+    return seen
+
+
+def solve(case: Case) -> str:
+    out, lse = call(case, make(case), backend="emulator")
+    return check(case, out, lse).detail
+
+
+def caught(arch: str, case: Case, mutant: Mutant) -> str:
+    """What noticed the mutant, or "" if it survived."""
+
+    def rewrite(ptx: str) -> str:
+        return applied(mutant, ptx) if f".entry {mutant.kernel}(" in ptx else ptx
+
+    for schedule in SCHEDULES:
+        with using(arch, schedule=schedule, rewrite=rewrite):
+            try:
+                wrong = solve(case)
+            except EmulatorError as err:
+                return type(err).__name__
+        if wrong:
+            return "wrong result"
+    return ""
+
+
+# Survivors that break nothing: (mutation, pattern of what identifies the site) -> why.
+EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = ()
+
+
+def excuse(ptx: str, mutant: Mutant) -> str:
+    for mutation, applies, why in EQUIVALENT:
+        if mutation == mutant.mutation and applies(ptx, mutant):
+            return why
+    return ""
+
+
+def report(arch: str, names: list[str]) -> dict[str, object]:
+    tally: dict[str, list[int]] = {}
+    survivors: list[dict[str, str]] = []
+    for name in names:
+        for symbol, ptx in kernels(arch, PROBLEMS[name]).items():
+            for mutant in mutants(symbol, ptx):
+                by = caught(arch, PROBLEMS[name], mutant)
+                why = "" if by else excuse(ptx, mutant)
+                row = tally.setdefault(mutant.mutation, [0, 0, 0])  # caught, equivalent, missed
+                row[0 if by else 1 if why else 2] += 1
+                if not by:
+                    survivors.append({"problem": name, "mutant": str(mutant), "equivalent": why})
+    found, equal, missed = (sum(row[i] for row in tally.values()) for i in range(3))
+    return {
+        "arch": arch,
+        "caught": found,
+        "equivalent": equal,
+        "missed": missed,
+        "share": found / max(found + missed, 1),
+        "mutations": {
+            name: dict(zip(("caught", "equivalent", "missed"), row, strict=True)) for name, row in tally.items()
+        },
+        "survivors": survivors,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", default="sm_90a")
+    parser.add_argument("--problem", choices=PROBLEMS, action="append")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    found = report(options.arch, options.problem or list(PROBLEMS))
+    text = json.dumps(found, indent=1)
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,96 @@
+"""What the emulator computes is what hardware computed: micro-kernels against recorded results."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cute_attn.emulator import Schedule, tensormap
+from tests.emulator.micro import emulate
+from tests.emulator.micro.case import Case
+from tests.emulator.micro.catalogue import ADDRESS, cases, maps
+
+Array = np.ndarray[Any, Any]
+
+GOLDENS = Path(__file__).parent / "goldens"
+pytestmark = pytest.mark.emulator
+
+# Bounds of the ISA where they are no number of ulps: relative to the value, or absolute.
+NEAR = {"lg2": (2**-21.5, 2**-22), "tanh": (2**-10.9, 0.0), "sin": (0.0, 2**-20.5), "cos": (0.0, 2**-20.5)}
+
+
+@functools.cache
+def recorded(family: str) -> dict[str, Array]:
+    path = GOLDENS / f"{family}.npz"
+    if not path.exists():
+        return {}
+    with np.load(path) as stored:
+        return {name: stored[name] for name in stored.files}
+
+
+def differences(case: Case, got: bytes, want: bytes) -> str:
+    """Where results differ beyond what the case allows, or ""."""
+    if case.unit.startswith("near:"):
+        a, b = np.frombuffer(got, np.float32), np.frombuffer(want, np.float32)
+        relative, absolute = NEAR[case.unit[5:]]
+        wrong = ~(np.abs(a - b) <= relative * np.abs(b) + absolute) & ~(np.isnan(a) & np.isnan(b)) & (a != b)
+    elif case.unit == "bf2":
+        a, b = (np.frombuffer(x, np.uint16) for x in (got, want))
+        nan = ((a & 0x7FFF) > 0x7F80) & ((b & 0x7FFF) > 0x7F80)
+        wrong = (a != b) & ~nan
+    elif case.unit[0] == "f":
+        a, b = (np.frombuffer(x, case.unit) for x in (got, want))
+        bits = [np.frombuffer(x, f"i{case.unit[1]}").astype(np.int64) for x in (got, want)]
+        wrong = (np.abs(bits[0] - bits[1]) > case.ulps) & ~(np.isnan(a) & np.isnan(b))
+    else:
+        a, b = (np.frombuffer(x, case.unit) for x in (got, want))
+        wrong = a != b
+    if not wrong.any():
+        return ""
+    first = int(np.flatnonzero(wrong)[0])
+    return f"{case.id}: item {first} is {a[first]!r}, hardware has {b[first]!r}; {int(wrong.sum())} of {len(wrong)}"
+
+
+CASES = [pytest.param(case, id=case.id) for case in cases() if case.name in recorded(case.family)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_emulator_reproduces_hardware(case: Case) -> None:
+    stored = recorded(case.family)
+    assert str(stored[f"digest {case.name}"]) == case.digest, "the case changed after it was recorded"
+    assert differences(case, emulate.run(case), stored[case.name].tobytes()) == ""
+
+
+@pytest.mark.parametrize("family", ["tma", "wgmma", "barriers", "copies", "cluster", "matrix", "warp"])
+@pytest.mark.parametrize("kind", ["delayed", "adversarial"])
+def test_schedules_do_not_change_results(kind: str, family: str) -> None:
+    for seed, case in enumerate(case for case in cases() if case.family == family):
+        assert emulate.run(case, schedule=Schedule(kind, seed)) == emulate.run(case), case.id
+
+
+def test_descriptors_are_those_of_the_driver() -> None:
+    stored = recorded("tensor_maps")
+    for tensor, row in zip(maps(), stored.get("rows", ()), strict=False):
+        assert emulate.encoded(tensor, ADDRESS).hex() == row.tobytes().hex(), tensor
+
+
+def test_descriptors_are_read_as_written() -> None:
+    for tensor in maps():
+        read = tensormap.decode(emulate.encoded(tensor, ADDRESS))
+        assert (read.address, tensormap.DTYPES[read.dtype]) == (ADDRESS, tensor.dtype)
+        assert (read.dims, read.strides, read.box) == (tensor.dims, tensor.strides, tensor.box)
+        assert (read.swizzle, read.nan_fill, read.l2) == (tensor.swizzle, tensor.nan_fill, tensor.l2)
+
+
+def test_the_record_is_complete() -> None:
+    """Every case was recorded or is known to be beyond the hardware at hand."""
+    path = GOLDENS / "record.json"
+    if path.exists():
+        record = json.loads(path.read_text())
+        missing = [case.id for case in cases() if case.name not in recorded(case.family)]
+        assert sorted(missing) == sorted(name for name in record["failures"] if "/" in name)

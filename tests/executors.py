@@ -1,0 +1,45 @@
+"""What can run a problem: the reference, the emulator of an architecture, a GPU. One test body for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from cute_attn import emulator
+
+
+@dataclass(frozen=True)
+class Executor:
+    """`backend` and `device` of a call that runs inside `active`. `arch`: the GPU that is emulated, or ""."""
+
+    name: str
+    backend: str
+    device: str
+    arch: str = ""
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        with emulator.using(self.arch) if self.arch else contextlib.nullcontext():
+            yield
+
+
+REFERENCE = Executor("reference", "reference", "cpu")
+CUDA = Executor("cuda", "auto", "cuda")
+
+
+def emulated(arch: str) -> Executor:
+    return Executor(f"emulator-{arch}", "emulator", "cpu", arch)
+
+
+HAS_GPU = torch.cuda.is_available()
+GPU_MARKS = (pytest.mark.gpu, pytest.mark.sm80, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device"))
+
+PARAMS = [
+    pytest.param(REFERENCE, id=REFERENCE.name),
+    *(pytest.param(emulated(a), id=emulated(a).name, marks=pytest.mark.emulator) for a in ("sm_80", "sm_90a")),
+    pytest.param(CUDA, id=CUDA.name, marks=GPU_MARKS),
+]
