@@ -249,7 +249,8 @@ def _two_buffers(semaphores: torch.Tensor, scratch: torch.Tensor) -> Scratch:
             raise ArgumentError(
                 f"{name} must be contiguous and start at a multiple of 16 bytes, got {checks.describe(buffer)}"
             )
-    return Scratch(semaphores.data_ptr(), semaphores.nbytes, scratch.data_ptr(), scratch.nbytes)
+    buffers = semaphores, scratch
+    return Scratch(buffers, semaphores.data_ptr(), semaphores.nbytes, scratch.data_ptr(), scratch.nbytes)
 
 
 def _check_sm_count(sm_count: Any, device: torch.device) -> None:

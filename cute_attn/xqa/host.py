@@ -6,14 +6,14 @@ import functools
 
 import torch
 
+from cute_attn.backends.fa2_kernels import load
 from cute_attn.errors import WorkspaceError
 from cute_attn.kernels import divisor
 from cute_attn.kernels.spec import KV_BITS
 from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.spec import XqaSpec
-from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import Arch, for_device
-from cute_attn.runtime.launch import Launch, current_stream
+from cute_attn.runtime.launch import CPU, Launch, current_stream
 from cute_attn.xqa.problem import XqaFeatures, XqaProblem
 
 UNBOUNDED = 1 << 30  # no window: beyond any kv index
@@ -27,7 +27,8 @@ class Runner:
 
     def __init__(self, features: XqaFeatures, arch: Arch, sms: int, spec: XqaSpec | None = None) -> None:
         f = features
-        self.features, self.arch = features, arch
+        self.arch, self.q_len, self.page_size = arch, f.q_len, f.page_size
+        self.device_index = CPU if f.device.type == "cpu" else f.device.index
         group = f.num_qo_heads // f.num_kv_heads
         rows = f.q_len * group
         self.spec = spec or choose_spec(features, arch)
@@ -49,11 +50,11 @@ class Runner:
         )
 
     def __call__(self, problem: XqaProblem) -> None:
-        self.launch.fire(self.values(problem), self.grid, current_stream(self.features.device.index))
+        self.launch.fire(self.values(problem), self.grid, current_stream(self.device_index))
 
     @functools.cached_property
     def launch(self) -> Launch:
-        return Launch(artifacts.get(self.spec, self.arch.name), self.features.device.index, pdl=self.pdl)
+        return load(self.spec, self.arch.name, self.device_index, self.pdl)
 
     def values(self, problem: XqaProblem) -> Values:
         """Kernel parameters in the order of `XqaParams`."""
@@ -95,9 +96,9 @@ class Runner:
             v_strides[0] * size,
             v_strides[1] * size,
             *sf_steps,
-            mask_row_bytes(self.features.q_len),
+            mask_row_bytes(self.q_len),
             batch,
-            min(max_pages * self.features.page_size, UNBOUNDED),
+            min(max_pages * self.page_size, UNBOUNDED),
             *self.constants,
             scale,
             v_scale,

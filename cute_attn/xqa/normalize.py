@@ -144,6 +144,9 @@ def _features(
             "num_qo_heads of query must be a multiple of num_kv_heads of kv_cache, "
             f"got {num_qo_heads} and {num_kv_heads}"
         )
+    if device.type == "cuda" and o_dtype not in HALF and torch.cuda.get_device_capability(device) < (9, 0):
+        reason, instead = "GPUs before compute capability 9.0 run a kernel without that conversion", "a 16-bit out"
+        raise NotSupported([Refusal("xqa", "fp8 output", reason, instead)])
     if device.type == "cuda" and head_dim not in HEAD_DIMS:
         instead = "BatchDecodeWithPagedKVCacheWrapper, or tensors on the CPU"
         raise NotSupported([Refusal("xqa", f"head_dim {head_dim}", f"its kernels have {HEAD_DIMS}", instead)])
@@ -211,8 +214,8 @@ def workspace(value: Any) -> Scratch:
         raise ArgumentError(
             f"workspace_buffer must be contiguous and start at a multiple of 16 bytes, got {checks.describe(value)}"
         )
-    base = value.data_ptr()
-    return Scratch(base, min(value.nbytes, COUNTER_BYTES), base + COUNTER_BYTES, max(0, value.nbytes - COUNTER_BYTES))
+    base, size = value.data_ptr(), value.nbytes
+    return Scratch((value,), base, min(size, COUNTER_BYTES), base + COUNTER_BYTES, max(0, size - COUNTER_BYTES))
 
 
 # --- lengths and tables -----------------------------------------------------------------------------------------------

@@ -25,9 +25,10 @@ class XqaFeatures(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Addresses in the caller's workspace: one counter a CTA (zero before and after), and room for partials."""
+    """Places in the caller's `buffers`: one counter a CTA (zero before and after), and room for partials."""
 
-    counters: int
+    buffers: tuple[torch.Tensor, ...]
+    counters: int  # addresses
     counter_bytes: int
     partials: int
     partial_bytes: int

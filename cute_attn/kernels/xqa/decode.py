@@ -18,6 +18,7 @@ from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.epilogue import Finish
+from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, zeros
 from cute_attn.kernels.blocks.smem import further
 from cute_attn.kernels.xqa import formats
@@ -150,12 +151,13 @@ class XqaProgram:
         merge, query_rows = self.compose(params)
         # A segment of nothing comes first: what fills the ring for the next segment then stands here once.
         segment = partition.nothing()
-        located = self.tile(params, segment).nowhere()
+        located, words = self.tile(params, segment).nowhere(), query_rows.nothing()
         while partition.reaches(segment, share):
-            work = self.work(params, segment, share, query_rows)
+            work = self.work(params, segment, share, query_rows.operands(words), query_rows.rows(segment))
             state = State(work.softmax.start(), self.ring(), located)
             for i in cutlass.range(0, work.stretch.count, unroll=1):
                 state = self.step(work, state, i)
+            words = query_rows.fetch(following)
             located = self.fill(self.tile(params, following), self.stretch(following, share))
             self.conclude(merge, query_rows, segment, share, work.stretch.part, state.running)
             segment = following
@@ -188,8 +190,7 @@ class XqaProgram:
         table = p.table + Int64(segment.index) * p.table_stride
         return PagedTile(self.memory, p, table, head, segment.request.first_token, segment.request.kv_len)
 
-    def work(self, p: XqaParams, segment: Segment, share: Share, query_rows: QueryRows) -> Work:
-        queries, rows = query_rows.load(segment), query_rows.rows(segment)
+    def work(self, p: XqaParams, segment: Segment, share: Share, queries: Queries, rows: PackedRows) -> Work:
         return Work(
             stretch=self.stretch(segment, share),
             tile=self.tile(p, segment),

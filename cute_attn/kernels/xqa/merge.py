@@ -23,7 +23,7 @@ from cute_attn.kernels.xqa.softmax import Running, reduce_column
 from cute_attn.kernels.xqa.spec import XqaMemory, XqaSpec
 
 WIDTH = 4  # output dimensions of one thread
-PIECES = 8  # of a part, that a lane loads at once: 8 x 16 bytes
+PIECES = 4  # of a part, that a lane loads at once: 4 x 16 bytes, twice
 
 
 class Sum(NamedTuple):
@@ -198,7 +198,7 @@ class Merge:
         nothing = Sum(Float32(ptx.NEG_INF), Float32(0.0), [Float32(0.0) for _ in range(WIDTH)])
         sums = [nothing for _ in range(self.at_once)]
         places = [self.piece(start + (lane + 32 * i)) for i in range(self.at_once)]
-        for index in cutlass.range(warp, count, self.spec.warps, unroll=1):
+        for index in cutlass.range(warp, count, self.spec.warps, unroll=2):
             partial = (first + index) * 2 + ptx.select(index == 0, Int32(1), Int32(0))
             loaded = [self.load_partial(partial, rows, row, dim) for row, dim in places]
             sums = [combined([old, new]) for old, new in zip(sums, loaded, strict=True)]

@@ -42,24 +42,37 @@ class QueryRows:
     def head(self, segment: Segment) -> Int32:
         return isa.divide(segment.unit, self.p.row_blocks)
 
-    def load(self, segment: Segment) -> Queries:
-        """A negative scale turns the signs of Q, so that the softmax may take the scale to be positive."""
+    def fetch(self, segment: Segment) -> list[Int32]:
+        """Starts the loads of a segment's rows. Before those of its first tiles: behind them, in the memory's queue,
+        they would come last, and every warp needs them first.
+        """
         rows, p = self.rows(segment), self.p
         lane = cute.arch.thread_idx()[0] & 31
-        g, t = lane >> 2, lane & 3
+        words = []
+        for block in range(self.spec.row_blocks):
+            row = (lane >> 2) + 8 * block
+            address = rows.address(p.q, row, p.q_stride_n, p.q_stride_h)
+            words += self._words(address, rows.exists(row), lane & 3)
+        return words
+
+    def nothing(self) -> list[Int32]:
+        return [Int32(0) for _ in range(self.spec.row_blocks * self.spec.head_dim // 8)]
+
+    def operands(self, words: list[Int32]) -> Queries:
+        """A negative scale turns the signs of Q, so that the softmax may take the scale to be positive."""
+        t = cute.arch.thread_idx()[0] & 3
         turn = ptx.select(self.scale < Float32(0.0), Int32(SIGNS), Int32(0))
         fragments, scales = [], []
-        for block in range(self.spec.row_blocks):
-            row = g + 8 * block
-            address = rows.address(p.q, row, p.q_stride_n, p.q_stride_h)
-            words = self._words(address, rows.exists(row), t)
+        per_block = len(words) // self.spec.row_blocks
+        for start in range(0, len(words), per_block):
+            block = words[start : start + per_block]
             scale = isa.magnitude(self.scale)
             if self.spec.mma_dtype != self.spec.dtype:
-                words, factor = self._to_fp16(words)
+                block, factor = self._to_fp16(block)
                 scale = scale * factor
             scale = ptx.fmax(scale, Float32(SMALLEST_SCALE))
-            words = [word ^ turn for word in words]
-            fragments.append([words[i : i + 2] for i in range(0, len(words), 2)])
+            block = [word ^ turn for word in block]
+            fragments.append([block[i : i + 2] for i in range(0, len(block), 2)])
             # Accumulators have rows 2t and 2t + 1 as columns; the scale of row g is with lanes 4g.
             scales += [ptx.shuffle_from(scale, t * 8 + 4 * column) for column in (0, 1)]
         return Queries(fragments, scales)
