@@ -57,7 +57,7 @@ class Partition:
         exists = isa.below(index, p.batch)
         kv_len = isa.load_if(exists, p.seq_lens + Int64(index) * Int64(4), 0, 1)[0]
         kv_len = ptx.maximum(ptx.minimum(kv_len, p.capacity), Int32(0))  # never past the row of the page table
-        qo_start, qo_len = index * p.q_len, p.q_len
+        qo_start, qo_len = index * p.q_len, ptx.select(exists, p.q_len, Int32(0))
         if p.q_indptr != Int64(0):
             bounds = p.q_indptr + Int64(index) * Int64(4)
             qo_start = isa.load_if(exists, bounds, 0, 1)[0]
