@@ -43,7 +43,7 @@ def solve(case: XqaCase, arch: str, sms: int, schedule: str, monkeypatch: pytest
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_random(arch: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     r = random.Random(seed)
     sms, schedule = r.choice([1, 2, 3, 5, 11]), r.choice(SCHEDULES)
@@ -58,7 +58,7 @@ CASES = {
     "one long request": XqaCase((1500,), kv="e4m3", heads=(4, 1)),
     "a long one among short ones": XqaCase((3, 900, 0, 5), heads=(2, 1), head_dim=64),
     "more rows than a block": XqaCase((40, 90), heads=(40, 2), q_len=2),
-    "more requests than lanes": XqaCase(tuple(range(70)), kv="nvfp4", heads=(2, 1), head_dim=64, bmm1_scale=0.001),
+    "more requests than lanes": XqaCase(tuple(range(40)), kv="nvfp4", heads=(2, 1), head_dim=64, bmm1_scale=0.001),
     "no requests": XqaCase((), heads=(2, 1)),
     "nothing to see": XqaCase((0, 0, 0), heads=(2, 1), sinks=True),
     "a window inside a tile": XqaCase((500, 30), kv="e4m3", heads=(4, 2), window_left=5),
