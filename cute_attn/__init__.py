@@ -46,6 +46,7 @@ try:
         nvfp4_quantize_paged_kv_cache,
     )
     from cute_attn.select import explain
+    from cute_attn.xqa import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 except ImportError as error:
     # Without torch there is no API, but `python -m cute_attn doctor` must live to say so, and artifacts are only data.
     _import_error = error
@@ -93,4 +94,6 @@ __all__ = [
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "trtllm_batch_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache",
 ]

@@ -205,13 +205,16 @@ class CombineSpec(KernelSpec):
         return CombineProgram(self, arch)
 
 
-SPEC_TYPES: dict[str, type[KernelSpec]] = {cls.kernel: cls for cls in (Fa2Spec, Fa3Spec, CombineSpec)}
+def _spec_types() -> dict[str, type[KernelSpec]]:
+    from cute_attn.kernels.xqa.spec import XqaSpec
+
+    return {cls.kernel: cls for cls in (Fa2Spec, Fa3Spec, CombineSpec, XqaSpec)}
 
 
 def from_dict(data: dict[str, Any]) -> KernelSpec:
     """Inverse of `KernelSpec.asdict` (after a trip through JSON)."""
     fields = dict(data)
-    cls = SPEC_TYPES[fields.pop("kernel")]
+    cls = _spec_types()[fields.pop("kernel")]
     if "tile" in fields:
         fields["tile"] = (HopperTile if cls is Fa3Spec else Tile)(**fields["tile"])
     if isinstance(fields.get("scores"), Sequence):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from cute_attn.kernels.memory import SharedMemory
 from cute_attn.kernels.spec import CombineSpec, Fa2Spec, KernelSpec, Tile
+from cute_attn.kernels.xqa.tiles import default_specs as xqa_specs
 from cute_attn.runtime.arch import Arch, named
 
 HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256))
@@ -193,6 +194,7 @@ def default_specs(arch_name: str) -> list[KernelSpec]:
     specs += [CombineSpec(dtype, dim) for dtype, dim in product(("float16", "bfloat16"), (64, 128, 256))]
     specs += _batches(arch)
     specs += [CombineSpec("bfloat16", dim, "items") for dim in (64, 128, 256)]
+    specs += xqa_specs(arch)
     return list(dict.fromkeys(specs))
 
 

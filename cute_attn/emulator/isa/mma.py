@@ -127,3 +127,17 @@ def _mma_f16(
     spread = (wide[0, :, 0], wide[0, :, 1], wide[1, :, 0], wide[1, :, 1])
     d = _mma(g, mask, (_f16, _f16), a, b, spread)
     return [floats.pack16(d[i].astype(np.float16), d[i + 1].astype(np.float16)) for i in (0, 2)]
+
+
+@form("movmatrix.sync.aligned.m8n8.trans.b16", converges=True, golden="matrix")
+def movmatrix(e: Emitter, inst: Inst) -> None:
+    d, a = inst.operands
+    e.call(_movmatrix, [e.get(a, "u4")], [(d, "u4")])
+
+
+def _movmatrix(g: Gang, mask: Array | None, a: Array) -> Array:
+    """Lane l holds elements 2 (l % 4) and + 1 of row l / 4, before and after."""
+    whole(g, mask, "movmatrix")
+    rows = np.ascontiguousarray(g.full(a)).view(np.uint16).reshape(-1, 8, 8)
+    found: Array = np.ascontiguousarray(rows.transpose(0, 2, 1)).reshape(-1).view(np.uint32)
+    return found

@@ -1,0 +1,184 @@
+"""PTX that only the decode kernel uses, in the manner of `kernels.blocks.ptx`."""
+
+from collections.abc import Sequence
+
+from cutlass import Boolean, Float32, Int32, Int64
+
+from cute_attn.kernels.blocks.ptx import asm, select
+
+# --- bytes and halves -----------------------------------------------------------------------------------------------
+
+
+def permute(a: Int32, b: Int32, selector: int) -> Int32:
+    """Byte i of the result is byte (selector >> 4i & 7) of the eight bytes of a, then b."""
+    return asm(f"prmt.b32 $0, $1, $2, {selector};", [Int32], [a, b], pure=True)
+
+
+def permute_by(a: Int32, b: Int32, selector: Int32) -> Int32:
+    """`permute` with a selector known at run time only."""
+    return asm("prmt.b32 $0, $1, $2, $3;", [Int32], [a, b, selector], pure=True)
+
+
+def e2m1_pair(x: Int32, i: int) -> Int32:
+    """Elements i and i + 4 of eight e2m1 numbers as f16x2, divided by 2^14."""
+    moved = f"shl.b32 m, $1, {9 - 4 * i};" if i < 3 else "shr.u32 m, $1, 3;"
+    text = (
+        f"{{.reg .b32 s, m; shl.b32 s, $1, {12 - 4 * i}; {moved} "
+        "and.b32 m, m, 0x0E000E00; lop3.b32 $0, s, 0x80008000, m, 0xEA;}"  # s & signs | m
+    )
+    return asm(text, [Int32], [x], pure=True)
+
+
+def e4m3_pair(x: Int32, half: int) -> Int32:
+    """Bytes 2 * half and 2 * half + 1 as f16x2 (sm_89 and later)."""
+    source = "lh"[half]
+    text = f"{{.reg .b16 l, h; mov.b32 {{l, h}}, $1; cvt.rn.f16x2.e4m3x2 $0, {source};}}"
+    return asm(text, [Int32], [x], pure=True)
+
+
+def to_e4m3_pair(lo: Float32, hi: Float32) -> Int32:
+    """Two floats in the low 16 bits, beyond 448 saturated (sm_89 and later)."""
+    text = "{.reg .b16 p; cvt.rn.satfinite.e4m3x2.f32 p, $1, $2; cvt.u32.u16 $0, p;}"
+    return asm(text, [Int32], [hi, lo], pure=True)
+
+
+def mul_f16x2(a: Int32, b: Int32) -> Int32:
+    return asm("mul.rn.f16x2 $0, $1, $2;", [Int32], [a, b], pure=True)
+
+
+def bits(x: Float32) -> Int32:
+    return asm("mov.b32 $0, $1;", [Int32], [x], pure=True)
+
+
+def from_bits(x: Int32) -> Float32:
+    return asm("mov.b32 $0, $1;", [Float32], [x], pure=True)
+
+
+def magnitude(x: Float32) -> Float32:
+    return asm("abs.f32 $0, $1;", [Float32], [x], pure=True)
+
+
+# --- integers -------------------------------------------------------------------------------------------------------
+
+
+def divide(a: Int32, b: Int32) -> Int32:
+    return asm("div.u32 $0, $1, $2;", [Int32], [a, b], pure=True)
+
+
+def mad_wide(a: Int32, b: Int32, c: Int64) -> Int64:
+    """a * b + c, a and b unsigned."""
+    return asm("mad.wide.u32 $0, $1, $2, $3;", [Int64], [a, b, c], pure=True)
+
+
+def below(a: Int32, b: Int32) -> Boolean:
+    """a < b as unsigned numbers: negative ones are large."""
+    return asm("{.reg .pred p; setp.lt.u32 p, $1, $2; selp.s32 $0, 1, 0, p;}", [Int32], [a, b], pure=True) != Int32(0)
+
+
+def count_ones(x: Int32) -> Int32:
+    return asm("popc.b32 $0, $1;", [Int32], [x], pure=True)
+
+
+# --- across a warp --------------------------------------------------------------------------------------------------
+
+
+def movmatrix(x: Int32) -> Int32:
+    """The transpose of an 8x8 matrix of 16-bit elements: lane l has elements 2 (l % 4) + {0, 1} of row l // 4."""
+    return asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", [Int32], [x])
+
+
+def shuffle(x: Int32, lane: Int32) -> Int32:
+    return asm("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", [Int32], [x, lane])
+
+
+def shuffle_up(x: Int32, delta: int) -> Int32:
+    """Of the lane `delta` below; lanes without one keep their own."""
+    return asm(f"shfl.sync.up.b32 $0, $1, {delta}, 0, 0xffffffff;", [Int32], [x])
+
+
+def ballot(x: Boolean) -> Int32:
+    flag = select(x, Int32(1), Int32(0))
+    text = "{.reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff;}"
+    return asm(text, [Int32], [flag])
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def _flag(condition: Boolean) -> Int32:
+    return select(condition, Int32(1), Int32(0))
+
+
+def load_if(condition: Boolean, address: Int64, offset: int, words: int) -> list[Int32]:
+    """1, 2 or 4 words from global memory; zeros, and nothing read, where the condition does not hold."""
+    return _load("ld.global", Int32, condition, address, offset, words)
+
+
+def ld_l2_if(condition: Boolean, address: Int64, words: int) -> list[Float32]:
+    """The same past L1: what other CTAs have written since this one started."""
+    return _load("ld.global.cg", Float32, condition, address, 0, words)
+
+
+def _load(form: str, kind: type, condition: Boolean, address: Int64, offset: int, words: int) -> list:
+    temporaries = [f"t{i}" for i in range(words)]
+    names = ", ".join(temporaries)
+    vector, group = (f".v{words}", f"{{{names}}}") if words > 1 else ("", names)
+    text = (
+        f"{{.reg .pred p; .reg .b32 {names}; setp.ne.b32 p, ${words + 1}, 0; "
+        + " ".join(f"mov.b32 {t}, 0;" for t in temporaries)
+        + f" @p {form}{vector}.b32 {group}, [${words}+{offset}]; "
+        + " ".join(f"mov.b32 ${i}, {t};" for i, t in enumerate(temporaries))
+        + "}"
+    )
+    loaded = asm(text, [kind] * words, [address, _flag(condition)])
+    return loaded if words > 1 else [loaded]
+
+
+def copy_if(condition: Boolean, shared: Int32, offset: int, source: Int64, source_offset: int, present: Int32) -> None:
+    """cp.async of 16 bytes, of which those beyond `present` (0 or 16) become zeros and are not read; no copy at all,
+    and nothing written, where the condition does not hold."""
+    _copy(condition, shared, offset, source, source_offset, 16, present)
+
+
+def copy_small_if(condition: Boolean, shared: Int32, offset: int, source: Int64, size: int, present: Int32) -> None:
+    """The same of 4, 8 or 16 bytes."""
+    _copy(condition, shared, offset, source, 0, size, present)
+
+
+def _copy(
+    condition: Boolean, shared: Int32, offset: int, source: Int64, source_offset: int, size: int, present: Int32
+) -> None:
+    form = "cg.shared.global.L2::128B" if size == 16 else "ca.shared.global"
+    text = (
+        f"{{.reg .pred p; setp.ne.b32 p, $3, 0; @p cp.async.{form} [$0+{offset}], [$1+{source_offset}], {size}, $2;}}"
+    )
+    asm(text, [], [shared, source, present, _flag(condition)])
+
+
+def ld_shared_b32(address: Int32, offset: int = 0) -> Int32:
+    return asm(f"ld.shared.b32 $0, [$1+{offset}];", [Int32], [address])
+
+
+def ld_shared_v2(address: Int32, offset: int = 0) -> list[Int32]:
+    return asm(f"ld.shared.v2.b32 {{$0, $1}}, [$2+{offset}];", [Int32] * 2, [address])
+
+
+def st_shared_f32(address: Int32, offset: int, value: Float32) -> None:
+    asm(f"st.shared.f32 [$0+{offset}], $1;", [], [address, value])
+
+
+def st_global_b32(address: Int64, value: Int32) -> None:
+    asm("st.global.b32 [$0], $1;", [], [address, value])
+
+
+def arrive(counter: Int64) -> Int32:
+    """Counts this CTA, after a barrier: what its threads wrote is visible to whoever counts after it. Returns how many
+    counted before."""
+    return asm("atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;", [Int32], [counter])
+
+
+def all_of(conditions: Sequence[Boolean]) -> Boolean:
+    held = select(conditions[0], Int32(1), Int32(0))
+    for condition in conditions[1:]:
+        held = select(condition, held, Int32(0))
+    return held != Int32(0)

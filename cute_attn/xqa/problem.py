@@ -1,0 +1,56 @@
+"""One decode call over a paged cache, after every user error has been raised."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class XqaFeatures(NamedTuple):
+    """What decides which code runs and how: hashable, free of addresses, strides, and of lengths but q_len."""
+
+    device: torch.device
+    q_dtype: torch.dtype
+    kv_dtype: str  # of `kernels.spec.KV_BITS`
+    o_dtype: torch.dtype
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    q_len: int = 1  # query tokens of every request; with `q_indptr` at most so many
+    tree: bool = False  # mask bits say which draft tokens a row sees
+    window_left: int = -1  # -1: none
+    enable_pdl: bool | None = None
+
+
+class Scratch(NamedTuple):
+    """Places in the caller's `buffers`: one counter a CTA (zero before and after), and room for partials."""
+
+    buffers: tuple[torch.Tensor, ...]
+    counters: int  # addresses
+    counter_bytes: int
+    partials: int
+    partial_bytes: int
+
+
+class XqaProblem(NamedTuple):
+    """Tensors and numbers of a call. A scale is a float times, where there is one, a one-element tensor."""
+
+    features: XqaFeatures
+    q: torch.Tensor  # [num_tokens, num_qo_heads, head_dim]
+    k: torch.Tensor  # [num_pages, page_size, num_kv_heads, head_dim] of any strides but the last; NVFP4: head_dim / 2
+    v: torch.Tensor
+    block_tables: torch.Tensor  # [batch, max_pages] int32
+    seq_lens: torch.Tensor  # [batch] int32 or uint32
+    out: torch.Tensor  # [num_tokens, num_qo_heads, head_dim]
+    scratch: Scratch
+    scale: float = 1.0
+    v_scale: float = 1.0
+    scale_tensor: torch.Tensor | None = None
+    v_scale_tensor: torch.Tensor | None = None
+    block_scales: tuple[torch.Tensor, torch.Tensor] | None = None  # of NVFP4 k and v: e4m3, head_dim / 16
+    sinks: torch.Tensor | None = None  # [num_qo_heads] fp32, natural-log domain
+    q_indptr: torch.Tensor | None = None  # [batch + 1] int32: ragged queries
+    mask: torch.Tensor | None = None  # [num_tokens, words] of 32 bits: bit j of row r: r sees draft token j
+    lse: torch.Tensor | None = None  # [num_tokens, num_qo_heads] fp32, base 2

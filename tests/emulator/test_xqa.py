@@ -1,0 +1,71 @@
+"""The decode kernel on the emulator: few SMs and small lengths, so that segments are cut, joined and shared."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from cute_attn import emulator, xqa_batch_decode_with_kv_cache
+from cute_attn.emulator import adapter
+from cute_attn.emulator.machine import Schedule
+from cute_attn.runtime.arch import named
+from cute_attn.xqa import batch_decode, host
+from cute_attn.xqa.problem import XqaProblem
+from tests.xqa_case import XqaCase, build, random_case
+
+WORKSPACE_BYTES = 10 << 20
+SCHEDULES = ("eager", "delayed", "adversarial")
+
+
+def solve(case: XqaCase, arch: str, sms: int, schedule: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """ "" if the kernel of `arch` solves the case on a GPU of so many SMs, else what is wrong."""
+
+    def run(problem: XqaProblem) -> None:
+        inputs = {n: t for n, t in problem._asdict().items() if isinstance(t, torch.Tensor)}
+        outputs = {n: inputs.pop(n) for n in ("out", "lse") if n in inputs}
+        pairs = {f"{n} scales": t for n, t in zip("kv", problem.block_scales or (), strict=False)}
+        scratch = {f"buffer {i}": t for i, t in enumerate(problem.scratch.buffers)}
+        with adapter.visible(inputs | pairs | scratch, outputs | scratch):
+            host.Runner(problem.features, named(arch), sms)(problem)
+
+    monkeypatch.setattr(batch_decode, "run", run)
+    built = build(case)
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8)
+    workspace[8 << 20 :] = 0xFF
+    with emulator.using(arch, schedule=Schedule(schedule, case.seed)):
+        out, lse = xqa_batch_decode_with_kv_cache(**(built.arguments | {"workspace_buffer": workspace}))
+    dirty = bool(workspace[: 8 << 20].any())
+    return "semaphores are not zero again" if dirty else built.check(out, lse)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("seed", range(6))
+def test_random(arch: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    r = random.Random(seed)
+    sms, schedule = r.choice([1, 2, 3, 5, 11]), r.choice(SCHEDULES)
+    case = random_case(seed, longest=400)
+    if arch == "sm_80":
+        case = dataclasses.replace(case, out=None)  # fp8 is not written there
+    assert solve(case, arch, sms, schedule, monkeypatch) == ""
+
+
+CASES = {
+    "lengths at the edges": XqaCase((0, 1, 15, 16, 17, 31, 32, 33, 0), kv="e4m3", heads=(4, 1)),
+    "one long request": XqaCase((1500,), kv="e4m3", heads=(4, 1)),
+    "a long one among short ones": XqaCase((3, 900, 0, 5), heads=(2, 1), head_dim=64),
+    "more rows than a block": XqaCase((40, 90), heads=(40, 2), q_len=2),
+    "more requests than lanes": XqaCase(tuple(range(40)), kv="nvfp4", heads=(2, 1), head_dim=64, bmm1_scale=0.001),
+    "no requests": XqaCase((), heads=(2, 1)),
+    "nothing to see": XqaCase((0, 0, 0), heads=(2, 1), sinks=True),
+    "a window inside a tile": XqaCase((500, 30), kv="e4m3", heads=(4, 2), window_left=5),
+}
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert solve(CASES[name], "sm_90a", 3, "adversarial", monkeypatch) == ""
