@@ -27,7 +27,7 @@ class EmulatedLaunch(Launch):
     def __init__(self, artifact: Artifact, *, pdl: bool) -> None:
         self.artifact, self.pdl, self.device_index = artifact, pdl, CPU
 
-    def fire(self, values: Sequence[int | float], grid: Dim3, stream: int) -> None:
+    def fire(self, values: Sequence[int | float | bytes], grid: Dim3, stream: int) -> None:
         memory, emulation = _memory.get(), settings.current()
         if memory is None:
             raise RuntimeError("an emulated launch needs emulator.adapter.visible(...) around it")
