@@ -264,9 +264,12 @@ def _reasons_against_emulator(features: Features) -> list[Refusal]:
     return []
 
 
-def emulated(features: Features, arch: Arch) -> Backend:
-    """The backend whose kernels stand for `features` on an emulated GPU of `arch`; NotSupported as `choose`."""
-    return choose(features._replace(device=torch.device("cuda")), "auto", arch)
+def emulated(features: Features, arch: Arch, qo_len: int | None = None) -> Backend:
+    """The backend whose kernels stand for `features` on an emulated GPU of `arch`; NotSupported as `choose`. `qo_len`:
+    query tokens of a request, where known.
+    """
+    rows = None if qo_len is None else qo_len * (features.num_qo_heads // features.num_kv_heads)
+    return choose(features._replace(device=torch.device("cuda")), settings.current().kernels, arch, rows)
 
 
 def explain(asked: Features | Problem, arch: Arch | None = None) -> str:

@@ -75,6 +75,7 @@ PERTURBATIONS = (
     Perturbation("head_dim_vo", {"head_dim_qk": 192, "head_dim_vo": 128}, kinds=PREFILL, moves=False),
     Perturbation("head_dim_qk", {"head_dim_qk": 128, "head_dim_vo": 128}, moves=False),
     Perturbation("head_dim_qk", {"head_dim_qk": 72, "head_dim_vo": 72}, moves=False),
+    Perturbation("head_dim_qk", {"head_dim_qk": 80, "head_dim_vo": 80}, moves=False),
     Perturbation("num_qo_heads", {"num_qo_heads": 6}, moves=False),
     Perturbation("q_data_type", {"dtype": "bfloat16"}, moves=False),
     Perturbation("kv_data_type", {"kv_dtype": E4M3}),
