@@ -183,6 +183,11 @@ TABLE = (
     Row("lse, base 2 or natural (lse_base)", _always),
     Row("batches with ragged k and v", lambda f: f.kv_source == "ragged"),
     Row("batches with paged k and v", lambda f: f.kv_source == "paged"),
+    Row(
+        "expanded q, k or v (a stride of 0)",
+        lambda f: f.expanded,
+        {"fa3": No("its tensor maps have strides of 16 bytes or more", 'backend="fa2"')},
+    ),
 )
 
 
@@ -268,8 +273,11 @@ def emulated(features: Features, arch: Arch, qo_len: int | None = None) -> Backe
     """The backend whose kernels stand for `features` on an emulated GPU of `arch`; NotSupported as `choose`. `qo_len`:
     query tokens of a request, where known.
     """
+    kernels = settings.current().kernels
+    if kernels != "auto" and _named(kernels).capability is None:
+        raise LayoutError(f"kernels of an emulation must be 'auto' or a GPU's backend, got {kernels!r}")
     rows = None if qo_len is None else qo_len * (features.num_qo_heads // features.num_kv_heads)
-    return choose(features._replace(device=torch.device("cuda")), settings.current().kernels, arch, rows)
+    return choose(features._replace(device=torch.device("cuda")), kernels, arch, rows)
 
 
 def explain(asked: Features | Problem, arch: Arch | None = None) -> str:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_attn import select
+from cute_attn import (
+    BatchPrefillWithRaggedKVCacheWrapper,
+    LayoutError,
+    NotSupported,
+    select,
+    single_prefill_with_kv_cache,
+)
 from cute_attn.emulator import Schedule, using
 from cute_attn.emulator.settings import Emulation
 from cute_attn.problem import Features
@@ -117,3 +123,31 @@ def test_the_kernels_of_auto() -> None:
         with using("sm_90a", kernels=kernels) as emulation:
             case.call(problem, case.make(problem), backend="emulator")
         assert [record.spec["kernel"] for record in emulation.records] == [ran]
+
+
+def test_expanded_keys() -> None:
+    """Tensor maps have no strides of 0: another kernel takes them, and a plan that is made refuses them."""
+    q, kv = torch.randn(70, 4, 64).half(), torch.randn(70, 1, 64).half()
+    k, v = kv.expand(70, 2, 64), kv.flip(0).expand(70, 2, 64)
+    with using("sm_90a") as emulation:
+        out = single_prefill_with_kv_cache(q, k, v, backend="emulator")
+    assert [record.spec["kernel"] for record in emulation.records] == ["fa2"]
+    expected = single_prefill_with_kv_cache(q, k.contiguous(), v.contiguous(), backend="reference")
+    torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
+    ends = torch.tensor([0, 70], dtype=torch.int32)
+    planned = BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8), backend="emulator")
+    with using("sm_90a", kernels="fa3"):
+        with pytest.raises(NotSupported, match="refuses expanded q, k or v"):
+            single_prefill_with_kv_cache(q, k, v, backend="emulator")
+        planned.plan(ends, ends, 4, 2, 64)
+        with pytest.raises(NotSupported, match="refuses expanded q, k or v"):
+            planned.run(q, k, v)
+        got = planned.run(q, k.contiguous(), v.contiguous())
+    torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "emulator", "fa9"])
+def test_whose_kernels(kernels: str) -> None:
+    one = torch.zeros(1, 1, 64).half()
+    with using("sm_90a", kernels=kernels), pytest.raises(LayoutError, match=kernels):
+        single_prefill_with_kv_cache(one, one, one, backend="emulator")
