@@ -82,8 +82,8 @@ PERTURBATIONS = (
     Perturbation("kv_cache_sf", {"kv_dtype": "nvfp4"}, kinds=(*BATCH, "single_prefill")),
     Perturbation(
         "kv_cache_sf",
-        {"kv_dtype": "nvfp4", "head_dim_qk": 80, "head_dim_vo": 80},
-        before={"head_dim_qk": 80, "head_dim_vo": 80},
+        {"kv_dtype": "nvfp4", "head_dim_qk": 96, "head_dim_vo": 96},
+        before={"head_dim_qk": 96, "head_dim_vo": 96},
         kinds=(*BATCH, "single_prefill"),
     ),
     Perturbation("o_data_type", {"o_dtype": "bfloat16"}, kinds=(*BATCH, "single_prefill"), moves=False),

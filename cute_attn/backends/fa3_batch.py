@@ -28,7 +28,7 @@ def plan(
 ) -> Callable[[BatchProblem], None]:
     index = settings.features.device.index
     arch = for_device(index)
-    launch = scheduled(settings, lengths, limits, kernels.multiprocessors(index))
+    launch = scheduled(settings, lengths, limits, kernels.multiprocessors(index), staging.reserve)
     return Planned(settings, launch, staging, arch, index)
 
 
@@ -63,7 +63,13 @@ def launches(
     return [launch for launch in (main, combine) if launch[1][0]]
 
 
-def scheduled(settings: Settings, lengths: BatchLengths, limits: BatchLimits, sms: int) -> Scheduled:
+def scheduled(
+    settings: Settings,
+    lengths: BatchLengths,
+    limits: BatchLimits,
+    sms: int,
+    memory: plan_batch.Memory = plan_batch.new_ints,
+) -> Scheduled:
     features = settings.features
     tile = kernels.tile(features, settings.window_left >= 0)
     heads = kernels.heads_per_tile(features, plan_batch.rows_of_a_request(lengths, limits), tile.rows)
@@ -79,7 +85,7 @@ def scheduled(settings: Settings, lengths: BatchLengths, limits: BatchLimits, sm
         plans.min_split_tiles(tile.rows, tile.cols, features.head_dim_qk, features.head_dim_vo),
         4 * (features.head_dim_vo + 1),
     )
-    work = plan_batch.schedule(lengths, shape, limits)
+    work = plan_batch.schedule(lengths, shape, limits, memory)
     total = work.item_capacity * head_blocks
     slot_bytes = head_blocks * tile.rows * shape.partial_row_bytes
     rows_per_merge = min(tile.rows, plan_batch.longest_request(lengths, limits) * heads)
