@@ -32,6 +32,8 @@ DTYPES = (
     "tfloat32_ftz",
 )
 _ITEM_BYTES = (1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2, 4, 4)
+CONVERTING = ("float32_ftz", "tfloat32", "tfloat32_ftz")  # loads change values
+_CODES = (*range(11), 7 | 1 << 9, 8 | 1 << 9)  # of types: TF32 is float32 and a bit of its own
 SWIZZLE_SPAN = (0, 32, 64, 128)  # bytes, by code
 _SWIZZLE_PERIOD = (16, 256, 512, 1024)  # bytes after which a pattern repeats
 UNIT = 16  # bytes in which TMA addresses global memory
@@ -101,7 +103,7 @@ class TensorMap:
         box = [b - 1 for b in self.box] + [0] * (5 - self.rank)
         flags = (
             (self.rank - 1) << _RANK
-            | self.dtype << _DTYPE
+            | _CODES[self.dtype] << _DTYPE
             | self.interleave << _INTERLEAVE
             | self.swizzle << _SWIZZLE
             | int(self.nan_fill) << _NAN_FILL
@@ -128,16 +130,16 @@ def decode(raw: bytes) -> TensorMap:
     w = struct.unpack("<8Q", raw[:64])
     flags = w[1] & 0xFFFFFFFF
     rank = ((flags >> _RANK) & 7) + 1
-    dtype = (flags >> _DTYPE) & 15
-    if rank > 5 or dtype >= len(DTYPES):
-        raise MemoryFault(f"not a tensor map: rank {rank}, dtype {dtype}")
+    code = (flags >> _DTYPE) & (1 << 9 | 15)
+    if rank > 5 or code not in _CODES:
+        raise MemoryFault(f"not a tensor map: rank {rank}, type {code:#x}")
     dims = [(w[4 + i // 2] >> (32 * (i % 2)) & 0xFFFFFFFF) + 1 for i in range(5)]
     low = (w[1] >> 32, w[2] & 0xFFFFFFFF, w[2] >> 32, w[3] & 0xFFFFFFFF)
     strides = [(low[i] | (w[3] >> (32 + 4 * i) & 15) << 32) << 4 for i in range(4)]
     box = [(w[6] >> 56) + 1, *((w[7] >> (8 * i) & 255) + 1 for i in range(4))]
     found = TensorMap(
         w[0],
-        dtype,
+        _CODES.index(code),
         tuple(dims[:rank]),
         tuple(strides[: rank - 1]),
         tuple(box[:rank]),
@@ -183,7 +185,7 @@ class Chunks:
 
 
 def chunks(tensor: TensorMap, coordinates: Sequence[int], line_bytes: int) -> Chunks:
-    """Pieces of 16 bytes where the bound `line_bytes` of the innermost dimension allows, of single elements elsewhere."""
+    """Pieces of 16 bytes; of single elements where `line_bytes`, the bound of the innermost dimension, cuts one."""
     row_bytes = tensor.box[0] * tensor.item_bytes
     start = coordinates[0] * tensor.item_bytes
     end = line_bytes - start

@@ -75,7 +75,7 @@ def test_emulator_reproduces_hardware(case: Case) -> None:
 @pytest.mark.parametrize("case", REFUSED)
 def test_emulator_refuses_what_hardware_refuses(case: Case) -> None:
     assert "ILLEGAL_INSTRUCTION" in refused()[case.id]
-    with pytest.raises(MemoryFault, match="TMA (store )?at"):
+    with pytest.raises(MemoryFault, match=r"TMA (store )?at"):
         emulate.run(case)
 
 

@@ -72,6 +72,8 @@ def _map_at(g: Gang, address: int) -> tensormap.TensorMap:
             rows = access.op_load_global(g.cta, np.array([address]), tensormap.BYTES, None, "a tensor map's read")
             raw = rows.tobytes()
         found = cache[address] = tensormap.decode(raw)
+        if tensormap.DTYPES[found.dtype] in tensormap.CONVERTING:
+            raise MemoryFault(f"the emulator has no copies of {tensormap.DTYPES[found.dtype]} by TMA")
     return found
 
 
