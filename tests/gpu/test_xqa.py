@@ -191,6 +191,7 @@ class Producer:
         pages = [int(a["block_tables"][i, n // case.page_size]) for i, n in enumerate(last)]
         self.places = [torch.tensor(x, device=DEVICE) for x in (pages, [n % case.page_size for n in last])]
         self.newest = [self.storage(x)[tuple(self.places)].clone() for x in self.caches]
+        self.rubbish = [torch.full_like(x, NOBODYS) for x in self.newest]
 
     @staticmethod
     def storage(x: torch.Tensor) -> torch.Tensor:
@@ -199,12 +200,14 @@ class Producer:
     def spoil(self) -> None:
         for x in self.targets:
             x.fill_(float("nan"))
-        for x in self.caches:
-            self.storage(x)[tuple(self.places)] = NOBODYS
+        self.append(self.rubbish)
+
+    def append(self, tokens: list[torch.Tensor]) -> None:
+        for x, source in zip(self.caches, tokens, strict=True):
+            self.storage(x).index_put_(tuple(self.places), source)
 
     def write(self) -> None:
-        for x, source in zip(self.caches, self.newest, strict=True):
-            self.storage(x).index_put_(tuple(self.places), source)
+        self.append(self.newest)
         for x, source in zip(self.targets, self.sources, strict=True):
             x.copy_(source)
 
