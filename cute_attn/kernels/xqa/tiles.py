@@ -39,7 +39,8 @@ def choose(
     q_dtype: str, kv_dtype: str, out_dtype: str, head_dim: int, packed_rows: int, tree: bool, few: bool, arch: Arch
 ) -> XqaSpec:
     """The kernel for `packed_rows` = q_len * group rows, and for at most FEW pairs of a request and a kv head."""
-    row_blocks = min(2, REGISTER_DIMS // head_dim, max(1, -(-packed_rows // 8)))
+    software = KV_BITS[kv_dtype] == 4 and arch.capability < (8, 9)  # conversions that take registers, too
+    row_blocks = max(1, min(2, REGISTER_DIMS // (2 if software else 1) // head_dim, -(-packed_rows // 8)))
     ring = (FEW_RINGS if few else MANY_RINGS)[KV_BITS[kv_dtype]]
     specs = [
         XqaSpec(
@@ -63,8 +64,9 @@ def _cols(kv_dtype: str, head_dim: int, row_blocks: int, slot: int) -> int:
 
 def _fits(spec: XqaSpec, arch: Arch) -> bool:
     """All CTAs of an SM together may take as much as the largest single one, and what the system takes from each. In
-    the 128 registers that 16 warps an SM leave a thread, scores of more than 32 tokens spill."""
-    if spec.warps * spec.ctas >= 16 and spec.cols > 32:
+    the 128 registers that 16 warps an SM leave a thread, scores of more than 32 tokens spill; in 168, tree masks."""
+    warps = spec.warps * spec.ctas
+    if (warps >= 16 and spec.cols > 32) or (warps >= 12 and spec.tree):
         return False
     return spec.ctas * (XqaMemory.of(spec).bytes + RESERVED_SMEM) <= arch.smem_limit + RESERVED_SMEM
 
