@@ -98,7 +98,7 @@ BY_NAME = {backend.name: backend for backend in (*BACKENDS, EMULATOR)}
 
 ELSEWHERE = {  # backend names of FlashInfer that are none here: (reason, instead)
     "fa4": ("it is not built yet", 'backend="auto"'),
-    "xqa": ("it is not built yet", 'backend="auto"'),
+    "xqa": ("its kernels need no plan and have a function of their own", "xqa_batch_decode_with_kv_cache"),
     **dict.fromkeys(
         ("cudnn", "cutlass", "cute-dsl", "fmha_v2", "trtllm-gen"),
         ("it is not part of this library", 'backend="auto"'),

@@ -114,6 +114,10 @@ def flashinfer_xqa(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
     return xqa(flashinfer("flashinfer.decode").xqa_batch_decode_with_kv_cache, w, sets)
 
 
+def our_xqa(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    return xqa(cute_attn.xqa_batch_decode_with_kv_cache, w, sets)
+
+
 def xqa(decode: Any, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
     """`xqa_batch_decode_with_kv_cache`, of FlashInfer or ours."""
     device = sets[0].q.device

@@ -45,9 +45,11 @@ def bind_ours(backend: str, w: Workload, sets: Sequence[Inputs]) -> list[Call]:
 
 
 def candidates(phase: str, backends: Sequence[str]) -> dict[str, Bind]:
-    """Ours by backend, then every peer that has a kernel for the phase."""
+    """Ours by backend, the function that needs no plan, then every peer that has a kernel for the phase."""
     bind = bind_ours if phase in ("prefill", "decode") else batch_peers.ours
-    ours = {OURS if b == "auto" else f"{OURS} {b}": functools.partial(bind, b) for b in backends}
+    ours: dict[str, Bind] = {OURS if b == "auto" else f"{OURS} {b}": functools.partial(bind, b) for b in backends}
+    if phase == "batch decode":
+        ours[f"{OURS} xqa"] = batch_peers.our_xqa
     return {**ours, **{peer.name: peer.bind for peer in PEERS if phase in peer.phases}}
 
 

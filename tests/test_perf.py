@@ -16,13 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend
 
-from perf import batch_peers, bench, check, harness, report, warm
+from perf import batch_peers, bench, check, harness, report, warm, xqa
 from perf.batch_workloads import BatchWorkload, equal
 from perf.ceilings import ceilings
 from perf.optional import UnavailableError
 from perf.peers import PEERS, Peer
 from perf.workloads import Inputs, Workload
 
+DTYPES = ("bfloat16", "e4m3")
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 SMALL = Workload(96, 128, 4, 2, 64, 64, causal=True, dtype="float16")
@@ -219,6 +220,25 @@ def test_batches_of_ours_are_right_and_the_oracle_sees_every_request(w: BatchWor
             wrong = right.clone()
             wrong[start] += 1.0
             assert truth.complaint(truth.error(wrong))
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "e4m3"])
+def test_the_function_without_a_plan_stands_beside_the_wrapper(kv_dtype: str) -> None:
+    w = BatchWorkload((1, 1, 1), (50, 7, 16), 4, 2, 64, 16, kv_dtype=kv_dtype)
+    sets = [w.inputs(CPU, seed) for seed in range(2)]
+    binds = {name: b for name, b in bench.candidates(w.phase, ["auto"]).items() if name.startswith("cute_attn")}
+    assert list(binds) == ["cute_attn", "cute_attn xqa"]
+    calls, entries = bench.prepare(w, binds, sets)
+    assert list(calls) == list(binds), entries
+    assert "cute_attn xqa" not in bench.candidates("paged prefill", ["auto"])
+
+
+def test_rows_of_the_anchors() -> None:
+    by_heads = {(w.num_qo_heads, w.page_size, w.kv_dtype) for w in xqa.ANCHORS}
+    assert by_heads == set(itertools.product((32,), (16,), DTYPES)) | set(itertools.product((64,), (64,), DTYPES))
+    assert len({w.name for w in xqa.ANCHORS}) == 24
+    uneven, even = xqa.EVEN_AND_UNEVEN[:2]
+    assert sum(uneven.kv_lens) == pytest.approx(sum(even.kv_lens), rel=1e-2)
 
 
 def test_work_of_batches() -> None:

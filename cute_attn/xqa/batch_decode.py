@@ -131,7 +131,7 @@ def run(problem: XqaProblem) -> None:
     if problem.q.device.type == "cpu":
         reference.run(problem)
     else:
-        host.runner(problem.features)(problem)
+        host.run(problem)
 
 
 def trtllm_batch_decode_with_kv_cache(

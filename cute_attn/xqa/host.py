@@ -17,7 +17,7 @@ from cute_attn.runtime.launch import CPU, Launch, current_stream
 from cute_attn.xqa.problem import XqaFeatures, XqaProblem
 
 UNBOUNDED = 1 << 30  # no window: beyond any kv index
-OVERHEAD = 2  # what starting and finishing a segment costs, in tiles
+OVERHEAD = 4  # what starting and finishing a segment costs, in tiles
 
 Values = tuple[int | float, ...]
 
@@ -25,13 +25,13 @@ Values = tuple[int | float, ...]
 class Runner:
     """Runs problems of the same features. What does not change between calls is computed once."""
 
-    def __init__(self, features: XqaFeatures, arch: Arch, sms: int, spec: XqaSpec | None = None) -> None:
+    def __init__(self, features: XqaFeatures, arch: Arch, sms: int, spec: XqaSpec) -> None:
         f = features
         self.arch, self.q_len, self.page_size = arch, f.q_len, f.page_size
         self.device_index = CPU if f.device.type == "cpu" else f.device.index
         group = f.num_qo_heads // f.num_kv_heads
         rows = f.q_len * group
-        self.spec = spec or choose_spec(features, arch)
+        self.spec = spec
         self.grid = (sms * self.spec.ctas, 1, 1)
         self.counter_bytes = 4 * self.grid[0]
         self.partial_bytes = 2 * self.grid[0] * self.spec.rows * (f.head_dim + 2) * 4
@@ -46,7 +46,7 @@ class Runner:
             *(group, *divisor.magic(group)),
             *(f.page_size, *divisor.magic(f.page_size)),
             OVERHEAD,
-            self.spec.warps * self.spec.stages,  # at least: all of a CTA's share is in flight at once then
+            self.spec.warps,  # at least: a tile for every warp
         )
 
     def __call__(self, problem: XqaProblem) -> None:
@@ -111,10 +111,15 @@ class Runner:
         )
 
 
-def choose_spec(features: XqaFeatures, arch: Arch) -> XqaSpec:
+def run(problem: XqaProblem) -> None:
+    f = problem.features
+    runner(f, problem.block_tables.shape[0] * f.num_kv_heads <= tiles.FEW)(problem)
+
+
+def choose_spec(features: XqaFeatures, few: bool, arch: Arch) -> XqaSpec:
     f = features
     rows = f.q_len * (f.num_qo_heads // f.num_kv_heads)
-    return tiles.choose(_name(f.q_dtype), f.kv_dtype, _name(f.o_dtype), f.head_dim, rows, f.tree, arch)
+    return tiles.choose(_name(f.q_dtype), f.kv_dtype, _name(f.o_dtype), f.head_dim, rows, f.tree, few, arch)
 
 
 def mask_row_bytes(q_len: int) -> int:
@@ -123,10 +128,10 @@ def mask_row_bytes(q_len: int) -> int:
 
 
 @functools.lru_cache(256)
-def runner(features: XqaFeatures) -> Runner:
+def runner(features: XqaFeatures, few: bool) -> Runner:
     index = features.device.index
-    sms = torch.cuda.get_device_properties(index).multi_processor_count
-    return Runner(features, for_device(index), sms)
+    sms, arch = torch.cuda.get_device_properties(index).multi_processor_count, for_device(index)
+    return Runner(features, arch, sms, choose_spec(features, few, arch))
 
 
 def _block_scales(

@@ -29,7 +29,8 @@ def solve(case: XqaCase, arch: str, sms: int, schedule: str, monkeypatch: pytest
         pairs = {f"{n} scales": t for n, t in zip("kv", problem.block_scales or (), strict=False)}
         scratch = {f"buffer {i}": t for i, t in enumerate(problem.scratch.buffers)}
         with adapter.visible(inputs | pairs | scratch, outputs | scratch):
-            host.Runner(problem.features, named(arch), sms)(problem)
+            spec = host.choose_spec(problem.features, case.seed % 2 == 0, named(arch))
+            host.Runner(problem.features, named(arch), sms, spec)(problem)
 
     monkeypatch.setattr(batch_decode, "run", run)
     built = build(case)

@@ -2,49 +2,77 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import NamedTuple
+
 from cute_attn.kernels.spec import KV_BITS
 from cute_attn.kernels.xqa.spec import HEAD_DIMS, SCALE_BLOCK, XqaMemory, XqaSpec
 from cute_attn.runtime.arch import Arch
 
-SLOT = 8192  # bytes of K and V that a tile brings, about
 REGISTER_DIMS = 256  # row blocks x head_dim: more outputs and queries do not fit a thread's registers
 RESERVED_SMEM = 1024  # bytes of shared memory that the system takes from every CTA
-RINGS = (  # (warps, stages, CTAs an SM) in order of preference: the first that shared memory has room for
-    (4, 3, 2),
-    (4, 2, 2),
-    (4, 3, 1),
-    (4, 2, 1),
-    (2, 2, 1),
+FEW = 128  # (request, kv head) pairs, about an SM each
+
+
+class Ring(NamedTuple):
+    warps: int
+    stages: int
+    ctas: int  # an SM
+    slot: int  # bytes of K and V that a tile brings, about
+
+
+# In order of preference, the first that shared memory has room for; measured on an H200. Few pairs are cut into many
+# parts, and fewer, larger CTAs leave less to merge. Many hide each other's beginnings and ends, the more so the less
+# a warp has to read.
+FEW_RINGS = {16: Ring(4, 3, 1, 8192), 8: Ring(8, 3, 1, 4096), 4: Ring(8, 3, 1, 4096)}
+MANY_RINGS = {16: Ring(4, 3, 2, 8192), 8: Ring(4, 2, 3, 8192), 4: Ring(4, 3, 4, 4096)}
+OTHER_RINGS = (
+    Ring(4, 3, 2, 8192),
+    Ring(4, 2, 2, 8192),
+    Ring(4, 3, 1, 8192),
+    Ring(4, 2, 1, 8192),
+    Ring(2, 2, 1, 8192),
 )
 
 
 def choose(
-    q_dtype: str, kv_dtype: str, out_dtype: str, head_dim: int, packed_rows: int, tree: bool, arch: Arch
+    q_dtype: str, kv_dtype: str, out_dtype: str, head_dim: int, packed_rows: int, tree: bool, few: bool, arch: Arch
 ) -> XqaSpec:
-    """The kernel for `packed_rows` = q_len * group rows."""
-    row_blocks = min(2, REGISTER_DIMS // head_dim, max(1, -(-packed_rows // 8)))
-    token = 2 * head_dim * KV_BITS[kv_dtype] // 8 + (2 * head_dim // SCALE_BLOCK if kv_dtype == "nvfp4" else 0)
-    wanted = max(SLOT * 3 // 4, 8 * row_blocks * head_dim * 4)  # the merge needs a slot, too
-    cols = 16
-    while cols < 64 and cols * token < wanted:
-        cols *= 2
+    """The kernel for `packed_rows` = q_len * group rows, and for at most FEW pairs of a request and a kv head."""
+    software = KV_BITS[kv_dtype] == 4 and arch.capability < (8, 9)  # conversions that take registers, too
+    row_blocks = max(1, min(2, REGISTER_DIMS // (2 if software else 1) // head_dim, -(-packed_rows // 8)))
+    ring = (FEW_RINGS if few else MANY_RINGS)[KV_BITS[kv_dtype]]
     specs = [
-        XqaSpec(q_dtype, kv_dtype, out_dtype, head_dim, tree, row_blocks, cols, warps, stages, ctas)
-        for warps, stages, ctas in RINGS
-    ]
+        XqaSpec(
+            q_dtype, kv_dtype, out_dtype, head_dim, tree, row_blocks,
+            _cols(kv_dtype, head_dim, row_blocks, r.slot), r.warps, r.stages, r.ctas,
+        )
+        for r in (ring, *OTHER_RINGS)
+    ]  # fmt: skip
     return next(spec for spec in specs if _fits(spec, arch))
 
 
+def _cols(kv_dtype: str, head_dim: int, row_blocks: int, slot: int) -> int:
+    """Tokens of a tile."""
+    token = 2 * head_dim * KV_BITS[kv_dtype] // 8 + (2 * head_dim // SCALE_BLOCK if kv_dtype == "nvfp4" else 0)
+    wanted = max(slot * 3 // 4, 8 * row_blocks * head_dim * 4)  # the merge needs a slot, too
+    cols = 16
+    while cols < 64 and cols * token < wanted:
+        cols *= 2
+    return cols
+
+
 def _fits(spec: XqaSpec, arch: Arch) -> bool:
-    """All CTAs of an SM together may take as much as the largest single one, and what the system takes from each."""
+    """All CTAs of an SM together may take as much as the largest single one, and what the system takes from each. In
+    the 128 registers that 16 warps an SM leave a thread, scores of more than 32 tokens spill; in 168, tree masks."""
+    warps = spec.warps * spec.ctas
+    if (warps >= 16 and spec.cols > 32) or (warps >= 12 and spec.tree):
+        return False
     return spec.ctas * (XqaMemory.of(spec).bytes + RESERVED_SMEM) <= arch.smem_limit + RESERVED_SMEM
 
 
 def default_specs(arch: Arch) -> list[XqaSpec]:
     """What most programs need: bf16 queries over every cache dtype, without a tree."""
-    return [
-        choose("bfloat16", kv_dtype, "bfloat16", head_dim, rows, False, arch)
-        for head_dim in HEAD_DIMS
-        for kv_dtype in KV_BITS
-        for rows in (8, 16)
-    ]
+    keys = itertools.product(HEAD_DIMS, KV_BITS, (8, 16), (True, False))
+    specs = (choose("bfloat16", kv, "bfloat16", head_dim, rows, False, few, arch) for head_dim, kv, rows, few in keys)
+    return list(dict.fromkeys(specs))

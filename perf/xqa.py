@@ -1,0 +1,25 @@
+"""Decode over paged caches of 16 and 8 bits: `python -m perf.xqa --out perf/results/xqa.json`."""
+
+from perf.batch_workloads import BatchWorkload, equal
+from perf.bench import main
+
+HEADS, GROUPED = (32, 8), (64, 8)
+KV_DTYPES = ("bfloat16", "e4m3")
+
+ANCHORS = [
+    equal(batch_size, 1, kv_len, heads, 128, page_size, kv_dtype=kv_dtype)
+    for kv_dtype in KV_DTYPES
+    for heads, page_size in ((HEADS, 16), (GROUPED, 64))
+    for batch_size, kv_len in ((1, 8192), (1, 131072), (8, 8192), (64, 2048), (64, 8192), (256, 1024))
+]
+SHORT = [equal(1, 1, 1024, HEADS, 128, 16, kv_dtype=kv_dtype) for kv_dtype in KV_DTYPES]
+EVEN_AND_UNEVEN = [
+    BatchWorkload((1,) * 64, kv_lens, *HEADS, 128, 16, kv_dtype=kv_dtype)
+    for kv_dtype in KV_DTYPES
+    for kv_lens in ((128, 256, 512, 1024, 2048, 4096, 8192, 32768) * 8, (6128,) * 64)
+]
+
+WORKLOADS = [*ANCHORS, *SHORT, *EVEN_AND_UNEVEN]
+
+if __name__ == "__main__":
+    raise SystemExit(main("xqa", WORKLOADS))

@@ -1,0 +1,263 @@
+"""Decode over paged caches of 16, 8 and 4 bits on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cute_attn import xqa_batch_decode_with_kv_cache
+from cute_attn.xqa.normalize import COUNTER_BYTES
+from tests.matrix import poisoned_memory
+from tests.xqa_case import Built, XqaCase, build, random_case
+
+DEVICE = "cuda"
+HAS_SM80 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+HAS_FP8_OUTPUT = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.sm80,
+    pytest.mark.skipif(not HAS_SM80, reason="needs a CUDA device of compute capability 8.0 or later"),
+]
+
+RANDOM = int(os.environ.get("CUTE_ATTN_TEST_XQA", "300"))
+REPLAYS = 30
+LONGEST = 6000
+NOBODYS = 0xFF  # every float of such bytes is NaN
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def decode(built: Built, **changes: Any) -> Pair:
+    return xqa_batch_decode_with_kv_cache(**(built.arguments | changes))
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8)
+
+
+def assert_same_bits(a: Pair, b: Pair) -> None:
+    assert all(torch.equal(bits(x), bits(y)) for x, y in zip(a, b, strict=True))
+
+
+def ready(case: XqaCase) -> Built:
+    """On the device, with NaN where partial results will be."""
+    built = build(case, DEVICE)
+    built.arguments["workspace_buffer"][COUNTER_BYTES:] = NOBODYS
+    return built
+
+
+def assert_right(case: XqaCase) -> None:
+    """Right with NaN in every byte that nobody wrote, the same bits a second time, and counters left at zero."""
+    built = ready(case)
+    with poisoned_memory():
+        out, lse = decode(built)
+    assert built.check(out, lse) == "", case
+    first = out.clone(), lse.clone()
+    if case.out is not None:
+        bits(out).fill_(NOBODYS)
+    assert_same_bits(decode(built), first)
+    assert not built.arguments["workspace_buffer"][:COUNTER_BYTES].any()
+
+
+# ---- random problems, a kernel a test
+
+FORMATS = [  # of q, of the cache
+    *(("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "e4m3"), ("fp16", "e5m2"), ("bf16", "nvfp4")),
+    *(("fp16", "e4m3"), ("bf16", "e5m2"), ("fp16", "nvfp4")),
+]
+KERNELS = [
+    XqaCase((), q=q, kv=kv, head_dim=head_dim, q_len=q_len, mask=i % 2 == 1, out="e4m3" if i % 3 == 2 else None)
+    for i, (head_dim, q_len, (q, kv)) in enumerate(itertools.product((64, 128, 256), (1, 4), FORMATS))
+]
+
+
+def case_of(kernel: XqaCase, seed: int) -> XqaCase:
+    """A random problem for the kernel with these dtypes, head_dim, kind of mask, and block of query rows."""
+    several = kernel.q_len > 1
+    drawn = next(
+        case
+        for case in (random_case(seed + 1_000_000 * k, longest=LONGEST) for k in itertools.count())
+        if (case.q_len * case.heads[0] // case.heads[1] > 8) == several
+    )
+    narrow = kernel.kv == "nvfp4"  # its numbers are larger
+    return dataclasses.replace(
+        drawn,
+        q=kernel.q,
+        kv=kernel.kv,
+        head_dim=kernel.head_dim,
+        mask=kernel.mask,
+        out=kernel.out if HAS_FP8_OUTPUT else None,
+        bmm1_scale=(drawn.bmm1_scale or 0.05) * 0.1 if narrow else drawn.bmm1_scale,
+        enable_pdl=(None, True, False)[seed % 3],
+    )
+
+
+def name_of(kernel: XqaCase) -> str:
+    parts = kernel.q, kernel.kv, str(kernel.head_dim), f"rows{8 if kernel.q_len == 1 else 16}", kernel.out
+    return "-".join(part for part in (*parts, "tree" if kernel.mask else None) if part)
+
+
+@pytest.mark.parametrize("index", range(len(KERNELS)), ids=lambda i: name_of(KERNELS[i]))
+def test_random(index: int) -> None:
+    for seed in range(index, RANDOM, len(KERNELS)):
+        assert_right(case_of(KERNELS[index], seed))
+
+
+EDGES = tuple(page + d for page in (16, 32, 64, 128, 256) for d in (-1, 0, 1))
+LARGE = (
+    XqaCase((0, 1, 2, *EDGES), kv="e4m3", heads=(32, 8)),
+    XqaCase((0, 1, 2, *EDGES), kv="nvfp4", heads=(16, 4), page_size=32, kv_layout="HND", bmm1_scale=0.002),
+    XqaCase((0, 1, 2, *EDGES), heads=(64, 8), page_size=64, sinks=True),
+    XqaCase((131072,), heads=(8, 2)),
+    XqaCase((131072,), kv="e4m3", heads=(8, 2), page_size=64, form="tensor"),
+    XqaCase((131072, 0, 7), kv="nvfp4", heads=(4, 1), page_size=128, bmm1_scale=0.002),
+    XqaCase((131071, 5, 70000), kv="fp16", q="fp16", heads=(8, 1), head_dim=64),
+    XqaCase((100000, 1, 131072), kv="e5m2", q="fp16", heads=(4, 1), window_left=90000),
+    XqaCase((65537,), kv="e4m3", heads=(4, 1), head_dim=256, q_len=4),
+    XqaCase(tuple(128 + 331 * i for i in range(64)), kv="e4m3", heads=(4, 1)),
+    XqaCase((700,) * 600, kv="e4m3", heads=(4, 2), page_size=64),
+)
+
+
+@pytest.mark.parametrize("case", LARGE, ids=lambda case: f"{case.kv}-{len(case.seq_lens)}x{max(case.seq_lens)}")
+def test_large(case: XqaCase) -> None:
+    assert_right(case)
+
+
+# ---- CUDA graphs
+
+GRAPHED = (
+    XqaCase((3000,) * 8, kv="e4m3", heads=(8, 2), sinks=True, device_scales=True),
+    XqaCase((5000, 3000), heads=(8, 2), page_size=64, window_left=1000),
+    XqaCase((2000,) * 40, kv="nvfp4", heads=(4, 1), bmm1_scale=0.002),
+    XqaCase((1500,) * 3, kv="fp16", q="fp16", heads=(4, 2), head_dim=64, q_len=4, mask=True),
+)
+
+
+def with_lengths(built: Built, seq_lens: tuple[int, ...]) -> Built:
+    """The same tensors, the lengths on the device overwritten."""
+    built.arguments["seq_lens"].copy_(torch.tensor(seq_lens, dtype=torch.int32))
+    keys, values = ([x[:n] for x, n in zip(rows, seq_lens, strict=True)] for rows in (built.keys, built.values))
+    case = dataclasses.replace(built.case, seq_lens=seq_lens)
+    return dataclasses.replace(built, case=case, keys=keys, values=values)
+
+
+def lengths_of(case: XqaCase, seed: int) -> tuple[int, ...]:
+    r = random.Random(seed)
+    return tuple(r.choice([0, 1, 16, n, r.randrange(n + 1), r.randrange(n + 1)]) for n in case.seq_lens)
+
+
+@pytest.mark.parametrize("case", GRAPHED, ids=lambda case: case.kv)
+def test_replays_with_other_lengths(case: XqaCase) -> None:
+    built = ready(case)
+    decode(built)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = decode(built)
+    for seed in range(REPLAYS):
+        now = with_lengths(built, lengths_of(case, seed))
+        bits(out).fill_(NOBODYS)
+        graph.replay()
+        assert now.check(out, lse) == "", now.case
+        replayed = out.clone(), lse.clone()
+        assert_same_bits(decode(built), replayed)
+
+
+# ---- programmatic dependent launch
+
+PRODUCED = (
+    XqaCase((2500, 1, 40, 900), heads=(8, 2), device_scales=True),
+    XqaCase((2500, 1, 40, 900), kv="e4m3", heads=(8, 2), device_scales=True),
+)
+
+
+class Producer:
+    """A query, scales and newest tokens that the operation just before writes, over rubbish."""
+
+    def __init__(self, built: Built) -> None:
+        a, case = built.arguments, built.case
+        self.targets = [a["query"], a["bmm1_scale"], a["bmm2_scale"]]
+        self.sources = [x.clone() for x in self.targets]
+        self.caches = a["kv_cache"]
+        last = [n - 1 for n in case.seq_lens]
+        pages = [int(a["block_tables"][i, n // case.page_size]) for i, n in enumerate(last)]
+        self.places = [torch.tensor(x, device=DEVICE) for x in (pages, [n % case.page_size for n in last])]
+        self.newest = [self.storage(x)[tuple(self.places)].clone() for x in self.caches]
+        self.rubbish = [torch.full_like(x, NOBODYS) for x in self.newest]
+
+    @staticmethod
+    def storage(x: torch.Tensor) -> torch.Tensor:
+        return bits(x) if x.element_size() == 1 else x
+
+    def spoil(self) -> None:
+        for x in self.targets:
+            x.fill_(float("nan"))
+        self.append(self.rubbish)
+
+    def append(self, tokens: list[torch.Tensor]) -> None:
+        for x, source in zip(self.caches, tokens, strict=True):
+            self.storage(x).index_put_(tuple(self.places), source)
+
+    def write(self) -> None:
+        self.append(self.newest)
+        for x, source in zip(self.targets, self.sources, strict=True):
+            x.copy_(source)
+
+
+def captured(built: Built, enable_pdl: bool, links: int) -> tuple[torch.cuda.CUDAGraph, list[Pair], Producer]:
+    """The producer, then calls of which each takes the output of the one before as its query."""
+    producer, results = Producer(built), []
+    decode(built, enable_pdl=enable_pdl)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        producer.spoil()
+        producer.write()
+        query = built.arguments["query"]
+        for _ in range(links):
+            results.append(decode(built, query=query, enable_pdl=enable_pdl))
+            query = results[-1][0]
+    return graph, results, producer
+
+
+@pytest.mark.parametrize("case", PRODUCED, ids=lambda case: case.kv)
+@pytest.mark.parametrize("links", [1, 6])
+def test_dependent_launches_wait_for_what_they_read(case: XqaCase, links: int) -> None:
+    built = ready(case)
+    plain, expected, _ = captured(built, False, links)
+    plain.replay()
+    assert built.check(*expected[0]) == ""
+    graph, results, _ = captured(built, True, links)
+    for _ in range(REPLAYS):
+        for out, lse in results:
+            out.fill_(float("nan"))
+            lse.fill_(float("nan"))
+        graph.replay()
+        for result, wanted in zip(results, expected, strict=True):
+            assert_same_bits(result, wanted)
+
+
+def test_the_stream_without_a_graph() -> None:
+    built = ready(PRODUCED[1])
+    expected = decode(built, enable_pdl=False)
+    assert built.check(*expected) == ""
+    producer = Producer(built)
+    for _ in range(REPLAYS):
+        producer.spoil()
+        producer.write()
+        assert_same_bits(decode(built, enable_pdl=True), expected)
+
+
+def test_a_capacity_of_zero_pages() -> None:
+    """A page table without columns: nothing is visible whatever the lengths say."""
+    built = ready(XqaCase((4, 5), heads=(4, 2)))
+    out, lse = decode(built, block_tables=torch.empty(2, 0, dtype=torch.int32, device=DEVICE))
+    assert not out.any()
+    assert np.isneginf(lse.cpu().numpy()).all()
