@@ -40,10 +40,11 @@ def mul_wide(e: Emitter, inst: Inst, kind: str) -> None:
     e.set(d, wide, f"{e.get(a, t)}.astype({wide}) * {e.get(b, t)}")
 
 
+@form("mul.hi{.u16|.s16}")
 @form("mul.hi{.u32|.s32}", golden="integer")
 def mul_hi(e: Emitter, inst: Inst, kind: str) -> None:
     t, wide = tag(kind), _WIDER[tag(kind)]
-    _binary(e, inst, t, f"(({{a}}.astype({wide}) * {{b}}) >> {e.constant(32, wide)}).astype({t})")
+    _binary(e, inst, t, f"(({{a}}.astype({wide}) * {{b}}) >> {e.constant(int(kind[2:]), wide)}).astype({t})")
 
 
 @form("mul.hi{.u64|.s64}", golden="integer")
