@@ -58,7 +58,7 @@ def aligned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def on_fa2(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls with CPU tensors go to fa2 on a pretended H200."""
     backend = types.SimpleNamespace(prepare=lambda settings: fa2.Runner(settings, archs.named("sm_90a"), 0, 132))
-    monkeypatch.setattr(select, "choose", lambda features, backend_name="auto": backend)
+    monkeypatch.setattr(select, "choose", lambda features, backend_name="auto", **known: backend)
 
 
 def tensors(qo_len: int = 3, kv_len: int = 7, heads: tuple[int, int] = (4, 2), dim: int = 16) -> dict[str, Any]:
