@@ -94,12 +94,12 @@ def test_batch(batch: BatchCase) -> None:
     solve_batch(batch, Schedule())
 
 
-@pytest.mark.parametrize(("problem", "schedule"), zip(LONG, itertools.cycle(SCHEDULES), strict=False), ids=name)
+@pytest.mark.parametrize(("problem", "schedule"), list(zip(LONG, itertools.cycle(SCHEDULES), strict=False)), ids=name)
 def test_long(problem: Case, schedule: Schedule) -> None:
     assert solve_single(problem, schedule, sms=3).records
 
 
-@pytest.mark.parametrize(("batch", "schedule"), zip(BATCHES, itertools.cycle(SCHEDULES), strict=False), ids=name)
+@pytest.mark.parametrize(("batch", "schedule"), list(zip(BATCHES, itertools.cycle(SCHEDULES), strict=False)), ids=name)
 def test_long_batches(batch: BatchCase, schedule: Schedule) -> None:
     assert solve_batch(batch, schedule, sms=3).records
 
@@ -114,7 +114,7 @@ def test_cut_keys(schedule: Schedule) -> None:
     assert_cut(solve_single(prefill(3, 900, (8, 2), 128, **BF16, **CAUSAL), schedule, sms=16))
 
 
-@pytest.mark.parametrize(("page_size", "schedule"), zip((5, 16), SCHEDULES, strict=True), ids=name)
+@pytest.mark.parametrize(("page_size", "schedule"), list(zip((5, 16), SCHEDULES, strict=True)), ids=name)
 def test_cut_pages(schedule: Schedule, page_size: int) -> None:
     assert_cut(solve_batch(paged((5,), (1100,), page_size, mask="causal", **heads(2, 1)), schedule, sms=16))
 
