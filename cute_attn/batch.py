@@ -124,7 +124,9 @@ class BatchWrapper:
         """What a plan is made of beside lengths; all errors but the backend's."""
         has_mask = mask.packed is not None
         settings = normalize_plan.settings(options, self.device, self._kv_layout, self.kv_source, has_mask)
-        settings = settings._replace(page_size=page_size)
+        small_pages = self.kv_source == "paged" and page_size % select.PAGE_ROWS != 0
+        features = settings.features._replace(small_pages=small_pages)
+        settings = settings._replace(features=features, page_size=page_size)
         normalize_plan.check_rows(tokens, settings.features.num_qo_heads)
         limits = BatchLimits(self._workspace.numel(), *splits, max_qo_len=tokens.q_len)
         name = self._backend if self._first is None else self._first.backend

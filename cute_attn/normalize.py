@@ -49,6 +49,7 @@ def problem(call: Call) -> Problem:
         kv_len, num_kv_heads = num_kv_heads, kv_len
     if kv_len > MAX_KV_LEN or qo_len * num_qo_heads > MAX_ROWS:
         _refuse_lengths(qo_len, num_qo_heads, kv_len)
+    q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
     structure = (
         device,
         q.dtype,
@@ -64,13 +65,13 @@ def problem(call: Call) -> Problem:
         kv_cache_sf is not None,
         sinks is not None,
         bool(score_scales),
+        (0 in q_strides or 0 in k_strides or 0 in v_strides) and expanded(q, k, v),
     )
     settings = settle.settings(structure, options)
     features = settings.features
 
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         refuse_grad(q=q, k=k, v=v)
-    q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
     steps = q_strides[0] | q_strides[-2] | k_strides[0] | k_strides[1] | v_strides[0] | v_strides[1]
     # A step of 16 elements is one of 16 bytes in any dtype: common strides need no second look.
@@ -156,6 +157,11 @@ def aligned(tensor: torch.Tensor) -> bool:
         if count > 1:  # the stride of an axis of 1 is never used
             steps |= stride
     return (tensor.data_ptr() | steps * tensor.element_size()) % ALIGNMENT == 0
+
+
+def expanded(*tensors: torch.Tensor) -> bool:
+    """Has an axis longer than 1 a stride of 0?"""
+    return any(stride == 0 and count > 1 for x in tensors for stride, count in zip(x.stride(), x.shape, strict=True))
 
 
 def _check_cache_strides(name: str, tensor: torch.Tensor) -> None:

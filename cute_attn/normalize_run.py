@@ -230,6 +230,8 @@ def _check_form(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
         for stride, count in zip(x.stride()[:-1], x.shape[:-1], strict=True):
             if count > 1:
                 steps |= stride * x.element_size()
+    if normalize.expanded(q, k, v):
+        plan.allowed(f._replace(expanded=True))
     readable = steps % normalize.ALIGNMENT == 0 and (q.stride(-1) == 1 or q.shape[-1] == 1)
     of_q, of_k, of_v = (stop - start for start, stop in map(checks.extent, (q, k, v)))
     return Form(readable, (of_q, of_k, of_v))

@@ -9,6 +9,7 @@ Lengths may reach 2^30 tokens, query tokens times the GQA group 2^30 rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,8 @@ from cute_attn.kernels.work import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merg
 from cute_attn.plan import MAX_SPLITS, ceil_div
 from cute_attn.plan_cost import Room
 from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits
+
+Memory = Callable[[int], np.ndarray]  # a flat int32 array of a size
 
 UNLIMITED = 1 << 62
 MANY = 1 << 20  # query tokens: more than any tile has
@@ -78,8 +81,12 @@ class Pieces(NamedTuple):
     splits: np.ndarray  # ... and the number of their pieces
 
 
-def schedule(lengths: BatchLengths, shape: TileShape, limits: BatchLimits) -> Work:
-    """The records of a batch.
+def new_ints(size: int) -> np.ndarray:
+    return np.empty(size, np.int32)
+
+
+def schedule(lengths: BatchLengths, shape: TileShape, limits: BatchLimits, memory: Memory = new_ints) -> Work:
+    """The records of a batch, in memory of that size from `memory`.
 
     Items beyond a tile's first are added only as far as the workspace and, for CUDA graphs, the capacities have room.
     `fixed_split_size` is obeyed to the token instead: WorkspaceError names the bytes it needs where there are fewer.
@@ -90,7 +97,7 @@ def schedule(lengths: BatchLengths, shape: TileShape, limits: BatchLimits) -> Wo
         pieces = _fixed_pieces(tiles, shape, limits)
     else:
         pieces = _balanced_pieces(tiles, shape, room)
-    return _records(lengths, shape, tiles, pieces, room if limits.graph else None)
+    return _records(lengths, shape, tiles, pieces, room if limits.graph else None, memory)
 
 
 def query_tiles(lengths: BatchLengths, shape: TileShape) -> QueryTiles:
@@ -179,12 +186,14 @@ def _cut(count: np.ndarray) -> tuple[np.ndarray, ...]:
     return tile, index, partial, cut, first_slot[cut], count[cut]
 
 
-def _records(lengths: BatchLengths, shape: TileShape, tiles: QueryTiles, pieces: Pieces, room: Room | None) -> Work:
+def _records(
+    lengths: BatchLengths, shape: TileShape, tiles: QueryTiles, pieces: Pieces, room: Room | None, memory: Memory
+) -> Work:
     order = longest_first(pieces.end - pieces.begin)
     num_items, num_merges = len(order), len(pieces.cut)
     item_capacity, merge_capacity = (num_items, num_merges) if room is None else (room.items, room.merges)
     item_ints = item_capacity * ITEM_INTS
-    ints = np.empty(item_ints + merge_capacity * MERGE_INTS, np.int32)
+    ints = memory(item_ints + merge_capacity * MERGE_INTS)
     items, merges = ints[:item_ints].reshape(-1, ITEM_INTS), ints[item_ints:].reshape(-1, MERGE_INTS)
 
     requests = _request_records(lengths)

@@ -14,7 +14,9 @@ import torch
 
 
 class Features(NamedTuple):
-    """The structure of a problem: hashable, free of numbers, lengths, addresses and strides."""
+    """The structure of a problem: hashable, free of numbers, lengths and addresses; of strides, it says whether some
+    are 0.
+    """
 
     device: torch.device
     q_dtype: torch.dtype
@@ -32,6 +34,8 @@ class Features(NamedTuple):
     kv_block_scales: bool = False  # kv_cache_sf: NVFP4 KV
     sinks: bool = False
     kv_source: str = "dense"  # dense: a single request | ragged | paged
+    small_pages: bool = False  # paged, and page_size is no multiple of 16 tokens
+    expanded: bool = False  # q, k or v has a stride of 0 on an axis longer than 1
 
 
 class Settings(NamedTuple):

@@ -69,7 +69,7 @@ NOT_OPTIONS = (None,) * Call._fields.index("kv_layout")
 
 
 class Structure(NamedTuple):
-    """What the tensors of a call tell beside lengths, strides and addresses. Head dimensions count elements of
+    """What the tensors of a call tell beside lengths and addresses. Head dimensions count elements of
     storage, which hold two values each under NVFP4.
     """
 
@@ -87,6 +87,7 @@ class Structure(NamedTuple):
     kv_block_scales: bool
     sinks: bool
     device_scale: bool  # a factor of the scores is known on the device only
+    expanded: bool = False  # see `Features`
 
 
 def settings(structure: tuple[Any, ...], options: Sequence[Any]) -> Settings:
@@ -159,6 +160,7 @@ def _features(structure: Structure, call: Call, soft_cap: bool, positive_scale: 
         s.head_scales,
         s.kv_block_scales,
         s.sinks,
+        expanded=s.expanded,
     )
 
 

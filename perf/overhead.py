@@ -20,6 +20,8 @@ import torch
 import cute_attn
 from cute_attn import normalize, select
 from cute_attn.runtime.launch import Launch, current_stream
+from perf import batch_peers
+from perf.batch_workloads import equal
 from perf.bench import save
 from perf.harness import Call, Timing, reason, timing
 from perf.machine import command_line, environment, why_no_gpu
@@ -32,6 +34,12 @@ REPEATS = 31
 PREFILL = Workload(64, 64, 32, 8, 128, 128, causal=True)
 DECODE = Workload(1, 256, 32, 8, 128, 128)
 LONG = Workload(1, 8192, 32, 8, 128, 128)  # split over the cache: two launches and a workspace, 13 us on an H200
+BATCHES = (
+    equal(2, 64, 64, (32, 8), 128, causal=True),
+    equal(2, 64, 64, (32, 8), 128, 16),
+    equal(4, 1, 64, (32, 8), 128, 16),
+)
+REQUESTS = 256
 PEER_NAMES = ("torch flash", "FlashInfer fa2", "FlashInfer decode", "FlashInfer decode tc")
 
 
@@ -64,6 +72,28 @@ class GrowingCache:
         x, n = self.x, self.kv_len
         self.decode(x.q[0], x.k[:n], x.v[:n])
         self.kv_len = n % x.k.shape[0] + 1
+
+
+def batch_calls(device: torch.device) -> dict[str, Call]:
+    """A run of each wrapper, and plans of 256 requests from lengths on the host."""
+    calls: dict[str, Call] = {}
+    for w in BATCHES:
+        calls[f"{w.phase} wrapper, run"] = batch_peers.ours("auto", w, [w.inputs(device)])[0]
+    generator = torch.Generator().manual_seed(0)
+    pages = torch.randint(7, 500, (REQUESTS,), generator=generator)
+    kv_indptr = torch.cat((torch.zeros(1, dtype=torch.int64), pages.cumsum(0))).int()
+    indices = torch.zeros(int(kv_indptr[-1]), dtype=torch.int32, device=device)
+    last_page_len = torch.full((REQUESTS,), 16, dtype=torch.int32)
+    workspace = torch.empty(batch_peers.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    decode = cute_attn.BatchDecodeWithPagedKVCacheWrapper(workspace)
+    prefill = cute_attn.BatchPrefillWithPagedKVCacheWrapper(workspace)
+    shape, dtype = (32, 8, 128, 16), torch.bfloat16
+    few = torch.arange(REQUESTS + 1, dtype=torch.int32) * 100
+    paged = kv_indptr, indices, last_page_len
+    return calls | {
+        "plan, decode of 256 requests": lambda: decode.plan(*paged, *shape, q_data_type=dtype),
+        "plan, prefill of 256 requests": lambda: prefill.plan(few, *paged, *shape, causal=True, q_data_type=dtype),
+    }
 
 
 def calls(device: torch.device) -> dict[str, Call]:
@@ -134,7 +164,7 @@ def measure_all(device: torch.device) -> dict[str, Any]:
             results[name] = {"reason": reason(error)}
         print(name, results[name], file=sys.stderr, flush=True)
 
-    for name, call in {**calls(device), **parts(device)}.items():
+    for name, call in {**calls(device), **batch_calls(device), **parts(device)}.items():
         add(name, lambda call=call: call)  # type: ignore[misc]
     for name, bind in peers(device).items():
         add(name, bind)

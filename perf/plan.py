@@ -61,7 +61,7 @@ def calls(batch: Batch, staging: Staging | None) -> dict[str, Call]:
     parts: dict[str, Call] = {"schedule": lambda: schedule(*batch)}
     if staging is not None:
         parts["copy"] = lambda: staging.upload(ints)
-        parts["both"] = lambda: staging.upload(schedule(*batch).ints)
+        parts["both"] = lambda: staging.upload(schedule(*batch, staging.reserve).ints)
     return parts
 
 

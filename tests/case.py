@@ -265,6 +265,7 @@ def features(case: Case, device: torch.device) -> Features:
         soft_cap=case.logits_soft_cap > 0,
         pos_encoding_mode=case.pos_encoding_mode,
         positive_scale=case.scale > 0 and not unknown_sign,
+        expanded=case.storage == "expanded" and case.num_kv_heads > 1,
     )
 
 

@@ -14,16 +14,19 @@ from cute_attn import emulator
 
 @dataclass(frozen=True)
 class Executor:
-    """`backend` and `device` of a call that runs inside `active`. `arch`: the GPU that is emulated, or ""."""
+    """`backend` and `device` of a call that runs inside `active`. `arch`: the GPU that is emulated, or "".
+    `kernels`: see `emulator.using`.
+    """
 
     name: str
     backend: str
     device: str
     arch: str = ""
+    kernels: str = "auto"
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        with emulator.using(self.arch) if self.arch else contextlib.nullcontext():
+        with emulator.using(self.arch, kernels=self.kernels) if self.arch else contextlib.nullcontext():
             yield
 
 
@@ -31,8 +34,8 @@ REFERENCE = Executor("reference", "reference", "cpu")
 CUDA = Executor("cuda", "auto", "cuda")
 
 
-def emulated(arch: str) -> Executor:
-    return Executor(f"emulator-{arch}", "emulator", "cpu", arch)
+def emulated(arch: str, kernels: str = "fa2") -> Executor:
+    return Executor(f"emulator-{arch}", "emulator", "cpu", arch, kernels)
 
 
 HAS_GPU = torch.cuda.is_available()

@@ -75,6 +75,7 @@ PERTURBATIONS = (
     Perturbation("head_dim_vo", {"head_dim_qk": 192, "head_dim_vo": 128}, kinds=PREFILL, moves=False),
     Perturbation("head_dim_qk", {"head_dim_qk": 128, "head_dim_vo": 128}, moves=False),
     Perturbation("head_dim_qk", {"head_dim_qk": 72, "head_dim_vo": 72}, moves=False),
+    Perturbation("head_dim_qk", {"head_dim_qk": 80, "head_dim_vo": 80}, moves=False),
     Perturbation("num_qo_heads", {"num_qo_heads": 6}, moves=False),
     Perturbation("q_data_type", {"dtype": "bfloat16"}, moves=False),
     Perturbation("kv_data_type", {"kv_dtype": E4M3}),
@@ -82,8 +83,8 @@ PERTURBATIONS = (
     Perturbation("kv_cache_sf", {"kv_dtype": "nvfp4"}, kinds=(*BATCH, "single_prefill")),
     Perturbation(
         "kv_cache_sf",
-        {"kv_dtype": "nvfp4", "head_dim_qk": 80, "head_dim_vo": 80},
-        before={"head_dim_qk": 80, "head_dim_vo": 80},
+        {"kv_dtype": "nvfp4", "head_dim_qk": 96, "head_dim_vo": 96},
+        before={"head_dim_qk": 96, "head_dim_vo": 96},
         kinds=(*BATCH, "single_prefill"),
     ),
     Perturbation("o_data_type", {"o_dtype": "bfloat16"}, kinds=(*BATCH, "single_prefill"), moves=False),

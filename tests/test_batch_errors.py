@@ -112,7 +112,12 @@ MAKE = [
     ),
     Row("layout", {"kv_layout": "NDH"}, LayoutError, ("kv_layout", "'NHD', 'HND'", "'NDH'")),
     Row("graph no bool", {"use_cuda_graph": 1}, ArgumentTypeError, ("use_cuda_graph must be True or False",)),
-    Row("backend", {"backend": "fa9"}, LayoutError, ("backend must be one of 'auto', 'fa2', 'reference'", "'fa9'")),
+    Row(
+        "backend",
+        {"backend": "fa9"},
+        LayoutError,
+        ("one of 'auto', 'fa3', 'fa2', 'reference'", "'fa9'"),
+    ),
     Row("backend elsewhere", {"backend": "trtllm-gen"}, NotSupported, ("trtllm-gen refuses", 'backend="auto"')),
     Row("jit", {"jit_args": ["x"]}, NotSupported, ("jit_args", "CUDA", "sinks")),
 ]

@@ -59,7 +59,7 @@ def on_fa2(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = types.SimpleNamespace(name="fa2", plan=plan, workspace=fa2_batch.workspace)
     monkeypatch.setattr(fa2_batch, "for_device", lambda index: ARCH)
     monkeypatch.setattr(fa2_batch, "multiprocessors", lambda index: SMS)
-    monkeypatch.setattr(select, "chosen", lambda features, name: backend)
+    monkeypatch.setattr(select, "chosen", lambda features, name, rows: backend)
     monkeypatch.setattr(select, "reasons_against", lambda *args: [])
 
 

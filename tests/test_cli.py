@@ -16,7 +16,7 @@ from cute_attn import select
 from cute_attn.cli import demo, doctor, main, specs
 from cute_attn.cli.text import ProgressBar, size, table
 from cute_attn.errors import ArtifactError
-from cute_attn.kernels.spec import CombineSpec, Fa2Spec, KernelSpec, Tile
+from cute_attn.kernels.spec import CombineSpec, Fa2Spec, Fa3Spec, HopperTile, KernelSpec, Tile
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import ARCHS
 from tests import subprocesses
@@ -212,7 +212,7 @@ def test_explain_names_backend_kernels_and_grid(capsys: Output) -> None:
 
     assert main(["explain", "--qo-len", "4096", "--kv-len", "4096", "--causal", "--arch", "sm_90a"]) == 0
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.strip().startswith("{")]
-    assert [spec["kernel"] for spec in printed] == ["fa2"]
+    assert [spec["kernel"] for spec in printed] == ["fa3"]
     assert printed[0]["split"] is False
 
 
@@ -281,6 +281,8 @@ def test_labels_leave_defaults_out() -> None:
         "float16", "float32", 192, 128, "packed", ("scale", "soft_cap"), "rope", True, tile=Tile(16, 64, 1, 4, 2)
     )
     assert specs.label(rich) == "fa2 fp16 >fp32 qk192 vo128 packed scale+soft_cap rope split 16x64/1x4/2"
+    hopper = Fa3Spec("bfloat16", "bfloat16", 256, 256, "band", kv="paged", tile=HopperTile(128, 64, 2, 1))
+    assert specs.label(hopper) == "fa3 bf16 >bf16 qk256 vo256 band paged 128x64/2+1"
 
 
 def test_tables_are_aligned() -> None:

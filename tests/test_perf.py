@@ -387,7 +387,7 @@ def test_growing_cache_walks_through_every_length() -> None:
 def test_overhead_times_calls_that_exist() -> None:
     from perf import overhead
 
-    for call in overhead.calls(CPU).values():
+    for call in {**overhead.calls(CPU), **overhead.batch_calls(CPU)}.values():
         call()
     stages = overhead.parts(CPU)
     assert len(stages) == 5

@@ -74,6 +74,21 @@ def test_two_uploads_do_not_wait_and_the_third_waits_for_the_first_alone() -> No
     assert len(copies.buffers) == 2
 
 
+def test_reserved_memory_goes_out_as_it_is_and_is_nobody_elses_meanwhile() -> None:
+    copies = LateCopies()
+    staging = Staging(CPU, copies)
+    first = staging.reserve(10)
+    first[:] = numbers(1)
+    staging.upload(first)
+    second = staging.reserve(10)
+    assert not np.shares_memory(first, second)  # the first copy has not ended
+    second[:] = numbers(2)
+    sent = staging.upload(second)
+    copies.finish()
+    assert np.array_equal(sent.numpy(), numbers(2))
+    assert np.shares_memory(staging.reserve(10), first)
+
+
 def test_growth_keeps_copies_under_way() -> None:
     copies = LateCopies()
     staging = Staging(CPU, copies)

@@ -62,6 +62,7 @@ def test_fa3_takes_many_rows_on_hopper(kv_source: str, head_dims: tuple[int, int
         {"kv_dtype": torch.uint8, "kv_block_scales": True},
         {"head_dim_qk": 80, "head_dim_vo": 80},
         {"head_dim_qk": 112, "head_dim_vo": 112},
+        {"expanded": True},
     ],
 )
 def test_what_fa3_refuses_fa2_takes(asked: dict[str, Any]) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from cute_attn import normalize, select
+from cute_attn import normalize, plan_batch, select
 from cute_attn.emulator import adapter, settings
+from cute_attn.emulator.errors import LaunchFault
 from cute_attn.errors import ArgumentError
 from cute_attn.kernels.spec import KernelSpec
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Problem, Settings
+from cute_attn.runtime import counters
 from cute_attn.runtime.arch import TYPICAL_SMS, Arch, named
 from cute_attn.runtime.launch import CPU
 from cute_attn.runtime.staging import Staging
@@ -22,7 +25,7 @@ OUTPUTS = ("out", "lse", "workspace")
 
 def launches(problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
     """What the emulated backend launches."""
-    return select.emulated(problem.features, arch).launches(problem, arch, sms)
+    return select.emulated(problem.features, arch, problem.qo_len).launches(problem, arch, sms)
 
 
 def prepare(problem_settings: Settings) -> Callable[[Problem], None]:
@@ -34,14 +37,14 @@ def plan(
 ) -> Callable[[BatchProblem], None]:
     """A plan for the architecture that is emulated now; it runs on that one whatever is emulated later."""
     arch, sms = _machine()
-    module = _batch_backend(batch_settings, arch)
+    module = _batch_backend(batch_settings, arch, plan_batch.rows_of_a_request(lengths, limits))
     scheduled = module.scheduled(batch_settings, lengths, limits, arch, sms)
     return EmulatedPlan(module.Planned(batch_settings, scheduled, staging, arch, CPU))
 
 
 def workspace(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
     arch, sms = _machine()
-    module = _batch_backend(batch_settings, arch)
+    module = _batch_backend(batch_settings, arch, plan_batch.rows_of_a_request(lengths, limits))
     sizes: tuple[int, int] = module.workspace_on(batch_settings, lengths, limits, arch, sms)
     return sizes
 
@@ -52,8 +55,8 @@ def _machine() -> tuple[Arch, int]:
     return named(emulation.arch), emulation.sms or TYPICAL_SMS[emulation.arch]
 
 
-def _batch_backend(batch_settings: Settings, arch: Arch) -> Any:
-    backend = select.emulated(batch_settings.features, arch)
+def _batch_backend(batch_settings: Settings, arch: Arch, qo_len: int) -> Any:
+    backend = select.emulated(batch_settings.features, arch, qo_len)
     return importlib.import_module(f"cute_attn.backends.{backend.name}_batch")
 
 
@@ -62,17 +65,17 @@ class Emulated:
 
     def __init__(self, problem_settings: Settings) -> None:
         self.settings = problem_settings
-        self.runners: dict[tuple[str, int], Callable[[Problem], None]] = {}
+        self.runners: dict[tuple[str, int, str], Callable[[Problem], None]] = {}
 
     def __call__(self, problem: Problem) -> None:
         arch, sms = _machine()
-        run = self.runners.get((arch.name, sms))
+        name = select.emulated(self.settings.features, arch, problem.qo_len).name
+        run = self.runners.get((arch.name, sms, name))
         if run is None:
-            backend = select.emulated(self.settings.features, arch)
-            module: Any = importlib.import_module(f"cute_attn.backends.{backend.name}")
-            run = self.runners[arch.name, sms] = module.Runner(self.settings, arch, CPU, sms)
+            module: Any = importlib.import_module(f"cute_attn.backends.{name}")
+            run = self.runners[arch.name, sms, name] = module.Runner(self.settings, arch, CPU, sms)
         problem = _placed(problem)
-        with adapter.visible(*_roles(problem)):
+        with _visible(problem):
             run(problem)
 
 
@@ -83,8 +86,7 @@ class EmulatedPlan:
         self.planned = planned
 
     def __call__(self, problem: BatchProblem) -> None:
-        inputs, outputs = _roles(problem)
-        with adapter.visible({**inputs, "records": self.planned.records}, outputs):
+        with _visible(problem, records=self.planned.records):
             self.planned(problem)
 
 
@@ -96,6 +98,20 @@ def _placed(problem: Problem) -> Problem:
     if normalize.aligned(problem.q):
         return problem
     return problem._replace(q=problem.q.clone(memory_format=torch.contiguous_format))
+
+
+@contextlib.contextmanager
+def _visible(problem: Problem | BatchProblem, **more: torch.Tensor) -> Iterator[None]:
+    """The tensors of a problem, `more` inputs and the counters are global memory."""
+    inputs, outputs = _roles(problem)
+    counter = counters.of_device(CPU).memory
+    try:
+        with adapter.visible({**inputs, **more, "counters": counter}, {**outputs, "counters": counter}):
+            yield
+        if counter.any():
+            raise LaunchFault(f"a launch left its counters at {counter.tolist()}")
+    finally:
+        counter.zero_()  # of a launch that did not come to its end
 
 
 def _roles(problem: Problem | BatchProblem) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -28,7 +28,7 @@ def plan(
 ) -> Callable[[BatchProblem], None]:
     index = settings.features.device.index
     arch = for_device(index)
-    launch = scheduled(settings, lengths, limits, arch, multiprocessors(index))
+    launch = scheduled(settings, lengths, limits, arch, multiprocessors(index), staging.reserve)
     return Planned(settings, launch, staging, arch, index)
 
 
@@ -69,7 +69,14 @@ class Scheduled(NamedTuple):
     fixed: bool  # in memory that later plans use too
 
 
-def scheduled(settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int) -> Scheduled:
+def scheduled(
+    settings: Settings,
+    lengths: BatchLengths,
+    limits: BatchLimits,
+    arch: Arch,
+    sms: int,
+    memory: plan_batch.Memory = plan_batch.new_ints,
+) -> Scheduled:
     features = settings.features
     kind, group = variant(features), features.num_qo_heads // features.num_kv_heads
     tile = tiles.choose(kind, plan_batch.rows_of_a_request(lengths, limits) * group, arch)
@@ -84,7 +91,7 @@ def scheduled(settings: Settings, lengths: BatchLengths, limits: BatchLimits, ar
         plans.min_split_tiles(tile.rows, tile.cols, *kind.head_dims),
         4 * (features.head_dim_vo + 1),
     )
-    work = plan_batch.schedule(lengths, shape, limits)
+    work = plan_batch.schedule(lengths, shape, limits, memory)
     slot_bytes = features.num_kv_heads * tile.rows * shape.partial_row_bytes
     rows_per_merge = min(tile.rows, plan_batch.longest_request(lengths, limits) * group)
     return Scheduled(

@@ -28,13 +28,21 @@ def plan(
 ) -> Callable[[BatchProblem], None]:
     index = settings.features.device.index
     arch = for_device(index)
-    launch = scheduled(settings, lengths, limits, kernels.multiprocessors(index))
+    launch = scheduled(settings, lengths, limits, arch, kernels.multiprocessors(index), staging.reserve)
     return Planned(settings, launch, staging, arch, index)
 
 
 def workspace(settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
-    """Bytes of partials and of records that a plan of these would use."""
-    plan = scheduled(settings, lengths, limits, kernels.multiprocessors(settings.features.device.index))
+    """Bytes of the workspace that a plan uses if it has as many as it likes, and bytes of its records."""
+    index = settings.features.device.index
+    return workspace_on(settings, lengths, limits, for_device(index), kernels.multiprocessors(index))
+
+
+def workspace_on(
+    settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
+) -> tuple[int, int]:
+    """`workspace` of a GPU of `arch` with `sms` multiprocessors."""
+    plan = scheduled(settings, lengths, limits._replace(workspace_bytes=plan_batch.UNLIMITED), arch, sms)
     return plan.work.num_partials * plan.slot_bytes, plan.work.ints.nbytes
 
 
@@ -57,13 +65,21 @@ def launches(
     settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
 ) -> list[tuple[KernelSpec, Grid]]:
     """Kernels and grids of a batch on a GPU of `arch` with `sms` multiprocessors. Needs no GPU."""
-    plan = scheduled(settings, lengths, limits, sms)
+    plan = scheduled(settings, lengths, limits, arch, sms)
     main = kernels.spec(settings.features, settings.window_left >= 0, plan.tile), plan.grid
     combine = kernels.combine_spec(settings.features), plan.combine_grid
     return [launch for launch in (main, combine) if launch[1][0]]
 
 
-def scheduled(settings: Settings, lengths: BatchLengths, limits: BatchLimits, sms: int) -> Scheduled:
+def scheduled(
+    settings: Settings,
+    lengths: BatchLengths,
+    limits: BatchLimits,
+    arch: Arch,
+    sms: int,
+    memory: plan_batch.Memory = plan_batch.new_ints,
+) -> Scheduled:
+    """As fa2's; of `arch` there is one that these kernels run on."""
     features = settings.features
     tile = kernels.tile(features, settings.window_left >= 0)
     heads = kernels.heads_per_tile(features, plan_batch.rows_of_a_request(lengths, limits), tile.rows)
@@ -79,7 +95,7 @@ def scheduled(settings: Settings, lengths: BatchLengths, limits: BatchLimits, sm
         plans.min_split_tiles(tile.rows, tile.cols, features.head_dim_qk, features.head_dim_vo),
         4 * (features.head_dim_vo + 1),
     )
-    work = plan_batch.schedule(lengths, shape, limits)
+    work = plan_batch.schedule(lengths, shape, limits, memory)
     total = work.item_capacity * head_blocks
     slot_bytes = head_blocks * tile.rows * shape.partial_row_bytes
     rows_per_merge = min(tile.rows, plan_batch.longest_request(lengths, limits) * heads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ NO_GRID = (0,) * 13
 NO_ITEMS = (0, 0, 0)
 
 Values = tuple[int | float | bytes, ...]
+Encoder = Callable[..., bytes]
 
 
 class Launched(NamedTuple):
@@ -43,6 +45,7 @@ class Parameters(fa2_params.Parameters):
         super().__init__(settings)
         features = settings.features
         self.tile = tile
+        self.encoder = encoder(features.device.type)
         self.group, self.num_kv_heads = heads, features.num_qo_heads // heads
         kv_group = self.num_kv_heads // features.num_kv_heads
         self.head_numbers = features.num_qo_heads, *divided(heads), *divided(kv_group)
@@ -96,6 +99,7 @@ class Parameters(fa2_params.Parameters):
         token = 16 if q.dim() == 2 else q.stride(0) * 2
         sizes = q.shape[-1], self.group, tokens, self.num_kv_heads
         return _encoded(
+            self.encoder,
             self.dtype,
             q.data_ptr(),
             sizes,
@@ -109,6 +113,7 @@ class Parameters(fa2_params.Parameters):
         pages, page = (shape[0], strides[0] * 2) if self.paged else (1, 16)
         sizes = shape[-1], shape[self.token], shape[self.head], pages
         return _encoded(
+            self.encoder,
             self.dtype,
             x.data_ptr(),
             sizes,
@@ -122,8 +127,25 @@ def divided(value: int) -> tuple[int, int, int]:
     return value, *divisor.magic(value)
 
 
+@functools.cache
+def encoder(device_type: str) -> Encoder:
+    """The driver's, or the emulator's for tensors on the CPU."""
+    if device_type == "cpu":
+        from cute_attn.emulator.tensormap import encode_tiled
+
+        return functools.partial(encode_tiled, swizzle=tensormap.SWIZZLE_128B, l2=tensormap.L2_PROMOTION_256B)
+    return tensormap.encode
+
+
 @functools.lru_cache(1024)
-def _encoded(dtype: str, address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
+def _encoded(
+    encode: Encoder,
+    dtype: str,
+    address: int,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+) -> bytes:
     """The stride of an axis of one is nobody's business, and a tensor without tokens is not read."""
     strides = tuple(stride if size > 1 else 16 for stride, size in zip(strides, sizes[1:], strict=True))
-    return tensormap.encode(dtype, address or 16, tuple(max(size, 1) for size in sizes), strides, box)
+    return encode(dtype, address or 16, tuple(max(size, 1) for size in sizes), strides, box)

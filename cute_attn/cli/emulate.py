@@ -27,6 +27,7 @@ def add(commands: Any) -> None:
         description="Exits 0 if no check complains and the result is that of the reference, 1 otherwise.",
     )
     parser.add_argument("--arch", default="sm_90a", help=f"one of {', '.join(archs.ARCHS)} (default sm_90a)")
+    parser.add_argument("--kernels", default="auto", help="whose kernels: auto (default: as such a GPU), fa2, fa3")
     parser.add_argument("--qo-len", type=int, default=128)
     parser.add_argument("--kv-len", type=int, default=256)
     parser.add_argument("--num-qo-heads", type=int, default=1)
@@ -48,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     archs.named(options.arch)
     schedule = Schedule(options.schedule, options.seed)
     events = options.timeline is not None or options.trace is not None
-    with using(options.arch, schedule=schedule, events=events) as emulation:
+    with using(options.arch, schedule=schedule, events=events, kernels=options.kernels) as emulation:
         start = time.perf_counter()
         try:
             error = solved(options)

@@ -9,7 +9,7 @@ from typing import Any
 
 from cute_attn.cli.text import ProgressBar
 from cute_attn.errors import ArgumentError, ArtifactError
-from cute_attn.kernels.spec import KernelSpec, Tile, from_dict
+from cute_attn.kernels.spec import HopperTile, KernelSpec, Tile, from_dict
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.artifact import Artifact
@@ -82,7 +82,7 @@ def label(spec: KernelSpec) -> str:
     words = [spec.kernel]
     for field in dataclasses.fields(spec):
         value = getattr(spec, field.name)
-        if value != field.default or isinstance(value, Tile):
+        if value != field.default or isinstance(value, (Tile, HopperTile)):
             words.append(_word(field.name, value))
     return " ".join(words)
 
@@ -90,6 +90,8 @@ def label(spec: KernelSpec) -> str:
 def _word(name: str, value: Any) -> str:
     if isinstance(value, Tile):
         return f"{value.rows}x{value.cols}/{value.warps_rows}x{value.warps_cols}/{value.stages}"
+    if isinstance(value, HopperTile):
+        return f"{value.rows}x{value.cols}/{value.stages}+{value.q_stages}"
     if isinstance(value, bool):
         return name
     if isinstance(value, tuple):

@@ -19,7 +19,7 @@ from cute_attn.emulator.errors import EmulatorError
 
 ORDER, PROXY = 0, 1
 BEFORE = 0  # the agent of earlier launches
-CHANNELS = 320
+CHANNELS = 640  # four tiles of keys and values of a box a token are 512
 
 
 @dataclass

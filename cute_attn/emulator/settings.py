@@ -29,6 +29,7 @@ class Record:
 @dataclass(frozen=True)
 class Emulation:
     """`arch`: the GPU that is stood in for. `records` collects what ran. `events`: keep what a timeline needs.
+    `kernels`: the backend whose kernels run ("auto": the one that such a GPU would choose).
     `sms`: its multiprocessors, which decide how keys are split (None: as many as such a GPU has).
     `rewrite` changes the PTX of each launch before it runs: for tests that break kernels on purpose.
     """
@@ -39,6 +40,7 @@ class Emulation:
     events: bool = False
     rewrite: Callable[[str], str] | None = None
     sms: int | None = None
+    kernels: str = "auto"
     records: list[Record] = field(default_factory=list)
 
 
@@ -59,9 +61,10 @@ def using(
     events: bool = False,
     rewrite: Callable[[str], str] | None = None,
     sms: int | None = None,
+    kernels: str = "auto",
 ) -> Iterator[Emulation]:
     """Emulate `arch` ("sm_80", "sm_90a", ...) in calls with backend="emulator"; yields the launches' records."""
-    emulation = Emulation(arch, checks, schedule or Schedule(), events, rewrite, sms)
+    emulation = Emulation(arch, checks, schedule or Schedule(), events, rewrite, sms, kernels)
     token = _current.set(emulation)
     try:
         yield emulation

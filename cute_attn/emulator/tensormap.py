@@ -1,6 +1,7 @@
 """TMA tensor maps: the 128 bytes of a tiled descriptor, read and made.
 
-The layout is not documented. Where fields lie was found by comparing descriptors of different tensors.
+The layout is not documented. Where fields lie was found by comparing descriptors of different tensors. Types have other
+numbers than in CUtensorMapDataType.
 """
 
 from __future__ import annotations
@@ -24,16 +25,20 @@ DTYPES = (
     "int64",
     "float16",
     "float32",
+    "float32_ftz",
     "float64",
     "bfloat16",
-    "float32_ftz",
     "tfloat32",
     "tfloat32_ftz",
 )
-_ITEM_BYTES = (1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4)
+_ITEM_BYTES = (1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2, 4, 4)
+CONVERTING = ("float32_ftz", "tfloat32", "tfloat32_ftz")  # loads change values
+_CODES = (*range(11), 7 | 1 << 9, 8 | 1 << 9)  # of types: TF32 is float32 and a bit of its own
 SWIZZLE_SPAN = (0, 32, 64, 128)  # bytes, by code
+_SWIZZLE_PERIOD = (16, 256, 512, 1024)  # bytes after which a pattern repeats
+UNIT = 16  # bytes in which TMA addresses global memory
 
-_RANK, _DTYPE, _INTERLEAVE, _SWIZZLE, _NAN_FILL, _L2 = 4, 7, 11, 13, 15, 21  # bits of word 1
+_RANK, _DTYPE, _INTERLEAVE, _SWIZZLE, _NAN_FILL, _L2 = 4, 7, 11, 13, 15, 17  # bits of word 1
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,16 @@ class TensorMap:
     def box_bytes(self) -> int:
         return int(np.prod(self.box)) * self.item_bytes
 
+    @property
+    def line_bytes(self) -> int:
+        """Of the innermost dimension, as loads bound it."""
+        return self.dims[0] * self.item_bytes
+
+    @property
+    def stored_line_bytes(self) -> int:
+        """As stores bound it: they write the last unit whole, over what follows the tensor's line in memory."""
+        return -(-self.line_bytes // UNIT) * UNIT
+
     def __post_init__(self) -> None:
         row = self.box[0] * self.item_bytes
         rules = {
@@ -74,6 +89,7 @@ class TensorMap:
             "the innermost side of the box must not exceed the swizzle span": self.swizzle == 0
             or row <= SWIZZLE_SPAN[self.swizzle],
             "traversal strides must be 1": all(s == 1 for s in self.steps),
+            "only floats are filled with NaN": not self.nan_fill or "float" in DTYPES[self.dtype],
             "interleaved layouts are not supported": self.interleave == 0,
             "sizes must be 1 to 2^32": all(1 <= d <= 1 << 32 for d in self.dims),
         }
@@ -87,7 +103,7 @@ class TensorMap:
         box = [b - 1 for b in self.box] + [0] * (5 - self.rank)
         flags = (
             (self.rank - 1) << _RANK
-            | self.dtype << _DTYPE
+            | _CODES[self.dtype] << _DTYPE
             | self.interleave << _INTERLEAVE
             | self.swizzle << _SWIZZLE
             | int(self.nan_fill) << _NAN_FILL
@@ -104,24 +120,26 @@ class TensorMap:
             dims[2] | dims[3] << 32,
             dims[4] | box[0] << 56,
             box[1] | box[2] << 8 | box[3] << 16 | box[4] << 24,
+            self.box_bytes,
+            _SWIZZLE_PERIOD[self.swizzle],
         ]
-        return struct.pack("<8Q", *words).ljust(BYTES, b"\0")
+        return struct.pack("<10Q", *words).ljust(BYTES, b"\0")
 
 
 def decode(raw: bytes) -> TensorMap:
     w = struct.unpack("<8Q", raw[:64])
     flags = w[1] & 0xFFFFFFFF
     rank = ((flags >> _RANK) & 7) + 1
-    dtype = (flags >> _DTYPE) & 15
-    if rank > 5 or dtype >= len(DTYPES):
-        raise MemoryFault(f"not a tensor map: rank {rank}, dtype {dtype}")
+    code = (flags >> _DTYPE) & (1 << 9 | 15)
+    if rank > 5 or code not in _CODES:
+        raise MemoryFault(f"not a tensor map: rank {rank}, type {code:#x}")
     dims = [(w[4 + i // 2] >> (32 * (i % 2)) & 0xFFFFFFFF) + 1 for i in range(5)]
     low = (w[1] >> 32, w[2] & 0xFFFFFFFF, w[2] >> 32, w[3] & 0xFFFFFFFF)
     strides = [(low[i] | (w[3] >> (32 + 4 * i) & 15) << 32) << 4 for i in range(4)]
     box = [(w[6] >> 56) + 1, *((w[7] >> (8 * i) & 255) + 1 for i in range(4))]
-    return TensorMap(
+    found = TensorMap(
         w[0],
-        dtype,
+        _CODES.index(code),
         tuple(dims[:rank]),
         tuple(strides[: rank - 1]),
         tuple(box[:rank]),
@@ -131,6 +149,9 @@ def decode(raw: bytes) -> TensorMap:
         (flags >> _L2) & 3,
         bool(flags >> _NAN_FILL & 1),
     )
+    if found.encode() != raw:
+        raise MemoryFault(f"a tensor map with fields that are not known here: {raw.hex()}")
+    return found
 
 
 def encode_tiled(
@@ -163,16 +184,16 @@ class Chunks:
     inside: Array
 
 
-def chunks(tensor: TensorMap, coordinates: Sequence[int]) -> Chunks:
-    """Pieces of 16 bytes where bounds and start allow, of single elements elsewhere."""
-    item, row_bytes = tensor.item_bytes, tensor.box[0] * tensor.item_bytes
-    start = coordinates[0] * item
-    end = (tensor.dims[0] - coordinates[0]) * item
-    nbytes = 16 if start % 16 == 0 and (end % 16 == 0 or end >= row_bytes) else item
+def chunks(tensor: TensorMap, coordinates: Sequence[int], line_bytes: int) -> Chunks:
+    """Pieces of 16 bytes; of single elements where `line_bytes`, the bound of the innermost dimension, cuts one."""
+    row_bytes = tensor.box[0] * tensor.item_bytes
+    start = coordinates[0] * tensor.item_bytes
+    end = line_bytes - start
+    nbytes = UNIT if end % UNIT == 0 or end >= row_bytes else tensor.item_bytes
     per_row = row_bytes // nbytes
     rows = int(np.prod(tensor.box[1:], dtype=np.int64))
     inner = np.arange(per_row) * nbytes
-    inside = (inner + start >= 0) & (inner + start < tensor.dims[0] * item)
+    inside = (inner + start >= 0) & (inner + start < line_bytes)
     address = np.full(rows, tensor.address, np.int64)
     valid = np.ones(rows, np.bool_)
     index = np.arange(rows)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
+from cute_attn.kernels import tiles_sm90
 from cute_attn.kernels.memory import SharedMemory
 from cute_attn.kernels.spec import CombineSpec, Fa2Spec, KernelSpec, Tile
 from cute_attn.kernels.xqa.tiles import default_specs as xqa_specs
@@ -195,6 +196,8 @@ def default_specs(arch_name: str) -> list[KernelSpec]:
     specs += _batches(arch)
     specs += [CombineSpec("bfloat16", dim, "items") for dim in (64, 128, 256)]
     specs += xqa_specs(arch)
+    if arch_name == tiles_sm90.ARCH:
+        specs += tiles_sm90.default_specs()
     return list(dict.fromkeys(specs))
 
 

@@ -1,21 +1,24 @@
 """Tile table of the wgmma kernel, as data: which tile a problem gets, by head dims and by what is done to its scores.
 
 Every row must compile to 0 bytes of stack and fit 227 KB of shared memory. "modified" rows leave registers for
-windows, mask bits, slopes and caps. On an H200 a turn at issuing products is worth 3 % at head dim 64, nothing at 128,
-and costs 1 % at 256; holding exponentials before the wait for the output gains 3 % at 64 and loses 2 % at 128.
+windows, mask bits, slopes and caps. On an H200 a turn at issuing products is worth 3 % at head dim 64 and costs 1 % at
+128 and 256; holding exponentials before the wait for the output gains 3 % at 64 and loses 2 % at 128.
 """
 
 from __future__ import annotations
 
-from cute_attn.kernels.spec import HopperTile
+from typing import Any
 
+from cute_attn.kernels.spec import Fa3Spec, HopperTile, KernelSpec
+
+ARCH = "sm_90a"
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 PAGE_ALIGNED = 64  # tiles of paged keys are multiples of it, so that pages of any power of two make few boxes
 
 _PLAIN = {
     (64, 64): HopperTile(192, 128, 2, 2),
     (96, 96): HopperTile(128, 128, 2, 2, pinned=False),
-    (128, 128): HopperTile(128, 128, 2, 2, pinned=False),
+    (128, 128): HopperTile(128, 128, 2, 2, ping_pong=False, pinned=False),
     (192, 128): HopperTile(128, 128, 2, 1, pinned=False),
     (256, 256): HopperTile(128, 80, 2, 1, ping_pong=False),
 }
@@ -38,3 +41,29 @@ def choose(head_dims: tuple[int, int], plain: bool, paged: bool) -> HopperTile:
 def candidates() -> dict[tuple[int, int], list[HopperTile]]:
     """Every tile that `choose` may answer, by head dims."""
     return {dims: list(dict.fromkeys((_PLAIN[dims], _MODIFIED[dims]))) for dims in HEAD_DIMS}
+
+
+# What modifies scores; the first asks for more registers than any other.
+MODIFIED: tuple[dict[str, Any], ...] = (
+    {"mask": "packed", "scores": ("scale", "alibi", "soft_cap")},
+    {"mask": "packed"},
+    {"mask": "band"},
+    {"scores": ("scale", "soft_cap")},
+)
+ITEMS: dict[str, Any] = {"schedule": "items", "kv": "paged"}
+
+
+def default_specs() -> list[KernelSpec]:
+    """All head dims in bf16, alone, over pages and with the most demanding scores; the rest at the commonest dims."""
+    llama = (128, 128)
+    specs = [_spec(dims, **source) for dims in HEAD_DIMS for source in ({}, ITEMS)]
+    specs += [_spec(dims, split=True, out_dtype="float32") for dims in HEAD_DIMS]
+    specs += [_spec(dims, **MODIFIED[0], **(ITEMS if dims == llama else {})) for dims in HEAD_DIMS]
+    specs += [_spec(llama, **modified) for modified in MODIFIED[1:]]
+    specs += [_spec(llama, schedule="items"), _spec(llama, dtype="float16", out_dtype="float16")]
+    return specs
+
+
+def _spec(dims: tuple[int, int], *, dtype: str = "bfloat16", out_dtype: str = "bfloat16", **rest: Any) -> KernelSpec:
+    plain = rest.get("mask", "stop") == "stop" and not rest.get("scores")
+    return Fa3Spec(dtype, out_dtype, *dims, tile=choose(dims, plain, rest.get("kv") == "paged"), **rest)

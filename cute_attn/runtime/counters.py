@@ -7,6 +7,8 @@ import itertools
 
 import torch
 
+from cute_attn.runtime.launch import CPU
+
 BYTES = 8  # two int32
 STREAMS = 1 << 12
 CAPTURED = 1 << 16  # launches in CUDA graphs until one shares with another that may be replayed beside it
@@ -33,6 +35,16 @@ class Counters:
         return self._base + BYTES * place
 
 
+class OnCpu:
+    """What emulated launches share: they run one after the other."""
+
+    def __init__(self) -> None:
+        self.memory = torch.zeros(BYTES // 4, dtype=torch.int32)
+
+    def address(self, stream: int) -> int:
+        return self.memory.data_ptr()
+
+
 @functools.cache
-def of_device(device_index: int) -> Counters:
-    return Counters(device_index)
+def of_device(device_index: int) -> Counters | OnCpu:
+    return OnCpu() if device_index == CPU else Counters(device_index)

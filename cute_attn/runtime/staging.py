@@ -67,6 +67,10 @@ class _Ended:
 _ENDED = _Ended()
 
 
+def _capacity(size: int) -> int:
+    return max(LEAST, 1 << (size - 1).bit_length())
+
+
 class _Lane:
     """Host memory and the copy that may still read it."""
 
@@ -76,13 +80,17 @@ class _Lane:
         self.array = np.empty(0, np.int32)  # the same memory
         self.copied: Event = _ENDED
 
-    def send(self, ints: np.ndarray, target: torch.Tensor, capacity: int) -> None:
+    def reserve(self, size: int) -> np.ndarray:
+        """Memory for `size` numbers that no copy reads any more."""
         self.copied.synchronize()
-        if self.memory is None or self.memory.numel() < ints.size:
-            self.memory = self.copies.buffer(capacity)
+        if self.memory is None or self.memory.numel() < size:
+            self.memory = self.copies.buffer(_capacity(size))
             self.array = self.memory.numpy()
-        self.array[: ints.size] = ints
-        self.copied = self.copies.start(target, self.memory[: ints.size])
+        return self.array[:size]
+
+    def send(self, target: torch.Tensor) -> None:
+        assert self.memory is not None  # reserved
+        self.copied = self.copies.start(target, self.memory[: target.numel()])
 
 
 class Staging:
@@ -100,6 +108,7 @@ class Staging:
         self._lanes = [_Lane(copies), _Lane(copies)]
         self._target = torch.empty(0, dtype=torch.int32, device=device)
         self._fixed = False
+        self._reserved: np.ndarray | None = None
 
     def fixed_capacity(self, ints: int) -> None:
         """From now on every upload lands at the same address, and has `ints` numbers at most (CUDA graphs)."""
@@ -109,18 +118,25 @@ class Staging:
         self._target = torch.zeros(ints, dtype=torch.int32, device=self.device)
         self._fixed = True
 
+    def reserve(self, size: int) -> np.ndarray:
+        """Memory for the numbers of the next upload, which then need not be copied on the host. Numbers in it are
+        anything."""
+        self._reserved = self._lanes[0].reserve(size)
+        return self._reserved
+
     def upload(self, ints: np.ndarray) -> torch.Tensor:
-        """Start to copy a flat int32 array, which may change as soon as this returns. The result is a view of memory
-        that the next upload overwrites."""
+        """Start to copy a flat int32 array, which may change as soon as this returns (one of `reserve`: must not). The
+        result is a view of memory that the next upload overwrites."""
         if ints.size > self._target.numel():
             self._check(ints.size)
-            capacity = max(LEAST, 1 << (ints.size - 1).bit_length())
-            self._target = torch.empty(capacity, dtype=torch.int32, device=self.device)
+            self._target = torch.empty(_capacity(ints.size), dtype=torch.int32, device=self.device)
         target = self._target[: ints.size]
         if ints.size:
-            lane = self._lanes[0]
+            if ints is not self._reserved:
+                self.reserve(ints.size)[:] = ints
+            self._lanes[0].send(target)
             self._lanes.reverse()
-            lane.send(ints, target, self._target.numel())
+        self._reserved = None
         return target
 
     def _check(self, ints: int) -> None:

@@ -13,7 +13,8 @@ BYTES = 128
 _ALIGNMENT = 64
 _STRIDE_LIMIT = 1 << 40
 _DATA_TYPES = {"float16": 6, "bfloat16": 9}
-_INTERLEAVE_NONE, _SWIZZLE_128B, _L2_PROMOTION_256B, _FILL_ZEROS = 0, 3, 3, 0
+SWIZZLE_128B, L2_PROMOTION_256B = 3, 3
+_INTERLEAVE_NONE, _FILL_ZEROS = 0, 0
 
 
 def encode(dtype: str, address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
@@ -40,8 +41,8 @@ def encode(dtype: str, address: int, sizes: Sequence[int], strides: Sequence[int
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*[1] * rank),
         _INTERLEAVE_NONE,
-        _SWIZZLE_128B,
-        _L2_PROMOTION_256B,
+        SWIZZLE_128B,
+        L2_PROMOTION_256B,
         _FILL_ZEROS,
     )
     if status:

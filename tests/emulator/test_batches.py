@@ -14,7 +14,7 @@ pytestmark = pytest.mark.emulator
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
 def test_batch(case: BatchCase, arch: str) -> None:
     inputs = make(case)
-    with using(arch):
+    with using(arch, kernels="fa2"):
         planned = wrapper(case, inputs.q.device, backend="emulator")
         planned.plan(**plan_arguments(case, inputs))
         out, lse = call(case, inputs, planned)

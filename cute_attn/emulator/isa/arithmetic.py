@@ -40,10 +40,11 @@ def mul_wide(e: Emitter, inst: Inst, kind: str) -> None:
     e.set(d, wide, f"{e.get(a, t)}.astype({wide}) * {e.get(b, t)}")
 
 
+@form("mul.hi{.u16|.s16}")
 @form("mul.hi{.u32|.s32}", golden="integer")
 def mul_hi(e: Emitter, inst: Inst, kind: str) -> None:
     t, wide = tag(kind), _WIDER[tag(kind)]
-    _binary(e, inst, t, f"(({{a}}.astype({wide}) * {{b}}) >> {e.constant(32, wide)}).astype({t})")
+    _binary(e, inst, t, f"(({{a}}.astype({wide}) * {{b}}) >> {e.constant(int(kind[2:]), wide)}).astype({t})")
 
 
 @form("mul.hi{.u64|.s64}", golden="integer")
@@ -169,7 +170,7 @@ def _saturated(e: Emitter, sat: str, text: str) -> str:
 
 
 def _saturate(x: Array) -> Array:
-    return np.where(np.isnan(x), np.float32(0), np.clip(x, np.float32(0), np.float32(1)))
+    return np.where(x > 0, np.minimum(x, np.float32(1)), np.float32(0))  # NaN and -0 become +0
 
 
 @form("fma.rn{|.ftz}{|.sat}.f32", golden="float32")
@@ -203,14 +204,19 @@ def extreme_f32(e: Emitter, inst: Inst, op: str, ftz: str, nan: str) -> None:
     d, *sources = inst.operands
     text = _flushed(e, ftz, e.get(sources[0], "f4"))
     for source in sources[1:]:  # three inputs from sm_100 on
-        function = f"np.{op}imum" if nan else e.bind(getattr(floats, f"{op}imum"), op)
-        text = f"{function}({text}, {_flushed(e, ftz, e.get(source, 'f4'))})"
+        text = f"{_extreme(e, op, nan)}({text}, {_flushed(e, ftz, e.get(source, 'f4'))})"
     e.set(d, "f4", text)
+
+
+def _extreme(e: Emitter, op: str, nan: str) -> str:
+    """Name of the function of a min or max."""
+    suffix = "_nan" if nan else ""
+    return e.bind(getattr(floats, f"{op}imum{suffix}"), op + suffix)
 
 
 @form("{min|max}.f64", golden="float64")
 def extreme_f64(e: Emitter, inst: Inst, op: str) -> None:
-    _binary(e, inst, "f8", f"np.f{op}({{a}}, {{b}})")
+    _binary(e, inst, "f8", f"{_extreme(e, op, '')}({{a}}, {{b}})")
 
 
 @form("{neg|abs}{|.ftz}{.f32|.f64}", golden="float32")
@@ -287,7 +293,7 @@ def _fma_half(a: Array, b: Array, c: Array, relu: bool) -> Array:
 
 @form("{min|max}{|.NaN}{.f16x2|.bf16x2}", golden="half2")
 def extreme_half2(e: Emitter, inst: Inst, op: str, nan: str, kind: str) -> None:
-    _packed(e, inst, kind, f"np.{op}imum({{0}}, {{1}})" if nan else f"np.f{op}({{0}}, {{1}})")
+    _packed(e, inst, kind, f"{_extreme(e, op, nan)}({{0}}, {{1}})")
 
 
 @form("{neg|abs}{.f16x2|.bf16x2}", golden="half2")

@@ -40,7 +40,11 @@ def add32(a: Array, b: Array, mode: str) -> Array:
         total: Array = a + b
         return total
     x, y = a.astype(np.float64), b.astype(np.float64)
-    return directed(x + y, _error(x, y), mode)
+    found = directed(x + y, _error(x, y), mode)
+    if mode != "rm":
+        return found
+    # Exact zeros of numbers with opposite signs are -0 when rounding down.
+    return np.where((found == 0) & (np.signbit(a) != np.signbit(b)), np.float32(-0.0), found)
 
 
 def _error(x: Array, y: Array) -> Array:
@@ -74,12 +78,21 @@ def flush(x: Array) -> Array:
 
 
 def maximum(a: Array, b: Array) -> Array:
-    """PTX max: the number where one is NaN; +0 above -0."""
+    """PTX max: the number where one is NaN; +0 above -0, of which numpy takes either."""
     return _pick(a, b, np.fmax(a, b), np.signbit(a))
 
 
 def minimum(a: Array, b: Array) -> Array:
     return _pick(a, b, np.fmin(a, b), ~np.signbit(a))
+
+
+def maximum_nan(a: Array, b: Array) -> Array:
+    """PTX max.NaN: NaN where one is NaN."""
+    return _pick(a, b, np.maximum(a, b), np.signbit(a))
+
+
+def minimum_nan(a: Array, b: Array) -> Array:
+    return _pick(a, b, np.minimum(a, b), ~np.signbit(a))
 
 
 def _pick(a: Array, b: Array, found: Array, prefer_b: Array) -> Array:

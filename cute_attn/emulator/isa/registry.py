@@ -8,11 +8,13 @@ a choice and `{|.ftz}` an option; every combination is one opcode, and the choic
         d, a, b = inst.operands
         e.set(d, tag(kind), f"{e.get(a, tag(kind))} + {e.get(b, tag(kind))}")
 
-An opcode that no template yields is an error that names it.
+An opcode that no template yields is an error that names it. Templates are matched, not expanded: they stand for some
+70000 opcodes, of which a kernel has a hundred.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable
@@ -44,7 +46,7 @@ class Form:
 
 
 FORMS: list[Form] = []
-_BY_OPCODE: dict[str, tuple[Form, tuple[str, ...]]] = {}
+_BY_WORD: dict[str, list[Form]] = {}  # by what stands before the first dot
 _GROUP = re.compile(r"\{([^}]*)\}")
 
 
@@ -55,10 +57,9 @@ def form(*templates: str, **traits: Any) -> Callable[[Build], Build]:
         for template in templates:
             entry = Form(template, build, **traits)
             FORMS.append(entry)
-            for opcode, choices in expand(template):
-                if opcode in _BY_OPCODE:
-                    raise ValueError(f"{opcode} is in {_BY_OPCODE[opcode][0].template} and in {template}")
-                _BY_OPCODE[opcode] = entry, choices
+            first = _GROUP.match(template)
+            for start in first[1].split("|") if first else [template]:
+                _BY_WORD.setdefault(re.split(r"[.{]", start)[0], []).append(entry)
         return build
 
     return register
@@ -75,16 +76,31 @@ def expand(template: str) -> list[tuple[str, tuple[str, ...]]]:
     return found
 
 
+@functools.cache
+def _matcher(template: str) -> re.Pattern[str]:
+    """Matches every opcode of a template; its groups are the choices."""
+    pieces = _GROUP.split(template)
+    groups = ["(" + "|".join(map(re.escape, choices.split("|"))) + ")" for choices in pieces[1::2]]
+    return re.compile(
+        "".join(itertools.chain.from_iterable(zip(map(re.escape, pieces[::2]), (*groups, ""), strict=True)))
+    )
+
+
+@functools.cache
+def _found(opcode: str) -> tuple[Form, tuple[str, ...]] | None:
+    for entry in _BY_WORD.get(opcode.split(".")[0], ()):
+        match = _matcher(entry.template).fullmatch(opcode)
+        if match:
+            return entry, match.groups()
+    return None
+
+
 def lookup(opcode: str, arch: int) -> tuple[Form, tuple[str, ...]]:
     """The form of an opcode on sm_<arch>. UnknownForm names it."""
-    found = _BY_OPCODE.get(opcode)
+    found = _found(opcode)
     if found is None:
         raise UnknownForm(f"the emulator does not know the instruction form {opcode}")
     entry = found[0]
     if arch < entry.since or (entry.only and arch not in entry.only):
         raise UnknownForm(f"{opcode} does not exist on sm_{arch}")
     return found
-
-
-def opcodes() -> list[str]:
-    return list(_BY_OPCODE)

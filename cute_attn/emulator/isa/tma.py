@@ -72,6 +72,8 @@ def _map_at(g: Gang, address: int) -> tensormap.TensorMap:
             rows = access.op_load_global(g.cta, np.array([address]), tensormap.BYTES, None, "a tensor map's read")
             raw = rows.tobytes()
         found = cache[address] = tensormap.decode(raw)
+        if tensormap.DTYPES[found.dtype] in tensormap.CONVERTING:
+            raise MemoryFault(f"the emulator has no copies of {tensormap.DTYPES[found.dtype]} by TMA")
     return found
 
 
@@ -90,8 +92,7 @@ def _tensor_load(
     for lane in g.lanes(mask):
         tensor = _map_at(g, int(maps[lane]))
         place = [int(g.full(c)[lane]) for c in coordinates]
-        if len(place) != tensor.rank:
-            raise PtxError(f"{len(place)} coordinates of a tensor of rank {tensor.rank}", int(lane))
+        _check_place(tensor, place, int(lane))
         position = int(g.row[lane])
         op = g.begin_op(position, "TMA load")
         at, bar = int(targets[lane]), int(barriers[lane])
@@ -100,6 +101,13 @@ def _tensor_load(
             load = _Load(g.cta, tensor, place, rank << RANK_SHIFT | at & OFFSET_MASK, op)
             own = bar if not multicast else (bar & OFFSET_MASK) | (_leader(rank, bar, pair) << RANK_SHIFT)
             load.post(own)
+
+
+def _check_place(tensor: tensormap.TensorMap, place: list[int], lane: int) -> None:
+    if len(place) != tensor.rank:
+        raise PtxError(f"{len(place)} coordinates of a tensor of rank {tensor.rank}", lane)
+    if place[0] * tensor.item_bytes % tensormap.UNIT:
+        raise MemoryFault(f"TMA at {tuple(place)}: a box must start at a multiple of 16 bytes", lane)
 
 
 def _leader(rank: int, barrier: int, pair: bool) -> int:
@@ -129,10 +137,10 @@ class _Load:
         self.cta.post(arrive)
 
     def run(self) -> None:
-        pieces = tensormap.chunks(self.tensor, self.place)
+        pieces = tensormap.chunks(self.tensor, self.place, self.tensor.line_bytes)
         rows = np.zeros((len(pieces.shared), pieces.nbytes), np.uint8)
         if self.tensor.nan_fill:
-            rows[:] = _nan(self.tensor, pieces.nbytes)
+            rows.view(np.uint16)[:] = 0x7FF7  # whatever the type
         inside = pieces.inside
         what = f"TMA load at {tuple(self.place)}"
         if inside.any():
@@ -141,13 +149,6 @@ class _Load:
         offsets = tensormap.swizzled((self.target & OFFSET_MASK) + pieces.shared, self.tensor.swizzle)
         memory.check(offsets, pieces.nbytes, pieces.nbytes, what)
         memory.op_store(offsets, access.words_of(rows), pieces.nbytes, self.op, what, generic=False)
-
-
-def _nan(tensor: tensormap.TensorMap, nbytes: int) -> Array:
-    """The special NaN that hardware fills in."""
-    kind = tensormap.DTYPES[tensor.dtype]
-    raw = {"float16": b"\xff\x7f", "bfloat16": b"\xff\x7f"}.get(kind, b"\xff\xff\xff\x7f")
-    return np.frombuffer(raw * (nbytes // len(raw)), np.uint8)
 
 
 @form(
@@ -190,15 +191,19 @@ def _tensor_store(
     maps, sources = g.full(table), g.full(source)
     tasks: dict[tuple[int, ...], _Task] = {}
     for lane in g.lanes(mask):
+        tensor = _map_at(g, int(maps[lane]))
         place = [int(g.full(c)[lane]) for c in coordinates]
         at = int(sources[lane])
+        _check_place(tensor, place, int(lane))
+        if min(place) < 0:  # unlike a load
+            raise MemoryFault(f"TMA store at {tuple(place)}: no coordinate may be negative", int(lane))
         if at % 128:
             raise MemoryFault(f"TMA store from shared {at:#x}, which is not aligned to 128 bytes", int(lane))
         # A whole warp that stores one box does so 32 times, which is one store to all who watch.
         key = (int(g.row[lane]), int(maps[lane]), at, *place, int(lane) if reduce else 0)
         if key not in tasks:
             op = g.begin_op(int(g.row[lane]), "TMA store")
-            action = _store_action(g.cta, _map_at(g, int(maps[lane])), place, at, reduce, op)
+            action = _store_action(g.cta, tensor, place, at, reduce, op)
             tasks[key] = _Task(action, op)
             g.cta.post(tasks[key])
         bulk_groups(g, int(lane)).open.append(tasks[key])
@@ -209,7 +214,7 @@ def _store_action(
 ) -> Callable[[], None]:
     def run() -> None:
         what = f"TMA store at {tuple(place)}"
-        pieces = tensormap.chunks(tensor, place)
+        pieces = tensormap.chunks(tensor, place, tensor.stored_line_bytes)
         offsets = tensormap.swizzled((source & OFFSET_MASK) + pieces.shared, tensor.swizzle)
         cta.smem.check(offsets, pieces.nbytes, pieces.nbytes, what)
         words = cta.smem.op_load(offsets, pieces.nbytes, op, what)

@@ -46,3 +46,5 @@ def maps() -> Iterator[Map]:
     yield Map("float16", (1 << 31, 1 << 20), ((1 << 40) - 16,), (64, 256), 3)
     for dtype in ("float16", "bfloat16", "float32"):
         yield Map(dtype, (64, 100), (256,), (8, 7), nan_fill=True)
+    for dtype in ("float32_ftz", "tfloat32", "tfloat32_ftz"):
+        yield Map(dtype, (64, 100), (256,), (8, 7))

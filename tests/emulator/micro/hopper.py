@@ -177,6 +177,11 @@ def _loads() -> Iterator[Case]:
         item = 4 if dtype == "float32" else 2
         tensor = Map(dtype, (40, 10), (160,), (64 // item * 2, 6), 3, nan_fill=True)
         yield _load(f"load.nan.{dtype}", tensor, (8, 7), item)
+    yield _load("load.1d.aligned", Map("uint8", (1000,), (), (256,)), (896,), 1)
+    yield _load("load.1d.float16", Map("float16", (500,), (), (64,), 3), (448,), 2)
+    yield _load("load.2d.sw3.4.0", Map("bfloat16", (100, 50), (208,), (64, 24), 3), (4, 0), 2)
+    yield _load("load.edge.uint8", Map("uint8", (101, 50), (112,), (64, 24), 2), (64, 40), 1)
+    yield _load("load.edge.nan", Map("bfloat16", (36, 10), (80,), (64, 6), 3, nan_fill=True), (8, 7), 2)
 
 
 def _stores() -> Iterator[Case]:
@@ -185,6 +190,12 @@ def _stores() -> Iterator[Case]:
         tensor = Map("bfloat16", (100, 50), (208,), (width, 24), swizzle, "out")
         for x, y in ((0, 0), (72, 40), (-8, -3)):
             yield _store(f"store.2d.sw{swizzle}.{x}.{y}", tensor, (x, y), "")
+    for x, y in ((0, -3), (-8, 0), (104, 0), (0, 60), (4, 0)):
+        yield _store(f"store.2d.sw3.{x}.{y}", Map("bfloat16", (100, 50), (208,), (64, 24), 3, "out"), (x, y), "")
+    yield _store("store.edge.uint8", Map("uint8", (101, 50), (208,), (64, 24), 2, "out"), (64, 40), "")
+    yield _store("store.edge.float32", Map("float32", (50, 50), (208,), (32, 24), 3, "out"), (32, 40), "")
+    yield _store("reduce.edge.uint32", Map("uint32", (49, 40), (256,), (32, 16), 3, "out"), (40, 30), "add")
+    yield _store("reduce.edge.bfloat16", Map("bfloat16", (99, 40), (256,), (64, 16), 3, "out"), (40, 30), "add")
     four = Map("float16", (64, 12, 3, 4), (384, 128, 6144), (64, 6, 2, 2), 3, "out")
     yield _store("store.4d", four, (0, 8, 2, 1), "")
     for op in ("add", "min", "max", "and", "or", "xor", "inc", "dec"):

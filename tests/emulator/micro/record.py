@@ -36,6 +36,9 @@ DTYPES = {
     "float32": 7,
     "float64": 8,
     "bfloat16": 9,
+    "float32_ftz": 10,
+    "tfloat32": 11,
+    "tfloat32_ftz": 12,
 }
 
 

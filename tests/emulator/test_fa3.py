@@ -1,0 +1,156 @@
+"""The Hopper kernels from their PTX, over fa3's host code and its tensor maps, against the reference in fp64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from cute_attn import (
+    BatchPrefillWithRaggedKVCacheWrapper,
+    LayoutError,
+    NotSupported,
+    select,
+    single_prefill_with_kv_cache,
+)
+from cute_attn.emulator import Schedule, using
+from cute_attn.emulator.settings import Emulation
+from cute_attn.problem import Features
+from cute_attn.runtime.arch import named
+from tests import batch_case, case
+from tests.batch_case import BatchCase, dims, heads, paged, ragged
+from tests.case import Case
+from tests.matrix import BF16, CAUSAL, CUSTOM, HND, PACKED, SMALL, prefill
+
+pytestmark = pytest.mark.emulator
+
+SCHEDULES = (Schedule("delayed", 1), Schedule("adversarial", 2))
+CUDA = torch.device("cuda")
+
+# Several tiles a CTA, all stages of the rings again, tiles that see nothing, boxes of one token.
+LONG: tuple[Case, ...] = (
+    prefill(400, 700, (2, 1), 64, **CAUSAL),
+    prefill(200, 600, (2, 2), 128, **BF16),
+    prefill(300, 100, (2, 2), 128, **CAUSAL, **BF16),
+    prefill(300, 300, (1, 1), 128, **CAUSAL, **HND, window_left=40),
+    prefill(70, 500, (2, 1), 64, **PACKED, logits_soft_cap=3.0, pos_encoding_mode="ALIBI"),
+    prefill(150, 400, (1, 1), (192, 128), **CUSTOM),
+    prefill(150, 400, (1, 1), 256, **CAUSAL, **BF16),
+)
+BATCHES: tuple[BatchCase, ...] = (
+    ragged((200, 0, 37, 1), (300, 20, 64, 0), mask="causal"),
+    paged((150, 0, 37, 1), (300, 20, 64, 0), page_size=16, mask="causal", dtype="bfloat16", **dims(128), **heads(4, 2)),
+    paged((150, 20), (300, 40), page_size=5, window_left=30),
+    paged((70, 9), (100, 260), page_size=16, mask="packed", sinks=True, o_dtype="float32"),
+)
+
+
+def name(value: Case | BatchCase | Schedule | int) -> str:
+    return value.kind if isinstance(value, Schedule) else str(value) if isinstance(value, int) else value.id
+
+
+def taken(features: Features) -> bool:
+    return not select.reasons_against(select.BY_NAME["fa3"], features, named("sm_90a"))
+
+
+SINGLE = [problem for problem in SMALL if taken(case.features(problem, CUDA))]
+BATCH = [batch for batch in batch_case.SMALL if taken(batch_case.features(batch, CUDA))]
+
+
+def assert_fa3(emulation: Emulation) -> None:
+    """What ran, if anything did, is the Hopper kernel, and the merge of its partials."""
+    assert {record.spec["kernel"] for record in emulation.records} - {"combine"} <= {"fa3"}
+
+
+def solve_single(problem: Case, schedule: Schedule, sms: int | None = None) -> Emulation:
+    with using("sm_90a", kernels="fa3", schedule=schedule, sms=sms) as emulation:
+        out, lse = case.call(problem, case.make(problem), backend="emulator")
+    result = case.check(problem, out, lse)
+    assert result.ok, result.detail
+    assert_fa3(emulation)
+    return emulation
+
+
+def solve_batch(batch: BatchCase, schedule: Schedule, sms: int | None = None) -> Emulation:
+    inputs = batch_case.make(batch)
+    with using("sm_90a", kernels="fa3", schedule=schedule, sms=sms) as emulation:
+        planned = batch_case.wrapper(batch, inputs.q.device, backend="emulator")
+        planned.plan(**batch_case.plan_arguments(batch, inputs))
+        out, lse = batch_case.call(batch, inputs, planned)
+    result = batch_case.check(batch, inputs, out, lse)
+    assert result.ok, result.detail
+    assert_fa3(emulation)
+    return emulation
+
+
+@pytest.mark.parametrize("problem", SINGLE, ids=lambda problem: problem.id)
+def test_single(problem: Case) -> None:
+    solve_single(problem, Schedule())
+
+
+@pytest.mark.parametrize("batch", BATCH, ids=lambda batch: batch.id)
+def test_batch(batch: BatchCase) -> None:
+    solve_batch(batch, Schedule())
+
+
+@pytest.mark.parametrize(("problem", "schedule"), zip(LONG, itertools.cycle(SCHEDULES), strict=False), ids=name)
+def test_long(problem: Case, schedule: Schedule) -> None:
+    assert solve_single(problem, schedule, sms=3).records
+
+
+@pytest.mark.parametrize(("batch", "schedule"), zip(BATCHES, itertools.cycle(SCHEDULES), strict=False), ids=name)
+def test_long_batches(batch: BatchCase, schedule: Schedule) -> None:
+    assert solve_batch(batch, schedule, sms=3).records
+
+
+def assert_cut(emulation: Emulation) -> None:
+    assert [record.spec["kernel"] for record in emulation.records] == ["fa3", "combine"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=name)
+def test_cut_keys(schedule: Schedule) -> None:
+    """Short requests, whose heads share a tile, over keys that several CTAs divide."""
+    assert_cut(solve_single(prefill(3, 900, (8, 2), 128, **BF16, **CAUSAL), schedule, sms=16))
+
+
+@pytest.mark.parametrize(("page_size", "schedule"), zip((5, 16), SCHEDULES, strict=True), ids=name)
+def test_cut_pages(schedule: Schedule, page_size: int) -> None:
+    assert_cut(solve_batch(paged((5,), (1100,), page_size, mask="causal", **heads(2, 1)), schedule, sms=16))
+
+
+def test_the_kernels_of_auto() -> None:
+    """As a Hopper GPU: fa3 for many rows, fa2 for few; `kernels` overrules it."""
+    for qo_len, kernels, ran in ((65, "auto", "fa3"), (3, "auto", "fa2"), (3, "fa3", "fa3"), (65, "fa2", "fa2")):
+        problem = prefill(qo_len, 20, (1, 1))
+        with using("sm_90a", kernels=kernels) as emulation:
+            case.call(problem, case.make(problem), backend="emulator")
+        assert [record.spec["kernel"] for record in emulation.records] == [ran]
+
+
+def test_expanded_keys() -> None:
+    """Tensor maps have no strides of 0: another kernel takes them, and a plan that is made refuses them."""
+    q, kv = torch.randn(70, 4, 64).half(), torch.randn(70, 1, 64).half()
+    k, v = kv.expand(70, 2, 64), kv.flip(0).expand(70, 2, 64)
+    with using("sm_90a") as emulation:
+        out = single_prefill_with_kv_cache(q, k, v, backend="emulator")
+    assert [record.spec["kernel"] for record in emulation.records] == ["fa2"]
+    expected = single_prefill_with_kv_cache(q, k.contiguous(), v.contiguous(), backend="reference")
+    torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
+    ends = torch.tensor([0, 70], dtype=torch.int32)
+    planned = BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8), backend="emulator")
+    with using("sm_90a", kernels="fa3"):
+        with pytest.raises(NotSupported, match="refuses expanded q, k or v"):
+            single_prefill_with_kv_cache(q, k, v, backend="emulator")
+        planned.plan(ends, ends, 4, 2, 64)
+        with pytest.raises(NotSupported, match="refuses expanded q, k or v"):
+            planned.run(q, k, v)
+        got = planned.run(q, k.contiguous(), v.contiguous())
+    torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "emulator", "fa9"])
+def test_whose_kernels(kernels: str) -> None:
+    one = torch.zeros(1, 1, 64).half()
+    with using("sm_90a", kernels=kernels), pytest.raises(LayoutError, match=kernels):
+        single_prefill_with_kv_cache(one, one, one, backend="emulator")

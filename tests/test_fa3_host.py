@@ -1,0 +1,167 @@
+"""The host side of fa3: tensor maps, parameter blocks, heads of a tile and the order of tiles. No GPU, no kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn import ArgumentError, normalize
+from cute_attn.backends import fa3, fa3_batch, fa3_kernels
+from cute_attn.backends.fa3_params import Launched, Parameters
+from cute_attn.emulator.tensormap import TensorMap, decode
+from cute_attn.kernels import tiles_sm90
+from cute_attn.kernels.spec import CombineSpec, Fa3Spec
+from cute_attn.problem import Problem
+from cute_attn.runtime import tensormap
+from cute_attn.runtime.arch import named
+from tests.batches import Batch, build
+
+HOPPER = named("sm_90a")
+
+
+def single(
+    qo_len: int = 100, kv_len: int = 300, heads: tuple[int, int] = (8, 2), dim: int = 64, **rest: Any
+) -> Problem:
+    q = torch.zeros(qo_len, heads[0], dim).half()
+    kv = (heads[1], kv_len) if rest.get("kv_layout") == "HND" else (kv_len, heads[1])
+    k, v = torch.zeros(2, *kv, dim).half()
+    return normalize.problem(normalize.Call(q, k, v, return_lse=True, **rest))
+
+
+def runner(problem: Problem, sms: int = 132) -> fa3.Runner:
+    return fa3.Runner(problem.settings, HOPPER, 0, sms)
+
+
+def maps(problem: Problem, heads: int) -> tuple[TensorMap, TensorMap]:
+    parameters = Parameters(problem.settings, runner(problem).tile, heads)
+    return decode(parameters.q_map(problem.q)), decode(parameters.kv_map(problem.k))
+
+
+def test_maps_of_a_single_request() -> None:
+    problem = single(kv_layout="HND")
+    q, k = maps(problem, 4)
+    assert (q.address, k.address) == (problem.q.data_ptr(), problem.k.data_ptr())
+    assert q.dims == (64, 4, 100, 2)  # d, heads of a tile, tokens, blocks of heads
+    assert q.strides == (128, 8 * 128, 4 * 128)
+    assert q.box == (64, 4, runner(problem).tile.rows // 4, 1)
+    assert k.dims == (64, 300, 2, 1)
+    assert k.strides[:2] == (128, 300 * 128)
+    assert k.box == (64, runner(problem).tile.cols, 1, 1)
+    assert q.swizzle == k.swizzle == 3  # lines of 128 bytes
+
+
+@pytest.mark.parametrize(("page_size", "box"), [(16, 16), (5, 1), (256, 128), (12, 4)])
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_boxes_of_pages_do_not_leave_their_page(page_size: int, box: int, kv_layout: str) -> None:
+    problem = build(Batch(page_size=page_size, kv_layout=kv_layout, dims=(128, 128))).problem
+    tile = fa3_kernels.tile(problem.settings.features, window=False)
+    k = decode(Parameters(problem.settings, tile, 1).kv_map(problem.k))
+    assert page_size % box == tile.cols % box == 0
+    assert k.box == (64, box, 1, 1)
+    assert k.dims == (128, page_size, 2, problem.k.shape[0])
+    order = (1, 2) if kv_layout == "NHD" else (2, 1)
+    strides = problem.k.stride()
+    assert k.strides == (2 * strides[order[0]], 2 * strides[order[1]], 2 * strides[0])
+
+
+def test_empty_and_single_axes() -> None:
+    """An axis of one has whatever stride torch gave it; nobody reads a tensor without tokens."""
+    problem = single(qo_len=1, kv_len=0, heads=(1, 1))
+    k = problem.k.as_strided((0, 1, 64), (64, 3, 1))
+    q, decoded = maps(problem._replace(k=k), 1)
+    assert q.dims == (64, 1, 1, 1)
+    assert decoded.dims == (64, 1, 1, 1)
+    assert decoded.strides == (16, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("address", "strides"), [(8, (128,)), (16, (24,)), (16, (-16,)), (16, (1 << 40,))], ids=lambda value: str(value)
+)
+def test_what_tensor_maps_cannot_hold(address: int, strides: tuple[int, ...]) -> None:
+    with pytest.raises(ArgumentError, match="TMA needs"):
+        tensormap.encode("float16", address, (64, 8), strides, (64, 8))
+
+
+def test_parameter_blocks_follow_the_kernel() -> None:
+    kernel = pytest.importorskip("cute_attn.kernels.fa3", reason="needs the DSL", exc_type=ImportError)
+    problem = single()
+    made = runner(problem)
+    parameters, schedule = made.parameters(1), made.schedule(100, 300)
+    launched = Launched(7, *parameters.bounds(), schedule.total_tiles, schedule.numbers)
+    values = parameters.values(problem, parameters.target(problem), launched)
+    named_values = dict(zip(kernel.Fa3Params._fields, values[3:], strict=True))
+    assert named_values["counters"] == 7
+    assert (named_values["qo_len"], named_values["kv_len"]) == (100, 300)
+    assert (named_values["num_qo_heads"], named_values["group"], named_values["kv_group"]) == (8, 1, 4)
+    assert named_values["box_rows"] == made.tile.cols
+    assert named_values["kv_indices"] == 0
+
+
+@pytest.mark.parametrize(
+    ("qo_len", "heads", "shared"), [(63, (8, 2), 4), (64, (8, 2), 1), (1, (6, 2), 1), (1, (9, 1), 1)]
+)
+def test_heads_of_a_tile(qo_len: int, heads: tuple[int, int], shared: int) -> None:
+    """A group that does not divide the rows of a tile (128; 6 / 2 = 3, 9) has a tile a head."""
+    problem = single(qo_len, heads=heads, dim=128)
+    assert runner(problem).schedule(qo_len, 300).heads == shared
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (12, 4), (7, 1)])
+@pytest.mark.parametrize("kv_len", [1, 300, 200_000])
+def test_the_grid_covers_every_tile_once(kv_len: int, heads: tuple[int, int]) -> None:
+    problem = single(100, 1, heads, 128)
+    made = runner(problem)
+    schedule = made.schedule(100, kv_len)
+    blocks, head_blocks = -(-100 * schedule.heads // made.tile.rows), heads[0] // schedule.heads
+    assert schedule.total_tiles == blocks * head_blocks * schedule.num_splits
+    assert schedule.ctas == (min(132, schedule.total_tiles), 1, 1)
+    split_tokens, split_tiles, section_tiles, section = (schedule.numbers[i] for i in (3, 4, 7, 10))
+    assert split_tokens * schedule.num_splits >= kv_len > split_tokens * (schedule.num_splits - 1)
+    assert split_tiles == blocks * head_blocks
+    assert section_tiles == blocks * section
+    assert head_blocks % section == 0
+
+
+def test_launches() -> None:
+    (main, grid), (combine, rows) = fa3.launches(single(3, 20_000), HOPPER, 132)
+    assert isinstance(main, Fa3Spec)
+    assert main.split
+    assert main.out_dtype == "float32"
+    assert 2 < grid[0] <= 132
+    assert combine == CombineSpec("float16", 64)
+    assert rows == (24, 1, 1)
+    assert fa3.launches(single(0), HOPPER, 132) == []
+    ((alone, _),) = fa3.launches(single(3000, 300, window_left=5), HOPPER, 132)
+    assert isinstance(alone, Fa3Spec)
+    assert (alone.mask, alone.split, alone.out_dtype) == ("band", False, "float16")
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_launches_of_batches(page_size: int) -> None:
+    built = build(Batch(qo_lens=(3, 2), kv_lens=(5000, 7000), page_size=page_size, heads=(8, 2)))
+    settings = built.problem.settings
+    (main, grid), (combine, _) = fa3_batch.launches(settings, built.lengths, built.limits, HOPPER, 132)
+    assert isinstance(main, Fa3Spec)
+    assert (main.schedule, main.kv) == ("items", "paged" if page_size else "dense")
+    assert grid[0] <= 132
+    assert combine == CombineSpec("float16", 64, "items")
+    partials, records = fa3_batch.workspace_on(settings, built.lengths, built.limits, HOPPER, 132)
+    small = built.limits._replace(workspace_bytes=0)
+    assert fa3_batch.workspace_on(settings, built.lengths, small, HOPPER, 132) == (partials, records)
+    assert partials > 0
+
+
+def test_every_tile_is_a_default_kernel() -> None:
+    compiled = {(s.head_dim_qk, s.head_dim_vo, s.tile) for s in tiles_sm90.default_specs() if isinstance(s, Fa3Spec)}
+    for (dim_qk, dim_vo), tiles in tiles_sm90.candidates().items():
+        assert {(dim_qk, dim_vo, tile) for tile in tiles} <= compiled
+
+
+def test_tiles_of_paged_keys_take_whole_pages() -> None:
+    for dims in tiles_sm90.HEAD_DIMS:
+        assert tiles_sm90.choose(dims, plain=True, paged=True).cols % tiles_sm90.PAGE_ALIGNED == 0
+    with pytest.raises(ValueError, match="rows must be 128 or 192"):
+        dataclasses.replace(tiles_sm90.choose((64, 64), plain=True, paged=False), rows=64)
