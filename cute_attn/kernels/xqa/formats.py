@@ -176,7 +176,7 @@ class Four:
 
     def pairs(self, x: Int32, scale: Int32) -> list[Int32]:
         """f16x2 of elements (i, i + 4), i = 0..3, scaled."""
-        return [isa.mul_f16x2(pair, scale) for pair in isa.e2m1_pairs(x)]
+        return [isa.mul_f16x2(isa.e2m1_pair(x, i), scale) for i in range(4)]
 
     def output_dim(self, tile: int, g: Int32) -> tuple[Int32, int]:
         return g * 4 + (tile // 2 * 32 + tile % 2 * 2), 1

@@ -19,25 +19,14 @@ def permute_by(a: Int32, b: Int32, selector: Int32) -> Int32:
     return asm("prmt.b32 $0, $1, $2, $3;", [Int32], [a, b, selector], pure=True)
 
 
-def e2m1_pairs(x: Int32) -> list[Int32]:
-    """Of eight e2m1 numbers elements i and i + 4 as f16x2, divided by 2^14, for i = 0..3. First all become the upper
-    bytes of fp16 numbers, the even ones in one word, the odd ones in another."""
-    even = asm(
-        "{.reg .b32 s, m; shl.b32 s, $1, 4; shl.b32 m, $1, 1; and.b32 m, m, 0x0E0E0E0E; "
-        "lop3.b32 $0, s, 0x80808080, m, 0xEA;}",  # s & signs | m
-        [Int32],
-        [x],
-        pure=True,
+def e2m1_pair(x: Int32, i: int) -> Int32:
+    """Elements i and i + 4 of eight e2m1 numbers as f16x2, divided by 2^14."""
+    moved = f"shl.b32 m, $1, {9 - 4 * i};" if i < 3 else "shr.u32 m, $1, 3;"
+    text = (
+        f"{{.reg .b32 s, m; shl.b32 s, $1, {12 - 4 * i}; {moved} "
+        "and.b32 m, m, 0x0E000E00; lop3.b32 $0, s, 0x80008000, m, 0xEA;}"  # s & signs | m
     )
-    odd = asm(
-        "{.reg .b32 m; shr.u32 m, $1, 3; and.b32 m, m, 0x0E0E0E0E; lop3.b32 $0, $1, 0x80808080, m, 0xEA;}",
-        [Int32],
-        [x],
-        pure=True,
-    )
-    low = [permute(y, Int32(0), 0x2404) for y in (even, odd)]
-    high = [y & Int32(-0x00FF0100) for y in (even, odd)]  # 0xFF00FF00
-    return [low[0], low[1], high[0], high[1]]
+    return asm(text, [Int32], [x], pure=True)
 
 
 def e4m3_pair(x: Int32, half: int) -> Int32:
