@@ -62,6 +62,9 @@ CASES = {
     "more requests than lanes": XqaCase(tuple(range(40)), kv="nvfp4", heads=(2, 1), head_dim=64, bmm1_scale=0.001),
     "no requests": XqaCase((), heads=(2, 1)),
     "nothing to see": XqaCase((0, 0, 0), heads=(2, 1), sinks=True),
+    "a tree that hides its first token at the end of a tile": XqaCase(
+        (16, 16, 16, 33), q="fp16", kv="fp16", heads=(2, 2), q_len=16, q_lens=(3, 2, 1, 1), mask=True, seed=1000697
+    ),
     "a window inside a tile": XqaCase((500, 30), kv="e4m3", heads=(4, 2), window_left=5),
 }
 

@@ -34,7 +34,8 @@ class DraftMask:
         """Whether any row may see only a part of the tile that starts at token `start`."""
         request = self.segment.request
         newest = self.prefix + request.qo_len - 1 - self.p.window_left  # first token that the last row sees
-        return cutlass.or_(start + self.cols > self.prefix + 1, start < newest)
+        common = 0 if self.tree else 1  # tokens of the draft that all rows see: a tree may hide even the first
+        return cutlass.or_(start + self.cols > self.prefix + common, start < newest)
 
     @cute.jit
     def apply(self, s: list[Float32], start: Int32) -> list[Float32]:
