@@ -29,7 +29,7 @@ APPEND_ROWS = 64  # up to so many, a tile of 64 rows wastes less than one of 128
 # Columns of the prefill tile by head dims: (plain, modified) of single requests. Rows x warps are in `_prefill`.
 _COLS_227K = {
     (64, 64): (112, 64),
-    (80, 80): (64, 48),
+    (80, 80): (48, 48),
     (96, 96): (48, 48),
     (112, 112): (64, 32),
     (128, 128): (64, 32),
