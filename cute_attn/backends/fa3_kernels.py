@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from cute_attn.backends.fa2_kernels import batched, combine_spec, load, multiprocessors, scores
 from cute_attn.kernels import tiles_sm90
 from cute_attn.kernels.spec import Fa3Spec, HopperTile, KernelSpec
@@ -10,6 +12,7 @@ from cute_attn.runtime.arch import Arch
 
 __all__ = ["combine_spec", "heads_per_tile", "load", "multiprocessors", "spec", "specs", "tile"]
 
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 PACKED_TOKENS = 64  # below so many query tokens a request, the heads of a group share tiles
 
 
@@ -34,7 +37,7 @@ def spec(features: Features, window: bool, tile: HopperTile, split: bool = False
 def tile(features: Features, window: bool) -> HopperTile:
     plain = not features.custom_mask and not scores(features) and not window
     dims = features.head_dim_qk, features.head_dim_vo
-    return tiles_sm90.choose(dims, plain, features.kv_source == "paged")
+    return tiles_sm90.choose(dims, plain, features.kv_source == "paged", features.q_dtype in FP8)
 
 
 def heads_per_tile(features: Features, qo_len: int, rows: int) -> int:

@@ -12,6 +12,7 @@ import torch
 from cute_attn.backends import fa2_params
 from cute_attn.backends.fa2_params import Target
 from cute_attn.kernels import divisor
+from cute_attn.kernels.memory import LINE
 from cute_attn.kernels.spec import HopperTile
 from cute_attn.problem import BatchProblem, Problem, Settings
 from cute_attn.runtime import tensormap
@@ -19,6 +20,7 @@ from cute_attn.runtime import tensormap
 UNBOUNDED = fa2_params.UNBOUNDED
 NO_GRID = (0,) * 13
 NO_ITEMS = (0, 0, 0)
+NO_HEAD_SCALES = (0, 0, 0)
 
 Values = tuple[int | float | bytes, ...]
 Encoder = Callable[..., bytes]
@@ -49,7 +51,8 @@ class Parameters(fa2_params.Parameters):
         self.group, self.num_kv_heads = heads, features.num_qo_heads // heads
         kv_group = self.num_kv_heads // features.num_kv_heads
         self.head_numbers = features.num_qo_heads, *divided(heads), *divided(kv_group)
-        self.dtype = str(features.q_dtype).removeprefix("torch.")
+        self.dtype = "uint8" if self.itemsize == 1 else str(features.q_dtype).removeprefix("torch.")
+        self.line_items = LINE // self.itemsize
         self.box_rows = math.gcd(settings.page_size, tile.cols) if self.paged else tile.cols
         self.page_numbers = *divided(settings.page_size), self.box_rows
 
@@ -91,12 +94,13 @@ class Parameters(fa2_params.Parameters):
             *divided(self.num_kv_heads),
             *self.page_numbers,
             kv_indices,
+            *(NO_HEAD_SCALES if problem.head_scales is None else (x.data_ptr() for x in problem.head_scales)),
         )
 
     def q_map(self, q: torch.Tensor) -> bytes:
         """[d, heads of a tile, tokens, blocks of heads] of q [tokens, heads, d], or [heads, d] of one token."""
-        tokens, head = (1 if q.dim() == 2 else q.shape[0]), q.stride(-2) * 2
-        token = 16 if q.dim() == 2 else q.stride(0) * 2
+        tokens, head = (1 if q.dim() == 2 else q.shape[0]), q.stride(-2) * self.itemsize
+        token = 16 if q.dim() == 2 else q.stride(0) * self.itemsize
         sizes = q.shape[-1], self.group, tokens, self.num_kv_heads
         return _encoded(
             self.encoder,
@@ -104,21 +108,21 @@ class Parameters(fa2_params.Parameters):
             q.data_ptr(),
             sizes,
             (head, token, head * self.group),
-            (64, self.group, self.tile.rows // self.group, 1),
+            (self.line_items, self.group, self.tile.rows // self.group, 1),
         )
 
     def kv_map(self, x: torch.Tensor) -> bytes:
         """[d, tokens, heads, pages] of k or v."""
-        shape, strides = x.shape, x.stride()
-        pages, page = (shape[0], strides[0] * 2) if self.paged else (1, 16)
+        shape, strides = x.shape, [stride * self.itemsize for stride in x.stride()]
+        pages, page = (shape[0], strides[0]) if self.paged else (1, 16)
         sizes = shape[-1], shape[self.token], shape[self.head], pages
         return _encoded(
             self.encoder,
             self.dtype,
             x.data_ptr(),
             sizes,
-            (strides[self.token] * 2, strides[self.head] * 2, page),
-            (64, self.box_rows, 1, 1),
+            (strides[self.token], strides[self.head], page),
+            (self.line_items, self.box_rows, 1, 1),
         )
 
 

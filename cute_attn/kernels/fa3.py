@@ -93,11 +93,15 @@ class Fa3Params(NamedTuple):
     page_shift: Int32
     box_rows: Int32
     kv_indices: Int64
+    # fp8: fp32 a head
+    scale_q: Int64
+    scale_k: Int64
+    scale_v: Int64
 
 
 class Maps(NamedTuple):
-    """Generic addresses of the tensor maps: of q [64 elements, heads of a tile, tokens, blocks of heads], of k and v
-    [64 elements, tokens, kv heads, pages].
+    """Generic addresses of the tensor maps: of q [a line, heads of a tile, tokens, blocks of heads], of k and v
+    [a line, tokens, kv heads, pages].
     """
 
     q: Int64
@@ -124,6 +128,10 @@ class Shared:
     k: Ring
     v: Ring
     records: Records
+
+    @property
+    def arriving_v(self) -> Ring:
+        return self.v
 
     @classmethod
     def of(cls, memory: HopperMemory, base: Int32) -> "Shared":
@@ -154,16 +162,20 @@ class MathWork:
 class Fa3Program:
     params = Fa3Params
     maps = Maps._fields
+    storer = GroupStore
 
     def __init__(self, spec: Fa3Spec, arch: str) -> None:
         self.spec = spec
         self.memory = HopperMemory.of(spec)
-        self.tile = GroupTile(spec.dtype, self.memory)
+        self.tile = self.group_tile()
         kind = GridTiles if spec.schedule == "grid" else ItemTiles
         self.tiles: GridTiles | ItemTiles = kind(spec.tile.rows, spec.tile.cols)
         self.block = (spec.tile.threads, 1, 1)
         self.smem_bytes = self.memory.bytes
         self.math_threads = 128 * spec.tile.math_groups
+
+    def group_tile(self) -> GroupTile:
+        return GroupTile(self.spec.dtype, self.memory)
 
     def compile_args(self) -> tuple[Any, ...]:
         return (zeros(Fa3Params), Int32(1), Int32(1), Int32(1))
@@ -189,24 +201,35 @@ class Fa3Program:
     ) -> None:
         maps = Maps(*(sm90.address_of(tensor_map) for tensor_map in (q_map, k_map, v_map)))
         base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint().to(Int32)
-        shared = Shared.of(self.memory, base)
+        shared = self.shared(base)
         thread = cute.arch.thread_idx()[0]
         if thread == 0:
             for tensor_map in maps:
                 sm90.prefetch_tensor_map(tensor_map)
-            for ring in (shared.q, shared.k, shared.v):
-                ring.initialise(self.math_threads // 32)
+            self.initialise(shared)
             sm90.fence_barrier_init()
         ptx.sync_threads()
         ptx.grid_dependency_wait()
         producer_registers, math_registers = self.spec.registers
         if thread < 128:
             sm90.release_registers(producer_registers)
-            if thread < 32:
-                self.produce(params, maps, shared)
+            self.feed(params, maps, shared, thread)
         else:
             sm90.claim_registers(math_registers)
             self.consume(params, shared)
+
+    def shared(self, base: Int32) -> Shared:
+        return Shared.of(self.memory, base)
+
+    def initialise(self, shared: Shared) -> None:
+        for ring in (shared.q, shared.k, shared.v):
+            ring.initialise(self.math_threads // 32)
+
+    @cute.jit
+    def feed(self, params: Fa3Params, maps: Maps, shared: Shared, thread: Int32) -> None:
+        """The first warpgroup."""
+        if thread < 32:
+            self.produce(params, maps, shared)
 
     # --- composition ------------------------------------------------------------------------------------------------
 
@@ -221,16 +244,16 @@ class Fa3Program:
         cols, lane = self.spec.tile.cols, cute.arch.thread_idx()[0] & 31
         kv_head = Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(work.head_block)
         if self.spec.kv == "dense":
-            return DenseBoxes(cols, work.kv_start, kv_head, lane)
+            return DenseBoxes(cols, work.kv_start, kv_head, lane, self.memory.line_items)
         page_size = Divisor(p.page_size, p.page_multiplier, p.page_shift)
         table = p.kv_indices + Int64(work.kv_start) * Int64(4)
-        return PagedBoxes(cols, kv_head, lane, work.kv_end, table, page_size, p.box_rows)
+        return PagedBoxes(cols, kv_head, lane, work.kv_end, table, page_size, p.box_rows, self.memory.line_items)
 
     def math_work(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, softmax_scale: Float32, q: Int32) -> MathWork:
         rows, band, order = work.rows(p), work.band(p), self.order(p, work)
         return MathWork(
             lanes=lanes,
-            softmax=OnlineSoftmax(self.tile, Float32(ptx.LOG2E) if self.spec.scores else softmax_scale),
+            softmax=self.softmax(p, work, lanes, softmax_scale),
             scores=self.scores(p, softmax_scale, rows, lanes),
             mask=self.mask(p, work, lanes),
             order=order,
@@ -238,6 +261,9 @@ class Fa3Program:
             kv_end=work.kv_end,
             q=q,
         )
+
+    def softmax(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Float32) -> OnlineSoftmax:
+        return OnlineSoftmax(self.tile, Float32(ptx.LOG2E) if self.spec.scores else scale)
 
     def mask(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes) -> BandMask:
         band, rows = work.band(p), work.rows(p)
@@ -282,12 +308,12 @@ class Fa3Program:
             drawn = draws.draw()
             for step in cutlass.range(1, order.total, unroll=1):
                 following = boxes.look_up(order.at(step))
-                self.load_v(maps, shared.v, v, boxes, order.at(step - 1), pages)
+                self.load_v(maps, shared.arriving_v, v, boxes, order.at(step - 1), pages)
                 v, k = shared.v.next(v), shared.k.next(k)
                 self.load_k(maps, shared.k, k, boxes, order.at(step), following)
                 pages = following
             if order.total > 0:
-                self.load_v(maps, shared.v, v, boxes, order.at(order.total - 1), pages)
+                self.load_v(maps, shared.arriving_v, v, boxes, order.at(order.total - 1), pages)
                 v, k = shared.v.next(v), shared.k.next(k)
             q, record = shared.q.next(q), shared.records.next(record)
             work = self.tiles.at(p, draws.following(drawn))
@@ -310,7 +336,7 @@ class Fa3Program:
             token = work.qo_start + rows.token(Int32(0))
             for column in cutlass.range_constexpr(self.memory.qk_columns):
                 box = target + Int32(column * self.spec.tile.rows * LINE)
-                coordinates = [Int32(column * 64), Int32(0), token, work.head_block]
+                coordinates = [Int32(column * self.memory.line_items), Int32(0), token, work.head_block]
                 sm90.tma_load_4d(box, maps.q, coordinates, barrier, sm90.EVICT_FIRST)
 
     def load_k(
@@ -478,20 +504,24 @@ class Fa3Program:
         total: list[Float32],
     ) -> None:
         rows = work.rows(p)
-        finish = Finish(p.sinks, p.v_scale * device_scale(p.v_scale_ptr), p.lse_scale)
+        finish, unfinished = self.finishes(p, work)
         whole = Target(self.spec.out_dtype, p.o, p.o_stride_n, p.o_stride_h, p.lse, p.num_qo_heads)
         if cutlass.const_expr(self.spec.schedule == "items"):
             if work.partial == NO_PARTIAL:
-                GroupStore(self.tile, lanes, rows, whole, finish).write(out, shift, total)
+                self.storer(self.tile, lanes, rows, whole, finish).write(out, shift, total)
             else:
                 slot = Int64(work.partial) * Int64(p.head_blocks) + Int64(work.head_block)
                 first = slot * Int64(self.spec.tile.rows)
                 slots = Partials(p.o_partial, p.lse_partial, first, self.spec.head_dim_vo)
-                GroupStore(self.tile, lanes, rows, slots, Unfinished()).write(out, shift, total)
+                self.storer(self.tile, lanes, rows, slots, unfinished).write(out, shift, total)
         elif cutlass.const_expr(self.spec.split):
             slab = Int64(work.partial) * Int64(p.qo_len) * Int64(p.num_qo_heads)
             o, lse = p.o + slab * (self.spec.head_dim_vo * 4), p.lse + slab * 4
             partial = Target("float32", o, p.o_stride_n, p.o_stride_h, lse, p.num_qo_heads)
-            GroupStore(self.tile, lanes, rows, partial, Unfinished()).write(out, shift, total)
+            self.storer(self.tile, lanes, rows, partial, unfinished).write(out, shift, total)
         else:
-            GroupStore(self.tile, lanes, rows, whole, finish).write(out, shift, total)
+            self.storer(self.tile, lanes, rows, whole, finish).write(out, shift, total)
+
+    def finishes(self, p: Fa3Params, work: QueryTile) -> tuple[Finish, Unfinished]:
+        """What whole rows get, and what partial ones."""
+        return Finish(p.sinks, p.v_scale * device_scale(p.v_scale_ptr), p.lse_scale), Unfinished()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from cute_attn.kernels.spec import KV_BITS, Fa2Spec, Fa3Spec, HopperTile, Tile
 
@@ -117,21 +118,27 @@ class HopperMemory:
     as TMA boxes write it with the 128-byte swizzle.
     """
 
+    item_bytes: ClassVar[int] = 2
     tile: HopperTile
     head_dim_qk: int
     head_dim_vo: int
 
-    @classmethod
-    def of(cls, spec: Fa3Spec) -> HopperMemory:
-        return cls(spec.tile, spec.head_dim_qk, spec.head_dim_vo)
+    @staticmethod
+    def of(spec: Fa3Spec) -> HopperMemory:
+        kind = Fp8Memory if spec.fp8 else HopperMemory
+        return kind(spec.tile, spec.head_dim_qk, spec.head_dim_vo)
+
+    @property
+    def line_items(self) -> int:
+        return LINE // self.item_bytes
 
     @property
     def qk_columns(self) -> int:
-        return -(-self.head_dim_qk * 2 // LINE)
+        return -(-self.head_dim_qk // self.line_items)
 
     @property
     def vo_columns(self) -> int:
-        return -(-self.head_dim_vo * 2 // LINE)
+        return -(-self.head_dim_vo // self.line_items)
 
     @property
     def q_bytes(self) -> int:
@@ -159,9 +166,12 @@ class HopperMemory:
         return self.v_ring + self.tile.stages * self.v_bytes
 
     @property
+    def num_barriers(self) -> int:
+        return 2 * self.tile.q_stages + 4 * self.tile.stages
+
+    @property
     def records(self) -> int:
-        barriers = 8 * (2 * self.tile.q_stages + 4 * self.tile.stages)
-        return -(-(self.barriers + barriers) // RECORD_BYTES) * RECORD_BYTES
+        return -(-(self.barriers + 8 * self.num_barriers) // RECORD_BYTES) * RECORD_BYTES
 
     @property
     def num_records(self) -> int:
@@ -171,3 +181,33 @@ class HopperMemory:
     @property
     def bytes(self) -> int:
         return self.records + self.num_records * RECORD_BYTES
+
+
+@dataclass(frozen=True)
+class Fp8Memory(HopperMemory):
+    """fp8 products want both operands contiguous along the sum: V tiles arrive in a ring of their own behind the other
+    three, and lie transposed in the V ring, one line of keys a dimension, columns of 128 keys one after the other.
+    """
+
+    item_bytes: ClassVar[int] = 1
+
+    @property
+    def v_bytes(self) -> int:
+        return -(-self.tile.cols // self.line_items) * self.head_dim_vo * LINE
+
+    @property
+    def arriving_v_bytes(self) -> int:
+        return self.tile.cols * self.vo_columns * LINE
+
+    @property
+    def arriving_v_ring(self) -> int:
+        return self.v_ring + self.tile.stages * self.v_bytes
+
+    @property
+    def barriers(self) -> int:
+        """Those of arriving V come last."""
+        return self.arriving_v_ring + self.tile.stages * self.arriving_v_bytes
+
+    @property
+    def num_barriers(self) -> int:
+        return super().num_barriers + 2 * self.tile.stages

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 DTYPES = ("float16", "bfloat16")
+FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 OUT_DTYPES = (*DTYPES, "float32")
 KV_BITS = {"": 16, "float8_e4m3fn": 8, "float8_e5m2": 8, "nvfp4": 4}  # of an element; "": q's dtype
 
@@ -176,16 +177,21 @@ class Fa3Spec(KernelSpec):
     tile: HopperTile = HopperTile(128, 128)
 
     @property
+    def fp8(self) -> bool:
+        return self.dtype in FP8_DTYPES
+
+    @property
     def registers(self) -> tuple[int, int]:
         """Of a producer and of a math thread: together what the CTA was launched with."""
         if self.tile.math_groups == 3:
             return 32, 160
-        return (40, 232) if self.kv == "paged" else (24, 240)
+        return (40, 232) if self.kv == "paged" or self.fp8 else (24, 240)
 
     def program(self, arch: str) -> Program:
         from cute_attn.kernels.fa3 import Fa3Program
+        from cute_attn.kernels.fa3_fp8 import Fp8Program
 
-        return Fa3Program(self, arch)
+        return (Fp8Program if self.fp8 else Fa3Program)(self, arch)
 
 
 @dataclass(frozen=True)

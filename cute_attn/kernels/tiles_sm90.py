@@ -22,6 +22,9 @@ _PLAIN = {
     (192, 128): HopperTile(128, 128, 2, 1, pinned=False),
     (256, 256): HopperTile(128, 80, 2, 1, ping_pong=False),
 }
+_FP8 = {
+    (128, 128): HopperTile(128, 128, 2, 2, ping_pong=False, pinned=False),
+}
 _MODIFIED = {
     (64, 64): HopperTile(128, 128, 2, 2),
     (96, 96): HopperTile(128, 128, 2, 2, pinned=False),
@@ -31,7 +34,9 @@ _MODIFIED = {
 }
 
 
-def choose(head_dims: tuple[int, int], plain: bool, paged: bool) -> HopperTile:
+def choose(head_dims: tuple[int, int], plain: bool, paged: bool, fp8: bool = False) -> HopperTile:
+    if fp8:
+        return _FP8[head_dims]
     tile = (_PLAIN if plain else _MODIFIED)[head_dims]
     if paged and tile.cols % PAGE_ALIGNED:
         return _MODIFIED[head_dims]

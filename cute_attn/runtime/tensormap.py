@@ -12,7 +12,7 @@ from cute_attn.runtime.launch import load_driver
 BYTES = 128
 _ALIGNMENT = 64
 _STRIDE_LIMIT = 1 << 40
-_DATA_TYPES = {"float16": 6, "bfloat16": 9}
+_DATA_TYPES = {"uint8": 0, "float16": 6, "bfloat16": 9}
 SWIZZLE_128B, L2_PROMOTION_256B = 3, 3
 _INTERLEAVE_NONE, _FILL_ZEROS = 0, 0
 
@@ -20,7 +20,7 @@ _INTERLEAVE_NONE, _FILL_ZEROS = 0, 0
 def encode(dtype: str, address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
     """Map of a tensor of `sizes` (contiguous axis first) and `strides` (bytes, of the other axes).
 
-    Boxes have lines of 64 elements, swizzled over their 128 bytes, and zeros outside the tensor.
+    Boxes have lines of 128 bytes, swizzled over these, and zeros outside the tensor.
     """
     for what, values in (("address", [address]), ("strides", strides)):
         for value in values:

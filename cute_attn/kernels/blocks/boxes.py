@@ -1,4 +1,4 @@
-"""K and V tiles out of TMA boxes: 64 elements of some tokens of one kv head; maps are [d, token, head, page].
+"""K and V tiles out of TMA boxes: a line of some tokens of one kv head; maps are [d, token, head, page].
 
 The boxes of a tile are shared out among the lanes of the producer warp.
 """
@@ -26,6 +26,7 @@ class DenseBoxes:
     start: Int32
     kv_head: Int32
     lane: Int32
+    line_items: int = 64
 
     def look_up(self, kv_tile: Int32) -> list[Int32]:
         return []
@@ -43,7 +44,7 @@ class DenseBoxes:
         if self.lane == 0:
             sm90.barrier_expect(barrier, columns * self.cols * LINE)
             for column in cutlass.range_constexpr(columns):
-                place = [Int32(column * 64), self.start + kv_tile * self.cols, self.kv_head, Int32(0)]
+                place = [Int32(column * self.line_items), self.start + kv_tile * self.cols, self.kv_head, Int32(0)]
                 box = target + Int32(column * self.cols * LINE)
                 sm90.tma_load_4d(box, tensor_map, place, barrier, sm90.EVICT_LAST)
 
@@ -59,6 +60,7 @@ class PagedBoxes:
     table: Int64  # address of the request's first page number
     page_size: Divisor
     box_rows: Int32
+    line_items: int = 64
 
     def rounds(self) -> range:
         return range((self.cols + 31) // 32)
@@ -93,6 +95,6 @@ class PagedBoxes:
                 token = kv_tile * self.cols + row
                 within = token - self.page_size.quotient(token) * self.page_size.value
                 for column in cutlass.range_constexpr(columns):
-                    place = [Int32(column * 64), within, self.kv_head, pages[i]]
+                    place = [Int32(column * self.line_items), within, self.kv_head, pages[i]]
                     box = target + row * LINE + Int32(column * self.cols * LINE)
                     sm90.tma_load_4d(box, tensor_map, place, barrier, sm90.EVICT_LAST)

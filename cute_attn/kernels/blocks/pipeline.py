@@ -29,9 +29,9 @@ class Ring:
     data: Int32
     barriers: Int32
 
-    def initialise(self, readers: int) -> None:
+    def initialise(self, readers: int, writers: int = 1) -> None:
         for i in range(self.stages):
-            sm90.barrier_init(self.barriers + Int32(8 * i), 1)
+            sm90.barrier_init(self.barriers + Int32(8 * i), writers)
             sm90.barrier_init(self.barriers + Int32(8 * (self.stages + i)), readers)
 
     def address(self, place: Place) -> Int32:

@@ -251,6 +251,10 @@ def fmax(a: Float32, b: Float32) -> Float32:
     return asm("max.f32 $0, $1, $2;", [Float32], [a, b], pure=True)
 
 
+def fmin(a: Float32, b: Float32) -> Float32:
+    return asm("min.f32 $0, $1, $2;", [Float32], [a, b], pure=True)
+
+
 def mad_u32(a: Int32, b: Int64, c: Int64) -> Int64:
     """a * b + c in 64 bits, for a >= 0."""
     text = "{.reg .b64 t; cvt.u64.u32 t, $1; mad.lo.s64 $0, t, $2, $3;}"

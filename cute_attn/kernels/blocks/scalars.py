@@ -20,6 +20,15 @@ def shared_memory() -> Int32:
 
 
 @cute.jit
+def head_scale(base: Int64, head: Int32) -> Float32:
+    """A head's scale of an fp32 array in device memory; 1 where there is none."""
+    scale = Float32(1.0)
+    if base != Int64(0):
+        scale = ptx.ld_global_f32(base + Int64(head) * Int64(4))
+    return scale
+
+
+@cute.jit
 def device_scale(address: Int64) -> Float32:
     """A scale kept in device memory; 1 where there is none."""
     scale = Float32(1.0)

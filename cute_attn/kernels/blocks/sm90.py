@@ -40,25 +40,33 @@ def wgmma_from_shared(
         lines.append(f"add.s32 la, ${count}, {a_step >> 4}; add.s32 lb, ${count + 1}, {b_step >> 4};")
         lines.append("mov.b64 da, {la, h}; mov.b64 db, {lb, h};")
         keep = "p" if i or accumulator else "z"
-        lines.append(f"{_mnemonic(dtype, n)} {registers}, da, db, {keep}, 1, 1, 0, 0;")
+        lines.append(f"{_mnemonic(dtype, dtype, n)} {registers}, da, db, {keep}, {_K_MAJOR[dtype]};")
     declared = ".reg .b32 la, lb; .reg .b64 da, db;"
     return asm(_group(declared, lines), [Float32] * count, [a, b], tied=accumulator)
 
 
 def wgmma_from_registers(
-    dtype: str, n: int, a: Sequence[Int32], b: Int32, b_step: int, accumulator: Sequence[Float32]
+    a_dtype: str,
+    b_dtype: str,
+    n: int,
+    a: Sequence[Int32],
+    b: Int32,
+    steps: Sequence[int],
+    accumulator: Sequence[Float32] = (),
 ) -> list[Float32]:
-    """One group of accumulator + A B: A 64 x 16 in four registers a step, B MN-major in shared memory.
+    """One group of accumulator + A B: A 64 x 32 bytes in four registers a step, B in shared memory, MN-major where it has
+    16 bits, K-major where it has 8; `steps`: its bytes from the start.
 
     The registers of A must stay untouched until the group is waited for: `wgmma_wait` takes them for that.
     """
-    count, steps = n // 2, len(a) // 4
+    count = n // 2
     registers = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
     lines = []
-    for i in range(steps):
+    for i, step in enumerate(steps):
         fragment = "{" + ", ".join(f"${count + 1 + 4 * i + j}" for j in range(4)) + "}"
-        lines.append(f"add.s32 lb, ${count}, {i * b_step >> 4}; mov.b64 db, {{lb, h}};")
-        lines.append(f"{_mnemonic(dtype, n)} {registers}, {fragment}, db, p, 1, 1, 1;")
+        lines.append(f"add.s32 lb, ${count}, {step >> 4}; mov.b64 db, {{lb, h}};")
+        keep = "p" if i or accumulator else "z"
+        lines.append(f"{_mnemonic(a_dtype, b_dtype, n)} {registers}, {fragment}, db, {keep}, {_B_AS_STORED[b_dtype]};")
     declared = ".reg .b32 lb; .reg .b64 db;"
     return asm(_group(declared, lines), [Float32] * count, [b, *a], tied=accumulator)
 
@@ -78,9 +86,15 @@ def settle(sums: Sequence[Float32]) -> None:
     asm(f"{{ {declared}\n{tests}@p st.shared.f32 [z], $0; }}", [], sums)
 
 
-def _mnemonic(dtype: str, n: int) -> str:
-    ab = {"float16": "f16", "bfloat16": "bf16"}[dtype]
-    return f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{ab}.{ab}"
+_SUFFIX = {"float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+# Signs, then which operands are transposed: 8 bits know no such choice.
+_K_MAJOR = {"float16": "1, 1, 0, 0", "bfloat16": "1, 1, 0, 0", "float8_e4m3fn": "1, 1", "float8_e5m2": "1, 1"}
+_B_AS_STORED = {"float16": "1, 1, 1", "bfloat16": "1, 1, 1", "float8_e4m3fn": "1, 1", "float8_e5m2": "1, 1"}
+
+
+def _mnemonic(a_dtype: str, b_dtype: str, n: int) -> str:
+    k = 16 if a_dtype in ("float16", "bfloat16") else 32
+    return f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{_SUFFIX[a_dtype]}.{_SUFFIX[b_dtype]}"
 
 
 def _group(declared: str, lines: Sequence[str]) -> str:
@@ -88,6 +102,20 @@ def _group(declared: str, lines: Sequence[str]) -> str:
     prologue = f"{{ .reg .pred p, z; .reg .b32 h; {declared} {constants}"
     body = "\n".join(lines)
     return f"{prologue}\nwgmma.fence.sync.aligned;\n{body}\nwgmma.commit_group.sync.aligned; }}"
+
+
+def stmatrix_x4(address: Int32, offset: int, values: Sequence[Int32]) -> None:
+    """Four 8x8 matrices of 16-bit elements; lane l gives the row address of matrix l // 8, row l % 8."""
+    asm(f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0+{offset}], {{$1, $2, $3, $4}};", [], [address, *values])
+
+
+def pack_e4m3(values: Sequence[Float32]) -> Int32:
+    """Four numbers rounded to nearest even, the first in the lowest byte; beyond 448 they become 448."""
+    text = (
+        "{.reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3;"
+        "mov.b32 $0, {l, h};}"
+    )
+    return asm(text, [Int32], values, pure=True)
 
 
 # --- TMA ------------------------------------------------------------------------------------------------------------

@@ -46,6 +46,9 @@ class OnlineSoftmax:
     def slots(self) -> range:
         return range(self.tile.row_slots)
 
+    def scale(self, slot: int) -> Float32:
+        return self.log2_scale
+
     def start(self) -> Running:
         zeros = [Float32(0.0) for _ in self.slots]
         return Running(self.tile.zeros(self.tile.d_blocks), [Float32(INFINITY) for _ in self.slots], zeros)
@@ -93,7 +96,7 @@ class OnlineSoftmax:
 
     def first_shift(self, s: list[Float32]) -> list[Float32]:
         """Shifts of the first scores: +inf where all are hidden."""
-        return [Float32(0.0) - high * self.log2_scale for high in self.highs(s)]
+        return [Float32(0.0) - high * self.scale(slot) for slot, high in enumerate(self.highs(s))]
 
     @cute.jit
     def rise(self, shift: list[Float32], s: list[Float32]) -> Risen:
@@ -121,7 +124,7 @@ class OnlineSoftmax:
             if may_be_empty:
                 finite = ptx.select(finite == Float32(INFINITY), Float32(0.0), finite)
             for i in self.columns(slot):
-                p[i] = ptx.exp2(ptx.fma(s[i], self.log2_scale, finite))
+                p[i] = ptx.exp2(ptx.fma(s[i], self.scale(slot), finite))
         return p
 
     def sums(self, p: list[Float32], total: list[Float32]) -> list[Float32]:

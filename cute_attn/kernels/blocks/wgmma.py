@@ -37,7 +37,7 @@ class GroupTile:
     def scores(self, q: Int32, k: Int32) -> list[Float32]:
         """Starts S; `q` and `k` are the addresses of the warpgroup's rows and of the K tile."""
         tile, steps = self.memory.tile, []
-        for step in range(self.memory.head_dim_qk // 16):
+        for step in range(self.memory.head_dim_qk * self.memory.item_bytes // 32):
             column, within = step // 4, step % 4 * 32
             steps.append((column * tile.rows * LINE + within, column * tile.cols * LINE + within))
         a, b = sm90.descriptor(q, 0), sm90.descriptor(k, 0)
@@ -46,7 +46,8 @@ class GroupTile:
     def accumulate(self, out: list[Float32], p: list[Int32], v: Int32) -> list[Float32]:
         """Starts out + P V."""
         b = sm90.descriptor(v, self.memory.tile.cols * LINE)
-        return sm90.wgmma_from_registers(self.dtype, self.memory.head_dim_vo, p, b, 16 * LINE, out)
+        steps = range(0, self.memory.tile.cols * LINE, 16 * LINE)
+        return sm90.wgmma_from_registers(self.dtype, self.dtype, self.memory.head_dim_vo, p, b, steps, out)
 
     def probabilities(self, s: list[Float32]) -> list[Int32]:
         return [ptx.pack_16(self.dtype, s[i], s[i + 1]) for i in range(0, len(s), 2)]

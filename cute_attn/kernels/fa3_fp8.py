@@ -1,0 +1,174 @@
+"""The Hopper kernel for q, k and v in fp8: twice the products a clock, for operands contiguous along the sum.
+
+V is not, so three warps beside the producer's transpose its tiles in shared memory:
+
+    producer     K0 Q V0 K1 V1 K2 V2 ...
+    transposers       V0'   V1'   V2' ...
+    math group   S0 | S1 , O0 = P0 V0', softmax 1, O += O0 | S2 , O1 = P1 V1', softmax 2, O += O1 | ...
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cute_attn.kernels.blocks import ptx, sm90
+from cute_attn.kernels.blocks.epilogue import Finish
+from cute_attn.kernels.blocks.fp8 import Fp8Softmax, Fp8Store, Fp8Tile, ScaledUnfinished, Transposition
+from cute_attn.kernels.blocks.persistent import QueryTile
+from cute_attn.kernels.blocks.pipeline import Place, Ring, start
+from cute_attn.kernels.blocks.rows import Divisor
+from cute_attn.kernels.blocks.scalars import device_scale, head_scale
+from cute_attn.kernels.blocks.wgmma import GroupLanes
+from cute_attn.kernels.fa3 import Fa3Params, Fa3Program, Maps, MathWork, Shared
+
+TRANSPOSERS = 3  # warps
+
+
+class Fp8State(NamedTuple):
+    """As `State`. `out` is without the last tile that P stands for, and relative to the shifts before `factors`."""
+
+    out: list[Float32]
+    p: list[Int32]
+    shift: list[Float32]
+    total: list[Float32]
+    factors: list[Float32]
+    k: Place
+    v: Place
+
+
+@dataclass(frozen=True)
+class Fp8Shared(Shared):
+    arriving: Ring
+
+    @property
+    def arriving_v(self) -> Ring:
+        return self.arriving
+
+
+class Fp8Program(Fa3Program):
+    storer = Fp8Store
+
+    def group_tile(self) -> Fp8Tile:
+        return Fp8Tile(self.spec.dtype, self.memory)
+
+    def shared(self, base: Int32) -> Fp8Shared:
+        memory, stages = self.memory, self.spec.tile.stages
+        common = super().shared(base)
+        barriers = base + Int32(memory.barriers + 8 * (memory.num_barriers - 2 * stages))
+        arriving = Ring(stages, memory.arriving_v_bytes, base + Int32(memory.arriving_v_ring), barriers)
+        return Fp8Shared(common.q, common.k, common.v, common.records, arriving)
+
+    def initialise(self, shared: Fp8Shared) -> None:
+        warps = self.math_threads // 32
+        shared.q.initialise(warps + TRANSPOSERS)
+        shared.k.initialise(warps)
+        shared.v.initialise(warps, TRANSPOSERS)
+        shared.arriving.initialise(TRANSPOSERS)
+
+    def softmax(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Float32) -> Fp8Softmax:
+        rows, scales = work.rows(p), []
+        scale = scale * head_scale(p.scale_k, self.kv_head(p, work))
+        for slot in range(2):
+            scales.append(scale * head_scale(p.scale_q, rows.head(lanes.row(self.memory, slot))))
+        return Fp8Softmax(self.tile, scale, scales)
+
+    def kv_head(self, p: Fa3Params, work: QueryTile) -> Int32:
+        return Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(work.head_block)
+
+    def finishes(self, p: Fa3Params, work: QueryTile) -> tuple[Finish, ScaledUnfinished]:
+        head = head_scale(p.scale_v, self.kv_head(p, work))
+        whole = Finish(p.sinks, p.v_scale * device_scale(p.v_scale_ptr) * head, p.lse_scale)
+        return whole, ScaledUnfinished(head)
+
+    # --- transposers ------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def feed(self, params: Fa3Params, maps: Maps, shared: Fp8Shared, thread: Int32) -> None:
+        if thread < 32:
+            self.produce(params, maps, shared)
+        else:
+            self.transpose(params, shared)
+
+    @cute.jit
+    def transpose(self, p: Fa3Params, shared: Fp8Shared) -> None:
+        """The V tiles of all query tiles, in the order of their arrival."""
+        thread = cute.arch.thread_idx()[0]
+        lane = thread & 31
+        work = Transposition(self.memory, cute.arch.make_warp_uniform(thread >> 5) - Int32(1), lane, TRANSPOSERS)
+        q, v, record = start(), start(), shared.records.first
+        head_block = self.next_tile(shared, q, record)
+        while head_block >= 0:
+            query = QueryTile.load(record)
+            order = self.order(p, query)
+            shared.q.release(q, lane)
+            valid = query.kv_end - (order.end - 1) * self.spec.tile.cols  # of the tile that comes first
+            for step in cutlass.range(0, order.total, unroll=1):
+                shared.arriving.wait_full(v)
+                if cutlass.const_expr(self.spec.schedule == "items"):  # noqa: SIM102
+                    if cutlass.and_(step == 0, valid < self.spec.tile.cols):
+                        work.clear(shared.arriving.address(v), valid)
+                shared.v.wait_empty(v)
+                work.run(shared.arriving.address(v), shared.v.address(v))
+                sm90.fence_async()
+                ptx.sync_warp()
+                shared.arriving.release(v, lane)
+                if lane == 0:
+                    sm90.barrier_arrive(shared.v.full(v))
+                v = shared.v.next(v)
+            q, record = shared.q.next(q), shared.records.next(record)
+            head_block = self.next_tile(shared, q, record)
+
+    # --- math groups ------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def clear_tail(self, shared: Shared, math: cutlass.Constexpr, first: Place) -> None:
+        """The transposers have done it."""
+
+    def first(self, shared: Shared, math: MathWork, k: Place) -> Fp8State:
+        softmax = math.softmax
+        shared.k.wait_full(k)
+        s = sm90.wgmma_wait(0, self.tile.scores(math.q, shared.k.address(k)))
+        shared.k.release(k, math.lanes.lane)
+        kv_start = math.order.at(math.skipped) * self.spec.tile.cols
+        s = math.mask.apply(s, kv_start)
+        shift = softmax.first_shift(s)
+        s = softmax.exponentials(s, shift, may_be_empty=True)
+        total = softmax.sums(s, [Float32(0.0) for _ in range(2)])
+        out, factors = self.tile.zeros(self.tile.d_blocks), [Float32(1.0) for _ in range(2)]
+        return Fp8State(out, self.tile.probabilities(s), shift, total, factors, shared.k.next(k), k)
+
+    def step(self, shared: Shared, math: MathWork, state: Fp8State, kv_tile: Int32, masked: bool) -> Fp8State:
+        k, v, lanes, softmax = state.k, state.v, math.lanes, math.softmax
+        shared.k.wait_full(k)
+        self.await_turn(lanes)
+        s = self.tile.scores(math.q, shared.k.address(k))
+        shared.v.wait_full(v)
+        part = self.tile.product(state.p, shared.v.address(v))
+        self.end_turn(lanes)
+        s = sm90.wgmma_wait(1, s)
+        shared.k.release(k, lanes.lane)
+        if masked:
+            s = math.mask.apply(s, kv_tile * self.spec.tile.cols)
+        shift, factors = softmax.follow(state.shift, s, may_be_empty=masked)
+        s = softmax.exponentials(s, shift, may_be_empty=masked)
+        total = [t * factor for t, factor in zip(state.total, factors, strict=True)]
+        total = softmax.sums(s, total)
+        p = self.tile.probabilities(s)
+        if self.spec.tile.pinned:
+            sm90.settle(total)
+        part = sm90.wgmma_wait(0, part, state.p)
+        shared.v.release(v, lanes.lane)
+        out = self.add(state.out, state.factors, part)
+        return Fp8State(out, p, shift, total, factors, shared.k.next(k), shared.v.next(v))
+
+    def add(self, out: list[Float32], factors: list[Float32], part: list[Float32]) -> list[Float32]:
+        return [ptx.fma(x, factors[i % 4 // 2], y) for i, (x, y) in enumerate(zip(out, part, strict=True))]
+
+    def last_output(self, shared: Shared, math: MathWork, state: Fp8State) -> list[Float32]:
+        shared.v.wait_full(state.v)
+        part = sm90.wgmma_wait(0, self.tile.product(state.p, shared.v.address(state.v)), state.p)
+        shared.v.release(state.v, math.lanes.lane)
+        return self.add(state.out, state.factors, part)
