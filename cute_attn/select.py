@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 HALF = (torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FA2_HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (256, 256), (192, 128))
+FP8_HEAD_DIMS = ((128, 128),)
 NARROW_HEAD_DIMS = ((80, 80), (112, 112))  # no multiples of 32 columns
 
 
@@ -131,10 +132,17 @@ TABLE = (
     Row(
         "q of an fp8 dtype",
         lambda f: f.q_dtype in FP8,
-        {
-            "fa3": No("its fp8 form is not built yet", "pass q, k and v as float16 or bfloat16"),
-            "fa2": No("its matrix instructions take 16-bit types", "pass q, k and v as float16 or bfloat16"),
-        },
+        {"fa2": No("its matrix instructions take 16-bit types", 'q, k and v of float16 or bfloat16, or backend="fa3"')},
+    ),
+    Row(
+        "q of an fp8 dtype with head dimensions other than " + " and ".join(map(str, FP8_HEAD_DIMS)),
+        lambda f: f.q_dtype in FP8 and (f.head_dim_qk, f.head_dim_vo) not in FP8_HEAD_DIMS,
+        {"fa3": No("it has no fp8 tiles for them", "pass q, k and v as float16 or bfloat16")},
+    ),
+    Row(
+        "q of an fp8 dtype with logits_soft_cap or pos_encoding_mode ALIBI",
+        lambda f: f.q_dtype in FP8 and (f.soft_cap or f.pos_encoding_mode == "ALIBI"),
+        {"fa3": No("its fp8 form has no registers left for them", "pass q, k and v as float16 or bfloat16")},
     ),
     Row(
         "k and v of an fp8 dtype",
@@ -154,7 +162,7 @@ TABLE = (
     Row(
         "per-head scales (scale_q, scale_k, scale_v)",
         lambda f: f.per_head_scales,
-        dict.fromkeys(("fa3", "fa2"), No("they belong to fp8 attention", "multiply them into q, k and v")),
+        {"fa2": No("they belong to fp8 attention", "multiply them into q, k and v")},
     ),
     Row("output of float16, bfloat16 or float32", lambda f: f.o_dtype in (*HALF, torch.float32)),
     Row(
