@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from cute_attn.backends.fa2_kernels import batched, combine_spec, load, multiprocessors, scores
+from cute_attn.backends import fa2_kernels
+from cute_attn.backends.fa2_kernels import batched, combine_spec, load, multiprocessors
 from cute_attn.kernels import tiles_sm90
 from cute_attn.kernels.spec import Fa3Spec, HopperTile, KernelSpec
 from cute_attn.problem import Features
@@ -32,6 +33,11 @@ def spec(features: Features, window: bool, tile: HopperTile, split: bool = False
         kv="paged" if features.kv_source == "paged" else "dense",
         tile=tile,
     )
+
+
+def scores(features: Features) -> tuple[str, ...]:
+    """In fp8 a scale is a row's, and softmax's."""
+    return () if features.q_dtype in FP8 else fa2_kernels.scores(features)
 
 
 def tile(features: Features, window: bool) -> HopperTile:

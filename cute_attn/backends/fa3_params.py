@@ -53,6 +53,8 @@ class Parameters(fa2_params.Parameters):
         self.head_numbers = features.num_qo_heads, *divided(heads), *divided(kv_group)
         self.dtype = "uint8" if self.itemsize == 1 else str(features.q_dtype).removeprefix("torch.")
         self.line_items = LINE // self.itemsize
+        if self.itemsize == 1:  # the kernel minds the sign
+            self.score_numbers = settings.sm_scale * fa2_params.LOG2E, settings.logits_soft_cap
         self.box_rows = math.gcd(settings.page_size, tile.cols) if self.paged else tile.cols
         self.page_numbers = *divided(settings.page_size), self.box_rows
 

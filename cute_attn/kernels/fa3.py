@@ -364,6 +364,7 @@ class Fa3Program:
         head_block = self.next_tile(shared, q, record)
         while head_block >= 0:
             q_rows = shared.q.address(q) + lanes.group * (ROWS * LINE)
+            self.ready_q(p, QueryTile.load(record), lanes, scale, q_rows)
             math = self.math_work(p, QueryTile.load(record), lanes, scale, q_rows)
             out, shift = self.tile.zeros(self.tile.d_blocks), [Float32(float("inf")) for _ in range(2)]
             total = [Float32(0.0) for _ in range(2)]
@@ -380,6 +381,9 @@ class Fa3Program:
             self.store(p, QueryTile.load(record), lanes, out, shift, total)
             q, record = shared.q.next(q), shared.records.next(record)
             head_block = self.next_tile(shared, q, record)
+
+    def ready_q(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Float32, q_rows: Int32) -> None:
+        """Nothing is to be done to Q."""
 
     def next_tile(self, shared: Shared, q: Place, record: Int32) -> Int32:
         shared.q.wait_full(q)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, sm90
 from cute_attn.kernels.blocks.epilogue import Finish
@@ -21,20 +21,25 @@ from cute_attn.kernels.blocks.persistent import QueryTile
 from cute_attn.kernels.blocks.pipeline import Place, Ring, start
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.scalars import device_scale, head_scale
-from cute_attn.kernels.blocks.wgmma import GroupLanes
+from cute_attn.kernels.blocks.wgmma import ROWS, GroupLanes
 from cute_attn.kernels.fa3 import Fa3Params, Fa3Program, Maps, MathWork, Shared
+from cute_attn.kernels.memory import LINE
 
 TRANSPOSERS = 3  # warps
+LEAST_SCALE = 1e-30  # of scores: 0 would turn hidden ones into NaN
+SIGNS = 0x80808080 - (1 << 32)
 
 
 class Fp8State(NamedTuple):
     """As `State`. `out` is without the last tile that P stands for, and relative to the shifts before `factors`."""
 
     out: list[Float32]
+    part: list[Float32]
     p: list[Int32]
     shift: list[Float32]
     total: list[Float32]
     factors: list[Float32]
+    pending: list[Float32]
     k: Place
     v: Place
 
@@ -70,10 +75,33 @@ class Fp8Program(Fa3Program):
 
     def softmax(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Float32) -> Fp8Softmax:
         rows, scales = work.rows(p), []
-        scale = scale * head_scale(p.scale_k, self.kv_head(p, work))
         for slot in range(2):
-            scales.append(scale * head_scale(p.scale_q, rows.head(lanes.row(self.memory, slot))))
+            row_scale = self.row_scale(p, work, scale, rows.head(lanes.row(self.memory, slot)))
+            scales.append(ptx.fmax(ptx.magnitude(row_scale), Float32(LEAST_SCALE)))
         return Fp8Softmax(self.tile, scale, scales)
+
+    def row_scale(self, p: Fa3Params, work: QueryTile, scale: Float32, head: Int32) -> Float32:
+        return scale * head_scale(p.scale_k, self.kv_head(p, work)) * head_scale(p.scale_q, head)
+
+    @cute.jit
+    def ready_q(
+        self, p: Fa3Params, work: cutlass.Constexpr, lanes: GroupLanes, scale: Float32, q_rows: Int32
+    ) -> None:
+        """Softmax wants scales above 0: rows with one below get the other sign. A product reads a warp's 16 rows for
+        that warp alone.
+        """
+        if cutlass.or_(scale < Float32(0.0), p.scale_q != Int64(0)):
+            row = lanes.warp * 16 + lanes.lane // 2
+            head = work.rows(p).head(lanes.group * ROWS + row)
+            if self.row_scale(p, work, scale, head) < Float32(0.0):
+                half = q_rows + row * LINE + lanes.lane % 2 * (LINE // 2)
+                for column in cutlass.range_constexpr(self.memory.qk_columns):
+                    for i in cutlass.range_constexpr(4):
+                        offset = column * self.spec.tile.rows * LINE + 16 * i
+                        words = ptx.ld_shared_v4(half, offset)
+                        ptx.st_shared_v4(half, offset, [word ^ Int32(SIGNS) for word in words])
+            sm90.fence_async()
+            ptx.sync_warp()
 
     def kv_head(self, p: Fa3Params, work: QueryTile) -> Int32:
         return Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(work.head_block)
@@ -138,13 +166,17 @@ class Fp8Program(Fa3Program):
         s = softmax.exponentials(s, shift, may_be_empty=True)
         total = softmax.sums(s, [Float32(0.0) for _ in range(2)])
         out, factors = self.tile.zeros(self.tile.d_blocks), [Float32(1.0) for _ in range(2)]
-        return Fp8State(out, self.tile.probabilities(s), shift, total, factors, shared.k.next(k), k)
+        part, pending = ([], []) if not self.spec.tile.late else (list(out), list(factors))
+        return Fp8State(
+            out, part, self.tile.probabilities(s), shift, total, factors, pending, shared.k.next(k), k
+        )
 
     def step(self, shared: Shared, math: MathWork, state: Fp8State, kv_tile: Int32, masked: bool) -> Fp8State:
-        k, v, lanes, softmax = state.k, state.v, math.lanes, math.softmax
+        k, v, lanes, softmax, late = state.k, state.v, math.lanes, math.softmax, self.spec.tile.late
         shared.k.wait_full(k)
         self.await_turn(lanes)
         s = self.tile.scores(math.q, shared.k.address(k))
+        out = self.add(state.out, state.pending, state.part) if late else state.out
         shared.v.wait_full(v)
         part = self.tile.product(state.p, shared.v.address(v))
         self.end_turn(lanes)
@@ -161,14 +193,18 @@ class Fp8Program(Fa3Program):
             sm90.settle(total)
         part = sm90.wgmma_wait(0, part, state.p)
         shared.v.release(v, lanes.lane)
-        out = self.add(state.out, state.factors, part)
-        return Fp8State(out, p, shift, total, factors, shared.k.next(k), shared.v.next(v))
+        pending = state.factors
+        if not late:
+            out, part, pending = self.add(out, state.factors, part), [], []
+        return Fp8State(out, part, p, shift, total, factors, pending, shared.k.next(k), shared.v.next(v))
 
     def add(self, out: list[Float32], factors: list[Float32], part: list[Float32]) -> list[Float32]:
         return [ptx.fma(x, factors[i % 4 // 2], y) for i, (x, y) in enumerate(zip(out, part, strict=True))]
 
     def last_output(self, shared: Shared, math: MathWork, state: Fp8State) -> list[Float32]:
         shared.v.wait_full(state.v)
-        part = sm90.wgmma_wait(0, self.tile.product(state.p, shared.v.address(state.v)), state.p)
+        out = self.add(state.out, state.pending, state.part) if self.spec.tile.late else state.out
+        part = self.tile.product(state.p, shared.v.address(state.v))
+        part = sm90.wgmma_wait(0, part, state.p)
         shared.v.release(state.v, math.lanes.lane)
-        return self.add(state.out, state.factors, part)
+        return self.add(out, state.factors, part)

@@ -136,6 +136,8 @@ class HopperTile:
     q_stages: int = 1
     ping_pong: bool = True
     pinned: bool = True
+    late: bool = False
+    poly: int = 0
 
     @property
     def math_groups(self) -> int:

@@ -23,7 +23,7 @@ _PLAIN = {
     (256, 256): HopperTile(128, 80, 2, 1, ping_pong=False),
 }
 _FP8 = {
-    (128, 128): HopperTile(128, 128, 2, 2, ping_pong=False, pinned=False),
+    (128, 128): HopperTile(128, 128, 2, 2, ping_pong=False, late=True),
 }
 _MODIFIED = {
     (64, 64): HopperTile(128, 128, 2, 2),

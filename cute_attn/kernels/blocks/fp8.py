@@ -53,6 +53,17 @@ class Fp8Softmax(OnlineSoftmax):
     def scale(self, slot: int) -> Float32:
         return self.row_scales[slot]
 
+    def exponentials(self, s: list[Float32], shift: list[Float32], may_be_empty: bool) -> list[Float32]:
+        every = self.tile.memory.tile.poly
+        if may_be_empty or not every:
+            return super().exponentials(s, shift, may_be_empty)
+        p = list(s)
+        for slot in self.slots:
+            for n, i in enumerate(self.columns(slot)):
+                exp2 = ptx.exp2_polynomial if n % every == every - 1 else ptx.exp2
+                p[i] = exp2(ptx.fma(s[i], self.scale(slot), shift[slot]))
+        return p
+
     def first_shift(self, s: list[Float32]) -> list[Float32]:
         return [shift + Float32(P_LOG2) for shift in super().first_shift(s)]
 
