@@ -25,6 +25,9 @@ _PLAIN = {
 _FP8 = {
     (128, 128): HopperTile(128, 128, 2, 2, ping_pong=False, late=True),
 }
+_FP8_MODIFIED = {
+    (128, 128): HopperTile(128, 96, 2, 2, ping_pong=False, late=True),
+}
 _MODIFIED = {
     (64, 64): HopperTile(128, 128, 2, 2),
     (96, 96): HopperTile(128, 128, 2, 2, pinned=False),
@@ -36,7 +39,7 @@ _MODIFIED = {
 
 def choose(head_dims: tuple[int, int], plain: bool, paged: bool, fp8: bool = False) -> HopperTile:
     if fp8:
-        return _FP8[head_dims]
+        return (_FP8 if plain else _FP8_MODIFIED)[head_dims]
     tile = (_PLAIN if plain else _MODIFIED)[head_dims]
     if paged and tile.cols % PAGE_ALIGNED:
         return _MODIFIED[head_dims]
