@@ -52,7 +52,9 @@ class Backend:
     small_pages: bool = True
 
     def slow(self, features: Features, rows: int | None) -> str | None:
-        """Why "auto" passes this backend over though it is able; `rows` as in `choose`."""
+        """Why "auto" passes this backend over though it is able; `rows` as in `choose`. Nobody else has fp8 q."""
+        if features.q_dtype in FP8:
+            return None
         if rows is not None and rows < self.least_rows:
             return f"{rows} query rows a kv head are fewer than {self.least_rows}"
         if features.small_pages and not self.small_pages:
@@ -163,6 +165,11 @@ TABLE = (
         "per-head scales (scale_q, scale_k, scale_v)",
         lambda f: f.per_head_scales,
         {"fa2": No("they belong to fp8 attention", "multiply them into q, k and v")},
+    ),
+    Row(
+        "per-head scales beside q of float16 or bfloat16",
+        lambda f: f.per_head_scales and f.q_dtype in HALF,
+        dict.fromkeys(("fa3", "fa2"), No("they belong to fp8 attention", "multiply them into q, k and v")),
     ),
     Row("output of float16, bfloat16 or float32", lambda f: f.o_dtype in (*HALF, torch.float32)),
     Row(

@@ -31,6 +31,7 @@ from tests.batch_case import (
 KINDS = ("paged", "ragged", "decode", "single_prefill", "single_decode")
 PREFILL = ("paged", "ragged", "single_prefill")
 BATCH = ("paged", "ragged", "decode")
+D128 = {"head_dim_qk": 128, "head_dim_vo": 128}
 ROPE = {"pos_encoding_mode": "ROPE_LLAMA"}
 
 
@@ -78,6 +79,13 @@ PERTURBATIONS = (
     Perturbation("head_dim_qk", {"head_dim_qk": 80, "head_dim_vo": 80}, moves=False),
     Perturbation("num_qo_heads", {"num_qo_heads": 6}, moves=False),
     Perturbation("q_data_type", {"dtype": "bfloat16"}, moves=False),
+    Perturbation("q_data_type", {**D128, "dtype": E4M3, "o_dtype": "bfloat16"}, before=D128),
+    Perturbation("q_data_type", {"dtype": E4M3, "o_dtype": "bfloat16"}),
+    Perturbation(
+        "logits_soft_cap",
+        {**D128, "dtype": E4M3, "o_dtype": "bfloat16", "logits_soft_cap": 0.5},
+        before={**D128, "dtype": E4M3, "o_dtype": "bfloat16"},
+    ),
     Perturbation("kv_data_type", {"kv_dtype": E4M3}),
     Perturbation("kv_data_type", {"kv_dtype": E5M2}),
     Perturbation("kv_cache_sf", {"kv_dtype": "nvfp4"}, kinds=(*BATCH, "single_prefill")),
