@@ -8,15 +8,21 @@ V is not, so three warps beside the producer's transpose its tiles in shared mem
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, sm90
 from cute_attn.kernels.blocks.epilogue import Finish
-from cute_attn.kernels.blocks.fp8 import Fp8Softmax, Fp8Store, Fp8Tile, ScaledUnfinished, Transposition
+from cute_attn.kernels.blocks.fp8 import (
+    Fp8Softmax,
+    Fp8Store,
+    Fp8Tile,
+    ScaledUnfinished,
+    Transposition,
+)
 from cute_attn.kernels.blocks.persistent import QueryTile
 from cute_attn.kernels.blocks.pipeline import Place, Ring, start
 from cute_attn.kernels.blocks.rows import Divisor
@@ -26,22 +32,28 @@ from cute_attn.kernels.fa3 import Fa3Params, Fa3Program, Maps, MathWork, Shared
 from cute_attn.kernels.memory import LINE
 
 TRANSPOSERS = 3  # warps
+FIRST_VOTE = 6  # named barriers, one a math group
 LEAST_SCALE = 1e-30  # of scores: 0 would turn hidden ones into NaN
 SIGNS = 0x80808080 - (1 << 32)
 
 
 class Fp8State(NamedTuple):
-    """As `State`. `out` is without the last tile that P stands for, and relative to the shifts before `factors`."""
+    """A math group's accumulators between kv tiles, and its place in K's ring; in V's it is one tile behind."""
 
     out: list[Float32]
-    part: list[Float32]
     p: list[Int32]
     shift: list[Float32]
     total: list[Float32]
-    factors: list[Float32]
-    pending: list[Float32]
     k: Place
-    v: Place
+
+
+class Seen(NamedTuple):
+    """The same without the place."""
+
+    out: list[Float32]
+    p: list[Int32]
+    shift: list[Float32]
+    total: list[Float32]
 
 
 @dataclass(frozen=True)
@@ -163,48 +175,66 @@ class Fp8Program(Fa3Program):
         kv_start = math.order.at(math.skipped) * self.spec.tile.cols
         s = math.mask.apply(s, kv_start)
         shift = softmax.first_shift(s)
-        s = softmax.exponentials(s, shift, may_be_empty=True)
-        total = softmax.sums(s, [Float32(0.0) for _ in range(2)])
-        out, factors = self.tile.zeros(self.tile.d_blocks), [Float32(1.0) for _ in range(2)]
-        part, pending = ([], []) if not self.spec.tile.late else (list(out), list(factors))
-        return Fp8State(
-            out, part, self.tile.probabilities(s), shift, total, factors, pending, shared.k.next(k), k
-        )
+        p = softmax.exponentials(s, shift, may_be_empty=True)
+        total = softmax.sums(p, [Float32(0.0) for _ in range(2)])
+        out = self.tile.zeros(self.tile.d_blocks)
+        return Fp8State(out, self.tile.probabilities(p), shift, total, shared.k.next(k))
 
     def step(self, shared: Shared, math: MathWork, state: Fp8State, kv_tile: Int32, masked: bool) -> Fp8State:
-        k, v, lanes, softmax, late = state.k, state.v, math.lanes, math.softmax, self.spec.tile.late
+        """Scores of this kv tile, output of the one before it.
+
+        In full tiles exponents are relative to the anchors of earlier ones: the maximum is not looked for. Sums tell
+        afterwards where e4m3 cannot hold the probabilities, and the tile is done again: K stays in its slot till then.
+        """
+        k, v, lanes, softmax = state.k, shared.v.previous(state.k), math.lanes, math.softmax
+        k_at = shared.k.address(k)
         shared.k.wait_full(k)
         self.await_turn(lanes)
-        s = self.tile.scores(math.q, shared.k.address(k))
-        out = self.add(state.out, state.pending, state.part) if late else state.out
+        s = self.tile.scores(math.q, k_at)
         shared.v.wait_full(v)
         part = self.tile.product(state.p, shared.v.address(v))
         self.end_turn(lanes)
-        s = sm90.wgmma_wait(1, s)
-        shared.k.release(k, lanes.lane)
-        if masked:
-            s = math.mask.apply(s, kv_tile * self.spec.tile.cols)
-        shift, factors = softmax.follow(state.shift, s, may_be_empty=masked)
-        s = softmax.exponentials(s, shift, may_be_empty=masked)
-        total = [t * factor for t, factor in zip(state.total, factors, strict=True)]
-        total = softmax.sums(s, total)
-        p = self.tile.probabilities(s)
-        if self.spec.tile.pinned:
-            sm90.settle(total)
-        part = sm90.wgmma_wait(0, part, state.p)
+        both = sm90.wgmma_wait(0, [*s, *part], state.p)
+        s, part = both[: len(s)], both[len(s) :]
         shared.v.release(v, lanes.lane)
-        pending = state.factors
-        if not late:
-            out, part, pending = self.add(out, state.factors, part), [], []
-        return Fp8State(out, part, p, shift, total, factors, pending, shared.k.next(k), shared.v.next(v))
+        seen = Seen([a + b for a, b in zip(state.out, part, strict=True)], state.p, state.shift, state.total)
+        if masked:
+            seen = self.exact(softmax, math.mask.apply(s, kv_tile * self.spec.tile.cols), seen, masked)
+        else:
+            p = softmax.exponentials(s, state.shift, may_be_empty=False)
+            sums = softmax.sums(p, [Float32(0.0) for _ in range(2)])
+            again = sm90.any_of_group(lanes.group + FIRST_VOTE, softmax.too_high(sums))
+            seen = self.corrected(math, k_at, again, seen._replace(p=self.tile.probabilities(p)), sums)
+        shared.k.release(k, lanes.lane)
+        return Fp8State(*seen, shared.k.next(k))
 
-    def add(self, out: list[Float32], factors: list[Float32], part: list[Float32]) -> list[Float32]:
-        return [ptx.fma(x, factors[i % 4 // 2], y) for i, (x, y) in enumerate(zip(out, part, strict=True))]
+    def exact(self, softmax: Fp8Softmax, s: list[Float32], before: Seen, masked: bool) -> Seen:
+        shift, factors = softmax.follow(before.shift, s, may_be_empty=masked)
+        s = softmax.exponentials(s, shift, may_be_empty=masked)
+        total = softmax.sums(s, [t * factor for t, factor in zip(before.total, factors, strict=True)])
+        out = [x * factors[i % 4 // 2] for i, x in enumerate(before.out)]
+        return Seen(out, self.tile.probabilities(s), shift, total)
+
+    @cute.jit
+    def corrected(
+        self,
+        math: cutlass.Constexpr,
+        k_at: Int32,
+        again: Boolean,
+        before: cutlass.Constexpr,
+        sums: list[Float32],
+    ) -> Any:
+        out, p, shift = before.out, before.p, before.shift
+        total = [x + y for x, y in zip(before.total, sums, strict=True)]
+        if again:
+            s = sm90.wgmma_wait(0, self.tile.scores(math.q, k_at))
+            out, p, shift, total = self.exact(math.softmax, s, before, False)
+        return Seen(out, p, shift, total)
 
     def last_output(self, shared: Shared, math: MathWork, state: Fp8State) -> list[Float32]:
-        shared.v.wait_full(state.v)
-        out = self.add(state.out, state.pending, state.part) if self.spec.tile.late else state.out
-        part = self.tile.product(state.p, shared.v.address(state.v))
+        v = shared.v.previous(state.k)
+        shared.v.wait_full(v)
+        part = self.tile.product(state.p, shared.v.address(v))
         part = sm90.wgmma_wait(0, part, state.p)
-        shared.v.release(state.v, math.lanes.lane)
-        return self.add(out, state.factors, part)
+        shared.v.release(v, math.lanes.lane)
+        return [a + b for a, b in zip(state.out, part, strict=True)]

@@ -23,10 +23,10 @@ _PLAIN = {
     (256, 256): HopperTile(128, 80, 2, 1, ping_pong=False),
 }
 _FP8 = {
-    (128, 128): HopperTile(128, 128, 2, 2, ping_pong=False, late=True),
+    (128, 128): HopperTile(128, 128, 2, 2, pinned=False),
 }
 _FP8_MODIFIED = {
-    (128, 128): HopperTile(128, 96, 2, 2, ping_pong=False, late=True),
+    (128, 128): HopperTile(128, 128, 2, 2, pinned=False),
 }
 _MODIFIED = {
     (64, 64): HopperTile(128, 128, 2, 2),

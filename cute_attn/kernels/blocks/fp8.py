@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, sm90
 from cute_attn.kernels.blocks.epilogue import Unfinished
@@ -21,7 +21,8 @@ from cute_attn.kernels.blocks.wgmma import GroupTile
 from cute_attn.kernels.memory import LINE, Fp8Memory
 
 P_DTYPE = "float8_e4m3fn"
-P_LOG2 = 8.0  # the highest probability of a row is 2^8: e4m3 ends at 448, and is full in precision down to 2^-6
+P_LOG2 = 3.0  # the highest probability when an anchor is set is 2^3; e4m3 is full in precision from 2^-6 to 448
+SUM_LIMIT = 448.0  # of a thread's probabilities of a row: none is above e4m3's largest then. 32 times 2^3 are not beyond
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,18 @@ class Fp8Softmax(OnlineSoftmax):
         return self.row_scales[slot]
 
     def exponentials(self, s: list[Float32], shift: list[Float32], may_be_empty: bool) -> list[Float32]:
-        every = self.tile.memory.tile.poly
-        if may_be_empty or not every:
+        eighths = self.tile.memory.tile.poly
+        if may_be_empty or not eighths:
             return super().exponentials(s, shift, may_be_empty)
         p = list(s)
         for slot in self.slots:
+            scale = self.scale(slot)
+            part, moved = scale * Float32(1 / 252), ptx.fma(shift[slot], Float32(1 / 252), Float32(0.5))
             for n, i in enumerate(self.columns(slot)):
-                exp2 = ptx.exp2_polynomial if n % every == every - 1 else ptx.exp2
-                p[i] = exp2(ptx.fma(s[i], self.scale(slot), shift[slot]))
+                if n * eighths % 16 < eighths:
+                    p[i] = ptx.exp2_quadratic(s[i], part, moved)
+                else:
+                    p[i] = ptx.exp2(ptx.fma(s[i], scale, shift[slot]))
         return p
 
     def first_shift(self, s: list[Float32]) -> list[Float32]:
@@ -80,6 +85,12 @@ class Fp8Softmax(OnlineSoftmax):
             new.append(shift)
             factors.append(factor)
         return new, factors
+
+
+    def too_high(self, sums: list[Float32]) -> Boolean:
+        """Of this thread's probabilities of a tile some may be beyond e4m3, or a row had no anchor (infinite, or NaN)."""
+        within = [Boolean(total <= Float32(SUM_LIMIT)) for total in sums]
+        return cutlass.and_(*within) == Boolean(False)
 
 
 @dataclass(frozen=True)
