@@ -337,7 +337,7 @@ class Fa3Program:
         q, k, record = start(), start(), shared.records.first
         head_block = self.next_tile(shared, q, record)
         while head_block >= 0:
-            q_rows = shared.q.address(q) + lanes.group * (ROWS * LINE)
+            q_rows = self.tile.q_operand(shared.q.address(q) + lanes.group * (ROWS * LINE))
             math = self.math_work(p, QueryTile.load(record), lanes, scale, q_rows)
             out, shift = self.tile.zeros(self.tile.d_blocks), [Float32(float("inf")) for _ in range(2)]
             total = [Float32(0.0) for _ in range(2)]
@@ -400,12 +400,15 @@ class Fa3Program:
         for step in cutlass.range(step0, masked, unroll=1):
             state = self.step(shared, math, state, math.order.at(step), True)
         for step in cutlass.range(masked, total, unroll=1):
-            state = self.step(shared, math, state, math.order.full_at(step), False)
+            if cutlass.const_expr(self.spec.tile.watch == "sum"):
+                state = self.hindsight(shared, math, state, math.order.full_at(step))
+            else:
+                state = self.step(shared, math, state, math.order.full_at(step), False)
         return state
 
     def last_output(self, shared: Shared, math: MathWork, state: State) -> list[Float32]:
         shared.v.wait_full(state.v)
-        out = self.tile.accumulate(state.out, state.p, shared.v.address(state.v))
+        out = self.tile.accumulate(state.out, state.p, self.tile.v_operand(shared.v.address(state.v)))
         out = sm90.wgmma_wait(0, out, state.p)
         shared.v.release(state.v, math.lanes.lane)
         return out
@@ -414,7 +417,7 @@ class Fa3Program:
         """Scores and softmax of the first kv tile; it may be masked."""
         softmax = math.softmax
         shared.k.wait_full(k)
-        s = sm90.wgmma_wait(0, self.tile.scores(math.q, shared.k.address(k)))
+        s = sm90.wgmma_wait(0, self.tile.scores(math.q, self.tile.k_operand(shared.k.address(k))))
         shared.k.release(k, math.lanes.lane)
         kv_start = math.order.at(math.skipped) * self.spec.tile.cols
         s = math.mask.apply(math.scores.apply(s, kv_start), kv_start)
@@ -427,19 +430,24 @@ class Fa3Program:
     def step(self, shared: Shared, math: MathWork, state: State, kv_tile: Int32, masked: bool) -> State:
         """Scores of this kv tile, output of the one before it; softmax while the latter is under way."""
         k, v, lanes, softmax = state.k, state.v, math.lanes, math.softmax
+        k_at, v_at = self.tile.k_operand(shared.k.address(k)), self.tile.v_operand(shared.v.address(v))
         shared.k.wait_full(k)
         self.await_turn(lanes)
-        s = self.tile.scores(math.q, shared.k.address(k))
+        s = self.tile.scores(math.q, k_at)
         shared.v.wait_full(v)
-        out = self.tile.accumulate(state.out, state.p, shared.v.address(v))
+        out = self.tile.accumulate(state.out, state.p, v_at)
         self.end_turn(lanes)
         s = sm90.wgmma_wait(1, s)
         shared.k.release(k, lanes.lane)
         s = math.scores.apply(s, kv_tile * self.spec.tile.cols)
         if masked:
             s = math.mask.apply(s, kv_tile * self.spec.tile.cols)
-        risen = softmax.rise(state.shift, s)
-        s = softmax.exponentials(s, risen.shift, may_be_empty=masked)
+        watched = self.spec.tile.watch == "max3" and not masked
+        risen = (softmax.rise3 if watched else softmax.rise)(state.shift, s)
+        if masked:
+            s = softmax.exponentials(s, risen.shift, may_be_empty=True)
+        else:
+            s = softmax.mixed(s, risen.shift, self.spec.tile.cubic)
         total = [t * factor for t, factor in zip(state.total, risen.factors, strict=True)]
         total = softmax.sums(s, total)
         if self.spec.tile.pinned:
@@ -449,6 +457,45 @@ class Fa3Program:
         p = self.tile.probabilities(s)
         out = self.rescale(out, risen)
         return State(out, p, risen.shift, total, shared.k.next(k), shared.v.next(v))
+
+    def hindsight(self, shared: Shared, math: MathWork, state: State, kv_tile: Int32) -> State:
+        k, v, lanes, softmax = state.k, state.v, math.lanes, math.softmax
+        k_at, v_at = self.tile.k_operand(shared.k.address(k)), self.tile.v_operand(shared.v.address(v))
+        shared.k.wait_full(k)
+        self.await_turn(lanes)
+        s = self.tile.scores(math.q, k_at)
+        shared.v.wait_full(v)
+        out = self.tile.accumulate(state.out, state.p, v_at)
+        self.end_turn(lanes)
+        s = sm90.wgmma_wait(1, s)
+        s = math.scores.apply(s, kv_tile * self.spec.tile.cols)
+        s = softmax.mixed(s, state.shift, self.spec.tile.cubic)
+        sums = softmax.sums(s, [Float32(0.0) for _ in range(2)])
+        if self.spec.tile.pinned:
+            sm90.settle(sums)
+        limit = Float32(2.0 ** 8 * self.spec.tile.cols / 4)
+        low = cutlass.and_(sums[0] <= limit, sums[1] <= limit)
+        some = sm90.any_of_group(lanes.group + 5, low == cutlass.Boolean(False))
+        out = sm90.wgmma_wait(0, out, state.p)
+        shared.v.release(v, lanes.lane)
+        s, sums, shift, total, out = self.again(math, some, s, sums, state, out, k_at, kv_tile)
+        shared.k.release(k, lanes.lane)
+        total = [a + b for a, b in zip(total, sums, strict=True)]
+        return State(out, self.tile.probabilities(s), shift, total, shared.k.next(k), shared.v.next(v))
+
+    @cute.jit
+    def again(self, math: cutlass.Constexpr, some: cutlass.Boolean, s: list[Float32], sums: list[Float32], state: cutlass.Constexpr, out: list[Float32], k_at: Int32, kv_tile: Int32) -> Any:
+        shift, total = state.shift, state.total
+        if some:
+            softmax = math.softmax
+            s = sm90.wgmma_wait(0, self.tile.scores(math.q, k_at))
+            s = math.scores.apply(s, kv_tile * self.spec.tile.cols)
+            risen = softmax.rise(shift, s)
+            s = softmax.exponentials(s, risen.shift, may_be_empty=False)
+            sums = softmax.sums(s, [Float32(0.0) for _ in range(2)])
+            shift, total = risen.shift, [t * f for t, f in zip(total, risen.factors, strict=True)]
+            out = [x * risen.factors[i % 4 // 2] for i, x in enumerate(out)]
+        return s, sums, shift, total, out
 
     @cute.jit
     def rescale(self, out: list[Float32], risen: Risen) -> list[Float32]:

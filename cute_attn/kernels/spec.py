@@ -135,6 +135,8 @@ class HopperTile:
     q_stages: int = 1
     ping_pong: bool = True
     pinned: bool = True
+    watch: str = "max"
+    cubic: int = 0
 
     @property
     def math_groups(self) -> int:

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.ptx import asm
 
 # L2 policies as `createpolicy` makes them for a whole access.
@@ -156,6 +157,14 @@ def named_sync(barrier: Int32, threads: int) -> None:
 
 def named_arrive(barrier: Int32, threads: int) -> None:
     asm(f"bar.arrive $0, {threads};", [], [barrier])
+
+
+def any_of_group(barrier: Int32, value: Boolean) -> Boolean:
+    """Whether it holds in any thread of a warpgroup. All of them meet here."""
+    text = (
+        "{ .reg .pred p, q; setp.ne.s32 p, $1, 0;\nbarrier.cta.red.or.pred.aligned q, $2, 128, p;\nselp.s32 $0, 1, 0, q; }"
+    )
+    return asm(text, [Int32], [ptx.select(value, Int32(1), Int32(0)), barrier]) != 0
 
 
 def release_registers(count: int) -> None:
