@@ -66,6 +66,12 @@ class Fa3Params(NamedTuple):
     soft_cap: Float32
     v_scale: Float32
     lse_scale: Float32
+    section_tiles: Int32
+    section_tiles_multiplier: Int32
+    section_tiles_shift: Int32
+    section_heads: Int32
+    section_heads_multiplier: Int32
+    section_heads_shift: Int32
     # schedule "grid"
     qo_len: Int32
     kv_len: Int32
@@ -74,19 +80,11 @@ class Fa3Params(NamedTuple):
     split_tiles: Int32
     split_tiles_multiplier: Int32
     split_tiles_shift: Int32
-    section_tiles: Int32
-    section_tiles_multiplier: Int32
-    section_tiles_shift: Int32
-    section_heads: Int32
-    section_heads_multiplier: Int32
-    section_heads_shift: Int32
     # schedule "items"
     items: Int64
     o_partial: Int64
     lse_partial: Int64
     head_blocks: Int32
-    head_blocks_multiplier: Int32
-    head_blocks_shift: Int32
     # kv "paged"
     page_size: Int32
     page_multiplier: Int32

@@ -95,7 +95,7 @@ class GridTiles:
 
 @dataclass(frozen=True)
 class ItemTiles:
-    """A batch: work items of the plan for every block of heads, these innermost."""
+    """A batch: work items of the plan for every block of heads, in sections as `GridTiles` has them, of all items."""
 
     rows: int
     cols: int
@@ -104,11 +104,13 @@ class ItemTiles:
     def at(self, p: Any, index: Int32) -> Any:
         tile = QueryTile(*(Int32(x) for x in NOTHING))
         if index < p.total_tiles:
-            number = Divisor(p.head_blocks, p.head_blocks_multiplier, p.head_blocks_shift).quotient(index)
+            section = Divisor(p.section_tiles, p.section_tiles_multiplier, p.section_tiles_shift).quotient(index)
+            within = index - section * p.section_tiles
+            number = Divisor(p.section_heads, p.section_heads_multiplier, p.section_heads_shift).quotient(within)
             address = p.items + Int64(number) * Int64(4 * ITEM_INTS)
             words = [word for offset in (0, 16, 32) for word in ptx.ld_global_v4(address, offset)]
             item = Item(*words[: len(Item._fields)])
-            head_block = index - number * p.head_blocks
+            head_block = section * p.section_heads + within - number * p.section_heads
             tile = QueryTile(
                 head_block=ptx.select(item.qo_len == Int32(0), Int32(NO_WORK), head_block),
                 qo_start=item.qo_start,
