@@ -104,14 +104,13 @@ class Maps(NamedTuple):
 
 
 class State(NamedTuple):
-    """A math group's accumulators between kv tiles, and its places in the rings; V is one tile behind K."""
+    """A math group's accumulators between kv tiles, and its place in K's ring; in V's it is one tile behind."""
 
     out: list[Float32]
     p: list[Int32]
     shift: list[Float32]
     total: list[Float32]
     k: Place
-    v: Place
 
 
 @dataclass(frozen=True)
@@ -405,10 +404,11 @@ class Fa3Program:
         return state
 
     def last_output(self, shared: Shared, math: MathWork, state: State) -> list[Float32]:
-        shared.v.wait_full(state.v)
-        out = self.tile.accumulate(state.out, state.p, self.tile.v_operand(shared.v.address(state.v)))
+        v = shared.v.previous(state.k)
+        shared.v.wait_full(v)
+        out = self.tile.accumulate(state.out, state.p, self.tile.v_operand(shared.v.address(v)))
         out = sm90.wgmma_wait(0, out, state.p)
-        shared.v.release(state.v, math.lanes.lane)
+        shared.v.release(v, math.lanes.lane)
         return out
 
     def first(self, shared: Shared, math: MathWork, k: Place) -> State:
@@ -423,11 +423,11 @@ class Fa3Program:
         s = softmax.exponentials(s, shift, may_be_empty=True)
         total = softmax.sums(s, [Float32(0.0) for _ in range(2)])
         out = self.tile.zeros(self.tile.d_blocks)
-        return State(out, self.tile.probabilities(s), shift, total, shared.k.next(k), k)
+        return State(out, self.tile.probabilities(s), shift, total, shared.k.next(k))
 
     def step(self, shared: Shared, math: MathWork, state: State, kv_tile: Int32, masked: bool) -> State:
         """Scores of this kv tile, output of the one before it; softmax while the latter is under way."""
-        k, v, lanes, softmax = state.k, state.v, math.lanes, math.softmax
+        k, v, lanes, softmax = state.k, shared.v.previous(state.k), math.lanes, math.softmax
         k_at, v_at = self.tile.k_operand(shared.k.address(k)), self.tile.v_operand(shared.v.address(v))
         shared.k.wait_full(k)
         self.await_turn(lanes)
@@ -454,10 +454,10 @@ class Fa3Program:
         shared.v.release(v, lanes.lane)
         p = self.tile.probabilities(s)
         out = self.rescale(out, risen)
-        return State(out, p, risen.shift, total, shared.k.next(k), shared.v.next(v))
+        return State(out, p, risen.shift, total, shared.k.next(k))
 
     def hindsight(self, shared: Shared, math: MathWork, state: State, kv_tile: Int32) -> State:
-        k, v, lanes, softmax = state.k, state.v, math.lanes, math.softmax
+        k, v, lanes, softmax = state.k, shared.v.previous(state.k), math.lanes, math.softmax
         k_at, v_at = self.tile.k_operand(shared.k.address(k)), self.tile.v_operand(shared.v.address(v))
         shared.k.wait_full(k)
         self.await_turn(lanes)
@@ -479,7 +479,7 @@ class Fa3Program:
         s, sums, shift, total, out = self.again(math, some, s, sums, state, out, k_at, kv_tile)
         shared.k.release(k, lanes.lane)
         total = [a + b for a, b in zip(total, sums, strict=True)]
-        return State(out, self.tile.probabilities(s), shift, total, shared.k.next(k), shared.v.next(v))
+        return State(out, self.tile.probabilities(s), shift, total, shared.k.next(k))
 
     @cute.jit
     def again(self, math: cutlass.Constexpr, some: cutlass.Boolean, s: list[Float32], sums: list[Float32], state: cutlass.Constexpr, out: list[Float32], k_at: Int32, kv_tile: Int32) -> Any:
