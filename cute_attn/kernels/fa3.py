@@ -28,7 +28,7 @@ from cute_attn.kernels.blocks.pipeline import Place, Ring, start
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, zeros
 from cute_attn.kernels.blocks.scores import Alibi, Scale, Scores, SoftCap
-from cute_attn.kernels.blocks.softmax import OnlineSoftmax, Risen
+from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.store import GroupStore
 from cute_attn.kernels.blocks.wgmma import ROWS, GroupLanes, GroupTile
 from cute_attn.kernels.memory import LINE, HopperMemory
@@ -36,6 +36,7 @@ from cute_attn.kernels.spec import Fa3Spec
 from cute_attn.kernels.work import NO_PARTIAL
 
 MATH_BARRIER = 4  # named barrier of all math threads; 1 to 3 are their groups' turns
+FIRST_VOTE = 5  # and from here on one a group
 
 
 class Fa3Params(NamedTuple):
@@ -397,10 +398,7 @@ class Fa3Program:
         for step in cutlass.range(step0, masked, unroll=1):
             state = self.step(shared, math, state, math.order.at(step), True)
         for step in cutlass.range(masked, total, unroll=1):
-            if cutlass.const_expr(self.spec.tile.watch == "sum"):
-                state = self.hindsight(shared, math, state, math.order.full_at(step))
-            else:
-                state = self.step(shared, math, state, math.order.full_at(step), False)
+            state = self.step(shared, math, state, math.order.full_at(step), False)
         return state
 
     def last_output(self, shared: Shared, math: MathWork, state: State) -> list[Float32]:
@@ -417,8 +415,7 @@ class Fa3Program:
         shared.k.wait_full(k)
         s = sm90.wgmma_wait(0, self.tile.scores(math.q, self.tile.k_operand(shared.k.address(k))))
         shared.k.release(k, math.lanes.lane)
-        kv_start = math.order.at(math.skipped) * self.spec.tile.cols
-        s = math.mask.apply(math.scores.apply(s, kv_start), kv_start)
+        s = self.seen(math, s, math.order.at(math.skipped), True)
         shift = softmax.first_shift(s)
         s = softmax.exponentials(s, shift, may_be_empty=True)
         total = softmax.sums(s, [Float32(0.0) for _ in range(2)])
@@ -426,7 +423,11 @@ class Fa3Program:
         return State(out, self.tile.probabilities(s), shift, total, shared.k.next(k))
 
     def step(self, shared: Shared, math: MathWork, state: State, kv_tile: Int32, masked: bool) -> State:
-        """Scores of this kv tile, output of the one before it; softmax while the latter is under way."""
+        """Scores of this kv tile, output of the one before it; softmax while the latter is under way.
+
+        Exponents are relative to the anchors of earlier tiles, whatever these scores are: their maximum is not looked
+        for. Sums tell afterwards where that went wrong, and the tile is done again: K stays in its slot till then.
+        """
         k, v, lanes, softmax = state.k, shared.v.previous(state.k), math.lanes, math.softmax
         k_at, v_at = self.tile.k_operand(shared.k.address(k)), self.tile.v_operand(shared.v.address(v))
         shared.k.wait_full(k)
@@ -435,71 +436,57 @@ class Fa3Program:
         shared.v.wait_full(v)
         out = self.tile.accumulate(state.out, state.p, v_at)
         self.end_turn(lanes)
-        s = sm90.wgmma_wait(1, s)
-        shared.k.release(k, lanes.lane)
-        s = math.scores.apply(s, kv_tile * self.spec.tile.cols)
+        s = self.seen(math, sm90.wgmma_wait(1, s), kv_tile, masked)
         if masked:
-            s = math.mask.apply(s, kv_tile * self.spec.tile.cols)
-        watched = self.spec.tile.watch == "max3" and not masked
-        risen = (softmax.rise3 if watched else softmax.rise)(state.shift, s)
-        if masked:
-            s = softmax.exponentials(s, risen.shift, may_be_empty=True)
+            s = softmax.exponentials(s, state.shift, may_be_empty=False)
         else:
-            s = softmax.mixed(s, risen.shift, self.spec.tile.cubic)
-        total = [t * factor for t, factor in zip(state.total, risen.factors, strict=True)]
-        total = softmax.sums(s, total)
-        if self.spec.tile.pinned:
-            sm90.settle(total)  # no exponential is put off till after the wait
-        out = sm90.wgmma_wait(0, out, state.p)
-        shared.v.release(v, lanes.lane)
-        p = self.tile.probabilities(s)
-        out = self.rescale(out, risen)
-        return State(out, p, risen.shift, total, shared.k.next(k))
-
-    def hindsight(self, shared: Shared, math: MathWork, state: State, kv_tile: Int32) -> State:
-        k, v, lanes, softmax = state.k, shared.v.previous(state.k), math.lanes, math.softmax
-        k_at, v_at = self.tile.k_operand(shared.k.address(k)), self.tile.v_operand(shared.v.address(v))
-        shared.k.wait_full(k)
-        self.await_turn(lanes)
-        s = self.tile.scores(math.q, k_at)
-        shared.v.wait_full(v)
-        out = self.tile.accumulate(state.out, state.p, v_at)
-        self.end_turn(lanes)
-        s = sm90.wgmma_wait(1, s)
-        s = math.scores.apply(s, kv_tile * self.spec.tile.cols)
-        s = softmax.mixed(s, state.shift, self.spec.tile.cubic)
+            s = softmax.mixed(s, state.shift, self.spec.tile.cubic)
         sums = softmax.sums(s, [Float32(0.0) for _ in range(2)])
-        if self.spec.tile.pinned:
-            sm90.settle(sums)
-        limit = Float32(2.0 ** 8 * self.spec.tile.cols / 4)
-        low = cutlass.and_(sums[0] <= limit, sums[1] <= limit)
-        some = sm90.any_of_group(lanes.group + 5, low == cutlass.Boolean(False))
-        out = sm90.wgmma_wait(0, out, state.p)
+        too_high = softmax.too_high(sums)
+        if self.spec.tile.pinned:  # the meeting keeps exponentials in front of the wait, under which they are to run
+            again = sm90.any_of_group(lanes.group + FIRST_VOTE, too_high)
+            out = sm90.wgmma_wait(0, out, state.p)
+        else:
+            out = sm90.wgmma_wait(0, out, state.p)
+            again = sm90.any_of_group(lanes.group + FIRST_VOTE, too_high)
         shared.v.release(v, lanes.lane)
-        s, sums, shift, total, out = self.again(math, some, s, sums, state, out, k_at, kv_tile)
+        before = State(out, self.tile.probabilities(s), state.shift, state.total, k)
+        after, sums = self.raised(math, before, sums, again, k_at, kv_tile, masked)
         shared.k.release(k, lanes.lane)
-        total = [a + b for a, b in zip(total, sums, strict=True)]
-        return State(out, self.tile.probabilities(s), shift, total, shared.k.next(k))
+        total = [a + b for a, b in zip(after.total, sums, strict=True)]
+        return State(after.out, after.p, after.shift, total, shared.k.next(k))
+
+    def seen(self, math: MathWork, s: list[Float32], kv_tile: Int32, masked: bool) -> list[Float32]:
+        kv_start = kv_tile * self.spec.tile.cols
+        s = math.scores.apply(s, kv_start)
+        return math.mask.apply(s, kv_start) if masked else s
 
     @cute.jit
-    def again(self, math: cutlass.Constexpr, some: cutlass.Boolean, s: list[Float32], sums: list[Float32], state: cutlass.Constexpr, out: list[Float32], k_at: Int32, kv_tile: Int32) -> Any:
-        shift, total = state.shift, state.total
-        if some:
+    def raised(
+        self,
+        math: cutlass.Constexpr,
+        state: cutlass.Constexpr,
+        sums: list[Float32],
+        again: cutlass.Boolean,
+        k_at: Int32,
+        kv_tile: Int32,
+        masked: cutlass.Constexpr,
+    ) -> Any:
+        """The tile's probabilities and sums with anchors that fit it. Probabilities, half the registers of scores, are
+        what is replaced: otherwise ptxas spills.
+        """
+        out, p, shift, total = state.out, state.p, state.shift, state.total
+        if again:
             softmax = math.softmax
-            s = sm90.wgmma_wait(0, self.tile.scores(math.q, k_at))
-            s = math.scores.apply(s, kv_tile * self.spec.tile.cols)
+            q, k = cute.arch.make_warp_uniform(math.q), cute.arch.make_warp_uniform(k_at)  # lest operands stay around
+            s = self.seen(math, sm90.wgmma_wait(0, self.tile.scores(q, k)), kv_tile, masked)
             risen = softmax.rise(shift, s)
-            s = softmax.exponentials(s, risen.shift, may_be_empty=False)
-            sums = softmax.sums(s, [Float32(0.0) for _ in range(2)])
-            shift, total = risen.shift, [t * f for t, f in zip(total, risen.factors, strict=True)]
+            s = softmax.exponentials(s, risen.shift, may_be_empty=masked)
+            p, sums = self.tile.probabilities(s), softmax.sums(s, [Float32(0.0) for _ in range(2)])
+            shift = risen.shift
+            total = [t * factor for t, factor in zip(total, risen.factors, strict=True)]
             out = [x * risen.factors[i % 4 // 2] for i, x in enumerate(out)]
-        return s, sums, shift, total, out
-
-    @cute.jit
-    def rescale(self, out: list[Float32], risen: Risen) -> list[Float32]:
-        if risen.some:
-            out = [x * risen.factors[i % 4 // 2] for i, x in enumerate(out)]
-        return out
+        return State(out, p, shift, total, state.k), sums
 
     def await_turn(self, lanes: GroupLanes) -> None:
         if self.spec.tile.ping_pong:

@@ -135,7 +135,6 @@ class HopperTile:
     q_stages: int = 1
     ping_pong: bool = True
     pinned: bool = True
-    watch: str = "max"
     cubic: int = 0
 
     @property
