@@ -277,13 +277,13 @@ class Fa3Program:
                 self.load_k(maps, shared.k, k, boxes, first, pages)
             shared.q.wait_empty(q)
             self.load_q(p, maps, shared.q, q, record, work, lane)
-            drawn = draws.draw()
             for step in cutlass.range(1, order.total, unroll=1):
                 following = boxes.look_up(order.at(step))
                 self.load_v(maps, shared.v, v, boxes, order.at(step - 1), pages)
                 v, k = shared.v.next(v), shared.k.next(k)
                 self.load_k(maps, shared.k, k, boxes, order.at(step), following)
                 pages = following
+            drawn = draws.draw()
             if order.total > 0:
                 self.load_v(maps, shared.v, v, boxes, order.at(order.total - 1), pages)
                 v, k = shared.v.next(v), shared.k.next(k)
