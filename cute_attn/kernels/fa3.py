@@ -437,6 +437,18 @@ class Fa3Program:
         out = self.tile.accumulate(state.out, state.p, v_at)
         self.end_turn(lanes)
         s = self.seen(math, sm90.wgmma_wait(1, s), kv_tile, masked)
+        if self.spec.tile.watch == "max3":
+            shared.k.release(k, lanes.lane)
+            risen = softmax.rise3(state.shift, s)
+            s = softmax.exponentials(s, risen.shift, may_be_empty=masked)
+            total = softmax.sums(s, [t * factor for t, factor in zip(state.total, risen.factors, strict=True)])
+            if self.spec.tile.pinned:
+                sm90.settle(total)
+            out = sm90.wgmma_wait(0, out, state.p)
+            shared.v.release(v, lanes.lane)
+            p = self.tile.probabilities(s)
+            out = self.rescale(out, risen)
+            return State(out, p, risen.shift, total, shared.k.next(k))
         if masked:
             s = softmax.exponentials(s, state.shift, may_be_empty=False)
         else:
@@ -487,6 +499,12 @@ class Fa3Program:
             total = [t * factor for t, factor in zip(total, risen.factors, strict=True)]
             out = [x * risen.factors[i % 4 // 2] for i, x in enumerate(out)]
         return State(out, p, shift, total, state.k), sums
+
+    @cute.jit
+    def rescale(self, out: list[Float32], risen: cutlass.Constexpr) -> list[Float32]:
+        if risen.some:
+            out = [x * risen.factors[i % 4 // 2] for i, x in enumerate(out)]
+        return out
 
     def await_turn(self, lanes: GroupLanes) -> None:
         if self.spec.tile.ping_pong:

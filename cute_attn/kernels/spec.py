@@ -136,6 +136,7 @@ class HopperTile:
     ping_pong: bool = True
     pinned: bool = True
     cubic: int = 0
+    watch: str = "sum"
 
     @property
     def math_groups(self) -> int:

@@ -251,6 +251,18 @@ def fmax(a: Float32, b: Float32) -> Float32:
     return asm("max.f32 $0, $1, $2;", [Float32], [a, b], pure=True)
 
 
+def imax3(a: Int32, b: Int32, c: Int32) -> Int32:
+    return asm("{.reg .s32 t; max.s32 t, $1, $2; max.s32 $0, t, $3;}", [Int32], [a, b, c], pure=True)
+
+
+def bits(x: Float32) -> Int32:
+    return asm("mov.b32 $0, $1;", [Int32], [x], pure=True)
+
+
+def from_bits(x: Int32) -> Float32:
+    return asm("mov.b32 $0, $1;", [Float32], [x], pure=True)
+
+
 def exp2_cubic(s: Float32, scale: Float32, shift: Float32) -> Float32:
     text = (
         "{.reg .f32 y, t, u, r; .reg .b32 a, b; fma.rn.sat.f32 y, $1, $2, $3;\n"

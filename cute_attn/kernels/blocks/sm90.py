@@ -69,6 +69,16 @@ def wgmma_wait(pending: int, results: Sequence[Float32], operands: Sequence[Int3
     return asm(f"wgmma.wait_group.sync.aligned {pending};", [Float32] * len(results), operands, tied=results)
 
 
+def settle(sums: Sequence[Float32]) -> None:
+    """A store that would happen if a sum of exponentials were negative: ptxas puts no exponential of theirs after it.
+
+    Left to itself it moves most of them behind the wait that follows, under which they are to run.
+    """
+    tests = "".join(f"setp.lt.f32 q, ${i}, 0f00000000;\nor.pred p, p, q;\n" for i in range(len(sums)))
+    declared = ".reg .pred p, q; .reg .b32 z; setp.ne.u32 p, 0, 0; mov.b32 z, 0;"
+    asm(f"{{ {declared}\n{tests}@p st.shared.f32 [z], $0; }}", [], sums)
+
+
 def _mnemonic(dtype: str, n: int) -> str:
     ab = {"float16": "f16", "bfloat16": "bf16"}[dtype]
     return f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{ab}.{ab}"
