@@ -23,7 +23,7 @@ from cute_attn.kernels.blocks import ptx, sm90
 from cute_attn.kernels.blocks.boxes import DenseBoxes, PagedBoxes
 from cute_attn.kernels.blocks.epilogue import Finish, Partials, Target, Unfinished
 from cute_attn.kernels.blocks.masks import BandMask, PackedMask, StopMask, TileOrder
-from cute_attn.kernels.blocks.persistent import NOTHING, Draws, GridTiles, ItemTiles, QueryTile, Records
+from cute_attn.kernels.blocks.persistent import NOTHING, Draws, GridTiles, ItemTiles, QueryTile
 from cute_attn.kernels.blocks.pipeline import Place, Ring, start
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, zeros
@@ -31,7 +31,7 @@ from cute_attn.kernels.blocks.scores import Alibi, Scale, Scores, SoftCap
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.store import GroupStore
 from cute_attn.kernels.blocks.wgmma import ROWS, GroupLanes, GroupTile
-from cute_attn.kernels.memory import LINE, HopperMemory
+from cute_attn.kernels.memory import LINE, RECORD_BYTES, HopperMemory
 from cute_attn.kernels.spec import Fa3Spec
 from cute_attn.kernels.work import NO_PARTIAL
 
@@ -121,7 +121,7 @@ class Shared:
     q: Ring
     k: Ring
     v: Ring
-    records: Records
+    records: Int32  # descriptions of query tiles, one a place of Q's ring
 
     @classmethod
     def of(cls, memory: HopperMemory, base: Int32) -> "Shared":
@@ -131,8 +131,11 @@ class Shared:
             Ring(tile.q_stages, memory.q_bytes, base, barriers),
             Ring(tile.stages, memory.k_bytes, base + Int32(memory.k_ring), k_barriers),
             Ring(tile.stages, memory.v_bytes, base + Int32(memory.v_ring), k_barriers + Int32(16 * tile.stages)),
-            Records(base + Int32(memory.records), memory.num_records),
+            base + Int32(memory.records),
         )
+
+    def record(self, q: Place) -> Int32:
+        return self.records + q.turn * RECORD_BYTES
 
 
 @dataclass(frozen=True)
@@ -213,6 +216,8 @@ class Fa3Program:
         shape = self.spec.tile
         first, last = work.kv_begin // shape.cols, (work.kv_end + Int32(shape.cols - 1)) // shape.cols
         order = work.band(p).tiles(work.rows(p), shape.rows, shape.cols, first, last)
+        if self.spec.mask == "stop":  # its tiles simply go down; ptxas is told
+            return TileOrder(first, first, ptx.maximum(order.full_end, first), ptx.maximum(order.end, first))
         return PackedMask.all_masked(order) if self.spec.mask == "packed" else order
 
     def boxes(self, p: Fa3Params, work: QueryTile) -> DenseBoxes | PagedBoxes:
@@ -267,7 +272,7 @@ class Fa3Program:
         """One warp: tiles into the rings, then word that there are no more."""
         lane = cute.arch.thread_idx()[0] & 31
         draws = Draws(p.counters, lane)
-        q, k, v, record = start(), start(), start(), shared.records.first
+        q, k, v = start(), start(), start()
         work = self.tiles.at(p, cute.arch.block_idx()[0])
         while work.head_block >= 0:
             order, boxes = self.order(p, work), self.boxes(p, work)
@@ -276,7 +281,7 @@ class Fa3Program:
             if order.total > 0:
                 self.load_k(maps, shared.k, k, boxes, first, pages)
             shared.q.wait_empty(q)
-            self.load_q(p, maps, shared.q, q, record, work, lane)
+            self.load_q(p, maps, shared, q, work, lane)
             for step in cutlass.range(1, order.total, unroll=1):
                 following = boxes.look_up(order.at(step))
                 self.load_v(maps, shared.v, v, boxes, order.at(step - 1), pages)
@@ -287,24 +292,24 @@ class Fa3Program:
             if order.total > 0:
                 self.load_v(maps, shared.v, v, boxes, order.at(order.total - 1), pages)
                 v, k = shared.v.next(v), shared.k.next(k)
-            q, record = shared.q.next(q), shared.records.next(record)
+            q = shared.q.next(q)
             work = self.tiles.at(p, draws.following(drawn))
         draws.stop()
         ptx.grid_dependency_launch()
         shared.q.wait_empty(q)
         if lane == 0:
-            QueryTile(*(Int32(x) for x in NOTHING)).store(record)
+            QueryTile(*(Int32(x) for x in NOTHING)).store(shared.record(q))
             sm90.barrier_arrive(shared.q.full(q))
 
     @cute.jit
     def load_q(
-        self, p: Fa3Params, maps: Maps, ring: Ring, place: Place, record: Int32, work: cutlass.Constexpr, lane: Int32
+        self, p: Fa3Params, maps: Maps, shared: Shared, q: Place, work: cutlass.Constexpr, lane: Int32
     ) -> None:
         """A query tile and its description; rows past the end are the next request's, or zeros."""
         if lane == 0:
-            work.store(record)
-            rows, barrier, target = work.rows(p), ring.full(place), ring.address(place)
-            sm90.barrier_expect(barrier, ring.slot_bytes)
+            work.store(shared.record(q))
+            rows, barrier, target = work.rows(p), shared.q.full(q), shared.q.address(q)
+            sm90.barrier_expect(barrier, shared.q.slot_bytes)
             token = work.qo_start + rows.token(Int32(0))
             for column in cutlass.range_constexpr(self.memory.qk_columns):
                 box = target + Int32(column * self.spec.tile.rows * LINE)
@@ -332,11 +337,11 @@ class Fa3Program:
         if cutlass.const_expr(self.spec.tile.ping_pong):  # noqa: SIM102  (one when tracing, one at run time)
             if lanes.group == self.spec.tile.math_groups - 1:
                 self.end_turn(lanes)
-        q, k, record = start(), start(), shared.records.first
-        head_block = self.next_tile(shared, q, record)
+        q, k = start(), start()
+        head_block = self.next_tile(shared, q)
         while head_block >= 0:
             q_rows = self.tile.q_operand(shared.q.address(q) + lanes.group * (ROWS * LINE))
-            math = self.math_work(p, QueryTile.load(record), lanes, scale, q_rows)
+            math = self.math_work(p, QueryTile.load(shared.record(q)), lanes, scale, q_rows)
             out, shift = self.tile.zeros(self.tile.d_blocks), [Float32(float("inf")) for _ in range(2)]
             total = [Float32(0.0) for _ in range(2)]
             if math.order.total > 0:
@@ -349,13 +354,13 @@ class Fa3Program:
                 shift, total, k = state.shift, state.total, state.k
             else:
                 shared.q.release(q, lanes.lane)
-            self.store(p, QueryTile.load(record), lanes, out, shift, total)
-            q, record = shared.q.next(q), shared.records.next(record)
-            head_block = self.next_tile(shared, q, record)
+            self.store(p, QueryTile.load(shared.record(q)), GroupLanes.of(), out, shift, total)
+            q = shared.q.next(q)
+            head_block = self.next_tile(shared, q)
 
-    def next_tile(self, shared: Shared, q: Place, record: Int32) -> Int32:
+    def next_tile(self, shared: Shared, q: Place) -> Int32:
         shared.q.wait_full(q)
-        return cute.arch.make_warp_uniform(ptx.ld_shared_b32(record))
+        return cute.arch.make_warp_uniform(ptx.ld_shared_b32(shared.record(q)))
 
     @cute.jit
     def clear_tail(self, shared: Shared, math: cutlass.Constexpr, first: Place) -> None:

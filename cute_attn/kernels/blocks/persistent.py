@@ -9,7 +9,6 @@ from cutlass import Int32, Int64
 from cute_attn.kernels.blocks import ptx, sm90
 from cute_attn.kernels.blocks.masks import Band
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
-from cute_attn.kernels.memory import RECORD_BYTES
 from cute_attn.kernels.work import ITEM_INTS, Item
 
 NO_WORK = -1
@@ -156,15 +155,3 @@ class Draws:
             if stopped == cute.arch.grid_dim()[0] - 1:
                 sm90.st_global_u32(self.counters, Int32(0))
                 sm90.st_global_u32(self.counters + Int64(4), Int32(0))
-
-
-@dataclass(frozen=True)
-class Records:
-    """Descriptions of query tiles in shared memory, taking turns."""
-
-    first: Int32
-    count: int
-
-    def next(self, address: Int32) -> Int32:
-        following = address + Int32(RECORD_BYTES)
-        return ptx.select(following == self.first + Int32(self.count * RECORD_BYTES), self.first, following)

@@ -69,7 +69,8 @@ class GroupLanes:
 
     @classmethod
     def of(cls) -> "GroupLanes":
-        thread = cute.arch.thread_idx()[0]
+        """Read anew where it is called for: what follows from it need not stay in registers meanwhile."""
+        thread = ptx.asm("mov.u32 $0, %tid.x;", [Int32])
         warp = cute.arch.make_warp_uniform(thread >> 5)
         return cls((warp >> 2) - Int32(1), warp & 3, thread & 31)
 
