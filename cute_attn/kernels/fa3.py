@@ -340,6 +340,7 @@ class Fa3Program:
         q, k = start(), start()
         head_block = self.next_tile(shared, q)
         while head_block >= 0:
+            lanes = GroupLanes.of()
             q_rows = self.tile.q_operand(shared.q.address(q) + lanes.group * (ROWS * LINE))
             math = self.math_work(p, QueryTile.load(shared.record(q)), lanes, scale, q_rows)
             out, shift = self.tile.zeros(self.tile.d_blocks), [Float32(float("inf")) for _ in range(2)]
