@@ -2,7 +2,7 @@
 
     query tiles   `rows` packed rows of one request each, and the kv tiles that a band mask lets them see
     pieces        their kv tiles, cut where that shortens the launch (plan_cost) or at fixed places
-    records       longest piece first, and a merge record for every query tile that was cut
+    records       longest piece first, requests that share the L2 together; a merge record for every query tile that was cut
 
 Lengths may reach 2^30 tokens, query tokens times the GQA group 2^30 rows.
 """
@@ -45,7 +45,7 @@ class TileShape(NamedTuple):
     slots: int  # CTAs resident on the device
     min_tiles: int  # smallest piece worth its partial: plan.min_split_tiles
     partial_row_bytes: int  # 4 * (head_dim_vo + 1)
-    resident: int = 0  # kv tokens of different requests that are to be worked on together, 0: any number
+    resident: int = 0  # kv tokens that the L2 holds, of heads worked on side by side; 0: order of requests does not matter
 
 
 class Work(NamedTuple):
@@ -256,10 +256,10 @@ def longest_first(cost: np.ndarray) -> np.ndarray:
 
 
 def neighbourhoods(lengths: BatchLengths, shape: TileShape) -> np.ndarray:
-    """A number for every request, longest first: requests of one number have few enough keys to stay in L2."""
+    """A number for every request, longest first: the keys of requests with one number stay in L2 together."""
     by_length = longest_first(lengths.kv_len)
-    found = np.empty(len(by_length), np.int32)
-    found[by_length] = (lengths.kv_len[by_length].cumsum() - 1) // shape.resident
+    found = np.empty_like(by_length)
+    found[by_length] = np.maximum(lengths.kv_len[by_length].cumsum() - 1, 0) // shape.resident
     return found
 
 
