@@ -53,6 +53,7 @@ class Scheduled(NamedTuple):
     heads: int  # in a tile
     work: Work
     total_tiles: int
+    section: tuple[int, int]  # tiles of a section, and blocks of heads in it
     grid: Grid
     combine_grid: Grid
     rows_per_merge: int
@@ -84,6 +85,9 @@ def scheduled(
     tile = kernels.tile(features, settings.window_left >= 0)
     heads = kernels.heads_per_tile(features, plan_batch.rows_of_a_request(lengths, limits), tile.rows)
     head_blocks = features.num_qo_heads // heads
+    longest = 0 if limits.graph else int(lengths.kv_len.max(initial=0))  # captured: the number of items may change
+    section = kernels.section_heads(features, heads, longest)
+    kv_heads = max(1, section * heads * features.num_kv_heads // features.num_qo_heads)
     shape = TileShape(
         tile.rows,
         tile.cols,
@@ -94,6 +98,7 @@ def scheduled(
         sms,
         plans.min_split_tiles(tile.rows, tile.cols, features.head_dim_qk, features.head_dim_vo),
         4 * (features.head_dim_vo + 1),
+        kernels.SECTION_BYTES // (kv_heads * kernels.token_bytes(features)),
     )
     work = plan_batch.schedule(lengths, shape, limits, memory)
     total = work.item_capacity * head_blocks
@@ -104,6 +109,7 @@ def scheduled(
         heads,
         work,
         total,
+        (max(1, work.item_capacity) * section, section),
         (min(total, sms), 1, 1),
         (work.merge_capacity * head_blocks * rows_per_merge, 1, 1),
         rows_per_merge,
@@ -169,6 +175,7 @@ class Planned:
             counters.of_device(self.device_index).address(stream),
             *bounds,
             plan.total_tiles,
+            plan.section,
             items=(self.items, *partials),
             kv_indices=0 if indices is None else indices.data_ptr(),
         )

@@ -18,7 +18,7 @@ from cute_attn.problem import BatchProblem, Problem, Settings
 from cute_attn.runtime import tensormap
 
 UNBOUNDED = fa2_params.UNBOUNDED
-NO_GRID = (0,) * 13
+NO_GRID = (0,) * 7
 NO_ITEMS = (0, 0, 0)
 NO_HEAD_SCALES = (0, 0, 0)
 
@@ -33,6 +33,7 @@ class Launched(NamedTuple):
     right: int
     left: int
     total_tiles: int
+    section: tuple[int, int]  # tiles of a section, and blocks of heads in it
     grid: tuple[int, ...] = NO_GRID
     items: tuple[int, ...] = NO_ITEMS
     kv_indices: int = 0
@@ -68,7 +69,7 @@ class Parameters(fa2_params.Parameters):
         mask, scales = problem.packed_mask, problem.scale_tensors
         o, lse, o_stride_n, o_stride_h, v_scale, v_scale_ptr, sinks = target
         scale0, scale1 = fa2_params.two_addresses(scales) if scales else (0, 0)
-        counters, right, left, total_tiles, grid, items, kv_indices = launched
+        counters, right, left, total_tiles, section, grid, items, kv_indices = launched
         return (
             self.q_map(problem.q),
             self.kv_map(problem.k),
@@ -91,9 +92,11 @@ class Parameters(fa2_params.Parameters):
             *self.score_numbers,
             v_scale,
             self.settings.lse_scale,
+            *divided(section[0]),
+            *divided(section[1]),
             *grid,
             *items,
-            *divided(self.num_kv_heads),
+            self.num_kv_heads,
             *self.page_numbers,
             kv_indices,
             *(NO_HEAD_SCALES if problem.head_scales is None else (x.data_ptr() for x in problem.head_scales)),

@@ -28,7 +28,7 @@ from cute_attn.kernels.blocks.pipeline import Place, Ring, start
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.scalars import device_scale, head_scale
 from cute_attn.kernels.blocks.wgmma import ROWS, GroupLanes
-from cute_attn.kernels.fa3 import Fa3Params, Fa3Program, Maps, MathWork, Shared
+from cute_attn.kernels.fa3 import Fa3Params, Fa3Program, Maps, MathWork, Shared, State
 from cute_attn.kernels.memory import LINE
 
 TRANSPOSERS = 3  # warps
@@ -37,18 +37,8 @@ LEAST_SCALE = 1e-30  # of scores: 0 would turn hidden ones into NaN
 SIGNS = 0x80808080 - (1 << 32)
 
 
-class Fp8State(NamedTuple):
-    """A math group's accumulators between kv tiles, and its place in K's ring; in V's it is one tile behind."""
-
-    out: list[Float32]
-    p: list[Int32]
-    shift: list[Float32]
-    total: list[Float32]
-    k: Place
-
-
 class Seen(NamedTuple):
-    """The same without the place."""
+    """`State` without its place."""
 
     out: list[Float32]
     p: list[Int32]
@@ -138,10 +128,10 @@ class Fp8Program(Fa3Program):
         thread = cute.arch.thread_idx()[0]
         lane = thread & 31
         work = Transposition(self.memory, cute.arch.make_warp_uniform(thread >> 5) - Int32(1), lane, TRANSPOSERS)
-        q, v, record = start(), start(), shared.records.first
-        head_block = self.next_tile(shared, q, record)
+        q, v = start(), start()
+        head_block = self.next_tile(shared, q)
         while head_block >= 0:
-            query = QueryTile.load(record)
+            query = QueryTile.load(shared.record(q))
             order = self.order(p, query)
             shared.q.release(q, lane)
             valid = query.kv_end - (order.end - 1) * self.spec.tile.cols  # of the tile that comes first
@@ -158,8 +148,8 @@ class Fp8Program(Fa3Program):
                 if lane == 0:
                     sm90.barrier_arrive(shared.v.full(v))
                 v = shared.v.next(v)
-            q, record = shared.q.next(q), shared.records.next(record)
-            head_block = self.next_tile(shared, q, record)
+            q = shared.q.next(q)
+            head_block = self.next_tile(shared, q)
 
     # --- math groups ------------------------------------------------------------------------------------------------
 
@@ -167,10 +157,10 @@ class Fp8Program(Fa3Program):
     def clear_tail(self, shared: Shared, math: cutlass.Constexpr, first: Place) -> None:
         """The transposers have done it."""
 
-    def first(self, shared: Shared, math: MathWork, k: Place) -> Fp8State:
+    def first(self, shared: Shared, math: MathWork, k: Place) -> State:
         softmax = math.softmax
         shared.k.wait_full(k)
-        s = sm90.wgmma_wait(0, self.tile.scores(math.q, shared.k.address(k)))
+        s = sm90.wgmma_wait(0, self.tile.scores(math.q, self.tile.k_operand(shared.k.address(k))))
         shared.k.release(k, math.lanes.lane)
         kv_start = math.order.at(math.skipped) * self.spec.tile.cols
         s = math.mask.apply(s, kv_start)
@@ -178,21 +168,21 @@ class Fp8Program(Fa3Program):
         p = softmax.exponentials(s, shift, may_be_empty=True)
         total = softmax.sums(p, [Float32(0.0) for _ in range(2)])
         out = self.tile.zeros(self.tile.d_blocks)
-        return Fp8State(out, self.tile.probabilities(p), shift, total, shared.k.next(k))
+        return State(out, self.tile.probabilities(p), shift, total, shared.k.next(k))
 
-    def step(self, shared: Shared, math: MathWork, state: Fp8State, kv_tile: Int32, masked: bool) -> Fp8State:
+    def step(self, shared: Shared, math: MathWork, state: State, kv_tile: Int32, masked: bool) -> State:
         """Scores of this kv tile, output of the one before it.
 
         In full tiles exponents are relative to the anchors of earlier ones: the maximum is not looked for. Sums tell
         afterwards where e4m3 cannot hold the probabilities, and the tile is done again: K stays in its slot till then.
         """
         k, v, lanes, softmax = state.k, shared.v.previous(state.k), math.lanes, math.softmax
-        k_at = shared.k.address(k)
+        k_at = self.tile.k_operand(shared.k.address(k))
         shared.k.wait_full(k)
         self.await_turn(lanes)
         s = self.tile.scores(math.q, k_at)
         shared.v.wait_full(v)
-        part = self.tile.product(state.p, shared.v.address(v))
+        part = self.tile.product(state.p, self.tile.v_operand(shared.v.address(v)))
         self.end_turn(lanes)
         both = sm90.wgmma_wait(0, [*s, *part], state.p)
         s, part = both[: len(s)], both[len(s) :]
@@ -206,7 +196,7 @@ class Fp8Program(Fa3Program):
             again = sm90.any_of_group(lanes.group + FIRST_VOTE, softmax.too_high(sums))
             seen = self.corrected(math, k_at, again, seen._replace(p=self.tile.probabilities(p)), sums)
         shared.k.release(k, lanes.lane)
-        return Fp8State(*seen, shared.k.next(k))
+        return State(*seen, shared.k.next(k))
 
     def exact(self, softmax: Fp8Softmax, s: list[Float32], before: Seen, masked: bool) -> Seen:
         shift, factors = softmax.follow(before.shift, s, may_be_empty=masked)
@@ -227,14 +217,15 @@ class Fp8Program(Fa3Program):
         out, p, shift = before.out, before.p, before.shift
         total = [x + y for x, y in zip(before.total, sums, strict=True)]
         if again:
-            s = sm90.wgmma_wait(0, self.tile.scores(math.q, k_at))
+            q, k = cute.arch.make_warp_uniform(math.q), cute.arch.make_warp_uniform(k_at)  # lest operands stay around
+            s = sm90.wgmma_wait(0, self.tile.scores(q, k))
             out, p, shift, total = self.exact(math.softmax, s, before, False)
         return Seen(out, p, shift, total)
 
-    def last_output(self, shared: Shared, math: MathWork, state: Fp8State) -> list[Float32]:
+    def last_output(self, shared: Shared, math: MathWork, state: State) -> list[Float32]:
         v = shared.v.previous(state.k)
         shared.v.wait_full(v)
-        part = self.tile.product(state.p, shared.v.address(v))
+        part = self.tile.product(state.p, self.tile.v_operand(shared.v.address(v)))
         part = sm90.wgmma_wait(0, part, state.p)
         shared.v.release(v, math.lanes.lane)
         return [a + b for a, b in zip(state.out, part, strict=True)]

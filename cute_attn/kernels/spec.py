@@ -136,7 +136,8 @@ class HopperTile:
     q_stages: int = 1
     ping_pong: bool = True
     pinned: bool = True
-    late: bool = False
+    cubic: int = 0
+    watch: str = "sum"
     poly: int = 0
 
     @property

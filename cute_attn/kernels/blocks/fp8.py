@@ -27,14 +27,16 @@ SUM_LIMIT = 448.0  # of a thread's probabilities of a row: none is above e4m3's 
 
 @dataclass(frozen=True)
 class Fp8Tile(GroupTile):
+    def v_operand(self, address: Int32) -> Int32:
+        return self.k_operand(address)
+
     def product(self, p: list[Int32], v: Int32) -> list[Float32]:
         """Starts P V, from zero; V transposed."""
         steps = []
         for step in range(self.memory.tile.cols // 32):
             column, within = step // 4, step % 4 * 32
             steps.append(column * self.memory.head_dim_vo * LINE + within)
-        b = sm90.descriptor(v, 0)
-        return sm90.wgmma_from_registers(P_DTYPE, self.dtype, self.memory.head_dim_vo, p, b, steps)
+        return sm90.wgmma_from_registers(P_DTYPE, self.dtype, self.memory.head_dim_vo, p, v, steps)
 
     def probabilities(self, s: list[Float32]) -> list[Int32]:
         """Of every 32 keys: row slot 0, then 1, of the first 16, then of the others."""
