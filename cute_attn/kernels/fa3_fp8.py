@@ -78,11 +78,13 @@ class Fp8Program(Fa3Program):
     def softmax(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Float32) -> Fp8Softmax:
         rows, scales = work.rows(p), []
         for slot in range(2):
-            row_scale = self.row_scale(p, work, scale, rows.head(lanes.row(self.memory, slot)))
+            row_scale = self.row_scale(p, work, rows.head(lanes.row(self.memory, slot)))
             scales.append(ptx.fmax(ptx.magnitude(row_scale), Float32(LEAST_SCALE)))
-        return Fp8Softmax(self.tile, scale, scales)
+        return Fp8Softmax(self.tile, scales[0], scales)
 
-    def row_scale(self, p: Fa3Params, work: QueryTile, scale: Float32, head: Int32) -> Float32:
+    def row_scale(self, p: Fa3Params, work: QueryTile, head: Int32) -> Float32:
+        """Put together for every query tile: between them there is no register for it."""
+        scale = p.scale * device_scale(p.scale0) * device_scale(p.scale1)
         return scale * head_scale(p.scale_k, self.kv_head(p, work)) * head_scale(p.scale_q, head)
 
     @cute.jit
@@ -92,10 +94,10 @@ class Fp8Program(Fa3Program):
         """Softmax wants scales above 0: rows with one below get the other sign. A product reads a warp's 16 rows for
         that warp alone.
         """
-        if cutlass.or_(scale < Float32(0.0), p.scale_q != Int64(0)):
-            row = lanes.warp * 16 + lanes.lane // 2
-            head = work.rows(p).head(lanes.group * ROWS + row)
-            if self.row_scale(p, work, scale, head) < Float32(0.0):
+        row = lanes.warp * 16 + lanes.lane // 2
+        turned = self.row_scale(p, work, work.rows(p).head(lanes.group * ROWS + row)) < Float32(0.0)
+        if cute.arch.vote_any_sync(turned):
+            if turned:
                 half = q_rows + row * LINE + lanes.lane % 2 * (LINE // 2)
                 for column in cutlass.range_constexpr(self.memory.qk_columns):
                     for i in cutlass.range_constexpr(4):

@@ -188,7 +188,7 @@ class Fa3Spec(KernelSpec):
         """Of a producer and of a math thread: together what the CTA was launched with."""
         if self.tile.math_groups == 3:
             return 32, 160
-        return (40, 232) if self.kv == "paged" or self.fp8 else (24, 240)
+        return (40, 232) if self.kv == "paged" else (24, 240)
 
     def program(self, arch: str) -> Program:
         from cute_attn.kernels.fa3 import Fa3Program

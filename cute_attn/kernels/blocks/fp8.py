@@ -121,14 +121,14 @@ class Transposition:
             keys, half = piece // halves, piece % halves
             line = read + keys * (32 * LINE) + (half >> 1) * (memory.tile.cols * LINE)
             place = line + ((inner ^ ((half & 1) << 2)) << 4)
-            fours = [ptx.ldmatrix_x4(place ^ Int32(i << 4), 0, transpose=True) for i in range(4)]
             line = write + (keys >> 2) * (memory.head_dim_vo * LINE) + half * (64 * LINE)
-            place = line + (((inner ^ second) ^ ((keys & 3) << 1)) << 4)
-            for i in cutlass.range_constexpr(4):
-                a, b, c, d = fours[i]
-                even = [ptx.permute(a, b, 0x6420), ptx.permute(c, d, 0x6420)]
-                uneven = [ptx.permute(a, b, 0x7531), ptx.permute(c, d, 0x7531)]
-                sm90.stmatrix_x4(place, i * (16 * LINE), [even[0], uneven[0], even[1], uneven[1]])
+            into = line + (((inner ^ second) ^ ((keys & 3) << 1)) << 4)
+            for i in cutlass.range_constexpr(0, 4, 2):  # two at a time: more registers there are not
+                fours = [ptx.ldmatrix_x4(place ^ Int32(j << 4), 0, transpose=True) for j in (i, i + 1)]
+                for j, (a, b, c, d) in enumerate(fours):
+                    even = [ptx.permute(a, b, 0x6420), ptx.permute(c, d, 0x6420)]
+                    uneven = [ptx.permute(a, b, 0x7531), ptx.permute(c, d, 0x7531)]
+                    sm90.stmatrix_x4(into, (i + j) * (16 * LINE), [even[0], uneven[0], even[1], uneven[1]])
 
     @cute.jit
     def clear(self, source: Int32, first: Int32) -> None:
