@@ -1,7 +1,8 @@
 """Attention with q, k and v in fp8: cases, their calls, and a bound on the error that holds for every element.
 
 Probabilities are rounded to e4m3: by at most 1/16 of each, so o by at most 1/16 of what absolute values would add up to.
-Below 2^-14 of a row's largest, e4m3 runs out of exponents: a key is then off by 2^-19 of the largest at most.
+Below 2^-9 of a row's largest, e4m3 runs out of exponents: a key is then off by 2^-13 of the largest at most.
+Scores are sums of fp8 products in the 14 bits or so that Hopper's tensor cores keep, and so is the lse.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Fp8Case:
     sm_scale: float = 128**-0.5
     mean: float = 0.0
     sinks: bool = False
+    spike: float = 0.0  # how far one of the first keys, which come last, stands out for the first query
     seed: int = 0
 
     @property
@@ -49,7 +51,7 @@ class Fp8Case:
         default = Fp8Case((), ())
         parts = ["single" if self.single else f"page{self.page_size}" if self.page_size else "ragged"]
         parts += ["x".join(map(str, lens)) for lens in (self.qo_lens, self.kv_lens, self.heads)]
-        for name in ("causal", "window_left", "custom_mask", "scales", "dtype", "o_dtype", "sm_scale", "mean", "sinks"):
+        for name in ("causal", "window_left", "custom_mask", "scales", "dtype", "o_dtype", "sm_scale", "mean", "sinks", "spike"):
             if getattr(self, name) != getattr(default, name):
                 parts.append(f"{name}={getattr(self, name)}")
         return "-".join(parts)
@@ -86,6 +88,8 @@ def make(case: Fp8Case, device: torch.device | str) -> Inputs:
         return numbers.expand(heads).clone()
 
     q, k, v = normal(sum(case.qo_lens), num_qo_heads), normal(tokens, num_kv_heads), normal(tokens, num_kv_heads, case.mean)
+    if case.spike:
+        k[5] = (q[0, :1].float().sign() * case.spike).to(case.dtype)
     scale_q, scale_k, scale_v = (scale(heads).to(device) for heads in (num_qo_heads, num_kv_heads, num_kv_heads))
     keep = torch.rand(case.qo_lens[0], tokens, generator=generator) < 0.6 if case.custom_mask else None
     sinks = torch.randn(num_qo_heads, generator=generator).to(device) if case.sinks else None
@@ -169,7 +173,7 @@ def requests(case: Fp8Case) -> Iterator[tuple[slice, slice]]:
 
 
 def check(case: Fp8Case, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Every element of o within its bound, the lse to 1e-3, and nothing where a row sees nothing."""
+    """Every element of o within its bound, the lse, and nothing where a row sees nothing."""
     assert out.dtype == case.o_dtype
     group = case.heads[0] // case.heads[1]
     scale_q, scale_k, scale_v = (x.double() for x in inputs.scales)
@@ -181,14 +185,14 @@ def check(case: Fp8Case, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -
         common = {"logits": logits, "mask": mask, "sinks": inputs.sinks}
         o, expected = reference.attention(q, k, v, v_scale=scale_v.repeat_interleave(group), **common)
         size, _ = reference.attention(q, k, v.abs(), v_scale=scale_v.abs().repeat_interleave(group), **common)
-        lost = 2**-19 * v.abs().sum(0).mul(scale_v.abs()[:, None]).repeat_interleave(group, 0)
+        lost = 2**-13 * v.abs().sum(0).mul(scale_v.abs()[:, None]).repeat_interleave(group, 0)
         bound = (size / 16 + lost) * 1.02 + rounding * (o.abs() + size / 16) + 1e-6
         error = (out[rows].double() - o).abs()
         worst = (error / bound).max().item() if error.numel() else 0.0
         assert worst <= 1, f"{case.id}: an element is off by {worst:.3g} times what rounding explains"
         assert bool(((lse[rows] == -math.inf) == (expected == -math.inf)).all())
         seen = expected > -math.inf
-        torch.testing.assert_close(lse[rows].double()[seen], expected[seen], rtol=0, atol=1e-3)
+        torch.testing.assert_close(lse[rows].double()[seen], expected[seen], rtol=2**-11, atol=4e-3)
         if seen.any():
             relative = ((out[rows].double() - o).norm() / o.norm()).item()
             assert relative < 0.04, f"{case.id}: relative error {relative:.3g}"
@@ -208,6 +212,8 @@ SMALL: tuple[Fp8Case, ...] = (
     Fp8Case((150, 0, 3, 1), (300, 20, 64, 0), (4, 1), 16, causal=True),
     Fp8Case((70, 5), (150, 33), page_size=5, scales="none", dtype=E5M2),
     Fp8Case((70,), (400,), page_size=64, scales="signed", mean=1.0, causal=True),
+    Fp8Case((70,), (400,), single=True, spike=2.0, scales="none"),
+    Fp8Case((70,), (400,), page_size=16, spike=28.0, scales="none"),
 )
 CUT: tuple[Fp8Case, ...] = (
     Fp8Case((3,), (900,), (8, 2), single=True, causal=True, scales="signed"),

@@ -26,7 +26,7 @@ _FP8 = {
     (128, 128): HopperTile(128, 128, 2, 2, pinned=False),
 }
 _FP8_MODIFIED = {
-    (128, 128): HopperTile(128, 128, 2, 2, pinned=False),
+    (128, 128): HopperTile(128, 96, 2, 2, pinned=False),
 }
 _MODIFIED = {
     (64, 64): HopperTile(128, 128, 2, 2),
@@ -39,7 +39,7 @@ _MODIFIED = {
 
 def choose(head_dims: tuple[int, int], plain: bool, paged: bool, fp8: bool = False) -> HopperTile:
     if fp8:
-        return (_FP8 if plain else _FP8_MODIFIED)[head_dims]
+        return (_FP8 if plain and not paged else _FP8_MODIFIED)[head_dims]
     tile = (_PLAIN if plain else _MODIFIED)[head_dims]
     if paged and tile.cols % PAGE_ALIGNED:
         return _MODIFIED[head_dims]

@@ -123,12 +123,11 @@ class Transposition:
             place = line + ((inner ^ ((half & 1) << 2)) << 4)
             line = write + (keys >> 2) * (memory.head_dim_vo * LINE) + half * (64 * LINE)
             into = line + (((inner ^ second) ^ ((keys & 3) << 1)) << 4)
-            for i in cutlass.range_constexpr(0, 4, 2):  # two at a time: more registers there are not
-                fours = [ptx.ldmatrix_x4(place ^ Int32(j << 4), 0, transpose=True) for j in (i, i + 1)]
-                for j, (a, b, c, d) in enumerate(fours):
-                    even = [ptx.permute(a, b, 0x6420), ptx.permute(c, d, 0x6420)]
-                    uneven = [ptx.permute(a, b, 0x7531), ptx.permute(c, d, 0x7531)]
-                    sm90.stmatrix_x4(into, (i + j) * (16 * LINE), [even[0], uneven[0], even[1], uneven[1]])
+            for i in cutlass.range_constexpr(4):  # one at a time: more registers there are not
+                a, b, c, d = ptx.ldmatrix_x4(place ^ Int32(i << 4), 0, transpose=True)
+                even = [ptx.permute(a, b, 0x6420), ptx.permute(c, d, 0x6420)]
+                uneven = [ptx.permute(a, b, 0x7531), ptx.permute(c, d, 0x7531)]
+                sm90.stmatrix_x4(into, i * (16 * LINE), [even[0], uneven[0], even[1], uneven[1]])
 
     @cute.jit
     def clear(self, source: Int32, first: Int32) -> None:
