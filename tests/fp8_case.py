@@ -7,6 +7,7 @@ Scores are sums of fp8 products in the 14 bits or so that Hopper's tensor cores 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,9 +52,11 @@ class Fp8Case:
         default = Fp8Case((), ())
         parts = ["single" if self.single else f"page{self.page_size}" if self.page_size else "ragged"]
         parts += ["x".join(map(str, lens)) for lens in (self.qo_lens, self.kv_lens, self.heads)]
-        for name in ("causal", "window_left", "custom_mask", "scales", "dtype", "o_dtype", "sm_scale", "mean", "sinks", "spike"):
-            if getattr(self, name) != getattr(default, name):
-                parts.append(f"{name}={getattr(self, name)}")
+        shown = ("qo_lens", "kv_lens", "heads", "page_size", "single")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in shown and value != getattr(default, field.name):
+                parts.append(f"{field.name}={value}")
         return "-".join(parts)
 
     def features(self, device: torch.device) -> Features:
@@ -87,7 +90,8 @@ def make(case: Fp8Case, device: torch.device | str) -> Inputs:
             numbers[::2] *= -1
         return numbers.expand(heads).clone()
 
-    q, k, v = normal(sum(case.qo_lens), num_qo_heads), normal(tokens, num_kv_heads), normal(tokens, num_kv_heads, case.mean)
+    q, k = normal(sum(case.qo_lens), num_qo_heads), normal(tokens, num_kv_heads)
+    v = normal(tokens, num_kv_heads, case.mean)
     if case.spike:
         k[5] = (q[0, :1].float().sign() * case.spike).to(case.dtype)
     scale_q, scale_k, scale_v = (scale(heads).to(device) for heads in (num_qo_heads, num_kv_heads, num_kv_heads))
@@ -218,4 +222,20 @@ SMALL: tuple[Fp8Case, ...] = (
 CUT: tuple[Fp8Case, ...] = (
     Fp8Case((3,), (900,), (8, 2), single=True, causal=True, scales="signed"),
     Fp8Case((5,), (1100,), page_size=16, causal=True),
+)
+LARGE: tuple[Fp8Case, ...] = (
+    Fp8Case((4096,), (4096,), (16, 16), single=True),
+    Fp8Case((2048,), (9000,), (8, 1), single=True, causal=True, scales="signed"),
+    Fp8Case((512,), (65536,), (2, 2), single=True, scales="none"),
+    Fp8Case(
+        (512,), (65536,), (2, 2), single=True, scales="none", mean=2.0
+    ),  # a sum that grows: where 14 bits would show
+    *(Fp8Case((1000,), (5000,), (4, 4), single=True, spike=spike) for spike in (1.0, 3.0, 8.0, 28.0, 100.0)),
+    Fp8Case((1000, 700), (5000, 3000), (4, 4), spike=28.0, causal=True, sm_scale=1.0),
+    Fp8Case((300, 1, 77, 0), (500, 40, 1000, 9), (8, 2), causal=True),
+    Fp8Case((129, 5000), (4000, 5001), (8, 4), 16, causal=True, scales="numbers"),
+    Fp8Case((300, 1, 77), (500, 40, 1000), (4, 4), 1, scales="signed"),
+    Fp8Case((400, 500), (1500, 900), (4, 4), 64, causal=True, window_left=200, dtype=E5M2),
+    Fp8Case((3, 2), (9000, 100), (8, 2), 16, causal=True),
+    Fp8Case((700,), (900,), (12, 4), single=True, custom_mask=True),
 )

@@ -88,9 +88,7 @@ class Fp8Program(Fa3Program):
         return scale * head_scale(p.scale_k, self.kv_head(p, work)) * head_scale(p.scale_q, head)
 
     @cute.jit
-    def ready_q(
-        self, p: Fa3Params, work: cutlass.Constexpr, lanes: GroupLanes, scale: Float32, q_rows: Int32
-    ) -> None:
+    def ready_q(self, p: Fa3Params, work: cutlass.Constexpr, lanes: GroupLanes, scale: Float32, q_rows: Int32) -> None:
         """Softmax wants scales above 0: rows with one below get the other sign. A product reads a warp's 16 rows for
         that warp alone.
         """

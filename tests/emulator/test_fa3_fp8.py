@@ -34,7 +34,9 @@ def test_fp8(case: Fp8Case, schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "schedule"), list(zip(CUT, SCHEDULES[1:], strict=True)), ids=lambda x: x.id if isinstance(x, Fp8Case) else x.kind
+    ("case", "schedule"),
+    list(zip(CUT, SCHEDULES[1:], strict=True)),
+    ids=lambda x: x.id if isinstance(x, Fp8Case) else x.kind,
 )
 def test_cut_keys(case: Fp8Case, schedule: Schedule) -> None:
     """Partial outputs hold the scale of their head; their merge applies what is left."""

@@ -22,7 +22,9 @@ from cute_attn.kernels.memory import LINE, Fp8Memory
 
 P_DTYPE = "float8_e4m3fn"
 P_LOG2 = 3.0  # the highest probability when an anchor is set is 2^3; e4m3 is full in precision from 2^-6 to 448
-SUM_LIMIT = 448.0  # of a thread's probabilities of a row: none is above e4m3's largest then. 32 times 2^3 are not beyond
+SUM_LIMIT = (
+    448.0  # of a thread's probabilities of a row: none is above e4m3's largest then. 32 times 2^3 are not beyond
+)
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,7 @@ class Fp8Softmax(OnlineSoftmax):
     def first_shift(self, s: list[Float32]) -> list[Float32]:
         return [shift + Float32(P_LOG2) for shift in super().first_shift(s)]
 
-    def follow(
-        self, old: list[Float32], s: list[Float32], may_be_empty: bool
-    ) -> tuple[list[Float32], list[Float32]]:
+    def follow(self, old: list[Float32], s: list[Float32], may_be_empty: bool) -> tuple[list[Float32], list[Float32]]:
         """(shifts, factors of what was summed before)."""
         new, factors = [], []
         for slot, (before, high) in enumerate(zip(old, self.highs(s), strict=True)):
@@ -87,7 +87,6 @@ class Fp8Softmax(OnlineSoftmax):
             new.append(shift)
             factors.append(factor)
         return new, factors
-
 
     def too_high(self, sums: list[Float32]) -> Boolean:
         """Of this thread's probabilities of a tile some may be beyond e4m3, or a row had no anchor (infinite, or NaN)."""
