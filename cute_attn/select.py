@@ -18,6 +18,7 @@ from cute_attn.checks import describe, short
 from cute_attn.emulator import settings
 from cute_attn.errors import LayoutError, NotSupported, Refusal
 from cute_attn.kernels.spec import KernelSpec
+from cute_attn.kernels.tiles_sm90 import FP8_HEAD_DIMS
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Features, Problem, Settings
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime.arch import Arch
@@ -27,7 +28,6 @@ logger = logging.getLogger(__name__)
 HALF = (torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FA2_HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (256, 256), (192, 128))
-FP8_HEAD_DIMS = ((128, 128),)
 NARROW_HEAD_DIMS = ((80, 80), (112, 112))  # no multiples of 32 columns
 
 
@@ -125,6 +125,9 @@ class Row:
     refused: Mapping[str, No] = field(default_factory=dict)
 
 
+NO_FP8 = No("its matrix instructions take 16-bit types", "q, k and v of float16 or bfloat16")
+
+
 def _always(features: Features) -> bool:
     return True
 
@@ -134,17 +137,17 @@ TABLE = (
     Row(
         "q of an fp8 dtype",
         lambda f: f.q_dtype in FP8,
-        {"fa2": No("its matrix instructions take 16-bit types", 'q, k and v of float16 or bfloat16, or backend="fa3"')},
+        {"fa2": NO_FP8},
     ),
     Row(
         "q of an fp8 dtype with head dimensions other than " + " and ".join(map(str, FP8_HEAD_DIMS)),
         lambda f: f.q_dtype in FP8 and (f.head_dim_qk, f.head_dim_vo) not in FP8_HEAD_DIMS,
-        {"fa3": No("it has no fp8 tiles for them", "pass q, k and v as float16 or bfloat16")},
+        {"fa3": No("it has no fp8 tiles for them", "pass q, k and v as float16 or bfloat16"), "fa2": NO_FP8},
     ),
     Row(
         "q of an fp8 dtype with logits_soft_cap or pos_encoding_mode ALIBI",
         lambda f: f.q_dtype in FP8 and (f.soft_cap or f.pos_encoding_mode == "ALIBI"),
-        {"fa3": No("its fp8 form has no registers left for them", "pass q, k and v as float16 or bfloat16")},
+        {"fa3": No("its fp8 softmax knows neither", "pass q, k and v as float16 or bfloat16"), "fa2": NO_FP8},
     ),
     Row(
         "k and v of an fp8 dtype",

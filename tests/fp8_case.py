@@ -1,6 +1,6 @@
 """Attention with q, k and v in fp8: cases, their calls, and a bound on the error that holds for every element.
 
-Probabilities are rounded to e4m3: by at most 1/16 of each, so o by at most 1/16 of what absolute values would add up to.
+Probabilities are rounded to e4m3: by at most 1/16 of each, so o by at most 1/16 of what absolute values add up to.
 Below 2^-9 of a row's largest, e4m3 runs out of exponents: a key is then off by 2^-13 of the largest at most.
 Scores are sums of fp8 products in the 14 bits or so that Hopper's tensor cores keep, and so is the lse.
 """
@@ -26,8 +26,8 @@ WORKSPACE = 32 << 20
 
 @dataclass(frozen=True)
 class Fp8Case:
-    """`page_size` 0: ragged keys, or with `single` one dense request. `scales`: "none", "numbers" (of a batch), "heads",
-    "signed" (heads, some below 0). `mean`: of v.
+    """`page_size` 0: ragged keys, or with `single` one dense request. `scales`: "none", "numbers" (of a batch), "heads"
+    or "signed" (heads, some below 0). `mean`: of v.
     """
 
     qo_lens: tuple[int, ...]

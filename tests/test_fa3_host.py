@@ -166,3 +166,28 @@ def test_tiles_of_paged_keys_take_whole_pages() -> None:
         assert tiles_sm90.choose(dims, plain=True, paged=True).cols % tiles_sm90.PAGE_ALIGNED == 0
     with pytest.raises(ValueError, match="rows must be 128 or 192"):
         dataclasses.replace(tiles_sm90.choose((64, 64), plain=True, paged=False), rows=64)
+
+
+def test_fp8_tensor_maps_and_scales() -> None:
+    """Lines of 128 bytes hold 128 elements; a number a head travels by address."""
+    q = torch.zeros(100, 8, 128).to(torch.float8_e4m3fn)
+    k, v = torch.zeros(2, 300, 2, 128).to(torch.float8_e4m3fn)
+    scale_q, scale_k, scale_v = torch.ones(8), torch.ones(2), torch.ones(2)
+    call = normalize.Call(q, k, v, return_lse=True, head_scales=(scale_q, scale_k, scale_v), sm_scale=-0.5)
+    problem = normalize.problem(call)
+    made = runner(problem)
+    q_map, k_map = maps(problem, 4)
+    assert q_map.dims == (128, 4, 100, 2)
+    assert q_map.strides == (128, 8 * 128, 4 * 128)
+    assert q_map.box == (128, 4, made.tile.rows // 4, 1)
+    assert k_map.dims == (128, 300, 2, 1)
+    assert k_map.box == (128, made.tile.cols, 1, 1)
+    spec = made.spec(split=False)
+    assert isinstance(spec, Fa3Spec)
+    assert spec.dtype == "float8_e4m3fn"
+    assert spec.scores == ()  # whatever the sign of the scale: rows of q take it
+    schedule, parameters = made.schedule(100, 300), made.parameters(1)
+    launched = Launched(7, *parameters.bounds(), schedule.total_tiles, schedule.numbers)
+    values = parameters.values(problem, parameters.target(problem), launched)
+    assert values[-3:] == (scale_q.data_ptr(), scale_k.data_ptr(), scale_v.data_ptr())
+    assert -0.5 * 1.4426950408889634 in values

@@ -29,7 +29,7 @@ from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.scalars import device_scale, head_scale
 from cute_attn.kernels.blocks.wgmma import ROWS, GroupLanes
 from cute_attn.kernels.fa3 import Fa3Params, Fa3Program, Maps, MathWork, Shared, State
-from cute_attn.kernels.memory import LINE
+from cute_attn.kernels.memory import LINE, Fp8Memory
 
 TRANSPOSERS = 3  # warps
 FIRST_VOTE = 6  # named barriers, one a math group
@@ -56,6 +56,8 @@ class Fp8Shared(Shared):
 
 
 class Fp8Program(Fa3Program):
+    memory: Fp8Memory
+    tile: Fp8Tile
     storer = Fp8Store
 
     def group_tile(self) -> Fp8Tile:
@@ -68,12 +70,12 @@ class Fp8Program(Fa3Program):
         arriving = Ring(stages, memory.arriving_v_bytes, base + Int32(memory.arriving_v_ring), barriers)
         return Fp8Shared(common.q, common.k, common.v, common.records, arriving)
 
-    def initialise(self, shared: Fp8Shared) -> None:
+    def initialise(self, shared: Shared) -> None:
         warps = self.math_threads // 32
         shared.q.initialise(warps + TRANSPOSERS)
         shared.k.initialise(warps)
         shared.v.initialise(warps, TRANSPOSERS)
-        shared.arriving.initialise(TRANSPOSERS)
+        shared.arriving_v.initialise(TRANSPOSERS)
 
     def softmax(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Float32) -> Fp8Softmax:
         rows, scales = work.rows(p), []
@@ -116,14 +118,14 @@ class Fp8Program(Fa3Program):
     # --- transposers ------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def feed(self, params: Fa3Params, maps: Maps, shared: Fp8Shared, thread: Int32) -> None:
+    def feed(self, params: Fa3Params, maps: Maps, shared: Shared, thread: Int32) -> None:
         if thread < 32:
             self.produce(params, maps, shared)
         else:
             self.transpose(params, shared)
 
     @cute.jit
-    def transpose(self, p: Fa3Params, shared: Fp8Shared) -> None:
+    def transpose(self, p: Fa3Params, shared: Shared) -> None:
         """The V tiles of all query tiles, in the order of their arrival."""
         thread = cute.arch.thread_idx()[0]
         lane = thread & 31
@@ -136,15 +138,15 @@ class Fp8Program(Fa3Program):
             shared.q.release(q, lane)
             valid = query.kv_end - (order.end - 1) * self.spec.tile.cols  # of the tile that comes first
             for step in cutlass.range(0, order.total, unroll=1):
-                shared.arriving.wait_full(v)
+                shared.arriving_v.wait_full(v)
                 if cutlass.const_expr(self.spec.schedule == "items"):  # noqa: SIM102
                     if cutlass.and_(step == 0, valid < self.spec.tile.cols):
-                        work.clear(shared.arriving.address(v), valid)
+                        work.clear(shared.arriving_v.address(v), valid)
                 shared.v.wait_empty(v)
-                work.run(shared.arriving.address(v), shared.v.address(v))
+                work.run(shared.arriving_v.address(v), shared.v.address(v))
                 sm90.fence_async()
                 ptx.sync_warp()
-                shared.arriving.release(v, lane)
+                shared.arriving_v.release(v, lane)
                 if lane == 0:
                     sm90.barrier_arrive(shared.v.full(v))
                 v = shared.v.next(v)
@@ -189,7 +191,7 @@ class Fp8Program(Fa3Program):
         shared.v.release(v, lanes.lane)
         seen = Seen([a + b for a, b in zip(state.out, part, strict=True)], state.p, state.shift, state.total)
         if masked:
-            seen = self.exact(softmax, math.mask.apply(s, kv_tile * self.spec.tile.cols), seen, masked)
+            seen = self.exact(math, math.mask.apply(s, kv_tile * self.spec.tile.cols), seen, masked)
         else:
             p = softmax.exponentials(s, state.shift, may_be_empty=False)
             sums = softmax.sums(p, [Float32(0.0) for _ in range(2)])
@@ -198,7 +200,8 @@ class Fp8Program(Fa3Program):
         shared.k.release(k, lanes.lane)
         return State(*seen, shared.k.next(k))
 
-    def exact(self, softmax: Fp8Softmax, s: list[Float32], before: Seen, masked: bool) -> Seen:
+    def exact(self, math: MathWork, s: list[Float32], before: Seen, masked: bool) -> Seen:
+        softmax: Any = math.softmax
         shift, factors = softmax.follow(before.shift, s, may_be_empty=masked)
         s = softmax.exponentials(s, shift, may_be_empty=masked)
         total = softmax.sums(s, [t * factor for t, factor in zip(before.total, factors, strict=True)])
@@ -219,7 +222,7 @@ class Fp8Program(Fa3Program):
         if again:
             q, k = cute.arch.make_warp_uniform(math.q), cute.arch.make_warp_uniform(k_at)  # lest operands stay around
             s = sm90.wgmma_wait(0, self.tile.scores(q, k))
-            out, p, shift, total = self.exact(math.softmax, s, before, False)
+            out, p, shift, total = self.exact(math, s, before, False)
         return Seen(out, p, shift, total)
 
     def last_output(self, shared: Shared, math: MathWork, state: State) -> list[Float32]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from cute_attn.kernels.spec import Fa3Spec, HopperTile, KernelSpec
+from cute_attn.kernels.spec import FP8_DTYPES, Fa3Spec, HopperTile, KernelSpec
 
 ARCH = "sm_90a"
+FP8_HEAD_DIMS = ((128, 128),)
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 PAGE_ALIGNED = 64  # tiles of paged keys are multiples of it, so that pages of any power of two make few boxes
 
@@ -69,9 +70,20 @@ def default_specs() -> list[KernelSpec]:
     specs += [_spec(dims, **MODIFIED[0], **(ITEMS if dims == llama else {})) for dims in HEAD_DIMS]
     specs += [_spec(llama, **modified) for modified in MODIFIED[1:]]
     specs += [_spec(llama, schedule="items"), _spec(llama, dtype="float16", out_dtype="float16")]
+    for dims in FP8_HEAD_DIMS:
+        fp8: tuple[dict[str, Any], ...] = (
+            {},
+            ITEMS,
+            {"schedule": "items"},
+            {"mask": "band"},
+            {"mask": "packed", **ITEMS},
+        )
+        specs += [_spec(dims, dtype="float8_e4m3fn", **source) for source in fp8]
+        specs.append(_spec(dims, dtype="float8_e4m3fn", split=True, out_dtype="float32"))
     return specs
 
 
 def _spec(dims: tuple[int, int], *, dtype: str = "bfloat16", out_dtype: str = "bfloat16", **rest: Any) -> KernelSpec:
     plain = rest.get("mask", "stop") == "stop" and not rest.get("scores")
-    return Fa3Spec(dtype, out_dtype, *dims, tile=choose(dims, plain, rest.get("kv") == "paged"), **rest)
+    tile = choose(dims, plain, rest.get("kv") == "paged", dtype in FP8_DTYPES)
+    return Fa3Spec(dtype, out_dtype, *dims, tile=tile, **rest)

@@ -1,10 +1,11 @@
 """A math warpgroup's tile in fp8: how probabilities become an operand, how sums stay exact, where outputs lie.
 
 An fp8 product adds in some 14 bits (Hopper), so that a long sum of P V would drift. Every kv tile's product is a sum of
-its own, from zero, and is added to the output in fp32; the factor of a risen maximum costs nothing in that FMA.
+its own, from zero, and is added to the output in fp32.
 
-Of the A operand, a lane holds four neighbouring columns where the accumulator gives it two of one block of eight and two
-of the next. Nothing is shuffled: P's columns are the keys in another order, and `Transposition` writes V's in the same.
+Of the A operand, a lane holds four neighbouring columns where the accumulator gives it two of one block of eight and
+two of the next. Nothing is shuffled: P's columns are the keys in another order, and `Transposition` writes V's in the
+same.
 """
 
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class Fp8Tile(GroupTile):
 
 @dataclass(frozen=True)
 class Fp8Softmax(OnlineSoftmax):
-    """Anchors follow the maximum at once, so that probabilities use e4m3's range. Every row has a scale of its own."""
+    """Every row has a scale of its own; probabilities use e4m3's range."""
 
     row_scales: list[Float32]
 
@@ -89,7 +90,7 @@ class Fp8Softmax(OnlineSoftmax):
         return new, factors
 
     def too_high(self, sums: list[Float32]) -> Boolean:
-        """Of this thread's probabilities of a tile some may be beyond e4m3, or a row had no anchor (infinite, or NaN)."""
+        """Some of this thread's probabilities may be beyond e4m3, or a row had no anchor (infinite, or NaN)."""
         within = [Boolean(total <= Float32(SUM_LIMIT)) for total in sums]
         return cutlass.and_(*within) == Boolean(False)
 
@@ -99,7 +100,7 @@ class Transposition:
     """Of V tiles, by warps beside the producer's: [key][d] as TMA brings it becomes [d][key].
 
     ldmatrix.trans of 16-bit elements leaves a lane with two neighbouring dimensions of two neighbouring keys, and four
-    such matrices hold 32 keys. Even and odd dimensions go to lines eight apart, so that a matrix's lines differ in bank.
+    such matrices hold 32 keys. Even and odd dimensions go to lines eight apart: a matrix's lines then differ in bank.
     """
 
     memory: Fp8Memory
