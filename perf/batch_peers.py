@@ -63,10 +63,9 @@ def ragged_prefill(library: Any, backend: str, w: BatchWorkload, sets: Sequence[
         *(_ints(w.qo_indptr), _ints(w.kv_indptr)),
         *(w.num_qo_heads, w.num_kv_heads, w.head_dim),
         causal=w.causal,
-        q_data_type=w.torch_dtype,
-        kv_data_type=w.torch_kv_dtype,
+        **_types(w),
     )
-    return [functools.partial(wrapper.run, x.q, x.k, x.v) for x in sets]
+    return [functools.partial(wrapper.run, x.q, x.k, x.v, *_head_scales(w, x)) for x in sets]
 
 
 def paged_prefill(library: Any, backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
@@ -77,11 +76,24 @@ def paged_prefill(library: Any, backend: str, w: BatchWorkload, sets: Sequence[B
             *(_ints(w.qo_indptr), _ints(w.kv_indptr), x.indices, _ints(w.last_page_len)),
             *(w.num_qo_heads, w.num_kv_heads, w.head_dim, w.page_size),
             causal=w.causal,
-            q_data_type=w.torch_dtype,
-            kv_data_type=w.torch_kv_dtype,
+            **_types(w),
         )
         wrappers.append(wrapper)
-    return [functools.partial(wrapper.run, x.q, (x.k, x.v)) for wrapper, x in zip(wrappers, sets, strict=True)]
+    pairs = zip(wrappers, sets, strict=True)
+    return [functools.partial(wrapper.run, x.q, (x.k, x.v), *_head_scales(w, x)) for wrapper, x in pairs]
+
+
+def _types(w: BatchWorkload) -> dict[str, torch.dtype]:
+    types = {"q_data_type": w.torch_dtype, "kv_data_type": w.torch_kv_dtype}
+    return types if w.torch_dtype.itemsize > 1 else {**types, "o_data_type": torch.bfloat16}
+
+
+def _head_scales(w: BatchWorkload, x: BatchInputs) -> tuple[torch.Tensor, ...]:
+    """Of fp8 queries, keys and values: a number a head, all 1."""
+    if w.torch_dtype.itemsize > 1:
+        return ()
+    heads = w.num_qo_heads, w.num_kv_heads, w.num_kv_heads
+    return tuple(torch.ones(n, dtype=torch.float32, device=x.q.device) for n in heads)
 
 
 def paged_decode(library: Any, w: BatchWorkload, sets: Sequence[BatchInputs], **chosen: Any) -> list[Call]:

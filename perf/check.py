@@ -10,7 +10,7 @@ from cute_attn import reference
 from perf.batch_workloads import BatchInputs, BatchWorkload
 from perf.workloads import Inputs, Workload
 
-TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2}
+TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2, "e4m3": 6e-2}  # e4m3: probabilities are rounded to it
 NUM_ROWS = 64  # query rows checked: a quarter at either end, the others spread evenly
 
 

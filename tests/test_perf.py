@@ -419,7 +419,7 @@ def test_only_chooses_rows_by_words() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says why there is nothing to measure without a GPU")
-@pytest.mark.parametrize("module", ["prefill", "decode", "batch", "dense", "overhead"])
+@pytest.mark.parametrize("module", ["prefill", "decode", "batch", "dense", "fp8", "overhead"])
 def test_without_a_gpu_it_says_so(module: str) -> None:
     done = subprocess.run([sys.executable, "-m", f"perf.{module}"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
