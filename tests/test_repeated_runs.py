@@ -93,6 +93,18 @@ def test_layers(case: BatchCase, long_way: list[Any]) -> None:
     assert len(long_way) == 1
 
 
+def test_a_query_with_other_strides(long_way: list[Any]) -> None:
+    """out is dense whatever q is."""
+    made, inputs = planned(PAGED)
+    inputs = dataclasses.replace(inputs, q=inputs.q.transpose(0, 1).contiguous().transpose(0, 1))
+    for _ in range(2):
+        out, lse = call(PAGED, inputs, made)
+        assert out.is_contiguous()
+        verdict = check(PAGED, inputs, out, lse)
+        assert verdict.ok, verdict.detail
+    assert len(long_way) == 1
+
+
 def test_a_callers_buffers(long_way: list[Any]) -> None:
     made, inputs = planned(PAGED)
     for _ in range(3):
@@ -193,9 +205,9 @@ def test_errors_after_a_good_run(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(normalize, "KERNEL_DEVICES", ("cpu",))
     inputs, errors = make(PAGED), []
     good = {"q": inputs.q, "paged_kv_cache": inputs.kv[0], "return_lse": True}
-    equal = {"k_scale": 1.0, "enable_pdl": True, "window_left": -1}
+    equal = [{"k_scale": 1.0}, {"enable_pdl": True}, {"window_left": -1}]  # to values that are wrong
     buffers = {"out": torch.empty_like(inputs.q), "lse": torch.empty(inputs.q.shape[:2])}
-    for before in ([], [{}, equal, buffers, {"out": buffers["out"]}, {"lse": buffers["lse"]}]):
+    for before in ([], [{}, *equal, buffers, {"out": buffers["out"]}, {"lse": buffers["lse"]}]):
         made = wrapper_of(PAGED, inputs)
         for extra in before:
             made.run(**good, **extra)
