@@ -455,10 +455,7 @@ class Fa3Program:
             p = self.tile.probabilities(s)
             out = self.rescale(out, risen)
             return State(out, p, risen.shift, total, shared.k.next(k))
-        if masked:
-            s = softmax.exponentials(s, state.shift, may_be_empty=False)
-        else:
-            s = softmax.mixed(s, state.shift, self.spec.tile.cubic)
+        s = softmax.exponentials(s, state.shift, may_be_empty=False)
         sums = softmax.sums(s, [Float32(0.0) for _ in range(2)])
         too_high = softmax.too_high(sums)
         if self.spec.tile.pinned:  # the meeting keeps exponentials in front of the wait, under which they are to run

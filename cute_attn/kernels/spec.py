@@ -135,7 +135,6 @@ class HopperTile:
     q_stages: int = 1
     ping_pong: bool = True
     pinned: bool = True
-    cubic: int = 0
     watch: str = "sum"
 
     @property

@@ -263,16 +263,6 @@ def from_bits(x: Int32) -> Float32:
     return asm("mov.b32 $0, $1;", [Float32], [x], pure=True)
 
 
-def exp2_cubic(s: Float32, scale: Float32, shift: Float32) -> Float32:
-    text = (
-        "{.reg .f32 y, t, u, r; .reg .b32 a, b; fma.rn.sat.f32 y, $1, $2, $3;\n"
-        "fma.rn.f32 t, y, 0f437C0000, 0f4B3FFF82; sub.f32 u, t, 0f4B3FFF82; neg.f32 u, u; fma.rn.f32 r, y, 0f437C0000, u;\n"
-        "fma.rn.f32 u, r, 0f3D64AA23, 0f3E773B2C; fma.rn.f32 u, u, r, 0f3F3171E3; fma.rn.f32 u, u, r, 0f3F800000;\n"
-        "mov.b32 a, t; mov.b32 b, u; shl.b32 a, a, 23; add.s32 a, a, b; mov.b32 $0, a;}"
-    )
-    return asm(text, [Float32], [s, scale, shift], pure=True)
-
-
 def mad_u32(a: Int32, b: Int64, c: Int64) -> Int64:
     """a * b + c in 64 bits, for a >= 0."""
     text = "{.reg .b64 t; cvt.u64.u32 t, $1; mad.lo.s64 $0, t, $2, $3;}"

@@ -140,17 +140,6 @@ class OnlineSoftmax:
             shift = new
         return Risen(shift, factors, some)
 
-    def mixed(self, s: list[Float32], shift: list[Float32], cubic: int) -> list[Float32]:
-        p = list(s)
-        for slot in self.slots:
-            scale, moved = self.log2_scale * Float32(1 / 252), ptx.fma(shift[slot], Float32(1 / 252), Float32(0.5))
-            for n, i in enumerate(self.columns(slot)):
-                if n * cubic % 16 < cubic:
-                    p[i] = ptx.exp2_cubic(s[i], scale, moved)
-                else:
-                    p[i] = ptx.exp2(ptx.fma(s[i], self.log2_scale, shift[slot]))
-        return p
-
     def exponentials(self, s: list[Float32], shift: list[Float32], may_be_empty: bool) -> list[Float32]:
         """exp2(s * c + shift). `may_be_empty`: a row may have seen nothing yet; its two infinities must not meet."""
         p = list(s)
