@@ -45,7 +45,9 @@ class TileShape(NamedTuple):
     slots: int  # CTAs resident on the device
     min_tiles: int  # smallest piece worth its partial: plan.min_split_tiles
     partial_row_bytes: int  # 4 * (head_dim_vo + 1)
-    resident: int = 0  # kv tokens that the L2 holds, of heads worked on side by side; 0: order of requests does not matter
+    resident: int = (
+        0  # kv tokens that the L2 holds, of heads worked on side by side; 0: order of requests does not matter
+    )
 
 
 class Work(NamedTuple):

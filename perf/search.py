@@ -65,7 +65,9 @@ def neighbours(head_dim: int, tile: HopperTile) -> list[HopperTile]:
 
 
 def climb(
-    start: HopperTile, around: Callable[[HopperTile], Sequence[HopperTile]], rate: Callable[[Sequence[HopperTile]], Rates]
+    start: HopperTile,
+    around: Callable[[HopperTile], Sequence[HopperTile]],
+    rate: Callable[[Sequence[HopperTile]], Rates],
 ) -> tuple[HopperTile, float]:
     """The best tile that steps to better neighbours lead to, and its speed over the first one's. `rate` times tiles
     beside each other: only speeds of one call of it are compared.

@@ -302,9 +302,7 @@ class Fa3Program:
             sm90.barrier_arrive(shared.q.full(q))
 
     @cute.jit
-    def load_q(
-        self, p: Fa3Params, maps: Maps, shared: Shared, q: Place, work: cutlass.Constexpr, lane: Int32
-    ) -> None:
+    def load_q(self, p: Fa3Params, maps: Maps, shared: Shared, q: Place, work: cutlass.Constexpr, lane: Int32) -> None:
         """A query tile and its description; rows past the end are the next request's, or zeros."""
         if lane == 0:
             work.store(shared.record(q))

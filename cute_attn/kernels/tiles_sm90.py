@@ -16,7 +16,6 @@ HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 PAGE_ALIGNED = 64  # tiles of paged keys are multiples of it, so that pages of any power of two make few boxes
 
 
-
 class Row(NamedTuple):
     """The tile of requests with at least so many keys, on average."""
 
@@ -29,7 +28,10 @@ _PLAIN: dict[tuple[int, int], tuple[Row, ...]] = {  # longest first
     (96, 96): (Row(0, HopperTile(128, 128, 2, 2, pinned=False)),),
     (128, 128): (Row(0, HopperTile(128, 128, 2, 2, ping_pong=False)),),
     (192, 128): (Row(0, HopperTile(128, 128, 2, 1, pinned=False)),),
-    (256, 256): (Row(2048, HopperTile(128, 80, 2, 1, ping_pong=False)), Row(0, HopperTile(128, 64, 2, 1, ping_pong=False))),
+    (256, 256): (
+        Row(2048, HopperTile(128, 80, 2, 1, ping_pong=False)),
+        Row(0, HopperTile(128, 64, 2, 1, ping_pong=False)),
+    ),
 }
 _MODIFIED = {
     (64, 64): HopperTile(128, 128, 2, 2),

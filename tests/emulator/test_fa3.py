@@ -110,7 +110,9 @@ def products(emulation: Emulation) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("head_dim", "schedule"), [(64, SCHEDULES[0]), (128, SCHEDULES[1]), (256, SCHEDULES[0])], ids=name)
+@pytest.mark.parametrize(
+    ("head_dim", "schedule"), [(64, SCHEDULES[0]), (128, SCHEDULES[1]), (256, SCHEDULES[0])], ids=name
+)
 def test_scores_that_leap(head_dim: int, schedule: Schedule, dtype: torch.dtype) -> None:
     """Far above the anchors of tiles before, past what fp32 holds: the tile is done again, and only then."""
     generator = torch.Generator().manual_seed(0)

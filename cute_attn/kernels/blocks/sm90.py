@@ -161,9 +161,7 @@ def named_arrive(barrier: Int32, threads: int) -> None:
 
 def any_of_group(barrier: Int32, value: Boolean) -> Boolean:
     """Whether it holds in any thread of a warpgroup. All of them meet here."""
-    text = (
-        "{ .reg .pred p, q; setp.ne.s32 p, $1, 0;\nbarrier.cta.red.or.aligned.pred q, $2, 128, p;\nselp.s32 $0, 1, 0, q; }"
-    )
+    text = "{ .reg .pred p, q; setp.ne.s32 p, $1, 0;\nbarrier.cta.red.or.aligned.pred q, $2, 128, p;\nselp.s32 $0, 1, 0, q; }"
     return asm(text, [Int32], [ptx.select(value, Int32(1), Int32(0)), barrier]) != 0
 
 

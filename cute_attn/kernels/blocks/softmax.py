@@ -129,7 +129,9 @@ class OnlineSoftmax:
         factors = [Float32(1.0) for _ in self.slots]
         if some:
             highs = self.highs(s)
-            higher = [ptx.fma(high, self.log2_scale, old) > Float32(SLACK) for high, old in zip(highs, shift, strict=True)]
+            higher = [
+                ptx.fma(high, self.log2_scale, old) > Float32(SLACK) for high, old in zip(highs, shift, strict=True)
+            ]
             new = [
                 ptx.select(rise, Float32(0.0) - high * self.log2_scale, old)
                 for rise, high, old in zip(higher, highs, shift, strict=True)
