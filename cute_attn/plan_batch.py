@@ -24,7 +24,7 @@ from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits
 Memory = Callable[[int], np.ndarray]  # a flat int32 array of a size
 
 UNLIMITED = 1 << 62
-MANY = 1 << 20  # tokens: more than any rule about tiles asks for
+MANY = 1 << 20  # query tokens: more than any tile has
 EXTRA_WAVES = 2  # of items that cuts may add to a launch of fixed size
 MERGE_ROWS = 16384  # rows that the combine launch of a fixed size has, where one wave of items does not need more
 
@@ -267,16 +267,6 @@ def neighbourhoods(lengths: BatchLengths, shape: TileShape) -> np.ndarray:
 
 def _slot_bytes(shape: TileShape) -> int:
     return shape.num_kv_heads * shape.rows * shape.partial_row_bytes
-
-
-def keys_of_a_request(lengths: BatchLengths, limits: BatchLimits) -> int:
-    """Keys of a typical request: they too decide the tile, as `rows_of_a_request` does."""
-    if limits.fixed_split_size is not None or limits.disable_split_kv:
-        return MANY
-    if limits.graph:
-        return ceil_div(limits.graph.max_kv_tokens, max(1, limits.graph.batch_size))
-    requests = int((lengths.kv_len > 0).sum())
-    return ceil_div(int(lengths.kv_len.sum()), max(1, requests))
 
 
 def rows_of_a_request(lengths: BatchLengths, limits: BatchLimits) -> int:

@@ -13,7 +13,7 @@ from cute_attn.backends import fa3, fa3_batch, fa3_kernels
 from cute_attn.backends.fa3_params import Launched, Parameters
 from cute_attn.emulator.tensormap import TensorMap, decode
 from cute_attn.kernels import tiles_sm90
-from cute_attn.kernels.spec import CombineSpec, Fa3Spec, HopperTile
+from cute_attn.kernels.spec import CombineSpec, Fa3Spec
 from cute_attn.problem import Problem
 from cute_attn.runtime import tensormap
 from cute_attn.runtime.arch import named
@@ -35,12 +35,8 @@ def runner(problem: Problem, sms: int = 132) -> fa3.Runner:
     return fa3.Runner(problem.settings, HOPPER, 0, sms)
 
 
-def tile(problem: Problem) -> HopperTile:
-    return runner(problem).schedule(problem.qo_len, problem.kv_len).tile
-
-
 def maps(problem: Problem, heads: int) -> tuple[TensorMap, TensorMap]:
-    parameters = Parameters(problem.settings, tile(problem), heads)
+    parameters = Parameters(problem.settings, runner(problem).tile, heads)
     return decode(parameters.q_map(problem.q)), decode(parameters.kv_map(problem.k))
 
 
@@ -50,10 +46,10 @@ def test_maps_of_a_single_request() -> None:
     assert (q.address, k.address) == (problem.q.data_ptr(), problem.k.data_ptr())
     assert q.dims == (64, 4, 100, 2)  # d, heads of a tile, tokens, blocks of heads
     assert q.strides == (128, 8 * 128, 4 * 128)
-    assert q.box == (64, 4, tile(problem).rows // 4, 1)
+    assert q.box == (64, 4, runner(problem).tile.rows // 4, 1)
     assert k.dims == (64, 300, 2, 1)
     assert k.strides[:2] == (128, 300 * 128)
-    assert k.box == (64, tile(problem).cols, 1, 1)
+    assert k.box == (64, runner(problem).tile.cols, 1, 1)
     assert q.swizzle == k.swizzle == 3  # lines of 128 bytes
 
 
@@ -61,9 +57,9 @@ def test_maps_of_a_single_request() -> None:
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 def test_boxes_of_pages_do_not_leave_their_page(page_size: int, box: int, kv_layout: str) -> None:
     problem = build(Batch(page_size=page_size, kv_layout=kv_layout, dims=(128, 128))).problem
-    chosen = fa3_kernels.tile(problem.settings.features, window=False, kv_len=300)
-    k = decode(Parameters(problem.settings, chosen, 1).kv_map(problem.k))
-    assert page_size % box == chosen.cols % box == 0
+    tile = fa3_kernels.tile(problem.settings.features, window=False)
+    k = decode(Parameters(problem.settings, tile, 1).kv_map(problem.k))
+    assert page_size % box == tile.cols % box == 0
     assert k.box == (64, box, 1, 1)
     assert k.dims == (128, page_size, 2, problem.k.shape[0])
     order = (1, 2) if kv_layout == "NHD" else (2, 1)
@@ -93,15 +89,14 @@ def test_parameter_blocks_follow_the_kernel() -> None:
     kernel = pytest.importorskip("cute_attn.kernels.fa3", reason="needs the DSL", exc_type=ImportError)
     problem = single()
     made = runner(problem)
-    schedule = made.schedule(100, 300)
-    parameters = made.parameters(schedule.tile, 1)
+    parameters, schedule = made.parameters(1), made.schedule(100, 300)
     launched = Launched(7, *parameters.bounds(), schedule.total_tiles, schedule.section, schedule.numbers)
     values = parameters.values(problem, parameters.target(problem), launched)
     named_values = dict(zip(kernel.Fa3Params._fields, values[3:], strict=True))
     assert named_values["counters"] == 7
     assert (named_values["qo_len"], named_values["kv_len"]) == (100, 300)
     assert (named_values["num_qo_heads"], named_values["group"], named_values["kv_group"]) == (8, 1, 4)
-    assert named_values["box_rows"] == schedule.tile.cols
+    assert named_values["box_rows"] == made.tile.cols
     assert named_values["kv_indices"] == 0
 
 
@@ -120,7 +115,7 @@ def test_the_grid_covers_every_tile_once(kv_len: int, heads: tuple[int, int]) ->
     problem = single(100, 1, heads, 128)
     made = runner(problem)
     schedule = made.schedule(100, kv_len)
-    blocks, head_blocks = -(-100 * schedule.heads // schedule.tile.rows), heads[0] // schedule.heads
+    blocks, head_blocks = -(-100 * schedule.heads // made.tile.rows), heads[0] // schedule.heads
     assert schedule.total_tiles == blocks * head_blocks * schedule.num_splits
     assert schedule.ctas == (min(132, schedule.total_tiles), 1, 1)
     split_tokens, split_tiles = (schedule.numbers[i] for i in (3, 4))
@@ -168,7 +163,6 @@ def test_every_tile_is_a_default_kernel() -> None:
 
 def test_tiles_of_paged_keys_take_whole_pages() -> None:
     for dims in tiles_sm90.HEAD_DIMS:
-        for kv_len in tiles_sm90.LENGTHS:
-            assert tiles_sm90.choose(dims, True, True, kv_len).cols % tiles_sm90.PAGE_ALIGNED == 0
+        assert tiles_sm90.choose(dims, plain=True, paged=True).cols % tiles_sm90.PAGE_ALIGNED == 0
     with pytest.raises(ValueError, match="rows must be 128 or 192"):
-        dataclasses.replace(tiles_sm90.choose((64, 64), True, False, 0), rows=64)
+        dataclasses.replace(tiles_sm90.choose((64, 64), plain=True, paged=False), rows=64)

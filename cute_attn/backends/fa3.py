@@ -12,7 +12,7 @@ from cute_attn import plan as plans
 from cute_attn.backends import fa3_kernels as kernels
 from cute_attn.backends.fa3_batch import plan, workspace
 from cute_attn.backends.fa3_params import Launched, Parameters, divided
-from cute_attn.kernels.spec import HopperTile, KernelSpec
+from cute_attn.kernels.spec import KernelSpec
 from cute_attn.problem import Problem, Settings
 from cute_attn.runtime import counters
 from cute_attn.runtime.arch import Arch, for_device
@@ -35,7 +35,7 @@ def launches(problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, t
         return []
     runner = Runner(problem.settings, arch, 0, sms)
     schedule = runner.schedule(problem.qo_len, problem.kv_len)
-    main = runner.spec(schedule.tile, schedule.num_splits > 1), schedule.ctas
+    main = runner.spec(schedule.num_splits > 1), schedule.ctas
     combine = kernels.combine_spec(problem.features), (problem.qo_len * problem.features.num_qo_heads, 1, 1)
     return [main] if schedule.num_splits == 1 else [main, combine]
 
@@ -43,7 +43,6 @@ def launches(problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, t
 class Schedule(NamedTuple):
     """What the lengths settle."""
 
-    tile: HopperTile
     heads: int  # in a tile
     num_splits: int
     total_tiles: int
@@ -59,15 +58,16 @@ class Runner:
         self.settings, self.features = settings, settings.features
         self.arch, self.device_index, self.sms = arch, device_index, sms
         self.pdl = arch.pdl and settings.enable_pdl is not False
+        self.tile = kernels.tile(self.features, settings.window_left >= 0)
         self.schedule = functools.lru_cache(REMEMBERED)(self._schedule)
-        self.parameters = functools.cache(functools.partial(Parameters, settings))
+        self.parameters = functools.cache(lambda heads: Parameters(settings, self.tile, heads))
 
     def __call__(self, problem: Problem) -> None:
         qo_len = problem.qo_len
         if qo_len == 0:
             return
         schedule = self.schedule(qo_len, problem.kv_len)
-        stream, parameters = current_stream(self.device_index), self.parameters(schedule.tile, schedule.heads)
+        stream, parameters = current_stream(self.device_index), self.parameters(schedule.heads)
         launched = Launched(
             counters.of_device(self.device_index).address(stream),
             *parameters.bounds(),
@@ -76,7 +76,7 @@ class Runner:
             schedule.numbers,
         )
         target = parameters.target(problem)
-        launch = self.launch(schedule.tile, schedule.num_splits > 1)
+        launch = self.launch(schedule.num_splits > 1)
         if schedule.num_splits == 1:
             launch.fire(parameters.values(problem, target, launched), schedule.ctas, stream)
             return
@@ -87,12 +87,12 @@ class Runner:
         values = parameters.combine(target, partial[:2], (qo_len, schedule.num_splits))
         self.combine.fire(values, (rows, 1, 1), stream)
 
-    def spec(self, tile: HopperTile, split: bool) -> KernelSpec:
-        return kernels.spec(self.features, self.settings.window_left >= 0, tile, split)
+    def spec(self, split: bool) -> KernelSpec:
+        return kernels.spec(self.features, self.settings.window_left >= 0, self.tile, split)
 
     @functools.cache  # noqa: B019  (runners live as long as the settings are remembered)
-    def launch(self, tile: HopperTile, split: bool) -> Launch:
-        return kernels.load(self.spec(tile, split), self.arch.name, self.device_index, self.pdl)
+    def launch(self, split: bool) -> Launch:
+        return kernels.load(self.spec(split), self.arch.name, self.device_index, self.pdl)
 
     @functools.cached_property
     def combine(self) -> Launch:
@@ -103,7 +103,7 @@ class Runner:
         return problem.q.new_empty(rows * (self.features.head_dim_vo + 1), dtype=torch.float32)
 
     def _schedule(self, qo_len: int, kv_len: int) -> Schedule:
-        features, tile = self.features, kernels.tile(self.features, self.settings.window_left >= 0, kv_len)
+        features, tile = self.features, self.tile
         heads = kernels.heads_per_tile(features, qo_len, tile.rows)
         blocks, head_blocks = plans.ceil_div(qo_len * heads, tile.rows), features.num_qo_heads // heads
         kv_tiles = visible_tiles = plans.ceil_div(kv_len, tile.cols)
@@ -123,5 +123,4 @@ class Runner:
             tiles * tile.cols,
             *divided(blocks * head_blocks),
         )
-        ctas = min(total, self.sms), 1, 1
-        return Schedule(tile, heads, num_splits, total, ctas, (section * blocks, section), numbers)
+        return Schedule(heads, num_splits, total, (min(total, self.sms), 1, 1), (section * blocks, section), numbers)

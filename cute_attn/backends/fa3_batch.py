@@ -82,7 +82,7 @@ def scheduled(
 ) -> Scheduled:
     """As fa2's; of `arch` there is one that these kernels run on."""
     features = settings.features
-    tile = kernels.tile(features, settings.window_left >= 0, plan_batch.keys_of_a_request(lengths, limits))
+    tile = kernels.tile(features, settings.window_left >= 0)
     heads = kernels.heads_per_tile(features, plan_batch.rows_of_a_request(lengths, limits), tile.rows)
     head_blocks = features.num_qo_heads // heads
     longest = 0 if limits.graph else int(lengths.kv_len.max(initial=0))  # captured: the number of items may change

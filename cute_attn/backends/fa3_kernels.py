@@ -32,11 +32,10 @@ def spec(features: Features, window: bool, tile: HopperTile, split: bool = False
     )
 
 
-def tile(features: Features, window: bool, kv_len: int) -> HopperTile:
-    """For requests of about so many keys."""
+def tile(features: Features, window: bool) -> HopperTile:
     plain = not features.custom_mask and not scores(features) and not window
     dims = features.head_dim_qk, features.head_dim_vo
-    return tiles_sm90.choose(dims, plain, features.kv_source == "paged", kv_len)
+    return tiles_sm90.choose(dims, plain, features.kv_source == "paged")
 
 
 def heads_per_tile(features: Features, qo_len: int, rows: int) -> int:
@@ -61,9 +60,8 @@ def token_bytes(features: Features) -> int:
 def specs(features: Features, arch: Arch) -> list[KernelSpec]:
     """Every kernel that calls of these features may need, whatever their lengths."""
     kernels: list[KernelSpec] = [
-        spec(features, window, tile(features, window, kv_len), split)
+        spec(features, window, tile(features, window), split)
         for window in (False, True)
-        for kv_len in tiles_sm90.LENGTHS
         for split in ((False,) if batched(features) else (False, True))
     ]
     return [*dict.fromkeys(kernels), combine_spec(features)]

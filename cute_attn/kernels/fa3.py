@@ -441,27 +441,12 @@ class Fa3Program:
         out = self.tile.accumulate(state.out, state.p, v_at)
         self.end_turn(lanes)
         s = self.seen(math, sm90.wgmma_wait(1, s), kv_tile, masked)
-        if self.spec.tile.watch == "max3":
-            shared.k.release(k, lanes.lane)
-            risen = softmax.rise3(state.shift, s)
-            s = softmax.exponentials(s, risen.shift, may_be_empty=masked)
-            total = softmax.sums(s, [t * factor for t, factor in zip(state.total, risen.factors, strict=True)])
-            if self.spec.tile.pinned:
-                sm90.settle(total)
-            out = sm90.wgmma_wait(0, out, state.p)
-            shared.v.release(v, lanes.lane)
-            p = self.tile.probabilities(s)
-            out = self.rescale(out, risen)
-            return State(out, p, risen.shift, total, shared.k.next(k))
         s = softmax.exponentials(s, state.shift, may_be_empty=False)
         sums = softmax.sums(s, [Float32(0.0) for _ in range(2)])
         too_high = softmax.too_high(sums)
-        if self.spec.tile.pinned:  # the meeting keeps exponentials in front of the wait, under which they are to run
-            again = sm90.any_of_group(lanes.group + FIRST_VOTE, too_high)
-            out = sm90.wgmma_wait(0, out, state.p)
-        else:
-            out = sm90.wgmma_wait(0, out, state.p)
-            again = sm90.any_of_group(lanes.group + FIRST_VOTE, too_high)
+        # Before the wait: exponentials, which are to run under it, are not put off till after it.
+        again = sm90.any_of_group(lanes.group + FIRST_VOTE, too_high)
+        out = sm90.wgmma_wait(0, out, state.p)
         shared.v.release(v, lanes.lane)
         before = State(out, self.tile.probabilities(s), state.shift, state.total, k)
         after, sums = self.raised(math, before, sums, again, k_at, kv_tile, masked)
@@ -500,12 +485,6 @@ class Fa3Program:
             total = [t * factor for t, factor in zip(total, risen.factors, strict=True)]
             out = [x * risen.factors[i % 4 // 2] for i, x in enumerate(out)]
         return State(out, p, shift, total, state.k), sums
-
-    @cute.jit
-    def rescale(self, out: list[Float32], risen: cutlass.Constexpr) -> list[Float32]:
-        if risen.some:
-            out = [x * risen.factors[i % 4 // 2] for i, x in enumerate(out)]
-        return out
 
     def await_turn(self, lanes: GroupLanes) -> None:
         if self.spec.tile.ping_pong:

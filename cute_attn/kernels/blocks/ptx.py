@@ -251,18 +251,6 @@ def fmax(a: Float32, b: Float32) -> Float32:
     return asm("max.f32 $0, $1, $2;", [Float32], [a, b], pure=True)
 
 
-def imax3(a: Int32, b: Int32, c: Int32) -> Int32:
-    return asm("{.reg .s32 t; max.s32 t, $1, $2; max.s32 $0, t, $3;}", [Int32], [a, b, c], pure=True)
-
-
-def bits(x: Float32) -> Int32:
-    return asm("mov.b32 $0, $1;", [Int32], [x], pure=True)
-
-
-def from_bits(x: Int32) -> Float32:
-    return asm("mov.b32 $0, $1;", [Float32], [x], pure=True)
-
-
 def mad_u32(a: Int32, b: Int64, c: Int64) -> Int64:
     """a * b + c in 64 bits, for a >= 0."""
     text = "{.reg .b64 t; cvt.u64.u32 t, $1; mad.lo.s64 $0, t, $2, $3;}"
