@@ -15,7 +15,7 @@ from cute_attn.kernels import tiles_sm90
 from cute_attn.kernels.memory import HopperMemory
 from cute_attn.kernels.spec import HopperTile
 from perf import search
-from perf.search import Rates, Row
+from perf.search import Rates
 
 ROOT = Path(__file__).parents[1]
 START = HopperTile(128, 64)
@@ -24,15 +24,14 @@ GOAL = HopperTile(128, 128, 3, 2, ping_pong=False)
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_neighbours_differ_in_one_field_and_fit(head_dim: int) -> None:
-    for kv_len in tiles_sm90.LENGTHS:
-        tile = tiles_sm90.choose((head_dim, head_dim), True, False, kv_len)
-        assert search.fits(head_dim, tile)
-        found = search.neighbours(head_dim, tile)
-        assert len(found) > 3
-        for other in found:
-            pairs = zip(dataclasses.astuple(tile), dataclasses.astuple(other), strict=True)
-            assert sum(a != b for a, b in pairs) == 1
-            assert HopperMemory(other, head_dim, head_dim).bytes <= search.SHARED_BYTES
+    tile = tiles_sm90.choose((head_dim, head_dim), plain=True, paged=False)
+    assert search.fits(head_dim, tile)
+    found = search.neighbours(head_dim, tile)
+    assert len(found) > 2
+    for other in found:
+        pairs = zip(dataclasses.astuple(tile), dataclasses.astuple(other), strict=True)
+        assert sum(a != b for a, b in pairs) == 1
+        assert HopperMemory(other, head_dim, head_dim).bytes <= search.SHARED_BYTES
 
 
 def test_what_does_not_fit() -> None:
@@ -69,17 +68,17 @@ def test_climbing_stays_where_nothing_is_better_or_works() -> None:
     assert search.climb(START, lambda tile: search.neighbours(64, tile), lambda _: {}) == (START, 1.0)
 
 
-def test_rows_change_where_tiles_do() -> None:
-    a, b = START, GOAL
-    assert search.rows({16384: a, 4096: a, 1024: b}) == [Row(4096, a), Row(0, b)]
-    assert search.rows({16384: a, 4096: b, 1024: a}) == [Row(16384, a), Row(4096, b), Row(0, a)]
-    assert search.rows({1024: a, 4096: a}) == [Row(0, a)]
+def test_the_row_is_best_over_all_workloads() -> None:
+    rates = {"long": {START: 500.0, GOAL: 540.0}, "short": {START: 300.0, GOAL: 280.0, HopperTile(192, 128): 900.0}}
+    assert search.proposal(rates) == GOAL
+    rates["short"][GOAL] = 270.0
+    assert search.proposal(rates) == START
 
 
 def test_forced_tiles_are_what_plans_take() -> None:
     chosen = fa3_kernels.tile
     with search.forced(GOAL):
-        assert fa3_kernels.tile(None, False, 5) == GOAL  # type: ignore[arg-type]
+        assert fa3_kernels.tile(None, False) == GOAL  # type: ignore[arg-type]
     assert fa3_kernels.tile is chosen
 
 

@@ -45,7 +45,7 @@ def heads_per_tile(features: Features, qo_len: int, rows: int) -> int:
 
 
 def section_heads(features: Features, heads: int, kv_len: int) -> int:
-    """Blocks of `heads` query heads worked on side by side: a divisor of their number, if possible all of a kv head's."""
+    """Blocks of `heads` query heads worked on side by side: they divide all, and are if possible all of a kv head."""
     head_blocks = features.num_qo_heads // heads
     blocks_per_kv = features.num_qo_heads // features.num_kv_heads // heads
     wanted = max(1, SECTION_BYTES // max(kv_len * token_bytes(features), 1)) * blocks_per_kv

@@ -131,8 +131,8 @@ class Draws:
     """Tiles in the order in which CTAs become free, past each one's first: two numbers in device memory, how many were
     drawn and how many CTAs have stopped drawing. The last one to stop sets both to 0.
 
-    `draw` before the last copies of a tile: the answer takes no longer than they do, and a tile drawn much earlier waits
-    for its CTA while others run out of work. All lanes of one warp.
+    `draw` before the last copies of a tile: the answer takes no longer than they do, and a tile drawn much earlier
+    waits for its CTA while others run out of work. All lanes of one warp.
     """
 
     counters: Int64
