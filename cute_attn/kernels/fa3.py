@@ -476,7 +476,8 @@ class Fa3Program:
         out, p, shift, total = state.out, state.p, state.shift, state.total
         if again:
             softmax = math.softmax
-            q, k = cute.arch.make_warp_uniform(math.q), cute.arch.make_warp_uniform(k_at)  # lest operands stay around
+            # Afresh, lest everything that depends on them stay in registers.
+            q, k, kv_tile = (cute.arch.make_warp_uniform(x) for x in (math.q, k_at, kv_tile))
             s = self.seen(math, sm90.wgmma_wait(0, self.tile.scores(q, k)), kv_tile, masked)
             risen = softmax.rise(shift, s)
             s = softmax.exponentials(s, risen.shift, may_be_empty=masked)
