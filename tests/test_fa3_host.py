@@ -92,7 +92,7 @@ def test_parameter_blocks_follow_the_kernel() -> None:
     problem = single()
     made = runner(problem)
     parameters, schedule = made.parameters(1), made.schedule(100, 300)
-    launched = Launched(7, *parameters.bounds(), schedule.total_tiles, schedule.numbers)
+    launched = Launched(7, *parameters.bounds(), schedule.total_tiles, schedule.section, schedule.numbers)
     values = parameters.values(problem, parameters.target(problem), launched)
     named_values = dict(zip(kernel.Fa3Params._fields, values[3:], strict=True))
     assert named_values["counters"] == 7
@@ -120,7 +120,8 @@ def test_the_grid_covers_every_tile_once(kv_len: int, heads: tuple[int, int]) ->
     blocks, head_blocks = -(-100 * schedule.heads // made.tile.rows), heads[0] // schedule.heads
     assert schedule.total_tiles == blocks * head_blocks * schedule.num_splits
     assert schedule.ctas == (min(132, schedule.total_tiles), 1, 1)
-    split_tokens, split_tiles, section_tiles, section = (schedule.numbers[i] for i in (3, 4, 7, 10))
+    split_tokens, split_tiles = (schedule.numbers[i] for i in (3, 4))
+    section_tiles, section = schedule.section
     assert split_tokens * schedule.num_splits >= kv_len > split_tokens * (schedule.num_splits - 1)
     assert split_tiles == blocks * head_blocks
     assert section_tiles == blocks * section

@@ -8,8 +8,9 @@ from cute_attn.kernels.spec import Fa3Spec, HopperTile, KernelSpec
 from cute_attn.problem import Features
 from cute_attn.runtime.arch import Arch
 
-__all__ = ["combine_spec", "heads_per_tile", "load", "multiprocessors", "spec", "specs", "tile"]
+__all__ = ["combine_spec", "heads_per_tile", "load", "multiprocessors", "section_heads", "spec", "specs", "tile"]
 
+SECTION_BYTES = 32 << 20  # keys and values that shall stay in L2 together
 PACKED_TOKENS = 64  # below so many query tokens a request, the heads of a group share tiles
 
 
@@ -41,6 +42,19 @@ def heads_per_tile(features: Features, qo_len: int, rows: int) -> int:
     """Query heads whose rows share a tile: a whole group where requests are short, and where it divides a tile."""
     group = features.num_qo_heads // features.num_kv_heads
     return group if qo_len < PACKED_TOKENS and rows % group == 0 else 1
+
+
+def section_heads(features: Features, heads: int, kv_len: int) -> int:
+    """Blocks of `heads` query heads worked on side by side: they divide all, and are if possible all of a kv head."""
+    head_blocks = features.num_qo_heads // heads
+    blocks_per_kv = features.num_qo_heads // features.num_kv_heads // heads
+    wanted = max(1, SECTION_BYTES // max(kv_len * token_bytes(features), 1)) * blocks_per_kv
+    return max(n for n in range(1, head_blocks + 1) if head_blocks % n == 0 and n <= wanted)
+
+
+def token_bytes(features: Features) -> int:
+    """Of keys and values of one head."""
+    return (features.head_dim_qk + features.head_dim_vo) * features.kv_dtype.itemsize
 
 
 def specs(features: Features, arch: Arch) -> list[KernelSpec]:

@@ -17,7 +17,7 @@ from cute_attn.problem import BatchProblem, Problem, Settings
 from cute_attn.runtime import tensormap
 
 UNBOUNDED = fa2_params.UNBOUNDED
-NO_GRID = (0,) * 13
+NO_GRID = (0,) * 7
 NO_ITEMS = (0, 0, 0)
 COUNTERS = 13  # place of their address among the values
 FORMS, ADDRESSES = 256, 256  # of tensors: layers share forms, and allocators repeat addresses
@@ -34,6 +34,7 @@ class Launched(NamedTuple):
     right: int
     left: int
     total_tiles: int
+    section: tuple[int, int]  # tiles of a section, and blocks of heads in it
     grid: tuple[int, ...] = NO_GRID
     items: tuple[int, ...] = NO_ITEMS
     kv_indices: int = 0
@@ -66,7 +67,7 @@ class Parameters(fa2_params.Parameters):
         mask, scales = problem.packed_mask, problem.scale_tensors
         o, lse, o_stride_n, o_stride_h, v_scale, v_scale_ptr, sinks = target
         scale0, scale1 = fa2_params.two_addresses(scales) if scales else (0, 0)
-        counters, right, left, total_tiles, grid, items, kv_indices = launched
+        counters, right, left, total_tiles, section, grid, items, kv_indices = launched
         return (
             self.q_map(problem.q)(problem.q.data_ptr()),
             self.kv_map(problem.k)(problem.k.data_ptr()),
@@ -89,9 +90,11 @@ class Parameters(fa2_params.Parameters):
             *self.score_numbers,
             v_scale,
             self.settings.lse_scale,
+            *divided(section[0]),
+            *divided(section[1]),
             *grid,
             *items,
-            *divided(self.num_kv_heads),
+            self.num_kv_heads,
             *self.page_numbers,
             kv_indices,
         )

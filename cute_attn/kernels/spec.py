@@ -126,7 +126,7 @@ class HopperTile:
     """Work of one CTA of the wgmma kernel: `rows` packed query rows, 64 a math warpgroup, by `cols` kv tokens.
 
     `stages` K and V tiles and `q_stages` query tiles are in flight. `ping_pong`: warpgroups take turns at issuing
-    products, so that one's softmax runs under another's. `pinned`: exponentials stay in front of the wait for O.
+    products, so that one's softmax runs under another's.
     """
 
     rows: int
@@ -134,7 +134,6 @@ class HopperTile:
     stages: int = 2
     q_stages: int = 1
     ping_pong: bool = True
-    pinned: bool = True
 
     @property
     def math_groups(self) -> int:

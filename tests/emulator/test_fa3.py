@@ -104,6 +104,31 @@ def test_long_batches(batch: BatchCase, schedule: Schedule) -> None:
     assert solve_batch(batch, schedule, sms=3).records
 
 
+def products(emulation: Emulation) -> int:
+    counts = [count for record in emulation.records for count in record.stats.instructions.items()]
+    return sum(count for form, count in counts if form.startswith("wgmma.mma_async"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "schedule"), [(64, SCHEDULES[0]), (128, SCHEDULES[1]), (256, SCHEDULES[0])], ids=name
+)
+def test_scores_that_leap(head_dim: int, schedule: Schedule, dtype: torch.dtype) -> None:
+    """Far above the anchors of tiles before, past what fp32 holds: the tile is done again, and only then."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, 1, head_dim, generator=generator).to(dtype) for n in (100, 700, 700))
+    ran = []
+    for scale in (1, 300):
+        k[:100] *= scale  # seen last
+        with using("sm_90a", kernels="fa3", schedule=schedule, sms=2) as emulation:
+            out, lse = single_prefill_with_kv_cache(q, k, v, causal=True, return_lse=True, backend="emulator")
+        expected = single_prefill_with_kv_cache(q, k, v, causal=True, return_lse=True, backend="reference")
+        torch.testing.assert_close(out, expected[0], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse, expected[1], rtol=1e-3, atol=1e-3)
+        ran.append(products(emulation))
+    assert ran[0] < ran[1]
+
+
 def assert_cut(emulation: Emulation) -> None:
     assert [record.spec["kernel"] for record in emulation.records] == ["fa3", "combine"]
 

@@ -360,5 +360,9 @@ def minimum(a: Int32, b: Int32) -> Int32:
     return select(a < b, a, b)
 
 
+def minimum_u32(a: Int32, b: Int32) -> Int32:
+    return asm("min.u32 $0, $1, $2;", [Int32], [a, b], pure=True)
+
+
 def maximum(a: Int32, b: Int32) -> Int32:
     return select(a > b, a, b)
