@@ -2,7 +2,7 @@
 
     query tiles   `rows` packed rows of one request each, and the kv tiles that a band mask lets them see
     pieces        their kv tiles, cut where that shortens the launch (plan_cost) or at fixed places
-    records       longest piece first, requests that share the L2 together; a merge record for every query tile that was cut
+    records       longest piece first, requests that share L2 together; a merge record for every query tile that was cut
 
 Lengths may reach 2^30 tokens, query tokens times the GQA group 2^30 rows.
 """
@@ -45,7 +45,8 @@ class TileShape(NamedTuple):
     slots: int  # CTAs resident on the device
     min_tiles: int  # smallest piece worth its partial: plan.min_split_tiles
     partial_row_bytes: int  # 4 * (head_dim_vo + 1)
-    resident: int = 0  # kv tokens that the L2 holds, of heads worked on side by side; 0: order of requests does not matter
+    section_heads: int = 0  # kv heads worked on side by side before the next begin; 0: all
+    resident: int = 0  # kv tokens of so many heads that L2 holds; 0: the order of requests does not matter
 
 
 class Work(NamedTuple):
@@ -158,7 +159,7 @@ def _fixed_pieces(tiles: QueryTiles, shape: TileShape, limits: BatchLimits) -> P
             f"fixed_split_size must cut a request into at most {MAX_SPLITS} pieces, got {size} tokens, which make "
             f"{most}; {least} are enough for this batch"
         )
-    needed = int(count[count > 1].sum()) * _slot_bytes(shape)
+    needed = int(count[count > 1].sum()) * slot_bytes(shape)
     if needed > limits.workspace_bytes:
         raise WorkspaceError(
             f"float_workspace_buffer must have {needed} bytes for fixed_split_size={size} in this batch, "
@@ -263,7 +264,7 @@ def neighbourhoods(lengths: BatchLengths, shape: TileShape) -> np.ndarray:
     return found
 
 
-def _slot_bytes(shape: TileShape) -> int:
+def slot_bytes(shape: TileShape) -> int:
     return shape.num_kv_heads * shape.rows * shape.partial_row_bytes
 
 
@@ -295,7 +296,7 @@ def longest_request(lengths: BatchLengths, limits: BatchLimits) -> int:
 
 def capacity(shape: TileShape, limits: BatchLimits) -> Room:
     """The records that a schedule may have. With `limits.graph`, every schedule within the limits fits."""
-    partials = limits.workspace_bytes // _slot_bytes(shape)
+    partials = limits.workspace_bytes // slot_bytes(shape)
     if limits.graph is None:
         return Room(UNLIMITED, 0 if limits.disable_split_kv else UNLIMITED, partials)
     tiles = most_tiles(limits.graph, shape)

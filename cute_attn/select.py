@@ -32,15 +32,13 @@ NARROW_HEAD_DIMS = ((80, 80), (112, 112))  # no multiples of 32 columns
 
 
 REMEMBERED = 256  # settings, and what runs them
-PAGE_ROWS = 16  # tokens: shorter runs of them are too small for copies by tensor maps
 
 
 @dataclass(frozen=True)
 class Backend:
     """`auto_on`: device types on which "auto" asks it. `capability`: the least it needs; None: any device. `only`: the
     one architecture that it is built for. `least_rows`: packed query rows of a request (qo_len times the heads that
-    share a kv head) from which "auto" asks it; fewer are faster elsewhere. `small_pages`: does "auto" ask it where the
-    page size is no multiple of 16 tokens?
+    share a kv head) from which "auto" asks it; fewer are faster elsewhere.
     """
 
     name: str
@@ -49,7 +47,6 @@ class Backend:
     capability: tuple[int, int] | None
     only: str | None = None
     least_rows: int = 0
-    small_pages: bool = True
 
     def slow(self, features: Features, rows: int | None) -> str | None:
         """Why "auto" passes this backend over though it is able; `rows` as in `choose`. Nobody else has fp8 q."""
@@ -57,8 +54,6 @@ class Backend:
             return None
         if rows is not None and rows < self.least_rows:
             return f"{rows} query rows a kv head are fewer than {self.least_rows}"
-        if features.small_pages and not self.small_pages:
-            return f"the page size is no multiple of {PAGE_ROWS} tokens"
         return None
 
     def prepare(self, settings: Settings) -> Callable[[Problem], None]:
@@ -89,8 +84,7 @@ class Backend:
 
 
 BACKENDS = (  # in the order in which "auto" asks them
-    # Measured on an H200 at d 128: pages of 1, 4 and 16 tokens 80, 254 and 487 TFLOP/s; fa2 345 to 390 with any.
-    Backend("fa3", "NVIDIA Hopper (compute capability 9.0)", ("cuda",), (9, 0), "sm_90a", 65, small_pages=False),
+    Backend("fa3", "NVIDIA Hopper (compute capability 9.0)", ("cuda",), (9, 0), "sm_90a", 65),
     Backend("fa2", "NVIDIA GPUs from compute capability 8.0", ("cuda",), (8, 0)),
     Backend("reference", "any device, in torch", ("cpu",), None),
 )
@@ -310,13 +304,12 @@ def emulated(features: Features, arch: Arch, qo_len: int | None = None) -> Backe
     return choose(features._replace(device=torch.device("cuda")), kernels, arch, rows)
 
 
-def explain(asked: Features | Problem, arch: Arch | None = None) -> str:
+def explain(asked: Features | Problem, arch: Arch | None = None, rows: int | None = None) -> str:
     """What "auto" chooses for `asked`, and for every backend why it is chosen, passed over or refused.
 
-    `arch` stands for the architecture of a CUDA device; with it, no GPU is needed.
+    `arch` stands for the architecture of a CUDA device; with it, no GPU is needed. `rows`: as for `choose`, of a batch.
     """
     features = asked.features if isinstance(asked, Problem) else asked
-    rows = None
     if isinstance(asked, Problem):
         rows = asked.qo_len * (features.num_qo_heads // features.num_kv_heads)
     arch = arch_for(features.device, arch)
@@ -393,7 +386,6 @@ def _title(features: Features, arch: Arch | None) -> str:
                 "per_head_scales",
                 "kv_block_scales",
                 "sinks",
-                "small_pages",
                 "expanded",
             )
         ),

@@ -1,8 +1,8 @@
 """Proposes rows of the wgmma kernel's tile table: `python -m perf.search --head-dim 128 --heads 16/16`. GPU only.
 
-From the table's tile of every workload it climbs: tiles that differ in one field are compiled, those with stack or too
-much shared memory are left out, the rest are checked and timed beside the best so far. The rows it prints go to
-`cute_attn/kernels/tiles_sm90.py`, the longest first.
+From the table's tile it climbs for every workload: tiles that differ in one field are compiled, those with stack or too
+much shared memory are left out, the rest are checked and timed beside the best so far. What won somewhere is then timed
+on all workloads; the best over all of them is the row for `cute_attn/kernels/tiles_sm90.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -37,13 +37,6 @@ LENGTHS = "1x16384,4x4096,16x1024"
 Rates = Mapping[HopperTile, float]  # TFLOP/s of the tiles that work
 
 
-class Row(NamedTuple):
-    """A proposal: the tile of requests with at least so many keys."""
-
-    kv_len: int
-    tile: HopperTile
-
-
 def fits(head_dim: int, tile: HopperTile) -> bool:
     """Shared memory, and registers for S, P and O."""
     registers = tile.cols // 2 + tile.cols // 4 + head_dim // 2
@@ -58,14 +51,15 @@ def neighbours(head_dim: int, tile: HopperTile) -> list[HopperTile]:
         *({"stages": tile.stages + step} for step in (-1, 1) if tile.stages + step >= 2),
         {"q_stages": 3 - tile.q_stages},
         {"ping_pong": not tile.ping_pong},
-        {"pinned": not tile.pinned},
     ]
     tiles = [dataclasses.replace(tile, **change) for change in changes]  # type: ignore[arg-type]
     return [found for found in tiles if fits(head_dim, found)]
 
 
 def climb(
-    start: HopperTile, around: Callable[[HopperTile], Sequence[HopperTile]], rate: Callable[[Sequence[HopperTile]], Rates]
+    start: HopperTile,
+    around: Callable[[HopperTile], Sequence[HopperTile]],
+    rate: Callable[[Sequence[HopperTile]], Rates],
 ) -> tuple[HopperTile, float]:
     """The best tile that steps to better neighbours lead to, and its speed over the first one's. `rate` times tiles
     beside each other: only speeds of one call of it are compared.
@@ -81,20 +75,16 @@ def climb(
         best, gain = top, gain * rates[top] / rates[best]
 
 
-def rows(found: Mapping[int, HopperTile]) -> list[Row]:
-    """Of the best tile by number of keys: a row where it changes, the longest first. The last one serves all shorter."""
-    merged: list[Row] = []
-    for kv_len in sorted(found, reverse=True):
-        if merged and merged[-1].tile == found[kv_len]:
-            merged.pop()
-        merged.append(Row(kv_len, found[kv_len]))
-    return [*merged[:-1], Row(0, merged[-1].tile)] if merged else []
+def proposal(rates: Mapping[str, Rates]) -> HopperTile:
+    """Of the tiles that work for all workloads the one with the greatest product of its speeds."""
+    tiles = set.intersection(*(set(of) for of in rates.values()))
+    return max(tiles, key=lambda tile: math.prod(of[tile] for of in rates.values()))
 
 
 @contextlib.contextmanager
 def forced(tile: HopperTile) -> Iterator[None]:
     """Plans made meanwhile take this tile."""
-    with mock.patch.object(fa3_kernels, "tile", lambda *_: tile):
+    with mock.patch.object(fa3_kernels, "tile", return_value=tile):
         yield
 
 
@@ -140,15 +130,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if absent := why_no_gpu():
         print(f"Nothing to measure here: {absent}.", file=sys.stderr)
         return 2
-    dim, found = options.head_dim, {}
+    dim = options.head_dim
     q_heads, kv_heads = map(int, options.heads.split("/"))
-    for w in workloads(dim, (q_heads, kv_heads), options.lengths):
-        start = tiles_sm90.choose((dim, dim), True, False, w.kv_lens[0])
+    table = workloads(dim, (q_heads, kv_heads), options.lengths)
+    start = tiles_sm90.choose((dim, dim), plain=True, kv="dense")
+    winners = {start: None}
+    for w in table:
         best, gain = climb(start, functools.partial(neighbours, dim), functools.partial(timed, w, options.rounds))
         print(f"{w.name}: {best}, {gain:.3f} of {start}", flush=True)
-        found[w.kv_lens[0]] = best  # causal is what counts where the two differ
-    for row in rows(found):
-        print(f"    Row({row.kv_len}, {row.tile})")
+        winners[best] = None
+    row = proposal({w.name: timed(w, options.rounds, list(winners)) for w in table})
+    print(f"    ({dim}, {dim}): {row},")
     return 0
 
 

@@ -149,8 +149,8 @@ def check_partials(work: Work, shape: TileShape, limits: BatchLimits) -> None:
 
 
 def check_order(work: Work, lengths: BatchLengths, shape: TileShape) -> None:
-    """Requests whose keys fit L2 together, longest first; of these longest items first; equal costs by request and query
-    tile.
+    """Requests whose keys fit L2 together, longest first; of these longest items first; equal costs by request and
+    query tile.
     """
     together, tokens = {}, 0
     for request in sorted(range(len(lengths.kv_len)), key=lambda i: -lengths.kv_len[i]):

@@ -20,10 +20,14 @@ from cute_attn.runtime import tensormap
 UNBOUNDED = fa2_params.UNBOUNDED
 NO_GRID = (0,) * 7
 NO_ITEMS = (0, 0, 0)
+NO_STRIDES = (0,) * 6
 NO_HEAD_SCALES = (0, 0, 0)
+COUNTERS = 15  # place of their address among the values
+FORMS, ADDRESSES = 256, 256  # of tensors: layers share forms, and allocators repeat addresses
 
 Values = tuple[int | float | bytes, ...]
 Encoder = Callable[..., bytes]
+Map = Callable[[int], bytes]  # from an address to a tensor map
 
 
 class Launched(NamedTuple):
@@ -52,10 +56,11 @@ class Parameters(fa2_params.Parameters):
         self.group, self.num_kv_heads = heads, features.num_qo_heads // heads
         kv_group = self.num_kv_heads // features.num_kv_heads
         self.head_numbers = features.num_qo_heads, *divided(heads), *divided(kv_group)
-        self.dtype = "uint8" if self.itemsize == 1 else str(features.q_dtype).removeprefix("torch.")
+        self.dtype = str(features.q_dtype).removeprefix("torch.")
         self.line_items = LINE // self.itemsize
-        if self.itemsize == 1:  # the kernel minds the sign
-            self.score_numbers = settings.sm_scale * fa2_params.LOG2E, settings.logits_soft_cap
+        if self.itemsize == 1:
+            self.dtype = "uint8"  # to a tensor map
+            self.score_numbers = settings.sm_scale * fa2_params.LOG2E, settings.logits_soft_cap  # of any sign
         self.box_rows = math.gcd(settings.page_size, tile.cols) if self.paged else tile.cols
         self.page_numbers = *divided(settings.page_size), self.box_rows
 
@@ -71,11 +76,13 @@ class Parameters(fa2_params.Parameters):
         scale0, scale1 = fa2_params.two_addresses(scales) if scales else (0, 0)
         counters, right, left, total_tiles, section, grid, items, kv_indices = launched
         return (
-            self.q_map(problem.q),
-            self.kv_map(problem.k),
-            self.kv_map(problem.v),
+            self.q_map(problem.q)(problem.q.data_ptr()),
+            self.kv_map(problem.k)(problem.k.data_ptr()),
+            self.kv_map(problem.v)(problem.v.data_ptr()),
             o,
             lse,
+            problem.k.data_ptr(),
+            problem.v.data_ptr(),
             0 if mask is None else mask.data_ptr(),
             0 if mask is None else mask.numel(),
             scale0,
@@ -99,33 +106,34 @@ class Parameters(fa2_params.Parameters):
             self.num_kv_heads,
             *self.page_numbers,
             kv_indices,
+            *(self.strides(problem.k, problem.v) if self.paged else NO_STRIDES),
             *(NO_HEAD_SCALES if problem.head_scales is None else (x.data_ptr() for x in problem.head_scales)),
         )
 
-    def q_map(self, q: torch.Tensor) -> bytes:
+    def strides(self, k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
+        """Bytes from a page, a token and a head to the next, of k, then of v."""
+        return tuple(x.stride(axis) * self.itemsize for x in (k, v) for axis in (0, self.token, self.head))
+
+    def q_map(self, q: torch.Tensor) -> Map:
         """[d, heads of a tile, tokens, blocks of heads] of q [tokens, heads, d], or [heads, d] of one token."""
         tokens, head = (1 if q.dim() == 2 else q.shape[0]), q.stride(-2) * self.itemsize
         token = 16 if q.dim() == 2 else q.stride(0) * self.itemsize
-        sizes = q.shape[-1], self.group, tokens, self.num_kv_heads
-        return _encoded(
+        return tensor_maps(
             self.encoder,
             self.dtype,
-            q.data_ptr(),
-            sizes,
+            (q.shape[-1], self.group, tokens, self.num_kv_heads),
             (head, token, head * self.group),
             (self.line_items, self.group, self.tile.rows // self.group, 1),
         )
 
-    def kv_map(self, x: torch.Tensor) -> bytes:
+    def kv_map(self, x: torch.Tensor) -> Map:
         """[d, tokens, heads, pages] of k or v."""
         shape, strides = x.shape, [stride * self.itemsize for stride in x.stride()]
         pages, page = (shape[0], strides[0]) if self.paged else (1, 16)
-        sizes = shape[-1], shape[self.token], shape[self.head], pages
-        return _encoded(
+        return tensor_maps(
             self.encoder,
             self.dtype,
-            x.data_ptr(),
-            sizes,
+            (shape[-1], shape[self.token], shape[self.head], pages),
             (strides[self.token], strides[self.head], page),
             (self.line_items, self.box_rows, 1, 1),
         )
@@ -146,15 +154,12 @@ def encoder(device_type: str) -> Encoder:
     return tensormap.encode
 
 
-@functools.lru_cache(1024)
-def _encoded(
-    encode: Encoder,
-    dtype: str,
-    address: int,
-    sizes: tuple[int, ...],
-    strides: tuple[int, ...],
-    box: tuple[int, ...],
-) -> bytes:
-    """The stride of an axis of one is nobody's business, and a tensor without tokens is not read."""
+@functools.lru_cache(FORMS)
+def tensor_maps(
+    encode: Encoder, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> Map:
+    """Of tensors of one form, remembered by their addresses. The stride of an axis of one is nobody's business, and a
+    tensor without tokens is not read."""
     strides = tuple(stride if size > 1 else 16 for stride, size in zip(strides, sizes[1:], strict=True))
-    return encode(dtype, address or 16, tuple(max(size, 1) for size in sizes), strides, box)
+    sizes = tuple(max(size, 1) for size in sizes)
+    return functools.lru_cache(ADDRESSES)(lambda address: encode(dtype, address or 16, sizes, strides, box))

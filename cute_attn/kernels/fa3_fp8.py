@@ -7,6 +7,7 @@ V is not, so three warps beside the producer's transpose its tiles in shared mem
     math group   S0 | S1 , O0 = P0 V0', softmax 1, O += O0 | S2 , O1 = P1 V1', softmax 2, O += O1 | ...
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,11 +29,11 @@ from cute_attn.kernels.blocks.pipeline import Place, Ring, start
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.scalars import device_scale, head_scale
 from cute_attn.kernels.blocks.wgmma import ROWS, GroupLanes
-from cute_attn.kernels.fa3 import Fa3Params, Fa3Program, Maps, MathWork, Shared, State
+from cute_attn.kernels.fa3 import FIRST_VOTE, Fa3Params, Fa3Program, Maps, MathWork, Shared, State
 from cute_attn.kernels.memory import LINE, Fp8Memory
 
 TRANSPOSERS = 3  # warps
-FIRST_VOTE = 6  # named barriers, one a math group
+TRANSPOSER_BARRIER = 9
 LEAST_SCALE = 1e-30  # of scores: 0 would turn hidden ones into NaN
 SIGNS = 0x80808080 - (1 << 32)
 
@@ -68,13 +69,14 @@ class Fp8Program(Fa3Program):
         common = super().shared(base)
         barriers = base + Int32(memory.barriers + 8 * (memory.num_barriers - 2 * stages))
         arriving = Ring(stages, memory.arriving_v_bytes, base + Int32(memory.arriving_v_ring), barriers)
-        return Fp8Shared(common.q, common.k, common.v, common.records, arriving)
+        transposed = dataclasses.replace(common.v, writers=TRANSPOSERS)
+        return Fp8Shared(common.q, common.k, transposed, common.records, arriving)
 
     def initialise(self, shared: Shared) -> None:
         warps = self.math_threads // 32
         shared.q.initialise(warps + TRANSPOSERS)
         shared.k.initialise(warps)
-        shared.v.initialise(warps, TRANSPOSERS)
+        shared.v.initialise(warps)
         shared.arriving_v.initialise(TRANSPOSERS)
 
     def softmax(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Float32) -> Fp8Softmax:
@@ -90,7 +92,7 @@ class Fp8Program(Fa3Program):
         return scale * head_scale(p.scale_k, self.kv_head(p, work)) * head_scale(p.scale_q, head)
 
     @cute.jit
-    def ready_q(self, p: Fa3Params, work: cutlass.Constexpr, lanes: GroupLanes, scale: Float32, q_rows: Int32) -> None:
+    def ready_q(self, p: Fa3Params, work: cutlass.Constexpr, lanes: GroupLanes, q_rows: Int32) -> None:
         """Softmax wants scales above 0: rows with one below get the other sign. A product reads a warp's 16 rows for
         that warp alone.
         """
@@ -129,7 +131,7 @@ class Fp8Program(Fa3Program):
         """The V tiles of all query tiles, in the order of their arrival."""
         thread = cute.arch.thread_idx()[0]
         lane = thread & 31
-        work = Transposition(self.memory, cute.arch.make_warp_uniform(thread >> 5) - Int32(1), lane, TRANSPOSERS)
+        work = Transposition(self.memory, cute.arch.make_warp_uniform(thread >> 5) - Int32(1), lane, TRANSPOSERS, TRANSPOSER_BARRIER)
         q, v = start(), start()
         head_block = self.next_tile(shared, q)
         while head_block >= 0:

@@ -1,12 +1,12 @@
 """Tile table of the wgmma kernel, as data: which tile a problem gets, by head dims and by what is done to its scores.
 
 Every row must compile to 0 bytes of stack and fit 227 KB of shared memory. "modified" rows leave registers for
-windows, mask bits, slopes and caps. On an H200 a turn at issuing products is worth 3 % at head dim 64 and costs 1 % at
-128 and 256; holding exponentials before the wait for the output gains 3 % at 64 and loses 2 % at 128.
+windows, mask bits, slopes and caps. Proposals: `python -m perf.search`.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from cute_attn.kernels.spec import FP8_DTYPES, Fa3Spec, HopperTile, KernelSpec
@@ -17,32 +17,39 @@ HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 PAGE_ALIGNED = 64  # tiles of paged keys are multiples of it, so that pages of any power of two make few boxes
 
 _PLAIN = {
-    (64, 64): HopperTile(192, 128, 2, 2),
-    (96, 96): HopperTile(128, 128, 2, 2, pinned=False),
-    (128, 128): HopperTile(128, 128, 2, 2, ping_pong=False, pinned=False),
-    (192, 128): HopperTile(128, 128, 2, 1, pinned=False),
-    (256, 256): HopperTile(128, 80, 2, 1, ping_pong=False),
-}
-_FP8 = {
-    (128, 128): HopperTile(128, 128, 2, 2, pinned=False),
-}
-_FP8_MODIFIED = {
-    (128, 128): HopperTile(128, 96, 2, 2, pinned=False),
+    (64, 64): HopperTile(192, 128, 3, 2, ping_pong=False),
+    (96, 96): HopperTile(128, 128, 2, 2),
+    (128, 128): HopperTile(128, 128, 2, 2, ping_pong=False),
+    (192, 128): HopperTile(128, 128, 2, 1),
+    (256, 256): HopperTile(128, 64, 2, 1, ping_pong=False),
 }
 _MODIFIED = {
-    (64, 64): HopperTile(128, 128, 2, 2),
-    (96, 96): HopperTile(128, 128, 2, 2, pinned=False),
-    (128, 128): HopperTile(128, 128, 2, 2, pinned=False),
-    (192, 128): HopperTile(128, 128, 2, 1, pinned=False),
+    (64, 64): HopperTile(128, 128, 2, 2, ping_pong=False),
+    (96, 96): HopperTile(128, 128, 2, 2),
+    (128, 128): HopperTile(128, 128, 2, 2, ping_pong=False),
+    (192, 128): HopperTile(128, 128, 2, 1),
     (256, 256): HopperTile(128, 64, 2, 1, ping_pong=False),
 }
 
+_FP8 = {(128, 128): HopperTile(128, 128, 2, 2)}
+_FP8_MODIFIED = {(128, 128): HopperTile(128, 96, 2, 2)}  # pages too: looking them up takes registers from math threads
 
-def choose(head_dims: tuple[int, int], plain: bool, paged: bool, fp8: bool = False) -> HopperTile:
+# The least tokens of a box, from which on pages come by TMA and not by a warpgroup that gathers rows. A box costs TMA
+# some 45 clocks beside its rows, a gathered row the memory system more than its share of a box.
+_LEAST_BOX = {(64, 64): 16, (96, 96): 32, (128, 128): 32, (192, 128): 32, (256, 256): 32}
+
+
+def page_source(head_dims: tuple[int, int], page_size: int) -> str:
+    """How pages of so many tokens are brought in: `kv` of `Fa3Spec`."""
+    return "paged" if math.gcd(page_size, PAGE_ALIGNED) >= _LEAST_BOX[head_dims] else "gathered"
+
+
+def choose(head_dims: tuple[int, int], plain: bool, kv: str, fp8: bool = False) -> HopperTile:
+    """`kv`: as of `Fa3Spec`. Threads that gather need registers, which three math groups do not leave."""
     if fp8:
-        return (_FP8 if plain and not paged else _FP8_MODIFIED)[head_dims]
+        return (_FP8 if plain and kv == "dense" else _FP8_MODIFIED)[head_dims]
     tile = (_PLAIN if plain else _MODIFIED)[head_dims]
-    if paged and tile.cols % PAGE_ALIGNED:
+    if (kv == "paged" and tile.cols % PAGE_ALIGNED) or (kv == "gathered" and tile.math_groups > 2):
         return _MODIFIED[head_dims]
     return tile
 
@@ -60,24 +67,20 @@ MODIFIED: tuple[dict[str, Any], ...] = (
     {"scores": ("scale", "soft_cap")},
 )
 ITEMS: dict[str, Any] = {"schedule": "items", "kv": "paged"}
+GATHERED: dict[str, Any] = {"schedule": "items", "kv": "gathered"}
 
 
 def default_specs() -> list[KernelSpec]:
     """All head dims in bf16, alone, over pages and with the most demanding scores; the rest at the commonest dims."""
     llama = (128, 128)
-    specs = [_spec(dims, **source) for dims in HEAD_DIMS for source in ({}, ITEMS)]
+    specs = [_spec(dims, **source) for dims in HEAD_DIMS for source in ({}, ITEMS, GATHERED)]
     specs += [_spec(dims, split=True, out_dtype="float32") for dims in HEAD_DIMS]
     specs += [_spec(dims, **MODIFIED[0], **(ITEMS if dims == llama else {})) for dims in HEAD_DIMS]
+    specs += [_spec(dims, **MODIFIED[0], **GATHERED) for dims in HEAD_DIMS]
     specs += [_spec(llama, **modified) for modified in MODIFIED[1:]]
     specs += [_spec(llama, schedule="items"), _spec(llama, dtype="float16", out_dtype="float16")]
+    fp8: tuple[dict[str, Any], ...] = ({}, ITEMS, {"schedule": "items"}, {"mask": "band"}, {"mask": "packed", **ITEMS})
     for dims in FP8_HEAD_DIMS:
-        fp8: tuple[dict[str, Any], ...] = (
-            {},
-            ITEMS,
-            {"schedule": "items"},
-            {"mask": "band"},
-            {"mask": "packed", **ITEMS},
-        )
         specs += [_spec(dims, dtype="float8_e4m3fn", **source) for source in fp8]
         specs.append(_spec(dims, dtype="float8_e4m3fn", split=True, out_dtype="float32"))
     return specs
@@ -85,5 +88,5 @@ def default_specs() -> list[KernelSpec]:
 
 def _spec(dims: tuple[int, int], *, dtype: str = "bfloat16", out_dtype: str = "bfloat16", **rest: Any) -> KernelSpec:
     plain = rest.get("mask", "stop") == "stop" and not rest.get("scores")
-    tile = choose(dims, plain, rest.get("kv") == "paged", dtype in FP8_DTYPES)
+    tile = choose(dims, plain, rest.get("kv", "dense"), dtype in FP8_DTYPES)
     return Fa3Spec(dtype, out_dtype, *dims, tile=tile, **rest)

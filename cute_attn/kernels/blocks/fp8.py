@@ -59,21 +59,6 @@ class Fp8Softmax(OnlineSoftmax):
     def scale(self, slot: int) -> Float32:
         return self.row_scales[slot]
 
-    def exponentials(self, s: list[Float32], shift: list[Float32], may_be_empty: bool) -> list[Float32]:
-        eighths = self.tile.memory.tile.poly
-        if may_be_empty or not eighths:
-            return super().exponentials(s, shift, may_be_empty)
-        p = list(s)
-        for slot in self.slots:
-            scale = self.scale(slot)
-            part, moved = scale * Float32(1 / 252), ptx.fma(shift[slot], Float32(1 / 252), Float32(0.5))
-            for n, i in enumerate(self.columns(slot)):
-                if n * eighths % 16 < eighths:
-                    p[i] = ptx.exp2_quadratic(s[i], part, moved)
-                else:
-                    p[i] = ptx.exp2(ptx.fma(s[i], scale, shift[slot]))
-        return p
-
     def first_shift(self, s: list[Float32]) -> list[Float32]:
         return [shift + Float32(P_LOG2) for shift in super().first_shift(s)]
 
@@ -106,8 +91,8 @@ class Transposition:
     memory: Fp8Memory
     warp: Int32
     lane: Int32
-    warps: int = 3
-    barrier: int = 5  # named barrier of these warps
+    warps: int
+    barrier: int  # named, of these warps
 
     @cute.jit
     def run(self, source: Int32, target: Int32) -> None:

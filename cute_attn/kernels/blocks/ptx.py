@@ -218,19 +218,6 @@ def exp2(x: Float32) -> Float32:
     return _unary("ex2.approx.ftz.f32", x)
 
 
-def exp2_quadratic(x: Float32, scale: Float32, shift: Float32) -> Float32:
-    """2^y for y = 252 (x * scale + shift - 1/2), without the special-function unit; y ends at -126 and 126. The relative
-    error is 0.0018 at most. Adding 1.5 * 2^23 rounds y, which then is an exponent.
-    """
-    text = (
-        "{.reg .f32 y, n, r, p; .reg .b32 e, b; fma.rn.sat.f32 y, $1, $2, $3; fma.rn.f32 n, y, 0f437C0000, 0f4B3FFF82;"
-        "sub.f32 r, 0f4B3FFF82, n; fma.rn.f32 r, y, 0f437C0000, r;"
-        "fma.rn.f32 p, r, 0f3E742630, 0f3F34152A; fma.rn.f32 p, p, r, 0f3F800E86;"
-        "mov.b32 e, n; mov.b32 b, p; shl.b32 e, e, 23; add.s32 e, e, b; mov.b32 $0, e;}"
-    )
-    return asm(text, [Float32], [x, scale, shift], pure=True)
-
-
 def log2(x: Float32) -> Float32:
     return _unary("lg2.approx.ftz.f32", x)
 
@@ -272,20 +259,6 @@ def fmin(a: Float32, b: Float32) -> Float32:
     return asm("min.f32 $0, $1, $2;", [Float32], [a, b], pure=True)
 
 
-def imax3(a: Int32, b: Int32, c: Int32) -> Int32:
-    return asm("{.reg .s32 t; max.s32 t, $1, $2; max.s32 $0, t, $3;}", [Int32], [a, b, c], pure=True)
-
-
-def exp2_cubic(s: Float32, scale: Float32, shift: Float32) -> Float32:
-    text = (
-        "{.reg .f32 y, t, u, r; .reg .b32 a, b; fma.rn.sat.f32 y, $1, $2, $3;\n"
-        "fma.rn.f32 t, y, 0f437C0000, 0f4B3FFF82; sub.f32 u, t, 0f4B3FFF82; neg.f32 u, u; fma.rn.f32 r, y, 0f437C0000, u;\n"
-        "fma.rn.f32 u, r, 0f3D64AA23, 0f3E773B2C; fma.rn.f32 u, u, r, 0f3F3171E3; fma.rn.f32 u, u, r, 0f3F800000;\n"
-        "mov.b32 a, t; mov.b32 b, u; shl.b32 a, a, 23; add.s32 a, a, b; mov.b32 $0, a;}"
-    )
-    return asm(text, [Float32], [s, scale, shift], pure=True)
-
-
 def mad_u32(a: Int32, b: Int64, c: Int64) -> Int64:
     """a * b + c in 64 bits, for a >= 0."""
     text = "{.reg .b64 t; cvt.u64.u32 t, $1; mad.lo.s64 $0, t, $2, $3;}"
@@ -307,6 +280,15 @@ def shuffle_xor(x: Float32, lane_mask: int) -> Float32:
 def shuffle_from(x: Any, lane: Int32) -> Any:
     """A 32-bit scalar of another lane."""
     return asm("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", [type(x)], [x, lane])
+
+
+def shuffle_address(x: Int64, lane: Int32) -> Int64:
+    """A 64-bit number of another lane."""
+    text = (
+        "{.reg .b32 l, h; mov.b64 {l, h}, $1; shfl.sync.idx.b32 l, l, $2, 31, 0xffffffff;"
+        "shfl.sync.idx.b32 h, h, $2, 31, 0xffffffff; mov.b64 $0, {l, h};}"
+    )
+    return asm(text, [Int64], [x, lane])
 
 
 def shuffle_xor_b32(x: Int32, lane_mask: int) -> Int32:

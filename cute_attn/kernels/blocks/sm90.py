@@ -77,16 +77,6 @@ def wgmma_wait(pending: int, results: Sequence[Float32], operands: Sequence[Int3
     return asm(f"wgmma.wait_group.sync.aligned {pending};", [Float32] * len(results), operands, tied=results)
 
 
-def settle(sums: Sequence[Float32]) -> None:
-    """A store that would happen if a sum of exponentials were negative: ptxas puts no exponential of theirs after it.
-
-    Left to itself it moves most of them behind the wait that follows, under which they are to run.
-    """
-    tests = "".join(f"setp.lt.f32 q, ${i}, 0f00000000;\nor.pred p, p, q;\n" for i in range(len(sums)))
-    declared = ".reg .pred p, q; .reg .b32 z; setp.ne.u32 p, 0, 0; mov.b32 z, 0;"
-    asm(f"{{ {declared}\n{tests}@p st.shared.f32 [z], $0; }}", [], sums)
-
-
 _SUFFIX = {"float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 # Signs, then which operands are transposed: 8 bits know no such choice.
 _K_MAJOR = {"float16": "1, 1, 0, 0", "bfloat16": "1, 1, 0, 0", "float8_e4m3fn": "1, 1", "float8_e5m2": "1, 1"}
@@ -189,9 +179,8 @@ def named_arrive(barrier: Int32, threads: int) -> None:
 
 def any_of_group(barrier: Int32, value: Boolean) -> Boolean:
     """Whether it holds in any thread of a warpgroup. All of them meet here."""
-    text = (
-        "{ .reg .pred p, q; setp.ne.s32 p, $1, 0;\nbarrier.cta.red.or.aligned.pred q, $2, 128, p;\nselp.s32 $0, 1, 0, q; }"
-    )
+    vote = "barrier.cta.red.or.aligned.pred q, $2, 128, p;"
+    text = f"{{ .reg .pred p, q; setp.ne.s32 p, $1, 0; {vote} selp.s32 $0, 1, 0, q; }}"
     return asm(text, [Int32], [ptx.select(value, Int32(1), Int32(0)), barrier]) != 0
 
 

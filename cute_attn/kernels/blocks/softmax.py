@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.mma import WarpTile
@@ -121,39 +121,6 @@ class OnlineSoftmax:
         limit = Float32(2.0**SLACK * len(self.columns(0)))
         return cutlass.or_(*(cutlass.Boolean(sums[slot] <= limit) == cutlass.Boolean(False) for slot in self.slots))
 
-    @cute.jit
-    def rise3(self, shift: list[Float32], s: list[Float32]) -> Risen:
-        tops = []
-        for slot in self.slots:
-            top = Int32(0)
-            tops.append(ptx.from_bits(top3([ptx.bits(s[i]) for i in self.columns(slot)] + [top])))
-        rises = [ptx.fma(t, self.log2_scale, old) > Float32(SLACK) for t, old in zip(tops, shift, strict=True)]
-        some = cute.arch.vote_any_sync(cutlass.or_(rises[0], rises[1]))
-        factors = [Float32(1.0) for _ in self.slots]
-        if some:
-            highs = self.highs(s)
-            higher = [ptx.fma(high, self.log2_scale, old) > Float32(SLACK) for high, old in zip(highs, shift, strict=True)]
-            new = [
-                ptx.select(rise, Float32(0.0) - high * self.log2_scale, old)
-                for rise, high, old in zip(higher, highs, shift, strict=True)
-            ]
-            factors = [
-                ptx.select(rise, ptx.exp2(a - b), Float32(1.0)) for rise, a, b in zip(higher, new, shift, strict=True)
-            ]
-            shift = new
-        return Risen(shift, factors, some)
-
-    def mixed(self, s: list[Float32], shift: list[Float32], cubic: int) -> list[Float32]:
-        p = list(s)
-        for slot in self.slots:
-            scale, moved = self.log2_scale * Float32(1 / 252), ptx.fma(shift[slot], Float32(1 / 252), Float32(0.5))
-            for n, i in enumerate(self.columns(slot)):
-                if n * cubic % 16 < cubic:
-                    p[i] = ptx.exp2_cubic(s[i], scale, moved)
-                else:
-                    p[i] = ptx.exp2(ptx.fma(s[i], self.log2_scale, shift[slot]))
-        return p
-
     def exponentials(self, s: list[Float32], shift: list[Float32], may_be_empty: bool) -> list[Float32]:
         """exp2(s * c + shift). `may_be_empty`: a row may have seen nothing yet; its two infinities must not meet."""
         p = list(s)
@@ -168,13 +135,6 @@ class OnlineSoftmax:
     def sums(self, p: list[Float32], total: list[Float32]) -> list[Float32]:
         """Running sums, per thread: the quad's are added up once, at the end."""
         return [tree(add, [p[i] for i in self.columns(slot)]) + total[slot] for slot in self.slots]
-
-
-def top3(own):  # type: ignore
-    while len(own) > 2:
-        third = len(own) // 3
-        own = [ptx.imax3(*own[3 * i : 3 * i + 3]) for i in range(third)] + own[3 * third :]
-    return ptx.imax3(own[0], own[-1], own[-1])
 
 
 def add(a: Float32, b: Float32) -> Float32:
