@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm90
 from cute_attn.kernels.blocks.epilogue import Finish
@@ -54,6 +54,10 @@ class Fp8Shared(Shared):
     @property
     def arriving_v(self) -> Ring:
         return self.arriving
+
+    def record(self, q: Place) -> Int32:
+        """Computed anew each time: there is no register for it meanwhile."""
+        return super().record(Place(ptx.opaque(q.turn)))
 
 
 class Fp8Program(Fa3Program):
@@ -131,7 +135,9 @@ class Fp8Program(Fa3Program):
         """The V tiles of all query tiles, in the order of their arrival."""
         thread = cute.arch.thread_idx()[0]
         lane = thread & 31
-        work = Transposition(self.memory, cute.arch.make_warp_uniform(thread >> 5) - Int32(1), lane, TRANSPOSERS, TRANSPOSER_BARRIER)
+        work = Transposition(
+            self.memory, cute.arch.make_warp_uniform(thread >> 5) - Int32(1), lane, TRANSPOSERS, TRANSPOSER_BARRIER
+        )
         q, v = start(), start()
         head_block = self.next_tile(shared, q)
         while head_block >= 0:
@@ -180,7 +186,7 @@ class Fp8Program(Fa3Program):
         In full tiles exponents are relative to the anchors of earlier ones: the maximum is not looked for. Sums tell
         afterwards where e4m3 cannot hold the probabilities, and the tile is done again: K stays in its slot till then.
         """
-        k, v, lanes, softmax = state.k, shared.v.previous(state.k), math.lanes, math.softmax
+        k, v, lanes, softmax = state.k, shared.v.previous(state.k), GroupLanes.of(), math.softmax
         k_at = self.tile.k_operand(shared.k.address(k))
         shared.k.wait_full(k)
         self.await_turn(lanes)

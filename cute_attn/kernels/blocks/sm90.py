@@ -55,8 +55,8 @@ def wgmma_from_registers(
     steps: Sequence[int],
     accumulator: Sequence[Float32] = (),
 ) -> list[Float32]:
-    """One group of accumulator + A B: A 64 x 32 bytes in four registers a step, B in shared memory, MN-major where it has
-    16 bits, K-major where it has 8; `steps`: its bytes from the start.
+    """One group of accumulator + A B: A 64 x 32 bytes in four registers a step, B in shared memory, MN-major where it
+    has 16 bits, K-major where it has 8; `steps`: its bytes from the start.
 
     The registers of A must stay untouched until the group is waited for: `wgmma_wait` takes them for that.
     """
