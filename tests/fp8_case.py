@@ -2,7 +2,7 @@
 
 Probabilities are rounded to e4m3: by at most 1/16 of each, so o by at most 1/16 of what absolute values add up to.
 Below 2^-9 of a row's largest, e4m3 runs out of exponents: a key is then off by 2^-13 of the largest at most.
-Scores are sums of fp8 products in the few bits that Hopper's tensor cores keep, and so is the lse: at 1000 it was off by
+Scores are sums of fp8 products in the few bits that Hopper keeps, and so is the lse: of 1000 it was off by
 1.7 on an H200.
 """
 

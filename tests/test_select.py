@@ -75,10 +75,10 @@ FP8_Q = CUDA._replace(q_dtype=E4M3, kv_dtype=E4M3)
 
 
 @pytest.mark.parametrize(
-    "asked", [{}, {"per_head_scales": True}, {"kv_source": "paged", "small_pages": True}, {"positive_scale": False}]
+    "asked", [{}, {"per_head_scales": True}, {"kv_source": "paged"}, {"positive_scale": False}]
 )
 def test_fa3_takes_fp8_queries(asked: dict[str, Any]) -> None:
-    """However few rows and small pages: nobody else does."""
+    """However few rows: nobody else does."""
     assert select.choose(FP8_Q._replace(**asked), arch=HOPPER, rows=1).name == "fa3"
 
 
