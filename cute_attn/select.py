@@ -31,15 +31,13 @@ NARROW_HEAD_DIMS = ((80, 80), (112, 112))  # no multiples of 32 columns
 
 
 REMEMBERED = 256  # settings, and what runs them
-PAGE_ROWS = 16  # tokens: shorter runs of them are too small for copies by tensor maps
 
 
 @dataclass(frozen=True)
 class Backend:
     """`auto_on`: device types on which "auto" asks it. `capability`: the least it needs; None: any device. `only`: the
     one architecture that it is built for. `least_rows`: packed query rows of a request (qo_len times the heads that
-    share a kv head) from which "auto" asks it; fewer are faster elsewhere. `small_pages`: does "auto" ask it where the
-    page size is no multiple of 16 tokens?
+    share a kv head) from which "auto" asks it; fewer are faster elsewhere.
     """
 
     name: str
@@ -48,14 +46,11 @@ class Backend:
     capability: tuple[int, int] | None
     only: str | None = None
     least_rows: int = 0
-    small_pages: bool = True
 
-    def slow(self, features: Features, rows: int | None) -> str | None:
+    def slow(self, rows: int | None) -> str | None:
         """Why "auto" passes this backend over though it is able; `rows` as in `choose`."""
         if rows is not None and rows < self.least_rows:
             return f"{rows} query rows a kv head are fewer than {self.least_rows}"
-        if features.small_pages and not self.small_pages:
-            return f"the page size is no multiple of {PAGE_ROWS} tokens"
         return None
 
     def prepare(self, settings: Settings) -> Callable[[Problem], None]:
@@ -86,8 +81,7 @@ class Backend:
 
 
 BACKENDS = (  # in the order in which "auto" asks them
-    # Measured on an H200 at d 128: pages of 1, 4 and 16 tokens 80, 254 and 487 TFLOP/s; fa2 345 to 390 with any.
-    Backend("fa3", "NVIDIA Hopper (compute capability 9.0)", ("cuda",), (9, 0), "sm_90a", 65, small_pages=False),
+    Backend("fa3", "NVIDIA Hopper (compute capability 9.0)", ("cuda",), (9, 0), "sm_90a", 65),
     Backend("fa2", "NVIDIA GPUs from compute capability 8.0", ("cuda",), (8, 0)),
     Backend("reference", "any device, in torch", ("cpu",), None),
 )
@@ -292,13 +286,12 @@ def emulated(features: Features, arch: Arch, qo_len: int | None = None) -> Backe
     return choose(features._replace(device=torch.device("cuda")), kernels, arch, rows)
 
 
-def explain(asked: Features | Problem, arch: Arch | None = None) -> str:
+def explain(asked: Features | Problem, arch: Arch | None = None, rows: int | None = None) -> str:
     """What "auto" chooses for `asked`, and for every backend why it is chosen, passed over or refused.
 
-    `arch` stands for the architecture of a CUDA device; with it, no GPU is needed.
+    `arch` stands for the architecture of a CUDA device; with it, no GPU is needed. `rows`: as for `choose`, of a batch.
     """
     features = asked.features if isinstance(asked, Problem) else asked
-    rows = None
     if isinstance(asked, Problem):
         rows = asked.qo_len * (features.num_qo_heads // features.num_kv_heads)
     arch = arch_for(features.device, arch)
@@ -309,7 +302,7 @@ def explain(asked: Features | Problem, arch: Arch | None = None) -> str:
         automatic = features.device.type in backend.auto_on
         if reasons:
             lines += [f"  {backend.name}: refused"] + [f"    {reason}" for reason in reasons]
-        elif automatic and (why := backend.slow(features, rows)):
+        elif automatic and (why := backend.slow(rows)):
             lines.append(f"  {backend.name}: able, passed over: {why}, which is faster elsewhere")
         elif automatic and not chosen:
             chosen = True
@@ -335,7 +328,7 @@ def support_table() -> str:
 
 def _candidates(features: Features, backend: Any, rows: int | None) -> tuple[Backend, ...]:
     if backend == "auto":
-        return tuple(b for b in BACKENDS if features.device.type in b.auto_on and not b.slow(features, rows))
+        return tuple(b for b in BACKENDS if features.device.type in b.auto_on and not b.slow(rows))
     return (_named(backend),)
 
 
@@ -375,7 +368,6 @@ def _title(features: Features, arch: Arch | None) -> str:
                 "per_head_scales",
                 "kv_block_scales",
                 "sinks",
-                "small_pages",
                 "expanded",
             )
         ),

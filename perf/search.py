@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     dim = options.head_dim
     q_heads, kv_heads = map(int, options.heads.split("/"))
     table = workloads(dim, (q_heads, kv_heads), options.lengths)
-    start = tiles_sm90.choose((dim, dim), plain=True, paged=False)
+    start = tiles_sm90.choose((dim, dim), plain=True, kv="dense")
     winners = {start: None}
     for w in table:
         best, gain = climb(start, functools.partial(neighbours, dim), functools.partial(timed, w, options.rounds))

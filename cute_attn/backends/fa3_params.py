@@ -19,7 +19,8 @@ from cute_attn.runtime import tensormap
 UNBOUNDED = fa2_params.UNBOUNDED
 NO_GRID = (0,) * 7
 NO_ITEMS = (0, 0, 0)
-COUNTERS = 13  # place of their address among the values
+NO_STRIDES = (0,) * 6
+COUNTERS = 15  # place of their address among the values
 FORMS, ADDRESSES = 256, 256  # of tensors: layers share forms, and allocators repeat addresses
 
 Values = tuple[int | float | bytes, ...]
@@ -74,6 +75,8 @@ class Parameters(fa2_params.Parameters):
             self.kv_map(problem.v)(problem.v.data_ptr()),
             o,
             lse,
+            problem.k.data_ptr(),
+            problem.v.data_ptr(),
             0 if mask is None else mask.data_ptr(),
             0 if mask is None else mask.numel(),
             scale0,
@@ -97,7 +100,12 @@ class Parameters(fa2_params.Parameters):
             self.num_kv_heads,
             *self.page_numbers,
             kv_indices,
+            *(self.strides(problem.k, problem.v) if self.paged else NO_STRIDES),
         )
+
+    def strides(self, k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
+        """Bytes from a page, a token and a head to the next, of k, then of v."""
+        return tuple(x.stride(axis) * 2 for x in (k, v) for axis in (0, self.token, self.head))
 
     def q_map(self, q: torch.Tensor) -> Map:
         """[d, heads of a tile, tokens, blocks of heads] of q [tokens, heads, d], or [heads, d] of one token."""

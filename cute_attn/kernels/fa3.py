@@ -19,11 +19,12 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, GridConstant, Int32, Int64
 from cutlass.experimental.cuda.tensor_map import TensorMap, TensorMapSwizzle, create_tensor_map_tiled
 
-from cute_attn.kernels.blocks import ptx, sm90
-from cute_attn.kernels.blocks.boxes import DenseBoxes, PagedBoxes
+from cute_attn.kernels.blocks import gather, ptx, sm90
+from cute_attn.kernels.blocks.boxes import Boxes, DenseBoxes, PagedBoxes
 from cute_attn.kernels.blocks.epilogue import Finish, Partials, Target, Unfinished
+from cute_attn.kernels.blocks.gather import GatheredPages, PageRows
 from cute_attn.kernels.blocks.masks import BandMask, PackedMask, StopMask, TileOrder
-from cute_attn.kernels.blocks.persistent import NOTHING, Draws, GridTiles, ItemTiles, QueryTile
+from cute_attn.kernels.blocks.persistent import NOTHING, Draws, GridTiles, ItemTiles, QueryTile, TeamDraws
 from cute_attn.kernels.blocks.pipeline import Place, Ring, start
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, zeros
@@ -37,6 +38,9 @@ from cute_attn.kernels.work import NO_PARTIAL
 
 MATH_BARRIER = 4  # named barrier of all math threads; 1 to 3 are their groups' turns
 FIRST_VOTE = 5  # and from here on one a group
+PRODUCER_BARRIER = 8
+
+KVSource = DenseBoxes | PagedBoxes | GatheredPages
 
 
 class Fa3Params(NamedTuple):
@@ -44,6 +48,8 @@ class Fa3Params(NamedTuple):
 
     o: Int64
     lse: Int64
+    k_address: Int64
+    v_address: Int64
     mask: Int64
     mask_bytes: Int64
     scale0: Int64
@@ -86,12 +92,19 @@ class Fa3Params(NamedTuple):
     o_partial: Int64
     lse_partial: Int64
     head_blocks: Int32
-    # kv "paged"
+    # kv "paged" and "gathered"
     page_size: Int32
     page_multiplier: Int32
     page_shift: Int32
     box_rows: Int32
     kv_indices: Int64
+    # kv "gathered"
+    k_page_stride: Int64
+    k_stride_n: Int64
+    k_stride_h: Int64
+    v_page_stride: Int64
+    v_stride_n: Int64
+    v_stride_h: Int64
 
 
 class Maps(NamedTuple):
@@ -124,13 +137,20 @@ class Shared:
     records: Int32  # descriptions of query tiles, one a place of Q's ring
 
     @classmethod
-    def of(cls, memory: HopperMemory, base: Int32) -> "Shared":
+    def of(cls, memory: HopperMemory, base: Int32, writers: int) -> "Shared":
+        """`writers`: warps that fill slots of K and V."""
         tile, barriers = memory.tile, base + Int32(memory.barriers)
         k_barriers = barriers + Int32(16 * tile.q_stages)
         return cls(
             Ring(tile.q_stages, memory.q_bytes, base, barriers),
-            Ring(tile.stages, memory.k_bytes, base + Int32(memory.k_ring), k_barriers),
-            Ring(tile.stages, memory.v_bytes, base + Int32(memory.v_ring), k_barriers + Int32(16 * tile.stages)),
+            Ring(tile.stages, memory.k_bytes, base + Int32(memory.k_ring), k_barriers, writers),
+            Ring(
+                tile.stages,
+                memory.v_bytes,
+                base + Int32(memory.v_ring),
+                k_barriers + Int32(16 * tile.stages),
+                writers,
+            ),
             base + Int32(memory.records),
         )
 
@@ -165,6 +185,8 @@ class Fa3Program:
         self.block = (spec.tile.threads, 1, 1)
         self.smem_bytes = self.memory.bytes
         self.math_threads = 128 * spec.tile.math_groups
+        self.gathers = spec.kv == "gathered"
+        self.producers = gather.WARPS if self.gathers else 1
 
     def compile_args(self) -> tuple[Any, ...]:
         return (zeros(Fa3Params), Int32(1), Int32(1), Int32(1))
@@ -190,7 +212,7 @@ class Fa3Program:
     ) -> None:
         maps = Maps(*(sm90.address_of(tensor_map) for tensor_map in (q_map, k_map, v_map)))
         base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint().to(Int32)
-        shared = Shared.of(self.memory, base)
+        shared = Shared.of(self.memory, base, self.producers)
         thread = cute.arch.thread_idx()[0]
         if thread == 0:
             for tensor_map in maps:
@@ -203,7 +225,7 @@ class Fa3Program:
         producer_registers, math_registers = self.spec.registers
         if thread < 128:
             sm90.release_registers(producer_registers)
-            if thread < 32:
+            if thread < 32 * self.producers:
                 self.produce(params, maps, shared)
         else:
             sm90.claim_registers(math_registers)
@@ -220,14 +242,20 @@ class Fa3Program:
             return TileOrder(first, first, ptx.maximum(order.full_end, first), ptx.maximum(order.end, first))
         return PackedMask.all_masked(order) if self.spec.mask == "packed" else order
 
-    def boxes(self, p: Fa3Params, work: QueryTile) -> DenseBoxes | PagedBoxes:
-        cols, lane = self.spec.tile.cols, cute.arch.thread_idx()[0] & 31
+    def source(self, p: Fa3Params, maps: Maps, work: QueryTile) -> KVSource:
+        cols, thread = self.spec.tile.cols, cute.arch.thread_idx()[0]
         kv_head = Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(work.head_block)
+        k, v = Boxes(maps.k, self.memory.qk_columns), Boxes(maps.v, self.memory.vo_columns)
         if self.spec.kv == "dense":
-            return DenseBoxes(cols, work.kv_start, kv_head, lane)
+            return DenseBoxes(cols, work.kv_start, kv_head, thread, k, v)
         page_size = Divisor(p.page_size, p.page_multiplier, p.page_shift)
         table = p.kv_indices + Int64(work.kv_start) * Int64(4)
-        return PagedBoxes(cols, kv_head, lane, work.kv_end, table, page_size, p.box_rows)
+        if self.spec.kv == "paged":
+            return PagedBoxes(cols, kv_head, thread, work.kv_end, table, page_size, p.box_rows, k, v)
+        k_base, v_base = p.k_address + Int64(kv_head) * p.k_stride_h, p.v_address + Int64(kv_head) * p.v_stride_h
+        k_rows = PageRows(k_base, p.k_page_stride, p.k_stride_n, self.spec.head_dim_qk // 8)
+        v_rows = PageRows(v_base, p.v_page_stride, p.v_stride_n, self.spec.head_dim_vo // 8)
+        return GatheredPages(cols, thread, work.kv_end, table, page_size, k_rows, v_rows)
 
     def math_work(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, softmax_scale: Float32, q: Int32) -> MathWork:
         rows, band, order = work.rows(p), work.band(p), self.order(p, work)
@@ -269,42 +297,47 @@ class Fa3Program:
 
     @cute.jit
     def produce(self, p: Fa3Params, maps: Maps, shared: Shared) -> None:
-        """One warp: tiles into the rings, then word that there are no more."""
-        lane = cute.arch.thread_idx()[0] & 31
-        draws = Draws(p.counters, lane)
+        """One warp, or a warpgroup that gathers: tiles into the rings, then word that there are no more."""
+        thread = cute.arch.thread_idx()[0]
+        draws = TeamDraws(p.counters, thread, PRODUCER_BARRIER) if self.gathers else Draws(p.counters, thread)
         q, k, v = start(), start(), start()
         work = self.tiles.at(p, cute.arch.block_idx()[0])
         while work.head_block >= 0:
-            order, boxes = self.order(p, work), self.boxes(p, work)
+            order, source = self.order(p, work), self.source(p, maps, work)
             first = ptx.maximum(order.at(Int32(0)), Int32(0))  # -1 where there is no tile at all
-            pages = boxes.look_up(first)
+            pages = source.look_up(first)
             if order.total > 0:
-                self.load_k(maps, shared.k, k, boxes, first, pages)
+                self.load(shared.k, k, source, source.k, first, pages)
             shared.q.wait_empty(q)
-            self.load_q(p, maps, shared, q, work, lane)
+            self.load_q(p, maps, shared, q, work, thread)
+            if order.total > 0:
+                source.landed([shared.k.full(k)])
             for step in cutlass.range(1, order.total, unroll=1):
-                following = boxes.look_up(order.at(step))
-                self.load_v(maps, shared.v, v, boxes, order.at(step - 1), pages)
-                v, k = shared.v.next(v), shared.k.next(k)
-                self.load_k(maps, shared.k, k, boxes, order.at(step), following)
-                pages = following
+                following = source.look_up(order.at(step))
+                self.load(shared.v, v, source, source.v, order.at(step - 1), pages)
+                k = shared.k.next(k)
+                self.load(shared.k, k, source, source.k, order.at(step), following)
+                source.landed([shared.v.full(v), shared.k.full(k)])
+                v, pages = shared.v.next(v), following
             drawn = draws.draw()
             if order.total > 0:
-                self.load_v(maps, shared.v, v, boxes, order.at(order.total - 1), pages)
+                self.load(shared.v, v, source, source.v, order.at(order.total - 1), pages)
+                source.landed([shared.v.full(v)])
                 v, k = shared.v.next(v), shared.k.next(k)
-            q = shared.q.next(q)
-            work = self.tiles.at(p, draws.following(drawn))
+            work, q = self.tiles.at(p, draws.following(drawn, shared.record(q))), shared.q.next(q)
         draws.stop()
         ptx.grid_dependency_launch()
         shared.q.wait_empty(q)
-        if lane == 0:
+        if thread == 0:
             QueryTile(*(Int32(x) for x in NOTHING)).store(shared.record(q))
             sm90.barrier_arrive(shared.q.full(q))
 
     @cute.jit
-    def load_q(self, p: Fa3Params, maps: Maps, shared: Shared, q: Place, work: cutlass.Constexpr, lane: Int32) -> None:
+    def load_q(
+        self, p: Fa3Params, maps: Maps, shared: Shared, q: Place, work: cutlass.Constexpr, thread: Int32
+    ) -> None:
         """A query tile and its description; rows past the end are the next request's, or zeros."""
-        if lane == 0:
+        if thread == 0:
             work.store(shared.record(q))
             rows, barrier, target = work.rows(p), shared.q.full(q), shared.q.address(q)
             sm90.barrier_expect(barrier, shared.q.slot_bytes)
@@ -314,17 +347,11 @@ class Fa3Program:
                 coordinates = [Int32(column * 64), Int32(0), token, work.head_block]
                 sm90.tma_load_4d(box, maps.q, coordinates, barrier, sm90.EVICT_FIRST)
 
-    def load_k(
-        self, maps: Maps, ring: Ring, place: Place, boxes: DenseBoxes | PagedBoxes, kv_tile: Int32, pages: list[Int32]
+    def load(
+        self, ring: Ring, place: Place, source: KVSource, operand: Any, kv_tile: Int32, pages: list[Int32]
     ) -> None:
         ring.wait_empty(place)
-        boxes.copy(ring.address(place), maps.k, self.memory.qk_columns, ring.full(place), kv_tile, pages)
-
-    def load_v(
-        self, maps: Maps, ring: Ring, place: Place, boxes: DenseBoxes | PagedBoxes, kv_tile: Int32, pages: list[Int32]
-    ) -> None:
-        ring.wait_empty(place)
-        boxes.copy(ring.address(place), maps.v, self.memory.vo_columns, ring.full(place), kv_tile, pages)
+        source.copy(operand, ring.address(place), ring.full(place), kv_tile, pages)
 
     # --- math groups ------------------------------------------------------------------------------------------------
 
@@ -365,10 +392,10 @@ class Fa3Program:
     def clear_tail(self, shared: Shared, math: cutlass.Constexpr, first: Place) -> None:
         """Rows of the last V tile that are another request's, or nobody's, become zeros: 0 * NaN is no 0.
 
-        That tile comes first. A single request's are zeros already: its tensor maps end there.
+        That tile comes first. A single request's are zeros already: its tensor maps end there. So are gathered ones.
         """
         cols = self.spec.tile.cols
-        if cutlass.const_expr(self.spec.schedule == "items"):  # noqa: SIM102
+        if cutlass.const_expr(self.spec.schedule == "items" and not self.gathers):  # noqa: SIM102
             if math.order.end * cols > math.kv_end:
                 shared.v.wait_full(first)
                 valid = math.kv_end - (math.order.end - 1) * cols

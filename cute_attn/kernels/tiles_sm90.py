@@ -6,6 +6,7 @@ windows, mask bits, slopes and caps. Proposals: `python -m perf.search`.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from cute_attn.kernels.spec import Fa3Spec, HopperTile, KernelSpec
@@ -29,10 +30,20 @@ _MODIFIED = {
     (256, 256): HopperTile(128, 64, 2, 1, ping_pong=False),
 }
 
+# The least tokens of a box, from which on pages come by TMA and not by a warpgroup that gathers rows. A box costs TMA
+# some 45 clocks beside its rows, a gathered row the memory system more than its share of a box.
+_LEAST_BOX = {(64, 64): 16, (96, 96): 32, (128, 128): 32, (192, 128): 32, (256, 256): 32}
 
-def choose(head_dims: tuple[int, int], plain: bool, paged: bool) -> HopperTile:
+
+def page_source(head_dims: tuple[int, int], page_size: int) -> str:
+    """How pages of so many tokens are brought in: `kv` of `Fa3Spec`."""
+    return "paged" if math.gcd(page_size, PAGE_ALIGNED) >= _LEAST_BOX[head_dims] else "gathered"
+
+
+def choose(head_dims: tuple[int, int], plain: bool, kv: str) -> HopperTile:
+    """`kv`: as of `Fa3Spec`. Threads that gather need registers, which three math groups do not leave."""
     tile = (_PLAIN if plain else _MODIFIED)[head_dims]
-    if paged and tile.cols % PAGE_ALIGNED:
+    if (kv == "paged" and tile.cols % PAGE_ALIGNED) or (kv == "gathered" and tile.math_groups > 2):
         return _MODIFIED[head_dims]
     return tile
 
@@ -50,14 +61,16 @@ MODIFIED: tuple[dict[str, Any], ...] = (
     {"scores": ("scale", "soft_cap")},
 )
 ITEMS: dict[str, Any] = {"schedule": "items", "kv": "paged"}
+GATHERED: dict[str, Any] = {"schedule": "items", "kv": "gathered"}
 
 
 def default_specs() -> list[KernelSpec]:
     """All head dims in bf16, alone, over pages and with the most demanding scores; the rest at the commonest dims."""
     llama = (128, 128)
-    specs = [_spec(dims, **source) for dims in HEAD_DIMS for source in ({}, ITEMS)]
+    specs = [_spec(dims, **source) for dims in HEAD_DIMS for source in ({}, ITEMS, GATHERED)]
     specs += [_spec(dims, split=True, out_dtype="float32") for dims in HEAD_DIMS]
     specs += [_spec(dims, **MODIFIED[0], **(ITEMS if dims == llama else {})) for dims in HEAD_DIMS]
+    specs += [_spec(dims, **MODIFIED[0], **GATHERED) for dims in HEAD_DIMS]
     specs += [_spec(llama, **modified) for modified in MODIFIED[1:]]
     specs += [_spec(llama, schedule="items"), _spec(llama, dtype="float16", out_dtype="float16")]
     return specs
@@ -65,4 +78,4 @@ def default_specs() -> list[KernelSpec]:
 
 def _spec(dims: tuple[int, int], *, dtype: str = "bfloat16", out_dtype: str = "bfloat16", **rest: Any) -> KernelSpec:
     plain = rest.get("mask", "stop") == "stop" and not rest.get("scores")
-    return Fa3Spec(dtype, out_dtype, *dims, tile=choose(dims, plain, rest.get("kv") == "paged"), **rest)
+    return Fa3Spec(dtype, out_dtype, *dims, tile=choose(dims, plain, rest.get("kv", "dense")), **rest)

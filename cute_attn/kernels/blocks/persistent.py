@@ -12,6 +12,7 @@ from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.work import ITEM_INTS, Item
 
 NO_WORK = -1
+DRAWN_WORD = 12  # of a record, behind the fields of its tile
 
 
 class QueryTile(NamedTuple):
@@ -136,22 +137,38 @@ class Draws:
     """
 
     counters: Int64
-    lane: Int32
+    thread: Int32
 
     @cute.jit
     def draw(self) -> Int32:
         drawn = Int32(0)
-        if self.lane == 0:
+        if self.thread == 0:
             drawn = sm90.atomic_increment(self.counters)
         return drawn
 
-    def following(self, drawn: Int32) -> Int32:
+    def following(self, drawn: Int32, record: Int32) -> Int32:
         return ptx.shuffle_from(drawn, Int32(0)) + cute.arch.grid_dim()[0]
 
     @cute.jit
     def stop(self) -> None:
-        if self.lane == 0:
+        if self.thread == 0:
             stopped = sm90.atomic_increment(self.counters + Int64(4))
             if stopped == cute.arch.grid_dim()[0] - 1:
                 sm90.st_global_u32(self.counters, Int32(0))
                 sm90.st_global_u32(self.counters + Int64(4), Int32(0))
+
+
+@dataclass(frozen=True)
+class TeamDraws(Draws):
+    """The same for a warpgroup: its first thread draws, and passes the number on behind the tile's description. The
+    word is written again when there were other tiles between, for which all threads met.
+    """
+
+    barrier: int  # named
+
+    @cute.jit
+    def following(self, drawn: Int32, record: Int32) -> Int32:
+        if self.thread == 0:
+            ptx.st_shared_b32(record, 4 * DRAWN_WORD, drawn + cute.arch.grid_dim()[0])
+        sm90.named_sync(Int32(self.barrier), 128)
+        return cute.arch.make_warp_uniform(ptx.ld_shared_b32(record + Int32(4 * DRAWN_WORD)))

@@ -21,16 +21,19 @@ def start() -> Place:
 
 @dataclass(frozen=True)
 class Ring:
-    """Slots of `slot_bytes` from `data`; their full barriers from `barriers`, then their empty ones."""
+    """Slots of `slot_bytes` from `data`; their full barriers, of `writers` arrivals, from `barriers`, then their empty
+    ones.
+    """
 
     stages: int
     slot_bytes: int
     data: Int32
     barriers: Int32
+    writers: int = 1
 
     def initialise(self, readers: int) -> None:
         for i in range(self.stages):
-            sm90.barrier_init(self.barriers + Int32(8 * i), 1)
+            sm90.barrier_init(self.barriers + Int32(8 * i), self.writers)
             sm90.barrier_init(self.barriers + Int32(8 * (self.stages + i)), readers)
 
     def slot(self, place: Place) -> Int32:
