@@ -125,7 +125,10 @@ class BatchWrapper:
         has_mask = mask.packed is not None
         settings = normalize_plan.settings(options, self.device, self._kv_layout, self.kv_source, has_mask)
         small_pages = self.kv_source == "paged" and page_size % select.PAGE_ROWS != 0
-        features = settings.features._replace(small_pages=small_pages)
+        own_splits = splits.fixed_split_size is not None or splits.disable_split_kv
+        features = settings.features._replace(
+            small_pages=small_pages, decode=tokens.q_len is not None, own_splits=own_splits
+        )
         settings = settings._replace(features=features, page_size=page_size)
         normalize_plan.check_rows(tokens, settings.features.num_qo_heads)
         limits = BatchLimits(self._workspace.numel(), *splits, max_qo_len=tokens.q_len)
@@ -305,7 +308,9 @@ def _check_unchanged(first: First, now: First) -> None:
 def _flat(first: First) -> dict[str, Any]:
     settings = first.settings._asdict()
     features: Features = settings.pop("features")
-    return {**features._asdict(), **settings, **first.splits._asdict(), "backend": first.backend}
+    named = features._asdict()
+    del named["own_splits"]  # the splits themselves tell more
+    return {**named, **settings, **first.splits._asdict(), "backend": first.backend}
 
 
 def _index_values(name: str, tokens: Tokens) -> np.ndarray | None:

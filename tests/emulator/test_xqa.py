@@ -27,7 +27,7 @@ def solve(case: XqaCase, arch: str, sms: int, schedule: str, monkeypatch: pytest
     def run(problem: XqaProblem) -> None:
         inputs = {n: t for n, t in problem._asdict().items() if isinstance(t, torch.Tensor)}
         outputs = {n: inputs.pop(n) for n in ("out", "lse") if n in inputs}
-        pairs = {f"{n} scales": t for n, t in zip("kv", problem.block_scales or (), strict=False)}
+        pairs = {f"scales {i}": t for i, t in enumerate((*(problem.block_scales or ()), *problem.scale_tensors))}
         scratch = {f"buffer {i}": t for i, t in enumerate(problem.scratch.buffers)}
         with adapter.visible(inputs | pairs | scratch, outputs | scratch):
             spec = host.choose_spec(problem.features, case.seed % 2 == 0, named(arch))
