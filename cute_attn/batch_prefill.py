@@ -80,7 +80,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
     paged_kv_last_page_len_buf : with `use_cuda_graph`, int32 `[batch_size]`.
     custom_mask_buf, mask_indptr_buf (older name `qk_indptr_buf`) : with `use_cuda_graph` and custom masks, uint8 with
         room for the packed bits, and int32 `[batch_size + 1]`, which gets their byte offsets.
-    backend : "auto", "fa2" or "reference". `cute_attn.explain` tells which takes what.
+    backend : "auto", "fa3", "xqa", "fa2" or "reference". `cute_attn.explain` tells which takes what.
     jit_args, jit_kwargs : refused unless None.
     """
 

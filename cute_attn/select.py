@@ -171,7 +171,10 @@ TABLE = (
     Row(
         "NVFP4 k and v with a head dimension that is no multiple of 64",
         lambda f: f.kv_block_scales and (f.head_dim_qk % 64 != 0 or f.head_dim_vo % 64 != 0),
-        {"fa2": No("a token's block scales are no whole words of 4 bytes", "dequantise k and v to q's dtype first")},
+        {
+            "fa2": No("a token's block scales are no whole words of 4 bytes", "dequantise k and v to q's dtype first"),
+            "xqa": No(f"its tiles are for {XQA_HEAD_DIMS}", "dequantise k and v to q's dtype first"),
+        },
     ),
     Row(
         "per-head scales (scale_q, scale_k, scale_v)",

@@ -56,9 +56,21 @@ class Runner:
         scratch = Scratch((), address, runner.counter_bytes, partials.data_ptr(), runner.partial_bytes)
         runner(
             XqaProblem(
-                *(runner.features, q, problem.k, problem.v, self.table, self.length, problem.kv_len),
-                *(problem.out, scratch),
-                *(settings.sm_scale, settings.v_scale, problem.scale_tensors, problem.v_scale_tensor),
-                *(problem.block_scales, problem.sinks, None, None, problem.lse),
+                runner.features,
+                q,
+                problem.k,
+                problem.v,
+                self.table,
+                self.length,
+                problem.kv_len,
+                problem.out,
+                scratch,
+                settings.sm_scale,
+                settings.v_scale,
+                problem.scale_tensors,
+                problem.v_scale_tensor,
+                problem.block_scales,
+                problem.sinks,
+                lse=problem.lse,
             )
         )

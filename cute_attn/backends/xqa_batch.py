@@ -139,8 +139,6 @@ class Planned:
             problem.v_scale_tensor,
             problem.block_scales,
             problem.sinks,
-            None,
-            None,
-            problem.lse,
-            self.page_starts,
+            lse=problem.lse,
+            page_starts=self.page_starts,
         )
