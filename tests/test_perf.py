@@ -227,11 +227,11 @@ def test_the_function_without_a_plan_stands_beside_the_wrapper(kv_dtype: str) ->
     w = BatchWorkload((1, 1, 1), (50, 7, 16), 4, 2, 64, 16, kv_dtype=kv_dtype)
     sets = [w.inputs(CPU, seed) for seed in range(2)]
     binds = {name: b for name, b in bench.candidates(w.phase, ["auto"]).items() if name.startswith("cute_attn")}
-    assert list(binds) == ["cute_attn", "cute_attn xqa"]
+    assert list(binds) == ["cute_attn", "cute_attn xqa function"]
     calls, entries = bench.prepare(w, binds, sets)
     assert list(calls) == list(binds), entries
     assert all(entry["error"] < 5e-3 for entry in entries.values())
-    assert "cute_attn xqa" not in bench.candidates("paged prefill", ["auto"])
+    assert "cute_attn xqa function" not in bench.candidates("paged prefill", ["auto"])
 
 
 def test_rows_of_the_anchors() -> None:
