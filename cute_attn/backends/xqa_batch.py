@@ -11,17 +11,16 @@ from typing import NamedTuple
 import numpy as np
 
 from cute_attn import plan_batch
+from cute_attn.backends.batched import REMEMBERED, Grid, Repeat, Tensors, nothing
 from cute_attn.backends.xqa_kernels import multiprocessors, xqa_features
 from cute_attn.kernels.spec import KernelSpec
 from cute_attn.kernels.xqa.spec import XqaSpec
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Settings
 from cute_attn.runtime.arch import Arch, for_device
+from cute_attn.runtime.launch import current_stream
 from cute_attn.runtime.staging import Staging
 from cute_attn.xqa import host
 from cute_attn.xqa.problem import Scratch, XqaFeatures, XqaProblem
-
-Grid = tuple[int, int, int]
-REMEMBERED = 256  # settings of the layers of a model
 
 
 def plan(
@@ -117,14 +116,25 @@ class Planned:
             return
         if problem.settings is not self.settings:
             self.settings, self.runner = problem.settings, self.prepared(problem.settings)
-        self.runner(self.problem(problem))
+        self.runner(self.problem(self.runner, problem))
 
-    def problem(self, problem: BatchProblem) -> XqaProblem:
-        settings, workspace, counters = self.settings, problem.workspace, self.counters
+    def repeat(self, problem: BatchProblem) -> Repeat:
+        """Runs like that of `problem`, but for addresses."""
+        runner = self.prepared(problem.settings)
+        _, _, _, _, _, *rest = runner.values(self.problem(runner, problem))
+        fire, grid, index = runner.launch.fire, runner.grid, runner.device_index
+
+        def run(q: int, k: int, v: int, out: int, lse: int, _: Tensors) -> None:
+            fire((q, k, v, out, lse, *rest), grid, current_stream(index))
+
+        return run if self.plan.batch_size else nothing
+
+    def problem(self, runner: host.Runner, problem: BatchProblem) -> XqaProblem:
+        settings, workspace, counters = problem.settings, problem.workspace, self.counters
         assert workspace is not None
         assert problem.kv_indices is not None
         return XqaProblem(
-            self.runner.features,
+            runner.features,
             problem.q,
             problem.k,
             problem.v,
