@@ -205,8 +205,8 @@ class XqaProgram:
         return stretch.first + i * self.spec.warps
 
     def fill(self, tile: PagedTile, stretch: Stretch) -> Located:
-        """The first `stages - 1` tiles of a segment, one cp.async group each; groups are committed even if empty."""
-        ahead = self.spec.stages - 1
+        """The first tiles of a segment, one cp.async group each; groups are committed even if empty."""
+        ahead = self.memory.ahead
         numbers = [self.kv_tile(stretch, i) for i in range(ahead + 1)]
         located = [tile.locate(number, i < stretch.count) for i, number in enumerate(numbers)]
         for i in range(ahead):
@@ -218,8 +218,8 @@ class XqaProgram:
 
     @cute.jit
     def step(self, work: Work, state: State, i: Int32) -> State:
-        """One tile: wait for it, S^T while starting the copies of the tile `stages - 1` further, softmax, O^T."""
-        ahead, stretch = self.spec.stages - 1, work.stretch
+        """One tile: wait for it, S^T while starting the copies of the tile `ahead` further, softmax, O^T."""
+        ahead, stretch = self.memory.ahead, work.stretch
         ptx.cp_async_wait(ahead - 1)
         ptx.sync_warp()  # the tile is visible, and every lane has left the slot that is filled next
         further_tile, wanted = self.kv_tile(stretch, i + ahead), i + ahead < stretch.count
@@ -244,7 +244,7 @@ class XqaProgram:
     def conclude(
         self, merge: Merge, query_rows: QueryRows, segment: Segment, share: Share, mine: Part, running: Running
     ) -> None:
-        """Every warp has left its ring's last slot, which `fill` leaves free: outputs meet there."""
+        """Every warp has left its ring's last slots, which `fill` leaves free: outputs meet there."""
         if mine.active:
             ptx.sync_warp()
             merge.publish(running, self.warp())

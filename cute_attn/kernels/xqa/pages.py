@@ -127,6 +127,8 @@ class PagedTile:
             return
         lane = ptx.opaque(cute.arch.thread_idx()[0]) & 31
         k, v = p.k_sf + Int64(self.head) * p.k_sf_stride_h, p.v_sf + Int64(self.head) * p.v_sf_stride_h
+        if memory.cols < 32:
+            wanted = isa.all_of([wanted, lane < memory.cols])
         for i, (page, token) in enumerate(zip(located.pages, located.slots, strict=True)):
             present = ptx.select(self.readable(start + lane + 32 * i), Int32(size), Int32(0))
             k_at = isa.mad_wide(token, p.k_sf_stride_n, isa.mad_wide(page, p.k_sf_stride_page, k))
