@@ -17,6 +17,7 @@ from cute_attn.runtime.launch import CPU, Launch, current_stream
 from cute_attn.xqa.problem import XqaFeatures, XqaProblem
 
 UNBOUNDED = 1 << 30  # no window: beyond any kv index
+IDLE = 1 / 32  # of all CTAs, at most
 OVERHEAD = 4  # what starting and finishing a segment costs, in tiles
 
 Values = tuple[int | float, ...]
@@ -32,9 +33,12 @@ class Runner:
         group = f.num_qo_heads // f.num_kv_heads
         rows = f.q_len * group
         self.spec = spec
-        self.grid = (sms * self.spec.ctas, 1, 1)
-        self.counter_bytes = 4 * self.grid[0]
-        self.partial_bytes = 2 * self.grid[0] * self.spec.rows * (f.head_dim + 2) * 4
+        row_blocks = -(-rows // self.spec.rows)
+        units, ctas = f.num_kv_heads * row_blocks, sms * self.spec.ctas
+        lines = line_count(units, ctas)
+        self.grid = (lines, ctas // lines, 1)
+        self.counter_bytes = 4 * ctas
+        self.partial_bytes = 2 * ctas * self.spec.rows * (f.head_dim + 2) * 4
         self.pdl = arch.pdl and f.enable_pdl is not False
         self.q_itemsize, self.o_itemsize = f.q_dtype.itemsize, f.o_dtype.itemsize
         self.kv_itemsize = max(1, KV_BITS[f.kv_dtype] // 8)
@@ -42,7 +46,8 @@ class Runner:
             f.q_len,
             UNBOUNDED if f.window_left < 0 else f.window_left,
             f.num_kv_heads,
-            -(-rows // self.spec.rows),
+            row_blocks,
+            units // lines,
             *(group, *divisor.magic(group)),
             *(f.page_size, *divisor.magic(f.page_size)),
             OVERHEAD,
@@ -120,6 +125,11 @@ def choose_spec(features: XqaFeatures, few: bool, arch: Arch) -> XqaSpec:
     f = features
     rows = f.q_len * (f.num_qo_heads // f.num_kv_heads)
     return tiles.choose(_name(f.q_dtype), f.kv_dtype, _name(f.o_dtype), f.head_dim, rows, f.tree, few, arch)
+
+
+def line_count(units: int, ctas: int) -> int:
+    """Lines that the units are spread over: as many as leave only few CTAs without a share."""
+    return max(n for n in range(1, units + 1) if units % n == 0 and ctas % n <= ctas * IDLE)
 
 
 def mask_row_bytes(q_len: int) -> int:

@@ -1,6 +1,6 @@
 """Decode over a paged cache on mma.sync, for any GPU since sm_80: K and V move once, at the speed of memory.
 
-    share of the line (`partition`)    segment | segment | segment ...
+    share of a line (`partition`)      segment | segment | segment ...
     every warp, its own cp.async ring  K,V[t + 2] -----> K,V[t + 3] ----->
     and no barrier in the loop         S^T = K Q^T | softmax | O^T += V^T P^T
     at a segment's end (`merge`)       warps, through shared memory; parts of other CTAs, through global memory
@@ -76,6 +76,7 @@ class XqaParams(NamedTuple):
     window_left: Int32
     num_kv_heads: Int32
     row_blocks: Int32
+    line_units: Int32
     group: Int32
     group_multiplier: Int32
     group_shift: Int32
@@ -147,12 +148,12 @@ class XqaProgram:
             ptx.grid_dependency_wait()
             ptx.grid_dependency_launch()
         partition = Partition(params, self.spec.cols)
-        share, following = partition.locate()
+        share, segment = partition.locate()
         merge, query_rows = self.compose(params)
-        # A segment of nothing comes first: what fills the ring for the next segment then stands here once.
-        segment = partition.nothing()
-        located, words = self.tile(params, segment).nowhere(), query_rows.nothing()
+        words = query_rows.fetch(segment)
+        located = self.fill(self.tile(params, segment), self.stretch(segment, share))
         while partition.reaches(segment, share):
+            following = partition.after(segment)
             work = self.work(params, segment, share, query_rows.operands(words), query_rows.rows(segment))
             state = State(work.softmax.start(), self.ring(), located)
             for i in cutlass.range(0, work.stretch.count, unroll=1):
@@ -161,7 +162,6 @@ class XqaProgram:
             located = self.fill(self.tile(params, following), self.stretch(following, share))
             self.conclude(merge, query_rows, segment, share, work.stretch.part, state.running)
             segment = following
-            following = partition.after(following)
         ptx.cp_async_wait(0)
 
     # --- composition ------------------------------------------------------------------------------------------------

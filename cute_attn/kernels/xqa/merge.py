@@ -147,12 +147,17 @@ class Merge:
 
     def partial(self, segment: Segment, share: Share, part: Part) -> Int32:
         """Every CTA has two places: one for a segment that it starts and another finishes, one for the reverse."""
-        return cute.arch.block_idx()[0] * 2 + ptx.select(part.begin == 0, Int32(1), Int32(0))
+        return self.cta(cute.arch.block_idx()[1]) * 2 + ptx.select(part.begin == 0, Int32(1), Int32(0))
+
+    def cta(self, share: Int32) -> Int32:
+        """Number of the CTA that has a share of this CTA's line."""
+        return share * cute.arch.grid_dim()[0] + cute.arch.block_idx()[0]
 
     def address(self, partial: Int32, row: Int32) -> tuple[Int64, Int64]:
         """Of a row's (maximum, sum), and of its outputs."""
         index = Int64(partial) * Int64(self.spec.rows) + Int64(row)
-        outputs = self.p.partials + Int64(cute.arch.grid_dim()[0] * (2 * self.spec.rows * 8))
+        ctas = cute.arch.grid_dim()[0] * cute.arch.grid_dim()[1]
+        outputs = self.p.partials + Int64(ctas * (2 * self.spec.rows * 8))
         return self.p.partials + index * Int64(8), outputs + index * Int64(self.spec.head_dim * 4)
 
     @cute.jit
@@ -168,7 +173,7 @@ class Merge:
         thread = cute.arch.thread_idx()[0]
         first = isa.divide(segment.start, share.size)
         count = isa.divide(segment.start + segment.request.tiles - 1, share.size) - first + 1
-        counter = self.p.counters + Int64(first) * Int64(4)
+        counter = self.p.counters + Int64(self.cta(first)) * Int64(4)
         ticket = self.base + Int32(self.memory.ticket)
         ptx.sync_threads()
         if thread == 0:
@@ -188,7 +193,8 @@ class Merge:
 
     @property
     def at_once(self) -> int:
-        return min(PIECES, self.spec.rows * self.pieces // 32)
+        pieces = PIECES if self.spec.warps * self.spec.ctas > 8 else 2 * PIECES  # the registers that there are
+        return min(pieces, self.spec.rows * self.pieces // 32)
 
     @cute.jit
     def gather(self, rows: PackedRows, first: Int32, count: Int32, start: Int32) -> None:
@@ -199,7 +205,7 @@ class Merge:
         sums = [nothing for _ in range(self.at_once)]
         places = [self.piece(start + (lane + 32 * i)) for i in range(self.at_once)]
         for index in cutlass.range(warp, count, self.spec.warps, unroll=2):
-            partial = (first + index) * 2 + ptx.select(index == 0, Int32(1), Int32(0))
+            partial = self.cta(first + index) * 2 + ptx.select(index == 0, Int32(1), Int32(0))
             loaded = [self.load_partial(partial, rows, row, dim) for row, dim in places]
             sums = [combined([old, new]) for old, new in zip(sums, loaded, strict=True)]
         stats = self.base + self.memory.stats + warp * (self.memory.rows * 8)
