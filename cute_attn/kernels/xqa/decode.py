@@ -153,11 +153,11 @@ class XqaProgram:
         words = query_rows.fetch(segment)
         located = self.fill(self.tile(params, segment), self.stretch(segment, share))
         while partition.reaches(segment, share):
-            following = partition.after(segment)
             work = self.work(params, segment, share, query_rows.operands(words), query_rows.rows(segment))
             state = State(work.softmax.start(), self.ring(), located)
             for i in cutlass.range(0, work.stretch.count, unroll=1):
                 state = self.step(work, state, i)
+            following = partition.after(segment)
             words = query_rows.fetch(following)
             located = self.fill(self.tile(params, following), self.stretch(following, share))
             self.conclude(merge, query_rows, segment, share, work.stretch.part, state.running)
