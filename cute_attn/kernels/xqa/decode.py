@@ -158,8 +158,9 @@ class XqaProgram:
             for i in cutlass.range(0, work.stretch.count, unroll=1):
                 state = self.step(work, state, i)
             following = partition.after(segment)
-            words = query_rows.fetch(following)
-            located = self.fill(self.tile(params, following), self.stretch(following, share))
+            if partition.reaches(following, share):
+                words = query_rows.fetch(following)
+                located = self.fill(self.tile(params, following), self.stretch(following, share))
             self.conclude(merge, query_rows, segment, share, work.stretch.part, state.running)
             segment = following
         ptx.cp_async_wait(0)
