@@ -7,7 +7,7 @@ import functools
 import torch
 
 from cute_attn.backends.fa2_kernels import load
-from cute_attn.errors import WorkspaceError
+from cute_attn.errors import ArgumentError, WorkspaceError
 from cute_attn.kernels import divisor
 from cute_attn.kernels.spec import KV_BITS
 from cute_attn.kernels.xqa import tiles
@@ -17,6 +17,7 @@ from cute_attn.runtime.launch import CPU, Launch, current_stream
 from cute_attn.xqa.problem import XqaFeatures, XqaProblem
 
 UNBOUNDED = 1 << 30  # no window: beyond any kv index
+CHUNK = 16  # bytes, in which the kernel counts K and V
 IDLE = 1 / 32  # of all CTAs, at most
 OVERHEAD = 4  # what starting and finishing a segment costs, in tiles
 
@@ -69,6 +70,9 @@ class Runner:
             self._refuse(scratch.counter_bytes, scratch.partial_bytes)
         q_strides, o_strides, k_strides, v_strides = q.stride(), out.stride(), k.stride(), v.stride()
         size, q_size, o_size = self.kv_itemsize, self.q_itemsize, self.o_itemsize
+        for name, cache, stride in (("k", k, k_strides[0]), ("v", v, v_strides[0])):
+            if cache.shape[0] * stride * size >= CHUNK << 32:
+                raise ArgumentError(f"{name} must span less than {CHUNK << 32} bytes, got {cache.shape[0] * stride * size}")
         k_sf, v_sf, sf_heads, sf_steps = _block_scales(problem.block_scales)
         batch, max_pages = tables.shape
         return (
@@ -96,10 +100,10 @@ class Runner:
             v_strides[2] * size,
             *sf_heads,
             tables.stride(0) * 4,
-            k_strides[0] * size,
-            k_strides[1] * size,
-            v_strides[0] * size,
-            v_strides[1] * size,
+            k_strides[0] * size // CHUNK,
+            k_strides[1] * size // CHUNK,
+            v_strides[0] * size // CHUNK,
+            v_strides[1] * size // CHUNK,
             *sf_steps,
             mask_row_bytes(self.q_len),
             batch,

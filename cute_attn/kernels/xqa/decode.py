@@ -34,7 +34,8 @@ from cute_attn.runtime.arch import named
 
 
 class XqaParams(NamedTuple):
-    """Kernel parameters, in order. Addresses are Int64, 0 where absent; strides are bytes."""
+    """Kernel parameters, in order. Addresses are Int64, 0 where absent; strides are bytes, of K's and V's
+    pages and tokens 16 of them: a place in a cache is then a number of 32 bits."""
 
     q: Int64
     k: Int64
