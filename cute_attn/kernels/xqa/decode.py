@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.epilogue import Finish
-from cute_attn.kernels.blocks.rows import PackedRows
+from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, zeros
 from cute_attn.kernels.blocks.smem import further
 from cute_attn.kernels.xqa import formats
@@ -77,7 +77,11 @@ class XqaParams(NamedTuple):
     window_left: Int32
     num_kv_heads: Int32
     row_blocks: Int32
+    row_blocks_multiplier: Int32
+    row_blocks_shift: Int32
     line_units: Int32
+    shares_multiplier: Int32
+    shares_shift: Int32
     group: Int32
     group_multiplier: Int32
     group_shift: Int32
@@ -188,7 +192,7 @@ class XqaProgram:
         return Stretch(mine, first + segment.request.first_token // self.spec.cols, count)
 
     def tile(self, p: XqaParams, segment: Segment) -> PagedTile:
-        head = isa.divide(segment.unit, p.row_blocks)
+        head = Divisor(p.row_blocks, p.row_blocks_multiplier, p.row_blocks_shift).quotient(segment.unit)
         table = p.table + Int64(segment.index) * p.table_stride
         return PagedTile(self.memory, p, table, head, segment.request.first_token, segment.request.kv_len)
 

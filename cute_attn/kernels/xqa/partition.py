@@ -18,6 +18,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.xqa import instructions as isa
 
 
@@ -94,20 +95,23 @@ class Partition:
         holder = ptx.minimum(isa.count_ones(isa.ballot(reach <= share.begin)), Int32(31))
         before = isa.shuffle(reach - cost, holder)
         index, passed = holder * run, before
-        for i in cutlass.range(0, run, unroll=4):
+        for i in cutlass.range(0, ptx.select(run == 1, Int32(0), run), unroll=4):
             passed = passed + self.cost(holder * run + i)
             behind = passed <= share.begin
             index = index + ptx.select(behind, Int32(1), Int32(0))
             before = ptx.select(behind, passed, before)
         request = self.request(index)
         length = request.tiles + p.overhead
-        passed = isa.divide(share.begin - before, length)
+        passed = Int32(0)
+        if p.line_units > 1:
+            passed = isa.divide(share.begin - before, length)
         unit = passed * cute.arch.grid_dim()[0] + self.line
         return share, Segment(index, unit, before + passed * length + p.overhead, request)
 
     def share(self, total: Int32) -> Share:
         ctas, cta = cute.arch.grid_dim()[1], cute.arch.block_idx()[1]
-        size = ptx.maximum(self.p.min_share, isa.divide(total + ctas - 1, ctas))
+        divisor = Divisor(ctas, self.p.shares_multiplier, self.p.shares_shift)
+        size = ptx.maximum(self.p.min_share, divisor.quotient(total + ctas - 1))
         begin = cta * size
         return Share(begin, ptx.select(begin < total, ptx.minimum(begin + size, total), Int32(0)), size)
 
