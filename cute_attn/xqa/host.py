@@ -70,9 +70,8 @@ class Runner:
             self._refuse(scratch.counter_bytes, scratch.partial_bytes)
         q_strides, o_strides, k_strides, v_strides = q.stride(), out.stride(), k.stride(), v.stride()
         size, q_size, o_size = self.kv_itemsize, self.q_itemsize, self.o_itemsize
-        for name, cache, stride in (("k", k, k_strides[0]), ("v", v, v_strides[0])):
-            if cache.shape[0] * stride * size >= CHUNK << 32:
-                raise ArgumentError(f"{name} must span less than {CHUNK << 32} bytes, got {cache.shape[0] * stride * size}")
+        if max(k.shape[0] * k_strides[0], v.shape[0] * v_strides[0]) * size >= CHUNK << 32:
+            raise ArgumentError(f"k and v must span less than {CHUNK << 32} bytes each, got {tuple(k.shape)}")
         k_sf, v_sf, sf_heads, sf_steps = _block_scales(problem.block_scales)
         batch, max_pages = tables.shape
         return (

@@ -2,12 +2,12 @@
 
 A *segment* is one request and one unit: a kv head and a block of query rows. Segments lie on lines, each of which has
 every request for some of the units. There a segment takes `overhead` positions for starting and finishing it, then one
-for every tile of `cols` tokens that its rows can see. A line is cut into equal shares, one a CTA, so that lengths do not
-matter: a CTA may finish one segment, do others whole, and start a last one. Cut segments are merged by the CTA that
-comes last (`merge`).
+for every tile of `cols` tokens that its rows can see. A line is cut into equal shares, one a CTA, so that lengths do
+not matter: a CTA may finish one segment, do others whole, and start a last one. Cut segments are merged by the CTA
+that comes last (`merge`).
 
 The grid is [lines, shares of a line]. All lines are alike, and CTAs of the same share read the same tokens of different
-heads at the same time: neighbours in the cache, of which the smallest share a line of it.
+heads at the same time: neighbours in the cache, of which several are in one line of the L2.
 """
 
 from dataclasses import dataclass
