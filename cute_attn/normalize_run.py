@@ -19,6 +19,7 @@ from cute_attn.normalize_plan import Options, Tokens
 from cute_attn.problem import BatchLimits, BatchProblem, Features, Settings
 
 REMEMBERED = 256  # scales of a model's layers
+LARGE_CACHE = 64 << 30  # bytes of keys, or of values
 
 
 # The arguments of a run as the user gave them: those of `Run`, but with k and v in one: a pair, or a tensor of both.
@@ -243,9 +244,9 @@ def _check_form(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
         for stride, count in zip(x.stride()[:-1], x.shape[:-1], strict=True):
             if count > 1:
                 steps |= stride * x.element_size()
-    expanded, far = normalize.expanded(q, k, v), f.kv_source == "paged" and (_far(k) or _far(v))
-    if expanded or far:
-        plan.allowed(f._replace(expanded=expanded, far_strides=far))
+    expanded, large = normalize.expanded(q, k, v), f.kv_source == "paged" and (_is_large(k) or _is_large(v))
+    if expanded or large:
+        plan.allowed(f._replace(expanded=expanded, large_cache=large))
     readable = steps % normalize.ALIGNMENT == 0 and (q.stride(-1) == 1 or q.shape[-1] == 1)
     of_q, of_k, of_v = (stop - start for start, stop in map(checks.extent, (q, k, v)))
     return Form(readable, (of_q, of_k, of_v))
@@ -256,8 +257,8 @@ def _steps(x: torch.Tensor) -> list[int]:
     return [stride for stride, count in zip(x.stride()[:-1], x.shape[:-1], strict=True) if count > 1]
 
 
-def _far(x: torch.Tensor) -> bool:
-    return max(_steps(x), default=0) * x.element_size() >= 1 << 31
+def _is_large(x: torch.Tensor) -> bool:
+    return x.shape[0] * x.stride(0) * x.element_size() >= LARGE_CACHE
 
 
 def _check_cache_shape(plan: Plan, name: str, x: torch.Tensor, width: int) -> None:

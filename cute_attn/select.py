@@ -270,9 +270,9 @@ TABLE = (
         {"fa3": No("its tensor maps have strides of 16 bytes or more", 'backend="fa2"')},
     ),
     Row(
-        "strides of 2^31 bytes and more in a paged cache",
-        lambda f: f.far_strides,
-        {"xqa": No("it computes with strides of 32 bits", 'backend="fa2"')},
+        "paged k or v that span 64 GiB or more",
+        lambda f: f.large_cache,
+        {"xqa": No("it counts 16 bytes of them in 32 bits", 'backend="fa2"')},
     ),
     Row(
         "block scales of a token that do not start at a multiple of their size",

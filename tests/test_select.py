@@ -111,7 +111,7 @@ def test_classes_of_rows_tell_what_auto_tells() -> None:
         {"o_dtype": torch.float32},
         {"head_dim_qk": 80, "head_dim_vo": 80},
         {"head_dim_qk": 96, "head_dim_vo": 96},
-        {"far_strides": True},
+        {"large_cache": True},
         {"loose_scales": True},
         {"decode": False},
     ],

@@ -51,7 +51,8 @@ def launches(
 ) -> list[tuple[KernelSpec, Grid]]:
     """The kernel and grid of a batch on a GPU of `arch` with `sms` multiprocessors. Needs no GPU."""
     plan = scheduled(settings, lengths, limits, arch, sms)
-    return [(plan.spec, (plan.ctas, 1, 1))] if plan.batch_size else []
+    features = xqa_features(settings, plan.q_len)
+    return [(plan.spec, runner(features, arch, sms, plan.spec, plan.room).grid)] if plan.batch_size else []
 
 
 class Scheduled(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 
 from cute_attn.backends.fa2_kernels import load
 from cute_attn.backends.fa2_params import two_addresses
-from cute_attn.errors import WorkspaceError
+from cute_attn.errors import ArgumentError, WorkspaceError
 from cute_attn.kernels import divisor
 from cute_attn.kernels.spec import KV_BITS
 from cute_attn.kernels.xqa import tiles
@@ -19,6 +19,8 @@ from cute_attn.xqa.problem import XqaFeatures, XqaProblem
 
 UNBOUNDED = 1 << 30  # no window: beyond any kv index
 UNLIMITED = 1 << 62
+CHUNK = 16  # bytes, in which the kernel counts K and V
+IDLE = 1 / 32  # of all CTAs, at most
 OVERHEAD = 4  # what starting and finishing a segment costs, in tiles
 
 Values = tuple[int | float, ...]
@@ -35,9 +37,12 @@ class Runner:
         self.device_index = CPU if f.device.type == "cpu" else f.device.index
         group = f.num_qo_heads // f.num_kv_heads
         rows = f.q_len * group
-        self.grid = (ctas(spec, sms, room), 1, 1)
-        self.counter_bytes = 4 * self.grid[0]
-        self.partial_bytes = 0 if self.grid[0] == 1 else partial_bytes(spec) * self.grid[0]
+        row_blocks = -(-rows // self.spec.rows)
+        units, most = f.num_kv_heads * row_blocks, ctas(spec, sms, room)
+        lines = line_count(units, most)
+        self.grid = (lines, most // lines, 1)
+        self.counter_bytes = 4 * most
+        self.partial_bytes = 0 if most == 1 else partial_bytes(spec) * most
         self.pdl = arch.pdl and f.enable_pdl is not False
         self.q_itemsize, self.o_itemsize = f.q_dtype.itemsize, f.o_dtype.itemsize
         self.kv_itemsize = max(1, KV_BITS[f.kv_dtype] // 8)
@@ -47,7 +52,8 @@ class Runner:
             f.q_len,
             UNBOUNDED if f.window_left < 0 else f.window_left,
             f.num_kv_heads,
-            -(-rows // self.spec.rows),
+            *(row_blocks, *divisor.magic(row_blocks)),
+            *(units // lines, *divisor.magic(self.grid[1])),
             *(group, *divisor.magic(group)),
             *(f.page_size, *divisor.magic(f.page_size)),
             OVERHEAD,
@@ -72,6 +78,8 @@ class Runner:
         size, q_size, o_size = self.kv_itemsize, self.q_itemsize, self.o_itemsize
         k_page, k_token, k_head = self.strides(k)
         v_page, v_token, v_head = self.strides(v)
+        if max(self.span(k), self.span(v)) * size >= CHUNK << 32:
+            raise ArgumentError(f"k and v must span less than {CHUNK << 32} bytes each, got {tuple(k.shape)}")
         k_sf, v_sf, sf_heads, sf_steps = self._block_scales(problem.block_scales)
         return (
             q.data_ptr(),
@@ -98,10 +106,10 @@ class Runner:
             k_head * size,
             v_head * size,
             *sf_heads,
-            k_page * size,
-            k_token * size,
-            v_page * size,
-            v_token * size,
+            k_page * size // CHUNK,
+            k_token * size // CHUNK,
+            v_page * size // CHUNK,
+            v_token * size // CHUNK,
             *sf_steps,
             mask_row_bytes(self.q_len),
             seq_lens.shape[0],
@@ -117,6 +125,11 @@ class Runner:
         """Elements to the next page, token and head of k or v, or of their block scales."""
         strides = x.stride()
         return strides[0] if self.paged else 0, strides[self.token], strides[self.head]
+
+    def span(self, x: torch.Tensor) -> int:
+        """Elements from one head's first token to past its last."""
+        axis = 0 if self.paged else self.token
+        return x.shape[axis] * x.stride(axis)
 
     def _block_scales(
         self, block_scales: tuple[torch.Tensor, torch.Tensor] | None
@@ -158,6 +171,11 @@ def choose_spec(features: XqaFeatures, few: bool, arch: Arch) -> XqaSpec:
     f = features
     rows = f.q_len * (f.num_qo_heads // f.num_kv_heads)
     return tiles.choose(_name(f.q_dtype), f.kv_dtype, _name(f.o_dtype), f.head_dim, rows, f.tree, few, arch)
+
+
+def line_count(units: int, ctas: int) -> int:
+    """Lines that the units are spread over: as many as leave only few CTAs without a share."""
+    return max(n for n in range(1, units + 1) if units % n == 0 and ctas % n <= ctas * IDLE)
 
 
 def mask_row_bytes(q_len: int) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from cute_attn import NotSupported, rerun, single_decode_with_kv_cache
+from cute_attn import NotSupported, normalize_run, rerun, single_decode_with_kv_cache
 from cute_attn.backends.emulator import EmulatedPlan
 from cute_attn.emulator import Schedule, using
 from cute_attn.emulator.settings import Emulation
@@ -129,7 +130,7 @@ def test_a_smaller_workspace_means_fewer_ctas() -> None:
             planned.plan(**batch_case.plan_arguments(batch, inputs))
             out, lse = batch_case.call(batch, inputs, planned)
             assert batch_case.check(batch, inputs, out, lse).ok
-            grids.append(emulation.records[-1].grid[0])
+            grids.append(math.prod(emulation.records[-1].grid))
     assert grids[0] > grids[1] > grids[2] == 1
 
 
@@ -156,7 +157,7 @@ def test_what_auto_takes() -> None:
         assert {record.spec["kernel"] for record in emulation.records} - {"combine"} == ran, changes
 
 
-def test_strides_that_it_refuses() -> None:
+def test_caches_that_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = decode((20, 7), kv_dtype="nvfp4", **heads(2, 1), **dims(128))
     inputs = batch_case.make(batch)
     with using("sm_90a", kernels="xqa", sms=1):
@@ -167,7 +168,6 @@ def test_strides_that_it_refuses() -> None:
         )
         with pytest.raises(NotSupported, match="emulator refuses block scales"):
             planned.run(inputs.q, *inputs.kv, kv_cache_sf=loose)
-        shape, strides = (2, *inputs.kv[0][0].shape[1:]), (1 << 31, *inputs.kv[0][0].stride()[1:])
-        far = (torch.empty((1 << 31) + 4096, dtype=torch.uint8).as_strided(shape, strides),) * 2
-        with pytest.raises(NotSupported, match="emulator refuses strides of 2\\^31 bytes"):
-            planned.run(inputs.q, far, kv_cache_sf=inputs.kv_cache_sf)
+        monkeypatch.setattr(normalize_run, "LARGE_CACHE", inputs.kv[0][0].nbytes)
+        with pytest.raises(NotSupported, match="emulator refuses paged k or v that span 64 GiB"):
+            planned.run(inputs.q, *inputs.kv, kv_cache_sf=inputs.kv_cache_sf)

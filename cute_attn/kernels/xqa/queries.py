@@ -40,7 +40,8 @@ class QueryRows:
         return PackedRows(block * self.spec.rows, count, group, head * p.group, start)
 
     def head(self, segment: Segment) -> Int32:
-        return isa.divide(segment.unit, self.p.row_blocks)
+        p = self.p
+        return Divisor(p.row_blocks, p.row_blocks_multiplier, p.row_blocks_shift).quotient(segment.unit)
 
     def fetch(self, segment: Segment) -> list[Int32]:
         """Starts the loads of a segment's rows. Before those of its first tiles: behind them, in the memory's queue,
@@ -54,9 +55,6 @@ class QueryRows:
             address = rows.address(p.q, row, p.q_stride_n, p.q_stride_h)
             words += self._words(address, rows.exists(row), lane & 3)
         return words
-
-    def nothing(self) -> list[Int32]:
-        return [Int32(0) for _ in range(self.spec.row_blocks * self.spec.head_dim // 8)]
 
     def operands(self, words: list[Int32]) -> Queries:
         """A negative scale turns the signs of Q, so that the softmax may take the scale to be positive."""
