@@ -163,11 +163,12 @@ def test_caches_that_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     with using("sm_90a", kernels="xqa", sms=1):
         planned = batch_case.wrapper(batch, backend="emulator")
         planned.plan(**batch_case.plan_arguments(batch, inputs))
+        with monkeypatch.context() as patch:
+            patch.setattr(normalize_run, "LARGE_CACHE", inputs.kv[0][0].nbytes)
+            with pytest.raises(NotSupported, match="emulator refuses paged k or v that span 64 GiB"):
+                planned.run(inputs.q, *inputs.kv, kv_cache_sf=inputs.kv_cache_sf)
         loose = tuple(
             torch.nn.functional.pad(x.view(torch.uint8), (0, 4))[..., :8].view(x.dtype) for x in inputs.kv_cache_sf
         )
         with pytest.raises(NotSupported, match="emulator refuses block scales"):
             planned.run(inputs.q, *inputs.kv, kv_cache_sf=loose)
-        monkeypatch.setattr(normalize_run, "LARGE_CACHE", inputs.kv[0][0].nbytes)
-        with pytest.raises(NotSupported, match="emulator refuses paged k or v that span 64 GiB"):
-            planned.run(inputs.q, *inputs.kv, kv_cache_sf=inputs.kv_cache_sf)
