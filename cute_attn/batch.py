@@ -7,15 +7,17 @@ not at all: after an error the plan before is still in force, and nothing of an 
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from cute_attn import checks, normalize_plan, normalize_run, plan_batch, select, validate
-from cute_attn.errors import ArgumentError, NotPlannedError, NotSupported, RuntimeArgumentError
+from cute_attn import checks, normalize_plan, normalize_run, plan_batch, rerun, select, validate
+from cute_attn.errors import ArgumentError, NotPlannedError, NotSupported, Refusal, RuntimeArgumentError
 from cute_attn.normalize_plan import Mask, Options, Tokens
-from cute_attn.normalize_run import Plan, Run
+from cute_attn.normalize_run import Given, Plan, Run
 from cute_attn.problem import BatchLimits, Features, GraphLimits, Settings
 from cute_attn.runtime.staging import Staging
 from cute_attn.settle import KV_LAYOUTS
@@ -37,6 +39,14 @@ class First(NamedTuple):
     splits: Splits
     backend: str
     graph: GraphLimits
+
+
+class NotForPlan(NotSupported):
+    """The planned backend does not take features that a run adds."""
+
+    def __init__(self, refusals: Sequence[Refusal], features: Features) -> None:
+        super().__init__(refusals)
+        self.features = features
 
 
 class BatchWrapper:
@@ -93,16 +103,18 @@ class BatchWrapper:
         mask: Mask,
         splits: Splits,
         page_size: int,
+        asked: Features | None = None,
     ) -> None:
-        """Schedule a batch."""
-        settings, backend, limits, first = self._settled(options, tokens, mask, splits, page_size)
-        tokens = tokens._replace(lengths=tokens.lengths._replace(mask_offset=mask.offsets[:-1]))
+        """Schedule a batch. `asked`: features that the backend shall take, where runs have more than the plan says."""
+        settings, backend, limits, first = self._settled(options, tokens, mask, splits, page_size, asked)
+        if mask.packed is not None:
+            tokens = tokens._replace(lengths=tokens.lengths._replace(mask_offset=mask.offsets[:-1]))
         launch = backend.plan(settings, tokens.lengths, limits, self._staging)
         if first is not None:
             tokens, mask = self._fill_buffers(tokens, mask)
             self._first = first
         elif tokens.kv_indices is not None:
-            tokens = tokens._replace(kv_indices=tokens.kv_indices.to(self.device, torch.int32).contiguous())
+            tokens = tokens._replace(kv_indices=self._placed(tokens.kv_indices))
         self._plan = Plan(
             options,
             settings,
@@ -114,29 +126,39 @@ class BatchWrapper:
             mask.packed,
             self._workspace,
             validate.wanted() and self.kv_source == "paged",
-            self._page_axes(),
+            self._page_axes,
         )
         self._made_from = mask, splits, page_size
 
+    def _placed(self, indices: torch.Tensor) -> torch.Tensor:
+        """As kernels read them; looking costs less than `to` with nothing to do."""
+        if indices.dtype == torch.int32 and indices.device == self.device and indices.is_contiguous():
+            return indices
+        return indices.to(self.device, torch.int32).contiguous()
+
     def _settled(
-        self, options: Options, tokens: Tokens, mask: Mask, splits: Splits, page_size: int
+        self,
+        options: Options,
+        tokens: Tokens,
+        mask: Mask,
+        splits: Splits,
+        page_size: int,
+        asked: Features | None = None,
     ) -> tuple[Settings, select.Backend, BatchLimits, First | None]:
         """What a plan is made of beside lengths; all errors but the backend's."""
         has_mask = mask.packed is not None
-        settings = normalize_plan.settings(options, self.device, self._kv_layout, self.kv_source, has_mask)
-        small_pages = self.kv_source == "paged" and page_size % select.PAGE_ROWS != 0
-        features = settings.features._replace(small_pages=small_pages)
-        settings = settings._replace(features=features, page_size=page_size)
+        settings = normalize_plan.settings(options, self.device, self._kv_layout, self.kv_source, has_mask, page_size)
         normalize_plan.check_rows(tokens, settings.features.num_qo_heads)
         limits = BatchLimits(self._workspace.numel(), *splits, max_qo_len=tokens.q_len)
         name = self._backend if self._first is None else self._first.backend
         rows = select.rows_class(settings.features, plan_batch.rows_of_a_request(tokens.lengths, limits))
-        backend = select.chosen(settings.features, name, rows)
+        backend = select.chosen(asked or settings.features, name, rows)
         if not self._use_cuda_graph:
             return settings, backend, limits, None
         first = self._frozen(settings, splits, backend.name, tokens, mask)
         return settings, backend, limits._replace(graph=first.graph), first
 
+    @functools.cached_property
     def _page_axes(self) -> tuple[str, ...]:
         tokens = "page_size" if self.kv_source == "paged" else "kv_indptr[-1]"
         axes = (tokens, "num_kv_heads") if self._kv_layout == "NHD" else ("num_kv_heads", tokens)
@@ -218,15 +240,38 @@ class BatchWrapper:
             )
         return self._plan
 
-    def _run(self, plan: Plan, run: Run) -> Result:
-        problem = normalize_run.problem(plan, run)
+    def _run(self, given: Given) -> Result:
+        plan = self._plan or self._planned()
+        if (found := rerun.again(plan, given)) is not None:
+            out, lse = found
+            return out if lse is None or not given[7] else (out, lse)
+        run = Run(given[0], *self._keys_and_values(plan, given[1]), *given[2:])
+        try:
+            problem = normalize_run.problem(plan, run)
+        except NotForPlan as error:
+            plan = self._plan_elsewhere(plan, error)
+            problem = normalize_run.problem(plan, run)
         if plan.validate:
             validate.before_launch(problem, plan.tokens.lengths)
         plan.launch(problem)
+        if not plan.validate:
+            rerun.remember(plan, given, problem)
         if run.return_lse:
             assert problem.lse is not None
             return problem.out, problem.lse
         return problem.out
+
+    def _plan_elsewhere(self, plan: Plan, error: NotForPlan) -> Plan:
+        """The plan on a backend that takes what a run adds; later runs stay there. A graph's launches cannot move, and
+        who names a backend wants no other."""
+        if self._backend != "auto" or self._use_cuda_graph:
+            raise error
+        self._make_plan(plan.options, plan.tokens, *self._made_from, asked=error.features)
+        return self._planned()
+
+    def _keys_and_values(self, plan: Plan, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """k and v of what a run was given."""
+        return normalize_run.pages(plan, cache)
 
     def _plan_again(self, **changed: Any) -> Plan:
         """The plan with other options, for this run and those after it (`forward`)."""
@@ -288,7 +333,7 @@ class BatchWrapper:
 def _allow(backend: select.Backend, features: Features) -> None:
     refusals = select.reasons_against(backend, features, select.arch_for(features.device, None))
     if refusals:
-        raise NotSupported(refusals)
+        raise NotForPlan(refusals, features)
 
 
 def _check_unchanged(first: First, now: First) -> None:

@@ -10,12 +10,11 @@ from typing import Any, ParamSpec
 import numpy as np
 import torch
 
-from cute_attn import checks, normalize_plan, normalize_run
+from cute_attn import checks, normalize_plan
 from cute_attn.batch import BatchWrapper, Result, Splits
 from cute_attn.batch_prefill import Cache, DType, Scale, refuse_jit
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.normalize_plan import Options
-from cute_attn.normalize_run import Run
 from cute_attn.spellings import name_in_order
 from cute_attn.spellings_batch import head_scales_only
 
@@ -186,15 +185,13 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         if skip_softmax_threshold_scale_factor is not None:
             name = "skip_softmax_threshold_scale_factor"
             normalize_plan.refuse(name, skip_softmax_threshold_scale_factor, "softmax is exact", f"{name}=None")
-        plan = self._plan or self._planned()
         if q_len_per_req is not None:
-            _check_q_len(q_len_per_req, plan.tokens.q_len)
-        k, v = normalize_run.pages(plan, paged_kv_cache)
-        run = Run(
-            q, k, v, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks, kv_cache_sf,
-            head_scales_only(args) if args else None,
+            _check_q_len(q_len_per_req, self._planned().tokens.q_len)
+        head_scales = head_scales_only(args) if args else None
+        return self._run(
+            (q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks,
+             kv_cache_sf, head_scales)
         )  # fmt: skip
-        return self._run(plan, run)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 

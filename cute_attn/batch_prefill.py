@@ -8,13 +8,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numpy as np
 import torch
 
 from cute_attn import checks, normalize_plan, normalize_run
 from cute_attn.batch import BatchWrapper, Result, Splits
 from cute_attn.normalize_plan import Mask, Options, Tokens
-from cute_attn.normalize_run import Run
+from cute_attn.normalize_run import Plan
 from cute_attn.spellings_batch import (
     PAGED_SEED,
     RAGGED_SEED,
@@ -80,7 +79,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
     paged_kv_last_page_len_buf : with `use_cuda_graph`, int32 `[batch_size]`.
     custom_mask_buf, mask_indptr_buf (older name `qk_indptr_buf`) : with `use_cuda_graph` and custom masks, uint8 with
         room for the packed bits, and int32 `[batch_size + 1]`, which gets their byte offsets.
-    backend : "auto", "fa2" or "reference". `cute_attn.explain` tells which takes what.
+    backend : "auto", or the name of one; `cute_attn.explain` tells which takes what. Where a run brings features that
+        the planned backend refuses (an expanded cache), "auto" plans again for one that takes them; a named backend
+        and a CUDA graph raise NotSupported.
     jit_args, jit_kwargs : refused unless None.
     """
 
@@ -210,11 +211,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         tokens = normalize_plan.paged(
             qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, PAGED_NAMES
         )
-        qo_len = np.diff(tokens.lengths.qo_indptr)
-        normalize_plan.check_known_lengths("seq_lens", seq_lens, tokens.lengths.kv_len)
-        normalize_plan.check_known_lengths("seq_lens_q", seq_lens_q, qo_len)
-        normalize_plan.check_known_bound("max_token_per_sequence", max_token_per_sequence, qo_len)
-        normalize_plan.check_known_bound("max_sequence_kv", max_sequence_kv, tokens.lengths.kv_len)
+        normalize_plan.check_known(tokens, seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
         options = Options(
             *(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo),
             *(q_data_type, kv_data_type, o_data_type, pos_encoding_mode, causal, window_left),
@@ -274,13 +271,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         head_scales = None
         if args:
             k_scale, v_scale, return_lse, head_scales = paged_extras(args, k_scale, v_scale, return_lse)
-        plan = self._plan or self._planned()
-        k, v = normalize_run.pages(plan, paged_kv_cache)
-        run = Run(
-            q, k, v, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks, kv_cache_sf,
-            head_scales,
+        return self._run(
+            (q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks,
+             kv_cache_sf, head_scales)
         )  # fmt: skip
-        return self._run(plan, run)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
@@ -401,11 +395,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
         checks.boolean("non_blocking", non_blocking)
         tokens = normalize_plan.ragged(qo_indptr, kv_indptr)
-        qo_len = np.diff(tokens.lengths.qo_indptr)
-        normalize_plan.check_known_lengths("seq_lens", seq_lens, tokens.lengths.kv_len)
-        normalize_plan.check_known_lengths("seq_lens_q", seq_lens_q, qo_len)
-        normalize_plan.check_known_bound("max_token_per_sequence", max_token_per_sequence, qo_len)
-        normalize_plan.check_known_bound("max_sequence_kv", max_sequence_kv, tokens.lengths.kv_len)
+        normalize_plan.check_known(tokens, seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
         options = Options(
             *(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo),
             *(q_data_type, kv_data_type, o_data_type, pos_encoding_mode, causal, window_left),
@@ -447,14 +437,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             return_lse, head_scales = ragged_extras(args, return_lse)
         if o_scale is not None:
             v_scale = normalize_run.divided_by("o_scale", o_scale, v_scale)
-        plan = self._plan or self._planned()
-        for name, value in (("k", k), ("v", v)):
-            if not isinstance(value, torch.Tensor):
-                checks.tensor(name, value)
-        run = Run(
-            q, k, v, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, None, sinks, kv_cache_sf, head_scales
-        )
-        return self._run(plan, run)
+        return self._run(
+            (q, (k, v), q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, None, sinks, kv_cache_sf,
+             head_scales)
+        )  # fmt: skip
+
+    def _keys_and_values(self, plan: Plan, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = cache
+        return checks.tensor("k", k), checks.tensor("v", v)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
 

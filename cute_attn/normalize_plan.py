@@ -6,6 +6,7 @@ each of them then costs a synchronisation.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Ref
 from cute_attn.normalize import ALIGNMENT, MAX_ROWS
 from cute_attn.problem import BatchLengths, Settings
 from cute_attn.quantization import pack_segments
+from cute_attn.select import PAGE_ROWS
 from cute_attn.settle import MAX_KV_LEN, Structure
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -75,8 +77,28 @@ class Mask(NamedTuple):
 # ---- settings
 
 
-def settings(options: Options, device: torch.device, kv_layout: str, kv_source: str, custom_mask: bool) -> Settings:
-    """Settings of kv_source "ragged" or "paged"; for the latter the page size is still to come."""
+def settings(
+    options: Options, device: torch.device, kv_layout: str, kv_source: str, custom_mask: bool, page_size: int
+) -> Settings:
+    """Settings of kv_source "ragged" or "paged"."""
+    surroundings = device, kv_layout, kv_source, custom_mask, page_size
+    try:
+        return _remembered(surroundings, *options)
+    except TypeError:  # an option is wrong, or must not be remembered
+        pass
+    return _settings(options, *surroundings)
+
+
+@functools.lru_cache(settle.REMEMBERED, typed=True)  # typed, and immutable: as in `settle`
+def _remembered(surroundings: tuple[torch.device, str, str, bool, int], *options: Any) -> Settings:
+    if not all(isinstance(option, settle.IMMUTABLE) for option in options):
+        raise TypeError("an option may change its value, or is large")
+    return _settings(Options(*options), *surroundings)
+
+
+def _settings(
+    options: Options, device: torch.device, kv_layout: str, kv_source: str, custom_mask: bool, page_size: int
+) -> Settings:
     q_dtype = _data_type("q_data_type", options.q_data_type)
     kv_dtype = q_dtype if options.kv_data_type is None else _data_type("kv_data_type", options.kv_data_type)
     o_dtype = None if options.o_data_type is None else _data_type("o_data_type", options.o_data_type)
@@ -114,7 +136,9 @@ def settings(options: Options, device: torch.device, kv_layout: str, kv_source: 
         lse_base=options.lse_base,
     )
     single = settle.settings(structure, call[len(settle.NOT_OPTIONS) :])
-    return single._replace(features=single.features._replace(kv_source=kv_source))
+    small_pages = kv_source == "paged" and page_size % PAGE_ROWS != 0
+    features = single.features._replace(kv_source=kv_source, small_pages=small_pages)
+    return single._replace(features=features, page_size=page_size)
 
 
 def _data_type(name: str, value: Any) -> torch.dtype:
@@ -175,14 +199,16 @@ def paged(
     kv_bounds = indptr(names[1], kv_indptr)
     _check_same_batch(names[0], q_bounds, names[1], kv_bounds)
     last = _integers(names[3], last_page_len)
-    pages = np.diff(kv_bounds)
+    pages = kv_bounds[1:] - kv_bounds[:-1]
     if len(last) != len(pages):
         raise ArgumentError(f"{names[3]} must have shape [batch_size] = ({len(pages)},), got {len(last)} elements")
-    wrong = (pages > 0) & ((last < 1) | (last > page_size))
-    if wrong.any():
-        i = int(wrong.argmax())
-        raise ArgumentError(f"{names[3]} must be within 1..{page_size}, the page size; request {i} has {last[i]}")
-    kv_len = np.where(pages > 0, (pages - 1) * page_size + last, 0)
+    kv_len = (pages - 1) * page_size + last
+    if len(last) and not (least(last) >= 1 and most(last) <= page_size and least(pages) >= 1):  # the common case apart
+        wrong = (pages > 0) & ((last < 1) | (last > page_size))
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise ArgumentError(f"{names[3]} must be within 1..{page_size}, the page size; request {i} has {last[i]}")
+        kv_len = np.where(pages > 0, kv_len, 0)
     indices = checks.tensor(names[2], kv_indices)
     checks.dtype(names[2], indices.dtype, INDEX_DTYPES)
     _check_device(names[2], indices)
@@ -198,7 +224,7 @@ def paged(
 def ragged(qo_indptr: Any, kv_indptr: Any) -> Tokens:
     q_bounds, kv_bounds = indptr("qo_indptr", qo_indptr), indptr("kv_indptr", kv_indptr)
     _check_same_batch("qo_indptr", q_bounds, "kv_indptr", kv_bounds)
-    return Tokens(_lengths(q_bounds, kv_bounds[:-1], np.diff(kv_bounds)), kv_bounds)
+    return Tokens(_lengths(q_bounds, kv_bounds[:-1], kv_bounds[1:] - kv_bounds[:-1]), kv_bounds)
 
 
 def indptr(name: str, value: Any) -> np.ndarray:
@@ -206,9 +232,9 @@ def indptr(name: str, value: Any) -> np.ndarray:
     bounds = _integers(name, value)
     if len(bounds) == 0:
         raise ArgumentError(f"{name} must have shape [batch_size + 1], got no element")
-    falls = np.diff(bounds) < 0
-    if falls.any():
-        i = int(falls.argmax())
+    steps = bounds[1:] - bounds[:-1]
+    if len(steps) and least(steps) < 0:
+        i = int((steps < 0).argmax())
         raise RuntimeArgumentError(f"{name} must not decrease, got {bounds[i + 1]} after {bounds[i]} (request {i})")
     if bounds[0] < 0 or bounds[-1] > MAX_PLACES:
         raise ArgumentError(f"{name} must stay within 0..{MAX_PLACES}, got {bounds[0]}..{bounds[-1]}")
@@ -225,8 +251,11 @@ def _integers(name: str, value: Any) -> np.ndarray:
     return host
 
 
+least, most = np.minimum.reduce, np.maximum.reduce  # half the time of an array's `min` and `max`
+
+
 def _check_device(name: str, value: torch.Tensor) -> None:
-    if value.device.type not in settle.DEVICES:
+    if not (value.is_cuda or value.is_cpu):
         raise ArgumentError(f"{name} must be on a {' or '.join(settle.DEVICES)} device, got {checks.describe(value)}")
 
 
@@ -238,7 +267,7 @@ def _check_same_batch(q_name: str, q_bounds: np.ndarray, kv_name: str, kv_bounds
 
 
 def _lengths(qo_indptr: np.ndarray, kv_start: np.ndarray, kv_len: np.ndarray) -> BatchLengths:
-    if len(kv_len) and int(kv_len.max()) > MAX_KV_LEN:
+    if len(kv_len) and most(kv_len) > MAX_KV_LEN:
         i = int(kv_len.argmax())
         raise ArgumentError(f"a request must have at most {MAX_KV_LEN} keys, request {i} has {kv_len[i]}")
     return BatchLengths(qo_indptr, kv_start, kv_len, np.zeros(len(kv_len), np.int64))
@@ -247,6 +276,19 @@ def _lengths(qo_indptr: np.ndarray, kv_start: np.ndarray, kv_len: np.ndarray) ->
 def check_rows(tokens: Tokens, num_qo_heads: int) -> None:
     if tokens.rows * num_qo_heads > MAX_ROWS:
         raise ArgumentError(f"q must have at most {MAX_ROWS} rows (tokens x heads), got {tokens.rows} x {num_qo_heads}")
+
+
+def check_known(
+    tokens: Tokens, seq_lens: Any, seq_lens_q: Any, max_token_per_sequence: Any, max_sequence_kv: Any
+) -> None:
+    """What a plan of prefill is told about lengths once more must hold."""
+    if seq_lens is seq_lens_q is max_token_per_sequence is max_sequence_kv is None:
+        return
+    kv_len, qo_len = tokens.lengths.kv_len, np.diff(tokens.lengths.qo_indptr)
+    check_known_lengths("seq_lens", seq_lens, kv_len)
+    check_known_lengths("seq_lens_q", seq_lens_q, qo_len)
+    check_known_bound("max_token_per_sequence", max_token_per_sequence, qo_len)
+    check_known_bound("max_sequence_kv", max_sequence_kv, kv_len)
 
 
 def check_known_lengths(name: str, value: Any, lengths: np.ndarray) -> None:

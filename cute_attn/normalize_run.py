@@ -21,8 +21,12 @@ from cute_attn.problem import BatchLimits, BatchProblem, Features, Settings
 REMEMBERED = 256  # scales of a model's layers
 
 
+# The arguments of a run as the user gave them: those of `Run`, but with k and v in one: a pair, or a tensor of both.
+Given = tuple[Any, ...]
+
+
 class Run(NamedTuple):
-    """The arguments of a run as the user gave them."""
+    """The arguments of a run, k and v told apart."""
 
     q: Any
     k: Any
@@ -63,6 +67,7 @@ class Plan:
     validate: bool
     page_axes: tuple[str, ...] = ()  # of k and v, for messages
     forms: dict[Any, Form] = field(default_factory=dict)  # of q, k and v
+    accepted: dict[Any, Any] = field(default_factory=dict)  # runs that were right, by what they had in common (`rerun`)
     scale_forms: set[Any] = field(default_factory=set)  # of NVFP4 block scales
     rows: int = 0
     first_row: int = 0
@@ -71,9 +76,17 @@ class Plan:
         features = self.settings.features
         self.rows, self.first_row = self.tokens.rows, int(self.tokens.lengths.qo_indptr[0])
         self.packing = 2 if features.kv_block_scales else 1
+
+    @functools.cached_property
+    def taken(self) -> list[normalize.Taken]:
+        """Memory of the plan that a run must not write."""
         kept = ("kv_indices", self.kv_indices), ("packed_mask", self.packed_mask), ("the workspace", self.workspace)
-        self.taken = [(name, checks.extent(tensor)) for name, tensor in kept if tensor is not None]
-        self.run_settings = functools.lru_cache(REMEMBERED, typed=True)(self._run_settings)
+        return [(name, checks.extent(tensor)) for name, tensor in kept if tensor is not None]
+
+    @functools.cached_property
+    def run_settings(self) -> Callable[..., Settings]:
+        """`_run_settings`, remembered."""
+        return functools.lru_cache(REMEMBERED, typed=True)(self._run_settings)
 
     def _run_settings(
         self, q_scale: Any, k_scale: Any, v_scale: Any, enable_pdl: Any, device_scale: bool, sinks: bool, per_head: bool

@@ -157,7 +157,7 @@ def _fixed_pieces(tiles: QueryTiles, shape: TileShape, limits: BatchLimits) -> P
             f"fixed_split_size must cut a request into at most {MAX_SPLITS} pieces, got {size} tokens, which make "
             f"{most}; {least} are enough for this batch"
         )
-    needed = int(count[count > 1].sum()) * _slot_bytes(shape)
+    needed = int(count[count > 1].sum()) * slot_bytes(shape)
     if needed > limits.workspace_bytes:
         raise WorkspaceError(
             f"float_workspace_buffer must have {needed} bytes for fixed_split_size={size} in this batch, "
@@ -251,7 +251,7 @@ def longest_first(cost: np.ndarray) -> np.ndarray:
     return np.argsort(-cost, kind="stable")
 
 
-def _slot_bytes(shape: TileShape) -> int:
+def slot_bytes(shape: TileShape) -> int:
     return shape.num_kv_heads * shape.rows * shape.partial_row_bytes
 
 
@@ -283,7 +283,7 @@ def longest_request(lengths: BatchLengths, limits: BatchLimits) -> int:
 
 def capacity(shape: TileShape, limits: BatchLimits) -> Room:
     """The records that a schedule may have. With `limits.graph`, every schedule within the limits fits."""
-    partials = limits.workspace_bytes // _slot_bytes(shape)
+    partials = limits.workspace_bytes // slot_bytes(shape)
     if limits.graph is None:
         return Room(UNLIMITED, 0 if limits.disable_split_kv else UNLIMITED, partials)
     tiles = most_tiles(limits.graph, shape)

@@ -20,11 +20,14 @@ START = 2.0
 COMBINE = 3.0
 LEVELS = 256  # lengths and costs are told apart to this part of the largest
 GOOD_ENOUGH = 1.03  # of the work shared equally: no search beyond that
+TINY = 0.5  # of a tile that sees nothing: it still is one item
 WORTH_IT = 0.95  # of the makespan without cuts: estimates are not surer than that
 
 # Candidates: the longest tile in so many pieces, and a slot's share of the work times these.
 _LONGEST_OVER = np.array([2.0, 3.0, 4.0, 5.0, 6.0, 8.0])
 _SHARE_TIMES = np.array([0.16, 0.2, 0.25, 1 / 3, 0.5, 0.55, 2 / 3, 0.75, 1.0, 1.1, 1.25, 1.5])
+_LEVELS = np.arange(LEVELS + 1.0)
+_ROW_STARTS = np.arange(len(_LONGEST_OVER) + len(_SHARE_TIMES))[:, None] * (LEVELS + 1)
 
 
 class Room(NamedTuple):
@@ -52,14 +55,14 @@ def pieces(visible: np.ndarray, device: Device, room: Room) -> np.ndarray | None
     if longest * device.slots <= (GOOD_ENOUGH - 1.0) * total:
         return None  # so many waves that longest-first order fills the last one well
     sizes, counts = _histogram(visible, longest)
-    uncut, share = _makespans(sizes, counts, sizes[-1:], device, room)
-    if uncut[0] <= share[0] * GOOD_ENOUGH:
+    uncut, share = _uncut(sizes, counts, device)
+    if uncut <= share * GOOD_ENOUGH:
         return None
     chunks = np.concatenate((longest / _LONGEST_OVER, total / device.slots * _SHARE_TIMES))
-    chunks = np.ceil(chunks.clip(max(device.min_tiles, longest / MAX_SPLITS), longest))
-    estimates, _ = _makespans(sizes, counts, chunks, device, room)
+    chunks = np.ceil(np.minimum(np.maximum(chunks, max(device.min_tiles, longest / MAX_SPLITS)), longest))
+    estimates = _makespans(sizes, counts, chunks, device, room)
     best = int(estimates.argmin())
-    if estimates[best] > uncut[0] * WORTH_IT:
+    if estimates[best] > uncut * WORTH_IT:
         return None
     return -(-visible // int(chunks[best]))
 
@@ -73,31 +76,39 @@ def _histogram(visible: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarra
         np.maximum.at(sizes, level, visible)
     counts = np.bincount(level, minlength=len(sizes))
     used = counts.nonzero()[0]
+    sizes[0] = max(sizes[0], TINY)
     return sizes[used], counts[used].astype(np.float64)
 
 
-def _makespans(
-    sizes: np.ndarray, counts: np.ndarray, chunks: np.ndarray, device: Device, room: Room
-) -> tuple[np.ndarray, np.ndarray]:
+def _uncut(sizes: np.ndarray, counts: np.ndarray, device: Device) -> tuple[float, float]:
+    """The makespan of a launch that cuts nothing, and the share of a slot in its work."""
+    cost = sizes + START
+    at_least = counts[::-1].cumsum()[::-1]  # items of this cost or more
+    fullest = (np.ceil(at_least / device.slots) * cost).max()
+    share = float(cost @ counts) / device.slots
+    return max(share, float(fullest)), share
+
+
+def _makespans(sizes: np.ndarray, counts: np.ndarray, chunks: np.ndarray, device: Device, room: Room) -> np.ndarray:
     """For each chunk: the makespan of cutting every tile into the fewest pieces no longer than it, as far as there is
-    room, and the share of a slot in the work alone."""
-    cuts = np.maximum(np.ceil(sizes / chunks[:, None]), 1.0)
-    cut = cuts > 1.0
-    overhead = START + cut * device.partial
-    cost = np.ceil(sizes / cuts) + overhead  # of the longest piece
-    number = cuts * counts
-    partials = (number * cut).sum(1)
-    share = (sizes @ counts + (overhead * number).sum(1)) / device.slots
+    room."""
+    cuts = np.ceil(sizes / chunks[:, None])
+    cut = (cuts > 1.0).astype(np.float64)
+    cost = np.ceil(sizes / cuts)  # of the longest piece
+    cost += START + cut * device.partial
+    number, partials, merges = cuts @ counts, (cuts * cut) @ counts, cut @ counts
+    share = (sizes @ counts + START * number + device.partial * partials) / device.slots
 
-    step = cost.max() / LEVELS
+    longest = cost.max(1)
+    step = longest.max() / LEVELS
     level = (cost / step).astype(np.intp)
-    level += np.arange(len(chunks))[:, None] * (LEVELS + 1)
-    at_level = np.bincount(level.ravel(), number.ravel(), len(chunks) * (LEVELS + 1)).reshape(len(chunks), -1)
+    level += _ROW_STARTS[: len(chunks)]
+    at_level = np.bincount(level.ravel(), (cuts * counts).ravel(), len(chunks) * (LEVELS + 1)).reshape(len(chunks), -1)
     at_least = at_level[:, ::-1].cumsum(1)[:, ::-1]  # items of this cost or more
-    fullest = (np.ceil(at_least / device.slots) * (np.arange(LEVELS + 1) * step)).max(1)
+    fullest = (np.ceil(at_least / device.slots) * (_LEVELS * step)).max(1)
 
-    result = np.maximum(np.maximum(share, fullest), cost.max(1))
+    result = np.maximum(np.maximum(share, fullest), longest)
     result += np.where(partials > 0, COMBINE + partials * device.partial / device.slots, 0.0)
-    too_many = (partials > room.partials) | (number.sum(1) > room.items) | ((counts * cut).sum(1) > room.merges)
+    too_many = (partials > room.partials) | (number > room.items) | (merges > room.merges)
     result[too_many] = np.inf
-    return result, share
+    return result

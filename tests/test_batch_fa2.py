@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cute_attn import WorkspaceError, select
-from cute_attn.backends import fa2_batch, fa2_kernels
+from cute_attn.backends import batched, fa2_batch, fa2_kernels
 from cute_attn.kernels.spec import Tile
 from cute_attn.problem import BatchLengths, BatchLimits, Settings
 from cute_attn.runtime.arch import named
@@ -50,9 +50,10 @@ def on_fa2(monkeypatch: pytest.MonkeyPatch) -> None:
     InterpretedLaunch.fired = []
     fa2_kernels.load.cache_clear()
     fa2_batch.ready.cache_clear()
+    fa2_batch.tiling.cache_clear()
     monkeypatch.setattr(fa2_kernels, "Launch", InterpretedLaunch)
     monkeypatch.setattr(fa2_kernels, "artifacts", types.SimpleNamespace(get=lambda spec, arch: spec))
-    monkeypatch.setattr(fa2_batch, "current_stream", lambda index: 77)
+    monkeypatch.setattr(batched, "current_stream", lambda index: 77)
     monkeypatch.setattr(
         fa2_batch, "tiles", types.SimpleNamespace(choose=lambda *args: TILE, resident_ctas=lambda *args: 2)
     )

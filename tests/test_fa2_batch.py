@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from cute_attn.backends import fa2_batch, fa2_kernels
+from cute_attn.backends import batched, fa2_batch, fa2_kernels
 from cute_attn.kernels import tiles
 from cute_attn.kernels.spec import Fa2Spec, Tile
 from cute_attn.kernels.work import ITEM_INTS
@@ -30,9 +30,10 @@ def contract(monkeypatch: pytest.MonkeyPatch) -> None:
     InterpretedLaunch.fired = []
     fa2_kernels.load.cache_clear()
     fa2_batch.ready.cache_clear()
+    fa2_batch.tiling.cache_clear()
     monkeypatch.setattr(fa2_kernels, "Launch", InterpretedLaunch)
     monkeypatch.setattr(fa2_kernels, "artifacts", types.SimpleNamespace(get=lambda spec, arch: spec))
-    monkeypatch.setattr(fa2_batch, "current_stream", lambda index: 77)
+    monkeypatch.setattr(batched, "current_stream", lambda index: 77)
     small = types.SimpleNamespace(choose=lambda *args: SMALL, resident_ctas=lambda *args: 2)
     monkeypatch.setattr(fa2_batch, "tiles", small)
 
@@ -143,7 +144,7 @@ def test_graph_launches_keep_their_form() -> None:
     grids = [launch.grid for launch in InterpretedLaunch.fired]
     other = build(dataclasses.replace(first, qo_lens=(1, 0, 1), kv_lens=(64, 3, 700)))
     again = planned(dataclasses.replace(other, limits=built.limits), staging)
-    assert [again.grid, again.combine_grid] == grids
+    assert [again.plan.grid, again.plan.combine_grid] == grids
     assert again.items == run.items
     assert (again.merges, again.partial_bytes) == (run.merges, run.partial_bytes)
 

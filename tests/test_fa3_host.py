@@ -37,7 +37,9 @@ def runner(problem: Problem, sms: int = 132) -> fa3.Runner:
 
 def maps(problem: Problem, heads: int) -> tuple[TensorMap, TensorMap]:
     parameters = Parameters(problem.settings, runner(problem).tile, heads)
-    return decode(parameters.q_map(problem.q)), decode(parameters.kv_map(problem.k))
+    return decode(parameters.q_map(problem.q)(problem.q.data_ptr())), decode(
+        parameters.kv_map(problem.k)(problem.k.data_ptr())
+    )
 
 
 def test_maps_of_a_single_request() -> None:
@@ -58,7 +60,7 @@ def test_maps_of_a_single_request() -> None:
 def test_boxes_of_pages_do_not_leave_their_page(page_size: int, box: int, kv_layout: str) -> None:
     problem = build(Batch(page_size=page_size, kv_layout=kv_layout, dims=(128, 128))).problem
     tile = fa3_kernels.tile(problem.settings.features, window=False)
-    k = decode(Parameters(problem.settings, tile, 1).kv_map(problem.k))
+    k = decode(Parameters(problem.settings, tile, 1).kv_map(problem.k)(problem.k.data_ptr()))
     assert page_size % box == tile.cols % box == 0
     assert k.box == (64, box, 1, 1)
     assert k.dims == (128, page_size, 2, problem.k.shape[0])

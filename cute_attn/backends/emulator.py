@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from cute_attn import normalize, plan_batch, select
+from cute_attn.backends.batched import Planned, Repeat, Tensors
 from cute_attn.emulator import adapter, settings
 from cute_attn.emulator.errors import LaunchFault
 from cute_attn.errors import ArgumentError
@@ -82,12 +83,23 @@ class Emulated:
 class EmulatedPlan:
     """Runs batches of one plan, whose records are global memory too."""
 
-    def __init__(self, planned: Any) -> None:
+    def __init__(self, planned: Planned) -> None:
         self.planned = planned
 
     def __call__(self, problem: BatchProblem) -> None:
         with _visible(problem, records=self.planned.records):
             self.planned(problem)
+
+    def repeat(self, problem: BatchProblem) -> Repeat:
+        run = self.planned.repeat(problem)
+        names, others = ("q", "k", "v", "out", "lse"), problem._asdict()
+
+        def shown(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
+            now = BatchProblem(**{**others, **dict(zip(names, tensors, strict=True))})
+            with _visible(now, records=self.planned.records):
+                run(q, k, v, out, lse, tensors)
+
+        return shown
 
 
 def _placed(problem: Problem) -> Problem:

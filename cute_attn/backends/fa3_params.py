@@ -19,9 +19,12 @@ from cute_attn.runtime import tensormap
 UNBOUNDED = fa2_params.UNBOUNDED
 NO_GRID = (0,) * 13
 NO_ITEMS = (0, 0, 0)
+COUNTERS = 13  # place of their address among the values
+FORMS, ADDRESSES = 256, 256  # of tensors: layers share forms, and allocators repeat addresses
 
 Values = tuple[int | float | bytes, ...]
 Encoder = Callable[..., bytes]
+Map = Callable[[int], bytes]  # from an address to a tensor map
 
 
 class Launched(NamedTuple):
@@ -65,9 +68,9 @@ class Parameters(fa2_params.Parameters):
         scale0, scale1 = fa2_params.two_addresses(scales) if scales else (0, 0)
         counters, right, left, total_tiles, grid, items, kv_indices = launched
         return (
-            self.q_map(problem.q),
-            self.kv_map(problem.k),
-            self.kv_map(problem.v),
+            self.q_map(problem.q)(problem.q.data_ptr()),
+            self.kv_map(problem.k)(problem.k.data_ptr()),
+            self.kv_map(problem.v)(problem.v.data_ptr()),
             o,
             lse,
             0 if mask is None else mask.data_ptr(),
@@ -93,30 +96,26 @@ class Parameters(fa2_params.Parameters):
             kv_indices,
         )
 
-    def q_map(self, q: torch.Tensor) -> bytes:
+    def q_map(self, q: torch.Tensor) -> Map:
         """[d, heads of a tile, tokens, blocks of heads] of q [tokens, heads, d], or [heads, d] of one token."""
         tokens, head = (1 if q.dim() == 2 else q.shape[0]), q.stride(-2) * 2
         token = 16 if q.dim() == 2 else q.stride(0) * 2
-        sizes = q.shape[-1], self.group, tokens, self.num_kv_heads
-        return _encoded(
+        return tensor_maps(
             self.encoder,
             self.dtype,
-            q.data_ptr(),
-            sizes,
+            (q.shape[-1], self.group, tokens, self.num_kv_heads),
             (head, token, head * self.group),
             (64, self.group, self.tile.rows // self.group, 1),
         )
 
-    def kv_map(self, x: torch.Tensor) -> bytes:
+    def kv_map(self, x: torch.Tensor) -> Map:
         """[d, tokens, heads, pages] of k or v."""
         shape, strides = x.shape, x.stride()
         pages, page = (shape[0], strides[0] * 2) if self.paged else (1, 16)
-        sizes = shape[-1], shape[self.token], shape[self.head], pages
-        return _encoded(
+        return tensor_maps(
             self.encoder,
             self.dtype,
-            x.data_ptr(),
-            sizes,
+            (shape[-1], shape[self.token], shape[self.head], pages),
             (strides[self.token] * 2, strides[self.head] * 2, page),
             (64, self.box_rows, 1, 1),
         )
@@ -137,15 +136,12 @@ def encoder(device_type: str) -> Encoder:
     return tensormap.encode
 
 
-@functools.lru_cache(1024)
-def _encoded(
-    encode: Encoder,
-    dtype: str,
-    address: int,
-    sizes: tuple[int, ...],
-    strides: tuple[int, ...],
-    box: tuple[int, ...],
-) -> bytes:
-    """The stride of an axis of one is nobody's business, and a tensor without tokens is not read."""
+@functools.lru_cache(FORMS)
+def tensor_maps(
+    encode: Encoder, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> Map:
+    """Of tensors of one form, remembered by their addresses. The stride of an axis of one is nobody's business, and a
+    tensor without tokens is not read."""
     strides = tuple(stride if size > 1 else 16 for stride, size in zip(strides, sizes[1:], strict=True))
-    return encode(dtype, address or 16, tuple(max(size, 1) for size in sizes), strides, box)
+    sizes = tuple(max(size, 1) for size in sizes)
+    return functools.lru_cache(ADDRESSES)(lambda address: encode(dtype, address or 16, sizes, strides, box))

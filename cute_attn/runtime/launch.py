@@ -102,6 +102,7 @@ class Launch:
         self._context = _primary_context(device_index)
         self._function = _function(artifact.cubin, artifact.symbol, artifact.smem_bytes, device_index)
         self._config = _config(self._driver, artifact, pdl)
+        self._place: tuple[Dim3, int] | None = None  # grid and stream of the launch before
         self._block = ParamBlock(artifact.params)
         self._lock = threading.Lock()
 
@@ -110,8 +111,10 @@ class Launch:
         driver, config = self._driver, self._config
         with self._lock:
             self._block.pack(values)
-            config.gridDimX, config.gridDimY, config.gridDimZ = grid
-            config.hStream = stream
+            if self._place != (grid, stream):  # setting it costs as much as packing
+                config.gridDimX, config.gridDimY, config.gridDimZ = grid
+                config.hStream = stream
+                self._place = grid, stream
             if driver.cuCtxGetCurrent()[1] == self._context:
                 status = driver.cuLaunchKernelEx(config, self._function, self._block.address, 0)[0]
             else:  # another device is current, or this thread has not used CUDA yet
