@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from cute_attn import checks, normalize_plan, normalize_run, plan_batch, rerun, select, validate
-from cute_attn.errors import ArgumentError, NotPlannedError, NotSupported, RuntimeArgumentError
+from cute_attn.errors import ArgumentError, NotPlannedError, NotSupported, Refusal, RuntimeArgumentError
 from cute_attn.normalize_plan import Mask, Options, Tokens
 from cute_attn.normalize_run import Given, Plan, Run
 from cute_attn.problem import BatchLimits, Features, GraphLimits, Settings
@@ -38,6 +39,14 @@ class First(NamedTuple):
     splits: Splits
     backend: str
     graph: GraphLimits
+
+
+class NotForPlan(NotSupported):
+    """The planned backend does not take features that a run adds."""
+
+    def __init__(self, refusals: Sequence[Refusal], features: Features) -> None:
+        super().__init__(refusals)
+        self.features = features
 
 
 class BatchWrapper:
@@ -94,9 +103,10 @@ class BatchWrapper:
         mask: Mask,
         splits: Splits,
         page_size: int,
+        asked: Features | None = None,
     ) -> None:
-        """Schedule a batch."""
-        settings, backend, limits, first = self._settled(options, tokens, mask, splits, page_size)
+        """Schedule a batch. `asked`: features that the backend shall take, where runs have more than the plan says."""
+        settings, backend, limits, first = self._settled(options, tokens, mask, splits, page_size, asked)
         if mask.packed is not None:
             tokens = tokens._replace(lengths=tokens.lengths._replace(mask_offset=mask.offsets[:-1]))
         launch = backend.plan(settings, tokens.lengths, limits, self._staging)
@@ -127,7 +137,13 @@ class BatchWrapper:
         return indices.to(self.device, torch.int32).contiguous()
 
     def _settled(
-        self, options: Options, tokens: Tokens, mask: Mask, splits: Splits, page_size: int
+        self,
+        options: Options,
+        tokens: Tokens,
+        mask: Mask,
+        splits: Splits,
+        page_size: int,
+        asked: Features | None = None,
     ) -> tuple[Settings, select.Backend, BatchLimits, First | None]:
         """What a plan is made of beside lengths; all errors but the backend's."""
         has_mask = mask.packed is not None
@@ -139,7 +155,7 @@ class BatchWrapper:
         limits = BatchLimits(self._workspace.numel(), *splits, max_qo_len=tokens.q_len)
         name = self._backend if self._first is None else self._first.backend
         rows = select.rows_class(settings.features, plan_batch.rows_of_a_request(tokens.lengths, limits))
-        backend = select.chosen(settings.features, name, rows)
+        backend = select.chosen(asked or settings.features, name, rows)
         if not self._use_cuda_graph:
             return settings, backend, limits, None
         first = self._frozen(settings, splits, backend.name, tokens, mask)
@@ -233,7 +249,11 @@ class BatchWrapper:
             out, lse = found
             return out if lse is None or not given[7] else (out, lse)
         run = Run(given[0], *self._keys_and_values(plan, given[1]), *given[2:])
-        problem = normalize_run.problem(plan, run)
+        try:
+            problem = normalize_run.problem(plan, run)
+        except NotForPlan as error:
+            plan = self._plan_elsewhere(plan, error)
+            problem = normalize_run.problem(plan, run)
         if plan.validate:
             validate.before_launch(problem, plan.tokens.lengths)
         plan.launch(problem)
@@ -243,6 +263,14 @@ class BatchWrapper:
             assert problem.lse is not None
             return problem.out, problem.lse
         return problem.out
+
+    def _plan_elsewhere(self, plan: Plan, error: NotForPlan) -> Plan:
+        """The plan on a backend that takes what a run adds; later runs stay there. A graph's launches cannot move, and
+        who names a backend wants no other."""
+        if self._backend != "auto" or self._use_cuda_graph:
+            raise error
+        self._make_plan(plan.options, plan.tokens, *self._made_from, asked=error.features)
+        return self._planned()
 
     def _keys_and_values(self, plan: Plan, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """k and v of what a run was given."""
@@ -308,7 +336,7 @@ class BatchWrapper:
 def _allow(backend: select.Backend, features: Features) -> None:
     refusals = select.reasons_against(backend, features, select.arch_for(features.device, None))
     if refusals:
-        raise NotSupported(refusals)
+        raise NotForPlan(refusals, features)
 
 
 def _check_unchanged(first: First, now: First) -> None:

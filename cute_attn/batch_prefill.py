@@ -79,7 +79,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
     paged_kv_last_page_len_buf : with `use_cuda_graph`, int32 `[batch_size]`.
     custom_mask_buf, mask_indptr_buf (older name `qk_indptr_buf`) : with `use_cuda_graph` and custom masks, uint8 with
         room for the packed bits, and int32 `[batch_size + 1]`, which gets their byte offsets.
-    backend : "auto", "fa3", "xqa", "fa2" or "reference". `cute_attn.explain` tells which takes what.
+    backend : "auto", or the name of one; `cute_attn.explain` tells which takes what. Where a run brings features that
+        the planned backend refuses (an expanded cache), "auto" plans again for one that takes them; a named backend
+        and a CUDA graph raise NotSupported.
     jit_args, jit_kwargs : refused unless None.
     """
 

@@ -371,13 +371,12 @@ def emulated(features: Features, arch: Arch, qo_len: int | None = None) -> Backe
     return choose(features._replace(device=torch.device("cuda")), kernels, arch, rows)
 
 
-def explain(asked: Features | Problem, arch: Arch | None = None) -> str:
+def explain(asked: Features | Problem, arch: Arch | None = None, rows: int | None = None) -> str:
     """What "auto" chooses for `asked`, and for every backend why it is chosen, passed over or refused.
 
-    `arch` stands for the architecture of a CUDA device; with it, no GPU is needed.
+    `arch` stands for the architecture of a CUDA device; with it, no GPU is needed. `rows`: as for `choose`, of a batch.
     """
     features = asked.features if isinstance(asked, Problem) else asked
-    rows = None
     if isinstance(asked, Problem):
         rows = asked.qo_len * (features.num_qo_heads // features.num_kv_heads)
     arch = arch_for(features.device, arch)

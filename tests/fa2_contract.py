@@ -7,6 +7,7 @@ side is judged by what it hands over.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from typing import NamedTuple
 
@@ -98,6 +99,7 @@ class CombineParams(NamedTuple):
     group: int
     rows_per_merge: int
     slot_rows: int
+    num_rows: int
 
 
 class InterpretedLaunch:
@@ -361,11 +363,12 @@ def load_partial(p: CombineParams, split: int, dim: int) -> tuple[np.ndarray, np
 
 
 def run_merges(spec: CombineSpec, p: CombineParams, grid: tuple[int, int, int]) -> None:
-    """Every row of every merge item."""
-    count, rest = divmod(grid[0], p.num_kv_heads * p.rows_per_merge)
+    """Every row of every merge item, however few CTAs there are. The first empty record is the end."""
+    count, rest = divmod(p.num_rows, p.num_kv_heads * p.rows_per_merge)
     assert (rest, *grid[1:]) == (0, 1, 1)
+    assert 0 < grid[0] <= p.num_rows
     assert p.rows_per_merge <= p.slot_rows
-    for merge in records(p.merges, count, MERGE_INTS, Merge):
+    for merge in itertools.takewhile(lambda merge: merge.qo_len > 0, records(p.merges, count, MERGE_INTS, Merge)):
         assert merge.num_splits <= spec.max_splits
         for kv_head in range(p.num_kv_heads):
             for row in range(min(p.rows_per_merge, merge.qo_len * p.group - merge.first_row)):

@@ -23,7 +23,7 @@ from cute_attn import (
     fast_decode_plan,
     normalize,
 )
-from tests.test_errors import overlapping, with_grad, zeros
+from tests.error_rows import overlapping, with_grad, zeros
 
 FLOAT, E4M3 = torch.float32, torch.float8_e4m3fn
 

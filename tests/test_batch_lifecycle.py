@@ -20,7 +20,8 @@ from cute_attn import (
     single_decode_with_kv_cache,
     single_prefill_with_kv_cache,
 )
-from cute_attn.problem import BatchProblem
+from cute_attn.errors import NotSupported, Refusal
+from cute_attn.problem import BatchProblem, Features
 from tests import graphs
 from tests.batch_case import (
     NO_PAGE,
@@ -420,3 +421,32 @@ def test_plans_know_the_source_of_keys() -> None:
         assert settings.features.kv_source == source
         assert settings.page_size == case.page_size
         assert run_arguments(case, inputs)["sinks"] is None
+
+
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
+def test_what_only_a_run_knows_moves_the_plan(case: BatchCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a backend that takes it, if "auto" chose; later runs are right too."""
+    narrow = select.Backend("reference", "a stand-in that refuses sinks", ("cpu",), None)
+    original, asked = select.reasons_against, []
+
+    def reasons(backend: select.Backend, features: Features, arch: Any) -> list[Refusal]:
+        if backend is narrow and features.sinks:
+            return [Refusal("narrow", "attention sinks", "it has none", "no sinks")]
+        return original(backend, features, arch)
+
+    def chosen(features: Features, name: str, rows: int) -> select.Backend:
+        asked.append(features.sinks)
+        return select.BY_NAME["reference"] if features.sinks and name == "auto" else narrow
+
+    monkeypatch.setattr(select, "reasons_against", reasons)
+    monkeypatch.setattr(select, "chosen", chosen)
+    with_sinks = dataclasses.replace(case, sinks=True)
+    made, inputs = wrapper(case), make(with_sinks)
+    made.plan(**plan_arguments(case, inputs))
+    for now in (case, with_sinks, case, with_sinks):
+        run(now, inputs if now.sinks else dataclasses.replace(inputs, sinks=None), made)
+    assert asked == [False, True]
+    named = wrapper(case, backend="reference")
+    named.plan(**plan_arguments(case, inputs))
+    with pytest.raises(NotSupported, match="narrow refuses attention sinks"):
+        call(with_sinks, inputs, named)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -216,6 +217,49 @@ def test_explain_names_backend_kernels_and_grid(capsys: Output) -> None:
     assert printed[0]["split"] is False
 
 
+def test_explain_of_a_batch(capsys: Output) -> None:
+    argv = [
+        "--qo-lens",
+        "1,5,512",
+        "--kv-lens",
+        "100,2000,512",
+        "--page-size",
+        "16",
+        "--arch",
+        "sm_90a",
+        "--sms",
+        "132",
+    ]
+    assert main(["explain", *argv, "--causal"]) == 0
+    out = capsys.readouterr().out
+    assert "fa3: chosen" in out
+    assert "3 requests, 518 query tokens, 2612 keys in pages of 16 on 132 multiprocessors of sm_90a" in out
+    work = re.search(r"(\d+) work items x (\d+), the longest of (\d+) keys", out)
+    cut = re.search(r"1 query tile cut into (\d+) splits: (\d+) partials, ([\d.]+) MiB", out)  # of the 2000 keys
+    assert work
+    assert cut
+    splits, partials = int(cut[1]), int(cut[2])
+    assert partials == splits > 1
+    assert int(work[1]) == 1 + splits + 4  # 512 tokens are 4 tiles of 128 rows
+    assert -(-2000 // splits) <= int(work[3]) < 2000
+    assert float(cut[3]) == round(partials * 32 * 128 * (128 + 1) * 4 / 2**20, 1)
+
+
+def test_explain_of_equal_requests(capsys: Output) -> None:
+    assert main(["explain", "--batch", "64", "--page-size", "16", "--kv-len", "4096", "--arch", "sm_90a"]) == 0
+    out = capsys.readouterr().out
+    assert "fa2: chosen" in out
+    assert "fa3: able, passed over: 4 query rows a kv head are fewer than 65" in out
+    assert "64 work items x 8, the longest of 4096 keys" in out
+    assert "no query tile is cut" in out
+    assert "grid 512 x 1 x 1" in out
+    assert "combine" not in out
+    assert main(["explain", "--batch", "2", "--head-dim", "72", "--arch", "sm_90a"]) == 1
+    assert "other head dimensions" in capsys.readouterr().out
+    assert main(["explain", "--qo-lens", "3,4", "--kv-len", "9", "--arch", "cpu"]) == 0
+    assert "reference: chosen" in capsys.readouterr().out
+
+
 def test_explain_says_why_not(capsys: Output) -> None:
     assert main(["explain", "--head-dim", "72", "--arch", "sm_90a"]) == 1
     out = capsys.readouterr().out
@@ -234,6 +278,12 @@ def test_explain_says_why_not(capsys: Output) -> None:
         (["--kv-len", "-1"], "--kv-len"),
         (["--sms", "0"], "--sms"),
         (["--arch", "sm_70"], "sm_70"),
+        (["--batch", "0"], "--batch"),
+        (["--batch", "3", "--qo-lens", "1,2"], "--qo-lens"),
+        (["--qo-lens", "1,2", "--kv-lens", "9"], "--kv-lens"),
+        (["--kv-lens", "1,x"], "--kv-lens"),
+        (["--kv-lens", "5,-1"], "kv_indptr"),
+        (["--batch", "2", "--page-size", "0"], "page_size"),
     ],
 )
 def test_explain_checks_its_arguments(argv: list[str], named: str, capsys: Output) -> None:

@@ -30,9 +30,9 @@ from cute_attn.runtime import arch as archs
 from cute_attn.runtime import launch
 from cute_attn.runtime.artifact import Artifact, Param
 from cute_attn.settle import Call
+from tests.error_rows import TABLE, Row
 from tests.fa2_contract import Fa2Params, InterpretedLaunch
 from tests.stub_driver import StubDriver
-from tests.test_errors import TABLE, Row
 
 HALF, FLOAT = torch.float16, torch.float32
 

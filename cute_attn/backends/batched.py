@@ -21,6 +21,7 @@ Grid = tuple[int, int, int]
 Values = tuple[Any, ...]  # of a kernel's parameters, in order
 Tensors = tuple[torch.Tensor | None, ...]  # q, k, v, out, lse, or what holds them
 Repeat = Callable[[int, int, int, int, int, Tensors], None]  # a run with other addresses of q, k, v, out and lse
+COMBINE_CTAS = 16  # of 128 threads, that an SM holds: more only start and end where few rows are to be merged
 REMEMBERED = 256  # settings of the layers of a model
 
 
@@ -34,6 +35,7 @@ class Scheduled(NamedTuple):
     grid: Grid
     combine_grid: Grid
     rows_per_merge: int
+    rows_to_merge: int  # of all merge records and blocks of heads
     slots: int  # room for partials
     fixed: bool  # in memory that later plans use too
 
@@ -44,20 +46,23 @@ def scheduled(
     lengths: BatchLengths,
     limits: BatchLimits,
     memory: plan_batch.Memory,
+    sms: int,
     most_ctas: int = plan_batch.UNLIMITED,
 ) -> Scheduled:
     """`most_ctas`: where CTAs draw their work, as many as run at once."""
     work = plan_batch.schedule(lengths, shape, limits, memory)
     rows_per_merge = min(shape.rows, plan_batch.longest_request(lengths, limits) * shape.group)
-    total = work.item_capacity * shape.num_kv_heads
+    total, to_merge = work.item_capacity * shape.num_kv_heads, work.merge_capacity * shape.num_kv_heads * rows_per_merge
+    merging = to_merge if limits.graph is None else min(to_merge, sms * COMBINE_CTAS)
     return Scheduled(
         tile,
         shape,
         work,
         total,
         (min(total, most_ctas), 1, 1),
-        (work.merge_capacity * shape.num_kv_heads * rows_per_merge, 1, 1),
+        (merging, 1, 1),
         rows_per_merge,
+        to_merge,
         limits.workspace_bytes // plan_batch.slot_bytes(shape),
         limits.graph is not None,
     )
@@ -89,7 +94,12 @@ class Planned(abc.ABC):
             staging.fixed_capacity(ints.size)
         self.records = staging.upload(ints)
         self.items = self.records.data_ptr()
-        self.merges = self.items + 4 * ITEM_INTS * plan.work.item_capacity, plan.rows_per_merge, shape.rows
+        self.merges = (
+            self.items + 4 * ITEM_INTS * plan.work.item_capacity,
+            plan.rows_per_merge,
+            shape.rows,
+            plan.rows_to_merge,
+        )
         self.partial_bytes = plan.slots * shape.num_kv_heads * shape.rows * (shape.partial_row_bytes - 4)
         self.ready = self.prepared(settings)
 

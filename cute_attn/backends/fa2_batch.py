@@ -65,7 +65,7 @@ def scheduled(
     features = settings.features
     rows = plan_batch.rows_of_a_request(lengths, limits) * (features.num_qo_heads // features.num_kv_heads)
     tile, shape = tiling(settings, min(rows, MANY_ROWS), arch, sms)
-    return batched.scheduled(tile, shape, lengths, limits, memory)
+    return batched.scheduled(tile, shape, lengths, limits, memory, sms)
 
 
 @functools.lru_cache(batched.REMEMBERED)

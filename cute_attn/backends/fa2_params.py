@@ -140,13 +140,13 @@ class Parameters:
         target: Target,
         partials: tuple[int, int],
         lengths: tuple[int, int],
-        merges: tuple[int, int, int] = (0, 1, 1),
+        merges: tuple[int, int, int, int] = (0, 1, 1, 0),
     ) -> Values:
         """In the order of `CombineParams`; `partials`: addresses of o and lse, `lengths`: qo_len, num_splits, `merges`:
-        address of the records, rows of a merge, rows of a slot."""
+        address of the records, rows of a merge, rows of a slot, rows of all merges and kv heads."""
         o, lse, stride_n, stride_h, v_scale, v_scale_ptr, sinks = target
         qo_len, num_splits = lengths
-        records, rows_per_merge, slot_rows = merges
+        records, rows_per_merge, slot_rows, num_rows = merges
         return (
             *partials,
             o,
@@ -165,6 +165,7 @@ class Parameters:
             self.group,
             rows_per_merge,
             slot_rows,
+            num_rows,
         )
 
 

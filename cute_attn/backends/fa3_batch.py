@@ -63,7 +63,7 @@ def scheduled(
     """As fa2's; of `arch` there is one that these kernels run on."""
     tokens = plan_batch.rows_of_a_request(lengths, limits)
     tile, shape = tiling(settings, min(tokens, kernels.PACKED_TOKENS), sms)
-    return batched.scheduled(tile, shape, lengths, limits, memory, most_ctas=sms)
+    return batched.scheduled(tile, shape, lengths, limits, memory, sms, most_ctas=sms)
 
 
 @functools.lru_cache(batched.REMEMBERED)

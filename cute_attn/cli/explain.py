@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from cute_attn.cli import specs
+from cute_attn.cli import explain_batch, specs
 from cute_attn.errors import ArgumentError, NotSupported
 from cute_attn.runtime import arch as archs
 
@@ -24,6 +24,11 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--qo-len", type=int, default=1, help="query tokens (default 1: a decode)")
     parser.add_argument("--kv-len", type=int, default=4096, help="keys and values (default 4096)")
+    batch = parser.add_argument_group("batches, as the wrappers plan them")
+    batch.add_argument("--batch", type=int, metavar="N", help="so many requests of --qo-len and --kv-len")
+    batch.add_argument("--qo-lens", metavar="N,N", help="query tokens of every request (default: --qo-len each)")
+    batch.add_argument("--kv-lens", metavar="N,N", help="keys of every request (default: --kv-len each)")
+    batch.add_argument("--page-size", type=int, metavar="N", help="tokens of a page (default: ragged keys and values)")
     parser.add_argument("--num-qo-heads", type=int, default=32)
     parser.add_argument("--num-kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128, help="of q and k (default 128)")
@@ -50,6 +55,8 @@ def run(options: argparse.Namespace) -> int:
     from cute_attn.cli import planned
 
     arch, sms = machine(options)
+    if explain_batch.wanted(options):
+        return explain_batch.run(options, arch, sms)
     call = described(options)
     problem = normalize.problem(call) if arch is None else planned.on_gpu(call)
     print(select.explain(problem, arch))
@@ -60,8 +67,7 @@ def run(options: argparse.Namespace) -> int:
     if arch is None:
         return 0
     print(f"\nqo_len {problem.qo_len}, kv_len {problem.kv_len} on {sms} multiprocessors of {arch.name}:")
-    for spec, grid in planned.launches(problem, arch, sms):
-        print(f"  {specs.label(spec)}, grid {grid[0]} x {grid[1]} x {grid[2]}\n    {spec.key()}")
+    print(specs.launched(planned.launches(problem, arch, sms)))
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from cute_attn.cli.text import ProgressBar
@@ -112,3 +113,11 @@ def summary(outcome: Artifact) -> dict[str, Any]:
         "threads": outcome.block[0] * outcome.block[1] * outcome.block[2],
         "cubin_bytes": len(outcome.cubin),
     }
+
+
+def launched(launches: Sequence[tuple[KernelSpec, tuple[int, int, int]]]) -> str:
+    """Kernels and grids, two lines each."""
+    lines = []
+    for spec, grid in launches:
+        lines += [f"  {label(spec)}, grid {grid[0]} x {grid[1]} x {grid[2]}", f"    {spec.key()}"]
+    return "\n".join(lines)

@@ -1,4 +1,5 @@
-"""Merges the partial results of a launch that cut the keys: one CTA a (token, head) row.
+"""Merges the partial results of a launch that cut the keys: one CTA a (token, head) row, or as many rows as fall to
+it where a launch of fixed size (CUDA graphs) has room for more of them than it mostly gets.
 
 Each split left its own normalised output and base-2 log-sum-exp in fp32. With M = max_s lse_s the merged row is
 sum_s 2^(lse_s - M) o_s / sum_s 2^(lse_s - M), and lse = M + log2 of that sum.
@@ -43,6 +44,7 @@ class CombineParams(NamedTuple):
     group: Int32
     rows_per_merge: Int32  # rows of a query tile that may exist
     slot_rows: Int32  # and those that its partials have room for
+    num_rows: Int32  # of all merge records and kv heads; the grid may be smaller
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Row:
     """One output row and its partials: row `first` of the workspace, then every `step` rows."""
 
     exists: Boolean
+    last: Boolean  # no row after this one exists
     token: Int32
     head: Int32
     first: Int64
@@ -60,18 +63,18 @@ class Row:
 class GridRows:
     """Partials [num_splits, qo_len, num_qo_heads] of one request."""
 
-    def row(self, p: CombineParams) -> Row:
-        index = cute.arch.block_idx()[0]
+    def row(self, p: CombineParams, index: Int32) -> Row:
         token = index // p.num_qo_heads
         step = Int64(p.qo_len) * Int64(p.num_qo_heads)
-        return Row(Boolean(True), token, index - token * p.num_qo_heads, Int64(index), step, p.num_splits)
+        return Row(
+            Boolean(True), Boolean(True), token, index - token * p.num_qo_heads, Int64(index), step, p.num_splits
+        )
 
 
 class MergeRows:
     """Partials [slot, num_kv_heads, slot_rows] of a batch; the rows of a merge item and kv head side by side."""
 
-    def row(self, p: CombineParams) -> Row:
-        index = cute.arch.block_idx()[0]
+    def row(self, p: CombineParams, index: Int32) -> Row:
         place = index // p.rows_per_merge
         row = index - place * p.rows_per_merge
         number = place // p.num_kv_heads
@@ -84,6 +87,7 @@ class MergeRows:
         step = Int64(p.num_kv_heads) * Int64(p.slot_rows)
         return Row(
             exists=packed < merge.qo_len * p.group,
+            last=merge.qo_len == 0,  # empty records come after all others
             token=merge.qo_start + token,
             head=kv_head * p.group + packed - token * p.group,
             first=Int64(merge.first_partial) * step + Int64(kv_head) * Int64(p.slot_rows) + Int64(row),
@@ -114,9 +118,18 @@ class CombineProgram:
         if cutlass.const_expr(self.pdl):
             ptx.grid_dependency_wait()
             ptx.grid_dependency_launch()
-        row = self.rows.row(params)
-        if row.exists:
-            self.merge(params, row)
+        index = Int32(cute.arch.block_idx()[0])
+        if cutlass.const_expr(self.spec.schedule == "grid"):
+            self.merge(params, self.rows.row(params, index))
+        else:
+            left = Boolean(True)
+            while left:
+                row = self.rows.row(params, index)
+                if row.exists:
+                    self.merge(params, row)
+                    ptx.sync_threads()  # the next row's sums take the place of this one's
+                index = index + Int32(cute.arch.grid_dim()[0])
+                left = cutlass.and_(index < params.num_rows, cutlass.not_(row.last))
 
     @cute.jit
     def merge(self, p: CombineParams, row: cutlass.Constexpr) -> None:

@@ -146,7 +146,7 @@ class XqaProgram:
             grid=grid,
             block=block,
             smem=self.smem_bytes,
-            min_blocks_per_mp=self.spec.ctas,
+            min_blocks_per_mp=self.spec.ctas + self.spec.guests,
             preferred_smem_carveout=100,  # or the DSL asks a driver what to prefer
         )
 
@@ -165,11 +165,13 @@ class XqaProgram:
             state = State(work.softmax.start(), self.ring(), located)
             for i in cutlass.range(0, work.stretch.count, unroll=1):
                 state = self.step(work, state, i)
+            self.publish(merge, work.stretch.part, state.running)
             following = partition.after(segment)
+            words, located = query_rows.nothing(), work.tile.nowhere()
             if partition.reaches(following, share):
                 words = query_rows.fetch(following)
                 located = self.fill(self.tile(params, following), self.stretch(following, share))
-            self.conclude(merge, query_rows, segment, share, work.stretch.part, state.running)
+            self.conclude(merge, query_rows.rows(segment), segment, share, work.stretch.part)
             segment = following
         ptx.cp_async_wait(0)
 
@@ -252,15 +254,17 @@ class XqaProgram:
         return ptx.select(moved >= self.ring() + self.memory.ring_bytes, moved - self.memory.ring_bytes, moved)
 
     @cute.jit
-    def conclude(
-        self, merge: Merge, query_rows: QueryRows, segment: Segment, share: Share, mine: Part, running: Running
-    ) -> None:
+    def publish(self, merge: Merge, mine: Part, running: Running) -> None:
         """Every warp has left its ring's last slots, which `fill` leaves free: outputs meet there."""
         if mine.active:
             ptx.sync_warp()
             merge.publish(running, self.warp())
+
+    @cute.jit
+    def conclude(self, merge: Merge, rows: PackedRows, segment: Segment, share: Share, mine: Part) -> None:
+        if mine.active:
             ptx.sync_threads()
-            merge.write(query_rows.rows(segment), segment, share, mine)
+            merge.write(rows, segment, share, mine)
             ptx.sync_threads()  # the slots are free again
 
     # --- matrix products --------------------------------------------------------------------------------------------

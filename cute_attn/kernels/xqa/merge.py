@@ -197,7 +197,8 @@ class Merge:
 
     @property
     def at_once(self) -> int:
-        pieces = PIECES if self.spec.warps * self.spec.ctas > 8 else 2 * PIECES  # the registers that there are
+        crowded = self.spec.warps * (self.spec.ctas + self.spec.guests) > 8  # then there are fewer registers
+        pieces = PIECES if crowded else 2 * PIECES
         return min(pieces, self.spec.rows * self.pieces // 32)
 
     @cute.jit

@@ -68,6 +68,10 @@ class PagedTile:
     def readable(self, token: Int32) -> Boolean:
         return isa.below(token - self.first_token, self.kv_len - self.first_token)
 
+    def nowhere(self) -> Located:
+        words = range(0, self.memory.cols, 32)
+        return Located([Int32(0) for _ in words], [Int32(0) for _ in words])
+
     def locate(self, tile: Int32, wanted: Boolean) -> Located:
         """Reads the page indices of a tile's tokens; of an unwanted tile none."""
         pages, slots = [], []

@@ -56,6 +56,9 @@ class QueryRows:
             words += self._words(address, rows.exists(row), lane & 3)
         return words
 
+    def nothing(self) -> list[Int32]:
+        return [Int32(0) for _ in range(self.spec.row_blocks * self.spec.head_dim // 8)]
+
     def operands(self, words: list[Int32]) -> Queries:
         """A negative scale turns the signs of Q, so that the softmax may take the scale to be positive."""
         t = cute.arch.thread_idx()[0] & 3

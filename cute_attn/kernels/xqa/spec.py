@@ -28,7 +28,8 @@ class XqaSpec(KernelSpec):
     cols: int = 32  # kv tokens of one warp's tile
     warps: int = 8
     stages: int = 3  # tiles of a warp's ring
-    ctas: int = 1  # that an SM is to hold: bounds the registers
+    ctas: int = 1  # of a launch, that an SM is to hold
+    guests: int = 0  # of the next launch, for which they leave room: both bound the registers
 
     def __post_init__(self) -> None:
         memory = XqaMemory.of(self)

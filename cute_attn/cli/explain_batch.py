@@ -1,0 +1,150 @@
+"""`explain` of a batch: what its wrapper would plan."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from cute_attn.cli import specs
+from cute_attn.errors import ArgumentError, NotSupported
+from cute_attn.runtime.arch import Arch
+
+if TYPE_CHECKING:
+    from cute_attn.backends.batched import Scheduled
+    from cute_attn.normalize_plan import Tokens
+    from cute_attn.problem import Settings
+
+WORKSPACE_BYTES = 128 << 20  # what callers are told to bring
+
+
+def wanted(options: argparse.Namespace) -> bool:
+    given = options.batch, options.qo_lens, options.kv_lens, options.page_size
+    return any(value is not None for value in given)
+
+
+def run(options: argparse.Namespace, arch: Arch | None, sms: int) -> int:
+    """Exit codes as those of single requests."""
+    from cute_attn import plan_batch, select
+    from cute_attn.backends import batched
+    from cute_attn.problem import BatchLimits
+
+    batch = tokens(options)
+    decode = is_decode(options, batch)
+    settings = described(options, decode, on_gpu=arch is not None)
+    limits = BatchLimits(WORKSPACE_BYTES, max_qo_len=1 if decode else None)
+    features = settings.features
+    qo_len = plan_batch.rows_of_a_request(batch.lengths, limits)
+    rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
+    print(select.explain(features, arch, rows))
+    try:
+        backend = select.choose(features, "auto", arch, rows)
+    except NotSupported:
+        return 1
+    if arch is None:
+        return 0
+    module: Any = importlib.import_module(f"cute_attn.backends.{backend.name}_batch")
+    asked = settings, batch.lengths, limits, arch, sms
+    keys = f"{int(batch.lengths.kv_len.sum())} keys"
+    where = f"{keys} in pages of {options.page_size}" if options.page_size else keys
+    print(f"\n{batch.batch_size} requests, {batch.rows} query tokens, {where} on {sms} multiprocessors of {arch.name}:")
+    plan = module.scheduled(*asked)
+    print(
+        schedule(plan) if isinstance(plan, batched.Scheduled) else "  no schedule: CTAs find equal shares of all keys"
+    )
+    print(specs.launched(module.launches(*asked)))
+    return 0
+
+
+def schedule(plan: Scheduled) -> str:
+    """Tile, work items, cuts and workspace of a plan."""
+    from cute_attn.backends import batched
+    from cute_attn.kernels.work import Item, Merge
+
+    work, shape = plan.work, plan.shape
+    begin, end = (work.items[:, Item._fields.index(name)] for name in ("kv_begin", "kv_end"))
+    splits = work.merges[:, Merge._fields.index("num_splits")]
+    longest = int((end - begin).max(initial=0))
+    lines = [
+        f"  tile: {shape.rows} packed rows ({_count(shape.group, 'head')} of each token) x {shape.cols} keys",
+        f"  {_count(len(work.items), 'work item')} x {shape.num_kv_heads}, the longest of {longest} keys",
+    ]
+    if len(splits) == 0:
+        return "\n".join((*lines, "  no query tile is cut"))
+    fewest, most = int(splits.min()), int(splits.max())
+    cut = f"{_count(len(splits), 'query tile')} cut into {fewest if fewest == most else f'{fewest} to {most}'} splits"
+    workspace, _ = batched.sizes(plan)
+    return "\n".join((*lines, f"  {cut}: {work.num_partials} partials, {workspace / 2**20:.1f} MiB of workspace"))
+
+
+def is_decode(options: argparse.Namespace, batch: Tokens) -> bool:
+    """Is it what a decode wrapper plans: one token of every request, and pages?"""
+    asked = options.causal, options.custom_mask
+    tokens = set((batch.lengths.qo_indptr[1:] - batch.lengths.qo_indptr[:-1]).tolist())
+    return options.page_size is not None and tokens == {1} and not any(asked)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def tokens(options: argparse.Namespace) -> Tokens:
+    """Lengths of the requests, checked as a plan checks them."""
+    import torch
+
+    from cute_attn import normalize_plan
+
+    qo_lens, kv_lens = (_lengths(options, name) for name in ("qo_lens", "kv_lens"))
+    if options.batch is not None and options.batch < 1:
+        raise ArgumentError(f"--batch must be at least 1, got {options.batch}")
+    count = options.batch if options.batch is not None else max(len(qo_lens or ()), len(kv_lens or ()), 1)
+    qo_lens, kv_lens = qo_lens or [options.qo_len] * count, kv_lens or [options.kv_len] * count
+    for name, lengths in (("--qo-lens", qo_lens), ("--kv-lens", kv_lens)):
+        if len(lengths) != count:
+            raise ArgumentError(f"{name} must have a length for each of {count} requests, got {len(lengths)}")
+
+    def bounds(lengths: list[int]) -> torch.Tensor:
+        return torch.tensor([0, *itertools.accumulate(lengths)])
+
+    if options.page_size is None:
+        return normalize_plan.ragged(bounds(qo_lens), bounds(kv_lens))
+    size = normalize_plan.page_size(options.page_size)
+    pages = [-(-n // size) for n in kv_lens]
+    last = torch.tensor([n - (count - 1) * size if count else 0 for n, count in zip(kv_lens, pages, strict=True)])
+    indices = torch.arange(sum(pages))
+    return normalize_plan.paged(bounds(qo_lens), bounds(pages), indices, last, size, ("--qo-lens", *["--kv-lens"] * 3))
+
+
+def _lengths(options: argparse.Namespace, name: str) -> list[int] | None:
+    text = getattr(options, name)
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ArgumentError(f"--{name.replace('_', '-')} must be integers with commas, got {text!r}") from error
+
+
+def described(options: argparse.Namespace, decode: bool, on_gpu: bool) -> Settings:
+    """Settings of the plan that the options describe."""
+    import torch
+
+    from cute_attn import normalize_plan
+
+    settings = normalize_plan.settings(
+        normalize_plan.Options(
+            *(options.num_qo_heads, options.num_kv_heads, options.head_dim, options.head_dim_vo),
+            *(options.dtype, options.kv_dtype, options.o_dtype, options.pos_encoding_mode, options.causal),
+            *(options.window_left, options.logits_soft_cap),
+        ),
+        torch.device("cpu"),
+        options.kv_layout,
+        "ragged" if options.page_size is None else "paged",
+        options.custom_mask,
+        options.page_size or 1,
+        decode,
+        own_splits=False,
+    )
+    device = torch.device("cuda" if on_gpu else "cpu")
+    return settings._replace(features=settings.features._replace(device=device, sinks=options.sinks))

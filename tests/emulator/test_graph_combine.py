@@ -1,0 +1,42 @@
+"""Combine launches of a fixed size: fewer CTAs than rows, each of which merges what falls to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cute_attn.emulator.machine import Schedule
+from cute_attn.emulator.settings import using
+from cute_attn.kernels.spec import CombineSpec
+from cute_attn.kernels.work import Merge
+from tests.batch_case import BatchCase, call, check, heads, make, paged, plan_arguments
+from tests.graphs import graph_wrapper
+
+pytestmark = pytest.mark.emulator
+
+ROWS = 16  # CTAs of the launch on one multiprocessor
+CASES: tuple[BatchCase, ...] = (
+    paged((9, 30), (300, 40), mask="causal", fixed_split_size=8, sinks=True, **heads(2, 1)),
+    paged((3, 0, 2), (90, 70, 20), fixed_split_size=16),  # nothing is cut
+)
+
+
+@pytest.mark.parametrize("schedule", ["eager", "adversarial"])
+@pytest.mark.parametrize("case", CASES, ids=["cut", "whole"])
+@pytest.mark.parametrize("kernels", ["fa2", "fa3"])
+def test_fewer_ctas_than_rows(kernels: str, case: BatchCase, schedule: str) -> None:
+    inputs = make(case)
+    made: Any = graph_wrapper(case, "cpu", 60, 0, backend="emulator")[0]
+    with using("sm_90a", kernels=kernels, schedule=Schedule(schedule, 1), sms=1) as emulation:
+        made.plan(**plan_arguments(case, inputs))
+        out, lse = call(case, inputs, made)
+    verdict = check(case, inputs, out, lse)
+    assert verdict.ok, verdict.detail
+    plan = made._planned().launch.planned.plan
+    merges = plan.work.merges
+    cut = int((merges[:, Merge._fields.index("qo_len")] > 0).sum())
+    grids = [record.grid for record in emulation.records if record.spec["kernel"] == CombineSpec.kernel]
+    assert grids == [(ROWS, 1, 1)]
+    assert plan.rows_to_merge > ROWS
+    assert (cut * plan.rows_per_merge > ROWS) == (case is CASES[0])
