@@ -18,7 +18,6 @@ from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Ref
 from cute_attn.normalize import ALIGNMENT, MAX_ROWS
 from cute_attn.problem import BatchLengths, Settings
 from cute_attn.quantization import pack_segments
-from cute_attn.select import PAGE_ROWS
 from cute_attn.settle import MAX_KV_LEN, Structure
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -139,8 +138,7 @@ def _settings(
         lse_base=options.lse_base,
     )
     single = settle.settings(structure, call[len(settle.NOT_OPTIONS) :])
-    small_pages = kv_source == "paged" and page_size % PAGE_ROWS != 0
-    features = single.features._replace(kv_source=kv_source, small_pages=small_pages, own_splits=own_splits)
+    features = single.features._replace(kv_source=kv_source, own_splits=own_splits)
     return single._replace(features=features, page_size=page_size)
 
 

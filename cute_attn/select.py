@@ -32,16 +32,14 @@ NARROW_HEAD_DIMS = ((80, 80), (112, 112))  # no multiples of 32 columns
 
 
 REMEMBERED = 256  # settings, and what runs them
-PAGE_ROWS = 16  # tokens: shorter runs of them are too small for copies by tensor maps
 
 
 @dataclass(frozen=True)
 class Backend:
     """`auto_on`: device types on which "auto" asks it. `capability`: the least it needs; None: any device. `only`: the
     one architecture that it is built for. `least_rows`: packed query rows of a request (qo_len times the heads that
-    share a kv head) from which "auto" asks it; fewer are faster elsewhere. `small_pages`: does "auto" ask it where the
-    page size is no multiple of 16 tokens? `most_kv_bytes`: of an element of k and v. `most_rows`: by head dimension, up
-    to how many rows it is asked.
+    share a kv head) from which "auto" asks it; fewer are faster elsewhere. `most_rows`: by head dimension, up to how many.
+    `most_kv_bytes`: of an element of k and v.
     """
 
     name: str
@@ -50,7 +48,6 @@ class Backend:
     capability: tuple[int, int] | None
     only: str | None = None
     least_rows: int = 0
-    small_pages: bool = True
     most_kv_bytes: int = 2
     most_rows: tuple[tuple[int, int], ...] = ()
 
@@ -58,8 +55,6 @@ class Backend:
         """Why "auto" passes this backend over though it is able; `rows` as in `choose`."""
         if rows is not None and rows < self.least_rows:
             return f"{rows} query rows a kv head are fewer than {self.least_rows}"
-        if features.small_pages and not self.small_pages:
-            return f"the page size is no multiple of {PAGE_ROWS} tokens"
         if features.kv_dtype.itemsize > self.most_kv_bytes:
             return f"an element of k and v has more than {8 * self.most_kv_bytes} bits"
         most = dict(self.most_rows).get(features.head_dim_qk)
@@ -95,8 +90,7 @@ class Backend:
 
 
 BACKENDS = (  # in the order in which "auto" asks them
-    # Measured on an H200 at d 128: pages of 1, 4 and 16 tokens 80, 254 and 487 TFLOP/s; fa2 345 to 390 with any.
-    Backend("fa3", "NVIDIA Hopper (compute capability 9.0)", ("cuda",), (9, 0), "sm_90a", 65, small_pages=False),
+    Backend("fa3", "NVIDIA Hopper (compute capability 9.0)", ("cuda",), (9, 0), "sm_90a", 65),
     # Measured on an H200 (`perf.xqa`): over e4m3 1.4 to 1.6 times as fast as fa2, 0.96 to 1.07 times for one request of
     # 1024 to 8192 tokens; over bf16 fa2 is 0 to 5 % faster, 9 to 22 % for such a request.
     Backend(
@@ -453,7 +447,6 @@ def _title(features: Features, arch: Arch | None) -> str:
                 "per_head_scales",
                 "kv_block_scales",
                 "sinks",
-                "small_pages",
                 "expanded",
             )
         ),

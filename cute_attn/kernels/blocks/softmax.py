@@ -113,6 +113,11 @@ class OnlineSoftmax:
             shift = new
         return Risen(shift, factors, some)
 
+    def too_high(self, sums: list[Float32]) -> Boolean:
+        """Of this thread's exponentials of a tile: some is above 2^SLACK, or a row had no anchor (infinite, or NaN)."""
+        limit = Float32(2.0**SLACK * len(self.columns(0)))
+        return cutlass.or_(*(cutlass.Boolean(sums[slot] <= limit) == cutlass.Boolean(False) for slot in self.slots))
+
     def exponentials(self, s: list[Float32], shift: list[Float32], may_be_empty: bool) -> list[Float32]:
         """exp2(s * c + shift). `may_be_empty`: a row may have seen nothing yet; its two infinities must not meet."""
         p = list(s)
