@@ -38,8 +38,8 @@ REMEMBERED = 256  # settings, and what runs them
 class Backend:
     """`auto_on`: device types on which "auto" asks it. `capability`: the least it needs; None: any device. `only`: the
     one architecture that it is built for. `least_rows`: packed query rows of a request (qo_len times the heads that
-    share a kv head) from which "auto" asks it; fewer are faster elsewhere. `most_rows`: up to how many, by head dimension.
-    `most_kv_bytes`: of an element of k and v.
+    share a kv head) from which "auto" asks it; fewer are faster elsewhere. `most_rows`: by head dimension, up to how
+    many. `most_kv_bytes`: of an element of k and v.
     """
 
     name: str
