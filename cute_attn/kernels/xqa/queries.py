@@ -40,7 +40,8 @@ class QueryRows:
         return PackedRows(block * self.spec.rows, count, group, head * p.group, start)
 
     def head(self, segment: Segment) -> Int32:
-        return isa.divide(segment.unit, self.p.row_blocks)
+        p = self.p
+        return Divisor(p.row_blocks, p.row_blocks_multiplier, p.row_blocks_shift).quotient(segment.unit)
 
     def fetch(self, segment: Segment) -> list[Int32]:
         """Starts the loads of a segment's rows. Before those of its first tiles: behind them, in the memory's queue,
