@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from cute_attn.kernels.spec import KV_BITS, KernelSpec, Program
 
@@ -29,6 +29,7 @@ class XqaSpec(KernelSpec):
     warps: int = 8
     stages: int = 3  # tiles of a warp's ring
     ctas: int = 1  # of a launch, that an SM is to hold
+    paired: bool = False  # NVFP4 and at most 4 rows: columns 4 to 7 repeat them for the other block of a chunk
     guests: int = 0  # of the next launch, for which they leave room: both bound the registers
 
     def __post_init__(self) -> None:
@@ -45,6 +46,10 @@ class XqaSpec(KernelSpec):
     @property
     def rows(self) -> int:
         return 8 * self.row_blocks
+
+    def row(self, column: Any) -> Any:
+        """Query row of a column of S^T, O^T."""
+        return column & 3 if self.paired else column
 
     @property
     def kv_bits(self) -> int:
