@@ -23,9 +23,9 @@ class Ring(NamedTuple):
 
 
 # In order of preference, the first that shared memory and registers have room for; measured on an H200. Few pairs are
-# cut into many parts: one CTA an SM leaves least to merge, many warps have least to do after their last bytes have come,
-# and with room for a guest the next launch starts up meanwhile. Of many pairs CTAs hide each other's beginnings and
-# ends, the more so the less a warp has to read.
+# cut into many parts: one CTA an SM leaves least to merge, many warps have least to do after their last bytes came, and
+# with room for a guest the next launch starts up meanwhile. Of many pairs CTAs hide each other's beginnings and ends,
+# the more so the less a warp has to read.
 FEW_RINGS = {
     16: (Ring(8, 3, 1, 8192),),
     8: (Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096)),
