@@ -107,6 +107,11 @@ class Four:
 
     The bits of e2m1 in the place of fp16's (sign 15, the rest 11..9) are 2^-14 times the number. Times the block scale
     that is exact: six significant bits, and never below fp16's least subnormal number, 2^-24.
+
+    A lane's rows of O^T are of one of the two blocks in a chunk of 32 dims, by g: V is scaled, four registers an
+    operand. Where four columns suffice for all rows (`paired`), columns 4 to 7 repeat them and are weighted for the
+    second block: P is scaled instead, two registers an operand, and V stays as it is. Of O^T half is meaningless then
+    (`merge`).
     """
 
     memory: XqaMemory
@@ -182,6 +187,7 @@ class Four:
         return tuple([isa.mul_f16x2(x, scale) for x in pairs] for pairs, scale in zip(words, scales, strict=True))
 
     def weights(self, p: list[Operand], tile: int, scales: list[Operand]) -> list[Operand]:
+        """P^T for an output tile."""
         if not self.paired:
             return p
         return [[isa.mul_f16x2(x, scale) for x, scale in zip(b, scales[tile // 2], strict=True)] for b in p]
