@@ -207,9 +207,11 @@ class XqaProgram:
         return Work(
             stretch=self.stretch(segment, share),
             tile=self.tile(p, segment),
-            mask=DraftMask(p, rows, segment, self.spec.cols, self.spec.row_blocks, self.spec.tree),
+            mask=DraftMask(p, rows, segment, self.spec),
             queries=queries,
-            softmax=ColumnSoftmax(self.spec.row_blocks, self.spec.head_dim // 16, queries.log2_scale),
+            softmax=ColumnSoftmax(
+                self.spec.row_blocks, self.spec.head_dim // 16, queries.log2_scale, self.format.slack
+            ),
         )
 
     # --- phases -----------------------------------------------------------------------------------------------------
@@ -306,8 +308,9 @@ class XqaProgram:
                 loaded = ptx.ldmatrix_x4(v_at, offset + m * 16 * memory.row_bytes, transpose=True)
                 for u, a in enumerate(self.format.v_operands(loaded, pair, scales)):
                     tile = pair * self.format.operands_per_load + u
+                    weights = self.format.weights(b, tile, scales)
                     for block in range(blocks):
-                        self._mma(acc, tile * blocks + block, a, b[block])
+                        self._mma(acc, tile * blocks + block, a, weights[block])
         return acc
 
     def _probabilities(self, p: list[Float32], index: int) -> list[Int32]:

@@ -22,6 +22,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.softmax import SLACK
 from cute_attn.kernels.xqa import instructions as isa
 from cute_attn.kernels.xqa.spec import XqaMemory, XqaSpec
 
@@ -37,6 +38,7 @@ class Sixteen:
     operands_per_load = 1
     transposed_pairs = True  # V: the x4 matrices are (tokens, dims) = (0, 0), (0, 8), (8, 0), (8, 8)
     factor = 1.0
+    slack = SLACK
 
     def k_scales(self, slot: Int32, m: int) -> list[Operand]:
         return []
@@ -47,6 +49,9 @@ class Sixteen:
         return [loaded]
 
     v_operands = k_operands
+
+    def weights(self, p: list[Operand], tile: int, scales: list[Operand]) -> list[Operand]:
+        return p
 
     def output_dim(self, tile: int, g: Int32) -> tuple[Int32, int]:
         """Dimension of row g of output tile `tile`, and how far from it that of row g + 8 is."""
@@ -62,6 +67,7 @@ class Eight:
 
     operands_per_load = 2
     transposed_pairs = False  # V: (tokens, chunks) = (0, 0), (8, 0), (0, 1), (8, 1), as K
+    slack = SLACK
 
     @property
     def factor(self) -> float:
@@ -82,6 +88,9 @@ class Eight:
         halves = [self.halves(isa.permute(x, x, 0x3120)) for x in loaded]
         return [[halves[i][0], halves[i][1], halves[i + 1][0], halves[i + 1][1]] for i in (0, 2)]
 
+    def weights(self, p: list[Operand], tile: int, scales: list[Operand]) -> list[Operand]:
+        return p
+
     def output_dim(self, tile: int, g: Int32) -> tuple[Int32, int]:
         return g * 2 + 16 * tile, 1
 
@@ -98,10 +107,16 @@ class Four:
 
     The bits of e2m1 in the place of fp16's (sign 15, the rest 11..9) are 2^-14 times the number. Times the block scale
     that is exact: six significant bits, and never below fp16's least subnormal number, 2^-24.
+
+    A lane's rows of O^T are of one of the two blocks in a chunk of 32 dims, by g: V is scaled, four registers an
+    operand. Where four columns suffice for all rows (`paired`), columns 4 to 7 repeat them and are weighted for the
+    second block: P is scaled instead, two registers an operand, and V stays as it is. Of O^T half is meaningless then
+    (`merge`).
     """
 
     memory: XqaMemory
     native: bool
+    paired: bool
 
     operands_per_load = 4
     transposed_pairs = False
@@ -159,8 +174,8 @@ class Four:
         """Elements i and i + 4 are dim 4g + i of token 2t and of token 2t + 1: a pair as it should be."""
         operands = []
         for i in (0, 1):
-            low, high = scales[2 * pair + i]
-            a, b = self.pairs(loaded[2 * i], low), self.pairs(loaded[2 * i + 1], high)
+            x, y = isa.e2m1_pairs(loaded[2 * i]), isa.e2m1_pairs(loaded[2 * i + 1])
+            a, b = (x, y) if self.paired else self._times((x, y), scales[2 * pair + i])
             operands += [[a[j], a[j + 1], b[j], b[j + 1]] for j in (0, 2)]
         return operands
 
@@ -168,9 +183,19 @@ class Four:
         """f16x2 of elements (i, i + 4), i = 0..3, times one of two scales."""
         return [isa.scale_f16x2(pair, scales, half) for pair in isa.e2m1_pairs(x)]
 
-    def pairs(self, x: Int32, scale: Int32) -> list[Int32]:
-        """f16x2 of elements (i, i + 4), i = 0..3, times a scale each."""
-        return [isa.mul_f16x2(pair, scale) for pair in isa.e2m1_pairs(x)]
+    def _times(self, words: tuple[Operand, ...], scales: Operand) -> tuple[Operand, ...]:
+        return tuple([isa.mul_f16x2(x, scale) for x in pairs] for pairs, scale in zip(words, scales, strict=True))
+
+    def weights(self, p: list[Operand], tile: int, scales: list[Operand]) -> list[Operand]:
+        """P^T for an output tile."""
+        if not self.paired:
+            return p
+        return [[isa.mul_f16x2(x, scale) for x, scale in zip(b, scales[tile // 2], strict=True)] for b in p]
+
+    @property
+    def slack(self) -> float:
+        """P times the largest scale, 448, must fit fp16."""
+        return SLACK - 1 if self.paired else SLACK
 
     def output_dim(self, tile: int, g: Int32) -> tuple[Int32, int]:
         return g * 4 + (tile // 2 * 32 + tile % 2 * 2), 1
@@ -196,4 +221,4 @@ def _shifted(x: Int32) -> Int32:
 def make(spec: XqaSpec, native: bool) -> Sixteen | Eight | Four:
     if spec.kv_bits == 16:
         return Sixteen()
-    return Eight(spec.kv_dtype, native) if spec.kv_bits == 8 else Four(XqaMemory.of(spec), native)
+    return Eight(spec.kv_dtype, native) if spec.kv_bits == 8 else Four(XqaMemory.of(spec), native, spec.paired)

@@ -66,19 +66,27 @@ class Merge:
 
     # --- warps of a CTA ---------------------------------------------------------------------------------------------
 
+    @cute.jit
     def publish(self, running: Running, warp: Int32) -> None:
         """Outputs as [row, dim] fp32 into the free slot of the warp's ring, see `turned` for the order of dims."""
         lane = cute.arch.thread_idx()[0] & 31
-        g, t = lane >> 2, lane & 3
         totals = [reduce_column(lambda a, b: a + b, x) for x in running.total]
         outputs = self.base + warp * self.memory.ring_bytes + self.memory.merge
         stats = self.base + self.memory.stats + warp * (self.memory.rows * 8)
         self.publish_stats(stats, [Float32(0.0) - x for x in running.shift], totals)
+        if cutlass.const_expr(self.spec.paired):
+            if lane >> 4 == (lane >> 1 & 1):  # columns weighted for the block of this lane's rows
+                self.publish_outputs(running, outputs, lane)
+        else:
+            self.publish_outputs(running, outputs, lane)
+
+    def publish_outputs(self, running: Running, outputs: Int32, lane: Int32) -> None:
+        g, t = lane >> 2, lane & 3
         for i in range(0, len(running.out), 4):
             tile, block = i // 4 // self.spec.row_blocks, i // 4 % self.spec.row_blocks
             dim, distance = self.format.output_dim(tile, g)
             for column in (0, 1):
-                row = t * 2 + (8 * block + column)
+                row = self.spec.row(t * 2 + column) + 8 * block
                 at = outputs + row * (self.spec.head_dim * 4) + self.turned(dim, row) * 4
                 upper, lower = running.out[i + column], running.out[i + column + 2]
                 if distance == 1:

@@ -51,7 +51,7 @@ class QueryRows:
         lane = cute.arch.thread_idx()[0] & 31
         words = []
         for block in range(self.spec.row_blocks):
-            row = (lane >> 2) + 8 * block
+            row = self.spec.row(lane >> 2) + 8 * block
             address = rows.address(p.q, row, p.q_stride_n, p.q_stride_h)
             words += self._words(address, rows.exists(row), lane & 3)
         return words

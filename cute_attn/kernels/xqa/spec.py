@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from cute_attn.kernels.spec import KV_BITS, KernelSpec, Program
 
 LINE = 128  # bytes; the banks of shared memory once over
 
 SCALE_BLOCK = 16  # elements of NVFP4 that share an e4m3 scale
+PAIRED_ROWS = 4
 OUT_DTYPES = ("float16", "bfloat16", "float8_e4m3fn")
 HEAD_DIMS = (64, 128, 256)
 
@@ -29,6 +30,7 @@ class XqaSpec(KernelSpec):
     warps: int = 8
     stages: int = 3  # tiles of a warp's ring
     ctas: int = 1  # of a launch, that an SM is to hold
+    paired: bool = False  # NVFP4 and at most PAIRED_ROWS rows, see `formats.Four`
     guests: int = 0  # of the next launch, for which they leave room: both bound the registers
 
     def __post_init__(self) -> None:
@@ -36,6 +38,8 @@ class XqaSpec(KernelSpec):
         rules = {
             f"head_dim must be one of {HEAD_DIMS}": self.head_dim in HEAD_DIMS,
             "cols must be 16 or a multiple of 32": self.cols == 16 or self.cols % 32 == 0,
+            "paired columns are of one block of rows of NVFP4": not self.paired
+            or (self.kv_bits, self.row_blocks) == (4, 1),
             "stages must leave some beside those that hold outputs": memory.ahead >= 1,
         }
         for rule, holds in rules.items():
@@ -45,6 +49,10 @@ class XqaSpec(KernelSpec):
     @property
     def rows(self) -> int:
         return 8 * self.row_blocks
+
+    def row(self, column: Any) -> Any:
+        """Query row of a column of S^T and O^T."""
+        return column & (PAIRED_ROWS - 1) if self.paired else column
 
     @property
     def kv_bits(self) -> int:

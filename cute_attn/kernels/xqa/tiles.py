@@ -6,7 +6,7 @@ import itertools
 from typing import NamedTuple
 
 from cute_attn.kernels.spec import KV_BITS
-from cute_attn.kernels.xqa.spec import HEAD_DIMS, SCALE_BLOCK, XqaMemory, XqaSpec
+from cute_attn.kernels.xqa.spec import HEAD_DIMS, PAIRED_ROWS, SCALE_BLOCK, XqaMemory, XqaSpec
 from cute_attn.runtime.arch import Arch
 
 REGISTER_DIMS = 256  # row blocks x head_dim: more outputs and queries do not fit a thread's registers
@@ -27,11 +27,11 @@ class Ring(NamedTuple):
 # with room for a guest the next launch starts up meanwhile. Of many pairs CTAs hide each other's beginnings and ends,
 # the more so the less a warp has to read.
 FEW_RINGS = {
-    16: (Ring(8, 3, 1, 8192),),
+    16: (Ring(8, 2, 1, 8192),),
     8: (Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096)),
-    4: (Ring(12, 6, 1, 2048), Ring(8, 3, 1, 4096)),
+    4: (Ring(8, 6, 1, 2048, guests=1), Ring(8, 3, 1, 4096)),
 }
-MANY_RINGS = {16: (Ring(4, 3, 2, 8192),), 8: (Ring(4, 2, 3, 8192),), 4: (Ring(6, 3, 2, 4096),)}
+MANY_RINGS = {16: (Ring(4, 3, 2, 8192),), 8: (Ring(4, 2, 3, 8192),), 4: (Ring(4, 3, 2, 4096),)}
 OTHER_RINGS = (
     Ring(4, 3, 2, 8192),
     Ring(4, 2, 2, 8192),
@@ -47,11 +47,12 @@ def choose(
     """The kernel for `packed_rows` = q_len * group rows, and for at most FEW pairs of a request and a kv head."""
     software = KV_BITS[kv_dtype] == 4 and arch.capability < (8, 9)  # conversions that take registers, too
     row_blocks = max(1, min(2, REGISTER_DIMS // (2 if software else 1) // head_dim, -(-packed_rows // 8)))
+    paired = kv_dtype == "nvfp4" and packed_rows <= PAIRED_ROWS
     preferred = (FEW_RINGS if few else MANY_RINGS)[KV_BITS[kv_dtype]]
     specs = [
         XqaSpec(
             q_dtype, kv_dtype, out_dtype, head_dim, tree, row_blocks,
-            _cols(kv_dtype, head_dim, row_blocks, r), r.warps, r.stages, r.ctas, r.guests,
+            _cols(kv_dtype, head_dim, row_blocks, r), r.warps, r.stages, r.ctas, paired, r.guests,
         )
         for r in (*preferred, *OTHER_RINGS)
     ]  # fmt: skip
