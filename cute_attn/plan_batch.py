@@ -25,6 +25,7 @@ Memory = Callable[[int], np.ndarray]  # a flat int32 array of a size
 
 UNLIMITED = 1 << 62
 MANY = 1 << 20  # query tokens: more than any tile has
+GROUPED_WAVES = 4  # of tiles, from which on their order minds what is in L2
 EXTRA_WAVES = 2  # of items that cuts may add to a launch of fixed size
 MERGE_ROWS = 16384  # rows that the combine launch of a fixed size has, where one wave of items does not need more
 
@@ -192,7 +193,7 @@ def _records(
     lengths: BatchLengths, shape: TileShape, tiles: QueryTiles, pieces: Pieces, room: Room | None, memory: Memory
 ) -> Work:
     order = longest_first(pieces.end - pieces.begin)
-    if shape.resident and int(lengths.kv_len.sum()) > shape.resident:
+    if grouped(shape, len(order)) and int(lengths.kv_len.sum()) > shape.resident:
         request = tiles.request if pieces.tile is None else tiles.request[pieces.tile]
         order = order[np.argsort(neighbourhoods(lengths, shape)[request[order]], kind="stable")]
     num_items, num_merges = len(order), len(pieces.cut)
@@ -254,6 +255,11 @@ def longest_first(cost: np.ndarray) -> np.ndarray:
     if longest < 1 << 16:  # numpy's stable sort is a radix sort up to 16 bits: 8 times faster than for 32
         return np.argsort((longest - cost).astype(np.uint8 if longest < 1 << 8 else np.uint16), kind="stable")
     return np.argsort(-cost, kind="stable")
+
+
+def grouped(shape: TileShape, items: int) -> bool:
+    """Whether what shares L2 goes before what is long: not in few waves, which would end late."""
+    return bool(shape.resident) and items * shape.num_kv_heads >= GROUPED_WAVES * shape.slots
 
 
 def neighbourhoods(lengths: BatchLengths, shape: TileShape) -> np.ndarray:

@@ -157,6 +157,25 @@ def test_launches_of_batches(page_size: int) -> None:
     assert partials > 0
 
 
+@pytest.mark.parametrize(("sms", "kv_len", "heads"), [(4, 6000, 1), (4, 900, 5), (132, 6000, 16), (4, 0, 16)])
+def test_sections_of_a_batch(sms: int, kv_len: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many heads as L2 holds the keys of, where there are waves enough; every tile belongs to one."""
+    monkeypatch.setattr(fa3_kernels, "SECTION_BYTES", 5 * 1024 * 2 * 64 * 2)
+    fa3_batch.tiling.cache_clear()
+    batch = Batch(qo_lens=(700, 300), kv_lens=(kv_len, min(kv_len, 20)), heads=(16, 16), dims=(64, 64))
+    built = build(batch)
+    plan = fa3_batch.scheduled(built.problem.settings, built.lengths, built.limits, HOPPER, sms)
+    fa3_batch.tiling.cache_clear()
+    tiles, found = fa3_batch.sectioned(plan)
+    assert found == {1: 1, 5: 4, 16: 16}[heads]
+    places = set()
+    for index in range(plan.total):
+        section, within = divmod(index, tiles)
+        item, head = divmod(within, found)
+        places.add((item, section * found + head))
+    assert places == {(item, head) for item in range(plan.work.item_capacity) for head in range(16)}
+
+
 def test_every_tile_is_a_default_kernel() -> None:
     compiled = {(s.head_dim_qk, s.head_dim_vo, s.tile) for s in tiles_sm90.default_specs() if isinstance(s, Fa3Spec)}
     for (dim_qk, dim_vo), tiles in tiles_sm90.candidates().items():

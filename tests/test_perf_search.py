@@ -24,7 +24,7 @@ GOAL = HopperTile(128, 128, 3, 2, ping_pong=False)
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_neighbours_differ_in_one_field_and_fit(head_dim: int) -> None:
-    tile = tiles_sm90.choose((head_dim, head_dim), plain=True, paged=False)
+    tile = tiles_sm90.choose((head_dim, head_dim), plain=True, kv="dense")
     assert search.fits(head_dim, tile)
     found = search.neighbours(head_dim, tile)
     assert len(found) > 2

@@ -156,6 +156,8 @@ def check_order(work: Work, lengths: BatchLengths, shape: TileShape) -> None:
     for request in sorted(range(len(lengths.kv_len)), key=lambda i: -lengths.kv_len[i]):
         tokens += int(lengths.kv_len[request])
         together[request] = max(tokens - 1, 0) // shape.resident if shape.resident else 0
+    if len(items_of(work)) * shape.num_kv_heads < 4 * shape.slots:
+        together = dict.fromkeys(together, 0)
     keys = [
         (together[item.request], -len(tiles_of(item, shape)), item.request, item.first_row, item.kv_begin)
         for item in items_of(work)

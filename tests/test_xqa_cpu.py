@@ -19,7 +19,7 @@ from cute_attn import (
     trtllm_batch_decode_with_kv_cache,
     xqa_batch_decode_with_kv_cache,
 )
-from cute_attn.xqa import xqa
+from cute_attn.xqa import host, xqa
 from tests.xqa_case import Built, XqaCase, build, random_case
 
 SEED = [
@@ -192,3 +192,13 @@ def test_no_gradients_and_no_shared_memory() -> None:
         call(built, query=query)
     with pytest.raises(ArgumentError, match="out must not share memory with query"):
         call(built, out=built.arguments["query"])
+
+
+@pytest.mark.parametrize("ctas", [1, 2, 78, 132, 264, 396, 528])
+def test_lines_take_the_units_evenly_and_leave_few_ctas_idle(ctas: int) -> None:
+    for units in range(1, 140):
+        lines = host.line_count(units, ctas)
+        assert units % lines == 0
+        assert ctas % lines <= ctas / 32
+    assert host.line_count(8, 132) == 8
+    assert host.line_count(8, 528) == 8

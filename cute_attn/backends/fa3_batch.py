@@ -107,7 +107,18 @@ def ready(settings: Settings, tile: HopperTile, heads: int, combine: bool, arch:
     )
 
 
+def sectioned(plan: Scheduled) -> tuple[int, int]:
+    """Tiles of a section, and blocks of heads in it."""
+    shape, items = plan.shape, plan.work.item_capacity
+    heads = shape.section_heads if plan_batch.grouped(shape, items) else shape.num_kv_heads
+    return max(1, items) * heads, heads
+
+
 class Planned(batched.Planned):
+    @functools.cached_property
+    def section(self) -> tuple[int, int]:
+        return sectioned(self.plan)
+
     def prepared(self, settings: Settings) -> Ready:
         plan = self.plan
         merges = bool(plan.combine_grid[0])
@@ -116,13 +127,12 @@ class Planned(batched.Planned):
     def attention(self, ready: Ready, problem: BatchProblem, partials: tuple[int, int], stream: int) -> Values:
         parameters, indices = ready.parameters, problem.kv_indices
         right, left = parameters.bounds()
-        section = self.plan.shape.section_heads
         launched = Launched(
             counters.of_device(self.device_index).address(stream),
             right,
             left,
             self.plan.total,
-            (max(1, self.plan.work.item_capacity) * section, section),
+            self.section,
             items=(self.items, *partials),
             kv_indices=0 if indices is None else indices.data_ptr(),
         )

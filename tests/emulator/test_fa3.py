@@ -14,6 +14,7 @@ from cute_attn import (
     select,
     single_prefill_with_kv_cache,
 )
+from cute_attn.backends import fa3_batch, fa3_kernels
 from cute_attn.emulator import Schedule, using
 from cute_attn.emulator.settings import Emulation
 from cute_attn.problem import Features
@@ -142,6 +143,15 @@ def test_scores_that_leap(head_dim: int, schedule: Schedule, dtype: torch.dtype)
         torch.testing.assert_close(lse, expected[1], rtol=1e-3, atol=1e-3)
         ran.append(products(emulation))
     assert ran[0] < ran[1]
+
+
+@pytest.mark.parametrize(("batch", "schedule"), list(zip(BATCHES, itertools.cycle(SCHEDULES), strict=False)), ids=name)
+def test_batches_in_sections(batch: BatchCase, schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Head after head, request after request."""
+    monkeypatch.setattr(fa3_kernels, "SECTION_BYTES", 1)
+    fa3_batch.tiling.cache_clear()
+    solve_batch(batch, schedule, sms=1)
+    fa3_batch.tiling.cache_clear()
 
 
 def assert_cut(emulation: Emulation) -> None:

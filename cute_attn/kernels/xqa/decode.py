@@ -1,6 +1,6 @@
 """Decode over a paged cache on mma.sync, for any GPU since sm_80: K and V move once, at the speed of memory.
 
-    share of the line (`partition`)    segment | segment | segment ...
+    share of a line (`partition`)      segment | segment | segment ...
     every warp, its own cp.async ring  K,V[t + 2] -----> K,V[t + 3] ----->
     and no barrier in the loop         S^T = K Q^T | softmax | O^T += V^T P^T
     at a segment's end (`merge`)       warps, through shared memory; parts of other CTAs, through global memory
@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.epilogue import Finish
-from cute_attn.kernels.blocks.rows import PackedRows
+from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, zeros
 from cute_attn.kernels.blocks.smem import further
 from cute_attn.kernels.xqa import formats
@@ -34,21 +34,24 @@ from cute_attn.runtime.arch import named
 
 
 class XqaParams(NamedTuple):
-    """Kernel parameters, in order. Addresses are Int64, 0 where absent; strides are bytes."""
+    """Kernel parameters, in order. Addresses are Int64, 0 where absent; strides are bytes, of K's and V's
+    pages and tokens 16 of them: a place in a cache is then a number of 32 bits."""
 
     q: Int64
     k: Int64
     v: Int64
-    k_sf: Int64
-    v_sf: Int64
     o: Int64
     lse: Int64
+    k_sf: Int64
+    v_sf: Int64
     table: Int64
+    page_starts: Int64
     seq_lens: Int64
     q_indptr: Int64
     mask: Int64
     sinks: Int64
     scale_ptr: Int64
+    more_scale_ptr: Int64
     v_scale_ptr: Int64
     partials: Int64
     counters: Int64
@@ -60,7 +63,6 @@ class XqaParams(NamedTuple):
     v_stride_h: Int64
     k_sf_stride_h: Int64
     v_sf_stride_h: Int64
-    table_stride: Int64
     k_stride_page: Int32
     k_stride_n: Int32
     v_stride_page: Int32
@@ -72,10 +74,16 @@ class XqaParams(NamedTuple):
     mask_row_bytes: Int32
     batch: Int32
     capacity: Int32
+    table_stride: Int32  # elements, unlike the others
     q_len: Int32
     window_left: Int32
     num_kv_heads: Int32
     row_blocks: Int32
+    row_blocks_multiplier: Int32
+    row_blocks_shift: Int32
+    line_units: Int32
+    shares_multiplier: Int32
+    shares_shift: Int32
     group: Int32
     group_multiplier: Int32
     group_shift: Int32
@@ -86,6 +94,7 @@ class XqaParams(NamedTuple):
     min_share: Int32
     scale: Float32
     v_scale: Float32
+    lse_scale: Float32
 
 
 class State(NamedTuple):
@@ -137,7 +146,7 @@ class XqaProgram:
             grid=grid,
             block=block,
             smem=self.smem_bytes,
-            min_blocks_per_mp=self.spec.ctas,
+            min_blocks_per_mp=self.spec.ctas + self.spec.guests,
             preferred_smem_carveout=100,  # or the DSL asks a driver what to prefer
         )
 
@@ -147,29 +156,33 @@ class XqaProgram:
             ptx.grid_dependency_wait()
             ptx.grid_dependency_launch()
         partition = Partition(params, self.spec.cols)
-        share, following = partition.locate()
+        share, segment = partition.locate()
         merge, query_rows = self.compose(params)
-        # A segment of nothing comes first: what fills the ring for the next segment then stands here once.
-        segment = partition.nothing()
-        located, words = self.tile(params, segment).nowhere(), query_rows.nothing()
+        words = query_rows.fetch(segment)
+        located = self.fill(self.tile(params, segment), self.stretch(segment, share))
         while partition.reaches(segment, share):
             work = self.work(params, segment, share, query_rows.operands(words), query_rows.rows(segment))
             state = State(work.softmax.start(), self.ring(), located)
             for i in cutlass.range(0, work.stretch.count, unroll=1):
                 state = self.step(work, state, i)
-            words = query_rows.fetch(following)
-            located = self.fill(self.tile(params, following), self.stretch(following, share))
-            self.conclude(merge, query_rows, segment, share, work.stretch.part, state.running)
+            self.publish(merge, work.stretch.part, state.running)
+            following = partition.after(segment)
+            words, located = query_rows.nothing(), work.tile.nowhere()
+            if partition.reaches(following, share):
+                words = query_rows.fetch(following)
+                located = self.fill(self.tile(params, following), self.stretch(following, share))
+            self.conclude(merge, query_rows.rows(segment), segment, share, work.stretch.part)
             segment = following
-            following = partition.after(following)
         ptx.cp_async_wait(0)
 
     # --- composition ------------------------------------------------------------------------------------------------
 
     def compose(self, p: XqaParams) -> tuple[Merge, QueryRows]:
-        scale = p.scale * device_scale(p.scale_ptr) * Float32(ptx.LOG2E * self.format.factor)
+        device_scales = device_scale(p.scale_ptr) * device_scale(p.more_scale_ptr)
+        scale = p.scale * device_scales * Float32(ptx.LOG2E * self.format.factor)
         v_scale = p.v_scale * device_scale(p.v_scale_ptr) * Float32(self.format.factor)
-        merge = Merge(self.spec, self.memory, self.format, p, shared_memory(), Finish(p.sinks, v_scale, Float32(1.0)))
+        finish = Finish(p.sinks, v_scale, p.lse_scale)
+        merge = Merge(self.spec, self.memory, self.format, p, shared_memory(), finish)
         return merge, QueryRows(self.spec, p, scale)
 
     def ring(self) -> Int32:
@@ -186,17 +199,19 @@ class XqaProgram:
         return Stretch(mine, first + segment.request.first_token // self.spec.cols, count)
 
     def tile(self, p: XqaParams, segment: Segment) -> PagedTile:
-        head = isa.divide(segment.unit, p.row_blocks)
-        table = p.table + Int64(segment.index) * p.table_stride
+        head = Divisor(p.row_blocks, p.row_blocks_multiplier, p.row_blocks_shift).quotient(segment.unit)
+        table = isa.mad_wide(segment.first_page, Int32(4), p.table)
         return PagedTile(self.memory, p, table, head, segment.request.first_token, segment.request.kv_len)
 
     def work(self, p: XqaParams, segment: Segment, share: Share, queries: Queries, rows: PackedRows) -> Work:
         return Work(
             stretch=self.stretch(segment, share),
             tile=self.tile(p, segment),
-            mask=DraftMask(p, rows, segment, self.spec.cols, self.spec.row_blocks, self.spec.tree),
+            mask=DraftMask(p, rows, segment, self.spec),
             queries=queries,
-            softmax=ColumnSoftmax(self.spec.row_blocks, self.spec.head_dim // 16, queries.log2_scale),
+            softmax=ColumnSoftmax(
+                self.spec.row_blocks, self.spec.head_dim // 16, queries.log2_scale, self.format.slack
+            ),
         )
 
     # --- phases -----------------------------------------------------------------------------------------------------
@@ -205,8 +220,8 @@ class XqaProgram:
         return stretch.first + i * self.spec.warps
 
     def fill(self, tile: PagedTile, stretch: Stretch) -> Located:
-        """The first `stages - 1` tiles of a segment, one cp.async group each; groups are committed even if empty."""
-        ahead = self.spec.stages - 1
+        """The first tiles of a segment, one cp.async group each; groups are committed even if empty."""
+        ahead = self.memory.ahead
         numbers = [self.kv_tile(stretch, i) for i in range(ahead + 1)]
         located = [tile.locate(number, i < stretch.count) for i, number in enumerate(numbers)]
         for i in range(ahead):
@@ -218,8 +233,8 @@ class XqaProgram:
 
     @cute.jit
     def step(self, work: Work, state: State, i: Int32) -> State:
-        """One tile: wait for it, S^T while starting the copies of the tile `stages - 1` further, softmax, O^T."""
-        ahead, stretch = self.spec.stages - 1, work.stretch
+        """One tile: wait for it, S^T while starting the copies of the tile `ahead` further, softmax, O^T."""
+        ahead, stretch = self.memory.ahead, work.stretch
         ptx.cp_async_wait(ahead - 1)
         ptx.sync_warp()  # the tile is visible, and every lane has left the slot that is filled next
         further_tile, wanted = self.kv_tile(stretch, i + ahead), i + ahead < stretch.count
@@ -241,15 +256,17 @@ class XqaProgram:
         return ptx.select(moved >= self.ring() + self.memory.ring_bytes, moved - self.memory.ring_bytes, moved)
 
     @cute.jit
-    def conclude(
-        self, merge: Merge, query_rows: QueryRows, segment: Segment, share: Share, mine: Part, running: Running
-    ) -> None:
-        """Every warp has left its ring's last slot, which `fill` leaves free: outputs meet there."""
+    def publish(self, merge: Merge, mine: Part, running: Running) -> None:
+        """Every warp has left its ring's last slots, which `fill` leaves free: outputs meet there."""
         if mine.active:
             ptx.sync_warp()
             merge.publish(running, self.warp())
+
+    @cute.jit
+    def conclude(self, merge: Merge, rows: PackedRows, segment: Segment, share: Share, mine: Part) -> None:
+        if mine.active:
             ptx.sync_threads()
-            merge.write(query_rows.rows(segment), segment, share, mine)
+            merge.write(rows, segment, share, mine)
             ptx.sync_threads()  # the slots are free again
 
     # --- matrix products --------------------------------------------------------------------------------------------
@@ -291,8 +308,9 @@ class XqaProgram:
                 loaded = ptx.ldmatrix_x4(v_at, offset + m * 16 * memory.row_bytes, transpose=True)
                 for u, a in enumerate(self.format.v_operands(loaded, pair, scales)):
                     tile = pair * self.format.operands_per_load + u
+                    weights = self.format.weights(b, tile, scales)
                     for block in range(blocks):
-                        self._mma(acc, tile * blocks + block, a, b[block])
+                        self._mma(acc, tile * blocks + block, a, weights[block])
         return acc
 
     def _probabilities(self, p: list[Float32], index: int) -> list[Int32]:

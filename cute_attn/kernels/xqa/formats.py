@@ -22,6 +22,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.softmax import SLACK
 from cute_attn.kernels.xqa import instructions as isa
 from cute_attn.kernels.xqa.spec import XqaMemory, XqaSpec
 
@@ -37,6 +38,7 @@ class Sixteen:
     operands_per_load = 1
     transposed_pairs = True  # V: the x4 matrices are (tokens, dims) = (0, 0), (0, 8), (8, 0), (8, 8)
     factor = 1.0
+    slack = SLACK
 
     def k_scales(self, slot: Int32, m: int) -> list[Operand]:
         return []
@@ -47,6 +49,9 @@ class Sixteen:
         return [loaded]
 
     v_operands = k_operands
+
+    def weights(self, p: list[Operand], tile: int, scales: list[Operand]) -> list[Operand]:
+        return p
 
     def output_dim(self, tile: int, g: Int32) -> tuple[Int32, int]:
         """Dimension of row g of output tile `tile`, and how far from it that of row g + 8 is."""
@@ -62,6 +67,7 @@ class Eight:
 
     operands_per_load = 2
     transposed_pairs = False  # V: (tokens, chunks) = (0, 0), (8, 0), (0, 1), (8, 1), as K
+    slack = SLACK
 
     @property
     def factor(self) -> float:
@@ -82,6 +88,9 @@ class Eight:
         halves = [self.halves(isa.permute(x, x, 0x3120)) for x in loaded]
         return [[halves[i][0], halves[i][1], halves[i + 1][0], halves[i + 1][1]] for i in (0, 2)]
 
+    def weights(self, p: list[Operand], tile: int, scales: list[Operand]) -> list[Operand]:
+        return p
+
     def output_dim(self, tile: int, g: Int32) -> tuple[Int32, int]:
         return g * 2 + 16 * tile, 1
 
@@ -98,58 +107,54 @@ class Four:
 
     The bits of e2m1 in the place of fp16's (sign 15, the rest 11..9) are 2^-14 times the number. Times the block scale
     that is exact: six significant bits, and never below fp16's least subnormal number, 2^-24.
+
+    A lane's rows of O^T are of one of the two blocks in a chunk of 32 dims, by g: V is scaled, four registers an
+    operand. Where four columns suffice for all rows (`paired`), columns 4 to 7 repeat them and are weighted for the
+    second block: P is scaled instead, two registers an operand, and V stays as it is. Of O^T half is meaningless then
+    (`merge`).
     """
 
     memory: XqaMemory
     native: bool
+    paired: bool
 
     operands_per_load = 4
     transposed_pairs = False
     factor = 16384.0
 
     def k_scales(self, slot: Int32, m: int) -> list[Operand]:
-        """scales[chunk] = f16x2 of the scale of tokens g and g + 8, each twice: a lane's eight dims are 8t .. 8t + 7
-        of a chunk of 32, so that they share one of the chunk's two scales."""
+        """scales[pair] = f16x2 of the scales of two chunks, for token g and for token g + 8: a lane's eight dims are
+        8t .. 8t + 7 of a chunk of 32, so that they share one of the chunk's two scales."""
         lane = cute.arch.thread_idx()[0] & 31
         at = slot + (lane >> 2) * self.memory.scale_bytes + self.memory.k_scales
-        low = [self._both(x) for x in self._bytes(at, 16 * m, lane >> 1 & 1)]
-        high = [self._both(x) for x in self._bytes(at, 16 * m + 8, lane >> 1 & 1)]
-        return [list(both) for both in zip(flat(low), flat(high), strict=True)]
+        selector = ptx.select(lane >> 1 & 1 == 0, Int32(0x6420), Int32(0x7531))
+        halves = []
+        for token in (16 * m, 16 * m + 8):
+            words = self._words(at, token)
+            fours = zip(words[::2], words[1::2] or words, strict=True)  # chunks, if there are so many
+            halves.append(flat([self._fp16(isa.permute_by(low, high, selector)) for low, high in fours]))
+        return [list(both) for both in zip(*halves, strict=True)]
 
     def v_scales(self, slot: Int32, m: int) -> list[Operand]:
         """scales[chunk] = f16x2 of tokens (2t, 2t + 1) and of (2t + 8, 2t + 9): a lane's dims are 4g .. 4g + 3 of a
         chunk of 32."""
         lane = cute.arch.thread_idx()[0] & 31
         at = slot + (lane & 3) * (2 * self.memory.scale_bytes) + self.memory.v_scales
+        # Of both tokens' scales every first or every second one, in pairs.
+        selector = ptx.select(lane >> 4 == 0, Int32(0x6240), Int32(0x7351))
         halves = []
         for start in (16 * m, 16 * m + 8):
-            even, odd = (self._bytes(at, start + i, lane >> 4) for i in (0, 1))
-            pairs = []
-            for a, b in zip(even, odd, strict=True):
-                # Bytes a0 b0 a1 b1, then a2 b2 a3 b3: token pairs, chunk by chunk.
-                pairs += self._fp16(isa.permute(a, b, 0x5140)) + self._fp16(isa.permute(a, b, 0x7362))
-            halves.append(pairs[: self.chunks])
+            even, odd = (self._words(at, start + i) for i in (0, 1))
+            pairs = [self._fp16(isa.permute_by(a, b, selector)) for a, b in zip(even, odd, strict=True)]
+            halves.append(flat(pairs))
         return [list(both) for both in zip(*halves, strict=True)]
 
-    @property
-    def chunks(self) -> int:
-        return self.memory.row_bytes // 16
-
-    def _bytes(self, at: Int32, token: int, second: Int32) -> list[Int32]:
-        """Of a token's scale bytes every first or every second one, up to four chunks a word."""
+    def _words(self, at: Int32, token: int) -> list[Int32]:
+        """A token's scale bytes."""
         size, base = self.memory.scale_bytes, token * self.memory.scale_bytes
-        selector = ptx.select(second == 0, Int32(0x6420), Int32(0x7531))
         if size == 4:
-            word = isa.ld_shared_b32(at, base)
-            return [isa.permute_by(word, word, selector)]
-        words = [isa.ld_shared_v2(at, base + offset) for offset in range(0, size, 8)]
-        return [isa.permute_by(low, high, selector) for low, high in words]
-
-    def _both(self, x: Int32) -> list[Int32]:
-        """The scale of each chunk in a word, in both halves of an f16x2."""
-        pairs = self._fp16(x)
-        doubled = [isa.permute(pair, pair, selector) for pair in pairs for selector in (0x1010, 0x3232)]
-        return doubled[: self.chunks]
+            return [isa.ld_shared_b32(at, base)]
+        return flat([isa.ld_shared_v2(at, base + offset) for offset in range(0, size, 8)])
 
     def _fp16(self, x: Int32) -> list[Int32]:
         if self.native:
@@ -160,8 +165,8 @@ class Four:
         """Elements i and i + 4 of a lane's eight are contraction indices 2t and 2t + 1 (i even), 2t + 8 and 2t + 9."""
         operands = []
         for i in (0, 1):
-            low, high = scales[2 * pair + i]
-            a, b = self.pairs(loaded[2 * i], low), self.pairs(loaded[2 * i + 1], high)
+            low, high = scales[pair]
+            a, b = self._scaled(loaded[2 * i], low, i), self._scaled(loaded[2 * i + 1], high, i)
             operands += [[a[j], b[j], a[j + 1], b[j + 1]] for j in (0, 2)]
         return operands
 
@@ -169,14 +174,28 @@ class Four:
         """Elements i and i + 4 are dim 4g + i of token 2t and of token 2t + 1: a pair as it should be."""
         operands = []
         for i in (0, 1):
-            low, high = scales[2 * pair + i]
-            a, b = self.pairs(loaded[2 * i], low), self.pairs(loaded[2 * i + 1], high)
+            x, y = isa.e2m1_pairs(loaded[2 * i]), isa.e2m1_pairs(loaded[2 * i + 1])
+            a, b = (x, y) if self.paired else self._times((x, y), scales[2 * pair + i])
             operands += [[a[j], a[j + 1], b[j], b[j + 1]] for j in (0, 2)]
         return operands
 
-    def pairs(self, x: Int32, scale: Int32) -> list[Int32]:
-        """f16x2 of elements (i, i + 4), i = 0..3, scaled."""
-        return [isa.mul_f16x2(isa.e2m1_pair(x, i), scale) for i in range(4)]
+    def _scaled(self, x: Int32, scales: Int32, half: int) -> list[Int32]:
+        """f16x2 of elements (i, i + 4), i = 0..3, times one of two scales."""
+        return [isa.scale_f16x2(pair, scales, half) for pair in isa.e2m1_pairs(x)]
+
+    def _times(self, words: tuple[Operand, ...], scales: Operand) -> tuple[Operand, ...]:
+        return tuple([isa.mul_f16x2(x, scale) for x in pairs] for pairs, scale in zip(words, scales, strict=True))
+
+    def weights(self, p: list[Operand], tile: int, scales: list[Operand]) -> list[Operand]:
+        """P^T for an output tile."""
+        if not self.paired:
+            return p
+        return [[isa.mul_f16x2(x, scale) for x, scale in zip(b, scales[tile // 2], strict=True)] for b in p]
+
+    @property
+    def slack(self) -> float:
+        """P times the largest scale, 448, must fit fp16."""
+        return SLACK - 1 if self.paired else SLACK
 
     def output_dim(self, tile: int, g: Int32) -> tuple[Int32, int]:
         return g * 4 + (tile // 2 * 32 + tile % 2 * 2), 1
@@ -202,4 +221,4 @@ def _shifted(x: Int32) -> Int32:
 def make(spec: XqaSpec, native: bool) -> Sixteen | Eight | Four:
     if spec.kv_bits == 16:
         return Sixteen()
-    return Eight(spec.kv_dtype, native) if spec.kv_bits == 8 else Four(XqaMemory.of(spec), native)
+    return Eight(spec.kv_dtype, native) if spec.kv_bits == 8 else Four(XqaMemory.of(spec), native, spec.paired)

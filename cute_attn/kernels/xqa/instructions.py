@@ -19,13 +19,29 @@ def permute_by(a: Int32, b: Int32, selector: Int32) -> Int32:
     return asm("prmt.b32 $0, $1, $2, $3;", [Int32], [a, b, selector], pure=True)
 
 
-def e2m1_pair(x: Int32, i: int) -> Int32:
-    """Elements i and i + 4 of eight e2m1 numbers as f16x2, divided by 2^14."""
-    moved = f"shl.b32 m, $1, {9 - 4 * i};" if i < 3 else "shr.u32 m, $1, 3;"
-    text = (
-        f"{{.reg .b32 s, m; shl.b32 s, $1, {12 - 4 * i}; {moved} "
-        "and.b32 m, m, 0x0E000E00; lop3.b32 $0, s, 0x80008000, m, 0xEA;}"  # s & signs | m
-    )
+def e2m1_pairs(x: Int32) -> list[Int32]:
+    """Of eight e2m1 numbers elements i and i + 4 as f16x2, divided by 2^14, for i = 0..3.
+
+    A number N = 8 sign + magnitude is to become 2^15 sign + 2^9 magnitude. N * (2^12 + 2^9) has both in their places,
+    and what a mask removes, once its other neighbours are gone; only 15 would carry into the sign, so 2^12 is taken
+    away from either half (and the borrow of the lower one given back): 0 becomes -0. Products run beside the logic.
+    """
+    even = x & Int32(0x0F0F0F0F)
+    odd = asm("sub.u32 $0, $1, $2;", [Int32], [x, even], pure=True)
+    return [_spread(even, 0x1200), _spread(odd, 0x120), _spread(even, 0x12), _folded(odd)]
+
+
+E2M1_IN_FP16 = 0x8E008E00
+
+
+def _spread(x: Int32, factor: int) -> Int32:
+    text = f"{{.reg .b32 m; mad.lo.u32 m, $1, {factor}, {-0x0FFF1000}; and.b32 $0, m, {E2M1_IN_FP16};}}"
+    return asm(text, [Int32], [x], pure=True)
+
+
+def _folded(x: Int32) -> Int32:
+    """The same of the uppermost numbers, which only the magnitude's shift is needed for."""
+    text = f"{{.reg .b32 m; shr.u32 m, $1, 3; lop3.b32 $0, $1, m, {E2M1_IN_FP16}, 0xA8;}}"  # ($1 | m) & bits
     return asm(text, [Int32], [x], pure=True)
 
 
@@ -44,6 +60,16 @@ def to_e4m3_pair(lo: Float32, hi: Float32) -> Int32:
 
 def mul_f16x2(a: Int32, b: Int32) -> Int32:
     return asm("mul.rn.f16x2 $0, $1, $2;", [Int32], [a, b], pure=True)
+
+
+def scale_f16x2(a: Int32, pair: Int32, half: int) -> Int32:
+    """Both halves of a times one half of a pair."""
+    source = "lh"[half]
+    text = (
+        f"{{.reg .b16 l, h; .reg .b32 d; mov.b32 {{l, h}}, $2; mov.b32 d, {{{source}, {source}}}; "
+        "mul.rn.f16x2 $0, $1, d;}"
+    )
+    return asm(text, [Int32], [a, pair], pure=True)
 
 
 def bits(x: Float32) -> Int32:

@@ -11,6 +11,7 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.xqa import instructions as isa
 from cute_attn.kernels.xqa.partition import Segment
+from cute_attn.kernels.xqa.spec import XqaSpec
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,7 @@ class DraftMask:
     p: Any  # XqaParams
     rows: PackedRows
     segment: Segment
-    cols: int
-    row_blocks: int
-    tree: bool
+    spec: XqaSpec
 
     @property
     def prefix(self) -> Int32:
@@ -34,21 +33,21 @@ class DraftMask:
         """Whether any row may see only a part of the tile that starts at token `start`."""
         request = self.segment.request
         newest = self.prefix + request.qo_len - 1 - self.p.window_left  # first token that the last row sees
-        common = 0 if self.tree else 1  # tokens of the draft that all rows see: a tree may hide even the first
-        return cutlass.or_(start + self.cols > self.prefix + common, start < newest)
+        common = 0 if self.spec.tree else 1  # tokens of the draft that all rows see: a tree may hide even the first
+        return cutlass.or_(start + self.spec.cols > self.prefix + common, start < newest)
 
     @cute.jit
     def apply(self, s: list[Float32], start: Int32) -> list[Float32]:
         lane = ptx.opaque(cute.arch.thread_idx()[0]) & 31
         kept = list(s)
-        for block in cutlass.range_constexpr(self.row_blocks):
+        for block in cutlass.range_constexpr(self.spec.row_blocks):
             for column in cutlass.range_constexpr(2):
-                row = (lane & 3) * 2 + (8 * block + column)
+                row = self.spec.row((lane & 3) * 2 + column) + 8 * block
                 token = self.rows.token(row)
                 position = self.prefix + token
-                for m in cutlass.range_constexpr(self.cols // 16):
+                for m in cutlass.range_constexpr(self.spec.cols // 16):
                     for half in cutlass.range_constexpr(2):
-                        i = 4 * (m * self.row_blocks + block) + 2 * half + column
+                        i = 4 * (m * self.spec.row_blocks + block) + 2 * half + column
                         kv = start + (lane >> 2) + (16 * m + 8 * half)
                         visible = self.visible(kv, position, token)
                         kept[i] = ptx.select(visible, kept[i], Float32(ptx.NEG_INF))
@@ -56,7 +55,7 @@ class DraftMask:
 
     def visible(self, kv: Int32, position: Int32, token: Int32) -> Boolean:
         inside = [kv < self.segment.request.kv_len, kv >= position - self.p.window_left]
-        if not self.tree:
+        if not self.spec.tree:
             return isa.all_of([*inside, kv <= position])
         draft = kv - self.prefix
         return isa.all_of([*inside, self.bit(token, draft) != Int32(0)])

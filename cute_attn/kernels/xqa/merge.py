@@ -66,19 +66,27 @@ class Merge:
 
     # --- warps of a CTA ---------------------------------------------------------------------------------------------
 
+    @cute.jit
     def publish(self, running: Running, warp: Int32) -> None:
         """Outputs as [row, dim] fp32 into the free slot of the warp's ring, see `turned` for the order of dims."""
         lane = cute.arch.thread_idx()[0] & 31
-        g, t = lane >> 2, lane & 3
         totals = [reduce_column(lambda a, b: a + b, x) for x in running.total]
         outputs = self.base + warp * self.memory.ring_bytes + self.memory.merge
         stats = self.base + self.memory.stats + warp * (self.memory.rows * 8)
         self.publish_stats(stats, [Float32(0.0) - x for x in running.shift], totals)
+        if cutlass.const_expr(self.spec.paired):
+            if lane >> 4 == (lane >> 1 & 1):  # columns weighted for the block of this lane's rows
+                self.publish_outputs(running, outputs, lane)
+        else:
+            self.publish_outputs(running, outputs, lane)
+
+    def publish_outputs(self, running: Running, outputs: Int32, lane: Int32) -> None:
+        g, t = lane >> 2, lane & 3
         for i in range(0, len(running.out), 4):
             tile, block = i // 4 // self.spec.row_blocks, i // 4 % self.spec.row_blocks
             dim, distance = self.format.output_dim(tile, g)
             for column in (0, 1):
-                row = t * 2 + (8 * block + column)
+                row = self.spec.row(t * 2 + column) + 8 * block
                 at = outputs + row * (self.spec.head_dim * 4) + self.turned(dim, row) * 4
                 upper, lower = running.out[i + column], running.out[i + column + 2]
                 if distance == 1:
@@ -116,16 +124,22 @@ class Merge:
     def write(self, rows: PackedRows, segment: Segment, share: Share, part: Part) -> None:
         """All threads, after a barrier that follows `publish`."""
         thread, threads = cute.arch.thread_idx()[0], 32 * self.spec.warps
-        for item in cutlass.range(thread, self.spec.rows * self.pieces, threads, unroll=1):
+        first = isa.divide(segment.start, share.size)
+        last = isa.divide(segment.start + segment.request.tiles - 1, share.size)
+        first, count = ptx.opaque(first), ptx.opaque(last - first + 1)  # here, not where everybody waits for them
+        for item in cutlass.range(thread, self.items(rows), threads, unroll=1):
             row, dim = self.piece(item)
-            if rows.exists(row):
-                result = self.warps(row, dim)
-                if part.whole:
-                    self.store(rows, row, dim, result)
-                else:
-                    self.store_partial(self.partial(segment, share, part), row, dim, result)
+            result = self.warps(row, dim)
+            if part.whole:
+                self.store(rows, row, dim, result)
+            else:
+                self.store_partial(self.partial(part), row, dim, result)
         if cutlass.not_(part.whole):
-            self.join(rows, segment, share)
+            self.join(rows, first, count)
+
+    def items(self, rows: PackedRows) -> Int32:
+        """Pieces of the rows that exist."""
+        return ptx.minimum(rows.count - rows.first, Int32(self.spec.rows)) * self.pieces
 
     @cute.jit
     def store(self, rows: PackedRows, row: Int32, dim: Int32, result: Sum) -> None:
@@ -145,14 +159,19 @@ class Merge:
 
     # --- parts of a segment -----------------------------------------------------------------------------------------
 
-    def partial(self, segment: Segment, share: Share, part: Part) -> Int32:
+    def partial(self, part: Part) -> Int32:
         """Every CTA has two places: one for a segment that it starts and another finishes, one for the reverse."""
-        return cute.arch.block_idx()[0] * 2 + ptx.select(part.begin == 0, Int32(1), Int32(0))
+        return self.cta(cute.arch.block_idx()[1]) * 2 + ptx.select(part.begin == 0, Int32(1), Int32(0))
+
+    def cta(self, share: Int32) -> Int32:
+        """Number of the CTA that has a share of this CTA's line."""
+        return share * cute.arch.grid_dim()[0] + cute.arch.block_idx()[0]
 
     def address(self, partial: Int32, row: Int32) -> tuple[Int64, Int64]:
         """Of a row's (maximum, sum), and of its outputs."""
         index = Int64(partial) * Int64(self.spec.rows) + Int64(row)
-        outputs = self.p.partials + Int64(cute.arch.grid_dim()[0] * (2 * self.spec.rows * 8))
+        ctas = cute.arch.grid_dim()[0] * cute.arch.grid_dim()[1]
+        outputs = self.p.partials + Int64(ctas * (2 * self.spec.rows * 8))
         return self.p.partials + index * Int64(8), outputs + index * Int64(self.spec.head_dim * 4)
 
     @cute.jit
@@ -163,12 +182,11 @@ class Merge:
         ptx.st_global_v4_f32(outputs + Int64(dim * 4), 0, result.values)
 
     @cute.jit
-    def join(self, rows: PackedRows, segment: Segment, share: Share) -> None:
-        """Hands in this CTA's part; the last to do so merges all and resets the counter."""
+    def join(self, rows: PackedRows, first: Int32, count: Int32) -> None:
+        """Hands in this CTA's part, one of `count` from CTA `first` on; the last to do so merges all and resets the
+        counter."""
         thread = cute.arch.thread_idx()[0]
-        first = isa.divide(segment.start, share.size)
-        count = isa.divide(segment.start + segment.request.tiles - 1, share.size) - first + 1
-        counter = self.p.counters + Int64(first) * Int64(4)
+        counter = self.p.counters + Int64(self.cta(first)) * Int64(4)
         ticket = self.base + Int32(self.memory.ticket)
         ptx.sync_threads()
         if thread == 0:
@@ -177,18 +195,19 @@ class Merge:
         if isa.ld_shared_b32(ticket) == count - 1:
             if thread == 0:
                 isa.st_global_b32(counter, Int32(0))
-            for start in cutlass.range(0, self.spec.rows * self.pieces, 32 * self.at_once, unroll=1):
+            for start in cutlass.range(0, self.items(rows), 32 * self.at_once, unroll=1):
                 self.gather(rows, first, count, start)
             ptx.sync_threads()
             threads = 32 * self.spec.warps
-            for item in cutlass.range(thread, self.spec.rows * self.pieces, threads, unroll=1):
+            for item in cutlass.range(thread, self.items(rows), threads, unroll=1):
                 row, dim = self.piece(item)
-                if rows.exists(row):
-                    self.store(rows, row, dim, self.warps(row, dim))
+                self.store(rows, row, dim, self.warps(row, dim))
 
     @property
     def at_once(self) -> int:
-        return min(PIECES, self.spec.rows * self.pieces // 32)
+        crowded = self.spec.warps * (self.spec.ctas + self.spec.guests) > 8  # then there are fewer registers
+        pieces = PIECES if crowded else 2 * PIECES
+        return min(pieces, self.spec.rows * self.pieces // 32)
 
     @cute.jit
     def gather(self, rows: PackedRows, first: Int32, count: Int32, start: Int32) -> None:
@@ -199,7 +218,7 @@ class Merge:
         sums = [nothing for _ in range(self.at_once)]
         places = [self.piece(start + (lane + 32 * i)) for i in range(self.at_once)]
         for index in cutlass.range(warp, count, self.spec.warps, unroll=2):
-            partial = (first + index) * 2 + ptx.select(index == 0, Int32(1), Int32(0))
+            partial = self.cta(first + index) * 2 + ptx.select(index == 0, Int32(1), Int32(0))
             loaded = [self.load_partial(partial, rows, row, dim) for row, dim in places]
             sums = [combined([old, new]) for old, new in zip(sums, loaded, strict=True)]
         stats = self.base + self.memory.stats + warp * (self.memory.rows * 8)

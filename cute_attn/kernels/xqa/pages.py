@@ -97,17 +97,19 @@ class PagedTile:
         start = tile * memory.cols
         left = self.kv_len - self.first_token
         step = 32 // self.lanes
+        places = [
+            (page * p.k_stride_page + token * p.k_stride_n, page * p.v_stride_page + token * p.v_stride_n)
+            for page, token in zip(located.pages, located.slots, strict=True)
+        ]
         for i in range(self.passes):
             first = i * step
-            page = isa.shuffle(located.pages[first // 32], row + first % 32)
-            token = isa.shuffle(located.slots[first // 32], row + first % 32)
+            k_place, v_place = (isa.shuffle(x, row + first % 32) for x in places[first // 32])
             exists = isa.below(start + row + (first - self.first_token), left)
             size = ptx.select(exists, Int32(CHUNK), Int32(0))
             # `row` has the low bits of row + first: the spreads of both parts add up, as xor.
             turn = self._turn(first)
             target = shared ^ Int32(turn) if turn else shared
-            k_at = isa.mad_wide(token, p.k_stride_n, isa.mad_wide(page, p.k_stride_page, k))
-            v_at = isa.mad_wide(token, p.v_stride_n, isa.mad_wide(page, p.v_stride_page, v))
+            k_at, v_at = isa.mad_wide(k_place, Int32(CHUNK), k), isa.mad_wide(v_place, Int32(CHUNK), v)
             for line in range(self.lines):
                 at = first * memory.row_bytes + line * LINE
                 isa.copy_if(wanted, target, at, k_at, line * LINE, size)
@@ -127,6 +129,8 @@ class PagedTile:
             return
         lane = ptx.opaque(cute.arch.thread_idx()[0]) & 31
         k, v = p.k_sf + Int64(self.head) * p.k_sf_stride_h, p.v_sf + Int64(self.head) * p.v_sf_stride_h
+        if memory.cols < 32:
+            wanted = isa.all_of([wanted, lane < memory.cols])
         for i, (page, token) in enumerate(zip(located.pages, located.slots, strict=True)):
             present = ptx.select(self.readable(start + lane + 32 * i), Int32(size), Int32(0))
             k_at = isa.mad_wide(token, p.k_sf_stride_n, isa.mad_wide(page, p.k_sf_stride_page, k))

@@ -1,9 +1,13 @@
 """Who does what: every CTA finds its own share on the device, from lengths that may change between graph replays.
 
-All work lies on one line. A *segment* is one request, one kv head and one block of query rows; on the line it takes
-`overhead` units for starting and finishing it, then one unit for every tile of `cols` tokens that its rows can see.
-The line is cut into equal shares, one a CTA, so that lengths do not matter: a CTA may finish one segment, do others
-whole, and start a last one. Cut segments are merged by the CTA that comes last (`merge`).
+A *segment* is one request and one unit: a kv head and a block of query rows. Segments lie on lines, each of which has
+every request for some of the units. There a segment takes `overhead` positions for starting and finishing it, then one
+for every tile of `cols` tokens that its rows can see. A line is cut into equal shares, one a CTA, so that lengths do
+not matter: a CTA may finish one segment, do others whole, and start a last one. Cut segments are merged by the CTA
+that comes last (`merge`).
+
+The grid is [lines, shares of a line]. All lines are alike, and CTAs of the same share read the same tokens of different
+heads at the same time: neighbours in the cache, of which several are in one line of the L2.
 """
 
 from dataclasses import dataclass
@@ -14,11 +18,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.xqa import instructions as isa
 
 
 class Share(NamedTuple):
-    """The positions [begin, end) of this CTA; every CTA has `size` of them, as long as the line lasts."""
+    """The positions [begin, end) of this CTA on its line; every CTA has `size` of them, as long as the line lasts."""
 
     begin: Int32
     end: Int32
@@ -38,7 +43,8 @@ class Request(NamedTuple):
 class Segment(NamedTuple):
     index: Int32  # of the request
     unit: Int32  # kv head * row blocks + row block
-    start: Int32  # position of its first tile
+    start: Int32  # position of its first tile on its line
+    first_page: Int32  # of the request: place of its index in the page table
     request: Request
 
 
@@ -48,8 +54,9 @@ class Partition:
     cols: int
 
     @property
-    def units(self) -> Int32:
-        return self.p.num_kv_heads * self.p.row_blocks
+    def line(self) -> Int32:
+        """Has the units `line`, `line` + lines, ..."""
+        return cute.arch.block_idx()[0]
 
     @cute.jit
     def request(self, index: Int32) -> Request:
@@ -66,9 +73,18 @@ class Partition:
         tiles = (kv_len + (self.cols - 1)) // self.cols - first_token // self.cols
         return Request(kv_len, first_token, tiles, qo_start, qo_len)
 
+    @cute.jit
+    def first_page(self, index: Int32) -> Int32:
+        """Page tables are rows of equal length, or one row in which every request has a place of its own."""
+        p = self.p
+        first = index * p.table_stride
+        if p.page_starts != Int64(0):
+            first = isa.load_if(isa.below(index, p.batch), p.page_starts + Int64(index) * Int64(4), 0, 1)[0]
+        return first
+
     def cost(self, index: Int32) -> Int32:
         """Length of a request on the line."""
-        cost = (self.request(index).tiles + self.p.overhead) * self.units
+        cost = (self.request(index).tiles + self.p.overhead) * self.p.line_units
         return ptx.select(index < self.p.batch, cost, Int32(0))
 
     @cute.jit
@@ -89,26 +105,25 @@ class Partition:
         holder = ptx.minimum(isa.count_ones(isa.ballot(reach <= share.begin)), Int32(31))
         before = isa.shuffle(reach - cost, holder)
         index, passed = holder * run, before
-        for i in cutlass.range(0, run, unroll=4):
+        for i in cutlass.range(0, ptx.select(run == 1, Int32(0), run), unroll=4):
             passed = passed + self.cost(holder * run + i)
             behind = passed <= share.begin
             index = index + ptx.select(behind, Int32(1), Int32(0))
             before = ptx.select(behind, passed, before)
-        request = self.request(index)
+        request, first_page = self.request(index), self.first_page(index)
         length = request.tiles + p.overhead
-        unit = isa.divide(share.begin - before, length)
-        return share, Segment(index, unit, before + unit * length + p.overhead, request)
+        passed = Int32(0)
+        if p.line_units > 1:
+            passed = isa.divide(share.begin - before, length)
+        unit = passed * cute.arch.grid_dim()[0] + self.line
+        return share, Segment(index, unit, before + passed * length + p.overhead, first_page, request)
 
     def share(self, total: Int32) -> Share:
-        ctas, cta = cute.arch.grid_dim()[0], cute.arch.block_idx()[0]
-        size = ptx.maximum(self.p.min_share, isa.divide(total + ctas - 1, ctas))
+        ctas, cta = cute.arch.grid_dim()[1], cute.arch.block_idx()[1]
+        divisor = Divisor(ctas, self.p.shares_multiplier, self.p.shares_shift)
+        size = ptx.maximum(self.p.min_share, divisor.quotient(total + ctas - 1))
         begin = cta * size
         return Share(begin, ptx.select(begin < total, ptx.minimum(begin + size, total), Int32(0)), size)
-
-    def nothing(self) -> Segment:
-        """Before the beginning of the line: no tiles, no rows, no duty."""
-        zero = Int32(0)
-        return Segment(zero, zero, Int32(-1), Request(zero, zero, zero, zero, zero))
 
     def reaches(self, segment: Segment, share: Share) -> Boolean:
         return segment.start - self.p.overhead < share.end
@@ -117,10 +132,11 @@ class Partition:
     def after(self, segment: Segment) -> Segment:
         """The next segment on the line."""
         start = segment.start + segment.request.tiles + self.p.overhead
-        following = Segment(segment.index, segment.unit + 1, start, segment.request)
-        if following.unit == self.units:
+        unit = segment.unit + cute.arch.grid_dim()[0]
+        following = Segment(segment.index, unit, start, segment.first_page, segment.request)
+        if following.unit >= self.p.num_kv_heads * self.p.row_blocks:
             index = segment.index + 1
-            following = Segment(index, Int32(0), start, self.request(index))
+            following = Segment(index, self.line, start, self.first_page(index), self.request(index))
         return following
 
 

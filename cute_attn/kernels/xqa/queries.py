@@ -40,7 +40,8 @@ class QueryRows:
         return PackedRows(block * self.spec.rows, count, group, head * p.group, start)
 
     def head(self, segment: Segment) -> Int32:
-        return isa.divide(segment.unit, self.p.row_blocks)
+        p = self.p
+        return Divisor(p.row_blocks, p.row_blocks_multiplier, p.row_blocks_shift).quotient(segment.unit)
 
     def fetch(self, segment: Segment) -> list[Int32]:
         """Starts the loads of a segment's rows. Before those of its first tiles: behind them, in the memory's queue,
@@ -50,7 +51,7 @@ class QueryRows:
         lane = cute.arch.thread_idx()[0] & 31
         words = []
         for block in range(self.spec.row_blocks):
-            row = (lane >> 2) + 8 * block
+            row = self.spec.row(lane >> 2) + 8 * block
             address = rows.address(p.q, row, p.q_stride_n, p.q_stride_h)
             words += self._words(address, rows.exists(row), lane & 3)
         return words

@@ -30,6 +30,7 @@ class ColumnSoftmax:
     row_blocks: int
     out_tiles: int
     log2_scale: list[Float32]
+    slack: float = SLACK
 
     @property
     def slots(self) -> range:
@@ -59,7 +60,7 @@ class ColumnSoftmax:
 
     def rises(self, running: Running, highs: list[Float32]) -> list[Boolean]:
         return [
-            ptx.fma(high, scale, shift) > Float32(SLACK)
+            ptx.fma(high, scale, shift) > Float32(self.slack)
             for high, scale, shift in zip(highs, self.log2_scale, running.shift, strict=True)
         ]
 

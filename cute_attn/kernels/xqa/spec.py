@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from cute_attn.kernels.spec import KV_BITS, KernelSpec, Program
 
 LINE = 128  # bytes; the banks of shared memory once over
 
 SCALE_BLOCK = 16  # elements of NVFP4 that share an e4m3 scale
+PAIRED_ROWS = 4
 OUT_DTYPES = ("float16", "bfloat16", "float8_e4m3fn")
 HEAD_DIMS = (64, 128, 256)
 
@@ -28,15 +29,18 @@ class XqaSpec(KernelSpec):
     cols: int = 32  # kv tokens of one warp's tile
     warps: int = 8
     stages: int = 3  # tiles of a warp's ring
-    ctas: int = 1  # that an SM is to hold: bounds the registers
+    ctas: int = 1  # of a launch, that an SM is to hold
+    paired: bool = False  # NVFP4 and at most PAIRED_ROWS rows, see `formats.Four`
+    guests: int = 0  # of the next launch, for which they leave room: both bound the registers
 
     def __post_init__(self) -> None:
         memory = XqaMemory.of(self)
         rules = {
             f"head_dim must be one of {HEAD_DIMS}": self.head_dim in HEAD_DIMS,
             "cols must be 16 or a multiple of 32": self.cols == 16 or self.cols % 32 == 0,
-            "a row of outputs must fit a ring slot": memory.merge_bytes <= memory.slot_bytes,
-            "stages must be at least 2": self.stages >= 2,
+            "paired columns are of one block of rows of NVFP4": not self.paired
+            or (self.kv_bits, self.row_blocks) == (4, 1),
+            "stages must leave some beside those that hold outputs": memory.ahead >= 1,
         }
         for rule, holds in rules.items():
             if not holds:
@@ -45,6 +49,10 @@ class XqaSpec(KernelSpec):
     @property
     def rows(self) -> int:
         return 8 * self.row_blocks
+
+    def row(self, column: Any) -> Any:
+        """Query row of a column of S^T and O^T."""
+        return column & (PAIRED_ROWS - 1) if self.paired else column
 
     @property
     def kv_bits(self) -> int:
@@ -65,8 +73,8 @@ class XqaSpec(KernelSpec):
 class XqaMemory:
     """Byte offsets: a ring of `stages` slots for every warp, then what the warps exchange when they merge.
 
-    A slot holds K and V of `cols` tokens, then their block scales if they have any. Between two segments the last slot
-    of every warp's ring is free, and holds that warp's outputs for the merge.
+    A slot holds K and V of `cols` tokens, then their block scales if they have any. Between two segments the last
+    slots of every warp's ring are free, and hold that warp's outputs for the merge.
     """
 
     rows: int
@@ -111,9 +119,14 @@ class XqaMemory:
         return self.stages * self.slot_bytes
 
     @property
+    def ahead(self) -> int:
+        """Tiles on their way while one is worked on: what the slots have room for that outputs leave free."""
+        return self.stages - -(-self.merge_bytes // self.slot_bytes)
+
+    @property
     def merge(self) -> int:
         """Within a warp's ring: its outputs, fp32 [rows, head_dim]."""
-        return (self.stages - 1) * self.slot_bytes
+        return self.ahead * self.slot_bytes
 
     @property
     def merge_bytes(self) -> int:
