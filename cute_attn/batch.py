@@ -147,7 +147,10 @@ class BatchWrapper:
     ) -> tuple[Settings, select.Backend, BatchLimits, First | None]:
         """What a plan is made of beside lengths; all errors but the backend's."""
         has_mask = mask.packed is not None
-        settings = normalize_plan.settings(options, self.device, self._kv_layout, self.kv_source, has_mask, page_size)
+        decode, own_splits = tokens.q_len is not None, splits.fixed_split_size is not None or splits.disable_split_kv
+        settings = normalize_plan.settings(
+            options, self.device, self._kv_layout, self.kv_source, has_mask, page_size, decode, own_splits
+        )
         normalize_plan.check_rows(tokens, settings.features.num_qo_heads)
         limits = BatchLimits(self._workspace.numel(), *splits, max_qo_len=tokens.q_len)
         name = self._backend if self._first is None else self._first.backend
@@ -350,7 +353,9 @@ def _check_unchanged(first: First, now: First) -> None:
 def _flat(first: First) -> dict[str, Any]:
     settings = first.settings._asdict()
     features: Features = settings.pop("features")
-    return {**features._asdict(), **settings, **first.splits._asdict(), "backend": first.backend}
+    named = features._asdict()
+    del named["own_splits"]  # the splits themselves tell more
+    return {**named, **settings, **first.splits._asdict(), "backend": first.backend}
 
 
 def _index_values(name: str, tokens: Tokens) -> np.ndarray | None:

@@ -66,6 +66,7 @@ def problem(call: Call) -> Problem:
         sinks is not None,
         bool(score_scales),
         (0 in q_strides or 0 in k_strides or 0 in v_strides) and expanded(q, k, v),
+        decode,
     )
     settings = settle.settings(structure, options)
     features = settings.features

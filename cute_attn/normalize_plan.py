@@ -18,7 +18,6 @@ from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Ref
 from cute_attn.normalize import ALIGNMENT, MAX_ROWS
 from cute_attn.problem import BatchLengths, Settings
 from cute_attn.quantization import pack_segments
-from cute_attn.select import PAGE_ROWS
 from cute_attn.settle import MAX_KV_LEN, Structure
 
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -78,10 +77,11 @@ class Mask(NamedTuple):
 
 
 def settings(
-    options: Options, device: torch.device, kv_layout: str, kv_source: str, custom_mask: bool, page_size: int
-) -> Settings:
+    options: Options, device: torch.device, kv_layout: str, kv_source: str, custom_mask: bool, page_size: int,
+    decode: bool, own_splits: bool,
+) -> Settings:  # fmt: skip
     """Settings of kv_source "ragged" or "paged"."""
-    surroundings = device, kv_layout, kv_source, custom_mask, page_size
+    surroundings = device, kv_layout, kv_source, custom_mask, page_size, decode, own_splits
     try:
         return _remembered(surroundings, *options)
     except TypeError:  # an option is wrong, or must not be remembered
@@ -90,15 +90,16 @@ def settings(
 
 
 @functools.lru_cache(settle.REMEMBERED, typed=True)  # typed, and immutable: as in `settle`
-def _remembered(surroundings: tuple[torch.device, str, str, bool, int], *options: Any) -> Settings:
+def _remembered(surroundings: tuple[torch.device, str, str, bool, int, bool, bool], *options: Any) -> Settings:
     if not all(isinstance(option, settle.IMMUTABLE) for option in options):
         raise TypeError("an option may change its value, or is large")
     return _settings(Options(*options), *surroundings)
 
 
 def _settings(
-    options: Options, device: torch.device, kv_layout: str, kv_source: str, custom_mask: bool, page_size: int
-) -> Settings:
+    options: Options, device: torch.device, kv_layout: str, kv_source: str, custom_mask: bool, page_size: int,
+    decode: bool, own_splits: bool,
+) -> Settings:  # fmt: skip
     q_dtype = _data_type("q_data_type", options.q_data_type)
     kv_dtype = q_dtype if options.kv_data_type is None else _data_type("kv_data_type", options.kv_data_type)
     o_dtype = None if options.o_data_type is None else _data_type("o_data_type", options.o_data_type)
@@ -121,6 +122,7 @@ def _settings(
         kv_block_scales=packing == 2,
         sinks=False,
         device_scale=False,
+        decode=decode,
     )
     call = settle.Call(
         *(None, None, None),
@@ -136,8 +138,7 @@ def _settings(
         lse_base=options.lse_base,
     )
     single = settle.settings(structure, call[len(settle.NOT_OPTIONS) :])
-    small_pages = kv_source == "paged" and page_size % PAGE_ROWS != 0
-    features = single.features._replace(kv_source=kv_source, small_pages=small_pages)
+    features = single.features._replace(kv_source=kv_source, own_splits=own_splits)
     return single._replace(features=features, page_size=page_size)
 
 

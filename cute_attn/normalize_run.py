@@ -19,6 +19,7 @@ from cute_attn.normalize_plan import Options, Tokens
 from cute_attn.problem import BatchLimits, BatchProblem, Features, Settings
 
 REMEMBERED = 256  # scales of a model's layers
+LARGE_CACHE = 64 << 30  # bytes of keys, or of values
 
 
 # The arguments of a run as the user gave them: those of `Run`, but with k and v in one: a pair, or a tensor of both.
@@ -243,11 +244,21 @@ def _check_form(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
         for stride, count in zip(x.stride()[:-1], x.shape[:-1], strict=True):
             if count > 1:
                 steps |= stride * x.element_size()
-    if normalize.expanded(q, k, v):
-        plan.allowed(f._replace(expanded=True))
+    expanded, large = normalize.expanded(q, k, v), f.kv_source == "paged" and (_is_large(k) or _is_large(v))
+    if expanded or large:
+        plan.allowed(f._replace(expanded=expanded, large_cache=large))
     readable = steps % normalize.ALIGNMENT == 0 and (q.stride(-1) == 1 or q.shape[-1] == 1)
     of_q, of_k, of_v = (stop - start for start, stop in map(checks.extent, (q, k, v)))
     return Form(readable, (of_q, of_k, of_v))
+
+
+def _steps(x: torch.Tensor) -> list[int]:
+    """Strides, but for the last, of the axes that have any."""
+    return [stride for stride, count in zip(x.stride()[:-1], x.shape[:-1], strict=True) if count > 1]
+
+
+def _is_large(x: torch.Tensor) -> bool:
+    return x.shape[0] * x.stride(0) * x.element_size() >= LARGE_CACHE
 
 
 def _check_cache_shape(plan: Plan, name: str, x: torch.Tensor, width: int) -> None:
@@ -313,9 +324,11 @@ def _block_scales(plan: Plan, given: Any, k: torch.Tensor, v: torch.Tensor) -> t
         given = pages(plan, given, "kv_cache_sf")
     if not isinstance(given, tuple | list) or not all(isinstance(x, torch.Tensor) for x in given):
         return normalize.block_scales(given, k, v)  # says what is wrong
-    form = k.shape, *((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % normalize.SCALE_WORD) for x in given)
+    form = k.shape, *((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % normalize.ALIGNMENT) for x in given)
     if form not in plan.scale_forms:
         normalize.block_scales(given, k, v)
+        if any(number % x.shape[-1] for x in given for number in (x.data_ptr(), *_steps(x))):
+            plan.allowed(f._replace(loose_scales=True))
         plan.scale_forms.add(form)
     return given[0].view(torch.float8_e4m3fn), given[1].view(torch.float8_e4m3fn)
 

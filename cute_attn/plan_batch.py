@@ -2,7 +2,7 @@
 
     query tiles   `rows` packed rows of one request each, and the kv tiles that a band mask lets them see
     pieces        their kv tiles, cut where that shortens the launch (plan_cost) or at fixed places
-    records       longest piece first, and a merge record for every query tile that was cut
+    records       longest piece first, requests that share L2 together; a merge record for every query tile that was cut
 
 Lengths may reach 2^30 tokens, query tokens times the GQA group 2^30 rows.
 """
@@ -25,6 +25,7 @@ Memory = Callable[[int], np.ndarray]  # a flat int32 array of a size
 
 UNLIMITED = 1 << 62
 MANY = 1 << 20  # query tokens: more than any tile has
+GROUPED_WAVES = 4  # of tiles, from which on their order minds what is in L2
 EXTRA_WAVES = 2  # of items that cuts may add to a launch of fixed size
 MERGE_ROWS = 16384  # rows that the combine launch of a fixed size has, where one wave of items does not need more
 
@@ -45,6 +46,8 @@ class TileShape(NamedTuple):
     slots: int  # CTAs resident on the device
     min_tiles: int  # smallest piece worth its partial: plan.min_split_tiles
     partial_row_bytes: int  # 4 * (head_dim_vo + 1)
+    section_heads: int = 0  # kv heads worked on side by side before the next begin; 0: all
+    resident: int = 0  # kv tokens of so many heads that L2 holds; 0: the order of requests does not matter
 
 
 class Work(NamedTuple):
@@ -190,6 +193,9 @@ def _records(
     lengths: BatchLengths, shape: TileShape, tiles: QueryTiles, pieces: Pieces, room: Room | None, memory: Memory
 ) -> Work:
     order = longest_first(pieces.end - pieces.begin)
+    if grouped(shape, len(order)) and int(lengths.kv_len.sum()) > shape.resident:
+        request = tiles.request if pieces.tile is None else tiles.request[pieces.tile]
+        order = order[np.argsort(neighbourhoods(lengths, shape)[request[order]], kind="stable")]
     num_items, num_merges = len(order), len(pieces.cut)
     item_capacity, merge_capacity = (num_items, num_merges) if room is None else (room.items, room.merges)
     item_ints = item_capacity * ITEM_INTS
@@ -249,6 +255,19 @@ def longest_first(cost: np.ndarray) -> np.ndarray:
     if longest < 1 << 16:  # numpy's stable sort is a radix sort up to 16 bits: 8 times faster than for 32
         return np.argsort((longest - cost).astype(np.uint8 if longest < 1 << 8 else np.uint16), kind="stable")
     return np.argsort(-cost, kind="stable")
+
+
+def grouped(shape: TileShape, items: int) -> bool:
+    """Whether what shares L2 goes before what is long: not in few waves, which would end late."""
+    return bool(shape.resident) and items * shape.num_kv_heads >= GROUPED_WAVES * shape.slots
+
+
+def neighbourhoods(lengths: BatchLengths, shape: TileShape) -> np.ndarray:
+    """A number for every request, longest first: the keys of requests with one number stay in L2 together."""
+    by_length = longest_first(lengths.kv_len)
+    found = np.empty_like(by_length)
+    found[by_length] = np.maximum(lengths.kv_len[by_length].cumsum() - 1, 0) // shape.resident
+    return found
 
 
 def slot_bytes(shape: TileShape) -> int:

@@ -34,8 +34,11 @@ class Features(NamedTuple):
     kv_block_scales: bool = False  # kv_cache_sf: NVFP4 KV
     sinks: bool = False
     kv_source: str = "dense"  # dense: a single request | ragged | paged
-    small_pages: bool = False  # paged, and page_size is no multiple of 16 tokens
     expanded: bool = False  # q, k or v has a stride of 0 on an axis longer than 1
+    decode: bool = False  # all requests have as many query tokens, each of which sees the keys up to its own
+    own_splits: bool = False  # fixed_split_size or disable_split_kv: keys are cut by their request's lengths alone
+    large_cache: bool = False  # paged k or v spans 64 GiB or more
+    loose_scales: bool = False  # block scales of a token do not start at a multiple of their size
 
 
 class Settings(NamedTuple):

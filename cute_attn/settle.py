@@ -88,6 +88,7 @@ class Structure(NamedTuple):
     sinks: bool
     device_scale: bool  # a factor of the scores is known on the device only
     expanded: bool = False  # see `Features`
+    decode: bool = False
 
 
 def settings(structure: tuple[Any, ...], options: Sequence[Any]) -> Settings:
@@ -161,6 +162,7 @@ def _features(structure: Structure, call: Call, soft_cap: bool, positive_scale: 
         s.kv_block_scales,
         s.sinks,
         expanded=s.expanded,
+        decode=s.decode,
     )
 
 

@@ -56,6 +56,20 @@ def flash_attention_4(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Cal
     return [functools.partial(call, *x) for x in bound]
 
 
+def flash_attention_4_paged(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    require(w.kv_dtype == w.dtype, f"q is {w.dtype}, k and v are {w.kv_dtype}")
+    fa4 = module("flash_attn.cute")
+    lengths = torch.tensor(w.kv_lens, dtype=torch.int32, device=sets[0].q.device)
+
+    def call(x: BatchInputs, table: torch.Tensor) -> torch.Tensor:
+        o = fa4.flash_attn_varlen_func(
+            x.q[:, None], x.k, x.v, seqused_k=lengths, page_table=table, max_seqlen_k=max(w.kv_lens)
+        )
+        return cast(torch.Tensor, o[0] if isinstance(o, tuple) else o)
+
+    return [functools.partial(call, x, block_table(w, x)) for x in sets]
+
+
 def ragged_prefill(library: Any, backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
     """The ragged wrapper of `library`: FlashInfer, or ours."""
     wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(_workspace(sets), "NHD", backend=backend)
@@ -85,9 +99,10 @@ def paged_prefill(library: Any, backend: str, w: BatchWorkload, sets: Sequence[B
 
 
 def paged_decode(library: Any, w: BatchWorkload, sets: Sequence[BatchInputs], **chosen: Any) -> list[Call]:
-    wrappers = []
+    """One workspace for all, as serving engines have it: calls follow each other on one stream."""
+    wrappers, workspace = [], _workspace(sets)
     for x in sets:
-        wrapper = library.BatchDecodeWithPagedKVCacheWrapper(_workspace(sets), "NHD", **chosen)
+        wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", **chosen)
         wrapper.plan(
             *(_ints(w.kv_indptr), x.indices, _ints(w.last_page_len)),
             *(w.num_qo_heads, w.num_kv_heads, w.head_dim, w.page_size),
@@ -95,7 +110,14 @@ def paged_decode(library: Any, w: BatchWorkload, sets: Sequence[BatchInputs], **
             kv_data_type=w.torch_kv_dtype,
         )
         wrappers.append(wrapper)
-    return [functools.partial(wrapper.run, x.q, (x.k, x.v)) for wrapper, x in zip(wrappers, sets, strict=True)]
+    return [
+        functools.partial(wrapper.run, x.q, (x.k, x.v), **scales(x)) for wrapper, x in zip(wrappers, sets, strict=True)
+    ]
+
+
+def scales(x: BatchInputs) -> dict[str, Any]:
+    """Arguments that only NVFP4 caches need."""
+    return {} if x.block_scales is None else {"kv_cache_sf": x.block_scales}
 
 
 def flashinfer_ragged(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
@@ -126,8 +148,8 @@ def xqa(decode: Any, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call
     longest, scale = max(w.kv_lens), w.head_dim**-0.5
 
     def call(x: BatchInputs, table: torch.Tensor) -> torch.Tensor:
-        o = decode(x.q, (x.k, x.v), workspace, table, lengths, longest, bmm1_scale=scale, kv_layout="NHD")
-        return cast(torch.Tensor, o)
+        arguments = x.q, (x.k, x.v), workspace, table, lengths, longest
+        return cast(torch.Tensor, decode(*arguments, bmm1_scale=scale, kv_layout="NHD", **scales(x)))
 
     return [functools.partial(call, x, block_table(w, x)) for x in sets]
 

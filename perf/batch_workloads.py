@@ -9,13 +9,17 @@ from typing import NamedTuple
 
 import torch
 
+from cute_attn import reference
 from perf.workloads import Metric, Workload
 
 DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "e4m3": torch.float8_e4m3fn,
+    "nvfp4": torch.uint8,
 }
+NVFP4_BITS, NVFP4_BLOCK = 4.5, 16  # an element and its share of the block's scale
+NVFP4_SCALES = (0x20, 0x30)  # e4m3 codes of 1/8 to 1/2: values of about the size of normal ones
 
 
 class BatchInputs(NamedTuple):
@@ -28,6 +32,7 @@ class BatchInputs(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     indices: torch.Tensor | None
+    block_scales: tuple[torch.Tensor, torch.Tensor] | None = None  # of NVFP4 k and v: e4m3
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,8 @@ class BatchWorkload:
     @property
     def bytes(self) -> int:
         """q, k and v read once, o written once."""
-        kv = 2 * sum(self.kv_lens) * self.num_kv_heads * self.head_dim * self.torch_kv_dtype.itemsize
+        bits = NVFP4_BITS if self.kv_dtype == "nvfp4" else 8 * self.torch_kv_dtype.itemsize
+        kv = round(2 * sum(self.kv_lens) * self.num_kv_heads * self.head_dim * bits / 8)
         return kv + 2 * sum(self.qo_lens) * self.num_qo_heads * self.head_dim * self.torch_dtype.itemsize
 
     @property
@@ -114,31 +120,41 @@ class BatchWorkload:
         return -(-kv_len // max(1, self.page_size))
 
     def inputs(self, device: torch.device, seed: int = 0) -> BatchInputs:
-        """Normal random q, k, v."""
+        """Normal random q, k, v; of NVFP4 random codes."""
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             wide = torch.float16 if dtype.itemsize == 1 else dtype
             return torch.randn(shape, generator=generator, device=device, dtype=wide).to(dtype)
 
+        def codes(last: int, low: int, high: int) -> torch.Tensor:
+            return torch.randint(low, high, (*kv[:-1], last), generator=generator, device=device, dtype=torch.uint8)
+
         rows = self.kv_indptr[-1]
         page = (self.page_size,) if self.page_size else ()
         kv = (rows, *page, self.num_kv_heads, self.head_dim)
         indices = torch.randperm(rows, generator=generator, device=device, dtype=torch.int32) if page else None
-        return BatchInputs(
-            normal(self.qo_indptr[-1], self.num_qo_heads, self.head_dim, dtype=self.torch_dtype),
-            normal(*kv, dtype=self.torch_kv_dtype),
-            normal(*kv, dtype=self.torch_kv_dtype),
-            indices,
-        )
+        q = normal(self.qo_indptr[-1], self.num_qo_heads, self.head_dim, dtype=self.torch_dtype)
+        if self.kv_dtype == "nvfp4":
+            k, v = (codes(self.head_dim // 2, 0, 256) for _ in range(2))
+            k_sf, v_sf = (codes(self.head_dim // NVFP4_BLOCK, *NVFP4_SCALES).view(torch.float8_e4m3fn) for _ in "kv")
+            return BatchInputs(q, k, v, indices, (k_sf, v_sf))
+        k, v = (normal(*kv, dtype=self.torch_kv_dtype) for _ in range(2))
+        return BatchInputs(q, k, v, indices)
 
     def tokens(self, x: BatchInputs, request: int) -> tuple[torch.Tensor, torch.Tensor]:
         """k and v of one request, `[kv_len, num_kv_heads, head_dim]` in fp64."""
         begin, end = self.kv_indptr[request], self.kv_indptr[request + 1]
         chosen = slice(begin, end) if x.indices is None else x.indices[begin:end].long()
-        shape = (-1, self.num_kv_heads, self.head_dim)
-        k, v = (t[chosen].reshape(shape)[: self.kv_lens[request]].double() for t in (x.k, x.v))
-        return k, v
+
+        def rows(t: torch.Tensor) -> torch.Tensor:
+            own = t.view(torch.uint8)[chosen].view(t.dtype) if t.element_size() == 1 else t[chosen]
+            return own.reshape(-1, self.num_kv_heads, t.shape[-1])[: self.kv_lens[request]]
+
+        k, v = rows(x.k), rows(x.v)
+        if x.block_scales is not None:
+            k, v = (reference.nvfp4_values(t, rows(s)) for t, s in zip((k, v), x.block_scales, strict=True))
+        return k.double(), v.double()
 
     def num_sets(self, l2_bytes: int) -> int:
         """Copies of the inputs that exceed twice the L2 together: by its next turn a set has left it."""

@@ -49,7 +49,7 @@ def candidates(phase: str, backends: Sequence[str]) -> dict[str, Bind]:
     bind = bind_ours if phase in ("prefill", "decode") else batch_peers.ours
     ours: dict[str, Bind] = {OURS if b == "auto" else f"{OURS} {b}": functools.partial(bind, b) for b in backends}
     if phase == "batch decode":
-        ours[f"{OURS} xqa"] = batch_peers.our_xqa
+        ours[f"{OURS} xqa function"] = batch_peers.our_xqa
     return {**ours, **{peer.name: peer.bind for peer in PEERS if phase in peer.phases}}
 
 

@@ -132,6 +132,7 @@ PEERS: tuple[Peer, ...] = (
     Peer("FlashInfer fa3", functools.partial(batch_peers.flashinfer_ragged, "fa3"), ("ragged prefill",), builds=True),
     Peer("FlashInfer fa2", functools.partial(batch_peers.flashinfer_paged, "fa2"), ("paged prefill",), builds=True),
     Peer("FlashInfer fa3", functools.partial(batch_peers.flashinfer_paged, "fa3"), ("paged prefill",), builds=True),
+    Peer("flash-attn-4", batch_peers.flash_attention_4_paged, ("batch decode",)),
     Peer("FlashInfer fa2", batch_peers.flashinfer_decode, ("batch decode",), builds=True),
     Peer("FlashInfer XQA", batch_peers.flashinfer_xqa, ("batch decode",), builds=True),
 )

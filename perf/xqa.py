@@ -1,4 +1,4 @@
-"""Decode over paged caches of 16 and 8 bits: `python -m perf.xqa --out perf/results/xqa.json`."""
+"""Decode over paged caches of 16, 8 and 4 bits: `python -m perf.xqa --out perf/results/xqa.json`."""
 
 from perf.batch_workloads import BatchWorkload, equal
 from perf.bench import main
@@ -18,8 +18,13 @@ EVEN_AND_UNEVEN = [
     for kv_dtype in KV_DTYPES
     for kv_lens in ((128, 256, 512, 1024, 2048, 4096, 8192, 32768) * 8, (6128,) * 64)
 ]
+NVFP4 = [
+    equal(batch_size, 1, kv_len, heads, 128, page_size, kv_dtype="nvfp4")
+    for heads, page_size in ((HEADS, 16), (GROUPED, 64))
+    for batch_size, kv_len in ((1, 8192), (1, 131072), (64, 8192))
+]
 
-WORKLOADS = [*ANCHORS, *SHORT, *EVEN_AND_UNEVEN]
+WORKLOADS = [*ANCHORS, *SHORT, *EVEN_AND_UNEVEN, *NVFP4]
 
 if __name__ == "__main__":
     raise SystemExit(main("xqa", WORKLOADS))

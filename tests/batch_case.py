@@ -580,6 +580,8 @@ def features(case: BatchCase, device: torch.device, dense: bool = False) -> Feat
         kv_block_scales=case.kv_dtype == "nvfp4",
         sinks=case.sinks,
         kv_source="dense" if dense else "ragged" if case.kind == "ragged" else "paged",
+        decode=case.kind == "decode" or (dense and case.rows == 1),
+        own_splits=not dense and (case.fixed_split_size is not None or case.disable_split_kv),
     )
 
 

@@ -266,6 +266,7 @@ def features(case: Case, device: torch.device) -> Features:
         pos_encoding_mode=case.pos_encoding_mode,
         positive_scale=case.scale > 0 and not unknown_sign,
         expanded=case.storage == "expanded" and case.num_kv_heads > 1,
+        decode=case.kind == "decode",
     )
 
 

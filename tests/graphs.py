@@ -37,6 +37,11 @@ def graph_wrapper(
     return wrapper(case, device, use_cuda_graph=True, **buffers, **arguments), buffers
 
 
+def blank(x: torch.Tensor) -> None:
+    """NaN in every float dtype; of an NVFP4 cache, the scales are floats."""
+    x.view(torch.uint8).fill_(0xFF)
+
+
 class Captured:
     """`case` is the largest batch: no replay has more rows, or a request with more keys than its longest."""
 
@@ -47,8 +52,11 @@ class Captured:
         mask_bytes = sum(case.qo_lens) * most + batch
         self.wrapper, _ = graph_wrapper(case, device, batch * -(-most // case.page_size), mask_bytes, **arguments)
         self.q = torch.full_like(inputs.q, torch.nan)
-        self.kv = [torch.full_like(half, torch.nan) for half in self.halves(inputs)]
-        self.arguments = run_arguments(case, inputs)
+        self.kv = [torch.empty_like(half) for half in self.halves(inputs)]
+        self.scales = [torch.empty_like(half) for half in inputs.kv_cache_sf or ()]
+        for target in (*self.kv, *self.scales):
+            blank(target)
+        self.arguments = {**run_arguments(case, inputs), "kv_cache_sf": tuple(self.scales) or None}
         self.wrapper.plan(**plan_arguments(case, inputs))
         self.run()
         (self.out, self.lse), self.again = capture(self.run)
@@ -66,8 +74,9 @@ class Captured:
         inputs = make(dataclasses.replace(case, sinks=self.case.sinks), self.device)
         self.q[: case.rows].copy_(inputs.q)
         axis = 1 if case.kind == "ragged" and case.kv_layout == "HND" else 0
-        for target, source in zip(self.kv, self.halves(inputs), strict=True):
-            target.fill_(torch.nan)
+        sources = (*self.halves(inputs), *(inputs.kv_cache_sf or ()))
+        for target, source in zip((*self.kv, *self.scales), sources, strict=True):
+            blank(target)
             target.narrow(axis, 0, source.shape[axis]).copy_(source)
         if inputs.sinks is not None:
             self.arguments["sinks"].copy_(inputs.sinks)

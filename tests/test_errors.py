@@ -196,7 +196,7 @@ def test_refused(arguments: dict[str, Any], parts: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("backend", ["fa-2", "", None, 2, ["fa2"]])
 def test_unknown_backend(backend: Any) -> None:
-    with pytest.raises(LayoutError, match="backend must be one of 'auto', 'fa3', 'fa2', 'reference'"):
+    with pytest.raises(LayoutError, match="backend must be one of 'auto', 'fa3', 'xqa', 'fa2', 'reference'"):
         single_prefill_with_kv_cache(**prefill_arguments(), backend=backend)
     with pytest.raises(LayoutError, match="backend must be one of"):
         single_decode_with_kv_cache(**decode_arguments(), backend=backend)

@@ -92,7 +92,7 @@ def test_parameter_blocks_follow_the_kernel() -> None:
     problem = single()
     made = runner(problem)
     parameters, schedule = made.parameters(1), made.schedule(100, 300)
-    launched = Launched(7, *parameters.bounds(), schedule.total_tiles, schedule.numbers)
+    launched = Launched(7, *parameters.bounds(), schedule.total_tiles, schedule.section, schedule.numbers)
     values = parameters.values(problem, parameters.target(problem), launched)
     named_values = dict(zip(kernel.Fa3Params._fields, values[3:], strict=True))
     assert named_values["counters"] == 7
@@ -120,7 +120,8 @@ def test_the_grid_covers_every_tile_once(kv_len: int, heads: tuple[int, int]) ->
     blocks, head_blocks = -(-100 * schedule.heads // made.tile.rows), heads[0] // schedule.heads
     assert schedule.total_tiles == blocks * head_blocks * schedule.num_splits
     assert schedule.ctas == (min(132, schedule.total_tiles), 1, 1)
-    split_tokens, split_tiles, section_tiles, section = (schedule.numbers[i] for i in (3, 4, 7, 10))
+    split_tokens, split_tiles = (schedule.numbers[i] for i in (3, 4))
+    section_tiles, section = schedule.section
     assert split_tokens * schedule.num_splits >= kv_len > split_tokens * (schedule.num_splits - 1)
     assert split_tiles == blocks * head_blocks
     assert section_tiles == blocks * section
@@ -156,14 +157,45 @@ def test_launches_of_batches(page_size: int) -> None:
     assert partials > 0
 
 
+@pytest.mark.parametrize(("sms", "kv_len", "heads"), [(4, 6000, 1), (4, 900, 5), (132, 6000, 16), (4, 0, 16)])
+def test_sections_of_a_batch(sms: int, kv_len: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many heads as L2 holds the keys of, where there are waves enough; every tile belongs to one."""
+    monkeypatch.setattr(fa3_kernels, "SECTION_BYTES", 5 * 1024 * 2 * 64 * 2)
+    fa3_batch.tiling.cache_clear()
+    batch = Batch(qo_lens=(700, 300), kv_lens=(kv_len, min(kv_len, 20)), heads=(16, 16), dims=(64, 64))
+    built = build(batch)
+    plan = fa3_batch.scheduled(built.problem.settings, built.lengths, built.limits, HOPPER, sms)
+    fa3_batch.tiling.cache_clear()
+    tiles, found = fa3_batch.sectioned(plan)
+    assert found == {1: 1, 5: 4, 16: 16}[heads]
+    places = set()
+    for index in range(plan.total):
+        section, within = divmod(index, tiles)
+        item, head = divmod(within, found)
+        places.add((item, section * found + head))
+    assert places == {(item, head) for item in range(plan.work.item_capacity) for head in range(16)}
+
+
 def test_every_tile_is_a_default_kernel() -> None:
     compiled = {(s.head_dim_qk, s.head_dim_vo, s.tile) for s in tiles_sm90.default_specs() if isinstance(s, Fa3Spec)}
     for (dim_qk, dim_vo), tiles in tiles_sm90.candidates().items():
         assert {(dim_qk, dim_vo, tile) for tile in tiles} <= compiled
 
 
+@pytest.mark.parametrize("dims", tiles_sm90.HEAD_DIMS)
+def test_where_pages_come_from(dims: tuple[int, int]) -> None:
+    """Boxes from a size on that page and tile have in common; gathering leaves registers for two math groups."""
+    sources = {size: tiles_sm90.page_source(dims, size) for size in (1, 3, 5, 8, 63, 100, 64, 128, 192)}
+    assert [sources[size] for size in (64, 128, 192)] == ["paged"] * 3
+    assert [sources[size] for size in (1, 3, 5, 8, 63, 100)] == ["gathered"] * 6
+    tile = tiles_sm90.choose(dims, plain=True, kv="gathered")
+    spec = Fa3Spec("float16", "float16", *dims, kv="gathered", tile=tile)
+    assert tile.math_groups == 2
+    assert spec.registers[0] > Fa3Spec("float16", "float16", *dims, tile=tile).registers[0]
+
+
 def test_tiles_of_paged_keys_take_whole_pages() -> None:
     for dims in tiles_sm90.HEAD_DIMS:
-        assert tiles_sm90.choose(dims, plain=True, paged=True).cols % tiles_sm90.PAGE_ALIGNED == 0
+        assert tiles_sm90.choose(dims, plain=True, kv="paged").cols % tiles_sm90.PAGE_ALIGNED == 0
     with pytest.raises(ValueError, match="rows must be 128 or 192"):
-        dataclasses.replace(tiles_sm90.choose((64, 64), plain=True, paged=False), rows=64)
+        dataclasses.replace(tiles_sm90.choose((64, 64), plain=True, kv="dense"), rows=64)

@@ -57,6 +57,7 @@ def test_every_argument_is_perturbed(kind: str) -> None:
 def test_every_row_of_the_table_is_asked() -> None:
     cpu = torch.device("cpu")
     cases = [features(base(kind, p.after), cpu, dense=kind not in BATCH) for kind, p in CALLS]
-    fp8 = cases[0]._replace(q_dtype=torch.float8_e4m3fn, per_head_scales=True, o_dtype=torch.float8_e5m2, expanded=True)
+    fp8 = cases[0]._replace(q_dtype=torch.float8_e4m3fn, per_head_scales=True, o_dtype=torch.float8_e5m2)
+    strides = cases[0]._replace(expanded=True, large_cache=True, loose_scales=True)
     for row in select.TABLE:
-        assert any(row.asked(case) for case in (*cases, fp8)), row.feature
+        assert any(row.asked(case) for case in (*cases, fp8, strides)), row.feature

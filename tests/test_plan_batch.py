@@ -74,6 +74,7 @@ shapes = st.builds(
     slots=st.integers(1, 40),
     min_tiles=st.integers(1, 3),
     partial_row_bytes=st.sampled_from([4, 260]),
+    resident=st.sampled_from([0, 1, 40, 100]),
 )
 lengths = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 90)), max_size=8).map(
     lambda pairs: batch([q for q, _ in pairs], [kv for _, kv in pairs])
@@ -147,9 +148,20 @@ def check_partials(work: Work, shape: TileShape, limits: BatchLimits) -> None:
     assert work.num_partials * shape.num_kv_heads * shape.rows * shape.partial_row_bytes <= limits.workspace_bytes
 
 
-def check_order(work: Work, shape: TileShape) -> None:
-    """Longest first; equal costs by request and query tile."""
-    keys = [(-len(tiles_of(item, shape)), item.request, item.first_row, item.kv_begin) for item in items_of(work)]
+def check_order(work: Work, lengths: BatchLengths, shape: TileShape) -> None:
+    """Requests whose keys fit L2 together, longest first; of these longest items first; equal costs by request and
+    query tile.
+    """
+    together, tokens = {}, 0
+    for request in sorted(range(len(lengths.kv_len)), key=lambda i: -lengths.kv_len[i]):
+        tokens += int(lengths.kv_len[request])
+        together[request] = max(tokens - 1, 0) // shape.resident if shape.resident else 0
+    if len(items_of(work)) * shape.num_kv_heads < 4 * shape.slots:
+        together = dict.fromkeys(together, 0)
+    keys = [
+        (together[item.request], -len(tiles_of(item, shape)), item.request, item.first_row, item.kv_begin)
+        for item in items_of(work)
+    ]
     assert keys == sorted(keys)
 
 
@@ -166,7 +178,7 @@ def test_every_visible_tile_once_within_the_workspace_longest_first(
     assert not work.merges[:, len(Merge._fields) :].any()
     check_coverage(work, lengths, shape)
     check_partials(work, shape, limits)
-    check_order(work, shape)
+    check_order(work, lengths, shape)
     if limits.disable_split_kv:
         assert not len(work.merges)
 
@@ -199,7 +211,7 @@ def test_every_batch_within_graph_limits_fits_the_same_launch(
         work = scheduled(lengths, shape, limits._replace(graph=graph))
         check_coverage(work, lengths, shape)
         check_partials(work, shape, limits)
-        check_order(work, shape)
+        check_order(work, lengths, shape)
         assert work.items.shape == (work.item_capacity, ITEM_INTS)
         assert work.merges.shape == (work.merge_capacity, MERGE_INTS)
         assert work.ints.size == work.items.size + work.merges.size

@@ -18,7 +18,7 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 CUDA = Features(torch.device("cuda:0"), BF16, BF16, BF16, 32, 8, 128, 128)
 CPU = CUDA._replace(device=torch.device("cpu"))
 HOPPER = named("sm_90a")
-FA2, FA3 = select.BY_NAME["fa2"], select.BY_NAME["fa3"]
+FA2, FA3, XQA = (select.BY_NAME[name] for name in ("fa2", "fa3", "xqa"))
 REFERENCE = select.BY_NAME["reference"]
 
 
@@ -71,6 +71,57 @@ def test_what_fa3_refuses_fa2_takes(asked: dict[str, Any]) -> None:
         select.choose(CUDA._replace(**asked), "fa3", HOPPER)
 
 
+DECODE = CUDA._replace(decode=True, kv_source="paged", kv_dtype=E4M3)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kv_source", ["dense", "paged"])
+@pytest.mark.parametrize("kv_dtype", [*FP8, torch.uint8])
+def test_xqa_takes_decode_over_narrow_keys(arch: str, kv_source: str, kv_dtype: torch.dtype) -> None:
+    """As long as all rows of a request share one read of its keys."""
+    narrow = DECODE._replace(kv_source=kv_source, kv_dtype=kv_dtype, kv_block_scales=kv_dtype == torch.uint8)
+    for head_dim, most in ((64, 16), (128, 16), (256, 8)):
+        features = narrow._replace(head_dim_qk=head_dim, head_dim_vo=head_dim, sinks=True, positive_scale=False)
+        assert select.choose(features, arch=named(arch), rows=most) is XQA
+        assert select.choose(features, arch=named(arch), rows=most + 1) is FA2
+        assert select.choose(features, "xqa", named(arch), rows=100) is XQA
+    assert select.choose(narrow._replace(decode=False), arch=named(arch), rows=1) is FA2
+    wide = narrow._replace(kv_dtype=BF16, kv_block_scales=False)
+    assert select.choose(wide, arch=named(arch), rows=1) is FA2
+    assert select.choose(wide, "xqa", named(arch)) is XQA
+
+
+def test_classes_of_rows_tell_what_auto_tells() -> None:
+    for features in (CUDA, DECODE, DECODE._replace(head_dim_qk=256, head_dim_vo=256)):
+        group = features.num_qo_heads // features.num_kv_heads
+        for qo_len in range(1, 70):
+            rows = select.rows_class(features, qo_len)
+            assert rows <= qo_len * group
+            exact = select.choose(features, arch=HOPPER, rows=qo_len * group)
+            assert select.choose(features, arch=HOPPER, rows=rows) is exact
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"own_splits": True},
+        {"soft_cap": True},
+        {"pos_encoding_mode": "ROPE_LLAMA"},
+        {"pos_encoding_mode": "ALIBI"},
+        {"o_dtype": torch.float32},
+        {"head_dim_qk": 80, "head_dim_vo": 80},
+        {"head_dim_qk": 96, "head_dim_vo": 96},
+        {"large_cache": True},
+        {"loose_scales": True},
+        {"decode": False},
+    ],
+)
+def test_what_xqa_refuses_fa2_takes(asked: dict[str, Any]) -> None:
+    assert select.choose(DECODE._replace(**asked), arch=HOPPER, rows=4) is FA2
+    with pytest.raises(NotSupported, match="xqa refuses"):
+        select.choose(DECODE._replace(**asked), "xqa", HOPPER)
+
+
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("kv_source", ["dense", "ragged", "paged"])
 def test_fa2_takes_nvfp4(kv_source: str, head_dims: tuple[int, int]) -> None:
@@ -108,8 +159,8 @@ def test_all_reasons_are_listed() -> None:
     features = CUDA._replace(q_dtype=E4M3, kv_dtype=E4M3, per_head_scales=True, head_dim_vo=72)
     with pytest.raises(NotSupported) as error:
         select.choose(features, arch=HOPPER)
-    assert [refusal[0] for refusal in error.value.refusals] == ["fa3"] * 3 + ["fa2"] * 3
-    assert str(error.value).count("\n") == 5
+    assert [refusal[0] for refusal in error.value.refusals] == ["fa3"] * 3 + ["xqa"] * 4 + ["fa2"] * 3
+    assert str(error.value).count("\n") == 9
 
 
 def test_arch() -> None:
@@ -139,11 +190,11 @@ def test_backends_of_flashinfer_that_are_not_here(backend: str) -> None:
         select.choose(CUDA, backend, HOPPER)
     (refusal,) = error.value.refusals
     assert refusal[0] == backend
-    assert refusal[3] == ("xqa_batch_decode_with_kv_cache" if backend == "xqa" else 'backend="auto"')
+    assert refusal[3] == 'backend="auto"'
 
 
 def test_unknown_backend() -> None:
-    choices = r"'auto', 'fa3', 'fa2', 'reference', 'emulator'"
+    choices = r"'auto', 'fa3', 'xqa', 'fa2', 'reference', 'emulator'"
     with pytest.raises(LayoutError, match=f"backend must be one of {choices}; got 'fa9'"):
         select.choose(CUDA, "fa9", HOPPER)
 
@@ -211,7 +262,7 @@ def test_backends_exist(backend: select.Backend) -> None:
 
 def test_every_dtype_that_validation_lets_through_has_a_row() -> None:
     """Nothing may reach a backend without the table having spoken about it."""
-    dtype_rows = [row for row in select.TABLE if "dtype" in row.feature or "float16" in row.feature]
+    dtype_rows = [row for row in select.TABLE if any(word in row.feature for word in ("dtype", "float"))]
     for q in Q_DTYPES:
         for kv in KV_DTYPES:
             if kv != q and (kv in HALF or q in FP8):

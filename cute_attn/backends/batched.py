@@ -144,7 +144,7 @@ class Planned(abc.ABC):
         """Runs like that of `problem`, but for addresses."""
         ready, grid, index = self.prepared(problem.settings), self.plan.grid, self.device_index
         if not grid[0]:
-            return _nothing
+            return nothing
         partials, stream = self.partials(problem), current_stream(index)
         launch, combine = ready.launch, ready.combine
         values = self.again(ready, problem, self.attention(ready, problem, partials, stream))
@@ -166,5 +166,5 @@ class Planned(abc.ABC):
         return run_and_combine
 
 
-def _nothing(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
+def nothing(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
     """A batch without query tokens."""

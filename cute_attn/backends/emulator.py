@@ -76,7 +76,7 @@ class Emulated:
             module: Any = importlib.import_module(f"cute_attn.backends.{name}")
             run = self.runners[arch.name, sms, name] = module.Runner(self.settings, arch, CPU, sms)
         problem = _placed(problem)
-        with _visible(problem):
+        with _visible(problem, run):
             run(problem)
 
 
@@ -87,7 +87,7 @@ class EmulatedPlan:
         self.planned = planned
 
     def __call__(self, problem: BatchProblem) -> None:
-        with _visible(problem, records=self.planned.records):
+        with _visible(problem, self.planned):
             self.planned(problem)
 
     def repeat(self, problem: BatchProblem) -> Repeat:
@@ -96,7 +96,7 @@ class EmulatedPlan:
 
         def shown(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             now = BatchProblem(**{**others, **dict(zip(names, tensors, strict=True))})
-            with _visible(now, records=self.planned.records):
+            with _visible(now, self.planned):
                 run(q, k, v, out, lse, tensors)
 
         return shown
@@ -113,17 +113,24 @@ def _placed(problem: Problem) -> Problem:
 
 
 @contextlib.contextmanager
-def _visible(problem: Problem | BatchProblem, **more: torch.Tensor) -> Iterator[None]:
-    """The tensors of a problem, `more` inputs and the counters are global memory."""
+def _visible(problem: Problem | BatchProblem, kept: Any) -> Iterator[None]:
+    """The tensors of a problem, the counters, and what a runner or plan keeps on the device: `records`, which launches
+    read, and `counters`, which they leave as they found them: at zero.
+    """
     inputs, outputs = _roles(problem)
-    counter = counters.of_device(CPU).memory
+    inputs |= _tensors("records", getattr(kept, "records", None))
+    shared = (counters.of_device(CPU, kind).memory for kind in (counters.TICKETS, counters.ARRIVALS))
+    memory = [*shared, *_tensors("", getattr(kept, "counters", None)).values()]
+    counted = {f"counters {i}": counter for i, counter in enumerate(memory)}
     try:
-        with adapter.visible({**inputs, **more, "counters": counter}, {**outputs, "counters": counter}):
+        with adapter.visible({**inputs, **counted}, {**outputs, **counted}):
             yield
-        if counter.any():
-            raise LaunchFault(f"a launch left its counters at {counter.tolist()}")
+        for counter in memory:
+            if counter.any():
+                raise LaunchFault(f"a launch left its counters at {counter.tolist()}")
     finally:
-        counter.zero_()  # of a launch that did not come to its end
+        for counter in memory:
+            counter.zero_()  # of a launch that did not come to its end
 
 
 def _roles(problem: Problem | BatchProblem) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

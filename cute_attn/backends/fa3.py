@@ -21,7 +21,6 @@ from cute_attn.runtime.launch import Launch, current_stream
 __all__ = ["Runner", "launches", "plan", "prepare", "specs", "workspace"]
 
 specs = kernels.specs
-SECTION_BYTES = 32 << 20  # keys and values that shall stay in L2 together
 REMEMBERED = 512
 
 
@@ -48,6 +47,7 @@ class Schedule(NamedTuple):
     num_splits: int
     total_tiles: int
     ctas: tuple[int, int, int]
+    section: tuple[int, int]  # `Launched.section`
     numbers: tuple[int, ...]  # `Launched.grid`
 
 
@@ -72,6 +72,7 @@ class Runner:
             counters.of_device(self.device_index).address(stream),
             *parameters.bounds(),
             schedule.total_tiles,
+            schedule.section,
             schedule.numbers,
         )
         target = parameters.target(problem)
@@ -113,7 +114,7 @@ class Runner:
             visible_tiles = plans.ceil_div(visible, tile.cols)
         least = plans.min_split_tiles(tile.rows, tile.cols, features.head_dim_qk, features.head_dim_vo)
         num_splits, tiles = plans.split_kv(kv_tiles, visible_tiles, blocks * head_blocks, self.sms, least)
-        section = self._section_heads(head_blocks, heads, kv_len)
+        section = kernels.section_heads(features, heads, kv_len)
         total = num_splits * blocks * head_blocks
         numbers = (
             qo_len,
@@ -121,15 +122,5 @@ class Runner:
             blocks - 1,
             tiles * tile.cols,
             *divided(blocks * head_blocks),
-            *divided(section * blocks),
-            *divided(section),
         )
-        return Schedule(heads, num_splits, total, (min(total, self.sms), 1, 1), numbers)
-
-    def _section_heads(self, head_blocks: int, heads: int, kv_len: int) -> int:
-        """Blocks of heads worked on side by side: a divisor of their number, if possible all of a kv head's."""
-        features = self.features
-        kv_bytes = kv_len * (features.head_dim_qk + features.head_dim_vo) * features.kv_dtype.itemsize
-        blocks_per_kv = features.num_qo_heads // features.num_kv_heads // heads
-        wanted = max(1, SECTION_BYTES // max(kv_bytes, 1)) * blocks_per_kv
-        return max(n for n in range(1, head_blocks + 1) if head_blocks % n == 0 and n <= wanted)
+        return Schedule(heads, num_splits, total, (min(total, self.sms), 1, 1), (section * blocks, section), numbers)

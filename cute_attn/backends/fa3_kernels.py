@@ -8,13 +8,17 @@ from cute_attn.kernels.spec import Fa3Spec, HopperTile, KernelSpec
 from cute_attn.problem import Features
 from cute_attn.runtime.arch import Arch
 
-__all__ = ["combine_spec", "heads_per_tile", "load", "multiprocessors", "spec", "specs", "tile"]
+__all__ = ["combine_spec", "heads_per_tile", "load", "multiprocessors", "section_heads", "spec", "specs", "tile"]
 
+SMALL_PAGE, LARGE_PAGE = 1, 128  # tokens: kernels for these are all that there are
+SECTION_BYTES = 32 << 20  # keys and values that shall stay in L2 together
 PACKED_TOKENS = 64  # below so many query tokens a request, the heads of a group share tiles
 
 
-def spec(features: Features, window: bool, tile: HopperTile, split: bool = False) -> Fa3Spec:
-    """`window`: the mask has a left bound. `split`: a single request's keys are cut."""
+def spec(
+    features: Features, window: bool, tile: HopperTile, split: bool = False, page_size: int = SMALL_PAGE
+) -> Fa3Spec:
+    """`window`: the mask has a left bound. `split`: a single request's keys are cut. `page_size`: of paged keys."""
     dtype = str(features.q_dtype).removeprefix("torch.")
     mask = "packed" if features.custom_mask else "band" if window else "stop"
     return Fa3Spec(
@@ -26,15 +30,21 @@ def spec(features: Features, window: bool, tile: HopperTile, split: bool = False
         scores=scores(features),
         split=split,
         schedule="items" if batched(features) else "grid",
-        kv="paged" if features.kv_source == "paged" else "dense",
+        kv=kv_source(features, page_size),
         tile=tile,
     )
 
 
-def tile(features: Features, window: bool) -> HopperTile:
+def kv_source(features: Features, page_size: int) -> str:
+    if features.kv_source != "paged":
+        return "dense"
+    return tiles_sm90.page_source((features.head_dim_qk, features.head_dim_vo), page_size)
+
+
+def tile(features: Features, window: bool, page_size: int = SMALL_PAGE) -> HopperTile:
     plain = not features.custom_mask and not scores(features) and not window
     dims = features.head_dim_qk, features.head_dim_vo
-    return tiles_sm90.choose(dims, plain, features.kv_source == "paged")
+    return tiles_sm90.choose(dims, plain, kv_source(features, page_size))
 
 
 def heads_per_tile(features: Features, qo_len: int, rows: int) -> int:
@@ -43,11 +53,25 @@ def heads_per_tile(features: Features, qo_len: int, rows: int) -> int:
     return group if qo_len < PACKED_TOKENS and rows % group == 0 else 1
 
 
+def section_heads(features: Features, heads: int, kv_len: int) -> int:
+    """Blocks of `heads` query heads worked on side by side: they divide all, and are if possible all of a kv head."""
+    head_blocks = features.num_qo_heads // heads
+    blocks_per_kv = features.num_qo_heads // features.num_kv_heads // heads
+    wanted = max(1, SECTION_BYTES // max(kv_len * token_bytes(features), 1)) * blocks_per_kv
+    return max(n for n in range(1, head_blocks + 1) if head_blocks % n == 0 and n <= wanted)
+
+
+def token_bytes(features: Features) -> int:
+    """Of keys and values of one head."""
+    return (features.head_dim_qk + features.head_dim_vo) * features.kv_dtype.itemsize
+
+
 def specs(features: Features, arch: Arch) -> list[KernelSpec]:
     """Every kernel that calls of these features may need, whatever their lengths."""
     kernels: list[KernelSpec] = [
-        spec(features, window, tile(features, window), split)
+        spec(features, window, tile(features, window, page_size), split, page_size)
         for window in (False, True)
         for split in ((False,) if batched(features) else (False, True))
+        for page_size in (SMALL_PAGE, LARGE_PAGE)
     ]
     return [*dict.fromkeys(kernels), combine_spec(features)]

@@ -17,9 +17,10 @@ from cute_attn.problem import BatchProblem, Problem, Settings
 from cute_attn.runtime import tensormap
 
 UNBOUNDED = fa2_params.UNBOUNDED
-NO_GRID = (0,) * 13
+NO_GRID = (0,) * 7
 NO_ITEMS = (0, 0, 0)
-COUNTERS = 13  # place of their address among the values
+NO_STRIDES = (0,) * 6
+COUNTERS = 15  # place of their address among the values
 FORMS, ADDRESSES = 256, 256  # of tensors: layers share forms, and allocators repeat addresses
 
 Values = tuple[int | float | bytes, ...]
@@ -34,6 +35,7 @@ class Launched(NamedTuple):
     right: int
     left: int
     total_tiles: int
+    section: tuple[int, int]  # tiles of a section, and blocks of heads in it
     grid: tuple[int, ...] = NO_GRID
     items: tuple[int, ...] = NO_ITEMS
     kv_indices: int = 0
@@ -66,13 +68,15 @@ class Parameters(fa2_params.Parameters):
         mask, scales = problem.packed_mask, problem.scale_tensors
         o, lse, o_stride_n, o_stride_h, v_scale, v_scale_ptr, sinks = target
         scale0, scale1 = fa2_params.two_addresses(scales) if scales else (0, 0)
-        counters, right, left, total_tiles, grid, items, kv_indices = launched
+        counters, right, left, total_tiles, section, grid, items, kv_indices = launched
         return (
             self.q_map(problem.q)(problem.q.data_ptr()),
             self.kv_map(problem.k)(problem.k.data_ptr()),
             self.kv_map(problem.v)(problem.v.data_ptr()),
             o,
             lse,
+            problem.k.data_ptr(),
+            problem.v.data_ptr(),
             0 if mask is None else mask.data_ptr(),
             0 if mask is None else mask.numel(),
             scale0,
@@ -89,12 +93,19 @@ class Parameters(fa2_params.Parameters):
             *self.score_numbers,
             v_scale,
             self.settings.lse_scale,
+            *divided(section[0]),
+            *divided(section[1]),
             *grid,
             *items,
-            *divided(self.num_kv_heads),
+            self.num_kv_heads,
             *self.page_numbers,
             kv_indices,
+            *(self.strides(problem.k, problem.v) if self.paged else NO_STRIDES),
         )
+
+    def strides(self, k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
+        """Bytes from a page, a token and a head to the next, of k, then of v."""
+        return tuple(x.stride(axis) * 2 for x in (k, v) for axis in (0, self.token, self.head))
 
     def q_map(self, q: torch.Tensor) -> Map:
         """[d, heads of a tile, tokens, blocks of heads] of q [tokens, heads, d], or [heads, d] of one token."""

@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
         description="Exits 0 if no check complains and the result is that of the reference, 1 otherwise.",
     )
     parser.add_argument("--arch", default="sm_90a", help=f"one of {', '.join(archs.ARCHS)} (default sm_90a)")
-    parser.add_argument("--kernels", default="auto", help="whose kernels: auto (default: as such a GPU), fa2, fa3")
+    parser.add_argument("--kernels", default="auto", help="whose kernels: auto (default: as such a GPU), fa2, fa3, xqa")
     parser.add_argument("--qo-len", type=int, default=128)
     parser.add_argument("--kv-len", type=int, default=256)
     parser.add_argument("--num-qo-heads", type=int, default=1)

@@ -104,10 +104,13 @@ def described(options: argparse.Namespace) -> Call:
     if options.kv_layout == "HND":
         kv_shape = kv_shape[::-1]
     mask_bytes = (options.qo_len * options.kv_len + 7) // 8
+    decode = options.qo_len == 1 and not (options.causal or options.custom_mask or options.o_dtype)
+    tokens = () if decode else (options.qo_len,)
     return Call(
-        torch.empty(options.qo_len, options.num_qo_heads, options.head_dim, dtype=getattr(torch, options.dtype)),
+        torch.empty(*tokens, options.num_qo_heads, options.head_dim, dtype=getattr(torch, options.dtype)),
         torch.empty(*kv_shape, options.head_dim, dtype=kv_dtype),
         torch.empty(*kv_shape, head_dim_vo, dtype=kv_dtype),
+        decode,
         kv_layout=options.kv_layout,
         pos_encoding_mode=options.pos_encoding_mode,
         causal=options.causal,

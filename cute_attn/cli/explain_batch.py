@@ -27,10 +27,13 @@ def wanted(options: argparse.Namespace) -> bool:
 def run(options: argparse.Namespace, arch: Arch | None, sms: int) -> int:
     """Exit codes as those of single requests."""
     from cute_attn import plan_batch, select
+    from cute_attn.backends import batched
     from cute_attn.problem import BatchLimits
 
     batch = tokens(options)
-    settings, limits = described(options, on_gpu=arch is not None), BatchLimits(WORKSPACE_BYTES)
+    decode = is_decode(options, batch)
+    settings = described(options, decode, on_gpu=arch is not None)
+    limits = BatchLimits(WORKSPACE_BYTES, max_qo_len=1 if decode else None)
     features = settings.features
     qo_len = plan_batch.rows_of_a_request(batch.lengths, limits)
     rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
@@ -46,7 +49,10 @@ def run(options: argparse.Namespace, arch: Arch | None, sms: int) -> int:
     keys = f"{int(batch.lengths.kv_len.sum())} keys"
     where = f"{keys} in pages of {options.page_size}" if options.page_size else keys
     print(f"\n{batch.batch_size} requests, {batch.rows} query tokens, {where} on {sms} multiprocessors of {arch.name}:")
-    print(schedule(module.scheduled(*asked)))
+    plan = module.scheduled(*asked)
+    print(
+        schedule(plan) if isinstance(plan, batched.Scheduled) else "  no schedule: CTAs find equal shares of all keys"
+    )
     print(specs.launched(module.launches(*asked)))
     return 0
 
@@ -70,6 +76,13 @@ def schedule(plan: Scheduled) -> str:
     cut = f"{_count(len(splits), 'query tile')} cut into {fewest if fewest == most else f'{fewest} to {most}'} splits"
     workspace, _ = batched.sizes(plan)
     return "\n".join((*lines, f"  {cut}: {work.num_partials} partials, {workspace / 2**20:.1f} MiB of workspace"))
+
+
+def is_decode(options: argparse.Namespace, batch: Tokens) -> bool:
+    """Is it what a decode wrapper plans: one token of every request, and pages?"""
+    asked = options.causal, options.custom_mask
+    tokens = set((batch.lengths.qo_indptr[1:] - batch.lengths.qo_indptr[:-1]).tolist())
+    return options.page_size is not None and tokens == {1} and not any(asked)
 
 
 def _count(number: int, noun: str) -> str:
@@ -113,7 +126,7 @@ def _lengths(options: argparse.Namespace, name: str) -> list[int] | None:
         raise ArgumentError(f"--{name.replace('_', '-')} must be integers with commas, got {text!r}") from error
 
 
-def described(options: argparse.Namespace, on_gpu: bool) -> Settings:
+def described(options: argparse.Namespace, decode: bool, on_gpu: bool) -> Settings:
     """Settings of the plan that the options describe."""
     import torch
 
@@ -130,6 +143,8 @@ def described(options: argparse.Namespace, on_gpu: bool) -> Settings:
         "ragged" if options.page_size is None else "paged",
         options.custom_mask,
         options.page_size or 1,
+        decode,
+        own_splits=False,
     )
     device = torch.device("cuda" if on_gpu else "cpu")
     return settings._replace(features=settings.features._replace(device=device, sinks=options.sinks))

@@ -19,7 +19,7 @@ from cute_attn.emulator.errors import EmulatorError
 
 ORDER, PROXY = 0, 1
 BEFORE = 0  # the agent of earlier launches
-CHANNELS = 640  # four tiles of keys and values of a box a token are 512
+CHANNELS = 1024  # three tiles of keys and values of a box a token are 768
 
 
 @dataclass

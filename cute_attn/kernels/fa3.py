@@ -19,23 +19,28 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, GridConstant, Int32, Int64
 from cutlass.experimental.cuda.tensor_map import TensorMap, TensorMapSwizzle, create_tensor_map_tiled
 
-from cute_attn.kernels.blocks import ptx, sm90
-from cute_attn.kernels.blocks.boxes import DenseBoxes, PagedBoxes
+from cute_attn.kernels.blocks import gather, ptx, sm90
+from cute_attn.kernels.blocks.boxes import Boxes, DenseBoxes, PagedBoxes
 from cute_attn.kernels.blocks.epilogue import Finish, Partials, Target, Unfinished
+from cute_attn.kernels.blocks.gather import GatheredPages, PageRows
 from cute_attn.kernels.blocks.masks import BandMask, PackedMask, StopMask, TileOrder
-from cute_attn.kernels.blocks.persistent import NOTHING, Draws, GridTiles, ItemTiles, QueryTile, Records
+from cute_attn.kernels.blocks.persistent import NOTHING, Draws, GridTiles, ItemTiles, QueryTile, TeamDraws
 from cute_attn.kernels.blocks.pipeline import Place, Ring, start
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, zeros
 from cute_attn.kernels.blocks.scores import Alibi, Scale, Scores, SoftCap
-from cute_attn.kernels.blocks.softmax import OnlineSoftmax, Risen
+from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.store import GroupStore
 from cute_attn.kernels.blocks.wgmma import ROWS, GroupLanes, GroupTile
-from cute_attn.kernels.memory import LINE, HopperMemory
+from cute_attn.kernels.memory import LINE, RECORD_BYTES, HopperMemory
 from cute_attn.kernels.spec import Fa3Spec
 from cute_attn.kernels.work import NO_PARTIAL
 
 MATH_BARRIER = 4  # named barrier of all math threads; 1 to 3 are their groups' turns
+FIRST_VOTE = 5  # and from here on one a group
+PRODUCER_BARRIER = 8
+
+KVSource = DenseBoxes | PagedBoxes | GatheredPages
 
 
 class Fa3Params(NamedTuple):
@@ -43,6 +48,8 @@ class Fa3Params(NamedTuple):
 
     o: Int64
     lse: Int64
+    k_address: Int64
+    v_address: Int64
     mask: Int64
     mask_bytes: Int64
     scale0: Int64
@@ -66,6 +73,12 @@ class Fa3Params(NamedTuple):
     soft_cap: Float32
     v_scale: Float32
     lse_scale: Float32
+    section_tiles: Int32
+    section_tiles_multiplier: Int32
+    section_tiles_shift: Int32
+    section_heads: Int32
+    section_heads_multiplier: Int32
+    section_heads_shift: Int32
     # schedule "grid"
     qo_len: Int32
     kv_len: Int32
@@ -74,25 +87,24 @@ class Fa3Params(NamedTuple):
     split_tiles: Int32
     split_tiles_multiplier: Int32
     split_tiles_shift: Int32
-    section_tiles: Int32
-    section_tiles_multiplier: Int32
-    section_tiles_shift: Int32
-    section_heads: Int32
-    section_heads_multiplier: Int32
-    section_heads_shift: Int32
     # schedule "items"
     items: Int64
     o_partial: Int64
     lse_partial: Int64
     head_blocks: Int32
-    head_blocks_multiplier: Int32
-    head_blocks_shift: Int32
-    # kv "paged"
+    # kv "paged" and "gathered"
     page_size: Int32
     page_multiplier: Int32
     page_shift: Int32
     box_rows: Int32
     kv_indices: Int64
+    # kv "gathered"
+    k_page_stride: Int64
+    k_stride_n: Int64
+    k_stride_h: Int64
+    v_page_stride: Int64
+    v_stride_n: Int64
+    v_stride_h: Int64
 
 
 class Maps(NamedTuple):
@@ -106,14 +118,13 @@ class Maps(NamedTuple):
 
 
 class State(NamedTuple):
-    """A math group's accumulators between kv tiles, and its places in the rings; V is one tile behind K."""
+    """A math group's accumulators between kv tiles, and its place in K's ring; in V's it is one tile behind."""
 
     out: list[Float32]
     p: list[Int32]
     shift: list[Float32]
     total: list[Float32]
     k: Place
-    v: Place
 
 
 @dataclass(frozen=True)
@@ -123,18 +134,28 @@ class Shared:
     q: Ring
     k: Ring
     v: Ring
-    records: Records
+    records: Int32  # descriptions of query tiles, one a place of Q's ring
 
     @classmethod
-    def of(cls, memory: HopperMemory, base: Int32) -> "Shared":
+    def of(cls, memory: HopperMemory, base: Int32, writers: int) -> "Shared":
+        """`writers`: warps that fill slots of K and V."""
         tile, barriers = memory.tile, base + Int32(memory.barriers)
         k_barriers = barriers + Int32(16 * tile.q_stages)
         return cls(
             Ring(tile.q_stages, memory.q_bytes, base, barriers),
-            Ring(tile.stages, memory.k_bytes, base + Int32(memory.k_ring), k_barriers),
-            Ring(tile.stages, memory.v_bytes, base + Int32(memory.v_ring), k_barriers + Int32(16 * tile.stages)),
-            Records(base + Int32(memory.records), memory.num_records),
+            Ring(tile.stages, memory.k_bytes, base + Int32(memory.k_ring), k_barriers, writers),
+            Ring(
+                tile.stages,
+                memory.v_bytes,
+                base + Int32(memory.v_ring),
+                k_barriers + Int32(16 * tile.stages),
+                writers,
+            ),
+            base + Int32(memory.records),
         )
+
+    def record(self, q: Place) -> Int32:
+        return self.records + q.turn * RECORD_BYTES
 
 
 @dataclass(frozen=True)
@@ -164,6 +185,8 @@ class Fa3Program:
         self.block = (spec.tile.threads, 1, 1)
         self.smem_bytes = self.memory.bytes
         self.math_threads = 128 * spec.tile.math_groups
+        self.gathers = spec.kv == "gathered"
+        self.producers = gather.WARPS if self.gathers else 1
 
     def compile_args(self) -> tuple[Any, ...]:
         return (zeros(Fa3Params), Int32(1), Int32(1), Int32(1))
@@ -189,7 +212,7 @@ class Fa3Program:
     ) -> None:
         maps = Maps(*(sm90.address_of(tensor_map) for tensor_map in (q_map, k_map, v_map)))
         base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint().to(Int32)
-        shared = Shared.of(self.memory, base)
+        shared = Shared.of(self.memory, base, self.producers)
         thread = cute.arch.thread_idx()[0]
         if thread == 0:
             for tensor_map in maps:
@@ -202,7 +225,7 @@ class Fa3Program:
         producer_registers, math_registers = self.spec.registers
         if thread < 128:
             sm90.release_registers(producer_registers)
-            if thread < 32:
+            if thread < 32 * self.producers:
                 self.produce(params, maps, shared)
         else:
             sm90.claim_registers(math_registers)
@@ -215,16 +238,24 @@ class Fa3Program:
         shape = self.spec.tile
         first, last = work.kv_begin // shape.cols, (work.kv_end + Int32(shape.cols - 1)) // shape.cols
         order = work.band(p).tiles(work.rows(p), shape.rows, shape.cols, first, last)
+        if self.spec.mask == "stop":  # its tiles simply go down; ptxas is told
+            return TileOrder(first, first, ptx.maximum(order.full_end, first), ptx.maximum(order.end, first))
         return PackedMask.all_masked(order) if self.spec.mask == "packed" else order
 
-    def boxes(self, p: Fa3Params, work: QueryTile) -> DenseBoxes | PagedBoxes:
-        cols, lane = self.spec.tile.cols, cute.arch.thread_idx()[0] & 31
+    def source(self, p: Fa3Params, maps: Maps, work: QueryTile) -> KVSource:
+        cols, thread = self.spec.tile.cols, cute.arch.thread_idx()[0]
         kv_head = Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(work.head_block)
+        k, v = Boxes(maps.k, self.memory.qk_columns), Boxes(maps.v, self.memory.vo_columns)
         if self.spec.kv == "dense":
-            return DenseBoxes(cols, work.kv_start, kv_head, lane)
+            return DenseBoxes(cols, work.kv_start, kv_head, thread, k, v)
         page_size = Divisor(p.page_size, p.page_multiplier, p.page_shift)
         table = p.kv_indices + Int64(work.kv_start) * Int64(4)
-        return PagedBoxes(cols, kv_head, lane, work.kv_end, table, page_size, p.box_rows)
+        if self.spec.kv == "paged":
+            return PagedBoxes(cols, kv_head, thread, work.kv_end, table, page_size, p.box_rows, k, v)
+        k_base, v_base = p.k_address + Int64(kv_head) * p.k_stride_h, p.v_address + Int64(kv_head) * p.v_stride_h
+        k_rows = PageRows(k_base, p.k_page_stride, p.k_stride_n, self.spec.head_dim_qk // 8)
+        v_rows = PageRows(v_base, p.v_page_stride, p.v_stride_n, self.spec.head_dim_vo // 8)
+        return GatheredPages(cols, thread, work.kv_end, table, page_size, k_rows, v_rows)
 
     def math_work(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, softmax_scale: Float32, q: Int32) -> MathWork:
         rows, band, order = work.rows(p), work.band(p), self.order(p, work)
@@ -266,64 +297,61 @@ class Fa3Program:
 
     @cute.jit
     def produce(self, p: Fa3Params, maps: Maps, shared: Shared) -> None:
-        """One warp: tiles into the rings, then word that there are no more."""
-        lane = cute.arch.thread_idx()[0] & 31
-        draws = Draws(p.counters, lane)
-        q, k, v, record = start(), start(), start(), shared.records.first
+        """One warp, or a warpgroup that gathers: tiles into the rings, then word that there are no more."""
+        thread = cute.arch.thread_idx()[0]
+        draws = TeamDraws(p.counters, thread, PRODUCER_BARRIER) if self.gathers else Draws(p.counters, thread)
+        q, k, v = start(), start(), start()
         work = self.tiles.at(p, cute.arch.block_idx()[0])
         while work.head_block >= 0:
-            order, boxes = self.order(p, work), self.boxes(p, work)
+            order, source = self.order(p, work), self.source(p, maps, work)
             first = ptx.maximum(order.at(Int32(0)), Int32(0))  # -1 where there is no tile at all
-            pages = boxes.look_up(first)
+            pages = source.look_up(first)
             if order.total > 0:
-                self.load_k(maps, shared.k, k, boxes, first, pages)
+                self.load(shared.k, k, source, source.k, first, pages)
             shared.q.wait_empty(q)
-            self.load_q(p, maps, shared.q, q, record, work, lane)
-            drawn = draws.draw()
-            for step in cutlass.range(1, order.total, unroll=1):
-                following = boxes.look_up(order.at(step))
-                self.load_v(maps, shared.v, v, boxes, order.at(step - 1), pages)
-                v, k = shared.v.next(v), shared.k.next(k)
-                self.load_k(maps, shared.k, k, boxes, order.at(step), following)
-                pages = following
+            self.load_q(p, maps, shared, q, work, thread)
             if order.total > 0:
-                self.load_v(maps, shared.v, v, boxes, order.at(order.total - 1), pages)
+                source.landed([shared.k.full(k)])
+            for step in cutlass.range(1, order.total, unroll=1):
+                following = source.look_up(order.at(step))
+                self.load(shared.v, v, source, source.v, order.at(step - 1), pages)
+                k = shared.k.next(k)
+                self.load(shared.k, k, source, source.k, order.at(step), following)
+                source.landed([shared.v.full(v), shared.k.full(k)])
+                v, pages = shared.v.next(v), following
+            drawn = draws.draw()
+            if order.total > 0:
+                self.load(shared.v, v, source, source.v, order.at(order.total - 1), pages)
+                source.landed([shared.v.full(v)])
                 v, k = shared.v.next(v), shared.k.next(k)
-            q, record = shared.q.next(q), shared.records.next(record)
-            work = self.tiles.at(p, draws.following(drawn))
+            work, q = self.tiles.at(p, draws.following(drawn, shared.record(q))), shared.q.next(q)
         draws.stop()
         ptx.grid_dependency_launch()
         shared.q.wait_empty(q)
-        if lane == 0:
-            QueryTile(*(Int32(x) for x in NOTHING)).store(record)
+        if thread == 0:
+            QueryTile(*(Int32(x) for x in NOTHING)).store(shared.record(q))
             sm90.barrier_arrive(shared.q.full(q))
 
     @cute.jit
     def load_q(
-        self, p: Fa3Params, maps: Maps, ring: Ring, place: Place, record: Int32, work: cutlass.Constexpr, lane: Int32
+        self, p: Fa3Params, maps: Maps, shared: Shared, q: Place, work: cutlass.Constexpr, thread: Int32
     ) -> None:
         """A query tile and its description; rows past the end are the next request's, or zeros."""
-        if lane == 0:
-            work.store(record)
-            rows, barrier, target = work.rows(p), ring.full(place), ring.address(place)
-            sm90.barrier_expect(barrier, ring.slot_bytes)
+        if thread == 0:
+            work.store(shared.record(q))
+            rows, barrier, target = work.rows(p), shared.q.full(q), shared.q.address(q)
+            sm90.barrier_expect(barrier, shared.q.slot_bytes)
             token = work.qo_start + rows.token(Int32(0))
             for column in cutlass.range_constexpr(self.memory.qk_columns):
                 box = target + Int32(column * self.spec.tile.rows * LINE)
                 coordinates = [Int32(column * 64), Int32(0), token, work.head_block]
                 sm90.tma_load_4d(box, maps.q, coordinates, barrier, sm90.EVICT_FIRST)
 
-    def load_k(
-        self, maps: Maps, ring: Ring, place: Place, boxes: DenseBoxes | PagedBoxes, kv_tile: Int32, pages: list[Int32]
+    def load(
+        self, ring: Ring, place: Place, source: KVSource, operand: Any, kv_tile: Int32, pages: list[Int32]
     ) -> None:
         ring.wait_empty(place)
-        boxes.copy(ring.address(place), maps.k, self.memory.qk_columns, ring.full(place), kv_tile, pages)
-
-    def load_v(
-        self, maps: Maps, ring: Ring, place: Place, boxes: DenseBoxes | PagedBoxes, kv_tile: Int32, pages: list[Int32]
-    ) -> None:
-        ring.wait_empty(place)
-        boxes.copy(ring.address(place), maps.v, self.memory.vo_columns, ring.full(place), kv_tile, pages)
+        source.copy(operand, ring.address(place), ring.full(place), kv_tile, pages)
 
     # --- math groups ------------------------------------------------------------------------------------------------
 
@@ -334,11 +362,12 @@ class Fa3Program:
         if cutlass.const_expr(self.spec.tile.ping_pong):  # noqa: SIM102  (one when tracing, one at run time)
             if lanes.group == self.spec.tile.math_groups - 1:
                 self.end_turn(lanes)
-        q, k, record = start(), start(), shared.records.first
-        head_block = self.next_tile(shared, q, record)
+        q, k = start(), start()
+        head_block = self.next_tile(shared, q)
         while head_block >= 0:
-            q_rows = shared.q.address(q) + lanes.group * (ROWS * LINE)
-            math = self.math_work(p, QueryTile.load(record), lanes, scale, q_rows)
+            lanes = GroupLanes.of()
+            q_rows = self.tile.q_operand(shared.q.address(q) + lanes.group * (ROWS * LINE))
+            math = self.math_work(p, QueryTile.load(shared.record(q)), lanes, scale, q_rows)
             out, shift = self.tile.zeros(self.tile.d_blocks), [Float32(float("inf")) for _ in range(2)]
             total = [Float32(0.0) for _ in range(2)]
             if math.order.total > 0:
@@ -351,22 +380,22 @@ class Fa3Program:
                 shift, total, k = state.shift, state.total, state.k
             else:
                 shared.q.release(q, lanes.lane)
-            self.store(p, QueryTile.load(record), lanes, out, shift, total)
-            q, record = shared.q.next(q), shared.records.next(record)
-            head_block = self.next_tile(shared, q, record)
+            self.store(p, QueryTile.load(shared.record(q)), GroupLanes.of(), out, shift, total)
+            q = shared.q.next(q)
+            head_block = self.next_tile(shared, q)
 
-    def next_tile(self, shared: Shared, q: Place, record: Int32) -> Int32:
+    def next_tile(self, shared: Shared, q: Place) -> Int32:
         shared.q.wait_full(q)
-        return cute.arch.make_warp_uniform(ptx.ld_shared_b32(record))
+        return cute.arch.make_warp_uniform(ptx.ld_shared_b32(shared.record(q)))
 
     @cute.jit
     def clear_tail(self, shared: Shared, math: cutlass.Constexpr, first: Place) -> None:
         """Rows of the last V tile that are another request's, or nobody's, become zeros: 0 * NaN is no 0.
 
-        That tile comes first. A single request's are zeros already: its tensor maps end there.
+        That tile comes first. A single request's are zeros already: its tensor maps end there. So are gathered ones.
         """
         cols = self.spec.tile.cols
-        if cutlass.const_expr(self.spec.schedule == "items"):  # noqa: SIM102
+        if cutlass.const_expr(self.spec.schedule == "items" and not self.gathers):  # noqa: SIM102
             if math.order.end * cols > math.kv_end:
                 shared.v.wait_full(first)
                 valid = math.kv_end - (math.order.end - 1) * cols
@@ -404,57 +433,86 @@ class Fa3Program:
         return state
 
     def last_output(self, shared: Shared, math: MathWork, state: State) -> list[Float32]:
-        shared.v.wait_full(state.v)
-        out = self.tile.accumulate(state.out, state.p, shared.v.address(state.v))
+        v = shared.v.previous(state.k)
+        shared.v.wait_full(v)
+        out = self.tile.accumulate(state.out, state.p, self.tile.v_operand(shared.v.address(v)))
         out = sm90.wgmma_wait(0, out, state.p)
-        shared.v.release(state.v, math.lanes.lane)
+        shared.v.release(v, math.lanes.lane)
         return out
 
     def first(self, shared: Shared, math: MathWork, k: Place) -> State:
         """Scores and softmax of the first kv tile; it may be masked."""
         softmax = math.softmax
         shared.k.wait_full(k)
-        s = sm90.wgmma_wait(0, self.tile.scores(math.q, shared.k.address(k)))
+        s = sm90.wgmma_wait(0, self.tile.scores(math.q, self.tile.k_operand(shared.k.address(k))))
         shared.k.release(k, math.lanes.lane)
-        kv_start = math.order.at(math.skipped) * self.spec.tile.cols
-        s = math.mask.apply(math.scores.apply(s, kv_start), kv_start)
+        s = self.seen(math, s, math.order.at(math.skipped), True)
         shift = softmax.first_shift(s)
         s = softmax.exponentials(s, shift, may_be_empty=True)
         total = softmax.sums(s, [Float32(0.0) for _ in range(2)])
         out = self.tile.zeros(self.tile.d_blocks)
-        return State(out, self.tile.probabilities(s), shift, total, shared.k.next(k), k)
+        return State(out, self.tile.probabilities(s), shift, total, shared.k.next(k))
 
     def step(self, shared: Shared, math: MathWork, state: State, kv_tile: Int32, masked: bool) -> State:
-        """Scores of this kv tile, output of the one before it; softmax while the latter is under way."""
-        k, v, lanes, softmax = state.k, state.v, math.lanes, math.softmax
+        """Scores of this kv tile, output of the one before it; softmax while the latter is under way.
+
+        Exponents are relative to the anchors of earlier tiles, whatever these scores are: their maximum is not looked
+        for. Sums tell afterwards where that went wrong, and the tile is done again: K stays in its slot till then.
+        """
+        k, v, lanes, softmax = state.k, shared.v.previous(state.k), math.lanes, math.softmax
+        k_at, v_at = self.tile.k_operand(shared.k.address(k)), self.tile.v_operand(shared.v.address(v))
         shared.k.wait_full(k)
         self.await_turn(lanes)
-        s = self.tile.scores(math.q, shared.k.address(k))
+        s = self.tile.scores(math.q, k_at)
         shared.v.wait_full(v)
-        out = self.tile.accumulate(state.out, state.p, shared.v.address(v))
+        out = self.tile.accumulate(state.out, state.p, v_at)
         self.end_turn(lanes)
-        s = sm90.wgmma_wait(1, s)
-        shared.k.release(k, lanes.lane)
-        s = math.scores.apply(s, kv_tile * self.spec.tile.cols)
-        if masked:
-            s = math.mask.apply(s, kv_tile * self.spec.tile.cols)
-        risen = softmax.rise(state.shift, s)
-        s = softmax.exponentials(s, risen.shift, may_be_empty=masked)
-        total = [t * factor for t, factor in zip(state.total, risen.factors, strict=True)]
-        total = softmax.sums(s, total)
-        if self.spec.tile.pinned:
-            sm90.settle(total)  # no exponential is put off till after the wait
+        s = self.seen(math, sm90.wgmma_wait(1, s), kv_tile, masked)
+        s = softmax.exponentials(s, state.shift, may_be_empty=False)
+        sums = softmax.sums(s, [Float32(0.0) for _ in range(2)])
+        too_high = softmax.too_high(sums)
+        # Before the wait: exponentials, which are to run under it, are not put off till after it.
+        again = sm90.any_of_group(lanes.group + FIRST_VOTE, too_high)
         out = sm90.wgmma_wait(0, out, state.p)
         shared.v.release(v, lanes.lane)
-        p = self.tile.probabilities(s)
-        out = self.rescale(out, risen)
-        return State(out, p, risen.shift, total, shared.k.next(k), shared.v.next(v))
+        before = State(out, self.tile.probabilities(s), state.shift, state.total, k)
+        after, sums = self.raised(math, before, sums, again, k_at, kv_tile, masked)
+        shared.k.release(k, lanes.lane)
+        total = [a + b for a, b in zip(after.total, sums, strict=True)]
+        return State(after.out, after.p, after.shift, total, shared.k.next(k))
+
+    def seen(self, math: MathWork, s: list[Float32], kv_tile: Int32, masked: bool) -> list[Float32]:
+        kv_start = kv_tile * self.spec.tile.cols
+        s = math.scores.apply(s, kv_start)
+        return math.mask.apply(s, kv_start) if masked else s
 
     @cute.jit
-    def rescale(self, out: list[Float32], risen: Risen) -> list[Float32]:
-        if risen.some:
+    def raised(
+        self,
+        math: cutlass.Constexpr,
+        state: cutlass.Constexpr,
+        sums: list[Float32],
+        again: cutlass.Boolean,
+        k_at: Int32,
+        kv_tile: Int32,
+        masked: cutlass.Constexpr,
+    ) -> Any:
+        """The tile's probabilities and sums with anchors that fit it. Probabilities, half the registers of scores, are
+        what is replaced: otherwise ptxas spills.
+        """
+        out, p, shift, total = state.out, state.p, state.shift, state.total
+        if again:
+            softmax = math.softmax
+            # Afresh, lest everything that depends on them stay in registers.
+            q, k, kv_tile = (cute.arch.make_warp_uniform(x) for x in (math.q, k_at, kv_tile))
+            s = self.seen(math, sm90.wgmma_wait(0, self.tile.scores(q, k)), kv_tile, masked)
+            risen = softmax.rise(shift, s)
+            s = softmax.exponentials(s, risen.shift, may_be_empty=masked)
+            p, sums = self.tile.probabilities(s), softmax.sums(s, [Float32(0.0) for _ in range(2)])
+            shift = risen.shift
+            total = [t * factor for t, factor in zip(total, risen.factors, strict=True)]
             out = [x * risen.factors[i % 4 // 2] for i, x in enumerate(out)]
-        return out
+        return State(out, p, shift, total, state.k), sums
 
     def await_turn(self, lanes: GroupLanes) -> None:
         if self.spec.tile.ping_pong:

@@ -165,8 +165,8 @@ class HopperMemory:
 
     @property
     def num_records(self) -> int:
-        """One more than Q tiles: a tile's Q is given back before its results are written."""
-        return self.tile.q_stages + 1
+        """A place in Q's ring has one: a tile's Q is given back before its results are written."""
+        return 2 * self.tile.q_stages
 
     @property
     def bytes(self) -> int:

@@ -126,7 +126,7 @@ class HopperTile:
     """Work of one CTA of the wgmma kernel: `rows` packed query rows, 64 a math warpgroup, by `cols` kv tokens.
 
     `stages` K and V tiles and `q_stages` query tiles are in flight. `ping_pong`: warpgroups take turns at issuing
-    products, so that one's softmax runs under another's. `pinned`: exponentials stay in front of the wait for O.
+    products, so that one's softmax runs under another's.
     """
 
     rows: int
@@ -134,7 +134,6 @@ class HopperTile:
     stages: int = 2
     q_stages: int = 1
     ping_pong: bool = True
-    pinned: bool = True
 
     @property
     def math_groups(self) -> int:
@@ -172,15 +171,15 @@ class Fa3Spec(KernelSpec):
     scores: tuple[str, ...] = ()  # in order of application, of "scale", "alibi", "soft_cap"
     split: bool = False  # schedule "grid": fp32 partials for the combine kernel instead of the output
     schedule: str = "grid"  # "grid": one request, tiles by arithmetic; "items": work items of a batch
-    kv: str = "dense"  # "dense": tokens at a stride; "paged": pages in any order
+    kv: str = "dense"  # "dense": tokens at a stride; "paged": pages in any order, by boxes; "gathered": row by row
     tile: HopperTile = HopperTile(128, 128)
 
     @property
     def registers(self) -> tuple[int, int]:
         """Of a producer and of a math thread: together what the CTA was launched with."""
         if self.tile.math_groups == 3:
-            return 32, 160
-        return (40, 232) if self.kv == "paged" else (24, 240)
+            return (56, 152) if self.kv == "gathered" else (32, 160)
+        return (24, 240) if self.kv == "dense" else (40, 232)
 
     def program(self, arch: str) -> Program:
         from cute_attn.kernels.fa3 import Fa3Program

@@ -1,12 +1,12 @@
 """Tile table of the wgmma kernel, as data: which tile a problem gets, by head dims and by what is done to its scores.
 
 Every row must compile to 0 bytes of stack and fit 227 KB of shared memory. "modified" rows leave registers for
-windows, mask bits, slopes and caps. On an H200 a turn at issuing products is worth 3 % at head dim 64 and costs 1 % at
-128 and 256; holding exponentials before the wait for the output gains 3 % at 64 and loses 2 % at 128.
+windows, mask bits, slopes and caps. Proposals: `python -m perf.search`.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from cute_attn.kernels.spec import Fa3Spec, HopperTile, KernelSpec
@@ -16,24 +16,34 @@ HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 PAGE_ALIGNED = 64  # tiles of paged keys are multiples of it, so that pages of any power of two make few boxes
 
 _PLAIN = {
-    (64, 64): HopperTile(192, 128, 2, 2),
-    (96, 96): HopperTile(128, 128, 2, 2, pinned=False),
-    (128, 128): HopperTile(128, 128, 2, 2, ping_pong=False, pinned=False),
-    (192, 128): HopperTile(128, 128, 2, 1, pinned=False),
-    (256, 256): HopperTile(128, 80, 2, 1, ping_pong=False),
+    (64, 64): HopperTile(192, 128, 3, 2, ping_pong=False),
+    (96, 96): HopperTile(128, 128, 2, 2),
+    (128, 128): HopperTile(128, 128, 2, 2, ping_pong=False),
+    (192, 128): HopperTile(128, 128, 2, 1),
+    (256, 256): HopperTile(128, 64, 2, 1, ping_pong=False),
 }
 _MODIFIED = {
-    (64, 64): HopperTile(128, 128, 2, 2),
-    (96, 96): HopperTile(128, 128, 2, 2, pinned=False),
-    (128, 128): HopperTile(128, 128, 2, 2, pinned=False),
-    (192, 128): HopperTile(128, 128, 2, 1, pinned=False),
+    (64, 64): HopperTile(128, 128, 2, 2, ping_pong=False),
+    (96, 96): HopperTile(128, 128, 2, 2),
+    (128, 128): HopperTile(128, 128, 2, 2, ping_pong=False),
+    (192, 128): HopperTile(128, 128, 2, 1),
     (256, 256): HopperTile(128, 64, 2, 1, ping_pong=False),
 }
 
+# The least tokens of a box, from which on pages come by TMA and not by a warpgroup that gathers rows. A box costs TMA
+# some 45 clocks beside its rows, a gathered row the memory system more than its share of a box.
+_LEAST_BOX = {(64, 64): 16, (96, 96): 32, (128, 128): 32, (192, 128): 32, (256, 256): 32}
 
-def choose(head_dims: tuple[int, int], plain: bool, paged: bool) -> HopperTile:
+
+def page_source(head_dims: tuple[int, int], page_size: int) -> str:
+    """How pages of so many tokens are brought in: `kv` of `Fa3Spec`."""
+    return "paged" if math.gcd(page_size, PAGE_ALIGNED) >= _LEAST_BOX[head_dims] else "gathered"
+
+
+def choose(head_dims: tuple[int, int], plain: bool, kv: str) -> HopperTile:
+    """`kv`: as of `Fa3Spec`. Threads that gather need registers, which three math groups do not leave."""
     tile = (_PLAIN if plain else _MODIFIED)[head_dims]
-    if paged and tile.cols % PAGE_ALIGNED:
+    if (kv == "paged" and tile.cols % PAGE_ALIGNED) or (kv == "gathered" and tile.math_groups > 2):
         return _MODIFIED[head_dims]
     return tile
 
@@ -51,14 +61,16 @@ MODIFIED: tuple[dict[str, Any], ...] = (
     {"scores": ("scale", "soft_cap")},
 )
 ITEMS: dict[str, Any] = {"schedule": "items", "kv": "paged"}
+GATHERED: dict[str, Any] = {"schedule": "items", "kv": "gathered"}
 
 
 def default_specs() -> list[KernelSpec]:
     """All head dims in bf16, alone, over pages and with the most demanding scores; the rest at the commonest dims."""
     llama = (128, 128)
-    specs = [_spec(dims, **source) for dims in HEAD_DIMS for source in ({}, ITEMS)]
+    specs = [_spec(dims, **source) for dims in HEAD_DIMS for source in ({}, ITEMS, GATHERED)]
     specs += [_spec(dims, split=True, out_dtype="float32") for dims in HEAD_DIMS]
     specs += [_spec(dims, **MODIFIED[0], **(ITEMS if dims == llama else {})) for dims in HEAD_DIMS]
+    specs += [_spec(dims, **MODIFIED[0], **GATHERED) for dims in HEAD_DIMS]
     specs += [_spec(llama, **modified) for modified in MODIFIED[1:]]
     specs += [_spec(llama, schedule="items"), _spec(llama, dtype="float16", out_dtype="float16")]
     return specs
@@ -66,4 +78,4 @@ def default_specs() -> list[KernelSpec]:
 
 def _spec(dims: tuple[int, int], *, dtype: str = "bfloat16", out_dtype: str = "bfloat16", **rest: Any) -> KernelSpec:
     plain = rest.get("mask", "stop") == "stop" and not rest.get("scores")
-    return Fa3Spec(dtype, out_dtype, *dims, tile=choose(dims, plain, rest.get("kv") == "paged"), **rest)
+    return Fa3Spec(dtype, out_dtype, *dims, tile=choose(dims, plain, rest.get("kv", "dense")), **rest)

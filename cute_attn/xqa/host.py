@@ -7,6 +7,7 @@ import functools
 import torch
 
 from cute_attn.backends.fa2_kernels import load
+from cute_attn.backends.fa2_params import two_addresses
 from cute_attn.errors import ArgumentError, WorkspaceError
 from cute_attn.kernels import divisor
 from cute_attn.kernels.spec import KV_BITS
@@ -17,6 +18,7 @@ from cute_attn.runtime.launch import CPU, Launch, current_stream
 from cute_attn.xqa.problem import XqaFeatures, XqaProblem
 
 UNBOUNDED = 1 << 30  # no window: beyond any kv index
+UNLIMITED = 1 << 62
 CHUNK = 16  # bytes, in which the kernel counts K and V
 IDLE = 1 / 32  # of all CTAs, at most
 OVERHEAD = 4  # what starting and finishing a segment costs, in tiles
@@ -25,24 +27,27 @@ Values = tuple[int | float, ...]
 
 
 class Runner:
-    """Runs problems of the same features. What does not change between calls is computed once."""
+    """Runs problems of the same features. What does not change between calls is computed once. `room`: bytes that
+    partial results may take; fewer CTAs, down to one, need less.
+    """
 
-    def __init__(self, features: XqaFeatures, arch: Arch, sms: int, spec: XqaSpec) -> None:
+    def __init__(self, features: XqaFeatures, arch: Arch, sms: int, spec: XqaSpec, room: int = UNLIMITED) -> None:
         f = features
-        self.arch, self.q_len, self.page_size = arch, f.q_len, f.page_size
+        self.features, self.arch, self.q_len, self.spec = f, arch, f.q_len, spec
         self.device_index = CPU if f.device.type == "cpu" else f.device.index
         group = f.num_qo_heads // f.num_kv_heads
         rows = f.q_len * group
-        self.spec = spec
         row_blocks = -(-rows // self.spec.rows)
-        units, ctas = f.num_kv_heads * row_blocks, sms * self.spec.ctas
-        lines = line_count(units, ctas)
-        self.grid = (lines, ctas // lines, 1)
-        self.counter_bytes = 4 * ctas
-        self.partial_bytes = 2 * ctas * self.spec.rows * (f.head_dim + 2) * 4
+        units, most = f.num_kv_heads * row_blocks, ctas(spec, sms, room)
+        lines = line_count(units, most)
+        self.grid = (lines, most // lines, 1)
+        self.counter_bytes = 4 * most
+        self.partial_bytes = 0 if most == 1 else partial_bytes(spec) * most
         self.pdl = arch.pdl and f.enable_pdl is not False
         self.q_itemsize, self.o_itemsize = f.q_dtype.itemsize, f.o_dtype.itemsize
         self.kv_itemsize = max(1, KV_BITS[f.kv_dtype] // 8)
+        axes = (1, 0) if f.kv_layout == "HND" else (0, 1)
+        self.paged, (self.token, self.head) = f.paged, (axis + int(f.paged) for axis in axes)  # axes of k and v
         self.constants = (
             f.q_len,
             UNBOUNDED if f.window_left < 0 else f.window_left,
@@ -54,6 +59,7 @@ class Runner:
             OVERHEAD,
             self.spec.warps,  # at least: a tile for every warp
         )
+        self.lse_scale = f.lse_scale
 
     def __call__(self, problem: XqaProblem) -> None:
         self.launch.fire(self.values(problem), self.grid, current_stream(self.device_index))
@@ -64,53 +70,76 @@ class Runner:
 
     def values(self, problem: XqaProblem) -> Values:
         """Kernel parameters in the order of `XqaParams`."""
-        _, q, k, v, tables, seq_lens, out, scratch, scale, v_scale, *tensors = problem
-        scale_ptr, v_scale_ptr, _, sinks, q_indptr, mask, lse = map(_address, tensors)
+        _, q, k, v, table, seq_lens, capacity, out, scratch, scale, v_scale, scale_tensors, *tensors = problem
+        v_scale_ptr, _, sinks, q_indptr, mask, lse, page_starts = map(_address, tensors)
         if scratch.partial_bytes < self.partial_bytes or scratch.counter_bytes < self.counter_bytes:
             self._refuse(scratch.counter_bytes, scratch.partial_bytes)
-        q_strides, o_strides, k_strides, v_strides = q.stride(), out.stride(), k.stride(), v.stride()
+        q_strides, o_strides = q.stride(), out.stride()
         size, q_size, o_size = self.kv_itemsize, self.q_itemsize, self.o_itemsize
-        if max(k.shape[0] * k_strides[0], v.shape[0] * v_strides[0]) * size >= CHUNK << 32:
+        k_page, k_token, k_head = self.strides(k)
+        v_page, v_token, v_head = self.strides(v)
+        if max(self.span(k), self.span(v)) * size >= CHUNK << 32:
             raise ArgumentError(f"k and v must span less than {CHUNK << 32} bytes each, got {tuple(k.shape)}")
-        k_sf, v_sf, sf_heads, sf_steps = _block_scales(problem.block_scales)
-        batch, max_pages = tables.shape
+        k_sf, v_sf, sf_heads, sf_steps = self._block_scales(problem.block_scales)
         return (
             q.data_ptr(),
             k.data_ptr(),
             v.data_ptr(),
-            k_sf,
-            v_sf,
             out.data_ptr(),
             lse,
-            tables.data_ptr(),
+            k_sf,
+            v_sf,
+            table.data_ptr(),
+            page_starts,
             seq_lens.data_ptr(),
             q_indptr,
             mask,
             sinks,
-            scale_ptr,
+            *(two_addresses(scale_tensors) if scale_tensors else (0, 0)),
             v_scale_ptr,
             scratch.partials,
             scratch.counters,
             q_strides[0] * q_size,
-            q_strides[1] * q_size,
+            q_strides[-2] * q_size,
             o_strides[0] * o_size,
-            o_strides[1] * o_size,
-            k_strides[2] * size,
-            v_strides[2] * size,
+            o_strides[-2] * o_size,
+            k_head * size,
+            v_head * size,
             *sf_heads,
-            tables.stride(0) * 4,
-            k_strides[0] * size // CHUNK,
-            k_strides[1] * size // CHUNK,
-            v_strides[0] * size // CHUNK,
-            v_strides[1] * size // CHUNK,
+            k_page * size // CHUNK,
+            k_token * size // CHUNK,
+            v_page * size // CHUNK,
+            v_token * size // CHUNK,
             *sf_steps,
             mask_row_bytes(self.q_len),
-            batch,
-            min(max_pages * self.page_size, UNBOUNDED),
+            seq_lens.shape[0],
+            capacity,
+            0 if page_starts else table.stride(0),
             *self.constants,
             scale,
             v_scale,
+            self.lse_scale,
         )
+
+    def strides(self, x: torch.Tensor) -> tuple[int, int, int]:
+        """Elements to the next page, token and head of k or v, or of their block scales."""
+        strides = x.stride()
+        return strides[0] if self.paged else 0, strides[self.token], strides[self.head]
+
+    def span(self, x: torch.Tensor) -> int:
+        """Elements from one head's first token to past its last."""
+        axis = 0 if self.paged else self.token
+        return x.shape[axis] * x.stride(axis)
+
+    def _block_scales(
+        self, block_scales: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[int, int, tuple[int, int], tuple[int, int, int, int]]:
+        """Addresses, head strides, and page and token strides of K's and V's block scales (a byte each)."""
+        if block_scales is None:
+            return 0, 0, (0, 0), (0, 0, 0, 0)
+        k, v = block_scales
+        (k_page, k_token, k_head), (v_page, v_token, v_head) = self.strides(k), self.strides(v)
+        return k.data_ptr(), v.data_ptr(), (k_head, v_head), (k_page, k_token, v_page, v_token)
 
     def _refuse(self, counter_bytes: int, partial_bytes: int) -> None:
         raise WorkspaceError(
@@ -121,7 +150,21 @@ class Runner:
 
 def run(problem: XqaProblem) -> None:
     f = problem.features
-    runner(f, problem.block_tables.shape[0] * f.num_kv_heads <= tiles.FEW)(problem)
+    runner(f, few(problem.seq_lens.shape[0], f))(problem)
+
+
+def few(batch_size: int, features: XqaFeatures) -> bool:
+    return batch_size * features.num_kv_heads <= tiles.FEW
+
+
+def ctas(spec: XqaSpec, sms: int, room: int = UNLIMITED) -> int:
+    """Of a launch that may use `room` bytes for partial results. One CTA alone has none."""
+    return max(1, min(sms * spec.ctas, room // partial_bytes(spec)))
+
+
+def partial_bytes(spec: XqaSpec) -> int:
+    """Of one CTA: it may end one segment and begin another."""
+    return 2 * spec.rows * (spec.head_dim + 2) * 4
 
 
 def choose_spec(features: XqaFeatures, few: bool, arch: Arch) -> XqaSpec:
@@ -141,21 +184,10 @@ def mask_row_bytes(q_len: int) -> int:
 
 
 @functools.lru_cache(256)
-def runner(features: XqaFeatures, few: bool) -> Runner:
+def runner(features: XqaFeatures, is_few: bool) -> Runner:
     index = features.device.index
     sms, arch = torch.cuda.get_device_properties(index).multi_processor_count, for_device(index)
-    return Runner(features, arch, sms, choose_spec(features, few, arch))
-
-
-def _block_scales(
-    block_scales: tuple[torch.Tensor, torch.Tensor] | None,
-) -> tuple[int, int, tuple[int, int], tuple[int, int, int, int]]:
-    """Addresses, head strides, and page and token strides of K's and V's block scales (a byte each)."""
-    if block_scales is None:
-        return 0, 0, (0, 0), (0, 0, 0, 0)
-    k, v = block_scales
-    ks, vs = k.stride(), v.stride()
-    return k.data_ptr(), v.data_ptr(), (ks[2], vs[2]), (ks[0], ks[1], vs[0], vs[1])
+    return Runner(features, arch, sms, choose_spec(features, is_few, arch))
 
 
 def _address(value: torch.Tensor | tuple[torch.Tensor, ...] | None) -> int:

@@ -11,10 +11,11 @@ from cute_attn import checks, normalize, page
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal, RuntimeArgumentError
 from cute_attn.kernels.xqa.spec import HEAD_DIMS
 from cute_attn.settle import HALF, check_device
-from cute_attn.xqa.host import mask_row_bytes
+from cute_attn.xqa.host import UNBOUNDED, mask_row_bytes
 from cute_attn.xqa.problem import Scratch, XqaFeatures, XqaProblem
 
 COUNTER_BYTES = 8 << 20  # of the workspace: zero before its first use, and left zero
+MAX_PLACES = (1 << 31) - 1  # kernels count elements of the page table in 32 bits
 INDEX_DTYPES = (torch.int32, torch.uint32)
 MASK_DTYPES = (torch.uint16, torch.int16, torch.uint32, torch.int32)
 OUT_DTYPES = (*HALF, torch.float8_e4m3fn)
@@ -88,11 +89,12 @@ def problem(call: Call) -> XqaProblem:
         v,
         tables,
         seq_lens,
+        min(tables.shape[1] * features.page_size, UNBOUNDED),
         out,
         call.scratch,
         1.0 if scale is None else checks.real("bmm1_scale", scale),
         1.0 if v_scale is None else checks.real("bmm2_scale", v_scale),
-        scale_tensors[0] if scale_tensors else None,
+        scale_tensors,
         v_scale_tensors[0] if v_scale_tensors else None,
         call.block_scales,
         _sinks(call.sinks, num_qo_heads, device),
@@ -235,7 +237,13 @@ def _tables(value: Any, device: torch.device) -> torch.Tensor:
         raise ArgumentError(f"block_tables must have shape [batch_size, max_pages], got {checks.describe(value)}")
     checks.dtype("block_tables", value.dtype, (torch.int32,))
     checks.device("block_tables", value, device)
-    return value if value.shape[1] < 2 or value.stride(1) == 1 else value.contiguous()
+    value = value if value.shape[1] < 2 or value.stride(1) == 1 else value.contiguous()
+    if value.shape[0] * value.stride(0) > MAX_PLACES:
+        raise ArgumentError(
+            f"block_tables must span at most {MAX_PLACES} elements, "
+            f"got {value.shape[0]} rows of stride {value.stride(0)}"
+        )
+    return value
 
 
 def _lengths(value: Any, device: torch.device) -> torch.Tensor:

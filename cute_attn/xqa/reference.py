@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from cute_attn import reference
@@ -15,11 +17,12 @@ def run(problem: XqaProblem, dtype: torch.dtype = torch.float32) -> None:
     bounds = [i * f.q_len for i in range(len(lengths) + 1)]
     if problem.q_indptr is not None:
         bounds = problem.q_indptr.to(torch.int64).tolist()
-    scale, v_scale = _product(problem.scale, problem.scale_tensor), _product(problem.v_scale, problem.v_scale_tensor)
+    scale = problem.scale * math.prod(float(tensor) for tensor in problem.scale_tensors)
+    v_scale = problem.v_scale * (1.0 if problem.v_scale_tensor is None else float(problem.v_scale_tensor))
     for i, kv_len in enumerate(lengths):
         rows = slice(bounds[i], bounds[i + 1])
         qo_len = rows.stop - rows.start
-        kv_len = min(kv_len, problem.block_tables.shape[1] * f.page_size)
+        kv_len = min(kv_len, problem.capacity)
         k, v = _keys(problem, i, kv_len)
         o, lse = reference.attention(
             problem.q[rows],
@@ -36,14 +39,10 @@ def run(problem: XqaProblem, dtype: torch.dtype = torch.float32) -> None:
             problem.lse[rows] = lse.to(torch.float32)
 
 
-def _product(scale: float, tensor: torch.Tensor | None) -> float:
-    return scale if tensor is None else scale * float(tensor)
-
-
 def _keys(problem: XqaProblem, request: int, kv_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     """k and v of one request, gathered from its pages: `[kv_len, num_kv_heads, head_dim]`."""
     num_pages = -(-kv_len // problem.features.page_size)
-    pages = problem.block_tables[request, :num_pages].long()
+    pages = problem.page_table[request, :num_pages].long()
     gathered = [_rows(x, pages, kv_len) for x in (problem.k, problem.v)]
     if problem.block_scales is not None:
         scales = [_rows(x, pages, kv_len) for x in problem.block_scales]

@@ -14,6 +14,7 @@ from cute_attn import (
     select,
     single_prefill_with_kv_cache,
 )
+from cute_attn.backends import fa3_batch, fa3_kernels
 from cute_attn.emulator import Schedule, using
 from cute_attn.emulator.settings import Emulation
 from cute_attn.problem import Features
@@ -43,6 +44,14 @@ BATCHES: tuple[BatchCase, ...] = (
     paged((150, 0, 37, 1), (300, 20, 64, 0), page_size=16, mask="causal", dtype="bfloat16", **dims(128), **heads(4, 2)),
     paged((150, 20), (300, 40), page_size=5, window_left=30),
     paged((70, 9), (100, 260), page_size=16, mask="packed", sinks=True, o_dtype="float32"),
+)
+# Small pages, gathered; the last two in tiles of other widths, one of a line and a half.
+GATHERED: tuple[BatchCase, ...] = (
+    paged((150, 0, 37, 1), (300, 20, 64, 0), page_size=1, mask="causal", dtype="bfloat16", **dims(128), **heads(4, 2)),
+    paged((70, 9), (100, 260), page_size=3, mask="packed", sinks=True, o_dtype="float32"),
+    paged((130, 9), (200, 90), page_size=16, kv_layout="HND", cache="strided", **dims(192, 128)),
+    paged((130, 9), (200, 260), page_size=7, mask="causal", dtype="bfloat16", **dims(256)),
+    paged((130, 9), (20, 260), page_size=12, mask="causal", cache="one", slack=True, **dims(96)),
 )
 
 
@@ -104,6 +113,47 @@ def test_long_batches(batch: BatchCase, schedule: Schedule) -> None:
     assert solve_batch(batch, schedule, sms=3).records
 
 
+@pytest.mark.parametrize("schedule", [Schedule(), *SCHEDULES], ids=name)
+@pytest.mark.parametrize("batch", GATHERED, ids=name)
+def test_gathered_pages(batch: BatchCase, schedule: Schedule) -> None:
+    emulation = solve_batch(batch, schedule, sms=3)
+    assert {record.spec["kv"] for record in emulation.records} == {"gathered"}
+
+
+def products(emulation: Emulation) -> int:
+    counts = [count for record in emulation.records for count in record.stats.instructions.items()]
+    return sum(count for form, count in counts if form.startswith("wgmma.mma_async"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "schedule"), [(64, SCHEDULES[0]), (128, SCHEDULES[1]), (256, SCHEDULES[0])], ids=name
+)
+def test_scores_that_leap(head_dim: int, schedule: Schedule, dtype: torch.dtype) -> None:
+    """Far above the anchors of tiles before, past what fp32 holds: the tile is done again, and only then."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, 1, head_dim, generator=generator).to(dtype) for n in (100, 700, 700))
+    ran = []
+    for scale in (1, 300):
+        k[:100] *= scale  # seen last
+        with using("sm_90a", kernels="fa3", schedule=schedule, sms=2) as emulation:
+            out, lse = single_prefill_with_kv_cache(q, k, v, causal=True, return_lse=True, backend="emulator")
+        expected = single_prefill_with_kv_cache(q, k, v, causal=True, return_lse=True, backend="reference")
+        torch.testing.assert_close(out, expected[0], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse, expected[1], rtol=1e-3, atol=1e-3)
+        ran.append(products(emulation))
+    assert ran[0] < ran[1]
+
+
+@pytest.mark.parametrize(("batch", "schedule"), list(zip(BATCHES, itertools.cycle(SCHEDULES), strict=False)), ids=name)
+def test_batches_in_sections(batch: BatchCase, schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Head after head, request after request."""
+    monkeypatch.setattr(fa3_kernels, "SECTION_BYTES", 1)
+    fa3_batch.tiling.cache_clear()
+    solve_batch(batch, schedule, sms=1)
+    fa3_batch.tiling.cache_clear()
+
+
 def assert_cut(emulation: Emulation) -> None:
     assert [record.spec["kernel"] for record in emulation.records] == ["fa3", "combine"]
 
@@ -126,6 +176,18 @@ def test_the_kernels_of_auto() -> None:
         with using("sm_90a", kernels=kernels) as emulation:
             case.call(problem, case.make(problem), backend="emulator")
         assert [record.spec["kernel"] for record in emulation.records] == [ran]
+
+
+@pytest.mark.parametrize(("page_size", "kv"), [(1, "gathered"), (5, "gathered"), (64, "paged")])
+def test_auto_takes_pages_of_any_size(page_size: int, kv: str) -> None:
+    batch = paged((70,), (90,), page_size, **dims(128))
+    inputs = batch_case.make(batch)
+    with using("sm_90a") as emulation:
+        planned = batch_case.wrapper(batch, inputs.q.device, backend="emulator")
+        planned.plan(**batch_case.plan_arguments(batch, inputs))
+        out, lse = batch_case.call(batch, inputs, planned)
+    assert batch_case.check(batch, inputs, out, lse).ok
+    assert [(record.spec["kernel"], record.spec["kv"]) for record in emulation.records] == [("fa3", kv)]
 
 
 def test_expanded_keys() -> None:

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from cute_attn import emulator, xqa_batch_decode_with_kv_cache
-from cute_attn.emulator import adapter
+from cute_attn.emulator import EmulatorError, adapter
 from cute_attn.emulator.machine import Schedule
 from cute_attn.runtime.arch import named
 from cute_attn.xqa import batch_decode, host
 from cute_attn.xqa.problem import XqaProblem
 from tests.xqa_case import XqaCase, build, random_case
+from tests.xqa_producer import Producer
 
 WORKSPACE_BYTES = 10 << 20
 SCHEDULES = ("eager", "delayed", "adversarial")
@@ -26,7 +27,7 @@ def solve(case: XqaCase, arch: str, sms: int, schedule: str, monkeypatch: pytest
     def run(problem: XqaProblem) -> None:
         inputs = {n: t for n, t in problem._asdict().items() if isinstance(t, torch.Tensor)}
         outputs = {n: inputs.pop(n) for n in ("out", "lse") if n in inputs}
-        pairs = {f"{n} scales": t for n, t in zip("kv", problem.block_scales or (), strict=False)}
+        pairs = {f"scales {i}": t for i, t in enumerate((*(problem.block_scales or ()), *problem.scale_tensors))}
         scratch = {f"buffer {i}": t for i, t in enumerate(problem.scratch.buffers)}
         with adapter.visible(inputs | pairs | scratch, outputs | scratch):
             spec = host.choose_spec(problem.features, case.seed % 2 == 0, named(arch))
@@ -73,3 +74,41 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert solve(CASES[name], "sm_90a", 3, "adversarial", monkeypatch) == ""
+
+
+def produced(kv: str, lengths: tuple[int, ...], broken: bool, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernel as a dependent launch of one that writes what it reads; `broken`: it does not wait."""
+    scale = 0.002 if kv == "nvfp4" else None
+    built = build(XqaCase(lengths, kv=kv, heads=(2, 1), head_dim=64, device_scales=True, bmm1_scale=scale))
+
+    def run(problem: XqaProblem) -> None:
+        named_tensors = {str(i): t for i, t in enumerate(flat(problem))}
+        with adapter.visible(named_tensors, named_tensors):
+            producer = Producer(built, "sm_90a", 2)
+            producer.spoil()
+            producer.write()
+            producer.check()
+            spec = host.choose_spec(problem.features, True, named("sm_90a"))
+            host.Runner(problem.features, named("sm_90a"), 2, spec)(problem)
+
+    def rewrite(ptx: str) -> str:
+        return ptx.replace("griddepcontrol.wait;", "") if broken else ptx
+
+    monkeypatch.setattr(batch_decode, "run", run)
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8)
+    with emulator.using("sm_90a", rewrite=rewrite):
+        out, lse = xqa_batch_decode_with_kv_cache(**(built.arguments | {"workspace_buffer": workspace}))
+    return built.check(out, lse)
+
+
+def flat(problem: XqaProblem) -> list[torch.Tensor]:
+    parts = [x if isinstance(x, tuple) else (x,) for x in (*problem[1:], problem.scratch.buffers)]
+    return [x for part in parts for x in part if isinstance(x, torch.Tensor)]
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("kv", ["bf16", "e4m3", "nvfp4"])
+def test_waits_for_the_launch_before(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert produced(kv, (40, 1), False, monkeypatch) == ""
+    with pytest.raises(EmulatorError, match=r"before griddepcontrol\.wait"):
+        produced(kv, (40, 1), True, monkeypatch)

@@ -1,6 +1,6 @@
-"""Compiles, on a machine with or without a GPU, every kernel that the single-request matrix launches.
+"""Compiles, on a machine with or without a GPU, every kernel that the single-request matrix launches, or XQA's tests.
 
-    python -m tests.gpu.bundle DIR [--arch sm_90a] [--random 200] [--jobs 2]
+    python -m tests.gpu.bundle DIR [--arch sm_90a] [--random 200] [--jobs 2] [--xqa]
 
 Then, where the GPU is: CUTE_ATTN_BUNDLE=DIR CUTE_ATTN_DISABLE_JIT=1 python -m pytest tests/gpu
 """
@@ -8,17 +8,28 @@ Then, where the GPU is: CUTE_ATTN_BUNDLE=DIR CUTE_ATTN_DISABLE_JIT=1 python -m p
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from cute_attn.backends import fa2
+from cute_attn.backends.xqa_kernels import xqa_features
 from cute_attn.kernels.spec import KernelSpec
+from cute_attn.problem import Settings
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import Arch, named
+from cute_attn.xqa import host
+from cute_attn.xqa.problem import XqaFeatures
+from tests.batch_case import features as batch_features
 from tests.case import features
+from tests.gpu import test_xqa as functions
+from tests.gpu import test_xqa_wrappers as wrappers
 from tests.matrix import FULL, SMALL, Case, random_case
+from tests.xqa_batches import CUDA, random_batches
+from tests.xqa_batches import SMALL as SMALL_BATCHES
+from tests.xqa_case import DTYPES, XqaCase
 
 
 def kernels(cases: Iterable[Case], arch: Arch) -> list[KernelSpec]:
@@ -28,13 +39,47 @@ def kernels(cases: Iterable[Case], arch: Arch) -> list[KernelSpec]:
     return list(specs)
 
 
+def xqa_kernels(random: int, arch: Arch) -> list[KernelSpec]:
+    """Of `test_xqa.py` and `test_xqa_wrappers.py`, with so many random problems each."""
+    asked = [(functions.case_of(functions.KERNELS[i % len(functions.KERNELS)], i)) for i in range(random)]
+    asked += [*functions.LARGE, *functions.GRAPHED, *functions.PRODUCED]
+    specs = dict.fromkeys(function_kernel(case, arch) for case in asked)
+    batches = [*SMALL_BATCHES, *wrappers.LARGE, *wrappers.GRAPHED]
+    for first in range(0, random, wrappers.CHUNK):
+        batches += itertools.islice(random_batches(first, 3000, 12), wrappers.CHUNK)
+    for batch in batches:
+        settings = Settings(batch_features(batch, CUDA)._replace(sinks=False), page_size=batch.page_size)
+        asked_for = xqa_features(settings, batch.qo_lens[0] if batch.qo_lens else 1)
+        specs[host.choose_spec(asked_for, host.few(len(batch.kv_lens), asked_for), arch)] = None
+    for single in wrappers.SINGLE:
+        asked_for = xqa_features(Settings(features(single, CUDA)), 1)
+        specs[host.choose_spec(asked_for, host.few(1, asked_for), arch)] = None
+    return list(specs)
+
+
+def function_kernel(case: XqaCase, arch: Arch) -> KernelSpec:
+    q_dtype, kv_dtype = DTYPES[case.q], DTYPES[case.kv]
+    narrow = "nvfp4" if case.kv == "nvfp4" else str(kv_dtype).removeprefix("torch.")
+    asked = XqaFeatures(
+        *(CUDA, q_dtype, "" if kv_dtype == q_dtype else narrow, DTYPES[case.out] if case.out else q_dtype),
+        *(*case.heads, case.head_dim, case.page_size, case.q_len, case.mask),
+    )
+    return host.choose_spec(asked, host.few(len(case.seq_lens), asked), arch)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("--random", type=int, default=200, help="random cases to cover, by seed")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--xqa", action="store_true", help="the kernels of XQA's tests instead")
     options = parser.parse_args()
+    if options.xqa:
+        specs = xqa_kernels(options.random, named(options.arch))
+        print(f"{len(specs)} kernels")
+        artifacts.write_bundle(options.directory, {options.arch: specs}, options.jobs, None)
+        return
     cases = [*SMALL, *FULL, *(random_case(seed) for seed in range(options.random))]
     specs = kernels(cases, named(options.arch))
     print(f"{len(cases)} cases, {len(specs)} kernels")

@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from cute_attn import xqa_batch_decode_with_kv_cache
+from cute_attn.runtime.arch import for_device
 from cute_attn.xqa.normalize import COUNTER_BYTES
 from tests.matrix import poisoned_memory
 from tests.xqa_case import Built, XqaCase, build, random_case
+from tests.xqa_producer import RUBBISH, Producer
 
 DEVICE = "cuda"
 HAS_SM80 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
@@ -26,6 +28,7 @@ pytestmark = [
     pytest.mark.sm80,
     pytest.mark.skipif(not HAS_SM80, reason="needs a CUDA device of compute capability 8.0 or later"),
 ]
+HOPPER = pytest.mark.skipif(not HAS_FP8_OUTPUT, reason="programmatic dependent launch needs compute capability 9.0")
 
 RANDOM = int(os.environ.get("CUTE_ATTN_TEST_XQA", "300"))
 REPLAYS = 30
@@ -176,45 +179,19 @@ def test_replays_with_other_lengths(case: XqaCase) -> None:
 PRODUCED = (
     XqaCase((2500, 1, 40, 900), heads=(8, 2), device_scales=True),
     XqaCase((2500, 1, 40, 900), kv="e4m3", heads=(8, 2), device_scales=True),
+    XqaCase((2500, 1, 40, 900), kv="nvfp4", heads=(8, 2), device_scales=True, bmm1_scale=0.002),
 )
+PAUSES = 30  # of a microsecond, while the kernel that depends on the producer is there and must wait
 
 
-class Producer:
-    """A query, scales and newest tokens that the operation just before writes, over rubbish."""
-
-    def __init__(self, built: Built) -> None:
-        a, case = built.arguments, built.case
-        self.targets = [a["query"], a["bmm1_scale"], a["bmm2_scale"]]
-        self.sources = [x.clone() for x in self.targets]
-        self.caches = a["kv_cache"]
-        last = [n - 1 for n in case.seq_lens]
-        pages = [int(a["block_tables"][i, n // case.page_size]) for i, n in enumerate(last)]
-        self.places = [torch.tensor(x, device=DEVICE) for x in (pages, [n % case.page_size for n in last])]
-        self.newest = [self.storage(x)[tuple(self.places)].clone() for x in self.caches]
-        self.rubbish = [torch.full_like(x, NOBODYS) for x in self.newest]
-
-    @staticmethod
-    def storage(x: torch.Tensor) -> torch.Tensor:
-        return bits(x) if x.element_size() == 1 else x
-
-    def spoil(self) -> None:
-        for x in self.targets:
-            x.fill_(float("nan"))
-        self.append(self.rubbish)
-
-    def append(self, tokens: list[torch.Tensor]) -> None:
-        for x, source in zip(self.caches, tokens, strict=True):
-            self.storage(x).index_put_(tuple(self.places), source)
-
-    def write(self) -> None:
-        self.append(self.newest)
-        for x, source in zip(self.targets, self.sources, strict=True):
-            x.copy_(source)
+def producer_of(built: Built, pauses: int = PAUSES) -> Producer:
+    return Producer(built, for_device(0).name, pauses)
 
 
 def captured(built: Built, enable_pdl: bool, links: int) -> tuple[torch.cuda.CUDAGraph, list[Pair], Producer]:
     """The producer, then calls of which each takes the output of the one before as its query."""
-    producer, results = Producer(built), []
+    producer, results = producer_of(built), []
+    producer.write()  # what is loaded or compiled must not be in a capture
     decode(built, enable_pdl=enable_pdl)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -227,14 +204,16 @@ def captured(built: Built, enable_pdl: bool, links: int) -> tuple[torch.cuda.CUD
     return graph, results, producer
 
 
+@HOPPER
 @pytest.mark.parametrize("case", PRODUCED, ids=lambda case: case.kv)
 @pytest.mark.parametrize("links", [1, 6])
 def test_dependent_launches_wait_for_what_they_read(case: XqaCase, links: int) -> None:
+    """The same bits with and without programmatic dependent launch, again and again."""
     built = ready(case)
     plain, expected, _ = captured(built, False, links)
     plain.replay()
     assert built.check(*expected[0]) == ""
-    graph, results, _ = captured(built, True, links)
+    graph, results, producer = captured(built, True, links)
     for _ in range(REPLAYS):
         for out, lse in results:
             out.fill_(float("nan"))
@@ -242,17 +221,32 @@ def test_dependent_launches_wait_for_what_they_read(case: XqaCase, links: int) -
         graph.replay()
         for result, wanted in zip(results, expected, strict=True):
             assert_same_bits(result, wanted)
+    producer.check()
 
 
-def test_the_stream_without_a_graph() -> None:
-    built = ready(PRODUCED[1])
+@HOPPER
+@pytest.mark.parametrize("case", PRODUCED, ids=lambda case: case.kv)
+def test_the_stream_without_a_graph(case: XqaCase) -> None:
+    built = ready(case)
     expected = decode(built, enable_pdl=False)
     assert built.check(*expected) == ""
-    producer = Producer(built)
+    producer = producer_of(built)
     for _ in range(REPLAYS):
         producer.spoil()
         producer.write()
         assert_same_bits(decode(built, enable_pdl=True), expected)
+
+
+@HOPPER
+def test_a_dependent_launch_starts_while_its_producer_pauses() -> None:
+    """Or the tests above would prove nothing: who does not wait reads what the producer has yet to replace."""
+    producer = producer_of(ready(PRODUCED[0]), 20 * PAUSES)
+    for _ in range(2):  # the first loads the kernel
+        producer.spoil()
+        found = producer.write_and_read_at_once()
+        torch.cuda.synchronize()
+    assert (found == RUBBISH).all()
+    producer.check()
 
 
 def test_a_capacity_of_zero_pages() -> None:

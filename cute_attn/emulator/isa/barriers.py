@@ -8,12 +8,12 @@ import numpy as np
 
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
-from cute_attn.emulator.errors import BarrierFault
+from cute_attn.emulator.errors import BarrierFault, PtxError
 from cute_attn.emulator.gang import Gang, Wait
 from cute_attn.emulator.isa import order
 from cute_attn.emulator.isa.mma import whole
 from cute_attn.emulator.isa.registry import form
-from cute_attn.emulator.ptx import Inst
+from cute_attn.emulator.ptx import Inst, Not, Reg
 
 if TYPE_CHECKING:
     from cute_attn.emulator.machine import Cluster, Cta
@@ -32,6 +32,8 @@ class Meeting:
         self.time = 0.0
         self.agents: list[Array] = []
         self.waiting: list[tuple[Wait, Array]] = []
+        self.votes: list[tuple[bool, bool]] = []  # of a reducing barrier: whether any of the lanes says yes, and all
+        self.some = self.every = False
 
     def arrive(self, agents: Array) -> None:
         self.arrived += len(agents)
@@ -52,6 +54,8 @@ class Meeting:
         return self.arrived == self.expected
 
     def release(self) -> None:
+        self.some = any(vote for vote, _ in self.votes)
+        self.every = all(vote for _, vote in self.votes)
         clocks = self.cluster.clocks
         if clocks is not None:
             assert self.clock is not None
@@ -72,6 +76,44 @@ def bar_sync(e: Emitter, inst: Inst, *choices: str) -> None:
 @form("{bar|barrier}{|.cta}.arrive{|.aligned}", solo=True, converges=True, conformance="order", golden="barriers")
 def bar_arrive(e: Emitter, inst: Inst, *choices: str) -> None:
     _barrier(e, inst, _bar_arrive)
+
+
+@form("{bar|barrier}{|.cta}.red{.and|.or}{|.aligned}.pred", solo=True, converges=True, golden="barriers")
+def bar_red(e: Emitter, inst: Inst, *choices: str) -> None:
+    result, number, *count, p = inst.operands
+    if not isinstance(result, Reg) or not isinstance(p, Reg | Not):
+        raise PtxError("a reducing barrier takes predicates")
+    threads = e.get(count[0], "u4") if count else "None"
+    arguments = [e.get(number, "u4"), threads, e.get(p, "p"), str(".or" in choices), str(result.index)]
+    e.call(_bar_red, arguments)
+
+
+class Verdict(Wait):
+    """Puts what the threads of a meeting said into a predicate of a gang that waits for it."""
+
+    def __init__(self, g: Gang, mask: Array | None, meeting: Meeting, any_of: bool, index: int) -> None:
+        super().__init__(meeting.what)
+        self.gang, self.mask, self.meeting, self.any_of, self.index = g, mask, meeting, any_of, index
+
+    def ready(self) -> bool:
+        if self.done:
+            value = np.array([self.meeting.some if self.any_of else self.meeting.every])
+            registers = self.gang.R
+            kept = value if self.mask is None else np.where(self.mask, value, registers[self.index])
+            registers[self.index] = kept
+        return self.done
+
+
+def _bar_red(
+    g: Gang, mask: Array | None, number: Array, threads: Array | None, p: Array, any_of: bool, index: int
+) -> None:
+    name, meeting, agents = _meeting(g, mask, number, threads)
+    said = g.full(p)[g.lanes(mask)]
+    meeting.votes.append((bool(said.any()), bool(said.all())))
+    meeting.arrive(agents)
+    g.wait = verdict = Verdict(g, mask, meeting, any_of, index)
+    meeting.waiting.append((verdict, agents))
+    _finish(g.cta, name, meeting)
 
 
 def _barrier(e: Emitter, inst: Inst, function: object) -> None:

@@ -17,6 +17,14 @@ NO_PAGE = -1  # no page of any map: TMA fills its boxes with zeros
 
 
 @dataclass(frozen=True)
+class Boxes:
+    """K or V: the address of its tensor map, and the columns of 64 elements of a row."""
+
+    tensor_map: Int64
+    columns: int
+
+
+@dataclass(frozen=True)
 class DenseBoxes:
     """One box of all columns: token 0 of the request is row `start`. Rows past the end are the next request's, or zeros
     past the end of the tensor.
@@ -26,26 +34,23 @@ class DenseBoxes:
     start: Int32
     kv_head: Int32
     lane: Int32
+    k: Boxes
+    v: Boxes
 
     def look_up(self, kv_tile: Int32) -> list[Int32]:
         return []
 
     @cute.jit
-    def copy(
-        self,
-        target: Int32,
-        tensor_map: Int64,
-        columns: cutlass.Constexpr,
-        barrier: Int32,
-        kv_tile: Int32,
-        pages: list[Int32],
-    ) -> None:
+    def copy(self, boxes: cutlass.Constexpr, target: Int32, barrier: Int32, kv_tile: Int32, pages: list[Int32]) -> None:
         if self.lane == 0:
-            sm90.barrier_expect(barrier, columns * self.cols * LINE)
-            for column in cutlass.range_constexpr(columns):
+            sm90.barrier_expect(barrier, boxes.columns * self.cols * LINE)
+            for column in cutlass.range_constexpr(boxes.columns):
                 place = [Int32(column * 64), self.start + kv_tile * self.cols, self.kv_head, Int32(0)]
                 box = target + Int32(column * self.cols * LINE)
-                sm90.tma_load_4d(box, tensor_map, place, barrier, sm90.EVICT_LAST)
+                sm90.tma_load_4d(box, boxes.tensor_map, place, barrier, sm90.EVICT_LAST)
+
+    def landed(self, barriers: list[Int32]) -> None:
+        """TMA itself counts its bytes at the barriers."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,8 @@ class PagedBoxes:
     table: Int64  # address of the request's first page number
     page_size: Divisor
     box_rows: Int32
+    k: Boxes
+    v: Boxes
 
     def rounds(self) -> range:
         return range((self.cols + 31) // 32)
@@ -75,24 +82,19 @@ class PagedBoxes:
         return pages
 
     @cute.jit
-    def copy(
-        self,
-        target: Int32,
-        tensor_map: Int64,
-        columns: cutlass.Constexpr,
-        barrier: Int32,
-        kv_tile: Int32,
-        pages: list[Int32],
-    ) -> None:
+    def copy(self, boxes: cutlass.Constexpr, target: Int32, barrier: Int32, kv_tile: Int32, pages: list[Int32]) -> None:
         if self.lane == 0:
-            sm90.barrier_expect(barrier, columns * self.cols * LINE)
+            sm90.barrier_expect(barrier, boxes.columns * self.cols * LINE)
         ptx.sync_warp()
         for i in cutlass.range_constexpr(len(pages)):
             row = (self.lane + 32 * i) * self.box_rows
             if row < self.cols:
                 token = kv_tile * self.cols + row
                 within = token - self.page_size.quotient(token) * self.page_size.value
-                for column in cutlass.range_constexpr(columns):
+                for column in cutlass.range_constexpr(boxes.columns):
                     place = [Int32(column * 64), within, self.kv_head, pages[i]]
                     box = target + row * LINE + Int32(column * self.cols * LINE)
-                    sm90.tma_load_4d(box, tensor_map, place, barrier, sm90.EVICT_LAST)
+                    sm90.tma_load_4d(box, boxes.tensor_map, place, barrier, sm90.EVICT_LAST)
+
+    def landed(self, barriers: list[Int32]) -> None:
+        """TMA itself counts its bytes at the barriers."""

@@ -9,10 +9,10 @@ from cutlass import Int32, Int64
 from cute_attn.kernels.blocks import ptx, sm90
 from cute_attn.kernels.blocks.masks import Band
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
-from cute_attn.kernels.memory import RECORD_BYTES
 from cute_attn.kernels.work import ITEM_INTS, Item
 
 NO_WORK = -1
+DRAWN_WORD = 12  # of a record, behind the fields of its tile
 
 
 class QueryTile(NamedTuple):
@@ -95,7 +95,7 @@ class GridTiles:
 
 @dataclass(frozen=True)
 class ItemTiles:
-    """A batch: work items of the plan for every block of heads, these innermost."""
+    """A batch: work items of the plan for every block of heads, in sections as `GridTiles` has them, of all items."""
 
     rows: int
     cols: int
@@ -104,11 +104,13 @@ class ItemTiles:
     def at(self, p: Any, index: Int32) -> Any:
         tile = QueryTile(*(Int32(x) for x in NOTHING))
         if index < p.total_tiles:
-            number = Divisor(p.head_blocks, p.head_blocks_multiplier, p.head_blocks_shift).quotient(index)
+            section = Divisor(p.section_tiles, p.section_tiles_multiplier, p.section_tiles_shift).quotient(index)
+            within = index - section * p.section_tiles
+            number = Divisor(p.section_heads, p.section_heads_multiplier, p.section_heads_shift).quotient(within)
             address = p.items + Int64(number) * Int64(4 * ITEM_INTS)
             words = [word for offset in (0, 16, 32) for word in ptx.ld_global_v4(address, offset)]
             item = Item(*words[: len(Item._fields)])
-            head_block = index - number * p.head_blocks
+            head_block = section * p.section_heads + within - number * p.section_heads
             tile = QueryTile(
                 head_block=ptx.select(item.qo_len == Int32(0), Int32(NO_WORK), head_block),
                 qo_start=item.qo_start,
@@ -130,25 +132,26 @@ class Draws:
     """Tiles in the order in which CTAs become free, past each one's first: two numbers in device memory, how many were
     drawn and how many CTAs have stopped drawing. The last one to stop sets both to 0.
 
-    `draw` early, so that nobody waits for the atomic's answer. All lanes of one warp.
+    `draw` before the last copies of a tile: the answer takes no longer than they do, and a tile drawn much earlier
+    waits for its CTA while others run out of work. All lanes of one warp.
     """
 
     counters: Int64
-    lane: Int32
+    thread: Int32
 
     @cute.jit
     def draw(self) -> Int32:
         drawn = Int32(0)
-        if self.lane == 0:
+        if self.thread == 0:
             drawn = sm90.atomic_increment(self.counters)
         return drawn
 
-    def following(self, drawn: Int32) -> Int32:
+    def following(self, drawn: Int32, record: Int32) -> Int32:
         return ptx.shuffle_from(drawn, Int32(0)) + cute.arch.grid_dim()[0]
 
     @cute.jit
     def stop(self) -> None:
-        if self.lane == 0:
+        if self.thread == 0:
             stopped = sm90.atomic_increment(self.counters + Int64(4))
             if stopped == cute.arch.grid_dim()[0] - 1:
                 sm90.st_global_u32(self.counters, Int32(0))
@@ -156,12 +159,16 @@ class Draws:
 
 
 @dataclass(frozen=True)
-class Records:
-    """Descriptions of query tiles in shared memory, taking turns."""
+class TeamDraws(Draws):
+    """The same for a warpgroup: its first thread draws, and passes the number on behind the tile's description. The
+    word is written again when there were other tiles between, for which all threads met.
+    """
 
-    first: Int32
-    count: int
+    barrier: int  # named
 
-    def next(self, address: Int32) -> Int32:
-        following = address + Int32(RECORD_BYTES)
-        return ptx.select(following == self.first + Int32(self.count * RECORD_BYTES), self.first, following)
+    @cute.jit
+    def following(self, drawn: Int32, record: Int32) -> Int32:
+        if self.thread == 0:
+            ptx.st_shared_b32(record, 4 * DRAWN_WORD, drawn + cute.arch.grid_dim()[0])
+        sm90.named_sync(Int32(self.barrier), 128)
+        return cute.arch.make_warp_uniform(ptx.ld_shared_b32(record + Int32(4 * DRAWN_WORD)))

@@ -274,6 +274,15 @@ def shuffle_from(x: Any, lane: Int32) -> Any:
     return asm("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", [type(x)], [x, lane])
 
 
+def shuffle_address(x: Int64, lane: Int32) -> Int64:
+    """A 64-bit number of another lane."""
+    text = (
+        "{.reg .b32 l, h; mov.b64 {l, h}, $1; shfl.sync.idx.b32 l, l, $2, 31, 0xffffffff;"
+        "shfl.sync.idx.b32 h, h, $2, 31, 0xffffffff; mov.b64 $0, {l, h};}"
+    )
+    return asm(text, [Int64], [x, lane])
+
+
 def shuffle_xor_b32(x: Int32, lane_mask: int) -> Int32:
     return asm(f"shfl.sync.bfly.b32 $0, $1, {lane_mask}, 31, 0xffffffff;", [Int32], [x])
 
@@ -358,6 +367,10 @@ def select(condition: Boolean, a: Any, b: Any) -> Any:
 
 def minimum(a: Int32, b: Int32) -> Int32:
     return select(a < b, a, b)
+
+
+def minimum_u32(a: Int32, b: Int32) -> Int32:
+    return asm("min.u32 $0, $1, $2;", [Int32], [a, b], pure=True)
 
 
 def maximum(a: Int32, b: Int32) -> Int32:

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.ptx import asm
 
 # L2 policies as `createpolicy` makes them for a whole access.
@@ -66,16 +67,6 @@ def wgmma_from_registers(
 def wgmma_wait(pending: int, results: Sequence[Float32], operands: Sequence[Int32] = ()) -> list[Float32]:
     """The results once at most `pending` newer groups are in flight; `operands` were theirs."""
     return asm(f"wgmma.wait_group.sync.aligned {pending};", [Float32] * len(results), operands, tied=results)
-
-
-def settle(sums: Sequence[Float32]) -> None:
-    """A store that would happen if a sum of exponentials were negative: ptxas puts no exponential of theirs after it.
-
-    Left to itself it moves most of them behind the wait that follows, under which they are to run.
-    """
-    tests = "".join(f"setp.lt.f32 q, ${i}, 0f00000000;\nor.pred p, p, q;\n" for i in range(len(sums)))
-    declared = ".reg .pred p, q; .reg .b32 z; setp.ne.u32 p, 0, 0; mov.b32 z, 0;"
-    asm(f"{{ {declared}\n{tests}@p st.shared.f32 [z], $0; }}", [], sums)
 
 
 def _mnemonic(dtype: str, n: int) -> str:
@@ -156,6 +147,13 @@ def named_sync(barrier: Int32, threads: int) -> None:
 
 def named_arrive(barrier: Int32, threads: int) -> None:
     asm(f"bar.arrive $0, {threads};", [], [barrier])
+
+
+def any_of_group(barrier: Int32, value: Boolean) -> Boolean:
+    """Whether it holds in any thread of a warpgroup. All of them meet here."""
+    vote = "barrier.cta.red.or.aligned.pred q, $2, 128, p;"
+    text = f"{{ .reg .pred p, q; setp.ne.s32 p, $1, 0; {vote} selp.s32 $0, 1, 0, q; }}"
+    return asm(text, [Int32], [ptx.select(value, Int32(1), Int32(0)), barrier]) != 0
 
 
 def release_registers(count: int) -> None:

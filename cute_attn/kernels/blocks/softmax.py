@@ -14,7 +14,7 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.mma import WarpTile
 from cute_attn.kernels.blocks.wgmma import GroupTile
 
-SLACK = 8.0  # log2: p stays below 256, far from fp16's 65504
+SLACK = 8.0  # log2: p stays below 256, or where only sums are asked below 256 a column of the thread: far from 65504
 INFINITY = float("inf")
 
 
@@ -112,6 +112,11 @@ class OnlineSoftmax:
             ]
             shift = new
         return Risen(shift, factors, some)
+
+    def too_high(self, sums: list[Float32]) -> Boolean:
+        """Of this thread's exponentials of a tile: some is above 2^SLACK, or a row had no anchor (infinite, or NaN)."""
+        limit = Float32(2.0**SLACK * len(self.columns(0)))
+        return cutlass.or_(*(cutlass.Boolean(sums[slot] <= limit) == cutlass.Boolean(False) for slot in self.slots))
 
     def exponentials(self, s: list[Float32], shift: list[Float32], may_be_empty: bool) -> list[Float32]:
         """exp2(s * c + shift). `may_be_empty`: a row may have seen nothing yet; its two infinities must not meet."""

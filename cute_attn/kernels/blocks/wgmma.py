@@ -34,19 +34,25 @@ class GroupTile:
     def zeros(self, blocks: int) -> list[Float32]:
         return [Float32(0.0) for _ in range(4 * blocks)]
 
+    def q_operand(self, address: Int32) -> Int32:
+        return cute.arch.make_warp_uniform(sm90.descriptor(address, 0))
+
+    k_operand = q_operand
+
+    def v_operand(self, address: Int32) -> Int32:
+        return cute.arch.make_warp_uniform(sm90.descriptor(address, self.memory.tile.cols * LINE))
+
     def scores(self, q: Int32, k: Int32) -> list[Float32]:
         """Starts S; `q` and `k` are the addresses of the warpgroup's rows and of the K tile."""
         tile, steps = self.memory.tile, []
         for step in range(self.memory.head_dim_qk // 16):
             column, within = step // 4, step % 4 * 32
             steps.append((column * tile.rows * LINE + within, column * tile.cols * LINE + within))
-        a, b = sm90.descriptor(q, 0), sm90.descriptor(k, 0)
-        return sm90.wgmma_from_shared(self.dtype, tile.cols, a, b, steps)
+        return sm90.wgmma_from_shared(self.dtype, tile.cols, q, k, steps)
 
     def accumulate(self, out: list[Float32], p: list[Int32], v: Int32) -> list[Float32]:
         """Starts out + P V."""
-        b = sm90.descriptor(v, self.memory.tile.cols * LINE)
-        return sm90.wgmma_from_registers(self.dtype, self.memory.head_dim_vo, p, b, 16 * LINE, out)
+        return sm90.wgmma_from_registers(self.dtype, self.memory.head_dim_vo, p, v, 16 * LINE, out)
 
     def probabilities(self, s: list[Float32]) -> list[Int32]:
         return [ptx.pack_16(self.dtype, s[i], s[i + 1]) for i in range(0, len(s), 2)]
@@ -63,7 +69,8 @@ class GroupLanes:
 
     @classmethod
     def of(cls) -> "GroupLanes":
-        thread = cute.arch.thread_idx()[0]
+        """Read anew where it is called for: what follows from it need not stay in registers meanwhile."""
+        thread = ptx.asm("mov.u32 $0, %tid.x;", [Int32])
         warp = cute.arch.make_warp_uniform(thread >> 5)
         return cls((warp >> 2) - Int32(1), warp & 3, thread & 31)
 

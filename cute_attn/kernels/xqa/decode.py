@@ -40,16 +40,18 @@ class XqaParams(NamedTuple):
     q: Int64
     k: Int64
     v: Int64
-    k_sf: Int64
-    v_sf: Int64
     o: Int64
     lse: Int64
+    k_sf: Int64
+    v_sf: Int64
     table: Int64
+    page_starts: Int64
     seq_lens: Int64
     q_indptr: Int64
     mask: Int64
     sinks: Int64
     scale_ptr: Int64
+    more_scale_ptr: Int64
     v_scale_ptr: Int64
     partials: Int64
     counters: Int64
@@ -61,7 +63,6 @@ class XqaParams(NamedTuple):
     v_stride_h: Int64
     k_sf_stride_h: Int64
     v_sf_stride_h: Int64
-    table_stride: Int64
     k_stride_page: Int32
     k_stride_n: Int32
     v_stride_page: Int32
@@ -73,6 +74,7 @@ class XqaParams(NamedTuple):
     mask_row_bytes: Int32
     batch: Int32
     capacity: Int32
+    table_stride: Int32  # elements, unlike the others
     q_len: Int32
     window_left: Int32
     num_kv_heads: Int32
@@ -92,6 +94,7 @@ class XqaParams(NamedTuple):
     min_share: Int32
     scale: Float32
     v_scale: Float32
+    lse_scale: Float32
 
 
 class State(NamedTuple):
@@ -175,9 +178,11 @@ class XqaProgram:
     # --- composition ------------------------------------------------------------------------------------------------
 
     def compose(self, p: XqaParams) -> tuple[Merge, QueryRows]:
-        scale = p.scale * device_scale(p.scale_ptr) * Float32(ptx.LOG2E * self.format.factor)
+        device_scales = device_scale(p.scale_ptr) * device_scale(p.more_scale_ptr)
+        scale = p.scale * device_scales * Float32(ptx.LOG2E * self.format.factor)
         v_scale = p.v_scale * device_scale(p.v_scale_ptr) * Float32(self.format.factor)
-        merge = Merge(self.spec, self.memory, self.format, p, shared_memory(), Finish(p.sinks, v_scale, Float32(1.0)))
+        finish = Finish(p.sinks, v_scale, p.lse_scale)
+        merge = Merge(self.spec, self.memory, self.format, p, shared_memory(), finish)
         return merge, QueryRows(self.spec, p, scale)
 
     def ring(self) -> Int32:
@@ -195,7 +200,7 @@ class XqaProgram:
 
     def tile(self, p: XqaParams, segment: Segment) -> PagedTile:
         head = Divisor(p.row_blocks, p.row_blocks_multiplier, p.row_blocks_shift).quotient(segment.unit)
-        table = p.table + Int64(segment.index) * p.table_stride
+        table = isa.mad_wide(segment.first_page, Int32(4), p.table)
         return PagedTile(self.memory, p, table, head, segment.request.first_token, segment.request.kv_len)
 
     def work(self, p: XqaParams, segment: Segment, share: Share, queries: Queries, rows: PackedRows) -> Work:

@@ -44,6 +44,7 @@ class Segment(NamedTuple):
     index: Int32  # of the request
     unit: Int32  # kv head * row blocks + row block
     start: Int32  # position of its first tile on its line
+    first_page: Int32  # of the request: place of its index in the page table
     request: Request
 
 
@@ -71,6 +72,15 @@ class Partition:
         first_token = ptx.maximum(kv_len - qo_len - p.window_left, Int32(0))
         tiles = (kv_len + (self.cols - 1)) // self.cols - first_token // self.cols
         return Request(kv_len, first_token, tiles, qo_start, qo_len)
+
+    @cute.jit
+    def first_page(self, index: Int32) -> Int32:
+        """Page tables are rows of equal length, or one row in which every request has a place of its own."""
+        p = self.p
+        first = index * p.table_stride
+        if p.page_starts != Int64(0):
+            first = isa.load_if(isa.below(index, p.batch), p.page_starts + Int64(index) * Int64(4), 0, 1)[0]
+        return first
 
     def cost(self, index: Int32) -> Int32:
         """Length of a request on the line."""
@@ -100,13 +110,13 @@ class Partition:
             behind = passed <= share.begin
             index = index + ptx.select(behind, Int32(1), Int32(0))
             before = ptx.select(behind, passed, before)
-        request = self.request(index)
+        request, first_page = self.request(index), self.first_page(index)
         length = request.tiles + p.overhead
         passed = Int32(0)
         if p.line_units > 1:
             passed = isa.divide(share.begin - before, length)
         unit = passed * cute.arch.grid_dim()[0] + self.line
-        return share, Segment(index, unit, before + passed * length + p.overhead, request)
+        return share, Segment(index, unit, before + passed * length + p.overhead, first_page, request)
 
     def share(self, total: Int32) -> Share:
         ctas, cta = cute.arch.grid_dim()[1], cute.arch.block_idx()[1]
@@ -122,10 +132,11 @@ class Partition:
     def after(self, segment: Segment) -> Segment:
         """The next segment on the line."""
         start = segment.start + segment.request.tiles + self.p.overhead
-        following = Segment(segment.index, segment.unit + cute.arch.grid_dim()[0], start, segment.request)
+        unit = segment.unit + cute.arch.grid_dim()[0]
+        following = Segment(segment.index, unit, start, segment.first_page, segment.request)
         if following.unit >= self.p.num_kv_heads * self.p.row_blocks:
             index = segment.index + 1
-            following = Segment(index, self.line, start, self.request(index))
+            following = Segment(index, self.line, start, self.first_page(index), self.request(index))
         return following
 
 

@@ -179,6 +179,7 @@ def _barriers() -> Iterator[Case]:
     text.add("bar.arrive 1, 128;", "bra REST;", "FIRST:", "bar.sync 1, 128;", "ld.shared.b32 %r2, [%r9+256];")
     text.add("mad.wide.u32 %rd1, %me, 4, %dst;", "st.global.b32 [%rd1], %r2;", "REST:")
     yield Case("barriers", "named", text.ptx(), bytes(16), 256, threads=128)
+    yield from _votes()
     text = Text(threads=64, smem=1024).add("mov.u32 %r8, sm;", "setp.ne.u32 %p1, %me, 0;", "@%p1 bra READY;")
     text.add("mbarrier.init.shared::cta.b64 [%r8], 32;", "mbarrier.init.shared::cta.b64 [%r8+8], 33;", "READY:")
     text.add("bar.sync 0;", "mad.lo.u32 %r9, %me, 4, %r8;", "setp.lt.u32 %p1, %me, 32;", "mov.u32 %r5, 0;")
@@ -191,6 +192,22 @@ def _barriers() -> Iterator[Case]:
         "bar.sync 0;", "add.u32 %r5, %r5, 1;", "xor.b32 %r6, %r6, 1;", "setp.lt.u32 %p2, %r5, 5;", "@%p2 bra ROUND;"
     )
     yield Case("barriers", "mbarrier", text.ptx(), bytes(16), 640, threads=64)
+
+
+def _votes() -> Iterator[Case]:
+    """Barriers that tell every thread what all threads said; two halves of a CTA at two barriers, several times."""
+    text = Text(threads=128, smem=1024).add(
+        "shr.u32 %r1, %me, 6;", "add.u32 %r1, %r1, 3;", "mov.u32 %r2, 0;", "mov.u32 %r3, 0;"
+    )
+    text.add("ROUND:", "add.u32 %r4, %r2, 60;", "setp.eq.u32 %p1, %me, %r4;", "bar.red.or.pred %p2, %r1, 64, %p1;")
+    text.add(
+        "barrier.cta.red.and.aligned.pred %p3, %r1, 64, !%p1;", "selp.u32 %r5, 1, 0, %p2;", "selp.u32 %r6, 2, 0, %p3;"
+    )
+    text.add("mad.lo.u32 %r3, %r3, 4, %r5;", "add.u32 %r3, %r3, %r6;", "add.u32 %r2, %r2, 1;")
+    text.add(
+        "setp.lt.u32 %p4, %r2, 9;", "@%p4 bra ROUND;", "mad.wide.u32 %rd1, %me, 4, %dst;", "st.global.b32 [%rd1], %r3;"
+    )
+    yield Case("barriers", "votes", text.ptx(), bytes(16), 512, threads=128)
 
 
 def _cluster() -> Iterator[Case]:

@@ -1,0 +1,148 @@
+"""Proposes rows of the wgmma kernel's tile table: `python -m perf.search --head-dim 128 --heads 16/16`. GPU only.
+
+From the table's tile it climbs for every workload: tiles that differ in one field are compiled, those with stack or too
+much shared memory are left out, the rest are checked and timed beside the best so far. What won somewhere is then timed
+on all workloads; the best over all of them is the row for `cute_attn/kernels/tiles_sm90.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from unittest import mock
+
+import torch
+
+from cute_attn.backends import fa3_kernels
+from cute_attn.kernels import tiles_sm90
+from cute_attn.kernels.memory import HopperMemory
+from cute_attn.kernels.spec import Fa3Spec, HopperTile
+from cute_attn.runtime import artifacts
+from cute_attn.runtime.artifact import Artifact
+from perf import batch_peers, bench
+from perf.batch_workloads import BatchInputs, BatchWorkload, equal
+from perf.harness import Call, CudaGraphTimer, measure
+from perf.machine import why_no_gpu
+
+SHARED_BYTES = 227 << 10
+REGISTERS = {2: 212, 3: 132}  # of a math thread for accumulators and probabilities, by math groups
+GAIN = 1.004  # less is noise
+LENGTHS = "1x16384,4x4096,16x1024"
+
+Rates = Mapping[HopperTile, float]  # TFLOP/s of the tiles that work
+
+
+def fits(head_dim: int, tile: HopperTile) -> bool:
+    """Shared memory, and registers for S, P and O."""
+    registers = tile.cols // 2 + tile.cols // 4 + head_dim // 2
+    return HopperMemory(tile, head_dim, head_dim).bytes <= SHARED_BYTES and registers <= REGISTERS[tile.math_groups]
+
+
+def neighbours(head_dim: int, tile: HopperTile) -> list[HopperTile]:
+    """Tiles that differ in one field and fit."""
+    changes: list[dict[str, int | bool]] = [
+        {"rows": 320 - tile.rows},
+        *({"cols": tile.cols + step} for step in (-32, -16, 16, 32) if 0 < tile.cols + step <= 256),
+        *({"stages": tile.stages + step} for step in (-1, 1) if tile.stages + step >= 2),
+        {"q_stages": 3 - tile.q_stages},
+        {"ping_pong": not tile.ping_pong},
+    ]
+    tiles = [dataclasses.replace(tile, **change) for change in changes]  # type: ignore[arg-type]
+    return [found for found in tiles if fits(head_dim, found)]
+
+
+def climb(
+    start: HopperTile,
+    around: Callable[[HopperTile], Sequence[HopperTile]],
+    rate: Callable[[Sequence[HopperTile]], Rates],
+) -> tuple[HopperTile, float]:
+    """The best tile that steps to better neighbours lead to, and its speed over the first one's. `rate` times tiles
+    beside each other: only speeds of one call of it are compared.
+    """
+    best, gain, tried = start, 1.0, {start}
+    while True:
+        new = [tile for tile in around(best) if tile not in tried]
+        rates = rate([best, *new])
+        tried.update(new)
+        top = max(rates, key=rates.__getitem__, default=best)
+        if best not in rates or rates[top] < GAIN * rates[best]:
+            return best, gain
+        best, gain = top, gain * rates[top] / rates[best]
+
+
+def proposal(rates: Mapping[str, Rates]) -> HopperTile:
+    """Of the tiles that work for all workloads the one with the greatest product of its speeds."""
+    tiles = set.intersection(*(set(of) for of in rates.values()))
+    return max(tiles, key=lambda tile: math.prod(of[tile] for of in rates.values()))
+
+
+@contextlib.contextmanager
+def forced(tile: HopperTile) -> Iterator[None]:
+    """Plans made meanwhile take this tile."""
+    with mock.patch.object(fa3_kernels, "tile", return_value=tile):
+        yield
+
+
+def bind(tile: HopperTile, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    with forced(tile):
+        return batch_peers.ours("fa3", w, sets)
+
+
+def compiled(head_dim: int, tiles: Sequence[HopperTile]) -> list[HopperTile]:
+    """Those without stack and within shared memory."""
+    specs = {tile: Fa3Spec("bfloat16", "bfloat16", head_dim, head_dim, schedule="items", tile=tile) for tile in tiles}
+    made = artifacts.get_many({tiles_sm90.ARCH: list(specs.values())})
+    outcomes = {tile: made[tiles_sm90.ARCH, spec] for tile, spec in specs.items()}
+    return [
+        tile
+        for tile, made in outcomes.items()
+        if isinstance(made, Artifact) and not made.stack_bytes and made.smem_bytes <= SHARED_BYTES
+    ]
+
+
+def timed(w: BatchWorkload, rounds: int, tiles: Sequence[HopperTile]) -> Rates:
+    device = torch.device("cuda", torch.cuda.current_device())
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    sets = [w.inputs(device, seed) for seed in range(w.num_sets(l2_bytes))]
+    names = {str(tile): tile for tile in compiled(w.head_dim, tiles)}
+    calls, _ = bench.prepare(w, {name: functools.partial(bind, tile) for name, tile in names.items()}, sets)
+    timings = measure(calls, CudaGraphTimer(), rounds).timings
+    return {names[n]: w.metric.value(t.median_us) for n, t in timings.items() if not isinstance(t, str)}
+
+
+def workloads(head_dim: int, heads: tuple[int, int], lengths: str) -> list[BatchWorkload]:
+    sizes = [tuple(map(int, text.split("x"))) for text in lengths.split(",")]
+    return [equal(b, n, n, heads, head_dim, causal=causal) for b, n in sizes for causal in (False, True)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m perf.search", description=__doc__)
+    parser.add_argument("--head-dim", type=int, required=True)
+    parser.add_argument("--heads", default="16/16", help="query and kv heads (default: 16/16)")
+    parser.add_argument("--lengths", default=LENGTHS, help=f"requests x tokens (default: {LENGTHS})")
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args(argv)
+    if absent := why_no_gpu():
+        print(f"Nothing to measure here: {absent}.", file=sys.stderr)
+        return 2
+    dim = options.head_dim
+    q_heads, kv_heads = map(int, options.heads.split("/"))
+    table = workloads(dim, (q_heads, kv_heads), options.lengths)
+    start = tiles_sm90.choose((dim, dim), plain=True, kv="dense")
+    winners = {start: None}
+    for w in table:
+        best, gain = climb(start, functools.partial(neighbours, dim), functools.partial(timed, w, options.rounds))
+        print(f"{w.name}: {best}, {gain:.3f} of {start}", flush=True)
+        winners[best] = None
+    row = proposal({w.name: timed(w, options.rounds, list(winners)) for w in table})
+    print(f"    ({dim}, {dim}): {row},")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

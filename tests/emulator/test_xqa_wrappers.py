@@ -1,0 +1,174 @@
+"""The XQA kernel behind wrappers and single decode, on the emulator."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn import NotSupported, normalize_run, rerun, single_decode_with_kv_cache
+from cute_attn.backends.emulator import EmulatedPlan
+from cute_attn.emulator import Schedule, using
+from cute_attn.emulator.settings import Emulation
+from tests import batch_case, case
+from tests.batch_case import E4M3, BatchCase, decode, dims, heads
+from tests.case import Case
+from tests.graphs import Captured, Pair
+from tests.honour import CALLS, IDS, Perturbation, honour
+from tests.matrix import SMALL as MATRIX
+from tests.xqa_batches import GRAPHED, SMALL, fp8_answer, fp8_request, is_taken, random_batches
+
+pytestmark = pytest.mark.emulator
+
+SCHEDULES = ("eager", "delayed", "adversarial")
+DECODE_CALLS = {name: call for name, call in zip(IDS, CALLS, strict=True) if "decode" in call[0]}
+SINGLE = [problem for problem in MATRIX if problem.kind == "decode" and is_taken(problem)]
+
+
+def assert_xqa(emulation: Emulation) -> None:
+    assert {record.spec["kernel"] for record in emulation.records} <= {"xqa"}
+
+
+def solve(batch: BatchCase, sms: int, schedule: Schedule) -> Emulation:
+    inputs = batch_case.make(batch)
+    with using("sm_90a", kernels="xqa", schedule=schedule, sms=sms) as emulation:
+        planned = batch_case.wrapper(batch, inputs.q.device, backend="emulator")
+        planned.plan(**batch_case.plan_arguments(batch, inputs))
+        out, lse = batch_case.call(batch, inputs, planned)
+        again = batch_case.call(batch, inputs, planned)  # hands over addresses alone
+    result = batch_case.check(batch, inputs, out, lse)
+    assert result.ok, result.detail
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(again, (out, lse), strict=True))
+    assert_xqa(emulation)
+    return emulation
+
+
+@pytest.mark.parametrize(
+    ("batch", "schedule"), list(zip(SMALL, itertools.cycle(SCHEDULES), strict=False)), ids=lambda x: getattr(x, "id", x)
+)
+def test_batch(batch: BatchCase, schedule: str) -> None:
+    assert len(solve(batch, 2, Schedule(schedule, 1)).records) == 2 * bool(batch.rows)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_batch(seed: int) -> None:
+    batch = next(random_batches(seed, 120, 4))
+    solve(batch, (1, 2, 5, 3)[seed], Schedule(SCHEDULES[seed % 3], seed))
+
+
+@pytest.mark.parametrize(("kind", "perturbation"), [*DECODE_CALLS.values()], ids=[*DECODE_CALLS])
+def test_honour(kind: str, perturbation: Perturbation) -> None:
+    with using("sm_90a", kernels="xqa", sms=1) as emulation:
+        honour(kind, perturbation, "emulator", "cpu", None)
+    assert_xqa(emulation)
+
+
+# ---- single requests
+
+
+@pytest.mark.parametrize("problem", SINGLE, ids=lambda problem: problem.id)
+def test_single(problem: Case) -> None:
+    with using("sm_90a", kernels="xqa", sms=2) as emulation:
+        out, lse = case.call(problem, case.make(problem), backend="emulator")
+    result = case.check(problem, out, lse)
+    assert result.ok, result.detail
+    assert_xqa(emulation)
+
+
+@pytest.mark.parametrize(("kv_len", "kv_layout"), [(0, "NHD"), (1, "HND"), (300, "NHD"), (77, "HND")])
+def test_single_request_of_fp8(kv_len: int, kv_layout: str) -> None:
+    q, k, v = fp8_request(kv_len, "cpu", kv_layout)
+    with using("sm_90a", sms=3) as emulation:
+        out = single_decode_with_kv_cache(q, k, v, kv_layout, backend="emulator")
+    torch.testing.assert_close(out.double(), fp8_answer(q, k, v, kv_layout), rtol=1e-2, atol=5e-3)
+    assert [record.spec["kernel"] for record in emulation.records] == ["xqa"]  # auto's choice
+
+
+# ---- plans
+
+
+def capture(run: Callable[[], Pair]) -> tuple[Pair, Callable[[], None]]:
+    """A launch as it was, again."""
+    held: list[tuple[EmulatedPlan, Any]] = []
+    launch = EmulatedPlan.__call__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rerun, "again", lambda plan, given: None)  # the long way
+        patch.setattr(EmulatedPlan, "__call__", lambda plan, problem: held.append((plan, problem)))
+        results = run()
+
+    def replay() -> None:
+        for plan, problem in held:
+            launch(plan, problem)
+
+    return results, replay
+
+
+@pytest.mark.parametrize("batch", GRAPHED, ids=lambda batch: batch.id)
+def test_replays_with_other_lengths(batch: BatchCase) -> None:
+    with using("sm_90a", kernels="xqa", sms=2) as emulation:
+        captured = Captured(batch, "cpu", capture, backend="emulator")
+        captured.replay(batch)
+        for seed in range(2):
+            captured.replay(batch_case.random_lengths(batch, seed, max(batch.kv_lens)))
+    assert_xqa(emulation)
+
+
+def test_a_smaller_workspace_means_fewer_ctas() -> None:
+    batch = decode((300, 40), kv_dtype=E4M3, **heads(4, 2))
+    inputs = batch_case.make(batch)
+    grids = []
+    with using("sm_90a", kernels="xqa", sms=4) as emulation:
+        planned = batch_case.wrapper(batch, backend="emulator")
+        wanted, _ = planned.workspace_size(**batch_case.plan_arguments(batch, inputs))
+        for size in (wanted, wanted // 2, 16):
+            planned.reset_workspace_buffer(torch.empty(size, dtype=torch.uint8))
+            planned.plan(**batch_case.plan_arguments(batch, inputs))
+            out, lse = batch_case.call(batch, inputs, planned)
+            assert batch_case.check(batch, inputs, out, lse).ok
+            grids.append(math.prod(emulation.records[-1].grid))
+    assert grids[0] > grids[1] > grids[2] == 1
+
+
+def test_what_auto_takes() -> None:
+    """XQA where keys have 8 bits or fewer and a request's rows share one read of them; of splits, fa2 has its own."""
+    plain = decode((20, 7), kv_dtype=E4M3, dtype="bfloat16", **heads(8, 1))
+    for changes, ran in (
+        ({}, {"xqa"}),
+        ({"kv_dtype": "nvfp4"}, {"xqa"}),
+        ({"kv_dtype": None}, {"fa2"}),
+        ({"qo_lens": (2, 2)}, {"xqa"}),
+        ({"qo_lens": (3, 3)}, {"fa2"}),
+        (dims(256), {"xqa"}),
+        ({**dims(256), "qo_lens": (2, 2)}, {"fa2"}),
+        ({"disable_split_kv": True}, {"fa2"}),
+        ({"logits_soft_cap": 5.0}, {"fa2"}),
+    ):
+        batch = dataclasses.replace(plain, **changes)
+        inputs = batch_case.make(batch)
+        with using("sm_90a", sms=1) as emulation:
+            planned = batch_case.wrapper(batch, backend="emulator")
+            planned.plan(**batch_case.plan_arguments(batch, inputs))
+            batch_case.call(batch, inputs, planned)
+        assert {record.spec["kernel"] for record in emulation.records} - {"combine"} == ran, changes
+
+
+def test_caches_that_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = decode((20, 7), kv_dtype="nvfp4", **heads(2, 1), **dims(128))
+    inputs = batch_case.make(batch)
+    with using("sm_90a", kernels="xqa", sms=1):
+        planned = batch_case.wrapper(batch, backend="emulator")
+        planned.plan(**batch_case.plan_arguments(batch, inputs))
+        with monkeypatch.context() as patch:
+            patch.setattr(normalize_run, "LARGE_CACHE", inputs.kv[0][0].nbytes)
+            with pytest.raises(NotSupported, match="emulator refuses paged k or v that span 64 GiB"):
+                planned.run(inputs.q, *inputs.kv, kv_cache_sf=inputs.kv_cache_sf)
+        loose = tuple(
+            torch.nn.functional.pad(x.view(torch.uint8), (0, 4))[..., :8].view(x.dtype) for x in inputs.kv_cache_sf
+        )
+        with pytest.raises(NotSupported, match="emulator refuses block scales"):
+            planned.run(inputs.q, *inputs.kv, kv_cache_sf=loose)

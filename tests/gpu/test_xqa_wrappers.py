@@ -1,0 +1,180 @@
+"""The XQA kernel behind wrappers and single decode, on a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import cute_attn
+from tests import batch_case, case
+from tests.batch_case import E4M3, BatchCase, decode, dims, heads
+from tests.case import Case
+from tests.graphs import Captured, Pair
+from tests.matrix import FULL, poisoned_memory
+from tests.matrix import SMALL as MATRIX
+from tests.xqa_batches import SMALL, fp8_answer, fp8_request, is_taken, random_batches
+
+HAS_SM80 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.sm80,
+    pytest.mark.skipif(not HAS_SM80, reason="needs a CUDA device of compute capability 8.0 or later"),
+]
+
+RANDOM = int(os.environ.get("CUTE_ATTN_TEST_BATCHES", "400"))
+CHUNK = 20
+REPLAYS = 60
+UNTOUCHED = 7.0
+SINGLE = [problem for problem in (*MATRIX, *FULL) if problem.kind == "decode" and is_taken(problem)]
+
+
+def planned(batch: BatchCase, inputs: batch_case.BatchInputs, backend: str = "xqa") -> Any:
+    made = batch_case.wrapper(batch, "cuda", backend=backend)
+    made.plan(**batch_case.plan_arguments(batch, inputs))
+    return made
+
+
+def assert_right(batch: BatchCase) -> None:
+    """Right with NaN in every byte that nobody wrote, and the same bits a second time and of a second plan."""
+    inputs = batch_case.make(batch, "cuda")
+    made = planned(batch, inputs)
+    with poisoned_memory():
+        out, lse = batch_case.call(batch, inputs, made)
+    result = batch_case.check(batch, inputs, out, lse)
+    assert result.ok, f"{batch}: {result.detail}"
+    made.plan(**batch_case.plan_arguments(batch, inputs))
+    for _ in range(2):
+        again, lse_again = batch_case.call(batch, inputs, made)
+        assert torch.equal(again, out)
+        assert lse is None or torch.equal(lse_again, lse)
+
+
+@pytest.mark.parametrize("batch", SMALL, ids=lambda batch: batch.id)
+def test_small(batch: BatchCase) -> None:
+    assert_right(batch)
+
+
+@pytest.mark.parametrize("first", range(0, RANDOM, CHUNK))
+def test_random(first: int) -> None:
+    batches = random_batches(first, 3000, 12)
+    for _ in range(CHUNK):
+        assert_right(next(batches))
+
+
+LARGE = (
+    decode((8192,) * 64, kv_dtype=E4M3, **heads(4, 1), **dims(128), dtype="bfloat16"),
+    decode((100000, 3, 0, 700, 131072), kv_dtype=E4M3, **heads(8, 1), **dims(128)),
+    decode((70000, 3, 0, 700), kv_dtype="nvfp4", **heads(4, 1), **dims(128), page_size=64, kv_layout="HND"),
+    decode(tuple(range(0, 2000, 7)), page_size=1, **heads(4, 2), **dims(64)),
+    decode((131072,), **heads(8, 2), **dims(128), dtype="bfloat16", lse_base="ln"),
+    decode((3000, 9, 17000), q_len=5, kv_dtype=E4M3, **heads(8, 2), **dims(128)),
+)
+
+
+@pytest.mark.parametrize("batch", LARGE, ids=lambda batch: batch.id)
+def test_large(batch: BatchCase) -> None:
+    assert_right(batch)
+
+
+@pytest.mark.parametrize("batch", [b for b in SMALL if b.return_lse and b.rows], ids=lambda batch: batch.id)
+def test_outputs_alone_are_written(batch: BatchCase) -> None:
+    """`out` with gaps after heads and tokens, and `lse`, inside larger buffers."""
+    inputs = batch_case.make(batch, "cuda")
+    num_heads, dim = batch.num_qo_heads, batch.head_dim_vo
+    strides = (num_heads * (dim + 8) + 16, dim + 8, 1)
+    dtype = getattr(torch, batch.o_dtype or batch.dtype)
+    out_buffer = torch.full((1024 + batch.rows * strides[0],), UNTOUCHED, dtype=dtype, device="cuda")
+    lse_buffer = torch.full((1024 + batch.rows * num_heads,), UNTOUCHED, device="cuda")
+    out = out_buffer.as_strided((batch.rows, num_heads, dim), strides, 512)
+    lse = lse_buffer[512 : 512 + batch.rows * num_heads].view(batch.rows, num_heads)
+    batch_case.call(batch, inputs, planned(batch, inputs), out=out, lse=lse)
+    result = batch_case.check(batch, inputs, out, lse)
+    assert result.ok, result.detail
+    out.fill_(UNTOUCHED)
+    lse.fill_(UNTOUCHED)
+    assert bool((out_buffer == UNTOUCHED).all())
+    assert bool((lse_buffer == UNTOUCHED).all())
+
+
+# ---- plans and graphs
+
+GRAPHED = (
+    decode((3000,) * 8, kv_dtype=E4M3, **heads(32, 8), **dims(128), dtype="bfloat16"),
+    decode((2000,) * 3, q_len=3, **heads(8, 1), **dims(64), window_left=700, sinks=True),
+    decode(
+        (1500,) * 40, kv_dtype="nvfp4", kv_layout="HND", **heads(4, 1), **dims(128), k_scale=0.5, tensor_scales=True
+    ),
+    decode((4000,) * 2, page_size=1, **heads(4, 4), **dims(128)),
+)
+
+
+def capture(run: Callable[[], Pair]) -> tuple[Pair, Callable[[], None]]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    return results, graph.replay
+
+
+@pytest.mark.parametrize("batch", GRAPHED, ids=lambda batch: batch.id)
+def test_replays_with_other_lengths(batch: BatchCase) -> None:
+    captured = Captured(batch, "cuda", capture, backend="xqa")
+    captured.replay(batch)
+    for seed in range(REPLAYS):
+        captured.replay(batch_case.random_lengths(batch, seed, max(batch.kv_lens)))
+
+
+def test_plans_in_a_row_do_not_race() -> None:
+    """Twenty plans and runs are queued behind a slow stream before the first of them may start."""
+    batches = [batch_case.random_lengths(GRAPHED[0], seed, 900) for seed in range(20)]
+    made = batch_case.wrapper(batches[0], "cuda")  # auto's choice
+    inputs = [batch_case.make(batch, "cuda") for batch in batches]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(100_000_000)
+    results = []
+    for batch, tensors in zip(batches, inputs, strict=True):
+        made.plan(**batch_case.plan_arguments(batch, tensors))
+        results.append(batch_case.call(batch, tensors, made))
+    for batch, tensors, (out, lse) in zip(batches, inputs, results, strict=True):
+        result = batch_case.check(batch, tensors, out, lse)
+        assert result.ok, result.detail
+
+
+# ---- single requests
+
+
+@pytest.mark.parametrize("problem", SINGLE, ids=lambda problem: problem.id)
+def test_single(problem: Case) -> None:
+    inputs = case.make(problem, "cuda")
+    with poisoned_memory():
+        out, lse = case.call(problem, inputs, backend="xqa")
+    result = case.check(problem, out, lse)
+    assert result.ok, result.detail
+    again, _ = case.call(problem, inputs, backend="xqa")
+    assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_single_requests_of_fp8(kv_layout: str) -> None:
+    """Also captured, with the calls of other lengths between replays."""
+    graphs = []
+    for kv_len in (0, 1, 31, 32, 33, 5000, 131072):
+        q, k, v = fp8_request(kv_len, "cuda", kv_layout)
+        out = cute_attn.single_decode_with_kv_cache(q, k, v, kv_layout)
+        expected = fp8_answer(q, k, v, kv_layout)
+        assert float(torch.linalg.vector_norm(out.double() - expected)) <= 5e-3 * float(
+            torch.linalg.vector_norm(expected)
+        )
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = cute_attn.single_decode_with_kv_cache(q, k, v, kv_layout)
+        graphs.append((graph, captured, out, (q, k, v)))
+    for _ in range(3):
+        for graph, captured, out, _ in graphs:
+            captured.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(captured, out)
