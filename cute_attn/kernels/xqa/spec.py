@@ -38,8 +38,7 @@ class XqaSpec(KernelSpec):
         rules = {
             f"head_dim must be one of {HEAD_DIMS}": self.head_dim in HEAD_DIMS,
             "cols must be 16 or a multiple of 32": self.cols == 16 or self.cols % 32 == 0,
-            "paired columns are of one block of rows of NVFP4": not self.paired
-            or (self.kv_bits, self.row_blocks) == (4, 1),
+            "paired needs NVFP4 and one block of rows": not self.paired or (self.kv_bits, self.row_blocks) == (4, 1),
             "stages must leave some beside those that hold outputs": memory.ahead >= 1,
         }
         for rule, holds in rules.items():
