@@ -225,7 +225,8 @@ class BatchWrapper:
         if tokens.kv_indices is not None:
             buffer = self._indices_buffer()
             if buffer.data_ptr() != tokens.kv_indices.data_ptr():
-                buffer[: tokens.kv_end].copy_(tokens.kv_indices[: tokens.kv_end], non_blocking=True)
+                used = tokens.kv_indices[: tokens.kv_end]  # pinned: the caller may write it again after plan()
+                buffer[: tokens.kv_end].copy_(used, non_blocking=not used.is_pinned())
             tokens = tokens._replace(kv_indices=buffer)
         if mask.packed is not None and self._mask_buffers is not None:
             bits, bounds = self._mask_buffers

@@ -83,6 +83,8 @@ def _form(given: Given) -> Any:
     q, cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks, sf, head_scales = given
     if not isinstance(q, Tensor) or type(return_lse) is not bool:
         return None
+    if not all(buffer is None or isinstance(buffer, Tensor) for buffer in (out, lse)):
+        return None
     if isinstance(cache, Tensor):
         kv: Any = cache.shape, cache.stride(), cache.dtype, cache.device
     elif (type(cache) is tuple or type(cache) is list) and len(cache) == 2:
@@ -102,8 +104,8 @@ def _form(given: Given) -> Any:
     return form, numbers, types, _buffer(out), _buffer(lse)
 
 
-def _buffer(value: Any) -> Any:
-    return (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else value
+def _buffer(value: Tensor | None) -> Any:
+    return None if value is None else (value.shape, value.stride(), value.dtype, value.device)
 
 
 def _apart(plan: Plan, found: Accepted, starts: tuple[int, int, int], out: Any, lse: Any) -> bool:

@@ -450,3 +450,22 @@ def test_what_only_a_run_knows_moves_the_plan(case: BatchCase, monkeypatch: pyte
     named.plan(**plan_arguments(case, inputs))
     with pytest.raises(NotSupported, match="narrow refuses attention sinks"):
         call(with_sinks, inputs, named)
+
+
+def test_pinned_page_numbers_are_read_before_plan_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy out of pinned memory goes on while the host fills it for the next plan."""
+    waits: list[bool] = []
+    copy = torch.Tensor.copy_
+
+    def recorded(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if source.is_pinned():
+            waits.append(not non_blocking)
+        return copy(target, source, non_blocking=non_blocking)
+
+    inputs = make(DECODE)
+    arguments = plan_arguments(DECODE, inputs)
+    made, _ = graphs.graph_wrapper(DECODE, "cpu", 64, 0)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: x.data_ptr() == arguments["indices"].data_ptr())
+    monkeypatch.setattr(torch.Tensor, "copy_", recorded)
+    made.plan(**arguments)
+    assert waits == [True]

@@ -11,12 +11,15 @@ import torch
 from cute_attn import ArgumentError, normalize
 from cute_attn.backends import fa3, fa3_batch, fa3_kernels
 from cute_attn.backends.fa3_params import Launched, Parameters
+from cute_attn.emulator import using
 from cute_attn.emulator.tensormap import TensorMap, decode
 from cute_attn.kernels import tiles_sm90
 from cute_attn.kernels.spec import CombineSpec, Fa3Spec
 from cute_attn.problem import Problem
 from cute_attn.runtime import tensormap
 from cute_attn.runtime.arch import named
+from cute_attn.runtime.launch import CPU
+from tests.batch_case import heads, make, paged, plan_arguments, wrapper
 from tests.batches import Batch, build
 
 HOPPER = named("sm_90a")
@@ -224,3 +227,17 @@ def test_fp8_tensor_maps_and_scales() -> None:
     values = parameters.values(problem, parameters.target(problem), launched)
     assert values[-3:] == (scale_q.data_ptr(), scale_k.data_ptr(), scale_v.data_ptr())
     assert -0.5 * 1.4426950408889634 in values
+
+
+def test_a_plan_makes_its_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first run may be captured in a CUDA graph, where memory cannot be made."""
+    made: list[int] = []
+    monkeypatch.setattr(fa3_kernels, "load", lambda *arguments: None)
+    monkeypatch.setattr(fa3_batch.counters, "of_device", made.append)
+    fa3_batch.ready.cache_clear()
+    batch = paged((70, 3), (90, 33), page_size=4, **heads(4, 2))
+    inputs = make(batch)
+    with using("sm_90a", kernels="fa3", sms=2):
+        wrapper(batch, inputs.q.device, backend="emulator").plan(**plan_arguments(batch, inputs))
+    fa3_batch.ready.cache_clear()
+    assert made == [CPU]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn import BatchPrefillWithPagedKVCacheWrapper, normalize, normalize_run, rerun
-from cute_attn.backends import fa3_params
+from cute_attn import ArgumentTypeError, BatchPrefillWithPagedKVCacheWrapper, normalize, normalize_run, rerun
+from cute_attn.backends import fa2_batch, fa3_params
 from cute_attn.emulator.settings import using
 from tests.batch_case import (
     E4M3,
@@ -262,3 +262,31 @@ def test_layers_on_the_kernels(kernels: str, cache: str, monkeypatch: pytest.Mon
             verdict = check(case, inputs, out, lse)
             assert verdict.ok, verdict.detail
     assert len(made._planned().accepted) == 1
+
+
+@pytest.mark.parametrize("name", ["out", "lse"])
+def test_what_is_no_buffer(name: str) -> None:
+    """Refused by name, though what a run has in common with others has no hash then."""
+    made, inputs = planned(PAGED)
+    for _ in range(2):
+        with pytest.raises(ArgumentTypeError, match=f"^{name} must be a torch.Tensor"):
+            call(PAGED, inputs, made, **{name: [torch.empty(1)]})
+        call(PAGED, inputs, made)
+
+
+def test_a_plan_without_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """leaves the plan before in force, with its records."""
+    made, inputs = planned(PAGED)
+    other = dataclasses.replace(PAGED, kv_lens=(21, 33), mask="none")
+    arguments = plan_arguments(other, make(other))
+
+    def missing(*arguments: Any) -> None:
+        raise RuntimeError("no kernel")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fa2_batch, "ready", missing)
+        with pytest.raises(RuntimeError, match="no kernel"):
+            made.plan(**arguments)
+    out, lse = call(PAGED, inputs, made)
+    verdict = check(PAGED, inputs, out, lse)
+    assert verdict.ok, verdict.detail

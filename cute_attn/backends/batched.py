@@ -89,6 +89,7 @@ class Planned(abc.ABC):
 
     def __init__(self, settings: Settings, plan: Scheduled, staging: Staging, arch: Arch, device_index: int) -> None:
         self.plan, self.arch, self.device_index = plan, arch, device_index
+        self.ready = self.prepared(settings)  # first: where a kernel is missing, the plan before keeps its records
         ints, shape = plan.work.ints, plan.shape
         if plan.fixed:
             staging.fixed_capacity(ints.size)
@@ -101,7 +102,6 @@ class Planned(abc.ABC):
             plan.rows_to_merge,
         )
         self.partial_bytes = plan.slots * shape.num_kv_heads * shape.rows * (shape.partial_row_bytes - 4)
-        self.ready = self.prepared(settings)
 
     @abc.abstractmethod
     def prepared(self, settings: Settings) -> Ready:

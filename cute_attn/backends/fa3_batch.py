@@ -121,6 +121,7 @@ class Planned(batched.Planned):
 
     def prepared(self, settings: Settings) -> Ready:
         plan = self.plan
+        counters.of_device(self.device_index)  # like kernels made now: the first run may be one that is captured
         merges = bool(plan.combine_grid[0])
         return ready(settings, plan.tile, plan.shape.group, merges, self.arch, self.device_index)  # type: ignore[arg-type]
 

@@ -31,15 +31,21 @@ def launches(problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, t
     return [(runner.spec, runner.grid)] if problem.qo_len else []
 
 
+@functools.cache
+def one_piece(device_index: int) -> torch.Tensor:
+    """A page table of one row, which holds page 0, and a length that the kernel cuts to that of the call. Kept for
+    good: captured graphs read it when the runner that they come from is forgotten."""
+    device = "cpu" if device_index == CPU else f"cuda:{device_index}"
+    return torch.tensor([[0], [ONE_PIECE]], dtype=torch.int32, device=device)
+
+
 class Runner:
     """Runs problems of the same settings."""
 
     def __init__(self, settings: Settings, arch: Arch, device_index: int, sms: int) -> None:
         self.settings, self.arch, self.device_index, self.sms = settings, arch, device_index, sms
         self.runner = functools.cache(self._runner)
-        # A page table of one row, which holds page 0, and a length that the kernel cuts to that of the call.
-        device = "cpu" if device_index == CPU else f"cuda:{device_index}"
-        self.records = torch.tensor([[0], [ONE_PIECE]], dtype=torch.int32, device=device)
+        self.records = one_piece(device_index)
         self.table, self.length = self.records[:1], self.records[1]
 
     def _runner(self, q_len: int) -> host.Runner:

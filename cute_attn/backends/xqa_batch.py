@@ -100,17 +100,19 @@ class Planned:
 
     def __init__(self, settings: Settings, plan: Scheduled, staging: Staging, arch: Arch, device_index: int) -> None:
         self.plan, self.arch = plan, arch
+        self.settings, self.runner = settings, self.prepared(settings)  # first, as in `batched`
         if plan.fixed:
             staging.fixed_capacity(plan.ints.size)
         numbers, batch_size = staging.upload(plan.ints), plan.batch_size
         self.records = numbers[: 2 * batch_size]
         self.seq_lens, self.page_starts = self.records[:batch_size], self.records[batch_size:]
         self.counters = numbers[2 * batch_size :]
-        self.settings, self.runner = settings, self.prepared(settings)
 
     def prepared(self, settings: Settings) -> host.Runner:
         plan = self.plan
-        return runner(xqa_features(settings, plan.q_len), self.arch, plan.sms, plan.spec, plan.room)
+        found = runner(xqa_features(settings, plan.q_len), self.arch, plan.sms, plan.spec, plan.room)
+        _ = found.launch  # loaded now: the first run may be one that is captured
+        return found
 
     def __call__(self, problem: BatchProblem) -> None:
         if not self.plan.batch_size:
