@@ -17,7 +17,7 @@ from cute_attn.runtime.arch import Arch, for_device
 from cute_attn.runtime.launch import CPU, Launch, current_stream
 from cute_attn.xqa.problem import XqaFeatures, XqaProblem
 
-UNBOUNDED = 1 << 30  # no window: beyond any kv index
+UNBOUNDED = 1 << 30  # no window: beyond any kv index, and position - UNBOUNDED fits 32 bits
 UNLIMITED = 1 << 62
 CHUNK = 16  # bytes, in which the kernel counts K and V
 IDLE = 1 / 32  # of all CTAs, at most
@@ -50,7 +50,7 @@ class Runner:
         self.paged, (self.token, self.head) = f.paged, (axis + int(f.paged) for axis in axes)  # axes of k and v
         self.constants = (
             f.q_len,
-            UNBOUNDED if f.window_left < 0 else f.window_left,
+            UNBOUNDED if f.window_left < 0 else min(f.window_left, UNBOUNDED),
             f.num_kv_heads,
             *(row_blocks, *divisor.magic(row_blocks)),
             *(units // lines, *divisor.magic(self.grid[1])),

@@ -67,6 +67,7 @@ CASES = {
         (16, 16, 16, 33), q="fp16", kv="fp16", heads=(2, 2), q_len=16, q_lens=(3, 2, 1, 1), mask=True, seed=1000697
     ),
     "a window inside a tile": XqaCase((500, 30), kv="e4m3", heads=(4, 2), window_left=5),
+    "a window beyond 32 bits": XqaCase((0, 40), heads=(2, 2), q_len=3, window_left=1 << 31),
 }
 
 
@@ -74,6 +75,12 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert solve(CASES[name], "sm_90a", 3, "adversarial", monkeypatch) == ""
+
+
+@pytest.mark.emulator
+def test_shares_past_the_last_of_as_many_requests_as_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two units on one line of 17 shares, which the first 16 fill: the last reads nothing, not even a row of q."""
+    assert solve(XqaCase((0,) * 32, heads=(2, 2)), "sm_90a", 17, "eager", monkeypatch) == ""
 
 
 def produced(kv: str, lengths: tuple[int, ...], broken: bool, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -102,9 +102,10 @@ class Partition:
             reach = reach + ptx.select(lane >= 1 << delta, other, Int32(0))
         total = isa.shuffle(reach, Int32(31))
         share = self.share(total)
-        holder = ptx.minimum(isa.count_ones(isa.ballot(reach <= share.begin)), Int32(31))
+        ended = isa.count_ones(isa.ballot(reach <= share.begin))  # all 32: a share past the last request
+        holder = ptx.minimum(ended, Int32(31))
         before = isa.shuffle(reach - cost, holder)
-        index, passed = holder * run, before
+        index, passed = ptx.select(run == 1, ended, holder * run), before
         for i in cutlass.range(0, ptx.select(run == 1, Int32(0), run), unroll=4):
             passed = passed + self.cost(holder * run + i)
             behind = passed <= share.begin
