@@ -145,6 +145,21 @@ def test_scores_that_leap(head_dim: int, schedule: Schedule, dtype: torch.dtype)
     assert ran[0] < ran[1]
 
 
+def test_rows_that_see_nothing_yet() -> None:
+    """Tiles that hide everything from some rows are not done again for them."""
+    q, k, v = (torch.randn(n, 1, 64, generator=torch.Generator().manual_seed(n)).half() for n in (70, 400, 400))
+    ran = []
+    for hidden in ([], [7]):
+        keep = torch.ones(70, 400, dtype=torch.bool)
+        keep[hidden] = False
+        with using("sm_90a", kernels="fa3") as emulation:
+            out = single_prefill_with_kv_cache(q, k, v, custom_mask=keep, backend="emulator")
+        expected = single_prefill_with_kv_cache(q, k, v, custom_mask=keep, backend="reference")
+        torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
+        ran.append(products(emulation))
+    assert ran[0] == ran[1]
+
+
 @pytest.mark.parametrize("kernels", ["fa2", "fa3"])
 def test_scale_below_fp32(kernels: str) -> None:
     """As a factor of the exponent it would be 0, and turn hidden scores into NaN."""
