@@ -102,7 +102,9 @@ class Plan:
         if enable_pdl is not None:
             checks.boolean("enable_pdl", enable_pdl)
         features = s.features._replace(
-            positive_scale=sm_scale > 0 and not device_scale, sinks=sinks, per_head_scales=per_head
+            positive_scale=sm_scale >= settle.LEAST_SCALE and not device_scale,
+            sinks=sinks,
+            per_head_scales=per_head,
         )
         if features != s.features:
             self.allowed(features)

@@ -29,7 +29,7 @@ class Features(NamedTuple):
     custom_mask: bool = False
     soft_cap: bool = False
     pos_encoding_mode: str = "NONE"  # NONE | ROPE_LLAMA | ALIBI
-    positive_scale: bool = True  # sm_scale and its float factors multiply to a number > 0
+    positive_scale: bool = True  # sm_scale and its float factors multiply to a number > 0 that fp32 holds
     per_head_scales: bool = False  # scale_q / scale_k / scale_v tensors of fp8 attention
     kv_block_scales: bool = False  # kv_cache_sf: NVFP4 KV
     sinks: bool = False

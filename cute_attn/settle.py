@@ -31,6 +31,7 @@ POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 DEVICES = ("cpu", "cuda")
 MAX_KV_LEN = 1 << 30  # kernels compute with 32-bit row and column numbers, and 2^30 is their "no bound"
 IMMUTABLE = (numbers.Number, str, torch.dtype, type(None))
+LEAST_SCALE = torch.finfo(torch.float32).tiny  # of scores, as a factor of the exponent: 0 * -inf is NaN
 REMEMBERED = 256  # more than the layers of a model differ in
 
 
@@ -116,7 +117,7 @@ def _settings(fields: tuple[Any, ...], options: Sequence[Any]) -> Settings:
     if call.enable_pdl is not None:
         checks.boolean("enable_pdl", call.enable_pdl)
     return Settings(
-        _features(structure, call, soft_cap > 0, sm_scale > 0 and not structure.device_scale),
+        _features(structure, call, soft_cap > 0, sm_scale >= LEAST_SCALE and not structure.device_scale),
         checks.choice("kv_layout", call.kv_layout, KV_LAYOUTS),
         checks.boolean("causal", call.causal) and not structure.custom_mask,
         max(-1, min(checks.integer("window_left", call.window_left), MAX_KV_LEN)),

@@ -501,7 +501,7 @@ class Fa3Program:
         out = self.tile.accumulate(state.out, state.p, v_at)
         self.end_turn(lanes)
         s = self.seen(math, sm90.wgmma_wait(1, s), kv_tile, masked)
-        s = softmax.exponentials(s, state.shift, may_be_empty=False)
+        s = softmax.exponentials(s, softmax.finite(state.shift) if masked else state.shift, may_be_empty=False)
         sums = softmax.sums(s, [Float32(0.0) for _ in range(2)])
         too_high = softmax.too_high(sums)
         # Before the wait: exponentials, which are to run under it, are not put off till after it.

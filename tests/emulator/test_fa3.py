@@ -145,6 +145,35 @@ def test_scores_that_leap(head_dim: int, schedule: Schedule, dtype: torch.dtype)
     assert ran[0] < ran[1]
 
 
+def test_rows_that_see_nothing_yet() -> None:
+    """Tiles that hide everything from some rows are not done again for them."""
+    q, k, v = (torch.randn(n, 1, 64, generator=torch.Generator().manual_seed(n)).half() for n in (70, 400, 400))
+    ran = []
+    for hidden in ([], [7]):
+        keep = torch.ones(70, 400, dtype=torch.bool)
+        keep[hidden] = False
+        with using("sm_90a", kernels="fa3") as emulation:
+            out = single_prefill_with_kv_cache(q, k, v, custom_mask=keep, backend="emulator")
+        expected = single_prefill_with_kv_cache(q, k, v, custom_mask=keep, backend="reference")
+        torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
+        ran.append(products(emulation))
+    assert ran[0] == ran[1]
+
+
+@pytest.mark.parametrize("kernels", ["fa2", "fa3"])
+def test_scale_below_fp32(kernels: str) -> None:
+    """As a factor of the exponent it would be 0, and turn hidden scores into NaN."""
+    q, k, v = (torch.randn(n, 1, 64, generator=torch.Generator().manual_seed(n)).half() for n in (70, 90, 90))
+    with using("sm_90a", kernels=kernels):
+        out = single_prefill_with_kv_cache(q, k, v, causal=True, sm_scale=1e-50, backend="emulator")
+        planned = BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8), backend="emulator")
+        planned.plan(*(torch.tensor([0, n], dtype=torch.int32) for n in (70, 90)), 1, 1, 64, causal=True)
+        of_batch = planned.run(q, k, v, q_scale=1e-50)
+    expected = single_prefill_with_kv_cache(q, k, v, causal=True, sm_scale=1e-50, backend="reference")
+    for got in (out, of_batch):
+        torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
+
+
 @pytest.mark.parametrize(("batch", "schedule"), list(zip(BATCHES, itertools.cycle(SCHEDULES), strict=False)), ids=name)
 def test_batches_in_sections(batch: BatchCase, schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
     """Head after head, request after request."""

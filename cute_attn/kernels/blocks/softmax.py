@@ -16,6 +16,7 @@ from cute_attn.kernels.blocks.wgmma import GroupTile
 
 SLACK = 8.0  # log2: p stays below 256, or where only sums are asked below 256 a column of the thread: far from 65504
 INFINITY = float("inf")
+LARGEST = 2.0**127
 
 
 class Running(NamedTuple):
@@ -115,6 +116,10 @@ class OnlineSoftmax:
             ]
             shift = new
         return Risen(shift, factors, some)
+
+    def finite(self, shift: list[Float32]) -> list[Float32]:
+        """A row that has no anchor yet gets one far below any score: hidden scores give 0, any other infinity."""
+        return [ptx.fmin(x, Float32(LARGEST)) for x in shift]
 
     def too_high(self, sums: list[Float32]) -> Boolean:
         """Of this thread's exponentials of a tile: some is above 2^SLACK, or a row had no anchor (infinite, or NaN)."""
