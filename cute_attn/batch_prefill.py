@@ -246,8 +246,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
 
         Parameters
         ----------
-        q : `[qo_indptr[-1], num_qo_heads, head_dim_qk]`. Rows before `qo_indptr[0]` get out 0 and lse -inf; in `out` and
-            `lse` of the caller they stay as they were.
+        q : `[qo_indptr[-1], num_qo_heads, head_dim_qk]`. Rows before `qo_indptr[0]` get out 0 and lse -inf, in `out`
+            and `lse` of the caller what they had.
         paged_kv_cache : a pair (k, v) of `[pages, page_size, num_kv_heads, head_dim]` ("NHD") or
             `[pages, num_kv_heads, page_size, head_dim]` ("HND"), or one tensor with an axis of 2 after the first. Any
             strides with unit stride on the last axis. With a page size of 1 the page axis may be missing.
