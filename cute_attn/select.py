@@ -94,8 +94,8 @@ class Backend:
 
 BACKENDS = (  # in the order in which "auto" asks them
     Backend("fa3", "NVIDIA Hopper (compute capability 9.0)", ("cuda",), (9, 0), "sm_90a", 65),
-    # Measured on an H200 (`perf.xqa`): over e4m3 1.4 to 1.6 times as fast as fa2, 0.96 to 1.07 times for one request of
-    # 1024 to 8192 tokens; over bf16 fa2 is 0 to 5 % faster, 9 to 22 % for such a request.
+    # Measured on an H200 (`perf.xqa`): over e4m3 1.1 to 1.6 times as fast as fa2; over bf16 as fast within 3 %, for one
+    # request of 1024 tokens 12 % slower, and fa2 keeps promises about splits.
     Backend(
         "xqa",
         "NVIDIA GPUs from compute capability 8.0, decode",

@@ -8,10 +8,45 @@ from typing import Any
 
 import torch
 
-from tests.batch_case import NO_PAGE, BatchCase, BatchInputs, check, make, plan_arguments, run_arguments, wrapper
+from tests.batch_case import (
+    NO_PAGE,
+    BatchCase,
+    BatchInputs,
+    call,
+    check,
+    make,
+    plan_arguments,
+    random_lengths,
+    run_arguments,
+    wrapper,
+)
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Capture = Callable[[Callable[[], Pair]], tuple[Pair, Callable[[], None]]]  # runs once; its result, and a replay
+
+
+def cuda_graph(run: Callable[[], Pair]) -> tuple[Pair, Callable[[], None]]:
+    """A `Capture` on the current GPU."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    return results, graph.replay
+
+
+def assert_plans_in_a_row_do_not_race(case: BatchCase, **arguments: Any) -> None:
+    """Twenty plans and runs are queued behind a slow stream before the first of them may start."""
+    cases = [random_lengths(case, seed, 900) for seed in range(20)]
+    made = wrapper(cases[0], "cuda", **arguments)
+    inputs = [make(case, "cuda") for case in cases]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(100_000_000)
+    results = []
+    for case, tensors in zip(cases, inputs, strict=True):
+        made.plan(**plan_arguments(case, tensors))
+        results.append(call(case, tensors, made))
+    for case, tensors, (out, lse) in zip(cases, inputs, results, strict=True):
+        result = check(case, tensors, out, lse)
+        assert result.ok, result.detail
 
 
 def graph_wrapper(

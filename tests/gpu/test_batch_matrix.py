@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ from tests.batch_case import (
     refusals,
     wrapper,
 )
-from tests.graphs import Captured, Pair
+from tests.graphs import Captured, assert_plans_in_a_row_do_not_race, cuda_graph
 from tests.matrix import poisoned_memory
 
 HAS_SM80 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
@@ -154,35 +153,16 @@ GRAPHED = (
 )
 
 
-def capture(run: Callable[[], Pair]) -> tuple[Pair, Callable[[], None]]:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
-    return results, graph.replay
-
-
 @pytest.mark.parametrize("case", GRAPHED, ids=lambda case: case.id)
 def test_replays_with_other_lengths(case: BatchCase) -> None:
-    captured = Captured(case, "cuda", capture, backend="fa2")
+    captured = Captured(case, "cuda", cuda_graph, backend="fa2")
     captured.replay(case)
     for seed in range(REPLAYS):
         captured.replay(random_lengths(case, seed, max(case.kv_lens)))
 
 
 def test_plans_in_a_row_do_not_race() -> None:
-    """Twenty plans and runs are queued behind a slow stream before the first of them may start."""
-    cases = [random_lengths(GRAPHED[0], seed, 900) for seed in range(20)]
-    made = wrapper(cases[0], "cuda", backend="fa2")
-    inputs = [make(case, "cuda") for case in cases]
-    torch.cuda.synchronize()
-    torch.cuda._sleep(100_000_000)
-    results = []
-    for case, tensors in zip(cases, inputs, strict=True):
-        made.plan(**plan_arguments(case, tensors))
-        results.append(call(case, tensors, made))
-    for case, tensors, (out, lse) in zip(cases, inputs, results, strict=True):
-        result = check(case, tensors, out, lse)
-        assert result.ok, result.detail
+    assert_plans_in_a_row_do_not_race(GRAPHED[0], backend="fa2")
 
 
 # ---- promises

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import cute_attn
 from tests import batch_case, case
 from tests.batch_case import E4M3, BatchCase, decode, dims, heads
 from tests.case import Case
-from tests.graphs import Captured, Pair
+from tests.graphs import Captured, assert_plans_in_a_row_do_not_race, cuda_graph
 from tests.matrix import FULL, poisoned_memory
 from tests.matrix import SMALL as MATRIX
 from tests.xqa_batches import SMALL, fp8_answer, fp8_request, is_taken, random_batches
@@ -113,35 +112,16 @@ GRAPHED = (
 )
 
 
-def capture(run: Callable[[], Pair]) -> tuple[Pair, Callable[[], None]]:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
-    return results, graph.replay
-
-
 @pytest.mark.parametrize("batch", GRAPHED, ids=lambda batch: batch.id)
 def test_replays_with_other_lengths(batch: BatchCase) -> None:
-    captured = Captured(batch, "cuda", capture, backend="xqa")
+    captured = Captured(batch, "cuda", cuda_graph, backend="xqa")
     captured.replay(batch)
     for seed in range(REPLAYS):
         captured.replay(batch_case.random_lengths(batch, seed, max(batch.kv_lens)))
 
 
 def test_plans_in_a_row_do_not_race() -> None:
-    """Twenty plans and runs are queued behind a slow stream before the first of them may start."""
-    batches = [batch_case.random_lengths(GRAPHED[0], seed, 900) for seed in range(20)]
-    made = batch_case.wrapper(batches[0], "cuda")  # auto's choice
-    inputs = [batch_case.make(batch, "cuda") for batch in batches]
-    torch.cuda.synchronize()
-    torch.cuda._sleep(100_000_000)
-    results = []
-    for batch, tensors in zip(batches, inputs, strict=True):
-        made.plan(**batch_case.plan_arguments(batch, tensors))
-        results.append(batch_case.call(batch, tensors, made))
-    for batch, tensors, (out, lse) in zip(batches, inputs, results, strict=True):
-        result = batch_case.check(batch, tensors, out, lse)
-        assert result.ok, result.detail
+    assert_plans_in_a_row_do_not_race(GRAPHED[0])  # auto's choice
 
 
 # ---- single requests
