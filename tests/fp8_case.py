@@ -45,7 +45,8 @@ class Fp8Case:
     sm_scale: float = 128**-0.5
     mean: float = 0.0
     sinks: bool = False
-    spike: float = 0.0  # how far one of the first keys, which come last, stands out for the first query
+    spike: float = 0.0  # how far one key stands out for the first query
+    spike_key: int = 5  # the kernel comes to the last keys first
     seed: int = 0
 
     @property
@@ -94,7 +95,7 @@ def make(case: Fp8Case, device: torch.device | str) -> Inputs:
     q, k = normal(sum(case.qo_lens), num_qo_heads), normal(tokens, num_kv_heads)
     v = normal(tokens, num_kv_heads, case.mean)
     if case.spike:
-        k[5] = (q[0, :1].float().sign() * case.spike).to(case.dtype)
+        k[case.spike_key] = (q[0, :1].float().sign() * case.spike).to(case.dtype)
     scale_q, scale_k, scale_v = (scale(heads).to(device) for heads in (num_qo_heads, num_kv_heads, num_kv_heads))
     keep = torch.rand(case.qo_lens[0], tokens, generator=generator) < 0.6 if case.custom_mask else None
     sinks = torch.randn(num_qo_heads, generator=generator).to(device) if case.sinks else None

@@ -492,7 +492,7 @@ class Fa3Program:
         Exponents are relative to the anchors of earlier tiles, whatever these scores are: their maximum is not looked
         for. Sums tell afterwards where that went wrong, and the tile is done again: K stays in its slot till then.
         """
-        k, v, lanes, softmax = state.k, shared.v.previous(state.k), math.lanes, math.softmax
+        k, v, lanes, softmax = state.k, shared.v.previous(state.k), GroupLanes.of(), math.softmax
         k_at, v_at = self.tile.k_operand(shared.k.address(k)), self.tile.v_operand(shared.v.address(v))
         shared.k.wait_full(k)
         self.await_turn(lanes)
@@ -509,7 +509,7 @@ class Fa3Program:
         out = sm90.wgmma_wait(0, out, state.p)
         shared.v.release(v, lanes.lane)
         before = State(out, self.tile.probabilities(s), state.shift, state.total, k)
-        after, sums = self.raised(math, before, sums, again, k_at, kv_tile, masked)
+        after, sums = self.raised(shared, math, before, sums, again, k_at, kv_tile, masked)
         shared.k.release(k, lanes.lane)
         total = [a + b for a, b in zip(after.total, sums, strict=True)]
         return State(after.out, after.p, after.shift, total, shared.k.next(k))
@@ -522,6 +522,7 @@ class Fa3Program:
     @cute.jit
     def raised(
         self,
+        shared: Shared,
         math: cutlass.Constexpr,
         state: cutlass.Constexpr,
         sums: list[Float32],
@@ -544,8 +545,11 @@ class Fa3Program:
             p, sums = self.tile.probabilities(s), softmax.sums(s, [Float32(0.0) for _ in range(2)])
             shift = risen.shift
             total = [t * factor for t, factor in zip(total, risen.factors, strict=True)]
-            out = [x * risen.factors[i % 4 // 2] for i, x in enumerate(out)]
+            out = self.rescaled(shared, out, risen.factors)
         return State(out, p, shift, total, state.k), sums
+
+    def rescaled(self, shared: Shared, out: list[Float32], factors: list[Float32]) -> list[Float32]:
+        return [x * factors[i % 4 // 2] for i, x in enumerate(out)]
 
     def await_turn(self, lanes: GroupLanes) -> None:
         if self.spec.tile.ping_pong:

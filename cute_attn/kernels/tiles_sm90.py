@@ -31,7 +31,8 @@ _MODIFIED = {
     (256, 256): HopperTile(128, 64, 2, 1, ping_pong=False),
 }
 
-_FP8 = {(128, 128): HopperTile(128, 128, 2, 2, ping_pong=False)}
+_FP8 = {(128, 128): HopperTile(192, 96, 2, 2, ping_pong=False)}
+_FP8_MODIFIED = {(128, 128): HopperTile(128, 128, 2, 2, ping_pong=False)}
 
 # The least tokens of a box, from which on pages come by TMA and not by a warpgroup that gathers rows. A box costs TMA
 # some 45 clocks beside its rows, a gathered row the memory system more than its share of a box.
@@ -46,7 +47,7 @@ def page_source(head_dims: tuple[int, int], page_size: int) -> str:
 def choose(head_dims: tuple[int, int], plain: bool, kv: str, fp8: bool = False) -> HopperTile:
     """`kv`: as of `Fa3Spec`. Threads that gather need registers, which three math groups do not leave."""
     if fp8:
-        return _FP8[head_dims]
+        return (_FP8 if plain else _FP8_MODIFIED)[head_dims]
     tile = (_PLAIN if plain else _MODIFIED)[head_dims]
     if (kv == "paged" and tile.cols % PAGE_ALIGNED) or (kv == "gathered" and tile.math_groups > 2):
         return _MODIFIED[head_dims]

@@ -243,6 +243,10 @@ def round_to_integer(x: Float32) -> Float32:
     return _unary("cvt.rni.f32.f32", x)
 
 
+def floor(x: Float32) -> Float32:
+    return _unary("cvt.rmi.f32.f32", x)
+
+
 def fma(a: Float32, b: Float32, c: Float32) -> Float32:
     return asm("fma.rn.f32 $0, $1, $2, $3;", [Float32], [a, b, c], pure=True)
 
