@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from cute_attn.emulator import smem_matrix
+from cute_attn.emulator import narrow_sums, smem_matrix
 from cute_attn.emulator.clocks import ORDER, Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
@@ -73,12 +73,32 @@ class Product:
             a = np.stack(left)
         else:
             a = self.a
+        if self.item_bytes == 1 and not self.half:
+            self.results = self._narrow(g, self.signs[0] * a, self.signs[1] * b)
+            return
         product = np.matmul(self.signs[0] * a, self.signs[1] * b.T)  # [warps, 16, n]
-        # lane = 4 (row % 8) + column / 2 % 4; registers: column pairs, then rows + 8, then the next 8 columns
-        spread = (
-            product.reshape(warps, 2, 8, self.n // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4).reshape(self.n // 2, g.size)
-        )
-        self.results = self._added(g, spread)
+        self.results = self._added(g, self._spread(g, product))
+
+    def _spread(self, g: Gang, product: Array) -> Array:
+        """[registers, lanes]: lane = 4 (row % 8) + column / 2 % 4; registers: column pairs, then rows + 8, then the
+        next 8 columns.
+        """
+        warps = len(g.warps)
+        pieces = product.reshape(warps, 2, 8, self.n // 8, 4, 2)
+        return pieces.transpose(3, 1, 5, 0, 2, 4).reshape(self.n // 2, g.size)
+
+    def _gathered(self, g: Gang, registers: Array) -> Array:
+        """Inverse of `_spread`."""
+        warps = len(g.warps)
+        pieces = registers.reshape(self.n // 8, 2, 2, warps, 8, 4)
+        return pieces.transpose(3, 1, 4, 0, 5, 2).reshape(warps, 16, self.n)
+
+    def _narrow(self, g: Gang, a: Array, b: Array) -> list[Array]:
+        old = np.zeros((len(g.warps), 16, self.n), np.float32)
+        if self.old is not None:
+            settled = np.stack([g.full(_settled(x)).view(np.float32) for x in self.old])
+            old = self._gathered(g, settled)
+        return list(self._spread(g, narrow_sums.multiply_add(a, b, old)))
 
     def _added(self, g: Gang, spread: Array) -> list[Array]:
         olds = None if self.old is None else [_settled(x) for x in self.old]
