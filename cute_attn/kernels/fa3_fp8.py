@@ -36,7 +36,7 @@ from cute_attn.kernels.fa3 import Fa3Params, Fa3Program, Maps, MathWork, Shared,
 from cute_attn.kernels.memory import LINE, Fp8Memory
 
 TRANSPOSERS = 3  # warps
-SECTION = 8  # kv tiles that the tensor cores sum up by themselves
+SECTION = 4  # kv tiles that the tensor cores sum up by themselves
 TRANSPOSER_BARRIER = 9
 LEAST_SCALE = 1e-30  # of scores: 0 would turn hidden ones into NaN
 SIGNS = 0x80808080 - (1 << 32)
@@ -183,11 +183,12 @@ class Fp8Program(Fa3Program):
         masked: cutlass.Constexpr,
     ) -> Any:
         """The kv tiles of steps [begin, end)."""
-        order = math.order
+        order, promotes = math.order, not masked or self.spec.mask == "packed"  # of other masks, few tiles are masked
         for first in cutlass.range(begin, end, SECTION, unroll=1):
             for step in cutlass.range(first, ptx.minimum(first + SECTION, end), unroll=1):
                 state = self.step(shared, math, state, order.at(step) if masked else order.full_at(step), masked)
-            state = self.promoted(shared, math, state)
+            if cutlass.const_expr(promotes):
+                state = self.promoted(shared, math, state)
         return state
 
     @cute.jit

@@ -184,7 +184,7 @@ class Fa3Spec(KernelSpec):
         """Of a producer and of a math thread: together what the CTA was launched with."""
         if self.tile.math_groups == 3:
             return (56, 152) if self.kv == "gathered" else (32, 160)
-        return (24, 240) if self.kv == "dense" else (40, 232)
+        return (24, 240) if self.kv == "dense" and not self.fp8 else (40, 232)
 
     def program(self, arch: str) -> Program:
         from cute_attn.kernels.fa3 import Fa3Program

@@ -22,6 +22,7 @@ from cute_attn.kernels.memory import LINE, Fp8Memory
 P_DTYPE = "float8_e4m3fn"
 P_LOG2 = 3.0  # the highest probability when an anchor is set is 2^3; e4m3 is full in precision from 2^-6 to 448
 SUM_LIMIT = 448.0  # of a thread's probabilities of a row: none is above e4m3's largest then
+BATCH = 8  # loads under way together, for as many registers as there are
 PEAK_LOG2 = 7.1  # what rows that are little but a peak are raised to: once or twice as high a peak may still come
 
 
@@ -70,25 +71,27 @@ class ThreadSums:
         return cls(address + thread * 16, memory.head_dim_vo // 8, 2 * 16 * memory.tile.rows)
 
     def clear(self) -> None:
-        for i in range(self.blocks):
-            self.write(i, [Float32(0.0) for _ in range(4)])
+        self.write(0, [Float32(0.0) for _ in range(4 * self.blocks)])
 
     def add(self, out: list[Float32]) -> None:
-        for i in range(self.blocks):
-            self.write(i, [x + y for x, y in zip(self.read(i), out[4 * i : 4 * i + 4], strict=True)])
+        for start in range(0, self.blocks, BATCH):
+            some = out[4 * start : 4 * (start + BATCH)]
+            self.write(start, [x + y for x, y in zip(self.read(start, len(some) // 4), some, strict=True)])
 
     def scale(self, factors: list[Float32]) -> None:
         for i in range(self.blocks):
-            self.write(i, [x * factors[j // 2] for j, x in enumerate(self.read(i))])
+            self.write(i, [x * factors[j // 2] for j, x in enumerate(self.read(i, 1))])
 
     def plus(self, out: list[Float32]) -> list[Float32]:
-        return [x + y for i in range(self.blocks) for x, y in zip(self.read(i), out[4 * i : 4 * i + 4], strict=True)]
+        return [x + y for x, y in zip(self.read(0, self.blocks), out, strict=True)]
 
-    def read(self, i: int) -> list[Float32]:
-        return ptx.ld_shared_v4_f32(self.address, i * self.pitch)
+    def read(self, first: int, count: int) -> list[Float32]:
+        fours = [ptx.ld_shared_v4_f32(self.address, i * self.pitch) for i in range(first, first + count)]
+        return [x for four in fours for x in four]
 
-    def write(self, i: int, values: list[Float32]) -> None:
-        ptx.st_shared_v4_f32(self.address, i * self.pitch, values)
+    def write(self, first: int, values: list[Float32]) -> None:
+        for i in range(0, len(values), 4):
+            ptx.st_shared_v4_f32(self.address, (first + i // 4) * self.pitch, values[i : i + 4])
 
 
 @dataclass(frozen=True)
@@ -150,8 +153,8 @@ class Transposition:
             place = line + ((inner ^ ((half & 1) << 2)) << 4)
             line = write + (keys >> 2) * (memory.head_dim_vo * LINE) + half * (64 * LINE)
             into = line + (((inner ^ second) ^ ((keys & 3) << 1)) << 4)
-            for i in cutlass.range_constexpr(4):  # one at a time: more registers there are not
-                a, b, c, d = ptx.ldmatrix_x4(place ^ Int32(i << 4), 0, transpose=True)
+            loaded = [ptx.ldmatrix_x4(place ^ Int32(i << 4), 0, transpose=True) for i in range(4)]
+            for i, (a, b, c, d) in enumerate(loaded):
                 even = [ptx.permute(a, b, 0x6420), ptx.permute(c, d, 0x6420)]
                 uneven = [ptx.permute(a, b, 0x7531), ptx.permute(c, d, 0x7531)]
                 sm90.stmatrix_x4(into, i * (16 * LINE), [even[0], uneven[0], even[1], uneven[1]])
