@@ -226,6 +226,8 @@ SMALL: tuple[Fp8Case, ...] = (
     Fp8Case((70,), (400,), page_size=64, scales="signed", mean=1.0, causal=True),
     Fp8Case((70,), (400,), single=True, spike=2.0, scales="none"),
     Fp8Case((70,), (400,), page_size=16, spike=28.0, scales="none"),
+)
+LONG: tuple[Fp8Case, ...] = (
     Fp8Case((20,), (3000,), (1, 1), single=True, mean=2.0, scales="none"),
     # A key 10 nats above thousands, first or halfway
     Fp8Case((3,), (8193,), (1, 1), single=True, sm_scale=0.02, spike=4.9, spike_key=-1, mean=1.0, scales="none"),
