@@ -19,7 +19,9 @@ def multiply_add(a: Array, b: Array, old: Array) -> Array:
     if not (np.isfinite(a).all() and np.isfinite(b).all() and np.isfinite(old).all()):
         total: Array = old + np.matmul(a, b.T)
         return total
-    return np.stack([_sixteen_rows(rows.T[:, :, None], b.T[:, None, :], sums) for rows, sums in zip(a, old, strict=True)])
+    return np.stack(
+        [_sixteen_rows(rows.T[:, :, None], b.T[:, None, :], sums) for rows, sums in zip(a, old, strict=True)]
+    )
 
 
 def _sixteen_rows(a: Array, b: Array, old: Array) -> Array:

@@ -111,7 +111,9 @@ class OnlineSoftmax:
     def rise(self, shift: list[Float32], s: list[Float32]) -> Risen:
         """`settle` for an output that is still being summed: the caller applies the factors."""
         slack, highs = Float32(self.slack), self.highs(s)
-        rises = [ptx.fma(high, self.scale(i), old) > slack for i, (high, old) in enumerate(zip(highs, shift, strict=True))]
+        rises = [
+            ptx.fma(high, self.scale(i), old) > slack for i, (high, old) in enumerate(zip(highs, shift, strict=True))
+        ]
         some = cute.arch.vote_any_sync(cutlass.or_(rises[0], rises[1]))
         factors = [Float32(1.0) for _ in self.slots]
         if some:
