@@ -36,7 +36,7 @@ from cute_attn.kernels.fa3 import Fa3Params, Fa3Program, Maps, MathWork, Shared,
 from cute_attn.kernels.memory import LINE, Fp8Memory
 
 TRANSPOSERS = 3  # warps
-SECTION = 4  # kv tiles that the tensor cores sum up by themselves
+SECTION = 8  # kv tiles that the tensor cores sum up by themselves
 TRANSPOSER_BARRIER = 9
 LEAST_SCALE = 1e-30  # of scores: 0 would turn hidden ones into NaN
 SIGNS = 0x80808080 - (1 << 32)
@@ -183,12 +183,15 @@ class Fp8Program(Fa3Program):
         masked: cutlass.Constexpr,
     ) -> Any:
         """The kv tiles of steps [begin, end)."""
-        order, promotes = math.order, not masked or self.spec.mask == "packed"  # of other masks, few tiles are masked
-        for first in cutlass.range(begin, end, SECTION, unroll=1):
-            for step in cutlass.range(first, ptx.minimum(first + SECTION, end), unroll=1):
-                state = self.step(shared, math, state, order.at(step) if masked else order.full_at(step), masked)
-            if cutlass.const_expr(promotes):
+        order, rest = math.order, begin
+        if cutlass.const_expr(not masked or self.spec.mask == "packed"):  # of other masks, few tiles are masked
+            rest = begin + (end - begin) // SECTION * SECTION
+            for first in cutlass.range(begin, rest, SECTION, unroll=1):
+                for step in cutlass.range(first, first + SECTION, unroll=1):
+                    state = self.step(shared, math, state, order.at(step) if masked else order.full_at(step), masked)
                 state = self.promoted(shared, math, state)
+        for step in cutlass.range(rest, end, unroll=1):
+            state = self.step(shared, math, state, order.at(step) if masked else order.full_at(step), masked)
         return state
 
     @cute.jit
@@ -196,21 +199,20 @@ class Fp8Program(Fa3Program):
         """The tensor cores' sum goes into the exact one. Rows that have summed little, which is next to nothing but
         their peak, get more of e4m3's range: what lies far below the peak is not lost then.
         """
-        sums = self.sums(shared)
-        sums.add(state.out)
+        out = self.sums(shared).add(state.out)
         rises = math.softmax.room(state.total)
         p, shift, total = state.p, state.shift, state.total
         if cute.arch.vote_any_sync(cutlass.or_(*(rise > Float32(0.0) for rise in rises))):
             factors = [ptx.exp2(rise) for rise in rises]
-            sums.scale(factors)
+            out = self.rescaled(shared, out, factors)
             p = self.tile.scaled(p, factors)
             shift = [x + rise for x, rise in zip(shift, rises, strict=True)]
             total = [x * factor for x, factor in zip(total, factors, strict=True)]
-        return State(self.tile.zeros(self.tile.d_blocks), p, shift, total, state.k)
+        return State(out, p, shift, total, state.k)
 
     def rescaled(self, shared: Any, out: list[Float32], factors: list[Float32]) -> list[Float32]:
-        self.sums(shared).scale(factors)
-        return super().rescaled(shared, out, factors)
+        rest = self.sums(shared).scale(factors)
+        return [x * factors[i % 4 // 2] + rest[i] for i, x in enumerate(out)]
 
     def last_output(self, shared: Any, math: MathWork, state: State) -> list[Float32]:
         return self.sums(shared).plus(super().last_output(shared, math, state))

@@ -187,7 +187,7 @@ class HopperMemory:
 class Fp8Memory(HopperMemory):
     """fp8 products want both operands contiguous along the sum: V tiles arrive in a ring of their own behind the other
     three, and lie transposed in the V ring, one line of keys a dimension, columns of 128 keys one after the other. Then
-    the outputs summed in fp32.
+    the outputs of tiles summed up.
     """
 
     item_bytes: ClassVar[int] = 1
@@ -211,7 +211,7 @@ class Fp8Memory(HopperMemory):
     @property
     def barriers(self) -> int:
         """Those of arriving V come last."""
-        return self.sums + 4 * self.tile.rows * self.head_dim_vo
+        return self.sums + 2 * self.tile.rows * self.head_dim_vo
 
     @property
     def num_barriers(self) -> int:
