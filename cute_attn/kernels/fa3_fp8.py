@@ -36,7 +36,7 @@ from cute_attn.kernels.fa3 import Fa3Params, Fa3Program, Maps, MathWork, Shared,
 from cute_attn.kernels.memory import LINE, Fp8Memory
 
 TRANSPOSERS = 3  # warps
-SECTION = 8  # kv tiles that the tensor cores sum up by themselves
+SECTION = 4  # kv tiles that the tensor cores sum up by themselves
 TRANSPOSER_BARRIER = 9
 LEAST_SCALE = 1e-30  # of scores: 0 would turn hidden ones into NaN
 SIGNS = 0x80808080 - (1 << 32)
