@@ -6,7 +6,8 @@ V is not, so three warps beside the producer's transpose its tiles in shared mem
     transposers       V0'   V1'   V2' ...
     math group   S0 | S1 , O += P0 V0' , softmax 1 | S2 , O += P1 V1' , softmax 2 | ...
 
-An fp8 product adds in 14 bits. So after every few tiles, O goes into a sum in fp32, in shared memory, and starts anew.
+An fp8 product adds in 14 bits and drops the others: a sum of many keys comes out too small. So after every few tiles,
+O goes into a sum in shared memory and starts anew.
 """
 
 import dataclasses
@@ -36,7 +37,9 @@ from cute_attn.kernels.fa3 import Fa3Params, Fa3Program, Maps, MathWork, Shared,
 from cute_attn.kernels.memory import LINE, Fp8Memory
 
 TRANSPOSERS = 3  # warps
-SECTION = 4  # kv tiles that the tensor cores sum up by themselves
+# kv tiles that the tensor cores sum up by themselves. Values of mean 2 and deviation 1 come out too small by 0.4 % with
+# 4 tiles of 96 keys, by 1.0 % with 8, 2.4 % with 16, 5 % in one sum of 3072; of mean 0.5 by a quarter of that.
+SECTION = 4
 TRANSPOSER_BARRIER = 9
 LEAST_SCALE = 1e-30  # of scores: 0 would turn hidden ones into NaN
 SIGNS = 0x80808080 - (1 << 32)
@@ -196,8 +199,8 @@ class Fp8Program(Fa3Program):
 
     @cute.jit
     def promoted(self, shared: Shared, math: cutlass.Constexpr, state: cutlass.Constexpr) -> Any:
-        """The tensor cores' sum goes into the exact one. Rows that have summed little, which is next to nothing but
-        their peak, get more of e4m3's range: what lies far below the peak is not lost then.
+        """The tensor cores' sum goes into the one in shared memory. Rows that have summed little, which is next to
+        nothing but their peak, get more of e4m3's range: what lies far below the peak is not lost any more.
         """
         out = self.sums(shared).add(state.out)
         rises = math.softmax.room(state.total)

@@ -64,7 +64,6 @@ class Product:
         if self.results is not None:
             return
         b = self._load(g, self.b, 0, self.n, self.decoders[1], self._common(g))
-        warps = len(g.warps)
         if isinstance(self.a, smem_matrix.Operand):
             left = [
                 self._load(g, self.a, 16 * int(warp % 4), 16, self.decoders[0], self._of(g, i))

@@ -58,8 +58,8 @@ class Fp8Tile(GroupTile):
 
 @dataclass(frozen=True)
 class ThreadSums:
-    """A math thread's outputs in shared memory, eights of bf16, each side by side with the other threads'. What rounding
-    leaves over goes back to whoever sums on in registers: nothing is lost, for half the traffic of fp32.
+    """A math thread's outputs in shared memory, eights of bf16, each side by side with the other threads'. What
+    rounding leaves over goes back to whoever sums on in registers: nothing is lost, for half the traffic of fp32.
     """
 
     address: Int32
