@@ -492,7 +492,7 @@ class Fa3Program:
         Exponents are relative to the anchors of earlier tiles, whatever these scores are: their maximum is not looked
         for. Sums tell afterwards where that went wrong, and the tile is done again: K stays in its slot till then.
         """
-        k, v, lanes, softmax = state.k, shared.v.previous(state.k), GroupLanes.of(), math.softmax
+        k, v, lanes, softmax = state.k, shared.v.previous(state.k), math.lanes, math.softmax
         k_at, v_at = self.tile.k_operand(shared.k.address(k)), self.tile.v_operand(shared.v.address(v))
         shared.k.wait_full(k)
         self.await_turn(lanes)
@@ -522,7 +522,7 @@ class Fa3Program:
     @cute.jit
     def raised(
         self,
-        shared: Shared,
+        shared: cutlass.Constexpr,
         math: cutlass.Constexpr,
         state: cutlass.Constexpr,
         sums: list[Float32],
