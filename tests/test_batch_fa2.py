@@ -13,9 +13,7 @@ import torch
 from cute_attn import WorkspaceError, select
 from cute_attn.backends import batched, fa2_batch, fa2_kernels
 from cute_attn.kernels.spec import Tile
-from cute_attn.problem import BatchLengths, BatchLimits, Settings
 from cute_attn.runtime.arch import named
-from cute_attn.runtime.staging import Staging
 from tests.batch_case import (
     SMALL,
     BatchCase,
@@ -41,10 +39,6 @@ SMS = 66
 TILE = Tile(16, 16, 1, 1, 2)  # small: small batches then have many
 
 
-def plan(settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging) -> fa2_batch.Planned:
-    return fa2_batch.Planned(settings, fa2_batch.scheduled(settings, lengths, limits, ARCH, SMS), staging, ARCH, 0)
-
-
 @pytest.fixture(autouse=True)
 def on_fa2(monkeypatch: pytest.MonkeyPatch) -> None:
     InterpretedLaunch.fired = []
@@ -57,10 +51,9 @@ def on_fa2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         fa2_batch, "tiles", types.SimpleNamespace(choose=lambda *args: TILE, resident_ctas=lambda *args: 2)
     )
-    backend = types.SimpleNamespace(name="fa2", plan=plan, workspace=fa2_batch.workspace)
-    monkeypatch.setattr(fa2_batch, "for_device", lambda index: ARCH)
-    monkeypatch.setattr(fa2_batch, "multiprocessors", lambda index: SMS)
-    monkeypatch.setattr(select, "chosen", lambda features, name, rows: backend)
+    monkeypatch.setattr(batched, "for_device", lambda index: ARCH)
+    monkeypatch.setattr(batched, "multiprocessors", lambda index: SMS)
+    monkeypatch.setattr(select, "chosen", lambda features, name, rows: select.BY_NAME["fa2"])
     monkeypatch.setattr(select, "reasons_against", lambda *args: [])
 
 

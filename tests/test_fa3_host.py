@@ -154,9 +154,9 @@ def test_launches_of_batches(page_size: int) -> None:
     assert (main.schedule, main.kv) == ("items", "paged" if page_size else "dense")
     assert grid[0] <= 132
     assert combine == CombineSpec("float16", 64, "items")
-    partials, records = fa3_batch.workspace_on(settings, built.lengths, built.limits, HOPPER, 132)
+    partials, records = fa3_batch.BATCHES.workspace_on(settings, built.lengths, built.limits, HOPPER, 132)
     small = built.limits._replace(workspace_bytes=0)
-    assert fa3_batch.workspace_on(settings, built.lengths, small, HOPPER, 132) == (partials, records)
+    assert fa3_batch.BATCHES.workspace_on(settings, built.lengths, small, HOPPER, 132) == (partials, records)
     assert partials > 0
 
 

@@ -85,11 +85,6 @@ def load(kernel: KernelSpec, arch_name: str, device_index: int, pdl: bool) -> La
     return Launch(artifacts.get(kernel, arch_name), device_index, pdl=pdl)
 
 
-@functools.cache
-def multiprocessors(device_index: int) -> int:
-    return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
-
-
 def _schedule(features: Features) -> str:
     return "items" if batched(features) else "grid"
 

@@ -13,7 +13,7 @@ from cute_attn.kernels import divisor
 from cute_attn.kernels.spec import KV_BITS
 from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.spec import XqaSpec
-from cute_attn.runtime.arch import Arch, for_device
+from cute_attn.runtime.arch import Arch, for_device, multiprocessors
 from cute_attn.runtime.launch import CPU, Launch, current_stream
 from cute_attn.xqa.problem import XqaFeatures, XqaProblem
 
@@ -186,8 +186,8 @@ def mask_row_bytes(q_len: int) -> int:
 @functools.lru_cache(256)
 def runner(features: XqaFeatures, is_few: bool) -> Runner:
     index = features.device.index
-    sms, arch = torch.cuda.get_device_properties(index).multi_processor_count, for_device(index)
-    return Runner(features, arch, sms, choose_spec(features, is_few, arch))
+    arch = for_device(index)
+    return Runner(features, arch, multiprocessors(index), choose_spec(features, is_few, arch))
 
 
 def _address(value: torch.Tensor | tuple[torch.Tensor, ...] | None) -> int:
