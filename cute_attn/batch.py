@@ -281,7 +281,7 @@ class BatchWrapper:
         """The plan with other options, for this run and those after it (`forward`)."""
         plan = self._planned()
         options = plan.options._replace(**changed)
-        if options != plan.options:
+        if list(map(type, options)) != list(map(type, plan.options)) or options != plan.options:  # 1 is not True
             self._make_plan(options, plan.tokens, *self._made_from)
         return self._planned()
 

@@ -309,5 +309,5 @@ def fast_decode_plan(
 
 def _check_q_len(given: Any, planned: int | None) -> None:
     warnings.warn("q_len_per_req belongs to plan()", DeprecationWarning, stacklevel=3)
-    if given != planned:
+    if checks.integer("q_len_per_req", given) != planned:
         raise ArgumentError(f"q_len_per_req of run() must be the planned {planned}, got {given!r}: pass it to plan()")

@@ -12,6 +12,7 @@ import torch
 
 from cute_attn import (
     ArgumentError,
+    ArgumentTypeError,
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     RuntimeArgumentError,
@@ -192,6 +193,17 @@ def test_forward_replaces_planned_options(case: BatchCase) -> None:
         inputs,
         *made.forward_return_lse(inputs.q, *inputs.kv, True, "NONE", False, logits_soft_cap=1.5),
     )
+
+
+@pytest.mark.parametrize("wrong", [{"causal": 1}, {"sm_scale": torch.tensor(0.5)}, {"window_left": -1.0}], ids=str)
+def test_forward_refuses_what_only_equals_a_planned_option(wrong: dict[str, Any]) -> None:
+    case = dataclasses.replace(PAGED, mask="causal", sm_scale=0.5)
+    made, inputs = wrapper(case), make(case)
+    made.plan(**plan_arguments(case, inputs))
+    given = {"causal": True, "sm_scale": 0.5, "logits_soft_cap": 0.0, "rope_scale": 1.0, "rope_theta": 1e4}
+    assert_right(case, inputs, *made.forward_return_lse(inputs.q, *inputs.kv, **given))
+    with pytest.raises(ArgumentTypeError, match=f"^{next(iter(wrong))} must be"):
+        made.forward(inputs.q, *inputs.kv, **given | wrong)
 
 
 def test_forward_keeps_the_mask() -> None:

@@ -176,6 +176,45 @@ def test_errors_name_the_argument(changes: dict[str, Any], kind: type[Exception]
         call(build(CASE), **changes)
 
 
+@pytest.mark.parametrize("wrong", [1, 1.0, [], "True"], ids=repr)
+def test_what_equals_an_accepted_option_is_no_such_option(wrong: Any) -> None:
+    """Answers are remembered by their arguments, and 1 == True."""
+    built = build(CASE)
+    call(built, enable_pdl=True)
+    with pytest.raises(ArgumentTypeError, match="enable_pdl must be True or False"):
+        call(built, enable_pdl=wrong)
+
+
+LOW_LEVEL = {"q_scale": True, "kv_scale": "1", "num_kv_heads": 2.0, "page_size": 16.0}
+
+
+@pytest.mark.parametrize("name", LOW_LEVEL)
+def test_the_low_level_form_names_wrong_types(name: str) -> None:
+    a = build(CASE).arguments
+    given = {
+        "q": a["query"],
+        "k_cache": a["kv_cache"][0],
+        "v_cache": a["kv_cache"][1],
+        "page_table": a["block_tables"],
+        "seq_lens": a["seq_lens"],
+        "output": torch.zeros_like(a["query"]),
+        "num_kv_heads": 2,
+        "page_size": 16,
+        "workspace_buffer": torch.empty(32 << 20, dtype=torch.uint8),
+        "semaphores": torch.zeros(4096, dtype=torch.uint32),
+    }
+    xqa(**given)
+    with pytest.raises(ArgumentTypeError, match=f"^{name} must be"):
+        xqa(**given | {name: LOW_LEVEL[name]})
+
+
+@pytest.mark.parametrize("wrong", [{"out_dtype": 3}, {"out": 3, "out_dtype": torch.float16}], ids=["dtype", "out"])
+def test_the_engines_form_names_wrong_types(wrong: dict[str, Any]) -> None:
+    arguments = {k: v for k, v in build(CASE).arguments.items() if k not in ("return_lse", "q_cu_seq_lens")}
+    with pytest.raises(ArgumentTypeError, match=f"^{next(iter(wrong))} must be"):
+        trtllm_batch_decode_with_kv_cache(**arguments | wrong)
+
+
 def test_nvfp4_needs_its_scales() -> None:
     built = build(dataclasses.replace(CASE, kv="nvfp4"))
     with pytest.raises(ArgumentError, match="kv_cache_sf"):
