@@ -269,6 +269,8 @@ def test_q_len_of_a_run() -> None:
         made.run(inputs.q, *inputs.kv, q_len_per_req=2)
     with pytest.warns(DeprecationWarning, match="plan"), pytest.raises(ArgumentError, match="the planned 2, got 1"):
         made.run(inputs.q, *inputs.kv, q_len_per_req=1)
+    with pytest.warns(DeprecationWarning), pytest.raises(ArgumentTypeError, match="q_len_per_req must be an int"):
+        made.run(inputs.q, *inputs.kv, q_len_per_req=2.0)
 
 
 # ---- single requests and batches agree

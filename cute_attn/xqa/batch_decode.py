@@ -225,10 +225,8 @@ def xqa(
     device's: the grid takes all of them.
     """
     k, v = normalize.cache((k_cache, v_cache), kv_layout)
-    if (k.shape[2], k.shape[1]) != (
-        checks.integer("num_kv_heads", num_kv_heads),
-        checks.integer("page_size", page_size),
-    ):
+    given = checks.integer("num_kv_heads", num_kv_heads), checks.integer("page_size", page_size)
+    if (k.shape[2], k.shape[1]) != given:
         raise ArgumentError(
             f"num_kv_heads and page_size must be those of k_cache, {k.shape[2]} and {k.shape[1]}, "
             f"got {num_kv_heads} and {page_size}"
