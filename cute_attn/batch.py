@@ -39,6 +39,7 @@ class First(NamedTuple):
     splits: Splits
     backend: str
     graph: GraphLimits
+    first_row: int  # rows before are filled by torch, in `run`
 
 
 class NotForPlan(NotSupported):
@@ -60,6 +61,7 @@ class BatchWrapper:
         self._fixed_batch_size = 0
         self._index_buffers: dict[str, torch.Tensor] = {}
         self._mask_buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._replaced: list[Staging] = []  # what graphs captured under other workspaces read
 
     def _set_workspace(self, float_workspace_buffer: Any) -> None:
         self._workspace = normalize_plan.workspace(float_workspace_buffer)
@@ -180,14 +182,14 @@ class BatchWrapper:
                 f"got {tokens.kv_end}"
             )
         self._check_mask_buffers(mask)
-        first = self._first
+        first, first_row = self._first, int(tokens.lengths.qo_indptr[0])
         if first is None:
             most_keys = tokens.kv_end
             if tokens.kv_indices is not None:
                 most_keys = self._indices_buffer().numel() * settings.page_size
             graph = GraphLimits(tokens.batch_size, tokens.rows, most_keys, tokens.q_len)
-            return First(settings, splits, backend, graph)
-        _check_unchanged(first, First(settings, splits, backend, first.graph))
+            return First(settings, splits, backend, graph, first_row)
+        _check_unchanged(first, First(settings, splits, backend, first.graph, first_row))
         if tokens.rows > first.graph.max_rows:
             raise ArgumentError(
                 f"qo_indptr[-1] must not exceed {first.graph.max_rows}, that of the first plan, with "
@@ -311,7 +313,9 @@ class BatchWrapper:
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
     ) -> None:
-        """Replace the workspace; `plan` must follow. Graphs that were captured before still use the old one.
+        """Replace the workspace; `plan` must follow. Graphs that were captured before use the old one, which the caller
+        must then keep, and the schedule of the plan before, which the wrapper keeps; later plans do not reach them, but
+        overwrite the index buffers that they read: capture again.
 
         `int_workspace_buffer` is what FlashInfer keeps its schedules in. Here a wrapper owns that memory, and makes
         more of it when a plan needs more: the argument must be a tensor of the workspace's device, and is not used.
@@ -328,6 +332,8 @@ class BatchWrapper:
                     f"int_workspace_buffer must be on the workspace's device {device}, "
                     f"got {checks.describe(int_workspace_buffer)}"
                 )
+        if self._first is not None:
+            self._replaced.append(self._staging)
         self._set_workspace(float_workspace_buffer)
 
     def end_forward(self) -> None:
@@ -356,7 +362,7 @@ def _flat(first: First) -> dict[str, Any]:
     features: Features = settings.pop("features")
     named = features._asdict()
     del named["own_splits"]  # the splits themselves tell more
-    return {**named, **settings, **first.splits._asdict(), "backend": first.backend}
+    return {**named, **settings, **first.splits._asdict(), "backend": first.backend, "qo_indptr[0]": first.first_row}
 
 
 def _index_values(name: str, tokens: Tokens) -> np.ndarray | None:

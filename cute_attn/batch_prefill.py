@@ -72,8 +72,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         results where keys are split. Wrappers that run one after the other may share it. Its device is the wrapper's.
     kv_layout : "NHD" or "HND", of the cache.
     use_cuda_graph : keep addresses and launches over plans, so that a captured `run` may be replayed after `plan` with
-        other lengths. Batch size, options and dtypes stay those of the first plan, which also sets the most query
-        tokens (`qo_indptr[-1]`).
+        other lengths. Batch size, options, dtypes and `qo_indptr[0]` stay those of the first plan, which also sets the
+        most query tokens (`qo_indptr[-1]`).
     qo_indptr_buf, paged_kv_indptr_buf : with `use_cuda_graph`, int32 `[batch_size + 1]`.
     paged_kv_indices_buf : with `use_cuda_graph`, int32, as many elements as any plan may have pages.
     paged_kv_last_page_len_buf : with `use_cuda_graph`, int32 `[batch_size]`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import types
 from collections.abc import Callable
 from typing import Any
@@ -117,6 +118,26 @@ def test_replays_with_other_lengths(case: BatchCase) -> None:
     captured.replay(case)
     for seed in range(5):
         captured.replay(random_lengths(case, seed, max(case.kv_lens)))
+
+
+def test_replays_after_another_workspace() -> None:
+    """A graph captured before sees no later plan, but the records that it reads are still there."""
+    case = ragged((30, 20, 5), (150,) * 3, mask="causal")
+    captured = Captured(case, "cpu", capture)
+    captured.replay(case)
+    expected = captured.out.clone()
+    held, records = captured.wrapper._workspace, captured.wrapper._planned().launch.records
+    size = records.numel()
+    del records
+    captured.wrapper.reset_workspace_buffer(torch.empty_like(held))
+    other = random_lengths(case, 1, 150)
+    captured.wrapper.plan(**plan_arguments(other, make(other)))
+    gc.collect()
+    taken = [torch.full((size,), 0x7F7F7F7F, dtype=torch.int32) for _ in range(100)]
+    captured.out.zero_()
+    captured.again()
+    assert torch.equal(captured.out, expected)
+    del taken
 
 
 @pytest.mark.parametrize("splits", [{}, {"fixed_split_size": 2}, {"disable_split_kv": True}], ids=str)

@@ -269,7 +269,7 @@ def test_q_len_of_a_run() -> None:
         made.run(inputs.q, *inputs.kv, q_len_per_req=2)
     with pytest.warns(DeprecationWarning, match="plan"), pytest.raises(ArgumentError, match="the planned 2, got 1"):
         made.run(inputs.q, *inputs.kv, q_len_per_req=1)
-    with pytest.warns(DeprecationWarning), pytest.raises(ArgumentTypeError, match="q_len_per_req must be an int"):
+    with pytest.warns(DeprecationWarning, match="plan"), pytest.raises(ArgumentTypeError, match="must be an int"):
         made.run(inputs.q, *inputs.kv, q_len_per_req=2.0)
 
 
@@ -372,6 +372,12 @@ FROZEN: list[tuple[BatchCase, dict[str, Any], type[Exception], str]] = [
     (PAGED, {"disable_split_kv": True}, RuntimeArgumentError, "disable_split_kv must stay False"),
     (PAGED, {"lse_base": "ln"}, RuntimeArgumentError, "lse_scale must stay"),
     (PAGED, {"page_size": 8}, RuntimeArgumentError, "page_size must stay 4"),
+    (
+        RAGGED,
+        {"slack": True, "qo_lens": (1, 2, 3), "kv_lens": (4, 5, 6)},
+        RuntimeArgumentError,
+        r"qo_indptr\[0\] must stay 0",
+    ),
 ]
 
 
