@@ -54,7 +54,8 @@ def single_decode_with_kv_cache(
         out = v_scale * sum_j exp(z) v_j / (sum_j exp(z) + exp(sink))
         lse = log2(sum_j exp(z) + exp(sink))
 
-    Without any key, out is 0 and lse -inf. No gradients are computed.
+    Without any key, out is 0 and lse -inf. No gradients are computed. How large z may be:
+    `single_prefill_with_kv_cache`.
 
     Parameters
     ----------

@@ -63,7 +63,8 @@ def single_prefill_with_kv_cache(
     A token that sees no key has out 0 and lse -inf. The arguments after `v` may also follow, by position, the
     order of older FlashInfer releases (`custom_mask, packed_custom_mask, causal, kv_layout,
     pos_encoding_mode, allow_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale,
-    rope_theta`); where their types do not tell the order, the call is refused. No gradients are computed.
+    rope_theta`); where their types do not tell the order, the call is refused. No gradients are computed. GPU
+    kernels subtract logits in fp32, as FlashInfer's do: z up to 1e8 in size is safe, from some 1e9 on out may be NaN.
 
     Parameters
     ----------
