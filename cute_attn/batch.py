@@ -16,20 +16,13 @@ import torch
 
 from cute_attn import checks, normalize_plan, normalize_run, plan_batch, rerun, select, validate
 from cute_attn.errors import ArgumentError, NotPlannedError, NotSupported, Refusal, RuntimeArgumentError
-from cute_attn.normalize_plan import Mask, Options, Tokens
+from cute_attn.normalize_plan import Mask, Options, Splits, Tokens
 from cute_attn.normalize_run import Given, Plan, Run
 from cute_attn.problem import BatchLimits, Features, GraphLimits, Settings
 from cute_attn.runtime.staging import Staging
 from cute_attn.settle import KV_LAYOUTS
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-
-
-class Splits(NamedTuple):
-    """How a schedule may cut keys."""
-
-    fixed_split_size: int | None = None  # tokens
-    disable_split_kv: bool = False
 
 
 class First(NamedTuple):
@@ -65,7 +58,7 @@ class BatchWrapper:
 
     def _set_workspace(self, float_workspace_buffer: Any) -> None:
         self._workspace = normalize_plan.workspace(float_workspace_buffer)
-        self._float_workspace_buffer = float_workspace_buffer
+        self._float_workspace_buffer = float_workspace_buffer  # serving engines look at it, as at the index buffers
         self.device: torch.device = self._workspace.device
         self._staging = Staging(self.device)
         self._plan: Plan | None = None

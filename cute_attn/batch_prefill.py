@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cute_attn import checks, normalize_plan, normalize_run
-from cute_attn.batch import BatchWrapper, Result, Splits
+from cute_attn.batch import BatchWrapper, Result
 from cute_attn.normalize_plan import Mask, Options, Tokens
 from cute_attn.normalize_run import Plan
 from cute_attn.spellings_batch import (
@@ -217,7 +217,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
             *(q_data_type, kv_data_type, o_data_type, pos_encoding_mode, causal, window_left),
             *(logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base),
         )
-        splits = Splits(normalize_plan.split_tokens(fixed_split_size, disable_split_kv, page_size), disable_split_kv)
+        splits = normalize_plan.splits(fixed_split_size, disable_split_kv, page_size)
         mask = self._mask(custom_mask, packed_custom_mask, tokens)
         self._make_plan(options, tokens, mask, splits, page_size)
 
@@ -402,7 +402,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             *(q_data_type, kv_data_type, o_data_type, pos_encoding_mode, causal, window_left),
             *(logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base),
         )
-        splits = Splits(normalize_plan.split_tokens(fixed_split_size, disable_split_kv, 1), disable_split_kv)
+        splits = normalize_plan.splits(fixed_split_size, disable_split_kv, 1)
         self._make_plan(options, tokens, self._mask(custom_mask, packed_custom_mask, tokens), splits, 1)
 
     begin_forward = plan

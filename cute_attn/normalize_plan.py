@@ -166,16 +166,23 @@ def _check_packing(packing: int, head_dim_qk: int, head_dim_vo: int) -> None:
         raise ArgumentError(f"NVFP4 (uint8) k and v need even head dimensions, got {head_dim_qk} and {head_dim_vo}")
 
 
-def split_tokens(fixed_split_size: Any, disable_split_kv: Any, page_size: int) -> int | None:
-    """Tokens of a fixed split, whose size is given in pages."""
+class Splits(NamedTuple):
+    """How a schedule may cut keys."""
+
+    fixed_split_size: int | None  # tokens
+    disable_split_kv: bool
+
+
+def splits(fixed_split_size: Any, disable_split_kv: Any, page_size: int) -> Splits:
+    """The size of a fixed split is given in pages."""
     checks.boolean("disable_split_kv", disable_split_kv)
     if fixed_split_size is None:
-        return None
+        return Splits(None, disable_split_kv)
     if disable_split_kv:
         raise ArgumentError(
             f"fixed_split_size {fixed_split_size!r} and disable_split_kv=True contradict: give one of them"
         )
-    return count("fixed_split_size", fixed_split_size) * page_size
+    return Splits(count("fixed_split_size", fixed_split_size) * page_size, False)
 
 
 def refuse(feature: str, value: Any, reason: str, instead: str) -> None:

@@ -23,7 +23,7 @@ from cute_attn import (
     fast_decode_plan,
     normalize,
 )
-from tests.error_rows import overlapping, with_grad, zeros
+from tests.error_rows import Row, overlapping, with_grad, zeros
 
 FLOAT, E4M3 = torch.float32, torch.float8_e4m3fn
 
@@ -75,13 +75,6 @@ def decode() -> Setting:
 
 
 SETTINGS = {"paged": paged, "ragged": ragged, "decode": decode}
-
-
-class Row(NamedTuple):
-    name: str
-    arguments: dict[str, Any]  # what is changed
-    error: type[Exception]
-    message: tuple[str, ...]
 
 
 def cache(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 
 from cute_attn.backends.fa2_kernels import load
 from cute_attn.backends.fa2_params import two_addresses
+from cute_attn.checks import short
 from cute_attn.errors import ArgumentError, WorkspaceError
 from cute_attn.kernels import divisor
 from cute_attn.kernels.spec import KV_BITS
@@ -170,7 +171,7 @@ def partial_bytes(spec: XqaSpec) -> int:
 def choose_spec(features: XqaFeatures, few: bool, arch: Arch) -> XqaSpec:
     f = features
     rows = f.q_len * (f.num_qo_heads // f.num_kv_heads)
-    return tiles.choose(_name(f.q_dtype), f.kv_dtype, _name(f.o_dtype), f.head_dim, rows, f.tree, few, arch)
+    return tiles.choose(short(f.q_dtype), f.kv_dtype, short(f.o_dtype), f.head_dim, rows, f.tree, few, arch)
 
 
 def line_count(units: int, ctas: int) -> int:
@@ -192,7 +193,3 @@ def runner(features: XqaFeatures, is_few: bool) -> Runner:
 
 def _address(value: torch.Tensor | tuple[torch.Tensor, ...] | None) -> int:
     return value.data_ptr() if isinstance(value, torch.Tensor) else 0
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
