@@ -19,6 +19,7 @@ from cute_attn.errors import ArgumentError, NotPlannedError, NotSupported, Refus
 from cute_attn.normalize_plan import Mask, Options, Splits, Tokens
 from cute_attn.normalize_run import Given, Plan, Run
 from cute_attn.problem import BatchLimits, Features, GraphLimits, Settings
+from cute_attn.runtime import switches
 from cute_attn.runtime.staging import Staging
 from cute_attn.settle import KV_LAYOUTS
 
@@ -120,7 +121,7 @@ class BatchWrapper:
             tokens.kv_indices,
             mask.packed,
             self._workspace,
-            validate.wanted() and self.kv_source == "paged",
+            switches.is_on(switches.VALIDATE) and self.kv_source == "paged",
             self._page_axes,
         )
         self._made_from = mask, splits, page_size
