@@ -68,8 +68,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
 
     Parameters
     ----------
-    float_workspace_buffer : contiguous, any dtype, 16-byte aligned; 128 MB are enough for every batch. Holds partial
-        results where keys are split. Wrappers that run one after the other may share it. Its device is the wrapper's.
+    float_workspace_buffer : contiguous, any dtype, 16-byte aligned; 128 MB do for every batch, but with
+        `fixed_split_size` (`workspace_size` tells). Holds partial results where keys are split. Wrappers that run one
+        after the other may share it. Its device is the wrapper's.
     kv_layout : "NHD" or "HND", of the cache.
     use_cuda_graph : keep addresses and launches over plans, so that a captured `run` may be replayed after `plan` with
         other lengths. Batch size, options, dtypes and `qo_indptr[0]` stay those of the first plan, which also sets the

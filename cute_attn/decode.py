@@ -85,7 +85,7 @@ def single_decode_with_kv_cache(
     enable_pdl : False: no programmatic dependent launch. None or True: where the GPU has it (9.0 and later).
     sinks : floating-point `[num_qo_heads]`, natural-log domain, not scaled: one more term of the denominator.
     lse_base : "log2" (FlashInfer's), or "ln": the lse is that above, times ln(2).
-    backend : "auto", "fa3", "xqa", "fa2" or "reference". `cute_attn.explain` tells which takes what.
+    backend : "auto", "fa3", "xqa", "fa2", "reference" or "emulator". `cute_attn.explain` tells which takes what.
 
     Returns
     -------
