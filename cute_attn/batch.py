@@ -16,7 +16,7 @@ import torch
 
 from cute_attn import checks, normalize_plan, normalize_run, plan_batch, rerun, select, validate
 from cute_attn.errors import ArgumentError, NotPlannedError, NotSupported, Refusal, RuntimeArgumentError
-from cute_attn.normalize_plan import Mask, Options, Splits, Tokens
+from cute_attn.normalize_plan import Mask, Options, Splits, Surroundings, Tokens
 from cute_attn.normalize_run import Given, Plan, Run
 from cute_attn.problem import BatchLimits, Features, GraphLimits, Settings
 from cute_attn.runtime import switches
@@ -24,6 +24,16 @@ from cute_attn.runtime.staging import Staging
 from cute_attn.settle import KV_LAYOUTS
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+class Asked(NamedTuple):
+    """What a plan is made of."""
+
+    options: Options
+    tokens: Tokens
+    mask: Mask
+    splits: Splits
+    page_size: int
 
 
 class First(NamedTuple):
@@ -92,17 +102,10 @@ class BatchWrapper:
 
     # ---- plan
 
-    def _make_plan(
-        self,
-        options: Options,
-        tokens: Tokens,
-        mask: Mask,
-        splits: Splits,
-        page_size: int,
-        asked: Features | None = None,
-    ) -> None:
-        """Schedule a batch. `asked`: features that the backend shall take, where runs have more than the plan says."""
-        settings, backend, limits, first = self._settled(options, tokens, mask, splits, page_size, asked)
+    def _make_plan(self, asked: Asked, features: Features | None = None) -> None:
+        """Schedule a batch. `features`: what the backend shall take, where runs have more than the plan says."""
+        settings, backend, limits, first = self._settled(asked, features)
+        tokens, mask = asked.tokens, asked.mask
         if mask.packed is not None:
             tokens = tokens._replace(lengths=tokens.lengths._replace(mask_offset=mask.offsets[:-1]))
         launch = backend.plan(settings, tokens.lengths, limits, self._staging)
@@ -112,19 +115,18 @@ class BatchWrapper:
         elif tokens.kv_indices is not None:
             tokens = tokens._replace(kv_indices=self._placed(tokens.kv_indices))
         self._plan = Plan(
-            options,
             settings,
             tokens,
             limits,
             launch,
-            lambda features: _allow(backend, features),
+            functools.partial(_allow, backend),
             tokens.kv_indices,
             mask.packed,
             self._workspace,
             switches.is_on(switches.VALIDATE) and self.kv_source == "paged",
             self._page_axes,
         )
-        self._made_from = mask, splits, page_size
+        self._made_from = Asked(asked.options, tokens, mask, asked.splits, asked.page_size)  # as they lie now
 
     def _placed(self, indices: torch.Tensor) -> torch.Tensor:
         """As kernels read them; looking costs less than `to` with nothing to do."""
@@ -133,25 +135,21 @@ class BatchWrapper:
         return indices.to(self.device, torch.int32).contiguous()
 
     def _settled(
-        self,
-        options: Options,
-        tokens: Tokens,
-        mask: Mask,
-        splits: Splits,
-        page_size: int,
-        asked: Features | None = None,
+        self, asked: Asked, features: Features | None = None
     ) -> tuple[Settings, select.Backend, BatchLimits, First | None]:
-        """What a plan is made of beside lengths; all errors but the backend's."""
-        has_mask = mask.packed is not None
-        decode, own_splits = tokens.q_len is not None, splits.fixed_split_size is not None or splits.disable_split_kv
-        settings = normalize_plan.settings(
-            options, self.device, self._kv_layout, self.kv_source, has_mask, page_size, decode, own_splits
+        """What a plan settles beside the schedule; all errors but the backend's."""
+        options, tokens, mask, splits, page_size = asked
+        has_mask, decode = mask.packed is not None, tokens.q_len is not None
+        own_splits = splits.fixed_split_size is not None or splits.disable_split_kv
+        surroundings = Surroundings(
+            self.device, self._kv_layout, self.kv_source, has_mask, page_size, decode, own_splits
         )
+        settings = normalize_plan.settings(options, surroundings)
         normalize_plan.check_rows(tokens, settings.features.num_qo_heads)
         limits = BatchLimits(self._workspace.numel(), *splits, max_qo_len=tokens.q_len)
         name = self._backend if self._first is None else self._first.backend
         rows = select.rows_class(settings.features, plan_batch.rows_of_a_request(tokens.lengths, limits))
-        backend = select.chosen(asked or settings.features, name, rows)
+        backend = select.chosen(features or settings.features, name, rows)
         if not self._use_cuda_graph:
             return settings, backend, limits, None
         first = self._frozen(settings, splits, backend.name, tokens, mask)
@@ -249,7 +247,7 @@ class BatchWrapper:
         try:
             problem = normalize_run.problem(plan, run)
         except NotForPlan as error:
-            plan = self._plan_elsewhere(plan, error)
+            plan = self._plan_elsewhere(error)
             problem = normalize_run.problem(plan, run)
         if plan.validate:
             validate.before_launch(problem, plan.tokens.lengths)
@@ -261,12 +259,12 @@ class BatchWrapper:
             return problem.out, problem.lse
         return problem.out
 
-    def _plan_elsewhere(self, plan: Plan, error: NotForPlan) -> Plan:
+    def _plan_elsewhere(self, error: NotForPlan) -> Plan:
         """The plan on a backend that takes what a run adds; later runs stay there. A graph's launches cannot move, and
         who names a backend wants no other."""
         if self._backend != "auto" or self._use_cuda_graph:
             raise error
-        self._make_plan(plan.options, plan.tokens, *self._made_from, asked=error.features)
+        self._make_plan(self._made_from, error.features)
         return self._planned()
 
     def _keys_and_values(self, plan: Plan, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -275,10 +273,11 @@ class BatchWrapper:
 
     def _plan_again(self, **changed: Any) -> Plan:
         """The plan with other options, for this run and those after it (`forward`)."""
-        plan = self._planned()
-        options = plan.options._replace(**changed)
-        if list(map(type, options)) != list(map(type, plan.options)) or options != plan.options:  # 1 is not True
-            self._make_plan(options, plan.tokens, *self._made_from)
+        plan, asked = self._planned(), self._made_from
+        options = asked.options._replace(**changed)
+        if list(map(type, options)) == list(map(type, asked.options)) and options == asked.options:  # 1 is not True
+            return plan
+        self._make_plan(asked._replace(options=options))
         return self._planned()
 
     # ---- members of every wrapper
@@ -295,9 +294,9 @@ class BatchWrapper:
         """
         sizes: list[tuple[int, int]] = []
 
-        def measure(options: Options, tokens: Tokens, mask: Mask, splits: Splits, page_size: int) -> None:
-            settings, backend, limits, _ = self._settled(options, tokens, mask, splits, page_size)
-            sizes.append(backend.workspace(settings, tokens.lengths, limits))
+        def measure(asked: Asked) -> None:
+            settings, backend, limits, _ = self._settled(asked)
+            sizes.append(backend.workspace(settings, asked.tokens.lengths, limits))
 
         probe: Any = copy.copy(self)
         probe._make_plan = measure

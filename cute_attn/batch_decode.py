@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from cute_attn import checks, normalize_plan
-from cute_attn.batch import BatchWrapper, Result
+from cute_attn.batch import Asked, BatchWrapper, Result
 from cute_attn.batch_prefill import Cache, DType, Scale, refuse_jit
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.normalize_plan import Options
@@ -152,7 +152,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
             *(logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base),
         )
         splits = normalize_plan.splits(fixed_split_size, disable_split_kv, page_size)
-        self._make_plan(options, tokens._replace(q_len=q_len), normalize_plan.no_mask(tokens), splits, page_size)
+        tokens, mask = tokens._replace(q_len=q_len), normalize_plan.no_mask(tokens)
+        self._make_plan(Asked(options, tokens, mask, splits, page_size))
 
     begin_forward = plan
 

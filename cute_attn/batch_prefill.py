@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cute_attn import checks, normalize_plan, normalize_run
-from cute_attn.batch import BatchWrapper, Result
+from cute_attn.batch import Asked, BatchWrapper, Result
 from cute_attn.normalize_plan import Mask, Options, Tokens
 from cute_attn.normalize_run import Plan
 from cute_attn.spellings_batch import (
@@ -220,7 +220,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         )
         splits = normalize_plan.splits(fixed_split_size, disable_split_kv, page_size)
         mask = self._mask(custom_mask, packed_custom_mask, tokens)
-        self._make_plan(options, tokens, mask, splits, page_size)
+        self._make_plan(Asked(options, tokens, mask, splits, page_size))
 
     begin_forward = plan
 
@@ -404,7 +404,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             *(logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base),
         )
         splits = normalize_plan.splits(fixed_split_size, disable_split_kv, 1)
-        self._make_plan(options, tokens, self._mask(custom_mask, packed_custom_mask, tokens), splits, 1)
+        mask = self._mask(custom_mask, packed_custom_mask, tokens)
+        self._make_plan(Asked(options, tokens, mask, splits, 1))
 
     begin_forward = plan
 

@@ -15,7 +15,7 @@ import torch
 
 from cute_attn import checks, normalize, settle
 from cute_attn.errors import ArgumentError, ArgumentTypeError
-from cute_attn.normalize_plan import Options, Tokens
+from cute_attn.normalize_plan import Tokens
 from cute_attn.problem import BatchLimits, BatchProblem, Features, Settings
 
 REMEMBERED = 256  # scales of a model's layers
@@ -56,7 +56,6 @@ class Form(NamedTuple):
 class Plan:
     """What a plan settles for its runs."""
 
-    options: Options
     settings: Settings
     tokens: Tokens
     limits: BatchLimits

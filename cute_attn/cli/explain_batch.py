@@ -138,13 +138,15 @@ def described(options: argparse.Namespace, decode: bool, on_gpu: bool) -> Settin
             *(options.dtype, options.kv_dtype, options.o_dtype, options.pos_encoding_mode, options.causal),
             *(options.window_left, options.logits_soft_cap),
         ),
-        torch.device("cpu"),
-        options.kv_layout,
-        "ragged" if options.page_size is None else "paged",
-        options.custom_mask,
-        options.page_size or 1,
-        decode,
-        own_splits=False,
+        normalize_plan.Surroundings(
+            torch.device("cpu"),
+            options.kv_layout,
+            "ragged" if options.page_size is None else "paged",
+            options.custom_mask,
+            options.page_size or 1,
+            decode,
+            own_splits=False,
+        ),
     )
     device = torch.device("cuda" if on_gpu else "cpu")
     return settings._replace(features=settings.features._replace(device=device, sinks=options.sinks))
