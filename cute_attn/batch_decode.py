@@ -283,7 +283,7 @@ def fast_decode_plan(
         raise ArgumentTypeError(f"wrapper must be a BatchDecodeWithPagedKVCacheWrapper, got {checks.describe(wrapper)}")
     if global_override_indptr_cpu is not None:
         indptr = checks.tensor("global_override_indptr_cpu", global_override_indptr_cpu)
-    if page_size == 1:
+    if normalize_plan.page_size(page_size) == 1:
         last_page_len = torch.ones(max(0, checks.tensor("indptr", indptr).numel() - 1), dtype=torch.int32)
     wrapper.plan(
         indptr,

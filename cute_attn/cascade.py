@@ -11,6 +11,7 @@ from cute_attn import checks
 from cute_attn.batch_prefill import BatchPrefillWithPagedKVCacheWrapper, Cache, DType
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotPlannedError, NotSupported, Refusal
 from cute_attn.merge import merge_state, merge_state_in_place, merge_states
+from cute_attn.settle import POS_ENCODING_MODES
 from cute_attn.spellings_batch import renaming
 
 __all__ = ["MultiLevelCascadeAttentionWrapper", "merge_state", "merge_state_in_place", "merge_states"]
@@ -184,6 +185,7 @@ class MultiLevelCascadeAttentionWrapper:
         return arrays
 
     def _refuse_positions(self, pos_encoding_mode: Any, window_left: Any) -> None:
+        checks.choice("pos_encoding_mode", pos_encoding_mode, POS_ENCODING_MODES)
         refusals = [
             Refusal("cascade", feature, "a level knows positions within itself only", "a paged wrapper over all pages")
             for feature, used in (

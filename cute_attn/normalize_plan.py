@@ -161,6 +161,8 @@ def count(name: str, value: Any) -> int:
     value = checks.integer(name, value)
     if value < 1:
         raise ArgumentError(f"{name} must be at least 1, got {value}")
+    if value > MAX_PLACES:
+        raise ArgumentError(f"{name} must be at most {MAX_PLACES}, got {value}")
     return value
 
 

@@ -315,9 +315,9 @@ def rows_class(features: Features, qo_len: int) -> int:
 
 def known(backend: Any) -> str:
     """The name of a backend, or "auto"; anything else is refused."""
-    if backend != "auto":
-        _named(backend)
-    return str(backend)
+    if isinstance(backend, str) and backend == "auto":
+        return "auto"
+    return _named(backend).name
 
 
 def choose(features: Features, backend: str = "auto", arch: Arch | None = None, rows: int | None = None) -> Backend:
@@ -419,7 +419,7 @@ def support_table() -> str:
 
 
 def _candidates(features: Features, backend: Any, rows: int | None) -> tuple[Backend, ...]:
-    if backend == "auto":
+    if known(backend) == "auto":
         return tuple(b for b in BACKENDS if features.device.type in b.auto_on and not b.slow(features, rows))
     return (_named(backend),)
 

@@ -248,6 +248,7 @@ PLAN = [  # of all wrappers
 
 PAGED = [  # of both wrappers with pages; names of index arrays are the decode wrapper's
     Row("page size 0", {"page_size": 0}, ArgumentError, ("page_size must be at least 1, got 0",)),
+    Row("page size", {"page_size": 1 << 31}, ArgumentError, ("page_size must be at most 2147483647, got 2147483648",)),
     Row("page size float", {"page_size": 4.0}, ArgumentTypeError, ("page_size must be an int",)),
     Row("indptr list", {"indptr": [0, 2]}, ArgumentTypeError, ("indptr must be a torch.Tensor", "[0, 2]")),
     Row("indptr float", {"indptr": zeros(4)}, ArgumentError, ("indptr must have dtype int32 or int64", "float16")),
@@ -312,6 +313,7 @@ RAGGED = [
 
 DECODE = [
     Row("q_len 0", {"q_len_per_req": 0}, ArgumentError, ("q_len_per_req must be at least 1, got 0",)),
+    Row("q_len", {"q_len_per_req": 10**30}, ArgumentError, ("q_len_per_req must be at most",)),
     Row("window right", {"window_right": 3}, NotSupported, ("window_right", "causal=False")),
     Row("window right float", {"window_right": 0.0}, ArgumentTypeError, ("window_right must be an int",)),
 ]

@@ -126,6 +126,11 @@ def test_the_low_level_form() -> None:
         xqa(q, k, v, a["block_tables"], a["seq_lens"], output, scratch, semaphores, 2, 32)
 
 
+def test_a_window_beyond_all_keys_is_none() -> None:
+    built = build(CASE)
+    assert torch.equal(call(built, window_left=10**30), call(built))
+
+
 def test_pages_past_the_table_are_not_read() -> None:
     built = build(dataclasses.replace(CASE, seq_lens=(16,)))
     longer = torch.tensor([1000], dtype=torch.int32)
@@ -185,11 +190,18 @@ def test_what_equals_an_accepted_option_is_no_such_option(wrong: Any) -> None:
         call(built, enable_pdl=wrong)
 
 
-LOW_LEVEL = {"q_scale": True, "kv_scale": "1", "num_kv_heads": 2.0, "page_size": 16.0}
+LOW_LEVEL: dict[str, tuple[Any, type[Exception]]] = {
+    "q_scale": (True, ArgumentTypeError),
+    "kv_scale": ("1", ArgumentTypeError),
+    "num_kv_heads": (2.0, ArgumentTypeError),
+    "page_size": (16.0, ArgumentTypeError),
+    "q": (torch.zeros(2, 4, 0).bfloat16(), ArgumentError),
+    "output": (torch.zeros(2, 4, 2, 64).bfloat16()[..., 0, :].transpose(0, 1), ArgumentError),
+}
 
 
 @pytest.mark.parametrize("name", LOW_LEVEL)
-def test_the_low_level_form_names_wrong_types(name: str) -> None:
+def test_the_low_level_form_names_the_argument(name: str) -> None:
     a = build(CASE).arguments
     given = {
         "q": a["query"],
@@ -204,8 +216,9 @@ def test_the_low_level_form_names_wrong_types(name: str) -> None:
         "semaphores": torch.zeros(4096, dtype=torch.uint32),
     }
     xqa(**given)
-    with pytest.raises(ArgumentTypeError, match=f"^{name} must be"):
-        xqa(**given | {name: LOW_LEVEL[name]})
+    wrong, error = LOW_LEVEL[name]
+    with pytest.raises(error, match=f"^{name} must "):
+        xqa(**given | {name: wrong})
 
 
 @pytest.mark.parametrize("wrong", [{"out_dtype": 3}, {"out": 3, "out_dtype": torch.float16}], ids=["dtype", "out"])

@@ -235,14 +235,22 @@ def xqa(
     window = checks.integer("sliding_win_size", sliding_win_size)
     pair = None if k_sf_cache is None and v_sf_cache is None else (k_sf_cache, v_sf_cache)
     sf = None if pair is None else normalize.block_scales(pair, kv_layout, k, v)
+    if q.dim() < 3 or 0 in q.shape[-2:]:
+        raise ArgumentError(f"q must have shape [..., num_qo_heads, head_dim], got {checks.describe(q)}")
     rows = (-1, *q.shape[-2:])
+    try:
+        out = checks.tensor("output", output).view(rows)
+    except RuntimeError as error:
+        raise ArgumentError(
+            f"output must have q's shape {tuple(q.shape)}, tokens at equal distances, got {checks.describe(output)}"
+        ) from error
     kv_scale = normalize.factor("kv_scale", kv_scale)
     bmm1_scale = normalize.factor("q_scale", q_scale) * kv_scale / math.sqrt(q.shape[-1])
     bmm2_scale = kv_scale * normalize.number("rcp_out_scale", rcp_out_scale)
     scratch = _two_buffers(checks.tensor("semaphores", semaphores), checks.tensor("workspace_buffer", workspace_buffer))
     call = normalize.Call(
         q.reshape(rows), k, v, sf, page_table, seq_lens, scratch, bmm1_scale, bmm2_scale,
-        window - 1 if window > 0 else -1, checks.tensor("output", output).view(rows), sinks, enable_pdl,
+        window - 1 if window > 0 else -1, out, sinks, enable_pdl,
         q_seq_len, mask, q_cu_seq_lens, None, False,
     )  # fmt: skip
     run(normalize.problem(call))

@@ -73,7 +73,7 @@ def problem(call: Call) -> XqaProblem:
         k.shape[1],
         q_len,
         call.mask is not None,
-        max(-1, checks.integer("window_left", call.window_left)),
+        max(-1, min(checks.integer("window_left", call.window_left), UNBOUNDED)),
         call.enable_pdl,
         call.block_scales is not None,
     )
