@@ -77,19 +77,27 @@ class BatchWrapper:
 
     # ---- CUDA graphs: buffers
 
-    def _take_buffers(self, named: dict[str, Any], batch_size: int, sizes: dict[str, int | None]) -> None:
-        """Index buffers of CUDA-graph mode. `sizes`: elements that each must have, None for any number."""
-        for name, value in named.items():
+    def _take_buffers(self, named: dict[str, tuple[Any, int | None]]) -> None:
+        """Index buffers, each with the elements that it must have beside one a request; None: any number. The first
+        one tells the batch size. Without CUDA graphs nothing is done with them."""
+        if not self._use_cuda_graph:
+            _check_unused({name: value for name, (value, _) in named.items()})
+            return
+        for name, (value, more) in named.items():
             buffer = normalize_plan.graph_buffer(name, value, torch.int32, self.device)
-            size = sizes[name]
-            if size is not None and buffer.numel() != size:
+            if more is not None and not self._index_buffers:
+                self._fixed_batch_size = buffer.numel() - more
+            size = buffer.numel() if more is None else self._fixed_batch_size + more
+            if buffer.numel() != size:
                 raise ArgumentError(
-                    f"{name} must have {size} elements for batch size {batch_size}, got {buffer.numel()}"
+                    f"{name} must have {size} elements for batch size {self._fixed_batch_size}, got {buffer.numel()}"
                 )
             self._index_buffers[name] = buffer
-        self._fixed_batch_size = batch_size
 
     def _take_mask_buffers(self, custom_mask_buf: Any, mask_indptr_buf: Any) -> None:
+        if not self._use_cuda_graph:
+            _check_unused({"custom_mask_buf": custom_mask_buf, "mask_indptr_buf": mask_indptr_buf})
+            return
         if custom_mask_buf is None and mask_indptr_buf is None:
             return
         bits = normalize_plan.graph_buffer("custom_mask_buf", custom_mask_buf, torch.uint8, self.device)
@@ -331,6 +339,12 @@ class BatchWrapper:
 
     def end_forward(self) -> None:
         """Nothing; older callers end with it."""
+
+
+def _check_unused(buffers: dict[str, Any]) -> None:
+    for name, value in buffers.items():
+        if value is not None:
+            checks.tensor(name, value)
 
 
 def _allow(backend: select.Backend, features: Features) -> None:

@@ -74,20 +74,13 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self._paged_kv_indptr_buf, self._paged_kv_indices_buf = paged_kv_indptr_buffer, paged_kv_indices_buffer
         self._paged_kv_last_page_len_buf = paged_kv_last_page_len_buffer
-        if use_cuda_graph:
-            name = "paged_kv_last_page_len_buffer"
-            batch_size = normalize_plan.graph_buffer(
-                name, paged_kv_last_page_len_buffer, torch.int32, self.device
-            ).numel()
-            self._take_buffers(
-                {
-                    "paged_kv_indptr_buffer": paged_kv_indptr_buffer,
-                    "paged_kv_indices_buffer": paged_kv_indices_buffer,
-                    name: paged_kv_last_page_len_buffer,
-                },
-                batch_size,
-                {"paged_kv_indptr_buffer": batch_size + 1, "paged_kv_indices_buffer": None, name: batch_size},
-            )
+        self._take_buffers(
+            {
+                "paged_kv_last_page_len_buffer": (paged_kv_last_page_len_buffer, 0),
+                "paged_kv_indptr_buffer": (paged_kv_indptr_buffer, 1),
+                "paged_kv_indices_buffer": (paged_kv_indices_buffer, None),
+            }
+        )
 
     @property
     def use_tensor_cores(self) -> bool:
@@ -144,6 +137,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         qo_indptr = np.arange(batch_size + 1, dtype=np.int64) * q_len
         tokens = normalize_plan.paged(qo_indptr, indptr, indices, last_page_len, page_size, NAMES)
         normalize_plan.check_known_lengths("seq_lens", seq_lens, tokens.lengths.kv_len)
+        if block_tables is not None:
+            checks.tensor("block_tables", block_tables)
         first_choice = data_type if q_data_type is None else q_data_type
         options = Options(
             *(num_qo_heads, num_kv_heads, head_dim, None),

@@ -108,25 +108,15 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self._qo_indptr_buf, self._paged_kv_indptr_buf = qo_indptr_buf, paged_kv_indptr_buf
         self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf = paged_kv_indices_buf, paged_kv_last_page_len_buf
-        if use_cuda_graph:
-            bounds = normalize_plan.graph_buffer("qo_indptr_buf", qo_indptr_buf, torch.int32, self.device)
-            batch_size = bounds.numel() - 1
-            self._take_buffers(
-                {
-                    "qo_indptr_buf": qo_indptr_buf,
-                    "paged_kv_indptr_buf": paged_kv_indptr_buf,
-                    "paged_kv_indices_buf": paged_kv_indices_buf,
-                    "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf,
-                },
-                batch_size,
-                {
-                    "qo_indptr_buf": batch_size + 1,
-                    "paged_kv_indptr_buf": batch_size + 1,
-                    "paged_kv_indices_buf": None,
-                    "paged_kv_last_page_len_buf": batch_size,
-                },
-            )
-            self._take_mask_buffers(custom_mask_buf, mask_indptr_buf)
+        self._take_buffers(
+            {
+                "qo_indptr_buf": (qo_indptr_buf, 1),
+                "paged_kv_indptr_buf": (paged_kv_indptr_buf, 1),
+                "paged_kv_indices_buf": (paged_kv_indices_buf, None),
+                "paged_kv_last_page_len_buf": (paged_kv_last_page_len_buf, 0),
+            }
+        )
+        self._take_mask_buffers(custom_mask_buf, mask_indptr_buf)
 
     @both_plan_spellings(common=8, seed=PAGED_SEED)
     def plan(
@@ -209,10 +199,13 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
         checks.boolean("non_blocking", non_blocking)
         page_size = normalize_plan.page_size(page_size)
+        q_bounds = normalize_plan.indptr("qo_indptr", qo_indptr)
         tokens = normalize_plan.paged(
-            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, PAGED_NAMES
+            q_bounds, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, PAGED_NAMES
         )
         normalize_plan.check_known(tokens, seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
+        if block_tables is not None:
+            checks.tensor("block_tables", block_tables)
         options = Options(
             *(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo),
             *(q_data_type, kv_data_type, o_data_type, pos_encoding_mode, causal, window_left),
@@ -342,11 +335,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         refuse_jit(jit_args, jit_kwargs)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr_buf, kv_indptr_buf
-        if use_cuda_graph:
-            bounds = normalize_plan.graph_buffer("qo_indptr_buf", qo_indptr_buf, torch.int32, self.device)
-            named = {"qo_indptr_buf": qo_indptr_buf, "kv_indptr_buf": kv_indptr_buf}
-            self._take_buffers(named, bounds.numel() - 1, dict.fromkeys(named, bounds.numel()))
-            self._take_mask_buffers(custom_mask_buf, mask_indptr_buf)
+        self._take_buffers({"qo_indptr_buf": (qo_indptr_buf, 1), "kv_indptr_buf": (kv_indptr_buf, 1)})
+        self._take_mask_buffers(custom_mask_buf, mask_indptr_buf)
 
     @both_plan_spellings(common=5, seed=RAGGED_SEED)
     def plan(

@@ -48,17 +48,19 @@ class MultiLevelCascadeAttentionWrapper:
         if num_levels < 1:
             raise ArgumentError(f"num_levels must be >= 1, got {num_levels}")
         self._use_cuda_graph = checks.boolean("use_cuda_graph", use_cuda_graph)
-        buffers: list[Sequence[Any]] = [[None] * num_levels] * 4
-        if use_cuda_graph:
-            buffers = [
-                self._levels("qo_indptr_buf_arr", qo_indptr_buf_arr),
-                self._levels("paged_kv_indptr_buf_arr", paged_kv_indptr_buf_arr),
-                self._levels("paged_kv_indices_buf_arr", paged_kv_indices_buf_arr),
-                self._levels("paged_kv_last_page_len_buf_arr", paged_kv_last_page_len_buf_arr),
-            ]
+        buffers = {
+            "qo_indptr_buf_arr": qo_indptr_buf_arr,
+            "paged_kv_indptr_buf_arr": paged_kv_indptr_buf_arr,
+            "paged_kv_indices_buf_arr": paged_kv_indices_buf_arr,
+            "paged_kv_last_page_len_buf_arr": paged_kv_last_page_len_buf_arr,
+        }
+        levels = [
+            [None] * num_levels if arrays is None and not use_cuda_graph else self._levels(name, arrays)
+            for name, arrays in buffers.items()
+        ]
         self._wrappers = [
             BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph, *level)
-            for level in zip(*buffers, strict=True)
+            for level in zip(*levels, strict=True)
         ]
         self._ready = False
 

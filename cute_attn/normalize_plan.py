@@ -206,10 +206,10 @@ def page_size(value: Any) -> int:
 
 
 def paged(
-    qo_indptr: Any, kv_indptr: Any, kv_indices: Any, last_page_len: Any, page_size: int, names: Sequence[str]
+    q_bounds: np.ndarray, kv_indptr: Any, kv_indices: Any, last_page_len: Any, page_size: int, names: Sequence[str]
 ) -> Tokens:
-    """`names`: what the caller calls the four arrays. `kv_indices` stays where it is; the wrapper moves it."""
-    q_bounds = qo_indptr if isinstance(qo_indptr, np.ndarray) else indptr(names[0], qo_indptr)
+    """`q_bounds`: an `indptr`. `names`: what the caller calls the four arrays. `kv_indices` stays where it is; the
+    wrapper moves it."""
     kv_bounds = indptr(names[1], kv_indptr)
     _check_same_batch(names[0], q_bounds, names[1], kv_bounds)
     last = _integers(names[3], last_page_len)

@@ -170,6 +170,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"mask": torch.zeros(2, 1, 2)}, ArgumentError, "mask must have dtype"),
     ({"q_cu_seq_lens": torch.zeros(2, dtype=torch.int32)}, ArgumentError, "q_cu_seq_lens must have shape"),
     ({"kv_cache_sf": (torch.zeros(4), torch.zeros(4))}, ArgumentError, "kv_cache_sf|k_sf"),
+    (
+        {"workspace_buffer": torch.zeros(9 << 20, dtype=torch.uint8, device="meta")},
+        ArgumentError,
+        "workspace_buffer .* cpu",
+    ),
     ({"workspace_buffer": None}, ArgumentTypeError, "workspace_buffer must be a torch.Tensor"),
     ({"workspace_buffer": torch.zeros(64, 2)[:, 0]}, ArgumentError, "workspace_buffer must be contiguous"),
 ]
@@ -195,6 +200,8 @@ LOW_LEVEL: dict[str, tuple[Any, type[Exception]]] = {
     "kv_scale": ("1", ArgumentTypeError),
     "num_kv_heads": (2.0, ArgumentTypeError),
     "page_size": (16.0, ArgumentTypeError),
+    "sm_count": (132.0, ArgumentTypeError),
+    "semaphores": (torch.zeros(4096, dtype=torch.uint32, device="meta"), ArgumentError),
     "q": (torch.zeros(2, 4, 0).bfloat16(), ArgumentError),
     "output": (torch.zeros(2, 4, 2, 64).bfloat16()[..., 0, :].transpose(0, 1), ArgumentError),
 }

@@ -113,7 +113,8 @@ def tokens(options: argparse.Namespace) -> Tokens:
     pages = [-(-n // size) for n in kv_lens]
     last = torch.tensor([n - (count - 1) * size if count else 0 for n, count in zip(kv_lens, pages, strict=True)])
     indices = torch.arange(sum(pages))
-    return normalize_plan.paged(bounds(qo_lens), bounds(pages), indices, last, size, ("--qo-lens", *["--kv-lens"] * 3))
+    q_bounds = normalize_plan.indptr("--qo-lens", bounds(qo_lens))
+    return normalize_plan.paged(q_bounds, bounds(pages), indices, last, size, ("--qo-lens", *["--kv-lens"] * 3))
 
 
 def _lengths(options: argparse.Namespace, name: str) -> list[int] | None:

@@ -9,6 +9,7 @@ import torch
 
 from cute_attn import checks
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal
+from cute_attn.runtime.arch import multiprocessors
 from cute_attn.xqa import host, normalize, reference
 from cute_attn.xqa.problem import Scratch, XqaProblem
 
@@ -262,13 +263,13 @@ def _two_buffers(semaphores: torch.Tensor, scratch: torch.Tensor) -> Scratch:
             raise ArgumentError(
                 f"{name} must be contiguous and start at a multiple of 16 bytes, got {checks.describe(buffer)}"
             )
-    buffers = semaphores, scratch
+    buffers = scratch, semaphores
     return Scratch(buffers, semaphores.data_ptr(), semaphores.nbytes, scratch.data_ptr(), scratch.nbytes)
 
 
 def _check_sm_count(sm_count: Any, device: torch.device) -> None:
-    if sm_count is None or device.type == "cpu":
+    if sm_count is None:
         return
-    present = torch.cuda.get_device_properties(device).multi_processor_count
-    if checks.integer("sm_count", sm_count) != present:
+    given = checks.integer("sm_count", sm_count)
+    if device.type == "cuda" and given != (present := multiprocessors(device.index)):
         raise ArgumentError(f"sm_count must be None or the device's {present}, got {sm_count}")

@@ -78,6 +78,8 @@ def problem(call: Call) -> XqaProblem:
         call.block_scales is not None,
     )
     _check_cache(k, v, call.block_scales, device)
+    for name, buffer in zip(("workspace_buffer", "semaphores"), call.scratch.buffers, strict=False):
+        checks.device(name, buffer, device)
     normalize.refuse_grad(query=query, k=k, v=v)
     scale, scale_tensors = normalize.scale("bmm1_scale", call.bmm1_scale, device)
     v_scale, v_scale_tensors = normalize.scale("bmm2_scale", call.bmm2_scale, device)
