@@ -12,8 +12,3 @@ SM80 = [
     pytest.mark.sm80,
     pytest.mark.skipif(CAPABILITY < (8, 0), reason="needs a CUDA device of compute capability 8.0 or later"),
 ]
-SM90 = [
-    pytest.mark.gpu,
-    pytest.mark.sm90,
-    pytest.mark.skipif(CAPABILITY != (9, 0), reason="needs a CUDA device of compute capability 9.0"),
-]

@@ -9,9 +9,12 @@ from cute_attn import select
 from cute_attn.runtime import arch as archs
 from tests import fp8_case
 from tests.fp8_case import CUT, LARGE, SMALL, Fp8Case
-from tests.gpu import marks
 
-pytestmark = marks.SM90
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.sm90,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.mark.parametrize("case", [*SMALL, *CUT, *LARGE], ids=lambda case: case.id)
