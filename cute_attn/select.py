@@ -153,14 +153,9 @@ TABLE = (
         dict.fromkeys(("xqa", "fa2"), NO_FP8),
     ),
     Row(
-        "q of an fp8 dtype with head dimensions other than " + " and ".join(map(str, FP8_HEAD_DIMS)),
+        "q of an fp8 dtype with head dimensions other than " + ", ".join(map(str, FP8_HEAD_DIMS)),
         lambda f: f.q_dtype in FP8 and (f.head_dim_qk, f.head_dim_vo) not in FP8_HEAD_DIMS,
         {"fa3": No("it has no fp8 tiles for them", _WIDEN), "xqa": NO_FP8, "fa2": NO_FP8},
-    ),
-    Row(
-        "q of an fp8 dtype with logits_soft_cap or pos_encoding_mode ALIBI",
-        lambda f: f.q_dtype in FP8 and (f.soft_cap or f.pos_encoding_mode == "ALIBI"),
-        {"fa3": No("its fp8 softmax knows neither", _WIDEN), "xqa": NO_FP8, "fa2": NO_FP8},
     ),
     Row(
         "k and v of an fp8 dtype",

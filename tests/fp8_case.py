@@ -39,6 +39,7 @@ class Fp8Case:
     heads: tuple[int, int] = (2, 1)
     page_size: int = 0
     single: bool = False
+    head_dim: int = 128
     causal: bool = False
     window_left: int = -1
     custom_mask: bool = False
@@ -46,6 +47,8 @@ class Fp8Case:
     dtype: torch.dtype = E4M3
     o_dtype: torch.dtype = torch.bfloat16
     sm_scale: float = 128**-0.5
+    soft_cap: float = 0.0
+    alibi: bool = False
     mean: float = 0.0
     sinks: bool = False
     spike: float = 0.0  # how far one key stands out for the first query
@@ -66,8 +69,15 @@ class Fp8Case:
 
     def features(self, device: torch.device) -> Features:
         source = "dense" if self.single else "paged" if self.page_size else "ragged"
-        types = self.dtype, self.dtype, self.o_dtype
-        return Features(device, *types, *self.heads, 128, 128, custom_mask=self.custom_mask, kv_source=source)
+        types, dims = (self.dtype, self.dtype, self.o_dtype), (self.head_dim, self.head_dim)
+        scores = {"soft_cap": self.soft_cap > 0, "pos_encoding_mode": self.pos_encoding}
+        return Features(
+            device, *types, *self.heads, *dims, custom_mask=self.custom_mask, kv_source=source, **scores
+        )
+
+    @property
+    def pos_encoding(self) -> str:
+        return "ALIBI" if self.alibi else "NONE"
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,7 @@ def make(case: Fp8Case, device: torch.device | str) -> Inputs:
     (num_qo_heads, num_kv_heads), tokens = case.heads, sum(case.kv_lens)
 
     def normal(rows: int, num_heads: int, mean: float = 0.0) -> torch.Tensor:
-        return (torch.randn(rows, num_heads, 128, generator=generator) + mean).to(case.dtype).to(device)
+        return (torch.randn(rows, num_heads, case.head_dim, generator=generator) + mean).to(case.dtype).to(device)
 
     def scale(heads: int) -> torch.Tensor:
         if case.scales == "none":
@@ -124,6 +134,8 @@ def _single(case: Fp8Case, inputs: Inputs, backend: str) -> Any:
         window_left=case.window_left,
         custom_mask=inputs.keep,
         sm_scale=case.sm_scale,
+        logits_soft_cap=case.soft_cap,
+        pos_encoding_mode=case.pos_encoding,
         o_dtype=case.o_dtype,
         return_lse=True,
         backend=backend,
@@ -135,6 +147,7 @@ def _batch(case: Fp8Case, inputs: Inputs, backend: str) -> Any:
     device = inputs.q.device
     workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
     options = {"causal": case.causal, "window_left": case.window_left, "sm_scale": case.sm_scale}
+    options |= {"logits_soft_cap": case.soft_cap, "pos_encoding_mode": case.pos_encoding}
     options |= {"q_data_type": case.dtype, "kv_data_type": case.dtype, "o_data_type": case.o_dtype}
     tensors: tuple[Any, ...]
     if case.page_size:
@@ -143,11 +156,11 @@ def _batch(case: Fp8Case, inputs: Inputs, backend: str) -> Any:
         last = [(n - 1) % case.page_size + 1 if n else 0 for n in case.kv_lens]
         wrapper: Any = cute_attn.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
         where = _ends(pages), order.int().to(device), torch.tensor(last, dtype=torch.int32)
-        wrapper.plan(_ends(case.qo_lens), *where, *case.heads, 128, case.page_size, **options)
+        wrapper.plan(_ends(case.qo_lens), *where, *case.heads, case.head_dim, case.page_size, **options)
         tensors = ((_paged(case, inputs.k, order, pages), _paged(case, inputs.v, order, pages)),)
     else:
         wrapper = cute_attn.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
-        wrapper.plan(_ends(case.qo_lens), _ends(case.kv_lens), *case.heads, 128, **options)
+        wrapper.plan(_ends(case.qo_lens), _ends(case.kv_lens), *case.heads, case.head_dim, **options)
         tensors = inputs.k, inputs.v
     extras: dict[str, Any] = {"return_lse": True, "sinks": inputs.sinks}
     if case.scales == "numbers":
@@ -186,7 +199,8 @@ def check(case: Fp8Case, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -
     assert out.dtype == case.o_dtype
     group = case.heads[0] // case.heads[1]
     scale_q, scale_k, scale_v = (x.double() for x in inputs.scales)
-    logits = reference.Logits(case.sm_scale * scale_q * scale_k.repeat_interleave(group))
+    slopes = reference.alibi_slopes(case.heads[0], inputs.q.device) if case.alibi else None
+    logits = reference.Logits(case.sm_scale * scale_q * scale_k.repeat_interleave(group), case.soft_cap, slopes)
     mask = reference.Mask(case.causal, case.window_left, inputs.keep)
     rounding = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-20}[case.o_dtype]
     for rows, keys in requests(case):
@@ -226,6 +240,25 @@ SMALL: tuple[Fp8Case, ...] = (
     Fp8Case((70,), (400,), page_size=64, scales="signed", mean=1.0, causal=True),
     Fp8Case((70,), (400,), single=True, spike=2.0, scales="none"),
     Fp8Case((70,), (400,), page_size=16, spike=28.0, scales="none"),
+)
+# Of other head dimensions, and with what modifies scores
+WIDER: tuple[Fp8Case, ...] = (
+    Fp8Case((130,), (300,), (4, 2), single=True, head_dim=64, causal=True, scales="signed"),
+    Fp8Case((70, 0, 37, 1), (300, 20, 64, 0), head_dim=64, causal=True, sinks=True),
+    Fp8Case((70, 5), (150, 333), (4, 2), 16, head_dim=64, window_left=30, o_dtype=torch.float32),
+    Fp8Case((70,), (400,), (1, 1), single=True, head_dim=64, spike=28.0, scales="none", dtype=E5M2),
+    Fp8Case((130,), (300,), (4, 2), single=True, head_dim=256, causal=True, scales="signed"),
+    Fp8Case((70, 0, 37, 1), (300, 20, 64, 0), head_dim=256, causal=True, sinks=True),
+    Fp8Case((70, 5), (150, 333), (4, 2), 16, head_dim=256, window_left=30, o_dtype=torch.float32),
+    Fp8Case((70,), (400,), (1, 1), single=True, head_dim=256, spike=28.0, scales="none", dtype=E5M2),
+    Fp8Case((20,), (1300,), (1, 1), single=True, head_dim=256, scales="none", mean=2.0),
+    Fp8Case((90,), (300,), (4, 2), single=True, causal=True, scales="signed", soft_cap=20.0, alibi=True),
+    Fp8Case((70, 0, 37, 1), (300, 20, 64, 0), causal=True, scales="numbers", soft_cap=5.0),
+    Fp8Case((70, 5), (150, 333), (4, 1), 16, alibi=True, sinks=True, sm_scale=-0.1),
+    Fp8Case((70,), (250,), (4, 2), single=True, custom_mask=True, scales="none", soft_cap=30.0, alibi=True),
+    Fp8Case((70,), (400,), (1, 1), single=True, spike=28.0, scales="none", alibi=True),
+    Fp8Case((70, 5), (150, 333), (4, 2), 16, head_dim=64, soft_cap=20.0, window_left=100),
+    Fp8Case((70, 5), (150, 333), (4, 2), head_dim=256, soft_cap=20.0, alibi=True, causal=True, scales="signed"),
 )
 LONG: tuple[Fp8Case, ...] = (
     Fp8Case((20,), (3000,), (1, 1), single=True, mean=2.0, scales="none"),

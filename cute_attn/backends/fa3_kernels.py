@@ -40,8 +40,9 @@ def spec(
 
 
 def scores(features: Features) -> tuple[str, ...]:
-    """In fp8 a scale is a row's, and softmax's."""
-    return () if features.q_dtype in FP8 else fa2_kernels.scores(features)
+    """In fp8 a scale alone, of any sign, is a row's and softmax's."""
+    steps = fa2_kernels.scores(features)
+    return () if features.q_dtype in FP8 and steps == ("scale",) else steps
 
 
 def kv_source(features: Features, page_size: int) -> str:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from cute_attn.backends import fa2_params
+from cute_attn.backends import fa2_params, fa3_kernels
 from cute_attn.backends.fa2_params import Target
 from cute_attn.kernels import divisor
 from cute_attn.kernels.memory import LINE
@@ -60,7 +60,8 @@ class Parameters(fa2_params.Parameters):
         self.line_items = LINE // self.itemsize
         if self.itemsize == 1:
             self.dtype = "uint8"  # to a tensor map
-            self.score_numbers = settings.sm_scale * fa2_params.LOG2E, settings.logits_soft_cap  # of any sign
+            unit = 1.0 if fa3_kernels.scores(features) else fa2_params.LOG2E
+            self.score_numbers = settings.sm_scale * unit, settings.logits_soft_cap  # a scale alone is softmax's
         self.box_rows = math.gcd(settings.page_size, tile.cols) if self.paged else tile.cols
         self.page_numbers = *divided(settings.page_size), self.box_rows
 

@@ -28,7 +28,7 @@ from cute_attn.kernels.blocks.persistent import NOTHING, Draws, GridTiles, ItemT
 from cute_attn.kernels.blocks.pipeline import Place, Ring, start
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, zeros
-from cute_attn.kernels.blocks.scores import Alibi, Scale, Scores, SoftCap
+from cute_attn.kernels.blocks.scores import Alibi, RowScales, Scale, Scores, SoftCap
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.store import GroupStore
 from cute_attn.kernels.blocks.wgmma import ROWS, GroupLanes, GroupTile
@@ -287,7 +287,7 @@ class Fa3Program:
         return MathWork(
             lanes=lanes,
             softmax=self.softmax(p, work, lanes, softmax_scale),
-            scores=self.scores(p, softmax_scale, rows, lanes),
+            scores=self.scores(p, work, lanes, softmax_scale),
             mask=self.mask(p, work, lanes),
             order=order,
             skipped=self.skipped(rows, band.stop(rows.last_token_from(lanes.group * ROWS, ROWS)), order, lanes),
@@ -305,10 +305,13 @@ class Fa3Program:
         kind = BandMask if self.spec.mask == "band" else StopMask
         return kind(band, self.tile, rows, lanes)
 
-    def scores(self, p: Fa3Params, scale: Float32, rows: PackedRows, lanes: GroupLanes) -> Scores:
-        makers: dict[str, Callable[[], Scale | SoftCap | Alibi]] = {
-            "scale": lambda: Scale(scale),
-            "alibi": lambda: Alibi(self.tile, rows, lanes, p.num_qo_heads),
+    def scale(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Float32) -> Scale | RowScales:
+        return Scale(scale)
+
+    def scores(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Float32) -> Scores:
+        makers: dict[str, Callable[[], Scale | RowScales | SoftCap | Alibi]] = {
+            "scale": lambda: self.scale(p, work, lanes, scale),
+            "alibi": lambda: Alibi(self.tile, work.rows(p), lanes, p.num_qo_heads),
             "soft_cap": lambda: SoftCap(p.soft_cap),
         }
         return Scores([makers[name]() for name in self.spec.scores])

@@ -32,6 +32,7 @@ from cute_attn.kernels.blocks.persistent import QueryTile
 from cute_attn.kernels.blocks.pipeline import Place, Ring, start
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.scalars import device_scale, head_scale
+from cute_attn.kernels.blocks.scores import RowScales
 from cute_attn.kernels.blocks.wgmma import ROWS, GroupLanes
 from cute_attn.kernels.fa3 import Fa3Params, Fa3Program, Maps, MathWork, Shared, State
 from cute_attn.kernels.memory import LINE, Fp8Memory
@@ -83,11 +84,19 @@ class Fp8Program(Fa3Program):
         shared.arriving_v.initialise(TRANSPOSERS)
 
     def softmax(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Float32) -> Fp8Softmax:
+        scales = [Float32(ptx.LOG2E)] * 2 if self.spec.scores else self.row_scales(p, work, lanes)
+        return Fp8Softmax(self.tile, scales[0], scales)
+
+    def scale(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Float32) -> RowScales:
+        return RowScales(self.row_scales(p, work, lanes))
+
+    def row_scales(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes) -> list[Float32]:
+        """Of scores as `ready_q` leaves them."""
         rows, scales = work.rows(p), []
         for slot in range(2):
             row_scale = self.row_scale(p, work, rows.head(lanes.row(self.memory, slot)))
             scales.append(ptx.fmax(ptx.magnitude(row_scale), Float32(LEAST_SCALE)))
-        return Fp8Softmax(self.tile, scales[0], scales)
+        return scales
 
     def row_scale(self, p: Fa3Params, work: QueryTile, head: Int32) -> Float32:
         """Put together for every query tile: between them there is no register for it."""

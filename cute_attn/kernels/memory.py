@@ -186,15 +186,20 @@ class HopperMemory:
 @dataclass(frozen=True)
 class Fp8Memory(HopperMemory):
     """fp8 products want both operands contiguous along the sum: V tiles arrive in a ring of their own behind the other
-    three, and lie transposed in the V ring, one line of keys a dimension, columns of 128 keys one after the other. Then
+    three, and lie transposed in the V ring, one line of keys a dimension, columns of lines one after the other. Then
     the outputs of tiles summed up.
     """
 
     item_bytes: ClassVar[int] = 1
 
     @property
+    def key_line(self) -> int:
+        """Bytes of a line of keys."""
+        return LINE if self.tile.cols > LINE // 2 else LINE // 2
+
+    @property
     def v_bytes(self) -> int:
-        return -(-self.tile.cols // self.line_items) * self.head_dim_vo * LINE
+        return -(-self.tile.cols // self.key_line) * self.head_dim_vo * self.key_line
 
     @property
     def arriving_v_bytes(self) -> int:

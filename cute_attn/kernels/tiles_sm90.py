@@ -12,7 +12,7 @@ from typing import Any
 from cute_attn.kernels.spec import FP8_DTYPES, Fa3Spec, HopperTile, KernelSpec
 
 ARCH = "sm_90a"
-FP8_HEAD_DIMS = ((128, 128),)
+FP8_HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 PAGE_ALIGNED = 64  # tiles of paged keys are multiples of it, so that pages of any power of two make few boxes
 
@@ -31,8 +31,16 @@ _MODIFIED = {
     (256, 256): HopperTile(128, 64, 2, 1, ping_pong=False),
 }
 
-_FP8 = {(128, 128): HopperTile(192, 96, 2, 2, ping_pong=False)}
-_FP8_MODIFIED = {(128, 128): HopperTile(128, 128, 2, 2, ping_pong=False)}
+_FP8 = {
+    (64, 64): HopperTile(192, 128, 2, 2, ping_pong=False),
+    (128, 128): HopperTile(192, 96, 2, 2, ping_pong=False),
+    (256, 256): HopperTile(128, 64, 2, 2, ping_pong=False),
+}
+_FP8_MODIFIED = {
+    (64, 64): HopperTile(128, 128, 2, 2, ping_pong=False),
+    (128, 128): HopperTile(128, 128, 2, 2, ping_pong=False),
+    (256, 256): HopperTile(128, 64, 2, 2, ping_pong=False),
+}
 
 # The least tokens of a box, from which on pages come by TMA and not by a warpgroup that gathers rows. A box costs TMA
 # some 45 clocks beside its rows, a gathered row the memory system more than its share of a box.
@@ -79,7 +87,7 @@ def default_specs() -> list[KernelSpec]:
     specs += [_spec(dims, **MODIFIED[0], **GATHERED) for dims in HEAD_DIMS]
     specs += [_spec(llama, **modified) for modified in MODIFIED[1:]]
     specs += [_spec(llama, schedule="items"), _spec(llama, dtype="float16", out_dtype="float16")]
-    fp8: tuple[dict[str, Any], ...] = ({}, ITEMS, {"schedule": "items"}, {"mask": "band"}, {"mask": "packed", **ITEMS})
+    fp8: tuple[dict[str, Any], ...] = ({}, ITEMS, {"schedule": "items"}, {"mask": "band"}, {**MODIFIED[0], **ITEMS})
     for dims in FP8_HEAD_DIMS:
         specs += [_spec(dims, dtype="float8_e4m3fn", **source) for source in fp8]
         specs.append(_spec(dims, dtype="float8_e4m3fn", split=True, out_dtype="float32"))

@@ -32,11 +32,11 @@ class Fp8Tile(GroupTile):
 
     def accumulate(self, out: list[Float32], p: list[Int32], v: Int32) -> list[Float32]:
         """Starts out + P V; V transposed."""
-        steps = []
-        for step in range(self.memory.tile.cols // 32):
-            column, within = step // 4, step % 4 * 32
-            steps.append(column * self.memory.head_dim_vo * LINE + within)
-        return sm90.wgmma_from_registers(P_DTYPE, self.dtype, self.memory.head_dim_vo, p, v, steps, out)
+        line, steps = self.memory.key_line, []
+        for key in range(0, self.memory.tile.cols, 32):
+            column, within = divmod(key, line)
+            steps.append(column * self.memory.head_dim_vo * line + within)
+        return sm90.wgmma_from_registers(P_DTYPE, self.dtype, self.memory.head_dim_vo, p, v, steps, out, line)
 
     def probabilities(self, s: list[Float32]) -> list[Int32]:
         """Of every 32 keys: row slot 0, then 1, of the first 16, then of the others."""
@@ -151,22 +151,23 @@ class Transposition:
     @cute.jit
     def run(self, source: Int32, target: Int32) -> None:
         """In pieces of 32 keys by 64 dimensions."""
-        memory = self.memory
+        memory, pitch = self.memory, self.memory.key_line
         halves, inner = memory.head_dim_vo // 64, self.lane & 7
         read = source + self.lane * LINE
         odd, second = (self.lane >> 3) & 1, self.lane >> 4  # of the matrix whose line this lane addresses
-        write = target + (odd * 8 + inner) * LINE
+        write = target + (odd * 8 + inner) * pitch
+        in_line, swizzle = pitch // 32, inner >> (LINE // pitch - 1)
         for piece in cutlass.range(self.warp, memory.tile.cols // 32 * halves, self.warps, unroll=1):
             keys, half = piece // halves, piece % halves
             line = read + keys * (32 * LINE) + (half >> 1) * (memory.tile.cols * LINE)
             place = line + ((inner ^ ((half & 1) << 2)) << 4)
-            line = write + (keys >> 2) * (memory.head_dim_vo * LINE) + half * (64 * LINE)
-            into = line + (((inner ^ second) ^ ((keys & 3) << 1)) << 4)
+            line = write + keys // in_line * (memory.head_dim_vo * pitch) + half * (64 * pitch)
+            into = line + (((swizzle ^ second) ^ ((keys & (in_line - 1)) << 1)) << 4)
             loaded = [ptx.ldmatrix_x4(place ^ Int32(i << 4), 0, transpose=True) for i in range(4)]
             for i, (a, b, c, d) in enumerate(loaded):
                 even = [ptx.permute(a, b, 0x6420), ptx.permute(c, d, 0x6420)]
                 uneven = [ptx.permute(a, b, 0x7531), ptx.permute(c, d, 0x7531)]
-                sm90.stmatrix_x4(into, i * (16 * LINE), [even[0], uneven[0], even[1], uneven[1]])
+                sm90.stmatrix_x4(into, i * (16 * pitch), [even[0], uneven[0], even[1], uneven[1]])
 
     @cute.jit
     def clear(self, source: Int32, first: Int32) -> None:

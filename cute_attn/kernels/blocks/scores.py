@@ -22,6 +22,16 @@ class Scale:
 
 
 @dataclass(frozen=True)
+class RowScales:
+    """The same with a scale a row slot."""
+
+    scales: list[Float32]
+
+    def apply(self, s: list[Float32], kv_start: Int32) -> list[Float32]:
+        return [x * self.scales[i % 4 // 2] for i, x in enumerate(s)]
+
+
+@dataclass(frozen=True)
 class SoftCap:
     """cap * tanh(x / cap)."""
 
@@ -71,7 +81,7 @@ def alibi_slope(head: Int32, num_heads: Int32) -> Float32:
 class Scores:
     """The chain of modifications of one spec."""
 
-    steps: Sequence[Scale | SoftCap | Alibi]
+    steps: Sequence[Scale | RowScales | SoftCap | Alibi]
 
     def apply(self, s: list[Float32], kv_start: Int32) -> list[Float32]:
         for step in self.steps:

@@ -14,9 +14,7 @@ from cute_attn.kernels.blocks.ptx import asm
 EVICT_FIRST = 0x12F0000000000000
 EVICT_LAST = 0x14F0000000000000
 
-_SWIZZLE_128B = 1 << 30  # in the upper word of a matrix descriptor
-_ATOM = 1024  # bytes of eight swizzled lines
-_DESCRIPTOR_HIGH = _SWIZZLE_128B | _ATOM >> 4
+_SWIZZLE = {128: 1 << 30, 64: 2 << 30}  # in the upper word of a matrix descriptor, by bytes of a line
 
 
 # --- products -------------------------------------------------------------------------------------------------------
@@ -54,9 +52,10 @@ def wgmma_from_registers(
     b: Int32,
     steps: Sequence[int],
     accumulator: Sequence[Float32] = (),
+    line: int = 128,
 ) -> list[Float32]:
     """One group of accumulator + A B: A 64 x 32 bytes in four registers a step, B in shared memory, MN-major where it
-    has 16 bits, K-major where it has 8; `steps`: its bytes from the start.
+    has 16 bits, K-major where it has 8; `steps`: its bytes from the start, `line`: bytes of its swizzled lines.
 
     The registers of A must stay untouched until the group is waited for: `wgmma_wait` takes them for that.
     """
@@ -69,7 +68,7 @@ def wgmma_from_registers(
         keep = "p" if i or accumulator else "z"
         lines.append(f"{_mnemonic(a_dtype, b_dtype, n)} {registers}, {fragment}, db, {keep}, {_B_AS_STORED[b_dtype]};")
     declared = ".reg .b32 lb; .reg .b64 db;"
-    return asm(_group(declared, lines), [Float32] * count, [b, *a], tied=accumulator)
+    return asm(_group(declared, lines, line), [Float32] * count, [b, *a], tied=accumulator)
 
 
 def wgmma_wait(pending: int, results: Sequence[Float32], operands: Sequence[Int32] = ()) -> list[Float32]:
@@ -88,8 +87,9 @@ def _mnemonic(a_dtype: str, b_dtype: str, n: int) -> str:
     return f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{_SUFFIX[a_dtype]}.{_SUFFIX[b_dtype]}"
 
 
-def _group(declared: str, lines: Sequence[str]) -> str:
-    constants = f"setp.eq.u32 p, 0, 0; setp.ne.u32 z, 0, 0; mov.b32 h, {_DESCRIPTOR_HIGH};"
+def _group(declared: str, lines: Sequence[str], line: int = 128) -> str:
+    high = _SWIZZLE[line] | 8 * line >> 4  # and bytes of eight lines
+    constants = f"setp.eq.u32 p, 0, 0; setp.ne.u32 z, 0, 0; mov.b32 h, {high};"
     prologue = f"{{ .reg .pred p, z; .reg .b32 h; {declared} {constants}"
     body = "\n".join(lines)
     return f"{prologue}\nwgmma.fence.sync.aligned;\n{body}\nwgmma.commit_group.sync.aligned; }}"
