@@ -5,10 +5,16 @@ from dataclasses import replace
 from perf.batch_workloads import equal
 from perf.bench import main
 
+LONG, MIDDLE, SHORT = (1, 16384, (16, 16)), (4, 4096, (32, 8)), (16, 1024, (32, 8))
 WORKLOADS = [
-    replace(equal(batch_size, length, length, heads, 128, page_size, causal), dtype="e4m3", kv_dtype="e4m3")
-    for page_size in (0, 16)
-    for batch_size, length, heads in ((1, 16384, (16, 16)), (4, 4096, (32, 8)), (16, 1024, (32, 8)))
+    replace(equal(batch_size, length, length, heads, head_dim, page_size, causal), dtype="e4m3", kv_dtype="e4m3")
+    for head_dim, page_size, batches in (
+        (128, 0, (LONG, MIDDLE, SHORT)),
+        (128, 16, (LONG, MIDDLE, SHORT)),
+        (64, 0, (LONG, MIDDLE)),
+        (256, 0, (LONG, MIDDLE)),
+    )
+    for batch_size, length, heads in batches
     for causal in (False, True)
 ]
 

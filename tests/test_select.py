@@ -74,7 +74,18 @@ def test_what_fa3_refuses_fa2_takes(asked: dict[str, Any]) -> None:
 FP8_Q = CUDA._replace(q_dtype=E4M3, kv_dtype=E4M3)
 
 
-@pytest.mark.parametrize("asked", [{}, {"per_head_scales": True}, {"kv_source": "paged"}, {"positive_scale": False}])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"per_head_scales": True},
+        {"kv_source": "paged"},
+        {"positive_scale": False},
+        {"head_dim_qk": 64, "head_dim_vo": 64},
+        {"head_dim_qk": 256, "head_dim_vo": 256},
+        {"soft_cap": True, "pos_encoding_mode": "ALIBI"},
+    ],
+)
 def test_fa3_takes_fp8_queries(asked: dict[str, Any]) -> None:
     """However few rows: nobody else does."""
     assert select.choose(FP8_Q._replace(**asked), arch=HOPPER, rows=1).name == "fa3"
@@ -83,9 +94,8 @@ def test_fa3_takes_fp8_queries(asked: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        {"head_dim_qk": 256, "head_dim_vo": 256},
-        {"soft_cap": True},
-        {"pos_encoding_mode": "ALIBI"},
+        {"head_dim_qk": 96, "head_dim_vo": 96},
+        {"head_dim_qk": 192, "head_dim_vo": 128},
         {"pos_encoding_mode": "ROPE_LLAMA"},
         {"o_dtype": E4M3},
     ],

@@ -8,7 +8,7 @@ import pytest
 
 from cute_attn.emulator import Schedule, using
 from tests import fp8_case
-from tests.fp8_case import CUT, LONG, SMALL, Fp8Case
+from tests.fp8_case import CUT, LONG, SMALL, VARIED, Fp8Case
 
 pytestmark = pytest.mark.emulator
 
@@ -26,7 +26,7 @@ def solve(case: Fp8Case, schedule: Schedule, sms: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("case", "schedule"),
-    list(zip(SMALL, itertools.cycle(SCHEDULES), strict=False)),
+    list(zip((*SMALL, *VARIED), itertools.cycle(SCHEDULES), strict=False)),
     ids=lambda x: x.id if isinstance(x, Fp8Case) else x.kind,
 )
 def test_fp8(case: Fp8Case, schedule: Schedule) -> None:
@@ -40,7 +40,7 @@ def test_many_tiles(case: Fp8Case) -> None:
 
 @pytest.mark.parametrize(
     ("case", "schedule"),
-    list(zip(CUT, SCHEDULES[1:], strict=True)),
+    list(zip(CUT, SCHEDULES, strict=True)),
     ids=lambda x: x.id if isinstance(x, Fp8Case) else x.kind,
 )
 def test_cut_keys(case: Fp8Case, schedule: Schedule) -> None:
