@@ -82,12 +82,13 @@ class ThreadSums:
             rest += self.write(i, [x + y for x, y in zip(self.read(i), out[8 * i : 8 * i + 8], strict=True)])
         return rest
 
-    def scale(self, factors: list[Float32]) -> list[Float32]:
-        """The same."""
-        rest = []
+    def scale(self, out: list[Float32], factors: list[Float32]) -> list[Float32]:
+        """Both; `out` with what is left over."""
+        scaled = []
         for i in range(self.eights):
-            rest += self.write(i, [x * factors[j % 4 // 2] for j, x in enumerate(self.read(i))])
-        return rest
+            rest = self.write(i, [x * factors[j % 4 // 2] for j, x in enumerate(self.read(i))])
+            scaled += [ptx.fma(out[8 * i + j], factors[j % 4 // 2], x) for j, x in enumerate(rest)]
+        return scaled
 
     def plus(self, out: list[Float32]) -> list[Float32]:
         return [x + y for i in range(self.eights) for x, y in zip(self.read(i), out[8 * i : 8 * i + 8], strict=True)]
