@@ -28,12 +28,13 @@ from cute_attn.kernels.blocks.fp8 import (
     ThreadSums,
     Transposition,
 )
+from cute_attn.kernels.blocks.masks import BandMask
 from cute_attn.kernels.blocks.persistent import QueryTile
 from cute_attn.kernels.blocks.pipeline import Place, Ring, start
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.scalars import device_scale, head_scale
-from cute_attn.kernels.blocks.scores import RowScales
-from cute_attn.kernels.blocks.wgmma import ROWS, GroupLanes
+from cute_attn.kernels.blocks.scores import RowScales, Scores
+from cute_attn.kernels.blocks.wgmma import ROWS, FreshLanes, GroupLanes
 from cute_attn.kernels.fa3 import Fa3Params, Fa3Program, Maps, MathWork, Shared, State
 from cute_attn.kernels.memory import LINE, Fp8Memory
 
@@ -88,7 +89,16 @@ class Fp8Program(Fa3Program):
         return Fp8Softmax(self.tile, scales[0], scales)
 
     def scale(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Float32) -> RowScales:
-        return RowScales(self.row_scales(p, work, lanes))
+        if isinstance(lanes, FreshLanes):
+            return RowScales(lambda: self.row_scales(p, work, lanes))
+        scales = self.row_scales(p, work, lanes)
+        return RowScales(lambda: scales)
+
+    def scores(self, p: Fa3Params, work: QueryTile, lanes: Any, scale: Float32) -> Scores:
+        return super().scores(p, work, FreshLanes() if self.spec.mask == "packed" else lanes, scale)
+
+    def mask(self, p: Fa3Params, work: QueryTile, lanes: Any) -> BandMask:
+        return super().mask(p, work, FreshLanes() if self.spec.mask == "packed" else lanes)
 
     def row_scales(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes) -> list[Float32]:
         """Of scores as `ready_q` leaves them."""

@@ -1,6 +1,6 @@
 """Modifications of the raw scores x = q.k, applied in the order of `Fa2Spec.scores`, before the mask."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,13 @@ class Scale:
 
 @dataclass(frozen=True)
 class RowScales:
-    """The same with a scale a row slot."""
+    """The same with a scale a row slot, from registers or put together for every tile."""
 
-    scales: list[Float32]
+    scales: Callable[[], list[Float32]]
 
     def apply(self, s: list[Float32], kv_start: Int32) -> list[Float32]:
-        return [x * self.scales[i % 4 // 2] for i, x in enumerate(s)]
+        scales = self.scales()
+        return [x * scales[i % 4 // 2] for i, x in enumerate(s)]
 
 
 @dataclass(frozen=True)

@@ -80,3 +80,19 @@ class GroupLanes:
 
     def first_col(self, memory: HopperMemory) -> Int32:
         return self.lane % 4 * 2
+
+
+class FreshLanes:
+    """`GroupLanes` read anew at every use: nothing that follows from them is in registers meanwhile."""
+
+    warp_col: ClassVar[int] = 0
+
+    @property
+    def lane(self) -> Int32:
+        return GroupLanes.of().lane
+
+    def row(self, memory: HopperMemory, slot: int) -> Int32:
+        return GroupLanes.of().row(memory, slot)
+
+    def first_col(self, memory: HopperMemory) -> Int32:
+        return GroupLanes.of().first_col(memory)
