@@ -71,9 +71,7 @@ class Fp8Case:
         source = "dense" if self.single else "paged" if self.page_size else "ragged"
         types, dims = (self.dtype, self.dtype, self.o_dtype), (self.head_dim, self.head_dim)
         scores = {"soft_cap": self.soft_cap > 0, "pos_encoding_mode": self.pos_encoding}
-        return Features(
-            device, *types, *self.heads, *dims, custom_mask=self.custom_mask, kv_source=source, **scores
-        )
+        return Features(device, *types, *self.heads, *dims, custom_mask=self.custom_mask, kv_source=source, **scores)
 
     @property
     def pos_encoding(self) -> str:

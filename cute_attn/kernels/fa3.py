@@ -31,7 +31,7 @@ from cute_attn.kernels.blocks.scalars import device_scale, zeros
 from cute_attn.kernels.blocks.scores import Alibi, RowScales, Scale, Scores, SoftCap
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.store import GroupStore
-from cute_attn.kernels.blocks.wgmma import ROWS, GroupLanes, GroupTile
+from cute_attn.kernels.blocks.wgmma import ROWS, AnyLanes, GroupLanes, GroupTile
 from cute_attn.kernels.memory import LINE, RECORD_BYTES, HopperMemory
 from cute_attn.kernels.spec import Fa3Spec
 from cute_attn.kernels.work import NO_PARTIAL
@@ -298,17 +298,17 @@ class Fa3Program:
     def softmax(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Float32) -> OnlineSoftmax:
         return OnlineSoftmax(self.tile, Float32(ptx.LOG2E) if self.spec.scores else scale)
 
-    def mask(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes) -> BandMask:
+    def mask(self, p: Fa3Params, work: QueryTile, lanes: AnyLanes) -> BandMask:
         band, rows = work.band(p), work.rows(p)
         if self.spec.mask == "packed":
             return PackedMask(band, self.tile, rows, lanes, p.mask + work.mask(), p.mask + p.mask_bytes, work.kv_len)
         kind = BandMask if self.spec.mask == "band" else StopMask
         return kind(band, self.tile, rows, lanes)
 
-    def scale(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Float32) -> Scale | RowScales:
+    def scale(self, p: Fa3Params, work: QueryTile, lanes: AnyLanes, scale: Float32) -> Scale | RowScales:
         return Scale(scale)
 
-    def scores(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Float32) -> Scores:
+    def scores(self, p: Fa3Params, work: QueryTile, lanes: AnyLanes, scale: Float32) -> Scores:
         makers: dict[str, Callable[[], Scale | RowScales | SoftCap | Alibi]] = {
             "scale": lambda: self.scale(p, work, lanes, scale),
             "alibi": lambda: Alibi(self.tile, work.rows(p), lanes, p.num_qo_heads),

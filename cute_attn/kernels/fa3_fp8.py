@@ -34,13 +34,13 @@ from cute_attn.kernels.blocks.pipeline import Place, Ring, start
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.scalars import device_scale, head_scale
 from cute_attn.kernels.blocks.scores import RowScales, Scores
-from cute_attn.kernels.blocks.wgmma import ROWS, FreshLanes, GroupLanes
+from cute_attn.kernels.blocks.wgmma import ROWS, AnyLanes, FreshLanes, GroupLanes
 from cute_attn.kernels.fa3 import Fa3Params, Fa3Program, Maps, MathWork, Shared, State
 from cute_attn.kernels.memory import LINE, Fp8Memory
 
 TRANSPOSERS = 3  # warps
-# Keys that the tensor cores sum up by themselves. Values of mean 2 and deviation 1 come out too small by 1.0 % with 768,
-# by 0.4 % with 384, 2.4 % with 1536, 5 % with 3072; of mean 0.5 by 0.3, 0.1, 0.8 and 1.9 %.
+# Keys that the tensor cores sum up by themselves. Values of mean 2 and deviation 1 come out too small by 1.0 % with
+# 768, by 0.4 % with 384, 2.4 % with 1536, 5 % with 3072; of mean 0.5 by 0.3, 0.1, 0.8 and 1.9 %.
 SECTION = 768
 TRANSPOSER_BARRIER = 9
 LEAST_SCALE = 1e-30  # of scores: 0 would turn hidden ones into NaN
@@ -88,19 +88,19 @@ class Fp8Program(Fa3Program):
         scales = [Float32(ptx.LOG2E)] * 2 if self.spec.scores else self.row_scales(p, work, lanes)
         return Fp8Softmax(self.tile, scales[0], scales)
 
-    def scale(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Float32) -> RowScales:
+    def scale(self, p: Fa3Params, work: QueryTile, lanes: AnyLanes, scale: Float32) -> RowScales:
         if isinstance(lanes, FreshLanes):
             return RowScales(lambda: self.row_scales(p, work, lanes))
         scales = self.row_scales(p, work, lanes)
         return RowScales(lambda: scales)
 
-    def scores(self, p: Fa3Params, work: QueryTile, lanes: Any, scale: Float32) -> Scores:
+    def scores(self, p: Fa3Params, work: QueryTile, lanes: AnyLanes, scale: Float32) -> Scores:
         return super().scores(p, work, FreshLanes() if self.spec.mask == "packed" else lanes, scale)
 
-    def mask(self, p: Fa3Params, work: QueryTile, lanes: Any) -> BandMask:
+    def mask(self, p: Fa3Params, work: QueryTile, lanes: AnyLanes) -> BandMask:
         return super().mask(p, work, FreshLanes() if self.spec.mask == "packed" else lanes)
 
-    def row_scales(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes) -> list[Float32]:
+    def row_scales(self, p: Fa3Params, work: QueryTile, lanes: AnyLanes) -> list[Float32]:
         """Of scores as `ready_q` leaves them."""
         rows, scales = work.rows(p), []
         for slot in range(2):

@@ -27,6 +27,8 @@ PEAK_LOG2 = 7.1  # what rows that are little but a peak are raised to: once or t
 
 @dataclass(frozen=True)
 class Fp8Tile(GroupTile):
+    memory: Fp8Memory
+
     def v_operand(self, address: Int32) -> Int32:
         return self.k_operand(address)
 

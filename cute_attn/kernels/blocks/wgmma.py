@@ -96,3 +96,6 @@ class FreshLanes:
 
     def first_col(self, memory: HopperMemory) -> Int32:
         return GroupLanes.of().first_col(memory)
+
+
+AnyLanes = GroupLanes | FreshLanes
