@@ -35,6 +35,7 @@ def spec(
         split=split,
         schedule="items" if batched(features) else "grid",
         kv=kv_source(features, page_size),
+        kv_dtype=fa2_kernels.kv_dtype(features),
         tile=tile,
     )
 
@@ -47,15 +48,16 @@ def scores(features: Features) -> tuple[str, ...]:
 def kv_source(features: Features, page_size: int) -> str:
     if features.kv_source != "paged":
         return "dense"
-    if features.q_dtype in FP8:
-        return "paged"  # the warps that would gather rows transpose V
+    if features.kv_dtype in FP8:
+        return "paged"  # the warps that would gather rows transpose V, or widen them
     return tiles_sm90.page_source((features.head_dim_qk, features.head_dim_vo), page_size)
 
 
 def tile(features: Features, window: bool, page_size: int = SMALL_PAGE) -> HopperTile:
     plain = not features.custom_mask and not scores(features) and not window
     dims = features.head_dim_qk, features.head_dim_vo
-    return tiles_sm90.choose(dims, plain, kv_source(features, page_size), features.q_dtype in FP8)
+    fp8, widened = features.q_dtype in FP8, features.kv_dtype != features.q_dtype
+    return tiles_sm90.choose(dims, plain, kv_source(features, page_size), fp8, widened)
 
 
 def heads_per_tile(features: Features, qo_len: int, rows: int) -> int:

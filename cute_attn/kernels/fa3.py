@@ -25,14 +25,14 @@ from cute_attn.kernels.blocks.epilogue import Finish, Partials, Target, Unfinish
 from cute_attn.kernels.blocks.gather import GatheredPages, PageRows
 from cute_attn.kernels.blocks.masks import BandMask, PackedMask, StopMask, TileOrder
 from cute_attn.kernels.blocks.persistent import NOTHING, Draws, GridTiles, ItemTiles, QueryTile, TeamDraws
-from cute_attn.kernels.blocks.pipeline import Place, Ring, start
+from cute_attn.kernels.blocks.pipeline import Place, Ring, Shared, start
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, zeros
 from cute_attn.kernels.blocks.scores import Alibi, Scale, Scores, SoftCap
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.store import GroupStore
 from cute_attn.kernels.blocks.wgmma import ROWS, GroupLanes, GroupTile
-from cute_attn.kernels.memory import LINE, RECORD_BYTES, HopperMemory
+from cute_attn.kernels.memory import LINE, HopperMemory
 from cute_attn.kernels.spec import Fa3Spec
 from cute_attn.kernels.work import NO_PARTIAL
 
@@ -129,42 +129,6 @@ class State(NamedTuple):
     shift: list[Float32]
     total: list[Float32]
     k: Place
-
-
-@dataclass(frozen=True)
-class Shared:
-    """What producer and math groups meet at."""
-
-    q: Ring
-    k: Ring
-    v: Ring
-    records: Int32  # descriptions of query tiles, one a place of Q's ring
-
-    @property
-    def arriving_v(self) -> Ring:
-        """Where V is copied to."""
-        return self.v
-
-    @classmethod
-    def of(cls, memory: HopperMemory, base: Int32, writers: int) -> "Shared":
-        """`writers`: warps that fill slots of K and V."""
-        tile, barriers = memory.tile, base + Int32(memory.barriers)
-        k_barriers = barriers + Int32(16 * tile.q_stages)
-        return cls(
-            Ring(tile.q_stages, memory.q_bytes, base, barriers),
-            Ring(tile.stages, memory.k_bytes, base + Int32(memory.k_ring), k_barriers, writers),
-            Ring(
-                tile.stages,
-                memory.v_bytes,
-                base + Int32(memory.v_ring),
-                k_barriers + Int32(16 * tile.stages),
-                writers,
-            ),
-            base + Int32(memory.records),
-        )
-
-    def record(self, q: Place) -> Int32:
-        return self.records + q.turn * RECORD_BYTES
 
 
 @dataclass(frozen=True)
@@ -269,8 +233,7 @@ class Fa3Program:
     def source(self, p: Fa3Params, maps: Maps, work: QueryTile) -> KVSource:
         cols, thread = self.spec.tile.cols, cute.arch.thread_idx()[0]
         kv_head = Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(work.head_block)
-        line_items = self.memory.line_items
-        k, v = Boxes(maps.k, self.memory.qk_columns, line_items), Boxes(maps.v, self.memory.vo_columns, line_items)
+        k, v = self.boxes(maps)
         if self.spec.kv == "dense":
             return DenseBoxes(cols, work.kv_start, kv_head, thread, k, v)
         page_size = Divisor(p.page_size, p.page_multiplier, p.page_shift)
@@ -281,6 +244,11 @@ class Fa3Program:
         k_rows = PageRows(k_base, p.k_page_stride, p.k_stride_n, self.spec.head_dim_qk // 8)
         v_rows = PageRows(v_base, p.v_page_stride, p.v_stride_n, self.spec.head_dim_vo // 8)
         return GatheredPages(cols, thread, work.kv_end, table, page_size, k_rows, v_rows)
+
+    def boxes(self, maps: Maps) -> tuple[Boxes, Boxes]:
+        memory = self.memory
+        k, v = ((maps.k, memory.qk_columns), (maps.v, memory.vo_columns))
+        return Boxes(*k, memory.line_items, LINE), Boxes(*v, memory.line_items, LINE)
 
     def math_work(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, softmax_scale: Float32, q: Int32) -> MathWork:
         rows, band, order = work.rows(p), work.band(p), self.order(p, work)
@@ -335,23 +303,23 @@ class Fa3Program:
             first = ptx.maximum(order.at(Int32(0)), Int32(0))  # -1 where there is no tile at all
             pages = source.look_up(first)
             if order.total > 0:
-                self.load(shared.k, k, source, source.k, first, pages)
+                self.load(shared.arriving_k, k, source, source.k, first, pages)
             shared.q.wait_empty(q)
             self.load_q(p, maps, shared, q, work, thread)
             if order.total > 0:
-                source.landed([shared.k.full(k)])
+                source.landed([shared.arriving_k.full(k)])
             for step in cutlass.range(1, order.total, unroll=1):
                 following = source.look_up(order.at(step))
                 self.load(shared.arriving_v, v, source, source.v, order.at(step - 1), pages)
-                k = shared.k.next(k)
-                self.load(shared.k, k, source, source.k, order.at(step), following)
-                source.landed([shared.v.full(v), shared.k.full(k)])
-                v, pages = shared.v.next(v), following
+                k = shared.arriving_k.next(k)
+                self.load(shared.arriving_k, k, source, source.k, order.at(step), following)
+                source.landed([shared.arriving_v.full(v), shared.arriving_k.full(k)])
+                v, pages = shared.arriving_v.next(v), following
             drawn = draws.draw()
             if order.total > 0:
                 self.load(shared.arriving_v, v, source, source.v, order.at(order.total - 1), pages)
-                source.landed([shared.v.full(v)])
-                v, k = shared.v.next(v), shared.k.next(k)
+                source.landed([shared.arriving_v.full(v)])
+                v, k = shared.arriving_v.next(v), shared.arriving_k.next(k)
             work, q = self.tiles.at(p, draws.following(drawn, shared.record(q))), shared.q.next(q)
         draws.stop()
         ptx.grid_dependency_launch()
