@@ -48,8 +48,8 @@ def scores(features: Features) -> tuple[str, ...]:
 def kv_source(features: Features, page_size: int) -> str:
     if features.kv_source != "paged":
         return "dense"
-    if features.kv_dtype in FP8:
-        return "paged"  # the warps that would gather rows transpose V, or widen them
+    if features.q_dtype in FP8:
+        return "paged"  # the warps that would gather rows transpose V
     return tiles_sm90.page_source((features.head_dim_qk, features.head_dim_vo), page_size)
 
 

@@ -22,7 +22,7 @@ from cutlass.experimental.cuda.tensor_map import TensorMap, TensorMapSwizzle, cr
 from cute_attn.kernels.blocks import gather, ptx, sm90
 from cute_attn.kernels.blocks.boxes import Boxes, DenseBoxes, PagedBoxes
 from cute_attn.kernels.blocks.epilogue import Finish, Partials, Target, Unfinished
-from cute_attn.kernels.blocks.gather import GatheredPages, PageRows
+from cute_attn.kernels.blocks.gather import GatheredPages, NarrowPages, PageRows
 from cute_attn.kernels.blocks.masks import BandMask, PackedMask, StopMask, TileOrder
 from cute_attn.kernels.blocks.persistent import NOTHING, Draws, GridTiles, ItemTiles, QueryTile, TeamDraws
 from cute_attn.kernels.blocks.pipeline import Place, Ring, Shared, start
@@ -33,14 +33,14 @@ from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.store import GroupStore
 from cute_attn.kernels.blocks.wgmma import ROWS, GroupLanes, GroupTile
 from cute_attn.kernels.memory import LINE, HopperMemory
-from cute_attn.kernels.spec import Fa3Spec
+from cute_attn.kernels.spec import KV_BITS, Fa3Spec
 from cute_attn.kernels.work import NO_PARTIAL
 
 MATH_BARRIER = 4  # named barrier of all math threads; 1 to 3 are their groups' turns
 FIRST_VOTE = 5  # and from here on one a group
 PRODUCER_BARRIER = 8
 
-KVSource = DenseBoxes | PagedBoxes | GatheredPages
+KVSource = DenseBoxes | PagedBoxes | GatheredPages | NarrowPages
 
 
 class Fa3Params(NamedTuple):
@@ -149,6 +149,7 @@ class Fa3Program:
     params = Fa3Params
     maps = Maps._fields
     storer = GroupStore
+    gathered: type[GatheredPages | NarrowPages] = GatheredPages
 
     def __init__(self, spec: Fa3Spec, arch: str) -> None:
         self.spec = spec
@@ -241,9 +242,13 @@ class Fa3Program:
         if self.spec.kv == "paged":
             return PagedBoxes(cols, kv_head, thread, work.kv_end, table, page_size, p.box_rows, k, v)
         k_base, v_base = p.k_address + Int64(kv_head) * p.k_stride_h, p.v_address + Int64(kv_head) * p.v_stride_h
-        k_rows = PageRows(k_base, p.k_page_stride, p.k_stride_n, self.spec.head_dim_qk // 8)
-        v_rows = PageRows(v_base, p.v_page_stride, p.v_stride_n, self.spec.head_dim_vo // 8)
-        return GatheredPages(cols, thread, work.kv_end, table, page_size, k_rows, v_rows)
+        k_rows = PageRows(k_base, p.k_page_stride, p.k_stride_n, self.chunks(self.spec.head_dim_qk))
+        v_rows = PageRows(v_base, p.v_page_stride, p.v_stride_n, self.chunks(self.spec.head_dim_vo))
+        return self.gathered(cols, thread, work.kv_end, table, page_size, k_rows, v_rows)
+
+    def chunks(self, head_dim: int) -> int:
+        """Of a row of K or V as stored."""
+        return head_dim * KV_BITS[self.spec.kv_dtype] // 8 // gather.CHUNK
 
     def boxes(self, maps: Maps) -> tuple[Boxes, Boxes]:
         memory = self.memory
@@ -295,7 +300,8 @@ class Fa3Program:
     def produce(self, p: Fa3Params, maps: Maps, shared: Shared) -> None:
         """One warp, or a warpgroup that gathers: tiles into the rings, then word that there are no more."""
         thread = cute.arch.thread_idx()[0]
-        draws = TeamDraws(p.counters, thread, PRODUCER_BARRIER) if self.gathers else Draws(p.counters, thread)
+        team = self.producers > 1
+        draws = TeamDraws(p.counters, thread, PRODUCER_BARRIER) if team else Draws(p.counters, thread)
         q, k, v = start(), start(), start()
         work = self.tiles.at(p, cute.arch.block_idx()[0])
         while work.head_block >= 0:

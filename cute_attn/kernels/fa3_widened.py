@@ -10,11 +10,13 @@ from cutlass import Int32
 
 from cute_attn.kernels.blocks.boxes import Boxes
 from cute_attn.kernels.blocks.convert import Fp8
+from cute_attn.kernels.blocks.gather import NarrowPages
 from cute_attn.kernels.blocks.pipeline import Place, Ring, Shared, start
 from cute_attn.kernels.blocks.widen import P_DTYPE, Rows, WidenedTile, Widening
 from cute_attn.kernels.fa3 import Maps
 from cute_attn.kernels.fa3_helped import HELPER_BARRIER, HELPERS, HelpedProgram
 from cute_attn.kernels.memory import WidenedMemory
+from cute_attn.kernels.spec import Fa3Spec
 
 
 class Places(NamedTuple):
@@ -40,6 +42,11 @@ class WidenedShared(Shared):
 
 class WidenedProgram(HelpedProgram):
     memory: WidenedMemory
+    gathered = NarrowPages
+
+    def __init__(self, spec: Fa3Spec, arch: str) -> None:
+        super().__init__(spec, arch)
+        self.producers = 1
 
     def group_tile(self) -> WidenedTile:
         return WidenedTile(self.spec.dtype, self.memory)
@@ -48,13 +55,15 @@ class WidenedProgram(HelpedProgram):
         memory, common, arriving = self.memory, super().shared(base), self.spec.tile.arriving
         barriers = base + Int32(memory.barriers + 8 * (memory.num_barriers - 4 * arriving))
         k_bytes, v_bytes = (self.spec.tile.cols * pitch for pitch in (memory.arriving_k_pitch, memory.arriving_v_pitch))
+        k_ring, v_ring = base + Int32(memory.arriving_k_ring), base + Int32(memory.arriving_v_ring)
+        writers = 32 if self.gathers else 1  # every lane, or TMA
         return WidenedShared(
             common.q,
             dataclasses.replace(common.k, writers=HELPERS),
             dataclasses.replace(common.v, writers=HELPERS),
             common.records,
-            Ring(arriving, k_bytes, base + Int32(memory.arriving_k_ring), barriers),
-            Ring(arriving, v_bytes, base + Int32(memory.arriving_v_ring), barriers + Int32(16 * arriving)),
+            Ring(arriving, k_bytes, k_ring, barriers, writers),
+            Ring(arriving, v_bytes, v_ring, barriers + Int32(16 * arriving), writers),
         )
 
     def boxes(self, maps: Maps) -> tuple[Boxes, Boxes]:
@@ -81,7 +90,7 @@ class WidenedProgram(HelpedProgram):
         work.run(work.k, k.address(at.arriving), shared.k.address(at.operand))
         self.made([k.empty(at.arriving), shared.k.full(at.operand)], work.lane)
         v.wait_full(at.arriving)
-        if cutlass.const_expr(self.spec.schedule == "items"):  # noqa: SIM102
+        if cutlass.const_expr(self.spec.schedule == "items" and not self.gathers):  # noqa: SIM102
             if valid < self.spec.tile.cols:
                 work.clear(work.v, v.address(at.arriving), valid)
         shared.v.wait_empty(at.operand)
