@@ -61,7 +61,7 @@ class HelpedProgram(Fa3Program):
             order = self.order(p, query)
             shared.q.release(q, lane)
             valid = query.kv_end - (order.end - 1) * self.spec.tile.cols  # of the tile that comes first
-            for step in cutlass.range(0, order.total, unroll=1):
+            for _ in cutlass.range(0, order.total, unroll=1):
                 at = self.help(shared, work, at, valid)
                 valid = Int32(self.spec.tile.cols)
             q = shared.q.next(q)

@@ -1,4 +1,4 @@
-"""The Hopper kernel for q of 16 bits over K and V of 8: the helpers widen every tile, math groups know nothing of it."""
+"""The Hopper kernel for q of 16 bits over K and V of 8: helpers widen every tile, math groups know nothing of it."""
 
 import dataclasses
 from dataclasses import dataclass

@@ -54,7 +54,7 @@ def page_source(head_dims: tuple[int, int], page_size: int) -> str:
 
 
 def choose(head_dims: tuple[int, int], plain: bool, kv: str, fp8: bool = False, widened: bool = False) -> HopperTile:
-    """`kv`: as of `Fa3Spec`. `fp8`: of q, k and v, `widened`: of k and v alone. Threads that gather need registers, which
+    """`kv`: as of `Fa3Spec`. `fp8`: q, k and v are, `widened`: k and v alone. Threads that gather need registers, which
     three math groups do not leave.
     """
     if fp8:

@@ -226,4 +226,5 @@ def _wait(g: Gang, mask: Array | None, keep: int) -> None:
             for copy in group:
                 _land(copy, ops[-1] if ops else None)
             for op in ops:
+                assert g.cta.clocks is not None
                 g.cta.clocks.acquire(g.agents[position : position + 1], op.clock)
