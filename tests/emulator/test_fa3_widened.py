@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import pytest
@@ -10,55 +9,40 @@ import torch
 
 from cute_attn import BatchPrefillWithRaggedKVCacheWrapper, single_prefill_with_kv_cache
 from cute_attn.emulator import Schedule, using
-from tests import batch_case, case
+from tests import batch_case, narrow
 from tests.batch_case import BatchCase
 from tests.case import LOG2E, Case
 from tests.emulator import test_fa3 as fa3
-from tests.emulator.test_fa3 import CUDA, SCHEDULES, name, solve_batch, solve_single, taken
+from tests.emulator.test_fa3 import SCHEDULES, name, solve_batch, solve_single
 from tests.matrix import BF16, CAUSAL, E4M3, SMALL, prefill
 
 pytestmark = pytest.mark.emulator
 
 ALL_SCHEDULES = (Schedule(), *SCHEDULES)
-KV_DTYPES = ("float8_e4m3fn", "float8_e5m2")
-
-
-def narrow(problems: list[Case]) -> list[Case]:
-    """The same with keys and values of 8 bits, where the Hopper kernel takes them."""
-    stored = [x for x in problems if x.storage != "packed_qkv"]
-    dtypes = itertools.cycle(KV_DTYPES)
-    made = [dataclasses.replace(x, kv_dtype=dtype) for x, dtype in zip(stored, dtypes, strict=False)]
-    return [x for x in dict.fromkeys(made) if taken(case.features(x, CUDA))]
-
-
-def narrow_batches(batches: list[BatchCase]) -> list[BatchCase]:
-    wide = [x for x in batches if x.kv_dtype is None and x.kind != "decode"]
-    made = [dataclasses.replace(x, kv_dtype=dtype) for x, dtype in zip(wide, itertools.cycle(KV_DTYPES), strict=False)]
-    return [x for x in made if taken(batch_case.features(x, CUDA))]
 
 
 def scheduled(problems: list[Case] | list[BatchCase]) -> list[tuple[Case | BatchCase, Schedule]]:
     return list(zip(problems, itertools.cycle(ALL_SCHEDULES), strict=False))
 
 
-@pytest.mark.parametrize(("problem", "schedule"), scheduled(narrow(list(SMALL))), ids=name)
+@pytest.mark.parametrize(("problem", "schedule"), scheduled(narrow.singles(SMALL)), ids=name)
 def test_single(problem: Case, schedule: Schedule) -> None:
     solve_single(problem, schedule)
 
 
-@pytest.mark.parametrize(("batch", "schedule"), scheduled(narrow_batches(list(batch_case.SMALL))), ids=name)
+@pytest.mark.parametrize(("batch", "schedule"), scheduled(narrow.batches(batch_case.SMALL)), ids=name)
 def test_batch(batch: BatchCase, schedule: Schedule) -> None:
     solve_batch(batch, schedule)
 
 
-@pytest.mark.parametrize(("problem", "schedule"), scheduled(narrow(list(fa3.LONG))), ids=name)
+@pytest.mark.parametrize(("problem", "schedule"), scheduled(narrow.singles(fa3.LONG)), ids=name)
 def test_long(problem: Case, schedule: Schedule) -> None:
     emulation = solve_single(problem, schedule, sms=3)
     assert {record.spec["kv_dtype"] for record in emulation.records} == {problem.kv_dtype}
 
 
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
-@pytest.mark.parametrize("batch", narrow_batches([*fa3.BATCHES, *fa3.GATHERED]), ids=name)
+@pytest.mark.parametrize("batch", narrow.batches([*fa3.BATCHES, *fa3.GATHERED]), ids=name)
 def test_long_batches(batch: BatchCase, schedule: Schedule) -> None:
     """Ragged keys, boxes of pages, and small pages gathered by one warp."""
     emulation = solve_batch(batch, schedule, sms=3)
