@@ -199,13 +199,11 @@ class Fa3Program:
             sm90.fence_barrier_init()
         ptx.sync_threads()
         ptx.grid_dependency_wait()
-        producer_registers, math_registers = self.spec.registers
         if thread < 128:
-            sm90.release_registers(producer_registers)
+            sm90.release_registers(self.spec.registers[0])
             self.feed(params, maps, shared, thread)
         else:
-            sm90.claim_registers(math_registers)
-            self.consume(params, shared)
+            self.compute(params, shared, thread)
 
     def shared(self, base: Int32) -> Shared:
         return Shared.of(self.memory, base, self.producers)
@@ -219,6 +217,14 @@ class Fa3Program:
         """The first warpgroup."""
         if thread < 32 * self.producers:
             self.produce(params, maps, shared)
+
+    def compute(self, params: Fa3Params, shared: Shared, thread: Int32) -> None:
+        """The warpgroups after it."""
+        self.do_math(params, shared)
+
+    def do_math(self, params: Fa3Params, shared: Shared) -> None:
+        sm90.claim_registers(self.spec.registers[1])
+        self.consume(params, shared)
 
     # --- composition ------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.scalars import device_scale, head_scale
 from cute_attn.kernels.blocks.wgmma import ROWS, GroupLanes
 from cute_attn.kernels.fa3 import FIRST_VOTE, Fa3Params, MathWork, State
-from cute_attn.kernels.fa3_helped import HELPER_BARRIER, HELPERS, HelpedProgram
+from cute_attn.kernels.fa3_helped import HELPER_BARRIER, HelpedProgram
 from cute_attn.kernels.memory import LINE, Fp8Memory
 
 LEAST_SCALE = 1e-30  # of scores: 0 would turn hidden ones into NaN
@@ -72,7 +72,7 @@ class Fp8Program(HelpedProgram):
         common = super().shared(base)
         barriers = base + Int32(memory.barriers + 8 * (memory.num_barriers - 2 * stages))
         arriving = Ring(stages, memory.arriving_v_bytes, base + Int32(memory.arriving_v_ring), barriers)
-        transposed = dataclasses.replace(common.v, writers=HELPERS)
+        transposed = dataclasses.replace(common.v, writers=self.helpers)
         return Fp8Shared(common.q, common.k, transposed, common.records, arriving)
 
     def softmax(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Float32) -> Fp8Softmax:
@@ -116,19 +116,20 @@ class Fp8Program(HelpedProgram):
     # --- transposers ------------------------------------------------------------------------------------------------
 
     def work(self, warp: Int32, lane: Int32) -> Transposition:
-        return Transposition(self.memory, warp, lane, HELPERS, HELPER_BARRIER)
+        return Transposition(self.memory, warp, lane, self.helpers, HELPER_BARRIER)
 
     @cute.jit
-    def help(self, shared: Shared, work: cutlass.Constexpr, at: Place, valid: Int32) -> Any:
-        """The V tiles of all query tiles, in the order of their arrival."""
-        shared.arriving_v.wait_full(at)
-        if cutlass.const_expr(self.spec.schedule == "items"):  # noqa: SIM102
-            if valid < self.spec.tile.cols:
-                work.clear(shared.arriving_v.address(at), valid)
-        shared.v.wait_empty(at)
-        work.run(shared.arriving_v.address(at), shared.v.address(at))
-        self.made([shared.arriving_v.empty(at), shared.v.full(at)], work.lane)
-        return shared.v.next(at)
+    def help(self, shared: Shared, work: cutlass.Constexpr, at: Place, total: Int32, valid: Int32) -> Any:
+        for step in cutlass.range(0, total, unroll=1):
+            shared.arriving_v.wait_full(at)
+            if cutlass.const_expr(self.spec.schedule == "items"):  # noqa: SIM102
+                if cutlass.and_(step == 0, valid < self.spec.tile.cols):
+                    work.clear(shared.arriving_v.address(at), valid)
+            shared.v.wait_empty(at)
+            work.run(shared.arriving_v.address(at), shared.v.address(at))
+            self.made([shared.arriving_v.empty(at), shared.v.full(at)], work.lane)
+            at = shared.v.next(at)
+        return at
 
     # --- math groups ------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
-"""Hopper kernels whose operands are not what TMA brings: three warps beside the producer's make them.
+"""Hopper kernels whose operands are not what TMA brings: warps beside the producer's make them.
 
 producer     K0 Q V0 K1 V1 ...              (rings of arriving tiles, or the operands' own)
-helpers         K0' V0' K1' V1' ...         (rings of operands)
-math groups        S0 | S1 + O(P0 V0') ...
+helpers         K0' K1' V0' K2' V1' ...     (rings of operands)
+math groups         S0 | S1 + O(P0 V0') ...
 """
 
 from typing import Any
@@ -16,7 +16,6 @@ from cute_attn.kernels.blocks.persistent import QueryTile
 from cute_attn.kernels.blocks.pipeline import Place, Shared, start
 from cute_attn.kernels.fa3 import Fa3Params, Fa3Program, Maps
 
-HELPERS = 3  # warps
 HELPER_BARRIER = 9
 
 
@@ -25,35 +24,50 @@ class HelpedProgram(Fa3Program):
         """What a helper does."""
         raise NotImplementedError
 
-    def help(self, shared: Shared, work: Any, at: Any, valid: Int32) -> Any:
-        """Makes the operands of a kv tile, of which `valid` keys exist; where the next one is."""
+    def help(self, shared: Shared, work: Any, at: Any, total: Int32, valid: Int32) -> Any:
+        """Makes the operands of a query tile's kv tiles, of the first of which `valid` keys exist; where the next are."""
         raise NotImplementedError
 
     def first_place(self) -> Any:
         return start()
 
+    @property
+    def helpers(self) -> int:
+        """Warps: the rest of the producer's warpgroup, then the last one."""
+        return self.spec.tile.helpers
+
     def initialise(self, shared: Shared) -> None:
         warps = self.math_threads // 32
-        shared.q.initialise(warps + HELPERS)
+        shared.q.initialise(warps + self.helpers)
         shared.k.initialise(warps)
         shared.v.initialise(warps)
         for arriving, ring in ((shared.arriving_k, shared.k), (shared.arriving_v, shared.v)):
             if arriving is not ring:
-                arriving.initialise(HELPERS)
+                arriving.initialise(self.helpers)
 
     @cute.jit
     def feed(self, params: Fa3Params, maps: Maps, shared: Shared, thread: Int32) -> None:
         if thread < 32:
             self.produce(params, maps, shared)
         else:
-            self.assist(params, shared)
+            self.assist(params, shared, thread - 32)
 
     @cute.jit
-    def assist(self, p: Fa3Params, shared: Shared) -> None:
-        """The kv tiles of all query tiles, in the order of their arrival."""
-        thread = cute.arch.thread_idx()[0]
+    def compute(self, params: Fa3Params, shared: Shared, thread: Int32) -> None:
+        if cutlass.const_expr(self.helpers == 3):
+            self.do_math(params, shared)
+        else:  # noqa: PLR5501  (one when tracing, one at run time)
+            if thread < 128 + self.math_threads:
+                self.do_math(params, shared)
+            else:
+                sm90.release_registers(self.spec.registers[0])
+                self.assist(params, shared, thread - (32 + self.math_threads))
+
+    @cute.jit
+    def assist(self, p: Fa3Params, shared: Shared, thread: Int32) -> None:
+        """The kv tiles of all query tiles, in the order of their arrival. `thread`: of the helpers."""
         lane = thread & 31
-        work = self.work(cute.arch.make_warp_uniform(thread >> 5) - Int32(1), lane)
+        work = self.work(cute.arch.make_warp_uniform(thread >> 5), lane)
         q, at = start(), self.first_place()
         head_block = self.next_tile(shared, q)
         while head_block >= 0:
@@ -61,9 +75,7 @@ class HelpedProgram(Fa3Program):
             order = self.order(p, query)
             shared.q.release(q, lane)
             valid = query.kv_end - (order.end - 1) * self.spec.tile.cols  # of the tile that comes first
-            for _ in cutlass.range(0, order.total, unroll=1):
-                at = self.help(shared, work, at, valid)
-                valid = Int32(self.spec.tile.cols)
+            at = self.help(shared, work, at, order.total, valid)
             q = shared.q.next(q)
             head_block = self.next_tile(shared, q)
 

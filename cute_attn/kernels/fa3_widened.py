@@ -8,22 +8,28 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.boxes import Boxes
 from cute_attn.kernels.blocks.convert import Fp8
 from cute_attn.kernels.blocks.gather import NarrowPages
 from cute_attn.kernels.blocks.pipeline import Place, Ring, Shared, start
 from cute_attn.kernels.blocks.widen import P_DTYPE, Rows, WidenedTile, Widening
 from cute_attn.kernels.fa3 import Maps
-from cute_attn.kernels.fa3_helped import HELPER_BARRIER, HELPERS, HelpedProgram
+from cute_attn.kernels.fa3_helped import HELPER_BARRIER, HelpedProgram
 from cute_attn.kernels.memory import WidenedMemory
 from cute_attn.kernels.spec import Fa3Spec
 
 
-class Places(NamedTuple):
-    """Of a kv tile: in the arriving rings, and in the operands'."""
+class Pair(NamedTuple):
+    """Places of a tile of K or V: where it arrives, and of the operand that is made of it."""
 
     arriving: Place
     operand: Place
+
+
+class Places(NamedTuple):
+    k: Pair
+    v: Pair
 
 
 @dataclass(frozen=True)
@@ -59,8 +65,8 @@ class WidenedProgram(HelpedProgram):
         writers = 32 if self.gathers else 1  # every lane, or TMA
         return WidenedShared(
             common.q,
-            dataclasses.replace(common.k, writers=HELPERS),
-            dataclasses.replace(common.v, writers=HELPERS),
+            dataclasses.replace(common.k, writers=self.helpers),
+            dataclasses.replace(common.v, writers=self.helpers),
             common.records,
             Ring(arriving, k_bytes, k_ring, barriers, writers),
             Ring(arriving, v_bytes, v_ring, barriers + Int32(16 * arriving), writers),
@@ -77,23 +83,39 @@ class WidenedProgram(HelpedProgram):
         memory, stored = self.memory, self.spec.kv_dtype
         k = Rows(memory.qk_columns, memory.arriving_k_pitch, Fp8(self.spec.dtype, stored, native=True))
         v = Rows(memory.vo_columns, memory.arriving_v_pitch, Fp8(P_DTYPE, stored, native=True))
-        return Widening(memory, warp, lane, HELPERS, HELPER_BARRIER, k, v)
+        return Widening(memory, warp, lane, self.helpers, HELPER_BARRIER, k, v)
 
     def first_place(self) -> Places:
-        return Places(start(), start())
+        return Places(Pair(start(), start()), Pair(start(), start()))
 
     @cute.jit
-    def help(self, shared: Shared, work: cutlass.Constexpr, at: Places, valid: Int32) -> Any:
-        k, v = shared.arriving_k, shared.arriving_v
-        k.wait_full(at.arriving)
-        shared.k.wait_empty(at.operand)
-        work.run(work.k, k.address(at.arriving), shared.k.address(at.operand))
-        self.made([k.empty(at.arriving), shared.k.full(at.operand)], work.lane)
-        v.wait_full(at.arriving)
+    def help(self, shared: Shared, work: cutlass.Constexpr, at: Places, total: Int32, valid: Int32) -> Any:
+        """The next K before V: math groups need it first."""
+        k, v = at.k, at.v
+        if total > 0:
+            k = self.widen_k(shared, work, k)
+            for step in cutlass.range(1, total, unroll=1):
+                k = self.widen_k(shared, work, k)
+                v = self.widen_v(shared, work, v, ptx.select(step == 1, valid, Int32(self.spec.tile.cols)))
+            v = self.widen_v(shared, work, v, ptx.select(total == 1, valid, Int32(self.spec.tile.cols)))
+        return Places(k, v)
+
+    def widen_k(self, shared: Shared, work: Widening, at: Pair) -> Pair:
+        arriving, ring = shared.arriving_k, shared.k
+        arriving.wait_full(at.arriving)
+        ring.wait_empty(at.operand)
+        work.run(work.k, arriving.address(at.arriving), ring.address(at.operand))
+        self.made([arriving.empty(at.arriving), ring.full(at.operand)], work.lane)
+        return Pair(arriving.next(at.arriving), ring.next(at.operand))
+
+    @cute.jit
+    def widen_v(self, shared: Shared, work: cutlass.Constexpr, at: Pair, valid: Int32) -> Any:
+        arriving, ring = shared.arriving_v, shared.v
+        arriving.wait_full(at.arriving)
         if cutlass.const_expr(self.spec.schedule == "items" and not self.gathers):  # noqa: SIM102
             if valid < self.spec.tile.cols:
-                work.clear(work.v, v.address(at.arriving), valid)
-        shared.v.wait_empty(at.operand)
-        work.run(work.v, v.address(at.arriving), shared.v.address(at.operand))
-        self.made([v.empty(at.arriving), shared.v.full(at.operand)], work.lane)
-        return Places(k.next(at.arriving), shared.k.next(at.operand))
+                work.clear(work.v, arriving.address(at.arriving), valid)
+        ring.wait_empty(at.operand)
+        work.run(work.v, arriving.address(at.arriving), ring.address(at.operand))
+        self.made([arriving.empty(at.arriving), ring.full(at.operand)], work.lane)
+        return Pair(arriving.next(at.arriving), ring.next(at.operand))

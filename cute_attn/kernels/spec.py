@@ -128,6 +128,7 @@ class HopperTile:
 
     `stages` K and V tiles and `q_stages` query tiles are in flight; of those that are widened, `arriving` more as they
     are stored. `ping_pong`: warpgroups take turns at issuing products, so that one's softmax runs under another's.
+    `helpers`: warps that make operands, where TMA does not bring them; beyond three there is a warpgroup for them.
     """
 
     rows: int
@@ -136,6 +137,7 @@ class HopperTile:
     q_stages: int = 1
     ping_pong: bool = True
     arriving: int = 0
+    helpers: int = 3
 
     @property
     def math_groups(self) -> int:
@@ -143,8 +145,8 @@ class HopperTile:
 
     @property
     def threads(self) -> int:
-        """A producer warpgroup, then the math warpgroups."""
-        return 128 * (1 + self.math_groups)
+        """A producer warpgroup, the math warpgroups, and maybe one of helpers."""
+        return 128 * (1 + self.math_groups + (self.helpers > 3))
 
     def __post_init__(self) -> None:
         rules = {
@@ -153,6 +155,8 @@ class HopperTile:
             "stages must be at least 2": self.stages >= 2,
             "q_stages must be 1 or 2": self.q_stages in (1, 2),
             "arriving must be 0 to 2": self.arriving in (0, 1, 2),
+            "helpers must be 3 or 7, the latter of two math groups": self.helpers == 3
+            or (self.helpers == 7 and self.math_groups == 2),
         }
         for rule, holds in rules.items():
             if not holds:
@@ -185,6 +189,8 @@ class Fa3Spec(KernelSpec):
     @property
     def registers(self) -> tuple[int, int]:
         """Of a producer and of a math thread: together what the CTA was launched with."""
+        if self.tile.helpers > 3:
+            return 40, 216
         if self.tile.math_groups == 3:
             return (56, 152) if self.kv == "gathered" else (32, 160)
         return (24, 240) if self.kv == "dense" and not self.kv_dtype else (40, 232)

@@ -36,12 +36,12 @@ _FP8 = {(128, 128): HopperTile(128, 128, 2, 2, ping_pong=False)}
 # K and V widened from 8 bits: the last number is of tiles that wait for it.
 _WIDENED = {
     (64, 64): HopperTile(192, 128, 3, 2, ping_pong=False, arriving=2),
-    (96, 96): HopperTile(128, 128, 2, 1, arriving=2),
-    (128, 128): HopperTile(128, 128, 2, 1, ping_pong=False, arriving=2),
-    (192, 128): HopperTile(128, 112, 2, 1, arriving=1),
+    (96, 96): HopperTile(128, 128, 2, 1, arriving=2, helpers=7),
+    (128, 128): HopperTile(128, 128, 2, 1, ping_pong=False, arriving=2, helpers=7),
+    (192, 128): HopperTile(128, 112, 2, 1, arriving=1, helpers=7),
     (256, 256): HopperTile(128, 64, 2, 1, ping_pong=False, arriving=1),
 }
-_WIDENED_MODIFIED = {**_WIDENED, (64, 64): HopperTile(128, 128, 2, 2, ping_pong=False, arriving=2)}
+_WIDENED_MODIFIED = {**_WIDENED, (64, 64): HopperTile(128, 128, 2, 2, ping_pong=False, arriving=2, helpers=7)}
 
 # The least tokens of a box, from which on pages come by TMA and not by a warpgroup that gathers rows. A box costs TMA
 # some 45 clocks beside its rows, a gathered row the memory system more than its share of a box.

@@ -51,22 +51,39 @@ class Widening:
 
     @cute.jit
     def run(self, rows: cutlass.Constexpr, source: Int32, target: Int32) -> None:
-        """Eight rows at a time. Odd ones take an even number of columns in another order: 8 lanes side by side then
-        differ in bank, reading and writing.
+        """Eight rows of 64 elements at a time, read while those before them are converted."""
+        cols, (row, quarter) = self.memory.tile.cols, self.place
+        write = target + row * LINE + ((2 * quarter) ^ row) * CHUNK
+        units = cols // EIGHT * rows.columns
+        words = self.read(rows, source, self.warp)
+        for unit in cutlass.range(self.warp, units, self.warps, unroll=1):
+            following = self.read(rows, source, ptx.minimum(unit + self.warps, Int32(units - 1)))
+            pairs = [pair for word in words for pair in rows.kind.word(word)]
+            eight, column = self.part(rows, unit)
+            at = write + eight * (EIGHT * LINE) + column * (cols * LINE)
+            ptx.st_shared_v4(at, 0, pairs[:4])
+            ptx.st_shared_v4(at ^ Int32(CHUNK), 0, pairs[4:])
+            words = following
+
+    @property
+    def place(self) -> tuple[Int32, Int32]:
+        """Of this lane in a unit: row, and quarter of its 64 bytes."""
+        return self.lane >> 2, self.lane & 3
+
+    def part(self, rows: Rows, unit: Int32) -> tuple[Int32, Int32]:
+        """Which eight rows, and which of their columns. Odd rows take an even number of columns in another order: 8
+        lanes side by side then differ in bank, reading and writing.
         """
-        cols, columns, pitch = self.memory.tile.cols, rows.columns, rows.pitch
-        row, quarter = self.lane >> 2, self.lane & 3
-        read, write = source + row * pitch + quarter * CHUNK, target + row * LINE + ((2 * quarter) ^ row) * CHUNK
-        swapped = (row & 1) * (1 - columns % 2)
-        reads = [read + swapped * (sign * pitch // columns) for sign in (1, -1)]
-        writes = [write + swapped * (sign * cols * LINE) for sign in (1, -1)]
-        for i in cutlass.range(self.warp, cols // EIGHT, self.warps, unroll=1):
-            words = [ptx.ld_shared_v4(reads[c % 2] + i * (EIGHT * pitch), c * pitch // columns) for c in range(columns)]
-            for c in cutlass.range_constexpr(columns):
-                pairs = [pair for word in words[c] for pair in rows.kind.word(word)]
-                at = writes[c % 2] + i * (EIGHT * LINE)
-                ptx.st_shared_v4(at, c * cols * LINE, pairs[:4])
-                ptx.st_shared_v4(at ^ Int32(CHUNK), c * cols * LINE, pairs[4:])
+        if rows.columns == 3:
+            eight = (unit * 43) >> 7  # a third, of up to 63
+            return eight, unit - eight * 3
+        eight, column = unit >> (rows.columns.bit_length() - 1), unit & (rows.columns - 1)
+        return eight, column ^ (self.place[0] & 1) if rows.columns > 1 else column
+
+    def read(self, rows: Rows, source: Int32, unit: Int32) -> list[Int32]:
+        (row, quarter), (eight, column) = self.place, self.part(rows, unit)
+        at = source + row * rows.pitch + quarter * CHUNK
+        return ptx.ld_shared_v4(at + eight * (EIGHT * rows.pitch) + column * (4 * CHUNK))
 
     @cute.jit
     def clear(self, rows: cutlass.Constexpr, source: Int32, first: Int32) -> None:
