@@ -261,7 +261,7 @@ class Fa3Program:
         k, v = ((maps.k, memory.qk_columns), (maps.v, memory.vo_columns))
         return Boxes(*k, memory.line_items, LINE), Boxes(*v, memory.line_items, LINE)
 
-    def math_work(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, softmax_scale: Float32, q: Int32) -> MathWork:
+    def math_work(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, softmax_scale: Any, q: Any) -> MathWork:
         rows, band, order = work.rows(p), work.band(p), self.order(p, work)
         return MathWork(
             lanes=lanes,
@@ -274,7 +274,7 @@ class Fa3Program:
             q=q,
         )
 
-    def softmax(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Float32) -> OnlineSoftmax:
+    def softmax(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Any) -> OnlineSoftmax:
         return OnlineSoftmax(self.tile, Float32(ptx.LOG2E) if self.spec.scores else scale)
 
     def mask(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes) -> BandMask:
@@ -284,13 +284,16 @@ class Fa3Program:
         kind = BandMask if self.spec.mask == "band" else StopMask
         return kind(band, self.tile, rows, lanes)
 
-    def scores(self, p: Fa3Params, scale: Float32, rows: PackedRows, lanes: GroupLanes) -> Scores:
+    def scores(self, p: Fa3Params, scale: Any, rows: PackedRows, lanes: GroupLanes) -> Scores:
         makers: dict[str, Callable[[], Scale | SoftCap | Alibi]] = {
-            "scale": lambda: Scale(scale),
+            "scale": lambda: self.scale_step(scale),
             "alibi": lambda: Alibi(self.tile, rows, lanes, p.num_qo_heads),
             "soft_cap": lambda: SoftCap(p.soft_cap),
         }
         return Scores([makers[name]() for name in self.spec.scores])
+
+    def scale_step(self, scale: Any) -> Scale:
+        return Scale(scale)
 
     def skipped(self, rows: PackedRows, stop: Int32, order: TileOrder, lanes: GroupLanes) -> Int32:
         """The right edge comes first in the order; of a group's rows, the last one sees most of it."""
@@ -375,9 +378,9 @@ class Fa3Program:
         while head_block >= 0:
             lanes = GroupLanes.of()
             q_rows = shared.q.address(q) + lanes.group * (ROWS * LINE)
-            self.ready_q(p, QueryTile.load(shared.record(q)), lanes, q_rows)
+            q_scale = self.ready_q(p, QueryTile.load(shared.record(q)), lanes, q_rows, scale)
             q_operand = self.tile.q_operand(q_rows)
-            math = self.math_work(p, QueryTile.load(shared.record(q)), lanes, scale, q_operand)
+            math = self.math_work(p, QueryTile.load(shared.record(q)), lanes, q_scale, q_operand)
             out, shift = self.tile.zeros(self.tile.d_blocks), [Float32(float("inf")) for _ in range(2)]
             total = [Float32(0.0) for _ in range(2)]
             if math.order.total > 0:
@@ -394,8 +397,9 @@ class Fa3Program:
             q = shared.q.next(q)
             head_block = self.next_tile(shared, q)
 
-    def ready_q(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, q_rows: Int32) -> None:
-        """16-bit rows are as they shall be."""
+    def ready_q(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, q_rows: Int32, scale: Float32) -> Any:
+        """16-bit rows are as they shall be; the scale of their scores."""
+        return scale
 
     def next_tile(self, shared: Shared, q: Place) -> Int32:
         shared.q.wait_full(q)

@@ -75,7 +75,7 @@ class Fp8Program(HelpedProgram):
         transposed = dataclasses.replace(common.v, writers=self.helpers)
         return Fp8Shared(common.q, common.k, transposed, common.records, arriving)
 
-    def softmax(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Float32) -> Fp8Softmax:
+    def softmax(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Any) -> Fp8Softmax:
         rows, scales = work.rows(p), []
         for slot in range(2):
             row_scale = self.row_scale(p, work, rows.head(lanes.row(self.memory, slot)))
@@ -88,7 +88,9 @@ class Fp8Program(HelpedProgram):
         return scale * head_scale(p.scale_k, self.kv_head(p, work)) * head_scale(p.scale_q, head)
 
     @cute.jit
-    def ready_q(self, p: Fa3Params, work: cutlass.Constexpr, lanes: GroupLanes, q_rows: Int32) -> None:
+    def ready_q(
+        self, p: Fa3Params, work: cutlass.Constexpr, lanes: GroupLanes, q_rows: Int32, scale: Float32
+    ) -> Float32:
         """Softmax wants scales above 0: rows with one below get the other sign. A product reads a warp's 16 rows for
         that warp alone.
         """
@@ -104,6 +106,7 @@ class Fp8Program(HelpedProgram):
                         ptx.st_shared_v4(half, offset, [word ^ Int32(SIGNS) for word in words])
             sm90.fence_async()
             ptx.sync_warp()
+        return scale
 
     def kv_head(self, p: Fa3Params, work: QueryTile) -> Int32:
         return Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(work.head_block)

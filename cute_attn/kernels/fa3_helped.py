@@ -25,7 +25,7 @@ class HelpedProgram(Fa3Program):
         raise NotImplementedError
 
     def help(self, shared: Shared, work: Any, at: Any, total: Int32, valid: Int32) -> Any:
-        """Makes the operands of a query tile's kv tiles, of the first of which `valid` keys exist; where the next are."""
+        """Makes the operands of `total` kv tiles, of the first of which `valid` keys exist; where the next are."""
         raise NotImplementedError
 
     def first_place(self) -> Any:
@@ -56,7 +56,7 @@ class HelpedProgram(Fa3Program):
     def compute(self, params: Fa3Params, shared: Shared, thread: Int32) -> None:
         if cutlass.const_expr(self.helpers == 3):
             self.do_math(params, shared)
-        else:  # noqa: PLR5501  (one when tracing, one at run time)
+        else:
             if thread < 128 + self.math_threads:
                 self.do_math(params, shared)
             else:

@@ -6,15 +6,18 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.boxes import Boxes
 from cute_attn.kernels.blocks.convert import Fp8
 from cute_attn.kernels.blocks.gather import NarrowPages
+from cute_attn.kernels.blocks.persistent import QueryTile
 from cute_attn.kernels.blocks.pipeline import Place, Ring, Shared, start
-from cute_attn.kernels.blocks.widen import P_DTYPE, Rows, WidenedTile, Widening
-from cute_attn.kernels.fa3 import Maps
+from cute_attn.kernels.blocks.softmax import OnlineSoftmax
+from cute_attn.kernels.blocks.wgmma import GroupLanes, GroupTile
+from cute_attn.kernels.blocks.widen import LEAST_SCALE, OPERAND, Normalisation, Rows, RowScale, RowSoftmax, Widening
+from cute_attn.kernels.fa3 import Fa3Params, Maps
 from cute_attn.kernels.fa3_helped import HELPER_BARRIER, HelpedProgram
 from cute_attn.kernels.memory import WidenedMemory
 from cute_attn.kernels.spec import Fa3Spec
@@ -54,8 +57,8 @@ class WidenedProgram(HelpedProgram):
         super().__init__(spec, arch)
         self.producers = 1
 
-    def group_tile(self) -> WidenedTile:
-        return WidenedTile(self.spec.dtype, self.memory)
+    def group_tile(self) -> GroupTile:
+        return GroupTile(OPERAND, self.memory)
 
     def shared(self, base: Int32) -> WidenedShared:
         memory, common, arriving = self.memory, super().shared(base), self.spec.tile.arriving
@@ -77,12 +80,29 @@ class WidenedProgram(HelpedProgram):
         k, v = self.memory.arriving_k_pitch, self.memory.arriving_v_pitch
         return Boxes(maps.k, 1, k, k), Boxes(maps.v, 1, v, v)
 
+    # --- q ----------------------------------------------------------------------------------------------------------
+
+    def ready_q(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, q_rows: Int32, scale: Float32) -> list[Float32]:
+        """A scale a row."""
+        if self.spec.dtype == OPERAND:
+            return [scale, scale]
+        return Normalisation(self.memory, lanes).run(q_rows, scale)
+
+    def softmax(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Any) -> OnlineSoftmax:
+        if self.spec.scores:
+            return OnlineSoftmax(self.tile, Float32(ptx.LOG2E))
+        scales = [ptx.fmax(x, Float32(LEAST_SCALE)) for x in scale]
+        return RowSoftmax(self.tile, scales[0], scales)
+
+    def scale_step(self, scale: Any) -> RowScale:
+        return RowScale(scale[0], scale)
+
     # --- widening ---------------------------------------------------------------------------------------------------
 
     def work(self, warp: Int32, lane: Int32) -> Widening:
         memory, stored = self.memory, self.spec.kv_dtype
-        k = Rows(memory.qk_columns, memory.arriving_k_pitch, Fp8(self.spec.dtype, stored, native=True))
-        v = Rows(memory.vo_columns, memory.arriving_v_pitch, Fp8(P_DTYPE, stored, native=True))
+        k = Rows(memory.qk_columns, memory.arriving_k_pitch, Fp8(OPERAND, stored, native=True))
+        v = Rows(memory.vo_columns, memory.arriving_v_pitch, Fp8(OPERAND, stored, native=True))
         return Widening(memory, warp, lane, self.helpers, HELPER_BARRIER, k, v)
 
     def first_place(self) -> Places:

@@ -103,13 +103,16 @@ class OnlineSoftmax:
     def rise(self, shift: list[Float32], s: list[Float32]) -> Risen:
         """`settle` for an output that is still being summed: the caller applies the factors."""
         slack, highs = Float32(SLACK), self.highs(s)
-        rises = [ptx.fma(high, self.log2_scale, old) > slack for high, old in zip(highs, shift, strict=True)]
+        rises = [
+            ptx.fma(high, self.scale(slot), old) > slack
+            for slot, (high, old) in enumerate(zip(highs, shift, strict=True))
+        ]
         some = cute.arch.vote_any_sync(cutlass.or_(rises[0], rises[1]))
         factors = [Float32(1.0) for _ in self.slots]
         if some:
             new = [
-                ptx.select(rise, Float32(0.0) - high * self.log2_scale, old)
-                for rise, high, old in zip(rises, highs, shift, strict=True)
+                ptx.select(rise, Float32(0.0) - high * self.scale(slot), old)
+                for slot, (rise, high, old) in enumerate(zip(rises, highs, shift, strict=True))
             ]
             factors = [
                 ptx.select(rise, ptx.exp2(a - b), Float32(1.0)) for rise, a, b in zip(rises, new, shift, strict=True)

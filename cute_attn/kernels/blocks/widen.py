@@ -1,7 +1,9 @@
 """fp8 K and V tiles, rows side by side as TMA brings them, to the 16-bit operands of wgmma: lines of 128 bytes of all
 rows, one column of 64 elements after the other, swizzled.
 
-P is rounded to fp16 whatever q is: it is below 2^14, and fp8 goes to fp16 in one instruction a pair, to bf16 in four.
+fp8 goes to fp16 in one instruction a pair, to bf16 in four. So operands are fp16 whatever q is: P, which is below 2^14;
+and q of bf16, its rows multiplied by powers of two that bring their largest number to 2^14. What is lost of q is below
+2^-39 of that.
 """
 
 from dataclasses import dataclass
@@ -12,22 +14,67 @@ from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm90
 from cute_attn.kernels.blocks.convert import Fp8
+from cute_attn.kernels.blocks.scores import Scale
 from cute_attn.kernels.blocks.smem import CHUNK
-from cute_attn.kernels.blocks.wgmma import GroupTile
+from cute_attn.kernels.blocks.softmax import OnlineSoftmax
+from cute_attn.kernels.blocks.wgmma import GroupLanes
 from cute_attn.kernels.memory import LINE, WidenedMemory
 
-P_DTYPE = "float16"
+OPERAND = "float16"
+HIGHEST = 14  # exponent of a row's largest number
+MOST = 100  # exponent of a row's factor: of rows of zeros, or nearly so
+LEAST_SCALE = 1e-30  # of scores: 0 would turn hidden ones into NaN
 EIGHT = 8  # rows, after which the swizzle repeats; a warp's four lanes a row read 64 elements
 
 
 @dataclass(frozen=True)
-class WidenedTile(GroupTile):
-    def accumulate(self, out: list[Float32], p: list[Int32], v: Int32) -> list[Float32]:
-        steps = range(0, self.memory.tile.cols * LINE, 16 * LINE)
-        return sm90.wgmma_from_registers(P_DTYPE, P_DTYPE, self.memory.head_dim_vo, p, v, steps, out)
+class RowSoftmax(OnlineSoftmax):
+    """Every row has a scale of its own."""
 
-    def probabilities(self, s: list[Float32]) -> list[Int32]:
-        return [ptx.pack_16(P_DTYPE, s[i], s[i + 1]) for i in range(0, len(s), 2)]
+    row_scales: list[Float32]
+
+    def scale(self, slot: int) -> Float32:
+        return self.row_scales[slot]
+
+
+@dataclass(frozen=True)
+class RowScale(Scale):
+    row_scales: list[Float32]
+
+    def apply(self, s: list[Float32], kv_start: Int32) -> list[Float32]:
+        return [x * self.row_scales[i % 4 // 2] for i, x in enumerate(s)]
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """Of a warp's 16 rows of q in shared memory, from bf16 to fp16, two lanes a row."""
+
+    memory: WidenedMemory
+    lanes: GroupLanes
+
+    def run(self, q_rows: Int32, scale: Float32) -> list[Float32]:
+        """What the scores of this lane's rows are multiplied by."""
+        lane = self.lanes.lane
+        at = q_rows + (self.lanes.warp * 16 + lane // 2) * LINE + lane % 2 * (LINE // 2)
+        pitch = self.memory.tile.rows * LINE
+        offsets = [column * pitch + 16 * i for column in range(self.memory.qk_columns) for i in range(4)]
+        largest = Int32(0)
+        for offset in offsets:
+            for word in ptx.ld_shared_v4(at, offset):
+                for number in (word, word << 16):  # as fp32, maybe with digits behind it
+                    largest = ptx.maximum(largest, number & Int32(0x7FFFFFFF))
+        largest = ptx.maximum(largest, ptx.shuffle_xor_b32(largest, 1))
+        exponent = ptx.minimum(Int32(HIGHEST + 127) - (largest >> 23), Int32(MOST))
+        factor, inverse = (ptx.from_bits((127 + x) << 23) for x in (exponent, Int32(0) - exponent))
+        for offset in offsets:
+            words = []
+            for word in ptx.ld_shared_v4(at, offset):
+                low, high = ptx.unpack_16("bfloat16", word)
+                words.append(ptx.pack_16(OPERAND, low * factor, high * factor))
+            ptx.st_shared_v4(at, offset, words)
+        sm90.fence_async()
+        ptx.sync_warp()
+        return [ptx.shuffle_from(scale * inverse, lane // 4 * 2 + 16 * slot) for slot in range(2)]
 
 
 @dataclass(frozen=True)
@@ -51,39 +98,22 @@ class Widening:
 
     @cute.jit
     def run(self, rows: cutlass.Constexpr, source: Int32, target: Int32) -> None:
-        """Eight rows of 64 elements at a time, read while those before them are converted."""
-        cols, (row, quarter) = self.memory.tile.cols, self.place
-        write = target + row * LINE + ((2 * quarter) ^ row) * CHUNK
-        units = cols // EIGHT * rows.columns
-        words = self.read(rows, source, self.warp)
-        for unit in cutlass.range(self.warp, units, self.warps, unroll=1):
-            following = self.read(rows, source, ptx.minimum(unit + self.warps, Int32(units - 1)))
-            pairs = [pair for word in words for pair in rows.kind.word(word)]
-            eight, column = self.part(rows, unit)
-            at = write + eight * (EIGHT * LINE) + column * (cols * LINE)
-            ptx.st_shared_v4(at, 0, pairs[:4])
-            ptx.st_shared_v4(at ^ Int32(CHUNK), 0, pairs[4:])
-            words = following
-
-    @property
-    def place(self) -> tuple[Int32, Int32]:
-        """Of this lane in a unit: row, and quarter of its 64 bytes."""
-        return self.lane >> 2, self.lane & 3
-
-    def part(self, rows: Rows, unit: Int32) -> tuple[Int32, Int32]:
-        """Which eight rows, and which of their columns. Odd rows take an even number of columns in another order: 8
-        lanes side by side then differ in bank, reading and writing.
+        """Eight rows at a time. Odd ones take an even number of columns in another order: 8 lanes side by side then
+        differ in bank, reading and writing.
         """
-        if rows.columns == 3:
-            eight = (unit * 43) >> 7  # a third, of up to 63
-            return eight, unit - eight * 3
-        eight, column = unit >> (rows.columns.bit_length() - 1), unit & (rows.columns - 1)
-        return eight, column ^ (self.place[0] & 1) if rows.columns > 1 else column
-
-    def read(self, rows: Rows, source: Int32, unit: Int32) -> list[Int32]:
-        (row, quarter), (eight, column) = self.place, self.part(rows, unit)
-        at = source + row * rows.pitch + quarter * CHUNK
-        return ptx.ld_shared_v4(at + eight * (EIGHT * rows.pitch) + column * (4 * CHUNK))
+        cols, columns, pitch = self.memory.tile.cols, rows.columns, rows.pitch
+        row, quarter = self.lane >> 2, self.lane & 3
+        read, write = source + row * pitch + quarter * CHUNK, target + row * LINE + ((2 * quarter) ^ row) * CHUNK
+        swapped = (row & 1) * (1 - columns % 2)
+        reads = [read + swapped * (sign * pitch // columns) for sign in (1, -1)]
+        writes = [write + swapped * (sign * cols * LINE) for sign in (1, -1)]
+        for i in cutlass.range(self.warp, cols // EIGHT, self.warps, unroll=1):
+            words = [ptx.ld_shared_v4(reads[c % 2] + i * (EIGHT * pitch), c * pitch // columns) for c in range(columns)]
+            for c in cutlass.range_constexpr(columns):
+                pairs = [pair for word in words[c] for pair in rows.kind.word(word)]
+                at = writes[c % 2] + i * (EIGHT * LINE)
+                ptx.st_shared_v4(at, c * cols * LINE, pairs[:4])
+                ptx.st_shared_v4(at ^ Int32(CHUNK), c * cols * LINE, pairs[4:])
 
     @cute.jit
     def clear(self, rows: cutlass.Constexpr, source: Int32, first: Int32) -> None:
