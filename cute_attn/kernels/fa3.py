@@ -521,7 +521,7 @@ class Fa3Program:
         if again:
             softmax = math.softmax
             # Afresh, lest everything that depends on them stay in registers.
-            q, k, kv_tile = (cute.arch.make_warp_uniform(x) for x in (math.q, k_at, kv_tile))
+            q, k, kv_tile = self.tile.afresh(math.q), *(cute.arch.make_warp_uniform(x) for x in (k_at, kv_tile))
             s = self.seen(math, sm90.wgmma_wait(0, self.tile.scores(q, k)), kv_tile, masked)
             risen = softmax.rise(shift, s)
             s = softmax.exponentials(s, risen.shift, may_be_empty=masked)

@@ -16,7 +16,16 @@ from cute_attn.kernels.blocks.persistent import QueryTile
 from cute_attn.kernels.blocks.pipeline import Place, Ring, Shared, start
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.wgmma import GroupLanes, GroupTile
-from cute_attn.kernels.blocks.widen import LEAST_SCALE, OPERAND, Normalisation, Rows, RowScale, RowSoftmax, Widening
+from cute_attn.kernels.blocks.widen import (
+    LEAST_SCALE,
+    OPERAND,
+    Normalisation,
+    RegisterTile,
+    Rows,
+    RowScale,
+    RowSoftmax,
+    Widening,
+)
 from cute_attn.kernels.fa3 import Fa3Params, Maps
 from cute_attn.kernels.fa3_helped import HELPER_BARRIER, HelpedProgram
 from cute_attn.kernels.memory import WidenedMemory
@@ -58,7 +67,7 @@ class WidenedProgram(HelpedProgram):
         self.producers = 1
 
     def group_tile(self) -> GroupTile:
-        return GroupTile(OPERAND, self.memory)
+        return (RegisterTile if self.spec.tile.q_registers else GroupTile)(OPERAND, self.memory)
 
     def shared(self, base: Int32) -> WidenedShared:
         memory, common, arriving = self.memory, super().shared(base), self.spec.tile.arriving

@@ -129,6 +129,7 @@ class HopperTile:
     `stages` K and V tiles and `q_stages` query tiles are in flight; of those that are widened, `arriving` more as they
     are stored. `ping_pong`: warpgroups take turns at issuing products, so that one's softmax runs under another's.
     `helpers`: warps that make operands, where TMA does not bring them; beyond three there is a warpgroup for them.
+    `q_registers`: math threads hold q there, and leave more of shared memory's bandwidth to the helpers.
     """
 
     rows: int
@@ -138,6 +139,7 @@ class HopperTile:
     ping_pong: bool = True
     arriving: int = 0
     helpers: int = 3
+    q_registers: bool = False
 
     @property
     def math_groups(self) -> int:
@@ -190,7 +192,7 @@ class Fa3Spec(KernelSpec):
     def registers(self) -> tuple[int, int]:
         """Of a producer and of a math thread: together what the CTA was launched with."""
         if self.tile.helpers > 3:
-            return 40, 216
+            return (32, 224) if self.tile.q_registers else (40, 216)
         if self.tile.math_groups == 3:
             return (56, 152) if self.kv == "gathered" else (32, 160)
         return (24, 240) if self.kv == "dense" and not self.kv_dtype else (40, 232)

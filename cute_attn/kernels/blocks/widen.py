@@ -15,9 +15,9 @@ from cutlass import Float32, Int32
 from cute_attn.kernels.blocks import ptx, sm90
 from cute_attn.kernels.blocks.convert import Fp8
 from cute_attn.kernels.blocks.scores import Scale
-from cute_attn.kernels.blocks.smem import CHUNK
+from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
-from cute_attn.kernels.blocks.wgmma import GroupLanes
+from cute_attn.kernels.blocks.wgmma import GroupLanes, GroupTile
 from cute_attn.kernels.memory import LINE, WidenedMemory
 
 OPERAND = "float16"
@@ -25,6 +25,27 @@ HIGHEST = 14  # exponent of a row's largest number
 MOST = 100  # exponent of a row's factor: of rows of zeros, or nearly so
 LEAST_SCALE = 1e-30  # of scores: 0 would turn hidden ones into NaN
 EIGHT = 8  # rows, after which the swizzle repeats; a warp's four lanes a row read 64 elements
+
+
+@dataclass(frozen=True)
+class RegisterTile(GroupTile):
+    """q in registers."""
+
+    def q_operand(self, address: Int32) -> list[Int32]:
+        lanes, q = GroupLanes.of(), []
+        row, half = lanes.warp * 16 + lanes.lane % 16, lanes.lane // 16
+        for step in range(self.memory.head_dim_qk // 16):
+            at = address + swizzled(row, half + step % 4 * 2, LINE)
+            q += ptx.ldmatrix_x4(at, step // 4 * self.memory.tile.rows * LINE)
+        return q
+
+    def afresh(self, q: list[Int32]) -> list[Int32]:
+        return q
+
+    def scores(self, q: list[Int32], k: Int32) -> list[Float32]:
+        cols = self.memory.tile.cols
+        steps = [step // 4 * cols * LINE + step % 4 * 32 for step in range(self.memory.head_dim_qk // 16)]
+        return sm90.wgmma_from_registers(self.dtype, self.dtype, cols, q, k, steps, k_major=True)
 
 
 @dataclass(frozen=True)
