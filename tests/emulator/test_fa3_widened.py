@@ -93,6 +93,25 @@ def test_every_number_is_exact(stored: torch.dtype, q_dtype: torch.dtype) -> Non
     torch.testing.assert_close(lse[:, 0], 4 * LOG2E * finite.float(), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_rows_of_any_size(head_dim: int, cap: float) -> None:
+    """q of bf16 becomes fp16: rows of zeros, of numbers below fp16's and above them, and rows that have both."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, 1, head_dim, generator=generator) for n in (140, 200, 200))
+    q *= 2.0 ** torch.linspace(-130, 4, 140).round()[:, None, None]
+    q[:, :, ::5] *= 2.0**-17
+    q[-8:] *= 2.0**18
+    q[7], k[:] = 0.0, k * 2.0**-16
+    q, k, v = q.bfloat16(), k.to(torch.float8_e5m2), v.to(torch.float8_e5m2)
+    options = {"causal": True, "logits_soft_cap": cap, "sm_scale": 1.0, "return_lse": True}
+    with using("sm_90a", kernels="fa3"):
+        out, lse = single_prefill_with_kv_cache(q, k, v, backend="emulator", **options)
+    expected = single_prefill_with_kv_cache(q, k, v, backend="reference", **options)
+    torch.testing.assert_close(out, expected[0], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=2e-3 if cap else 1e-5)
+
+
 def test_as_fa2() -> None:
     """Two kernels, one meaning: scales of q, k and v, windows, sinks and pages."""
     batch = batch_case.paged(
