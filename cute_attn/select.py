@@ -162,15 +162,11 @@ TABLE = (
         lambda f: f.q_dtype in FP8 and (f.soft_cap or f.pos_encoding_mode == "ALIBI"),
         {"fa3": No("its fp8 softmax knows neither", _WIDEN), "xqa": NO_FP8, "fa2": NO_FP8},
     ),
-    Row(
-        "k and v of an fp8 dtype",
-        lambda f: f.kv_dtype in FP8 and f.q_dtype in HALF,
-        {"fa3": No("it does not convert keys and values", 'backend="fa2"')},
-    ),
+    Row("k and v of an fp8 dtype", lambda f: f.kv_dtype in FP8 and f.q_dtype in HALF),
     Row(
         "NVFP4 k and v (kv_cache_sf)",
         lambda f: f.kv_block_scales,
-        {"fa3": No("it does not convert keys and values", 'backend="fa2"')},
+        {"fa3": No("it widens keys and values of 8 bits, no fewer", 'backend="fa2"')},
     ),
     Row(
         "NVFP4 k and v with a head dimension that is no multiple of 64",

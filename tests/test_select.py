@@ -45,6 +45,7 @@ def test_fa3_takes_many_rows_on_hopper(kv_source: str, head_dims: tuple[int, int
         {},
         {"custom_mask": True, "sinks": True, "soft_cap": True, "positive_scale": False, "o_dtype": torch.float32},
         {"pos_encoding_mode": "ALIBI", "num_qo_heads": 7, "num_kv_heads": 1},
+        *({"kv_dtype": dtype} for dtype in FP8),
     )
     for asked in changes:
         wanted = features._replace(**asked)
@@ -58,7 +59,6 @@ def test_fa3_takes_many_rows_on_hopper(kv_source: str, head_dims: tuple[int, int
     "asked",
     [
         {"pos_encoding_mode": "ROPE_LLAMA"},
-        {"kv_dtype": E4M3},
         {"kv_dtype": torch.uint8, "kv_block_scales": True},
         {"head_dim_qk": 80, "head_dim_vo": 80},
         {"head_dim_qk": 112, "head_dim_vo": 112},

@@ -11,23 +11,20 @@ from cute_attn import (
     BatchPrefillWithRaggedKVCacheWrapper,
     LayoutError,
     NotSupported,
-    select,
     single_prefill_with_kv_cache,
 )
 from cute_attn.backends import fa3_batch, fa3_kernels
 from cute_attn.emulator import Schedule, using
 from cute_attn.emulator.settings import Emulation
-from cute_attn.problem import Features
-from cute_attn.runtime.arch import named
 from tests import batch_case, case
 from tests.batch_case import BatchCase, dims, heads, paged, ragged
 from tests.case import Case
 from tests.matrix import BF16, CAUSAL, CUSTOM, HND, PACKED, SMALL, prefill
+from tests.narrow import CUDA, taken
 
 pytestmark = pytest.mark.emulator
 
 SCHEDULES = (Schedule("delayed", 1), Schedule("adversarial", 2))
-CUDA = torch.device("cuda")
 
 # Several tiles a CTA, all stages of the rings again, tiles that see nothing, boxes of one token.
 LONG: tuple[Case, ...] = (
@@ -57,10 +54,6 @@ GATHERED: tuple[BatchCase, ...] = (
 
 def name(value: Case | BatchCase | Schedule | int) -> str:
     return value.kind if isinstance(value, Schedule) else str(value) if isinstance(value, int) else value.id
-
-
-def taken(features: Features) -> bool:
-    return not select.reasons_against(select.BY_NAME["fa3"], features, named("sm_90a"))
 
 
 SINGLE = [problem for problem in SMALL if taken(case.features(problem, CUDA))]
