@@ -369,8 +369,8 @@ def _reasons_against_emulator(features: Features) -> list[Refusal]:
 
 
 def emulated(features: Features, arch: Arch, qo_len: int | None = None) -> Backend:
-    """The backend whose kernels stand for `features` on an emulated GPU of `arch`; NotSupported, in the emulator's name,
-    as `choose`. `qo_len`: query tokens of a request, where known.
+    """The backend whose kernels stand for `features` on an emulated GPU of `arch`; NotSupported as `choose`, but in the
+    emulator's name. `qo_len`: query tokens of a request, where known.
     """
     kernels = settings.current().kernels
     if kernels != "auto" and _named(kernels).capability is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -145,6 +146,30 @@ def test_scores_that_leap(head_dim: int, schedule: Schedule, dtype: torch.dtype)
     assert ran[0] < ran[1]
 
 
+@pytest.mark.parametrize("rise", [17, 60])
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+def test_one_row_that_rises(masked: bool, rise: int) -> None:
+    """By powers of two that fp32 holds, and fp16 does not, so that one warp of four sees it."""
+    q, k, v = (torch.randn(n, 1, 64, generator=torch.Generator().manual_seed(n)) for n in (150, 500, 501))
+    row = q[100] / q[100].norm()
+    q[100] = 8 * row  # 8 / sqrt(64) times what a key has of it is its score
+    k -= (k * row).sum(-1, keepdim=True) * row
+    q, k, v = q.half(), k.half(), v[:500].half()
+    keep = torch.rand(150, 500, generator=torch.Generator().manual_seed(0)) < 0.7
+    keep[100, 30], keep[:, :3] = True, False
+    mask = keep if masked else None
+    ran = []
+    for scale in (0.01, 1):
+        k[30] = (rise * math.log(2) * row * scale).half()
+        with using("sm_90a", kernels="fa3", sms=1) as emulation:
+            out, lse = single_prefill_with_kv_cache(q, k, v, custom_mask=mask, return_lse=True, backend="emulator")
+        expected = single_prefill_with_kv_cache(q, k, v, custom_mask=mask, return_lse=True, backend="reference")
+        torch.testing.assert_close(out, expected[0], rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(lse, expected[1], rtol=1e-3, atol=1e-3)
+        ran.append(products(emulation))
+    assert ran[0] < ran[1]
+
+
 def test_rows_that_see_nothing_yet() -> None:
     """Tiles that hide everything from some rows are not done again for them."""
     q, k, v = (torch.randn(n, 1, 64, generator=torch.Generator().manual_seed(n)).half() for n in (70, 400, 400))
@@ -181,6 +206,11 @@ def test_batches_in_sections(batch: BatchCase, schedule: Schedule, monkeypatch: 
     fa3_batch.tiling.cache_clear()
     solve_batch(batch, schedule, sms=1)
     fa3_batch.tiling.cache_clear()
+
+
+def test_sections_of_single_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fa3_kernels, "SECTION_BYTES", 1)
+    solve_single(prefill(150, 200, (6, 3), 64, **CAUSAL, seed=1), Schedule(), sms=4)  # settings that nobody has run
 
 
 def assert_cut(emulation: Emulation) -> None:
