@@ -32,9 +32,9 @@ LEAPS = chosen(FA3, "one_row or (leap and 128 and bfloat16)")
 MIXED = chosen(FA3, "(long and causal and (400 or 300x100 or ragged)) or (long and q300)")
 RAGGED = chosen(FA3, "test_long_batches and ragged")
 PAGED = chosen(FA3, "test_long_batches and paged-4x150")
-GATHER = chosen(FA3, "test_gathered_pages and (page_size=3 or page_size=12)")
+GATHER = chosen(FA3, "test_gathered_pages and (70x260 or slack)")
 CUTS = chosen(FA3, "test_cut")
-SECTIONS = chosen(FA3, "test_batches_in_sections and ragged")
+SECTIONS = chosen(FA3, "test_batches_in_sections and paged-4x150")
 
 HINDSIGHT = (
     Fault(
@@ -207,7 +207,7 @@ TILES = (
         "blocks/masks.py",
         "full_begin = (ptx.maximum(zero, high + self.left) + Int32(cols - 1)) // cols",
         "full_begin = ptx.maximum(zero, high + self.left) // cols",
-        chosen(FA3, "test_long and q300-k300"),
+        chosen(FA3, "test_long and q300-k700"),
     ),
 )
 
@@ -447,7 +447,7 @@ FP8_FAULTS = (
         "fa3_fp8.py",
         "scales.append(ptx.fmax(ptx.magnitude(row_scale), Float32(LEAST_SCALE)))",
         "scales.append(ptx.magnitude(row_scale))",
-        chosen(FP8, "sm_scale=0.0"),
+        chosen(FP8, "single-20-200"),
     ),
     Fault(
         "k's scale is that of the first head",

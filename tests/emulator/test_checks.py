@@ -9,7 +9,7 @@ import pytest
 
 from cute_attn.emulator import EmulatorError, GlobalMemory, Schedule, launch
 from cute_attn.emulator import errors as faults
-from cute_attn.emulator.isa.wgmma import RegisterFault
+from cute_attn.emulator.isa.wgmma import RegisterFault, WarpgroupFault
 from tests.emulator.micro.case import Text
 
 pytestmark = pytest.mark.emulator
@@ -291,6 +291,19 @@ def test_products() -> None:
 def test_registers_of_products(lines: tuple[str, ...], message: str) -> None:
     with pytest.raises(RegisterFault, match=message):
         run(product(*lines))
+
+
+@pytest.mark.parametrize("schedule", [Schedule(), Schedule("adversarial", 1)], ids=lambda schedule: schedule.kind)
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [("", "have not issued all products of warpgroup 0"), (PRODUCT, "issues another product than")],
+    ids=["fewer", "others"],
+)
+def test_warps_of_a_warpgroup_issue_the_same_products(other: str, message: str, schedule: Schedule) -> None:
+    start = ("setp.ge.u32 %p1, %me, 32;", "@%p1 bra OTHERS;", PRODUCT, "bra BOTH;", "OTHERS:", other, "BOTH:")
+    run(product(*ZEROS, W_FENCE, PRODUCT, W_COMMIT, W_WAIT, USE), schedule=schedule)
+    with pytest.raises(WarpgroupFault, match=message):
+        run(product(*ZEROS, W_FENCE, *start, W_COMMIT, W_WAIT, USE), schedule=schedule)
 
 
 def test_operands_need_a_proxy_fence() -> None:

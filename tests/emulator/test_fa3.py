@@ -36,6 +36,7 @@ LONG: tuple[Case, ...] = (
     prefill(200, 600, (2, 2), 128, **BF16),
     prefill(300, 100, (2, 2), 128, **CAUSAL, **BF16),
     prefill(300, 300, (1, 1), 128, **CAUSAL, **HND, window_left=40),
+    prefill(300, 700, (1, 1), 64, **CAUSAL, window_left=330),
     prefill(70, 500, (2, 1), 64, **PACKED, logits_soft_cap=3.0, pos_encoding_mode="ALIBI"),
     prefill(150, 400, (1, 1), (192, 128), **CUSTOM),
     prefill(150, 400, (1, 1), 256, **CAUSAL, **BF16),
@@ -146,9 +147,9 @@ def test_scores_that_leap(head_dim: int, schedule: Schedule, dtype: torch.dtype)
     assert ran[0] < ran[1]
 
 
-@pytest.mark.parametrize("rise", [17, 60])
+@pytest.mark.parametrize(("rise", "schedule"), [(17, SCHEDULES[1]), (60, Schedule())], ids=name)
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
-def test_one_row_that_rises(masked: bool, rise: int) -> None:
+def test_one_row_that_rises(masked: bool, rise: int, schedule: Schedule) -> None:
     """By powers of two that fp32 holds, and fp16 does not, so that one warp of four sees it."""
     q, k, v = (torch.randn(n, 1, 64, generator=torch.Generator().manual_seed(n)) for n in (150, 500, 501))
     row = q[100] / q[100].norm()
@@ -161,7 +162,7 @@ def test_one_row_that_rises(masked: bool, rise: int) -> None:
     ran = []
     for scale in (0.01, 1):
         k[30] = (rise * math.log(2) * row * scale).half()
-        with using("sm_90a", kernels="fa3", sms=1) as emulation:
+        with using("sm_90a", kernels="fa3", schedule=schedule, sms=1) as emulation:
             out, lse = single_prefill_with_kv_cache(q, k, v, custom_mask=mask, return_lse=True, backend="emulator")
         expected = single_prefill_with_kv_cache(q, k, v, custom_mask=mask, return_lse=True, backend="reference")
         torch.testing.assert_close(out, expected[0], rtol=2e-3, atol=2e-3)
