@@ -13,8 +13,8 @@ from cute_attn import select
 from cute_attn.problem import Features
 from cute_attn.runtime.arch import named
 from tests import batch_case, case
-from tests.batch_case import LSE_ROUNDING, BatchCase, random_batch_case
-from tests.case import Case
+from tests.batch_case import BatchCase, random_batch_case
+from tests.case import LSE_ROUNDING, Case
 from tests.matrix import random_case
 
 BACKENDS = ("fa2", "fa3")

@@ -31,10 +31,10 @@ def chosen(file: str, words: str) -> tuple[str, ...]:
 LEAPS = chosen(FA3, "one_row or (leap and 128 and bfloat16)")
 MIXED = chosen(FA3, "(long and causal and (400 or 300x100 or ragged)) or (long and q300)")
 RAGGED = chosen(FA3, "test_long_batches and ragged")
-PAGED = chosen(FA3, "test_long_batches and paged-4x150")
+BOXES = chosen(FA3, "test_long_batches and 130x500")
 GATHER = chosen(FA3, "test_gathered_pages and (70x260 or slack)")
 CUTS = chosen(FA3, "test_cut")
-SECTIONS = chosen(FA3, "test_batches_in_sections and paged-4x150")
+SECTIONS = chosen(FA3, "test_batches_in_sections")
 
 HINDSIGHT = (
     Fault(
@@ -125,8 +125,8 @@ HINDSIGHT = (
     Fault(
         "a lane's own maximum is its row's",
         "blocks/softmax.py",
-        "        return [reduce_quad(ptx.fmax, tree(ptx.fmax, [s[i] for i in self.columns(slot)])) for slot in self.slots]",
-        "        return [tree(ptx.fmax, [s[i] for i in self.columns(slot)]) for slot in self.slots]",
+        "return [reduce_quad(ptx.fmax, tree(ptx.fmax, [s[i] for i in self.columns(slot)])) for slot in self.slots]",
+        "return [tree(ptx.fmax, [s[i] for i in self.columns(slot)]) for slot in self.slots]",
         LEAPS,
     ),
     Fault(
@@ -288,6 +288,7 @@ PERSISTENT = (
         "head_block=ptx.select(item.qo_len == Int32(0), Int32(NO_WORK), head_block),",
         "head_block=head_block,",
         chosen(COMBINE, "fa3 and eager"),
+        "its tile has neither rows nor keys: nothing is written, and only time is lost",
     ),
     Fault(
         "Q is given up before its last product",
@@ -312,6 +313,7 @@ GATHERED = (
         "        sm90.fence_async()\n        ptx.sync_warp()\n",
         "        sm90.fence_async()\n",
         GATHER,
+        "the lanes of a warp go in step on the emulator; on a GPU they need not",
     ),
     Fault("a copy may still be under way", "blocks/gather.py", "ptx.cp_async_wait(0)", "ptx.cp_async_wait(1)", GATHER),
     Fault(
@@ -368,14 +370,14 @@ GATHERED = (
         "blocks/boxes.py",
         "within = token - self.page_size.quotient(token) * self.page_size.value",
         "within = Int32(0)",
-        chosen(FA3, "test_auto_takes_pages and 64"),
+        BOXES,
     ),
     Fault(
         "page numbers of boxes past the last are read",
         "blocks/boxes.py",
         "exists = cutlass.and_(row < self.cols, token < self.kv_end)",
         "exists = row < self.cols",
-        PAGED,
+        BOXES,
     ),
     Fault(
         "requests begin at the first key of all",
@@ -410,8 +412,8 @@ FP8_FAULTS = (
     Fault(
         "a transposed tile is not fenced",
         "fa3_fp8.py",
-        "                work.run(shared.arriving_v.address(v), shared.v.address(v))\n                sm90.fence_async()\n",
-        "                work.run(shared.arriving_v.address(v), shared.v.address(v))\n",
+        "work.run(shared.arriving_v.address(v), shared.v.address(v))\n                sm90.fence_async()\n",
+        "work.run(shared.arriving_v.address(v), shared.v.address(v))\n",
         EIGHT,
     ),
     Fault(

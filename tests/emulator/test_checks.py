@@ -51,6 +51,12 @@ BULK = (*BULK, "cp.async.bulk.wait_group 0;", "SKIP:")
 ARRIVE = "mbarrier.arrive.shared::cta.b64 _, [%r8];"
 FENCE = "fence.proxy.async;"
 
+COPIED = (
+    "mad.wide.u32 %rd9, %me, 4, %src;",
+    "cp.async.ca.shared.global [%r9], [%rd9], 4;",
+    "cp.async.wait_all;",
+)
+
 # name -> (what must be raised, part of the message, lines)
 WRONG: dict[str, tuple[type[EmulatorError], str, tuple[str, ...]]] = {
     "uninitialised shared": (faults.Uninitialised, "uninitialised shared", ("ld.shared.b32 %r1, [%r9];",)),
@@ -83,6 +89,7 @@ WRONG: dict[str, tuple[type[EmulatorError], str, tuple[str, ...]]] = {
             "ld.shared.b32 %r1, [%r9];",
         ),
     ),
+    "copies, then async read": (faults.ProxyFault, "fence.proxy.async", (*COPIED, "bar.sync 0;", *BULK)),
     "no mbarrier": (faults.BarrierFault, "no mbarrier", (ARRIVE,)),
     "mbarrier not visible": (
         faults.BarrierFault,
@@ -109,6 +116,7 @@ WRONG: dict[str, tuple[type[EmulatorError], str, tuple[str, ...]]] = {
 }
 
 RIGHT: dict[str, tuple[str, ...]] = {
+    "copies, then async read": (*COPIED, FENCE, "bar.sync 0;", *BULK),
     "write, barrier, read": (STORE, "bar.sync 0;", *OTHERS),
     "read, barrier, write": (STORE, "bar.sync 0;", *OTHERS, "bar.sync 0;", STORE),
     "write, fence by the writer, async read": (STORE, FENCE, "bar.sync 0;", *BULK),
