@@ -77,13 +77,13 @@ def report(faults: list[Fault], jobs: int) -> dict[str, object]:
                 survived = survives(fault, root)
             finally:
                 copies.put(root)
-            verdict = "noticed" if not survived else "equivalent" if fault.equivalent else "MISSED"
+            verdict = "noticed" if not survived else "excused" if fault.excuse else "MISSED"
             print(f"{verdict}: {fault.file}: {fault.what}", flush=True)
             row = {"file": fault.file, "fault": fault.what, "verdict": verdict}
-            return row | ({"equivalent": fault.equivalent} if fault.equivalent else {})
+            return row | ({"excuse": fault.excuse} if fault.excuse else {})
 
         rows += pool.map(fate, faults)
-    counts = {name: sum(row["verdict"] == name for row in rows) for name in ("noticed", "equivalent", "MISSED")}
+    counts = {name: sum(row["verdict"] == name for row in rows) for name in ("noticed", "excused", "MISSED")}
     return {**counts, "faults": rows}
 
 
