@@ -190,6 +190,18 @@ def test_rows_that_see_nothing_yet() -> None:
 
 
 @pytest.mark.parametrize("kernels", ["fa2", "fa3"])
+@pytest.mark.parametrize("cap", [1e-50, 1e-39, 1e38])
+def test_caps_without_a_reciprocal(kernels: str, cap: float) -> None:
+    """In fp32 the inverse of such a cap is infinite, or 0."""
+    q, k, v = (torch.randn(n, 1, 64, generator=torch.Generator().manual_seed(n)).half() for n in (20, 70, 70))
+    q[3] = 0.0
+    with using("sm_90a", kernels=kernels):
+        out = single_prefill_with_kv_cache(q, k, v, logits_soft_cap=cap, backend="emulator")
+    expected = single_prefill_with_kv_cache(q, k, v, logits_soft_cap=cap, backend="reference")
+    torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("kernels", ["fa2", "fa3"])
 def test_scale_below_fp32(kernels: str) -> None:
     """As a factor of the exponent it would be 0, and turn hidden scores into NaN."""
     q, k, v = (torch.randn(n, 1, 64, generator=torch.Generator().manual_seed(n)).half() for n in (70, 90, 90))
