@@ -123,12 +123,34 @@ PROBLEMS = {
     ),
     "decode": Problems("fa2", 132, (decode(1500, (4, 1), 64),)),
     "append": Problems("fa2", 1, (prefill(40, 300, (1, 1), 128, **BF16), prefill(40, 0, (1, 1), 128, **BF16))),
-    "hopper": Problems(
-        "fa3", 1, (prefill(260, 700, (1, 1), 128, mask="causal"), prefill(300, 40, (1, 1), 128, mask="causal"))
+    # Of Hopper's kernels: tiles done again (large scores), tiles that see nothing.
+    "ragged": Problems(
+        "fa3",
+        1,
+        (
+            ragged((140, 20), (400, 40), mask="causal", **dims(128)),
+            ragged((70,), (500,), mask="causal", sm_scale=2.0, **dims(128)),
+            ragged((600, 20), (60, 20), mask="causal", **dims(128)),
+        ),
     ),
-    "ragged": Problems("fa3", 1, (ragged((140, 20), (400, 40), mask="causal", **dims(128)),)),
-    "gathered": Problems("fa3", 1, (paged((140, 20), (400, 40), 3, mask="causal", **heads(1, 1)),)),
-    "fp8": Problems("fa3", 1, (Fp8Case((140, 20), (400, 40), (1, 1), scales="signed", causal=True, seed=2),)),
+    "gathered": Problems(
+        "fa3",
+        1,
+        (
+            paged((140, 20), (400, 40), 3, mask="causal", **heads(1, 1)),
+            paged((70,), (500,), 3, mask="causal", sm_scale=2.0, **heads(1, 1)),
+            paged((600, 20), (60, 20), 3, mask="causal", **heads(1, 1)),
+        ),
+    ),
+    "fp8": Problems(
+        "fa3",
+        1,
+        (
+            Fp8Case((140, 20), (400, 40), (1, 1), scales="signed", causal=True, seed=2),
+            Fp8Case((70,), (500,), (1, 1), causal=True, sm_scale=1.0),
+            Fp8Case((600, 20), (60, 20), (1, 1), causal=True),
+        ),
+    ),
     "xqa": Problems("xqa", 2, (batch_decode((300, 5, 0, 700), kv_dtype=E4M3, **heads(2, 1), **dims(128)),)),
 }
 
