@@ -245,8 +245,8 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
     (
         "mbarrier wait removed",
         lambda ptx, mutant: GATHERS in ptx and mutant.site in (7, 11, 13),
-        "of gathered tiles the threads that bring a V bring the next K with it, for which was waited already; who passes "
-        "over a tile waits for its V",
+        "of gathered tiles the threads that bring a V bring the next K with it, for which was waited already; who "
+        "passes over a tile waits for its V",
     ),
 )
 
