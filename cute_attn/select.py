@@ -22,11 +22,10 @@ from cute_attn.kernels.tiles_sm90 import FP8_HEAD_DIMS
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Features, Problem, Settings
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime.arch import Arch
+from cute_attn.settle import FP8, HALF
 
 logger = logging.getLogger(__name__)
 
-HALF = (torch.float16, torch.bfloat16)
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FA2_HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (256, 256), (192, 128))
 XQA_HEAD_DIMS = "64, 128 and 256"
 NARROW_HEAD_DIMS = ((80, 80), (112, 112))  # no multiples of 32 columns
@@ -316,9 +315,9 @@ def rows_class(features: Features, qo_len: int) -> int:
 
 def known(backend: Any) -> str:
     """The name of a backend, or "auto"; anything else is refused."""
-    if backend != "auto":
-        _named(backend)
-    return str(backend)
+    if isinstance(backend, str) and backend == "auto":
+        return "auto"
+    return _named(backend).name
 
 
 def choose(features: Features, backend: str = "auto", arch: Arch | None = None, rows: int | None = None) -> Backend:
@@ -423,7 +422,7 @@ def support_table() -> str:
 
 
 def _candidates(features: Features, backend: Any, rows: int | None) -> tuple[Backend, ...]:
-    if backend == "auto":
+    if known(backend) == "auto":
         return tuple(b for b in BACKENDS if features.device.type in b.auto_on and not b.slow(features, rows))
     return (_named(backend),)
 

@@ -24,8 +24,35 @@ GUARD = 4096  # poisoned elements before and after every tensor
 EMPTY_ROW_STEP = 7  # rows 0, 7, 14, ... of a custom mask see nothing
 
 
+class Numbers:
+    """What follows from the numbers of a case, single request or batch."""
+
+    head_dim_qk: int
+    logits_soft_cap: float
+    sm_scale: float | None
+    q_scale: float | None
+    k_scale: float | None
+
+    @property
+    def q_gain(self) -> float:
+        """Standard deviation of q: high enough for a few keys to carry a row, so that losing one shows.
+
+        Not so under a soft cap: tanh.approx is off by 2^-11 of its value, which at a gain of 2.5 would move
+        o by 4e-3, twice the tolerance of fp16. For the same reason ALiBi, whose logits reach any cap, comes
+        only with a cap of 3.
+        """
+        return 1.0 if self.logits_soft_cap > 0 else 2.5
+
+    @property
+    def scale(self) -> float:
+        """What multiplies q·k."""
+        default = 1 / math.sqrt(self.head_dim_qk)
+        scales = (default if self.sm_scale is None else self.sm_scale, self.q_scale, self.k_scale)
+        return math.prod(s for s in scales if s is not None)
+
+
 @dataclass(frozen=True)
-class Case:
+class Case(Numbers):
     """One call of `single_prefill_with_kv_cache` or, with kind "decode", of `single_decode_with_kv_cache`.
 
     `mask`: "custom" is a bool mask, "packed" the same packed by `packbits(..., "little")`.
@@ -64,23 +91,6 @@ class Case:
     storage: str = "dense"
     return_lse: bool = True
     seed: int = 0
-
-    @property
-    def q_gain(self) -> float:
-        """Standard deviation of q: high enough for a few keys to carry a row, so that losing one shows.
-
-        Not so under a soft cap: tanh.approx is off by 2^-11 of its value, which at a gain of 2.5 would move
-        o by 4e-3, twice the tolerance of fp16. For the same reason ALiBi, whose logits reach any cap, comes
-        only with a cap of 3.
-        """
-        return 1.0 if self.logits_soft_cap > 0 else 2.5
-
-    @property
-    def scale(self) -> float:
-        """What multiplies q·k."""
-        default = 1 / math.sqrt(self.head_dim_qk)
-        scales = (default if self.sm_scale is None else self.sm_scale, self.q_scale, self.k_scale)
-        return math.prod(s for s in scales if s is not None)
 
     @property
     def id(self) -> str:
@@ -312,7 +322,7 @@ class Result:
     detail: str  # what is wrong first, empty if ok
 
 
-def lse_rounding(case: Case) -> float:
+def lse_rounding(case: Numbers) -> float:
     """Of an lse, relative to it. Hopper keeps few bits of sums of fp8 products: see `tests.fp8_case`."""
     return 2**-8 if case.dtype == "float8_e4m3fn" else LSE_ROUNDING
 

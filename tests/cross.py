@@ -62,7 +62,7 @@ Pair = tuple[torch.Tensor, torch.Tensor | None]
 
 def differences(problem: Case | BatchCase, a: Pair, b: Pair) -> str:
     """Where the answers of two backends are further apart than two right ones can be, or ""."""
-    o_tol, lse_tol = case.tolerance(problem)  # type: ignore[arg-type]
+    o_tol, lse_tol = case.tolerance(problem)
     o, other = a[0].double(), b[0].double()
     wrong = [] if bool(((o - other).abs() <= 2 * o_tol * (1 + o.abs())).all()) else ["out"]  # NaN is wrong
     if a[1] is not None and b[1] is not None:

@@ -31,16 +31,11 @@ from tests.batch_case import (
     refusals,
     wrapper,
 )
+from tests.gpu import marks
 from tests.graphs import Captured, assert_plans_in_a_row_do_not_race, cuda_graph
 from tests.matrix import poisoned_memory
 
-HAS_SM80 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.sm80,
-    pytest.mark.skipif(not HAS_SM80, reason="needs a CUDA device of compute capability 8.0 or later"),
-]
+pytestmark = marks.SM80
 
 RANDOM = int(os.environ.get("CUTE_ATTN_TEST_BATCHES", "400"))
 FUZZED = int(os.environ.get("CUTE_ATTN_TEST_FUZZED", "10000"))

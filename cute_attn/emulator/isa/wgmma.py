@@ -83,7 +83,7 @@ class Product:
     def _added(self, g: Gang, spread: Array) -> list[Array]:
         olds = None if self.old is None else [_settled(x) for x in self.old]
         if not self.half:
-            values = spread.astype(np.float32)
+            values: list[Array] = list(spread.astype(np.float32))
             return [v if olds is None else v + olds[i].view(np.float32) for i, v in enumerate(values)]
         found = []
         for i in range(0, len(spread), 2):
