@@ -16,7 +16,8 @@ from cute_attn.kernels.memory import HopperMemory
 from cute_attn.kernels.spec import HopperTile
 from perf import search
 from perf.search import Rates
-from tests.batches import Batch, build
+from tests.batch_case import dims, ragged
+from tests.batches import build
 
 ROOT = Path(__file__).parents[1]
 START = HopperTile(128, 64)
@@ -89,7 +90,7 @@ def test_climbing_ends_in_time() -> None:
 
 def test_forced_tiles_are_what_plans_take() -> None:
     """Of a workload that was planned before, and is planned afterwards."""
-    settings = build(Batch(dims=(64, 64))).problem.settings
+    settings = build(ragged((9,), (40,), **dims(64))).problem.settings
 
     def planned() -> HopperTile:
         return fa3_batch.tiling(settings, 64, 1024, 132)[0]
