@@ -323,8 +323,13 @@ class Result:
     detail: str  # what is wrong first, empty if ok
 
 
+def lse_rounding(case: Numbers) -> float:
+    """Of an lse, relative to it. Hopper keeps few bits of sums of fp8 products: see `tests.fp8_case`."""
+    return 2**-8 if case.dtype == "float8_e4m3fn" else LSE_ROUNDING
+
+
 def tolerance(case: Case) -> tuple[float, float]:
-    """(o, lse): |o - ref| <= o * (1 + |ref|); |lse - ref| <= lse + LSE_ROUNDING * |ref|.
+    """(o, lse): |o - ref| <= o * (1 + |ref|); |lse - ref| <= lse + lse_rounding * |ref|.
 
     lse is wider where the arithmetic has a reason to be:
     - tanh.approx.f32 is off by up to 2^-11 of its value, so a capped logit by up to 2^-11 * cap.
@@ -362,7 +367,7 @@ def check(case: Case, out: torch.Tensor, lse: torch.Tensor | None) -> Result:
     o_error, detail = _compare("o", out.reshape(o_ref.shape), o_ref, 1 + o_ref.abs(), o_tol, empty[..., None])
     if lse is None:
         return Result(not detail, o_error, 0.0, detail)
-    unit = 1 + LSE_ROUNDING / lse_tol * lse_ref.masked_fill(empty, 0.0).abs()
+    unit = 1 + lse_rounding(case) / lse_tol * lse_ref.masked_fill(empty, 0.0).abs()
     lse_error, lse_detail = _compare("lse", lse.reshape(shape), lse_ref, unit, lse_tol, empty)
     detail = "; ".join(filter(None, (detail, lse_detail)))
     return Result(not detail, o_error, lse_error, detail)
