@@ -157,15 +157,11 @@ TABLE = (
         lambda f: f.q_dtype in FP8 and (f.head_dim_qk, f.head_dim_vo) not in FP8_HEAD_DIMS,
         {"fa3": No("it has no fp8 tiles for them", _WIDEN), "xqa": NO_FP8, "fa2": NO_FP8},
     ),
-    Row(
-        "k and v of an fp8 dtype",
-        lambda f: f.kv_dtype in FP8 and f.q_dtype in HALF,
-        {"fa3": No("it does not convert keys and values", 'backend="fa2"')},
-    ),
+    Row("k and v of an fp8 dtype", lambda f: f.kv_dtype in FP8 and f.q_dtype in HALF),
     Row(
         "NVFP4 k and v (kv_cache_sf)",
         lambda f: f.kv_block_scales,
-        {"fa3": No("it does not convert keys and values", 'backend="fa2"')},
+        {"fa3": No("it widens keys and values of 8 bits, no fewer", 'backend="fa2"')},
     ),
     Row(
         "NVFP4 k and v with a head dimension that is no multiple of 64",
@@ -358,19 +354,22 @@ def _reasons_against_emulator(features: Features) -> list[Refusal]:
     try:
         emulated(features, arch)
     except NotSupported as err:
-        return [Refusal("emulator", *refusal[1:]) for refusal in err.refusals]
+        return list(err.refusals)
     return []
 
 
 def emulated(features: Features, arch: Arch, qo_len: int | None = None) -> Backend:
-    """The backend whose kernels stand for `features` on an emulated GPU of `arch`; NotSupported as `choose`. `qo_len`:
-    query tokens of a request, where known.
+    """The backend whose kernels stand for `features` on an emulated GPU of `arch`; NotSupported as `choose`, but in the
+    emulator's name. `qo_len`: query tokens of a request, where known.
     """
     kernels = settings.current().kernels
     if kernels != "auto" and _named(kernels).capability is None:
         raise LayoutError(f"kernels of an emulation must be 'auto' or a GPU's backend, got {kernels!r}")
     rows = None if qo_len is None else qo_len * (features.num_qo_heads // features.num_kv_heads)
-    return choose(features._replace(device=torch.device("cuda")), kernels, arch, rows)
+    try:
+        return choose(features._replace(device=torch.device("cuda")), kernels, arch, rows)
+    except NotSupported as err:
+        raise NotSupported([Refusal(EMULATOR.name, *refusal[1:]) for refusal in err.refusals]) from None
 
 
 def explain(asked: Features | Problem, arch: Arch | None = None, rows: int | None = None) -> str:

@@ -1,22 +1,32 @@
-"""Prefill of batches with q, k and v in e4m3, TFLOP/s: `python -m perf.fp8 --out perf/results/fp8.json`."""
+"""Prefill of batches with q, k and v in e4m3, or k and v alone: `python -m perf.fp8 --out perf/results/fp8.json`."""
 
 from dataclasses import replace
 
 from perf.batch_workloads import equal
 from perf.bench import main
 
-LONG, MIDDLE, SHORT = (1, 16384, (16, 16)), (4, 4096, (32, 8)), (16, 1024, (32, 8))
-WORKLOADS = [
-    replace(equal(batch_size, length, length, heads, head_dim, page_size, causal), dtype="e4m3", kv_dtype="e4m3")
-    for head_dim, page_size, batches in (
-        (128, 0, (LONG, MIDDLE, SHORT)),
-        (128, 16, (LONG, MIDDLE, SHORT)),
-        (64, 0, (LONG, MIDDLE)),
-        (256, 0, (LONG, MIDDLE)),
-    )
-    for batch_size, length, heads in batches
+LENGTHS = ((1, 16384, (16, 16)), (4, 4096, (32, 8)), (16, 1024, (32, 8)))
+EQUAL = [
+    equal(batch_size, length, length, heads, 128, page_size, causal, kv_dtype="e4m3")
+    for page_size in (0, 16)
+    for batch_size, length, heads in LENGTHS
     for causal in (False, True)
 ]
+OTHER_DIMS = [
+    equal(batch_size, length, length, heads, head_dim, causal=causal, kv_dtype="e4m3")
+    for head_dim in (64, 256)
+    for batch_size, length, heads in LENGTHS[:2]
+    for causal in (False, True)
+]
+ALIKE = [replace(w, dtype="e4m3") for w in (*EQUAL, *OTHER_DIMS)]
+WIDENED = [
+    *EQUAL,
+    *(equal(4, 4096, 4096, (32, 8), 128, page_size, causal=True, kv_dtype="e4m3") for page_size in (1, 64)),
+    *(equal(4, 512, 16384, (32, 8), 128, page_size, causal=True, kv_dtype="e4m3") for page_size in (1, 16, 64)),
+    equal(4, 4096, 4096, (32, 8), 64, 16, causal=True, kv_dtype="e4m3"),
+    equal(4, 4096, 4096, (16, 8), 256, 16, causal=True, kv_dtype="e4m3"),
+]
+WORKLOADS = [*ALIKE, *WIDENED]
 
 if __name__ == "__main__":
     raise SystemExit(main("fp8", WORKLOADS))

@@ -42,6 +42,8 @@ def decode(kv_len: int, heads: tuple[int, int] = (2, 1), dim: int = 64, **rest: 
 
 BF16: dict[str, Any] = {"dtype": "bfloat16"}
 HND: dict[str, Any] = {"kv_layout": "HND"}
+E4M3: dict[str, Any] = {"kv_dtype": "float8_e4m3fn"}
+E5M2: dict[str, Any] = {"kv_dtype": "float8_e5m2"}
 CAUSAL: dict[str, Any] = {"mask": "causal"}
 CUSTOM: dict[str, Any] = {"mask": "custom"}
 PACKED: dict[str, Any] = {"mask": "packed"}
@@ -105,6 +107,10 @@ SMALL: tuple[Case, ...] = (
     prefill(17, 33, (1, 1), sm_scale=1.0, k_scale=0.5, v_scale=-1.25),
     prefill(17, 33, (1, 1), 128, **BF16, k_scale=1.5, v_scale=0.75, tensor_scales=True),
     prefill(9, 17, o_dtype="bfloat16"),
+    # keys and values of 8 bits
+    prefill(65, 129, (2, 1), 128, **BF16, **E4M3, **CAUSAL),
+    prefill(33, 65, (2, 2), 64, **E5M2, **HND, storage="padded", k_scale=0.5, v_scale=1.25),
+    prefill(17, 65, (2, 1), 96, **E4M3, **PACKED),
     # RoPE
     prefill(33, 65, **ROPE),
     prefill(17, 127, (2, 1), 128, **ROPE, **CAUSAL, **BF16, rope_theta=5e5, rope_scale=8.0),

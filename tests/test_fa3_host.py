@@ -14,6 +14,7 @@ from cute_attn.backends.fa3_params import Launched, Parameters
 from cute_attn.emulator import using
 from cute_attn.emulator.tensormap import TensorMap, decode
 from cute_attn.kernels import tiles_sm90
+from cute_attn.kernels.memory import HopperMemory, WidenedMemory
 from cute_attn.kernels.spec import CombineSpec, Fa3Spec
 from cute_attn.problem import Problem
 from cute_attn.runtime import tensormap
@@ -88,7 +89,7 @@ def test_empty_and_single_axes() -> None:
 )
 def test_what_tensor_maps_cannot_hold(address: int, strides: tuple[int, ...]) -> None:
     with pytest.raises(ArgumentError, match="TMA needs"):
-        tensormap.encode("float16", address, (64, 8), strides, (64, 8))
+        tensormap.encode("float16", address, (64, 8), strides, (64, 8), tensormap.SWIZZLE_128B)
 
 
 def test_parameter_blocks_follow_the_kernel() -> None:
@@ -182,8 +183,9 @@ def test_sections_of_a_batch(sms: int, kv_len: int, resident: int, monkeypatch: 
 
 def test_every_tile_is_a_default_kernel() -> None:
     compiled = {(s.head_dim_qk, s.head_dim_vo, s.tile) for s in tiles_sm90.default_specs() if isinstance(s, Fa3Spec)}
-    for (dim_qk, dim_vo), tiles in tiles_sm90.candidates().items():
-        assert {(dim_qk, dim_vo, tile) for tile in tiles} <= compiled
+    for candidates in (tiles_sm90.candidates(), tiles_sm90.candidates(widened=True)):
+        for (dim_qk, dim_vo), tiles in candidates.items():
+            assert {(dim_qk, dim_vo, tile) for tile in tiles} <= compiled
 
 
 @pytest.mark.parametrize("dims", tiles_sm90.HEAD_DIMS)
@@ -228,6 +230,39 @@ def test_fp8_tensor_maps_and_scales() -> None:
     values = parameters.values(problem, parameters.target(problem), launched)
     assert values[-3:] == (scale_q.data_ptr(), scale_k.data_ptr(), scale_v.data_ptr())
     assert -0.5 * 1.4426950408889634 in values
+
+
+@pytest.mark.parametrize(("dim", "line"), [(64, 64), (96, 128), (128, 128), (256, 256)])
+@pytest.mark.parametrize("page_size", [0, 16, 128])
+def test_tensor_maps_of_keys_to_be_widened(dim: int, line: int, page_size: int) -> None:
+    """Bytes, whole rows in a box, not swizzled: the warps that widen them read them."""
+    kinds = {"dtype": "bfloat16", "kv_dtype": "float8_e5m2", "cache": "strided", **heads(6, 2), **dims(dim)}
+    lengths = (1,) * 3, (40, 0, 300)
+    problem = build(paged(*lengths, page_size, **kinds) if page_size else ragged(*lengths, **kinds)).problem
+    features = problem.settings.features
+    tile = fa3_kernels.tile(features, False, page_size)
+    parameters = Parameters(problem.settings, tile, 1)
+    q, k = (decode(of(x)(x.data_ptr())) for of, x in ((parameters.q_map, problem.q), (parameters.kv_map, problem.k)))
+    assert (q.swizzle, k.swizzle) == (3, 0)
+    assert (q.item_bytes, k.item_bytes) == (2, 1)
+    assert q.box[0] == 64
+    assert k.box == (line, min(page_size or tile.cols, tile.cols), 1, 1)
+    strides = problem.k.stride()
+    assert k.strides[:2] == ((strides[1], strides[2]) if page_size else (strides[0], strides[1]))
+    spec = fa3_kernels.spec(features, False, tile, page_size=page_size)
+    assert (spec.dtype, spec.kv_dtype) == ("bfloat16", "float8_e5m2")
+
+
+def test_tiles_that_wait_to_be_widened_fit_shared_memory() -> None:
+    """Behind the others, each in rings of its own."""
+    for (dim_qk, dim_vo), tiles in tiles_sm90.candidates(widened=True).items():
+        for tile in tiles:
+            memory = HopperMemory.of(Fa3Spec("float16", "float16", dim_qk, dim_vo, kv_dtype="float8_e5m2", tile=tile))
+            assert isinstance(memory, WidenedMemory)
+            assert tile.arriving > 0
+            narrow = tile.arriving * tile.cols * (memory.qk_columns + memory.vo_columns) * 64
+            assert memory.barriers == memory.v_ring + tile.stages * memory.v_bytes + narrow
+            assert memory.bytes <= 227 * 1024
 
 
 def test_a_plan_makes_its_counters(monkeypatch: pytest.MonkeyPatch) -> None:

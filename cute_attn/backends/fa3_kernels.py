@@ -35,6 +35,7 @@ def spec(
         split=split,
         schedule="items" if batched(features) else "grid",
         kv=kv_source(features, page_size),
+        kv_dtype=fa2_kernels.kv_dtype(features),
         tile=tile,
     )
 
@@ -50,13 +51,18 @@ def kv_source(features: Features, page_size: int) -> str:
         return "dense"
     if features.q_dtype in FP8:
         return "paged"  # the warps that would gather rows transpose V
-    return tiles_sm90.page_source((features.head_dim_qk, features.head_dim_vo), page_size)
+    return tiles_sm90.page_source((features.head_dim_qk, features.head_dim_vo), page_size, widened(features))
 
 
 def tile(features: Features, window: bool, page_size: int = SMALL_PAGE) -> HopperTile:
     plain = not features.custom_mask and not scores(features) and not window
     dims = features.head_dim_qk, features.head_dim_vo
-    return tiles_sm90.choose(dims, plain, kv_source(features, page_size), features.q_dtype in FP8)
+    return tiles_sm90.choose(dims, plain, kv_source(features, page_size), features.q_dtype in FP8, widened(features))
+
+
+def widened(features: Features) -> bool:
+    """Keys and values have fewer bits than q."""
+    return features.kv_dtype != features.q_dtype
 
 
 def heads_per_tile(features: Features, qo_len: int, rows: int) -> int:

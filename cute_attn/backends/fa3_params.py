@@ -56,10 +56,9 @@ class Parameters(fa2_params.Parameters):
         self.group, self.num_kv_heads = heads, features.num_qo_heads // heads
         kv_group = self.num_kv_heads // features.num_kv_heads
         self.head_numbers = features.num_qo_heads, *divided(heads), *divided(kv_group)
-        self.dtype = str(features.q_dtype).removeprefix("torch.")
+        self.dtype, self.kv_dtype = (map_dtype(dtype) for dtype in (features.q_dtype, features.kv_dtype))
         self.line_items = LINE // self.itemsize
         if self.itemsize == 1:
-            self.dtype = "uint8"  # to a tensor map
             unit = 1.0 if fa3_kernels.scores(features) else fa2_params.LOG2E
             self.score_numbers = settings.sm_scale * unit, settings.logits_soft_cap  # a scale alone is softmax's
         self.box_rows = math.gcd(settings.page_size, tile.cols) if self.paged else tile.cols
@@ -113,7 +112,7 @@ class Parameters(fa2_params.Parameters):
 
     def strides(self, k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
         """Bytes from a page, a token and a head to the next, of k, then of v."""
-        return tuple(x.stride(axis) * self.itemsize for x in (k, v) for axis in (0, self.token, self.head))
+        return tuple(x.stride(axis) * self.kv_itemsize for x in (k, v) for axis in (0, self.token, self.head))
 
     def q_map(self, q: torch.Tensor) -> Map:
         """[d, heads of a tile, tokens, blocks of heads] of q [tokens, heads, d], or [heads, d] of one token."""
@@ -125,19 +124,29 @@ class Parameters(fa2_params.Parameters):
             (q.shape[-1], self.group, tokens, self.num_kv_heads),
             (head, token, head * self.group),
             (self.line_items, self.group, self.tile.rows // self.group, 1),
+            tensormap.SWIZZLE_128B,
         )
 
     def kv_map(self, x: torch.Tensor) -> Map:
         """[d, tokens, heads, pages] of k or v."""
-        shape, strides = x.shape, [stride * self.itemsize for stride in x.stride()]
+        shape, strides = x.shape, [stride * self.kv_itemsize for stride in x.stride()]
+        columns, swizzle = 1, tensormap.SWIZZLE_128B
+        if self.kv_itemsize < self.itemsize:  # rows to be widened
+            columns, swizzle = -(-shape[-1] // self.line_items), tensormap.SWIZZLE_NONE
         pages, page = (shape[0], strides[0]) if self.paged else (1, 16)
         return tensor_maps(
             self.encoder,
-            self.dtype,
+            self.kv_dtype,
             (shape[-1], shape[self.token], shape[self.head], pages),
             (strides[self.token], strides[self.head], page),
-            (self.line_items, self.box_rows, 1, 1),
+            (columns * self.line_items, self.box_rows, 1, 1),
+            swizzle,
         )
+
+
+def map_dtype(dtype: torch.dtype) -> str:
+    """To a tensor map, fp8 is bytes."""
+    return "uint8" if dtype.itemsize == 1 else str(dtype).removeprefix("torch.")
 
 
 def divided(value: int) -> tuple[int, int, int]:
@@ -151,16 +160,18 @@ def encoder(device_type: str) -> Encoder:
     if device_type == "cpu":
         from cute_attn.emulator.tensormap import encode_tiled
 
-        return functools.partial(encode_tiled, swizzle=tensormap.SWIZZLE_128B, l2=tensormap.L2_PROMOTION_256B)
+        return functools.partial(encode_tiled, l2=tensormap.L2_PROMOTION_256B)
     return tensormap.encode
 
 
 @functools.lru_cache(FORMS)
 def tensor_maps(
-    encode: Encoder, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+    encode: Encoder, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
 ) -> Map:
     """Of tensors of one form, remembered by their addresses. The stride of an axis of one is nobody's business, and a
     tensor without tokens is not read."""
     strides = tuple(stride if size > 1 else 16 for stride, size in zip(strides, sizes[1:], strict=True))
     sizes = tuple(max(size, 1) for size in sizes)
-    return functools.lru_cache(ADDRESSES)(lambda address: encode(dtype, address or 16, sizes, strides, box))
+    return functools.lru_cache(ADDRESSES)(
+        lambda address: encode(dtype, address or 16, sizes, strides, box, swizzle=swizzle)
+    )

@@ -22,25 +22,25 @@ from cutlass.experimental.cuda.tensor_map import TensorMap, TensorMapSwizzle, cr
 from cute_attn.kernels.blocks import gather, ptx, sm90
 from cute_attn.kernels.blocks.boxes import Boxes, DenseBoxes, PagedBoxes
 from cute_attn.kernels.blocks.epilogue import Finish, Partials, Target, Unfinished
-from cute_attn.kernels.blocks.gather import GatheredPages, PageRows
+from cute_attn.kernels.blocks.gather import GatheredPages, NarrowPages, PageRows
 from cute_attn.kernels.blocks.masks import BandMask, PackedMask, StopMask, TileOrder
 from cute_attn.kernels.blocks.persistent import NOTHING, Draws, GridTiles, ItemTiles, QueryTile, TeamDraws
-from cute_attn.kernels.blocks.pipeline import Place, Ring, start
+from cute_attn.kernels.blocks.pipeline import Place, Ring, Shared, start
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, zeros
 from cute_attn.kernels.blocks.scores import Alibi, RowScales, Scale, Scores, SoftCap
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.store import GroupStore
 from cute_attn.kernels.blocks.wgmma import ROWS, AnyLanes, GroupLanes, GroupTile
-from cute_attn.kernels.memory import LINE, RECORD_BYTES, HopperMemory
-from cute_attn.kernels.spec import Fa3Spec
+from cute_attn.kernels.memory import LINE, HopperMemory
+from cute_attn.kernels.spec import KV_BITS, Fa3Spec
 from cute_attn.kernels.work import NO_PARTIAL
 
 MATH_BARRIER = 4  # named barrier of all math threads; 1 to 3 are their groups' turns
 FIRST_VOTE = 5  # and from here on one a group
 PRODUCER_BARRIER = 8
 
-KVSource = DenseBoxes | PagedBoxes | GatheredPages
+KVSource = DenseBoxes | PagedBoxes | GatheredPages | NarrowPages
 
 
 class Fa3Params(NamedTuple):
@@ -132,42 +132,6 @@ class State(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shared:
-    """What producer and math groups meet at."""
-
-    q: Ring
-    k: Ring
-    v: Ring
-    records: Int32  # descriptions of query tiles, one a place of Q's ring
-
-    @property
-    def arriving_v(self) -> Ring:
-        """Where V is copied to."""
-        return self.v
-
-    @classmethod
-    def of(cls, memory: HopperMemory, base: Int32, writers: int) -> "Shared":
-        """`writers`: warps that fill slots of K and V."""
-        tile, barriers = memory.tile, base + Int32(memory.barriers)
-        k_barriers = barriers + Int32(16 * tile.q_stages)
-        return cls(
-            Ring(tile.q_stages, memory.q_bytes, base, barriers),
-            Ring(tile.stages, memory.k_bytes, base + Int32(memory.k_ring), k_barriers, writers),
-            Ring(
-                tile.stages,
-                memory.v_bytes,
-                base + Int32(memory.v_ring),
-                k_barriers + Int32(16 * tile.stages),
-                writers,
-            ),
-            base + Int32(memory.records),
-        )
-
-    def record(self, q: Place) -> Int32:
-        return self.records + q.turn * RECORD_BYTES
-
-
-@dataclass(frozen=True)
 class MathWork:
     """One query tile as a math group sees it."""
 
@@ -185,6 +149,7 @@ class Fa3Program:
     params = Fa3Params
     maps = Maps._fields
     storer = GroupStore
+    gathered: type[GatheredPages | NarrowPages] = GatheredPages
 
     def __init__(self, spec: Fa3Spec, arch: str) -> None:
         self.spec = spec
@@ -234,13 +199,11 @@ class Fa3Program:
             sm90.fence_barrier_init()
         ptx.sync_threads()
         ptx.grid_dependency_wait()
-        producer_registers, math_registers = self.spec.registers
         if thread < 128:
-            sm90.release_registers(producer_registers)
+            sm90.release_registers(self.spec.registers[0])
             self.feed(params, maps, shared, thread)
         else:
-            sm90.claim_registers(math_registers)
-            self.consume(params, shared)
+            self.compute(params, shared, thread)
 
     def shared(self, base: Int32) -> Shared:
         return Shared.of(self.memory, base, self.producers)
@@ -254,6 +217,14 @@ class Fa3Program:
         """The first warpgroup."""
         if thread < 32 * self.producers:
             self.produce(params, maps, shared)
+
+    def compute(self, params: Fa3Params, shared: Shared, thread: Int32) -> None:
+        """The warpgroups after it."""
+        self.do_math(params, shared)
+
+    def do_math(self, params: Fa3Params, shared: Shared) -> None:
+        sm90.claim_registers(self.spec.registers[1])
+        self.consume(params, shared)
 
     # --- composition ------------------------------------------------------------------------------------------------
 
@@ -269,8 +240,7 @@ class Fa3Program:
     def source(self, p: Fa3Params, maps: Maps, work: QueryTile) -> KVSource:
         cols, thread = self.spec.tile.cols, cute.arch.thread_idx()[0]
         kv_head = Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(work.head_block)
-        line_items = self.memory.line_items
-        k, v = Boxes(maps.k, self.memory.qk_columns, line_items), Boxes(maps.v, self.memory.vo_columns, line_items)
+        k, v = self.boxes(maps)
         if self.spec.kv == "dense":
             return DenseBoxes(cols, work.kv_start, kv_head, thread, k, v)
         page_size = Divisor(p.page_size, p.page_multiplier, p.page_shift)
@@ -278,11 +248,20 @@ class Fa3Program:
         if self.spec.kv == "paged":
             return PagedBoxes(cols, kv_head, thread, work.kv_end, table, page_size, p.box_rows, k, v)
         k_base, v_base = p.k_address + Int64(kv_head) * p.k_stride_h, p.v_address + Int64(kv_head) * p.v_stride_h
-        k_rows = PageRows(k_base, p.k_page_stride, p.k_stride_n, self.spec.head_dim_qk // 8)
-        v_rows = PageRows(v_base, p.v_page_stride, p.v_stride_n, self.spec.head_dim_vo // 8)
-        return GatheredPages(cols, thread, work.kv_end, table, page_size, k_rows, v_rows)
+        k_rows = PageRows(k_base, p.k_page_stride, p.k_stride_n, self.chunks(self.spec.head_dim_qk))
+        v_rows = PageRows(v_base, p.v_page_stride, p.v_stride_n, self.chunks(self.spec.head_dim_vo))
+        return self.gathered(cols, thread, work.kv_end, table, page_size, k_rows, v_rows)
 
-    def math_work(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, softmax_scale: Float32, q: Int32) -> MathWork:
+    def chunks(self, head_dim: int) -> int:
+        """Of a row of K or V as stored."""
+        return head_dim * KV_BITS[self.spec.kv_dtype] // 8 // gather.CHUNK
+
+    def boxes(self, maps: Maps) -> tuple[Boxes, Boxes]:
+        memory = self.memory
+        k, v = ((maps.k, memory.qk_columns), (maps.v, memory.vo_columns))
+        return Boxes(*k, memory.line_items, LINE), Boxes(*v, memory.line_items, LINE)
+
+    def math_work(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, softmax_scale: Any, q: Any) -> MathWork:
         rows, band, order = work.rows(p), work.band(p), self.order(p, work)
         return MathWork(
             lanes=lanes,
@@ -295,7 +274,7 @@ class Fa3Program:
             q=q,
         )
 
-    def softmax(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Float32) -> OnlineSoftmax:
+    def softmax(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Any) -> OnlineSoftmax:
         return OnlineSoftmax(self.tile, Float32(ptx.LOG2E) if self.spec.scores else scale)
 
     def mask(self, p: Fa3Params, work: QueryTile, lanes: AnyLanes) -> BandMask:
@@ -305,16 +284,16 @@ class Fa3Program:
         kind = BandMask if self.spec.mask == "band" else StopMask
         return kind(band, self.tile, rows, lanes)
 
-    def scale(self, p: Fa3Params, work: QueryTile, lanes: AnyLanes, scale: Float32) -> Scale | RowScales:
-        return Scale(scale)
-
-    def scores(self, p: Fa3Params, work: QueryTile, lanes: AnyLanes, scale: Float32) -> Scores:
+    def scores(self, p: Fa3Params, work: QueryTile, lanes: AnyLanes, scale: Any) -> Scores:
         makers: dict[str, Callable[[], Scale | RowScales | SoftCap | Alibi]] = {
-            "scale": lambda: self.scale(p, work, lanes, scale),
+            "scale": lambda: self.scale_step(p, work, lanes, scale),
             "alibi": lambda: Alibi(self.tile, work.rows(p), lanes, p.num_qo_heads),
             "soft_cap": lambda: SoftCap(p.soft_cap),
         }
         return Scores([makers[name]() for name in self.spec.scores])
+
+    def scale_step(self, p: Fa3Params, work: QueryTile, lanes: AnyLanes, scale: Any) -> Scale | RowScales:
+        return Scale(scale)
 
     def skipped(self, rows: PackedRows, stop: Int32, order: TileOrder, lanes: GroupLanes) -> Int32:
         """The right edge comes first in the order; of a group's rows, the last one sees most of it."""
@@ -330,7 +309,8 @@ class Fa3Program:
     def produce(self, p: Fa3Params, maps: Maps, shared: Shared) -> None:
         """One warp, or a warpgroup that gathers: tiles into the rings, then word that there are no more."""
         thread = cute.arch.thread_idx()[0]
-        draws = TeamDraws(p.counters, thread, PRODUCER_BARRIER) if self.gathers else Draws(p.counters, thread)
+        team = self.producers > 1
+        draws = TeamDraws(p.counters, thread, PRODUCER_BARRIER) if team else Draws(p.counters, thread)
         q, k, v = start(), start(), start()
         work = self.tiles.at(p, cute.arch.block_idx()[0])
         while work.head_block >= 0:
@@ -338,23 +318,23 @@ class Fa3Program:
             first = ptx.maximum(order.at(Int32(0)), Int32(0))  # -1 where there is no tile at all
             pages = source.look_up(first)
             if order.total > 0:
-                self.load(shared.k, k, source, source.k, first, pages)
+                self.load(shared.arriving_k, k, source, source.k, first, pages)
             shared.q.wait_empty(q)
             self.load_q(p, maps, shared, q, work, thread)
             if order.total > 0:
-                source.landed([shared.k.full(k)])
+                source.landed([shared.arriving_k.full(k)])
             for step in cutlass.range(1, order.total, unroll=1):
                 following = source.look_up(order.at(step))
                 self.load(shared.arriving_v, v, source, source.v, order.at(step - 1), pages)
-                k = shared.k.next(k)
-                self.load(shared.k, k, source, source.k, order.at(step), following)
-                source.landed([shared.v.full(v), shared.k.full(k)])
-                v, pages = shared.v.next(v), following
+                k = shared.arriving_k.next(k)
+                self.load(shared.arriving_k, k, source, source.k, order.at(step), following)
+                source.landed([shared.arriving_v.full(v), shared.arriving_k.full(k)])
+                v, pages = shared.arriving_v.next(v), following
             drawn = draws.draw()
             if order.total > 0:
                 self.load(shared.arriving_v, v, source, source.v, order.at(order.total - 1), pages)
-                source.landed([shared.v.full(v)])
-                v, k = shared.v.next(v), shared.k.next(k)
+                source.landed([shared.arriving_v.full(v)])
+                v, k = shared.arriving_v.next(v), shared.arriving_k.next(k)
             work, q = self.tiles.at(p, draws.following(drawn, shared.record(q))), shared.q.next(q)
         draws.stop()
         ptx.grid_dependency_launch()
@@ -398,9 +378,9 @@ class Fa3Program:
         while head_block >= 0:
             lanes = GroupLanes.of()
             q_rows = shared.q.address(q) + lanes.group * (ROWS * LINE)
-            self.ready_q(p, QueryTile.load(shared.record(q)), lanes, q_rows)
+            q_scale = self.ready_q(p, QueryTile.load(shared.record(q)), lanes, q_rows, scale)
             q_operand = self.tile.q_operand(q_rows)
-            math = self.math_work(p, QueryTile.load(shared.record(q)), lanes, scale, q_operand)
+            math = self.math_work(p, QueryTile.load(shared.record(q)), lanes, q_scale, q_operand)
             out, shift = self.tile.zeros(self.tile.d_blocks), [Float32(float("inf")) for _ in range(2)]
             total = [Float32(0.0) for _ in range(2)]
             if math.order.total > 0:
@@ -417,8 +397,9 @@ class Fa3Program:
             q = shared.q.next(q)
             head_block = self.next_tile(shared, q)
 
-    def ready_q(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, q_rows: Int32) -> None:
-        """16-bit rows are as they shall be."""
+    def ready_q(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, q_rows: Int32, scale: Float32) -> Any:
+        """16-bit rows are as they shall be; the scale of their scores."""
+        return scale
 
     def next_tile(self, shared: Shared, q: Place) -> Int32:
         shared.q.wait_full(q)
@@ -541,7 +522,7 @@ class Fa3Program:
         if again:
             softmax = math.softmax
             # Afresh, lest everything that depends on them stay in registers.
-            q, k, kv_tile = (cute.arch.make_warp_uniform(x) for x in (math.q, k_at, kv_tile))
+            q, k, kv_tile = self.tile.afresh(math.q), *(cute.arch.make_warp_uniform(x) for x in (k_at, kv_tile))
             s = self.seen(math, sm90.wgmma_wait(0, self.tile.scores(q, k)), kv_tile, masked)
             risen = softmax.rise(shift, s)
             s = softmax.exponentials(s, risen.shift, may_be_empty=masked)

@@ -30,19 +30,18 @@ from cute_attn.kernels.blocks.fp8 import (
 )
 from cute_attn.kernels.blocks.masks import BandMask
 from cute_attn.kernels.blocks.persistent import QueryTile
-from cute_attn.kernels.blocks.pipeline import Place, Ring, start
+from cute_attn.kernels.blocks.pipeline import Place, Ring, Shared
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.scalars import device_scale, head_scale
 from cute_attn.kernels.blocks.scores import RowScales, Scores
 from cute_attn.kernels.blocks.wgmma import ROWS, AnyLanes, FreshLanes, GroupLanes
-from cute_attn.kernels.fa3 import Fa3Params, Fa3Program, Maps, MathWork, Shared, State
+from cute_attn.kernels.fa3 import Fa3Params, MathWork, State
+from cute_attn.kernels.fa3_helped import HELPER_BARRIER, HelpedProgram
 from cute_attn.kernels.memory import LINE, Fp8Memory
 
-TRANSPOSERS = 3  # warps
 # Keys that the tensor cores sum up by themselves. Values of mean 2 and deviation 1 come out too small by 1.0 % with
 # 768, by 0.4 % with 384, 2.4 % with 1536, 5 % with 3072; of mean 0.5 by 0.3, 0.1, 0.8 and 1.9 %.
 SECTION = 768
-TRANSPOSER_BARRIER = 9
 LEAST_SCALE = 1e-30  # of scores: 0 would turn hidden ones into NaN
 SIGNS = 0x80808080 - (1 << 32)
 
@@ -61,7 +60,7 @@ class Fp8Shared(Shared):
         return super().record(Place(ptx.opaque(q.turn)))
 
 
-class Fp8Program(Fa3Program):
+class Fp8Program(HelpedProgram):
     memory: Fp8Memory
     tile: Fp8Tile
     storer = Fp8Store
@@ -74,27 +73,20 @@ class Fp8Program(Fa3Program):
         common = super().shared(base)
         barriers = base + Int32(memory.barriers + 8 * (memory.num_barriers - 2 * stages))
         arriving = Ring(stages, memory.arriving_v_bytes, base + Int32(memory.arriving_v_ring), barriers)
-        transposed = dataclasses.replace(common.v, writers=TRANSPOSERS)
+        transposed = dataclasses.replace(common.v, writers=self.helpers)
         return Fp8Shared(common.q, common.k, transposed, common.records, arriving, base + Int32(memory.sums))
 
-    def initialise(self, shared: Shared) -> None:
-        warps = self.math_threads // 32
-        shared.q.initialise(warps + TRANSPOSERS)
-        shared.k.initialise(warps)
-        shared.v.initialise(warps)
-        shared.arriving_v.initialise(TRANSPOSERS)
-
-    def softmax(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Float32) -> Fp8Softmax:
+    def softmax(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Any) -> Fp8Softmax:
         scales = [Float32(ptx.LOG2E)] * 2 if self.spec.scores else self.row_scales(p, work, lanes)
         return Fp8Softmax(self.tile, scales[0], scales)
 
-    def scale(self, p: Fa3Params, work: QueryTile, lanes: AnyLanes, scale: Float32) -> RowScales:
+    def scale_step(self, p: Fa3Params, work: QueryTile, lanes: AnyLanes, scale: Any) -> RowScales:
         if isinstance(lanes, FreshLanes):
             return RowScales(lambda: self.row_scales(p, work, lanes))
         scales = self.row_scales(p, work, lanes)
         return RowScales(lambda: scales)
 
-    def scores(self, p: Fa3Params, work: QueryTile, lanes: AnyLanes, scale: Float32) -> Scores:
+    def scores(self, p: Fa3Params, work: QueryTile, lanes: AnyLanes, scale: Any) -> Scores:
         return super().scores(p, work, FreshLanes() if self.spec.mask == "packed" else lanes, scale)
 
     def mask(self, p: Fa3Params, work: QueryTile, lanes: AnyLanes) -> BandMask:
@@ -114,7 +106,9 @@ class Fp8Program(Fa3Program):
         return scale * head_scale(p.scale_k, self.kv_head(p, work)) * head_scale(p.scale_q, head)
 
     @cute.jit
-    def ready_q(self, p: Fa3Params, work: cutlass.Constexpr, lanes: GroupLanes, q_rows: Int32) -> None:
+    def ready_q(
+        self, p: Fa3Params, work: cutlass.Constexpr, lanes: GroupLanes, q_rows: Int32, scale: Float32
+    ) -> Float32:
         """Softmax wants scales above 0: rows with one below get the other sign. A product reads a warp's 16 rows for
         that warp alone.
         """
@@ -130,6 +124,7 @@ class Fp8Program(Fa3Program):
                         ptx.st_shared_v4(half, offset, [word ^ Int32(SIGNS) for word in words])
             sm90.fence_async()
             ptx.sync_warp()
+        return scale
 
     def kv_head(self, p: Fa3Params, work: QueryTile) -> Int32:
         return Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(work.head_block)
@@ -141,49 +136,23 @@ class Fp8Program(Fa3Program):
 
     # --- transposers ------------------------------------------------------------------------------------------------
 
-    @cute.jit
-    def feed(self, params: Fa3Params, maps: Maps, shared: Shared, thread: Int32) -> None:
-        if thread < 32:
-            self.produce(params, maps, shared)
-        else:
-            self.transpose(params, shared)
+    def work(self, warp: Int32, lane: Int32) -> Transposition:
+        return Transposition(self.memory, warp, lane, self.helpers, HELPER_BARRIER)
 
     @cute.jit
-    def transpose(self, p: Fa3Params, shared: Shared) -> None:
-        """The V tiles of all query tiles, in the order of their arrival."""
-        thread = cute.arch.thread_idx()[0]
-        lane = thread & 31
-        work = Transposition(
-            self.memory, cute.arch.make_warp_uniform(thread >> 5) - Int32(1), lane, TRANSPOSERS, TRANSPOSER_BARRIER
-        )
-        q, v = start(), start()
-        head_block = self.next_tile(shared, q)
-        while head_block >= 0:
-            query = QueryTile.load(shared.record(q))
-            order = self.order(p, query)
-            shared.q.release(q, lane)
-            valid = query.kv_end - (order.end - 1) * self.spec.tile.cols  # of the tile that comes first
-            for step in cutlass.range(0, order.total, unroll=1):
-                shared.arriving_v.wait_full(v)
-                if cutlass.const_expr(self.spec.schedule == "items"):  # noqa: SIM102
-                    if cutlass.and_(step == 0, valid < self.spec.tile.cols):
-                        work.clear(shared.arriving_v.address(v), valid)
-                shared.v.wait_empty(v)
-                work.run(shared.arriving_v.address(v), shared.v.address(v))
-                sm90.fence_async()
-                ptx.sync_warp()
-                shared.arriving_v.release(v, lane)
-                if lane == 0:
-                    sm90.barrier_arrive(shared.v.full(v))
-                v = shared.v.next(v)
-            q = shared.q.next(q)
-            head_block = self.next_tile(shared, q)
+    def help(self, shared: Shared, work: cutlass.Constexpr, at: Place, total: Int32, valid: Int32) -> Any:
+        for step in cutlass.range(0, total, unroll=1):
+            shared.arriving_v.wait_full(at)
+            if cutlass.const_expr(self.spec.schedule == "items"):  # noqa: SIM102
+                if cutlass.and_(step == 0, valid < self.spec.tile.cols):
+                    work.clear(shared.arriving_v.address(at), valid)
+            shared.v.wait_empty(at)
+            work.run(shared.arriving_v.address(at), shared.v.address(at))
+            self.made([shared.arriving_v.empty(at), shared.v.full(at)], work.lane)
+            at = shared.v.next(at)
+        return at
 
     # --- math groups ------------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def clear_tail(self, shared: Shared, math: cutlass.Constexpr, first: Place) -> None:
-        """The transposers have done it."""
 
     @cute.jit
     def attend(self, shared: Shared, math: cutlass.Constexpr, k: Place) -> Any:

@@ -125,7 +125,7 @@ class HopperMemory:
 
     @staticmethod
     def of(spec: Fa3Spec) -> HopperMemory:
-        kind = Fp8Memory if spec.fp8 else HopperMemory
+        kind = Fp8Memory if spec.fp8 else WidenedMemory if spec.kv_dtype else HopperMemory
         return kind(spec.tile, spec.head_dim_qk, spec.head_dim_vo)
 
     @property
@@ -221,3 +221,35 @@ class Fp8Memory(HopperMemory):
     @property
     def num_barriers(self) -> int:
         return super().num_barriers + 2 * self.tile.stages
+
+
+@dataclass(frozen=True)
+class WidenedMemory(HopperMemory):
+    """K and V tiles of 8 bits arrive in rings of their own behind the other three, rows side by side: as many bytes as
+    their columns of 16 bits have elements.
+    """
+
+    @property
+    def arriving_k_pitch(self) -> int:
+        return self.qk_columns * self.line_items
+
+    @property
+    def arriving_v_pitch(self) -> int:
+        return self.vo_columns * self.line_items
+
+    @property
+    def arriving_k_ring(self) -> int:
+        return self.v_ring + self.tile.stages * self.v_bytes
+
+    @property
+    def arriving_v_ring(self) -> int:
+        return self.arriving_k_ring + self.tile.arriving * self.tile.cols * self.arriving_k_pitch
+
+    @property
+    def barriers(self) -> int:
+        """Those of the arriving tiles come last."""
+        return self.arriving_v_ring + self.tile.arriving * self.tile.cols * self.arriving_v_pitch
+
+    @property
+    def num_barriers(self) -> int:
+        return super().num_barriers + 4 * self.tile.arriving

@@ -126,8 +126,10 @@ class Fa2Spec(KernelSpec):
 class HopperTile:
     """Work of one CTA of the wgmma kernel: `rows` packed query rows, 64 a math warpgroup, by `cols` kv tokens.
 
-    `stages` K and V tiles and `q_stages` query tiles are in flight. `ping_pong`: warpgroups take turns at issuing
-    products, so that one's softmax runs under another's.
+    `stages` K and V tiles and `q_stages` query tiles are in flight; of those that are widened, `arriving` more as they
+    are stored. `ping_pong`: warpgroups take turns at issuing products, so that one's softmax runs under another's.
+    `helpers`: warps that make operands, where TMA does not bring them; beyond three there is a warpgroup for them.
+    `q_registers`: math threads hold q there, and leave more of shared memory's bandwidth to the helpers.
     """
 
     rows: int
@@ -135,6 +137,9 @@ class HopperTile:
     stages: int = 2
     q_stages: int = 1
     ping_pong: bool = True
+    arriving: int = 0
+    helpers: int = 3
+    q_registers: bool = False
 
     @property
     def math_groups(self) -> int:
@@ -142,8 +147,8 @@ class HopperTile:
 
     @property
     def threads(self) -> int:
-        """A producer warpgroup, then the math warpgroups."""
-        return 128 * (1 + self.math_groups)
+        """A producer warpgroup, the math warpgroups, and maybe one of helpers."""
+        return 128 * (1 + self.math_groups + (self.helpers > 3))
 
     def __post_init__(self) -> None:
         rules = {
@@ -151,6 +156,9 @@ class HopperTile:
             "cols must be a multiple of 16 up to 256": self.cols % 16 == 0 and 0 < self.cols <= 256,
             "stages must be at least 2": self.stages >= 2,
             "q_stages must be 1 or 2": self.q_stages in (1, 2),
+            "arriving must be 0 to 2": self.arriving in (0, 1, 2),
+            "helpers must be 3 or 7, the latter of two math groups": self.helpers == 3
+            or (self.helpers == 7 and self.math_groups == 2),
         }
         for rule, holds in rules.items():
             if not holds:
@@ -173,6 +181,7 @@ class Fa3Spec(KernelSpec):
     split: bool = False  # schedule "grid": fp32 partials for the combine kernel instead of the output
     schedule: str = "grid"  # "grid": one request, tiles by arithmetic; "items": work items of a batch
     kv: str = "dense"  # "dense": tokens at a stride; "paged": pages in any order, by boxes; "gathered": row by row
+    kv_dtype: str = ""  # of `KV_BITS`, "" or of 8 bits
     tile: HopperTile = HopperTile(128, 128)
 
     @property
@@ -182,15 +191,18 @@ class Fa3Spec(KernelSpec):
     @property
     def registers(self) -> tuple[int, int]:
         """Of a producer and of a math thread: together what the CTA was launched with."""
+        if self.tile.helpers > 3:
+            return (32, 224) if self.tile.q_registers else (40, 216)
         if self.tile.math_groups == 3:
             return (56, 152) if self.kv == "gathered" else (32, 160)
-        return (24, 240) if self.kv == "dense" and not self.fp8 else (40, 232)
+        return (24, 240) if self.kv == "dense" and not self.kv_dtype and not self.fp8 else (40, 232)
 
     def program(self, arch: str) -> Program:
         from cute_attn.kernels.fa3 import Fa3Program
         from cute_attn.kernels.fa3_fp8 import Fp8Program
+        from cute_attn.kernels.fa3_widened import WidenedProgram
 
-        return (Fp8Program if self.fp8 else Fa3Program)(self, arch)
+        return (Fp8Program if self.fp8 else WidenedProgram if self.kv_dtype else Fa3Program)(self, arch)
 
 
 @dataclass(frozen=True)

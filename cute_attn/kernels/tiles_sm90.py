@@ -17,7 +17,7 @@ HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 PAGE_ALIGNED = 64  # tiles of paged keys are multiples of it, so that pages of any power of two make few boxes
 
 _PLAIN = {
-    (64, 64): HopperTile(192, 128, 3, 2, ping_pong=False),
+    (64, 64): HopperTile(192, 128, 3, 2),
     (96, 96): HopperTile(128, 128, 2, 2),
     (128, 128): HopperTile(128, 128, 2, 2, ping_pong=False),
     (192, 128): HopperTile(128, 128, 2, 1),
@@ -42,29 +42,53 @@ _FP8_MODIFIED = {
     (256, 256): HopperTile(128, 64, 2, 2, ping_pong=False),
 }
 
+# K and V widened from 8 bits. Seven helpers are up to 20 % faster than three at d 128 (H200). At d 256 ptxas wants
+# more registers at launch than four warpgroups leave.
+_WIDENED = {
+    (64, 64): HopperTile(192, 128, 3, 2, ping_pong=False, arriving=2),
+    (96, 96): HopperTile(128, 128, 2, 1, arriving=2, helpers=7, q_registers=True),
+    (128, 128): HopperTile(128, 128, 2, 1, ping_pong=False, arriving=2, helpers=7, q_registers=True),
+    (192, 128): HopperTile(128, 112, 2, 1, arriving=1, helpers=7),
+    (256, 256): HopperTile(128, 64, 2, 1, ping_pong=False, arriving=1),
+}
+_WIDENED_MODIFIED = {
+    **_WIDENED,
+    (64, 64): HopperTile(128, 128, 2, 2, ping_pong=False, arriving=2, helpers=7),
+    (96, 96): HopperTile(128, 128, 2, 1, arriving=2, helpers=7),
+    (128, 128): HopperTile(128, 128, 2, 1, ping_pong=False, arriving=2, helpers=7),
+}
+
 # The least tokens of a box, from which on pages come by TMA and not by a warpgroup that gathers rows. A box costs TMA
 # some 45 clocks beside its rows, a gathered row the memory system more than its share of a box.
 _LEAST_BOX = {(64, 64): 16, (96, 96): 32, (128, 128): 32, (192, 128): 32, (256, 256): 32}
+_LEAST_NARROW_BOX = 8  # of 8-bit rows, which one warp gathers
 
 
-def page_source(head_dims: tuple[int, int], page_size: int) -> str:
+def page_source(head_dims: tuple[int, int], page_size: int, widened: bool = False) -> str:
     """How pages of so many tokens are brought in: `kv` of `Fa3Spec`."""
-    return "paged" if math.gcd(page_size, PAGE_ALIGNED) >= _LEAST_BOX[head_dims] else "gathered"
+    least = _LEAST_NARROW_BOX if widened else _LEAST_BOX[head_dims]
+    return "paged" if math.gcd(page_size, PAGE_ALIGNED) >= least else "gathered"
 
 
-def choose(head_dims: tuple[int, int], plain: bool, kv: str, fp8: bool = False) -> HopperTile:
-    """`kv`: as of `Fa3Spec`. Threads that gather need registers, which three math groups do not leave."""
+def choose(head_dims: tuple[int, int], plain: bool, kv: str, fp8: bool = False, widened: bool = False) -> HopperTile:
+    """`kv`: as of `Fa3Spec`. `fp8`: q, k and v are, `widened`: k and v alone. Threads that gather need registers, which
+    three math groups do not leave, nor those that hold q.
+    """
     if fp8:
         return (_FP8 if plain else _FP8_MODIFIED)[head_dims]
-    tile = (_PLAIN if plain else _MODIFIED)[head_dims]
-    if (kv == "paged" and tile.cols % PAGE_ALIGNED) or (kv == "gathered" and tile.math_groups > 2):
-        return _MODIFIED[head_dims]
+    plain_tiles, modified_tiles = (_WIDENED, _WIDENED_MODIFIED) if widened else (_PLAIN, _MODIFIED)
+    tile = (plain_tiles if plain else modified_tiles)[head_dims]
+    aligned = widened or tile.cols % PAGE_ALIGNED == 0
+    roomy = tile.math_groups == 2 and not tile.q_registers
+    if (kv == "paged" and not aligned) or (kv == "gathered" and not roomy):
+        return modified_tiles[head_dims]
     return tile
 
 
-def candidates() -> dict[tuple[int, int], list[HopperTile]]:
-    """Every tile that `choose` may answer, by head dims."""
-    return {dims: list(dict.fromkeys((_PLAIN[dims], _MODIFIED[dims]))) for dims in HEAD_DIMS}
+def candidates(widened: bool = False) -> dict[tuple[int, int], list[HopperTile]]:
+    """Every tile that `choose` may answer for q of 16 bits, by head dims."""
+    tables = (_WIDENED, _WIDENED_MODIFIED) if widened else (_PLAIN, _MODIFIED)
+    return {dims: list(dict.fromkeys(table[dims] for table in tables)) for dims in HEAD_DIMS}
 
 
 # What modifies scores; the first asks for more registers than any other.
@@ -91,10 +115,19 @@ def default_specs() -> list[KernelSpec]:
     for dims in FP8_HEAD_DIMS:
         specs += [_spec(dims, dtype="float8_e4m3fn", **source) for source in fp8]
         specs.append(_spec(dims, dtype="float8_e4m3fn", split=True, out_dtype="float32"))
+    return specs + _widened_specs()
+
+
+def _widened_specs() -> list[KernelSpec]:
+    llama, (e4m3, e5m2) = (128, 128), FP8_DTYPES
+    specs = [_spec(dims, kv_dtype=e4m3, **source) for dims in HEAD_DIMS for source in ({}, ITEMS)]
+    specs += [_spec(dims, kv_dtype=e4m3, **MODIFIED[0], **ITEMS) for dims in HEAD_DIMS]
+    specs += [_spec(llama, kv_dtype=e4m3, split=True, out_dtype="float32"), _spec(llama, kv_dtype=e5m2, **ITEMS)]
+    specs += [_spec(llama, dtype="float16", out_dtype="float16", kv_dtype=stored) for stored in (e4m3, e5m2)]
     return specs
 
 
 def _spec(dims: tuple[int, int], *, dtype: str = "bfloat16", out_dtype: str = "bfloat16", **rest: Any) -> KernelSpec:
     plain = rest.get("mask", "stop") == "stop" and not rest.get("scores")
-    tile = choose(dims, plain, rest.get("kv", "dense"), dtype in FP8_DTYPES)
+    tile = choose(dims, plain, rest.get("kv", "dense"), dtype in FP8_DTYPES, "kv_dtype" in rest)
     return Fa3Spec(dtype, out_dtype, *dims, tile=tile, **rest)

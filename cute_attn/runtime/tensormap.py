@@ -13,14 +13,16 @@ BYTES = 128
 _ALIGNMENT = 64
 _STRIDE_LIMIT = 1 << 40
 _DATA_TYPES = {"uint8": 0, "float16": 6, "bfloat16": 9}
-SWIZZLE_128B, L2_PROMOTION_256B = 3, 3
+SWIZZLE_NONE, SWIZZLE_128B, L2_PROMOTION_256B = 0, 3, 3
 _INTERLEAVE_NONE, _FILL_ZEROS = 0, 0
 
 
-def encode(dtype: str, address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
+def encode(
+    dtype: str, address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int
+) -> bytes:
     """Map of a tensor of `sizes` (contiguous axis first) and `strides` (bytes, of the other axes).
 
-    Boxes have lines of 128 bytes, swizzled over these, and zeros outside the tensor.
+    Boxes have zeros outside the tensor; with `SWIZZLE_128B`, their lines are of 128 bytes and swizzled over these.
     """
     for what, values in (("address", [address]), ("strides", strides)):
         for value in values:
@@ -41,7 +43,7 @@ def encode(dtype: str, address: int, sizes: Sequence[int], strides: Sequence[int
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*[1] * rank),
         _INTERLEAVE_NONE,
-        SWIZZLE_128B,
+        swizzle,
         L2_PROMOTION_256B,
         _FILL_ZEROS,
     )

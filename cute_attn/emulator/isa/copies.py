@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cute_attn.emulator import access
-from cute_attn.emulator.clocks import Op
+from cute_attn.emulator.clocks import ORDER, Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import Divergence, PtxError
@@ -100,7 +100,13 @@ class Copies:
     def __init__(self) -> None:
         self.open: list[tuple[SharedMemory, Array, Array, int]] = []
         self.op: Op | None = None
-        self.committed: list[tuple[list[tuple[SharedMemory, Array, Array, int]], Op | None]] = []
+        self.told: list[Op] = []  # of the open group too: those whose end an mbarrier has been told of
+        self.committed: list[tuple[list[tuple[SharedMemory, Array, Array, int]], list[Op]]] = []
+
+    @property
+    def ops(self) -> list[Op]:
+        """Of the open group."""
+        return [*self.told, *([] if self.op is None else [self.op])]
 
 
 def _copies(g: Gang, position: int) -> Copies:
@@ -150,7 +156,7 @@ def _cp_async(g: Gang, mask: Array | None, target: Array, source: Array, size: i
     for position in np.unique(owners):
         copies = _copies(g, int(position))
         if copies.op is None:
-            copies.op = g.begin_op(int(position), "cp.async")
+            copies.op = g.begin_op(int(position), "cp.async", generic=True)
         chosen = owners == position
         copies.open.append((memory, offsets[chosen], words[chosen], size))
         if g.cta.grid.schedule.kind == "eager":
@@ -168,14 +174,17 @@ def _land(copy: tuple[SharedMemory, Array, Array, int], op: Op | None) -> None:
     memory.op_store(offsets, words, size, op, "cp.async", generic=True)
 
 
-def outstanding(g: Gang, position: int) -> list[Op | None]:
-    """All copies of a warp that nobody has waited for; in a late schedule they land now."""
-    copies = _copies(g, position)
-    groups = [*copies.committed, (copies.open, copies.op)]
-    for group, op in groups:
+def outstanding(g: Gang, position: int) -> list[Op]:
+    """All copies of a warp whose end it has not seen; in a late schedule they land now."""
+    copies, clocks = _copies(g, position), g.cta.clocks
+    for group, ops in [*copies.committed, (copies.open, copies.ops)]:
         while group:
-            _land(group.pop(), op)
-    return [op for _, op in groups]
+            _land(group.pop(), ops[-1] if ops else None)
+    if clocks is None:
+        return []
+    seen = clocks.v[g.agents[position], ORDER]
+    copies.told, copies.op = [op for op in copies.ops if seen[op.agent] < op.epoch], None
+    return [op for _, ops in copies.committed for op in ops] + copies.told
 
 
 @form("cp.async.commit_group", conformance="order", golden="copies")
@@ -196,8 +205,8 @@ def _warps(g: Gang, mask: Array | None, what: str) -> Array:
 def _commit(g: Gang, mask: Array | None) -> None:
     for position in _warps(g, mask, "cp.async.commit_group"):
         copies = _copies(g, int(position))
-        copies.committed.append((copies.open, copies.op))
-        copies.open, copies.op = [], None
+        copies.committed.append((copies.open, copies.ops))
+        copies.open, copies.op, copies.told = [], None, []
 
 
 @form("cp.async.wait_group", "cp.async.wait_all", conformance="order", golden="copies")
@@ -213,8 +222,9 @@ def _wait(g: Gang, mask: Array | None, keep: int) -> None:
     for position in _warps(g, mask, "cp.async.wait_group"):
         copies = _copies(g, int(position))
         while len(copies.committed) > keep:
-            group, op = copies.committed.pop(0)
+            group, ops = copies.committed.pop(0)
             for copy in group:
-                _land(copy, op)
-            if op is not None and g.cta.clocks is not None:
+                _land(copy, ops[-1] if ops else None)
+            for op in ops:
+                assert g.cta.clocks is not None
                 g.cta.clocks.acquire(g.agents[position : position + 1], op.clock)

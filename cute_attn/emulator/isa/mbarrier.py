@@ -243,14 +243,14 @@ def _copies_arrive(g: Gang, mask: Array | None, address: Array, noinc: bool) -> 
     """An arrival of each lane when all its copies so far have landed; without .noinc the count is raised first."""
     from cute_attn.emulator.isa.copies import outstanding
 
-    where = g.full(address)
-    clocks = g.cta.clocks
-    for lane in g.lanes(mask):
+    where, lanes, clocks = g.full(address), g.lanes(mask), g.cta.clocks
+    copies = {int(row): outstanding(g, int(row)) for row in np.unique(g.row[lanes])}
+    for lane in lanes:
         barrier = at(g.cta, int(where[lane]))
         agent = int(g.lane_agents[lane])
         barrier.seen(agent)
-        for op in outstanding(g, int(g.row[lane])):
-            if op is not None and barrier.clock is not None:
+        for op in copies[int(g.row[lane])]:
+            if barrier.clock is not None:
                 np.maximum(barrier.clock, op.clock, out=barrier.clock)
         if not noinc:
             barrier.pending += 1

@@ -134,6 +134,42 @@ class Product:
     clocks: Any = None
 
 
+class WarpgroupFault(EmulatorError):
+    """The warps of a warpgroup do not issue the same products."""
+
+
+class Warpgroup:
+    """What four warps issue: each the same, in the same order, though not at the same time."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.issued: list[Inst] = []
+        self.places = dict.fromkeys(range(4 * number, 4 * number + 4), 0)  # by warp
+
+    def issue(self, warps: Array, instruction: Inst) -> None:
+        for warp in map(int, warps):
+            place = self.places[warp]
+            if place == len(self.issued):
+                self.issued.append(instruction)
+            elif self.issued[place] is not instruction:
+                raise WarpgroupFault(f"wgmma: warp {warp} issues another product than its warpgroup's other warps")
+            self.places[warp] = place + 1
+
+    def close(self) -> None:
+        behind = [warp for warp, place in self.places.items() if place < len(self.issued)]
+        if behind:
+            raise WarpgroupFault(f"wgmma: warps {behind} have not issued all products of warpgroup {self.number}")
+
+
+def _warpgroup(g: Gang) -> Warpgroup:
+    number = int(g.warps[0]) // 4
+    found: Warpgroup | None = g.cta.extra.get(f"warpgroup {number}")
+    if found is None:
+        found = g.cta.extra[f"warpgroup {number}"] = Warpgroup(number)
+        g.cta.closing.append(found.close)
+    return found
+
+
 def _settled(x: Any) -> Array:
     """The value of an accumulator: that of the product before, if it is one."""
     if isinstance(x, InFlight):
@@ -203,7 +239,7 @@ def _product(e: Emitter, inst: Inst, n: int, to: str, kinds: tuple[str, str], it
     if len(indices) != (n // 4 if half else n // 2):
         raise PtxError(f"{inst.op} with {len(indices)} accumulators")
     decoders = (DECODERS[kinds[0]], DECODERS[kinds[1]])
-    how = e.bind((n, decoders, item_bytes, signs, (bool(major_a), bool(major_b)), half, indices), "wgmma")
+    how = e.bind((n, decoders, item_bytes, signs, (bool(major_a), bool(major_b)), half, indices, inst), "wgmma")
     words = [e.get(x, "u4") for x in e.items(a)] if from_registers else []
     left = f"({', '.join(words)})" if from_registers else e.get(a, "u8")
     keep = e.get(scale_d, "p")
@@ -211,10 +247,11 @@ def _product(e: Emitter, inst: Inst, n: int, to: str, kinds: tuple[str, str], it
 
 
 def _issue(g: Gang, mask: Array | None, how: tuple[Any, ...], a: Any, b: Array, keep: Array) -> None:
-    n, decoders, item_bytes, signs, majors, half, indices = how
+    n, decoders, item_bytes, signs, majors, half, indices, inst = how
     whole(g, mask, "wgmma")
     if g.fenced is None:
         raise RegisterFault("wgmma.mma_async without a wgmma.fence before it")
+    _warpgroup(g).issue(g.warps[g.row[g.first_lanes(mask)]], inst)
     R: list[Any] = g.R  # noqa: N806
     _check_fenced(g, [R[i] for i in indices])
     if isinstance(a, tuple):

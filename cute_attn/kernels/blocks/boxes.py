@@ -11,18 +11,18 @@ from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, sm90
 from cute_attn.kernels.blocks.rows import Divisor
-from cute_attn.kernels.memory import LINE
 
 NO_PAGE = -1  # no page of any map: TMA fills its boxes with zeros
 
 
 @dataclass(frozen=True)
 class Boxes:
-    """K or V: the address of its tensor map, and the columns of a row, lines of so many elements."""
+    """K or V: the address of its tensor map, and the columns of a row: lines of so many elements, bytes apart."""
 
     tensor_map: Int64
     columns: int
     line_items: int
+    pitch: int
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class DenseBoxes:
     @cute.jit
     def copy(self, boxes: cutlass.Constexpr, target: Int32, barrier: Int32, kv_tile: Int32, pages: list[Int32]) -> None:
         if self.lane == 0:
-            sm90.barrier_expect(barrier, boxes.columns * self.cols * LINE)
+            sm90.barrier_expect(barrier, boxes.columns * self.cols * boxes.pitch)
             for column in cutlass.range_constexpr(boxes.columns):
                 place = [Int32(column * boxes.line_items), self.start + kv_tile * self.cols, self.kv_head, Int32(0)]
-                box = target + Int32(column * self.cols * LINE)
+                box = target + Int32(column * self.cols * boxes.pitch)
                 sm90.tma_load_4d(box, boxes.tensor_map, place, barrier, sm90.EVICT_LAST)
 
     def landed(self, barriers: list[Int32]) -> None:
@@ -85,7 +85,7 @@ class PagedBoxes:
     @cute.jit
     def copy(self, boxes: cutlass.Constexpr, target: Int32, barrier: Int32, kv_tile: Int32, pages: list[Int32]) -> None:
         if self.lane == 0:
-            sm90.barrier_expect(barrier, boxes.columns * self.cols * LINE)
+            sm90.barrier_expect(barrier, boxes.columns * self.cols * boxes.pitch)
         ptx.sync_warp()
         for i in cutlass.range_constexpr(len(pages)):
             row = (self.lane + 32 * i) * self.box_rows
@@ -94,7 +94,7 @@ class PagedBoxes:
                 within = token - self.page_size.quotient(token) * self.page_size.value
                 for column in cutlass.range_constexpr(boxes.columns):
                     place = [Int32(column * boxes.line_items), within, self.kv_head, pages[i]]
-                    box = target + row * LINE + Int32(column * self.cols * LINE)
+                    box = target + row * boxes.pitch + Int32(column * self.cols * boxes.pitch)
                     sm90.tma_load_4d(box, boxes.tensor_map, place, barrier, sm90.EVICT_LAST)
 
     def landed(self, barriers: list[Int32]) -> None:

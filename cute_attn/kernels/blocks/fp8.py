@@ -38,7 +38,7 @@ class Fp8Tile(GroupTile):
         for key in range(0, self.memory.tile.cols, 32):
             column, within = divmod(key, line)
             steps.append(column * self.memory.head_dim_vo * line + within)
-        return sm90.wgmma_from_registers(P_DTYPE, self.dtype, self.memory.head_dim_vo, p, v, steps, out, line)
+        return sm90.wgmma_from_registers(P_DTYPE, self.dtype, self.memory.head_dim_vo, p, v, steps, out, line=line)
 
     def probabilities(self, s: list[Float32]) -> list[Int32]:
         """Of every 32 keys: row slot 0, then 1, of the first 16, then of the others."""

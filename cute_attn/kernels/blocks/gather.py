@@ -87,3 +87,52 @@ class GatheredPages:
         if self.thread & 31 == 0:
             for i in cutlass.range_constexpr(len(barriers)):
                 sm90.barrier_arrive(barriers[i])
+
+
+@dataclass(frozen=True)
+class NarrowPages:
+    """By the producer warp alone, rows of 8-bit elements that other warps will read: side by side, not swizzled. Four
+    lanes copy 64 bytes of a row; each lane has the pages of `cols` / 32 rows. Rows past the end become zeros.
+
+    Nobody waits for the copies but the readers at the barrier, to whom the writes need no fence.
+    """
+
+    cols: int
+    lane: Int32
+    kv_end: Int32
+    table: Int64  # address of the request's first page number
+    page_size: Divisor
+    k: PageRows
+    v: PageRows
+
+    def rounds(self) -> range:
+        return range(-(-self.cols // 32))
+
+    def look_up(self, kv_tile: Int32) -> list[Int32]:
+        pages = []
+        for i in self.rounds():
+            token = kv_tile * self.cols + self.lane + 32 * i
+            exists = cutlass.and_(self.lane + 32 * i < self.cols, token < self.kv_end)
+            pages.append(ptx.ld_global_u32_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists))
+        return pages
+
+    def copy(self, rows: PageRows, target: Int32, barrier: Int32, kv_tile: Int32, pages: list[Int32]) -> None:
+        columns = -(-rows.chunks // 4)
+        row, chunk = self.lane >> 2, self.lane & 3  # in a pass over eight rows
+        shared = target + row * (64 * columns) + chunk * CHUNK
+        left = self.kv_end - (kv_tile * self.cols + row)
+        for i in self.rounds():
+            token = kv_tile * self.cols + self.lane + 32 * i
+            within = token - self.page_size.quotient(token) * self.page_size.value
+            address = ptx.mad_u32(within, rows.stride, ptx.mad_u32(pages[i], rows.page_stride, rows.base))
+            for first in range(32 * i, min(32 * i + 32, self.cols), 8):
+                source = ptx.shuffle_address(address, row + Int32(first % 32)) + Int64(chunk * CHUNK)
+                size = ptx.select(left > Int32(first), Int32(CHUNK), Int32(0))
+                for column in range(columns):
+                    whole = 4 * column + 4 <= rows.chunks
+                    part = size if whole else ptx.select(chunk < rows.chunks - 4 * column, size, Int32(0))
+                    ptx.cp_async_16(shared, (first * columns + column) * 64, source, column * 64, part)
+        ptx.cp_async_arrive(barrier)
+
+    def landed(self, barriers: list[Int32]) -> None:
+        """The copies themselves arrive."""

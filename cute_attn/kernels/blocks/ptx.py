@@ -100,6 +100,11 @@ def cp_async_wait(pending: int) -> None:
     asm(f"cp.async.wait_group {pending};")
 
 
+def cp_async_arrive(barrier: Int32) -> None:
+    """An arrival of this thread once all its copies so far have landed."""
+    asm("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", [], [barrier])
+
+
 def ld_shared_v4(address: Int32, offset: int = 0) -> list[Int32]:
     return asm(f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];", [Int32] * 4, [address])
 

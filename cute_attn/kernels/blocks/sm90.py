@@ -52,21 +52,22 @@ def wgmma_from_registers(
     b: Int32,
     steps: Sequence[int],
     accumulator: Sequence[Float32] = (),
+    k_major: bool = False,
     line: int = 128,
 ) -> list[Float32]:
-    """One group of accumulator + A B: A 64 x 32 bytes in four registers a step, B in shared memory, MN-major where it
-    has 16 bits, K-major where it has 8; `steps`: its bytes from the start, `line`: bytes of its swizzled lines.
+    """One group of accumulator + A B: A 64 x 32 bytes in four registers a step, B in shared memory, K-major where it
+    has 8 bits or is said to be, else MN-major; `steps`: its bytes from the start, `line`: bytes of its swizzled lines.
 
     The registers of A must stay untouched until the group is waited for: `wgmma_wait` takes them for that.
     """
     count = n // 2
     registers = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
-    lines = []
+    lines, stored = [], "1, 1, 0" if k_major else _B_AS_STORED[b_dtype]
     for i, step in enumerate(steps):
         fragment = "{" + ", ".join(f"${count + 1 + 4 * i + j}" for j in range(4)) + "}"
         lines.append(f"add.s32 lb, ${count}, {step >> 4}; mov.b64 db, {{lb, h}};")
         keep = "p" if i or accumulator else "z"
-        lines.append(f"{_mnemonic(a_dtype, b_dtype, n)} {registers}, {fragment}, db, {keep}, {_B_AS_STORED[b_dtype]};")
+        lines.append(f"{_mnemonic(a_dtype, b_dtype, n)} {registers}, {fragment}, db, {keep}, {stored};")
     declared = ".reg .b32 lb; .reg .b64 db;"
     return asm(_group(declared, lines, line), [Float32] * count, [b, *a], tied=accumulator)
 

@@ -5,7 +5,7 @@ An accumulator is a flat list: register 4 n + {0, 1} is row lane // 4 of the war
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -34,16 +34,22 @@ class GroupTile:
     def zeros(self, blocks: int) -> list[Float32]:
         return [Float32(0.0) for _ in range(4 * blocks)]
 
-    def q_operand(self, address: Int32) -> Int32:
+    def q_operand(self, address: Int32) -> Any:
+        """Of a warpgroup's rows."""
+        return self.k_operand(address)
+
+    def k_operand(self, address: Int32) -> Int32:
         return cute.arch.make_warp_uniform(sm90.descriptor(address, 0))
 
-    k_operand = q_operand
+    def afresh(self, q: Any) -> Any:
+        """The operand again, lest what depends on it stay in registers."""
+        return cute.arch.make_warp_uniform(q)
 
     def v_operand(self, address: Int32) -> Int32:
         return cute.arch.make_warp_uniform(sm90.descriptor(address, self.memory.tile.cols * LINE))
 
-    def scores(self, q: Int32, k: Int32) -> list[Float32]:
-        """Starts S; `q` and `k` are the addresses of the warpgroup's rows and of the K tile."""
+    def scores(self, q: Any, k: Int32) -> list[Float32]:
+        """Starts S."""
         tile, steps = self.memory.tile, []
         for step in range(self.memory.head_dim_qk * self.memory.item_bytes // 32):
             column, within = step // 4, step % 4 * 32

@@ -1,0 +1,137 @@
+"""q of 16 bits over fp8 keys and values on the Hopper kernel: its matrix again, every fp8 number, fa2 beside it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from cute_attn import BatchPrefillWithRaggedKVCacheWrapper, single_prefill_with_kv_cache
+from cute_attn.emulator import Schedule, using
+from tests import batch_case, narrow
+from tests.batch_case import BatchCase
+from tests.case import LOG2E, Case
+from tests.emulator import test_fa3 as fa3
+from tests.emulator.test_fa3 import SCHEDULES, name, solve_batch, solve_single
+from tests.matrix import BF16, CAUSAL, E4M3, SMALL, prefill
+
+pytestmark = pytest.mark.emulator
+
+ALL_SCHEDULES = (Schedule(), *SCHEDULES)
+
+
+def scheduled(problems: list[Case] | list[BatchCase]) -> list[tuple[Case | BatchCase, Schedule]]:
+    return list(zip(problems, itertools.cycle(ALL_SCHEDULES), strict=False))
+
+
+@pytest.mark.parametrize(("problem", "schedule"), scheduled(narrow.singles(SMALL)), ids=name)
+def test_single(problem: Case, schedule: Schedule) -> None:
+    solve_single(problem, schedule)
+
+
+@pytest.mark.parametrize(("batch", "schedule"), scheduled(narrow.batches(batch_case.SMALL)), ids=name)
+def test_batch(batch: BatchCase, schedule: Schedule) -> None:
+    solve_batch(batch, schedule)
+
+
+@pytest.mark.parametrize(("problem", "schedule"), scheduled(narrow.singles(fa3.LONG)), ids=name)
+def test_long(problem: Case, schedule: Schedule) -> None:
+    emulation = solve_single(problem, schedule, sms=3)
+    assert {record.spec["kv_dtype"] for record in emulation.records} == {problem.kv_dtype}
+
+
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
+@pytest.mark.parametrize("batch", narrow.batches([*fa3.BATCHES, *fa3.GATHERED]), ids=name)
+def test_long_batches(batch: BatchCase, schedule: Schedule) -> None:
+    """Ragged keys, boxes of pages, and small pages gathered by one warp."""
+    emulation = solve_batch(batch, schedule, sms=3)
+    assert {record.spec["kv_dtype"] for record in emulation.records} == {batch.kv_dtype}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=name)
+def test_cut_keys(schedule: Schedule) -> None:
+    fa3.assert_cut(solve_single(prefill(3, 900, (8, 2), 128, **E4M3, **CAUSAL), schedule, sms=16))
+
+
+@pytest.mark.parametrize(("page_size", "kv"), [(1, "gathered"), (4, "gathered"), (8, "paged"), (64, "paged")])
+def test_pages_of_any_size(page_size: int, kv: str) -> None:
+    """As "auto" takes them."""
+    batch = batch_case.paged((70,), (90,), page_size, **E4M3, **batch_case.dims(128))
+    inputs = batch_case.make(batch)
+    with using("sm_90a") as emulation:
+        planned = batch_case.wrapper(batch, inputs.q.device, backend="emulator")
+        planned.plan(**batch_case.plan_arguments(batch, inputs))
+        out, lse = batch_case.call(batch, inputs, planned)
+    assert batch_case.check(batch, inputs, out, lse).ok
+    assert [(record.spec["kernel"], record.spec["kv"]) for record in emulation.records] == [("fa3", kv)]
+
+
+def codes(stored: torch.dtype) -> torch.Tensor:
+    return torch.arange(256).to(torch.uint8).view(stored)
+
+
+@pytest.mark.parametrize("q_dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_every_number_is_exact(stored: torch.dtype, q_dtype: torch.dtype) -> None:
+    """A request a code, of one key: the lse is that number of K; o is a row of V, with all of its numbers."""
+    v = codes(stored).expand(2, 1, 256).contiguous()
+    q = torch.ones(70, 1, 256).to(q_dtype)
+    zeros = torch.zeros(2, 1, 256).to(stored)
+    with using("sm_90a", kernels="fa3"):
+        out = single_prefill_with_kv_cache(q, zeros[:1], v[:1], backend="emulator")
+    torch.testing.assert_close(out[:, 0], v[0, 0].to(q_dtype).expand(70, 256), rtol=0, atol=0, equal_nan=True)
+    finite = codes(stored)[codes(stored).float().isfinite()]
+    count = len(finite)
+    k = torch.zeros(count, 1, 128).to(stored)
+    k[:, 0, ::37] = finite[:, None].expand(count, 4)
+    ends = torch.arange(count + 1, dtype=torch.int32)
+    planned = BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8), backend="emulator")
+    with using("sm_90a", kernels="fa3"):
+        planned.plan(ends, ends, 1, 1, 128, sm_scale=1.0, q_data_type=q_dtype, kv_data_type=stored)
+        _, lse = planned.run(q[:1, :, :128].expand(count, 1, 128).contiguous(), k, k, return_lse=True)
+    torch.testing.assert_close(lse[:, 0], 4 * LOG2E * finite.float(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("cap", [0.0, 3.0])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_rows_of_any_size(head_dim: int, cap: float) -> None:
+    """q of bf16 becomes fp16: rows of zeros, of numbers below fp16's and above them, and rows that have both."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, 1, head_dim, generator=generator) for n in (140, 200, 200))
+    q *= 2.0 ** torch.linspace(-130, 4, 140).round()[:, None, None]
+    q[:, :, ::5] *= 2.0**-17
+    q[-8:] *= 2.0**18
+    q[7], k[:] = 0.0, k * 2.0**-16
+    q, k, v = q.bfloat16(), k.to(torch.float8_e5m2), v.to(torch.float8_e5m2)
+    options = {"causal": True, "logits_soft_cap": cap, "sm_scale": 1.0, "return_lse": True}
+    with using("sm_90a", kernels="fa3"):
+        out, lse = single_prefill_with_kv_cache(q, k, v, backend="emulator", **options)
+    expected = single_prefill_with_kv_cache(q, k, v, backend="reference", **options)
+    torch.testing.assert_close(out, expected[0], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=2e-3 if cap else 1e-5)
+
+
+def test_as_fa2() -> None:
+    """Two kernels, one meaning: scales of q, k and v, windows, sinks and pages."""
+    batch = batch_case.paged(
+        *((70, 9), (100, 260)),
+        page_size=16,
+        **{**BF16, **E4M3, **CAUSAL, **batch_case.heads(4, 2)},
+        q_scale=0.5,
+        k_scale=1.5,
+        v_scale=-1.25,
+        tensor_scales=True,
+        window_left=60,
+        sinks=True,
+    )
+    inputs, results = batch_case.make(batch), []
+    for kernels in ("fa2", "fa3"):
+        with using("sm_90a", kernels=kernels) as emulation:
+            planned = batch_case.wrapper(batch, inputs.q.device, backend="emulator")
+            planned.plan(**batch_case.plan_arguments(batch, inputs))
+            results.append(batch_case.call(batch, inputs, planned))
+        assert emulation.records[0].spec["kernel"] == kernels
+    (o2, lse2), (o3, lse3) = results
+    torch.testing.assert_close(o3, o2, rtol=2**-6, atol=2e-2)
+    torch.testing.assert_close(lse3, lse2, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,90 @@
+"""q of 16 bits over fp8 keys and values on a Hopper GPU: the matrices, and fa2 beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from cute_attn.runtime import arch as archs
+from tests import batch_case, case, narrow
+from tests.batch_case import BatchCase, paged, ragged, random_batch_case
+from tests.case import Case
+from tests.matrix import BF16, CAUSAL, E4M3, FULL, HND, prefill
+from tests.matrix import SMALL as SINGLE
+
+HAS_HOPPER = torch.cuda.is_available() and archs.for_device(torch.cuda.current_device()).name == "sm_90a"
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.sm90,
+    pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU"),
+]
+
+RANDOM = 300
+CHUNK = 20  # cases of one test
+LARGE = (
+    *narrow.batches(
+        (
+            paged((1, 700, 0, 33, 2048), (4000, 700, 12, 65, 5000), mask="causal", **batch_case.heads(32, 8)),
+            paged((300,) * 20, (1500,) * 20, page_size=64, dtype="bfloat16", **batch_case.dims(256)),
+            paged((513, 2), (4097, 3), page_size=1, dtype="bfloat16", **batch_case.heads(4, 4), **batch_case.dims(128)),
+            ragged((1000, 1, 3000), (1000, 9000, 3000), mask="causal", dtype="bfloat16", **batch_case.dims(128)),
+            ragged((513, 2), (4097, 3), **batch_case.heads(4, 4), **batch_case.dims(192, 128)),
+        )
+    ),
+)
+
+
+def random_cases(first: int) -> list[BatchCase]:
+    """The prefills among so many seeds."""
+    cases = [dataclasses.replace(random_batch_case(seed), kv_dtype=None) for seed in range(first, first + CHUNK)]
+    return narrow.batches(cases)
+
+
+def assert_right(batch: BatchCase) -> None:
+    """Right with NaN around, and the same bits a second time."""
+    inputs = batch_case.make(batch, "cuda")
+    made = batch_case.wrapper(batch, "cuda", backend="fa3")
+    arguments = batch_case.plan_arguments(batch, inputs)
+    if batch.fixed_split_size is not None:
+        size = max(batch_case.WORKSPACE, made.workspace_size(**arguments)[0])
+        made.reset_workspace_buffer(torch.empty(size, dtype=torch.uint8, device="cuda"))
+    made.plan(**arguments)
+    with case.poisoned_memory():
+        out, lse = batch_case.call(batch, inputs, made)
+    result = batch_case.check(batch, inputs, out, lse)
+    assert result.ok, f"{batch}: {result.detail}"
+    again, lse_again = batch_case.call(batch, inputs, made)
+    assert torch.equal(again, out)
+    assert lse is None or (lse_again is not None and torch.equal(lse_again, lse))
+
+
+@pytest.mark.parametrize("batch", [*narrow.batches(batch_case.SMALL), *LARGE], ids=lambda batch: batch.id)
+def test_batch(batch: BatchCase) -> None:
+    assert_right(batch)
+
+
+@pytest.mark.parametrize("first", range(0, RANDOM, CHUNK))
+def test_random(first: int) -> None:
+    for batch in random_cases(first):
+        assert_right(batch)
+
+
+@pytest.mark.parametrize("problem", [*narrow.singles(SINGLE), *narrow.singles(FULL[::4])], ids=lambda x: x.id)
+def test_single(problem: Case) -> None:
+    inputs = case.make(problem, "cuda")
+    with case.poisoned_memory():
+        out, lse = case.call(problem, inputs, backend="fa3")
+    result = case.check(problem, out, lse)
+    assert result.ok, result.detail
+
+
+def test_as_fa2() -> None:
+    problem = prefill(1000, 3000, (8, 2), 128, **BF16, **E4M3, **CAUSAL, **HND)
+    inputs = case.make(problem, "cuda")
+    (o2, lse2), (o3, lse3) = (case.call(problem, inputs, backend=backend) for backend in ("fa2", "fa3"))
+    assert lse2 is not None
+    torch.testing.assert_close(o3, o2, rtol=2**-6, atol=2e-2)
+    torch.testing.assert_close(lse3, lse2, rtol=1e-5, atol=1e-5)
