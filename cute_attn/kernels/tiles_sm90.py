@@ -17,7 +17,7 @@ HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 PAGE_ALIGNED = 64  # tiles of paged keys are multiples of it, so that pages of any power of two make few boxes
 
 _PLAIN = {
-    (64, 64): HopperTile(192, 128, 3, 2, ping_pong=False),
+    (64, 64): HopperTile(192, 128, 3, 2),
     (96, 96): HopperTile(128, 128, 2, 2),
     (128, 128): HopperTile(128, 128, 2, 2, ping_pong=False),
     (192, 128): HopperTile(128, 128, 2, 1),
