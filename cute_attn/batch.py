@@ -16,20 +16,24 @@ import torch
 
 from cute_attn import checks, normalize_plan, normalize_run, plan_batch, rerun, select, validate
 from cute_attn.errors import ArgumentError, NotPlannedError, NotSupported, Refusal, RuntimeArgumentError
-from cute_attn.normalize_plan import Mask, Options, Tokens
+from cute_attn.normalize_plan import Mask, Options, Splits, Surroundings, Tokens
 from cute_attn.normalize_run import Given, Plan, Run
 from cute_attn.problem import BatchLimits, Features, GraphLimits, Settings
+from cute_attn.runtime import switches
 from cute_attn.runtime.staging import Staging
 from cute_attn.settle import KV_LAYOUTS
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-class Splits(NamedTuple):
-    """How a schedule may cut keys."""
+class Asked(NamedTuple):
+    """What a plan is made of."""
 
-    fixed_split_size: int | None = None  # tokens
-    disable_split_kv: bool = False
+    options: Options
+    tokens: Tokens
+    mask: Mask
+    splits: Splits
+    page_size: int
 
 
 class First(NamedTuple):
@@ -39,6 +43,7 @@ class First(NamedTuple):
     splits: Splits
     backend: str
     graph: GraphLimits
+    first_row: int  # rows before are filled by torch, in `run`
 
 
 class NotForPlan(NotSupported):
@@ -60,10 +65,11 @@ class BatchWrapper:
         self._fixed_batch_size = 0
         self._index_buffers: dict[str, torch.Tensor] = {}
         self._mask_buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._replaced: list[Staging] = []  # what graphs captured under other workspaces read
 
     def _set_workspace(self, float_workspace_buffer: Any) -> None:
         self._workspace = normalize_plan.workspace(float_workspace_buffer)
-        self._float_workspace_buffer = float_workspace_buffer
+        self._float_workspace_buffer = float_workspace_buffer  # serving engines look at it, as at the index buffers
         self.device: torch.device = self._workspace.device
         self._staging = Staging(self.device)
         self._plan: Plan | None = None
@@ -71,19 +77,27 @@ class BatchWrapper:
 
     # ---- CUDA graphs: buffers
 
-    def _take_buffers(self, named: dict[str, Any], batch_size: int, sizes: dict[str, int | None]) -> None:
-        """Index buffers of CUDA-graph mode. `sizes`: elements that each must have, None for any number."""
-        for name, value in named.items():
+    def _take_buffers(self, named: dict[str, tuple[Any, int | None]]) -> None:
+        """Index buffers, each with the elements that it must have beside one a request; None: any number. The first
+        one tells the batch size. Without CUDA graphs nothing is done with them."""
+        if not self._use_cuda_graph:
+            _check_unused({name: value for name, (value, _) in named.items()})
+            return
+        for name, (value, more) in named.items():
             buffer = normalize_plan.graph_buffer(name, value, torch.int32, self.device)
-            size = sizes[name]
-            if size is not None and buffer.numel() != size:
+            if more is not None and not self._index_buffers:
+                self._fixed_batch_size = buffer.numel() - more
+            size = buffer.numel() if more is None else self._fixed_batch_size + more
+            if buffer.numel() != size:
                 raise ArgumentError(
-                    f"{name} must have {size} elements for batch size {batch_size}, got {buffer.numel()}"
+                    f"{name} must have {size} elements for batch size {self._fixed_batch_size}, got {buffer.numel()}"
                 )
             self._index_buffers[name] = buffer
-        self._fixed_batch_size = batch_size
 
     def _take_mask_buffers(self, custom_mask_buf: Any, mask_indptr_buf: Any) -> None:
+        if not self._use_cuda_graph:
+            _check_unused({"custom_mask_buf": custom_mask_buf, "mask_indptr_buf": mask_indptr_buf})
+            return
         if custom_mask_buf is None and mask_indptr_buf is None:
             return
         bits = normalize_plan.graph_buffer("custom_mask_buf", custom_mask_buf, torch.uint8, self.device)
@@ -96,17 +110,10 @@ class BatchWrapper:
 
     # ---- plan
 
-    def _make_plan(
-        self,
-        options: Options,
-        tokens: Tokens,
-        mask: Mask,
-        splits: Splits,
-        page_size: int,
-        asked: Features | None = None,
-    ) -> None:
-        """Schedule a batch. `asked`: features that the backend shall take, where runs have more than the plan says."""
-        settings, backend, limits, first = self._settled(options, tokens, mask, splits, page_size, asked)
+    def _make_plan(self, asked: Asked, features: Features | None = None) -> None:
+        """Schedule a batch. `features`: what the backend shall take, where runs have more than the plan says."""
+        settings, backend, limits, first = self._settled(asked, features)
+        tokens, mask = asked.tokens, asked.mask
         if mask.packed is not None:
             tokens = tokens._replace(lengths=tokens.lengths._replace(mask_offset=mask.offsets[:-1]))
         launch = backend.plan(settings, tokens.lengths, limits, self._staging)
@@ -116,19 +123,18 @@ class BatchWrapper:
         elif tokens.kv_indices is not None:
             tokens = tokens._replace(kv_indices=self._placed(tokens.kv_indices))
         self._plan = Plan(
-            options,
             settings,
             tokens,
             limits,
             launch,
-            lambda features: _allow(backend, features),
+            functools.partial(_allow, backend),
             tokens.kv_indices,
             mask.packed,
             self._workspace,
-            validate.wanted() and self.kv_source == "paged",
+            switches.is_on(switches.VALIDATE) and self.kv_source == "paged",
             self._page_axes,
         )
-        self._made_from = mask, splits, page_size
+        self._made_from = Asked(asked.options, tokens, mask, asked.splits, asked.page_size)  # as they lie now
 
     def _placed(self, indices: torch.Tensor) -> torch.Tensor:
         """As kernels read them; looking costs less than `to` with nothing to do."""
@@ -137,25 +143,21 @@ class BatchWrapper:
         return indices.to(self.device, torch.int32).contiguous()
 
     def _settled(
-        self,
-        options: Options,
-        tokens: Tokens,
-        mask: Mask,
-        splits: Splits,
-        page_size: int,
-        asked: Features | None = None,
+        self, asked: Asked, features: Features | None = None
     ) -> tuple[Settings, select.Backend, BatchLimits, First | None]:
-        """What a plan is made of beside lengths; all errors but the backend's."""
-        has_mask = mask.packed is not None
-        decode, own_splits = tokens.q_len is not None, splits.fixed_split_size is not None or splits.disable_split_kv
-        settings = normalize_plan.settings(
-            options, self.device, self._kv_layout, self.kv_source, has_mask, page_size, decode, own_splits
+        """What a plan settles beside the schedule; all errors but the backend's."""
+        options, tokens, mask, splits, page_size = asked
+        has_mask, decode = mask.packed is not None, tokens.q_len is not None
+        own_splits = splits.fixed_split_size is not None or splits.disable_split_kv
+        surroundings = Surroundings(
+            self.device, self._kv_layout, self.kv_source, has_mask, page_size, decode, own_splits
         )
+        settings = normalize_plan.settings(options, surroundings)
         normalize_plan.check_rows(tokens, settings.features.num_qo_heads)
         limits = BatchLimits(self._workspace.numel(), *splits, max_qo_len=tokens.q_len)
         name = self._backend if self._first is None else self._first.backend
         rows = select.rows_class(settings.features, plan_batch.rows_of_a_request(tokens.lengths, limits))
-        backend = select.chosen(asked or settings.features, name, rows)
+        backend = select.chosen(features or settings.features, name, rows)
         if not self._use_cuda_graph:
             return settings, backend, limits, None
         first = self._frozen(settings, splits, backend.name, tokens, mask)
@@ -180,14 +182,14 @@ class BatchWrapper:
                 f"got {tokens.kv_end}"
             )
         self._check_mask_buffers(mask)
-        first = self._first
+        first, first_row = self._first, int(tokens.lengths.qo_indptr[0])
         if first is None:
             most_keys = tokens.kv_end
             if tokens.kv_indices is not None:
                 most_keys = self._indices_buffer().numel() * settings.page_size
             graph = GraphLimits(tokens.batch_size, tokens.rows, most_keys, tokens.q_len)
-            return First(settings, splits, backend, graph)
-        _check_unchanged(first, First(settings, splits, backend, first.graph))
+            return First(settings, splits, backend, graph, first_row)
+        _check_unchanged(first, First(settings, splits, backend, first.graph, first_row))
         if tokens.rows > first.graph.max_rows:
             raise ArgumentError(
                 f"qo_indptr[-1] must not exceed {first.graph.max_rows}, that of the first plan, with "
@@ -253,7 +255,7 @@ class BatchWrapper:
         try:
             problem = normalize_run.problem(plan, run)
         except NotForPlan as error:
-            plan = self._plan_elsewhere(plan, error)
+            plan = self._plan_elsewhere(error)
             problem = normalize_run.problem(plan, run)
         if plan.validate:
             validate.before_launch(problem, plan.tokens.lengths)
@@ -265,12 +267,12 @@ class BatchWrapper:
             return problem.out, problem.lse
         return problem.out
 
-    def _plan_elsewhere(self, plan: Plan, error: NotForPlan) -> Plan:
+    def _plan_elsewhere(self, error: NotForPlan) -> Plan:
         """The plan on a backend that takes what a run adds; later runs stay there. A graph's launches cannot move, and
         who names a backend wants no other."""
         if self._backend != "auto" or self._use_cuda_graph:
             raise error
-        self._make_plan(plan.options, plan.tokens, *self._made_from, asked=error.features)
+        self._make_plan(self._made_from, error.features)
         return self._planned()
 
     def _keys_and_values(self, plan: Plan, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -279,10 +281,11 @@ class BatchWrapper:
 
     def _plan_again(self, **changed: Any) -> Plan:
         """The plan with other options, for this run and those after it (`forward`)."""
-        plan = self._planned()
-        options = plan.options._replace(**changed)
-        if options != plan.options:
-            self._make_plan(options, plan.tokens, *self._made_from)
+        plan, asked = self._planned(), self._made_from
+        options = asked.options._replace(**changed)
+        if list(map(type, options)) == list(map(type, asked.options)) and options == asked.options:  # 1 is not True
+            return plan
+        self._make_plan(asked._replace(options=options))
         return self._planned()
 
     # ---- members of every wrapper
@@ -299,9 +302,9 @@ class BatchWrapper:
         """
         sizes: list[tuple[int, int]] = []
 
-        def measure(options: Options, tokens: Tokens, mask: Mask, splits: Splits, page_size: int) -> None:
-            settings, backend, limits, _ = self._settled(options, tokens, mask, splits, page_size)
-            sizes.append(backend.workspace(settings, tokens.lengths, limits))
+        def measure(asked: Asked) -> None:
+            settings, backend, limits, _ = self._settled(asked)
+            sizes.append(backend.workspace(settings, asked.tokens.lengths, limits))
 
         probe: Any = copy.copy(self)
         probe._make_plan = measure
@@ -311,7 +314,9 @@ class BatchWrapper:
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
     ) -> None:
-        """Replace the workspace; `plan` must follow. Graphs that were captured before still use the old one.
+        """Replace the workspace; `plan` must follow. Graphs that were captured before use the old one, which the caller
+        must then keep, and the schedule of the plan before, which the wrapper keeps; later plans do not reach them, but
+        overwrite the index buffers that they read: capture again.
 
         `int_workspace_buffer` is what FlashInfer keeps its schedules in. Here a wrapper owns that memory, and makes
         more of it when a plan needs more: the argument must be a tensor of the workspace's device, and is not used.
@@ -328,10 +333,18 @@ class BatchWrapper:
                     f"int_workspace_buffer must be on the workspace's device {device}, "
                     f"got {checks.describe(int_workspace_buffer)}"
                 )
+        if self._first is not None:
+            self._replaced.append(self._staging)
         self._set_workspace(float_workspace_buffer)
 
     def end_forward(self) -> None:
         """Nothing; older callers end with it."""
+
+
+def _check_unused(buffers: dict[str, Any]) -> None:
+    for name, value in buffers.items():
+        if value is not None:
+            checks.tensor(name, value)
 
 
 def _allow(backend: select.Backend, features: Features) -> None:
@@ -356,7 +369,7 @@ def _flat(first: First) -> dict[str, Any]:
     features: Features = settings.pop("features")
     named = features._asdict()
     del named["own_splits"]  # the splits themselves tell more
-    return {**named, **settings, **first.splits._asdict(), "backend": first.backend}
+    return {**named, **settings, **first.splits._asdict(), "backend": first.backend, "qo_indptr[0]": first.first_row}
 
 
 def _index_values(name: str, tokens: Tokens) -> np.ndarray | None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from cute_attn import checks, normalize_plan
-from cute_attn.batch import BatchWrapper, Result, Splits
+from cute_attn.batch import Asked, BatchWrapper, Result
 from cute_attn.batch_prefill import Cache, DType, Scale, refuse_jit
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.normalize_plan import Options
@@ -74,20 +74,13 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self._paged_kv_indptr_buf, self._paged_kv_indices_buf = paged_kv_indptr_buffer, paged_kv_indices_buffer
         self._paged_kv_last_page_len_buf = paged_kv_last_page_len_buffer
-        if use_cuda_graph:
-            name = "paged_kv_last_page_len_buffer"
-            batch_size = normalize_plan.graph_buffer(
-                name, paged_kv_last_page_len_buffer, torch.int32, self.device
-            ).numel()
-            self._take_buffers(
-                {
-                    "paged_kv_indptr_buffer": paged_kv_indptr_buffer,
-                    "paged_kv_indices_buffer": paged_kv_indices_buffer,
-                    name: paged_kv_last_page_len_buffer,
-                },
-                batch_size,
-                {"paged_kv_indptr_buffer": batch_size + 1, "paged_kv_indices_buffer": None, name: batch_size},
-            )
+        self._take_buffers(
+            {
+                "paged_kv_last_page_len_buffer": (paged_kv_last_page_len_buffer, 0),
+                "paged_kv_indptr_buffer": (paged_kv_indptr_buffer, 1),
+                "paged_kv_indices_buffer": (paged_kv_indices_buffer, None),
+            }
+        )
 
     @property
     def use_tensor_cores(self) -> bool:
@@ -144,6 +137,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         qo_indptr = np.arange(batch_size + 1, dtype=np.int64) * q_len
         tokens = normalize_plan.paged(qo_indptr, indptr, indices, last_page_len, page_size, NAMES)
         normalize_plan.check_known_lengths("seq_lens", seq_lens, tokens.lengths.kv_len)
+        if block_tables is not None:
+            checks.tensor("block_tables", block_tables)
         first_choice = data_type if q_data_type is None else q_data_type
         options = Options(
             *(num_qo_heads, num_kv_heads, head_dim, None),
@@ -151,8 +146,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
             *(o_data_type, pos_encoding_mode, q_len > 1, window_left),
             *(logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base),
         )
-        splits = Splits(normalize_plan.split_tokens(fixed_split_size, disable_split_kv, page_size), disable_split_kv)
-        self._make_plan(options, tokens._replace(q_len=q_len), normalize_plan.no_mask(tokens), splits, page_size)
+        splits = normalize_plan.splits(fixed_split_size, disable_split_kv, page_size)
+        tokens, mask = tokens._replace(q_len=q_len), normalize_plan.no_mask(tokens)
+        self._make_plan(Asked(options, tokens, mask, splits, page_size))
 
     begin_forward = plan
 
@@ -282,7 +278,7 @@ def fast_decode_plan(
         raise ArgumentTypeError(f"wrapper must be a BatchDecodeWithPagedKVCacheWrapper, got {checks.describe(wrapper)}")
     if global_override_indptr_cpu is not None:
         indptr = checks.tensor("global_override_indptr_cpu", global_override_indptr_cpu)
-    if page_size == 1:
+    if normalize_plan.page_size(page_size) == 1:
         last_page_len = torch.ones(max(0, checks.tensor("indptr", indptr).numel() - 1), dtype=torch.int32)
     wrapper.plan(
         indptr,
@@ -309,5 +305,5 @@ def fast_decode_plan(
 
 def _check_q_len(given: Any, planned: int | None) -> None:
     warnings.warn("q_len_per_req belongs to plan()", DeprecationWarning, stacklevel=3)
-    if given != planned:
+    if checks.integer("q_len_per_req", given) != planned:
         raise ArgumentError(f"q_len_per_req of run() must be the planned {planned}, got {given!r}: pass it to plan()")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cute_attn import checks, normalize_plan, normalize_run
-from cute_attn.batch import BatchWrapper, Result, Splits
+from cute_attn.batch import Asked, BatchWrapper, Result
 from cute_attn.normalize_plan import Mask, Options, Tokens
 from cute_attn.normalize_run import Plan
 from cute_attn.spellings_batch import (
@@ -68,12 +68,13 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
 
     Parameters
     ----------
-    float_workspace_buffer : contiguous, any dtype, 16-byte aligned; 128 MB are enough for every batch. Holds partial
-        results where keys are split. Wrappers that run one after the other may share it. Its device is the wrapper's.
+    float_workspace_buffer : contiguous, any dtype, 16-byte aligned; 128 MB do for every batch, but with
+        `fixed_split_size` (`workspace_size` tells). Holds partial results where keys are split. Wrappers that run one
+        after the other may share it. Its device is the wrapper's.
     kv_layout : "NHD" or "HND", of the cache.
     use_cuda_graph : keep addresses and launches over plans, so that a captured `run` may be replayed after `plan` with
-        other lengths. Batch size, options and dtypes stay those of the first plan, which also sets the most query
-        tokens (`qo_indptr[-1]`).
+        other lengths. Batch size, options, dtypes and `qo_indptr[0]` stay those of the first plan, which also sets the
+        most query tokens (`qo_indptr[-1]`).
     qo_indptr_buf, paged_kv_indptr_buf : with `use_cuda_graph`, int32 `[batch_size + 1]`.
     paged_kv_indices_buf : with `use_cuda_graph`, int32, as many elements as any plan may have pages.
     paged_kv_last_page_len_buf : with `use_cuda_graph`, int32 `[batch_size]`.
@@ -107,25 +108,15 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self._qo_indptr_buf, self._paged_kv_indptr_buf = qo_indptr_buf, paged_kv_indptr_buf
         self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf = paged_kv_indices_buf, paged_kv_last_page_len_buf
-        if use_cuda_graph:
-            bounds = normalize_plan.graph_buffer("qo_indptr_buf", qo_indptr_buf, torch.int32, self.device)
-            batch_size = bounds.numel() - 1
-            self._take_buffers(
-                {
-                    "qo_indptr_buf": qo_indptr_buf,
-                    "paged_kv_indptr_buf": paged_kv_indptr_buf,
-                    "paged_kv_indices_buf": paged_kv_indices_buf,
-                    "paged_kv_last_page_len_buf": paged_kv_last_page_len_buf,
-                },
-                batch_size,
-                {
-                    "qo_indptr_buf": batch_size + 1,
-                    "paged_kv_indptr_buf": batch_size + 1,
-                    "paged_kv_indices_buf": None,
-                    "paged_kv_last_page_len_buf": batch_size,
-                },
-            )
-            self._take_mask_buffers(custom_mask_buf, mask_indptr_buf)
+        self._take_buffers(
+            {
+                "qo_indptr_buf": (qo_indptr_buf, 1),
+                "paged_kv_indptr_buf": (paged_kv_indptr_buf, 1),
+                "paged_kv_indices_buf": (paged_kv_indices_buf, None),
+                "paged_kv_last_page_len_buf": (paged_kv_last_page_len_buf, 0),
+            }
+        )
+        self._take_mask_buffers(custom_mask_buf, mask_indptr_buf)
 
     @both_plan_spellings(common=8, seed=PAGED_SEED)
     def plan(
@@ -208,18 +199,21 @@ class BatchPrefillWithPagedKVCacheWrapper(PrefillWrapper):
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
         checks.boolean("non_blocking", non_blocking)
         page_size = normalize_plan.page_size(page_size)
+        q_bounds = normalize_plan.indptr("qo_indptr", qo_indptr)
         tokens = normalize_plan.paged(
-            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, PAGED_NAMES
+            q_bounds, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, PAGED_NAMES
         )
         normalize_plan.check_known(tokens, seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
+        if block_tables is not None:
+            checks.tensor("block_tables", block_tables)
         options = Options(
             *(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo),
             *(q_data_type, kv_data_type, o_data_type, pos_encoding_mode, causal, window_left),
             *(logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base),
         )
-        splits = Splits(normalize_plan.split_tokens(fixed_split_size, disable_split_kv, page_size), disable_split_kv)
+        splits = normalize_plan.splits(fixed_split_size, disable_split_kv, page_size)
         mask = self._mask(custom_mask, packed_custom_mask, tokens)
-        self._make_plan(options, tokens, mask, splits, page_size)
+        self._make_plan(Asked(options, tokens, mask, splits, page_size))
 
     begin_forward = plan
 
@@ -341,11 +335,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
         refuse_jit(jit_args, jit_kwargs)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr_buf, kv_indptr_buf
-        if use_cuda_graph:
-            bounds = normalize_plan.graph_buffer("qo_indptr_buf", qo_indptr_buf, torch.int32, self.device)
-            named = {"qo_indptr_buf": qo_indptr_buf, "kv_indptr_buf": kv_indptr_buf}
-            self._take_buffers(named, bounds.numel() - 1, dict.fromkeys(named, bounds.numel()))
-            self._take_mask_buffers(custom_mask_buf, mask_indptr_buf)
+        self._take_buffers({"qo_indptr_buf": (qo_indptr_buf, 1), "kv_indptr_buf": (kv_indptr_buf, 1)})
+        self._take_mask_buffers(custom_mask_buf, mask_indptr_buf)
 
     @both_plan_spellings(common=5, seed=RAGGED_SEED)
     def plan(
@@ -402,8 +393,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(PrefillWrapper):
             *(q_data_type, kv_data_type, o_data_type, pos_encoding_mode, causal, window_left),
             *(logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base),
         )
-        splits = Splits(normalize_plan.split_tokens(fixed_split_size, disable_split_kv, 1), disable_split_kv)
-        self._make_plan(options, tokens, self._mask(custom_mask, packed_custom_mask, tokens), splits, 1)
+        splits = normalize_plan.splits(fixed_split_size, disable_split_kv, 1)
+        mask = self._mask(custom_mask, packed_custom_mask, tokens)
+        self._make_plan(Asked(options, tokens, mask, splits, 1))
 
     begin_forward = plan
 

@@ -11,6 +11,7 @@ from cute_attn import checks
 from cute_attn.batch_prefill import BatchPrefillWithPagedKVCacheWrapper, Cache, DType
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotPlannedError, NotSupported, Refusal
 from cute_attn.merge import merge_state, merge_state_in_place, merge_states
+from cute_attn.settle import POS_ENCODING_MODES
 from cute_attn.spellings_batch import renaming
 
 __all__ = ["MultiLevelCascadeAttentionWrapper", "merge_state", "merge_state_in_place", "merge_states"]
@@ -47,17 +48,19 @@ class MultiLevelCascadeAttentionWrapper:
         if num_levels < 1:
             raise ArgumentError(f"num_levels must be >= 1, got {num_levels}")
         self._use_cuda_graph = checks.boolean("use_cuda_graph", use_cuda_graph)
-        buffers: list[Sequence[Any]] = [[None] * num_levels] * 4
-        if use_cuda_graph:
-            buffers = [
-                self._levels("qo_indptr_buf_arr", qo_indptr_buf_arr),
-                self._levels("paged_kv_indptr_buf_arr", paged_kv_indptr_buf_arr),
-                self._levels("paged_kv_indices_buf_arr", paged_kv_indices_buf_arr),
-                self._levels("paged_kv_last_page_len_buf_arr", paged_kv_last_page_len_buf_arr),
-            ]
+        buffers = {
+            "qo_indptr_buf_arr": qo_indptr_buf_arr,
+            "paged_kv_indptr_buf_arr": paged_kv_indptr_buf_arr,
+            "paged_kv_indices_buf_arr": paged_kv_indices_buf_arr,
+            "paged_kv_last_page_len_buf_arr": paged_kv_last_page_len_buf_arr,
+        }
+        levels = [
+            [None] * num_levels if arrays is None and not use_cuda_graph else self._levels(name, arrays)
+            for name, arrays in buffers.items()
+        ]
         self._wrappers = [
             BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph, *level)
-            for level in zip(*buffers, strict=True)
+            for level in zip(*levels, strict=True)
         ]
         self._ready = False
 
@@ -184,6 +187,7 @@ class MultiLevelCascadeAttentionWrapper:
         return arrays
 
     def _refuse_positions(self, pos_encoding_mode: Any, window_left: Any) -> None:
+        checks.choice("pos_encoding_mode", pos_encoding_mode, POS_ENCODING_MODES)
         refusals = [
             Refusal("cascade", feature, "a level knows positions within itself only", "a paged wrapper over all pages")
             for feature, used in (

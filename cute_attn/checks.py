@@ -86,7 +86,7 @@ def device(name: str, value: torch.Tensor, expected: torch.device) -> None:
 
 
 def dtype(name: str, value: torch.dtype, accepted: Sequence[torch.dtype]) -> None:
-    if value not in accepted:
+    if not isinstance(value, torch.dtype) or value not in accepted:
         raise ArgumentError(f"{name} must have dtype {' or '.join(map(short, accepted))}, got {short(value)}")
 
 

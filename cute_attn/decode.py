@@ -54,7 +54,8 @@ def single_decode_with_kv_cache(
         out = v_scale * sum_j exp(z) v_j / (sum_j exp(z) + exp(sink))
         lse = log2(sum_j exp(z) + exp(sink))
 
-    Without any key, out is 0 and lse -inf. No gradients are computed.
+    Without any key, out is 0 and lse -inf. No gradients are computed. How large z may be:
+    `single_prefill_with_kv_cache`.
 
     Parameters
     ----------
@@ -84,7 +85,7 @@ def single_decode_with_kv_cache(
     enable_pdl : False: no programmatic dependent launch. None or True: where the GPU has it (9.0 and later).
     sinks : floating-point `[num_qo_heads]`, natural-log domain, not scaled: one more term of the denominator.
     lse_base : "log2" (FlashInfer's), or "ln": the lse is that above, times ln(2).
-    backend : "auto", "fa3", "xqa", "fa2" or "reference". `cute_attn.explain` tells which takes what.
+    backend : "auto", "fa3", "xqa", "fa2", "reference" or "emulator". `cute_attn.explain` tells which takes what.
 
     Returns
     -------

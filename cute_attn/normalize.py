@@ -6,6 +6,8 @@ what words the error stands in a function of its own.
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import torch
@@ -19,7 +21,6 @@ from cute_attn.settle import KV_LAYOUTS, MAX_KV_LEN, Call
 KERNEL_DEVICES = ("cuda",)  # where memory is read in aligned chunks
 ALIGNMENT = 16  # bytes: kernels move q, k, v and out in chunks of this size
 SCALES_ALIGNMENT = 4  # bytes, likewise for the block scales of NVFP4
-SCALE_WORD = 4  # bytes in which kernels move block scales
 MAX_ROWS = 1 << 30
 
 Scales = tuple[torch.Tensor, ...]  # one-element fp32 tensors on the device
@@ -74,9 +75,9 @@ def problem(call: Call) -> Problem:
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         refuse_grad(q=q, k=k, v=v)
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
-    steps = q_strides[0] | q_strides[-2] | k_strides[0] | k_strides[1] | v_strides[0] | v_strides[1]
+    joined = q_strides[0] | q_strides[-2] | k_strides[0] | k_strides[1] | v_strides[0] | v_strides[1]
     # A step of 16 elements is one of 16 bytes in any dtype: common strides need no second look.
-    if (addresses | steps) % ALIGNMENT or not q_strides[-1] == k_strides[2] == v_strides[2] == 1:
+    if (addresses | joined) % ALIGNMENT or not q_strides[-1] == k_strides[2] == v_strides[2] == 1:
         q = _readable_query(call)
 
     rows = (num_qo_heads,) if decode else (qo_len, num_qo_heads)
@@ -153,11 +154,13 @@ def readable(q: torch.Tensor) -> torch.Tensor:
 
 def aligned(tensor: torch.Tensor) -> bool:
     """Does every row (along the last axis) start at a multiple of 16 bytes?"""
-    steps = 0
-    for stride, count in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True):
-        if count > 1:  # the stride of an axis of 1 is never used
-            steps |= stride
-    return (tensor.data_ptr() | steps * tensor.element_size()) % ALIGNMENT == 0
+    joined = functools.reduce(operator.or_, steps(tensor), 0)
+    return (tensor.data_ptr() | joined * tensor.element_size()) % ALIGNMENT == 0
+
+
+def steps(x: torch.Tensor) -> list[int]:
+    """Strides, but for the last, of the axes that have any: the stride of an axis of 1 is never used."""
+    return [stride for stride, count in zip(x.stride()[:-1], x.shape[:-1], strict=True) if count > 1]
 
 
 def expanded(*tensors: torch.Tensor) -> bool:
@@ -269,19 +272,11 @@ def _block_scale(name: str, value: Any, cache: torch.Tensor) -> torch.Tensor:
         raise ArgumentError(f"{name} must have stride 1 on its last axis, got strides {value.stride()}")
     if value.device.type in KERNEL_DEVICES and value.shape[-1] % SCALES_ALIGNMENT == 0:
         _check_scales_alignment(name, value)
-    if cache.device.type in KERNEL_DEVICES and value.shape[-1] % SCALE_WORD == 0:
-        steps = [stride for stride, count in zip(value.stride()[:-1], value.shape[:-1], strict=True) if count > 1]
-        if any(number % SCALE_WORD for number in (value.data_ptr(), *steps)):
-            raise ArgumentError(
-                f"{name} must start at a multiple of {SCALE_WORD} bytes and have strides that are multiples of "
-                f"{SCALE_WORD} on all but its last axis; got strides {value.stride()}"
-            )
     return value.view(torch.float8_e4m3fn)
 
 
 def _check_scales_alignment(name: str, value: torch.Tensor) -> None:
-    steps = [stride for stride, count in zip(value.stride()[:-1], value.shape[:-1], strict=True) if count > 1]
-    if any(number % SCALES_ALIGNMENT for number in (value.data_ptr(), *steps)):
+    if any(number % SCALES_ALIGNMENT for number in (value.data_ptr(), *steps(value))):
         raise ArgumentError(
             f"{name} must start at a multiple of {SCALES_ALIGNMENT} bytes and have strides that are multiples of it, "
             f"got address % {SCALES_ALIGNMENT} = {value.data_ptr() % SCALES_ALIGNMENT} and strides {value.stride()}"

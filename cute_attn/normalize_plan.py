@@ -44,6 +44,18 @@ class Options(NamedTuple):
     lse_base: Any = "log2"
 
 
+class Surroundings(NamedTuple):
+    """What decides a plan's settings beside its options."""
+
+    device: torch.device
+    kv_layout: str
+    kv_source: str  # ragged | paged
+    custom_mask: bool
+    page_size: int
+    decode: bool
+    own_splits: bool
+
+
 class Tokens(NamedTuple):
     """Where a batch's tokens are."""
 
@@ -76,30 +88,22 @@ class Mask(NamedTuple):
 # ---- settings
 
 
-def settings(
-    options: Options, device: torch.device, kv_layout: str, kv_source: str, custom_mask: bool, page_size: int,
-    decode: bool, own_splits: bool,
-) -> Settings:  # fmt: skip
-    """Settings of kv_source "ragged" or "paged"."""
-    surroundings = device, kv_layout, kv_source, custom_mask, page_size, decode, own_splits
+def settings(options: Options, surroundings: Surroundings) -> Settings:
     try:
         return _remembered(surroundings, *options)
     except TypeError:  # an option is wrong, or must not be remembered
         pass
-    return _settings(options, *surroundings)
+    return _settings(options, surroundings)
 
 
 @functools.lru_cache(settle.REMEMBERED, typed=True)  # typed, and immutable: as in `settle`
-def _remembered(surroundings: tuple[torch.device, str, str, bool, int, bool, bool], *options: Any) -> Settings:
+def _remembered(surroundings: Surroundings, *options: Any) -> Settings:
     if not all(isinstance(option, settle.IMMUTABLE) for option in options):
         raise TypeError("an option may change its value, or is large")
-    return _settings(Options(*options), *surroundings)
+    return _settings(Options(*options), surroundings)
 
 
-def _settings(
-    options: Options, device: torch.device, kv_layout: str, kv_source: str, custom_mask: bool, page_size: int,
-    decode: bool, own_splits: bool,
-) -> Settings:  # fmt: skip
+def _settings(options: Options, surroundings: Surroundings) -> Settings:
     q_dtype = _data_type("q_data_type", options.q_data_type)
     kv_dtype = q_dtype if options.kv_data_type is None else _data_type("kv_data_type", options.kv_data_type)
     o_dtype = None if options.o_data_type is None else _data_type("o_data_type", options.o_data_type)
@@ -108,7 +112,7 @@ def _settings(
     packing = 2 if kv_dtype == torch.uint8 else 1
     _check_packing(packing, head_dim_qk, head_dim_vo)
     structure = Structure(
-        device=device,
+        device=surroundings.device,
         q_dtype=q_dtype,
         k_dtype=kv_dtype,
         v_dtype=kv_dtype,
@@ -117,16 +121,16 @@ def _settings(
         head_dim_q=head_dim_qk,
         head_dim_k=head_dim_qk // packing,
         head_dim_v=head_dim_vo // packing,
-        custom_mask=custom_mask,
+        custom_mask=surroundings.custom_mask,
         head_scales=False,
         kv_block_scales=packing == 2,
         sinks=False,
         device_scale=False,
-        decode=decode,
+        decode=surroundings.decode,
     )
     call = settle.Call(
         *(None, None, None),
-        kv_layout=kv_layout,
+        kv_layout=surroundings.kv_layout,
         pos_encoding_mode=options.pos_encoding_mode,
         causal=options.causal,
         window_left=options.window_left,
@@ -138,8 +142,8 @@ def _settings(
         lse_base=options.lse_base,
     )
     single = settle.settings(structure, call[len(settle.NOT_OPTIONS) :])
-    features = single.features._replace(kv_source=kv_source, own_splits=own_splits)
-    return single._replace(features=features, page_size=page_size)
+    features = single.features._replace(kv_source=surroundings.kv_source, own_splits=surroundings.own_splits)
+    return single._replace(features=features, page_size=surroundings.page_size)
 
 
 def _data_type(name: str, value: Any) -> torch.dtype:
@@ -157,6 +161,8 @@ def count(name: str, value: Any) -> int:
     value = checks.integer(name, value)
     if value < 1:
         raise ArgumentError(f"{name} must be at least 1, got {value}")
+    if value > MAX_PLACES:
+        raise ArgumentError(f"{name} must be at most {MAX_PLACES}, got {value}")
     return value
 
 
@@ -166,16 +172,23 @@ def _check_packing(packing: int, head_dim_qk: int, head_dim_vo: int) -> None:
         raise ArgumentError(f"NVFP4 (uint8) k and v need even head dimensions, got {head_dim_qk} and {head_dim_vo}")
 
 
-def split_tokens(fixed_split_size: Any, disable_split_kv: Any, page_size: int) -> int | None:
-    """Tokens of a fixed split, whose size is given in pages."""
+class Splits(NamedTuple):
+    """How a schedule may cut keys."""
+
+    fixed_split_size: int | None  # tokens
+    disable_split_kv: bool
+
+
+def splits(fixed_split_size: Any, disable_split_kv: Any, page_size: int) -> Splits:
+    """The size of a fixed split is given in pages."""
     checks.boolean("disable_split_kv", disable_split_kv)
     if fixed_split_size is None:
-        return None
+        return Splits(None, disable_split_kv)
     if disable_split_kv:
         raise ArgumentError(
             f"fixed_split_size {fixed_split_size!r} and disable_split_kv=True contradict: give one of them"
         )
-    return count("fixed_split_size", fixed_split_size) * page_size
+    return Splits(count("fixed_split_size", fixed_split_size) * page_size, False)
 
 
 def refuse(feature: str, value: Any, reason: str, instead: str) -> None:
@@ -193,10 +206,10 @@ def page_size(value: Any) -> int:
 
 
 def paged(
-    qo_indptr: Any, kv_indptr: Any, kv_indices: Any, last_page_len: Any, page_size: int, names: Sequence[str]
+    q_bounds: np.ndarray, kv_indptr: Any, kv_indices: Any, last_page_len: Any, page_size: int, names: Sequence[str]
 ) -> Tokens:
-    """`names`: what the caller calls the four arrays. `kv_indices` stays where it is; the wrapper moves it."""
-    q_bounds = qo_indptr if isinstance(qo_indptr, np.ndarray) else indptr(names[0], qo_indptr)
+    """`q_bounds`: an `indptr`. `names`: what the caller calls the four arrays. `kv_indices` stays where it is; the
+    wrapper moves it."""
     kv_bounds = indptr(names[1], kv_indptr)
     _check_same_batch(names[0], q_bounds, names[1], kv_bounds)
     last = _integers(names[3], last_page_len)

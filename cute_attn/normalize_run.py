@@ -15,7 +15,7 @@ import torch
 
 from cute_attn import checks, normalize, settle
 from cute_attn.errors import ArgumentError, ArgumentTypeError
-from cute_attn.normalize_plan import Options, Tokens
+from cute_attn.normalize_plan import Tokens
 from cute_attn.problem import BatchLimits, BatchProblem, Features, Settings
 
 REMEMBERED = 256  # scales of a model's layers
@@ -56,7 +56,6 @@ class Form(NamedTuple):
 class Plan:
     """What a plan settles for its runs."""
 
-    options: Options
     settings: Settings
     tokens: Tokens
     limits: BatchLimits
@@ -241,22 +240,13 @@ def _check_form(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
         raise ArgumentError(
             f"k and v must agree in all axes but the last, got {checks.describe(k)} and {checks.describe(v)}"
         )
-    steps = 0
-    for x in (q, k, v):
-        for stride, count in zip(x.stride()[:-1], x.shape[:-1], strict=True):
-            if count > 1:
-                steps |= stride * x.element_size()
+    steps = (stride * x.element_size() for x in (q, k, v) for stride in normalize.steps(x))
     expanded, large = normalize.expanded(q, k, v), f.kv_source == "paged" and (_is_large(k) or _is_large(v))
     if expanded or large:
         plan.allowed(f._replace(expanded=expanded, large_cache=large))
-    readable = steps % normalize.ALIGNMENT == 0 and (q.stride(-1) == 1 or q.shape[-1] == 1)
+    readable = not any(step % normalize.ALIGNMENT for step in steps) and (q.stride(-1) == 1 or q.shape[-1] == 1)
     of_q, of_k, of_v = (stop - start for start, stop in map(checks.extent, (q, k, v)))
     return Form(readable, (of_q, of_k, of_v))
-
-
-def _steps(x: torch.Tensor) -> list[int]:
-    """Strides, but for the last, of the axes that have any."""
-    return [stride for stride, count in zip(x.stride()[:-1], x.shape[:-1], strict=True) if count > 1]
 
 
 def _is_large(x: torch.Tensor) -> bool:
@@ -329,7 +319,7 @@ def _block_scales(plan: Plan, given: Any, k: torch.Tensor, v: torch.Tensor) -> t
     form = k.shape, *((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % normalize.ALIGNMENT) for x in given)
     if form not in plan.scale_forms:
         normalize.block_scales(given, k, v)
-        if any(number % x.shape[-1] for x in given for number in (x.data_ptr(), *_steps(x))):
+        if any(number % x.shape[-1] for x in given for number in (x.data_ptr(), *normalize.steps(x))):
             plan.allowed(f._replace(loose_scales=True))
         plan.scale_forms.add(form)
     return given[0].view(torch.float8_e4m3fn), given[1].view(torch.float8_e4m3fn)

@@ -78,7 +78,7 @@ class Pieces(NamedTuple):
     tile: np.ndarray | None  # its query tile; None: there is one item a tile
     begin: np.ndarray
     end: np.ndarray
-    partial: np.ndarray | int
+    partial: np.ndarray | None  # None: no item has one
     cut: np.ndarray  # query tiles of more than one piece ...
     first_partial: np.ndarray  # ... the slot of their first
     splits: np.ndarray  # ... and the number of their pieces
@@ -109,25 +109,26 @@ def query_tiles(lengths: BatchLengths, shape: TileShape) -> QueryTiles:
     tiles = -(-(qo_len * np.int32(shape.group)) // np.int32(shape.rows))
     first = (tiles.cumsum(dtype=np.int32) - tiles).repeat(tiles)  # `repeat` is several times faster than an index
     first_row = (np.arange(len(first), dtype=np.int32) - first) * np.int32(shape.rows)
-    begin, end = _visible(first_row, qo_len.repeat(tiles), kv_len.repeat(tiles), shape)
+    begin, end = _visible(first_row, tiles, qo_len, kv_len, shape)
     return QueryTiles(np.arange(len(tiles)).repeat(tiles), first_row, begin, end)
 
 
 def _visible(
-    first_row: np.ndarray, qo_len: np.ndarray, kv_len: np.ndarray, shape: TileShape
+    first_row: np.ndarray, tiles: np.ndarray, qo_len: np.ndarray, kv_len: np.ndarray, shape: TileShape
 ) -> tuple[np.ndarray, np.ndarray]:
-    """kv tiles that some row sees: token i stands at i + kv_len - qo_len, and `kernels.blocks.masks.Band` does the same
-    for a CTA."""
-    cols = np.int32(shape.cols)
-    stop, position = kv_len, kv_len - qo_len
+    """kv tiles that some row of a query tile sees; requests have `tiles` of these. Token i stands at
+    i + kv_len - qo_len, and `kernels.blocks.masks.Band` does the same for a CTA."""
+    group, cols, one = np.int32(shape.group), np.int32(shape.cols), np.int32(1)
     if shape.causal:
-        last = np.minimum((first_row + np.int32(shape.rows - 1)) // np.int32(shape.group), qo_len - np.int32(1))
-        stop = np.maximum(position + last + np.int32(1), np.int32(0))
-    end = -(-stop // cols)
+        last = np.minimum((first_row + np.int32(shape.rows - 1)) // group, (qo_len - one).repeat(tiles))
+        stop = np.maximum(last + (kv_len - qo_len + one).repeat(tiles), np.int32(0))
+        end = -(-stop // cols)
+    else:
+        end = (-(-kv_len // cols)).repeat(tiles)
     if shape.window_left < 0:
         return np.zeros_like(end), end
-    first = first_row // np.int32(shape.group) + position - np.int32(min(shape.window_left, 1 << 30))
-    return np.maximum(first, np.int32(0)) // cols, end
+    position = kv_len - qo_len - np.int32(min(shape.window_left, 1 << 30))
+    return np.maximum(first_row // group + position.repeat(tiles), np.int32(0)) // cols, end
 
 
 def _balanced_pieces(tiles: QueryTiles, shape: TileShape, room: Room) -> Pieces:
@@ -174,7 +175,7 @@ def _fixed_pieces(tiles: QueryTiles, shape: TileShape, limits: BatchLimits) -> P
 
 def _whole(tiles: QueryTiles) -> Pieces:
     none = np.empty(0, np.int64)
-    return Pieces(None, tiles.begin, tiles.end, NO_PARTIAL, none, none, none)
+    return Pieces(None, tiles.begin, tiles.end, None, none, none, none)
 
 
 def _cut(count: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -203,13 +204,16 @@ def _records(
     items, merges = ints[:item_ints].reshape(-1, ITEM_INTS), ints[item_ints:].reshape(-1, MERGE_INTS)
 
     requests = _request_records(lengths)
+    requests[:, _PARTIAL] = NO_PARTIAL
     tile = order if pieces.tile is None else pieces.tile.take(order)
     used = items[:num_items]
     requests.take(tiles.request.take(tile), 0, out=used, mode="clip")  # "clip" spares numpy a copy of `out`
     used[:, _FIRST_ROW] = tiles.first_row.take(tile)
-    used[:, _KV_BEGIN] = pieces.begin.take(order) * shape.cols
+    if pieces.tile is not None or shape.window_left >= 0:  # else all begin at 0
+        used[:, _KV_BEGIN] = pieces.begin.take(order) * shape.cols
     np.minimum(pieces.end.take(order) * shape.cols, used[:, _KV_LEN], out=used[:, _KV_END], casting="unsafe")
-    used[:, _PARTIAL] = pieces.partial if isinstance(pieces.partial, int) else pieces.partial.take(order)
+    if pieces.partial is not None:
+        used[:, _PARTIAL] = pieces.partial.take(order)
     items[num_items:] = 0
 
     merges[num_merges:] = 0

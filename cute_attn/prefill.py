@@ -63,7 +63,8 @@ def single_prefill_with_kv_cache(
     A token that sees no key has out 0 and lse -inf. The arguments after `v` may also follow, by position, the
     order of older FlashInfer releases (`custom_mask, packed_custom_mask, causal, kv_layout,
     pos_encoding_mode, allow_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale,
-    rope_theta`); where their types do not tell the order, the call is refused. No gradients are computed.
+    rope_theta`); where their types do not tell the order, the call is refused. No gradients are computed. GPU
+    kernels subtract logits in fp32, as FlashInfer's do: z up to 1e8 in size is safe, from some 1e9 on out may be NaN.
 
     Parameters
     ----------
@@ -92,7 +93,7 @@ def single_prefill_with_kv_cache(
     logits_soft_cap : soft cap of the logits; None, 0 or a negative number: none.
     rope_scale, rope_theta : > 0, default 1 and 1e4. Position p turns pair d by
         p * rope_theta^(-2 d / head_dim) / rope_scale. Read under ROPE_LLAMA only.
-    backend : "auto", "fa3", "xqa", "fa2" or "reference". `cute_attn.explain` tells which takes what.
+    backend : "auto", "fa3", "xqa", "fa2", "reference" or "emulator". `cute_attn.explain` tells which takes what.
     return_lse : return `(out, lse)`.
     kv_cache_sf : (k_sf, v_sf) for NVFP4 k and v, which are uint8 with two e2m1 values a byte, the first in the low
         bits: e4m3 (or its bytes as uint8), a scale for 16 values, `[..., head_dim / 16]`. Global scales are

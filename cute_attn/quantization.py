@@ -105,7 +105,7 @@ def _check_vector(name: str, x: object) -> None:
 
 
 def _check_bitorder(bitorder: object) -> None:
-    if bitorder not in ("big", "little"):
+    if not isinstance(bitorder, str) or bitorder not in ("big", "little"):
         raise RuntimeArgumentError(f"bitorder must be 'big' or 'little', got {bitorder!r}")
 
 

@@ -226,9 +226,7 @@ def run(problem: Problem, dtype: torch.dtype = torch.float32, *, round_rotated: 
         problem.lse.copy_(lse.view(problem.lse.shape) * problem.settings.lse_scale)
 
 
-def run_batch(
-    problem: BatchProblem, lengths: BatchLengths, dtype: torch.dtype = torch.float32, *, round_rotated: bool = True
-) -> None:
+def run_batch(problem: BatchProblem, lengths: BatchLengths) -> None:
     """Solve every request of `problem` like `run`. Page numbers are checked: torch reads the last page at -1."""
     if problem.kv_indices is not None:
         validate.pages(problem, lengths)
@@ -254,7 +252,7 @@ def run_batch(
             problem.head_scales,
             None if scales is None else (keys.of(scales[0]), keys.of(scales[1])),
         )
-        run(request, dtype, round_rotated=round_rotated)
+        run(request)
 
 
 @dataclass(frozen=True)

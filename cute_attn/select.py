@@ -22,11 +22,10 @@ from cute_attn.kernels.tiles_sm90 import FP8_HEAD_DIMS
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Features, Problem, Settings
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime.arch import Arch
+from cute_attn.settle import FP8, HALF
 
 logger = logging.getLogger(__name__)
 
-HALF = (torch.float16, torch.bfloat16)
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FA2_HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (256, 256), (192, 128))
 XQA_HEAD_DIMS = "64, 128 and 256"
 NARROW_HEAD_DIMS = ((80, 80), (112, 112))  # no multiples of 32 columns
@@ -312,9 +311,9 @@ def rows_class(features: Features, qo_len: int) -> int:
 
 def known(backend: Any) -> str:
     """The name of a backend, or "auto"; anything else is refused."""
-    if backend != "auto":
-        _named(backend)
-    return str(backend)
+    if isinstance(backend, str) and backend == "auto":
+        return "auto"
+    return _named(backend).name
 
 
 def choose(features: Features, backend: str = "auto", arch: Arch | None = None, rows: int | None = None) -> Backend:
@@ -360,19 +359,22 @@ def _reasons_against_emulator(features: Features) -> list[Refusal]:
     try:
         emulated(features, arch)
     except NotSupported as err:
-        return [Refusal("emulator", *refusal[1:]) for refusal in err.refusals]
+        return list(err.refusals)
     return []
 
 
 def emulated(features: Features, arch: Arch, qo_len: int | None = None) -> Backend:
-    """The backend whose kernels stand for `features` on an emulated GPU of `arch`; NotSupported as `choose`. `qo_len`:
-    query tokens of a request, where known.
+    """The backend whose kernels stand for `features` on an emulated GPU of `arch`; NotSupported as `choose`, but in the
+    emulator's name. `qo_len`: query tokens of a request, where known.
     """
     kernels = settings.current().kernels
     if kernels != "auto" and _named(kernels).capability is None:
         raise LayoutError(f"kernels of an emulation must be 'auto' or a GPU's backend, got {kernels!r}")
     rows = None if qo_len is None else qo_len * (features.num_qo_heads // features.num_kv_heads)
-    return choose(features._replace(device=torch.device("cuda")), kernels, arch, rows)
+    try:
+        return choose(features._replace(device=torch.device("cuda")), kernels, arch, rows)
+    except NotSupported as err:
+        raise NotSupported([Refusal(EMULATOR.name, *refusal[1:]) for refusal in err.refusals]) from None
 
 
 def explain(asked: Features | Problem, arch: Arch | None = None, rows: int | None = None) -> str:
@@ -416,7 +418,7 @@ def support_table() -> str:
 
 
 def _candidates(features: Features, backend: Any, rows: int | None) -> tuple[Backend, ...]:
-    if backend == "auto":
+    if known(backend) == "auto":
         return tuple(b for b in BACKENDS if features.device.type in b.auto_on and not b.slow(features, rows))
     return (_named(backend),)
 

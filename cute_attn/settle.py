@@ -32,6 +32,7 @@ DEVICES = ("cpu", "cuda")
 MAX_KV_LEN = 1 << 30  # kernels compute with 32-bit row and column numbers, and 2^30 is their "no bound"
 IMMUTABLE = (numbers.Number, str, torch.dtype, type(None))
 LEAST_SCALE = torch.finfo(torch.float32).tiny  # of scores, as a factor of the exponent: 0 * -inf is NaN
+LARGEST_CAP = 2.0**100  # of scores, and 1 over the least: beyond, scores stay as they are, and 1 / cap is 0 in fp32
 REMEMBERED = 256  # more than the layers of a model differ in
 
 
@@ -111,7 +112,7 @@ def _remembered(structure: tuple[Any, ...], *options: Any) -> Settings:
 def _settings(fields: tuple[Any, ...], options: Sequence[Any]) -> Settings:
     structure, call = Structure(*fields), Call._make((*NOT_OPTIONS, *options))
     _check_structure(structure)
-    soft_cap = _real("logits_soft_cap", call.logits_soft_cap, 0.0)
+    soft_cap = _soft_cap(call)
     sm_scale = _score_scale(call, structure)
     checks.boolean("return_lse", call.return_lse)
     if call.enable_pdl is not None:
@@ -121,7 +122,7 @@ def _settings(fields: tuple[Any, ...], options: Sequence[Any]) -> Settings:
         checks.choice("kv_layout", call.kv_layout, KV_LAYOUTS),
         checks.boolean("causal", call.causal) and not structure.custom_mask,
         max(-1, min(checks.integer("window_left", call.window_left), MAX_KV_LEN)),
-        max(0.0, soft_cap),
+        soft_cap,
         sm_scale,
         _real("v_scale", call.v_scale, 1.0),
         1.0 if call.rope_scale is None else checks.positive("rope_scale", call.rope_scale),
@@ -129,6 +130,12 @@ def _settings(fields: tuple[Any, ...], options: Sequence[Any]) -> Settings:
         call.enable_pdl,
         LSE_BASES[checks.choice("lse_base", call.lse_base, tuple(LSE_BASES))],
     )
+
+
+def _soft_cap(call: Call) -> float:
+    """0 where there is none."""
+    cap = _real("logits_soft_cap", call.logits_soft_cap, 0.0)
+    return min(max(cap, 1 / LARGEST_CAP), LARGEST_CAP) if cap > 0 else 0.0
 
 
 def _features(structure: Structure, call: Call, soft_cap: bool, positive_scale: bool) -> Features:

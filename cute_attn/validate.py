@@ -6,17 +6,11 @@ they are looked at before every launch, and a bad one raises an error while the 
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.problem import BatchLengths, BatchProblem
-
-
-def wanted() -> bool:
-    return os.environ.get("CUTE_ATTN_VALIDATE", "0") not in ("", "0")
 
 
 def before_launch(problem: BatchProblem, lengths: BatchLengths) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,13 +115,13 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *lines))
 
 
-def main(argv: Sequence[str]) -> int:
-    if not argv:
-        print(__doc__, file=sys.stderr)
-        return 2
-    print("\n".join(markdown(json.loads(Path(path).read_text())) for path in argv), end="")
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m perf.report", description=__doc__)
+    parser.add_argument("records", nargs="+", type=Path, help="JSON files of perf/results")
+    records = parser.parse_args(argv).records
+    print("\n".join(markdown(json.loads(path.read_text())) for path in records), end="")
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())

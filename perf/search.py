@@ -13,12 +13,13 @@ import dataclasses
 import functools
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from unittest import mock
 
 import torch
 
-from cute_attn.backends import fa3_kernels
+from cute_attn.backends import fa3_batch, fa3_kernels
 from cute_attn.kernels import tiles_sm90
 from cute_attn.kernels.memory import HopperMemory
 from cute_attn.kernels.spec import Fa3Spec, HopperTile
@@ -60,12 +61,13 @@ def climb(
     start: HopperTile,
     around: Callable[[HopperTile], Sequence[HopperTile]],
     rate: Callable[[Sequence[HopperTile]], Rates],
+    in_time: Callable[[], bool] = lambda: True,
 ) -> tuple[HopperTile, float]:
     """The best tile that steps to better neighbours lead to, and its speed over the first one's. `rate` times tiles
-    beside each other: only speeds of one call of it are compared.
+    beside each other: only speeds of one call of it are compared. No step begins that is not `in_time`.
     """
     best, gain, tried = start, 1.0, {start}
-    while True:
+    while in_time():
         new = [tile for tile in around(best) if tile not in tried]
         rates = rate([best, *new])
         tried.update(new)
@@ -73,6 +75,7 @@ def climb(
         if best not in rates or rates[top] < GAIN * rates[best]:
             return best, gain
         best, gain = top, gain * rates[top] / rates[best]
+    return best, gain
 
 
 def proposal(rates: Mapping[str, Rates]) -> HopperTile:
@@ -83,9 +86,13 @@ def proposal(rates: Mapping[str, Rates]) -> HopperTile:
 
 @contextlib.contextmanager
 def forced(tile: HopperTile) -> Iterator[None]:
-    """Plans made meanwhile take this tile."""
-    with mock.patch.object(fa3_kernels, "tile", return_value=tile):
-        yield
+    """Plans made meanwhile take this tile, whatever plans before have left in memory, and leave nothing of it."""
+    fa3_batch.tiling.cache_clear()
+    try:
+        with mock.patch.object(fa3_kernels, "tile", return_value=tile):
+            yield
+    finally:
+        fa3_batch.tiling.cache_clear()
 
 
 def bind(tile: HopperTile, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
@@ -126,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--heads", default="16/16", help="query and kv heads (default: 16/16)")
     parser.add_argument("--lengths", default=LENGTHS, help=f"requests x tokens (default: {LENGTHS})")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no climb takes a step later than this")
     options = parser.parse_args(argv)
     if absent := why_no_gpu():
         print(f"Nothing to measure here: {absent}.", file=sys.stderr)
@@ -135,8 +143,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = workloads(dim, (q_heads, kv_heads), options.lengths)
     start = tiles_sm90.choose((dim, dim), plain=True, kv="dense")
     winners = {start: None}
+    end = time.monotonic() + options.seconds
     for w in table:
-        best, gain = climb(start, functools.partial(neighbours, dim), functools.partial(timed, w, options.rounds))
+        rate = functools.partial(timed, w, options.rounds)
+        best, gain = climb(start, functools.partial(neighbours, dim), rate, lambda: time.monotonic() < end)
         print(f"{w.name}: {best}, {gain:.3f} of {start}", flush=True)
         winners[best] = None
     row = proposal({w.name: timed(w, options.rounds, list(winners)) for w in table})

@@ -22,7 +22,7 @@ from cute_attn.errors import Refusal
 from cute_attn.problem import Features, Problem, Settings
 from cute_attn.quantization import packbits
 from cute_attn.runtime.arch import Arch
-from tests.case import LSE_ROUNDING, Result, _compare, tolerance
+from tests.case import Numbers, Result, _compare, lse_rounding, tolerance
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
@@ -33,7 +33,7 @@ UNTOUCHED = 7.0
 
 
 @dataclass(frozen=True)
-class BatchCase:
+class BatchCase(Numbers):
     """One batch. `kind`: the wrapper: "paged" or "ragged" prefill, or "decode", where all qo_lens are equal.
 
     `mask`: "custom" bool, "packed" with a byte of its own for every request, "flat" with one row of bits.
@@ -74,15 +74,6 @@ class BatchCase:
     indices: str = "int32"
     slack: bool = False
     seed: int = 0
-
-    q_gain = property(lambda self: 1.0 if self.logits_soft_cap > 0 else 2.5)  # as for single requests
-
-    @property
-    def scale(self) -> float:
-        """What multiplies q·k."""
-        default = 1 / math.sqrt(self.head_dim_qk)
-        scales = (default if self.sm_scale is None else self.sm_scale, self.q_scale, self.k_scale)
-        return math.prod(s for s in scales if s is not None)
 
     @property
     def rows(self) -> int:
@@ -374,7 +365,7 @@ def check(case: BatchCase, inputs: BatchInputs, out: torch.Tensor, lse: torch.Te
     o_error, detail = _compare("o", out, o_ref, 1 + o_ref.abs(), o_tol, empty[..., None])
     if lse is None:
         return Result(not detail, o_error, 0.0, detail)
-    unit = 1 + LSE_ROUNDING / lse_tol * lse_ref.masked_fill(empty, 0.0).abs()
+    unit = 1 + lse_rounding(case) / lse_tol * lse_ref.masked_fill(empty, 0.0).abs()
     lse_error, lse_detail = _compare("lse", lse, lse_ref, unit, lse_tol, empty)
     detail = "; ".join(filter(None, (detail, lse_detail)))
     return Result(not detail, o_error, lse_error, detail)

@@ -9,11 +9,14 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from typing import NamedTuple
+import types
+from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 
+from cute_attn.backends import fa2_kernels
 from cute_attn.kernels.spec import KV_BITS, CombineSpec, Fa2Spec, KernelSpec
 from cute_attn.kernels.work import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
 from cute_attn.reference import alibi_slopes
@@ -120,6 +123,15 @@ class InterpretedLaunch:
             self.params = CombineParams(*values)
             (run_merges if self.spec.schedule == "items" else run_combine)(self.spec, self.params, grid)
         InterpretedLaunch.fired.append(self)
+
+
+def interpret(monkeypatch: pytest.MonkeyPatch, host: Any) -> None:
+    """The interpreter in place of a GPU, for launches of the module `host`, on stream 77."""
+    InterpretedLaunch.fired = []
+    fa2_kernels.load.cache_clear()
+    monkeypatch.setattr(fa2_kernels, "Launch", InterpretedLaunch)
+    monkeypatch.setattr(fa2_kernels, "artifacts", types.SimpleNamespace(get=lambda spec, arch: spec))
+    monkeypatch.setattr(host, "current_stream", lambda index: 77)
 
 
 def memory(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> np.ndarray:

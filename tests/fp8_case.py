@@ -1,7 +1,9 @@
 """Attention with q, k and v in fp8: cases, their calls, and a bound on the error that holds for every element.
 
 Probabilities are rounded to e4m3: by at most 1/16 of each, so o by at most 1/16 of what absolute values add up to.
-Below 2^-9 of a row's largest, e4m3 runs out of exponents: a key is then off by 2^-13 of the largest at most.
+e4m3 runs out of exponents: a key is off by 2^-16 of what all add up to at most, one of those that follow closely on the
+highest score by 2^-13.
+Values of one sign average that out, and show how much tensor cores drop of sums in 14 bits.
 Scores are sums of fp8 products in the few bits that Hopper keeps, and so is the lse: of 1000 it was off by
 1.7 on an H200.
 """
@@ -23,6 +25,7 @@ from cute_attn.problem import Features
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 NAN = 0x7F  # in both
 WORKSPACE = 32 << 20
+CLOSE = 1152  # keys
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class Fp8Case:
     sm_scale: float = 128**-0.5
     mean: float = 0.0
     sinks: bool = False
-    spike: float = 0.0  # how far one of the first keys, which come last, stands out for the first query
+    spike: float = 0.0  # how far one key stands out for the first query
+    spike_key: int = 5  # the kernel comes to the last keys first
     seed: int = 0
 
     @property
@@ -94,7 +98,7 @@ def make(case: Fp8Case, device: torch.device | str) -> Inputs:
     q, k = normal(sum(case.qo_lens), num_qo_heads), normal(tokens, num_kv_heads)
     v = normal(tokens, num_kv_heads, case.mean)
     if case.spike:
-        k[5] = (q[0, :1].float().sign() * case.spike).to(case.dtype)
+        k[case.spike_key] = (q[0, :1].float().sign() * case.spike).to(case.dtype)
     scale_q, scale_k, scale_v = (scale(heads).to(device) for heads in (num_qo_heads, num_kv_heads, num_kv_heads))
     keep = torch.rand(case.qo_lens[0], tokens, generator=generator) < 0.6 if case.custom_mask else None
     sinks = torch.randn(num_qo_heads, generator=generator).to(device) if case.sinks else None
@@ -190,7 +194,9 @@ def check(case: Fp8Case, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -
         common = {"logits": logits, "mask": mask, "sinks": inputs.sinks}
         o, expected = reference.attention(q, k, v, v_scale=scale_v.repeat_interleave(group), **common)
         size, _ = reference.attention(q, k, v.abs(), v_scale=scale_v.abs().repeat_interleave(group), **common)
-        lost = 2**-13 * v.abs().sum(0).mul(scale_v.abs()[:, None]).repeat_interleave(group, 0)
+        largest = v.abs().sort(0, descending=True).values
+        lost = 2**-13 * largest[:CLOSE].sum(0) + 2**-16 * largest.sum(0)
+        lost = lost.mul(scale_v.abs()[:, None]).repeat_interleave(group, 0)
         bound = (size / 16 + lost) * 1.02 + rounding * (o.abs() + size / 16) + 1e-6
         error = (out[rows].double() - o).abs()
         worst = (error / bound).max().item() if error.numel() else 0.0
@@ -200,7 +206,8 @@ def check(case: Fp8Case, inputs: Inputs, out: torch.Tensor, lse: torch.Tensor) -
         torch.testing.assert_close(lse[rows].double()[seen], expected[seen], rtol=2**-8, atol=4e-3)
         if seen.any():
             relative = ((out[rows].double() - o).norm() / o.norm()).item()
-            assert relative < 0.04, f"{case.id}: relative error {relative:.3g}"
+            limit = 2**-6 if case.mean >= 2 else 0.04
+            assert relative < limit, f"{case.id}: relative error {relative:.3g}"
 
 
 SMALL: tuple[Fp8Case, ...] = (
@@ -220,6 +227,12 @@ SMALL: tuple[Fp8Case, ...] = (
     Fp8Case((70,), (400,), single=True, spike=2.0, scales="none"),
     Fp8Case((70,), (400,), page_size=16, spike=28.0, scales="none"),
 )
+LONG: tuple[Fp8Case, ...] = (
+    Fp8Case((20,), (3000,), (1, 1), single=True, mean=2.0, scales="none"),
+    # A key 10 nats above thousands, first or halfway
+    Fp8Case((3,), (8193,), (1, 1), single=True, sm_scale=0.02, spike=4.9, spike_key=-1, mean=1.0, scales="none"),
+    Fp8Case((3,), (5000,), (1, 1), single=True, sm_scale=0.02, spike=4.9, spike_key=3000, mean=1.0, scales="none"),
+)
 CUT: tuple[Fp8Case, ...] = (
     Fp8Case((3,), (900,), (8, 2), single=True, causal=True, scales="signed"),
     Fp8Case((5,), (1100,), page_size=16, causal=True),
@@ -228,9 +241,7 @@ LARGE: tuple[Fp8Case, ...] = (
     Fp8Case((4096,), (4096,), (16, 16), single=True),
     Fp8Case((2048,), (9000,), (8, 1), single=True, causal=True, scales="signed"),
     Fp8Case((512,), (65536,), (2, 2), single=True, scales="none"),
-    Fp8Case(
-        (512,), (65536,), (2, 2), single=True, scales="none", mean=2.0
-    ),  # a sum that grows: where 14 bits would show
+    Fp8Case((512,), (65536,), (2, 2), single=True, scales="none", mean=2.0),
     *(Fp8Case((1000,), (5000,), (4, 4), single=True, spike=spike) for spike in (1.0, 3.0, 8.0, 28.0, 100.0)),
     Fp8Case((1000, 700), (5000, 3000), (4, 4), spike=28.0, causal=True, sm_scale=1.0),
     Fp8Case((300, 1, 77, 0), (500, 40, 1000, 9), (8, 2), causal=True),

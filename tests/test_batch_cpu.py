@@ -10,22 +10,7 @@ import torch
 
 from tests.batch_case import SMALL, BatchCase, BatchInputs, Request, call, check, make, random_batch_case
 from tests.matrix import poisoned_memory
-
-
-def rotated(case: BatchCase, x: torch.Tensor, first_position: int) -> np.ndarray:
-    """RoPE as a product of complex numbers, rounded to q's dtype as tensor cores need it."""
-    values, half = x.double().numpy(), x.shape[2] // 2
-    if case.pos_encoding_mode != "ROPE_LLAMA":
-        return values
-    turns = case.rope_theta ** (-np.arange(half) / half) / case.rope_scale
-    positions = first_position + np.arange(x.shape[0])
-    z = (values[..., :half] + 1j * values[..., half:]) * np.exp(1j * positions[:, None, None] * turns)
-    return torch.from_numpy(np.concatenate((z.real, z.imag), -1)).to(getattr(torch, case.dtype)).double().numpy()
-
-
-def slope(head: int, num_heads: int) -> float:
-    n = 2 ** math.floor(math.log2(num_heads))
-    return 2 ** (-8 * (head + 1) / n) if head < n else 2 ** (-4 * (2 * (head - n) + 1) / n)
+from tests.test_single_cpu import alibi_slope, rotated
 
 
 def hidden(case: BatchCase, request: Request) -> np.ndarray:
@@ -52,7 +37,7 @@ def formula(case: BatchCase, request: Request, sinks: np.ndarray | None) -> tupl
         kv_head = head * case.num_kv_heads // case.num_qo_heads
         z = q[:, head] @ k[:, kv_head].T * case.scale
         if case.pos_encoding_mode == "ALIBI":
-            z = z + slope(head, case.num_qo_heads) * (np.arange(kv_len)[None] - np.arange(qo_len)[:, None])
+            z = z + alibi_slope(head, case.num_qo_heads) * (np.arange(kv_len)[None] - np.arange(qo_len)[:, None])
         if case.logits_soft_cap:
             z = case.logits_soft_cap * np.tanh(z / case.logits_soft_cap)
         weights = np.where(hide, 0.0, np.exp(z))

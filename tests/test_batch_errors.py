@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,7 +24,7 @@ from cute_attn import (
     fast_decode_plan,
     normalize,
 )
-from tests.error_rows import overlapping, with_grad, zeros
+from tests.error_rows import Row, overlapping, with_grad, zeros
 
 FLOAT, E4M3 = torch.float32, torch.float8_e4m3fn
 
@@ -77,13 +78,6 @@ def decode() -> Setting:
 SETTINGS = {"paged": paged, "ragged": ragged, "decode": decode}
 
 
-class Row(NamedTuple):
-    name: str
-    arguments: dict[str, Any]  # what is changed
-    error: type[Exception]
-    message: tuple[str, ...]
-
-
 def cache(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
     return zeros(*(shape or (5, 2, 4, 2, 16)), dtype=dtype)
 
@@ -128,6 +122,22 @@ MAKE = [
 def test_constructor(kind: str, row: Row) -> None:
     arguments = {"float_workspace_buffer": workspace(), **row.arguments}
     raises(row, lambda: SETTINGS[kind]().wrapper(**arguments))
+
+
+UNUSED = {
+    "paged": ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "custom_mask_buf", "mask_indptr_buf"),
+    "ragged": ("qo_indptr_buf", "kv_indptr_buf", "custom_mask_buf"),
+    "decode": ("paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer"),
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in UNUSED.items() for name in names])
+def test_buffers_without_a_graph(kind: str, name: str) -> None:
+    """are not used; what is no buffer may be another argument that came here by position."""
+    make = SETTINGS[kind]().wrapper
+    make(workspace(), **{name: ints(0)})
+    with pytest.raises(ArgumentTypeError, match=f"^{name} must be a torch.Tensor, got 'fa2'"):
+        make(workspace(), **{name: "fa2"})
 
 
 def raises(row: Row, function: Callable[[], Any]) -> None:
@@ -255,7 +265,9 @@ PLAN = [  # of all wrappers
 
 PAGED = [  # of both wrappers with pages; names of index arrays are the decode wrapper's
     Row("page size 0", {"page_size": 0}, ArgumentError, ("page_size must be at least 1, got 0",)),
+    Row("page size", {"page_size": 1 << 31}, ArgumentError, ("page_size must be at most 2147483647, got 2147483648",)),
     Row("page size float", {"page_size": 4.0}, ArgumentTypeError, ("page_size must be an int",)),
+    Row("block tables", {"block_tables": [[0]]}, ArgumentTypeError, ("block_tables must be a torch.Tensor",)),
     Row("indptr list", {"indptr": [0, 2]}, ArgumentTypeError, ("indptr must be a torch.Tensor", "[0, 2]")),
     Row("indptr float", {"indptr": zeros(4)}, ArgumentError, ("indptr must have dtype int32 or int64", "float16")),
     Row("indptr rank", {"indptr": ints(0, 2, 2, 3)[None]}, ArgumentError, ("indptr must have 1 dimension", "(1, 4)")),
@@ -279,6 +291,7 @@ PAGED = [  # of both wrappers with pages; names of index arrays are the decode w
 
 PREFILL = [  # of both prefill wrappers
     Row("causal", {"causal": 1}, ArgumentTypeError, ("causal must be True or False",)),
+    Row("qo numpy", {"qo_indptr": np.arange(4)}, ArgumentTypeError, ("qo_indptr must be a torch.Tensor", "ndarray")),
     Row("fp16 reduction", {"use_fp16_qk_reduction": 1}, ArgumentTypeError, ("use_fp16_qk_reduction must be",)),
     Row(
         "qo falls", {"qo_indptr": ints(0, 3, 2, 5)}, RuntimeArgumentError, ("qo_indptr must not decrease", "request 1")
@@ -319,6 +332,7 @@ RAGGED = [
 
 DECODE = [
     Row("q_len 0", {"q_len_per_req": 0}, ArgumentError, ("q_len_per_req must be at least 1, got 0",)),
+    Row("q_len", {"q_len_per_req": 10**30}, ArgumentError, ("q_len_per_req must be at most",)),
     Row("window right", {"window_right": 3}, NotSupported, ("window_right", "causal=False")),
     Row("window right float", {"window_right": 0.0}, ArgumentTypeError, ("window_right must be an int",)),
 ]

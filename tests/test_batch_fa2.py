@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from cute_attn import WorkspaceError, select
-from cute_attn.backends import batched, fa2_batch, fa2_kernels
-from cute_attn.kernels.spec import Tile
-from cute_attn.problem import BatchLengths, BatchLimits, Settings
+from cute_attn.backends import batched, fa2_batch
+from cute_attn.kernels.spec import Fa2Spec, Tile
+from cute_attn.kernels.work import ITEM_INTS
+from cute_attn.problem import GraphLimits
 from cute_attn.runtime.arch import named
 from cute_attn.runtime.staging import Staging
 from tests.batch_case import (
@@ -31,7 +34,8 @@ from tests.batch_case import (
     random_lengths,
     wrapper,
 )
-from tests.fa2_contract import InterpretedLaunch
+from tests.batches import Built, build
+from tests.fa2_contract import CombineParams, Fa2Params, InterpretedLaunch, interpret
 from tests.graphs import Captured, Pair
 from tests.matrix import poisoned_memory
 from tests.test_batch_lifecycle import DECODE, graph_wrapper
@@ -41,27 +45,31 @@ SMS = 66
 TILE = Tile(16, 16, 1, 1, 2)  # small: small batches then have many
 
 
-def plan(settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging) -> fa2_batch.Planned:
-    return fa2_batch.Planned(settings, fa2_batch.scheduled(settings, lengths, limits, ARCH, SMS), staging, ARCH, 0)
-
-
 @pytest.fixture(autouse=True)
 def on_fa2(monkeypatch: pytest.MonkeyPatch) -> None:
-    InterpretedLaunch.fired = []
-    fa2_kernels.load.cache_clear()
     fa2_batch.ready.cache_clear()
     fa2_batch.tiling.cache_clear()
-    monkeypatch.setattr(fa2_kernels, "Launch", InterpretedLaunch)
-    monkeypatch.setattr(fa2_kernels, "artifacts", types.SimpleNamespace(get=lambda spec, arch: spec))
-    monkeypatch.setattr(batched, "current_stream", lambda index: 77)
+    interpret(monkeypatch, batched)
     monkeypatch.setattr(
         fa2_batch, "tiles", types.SimpleNamespace(choose=lambda *args: TILE, resident_ctas=lambda *args: 2)
     )
-    backend = types.SimpleNamespace(name="fa2", plan=plan, workspace=fa2_batch.workspace)
-    monkeypatch.setattr(fa2_batch, "for_device", lambda index: ARCH)
-    monkeypatch.setattr(fa2_batch, "multiprocessors", lambda index: SMS)
-    monkeypatch.setattr(select, "chosen", lambda features, name, rows: backend)
+    monkeypatch.setattr(batched, "for_device", lambda index: ARCH)
+    monkeypatch.setattr(batched, "multiprocessors", lambda index: SMS)
+    monkeypatch.setattr(select, "chosen", lambda features, name, rows: select.BY_NAME["fa2"])
     monkeypatch.setattr(select, "reasons_against", lambda *args: [])
+
+
+def planned(built: Built, staging: Staging | None = None) -> fa2_batch.Planned:
+    schedule = fa2_batch.scheduled(built.problem.settings, built.lengths, built.limits, ARCH, SMS)
+    return fa2_batch.Planned(built.problem.settings, schedule, staging or Staging(torch.device("cpu")), ARCH, 0)
+
+
+def solve(case: BatchCase) -> Built:
+    """With the host side alone."""
+    built = build(case)
+    planned(built)(built.problem)
+    assert built.wrong() == ""
+    return built
 
 
 def assert_right(case: BatchCase, made: Any = None) -> None:
@@ -79,9 +87,113 @@ def test_small(case: BatchCase) -> None:
     assert_right(case)
 
 
+LENGTHS = (5, 0, 37, 1), (300, 20, 64, 0)
+SOURCES = {
+    "ragged": ragged(*LENGTHS, **heads(6, 2)),
+    "ragged HND": ragged(*LENGTHS, kv_layout="HND", **heads(6, 2)),
+    "page 1": paged(*LENGTHS, page_size=1, **heads(6, 2)),
+    "page 5": paged(*LENGTHS, page_size=5, kv_layout="HND", **heads(6, 2)),
+    "page 16": paged(*LENGTHS, **heads(6, 2)),
+}
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask": "causal"},
+    "window": {"window_left": 20, "mask": "causal"},
+    "window, open to the right": {"window_left": 150},
+    "mask": {"mask": "custom"},
+    "mask, window": {"mask": "custom", "window_left": 30},
+    "soft cap": {"logits_soft_cap": 3.0},
+    "alibi": {"pos_encoding_mode": "ALIBI", "mask": "causal"},
+    "rope": {"pos_encoding_mode": "ROPE_LLAMA"},
+    "sinks": {"sinks": True},
+    "natural lse": {"lse_base": "ln"},
+    "no lse": {"return_lse": False},
+    "out fp32": {"o_dtype": "float32"},
+    "negative scale": {"sm_scale": -0.1},
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features(feature: str, source: str) -> None:
+    assert_right(dataclasses.replace(SOURCES[source], **FEATURES[feature]))
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_random(seed: int) -> None:
     assert_right(random_batch_case(seed, max_len=150, max_batch=4))
+
+
+# ---- launches
+
+
+LONG = ragged((1, 1, 1), (40, 0, 900), **heads(6, 2))  # whose last request is cut
+
+
+def test_keys_are_cut_and_merged() -> None:
+    solve(dataclasses.replace(LONG, v_scale=2.0, sinks=True, lse_base="ln"))
+    main, combine = InterpretedLaunch.fired
+    assert main.stream == combine.stream == 77
+    assert isinstance(main.params, Fa2Params)
+    assert isinstance(combine.params, CombineParams)
+    assert combine.params.rows_per_merge == 3  # the rows of one token
+    assert combine.params.slot_rows == TILE.rows
+    assert combine.params.merges - main.params.items == 4 * ITEM_INTS * (main.grid[0] // LONG.num_kv_heads)
+    assert isinstance(main.spec, Fa2Spec)
+    assert main.spec.out_dtype == "float16"  # items that see all keys write the output themselves
+
+
+def test_launches_without_a_gpu() -> None:
+    built = solve(LONG)
+    named_launches = fa2_batch.launches(built.problem.settings, built.lengths, built.limits, ARCH, SMS)
+    assert named_launches == [(launch.spec, launch.grid) for launch in InterpretedLaunch.fired]
+
+
+def test_no_cut_no_merge() -> None:
+    solve(dataclasses.replace(LONG, disable_split_kv=True))
+    assert len(InterpretedLaunch.fired) == 1
+
+
+def test_no_query_tokens_launch_nothing() -> None:
+    solve(ragged((0, 0), (5, 0)))
+    assert InterpretedLaunch.fired == []
+
+
+def test_rows_of_other_requests_stay_as_they_are() -> None:
+    """More rows of q and out than the plan knows: the kernel must leave them alone."""
+    built = build(ragged((2, 3), (30, 40)))
+    fewer = built.lengths._replace(qo_indptr=np.array([1, 2, 4]))
+    planned(dataclasses.replace(built, lengths=fewer))(built.problem)
+    assert built.problem.out[[0, 4]].isnan().all()
+    assert built.problem.out[1:4].isfinite().all()
+
+
+def test_settings_of_a_run() -> None:
+    """k_scale and v_scale come with the run; a scale that is not positive takes another kernel."""
+    built = build(LONG)
+    run, settings = planned(built), built.problem.settings
+    for change in ({"sm_scale": 0.3}, {"v_scale": 2.0}, {}):
+        run(built.problem._replace(settings=settings._replace(**change)))
+        assert built.wrong(dataclasses.replace(LONG, **change)) == ""
+    assert len({id(launch) for launch in InterpretedLaunch.fired}) == 2  # no kernel is loaded anew
+    features = settings.features._replace(positive_scale=False)
+    run(built.problem._replace(settings=settings._replace(features=features, sm_scale=-0.2)))
+    assert built.wrong(dataclasses.replace(LONG, sm_scale=-0.2)) == ""
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_scales_on_the_device(source: str) -> None:
+    """As a GPU's are: the kernels read them."""
+    built = build(SOURCES[source])
+    settings, scales = built.problem.settings, (torch.tensor([-0.5]), torch.tensor(3.0))
+    features = settings.features._replace(positive_scale=False)
+    problem = built.problem._replace(
+        settings=settings._replace(features=features, v_scale=-2.0),
+        scale_tensors=scales,
+        v_scale_tensor=torch.tensor([0.25]),
+    )
+    planned(built)(problem)
+    assert built.wrong(dataclasses.replace(built.case, q_scale=-0.5, k_scale=3.0, v_scale=-0.5)) == ""
 
 
 # ---- CUDA graphs: launches fired again as they were
@@ -124,6 +236,41 @@ def test_replays_with_other_lengths(case: BatchCase) -> None:
     captured.replay(case)
     for seed in range(5):
         captured.replay(random_lengths(case, seed, max(case.kv_lens)))
+
+
+def test_graph_launches_keep_their_form() -> None:
+    """A second plan of other lengths: same grids, parameters and record addresses."""
+    built, staging = build(ragged((1,) * 4, (900, 5, 0, 64), **heads(6, 2))), Staging(torch.device("cpu"))
+    limits = built.limits._replace(graph=GraphLimits(7, 9, 1900))
+    run = planned(dataclasses.replace(built, limits=limits), staging)
+    run(built.problem)
+    assert built.wrong() == ""
+    grids = [launch.grid for launch in InterpretedLaunch.fired]
+    other = build(ragged((1, 0, 1), (64, 3, 700), **heads(6, 2)))
+    again = planned(dataclasses.replace(other, limits=limits), staging)
+    assert [again.plan.grid, again.plan.combine_grid] == grids
+    assert again.items == run.items
+    assert (again.merges, again.partial_bytes) == (run.merges, run.partial_bytes)
+
+
+def test_replays_after_another_workspace() -> None:
+    """A graph captured before sees no later plan, but the records that it reads are still there."""
+    case = ragged((30, 20, 5), (150,) * 3, mask="causal")
+    captured = Captured(case, "cpu", capture)
+    captured.replay(case)
+    expected = captured.out.clone()
+    held, records = captured.wrapper._workspace, captured.wrapper._planned().launch.records
+    size = records.numel()
+    del records
+    captured.wrapper.reset_workspace_buffer(torch.empty_like(held))
+    other = random_lengths(case, 1, 150)
+    captured.wrapper.plan(**plan_arguments(other, make(other)))
+    gc.collect()
+    taken = [torch.full((size,), 0x7F7F7F7F, dtype=torch.int32) for _ in range(100)]
+    captured.out.zero_()
+    captured.again()
+    assert torch.equal(captured.out, expected)
+    del taken
 
 
 @pytest.mark.parametrize("splits", [{}, {"fixed_split_size": 2}, {"disable_split_kv": True}], ids=str)

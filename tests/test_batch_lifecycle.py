@@ -12,6 +12,7 @@ import torch
 
 from cute_attn import (
     ArgumentError,
+    ArgumentTypeError,
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     RuntimeArgumentError,
@@ -194,6 +195,17 @@ def test_forward_replaces_planned_options(case: BatchCase) -> None:
     )
 
 
+@pytest.mark.parametrize("wrong", [{"causal": 1}, {"sm_scale": torch.tensor(0.5)}, {"window_left": -1.0}], ids=str)
+def test_forward_refuses_what_only_equals_a_planned_option(wrong: dict[str, Any]) -> None:
+    case = dataclasses.replace(PAGED, mask="causal", sm_scale=0.5)
+    made, inputs = wrapper(case), make(case)
+    made.plan(**plan_arguments(case, inputs))
+    given = {"causal": True, "sm_scale": 0.5, "logits_soft_cap": 0.0, "rope_scale": 1.0, "rope_theta": 1e4}
+    assert_right(case, inputs, *made.forward_return_lse(inputs.q, *inputs.kv, **given))
+    with pytest.raises(ArgumentTypeError, match=f"^{next(iter(wrong))} must be"):
+        made.forward(inputs.q, *inputs.kv, **given | wrong)
+
+
 def test_forward_keeps_the_mask() -> None:
     case = dataclasses.replace(PAGED, mask="custom", k_scale=0.5, v_scale=2.0)
     made, inputs = wrapper(case), make(case)
@@ -257,6 +269,8 @@ def test_q_len_of_a_run() -> None:
         made.run(inputs.q, *inputs.kv, q_len_per_req=2)
     with pytest.warns(DeprecationWarning, match="plan"), pytest.raises(ArgumentError, match="the planned 2, got 1"):
         made.run(inputs.q, *inputs.kv, q_len_per_req=1)
+    with pytest.warns(DeprecationWarning, match="plan"), pytest.raises(ArgumentTypeError, match="must be an int"):
+        made.run(inputs.q, *inputs.kv, q_len_per_req=2.0)
 
 
 # ---- single requests and batches agree
@@ -358,6 +372,12 @@ FROZEN: list[tuple[BatchCase, dict[str, Any], type[Exception], str]] = [
     (PAGED, {"disable_split_kv": True}, RuntimeArgumentError, "disable_split_kv must stay False"),
     (PAGED, {"lse_base": "ln"}, RuntimeArgumentError, "lse_scale must stay"),
     (PAGED, {"page_size": 8}, RuntimeArgumentError, "page_size must stay 4"),
+    (
+        RAGGED,
+        {"slack": True, "qo_lens": (1, 2, 3), "kv_lens": (4, 5, 6)},
+        RuntimeArgumentError,
+        r"qo_indptr\[0\] must stay 0",
+    ),
 ]
 
 

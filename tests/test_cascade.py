@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import cute_attn
-from cute_attn.errors import ArgumentError, ArgumentTypeError, NotPlannedError, NotSupported
+from cute_attn.errors import ArgumentError, ArgumentTypeError, LayoutError, NotPlannedError, NotSupported
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 4
 QO_LENS = [3, 1, 4, 2]
@@ -102,6 +103,7 @@ def test_one_level_takes_positions() -> None:
     ("changed", "message", "error"),
     [
         ({"pos_encoding_mode": "ROPE_LLAMA"}, "cascade refuses pos_encoding_mode='ROPE_LLAMA'", NotSupported),
+        ({"pos_encoding_mode": np.zeros(2)}, "pos_encoding_mode must be one of", LayoutError),
         ({"window_left": 8}, "cascade refuses window_left=8: a level knows .* Instead: a paged wrapper", NotSupported),
         ({"paged_kv_indptr_arr": 7}, "paged_kv_indptr_arr must be a list with a tensor for each", ArgumentTypeError),
         ({"paged_kv_indices_arr": []}, "paged_kv_indices_arr must have a tensor for each of 3 levels", ArgumentError),

@@ -194,7 +194,7 @@ def test_refused(arguments: dict[str, Any], parts: tuple[str, ...]) -> None:
         assert part in str(error.value)
 
 
-@pytest.mark.parametrize("backend", ["fa-2", "", None, 2, ["fa2"]])
+@pytest.mark.parametrize("backend", ["fa-2", "", None, 2, ["fa2"], np.array(["auto", "fa2"])], ids=str)
 def test_unknown_backend(backend: Any) -> None:
     with pytest.raises(LayoutError, match="backend must be one of 'auto', 'fa3', 'xqa', 'fa2', 'reference'"):
         single_prefill_with_kv_cache(**prefill_arguments(), backend=backend)

@@ -14,7 +14,7 @@ from cute_attn.backends import fa2, fa2_kernels
 from cute_attn.kernels.spec import CombineSpec, Fa2Spec, Tile
 from cute_attn.problem import Problem
 from cute_attn.runtime.arch import named
-from tests.fa2_contract import CombineParams, Fa2Params, InterpretedLaunch
+from tests.fa2_contract import CombineParams, Fa2Params, InterpretedLaunch, interpret
 
 SMALL = Tile(16, 16, 1, 1, 2)
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-4}
@@ -23,11 +23,7 @@ TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-4}
 @pytest.fixture(autouse=True)
 def contract(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter in place of a GPU, and small tiles so that small problems have many."""
-    InterpretedLaunch.fired = []
-    fa2.load.cache_clear()
-    monkeypatch.setattr(fa2_kernels, "Launch", InterpretedLaunch)
-    monkeypatch.setattr(fa2_kernels, "artifacts", types.SimpleNamespace(get=lambda spec, arch: spec))
-    monkeypatch.setattr(fa2, "current_stream", lambda index: 77)
+    interpret(monkeypatch, fa2)
     monkeypatch.setattr(fa2, "tiles", types.SimpleNamespace(choose=lambda *args: SMALL, resident_ctas=lambda *args: 2))
 
 

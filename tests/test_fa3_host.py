@@ -20,8 +20,8 @@ from cute_attn.problem import Problem
 from cute_attn.runtime import tensormap
 from cute_attn.runtime.arch import named
 from cute_attn.runtime.launch import CPU
-from tests.batch_case import heads, make, paged, plan_arguments, wrapper
-from tests.batches import Batch, build
+from tests.batch_case import dims, heads, make, paged, plan_arguments, ragged, wrapper
+from tests.batches import build
 
 HOPPER = named("sm_90a")
 
@@ -62,7 +62,8 @@ def test_maps_of_a_single_request() -> None:
 @pytest.mark.parametrize(("page_size", "box"), [(16, 16), (5, 1), (256, 128), (12, 4)])
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 def test_boxes_of_pages_do_not_leave_their_page(page_size: int, box: int, kv_layout: str) -> None:
-    problem = build(Batch(page_size=page_size, kv_layout=kv_layout, dims=(128, 128))).problem
+    case = paged((1,) * 3, (40, 0, 300), page_size, kv_layout=kv_layout, cache="strided", **heads(6, 2), **dims(128))
+    problem = build(case).problem
     tile = fa3_kernels.tile(problem.settings.features, window=False)
     k = decode(Parameters(problem.settings, tile, 1).kv_map(problem.k)(problem.k.data_ptr()))
     assert page_size % box == tile.cols % box == 0
@@ -148,30 +149,30 @@ def test_launches() -> None:
 
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_launches_of_batches(page_size: int) -> None:
-    built = build(Batch(qo_lens=(3, 2), kv_lens=(5000, 7000), page_size=page_size, heads=(8, 2)))
+    lengths = (3, 2), (5000, 7000)
+    built = build(paged(*lengths, page_size, **heads(8, 2)) if page_size else ragged(*lengths, **heads(8, 2)))
     settings = built.problem.settings
     (main, grid), (combine, _) = fa3_batch.launches(settings, built.lengths, built.limits, HOPPER, 132)
     assert isinstance(main, Fa3Spec)
     assert (main.schedule, main.kv) == ("items", "paged" if page_size else "dense")
     assert grid[0] <= 132
     assert combine == CombineSpec("float16", 64, "items")
-    partials, records = fa3_batch.workspace_on(settings, built.lengths, built.limits, HOPPER, 132)
+    partials, records = fa3_batch.BATCHES.workspace_on(settings, built.lengths, built.limits, HOPPER, 132)
     small = built.limits._replace(workspace_bytes=0)
-    assert fa3_batch.workspace_on(settings, built.lengths, small, HOPPER, 132) == (partials, records)
+    assert fa3_batch.BATCHES.workspace_on(settings, built.lengths, small, HOPPER, 132) == (partials, records)
     assert partials > 0
 
 
-@pytest.mark.parametrize(("sms", "kv_len", "heads"), [(4, 6000, 1), (4, 900, 5), (132, 6000, 16), (4, 0, 16)])
-def test_sections_of_a_batch(sms: int, kv_len: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("sms", "kv_len", "resident"), [(4, 6000, 1), (4, 900, 5), (132, 6000, 16), (4, 0, 16)])
+def test_sections_of_a_batch(sms: int, kv_len: int, resident: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of as many heads as L2 holds the keys of, where there are waves enough; every tile belongs to one."""
     monkeypatch.setattr(fa3_kernels, "SECTION_BYTES", 5 * 1024 * 2 * 64 * 2)
     fa3_batch.tiling.cache_clear()
-    batch = Batch(qo_lens=(700, 300), kv_lens=(kv_len, min(kv_len, 20)), heads=(16, 16), dims=(64, 64))
-    built = build(batch)
+    built = build(ragged((700, 300), (kv_len, min(kv_len, 20)), **heads(16, 16)))
     plan = fa3_batch.scheduled(built.problem.settings, built.lengths, built.limits, HOPPER, sms)
     fa3_batch.tiling.cache_clear()
     tiles, found = fa3_batch.sectioned(plan)
-    assert found == {1: 1, 5: 4, 16: 16}[heads]
+    assert found == {1: 1, 5: 4, 16: 16}[resident]
     places = set()
     for index in range(plan.total):
         section, within = divmod(index, tiles)
@@ -200,8 +201,8 @@ def test_where_pages_come_from(dims: tuple[int, int]) -> None:
 
 
 def test_tiles_of_paged_keys_take_whole_pages() -> None:
-    for dims in tiles_sm90.HEAD_DIMS:
-        assert tiles_sm90.choose(dims, plain=True, kv="paged").cols % tiles_sm90.PAGE_ALIGNED == 0
+    for head_dims in tiles_sm90.HEAD_DIMS:
+        assert tiles_sm90.choose(head_dims, plain=True, kv="paged").cols % tiles_sm90.PAGE_ALIGNED == 0
     with pytest.raises(ValueError, match="rows must be 128 or 192"):
         dataclasses.replace(tiles_sm90.choose((64, 64), plain=True, kv="dense"), rows=64)
 
@@ -235,8 +236,9 @@ def test_fp8_tensor_maps_and_scales() -> None:
 @pytest.mark.parametrize("page_size", [0, 16, 128])
 def test_tensor_maps_of_keys_to_be_widened(dim: int, line: int, page_size: int) -> None:
     """Bytes, whole rows in a box, not swizzled: the warps that widen them read them."""
-    batch = Batch(page_size=page_size, dims=(dim, dim), dtype="bfloat16", kv_dtype="float8_e5m2")
-    problem = build(batch).problem
+    kinds = {"dtype": "bfloat16", "kv_dtype": "float8_e5m2", "cache": "strided", **heads(6, 2), **dims(dim)}
+    lengths = (1,) * 3, (40, 0, 300)
+    problem = build(paged(*lengths, page_size, **kinds) if page_size else ragged(*lengths, **kinds)).problem
     features = problem.settings.features
     tile = fa3_kernels.tile(features, False, page_size)
     parameters = Parameters(problem.settings, tile, 1)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests import fp8_case
-from tests.fp8_case import CUT, SMALL, Fp8Case
+from tests.fp8_case import CUT, LONG, SMALL, Fp8Case
 
 
-@pytest.mark.parametrize("case", [*SMALL, *CUT], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*SMALL, *CUT, *LONG], ids=lambda case: case.id)
 def test_reference(case: Fp8Case) -> None:
     inputs = fp8_case.make(case, "cpu")
     out, lse = fp8_case.call(case, inputs, "reference")

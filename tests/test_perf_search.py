@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from cute_attn.backends import fa3_kernels
+from cute_attn.backends import fa3_batch
 from cute_attn.kernels import tiles_sm90
 from cute_attn.kernels.memory import HopperMemory
 from cute_attn.kernels.spec import HopperTile
 from perf import search
 from perf.search import Rates
+from tests.batch_case import dims, ragged
+from tests.batches import build
 
 ROOT = Path(__file__).parents[1]
 START = HopperTile(128, 64)
@@ -75,11 +77,29 @@ def test_the_row_is_best_over_all_workloads() -> None:
     assert search.proposal(rates) == START
 
 
+def test_climbing_ends_in_time() -> None:
+    steps = iter([True, False])
+
+    def rate(tiles: Sequence[HopperTile]) -> Rates:
+        return {tile: speed(tile) for tile in tiles}
+
+    best, gain = search.climb(START, lambda tile: search.neighbours(64, tile), rate, lambda: next(steps))
+    assert gain == pytest.approx(speed(best) / speed(START))
+    assert best in search.neighbours(64, START)
+
+
 def test_forced_tiles_are_what_plans_take() -> None:
-    chosen = fa3_kernels.tile
-    with search.forced(GOAL):
-        assert fa3_kernels.tile(None, False) == GOAL  # type: ignore[arg-type]
-    assert fa3_kernels.tile is chosen
+    """Of a workload that was planned before, and is planned afterwards."""
+    settings = build(ragged((9,), (40,), **dims(64))).problem.settings
+
+    def planned() -> HopperTile:
+        return fa3_batch.tiling(settings, 64, 1024, 132)[0]
+
+    own = planned()
+    for tile in (GOAL, START):
+        with search.forced(tile):
+            assert planned() == tile
+    assert planned() == own
 
 
 def test_without_a_gpu_it_says_so() -> None:

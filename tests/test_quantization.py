@@ -76,6 +76,7 @@ X, INDPTR = torch.ones(8), torch.tensor([0, 8])
         ((torch.tensor(1.0),), ArgumentError, "x"),
         ((X, "middle"), RuntimeArgumentError, "bitorder"),
         ((X, None), RuntimeArgumentError, "bitorder"),
+        ((X, np.array(["big", "little"])), RuntimeArgumentError, "bitorder"),
     ],
 )
 def test_packbits_names_a_bad_argument(arguments: tuple[Any, ...], error: type[Exception], name: str) -> None:

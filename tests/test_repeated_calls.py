@@ -31,7 +31,7 @@ from cute_attn.runtime import launch
 from cute_attn.runtime.artifact import Artifact, Param
 from cute_attn.settle import Call
 from tests.error_rows import TABLE, Row
-from tests.fa2_contract import Fa2Params, InterpretedLaunch
+from tests.fa2_contract import Fa2Params, InterpretedLaunch, interpret
 from tests.stub_driver import StubDriver
 
 HALF, FLOAT = torch.float16, torch.float32
@@ -374,10 +374,7 @@ def test_lengths_are_checked_in_every_call() -> None:
 @pytest.mark.usefixtures("on_fa2", "aligned_memory")
 def test_a_growing_cache_is_settled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode over a growing cache on the interpreted kernels: every length right, one set of settings."""
-    InterpretedLaunch.fired = []
-    monkeypatch.setattr(fa2_kernels, "Launch", InterpretedLaunch)
-    monkeypatch.setattr(fa2_kernels, "artifacts", types.SimpleNamespace(get=lambda spec, arch: spec))
-    monkeypatch.setattr(fa2, "current_stream", lambda index: 0)
+    interpret(monkeypatch, fa2)
     given = tensors(kv_len=700, dim=64)
     q, k, v = given["q"][0], given["k"], given["v"]
     for kv_len in (0, 1, 2, 63, 64, 65, 699, 700, 64):

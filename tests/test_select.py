@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn import LayoutError, NotSupported, explain, select
+from cute_attn import (
+    BatchPrefillWithRaggedKVCacheWrapper,
+    LayoutError,
+    NotSupported,
+    emulator,
+    explain,
+    select,
+    single_prefill_with_kv_cache,
+)
 from cute_attn.problem import Features, Problem, Settings
 from cute_attn.runtime.arch import ARCHS, Arch, named
 from cute_attn.settle import FP8, HALF, KV_DTYPES, OUT_DTYPES, Q_DTYPES
@@ -298,3 +306,23 @@ def test_every_dtype_that_validation_lets_through_has_a_row() -> None:
                 assert any("output" in row.feature for row in asked)
                 if kv != torch.uint8:
                     assert any("output" not in row.feature for row in asked)
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_what_one_emulation_takes_another_refuses_in_the_name_of_the_emulator(single: bool) -> None:
+    """Though the first verdict is remembered."""
+    q, k, v = torch.zeros(0, 2, 64).half(), *(torch.zeros(9, 2, 64).half() for _ in "kv")
+
+    def call() -> None:
+        if single:
+            single_prefill_with_kv_cache(q, k, v, window_left=4, pos_encoding_mode="ALIBI", backend="emulator")
+            return
+        ends = torch.tensor([0, 0], dtype=torch.int32), torch.tensor([0, 9], dtype=torch.int32)
+        made = BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8), backend="emulator")
+        made.plan(*ends, 2, 2, 64, window_left=4, pos_encoding_mode="ALIBI")
+
+    with emulator.using("sm_90a", kernels="fa2"):
+        call()
+    with emulator.using("sm_90a", kernels="xqa"), pytest.raises(NotSupported) as error:
+        call()
+    assert {refusal[0] for refusal in error.value.refusals} == {"emulator"}

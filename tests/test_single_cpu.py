@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.batch_case import BatchCase
 from tests.matrix import SMALL, Case, Inputs, call, make, poisoned_memory
 
 
@@ -24,14 +25,15 @@ def keys_of_row(case: Case, inputs: Inputs, i: int) -> list[int]:
     return keys if case.window_left < 0 else [j for j in keys if j >= position - case.window_left]
 
 
-def rotated(case: Case, x: torch.Tensor, first_position: int) -> np.ndarray:
-    """RoPE as a product of complex numbers, rounded as tensor cores need it. `x` is `[len, heads, dim]`."""
+def rotated(case: Case | BatchCase, x: torch.Tensor, first_position: int) -> np.ndarray:
+    """RoPE as a product of complex numbers, rounded to q's dtype as tensor cores need it. `x`: `[len, heads, dim]`."""
     values, half = x.double().numpy(), x.shape[2] // 2
     if case.pos_encoding_mode == "ROPE_LLAMA":
         turns = case.rope_theta ** (-np.arange(half) / half) / case.rope_scale
         positions = first_position + np.arange(x.shape[0])
         z = (values[..., :half] + 1j * values[..., half:]) * np.exp(1j * positions[:, None, None] * turns)
-        values = torch.from_numpy(np.concatenate((z.real, z.imag), -1)).to(x.dtype).double().numpy()
+        dtype = getattr(torch, case.dtype)
+        values = torch.from_numpy(np.concatenate((z.real, z.imag), -1)).to(dtype).double().numpy()
     return values
 
 

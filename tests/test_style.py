@@ -16,7 +16,7 @@ MAX_FUNCTION_LINES = 80
 MAX_PARAMETERS = 12
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted(path for folder in ("cute_attn", "perf") for path in (ROOT / folder).rglob("*.py"))
+FILES = sorted(path for folder in ("cute_attn", "perf", "tests") for path in (ROOT / folder).rglob("*.py"))
 IDS = [str(path.relative_to(ROOT)) for path in FILES]
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -73,5 +73,5 @@ def test_functions(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=IDS)
 def test_nothing_is_left_for_later(path: Path) -> None:
     text = path.read_text()
-    for word in ("TODO", "FIXME", "XXX", "HACK"):
+    for word in "TO-DO FIX-ME XX-X HA-CK".replace("-", "").split():  # this file is read too
         assert word not in text

@@ -126,6 +126,11 @@ def test_the_low_level_form() -> None:
         xqa(q, k, v, a["block_tables"], a["seq_lens"], output, scratch, semaphores, 2, 32)
 
 
+def test_a_window_beyond_all_keys_is_none() -> None:
+    built = build(CASE)
+    assert torch.equal(call(built, window_left=10**30), call(built))
+
+
 def test_pages_past_the_table_are_not_read() -> None:
     built = build(dataclasses.replace(CASE, seq_lens=(16,)))
     longer = torch.tensor([1000], dtype=torch.int32)
@@ -165,6 +170,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"mask": torch.zeros(2, 1, 2)}, ArgumentError, "mask must have dtype"),
     ({"q_cu_seq_lens": torch.zeros(2, dtype=torch.int32)}, ArgumentError, "q_cu_seq_lens must have shape"),
     ({"kv_cache_sf": (torch.zeros(4), torch.zeros(4))}, ArgumentError, "kv_cache_sf|k_sf"),
+    (
+        {"workspace_buffer": torch.zeros(9 << 20, dtype=torch.uint8, device="meta")},
+        ArgumentError,
+        "workspace_buffer .* cpu",
+    ),
     ({"workspace_buffer": None}, ArgumentTypeError, "workspace_buffer must be a torch.Tensor"),
     ({"workspace_buffer": torch.zeros(64, 2)[:, 0]}, ArgumentError, "workspace_buffer must be contiguous"),
 ]
@@ -174,6 +184,55 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_errors_name_the_argument(changes: dict[str, Any], kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         call(build(CASE), **changes)
+
+
+@pytest.mark.parametrize("wrong", [1, 1.0, [], "True"], ids=repr)
+def test_what_equals_an_accepted_option_is_no_such_option(wrong: Any) -> None:
+    """Answers are remembered by their arguments, and 1 == True."""
+    built = build(CASE)
+    call(built, enable_pdl=True)
+    with pytest.raises(ArgumentTypeError, match="enable_pdl must be True or False"):
+        call(built, enable_pdl=wrong)
+
+
+LOW_LEVEL: dict[str, tuple[Any, type[Exception]]] = {
+    "q_scale": (True, ArgumentTypeError),
+    "kv_scale": ("1", ArgumentTypeError),
+    "num_kv_heads": (2.0, ArgumentTypeError),
+    "page_size": (16.0, ArgumentTypeError),
+    "sm_count": (132.0, ArgumentTypeError),
+    "semaphores": (torch.zeros(4096, dtype=torch.uint32, device="meta"), ArgumentError),
+    "q": (torch.zeros(2, 4, 0).bfloat16(), ArgumentError),
+    "output": (torch.zeros(2, 4, 2, 64).bfloat16()[..., 0, :].transpose(0, 1), ArgumentError),
+}
+
+
+@pytest.mark.parametrize("name", LOW_LEVEL)
+def test_the_low_level_form_names_the_argument(name: str) -> None:
+    a = build(CASE).arguments
+    given = {
+        "q": a["query"],
+        "k_cache": a["kv_cache"][0],
+        "v_cache": a["kv_cache"][1],
+        "page_table": a["block_tables"],
+        "seq_lens": a["seq_lens"],
+        "output": torch.zeros_like(a["query"]),
+        "num_kv_heads": 2,
+        "page_size": 16,
+        "workspace_buffer": torch.empty(32 << 20, dtype=torch.uint8),
+        "semaphores": torch.zeros(4096, dtype=torch.uint32),
+    }
+    xqa(**given)
+    wrong, error = LOW_LEVEL[name]
+    with pytest.raises(error, match=f"^{name} must "):
+        xqa(**given | {name: wrong})
+
+
+@pytest.mark.parametrize("wrong", [{"out_dtype": 3}, {"out": 3, "out_dtype": torch.float16}], ids=["dtype", "out"])
+def test_the_engines_form_names_wrong_types(wrong: dict[str, Any]) -> None:
+    arguments = {k: v for k, v in build(CASE).arguments.items() if k not in ("return_lse", "q_cu_seq_lens")}
+    with pytest.raises(ArgumentTypeError, match=f"^{next(iter(wrong))} must be"):
+        trtllm_batch_decode_with_kv_cache(**arguments | wrong)
 
 
 def test_nvfp4_needs_its_scales() -> None:

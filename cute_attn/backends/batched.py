@@ -1,10 +1,11 @@
-"""What the batch kernels' host sides share: sizes of a plan's launches, and runs of it."""
+"""What the batch kernels' host sides share: how they plan, sizes of a plan's launches, and runs of it."""
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -13,7 +14,7 @@ from cute_attn.kernels.spec import HopperTile, Tile
 from cute_attn.kernels.work import ITEM_INTS
 from cute_attn.plan_batch import TileShape, Work
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Settings
-from cute_attn.runtime.arch import Arch
+from cute_attn.runtime.arch import Arch, for_device, multiprocessors
 from cute_attn.runtime.launch import Launch, current_stream
 from cute_attn.runtime.staging import Staging
 
@@ -23,6 +24,37 @@ Tensors = tuple[torch.Tensor | None, ...]  # q, k, v, out, lse, or what holds th
 Repeat = Callable[[int, int, int, int, int, Tensors], None]  # a run with other addresses of q, k, v, out and lse
 COMBINE_CTAS = 16  # of 128 threads, that an SM holds: more only start and end where few rows are to be merged
 REMEMBERED = 256  # settings of the layers of a model
+
+S = TypeVar("S")  # a backend's schedule
+
+
+@dataclass(frozen=True)
+class Batches(Generic[S]):
+    """What a backend offers for batches (`cute_attn.backends`), made of its own three parts."""
+
+    scheduled: Callable[..., S]  # from settings, lengths, limits, arch, multiprocessors, and memory for the records
+    planned: Callable[[Settings, S, Staging, Arch, int], Callable[[BatchProblem], None]]
+    sizes: Callable[[S], tuple[int, int]]  # bytes of the workspace that a schedule uses, and bytes of its records
+
+    def plan(
+        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging
+    ) -> Callable[[BatchProblem], None]:
+        index = settings.features.device.index
+        arch = for_device(index)
+        made = self.scheduled(settings, lengths, limits, arch, multiprocessors(index), staging.reserve)
+        return self.planned(settings, made, staging, arch, index)
+
+    def workspace(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
+        """`sizes` of a plan that may use as much of the workspace as it likes."""
+        index = settings.features.device.index
+        return self.workspace_on(settings, lengths, limits, for_device(index), multiprocessors(index))
+
+    def workspace_on(
+        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
+    ) -> tuple[int, int]:
+        """`workspace` of a GPU of `arch` with `sms` multiprocessors."""
+        limits = limits._replace(workspace_bytes=plan_batch.UNLIMITED)
+        return self.sizes(self.scheduled(settings, lengths, limits, arch, sms))
 
 
 class Scheduled(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cute_attn import normalize, plan_batch, select
-from cute_attn.backends.batched import Planned, Repeat, Tensors
+from cute_attn.backends.batched import Batches, Repeat, Tensors
 from cute_attn.emulator import adapter, settings
 from cute_attn.emulator.errors import LaunchFault
 from cute_attn.errors import ArgumentError
@@ -38,16 +38,15 @@ def plan(
 ) -> Callable[[BatchProblem], None]:
     """A plan for the architecture that is emulated now; it runs on that one whatever is emulated later."""
     arch, sms = _machine()
-    module = _batch_backend(batch_settings, arch, plan_batch.rows_of_a_request(lengths, limits))
-    scheduled = module.scheduled(batch_settings, lengths, limits, arch, sms)
-    return EmulatedPlan(module.Planned(batch_settings, scheduled, staging, arch, CPU))
+    batches = _batches(batch_settings, arch, plan_batch.rows_of_a_request(lengths, limits))
+    scheduled = batches.scheduled(batch_settings, lengths, limits, arch, sms)
+    return EmulatedPlan(batches.planned(batch_settings, scheduled, staging, arch, CPU))
 
 
 def workspace(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
     arch, sms = _machine()
-    module = _batch_backend(batch_settings, arch, plan_batch.rows_of_a_request(lengths, limits))
-    sizes: tuple[int, int] = module.workspace_on(batch_settings, lengths, limits, arch, sms)
-    return sizes
+    batches = _batches(batch_settings, arch, plan_batch.rows_of_a_request(lengths, limits))
+    return batches.workspace_on(batch_settings, lengths, limits, arch, sms)
 
 
 def _machine() -> tuple[Arch, int]:
@@ -56,9 +55,11 @@ def _machine() -> tuple[Arch, int]:
     return named(emulation.arch), emulation.sms or TYPICAL_SMS[emulation.arch]
 
 
-def _batch_backend(batch_settings: Settings, arch: Arch, qo_len: int) -> Any:
+def _batches(batch_settings: Settings, arch: Arch, qo_len: int) -> Batches[Any]:
     backend = select.emulated(batch_settings.features, arch, qo_len)
-    return importlib.import_module(f"cute_attn.backends.{backend.name}_batch")
+    module: Any = importlib.import_module(f"cute_attn.backends.{backend.name}_batch")
+    found: Batches[Any] = module.BATCHES
+    return found
 
 
 class Emulated:
@@ -83,7 +84,7 @@ class Emulated:
 class EmulatedPlan:
     """Runs batches of one plan, whose records are global memory too."""
 
-    def __init__(self, planned: Planned) -> None:
+    def __init__(self, planned: Any) -> None:
         self.planned = planned
 
     def __call__(self, problem: BatchProblem) -> None:

@@ -9,17 +9,18 @@ from typing import NamedTuple
 import torch
 
 from cute_attn import plan as plans
-from cute_attn.backends.fa2_batch import plan, workspace
-from cute_attn.backends.fa2_kernels import combine_spec, load, multiprocessors, spec, specs, variant
+from cute_attn.backends.fa2_batch import BATCHES
+from cute_attn.backends.fa2_kernels import combine_spec, load, spec, specs, variant
 from cute_attn.backends.fa2_params import UNBOUNDED, Parameters
 from cute_attn.kernels import tiles
 from cute_attn.kernels.spec import KernelSpec, Tile
 from cute_attn.problem import Problem, Settings
-from cute_attn.runtime.arch import Arch, for_device
+from cute_attn.runtime.arch import Arch, for_device, multiprocessors
 from cute_attn.runtime.launch import Launch, current_stream
 
 __all__ = ["Runner", "launches", "plan", "prepare", "specs", "workspace"]
 
+plan, workspace = BATCHES.plan, BATCHES.workspace
 REMEMBERED = 512  # lengths come from traffic: what is kept of them is bounded, and cheap to compute again
 
 

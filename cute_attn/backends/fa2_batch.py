@@ -9,39 +9,15 @@ from cute_attn import plan as plans
 from cute_attn import plan_batch
 from cute_attn.backends import batched
 from cute_attn.backends.batched import Grid, Ready, Scheduled, Values
-from cute_attn.backends.fa2_kernels import combine_spec, load, multiprocessors, spec, variant
+from cute_attn.backends.fa2_kernels import combine_spec, load, spec, variant
 from cute_attn.backends.fa2_params import UNBOUNDED, Parameters
 from cute_attn.kernels import tiles
 from cute_attn.kernels.spec import KernelSpec, Tile
 from cute_attn.plan_batch import TileShape
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Settings
-from cute_attn.runtime.arch import Arch, for_device
-from cute_attn.runtime.staging import Staging
+from cute_attn.runtime.arch import Arch
 
 MANY_ROWS = tiles.APPEND_ROWS + 1  # packed rows of a request: no tile is chosen for more
-
-
-def plan(
-    settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging
-) -> Callable[[BatchProblem], None]:
-    index = settings.features.device.index
-    arch = for_device(index)
-    launch = scheduled(settings, lengths, limits, arch, multiprocessors(index), staging.reserve)
-    return Planned(settings, launch, staging, arch, index)
-
-
-def workspace(settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
-    """Bytes of the workspace that a plan uses if it has as many as it likes, and bytes of its records."""
-    index = settings.features.device.index
-    return workspace_on(settings, lengths, limits, for_device(index), multiprocessors(index))
-
-
-def workspace_on(
-    settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
-) -> tuple[int, int]:
-    """`workspace` of a GPU of `arch` with `sms` multiprocessors."""
-    limits = limits._replace(workspace_bytes=plan_batch.UNLIMITED)
-    return batched.sizes(scheduled(settings, lengths, limits, arch, sms))
 
 
 def launches(
@@ -120,3 +96,6 @@ class Planned(batched.Planned):
     ) -> Callable[[int, int, int, int, int, int], Values]:
         _, _, _, _, _, *rest = values
         return lambda q, k, v, out, lse, stream: (q, k, v, out, lse, *rest)
+
+
+BATCHES = batched.Batches(scheduled, Planned, batched.sizes)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 
-import torch
-
+from cute_attn.checks import short
 from cute_attn.kernels import tiles
 from cute_attn.kernels.spec import CombineSpec, Fa2Spec, KernelSpec, Tile
 from cute_attn.problem import Features
@@ -23,8 +22,8 @@ def spec(features: Features, tile: Tile, split: bool = False) -> Fa2Spec:
     their records say; of a single request, all do or none (`split`).
     """
     return Fa2Spec(
-        dtype=_name(features.q_dtype),
-        out_dtype="float32" if split else _name(features.o_dtype),
+        dtype=short(features.q_dtype),
+        out_dtype="float32" if split else short(features.o_dtype),
         head_dim_qk=features.head_dim_qk,
         head_dim_vo=features.head_dim_vo,
         mask="packed" if features.custom_mask else "band",
@@ -39,14 +38,14 @@ def spec(features: Features, tile: Tile, split: bool = False) -> Fa2Spec:
 
 
 def combine_spec(features: Features) -> CombineSpec:
-    return CombineSpec(_name(features.o_dtype), features.head_dim_vo, _schedule(features))
+    return CombineSpec(short(features.o_dtype), features.head_dim_vo, _schedule(features))
 
 
 def kv_dtype(features: Features) -> str:
     """Of `spec.KV_BITS`."""
     if features.kv_block_scales:
         return "nvfp4"
-    return "" if features.kv_dtype == features.q_dtype else _name(features.kv_dtype)
+    return "" if features.kv_dtype == features.q_dtype else short(features.kv_dtype)
 
 
 def scores(features: Features) -> tuple[str, ...]:
@@ -85,14 +84,5 @@ def load(kernel: KernelSpec, arch_name: str, device_index: int, pdl: bool) -> La
     return Launch(artifacts.get(kernel, arch_name), device_index, pdl=pdl)
 
 
-@functools.cache
-def multiprocessors(device_index: int) -> int:
-    return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
-
-
 def _schedule(features: Features) -> str:
     return "items" if batched(features) else "grid"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

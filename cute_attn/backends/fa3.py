@@ -10,23 +10,24 @@ import torch
 
 from cute_attn import plan as plans
 from cute_attn.backends import fa3_kernels as kernels
-from cute_attn.backends.fa3_batch import plan, workspace
+from cute_attn.backends.fa3_batch import BATCHES
 from cute_attn.backends.fa3_params import Launched, Parameters, divided
 from cute_attn.kernels.spec import KernelSpec
 from cute_attn.problem import Problem, Settings
 from cute_attn.runtime import counters
-from cute_attn.runtime.arch import Arch, for_device
+from cute_attn.runtime.arch import Arch, for_device, multiprocessors
 from cute_attn.runtime.launch import Launch, current_stream
 
 __all__ = ["Runner", "launches", "plan", "prepare", "specs", "workspace"]
 
+plan, workspace = BATCHES.plan, BATCHES.workspace
 specs = kernels.specs
 REMEMBERED = 512
 
 
 def prepare(settings: Settings) -> Callable[[Problem], None]:
     index = settings.features.device.index
-    return Runner(settings, for_device(index), index, kernels.multiprocessors(index))
+    return Runner(settings, for_device(index), index, multiprocessors(index))
 
 
 def launches(problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:

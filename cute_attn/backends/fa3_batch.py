@@ -15,31 +15,7 @@ from cute_attn.kernels.spec import HopperTile, KernelSpec
 from cute_attn.plan_batch import TileShape
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Settings
 from cute_attn.runtime import counters
-from cute_attn.runtime.arch import Arch, for_device
-from cute_attn.runtime.staging import Staging
-
-
-def plan(
-    settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging
-) -> Callable[[BatchProblem], None]:
-    index = settings.features.device.index
-    arch = for_device(index)
-    launch = scheduled(settings, lengths, limits, arch, kernels.multiprocessors(index), staging.reserve)
-    return Planned(settings, launch, staging, arch, index)
-
-
-def workspace(settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
-    """Bytes of the workspace that a plan uses if it has as many as it likes, and bytes of its records."""
-    index = settings.features.device.index
-    return workspace_on(settings, lengths, limits, for_device(index), kernels.multiprocessors(index))
-
-
-def workspace_on(
-    settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
-) -> tuple[int, int]:
-    """`workspace` of a GPU of `arch` with `sms` multiprocessors."""
-    limits = limits._replace(workspace_bytes=plan_batch.UNLIMITED)
-    return batched.sizes(scheduled(settings, lengths, limits, arch, sms))
+from cute_attn.runtime.arch import Arch
 
 
 def launches(
@@ -153,3 +129,6 @@ class Planned(batched.Planned):
             counter(stream),
             *rest,
         )
+
+
+BATCHES = batched.Batches(scheduled, Planned, batched.sizes)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from cute_attn.backends import fa2_kernels
-from cute_attn.backends.fa2_kernels import batched, combine_spec, load, multiprocessors
+from cute_attn.backends.fa2_kernels import batched, combine_spec, load
 from cute_attn.kernels import tiles_sm90
 from cute_attn.kernels.spec import Fa3Spec, HopperTile, KernelSpec
 from cute_attn.problem import Features
 from cute_attn.runtime.arch import Arch
 
-__all__ = ["combine_spec", "heads_per_tile", "load", "multiprocessors", "section_heads", "spec", "specs", "tile"]
+__all__ = ["combine_spec", "heads_per_tile", "load", "section_heads", "spec", "specs", "tile"]
 
 SMALL_PAGE, LARGE_PAGE = 1, 128  # tokens: kernels for these are all that there are
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -7,17 +7,19 @@ from collections.abc import Callable
 
 import torch
 
-from cute_attn.backends.xqa_batch import plan, workspace
-from cute_attn.backends.xqa_kernels import ONE_PIECE, multiprocessors, specs, xqa_features
+from cute_attn.backends.xqa_batch import BATCHES
+from cute_attn.backends.xqa_kernels import ONE_PIECE, specs, xqa_features
 from cute_attn.kernels.spec import KernelSpec
 from cute_attn.problem import Problem, Settings
 from cute_attn.runtime import counters
-from cute_attn.runtime.arch import Arch, for_device
+from cute_attn.runtime.arch import Arch, for_device, multiprocessors
 from cute_attn.runtime.launch import CPU, current_stream
 from cute_attn.xqa import host
 from cute_attn.xqa.problem import Scratch, XqaProblem
 
 __all__ = ["Runner", "launches", "plan", "prepare", "specs", "workspace"]
+
+plan, workspace = BATCHES.plan, BATCHES.workspace
 
 
 def prepare(settings: Settings) -> Callable[[Problem], None]:

@@ -5,45 +5,21 @@ places of pages that a plan takes to the device. The numbers lie where the next 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from cute_attn import plan_batch
-from cute_attn.backends.batched import REMEMBERED, Grid, Repeat, Tensors, nothing
-from cute_attn.backends.xqa_kernels import multiprocessors, xqa_features
+from cute_attn.backends.batched import REMEMBERED, Batches, Grid, Repeat, Tensors, nothing
+from cute_attn.backends.xqa_kernels import xqa_features
 from cute_attn.kernels.spec import KernelSpec
 from cute_attn.kernels.xqa.spec import XqaSpec
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Settings
-from cute_attn.runtime.arch import Arch, for_device
+from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.launch import current_stream
 from cute_attn.runtime.staging import Staging
 from cute_attn.xqa import host
 from cute_attn.xqa.problem import Scratch, XqaFeatures, XqaProblem
-
-
-def plan(
-    settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging
-) -> Callable[[BatchProblem], None]:
-    index = settings.features.device.index
-    arch = for_device(index)
-    launch = scheduled(settings, lengths, limits, arch, multiprocessors(index), staging.reserve)
-    return Planned(settings, launch, staging, arch, index)
-
-
-def workspace(settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
-    """Bytes of the workspace that a plan uses if it has as many as it likes, and bytes of its records."""
-    index = settings.features.device.index
-    return workspace_on(settings, lengths, limits, for_device(index), multiprocessors(index))
-
-
-def workspace_on(
-    settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
-) -> tuple[int, int]:
-    """`workspace` of a GPU of `arch` with `sms` multiprocessors."""
-    plan = scheduled(settings, lengths, limits._replace(workspace_bytes=plan_batch.UNLIMITED), arch, sms)
-    return plan.ctas * host.partial_bytes(plan.spec), plan.ints.nbytes
 
 
 def launches(
@@ -86,6 +62,11 @@ def scheduled(
     ints[batch_size : 2 * batch_size] = lengths.kv_start
     ints[2 * batch_size :] = 0
     return Scheduled(spec, ctas, limits.workspace_bytes, q_len, batch_size, sms, ints, limits.graph is not None)
+
+
+def sizes(plan: Scheduled) -> tuple[int, int]:
+    """Bytes of the workspace that a plan uses, and bytes of its numbers."""
+    return plan.ctas * host.partial_bytes(plan.spec), plan.ints.nbytes
 
 
 @functools.lru_cache(REMEMBERED)
@@ -155,3 +136,6 @@ class Planned:
             lse=problem.lse,
             page_starts=self.page_starts,
         )
+
+
+BATCHES = Batches(scheduled, Planned, sizes)

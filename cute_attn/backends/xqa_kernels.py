@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from cute_attn.backends.fa2_kernels import kv_dtype, multiprocessors
+from cute_attn.backends.fa2_kernels import kv_dtype
 from cute_attn.kernels.spec import KernelSpec
 from cute_attn.problem import Features, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.xqa import host
 from cute_attn.xqa.problem import XqaFeatures
 
-__all__ = ["ONE_PIECE", "multiprocessors", "specs", "xqa_features"]
+__all__ = ["ONE_PIECE", "specs", "xqa_features"]
 
 ONE_PIECE = 1 << 30  # tokens of the only page of keys that lie in one piece: more than any request has
 

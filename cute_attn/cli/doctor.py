@@ -14,10 +14,13 @@ from typing import Any, NamedTuple
 from cute_attn.cli.text import size, table
 from cute_attn.errors import ArgumentError
 from cute_attn.runtime import arch as archs
-from cute_attn.runtime import bundle, cache
+from cute_attn.runtime import bundle, cache, switches
 from cute_attn.runtime.compile import dsl_import_error
 
-ENVIRONMENT = ("CUTE_ATTN_CACHE_DIR", "CUTE_ATTN_BUNDLE", "CUTE_ATTN_DISABLE_JIT", "CUDA_VISIBLE_DEVICES")
+ENVIRONMENT = (
+    *("CUTE_ATTN_CACHE_DIR", "CUTE_ATTN_BUNDLE", "CUTE_ATTN_EMULATE_ARCH"),
+    *(switches.DISABLE_JIT, switches.VALIDATE, "CUDA_VISIBLE_DEVICES"),
+)
 OLDEST_DRIVER = 13000  # cuda-python 13 refuses older drivers
 MAJOR_ATTRIBUTE, MINOR_ATTRIBUTE = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 
@@ -205,6 +208,6 @@ def compile_line() -> Line:
     """Compiling needs the DSL alone, and works for every architecture."""
     if cache.dsl_version() is None or dsl_import_error():
         return Line("--", "compiling", "no: it needs CuTe DSL (pip install 'nvidia-cutlass-dsl[cu13]')")
-    if os.environ.get("CUTE_ATTN_DISABLE_JIT", "0") not in ("", "0"):
-        return Line("--", "compiling", "no: CUTE_ATTN_DISABLE_JIT is set")
+    if switches.is_on(switches.DISABLE_JIT):
+        return Line("--", "compiling", f"no: {switches.DISABLE_JIT} is set")
     return Line("ok", "compiling", f"for {', '.join(archs.ARCHS)}, no GPU needed")

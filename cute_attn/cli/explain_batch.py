@@ -113,7 +113,8 @@ def tokens(options: argparse.Namespace) -> Tokens:
     pages = [-(-n // size) for n in kv_lens]
     last = torch.tensor([n - (count - 1) * size if count else 0 for n, count in zip(kv_lens, pages, strict=True)])
     indices = torch.arange(sum(pages))
-    return normalize_plan.paged(bounds(qo_lens), bounds(pages), indices, last, size, ("--qo-lens", *["--kv-lens"] * 3))
+    q_bounds = normalize_plan.indptr("--qo-lens", bounds(qo_lens))
+    return normalize_plan.paged(q_bounds, bounds(pages), indices, last, size, ("--qo-lens", *["--kv-lens"] * 3))
 
 
 def _lengths(options: argparse.Namespace, name: str) -> list[int] | None:
@@ -138,13 +139,15 @@ def described(options: argparse.Namespace, decode: bool, on_gpu: bool) -> Settin
             *(options.dtype, options.kv_dtype, options.o_dtype, options.pos_encoding_mode, options.causal),
             *(options.window_left, options.logits_soft_cap),
         ),
-        torch.device("cpu"),
-        options.kv_layout,
-        "ragged" if options.page_size is None else "paged",
-        options.custom_mask,
-        options.page_size or 1,
-        decode,
-        own_splits=False,
+        normalize_plan.Surroundings(
+            torch.device("cpu"),
+            options.kv_layout,
+            "ragged" if options.page_size is None else "paged",
+            options.custom_mask,
+            options.page_size or 1,
+            decode,
+            own_splits=False,
+        ),
     )
     device = torch.device("cuda" if on_gpu else "cpu")
     return settings._replace(features=settings.features._replace(device=device, sinks=options.sinks))

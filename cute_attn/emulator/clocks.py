@@ -64,8 +64,10 @@ class Clocks:
     def proxy_fence(self, agents: Array) -> None:
         self.v[agents, PROXY] = self.v[agents, ORDER]
 
-    def begin(self, agent: int, what: str) -> Op:
-        """An operation that comes after everything that warp `agent` has seen and done so far."""
+    def begin(self, agent: int, what: str, generic: bool = False) -> Op:
+        """An operation that comes after everything that warp `agent` has seen and done so far. Who waits for one that
+        is `generic` has yet to fence it for the async proxy.
+        """
         seen = self.v[agent, ORDER]
         free = np.flatnonzero(seen[1 + self.warps : self.used] >= self.latest[1 + self.warps : self.used])
         if len(free):
@@ -78,7 +80,9 @@ class Clocks:
         self.latest[channel] += 1
         clock = self.v[agent].copy()
         epoch = int(self.latest[channel])
-        clock[:, channel] = epoch
+        clock[ORDER, channel] = epoch
+        if not generic:
+            clock[PROXY, channel] = epoch
         self.v[agent, ORDER, agent] += 1
         self.names[channel] = what
         return Op(channel, epoch, clock, what, float(self.time[agent]))

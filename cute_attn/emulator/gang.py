@@ -118,14 +118,12 @@ class Gang:
     def param(self, number: int, offset: int, kind: str) -> Array:
         return self.cta.grid.param(number, offset, DTYPES[kind])
 
-    def begin_op(self, position: int, what: str) -> Op | None:
+    def begin_op(self, position: int, what: str, generic: bool = False) -> Op | None:
         """An asynchronous operation issued by the warp at `position` in the gang; None without checks."""
         clocks = self.cta.clocks
-        return (
-            None
-            if clocks is None
-            else clocks.begin(int(self.agents[position]), f"{what} of warp {self.warps[position]}")
-        )
+        if clocks is None:
+            return None
+        return clocks.begin(int(self.agents[position]), f"{what} of warp {self.warps[position]}", generic)
 
     # --- running ------------------------------------------------------------------------------------------------------
 

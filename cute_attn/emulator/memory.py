@@ -203,10 +203,6 @@ class GlobalMemory:
         self.regions.insert(at, region)
         return region
 
-    def remove(self, region: Region) -> None:
-        at = self.regions.index(region)
-        del self.regions[at], self.bases[at]
-
     def split(self, addresses: Array, nbytes: int, what: str) -> list[tuple[Region, Array | None, Array]]:
         """Regions of a set of words: (region, positions in `addresses` or None for all, offsets)."""
         if len(addresses) == 0:

@@ -174,12 +174,6 @@ def fold(d: Array, x: Instruction, group: int) -> Array:
     return d
 
 
-def unfold(block: Array, x: Instruction, group: int) -> Array:
-    if rows_of(x, group) == 64 and group == 2:
-        return np.concatenate([block[:64], block[64:]], axis=1)
-    return block
-
-
 # --- values -----------------------------------------------------------------------------------------------------------
 
 

@@ -493,7 +493,7 @@ class Fa3Program:
         out = sm90.wgmma_wait(0, out, state.p)
         shared.v.release(v, lanes.lane)
         before = State(out, self.tile.probabilities(s), state.shift, state.total, k)
-        after, sums = self.raised(math, before, sums, again, k_at, kv_tile, masked)
+        after, sums = self.raised(shared, math, before, sums, again, k_at, kv_tile, masked)
         shared.k.release(k, lanes.lane)
         total = [a + b for a, b in zip(after.total, sums, strict=True)]
         return State(after.out, after.p, after.shift, total, shared.k.next(k))
@@ -506,6 +506,7 @@ class Fa3Program:
     @cute.jit
     def raised(
         self,
+        shared: cutlass.Constexpr,
         math: cutlass.Constexpr,
         state: cutlass.Constexpr,
         sums: list[Float32],
@@ -528,8 +529,11 @@ class Fa3Program:
             p, sums = self.tile.probabilities(s), softmax.sums(s, [Float32(0.0) for _ in range(2)])
             shift = risen.shift
             total = [t * factor for t, factor in zip(total, risen.factors, strict=True)]
-            out = [x * risen.factors[i % 4 // 2] for i, x in enumerate(out)]
+            out = self.rescaled(shared, out, risen.factors)
         return State(out, p, shift, total, state.k), sums
+
+    def rescaled(self, shared: Shared, out: list[Float32], factors: list[Float32]) -> list[Float32]:
+        return [x * factors[i % 4 // 2] for i, x in enumerate(out)]
 
     def await_turn(self, lanes: GroupLanes) -> None:
         if self.spec.tile.ping_pong:

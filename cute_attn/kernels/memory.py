@@ -186,7 +186,8 @@ class HopperMemory:
 @dataclass(frozen=True)
 class Fp8Memory(HopperMemory):
     """fp8 products want both operands contiguous along the sum: V tiles arrive in a ring of their own behind the other
-    three, and lie transposed in the V ring, one line of keys a dimension, columns of 128 keys one after the other.
+    three, and lie transposed in the V ring, one line of keys a dimension, columns of 128 keys one after the other. Then
+    the outputs of tiles summed up.
     """
 
     item_bytes: ClassVar[int] = 1
@@ -204,9 +205,13 @@ class Fp8Memory(HopperMemory):
         return self.v_ring + self.tile.stages * self.v_bytes
 
     @property
+    def sums(self) -> int:
+        return self.arriving_v_ring + self.tile.stages * self.arriving_v_bytes
+
+    @property
     def barriers(self) -> int:
         """Those of arriving V come last."""
-        return self.arriving_v_ring + self.tile.stages * self.arriving_v_bytes
+        return self.sums + 2 * self.tile.rows * self.head_dim_vo
 
     @property
     def num_barriers(self) -> int:

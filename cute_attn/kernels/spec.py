@@ -195,7 +195,7 @@ class Fa3Spec(KernelSpec):
             return (32, 224) if self.tile.q_registers else (40, 216)
         if self.tile.math_groups == 3:
             return (56, 152) if self.kv == "gathered" else (32, 160)
-        return (24, 240) if self.kv == "dense" and not self.kv_dtype else (40, 232)
+        return (24, 240) if self.kv == "dense" and not self.kv_dtype and not self.fp8 else (40, 232)
 
     def program(self, arch: str) -> Program:
         from cute_attn.kernels.fa3 import Fa3Program

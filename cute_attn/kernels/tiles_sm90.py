@@ -17,7 +17,7 @@ HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 PAGE_ALIGNED = 64  # tiles of paged keys are multiples of it, so that pages of any power of two make few boxes
 
 _PLAIN = {
-    (64, 64): HopperTile(192, 128, 3, 2, ping_pong=False),
+    (64, 64): HopperTile(192, 128, 3, 2),
     (96, 96): HopperTile(128, 128, 2, 2),
     (128, 128): HopperTile(128, 128, 2, 2, ping_pong=False),
     (192, 128): HopperTile(128, 128, 2, 1),
@@ -31,7 +31,8 @@ _MODIFIED = {
     (256, 256): HopperTile(128, 64, 2, 1, ping_pong=False),
 }
 
-_FP8 = {(128, 128): HopperTile(128, 128, 2, 2, ping_pong=False)}
+_FP8 = {(128, 128): HopperTile(192, 96, 2, 2, ping_pong=False)}
+_FP8_MODIFIED = {(128, 128): HopperTile(128, 128, 2, 2, ping_pong=False)}
 
 # K and V widened from 8 bits. Seven helpers are up to 20 % faster than three at d 128 (H200). At d 256 ptxas wants
 # more registers at launch than four warpgroups leave.
@@ -66,7 +67,7 @@ def choose(head_dims: tuple[int, int], plain: bool, kv: str, fp8: bool = False, 
     three math groups do not leave, nor those that hold q.
     """
     if fp8:
-        return _FP8[head_dims]
+        return (_FP8 if plain else _FP8_MODIFIED)[head_dims]
     plain_tiles, modified_tiles = (_WIDENED, _WIDENED_MODIFIED) if widened else (_PLAIN, _MODIFIED)
     tile = (plain_tiles if plain else modified_tiles)[head_dims]
     aligned = widened or tile.cols % PAGE_ALIGNED == 0

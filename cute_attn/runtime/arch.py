@@ -74,3 +74,11 @@ def for_device(index: int) -> Arch:
     import torch
 
     return for_capability(torch.cuda.get_device_capability(index))
+
+
+@functools.cache
+def multiprocessors(index: int) -> int:
+    """Of CUDA device `index`."""
+    import torch
+
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)

@@ -12,7 +12,7 @@ from pathlib import Path
 from cute_attn.errors import ArtifactError
 from cute_attn.kernels.spec import KernelSpec
 from cute_attn.runtime import arch as archs
-from cute_attn.runtime import bundle, cache
+from cute_attn.runtime import bundle, cache, switches
 from cute_attn.runtime.artifact import Artifact
 from cute_attn.runtime.compile import Outcome, Progress, compile_many, compile_spec, dsl_import_error
 
@@ -92,8 +92,8 @@ def _compile(spec: KernelSpec, arch: str) -> Artifact:
 
 
 def _obstacle() -> str | None:
-    if os.environ.get("CUTE_ATTN_DISABLE_JIT", "0") not in ("", "0"):
-        return "CUTE_ATTN_DISABLE_JIT is set"
+    if switches.is_on(switches.DISABLE_JIT):
+        return f"{switches.DISABLE_JIT} is set"
     if cache.dsl_version() is None:
         return "nvidia-cutlass-dsl is not installed"
     return None

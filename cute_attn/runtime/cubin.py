@@ -28,7 +28,6 @@ class CubinKernel:
     sm: int
     registers: int
     stack_bytes: int
-    static_smem: int
     params: tuple[tuple[int, int], ...]
     reqntid: tuple[int, int, int] | None
 
@@ -36,8 +35,7 @@ class CubinKernel:
 class _Section(NamedTuple):
     name: str
     link: int
-    data: bytes
-    size: int  # memory size: `data` of a NOBITS section is empty
+    data: bytes  # empty in a NOBITS section
 
 
 class _Symbol(NamedTuple):
@@ -81,13 +79,11 @@ def _kernel(name: str, sm: int, totals: dict[int, int], sections: dict[str, _Sec
             params[ordinal] = (offset, packed >> 18)
         elif attribute == _REQNTID:
             reqntid = struct.unpack("<III", value)
-    shared = sections.get(f".nv.shared.{name}")
     return CubinKernel(
         symbol=name,
         sm=sm,
         registers=totals[_REGCOUNT],
         stack_bytes=max(totals[_FRAME_SIZE], totals.get(_MIN_STACK_SIZE, 0)),
-        static_smem=shared.size if shared else 0,
         params=tuple(params[ordinal] for ordinal in range(len(params))),
         reqntid=reqntid,
     )
@@ -123,7 +119,7 @@ def _sections(cubin: bytes) -> dict[str, _Section]:
         nobits = kind == 8
         if not nobits and offset + size > len(cubin):
             raise ValueError(f"section {name} ends past the file")
-        sections[name] = _Section(name, link, b"" if nobits else cubin[offset : offset + size], size)
+        sections[name] = _Section(name, link, b"" if nobits else cubin[offset : offset + size])
     return sections
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from cute_attn import checks
-from cute_attn.errors import ArgumentError, NotSupported, Refusal
+from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal
+from cute_attn.runtime.arch import multiprocessors
 from cute_attn.xqa import host, normalize, reference
 from cute_attn.xqa.problem import Scratch, XqaProblem
 
@@ -108,12 +109,12 @@ def xqa_batch_decode_with_kv_cache(
     sf = None if kv_cache_sf is None else normalize.block_scales(kv_cache_sf, kv_layout, k, v)
     call = normalize.Call(
         query, k, v, sf, block_tables, seq_lens, normalize.workspace(workspace_buffer), bmm1_scale, bmm2_scale,
-        window_left, out, None, sinks, enable_pdl, q_len_per_req, mask, q_cu_seq_lens, lse, return_lse,
+        window_left, out, sinks, enable_pdl, q_len_per_req, mask, q_cu_seq_lens, lse, return_lse,
     )  # fmt: skip
     problem = normalize.problem(call)
     o_scale = normalize.number("o_scale", o_scale)
     if problem.features.o_dtype != torch.float8_e4m3fn:
-        problem = problem._replace(v_scale=problem.v_scale * o_scale)
+        problem = problem._replace(v_scale=checks.real("bmm2_scale * o_scale", problem.v_scale * o_scale))
     run(problem)
     result = out
     if result is None:
@@ -178,9 +179,11 @@ def trtllm_batch_decode_with_kv_cache(
         sinks = sinks[0]
     if (max_q_len is None) != (cum_seq_lens_q is None):
         raise ArgumentError("max_q_len and cum_seq_lens_q must be given together")
+    if not (out_dtype is None or isinstance(out_dtype, torch.dtype)):
+        raise ArgumentTypeError(f"out_dtype must be a torch.dtype, got {checks.describe(out_dtype)}")
     if out is None and isinstance(query, torch.Tensor):
         out = torch.empty_like(query, dtype=out_dtype or query.dtype, memory_format=torch.contiguous_format)
-    elif out is not None and out_dtype is not None and out.dtype != out_dtype:
+    elif out is not None and out_dtype is not None and checks.tensor("out", out).dtype != out_dtype:
         raise ArgumentError(f"out must have out_dtype {out_dtype}, got {checks.describe(out)}")
     return xqa_batch_decode_with_kv_cache(
         query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,
@@ -223,7 +226,8 @@ def xqa(
     device's: the grid takes all of them.
     """
     k, v = normalize.cache((k_cache, v_cache), kv_layout)
-    if (k.shape[2], k.shape[1]) != (num_kv_heads, page_size):
+    given = checks.integer("num_kv_heads", num_kv_heads), checks.integer("page_size", page_size)
+    if (k.shape[2], k.shape[1]) != given:
         raise ArgumentError(
             f"num_kv_heads and page_size must be those of k_cache, {k.shape[2]} and {k.shape[1]}, "
             f"got {num_kv_heads} and {page_size}"
@@ -232,13 +236,23 @@ def xqa(
     window = checks.integer("sliding_win_size", sliding_win_size)
     pair = None if k_sf_cache is None and v_sf_cache is None else (k_sf_cache, v_sf_cache)
     sf = None if pair is None else normalize.block_scales(pair, kv_layout, k, v)
+    if q.dim() < 3 or 0 in q.shape[-2:]:
+        raise ArgumentError(f"q must have shape [..., num_qo_heads, head_dim], got {checks.describe(q)}")
     rows = (-1, *q.shape[-2:])
+    try:
+        out = checks.tensor("output", output).view(rows)
+    except RuntimeError as error:
+        raise ArgumentError(
+            f"output must have q's shape {tuple(q.shape)}, tokens at equal distances, got {checks.describe(output)}"
+        ) from error
+    kv_scale = normalize.factor("kv_scale", kv_scale)
+    bmm1_scale = normalize.factor("q_scale", q_scale) * kv_scale / math.sqrt(q.shape[-1])
     bmm2_scale = kv_scale * normalize.number("rcp_out_scale", rcp_out_scale)
     scratch = _two_buffers(checks.tensor("semaphores", semaphores), checks.tensor("workspace_buffer", workspace_buffer))
     call = normalize.Call(
-        q.reshape(rows), k, v, sf, page_table, seq_lens, scratch, q_scale * kv_scale / math.sqrt(q.shape[-1]),
-        bmm2_scale, window - 1 if window > 0 else -1, checks.tensor("output", output).view(rows), None, sinks,
-        enable_pdl, q_seq_len, mask, q_cu_seq_lens, None, False,
+        q.reshape(rows), k, v, sf, page_table, seq_lens, scratch, bmm1_scale, bmm2_scale,
+        window - 1 if window > 0 else -1, out, sinks, enable_pdl,
+        q_seq_len, mask, q_cu_seq_lens, None, False,
     )  # fmt: skip
     run(normalize.problem(call))
 
@@ -249,13 +263,13 @@ def _two_buffers(semaphores: torch.Tensor, scratch: torch.Tensor) -> Scratch:
             raise ArgumentError(
                 f"{name} must be contiguous and start at a multiple of 16 bytes, got {checks.describe(buffer)}"
             )
-    buffers = semaphores, scratch
+    buffers = scratch, semaphores
     return Scratch(buffers, semaphores.data_ptr(), semaphores.nbytes, scratch.data_ptr(), scratch.nbytes)
 
 
 def _check_sm_count(sm_count: Any, device: torch.device) -> None:
-    if sm_count is None or device.type == "cpu":
+    if sm_count is None:
         return
-    present = torch.cuda.get_device_properties(device).multi_processor_count
-    if checks.integer("sm_count", sm_count) != present:
+    given = checks.integer("sm_count", sm_count)
+    if device.type == "cuda" and given != (present := multiprocessors(device.index)):
         raise ArgumentError(f"sm_count must be None or the device's {present}, got {sm_count}")

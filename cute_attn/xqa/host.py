@@ -8,12 +8,13 @@ import torch
 
 from cute_attn.backends.fa2_kernels import load
 from cute_attn.backends.fa2_params import two_addresses
+from cute_attn.checks import short
 from cute_attn.errors import ArgumentError, WorkspaceError
 from cute_attn.kernels import divisor
 from cute_attn.kernels.spec import KV_BITS
 from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.spec import XqaSpec
-from cute_attn.runtime.arch import Arch, for_device
+from cute_attn.runtime.arch import Arch, for_device, multiprocessors
 from cute_attn.runtime.launch import CPU, Launch, current_stream
 from cute_attn.xqa.problem import XqaFeatures, XqaProblem
 
@@ -170,7 +171,7 @@ def partial_bytes(spec: XqaSpec) -> int:
 def choose_spec(features: XqaFeatures, few: bool, arch: Arch) -> XqaSpec:
     f = features
     rows = f.q_len * (f.num_qo_heads // f.num_kv_heads)
-    return tiles.choose(_name(f.q_dtype), f.kv_dtype, _name(f.o_dtype), f.head_dim, rows, f.tree, few, arch)
+    return tiles.choose(short(f.q_dtype), f.kv_dtype, short(f.o_dtype), f.head_dim, rows, f.tree, few, arch)
 
 
 def line_count(units: int, ctas: int) -> int:
@@ -186,13 +187,9 @@ def mask_row_bytes(q_len: int) -> int:
 @functools.lru_cache(256)
 def runner(features: XqaFeatures, is_few: bool) -> Runner:
     index = features.device.index
-    sms, arch = torch.cuda.get_device_properties(index).multi_processor_count, for_device(index)
-    return Runner(features, arch, sms, choose_spec(features, is_few, arch))
+    arch = for_device(index)
+    return Runner(features, arch, multiprocessors(index), choose_spec(features, is_few, arch))
 
 
 def _address(value: torch.Tensor | tuple[torch.Tensor, ...] | None) -> int:
     return value.data_ptr() if isinstance(value, torch.Tensor) else 0
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

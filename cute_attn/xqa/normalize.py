@@ -35,7 +35,6 @@ class Call(NamedTuple):
     bmm2_scale: Any
     window_left: Any
     out: Any
-    o_dtype: Any
     sinks: Any
     enable_pdl: Any
     q_len_per_req: Any
@@ -62,22 +61,25 @@ def problem(call: Call) -> XqaProblem:
         raise ArgumentError(
             f"query must have batch_size * q_len_per_req = {batch} * {q_len} rows, got {checks.describe(query)}"
         )
-    o_dtype = call.out.dtype if isinstance(call.out, torch.Tensor) else call.o_dtype
+    if call.enable_pdl is not None:
+        checks.boolean("enable_pdl", call.enable_pdl)  # before it is a key, for which 1 is True
     features = _features(
         device,
         query.dtype,
         (k.dtype, v.dtype),
-        o_dtype or query.dtype,
+        call.out.dtype if isinstance(call.out, torch.Tensor) else query.dtype,
         (num_qo_heads, k.shape[2], head_dim),
         (k.shape[3], v.shape[3]),
         k.shape[1],
         q_len,
         call.mask is not None,
-        max(-1, checks.integer("window_left", call.window_left)),
+        max(-1, min(checks.integer("window_left", call.window_left), UNBOUNDED)),
         call.enable_pdl,
         call.block_scales is not None,
     )
     _check_cache(k, v, call.block_scales, device)
+    for name, buffer in zip(("workspace_buffer", "semaphores"), call.scratch.buffers, strict=False):
+        checks.device(name, buffer, device)
     normalize.refuse_grad(query=query, k=k, v=v)
     scale, scale_tensors = normalize.scale("bmm1_scale", call.bmm1_scale, device)
     v_scale, v_scale_tensors = normalize.scale("bmm2_scale", call.bmm2_scale, device)
@@ -123,8 +125,6 @@ def _features(
     check_device(device)
     checks.dtype("query", q_dtype, HALF)
     checks.dtype("out", o_dtype, OUT_DTYPES)
-    if enable_pdl is not None:
-        checks.boolean("enable_pdl", enable_pdl)
     if kv_dtypes[0] != kv_dtypes[1]:
         raise ArgumentError(f"k and v must have the same dtype, got {kv_dtypes[0]} and {kv_dtypes[1]}")
     accepted = (q_dtype, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
@@ -338,6 +338,11 @@ def _given_output(call: Call, features: XqaFeatures, shape: tuple[int, int, int]
     for name, tensor in (("query", call.query), ("k of kv_cache", call.k), ("v of kv_cache", call.v)):
         checks.apart("out", written, name, checks.extent(tensor))
     return out
+
+
+def factor(name: str, value: Any) -> float | torch.Tensor:
+    """A number, or a tensor that `normalize.scale` looks at."""
+    return value if isinstance(value, torch.Tensor) else checks.real(name, value)
 
 
 def number(name: str, value: Any) -> float:

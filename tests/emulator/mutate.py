@@ -18,10 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cute_attn.emulator import EmulatorError, Schedule, using
+from tests import batch_case, fp8_case
+from tests.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
+from tests.batch_case import decode as batch_decode
 from tests.case import Case, call, check, make
+from tests.fp8_case import Fp8Case
 from tests.matrix import decode, prefill
 
 SCHEDULES = (Schedule(), Schedule("delayed", 1), Schedule("adversarial", 2))
+MORE = tuple(Schedule("adversarial", seed) for seed in range(3, 9))  # for those that these do not catch
 
 
 def _removed(text: str) -> str:
@@ -100,17 +105,55 @@ def applied(mutant: Mutant, ptx: str) -> str:
 
 # --- problems ---------------------------------------------------------------------------------------------------------
 
-# Problems of one kernel: long enough for every stage of every ring to be used again, and of tiles that see nothing.
-# On few multiprocessors keys are not split: all problems of a name then run the same kernel.
-SMS = {"prefill": 1, "append": 1, "decode": 132}
-PROBLEMS: dict[str, tuple[Case, ...]] = {
-    "prefill": (prefill(140, 700, (2, 1), 64, mask="causal"), prefill(300, 40, (1, 1), 64, mask="causal")),
-    "decode": (decode(1500, (4, 1), 64),),
-    "append": (prefill(40, 300, (1, 1), 128, dtype="bfloat16"), prefill(40, 0, (1, 1), 128, dtype="bfloat16")),
+
+@dataclass(frozen=True)
+class Problems:
+    """Problems of one kernel, on few multiprocessors, so that keys are not split where they need not be: long enough
+    for every stage of every ring to be used again, and of tiles that see nothing. `kernels`: whose are broken.
+    """
+
+    kernels: str
+    sms: int
+    cases: tuple[Case | BatchCase | Fp8Case, ...]
+
+
+BF16 = {"dtype": "bfloat16"}
+PROBLEMS = {
+    "prefill": Problems(
+        "fa2", 1, (prefill(140, 700, (2, 1), 64, mask="causal"), prefill(300, 40, (1, 1), 64, mask="causal"))
+    ),
+    "decode": Problems("fa2", 132, (decode(1500, (4, 1), 64),)),
+    "append": Problems("fa2", 1, (prefill(40, 300, (1, 1), 128, **BF16), prefill(40, 0, (1, 1), 128, **BF16))),
+    # Of Hopper's kernels: tiles done again (large scores), tiles that see nothing.
+    "ragged": Problems(
+        "fa3",
+        1,
+        (
+            ragged((300, 20), (700, 40), mask="causal", **dims(128)),
+            ragged((140,), (500,), mask="causal", sm_scale=2.0, **dims(128)),
+            ragged((600, 20), (60, 20), mask="causal", **dims(128)),
+        ),
+    ),
+    "gathered": Problems(
+        "fa3",
+        1,
+        (
+            paged((140, 20), (400, 40), 3, mask="causal", **heads(1, 1)),
+            paged((140,), (500,), 3, mask="causal", sm_scale=2.0, **heads(1, 1)),
+            paged((600, 20), (60, 20), 3, mask="causal", **heads(1, 1)),
+        ),
+    ),
+    "fp8": Problems(
+        "fa3",
+        1,
+        (
+            Fp8Case((140, 20), (400, 40), (1, 1), scales="signed", causal=True, seed=2),
+            Fp8Case((140,), (500,), (1, 1), causal=True, sm_scale=1.0),
+            Fp8Case((600, 20), (60, 20), (1, 1), causal=True),
+        ),
+    ),
+    "xqa": Problems("xqa", 2, (batch_decode((300, 5, 0, 700), kv_dtype=E4M3, **heads(2, 1), **dims(128)),)),
 }
-
-
-KERNELS = "fa2"  # whose kernels are broken
 
 
 def kernels(arch: str, name: str) -> list[str]:
@@ -121,9 +164,10 @@ def kernels(arch: str, name: str) -> list[str]:
         seen[ptx] = None
         return ptx
 
+    asked = PROBLEMS[name]
     for schedule in SCHEDULES:
-        with using(arch, schedule=schedule, rewrite=remember, sms=SMS[name], kernels=KERNELS):
-            result = "".join(solve(case) for case in PROBLEMS[name])
+        with using(arch, schedule=schedule, rewrite=remember, sms=asked.sms, kernels=asked.kernels):
+            result = "".join(solve(case) for case in asked.cases)
         assert result == "", f"the kernels themselves: {result}"
     return list(seen)
 
@@ -134,9 +178,23 @@ def symbol(ptx: str) -> str:
     return found[1]
 
 
-def solve(case: Case) -> str:
-    out, lse = call(case, make(case), backend="emulator")
-    return check(case, out, lse).detail
+def solve(case: Case | BatchCase | Fp8Case) -> str:
+    """What is wrong, or ""."""
+    if isinstance(case, Case):
+        out, lse = call(case, make(case), backend="emulator")
+        return check(case, out, lse).detail
+    if isinstance(case, BatchCase):
+        inputs = batch_case.make(case)
+        planned = batch_case.wrapper(case, backend="emulator")
+        planned.plan(**batch_case.plan_arguments(case, inputs))
+        out, lse = batch_case.call(case, inputs, planned)
+        return batch_case.check(case, inputs, out, lse).detail
+    narrow = fp8_case.make(case, "cpu")
+    try:
+        fp8_case.check(case, narrow, *fp8_case.call(case, narrow, "emulator"))
+    except AssertionError as wrong:
+        return str(wrong) or "wrong"
+    return ""
 
 
 def caught(arch: str, name: str, original: str, mutant: Mutant) -> str:
@@ -145,8 +203,10 @@ def caught(arch: str, name: str, original: str, mutant: Mutant) -> str:
     def rewrite(ptx: str) -> str:
         return applied(mutant, ptx) if ptx == original else ptx
 
-    for case, schedule in itertools.product(PROBLEMS[name], SCHEDULES):
-        with using(arch, schedule=schedule, rewrite=rewrite, sms=SMS[name], kernels=KERNELS):
+    asked = PROBLEMS[name]
+    tries = (*itertools.product(asked.cases, SCHEDULES), *itertools.product(asked.cases, MORE))
+    for case, schedule in tries:
+        with using(arch, schedule=schedule, rewrite=rewrite, sms=asked.sms, kernels=asked.kernels):
             try:
                 wrong = solve(case)
             except EmulatorError as err:
@@ -155,6 +215,8 @@ def caught(arch: str, name: str, original: str, mutant: Mutant) -> str:
             return "wrong result"
     return ""
 
+
+GATHERS = "cp.async.cg.shared.global"  # in the Hopper kernel for small pages
 
 # Survivors that break nothing: (mutation, pattern of what identifies the site) -> why.
 EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
@@ -169,6 +231,22 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
             mutant.kernel.startswith("cute_attn_fa2") and mutant.site == len(sites(ptx, r"cp\.async\.wait_group")) - 1
         ),
         "the newest group at the end is empty: the last step starts no copies, and with no step only q is on its way",
+    ),
+    (
+        "fence removed",
+        lambda ptx, mutant: "fence.mbarrier_init" in ptx and mutant.site < 2,
+        "between the threads of a CTA its barrier is enough; how TMA comes to see new mbarriers is not modelled",
+    ),
+    (
+        "wgmma fence removed",
+        lambda ptx, mutant: True,
+        "no register of its product was written since the fence before: the emulator reports those that were",
+    ),
+    (
+        "mbarrier wait removed",
+        lambda ptx, mutant: GATHERS in ptx and mutant.site in (7, 11, 13),
+        "of gathered tiles the threads that bring a V bring the next K with it, for which was waited already; who "
+        "passes over a tile waits for its V",
     ),
 )
 

@@ -9,7 +9,7 @@ import pytest
 
 from cute_attn.emulator import EmulatorError, GlobalMemory, Schedule, launch
 from cute_attn.emulator import errors as faults
-from cute_attn.emulator.isa.wgmma import RegisterFault
+from cute_attn.emulator.isa.wgmma import RegisterFault, WarpgroupFault
 from tests.emulator.micro.case import Text
 
 pytestmark = pytest.mark.emulator
@@ -51,6 +51,12 @@ BULK = (*BULK, "cp.async.bulk.wait_group 0;", "SKIP:")
 ARRIVE = "mbarrier.arrive.shared::cta.b64 _, [%r8];"
 FENCE = "fence.proxy.async;"
 
+COPIED = (
+    "mad.wide.u32 %rd9, %me, 4, %src;",
+    "cp.async.ca.shared.global [%r9], [%rd9], 4;",
+    "cp.async.wait_all;",
+)
+
 # name -> (what must be raised, part of the message, lines)
 WRONG: dict[str, tuple[type[EmulatorError], str, tuple[str, ...]]] = {
     "uninitialised shared": (faults.Uninitialised, "uninitialised shared", ("ld.shared.b32 %r1, [%r9];",)),
@@ -83,6 +89,7 @@ WRONG: dict[str, tuple[type[EmulatorError], str, tuple[str, ...]]] = {
             "ld.shared.b32 %r1, [%r9];",
         ),
     ),
+    "copies, then async read": (faults.ProxyFault, "fence.proxy.async", (*COPIED, "bar.sync 0;", *BULK)),
     "no mbarrier": (faults.BarrierFault, "no mbarrier", (ARRIVE,)),
     "mbarrier not visible": (
         faults.BarrierFault,
@@ -109,6 +116,7 @@ WRONG: dict[str, tuple[type[EmulatorError], str, tuple[str, ...]]] = {
 }
 
 RIGHT: dict[str, tuple[str, ...]] = {
+    "copies, then async read": (*COPIED, FENCE, "bar.sync 0;", *BULK),
     "write, barrier, read": (STORE, "bar.sync 0;", *OTHERS),
     "read, barrier, write": (STORE, "bar.sync 0;", *OTHERS, "bar.sync 0;", STORE),
     "write, fence by the writer, async read": (STORE, FENCE, "bar.sync 0;", *BULK),
@@ -291,6 +299,19 @@ def test_products() -> None:
 def test_registers_of_products(lines: tuple[str, ...], message: str) -> None:
     with pytest.raises(RegisterFault, match=message):
         run(product(*lines))
+
+
+@pytest.mark.parametrize("schedule", [Schedule(), Schedule("adversarial", 1)], ids=lambda schedule: schedule.kind)
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [("", "have not issued all products of warpgroup 0"), (PRODUCT, "issues another product than")],
+    ids=["fewer", "others"],
+)
+def test_warps_of_a_warpgroup_issue_the_same_products(other: str, message: str, schedule: Schedule) -> None:
+    start = ("setp.ge.u32 %p1, %me, 32;", "@%p1 bra OTHERS;", PRODUCT, "bra BOTH;", "OTHERS:", other, "BOTH:")
+    run(product(*ZEROS, W_FENCE, PRODUCT, W_COMMIT, W_WAIT, USE), schedule=schedule)
+    with pytest.raises(WarpgroupFault, match=message):
+        run(product(*ZEROS, W_FENCE, *start, W_COMMIT, W_WAIT, USE), schedule=schedule)
 
 
 def test_operands_need_a_proxy_fence() -> None:

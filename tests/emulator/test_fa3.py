@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from cute_attn import (
     BatchPrefillWithRaggedKVCacheWrapper,
     LayoutError,
     NotSupported,
+    plan_batch,
     single_prefill_with_kv_cache,
 )
 from cute_attn.backends import fa3_batch, fa3_kernels
@@ -32,6 +34,7 @@ LONG: tuple[Case, ...] = (
     prefill(200, 600, (2, 2), 128, **BF16),
     prefill(300, 100, (2, 2), 128, **CAUSAL, **BF16),
     prefill(300, 300, (1, 1), 128, **CAUSAL, **HND, window_left=40),
+    prefill(300, 700, (1, 1), 64, **CAUSAL, window_left=330),
     prefill(70, 500, (2, 1), 64, **PACKED, logits_soft_cap=3.0, pos_encoding_mode="ALIBI"),
     prefill(150, 400, (1, 1), (192, 128), **CUSTOM),
     prefill(150, 400, (1, 1), 256, **CAUSAL, **BF16),
@@ -41,14 +44,16 @@ BATCHES: tuple[BatchCase, ...] = (
     paged((150, 0, 37, 1), (300, 20, 64, 0), page_size=16, mask="causal", dtype="bfloat16", **dims(128), **heads(4, 2)),
     paged((150, 20), (300, 40), page_size=5, window_left=30),
     paged((70, 9), (100, 260), page_size=16, mask="packed", sinks=True, o_dtype="float32"),
+    paged((130, 20), (500, 260), page_size=192, mask="causal"),  # pages of three boxes
 )
-# Small pages, gathered; the last two in tiles of other widths, one of a line and a half.
+# Small pages, gathered; the last two in tiles of other widths, one of a line and a half. By these seeds page 0, which
+# lanes without a page of their own take for theirs, is nobody's.
 GATHERED: tuple[BatchCase, ...] = (
     paged((150, 0, 37, 1), (300, 20, 64, 0), page_size=1, mask="causal", dtype="bfloat16", **dims(128), **heads(4, 2)),
-    paged((70, 9), (100, 260), page_size=3, mask="packed", sinks=True, o_dtype="float32"),
-    paged((130, 9), (200, 90), page_size=16, kv_layout="HND", cache="strided", **dims(192, 128)),
-    paged((130, 9), (200, 260), page_size=7, mask="causal", dtype="bfloat16", **dims(256)),
-    paged((130, 9), (20, 260), page_size=12, mask="causal", cache="one", slack=True, **dims(96)),
+    paged((70, 9), (100, 260), page_size=3, mask="packed", sinks=True, o_dtype="float32", seed=39),
+    paged((130, 9), (200, 90), page_size=16, kv_layout="HND", cache="strided", seed=1, **dims(192, 128)),
+    paged((130, 9), (200, 260), page_size=7, mask="causal", dtype="bfloat16", seed=29, **dims(256)),
+    paged((130, 9), (20, 260), page_size=12, mask="causal", cache="one", slack=True, seed=4, **dims(96)),
 )
 
 
@@ -138,6 +143,30 @@ def test_scores_that_leap(head_dim: int, schedule: Schedule, dtype: torch.dtype)
     assert ran[0] < ran[1]
 
 
+@pytest.mark.parametrize(("rise", "schedule"), [(17, SCHEDULES[1]), (60, Schedule())], ids=name)
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+def test_one_row_that_rises(masked: bool, rise: int, schedule: Schedule) -> None:
+    """By powers of two that fp32 holds, and fp16 does not, so that one warp of four sees it."""
+    q, k, v = (torch.randn(n, 1, 64, generator=torch.Generator().manual_seed(n)) for n in (150, 500, 501))
+    row = q[100] / q[100].norm()
+    q[100] = 8 * row  # 8 / sqrt(64) times what a key has of it is its score
+    k -= (k * row).sum(-1, keepdim=True) * row
+    q, k, v = q.half(), k.half(), v[:500].half()
+    keep = torch.rand(150, 500, generator=torch.Generator().manual_seed(0)) < 0.7
+    keep[100, 30], keep[:, :3] = True, False
+    mask = keep if masked else None
+    ran = []
+    for scale in (0.01, 1):
+        k[30] = (rise * math.log(2) * row * scale).half()
+        with using("sm_90a", kernels="fa3", schedule=schedule, sms=1) as emulation:
+            out, lse = single_prefill_with_kv_cache(q, k, v, custom_mask=mask, return_lse=True, backend="emulator")
+        expected = single_prefill_with_kv_cache(q, k, v, custom_mask=mask, return_lse=True, backend="reference")
+        torch.testing.assert_close(out, expected[0], rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(lse, expected[1], rtol=1e-3, atol=1e-3)
+        ran.append(products(emulation))
+    assert ran[0] < ran[1]
+
+
 def test_rows_that_see_nothing_yet() -> None:
     """Tiles that hide everything from some rows are not done again for them."""
     q, k, v = (torch.randn(n, 1, 64, generator=torch.Generator().manual_seed(n)).half() for n in (70, 400, 400))
@@ -154,6 +183,18 @@ def test_rows_that_see_nothing_yet() -> None:
 
 
 @pytest.mark.parametrize("kernels", ["fa2", "fa3"])
+@pytest.mark.parametrize("cap", [1e-50, 1e-39, 1e38])
+def test_caps_without_a_reciprocal(kernels: str, cap: float) -> None:
+    """In fp32 the inverse of such a cap is infinite, or 0."""
+    q, k, v = (torch.randn(n, 1, 64, generator=torch.Generator().manual_seed(n)).half() for n in (20, 70, 70))
+    q[3] = 0.0
+    with using("sm_90a", kernels=kernels):
+        out = single_prefill_with_kv_cache(q, k, v, logits_soft_cap=cap, backend="emulator")
+    expected = single_prefill_with_kv_cache(q, k, v, logits_soft_cap=cap, backend="reference")
+    torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("kernels", ["fa2", "fa3"])
 def test_scale_below_fp32(kernels: str) -> None:
     """As a factor of the exponent it would be 0, and turn hidden scores into NaN."""
     q, k, v = (torch.randn(n, 1, 64, generator=torch.Generator().manual_seed(n)).half() for n in (70, 90, 90))
@@ -167,23 +208,48 @@ def test_scale_below_fp32(kernels: str) -> None:
         torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize(("batch", "schedule"), list(zip(BATCHES, itertools.cycle(SCHEDULES), strict=False)), ids=name)
+SECTIONED = (
+    ragged((200, 0, 37, 1), (300, 20, 64, 0), mask="causal", **heads(6, 3)),
+    paged((150, 0, 37, 1), (300, 20, 64, 0), page_size=16, mask="causal", dtype="bfloat16", **dims(128), **heads(4, 2)),
+    paged((150, 20), (300, 40), page_size=5, window_left=30, **heads(3, 3)),
+)
+
+
+@pytest.mark.parametrize(
+    ("batch", "schedule"), list(zip(SECTIONED, itertools.cycle(SCHEDULES), strict=False)), ids=name
+)
 def test_batches_in_sections(batch: BatchCase, schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Head after head, request after request."""
+    """Kv head after kv head, request after request."""
+    monkeypatch.setattr(fa3_kernels, "SECTION_BYTES", 1 << 11)  # keys of a few tokens
+    monkeypatch.setattr(plan_batch, "GROUPED_WAVES", 1)
+    fa3_batch.tiling.cache_clear()
+    inputs = batch_case.make(batch)
+    with using("sm_90a", kernels="fa3", schedule=schedule, sms=2) as emulation:
+        planned = batch_case.wrapper(batch, inputs.q.device, backend="emulator")
+        planned.plan(**batch_case.plan_arguments(batch, inputs))
+        out, lse = batch_case.call(batch, inputs, planned)
+    fa3_batch.tiling.cache_clear()
+    result = batch_case.check(batch, inputs, out, lse)
+    assert result.ok, result.detail
+    assert_fa3(emulation)
+    launched = planned._planned().launch.planned
+    assert launched.section[1] < launched.plan.shape.num_kv_heads
+
+
+def test_sections_of_single_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fa3_kernels, "SECTION_BYTES", 1)
-    fa3_batch.tiling.cache_clear()
-    solve_batch(batch, schedule, sms=1)
-    fa3_batch.tiling.cache_clear()
+    solve_single(prefill(150, 200, (6, 3), 64, **CAUSAL, seed=1), Schedule(), sms=4)  # settings that nobody has run
 
 
 def assert_cut(emulation: Emulation) -> None:
     assert [record.spec["kernel"] for record in emulation.records] == ["fa3", "combine"]
 
 
+@pytest.mark.parametrize("mask", ["causal", "none"])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=name)
-def test_cut_keys(schedule: Schedule) -> None:
+def test_cut_keys(schedule: Schedule, mask: str) -> None:
     """Short requests, whose heads share a tile, over keys that several CTAs divide."""
-    assert_cut(solve_single(prefill(3, 900, (8, 2), 128, **BF16, **CAUSAL), schedule, sms=16))
+    assert_cut(solve_single(prefill(3, 900, (8, 2), 128, **BF16, mask=mask), schedule, sms=16))
 
 
 @pytest.mark.parametrize(("page_size", "schedule"), list(zip((5, 16), SCHEDULES, strict=True)), ids=name)

@@ -8,7 +8,7 @@ import pytest
 
 from cute_attn.emulator import Schedule, using
 from tests import fp8_case
-from tests.fp8_case import CUT, SMALL, Fp8Case
+from tests.fp8_case import CUT, LONG, SMALL, Fp8Case
 
 pytestmark = pytest.mark.emulator
 
@@ -31,6 +31,11 @@ def solve(case: Fp8Case, schedule: Schedule, sms: int) -> list[str]:
 )
 def test_fp8(case: Fp8Case, schedule: Schedule) -> None:
     assert solve(case, schedule, sms=3) == ["fa3"]
+
+
+@pytest.mark.parametrize("case", LONG, ids=lambda case: case.id)
+def test_many_tiles(case: Fp8Case) -> None:
+    assert solve(case, SCHEDULES[0], sms=1) == ["fa3"]
 
 
 @pytest.mark.parametrize(

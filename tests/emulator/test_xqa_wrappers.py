@@ -89,6 +89,23 @@ def test_single_request_of_fp8(kv_len: int, kv_layout: str) -> None:
     assert [record.spec["kernel"] for record in emulation.records] == ["xqa"]  # auto's choice
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
+def test_scores_that_rise(kv_dtype: torch.dtype, schedule: str) -> None:
+    """Tile after tile above the anchors of those before, of one query head more than of the others."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(4, 64, generator=generator).half()
+    k, v = (torch.randn(900, 1, 64, generator=generator).to(kv_dtype) for _ in "kv")
+    step = torch.arange(900)[:, None, None] / 900
+    k = (k.float() + 4 * step * q[2].float()).to(kv_dtype)
+    with using("sm_90a", kernels="xqa", schedule=Schedule(schedule, 1), sms=2) as emulation:
+        out, lse = single_decode_with_kv_cache(q, k, v, backend="emulator", return_lse=True)
+    expected = single_decode_with_kv_cache(q, k, v, backend="reference", return_lse=True)
+    torch.testing.assert_close(out, expected[0], rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse, expected[1], rtol=1e-3, atol=1e-3)
+    assert_xqa(emulation)
+
+
 # ---- plans
 
 

@@ -31,16 +31,11 @@ from tests.batch_case import (
     refusals,
     wrapper,
 )
+from tests.gpu import marks
 from tests.graphs import Captured, assert_plans_in_a_row_do_not_race, cuda_graph
 from tests.matrix import poisoned_memory
 
-HAS_SM80 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.sm80,
-    pytest.mark.skipif(not HAS_SM80, reason="needs a CUDA device of compute capability 8.0 or later"),
-]
+pytestmark = marks.SM80
 
 RANDOM = int(os.environ.get("CUTE_ATTN_TEST_BATCHES", "400"))
 FUZZED = int(os.environ.get("CUTE_ATTN_TEST_FUZZED", "10000"))
@@ -217,15 +212,20 @@ def far_apart(x: torch.Tensor, axis: int) -> torch.Tensor:
     return view
 
 
-@pytest.mark.parametrize("case", [paged((40, 9), (65, 30)), ragged((40, 9), (65, 30)), decode((65, 30))])
-def test_strides_past_32_bits(case: BatchCase) -> None:
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+@pytest.mark.parametrize(
+    "case", [paged((40, 9), (65, 30)), paged((70, 9), (165, 30), 64), ragged((40, 9), (65, 30)), decode((65, 30))]
+)
+def test_strides_past_32_bits(case: BatchCase, backend: str) -> None:
     case = dataclasses.replace(case, **heads(4, 2), **dims(128))
     inputs = make(case, "cuda")
+    if refusals(case, inputs, backend, archs.for_device(torch.cuda.current_device())):
+        pytest.skip(f"{backend} does not run here")
     halves = inputs.kv if case.kind == "ragged" else inputs.kv[0]
     apart = tuple(far_apart(half, 0) for half in halves)
     kv = apart if case.kind == "ragged" else (apart,)
-    made = planned(case, inputs)
-    assert made is not None
+    made = wrapper(case, "cuda", backend=backend)
+    made.plan(**plan_arguments(case, inputs))
     out, lse = made.run(far_apart(inputs.q, 0), *kv, out=far_apart(torch.zeros_like(inputs.q), 0), return_lse=True)
     result = check(case, inputs, out, lse)
     assert result.ok, result.detail

@@ -8,7 +8,7 @@ import torch
 from cute_attn import select
 from cute_attn.runtime import arch as archs
 from tests import fp8_case
-from tests.fp8_case import CUT, LARGE, SMALL, Fp8Case
+from tests.fp8_case import CUT, LARGE, LONG, SMALL, Fp8Case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("case", [*SMALL, *CUT, *LARGE], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*SMALL, *CUT, *LONG, *LARGE], ids=lambda case: case.id)
 def test_fp8(case: Fp8Case) -> None:
     arch = archs.for_device(torch.cuda.current_device())
     if select.reasons_against(select.BY_NAME["fa3"], case.features(torch.device("cuda")), arch):

@@ -7,12 +7,10 @@ import torch
 
 from cute_attn import select
 from cute_attn.runtime import arch as archs
+from tests.gpu import marks
 from tests.honour import CALLS, IDS, Perturbation, honour
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = marks.GPU
 
 
 @pytest.mark.parametrize(("kind", "perturbation"), CALLS, ids=IDS)

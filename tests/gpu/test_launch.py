@@ -11,16 +11,14 @@ from cute_attn.errors import ArtifactError
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.launch import Launch, current_stream
+from tests.gpu import marks
 from tests.toy_spec import ToySpec
 
 COUNT = 1000
 GRID = (8, 1, 1)  # of 128 threads
 DEVICES = range(torch.cuda.device_count())
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = marks.GPU
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "pdl"])

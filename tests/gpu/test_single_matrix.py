@@ -5,15 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.gpu import marks
 from tests.matrix import FULL, SMALL, Case, call, check, make, poisoned_memory, random_case
 
-HAS_SM80 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.sm80,
-    pytest.mark.skipif(not HAS_SM80, reason="needs a CUDA device of compute capability 8.0 or later"),
-]
+pytestmark = marks.SM80
 
 GUARD = 512
 UNTOUCHED = 7.0

@@ -15,19 +15,14 @@ import torch
 from cute_attn import xqa_batch_decode_with_kv_cache
 from cute_attn.runtime.arch import for_device
 from cute_attn.xqa.normalize import COUNTER_BYTES
+from tests.gpu import marks
 from tests.matrix import poisoned_memory
 from tests.xqa_case import Built, XqaCase, build, random_case
 from tests.xqa_producer import RUBBISH, Producer
 
 DEVICE = "cuda"
-HAS_SM80 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
-HAS_FP8_OUTPUT = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.sm80,
-    pytest.mark.skipif(not HAS_SM80, reason="needs a CUDA device of compute capability 8.0 or later"),
-]
+HAS_FP8_OUTPUT = marks.CAPABILITY >= (9, 0)
+pytestmark = marks.SM80
 HOPPER = pytest.mark.skipif(not HAS_FP8_OUTPUT, reason="programmatic dependent launch needs compute capability 9.0")
 
 RANDOM = int(os.environ.get("CUTE_ATTN_TEST_XQA", "300"))

@@ -12,18 +12,13 @@ import cute_attn
 from tests import batch_case, case
 from tests.batch_case import E4M3, BatchCase, decode, dims, heads
 from tests.case import Case
+from tests.gpu import marks
 from tests.graphs import Captured, assert_plans_in_a_row_do_not_race, cuda_graph
 from tests.matrix import FULL, poisoned_memory
 from tests.matrix import SMALL as MATRIX
 from tests.xqa_batches import SMALL, fp8_answer, fp8_request, is_taken, random_batches
 
-HAS_SM80 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.sm80,
-    pytest.mark.skipif(not HAS_SM80, reason="needs a CUDA device of compute capability 8.0 or later"),
-]
+pytestmark = marks.SM80
 
 RANDOM = int(os.environ.get("CUTE_ATTN_TEST_BATCHES", "400"))
 CHUNK = 20

@@ -156,7 +156,7 @@ def _cp_async(g: Gang, mask: Array | None, target: Array, source: Array, size: i
     for position in np.unique(owners):
         copies = _copies(g, int(position))
         if copies.op is None:
-            copies.op = g.begin_op(int(position), "cp.async")
+            copies.op = g.begin_op(int(position), "cp.async", generic=True)
         chosen = owners == position
         copies.open.append((memory, offsets[chosen], words[chosen], size))
         if g.cta.grid.schedule.kind == "eager":

@@ -82,7 +82,7 @@ def _ld_global(g: Gang, mask: Array | None, address: Array, width: int, count: i
 
 def _ld_generic(g: Gang, mask: Array | None, address: Array, width: int, count: int) -> list[Array]:
     shared, others = access.generic_spaces(g, mask, address)
-    rows = np.zeros((g.size, width * count), np.uint8)
+    rows: Array = np.zeros((g.size, width * count), np.uint8)
     if others.any():
         rows = access.load_global(g, others, address, width * count, "ld")
     if shared.any():

@@ -122,7 +122,7 @@ class _Product:
         quarters = range(4) if half is None else range(2 * half, 2 * half + 2)
         found = []
         for quarter in quarters:
-            lanes = 32 * quarter + np.arange(32)
+            lanes: Array = 32 * quarter + np.arange(32)
             if rows < 32:
                 lanes = lanes[:rows]
             words = memory_of(cta).load(lanes, columns, op, "tcgen05.mma (scale factors)")

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from cute_attn.emulator import smem_matrix
+from cute_attn.emulator import narrow_sums, smem_matrix
 from cute_attn.emulator.clocks import ORDER, Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
@@ -64,7 +64,6 @@ class Product:
         if self.results is not None:
             return
         b = self._load(g, self.b, 0, self.n, self.decoders[1], self._common(g))
-        warps = len(g.warps)
         if isinstance(self.a, smem_matrix.Operand):
             left = [
                 self._load(g, self.a, 16 * int(warp % 4), 16, self.decoders[0], self._of(g, i))
@@ -73,17 +72,37 @@ class Product:
             a = np.stack(left)
         else:
             a = self.a
+        if self.item_bytes == 1 and not self.half:
+            self.results = self._narrow(g, self.signs[0] * a, self.signs[1] * b)
+            return
         product = np.matmul(self.signs[0] * a, self.signs[1] * b.T)  # [warps, 16, n]
-        # lane = 4 (row % 8) + column / 2 % 4; registers: column pairs, then rows + 8, then the next 8 columns
-        spread = (
-            product.reshape(warps, 2, 8, self.n // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4).reshape(self.n // 2, g.size)
-        )
-        self.results = self._added(g, spread)
+        self.results = self._added(g, self._spread(g, product))
+
+    def _spread(self, g: Gang, product: Array) -> Array:
+        """[registers, lanes]: lane = 4 (row % 8) + column / 2 % 4; registers: column pairs, then rows + 8, then the
+        next 8 columns.
+        """
+        warps = len(g.warps)
+        pieces = product.reshape(warps, 2, 8, self.n // 8, 4, 2)
+        return pieces.transpose(3, 1, 5, 0, 2, 4).reshape(self.n // 2, g.size)
+
+    def _gathered(self, g: Gang, registers: Array) -> Array:
+        """Inverse of `_spread`."""
+        warps = len(g.warps)
+        pieces = registers.reshape(self.n // 8, 2, 2, warps, 8, 4)
+        return pieces.transpose(3, 1, 4, 0, 5, 2).reshape(warps, 16, self.n)
+
+    def _narrow(self, g: Gang, a: Array, b: Array) -> list[Array]:
+        old = np.zeros((len(g.warps), 16, self.n), np.float32)
+        if self.old is not None:
+            settled = np.stack([g.full(_settled(x)).view(np.float32) for x in self.old])
+            old = self._gathered(g, settled)
+        return list(self._spread(g, narrow_sums.multiply_add(a, b, old)))
 
     def _added(self, g: Gang, spread: Array) -> list[Array]:
         olds = None if self.old is None else [_settled(x) for x in self.old]
         if not self.half:
-            values = spread.astype(np.float32)
+            values: list[Array] = list(spread.astype(np.float32))
             return [v if olds is None else v + olds[i].view(np.float32) for i, v in enumerate(values)]
         found = []
         for i in range(0, len(spread), 2):
@@ -113,6 +132,42 @@ class Product:
         return None if self.op is None else dataclasses.replace(self.op, clock=self.clocks.min(axis=0))
 
     clocks: Any = None
+
+
+class WarpgroupFault(EmulatorError):
+    """The warps of a warpgroup do not issue the same products."""
+
+
+class Warpgroup:
+    """What four warps issue: each the same, in the same order, though not at the same time."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.issued: list[Inst] = []
+        self.places = dict.fromkeys(range(4 * number, 4 * number + 4), 0)  # by warp
+
+    def issue(self, warps: Array, instruction: Inst) -> None:
+        for warp in map(int, warps):
+            place = self.places[warp]
+            if place == len(self.issued):
+                self.issued.append(instruction)
+            elif self.issued[place] is not instruction:
+                raise WarpgroupFault(f"wgmma: warp {warp} issues another product than its warpgroup's other warps")
+            self.places[warp] = place + 1
+
+    def close(self) -> None:
+        behind = [warp for warp, place in self.places.items() if place < len(self.issued)]
+        if behind:
+            raise WarpgroupFault(f"wgmma: warps {behind} have not issued all products of warpgroup {self.number}")
+
+
+def _warpgroup(g: Gang) -> Warpgroup:
+    number = int(g.warps[0]) // 4
+    found: Warpgroup | None = g.cta.extra.get(f"warpgroup {number}")
+    if found is None:
+        found = g.cta.extra[f"warpgroup {number}"] = Warpgroup(number)
+        g.cta.closing.append(found.close)
+    return found
 
 
 def _settled(x: Any) -> Array:
@@ -184,7 +239,7 @@ def _product(e: Emitter, inst: Inst, n: int, to: str, kinds: tuple[str, str], it
     if len(indices) != (n // 4 if half else n // 2):
         raise PtxError(f"{inst.op} with {len(indices)} accumulators")
     decoders = (DECODERS[kinds[0]], DECODERS[kinds[1]])
-    how = e.bind((n, decoders, item_bytes, signs, (bool(major_a), bool(major_b)), half, indices), "wgmma")
+    how = e.bind((n, decoders, item_bytes, signs, (bool(major_a), bool(major_b)), half, indices, inst), "wgmma")
     words = [e.get(x, "u4") for x in e.items(a)] if from_registers else []
     left = f"({', '.join(words)})" if from_registers else e.get(a, "u8")
     keep = e.get(scale_d, "p")
@@ -192,10 +247,11 @@ def _product(e: Emitter, inst: Inst, n: int, to: str, kinds: tuple[str, str], it
 
 
 def _issue(g: Gang, mask: Array | None, how: tuple[Any, ...], a: Any, b: Array, keep: Array) -> None:
-    n, decoders, item_bytes, signs, majors, half, indices = how
+    n, decoders, item_bytes, signs, majors, half, indices, inst = how
     whole(g, mask, "wgmma")
     if g.fenced is None:
         raise RegisterFault("wgmma.mma_async without a wgmma.fence before it")
+    _warpgroup(g).issue(g.warps[g.row[g.first_lanes(mask)]], inst)
     R: list[Any] = g.R  # noqa: N806
     _check_fenced(g, [R[i] for i in indices])
     if isinstance(a, tuple):

@@ -1,13 +1,11 @@
 """A math warpgroup's tile in fp8: how probabilities become an operand, how sums stay exact, where outputs lie.
 
-An fp8 product adds in some 14 bits (Hopper), so that a long sum of P V would drift. Every kv tile's product is a sum of
-its own, from zero, and is added to the output in fp32.
-
 Of the A operand, a lane holds four neighbouring columns where the accumulator gives it two of one block of eight and
 two of the next. Nothing is shuffled: P's columns are the keys in another order, and `Transposition` writes V's in the
 same.
 """
 
+import math
 from dataclasses import dataclass
 
 import cutlass
@@ -16,16 +14,15 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, sm90
 from cute_attn.kernels.blocks.epilogue import Unfinished
-from cute_attn.kernels.blocks.softmax import INFINITY, OnlineSoftmax
+from cute_attn.kernels.blocks.softmax import OnlineSoftmax, reduce_quad
 from cute_attn.kernels.blocks.store import GroupStore
 from cute_attn.kernels.blocks.wgmma import GroupTile
 from cute_attn.kernels.memory import LINE, Fp8Memory
 
 P_DTYPE = "float8_e4m3fn"
 P_LOG2 = 3.0  # the highest probability when an anchor is set is 2^3; e4m3 is full in precision from 2^-6 to 448
-SUM_LIMIT = (
-    448.0  # of a thread's probabilities of a row: none is above e4m3's largest then. 32 times 2^3 are not beyond
-)
+SUM_LIMIT = 448.0  # of a thread's probabilities of a row: none is above e4m3's largest then
+PEAK_LOG2 = 7.1  # what rows that are little but a peak are raised to: once or twice as high a peak may still come
 
 
 @dataclass(frozen=True)
@@ -33,13 +30,13 @@ class Fp8Tile(GroupTile):
     def v_operand(self, address: Int32) -> Int32:
         return self.k_operand(address)
 
-    def product(self, p: list[Int32], v: Int32) -> list[Float32]:
-        """Starts P V, from zero; V transposed."""
+    def accumulate(self, out: list[Float32], p: list[Int32], v: Int32) -> list[Float32]:
+        """Starts out + P V; V transposed."""
         steps = []
         for step in range(self.memory.tile.cols // 32):
             column, within = step // 4, step % 4 * 32
             steps.append(column * self.memory.head_dim_vo * LINE + within)
-        return sm90.wgmma_from_registers(P_DTYPE, self.dtype, self.memory.head_dim_vo, p, v, steps)
+        return sm90.wgmma_from_registers(P_DTYPE, self.dtype, self.memory.head_dim_vo, p, v, steps, out)
 
     def probabilities(self, s: list[Float32]) -> list[Int32]:
         """Of every 32 keys: row slot 0, then 1, of the first 16, then of the others."""
@@ -48,6 +45,62 @@ class Fp8Tile(GroupTile):
             for row in (i, i + 2):
                 words.append(sm90.pack_e4m3([s[row], s[row + 1], s[row + 4], s[row + 5]]))
         return words
+
+    def scaled(self, p: list[Int32], factors: list[Float32]) -> list[Int32]:
+        """Probabilities times powers of two of their row."""
+        pairs = [ptx.pack_16("float16", factor, factor) for factor in factors]
+        words = []
+        for i, word in enumerate(p):
+            halves = ptx.e4m3x4_to_f16(word, native=True)
+            words.append(sm90.pack_e4m3_16([ptx.multiply_16("float16", half, pairs[i % 2]) for half in halves]))
+        return words
+
+
+@dataclass(frozen=True)
+class ThreadSums:
+    """A math thread's outputs in shared memory, eights of bf16, each side by side with the other threads'. What
+    rounding leaves over goes back to whoever sums on in registers: nothing is lost, for half the traffic of fp32.
+    """
+
+    address: Int32
+    eights: int
+    pitch: int
+
+    @classmethod
+    def of(cls, memory: Fp8Memory, address: Int32) -> "ThreadSums":
+        thread = ptx.asm("mov.u32 $0, %tid.x;", [Int32]) - Int32(128)
+        return cls(address + thread * 16, memory.head_dim_vo // 16, 2 * 16 * memory.tile.rows)
+
+    def clear(self) -> None:
+        for i in range(self.eights):
+            ptx.st_shared_v4(self.address, i * self.pitch, [Int32(0) for _ in range(4)])
+
+    def add(self, out: list[Float32]) -> list[Float32]:
+        """What is left over."""
+        rest = []
+        for i in range(self.eights):
+            rest += self.write(i, [x + y for x, y in zip(self.read(i), out[8 * i : 8 * i + 8], strict=True)])
+        return rest
+
+    def scale(self, factors: list[Float32]) -> list[Float32]:
+        """The same."""
+        rest = []
+        for i in range(self.eights):
+            rest += self.write(i, [x * factors[j % 4 // 2] for j, x in enumerate(self.read(i))])
+        return rest
+
+    def plus(self, out: list[Float32]) -> list[Float32]:
+        return [x + y for i in range(self.eights) for x, y in zip(self.read(i), out[8 * i : 8 * i + 8], strict=True)]
+
+    def read(self, i: int) -> list[Float32]:
+        words = ptx.ld_shared_v4(self.address, i * self.pitch)
+        return [x for word in words for x in ptx.unpack_16("bfloat16", word)]
+
+    def write(self, i: int, values: list[Float32]) -> list[Float32]:
+        words = [ptx.pack_16("bfloat16", values[j], values[j + 1]) for j in range(0, 8, 2)]
+        ptx.st_shared_v4(self.address, i * self.pitch, words)
+        written = [x for word in words for x in ptx.unpack_16("bfloat16", word)]
+        return [x - y for x, y in zip(values, written, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -59,20 +112,21 @@ class Fp8Softmax(OnlineSoftmax):
     def scale(self, slot: int) -> Float32:
         return self.row_scales[slot]
 
-    def first_shift(self, s: list[Float32]) -> list[Float32]:
-        return [shift + Float32(P_LOG2) for shift in super().first_shift(s)]
+    @property
+    def slack(self) -> float:
+        """Without any probability above it, no thread's sum reaches the limit."""
+        return math.log2(SUM_LIMIT / len(self.columns(0))) - 0.01
 
-    def follow(self, old: list[Float32], s: list[Float32], may_be_empty: bool) -> tuple[list[Float32], list[Float32]]:
-        """(shifts, factors of what was summed before)."""
-        new, factors = [], []
-        for slot, (before, high) in enumerate(zip(old, self.highs(s), strict=True)):
-            shift = ptx.fmin(before, ptx.fma(Float32(0.0) - high, self.scale(slot), Float32(P_LOG2)))
-            factor = ptx.exp2(shift - before)
-            if may_be_empty:
-                factor = ptx.select(shift == Float32(INFINITY), Float32(1.0), factor)
-            new.append(shift)
-            factors.append(factor)
-        return new, factors
+    def anchor(self, high: Float32, slot: int) -> Float32:
+        return ptx.fma(Float32(0.0) - high, self.scale(slot), Float32(P_LOG2))
+
+    def room(self, total: list[Float32]) -> list[Float32]:
+        """Powers of two by which probabilities of a row may grow, for the sums of all its tiles."""
+        rises = []
+        for x in total:
+            rise = Float32(PEAK_LOG2) - ptx.log2(reduce_quad(ptx.fmax, x))
+            rises.append(ptx.fmin(ptx.fmax(ptx.floor(rise), Float32(0.0)), Float32(4.0)))
+        return rises
 
     def too_high(self, sums: list[Float32]) -> Boolean:
         """Some of this thread's probabilities may be beyond e4m3, or a row had no anchor (infinite, or NaN)."""
@@ -108,8 +162,8 @@ class Transposition:
             place = line + ((inner ^ ((half & 1) << 2)) << 4)
             line = write + (keys >> 2) * (memory.head_dim_vo * LINE) + half * (64 * LINE)
             into = line + (((inner ^ second) ^ ((keys & 3) << 1)) << 4)
-            for i in cutlass.range_constexpr(4):  # one at a time: more registers there are not
-                a, b, c, d = ptx.ldmatrix_x4(place ^ Int32(i << 4), 0, transpose=True)
+            loaded = [ptx.ldmatrix_x4(place ^ Int32(i << 4), 0, transpose=True) for i in range(4)]
+            for i, (a, b, c, d) in enumerate(loaded):
                 even = [ptx.permute(a, b, 0x6420), ptx.permute(c, d, 0x6420)]
                 uneven = [ptx.permute(a, b, 0x7531), ptx.permute(c, d, 0x7531)]
                 sm90.stmatrix_x4(into, i * (16 * LINE), [even[0], uneven[0], even[1], uneven[1]])

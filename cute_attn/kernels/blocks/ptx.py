@@ -155,10 +155,6 @@ def ld_global_v4(address: Int64, offset: int = 0) -> list[Int32]:
     return asm(f"ld.global.v4.u32 {{$0, $1, $2, $3}}, [$4+{offset}];", [Int32] * 4, [address])
 
 
-def ld_global_s64(address: Int64, offset: int = 0) -> Int64:
-    return asm(f"ld.global.s64 $0, [$1+{offset}];", [Int64], [address])
-
-
 def ld_global_v4_f32(address: Int64, offset: int = 0) -> list[Float32]:
     return asm(f"ld.global.v4.f32 {{$0, $1, $2, $3}}, [$4+{offset}];", [Float32] * 4, [address])
 
@@ -246,6 +242,10 @@ def reciprocal(x: Float32) -> Float32:
 
 def round_to_integer(x: Float32) -> Float32:
     return _unary("cvt.rni.f32.f32", x)
+
+
+def floor(x: Float32) -> Float32:
+    return _unary("cvt.rmi.f32.f32", x)
 
 
 def fma(a: Float32, b: Float32, c: Float32) -> Float32:

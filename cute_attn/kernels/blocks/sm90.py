@@ -110,6 +110,14 @@ def pack_e4m3(values: Sequence[Float32]) -> Int32:
     return asm(text, [Int32], values, pure=True)
 
 
+def pack_e4m3_16(pairs: Sequence[Int32]) -> Int32:
+    """The same of two pairs of fp16."""
+    text = (
+        "{.reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f16x2 l, $1; cvt.rn.satfinite.e4m3x2.f16x2 h, $2;mov.b32 $0, {l, h};}"
+    )
+    return asm(text, [Int32], pairs, pure=True)
+
+
 # --- TMA ------------------------------------------------------------------------------------------------------------
 
 

@@ -44,6 +44,10 @@ class OnlineSoftmax:
     log2_scale: Float32
 
     @property
+    def slack(self) -> float:
+        return SLACK
+
+    @property
     def slots(self) -> range:
         return range(self.tile.row_slots)
 
@@ -97,22 +101,25 @@ class OnlineSoftmax:
 
     def first_shift(self, s: list[Float32]) -> list[Float32]:
         """Shifts of the first scores: +inf where all are hidden."""
-        return [Float32(0.0) - high * self.scale(slot) for slot, high in enumerate(self.highs(s))]
+        return [self.anchor(high, slot) for slot, high in enumerate(self.highs(s))]
+
+    def anchor(self, high: Float32, slot: int) -> Float32:
+        """The shift of a row with that highest score."""
+        return Float32(0.0) - high * self.scale(slot)
 
     @cute.jit
     def rise(self, shift: list[Float32], s: list[Float32]) -> Risen:
         """`settle` for an output that is still being summed: the caller applies the factors."""
-        slack, highs = Float32(SLACK), self.highs(s)
+        slack, highs = Float32(self.slack), self.highs(s)
         rises = [
-            ptx.fma(high, self.scale(slot), old) > slack
-            for slot, (high, old) in enumerate(zip(highs, shift, strict=True))
+            ptx.fma(high, self.scale(i), old) > slack for i, (high, old) in enumerate(zip(highs, shift, strict=True))
         ]
         some = cute.arch.vote_any_sync(cutlass.or_(rises[0], rises[1]))
         factors = [Float32(1.0) for _ in self.slots]
         if some:
             new = [
-                ptx.select(rise, Float32(0.0) - high * self.scale(slot), old)
-                for slot, (rise, high, old) in enumerate(zip(rises, highs, shift, strict=True))
+                ptx.select(rise, self.anchor(high, i), old)
+                for i, (rise, high, old) in enumerate(zip(rises, highs, shift, strict=True))
             ]
             factors = [
                 ptx.select(rise, ptx.exp2(a - b), Float32(1.0)) for rise, a, b in zip(rises, new, shift, strict=True)

@@ -72,18 +72,6 @@ def scale_f16x2(a: Int32, pair: Int32, half: int) -> Int32:
     return asm(text, [Int32], [a, pair], pure=True)
 
 
-def bits(x: Float32) -> Int32:
-    return asm("mov.b32 $0, $1;", [Int32], [x], pure=True)
-
-
-def from_bits(x: Int32) -> Float32:
-    return asm("mov.b32 $0, $1;", [Float32], [x], pure=True)
-
-
-def magnitude(x: Float32) -> Float32:
-    return asm("abs.f32 $0, $1;", [Float32], [x], pure=True)
-
-
 # --- integers -------------------------------------------------------------------------------------------------------
 
 

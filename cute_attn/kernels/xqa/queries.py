@@ -67,7 +67,7 @@ class QueryRows:
         per_block = len(words) // self.spec.row_blocks
         for start in range(0, len(words), per_block):
             block = words[start : start + per_block]
-            scale = isa.magnitude(self.scale)
+            scale = ptx.magnitude(self.scale)
             if self.spec.mma_dtype != self.spec.dtype:
                 block, factor = self._to_fp16(block)
                 scale = scale * factor
@@ -96,14 +96,14 @@ class QueryRows:
         """bf16 pairs as fp16, the row scaled by a power of two: nothing is lost that matters next to its largest
         element. Returns the factor that undoes it."""
         values = [x for word in words for x in ptx.unpack_16(self.spec.dtype, word)]
-        largest = isa.magnitude(values[0])
+        largest = ptx.magnitude(values[0])
         for value in values[1:]:
-            largest = ptx.fmax(largest, isa.magnitude(value))
+            largest = ptx.fmax(largest, ptx.magnitude(value))
         for lane_mask in (1, 2):
             largest = ptx.fmax(largest, ptx.shuffle_xor(largest, lane_mask))
-        exponent = isa.bits(largest) >> 23
+        exponent = ptx.bits(largest) >> 23
         field = ptx.minimum(TOP_EXPONENT + 254 - exponent, Int32(253))
-        factor, inverse = isa.from_bits(field << 23), isa.from_bits((254 - field) << 23)
+        factor, inverse = ptx.from_bits(field << 23), ptx.from_bits((254 - field) << 23)
         scaled = [value * factor for value in values]
         packed = [ptx.pack_16("float16", scaled[i], scaled[i + 1]) for i in range(0, len(scaled), 2)]
         return packed, inverse

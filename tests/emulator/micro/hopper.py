@@ -16,6 +16,7 @@ A_BYTES, B_BYTES = 16384, 32768
 
 def cases() -> Iterator[Case]:
     yield from _products()
+    yield from _narrow_sums()
     yield from _loads()
     yield from _stores()
     yield from _bulk()
@@ -115,6 +116,49 @@ def product(
         *(f"st.global.b32 [%rd3+{4 * i}], %d{i};" for i in range(count)),
     )
     return Case("wgmma", name, text.ptx(), blob, 128 * 4 * count, unit="f2" if half else "f4", threads=128)
+
+
+NARROW_N = 16
+
+
+def _narrow_sums() -> Iterator[Case]:
+    """D = A B + D where the sum needs more bits than the tensor cores have for 8-bit operands."""
+    for kind, largest in (("e4m3", 0x7E), ("e5m2", 0x7B)):
+        yield _narrow_sum(kind, largest, "signs", (0x80, 0.0))
+        yield _narrow_sum(kind, largest, "positive", (0, 1.0))
+    for spread, name in ((16, "near"), (2**8, "far"), (-(2**8), "cancelling")):
+        yield _narrow_sum("e4m3", 0x48, name, (0, float(spread)), least=0x30)
+
+
+def _narrow_sum(kind: str, largest: int, name: str, sums: tuple[int, float], least: int = 0) -> Case:
+    """`sums`: the sign bit of operands, and the largest D, of uniform ones; 0: D of all sizes."""
+    source, (sign, high) = rng(f"narrow {kind} {name}"), sums
+    codes = source.integers(least, largest + 1, A_BYTES // 2 + B_BYTES // 2).astype(np.uint8)
+    codes |= (source.integers(0, 2, len(codes)) * sign).astype(np.uint8)
+    count = NARROW_N // 2
+    old = source.random((128, count)) * high
+    if not high:
+        old = source.standard_normal((128, count)) * 2.0 ** source.integers(-12, 16, (128, count))
+    text = Text(threads=128, smem=codes.size).fill_shared(codes.size)
+    text.add(f".reg .b32 %d<{count}>;", f"mad.wide.u32 %rd3, %me, {4 * count}, %src;")
+    text.add(*(f"ld.global.b32 %d{i}, [%rd3+{codes.size + 4 * i}];" for i in range(count)))
+    for index, (rows, start) in enumerate(((64, 0), (NARROW_N, A_BYTES // 2))):
+        leading, stride = strides(rows, 0, False)
+        text.add("mov.u32 %r2, sm;", f"add.u32 %r2, %r2, {start};", "shr.u32 %r2, %r2, 4;", "and.b32 %r2, %r2, 0x3fff;")
+        text.add("cvt.u64.u32 %rd1, %r2;", f"mov.b64 %rd2, {descriptor(leading, stride, 0)};")
+        text.add(f"or.b64 %rd1{index}, %rd1, %rd2;")
+    outputs = "{" + ", ".join(f"%d{i}" for i in range(count)) + "}"
+    text.add(
+        "setp.eq.u32 %p1, 0, 0;",
+        "wgmma.fence.sync.aligned;",
+        f"wgmma.mma_async.sync.aligned.m64n{NARROW_N}k32.f32.{kind}.{kind} {outputs}, %rd10, %rd11, %p1, 1, 1;",
+        "wgmma.commit_group.sync.aligned;",
+        "wgmma.wait_group.sync.aligned 0;",
+        f"mad.wide.u32 %rd3, %me, {4 * count}, %dst;",
+        *(f"st.global.b32 [%rd3+{4 * i}], %d{i};" for i in range(count)),
+    )
+    data = codes.tobytes() + old.astype(np.float32).tobytes()
+    return Case("narrow", f"{kind}.{name}", text.ptx(), data, 128 * 4 * count, unit="f4", threads=128)
 
 
 # --- TMA --------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,60 @@
+"""Faults of the merge of partial outputs."""
+
+from __future__ import annotations
+
+from tests.emulator.faults.fault import Fault, chosen
+
+CUTS = chosen("fa3", "test_cut")
+LOOPED = chosen("graph_combine", "fa3 and cut")
+
+COMBINING = (
+    Fault(
+        "splits weigh the same",
+        "combine.py",
+        "weights = [ptx.exp2(x - anchor) for x in lse]",
+        "weights = [ptx.exp2(x - x) for x in lse]",
+        CUTS,
+    ),
+    Fault(
+        "splits past the last count",
+        "combine.py",
+        "value = Float32(ptx.NEG_INF)\n            if split < row.num_splits:",
+        "value = Float32(ptx.NEG_INF)\n            if split <= row.num_splits:",
+        CUTS,
+    ),
+    Fault(
+        "warps' sums are stored before they are there",
+        "combine.py",
+        "        self.sum_outputs(p, row, weights)\n        ptx.sync_threads()\n",
+        "        self.sum_outputs(p, row, weights)\n",
+        CUTS,
+    ),
+    Fault(
+        "the next row's sums overtake",
+        "combine.py",
+        "                    ptx.sync_threads()  # the next row's sums take the place of this one's\n",
+        "",
+        LOOPED,
+    ),
+    Fault(
+        "a CTA merges its first row only",
+        "combine.py",
+        "left = cutlass.and_(index < params.num_rows, cutlass.not_(row.last))",
+        "left = Boolean(False)",
+        LOOPED,
+    ),
+    Fault(
+        "rows past the last are merged",
+        "combine.py",
+        "exists=packed < merge.qo_len * p.group,",
+        "exists=Boolean(True),",
+        LOOPED,
+    ),
+    Fault(
+        "the merge does not wait for the partials",
+        "combine.py",
+        "            ptx.grid_dependency_wait()\n            ptx.grid_dependency_launch()",
+        "            ptx.grid_dependency_launch()",
+        CUTS,
+    ),
+)

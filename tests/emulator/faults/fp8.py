@@ -1,0 +1,98 @@
+"""Faults of what fp8 adds: V transposed, scales of rows, signs, tails. The loop is not among them."""
+
+from __future__ import annotations
+
+from tests.emulator.faults.fault import Fault, chosen
+
+SIGNED = chosen("fa3_fp8", "signed and (70x5 or 130)")
+EIGHT = chosen("fa3_fp8", "ragged-70x0")
+FP8_FAULTS = (
+    Fault(
+        "even dimensions are odd ones", "blocks/fp8.py", "ptx.permute(c, d, 0x6420)", "ptx.permute(c, d, 0x7531)", EIGHT
+    ),
+    Fault("keys of V change places", "blocks/fp8.py", "ptx.permute(a, b, 0x6420)", "ptx.permute(b, a, 0x6420)", EIGHT),
+    Fault(
+        "one row of the next request keeps its values (fp8)",
+        "blocks/fp8.py",
+        "at = source + first * LINE + chunk * 16",
+        "at = source + (first + 1) * LINE + chunk * 16",
+        EIGHT,
+    ),
+    Fault(
+        "warps do not wait for rows that another clears",
+        "blocks/fp8.py",
+        "        sm90.named_sync(Int32(self.barrier), 32 * self.warps)\n",
+        "",
+        EIGHT,
+    ),
+    Fault(
+        "a transposed tile is not fenced",
+        "fa3_fp8.py",
+        "work.run(shared.arriving_v.address(v), shared.v.address(v))\n                sm90.fence_async()\n",
+        "work.run(shared.arriving_v.address(v), shared.v.address(v))\n",
+        EIGHT,
+    ),
+    Fault(
+        "transposers write over what is being read",
+        "fa3_fp8.py",
+        "                shared.v.wait_empty(v)\n                work.run(",
+        "                work.run(",
+        EIGHT,
+    ),
+    Fault(
+        "rows of a negative scale keep their sign",
+        "fa3_fp8.py",
+        "turned = self.row_scale(p, work, work.rows(p).head(lanes.group * ROWS + row)) < Float32(0.0)",
+        "turned = self.row_scale(p, work, work.rows(p).head(lanes.group * ROWS + row)) < Float32(-1e30)",
+        SIGNED,
+    ),
+    Fault(
+        "turned rows are not fenced",
+        "fa3_fp8.py",
+        "            sm90.fence_async()\n            ptx.sync_warp()\n\n    def kv_head",
+        "            ptx.sync_warp()\n\n    def kv_head",
+        SIGNED,
+    ),
+    Fault(
+        "negative scales stay",
+        "fa3_fp8.py",
+        "scales.append(ptx.fmax(ptx.magnitude(row_scale), Float32(LEAST_SCALE)))",
+        "scales.append(row_scale)",
+        SIGNED,
+    ),
+    Fault(
+        "a scale of 0 stays",
+        "fa3_fp8.py",
+        "scales.append(ptx.fmax(ptx.magnitude(row_scale), Float32(LEAST_SCALE)))",
+        "scales.append(ptx.magnitude(row_scale))",
+        chosen("fa3_fp8", "single-20-200"),
+    ),
+    Fault(
+        "k's scale is that of the first head",
+        "fa3_fp8.py",
+        "head_scale(p.scale_k, self.kv_head(p, work))",
+        "head_scale(p.scale_k, Int32(0))",
+        SIGNED,
+    ),
+    Fault(
+        "q's scale is that of the first head",
+        "fa3_fp8.py",
+        "* head_scale(p.scale_q, head)",
+        "* head_scale(p.scale_q, Int32(0))",
+        SIGNED,
+    ),
+    Fault(
+        "partial outputs lack their head's scale",
+        "blocks/fp8.py",
+        "return factor * self.v_scale, lse",
+        "return factor, lse",
+        chosen("fa3_fp8", "test_cut_keys and signed"),
+    ),
+    Fault(
+        "neighbouring dimensions change places",
+        "blocks/fp8.py",
+        "[values[i], values[i + 2], values[i + 1], values[i + 3]]",
+        "[values[i], values[i + 1], values[i + 2], values[i + 3]]",
+        EIGHT,
+    ),
+)

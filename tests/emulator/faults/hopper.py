@@ -1,0 +1,275 @@
+"""Faults of the Hopper kernel's loop, masks and order of tiles."""
+
+from __future__ import annotations
+
+from tests.emulator.faults.fault import Fault, chosen
+
+LEAPS = chosen("fa3", "one_row or (leap and 128 and bfloat16)")
+MIXED = chosen("fa3", "(long and causal and (400 or 300x100 or ragged)) or (long and q300)")
+RAGGED = chosen("fa3", "test_long_batches and ragged")
+GATHER = chosen("fa3", "test_gathered_pages and (70x260 or slack)")
+CUTS = chosen("fa3", "test_cut")
+SECTIONS = chosen("fa3", "test_batches_in_sections")
+
+HINDSIGHT = (
+    Fault(
+        "any sum is low enough",
+        "blocks/softmax.py",
+        "limit = Float32(2.0**SLACK * len(self.columns(0)))",
+        "limit = Float32(2.0**100)",
+        LEAPS,
+    ),
+    Fault(
+        "rows without an anchor are always done again",
+        "blocks/softmax.py",
+        "return [ptx.fmin(x, Float32(LARGEST)) for x in shift]",
+        "return list(shift)",
+        chosen("fa3", "see_nothing_yet"),
+    ),
+    Fault(
+        "every warp votes for itself",
+        "fa3.py",
+        "again = sm90.any_of_group(lanes.group + FIRST_VOTE, too_high)",
+        "again = cute.arch.vote_any_sync(too_high)",
+        LEAPS,
+    ),
+    Fault(
+        "both groups vote at one barrier",
+        "fa3.py",
+        "again = sm90.any_of_group(lanes.group + FIRST_VOTE, too_high)",
+        "again = sm90.any_of_group(Int32(FIRST_VOTE), too_high)",
+        LEAPS,
+    ),
+    Fault(
+        "nobody is heard",
+        "blocks/sm90.py",
+        'selp.s32 $0, 1, 0, q; }}"',
+        'selp.s32 $0, 0, 0, q; }}"',
+        LEAPS,
+    ),
+    Fault(
+        "K is given up before the tile is done again",
+        "fa3.py",
+        "        shared.v.release(v, lanes.lane)\n        before = State(",
+        "        shared.v.release(v, lanes.lane)\n        shared.k.release(k, lanes.lane)\n        before = State(",
+        LEAPS,
+    ),
+    Fault(
+        "the tile is done again without its mask",
+        "fa3.py",
+        "s = self.seen(math, sm90.wgmma_wait(0, self.tile.scores(q, k)), kv_tile, masked)",
+        "s = self.seen(math, sm90.wgmma_wait(0, self.tile.scores(q, k)), kv_tile, False)",
+        LEAPS,
+    ),
+    Fault(
+        "old sums keep their scale",
+        "fa3.py",
+        "total = [t * factor for t, factor in zip(total, risen.factors, strict=True)]",
+        "total = list(total)",
+        LEAPS,
+    ),
+    Fault(
+        "old outputs keep their scale",
+        "fa3.py",
+        "out = [x * risen.factors[i % 4 // 2] for i, x in enumerate(out)]",
+        "out = list(out)",
+        LEAPS,
+    ),
+    Fault(
+        "outputs of both rows take the first row's factor",
+        "fa3.py",
+        "out = [x * risen.factors[i % 4 // 2] for i, x in enumerate(out)]",
+        "out = [x * risen.factors[0] for i, x in enumerate(out)]",
+        LEAPS,
+    ),
+    Fault(
+        "sums of the first attempt stay",
+        "fa3.py",
+        "p, sums = self.tile.probabilities(s), softmax.sums(s, [Float32(0.0) for _ in range(2)])",
+        "p = self.tile.probabilities(s)",
+        LEAPS,
+    ),
+    Fault(
+        "probabilities of the first attempt stay",
+        "fa3.py",
+        "p, sums = self.tile.probabilities(s), softmax.sums(s, [Float32(0.0) for _ in range(2)])",
+        "sums = softmax.sums(s, [Float32(0.0) for _ in range(2)])",
+        LEAPS,
+    ),
+    Fault("the old anchor stays", "fa3.py", "shift = risen.shift\n", "shift = list(shift)\n", LEAPS),
+    Fault(
+        "a lane's own maximum is its row's",
+        "blocks/softmax.py",
+        "return [reduce_quad(ptx.fmax, tree(ptx.fmax, [s[i] for i in self.columns(slot)])) for slot in self.slots]",
+        "return [tree(ptx.fmax, [s[i] for i in self.columns(slot)]) for slot in self.slots]",
+        LEAPS,
+    ),
+    Fault(
+        "V is given up before it is read",
+        "fa3.py",
+        "        out = sm90.wgmma_wait(0, out, state.p)\n        shared.v.release(v, lanes.lane)\n        before",
+        "        shared.v.release(v, lanes.lane)\n        out = sm90.wgmma_wait(0, out, state.p)\n        before",
+        LEAPS,
+    ),
+)
+
+TILES = (
+    Fault(
+        "a group passes over a tile too many",
+        "fa3.py",
+        "beyond = ptx.minimum(ptx.maximum(order.end - end, Int32(0)), order.end - order.full_end)",
+        "beyond = ptx.minimum(ptx.maximum(order.end - end, Int32(0)) + Int32(1), order.end - order.full_end)",
+        MIXED,
+    ),
+    Fault(
+        "tiles that a group passes over are not given up",
+        "fa3.py",
+        "                ring.wait_full(k)\n                ring.release(k, math.lanes.lane)\n",
+        "                ring.wait_full(k)\n",
+        MIXED,
+    ),
+    Fault(
+        "rows of the next request keep their values",
+        "fa3.py",
+        "if math.order.end * cols > math.kv_end:",
+        "if math.order.end * cols > math.kv_end + 1000000:",
+        RAGGED,
+    ),
+    Fault(
+        "one row of the next request keeps its values",
+        "fa3.py",
+        "valid = math.kv_end - (math.order.end - 1) * cols\n                at",
+        "valid = math.kv_end - (math.order.end - 1) * cols + Int32(1)\n                at",
+        RAGGED,
+    ),
+    Fault(
+        "cleared rows are not fenced",
+        "fa3.py",
+        "                sm90.fence_async()\n                sm90.named_sync(Int32(MATH_BARRIER), self.math_threads)",
+        "                sm90.named_sync(Int32(MATH_BARRIER), self.math_threads)",
+        RAGGED,
+    ),
+    Fault(
+        "groups do not wait for rows that another clears",
+        "fa3.py",
+        "                sm90.fence_async()\n                sm90.named_sync(Int32(MATH_BARRIER), self.math_threads)",
+        "                sm90.fence_async()",
+        RAGGED,
+    ),
+    Fault(
+        "tiles under mask bits count as seen in full",
+        "fa3.py",
+        'return PackedMask.all_masked(order) if self.spec.mask == "packed" else order',
+        "return order",
+        chosen("fa3", "test_long and packed"),
+    ),
+    Fault(
+        "the mask's bits belong to the row before",
+        "blocks/masks.py",
+        "bit = Int64(token) * Int64(self.kv_len) + Int64(col)",
+        "bit = Int64(ptx.maximum(token - 1, Int32(0))) * Int64(self.kv_len) + Int64(col)",
+        chosen("fa3", "test_long and packed"),
+    ),
+    Fault(
+        "the window is a key too long",
+        "blocks/masks.py",
+        "token + self.band.left - first_col",
+        "token + self.band.left - Int32(1) - first_col",
+        chosen("fa3", "test_long and q300-k300"),
+    ),
+    Fault(
+        "a tile at the left edge counts as seen in full",
+        "blocks/masks.py",
+        "full_begin = (ptx.maximum(zero, high + self.left) + Int32(cols - 1)) // cols",
+        "full_begin = ptx.maximum(zero, high + self.left) // cols",
+        chosen("fa3", "test_long and q300-k700"),
+    ),
+)
+
+PERSISTENT = (
+    Fault(
+        "a drawn tile is another CTA's",
+        "blocks/persistent.py",
+        "return ptx.shuffle_from(drawn, Int32(0)) + cute.arch.grid_dim()[0]",
+        "return ptx.shuffle_from(drawn, Int32(0)) + cute.arch.grid_dim()[0] + Int32(1)",
+        MIXED,
+    ),
+    Fault(
+        "the counter of tiles stays",
+        "blocks/persistent.py",
+        "                sm90.st_global_u32(self.counters, Int32(0))\n",
+        "",
+        MIXED,
+    ),
+    Fault(
+        "the counter of CTAs stays",
+        "blocks/persistent.py",
+        "                sm90.st_global_u32(self.counters + Int64(4), Int32(0))\n",
+        "",
+        MIXED,
+    ),
+    Fault(
+        "a CTA too few is waited for",
+        "blocks/persistent.py",
+        "if stopped == cute.arch.grid_dim()[0] - 1:",
+        "if stopped == cute.arch.grid_dim()[0] - 2:",
+        MIXED,
+    ),
+    Fault(
+        "a warpgroup reads the drawn number before it is there",
+        "blocks/persistent.py",
+        "        sm90.named_sync(Int32(self.barrier), 128)\n",
+        "",
+        GATHER,
+    ),
+    Fault(
+        "all sections are the first",
+        "blocks/persistent.py",
+        "head_block = section * p.section_heads + within - number * p.section_heads",
+        "head_block = within - number * p.section_heads",
+        SECTIONS,
+    ),
+    Fault(
+        "a single request's sections are all the first",
+        "blocks/persistent.py",
+        "head_block=section * p.section_heads + within - block * p.section_heads,",
+        "head_block=within - block * p.section_heads,",
+        chosen("fa3", "sections_of_single"),
+    ),
+    Fault(
+        "the last split goes on past the keys",
+        "blocks/persistent.py",
+        "kv_end=ptx.minimum(begin + p.split_tokens, p.kv_len),",
+        "kv_end=begin + p.split_tokens,",
+        CUTS,
+    ),
+    Fault(
+        "all splits write the first one's partials",
+        "fa3.py",
+        "slab = Int64(work.partial) * Int64(p.qo_len) * Int64(p.num_qo_heads)",
+        "slab = Int64(0) * Int64(p.qo_len) * Int64(p.num_qo_heads)",
+        CUTS,
+    ),
+    Fault(
+        "partials of a batch have no place of their own a head",
+        "fa3.py",
+        "slot = Int64(work.partial) * Int64(p.head_blocks) + Int64(work.head_block)",
+        "slot = Int64(work.partial) * Int64(p.head_blocks)",
+        chosen("graph_combine", "fa3 and eager"),
+    ),
+    Fault(
+        "records without work are work",
+        "blocks/persistent.py",
+        "head_block=ptx.select(item.qo_len == Int32(0), Int32(NO_WORK), head_block),",
+        "head_block=head_block,",
+        chosen("graph_combine", "fa3 and eager"),
+        "its tile has neither rows nor keys: nothing is written, and only time is lost",
+    ),
+    Fault(
+        "Q is given up before its last product",
+        "fa3.py",
+        "                state = self.attend(shared, math, k)\n                shared.q.release(q, lanes.lane)\n",
+        "                shared.q.release(q, lanes.lane)\n                state = self.attend(shared, math, k)\n",
+        MIXED,
+    ),
+)

@@ -1,0 +1,98 @@
+"""Faults of how the Hopper kernel brings keys and values in."""
+
+from __future__ import annotations
+
+from tests.emulator.faults.fault import IN_STEP, Fault, chosen
+
+GATHER = chosen("fa3", "test_gathered_pages and (70x260 or slack)")
+BOXES = chosen("fa3", "test_long_batches and 130x500")
+RAGGED = chosen("fa3", "test_long_batches and ragged")
+
+GATHERED = (
+    Fault(
+        "gathered rows are not fenced",
+        "blocks/gather.py",
+        "        sm90.fence_async()\n        ptx.sync_warp()\n",
+        "        ptx.sync_warp()\n",
+        GATHER,
+    ),
+    Fault(
+        "a warp's first lane does not wait for the others",
+        "blocks/gather.py",
+        "        sm90.fence_async()\n        ptx.sync_warp()\n",
+        "        sm90.fence_async()\n",
+        GATHER,
+        IN_STEP,
+    ),
+    Fault("a copy may still be under way", "blocks/gather.py", "ptx.cp_async_wait(0)", "ptx.cp_async_wait(1)", GATHER),
+    Fault(
+        "rows past the end are copied",
+        "blocks/gather.py",
+        "size = ptx.select(left > Int32(ROWS_A_PASS * i), Int32(CHUNK), Int32(0))",
+        "size = Int32(CHUNK)",
+        GATHER,
+    ),
+    Fault(
+        "a row too many is copied",
+        "blocks/gather.py",
+        "left = self.kv_end - (token - lane + row)",
+        "left = self.kv_end - (token - lane + row) + Int32(1)",
+        GATHER,
+    ),
+    Fault(
+        "every second pass has the swizzle of the first",
+        "blocks/gather.py",
+        "place = shared ^ Int32(ROWS_A_PASS * CHUNK) if i % 2 else shared",
+        "place = shared",
+        GATHER,
+    ),
+    Fault(
+        "half a line counts as a whole one",
+        "blocks/gather.py",
+        "part = size if whole else ptx.select(chunk < rows.chunks - line * 8, size, Int32(0))",
+        "part = size",
+        chosen("fa3", "test_gathered_pages and d96x96"),
+    ),
+    Fault(
+        "page numbers past the last are read",
+        "blocks/gather.py",
+        "exists = cutlass.and_(row < self.warp_rows, token < self.kv_end)",
+        "exists = row < self.warp_rows",
+        GATHER,
+    ),
+    Fault(
+        "the next lane's page",
+        "blocks/gather.py",
+        "source = ptx.shuffle_address(address, row + Int32(ROWS_A_PASS * i))",
+        "source = ptx.shuffle_address(address, (row + Int32(ROWS_A_PASS * i + 1)) & 31)",
+        GATHER,
+    ),
+    Fault(
+        "only the first barrier hears of a step's copies",
+        "blocks/gather.py",
+        "for i in cutlass.range_constexpr(len(barriers)):",
+        "for i in cutlass.range_constexpr(1):",
+        GATHER,
+    ),
+    Fault(
+        "boxes begin with their page",
+        "blocks/boxes.py",
+        "within = token - self.page_size.quotient(token) * self.page_size.value",
+        "within = Int32(0)",
+        BOXES,
+    ),
+    Fault(
+        "page numbers of boxes past the last are read",
+        "blocks/boxes.py",
+        "exists = cutlass.and_(row < self.cols, token < self.kv_end)",
+        "exists = row < self.cols",
+        chosen("fa3", "test_long_batches and 70x260"),
+    ),
+    Fault(
+        "requests begin at the first key of all",
+        "blocks/boxes.py",
+        "self.start + kv_tile * self.cols, self.kv_head",
+        "kv_tile * self.cols, self.kv_head",
+        RAGGED,
+    ),
+)

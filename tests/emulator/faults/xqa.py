@@ -1,0 +1,137 @@
+"""Faults of decode: shares of a line, their merge, rings, masks, formats."""
+
+from __future__ import annotations
+
+from tests.emulator.faults.fault import IN_STEP, Fault, chosen
+
+MANY = chosen("xqa", "test_case and (long or more or edges or begin)")
+RISING = chosen("xqa_wrappers", "test_scores_that_rise")
+XQA_FAULTS = (
+    Fault(
+        "a share begins in the segment before",
+        "xqa/partition.py",
+        "behind = passed <= share.begin",
+        "behind = passed < share.begin",
+        MANY,
+    ),
+    Fault(
+        "a request without keys is nobody's",
+        "xqa/partition.py",
+        "return Part(begin, end, whole, cutlass.or_(begin < end, empty))",
+        "return Part(begin, end, whole, begin < end)",
+        MANY,
+    ),
+    Fault(
+        "parts count as whole",
+        "xqa/partition.py",
+        "isa.all_of([begin == 0, end == tiles, tiles > 0])",
+        "isa.all_of([begin == 0, tiles > 0])",
+        MANY,
+    ),
+    Fault(
+        "shares past the last request begin in one",
+        "xqa/partition.py",
+        "        index, passed = ptx.select(run == 1, ended, holder * run), before",
+        "        index, passed = ptx.select(run == 1, holder, holder * run), before",
+        chosen("xqa", "as_many_requests_as_lanes"),
+    ),
+    Fault(
+        "arrivals are not counted from 0 again",
+        "xqa/merge.py",
+        "            if thread == 0:\n                isa.st_global_b32(counter, Int32(0))\n",
+        "",
+        MANY,
+    ),
+    Fault(
+        "a part arrives before all of it is written",
+        "xqa/merge.py",
+        "        ptx.sync_threads()\n        if thread == 0:\n            ptx.st_shared_b32(ticket",
+        "        if thread == 0:\n            ptx.st_shared_b32(ticket",
+        MANY,
+    ),
+    Fault(
+        "the ticket is read before it is there",
+        "xqa/merge.py",
+        "            ptx.st_shared_b32(ticket, 0, isa.arrive(counter))\n        ptx.sync_threads()\n",
+        "            ptx.st_shared_b32(ticket, 0, isa.arrive(counter))\n",
+        MANY,
+    ),
+    Fault(
+        "warps' sums are read before they are there",
+        "xqa/merge.py",
+        "                self.gather(rows, first, count, start)\n            ptx.sync_threads()\n",
+        "                self.gather(rows, first, count, start)\n",
+        MANY,
+    ),
+    Fault(
+        "a CTA's two places are one",
+        "xqa/merge.py",
+        "return self.cta(cute.arch.block_idx()[1]) * 2 + ptx.select(part.begin == 0, Int32(1), Int32(0))",
+        "return self.cta(cute.arch.block_idx()[1]) * 2",
+        MANY,
+    ),
+    Fault(
+        "slots are filled again while they are read",
+        "xqa/decode.py",
+        "            ptx.sync_threads()  # the slots are free again\n",
+        "",
+        MANY,
+    ),
+    Fault(
+        "lanes run ahead in the ring",
+        "xqa/decode.py",
+        "        ptx.cp_async_wait(ahead - 1)\n        ptx.sync_warp()",
+        "        ptx.cp_async_wait(ahead - 1)\n        pass",
+        MANY,
+        IN_STEP,
+    ),
+    Fault(
+        "a tile may still be under way",
+        "xqa/decode.py",
+        "        ptx.cp_async_wait(ahead - 1)\n",
+        "        ptx.cp_async_wait(ahead)\n",
+        MANY,
+    ),
+    Fault(
+        "a tree cannot hide its first token",
+        "xqa/masks.py",
+        "common = 0 if self.spec.tree else 1",
+        "common = 1",
+        chosen("xqa", "test_case and tree"),
+    ),
+    Fault(
+        "a window inside a tile is not looked at",
+        "xqa/masks.py",
+        "return cutlass.or_(start + self.spec.cols > self.prefix + common, start < newest)",
+        "return start + self.spec.cols > self.prefix + common",
+        chosen("xqa", "test_case and window"),
+    ),
+    Fault(
+        "outputs of columns keep their scale",
+        "xqa/softmax.py",
+        "out = [x * factors[self.slot(i)] for i, x in enumerate(running.out)]",
+        "out = list(running.out)",
+        RISING,
+    ),
+    Fault(
+        "tokens past the end are copied",
+        "xqa/pages.py",
+        "size = ptx.select(exists, Int32(CHUNK), Int32(0))",
+        "size = Int32(CHUNK)",
+        MANY,
+    ),
+    Fault(
+        "block scales of tokens past the end are copied",
+        "xqa/pages.py",
+        "present = ptx.select(self.readable(start + lane + 32 * i), Int32(size), Int32(0))",
+        "present = Int32(size)",
+        MANY,
+    ),
+    Fault(
+        "the second scale of a pair is the first",
+        "xqa/formats.py",
+        "selector = ptx.select(lane >> 1 & 1 == 0, Int32(0x6420), Int32(0x7531))",
+        "selector = Int32(0x6420)",
+        MANY,
+    ),
+)

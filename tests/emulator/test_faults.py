@@ -1,0 +1,36 @@
+"""Faults put into the kernels' sources are noticed. `inject` tries all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.emulator import inject
+from tests.emulator.faults import FAULTS, Fault
+
+pytestmark = pytest.mark.emulator
+
+TRIED = ("nobody is heard", "gathered rows are not fenced", "a CTA's two places are one")
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
+def test_there_is_one_place_for_it(fault: Fault) -> None:
+    assert (inject.ROOT / inject.KERNELS / fault.file).read_text().count(fault.old) == 1
+    assert (inject.ROOT / fault.tests[0]).is_file()
+
+
+def test_descriptions_are_not_repeated() -> None:
+    assert len({fault.what for fault in FAULTS}) == len(FAULTS)
+
+
+@pytest.fixture(scope="module")
+def root() -> Iterator[Path]:
+    with inject.copy() as found:
+        yield found
+
+
+@pytest.mark.parametrize("what", TRIED)
+def test_it_is_noticed(what: str, root: Path) -> None:
+    assert not inject.survives(next(fault for fault in FAULTS if fault.what == what), root)

@@ -1,0 +1,23 @@
+"""Logits of the size that documentation promises: up to 1e8, where fp32 tells eights apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cute_attn import emulator, single_decode_with_kv_cache, single_prefill_with_kv_cache
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("kernels", ["fa2", "fa3", "xqa"])
+def test_large_logits(kernels: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = torch.randn(3, 70, 2, 64, generator=generator).bfloat16()
+    q, k = q * 2.0**12, k * 2.0**12
+    call, q = (single_decode_with_kv_cache, q[-1]) if kernels == "xqa" else (single_prefill_with_kv_cache, q)
+    expected, expected_lse = call(q, k, v, return_lse=True, backend="reference")
+    assert 5e7 < expected_lse.abs().max() < 5e8
+    with emulator.using("sm_90a", kernels=kernels):
+        out, lse = call(q, k, v, return_lse=True, backend="emulator")
+    torch.testing.assert_close(out, expected, rtol=1.6e-2, atol=1.6e-2)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=0)

@@ -1,0 +1,138 @@
+"""Small problems through every family of kernels, for compute-sanitizer:
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no \\
+        --kernel-name kns=cute_attn python -m tests.gpu.sanitize [WORD ...]
+
+Words choose problems by their names. What is compared is computed on the CPU: the only kernels that the tool has to
+watch are ours. Exit code 1 where a result is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from cute_attn import single_prefill_with_kv_cache, xqa_batch_decode_with_kv_cache
+from tests import batch_case, case, fp8_case, xqa_case
+from tests.batch_case import E4M3, BatchCase, decode, dims, heads, paged, ragged
+from tests.case import Case
+from tests.fp8_case import Fp8Case
+from tests.matrix import BF16, CAUSAL, PACKED, prefill
+from tests.xqa_case import XqaCase
+
+Solve = Callable[[str], str]  # on a device; what is wrong, or ""
+
+
+def single(problem: Case, backend: str) -> Solve:
+    def solve(device: str) -> str:
+        out, lse = case.call(problem, case.make(problem, device), backend=backend)
+        return case.check(problem, out.cpu(), None if lse is None else lse.cpu()).detail
+
+    return solve
+
+
+def batch(problem: BatchCase, backend: str) -> Solve:
+    def solve(device: str) -> str:
+        inputs = batch_case.make(problem, device)
+        planned = batch_case.wrapper(problem, device, backend=backend)
+        planned.plan(**batch_case.plan_arguments(problem, inputs))
+        out, lse = batch_case.call(problem, inputs, planned)
+        return batch_case.check(problem, batch_case.make(problem), out.cpu(), None if lse is None else lse.cpu()).detail
+
+    return solve
+
+
+def narrow(problem: Fp8Case, backend: str) -> Solve:
+    def solve(device: str) -> str:
+        out, lse = fp8_case.call(problem, fp8_case.make(problem, device), backend)
+        try:
+            fp8_case.check(problem, fp8_case.make(problem, "cpu"), out.cpu(), lse.cpu())
+        except AssertionError as wrong:
+            return str(wrong)
+        return ""
+
+    return solve
+
+
+def function(problem: XqaCase) -> Solve:
+    def solve(device: str) -> str:
+        built = xqa_case.build(problem, device)
+        out, lse = xqa_batch_decode_with_kv_cache(**built.arguments)
+        return built.check(out, lse)
+
+    return solve
+
+
+def leaping(head_dim: int, dtype: torch.dtype, qo_len: int, num_heads: int, backend: str) -> Solve:
+    """Scores far above the anchors of tiles before: those are done again."""
+
+    def solve(device: str) -> str:
+        generator = torch.Generator().manual_seed(head_dim)
+        q, k, v = (torch.randn(n, num_heads, head_dim, generator=generator).to(dtype) for n in (qo_len, 700, 700))
+        k[:100] *= 300  # seen last
+        moved = (x.to(device) for x in (q, k, v))
+        found = single_prefill_with_kv_cache(*moved, causal=True, return_lse=True, backend=backend)
+        expected = single_prefill_with_kv_cache(q, k, v, causal=True, return_lse=True, backend="reference")
+        close = (torch.allclose(a.cpu(), b, 2e-2, 2e-2) for a, b in zip(found, expected, strict=True))
+        return "" if all(close) else "out or lse is off by more than 2e-2"
+
+    return solve
+
+
+def problems(fa2: str = "fa2", fa3: str = "fa3", xqa: str = "xqa") -> dict[str, Solve]:
+    """By name; the arguments are the backends that run them. Rings turn over in all of them; "tiles" have more query
+    tiles than a GPU has multiprocessors, so that persistent CTAs go from one to the next.
+    """
+    d128, bf16 = dims(128), "bfloat16"
+    mixed = (150, 0, 37, 1), (500, 20, 64, 0)
+    found = {
+        "fa2 single": single(prefill(130, 300, (2, 1), 128, **CAUSAL), fa2),
+        "fa3 d64 causal": single(prefill(400, 700, (2, 1), 64, **CAUSAL), fa3),
+        "fa3 d64 full tiles": single(prefill(700, 300, (36, 9), 64, **BF16), fa3),
+        "fa3 d128 causal tiles": single(prefill(500, 600, (36, 9), 128, **CAUSAL, **BF16), fa3),
+        "fa3 d128 full": single(prefill(200, 600, (2, 2), 128), fa3),
+        "fa3 d256 causal": single(prefill(150, 400, (2, 1), 256, **CAUSAL, **BF16), fa3),
+        "fa3 d256 full": single(prefill(150, 400, (2, 1), 256, **BF16), fa3),
+        "fa3 d192 window": single(prefill(150, 400, (2, 1), (192, 128), **CAUSAL, window_left=90), fa3),
+        "fa3 bits": single(prefill(70, 500, (2, 1), 64, **PACKED, logits_soft_cap=3.0), fa3),
+        "fa3 split": single(prefill(3, 9000, (8, 2), 128, **BF16, **CAUSAL), fa3),
+        "fa3 batch split": batch(paged((5, 9), (9000, 300), mask="causal", page_size=5, **heads(2, 1)), fa3),
+        "fa3 ragged": batch(ragged(*mixed, mask="causal", dtype=bf16, **heads(36, 9), **d128), fa3),
+        "xqa bf16": batch(decode((700, 33, 0, 64), dtype=bf16, **heads(8, 2), **d128), xqa),
+        "xqa bf16 split": batch(decode((20000, 5), dtype=bf16, **heads(8, 2), **d128), xqa),
+        "xqa fp8": batch(decode((700, 33, 0, 64), kv_dtype=E4M3, dtype=bf16, **heads(8, 2), **d128), xqa),
+        "xqa fp8 split": batch(decode((20000, 5), kv_dtype=E4M3, dtype=bf16, **heads(8, 2), **d128), xqa),
+        "xqa nvfp4": batch(decode((700, 33, 0), kv_dtype="nvfp4", kv_layout="HND", **heads(8, 2), **d128), xqa),
+        "xqa tree": function(XqaCase((300, 40, 9000), kv="e4m3", q_len=4, mask=True, window_left=200, out="e4m3")),
+    }
+    for size in (1, 5, 16, 64):
+        found[f"fa3 pages {size}"] = batch(paged(*mixed, size, mask="causal", dtype=bf16, **heads(36, 9), **d128), fa3)
+    for head_dim, dtype in ((64, torch.float16), (128, torch.bfloat16), (256, torch.float16)):
+        found[f"fa3 leap {head_dim}"] = leaping(head_dim, dtype, 100, 2, fa3)
+    found["fa3 leap 128 tiles"] = leaping(128, torch.float16, 500, 36, fa3)
+    for problem in (
+        Fp8Case((500,), (600,), (36, 9), single=True, causal=True, scales="signed"),
+        Fp8Case((70,), (400,), single=True, spike=28.0, scales="none"),
+        Fp8Case((70, 0, 37, 1), (300, 20, 64, 0), causal=True),
+        Fp8Case((150, 0, 3, 1), (300, 20, 64, 0), (4, 1), 16, causal=True),
+        Fp8Case((70,), (400,), page_size=64, window_left=90),
+        Fp8Case((5,), (9000,), page_size=16, causal=True),
+    ):
+        found[f"fp8 {problem.id}"] = narrow(problem, fa3)
+    return found
+
+
+def main(words: Sequence[str]) -> int:
+    wrong = 0
+    for name, solve in problems().items():
+        if all(word in name.split() for word in words):
+            complaint = solve("cuda")
+            wrong += bool(complaint)
+            print(f"{name}: {complaint or 'right'}", flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,68 @@
+"""The kernels of fa2 and fa3 on the same inputs: both right, and as near to one another as two right ones are."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from tests import batch_case, case, cross
+from tests.batch_case import BatchCase
+from tests.case import Case
+from tests.matrix import poisoned_memory
+
+HAS_SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.sm90,
+    pytest.mark.skipif(not HAS_SM90, reason="needs a CUDA device of compute capability 9.0"),
+]
+
+RANDOM = int(os.environ.get("CUTE_ATTN_TEST_CROSS", "320"))
+FIRST = int(os.environ.get("CUTE_ATTN_TEST_FIRST", "0"))
+SEEDS = range(FIRST, FIRST + RANDOM, cross.A_KERNEL)
+
+
+def solve_batch(problem: BatchCase) -> str:
+    inputs = batch_case.make(problem, "cuda")
+    answers = []
+    for backend in cross.BACKENDS:
+        planned = batch_case.wrapper(problem, "cuda", backend=backend)
+        arguments = batch_case.plan_arguments(problem, inputs)
+        size = max(batch_case.WORKSPACE, planned.workspace_size(**arguments)[0])
+        planned.reset_workspace_buffer(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        planned.plan(**arguments)
+        with poisoned_memory():
+            answers.append(batch_case.call(problem, inputs, planned))
+        result = batch_case.check(problem, inputs, *answers[-1])
+        if not result.ok:
+            return f"{backend}: {result.detail}"
+    return cross.differences(problem, *answers)
+
+
+def solve_single(problem: Case) -> str:
+    inputs = case.make(problem, "cuda")
+    answers = []
+    for backend in cross.BACKENDS:
+        with poisoned_memory():
+            answers.append(case.call(problem, inputs, backend=backend))
+        result = case.check(problem, *answers[-1])
+        if not result.ok:
+            return f"{backend}: {result.detail}"
+    return cross.differences(problem, *answers)
+
+
+@pytest.mark.parametrize("first", SEEDS)
+def test_batches(first: int) -> None:
+    for seed in range(first, first + cross.A_KERNEL):
+        problem = cross.batch(seed)
+        assert not (wrong := solve_batch(problem)), f"seed {seed}, {problem}: {wrong}"
+
+
+@pytest.mark.parametrize("first", SEEDS)
+def test_single_requests(first: int) -> None:
+    for seed in range(first, first + cross.A_KERNEL):
+        problem = cross.single(seed)
+        assert not (wrong := solve_single(problem)), f"seed {seed}, {problem}: {wrong}"
