@@ -14,6 +14,7 @@ from cute_attn.kernels.blocks.convert import Fp8
 from cute_attn.kernels.blocks.gather import NarrowPages
 from cute_attn.kernels.blocks.persistent import QueryTile
 from cute_attn.kernels.blocks.pipeline import Place, Ring, Shared, start
+from cute_attn.kernels.blocks.scalars import device_scale
 from cute_attn.kernels.blocks.scores import RowScales
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.wgmma import AnyLanes, GroupLanes, GroupTile
@@ -95,6 +96,8 @@ class WidenedProgram(HelpedProgram):
         """A scale a row."""
         if self.spec.dtype == OPERAND:
             return [scale, scale]
+        # Put together for every query tile: between them there is no register for it.
+        scale = p.scale * device_scale(p.scale0) * device_scale(p.scale1)
         return Normalisation(self.memory, lanes).run(q_rows, scale)
 
     def softmax(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Any) -> OnlineSoftmax:

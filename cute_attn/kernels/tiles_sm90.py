@@ -120,8 +120,8 @@ def default_specs() -> list[KernelSpec]:
 
 def _widened_specs() -> list[KernelSpec]:
     llama, (e4m3, e5m2) = (128, 128), FP8_DTYPES
-    specs = [_spec(dims, kv_dtype=e4m3, **source) for dims in HEAD_DIMS for source in ({}, ITEMS)]
-    specs += [_spec(dims, kv_dtype=e4m3, **MODIFIED[0], **ITEMS) for dims in HEAD_DIMS]
+    specs = [_spec(dims, kv_dtype=e4m3, **source) for dims in HEAD_DIMS for source in ({}, ITEMS, GATHERED)]
+    specs += [_spec(dims, kv_dtype=e4m3, **MODIFIED[0], **source) for dims in HEAD_DIMS for source in (ITEMS, GATHERED)]
     specs += [_spec(llama, kv_dtype=e4m3, split=True, out_dtype="float32"), _spec(llama, kv_dtype=e5m2, **ITEMS)]
     specs += [_spec(llama, dtype="float16", out_dtype="float16", kv_dtype=stored) for stored in (e4m3, e5m2)]
     return specs

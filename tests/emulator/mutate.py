@@ -232,6 +232,17 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
         ),
         "the newest group at the end is empty: the last step starts no copies, and with no step only q is on its way",
     ),
+    *(
+        (
+            mutation,
+            lambda ptx, mutant: (
+                mutant.kernel.startswith("cute_attn_xqa")
+                and mutant.site == len(sites(ptx, r"cp\.async\.wait_group|cp\.async\.wait_all")) - 1
+            ),
+            "at the end all groups are empty: the last steps of a segment start no copies",
+        )
+        for mutation in ("wait for copies removed", "wait for copies one group late")
+    ),
     (
         "fence removed",
         lambda ptx, mutant: "fence.mbarrier_init" in ptx and mutant.site < 2,

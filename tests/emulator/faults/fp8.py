@@ -27,16 +27,16 @@ FP8_FAULTS = (
     ),
     Fault(
         "a transposed tile is not fenced",
-        "fa3_fp8.py",
-        "work.run(shared.arriving_v.address(v), shared.v.address(v))\n                sm90.fence_async()\n",
-        "work.run(shared.arriving_v.address(v), shared.v.address(v))\n",
+        "fa3_helped.py",
+        "        sm90.fence_async()\n        ptx.sync_warp()\n        if lane == 0:",
+        "        ptx.sync_warp()\n        if lane == 0:",
         EIGHT,
     ),
     Fault(
         "transposers write over what is being read",
         "fa3_fp8.py",
-        "                shared.v.wait_empty(v)\n                work.run(",
-        "                work.run(",
+        "            shared.v.wait_empty(at)\n            work.run(",
+        "            work.run(",
         EIGHT,
     ),
     Fault(
@@ -49,8 +49,8 @@ FP8_FAULTS = (
     Fault(
         "turned rows are not fenced",
         "fa3_fp8.py",
-        "            sm90.fence_async()\n            ptx.sync_warp()\n\n    def kv_head",
-        "            ptx.sync_warp()\n\n    def kv_head",
+        "            sm90.fence_async()\n            ptx.sync_warp()\n        return scale",
+        "            ptx.sync_warp()\n        return scale",
         SIGNED,
     ),
     Fault(

@@ -71,15 +71,15 @@ HINDSIGHT = (
     Fault(
         "old outputs keep their scale",
         "fa3.py",
-        "out = [x * risen.factors[i % 4 // 2] for i, x in enumerate(out)]",
-        "out = list(out)",
+        "return [x * factors[i % 4 // 2] for i, x in enumerate(out)]",
+        "return list(out)",
         LEAPS,
     ),
     Fault(
         "outputs of both rows take the first row's factor",
         "fa3.py",
-        "out = [x * risen.factors[i % 4 // 2] for i, x in enumerate(out)]",
-        "out = [x * risen.factors[0] for i, x in enumerate(out)]",
+        "return [x * factors[i % 4 // 2] for i, x in enumerate(out)]",
+        "return [x * factors[0] for i, x in enumerate(out)]",
         LEAPS,
     ),
     Fault(
