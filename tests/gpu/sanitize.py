@@ -109,6 +109,9 @@ def problems(fa2: str = "fa2", fa3: str = "fa3", xqa: str = "xqa") -> dict[str, 
     }
     for size in (1, 5, 16, 64):
         found[f"fa3 pages {size}"] = batch(paged(*mixed, size, mask="causal", dtype=bf16, **heads(36, 9), **d128), fa3)
+        narrow_keys = paged(*mixed, size, mask="causal", kv_dtype=E4M3, dtype=bf16, **heads(36, 9), **d128)
+        found[f"fa3 fp8 pages {size}"] = batch(narrow_keys, fa3)
+    found["fa3 fp8 ragged"] = batch(ragged(*mixed, kv_dtype=E4M3, dtype=bf16, **heads(4, 2), **dims(256)), fa3)
     for head_dim, dtype in ((64, torch.float16), (128, torch.bfloat16), (256, torch.float16)):
         found[f"fa3 leap {head_dim}"] = leaping(head_dim, dtype, 100, 2, fa3)
     found["fa3 leap 128 tiles"] = leaping(128, torch.float16, 500, 36, fa3)
@@ -119,6 +122,9 @@ def problems(fa2: str = "fa2", fa3: str = "fa3", xqa: str = "xqa") -> dict[str, 
         Fp8Case((150, 0, 3, 1), (300, 20, 64, 0), (4, 1), 16, causal=True),
         Fp8Case((70,), (400,), page_size=64, window_left=90),
         Fp8Case((5,), (9000,), page_size=16, causal=True),
+        Fp8Case((70, 200), (300, 900), causal=True, head_dim=64),
+        Fp8Case((150,), (1700,), (2, 2), page_size=16, head_dim=256),
+        Fp8Case((70,), (1700,), single=True, scales="none", custom_mask=True, soft_cap=5.0, alibi=True),
     ):
         found[f"fp8 {problem.id}"] = narrow(problem, fa3)
     return found
