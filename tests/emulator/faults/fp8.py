@@ -6,6 +6,7 @@ from tests.emulator.faults.fault import Fault, chosen
 
 SIGNED = chosen("fa3_fp8", "signed and (70x5 or 130)")
 EIGHT = chosen("fa3_fp8", "ragged-70x0")
+GATHERED = chosen("fa3_widened", "long_batches and 96x96 and eager")
 FP8_FAULTS = (
     Fault(
         "even dimensions are odd ones", "blocks/fp8.py", "ptx.permute(c, d, 0x6420)", "ptx.permute(c, d, 0x7531)", EIGHT
@@ -94,5 +95,12 @@ FP8_FAULTS = (
         "[values[i], values[i + 2], values[i + 1], values[i + 3]]",
         "[values[i], values[i + 1], values[i + 2], values[i + 3]]",
         EIGHT,
+    ),
+    Fault(
+        "a gathered tile is given back before it is read",
+        "fa3_widened.py",
+        "        work.run(work.k, arriving",
+        "        arriving.release(at.arriving, work.lane)\n        work.run(work.k, arriving",
+        GATHERED,
     ),
 )
