@@ -32,6 +32,7 @@ from tests.batch_case import (
     wrapper,
 )
 from tests.gpu import marks
+from tests.gpu.guarded import assert_outputs_alone_are_written
 from tests.graphs import Captured, assert_plans_in_a_row_do_not_race, cuda_graph
 from tests.matrix import poisoned_memory
 
@@ -41,7 +42,6 @@ RANDOM = int(os.environ.get("CUTE_ATTN_TEST_BATCHES", "400"))
 FUZZED = int(os.environ.get("CUTE_ATTN_TEST_FUZZED", "10000"))
 CHUNK = 20  # cases of one test
 REPLAYS = 100
-UNTOUCHED = 7.0
 
 
 def planned(case: BatchCase, inputs: BatchInputs) -> Any | None:
@@ -112,26 +112,10 @@ def test_large(case: BatchCase) -> None:
 
 @pytest.mark.parametrize("case", [case for case in SMALL if case.return_lse and case.rows], ids=lambda case: case.id)
 def test_outputs_alone_are_written(case: BatchCase) -> None:
-    """`out` with gaps after heads and tokens, and `lse`, inside larger buffers."""
     inputs = make(case, "cuda")
     made = planned(case, inputs)
-    if made is None:
-        return
-    num_heads, dim = case.num_qo_heads, case.head_dim_vo
-    strides = (num_heads * (dim + 8) + 16, dim + 8, 1)
-    dtype = getattr(torch, case.o_dtype or case.dtype)
-    out_buffer = torch.full((1024 + case.rows * strides[0],), UNTOUCHED, dtype=dtype, device="cuda")
-    lse_buffer = torch.full((1024 + case.rows * num_heads,), UNTOUCHED, device="cuda")
-    out = out_buffer.as_strided((case.rows, num_heads, dim), strides, 512)
-    lse = lse_buffer[512 : 512 + case.rows * num_heads].view(case.rows, num_heads)
-    out[: case.first], lse[: case.first] = 0.0, -torch.inf  # rows of no request: the caller's
-    call(case, inputs, made, out=out, lse=lse)
-    result = check(case, inputs, out, lse)
-    assert result.ok, result.detail
-    out.fill_(UNTOUCHED)
-    lse.fill_(UNTOUCHED)
-    assert bool((out_buffer == UNTOUCHED).all())
-    assert bool((lse_buffer == UNTOUCHED).all())
+    if made is not None:
+        assert_outputs_alone_are_written(case, inputs, made)
 
 
 # ---- CUDA graphs

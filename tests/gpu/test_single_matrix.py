@@ -6,13 +6,10 @@ import pytest
 import torch
 
 from tests.gpu import marks
+from tests.gpu.guarded import Guarded
 from tests.matrix import FULL, SMALL, Case, call, check, make, poisoned_memory, random_case
 
 pytestmark = marks.SM80
-
-GUARD = 512
-UNTOUCHED = 7.0
-
 
 RANDOM = 200  # `tests.gpu.bundle` covers as many by default
 
@@ -41,21 +38,11 @@ def test_single(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [case for case in SMALL if case.return_lse], ids=lambda case: case.id)
 def test_single_writes_its_outputs_alone(case: Case) -> None:
-    """`out` with gaps after every head and token, and `lse`, inside larger buffers."""
-    tokens, heads, dim = case.qo_len, case.num_qo_heads, case.head_dim_vo
-    strides = (heads * (dim + 8) + 16, dim + 8, 1)
-    dtype = getattr(torch, case.o_dtype or case.dtype)
-    out_buffer = torch.full((2 * GUARD + tokens * strides[0],), UNTOUCHED, dtype=dtype, device="cuda")
-    lse_buffer = torch.full((2 * GUARD + tokens * heads,), UNTOUCHED, device="cuda")
-    out = out_buffer.as_strided((tokens, heads, dim), strides, GUARD)
-    lse = lse_buffer[GUARD : GUARD + tokens * heads].view(tokens, heads)
-    if case.kind == "decode":
-        out, lse = out[0], lse[0]
+    outputs = Guarded.of(case.qo_len, case.num_qo_heads, case.head_dim_vo, getattr(torch, case.o_dtype or case.dtype))
+    single = case.kind == "decode"
+    out, lse = (x[0] if single else x for x in (outputs.out, outputs.lse))
     returned = call(case, make(case, "cuda"), backend="fa2", out=out, lse=lse)
     assert returned[0].data_ptr() == out.data_ptr()
     result = check(case, out, lse)
     assert result.ok, result.detail
-    out.fill_(UNTOUCHED)
-    lse.fill_(UNTOUCHED)
-    assert bool((out_buffer == UNTOUCHED).all())
-    assert bool((lse_buffer == UNTOUCHED).all())
+    outputs.assert_alone()

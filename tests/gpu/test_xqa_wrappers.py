@@ -13,6 +13,7 @@ from tests import batch_case, case
 from tests.batch_case import E4M3, BatchCase, decode, dims, heads
 from tests.case import Case
 from tests.gpu import marks
+from tests.gpu.guarded import assert_outputs_alone_are_written
 from tests.graphs import Captured, assert_plans_in_a_row_do_not_race, cuda_graph
 from tests.matrix import FULL, poisoned_memory
 from tests.matrix import SMALL as MATRIX
@@ -23,7 +24,6 @@ pytestmark = marks.SM80
 RANDOM = int(os.environ.get("CUTE_ATTN_TEST_BATCHES", "400"))
 CHUNK = 20
 REPLAYS = 20  # making 40 NVFP4 requests takes longer than all else here
-UNTOUCHED = 7.0
 SINGLE = [problem for problem in (*MATRIX, *FULL) if problem.kind == "decode" and is_taken(problem)]
 
 
@@ -77,22 +77,8 @@ def test_large(batch: BatchCase) -> None:
 
 @pytest.mark.parametrize("batch", [b for b in SMALL if b.return_lse and b.rows], ids=lambda batch: batch.id)
 def test_outputs_alone_are_written(batch: BatchCase) -> None:
-    """`out` with gaps after heads and tokens, and `lse`, inside larger buffers."""
     inputs = batch_case.make(batch, "cuda")
-    num_heads, dim = batch.num_qo_heads, batch.head_dim_vo
-    strides = (num_heads * (dim + 8) + 16, dim + 8, 1)
-    dtype = getattr(torch, batch.o_dtype or batch.dtype)
-    out_buffer = torch.full((1024 + batch.rows * strides[0],), UNTOUCHED, dtype=dtype, device="cuda")
-    lse_buffer = torch.full((1024 + batch.rows * num_heads,), UNTOUCHED, device="cuda")
-    out = out_buffer.as_strided((batch.rows, num_heads, dim), strides, 512)
-    lse = lse_buffer[512 : 512 + batch.rows * num_heads].view(batch.rows, num_heads)
-    batch_case.call(batch, inputs, planned(batch, inputs), out=out, lse=lse)
-    result = batch_case.check(batch, inputs, out, lse)
-    assert result.ok, result.detail
-    out.fill_(UNTOUCHED)
-    lse.fill_(UNTOUCHED)
-    assert bool((out_buffer == UNTOUCHED).all())
-    assert bool((lse_buffer == UNTOUCHED).all())
+    assert_outputs_alone_are_written(batch, inputs, planned(batch, inputs))
 
 
 # ---- plans and graphs

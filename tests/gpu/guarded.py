@@ -1,0 +1,47 @@
+"""Outputs inside larger buffers: who writes beside them is seen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.batch_case import BatchCase, BatchInputs, call, check
+
+GUARD = 512
+UNTOUCHED = 7.0
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """`out` `[rows, heads, dim]` with gaps after heads and tokens, `lse` `[rows, heads]`, in their buffers."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    buffers: tuple[torch.Tensor, torch.Tensor]
+
+    @classmethod
+    def of(cls, rows: int, heads: int, dim: int, dtype: torch.dtype) -> Guarded:
+        strides = (heads * (dim + 8) + 16, dim + 8, 1)
+        out = torch.full((2 * GUARD + rows * strides[0],), UNTOUCHED, dtype=dtype, device="cuda")
+        lse = torch.full((2 * GUARD + rows * heads,), UNTOUCHED, device="cuda")
+        inner = lse[GUARD : GUARD + rows * heads].view(rows, heads)
+        return cls(out.as_strided((rows, heads, dim), strides, GUARD), inner, (out, lse))
+
+    def assert_alone(self) -> None:
+        """Nothing beside them was written. They are overwritten."""
+        self.out.fill_(UNTOUCHED)
+        self.lse.fill_(UNTOUCHED)
+        assert all(bool((buffer == UNTOUCHED).all()) for buffer in self.buffers)
+
+
+def assert_outputs_alone_are_written(case: BatchCase, inputs: BatchInputs, planned: Any) -> None:
+    dtype = getattr(torch, case.o_dtype or case.dtype)
+    outputs = Guarded.of(case.rows, case.num_qo_heads, case.head_dim_vo, dtype)
+    out, lse = outputs.out, outputs.lse
+    out[: case.first], lse[: case.first] = 0.0, -torch.inf  # rows of no request: the caller's
+    call(case, inputs, planned, out=out, lse=lse)
+    result = check(case, inputs, out, lse)
+    assert result.ok, result.detail
+    outputs.assert_alone()
