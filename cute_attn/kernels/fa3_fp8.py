@@ -36,12 +36,13 @@ from cute_attn.kernels.blocks.scalars import device_scale, head_scale
 from cute_attn.kernels.blocks.scores import RowScales, Scores
 from cute_attn.kernels.blocks.wgmma import ROWS, AnyLanes, FreshLanes, GroupLanes
 from cute_attn.kernels.fa3 import Fa3Params, MathWork, State
-from cute_attn.kernels.fa3_helped import HELPER_BARRIER, HelpedProgram
+from cute_attn.kernels.fa3_helped import HelpedProgram
 from cute_attn.kernels.memory import LINE, Fp8Memory
 
 # Keys that the tensor cores sum up by themselves. Values of mean 2 and deviation 1 come out too small by 1.0 % with
 # 768, by 0.4 % with 384, 2.4 % with 1536, 5 % with 3072; of mean 0.5 by 0.3, 0.1, 0.8 and 1.9 %.
 SECTION = 768
+TRANSPOSER_BARRIER = 9
 LEAST_SCALE = 1e-30  # of scores: 0 would turn hidden ones into NaN
 SIGNS = 0x80808080 - (1 << 32)
 
@@ -137,7 +138,7 @@ class Fp8Program(HelpedProgram):
     # --- transposers ------------------------------------------------------------------------------------------------
 
     def work(self, warp: Int32, lane: Int32) -> Transposition:
-        return Transposition(self.memory, warp, lane, self.helpers, HELPER_BARRIER)
+        return Transposition(self.memory, warp, lane, self.helpers, TRANSPOSER_BARRIER)
 
     @cute.jit
     def help(self, shared: Shared, work: cutlass.Constexpr, at: Place, total: Int32, valid: Int32) -> Any:

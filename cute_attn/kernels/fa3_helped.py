@@ -16,8 +16,6 @@ from cute_attn.kernels.blocks.persistent import QueryTile
 from cute_attn.kernels.blocks.pipeline import Place, Shared, start
 from cute_attn.kernels.fa3 import Fa3Params, Fa3Program, Maps
 
-HELPER_BARRIER = 9
-
 
 class HelpedProgram(Fa3Program):
     def work(self, warp: Int32, lane: Int32) -> Any:

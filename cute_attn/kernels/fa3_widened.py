@@ -28,7 +28,7 @@ from cute_attn.kernels.blocks.widen import (
     Widening,
 )
 from cute_attn.kernels.fa3 import Fa3Params, Maps
-from cute_attn.kernels.fa3_helped import HELPER_BARRIER, HelpedProgram
+from cute_attn.kernels.fa3_helped import HelpedProgram
 from cute_attn.kernels.memory import WidenedMemory
 from cute_attn.kernels.spec import Fa3Spec
 
@@ -115,7 +115,7 @@ class WidenedProgram(HelpedProgram):
         memory, stored = self.memory, self.spec.kv_dtype
         k = Rows(memory.qk_columns, memory.arriving_k_pitch, Fp8(OPERAND, stored, native=True))
         v = Rows(memory.vo_columns, memory.arriving_v_pitch, Fp8(OPERAND, stored, native=True))
-        return Widening(memory, warp, lane, self.helpers, HELPER_BARRIER, k, v)
+        return Widening(memory, warp, lane, self.helpers, k, v)
 
     def first_place(self) -> Places:
         return Places(Pair(start(), start()), Pair(start(), start()))

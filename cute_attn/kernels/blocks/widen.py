@@ -104,7 +104,6 @@ class Widening:
     warp: Int32
     lane: Int32
     warps: int
-    barrier: int  # named, of these warps
     k: Rows
     v: Rows
 
@@ -129,9 +128,13 @@ class Widening:
 
     @cute.jit
     def clear(self, rows: cutlass.Constexpr, source: Int32, first: Int32) -> None:
-        """Keys from `first` on become zeros: they are another request's, or nobody's, and 0 * NaN is no 0."""
-        thread = self.warp * 32 + self.lane
+        """Keys from `first` on become zeros: they are another request's, or nobody's, and 0 * NaN is no 0. A warp
+        clears what it will read itself.
+        """
         chunks = rows.pitch // CHUNK
-        for chunk in cutlass.range(first * chunks + thread, self.memory.tile.cols * chunks, 32 * self.warps, unroll=1):
-            ptx.st_shared_v4(source + chunk * CHUNK, 0, [Int32(0) for _ in range(4)])
-        sm90.named_sync(Int32(self.barrier), 32 * self.warps)
+        for i in cutlass.range(self.warp, self.memory.tile.cols // EIGHT, self.warps, unroll=1):
+            for j in cutlass.range_constexpr(EIGHT * chunks // 32):
+                chunk = i * (EIGHT * chunks) + 32 * j + self.lane
+                if chunk >= first * chunks:
+                    ptx.st_shared_v4(source + chunk * CHUNK, 0, [Int32(0) for _ in range(4)])
+        ptx.sync_warp()
