@@ -17,6 +17,7 @@ try:
         fast_decode_plan,
         single_decode_with_kv_cache,
     )
+    from cute_attn.dispatch.select import explain
     from cute_attn.errors import (
         ArgumentError,
         ArgumentTypeError,
@@ -36,8 +37,7 @@ try:
         single_prefill_with_kv_cache_return_lse,
     )
     from cute_attn.problem import Features
-    from cute_attn.quantization import packbits, segment_packbits
-    from cute_attn.quantization_kv import (
+    from cute_attn.quantization import (
         fp8_quantize_paged_kv_cache,
         nvfp4_kv_dequantize,
         nvfp4_kv_quantize,
@@ -45,7 +45,7 @@ try:
         nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
         nvfp4_quantize_paged_kv_cache,
     )
-    from cute_attn.select import explain
+    from cute_attn.request.bit_packing import packbits, segment_packbits
     from cute_attn.xqa import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 except ImportError as error:
     # Without torch there is no API, but `python -m cute_attn doctor` must live to say so, and artifacts are only data.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from cute_attn import checks, normalize, select
-from cute_attn.batch_decode import (
+from cute_attn.dispatch import select
+from cute_attn.request import checks
+from cute_attn.request import single as single_request
+from cute_attn.wrappers.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     fast_decode_plan,
@@ -106,13 +108,13 @@ def single_decode_with_kv_cache(
     torch.Size([32, 128])
     """
     checks.boolean("use_tensor_cores", use_tensor_cores)
-    call = normalize.Call(  # by position: keywords would cost 0.7 us
+    call = single_request.Call(  # by position: keywords would cost 0.7 us
         q, k, v, True,
         None, None, (None, None, None), None, sinks, out, lse,
         kv_layout, pos_encoding_mode, False, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta,
         q_scale, k_scale, v_scale, None, return_lse, enable_pdl, lse_base,
     )  # fmt: skip
-    problem = normalize.problem(call)
+    problem = single_request.problem(call)
     select.run(problem, backend)
     if return_lse:
         assert problem.lse is not None

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_attn import checks
-from cute_attn.errors import ArgumentError, ArgumentTypeError
-from cute_attn.settle import KV_LAYOUTS
+from cute_attn.errors import ArgumentError
+from cute_attn.request import checks
+from cute_attn.request.caches import cache_views
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # values are moved as bits: every dtype can be
 
@@ -235,45 +235,6 @@ def write_rows(cache: torch.Tensor, rows: torch.Tensor, places: Places | None) -
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------
-
-
-def cache_views(name: str, cache: Any, kv_layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a cache, both [num_pages, page_size, num_kv_heads, n] views of it."""
-    kv_layout = checks.choice("kv_layout", kv_layout, KV_LAYOUTS)
-    if isinstance(cache, torch.Tensor):
-        if cache.dim() not in (4, 5) or cache.shape[1] != 2:
-            raise ArgumentError(
-                f"{name} as one tensor must have shape [num_pages, 2, ...], got {checks.describe(cache)}"
-            )
-        pair = cache.unbind(1)
-    elif isinstance(cache, tuple | list) and len(cache) == 2:
-        pair = checks.tensor(f"{name}[0]", cache[0]), checks.tensor(f"{name}[1]", cache[1])
-    else:
-        raise ArgumentTypeError(f"{name} must be a tensor or a tuple (k_cache, v_cache), got {checks.describe(cache)}")
-    k, v = (_cache_view(f"{name}[{i}]", half, kv_layout) for i, half in enumerate(pair))
-    if v.shape[:3] != k.shape[:3] or v.device != k.device:
-        raise ArgumentError(
-            f"{name} must have keys and values of the same pages, page size and heads on one device, "
-            f"got {checks.describe(pair[0])} and {checks.describe(pair[1])}"
-        )
-    return k, v
-
-
-def _cache_view(name: str, cache: torch.Tensor, kv_layout: str) -> torch.Tensor:
-    if cache.dim() not in (3, 4):
-        raise ArgumentError(
-            f"{name} must have 4 dimensions, or 3 with pages of one token, got {checks.describe(cache)}"
-        )
-    if cache.element_size() not in _BITS:
-        raise ArgumentError(f"{name} must have a dtype of at most 4 bytes, got {checks.describe(cache)}")
-    if cache.shape[-1] > 1 and cache.stride(-1) != 1:
-        raise ArgumentError(f"{name} must have stride 1 on its last axis, got strides {cache.stride()}")
-    if cache.dim() == 3:
-        return cache.unsqueeze(1)
-    view = cache.transpose(1, 2) if kv_layout == "HND" else cache
-    if view.shape[1] == 0:
-        raise ArgumentError(f"{name} must have a page_size >= 1, got {checks.describe(cache)}")
-    return view
 
 
 def check_rows(name: str, rows: Any, cache: torch.Tensor, head_dim: int, cache_name: str) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from cute_attn import checks, normalize, select
-from cute_attn.batch_prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
-from cute_attn.spellings import both_prefill_spellings, returning_lse
+from cute_attn.dispatch import select
+from cute_attn.request import checks
+from cute_attn.request import single as single_request
+from cute_attn.wrappers.legacy_args import both_prefill_spellings, returning_lse
+from cute_attn.wrappers.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -130,13 +132,13 @@ def single_prefill_with_kv_cache(
     (torch.Size([128, 32, 128]), torch.Size([128, 32]))
     """
     checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
-    call = normalize.Call(  # by position: keywords would cost 0.7 us
+    call = single_request.Call(  # by position: keywords would cost 0.7 us
         q, k, v, False,
         custom_mask, packed_custom_mask, (scale_q, scale_k, scale_v), kv_cache_sf, sinks, out, lse,
         kv_layout, pos_encoding_mode, causal, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta,
         None, k_scale, v_scale, o_dtype, return_lse, enable_pdl, lse_base,
     )  # fmt: skip
-    problem = normalize.problem(call)
+    problem = single_request.problem(call)
     select.run(problem, backend)
     if return_lse:
         assert problem.lse is not None

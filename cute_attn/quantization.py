@@ -1,126 +1,372 @@
-"""Bit packing of boolean masks: `packbits` and `segment_packbits`."""
+"""Quantised key-value caches: NVFP4 and fp8.
+
+NVFP4: two e2m1 numbers a byte, the even element in the low bits; one e4m3 scale for 16 neighbours along the head
+dimension, stored linearly (`[..., head_dim / 16]`, in the order of the elements); and one global scale a tensor:
+
+    value = e2m1 * block_scale * global_scale        e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
+
+A block's scale is the e4m3 number nearest to max|x| / (6 * global_scale), its elements are the e2m1 numbers nearest to
+x / (block_scale * global_scale); in a tie the even code wins, too large a number becomes the largest. Both decisions
+are exact: they compare in fp64, where every product that they need is. Blocks whose scale rounds to 0 are 0.
+
+fp8: value = fp8 * scale, rounded in the same way. Inputs must be finite. Everything runs on any device in torch
+operations; what says so can be captured by CUDA graphs.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import math
+from typing import Any
+
 import torch
 
-from cute_attn.errors import ArgumentError, ArgumentTypeError, RuntimeArgumentError
+from cute_attn import page
+from cute_attn.errors import ArgumentError
+from cute_attn.request import checks
+from cute_attn.request.settings import FP8, HALF, KV_LAYOUTS
 
-_SHIFTS = {"big": (7, 6, 5, 4, 3, 2, 1, 0), "little": (0, 1, 2, 3, 4, 5, 6, 7)}
+BLOCK = 16  # elements along the head dimension that share a scale
+E2M1_MAX = 6.0
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+LARGEST_CODE = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}
+SMALLEST_AMAX = 1e-12  # of a tensor that chooses its own scale
+INPUTS = (*HALF, torch.float32)
 
+# Midpoints of neighbouring e2m1 numbers, and whether the midpoint goes up: to the even code.
+_E2M1_MIDPOINTS = (
+    (0.25, False),
+    (0.75, True),
+    (1.25, False),
+    (1.75, True),
+    (2.5, False),
+    (3.5, True),
+    (5.0, False),
+)
 
-def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
-    """Pack a 1-D tensor of booleans into bytes, like `numpy.packbits`.
-
-    .. warning::
-        Attention reads a `packed_custom_mask` in **"little"** bit order, while the default here is "big", as
-        in numpy and FlashInfer. Write `packbits(mask.flatten(), bitorder="little")`: the other order has the
-        same shape and dtype, so that nothing can notice it, and it masks the wrong keys.
-
-    Parameters
-    ----------
-    x : `[n]`, any dtype; an element counts as 1 where it is not zero.
-    bitorder : "big" puts element 8b into bit 7 of byte b, "little" into bit 0.
-
-    Returns
-    -------
-    uint8 `[ceil(n / 8)]` on x's device; the bits after the last element are 0.
-
-    Raises
-    ------
-    ArgumentTypeError (x is no tensor), ArgumentError (x is not 1-D), RuntimeArgumentError (bitorder).
-    """
-    _check_vector("x", x)
-    _check_bitorder(bitorder)
-    start = torch.arange(0, x.numel(), 8, device=x.device)
-    return _pack(x.bool(), start, torch.full_like(start, x.numel()), bitorder)
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big") -> tuple[torch.Tensor, torch.Tensor]:
-    """Pack each segment `x[indptr[i]:indptr[i + 1]]` into bytes of its own.
-
-    .. warning::
-        Attention reads packed masks in **"little"** bit order; the default here is "big". See `packbits`.
+def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> Pair:
+    """Quantise to NVFP4 with linear block scales. Can be captured by CUDA graphs.
 
     Parameters
     ----------
-    x : `[n]`, any dtype; an element counts as 1 where it is not zero.
-    indptr : `[num_segments + 1]` integers on x's device, not decreasing, within 0..n. Elements outside
-        `indptr[0]:indptr[-1]` belong to no segment and are left out.
-    bitorder : "big" puts a segment's element 8b into bit 7 of its byte b, "little" into bit 0.
+    input : `[M, K]` fp16, bf16 or fp32, K a multiple of 16.
+    global_scale : fp32, one element, on input's device; > 0. It is a factor of the result: `amax / (6 * 448)` uses
+        the whole range.
 
     Returns
     -------
-    (packed, packed_indptr) on x's device: uint8 bytes, and int32 `[num_segments + 1]` byte offsets, the
-    running sum of ceil(segment length / 8). The bits after a segment's last element are 0. The size of the
-    output depends on indptr's values, so that a CUDA device is synchronised.
+    (packed, block_scales) : uint8 `[M, K / 2]`, and uint8 `[M, K / 16]` with the bits of e4m3 numbers.
 
     Raises
     ------
-    ArgumentTypeError (x or indptr is no tensor), ArgumentError (their shapes, indptr's dtype or values),
-    RuntimeArgumentError (x and indptr on different devices; bitorder).
+    ArgumentTypeError (no tensor), ArgumentError (shape, dtype, device; global_scale <= 0 on the CPU).
     """
-    _check_vector("x", x)
-    _check_bitorder(bitorder)
-    bounds = _segment_bounds(indptr, x)
-    sizes = (bounds.diff() + 7) // 8
-    packed_indptr = torch.zeros_like(bounds)
-    torch.cumsum(sizes, 0, out=packed_indptr[1:])
-    packed = pack_segments(x.bool(), bounds, packed_indptr, int(packed_indptr[-1]), bitorder)
-    return packed, packed_indptr.to(torch.int32)
+    input = checks.tensor("input", input)
+    if input.dim() != 2 or input.shape[1] % BLOCK:
+        raise ArgumentError(f"input must have shape [M, K] with K % {BLOCK} == 0, got {checks.describe(input)}")
+    checks.dtype("input", input.dtype, INPUTS)
+    checks.tensor("global_scale", global_scale)
+    return _quantize(input, _scale("global_scale", global_scale, input.device))
 
 
-def pack_segments(
-    x: torch.Tensor, bounds: torch.Tensor, packed_bounds: torch.Tensor, total: int, bitorder: str
+def nvfp4_kv_dequantize(
+    fp4_data: torch.Tensor,
+    block_scales: torch.Tensor,
+    global_scale: torch.Tensor,
+    output_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """`total` bytes, `packed_bounds[i]:packed_bounds[i + 1]` of them for `x[bounds[i]:bounds[i + 1]]`, x being bool and
-    the bounds int64. Nothing is checked, so that nothing is synchronised.
+    """The values of NVFP4 data with linear block scales, rounded once to fp32 and then to `output_dtype`. Can be
+    captured by CUDA graphs.
+
+    Parameters
+    ----------
+    fp4_data : uint8 `[..., K / 2]`, of any rank: rows, or a whole cache.
+    block_scales : e4m3, or uint8 with the bits of e4m3, `[..., K / 16]`.
+    global_scale : fp32, one element, on fp4_data's device; > 0.
+    output_dtype : fp16, bf16 or fp32.
+
+    Returns
+    -------
+    `[..., K]`.
+
+    Raises
+    ------
+    ArgumentTypeError (no tensor), ArgumentError (shape, dtype, device; global_scale <= 0 on the CPU).
     """
-    sizes = packed_bounds.diff()
-    # start of output byte b: its segment's first element, plus 8 for each byte of the segment before b
-    start = torch.repeat_interleave(bounds[:-1] - 8 * packed_bounds[:-1], sizes, output_size=total)
-    start += 8 * torch.arange(total, device=x.device)
-    stop = torch.repeat_interleave(bounds[1:], sizes, output_size=total)
-    return _pack(x, start, stop, bitorder)
-
-
-def _pack(x: torch.Tensor, start: torch.Tensor, stop: torch.Tensor, bitorder: str) -> torch.Tensor:
-    """Byte b holds `x[start[b]:min(start[b] + 8, stop[b])]`.
-
-    One pass a bit: the index tensors then have an entry a byte, not one an element.
-    """
-    packed = torch.zeros(start.numel(), dtype=torch.uint8, device=x.device)
-    for offset, shift in enumerate(_SHIFTS[bitorder]):
-        source = start + offset
-        inside = source < stop
-        packed |= (x[source.clamp_(max=x.numel() - 1)] & inside).to(torch.uint8) << shift
-    return packed
-
-
-def _check_vector(name: str, x: object) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if x.dim() != 1:
-        raise ArgumentError(f"{name} must have 1 dimension, got shape {tuple(x.shape)}; flatten it first")
-
-
-def _check_bitorder(bitorder: object) -> None:
-    if not isinstance(bitorder, str) or bitorder not in ("big", "little"):
-        raise RuntimeArgumentError(f"bitorder must be 'big' or 'little', got {bitorder!r}")
-
-
-def _segment_bounds(indptr: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`indptr` as int64, checked."""
-    _check_vector("indptr", indptr)
-    if indptr.dtype.is_floating_point or indptr.dtype.is_complex or indptr.dtype == torch.bool:
-        raise ArgumentError(f"indptr must be of an integer dtype, got {indptr.dtype}")
-    if indptr.numel() == 0:
-        raise ArgumentError("indptr must have num_segments + 1 elements, got none")
-    if indptr.device != x.device:
-        raise RuntimeArgumentError(f"indptr must be on x's device {x.device}, got {indptr.device}")
-    bounds = indptr.to(torch.int64)
-    if bounds[0] < 0 or bounds[-1] > x.numel() or (bounds.diff() < 0).any():
+    fp4_data = checks.tensor("fp4_data", fp4_data)
+    checks.dtype("fp4_data", fp4_data.dtype, (torch.uint8,))
+    if fp4_data.dim() < 1 or fp4_data.shape[-1] % (BLOCK // 2):
         raise ArgumentError(
-            f"indptr must not decrease and must stay within 0..{x.numel()}, the elements of x; got {indptr.tolist()}"
+            f"fp4_data must have shape [..., K / 2] with K % {BLOCK} == 0, got {checks.describe(fp4_data)}"
         )
-    return bounds
+    scales = checks.tensor("block_scales", block_scales)
+    checks.dtype("block_scales", scales.dtype, (E4M3, torch.uint8))
+    expected = (*fp4_data.shape[:-1], fp4_data.shape[-1] * 2 // BLOCK)
+    checks.shape("block_scales", scales, expected, "[..., K / 16]")
+    _same_device("block_scales", scales, fp4_data.device)
+    checks.dtype("output_dtype", output_dtype, INPUTS)
+    checks.tensor("global_scale", global_scale)
+    scale = _scale("global_scale", global_scale, fp4_data.device)
+    codes = torch.stack((fp4_data & 15, fp4_data >> 4), -1).flatten(-2)
+    blocks = _e2m1_values(codes).unflatten(-1, (-1, BLOCK)) * scales.view(E4M3).double()[..., None]
+    return (blocks * scale).flatten(-2).float().to(output_dtype)
+
+
+def nvfp4_quantize_paged_kv_cache(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_layout: str = "HND",
+    k_global_sf: torch.Tensor | None = None,
+    v_global_sf: torch.Tensor | None = None,
+) -> tuple[Pair, Pair, float, float]:
+    """Quantise a paged cache to NVFP4, as this library's attention reads it.
+
+    Unlike FlashInfer's function of this name, which permutes the scales of V for one of its kernels, both K's and V's
+    block scales are linear; any page size and any head dimension that is a multiple of 16 will do.
+
+    Parameters
+    ----------
+    k_cache, v_cache : `[num_pages, num_kv_heads, page_size, head_dim]` (HND) or `[num_pages, page_size, num_kv_heads,
+        head_dim]` (NHD); fp16, bf16 or fp32. The layout stays, and decides nothing here.
+    kv_layout : "HND" or "NHD".
+    k_global_sf, v_global_sf : fp32, one element: the *inverse* of the global scale. Default: 448 / max|x|.
+
+    Returns
+    -------
+    ((k, v), (k_sf, v_sf), k_global_scale, v_global_scale) : uint8 `[..., head_dim / 2]`, e4m3 `[..., head_dim / 16]`,
+    and floats: `1 / global_sf`, to be multiplied into k_scale and v_scale of attention. Waits for a CUDA device.
+
+    Raises
+    ------
+    ArgumentTypeError (no tensor), LayoutError (kv_layout), ArgumentError (shape, dtype, device, global_sf <= 0).
+    """
+    checks.choice("kv_layout", kv_layout, KV_LAYOUTS)
+    quantised = []
+    for name, cache, sf in (("k", k_cache, k_global_sf), ("v", v_cache, v_global_sf)):
+        cache = _paged(f"{name}_cache", cache)
+        if cache.shape[3] % BLOCK:
+            raise ArgumentError(f"{name}_cache must have head_dim % {BLOCK} == 0, got {checks.describe(cache)}")
+        if sf is None:
+            inverse = ctypes.c_float(E4M3_MAX / max(_amax(f"{name}_cache", cache), SMALLEST_AMAX)).value
+        else:
+            inverse = float(_scale(f"{name}_global_sf", sf, cache.device))
+            checks.positive(f"{name}_global_sf", inverse)
+        scale = ctypes.c_float(1.0 / inverse).value
+        data, scales = _quantize(cache, scale)
+        quantised.append((data, scales.view(E4M3), scale))
+    (k, k_sf, k_scale), (v, v_sf, v_scale) = quantised
+    return (k, v), (k_sf, v_sf), k_scale, v_scale
+
+
+def nvfp4_quantize_append_paged_kv_cache(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    paged_kv_cache: torch.Tensor | Pair,
+    kv_cache_sf: torch.Tensor | Pair,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    k_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Quantise rows of keys and values to NVFP4 and write them to a paged cache. Can be captured by CUDA graphs.
+
+    Parameters
+    ----------
+    append_key, append_value : `[nnz, num_kv_heads, head_dim]` fp16, bf16 or fp32, any strides.
+    batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len, kv_layout : as for `append_paged_kv_cache`.
+    paged_kv_cache : uint8 caches like those of `append_paged_kv_cache`, last axis head_dim / 2. Written.
+    kv_cache_sf : e4m3, or uint8 with the bits of e4m3: the same with head_dim / 16, linear for K and V. Written.
+    k_scale, v_scale : global scales > 0, numbers or one-element fp32 tensors on the device.
+
+    Raises
+    ------
+    ArgumentTypeError (no tensor), LayoutError (kv_layout), ArgumentError (shape, dtype, device, a scale <= 0; on the
+    CPU also rows that have no page). On a CUDA device places and scale tensors are not checked.
+    """
+    caches, scale_caches = _nvfp4_caches(paged_kv_cache, kv_cache_sf, kv_layout)
+    _check_append(append_key, append_value, caches)
+    index = page.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+    places = index.places(append_key.shape[0], caches[0])
+    _append((append_key, append_value), caches, scale_caches, (k_scale, v_scale), places)
+
+
+def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    paged_kv_cache: torch.Tensor | Pair,
+    kv_cache_sf: torch.Tensor | Pair,
+    k_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """`nvfp4_quantize_append_paged_kv_cache` for rows whose slots are known. Can be captured by CUDA graphs.
+
+    Parameters
+    ----------
+    slot_mapping : integers `[nnz]`: row t goes to offset `slot % page_size` of page `slot // page_size`; rows with
+        negative slots are left out.
+    append_key, append_value : as there, with nnz rows or more; rows past nnz are left out.
+
+    Raises
+    ------
+    As there; on the CPU also slots past the end of the cache.
+    """
+    caches, scale_caches = _nvfp4_caches(paged_kv_cache, kv_cache_sf, kv_layout)
+    _check_append(append_key, append_value, caches)
+    places = page.slot_places(slot_mapping, caches[0])
+    nnz = slot_mapping.numel()
+    if nnz > append_key.shape[0]:
+        raise ArgumentError(f"append_key must have a row for each of {nnz} slots, got {checks.describe(append_key)}")
+    _append((append_key[:nnz], append_value[:nnz]), caches, scale_caches, (k_scale, v_scale), places)
+
+
+def fp8_quantize_paged_kv_cache(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    dtype: torch.dtype = E4M3,
+    k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None,
+) -> tuple[Pair, float, float]:
+    """Quantise a paged cache of either layout to fp8: value = fp8 * scale.
+
+    Parameters
+    ----------
+    k_cache, v_cache : 4-D, fp16, bf16 or fp32.
+    dtype : torch.float8_e4m3fn or torch.float8_e5m2.
+    k_scale, v_scale : > 0, numbers or one-element fp32 tensors on the caches' device. Default: max|x| divided by the
+        largest number of `dtype`.
+
+    Returns
+    -------
+    ((k, v), k_scale, v_scale) : caches in `dtype`, and floats for k_scale and v_scale of attention. Waits for a CUDA
+    device.
+
+    Raises
+    ------
+    ArgumentTypeError (no tensor), ArgumentError (shape, dtype, device, a scale <= 0).
+    """
+    checks.dtype("dtype", dtype, FP8)
+    quantised = []
+    for name, cache, scale in (("k", k_cache, k_scale), ("v", v_cache, v_scale)):
+        cache = _paged(f"{name}_cache", cache)
+        if scale is None:
+            number = ctypes.c_float(max(_amax(f"{name}_cache", cache), SMALLEST_AMAX) / torch.finfo(dtype).max).value
+        else:
+            number = checks.positive(f"{name}_scale", float(_scale(f"{name}_scale", scale, cache.device)))
+        codes = _nearest_fp8(cache.double().abs(), number, dtype)
+        codes |= torch.signbit(cache).to(torch.uint8) << 7
+        quantised.append((codes.view(dtype), number))
+    (k, k_number), (v, v_number) = quantised
+    return (k, v), k_number, v_number
+
+
+# --- rounding --------------------------------------------------------------------------------------------------------
+
+
+def _quantize(x: torch.Tensor, scale: float | torch.Tensor) -> Pair:
+    """uint8 [..., D / 2] and uint8 [..., D / 16] of x [..., D]."""
+    blocks = x.double().unflatten(-1, (-1, BLOCK))
+    magnitude = blocks.abs()
+    scale_codes = _nearest_fp8(magnitude.amax(-1), E2M1_MAX * scale, E4M3)
+    step = (scale_codes.view(E4M3).double() * scale)[..., None]
+    codes = torch.zeros(blocks.shape, dtype=torch.uint8, device=x.device)
+    for midpoint, up in _E2M1_MIDPOINTS:
+        bound = midpoint * step
+        codes += magnitude >= bound if up else magnitude > bound
+    codes *= step > 0
+    codes |= torch.signbit(blocks).to(torch.uint8) << 3
+    low, high = codes.flatten(-2).unflatten(-1, (-1, 2)).unbind(-1)
+    return low | high << 4, scale_codes
+
+
+def _nearest_fp8(magnitude: torch.Tensor, scale: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Codes of the fp8 numbers nearest to magnitude / scale, both fp64 and >= 0. Ties go to the even code."""
+    numbers = torch.arange(LARGEST_CODE[dtype] + 1, dtype=torch.uint8, device=magnitude.device).view(dtype).double()
+    bounds = (numbers[1:] + numbers[:-1]) * 0.5 * scale
+    below = torch.bucketize(magnitude, bounds)  # bounds less than the magnitude
+    tie = torch.bucketize(magnitude, bounds, right=True) - below
+    return (below + (tie & below)).to(torch.uint8)
+
+
+def _e2m1_values(codes: torch.Tensor) -> torch.Tensor:
+    """fp64. Without a table: a copy of it to the device could not be captured."""
+    exponent, mantissa = codes >> 1 & 3, codes & 1
+    quarters = torch.where(exponent == 0, mantissa << 1, (mantissa + 2) << exponent)
+    return torch.where(codes >= 8, -0.25, 0.25).double() * quarters
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _append(rows: Pair, caches: Pair, scale_caches: Pair, scales: tuple[Any, Any], places: page.Places | None) -> None:
+    device = caches[0].device
+    checked = [_scale(name, scale, device) for name, scale in zip(("k_scale", "v_scale"), scales, strict=True)]
+    for values, cache, scale_cache, scale in zip(rows, caches, scale_caches, checked, strict=True):
+        data, block_scales = _quantize(values, scale)
+        page.write_rows(cache, data, places)
+        page.write_rows(scale_cache, block_scales, places)
+
+
+def _nvfp4_caches(paged_kv_cache: Any, kv_cache_sf: Any, kv_layout: Any) -> tuple[Pair, Pair]:
+    """Checked views [num_pages, page_size, num_kv_heads, n]."""
+    caches = page.cache_views("paged_kv_cache", paged_kv_cache, kv_layout)
+    scales = page.cache_views("kv_cache_sf", kv_cache_sf, kv_layout)
+    for i, (cache, scale) in enumerate(zip(caches, scales, strict=True)):
+        checks.dtype(f"paged_kv_cache[{i}]", cache.dtype, (torch.uint8,))
+        checks.dtype(f"kv_cache_sf[{i}]", scale.dtype, (E4M3, torch.uint8))
+        if cache.shape[3] % (BLOCK // 2):
+            raise ArgumentError(f"paged_kv_cache[{i}] must have head_dim % {BLOCK} == 0, got {checks.describe(cache)}")
+        expected = (*cache.shape[:3], cache.shape[3] * 2 // BLOCK)
+        checks.shape(f"kv_cache_sf[{i}]", scale, expected, "the cache's with head_dim / 16 (as NHD)")
+        _same_device(f"kv_cache_sf[{i}]", scale, cache.device)
+    return caches, (scales[0].view(torch.uint8), scales[1].view(torch.uint8))
+
+
+def _check_append(append_key: Any, append_value: Any, caches: Pair) -> None:
+    for name, rows, cache in (("append_key", append_key, caches[0]), ("append_value", append_value, caches[1])):
+        page.check_rows(name, rows, cache, 2 * cache.shape[3], "paged_kv_cache")
+        checks.dtype(name, rows.dtype, INPUTS)
+    page.check_same_rows(append_key, append_value)
+
+
+def _paged(name: str, cache: Any) -> torch.Tensor:
+    cache = checks.tensor(name, cache)
+    if cache.dim() != 4:
+        raise ArgumentError(f"{name} must have 4 dimensions, got {checks.describe(cache)}")
+    checks.dtype(name, cache.dtype, INPUTS)
+    return cache
+
+
+def _amax(name: str, x: torch.Tensor) -> float:
+    amax = float(x.abs().amax()) if x.numel() else 0.0
+    if not math.isfinite(amax):
+        raise ArgumentError(f"{name} without a scale of its own must be finite, got a maximum of {amax}")
+    return amax
+
+
+def _scale(name: str, value: Any, device: torch.device) -> float | torch.Tensor:
+    """A number that fp32 holds, or a 0-d fp64 tensor on `device`. Values on a CUDA device are not looked at."""
+    if not isinstance(value, torch.Tensor):
+        number = ctypes.c_float(checks.positive(name, value)).value
+        return checks.positive(name, number)  # not rounded to 0
+    if value.numel() != 1:
+        raise ArgumentError(f"{name} must have one element, got {checks.describe(value)}")
+    checks.dtype(name, value.dtype, (torch.float32,))
+    _same_device(name, value, device)
+    if device.type == "cpu":
+        checks.positive(name, value.item())
+    return value.reshape(()).double()
+
+
+def _same_device(name: str, value: torch.Tensor, device: torch.device) -> None:
+    if value.device != device:
+        raise ArgumentError(f"{name} must be on device {device}, got {checks.describe(value)}")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from cute_attn import reference
+from cute_attn.reference import attention as reference
 from perf.workloads import Metric, Workload
 
 DTYPES = {

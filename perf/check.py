@@ -6,7 +6,7 @@ from typing import cast
 
 import torch
 
-from cute_attn import reference
+from cute_attn.reference import attention as reference
 from perf.batch_workloads import BatchInputs, BatchWorkload
 from perf.workloads import Inputs, Workload
 

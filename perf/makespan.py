@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cute_attn.kernels.work import NO_PARTIAL, Item
-from cute_attn.plan import MAX_SPLITS
-from cute_attn.plan_batch import TileShape, Work, query_tiles, schedule
-from cute_attn.plan_cost import COMBINE, START
 from cute_attn.problem import BatchLengths, BatchLimits
+from cute_attn.schedule.batch import TileShape, Work, query_tiles, schedule
+from cute_attn.schedule.cost_model import COMBINE, START
+from cute_attn.schedule.records import NO_PARTIAL, Item
+from cute_attn.schedule.split_kv import MAX_SPLITS
 
 LIMITS = BatchLimits(workspace_bytes=1 << 40)
 DECODE = TileShape(16, 64, 4, 8, False, -1, 264, 2, 4 * 129)  # d 128, 32/8 heads on an H200, as the fa2 backend has it

@@ -18,7 +18,8 @@ from unittest import mock
 import torch
 
 import cute_attn
-from cute_attn import normalize, select
+from cute_attn.dispatch import select
+from cute_attn.request import single as single_request
 from cute_attn.runtime.launch import Launch, current_stream
 from perf import batch_peers
 from perf.batch_workloads import equal
@@ -112,8 +113,8 @@ def calls(device: torch.device) -> dict[str, Call]:
 def parts(device: torch.device) -> dict[str, Call]:
     """The stages of a decode call, each on its own: arguments to Problem, Problem to launches, launches."""
     x = DECODE.inputs(device)
-    arguments = normalize.Call(x.q[0], x.k, x.v, decode=True)
-    problem = normalize.problem(arguments)
+    arguments = single_request.Call(x.q[0], x.k, x.v, decode=True)
+    problem = single_request.problem(arguments)
     launches = recorded_launches(lambda: select.run(problem))
 
     def fire() -> None:
@@ -121,7 +122,7 @@ def parts(device: torch.device) -> dict[str, Call]:
             launch.fire(*fired)
 
     return {
-        "decode: check arguments, allocate out": lambda: normalize.problem(arguments),
+        "decode: check arguments, allocate out": lambda: single_request.problem(arguments),
         "decode: plan, fill parameters, launch": lambda: select.run(problem),
         f"decode: {len(launches)} launches alone": fire,
         "one torch.empty": lambda: torch.empty(32, 128, dtype=torch.bfloat16, device=device),

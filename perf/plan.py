@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from cute_attn.plan_batch import TileShape, schedule
 from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits
 from cute_attn.runtime.staging import Staging
+from cute_attn.schedule.batch import TileShape, schedule
 from perf.bench import save
 from perf.harness import Call
 from perf.machine import command_line, environment, why_no_gpu

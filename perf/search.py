@@ -19,10 +19,11 @@ from unittest import mock
 
 import torch
 
-from cute_attn.backends import fa3_batch, fa3_kernels
-from cute_attn.kernels import tiles_sm90
-from cute_attn.kernels.memory import HopperMemory
-from cute_attn.kernels.spec import Fa3Spec, HopperTile
+from cute_attn.kernels.fa3 import tiles as fa3_tiles
+from cute_attn.kernels.fa3.host import batch as fa3_batch
+from cute_attn.kernels.fa3.host import variant as fa3_variant
+from cute_attn.kernels.fa3.smem import HopperMemory
+from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.artifact import Artifact
 from perf import batch_peers, bench
@@ -89,7 +90,7 @@ def forced(tile: HopperTile) -> Iterator[None]:
     """Plans made meanwhile take this tile, whatever plans before have left in memory, and leave nothing of it."""
     fa3_batch.tiling.cache_clear()
     try:
-        with mock.patch.object(fa3_kernels, "tile", return_value=tile):
+        with mock.patch.object(fa3_variant, "tile", return_value=tile):
             yield
     finally:
         fa3_batch.tiling.cache_clear()
@@ -103,8 +104,8 @@ def bind(tile: HopperTile, w: BatchWorkload, sets: Sequence[BatchInputs]) -> lis
 def compiled(head_dim: int, tiles: Sequence[HopperTile]) -> list[HopperTile]:
     """Those without stack and within shared memory."""
     specs = {tile: Fa3Spec("bfloat16", "bfloat16", head_dim, head_dim, schedule="items", tile=tile) for tile in tiles}
-    made = artifacts.get_many({tiles_sm90.ARCH: list(specs.values())})
-    outcomes = {tile: made[tiles_sm90.ARCH, spec] for tile, spec in specs.items()}
+    made = artifacts.get_many({fa3_tiles.ARCH: list(specs.values())})
+    outcomes = {tile: made[fa3_tiles.ARCH, spec] for tile, spec in specs.items()}
     return [
         tile
         for tile, made in outcomes.items()
@@ -141,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     dim = options.head_dim
     q_heads, kv_heads = map(int, options.heads.split("/"))
     table = workloads(dim, (q_heads, kv_heads), options.lengths)
-    start = tiles_sm90.choose((dim, dim), plain=True, kv="dense")
+    start = fa3_tiles.choose((dim, dim), plain=True, kv="dense")
     winners = {start: None}
     end = time.monotonic() + options.seconds
     for w in table:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.executors import PARAMS, Executor
+from tests.support.executors import PARAMS, Executor
 
 
 @pytest.fixture(params=PARAMS)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from cute_attn.cli import kernels, specs
 from cute_attn.cli.text import table
-from cute_attn.kernels.spec import KernelSpec
 from cute_attn.runtime import arch as archs
+from cute_attn.runtime.spec import KernelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -128,7 +128,7 @@ def verdict(error: float) -> str:
 
 def by_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """fp64, causal: the last row of q sees all keys."""
-    from cute_attn import reference
+    from cute_attn.reference import attention as reference
 
     o, _ = reference.attention(q, k, v, mask=reference.Mask(causal=True))
     return o
@@ -226,7 +226,7 @@ def kernels_of(model: Model, arch_name: str) -> list[KernelSpec]:
     import torch
 
     from cute_attn.cli import planned
-    from cute_attn.normalize import Call
+    from cute_attn.request.single import Call
 
     arch, sms = archs.named(arch_name), planned.TYPICAL_SMS[arch_name]
     found: list[KernelSpec] = []

@@ -179,7 +179,7 @@ def environment() -> list[Line]:
 
 def reference_line() -> Line:
     try:
-        importlib.import_module("cute_attn.reference")
+        importlib.import_module("cute_attn.reference.attention")
     except (ImportError, OSError) as error:
         return Line("!!", "CPU tensors", f"no: {error}")
     return Line("ok", "CPU tensors", "the reference, in torch: every feature, slow")

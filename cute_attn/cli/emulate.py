@@ -73,7 +73,9 @@ def solved(options: argparse.Namespace) -> float:
     """Largest error of the output, relative to 1 + its size; infinite where one is NaN."""
     import torch
 
-    from cute_attn import normalize, reference, select
+    from cute_attn.dispatch import select
+    from cute_attn.reference import attention as reference
+    from cute_attn.request import single as single_request
 
     generator = torch.Generator().manual_seed(options.seed)
 
@@ -82,7 +84,7 @@ def solved(options: argparse.Namespace) -> float:
         return torch.randn(shape, generator=generator).to(getattr(torch, options.dtype))
 
     kv = options.kv_len, options.num_kv_heads
-    call = normalize.Call(
+    call = single_request.Call(
         normal(options.qo_len, options.num_qo_heads),
         normal(*kv),
         normal(*kv),
@@ -92,7 +94,7 @@ def solved(options: argparse.Namespace) -> float:
         pos_encoding_mode=options.pos_encoding_mode,
         return_lse=True,
     )
-    problem = normalize.problem(call)
+    problem = single_request.problem(call)
     select.run(problem, "emulator")
     truth = problem._replace(out=torch.empty_like(problem.out, dtype=torch.float64), lse=None)
     reference.run(truth, torch.float64)

@@ -10,7 +10,7 @@ from cute_attn.errors import ArgumentError, NotSupported
 from cute_attn.runtime import arch as archs
 
 if TYPE_CHECKING:
-    from cute_attn.normalize import Call
+    from cute_attn.request.single import Call
 
 CPU = "cpu"
 DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "float8_e5m2")
@@ -51,14 +51,15 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from cute_attn import normalize, select
     from cute_attn.cli import planned
+    from cute_attn.dispatch import select
+    from cute_attn.request import single as single_request
 
     arch, sms = machine(options)
     if explain_batch.wanted(options):
         return explain_batch.run(options, arch, sms)
     call = described(options)
-    problem = normalize.problem(call) if arch is None else planned.on_gpu(call)
+    problem = single_request.problem(call) if arch is None else planned.on_gpu(call)
     print(select.explain(problem, arch))
     try:
         select.choose(problem.features, "auto", arch)
@@ -93,7 +94,7 @@ def described(options: argparse.Namespace) -> Call:
     """The call that the options describe. Its tensors are never read or written, and so take no memory."""
     import torch
 
-    from cute_attn.normalize import Call
+    from cute_attn.request.single import Call
 
     for name in ("qo_len", "kv_len", "num_qo_heads", "num_kv_heads", "head_dim"):
         if getattr(options, name) < 0:

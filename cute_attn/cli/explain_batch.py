@@ -12,9 +12,9 @@ from cute_attn.errors import ArgumentError, NotSupported
 from cute_attn.runtime.arch import Arch
 
 if TYPE_CHECKING:
-    from cute_attn.backends.batched import Scheduled
-    from cute_attn.normalize_plan import Tokens
+    from cute_attn.kernels.host.batch import Scheduled
     from cute_attn.problem import Settings
+    from cute_attn.request.batch_plan import Tokens
 
 WORKSPACE_BYTES = 128 << 20  # what callers are told to bring
 
@@ -26,16 +26,17 @@ def wanted(options: argparse.Namespace) -> bool:
 
 def run(options: argparse.Namespace, arch: Arch | None, sms: int) -> int:
     """Exit codes as those of single requests."""
-    from cute_attn import plan_batch, select
-    from cute_attn.backends import batched
+    from cute_attn.dispatch import select
+    from cute_attn.kernels.host import batch as host_batch
     from cute_attn.problem import BatchLimits
+    from cute_attn.schedule import batch as batch_schedule
 
     batch = tokens(options)
     decode = is_decode(options, batch)
     settings = described(options, decode, on_gpu=arch is not None)
     limits = BatchLimits(WORKSPACE_BYTES, max_qo_len=1 if decode else None)
     features = settings.features
-    qo_len = plan_batch.rows_of_a_request(batch.lengths, limits)
+    qo_len = batch_schedule.rows_of_a_request(batch.lengths, limits)
     rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
     print(select.explain(features, arch, rows))
     try:
@@ -51,7 +52,9 @@ def run(options: argparse.Namespace, arch: Arch | None, sms: int) -> int:
     print(f"\n{batch.batch_size} requests, {batch.rows} query tokens, {where} on {sms} multiprocessors of {arch.name}:")
     plan = module.scheduled(*asked)
     print(
-        schedule(plan) if isinstance(plan, batched.Scheduled) else "  no schedule: CTAs find equal shares of all keys"
+        schedule(plan)
+        if isinstance(plan, host_batch.Scheduled)
+        else "  no schedule: CTAs find equal shares of all keys"
     )
     print(specs.launched(module.launches(*asked)))
     return 0
@@ -59,8 +62,8 @@ def run(options: argparse.Namespace, arch: Arch | None, sms: int) -> int:
 
 def schedule(plan: Scheduled) -> str:
     """Tile, work items, cuts and workspace of a plan."""
-    from cute_attn.backends import batched
-    from cute_attn.kernels.work import Item, Merge
+    from cute_attn.kernels.host import batch as host_batch
+    from cute_attn.schedule.records import Item, Merge
 
     work, shape = plan.work, plan.shape
     begin, end = (work.items[:, Item._fields.index(name)] for name in ("kv_begin", "kv_end"))
@@ -74,7 +77,7 @@ def schedule(plan: Scheduled) -> str:
         return "\n".join((*lines, "  no query tile is cut"))
     fewest, most = int(splits.min()), int(splits.max())
     cut = f"{_count(len(splits), 'query tile')} cut into {fewest if fewest == most else f'{fewest} to {most}'} splits"
-    workspace, _ = batched.sizes(plan)
+    workspace, _ = host_batch.sizes(plan)
     return "\n".join((*lines, f"  {cut}: {work.num_partials} partials, {workspace / 2**20:.1f} MiB of workspace"))
 
 
@@ -93,7 +96,7 @@ def tokens(options: argparse.Namespace) -> Tokens:
     """Lengths of the requests, checked as a plan checks them."""
     import torch
 
-    from cute_attn import normalize_plan
+    from cute_attn.request import batch_plan
 
     qo_lens, kv_lens = (_lengths(options, name) for name in ("qo_lens", "kv_lens"))
     if options.batch is not None and options.batch < 1:
@@ -108,13 +111,13 @@ def tokens(options: argparse.Namespace) -> Tokens:
         return torch.tensor([0, *itertools.accumulate(lengths)])
 
     if options.page_size is None:
-        return normalize_plan.ragged(bounds(qo_lens), bounds(kv_lens))
-    size = normalize_plan.page_size(options.page_size)
+        return batch_plan.ragged(bounds(qo_lens), bounds(kv_lens))
+    size = batch_plan.page_size(options.page_size)
     pages = [-(-n // size) for n in kv_lens]
     last = torch.tensor([n - (count - 1) * size if count else 0 for n, count in zip(kv_lens, pages, strict=True)])
     indices = torch.arange(sum(pages))
-    q_bounds = normalize_plan.indptr("--qo-lens", bounds(qo_lens))
-    return normalize_plan.paged(q_bounds, bounds(pages), indices, last, size, ("--qo-lens", *["--kv-lens"] * 3))
+    q_bounds = batch_plan.indptr("--qo-lens", bounds(qo_lens))
+    return batch_plan.paged(q_bounds, bounds(pages), indices, last, size, ("--qo-lens", *["--kv-lens"] * 3))
 
 
 def _lengths(options: argparse.Namespace, name: str) -> list[int] | None:
@@ -131,15 +134,15 @@ def described(options: argparse.Namespace, decode: bool, on_gpu: bool) -> Settin
     """Settings of the plan that the options describe."""
     import torch
 
-    from cute_attn import normalize_plan
+    from cute_attn.request import batch_plan
 
-    settings = normalize_plan.settings(
-        normalize_plan.Options(
+    settings = batch_plan.settings(
+        batch_plan.Options(
             *(options.num_qo_heads, options.num_kv_heads, options.head_dim, options.head_dim_vo),
             *(options.dtype, options.kv_dtype, options.o_dtype, options.pos_encoding_mode, options.causal),
             *(options.window_left, options.logits_soft_cap),
         ),
-        normalize_plan.Surroundings(
+        batch_plan.Surroundings(
             torch.device("cpu"),
             options.kv_layout,
             "ragged" if options.page_size is None else "paged",

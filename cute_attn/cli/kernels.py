@@ -9,7 +9,7 @@ from typing import Any
 from cute_attn.cli import specs
 from cute_attn.cli.text import size, table
 from cute_attn.errors import ArtifactError
-from cute_attn.kernels.spec import KernelSpec
+from cute_attn.runtime.spec import KernelSpec
 
 HEADER = ("arch", "kernel", "registers", "stack", "smem", "mma", "threads", "cubin", "")
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from cute_attn import normalize, select
-from cute_attn.kernels.spec import KernelSpec
+from cute_attn.dispatch import select
 from cute_attn.problem import Problem
+from cute_attn.request import single as single_request
 from cute_attn.runtime.arch import TYPICAL_SMS, Arch
+from cute_attn.runtime.spec import KernelSpec
 
 __all__ = ["TYPICAL_SMS", "launches", "on_gpu"]
 
 
-def on_gpu(call: normalize.Call) -> Problem:
+def on_gpu(call: single_request.Call) -> Problem:
     """A call with CPU tensors, checked like any other, as if they were on a GPU. Only good for planning."""
-    problem = normalize.problem(call)
+    problem = single_request.problem(call)
     features = problem.features._replace(device=torch.device("cuda"))
     return problem._replace(settings=problem.settings._replace(features=features))
 

@@ -10,10 +10,13 @@ from typing import Any
 
 from cute_attn.cli.text import ProgressBar
 from cute_attn.errors import ArgumentError, ArtifactError
-from cute_attn.kernels.spec import HopperTile, KernelSpec, Tile, from_dict
+from cute_attn.kernels.catalog import from_dict
+from cute_attn.kernels.fa2.spec import Tile
+from cute_attn.kernels.fa3.spec import HopperTile
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.artifact import Artifact
+from cute_attn.runtime.spec import KernelSpec
 
 Outcome = Artifact | ArtifactError
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
@@ -43,9 +46,9 @@ def chosen(options: argparse.Namespace) -> dict[str, list[KernelSpec]]:
 
 def _specs(arch: str, texts: list[str] | None) -> list[KernelSpec]:
     if texts is None:
-        from cute_attn.kernels import tiles
+        from cute_attn.kernels.fa2 import tiles as fa2_tiles
 
-        return tiles.default_specs(arch)
+        return fa2_tiles.default_specs(arch)
     return [_parse(text) for text in texts]
 
 

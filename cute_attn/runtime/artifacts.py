@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cute_attn.errors import ArtifactError
-from cute_attn.kernels.spec import KernelSpec
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import bundle, cache, switches
 from cute_attn.runtime.artifact import Artifact
 from cute_attn.runtime.compile import Outcome, Progress, compile_many, compile_spec, dsl_import_error
+from cute_attn.runtime.spec import KernelSpec
 
 _memory: dict[tuple[KernelSpec, str], Artifact] = {}
 

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cute_attn.errors import ArtifactError
-from cute_attn.kernels.spec import KernelSpec
 from cute_attn.runtime import cache
 from cute_attn.runtime.artifact import Artifact
+from cute_attn.runtime.spec import KernelSpec
 
 MANIFEST = "manifest.json"
 

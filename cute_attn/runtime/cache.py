@@ -21,8 +21,8 @@ from pathlib import Path
 from filelock import FileLock
 
 from cute_attn.errors import ArtifactError
-from cute_attn.kernels.spec import KernelSpec
 from cute_attn.runtime.artifact import Artifact
+from cute_attn.runtime.spec import KernelSpec
 
 _PACKAGE = Path(__file__).parents[1]
 _SOURCES = ("kernels/**/*.py", "runtime/compile.py", "runtime/cubin.py", "runtime/artifact.py")

@@ -19,10 +19,10 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from typing import Any
 
 from cute_attn.errors import ArtifactError
-from cute_attn.kernels.spec import KernelSpec, Program
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import cubin as cubins
 from cute_attn.runtime.artifact import Artifact, Param
+from cute_attn.runtime.spec import KernelSpec, Program
 
 Outcome = Artifact | ArtifactError
 Progress = Callable[[KernelSpec, str, Outcome], None]

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cute_attn.emulator import EmulatorError, Schedule, using
-from tests import batch_case, fp8_case
-from tests.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
-from tests.batch_case import decode as batch_decode
-from tests.case import Case, call, check, make
-from tests.fp8_case import Fp8Case
-from tests.matrix import decode, prefill
+from tests.support import batch_case, fp8_case
+from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
+from tests.support.batch_case import decode as batch_decode
+from tests.support.case import Case, call, check, make
+from tests.support.fp8_case import Fp8Case
+from tests.support.matrix import decode, prefill
 
 SCHEDULES = (Schedule(), Schedule("delayed", 1), Schedule("adversarial", 2))
 MORE = tuple(Schedule("adversarial", seed) for seed in range(3, 9))  # for those that these do not catch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cute_attn.emulator import using
-from tests.batch_case import SMALL, BatchCase, call, check, make, plan_arguments, wrapper
+from tests.support.batch_case import SMALL, BatchCase, call, check, make, plan_arguments, wrapper
 
 pytestmark = pytest.mark.emulator
 

@@ -27,7 +27,7 @@ from cute_attn.emulator.errors import Race
 from cute_attn.emulator.isa import floats
 from cute_attn.emulator.machine import Schedule, Stats
 from cute_attn.emulator.memory import GlobalMemory
-from tests.subprocesses import ROOT
+from tests.support.subprocesses import ROOT
 
 pytestmark = pytest.mark.corpus
 

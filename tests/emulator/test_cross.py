@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cute_attn.emulator import using
-from tests import batch_case, case, cross
+from tests.support import batch_case, case, cross
 
 pytestmark = pytest.mark.emulator
 

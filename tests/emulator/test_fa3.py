@@ -8,21 +8,17 @@ import math
 import pytest
 import torch
 
-from cute_attn import (
-    BatchPrefillWithRaggedKVCacheWrapper,
-    LayoutError,
-    NotSupported,
-    plan_batch,
-    single_prefill_with_kv_cache,
-)
-from cute_attn.backends import fa3_batch, fa3_kernels
+from cute_attn import BatchPrefillWithRaggedKVCacheWrapper, LayoutError, NotSupported, single_prefill_with_kv_cache
 from cute_attn.emulator import Schedule, using
 from cute_attn.emulator.settings import Emulation
-from tests import batch_case, case
-from tests.batch_case import BatchCase, dims, heads, paged, ragged
-from tests.case import Case
-from tests.matrix import BF16, CAUSAL, CUSTOM, HND, PACKED, SMALL, prefill
-from tests.narrow import CUDA, taken
+from cute_attn.kernels.fa3.host import batch as fa3_batch
+from cute_attn.kernels.fa3.host import variant as fa3_variant
+from cute_attn.schedule import batch as batch_schedule
+from tests.support import batch_case, case
+from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
+from tests.support.case import Case
+from tests.support.matrix import BF16, CAUSAL, CUSTOM, HND, PACKED, SMALL, prefill
+from tests.support.narrow import CUDA, taken
 
 pytestmark = pytest.mark.emulator
 
@@ -220,8 +216,8 @@ SECTIONED = (
 )
 def test_batches_in_sections(batch: BatchCase, schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kv head after kv head, request after request."""
-    monkeypatch.setattr(fa3_kernels, "SECTION_BYTES", 1 << 11)  # keys of a few tokens
-    monkeypatch.setattr(plan_batch, "GROUPED_WAVES", 1)
+    monkeypatch.setattr(fa3_variant, "SECTION_BYTES", 1 << 11)  # keys of a few tokens
+    monkeypatch.setattr(batch_schedule, "GROUPED_WAVES", 1)
     fa3_batch.tiling.cache_clear()
     inputs = batch_case.make(batch)
     with using("sm_90a", kernels="fa3", schedule=schedule, sms=2) as emulation:
@@ -237,7 +233,7 @@ def test_batches_in_sections(batch: BatchCase, schedule: Schedule, monkeypatch: 
 
 
 def test_sections_of_single_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fa3_kernels, "SECTION_BYTES", 1)
+    monkeypatch.setattr(fa3_variant, "SECTION_BYTES", 1)
     solve_single(prefill(150, 200, (6, 3), 64, **CAUSAL, seed=1), Schedule(), sms=4)  # settings that nobody has run
 
 

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from cute_attn.emulator import Schedule, using
-from tests import fp8_case
-from tests.fp8_case import CUT, LONG, SMALL, VARIED, Fp8Case
+from tests.support import fp8_case
+from tests.support.fp8_case import CUT, LONG, SMALL, VARIED, Fp8Case
 
 pytestmark = pytest.mark.emulator
 

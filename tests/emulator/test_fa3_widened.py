@@ -9,12 +9,12 @@ import torch
 
 from cute_attn import BatchPrefillWithRaggedKVCacheWrapper, single_prefill_with_kv_cache
 from cute_attn.emulator import Schedule, using
-from tests import batch_case, narrow
-from tests.batch_case import BatchCase
-from tests.case import LOG2E, Case
 from tests.emulator import test_fa3 as fa3
 from tests.emulator.test_fa3 import SCHEDULES, name, solve_batch, solve_single
-from tests.matrix import BF16, CAUSAL, E4M3, SMALL, prefill
+from tests.support import batch_case, narrow
+from tests.support.batch_case import BatchCase
+from tests.support.case import LOG2E, Case
+from tests.support.matrix import BF16, CAUSAL, E4M3, SMALL, prefill
 
 pytestmark = pytest.mark.emulator
 

@@ -8,10 +8,10 @@ import pytest
 
 from cute_attn.emulator.machine import Schedule
 from cute_attn.emulator.settings import using
-from cute_attn.kernels.spec import CombineSpec
-from cute_attn.kernels.work import Merge
-from tests.batch_case import BatchCase, call, check, heads, make, paged, plan_arguments
-from tests.graphs import graph_wrapper
+from cute_attn.kernels.combine.spec import CombineSpec
+from cute_attn.schedule.records import Merge
+from tests.support.batch_case import BatchCase, call, check, heads, make, paged, plan_arguments
+from tests.support.graphs import graph_wrapper
 
 pytestmark = pytest.mark.emulator
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.executors import Executor
-from tests.matrix import SMALL, Case, call, check, make
+from tests.support.executors import Executor
+from tests.support.matrix import SMALL, Case, call, check, make
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)

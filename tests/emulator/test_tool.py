@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import cute_attn
-from cute_attn import NotSupported, emulator, explain, select
+from cute_attn import NotSupported, emulator, explain
 from cute_attn.cli import main
+from cute_attn.dispatch import select
 from cute_attn.emulator import timeline
 from cute_attn.emulator.settings import current
 from cute_attn.problem import Features

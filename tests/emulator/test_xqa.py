@@ -11,11 +11,12 @@ import torch
 from cute_attn import emulator, xqa_batch_decode_with_kv_cache
 from cute_attn.emulator import EmulatorError, adapter
 from cute_attn.emulator.machine import Schedule
+from cute_attn.kernels.xqa.host import runner as xqa_runner
+from cute_attn.problem import XqaProblem
 from cute_attn.runtime.arch import named
-from cute_attn.xqa import batch_decode, host
-from cute_attn.xqa.problem import XqaProblem
-from tests.xqa_case import XqaCase, build, random_case
-from tests.xqa_producer import Producer
+from cute_attn.xqa import decode as xqa_decode
+from tests.support.xqa_case import XqaCase, build, random_case
+from tests.support.xqa_producer import Producer
 
 WORKSPACE_BYTES = 10 << 20
 SCHEDULES = ("eager", "delayed", "adversarial")
@@ -30,10 +31,10 @@ def solve(case: XqaCase, arch: str, sms: int, schedule: str, monkeypatch: pytest
         pairs = {f"scales {i}": t for i, t in enumerate((*(problem.block_scales or ()), *problem.scale_tensors))}
         scratch = {f"buffer {i}": t for i, t in enumerate(problem.scratch.buffers)}
         with adapter.visible(inputs | pairs | scratch, outputs | scratch):
-            spec = host.choose_spec(problem.features, case.seed % 2 == 0, named(arch))
-            host.Runner(problem.features, named(arch), sms, spec)(problem)
+            spec = xqa_runner.choose_spec(problem.features, case.seed % 2 == 0, named(arch))
+            xqa_runner.Runner(problem.features, named(arch), sms, spec)(problem)
 
-    monkeypatch.setattr(batch_decode, "run", run)
+    monkeypatch.setattr(xqa_decode, "run", run)
     built = build(case)
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8)
     workspace[8 << 20 :] = 0xFF
@@ -98,13 +99,13 @@ def produced(kv: str, lengths: tuple[int, ...], broken: bool, monkeypatch: pytes
             producer.spoil()
             producer.write()
             producer.check()
-            spec = host.choose_spec(problem.features, True, named("sm_90a"))
-            host.Runner(problem.features, named("sm_90a"), 2, spec)(problem)
+            spec = xqa_runner.choose_spec(problem.features, True, named("sm_90a"))
+            xqa_runner.Runner(problem.features, named("sm_90a"), 2, spec)(problem)
 
     def rewrite(ptx: str) -> str:
         return ptx.replace("griddepcontrol.wait;", "") if broken else ptx
 
-    monkeypatch.setattr(batch_decode, "run", run)
+    monkeypatch.setattr(xqa_decode, "run", run)
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8)
     with emulator.using("sm_90a", rewrite=rewrite):
         out, lse = xqa_batch_decode_with_kv_cache(**(built.arguments | {"workspace_buffer": workspace}))

@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn import NotSupported, normalize_run, rerun, single_decode_with_kv_cache
-from cute_attn.backends.emulator import EmulatedPlan
+from cute_attn import NotSupported, single_decode_with_kv_cache
+from cute_attn.dispatch.emulator import EmulatedPlan
 from cute_attn.emulator import Schedule, using
 from cute_attn.emulator.settings import Emulation
-from tests import batch_case, case
-from tests.batch_case import E4M3, BatchCase, decode, dims, heads
-from tests.case import Case
-from tests.graphs import Captured, Pair
-from tests.honour import CALLS, IDS, Perturbation, honour
-from tests.matrix import SMALL as MATRIX
-from tests.xqa_batches import GRAPHED, SMALL, fp8_answer, fp8_request, is_taken, random_batches
+from cute_attn.request import batch_run
+from cute_attn.wrappers import run_cache
+from tests.support import batch_case, case
+from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads
+from tests.support.case import Case
+from tests.support.graphs import Captured, Pair
+from tests.support.honour import CALLS, IDS, Perturbation, honour
+from tests.support.matrix import SMALL as MATRIX
+from tests.support.xqa_batches import GRAPHED, SMALL, fp8_answer, fp8_request, is_taken, random_batches
 
 pytestmark = pytest.mark.emulator
 
@@ -114,7 +116,7 @@ def capture(run: Callable[[], Pair]) -> tuple[Pair, Callable[[], None]]:
     held: list[tuple[EmulatedPlan, Any]] = []
     launch = EmulatedPlan.__call__
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rerun, "again", lambda plan, given: None)  # the long way
+        patch.setattr(run_cache, "again", lambda plan, given: None)  # the long way
         patch.setattr(EmulatedPlan, "__call__", lambda plan, problem: held.append((plan, problem)))
         results = run()
 
@@ -181,7 +183,7 @@ def test_caches_that_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         planned = batch_case.wrapper(batch, backend="emulator")
         planned.plan(**batch_case.plan_arguments(batch, inputs))
         with monkeypatch.context() as patch:
-            patch.setattr(normalize_run, "LARGE_CACHE", inputs.kv[0][0].nbytes)
+            patch.setattr(batch_run, "LARGE_CACHE", inputs.kv[0][0].nbytes)
             with pytest.raises(NotSupported, match="emulator refuses paged k or v that span 64 GiB"):
                 planned.run(inputs.q, *inputs.kv, kv_cache_sf=inputs.kv_cache_sf)
         loose = tuple(

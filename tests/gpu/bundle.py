@@ -14,28 +14,27 @@ from pathlib import Path
 
 import torch
 
-from cute_attn.backends import fa2
-from cute_attn.backends.xqa_kernels import xqa_features
-from cute_attn.kernels.spec import KernelSpec
-from cute_attn.problem import Settings
+from cute_attn.kernels.fa2.host import single as fa2_single
+from cute_attn.kernels.xqa.host import runner as xqa_runner
+from cute_attn.kernels.xqa.host.variant import xqa_features
+from cute_attn.problem import Settings, XqaFeatures
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import Arch, named
-from cute_attn.xqa import host
-from cute_attn.xqa.problem import XqaFeatures
-from tests.batch_case import features as batch_features
-from tests.case import features
+from cute_attn.runtime.spec import KernelSpec
 from tests.gpu import test_xqa as functions
 from tests.gpu import test_xqa_wrappers as wrappers
-from tests.matrix import FULL, SMALL, Case, random_case
-from tests.xqa_batches import CUDA, random_batches
-from tests.xqa_batches import SMALL as SMALL_BATCHES
-from tests.xqa_case import DTYPES, XqaCase
+from tests.support.batch_case import features as batch_features
+from tests.support.case import features
+from tests.support.matrix import FULL, SMALL, Case, random_case
+from tests.support.xqa_batches import CUDA, random_batches
+from tests.support.xqa_batches import SMALL as SMALL_BATCHES
+from tests.support.xqa_case import DTYPES, XqaCase
 
 
 def kernels(cases: Iterable[Case], arch: Arch) -> list[KernelSpec]:
     specs: dict[KernelSpec, None] = {}
     for case in cases:
-        specs.update(dict.fromkeys(fa2.specs(features(case, torch.device("cuda", 0)), arch)))
+        specs.update(dict.fromkeys(fa2_single.specs(features(case, torch.device("cuda", 0)), arch)))
     return list(specs)
 
 
@@ -50,10 +49,10 @@ def xqa_kernels(random: int, arch: Arch) -> list[KernelSpec]:
     for batch in batches:
         settings = Settings(batch_features(batch, CUDA)._replace(sinks=False), page_size=batch.page_size)
         asked_for = xqa_features(settings, batch.qo_lens[0] if batch.qo_lens else 1)
-        specs[host.choose_spec(asked_for, host.few(len(batch.kv_lens), asked_for), arch)] = None
+        specs[xqa_runner.choose_spec(asked_for, xqa_runner.few(len(batch.kv_lens), asked_for), arch)] = None
     for single in wrappers.SINGLE:
         asked_for = xqa_features(Settings(features(single, CUDA)), 1)
-        specs[host.choose_spec(asked_for, host.few(1, asked_for), arch)] = None
+        specs[xqa_runner.choose_spec(asked_for, xqa_runner.few(1, asked_for), arch)] = None
     return list(specs)
 
 
@@ -64,7 +63,7 @@ def function_kernel(case: XqaCase, arch: Arch) -> KernelSpec:
         *(CUDA, q_dtype, "" if kv_dtype == q_dtype else narrow, DTYPES[case.out] if case.out else q_dtype),
         *(*case.heads, case.head_dim, case.page_size, case.q_len, case.mask),
     )
-    return host.choose_spec(asked, host.few(len(case.seq_lens), asked), arch)
+    return xqa_runner.choose_spec(asked, xqa_runner.few(len(case.seq_lens), asked), arch)
 
 
 def main() -> None:

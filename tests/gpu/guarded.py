@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.batch_case import BatchCase, BatchInputs, call, check
+from tests.support.batch_case import BatchCase, BatchInputs, call, check
 
 GUARD = 512
 UNTOUCHED = 7.0

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cute_attn import single_prefill_with_kv_cache, xqa_batch_decode_with_kv_cache
-from tests import batch_case, case, fp8_case, xqa_case
-from tests.batch_case import E4M3, BatchCase, decode, dims, heads, paged, ragged
-from tests.case import Case
-from tests.fp8_case import Fp8Case
-from tests.matrix import BF16, CAUSAL, PACKED, prefill
-from tests.xqa_case import XqaCase
+from tests.support import batch_case, case, fp8_case, xqa_case
+from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads, paged, ragged
+from tests.support.case import Case
+from tests.support.fp8_case import Fp8Case
+from tests.support.matrix import BF16, CAUSAL, PACKED, prefill
+from tests.support.xqa_case import XqaCase
 
 Solve = Callable[[str], str]  # on a device; what is wrong, or ""
 

@@ -11,8 +11,10 @@ import torch
 
 import cute_attn
 from cute_attn.runtime import arch as archs
-from tests import fuzz
-from tests.batch_case import (
+from tests.gpu import marks
+from tests.gpu.guarded import assert_outputs_alone_are_written
+from tests.support import fuzz
+from tests.support.batch_case import (
     SMALL,
     WORKSPACE,
     BatchCase,
@@ -31,10 +33,8 @@ from tests.batch_case import (
     refusals,
     wrapper,
 )
-from tests.gpu import marks
-from tests.gpu.guarded import assert_outputs_alone_are_written
-from tests.graphs import Captured, assert_plans_in_a_row_do_not_race, cuda_graph
-from tests.matrix import poisoned_memory
+from tests.support.graphs import Captured, assert_plans_in_a_row_do_not_race, cuda_graph
+from tests.support.matrix import poisoned_memory
 
 pytestmark = marks.SM80
 

@@ -7,10 +7,10 @@ import os
 import pytest
 import torch
 
-from tests import batch_case, case, cross
-from tests.batch_case import BatchCase
-from tests.case import Case
-from tests.matrix import poisoned_memory
+from tests.support import batch_case, case, cross
+from tests.support.batch_case import BatchCase
+from tests.support.case import Case
+from tests.support.matrix import poisoned_memory
 
 HAS_SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 

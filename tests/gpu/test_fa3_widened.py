@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from cute_attn.runtime import arch as archs
-from tests import batch_case, case, narrow
-from tests.batch_case import BatchCase, paged, ragged, random_batch_case
-from tests.case import Case
-from tests.matrix import BF16, CAUSAL, E4M3, FULL, HND, prefill
-from tests.matrix import SMALL as SINGLE
+from tests.support import batch_case, case, narrow
+from tests.support.batch_case import BatchCase, paged, ragged, random_batch_case
+from tests.support.case import Case
+from tests.support.matrix import BF16, CAUSAL, E4M3, FULL, HND, prefill
+from tests.support.matrix import SMALL as SINGLE
 
 HAS_HOPPER = torch.cuda.is_available() and archs.for_device(torch.cuda.current_device()).name == "sm_90a"
 

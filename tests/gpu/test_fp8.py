@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_attn import select
+from cute_attn.dispatch import select
 from cute_attn.runtime import arch as archs
-from tests import fp8_case
-from tests.fp8_case import CUT, LARGE, LONG, SMALL, VARIED, Fp8Case
+from tests.support import fp8_case
+from tests.support.fp8_case import CUT, LARGE, LONG, SMALL, VARIED, Fp8Case
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_attn import select
+from cute_attn.dispatch import select
 from cute_attn.runtime import arch as archs
 from tests.gpu import marks
-from tests.honour import CALLS, IDS, Perturbation, honour
+from tests.support.honour import CALLS, IDS, Perturbation, honour
 
 pytestmark = marks.GPU
 

@@ -12,7 +12,7 @@ from cute_attn.runtime import arch as archs
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.launch import Launch, current_stream
 from tests.gpu import marks
-from tests.toy_spec import ToySpec
+from tests.support.toy_spec import ToySpec
 
 COUNT = 1000
 GRID = (8, 1, 1)  # of 128 threads

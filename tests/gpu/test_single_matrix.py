@@ -7,7 +7,7 @@ import torch
 
 from tests.gpu import marks
 from tests.gpu.guarded import Guarded
-from tests.matrix import FULL, SMALL, Case, call, check, make, poisoned_memory, random_case
+from tests.support.matrix import FULL, SMALL, Case, call, check, make, poisoned_memory, random_case
 
 pytestmark = marks.SM80
 

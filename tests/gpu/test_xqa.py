@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from cute_attn import xqa_batch_decode_with_kv_cache
+from cute_attn.request.xqa import COUNTER_BYTES
 from cute_attn.runtime.arch import for_device
-from cute_attn.xqa.normalize import COUNTER_BYTES
 from tests.gpu import marks
-from tests.matrix import poisoned_memory
-from tests.xqa_case import Built, XqaCase, build, random_case
-from tests.xqa_producer import RUBBISH, Producer
+from tests.support.matrix import poisoned_memory
+from tests.support.xqa_case import Built, XqaCase, build, random_case
+from tests.support.xqa_producer import RUBBISH, Producer
 
 DEVICE = "cuda"
 HAS_FP8_OUTPUT = marks.CAPABILITY >= (9, 0)

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 import cute_attn
-from tests import batch_case, case
-from tests.batch_case import E4M3, BatchCase, decode, dims, heads
-from tests.case import Case
 from tests.gpu import marks
 from tests.gpu.guarded import assert_outputs_alone_are_written
-from tests.graphs import Captured, assert_plans_in_a_row_do_not_race, cuda_graph
-from tests.matrix import FULL, poisoned_memory
-from tests.matrix import SMALL as MATRIX
-from tests.xqa_batches import SMALL, fp8_answer, fp8_request, is_taken, random_batches
+from tests.support import batch_case, case
+from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads
+from tests.support.case import Case
+from tests.support.graphs import Captured, assert_plans_in_a_row_do_not_race, cuda_graph
+from tests.support.matrix import FULL, poisoned_memory
+from tests.support.matrix import SMALL as MATRIX
+from tests.support.xqa_batches import SMALL, fp8_answer, fp8_request, is_taken, random_batches
 
 pytestmark = marks.SM80
 

@@ -7,7 +7,6 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_attn.kernels.blocks import ptx, sm90
-from cute_attn.kernels.memory import RECORD_BYTES, HopperMemory
 
 
 class Place(NamedTuple):
@@ -73,43 +72,3 @@ class Ring:
 
     def previous(self, place: Place) -> Place:
         return Place(ptx.select(place.turn == 0, Int32(2 * self.stages), place.turn) - 1)
-
-
-@dataclass(frozen=True)
-class Shared:
-    """What producer and math groups meet at."""
-
-    q: Ring
-    k: Ring
-    v: Ring
-    records: Int32  # descriptions of query tiles, one a place of Q's ring
-
-    @property
-    def arriving_k(self) -> Ring:
-        """Where K is copied to."""
-        return self.k
-
-    @property
-    def arriving_v(self) -> Ring:
-        return self.v
-
-    @classmethod
-    def of(cls, memory: HopperMemory, base: Int32, writers: int) -> "Shared":
-        """`writers`: warps that fill slots of K and V."""
-        tile, barriers = memory.tile, base + Int32(memory.barriers)
-        k_barriers = barriers + Int32(16 * tile.q_stages)
-        return cls(
-            Ring(tile.q_stages, memory.q_bytes, base, barriers),
-            Ring(tile.stages, memory.k_bytes, base + Int32(memory.k_ring), k_barriers, writers),
-            Ring(
-                tile.stages,
-                memory.v_bytes,
-                base + Int32(memory.v_ring),
-                k_barriers + Int32(16 * tile.stages),
-                writers,
-            ),
-            base + Int32(memory.records),
-        )
-
-    def record(self, q: Place) -> Int32:
-        return self.records + q.turn * RECORD_BYTES

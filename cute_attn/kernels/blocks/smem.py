@@ -7,7 +7,7 @@ bytes instead cost every cp.async more than a second wavefront: 2.3 times the wr
 
 from cutlass import Int32
 
-from cute_attn.kernels.memory import LINE
+from cute_attn.kernels.formats import LINE
 
 CHUNK = 16
 

@@ -11,8 +11,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.mma import WarpTile
-from cute_attn.kernels.blocks.wgmma import GroupTile
+from cute_attn.kernels.fa2.parts.mma import WarpTile
+from cute_attn.kernels.fa3.parts.wgmma import GroupTile
 
 SLACK = 8.0  # log2: p stays below 256, or where only sums are asked below 256 a column of the thread: far from 65504
 INFINITY = float("inf")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cute_attn.kernels.spec import KV_BITS, KernelSpec, Program
+from cute_attn.kernels.formats import KV_BITS
+from cute_attn.runtime.spec import KernelSpec, Program
 
 LINE = 128  # bytes; the banks of shared memory once over
 
@@ -63,7 +64,7 @@ class XqaSpec(KernelSpec):
         return self.dtype if self.kv_bits == 16 else "float16"
 
     def program(self, arch: str) -> Program:
-        from cute_attn.kernels.xqa.decode import XqaProgram
+        from cute_attn.kernels.xqa.kernel import XqaProgram
 
         return XqaProgram(self, arch)
 

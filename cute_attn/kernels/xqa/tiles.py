@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
-from cute_attn.kernels.spec import KV_BITS
+from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.xqa.spec import HEAD_DIMS, PAIRED_ROWS, SCALE_BLOCK, XqaMemory, XqaSpec
 from cute_attn.runtime.arch import Arch
 

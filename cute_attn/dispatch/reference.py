@@ -1,0 +1,33 @@
+"""The torch reference as a backend: CPU tensors, and any device where it is asked for by name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Problem, Settings
+from cute_attn.reference import attention as reference
+from cute_attn.runtime.arch import Arch
+from cute_attn.runtime.spec import KernelSpec
+
+
+def launches(problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
+    """None: torch runs it."""
+    return []
+
+
+def prepare(settings: Settings) -> Callable[[Problem], None]:
+    return reference.run
+
+
+def workspace(settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
+    """None is used."""
+    return 0, 0
+
+
+def plan(
+    settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Any
+) -> Callable[[BatchProblem], None]:
+    """One request after the other, without a workspace."""
+    return functools.partial(reference.run_batch, lengths=lengths)

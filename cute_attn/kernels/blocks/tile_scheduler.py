@@ -1,0 +1,174 @@
+"""Which query tiles a persistent CTA works on, in which order, and how the math warps are told."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_attn.kernels.blocks import ptx, sm90
+from cute_attn.kernels.blocks.masks import Band
+from cute_attn.kernels.blocks.rows import Divisor, PackedRows
+from cute_attn.schedule.records import ITEM_INTS, Item
+
+NO_WORK = -1
+DRAWN_WORD = 12  # of a record, behind the fields of its tile
+
+
+class QueryTile(NamedTuple):
+    """A work item for one block of heads that share a tile, as it travels through shared memory. Words of 32 bits."""
+
+    head_block: Int32  # NO_WORK: there is nothing more to do
+    qo_start: Int32
+    qo_len: Int32
+    kv_start: Int32
+    kv_len: Int32
+    first_row: Int32
+    kv_begin: Int32
+    kv_end: Int32
+    partial: Int32
+    mask_low: Int32
+    mask_high: Int32
+
+    def band(self, p: Any) -> Band:
+        """`p.right` and `p.left` are relative to the end of the keys."""
+        position = self.kv_len - self.qo_len  # of query token 0
+        return Band(self.kv_end, position + p.left, position + p.right)
+
+    def rows(self, p: Any) -> PackedRows:
+        group = Divisor(p.group, p.group_multiplier, p.group_shift)
+        return PackedRows(self.first_row, self.qo_len * p.group, group, self.head_block * p.group, self.qo_start)
+
+    def mask(self) -> Int64:
+        """Offset in the packed mask."""
+        return (Int64(self.mask_high) << Int64(32)) | (Int64(self.mask_low) & Int64(0xFFFFFFFF))
+
+    def store(self, address: Int32) -> None:
+        words = [*self, Int32(0)]
+        for i in range(0, len(words), 4):
+            ptx.st_shared_v4(address, 4 * i, words[i : i + 4])
+
+    @classmethod
+    def load(cls, address: Int32) -> "QueryTile":
+        words = [word for offset in (0, 16, 32) for word in ptx.ld_shared_v4(address, offset)]
+        return cls(*map(cute.arch.make_warp_uniform, words[: len(cls._fields)]))
+
+
+NOTHING = (NO_WORK, *(0,) * (len(QueryTile._fields) - 1))
+
+
+@dataclass(frozen=True)
+class GridTiles:
+    """Query tiles of one request, splits of its keys outermost. A section of head blocks, few enough for L2 to hold
+    their keys and values, is done before the next begins; within it heads lie side by side, last rows first: the
+    longest under a causal mask.
+    """
+
+    rows: int
+    cols: int
+
+    @cute.jit
+    def at(self, p: Any, index: Int32) -> Any:
+        tile = QueryTile(*(Int32(x) for x in NOTHING))
+        if index < p.total_tiles:
+            split = Divisor(p.split_tiles, p.split_tiles_multiplier, p.split_tiles_shift).quotient(index)
+            place = index - split * p.split_tiles
+            section = Divisor(p.section_tiles, p.section_tiles_multiplier, p.section_tiles_shift).quotient(place)
+            within = place - section * p.section_tiles
+            block = Divisor(p.section_heads, p.section_heads_multiplier, p.section_heads_shift).quotient(within)
+            begin = split * p.split_tokens
+            tile = QueryTile(
+                head_block=section * p.section_heads + within - block * p.section_heads,
+                qo_start=Int32(0),
+                qo_len=p.qo_len,
+                kv_start=Int32(0),
+                kv_len=p.kv_len,
+                first_row=(p.last_block - block) * self.rows,
+                kv_begin=begin,
+                kv_end=ptx.minimum(begin + p.split_tokens, p.kv_len),
+                partial=split,
+                mask_low=Int32(0),
+                mask_high=Int32(0),
+            )
+        return tile
+
+
+@dataclass(frozen=True)
+class ItemTiles:
+    """A batch: work items of the plan for every block of heads, in sections as `GridTiles` has them, of all items."""
+
+    rows: int
+    cols: int
+
+    @cute.jit
+    def at(self, p: Any, index: Int32) -> Any:
+        tile = QueryTile(*(Int32(x) for x in NOTHING))
+        if index < p.total_tiles:
+            section = Divisor(p.section_tiles, p.section_tiles_multiplier, p.section_tiles_shift).quotient(index)
+            within = index - section * p.section_tiles
+            number = Divisor(p.section_heads, p.section_heads_multiplier, p.section_heads_shift).quotient(within)
+            address = p.items + Int64(number) * Int64(4 * ITEM_INTS)
+            words = [word for offset in (0, 16, 32) for word in ptx.ld_global_v4(address, offset)]
+            item = Item(*words[: len(Item._fields)])
+            head_block = section * p.section_heads + within - number * p.section_heads
+            tile = QueryTile(
+                head_block=ptx.select(item.qo_len == Int32(0), Int32(NO_WORK), head_block),
+                qo_start=item.qo_start,
+                qo_len=item.qo_len,
+                kv_start=item.kv_start,
+                kv_len=item.kv_len,
+                first_row=item.first_row,
+                kv_begin=item.kv_begin,
+                kv_end=item.kv_end,
+                partial=item.partial,
+                mask_low=item.mask_low,
+                mask_high=item.mask_high,
+            )
+        return tile
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Tiles in the order in which CTAs become free, past each one's first: two numbers in device memory, how many were
+    drawn and how many CTAs have stopped drawing. The last one to stop sets both to 0.
+
+    `draw` before the last copies of a tile: the answer takes no longer than they do, and a tile drawn much earlier
+    waits for its CTA while others run out of work. All lanes of one warp.
+    """
+
+    counters: Int64
+    thread: Int32
+
+    @cute.jit
+    def draw(self) -> Int32:
+        drawn = Int32(0)
+        if self.thread == 0:
+            drawn = sm90.atomic_increment(self.counters)
+        return drawn
+
+    def following(self, drawn: Int32, record: Int32) -> Int32:
+        return ptx.shuffle_from(drawn, Int32(0)) + cute.arch.grid_dim()[0]
+
+    @cute.jit
+    def stop(self) -> None:
+        if self.thread == 0:
+            stopped = sm90.atomic_increment(self.counters + Int64(4))
+            if stopped == cute.arch.grid_dim()[0] - 1:
+                sm90.st_global_u32(self.counters, Int32(0))
+                sm90.st_global_u32(self.counters + Int64(4), Int32(0))
+
+
+@dataclass(frozen=True)
+class TeamDraws(Draws):
+    """The same for a warpgroup: its first thread draws, and passes the number on behind the tile's description. The
+    word is written again when there were other tiles between, for which all threads met.
+    """
+
+    barrier: int  # named
+
+    @cute.jit
+    def following(self, drawn: Int32, record: Int32) -> Int32:
+        if self.thread == 0:
+            ptx.st_shared_b32(record, 4 * DRAWN_WORD, drawn + cute.arch.grid_dim()[0])
+        sm90.named_sync(Int32(self.barrier), 128)
+        return cute.arch.make_warp_uniform(ptx.ld_shared_b32(record + Int32(4 * DRAWN_WORD)))

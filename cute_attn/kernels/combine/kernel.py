@@ -1,0 +1,219 @@
+"""Merges the partial results of a launch that cut the keys: one CTA a (token, head) row, or as many rows as fall to
+it where a launch of fixed size (CUDA graphs) has room for more of them than it mostly gets.
+
+Each split left its own normalised output and base-2 log-sum-exp in fp32. With M = max_s lse_s the merged row is
+sum_s 2^(lse_s - M) o_s / sum_s 2^(lse_s - M), and lse = M + log2 of that sum.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.epilogue import Finish
+from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, zeros
+from cute_attn.kernels.combine.spec import CombineSpec
+from cute_attn.runtime.arch import named
+from cute_attn.schedule.records import MERGE_INTS, Merge
+
+WARPS = 4
+
+
+class CombineParams(NamedTuple):
+    """Kernel parameters, in order. Addresses are Int64, 0 where absent; strides are bytes."""
+
+    o_partial: Int64
+    lse_partial: Int64
+    o: Int64
+    lse: Int64
+    v_scale_ptr: Int64
+    sinks: Int64
+    o_stride_n: Int64
+    o_stride_h: Int64
+    qo_len: Int32
+    num_qo_heads: Int32
+    num_splits: Int32
+    v_scale: Float32
+    lse_scale: Float32
+    # schedule "items"
+    merges: Int64
+    num_kv_heads: Int32
+    group: Int32
+    rows_per_merge: Int32  # rows of a query tile that may exist
+    slot_rows: Int32  # and those that its partials have room for
+    num_rows: Int32  # of all merge records and kv heads; the grid may be smaller
+
+
+@dataclass(frozen=True)
+class Row:
+    """One output row and its partials: row `first` of the workspace, then every `step` rows."""
+
+    exists: Boolean
+    last: Boolean  # no row after this one exists
+    token: Int32
+    head: Int32
+    first: Int64
+    step: Int64
+    num_splits: Int32
+
+
+class GridRows:
+    """Partials [num_splits, qo_len, num_qo_heads] of one request."""
+
+    def row(self, p: CombineParams, index: Int32) -> Row:
+        token = index // p.num_qo_heads
+        step = Int64(p.qo_len) * Int64(p.num_qo_heads)
+        return Row(
+            Boolean(True), Boolean(True), token, index - token * p.num_qo_heads, Int64(index), step, p.num_splits
+        )
+
+
+class MergeRows:
+    """Partials [slot, num_kv_heads, slot_rows] of a batch; the rows of a merge item and kv head side by side."""
+
+    def row(self, p: CombineParams, index: Int32) -> Row:
+        place = index // p.rows_per_merge
+        row = index - place * p.rows_per_merge
+        number = place // p.num_kv_heads
+        kv_head = place - number * p.num_kv_heads
+        address = p.merges + Int64(number) * Int64(4 * MERGE_INTS)
+        words = [word for offset in (0, 16) for word in ptx.ld_global_v4(address, offset)]
+        merge = Merge(*words[: len(Merge._fields)])
+        packed = merge.first_row + row
+        token = packed // p.group
+        step = Int64(p.num_kv_heads) * Int64(p.slot_rows)
+        return Row(
+            exists=packed < merge.qo_len * p.group,
+            last=merge.qo_len == 0,  # empty records come after all others
+            token=merge.qo_start + token,
+            head=kv_head * p.group + packed - token * p.group,
+            first=Int64(merge.first_partial) * step + Int64(kv_head) * Int64(p.slot_rows) + Int64(row),
+            step=step,
+            num_splits=merge.num_splits,
+        )
+
+
+class CombineProgram:
+    params = CombineParams
+
+    def __init__(self, spec: CombineSpec, arch: str) -> None:
+        self.spec = spec
+        self.block = (32 * WARPS, 1, 1)
+        self.smem_bytes = WARPS * spec.head_dim_vo * 4
+        self.rows: GridRows | MergeRows = GridRows() if spec.schedule == "grid" else MergeRows()
+        self.pdl = named(arch).pdl
+
+    def compile_args(self) -> tuple[Any, ...]:
+        return (zeros(CombineParams), Int32(1), Int32(1), Int32(1))
+
+    @cute.jit
+    def __call__(self, params: CombineParams, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
+        self.kernel(params).launch(grid=[grid_x, grid_y, grid_z], block=list(self.block), smem=self.smem_bytes)
+
+    @cute.kernel
+    def kernel(self, params: CombineParams) -> None:
+        if cutlass.const_expr(self.pdl):
+            ptx.grid_dependency_wait()
+            ptx.grid_dependency_launch()
+        index = Int32(cute.arch.block_idx()[0])
+        if cutlass.const_expr(self.spec.schedule == "grid"):
+            self.merge(params, self.rows.row(params, index))
+        else:
+            left = Boolean(True)
+            while left:
+                row = self.rows.row(params, index)
+                if row.exists:
+                    self.merge(params, row)
+                    ptx.sync_threads()  # the next row's sums take the place of this one's
+                index = index + Int32(cute.arch.grid_dim()[0])
+                left = cutlass.and_(index < params.num_rows, cutlass.not_(row.last))
+
+    @cute.jit
+    def merge(self, p: CombineParams, row: cutlass.Constexpr) -> None:
+        lse = self.lane_values(p, row)
+        maximum = warp_reduce(ptx.fmax, fold(ptx.fmax, lse))
+        anchor = ptx.select(maximum == ptx.NEG_INF, Float32(0.0), maximum)
+        weights = [ptx.exp2(x - anchor) for x in lse]
+        total = warp_reduce(add, fold(add, weights))
+        finish = Finish(p.sinks, p.v_scale * device_scale(p.v_scale_ptr), p.lse_scale)
+        factor, merged = finish.row(maximum, total, row.head)
+        if cutlass.and_(cute.arch.thread_idx()[0] == 0, p.lse != Int64(0)):
+            index = Int64(row.token) * Int64(p.num_qo_heads) + Int64(row.head)
+            ptx.st_global_f32(p.lse + index * Int64(4), merged)
+        self.sum_outputs(p, row, weights)
+        ptx.sync_threads()
+        self.store(p, row, factor)
+
+    @cute.jit
+    def lane_values(self, p: CombineParams, row: cutlass.Constexpr) -> list[Float32]:
+        """lse of splits lane, lane + 32, ...; -inf past the last split."""
+        values = []
+        for i in cutlass.range_constexpr(CombineSpec.max_splits // 32):
+            split = cute.arch.thread_idx()[0] % 32 + 32 * i
+            value = Float32(ptx.NEG_INF)
+            if split < row.num_splits:
+                offset = Int64(split) * row.step + row.first
+                value = ptx.ld_global_f32(p.lse_partial + offset * Int64(4))
+            values.append(value)
+        return values
+
+    @cute.jit
+    def sum_outputs(self, p: CombineParams, row: cutlass.Constexpr, weights: list[Float32]) -> None:
+        """Warp w adds up splits w, w + 4, ... in that order; each lane has 4 neighbouring dimensions of every 128."""
+        dims = self.spec.head_dim_vo
+        base = shared_memory()
+        step = row.step * Int64(dims * 4)
+        warp, lane = cute.arch.thread_idx()[0] // 32, cute.arch.thread_idx()[0] % 32
+        for start in cutlass.range_constexpr(0, dims, 128):
+            # Lanes past the last dimension repeat it: the shuffles below need all of them.
+            dim = ptx.minimum(lane * 4 + start, Int32(dims - 4))
+            source = p.o_partial + (row.first * Int64(dims) + Int64(dim)) * Int64(4)
+            acc = [Float32(0.0) for _ in range(4)]
+            for split in cutlass.range(warp, row.num_splits, WARPS, unroll=8):
+                weight = self.weight_of(weights, split)
+                part = ptx.ld_global_v4_f32(source + Int64(split) * step)
+                acc = [ptx.fma(x, weight, a) for x, a in zip(part, acc, strict=True)]
+            ptx.st_shared_v4_f32(base + (warp * dims + dim) * 4, 0, acc)
+
+    def weight_of(self, weights: list[Float32], split: Int32) -> Float32:
+        """From the lane that holds it; `split` is the same for all lanes of a warp."""
+        held = weights[-1]
+        for i in reversed(range(len(weights) - 1)):
+            held = ptx.select(split < 32 * (i + 1), weights[i], held)
+        return ptx.shuffle_from(held, split % 32)
+
+    @cute.jit
+    def store(self, p: CombineParams, row: cutlass.Constexpr, factor: Float32) -> None:
+        """The first dims / 4 threads add the warps' sums and write."""
+        dims = self.spec.head_dim_vo
+        dim = cute.arch.thread_idx()[0] * 4
+        if dim < dims:
+            base = shared_memory() + dim * 4
+            parts = [ptx.ld_shared_v4_f32(base, w * dims * 4) for w in range(WARPS)]
+            values = [fold(add, list(four)) * factor for four in zip(*parts, strict=True)]
+            place = p.o + Int64(row.token) * p.o_stride_n + Int64(row.head) * p.o_stride_h
+            if cutlass.const_expr(self.spec.out_dtype == "float32"):
+                ptx.st_global_v4_f32(place + Int64(dim) * Int64(4), 0, values)
+            else:
+                pairs = [ptx.pack_16(self.spec.out_dtype, values[i], values[i + 1]) for i in (0, 2)]
+                ptx.st_global_v2(place + Int64(dim) * Int64(2), 0, pairs)
+
+
+def add(a: Float32, b: Float32) -> Float32:
+    return a + b
+
+
+def fold(op, values):  # type: ignore[no-untyped-def]
+    result = values[0]
+    for value in values[1:]:
+        result = op(result, value)
+    return result
+
+
+def warp_reduce(op, x):  # type: ignore[no-untyped-def]
+    for lane_mask in (1, 2, 4, 8, 16):
+        x = op(x, ptx.shuffle_xor(x, lane_mask))
+    return x

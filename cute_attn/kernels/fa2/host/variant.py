@@ -1,0 +1,46 @@
+"""Which mma.sync kernels solve problems of given features, and where they are loaded."""
+
+from __future__ import annotations
+
+from cute_attn.kernels.fa2 import tiles as fa2_tiles
+from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
+from cute_attn.kernels.host.features import _schedule, batched, combine_spec, kv_dtype, scores
+from cute_attn.problem import Features, short
+from cute_attn.runtime.arch import Arch
+from cute_attn.runtime.spec import KernelSpec
+
+
+def spec(features: Features, tile: Tile, split: bool = False) -> Fa2Spec:
+    """The kernel that solves problems of these features with this tile. Items of a batch write partials or not as
+    their records say; of a single request, all do or none (`split`).
+    """
+    return Fa2Spec(
+        dtype=short(features.q_dtype),
+        out_dtype="float32" if split else short(features.o_dtype),
+        head_dim_qk=features.head_dim_qk,
+        head_dim_vo=features.head_dim_vo,
+        mask="packed" if features.custom_mask else "band",
+        scores=scores(features),
+        pos_encoding="rope" if features.pos_encoding_mode == "ROPE_LLAMA" else "none",
+        split=split,
+        schedule=_schedule(features),
+        kv="paged" if features.kv_source == "paged" else "dense",
+        kv_dtype=kv_dtype(features),
+        tile=tile,
+    )
+
+
+def variant(features: Features) -> fa2_tiles.Variant:
+    """What tiles depend on."""
+    plain = not features.custom_mask and features.pos_encoding_mode != "ROPE_LLAMA" and not scores(features)
+    return fa2_tiles.Variant((features.head_dim_qk, features.head_dim_vo), plain, batched(features), kv_dtype(features))
+
+
+def specs(features: Features, arch: Arch) -> list[KernelSpec]:
+    """Every kernel that calls of these features may need, whatever their lengths."""
+    kernels: list[KernelSpec] = [
+        spec(features, tile, split)
+        for tile in fa2_tiles.candidates(variant(features), arch)
+        for split in ((False,) if batched(features) else (False, True))
+    ]
+    return [*kernels, combine_spec(features)]

@@ -1,0 +1,406 @@
+"""FlashAttention-2 on mma.sync, one source for sm_80 to sm_12x (Dao 2023; packed GQA rows as in FlashInfer).
+
+One CTA takes `tile.rows` packed query rows of one kv head and walks over kv tiles:
+
+    cp.async ring   K,V[t+1] ------------> K,V[t+2] ----------->      `stages` slots, one barrier a tile
+    warps           S = Q K[t]^T | softmax | O += P V[t] | S = ...
+
+With `warps_cols` 1 every warp owns rows and the CTA shares each tile. With more (decode: few rows), every warp owns
+columns: it loads, waits for and consumes its own part of the ring without any CTA barrier, and the warps merge once at
+the end. Two CTAs share an SM, so that one's softmax runs under the other's matrix products.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Float64, Int32, Int64
+
+from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.dequant import Fp8
+from cute_attn.kernels.blocks.epilogue import Finish, Partials, RowStats, Target, Unfinished
+from cute_attn.kernels.blocks.masks import Band, BandMask, PackedMask, TileOrder
+from cute_attn.kernels.blocks.rows import Divisor, PackedRows
+from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, zeros
+from cute_attn.kernels.blocks.scores import Alibi, Scale, Scores, SoftCap
+from cute_attn.kernels.blocks.smem import CHUNK, swizzled
+from cute_attn.kernels.blocks.softmax import OnlineSoftmax, Running
+from cute_attn.kernels.fa2.parts.convert import Converted, Nvfp4, Stored
+from cute_attn.kernels.fa2.parts.epilogue import MergedWarps, WarpRows, row_stats
+from cute_attn.kernels.fa2.parts.kv import DenseKV, NoScales, ScaleRows, Team, TokenRows
+from cute_attn.kernels.fa2.parts.mma import Lanes, WarpTile
+from cute_attn.kernels.fa2.parts.paged_kv import PagedKV
+from cute_attn.kernels.fa2.parts.rope import NoRotation, Rotation
+from cute_attn.kernels.fa2.parts.tile_scheduler import GridSchedule, ItemSchedule, Share
+from cute_attn.kernels.fa2.smem import SharedMemory
+from cute_attn.kernels.fa2.spec import Fa2Spec
+from cute_attn.kernels.formats import LINE
+from cute_attn.runtime.arch import named
+from cute_attn.schedule.records import NO_PARTIAL
+
+
+class Fa2Params(NamedTuple):
+    """Kernel parameters, in order. Addresses are Int64, 0 where absent; strides are bytes."""
+
+    q: Int64
+    k: Int64
+    v: Int64
+    o: Int64
+    lse: Int64
+    mask: Int64
+    mask_bytes: Int64
+    scale0: Int64
+    scale1: Int64
+    v_scale_ptr: Int64
+    sinks: Int64
+    q_stride_n: Int64
+    q_stride_h: Int64
+    k_stride_n: Int64
+    k_stride_h: Int64
+    v_stride_n: Int64
+    v_stride_h: Int64
+    o_stride_n: Int64
+    o_stride_h: Int64
+    qo_len: Int32
+    kv_len: Int32
+    group: Int32
+    group_multiplier: Int32
+    group_shift: Int32
+    num_qo_heads: Int32
+    num_kv_heads: Int32
+    kv_heads_multiplier: Int32
+    kv_heads_shift: Int32
+    right: Int32
+    left: Int32
+    tiles_per_split: Int32
+    scale: Float32
+    soft_cap: Float32
+    v_scale: Float32
+    rope_base: Float64
+    rope_ratio: Float64
+    lse_scale: Float32
+    # schedule "items"
+    items: Int64
+    o_partial: Int64
+    lse_partial: Int64
+    # kv "paged"
+    kv_indices: Int64
+    k_stride_page: Int64
+    v_stride_page: Int64
+    page_size: Int32
+    page_multiplier: Int32
+    page_shift: Int32
+    # kv_dtype "nvfp4"
+    k_scales: Int64
+    v_scales: Int64
+    k_scales_stride_page: Int64
+    k_scales_stride_n: Int64
+    k_scales_stride_h: Int64
+    v_scales_stride_page: Int64
+    v_scales_stride_n: Int64
+    v_scales_stride_h: Int64
+
+
+class State(NamedTuple):
+    """Carried over kv tiles: what is accumulated, the ring slot of the next tile, and what was found out about the
+    tile that is copied next.
+    """
+
+    running: Running
+    slot: Int32
+    found: list[Int32]
+
+
+@dataclass(frozen=True)
+class Work:
+    """One CTA's parts, composed for its spec."""
+
+    tile: WarpTile
+    lanes: Lanes
+    team: Team
+    rows: PackedRows
+    kv: DenseKV | PagedKV
+    source: Stored | Converted
+    mask: BandMask
+    scores: Scores
+    softmax: OnlineSoftmax
+    rotation: NoRotation | Rotation
+    order: TileOrder
+    ring: Int32
+
+
+class Fa2Program:
+    params = Fa2Params
+
+    def __init__(self, spec: Fa2Spec, arch: str) -> None:
+        self.spec = spec
+        self.memory = SharedMemory.of(spec)
+        self.tile = WarpTile(spec.dtype, self.memory)
+        kind = GridSchedule if spec.schedule == "grid" else ItemSchedule
+        self.schedule: GridSchedule | ItemSchedule = kind(spec.tile.rows, spec.tile.cols)
+        self.block = (spec.tile.threads, 1, 1)
+        self.smem_bytes = self.memory.bytes
+        self.pdl = named(arch).pdl
+        self.converts_fp8 = named(arch).capability >= (8, 9)
+
+    def compile_args(self) -> tuple[Any, ...]:
+        return (zeros(Fa2Params), Int32(1), Int32(1), Int32(1))
+
+    @cute.jit
+    def __call__(self, params: Fa2Params, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
+        self.kernel(params).launch(grid=[grid_x, grid_y, grid_z], block=list(self.block), smem=self.smem_bytes)
+
+    @cute.kernel
+    def kernel(self, params: Fa2Params) -> None:
+        if cutlass.const_expr(self.pdl):
+            ptx.grid_dependency_wait()
+        share = self.schedule.share(params)
+        if cutlass.const_expr(self.spec.schedule == "items"):
+            if share.qo_len != 0:
+                self.attention(params, share)
+        else:
+            self.attention(params, share)
+
+    @cute.jit
+    def attention(self, params: Fa2Params, share: cutlass.Constexpr) -> None:
+        base = shared_memory()
+        work = self.compose(params, share, base)
+        found = self.look_up(work)
+        self.load_q(params, share, work, base)
+        self.fill_ring(work, found)
+        state = State(work.softmax.start(), work.ring, found[-1])
+        masked, total = work.order.masked, work.order.total
+        for step in cutlass.range(0, masked, unroll=1):
+            state = self.step(work, base, state, step, True)
+        for step in cutlass.range(masked, total, unroll=1):
+            state = self.step(work, base, state, step, False)
+        ptx.cp_async_wait(0)
+        if cutlass.const_expr(self.pdl):
+            ptx.grid_dependency_launch()
+        running = state.running
+        stats = row_stats(running)
+        self.store(params, work, base, running.out, stats)
+
+    # --- composition ------------------------------------------------------------------------------------------------
+
+    def compose(self, p: Fa2Params, share: Share, base: Int32) -> Work:
+        memory = self.memory
+        rows = packed_rows(p, share)
+        lanes, team = Lanes.of(memory, cute.arch.thread_idx()[0]), Team.of(memory)
+        mask = self.make_mask(p, share, rows, lanes)
+        scale = p.scale * device_scale(p.scale0) * device_scale(p.scale1)
+        return Work(
+            tile=self.tile,
+            lanes=lanes,
+            team=team,
+            rows=rows,
+            kv=self.make_kv(p, share, team),
+            source=self.make_source(base),
+            mask=mask,
+            scores=self.make_scores(p, scale, rows, lanes),
+            softmax=OnlineSoftmax(self.tile, Float32(ptx.LOG2E) if self.spec.scores else scale),
+            rotation=self.make_rotation(p, base),
+            order=mask.tiles(share.first_tile, share.last_tile),
+            ring=base + Int32(memory.ring),
+        )
+
+    def make_kv(self, p: Fa2Params, share: Share, team: Team) -> DenseKV | PagedKV:
+        spec, memory, head = self.spec, self.memory, Int64(share.kv_head)
+        k = TokenRows(p.k + head * p.k_stride_h, p.k_stride_n, memory.k_bytes // CHUNK, memory.k_pitch)
+        v = TokenRows(p.v + head * p.v_stride_h, p.v_stride_n, memory.v_bytes // CHUNK, memory.v_pitch)
+        scales = self.make_scales(p, share)
+        if spec.kv == "paged":
+            page_size = Divisor(p.page_size, p.page_multiplier, p.page_shift)
+            return PagedKV(
+                memory,
+                team,
+                k,
+                v,
+                scales,
+                share.kv_end,
+                p.kv_indices,
+                share.kv_start,
+                page_size,
+                p.k_stride_page,
+                p.v_stride_page,
+            )
+        return DenseKV(memory, team, k.moved(share.kv_start), v.moved(share.kv_start), scales, share.kv_end)
+
+    def make_scales(self, p: Fa2Params, share: Share) -> NoScales | ScaleRows:
+        spec, head = self.spec, Int64(share.kv_head)
+        if spec.kv_dtype != "nvfp4":
+            return NoScales()
+        first = Int64(share.kv_start if spec.kv == "dense" else 0)
+        return ScaleRows(
+            k=p.k_scales + head * p.k_scales_stride_h + first * p.k_scales_stride_n,
+            v=p.v_scales + head * p.v_scales_stride_h + first * p.v_scales_stride_n,
+            k_stride=p.k_scales_stride_n,
+            v_stride=p.v_scales_stride_n,
+            k_page_stride=p.k_scales_stride_page,
+            v_page_stride=p.v_scales_stride_page,
+            k_words=spec.head_dim_qk // 64,
+            v_words=spec.head_dim_vo // 64,
+        )
+
+    def make_source(self, base: Int32) -> Stored | Converted:
+        spec, target = self.spec, base + Int32(self.memory.converted)
+        if not spec.kv_dtype:
+            return Stored()
+        if spec.kv_dtype == "nvfp4":
+            return Converted(self.memory, Nvfp4(spec.dtype, self.converts_fp8), target)
+        return Converted(self.memory, Fp8(spec.dtype, spec.kv_dtype, self.converts_fp8), target)
+
+    def make_mask(self, p: Fa2Params, share: Share, rows: PackedRows, lanes: Lanes) -> BandMask:
+        band = Band(share.kv_end, share.left, share.right)
+        if self.spec.mask == "packed":
+            return PackedMask(band, self.tile, rows, lanes, share.mask, p.mask + p.mask_bytes, share.kv_len)
+        return BandMask(band, self.tile, rows, lanes)
+
+    def make_scores(self, p: Fa2Params, scale: Float32, rows: PackedRows, lanes: Lanes) -> Scores:
+        makers: dict[str, Callable[[], Scale | SoftCap | Alibi]] = {
+            "scale": lambda: Scale(scale),
+            "alibi": lambda: Alibi(self.tile, rows, lanes, p.num_qo_heads),
+            "soft_cap": lambda: SoftCap(p.soft_cap),
+        }
+        return Scores([makers[name]() for name in self.spec.scores])
+
+    def make_rotation(self, p: Fa2Params, base: Int32) -> NoRotation | Rotation:
+        if self.spec.pos_encoding == "none":
+            return NoRotation()
+        table = base + Int32(self.memory.rope_table)
+        pitch = self.memory.qk_pitch
+        return Rotation(self.spec.dtype, self.spec.head_dim_qk, pitch, table, p.rope_base, p.rope_ratio, self.block[0])
+
+    # --- output -----------------------------------------------------------------------------------------------------
+
+    def store(self, p: Fa2Params, work: Work, base: Int32, out: list[Float32], stats: RowStats) -> None:
+        if self.spec.schedule == "items":
+            self.store_item(p, work, base, out, stats)
+        elif self.spec.split:
+            slab = Int64(cute.arch.block_idx()[2]) * Int64(p.qo_len) * Int64(p.num_qo_heads)
+            o, lse = p.o + slab * (self.spec.head_dim_vo * 4), p.lse + slab * 4
+            partial = Target("float32", o, p.o_stride_n, p.o_stride_h, lse, p.num_qo_heads)
+            self.write(work.rows, partial, Unfinished(), work, base, out, stats)
+        else:
+            self.write_whole(p, work.rows, work, base, out, stats)
+
+    @cute.jit
+    def store_item(
+        self, p: Fa2Params, work: cutlass.Constexpr, base: Int32, out: list[Float32], stats: cutlass.Constexpr
+    ) -> None:
+        share = self.schedule.share(p)
+        rows = packed_rows(p, share)
+        if share.partial == NO_PARTIAL:
+            self.write_whole(p, rows, work, base, out, stats)
+        else:
+            slot = Int64(share.partial) * Int64(p.num_kv_heads) + Int64(share.kv_head)
+            first = slot * Int64(self.spec.tile.rows)
+            partials = Partials(p.o_partial, p.lse_partial, first, self.spec.head_dim_vo)
+            self.write(rows, partials, Unfinished(), work, base, out, stats)
+
+    def write_whole(self, p, rows, work, base, out, stats) -> None:  # type: ignore[no-untyped-def]
+        finish = Finish(p.sinks, p.v_scale * device_scale(p.v_scale_ptr), p.lse_scale)
+        target = Target(self.spec.out_dtype, p.o, p.o_stride_n, p.o_stride_h, p.lse, p.num_qo_heads)
+        self.write(rows, target, finish, work, base, out, stats)
+
+    def write(self, rows, target, finish, work, base, out, stats) -> None:  # type: ignore[no-untyped-def]
+        kind = WarpRows if self.spec.tile.warps_cols == 1 else MergedWarps
+        lanes = work.lanes
+        if target.dtype == "float32":
+            # Not the mask's: its tokens per row would stay in registers, all through the loop, for the epilogue.
+            lanes = Lanes.of(self.memory, ptx.opaque(cute.arch.thread_idx()[0]))
+        kind(self.tile, lanes, rows, target, finish, base).write(out, stats)
+
+    # --- phases -----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def load_q(self, p: Fa2Params, share: cutlass.Constexpr, work: cutlass.Constexpr, base: Int32) -> None:
+        """Q rows into shared memory, all threads, one cp.async group; rows that do not exist become zeros."""
+        thread, pitch, chunks = cute.arch.thread_idx()[0], self.memory.qk_pitch, self.spec.head_dim_qk // 8
+        chunk = thread % 8
+        work.rotation.prepare()
+        for row in cutlass.range(thread // 8, self.spec.tile.rows, self.block[0] // 8, unroll=1):
+            source = work.rows.address(p.q, row, p.q_stride_n, p.q_stride_h) + Int64(chunk * CHUNK)
+            size = ptx.select(work.rows.exists(row), Int32(CHUNK), Int32(0))
+            for line in cutlass.range_constexpr(pitch // LINE):
+                part = ptx.select(chunk < chunks - line * 8, size, Int32(0))
+                ptx.cp_async_16(base + swizzled(row, chunk, pitch), line * LINE, source, line * LINE, part)
+        ptx.cp_async_commit()
+        if cutlass.const_expr(self.spec.pos_encoding == "rope"):
+            ptx.cp_async_wait(0)
+            ptx.sync_threads()
+            shift = share.kv_len - share.qo_len
+            everyone = Team(self.block[0], thread, Int32(0))
+            work.rotation.rotate_rows(everyone, base, self.spec.tile.rows, lambda row: work.rows.token(row) + shift)
+            ptx.sync_threads()
+
+    def look_up(self, work: Work) -> list[list[Int32]]:
+        """What the first `stages` tiles need before they are copied."""
+        order = work.order
+        return [
+            work.kv.look_up(order.at(Int32(step)), Int32(step) < order.total) for step in range(self.spec.tile.stages)
+        ]
+
+    def fill_ring(self, work: Work, found: list[list[Int32]]) -> None:
+        """The first `stages - 1` tiles, one cp.async group each; groups are committed even if empty."""
+        for step in range(self.spec.tile.stages - 1):
+            slot = work.ring + Int32(step * self.memory.slot_bytes)
+            for _ in work.kv.copies(work.order.at(Int32(step)), slot, Int32(step) < work.order.total, found[step]):
+                pass
+            ptx.cp_async_commit()
+        if self.spec.tile.warps_cols > 1:
+            # Teams are single warps here, but Q was loaded by all of them: the one CTA barrier before the loop.
+            ptx.cp_async_wait(self.spec.tile.stages - 1)
+            ptx.sync_threads()
+
+    def step(self, work: Work, base: Int32, state: State, step: Int32, masked: bool) -> State:
+        """One kv tile: wait for it, S while starting the copy of the tile `stages - 1` further, softmax, O."""
+        ahead, slot = self.spec.tile.stages - 1, state.slot
+        ptx.cp_async_wait(ahead - 1)
+        work.team.sync()  # the tile is visible, and everybody has left the slot that is filled next
+        tile_at = work.order.at if masked else work.order.full_at
+        kv_tile = tile_at(step)
+        wanted = step + ahead < work.order.total
+        copies = work.kv.copies(tile_at(step + ahead), self.advance(slot, ahead), wanted, state.found)
+        operand = work.source.operand(work.team, slot, copies, work.kv.count)
+        self.rotate_k(work, operand.address, kv_tile)
+        s = self.tile.scores(base + work.lanes.q, operand.address + work.lanes.k, operand.copies, operand.count)
+        ptx.cp_async_commit()
+        found = work.kv.look_up(tile_at(step + ahead + 1), step + ahead + 1 < work.order.total)
+        s = work.scores.apply(s, kv_tile * self.spec.tile.cols)
+        if masked:
+            s = work.mask.apply(s, kv_tile * self.spec.tile.cols)
+        return self.attend(work, state._replace(found=found), operand.address, s, masked)
+
+    def attend(self, work: Work, state: State, operand: Int32, s: list[Float32], masked: bool) -> State:
+        """Online softmax of one tile's scores, and its share of the output."""
+        softmax, slot = work.softmax, state.slot
+        running = softmax.settle(state.running, s)
+        p = softmax.exponentials(s, running.shift, may_be_empty=masked)
+        total = softmax.sums(p, running.total)
+        v = operand + Int32(self.memory.operand_v) + work.lanes.v
+        out = self.tile.accumulate(running.out, self.tile.probabilities(p), v)
+        return State(Running(out, running.shift, total), self.advance(slot, 1), state.found)
+
+    @cute.jit
+    def rotate_k(self, work: Work, k: Int32, kv_tile: Int32) -> None:
+        if cutlass.const_expr(self.spec.pos_encoding == "rope"):
+            rows = self.spec.tile.cols // self.spec.tile.warps_cols
+            row0 = work.team.index * rows
+            start = kv_tile * self.spec.tile.cols + row0
+            work.rotation.rotate_rows(work.team, k + row0 * self.memory.qk_pitch, rows, lambda row: start + row)
+            work.team.sync()
+
+    def advance(self, slot: Int32, steps: int) -> Int32:
+        """Shared address `steps` slots further round the ring."""
+        size = self.memory.slot_bytes
+        end = shared_memory() + Int32(self.memory.ring_end)
+        moved = slot + Int32(steps * size)
+        return ptx.select(moved >= end, moved - Int32(self.spec.tile.stages * size), moved)
+
+
+def packed_rows(p: Fa2Params, share: Share) -> PackedRows:
+    group = Divisor(p.group, p.group_multiplier, p.group_shift)
+    return PackedRows(share.first_row, share.qo_len * p.group, group, share.kv_head * p.group, share.qo_start)

@@ -1,0 +1,179 @@
+"""Copies of K and V rows into shared memory."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
+from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.smem import CHUNK, swizzled
+from cute_attn.kernels.fa2.smem import SCALES_PITCH, SharedMemory
+from cute_attn.kernels.formats import LINE
+
+
+@dataclass(frozen=True)
+class Team:
+    """The threads that load and consume the same rows: the CTA, or one warp when every warp owns kv columns."""
+
+    size: int
+    thread: Int32  # index within the team
+    index: Int32  # which team
+
+    @classmethod
+    def of(cls, memory: SharedMemory) -> "Team":
+        thread = cute.arch.thread_idx()[0]
+        if memory.tile.warps_cols == 1:
+            return cls(memory.tile.threads, thread, Int32(0))
+        return cls(32, thread % 32, cute.arch.make_warp_uniform(thread // 32))
+
+    def sync(self) -> None:
+        if self.size == 32:
+            ptx.sync_warp()
+        else:
+            ptx.sync_threads()
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """K or V of one kv head: token t at base + t * stride, `chunks` x 16 bytes; in a tile, rows are `pitch` apart.
+
+    Eight threads side by side copy a row's 128-byte line. Tokens that do not exist, and chunks past the head dim,
+    become zeros: a NaN there would survive 0 * V.
+    """
+
+    base: Int64
+    stride: Int64
+    chunks: int
+    pitch: int
+
+    def moved(self, tokens: Int32) -> "TokenRows":
+        """The rows from token `tokens` on."""
+        return dataclasses.replace(self, base=self.base + Int64(tokens) * self.stride)
+
+    def copies(self, team: Team, target: Int32, rows: int, start: Int32, left: Int32) -> Iterator[None]:
+        """One cp.async of this thread per `next`: the team's `rows` tokens from `start`, of which `left` exist."""
+        step = team.size // 8
+        thread = ptx.opaque(team.thread)
+        row, chunk = thread >> 3, thread & 7
+        shared = target + swizzled(row, chunk, self.pitch)
+        source = self.base + Int64(start + row) * self.stride + Int64(chunk * CHUNK)
+        for i in range(rows // step):
+            size = ptx.select(Int32(i * step) < left - row, Int32(CHUNK), Int32(0))
+            yield from self.copy_row(shared, i * step, source, chunk, size)
+            source = source + self.stride * Int64(step)
+
+    def copy_row(self, shared: Int32, row: int, source: Int64, chunk: Int32, size: Int32) -> Iterator[None]:
+        """This thread's chunks of the row `row` below the one that `shared` is in."""
+        # row0 + row has the low bits of row0 xor those of `row`: row0 < row, both powers of two.
+        place = shared ^ Int32(row % 8 * CHUNK) if row % 8 else shared
+        for line in range(self.pitch // LINE):
+            whole = (line + 1) * 8 <= self.chunks
+            part = size if whole else ptx.select(chunk < self.chunks - line * 8, size, Int32(0))
+            ptx.cp_async_16(place, row * self.pitch + line * LINE, source, line * LINE, part)
+            yield
+
+
+class NoScales:
+    """K and V without block scales."""
+
+    count = 0
+
+    def copy_row(self, target: Int32, row: int, page: Int32, token: Int32, size: Int32, chunk: Int32) -> Iterator[None]:
+        yield from ()
+
+
+@dataclass(frozen=True)
+class ScaleRows:
+    """NVFP4 block scales of K and V: addresses of token 0, strides of a token and a page, 4-byte words of a row."""
+
+    count: ClassVar[int] = 1  # copies a thread makes for a row
+    k: Int64
+    v: Int64
+    k_stride: Int64
+    v_stride: Int64
+    k_page_stride: Int64
+    v_page_stride: Int64
+    k_words: int
+    v_words: int
+
+    def copy_row(self, target: Int32, row: int, page: Int32, token: Int32, size: Int32, chunk: Int32) -> Iterator[None]:
+        """Of the eight threads of a row, four copy K's words and four V's, those of tokens that do not exist as zeros.
+        `target`: of this thread's row in the first pass.
+        """
+        is_k, word = chunk < 4, chunk & 3
+        base, stride = ptx.select(is_k, self.k, self.v), ptx.select(is_k, self.k_stride, self.v_stride)
+        page_stride = ptx.select(is_k, self.k_page_stride, self.v_page_stride)
+        address = ptx.mad_u32(token, stride, ptx.mad_u32(page, page_stride, base + Int64(word * 4)))
+        words = ptx.select(is_k, Int32(self.k_words), Int32(self.v_words))
+        part = ptx.select(word < words, size >> 2, Int32(0))
+        ptx.cp_async_4(target + Int32(row * SCALES_PITCH) + chunk * 4, address, part)
+        yield
+
+
+@dataclass(frozen=True)
+class KVTiles:
+    """K and V of one request, a tile at a time; a team loads the columns that it consumes."""
+
+    memory: SharedMemory
+    team: Team
+    k: TokenRows
+    v: TokenRows
+    scales: NoScales | ScaleRows
+    kv_end: Int32
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile that one team loads."""
+        return self.memory.tile.cols // self.memory.tile.warps_cols
+
+    @property
+    def count(self) -> int:
+        """How many copies a thread makes for one tile."""
+        lines = (self.k.pitch + self.v.pitch) // LINE
+        return self.passes * (lines + self.scales.count)
+
+    @property
+    def passes(self) -> int:
+        """Eight threads take a row, all of them together so many after each other."""
+        return self.rows * 8 // self.team.size
+
+    def first_token(self, kv_tile: Int32) -> Int32:
+        return kv_tile * self.memory.tile.cols + self.team.index * self.rows
+
+    def k_target(self, slot: Int32) -> Int32:
+        return slot + self.team.index * self.rows * self.k.pitch
+
+    def v_target(self, slot: Int32) -> Int32:
+        return slot + Int32(self.memory.v_offset) + self.team.index * self.rows * self.v.pitch
+
+    def scales_target(self, slot: Int32, row: Int32) -> Int32:
+        return slot + Int32(self.memory.scales_offset) + (self.team.index * self.rows + row) * SCALES_PITCH
+
+
+@dataclass(frozen=True)
+class DenseKV(KVTiles):
+    """Tokens at a stride."""
+
+    def look_up(self, kv_tile: Int32, wanted: Boolean) -> list[Int32]:
+        """What the copies of a tile must know a tile earlier: nothing."""
+        return []
+
+    def copies(self, kv_tile: Int32, slot: Int32, wanted: Boolean, found: list[Int32]) -> Iterator[None]:
+        """The copies of a kv tile into the ring slot at shared address `slot`; an unwanted tile reads nothing."""
+        start = self.first_token(kv_tile)
+        left = ptx.select(wanted, self.kv_end - start, Int32(0))
+        yield from self.k.copies(self.team, self.k_target(slot), self.rows, start, left)
+        yield from self.v.copies(self.team, self.v_target(slot), self.rows, start, left)
+        if self.scales.count:
+            yield from self.scale_copies(slot, start, left)
+
+    def scale_copies(self, slot: Int32, start: Int32, left: Int32) -> Iterator[None]:
+        step, thread = self.team.size // 8, ptx.opaque(self.team.thread)
+        row, chunk = thread >> 3, thread & 7
+        target = self.scales_target(slot, row)
+        for i in range(self.passes):
+            size = ptx.select(Int32(i * step) < left - row, Int32(CHUNK), Int32(0))
+            yield from self.scales.copy_row(target, i * step, Int32(0), start + row + i * step, size, chunk)

@@ -1,0 +1,99 @@
+"""Which request, query rows and keys a CTA has: by its place in the grid, or from a plan in device memory."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.rows import Divisor
+from cute_attn.schedule.records import ITEM_INTS, NO_PARTIAL, Item
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one CTA works on. Tiles are kv tiles of the request, [first_tile, last_tile)."""
+
+    kv_head: Int32
+    first_row: Int32
+    qo_start: Int32
+    qo_len: Int32
+    kv_start: Int32
+    kv_len: Int32
+    kv_end: Int32  # tokens from here on are hidden or another CTA's
+    right: Int32
+    left: Int32
+    mask: Int64
+    first_tile: Int32
+    last_tile: Int32
+    partial: Int32
+
+
+@dataclass(frozen=True)
+class GridSchedule:
+    """One request: query tiles of all heads along x, splits of the keys along z."""
+
+    rows: int
+    cols: int
+
+    def share(self, p: Any) -> Share:
+        x, _, split = cute.arch.block_idx()
+        # Heads side by side, last rows first: under a causal mask the longest tiles of all heads start first, and the
+        # CTAs of a wave read the same stretch of their K and V. On an H200 4096 causal tokens gain 16 %, 16384 1 %.
+        place = cute.arch.grid_dim()[0] - 1 - x
+        index, kv_head = divided(p, place)
+        zero, first = Int32(0), split * p.tiles_per_split
+        return Share(
+            kv_head=kv_head,
+            first_row=index * self.rows,
+            qo_start=zero,
+            qo_len=p.qo_len,
+            kv_start=zero,
+            kv_len=p.kv_len,
+            kv_end=p.kv_len,
+            right=p.right,
+            left=p.left,
+            mask=p.mask,
+            first_tile=first,
+            last_tile=first + p.tiles_per_split,
+            partial=Int32(NO_PARTIAL),
+        )
+
+
+@dataclass(frozen=True)
+class ItemSchedule:
+    """A batch: work item x / num_kv_heads of the plan. `right` and `left` are relative to the end of the keys there."""
+
+    rows: int
+    cols: int
+
+    def share(self, p: Any) -> Share:
+        """Read again by the epilogue, which is cheaper than keeping it in registers."""
+        index, kv_head = divided(p, cute.arch.block_idx()[0])
+        address = p.items + Int64(index) * Int64(4 * ITEM_INTS)
+        words = [word for offset in (0, 16, 32) for word in ptx.ld_global_v4(address, offset)]
+        item = Item(*map(cute.arch.make_warp_uniform, words[: len(Item._fields)]))
+        position = item.kv_len - item.qo_len  # of query token 0
+        low = Int64(item.mask_low) & Int64(0xFFFFFFFF)
+        return Share(
+            kv_head=kv_head,
+            first_row=item.first_row,
+            qo_start=item.qo_start,
+            qo_len=item.qo_len,
+            kv_start=item.kv_start,
+            kv_len=item.kv_len,
+            kv_end=item.kv_end,
+            right=position + p.right,
+            left=position + p.left,
+            mask=p.mask + ((Int64(item.mask_high) << Int64(32)) | low),
+            first_tile=item.kv_begin // self.cols,
+            last_tile=(item.kv_end + Int32(self.cols - 1)) // self.cols,
+            partial=item.partial,
+        )
+
+
+def divided(p: Any, place: Int32) -> tuple[Int32, Int32]:
+    """(place / num_kv_heads, kv head): kv heads are innermost."""
+    index = Divisor(p.num_kv_heads, p.kv_heads_multiplier, p.kv_heads_shift).quotient(place)
+    return index, place - index * p.num_kv_heads

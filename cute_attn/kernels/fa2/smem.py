@@ -1,0 +1,108 @@
+"""Where the attention kernel's tiles lie in shared memory. Plain numbers: the host needs them without the DSL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
+from cute_attn.kernels.formats import KV_BITS, LINE
+
+SCALES_PITCH = 32  # bytes of a token's NVFP4 block scales: 16 for K, then 16 for V
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Byte offsets: Q, then a ring of `stages` (K, V) pairs as stored, then the extras that only some variants have.
+
+    Pitches are whole lines, wasteful for narrow rows of fp8 and NVFP4: eight threads copy any row.
+    """
+
+    tile: Tile
+    head_dim_qk: int
+    head_dim_vo: int
+    rope: bool
+    kv_dtype: str = ""
+
+    @classmethod
+    def of(cls, spec: Fa2Spec) -> SharedMemory:
+        return cls(spec.tile, spec.head_dim_qk, spec.head_dim_vo, spec.pos_encoding == "rope", spec.kv_dtype)
+
+    @property
+    def qk_pitch(self) -> int:
+        return -(-self.head_dim_qk * 2 // LINE) * LINE
+
+    @property
+    def vo_pitch(self) -> int:
+        return -(-self.head_dim_vo * 2 // LINE) * LINE
+
+    @property
+    def k_bytes(self) -> int:
+        """Of a row of K as stored."""
+        return self.head_dim_qk * KV_BITS[self.kv_dtype] // 8
+
+    @property
+    def v_bytes(self) -> int:
+        return self.head_dim_vo * KV_BITS[self.kv_dtype] // 8
+
+    @property
+    def k_pitch(self) -> int:
+        return -(-self.k_bytes // LINE) * LINE
+
+    @property
+    def v_pitch(self) -> int:
+        return -(-self.v_bytes // LINE) * LINE
+
+    @property
+    def ring(self) -> int:
+        """Start of the K/V ring; Q lies before it."""
+        return self.tile.rows * self.qk_pitch
+
+    @property
+    def v_offset(self) -> int:
+        """V tile within a ring slot; K is at 0."""
+        return self.tile.cols * self.k_pitch
+
+    @property
+    def scales_offset(self) -> int:
+        """NVFP4 block scales within a ring slot."""
+        return self.v_offset + self.tile.cols * self.v_pitch
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.scales_offset + (self.tile.cols * SCALES_PITCH if self.kv_dtype == "nvfp4" else 0)
+
+    @property
+    def ring_end(self) -> int:
+        return self.ring + self.tile.stages * self.slot_bytes
+
+    @property
+    def operand_v(self) -> int:
+        """V behind K where both have 16 bits: in the ring, or converted."""
+        return self.tile.cols * self.qk_pitch
+
+    @property
+    def converted(self) -> int:
+        """One (K, V) pair of 16 bits, made from stored ones of fewer."""
+        return self.ring_end
+
+    @property
+    def rope_table(self) -> int:
+        """(hi, lo) fp32 pairs of the rotation frequencies, one per pair of dimensions."""
+        return self.converted + (self.operand_v + self.tile.cols * self.vo_pitch if self.kv_dtype else 0)
+
+    @property
+    def merge_pitch(self) -> int:
+        """Row of fp32 outputs when the warps of a row merge; padded so that a quad's rows differ in bank."""
+        return self.head_dim_vo * 4 + 32
+
+    @property
+    def merge_outputs(self) -> int:
+        """Drained memory holds (max, sum) per warp column and row, then the outputs."""
+        return self.tile.warps_cols * self.tile.rows * 8
+
+    @property
+    def bytes(self) -> int:
+        total = self.rope_table + (self.head_dim_qk // 2 * 8 if self.rope else 0)
+        if self.tile.warps_cols > 1:
+            total = max(total, self.merge_outputs + self.tile.warps_cols * self.tile.rows * self.merge_pitch)
+        return total

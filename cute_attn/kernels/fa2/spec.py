@@ -1,0 +1,67 @@
+"""Compile key and tile of the mma.sync kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cute_attn.runtime.spec import KernelSpec, Program
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Work of one CTA and its warps.
+
+    `rows` query rows (token x head of one group) by `cols` kv tokens a step; warps are laid out
+    `warps_rows` x `warps_cols`: with `warps_cols > 1` every warp owns its own kv columns and softmax state,
+    merged once at the end. `stages` K/V tiles are in flight in shared memory.
+    """
+
+    rows: int
+    cols: int
+    warps_rows: int
+    warps_cols: int
+    stages: int
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_rows * self.warps_cols
+
+    def __post_init__(self) -> None:
+        loaders = self.threads if self.warps_cols == 1 else 32  # threads that copy the same rows, 8 to a row
+        rules = {
+            "rows must be a multiple of 16 for every warp row": self.rows % (16 * self.warps_rows) == 0,
+            "cols must be a multiple of 16 for every warp column": self.cols % (16 * self.warps_cols) == 0,
+            "cols must divide into whole passes of the copying threads": self.cols % (loaders // 8) == 0,
+            "warps must be a power of two": self.threads & (self.threads - 1) == 0,
+            "stages must be at least 2": self.stages >= 2,
+        }
+        for rule, holds in rules.items():
+            if not holds:
+                raise ValueError(f"{self}: {rule}")
+
+
+@dataclass(frozen=True)
+class Fa2Spec(KernelSpec):
+    """The mma.sync attention kernel. Causal, window, GQA group, strides, lengths, page size and scales are run-time
+    values.
+    """
+
+    kernel: ClassVar[str] = "fa2"
+    dtype: str
+    out_dtype: str
+    head_dim_qk: int
+    head_dim_vo: int
+    mask: str = "band"  # "band": causal/window/length bounds; "packed": custom mask bits and the band
+    scores: tuple[str, ...] = ()  # in order of application, of "scale", "alibi", "soft_cap"
+    pos_encoding: str = "none"  # "none" or "rope"
+    split: bool = False  # schedule "grid": fp32 partials for the combine kernel instead of the output
+    schedule: str = "grid"  # "grid": one request, work by place in the grid; "items": work items of a batch
+    kv: str = "dense"  # "dense": tokens at a stride; "paged": pages in any order
+    kv_dtype: str = ""  # of `KV_BITS`
+    tile: Tile = Tile(128, 64, 4, 1, 2)
+
+    def program(self, arch: str) -> Program:
+        from cute_attn.kernels.fa2.kernel import Fa2Program
+
+        return Fa2Program(self, arch)

@@ -1,0 +1,55 @@
+"""Specs of the Hopper kernel that the compile gate builds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cute_attn.kernels.fa3.spec import Fa3Spec
+from cute_attn.kernels.fa3.tiles import FP8_HEAD_DIMS, HEAD_DIMS, choose
+from cute_attn.kernels.formats import FP8_DTYPES
+from cute_attn.runtime.spec import KernelSpec
+
+# What modifies scores; the first asks for more registers than any other.
+MODIFIED: tuple[dict[str, Any], ...] = (
+    {"mask": "packed", "scores": ("scale", "alibi", "soft_cap")},
+    {"mask": "packed"},
+    {"mask": "band"},
+    {"scores": ("scale", "soft_cap")},
+)
+
+
+ITEMS: dict[str, Any] = {"schedule": "items", "kv": "paged"}
+
+
+GATHERED: dict[str, Any] = {"schedule": "items", "kv": "gathered"}
+
+
+def default_specs() -> list[KernelSpec]:
+    """All head dims in bf16, alone, over pages and with the most demanding scores; the rest at the commonest dims."""
+    llama = (128, 128)
+    specs = [_spec(dims, **source) for dims in HEAD_DIMS for source in ({}, ITEMS, GATHERED)]
+    specs += [_spec(dims, split=True, out_dtype="float32") for dims in HEAD_DIMS]
+    specs += [_spec(dims, **MODIFIED[0], **(ITEMS if dims == llama else {})) for dims in HEAD_DIMS]
+    specs += [_spec(dims, **MODIFIED[0], **GATHERED) for dims in HEAD_DIMS]
+    specs += [_spec(llama, **modified) for modified in MODIFIED[1:]]
+    specs += [_spec(llama, schedule="items"), _spec(llama, dtype="float16", out_dtype="float16")]
+    fp8: tuple[dict[str, Any], ...] = ({}, ITEMS, {"schedule": "items"}, {"mask": "band"}, {**MODIFIED[0], **ITEMS})
+    for dims in FP8_HEAD_DIMS:
+        specs += [_spec(dims, dtype="float8_e4m3fn", **source) for source in fp8]
+        specs.append(_spec(dims, dtype="float8_e4m3fn", split=True, out_dtype="float32"))
+    return specs + _widened_specs()
+
+
+def _widened_specs() -> list[KernelSpec]:
+    llama, (e4m3, e5m2) = (128, 128), FP8_DTYPES
+    specs = [_spec(dims, kv_dtype=e4m3, **source) for dims in HEAD_DIMS for source in ({}, ITEMS, GATHERED)]
+    specs += [_spec(dims, kv_dtype=e4m3, **MODIFIED[0], **source) for dims in HEAD_DIMS for source in (ITEMS, GATHERED)]
+    specs += [_spec(llama, kv_dtype=e4m3, split=True, out_dtype="float32"), _spec(llama, kv_dtype=e5m2, **ITEMS)]
+    specs += [_spec(llama, dtype="float16", out_dtype="float16", kv_dtype=stored) for stored in (e4m3, e5m2)]
+    return specs
+
+
+def _spec(dims: tuple[int, int], *, dtype: str = "bfloat16", out_dtype: str = "bfloat16", **rest: Any) -> KernelSpec:
+    plain = rest.get("mask", "stop") == "stop" and not rest.get("scores")
+    tile = choose(dims, plain, rest.get("kv", "dense"), dtype in FP8_DTYPES, "kv_dtype" in rest)
+    return Fa3Spec(dtype, out_dtype, *dims, tile=tile, **rest)

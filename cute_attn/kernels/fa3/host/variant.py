@@ -1,0 +1,97 @@
+"""Which wgmma kernels solve problems of given settings."""
+
+from __future__ import annotations
+
+import torch
+
+from cute_attn.kernels.fa2.host import variant as fa2_variant
+from cute_attn.kernels.fa3 import tiles as fa3_tiles
+from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
+from cute_attn.kernels.host.features import batched, combine_spec
+from cute_attn.kernels.host.load import load
+from cute_attn.problem import Features
+from cute_attn.runtime.arch import Arch
+from cute_attn.runtime.spec import KernelSpec
+
+__all__ = ["combine_spec", "heads_per_tile", "load", "section_heads", "spec", "specs", "tile"]
+
+SMALL_PAGE, LARGE_PAGE = 1, 128  # tokens: kernels for these are all that there are
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+SECTION_BYTES = 32 << 20  # keys and values that shall stay in L2 together
+PACKED_TOKENS = 64  # below so many query tokens a request, the heads of a group share tiles
+
+
+def spec(
+    features: Features, window: bool, tile: HopperTile, split: bool = False, page_size: int = SMALL_PAGE
+) -> Fa3Spec:
+    """`window`: the mask has a left bound. `split`: a single request's keys are cut. `page_size`: of paged keys."""
+    dtype = str(features.q_dtype).removeprefix("torch.")
+    mask = "packed" if features.custom_mask else "band" if window else "stop"
+    return Fa3Spec(
+        dtype=dtype,
+        out_dtype="float32" if split else str(features.o_dtype).removeprefix("torch."),
+        head_dim_qk=features.head_dim_qk,
+        head_dim_vo=features.head_dim_vo,
+        mask=mask,
+        scores=scores(features),
+        split=split,
+        schedule="items" if batched(features) else "grid",
+        kv=kv_source(features, page_size),
+        kv_dtype=fa2_variant.kv_dtype(features),
+        tile=tile,
+    )
+
+
+def scores(features: Features) -> tuple[str, ...]:
+    """In fp8 a scale alone, of any sign, is a row's and softmax's."""
+    steps = fa2_variant.scores(features)
+    return () if features.q_dtype in FP8 and steps == ("scale",) else steps
+
+
+def kv_source(features: Features, page_size: int) -> str:
+    if features.kv_source != "paged":
+        return "dense"
+    if features.q_dtype in FP8:
+        return "paged"  # the warps that would gather rows transpose V
+    return fa3_tiles.page_source((features.head_dim_qk, features.head_dim_vo), page_size, widened(features))
+
+
+def tile(features: Features, window: bool, page_size: int = SMALL_PAGE) -> HopperTile:
+    plain = not features.custom_mask and not scores(features) and not window
+    dims = features.head_dim_qk, features.head_dim_vo
+    return fa3_tiles.choose(dims, plain, kv_source(features, page_size), features.q_dtype in FP8, widened(features))
+
+
+def widened(features: Features) -> bool:
+    """Keys and values have fewer bits than q."""
+    return features.kv_dtype != features.q_dtype
+
+
+def heads_per_tile(features: Features, qo_len: int, rows: int) -> int:
+    """Query heads whose rows share a tile: a whole group where requests are short, and where it divides a tile."""
+    group = features.num_qo_heads // features.num_kv_heads
+    return group if qo_len < PACKED_TOKENS and rows % group == 0 else 1
+
+
+def section_heads(features: Features, heads: int, kv_len: int) -> int:
+    """Blocks of `heads` query heads worked on side by side: they divide all, and are if possible all of a kv head."""
+    head_blocks = features.num_qo_heads // heads
+    blocks_per_kv = features.num_qo_heads // features.num_kv_heads // heads
+    wanted = max(1, SECTION_BYTES // max(kv_len * token_bytes(features), 1)) * blocks_per_kv
+    return max(n for n in range(1, head_blocks + 1) if head_blocks % n == 0 and n <= wanted)
+
+
+def token_bytes(features: Features) -> int:
+    """Of keys and values of one head."""
+    return (features.head_dim_qk + features.head_dim_vo) * features.kv_dtype.itemsize
+
+
+def specs(features: Features, arch: Arch) -> list[KernelSpec]:
+    """Every kernel that calls of these features may need, whatever their lengths."""
+    kernels: list[KernelSpec] = [
+        spec(features, window, tile(features, window, page_size), split, page_size)
+        for window in (False, True)
+        for split in ((False,) if batched(features) else (False, True))
+        for page_size in (SMALL_PAGE, LARGE_PAGE)
+    ]
+    return [*dict.fromkeys(kernels), combine_spec(features)]

@@ -1,0 +1,141 @@
+"""fp8 K and V tiles, rows side by side as TMA brings them, to the 16-bit operands of wgmma: lines of 128 bytes of all
+rows, one column of 64 elements after the other, swizzled.
+
+fp8 goes to fp16 in one instruction a pair, to bf16 in four. So operands are fp16 whatever q is: P, which is below 2^14;
+and q of bf16, its rows multiplied by powers of two that bring their largest number to 2^14. What is lost of q is below
+2^-39 of that.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cute_attn.kernels.blocks import ptx, sm90
+from cute_attn.kernels.blocks.dequant import Fp8
+from cute_attn.kernels.blocks.smem import CHUNK, swizzled
+from cute_attn.kernels.blocks.softmax import OnlineSoftmax
+from cute_attn.kernels.fa3.parts.wgmma import GroupLanes, GroupTile
+from cute_attn.kernels.fa3.smem import WidenedMemory
+from cute_attn.kernels.formats import LINE
+
+OPERAND = "float16"
+HIGHEST = 14  # exponent of a row's largest number
+MOST = 100  # exponent of a row's factor: of rows of zeros, or nearly so
+LEAST_SCALE = 1e-30  # of scores: 0 would turn hidden ones into NaN
+EIGHT = 8  # rows, after which the swizzle repeats; a warp's four lanes a row read 64 elements
+
+
+@dataclass(frozen=True)
+class RegisterTile(GroupTile):
+    """q in registers."""
+
+    def q_operand(self, address: Int32) -> list[Int32]:
+        lanes, q = GroupLanes.of(), []
+        row, half = lanes.warp * 16 + lanes.lane % 16, lanes.lane // 16
+        for step in range(self.memory.head_dim_qk // 16):
+            at = address + swizzled(row, half + step % 4 * 2, LINE)
+            q += ptx.ldmatrix_x4(at, step // 4 * self.memory.tile.rows * LINE)
+        return q
+
+    def afresh(self, q: list[Int32]) -> list[Int32]:
+        return q
+
+    def scores(self, q: list[Int32], k: Int32) -> list[Float32]:
+        cols = self.memory.tile.cols
+        steps = [step // 4 * cols * LINE + step % 4 * 32 for step in range(self.memory.head_dim_qk // 16)]
+        return sm90.wgmma_from_registers(self.dtype, self.dtype, cols, q, k, steps, k_major=True)
+
+
+@dataclass(frozen=True)
+class RowSoftmax(OnlineSoftmax):
+    """Every row has a scale of its own."""
+
+    row_scales: list[Float32]
+
+    def scale(self, slot: int) -> Float32:
+        return self.row_scales[slot]
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """Of a warp's 16 rows of q in shared memory, from bf16 to fp16, two lanes a row."""
+
+    memory: WidenedMemory
+    lanes: GroupLanes
+
+    def run(self, q_rows: Int32, scale: Float32) -> list[Float32]:
+        """What the scores of this lane's rows are multiplied by."""
+        lane = self.lanes.lane
+        at = q_rows + (self.lanes.warp * 16 + lane // 2) * LINE + lane % 2 * (LINE // 2)
+        pitch = self.memory.tile.rows * LINE
+        offsets = [column * pitch + 16 * i for column in range(self.memory.qk_columns) for i in range(4)]
+        largest = Int32(0)
+        for offset in offsets:
+            for word in ptx.ld_shared_v4(at, offset):
+                for number in (word, word << 16):  # as fp32, maybe with digits behind it
+                    largest = ptx.maximum(largest, number & Int32(0x7FFFFFFF))
+        largest = ptx.maximum(largest, ptx.shuffle_xor_b32(largest, 1))
+        exponent = ptx.minimum(Int32(HIGHEST + 127) - (largest >> 23), Int32(MOST))
+        factor, inverse = (ptx.from_bits((127 + x) << 23) for x in (exponent, Int32(0) - exponent))
+        for offset in offsets:
+            words = []
+            for word in ptx.ld_shared_v4(at, offset):
+                low, high = ptx.unpack_16("bfloat16", word)
+                words.append(ptx.pack_16(OPERAND, low * factor, high * factor))
+            ptx.st_shared_v4(at, offset, words)
+        sm90.fence_async()
+        ptx.sync_warp()
+        return [ptx.shuffle_from(scale * inverse, lane // 4 * 2 + 16 * slot) for slot in range(2)]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """K or V: its rows as stored, and what becomes of them."""
+
+    columns: int
+    pitch: int
+    kind: Fp8
+
+
+@dataclass(frozen=True)
+class Widening:
+    memory: WidenedMemory
+    warp: Int32
+    lane: Int32
+    warps: int
+    k: Rows
+    v: Rows
+
+    @cute.jit
+    def run(self, rows: cutlass.Constexpr, source: Int32, target: Int32) -> None:
+        """Eight rows at a time. Odd ones take an even number of columns in another order: 8 lanes side by side then
+        differ in bank, reading and writing.
+        """
+        cols, columns, pitch = self.memory.tile.cols, rows.columns, rows.pitch
+        row, quarter = self.lane >> 2, self.lane & 3
+        read, write = source + row * pitch + quarter * CHUNK, target + row * LINE + ((2 * quarter) ^ row) * CHUNK
+        swapped = (row & 1) * (1 - columns % 2)
+        reads = [read + swapped * (sign * pitch // columns) for sign in (1, -1)]
+        writes = [write + swapped * (sign * cols * LINE) for sign in (1, -1)]
+        for i in cutlass.range(self.warp, cols // EIGHT, self.warps, unroll=1):
+            words = [ptx.ld_shared_v4(reads[c % 2] + i * (EIGHT * pitch), c * pitch // columns) for c in range(columns)]
+            for c in cutlass.range_constexpr(columns):
+                pairs = [pair for word in words[c] for pair in rows.kind.word(word)]
+                at = writes[c % 2] + i * (EIGHT * LINE)
+                ptx.st_shared_v4(at, c * cols * LINE, pairs[:4])
+                ptx.st_shared_v4(at ^ Int32(CHUNK), c * cols * LINE, pairs[4:])
+
+    @cute.jit
+    def clear(self, rows: cutlass.Constexpr, source: Int32, first: Int32) -> None:
+        """Keys from `first` on become zeros: they are another request's, or nobody's, and 0 * NaN is no 0. A warp
+        clears what it will read itself.
+        """
+        chunks = rows.pitch // CHUNK
+        for i in cutlass.range(self.warp, self.memory.tile.cols // EIGHT, self.warps, unroll=1):
+            for j in cutlass.range_constexpr(EIGHT * chunks // 32):
+                chunk = i * (EIGHT * chunks) + 32 * j + self.lane
+                if chunk >= first * chunks:
+                    ptx.st_shared_v4(source + chunk * CHUNK, 0, [Int32(0) for _ in range(4)])
+        ptx.sync_warp()

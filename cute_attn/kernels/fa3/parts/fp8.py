@@ -1,0 +1,219 @@
+"""A math warpgroup's tile in fp8: how probabilities become an operand, how sums stay exact, where outputs lie.
+
+Of the A operand, a lane holds four neighbouring columns where the accumulator gives it two of one block of eight and
+two of the next. Nothing is shuffled: P's columns are the keys in another order, and `Transposition` writes V's in the
+same.
+"""
+
+import math
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from cute_attn.kernels.blocks import ptx, sm90
+from cute_attn.kernels.blocks.epilogue import Unfinished
+from cute_attn.kernels.blocks.softmax import OnlineSoftmax, reduce_quad
+from cute_attn.kernels.fa3.parts.epilogue import GroupStore
+from cute_attn.kernels.fa3.parts.wgmma import GroupTile
+from cute_attn.kernels.fa3.smem import Fp8Memory
+from cute_attn.kernels.formats import LINE
+
+P_DTYPE = "float8_e4m3fn"
+P_LOG2 = 3.0  # the highest probability when an anchor is set is 2^3; e4m3 is full in precision from 2^-6 to 448
+SUM_LIMIT = 448.0  # of a thread's probabilities of a row: none is above e4m3's largest then
+PEAK_LOG2 = 7.1  # what rows that are little but a peak are raised to: once or twice as high a peak may still come
+
+
+@dataclass(frozen=True)
+class Fp8Tile(GroupTile):
+    memory: Fp8Memory
+
+    def v_operand(self, address: Int32) -> Int32:
+        return self.k_operand(address)
+
+    def accumulate(self, out: list[Float32], p: list[Int32], v: Int32) -> list[Float32]:
+        """Starts out + P V; V transposed."""
+        line, steps = self.memory.key_line, []
+        for key in range(0, self.memory.tile.cols, 32):
+            column, within = divmod(key, line)
+            steps.append(column * self.memory.head_dim_vo * line + within)
+        return sm90.wgmma_from_registers(P_DTYPE, self.dtype, self.memory.head_dim_vo, p, v, steps, out, line=line)
+
+    def probabilities(self, s: list[Float32]) -> list[Int32]:
+        """Of every 32 keys: row slot 0, then 1, of the first 16, then of the others."""
+        words = []
+        for i in range(0, len(s), 8):
+            for row in (i, i + 2):
+                words.append(sm90.pack_e4m3([s[row], s[row + 1], s[row + 4], s[row + 5]]))
+        return words
+
+    def scaled(self, p: list[Int32], factors: list[Float32]) -> list[Int32]:
+        """Probabilities times powers of two of their row."""
+        pairs = [ptx.pack_16("float16", factor, factor) for factor in factors]
+        words = []
+        for i, word in enumerate(p):
+            halves = ptx.e4m3x4_to_f16(word, native=True)
+            words.append(sm90.pack_e4m3_16([ptx.multiply_16("float16", half, pairs[i % 2]) for half in halves]))
+        return words
+
+
+@dataclass(frozen=True)
+class ThreadSums:
+    """A math thread's outputs in shared memory, eights of bf16, each side by side with the other threads'. What
+    rounding leaves over goes back to whoever sums on in registers: nothing is lost, for half the traffic of fp32.
+    """
+
+    address: Int32
+    eights: int
+    pitch: int
+
+    @classmethod
+    def of(cls, memory: Fp8Memory, address: Int32) -> "ThreadSums":
+        thread = ptx.asm("mov.u32 $0, %tid.x;", [Int32]) - Int32(128)
+        return cls(address + thread * 16, memory.head_dim_vo // 16, 2 * 16 * memory.tile.rows)
+
+    def clear(self) -> None:
+        for i in range(self.eights):
+            ptx.st_shared_v4(self.address, i * self.pitch, [Int32(0) for _ in range(4)])
+
+    def add(self, out: list[Float32]) -> list[Float32]:
+        """What is left over."""
+        rest = []
+        for i in range(self.eights):
+            rest += self.write(i, [x + y for x, y in zip(self.read(i), out[8 * i : 8 * i + 8], strict=True)])
+        return rest
+
+    def scale(self, out: list[Float32], factors: list[Float32]) -> list[Float32]:
+        """Both; `out` with what is left over."""
+        scaled = []
+        for i in range(self.eights):
+            rest = self.write(i, [x * factors[j % 4 // 2] for j, x in enumerate(self.read(i))])
+            scaled += [ptx.fma(out[8 * i + j], factors[j % 4 // 2], x) for j, x in enumerate(rest)]
+        return scaled
+
+    def plus(self, out: list[Float32]) -> list[Float32]:
+        return [x + y for i in range(self.eights) for x, y in zip(self.read(i), out[8 * i : 8 * i + 8], strict=True)]
+
+    def read(self, i: int) -> list[Float32]:
+        words = ptx.ld_shared_v4(self.address, i * self.pitch)
+        return [x for word in words for x in ptx.unpack_16("bfloat16", word)]
+
+    def write(self, i: int, values: list[Float32]) -> list[Float32]:
+        words = [ptx.pack_16("bfloat16", values[j], values[j + 1]) for j in range(0, 8, 2)]
+        ptx.st_shared_v4(self.address, i * self.pitch, words)
+        written = [x for word in words for x in ptx.unpack_16("bfloat16", word)]
+        return [x - y for x, y in zip(values, written, strict=True)]
+
+
+@dataclass(frozen=True)
+class Fp8Softmax(OnlineSoftmax):
+    """Every row has a scale of its own; probabilities use e4m3's range."""
+
+    row_scales: list[Float32]
+
+    def scale(self, slot: int) -> Float32:
+        return self.row_scales[slot]
+
+    @property
+    def slack(self) -> float:
+        """Without any probability above it, no thread's sum reaches the limit."""
+        return math.log2(SUM_LIMIT / len(self.columns(0))) - 0.01
+
+    def anchor(self, high: Float32, slot: int) -> Float32:
+        return ptx.fma(Float32(0.0) - high, self.scale(slot), Float32(P_LOG2))
+
+    def room(self, total: list[Float32]) -> list[Float32]:
+        """Powers of two by which probabilities of a row may grow, for the sums of all its tiles."""
+        rises = []
+        for x in total:
+            rise = Float32(PEAK_LOG2) - ptx.log2(reduce_quad(ptx.fmax, x))
+            rises.append(ptx.fmin(ptx.fmax(ptx.floor(rise), Float32(0.0)), Float32(4.0)))
+        return rises
+
+    def too_high(self, sums: list[Float32]) -> Boolean:
+        """Some of this thread's probabilities may be beyond e4m3, or a row had no anchor (infinite, or NaN)."""
+        within = [Boolean(total <= Float32(SUM_LIMIT)) for total in sums]
+        return cutlass.and_(*within) == Boolean(False)
+
+
+@dataclass(frozen=True)
+class Transposition:
+    """Of V tiles, by warps beside the producer's: [key][d] as TMA brings it becomes [d][key].
+
+    ldmatrix.trans of 16-bit elements leaves a lane with two neighbouring dimensions of two neighbouring keys, and four
+    such matrices hold 32 keys. Even and odd dimensions go to lines eight apart: a matrix's lines then differ in bank.
+    """
+
+    memory: Fp8Memory
+    warp: Int32
+    lane: Int32
+    warps: int
+    barrier: int  # named, of these warps
+
+    @cute.jit
+    def run(self, source: Int32, target: Int32) -> None:
+        """In pieces of 32 keys by 64 dimensions."""
+        memory, pitch = self.memory, self.memory.key_line
+        halves, inner = memory.head_dim_vo // 64, self.lane & 7
+        read = source + self.lane * LINE
+        odd, second = (self.lane >> 3) & 1, self.lane >> 4  # of the matrix whose line this lane addresses
+        write = target + (odd * 8 + inner) * pitch
+        in_line, swizzle = pitch // 32, inner >> (LINE // pitch - 1)
+        for piece in cutlass.range(self.warp, memory.tile.cols // 32 * halves, self.warps, unroll=1):
+            keys, half = piece // halves, piece % halves
+            line = read + keys * (32 * LINE) + (half >> 1) * (memory.tile.cols * LINE)
+            place = line + ((inner ^ ((half & 1) << 2)) << 4)
+            line = write + keys // in_line * (memory.head_dim_vo * pitch) + half * (64 * pitch)
+            into = line + (((swizzle ^ second) ^ ((keys & (in_line - 1)) << 1)) << 4)
+            loaded = [ptx.ldmatrix_x4(place ^ Int32(i << 4), 0, transpose=True) for i in range(4)]
+            for i, (a, b, c, d) in enumerate(loaded):
+                even = [ptx.permute(a, b, 0x6420), ptx.permute(c, d, 0x6420)]
+                uneven = [ptx.permute(a, b, 0x7531), ptx.permute(c, d, 0x7531)]
+                sm90.stmatrix_x4(into, i * (16 * pitch), [even[0], uneven[0], even[1], uneven[1]])
+
+    @cute.jit
+    def clear(self, source: Int32, first: Int32) -> None:
+        """Keys from `first` on become zeros: they are another request's, or nobody's, and 0 * NaN is no 0."""
+        cols = self.memory.tile.cols
+        thread = self.warp * 32 + self.lane
+        for chunk in cutlass.range(thread, (cols - first) * (LINE // 16), 32 * self.warps, unroll=1):
+            for column in cutlass.range_constexpr(self.memory.vo_columns):
+                at = source + first * LINE + chunk * 16
+                ptx.st_shared_v4(at, column * cols * LINE, [Int32(0) for _ in range(4)])
+        sm90.named_sync(Int32(self.barrier), 32 * self.warps)
+
+
+@dataclass(frozen=True)
+class Fp8Store(GroupStore):
+    """Blocks 2 b and 2 b + 1 are even and odd dimensions: a lane has four neighbouring ones of every 16."""
+
+    def neighbours(self, values: list[Float32]) -> list[list[Float32]]:
+        return [[values[i], values[i + 2], values[i + 1], values[i + 3]] for i in range(0, len(values), 4)]
+
+    @cute.jit
+    def store_pairs(self, row: Int32, values: list[Float32]) -> None:
+        if self.rows.exists(row):
+            address = self.target.row(self.rows, row) + Int64(self.lanes.lane % 4 * 16)
+            for i, four in enumerate(self.neighbours(values)):
+                ptx.st_global_v4_f32(address, i * 64, four)
+
+    @cute.jit
+    def store_pieces(self, row: Int32, values: list[Float32]) -> None:
+        if self.rows.exists(row):
+            address = self.target.row(self.rows, row) + Int64(self.lanes.lane % 4 * 8)
+            for i, four in enumerate(self.neighbours(values)):
+                packed = [ptx.pack_16(self.target.dtype, four[j], four[j + 1]) for j in (0, 2)]
+                ptx.st_global_v2(address, i * 32, packed)
+
+
+@dataclass(frozen=True)
+class ScaledUnfinished(Unfinished):
+    """Partial outputs already hold their head's scale, which the merge knows nothing of."""
+
+    v_scale: Float32
+
+    def row(self, maximum: Float32, total: Float32, head: Int32) -> tuple[Float32, Float32]:
+        factor, lse = super().row(maximum, total, head)
+        return factor * self.v_scale, lse

@@ -1,0 +1,48 @@
+"""Shared-memory rings between the producer and the math warpgroups of the Hopper kernel."""
+
+from dataclasses import dataclass
+
+from cutlass import Int32
+
+from cute_attn.kernels.blocks.pipeline import Place, Ring
+from cute_attn.kernels.fa3.smem import RECORD_BYTES, HopperMemory
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What producer and math groups meet at."""
+
+    q: Ring
+    k: Ring
+    v: Ring
+    records: Int32  # descriptions of query tiles, one a place of Q's ring
+
+    @property
+    def arriving_k(self) -> Ring:
+        """Where K is copied to."""
+        return self.k
+
+    @property
+    def arriving_v(self) -> Ring:
+        return self.v
+
+    @classmethod
+    def of(cls, memory: HopperMemory, base: Int32, writers: int) -> "Shared":
+        """`writers`: warps that fill slots of K and V."""
+        tile, barriers = memory.tile, base + Int32(memory.barriers)
+        k_barriers = barriers + Int32(16 * tile.q_stages)
+        return cls(
+            Ring(tile.q_stages, memory.q_bytes, base, barriers),
+            Ring(tile.stages, memory.k_bytes, base + Int32(memory.k_ring), k_barriers, writers),
+            Ring(
+                tile.stages,
+                memory.v_bytes,
+                base + Int32(memory.v_ring),
+                k_barriers + Int32(16 * tile.stages),
+                writers,
+            ),
+            base + Int32(memory.records),
+        )
+
+    def record(self, q: Place) -> Int32:
+        return self.records + q.turn * RECORD_BYTES

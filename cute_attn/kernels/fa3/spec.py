@@ -1,0 +1,92 @@
+"""Compile key and tile of the Hopper kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cute_attn.kernels.formats import FP8_DTYPES
+from cute_attn.runtime.spec import KernelSpec, Program
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """Work of one CTA of the wgmma kernel: `rows` packed query rows, 64 a math warpgroup, by `cols` kv tokens.
+
+    `stages` K and V tiles and `q_stages` query tiles are in flight; of those that are widened, `arriving` more as they
+    are stored. `ping_pong`: warpgroups take turns at issuing products, so that one's softmax runs under another's.
+    `helpers`: warps that make operands, where TMA does not bring them; beyond three there is a warpgroup for them.
+    `q_registers`: math threads hold q there, and leave more of shared memory's bandwidth to the helpers.
+    """
+
+    rows: int
+    cols: int
+    stages: int = 2
+    q_stages: int = 1
+    ping_pong: bool = True
+    arriving: int = 0
+    helpers: int = 3
+    q_registers: bool = False
+
+    @property
+    def math_groups(self) -> int:
+        return self.rows // 64
+
+    @property
+    def threads(self) -> int:
+        """A producer warpgroup, the math warpgroups, and maybe one of helpers."""
+        return 128 * (1 + self.math_groups + (self.helpers > 3))
+
+    def __post_init__(self) -> None:
+        rules = {
+            "rows must be 128 or 192": self.rows in (128, 192),
+            "cols must be a multiple of 16 up to 256": self.cols % 16 == 0 and 0 < self.cols <= 256,
+            "stages must be at least 2": self.stages >= 2,
+            "q_stages must be 1 or 2": self.q_stages in (1, 2),
+            "arriving must be 0 to 2": self.arriving in (0, 1, 2),
+            "helpers must be 3 or 7, the latter of two math groups": self.helpers == 3
+            or (self.helpers == 7 and self.math_groups == 2),
+        }
+        for rule, holds in rules.items():
+            if not holds:
+                raise ValueError(f"{self}: {rule}")
+
+
+@dataclass(frozen=True)
+class Fa3Spec(KernelSpec):
+    """The Hopper attention kernel: TMA, wgmma, specialised warps. Causal and window bounds, GQA group, strides,
+    lengths and page size are run-time values.
+    """
+
+    kernel: ClassVar[str] = "fa3"
+    dtype: str
+    out_dtype: str
+    head_dim_qk: int
+    head_dim_vo: int
+    mask: str = "stop"  # "stop": length and causal bounds; "band": the window's too; "packed": custom bits and the band
+    scores: tuple[str, ...] = ()  # in order of application, of "scale", "alibi", "soft_cap"
+    split: bool = False  # schedule "grid": fp32 partials for the combine kernel instead of the output
+    schedule: str = "grid"  # "grid": one request, tiles by arithmetic; "items": work items of a batch
+    kv: str = "dense"  # "dense": tokens at a stride; "paged": pages in any order, by boxes; "gathered": row by row
+    kv_dtype: str = ""  # of `KV_BITS`, "" or of 8 bits
+    tile: HopperTile = HopperTile(128, 128)
+
+    @property
+    def fp8(self) -> bool:
+        return self.dtype in FP8_DTYPES
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a producer and of a math thread: together what the CTA was launched with."""
+        if self.tile.helpers > 3:
+            return (32, 224) if self.tile.q_registers else (40, 216)
+        if self.tile.math_groups == 3:
+            return (56, 152) if self.kv == "gathered" else (32, 160)
+        return (24, 240) if self.kv == "dense" and not self.kv_dtype and not self.fp8 else (40, 232)
+
+    def program(self, arch: str) -> Program:
+        from cute_attn.kernels.fa3.fp8 import Fp8Program
+        from cute_attn.kernels.fa3.fp8_kv import WidenedProgram
+        from cute_attn.kernels.fa3.kernel import Fa3Program
+
+        return (Fp8Program if self.fp8 else WidenedProgram if self.kv_dtype else Fa3Program)(self, arch)

@@ -1,0 +1,19 @@
+"""Loads kernels onto devices, or onto the emulator."""
+
+from __future__ import annotations
+
+import functools
+
+from cute_attn.runtime import artifacts
+from cute_attn.runtime.launch import CPU, Launch
+from cute_attn.runtime.spec import KernelSpec
+
+
+@functools.cache
+def load(kernel: KernelSpec, arch_name: str, device_index: int, pdl: bool) -> Launch:
+    """The loaded kernel: one per spec and device, shared by problems that differ in head counts or numbers only."""
+    if device_index == CPU:
+        from cute_attn.emulator.adapter import EmulatedLaunch
+
+        return EmulatedLaunch(artifacts.get(kernel, arch_name), pdl=pdl)
+    return Launch(artifacts.get(kernel, arch_name), device_index, pdl=pdl)

@@ -1,0 +1,69 @@
+"""Which tokens the rows of a segment see: bounds by length, causality and window, or mask bits of draft tokens."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.rows import PackedRows
+from cute_attn.kernels.xqa.parts import instructions as isa
+from cute_attn.kernels.xqa.parts.partition import Segment
+from cute_attn.kernels.xqa.spec import XqaSpec
+
+
+@dataclass(frozen=True)
+class DraftMask:
+    """Row r of a request stands at position kv_len - qo_len + r. It sees the tokens of [position - window_left,
+    position]; with mask bits (`tree`), of the last qo_len tokens those whose bit is set instead."""
+
+    p: Any  # XqaParams
+    rows: PackedRows
+    segment: Segment
+    spec: XqaSpec
+
+    @property
+    def prefix(self) -> Int32:
+        """Tokens before the draft, which all rows may see."""
+        return self.segment.request.kv_len - self.segment.request.qo_len
+
+    def cuts(self, start: Int32) -> Boolean:
+        """Whether any row may see only a part of the tile that starts at token `start`."""
+        request = self.segment.request
+        newest = self.prefix + request.qo_len - 1 - self.p.window_left  # first token that the last row sees
+        common = 0 if self.spec.tree else 1  # tokens of the draft that all rows see: a tree may hide even the first
+        return cutlass.or_(start + self.spec.cols > self.prefix + common, start < newest)
+
+    @cute.jit
+    def apply(self, s: list[Float32], start: Int32) -> list[Float32]:
+        lane = ptx.opaque(cute.arch.thread_idx()[0]) & 31
+        kept = list(s)
+        for block in cutlass.range_constexpr(self.spec.row_blocks):
+            for column in cutlass.range_constexpr(2):
+                row = self.spec.row((lane & 3) * 2 + column) + 8 * block
+                token = self.rows.token(row)
+                position = self.prefix + token
+                for m in cutlass.range_constexpr(self.spec.cols // 16):
+                    for half in cutlass.range_constexpr(2):
+                        i = 4 * (m * self.spec.row_blocks + block) + 2 * half + column
+                        kv = start + (lane >> 2) + (16 * m + 8 * half)
+                        visible = self.visible(kv, position, token)
+                        kept[i] = ptx.select(visible, kept[i], Float32(ptx.NEG_INF))
+        return kept
+
+    def visible(self, kv: Int32, position: Int32, token: Int32) -> Boolean:
+        inside = [kv < self.segment.request.kv_len, kv >= position - self.p.window_left]
+        if not self.spec.tree:
+            return isa.all_of([*inside, kv <= position])
+        draft = kv - self.prefix
+        return isa.all_of([*inside, self.bit(token, draft) != Int32(0)])
+
+    def bit(self, token: Int32, draft: Int32) -> Int32:
+        """Mask bit of a draft token, 1 for tokens before the draft."""
+        request = self.segment.request
+        wanted = isa.all_of([draft >= 0, draft < request.qo_len, token < request.qo_len])
+        row = self.p.mask + Int64(request.qo_start + token) * Int64(self.p.mask_row_bytes)
+        word = isa.load_if(wanted, row + Int64((draft >> 5) * 4), 0, 1)[0]
+        return ptx.select(draft < 0, Int32(1), (word >> (draft & 31)) & 1)

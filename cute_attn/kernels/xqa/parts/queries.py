@@ -1,0 +1,109 @@
+"""Query rows as the B operands of S^T = K Q^T, in registers."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.rows import Divisor, PackedRows
+from cute_attn.kernels.xqa.parts import instructions as isa
+from cute_attn.kernels.xqa.parts.partition import Segment
+from cute_attn.kernels.xqa.spec import XqaSpec
+
+SIGNS = -0x7FFF8000  # of two 16-bit numbers
+TOP_EXPONENT = 14  # of the largest element of a row that is scaled into fp16
+SMALLEST_SCALE = 1e-30  # times -inf it is still -inf, and far from where exp2 sees a difference
+
+
+class Queries(NamedTuple):
+    """fragments[block][step] = (b0, b1); `log2_scale`: per column, what turns a score into a base-2 exponent."""
+
+    fragments: list[list[list[Int32]]]
+    log2_scale: list[Float32]
+
+
+@dataclass(frozen=True)
+class QueryRows:
+    spec: XqaSpec
+    p: Any  # XqaParams
+    scale: Float32  # bmm1 scale x log2(e) x the format's factor
+
+    def rows(self, segment: Segment) -> PackedRows:
+        """The packed rows of a segment: the heads of a group, token by token."""
+        p = self.p
+        head = self.head(segment)
+        block = segment.unit - head * p.row_blocks
+        group = Divisor(p.group, p.group_multiplier, p.group_shift)
+        count, start = segment.request.qo_len * p.group, segment.request.qo_start
+        return PackedRows(block * self.spec.rows, count, group, head * p.group, start)
+
+    def head(self, segment: Segment) -> Int32:
+        p = self.p
+        return Divisor(p.row_blocks, p.row_blocks_multiplier, p.row_blocks_shift).quotient(segment.unit)
+
+    def fetch(self, segment: Segment) -> list[Int32]:
+        """Starts the loads of a segment's rows. Before those of its first tiles: behind them, in the memory's queue,
+        they would come last, and every warp needs them first.
+        """
+        rows, p = self.rows(segment), self.p
+        lane = cute.arch.thread_idx()[0] & 31
+        words = []
+        for block in range(self.spec.row_blocks):
+            row = self.spec.row(lane >> 2) + 8 * block
+            address = rows.address(p.q, row, p.q_stride_n, p.q_stride_h)
+            words += self._words(address, rows.exists(row), lane & 3)
+        return words
+
+    def nothing(self) -> list[Int32]:
+        return [Int32(0) for _ in range(self.spec.row_blocks * self.spec.head_dim // 8)]
+
+    def operands(self, words: list[Int32]) -> Queries:
+        """A negative scale turns the signs of Q, so that the softmax may take the scale to be positive."""
+        t = cute.arch.thread_idx()[0] & 3
+        turn = ptx.select(self.scale < Float32(0.0), Int32(SIGNS), Int32(0))
+        fragments, scales = [], []
+        per_block = len(words) // self.spec.row_blocks
+        for start in range(0, len(words), per_block):
+            block = words[start : start + per_block]
+            scale = ptx.magnitude(self.scale)
+            if self.spec.mma_dtype != self.spec.dtype:
+                block, factor = self._to_fp16(block)
+                scale = scale * factor
+            scale = ptx.fmax(scale, Float32(SMALLEST_SCALE))
+            block = [word ^ turn for word in block]
+            fragments.append([block[i : i + 2] for i in range(0, len(block), 2)])
+            # Accumulators have rows 2t and 2t + 1 as columns; the scale of row g is with lanes 4g.
+            scales += [ptx.shuffle_from(scale, t * 8 + 4 * column) for column in (0, 1)]
+        return Queries(fragments, scales)
+
+    def _words(self, address: Int64, exists: Any, t: Int32) -> list[Int32]:
+        """b0, b1 of every step of 16 contraction indices, in the order of K's format (see `formats`)."""
+        words: list[Int32] = []
+        for start in range(0, self.spec.head_dim * 2, 32 if self.spec.kv_bits > 4 else 64):  # bytes
+            if self.spec.kv_bits == 16:
+                at = address + Int64(t * 4)
+                words += isa.load_if(exists, at, start, 1) + isa.load_if(exists, at, start + 16, 1)
+            elif self.spec.kv_bits == 8:
+                words += isa.load_if(exists, address + Int64(t * 8), start, 2)
+            else:
+                a, b, c, d = isa.load_if(exists, address + Int64(t * 16), start, 4)
+                words += [isa.permute(*two, half) for two in ((a, c), (b, d)) for half in (0x5410, 0x7632)]
+        return words
+
+    def _to_fp16(self, words: list[Int32]) -> tuple[list[Int32], Float32]:
+        """bf16 pairs as fp16, the row scaled by a power of two: nothing is lost that matters next to its largest
+        element. Returns the factor that undoes it."""
+        values = [x for word in words for x in ptx.unpack_16(self.spec.dtype, word)]
+        largest = ptx.magnitude(values[0])
+        for value in values[1:]:
+            largest = ptx.fmax(largest, ptx.magnitude(value))
+        for lane_mask in (1, 2):
+            largest = ptx.fmax(largest, ptx.shuffle_xor(largest, lane_mask))
+        exponent = ptx.bits(largest) >> 23
+        field = ptx.minimum(TOP_EXPONENT + 254 - exponent, Int32(253))
+        factor, inverse = ptx.from_bits(field << 23), ptx.from_bits((254 - field) << 23)
+        scaled = [value * factor for value in values]
+        packed = [ptx.pack_16("float16", scaled[i], scaled[i + 1]) for i in range(0, len(scaled), 2)]
+        return packed, inverse

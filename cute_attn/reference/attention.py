@@ -1,0 +1,306 @@
+"""Attention in plain torch: the yardstick of every kernel, and the backend of CPU tensors.
+
+For query row i and key j of one head, in the natural-log domain:
+
+    z_ij  = scale * q_i·k_j           scale: sm_scale times every q/k scale; q and k rotated first under RoPE
+    z_ij += slope * (j - i)           ALiBi
+    z_ij  = cap * tanh(z_ij / cap)    soft cap
+    z_ij  = -inf                      where the mask hides j from i
+    lse_i = log2(sum_j exp(z_ij) + exp(sink))
+    o_i   = v_scale * sum_j exp(z_ij) * v_j / (sum_j exp(z_ij) + exp(sink))
+
+A row that sees no key has o = 0 and lse = -inf (with a sink: o = 0, lse = sink * log2(e)).
+A batch is one such problem for every request, whose keys are gathered from their pages first.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from cute_attn.problem import BatchLengths, BatchProblem, Problem
+from cute_attn.request import page_ids
+
+LOG2E = math.log2(math.e)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of codes 0..7; bit 3 is the sign
+E2M1_BLOCK = 16  # elements that share a scale
+CHUNK_BYTES = 128 << 20  # scores of one chunk of query rows; half a dozen tensors of this size live at once
+
+
+def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """ALiBi slopes, fp32 `[num_heads]` (Press et al. 2022).
+
+    With n the largest power of two <= num_heads: 2^(-8i/n) for i = 1..n, then every other slope of the series
+    for 2n heads: 2^(-4(2j-1)/n).
+    """
+    n = 1 << (num_heads.bit_length() - 1)
+    powers = [-8 * i / n for i in range(1, n + 1)]
+    powers += [-4 * (2 * j - 1) / n for j in range(1, num_heads - n + 1)]
+    return torch.tensor([2.0**p for p in powers], dtype=torch.float32, device=device)
+
+
+def rope(
+    x: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    theta: float = 1e4,
+    scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Rotary embedding over the full head dimension, pairs (d, d + D/2) (NeoX order).
+
+    `x` is `[len, heads, D]`, `positions` `[len]`; pair d turns by `position * theta^(-2d/D) / scale`.
+    Computed in fp64, returned in `dtype` (default: x's).
+    """
+    head_dim = x.shape[-1]
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=x.device) / head_dim
+    angles = positions.to(torch.float64)[:, None] * torch.pow(theta, -exponents) / scale
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    low, high = x.to(torch.float64).chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(dtype or x.dtype)
+
+
+def unpack_mask(packed: torch.Tensor, qo_len: int, kv_len: int) -> torch.Tensor:
+    """Bool `[qo_len, kv_len]` of a packed mask: bit qo_idx * kv_len + kv_idx, least significant bit first."""
+    size = qo_len * kv_len
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    bits = (packed[: (size + 7) // 8, None] >> shifts) & 1
+    return bits.reshape(-1)[:size].reshape(qo_len, kv_len).bool()
+
+
+def nvfp4_values(packed: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:
+    """fp32 `[..., D]` of NVFP4: uint8 `[..., D / 2]`, low nibble first, and e4m3 `[..., D / 16]`. Exact: a product of
+    both has six significant bits at most."""
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).long()
+    values = torch.tensor([*E2M1, *(-x for x in E2M1)], device=packed.device)[codes]
+    return values * block_scales.to(torch.float32).repeat_interleave(E2M1_BLOCK, dim=-1)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query row sees. Row i stands at position i + kv_len - qo_len (bottom-right alignment)."""
+
+    causal: bool = False  # no keys after the row's position
+    window_left: int = -1  # >= 0: that many keys before the position, and those after it stay visible
+    keep: torch.Tensor | None = None  # bool [qo_len, kv_len]; takes the place of `causal`, the window still applies
+
+    def visible(self, rows: range, qo_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
+        """Bool `[len(rows), kv_len]`."""
+        position = torch.arange(rows.start, rows.stop, device=device)[:, None] + (kv_len - qo_len)
+        key = torch.arange(kv_len, device=device)
+        if self.keep is not None:
+            visible = self.keep[rows.start : rows.stop]
+        elif self.causal:
+            visible = key <= position
+        else:
+            visible = torch.ones(len(rows), kv_len, dtype=torch.bool, device=device)
+        if self.window_left >= 0:
+            visible = visible & (key >= position - self.window_left)
+        return visible
+
+
+@dataclass(frozen=True)
+class Logits:
+    """How a raw score q·k becomes a logit: scale, then ALiBi, then soft cap."""
+
+    scale: float | torch.Tensor  # a number, or one per query head
+    soft_cap: float = 0.0  # <= 0: off
+    alibi_slopes: torch.Tensor | None = None  # [num_qo_heads]
+
+    def apply(self, scores: torch.Tensor, rows: range, heads: slice) -> torch.Tensor:
+        """Logits of `scores` `[rows, heads, kv_len]`. ALiBi counts query rows from 0, wherever they stand."""
+        scale = self.scale[heads, None] if isinstance(self.scale, torch.Tensor) else self.scale
+        z = scores * scale
+        if self.alibi_slopes is not None:
+            key = torch.arange(z.shape[-1], device=z.device)
+            row = torch.arange(rows.start, rows.stop, device=z.device)
+            slopes = self.alibi_slopes[heads].to(z.dtype)
+            z = z + slopes[:, None] * (key - row[:, None])[:, None]
+        if self.soft_cap > 0:
+            z = self.soft_cap * torch.tanh(z / self.soft_cap)
+        return z
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    logits: Logits | None = None,
+    mask: Mask | None = None,
+    sinks: torch.Tensor | None = None,
+    v_scale: float | torch.Tensor = 1.0,
+    compute_dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q `[qo_len, num_qo_heads, head_dim_qk]` over k, v `[kv_len, num_kv_heads, head_dim_*]`.
+
+    Any float dtypes (fp8 included) and strides; query head h reads kv head h * num_kv_heads // num_qo_heads.
+    `logits` defaults to a scale of 1/sqrt(head_dim_qk), `mask` to every key; `sinks` is `[num_qo_heads]` in
+    the natural-log domain, `v_scale` a number or one per query head. Returns in `compute_dtype` o
+    `[qo_len, num_qo_heads, head_dim_vo]` and the base-2 lse `[qo_len, num_qo_heads]`.
+    """
+    qo_len, num_qo_heads, head_dim_qk = q.shape
+    kv_len, num_kv_heads, head_dim_vo = v.shape
+    logits = logits or Logits(1 / math.sqrt(head_dim_qk))
+    mask = mask or Mask()
+    group = num_qo_heads // num_kv_heads
+    o = torch.empty(qo_len, num_qo_heads, head_dim_vo, dtype=compute_dtype, device=q.device)
+    lse = torch.empty(qo_len, num_qo_heads, dtype=compute_dtype, device=q.device)
+    step = max(1, CHUNK_BYTES // (max(1, group * kv_len) * compute_dtype.itemsize))
+    for kv_head in range(num_kv_heads):
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        keys, values = k[:, kv_head].to(compute_dtype), v[:, kv_head].to(compute_dtype)
+        sink = None if sinks is None else sinks[heads].to(compute_dtype)
+        for start in range(0, qo_len, step):
+            rows = range(start, min(start + step, qo_len))
+            visible = mask.visible(rows, qo_len, kv_len, q.device)
+            scores = q[start : rows.stop, heads].to(compute_dtype) @ keys.T
+            z = logits.apply(scores, rows, heads).masked_fill(~visible[:, None], -math.inf)
+            weights, lse[start : rows.stop, heads] = _softmax(z, sink)
+            o[start : rows.stop, heads] = _weighted_sum(weights, values, visible)
+    scale = v_scale[:, None] if isinstance(v_scale, torch.Tensor) else v_scale
+    return o * scale, lse * LOG2E
+
+
+def _softmax(z: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and natural-log lse over the last axis; a row of -inf gets weights of 0."""
+    lse = torch.logsumexp(z, dim=-1)
+    if sink is not None:
+        lse = torch.logaddexp(lse, sink)
+    return torch.exp(z - lse.masked_fill(lse == -math.inf, 0.0)[..., None]), lse
+
+
+def _weighted_sum(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """`weights @ v`, where a hidden key adds nothing, be its value NaN or infinite (0 * NaN is NaN)."""
+    finite = torch.isfinite(v)
+    o = weights @ v.where(finite, 0.0)
+    if bool(finite.all()):
+        return o
+    for special, hit in ((math.nan, v.isnan()), (math.inf, v == math.inf), (-math.inf, v == -math.inf)):
+        reached = visible.to(v.dtype) @ hit.to(v.dtype) > 0  # [rows, head_dim]
+        o = o + torch.zeros_like(reached, dtype=v.dtype).masked_fill(reached, special)[:, None]
+    return o
+
+
+def run(problem: Problem, dtype: torch.dtype = torch.float32, *, round_rotated: bool = True) -> None:
+    """Solve `problem` into its `out` and `lse`, on its device, in `dtype` (fp32 or fp64).
+
+    `round_rotated` rounds q and k after RoPE to q's dtype where that has 16 bits, as a kernel on 16-bit
+    matrix instructions must; without it they stay unrounded. fp32 on CUDA obeys torch's TF32 switches: judge
+    kernels with fp64.
+    """
+    features = problem.features
+    q, k, v = problem.q, problem.k, problem.v
+    if problem.block_scales is not None:
+        k, v = (nvfp4_values(x, scales) for x, scales in zip((k, v), problem.block_scales, strict=True))
+    if q.dim() == 2:
+        q = q.unsqueeze(0)
+    if problem.settings.kv_layout == "HND":
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+    if features.pos_encoding_mode == "ROPE_LLAMA":
+        rounded = q.dtype if round_rotated and q.dtype.itemsize == 2 else dtype
+        key = torch.arange(problem.kv_len, device=q.device)
+        row = torch.arange(problem.qo_len, device=q.device) + (problem.kv_len - problem.qo_len)
+        q, k = (
+            rope(x, at, theta=problem.settings.rope_theta, scale=problem.settings.rope_scale, dtype=rounded)
+            for x, at in ((q, row), (k, key))
+        )
+    scale, v_scale = _head_scales(problem, dtype)
+    slopes = alibi_slopes(q.shape[1], q.device) if features.pos_encoding_mode == "ALIBI" else None
+    packed = problem.packed_mask
+    keep = None if packed is None else unpack_mask(packed, problem.qo_len, problem.kv_len)
+    o, lse = attention(
+        q,
+        k,
+        v,
+        logits=Logits(scale, problem.settings.logits_soft_cap, slopes),
+        mask=Mask(problem.settings.causal, problem.settings.window_left, keep),
+        sinks=problem.sinks,
+        v_scale=v_scale,
+        compute_dtype=dtype,
+    )
+    problem.out.copy_(o.view(problem.out.shape))
+    if problem.lse is not None:
+        problem.lse.copy_(lse.view(problem.lse.shape) * problem.settings.lse_scale)
+
+
+def run_batch(problem: BatchProblem, lengths: BatchLengths) -> None:
+    """Solve every request of `problem` like `run`. Page numbers are checked: torch reads the last page at -1."""
+    if problem.kv_indices is not None:
+        page_ids.pages(problem, lengths)
+    settings = problem.settings
+    inner = settings if problem.kv_indices is None else settings._replace(kv_layout="NHD")
+    for i, kv_len in enumerate(lengths.kv_len.tolist()):
+        rows = slice(int(lengths.qo_indptr[i]), int(lengths.qo_indptr[i + 1]))
+        keys = _keys(problem, int(lengths.kv_start[i]), kv_len)
+        scales = problem.block_scales
+        request = Problem(
+            inner,
+            rows.stop - rows.start,
+            kv_len,
+            problem.q[rows],
+            keys.of(problem.k),
+            keys.of(problem.v),
+            problem.out[rows],
+            None if problem.lse is None else problem.lse[rows],
+            None if problem.packed_mask is None else problem.packed_mask[int(lengths.mask_offset[i]) :],
+            problem.scale_tensors,
+            problem.v_scale_tensor,
+            problem.sinks,
+            problem.head_scales,
+            None if scales is None else (keys.of(scales[0]), keys.of(scales[1])),
+        )
+        run(request)
+
+
+@dataclass(frozen=True)
+class _Range:
+    """The tokens of one request in ragged k, v or block scales."""
+
+    start: int
+    kv_len: int
+    kv_layout: str
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.narrow(1 if self.kv_layout == "HND" else 0, self.start, self.kv_len)
+
+
+@dataclass(frozen=True)
+class _Pages:
+    """The tokens of one request gathered from paged k, v or block scales: `[kv_len, heads, width]`."""
+
+    pages: torch.Tensor
+    kv_len: int
+    kv_layout: str
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        page = tensor[self.pages]
+        return (page.transpose(1, 2) if self.kv_layout == "HND" else page).flatten(0, 1)[: self.kv_len]
+
+
+def _keys(problem: BatchProblem, start: int, kv_len: int) -> _Range | _Pages:
+    """Where the tokens of a request are that starts at `start`: a row of k and v, or a place in kv_indices."""
+    layout = problem.settings.kv_layout
+    if problem.kv_indices is None:
+        return _Range(start, kv_len, layout)
+    num_pages = -(-kv_len // problem.settings.page_size)
+    return _Pages(problem.kv_indices[start : start + num_pages].long(), kv_len, layout)
+
+
+def _head_scales(problem: Problem, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factors of the scores and of the output, `[num_qo_heads]` each."""
+    num_qo_heads, num_kv_heads = problem.features.num_qo_heads, problem.features.num_kv_heads
+    ones = torch.ones(num_qo_heads, dtype=dtype, device=problem.q.device)
+    scale, v_scale = ones * problem.settings.sm_scale, ones * problem.settings.v_scale
+    for factor in problem.scale_tensors:
+        scale = scale * factor.to(dtype).reshape(())
+    if problem.v_scale_tensor is not None:
+        v_scale = v_scale * problem.v_scale_tensor.to(dtype).reshape(())
+    if problem.head_scales is not None:
+        group = num_qo_heads // num_kv_heads
+        scale_q, scale_k, scale_v = (s.to(dtype) for s in problem.head_scales)
+        scale = scale * scale_q * scale_k.repeat_interleave(group)
+        v_scale = v_scale * scale_v.repeat_interleave(group)
+    return scale, v_scale

@@ -1,0 +1,404 @@
+"""Arguments of a batch's plan: to settings, and to the lengths of its requests on the host.
+
+Everything that can be wrong with them is found here, before a schedule is made. Index arrays may lie on the GPU, but
+each of them then costs a synchronisation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal, RuntimeArgumentError
+from cute_attn.problem import BatchLengths, Settings
+from cute_attn.request import checks
+from cute_attn.request import settings as request_settings
+from cute_attn.request.bit_packing import pack_segments
+from cute_attn.request.settings import MAX_KV_LEN, Structure
+from cute_attn.request.single import ALIGNMENT, MAX_ROWS
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+MAX_PLACES = (1 << 31) - 1  # kernels hold rows of q, of ragged k and v, and places in kv_indices in 32 bits
+
+
+class Options(NamedTuple):
+    """What a plan says beside lengths and masks; None stands for a default."""
+
+    num_qo_heads: Any
+    num_kv_heads: Any
+    head_dim_qk: Any
+    head_dim_vo: Any = None
+    q_data_type: Any = "float16"
+    kv_data_type: Any = None
+    o_data_type: Any = None
+    pos_encoding_mode: Any = "NONE"
+    causal: Any = False
+    window_left: Any = -1
+    logits_soft_cap: Any = None
+    sm_scale: Any = None
+    rope_scale: Any = None
+    rope_theta: Any = None
+    lse_base: Any = "log2"
+
+
+class Surroundings(NamedTuple):
+    """What decides a plan's settings beside its options."""
+
+    device: torch.device
+    kv_layout: str
+    kv_source: str  # ragged | paged
+    custom_mask: bool
+    page_size: int
+    decode: bool
+    own_splits: bool
+
+
+class Tokens(NamedTuple):
+    """Where a batch's tokens are."""
+
+    lengths: BatchLengths
+    kv_indptr: np.ndarray  # [batch_size + 1]: rows of ragged k and v, or places in kv_indices
+    last_page_len: np.ndarray | None = None  # paged: [batch_size]
+    kv_indices: torch.Tensor | None = None  # paged: int32 on the device once the wrapper has put it there
+    q_len: int | None = None  # query tokens of every request, where a plan says so
+
+    @property
+    def kv_end(self) -> int:
+        """ragged: rows that k and v must have; paged: entries that kv_indices must have"""
+        return int(self.kv_indptr[-1])
+
+    @property
+    def rows(self) -> int:
+        """Of q, out and lse."""
+        return int(self.lengths.qo_indptr[-1])
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.lengths.kv_len)
+
+
+class Mask(NamedTuple):
+    packed: torch.Tensor | None  # uint8 on the device
+    offsets: np.ndarray  # [batch_size + 1]: first byte of every request
+
+
+# ---- settings
+
+
+def settings(options: Options, surroundings: Surroundings) -> Settings:
+    try:
+        return _remembered(surroundings, *options)
+    except TypeError:  # an option is wrong, or must not be remembered
+        pass
+    return _settings(options, surroundings)
+
+
+@functools.lru_cache(request_settings.REMEMBERED, typed=True)  # typed, and immutable: as in `settle`
+def _remembered(surroundings: Surroundings, *options: Any) -> Settings:
+    if not all(isinstance(option, request_settings.IMMUTABLE) for option in options):
+        raise TypeError("an option may change its value, or is large")
+    return _settings(Options(*options), surroundings)
+
+
+def _settings(options: Options, surroundings: Surroundings) -> Settings:
+    q_dtype = _data_type("q_data_type", options.q_data_type)
+    kv_dtype = q_dtype if options.kv_data_type is None else _data_type("kv_data_type", options.kv_data_type)
+    o_dtype = None if options.o_data_type is None else _data_type("o_data_type", options.o_data_type)
+    head_dim_qk = count("head_dim_qk", options.head_dim_qk)
+    head_dim_vo = head_dim_qk if options.head_dim_vo is None else count("head_dim_vo", options.head_dim_vo)
+    packing = 2 if kv_dtype == torch.uint8 else 1
+    _check_packing(packing, head_dim_qk, head_dim_vo)
+    structure = Structure(
+        device=surroundings.device,
+        q_dtype=q_dtype,
+        k_dtype=kv_dtype,
+        v_dtype=kv_dtype,
+        num_qo_heads=count("num_qo_heads", options.num_qo_heads),
+        num_kv_heads=count("num_kv_heads", options.num_kv_heads),
+        head_dim_q=head_dim_qk,
+        head_dim_k=head_dim_qk // packing,
+        head_dim_v=head_dim_vo // packing,
+        custom_mask=surroundings.custom_mask,
+        head_scales=False,
+        kv_block_scales=packing == 2,
+        sinks=False,
+        device_scale=False,
+        decode=surroundings.decode,
+    )
+    call = request_settings.Call(
+        *(None, None, None),
+        kv_layout=surroundings.kv_layout,
+        pos_encoding_mode=options.pos_encoding_mode,
+        causal=options.causal,
+        window_left=options.window_left,
+        logits_soft_cap=options.logits_soft_cap,
+        sm_scale=options.sm_scale,
+        rope_scale=options.rope_scale,
+        rope_theta=options.rope_theta,
+        o_dtype=o_dtype,
+        lse_base=options.lse_base,
+    )
+    single = request_settings.settings(structure, call[len(request_settings.NOT_OPTIONS) :])
+    features = single.features._replace(kv_source=surroundings.kv_source, own_splits=surroundings.own_splits)
+    return single._replace(features=features, page_size=surroundings.page_size)
+
+
+def _data_type(name: str, value: Any) -> torch.dtype:
+    if isinstance(value, torch.dtype):
+        return value
+    if not isinstance(value, str):
+        raise ArgumentTypeError(f"{name} must be a torch.dtype or its name, got {checks.describe(value)}")
+    dtype = getattr(torch, value, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ArgumentError(f"{name} must name a dtype of torch, got {value!r}")
+    return dtype
+
+
+def count(name: str, value: Any) -> int:
+    value = checks.integer(name, value)
+    if value < 1:
+        raise ArgumentError(f"{name} must be at least 1, got {value}")
+    if value > MAX_PLACES:
+        raise ArgumentError(f"{name} must be at most {MAX_PLACES}, got {value}")
+    return value
+
+
+def _check_packing(packing: int, head_dim_qk: int, head_dim_vo: int) -> None:
+    """A half byte is no storage; `settle` counts bytes."""
+    if packing == 2 and (head_dim_qk % 2 or head_dim_vo % 2):
+        raise ArgumentError(f"NVFP4 (uint8) k and v need even head dimensions, got {head_dim_qk} and {head_dim_vo}")
+
+
+class Splits(NamedTuple):
+    """How a schedule may cut keys."""
+
+    fixed_split_size: int | None  # tokens
+    disable_split_kv: bool
+
+
+def splits(fixed_split_size: Any, disable_split_kv: Any, page_size: int) -> Splits:
+    """The size of a fixed split is given in pages."""
+    checks.boolean("disable_split_kv", disable_split_kv)
+    if fixed_split_size is None:
+        return Splits(None, disable_split_kv)
+    if disable_split_kv:
+        raise ArgumentError(
+            f"fixed_split_size {fixed_split_size!r} and disable_split_kv=True contradict: give one of them"
+        )
+    return Splits(count("fixed_split_size", fixed_split_size) * page_size, False)
+
+
+def refuse(feature: str, value: Any, reason: str, instead: str) -> None:
+    """An argument of FlashInfer that nothing here honours: only its default (None, False or 0) passes."""
+    if value is None or value is False or (type(value) is int and value == 0):
+        return
+    raise NotSupported([Refusal("every backend", feature, reason, instead)])
+
+
+# ---- lengths
+
+
+def page_size(value: Any) -> int:
+    return count("page_size", value)
+
+
+def paged(
+    q_bounds: np.ndarray, kv_indptr: Any, kv_indices: Any, last_page_len: Any, page_size: int, names: Sequence[str]
+) -> Tokens:
+    """`q_bounds`: an `indptr`. `names`: what the caller calls the four arrays. `kv_indices` stays where it is; the
+    wrapper moves it."""
+    kv_bounds = indptr(names[1], kv_indptr)
+    _check_same_batch(names[0], q_bounds, names[1], kv_bounds)
+    last = _integers(names[3], last_page_len)
+    pages = kv_bounds[1:] - kv_bounds[:-1]
+    if len(last) != len(pages):
+        raise ArgumentError(f"{names[3]} must have shape [batch_size] = ({len(pages)},), got {len(last)} elements")
+    kv_len = (pages - 1) * page_size + last
+    if len(last) and not (least(last) >= 1 and most(last) <= page_size and least(pages) >= 1):  # the common case apart
+        wrong = (pages > 0) & ((last < 1) | (last > page_size))
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise ArgumentError(f"{names[3]} must be within 1..{page_size}, the page size; request {i} has {last[i]}")
+        kv_len = np.where(pages > 0, kv_len, 0)
+    indices = checks.tensor(names[2], kv_indices)
+    checks.dtype(names[2], indices.dtype, INDEX_DTYPES)
+    _check_device(names[2], indices)
+    if indices.dim() != 1:
+        raise ArgumentError(f"{names[2]} must have 1 dimension, got {checks.describe(indices)}")
+    if indices.numel() < kv_bounds[-1]:
+        raise ArgumentError(
+            f"{names[2]} must have the {kv_bounds[-1]} entries that {names[1]} counts, got {indices.numel()}"
+        )
+    return Tokens(_lengths(q_bounds, kv_bounds[:-1], kv_len), kv_bounds, last, indices)
+
+
+def ragged(qo_indptr: Any, kv_indptr: Any) -> Tokens:
+    q_bounds, kv_bounds = indptr("qo_indptr", qo_indptr), indptr("kv_indptr", kv_indptr)
+    _check_same_batch("qo_indptr", q_bounds, "kv_indptr", kv_bounds)
+    return Tokens(_lengths(q_bounds, kv_bounds[:-1], kv_bounds[1:] - kv_bounds[:-1]), kv_bounds)
+
+
+def indptr(name: str, value: Any) -> np.ndarray:
+    """Bounds of every request on the host."""
+    bounds = _integers(name, value)
+    if len(bounds) == 0:
+        raise ArgumentError(f"{name} must have shape [batch_size + 1], got no element")
+    steps = bounds[1:] - bounds[:-1]
+    if len(steps) and least(steps) < 0:
+        i = int((steps < 0).argmax())
+        raise RuntimeArgumentError(f"{name} must not decrease, got {bounds[i + 1]} after {bounds[i]} (request {i})")
+    if bounds[0] < 0 or bounds[-1] > MAX_PLACES:
+        raise ArgumentError(f"{name} must stay within 0..{MAX_PLACES}, got {bounds[0]}..{bounds[-1]}")
+    return bounds
+
+
+def _integers(name: str, value: Any) -> np.ndarray:
+    value = checks.tensor(name, value)
+    checks.dtype(name, value.dtype, INDEX_DTYPES)
+    if value.dim() != 1:
+        raise ArgumentError(f"{name} must have 1 dimension, got {checks.describe(value)}")
+    _check_device(name, value)
+    host: np.ndarray = value.cpu().numpy().astype(np.int64)
+    return host
+
+
+least, most = np.minimum.reduce, np.maximum.reduce  # half the time of an array's `min` and `max`
+
+
+def _check_device(name: str, value: torch.Tensor) -> None:
+    if not (value.is_cuda or value.is_cpu):
+        raise ArgumentError(
+            f"{name} must be on a {' or '.join(request_settings.DEVICES)} device, got {checks.describe(value)}"
+        )
+
+
+def _check_same_batch(q_name: str, q_bounds: np.ndarray, kv_name: str, kv_bounds: np.ndarray) -> None:
+    if len(q_bounds) != len(kv_bounds):
+        raise ArgumentError(
+            f"{q_name} and {kv_name} must both have batch_size + 1 elements, got {len(q_bounds)} and {len(kv_bounds)}"
+        )
+
+
+def _lengths(qo_indptr: np.ndarray, kv_start: np.ndarray, kv_len: np.ndarray) -> BatchLengths:
+    if len(kv_len) and most(kv_len) > MAX_KV_LEN:
+        i = int(kv_len.argmax())
+        raise ArgumentError(f"a request must have at most {MAX_KV_LEN} keys, request {i} has {kv_len[i]}")
+    return BatchLengths(qo_indptr, kv_start, kv_len, np.zeros(len(kv_len), np.int64))
+
+
+def check_rows(tokens: Tokens, num_qo_heads: int) -> None:
+    if tokens.rows * num_qo_heads > MAX_ROWS:
+        raise ArgumentError(f"q must have at most {MAX_ROWS} rows (tokens x heads), got {tokens.rows} x {num_qo_heads}")
+
+
+def check_known(
+    tokens: Tokens, seq_lens: Any, seq_lens_q: Any, max_token_per_sequence: Any, max_sequence_kv: Any
+) -> None:
+    """What a plan of prefill is told about lengths once more must hold."""
+    if seq_lens is seq_lens_q is max_token_per_sequence is max_sequence_kv is None:
+        return
+    kv_len, qo_len = tokens.lengths.kv_len, np.diff(tokens.lengths.qo_indptr)
+    check_known_lengths("seq_lens", seq_lens, kv_len)
+    check_known_lengths("seq_lens_q", seq_lens_q, qo_len)
+    check_known_bound("max_token_per_sequence", max_token_per_sequence, qo_len)
+    check_known_bound("max_sequence_kv", max_sequence_kv, kv_len)
+
+
+def check_known_lengths(name: str, value: Any, lengths: np.ndarray) -> None:
+    """Lengths that are given twice must agree. Those on a GPU are not fetched for that."""
+    if value is None:
+        return
+    value = checks.tensor(name, value)
+    if value.device.type == "cpu" and not np.array_equal(_integers(name, value.flatten()), lengths):
+        raise ArgumentError(f"{name} must be {lengths.tolist()}, as the index arrays say; got {value.tolist()}")
+
+
+def check_known_bound(name: str, value: Any, lengths: np.ndarray) -> None:
+    """A bound of lengths that is given beside them must hold."""
+    if value is None:
+        return
+    bound = checks.integer(name, value)
+    if len(lengths) and bound < lengths.max():
+        raise ArgumentError(f"{name} must not be below the longest request, which has {lengths.max()}; got {bound}")
+
+
+# ---- masks
+
+
+def no_mask(tokens: Tokens) -> Mask:
+    return Mask(None, np.zeros(tokens.batch_size + 1, np.int64))
+
+
+def mask(custom_mask: Any, packed_custom_mask: Any, tokens: Tokens, device: torch.device) -> Mask:
+    """Bits of all requests, each starting at a byte of its own. A packed mask wins over a boolean one."""
+    lengths = tokens.lengths
+    sizes = np.diff(lengths.qo_indptr) * lengths.kv_len
+    offsets = np.concatenate(([0], np.cumsum((sizes + 7) // 8)))
+    total = int(sizes.sum())
+    if custom_mask is not None:
+        bits = _flat("custom_mask", custom_mask, torch.bool)
+        if bits.numel() != total:
+            raise ArgumentError(
+                f"custom_mask must have the sum of qo_len * kv_len = {total} elements, got {bits.numel()}"
+            )
+        if packed_custom_mask is None:
+            return Mask(_pack(bits.to(device), sizes, offsets), offsets)
+    packed = _flat("packed_custom_mask", packed_custom_mask, torch.uint8).to(device)
+    if packed.numel() == offsets[-1]:
+        return Mask(packed.contiguous(), offsets)
+    if packed.numel() != (total + 7) // 8:
+        raise ArgumentError(
+            f"packed_custom_mask must have {offsets[-1]} bytes (requests start at a byte each, as segment_packbits "
+            f"packs them) or {(total + 7) // 8} (one row of bits, as packbits does), got {packed.numel()}"
+        )
+    shifts = torch.arange(8, dtype=torch.uint8, device=device)
+    bits = ((packed[:, None] >> shifts) & 1).flatten()[:total].bool()
+    return Mask(_pack(bits, sizes, offsets), offsets)
+
+
+def _flat(name: str, value: Any, dtype: torch.dtype) -> torch.Tensor:
+    value = checks.tensor(name, value)
+    if value.dtype != dtype or value.dim() != 1:
+        raise ArgumentError(f"{name} must be a 1-D {checks.short(dtype)} tensor, got {checks.describe(value)}")
+    _check_device(name, value)
+    return value
+
+
+def _pack(bits: torch.Tensor, sizes: np.ndarray, offsets: np.ndarray) -> torch.Tensor:
+    bounds, packed_bounds = torch.from_numpy(np.stack((np.concatenate(([0], np.cumsum(sizes))), offsets))).to(
+        bits.device
+    )
+    return pack_segments(bits, bounds, packed_bounds, int(offsets[-1]), "little")
+
+
+# ---- buffers of the wrapper
+
+
+def workspace(value: Any) -> torch.Tensor:
+    """The caller's workspace as bytes."""
+    buffer = checks.tensor("float_workspace_buffer", value)
+    _check_device("float_workspace_buffer", buffer)
+    if not buffer.is_contiguous():
+        raise ArgumentError(f"float_workspace_buffer must be contiguous, got strides {buffer.stride()}")
+    if buffer.data_ptr() % ALIGNMENT:
+        raise ArgumentError(
+            f"float_workspace_buffer must start at a multiple of {ALIGNMENT} bytes, "
+            f"got address % {ALIGNMENT} = {buffer.data_ptr() % ALIGNMENT}"
+        )
+    return buffer.view(-1).view(torch.uint8)
+
+
+def graph_buffer(name: str, value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A buffer that keeps its address over plans."""
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentError(f"{name} must be a torch.Tensor with use_cuda_graph=True, got {checks.describe(value)}")
+    checks.dtype(name, value.dtype, (dtype,))
+    if value.dim() != 1 or not value.is_contiguous():
+        raise ArgumentError(f"{name} must be contiguous with 1 dimension, got {checks.describe(value)}")
+    if value.device != device:
+        raise ArgumentError(f"{name} must be on the workspace's device {device}, got {checks.describe(value)}")
+    return value

@@ -1,0 +1,126 @@
+"""Bit packing of boolean masks: `packbits` and `segment_packbits`."""
+
+from __future__ import annotations
+
+import torch
+
+from cute_attn.errors import ArgumentError, ArgumentTypeError, RuntimeArgumentError
+
+_SHIFTS = {"big": (7, 6, 5, 4, 3, 2, 1, 0), "little": (0, 1, 2, 3, 4, 5, 6, 7)}
+
+
+def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
+    """Pack a 1-D tensor of booleans into bytes, like `numpy.packbits`.
+
+    .. warning::
+        Attention reads a `packed_custom_mask` in **"little"** bit order, while the default here is "big", as
+        in numpy and FlashInfer. Write `packbits(mask.flatten(), bitorder="little")`: the other order has the
+        same shape and dtype, so that nothing can notice it, and it masks the wrong keys.
+
+    Parameters
+    ----------
+    x : `[n]`, any dtype; an element counts as 1 where it is not zero.
+    bitorder : "big" puts element 8b into bit 7 of byte b, "little" into bit 0.
+
+    Returns
+    -------
+    uint8 `[ceil(n / 8)]` on x's device; the bits after the last element are 0.
+
+    Raises
+    ------
+    ArgumentTypeError (x is no tensor), ArgumentError (x is not 1-D), RuntimeArgumentError (bitorder).
+    """
+    _check_vector("x", x)
+    _check_bitorder(bitorder)
+    start = torch.arange(0, x.numel(), 8, device=x.device)
+    return _pack(x.bool(), start, torch.full_like(start, x.numel()), bitorder)
+
+
+def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big") -> tuple[torch.Tensor, torch.Tensor]:
+    """Pack each segment `x[indptr[i]:indptr[i + 1]]` into bytes of its own.
+
+    .. warning::
+        Attention reads packed masks in **"little"** bit order; the default here is "big". See `packbits`.
+
+    Parameters
+    ----------
+    x : `[n]`, any dtype; an element counts as 1 where it is not zero.
+    indptr : `[num_segments + 1]` integers on x's device, not decreasing, within 0..n. Elements outside
+        `indptr[0]:indptr[-1]` belong to no segment and are left out.
+    bitorder : "big" puts a segment's element 8b into bit 7 of its byte b, "little" into bit 0.
+
+    Returns
+    -------
+    (packed, packed_indptr) on x's device: uint8 bytes, and int32 `[num_segments + 1]` byte offsets, the
+    running sum of ceil(segment length / 8). The bits after a segment's last element are 0. The size of the
+    output depends on indptr's values, so that a CUDA device is synchronised.
+
+    Raises
+    ------
+    ArgumentTypeError (x or indptr is no tensor), ArgumentError (their shapes, indptr's dtype or values),
+    RuntimeArgumentError (x and indptr on different devices; bitorder).
+    """
+    _check_vector("x", x)
+    _check_bitorder(bitorder)
+    bounds = _segment_bounds(indptr, x)
+    sizes = (bounds.diff() + 7) // 8
+    packed_indptr = torch.zeros_like(bounds)
+    torch.cumsum(sizes, 0, out=packed_indptr[1:])
+    packed = pack_segments(x.bool(), bounds, packed_indptr, int(packed_indptr[-1]), bitorder)
+    return packed, packed_indptr.to(torch.int32)
+
+
+def pack_segments(
+    x: torch.Tensor, bounds: torch.Tensor, packed_bounds: torch.Tensor, total: int, bitorder: str
+) -> torch.Tensor:
+    """`total` bytes, `packed_bounds[i]:packed_bounds[i + 1]` of them for `x[bounds[i]:bounds[i + 1]]`, x being bool and
+    the bounds int64. Nothing is checked, so that nothing is synchronised.
+    """
+    sizes = packed_bounds.diff()
+    # start of output byte b: its segment's first element, plus 8 for each byte of the segment before b
+    start = torch.repeat_interleave(bounds[:-1] - 8 * packed_bounds[:-1], sizes, output_size=total)
+    start += 8 * torch.arange(total, device=x.device)
+    stop = torch.repeat_interleave(bounds[1:], sizes, output_size=total)
+    return _pack(x, start, stop, bitorder)
+
+
+def _pack(x: torch.Tensor, start: torch.Tensor, stop: torch.Tensor, bitorder: str) -> torch.Tensor:
+    """Byte b holds `x[start[b]:min(start[b] + 8, stop[b])]`.
+
+    One pass a bit: the index tensors then have an entry a byte, not one an element.
+    """
+    packed = torch.zeros(start.numel(), dtype=torch.uint8, device=x.device)
+    for offset, shift in enumerate(_SHIFTS[bitorder]):
+        source = start + offset
+        inside = source < stop
+        packed |= (x[source.clamp_(max=x.numel() - 1)] & inside).to(torch.uint8) << shift
+    return packed
+
+
+def _check_vector(name: str, x: object) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dim() != 1:
+        raise ArgumentError(f"{name} must have 1 dimension, got shape {tuple(x.shape)}; flatten it first")
+
+
+def _check_bitorder(bitorder: object) -> None:
+    if not isinstance(bitorder, str) or bitorder not in ("big", "little"):
+        raise RuntimeArgumentError(f"bitorder must be 'big' or 'little', got {bitorder!r}")
+
+
+def _segment_bounds(indptr: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`indptr` as int64, checked."""
+    _check_vector("indptr", indptr)
+    if indptr.dtype.is_floating_point or indptr.dtype.is_complex or indptr.dtype == torch.bool:
+        raise ArgumentError(f"indptr must be of an integer dtype, got {indptr.dtype}")
+    if indptr.numel() == 0:
+        raise ArgumentError("indptr must have num_segments + 1 elements, got none")
+    if indptr.device != x.device:
+        raise RuntimeArgumentError(f"indptr must be on x's device {x.device}, got {indptr.device}")
+    bounds = indptr.to(torch.int64)
+    if bounds[0] < 0 or bounds[-1] > x.numel() or (bounds.diff() < 0).any():
+        raise ArgumentError(
+            f"indptr must not decrease and must stay within 0..{x.numel()}, the elements of x; got {indptr.tolist()}"
+        )
+    return bounds

@@ -1,0 +1,236 @@
+"""What the lengths, strides and addresses of a call do not decide: checked once, then remembered.
+
+A repeated call differs from the one before in its tensors, and often in its lengths; dtypes, head counts and
+options stay. `settings` is a pure function of those, so that its answers are kept, and `normalize` computes the
+rest in every call. An error is raised anew each time: only answers are kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_attn.errors import ArgumentError, ArgumentTypeError, RuntimeArgumentError
+from cute_attn.problem import Features, Settings
+from cute_attn.request import checks
+
+HALF = (torch.float16, torch.bfloat16)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+Q_DTYPES = (*HALF, *FP8)
+KV_DTYPES = (*HALF, *FP8, torch.uint8)
+OUT_DTYPES = (*HALF, torch.float32, *FP8)
+KV_LAYOUTS = ("NHD", "HND")
+LSE_BASES = {"log2": 1.0, "ln": math.log(2.0)}  # and what a base-2 lse is multiplied by
+NVFP4_BLOCK = 16  # elements that share a scale
+POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
+DEVICES = ("cpu", "cuda")
+MAX_KV_LEN = 1 << 30  # kernels compute with 32-bit row and column numbers, and 2^30 is their "no bound"
+IMMUTABLE = (numbers.Number, str, torch.dtype, type(None))
+LEAST_SCALE = torch.finfo(torch.float32).tiny  # of scores, as a factor of the exponent: 0 * -inf is NaN
+LARGEST_CAP = 2.0**100  # of scores, and 1 over the least: beyond, scores stay as they are, and 1 / cap is 0 in fp32
+REMEMBERED = 256  # more than the layers of a model differ in
+
+
+class Call(NamedTuple):
+    """The arguments of a single-request function as the user gave them. `decode`: q, out, lse lack qo_len."""
+
+    q: Any
+    k: Any
+    v: Any
+    decode: bool = False
+    custom_mask: Any = None
+    packed_custom_mask: Any = None
+    head_scales: tuple[Any, Any, Any] = (None, None, None)  # scale_q, scale_k, scale_v
+    kv_cache_sf: Any = None
+    sinks: Any = None
+    out: Any = None
+    lse: Any = None
+    kv_layout: Any = "NHD"  # from here on the options, which are no tensors
+    pos_encoding_mode: Any = "NONE"
+    causal: Any = False
+    window_left: Any = -1
+    logits_soft_cap: Any = None
+    sm_scale: Any = None
+    rope_scale: Any = None
+    rope_theta: Any = None
+    q_scale: Any = None  # unless a scale is one: `normalize` puts a number in its place
+    k_scale: Any = None
+    v_scale: Any = None
+    o_dtype: Any = None
+    return_lse: Any = False
+    enable_pdl: Any = None
+    lse_base: Any = "log2"
+
+
+NOT_OPTIONS = (None,) * Call._fields.index("kv_layout")
+
+
+class Structure(NamedTuple):
+    """What the tensors of a call tell beside lengths and addresses. Head dimensions count elements of
+    storage, which hold two values each under NVFP4.
+    """
+
+    device: torch.device
+    q_dtype: torch.dtype
+    k_dtype: torch.dtype
+    v_dtype: torch.dtype
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_q: int
+    head_dim_k: int
+    head_dim_v: int
+    custom_mask: bool
+    head_scales: bool
+    kv_block_scales: bool
+    sinks: bool
+    device_scale: bool  # a factor of the scores is known on the device only
+    expanded: bool = False  # see `Features`
+    decode: bool = False
+
+
+def settings(structure: tuple[Any, ...], options: Sequence[Any]) -> Settings:
+    """Check all that a structure (the fields of a `Structure`) and options (those of a `Call`, in order) decide."""
+    try:
+        return _remembered(structure, *options)
+    except TypeError:  # an option is wrong, or must not be remembered
+        pass
+    return _settings(structure, options)
+
+
+@functools.lru_cache(REMEMBERED, typed=True)  # typed: 1, 1.0 and True are equal, but no option takes all three
+def _remembered(structure: tuple[Any, ...], *options: Any) -> Settings:
+    if not all(isinstance(option, IMMUTABLE) for option in options):
+        raise TypeError("an option may change its value, or is large: a tensor, an array, any object")
+    return _settings(structure, options)
+
+
+def _settings(fields: tuple[Any, ...], options: Sequence[Any]) -> Settings:
+    structure, call = Structure(*fields), Call._make((*NOT_OPTIONS, *options))
+    _check_structure(structure)
+    soft_cap = _soft_cap(call)
+    sm_scale = _score_scale(call, structure)
+    checks.boolean("return_lse", call.return_lse)
+    if call.enable_pdl is not None:
+        checks.boolean("enable_pdl", call.enable_pdl)
+    return Settings(
+        _features(structure, call, soft_cap > 0, sm_scale >= LEAST_SCALE and not structure.device_scale),
+        checks.choice("kv_layout", call.kv_layout, KV_LAYOUTS),
+        checks.boolean("causal", call.causal) and not structure.custom_mask,
+        max(-1, min(checks.integer("window_left", call.window_left), MAX_KV_LEN)),
+        soft_cap,
+        sm_scale,
+        _real("v_scale", call.v_scale, 1.0),
+        1.0 if call.rope_scale is None else checks.positive("rope_scale", call.rope_scale),
+        1e4 if call.rope_theta is None else checks.positive("rope_theta", call.rope_theta),
+        call.enable_pdl,
+        LSE_BASES[checks.choice("lse_base", call.lse_base, tuple(LSE_BASES))],
+    )
+
+
+def _soft_cap(call: Call) -> float:
+    """0 where there is none."""
+    cap = _real("logits_soft_cap", call.logits_soft_cap, 0.0)
+    return min(max(cap, 1 / LARGEST_CAP), LARGEST_CAP) if cap > 0 else 0.0
+
+
+def _features(structure: Structure, call: Call, soft_cap: bool, positive_scale: bool) -> Features:
+    s = structure
+    packing = 2 if s.k_dtype == torch.uint8 else 1  # NVFP4 elements of a byte
+    if s.head_dim_k * packing != s.head_dim_q:
+        raise RuntimeArgumentError(
+            f"q and k must have the same head dimension, got {s.head_dim_q} and {s.head_dim_k * packing}"
+        )
+    if packing == 2 and (s.head_dim_q % NVFP4_BLOCK or 2 * s.head_dim_v % NVFP4_BLOCK):
+        raise ArgumentError(
+            f"NVFP4 (uint8) k and v need head dimensions that are multiples of {NVFP4_BLOCK}, "
+            f"got {s.head_dim_q} and {2 * s.head_dim_v}"
+        )
+    pos_encoding_mode = checks.choice("pos_encoding_mode", call.pos_encoding_mode, POS_ENCODING_MODES)
+    if pos_encoding_mode == "ROPE_LLAMA" and s.head_dim_q % 2:
+        raise ArgumentError(f"pos_encoding_mode 'ROPE_LLAMA' needs an even head dimension, got {s.head_dim_q}")
+    return Features(
+        s.device,
+        s.q_dtype,
+        s.k_dtype,
+        _out_dtype(call.o_dtype, s.q_dtype),
+        s.num_qo_heads,
+        s.num_kv_heads,
+        s.head_dim_q,
+        s.head_dim_v * packing,
+        s.custom_mask,
+        soft_cap,
+        pos_encoding_mode,
+        positive_scale,
+        s.head_scales,
+        s.kv_block_scales,
+        s.sinks,
+        expanded=s.expanded,
+        decode=s.decode,
+    )
+
+
+def check_device(device: torch.device) -> None:
+    if device.type not in DEVICES:
+        raise ArgumentError(f"q must be on a {' or '.join(DEVICES)} device, got {device}")
+
+
+def _check_structure(structure: Structure) -> None:
+    s = structure
+    check_device(s.device)
+    _check_dtypes(s)
+    counts = {
+        "num_qo_heads": s.num_qo_heads,
+        "num_kv_heads": s.num_kv_heads,
+        "head_dim_qk": s.head_dim_q,
+        "head_dim_vo": s.head_dim_v,
+    }
+    if min(counts.values()) < 1:
+        raise ArgumentError(
+            "q, k and v must have at least one head and head dimension 1, got "
+            + ", ".join(f"{name} {value}" for name, value in counts.items())
+        )
+    if s.num_qo_heads % s.num_kv_heads:
+        raise RuntimeArgumentError(
+            f"num_qo_heads of q must be a multiple of num_kv_heads of k and v, "
+            f"got {s.num_qo_heads} and {s.num_kv_heads}"
+        )
+
+
+def _check_dtypes(structure: Structure) -> None:
+    q, k, v = structure.q_dtype, structure.k_dtype, structure.v_dtype
+    if k != v:
+        raise ArgumentError(f"k and v must have the same dtype, got {checks.short(k)} and {checks.short(v)}")
+    checks.dtype("q", q, Q_DTYPES)
+    checks.dtype("k", k, KV_DTYPES)
+    if k != q and (k in HALF or q in FP8):
+        accepted = checks.short(q) if q in FP8 else f"{checks.short(q)}, an fp8 dtype or uint8 (NVFP4)"
+        raise ArgumentError(f"k and v must have dtype {accepted} for q of {checks.short(q)}, got {checks.short(k)}")
+    if (k == torch.uint8) != structure.kv_block_scales:
+        raise ArgumentError(
+            "kv_cache_sf (k_sf, v_sf) must come with uint8 (NVFP4) k and v, and only with them; "
+            f"got kv_cache_sf {'given' if structure.kv_block_scales else 'None'} and k of {checks.short(k)}"
+        )
+
+
+def _score_scale(call: Call, structure: Structure) -> float:
+    sm_scale = _real("sm_scale", call.sm_scale, 1.0 / math.sqrt(structure.head_dim_q))
+    q_scale, k_scale = _real("q_scale", call.q_scale, 1.0), _real("k_scale", call.k_scale, 1.0)
+    return checks.real("sm_scale * q_scale * k_scale", sm_scale * q_scale * k_scale)
+
+
+def _real(name: str, value: Any, default: float) -> float:
+    return default if value is None else checks.real(name, value)
+
+
+def _out_dtype(o_dtype: Any, q_dtype: torch.dtype) -> torch.dtype:
+    if o_dtype is None:
+        return torch.bfloat16 if q_dtype in FP8 else q_dtype
+    if not isinstance(o_dtype, torch.dtype):
+        raise ArgumentTypeError(f"o_dtype must be a torch.dtype, got {checks.describe(o_dtype)}")
+    checks.dtype("o_dtype", o_dtype, OUT_DTYPES)
+    return o_dtype

@@ -1,0 +1,362 @@
+"""Arguments of one call to a `Problem`. Only this looks at user tensors; with `settle` it raises every user error.
+
+Every call comes through `problem` before it costs the GPU anything. So a check is a comparison in place there, and
+what words the error stands in a function of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import torch
+
+from cute_attn.errors import ArgumentError, ArgumentTypeError
+from cute_attn.problem import Features, Problem
+from cute_attn.request import checks
+from cute_attn.request import settings as request_settings
+from cute_attn.request.bit_packing import packbits
+from cute_attn.request.settings import KV_LAYOUTS, MAX_KV_LEN, Call
+
+KERNEL_DEVICES = ("cuda",)  # where memory is read in aligned chunks
+ALIGNMENT = 16  # bytes: kernels move q, k, v and out in chunks of this size
+SCALES_ALIGNMENT = 4  # bytes, likewise for the block scales of NVFP4
+MAX_ROWS = 1 << 30
+
+Scales = tuple[torch.Tensor, ...]  # one-element fp32 tensors on the device
+Taken = tuple[str, checks.Extent]  # memory that outputs must leave alone
+
+
+def problem(call: Call) -> Problem:
+    """Check every argument and allocate the outputs that the caller did not bring."""
+    score_scales: Scales = ()
+    v_scales: Scales = ()
+    if call.k_scale is not None or call.v_scale is not None or call.q_scale is not None:
+        call, score_scales, v_scales = _without_tensors(call)
+    q, k, v, decode, mask, packed_mask, (scale_q, scale_k, scale_v), kv_cache_sf, sinks, out, lse, *options = call
+    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+        _refuse_operands(call)
+
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if not len(q_shape) + decode == len(k_shape) == len(v_shape) == 3:
+        _refuse_ranks(call)
+    qo_len, num_qo_heads, head_dim_q = (1, *q_shape) if decode else q_shape
+    kv_len, num_kv_heads, head_dim_k = k_shape
+    v_len, v_heads, head_dim_v = v_shape
+    device = q.device
+    if v_len != kv_len or v_heads != num_kv_heads or k.device != device or v.device != device:
+        _refuse_operands_apart(call)
+    if _layout(call) == "HND":
+        kv_len, num_kv_heads = num_kv_heads, kv_len
+    if kv_len > MAX_KV_LEN or qo_len * num_qo_heads > MAX_ROWS:
+        _refuse_lengths(qo_len, num_qo_heads, kv_len)
+    q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
+    structure = (
+        device,
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim_q,
+        head_dim_k,
+        head_dim_v,
+        mask is not None or packed_mask is not None,
+        not (scale_q is scale_k is scale_v is None),
+        kv_cache_sf is not None,
+        sinks is not None,
+        bool(score_scales),
+        (0 in q_strides or 0 in k_strides or 0 in v_strides) and expanded(q, k, v),
+        decode,
+    )
+    settings = request_settings.settings(structure, options)
+    features = settings.features
+
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        refuse_grad(q=q, k=k, v=v)
+    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    joined = q_strides[0] | q_strides[-2] | k_strides[0] | k_strides[1] | v_strides[0] | v_strides[1]
+    # A step of 16 elements is one of 16 bytes in any dtype: common strides need no second look.
+    if (addresses | joined) % ALIGNMENT or not q_strides[-1] == k_strides[2] == v_strides[2] == 1:
+        q = _readable_query(call)
+
+    rows = (num_qo_heads,) if decode else (qo_len, num_qo_heads)
+    if out is not None or lse is not None:
+        _check_buffers(call, features, rows)
+    return Problem(
+        settings,
+        qo_len,
+        kv_len,
+        q,
+        k,
+        v,
+        q.new_empty(*rows, features.head_dim_vo, dtype=features.o_dtype) if out is None else out,
+        q.new_empty(*rows, dtype=torch.float32) if lse is None and call.return_lse else lse,
+        _mask(call, (qo_len, kv_len)) if features.custom_mask else None,
+        score_scales,
+        v_scales[0] if v_scales else None,
+        per_head("sinks", sinks, features) if features.sinks else None,
+        head_scales(call.head_scales, features) if features.per_head_scales else None,
+        block_scales(kv_cache_sf, k, v) if features.kv_block_scales else None,
+    )
+
+
+# ---- q, k, v
+
+
+def _refuse_operands(call: Call) -> None:
+    for name in ("q", "k", "v"):
+        checks.tensor(name, getattr(call, name))
+
+
+def _layout(call: Call) -> str:
+    return call.kv_layout if type(call.kv_layout) is str else checks.choice("kv_layout", call.kv_layout, KV_LAYOUTS)
+
+
+def _refuse_ranks(call: Call) -> None:
+    layout = checks.choice("kv_layout", call.kv_layout, KV_LAYOUTS)
+    if call.q.dim() != 3 - call.decode:
+        axes = "[num_qo_heads, head_dim]" if call.decode else "[qo_len, num_qo_heads, head_dim_qk]"
+        raise ArgumentError(f"q must have shape {axes}, got {checks.describe(call.q)}")
+    axes = "[kv_len, num_kv_heads, head_dim]" if layout == "NHD" else "[num_kv_heads, kv_len, head_dim]"
+    for name, tensor in (("k", call.k), ("v", call.v)):
+        if tensor.dim() != 3:
+            raise ArgumentError(f"{name} must have shape {axes} (kv_layout {layout!r}), got {checks.describe(tensor)}")
+
+
+def _refuse_operands_apart(call: Call) -> None:
+    request_settings.check_device(call.q.device)
+    checks.device("k", call.k, call.q.device)
+    checks.device("v", call.v, call.q.device)
+    raise ArgumentError(
+        f"v must have k's kv_len and num_kv_heads, got {checks.describe(call.k)} and {checks.describe(call.v)}"
+    )
+
+
+def _refuse_lengths(qo_len: int, num_qo_heads: int, kv_len: int) -> None:
+    if kv_len > MAX_KV_LEN:
+        raise ArgumentError(f"k and v must have at most {MAX_KV_LEN} tokens, got {kv_len}")
+    raise ArgumentError(f"q must have at most {MAX_ROWS} rows (tokens x heads), got {qo_len} x {num_qo_heads}")
+
+
+def _readable_query(call: Call) -> torch.Tensor:
+    """q as kernels can read it, copied if need be; k and v are refused: a cache is not copied silently."""
+    _check_cache_strides("k", call.k)
+    _check_cache_strides("v", call.v)
+    return readable(call.q)
+
+
+def readable(q: torch.Tensor) -> torch.Tensor:
+    if (q.stride(-1) != 1 and q.shape[-1] > 1) or (q.device.type in KERNEL_DEVICES and not aligned(q)):
+        return q.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps a misaligned address
+    return q
+
+
+def aligned(tensor: torch.Tensor) -> bool:
+    """Does every row (along the last axis) start at a multiple of 16 bytes?"""
+    joined = functools.reduce(operator.or_, steps(tensor), 0)
+    return (tensor.data_ptr() | joined * tensor.element_size()) % ALIGNMENT == 0
+
+
+def steps(x: torch.Tensor) -> list[int]:
+    """Strides, but for the last, of the axes that have any: the stride of an axis of 1 is never used."""
+    return [stride for stride, count in zip(x.stride()[:-1], x.shape[:-1], strict=True) if count > 1]
+
+
+def expanded(*tensors: torch.Tensor) -> bool:
+    """Has an axis longer than 1 a stride of 0?"""
+    return any(stride == 0 and count > 1 for x in tensors for stride, count in zip(x.stride(), x.shape, strict=True))
+
+
+def _check_cache_strides(name: str, tensor: torch.Tensor) -> None:
+    if tensor.stride(2) != 1 and tensor.shape[2] > 1:
+        raise ArgumentError(
+            f"{name} must have stride 1 on its last axis, got strides {tensor.stride()}; "
+            f"a copy of a cache is never made silently: pass {name}.contiguous()"
+        )
+    check_alignment(name, tensor)
+
+
+def check_alignment(name: str, tensor: torch.Tensor) -> None:
+    if tensor.device.type in KERNEL_DEVICES and not aligned(tensor):
+        raise ArgumentError(
+            f"{name} must start at a multiple of {ALIGNMENT} bytes and have strides that are multiples of "
+            f"{ALIGNMENT // tensor.element_size()} elements on all but its last axis; got address % {ALIGNMENT} = "
+            f"{tensor.data_ptr() % ALIGNMENT} and strides {tensor.stride()}"
+        )
+
+
+def refuse_grad(**tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        _check_grad(name, tensor)
+
+
+def _check_grad(name: str, tensor: torch.Tensor) -> None:
+    """Outputs carry no gradient: say so before a training loop trusts them."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(
+            f"{name} requires grad, but attention here computes no gradients: "
+            f"call it under torch.no_grad() or pass {name}.detach()"
+        )
+
+
+# ---- masks
+
+
+def _mask(call: Call, lengths: tuple[int, int]) -> torch.Tensor:
+    """The packed mask. A given one wins over a boolean one."""
+    if call.custom_mask is not None:
+        mask = checks.tensor("custom_mask", call.custom_mask)
+        if mask.dtype != torch.bool:
+            raise ArgumentError(
+                f"custom_mask must be a bool tensor (True: keep), got {checks.describe(mask)}; "
+                "packed uint8 bits are packed_custom_mask"
+            )
+        checks.shape("custom_mask", mask, lengths, "[qo_len, kv_len]")
+        checks.device("custom_mask", mask, call.q.device)
+        if call.packed_custom_mask is None:
+            packed = packbits(mask.reshape(-1), bitorder="little")
+    if call.packed_custom_mask is not None:
+        packed = checks.tensor("packed_custom_mask", call.packed_custom_mask)
+        checks.dtype("packed_custom_mask", packed.dtype, (torch.uint8,))
+        num_bytes = (lengths[0] * lengths[1] + 7) // 8
+        checks.shape("packed_custom_mask", packed, (num_bytes,), "[ceil(qo_len * kv_len / 8)]")
+        checks.device("packed_custom_mask", packed, call.q.device)
+        packed = packed.contiguous()
+    return packed
+
+
+# ---- scales and sinks
+
+
+def _without_tensors(call: Call) -> tuple[Call, Scales, Scales]:
+    """The call with numbers for scales, and the factors of the scores and of v that only the device knows."""
+    device = checks.tensor("q", call.q).device
+    q_scale, of_q = scale("q_scale", call.q_scale, device)
+    k_scale, of_k = scale("k_scale", call.k_scale, device)
+    v_scale, of_v = scale("v_scale", call.v_scale, device)
+    return call._replace(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale), of_q + of_k, of_v
+
+
+def scale(name: str, value: Any, device: torch.device) -> tuple[Any, Scales]:
+    """A one-element tensor is read here from the CPU, but on a GPU by the kernel."""
+    if not isinstance(value, torch.Tensor):
+        return value, ()
+    if value.numel() != 1 or not value.dtype.is_floating_point:
+        raise ArgumentTypeError(
+            f"{name} must be a number or a floating-point tensor of one element, got {checks.describe(value)}"
+        )
+    _check_grad(name, value)
+    if value.device.type == "cpu":
+        return value.item(), ()
+    checks.device(name, value, device)
+    return None, (value.to(torch.float32),)
+
+
+def block_scales(given: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales of NVFP4 k and v: one e4m3 number for 16 elements, which are 8 bytes."""
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise ArgumentTypeError(f"kv_cache_sf must be a pair (k_sf, v_sf), got {checks.describe(given)}")
+    k_sf, v_sf = (_block_scale(name, sf, x) for name, sf, x in zip(("k_sf", "v_sf"), given, (k, v), strict=True))
+    return k_sf, v_sf
+
+
+def _block_scale(name: str, value: Any, cache: torch.Tensor) -> torch.Tensor:
+    name = f"{name} of kv_cache_sf"
+    value = checks.tensor(name, value)
+    checks.dtype(name, value.dtype, (torch.float8_e4m3fn, torch.uint8))
+    expected = (*cache.shape[:-1], 2 * cache.shape[-1] // request_settings.NVFP4_BLOCK)
+    checks.shape(name, value, expected, "[..., head_dim / 16], the leading axes of k and v,")
+    checks.device(name, value, cache.device)
+    if value.stride(-1) != 1 and value.shape[-1] > 1:
+        raise ArgumentError(f"{name} must have stride 1 on its last axis, got strides {value.stride()}")
+    if value.device.type in KERNEL_DEVICES and value.shape[-1] % SCALES_ALIGNMENT == 0:
+        _check_scales_alignment(name, value)
+    return value.view(torch.float8_e4m3fn)
+
+
+def _check_scales_alignment(name: str, value: torch.Tensor) -> None:
+    if any(number % SCALES_ALIGNMENT for number in (value.data_ptr(), *steps(value))):
+        raise ArgumentError(
+            f"{name} must start at a multiple of {SCALES_ALIGNMENT} bytes and have strides that are multiples of it, "
+            f"got address % {SCALES_ALIGNMENT} = {value.data_ptr() % SCALES_ALIGNMENT} and strides {value.stride()}"
+        )
+
+
+def head_scales(scales: tuple[Any, Any, Any], features: Features) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Per-head scales of fp8 attention; those not given are 1."""
+    counts = features.num_qo_heads, features.num_kv_heads, features.num_kv_heads
+    scale_q, scale_k, scale_v = (
+        torch.ones(count, dtype=torch.float32, device=features.device)
+        if value is None
+        else per_head(name, value, features)
+        for name, value, count in zip(("scale_q", "scale_k", "scale_v"), scales, counts, strict=True)
+    )
+    return scale_q, scale_k, scale_v
+
+
+def per_head(name: str, value: Any, features: Features) -> torch.Tensor:
+    """fp32 numbers, one a kv head (scale_k, scale_v) or one a query head."""
+    value = checks.tensor(name, value)
+    if name in ("scale_k", "scale_v"):
+        checks.shape(name, value, (features.num_kv_heads,), "[num_kv_heads]")
+    else:
+        checks.shape(name, value, (features.num_qo_heads,), "[num_qo_heads]")
+    checks.device(name, value, features.device)
+    _check_grad(name, value)
+    if value.dtype == torch.float32 and value.is_contiguous():
+        return value
+    if not value.dtype.is_floating_point:
+        raise ArgumentError(f"{name} must have a floating-point dtype, got {checks.describe(value)}")
+    return value.to(torch.float32).contiguous()
+
+
+# ---- outputs
+
+
+def _check_buffers(call: Call, features: Features, rows: tuple[int, ...]) -> None:
+    taken = [("q", checks.extent(call.q)), ("k", checks.extent(call.k)), ("v", checks.extent(call.v))]
+    for name in ("custom_mask", "packed_custom_mask", "sinks"):
+        tensor = getattr(call, name)
+        if tensor is not None:
+            taken.append((name, checks.extent(checks.tensor(name, tensor))))
+    check_outputs(call.out, call.lse, features, rows, "" if call.decode else "qo_len", taken)
+
+
+def check_outputs(
+    out: Any, lse: Any, features: Features, rows: tuple[int, ...], first_axis: str, taken: list[Taken]
+) -> None:
+    """`out` and `lse` of the caller: of the right form, and over nothing that is read (`taken`) nor over each other."""
+    heads = f"{first_axis}, num_qo_heads" if first_axis else "num_qo_heads"
+    if out is not None:
+        shape = (*rows, features.head_dim_vo)
+        _check_form("out", out, shape, f"[{heads}, head_dim_vo]", features.o_dtype, features.device)
+        checks.dense("out", out)
+        strides = out.stride()
+        if (out.data_ptr() | strides[0] | strides[-2]) % ALIGNMENT:
+            check_alignment("out", out)
+        taken.append(("out", _check_apart("out", out, taken)))
+    if lse is not None:
+        _check_form("lse", lse, rows, f"[{heads}]", torch.float32, features.device)
+        if not lse.is_contiguous():
+            raise ArgumentError(f"lse must be contiguous, got strides {lse.stride()} for shape {tuple(lse.shape)}")
+        _check_apart("lse", lse, taken)
+
+
+def _check_form(
+    name: str, buffer: Any, shape: tuple[int, ...], axes: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    checks.tensor(name, buffer)
+    if buffer.shape != shape or buffer.dtype != dtype or buffer.device != device:
+        checks.shape(name, buffer, shape, axes)
+        checks.dtype(name, buffer.dtype, (dtype,))
+        checks.device(name, buffer, device)
+    _check_grad(name, buffer)
+
+
+def _check_apart(name: str, buffer: torch.Tensor, taken: list[Taken]) -> checks.Extent:
+    written = checks.extent(buffer)
+    for other_name, other in taken:
+        checks.apart(name, written, other_name, other)
+    return written

@@ -1,0 +1,57 @@
+"""KernelSpec: everything that changes generated code, and nothing else. It is the compile key."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+
+class Program(Protocol):
+    """A kernel ready to be traced: what `KernelSpec.program(arch)` returns.
+
+    `params` is the NamedTuple class of kernel parameters: field order is parameter order, each field one
+    scalar (`Int32`, `Int64`, `Float32`, `Float64` of cutlass). Pointers travel as `Int64` addresses.
+    `kernel` is the `@cute.kernel` method: the compile step names it after `KernelSpec.symbol`. A program that
+    launches clusters also has `cluster`, their dimensions in CTAs.
+    """
+
+    @property
+    def params(self) -> Any: ...
+
+    @property
+    def kernel(self) -> Any: ...
+
+    block: tuple[int, int, int]
+    smem_bytes: int
+
+    def compile_args(self) -> tuple[Any, ...]:
+        """Arguments for `cute.compile(program, *compile_args())`: one Params of zeros, then the grid as three Int32."""
+
+    def __call__(self, params: Any, grid_x: Any, grid_y: Any, grid_z: Any) -> None:
+        """The `@cute.jit` host function that launches the kernel."""
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """Base of all specs. A subclass sets `kernel` and implements `program`."""
+
+    kernel: ClassVar[str]
+    needs_mma: ClassVar[bool] = True
+
+    def program(self, arch: str) -> Program:
+        """The traceable kernel for `arch` ("sm_90a", ...). Imports the DSL."""
+        raise NotImplementedError
+
+    def asdict(self) -> dict[str, Any]:
+        return {"kernel": self.kernel, **dataclasses.asdict(self)}
+
+    def key(self) -> str:
+        """Canonical text of the spec: equal specs, equal text."""
+        return json.dumps(self.asdict(), sort_keys=True, separators=(",", ":"))
+
+    @property
+    def symbol(self) -> str:
+        """Prefix of the kernel's symbol, which appears in profiles."""
+        return f"cute_attn_{self.kernel}"

@@ -1,0 +1,277 @@
+"""Batch decode over a paged cache in one call, without a plan: lengths and page tables stay on the device."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal
+from cute_attn.kernels.xqa.host import runner as xqa_runner
+from cute_attn.problem import Scratch, XqaProblem
+from cute_attn.reference import xqa as xqa_reference
+from cute_attn.request import checks
+from cute_attn.request import xqa as xqa_request
+from cute_attn.runtime.arch import multiprocessors
+
+Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def xqa_batch_decode_with_kv_cache(
+    query: torch.Tensor,
+    kv_cache: Cache,
+    workspace_buffer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    bmm1_scale: float | torch.Tensor = 1.0,
+    bmm2_scale: float | torch.Tensor = 1.0,
+    window_left: int = -1,
+    out: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    kv_layout: str = "NHD",
+    enable_pdl: bool | None = None,
+    q_len_per_req: int | None = 1,
+    o_scale: float | None = 1.0,
+    mask: torch.Tensor | None = None,
+    kv_cache_sf: Cache | None = None,
+    q_cu_seq_lens: torch.Tensor | None = None,
+    *,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the newest token or tokens of every request over its paged cache.
+
+    Row r of a request with q_len query tokens stands at position seq_len - q_len + r. For key j and one head, in the
+    natural-log domain::
+
+        z = bmm1_scale * q.k_j
+        z = -inf                       where row r does not see key j
+        out = bmm2_scale * o_scale * sum_j exp(z) v_j / (sum_j exp(z) + exp(sink))       (fp8 out: divided by o_scale)
+        lse = log2(sum_j exp(z) + exp(sink))
+
+    whatever the dtype of the cache. A row sees the keys up to its own position, or what `mask` says, and of those the
+    window's. Rows that see nothing are 0. Everything that may change between replays of a CUDA graph is read on the
+    device: query, cache, block_tables, seq_lens, scale tensors, sinks, mask, q_cu_seq_lens. No gradients are computed.
+
+    Parameters
+    ----------
+    query : `[num_tokens, num_qo_heads, head_dim]`, float16 or bfloat16; num_tokens = batch_size * q_len_per_req, or
+        what q_cu_seq_lens says.
+    kv_cache : a pair of `[num_pages, page_size, num_kv_heads, head_dim]` ("NHD") or `[num_pages, num_kv_heads,
+        page_size, head_dim]` ("HND"), or one tensor with an axis of 2 (keys, values), or 1 (both are the same), after
+        the first. Any page size; any strides with 1 on the last axis. query's dtype, float8_e4m3fn, float8_e5m2, or
+        uint8: NVFP4, two e2m1 numbers a byte, low bits first, head_dim / 2 bytes.
+    workspace_buffer : of any dtype, on query's device; 8 MiB for semaphores, which must be 0 before the first use and
+        are left 0, and a few MiB for partial results. Not for two streams at once.
+    block_tables : int32 `[batch_size, max_pages]`, the pages of each request in order. What lies past a request's last
+        page is not read.
+    seq_lens : int32 or uint32 `[batch_size]`, keys of each request, the query tokens' own included.
+    max_seq_len : an upper bound of seq_lens. Nothing is sized by it.
+    bmm1_scale, bmm2_scale : numbers, or floating-point tensors of one element, read by the kernel.
+    window_left : >= 0: a row sees that many keys before its position, and its own. Negative: no window.
+    out : written and returned: query's shape, or `[batch_size, q_len_per_req, num_qo_heads, head_dim]`; float16,
+        bfloat16 or float8_e4m3fn (saturated). Default: a new tensor of query's dtype.
+    sinks : floating-point, num_qo_heads elements, natural-log domain, not scaled: one more term of the denominator.
+    kv_layout : "NHD" or "HND".
+    enable_pdl : False: no programmatic dependent launch. None or True: where the GPU has it (9.0 and later).
+    q_len_per_req : query tokens of every request, or the most of any with q_cu_seq_lens.
+    o_scale : a positive number, see above.
+    mask : bits of 16 or 32-bit words, for each query token a row of 32 * ceil(q_len_per_req / 32): bit j (least
+        significant first) is set if it sees key seq_len - q_len + j. Default: causal.
+    kv_cache_sf : block scales of an NVFP4 cache: like kv_cache with head_dim / 16 e4m3 numbers (or their bits).
+    q_cu_seq_lens : int32 or uint32 `[batch_size + 1]`: query tokens of request i are rows q_cu_seq_lens[i] to
+        q_cu_seq_lens[i + 1], at most q_len_per_req of them.
+    lse : written instead of a new tensor: contiguous float32 `[num_tokens, num_qo_heads]`.
+    return_lse : return `(out, lse)`.
+
+    Returns
+    -------
+    out, as given; without one `[num_tokens, num_qo_heads, head_dim]`, for q_len_per_req > 1 without q_cu_seq_lens
+    `[batch_size, q_len_per_req, num_qo_heads, head_dim]`. With `return_lse` the pair of it and the **base-2** lse.
+
+    Raises
+    ------
+    ArgumentError (a ValueError), ArgumentTypeError (a TypeError), LayoutError (a KeyError: `kv_layout`), WorkspaceError
+    (a RuntimeError: workspace_buffer is too small), NotSupported (a NotImplementedError: no kernel for this head_dim).
+
+    Examples
+    --------
+    >>> query = torch.randn(2, 32, 128, dtype=torch.bfloat16)
+    >>> kv_cache = torch.randn(10, 2, 16, 8, 128).to(torch.float8_e4m3fn)
+    >>> tables = torch.tensor([[3, 1, 0], [5, 0, 0]], dtype=torch.int32)
+    >>> seq_lens = torch.tensor([40, 7], dtype=torch.int32)
+    >>> workspace = torch.zeros(16 << 20, dtype=torch.uint8)
+    >>> xqa_batch_decode_with_kv_cache(query, kv_cache, workspace, tables, seq_lens, 48, 128**-0.5).shape
+    torch.Size([2, 32, 128])
+    """
+    checks.integer("max_seq_len", max_seq_len)
+    k, v = xqa_request.cache(kv_cache, kv_layout)
+    sf = None if kv_cache_sf is None else xqa_request.block_scales(kv_cache_sf, kv_layout, k, v)
+    call = xqa_request.Call(
+        query, k, v, sf, block_tables, seq_lens, xqa_request.workspace(workspace_buffer), bmm1_scale, bmm2_scale,
+        window_left, out, sinks, enable_pdl, q_len_per_req, mask, q_cu_seq_lens, lse, return_lse,
+    )  # fmt: skip
+    problem = xqa_request.problem(call)
+    o_scale = xqa_request.number("o_scale", o_scale)
+    if problem.features.o_dtype != torch.float8_e4m3fn:
+        problem = problem._replace(v_scale=checks.real("bmm2_scale * o_scale", problem.v_scale * o_scale))
+    run(problem)
+    result = out
+    if result is None:
+        per_request = problem.features.q_len > 1 and q_cu_seq_lens is None
+        result = problem.out.unflatten(0, (-1, problem.features.q_len)) if per_request else problem.out
+    if return_lse:
+        assert problem.lse is not None
+        return result, problem.lse
+    return result
+
+
+def run(problem: XqaProblem) -> None:
+    if problem.q.shape[0] == 0:
+        return
+    if problem.q.device.type == "cpu":
+        xqa_reference.run(problem)
+    else:
+        xqa_runner.run(problem)
+
+
+def trtllm_batch_decode_with_kv_cache(
+    query: torch.Tensor,
+    kv_cache: Cache,
+    workspace_buffer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    bmm1_scale: float | torch.Tensor = 1.0,
+    bmm2_scale: float | torch.Tensor = 1.0,
+    window_left: int = -1,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | str | None = None,
+    o_sf_scale: float | None = None,
+    o_sf_vec_size: int | None = None,
+    sinks: torch.Tensor | list[torch.Tensor] | None = None,
+    kv_layout: str = "HND",
+    enable_pdl: bool | None = None,
+    backend: str = "auto",
+    q_len_per_req: int | None = 1,
+    o_scale: float | None = 1.0,
+    mask: torch.Tensor | None = None,
+    max_q_len: int | None = None,
+    cum_seq_lens_q: torch.Tensor | None = None,
+    *,
+    kv_cache_sf: Cache | None = None,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`xqa_batch_decode_with_kv_cache` under the name that serving engines call, "HND" by default; out keeps query's
+    rank 3.
+
+    `cum_seq_lens_q` with `max_q_len` are q_cu_seq_lens and q_len_per_req. Refused: NVFP4 output (out_dtype "nvfp4",
+    o_sf_scale, o_sf_vec_size) and backends other than "auto" and "xqa".
+    """
+    checks.choice("backend", backend, ("auto", "xqa"))
+    if o_sf_scale is not None or o_sf_vec_size is not None or isinstance(out_dtype, str):
+        reason = "it writes float16, bfloat16 and float8_e4m3fn"
+        raise NotSupported([Refusal("xqa", "NVFP4 output", reason, "out_dtype=torch.float8_e4m3fn")])
+    if isinstance(sinks, list):
+        if len(sinks) != 1:
+            raise ArgumentError(f"sinks must be a tensor or a list of one tensor, got a list of {len(sinks)}")
+        sinks = sinks[0]
+    if (max_q_len is None) != (cum_seq_lens_q is None):
+        raise ArgumentError("max_q_len and cum_seq_lens_q must be given together")
+    if not (out_dtype is None or isinstance(out_dtype, torch.dtype)):
+        raise ArgumentTypeError(f"out_dtype must be a torch.dtype, got {checks.describe(out_dtype)}")
+    if out is None and isinstance(query, torch.Tensor):
+        out = torch.empty_like(query, dtype=out_dtype or query.dtype, memory_format=torch.contiguous_format)
+    elif out is not None and out_dtype is not None and checks.tensor("out", out).dtype != out_dtype:
+        raise ArgumentError(f"out must have out_dtype {out_dtype}, got {checks.describe(out)}")
+    return xqa_batch_decode_with_kv_cache(
+        query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,
+        out, sinks, kv_layout, enable_pdl, q_len_per_req if max_q_len is None else max_q_len, o_scale, mask,
+        kv_cache_sf, cum_seq_lens_q, lse=lse, return_lse=return_lse,
+    )  # fmt: skip
+
+
+def xqa(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    output: torch.Tensor,
+    workspace_buffer: torch.Tensor,
+    semaphores: torch.Tensor,
+    num_kv_heads: int,
+    page_size: int,
+    sinks: torch.Tensor | None = None,
+    q_scale: float | torch.Tensor = 1.0,
+    kv_scale: float | torch.Tensor = 1.0,
+    sliding_win_size: int = 0,
+    kv_layout: str = "NHD",
+    sm_count: int | None = None,
+    enable_pdl: bool | None = None,
+    rcp_out_scale: float = 1.0,
+    q_seq_len: int = 1,
+    mask: torch.Tensor | None = None,
+    *,
+    q_cu_seq_lens: torch.Tensor | None = None,
+    k_sf_cache: torch.Tensor | None = None,
+    v_sf_cache: torch.Tensor | None = None,
+) -> None:
+    """The low-level form: writes `output`.
+
+    logits = q_scale * kv_scale / sqrt(head_dim) * q.k, output = kv_scale * rcp_out_scale * softmax(logits) v, for
+    every dtype. A beam axis of 1 in q and output is dropped. `semaphores` (uint32) must be 0 before their first use;
+    `workspace_buffer` is scratch. `sliding_win_size` counts the row's own key, 0 is no window. `sm_count` None or the
+    device's: the grid takes all of them.
+    """
+    k, v = xqa_request.cache((k_cache, v_cache), kv_layout)
+    given = checks.integer("num_kv_heads", num_kv_heads), checks.integer("page_size", page_size)
+    if (k.shape[2], k.shape[1]) != given:
+        raise ArgumentError(
+            f"num_kv_heads and page_size must be those of k_cache, {k.shape[2]} and {k.shape[1]}, "
+            f"got {num_kv_heads} and {page_size}"
+        )
+    _check_sm_count(sm_count, checks.tensor("q", q).device)
+    window = checks.integer("sliding_win_size", sliding_win_size)
+    pair = None if k_sf_cache is None and v_sf_cache is None else (k_sf_cache, v_sf_cache)
+    sf = None if pair is None else xqa_request.block_scales(pair, kv_layout, k, v)
+    if q.dim() < 3 or 0 in q.shape[-2:]:
+        raise ArgumentError(f"q must have shape [..., num_qo_heads, head_dim], got {checks.describe(q)}")
+    rows = (-1, *q.shape[-2:])
+    try:
+        out = checks.tensor("output", output).view(rows)
+    except RuntimeError as error:
+        raise ArgumentError(
+            f"output must have q's shape {tuple(q.shape)}, tokens at equal distances, got {checks.describe(output)}"
+        ) from error
+    kv_scale = xqa_request.factor("kv_scale", kv_scale)
+    bmm1_scale = xqa_request.factor("q_scale", q_scale) * kv_scale / math.sqrt(q.shape[-1])
+    bmm2_scale = kv_scale * xqa_request.number("rcp_out_scale", rcp_out_scale)
+    scratch = _two_buffers(checks.tensor("semaphores", semaphores), checks.tensor("workspace_buffer", workspace_buffer))
+    call = xqa_request.Call(
+        q.reshape(rows), k, v, sf, page_table, seq_lens, scratch, bmm1_scale, bmm2_scale,
+        window - 1 if window > 0 else -1, out, sinks, enable_pdl,
+        q_seq_len, mask, q_cu_seq_lens, None, False,
+    )  # fmt: skip
+    run(xqa_request.problem(call))
+
+
+def _two_buffers(semaphores: torch.Tensor, scratch: torch.Tensor) -> Scratch:
+    for name, buffer in (("semaphores", semaphores), ("workspace_buffer", scratch)):
+        if not buffer.is_contiguous() or buffer.data_ptr() % 16:
+            raise ArgumentError(
+                f"{name} must be contiguous and start at a multiple of 16 bytes, got {checks.describe(buffer)}"
+            )
+    buffers = scratch, semaphores
+    return Scratch(buffers, semaphores.data_ptr(), semaphores.nbytes, scratch.data_ptr(), scratch.nbytes)
+
+
+def _check_sm_count(sm_count: Any, device: torch.device) -> None:
+    if sm_count is None:
+        return
+    given = checks.integer("sm_count", sm_count)
+    if device.type == "cuda" and given != (present := multiprocessors(device.index)):
+        raise ArgumentError(f"sm_count must be None or the device's {present}, got {sm_count}")

@@ -1,0 +1,327 @@
+"""Both generations of calls of the batch wrappers reach the same plan."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+import cute_attn
+import cute_attn.decode
+import cute_attn.prefill
+from cute_attn import (
+    ArgumentTypeError,
+    BatchDecodeWithPagedKVCacheWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+)
+from tests.request.test_batch_errors import ints, workspace, zeros
+from tests.support import subprocesses
+from tests.support.batch_case import paged, ragged
+
+# The signatures of the seed, as the documents have them.
+SEED: dict[Any, str] = {
+    BatchPrefillWithPagedKVCacheWrapper.__init__: "float_workspace_buffer kv_layout='NHD' use_cuda_graph=False "
+    "qo_indptr_buf=None paged_kv_indptr_buf=None paged_kv_indices_buf=None paged_kv_last_page_len_buf=None "
+    "custom_mask_buf=None qk_indptr_buf=None backend='auto'",
+    BatchPrefillWithRaggedKVCacheWrapper.__init__: "float_workspace_buffer kv_layout='NHD' use_cuda_graph=False "
+    "qo_indptr_buf=None kv_indptr_buf=None custom_mask_buf=None qk_indptr_buf=None backend='auto'",
+    BatchPrefillWithPagedKVCacheWrapper.plan: "qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len "
+    "num_qo_heads num_kv_heads head_dim page_size custom_mask=None packed_custom_mask=None causal=False "
+    "pos_encoding_mode='NONE' allow_fp16_qk_reduction=False sm_scale=None window_left=-1 logits_soft_cap=None "
+    "rope_scale=None rope_theta=None q_data_type='float16' kv_data_type=None non_blocking=False",
+    BatchPrefillWithRaggedKVCacheWrapper.plan: "qo_indptr kv_indptr num_qo_heads num_kv_heads head_dim "
+    "custom_mask=None packed_custom_mask=None causal=False pos_encoding_mode='NONE' allow_fp16_qk_reduction=False "
+    "window_left=-1 logits_soft_cap=None sm_scale=None rope_scale=None rope_theta=None q_data_type='float16' "
+    "kv_data_type=None",
+}
+RENAMED = {
+    "head_dim": "head_dim_qk",
+    "qk_indptr_buf": "mask_indptr_buf",
+    "allow_fp16_qk_reduction": "use_fp16_qk_reduction",
+}
+
+
+@pytest.mark.parametrize("function", SEED, ids=lambda function: function.__qualname__)
+def test_seed_arguments_exist(function: Any) -> None:
+    parameters = inspect.signature(function).parameters
+    for word in SEED[function].split():
+        name, _, default = word.partition("=")
+        parameter = parameters[RENAMED.get(name, name)]
+        if default and name != "non_blocking":  # today's default, which means the same
+            assert repr(parameter.default) == default
+        else:
+            assert default or parameter.default is inspect.Parameter.empty
+
+
+def test_decode_shows_todays_signature() -> None:
+    names = list(inspect.signature(BatchDecodeWithPagedKVCacheWrapper.__init__).parameters)
+    assert names[1:8] == [
+        *("float_workspace_buffer", "kv_layout", "use_cuda_graph", "use_tensor_cores", "paged_kv_indptr_buffer"),
+        *("paged_kv_indices_buffer", "paged_kv_last_page_len_buffer"),
+    ]
+    names = list(inspect.signature(CUDAGraphBatchDecodeWithPagedKVCacheWrapper.__init__).parameters)
+    assert names[1:] == [
+        *("workspace_buffer", "indptr_buffer", "indices_buffer", "last_page_len_buffer", "kv_layout"),
+        "use_tensor_cores",
+    ]
+    names = list(inspect.signature(BatchDecodeWithPagedKVCacheWrapper.plan).parameters)
+    assert names[1:8] == ["indptr", "indices", "last_page_len", "num_qo_heads", "num_kv_heads", "head_dim", "page_size"]
+
+
+def test_modules_of_flashinfer_hold_the_names() -> None:
+    for module in (cute_attn.prefill, cute_attn.decode):
+        for name in module.__all__:
+            assert getattr(module, name) is getattr(cute_attn, name)
+    assert "BatchDecodeWithPagedKVCacheWrapper" in cute_attn.decode.__all__
+    assert "BatchPrefillWithRaggedKVCacheWrapper" in cute_attn.prefill.__all__
+
+
+# ---- plans by position
+
+MASK = torch.ones(29, dtype=torch.bool)
+PACKED = torch.full((4,), 255, dtype=torch.uint8)
+WHERE = {
+    "paged": (ints(0, 3, 3, 5), ints(0, 2, 2, 3), ints(4, 0, 2), ints(3, 0, 4), 4, 2, 16, 4),
+    "ragged": (ints(0, 3, 3, 5), ints(0, 7, 7, 11), 4, 2, 16),
+}
+
+
+def settled(kind: str, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
+    """Settings of a plan, and whether it has a mask."""
+    made: Any = {"paged": BatchPrefillWithPagedKVCacheWrapper, "ragged": BatchPrefillWithRaggedKVCacheWrapper}[kind](
+        workspace()
+    )
+    made.plan(*WHERE[kind], *args, **kwargs)
+    plan = made._planned()
+    return plan.settings, plan.packed_mask is not None
+
+
+PAGED_CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    # the seed's order: custom_mask, packed_custom_mask, causal, pos, fp16, sm_scale, window, cap, rope, ...
+    ((None, None, True), {"causal": True}),
+    ((MASK,), {"custom_mask": MASK}),
+    ((None, PACKED), {"packed_custom_mask": PACKED}),
+    ((None, None, False, "ALIBI"), {"pos_encoding_mode": "ALIBI"}),
+    ((None, None, True, "NONE", False, 0.5), {"causal": True, "sm_scale": 0.5}),
+    (
+        (None, None, True, "ROPE_LLAMA", True, 0.5, 7, 30.0, 2.0, 5e5, "bfloat16", None, False),
+        {
+            "causal": True,
+            "pos_encoding_mode": "ROPE_LLAMA",
+            "sm_scale": 0.5,
+            "window_left": 7,
+            "logits_soft_cap": 30.0,
+            "rope_scale": 2.0,
+            "rope_theta": 5e5,
+            "q_data_type": "bfloat16",
+        },
+    ),
+    # today's: head_dim_vo first
+    ((8,), {"head_dim_vo": 8}),
+    ((8, None, None, True), {"head_dim_vo": 8, "causal": True}),
+    ((None, MASK), {"custom_mask": MASK}),
+    ((None, None, PACKED), {"packed_custom_mask": PACKED}),
+    ((None, None, None, True), {"causal": True}),
+    ((None, None, None, False, "ALIBI"), {"pos_encoding_mode": "ALIBI"}),
+    ((None, None, None, True, "NONE", False, 0.5, 7), {"causal": True, "sm_scale": 0.5, "window_left": 7}),
+    (
+        (8, None, None, True, "NONE", False, None, -1, None, None, None, torch.bfloat16, None, torch.float32),
+        {"head_dim_vo": 8, "causal": True, "q_data_type": torch.bfloat16, "o_data_type": torch.float32},
+    ),
+    ((None,), {}),
+    ((None, None, None), {}),
+]
+RAGGED_CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    *PAGED_CALLS[:4],
+    *PAGED_CALLS[6:12],
+    # window_left, logits_soft_cap, sm_scale
+    (
+        (None, None, True, "NONE", False, 7, 30.0, 0.5),
+        {"causal": True, "window_left": 7, "logits_soft_cap": 30.0, "sm_scale": 0.5},
+    ),
+    (
+        (None, None, None, True, "NONE", False, 7, 30.0, 0.5, 2.0, 5e5, "bfloat16"),
+        {
+            "causal": True,
+            "window_left": 7,
+            "logits_soft_cap": 30.0,
+            "sm_scale": 0.5,
+            "rope_scale": 2.0,
+            "rope_theta": 5e5,
+            "q_data_type": "bfloat16",
+        },
+    ),
+]
+CALLS = [("paged", *call) for call in PAGED_CALLS] + [("ragged", *call) for call in RAGGED_CALLS]
+
+
+@pytest.mark.parametrize(("kind", "positional", "keywords"), CALLS, ids=[f"{c[0]}-{i}" for i, c in enumerate(CALLS)])
+def test_positions(kind: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    assert settled(kind, *positional) == settled(kind, **keywords)
+
+
+def test_renamed_keywords() -> None:
+    for kind in ("paged", "ragged"):
+        made: Any = {
+            "paged": BatchPrefillWithPagedKVCacheWrapper,
+            "ragged": BatchPrefillWithRaggedKVCacheWrapper,
+        }[kind](workspace(), qk_indptr_buf=None)
+        where = dict(zip(list(inspect.signature(made.plan).parameters), WHERE[kind], strict=False))
+        where["head_dim"] = where.pop("head_dim_qk")
+        made.plan(**where, allow_fp16_qk_reduction=True, causal=True)
+        assert made._planned().settings == settled(kind, causal=True)[0]
+        with pytest.raises(ArgumentTypeError, match="two names of one argument"):
+            made.plan(**where, allow_fp16_qk_reduction=True, use_fp16_qk_reduction=True)
+
+
+UNCLEAR: list[tuple[tuple[Any, ...], str]] = [
+    (("x",), "positional argument 1 after page_size is custom_mask in the seed order"),
+    ((None, None, None, None, None, 0.5), "positional argument 6 after page_size"),
+    ((MASK, None, None, True), "positional argument 1"),
+    ((8, None, True), "positional argument 1"),
+    ((None,) * 3 + (True,) + (None,) * 40, "at most 26 positional arguments may follow page_size, got 44"),
+]
+
+
+@pytest.mark.parametrize(("positional", "message"), UNCLEAR, ids=range(len(UNCLEAR)))
+def test_unclear_positions_are_refused(positional: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=message):
+        settled("paged", *positional)
+
+
+def test_twice_is_refused() -> None:
+    with pytest.raises(ArgumentTypeError, match="causal was given twice"):
+        settled("paged", None, None, True, causal=True)
+
+
+# ---- runs by position
+
+FP8 = torch.float8_e4m3fn
+
+
+def planned(kind: str, **options: Any) -> tuple[Any, tuple[Any, ...]]:
+    case = (paged if kind == "paged" else ragged)((3, 0, 2), (7, 0, 4))
+    made: Any = {"paged": BatchPrefillWithPagedKVCacheWrapper, "ragged": BatchPrefillWithRaggedKVCacheWrapper}[kind](
+        workspace()
+    )
+    made.plan(*WHERE[kind], **options)
+    generator = torch.Generator().manual_seed(len(case.qo_lens))
+    dtype = options.get("q_data_type", torch.float16)
+    q = torch.randn(5, 4, 16, generator=generator).to(dtype)
+    if kind == "paged":
+        return made, (q, torch.randn(5, 2, 4, 2, 16, generator=generator).to(dtype))
+    return made, (q, *(torch.randn(11, 2, 16, generator=generator).to(dtype) for _ in range(2)))
+
+
+def same(a: Any, b: Any) -> bool:
+    pairs = zip(a if isinstance(a, tuple) else (a,), b if isinstance(b, tuple) else (b,), strict=True)
+    return all(torch.equal(x, y) for x, y in pairs)
+
+
+def test_seed_run_of_paged() -> None:
+    made, tensors = planned("paged")
+    assert same(made.run(*tensors, 0.5), made.run(*tensors, k_scale=0.5))
+    assert same(made.run(*tensors, 0.5, 2.0), made.run(*tensors, k_scale=0.5, v_scale=2.0))
+    assert same(made.run(*tensors, None, None, True), made.run_return_lse(*tensors))
+    scales = torch.tensor(0.5), torch.tensor([2.0])
+    assert same(made.run(*tensors, *scales, True), made.run_return_lse(*tensors, k_scale=0.5, v_scale=2.0))
+    assert not same(made.run(*tensors, 0.5), made.run(*tensors))
+
+
+def test_seed_run_of_ragged() -> None:
+    made, tensors = planned("ragged")
+    assert same(made.run(*tensors, True), made.run(*tensors, return_lse=True))
+    assert same(made.run(*tensors, False), made.run(*tensors))
+    assert same(made.run_return_lse(*tensors), made.run(*tensors, return_lse=True))
+    half = made.run(*tensors, o_scale=2.0)
+    torch.testing.assert_close(half * 2, made.run(*tensors), rtol=1e-3, atol=1e-3)
+    quarter = made.run(*tensors, o_scale=2.0, v_scale=torch.tensor(0.5))
+    torch.testing.assert_close(quarter * 4, made.run(*tensors), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["paged", "ragged"])
+def test_fp8_head_scales(kind: str) -> None:
+    made, tensors = planned(kind, q_data_type=FP8)
+    ones = torch.ones(4), torch.ones(2), torch.ones(2)
+    plain, lse = made.run(*tensors, return_lse=True)
+    assert plain.dtype == torch.bfloat16
+    assert same(made.run(*tensors, *ones, return_lse=True), (plain, lse))
+    doubled = made.run(*tensors, *ones[:2], torch.tensor([2.0, 3.0]))
+    torch.testing.assert_close(doubled[:, :2], plain[:, :2] * 2)
+    torch.testing.assert_close(doubled[:, 2:], plain[:, 2:] * 3, rtol=1e-2, atol=1e-2)
+    by_scale = made.run(*tensors, torch.full((4,), 0.5), torch.full((2,), 3.0), ones[2], return_lse=True)
+    assert same(by_scale, made.run(*tensors, k_scale=1.5, return_lse=True))
+
+
+BAD_RUNS: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
+    ("paged", (0.5,), {"k_scale": 0.5}, "k_scale was given twice"),
+    ("paged", (0.5, 2.0, True), {"return_lse": True}, "return_lse was given twice"),
+    ("paged", (0.5, 2.0, True, 3), {}, "may be k_scale, v_scale and return_lse"),
+    ("paged", (True,), {}, "may be k_scale, v_scale and return_lse"),
+    ("paged", (0.5, 2.0, 1), {}, "return_lse must be True or False"),
+    ("paged", (zeros(4), zeros(2), True), {}, "k_scale must be a number or a floating-point tensor of one element"),
+    ("ragged", (0.5,), {}, "may be return_lse, or fp8"),
+    ("ragged", (True, 1.0), {}, "may be return_lse, or fp8"),
+    ("ragged", (True,), {"return_lse": True}, "return_lse was given twice"),
+]
+
+
+@pytest.mark.parametrize(("kind", "positional", "keywords", "message"), BAD_RUNS, ids=range(len(BAD_RUNS)))
+def test_bad_positions_of_run(kind: str, positional: tuple[Any, ...], keywords: dict[str, Any], message: str) -> None:
+    made, tensors = planned(kind)
+    with pytest.raises(TypeError, match=message):
+        made.run(*tensors, *positional, **keywords)
+
+
+def test_decode_takes_head_scales_alone_by_position() -> None:
+    made = BatchDecodeWithPagedKVCacheWrapper(workspace())
+    made.plan(ints(0, 2, 2, 3), ints(4, 0, 2), ints(3, 0, 4), 4, 2, 16, 4, q_data_type=FP8)
+    q, cache = torch.randn(3, 4, 16).to(FP8), torch.randn(5, 2, 4, 2, 16).to(FP8)
+    scaled = made.run(q, cache, torch.ones(4), torch.full((2,), 2.0), torch.ones(2))
+    assert torch.equal(scaled, made.run(q, cache, k_scale=2.0))
+    with pytest.raises(ArgumentTypeError, match="pass all else by keyword"):
+        made.run(q, cache, 0.5)
+
+
+# ---- the documents' examples
+
+
+def causal_masks(qo_indptr: torch.Tensor, kv_len: torch.Tensor) -> torch.Tensor:
+    qo_len = qo_indptr[1:] - qo_indptr[:-1]
+    pairs = zip(qo_len.tolist(), kv_len.tolist(), strict=True)
+    return torch.cat([torch.ones(q, k, dtype=torch.bool).tril(k - q).flatten() for q, k in pairs])
+
+
+def test_a_causal_custom_mask_is_causal() -> None:
+    """Calls in the forms of the seed's examples: positions up to page_size (head_dim), then keywords."""
+    qo_indptr = ints(0, 33, 44, 55, 66, 77, 88, 100)
+    kv_indptr, last_page_len = ints(0, 17, 29, 44, 48, 66, 100, 128), ints(1, 7, 14, 4, 3, 1, 16)
+    where = qo_indptr, kv_indptr, torch.arange(128).int(), last_page_len, 8, 2, 64, 16
+    made = BatchPrefillWithPagedKVCacheWrapper(workspace(), "NHD")
+    made.plan(*where, causal=True)
+    q, cache = torch.randn(2, 100, 8, 64).half(), torch.randn(2, 128, 2, 16, 2, 64).half()
+    outputs = [made.run(q[i], cache[i]) for i in range(2)]
+    made.plan(*where, custom_mask=causal_masks(qo_indptr, 16 * (kv_indptr.diff() - 1) + last_page_len))
+    for i in range(2):
+        torch.testing.assert_close(made.run(q[i], cache[i]), outputs[i], rtol=1e-3, atol=1e-3)
+
+    ragged_wrapper = BatchPrefillWithRaggedKVCacheWrapper(workspace(), "NHD")
+    ragged_wrapper.plan(qo_indptr, qo_indptr.clone(), 8, 2, 64, causal=True)
+    k, v = torch.randn(2, 100, 2, 64).half()
+    out = ragged_wrapper.run(q[0], k, v)
+    ragged_wrapper.plan(qo_indptr, qo_indptr.clone(), 8, 2, 64, custom_mask=causal_masks(qo_indptr, qo_indptr.diff()))
+    torch.testing.assert_close(ragged_wrapper.run(q[0], k, v), out, rtol=1e-3, atol=1e-3)
+
+
+def test_examples_of_the_readme() -> None:
+    text = (subprocesses.ROOT / "README.md").read_text()
+    examples = [part.split("```")[0] for part in text.split("```python\n")[1:]]
+    assert len(examples) >= 2
+    for example in examples:
+        names: dict[str, Any] = {}
+        exec(example.replace('"cuda"', '"cpu"').replace("4096", "96"), names)
+        assert torch.isfinite(names["out"]).all()

@@ -1,0 +1,64 @@
+"""Honour or refuse, for every argument: the reference on CPU tensors, and what the table says of the others."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+import cute_attn
+from cute_attn.dispatch import select
+from cute_attn.runtime.arch import named
+from tests.support.batch_case import features
+from tests.support.honour import BATCH, CALLS, ELSEWHERE, IDS, PERTURBATIONS, Perturbation, base, honour
+
+FUNCTIONS = {
+    "paged": cute_attn.BatchPrefillWithPagedKVCacheWrapper,
+    "ragged": cute_attn.BatchPrefillWithRaggedKVCacheWrapper,
+    "decode": cute_attn.BatchDecodeWithPagedKVCacheWrapper,
+    "single_prefill": cute_attn.single_prefill_with_kv_cache,
+    "single_decode": cute_attn.single_decode_with_kv_cache,
+}
+
+
+@pytest.mark.parametrize(("kind", "perturbation"), CALLS, ids=IDS)
+def test_reference(kind: str, perturbation: Perturbation) -> None:
+    honour(kind, perturbation, "reference", "cpu", None)
+
+
+@pytest.mark.parametrize(("kind", "perturbation"), CALLS, ids=IDS)
+@pytest.mark.parametrize("backend", [b for b in select.BACKENDS if b.capability], ids=lambda b: b.name)
+def test_refusals_say_why_and_what_instead(backend: select.Backend, kind: str, perturbation: Perturbation) -> None:
+    case = base(kind, perturbation.after)
+    asked = features(case, torch.device("cuda:0"), dense=kind not in BATCH)
+    reasons = select.reasons_against(backend, asked, named("sm_90a"))
+    rows = [row for row in select.TABLE if backend.name in row.refused and row.asked(asked)]
+    assert [reason[1] for reason in reasons] == [row.feature for row in rows]
+    if not reasons:
+        assert select.choose(asked, backend.name, named("sm_90a")) is backend
+        return
+    with pytest.raises(cute_attn.NotSupported) as error:
+        select.choose(asked, backend.name, named("sm_90a"))
+    for name, feature, reason, instead in error.value.refusals:
+        assert name == backend.name
+        assert all(text in str(error.value) for text in (feature, reason, instead))
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_every_argument_is_perturbed(kind: str) -> None:
+    function = FUNCTIONS[kind]
+    functions = (function.plan, function.run) if inspect.isclass(function) else (function,)
+    names = {name for f in functions for name in inspect.signature(f).parameters}
+    perturbed = {p.argument for p in PERTURBATIONS if kind in p.kinds}
+    assert names - perturbed - ELSEWHERE == set()
+
+
+def test_every_row_of_the_table_is_asked() -> None:
+    cpu = torch.device("cpu")
+    cases = [features(base(kind, p.after), cpu, dense=kind not in BATCH) for kind, p in CALLS]
+    scaled = cases[0]._replace(per_head_scales=True)
+    fp8 = scaled._replace(q_dtype=torch.float8_e4m3fn, o_dtype=torch.float8_e5m2, head_dim_qk=96, head_dim_vo=96)
+    strides = cases[0]._replace(expanded=True, large_cache=True, loose_scales=True)
+    for row in select.TABLE:
+        assert any(row.asked(case) for case in (*cases, scaled, fp8, strides)), row.feature

@@ -1,0 +1,490 @@
+"""Repeated calls take what the first one settled: never anything that this call would settle otherwise."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import math
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, get_type_hints
+
+import numpy as np
+import pytest
+import torch
+
+from cute_attn import ArgumentError, ArgumentTypeError, single_decode_with_kv_cache, single_prefill_with_kv_cache
+from cute_attn.dispatch import select
+from cute_attn.kernels.fa2.host import single as fa2_single
+from cute_attn.kernels.fa2.host import variant as fa2_variant
+from cute_attn.problem import Problem
+from cute_attn.request import settings as request_settings
+from cute_attn.request import single as single_request
+from cute_attn.request.settings import Call
+from cute_attn.runtime import arch as archs
+from cute_attn.runtime import launch
+from cute_attn.runtime.artifact import Artifact, Param
+from tests.support.error_rows import TABLE, Row
+from tests.support.fa2_contract import Fa2Params, InterpretedLaunch, interpret
+from tests.support.stub_driver import StubDriver
+
+HALF, FLOAT = torch.float16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    """Nothing settled before or after."""
+    caches = (request_settings._remembered, select._runner, select.chosen, fa2_single.load)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.fixture
+def aligned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors must be aligned as on a GPU."""
+    monkeypatch.setattr(single_request, "KERNEL_DEVICES", ("cpu",))
+
+
+@pytest.fixture
+def on_fa2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls with CPU tensors go to fa2 on a pretended H200."""
+    backend = types.SimpleNamespace(prepare=lambda settings: fa2_single.Runner(settings, archs.named("sm_90a"), 0, 132))
+    monkeypatch.setattr(select, "choose", lambda features, backend_name="auto", **known: backend)
+
+
+def tensors(qo_len: int = 3, kv_len: int = 7, heads: tuple[int, int] = (4, 2), dim: int = 16) -> dict[str, Any]:
+    q = torch.randn(qo_len, heads[0], dim).half()
+    k, v = torch.randn(2, kv_len, heads[1], dim).half()
+    return {"q": q, "k": k, "v": v}
+
+
+def problem(**arguments: Any) -> Problem:
+    return single_request.problem(Call(**{**tensors(), **arguments}))
+
+
+# ---- every argument gets where it belongs
+
+
+@pytest.mark.parametrize("function", [single_prefill_with_kv_cache, single_decode_with_kv_cache])
+def test_arguments_reach_the_field_of_their_name(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Call] = []
+
+    def record(call: Call) -> Any:
+        seen.append(call)
+        return types.SimpleNamespace(out=None, lse=0)
+
+    monkeypatch.setattr(single_request, "problem", record)
+    monkeypatch.setattr(select, "run", lambda problem, backend: None)
+    hints = ("use_fp16_qk_reduction", "allow_fp16_qk_reduction", "use_tensor_cores", "backend")  # no fields of Call
+    names = [name for name in inspect.signature(function).parameters if name not in hints]
+    given = {name: object() for name in names}
+    function(**given)
+    (call,) = seen
+    got = {**call._asdict(), **dict(zip(("scale_q", "scale_k", "scale_v"), call.head_scales, strict=True))}
+    assert {name: got[name] for name in names} == given
+    absent = set(got) - set(names) - {"decode", "head_scales"}
+    assert all(
+        got[name] is inspect.signature(Call).parameters[name].default
+        for name in absent - {"scale_q", "scale_k", "scale_v"}
+    )
+    assert call.decode is (function is single_decode_with_kv_cache)
+
+
+# ---- what is remembered is what would be settled anew
+
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "kv_layout": ("NHD", "HND"),
+    "pos_encoding_mode": ("NONE", "ROPE_LLAMA", "ALIBI"),
+    "causal": (False, True),
+    "window_left": (-1, 0, 1, 2, -7, 10**30, np.int64(1)),
+    "logits_soft_cap": (None, 0.0, 1, 1.0, -1.0, 2.5),
+    "sm_scale": (None, 0.25, 0, 0.0, -0.0, 1, 1.0, -1.0, np.float32(1.0)),
+    "rope_scale": (None, 1, 1.0, 2.0),
+    "rope_theta": (None, 1, 1.0, 1e4),
+    "q_scale": (None, 1, 1.0, -1.0, 0.0),
+    "k_scale": (None, 1, 1.0, 2.0, torch.tensor(1.0), torch.tensor(2.0)),
+    "v_scale": (None, 1, 1.0, 0.0, -0.0, -2.0, torch.tensor(-2.0)),
+    "o_dtype": (None, torch.float16, torch.bfloat16, torch.float32),
+    "return_lse": (False, True),
+    "enable_pdl": (None, True, False),
+    "lse_base": ("log2", "ln"),
+}
+
+
+def settled(name: str, value: Any) -> str:
+    """The settings of a square problem, that both layouts fit; `repr` tells 0.0 from -0.0 and 1 from True."""
+    return repr(problem(**tensors(kv_len=2), **{name: value}).settings)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_are_told_apart(name: str) -> None:
+    alone = []
+    for value in OPTIONS[name]:
+        request_settings._remembered.cache_clear()
+        alone.append(settled(name, value))
+    request_settings._remembered.cache_clear()
+    for _ in range(2):
+        assert [settled(name, value) for value in OPTIONS[name]] == alone
+        assert [settled(name, value) for value in reversed(OPTIONS[name])] == alone[::-1]
+
+
+def test_every_option_is_tried() -> None:
+    assert tuple(OPTIONS) == Call._fields[len(request_settings.NOT_OPTIONS) :]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"sinks": torch.zeros(4)},
+        {"custom_mask": torch.ones(3, 7, dtype=torch.bool)},
+        {"packed_custom_mask": torch.zeros(3, dtype=torch.uint8)},
+        {"head_scales": (torch.ones(4), None, None)},
+        tensors(heads=(4, 1)),
+        tensors(heads=(8, 2)),
+        tensors(dim=32),
+        {"v": torch.zeros(7, 2, 8, dtype=HALF)},
+        {name: tensor.bfloat16() for name, tensor in tensors().items()},
+        {name: tensor.to(torch.float8_e4m3fn) for name, tensor in tensors().items()},
+        {name: tensor.to(torch.float8_e4m3fn) for name, tensor in tensors().items() if name != "q"},
+        {**tensors(), "q": torch.zeros(4, 16, dtype=HALF), "decode": True},
+    ],
+    ids=lambda arguments: "-".join(arguments),
+)
+def test_structures_are_told_apart(arguments: dict[str, Any]) -> None:
+    alone = problem(**arguments)
+    request_settings._remembered.cache_clear()
+    plain = problem()
+    again = problem(**arguments)
+    assert again.settings == alone.settings
+    assert problem().settings == plain.settings
+    for name in ("packed_mask", "sinks", "head_scales"):
+        assert (getattr(again, name) is None) == (getattr(alone, name) is None)
+    assert again.out.shape == alone.out.shape
+
+
+def test_a_zero_has_no_sign() -> None:
+    """0.0 and -0.0 are one key, so that they must be one value, whichever comes first."""
+    assert math.copysign(1, problem(v_scale=-0.0).settings.v_scale) == 1
+    assert math.copysign(1, problem(sm_scale=-0.0).settings.sm_scale) == 1
+
+
+class Fickle:
+    """An integer that changes its value, but not its hash."""
+
+    value = 1
+
+    def __index__(self) -> int:
+        return self.value
+
+
+def test_values_that_may_change_are_not_remembered() -> None:
+    window, array = Fickle(), np.array(3)
+    assert problem(window_left=window).settings.window_left == 1
+    window.value = 2
+    assert problem(window_left=window).settings.window_left == 2
+    assert problem(window_left=array).settings.window_left == 3  # an array has no hash
+    assert request_settings._remembered.cache_info().currsize == 0
+
+
+def test_scales_on_the_cpu_are_read_in_every_call() -> None:
+    scale = torch.tensor(0.5)
+    assert problem(k_scale=scale, sm_scale=1.0, v_scale=scale).settings[5:7] == (0.5, 0.5)
+    scale.fill_(2.0)
+    assert problem(k_scale=scale, sm_scale=1.0, v_scale=scale).settings[5:7] == (2.0, 2.0)
+
+
+def test_scales_on_the_device_have_no_known_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a number settles more than a tensor does. "meta" tensors stand for a GPU's."""
+    monkeypatch.setattr(request_settings, "DEVICES", ("meta",))
+    given = {name: tensor.to("meta") for name, tensor in tensors().items()}
+    scale = torch.ones(1, device="meta")
+    for _ in range(2):
+        with_number, with_tensor = problem(**given, k_scale=2.0), problem(**given, k_scale=scale, v_scale=scale)
+        assert with_number.features.positive_scale
+        assert with_number.scale_tensors == ()
+        assert not with_tensor.features.positive_scale
+        assert with_tensor.scale_tensors[0] is with_tensor.v_scale_tensor is scale
+        assert with_tensor.settings.sm_scale == with_number.settings.sm_scale / 2
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("function", "good", "row"), TABLE, ids=[f"{f.__name__[7:14]}-{row.name}" for f, _, row in TABLE]
+)
+def test_bad_input_after_good_calls(
+    function: Callable[..., Any], good: Callable[[], dict[str, Any]], row: Row, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same error before and after calls that equal the bad one but for a type, and each time anew."""
+    monkeypatch.setattr(select, "run", lambda *args: None)
+    arguments = {**good(), **row.arguments}
+    if row.name == "rope of an odd head_dim":
+        arguments["q"] = arguments["q"][..., :15]
+
+    def message() -> tuple[type, str]:
+        with pytest.raises(row.error) as error:
+            function(**arguments)
+        return type(error.value), str(error.value)
+
+    first = message()
+    function(**good())
+    for name, value in row.arguments.items():
+        for equal in (1, 1.0, True, 0, 0.0, False):
+            if name in OPTIONS and not isinstance(value, torch.Tensor) and value == equal:
+                with_equal = {**good(), name: equal}
+                try:
+                    function(**with_equal)
+                except ValueError:
+                    continue
+    assert message() == message() == first
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("causal", True, 1),
+        ("causal", False, 0.0),
+        ("window_left", 1, True),
+        ("window_left", 2, 2.0),
+        ("sm_scale", 1.0, True),
+        ("sm_scale", 0, False),
+        ("logits_soft_cap", 1, True),
+        ("rope_theta", 1.0, True),
+        ("k_scale", 1.0, True),
+        ("return_lse", True, 1),
+        ("enable_pdl", False, 0),
+    ],
+)
+def test_equal_is_not_enough(name: str, good: Any, bad: Any) -> None:
+    assert good == bad
+    arguments = tensors()
+    for _ in range(2):
+        single_prefill_with_kv_cache(**arguments, **{name: good})
+        with pytest.raises(ArgumentTypeError, match=name):
+            single_prefill_with_kv_cache(**arguments, **{name: bad})
+
+
+def test_backends_are_told_apart() -> None:
+    class Named:
+        def __str__(self) -> str:
+            return "auto"
+
+    for _ in range(2):
+        single_prefill_with_kv_cache(**tensors())
+        with pytest.raises(ArgumentError, match="backend must be one of"):
+            single_prefill_with_kv_cache(**tensors(), backend=Named())  # type: ignore[arg-type]
+        with pytest.raises(NotImplementedError, match="fa2 refuses cpu tensors"):
+            single_prefill_with_kv_cache(**tensors(), backend="fa2")
+
+
+# ---- what addresses, lengths and flags of the tensors decide
+
+
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    """The same values, shape and strides, 2 bytes off."""
+    memory = torch.empty(x.numel() + 16, dtype=x.dtype)
+    start = memory.data_ptr() % 16 // 2
+    view = memory[8 - start + 1 :][: x.numel()].view(x.shape)
+    assert view.data_ptr() % 16 == 2
+    return view.copy_(x)
+
+
+@pytest.mark.usefixtures("aligned_memory")
+def test_a_misaligned_query_is_copied_after_an_aligned_one() -> None:
+    given = tensors()
+    assert problem(**given).q is given["q"]
+    moved = {**given, "q": shifted(given["q"])}
+    copied = problem(**moved).q
+    assert copied is not moved["q"]
+    assert single_request.aligned(copied)
+    assert torch.equal(copied, given["q"])
+    assert problem(**given).q is given["q"]
+
+
+@pytest.mark.usefixtures("aligned_memory")
+@pytest.mark.parametrize("name", ["k", "v", "out"])
+def test_other_misaligned_tensors_are_refused_after_aligned_ones(name: str) -> None:
+    given = {**tensors(), "out": torch.empty(3, 4, 16, dtype=HALF)}
+    single_prefill_with_kv_cache(**given)
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=f"{name} must start at a multiple of 16 bytes"):
+            single_prefill_with_kv_cache(**{**given, name: shifted(given[name])})
+    single_prefill_with_kv_cache(**given)
+
+
+@pytest.mark.usefixtures("aligned_memory")
+def test_a_stride_that_one_token_does_not_use_is_refused_with_two() -> None:
+    memory = torch.zeros(100, dtype=HALF)
+    given = tensors(kv_len=2, heads=(1, 1))
+    one, two = (torch.as_strided(memory, (kv_len, 1, 16), (19, 16, 1)) for kv_len in (1, 2))
+    problem(**{**given, "k": one, "v": one})
+    with pytest.raises(ArgumentError, match="k must start at a multiple of 16 bytes and have strides"):
+        problem(**{**given, "k": two, "v": two})
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out", "lse", "sinks"])
+def test_gradients_are_refused_after_calls_without(name: str) -> None:
+    buffers = {"out": torch.empty(3, 4, 16, dtype=HALF), "lse": torch.empty(3, 4), "sinks": torch.zeros(4)}
+    given = {**tensors(), **buffers}
+    single_prefill_with_kv_cache(**given)
+    given[name].requires_grad_()
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=f"{name} requires grad"):
+            single_prefill_with_kv_cache(**given)
+    with torch.no_grad():
+        single_prefill_with_kv_cache(**given)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "sinks"])
+def test_overlap_is_refused_after_calls_without(name: str) -> None:
+    given = {**tensors(), "sinks": torch.zeros(4), "out": torch.empty(3, 4, 16, dtype=HALF)}
+    single_prefill_with_kv_cache(**given)
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    over = memory[given["out"].nbytes - 16 :][: given[name].nbytes].view(given[name].dtype).view(given[name].shape)
+    given["out"] = memory[: given["out"].nbytes].view(HALF).view(3, 4, 16)
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=f"out must not share memory with {name}"):
+            single_prefill_with_kv_cache(**{**given, name: over})
+    single_prefill_with_kv_cache(**given)
+
+
+def test_lengths_are_checked_in_every_call() -> None:
+    problem()
+    with pytest.raises(ArgumentError, match="v must have k's kv_len"):
+        problem(v=torch.zeros(6, 2, 16, dtype=HALF))
+    with pytest.raises(ArgumentError, match="k and v must have at most"):
+        problem(**{name: torch.zeros(1, 1, 16, dtype=HALF).expand(1 << 31, 2, 16) for name in ("k", "v")})
+    with pytest.raises(ArgumentError, match="custom_mask must have shape"):
+        problem(custom_mask=torch.ones(3, 6, dtype=torch.bool))
+
+
+# ---- the same through the launches
+
+
+@pytest.mark.usefixtures("on_fa2", "aligned_memory")
+def test_a_growing_cache_is_settled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode over a growing cache on the interpreted kernels: every length right, one set of settings."""
+    interpret(monkeypatch, fa2_single)
+    given = tensors(kv_len=700, dim=64)
+    q, k, v = given["q"][0], given["k"], given["v"]
+    for kv_len in (0, 1, 2, 63, 64, 65, 699, 700, 64):
+        for window_left in (-1, 20):
+            out, lse = single_decode_with_kv_cache(q, k[:kv_len], v[:kv_len], window_left=window_left, return_lse=True)
+            with monkeypatch.context() as on_reference:
+                on_reference.setattr(select, "choose", lambda *args: select.BY_NAME["reference"])
+                call = Call(q, k[:kv_len], v[:kv_len], decode=True, window_left=window_left, return_lse=True)
+                expected = single_request.problem(call)
+                select.BY_NAME["reference"].prepare(expected.settings)(expected)
+            torch.testing.assert_close(out, expected.out, rtol=2e-3, atol=2e-3)
+            torch.testing.assert_close(lse, expected.lse, rtol=1e-4, atol=1e-4)
+    assert request_settings._remembered.cache_info().currsize == 2
+    assert {launch.grid[2] for launch in InterpretedLaunch.fired} > {1}  # whole and split
+
+
+@pytest.mark.usefixtures("on_fa2")
+def test_threads_and_streams_share_what_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each launch carries the addresses, numbers and stream of one call, while others are under way."""
+    kinds = ["f32" if hint is float else "i64" for hint in get_type_hints(Fa2Params).values()]
+    params = tuple(Param(f"p{i}", kind, 8 * i, 4 if kind == "f32" else 8) for i, kind in enumerate(kinds))
+    artifact = Artifact("sm_90a", "kernel", b"cubin", "", params, (128, 1, 1), 0, 0, 0, 0, {})
+    driver, own = StubDriver(params), threading.local()
+    driver.launch_seconds = 1e-4
+    monkeypatch.setattr(launch, "load_driver", lambda: driver)
+    monkeypatch.setattr(archs, "for_device", lambda index: archs.named("sm_90a"))
+    monkeypatch.setattr(fa2_variant, "artifacts", types.SimpleNamespace(get=lambda spec, arch: artifact))
+    monkeypatch.setattr(fa2_single, "current_stream", lambda index: own.stream)
+    for cache in (launch._primary_context, launch._library, launch._function):
+        cache.cache_clear()
+    calls: dict[int, tuple[int, int, int]] = {}  # by address of q
+    kept: list[dict[str, Any]] = []
+
+    def work(stream: int) -> None:
+        own.stream = stream
+        given = tensors(qo_len=100, kv_len=100 + stream, dim=64)
+        kept.append(given)  # or another thread would get the same addresses
+        for offset in range(50):
+            q = given["q"][offset:]
+            calls[q.data_ptr()] = stream, len(q), 100 + stream
+            single_prefill_with_kv_cache(q, given["k"], given["v"], causal=stream % 2 == 0)
+
+    threads = [threading.Thread(target=work, args=(stream,)) for stream in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for cache in (launch._primary_context, launch._library, launch._function):
+        cache.cache_clear()
+    launched = [
+        Fa2Params(*(int.from_bytes(x, "little", signed=True) for x in run["params"])) for run in driver.launches
+    ]
+    assert sorted(p.q for p in launched) == sorted(calls)
+    assert len(calls) == 200
+    for p, run in zip(launched, driver.launches, strict=True):
+        assert calls[p.q] == (run["stream"], p.qo_len, p.kv_len)
+        assert p.right == (p.kv_len - p.qo_len if run["stream"] % 2 == 0 else fa2_single.UNBOUNDED)
+
+
+def test_threads_get_their_own_results() -> None:
+    wrong = []
+
+    def work(seed: int) -> None:
+        given = {name: tensor.mul(seed + 1) for name, tensor in common.items()}
+        for step in range(20):
+            scale = 0.1 * (step % 5) + 0.01 * seed
+            out = single_prefill_with_kv_cache(**given, sm_scale=scale, causal=step % 2 == 0)
+            z = torch.einsum("ihd,jhd->hij", given["q"].float(), given["k"].float().repeat_interleave(2, 1)) * scale
+            if step % 2 == 0:
+                z = z.masked_fill(torch.ones(3, 7).triu(5).bool(), -math.inf)
+            expected = torch.einsum("hij,jhd->ihd", z.softmax(-1), given["v"].float().repeat_interleave(2, 1))
+            if not torch.allclose(out.float(), expected, rtol=2e-3, atol=2e-3):
+                wrong.append((seed, step))
+
+    common = tensors()
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# ---- what is kept
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    given = tensors()
+    for i in range(2 * request_settings.REMEMBERED + 10):
+        single_prefill_with_kv_cache(**given, sm_scale=1.0 + i / 1024)
+    assert request_settings._remembered.cache_info().currsize == request_settings.REMEMBERED
+    assert select._runner.cache_info().currsize == select.REMEMBERED
+
+
+@pytest.mark.usefixtures("on_fa2")
+def test_no_tensor_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    fire = types.SimpleNamespace(fire=lambda *args: None)
+    monkeypatch.setattr(fa2_single.Runner, "_launch", lambda self, schedule, split: fire)
+    monkeypatch.setattr(fa2_single, "current_stream", lambda index: 0)
+    given = {
+        **tensors(),
+        "out": torch.empty(3, 4, 16, dtype=HALF),
+        "lse": torch.empty(3, 4),
+        "sinks": torch.zeros(4),
+        "k_scale": torch.ones(1),
+        "custom_mask": torch.ones(3, 7, dtype=torch.bool),
+    }
+    references = [weakref.ref(tensor) for tensor in given.values()]
+    single_prefill_with_kv_cache(**given)
+    wrong = torch.ones(1)
+    references.append(weakref.ref(wrong))
+    for name in ("sm_scale", "window_left", "causal", "o_dtype", "kv_layout"):
+        with pytest.raises(ValueError, match=name):
+            single_prefill_with_kv_cache(**{**given, name: wrong})
+    del given, wrong
+    gc.collect()
+    assert not [reference for reference in references if reference() is not None]

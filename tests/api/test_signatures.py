@@ -1,0 +1,359 @@
+"""Both generations of FlashInfer calls: import locations, names, positional orders, and what is refused."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import pydoc
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import cute_attn
+from cute_attn import (
+    ArgumentTypeError,
+    packbits,
+    single_decode_with_kv_cache,
+    single_prefill_with_kv_cache,
+    single_prefill_with_kv_cache_return_lse,
+)
+from cute_attn.wrappers.legacy_args import SEED_PREFILL, TODAY_PREFILL, prefill_order
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture
+def qkv() -> Tensors:
+    torch.manual_seed(0)
+    return torch.randn(3, 4, 16).half(), torch.randn(7, 2, 16).half(), torch.randn(7, 2, 16).half()
+
+
+@pytest.fixture
+def mask() -> torch.Tensor:
+    return torch.arange(21).reshape(3, 7) % 3 != 0
+
+
+# ---- where the names are, and what they show
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("prefill", "single_prefill_with_kv_cache"),
+        ("prefill", "single_prefill_with_kv_cache_return_lse"),
+        ("decode", "single_decode_with_kv_cache"),
+        ("quantization", "packbits"),
+        ("quantization", "segment_packbits"),
+    ],
+)
+def test_import_locations(module: str, name: str) -> None:
+    assert getattr(importlib.import_module(f"cute_attn.{module}"), name) is getattr(cute_attn, name)
+    assert name in cute_attn.__all__
+
+
+def positional(function: Callable[..., Any]) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+@pytest.mark.parametrize(
+    ("function", "return_lse"),
+    [(single_prefill_with_kv_cache, False), (single_prefill_with_kv_cache_return_lse, True)],
+)
+def test_prefill_shows_todays_signature(function: Callable[..., Any], return_lse: bool) -> None:
+    assert positional(function) == ["q", "k", "v", *TODAY_PREFILL]
+    parameters = inspect.signature(function).parameters
+    assert parameters["return_lse"].default is return_lse
+    assert parameters["kv_layout"].default == "NHD"
+    for name in ("allow_fp16_qk_reduction", "out", "lse", "sinks", "enable_pdl"):
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def test_decode_shows_the_signature_of_both_generations() -> None:
+    assert positional(single_decode_with_kv_cache) == [
+        "q",
+        "k",
+        "v",
+        "kv_layout",
+        "pos_encoding_mode",
+        "use_tensor_cores",
+        "q_scale",
+        "k_scale",
+        "v_scale",
+        "window_left",
+        "logits_soft_cap",
+        "sm_scale",
+        "rope_scale",
+        "rope_theta",
+        "return_lse",
+    ]
+    parameters = inspect.signature(single_decode_with_kv_cache).parameters.values()
+    assert {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY} == {
+        "out": None,
+        "lse": None,
+        "enable_pdl": None,
+        "sinks": None,
+        "backend": "auto",
+        "lse_base": "log2",
+    }
+
+
+@pytest.mark.parametrize(
+    "function",
+    [single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse, single_decode_with_kv_cache],
+)
+def test_docstrings_name_every_parameter(function: Callable[..., Any]) -> None:
+    text = pydoc.render_doc(function)
+    assert function.__name__ in text
+    listed = [line.split(" : ")[0].strip() for line in text.splitlines() if " : " in line]
+    names = {name for line in listed for name in line.split(", ")}
+    assert set(inspect.signature(function).parameters) <= names
+
+
+@pytest.mark.parametrize("module", ["prefill", "decode"])
+def test_examples_run(module: str) -> None:
+    result = doctest.testmod(importlib.import_module(f"cute_attn.{module}"))
+    assert result.attempted
+    assert not result.failed
+
+
+# ---- return values
+
+
+def test_returns_of_prefill(qkv: Tensors) -> None:
+    out, lse = single_prefill_with_kv_cache(*qkv, return_lse=True)
+    assert (out.shape, lse.shape, lse.dtype) == ((3, 4, 16), (3, 4), torch.float32)
+    assert torch.equal(single_prefill_with_kv_cache(*qkv), out)
+    out_lse = single_prefill_with_kv_cache_return_lse(*qkv)
+    assert torch.equal(out_lse[0], out)
+    assert torch.equal(out_lse[1], lse)
+    assert torch.equal(single_prefill_with_kv_cache_return_lse(*qkv, return_lse=False), out)
+
+
+@pytest.mark.parametrize("num_qo_heads", [1, 4])
+def test_returns_of_decode(qkv: Tensors, num_qo_heads: int) -> None:
+    q, k, v = qkv
+    q, k, v = q[0, :num_qo_heads], k[:, :1], v[:, :1]
+    out, lse = single_decode_with_kv_cache(q, k, v, return_lse=True)
+    assert (out.shape, lse.shape) == ((num_qo_heads, 16), (num_qo_heads,))
+    assert torch.equal(single_decode_with_kv_cache(q, k, v), out)
+
+
+def test_buffers_are_returned_themselves(qkv: Tensors) -> None:
+    q, k, v = qkv
+    out, lse = torch.empty(3, 4, 16).half(), torch.empty(3, 4)
+    returned = single_prefill_with_kv_cache(q, k, v, out=out, lse=lse, return_lse=True)
+    assert returned[0] is out
+    assert returned[1] is lse
+    out, lse = torch.empty(4, 16).half(), torch.empty(4)
+    returned = single_decode_with_kv_cache(q[0], k, v, out=out, lse=lse, return_lse=True)
+    assert returned[0] is out
+    assert returned[1] is lse
+
+
+def test_lse_alone_is_filled_but_not_returned(qkv: Tensors) -> None:
+    lse = torch.full((3, 4), torch.nan)
+    out = single_prefill_with_kv_cache(*qkv, lse=lse)
+    assert isinstance(out, torch.Tensor)
+    assert torch.equal(lse, single_prefill_with_kv_cache_return_lse(*qkv)[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_o_dtype(qkv: Tensors, dtype: torch.dtype) -> None:
+    assert single_prefill_with_kv_cache(*qkv, o_dtype=dtype).dtype == dtype
+
+
+# ---- positional orders of prefill
+
+
+SEED_DEFAULTS = (None, None, False, "NHD", "NONE", False, None, -1, None, None, None)
+
+
+def seed_call(qkv: Tensors, **changed: Any) -> Any:
+    """Every positional argument of the seed, in its order."""
+    values = dict(zip(SEED_PREFILL, SEED_DEFAULTS, strict=True))
+    return single_prefill_with_kv_cache(*qkv, *{**values, **changed}.values())
+
+
+def today_call(qkv: Tensors, **changed: Any) -> Any:
+    """Every positional argument of today, in its order."""
+    values = dict.fromkeys(TODAY_PREFILL)
+    values |= {"causal": False, "kv_layout": "NHD", "pos_encoding_mode": "NONE"}
+    values |= {"use_fp16_qk_reduction": False, "window_left": -1, "backend": "auto", "return_lse": False}
+    return single_prefill_with_kv_cache(*qkv, *{**values, **changed}.values())
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"causal": True},
+    {"pos_encoding_mode": "ALIBI"},
+    {"pos_encoding_mode": "ROPE_LLAMA", "rope_scale": 2.0, "rope_theta": 100.0},
+    {"use_fp16_qk_reduction": True},
+    {"sm_scale": 0.7},
+    {"window_left": 1},
+    {"logits_soft_cap": 0.5},
+]
+
+
+@pytest.mark.parametrize("changed", CHANGES, ids=lambda changed: "-".join(changed))
+@pytest.mark.parametrize("call", [seed_call, today_call])
+def test_every_slot_of_both_orders(call: Any, changed: dict[str, Any], qkv: Tensors) -> None:
+    assert torch.equal(call(qkv, **changed), single_prefill_with_kv_cache(*qkv, **changed))
+
+
+@pytest.mark.parametrize("call", [seed_call, today_call])
+def test_masks_and_layout_in_both_orders(call: Any, qkv: Tensors, mask: torch.Tensor) -> None:
+    q, k, v = qkv
+    expected = single_prefill_with_kv_cache(q, k, v, custom_mask=mask)
+    assert torch.equal(call(qkv, custom_mask=mask), expected)
+    assert torch.equal(call(qkv, packed_custom_mask=packbits(mask.flatten(), "little")), expected)
+    hnd = (q, k.transpose(0, 1), v.transpose(0, 1))
+    assert torch.equal(call(hnd, kv_layout="HND", custom_mask=mask), expected)
+
+
+def test_slots_that_only_today_has(qkv: Tensors) -> None:
+    scales = {"scale_q": torch.rand(4), "scale_k": torch.rand(2), "scale_v": torch.rand(2)}
+    expected = single_prefill_with_kv_cache(*qkv, **scales)
+    assert torch.equal(today_call(qkv, **scales), expected)
+    assert not torch.equal(today_call(qkv), expected)
+    assert today_call(qkv, o_dtype=torch.float32).dtype == torch.float32
+    assert len(today_call(qkv, return_lse=True)) == 2
+    half = single_prefill_with_kv_cache(*qkv, k_scale=0.5, v_scale=2.0)
+    assert torch.equal(today_call(qkv, k_scale=0.5, v_scale=2.0), half)
+    assert torch.equal(today_call(qkv, backend="reference"), today_call(qkv))
+
+
+BOOL = torch.ones(3, 7, dtype=torch.bool)
+BYTES = torch.ones(3, dtype=torch.uint8)
+SCALE = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("extra", "order"),
+    [
+        # the third decides, or the fourth
+        ((None, None, True), SEED_PREFILL),
+        ((None, None, False, "HND"), SEED_PREFILL),
+        ((None, None, None, "HND"), SEED_PREFILL),
+        ((None, None, None, torch.float16), TODAY_PREFILL),
+        # the seventh decides
+        ((None, None, None, None, None, None, True), TODAY_PREFILL),
+        ((None, None, None, None, BOOL), TODAY_PREFILL),
+        ((None, None, None, None, None, BYTES), TODAY_PREFILL),
+        # one or two: a mask or a scale
+        ((BOOL,), SEED_PREFILL),
+        ((BOOL, BYTES), SEED_PREFILL),
+        ((None, BYTES), SEED_PREFILL),
+        ((SCALE,), TODAY_PREFILL),
+        ((SCALE, SCALE), TODAY_PREFILL),
+        ((None, SCALE), TODAY_PREFILL),
+        ((None, None, SCALE), TODAY_PREFILL),
+        # nothing given: either will do
+        ((None,), TODAY_PREFILL),
+        ((None, None), TODAY_PREFILL),
+    ],
+)
+def test_order_of_positionals(extra: tuple[Any, ...], order: tuple[str, ...]) -> None:
+    assert prefill_order(extra) is order
+
+
+@pytest.mark.parametrize(
+    ("extra", "names"),
+    [
+        ((True,), ("positional argument 3", "custom_mask", "scale_q", "True")),
+        ((None, 3), ("positional argument 4", "packed_custom_mask", "scale_k", "3")),
+        ((None, None, 1), ("positional argument 5", "causal", "scale_v", "1 (int)")),
+        ((torch.ones(3, 7),), ("custom_mask", "scale_q", "float32", "(3, 7)")),
+        ((SCALE, None, True), ("custom_mask", "scale_q")),  # a scale and a seed flag contradict each other
+        ((BOOL, None, None, torch.float16), ("custom_mask", "scale_q")),
+    ],
+)
+def test_undecidable_positionals_are_refused(extra: tuple[Any, ...], names: tuple[str, ...], qkv: Tensors) -> None:
+    with pytest.raises(TypeError) as error:
+        single_prefill_with_kv_cache(*qkv, *extra)
+    assert isinstance(error.value, ArgumentTypeError)
+    for name in names:
+        assert name in str(error.value)
+
+
+def test_too_many_positionals(qkv: Tensors) -> None:
+    with pytest.raises(TypeError, match="at most 11 positional arguments may follow v, got 12"):
+        single_prefill_with_kv_cache(*qkv, *SEED_DEFAULTS, None)
+
+
+def test_an_argument_given_twice(qkv: Tensors, mask: torch.Tensor) -> None:
+    with pytest.raises(TypeError, match="custom_mask was given twice"):
+        single_prefill_with_kv_cache(*qkv, mask, custom_mask=mask)
+    with pytest.raises(TypeError, match="causal was given twice"):
+        single_prefill_with_kv_cache(*qkv, None, None, True, causal=True)
+
+
+def test_return_lse_form_takes_both_orders(qkv: Tensors, mask: torch.Tensor) -> None:
+    expected = single_prefill_with_kv_cache(*qkv, custom_mask=mask, return_lse=True)
+    for extra in ((mask,), (None, None, None, None, mask)):
+        for got, want in zip(single_prefill_with_kv_cache_return_lse(*qkv, *extra), expected, strict=True):
+            assert torch.equal(got, want)
+
+
+def test_unknown_keyword(qkv: Tensors) -> None:
+    with pytest.raises(TypeError, match="casual"):
+        single_prefill_with_kv_cache(*qkv, casual=True)  # type: ignore[call-arg]
+
+
+# ---- renamed arguments, hints
+
+
+@pytest.mark.parametrize("name", ["allow_fp16_qk_reduction", "use_fp16_qk_reduction"])
+@pytest.mark.parametrize("function", [single_prefill_with_kv_cache, single_prefill_with_kv_cache_return_lse])
+def test_both_names_of_the_fp16_hint(function: Callable[..., Any], name: str, qkv: Tensors) -> None:
+    plain, hinted = function(*qkv, return_lse=False), function(*qkv, return_lse=False, **{name: True})
+    assert torch.equal(plain, hinted)
+
+
+def test_both_names_at_once_are_refused(qkv: Tensors) -> None:
+    with pytest.raises(TypeError, match="allow_fp16_qk_reduction and use_fp16_qk_reduction"):
+        single_prefill_with_kv_cache(*qkv, allow_fp16_qk_reduction=False, use_fp16_qk_reduction=False)
+    with pytest.raises(TypeError, match="use_fp16_qk_reduction was given twice"):
+        single_prefill_with_kv_cache(*qkv, None, None, False, "NHD", "NONE", True, allow_fp16_qk_reduction=True)
+
+
+def test_use_tensor_cores_is_a_hint(qkv: Tensors) -> None:
+    q, k, v = qkv
+    plain = single_decode_with_kv_cache(q[0], k, v)
+    assert torch.equal(single_decode_with_kv_cache(q[0], k, v, use_tensor_cores=True), plain)
+
+
+def test_every_positional_slot_of_decode(qkv: Tensors) -> None:
+    q, (k, v) = qkv[0][0], (x.transpose(0, 1) for x in qkv[1:])
+    by_position = single_decode_with_kv_cache(
+        q, k, v, "HND", "ROPE_LLAMA", True, 0.5, 2.0, 3.0, 4, 5.0, 0.6, 2.0, 100.0, True
+    )
+    by_name = single_decode_with_kv_cache(
+        q=q,
+        k=k,
+        v=v,
+        kv_layout="HND",
+        pos_encoding_mode="ROPE_LLAMA",
+        use_tensor_cores=True,
+        q_scale=0.5,
+        k_scale=2.0,
+        v_scale=3.0,
+        window_left=4,
+        logits_soft_cap=5.0,
+        sm_scale=0.6,
+        rope_scale=2.0,
+        rope_theta=100.0,
+        return_lse=True,
+    )
+    for got, want in zip(by_position, by_name, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_import_needs_no_dsl() -> None:
+    code = "import sys, cute_attn, cute_attn.backends.fa2; print('cutlass' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "False"

@@ -1,0 +1,264 @@
+"""The decode functions on CPU tensors: numbers against numpy, forms of arguments, errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn import (
+    ArgumentError,
+    ArgumentTypeError,
+    LayoutError,
+    NotSupported,
+    RuntimeArgumentError,
+    trtllm_batch_decode_with_kv_cache,
+    xqa_batch_decode_with_kv_cache,
+)
+from cute_attn.kernels.xqa.host import runner as xqa_runner
+from cute_attn.xqa import xqa
+from tests.support.xqa_case import Built, XqaCase, build, random_case
+
+SEED = [
+    *("query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "max_seq_len", "bmm1_scale", "bmm2_scale"),
+    *("window_left", "out", "sinks", "kv_layout", "enable_pdl", "q_len_per_req", "o_scale", "mask", "kv_cache_sf"),
+]
+CASE = XqaCase((5, 40), heads=(4, 2), head_dim=64)
+
+
+def call(built: Built, **changes: Any) -> Any:
+    return xqa_batch_decode_with_kv_cache(**(built.arguments | {"return_lse": False} | changes))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random(seed: int) -> None:
+    built = build(random_case(seed, longest=200))
+    out, lse = xqa_batch_decode_with_kv_cache(**built.arguments)
+    assert built.check(out, lse) == ""
+
+
+def test_the_seed_order_of_arguments() -> None:
+    assert list(inspect.signature(xqa_batch_decode_with_kv_cache).parameters)[: len(SEED)] == SEED
+    built = build(CASE)
+    positional = [built.arguments[name] for name in SEED]
+    assert built.check(xqa_batch_decode_with_kv_cache(*positional), None) == ""
+
+
+def test_shapes_of_results() -> None:
+    assert call(build(CASE)).shape == (2, 4, 64)
+    several = build(dataclasses.replace(CASE, q_len=3))
+    assert call(several).shape == (2, 3, 4, 64)
+    assert call(several, out=torch.empty(6, 4, 64, dtype=torch.bfloat16)).shape == (6, 4, 64)
+    four = torch.empty(2, 3, 4, 64, dtype=torch.bfloat16)
+    assert call(several, out=four) is four
+    assert several.check(four, None) == ""
+    assert call(build(dataclasses.replace(CASE, q_len=3, q_lens=(0, 3)))).shape == (3, 4, 64)
+    assert call(build(dataclasses.replace(CASE, seq_lens=()))).shape == (0, 4, 64)
+
+
+def test_forms_of_arguments_do_not_matter() -> None:
+    built = build(dataclasses.replace(CASE, sinks=True))
+    expected = call(built)
+    k, v = built.arguments["kv_cache"]
+    sinks = built.arguments["sinks"]
+    for changes in (
+        {"kv_cache": [k, v]},
+        {"kv_cache": torch.stack((k, v), 1)},
+        {"seq_lens": built.arguments["seq_lens"].to(torch.uint32)},
+        {"seq_lens": built.arguments["seq_lens"][:, None]},
+        {"block_tables": torch.stack((built.arguments["block_tables"],) * 2, -1)[..., 0]},
+        {"q_len_per_req": None, "o_scale": None},
+        {"sinks": sinks.reshape(2, 2), "bmm1_scale": torch.tensor(64**-0.5, dtype=torch.float64)},
+        {"query": torch.cat((built.arguments["query"],) * 2, -1)[..., :64]},
+        {"workspace_buffer": built.arguments["workspace_buffer"].view(torch.int32)},
+    ):
+        assert torch.equal(call(built, **changes), expected), changes
+
+
+def test_one_axis_is_both_keys_and_values() -> None:
+    built = build(CASE)
+    k, _ = built.arguments["kv_cache"]
+    assert torch.equal(call(built, kv_cache=k[:, None]), call(built, kv_cache=(k, k)))
+
+
+def test_the_output_scale_is_for_fp8_alone() -> None:
+    """bmm2_scale * o_scale is the scale of v: a 16-bit out has it whole, an fp8 out is divided by o_scale."""
+    built = build(CASE)
+    plain = call(built).double()
+    doubled = call(built, o_scale=2.0).double()
+    torch.testing.assert_close(doubled, plain * 2, rtol=1e-2, atol=1e-3)
+    narrow = call(built, o_scale=2.0, out=torch.empty(2, 4, 64, dtype=torch.float8_e4m3fn)).double()
+    torch.testing.assert_close(narrow, plain, rtol=7e-2, atol=2e-3)
+
+
+def test_trtllm_name() -> None:
+    built = build(dataclasses.replace(CASE, kv_layout="HND", q_len=2))
+    arguments = {k: v for k, v in built.arguments.items() if k not in ("kv_layout", "q_cu_seq_lens")}
+    out, lse = trtllm_batch_decode_with_kv_cache(**arguments)
+    assert out.shape == (4, 4, 64)
+    assert built.check(out, lse) == ""
+    ragged = build(dataclasses.replace(CASE, kv_layout="HND", q_len=3, q_lens=(3, 1)))
+    arguments = {k: v for k, v in ragged.arguments.items() if k not in ("kv_layout", "q_cu_seq_lens", "q_len_per_req")}
+    bounds = ragged.arguments["q_cu_seq_lens"]
+    assert ragged.check(*trtllm_batch_decode_with_kv_cache(**arguments, max_q_len=3, cum_seq_lens_q=bounds)) == ""
+    with pytest.raises(NotSupported, match="NVFP4 output"):
+        trtllm_batch_decode_with_kv_cache(**arguments, out_dtype="nvfp4")
+    with pytest.raises(LayoutError, match="backend"):
+        trtllm_batch_decode_with_kv_cache(**arguments, backend="trtllm-gen")
+
+
+def test_the_low_level_form() -> None:
+    """Its scale is 1 / sqrt(head_dim) by default, its window counts the row itself, and it writes output."""
+    built = build(dataclasses.replace(CASE, q_len=2, window_left=6, bmm1_scale=1.5 / 8, bmm2_scale=0.5))
+    a = built.arguments
+    q, (k, v) = a["query"].view(2, 1, 2, 4, 64), a["kv_cache"]
+    output = torch.zeros_like(q)
+    semaphores, scratch = torch.zeros(4096, dtype=torch.uint32), torch.empty(32 << 20, dtype=torch.uint8)
+    xqa(
+        q, k, v, a["block_tables"], a["seq_lens"][:, None], output, scratch, semaphores, 2, 16,
+        q_scale=3.0, kv_scale=0.5, sliding_win_size=7, q_seq_len=2,
+    )  # fmt: skip
+    assert built.check(output, None) == ""
+    with pytest.raises(ArgumentError, match="page_size"):
+        xqa(q, k, v, a["block_tables"], a["seq_lens"], output, scratch, semaphores, 2, 32)
+
+
+def test_a_window_beyond_all_keys_is_none() -> None:
+    built = build(CASE)
+    assert torch.equal(call(built, window_left=10**30), call(built))
+
+
+def test_pages_past_the_table_are_not_read() -> None:
+    built = build(dataclasses.replace(CASE, seq_lens=(16,)))
+    longer = torch.tensor([1000], dtype=torch.int32)
+    table = built.arguments["block_tables"][:, :1]
+    assert torch.equal(call(built, seq_lens=longer, block_tables=table), call(built))
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"query": torch.zeros(2, 4)}, ArgumentError, "query must have shape"),
+    ({"query": torch.zeros(2, 4, 64)}, ArgumentError, "query must have dtype"),
+    ({"query": torch.zeros(3, 4, 64).bfloat16()}, ArgumentError, "batch_size \\* q_len_per_req = 2 \\* 1"),
+    ({"query": torch.zeros(2, 3, 64).bfloat16()}, RuntimeArgumentError, "multiple of num_kv_heads"),
+    ({"query": torch.zeros(2, 4, 64).half()}, ArgumentError, "kv_cache must have dtype"),
+    ({"query": torch.zeros(2, 4, 32).bfloat16()}, ArgumentError, "head_dim 32"),
+    ({"query": None}, ArgumentTypeError, "query must be a torch.Tensor"),
+    ({"kv_cache": None}, ArgumentTypeError, "kv_cache must be a tensor or a tuple"),
+    ({"kv_cache": torch.zeros(3, 3, 16, 2, 64).bfloat16()}, ArgumentError, "num_pages, 2"),
+    ({"kv_layout": "DHN"}, LayoutError, "kv_layout must be one of"),
+    ({"block_tables": torch.zeros(2, 3)}, ArgumentError, "block_tables must have dtype int32"),
+    ({"block_tables": torch.zeros(2, dtype=torch.int32)}, ArgumentError, "block_tables must have shape"),
+    ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, ArgumentError, "one length for each of the 2 rows"),
+    ({"seq_lens": torch.zeros(2, dtype=torch.int64)}, ArgumentError, "seq_lens must have dtype"),
+    ({"max_seq_len": 1.5}, ArgumentTypeError, "max_seq_len must be an int"),
+    ({"bmm1_scale": torch.zeros(2)}, ArgumentTypeError, "bmm1_scale must be a number or"),
+    ({"bmm2_scale": math.nan}, ArgumentError, "bmm2_scale must be finite"),
+    ({"o_scale": 0.0}, ArgumentError, "o_scale must be > 0"),
+    ({"o_scale": torch.ones(1)}, ArgumentTypeError, "o_scale must be a number"),
+    ({"window_left": None}, ArgumentTypeError, "window_left must be an int"),
+    ({"q_len_per_req": 0}, ArgumentError, "q_len_per_req must be >= 1"),
+    ({"enable_pdl": 1}, ArgumentTypeError, "enable_pdl must be True or False"),
+    ({"out": torch.zeros(2, 4, 64)}, ArgumentError, "out must have dtype"),
+    ({"out": torch.zeros(2, 4, 32).bfloat16()}, ArgumentError, "out must have shape"),
+    ({"out": torch.zeros(2, 4, 128).bfloat16()[..., ::2]}, ArgumentError, "stride 1 on its last axis"),
+    ({"lse": torch.zeros(2, 4).double()}, ArgumentError, "lse must have dtype"),
+    ({"sinks": torch.zeros(5)}, ArgumentError, "num_qo_heads = 4 elements"),
+    ({"mask": torch.zeros(2, 1, 1, dtype=torch.uint16)}, ArgumentError, "2 rows of 2 words"),
+    ({"mask": torch.zeros(2, 1, 2)}, ArgumentError, "mask must have dtype"),
+    ({"q_cu_seq_lens": torch.zeros(2, dtype=torch.int32)}, ArgumentError, "q_cu_seq_lens must have shape"),
+    ({"kv_cache_sf": (torch.zeros(4), torch.zeros(4))}, ArgumentError, "kv_cache_sf|k_sf"),
+    (
+        {"workspace_buffer": torch.zeros(9 << 20, dtype=torch.uint8, device="meta")},
+        ArgumentError,
+        "workspace_buffer .* cpu",
+    ),
+    ({"workspace_buffer": None}, ArgumentTypeError, "workspace_buffer must be a torch.Tensor"),
+    ({"workspace_buffer": torch.zeros(64, 2)[:, 0]}, ArgumentError, "workspace_buffer must be contiguous"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "words"), BAD, ids=[f"{next(iter(b[0]))}-{i}" for i, b in enumerate(BAD)])
+def test_errors_name_the_argument(changes: dict[str, Any], kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        call(build(CASE), **changes)
+
+
+@pytest.mark.parametrize("wrong", [1, 1.0, [], "True"], ids=repr)
+def test_what_equals_an_accepted_option_is_no_such_option(wrong: Any) -> None:
+    """Answers are remembered by their arguments, and 1 == True."""
+    built = build(CASE)
+    call(built, enable_pdl=True)
+    with pytest.raises(ArgumentTypeError, match="enable_pdl must be True or False"):
+        call(built, enable_pdl=wrong)
+
+
+LOW_LEVEL: dict[str, tuple[Any, type[Exception]]] = {
+    "q_scale": (True, ArgumentTypeError),
+    "kv_scale": ("1", ArgumentTypeError),
+    "num_kv_heads": (2.0, ArgumentTypeError),
+    "page_size": (16.0, ArgumentTypeError),
+    "sm_count": (132.0, ArgumentTypeError),
+    "semaphores": (torch.zeros(4096, dtype=torch.uint32, device="meta"), ArgumentError),
+    "q": (torch.zeros(2, 4, 0).bfloat16(), ArgumentError),
+    "output": (torch.zeros(2, 4, 2, 64).bfloat16()[..., 0, :].transpose(0, 1), ArgumentError),
+}
+
+
+@pytest.mark.parametrize("name", LOW_LEVEL)
+def test_the_low_level_form_names_the_argument(name: str) -> None:
+    a = build(CASE).arguments
+    given = {
+        "q": a["query"],
+        "k_cache": a["kv_cache"][0],
+        "v_cache": a["kv_cache"][1],
+        "page_table": a["block_tables"],
+        "seq_lens": a["seq_lens"],
+        "output": torch.zeros_like(a["query"]),
+        "num_kv_heads": 2,
+        "page_size": 16,
+        "workspace_buffer": torch.empty(32 << 20, dtype=torch.uint8),
+        "semaphores": torch.zeros(4096, dtype=torch.uint32),
+    }
+    xqa(**given)
+    wrong, error = LOW_LEVEL[name]
+    with pytest.raises(error, match=f"^{name} must "):
+        xqa(**given | {name: wrong})
+
+
+@pytest.mark.parametrize("wrong", [{"out_dtype": 3}, {"out": 3, "out_dtype": torch.float16}], ids=["dtype", "out"])
+def test_the_engines_form_names_wrong_types(wrong: dict[str, Any]) -> None:
+    arguments = {k: v for k, v in build(CASE).arguments.items() if k not in ("return_lse", "q_cu_seq_lens")}
+    with pytest.raises(ArgumentTypeError, match=f"^{next(iter(wrong))} must be"):
+        trtllm_batch_decode_with_kv_cache(**arguments | wrong)
+
+
+def test_nvfp4_needs_its_scales() -> None:
+    built = build(dataclasses.replace(CASE, kv="nvfp4"))
+    with pytest.raises(ArgumentError, match="kv_cache_sf"):
+        call(built, kv_cache_sf=None)
+    k_sf, v_sf = built.arguments["kv_cache_sf"]
+    with pytest.raises(ArgumentError, match="k_sf of kv_cache_sf must have shape"):
+        call(built, kv_cache_sf=(k_sf[..., :2], v_sf))
+
+
+def test_no_gradients_and_no_shared_memory() -> None:
+    built = build(CASE)
+    query = built.arguments["query"].clone().requires_grad_()
+    with pytest.raises(ArgumentError, match="query requires grad"):
+        call(built, query=query)
+    with pytest.raises(ArgumentError, match="out must not share memory with query"):
+        call(built, out=built.arguments["query"])
+
+
+@pytest.mark.parametrize("ctas", [1, 2, 78, 132, 264, 396, 528])
+def test_lines_take_the_units_evenly_and_leave_few_ctas_idle(ctas: int) -> None:
+    for units in range(1, 140):
+        lines = xqa_runner.line_count(units, ctas)
+        assert units % lines == 0
+        assert ctas % lines <= ctas / 32
+    assert xqa_runner.line_count(8, 132) == 8
+    assert xqa_runner.line_count(8, 528) == 8

@@ -1,0 +1,372 @@
+"""`python -m cute_attn`: what it prints, and the exit codes that scripts rely on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cute_attn.cli import demo, doctor, main, specs
+from cute_attn.cli.text import ProgressBar, size, table
+from cute_attn.dispatch import select
+from cute_attn.errors import ArtifactError
+from cute_attn.kernels.combine.spec import CombineSpec
+from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
+from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
+from cute_attn.runtime import artifacts
+from cute_attn.runtime.arch import ARCHS
+from cute_attn.runtime.spec import KernelSpec
+from tests.support import subprocesses
+from tests.support.toy_spec import BrokenSpec, ToySpec
+
+COMBINE = CombineSpec("bfloat16", 128)
+MAIN = "from cute_attn.cli import main; raise SystemExit(main({argv!r}))"
+
+Output = pytest.CaptureFixture[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixToy(ToySpec):
+    """A toy that claims to multiply matrices."""
+
+    needs_mma = True
+
+
+def command(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """`python -m cute_attn` as users run it."""
+    return subprocess.run(
+        [sys.executable, "-m", "cute_attn", *argv],
+        cwd=subprocesses.ROOT,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+    )
+
+
+# ---- doctor
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")
+def test_doctor_is_content_without_a_gpu(capsys: Output) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert f"torch {torch.__version__}".split()[1] in out
+    assert "CPU tensors  the reference" in out
+    assert "GPU tensors  no:" in out
+    assert "!!" not in out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")
+def test_doctor_without_dsl_and_cuda_python(tmp_path: Path) -> None:
+    env = {"CUTE_ATTN_CACHE_DIR": str(tmp_path)}
+    out = subprocesses.run(MAIN.format(argv=["doctor"]), env=env, block=("cutlass", "cuda"))
+    assert "--  CuTe DSL" in out
+    assert "not installed" in out
+    assert "--  cuda-python" in out
+    assert "--  compiling" in out
+    assert f"{tmp_path}: 0 kernels" in out
+
+
+def test_doctor_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text('raise ImportError("no torch today")')
+    done = command("doctor", PYTHONPATH=os.pathsep.join([str(tmp_path), str(subprocesses.ROOT)]))
+    assert done.returncode == 1
+    assert "!!  torch" in done.stdout
+    assert "no torch today" in done.stdout
+    assert "CuTe DSL" in done.stdout
+
+
+def h100(version: int) -> doctor.Driver:
+    return doctor.Driver(version, (doctor.Gpu("NVIDIA H100", (9, 0)),), None)
+
+
+def test_doctor_finds_what_keeps_a_gpu_idle(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    monkeypatch.setattr(doctor, "probe_driver", lambda: h100(12040))
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "!!  CUDA driver" in out
+    assert "CUDA 12.4: too old" in out
+    assert "GPU 0                NVIDIA H100" in out or "NVIDIA H100, compute capability 9.0" in out
+    assert "!!  GPU 0 tensors" in out
+
+
+def test_doctor_accepts_a_sound_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = h100(13000)
+    here = [doctor.Line("ok", "torch", ""), doctor.driver_line(driver)]
+    assert doctor.kernel_lines(driver, here) == [doctor.Line("ok", "GPU 0 tensors", "kernels for sm_90a")]
+    old = doctor.Driver(13000, (doctor.Gpu("V100", (7, 0)),), None)
+    assert doctor.kernel_lines(old, here)[0].state == "--"
+    assert "7.0 is not supported" in doctor.kernel_lines(old, here)[0].text
+
+
+def test_doctor_counts_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "a.artifact").write_bytes(b"x" * 2048)
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path))
+    assert doctor.cache_line() == doctor.Line("ok", "cache", f"{tmp_path}: 1 kernels, 2.0 KB")
+    assert doctor.Line("ok", "CUTE_ATTN_CACHE_DIR", str(tmp_path)) in doctor.environment()
+
+
+# ---- kernels
+
+
+def test_kernels_prints_resources_and_passes_the_gates(capsys: Output) -> None:
+    assert main(["kernels", "--arch", "sm_80,sm_90a", "--spec", COMBINE.key(), "--check"]) == 0
+    captured = capsys.readouterr()
+    artifact = artifacts.get(COMBINE, "sm_90a")
+    line = next(line for line in captured.out.splitlines() if line.startswith("sm_90a")).split()
+    assert line[1:4] == ["combine", ">bf16", "vo128"]
+    assert line[4:6] == [str(artifact.registers), "0"]
+    assert line[-1] == "ok"
+    assert "2 of 2 kernels pass every gate" in captured.out
+    assert captured.err == ""  # no progress bar where stderr is no terminal
+
+
+def test_kernels_json(capsys: Output) -> None:
+    assert main(["kernels", "--arch", "sm_100a", "--spec", COMBINE.key(), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    (kernel,) = document["kernels"]
+    artifact = artifacts.get(COMBINE, "sm_100a")
+    assert kernel["arch"] == "sm_100a"
+    assert kernel["spec"] == COMBINE.asdict()
+    assert kernel["registers"] == artifact.registers > 0
+    assert kernel["smem_bytes"] == artifact.smem_bytes
+    assert kernel["stack_bytes"] == 0
+    assert kernel["failures"] == []
+    assert document["failed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        (ToySpec(stack=True), "stack bytes: registers spill"),
+        (MatrixToy(), "no matrix instruction"),
+        (BrokenSpec(fault="trace"), "does not compile"),
+    ],
+    ids=["stack", "mma", "compile"],
+)
+def test_a_missed_gate_is_exit_code_1(
+    spec: KernelSpec, why: str, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    monkeypatch.setattr(specs, "chosen", lambda options: {"sm_90a": [spec, COMBINE]})
+    assert main(["kernels", "--check"]) == 1
+    out = capsys.readouterr().out
+    assert why in out
+    assert "1 of 2 kernels pass every gate" in out
+    unchecked = main(["kernels", "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert [bool(kernel["failures"]) for kernel in document["kernels"]] == [True, False]
+    assert unchecked == (1 if why == "does not compile" else 0)
+
+
+def test_shared_memory_gate_knows_the_architecture() -> None:
+    large = dataclasses.replace(artifacts.get(COMBINE, "sm_90a"), smem_bytes=150_000)
+    assert specs.failures("sm_90a", COMBINE, large) == []
+    assert specs.failures("sm_120a", COMBINE, large) == [
+        f"150000 bytes of shared memory, sm_120a has {ARCHS['sm_120a'].smem_limit}"
+    ]
+    assert specs.failures("sm_90a", COMBINE, ArtifactError("why")) == ["does not compile: why"]
+
+
+@pytest.mark.parametrize("argv", [["--arch", "sm_70"], ["--spec", "{}"], ["--spec", "nonsense"]])
+def test_bad_arguments_are_exit_code_2(argv: list[str], capsys: Output) -> None:
+    assert main(["kernels", *argv]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+# ---- bundle
+
+
+def test_bundle_runs_where_nothing_can_be_compiled(tmp_path: Path, capsys: Output) -> None:
+    bundle = tmp_path / "bundle"
+    assert main(["bundle", str(bundle), "--arch", "sm_90a,sm_100a", "--spec", COMBINE.key()]) == 0
+    assert "2 kernels for sm_90a, sm_100a" in capsys.readouterr().out
+    env = {
+        "CUTE_ATTN_BUNDLE": str(bundle),
+        "CUTE_ATTN_CACHE_DIR": str(tmp_path / "empty"),
+        "CUTE_ATTN_DISABLE_JIT": "1",
+    }
+    arguments = ["kernels", "--check", "--arch", "sm_90a,sm_100a", "--spec", COMBINE.key()]
+    out = subprocesses.run(MAIN.format(argv=arguments), env=env, block=("cutlass",))
+    assert "2 of 2 kernels pass every gate" in out
+    other = CombineSpec("float16", 64).key()
+    process = subprocesses.start(MAIN.format(argv=["kernels", "--spec", other]), env=env, block=("cutlass",))
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "CUTE_ATTN_DISABLE_JIT is set" in out
+
+
+# ---- explain, support
+
+
+def test_explain_names_backend_kernels_and_grid(capsys: Output) -> None:
+    assert main(["explain", "--kv-len", "131072", "--arch", "sm_90a"]) == 0
+    out = capsys.readouterr().out
+    assert "fa2: chosen" in out
+    assert "on 132 multiprocessors of sm_90a" in out
+    printed = [json.loads(line) for line in out.splitlines() if line.strip().startswith("{")]
+    assert [spec["kernel"] for spec in printed] == ["fa2", "combine"]  # a long decode is split
+    assert printed[0]["split"] is True
+
+    assert main(["explain", "--qo-len", "4096", "--kv-len", "4096", "--causal", "--arch", "sm_90a"]) == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.strip().startswith("{")]
+    assert [spec["kernel"] for spec in printed] == ["fa3"]
+    assert printed[0]["split"] is False
+
+
+def test_explain_of_a_batch(capsys: Output) -> None:
+    argv = [
+        "--qo-lens",
+        "1,5,512",
+        "--kv-lens",
+        "100,2000,512",
+        "--page-size",
+        "16",
+        "--arch",
+        "sm_90a",
+        "--sms",
+        "132",
+    ]
+    assert main(["explain", *argv, "--causal"]) == 0
+    out = capsys.readouterr().out
+    assert "fa3: chosen" in out
+    assert "3 requests, 518 query tokens, 2612 keys in pages of 16 on 132 multiprocessors of sm_90a" in out
+    work = re.search(r"(\d+) work items x (\d+), the longest of (\d+) keys", out)
+    cut = re.search(r"1 query tile cut into (\d+) splits: (\d+) partials, ([\d.]+) MiB", out)  # of the 2000 keys
+    assert work
+    assert cut
+    splits, partials = int(cut[1]), int(cut[2])
+    assert partials == splits > 1
+    assert int(work[1]) == 1 + splits + 4  # 512 tokens are 4 tiles of 128 rows
+    assert -(-2000 // splits) <= int(work[3]) < 2000
+    assert float(cut[3]) == round(partials * 32 * 128 * (128 + 1) * 4 / 2**20, 1)
+
+
+def test_explain_of_equal_requests(capsys: Output) -> None:
+    assert main(["explain", "--batch", "64", "--page-size", "16", "--kv-len", "4096", "--arch", "sm_90a"]) == 0
+    out = capsys.readouterr().out
+    assert "fa2: chosen" in out
+    assert "fa3: able, passed over: 4 query rows a kv head are fewer than 65" in out
+    assert "64 work items x 8, the longest of 4096 keys" in out
+    assert "no query tile is cut" in out
+    assert "grid 512 x 1 x 1" in out
+    assert "combine" not in out
+    assert main(["explain", "--batch", "2", "--head-dim", "72", "--arch", "sm_90a"]) == 1
+    assert "other head dimensions" in capsys.readouterr().out
+    assert main(["explain", "--qo-lens", "3,4", "--kv-len", "9", "--arch", "cpu"]) == 0
+    assert "reference: chosen" in capsys.readouterr().out
+
+
+def test_explain_says_why_not(capsys: Output) -> None:
+    assert main(["explain", "--head-dim", "72", "--arch", "sm_90a"]) == 1
+    out = capsys.readouterr().out
+    assert "fa2: refused" in out
+    assert "no tiles" in out
+    assert main(["explain", "--head-dim", "72", "--arch", "cpu"]) == 0
+    assert "reference: chosen" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--num-kv-heads", "5"], "num_kv_heads"),
+        (["--kv-layout", "NDH"], "kv_layout"),
+        (["--pos-encoding-mode", "ROPE"], "pos_encoding_mode"),
+        (["--kv-len", "-1"], "--kv-len"),
+        (["--sms", "0"], "--sms"),
+        (["--arch", "sm_70"], "sm_70"),
+        (["--batch", "0"], "--batch"),
+        (["--batch", "3", "--qo-lens", "1,2"], "--qo-lens"),
+        (["--qo-lens", "1,2", "--kv-lens", "9"], "--kv-lens"),
+        (["--kv-lens", "1,x"], "--kv-lens"),
+        (["--kv-lens", "5,-1"], "kv_indptr"),
+        (["--batch", "2", "--page-size", "0"], "page_size"),
+    ],
+)
+def test_explain_checks_its_arguments(argv: list[str], named: str, capsys: Output) -> None:
+    assert main(["explain", *argv]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_readme_has_the_current_support_table(capsys: Output) -> None:
+    assert main(["support"]) == 0
+    printed = capsys.readouterr().out
+    assert printed == select.support_table()
+    assert printed in (subprocesses.ROOT / "README.md").read_text()
+
+
+# ---- demo
+
+
+def test_demo_runs_and_compiles_without_a_gpu() -> None:
+    done = command("demo", "--cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(" ok\n") >= 4
+    assert "decode" in done.stdout
+    for arch in demo.ELSEWHERE:
+        assert f"{arch}  " in done.stdout
+    assert "WRONG" not in done.stdout
+
+
+def test_demo_notices_wrong_results() -> None:
+    conversation = demo.Conversation(demo.SMALL, torch.device("cpu"))
+    errors = conversation.errors(demo.by_sdpa)
+    assert all(error < demo.TOLERANCE for error in errors.values())
+    skewed = conversation.errors(lambda q, k, v: demo.by_sdpa(q, k, v) * (1.1 if len(q) == 1 else 1.0))
+    assert skewed["prefill"] < demo.TOLERANCE < skewed["decode"]
+    poisoned = conversation.errors(lambda q, k, v: demo.by_sdpa(q, k, v) * float("nan"))
+    assert not any(error <= demo.TOLERANCE for error in poisoned.values())
+
+
+# ---- text
+
+
+def test_labels_leave_defaults_out() -> None:
+    plain = Fa2Spec("bfloat16", "bfloat16", 128, 128, tile=Tile(128, 64, 4, 1, 2))
+    assert specs.label(plain) == "fa2 bf16 >bf16 qk128 vo128 128x64/4x1/2"
+    rich = Fa2Spec(
+        "float16", "float32", 192, 128, "packed", ("scale", "soft_cap"), "rope", True, tile=Tile(16, 64, 1, 4, 2)
+    )
+    assert specs.label(rich) == "fa2 fp16 >fp32 qk192 vo128 packed scale+soft_cap rope split 16x64/1x4/2"
+    hopper = Fa3Spec("bfloat16", "bfloat16", 256, 256, "band", kv="paged", tile=HopperTile(128, 64, 2, 1))
+    assert specs.label(hopper) == "fa3 bf16 >bf16 qk256 vo256 band paged 128x64/2+1"
+
+
+def test_tables_are_aligned() -> None:
+    assert table(("a", "bb"), [("long", 1), ("x", 22)]) == "a     bb\n----  --\nlong   1\nx     22"
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KB"), (3 << 20, "3.0 MB"), (5 << 30, "5.0 GB")]
+)
+def test_sizes(num_bytes: int, text: str) -> None:
+    assert size(num_bytes) == text
+
+
+def test_progress_bar_is_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with ProgressBar(4) as bar:
+        bar.step("sm_90a fa2")
+    err = capsys.readouterr().err
+    assert "1/4" in err
+    assert "sm_90a fa2" in err
+    assert err.endswith("\r\x1b[K")  # and leaves no trace
+
+
+def test_without_torch_the_api_says_why() -> None:
+    code = (
+        "import cute_attn\n"
+        "try:\n    cute_attn.single_decode_with_kv_cache\n"
+        "except ImportError as error:\n    print(error)\n"
+        "print(hasattr(cute_attn, 'nonsense'))"
+    )
+    said, other = subprocesses.run(code, block=("torch",)).splitlines()
+    assert said.startswith("cute_attn.single_decode_with_kv_cache is not available")
+    assert "torch" in said
+    assert other == "False"

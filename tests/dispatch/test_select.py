@@ -1,0 +1,338 @@
+"""Selection: the one table decides, explains and documents."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn import (
+    BatchPrefillWithRaggedKVCacheWrapper,
+    LayoutError,
+    NotSupported,
+    emulator,
+    explain,
+    single_prefill_with_kv_cache,
+)
+from cute_attn.dispatch import select
+from cute_attn.problem import Features, Problem, Settings
+from cute_attn.request.settings import FP8, HALF, KV_DTYPES, OUT_DTYPES, Q_DTYPES
+from cute_attn.runtime.arch import ARCHS, Arch, named
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+CUDA = Features(torch.device("cuda:0"), BF16, BF16, BF16, 32, 8, 128, 128)
+CPU = CUDA._replace(device=torch.device("cpu"))
+HOPPER, AMPERE = named("sm_90a"), named("sm_80")
+FA2, FA3, XQA = (select.BY_NAME[name] for name in ("fa2", "fa3", "xqa"))
+REFERENCE = select.BY_NAME["reference"]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("head_dims", select.FA2_HEAD_DIMS)
+@pytest.mark.parametrize("dtype", HALF)
+def test_fa2_takes_every_16_bit_problem(arch: str, head_dims: tuple[int, int], dtype: torch.dtype) -> None:
+    features = CUDA._replace(q_dtype=dtype, kv_dtype=dtype, head_dim_qk=head_dims[0], head_dim_vo=head_dims[1])
+    for asked in (
+        {},
+        {"custom_mask": True, "sinks": True, "soft_cap": True, "positive_scale": False},
+        {"pos_encoding_mode": "ROPE_LLAMA", "o_dtype": torch.float32},
+        {"pos_encoding_mode": "ALIBI", "num_qo_heads": 7, "num_kv_heads": 1},
+        {"kv_dtype": torch.float8_e5m2},
+    ):
+        assert select.choose(features._replace(**asked), arch=named(arch), rows=1) is FA2
+
+
+@pytest.mark.parametrize("kv_source", ["dense", "ragged", "paged"])
+@pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
+def test_fa3_takes_many_rows_on_hopper(kv_source: str, head_dims: tuple[int, int]) -> None:
+    features = CUDA._replace(head_dim_qk=head_dims[0], head_dim_vo=head_dims[1], kv_source=kv_source)
+    changes: tuple[dict[str, Any], ...] = (
+        {},
+        {"custom_mask": True, "sinks": True, "soft_cap": True, "positive_scale": False, "o_dtype": torch.float32},
+        {"pos_encoding_mode": "ALIBI", "num_qo_heads": 7, "num_kv_heads": 1},
+        *({"kv_dtype": dtype} for dtype in FP8),
+    )
+    for asked in changes:
+        wanted = features._replace(**asked)
+        assert select.choose(wanted, arch=HOPPER, rows=65) is FA3
+        assert select.choose(wanted, arch=HOPPER, rows=64) is FA2
+        assert select.choose(wanted, arch=named("sm_100a"), rows=65) is FA2
+        assert select.choose(wanted, "fa3", HOPPER, rows=1) is FA3
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"pos_encoding_mode": "ROPE_LLAMA"},
+        {"kv_dtype": torch.uint8, "kv_block_scales": True},
+        {"head_dim_qk": 80, "head_dim_vo": 80},
+        {"head_dim_qk": 112, "head_dim_vo": 112},
+        {"expanded": True},
+    ],
+)
+def test_what_fa3_refuses_fa2_takes(asked: dict[str, Any]) -> None:
+    assert select.choose(CUDA._replace(**asked), arch=HOPPER) is FA2
+    with pytest.raises(NotSupported, match="fa3 refuses"):
+        select.choose(CUDA._replace(**asked), "fa3", HOPPER)
+
+
+FP8_Q = CUDA._replace(q_dtype=E4M3, kv_dtype=E4M3)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"per_head_scales": True},
+        {"kv_source": "paged"},
+        {"positive_scale": False},
+        {"head_dim_qk": 64, "head_dim_vo": 64},
+        {"head_dim_qk": 256, "head_dim_vo": 256},
+        {"soft_cap": True, "pos_encoding_mode": "ALIBI"},
+    ],
+)
+def test_fa3_takes_fp8_queries(asked: dict[str, Any]) -> None:
+    """However few rows: nobody else does."""
+    assert select.choose(FP8_Q._replace(**asked), arch=HOPPER, rows=1).name == "fa3"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"head_dim_qk": 96, "head_dim_vo": 96},
+        {"head_dim_qk": 192, "head_dim_vo": 128},
+        {"pos_encoding_mode": "ROPE_LLAMA"},
+        {"o_dtype": E4M3},
+    ],
+)
+def test_what_fa3_refuses_of_fp8_queries(asked: dict[str, Any]) -> None:
+    with pytest.raises(NotSupported, match="fa3 refuses"):
+        select.choose(FP8_Q._replace(**asked), "fa3", HOPPER)
+    with pytest.raises(NotSupported, match="fa3 refuses per-head scales beside"):
+        select.choose(CUDA._replace(per_head_scales=True), "fa3", HOPPER)
+
+
+DECODE = CUDA._replace(decode=True, kv_source="paged", kv_dtype=E4M3)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kv_source", ["dense", "paged"])
+@pytest.mark.parametrize("kv_dtype", [*FP8, torch.uint8])
+def test_xqa_takes_decode_over_narrow_keys(arch: str, kv_source: str, kv_dtype: torch.dtype) -> None:
+    """As long as all rows of a request share one read of its keys."""
+    narrow = DECODE._replace(kv_source=kv_source, kv_dtype=kv_dtype, kv_block_scales=kv_dtype == torch.uint8)
+    for head_dim, most in ((64, 16), (128, 16), (256, 8)):
+        features = narrow._replace(head_dim_qk=head_dim, head_dim_vo=head_dim, sinks=True, positive_scale=False)
+        assert select.choose(features, arch=named(arch), rows=most) is XQA
+        assert select.choose(features, arch=named(arch), rows=most + 1) is FA2
+        assert select.choose(features, "xqa", named(arch), rows=100) is XQA
+    assert select.choose(narrow._replace(decode=False), arch=named(arch), rows=1) is FA2
+    wide = narrow._replace(kv_dtype=BF16, kv_block_scales=False)
+    assert select.choose(wide, arch=named(arch), rows=1) is FA2
+    assert select.choose(wide, "xqa", named(arch)) is XQA
+
+
+def test_classes_of_rows_tell_what_auto_tells() -> None:
+    for features in (CUDA, DECODE, DECODE._replace(head_dim_qk=256, head_dim_vo=256)):
+        group = features.num_qo_heads // features.num_kv_heads
+        for qo_len in range(1, 70):
+            rows = select.rows_class(features, qo_len)
+            assert rows <= qo_len * group
+            exact = select.choose(features, arch=HOPPER, rows=qo_len * group)
+            assert select.choose(features, arch=HOPPER, rows=rows) is exact
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"own_splits": True},
+        {"soft_cap": True},
+        {"pos_encoding_mode": "ROPE_LLAMA"},
+        {"pos_encoding_mode": "ALIBI"},
+        {"o_dtype": torch.float32},
+        {"head_dim_qk": 80, "head_dim_vo": 80},
+        {"head_dim_qk": 96, "head_dim_vo": 96},
+        {"large_cache": True},
+        {"loose_scales": True},
+        {"decode": False},
+    ],
+)
+def test_what_xqa_refuses_fa2_takes(asked: dict[str, Any]) -> None:
+    assert select.choose(DECODE._replace(**asked), arch=HOPPER, rows=4) is FA2
+    with pytest.raises(NotSupported, match="xqa refuses"):
+        select.choose(DECODE._replace(**asked), "xqa", HOPPER)
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("kv_source", ["dense", "ragged", "paged"])
+def test_fa2_takes_nvfp4(kv_source: str, head_dims: tuple[int, int]) -> None:
+    features = CUDA._replace(head_dim_qk=head_dims[0], head_dim_vo=head_dims[1], kv_source=kv_source)
+    assert select.choose(features._replace(kv_dtype=torch.uint8, kv_block_scales=True), arch=HOPPER) is FA2
+
+
+REFUSED_BY_FA2: list[tuple[dict[str, Any], str]] = [
+    ({"q_dtype": E4M3, "kv_dtype": E4M3}, "q of an fp8 dtype"),
+    (
+        {"kv_dtype": torch.uint8, "kv_block_scales": True, "head_dim_qk": 80, "head_dim_vo": 80},
+        "NVFP4 k and v with a head dimension that is no multiple of 64",
+    ),
+    ({"per_head_scales": True}, "per-head scales (scale_q, scale_k, scale_v)"),
+    ({"o_dtype": E4M3}, "output of an fp8 dtype"),
+    ({"head_dim_qk": 72}, "other head dimensions"),
+    ({"head_dim_qk": 128, "head_dim_vo": 64}, "other head dimensions"),
+    ({"head_dim_qk": 512, "head_dim_vo": 512}, "other head dimensions"),
+]
+
+
+@pytest.mark.parametrize(("asked", "feature"), REFUSED_BY_FA2)
+@pytest.mark.parametrize("backend", ["auto", "fa2"])
+def test_refusals_of_fa2(backend: str, asked: dict[str, Any], feature: str) -> None:
+    """On a GPU nothing falls back to the reference by itself: it would be a thousand times slower."""
+    with pytest.raises(NotSupported) as error:
+        select.choose(CUDA._replace(**asked), backend, AMPERE)
+    refusal = next(r for r in error.value.refusals if r[:2] == ("fa2", feature))
+    assert all(refusal)
+    assert feature in str(error.value)
+
+
+def test_all_reasons_are_listed() -> None:
+    features = CUDA._replace(q_dtype=E4M3, kv_dtype=E4M3, per_head_scales=True, head_dim_vo=72)
+    with pytest.raises(NotSupported) as error:
+        select.choose(features, arch=HOPPER)
+    assert [refusal[0] for refusal in error.value.refusals] == ["fa3"] * 2 + ["xqa"] * 5 + ["fa2"] * 4
+    assert str(error.value).count("\n") == 10
+
+
+def test_arch() -> None:
+    old = Arch("sm_75", (7, 5), 65536)
+    (refusal,) = select.reasons_against(FA2, CUDA, old)
+    assert "sm_75" in str(refusal)
+    assert "8.0" in str(refusal)
+    (refusal,) = select.reasons_against(FA2, CPU, None)
+    assert "cpu tensors" in str(refusal)
+    assert select.reasons_against(REFERENCE, CUDA, old) == []
+
+
+def test_cpu_tensors_run_on_the_reference() -> None:
+    assert select.choose(CPU) is REFERENCE
+    assert select.choose(CPU, "reference") is REFERENCE
+    with pytest.raises(NotSupported, match="cpu tensors"):
+        select.choose(CPU, "fa2")
+
+
+def test_the_reference_is_there_for_cuda_when_named() -> None:
+    assert select.choose(CUDA, "reference", HOPPER) is REFERENCE
+
+
+@pytest.mark.parametrize("backend", sorted(select.ELSEWHERE))
+def test_backends_of_flashinfer_that_are_not_here(backend: str) -> None:
+    with pytest.raises(NotSupported) as error:
+        select.choose(CUDA, backend, HOPPER)
+    (refusal,) = error.value.refusals
+    assert refusal[0] == backend
+    assert refusal[3] == 'backend="auto"'
+
+
+def test_unknown_backend() -> None:
+    choices = r"'auto', 'fa3', 'xqa', 'fa2', 'reference', 'emulator'"
+    with pytest.raises(LayoutError, match=f"backend must be one of {choices}; got 'fa9'"):
+        select.choose(CUDA, "fa9", HOPPER)
+
+
+def test_decisions_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    select._runner.cache_clear()
+    select.chosen.cache_clear()
+    q, kv = torch.zeros(3, 4, 16).half(), torch.zeros(7, 2, 16).half()
+    out = torch.empty_like(q)
+    features = Features(q.device, q.dtype, q.dtype, q.dtype, 4, 2, 16, 16)
+    with caplog.at_level(logging.INFO, logger="cute_attn.dispatch.select"):
+        for sm_scale in (1.0, 2.0, 1.0):
+            select.run(Problem(Settings(features, sm_scale=sm_scale), 3, 7, q, kv, kv, out, None))
+    (record,) = caplog.records
+    assert "auto: reference for cpu; q float16" in record.getMessage()
+
+
+def test_explain_names_every_backend_and_reason() -> None:
+    text = explain(CUDA, HOPPER)
+    assert text.splitlines()[0].startswith("sm_90a; q bfloat16")
+    assert "fa3: chosen" in text
+    assert "fa2: able" in text
+    assert "reference: able" in text
+    one = torch.zeros(1, 32, 128).bfloat16()
+    text = explain(Problem(Settings(CUDA), 1, 1, one, one, one, one, None), HOPPER)
+    assert "fa3: able, passed over: 4 query rows a kv head are fewer than 65" in text
+    assert "fa2: chosen" in text
+    text = explain(CUDA._replace(q_dtype=E4M3, kv_dtype=E4M3), AMPERE)
+    assert "fa2: refused\n    fa2 refuses q of an fp8 dtype" in text
+    assert "no backend takes this problem" in text
+    assert "paged batch" in explain(CUDA._replace(kv_source="paged"), HOPPER).splitlines()[0]
+    q = torch.zeros(1, 32, 128).bfloat16()
+    text = explain(Problem(Settings(CPU), 1, 1, q, q, q, q, None))
+    assert "fa2: refused\n    fa2 refuses cpu tensors" in text
+    assert "reference: chosen" in text
+
+
+# ---- the table itself
+
+
+def test_support_table_says_what_the_table_does() -> None:
+    lines = select.support_table().splitlines()
+    assert len(lines) == 2 + len(select.TABLE)
+    for row, line in zip(select.TABLE, lines[2:], strict=True):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert cells[0] == row.feature
+        for backend, cell in zip(select.BACKENDS, cells[1:], strict=True):
+            no = row.refused.get(backend.name)
+            assert cell == ("yes" if no is None else f"no: {no.reason}")
+
+
+def test_rows_name_known_backends_and_say_why() -> None:
+    assert len({row.feature for row in select.TABLE}) == len(select.TABLE)
+    for row in select.TABLE:
+        assert set(row.refused) <= set(select.BY_NAME)
+        for no in row.refused.values():
+            assert no.reason
+            assert no.instead
+
+
+@pytest.mark.parametrize("backend", select.BACKENDS, ids=lambda backend: backend.name)
+def test_backends_exist(backend: select.Backend) -> None:
+    assert callable(importlib.import_module(f"cute_attn.backends.{backend.name}").prepare)
+
+
+def test_every_dtype_that_validation_lets_through_has_a_row() -> None:
+    """Nothing may reach a backend without the table having spoken about it."""
+    dtype_rows = [row for row in select.TABLE if any(word in row.feature for word in ("dtype", "float"))]
+    for q in Q_DTYPES:
+        for kv in KV_DTYPES:
+            if kv != q and (kv in HALF or q in FP8):
+                continue  # refused by validation
+            for out in OUT_DTYPES:
+                features = CUDA._replace(q_dtype=q, kv_dtype=kv, o_dtype=out, kv_block_scales=kv == torch.uint8)
+                asked = [row for row in dtype_rows if row.asked(features)]
+                assert any("output" in row.feature for row in asked)
+                if kv != torch.uint8:
+                    assert any("output" not in row.feature for row in asked)
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_what_one_emulation_takes_another_refuses_in_the_name_of_the_emulator(single: bool) -> None:
+    """Though the first verdict is remembered."""
+    q, k, v = torch.zeros(0, 2, 64).half(), *(torch.zeros(9, 2, 64).half() for _ in "kv")
+
+    def call() -> None:
+        if single:
+            single_prefill_with_kv_cache(q, k, v, window_left=4, pos_encoding_mode="ALIBI", backend="emulator")
+            return
+        ends = torch.tensor([0, 0], dtype=torch.int32), torch.tensor([0, 9], dtype=torch.int32)
+        made = BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8), backend="emulator")
+        made.plan(*ends, 2, 2, 64, window_left=4, pos_encoding_mode="ALIBI")
+
+    with emulator.using("sm_90a", kernels="fa2"):
+        call()
+    with emulator.using("sm_90a", kernels="xqa"), pytest.raises(NotSupported) as error:
+        call()
+    assert {refusal[0] for refusal in error.value.refusals} == {"emulator"}

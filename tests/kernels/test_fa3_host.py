@@ -1,0 +1,283 @@
+"""The host side of fa3: tensor maps, parameter blocks, heads of a tile and the order of tiles. No GPU, no kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn import ArgumentError
+from cute_attn.emulator import using
+from cute_attn.emulator.tensormap import TensorMap, decode
+from cute_attn.kernels.combine.spec import CombineSpec
+from cute_attn.kernels.fa3 import tiles as fa3_tiles
+from cute_attn.kernels.fa3.host import batch as fa3_batch
+from cute_attn.kernels.fa3.host import single as fa3_single
+from cute_attn.kernels.fa3.host import variant as fa3_variant
+from cute_attn.kernels.fa3.host.params import Launched, Parameters
+from cute_attn.kernels.fa3.smem import HopperMemory, WidenedMemory
+from cute_attn.kernels.fa3.spec import Fa3Spec
+from cute_attn.problem import Problem
+from cute_attn.request import single as single_request
+from cute_attn.runtime import tensormap
+from cute_attn.runtime.arch import named
+from cute_attn.runtime.launch import CPU
+from tests.support.batch_case import dims, heads, make, paged, plan_arguments, ragged, wrapper
+from tests.support.batches import build
+
+HOPPER = named("sm_90a")
+
+
+def single(
+    qo_len: int = 100, kv_len: int = 300, heads: tuple[int, int] = (8, 2), dim: int = 64, **rest: Any
+) -> Problem:
+    q = torch.zeros(qo_len, heads[0], dim).half()
+    kv = (heads[1], kv_len) if rest.get("kv_layout") == "HND" else (kv_len, heads[1])
+    k, v = torch.zeros(2, *kv, dim).half()
+    return single_request.problem(single_request.Call(q, k, v, return_lse=True, **rest))
+
+
+def runner(problem: Problem, sms: int = 132) -> fa3_single.Runner:
+    return fa3_single.Runner(problem.settings, HOPPER, 0, sms)
+
+
+def maps(problem: Problem, heads: int) -> tuple[TensorMap, TensorMap]:
+    parameters = Parameters(problem.settings, runner(problem).tile, heads)
+    return decode(parameters.q_map(problem.q)(problem.q.data_ptr())), decode(
+        parameters.kv_map(problem.k)(problem.k.data_ptr())
+    )
+
+
+def test_maps_of_a_single_request() -> None:
+    problem = single(kv_layout="HND")
+    q, k = maps(problem, 4)
+    assert (q.address, k.address) == (problem.q.data_ptr(), problem.k.data_ptr())
+    assert q.dims == (64, 4, 100, 2)  # d, heads of a tile, tokens, blocks of heads
+    assert q.strides == (128, 8 * 128, 4 * 128)
+    assert q.box == (64, 4, runner(problem).tile.rows // 4, 1)
+    assert k.dims == (64, 300, 2, 1)
+    assert k.strides[:2] == (128, 300 * 128)
+    assert k.box == (64, runner(problem).tile.cols, 1, 1)
+    assert q.swizzle == k.swizzle == 3  # lines of 128 bytes
+
+
+@pytest.mark.parametrize(("page_size", "box"), [(16, 16), (5, 1), (256, 128), (12, 4)])
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_boxes_of_pages_do_not_leave_their_page(page_size: int, box: int, kv_layout: str) -> None:
+    case = paged((1,) * 3, (40, 0, 300), page_size, kv_layout=kv_layout, cache="strided", **heads(6, 2), **dims(128))
+    problem = build(case).problem
+    tile = fa3_variant.tile(problem.settings.features, window=False)
+    k = decode(Parameters(problem.settings, tile, 1).kv_map(problem.k)(problem.k.data_ptr()))
+    assert page_size % box == tile.cols % box == 0
+    assert k.box == (64, box, 1, 1)
+    assert k.dims == (128, page_size, 2, problem.k.shape[0])
+    order = (1, 2) if kv_layout == "NHD" else (2, 1)
+    strides = problem.k.stride()
+    assert k.strides == (2 * strides[order[0]], 2 * strides[order[1]], 2 * strides[0])
+
+
+def test_empty_and_single_axes() -> None:
+    """An axis of one has whatever stride torch gave it; nobody reads a tensor without tokens."""
+    problem = single(qo_len=1, kv_len=0, heads=(1, 1))
+    k = problem.k.as_strided((0, 1, 64), (64, 3, 1))
+    q, decoded = maps(problem._replace(k=k), 1)
+    assert q.dims == (64, 1, 1, 1)
+    assert decoded.dims == (64, 1, 1, 1)
+    assert decoded.strides == (16, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("address", "strides"), [(8, (128,)), (16, (24,)), (16, (-16,)), (16, (1 << 40,))], ids=lambda value: str(value)
+)
+def test_what_tensor_maps_cannot_hold(address: int, strides: tuple[int, ...]) -> None:
+    with pytest.raises(ArgumentError, match="TMA needs"):
+        tensormap.encode("float16", address, (64, 8), strides, (64, 8), tensormap.SWIZZLE_128B)
+
+
+def test_parameter_blocks_follow_the_kernel() -> None:
+    kernel = pytest.importorskip("cute_attn.kernels.fa3.kernel", reason="needs the DSL", exc_type=ImportError)
+    problem = single()
+    made = runner(problem)
+    parameters, schedule = made.parameters(1), made.schedule(100, 300)
+    launched = Launched(7, *parameters.bounds(), schedule.total_tiles, schedule.section, schedule.numbers)
+    values = parameters.values(problem, parameters.target(problem), launched)
+    named_values = dict(zip(kernel.Fa3Params._fields, values[3:], strict=True))
+    assert named_values["counters"] == 7
+    assert (named_values["qo_len"], named_values["kv_len"]) == (100, 300)
+    assert (named_values["num_qo_heads"], named_values["group"], named_values["kv_group"]) == (8, 1, 4)
+    assert named_values["box_rows"] == made.tile.cols
+    assert named_values["kv_indices"] == 0
+
+
+@pytest.mark.parametrize(
+    ("qo_len", "heads", "shared"), [(63, (8, 2), 4), (64, (8, 2), 1), (1, (6, 2), 1), (1, (9, 1), 1)]
+)
+def test_heads_of_a_tile(qo_len: int, heads: tuple[int, int], shared: int) -> None:
+    """A group that does not divide the rows of a tile (128; 6 / 2 = 3, 9) has a tile a head."""
+    problem = single(qo_len, heads=heads, dim=128)
+    assert runner(problem).schedule(qo_len, 300).heads == shared
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (12, 4), (7, 1)])
+@pytest.mark.parametrize("kv_len", [1, 300, 200_000])
+def test_the_grid_covers_every_tile_once(kv_len: int, heads: tuple[int, int]) -> None:
+    problem = single(100, 1, heads, 128)
+    made = runner(problem)
+    schedule = made.schedule(100, kv_len)
+    blocks, head_blocks = -(-100 * schedule.heads // made.tile.rows), heads[0] // schedule.heads
+    assert schedule.total_tiles == blocks * head_blocks * schedule.num_splits
+    assert schedule.ctas == (min(132, schedule.total_tiles), 1, 1)
+    split_tokens, split_tiles = (schedule.numbers[i] for i in (3, 4))
+    section_tiles, section = schedule.section
+    assert split_tokens * schedule.num_splits >= kv_len > split_tokens * (schedule.num_splits - 1)
+    assert split_tiles == blocks * head_blocks
+    assert section_tiles == blocks * section
+    assert head_blocks % section == 0
+
+
+def test_launches() -> None:
+    (main, grid), (combine, rows) = fa3_single.launches(single(3, 20_000), HOPPER, 132)
+    assert isinstance(main, Fa3Spec)
+    assert main.split
+    assert main.out_dtype == "float32"
+    assert 2 < grid[0] <= 132
+    assert combine == CombineSpec("float16", 64)
+    assert rows == (24, 1, 1)
+    assert fa3_single.launches(single(0), HOPPER, 132) == []
+    ((alone, _),) = fa3_single.launches(single(3000, 300, window_left=5), HOPPER, 132)
+    assert isinstance(alone, Fa3Spec)
+    assert (alone.mask, alone.split, alone.out_dtype) == ("band", False, "float16")
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_launches_of_batches(page_size: int) -> None:
+    lengths = (3, 2), (5000, 7000)
+    built = build(paged(*lengths, page_size, **heads(8, 2)) if page_size else ragged(*lengths, **heads(8, 2)))
+    settings = built.problem.settings
+    (main, grid), (combine, _) = fa3_batch.launches(settings, built.lengths, built.limits, HOPPER, 132)
+    assert isinstance(main, Fa3Spec)
+    assert (main.schedule, main.kv) == ("items", "paged" if page_size else "dense")
+    assert grid[0] <= 132
+    assert combine == CombineSpec("float16", 64, "items")
+    partials, records = fa3_batch.BATCHES.workspace_on(settings, built.lengths, built.limits, HOPPER, 132)
+    small = built.limits._replace(workspace_bytes=0)
+    assert fa3_batch.BATCHES.workspace_on(settings, built.lengths, small, HOPPER, 132) == (partials, records)
+    assert partials > 0
+
+
+@pytest.mark.parametrize(("sms", "kv_len", "resident"), [(4, 6000, 1), (4, 900, 5), (132, 6000, 16), (4, 0, 16)])
+def test_sections_of_a_batch(sms: int, kv_len: int, resident: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many heads as L2 holds the keys of, where there are waves enough; every tile belongs to one."""
+    monkeypatch.setattr(fa3_variant, "SECTION_BYTES", 5 * 1024 * 2 * 64 * 2)
+    fa3_batch.tiling.cache_clear()
+    built = build(ragged((700, 300), (kv_len, min(kv_len, 20)), **heads(16, 16)))
+    plan = fa3_batch.scheduled(built.problem.settings, built.lengths, built.limits, HOPPER, sms)
+    fa3_batch.tiling.cache_clear()
+    tiles, found = fa3_batch.sectioned(plan)
+    assert found == {1: 1, 5: 4, 16: 16}[resident]
+    places = set()
+    for index in range(plan.total):
+        section, within = divmod(index, tiles)
+        item, head = divmod(within, found)
+        places.add((item, section * found + head))
+    assert places == {(item, head) for item in range(plan.work.item_capacity) for head in range(16)}
+
+
+def test_every_tile_is_a_default_kernel() -> None:
+    compiled = {(s.head_dim_qk, s.head_dim_vo, s.tile) for s in fa3_tiles.default_specs() if isinstance(s, Fa3Spec)}
+    for candidates in (fa3_tiles.candidates(), fa3_tiles.candidates(widened=True)):
+        for (dim_qk, dim_vo), tiles in candidates.items():
+            assert {(dim_qk, dim_vo, tile) for tile in tiles} <= compiled
+
+
+@pytest.mark.parametrize("dims", fa3_tiles.HEAD_DIMS)
+def test_where_pages_come_from(dims: tuple[int, int]) -> None:
+    """Boxes from a size on that page and tile have in common; gathering leaves registers for two math groups."""
+    sources = {size: fa3_tiles.page_source(dims, size) for size in (1, 3, 5, 8, 63, 100, 64, 128, 192)}
+    assert [sources[size] for size in (64, 128, 192)] == ["paged"] * 3
+    assert [sources[size] for size in (1, 3, 5, 8, 63, 100)] == ["gathered"] * 6
+    tile = fa3_tiles.choose(dims, plain=True, kv="gathered")
+    spec = Fa3Spec("float16", "float16", *dims, kv="gathered", tile=tile)
+    assert tile.math_groups == 2
+    assert spec.registers[0] > Fa3Spec("float16", "float16", *dims, tile=tile).registers[0]
+
+
+def test_tiles_of_paged_keys_take_whole_pages() -> None:
+    for head_dims in fa3_tiles.HEAD_DIMS:
+        assert fa3_tiles.choose(head_dims, plain=True, kv="paged").cols % fa3_tiles.PAGE_ALIGNED == 0
+    with pytest.raises(ValueError, match="rows must be 128 or 192"):
+        dataclasses.replace(fa3_tiles.choose((64, 64), plain=True, kv="dense"), rows=64)
+
+
+def test_fp8_tensor_maps_and_scales() -> None:
+    """Lines of 128 bytes hold 128 elements; a number a head travels by address."""
+    q = torch.zeros(100, 8, 128).to(torch.float8_e4m3fn)
+    k, v = torch.zeros(2, 300, 2, 128).to(torch.float8_e4m3fn)
+    scale_q, scale_k, scale_v = torch.ones(8), torch.ones(2), torch.ones(2)
+    call = single_request.Call(q, k, v, return_lse=True, head_scales=(scale_q, scale_k, scale_v), sm_scale=-0.5)
+    problem = single_request.problem(call)
+    made = runner(problem)
+    q_map, k_map = maps(problem, 4)
+    assert q_map.dims == (128, 4, 100, 2)
+    assert q_map.strides == (128, 8 * 128, 4 * 128)
+    assert q_map.box == (128, 4, made.tile.rows // 4, 1)
+    assert k_map.dims == (128, 300, 2, 1)
+    assert k_map.box == (128, made.tile.cols, 1, 1)
+    spec = made.spec(split=False)
+    assert isinstance(spec, Fa3Spec)
+    assert spec.dtype == "float8_e4m3fn"
+    assert spec.scores == ()  # whatever the sign of the scale: rows of q take it
+    schedule, parameters = made.schedule(100, 300), made.parameters(1)
+    launched = Launched(7, *parameters.bounds(), schedule.total_tiles, schedule.numbers)
+    values = parameters.values(problem, parameters.target(problem), launched)
+    assert values[-3:] == (scale_q.data_ptr(), scale_k.data_ptr(), scale_v.data_ptr())
+    assert -0.5 * 1.4426950408889634 in values
+
+
+@pytest.mark.parametrize(("dim", "line"), [(64, 64), (96, 128), (128, 128), (256, 256)])
+@pytest.mark.parametrize("page_size", [0, 16, 128])
+def test_tensor_maps_of_keys_to_be_widened(dim: int, line: int, page_size: int) -> None:
+    """Bytes, whole rows in a box, not swizzled: the warps that widen them read them."""
+    kinds = {"dtype": "bfloat16", "kv_dtype": "float8_e5m2", "cache": "strided", **heads(6, 2), **dims(dim)}
+    lengths = (1,) * 3, (40, 0, 300)
+    problem = build(paged(*lengths, page_size, **kinds) if page_size else ragged(*lengths, **kinds)).problem
+    features = problem.settings.features
+    tile = fa3_variant.tile(features, False, page_size)
+    parameters = Parameters(problem.settings, tile, 1)
+    q, k = (decode(of(x)(x.data_ptr())) for of, x in ((parameters.q_map, problem.q), (parameters.kv_map, problem.k)))
+    assert (q.swizzle, k.swizzle) == (3, 0)
+    assert (q.item_bytes, k.item_bytes) == (2, 1)
+    assert q.box[0] == 64
+    assert k.box == (line, min(page_size or tile.cols, tile.cols), 1, 1)
+    strides = problem.k.stride()
+    assert k.strides[:2] == ((strides[1], strides[2]) if page_size else (strides[0], strides[1]))
+    spec = fa3_variant.spec(features, False, tile, page_size=page_size)
+    assert (spec.dtype, spec.kv_dtype) == ("bfloat16", "float8_e5m2")
+
+
+def test_tiles_that_wait_to_be_widened_fit_shared_memory() -> None:
+    """Behind the others, each in rings of its own."""
+    for (dim_qk, dim_vo), tiles in fa3_tiles.candidates(widened=True).items():
+        for tile in tiles:
+            memory = HopperMemory.of(Fa3Spec("float16", "float16", dim_qk, dim_vo, kv_dtype="float8_e5m2", tile=tile))
+            assert isinstance(memory, WidenedMemory)
+            assert tile.arriving > 0
+            narrow = tile.arriving * tile.cols * (memory.qk_columns + memory.vo_columns) * 64
+            assert memory.barriers == memory.v_ring + tile.stages * memory.v_bytes + narrow
+            assert memory.bytes <= 227 * 1024
+
+
+def test_a_plan_makes_its_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first run may be captured in a CUDA graph, where memory cannot be made."""
+    made: list[int] = []
+    monkeypatch.setattr(fa3_variant, "load", lambda *arguments: None)
+    monkeypatch.setattr(fa3_batch.counters, "of_device", made.append)
+    fa3_batch.ready.cache_clear()
+    batch = paged((70, 3), (90, 33), page_size=4, **heads(4, 2))
+    inputs = make(batch)
+    with using("sm_90a", kernels="fa3", sms=2):
+        wrapper(batch, inputs.q.device, backend="emulator").plan(**plan_arguments(batch, inputs))
+    fa3_batch.ready.cache_clear()
+    assert made == [CPU]

@@ -1,0 +1,260 @@
+"""Where artifacts come from: memory, bundles, disk cache, compile; between processes and after damage."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import stat
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cute_attn.errors import ArtifactError
+from cute_attn.runtime import artifacts, cache
+from cute_attn.runtime.artifact import Artifact
+from tests.support import subprocesses
+from tests.support.toy_spec import BrokenSpec, ToySpec
+
+SPEC = ToySpec()
+ARCH = "sm_90a"
+GET = """
+import hashlib, sys
+from cute_attn.runtime import artifacts
+from tests.toy_spec import ToySpec
+artifact = artifacts.get(ToySpec(), "sm_90a")
+print(hashlib.sha256(artifact.to_bytes()).hexdigest(), "cutlass" in sys.modules)
+"""
+
+
+EXPLAIN = """
+from cute_attn.errors import ArtifactError
+from cute_attn.runtime import artifacts
+from tests.toy_spec import ToySpec
+try:
+    artifacts.get(ToySpec(), "sm_100a")
+except ArtifactError as err:
+    print(err)
+"""
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test has a cache of its own and begins with nothing in memory."""
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TOY_LOG", str(tmp_path / "compiles"))
+    monkeypatch.delenv("CUTE_ATTN_BUNDLE", raising=False)
+    monkeypatch.delenv("CUTE_ATTN_DISABLE_JIT", raising=False)
+    monkeypatch.setattr(artifacts, "_memory", {})
+
+
+@pytest.fixture
+def forget(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Call it to drop what this process remembers."""
+    return lambda: monkeypatch.setattr(artifacts, "_memory", {})
+
+
+def compiles(tmp_path: Path) -> int:
+    log = tmp_path / "compiles"
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def cached_file() -> Path:
+    (file,) = cache.directory().glob("*.artifact")
+    return file
+
+
+def digest(artifact: Artifact) -> str:
+    return hashlib.sha256(artifact.to_bytes()).hexdigest()
+
+
+def test_second_process_hits_the_cache_without_the_dsl(tmp_path: Path) -> None:
+    artifact = artifacts.get(SPEC, ARCH)
+    assert artifacts.get(SPEC, ARCH) is artifact
+    assert subprocesses.run(GET).split() == [digest(artifact), "False"]
+    assert compiles(tmp_path) == 1
+
+
+def test_artifact_survives_the_trip_through_a_file() -> None:
+    artifact = artifacts.get(SPEC, ARCH)
+    assert Artifact.from_bytes(artifact.to_bytes()) == artifact
+    assert Artifact.from_bytes(cached_file().read_bytes()) == artifact
+
+
+def test_cache_directory_is_private() -> None:
+    artifacts.get(SPEC, ARCH)
+    assert stat.S_IMODE(cache.directory().stat().st_mode) == 0o700
+    assert stat.S_IMODE(cached_file().stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("damage", ["empty", "short", "first", "digest", "middle", "last"])
+def test_damaged_file_is_compiled_again_and_replaced(damage: str, tmp_path: Path, forget: Callable[[], None]) -> None:
+    artifact = artifacts.get(SPEC, ARCH)
+    file, data = cached_file(), bytearray(cached_file().read_bytes())
+    if damage in ("empty", "short"):
+        file.write_bytes(data[: len(data) // 2 if damage == "short" else 0])
+    else:
+        data[{"first": 0, "digest": 30, "middle": len(data) // 2, "last": -1}[damage]] ^= 0x10
+        file.write_bytes(data)
+    forget()
+    assert artifacts.get(SPEC, ARCH) == artifact
+    assert compiles(tmp_path) == 2
+    assert Artifact.from_bytes(file.read_bytes()) == artifact
+
+
+def test_racing_processes_compile_once(tmp_path: Path) -> None:
+    racers = [subprocesses.start(GET, env={"TOY_SECONDS": "1.5"}) for _ in range(2)]
+    outputs = [subprocesses.finish(racer).split() for racer in racers]
+    assert outputs[0][0] == outputs[1][0]
+    assert compiles(tmp_path) == 1
+    assert not list(cache.directory().glob("*.tmp"))
+
+
+def test_unwritable_cache_warns_once_and_compiles(
+    tmp_path: Path, forget: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        artifacts.get(SPEC, ARCH)
+        forget()
+        artifacts.get(SPEC, ARCH)
+    (warning,) = caught
+    assert "Set CUTE_ATTN_CACHE_DIR to a writable directory" in str(warning.message)
+    assert compiles(tmp_path) == 2
+
+
+def test_directory_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUTE_ATTN_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache.directory() == tmp_path / "xdg" / "cute_attn"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache.directory() == tmp_path / ".cache" / "cute_attn"
+
+
+def test_key_depends_on_all_that_shapes_an_artifact(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {
+        cache.cache_key(SPEC, ARCH),
+        cache.cache_key(ToySpec(threads=64), ARCH),
+        cache.cache_key(SPEC, "sm_80"),
+    }
+    monkeypatch.setattr(cache, "dsl_version", lambda: "4.8.2 cu13")
+    keys.add(cache.cache_key(SPEC, ARCH))
+    monkeypatch.setattr(cache, "source_fingerprint", lambda: "other sources")
+    keys.add(cache.cache_key(SPEC, ARCH))
+    assert len(keys) == 5
+    monkeypatch.setattr(cache, "dsl_version", lambda: None)
+    assert cache.cache_key(SPEC, ARCH) is None
+
+
+def test_fingerprint_sees_the_kernel_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "kernels" / "blocks" / "softmax.py"
+    source.parent.mkdir(parents=True)
+    monkeypatch.setattr(cache, "_PACKAGE", tmp_path)
+    prints = []
+    for text in ("scale = 1", "scale = 2", "scale = 1"):
+        source.write_text(text)
+        prints.append(cache.source_fingerprint.__wrapped__())
+    source.rename(source.with_name("masks.py"))
+    prints.append(cache.source_fingerprint.__wrapped__())
+    assert prints[0] == prints[2]
+    assert len(set(prints)) == 3
+
+
+def test_disabled_jit_uses_the_cache_and_explains_a_miss(
+    forget: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact = artifacts.get(SPEC, ARCH)
+    forget()
+    monkeypatch.setenv("CUTE_ATTN_DISABLE_JIT", "1")
+    assert artifacts.get(SPEC, ARCH) == artifact
+    with pytest.raises(ArtifactError) as caught:
+        artifacts.get(ToySpec(threads=96), "sm_100a")
+    message = str(caught.value)
+    for part in (
+        '"threads":96',
+        "sm_100a",
+        "CUTE_ATTN_DISABLE_JIT is set",
+        str(cache.directory()),
+        "CUTE_ATTN_BUNDLE is not set",
+        "python -m cute_attn bundle --arch sm_100a",
+    ):
+        assert part in message
+
+
+def test_many_mixes_hits_compiles_and_failures(tmp_path: Path, forget: Callable[[], None]) -> None:
+    hit = artifacts.get(SPEC, ARCH)
+    forget()
+    specs = [ToySpec(threads=64), SPEC, BrokenSpec()]
+    seen = []
+    outcomes = artifacts.get_many({ARCH: specs}, jobs=2, progress=lambda spec, arch, outcome: seen.append(spec))
+    assert [spec for _, spec in outcomes] == specs
+    assert sorted(map(repr, seen)) == sorted(map(repr, specs))
+    assert outcomes[ARCH, SPEC] == hit
+    assert isinstance(outcomes[ARCH, BrokenSpec()], ArtifactError)
+    assert artifacts.get(specs[0], ARCH) is outcomes[ARCH, specs[0]]
+    assert compiles(tmp_path) == 2  # the hit, and one of the two others: the broken one fails before it logs
+
+
+def test_bundle_serves_a_machine_without_the_dsl(tmp_path: Path) -> None:
+    artifacts.write_bundle(tmp_path / "bundle", {ARCH: [SPEC], "sm_80": [SPEC]})
+    env = {"CUTE_ATTN_BUNDLE": str(tmp_path / "bundle"), "CUTE_ATTN_CACHE_DIR": str(tmp_path / "empty")}
+    for extra in ({}, {"CUTE_ATTN_DISABLE_JIT": "1"}):
+        out = subprocesses.run(GET, env={**env, **extra}, block=["cutlass"])
+        assert out.split()[0] == digest(artifacts.get(SPEC, ARCH))
+    out = subprocesses.run(EXPLAIN, env=env, block=["cutlass"])
+    assert "sm_100a" in out
+    assert "nvidia-cutlass-dsl is not installed" in out
+    assert str(tmp_path / "bundle") in out
+
+
+def test_bundle_comes_before_the_cache_and_the_first_bundle_first(
+    tmp_path: Path, forget: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifacts.write_bundle(tmp_path / "a", {ARCH: [ToySpec(threads=64)]})
+    artifacts.write_bundle(tmp_path / "b", {ARCH: [SPEC]})
+    forget()
+    monkeypatch.setenv("CUTE_ATTN_BUNDLE", f"{tmp_path / 'a'}:{tmp_path / 'b'}")
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path / "other"))
+    assert artifacts.get(SPEC, ARCH).block == (128, 1, 1)
+    assert artifacts.get(ToySpec(threads=64), ARCH).block == (64, 1, 1)
+    assert compiles(tmp_path) == 2
+    assert not (tmp_path / "other").exists()
+
+
+def test_bundle_of_other_sources_is_refused(
+    tmp_path: Path, forget: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifacts.write_bundle(tmp_path / "bundle", {ARCH: [SPEC]})
+    manifest = tmp_path / "bundle" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**content, "sources": "0" * 64}))
+    forget()
+    monkeypatch.setenv("CUTE_ATTN_BUNDLE", str(tmp_path / "bundle"))
+    with pytest.raises(ArtifactError, match=r"built from other kernel sources \(000000000000\).*build it again"):
+        artifacts.get(SPEC, ARCH)
+
+
+def test_broken_bundle_is_an_error_not_a_miss(
+    tmp_path: Path, forget: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUTE_ATTN_BUNDLE", str(tmp_path / "nowhere"))
+    with pytest.raises(ArtifactError, match="nowhere, which is not a readable bundle"):
+        artifacts.get(SPEC, ARCH)
+    monkeypatch.setenv("CUTE_ATTN_BUNDLE", "")
+    artifacts.write_bundle(tmp_path / "bundle", {ARCH: [SPEC]})
+    forget()
+    monkeypatch.setenv("CUTE_ATTN_BUNDLE", str(tmp_path / "bundle"))
+    (file,) = (tmp_path / "bundle").glob("*.artifact")
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ArtifactError, match=rf"{file.name} is missing or damaged"):
+        artifacts.get(SPEC, ARCH)
+
+
+def test_bundle_with_a_failure_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"no bundle written, 1 artifacts failed:\n.*toy of iron"):
+        artifacts.write_bundle(tmp_path / "bundle", {ARCH: [SPEC, BrokenSpec()]}, jobs=1)
+    assert not (tmp_path / "bundle").exists()

@@ -1,0 +1,102 @@
+"""KernelSpec -> Artifact on a machine without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from cute_attn.errors import ArgumentError, ArtifactError
+from cute_attn.runtime import arch as archs
+from cute_attn.runtime.artifact import Param
+from cute_attn.runtime.compile import Outcome, compile_many, compile_spec, count_matrix_instructions
+from cute_attn.runtime.spec import KernelSpec
+from tests.support import subprocesses
+from tests.support.toy_spec import BrokenSpec, ToySpec
+
+
+@pytest.mark.parametrize("arch", archs.ARCHS)
+def test_artifact_describes_the_kernel(arch: str) -> None:
+    cluster = (2, 1, 1) if archs.named(arch).clusters else (1, 1, 1)
+    artifact = compile_spec(ToySpec(threads=64, cluster=cluster), arch)
+    assert artifact.arch == arch
+    assert artifact.symbol == "cute_attn_toy_0"
+    assert artifact.params == (
+        Param("out", "i64", 0, 8),
+        Param("count", "i32", 8, 4),
+        Param("scale", "f32", 12, 4),
+        Param("offset", "f64", 16, 8),
+        Param("bias", "i32", 24, 4),
+    )
+    assert (artifact.block, artifact.cluster, artifact.smem_bytes) == ((64, 1, 1), cluster, 65536)
+    assert (artifact.stack_bytes, artifact.mma_count) == (0, 0)
+    assert f".target {arch}\n" in artifact.ptx
+    assert ("griddepcontrol.wait" in artifact.ptx) == archs.named(arch).pdl
+    assert artifact.spec == {"kernel": "toy", "threads": 64, "cluster": list(cluster), "stack": False}
+
+
+def test_counts_every_kind_of_matrix_instruction() -> None:
+    ptx = """
+        mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1, %f2, %f3, %f4}, {%r1}, {%r2}, {%f1};
+        @%p1 wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%f1}, %rd1, %rd2, 1, 1, 1, 0, 1;
+        wgmma.commit_group.sync.aligned;
+        tcgen05.mma.cta_group::1.kind::f16 [%r1], %rd1, %rd2, %r3, p;
+        tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r4];
+        fma.rn.f32 %f1, %f2, %f3, %f4;
+    """
+    assert count_matrix_instructions(ptx) == 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("trace", r'\{"cluster".*"kernel":"toy".*\} for sm_90a failed: ValueError: toy of iron'),
+        ("block", r"program.block is \(64, 1, 1\), the cubin was built for \(128, 1, 1\)"),
+        ("order", r"SwappedParams declares .*'scale': 'f32', 'count': 'i32'.* but the PTX has"),
+        ("count", r"ShortParams declares .* but the PTX has .*'f64', 'i32'\]"),
+    ],
+)
+def test_a_program_that_is_not_what_it_says_is_refused(fault: str, message: str) -> None:
+    with pytest.raises(ArtifactError, match=message):
+        compile_spec(BrokenSpec(fault=fault), "sm_90a")
+
+
+def test_unknown_arch_is_refused_before_anything_is_imported() -> None:
+    code = """
+import sys
+from cute_attn.errors import ArgumentError
+from cute_attn.runtime import compile
+from tests.toy_spec import ToySpec
+try:
+    compile.compile_spec(ToySpec(), "sm_70")
+except ArgumentError as err:
+    print(err, "cutlass" in sys.modules)
+"""
+    assert subprocesses.run(code).strip().endswith("sm_121a False")
+    with pytest.raises(ArgumentError):
+        compile_many({"sm_70": [ToySpec()]})
+
+
+def test_processes_compile_the_same_bytes_and_report_failures_as_values() -> None:
+    specs = [ToySpec(threads=64), BrokenSpec(), ToySpec(threads=96)]
+    seen: list[tuple[KernelSpec, str, Outcome]] = []
+    outcomes = compile_many({"sm_90a": specs, "sm_100a": specs[:1]}, jobs=2, progress=lambda *a: seen.append(a))
+    assert list(outcomes) == [("sm_90a", spec) for spec in specs] + [("sm_100a", specs[0])]
+    assert {(arch, spec): outcome for spec, arch, outcome in seen} == outcomes
+    for (arch, spec), outcome in outcomes.items():
+        if spec == BrokenSpec():
+            assert isinstance(outcome, ArtifactError)
+            assert "toy of iron" in str(outcome)
+        else:
+            assert outcome == compile_spec(spec, arch)
+
+
+def test_missing_dsl_is_explained() -> None:
+    code = """
+from cute_attn.errors import ArtifactError
+from cute_attn.runtime import compile
+from tests.toy_spec import ToySpec
+outcomes = compile.compile_many({"sm_90a": [ToySpec(), ToySpec(64)]}, jobs=2)
+print(*outcomes.values(), sep="\\n")
+"""
+    lines = subprocesses.run(code, block=["cutlass"]).splitlines()
+    assert len(lines) == 2
+    assert all("nvidia-cutlass-dsl does not import" in line and '"toy"' in line for line in lines)

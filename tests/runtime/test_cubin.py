@@ -1,0 +1,51 @@
+"""The ELF reader, on cubins of both ELF ABIs and on damaged bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cute_attn.errors import ArtifactError
+from cute_attn.runtime import arch as archs
+from cute_attn.runtime.compile import compile_spec
+from cute_attn.runtime.cubin import read_kernels
+from tests.support.toy_spec import ToySpec
+
+TOY_PARAMS = ((0, 8), (8, 4), (12, 4), (16, 8), (24, 4))  # C layout of {i64, i32, f32, f64, i32}
+ABI_7 = Path(__file__).parent / "data"  # toy_kernel.py with 96 threads, by the cu12 flavour's ptxas 12.9
+
+
+@pytest.mark.parametrize("arch", archs.ARCHS)
+def test_reads_what_the_compiler_was_told(arch: str) -> None:
+    (kernel,) = read_kernels(compile_spec(ToySpec(threads=96), arch).cubin)
+    assert kernel.symbol == "cute_attn_toy_0"
+    assert f"sm_{kernel.sm}" == arch.removesuffix("a")
+    assert kernel.params == TOY_PARAMS
+    assert kernel.reqntid == (96, 1, 1)
+    assert kernel.stack_bytes == 0
+    assert 4 <= kernel.registers <= 64
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+def test_reads_elf_abi_7(sm: int) -> None:
+    (kernel,) = read_kernels((ABI_7 / f"toy_abi7_sm{sm}.cubin").read_bytes())
+    assert (kernel.symbol, kernel.sm) == ("cute_attn_toy_0", sm)
+    assert kernel.params == TOY_PARAMS
+    assert (kernel.reqntid, kernel.stack_bytes) == ((96, 1, 1), 0)
+    assert 4 <= kernel.registers <= 64
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+def test_sees_a_stack_frame(arch: str) -> None:
+    (kernel,) = read_kernels(compile_spec(ToySpec(stack=True), arch).cubin)
+    assert kernel.stack_bytes >= 64 * 4
+
+
+def test_damaged_bytes_are_an_artifact_error() -> None:
+    cubin = compile_spec(ToySpec(), "sm_90a").cubin
+    for size in (0, 3, 40, 64, len(cubin) // 2, len(cubin) - 1):
+        with pytest.raises(ArtifactError, match="not a readable cubin"):
+            read_kernels(cubin[:size])
+    with pytest.raises(ArtifactError, match="no ELF64 header"):
+        read_kernels(b"MZ" + cubin)

@@ -1,0 +1,199 @@
+"""Launch against a stub driver: what reaches cuLaunchKernelEx, in which context, and how errors look."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Iterator
+
+import pytest
+from cuda.bindings import driver as real
+
+from cute_attn.errors import ArgumentError, ArtifactError
+from cute_attn.runtime import arch as archs
+from cute_attn.runtime import launch
+from cute_attn.runtime.artifact import Artifact
+from cute_attn.runtime.compile import compile_spec
+from cute_attn.runtime.launch import Launch
+from tests.support import subprocesses
+from tests.support.stub_driver import StubDriver
+from tests.support.toy_spec import ToySpec
+
+VALUES = (0x7F00_1234_5678, -5, 1.5, -2.25, 2**31 - 1)
+CLUSTER, PDL = 4, 6  # CUlaunchAttributeID of cluster dimensions and of programmatic stream serialization
+
+
+class CParams(ctypes.Structure):
+    """The toy's parameters as a C compiler lays them out."""
+
+    _fields_ = (
+        ("out", ctypes.c_int64),
+        ("count", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+        ("offset", ctypes.c_double),
+        ("bias", ctypes.c_int32),
+    )
+
+
+def expected_params(values: tuple[float, ...] = VALUES) -> list[bytes]:
+    types = [ctype for _, ctype in CParams._fields_]
+    return [bytes(ctype(value)) for ctype, value in zip(types, values, strict=True)]
+
+
+@functools.cache
+def toy(arch: str = "sm_90a", cluster: tuple[int, int, int] = (1, 1, 1)) -> Artifact:
+    return compile_spec(ToySpec(cluster=cluster), arch)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubDriver]:
+    """Two devices of capability 9.0 behind a stub; the context of device 0 is current."""
+    stub = StubDriver(toy().params)
+    monkeypatch.setattr(launch, "load_driver", lambda: stub)
+    monkeypatch.setattr(archs, "for_device", lambda index: archs.ARCHS["sm_90a"])
+    caches = (launch._primary_context, launch._library, launch._function)
+    for cache in caches:
+        cache.cache_clear()
+    yield stub
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("cluster", [(1, 1, 1), (2, 1, 1)])
+def test_driver_receives_the_launch(driver: StubDriver, pdl: bool, cluster: tuple[int, int, int]) -> None:
+    Launch(toy(cluster=cluster), 0, pdl=pdl).fire(VALUES, (4, 3, 2), 0xABC0)
+    assert driver.launches == [
+        {
+            "function": "cute_attn_toy_0 in 0x1000",
+            "context": 0x1000,
+            "grid": (4, 3, 2),
+            "block": (128, 1, 1),
+            "smem_bytes": 65536,
+            "stream": 0xABC0,
+            "attributes": ({CLUSTER: cluster} if cluster != (1, 1, 1) else {}) | ({PDL: (1, 0, 0)} if pdl else {}),
+            "params": expected_params(),
+        }
+    ]
+
+
+def test_second_fire_carries_nothing_over(driver: StubDriver) -> None:
+    kernel = Launch(toy(), 0)
+    kernel.fire(VALUES, (4, 3, 2), 0xABC0)
+    other = (16, 7, -0.5, 1e300, -1)
+    kernel.fire(other, (9, 1, 1), 0)
+    last = driver.launches[1]
+    assert (last["grid"], last["stream"], last["params"]) == ((9, 1, 1), 0, expected_params(other))
+
+
+def test_describe_is_what_the_driver_gets(driver: StubDriver) -> None:
+    kernel = Launch(toy(), 0, pdl=True)
+    kernel.fire(VALUES, (4, 3, 2), 0)
+    described = kernel.describe(VALUES, (4, 3, 2))
+    assert described == launch.describe(toy(), VALUES, (4, 3, 2), pdl=True)
+    assert described["params"] == bytes(CParams(*VALUES))[:28]  # C pads the end to 32
+    sent = driver.launches[0]
+    assert {key: sent[key] for key in ("grid", "block", "smem_bytes")} == {
+        key: described[key] for key in ("grid", "block", "smem_bytes")
+    }
+    assert b"".join(sent["params"]) == described["params"]  # the toy's layout has no holes
+    assert (described["symbol"], described["cluster"], described["pdl"]) == (
+        "cute_attn_toy_0",
+        (1, 1, 1),
+        True,
+    )
+
+
+def test_another_current_device_is_switched_and_restored(driver: StubDriver) -> None:
+    kernel = Launch(toy(), 1)
+    assert [int(context) for context in driver.contexts] == [0x1000]
+    kernel.fire(VALUES, (1, 1, 1), 0)
+    driver.contexts = [real.CUcontext(0)]  # a thread that has not touched CUDA
+    kernel.fire(VALUES, (1, 1, 1), 0)
+    driver.launch_status = real.CUresult.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(RuntimeError):
+        kernel.fire(VALUES, (1, 1, 1), 0)
+    assert [(run["function"], run["context"]) for run in driver.launches] == [("cute_attn_toy_0 in 0x1001", 0x1001)] * 3
+    assert [int(context) for context in driver.contexts] == [0]
+
+
+def test_loading_happens_once_and_before_the_first_launch(driver: StubDriver) -> None:
+    for index in (0, 1, 0):
+        Launch(toy(), index)
+    limit = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
+    assert driver.calls == [
+        ("load", toy().cubin),
+        (limit, 65536, "cute_attn_toy_0", "device 0"),
+        ("funcload", "cute_attn_toy_0 in 0x1000"),
+        (limit, 65536, "cute_attn_toy_0", "device 1"),
+        ("funcload", "cute_attn_toy_0 in 0x1001"),
+    ]
+    before = len(driver.calls)
+    Launch(toy(), 0).fire(VALUES, (1, 1, 1), 0)
+    assert len(driver.calls) == before
+
+
+def test_driver_error_names_code_kernel_and_grid(driver: StubDriver) -> None:
+    driver.launch_status = real.CUresult.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(RuntimeError, match=r"cute_attn_toy_0 with grid \(0, 1, 1\).*CUDA_ERROR_INVALID_VALUE"):
+        Launch(toy(), 0).fire(VALUES, (0, 1, 1), 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (VALUES[:4], "has 5 parameters, got 4 values"),
+        ((0, 2**31, 1.0, 1.0, 0), "parameter count=2147483648 is not an i32"),
+        ((2**63, 0, 1.0, 1.0, 0), "parameter out=9223372036854775808 is not an i64"),
+        ((0, 0, 1e39, 1.0, 0), r"parameter scale=1e\+39 is not an f32"),
+        ((0, 0, 1.0, 1.0, 0.5), "parameter bias=0.5 is not an i32"),
+    ],
+)
+def test_value_that_does_not_fit_is_named(driver: StubDriver, values: tuple[float, ...], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        Launch(toy(), 0).fire(values, (1, 1, 1), 0)
+    assert not driver.launches
+
+
+def test_artifact_that_does_not_fit_the_device_is_refused(driver: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArtifactError, match="compiled for sm_100a, this device needs sm_90a"):
+        Launch(toy("sm_100a"), 0)
+    monkeypatch.setattr(archs, "for_device", lambda index: archs.for_capability((8, 6)))
+    with pytest.raises(ArgumentError, match=r"pdl=True needs compute capability 9\.0"):
+        Launch(toy("sm_80"), 0, pdl=True)
+    monkeypatch.setattr(archs, "for_device", lambda index: archs.Arch("sm_80", (8, 6), 65535))
+    with pytest.raises(ArtifactError, match=r"65536 bytes of shared memory.*8\.6.* has 65535"):
+        Launch(toy("sm_80"), 0)
+    assert not driver.calls
+
+
+def test_threads_share_a_launch(driver: StubDriver) -> None:
+    driver.launch_seconds = 1e-4
+    kernel = Launch(toy(), 0)
+
+    def fire_all(first: int) -> None:
+        for number in range(first, first + 50):
+            kernel.fire((number, number, float(number), float(number), number), (number, 1, 1), number)
+
+    threads = [threading.Thread(target=fire_all, args=(first,)) for first in (1, 1001)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(run["stream"] for run in driver.launches) == [*range(1, 51), *range(1001, 1051)]
+    for run in driver.launches:
+        number = run["stream"]
+        assert run["grid"] == (number, 1, 1)
+        assert run["params"] == expected_params((number, number, number, number, number))
+
+
+def test_imports_without_cuda_python() -> None:
+    code = """
+from cute_attn.runtime import launch
+try:
+    launch.load_driver()
+except RuntimeError as err:
+    print(err)
+"""
+    assert "launching needs cuda-python" in subprocesses.run(code, block=["cuda"])

@@ -1,0 +1,584 @@
+"""One case of the batch matrix: its tensors, its plan and run, and the verdict on a result.
+
+The same case has the same numbers on every machine and device. Memory that belongs to no token is NaN: pages that no
+request has, slots after a request's last token, gaps between heads; index entries that no request has are no pages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+import cute_attn
+from cute_attn.dispatch import select
+from cute_attn.errors import Refusal
+from cute_attn.problem import Features, Problem, Settings
+from cute_attn.reference import attention as reference
+from cute_attn.request.bit_packing import packbits
+from cute_attn.runtime.arch import Arch
+from tests.support.case import Numbers, Result, _compare, lse_rounding, tolerance
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+SPARE_PAGES = 3
+NO_PAGE = 1 << 30
+WORKSPACE = 32 << 20
+UNTOUCHED = 7.0
+
+
+@dataclass(frozen=True)
+class BatchCase(Numbers):
+    """One batch. `kind`: the wrapper: "paged" or "ragged" prefill, or "decode", where all qo_lens are equal.
+
+    `mask`: "custom" bool, "packed" with a byte of its own for every request, "flat" with one row of bits.
+    `cache`: pair | list | one (a 5-D tensor) | strided (gaps after heads, tokens and pages); ragged k and v: pair,
+    strided.
+    `slack`: indptr arrays start at 2, and there are rows and index entries that no request has.
+    """
+
+    kind: str
+    qo_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    num_qo_heads: int = 2
+    num_kv_heads: int = 1
+    head_dim_qk: int = 64
+    head_dim_vo: int = 64
+    page_size: int = 1
+    dtype: str = "float16"
+    kv_dtype: str | None = None  # an fp8 dtype, or "nvfp4"
+    o_dtype: str | None = None
+    kv_layout: str = "NHD"
+    cache: str = "pair"
+    mask: str = "none"
+    window_left: int = -1
+    logits_soft_cap: float = 0.0
+    pos_encoding_mode: str = "NONE"
+    rope_scale: float = 1.0
+    rope_theta: float = 1e4
+    sm_scale: float | None = None
+    q_scale: float | None = None
+    k_scale: float | None = None
+    v_scale: float | None = None
+    tensor_scales: bool = False
+    sinks: bool = False
+    fixed_split_size: int | None = None
+    disable_split_kv: bool = False
+    lse_base: str = "log2"
+    return_lse: bool = True
+    indices: str = "int32"
+    slack: bool = False
+    seed: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.first + sum(self.qo_lens)
+
+    @property
+    def first(self) -> int:
+        return 2 if self.slack and self.kind != "decode" else 0
+
+    @property
+    def id(self) -> str:
+        lens = f"{len(self.qo_lens)}x{max(self.qo_lens, default=0)}x{max(self.kv_lens, default=0)}"
+        parts = [
+            self.kind,
+            lens,
+            f"h{self.num_qo_heads}x{self.num_kv_heads}",
+            f"d{self.head_dim_qk}x{self.head_dim_vo}",
+        ]
+        skipped = ("kind", "qo_lens", "kv_lens", "num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim_vo")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in skipped and value != field.default:
+                parts.append(f"{field.name}={value}")
+        return "-".join(parts)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request as the mathematics see it: what is stored, without where."""
+
+    q: torch.Tensor  # [qo_len, num_qo_heads, head_dim_qk], of the case's dtype
+    k: torch.Tensor  # [kv_len, num_kv_heads, head_dim_qk], fp64
+    v: torch.Tensor
+    keep: torch.Tensor | None  # bool [qo_len, kv_len]
+
+
+@dataclass(frozen=True)
+class BatchInputs:
+    requests: list[Request]
+    q: torch.Tensor
+    kv: tuple[Any, ...]  # (cache,) or (k, v)
+    kv_cache_sf: Any
+    qo_indptr: torch.Tensor  # index arrays are on the CPU
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    last_page_len: torch.Tensor
+    masks: dict[str, torch.Tensor]
+    sinks: torch.Tensor | None
+
+
+# ------------------------------------------------------------------------------------------- tensors
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Numbers as a cache holds them: bytes or floats, block scales, and the fp64 values that they mean."""
+
+    data: torch.Tensor
+    scales: torch.Tensor | None
+    values: torch.Tensor
+
+
+def _store(x: torch.Tensor, case: BatchCase) -> _Stored:
+    """`x` `[tokens, heads, head_dim]` rounded to the cache's format."""
+    if case.kv_dtype != "nvfp4":
+        data = x.to(getattr(torch, case.kv_dtype or case.dtype))
+        return _Stored(data, None, data.double())
+    blocks = x.unflatten(-1, (-1, 16))
+    scales = (blocks.abs().amax(-1) / 6).clamp(min=2**-9).to(torch.float8_e4m3fn)
+    codes = (blocks / scales.float()[..., None])[..., None].sub(E2M1).abs().argmin(-1).to(torch.uint8).flatten(-2)
+    values = E2M1.double()[codes.long()] * scales.double().repeat_interleave(16, -1)
+    return _Stored(codes[..., ::2] | codes[..., 1::2] << 4, scales, values)
+
+
+def _blank(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Poison: NaN, and in bytes that stand for numbers the largest code."""
+    if dtype == torch.uint8:
+        return torch.full(shape, 0xFF, dtype=dtype)
+    return torch.full(shape, math.nan, dtype=torch.float32).to(dtype)
+
+
+def _scatter(tokens: torch.Tensor, place: torch.Tensor, case: BatchCase, slots: tuple[int, int]) -> torch.Tensor:
+    """A cache `[pages, page_size, heads, width]` (its two middle axes swapped for HND) with `tokens[i]` in slot
+    `place[i]`; gaps where the case is strided."""
+    pages, page_size = slots
+    heads, width = tokens.shape[1:]
+    gap = 16 // tokens.element_size() if case.cache == "strided" else 0
+    shape = (pages, page_size, heads) if case.kv_layout == "NHD" else (pages, heads, page_size)
+    whole = _blank((pages, shape[1] + bool(gap), shape[2] + bool(gap), width + gap), tokens.dtype)
+    cache = whole[:, : shape[1], : shape[2], :width]
+    slot = cache if case.kv_layout == "NHD" else cache.transpose(1, 2)
+    raw = slot if tokens.dtype.itemsize > 1 else slot.view(torch.uint8)
+    raw[place // page_size, place % page_size] = tokens if tokens.dtype.itemsize > 1 else tokens.view(torch.uint8)
+    return cache
+
+
+def _moved(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`x` on a device with its strides, and the memory between its elements."""
+    if device.type == "cpu":
+        return x
+    whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(device)
+    return whole.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def _places(case: BatchCase, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """(slot of every token, kv_indptr, kv_indices, pages of the cache)."""
+    counts = [-(-n // case.page_size) for n in case.kv_lens]
+    pages = sum(counts) + SPARE_PAGES
+    order = torch.randperm(pages, generator=generator)[: sum(counts)]
+    first = 2 if case.slack else 0
+    bounds = torch.tensor([first, *(first + n for n in itertools.accumulate(counts))])
+    around = torch.full((2,), NO_PAGE) if case.slack else torch.empty(0, dtype=torch.long)
+    slots = [
+        (
+            order[bounds[i] - first : bounds[i + 1] - first, None] * case.page_size + torch.arange(case.page_size)
+        ).flatten()[:n]
+        for i, n in enumerate(case.kv_lens)
+    ]
+    return torch.cat([torch.empty(0, dtype=torch.long), *slots]), bounds, torch.cat((around, order, around)), pages
+
+
+def make(case: BatchCase, device: torch.device | str = "cpu") -> BatchInputs:
+    device = torch.device(device)
+    generator = torch.Generator().manual_seed(case.seed)
+    index_dtype = getattr(torch, case.indices)
+    keys = sum(case.kv_lens)
+    k, v = (
+        _store(torch.randn(keys, case.num_kv_heads, d, generator=generator), case)
+        for d in (case.head_dim_qk, case.head_dim_vo)
+    )
+    q = torch.randn(case.rows, case.num_qo_heads, case.head_dim_qk, generator=generator) * case.q_gain
+    q = q.to(getattr(torch, case.dtype))
+    q[: case.first] = math.nan
+    if case.kind == "ragged":
+        first = 2 if case.slack else 0
+        place, pages = torch.arange(first, first + keys), first + keys + SPARE_PAGES
+        bounds = torch.tensor([first, *(first + n for n in itertools.accumulate(case.kv_lens))])
+        indices = torch.empty(0, dtype=torch.long)
+        stored = [_scatter(x, place, case, (1, pages))[0] for x in _parts(k, v)]
+    else:
+        place, bounds, indices, pages = _places(case, generator)
+        stored = [_scatter(x, place, case, (pages, case.page_size)) for x in _parts(k, v)]
+    stored = [_moved(x, device) for x in stored]
+    pairs = [tuple(stored[i : i + 2]) for i in range(0, len(stored), 2)]
+    if case.cache == "one":
+        pairs = [torch.stack((a, b), 1) if a.element_size() > 1 else _stack_bytes(a, b) for a, b in pairs]
+    elif case.cache == "list":
+        pairs = [list(pair) for pair in pairs]
+    requests = _requests(case, q, k.values, v.values, generator)
+    last = torch.tensor([(n - 1) % case.page_size + 1 if n else 0 for n in case.kv_lens], dtype=index_dtype)
+    qo_bounds = torch.tensor([case.first, *(case.first + n for n in itertools.accumulate(case.qo_lens))])
+    sinks = torch.randn(case.num_qo_heads, generator=generator).to(device) if case.sinks else None
+    return BatchInputs(
+        requests,
+        q.to(device),
+        pairs[0] if case.kind == "ragged" else (pairs[0],),
+        pairs[1] if len(pairs) > 1 else None,
+        qo_bounds.to(index_dtype),
+        bounds.to(index_dtype),
+        indices.to(index_dtype),
+        last,
+        {name: mask.to(device) for name, mask in _masks(case, requests).items()},
+        sinks,
+    )
+
+
+def _parts(k: _Stored, v: _Stored) -> list[torch.Tensor]:
+    scales = [] if k.scales is None or v.scales is None else [k.scales, v.scales]
+    return [k.data, v.data, *scales]
+
+
+def _stack_bytes(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.stack((a.view(torch.uint8), b.view(torch.uint8)), 1).view(a.dtype)
+
+
+def _requests(
+    case: BatchCase, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator
+) -> list[Request]:
+    found, row, key = [], case.first, 0
+    for qo_len, kv_len in zip(case.qo_lens, case.kv_lens, strict=True):
+        keep = None
+        if case.mask in ("custom", "packed", "flat"):
+            keep = torch.rand(qo_len, kv_len, generator=generator) < 0.6
+            keep[:, kv_len // 3 : 2 * kv_len // 3] = False
+            if qo_len > 1:
+                keep[::7] = False
+        found.append(Request(q[row : row + qo_len], k[key : key + kv_len], v[key : key + kv_len], keep))
+        row, key = row + qo_len, key + kv_len
+    return found
+
+
+def _masks(case: BatchCase, requests: list[Request]) -> dict[str, torch.Tensor]:
+    bits = [r.keep.flatten() for r in requests if r.keep is not None]
+    nothing = torch.empty(0, dtype=torch.bool)
+    if case.mask == "custom":
+        return {"custom_mask": torch.cat([nothing, *bits])}
+    in_bytes = sum(-(-b.numel() // 8) for b in bits)
+    ambiguous = in_bytes == -(-sum(b.numel() for b in bits) // 8)  # then requests start at bytes of their own
+    if case.mask == "packed" or (
+        case.mask == "flat" and ambiguous
+    ):  # the bits after a request's last are set: nobody may look at them
+        padded = [torch.nn.functional.pad(b, (0, -b.numel() % 8), value=True) for b in bits]
+        return {"packed_custom_mask": packbits(torch.cat([nothing, *padded]), "little")}
+    if case.mask == "flat":
+        return {"packed_custom_mask": packbits(torch.cat([nothing, *bits]), "little")}
+    return {}
+
+
+# --------------------------------------------------------------------------------------------- calls
+
+
+def wrapper(case: BatchCase, device: torch.device | str = "cpu", **arguments: Any) -> Any:
+    workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+    kinds = {
+        "paged": cute_attn.BatchPrefillWithPagedKVCacheWrapper,
+        "ragged": cute_attn.BatchPrefillWithRaggedKVCacheWrapper,
+        "decode": cute_attn.BatchDecodeWithPagedKVCacheWrapper,
+    }
+    return kinds[case.kind](workspace, case.kv_layout, **arguments)
+
+
+def plan_arguments(case: BatchCase, inputs: BatchInputs) -> dict[str, Any]:
+    """Everything that `plan` gets, by name."""
+    same = {
+        name: getattr(case, name)
+        for name in (
+            *("num_qo_heads", "num_kv_heads", "window_left", "logits_soft_cap", "pos_encoding_mode", "sm_scale"),
+            *("rope_scale", "rope_theta", "fixed_split_size", "disable_split_kv", "lse_base"),
+        )
+    }
+    kv_dtype = "uint8" if case.kv_dtype == "nvfp4" else case.kv_dtype
+    same |= {"q_data_type": case.dtype, "kv_data_type": kv_dtype, "o_data_type": case.o_dtype}
+    if case.kind == "decode":
+        indices = {"indptr": inputs.kv_indptr, "indices": inputs.kv_indices, "last_page_len": inputs.last_page_len}
+        q_len = case.qo_lens[0] if case.qo_lens else 1
+        return {**indices, **same, "head_dim": case.head_dim_qk, "page_size": case.page_size, "q_len_per_req": q_len}
+    same |= {"head_dim_qk": case.head_dim_qk, "head_dim_vo": case.head_dim_vo, "causal": case.mask == "causal"}
+    same |= {"qo_indptr": inputs.qo_indptr, **inputs.masks}
+    if case.kind == "ragged":
+        return {**same, "kv_indptr": inputs.kv_indptr}
+    return {
+        **same,
+        "paged_kv_indptr": inputs.kv_indptr,
+        "paged_kv_indices": inputs.kv_indices,
+        "paged_kv_last_page_len": inputs.last_page_len,
+        "page_size": case.page_size,
+    }
+
+
+def run_arguments(case: BatchCase, inputs: BatchInputs) -> dict[str, Any]:
+    """Keywords of `run`."""
+    arguments: dict[str, Any] = {"return_lse": case.return_lse, "sinks": inputs.sinks}
+    for name in ("q_scale", "k_scale", "v_scale"):
+        value = getattr(case, name)
+        if case.tensor_scales and value is not None:
+            value = torch.tensor([value], dtype=torch.float32, device=inputs.q.device)
+        arguments[name] = value
+    return arguments | {"kv_cache_sf": inputs.kv_cache_sf}
+
+
+def call(
+    case: BatchCase, inputs: BatchInputs, planned: Any = None, **extra: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out, lse) of a wrapper: a new one, or one that is planned already."""
+    if planned is None:
+        planned = wrapper(case, inputs.q.device)
+        planned.plan(**plan_arguments(case, inputs))
+    result = planned.run(inputs.q, *inputs.kv, **run_arguments(case, inputs), **extra)
+    return result if case.return_lse else (result, None)
+
+
+# ------------------------------------------------------------------------------------------- verdict
+
+
+def check(case: BatchCase, inputs: BatchInputs, out: torch.Tensor, lse: torch.Tensor | None) -> Result:
+    """Compare with the fp64 reference of every request, on out's device. Rows of no request must be 0 and -inf."""
+    o_ref = torch.zeros(case.rows, case.num_qo_heads, case.head_dim_vo, dtype=torch.float64, device=out.device)
+    lse_ref = torch.full((case.rows, case.num_qo_heads), -math.inf, dtype=torch.float64, device=out.device)
+    row = case.first
+    for request in inputs.requests:
+        rows = slice(row, row + request.q.shape[0])
+        _solve(case, request, inputs.sinks, o_ref[rows], lse_ref[rows])
+        row = rows.stop
+    empty = lse_ref == -math.inf
+    dtype = getattr(torch, case.o_dtype or case.dtype)
+    if out.shape != o_ref.shape or out.dtype != dtype or (lse is not None and lse.shape != lse_ref.shape):
+        return Result(False, math.inf, math.inf, f"out is {out.dtype} {tuple(out.shape)}")
+    o_tol, lse_tol = tolerance(case)  # type: ignore[arg-type]
+    o_error, detail = _compare("o", out, o_ref, 1 + o_ref.abs(), o_tol, empty[..., None])
+    if lse is None:
+        return Result(not detail, o_error, 0.0, detail)
+    unit = 1 + lse_rounding(case) / lse_tol * lse_ref.masked_fill(empty, 0.0).abs()
+    lse_error, lse_detail = _compare("lse", lse, lse_ref, unit, lse_tol, empty)
+    detail = "; ".join(filter(None, (detail, lse_detail)))
+    return Result(not detail, o_error, lse_error, detail)
+
+
+def _solve(case: BatchCase, request: Request, sinks: torch.Tensor | None, o: torch.Tensor, lse: torch.Tensor) -> None:
+    """The reference on one request, into `o` and `lse`."""
+    features = Features(
+        *(o.device, request.q.dtype, torch.float64, torch.float64, case.num_qo_heads, case.num_kv_heads),
+        *(case.head_dim_qk, case.head_dim_vo),
+        custom_mask=request.keep is not None,
+        pos_encoding_mode=case.pos_encoding_mode,
+    )
+    settings = Settings(
+        features,
+        causal=case.mask == "causal" or (case.kind == "decode" and len(request.q) > 1),
+        window_left=case.window_left,
+        logits_soft_cap=case.logits_soft_cap,
+        sm_scale=case.scale,
+        v_scale=1.0 if case.v_scale is None else case.v_scale,
+        rope_scale=case.rope_scale,
+        rope_theta=case.rope_theta,
+        lse_scale=math.log(2) if case.lse_base == "ln" else 1.0,
+    )
+    packed = None if request.keep is None else packbits(request.keep.flatten(), "little").to(o.device)
+    q, k, v = (x.to(o.device) for x in (request.q, request.k, request.v))
+    problem = Problem(settings, len(q), len(k), q, k, v, o, lse, packed, sinks=sinks)
+    reference.run(problem, torch.float64)
+
+
+# --------------------------------------------------------------------------------------------- cases
+
+DIMS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (256, 256), (192, 128))
+DTYPES = ("float16", "bfloat16")
+
+
+def paged(qo_lens: tuple[int, ...], kv_lens: tuple[int, ...], page_size: int = 16, **rest: Any) -> BatchCase:
+    return BatchCase("paged", qo_lens, kv_lens, page_size=page_size, **rest)
+
+
+def ragged(qo_lens: tuple[int, ...], kv_lens: tuple[int, ...], **rest: Any) -> BatchCase:
+    return BatchCase("ragged", qo_lens, kv_lens, **rest)
+
+
+def decode(kv_lens: tuple[int, ...], page_size: int = 16, q_len: int = 1, **rest: Any) -> BatchCase:
+    return BatchCase("decode", (q_len,) * len(kv_lens), kv_lens, page_size=page_size, **rest)
+
+
+def heads(qo: int, kv: int) -> dict[str, Any]:
+    return {"num_qo_heads": qo, "num_kv_heads": kv}
+
+
+def dims(qk: int, vo: int | None = None) -> dict[str, Any]:
+    return {"head_dim_qk": qk, "head_dim_vo": vo or qk}
+
+
+UNEVEN = ((17, 0, 1, 33), (65, 40, 129, 33))
+
+SMALL: tuple[BatchCase, ...] = (
+    # lengths
+    paged(*UNEVEN),
+    paged(*UNEVEN, mask="causal", dtype="bfloat16", slack=True),
+    ragged(*UNEVEN, mask="causal"),
+    ragged(*UNEVEN, slack=True, dtype="bfloat16", **dims(128)),
+    decode((1, 65, 0, 130), **heads(4, 1), **dims(128)),
+    decode((63, 0, 17), dtype="bfloat16", **heads(8, 2), slack=True),
+    paged((5, 3), (0, 0)),
+    paged((0, 0), (17, 3)),
+    paged((), ()),
+    ragged((), ()),
+    decode(()),
+    ragged((0, 9), (0, 0), sinks=True),
+    paged((33, 20), (7, 20), mask="causal"),  # rows that see nothing
+    decode((2, 9, 70), q_len=4, **heads(4, 2)),
+    decode((3, 17), q_len=2, window_left=4),
+    # page sizes, layouts, caches
+    *(paged((9, 4), (33, 18), page_size=n, mask="causal") for n in (1, 2, 3, 7, 64)),
+    paged((9, 4), (33, 18), page_size=1, cache="one", kv_layout="HND", indices="int64"),
+    paged((9, 4), (33, 18), page_size=5, cache="one", **heads(4, 2)),
+    paged((9, 4), (33, 18), page_size=5, cache="list", kv_layout="HND", **heads(4, 2)),
+    paged((9, 4), (33, 18), page_size=5, cache="strided", **heads(4, 2), **dims(80)),
+    paged((9, 4), (33, 18), page_size=8, cache="strided", kv_layout="HND", **heads(4, 2), **dims(192, 128)),
+    ragged((9, 4), (33, 18), cache="strided", kv_layout="HND", **heads(4, 2)),
+    ragged((9, 4), (33, 18), kv_layout="HND", indices="int64", **heads(3, 3), **dims(96)),
+    decode((65, 12), kv_layout="HND", cache="one", **heads(4, 2), **dims(112)),
+    decode((65, 12), cache="strided", **heads(7, 1), **dims(256)),
+    # masks
+    *(paged((9, 5, 1), (33, 18, 40), mask=mask) for mask in ("custom", "packed", "flat")),
+    *(ragged((9, 5, 1), (35, 18, 40), mask=mask, window_left=9) for mask in ("custom", "packed", "flat")),
+    paged(*UNEVEN, window_left=20),
+    paged(*UNEVEN, window_left=0, mask="causal"),
+    decode((65, 12, 40), window_left=15),
+    # logits
+    paged(*UNEVEN, mask="causal", logits_soft_cap=30.0),
+    ragged(*UNEVEN, mask="causal", pos_encoding_mode="ALIBI", **heads(3, 1)),
+    paged(*UNEVEN, mask="causal", pos_encoding_mode="ROPE_LLAMA", rope_theta=5e5, rope_scale=4.0),
+    decode((65, 12, 0), pos_encoding_mode="ROPE_LLAMA", dtype="bfloat16"),
+    decode((65, 12, 0), pos_encoding_mode="ALIBI", **heads(4, 2)),
+    paged(*UNEVEN, sm_scale=-0.1),
+    paged(*UNEVEN, q_scale=0.5, k_scale=1.5, v_scale=-1.25),
+    paged(*UNEVEN, q_scale=0.5, k_scale=1.5, v_scale=1.25, tensor_scales=True, mask="causal"),
+    decode((65, 12, 0), q_scale=0.5, k_scale=1.5, v_scale=1.25, sinks=True),
+    paged(*UNEVEN, sinks=True, mask="causal", **heads(4, 2)),
+    paged(*UNEVEN, lse_base="ln"),
+    ragged(*UNEVEN, return_lse=False, o_dtype="bfloat16"),
+    paged(*UNEVEN, o_dtype="float32", lse_base="ln", sinks=True),
+    # fp8 and NVFP4
+    paged(*UNEVEN, kv_dtype=E4M3, mask="causal", **dims(128)),
+    paged(*UNEVEN, kv_dtype=E5M2, kv_layout="HND", cache="strided", dtype="bfloat16", k_scale=0.5, v_scale=2.0),
+    ragged(*UNEVEN, kv_dtype=E4M3, **heads(4, 2)),
+    decode((65, 12, 0), kv_dtype=E4M3, cache="one", dtype="bfloat16", **heads(4, 1), **dims(128)),
+    paged(*UNEVEN, kv_dtype=E4M3, pos_encoding_mode="ROPE_LLAMA", mask="causal"),
+    paged(*UNEVEN, kv_dtype="nvfp4", mask="causal", **dims(128)),
+    paged((9, 4), (33, 18), kv_dtype="nvfp4", page_size=5, kv_layout="HND", cache="one", dtype="bfloat16"),
+    paged((9, 4), (33, 18), kv_dtype="nvfp4", cache="strided", k_scale=0.5, v_scale=2.0, **heads(4, 2)),
+    ragged(*UNEVEN, kv_dtype="nvfp4", mask="custom"),
+    decode((65, 12, 0), kv_dtype="nvfp4", **heads(4, 2), **dims(128)),
+    paged(*UNEVEN, kv_dtype="nvfp4", pos_encoding_mode="ROPE_LLAMA", cache="list"),
+    # splits
+    paged((3, 40), (200, 129), fixed_split_size=4, mask="causal"),
+    paged((3, 40), (200, 129), disable_split_kv=True),
+    ragged((3, 40), (200, 129), fixed_split_size=64),
+    decode((200, 5, 0, 77), fixed_split_size=2, **heads(4, 2)),
+)
+
+
+def random_batch_case(seed: int, max_len: int = 700, max_batch: int = 12) -> BatchCase:
+    """A case for fuzzing: any legal mixture."""
+    rng = random.Random(seed)
+    kind = rng.choice(("paged", "paged", "ragged", "decode"))
+    batch = rng.choice((1, 2, rng.randint(1, max_batch)))
+
+    def length(largest: int) -> int:
+        return rng.choice((0, 1, rng.randint(1, min(largest, 40)), rng.randint(1, largest), rng.randint(1, largest)))
+
+    kv_lens = tuple(length(max_len) for _ in range(batch))
+    q_len = rng.choice((1, 1, 1, 2, 4)) if kind == "decode" else 0
+    qo_lens = tuple(q_len or length(max_len // 3) for _ in range(batch))
+    pos_encoding_mode = rng.choice(("NONE", "NONE", "NONE", "ROPE_LLAMA", "ALIBI"))
+    num_kv_heads = rng.choice((1, 2, 3, 4))
+    qk, vo = rng.choice(DIMS[:-1] if kind == "decode" else DIMS)
+    kv_dtype = rng.choice((None, None, None, E4M3, E5M2, "nvfp4"))
+    split = rng.choice(("", "", "fixed", "none"))
+    return BatchCase(
+        kind,
+        qo_lens,
+        kv_lens,
+        num_kv_heads * rng.choice((1, 2, 3, 4, 7, 8)),
+        num_kv_heads,
+        qk,
+        vo,
+        page_size=1 if kind == "ragged" else rng.choice((1, 2, 5, 8, 16, 16, 32, 64, 128)),
+        dtype=rng.choice(DTYPES),
+        kv_dtype=kv_dtype,
+        kv_layout=rng.choice(("NHD", "HND")),
+        cache=rng.choice(("pair", "strided") if kind == "ragged" or qk != vo else ("pair", "list", "one", "strided")),
+        mask="none" if kind == "decode" else rng.choice(("none", "causal", "causal", "custom", "packed", "flat")),
+        window_left=rng.choice((-1, -1, rng.randint(0, max_len))),
+        logits_soft_cap=rng.choice((0.0, 0.0, 3.0 if pos_encoding_mode == "ALIBI" else 30.0)),
+        pos_encoding_mode=pos_encoding_mode,
+        rope_scale=rng.choice((1.0, 4.0)),
+        rope_theta=rng.choice((1e4, 5e5)),
+        sm_scale=rng.choice((None, None, rng.uniform(-0.05, 0.08))),
+        q_scale=rng.choice((None, rng.uniform(0.7, 1.2))),
+        k_scale=rng.choice((None, rng.uniform(0.7, 1.2))),
+        v_scale=rng.choice((None, rng.uniform(0.7, 1.3))),
+        tensor_scales=rng.random() < 0.3,
+        sinks=rng.random() < 0.25,
+        fixed_split_size=rng.randint(1, 12) * 16 if split == "fixed" else None,
+        disable_split_kv=split == "none",
+        lse_base=rng.choice(("log2", "log2", "ln")),
+        return_lse=rng.random() < 0.8,
+        indices=rng.choice(("int32", "int64")),
+        slack=rng.random() < 0.3,
+        seed=seed,
+    )
+
+
+def random_lengths(case: BatchCase, seed: int, max_len: int) -> BatchCase:
+    """The same batch with other lengths that fit the same captured launch: no more rows and no more pages."""
+    rng = np.random.default_rng(seed)
+    kv_lens = tuple(int(n) for n in rng.integers(0, max_len + 1, len(case.kv_lens)))
+    if case.kind == "decode":
+        return dataclasses.replace(case, kv_lens=kv_lens, seed=seed)
+    rows = int(rng.integers(0, sum(case.qo_lens) + 1))
+    cuts = np.sort(rng.integers(0, rows + 1, len(case.qo_lens) - 1))
+    qo_lens = tuple(int(n) for n in np.diff([0, *cuts, rows]))
+    return dataclasses.replace(case, qo_lens=qo_lens, kv_lens=kv_lens, seed=seed)
+
+
+def features(case: BatchCase, device: torch.device, dense: bool = False) -> Features:
+    """Features of a case, or of the single request that it consists of."""
+    dtype = getattr(torch, case.dtype)
+    kv_dtype = {None: dtype, "nvfp4": torch.uint8}.get(case.kv_dtype) or getattr(torch, str(case.kv_dtype))
+    scored = case.q_scale is not None or case.k_scale is not None
+    return Features(
+        *(device, dtype, kv_dtype, getattr(torch, case.o_dtype or case.dtype)),
+        *(case.num_qo_heads, case.num_kv_heads, case.head_dim_qk, case.head_dim_vo),
+        custom_mask=case.mask in ("custom", "packed", "flat"),
+        soft_cap=case.logits_soft_cap > 0,
+        pos_encoding_mode=case.pos_encoding_mode,
+        positive_scale=case.scale > 0 and not (case.tensor_scales and scored and device.type == "cuda"),
+        kv_block_scales=case.kv_dtype == "nvfp4",
+        sinks=case.sinks,
+        kv_source="dense" if dense else "ragged" if case.kind == "ragged" else "paged",
+        decode=case.kind == "decode" or (dense and case.rows == 1),
+        own_splits=not dense and (case.fixed_split_size is not None or case.disable_split_kv),
+    )
+
+
+def refusals(
+    case: BatchCase, inputs: BatchInputs, backend: str, arch: Arch | None, dense: bool = False
+) -> list[Refusal]:
+    """What the table of capabilities has against a case."""
+    return select.reasons_against(select.BY_NAME[backend], features(case, inputs.q.device, dense), arch)

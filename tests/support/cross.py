@@ -1,0 +1,72 @@
+"""Random problems that both fa2 and fa3 solve, many of them with the same few kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from typing import Any
+
+import torch
+
+from cute_attn.dispatch import select
+from cute_attn.problem import Features
+from cute_attn.runtime.arch import named
+from tests.support import batch_case, case
+from tests.support.batch_case import BatchCase, random_batch_case
+from tests.support.case import LSE_ROUNDING, Case
+from tests.support.matrix import random_case
+
+BACKENDS = ("fa2", "fa3")
+A_KERNEL = 16  # problems in a row that differ in lengths, strides and numbers only
+CUDA = torch.device("cuda")
+DISTANCE = 1_000_003  # between the seeds of kernels
+
+
+def solved_by_both(features: Features) -> bool:
+    arch = named("sm_90a")
+    return not any(select.reasons_against(select.BY_NAME[backend], features, arch) for backend in BACKENDS)
+
+
+def batch(seed: int, max_len: int = 700) -> BatchCase:
+    drawn = (random_batch_case(DISTANCE * (seed // A_KERNEL) + n) for n in itertools.count())
+    kernel = next(b for b in drawn if b.rows and solved_by_both(batch_case.features(b, CUDA)))
+    other = next(
+        b
+        for b in (random_batch_case(DISTANCE * seed + n + 1, max_len, 8) for n in itertools.count())
+        if b.kind == kernel.kind and b.rows
+    )
+    size = other.page_size if (other.page_size < 32) == (kernel.page_size < 32) else kernel.page_size
+    same = ("qo_lens", "kv_lens", "num_qo_heads", "num_kv_heads", "kv_layout", "slack", "lse_base", "return_lse")
+    changes: dict[str, Any] = {name: getattr(other, name) for name in same}
+    changes["cache"] = other.cache if kernel.head_dim_qk == kernel.head_dim_vo else "strided"
+    if kernel.window_left >= 0:
+        changes["window_left"] = random.Random(seed).choice((0, 1, 31, 200, 1000, 2**31 - 1))
+    return dataclasses.replace(kernel, **changes, page_size=size, seed=seed)
+
+
+def single(seed: int, max_len: int = 1500) -> Case:
+    drawn = (random_case(DISTANCE * (seed // A_KERNEL) + n) for n in itertools.count())
+    kernel = next(c for c in drawn if c.kind == "prefill" and solved_by_both(case.features(c, CUDA)))
+    others = (random_case(DISTANCE * seed + n + 1, max_len) for n in itertools.count())
+    other = next(c for c in others if c.kind == "prefill" and c.storage != "expanded")
+    same = ("qo_len", "kv_len", "num_qo_heads", "num_kv_heads", "kv_layout", "storage", "return_lse")
+    changes: dict[str, Any] = {name: getattr(other, name) for name in same}
+    if kernel.window_left >= 0:
+        changes["window_left"] = random.Random(seed).choice((0, 1, 31, 200, 1000, 2**31 - 1))
+    return dataclasses.replace(kernel, **changes, seed=seed)
+
+
+Pair = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def differences(problem: Case | BatchCase, a: Pair, b: Pair) -> str:
+    """Where the answers of two backends are further apart than two right ones can be, or ""."""
+    o_tol, lse_tol = case.tolerance(problem)
+    o, other = a[0].double(), b[0].double()
+    wrong = [] if bool(((o - other).abs() <= 2 * o_tol * (1 + o.abs())).all()) else ["out"]  # NaN is wrong
+    if a[1] is not None and b[1] is not None:
+        x, y = a[1].double(), b[1].double()
+        same = (x - y).abs() <= 2 * (lse_tol + LSE_ROUNDING * x.abs())
+        wrong += [] if bool((same | (x == y)).all()) else ["lse"]
+    return " and ".join(wrong)

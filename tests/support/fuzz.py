@@ -1,0 +1,324 @@
+"""Corrupted batches: every one raises an error of the library, or is valid. Nothing else may happen to a process."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_attn import ArgumentError, ArgumentTypeError, NotSupported
+from tests.support.batch_case import (
+    E4M3,
+    BatchCase,
+    decode,
+    dims,
+    heads,
+    make,
+    paged,
+    plan_arguments,
+    ragged,
+    run_arguments,
+    wrapper,
+)
+
+EXPECTED = (ArgumentError, ArgumentTypeError, NotSupported)
+
+BASES = (
+    paged((5, 0, 17), (40, 3, 33), page_size=4, mask="causal", **heads(4, 2)),
+    paged((5, 0, 17), (40, 3, 33), page_size=1, cache="one", kv_layout="HND", **heads(4, 2)),
+    paged((9, 4), (33, 18), cache="strided", mask="custom", slack=True, **heads(4, 2)),
+    paged((9, 4), (33, 18), mask="packed", kv_dtype=E4M3, k_scale=0.5, **heads(4, 2)),
+    paged((9, 4), (33, 18), kv_dtype="nvfp4", sinks=True, **heads(4, 2)),
+    ragged((9, 0, 4), (33, 7, 18), mask="causal", slack=True, **heads(4, 2)),
+    ragged((9, 4), (33, 18), kv_layout="HND", cache="strided", mask="flat", **dims(128)),
+    decode((65, 0, 12), **heads(4, 2), **dims(128), q_scale=0.5, tensor_scales=True),
+    decode((65, 1, 12), q_len=2, page_size=4, cache="list", fixed_split_size=3, **heads(8, 2)),
+)
+
+
+@dataclass
+class Call:
+    """Arguments of the constructor, of `plan` and of `run`; `kv` are the positional ones after q."""
+
+    case: BatchCase
+    make: dict[str, Any]
+    plan: dict[str, Any]
+    q: Any
+    kv: list[Any]
+    run: dict[str, Any]
+
+    def execute(self, device: str) -> None:
+        made = wrapper(self.case, device, **self.make)
+        made.plan(**self.plan)
+        made.run(self.q, *self.kv, **self.run)
+
+
+@dataclass
+class Outcomes:
+    raised: int = 0
+    valid: int = 0
+    of: Counter[str] = field(default_factory=Counter)  # corruptions that raised
+
+
+class Corruption(NamedTuple):
+    name: str
+    apply: Callable[[Call, random.Random], None]
+
+
+def run(count: int, device: str = "cpu", **make_arguments: Any) -> Outcomes:
+    """`count` corrupted calls. Anything but a good run or an error of the library is raised here."""
+    outcomes = Outcomes()
+    whole = [(case, make(case, device)) for case in BASES]
+    for seed in range(count):
+        rng = random.Random(seed)
+        case, inputs = whole[seed % len(whole)]
+        plan, arguments = plan_arguments(case, inputs), run_arguments(case, inputs)
+        call = Call(case, dict(make_arguments), plan, inputs.q, list(inputs.kv), arguments)
+        chosen = [rng.choice(CORRUPTIONS) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
+        for corruption in chosen:
+            with contextlib.suppress(IndexError, RuntimeError, TypeError):  # torch has no such tensor
+                corruption.apply(call, rng)
+        try:
+            call.execute(device)
+        except EXPECTED:
+            outcomes.raised += 1
+            outcomes.of.update(corruption.name for corruption in chosen)
+        except Exception as error:
+            names = ", ".join(corruption.name for corruption in chosen)
+            raise AssertionError(f"seed {seed}, {case.id}: {names}: {type(error).__name__}: {error}") from error
+        else:
+            outcomes.valid += 1
+    return outcomes
+
+
+# ---- what may be corrupted
+
+
+def _one_of(call: Call, rng: random.Random, *names: str) -> str | None:
+    present = [name for name in names if isinstance(call.plan.get(name), torch.Tensor)]
+    return rng.choice(present) if present else None
+
+
+BOUNDS = ("qo_indptr", "kv_indptr", "paged_kv_indptr", "indptr")
+LAST = ("paged_kv_last_page_len", "last_page_len")
+PAGES = ("paged_kv_indices", "indices")
+NUMBERS = (-1, -7, 0, 1, 2, 3, 5, 100, 4096, 1 << 20, (1 << 31) - 1, -(1 << 31))
+
+
+def _number(names: tuple[str, ...]) -> Callable[[Call, random.Random], None]:
+    def apply(call: Call, rng: random.Random) -> None:
+        name = _one_of(call, rng, *names)
+        if name is not None and call.plan[name].numel():
+            changed = call.plan[name].clone()
+            for _ in range(rng.choice((1, 1, 3))):
+                changed.view(-1)[rng.randrange(changed.numel())] = rng.choice(NUMBERS)
+            call.plan[name] = changed
+
+    return apply
+
+
+def _form(names: tuple[str, ...]) -> Callable[[Call, random.Random], None]:
+    """Another dtype, rank, length, device, or no tensor."""
+
+    def apply(call: Call, rng: random.Random) -> None:
+        name = _one_of(call, rng, *names)
+        if name is None:
+            return
+        x = call.plan[name]
+        call.plan[name] = rng.choice(
+            (
+                lambda: x.float(),
+                lambda: x.to(torch.int16),
+                lambda: x.bool(),
+                lambda: x[None],
+                lambda: x[:-1],
+                lambda: x[1:],
+                lambda: torch.cat((x, x)),
+                lambda: x[:0],
+                lambda: x.to("meta"),
+                lambda: x.tolist(),
+                lambda: None,
+                lambda: x.double() * torch.nan,
+                lambda: x.flip(0),
+                lambda: x.repeat_interleave(2)[::2],
+            )
+        )()
+
+    return apply
+
+
+def _changed(x: torch.Tensor, rng: random.Random) -> Any:
+    """A tensor of another form."""
+    return rng.choice(
+        (
+            lambda: x[1:],
+            lambda: x[:0],
+            lambda: torch.cat((_bytes(x), _bytes(x))).view(x.dtype) if x.dim() else x,
+            lambda: x[..., :-1],
+            lambda: x[..., : x.shape[-1] // 2],
+            lambda: x[..., ::2],
+            lambda: x.transpose(-1, -2),
+            lambda: x.transpose(0, 1),
+            lambda: x[None],
+            lambda: x[0],
+            lambda: x.flatten(),
+            lambda: x.to(torch.float32),
+            lambda: x.to(torch.float64),
+            lambda: x.to(torch.bfloat16),
+            lambda: x.view(torch.uint8),
+            lambda: x.to(torch.int32),
+            lambda: x.to(torch.float8_e5m2),
+            lambda: x.to("meta"),
+            lambda: x.to("cpu"),
+            lambda: x[:, 1:],
+            lambda: x[:, :1],
+            lambda: x.unsqueeze(1),
+            lambda: None,
+            lambda: x.shape,
+            lambda: "tensor",
+            lambda: _misaligned(x),
+            lambda: x.float().requires_grad_().to(x.dtype) if x.dtype.itemsize == 2 else x,
+            lambda: x.expand(2, *x.shape)[0],
+        )
+    )()
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def _misaligned(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, one element after an aligned address."""
+    whole = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
+    view = whole[1:].view(x.shape)
+    view.view(torch.uint8).copy_(_bytes(x))
+    return view
+
+
+def _query(call: Call, rng: random.Random) -> None:
+    if isinstance(call.q, torch.Tensor):
+        call.q = _changed(call.q, rng)
+
+
+def _cache(call: Call, rng: random.Random) -> None:
+    at = rng.randrange(len(call.kv))
+    cache = call.kv[at]
+    if isinstance(cache, torch.Tensor):
+        call.kv[at] = _changed(cache, rng)
+    elif isinstance(cache, tuple | list):
+        halves = list(cache)
+        half = rng.randrange(len(halves)) if halves else 0
+        if halves and isinstance(halves[half], torch.Tensor):
+            halves[half] = _changed(halves[half], rng)
+        call.kv[at] = rng.choice((halves, tuple(halves), halves[:1], (*halves, None), halves[::-1]))
+
+
+def _block_scales(call: Call, rng: random.Random) -> None:
+    scales = call.run.get("kv_cache_sf")
+    if scales is None:
+        call.run["kv_cache_sf"] = (torch.zeros(3), torch.zeros(3))
+        return
+    halves = list(scales)
+    if halves and isinstance(halves[0], torch.Tensor):
+        halves[0] = _changed(halves[0], rng)
+    call.run["kv_cache_sf"] = rng.choice((halves, None, halves[:1]))
+
+
+VALUES: tuple[Any, ...] = (
+    *(None, True, False, 0, 1, -1, 2, 3, 7, 64, 1 << 40, -(1 << 40), 0.0, 1.5, -2.5, float("nan"), float("inf"), 1e300),
+    *(
+        "",
+        "NONE",
+        "ALIBI",
+        "float16",
+        "bfloat16",
+        "float32",
+        "uint8",
+        "float8_e4m3fn",
+        "NHD",
+        "HND",
+        "auto",
+        "fa2",
+        "x",
+    ),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.int32, (1, 2), [3], {}, object()),
+)
+PLAN_OPTIONS = (
+    *("num_qo_heads", "num_kv_heads", "head_dim_qk", "head_dim", "head_dim_vo", "page_size", "q_data_type"),
+    *("kv_data_type", "o_data_type", "causal", "pos_encoding_mode", "use_fp16_qk_reduction", "sm_scale"),
+    *("window_left", "logits_soft_cap", "rope_scale", "rope_theta", "non_blocking", "fixed_split_size"),
+    *("disable_split_kv", "q_len_per_req", "lse_base", "seq_lens", "max_sequence_kv", "prefix_len_ptr"),
+    *("window_right", "data_type", "v_indptr", "token_pos_in_items_len", "block_tables"),
+)
+RUN_OPTIONS = (
+    *("q_scale", "k_scale", "v_scale", "return_lse", "enable_pdl", "window_left", "sinks", "out", "lse"),
+    *("kv_cache_sf", "o_scale", "skip_softmax_threshold_scale_factor", "use_fp16_softmax"),
+)
+
+
+def _plan_option(call: Call, rng: random.Random) -> None:
+    kind = type(wrapper(call.case, "cpu"))
+    accepted = [name for name in PLAN_OPTIONS if name in inspect.signature(kind.plan).parameters]
+    call.plan[rng.choice(accepted)] = rng.choice(VALUES)
+
+
+def _run_option(call: Call, rng: random.Random) -> None:
+    kind = type(wrapper(call.case, "cpu"))
+    accepted = [name for name in RUN_OPTIONS if name in inspect.signature(kind.run).parameters]
+    tensors = [torch.zeros(n, device=d) for n in (0, 1, 2, 4, 8) for d in ("cpu", "meta")]
+    call.run[rng.choice(accepted)] = rng.choice((*VALUES, *tensors))
+
+
+def _make_option(call: Call, rng: random.Random) -> None:
+    call.make[rng.choice(("use_cuda_graph", "backend", "jit_args"))] = rng.choice(VALUES)
+
+
+def _outputs(call: Call, rng: random.Random) -> None:
+    if not isinstance(call.q, torch.Tensor):
+        return
+    rows, num_heads = call.case.rows, call.case.num_qo_heads
+    device = call.q.device
+    out = torch.zeros(rows, num_heads, call.case.head_dim_vo, dtype=torch.float16, device=device)
+    lse = torch.zeros(rows, num_heads, device=device)
+    name = rng.choice(("out", "lse"))
+    call.run[name] = _changed(out if name == "out" else lse, rng)
+    if rng.random() < 0.2:
+        call.run["out"] = call.q
+
+
+def _masks(call: Call, rng: random.Random) -> None:
+    name = rng.choice(("custom_mask", "packed_custom_mask"))
+    if call.case.kind != "decode":
+        mask = call.plan.get(name)
+        size = rng.choice((0, 1, 7, 64, 369, 381, 1000))
+        new = torch.ones(size, dtype=torch.bool if name == "custom_mask" else torch.uint8)
+        call.plan[name] = _changed(mask if isinstance(mask, torch.Tensor) and mask.numel() else new, rng)
+
+
+def _swap(call: Call, rng: random.Random) -> None:
+    """Another layout than the tensors have."""
+    call.case = dataclasses.replace(call.case, kv_layout="HND" if call.case.kv_layout == "NHD" else "NHD")
+
+
+CORRUPTIONS = (
+    *(Corruption("bounds", _number(BOUNDS)),) * 3,
+    *(Corruption("last page", _number(LAST)),) * 2,
+    *(Corruption("page numbers", _number(PAGES)),) * 3,
+    Corruption("form of index arrays", _form((*BOUNDS, *LAST, *PAGES))),
+    *(Corruption("query", _query),) * 2,
+    *(Corruption("cache", _cache),) * 3,
+    Corruption("block scales", _block_scales),
+    *(Corruption("option of plan", _plan_option),) * 3,
+    *(Corruption("option of run", _run_option),) * 2,
+    Corruption("option of the constructor", _make_option),
+    Corruption("outputs", _outputs),
+    Corruption("masks", _masks),
+    Corruption("layout", _swap),
+)

@@ -1,0 +1,124 @@
+"""Wrappers in CUDA-graph mode whose `run` is captured once, and replayed after plans of other lengths."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.support.batch_case import (
+    NO_PAGE,
+    BatchCase,
+    BatchInputs,
+    call,
+    check,
+    make,
+    plan_arguments,
+    random_lengths,
+    run_arguments,
+    wrapper,
+)
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Capture = Callable[[Callable[[], Pair]], tuple[Pair, Callable[[], None]]]  # runs once; its result, and a replay
+
+
+def cuda_graph(run: Callable[[], Pair]) -> tuple[Pair, Callable[[], None]]:
+    """A `Capture` on the current GPU."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    return results, graph.replay
+
+
+def assert_plans_in_a_row_do_not_race(case: BatchCase, **arguments: Any) -> None:
+    """Twenty plans and runs are queued behind a slow stream before the first of them may start."""
+    cases = [random_lengths(case, seed, 900) for seed in range(20)]
+    made = wrapper(cases[0], "cuda", **arguments)
+    inputs = [make(case, "cuda") for case in cases]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(100_000_000)
+    results = []
+    for case, tensors in zip(cases, inputs, strict=True):
+        made.plan(**plan_arguments(case, tensors))
+        results.append(call(case, tensors, made))
+    for case, tensors, (out, lse) in zip(cases, inputs, results, strict=True):
+        result = check(case, tensors, out, lse)
+        assert result.ok, result.detail
+
+
+def graph_wrapper(
+    case: BatchCase, device: str, pages: int, mask_bytes: int, **arguments: Any
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A wrapper with buffers of those sizes, and the buffers."""
+    batch = len(case.kv_lens)
+
+    def ints(size: int) -> torch.Tensor:
+        return torch.full((size,), NO_PAGE, dtype=torch.int32, device=device)
+
+    if case.kind == "decode":
+        buffers = {"paged_kv_indptr_buffer": ints(batch + 1), "paged_kv_indices_buffer": ints(pages)}
+        buffers |= {"paged_kv_last_page_len_buffer": ints(batch)}
+    elif case.kind == "paged":
+        buffers = {"qo_indptr_buf": ints(batch + 1), "paged_kv_indptr_buf": ints(batch + 1)}
+        buffers |= {"paged_kv_indices_buf": ints(pages), "paged_kv_last_page_len_buf": ints(batch)}
+    else:
+        buffers = {"qo_indptr_buf": ints(batch + 1), "kv_indptr_buf": ints(batch + 1)}
+    if case.mask not in ("none", "causal"):
+        buffers["custom_mask_buf"] = torch.full((mask_bytes,), 0xFF, dtype=torch.uint8, device=device)
+        buffers["mask_indptr_buf"] = ints(batch + 1)
+    return wrapper(case, device, use_cuda_graph=True, **buffers, **arguments), buffers
+
+
+def blank(x: torch.Tensor) -> None:
+    """NaN in every float dtype; of an NVFP4 cache, the scales are floats."""
+    x.view(torch.uint8).fill_(0xFF)
+
+
+class Captured:
+    """`case` is the largest batch: no replay has more rows, or a request with more keys than its longest."""
+
+    def __init__(self, case: BatchCase, device: str, capture: Capture, **arguments: Any) -> None:
+        self.case, self.device = case, device
+        inputs = make(case, device)
+        batch, most = len(case.kv_lens), max(case.kv_lens)
+        mask_bytes = sum(case.qo_lens) * most + batch
+        self.wrapper, _ = graph_wrapper(case, device, batch * -(-most // case.page_size), mask_bytes, **arguments)
+        self.q = torch.full_like(inputs.q, torch.nan)
+        self.kv = [torch.empty_like(half) for half in self.halves(inputs)]
+        self.scales = [torch.empty_like(half) for half in inputs.kv_cache_sf or ()]
+        for target in (*self.kv, *self.scales):
+            blank(target)
+        self.arguments = {**run_arguments(case, inputs), "kv_cache_sf": tuple(self.scales) or None}
+        self.wrapper.plan(**plan_arguments(case, inputs))
+        self.run()
+        (self.out, self.lse), self.again = capture(self.run)
+
+    def halves(self, inputs: BatchInputs) -> Any:
+        return inputs.kv if self.case.kind == "ragged" else inputs.kv[0]
+
+    def run(self) -> Pair:
+        kv = self.kv if self.case.kind == "ragged" else (tuple(self.kv),)
+        out, lse = self.wrapper.run(self.q, *kv, **self.arguments)
+        return out, lse
+
+    def replay(self, case: BatchCase) -> None:
+        """Replay with the lengths and numbers of `case`, and compare."""
+        inputs = make(dataclasses.replace(case, sinks=self.case.sinks), self.device)
+        self.q[: case.rows].copy_(inputs.q)
+        axis = 1 if case.kind == "ragged" and case.kv_layout == "HND" else 0
+        sources = (*self.halves(inputs), *(inputs.kv_cache_sf or ()))
+        for target, source in zip((*self.kv, *self.scales), sources, strict=True):
+            blank(target)
+            target.narrow(axis, 0, source.shape[axis]).copy_(source)
+        if inputs.sinks is not None:
+            self.arguments["sinks"].copy_(inputs.sinks)
+        self.out.fill_(torch.nan)
+        self.lse.fill_(torch.nan)
+        self.wrapper.plan(**plan_arguments(case, inputs))
+        self.again()
+        result = check(case, inputs, self.out[: case.rows], self.lse[: case.rows])
+        assert result.ok, f"{case}: {result.detail}"
+        assert self.out[case.rows :].isnan().all()

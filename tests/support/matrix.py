@@ -1,0 +1,277 @@
+"""The single-request test matrix as data.
+
+`SMALL` touches every feature and edge with few and short tokens, for slow executors; `FULL` has real sizes;
+`random_case` makes more. What a case is, and how its result is judged, is in `tests/case.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from tests.support.case import Case, Inputs, Result, call, check, make, poisoned_memory, problem, tolerance
+
+__all__ = [
+    "FULL",
+    "SMALL",
+    "Case",
+    "Inputs",
+    "Result",
+    "call",
+    "check",
+    "make",
+    "poisoned_memory",
+    "problem",
+    "random_case",
+    "tolerance",
+]
+
+
+def prefill(
+    qo_len: int, kv_len: int, heads: tuple[int, int] = (2, 1), dims: int | tuple[int, int] = 64, **rest: Any
+) -> Case:
+    dim_qk, dim_vo = (dims, dims) if isinstance(dims, int) else dims
+    return Case("prefill", qo_len, kv_len, *heads, dim_qk, dim_vo, **rest)
+
+
+def decode(kv_len: int, heads: tuple[int, int] = (2, 1), dim: int = 64, **rest: Any) -> Case:
+    return Case("decode", 1, kv_len, *heads, dim, dim, **rest)
+
+
+BF16: dict[str, Any] = {"dtype": "bfloat16"}
+HND: dict[str, Any] = {"kv_layout": "HND"}
+E4M3: dict[str, Any] = {"kv_dtype": "float8_e4m3fn"}
+E5M2: dict[str, Any] = {"kv_dtype": "float8_e5m2"}
+CAUSAL: dict[str, Any] = {"mask": "causal"}
+CUSTOM: dict[str, Any] = {"mask": "custom"}
+PACKED: dict[str, Any] = {"mask": "packed"}
+ROPE: dict[str, Any] = {"pos_encoding_mode": "ROPE_LLAMA"}
+ALIBI: dict[str, Any] = {"pos_encoding_mode": "ALIBI"}
+
+DIMS: tuple[int | tuple[int, int], ...] = (64, 80, 96, 112, 128, 256, (192, 128))
+DECODE_DIMS = (64, 80, 96, 112, 128, 256)
+DTYPES = ("float16", "bfloat16")
+STORAGES = ("dense", "packed_qkv", "padded", "odd", "transposed", "expanded")
+LAYOUTS = ("NHD", "HND")
+
+SMALL: tuple[Case, ...] = (
+    # head dims
+    prefill(65, 129, (2, 1), 64),
+    prefill(33, 65, (1, 1), 80, **BF16),
+    prefill(33, 65, (2, 2), 96, **CAUSAL),
+    prefill(17, 63, (1, 1), 112, **CAUSAL),
+    prefill(63, 127, (4, 2), 128, **BF16, **CAUSAL),
+    prefill(17, 65, (1, 1), 256),
+    prefill(65, 65, (1, 1), 256, **BF16, **CAUSAL),
+    prefill(33, 65, (2, 1), (192, 128), **CAUSAL),
+    prefill(17, 33, (1, 1), (192, 128), **BF16, **HND),
+    # lengths off every tile, and edges
+    prefill(1, 1, **CAUSAL),
+    prefill(1, 127, (1, 1), **BF16),
+    prefill(15, 15, (3, 1), **CAUSAL),
+    prefill(127, 17, (1, 1)),
+    prefill(129, 63, (1, 1), **CAUSAL),  # kv_len < qo_len: rows 0..65 see nothing, a whole tile of 64 among them
+    prefill(17, 15, (2, 1), 128, **BF16, **CAUSAL, **HND),
+    prefill(129, 1, (1, 1), 64, **CAUSAL),
+    prefill(17, 0, (2, 1)),
+    prefill(5, 0, (2, 1), 128, **CAUSAL, **BF16),
+    prefill(0, 17, (2, 1)),
+    prefill(127, 129, (1, 1), 64, return_lse=False),
+    prefill(1, 200, (5, 1), 128, **CAUSAL),
+    # groups
+    prefill(17, 33, (7, 1), **CAUSAL),
+    prefill(15, 65, (16, 1), **BF16, **CAUSAL),
+    prefill(9, 33, (6, 3), 128, **HND),
+    # windows
+    prefill(65, 129, (1, 1), **CAUSAL, window_left=0),
+    prefill(65, 129, (1, 1), **CAUSAL, window_left=63),
+    prefill(33, 129, (2, 1), window_left=16),
+    prefill(127, 63, (1, 1), **CAUSAL, **BF16, window_left=15),
+    prefill(17, 127, (1, 1), 128, **PACKED, window_left=32),
+    # masks
+    prefill(33, 65, **CUSTOM),
+    prefill(65, 127, (1, 1), 128, **BF16, **PACKED),
+    prefill(17, 129, (2, 1), **PACKED, storage="odd"),
+    prefill(15, 17, (1, 1), (192, 128), **CUSTOM, storage="padded"),
+    prefill(1, 15, (2, 2), **CUSTOM),
+    # logits: scale, soft cap, ALiBi
+    prefill(33, 65, **CAUSAL, logits_soft_cap=30.0),
+    prefill(17, 65, (1, 1), 128, **BF16, logits_soft_cap=5.0),
+    prefill(33, 65, (3, 1), **ALIBI),
+    prefill(17, 129, (4, 2), 128, **ALIBI, **CAUSAL, **BF16),
+    prefill(33, 33, (5, 1), **ALIBI, **PACKED, logits_soft_cap=3.0),
+    prefill(17, 33, **CAUSAL, sm_scale=0.0),
+    prefill(17, 33, **CAUSAL, sm_scale=-0.125),
+    prefill(17, 33, (1, 1), sm_scale=1.0, k_scale=0.5, v_scale=-1.25),
+    prefill(17, 33, (1, 1), 128, **BF16, k_scale=1.5, v_scale=0.75, tensor_scales=True),
+    prefill(9, 17, o_dtype="bfloat16"),
+    # keys and values of 8 bits
+    prefill(65, 129, (2, 1), 128, **BF16, **E4M3, **CAUSAL),
+    prefill(33, 65, (2, 2), 64, **E5M2, **HND, storage="padded", k_scale=0.5, v_scale=1.25),
+    prefill(17, 65, (2, 1), 96, **E4M3, **PACKED),
+    # RoPE
+    prefill(33, 65, **ROPE),
+    prefill(17, 127, (2, 1), 128, **ROPE, **CAUSAL, **BF16, rope_theta=5e5, rope_scale=8.0),
+    prefill(33, 17, (1, 1), 80, **ROPE, **CAUSAL),
+    prefill(17, 33, (1, 1), 64, **ROPE, **CUSTOM, logits_soft_cap=30.0, storage="padded", **HND),
+    # memory
+    prefill(33, 33, (4, 2), 64, **CAUSAL, storage="packed_qkv"),
+    prefill(17, 33, (2, 1), (192, 128), **HND, storage="packed_qkv"),
+    prefill(33, 65, (2, 2), 80, **HND, storage="padded"),
+    prefill(17, 65, (2, 2), 128, **BF16, storage="odd"),
+    prefill(17, 65, (2, 2), 64, **CAUSAL, storage="transposed"),
+    prefill(17, 33, (4, 4), 64, storage="expanded"),
+    # decode
+    decode(129, (4, 1), 128),
+    decode(200, (8, 2), 64, **BF16, **HND, window_left=64),
+    decode(17, (3, 1), 256, logits_soft_cap=30.0, return_lse=False),
+    decode(65, (5, 1), 80, **ROPE, q_scale=0.5, k_scale=2.0, v_scale=1.25),
+    decode(127, (2, 2), 96, **ALIBI, storage="padded"),
+    decode(0, (2, 1), 64),
+)
+
+
+def _full() -> Iterator[Case]:
+    """Real sizes, in groups that each vary one or two things."""
+    yield from _full_shapes()
+    yield from _full_features()
+    yield from _full_memory()
+    yield from _full_decode()
+    yield from (random_case(seed) for seed in range(40))
+
+
+def _full_shapes() -> Iterator[Case]:
+    masks = itertools.cycle(("none", "causal", "custom", "packed"))
+    dtypes = itertools.cycle(DTYPES)
+    for dims, dtype, mask in itertools.product(DIMS, DTYPES, ("none", "causal")):
+        for qo_len, kv_len in ((1024, 1024), (129, 1000), (1, 777)):
+            yield prefill(qo_len, kv_len, (8, 2), dims, dtype=dtype, mask=mask)
+    for qo_len, kv_len in itertools.product(
+        (1, 15, 17, 63, 64, 65, 127, 128, 129, 257), (0, 1, 15, 17, 63, 64, 65, 127, 129, 1023)
+    ):
+        dim = 128 if (qo_len + kv_len) % 3 else 64
+        yield prefill(qo_len, kv_len, (4, 2), dim, dtype=next(dtypes), mask=next(masks))
+    for group in range(1, 17):
+        yield prefill(257, 513, (2 * group, 2), 128, dtype=next(dtypes), **CAUSAL)
+    for qo_len, kv_len in ((500, 100), (129, 1), (300, 299), (2048, 700)):  # rows that see nothing come first
+        yield prefill(qo_len, kv_len, (4, 1), 128, dtype=next(dtypes), **CAUSAL)
+        yield prefill(qo_len, kv_len, (4, 1), 64, dtype=next(dtypes), **CAUSAL, window_left=40)
+    for dtype, mask in itertools.product(DTYPES, ("none", "causal")):
+        yield prefill(4096, 4096, (32, 8), 128, dtype=dtype, mask=mask)
+        yield prefill(2048, 4000, (8, 2), 256, dtype=dtype, mask=mask)
+        yield prefill(3001, 3001, (16, 16), (192, 128), dtype=dtype, mask=mask)
+
+
+def _full_features() -> Iterator[Case]:
+    dtypes = itertools.cycle(DTYPES)
+    for window_left, mask, dim in itertools.product((0, 1, 15, 64, 127, 5000), ("none", "causal", "packed"), (64, 128)):
+        yield prefill(300, 700, (4, 2), dim, dtype=next(dtypes), mask=mask, window_left=window_left)
+    for dims, dtype in itertools.product(DIMS, DTYPES):
+        yield prefill(200, 333, (6, 2), dims, dtype=dtype, **CUSTOM)
+        yield prefill(333, 1200, (4, 4), dims, dtype=dtype, **CAUSAL, **ROPE, rope_theta=5e5)
+    for (mode, cap), mask, dim in itertools.product(
+        (
+            ("NONE", 5.0),
+            ("NONE", 50.0),
+            ("ROPE_LLAMA", 30.0),
+            ("ALIBI", 3.0),
+            ("ALIBI", 0.0),
+            ("ROPE_LLAMA", 0.0),
+        ),
+        ("none", "causal", "packed"),
+        (64, 128),
+    ):
+        features: dict[str, Any] = {"pos_encoding_mode": mode, "logits_soft_cap": cap, "mask": mask}
+        yield prefill(257, 600, (8, 2), dim, dtype=next(dtypes), **features)
+    for num_heads in (1, 3, 7, 8, 12, 32):
+        yield prefill(130, 900, (num_heads, 1), 128, dtype=next(dtypes), **ALIBI, **CAUSAL)
+    yield prefill(100, 4096, (4, 1), 128, **ROPE, **CAUSAL, rope_scale=8.0)
+    yield prefill(4096, 4096, (4, 1), 128, **BF16, **ROPE, **CAUSAL)
+    yield prefill(300, 100, (4, 1), 64, **ROPE, **CAUSAL)
+    for scales in (
+        {"sm_scale": 0.0},
+        {"sm_scale": -0.1},
+        {"sm_scale": 1.0},
+        {"sm_scale": -0.1, "logits_soft_cap": 5.0},
+        {"sm_scale": 0.05, "k_scale": 2.0, "v_scale": -1.25},
+        {"k_scale": 1.5, "v_scale": 0.75, "tensor_scales": True},
+        {"v_scale": 1.25, "o_dtype": "bfloat16"},
+    ):
+        yield prefill(200, 500, (8, 2), 128, **CAUSAL, **scales)
+        yield prefill(77, 300, (4, 4), 64, **HND, **scales)
+
+
+def _full_memory() -> Iterator[Case]:
+    some_dims: tuple[int | tuple[int, int], ...] = (64, 80, 128, 256, (192, 128))
+    dtypes = itertools.cycle(DTYPES)
+    masks = itertools.cycle(("causal", "none", "custom", "packed", "none"))
+    for storage, kv_layout, dims in itertools.product(STORAGES, LAYOUTS, some_dims):
+        yield prefill(
+            200, 333, (6, 3), dims, dtype=next(dtypes), mask=next(masks), kv_layout=kv_layout, storage=storage
+        )
+
+
+def _full_decode() -> Iterator[Case]:
+    dtypes, dims = itertools.cycle(DTYPES), itertools.cycle(DECODE_DIMS)
+    variants: tuple[dict[str, Any], ...] = (
+        {},
+        {"window_left": 100},
+        {"logits_soft_cap": 30.0},
+        ROPE,
+        ALIBI,
+        {"return_lse": False},
+        HND,
+    )
+    features = itertools.cycle(variants)
+    heads: tuple[tuple[int, int], ...] = ((8, 8), (32, 8), (7, 1), (16, 1), (10, 2))
+    kv_lens = (0, 1, 2, 63, 64, 65, 127, 129, 1000, 4095, 16385)
+    for head_counts, kv_len in itertools.product(heads, kv_lens):
+        yield decode(kv_len, head_counts, next(dims), dtype=next(dtypes), **next(features))
+    for storage, kv_layout in itertools.product(STORAGES, LAYOUTS):
+        yield decode(1500, (8, 4), next(dims), dtype=next(dtypes), kv_layout=kv_layout, storage=storage)
+    for scales in (
+        {"sm_scale": -0.1},
+        {"q_scale": 0.5, "k_scale": 1.5, "v_scale": 1.25},
+        {"q_scale": 0.5, "k_scale": 1.5, "v_scale": 1.25, "tensor_scales": True},
+    ):
+        yield decode(3000, (8, 2), 128, dtype=next(dtypes), **scales)
+    yield decode(40000, (32, 8), 128, **BF16)
+    yield decode(20000, (4, 1), 128, window_left=9000)
+
+
+def random_case(seed: int, max_len: int = 1500) -> Case:
+    """A case for fuzzing: any legal mixture, lengths up to `max_len`."""
+    rng = random.Random(seed)
+
+    def length() -> int:
+        return rng.choice((rng.randint(1, 130), rng.randint(1, max_len), 64 * rng.randint(1, max(1, max_len // 64))))
+
+    num_kv_heads = rng.choice((1, 2, 3, 4))
+    pos_encoding_mode = rng.choice(("NONE", "NONE", "ROPE_LLAMA", "ALIBI"))
+    cap = rng.choice((0.0, 0.0, 3.0 if pos_encoding_mode == "ALIBI" else 30.0))
+    common: dict[str, Any] = {
+        "heads": (num_kv_heads * rng.randint(1, 8), num_kv_heads),
+        "dtype": rng.choice(DTYPES),
+        "kv_layout": rng.choice(LAYOUTS),
+        "window_left": rng.choice((-1, -1, rng.randint(0, max_len))),
+        "logits_soft_cap": cap,
+        "pos_encoding_mode": pos_encoding_mode,
+        "rope_theta": rng.choice((1e4, 5e5)),
+        "rope_scale": rng.choice((1.0, 4.0)),
+        "sm_scale": rng.choice((None, None, rng.uniform(-0.05, 0.08))),
+        "k_scale": rng.choice((None, rng.uniform(0.5, 1.2))),
+        "v_scale": rng.choice((None, rng.uniform(0.7, 1.3))),
+        "tensor_scales": rng.random() < 0.3,
+        "storage": rng.choice(STORAGES),
+        "return_lse": rng.random() < 0.8,
+        "seed": seed,
+    }
+    if rng.random() < 0.3:
+        return decode(length(), dim=rng.choice(DECODE_DIMS), **common)
+    mask = rng.choice(("none", "causal", "causal", "custom", "packed"))
+    return prefill(length(), length(), dims=rng.choice(DIMS), mask=mask, **common)
+
+
+FULL: tuple[Case, ...] = tuple(dict.fromkeys(_full()))

@@ -1,0 +1,85 @@
+"""Decode through wrappers and functions on the XQA kernel: cases for the emulator and for GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator
+
+import torch
+
+from cute_attn.dispatch import select
+from cute_attn.reference import attention as reference
+from cute_attn.runtime.arch import named
+from tests.support import batch_case, case
+from tests.support.batch_case import E4M3, E5M2, BatchCase, decode, dims, heads
+from tests.support.case import Case
+
+CUDA = torch.device("cuda")
+XQA = select.BY_NAME["xqa"]
+
+CASES = (
+    decode((65, 12, 0), kv_dtype=E4M3, lse_base="ln", **heads(4, 1)),
+    decode((65, 12, 0), kv_dtype=E5M2, kv_layout="HND", dtype="bfloat16", **heads(4, 2), **dims(128)),
+    decode((33, 1, 0), kv_dtype="nvfp4", kv_layout="HND", cache="strided", k_scale=0.5, **heads(2, 2), **dims(128)),
+    decode((33, 40), kv_dtype="nvfp4", cache="one", page_size=3, q_len=3, **heads(4, 2)),
+    decode((90, 31, 32, 33), page_size=5, cache="strided", window_left=20, sinks=True, **heads(6, 2)),
+    decode((40, 2), q_len=5, q_scale=0.5, k_scale=1.5, v_scale=-1.25, tensor_scales=True, slack=True, **heads(4, 1)),
+    decode((40, 2, 300), sm_scale=-0.1, cache="list", page_size=1, **heads(2, 1), **dims(256)),
+    decode((0, 0), sinks=True),
+    decode((2, 9, 70), q_len=6, window_left=3, dtype="bfloat16", indices="int64", **heads(8, 2)),  # several row blocks
+    decode(tuple(range(40)), kv_dtype=E4M3, page_size=16),
+)
+
+# As large as a captured launch gets.
+GRAPHED = (
+    decode((300,) * 3, kv_dtype=E4M3, dtype="bfloat16", **heads(4, 2)),
+    decode((200,) * 2, q_len=3, page_size=5, window_left=50, sinks=True, **heads(2, 1)),
+    decode((150,) * 4, kv_dtype="nvfp4", kv_layout="HND", k_scale=0.5, v_scale=2.0, tensor_scales=True, **heads(2, 1)),
+)
+
+
+def taken(batch: BatchCase) -> bool:
+    return not select.reasons_against(XQA, batch_case.features(batch, CUDA), named("sm_90a"))
+
+
+SMALL = [*(batch for batch in batch_case.SMALL if batch.kind == "decode" and taken(batch)), *CASES]
+
+
+def random_batches(seed: int, max_len: int, max_batch: int) -> Iterator[BatchCase]:
+    """Decode cases without end, what XQA does not take taken away from them."""
+    for number in itertools.count():
+        drawn = batch_case.random_batch_case(1_000_003 * seed + number, max_len, max_batch)
+        if drawn.kind != "decode":
+            continue
+        head_dim = random.Random(number).choice((64, 128, 256))
+        plain = {
+            "logits_soft_cap": 0.0,
+            "pos_encoding_mode": "NONE",
+            "fixed_split_size": None,
+            "disable_split_kv": False,
+        }
+        yield dataclasses.replace(drawn, **dims(head_dim), **plain)
+
+
+def is_taken(problem: Case) -> bool:
+    """Does XQA take this single request?"""
+    return not select.reasons_against(XQA, case.features(problem, CUDA), named("sm_90a"))
+
+
+def fp8_request(kv_len: int, device: str, kv_layout: str = "NHD") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v of a decode call with an fp8 cache."""
+    generator = torch.Generator().manual_seed(kv_len)
+    q = torch.randn(8, 128, generator=generator).bfloat16()
+    k, v = (torch.randn(kv_len, 2, 128, generator=generator).to(torch.float8_e4m3fn) for _ in "kv")
+    if kv_layout == "HND":
+        k, v = (x.view(torch.uint8).transpose(0, 1).contiguous().view(x.dtype) for x in (k, v))
+    return q.to(device), k.to(device), v.to(device)
+
+
+def fp8_answer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_layout: str) -> torch.Tensor:
+    """fp64."""
+    k, v = (x.double().transpose(0, 1) if kv_layout == "HND" else x.double() for x in (k, v))
+    o, _ = reference.attention(q[None].double(), k, v, compute_dtype=torch.float64)
+    return o[0]

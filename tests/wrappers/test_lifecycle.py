@@ -1,0 +1,491 @@
+"""What a wrapper keeps from plan to plan and run to run, and what it does not; CUDA-graph mode on CPU tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cute_attn import (
+    ArgumentError,
+    ArgumentTypeError,
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    RuntimeArgumentError,
+    fast_decode_plan,
+    single_decode_with_kv_cache,
+    single_prefill_with_kv_cache,
+)
+from cute_attn.dispatch import select
+from cute_attn.errors import NotSupported, Refusal
+from cute_attn.problem import BatchProblem, Features
+from tests.api.test_batch_cpu import assert_right
+from tests.support import graphs
+from tests.support.batch_case import (
+    NO_PAGE,
+    WORKSPACE,
+    BatchCase,
+    BatchInputs,
+    call,
+    decode,
+    heads,
+    make,
+    paged,
+    plan_arguments,
+    ragged,
+    random_lengths,
+    run_arguments,
+    wrapper,
+)
+
+PAGED = paged((5, 0, 17), (40, 3, 33), page_size=4, **heads(4, 2))
+RAGGED = ragged((5, 0, 17), (40, 3, 33), **heads(4, 2))
+DECODE = decode((40, 3, 0), page_size=4, **heads(4, 2))
+KINDS = [PAGED, RAGGED, DECODE]
+IDS = ["paged", "ragged", "decode"]
+
+
+def run(case: BatchCase, inputs: BatchInputs, made: Any, **extra: Any) -> None:
+    """Run a planned wrapper and compare."""
+    out, lse = call(case, inputs, made, **extra)
+    assert_right(case, inputs, out, lse)
+
+
+def plan_and_run(case: BatchCase, made: Any, **extra: Any) -> None:
+    inputs = make(case)
+    made.plan(**{**plan_arguments(case, inputs), **extra})
+    run(case, inputs, made)
+
+
+# ---- plan and run
+
+
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
+def test_any_number_of_runs_and_plans(case: BatchCase) -> None:
+    made = wrapper(case)
+    for seed in range(3):
+        other = random_lengths(dataclasses.replace(case, seed=seed), seed, 50)
+        inputs = make(other)
+        made.plan(**plan_arguments(other, inputs))
+        for _ in range(2):
+            run(other, inputs, made)
+
+
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
+def test_nothing_of_a_plan_reaches_the_next(case: BatchCase) -> None:
+    made = wrapper(case)
+    changes: list[dict[str, Any]] = [
+        {"window_left": 3},
+        {"logits_soft_cap": 2.0},
+        {"pos_encoding_mode": "ALIBI"},
+        {"pos_encoding_mode": "ROPE_LLAMA", "rope_scale": 2.0, "rope_theta": 100.0},
+        {"sm_scale": -0.3},
+        {"lse_base": "ln"},
+        {"dtype": "bfloat16"},
+        {"kv_dtype": "float8_e4m3fn"},
+        {"kv_dtype": "nvfp4"},
+        {"o_dtype": "float32"},
+        {"fixed_split_size": 2},
+        {"disable_split_kv": True},
+        heads(6, 3),
+    ]
+    if case.kind != "decode":
+        changes += [{"mask": "causal"}, {"mask": "custom"}, {"mask": "flat"}, {"head_dim_vo": 32}]
+    for change in changes:
+        plan_and_run(dataclasses.replace(case, **change), made)
+        plan_and_run(case, made)
+
+
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
+def test_nothing_of_a_run_reaches_the_next(case: BatchCase) -> None:
+    made, inputs = wrapper(case), make(case)
+    made.plan(**plan_arguments(case, inputs))
+    for change in (
+        {"k_scale": 2.0},
+        {"q_scale": 0.5, "k_scale": 0.5, "v_scale": -3.0},
+        {"k_scale": 2, "tensor_scales": True},
+        {"sinks": True},
+        {"return_lse": False},
+    ):
+        changed = dataclasses.replace(case, **change)
+        with_sinks = dataclasses.replace(inputs, sinks=torch.arange(4.0) if changed.sinks else None)
+        for _ in range(2):
+            run(changed, with_sinks, made)
+        run(case, inputs, made)
+
+
+def test_scales_that_are_equal_are_told_apart() -> None:
+    """1, 1.0 and True are one key of a dictionary, and only two of them numbers."""
+    made, inputs = wrapper(PAGED), make(PAGED)
+    made.plan(**plan_arguments(PAGED, inputs))
+    made.run(inputs.q, *inputs.kv, k_scale=1.0)
+    made.run(inputs.q, *inputs.kv, k_scale=1)
+    with pytest.raises(TypeError, match="k_scale must be a number"):
+        made.run(inputs.q, *inputs.kv, k_scale=True)
+
+
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
+def test_buffers_are_filled_and_returned(case: BatchCase) -> None:
+    made, inputs = wrapper(case), make(case)
+    made.plan(**plan_arguments(case, inputs))
+    wide = torch.full((case.rows, case.num_qo_heads + 1, 72), math.nan, dtype=torch.float16)
+    out, lse = wide[:, :-1, :64], torch.full((case.rows, case.num_qo_heads), math.nan)
+    returned = made.run(inputs.q, *inputs.kv, out=out, lse=lse, return_lse=True)
+    assert returned[0] is out
+    assert returned[1] is lse
+    assert_right(case, inputs, out, lse)
+    assert wide[:, -1].isnan().all()
+    lse.fill_(math.nan)
+    assert made.run(inputs.q, *inputs.kv, out=out, lse=lse) is out  # `lse` alone returns nothing more, but is filled
+    assert not lse.isnan().any()
+
+
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
+def test_a_run_may_repeat_the_window(case: BatchCase) -> None:
+    case = dataclasses.replace(case, window_left=5)
+    made, inputs = wrapper(case), make(case)
+    made.plan(**plan_arguments(case, inputs))
+    if case.kind == "ragged":
+        run(case, inputs, made)
+        return
+    for window_left in (None, 5):
+        run(case, inputs, made, window_left=window_left)
+    with pytest.raises(ArgumentError, match="planned 5, got -1"):
+        run(case, inputs, made, window_left=-1)
+
+
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
+def test_workspace_may_be_replaced_and_of_any_dtype(case: BatchCase) -> None:
+    made = wrapper(case)
+    plan_and_run(case, made)
+    for size, dtype in ((0, torch.uint8), (1000, torch.float32), (16, torch.int64)):
+        made.reset_workspace_buffer(torch.empty(size, dtype=dtype), torch.empty(8, dtype=torch.uint8))
+        plan_and_run(case, made)
+    assert made.end_forward() is None
+    assert made.is_cuda_graph_enabled is False
+
+
+def test_lengths_given_twice_are_accepted() -> None:
+    kv_lens = torch.tensor(PAGED.kv_lens)
+    more = {"seq_lens": kv_lens, "max_sequence_kv": 40, "block_tables": torch.zeros(3, 9, dtype=torch.int32)}
+    plan_and_run(DECODE, wrapper(DECODE), seq_lens=torch.tensor(DECODE.kv_lens), block_tables=None)
+    qo_lens = {"seq_lens_q": torch.tensor(PAGED.qo_lens, dtype=torch.int32), "max_token_per_sequence": 17}
+    plan_and_run(PAGED, wrapper(PAGED), **more, **qo_lens)
+
+
+# ---- the older form
+
+
+@pytest.mark.parametrize("case", [PAGED, RAGGED], ids=IDS[:2])
+def test_forward_replaces_planned_options(case: BatchCase) -> None:
+    causal = dataclasses.replace(case, mask="causal", window_left=6)
+    made, inputs = wrapper(case), make(case)
+    made.begin_forward(**plan_arguments(causal, inputs))
+    assert_right(causal, inputs, *made.forward_return_lse(inputs.q, *inputs.kv, causal=True, window_left=6))
+    assert_right(case, inputs, made.forward(inputs.q, *inputs.kv), call(case, inputs, made)[1])
+    run(case, inputs, made)  # for later runs too
+    assert_right(
+        dataclasses.replace(causal, window_left=-1, logits_soft_cap=1.5),
+        inputs,
+        *made.forward_return_lse(inputs.q, *inputs.kv, True, "NONE", False, logits_soft_cap=1.5),
+    )
+
+
+@pytest.mark.parametrize("wrong", [{"causal": 1}, {"sm_scale": torch.tensor(0.5)}, {"window_left": -1.0}], ids=str)
+def test_forward_refuses_what_only_equals_a_planned_option(wrong: dict[str, Any]) -> None:
+    case = dataclasses.replace(PAGED, mask="causal", sm_scale=0.5)
+    made, inputs = wrapper(case), make(case)
+    made.plan(**plan_arguments(case, inputs))
+    given = {"causal": True, "sm_scale": 0.5, "logits_soft_cap": 0.0, "rope_scale": 1.0, "rope_theta": 1e4}
+    assert_right(case, inputs, *made.forward_return_lse(inputs.q, *inputs.kv, **given))
+    with pytest.raises(ArgumentTypeError, match=f"^{next(iter(wrong))} must be"):
+        made.forward(inputs.q, *inputs.kv, **given | wrong)
+
+
+def test_forward_keeps_the_mask() -> None:
+    case = dataclasses.replace(PAGED, mask="custom", k_scale=0.5, v_scale=2.0)
+    made, inputs = wrapper(case), make(case)
+    made.plan(**plan_arguments(case, inputs))
+    out, lse = made.forward_return_lse(inputs.q, *inputs.kv, causal=True, k_scale=0.5, v_scale=2.0)
+    assert_right(case, inputs, out, lse)
+
+
+def test_forward_of_decode() -> None:
+    case = dataclasses.replace(DECODE, pos_encoding_mode="ALIBI", k_scale=0.5)
+    made, inputs = wrapper(case), make(case)
+    made.plan(**plan_arguments(DECODE, inputs))
+    assert_right(case, inputs, *made.forward_return_lse(inputs.q, *inputs.kv, "ALIBI", k_scale=0.5))
+
+
+# ---- decode
+
+
+def test_data_type_is_the_default_of_both() -> None:
+    case = dataclasses.replace(DECODE, dtype="bfloat16")
+    made, inputs = wrapper(case), make(case)
+    arguments = {**plan_arguments(case, inputs), "q_data_type": None, "kv_data_type": None}
+    made.plan(**arguments, data_type=torch.bfloat16)
+    run(case, inputs, made)
+    fp8 = dataclasses.replace(case, kv_dtype="float8_e4m3fn")
+    inputs = make(fp8)
+    made.plan(**{**plan_arguments(fp8, inputs), "q_data_type": None}, data_type="bfloat16")
+    run(fp8, inputs, made)
+
+
+def test_fast_plan() -> None:
+    case = dataclasses.replace(DECODE, page_size=1)
+    made, inputs = wrapper(case), make(case)
+    arguments = {**plan_arguments(case, inputs)}
+    for name in ("q_len_per_req", "lse_base", "o_data_type"):
+        arguments.pop(name)
+    wrong = {"indptr": torch.zeros(4, dtype=torch.int32), "last_page_len": torch.full((3,), 7, device="meta")}
+    fast_decode_plan(made, **{**arguments, **wrong}, global_override_indptr_cpu=inputs.kv_indptr)
+    run(case, inputs, made)
+
+
+def test_positional_plan_of_decode() -> None:
+    case = dataclasses.replace(DECODE, window_left=4, logits_soft_cap=3.0, dtype="bfloat16")
+    made, inputs = wrapper(case), make(case)
+    where = (inputs.kv_indptr, inputs.kv_indices, inputs.last_page_len)
+    with pytest.warns(DeprecationWarning, match="by keyword"):
+        made.plan(*where, 4, 2, 64, 4, "NONE", 4, 3.0, "bfloat16", sm_scale=None)
+    run(case, inputs, made)
+    with (
+        pytest.warns(DeprecationWarning, match="keyword"),
+        pytest.raises(TypeError, match="window_left was given twice"),
+    ):
+        made.plan(*where, 4, 2, 64, 4, "NONE", 4, window_left=4)
+
+
+def test_q_len_of_a_run() -> None:
+    case = decode((40, 3), q_len=2, page_size=4)
+    made, inputs = wrapper(case), make(case)
+    made.plan(**plan_arguments(case, inputs))
+    with pytest.warns(DeprecationWarning, match=r"belongs to plan\(\)"):
+        made.run(inputs.q, *inputs.kv, q_len_per_req=2)
+    with pytest.warns(DeprecationWarning, match="plan"), pytest.raises(ArgumentError, match="the planned 2, got 1"):
+        made.run(inputs.q, *inputs.kv, q_len_per_req=1)
+    with pytest.warns(DeprecationWarning, match="plan"), pytest.raises(ArgumentTypeError, match="must be an int"):
+        made.run(inputs.q, *inputs.kv, q_len_per_req=2.0)
+
+
+# ---- single requests and batches agree
+
+
+def test_one_request_is_a_single_call() -> None:
+    case = paged((17,), (33,), mask="causal", **heads(4, 2))
+    inputs = make(case)
+    out, lse = call(case, inputs)
+    request = inputs.requests[0]
+    expected = single_prefill_with_kv_cache(
+        request.q, request.k.half(), request.v.half(), causal=True, return_lse=True, lse_base="log2"
+    )
+    assert torch.equal(out, expected[0])
+    assert lse is not None
+    assert torch.equal(lse, expected[1])
+    natural = single_decode_with_kv_cache(
+        request.q[-1], request.k.half(), request.v.half(), return_lse=True, lse_base="ln"
+    )
+    torch.testing.assert_close(natural[1], expected[1][-1] * math.log(2))
+
+
+# ---- CUDA-graph mode
+
+
+def ints(size: int) -> torch.Tensor:
+    return torch.full((size,), NO_PAGE, dtype=torch.int32)
+
+
+def graph_wrapper(case: BatchCase, pages: int = 40, mask_bytes: int = 200) -> tuple[Any, dict[str, torch.Tensor]]:
+    return graphs.graph_wrapper(case, "cpu", pages, mask_bytes)
+
+
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
+def test_graph_mode_keeps_addresses(case: BatchCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[BatchProblem] = []
+    made, buffers = graph_wrapper(case)
+    assert made.is_cuda_graph_enabled
+    for seed in range(4):
+        other = random_lengths(case, seed, max(case.kv_lens)) if seed else case
+        if case.kind == "ragged" and sum(other.kv_lens) > sum(case.kv_lens):
+            continue
+        inputs = make(other)
+        made.plan(**plan_arguments(other, inputs))
+        plan = made._planned()
+        launch = plan.launch
+        plan.launch = lambda problem, launch=launch: (seen.append(problem), launch(problem))
+        run(other, inputs, made)
+        if case.kind != "ragged":
+            assert seen[-1].kv_indices is next(b for name, b in buffers.items() if "indices" in name)
+        assert plan.limits.graph is not None
+        assert plan.limits.graph.batch_size == 3
+        assert plan.limits.graph.max_rows == case.rows
+    assert len({problem.workspace.data_ptr() for problem in seen if problem.workspace is not None}) == 1
+
+
+def test_graph_buffers_hold_the_plan() -> None:
+    made, buffers = graph_wrapper(dataclasses.replace(PAGED, mask="custom"))
+    case = dataclasses.replace(PAGED, mask="custom", seed=3)
+    inputs = make(case)
+    made.plan(**plan_arguments(case, inputs))
+    assert torch.equal(buffers["qo_indptr_buf"], inputs.qo_indptr)
+    assert torch.equal(buffers["paged_kv_indptr_buf"], inputs.kv_indptr)
+    assert torch.equal(buffers["paged_kv_last_page_len_buf"], inputs.last_page_len)
+    used = int(inputs.kv_indptr[-1])
+    assert torch.equal(buffers["paged_kv_indices_buf"][:used], inputs.kv_indices[:used])
+    assert (buffers["paged_kv_indices_buf"][used:] == NO_PAGE).all()
+    sizes = np.array(PAGED.qo_lens) * np.array(PAGED.kv_lens)
+    assert buffers["mask_indptr_buf"].tolist() == [0, *np.cumsum(-(-sizes // 8))]
+    run(case, inputs, made)
+    other = dataclasses.replace(case, qo_lens=(1, 9, 3), kv_lens=(5, 7, 31))
+    plan_and_run(other, made)
+
+
+def test_graph_limits_of_decode() -> None:
+    case = decode((40, 3, 9), q_len=2, page_size=4)
+    made, _ = graph_wrapper(case, pages=30)
+    plan_and_run(case, made)
+    graph = made._planned().limits.graph
+    assert graph is not None
+    assert tuple(graph) == (3, 6, 120, 2)
+
+
+FROZEN: list[tuple[BatchCase, dict[str, Any], type[Exception], str]] = [
+    (PAGED, {"qo_lens": (5, 17), "kv_lens": (3, 3)}, ArgumentError, "the batch size must stay 3"),
+    (PAGED, {"qo_lens": (5, 1, 17)}, ArgumentError, r"qo_indptr\[-1\] must not exceed 22"),
+    (PAGED, {"kv_lens": (160, 4, 1)}, ArgumentError, "must fit the 40 elements of their buffer, got 42"),
+    (RAGGED, {"kv_lens": (40, 3, 34)}, ArgumentError, r"kv_indptr\[-1\] must not exceed 76"),
+    (PAGED, {"mask": "custom"}, ArgumentError, "needs custom_mask_buf and mask_indptr_buf"),
+    (DECODE, {"qo_lens": (2, 2, 2)}, RuntimeArgumentError, "causal must stay False"),
+    (PAGED, {"mask": "causal"}, RuntimeArgumentError, "causal must stay False"),
+    (PAGED, {"window_left": 3}, RuntimeArgumentError, "window_left must stay -1"),
+    (PAGED, {"logits_soft_cap": 3.0}, RuntimeArgumentError, "soft_cap must stay False"),
+    (PAGED, {"sm_scale": 0.5}, RuntimeArgumentError, r"sm_scale must stay 0\.125"),
+    (PAGED, {"dtype": "bfloat16"}, RuntimeArgumentError, r"q_dtype must stay torch\.float16"),
+    (PAGED, {"kv_dtype": "nvfp4"}, RuntimeArgumentError, "kv_dtype must stay"),
+    (PAGED, heads(8, 2), RuntimeArgumentError, "num_qo_heads must stay 4"),
+    (PAGED, {"fixed_split_size": 2}, RuntimeArgumentError, "fixed_split_size must stay None"),
+    (PAGED, {"disable_split_kv": True}, RuntimeArgumentError, "disable_split_kv must stay False"),
+    (PAGED, {"lse_base": "ln"}, RuntimeArgumentError, "lse_scale must stay"),
+    (PAGED, {"page_size": 8}, RuntimeArgumentError, "page_size must stay 4"),
+    (
+        RAGGED,
+        {"slack": True, "qo_lens": (1, 2, 3), "kv_lens": (4, 5, 6)},
+        RuntimeArgumentError,
+        r"qo_indptr\[0\] must stay 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "change", "error", "message"), FROZEN, ids=[str(row[1]) for row in FROZEN])
+def test_graph_mode_refuses(case: BatchCase, change: dict[str, Any], error: type[Exception], message: str) -> None:
+    """With the plan before in force, and its numbers in the buffers."""
+    made, buffers = graph_wrapper(case)
+    inputs = make(case)
+    made.plan(**plan_arguments(case, inputs))
+    held = {name: buffer.clone() for name, buffer in buffers.items()}
+    other = dataclasses.replace(case, **change)
+    with pytest.raises(error, match=message):
+        made.plan(**plan_arguments(other, make(other)))
+    assert all(torch.equal(held[name], buffer) for name, buffer in buffers.items())
+    run(case, inputs, made)
+    if error is RuntimeArgumentError:  # a new start
+        made.reset_workspace_buffer(torch.empty(WORKSPACE, dtype=torch.uint8))
+        plan_and_run(other, made)
+
+
+def test_graph_mode_refuses_larger_masks() -> None:
+    made, _ = graph_wrapper(dataclasses.replace(PAGED, mask="custom"), mask_bytes=90)
+    with pytest.raises(ArgumentError, match="must fit the 90 bytes of custom_mask_buf, got 96"):
+        plan_and_run(dataclasses.replace(PAGED, mask="custom"), made)
+
+
+def test_cuda_graph_decode_wrapper() -> None:
+    inputs = make(DECODE)
+    made = CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(64, dtype=torch.uint8), ints(4), ints(20), ints(3), use_tensor_cores=True
+    )
+    assert isinstance(made, BatchDecodeWithPagedKVCacheWrapper)
+    assert made.is_cuda_graph_enabled
+    assert made.use_tensor_cores
+    made.plan(**plan_arguments(DECODE, inputs))
+    run(DECODE, inputs, made)
+
+
+# ---- selection
+
+
+def test_features_of_a_run_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    original = select.reasons_against
+    monkeypatch.setattr(select, "reasons_against", lambda *args: (asked.append(args), original(*args))[1])
+    inputs = make(dataclasses.replace(PAGED, sinks=True))
+    made = wrapper(PAGED)
+    made.plan(**plan_arguments(PAGED, inputs))
+    asked.clear()
+    for _ in range(3):
+        made.run(inputs.q, *inputs.kv, sinks=inputs.sinks)
+    ((_, features, _),) = asked
+    assert features.sinks
+
+
+def test_plans_know_the_source_of_keys() -> None:
+    for case, source in ((PAGED, "paged"), (RAGGED, "ragged"), (DECODE, "paged")):
+        made, inputs = wrapper(case), make(case)
+        made.plan(**plan_arguments(case, inputs))
+        settings = made._planned().settings
+        assert settings.features.kv_source == source
+        assert settings.page_size == case.page_size
+        assert run_arguments(case, inputs)["sinks"] is None
+
+
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
+def test_what_only_a_run_knows_moves_the_plan(case: BatchCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a backend that takes it, if "auto" chose; later runs are right too."""
+    narrow = select.Backend("reference", "a stand-in that refuses sinks", ("cpu",), None)
+    original, asked = select.reasons_against, []
+
+    def reasons(backend: select.Backend, features: Features, arch: Any) -> list[Refusal]:
+        if backend is narrow and features.sinks:
+            return [Refusal("narrow", "attention sinks", "it has none", "no sinks")]
+        return original(backend, features, arch)
+
+    def chosen(features: Features, name: str, rows: int) -> select.Backend:
+        asked.append(features.sinks)
+        return select.BY_NAME["reference"] if features.sinks and name == "auto" else narrow
+
+    monkeypatch.setattr(select, "reasons_against", reasons)
+    monkeypatch.setattr(select, "chosen", chosen)
+    with_sinks = dataclasses.replace(case, sinks=True)
+    made, inputs = wrapper(case), make(with_sinks)
+    made.plan(**plan_arguments(case, inputs))
+    for now in (case, with_sinks, case, with_sinks):
+        run(now, inputs if now.sinks else dataclasses.replace(inputs, sinks=None), made)
+    assert asked == [False, True]
+    named = wrapper(case, backend="reference")
+    named.plan(**plan_arguments(case, inputs))
+    with pytest.raises(NotSupported, match="narrow refuses attention sinks"):
+        call(with_sinks, inputs, named)
+
+
+def test_pinned_page_numbers_are_read_before_plan_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy out of pinned memory goes on while the host fills it for the next plan."""
+    waits: list[bool] = []
+    copy = torch.Tensor.copy_
+
+    def recorded(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if source.is_pinned():
+            waits.append(not non_blocking)
+        return copy(target, source, non_blocking=non_blocking)
+
+    inputs = make(DECODE)
+    arguments = plan_arguments(DECODE, inputs)
+    made, _ = graphs.graph_wrapper(DECODE, "cpu", 64, 0)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: x.data_ptr() == arguments["indices"].data_ptr())
+    monkeypatch.setattr(torch.Tensor, "copy_", recorded)
+    made.plan(**arguments)
+    assert waits == [True]

@@ -1,0 +1,296 @@
+"""Runs of one plan take what the first one settled: never anything that this run would settle otherwise."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn import ArgumentTypeError, BatchPrefillWithPagedKVCacheWrapper
+from cute_attn.emulator.settings import using
+from cute_attn.kernels.fa2.host import batch as fa2_batch
+from cute_attn.kernels.fa3.host import params as fa3_params
+from cute_attn.request import batch_run
+from cute_attn.request import single as single_request
+from cute_attn.wrappers import run_cache
+from tests.kernels.test_fa2_batch import on_fa2
+from tests.support.batch_case import (
+    E4M3,
+    BatchCase,
+    BatchInputs,
+    call,
+    check,
+    decode,
+    dims,
+    heads,
+    make,
+    paged,
+    plan_arguments,
+    ragged,
+    run_arguments,
+    wrapper,
+)
+
+__all__ = ["on_fa2"]  # a fixture: calls with CPU tensors go to fa2's host side
+
+PAGED = paged((5, 17), (40, 33), page_size=4, mask="causal", **heads(4, 2))
+LAYERS = (
+    PAGED,
+    paged((5, 17), (40, 33), page_size=4, mask="custom", cache="one", kv_layout="HND"),
+    paged((5, 17), (40, 33), page_size=5, cache="list", fixed_split_size=2, o_dtype="float32"),
+    paged((5, 17), (40, 33), cache="strided", window_left=7, lse_base="ln", return_lse=False),
+    ragged((5, 17), (300, 33), mask="causal", **dims(192, 128)),
+    ragged((5, 17), (40, 33), cache="strided", kv_layout="HND", kv_dtype=E4M3),
+    decode((400, 3, 90), **heads(8, 2)),
+    decode((40, 3), page_size=1, cache="one", q_len=2, k_scale=0.5, v_scale=3.0),
+)
+
+
+def elsewhere(x: Any) -> Any:
+    """The same numbers at other addresses; the old memory becomes poison."""
+    if not isinstance(x, torch.Tensor):
+        return type(x)(map(elsewhere, x))
+    storage = x.untyped_storage()
+    copy = torch.empty(0, dtype=x.dtype).set_(storage.clone()).as_strided(x.shape, x.stride(), x.storage_offset())
+    torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0x7F)
+    return copy
+
+
+def layers(case: BatchCase) -> BatchInputs:
+    """Inputs whose numbers the expected results do not share memory with."""
+    inputs = make(case)
+    kept = [dataclasses.replace(request, q=request.q.clone()) for request in inputs.requests]
+    return dataclasses.replace(inputs, requests=kept)
+
+
+def planned(case: BatchCase) -> tuple[Any, BatchInputs]:
+    made, inputs = wrapper(case), layers(case)
+    made.plan(**plan_arguments(case, inputs))
+    return made, inputs
+
+
+@pytest.fixture
+def long_way(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The runs that were checked in full."""
+    taken: list[Any] = []
+    problem = batch_run.problem
+
+    def recorded(plan: Any, run: Any) -> Any:
+        taken.append(run)
+        return problem(plan, run)
+
+    monkeypatch.setattr(batch_run, "problem", recorded)
+    return taken
+
+
+@pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.id)
+def test_layers(case: BatchCase, long_way: list[Any]) -> None:
+    made, inputs = planned(case)
+    for _ in range(3):
+        inputs = dataclasses.replace(inputs, q=elsewhere(inputs.q), kv=elsewhere(inputs.kv))
+        out, lse = call(case, inputs, made)
+        verdict = check(case, inputs, out, lse)
+        assert verdict.ok, verdict.detail
+    assert len(long_way) == 1
+
+
+def test_a_query_with_other_strides(long_way: list[Any]) -> None:
+    """out is dense whatever q is."""
+    made, inputs = planned(PAGED)
+    inputs = dataclasses.replace(inputs, q=inputs.q.transpose(0, 1).contiguous().transpose(0, 1))
+    for _ in range(2):
+        out, lse = call(PAGED, inputs, made)
+        assert out.is_contiguous()
+        verdict = check(PAGED, inputs, out, lse)
+        assert verdict.ok, verdict.detail
+    assert len(long_way) == 1
+
+
+def test_a_callers_buffers(long_way: list[Any]) -> None:
+    made, inputs = planned(PAGED)
+    for _ in range(3):
+        out, lse = (torch.full_like(x, torch.nan) for x in call(PAGED, inputs, wrapper_of(PAGED, inputs)))
+        results = call(PAGED, inputs, made, out=out, lse=lse)
+        assert results[0] is out
+        assert results[1] is lse
+        verdict = check(PAGED, inputs, out, lse)
+        assert verdict.ok, verdict.detail
+    assert sum(run.out is not None for run in long_way) == 1
+
+
+def wrapper_of(case: BatchCase, inputs: BatchInputs) -> Any:
+    made = wrapper(case)
+    made.plan(**plan_arguments(case, inputs))
+    return made
+
+
+def test_options_of_each_run() -> None:
+    """Those that differ, in whatever order they come, and those that are equal but not the same."""
+    made, inputs = planned(PAGED)
+    changes: list[dict[str, Any]] = [
+        {},
+        {"k_scale": 2.0},
+        {"v_scale": -3.0},
+        {"q_scale": 0.5, "k_scale": 0.5},
+        {"k_scale": 2},
+        {"k_scale": 2.0, "tensor_scales": True},
+        {"sinks": True},
+        {"return_lse": False},
+        {},
+    ]
+    for change in [*changes, *changes[::-1]]:
+        case = dataclasses.replace(PAGED, **change)
+        sinks = torch.linspace(-1, 2, case.num_qo_heads) if case.sinks else None
+        now = dataclasses.replace(inputs, sinks=sinks)
+        out, lse = call(case, now, made)
+        verdict = check(case, now, out, lse)
+        assert verdict.ok, f"{change}: {verdict.detail}"
+
+
+def test_a_new_plan_forgets(long_way: list[Any]) -> None:
+    made, inputs = planned(PAGED)
+    for change in ({}, {"window_left": 3}, {"mask": "none"}, {}):
+        case = dataclasses.replace(PAGED, **change)
+        made.plan(**plan_arguments(case, inputs))
+        for _ in range(2):
+            verdict = check(case, inputs, *call(case, inputs, made))
+            assert verdict.ok, verdict.detail
+    assert len(long_way) == 4
+
+
+def with_cache(change: Callable[[torch.Tensor], torch.Tensor], half: int) -> Callable[[BatchInputs], dict[str, Any]]:
+    def changed(inputs: BatchInputs) -> dict[str, Any]:
+        halves = list(inputs.kv[0])
+        halves[half] = change(halves[half])
+        return {"paged_kv_cache": tuple(halves)}
+
+    return changed
+
+
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    """Off by one element, with the strides of `x`."""
+    return torch.empty(x.numel() + 8, dtype=x.dtype)[1 : x.numel() + 1].view(x.shape)
+
+
+def grad(x: torch.Tensor) -> torch.Tensor:
+    return x.clone().requires_grad_()
+
+
+WRONG: dict[str, Callable[[BatchInputs], dict[str, Any]]] = {
+    "k off alignment": with_cache(shifted, 0),
+    "v off alignment": with_cache(shifted, 1),
+    "k of another dtype": with_cache(lambda x: x.bfloat16(), 0),
+    "v of another shape": with_cache(lambda x: x[:, :, :1], 1),
+    "v needs grad": with_cache(grad, 1),
+    "no tensor": lambda inputs: {"paged_kv_cache": (inputs.kv[0][0], None)},
+    "three halves": lambda inputs: {"paged_kv_cache": (*inputs.kv[0], inputs.kv[0][0])},
+    "q needs grad": lambda inputs: {"q": grad(inputs.q)},
+    "q of fewer rows": lambda inputs: {"q": inputs.q[1:]},
+    "q of numpy": lambda inputs: {"q": inputs.q.numpy()},
+    "out over q": lambda inputs: {"out": inputs.q},
+    "out over k": lambda inputs: {"out": inputs.kv[0][0].view(-1)[: inputs.q.numel()].view(inputs.q.shape)},
+    "out off alignment": lambda inputs: {"out": shifted(inputs.q)},
+    "out of another dtype": lambda inputs: {"out": torch.empty_like(inputs.q, dtype=torch.bfloat16)},
+    "lse of another shape": lambda inputs: {"lse": torch.empty(3, 4)},
+    "return_lse is 1": lambda inputs: {"return_lse": 1},
+    "k_scale is True": lambda inputs: {"k_scale": True},
+    "k_scale is NaN": lambda inputs: {"k_scale": float("nan")},
+    "enable_pdl is 1": lambda inputs: {"enable_pdl": 1},
+    "another window": lambda inputs: {"window_left": 5},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_after_a_good_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a first run, after runs of the same form or with values that compare equal."""
+    monkeypatch.setattr(single_request, "KERNEL_DEVICES", ("cpu",))
+    inputs, errors = make(PAGED), []
+    good = {"q": inputs.q, "paged_kv_cache": inputs.kv[0], "return_lse": True}
+    equal = [{"k_scale": 1.0}, {"enable_pdl": True}, {"window_left": -1}]  # to values that are wrong
+    buffers = {"out": torch.empty_like(inputs.q), "lse": torch.empty(inputs.q.shape[:2])}
+    for before in ([], [{}, *equal, buffers, {"out": buffers["out"]}, {"lse": buffers["lse"]}]):
+        made = wrapper_of(PAGED, inputs)
+        for extra in before:
+            made.run(**good, **extra)
+            made.run(**good, **extra)
+        with pytest.raises((ValueError, TypeError, NotImplementedError)) as caught:
+            made.run(**{**good, **WRONG[name](inputs)})
+        errors.append((type(caught.value), str(caught.value)))
+    assert errors[0] == errors[1]
+
+
+def test_buffers_over_the_plans_memory() -> None:
+    """The workspace and the page numbers belong to the plan, whatever run comes first."""
+    made, inputs = planned(PAGED)
+    for _ in range(2):
+        made.run(inputs.q, *inputs.kv, out=torch.empty_like(inputs.q))
+    inside = made._workspace[: inputs.q.nbytes].view(inputs.q.dtype).view(inputs.q.shape)
+    with pytest.raises(ValueError, match="out must not share memory with the workspace"):
+        made.run(inputs.q, *inputs.kv, out=inside)
+    both = torch.empty(2 * inputs.q.numel(), dtype=torch.float32)
+    lse = both[: inputs.q.shape[0] * 4].view(inputs.q.shape[0], 4)
+    made.run(inputs.q, *inputs.kv, out=torch.empty_like(inputs.q), lse=lse)
+    with pytest.raises(ValueError, match="lse must not share memory with out"):
+        made.run(inputs.q, *inputs.kv, out=both.view(inputs.q.dtype)[: inputs.q.numel()].view(inputs.q.shape), lse=lse)
+
+
+def test_scales_that_always_change_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_cache, "REMEMBERED", 4)
+    made, inputs = planned(PAGED)
+    for i in range(9):
+        made.run(inputs.q, *inputs.kv, v_scale=1.0 + i)
+        assert 1 <= len(made._planned().accepted) <= 4
+
+
+def test_place_of_the_counters() -> None:
+    """What a repeated launch of the wgmma kernel puts between numbers that stay."""
+    fa3 = pytest.importorskip("cute_attn.kernels.fa3.kernel", reason="kernels need the DSL")
+    assert 3 + fa3.Fa3Params._fields.index("counters") == fa3_params.COUNTERS
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(("kernels", "cache"), [("fa3", "one"), ("fa3", "pair"), ("fa2", "one")])
+def test_layers_on_the_kernels(kernels: str, cache: str, monkeypatch: pytest.MonkeyPatch, long_way: list[Any]) -> None:
+    monkeypatch.undo()
+    case = paged((3, 5), (21, 48), mask="causal", cache=cache, **heads(4, 2))
+    inputs = layers(case)
+    with using("sm_90a", kernels=kernels):
+        made = BatchPrefillWithPagedKVCacheWrapper(torch.empty(1 << 22, dtype=torch.uint8), backend="emulator")
+        made.plan(**plan_arguments(case, inputs))
+        for _ in range(3):
+            inputs = dataclasses.replace(inputs, q=elsewhere(inputs.q), kv=elsewhere(inputs.kv))
+            out, lse = made.run(inputs.q, *inputs.kv, **run_arguments(case, inputs))
+            verdict = check(case, inputs, out, lse)
+            assert verdict.ok, verdict.detail
+    assert len(made._planned().accepted) == 1
+
+
+@pytest.mark.parametrize("name", ["out", "lse"])
+def test_what_is_no_buffer(name: str) -> None:
+    """Refused by name, though what a run has in common with others has no hash then."""
+    made, inputs = planned(PAGED)
+    for _ in range(2):
+        with pytest.raises(ArgumentTypeError, match=f"^{name} must be a torch.Tensor"):
+            call(PAGED, inputs, made, **{name: [torch.empty(1)]})
+        call(PAGED, inputs, made)
+
+
+def test_a_plan_without_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """leaves the plan before in force, with its records."""
+    made, inputs = planned(PAGED)
+    other = dataclasses.replace(PAGED, kv_lens=(21, 33), mask="none")
+    arguments = plan_arguments(other, make(other))
+
+    def missing(*arguments: Any) -> None:
+        raise RuntimeError("no kernel")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fa2_batch, "ready", missing)
+        with pytest.raises(RuntimeError, match="no kernel"):
+            made.plan(**arguments)
+    out, lse = call(PAGED, inputs, made)
+    verdict = check(PAGED, inputs, out, lse)
+    assert verdict.ok, verdict.detail
