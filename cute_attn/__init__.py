@@ -44,8 +44,9 @@ try:
         nvfp4_quantize_append_paged_kv_cache,
         nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
         nvfp4_quantize_paged_kv_cache,
+        packbits,
+        segment_packbits,
     )
-    from cute_attn.request.bit_packing import packbits, segment_packbits
     from cute_attn.xqa import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 except ImportError as error:
     # Without torch there is no API, but `python -m cute_attn doctor` must live to say so, and artifacts are only data.

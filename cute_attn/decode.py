@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cute_attn.dispatch import select
+from cute_attn.dispatch import backends
 from cute_attn.request import checks
 from cute_attn.request import single as single_request
 from cute_attn.wrappers.decode import (
@@ -115,7 +115,7 @@ def single_decode_with_kv_cache(
         q_scale, k_scale, v_scale, None, return_lse, enable_pdl, lse_base,
     )  # fmt: skip
     problem = single_request.problem(call)
-    select.run(problem, backend)
+    backends.run(problem, backend)
     if return_lse:
         assert problem.lse is not None
         return problem.out, problem.lse

@@ -11,9 +11,7 @@ import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.request import checks
-from cute_attn.request.caches import cache_views
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # values are moved as bits: every dtype can be
+from cute_attn.request.caches import BITS_DTYPES, cache_views
 
 
 def append_paged_kv_cache(
@@ -228,7 +226,7 @@ def write_rows(cache: torch.Tensor, rows: torch.Tensor, places: Places | None) -
     """Write rows [nnz, num_kv_heads, n] to a view [num_pages, page_size, num_kv_heads, n] of a cache."""
     if places is None:
         return
-    bits = _BITS[cache.element_size()]
+    bits = BITS_DTYPES[cache.element_size()]
     cache, rows = cache.view(bits), rows.view(bits)
     held = cache[:1, :1].flatten(0, 1)
     cache.index_put_((places.page, places.slot), torch.where(places.any_row, rows[places.source], held))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cute_attn.dispatch import select
+from cute_attn.dispatch import backends
 from cute_attn.request import checks
 from cute_attn.request import single as single_request
 from cute_attn.wrappers.legacy_args import both_prefill_spellings, returning_lse
@@ -139,7 +139,7 @@ def single_prefill_with_kv_cache(
         None, k_scale, v_scale, o_dtype, return_lse, enable_pdl, lse_base,
     )  # fmt: skip
     problem = single_request.problem(call)
-    select.run(problem, backend)
+    backends.run(problem, backend)
     if return_lse:
         assert problem.lse is not None
         return problem.out, problem.lse

@@ -153,7 +153,7 @@ class XqaFeatures(NamedTuple):
 
     device: torch.device
     q_dtype: torch.dtype
-    kv_dtype: str  # of `kernels.spec.KV_BITS`
+    kv_dtype: str  # of `kernels.formats.KV_BITS`
     o_dtype: torch.dtype
     num_qo_heads: int
     num_kv_heads: int

@@ -24,7 +24,20 @@ import torch
 from cute_attn import page
 from cute_attn.errors import ArgumentError
 from cute_attn.request import checks
+from cute_attn.request.bit_packing import packbits, segment_packbits
+from cute_attn.request.caches import cache_views
 from cute_attn.request.settings import FP8, HALF, KV_LAYOUTS
+
+__all__ = [
+    "fp8_quantize_paged_kv_cache",
+    "nvfp4_kv_dequantize",
+    "nvfp4_kv_quantize",
+    "nvfp4_quantize_append_paged_kv_cache",
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+    "nvfp4_quantize_paged_kv_cache",
+    "packbits",
+    "segment_packbits",
+]
 
 BLOCK = 16  # elements along the head dimension that share a scale
 E2M1_MAX = 6.0
@@ -318,8 +331,8 @@ def _append(rows: Pair, caches: Pair, scale_caches: Pair, scales: tuple[Any, Any
 
 def _nvfp4_caches(paged_kv_cache: Any, kv_cache_sf: Any, kv_layout: Any) -> tuple[Pair, Pair]:
     """Checked views [num_pages, page_size, num_kv_heads, n]."""
-    caches = page.cache_views("paged_kv_cache", paged_kv_cache, kv_layout)
-    scales = page.cache_views("kv_cache_sf", kv_cache_sf, kv_layout)
+    caches = cache_views("paged_kv_cache", paged_kv_cache, kv_layout)
+    scales = cache_views("kv_cache_sf", kv_cache_sf, kv_layout)
     for i, (cache, scale) in enumerate(zip(caches, scales, strict=True)):
         checks.dtype(f"paged_kv_cache[{i}]", cache.dtype, (torch.uint8,))
         checks.dtype(f"kv_cache_sf[{i}]", scale.dtype, (E4M3, torch.uint8))

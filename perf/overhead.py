@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 import cute_attn
-from cute_attn.dispatch import select
+from cute_attn.dispatch import backends
 from cute_attn.request import single as single_request
 from cute_attn.runtime.launch import Launch, current_stream
 from perf import batch_peers
@@ -115,7 +115,7 @@ def parts(device: torch.device) -> dict[str, Call]:
     x = DECODE.inputs(device)
     arguments = single_request.Call(x.q[0], x.k, x.v, decode=True)
     problem = single_request.problem(arguments)
-    launches = recorded_launches(lambda: select.run(problem))
+    launches = recorded_launches(lambda: backends.run(problem))
 
     def fire() -> None:
         for launch, fired in launches:
@@ -123,7 +123,7 @@ def parts(device: torch.device) -> dict[str, Call]:
 
     return {
         "decode: check arguments, allocate out": lambda: single_request.problem(arguments),
-        "decode: plan, fill parameters, launch": lambda: select.run(problem),
+        "decode: plan, fill parameters, launch": lambda: backends.run(problem),
         f"decode: {len(launches)} launches alone": fire,
         "one torch.empty": lambda: torch.empty(32, 128, dtype=torch.bfloat16, device=device),
         "one query of the current stream": lambda: current_stream(device.index),

@@ -24,6 +24,7 @@ from cute_attn.kernels.fa3.host import batch as fa3_batch
 from cute_attn.kernels.fa3.host import variant as fa3_variant
 from cute_attn.kernels.fa3.smem import HopperMemory
 from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
+from cute_attn.kernels.programs import program
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.artifact import Artifact
 from perf import batch_peers, bench
@@ -104,7 +105,7 @@ def bind(tile: HopperTile, w: BatchWorkload, sets: Sequence[BatchInputs]) -> lis
 def compiled(head_dim: int, tiles: Sequence[HopperTile]) -> list[HopperTile]:
     """Those without stack and within shared memory."""
     specs = {tile: Fa3Spec("bfloat16", "bfloat16", head_dim, head_dim, schedule="items", tile=tile) for tile in tiles}
-    made = artifacts.get_many({fa3_tiles.ARCH: list(specs.values())})
+    made = artifacts.get_many({fa3_tiles.ARCH: list(specs.values())}, program)
     outcomes = {tile: made[fa3_tiles.ARCH, spec] for tile, spec in specs.items()}
     return [
         tile

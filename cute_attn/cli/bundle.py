@@ -8,6 +8,7 @@ from typing import Any
 
 from cute_attn.cli import specs
 from cute_attn.cli.text import ProgressBar, size
+from cute_attn.kernels.programs import program
 from cute_attn.runtime import artifacts
 
 
@@ -33,6 +34,7 @@ def run(options: argparse.Namespace) -> int:
         artifacts.write_bundle(
             options.directory,
             specs_by_arch,
+            program,
             options.jobs,
             lambda spec, arch, outcome: bar.step(f"{arch} {specs.label(spec)}"),
         )

@@ -73,7 +73,7 @@ def solved(options: argparse.Namespace) -> float:
     """Largest error of the output, relative to 1 + its size; infinite where one is NaN."""
     import torch
 
-    from cute_attn.dispatch import select
+    from cute_attn.dispatch import backends
     from cute_attn.reference import attention as reference
     from cute_attn.request import single as single_request
 
@@ -95,7 +95,7 @@ def solved(options: argparse.Namespace) -> float:
         return_lse=True,
     )
     problem = single_request.problem(call)
-    select.run(problem, "emulator")
+    backends.run(problem, "emulator")
     truth = problem._replace(out=torch.empty_like(problem.out, dtype=torch.float64), lse=None)
     reference.run(truth, torch.float64)
     error = (problem.out.double() - truth.out).abs() / (1 + truth.out.abs())

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cute_attn.cli import specs
 from cute_attn.errors import ArgumentError, NotSupported
@@ -27,6 +26,7 @@ def wanted(options: argparse.Namespace) -> bool:
 def run(options: argparse.Namespace, arch: Arch | None, sms: int) -> int:
     """Exit codes as those of single requests."""
     from cute_attn.dispatch import select
+    from cute_attn.dispatch.families import FAMILIES
     from cute_attn.kernels.host import batch as host_batch
     from cute_attn.problem import BatchLimits
     from cute_attn.schedule import batch as batch_schedule
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace, arch: Arch | None, sms: int) -> int:
         return 1
     if arch is None:
         return 0
-    module: Any = importlib.import_module(f"cute_attn.backends.{backend.name}_batch")
+    module = FAMILIES[backend.name].batch
     asked = settings, batch.lengths, limits, arch, sms
     keys = f"{int(batch.lengths.kv_len.sum())} keys"
     where = f"{keys} in pages of {options.page_size}" if options.page_size else keys

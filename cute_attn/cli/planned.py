@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cute_attn.dispatch import select
+from cute_attn.dispatch import backends, select
 from cute_attn.problem import Problem
 from cute_attn.request import single as single_request
 from cute_attn.runtime.arch import TYPICAL_SMS, Arch
@@ -23,4 +23,4 @@ def on_gpu(call: single_request.Call) -> Problem:
 def launches(problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
     """Kernels and grids of the backend that "auto" chooses; NotSupported if there is none."""
     rows = problem.qo_len * (problem.features.num_qo_heads // problem.features.num_kv_heads)
-    return select.choose(problem.features, "auto", arch, rows).launches(problem, arch, sms)
+    return backends.launches(select.choose(problem.features, "auto", arch, rows), problem, arch, sms)

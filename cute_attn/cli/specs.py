@@ -13,6 +13,7 @@ from cute_attn.errors import ArgumentError, ArtifactError
 from cute_attn.kernels.catalog import from_dict
 from cute_attn.kernels.fa2.spec import Tile
 from cute_attn.kernels.fa3.spec import HopperTile
+from cute_attn.kernels.programs import program
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.artifact import Artifact
@@ -46,9 +47,9 @@ def chosen(options: argparse.Namespace) -> dict[str, list[KernelSpec]]:
 
 def _specs(arch: str, texts: list[str] | None) -> list[KernelSpec]:
     if texts is None:
-        from cute_attn.kernels.fa2 import tiles as fa2_tiles
+        from cute_attn.kernels import catalog
 
-        return fa2_tiles.default_specs(arch)
+        return catalog.default_specs(arch)
     return [_parse(text) for text in texts]
 
 
@@ -63,7 +64,9 @@ def compile_all(specs_by_arch: dict[str, list[KernelSpec]], jobs: int | None) ->
     """Every artifact, from cache or compiled, behind a progress bar; a failure is a value."""
     total = sum(len(specs) for specs in specs_by_arch.values())
     with ProgressBar(total) as bar:
-        return artifacts.get_many(specs_by_arch, jobs, lambda spec, arch, outcome: bar.step(f"{arch} {label(spec)}"))
+        return artifacts.get_many(
+            specs_by_arch, program, jobs, lambda spec, arch, outcome: bar.step(f"{arch} {label(spec)}")
+        )
 
 
 def failures(arch: str, spec: KernelSpec, outcome: Outcome) -> list[str]:

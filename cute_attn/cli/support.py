@@ -12,7 +12,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from cute_attn.dispatch import select
+    from cute_attn.dispatch import capabilities
 
-    print(select.support_table(), end="")
+    print(capabilities.support_table(), end="")
     return 0

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from cute_attn.kernels.fa3.tiles import FP8_HEAD_DIMS
-from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Features, Problem, Settings
+from cute_attn.problem import Features
 from cute_attn.request.settings import FP8, HALF
-from cute_attn.runtime.arch import Arch
-from cute_attn.runtime.spec import KernelSpec
 
 FA2_HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (256, 256), (192, 128))
 
@@ -53,32 +50,6 @@ class Backend:
         if most is not None and rows is not None and rows > most:
             return f"{rows} query rows a kv head are more than {most}"
         return None
-
-    def prepare(self, settings: Settings) -> Callable[[Problem], None]:
-        """What runs problems of these settings. Imports the backend."""
-        module = importlib.import_module(f"cute_attn.backends.{self.name}")
-        run: Callable[[Problem], None] = module.prepare(settings)
-        return run
-
-    def plan(
-        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Any
-    ) -> Callable[[BatchProblem], None]:
-        """What runs batches of these settings and lengths. `staging` carries the schedule to the device."""
-        module = importlib.import_module(f"cute_attn.backends.{self.name}")
-        run: Callable[[BatchProblem], None] = module.plan(settings, lengths, limits, staging)
-        return run
-
-    def workspace(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
-        """Bytes that a plan of this batch uses of a workspace of any size, and for its records."""
-        module = importlib.import_module(f"cute_attn.backends.{self.name}")
-        sizes: tuple[int, int] = module.workspace(settings, lengths, limits)
-        return sizes
-
-    def launches(self, problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
-        """The kernels and grids of `problem` on a GPU of `arch` with `sms` multiprocessors. Needs no GPU."""
-        module = importlib.import_module(f"cute_attn.backends.{self.name}")
-        found: list[tuple[KernelSpec, tuple[int, int, int]]] = module.launches(problem, arch, sms)
-        return found
 
 
 BACKENDS = (  # in the order in which "auto" asks them

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from cute_attn.dispatch import select
+from cute_attn.dispatch.families import FAMILIES
 from cute_attn.emulator import adapter, settings
 from cute_attn.emulator.errors import LaunchFault
 from cute_attn.errors import ArgumentError
@@ -28,7 +28,9 @@ OUTPUTS = ("out", "lse", "workspace")
 
 def launches(problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
     """What the emulated backend launches."""
-    return select.emulated(problem.features, arch, problem.qo_len).launches(problem, arch, sms)
+    family = FAMILIES[select.emulated(problem.features, arch, problem.qo_len).name]
+    found: list[tuple[KernelSpec, tuple[int, int, int]]] = family.single.launches(problem, arch, sms)
+    return found
 
 
 def prepare(problem_settings: Settings) -> Callable[[Problem], None]:
@@ -59,8 +61,7 @@ def _machine() -> tuple[Arch, int]:
 
 def _batches(batch_settings: Settings, arch: Arch, qo_len: int) -> Batches[Any]:
     backend = select.emulated(batch_settings.features, arch, qo_len)
-    module: Any = importlib.import_module(f"cute_attn.backends.{backend.name}_batch")
-    found: Batches[Any] = module.BATCHES
+    found: Batches[Any] = FAMILIES[backend.name].batch.BATCHES
     return found
 
 
@@ -76,8 +77,7 @@ class Emulated:
         name = select.emulated(self.settings.features, arch, problem.qo_len).name
         run = self.runners.get((arch.name, sms, name))
         if run is None:
-            module: Any = importlib.import_module(f"cute_attn.backends.{name}")
-            run = self.runners[arch.name, sms, name] = module.Runner(self.settings, arch, CPU, sms)
+            run = self.runners[arch.name, sms, name] = FAMILIES[name].single.Runner(self.settings, arch, CPU, sms)
         problem = _placed(problem)
         with _visible(problem, run):
             run(problem)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from cute_attn.dispatch.capabilities import BACKENDS, BY_NAME, ELSEWHERE, EMULATOR, ROWS_CLASSES, TABLE, Backend
 from cute_attn.emulator import settings
 from cute_attn.errors import LayoutError, NotSupported, Refusal
-from cute_attn.problem import Features, Problem, Settings, short
+from cute_attn.problem import Features, Problem, short
 from cute_attn.request.checks import describe
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime.arch import Arch
@@ -24,18 +23,6 @@ logger = logging.getLogger(__name__)
 
 
 REMEMBERED = 256  # settings, and what runs them
-
-
-def run(problem: Problem, backend: str = "auto") -> None:
-    """Solve `problem` on `backend`."""
-    if not isinstance(backend, str):
-        choose(problem.features, backend)
-    _runner(problem.settings, backend, rows_class(problem.features, problem.qo_len))(problem)
-
-
-@functools.lru_cache(REMEMBERED)
-def _runner(settings: Settings, backend: str, rows: int) -> Callable[[Problem], None]:
-    return chosen(settings.features, backend, rows).prepare(settings)
 
 
 @functools.lru_cache(REMEMBERED)

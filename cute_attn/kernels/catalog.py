@@ -10,22 +10,20 @@ from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
 from cute_attn.kernels.fa2.tiles import APPEND_ROWS, DECODE_ROWS, HEAD_DIMS, Variant, candidates, choose
 from cute_attn.kernels.fa3 import tiles as fa3_tiles
+from cute_attn.kernels.fa3.default_specs import default_specs as fa3_specs
 from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
+from cute_attn.kernels.xqa.spec import XqaSpec
 from cute_attn.kernels.xqa.tiles import default_specs as xqa_specs
 from cute_attn.runtime.arch import Arch, named
 from cute_attn.runtime.spec import KernelSpec
 
-
-def _spec_types() -> dict[str, type[KernelSpec]]:
-    from cute_attn.kernels.xqa.spec import XqaSpec
-
-    return {cls.kernel: cls for cls in (Fa2Spec, Fa3Spec, CombineSpec, XqaSpec)}
+SPEC_TYPES: dict[str, type[KernelSpec]] = {cls.kernel: cls for cls in (Fa2Spec, Fa3Spec, CombineSpec, XqaSpec)}
 
 
 def from_dict(data: dict[str, Any]) -> KernelSpec:
     """Inverse of `KernelSpec.asdict` (after a trip through JSON)."""
     fields = dict(data)
-    cls = _spec_types()[fields.pop("kernel")]
+    cls = SPEC_TYPES[fields.pop("kernel")]
     if "tile" in fields:
         fields["tile"] = (HopperTile if cls is Fa3Spec else Tile)(**fields["tile"])
     if isinstance(fields.get("scores"), Sequence):
@@ -58,7 +56,7 @@ def default_specs(arch_name: str) -> list[KernelSpec]:
     specs += [CombineSpec("bfloat16", dim, "items") for dim in (64, 128, 256)]
     specs += xqa_specs(arch)
     if arch_name == fa3_tiles.ARCH:
-        specs += fa3_tiles.default_specs()
+        specs += fa3_specs()
     return list(dict.fromkeys(specs))
 
 

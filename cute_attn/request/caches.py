@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
-from cute_attn.page import _BITS
 from cute_attn.request import checks
 from cute_attn.request.settings import KV_LAYOUTS
+
+BITS_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # values are moved as bits: every dtype can be
 
 
 def cache_views(name: str, cache: Any, kv_layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,7 +40,7 @@ def _cache_view(name: str, cache: torch.Tensor, kv_layout: str) -> torch.Tensor:
         raise ArgumentError(
             f"{name} must have 4 dimensions, or 3 with pages of one token, got {checks.describe(cache)}"
         )
-    if cache.element_size() not in _BITS:
+    if cache.element_size() not in BITS_DTYPES:
         raise ArgumentError(f"{name} must have a dtype of at most 4 bytes, got {checks.describe(cache)}")
     if cache.shape[-1] > 1 and cache.stride(-1) != 1:
         raise ArgumentError(f"{name} must have stride 1 on its last axis, got strides {cache.stride()}")

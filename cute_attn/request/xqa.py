@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_attn import page
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal, RuntimeArgumentError
 from cute_attn.kernels.xqa.host.runner import UNBOUNDED, mask_row_bytes
 from cute_attn.kernels.xqa.spec import HEAD_DIMS
 from cute_attn.problem import Scratch, XqaFeatures, XqaProblem
 from cute_attn.request import checks
 from cute_attn.request import single as single_request
+from cute_attn.request.caches import cache_views
 from cute_attn.request.settings import HALF, check_device
 
 COUNTER_BYTES = 8 << 20  # of the workspace: zero before its first use, and left zero
@@ -179,7 +179,7 @@ def cache(kv_cache: Any, kv_layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values as `[pages, page_size, heads, width]` views. One tensor with 1 on axis 1 is both."""
     if isinstance(kv_cache, torch.Tensor) and kv_cache.dim() == 5 and kv_cache.shape[1] == 1:
         kv_cache = (kv_cache[:, 0], kv_cache[:, 0])
-    return page.cache_views("kv_cache", kv_cache, kv_layout)
+    return cache_views("kv_cache", kv_cache, kv_layout)
 
 
 def block_scales(given: Any, kv_layout: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,22 +15,26 @@ from cute_attn.runtime import arch as archs
 from cute_attn.runtime import bundle, cache, switches
 from cute_attn.runtime.artifact import Artifact
 from cute_attn.runtime.compile import Outcome, Progress, compile_many, compile_spec, dsl_import_error
-from cute_attn.runtime.spec import KernelSpec
+from cute_attn.runtime.spec import KernelSpec, ProgramOf
 
 _memory: dict[tuple[KernelSpec, str], Artifact] = {}
 
 
-def get(spec: KernelSpec, arch: str) -> Artifact:
-    """The artifact of `spec` for `arch` ("sm_90a", ...). ArtifactError if there is none to be had."""
+def get(spec: KernelSpec, arch: str, program_of: ProgramOf) -> Artifact:
+    """The artifact of `spec` for `arch` ("sm_90a", ...); if need be, what `program_of` makes of it is compiled.
+
+    ArtifactError if there is none to be had.
+    """
     artifact = _memory.get((spec, arch))
     if artifact is None:
         archs.named(arch)
-        artifact = _memory.setdefault((spec, arch), _stored(spec, arch) or _compile(spec, arch))
+        artifact = _memory.setdefault((spec, arch), _stored(spec, arch) or _compile(spec, arch, program_of))
     return artifact
 
 
 def get_many(
     specs_by_arch: Mapping[str, Sequence[KernelSpec]],
+    program_of: ProgramOf,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> dict[tuple[str, KernelSpec], Outcome]:
@@ -50,7 +55,8 @@ def get_many(
             if progress:
                 progress(spec, arch, found)
     if missing:
-        outcomes |= compile_many(missing, jobs if _obstacle() is None else 1, progress, build=get)
+        build = functools.partial(get, program_of=program_of)
+        outcomes |= compile_many(missing, build, jobs if _obstacle() is None else 1, progress)
     for (arch, spec), outcome in outcomes.items():
         if isinstance(outcome, Artifact):
             _memory.setdefault((spec, arch), outcome)
@@ -60,11 +66,12 @@ def get_many(
 def write_bundle(
     directory: str | os.PathLike[str],
     specs_by_arch: Mapping[str, Sequence[KernelSpec]],
+    program_of: ProgramOf,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Make `directory` a bundle of these specs, compiling what is missing; ArtifactError lists failures."""
-    outcomes = get_many(specs_by_arch, jobs, progress)
+    outcomes = get_many(specs_by_arch, program_of, jobs, progress)
     failures = [str(outcome) for outcome in outcomes.values() if isinstance(outcome, ArtifactError)]
     if failures:
         raise ArtifactError(f"no bundle written, {len(failures)} artifacts failed:\n" + "\n".join(failures))
@@ -78,7 +85,7 @@ def _stored(spec: KernelSpec, arch: str) -> Artifact | None:
     return cache.load(key) if found is None and key else found
 
 
-def _compile(spec: KernelSpec, arch: str) -> Artifact:
+def _compile(spec: KernelSpec, arch: str, program_of: ProgramOf) -> Artifact:
     obstacle = _obstacle() or dsl_import_error()
     key = cache.cache_key(spec, arch)
     if obstacle or key is None:
@@ -86,7 +93,7 @@ def _compile(spec: KernelSpec, arch: str) -> Artifact:
     with cache.locked(key):
         artifact = cache.load(key)  # another process may have compiled it while this one waited
         if artifact is None:
-            artifact = compile_spec(spec, arch)
+            artifact = compile_spec(spec, arch, program_of)
             cache.store(key, artifact)
     return artifact
 

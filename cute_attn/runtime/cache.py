@@ -25,8 +25,16 @@ from cute_attn.runtime.artifact import Artifact
 from cute_attn.runtime.spec import KernelSpec
 
 _PACKAGE = Path(__file__).parents[1]
-_SOURCES = ("kernels/**/*.py", "runtime/compile.py", "runtime/cubin.py", "runtime/artifact.py")
-_HOST_ONLY = ("tiles.py", "divisor.py")  # of kernels/: they choose specs and parameters, and shape no code
+_SOURCES = (
+    *("kernels/**/*.py", "schedule/records.py"),
+    *("runtime/spec.py", "runtime/compile.py", "runtime/cubin.py", "runtime/artifact.py"),
+)
+_HOST_ONLY = (
+    "tiles.py",
+    "catalog.py",
+    "default_specs.py",
+    "host",
+)  # of kernels/, files and folders: they choose specs and parameters
 _DSL = "nvidia-cutlass-dsl"
 _warned: set[str] = set()
 
@@ -35,7 +43,12 @@ _warned: set[str] = set()
 def source_fingerprint() -> str:
     """sha256 over the sources that shape an artifact: kernels, and how they are compiled and described."""
     digest = hashlib.sha256()
-    sources = {path for pattern in _SOURCES for path in _PACKAGE.glob(pattern) if path.name not in _HOST_ONLY}
+    sources = {
+        path
+        for pattern in _SOURCES
+        for path in _PACKAGE.glob(pattern)
+        if not {path.name, path.parent.name} & {*_HOST_ONLY}
+    }
     for path in sorted(sources):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(_PACKAGE).as_posix()}\0{len(content)}\0".encode())

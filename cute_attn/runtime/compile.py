@@ -22,7 +22,7 @@ from cute_attn.errors import ArtifactError
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import cubin as cubins
 from cute_attn.runtime.artifact import Artifact, Param
-from cute_attn.runtime.spec import KernelSpec, Program
+from cute_attn.runtime.spec import KernelSpec, Program, ProgramOf
 
 Outcome = Artifact | ArtifactError
 Progress = Callable[[KernelSpec, str, Outcome], None]
@@ -44,8 +44,8 @@ os.register_at_fork(
 )
 
 
-def compile_spec(spec: KernelSpec, arch: str) -> Artifact:
-    """Compile `spec` for `arch` ("sm_90a", ...).
+def compile_spec(spec: KernelSpec, arch: str, program_of: ProgramOf) -> Artifact:
+    """Compile the kernel that `program_of` makes of `spec` for `arch` ("sm_90a", ...).
 
     ArtifactError if the DSL is missing, the compile fails, or the result does not fit the program's own
     description (parameters, block).
@@ -56,7 +56,7 @@ def compile_spec(spec: KernelSpec, arch: str) -> Artifact:
         raise ArtifactError(f"{spec.key()} cannot be compiled for {arch}: {error}")
     with _compile_lock:
         try:
-            program = spec.program(arch)
+            program = program_of(spec, arch)
             ptx, cubin = _compile(program, spec.symbol, arch)
         except Exception as err:
             raise ArtifactError(f"compiling {spec.key()} for {arch} failed: {type(err).__name__}: {err}") from err
@@ -139,9 +139,9 @@ def _params(kernel: cubins.CubinKernel, program: Program, ptx: str) -> tuple[Par
 
 def compile_many(
     specs_by_arch: Mapping[str, Sequence[KernelSpec]],
+    build: Build,
     jobs: int | None = None,
     progress: Progress | None = None,
-    build: Build = compile_spec,
 ) -> dict[tuple[str, KernelSpec], Outcome]:
     """`build` every spec of every arch in up to `jobs` processes (default: one per CPU, at most 8).
 

@@ -1,15 +1,16 @@
-"""KernelSpec: everything that changes generated code, and nothing else. It is the compile key."""
+"""The compile key of a kernel, and what a kernel offers to the compile step."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 
 class Program(Protocol):
-    """A kernel ready to be traced: what `KernelSpec.program(arch)` returns.
+    """A kernel ready to be traced: what a `ProgramOf` makes of a spec.
 
     `params` is the NamedTuple class of kernel parameters: field order is parameter order, each field one
     scalar (`Int32`, `Int64`, `Float32`, `Float64` of cutlass). Pointers travel as `Int64` addresses.
@@ -35,14 +36,10 @@ class Program(Protocol):
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """Base of all specs. A subclass sets `kernel` and implements `program`."""
+    """Base of all specs: everything that changes the generated code, and nothing else. A subclass sets `kernel`."""
 
     kernel: ClassVar[str]
     needs_mma: ClassVar[bool] = True
-
-    def program(self, arch: str) -> Program:
-        """The traceable kernel for `arch` ("sm_90a", ...). Imports the DSL."""
-        raise NotImplementedError
 
     def asdict(self) -> dict[str, Any]:
         return {"kernel": self.kernel, **dataclasses.asdict(self)}
@@ -55,3 +52,6 @@ class KernelSpec:
     def symbol(self) -> str:
         """Prefix of the kernel's symbol, which appears in profiles."""
         return f"cute_attn_{self.kernel}"
+
+
+ProgramOf = Callable[[KernelSpec, str], Program]  # of a spec for an architecture ("sm_90a", ...)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 ITEM_INTS = 16
 MERGE_INTS = 8
 NO_PARTIAL = -1
+MAX_SPLITS = 128  # of a merge: a lane of the combine kernel's warp holds the weights of 4 splits
 
 
 class Item(NamedTuple):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cute_attn.kernels.combine.spec import CombineSpec
+from cute_attn.schedule.records import MAX_SPLITS
 
-MAX_SPLITS = CombineSpec.max_splits
 # Estimates, not tuned on hardware: what a split of one tile spends on starting, and what the combine launch costs.
 MIN_TILES = 2
 SAVED_TILES = 4

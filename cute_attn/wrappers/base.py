@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cute_attn.dispatch import select
+from cute_attn.dispatch import backends, capabilities, select
 from cute_attn.errors import ArgumentError, NotPlannedError, NotSupported, Refusal, RuntimeArgumentError
 from cute_attn.problem import BatchLimits, Features, GraphLimits, Settings
 from cute_attn.request import batch_plan, batch_run, checks, page_ids
@@ -119,7 +119,7 @@ class BatchWrapper:
         tokens, mask = asked.tokens, asked.mask
         if mask.packed is not None:
             tokens = tokens._replace(lengths=tokens.lengths._replace(mask_offset=mask.offsets[:-1]))
-        launch = backend.plan(settings, tokens.lengths, limits, self._staging)
+        launch = backends.plan(backend, settings, tokens.lengths, limits, self._staging)
         if first is not None:
             tokens, mask = self._fill_buffers(tokens, mask)
             self._first = first
@@ -147,7 +147,7 @@ class BatchWrapper:
 
     def _settled(
         self, asked: Asked, features: Features | None = None
-    ) -> tuple[Settings, select.Backend, BatchLimits, First | None]:
+    ) -> tuple[Settings, capabilities.Backend, BatchLimits, First | None]:
         """What a plan settles beside the schedule; all errors but the backend's."""
         options, tokens, mask, splits, page_size = asked
         has_mask, decode = mask.packed is not None, tokens.q_len is not None
@@ -307,7 +307,7 @@ class BatchWrapper:
 
         def measure(asked: Asked) -> None:
             settings, backend, limits, _ = self._settled(asked)
-            sizes.append(backend.workspace(settings, asked.tokens.lengths, limits))
+            sizes.append(backends.workspace(backend, settings, asked.tokens.lengths, limits))
 
         probe: Any = copy.copy(self)
         probe._make_plan = measure
@@ -350,7 +350,7 @@ def _check_unused(buffers: dict[str, Any]) -> None:
             checks.tensor(name, value)
 
 
-def _allow(backend: select.Backend, features: Features) -> None:
+def _allow(backend: capabilities.Backend, features: Features) -> None:
     refusals = select.reasons_against(backend, features, select.arch_for(features.device, None))
     if refusals:
         raise NotForPlan(refusals, features)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cute_attn
-from cute_attn.dispatch import select
+from cute_attn.dispatch import capabilities, select
 from cute_attn.runtime.arch import named
 from tests.support.batch_case import features
 from tests.support.honour import BATCH, CALLS, ELSEWHERE, IDS, PERTURBATIONS, Perturbation, base, honour
@@ -28,12 +28,14 @@ def test_reference(kind: str, perturbation: Perturbation) -> None:
 
 
 @pytest.mark.parametrize(("kind", "perturbation"), CALLS, ids=IDS)
-@pytest.mark.parametrize("backend", [b for b in select.BACKENDS if b.capability], ids=lambda b: b.name)
-def test_refusals_say_why_and_what_instead(backend: select.Backend, kind: str, perturbation: Perturbation) -> None:
+@pytest.mark.parametrize("backend", [b for b in capabilities.BACKENDS if b.capability], ids=lambda b: b.name)
+def test_refusals_say_why_and_what_instead(
+    backend: capabilities.Backend, kind: str, perturbation: Perturbation
+) -> None:
     case = base(kind, perturbation.after)
     asked = features(case, torch.device("cuda:0"), dense=kind not in BATCH)
     reasons = select.reasons_against(backend, asked, named("sm_90a"))
-    rows = [row for row in select.TABLE if backend.name in row.refused and row.asked(asked)]
+    rows = [row for row in capabilities.TABLE if backend.name in row.refused and row.asked(asked)]
     assert [reason[1] for reason in reasons] == [row.feature for row in rows]
     if not reasons:
         assert select.choose(asked, backend.name, named("sm_90a")) is backend
@@ -60,5 +62,5 @@ def test_every_row_of_the_table_is_asked() -> None:
     scaled = cases[0]._replace(per_head_scales=True)
     fp8 = scaled._replace(q_dtype=torch.float8_e4m3fn, o_dtype=torch.float8_e5m2, head_dim_qk=96, head_dim_vo=96)
     strides = cases[0]._replace(expanded=True, large_cache=True, loose_scales=True)
-    for row in select.TABLE:
+    for row in capabilities.TABLE:
         assert any(row.asked(case) for case in (*cases, scaled, fp8, strides)), row.feature

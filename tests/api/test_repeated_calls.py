@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from cute_attn import ArgumentError, ArgumentTypeError, single_decode_with_kv_cache, single_prefill_with_kv_cache
-from cute_attn.dispatch import select
+from cute_attn.dispatch import backends, capabilities, select
 from cute_attn.kernels.fa2.host import single as fa2_single
-from cute_attn.kernels.fa2.host import variant as fa2_variant
+from cute_attn.kernels.host import load as loading
 from cute_attn.problem import Problem
 from cute_attn.request import settings as request_settings
 from cute_attn.request import single as single_request
@@ -36,7 +36,7 @@ HALF, FLOAT = torch.float16, torch.float32
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
     """Nothing settled before or after."""
-    caches = (request_settings._remembered, select._runner, select.chosen, fa2_single.load)
+    caches = (request_settings._remembered, backends._prepared, select.chosen, loading.load)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -53,8 +53,9 @@ def aligned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def on_fa2(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls with CPU tensors go to fa2 on a pretended H200."""
-    backend = types.SimpleNamespace(prepare=lambda settings: fa2_single.Runner(settings, archs.named("sm_90a"), 0, 132))
-    monkeypatch.setattr(select, "choose", lambda features, backend_name="auto", **known: backend)
+    monkeypatch.setattr(select, "choose", lambda features, backend_name="auto", **known: capabilities.BY_NAME["fa2"])
+    prepare = lambda backend, settings: fa2_single.Runner(settings, archs.named("sm_90a"), 0, 132)  # noqa: E731
+    monkeypatch.setattr(backends, "prepare", prepare)
 
 
 def tensors(qo_len: int = 3, kv_len: int = 7, heads: tuple[int, int] = (4, 2), dim: int = 16) -> dict[str, Any]:
@@ -79,7 +80,7 @@ def test_arguments_reach_the_field_of_their_name(function: Callable[..., Any], m
         return types.SimpleNamespace(out=None, lse=0)
 
     monkeypatch.setattr(single_request, "problem", record)
-    monkeypatch.setattr(select, "run", lambda problem, backend: None)
+    monkeypatch.setattr(backends, "run", lambda problem, backend: None)
     hints = ("use_fp16_qk_reduction", "allow_fp16_qk_reduction", "use_tensor_cores", "backend")  # no fields of Call
     names = [name for name in inspect.signature(function).parameters if name not in hints]
     given = {name: object() for name in names}
@@ -222,7 +223,7 @@ def test_bad_input_after_good_calls(
     function: Callable[..., Any], good: Callable[[], dict[str, Any]], row: Row, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same error before and after calls that equal the bad one but for a type, and each time anew."""
-    monkeypatch.setattr(select, "run", lambda *args: None)
+    monkeypatch.setattr(backends, "run", lambda *args: None)
     arguments = {**good(), **row.arguments}
     if row.name == "rope of an odd head_dim":
         arguments["q"] = arguments["q"][..., :15]
@@ -377,10 +378,10 @@ def test_a_growing_cache_is_settled_once(monkeypatch: pytest.MonkeyPatch) -> Non
         for window_left in (-1, 20):
             out, lse = single_decode_with_kv_cache(q, k[:kv_len], v[:kv_len], window_left=window_left, return_lse=True)
             with monkeypatch.context() as on_reference:
-                on_reference.setattr(select, "choose", lambda *args: select.BY_NAME["reference"])
+                on_reference.setattr(select, "choose", lambda *args: capabilities.BY_NAME["reference"])
                 call = Call(q, k[:kv_len], v[:kv_len], decode=True, window_left=window_left, return_lse=True)
                 expected = single_request.problem(call)
-                select.BY_NAME["reference"].prepare(expected.settings)(expected)
+                backends.prepare(capabilities.BY_NAME["reference"], expected.settings)(expected)
             torch.testing.assert_close(out, expected.out, rtol=2e-3, atol=2e-3)
             torch.testing.assert_close(lse, expected.lse, rtol=1e-4, atol=1e-4)
     assert request_settings._remembered.cache_info().currsize == 2
@@ -397,7 +398,7 @@ def test_threads_and_streams_share_what_is_settled(monkeypatch: pytest.MonkeyPat
     driver.launch_seconds = 1e-4
     monkeypatch.setattr(launch, "load_driver", lambda: driver)
     monkeypatch.setattr(archs, "for_device", lambda index: archs.named("sm_90a"))
-    monkeypatch.setattr(fa2_variant, "artifacts", types.SimpleNamespace(get=lambda spec, arch: artifact))
+    monkeypatch.setattr(loading, "artifacts", types.SimpleNamespace(get=lambda spec, arch, program_of: artifact))
     monkeypatch.setattr(fa2_single, "current_stream", lambda index: own.stream)
     for cache in (launch._primary_context, launch._library, launch._function):
         cache.cache_clear()
@@ -462,7 +463,7 @@ def test_what_is_remembered_is_bounded() -> None:
     for i in range(2 * request_settings.REMEMBERED + 10):
         single_prefill_with_kv_cache(**given, sm_scale=1.0 + i / 1024)
     assert request_settings._remembered.cache_info().currsize == request_settings.REMEMBERED
-    assert select._runner.cache_info().currsize == select.REMEMBERED
+    assert backends._prepared.cache_info().currsize == select.REMEMBERED
 
 
 @pytest.mark.usefixtures("on_fa2")

@@ -15,16 +15,17 @@ import torch
 
 from cute_attn.cli import demo, doctor, main, specs
 from cute_attn.cli.text import ProgressBar, size, table
-from cute_attn.dispatch import select
+from cute_attn.dispatch import capabilities
 from cute_attn.errors import ArtifactError
 from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
 from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
+from cute_attn.kernels.programs import program
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import ARCHS
-from cute_attn.runtime.spec import KernelSpec
+from cute_attn.runtime.spec import KernelSpec, Program
 from tests.support import subprocesses
-from tests.support.toy_spec import BrokenSpec, ToySpec
+from tests.support.toy_spec import BrokenSpec, ToySpec, toy_program
 
 COMBINE = CombineSpec("bfloat16", 128)
 MAIN = "from cute_attn.cli import main; raise SystemExit(main({argv!r}))"
@@ -119,7 +120,7 @@ def test_doctor_counts_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 def test_kernels_prints_resources_and_passes_the_gates(capsys: Output) -> None:
     assert main(["kernels", "--arch", "sm_80,sm_90a", "--spec", COMBINE.key(), "--check"]) == 0
     captured = capsys.readouterr()
-    artifact = artifacts.get(COMBINE, "sm_90a")
+    artifact = artifacts.get(COMBINE, "sm_90a", program)
     line = next(line for line in captured.out.splitlines() if line.startswith("sm_90a")).split()
     assert line[1:4] == ["combine", ">bf16", "vo128"]
     assert line[4:6] == [str(artifact.registers), "0"]
@@ -132,7 +133,7 @@ def test_kernels_json(capsys: Output) -> None:
     assert main(["kernels", "--arch", "sm_100a", "--spec", COMBINE.key(), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     (kernel,) = document["kernels"]
-    artifact = artifacts.get(COMBINE, "sm_100a")
+    artifact = artifacts.get(COMBINE, "sm_100a", program)
     assert kernel["arch"] == "sm_100a"
     assert kernel["spec"] == COMBINE.asdict()
     assert kernel["registers"] == artifact.registers > 0
@@ -140,6 +141,10 @@ def test_kernels_json(capsys: Output) -> None:
     assert kernel["stack_bytes"] == 0
     assert kernel["failures"] == []
     assert document["failed"] == 0
+
+
+def program_or_toy(spec: KernelSpec, arch: str) -> Program:
+    return program(spec, arch) if spec == COMBINE else toy_program(spec, arch)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +160,7 @@ def test_a_missed_gate_is_exit_code_1(
     spec: KernelSpec, why: str, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:
     monkeypatch.setattr(specs, "chosen", lambda options: {"sm_90a": [spec, COMBINE]})
+    monkeypatch.setattr(specs, "program", program_or_toy)
     assert main(["kernels", "--check"]) == 1
     out = capsys.readouterr().out
     assert why in out
@@ -166,7 +172,7 @@ def test_a_missed_gate_is_exit_code_1(
 
 
 def test_shared_memory_gate_knows_the_architecture() -> None:
-    large = dataclasses.replace(artifacts.get(COMBINE, "sm_90a"), smem_bytes=150_000)
+    large = dataclasses.replace(artifacts.get(COMBINE, "sm_90a", program), smem_bytes=150_000)
     assert specs.failures("sm_90a", COMBINE, large) == []
     assert specs.failures("sm_120a", COMBINE, large) == [
         f"150000 bytes of shared memory, sm_120a has {ARCHS['sm_120a'].smem_limit}"
@@ -297,7 +303,7 @@ def test_explain_checks_its_arguments(argv: list[str], named: str, capsys: Outpu
 def test_readme_has_the_current_support_table(capsys: Output) -> None:
     assert main(["support"]) == 0
     printed = capsys.readouterr().out
-    assert printed == select.support_table()
+    assert printed == capabilities.support_table()
     assert printed in (subprocesses.ROOT / "README.md").read_text()
 
 

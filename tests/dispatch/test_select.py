@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from typing import Any
 
@@ -17,7 +16,7 @@ from cute_attn import (
     explain,
     single_prefill_with_kv_cache,
 )
-from cute_attn.dispatch import select
+from cute_attn.dispatch import backends, capabilities, select
 from cute_attn.problem import Features, Problem, Settings
 from cute_attn.request.settings import FP8, HALF, KV_DTYPES, OUT_DTYPES, Q_DTYPES
 from cute_attn.runtime.arch import ARCHS, Arch, named
@@ -26,12 +25,12 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 CUDA = Features(torch.device("cuda:0"), BF16, BF16, BF16, 32, 8, 128, 128)
 CPU = CUDA._replace(device=torch.device("cpu"))
 HOPPER, AMPERE = named("sm_90a"), named("sm_80")
-FA2, FA3, XQA = (select.BY_NAME[name] for name in ("fa2", "fa3", "xqa"))
-REFERENCE = select.BY_NAME["reference"]
+FA2, FA3, XQA = (capabilities.BY_NAME[name] for name in ("fa2", "fa3", "xqa"))
+REFERENCE = capabilities.BY_NAME["reference"]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("head_dims", select.FA2_HEAD_DIMS)
+@pytest.mark.parametrize("head_dims", capabilities.FA2_HEAD_DIMS)
 @pytest.mark.parametrize("dtype", HALF)
 def test_fa2_takes_every_16_bit_problem(arch: str, head_dims: tuple[int, int], dtype: torch.dtype) -> None:
     features = CUDA._replace(q_dtype=dtype, kv_dtype=dtype, head_dim_qk=head_dims[0], head_dim_vo=head_dims[1])
@@ -227,7 +226,7 @@ def test_the_reference_is_there_for_cuda_when_named() -> None:
     assert select.choose(CUDA, "reference", HOPPER) is REFERENCE
 
 
-@pytest.mark.parametrize("backend", sorted(select.ELSEWHERE))
+@pytest.mark.parametrize("backend", sorted(capabilities.ELSEWHERE))
 def test_backends_of_flashinfer_that_are_not_here(backend: str) -> None:
     with pytest.raises(NotSupported) as error:
         select.choose(CUDA, backend, HOPPER)
@@ -243,14 +242,14 @@ def test_unknown_backend() -> None:
 
 
 def test_decisions_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    select._runner.cache_clear()
+    backends._prepared.cache_clear()
     select.chosen.cache_clear()
     q, kv = torch.zeros(3, 4, 16).half(), torch.zeros(7, 2, 16).half()
     out = torch.empty_like(q)
     features = Features(q.device, q.dtype, q.dtype, q.dtype, 4, 2, 16, 16)
     with caplog.at_level(logging.INFO, logger="cute_attn.dispatch.select"):
         for sm_scale in (1.0, 2.0, 1.0):
-            select.run(Problem(Settings(features, sm_scale=sm_scale), 3, 7, q, kv, kv, out, None))
+            backends.run(Problem(Settings(features, sm_scale=sm_scale), 3, 7, q, kv, kv, out, None))
     (record,) = caplog.records
     assert "auto: reference for cpu; q float16" in record.getMessage()
 
@@ -279,33 +278,33 @@ def test_explain_names_every_backend_and_reason() -> None:
 
 
 def test_support_table_says_what_the_table_does() -> None:
-    lines = select.support_table().splitlines()
-    assert len(lines) == 2 + len(select.TABLE)
-    for row, line in zip(select.TABLE, lines[2:], strict=True):
+    lines = capabilities.support_table().splitlines()
+    assert len(lines) == 2 + len(capabilities.TABLE)
+    for row, line in zip(capabilities.TABLE, lines[2:], strict=True):
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         assert cells[0] == row.feature
-        for backend, cell in zip(select.BACKENDS, cells[1:], strict=True):
+        for backend, cell in zip(capabilities.BACKENDS, cells[1:], strict=True):
             no = row.refused.get(backend.name)
             assert cell == ("yes" if no is None else f"no: {no.reason}")
 
 
 def test_rows_name_known_backends_and_say_why() -> None:
-    assert len({row.feature for row in select.TABLE}) == len(select.TABLE)
-    for row in select.TABLE:
-        assert set(row.refused) <= set(select.BY_NAME)
+    assert len({row.feature for row in capabilities.TABLE}) == len(capabilities.TABLE)
+    for row in capabilities.TABLE:
+        assert set(row.refused) <= set(capabilities.BY_NAME)
         for no in row.refused.values():
             assert no.reason
             assert no.instead
 
 
-@pytest.mark.parametrize("backend", select.BACKENDS, ids=lambda backend: backend.name)
-def test_backends_exist(backend: select.Backend) -> None:
-    assert callable(importlib.import_module(f"cute_attn.backends.{backend.name}").prepare)
+@pytest.mark.parametrize("backend", capabilities.BACKENDS, ids=lambda backend: backend.name)
+def test_backends_exist(backend: capabilities.Backend) -> None:
+    assert callable(backends.IMPLEMENTATIONS[backend.name].prepare)
 
 
 def test_every_dtype_that_validation_lets_through_has_a_row() -> None:
     """Nothing may reach a backend without the table having spoken about it."""
-    dtype_rows = [row for row in select.TABLE if any(word in row.feature for word in ("dtype", "float"))]
+    dtype_rows = [row for row in capabilities.TABLE if any(word in row.feature for word in ("dtype", "float"))]
     for q in Q_DTYPES:
         for kv in KV_DTYPES:
             if kv != q and (kv in HALF or q in FP8):

@@ -13,7 +13,7 @@ import torch
 import cute_attn
 from cute_attn import NotSupported, emulator, explain
 from cute_attn.cli import main
-from cute_attn.dispatch import select
+from cute_attn.dispatch import capabilities, select
 from cute_attn.emulator import timeline
 from cute_attn.emulator.settings import current
 from cute_attn.problem import Features
@@ -68,7 +68,7 @@ def test_imports() -> None:
 
 
 def test_selection() -> None:
-    assert select.choose(CPU, "emulator") is select.EMULATOR
+    assert select.choose(CPU, "emulator") is capabilities.EMULATOR
     assert 'emulator: able, taken only with backend="emulator"' in explain(CPU)
     with pytest.raises(NotSupported, match="emulator refuses other head dimensions"):
         select.choose(CPU._replace(head_dim_qk=72), "emulator")

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from cute_attn.kernels.fa2.host import single as fa2_single
+from cute_attn.kernels.programs import program
 from cute_attn.kernels.xqa.host import runner as xqa_runner
 from cute_attn.kernels.xqa.host.variant import xqa_features
 from cute_attn.problem import Settings, XqaFeatures
@@ -77,12 +78,12 @@ def main() -> None:
     if options.xqa:
         specs = xqa_kernels(options.random, named(options.arch))
         print(f"{len(specs)} kernels")
-        artifacts.write_bundle(options.directory, {options.arch: specs}, options.jobs, None)
+        artifacts.write_bundle(options.directory, {options.arch: specs}, program, options.jobs, None)
         return
     cases = [*SMALL, *FULL, *(random_case(seed) for seed in range(options.random))]
     specs = kernels(cases, named(options.arch))
     print(f"{len(cases)} cases, {len(specs)} kernels")
-    artifacts.write_bundle(options.directory, {options.arch: specs}, options.jobs, None)
+    artifacts.write_bundle(options.directory, {options.arch: specs}, program, options.jobs, None)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_attn.dispatch import select
+from cute_attn.dispatch import capabilities, select
 from cute_attn.runtime import arch as archs
 from tests.support import fp8_case
 from tests.support.fp8_case import CUT, LARGE, LONG, SMALL, VARIED, Fp8Case
@@ -20,7 +20,7 @@ pytestmark = [
 @pytest.mark.parametrize("case", [*SMALL, *VARIED, *CUT, *LONG, *LARGE], ids=lambda case: case.id)
 def test_fp8(case: Fp8Case) -> None:
     arch = archs.for_device(torch.cuda.current_device())
-    if select.reasons_against(select.BY_NAME["fa3"], case.features(torch.device("cuda")), arch):
+    if select.reasons_against(capabilities.BY_NAME["fa3"], case.features(torch.device("cuda")), arch):
         pytest.skip(f"{arch.name} has no fp8 kernel")
     inputs = fp8_case.make(case, "cuda")
     out, lse = fp8_case.call(case, inputs, "auto")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_attn.dispatch import select
+from cute_attn.dispatch import capabilities
 from cute_attn.runtime import arch as archs
 from tests.gpu import marks
 from tests.support.honour import CALLS, IDS, Perturbation, honour
@@ -14,6 +14,6 @@ pytestmark = marks.GPU
 
 
 @pytest.mark.parametrize(("kind", "perturbation"), CALLS, ids=IDS)
-@pytest.mark.parametrize("backend", [b.name for b in select.BACKENDS if b.capability])
+@pytest.mark.parametrize("backend", [b.name for b in capabilities.BACKENDS if b.capability])
 def test_honour(backend: str, kind: str, perturbation: Perturbation) -> None:
     honour(kind, perturbation, backend, "cuda", archs.for_device(torch.cuda.current_device()))

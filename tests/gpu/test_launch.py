@@ -12,7 +12,7 @@ from cute_attn.runtime import arch as archs
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.launch import Launch, current_stream
 from tests.gpu import marks
-from tests.support.toy_spec import ToySpec
+from tests.support.toy_spec import ToySpec, toy_program
 
 COUNT = 1000
 GRID = (8, 1, 1)  # of 128 threads
@@ -30,7 +30,7 @@ def pdl(request: pytest.FixtureRequest) -> bool:
 
 def toy(device: int, pdl: bool = False, cluster: tuple[int, int, int] = (1, 1, 1)) -> Launch:
     spec = ToySpec(cluster=cluster)
-    return Launch(artifacts.get(spec, archs.for_device(device).name), device, pdl=pdl)
+    return Launch(artifacts.get(spec, archs.for_device(device).name, toy_program), device, pdl=pdl)
 
 
 def values(out: torch.Tensor, scale: float) -> tuple[float, ...]:

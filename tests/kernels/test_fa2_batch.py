@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cute_attn import WorkspaceError
-from cute_attn.dispatch import select
+from cute_attn.dispatch import capabilities, select
 from cute_attn.kernels.fa2.host import batch as fa2_batch
 from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
 from cute_attn.kernels.host import batch as host_batch
@@ -53,11 +53,11 @@ def on_fa2(monkeypatch: pytest.MonkeyPatch) -> None:
     fa2_batch.tiling.cache_clear()
     interpret(monkeypatch, host_batch)
     monkeypatch.setattr(
-        fa2_batch, "tiles", types.SimpleNamespace(choose=lambda *args: TILE, resident_ctas=lambda *args: 2)
+        fa2_batch, "fa2_tiles", types.SimpleNamespace(choose=lambda *args: TILE, resident_ctas=lambda *args: 2)
     )
     monkeypatch.setattr(host_batch, "for_device", lambda index: ARCH)
     monkeypatch.setattr(host_batch, "multiprocessors", lambda index: SMS)
-    monkeypatch.setattr(select, "chosen", lambda features, name, rows: select.BY_NAME["fa2"])
+    monkeypatch.setattr(select, "chosen", lambda features, name, rows: capabilities.BY_NAME["fa2"])
     monkeypatch.setattr(select, "reasons_against", lambda *args: [])
 
 
@@ -310,7 +310,7 @@ def test_tiles_do_not_depend_on_the_batch(splits: dict[str, Any], monkeypatch: p
         asked.add((len(made), rows))
         return TILE
 
-    monkeypatch.setattr(fa2_batch.tiles, "choose", choose)
+    monkeypatch.setattr(fa2_batch.fa2_tiles, "choose", choose)
     made: list[Any] = []
     for qo_lens in ((1,), (1, 1), (7, 300), (64, 0, 2)):
         case = paged(qo_lens, (30,) * len(qo_lens), **splits)

@@ -29,7 +29,7 @@ def contract(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter in place of a GPU, and small tiles so that small problems have many."""
     interpret(monkeypatch, fa2_single)
     monkeypatch.setattr(
-        fa2_single, "tiles", types.SimpleNamespace(choose=lambda *args: SMALL, resident_ctas=lambda *args: 2)
+        fa2_single, "fa2_tiles", types.SimpleNamespace(choose=lambda *args: SMALL, resident_ctas=lambda *args: 2)
     )
 
 

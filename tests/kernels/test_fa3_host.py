@@ -13,6 +13,7 @@ from cute_attn.emulator import using
 from cute_attn.emulator.tensormap import TensorMap, decode
 from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.kernels.fa3 import tiles as fa3_tiles
+from cute_attn.kernels.fa3.default_specs import default_specs
 from cute_attn.kernels.fa3.host import batch as fa3_batch
 from cute_attn.kernels.fa3.host import single as fa3_single
 from cute_attn.kernels.fa3.host import variant as fa3_variant
@@ -186,7 +187,7 @@ def test_sections_of_a_batch(sms: int, kv_len: int, resident: int, monkeypatch: 
 
 
 def test_every_tile_is_a_default_kernel() -> None:
-    compiled = {(s.head_dim_qk, s.head_dim_vo, s.tile) for s in fa3_tiles.default_specs() if isinstance(s, Fa3Spec)}
+    compiled = {(s.head_dim_qk, s.head_dim_vo, s.tile) for s in default_specs() if isinstance(s, Fa3Spec)}
     for candidates in (fa3_tiles.candidates(), fa3_tiles.candidates(widened=True)):
         for (dim_qk, dim_vo), tiles in candidates.items():
             assert {(dim_qk, dim_vo, tile) for tile in tiles} <= compiled

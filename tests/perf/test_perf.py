@@ -24,7 +24,7 @@ from perf.peers import PEERS, Peer
 from perf.workloads import Inputs, Workload
 
 DTYPES = ("bfloat16", "e4m3")
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 SMALL = Workload(96, 128, 4, 2, 64, 64, causal=True, dtype="float16")
 BATCHES = [

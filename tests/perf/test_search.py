@@ -19,7 +19,7 @@ from perf.search import Rates
 from tests.support.batch_case import dims, ragged
 from tests.support.batches import build
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 START = HopperTile(128, 64)
 GOAL = HopperTile(128, 128, 3, 2, ping_pong=False)
 

@@ -17,7 +17,7 @@ from cute_attn import (
     single_decode_with_kv_cache,
     single_prefill_with_kv_cache,
 )
-from cute_attn.dispatch import select
+from cute_attn.dispatch import backends
 from cute_attn.request import single as single_request
 from tests.support.error_rows import FLOAT, HALF, TABLE, Row, decode_arguments, prefill_arguments, with_grad, zeros
 
@@ -31,7 +31,7 @@ def test_bad_input(
     row: Row,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(select, "run", lambda *args: pytest.fail("ran"))
+    monkeypatch.setattr(backends, "run", lambda *args: pytest.fail("ran"))
     arguments = {**good(), **row.arguments}
     if row.name == "rope of an odd head_dim":
         arguments["q"] = arguments["q"][..., :15]

@@ -15,15 +15,15 @@ from cute_attn.errors import ArtifactError
 from cute_attn.runtime import artifacts, cache
 from cute_attn.runtime.artifact import Artifact
 from tests.support import subprocesses
-from tests.support.toy_spec import BrokenSpec, ToySpec
+from tests.support.toy_spec import BrokenSpec, ToySpec, toy_program
 
 SPEC = ToySpec()
 ARCH = "sm_90a"
 GET = """
 import hashlib, sys
 from cute_attn.runtime import artifacts
-from tests.toy_spec import ToySpec
-artifact = artifacts.get(ToySpec(), "sm_90a")
+from tests.support.toy_spec import ToySpec, toy_program
+artifact = artifacts.get(ToySpec(), "sm_90a", toy_program)
 print(hashlib.sha256(artifact.to_bytes()).hexdigest(), "cutlass" in sys.modules)
 """
 
@@ -31,9 +31,9 @@ print(hashlib.sha256(artifact.to_bytes()).hexdigest(), "cutlass" in sys.modules)
 EXPLAIN = """
 from cute_attn.errors import ArtifactError
 from cute_attn.runtime import artifacts
-from tests.toy_spec import ToySpec
+from tests.support.toy_spec import ToySpec, toy_program
 try:
-    artifacts.get(ToySpec(), "sm_100a")
+    artifacts.get(ToySpec(), "sm_100a", toy_program)
 except ArtifactError as err:
     print(err)
 """
@@ -70,27 +70,27 @@ def digest(artifact: Artifact) -> str:
 
 
 def test_second_process_hits_the_cache_without_the_dsl(tmp_path: Path) -> None:
-    artifact = artifacts.get(SPEC, ARCH)
-    assert artifacts.get(SPEC, ARCH) is artifact
+    artifact = artifacts.get(SPEC, ARCH, toy_program)
+    assert artifacts.get(SPEC, ARCH, toy_program) is artifact
     assert subprocesses.run(GET).split() == [digest(artifact), "False"]
     assert compiles(tmp_path) == 1
 
 
 def test_artifact_survives_the_trip_through_a_file() -> None:
-    artifact = artifacts.get(SPEC, ARCH)
+    artifact = artifacts.get(SPEC, ARCH, toy_program)
     assert Artifact.from_bytes(artifact.to_bytes()) == artifact
     assert Artifact.from_bytes(cached_file().read_bytes()) == artifact
 
 
 def test_cache_directory_is_private() -> None:
-    artifacts.get(SPEC, ARCH)
+    artifacts.get(SPEC, ARCH, toy_program)
     assert stat.S_IMODE(cache.directory().stat().st_mode) == 0o700
     assert stat.S_IMODE(cached_file().stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("damage", ["empty", "short", "first", "digest", "middle", "last"])
 def test_damaged_file_is_compiled_again_and_replaced(damage: str, tmp_path: Path, forget: Callable[[], None]) -> None:
-    artifact = artifacts.get(SPEC, ARCH)
+    artifact = artifacts.get(SPEC, ARCH, toy_program)
     file, data = cached_file(), bytearray(cached_file().read_bytes())
     if damage in ("empty", "short"):
         file.write_bytes(data[: len(data) // 2 if damage == "short" else 0])
@@ -98,7 +98,7 @@ def test_damaged_file_is_compiled_again_and_replaced(damage: str, tmp_path: Path
         data[{"first": 0, "digest": 30, "middle": len(data) // 2, "last": -1}[damage]] ^= 0x10
         file.write_bytes(data)
     forget()
-    assert artifacts.get(SPEC, ARCH) == artifact
+    assert artifacts.get(SPEC, ARCH, toy_program) == artifact
     assert compiles(tmp_path) == 2
     assert Artifact.from_bytes(file.read_bytes()) == artifact
 
@@ -118,9 +118,9 @@ def test_unwritable_cache_warns_once_and_compiles(
     monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        artifacts.get(SPEC, ARCH)
+        artifacts.get(SPEC, ARCH, toy_program)
         forget()
-        artifacts.get(SPEC, ARCH)
+        artifacts.get(SPEC, ARCH, toy_program)
     (warning,) = caught
     assert "Set CUTE_ATTN_CACHE_DIR to a writable directory" in str(warning.message)
     assert compiles(tmp_path) == 2
@@ -167,12 +167,12 @@ def test_fingerprint_sees_the_kernel_sources(tmp_path: Path, monkeypatch: pytest
 def test_disabled_jit_uses_the_cache_and_explains_a_miss(
     forget: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    artifact = artifacts.get(SPEC, ARCH)
+    artifact = artifacts.get(SPEC, ARCH, toy_program)
     forget()
     monkeypatch.setenv("CUTE_ATTN_DISABLE_JIT", "1")
-    assert artifacts.get(SPEC, ARCH) == artifact
+    assert artifacts.get(SPEC, ARCH, toy_program) == artifact
     with pytest.raises(ArtifactError) as caught:
-        artifacts.get(ToySpec(threads=96), "sm_100a")
+        artifacts.get(ToySpec(threads=96), "sm_100a", toy_program)
     message = str(caught.value)
     for part in (
         '"threads":96',
@@ -186,25 +186,27 @@ def test_disabled_jit_uses_the_cache_and_explains_a_miss(
 
 
 def test_many_mixes_hits_compiles_and_failures(tmp_path: Path, forget: Callable[[], None]) -> None:
-    hit = artifacts.get(SPEC, ARCH)
+    hit = artifacts.get(SPEC, ARCH, toy_program)
     forget()
     specs = [ToySpec(threads=64), SPEC, BrokenSpec()]
     seen = []
-    outcomes = artifacts.get_many({ARCH: specs}, jobs=2, progress=lambda spec, arch, outcome: seen.append(spec))
+    outcomes = artifacts.get_many(
+        {ARCH: specs}, toy_program, jobs=2, progress=lambda spec, arch, outcome: seen.append(spec)
+    )
     assert [spec for _, spec in outcomes] == specs
     assert sorted(map(repr, seen)) == sorted(map(repr, specs))
     assert outcomes[ARCH, SPEC] == hit
     assert isinstance(outcomes[ARCH, BrokenSpec()], ArtifactError)
-    assert artifacts.get(specs[0], ARCH) is outcomes[ARCH, specs[0]]
+    assert artifacts.get(specs[0], ARCH, toy_program) is outcomes[ARCH, specs[0]]
     assert compiles(tmp_path) == 2  # the hit, and one of the two others: the broken one fails before it logs
 
 
 def test_bundle_serves_a_machine_without_the_dsl(tmp_path: Path) -> None:
-    artifacts.write_bundle(tmp_path / "bundle", {ARCH: [SPEC], "sm_80": [SPEC]})
+    artifacts.write_bundle(tmp_path / "bundle", {ARCH: [SPEC], "sm_80": [SPEC]}, toy_program)
     env = {"CUTE_ATTN_BUNDLE": str(tmp_path / "bundle"), "CUTE_ATTN_CACHE_DIR": str(tmp_path / "empty")}
     for extra in ({}, {"CUTE_ATTN_DISABLE_JIT": "1"}):
         out = subprocesses.run(GET, env={**env, **extra}, block=["cutlass"])
-        assert out.split()[0] == digest(artifacts.get(SPEC, ARCH))
+        assert out.split()[0] == digest(artifacts.get(SPEC, ARCH, toy_program))
     out = subprocesses.run(EXPLAIN, env=env, block=["cutlass"])
     assert "sm_100a" in out
     assert "nvidia-cutlass-dsl is not installed" in out
@@ -214,13 +216,13 @@ def test_bundle_serves_a_machine_without_the_dsl(tmp_path: Path) -> None:
 def test_bundle_comes_before_the_cache_and_the_first_bundle_first(
     tmp_path: Path, forget: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    artifacts.write_bundle(tmp_path / "a", {ARCH: [ToySpec(threads=64)]})
-    artifacts.write_bundle(tmp_path / "b", {ARCH: [SPEC]})
+    artifacts.write_bundle(tmp_path / "a", {ARCH: [ToySpec(threads=64)]}, toy_program)
+    artifacts.write_bundle(tmp_path / "b", {ARCH: [SPEC]}, toy_program)
     forget()
     monkeypatch.setenv("CUTE_ATTN_BUNDLE", f"{tmp_path / 'a'}:{tmp_path / 'b'}")
     monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path / "other"))
-    assert artifacts.get(SPEC, ARCH).block == (128, 1, 1)
-    assert artifacts.get(ToySpec(threads=64), ARCH).block == (64, 1, 1)
+    assert artifacts.get(SPEC, ARCH, toy_program).block == (128, 1, 1)
+    assert artifacts.get(ToySpec(threads=64), ARCH, toy_program).block == (64, 1, 1)
     assert compiles(tmp_path) == 2
     assert not (tmp_path / "other").exists()
 
@@ -228,14 +230,14 @@ def test_bundle_comes_before_the_cache_and_the_first_bundle_first(
 def test_bundle_of_other_sources_is_refused(
     tmp_path: Path, forget: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    artifacts.write_bundle(tmp_path / "bundle", {ARCH: [SPEC]})
+    artifacts.write_bundle(tmp_path / "bundle", {ARCH: [SPEC]}, toy_program)
     manifest = tmp_path / "bundle" / "manifest.json"
     content = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**content, "sources": "0" * 64}))
     forget()
     monkeypatch.setenv("CUTE_ATTN_BUNDLE", str(tmp_path / "bundle"))
     with pytest.raises(ArtifactError, match=r"built from other kernel sources \(000000000000\).*build it again"):
-        artifacts.get(SPEC, ARCH)
+        artifacts.get(SPEC, ARCH, toy_program)
 
 
 def test_broken_bundle_is_an_error_not_a_miss(
@@ -243,18 +245,18 @@ def test_broken_bundle_is_an_error_not_a_miss(
 ) -> None:
     monkeypatch.setenv("CUTE_ATTN_BUNDLE", str(tmp_path / "nowhere"))
     with pytest.raises(ArtifactError, match="nowhere, which is not a readable bundle"):
-        artifacts.get(SPEC, ARCH)
+        artifacts.get(SPEC, ARCH, toy_program)
     monkeypatch.setenv("CUTE_ATTN_BUNDLE", "")
-    artifacts.write_bundle(tmp_path / "bundle", {ARCH: [SPEC]})
+    artifacts.write_bundle(tmp_path / "bundle", {ARCH: [SPEC]}, toy_program)
     forget()
     monkeypatch.setenv("CUTE_ATTN_BUNDLE", str(tmp_path / "bundle"))
     (file,) = (tmp_path / "bundle").glob("*.artifact")
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ArtifactError, match=rf"{file.name} is missing or damaged"):
-        artifacts.get(SPEC, ARCH)
+        artifacts.get(SPEC, ARCH, toy_program)
 
 
 def test_bundle_with_a_failure_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"no bundle written, 1 artifacts failed:\n.*toy of iron"):
-        artifacts.write_bundle(tmp_path / "bundle", {ARCH: [SPEC, BrokenSpec()]}, jobs=1)
+        artifacts.write_bundle(tmp_path / "bundle", {ARCH: [SPEC, BrokenSpec()]}, toy_program, jobs=1)
     assert not (tmp_path / "bundle").exists()

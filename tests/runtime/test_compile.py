@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from cute_attn.errors import ArgumentError, ArtifactError
@@ -10,13 +12,15 @@ from cute_attn.runtime.artifact import Param
 from cute_attn.runtime.compile import Outcome, compile_many, compile_spec, count_matrix_instructions
 from cute_attn.runtime.spec import KernelSpec
 from tests.support import subprocesses
-from tests.support.toy_spec import BrokenSpec, ToySpec
+from tests.support.toy_spec import BrokenSpec, ToySpec, toy_program
+
+BUILD = functools.partial(compile_spec, program_of=toy_program)
 
 
 @pytest.mark.parametrize("arch", archs.ARCHS)
 def test_artifact_describes_the_kernel(arch: str) -> None:
     cluster = (2, 1, 1) if archs.named(arch).clusters else (1, 1, 1)
-    artifact = compile_spec(ToySpec(threads=64, cluster=cluster), arch)
+    artifact = compile_spec(ToySpec(threads=64, cluster=cluster), arch, toy_program)
     assert artifact.arch == arch
     assert artifact.symbol == "cute_attn_toy_0"
     assert artifact.params == (
@@ -56,7 +60,7 @@ def test_counts_every_kind_of_matrix_instruction() -> None:
 )
 def test_a_program_that_is_not_what_it_says_is_refused(fault: str, message: str) -> None:
     with pytest.raises(ArtifactError, match=message):
-        compile_spec(BrokenSpec(fault=fault), "sm_90a")
+        compile_spec(BrokenSpec(fault=fault), "sm_90a", toy_program)
 
 
 def test_unknown_arch_is_refused_before_anything_is_imported() -> None:
@@ -64,21 +68,21 @@ def test_unknown_arch_is_refused_before_anything_is_imported() -> None:
 import sys
 from cute_attn.errors import ArgumentError
 from cute_attn.runtime import compile
-from tests.toy_spec import ToySpec
+from tests.support.toy_spec import ToySpec, toy_program
 try:
-    compile.compile_spec(ToySpec(), "sm_70")
+    compile.compile_spec(ToySpec(), "sm_70", toy_program)
 except ArgumentError as err:
     print(err, "cutlass" in sys.modules)
 """
     assert subprocesses.run(code).strip().endswith("sm_121a False")
     with pytest.raises(ArgumentError):
-        compile_many({"sm_70": [ToySpec()]})
+        compile_many({"sm_70": [ToySpec()]}, BUILD)
 
 
 def test_processes_compile_the_same_bytes_and_report_failures_as_values() -> None:
     specs = [ToySpec(threads=64), BrokenSpec(), ToySpec(threads=96)]
     seen: list[tuple[KernelSpec, str, Outcome]] = []
-    outcomes = compile_many({"sm_90a": specs, "sm_100a": specs[:1]}, jobs=2, progress=lambda *a: seen.append(a))
+    outcomes = compile_many({"sm_90a": specs, "sm_100a": specs[:1]}, BUILD, jobs=2, progress=lambda *a: seen.append(a))
     assert list(outcomes) == [("sm_90a", spec) for spec in specs] + [("sm_100a", specs[0])]
     assert {(arch, spec): outcome for spec, arch, outcome in seen} == outcomes
     for (arch, spec), outcome in outcomes.items():
@@ -86,15 +90,17 @@ def test_processes_compile_the_same_bytes_and_report_failures_as_values() -> Non
             assert isinstance(outcome, ArtifactError)
             assert "toy of iron" in str(outcome)
         else:
-            assert outcome == compile_spec(spec, arch)
+            assert outcome == compile_spec(spec, arch, toy_program)
 
 
 def test_missing_dsl_is_explained() -> None:
     code = """
+import functools
 from cute_attn.errors import ArtifactError
 from cute_attn.runtime import compile
-from tests.toy_spec import ToySpec
-outcomes = compile.compile_many({"sm_90a": [ToySpec(), ToySpec(64)]}, jobs=2)
+from tests.support.toy_spec import ToySpec, toy_program
+build = functools.partial(compile.compile_spec, program_of=toy_program)
+outcomes = compile.compile_many({"sm_90a": [ToySpec(), ToySpec(64)]}, build, jobs=2)
 print(*outcomes.values(), sep="\\n")
 """
     lines = subprocesses.run(code, block=["cutlass"]).splitlines()

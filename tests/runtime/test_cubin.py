@@ -10,15 +10,17 @@ from cute_attn.errors import ArtifactError
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime.compile import compile_spec
 from cute_attn.runtime.cubin import read_kernels
-from tests.support.toy_spec import ToySpec
+from tests.support.toy_spec import ToySpec, toy_program
 
 TOY_PARAMS = ((0, 8), (8, 4), (12, 4), (16, 8), (24, 4))  # C layout of {i64, i32, f32, f64, i32}
-ABI_7 = Path(__file__).parent / "data"  # toy_kernel.py with 96 threads, by the cu12 flavour's ptxas 12.9
+ABI_7 = (
+    Path(__file__).parents[1] / "support" / "data"
+)  # toy_kernel.py with 96 threads, by the cu12 flavour's ptxas 12.9
 
 
 @pytest.mark.parametrize("arch", archs.ARCHS)
 def test_reads_what_the_compiler_was_told(arch: str) -> None:
-    (kernel,) = read_kernels(compile_spec(ToySpec(threads=96), arch).cubin)
+    (kernel,) = read_kernels(compile_spec(ToySpec(threads=96), arch, toy_program).cubin)
     assert kernel.symbol == "cute_attn_toy_0"
     assert f"sm_{kernel.sm}" == arch.removesuffix("a")
     assert kernel.params == TOY_PARAMS
@@ -38,12 +40,12 @@ def test_reads_elf_abi_7(sm: int) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
 def test_sees_a_stack_frame(arch: str) -> None:
-    (kernel,) = read_kernels(compile_spec(ToySpec(stack=True), arch).cubin)
+    (kernel,) = read_kernels(compile_spec(ToySpec(stack=True), arch, toy_program).cubin)
     assert kernel.stack_bytes >= 64 * 4
 
 
 def test_damaged_bytes_are_an_artifact_error() -> None:
-    cubin = compile_spec(ToySpec(), "sm_90a").cubin
+    cubin = compile_spec(ToySpec(), "sm_90a", toy_program).cubin
     for size in (0, 3, 40, 64, len(cubin) // 2, len(cubin) - 1):
         with pytest.raises(ArtifactError, match="not a readable cubin"):
             read_kernels(cubin[:size])

@@ -18,7 +18,7 @@ from cute_attn.runtime.compile import compile_spec
 from cute_attn.runtime.launch import Launch
 from tests.support import subprocesses
 from tests.support.stub_driver import StubDriver
-from tests.support.toy_spec import ToySpec
+from tests.support.toy_spec import ToySpec, toy_program
 
 VALUES = (0x7F00_1234_5678, -5, 1.5, -2.25, 2**31 - 1)
 CLUSTER, PDL = 4, 6  # CUlaunchAttributeID of cluster dimensions and of programmatic stream serialization
@@ -43,7 +43,7 @@ def expected_params(values: tuple[float, ...] = VALUES) -> list[bytes]:
 
 @functools.cache
 def toy(arch: str = "sm_90a", cluster: tuple[int, int, int] = (1, 1, 1)) -> Artifact:
-    return compile_spec(ToySpec(cluster=cluster), arch)
+    return compile_spec(ToySpec(cluster=cluster), arch, toy_program)
 
 
 @pytest.fixture

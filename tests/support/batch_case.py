@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import cute_attn
-from cute_attn.dispatch import select
+from cute_attn.dispatch import capabilities, select
 from cute_attn.errors import Refusal
 from cute_attn.problem import Features, Problem, Settings
 from cute_attn.reference import attention as reference
@@ -581,4 +581,4 @@ def refusals(
     case: BatchCase, inputs: BatchInputs, backend: str, arch: Arch | None, dense: bool = False
 ) -> list[Refusal]:
     """What the table of capabilities has against a case."""
-    return select.reasons_against(select.BY_NAME[backend], features(case, inputs.q.device, dense), arch)
+    return select.reasons_against(capabilities.BY_NAME[backend], features(case, inputs.q.device, dense), arch)

@@ -324,7 +324,7 @@ class Result:
 
 
 def lse_rounding(case: Numbers) -> float:
-    """Of an lse, relative to it. Hopper keeps few bits of sums of fp8 products: see `tests.fp8_case`."""
+    """Of an lse, relative to it. Hopper keeps few bits of sums of fp8 products: see `tests.support.fp8_case`."""
     return 2**-8 if case.dtype == "float8_e4m3fn" else LSE_ROUNDING
 
 
@@ -339,7 +339,7 @@ def tolerance(case: Case) -> tuple[float, float]:
     """
     o = 1.6e-2 if "bfloat16" in (case.dtype, case.o_dtype) else 2e-3
     if case.dtype == "float8_e4m3fn":
-        o += 2**-4  # the rounding of probabilities to e4m3; `tests.fp8_case` has a bound for each element
+        o += 2**-4  # the rounding of probabilities to e4m3; `tests.support.fp8_case` has a bound for each element
     lse = 1e-3
     if case.logits_soft_cap > 0:
         lse += LOG2E * 2**-11 * case.logits_soft_cap

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cute_attn.dispatch import select
+from cute_attn.dispatch import capabilities, select
 from cute_attn.problem import Features
 from cute_attn.runtime.arch import named
 from tests.support import batch_case, case
@@ -25,7 +25,7 @@ DISTANCE = 1_000_003  # between the seeds of kernels
 
 def solved_by_both(features: Features) -> bool:
     arch = named("sm_90a")
-    return not any(select.reasons_against(select.BY_NAME[backend], features, arch) for backend in BACKENDS)
+    return not any(select.reasons_against(capabilities.BY_NAME[backend], features, arch) for backend in BACKENDS)
 
 
 def batch(seed: int, max_len: int = 700) -> BatchCase:

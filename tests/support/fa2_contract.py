@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from cute_attn.kernels.combine.spec import CombineSpec
-from cute_attn.kernels.fa2.host import variant as fa2_variant
 from cute_attn.kernels.fa2.spec import Fa2Spec
 from cute_attn.kernels.formats import KV_BITS
+from cute_attn.kernels.host import load as loading
 from cute_attn.reference.attention import alibi_slopes
 from cute_attn.runtime.spec import KernelSpec
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
@@ -131,9 +131,9 @@ class InterpretedLaunch:
 def interpret(monkeypatch: pytest.MonkeyPatch, host: Any) -> None:
     """The interpreter in place of a GPU, for launches of the module `host`, on stream 77."""
     InterpretedLaunch.fired = []
-    fa2_variant.load.cache_clear()
-    monkeypatch.setattr(fa2_variant, "Launch", InterpretedLaunch)
-    monkeypatch.setattr(fa2_variant, "artifacts", types.SimpleNamespace(get=lambda spec, arch: spec))
+    loading.load.cache_clear()
+    monkeypatch.setattr(loading, "Launch", InterpretedLaunch)
+    monkeypatch.setattr(loading, "artifacts", types.SimpleNamespace(get=lambda spec, arch, program_of: spec))
     monkeypatch.setattr(host, "current_stream", lambda index: 77)
 
 

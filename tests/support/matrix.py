@@ -1,7 +1,7 @@
 """The single-request test matrix as data.
 
 `SMALL` touches every feature and edge with few and short tokens, for slow executors; `FULL` has real sizes;
-`random_case` makes more. What a case is, and how its result is judged, is in `tests/case.py`.
+`random_case` makes more. What a case is, and how its result is judged, is in `tests/support/case.py`.
 """
 
 from __future__ import annotations

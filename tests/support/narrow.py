@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from cute_attn.dispatch import select
+from cute_attn.dispatch import capabilities, select
 from cute_attn.problem import Features
 from cute_attn.runtime.arch import named
 from tests.support import batch_case, case
@@ -20,7 +20,7 @@ KV_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 
 
 def taken(features: Features) -> bool:
-    return not select.reasons_against(select.BY_NAME["fa3"], features, named("sm_90a"))
+    return not select.reasons_against(capabilities.BY_NAME["fa3"], features, named("sm_90a"))
 
 
 def singles(problems: Iterable[Case]) -> list[Case]:

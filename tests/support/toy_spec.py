@@ -47,3 +47,9 @@ class BrokenSpec(ToySpec):
         else:
             program.params = {"order": toy_kernel.SwappedParams, "count": toy_kernel.ShortParams}[self.fault]
         return program
+
+
+def toy_program(spec: Any, arch: str) -> Program:
+    """What a toy spec names."""
+    made: Program = spec.program(arch)
+    return made

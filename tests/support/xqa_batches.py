@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from cute_attn.dispatch import select
+from cute_attn.dispatch import capabilities, select
 from cute_attn.reference import attention as reference
 from cute_attn.runtime.arch import named
 from tests.support import batch_case, case
@@ -17,7 +17,7 @@ from tests.support.batch_case import E4M3, E5M2, BatchCase, decode, dims, heads
 from tests.support.case import Case
 
 CUDA = torch.device("cuda")
-XQA = select.BY_NAME["xqa"]
+XQA = capabilities.BY_NAME["xqa"]
 
 CASES = (
     decode((65, 12, 0), kv_dtype=E4M3, lse_base="ln", **heads(4, 1)),

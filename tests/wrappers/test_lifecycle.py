@@ -20,7 +20,7 @@ from cute_attn import (
     single_decode_with_kv_cache,
     single_prefill_with_kv_cache,
 )
-from cute_attn.dispatch import select
+from cute_attn.dispatch import capabilities, select
 from cute_attn.errors import NotSupported, Refusal
 from cute_attn.problem import BatchProblem, Features
 from tests.api.test_batch_cpu import assert_right
@@ -446,17 +446,17 @@ def test_plans_know_the_source_of_keys() -> None:
 @pytest.mark.parametrize("case", KINDS, ids=IDS)
 def test_what_only_a_run_knows_moves_the_plan(case: BatchCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """To a backend that takes it, if "auto" chose; later runs are right too."""
-    narrow = select.Backend("reference", "a stand-in that refuses sinks", ("cpu",), None)
+    narrow = capabilities.Backend("reference", "a stand-in that refuses sinks", ("cpu",), None)
     original, asked = select.reasons_against, []
 
-    def reasons(backend: select.Backend, features: Features, arch: Any) -> list[Refusal]:
+    def reasons(backend: capabilities.Backend, features: Features, arch: Any) -> list[Refusal]:
         if backend is narrow and features.sinks:
             return [Refusal("narrow", "attention sinks", "it has none", "no sinks")]
         return original(backend, features, arch)
 
-    def chosen(features: Features, name: str, rows: int) -> select.Backend:
+    def chosen(features: Features, name: str, rows: int) -> capabilities.Backend:
         asked.append(features.sinks)
-        return select.BY_NAME["reference"] if features.sinks and name == "auto" else narrow
+        return capabilities.BY_NAME["reference"] if features.sinks and name == "auto" else narrow
 
     monkeypatch.setattr(select, "reasons_against", reasons)
     monkeypatch.setattr(select, "chosen", chosen)

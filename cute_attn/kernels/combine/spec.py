@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cute_attn.runtime.spec import KernelSpec, Program
+from cute_attn.runtime.spec import KernelSpec
+from cute_attn.schedule.records import MAX_SPLITS
 
 
 @dataclass(frozen=True)
@@ -14,12 +15,7 @@ class CombineSpec(KernelSpec):
 
     kernel: ClassVar[str] = "combine"
     needs_mma: ClassVar[bool] = False
-    max_splits: ClassVar[int] = 128  # a lane of the merging warp holds the weights of 4 splits
+    max_splits: ClassVar[int] = MAX_SPLITS
     out_dtype: str
     head_dim_vo: int
     schedule: str = "grid"  # of the launch that left the partials
-
-    def program(self, arch: str) -> Program:
-        from cute_attn.kernels.combine.kernel import CombineProgram
-
-        return CombineProgram(self, arch)

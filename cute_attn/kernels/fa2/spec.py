@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cute_attn.runtime.spec import KernelSpec, Program
+from cute_attn.runtime.spec import KernelSpec
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,3 @@ class Fa2Spec(KernelSpec):
     kv: str = "dense"  # "dense": tokens at a stride; "paged": pages in any order
     kv_dtype: str = ""  # of `KV_BITS`
     tile: Tile = Tile(128, 64, 4, 1, 2)
-
-    def program(self, arch: str) -> Program:
-        from cute_attn.kernels.fa2.kernel import Fa2Program
-
-        return Fa2Program(self, arch)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cute_attn.kernels.formats import FP8_DTYPES
-from cute_attn.runtime.spec import KernelSpec, Program
+from cute_attn.runtime.spec import KernelSpec
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,3 @@ class Fa3Spec(KernelSpec):
         if self.tile.math_groups == 3:
             return (56, 152) if self.kv == "gathered" else (32, 160)
         return (24, 240) if self.kv == "dense" and not self.kv_dtype and not self.fp8 else (40, 232)
-
-    def program(self, arch: str) -> Program:
-        from cute_attn.kernels.fa3.fp8 import Fp8Program
-        from cute_attn.kernels.fa3.fp8_kv import WidenedProgram
-        from cute_attn.kernels.fa3.kernel import Fa3Program
-
-        return (Fp8Program if self.fp8 else WidenedProgram if self.kv_dtype else Fa3Program)(self, arch)

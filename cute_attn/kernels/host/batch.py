@@ -31,7 +31,7 @@ S = TypeVar("S")  # a backend's schedule
 
 @dataclass(frozen=True)
 class Batches(Generic[S]):
-    """What a backend offers for batches (`cute_attn.backends`), made of its own three parts."""
+    """What a backend offers for batches (`dispatch.backends`), made of its own three parts."""
 
     scheduled: Callable[..., S]  # from settings, lengths, limits, arch, multiprocessors, and memory for the records
     planned: Callable[[Settings, S, Staging, Arch, int], Callable[[BatchProblem], None]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from cute_attn.kernels.programs import program
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.launch import CPU, Launch
 from cute_attn.runtime.spec import KernelSpec
@@ -15,5 +16,5 @@ def load(kernel: KernelSpec, arch_name: str, device_index: int, pdl: bool) -> La
     if device_index == CPU:
         from cute_attn.emulator.adapter import EmulatedLaunch
 
-        return EmulatedLaunch(artifacts.get(kernel, arch_name), pdl=pdl)
-    return Launch(artifacts.get(kernel, arch_name), device_index, pdl=pdl)
+        return EmulatedLaunch(artifacts.get(kernel, arch_name, program), pdl=pdl)
+    return Launch(artifacts.get(kernel, arch_name, program), device_index, pdl=pdl)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cute_attn.kernels.formats import KV_BITS
-from cute_attn.runtime.spec import KernelSpec, Program
+from cute_attn.runtime.spec import KernelSpec
 
 LINE = 128  # bytes; the banks of shared memory once over
 
@@ -62,11 +62,6 @@ class XqaSpec(KernelSpec):
     def mma_dtype(self) -> str:
         """8 and 4 bits become fp16 exactly."""
         return self.dtype if self.kv_bits == 16 else "float16"
-
-    def program(self, arch: str) -> Program:
-        from cute_attn.kernels.xqa.kernel import XqaProgram
-
-        return XqaProgram(self, arch)
 
 
 @dataclass(frozen=True)

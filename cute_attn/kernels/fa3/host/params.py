@@ -14,11 +14,10 @@ from cute_attn.kernels.fa3.host import variant as fa3_variant
 from cute_attn.kernels.fa3.spec import HopperTile
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.host import fastdiv
-from cute_attn.kernels.host.params import Target
+from cute_attn.kernels.host.params import UNBOUNDED, Target
 from cute_attn.problem import BatchProblem, Problem, Settings
 from cute_attn.runtime import tensormap
 
-UNBOUNDED = fa2_params.UNBOUNDED
 NO_GRID = (0,) * 7
 NO_ITEMS = (0, 0, 0)
 NO_STRIDES = (0,) * 6

@@ -1,0 +1,42 @@
+"""Makes the kernel that a spec names: the only module that knows both. The DSL is imported on first use."""
+
+from __future__ import annotations
+
+from cute_attn.kernels.combine.spec import CombineSpec
+from cute_attn.kernels.fa2.spec import Fa2Spec
+from cute_attn.kernels.fa3.spec import Fa3Spec
+from cute_attn.kernels.xqa.spec import XqaSpec
+from cute_attn.runtime.spec import KernelSpec, Program
+
+
+def program(spec: KernelSpec, arch: str) -> Program:
+    """The traceable kernel of `spec` for `arch` ("sm_90a", ...). TypeError for a spec of no family."""
+    if isinstance(spec, Fa2Spec):
+        from cute_attn.kernels.fa2.kernel import Fa2Program
+
+        return Fa2Program(spec, arch)
+    if isinstance(spec, Fa3Spec):
+        return _fa3_program(spec, arch)
+    if isinstance(spec, CombineSpec):
+        from cute_attn.kernels.combine.kernel import CombineProgram
+
+        return CombineProgram(spec, arch)
+    if isinstance(spec, XqaSpec):
+        from cute_attn.kernels.xqa.kernel import XqaProgram
+
+        return XqaProgram(spec, arch)
+    raise TypeError(f"no program for {spec!r}")
+
+
+def _fa3_program(spec: Fa3Spec, arch: str) -> Program:
+    if spec.fp8:
+        from cute_attn.kernels.fa3.fp8 import Fp8Program
+
+        return Fp8Program(spec, arch)
+    if spec.kv_dtype:
+        from cute_attn.kernels.fa3.fp8_kv import WidenedProgram
+
+        return WidenedProgram(spec, arch)
+    from cute_attn.kernels.fa3.kernel import Fa3Program
+
+    return Fa3Program(spec, arch)
