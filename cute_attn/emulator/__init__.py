@@ -1,4 +1,4 @@
-"""A PTX emulator for testing our kernels where there is no GPU. The core needs numpy and nothing else."""
+"""PTX emulator for testing kernels without a GPU. Everything but `adapter` depends on numpy alone."""
 
 from cute_attn.emulator.errors import EmulatorError
 from cute_attn.emulator.machine import Schedule, Stats

@@ -1,4 +1,4 @@
-"""Loads and stores of lanes: addresses to memories, with every check on the way."""
+"""Loads and stores of lanes: from addresses to memories, with all checks."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from cute_attn.emulator.memory import (
 )
 
 if TYPE_CHECKING:
-    from cute_attn.emulator.gang import Gang
     from cute_attn.emulator.machine import Cluster, Cta
+    from cute_attn.emulator.warp_batch import WarpBatch
 
-CLUSTER_SHIFT = 20  # launch-wide agents: number of the cluster + 1 above the agent in it
+CLUSTER_SHIFT = 20  # launch-wide agent: (cluster number + 1) << CLUSTER_SHIFT | agent within the cluster
 
 
 def shared_of(
-    gang: Gang, addresses: Array, what: str, cluster: bool = False
+    batch: WarpBatch, addresses: Array, what: str, cluster: bool = False
 ) -> list[tuple[SharedMemory, Array | None]]:
-    """The shared memories behind 32-bit addresses, with the positions that fall in each (None: all)."""
+    """Shared memories that 32-bit addresses refer to, each with the positions that fall in it (None: all)."""
     ranks = addresses >> np.uint32(RANK_SHIFT)
-    own = gang.cta.rank
+    own = batch.cta.rank
     if not cluster or (ranks == own).all():
         if (ranks != own).any():
             lane = int(np.flatnonzero(ranks != own)[0])
             raise MemoryFault(f"{what} at {int(addresses[lane]):#x}: outside shared memory of the CTA", lane)
-        return [(gang.cta.smem, None)]
+        return [(batch.cta.smem, None)]
     found: list[tuple[SharedMemory, Array | None]] = []
     for rank in np.unique(ranks):
-        if rank >= len(gang.cta.cluster.ctas):
+        if rank >= len(batch.cta.cluster.ctas):
             raise MemoryFault(f"{what}: no CTA of rank {int(rank)} in the cluster")
-        found.append((gang.cta.cluster.ctas[rank].smem, np.flatnonzero(ranks == rank)))
+        found.append((batch.cta.cluster.ctas[rank].smem, np.flatnonzero(ranks == rank)))
     return found
 
 
@@ -50,82 +50,86 @@ def offsets_of(addresses: Array) -> Array:
 
 
 def load_shared(
-    gang: Gang, mask: Array | None, addresses: Array, nbytes: int, what: str, cluster: bool = False
+    batch: WarpBatch, mask: Array | None, addresses: Array, nbytes: int, what: str, cluster: bool = False
 ) -> Array:
-    """Words of `nbytes` bytes as rows of bytes: [lanes of the gang, nbytes]; zeros for inactive lanes."""
-    lanes = gang.lanes(mask)
-    at = gang.full(addresses)[lanes]
-    out = np.zeros((gang.size, nbytes), np.uint8)
-    for memory, positions in shared_of(gang, at, what, cluster):
+    """Load words as rows of bytes [lanes of the batch, nbytes]; inactive lanes get zeros."""
+    lanes = batch.lanes(mask)
+    at = batch.full(addresses)[lanes]
+    out = np.zeros((batch.size, nbytes), np.uint8)
+    for memory, positions in shared_of(batch, at, what, cluster):
         chosen = slice(None) if positions is None else positions
-        offsets, agents = offsets_of(at[chosen]), gang.lane_agents[lanes[chosen]]
+        offsets, agents = offsets_of(at[chosen]), batch.lane_agents[lanes[chosen]]
         memory.check(offsets, nbytes, nbytes, what)
         out[lanes[chosen]] = memory.load(offsets, nbytes, agents, what).view(np.uint8).reshape(-1, nbytes)
     return out
 
 
 def store_shared(
-    gang: Gang, mask: Array | None, addresses: Array, rows: Array, what: str, cluster: bool = False
+    batch: WarpBatch, mask: Array | None, addresses: Array, rows: Array, what: str, cluster: bool = False
 ) -> None:
-    """Rows of bytes [lanes of the gang, nbytes] to shared memory."""
-    lanes = gang.lanes(mask)
-    at = gang.full(addresses)[lanes]
+    """Store rows of bytes [lanes of the batch, nbytes] to shared memory."""
+    lanes = batch.lanes(mask)
+    at = batch.full(addresses)[lanes]
     nbytes = rows.shape[1]
-    for memory, positions in shared_of(gang, at, what, cluster):
+    for memory, positions in shared_of(batch, at, what, cluster):
         chosen = slice(None) if positions is None else positions
-        offsets, agents = offsets_of(at[chosen]), gang.lane_agents[lanes[chosen]]
+        offsets, agents = offsets_of(at[chosen]), batch.lane_agents[lanes[chosen]]
         memory.check(offsets, nbytes, nbytes, what)
         memory.store(offsets, words_of(rows[lanes[chosen]]), nbytes, agents, what)
 
 
 def words_of(rows: Array) -> Array:
-    """Rows of bytes as words."""
+    """View rows of bytes as words."""
     nbytes = rows.shape[1]
     words: Array = np.ascontiguousarray(rows).view(f"u{nbytes}" if nbytes <= 8 else f"V{nbytes}")[:, 0]
     return words
 
 
 def load_global(
-    gang: Gang, mask: Array | None, addresses: Array, nbytes: int, what: str, strong: bool = False
+    batch: WarpBatch, mask: Array | None, addresses: Array, nbytes: int, what: str, strong: bool = False
 ) -> Array:
-    """`strong` accesses (relaxed, volatile, acquire) order others and do not race."""
-    lanes = gang.lanes(mask)
-    at = gang.full(addresses)[lanes]
-    out = np.zeros((gang.size, nbytes), np.uint8)
+    """Load words from global memory. `strong` accesses (relaxed, volatile, acquire) order others and do not race."""
+    lanes = batch.lanes(mask)
+    at = batch.full(addresses)[lanes]
+    out = np.zeros((batch.size, nbytes), np.uint8)
     _aligned(at, nbytes, what)
-    for region, positions, offsets in gang.cta.grid.memory.split(at, nbytes, what):
+    for region, positions, offsets in batch.cta.grid.memory.split(at, nbytes, what):
         chosen = lanes if positions is None else lanes[positions]
-        agents = None if strong else gang.lane_agents[chosen]
-        out[chosen] = read_region(gang, region, offsets, nbytes, agents, what)
+        agents = None if strong else batch.lane_agents[chosen]
+        out[chosen] = read_region(batch, region, offsets, nbytes, agents, what)
     return out
 
 
-def read_region(gang: Gang, region: Region, offsets: Array, nbytes: int, agents: Array | None, what: str) -> Array:
-    """Rows of bytes of one region, read by warps (None: without a race check)."""
+def read_region(
+    batch: WarpBatch, region: Region, offsets: Array, nbytes: int, agents: Array | None, what: str
+) -> Array:
+    """Read rows of bytes of one region. `agents`: the warps that read (None: no race check)."""
     check_global(region, offsets, nbytes, what, write=False)
-    if gang.cta.clocks is not None and region.contested and agents is not None:
-        _order_global(gang.cta.cluster, region, offsets, nbytes, agents, what, write=False)
+    if batch.cta.clocks is not None and region.contested and agents is not None:
+        _order_global(batch.cta.cluster, region, offsets, nbytes, agents, what, write=False)
     rows: Array = region.bytes.windows(nbytes)[offsets].view(np.uint8).reshape(-1, nbytes)
     return rows
 
 
 def store_global(
-    gang: Gang, mask: Array | None, addresses: Array, rows: Array, what: str, strong: bool = False
+    batch: WarpBatch, mask: Array | None, addresses: Array, rows: Array, what: str, strong: bool = False
 ) -> None:
-    lanes = gang.lanes(mask)
-    at = gang.full(addresses)[lanes]
+    lanes = batch.lanes(mask)
+    at = batch.full(addresses)[lanes]
     nbytes = rows.shape[1]
     _aligned(at, nbytes, what)
-    for region, positions, offsets in gang.cta.grid.memory.split(at, nbytes, what):
+    for region, positions, offsets in batch.cta.grid.memory.split(at, nbytes, what):
         chosen = lanes if positions is None else lanes[positions]
-        write_region(gang, region, offsets, rows[chosen], None if strong else gang.lane_agents[chosen], what)
+        write_region(batch, region, offsets, rows[chosen], None if strong else batch.lane_agents[chosen], what)
 
 
-def write_region(gang: Gang, region: Region, offsets: Array, rows: Array, agents: Array | None, what: str) -> None:
+def write_region(
+    batch: WarpBatch, region: Region, offsets: Array, rows: Array, agents: Array | None, what: str
+) -> None:
     nbytes = rows.shape[1]
     check_global(region, offsets, nbytes, what, write=True)
-    if gang.cta.clocks is not None and agents is not None:
-        _order_global(gang.cta.cluster, region, offsets, nbytes, agents, what, write=True)
+    if batch.cta.clocks is not None and agents is not None:
+        _order_global(batch.cta.cluster, region, offsets, nbytes, agents, what, write=True)
     region.bytes.windows(nbytes)[offsets] = words_of(rows)
     region.valid.windows(nbytes)[offsets] = words_of(np.full((1, nbytes), 0xFF, np.uint8))
 
@@ -139,7 +143,7 @@ def _aligned(addresses: Array, nbytes: int, what: str) -> None:
 def _order_global(
     cluster: Cluster, region: Region, offsets: Array, nbytes: int, agents: Array, what: str, write: bool
 ) -> None:
-    """Race checks of global memory: against warps of this launch, and against earlier launches."""
+    """Check global accesses for races with warps of this launch and with earlier launches."""
     clocks = cluster.clocks
     assert clocks is not None
     first = (offsets + (region.base & 3)) >> 2
@@ -176,8 +180,8 @@ def _compare(
     if foreign.any():
         seen = cluster.cross
         for lane, column in np.argwhere(foreign):
-            known = seen.get(int(rows[lane, 0]), {}).get(int(other[lane, column]), 0)
-            late[lane, column] = epoch[lane, column] > known
+            epoch_seen = seen.get(int(rows[lane, 0]), {}).get(int(other[lane, column]), 0)
+            late[lane, column] = epoch[lane, column] > epoch_seen
     if late.any():
         lane, column = map(int, np.argwhere(late)[0])
         who = int(other[lane, column])
@@ -191,13 +195,13 @@ def _compare(
         )
 
 
-def generic_spaces(gang: Gang, mask: Array | None, addresses: Array) -> tuple[Array, Array]:
-    """(mask of lanes whose generic address is shared, mask of the others)."""
-    full = gang.full(addresses)
+def generic_spaces(batch: WarpBatch, mask: Array | None, addresses: Array) -> tuple[Array, Array]:
+    """Masks of the lanes whose generic address is shared, and of the others."""
+    full = batch.full(addresses)
     space = full >> np.uint64(56)
     if (space == GENERIC_PARAM >> 56).any():
         raise MemoryFault("a generic load from the parameter space is not supported")
-    active = gang.active(mask)
+    active = batch.active(mask)
     shared = space == GENERIC_SHARED >> 56
     return active & shared, active & ~shared
 
@@ -206,7 +210,7 @@ def generic_spaces(gang: Gang, mask: Array | None, addresses: Array) -> tuple[Ar
 
 
 def op_load_global(cta: Cta, addresses: Array, nbytes: int, op: Op | None, what: str) -> Array:
-    """Rows of bytes, read through the async proxy."""
+    """Read rows of bytes through the async proxy."""
     out = np.zeros((len(addresses), nbytes), np.uint8)
     for region, positions, offsets in cta.grid.memory.split(addresses.astype(np.uint64), nbytes, what):
         check_global(region, offsets, nbytes, what, write=False)
@@ -229,7 +233,7 @@ def op_store_global(cta: Cta, addresses: Array, rows: Array, op: Op | None, what
 
 
 def _order_op(cluster: Cluster, region: Region, offsets: Array, nbytes: int, op: Op, what: str, write: bool) -> None:
-    """Races with warps and operations of the cluster, and with earlier launches."""
+    """Check an operation for races with warps and operations of the cluster and with earlier launches."""
     clocks = cluster.clocks
     assert clocks is not None
     first = (offsets + (region.base & 3)) >> 2

@@ -1,4 +1,4 @@
-"""Between torch and the emulator: CPU tensors as global memory, and launches that run on it."""
+"""Adapter from torch to the emulator: CPU tensors as global memory, and launches on that memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _memory: contextvars.ContextVar[GlobalMemory | None] = contextvars.ContextVar("e
 
 
 class EmulatedLaunch(Launch):
-    """The launch of an artifact for CPU tensors. Fires inside `visible`, on the memory that it shows."""
+    """Launch of an artifact on CPU tensors. It must fire inside `visible`, whose memory it runs on."""
 
     def __init__(self, artifact: Artifact, *, pdl: bool) -> None:
         self.artifact, self.pdl, self.device_index = artifact, pdl, CPU
@@ -49,13 +49,13 @@ class EmulatedLaunch(Launch):
 
 @contextlib.contextmanager
 def visible(inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]) -> Iterator[GlobalMemory]:
-    """These tensors, and every tensor that torch makes meanwhile, are global memory: element by element, so that
-    gaps between rows are out of bounds. `inputs` may only be read, `outputs` hold nothing yet.
+    """Expose these tensors, and every tensor that torch creates meanwhile, as global memory. Only their elements are in
+    bounds, not gaps between rows. `inputs` are read-only, `outputs` start uninitialised.
     """
     memory = GlobalMemory()
     storages: dict[int, Region] = {}
     for name, tensor in (*inputs.items(), *outputs.items()):
-        _show(memory, storages, name, tensor)
+        _expose(memory, storages, name, tensor)
     for tensor in inputs.values():
         _mark(storages[_key(tensor)].valid.data, tensor)
     for tensor in outputs.values():
@@ -69,12 +69,12 @@ def visible(inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]) -
 
 
 class _Watch(TorchDispatchMode):
-    """Shows every new storage to the emulator: uninitialised where torch left it so."""
+    """Exposes every new storage to the emulator; storage that torch leaves uninitialised is marked so."""
 
     def __init__(self, memory: GlobalMemory, storages: dict[int, Region]) -> None:
         super().__init__()
         self.memory, self.storages = memory, storages
-        self.kept: list[torch.Tensor] = []  # an address must not come back under another tensor
+        self.kept: list[torch.Tensor] = []  # kept alive, so that no address is reused by another tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -83,7 +83,7 @@ class _Watch(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and _key(tensor) not in self.storages:
                 if tensor.untyped_storage().nbytes() == 0:
                     continue
-                region = self.memory.add("a tensor made on the way", _key(tensor), tensor.untyped_storage().nbytes())
+                region = self.memory.add("a temporary tensor", _key(tensor), tensor.untyped_storage().nbytes())
                 region.valid.data[:] = 0 if empty else 255
                 self.storages[_key(tensor)] = region
                 self.kept.append(tensor)
@@ -94,7 +94,7 @@ def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _show(memory: GlobalMemory, storages: dict[int, Region], name: str, tensor: torch.Tensor) -> None:
+def _expose(memory: GlobalMemory, storages: dict[int, Region], name: str, tensor: torch.Tensor) -> None:
     if tensor.untyped_storage().nbytes() == 0:
         storages.setdefault(0, Region(name, 0, np.zeros(0, np.uint8), False, False))
         return
@@ -109,7 +109,7 @@ def _show(memory: GlobalMemory, storages: dict[int, Region], name: str, tensor: 
 
 
 def _mark(flags: np.ndarray[Any, Any], tensor: torch.Tensor) -> None:
-    """Set the flags of all bytes of a tensor's elements."""
+    """Set the flags of all bytes that belong to a tensor's elements."""
     if tensor.numel() == 0:
         return
     size = tensor.itemsize
@@ -117,6 +117,6 @@ def _mark(flags: np.ndarray[Any, Any], tensor: torch.Tensor) -> None:
     strides = [stride * size for stride in tensor.stride()]
     flat.as_strided((*tensor.shape, size), (*strides, 1), tensor.storage_offset() * size).fill_(255)
     if size == 1:
-        # Kernels read bits and bytes by aligned words; a GPU's allocations are made of those.
+        # Kernels read bits and bytes in aligned words, which GPU allocations consist of.
         words = flags[: len(flags) & ~3].reshape(-1, 4)
         words[words.any(axis=1)] = 255

@@ -1,11 +1,12 @@
-"""Vector clocks: what each warp and each asynchronous operation is known to come after.
+"""Vector clocks: the events that happen before each warp's and each asynchronous operation's next access.
 
-Agents of one cluster share a clock space: warps first, then *channels* for asynchronous operations. A channel is used
-again only by an issuer that has seen its last operation complete, so "epoch e of channel c is seen" implies that all
-earlier operations on c are. Agent 0 stands for the launches before this one (programmatic dependent launch).
+Agents of one cluster share a clock space: warps first, then *channels* for asynchronous operations. A channel is reused
+only by an issuer that has observed the completion of its last operation, so that having observed epoch e of a channel
+implies having observed all earlier ones. Agent 0 stands for the launches before this one (programmatic dependent
+launch).
 
-Every clock has two rows: `ORDER` is happens-before, `PROXY` the part of it that a proxy fence has carried over to the
-async proxy: a generic write at epoch e may be read by an asynchronous operation if its PROXY row has reached e.
+Every clock has two rows. `ORDER` is happens-before; `PROXY` is the part of it that a proxy fence has extended to the
+async proxy: an asynchronous operation may read a generic write of epoch e if its PROXY row has reached e.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import EmulatorError
 
 ORDER, PROXY = 0, 1
-BEFORE = 0  # the agent of earlier launches
-CHANNELS = 1024  # three tiles of keys and values of a box a token are 768
+BEFORE = 0  # agent of earlier launches
+CHANNELS = 1024  # three tiles of K and V with one TMA box per token take 768
 
 
 @dataclass
 class Op:
-    """One asynchronous operation, or a group of them that completes as one."""
+    """Asynchronous operation, or a group of them that completes as one."""
 
     agent: int
     epoch: int
@@ -34,7 +35,7 @@ class Op:
 
 
 class Clocks:
-    """Clocks of the warps of one cluster. Row 0 of `v` belongs to agent 0 and is not used."""
+    """Clocks of the warps of one cluster. Row 0 of `v` is unused: agent 0 is no warp."""
 
     def __init__(self, warps: int, dependent: bool) -> None:
         self.warps = warps
@@ -53,7 +54,7 @@ class Clocks:
         return np.zeros((2, self.capacity), np.int32)
 
     def release(self, agents: Array) -> Array:
-        """The joint clock of these warps; what they do from now on is not covered by it."""
+        """Joint clock of these warps. It does not cover what they do from now on."""
         joint: Array = self.v[agents].max(axis=0)
         self.v[agents, ORDER, agents] += 1
         return joint
@@ -65,8 +66,8 @@ class Clocks:
         self.v[agents, PROXY] = self.v[agents, ORDER]
 
     def begin(self, agent: int, what: str, generic: bool = False) -> Op:
-        """An operation that comes after everything that warp `agent` has seen and done so far. Who waits for one that
-        is `generic` has yet to fence it for the async proxy.
+        """Begin an operation that is ordered after everything that warp `agent` has observed and done so far. A warp
+        that waits for a `generic` one must still fence before the async proxy may see its writes.
         """
         seen = self.v[agent, ORDER]
         free = np.flatnonzero(seen[1 + self.warps : self.used] >= self.latest[1 + self.warps : self.used])
@@ -76,7 +77,7 @@ class Clocks:
             channel = self.used
             self.used += 1
             if channel >= self.capacity:
-                raise EmulatorError(f"more than {CHANNELS} asynchronous operations whose end nobody waits for")
+                raise EmulatorError(f"more than {CHANNELS} asynchronous operations that no warp has waited for")
         self.latest[channel] += 1
         clock = self.v[agent].copy()
         epoch = int(self.latest[channel])
@@ -96,7 +97,7 @@ class Clocks:
 
 
 class Shadow:
-    """Last writer and readers of every 4-byte cell of a shared memory."""
+    """Shadow state of shared memory: the last writer and the readers of every 4-byte cell."""
 
     def __init__(self, nbytes: int, clocks: Clocks) -> None:
         cells = (nbytes + 3) // 4
@@ -107,7 +108,7 @@ class Shadow:
         self.reads = np.zeros((clocks.capacity, cells), np.int32)
 
     def read(self, cells: Array, agents: Array) -> tuple[int, int] | None:
-        """Generic reads by warps: row i of `cells` by agents[i]. The position and writer of a race, or None."""
+        """Record generic reads, row i of `cells` by warp agents[i]. Returns position and writer of a race, or None."""
         order = self.clocks.v[:, ORDER]
         writer = self.writer[cells]
         rows = agents[:, None]
@@ -116,7 +117,7 @@ class Shadow:
         return _first(late, writer)
 
     def write(self, cells: Array, agents: Array) -> tuple[int, int, str] | None:
-        """Generic writes by warps."""
+        """Record generic writes by warps. Returns position, agent and kind of the other access of a race, or None."""
         order = self.clocks.v[:, ORDER]
         rows = agents[:, None]
         writer = self.writer[cells]
@@ -131,7 +132,7 @@ class Shadow:
             agent, position = np.argwhere(ahead)[0]
             return int(position) // cells.shape[1], int(agent), "read"
         self.writer[cells] = rows
-        both = self.writer[cells] != rows  # warps of one gang, in one instruction
+        both = self.writer[cells] != rows  # another warp of the batch wrote it in the same instruction
         if both.any():
             return *_somewhere(both, self.writer[cells]), "write"
         self.written[cells] = order[rows, rows]
@@ -140,7 +141,7 @@ class Shadow:
         return None
 
     def op_read(self, cells: Array, op: Op) -> tuple[str, int] | None:
-        """A read through the async proxy: what is wrong ("race" or "proxy") and with whom, or None."""
+        """Record a read through the async proxy. Returns the fault ("race" or "proxy") and the other agent, or None."""
         writer, written = self.writer[cells], self.written[cells]
         late = written > op.clock[ORDER, writer]
         if late.any():
@@ -152,7 +153,7 @@ class Shadow:
         return None
 
     def op_write(self, cells: Array, op: Op, generic: bool = False) -> tuple[str, int] | None:
-        """A write by an asynchronous operation (`generic`: cp.async, which is not of the async proxy)."""
+        """Record a write by an asynchronous operation. `generic`: it uses the generic proxy, as cp.async does."""
         writer = self.writer[cells]
         late = self.written[cells] > op.clock[ORDER, writer]
         if late.any():

@@ -1,4 +1,4 @@
-"""PTX types as numpy types. A register holds bits; its `home` is the numpy type in which they are kept."""
+"""PTX types as numpy types. The `home` of a register is the numpy type that holds its bits."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def tag(ptx_type: str) -> str:
 
 
 def bits_to(value: int, to: str) -> Array:
-    """A one-element array of type `to` whose bits are the low bits of `value`."""
+    """One-element array of type `to` whose bits are the low bits of `value`."""
     if to == "p":
         return np.array([bool(value)])
     width = WIDTH[to]

@@ -1,4 +1,4 @@
-"""Writes Python for instructions: operands to expressions, results to registers, under a mask where needed."""
+"""Code generation for instructions: operands become expressions, results are assigned to registers, under a mask."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HOMES = {
 
 
 def homes(registers: dict[str, Reg], body: Sequence[Any]) -> list[str]:
-    """The numpy type in which each register is kept: that in which most instructions use it, so that few convert."""
+    """The numpy type of each register: the one in which most instructions use it, so that conversions are few."""
     votes: dict[int, dict[str, int]] = {}
     for inst in body:
         if not isinstance(inst, Inst):
@@ -60,7 +60,7 @@ def _vote(votes: dict[int, dict[str, int]], operands: Sequence[Operand], kind: s
 
 
 class Emitter:
-    """The Python of one block. Generated functions have arguments g (gang), R (registers) and m (mask or None)."""
+    """Generates the Python of one block, a function of w (warp batch), R (registers) and m (mask or None)."""
 
     def __init__(
         self, register_homes: list[str], names: dict[str, Any], variables: dict[str, int], masked: bool
@@ -79,13 +79,13 @@ class Emitter:
         self.lines.append(self.indent + text)
 
     def bind(self, value: Any, hint: str = "k") -> str:
-        """A name for `value` in the generated code."""
+        """Bind `value` to a name in the generated code."""
         name = f"{hint}_{len(self.names)}"
         self.names[name] = value
         return name
 
     def get(self, operand: Operand, kind: str) -> str:
-        """An expression of numpy type `kind`, of one element or one a lane."""
+        """Expression of numpy type `kind`, with one element or one per lane."""
         if isinstance(operand, Reg):
             return self._register(operand, kind)
         if isinstance(operand, Imm):
@@ -93,9 +93,9 @@ class Emitter:
         if isinstance(operand, Not):
             return f"(~{self.get(operand.operand, 'p')})"
         if isinstance(operand, Special):
-            return _convert(f"g.special({operand.name!r})", "u8" if operand.name.endswith("64") else "u4", kind)
+            return _convert(f"w.special({operand.name!r})", "u8" if operand.name.endswith("64") else "u4", kind)
         if isinstance(operand, Sym):
-            return _convert(f"g.symbol({operand.name!r})", "u8", kind)
+            return _convert(f"w.symbol({operand.name!r})", "u8", kind)
         raise PtxError(f"operand {operand} where a value is needed")
 
     def set(self, operand: Operand, kind: str, expression: str) -> None:
@@ -114,8 +114,8 @@ class Emitter:
     def call(
         self, function: Callable[..., Any], arguments: Sequence[str], results: Sequence[tuple[Operand, str]] = ()
     ) -> None:
-        """`function(g, mask, *arguments)` gives one array for each of `results`."""
-        text = f"{self.bind(function, function.__name__)}({', '.join(('g', self.mask, *arguments))})"
+        """Emit `function(w, mask, *arguments)`, which returns one array for each of `results`."""
+        text = f"{self.bind(function, function.__name__)}({', '.join(('w', self.mask, *arguments))})"
         if not results:
             self.line(text)
         elif len(results) == 1:
@@ -127,7 +127,7 @@ class Emitter:
                     self.set(operand, kind, f"t[{i}]")
 
     def address(self, operand: Operand, wide: bool) -> str:
-        """The address expression of `[base+offset]`: u8 if `wide`, else u4."""
+        """Address expression of `[base+offset]`: u8 if `wide`, else u4."""
         if not isinstance(operand, Addr):
             raise PtxError(f"operand {operand} where an address is needed")
         kind = "u8" if wide else "u4"
@@ -158,7 +158,7 @@ class Emitter:
 
 
 def _convert(expression: str, have: str, want: str) -> str:
-    """Bits of `have` seen as `want`: truncated or zero-extended where widths differ."""
+    """Reinterpret bits of type `have` as `want`, truncated or zero-extended where widths differ."""
     if have == want:
         return expression
     if "p" in (have, want):
@@ -172,4 +172,4 @@ def _convert(expression: str, have: str, want: str) -> str:
 
 
 NAMES: dict[str, Any] = {**dict(DTYPES.items()), "where": np.where, "np": np}
-"""What generated code may use without binding it."""
+"""Globals of generated code."""

@@ -1,4 +1,4 @@
-"""What the emulator raises. Every error can say where: kernel, CTA, warps, lanes, PTX line, source line."""
+"""Errors of the emulator. Each can name its location: kernel, CTA, warps, lane, PTX line, source line."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where an error came up. `source` is empty where the PTX has no line information."""
+class FaultLocation:
+    """Location of an error. `source` is empty where the PTX has no line information."""
 
     kernel: str
     cta: tuple[int, int, int]
@@ -23,44 +23,44 @@ class Place:
 
 
 class EmulatorError(Exception):
-    """Base class. `place` is filled in by the machine where an instruction raised."""
+    """Base class. The machine fills in `location` when an instruction raised the error."""
 
     def __init__(self, message: str, lane: int | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.lane = lane
         self.warp: int | None = None
-        self.place: Place | None = None
+        self.location: FaultLocation | None = None
 
     def __str__(self) -> str:
         lane = "" if self.lane is None else f" [lane {self.lane}]"
         warp = "" if self.warp is None else f" [warp {self.warp}]"
-        where = "" if self.place is None else f"\n  at {self.place}"
+        where = "" if self.location is None else f"\n  at {self.location}"
         return f"{self.message}{warp}{lane}{where}"
 
 
 class PtxError(EmulatorError):
-    """The PTX text cannot be read."""
+    """PTX text that cannot be parsed."""
 
 
 class UnknownForm(EmulatorError):
-    """An instruction form that the registry does not have."""
+    """Instruction form that is not in the registry."""
 
 
 class MemoryFault(EmulatorError):
-    """Out of bounds, misaligned, not writable."""
+    """Access that is out of bounds, misaligned or to memory that may not be written."""
 
 
 class Uninitialised(EmulatorError):
-    """A read of bytes that nobody wrote."""
+    """Read of bytes that were never written."""
 
 
 class Race(EmulatorError):
-    """Two accesses that nothing orders, one of them a write."""
+    """Two unordered accesses, at least one of them a write."""
 
 
 class ProxyFault(EmulatorError):
-    """Generic writes reach the async proxy without a proxy fence, or the reverse."""
+    """Missing proxy fence between the generic and the async proxy."""
 
 
 class BarrierFault(EmulatorError):
@@ -68,12 +68,12 @@ class BarrierFault(EmulatorError):
 
 
 class Divergence(EmulatorError):
-    """A warp-wide instruction without all the lanes that it names."""
+    """Warp-wide instruction that some of the lanes it names do not reach."""
 
 
 class Deadlock(EmulatorError):
-    """Nothing can move."""
+    """State in which no warp can make progress."""
 
 
 class LaunchFault(EmulatorError):
-    """Launch parameters that the architecture or the kernel does not take."""
+    """Launch parameters that the architecture or the kernel does not accept."""

@@ -1,4 +1,4 @@
-"""8- and 4-bit float formats as tables: decoding by look-up, encoding to the nearest with ties to even."""
+"""Tables of fp8, fp6 and fp4 formats: decoding by look-up, encoding to nearest with ties to even."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LAYOUT = {"e4m3": (4, 3, 7), "e5m2": (5, 2, 15), "e2m1": (2, 1, 1), "e2m3": (2,
 
 @functools.cache
 def values(kind: str) -> Array:
-    """The number of every code."""
+    """Value of every code."""
     exponent_bits, mantissa_bits, bias = _LAYOUT[kind]
     codes = np.arange(1 << (1 + exponent_bits + mantissa_bits))
     mantissa = codes & ((1 << mantissa_bits) - 1)
@@ -32,13 +32,13 @@ def values(kind: str) -> Array:
 
 
 def decode(codes: Array, kind: str) -> Array:
-    """Codes (any integer array) to float32."""
+    """Decode codes (any integer array) to float32."""
     found: Array = values(kind)[codes]
     return found
 
 
 def encode(x: Array, kind: str, relu: bool = False) -> Array:
-    """float32 to codes: nearest, ties to even, saturated to the largest finite value; NaN as hardware has it."""
+    """Encode float32: to nearest, ties to even, saturated to the largest finite value; NaN as on hardware."""
     if relu:
         x = np.where(np.isnan(x), x, np.maximum(x, np.float32(0)))
     table = values(kind)
@@ -60,14 +60,14 @@ def encode(x: Array, kind: str, relu: bool = False) -> Array:
 
 
 def decode_scale(codes: Array) -> Array:
-    """ue8m0: a power of two; 0xFF is NaN."""
+    """Decode ue8m0, a power of two; 0xFF is NaN."""
     exponents = codes.astype(np.int32)
     found: Array = np.where(exponents == 255, np.float32(np.nan), np.ldexp(np.float32(1), exponents - 127))
     return found.astype(np.float32)
 
 
 def encode_scale(x: Array, up: bool) -> Array:
-    """float32 to ue8m0: towards zero, or up."""
+    """Encode float32 as ue8m0, rounded towards zero or up."""
     mantissa, exponent = np.frexp(np.abs(x).astype(np.float64))
     power = exponent - 1 + (1 if up else 0) * (mantissa != 0.5)
     code = np.clip(power + 127, 0, 254)

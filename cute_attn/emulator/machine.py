@@ -1,4 +1,4 @@
-"""CTAs, clusters and the grid: what exists during a launch, and the order in which gangs get their turns."""
+"""CTAs, clusters and the grid: the state of a launch, and the order in which warp batches take turns."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy as np
 from cute_attn.emulator.clocks import Clocks
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import Deadlock, LaunchFault, PtxError
-from cute_attn.emulator.gang import Gang
-from cute_attn.emulator.isa.order import Knowledge
+from cute_attn.emulator.isa.order import HappensBefore
 from cute_attn.emulator.memory import GENERIC_PARAM, RANK_SHIFT, SHARED_START, GlobalMemory, SharedMemory
 from cute_attn.emulator.program import Block, Program
 from cute_attn.emulator.timeline import Event, Recorder
+from cute_attn.emulator.warp_batch import WarpBatch
 
 Dim3 = tuple[int, int, int]
 
@@ -26,9 +26,9 @@ SMEM_LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How turns and completions are ordered. "eager": asynchronous work completes at once, warps of a warpgroup run
-    together. "delayed": it completes late, in an order drawn from `seed`. "adversarial": every warp on its own, turns
-    in random order, as late as the waits allow.
+    """Order of turns and of completions. "eager": asynchronous work completes at once, and all warps of a CTA start as
+    one batch. "delayed": it completes late, in a random order drawn from `seed`. "adversarial": also, every warp runs
+    on its own, and turns are in random order.
     """
 
     kind: str = "eager"
@@ -41,17 +41,17 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Policy:
-    """What is checked and kept, and how turns are ordered."""
+    """Options of a launch: what is checked and recorded, and the schedule."""
 
     checks: bool = True
     schedule: Schedule = Schedule()
     events: bool = False
-    strict: bool = True  # a tcgen05.ld reads tensor memory until it was waited for
+    strict: bool = True  # a tcgen05.ld reads tensor memory until it is waited for
 
 
 @dataclass
 class Stats:
-    """What a launch did."""
+    """Counts and events of a launch."""
 
     instructions: collections.Counter[str] = field(default_factory=collections.Counter)
     warp_instructions: int = 0
@@ -61,6 +61,8 @@ class Stats:
 
 
 class Cta:
+    """One CTA: its shared memory, barriers, asynchronous work and warp batches."""
+
     def __init__(self, cluster: Cluster, index: Dim3, rank: int) -> None:
         grid = cluster.grid
         self.cluster, self.grid, self.index, self.rank = cluster, grid, index, rank
@@ -73,21 +75,21 @@ class Cta:
         self.pending: dict[str, collections.deque[Callable[[], None]]] = {}  # asynchronous work by queue
         self.posted = 0
         self.extra: dict[str, Any] = {}  # state of optional units, by name
-        self.closing: list[Callable[[], None]] = []  # what to check when its last warp has ended
-        self.gangs: list[Gang] = []
+        self.closing: list[Callable[[], None]] = []  # checks to run when its last warp has ended
+        self.batches: list[WarpBatch] = []
         registers = [np.zeros(1, grid.home_dtypes[h]) for h in grid.program.homes]
-        for warps in grid.gang_layout():
-            self.gangs.append(Gang(self, warps, list(registers)))
-        self.running = {id(g): (g, g.run()) for g in self.gangs}
+        for warps in grid.initial_batches():
+            self.batches.append(WarpBatch(self, warps, list(registers)))
+        self.running = {id(batch): (batch, batch.run()) for batch in self.batches}
 
-    def adopt(self, gangs: list[Gang]) -> None:
-        """New gangs of a split."""
-        for gang in gangs:
-            self.gangs.append(gang)
-            self.running[id(gang)] = (gang, gang.run())
+    def adopt(self, batches: list[WarpBatch]) -> None:
+        """Add the new batches of a split."""
+        for batch in batches:
+            self.batches.append(batch)
+            self.running[id(batch)] = (batch, batch.run())
 
     def post(self, action: Callable[[], None], queue: str = "") -> None:
-        """Asynchronous work: at once, or when the schedule lets it complete. Queues with a name keep their order."""
+        """Run asynchronous work at once, or queue it until the schedule completes it. A named queue keeps its order."""
         if self.grid.schedule.kind == "eager":
             action()
             return
@@ -104,21 +106,21 @@ class Cta:
             raise PtxError(f"unknown name {name!r}")
         return np.array([GENERIC_PARAM | self.grid.param_offsets[number]], np.uint64)
 
-    def special(self, name: str, gang: Gang) -> Array:
-        """A special register, as u4 (u8 for the 64-bit ones)."""
+    def special(self, name: str, batch: WarpBatch) -> Array:
+        """Value of a special register, as u4 (u8 for 64-bit registers)."""
         axis = {"x": 0, "y": 1, "z": 2}.get(name[-1], 0) if "." in name else 0
         base = name.split(".")[0]
         if base == "%tid":
             x, y, _ = self.grid.block
-            thread = (gang.warps[:, None] * 32 + np.arange(32)).ravel()
+            thread = (batch.warps[:, None] * 32 + np.arange(32)).ravel()
             parts = (thread % x, thread // x % y, thread // (x * y))
             return parts[axis].astype(np.uint32)
         if base == "%laneid":
-            return gang.lane.astype(np.uint32)
+            return batch.lane.astype(np.uint32)
         if base == "%warpid":
-            return gang.warps[gang.row].astype(np.uint32)
+            return batch.warps[batch.row].astype(np.uint32)
         if base.startswith("%lanemask_"):
-            one = np.uint64(1) << gang.lane.astype(np.uint64)
+            one = np.uint64(1) << batch.lane.astype(np.uint64)
             below = one - np.uint64(1)
             full = np.uint64(0xFFFFFFFF)
             masks = {"eq": one, "lt": below, "le": below | one, "gt": full & ~(below | one), "ge": full & ~below}
@@ -150,7 +152,7 @@ class Cta:
 
 
 class Cluster:
-    """CTAs that see each other's shared memory. A launch without clusters has clusters of one."""
+    """CTAs that can access each other's shared memory. A launch without clusters has clusters of one CTA."""
 
     def __init__(self, grid: Grid, number: int, origin: Dim3) -> None:
         self.grid, self.number = grid, number
@@ -166,18 +168,18 @@ class Cluster:
             self.ctas.append(Cta(self, index, rank))
 
 
-COMPANY = 40  # rounds after which another cluster joins those that run: one of them may be waiting for it
+JOIN_INTERVAL = 40  # rounds after which another cluster starts: a running one may be waiting for it
 
 
 class Grid:
-    """One launch."""
+    """State of one launch."""
 
     def __init__(self, program: Program, launch: dict[str, Any], memory: GlobalMemory, policy: Policy) -> None:
         self.program, self.memory = program, memory
         self.checks, self.schedule, self.strict = policy.checks, policy.schedule, policy.strict
         self.recorder = Recorder() if policy.events else None
         self._waiting: Iterator[tuple[int, Dim3]] = self._origins()
-        self.cta_group = 0  # that of the tcgen05 instructions, once one was met
+        self.cta_group = 0  # of the tcgen05 instructions, set by the first one
         self.grid: Dim3 = launch["grid"]
         self.block: Dim3 = launch["block"]
         self.cluster: Dim3 = launch.get("cluster", (1, 1, 1))
@@ -186,7 +188,7 @@ class Grid:
         self.param_offsets: list[int] = list(launch.get("param_offsets", program.param_offsets()))
         self.dependent = bool(launch.get("pdl"))
         self.num_warps = -(-int(np.prod(self.block)) // 32)
-        self.knowledge = Knowledge()
+        self.happens_before = HappensBefore()
         self.tensor_maps: dict[int, Any] = {}  # decoded, by address
         self.rng = random.Random(self.schedule.seed)
         self.slice = 400 if self.schedule.kind != "adversarial" else 20
@@ -231,13 +233,13 @@ class Grid:
         if (end - SHARED_START) + self.smem_bytes > limit:
             raise LaunchFault(f"{end - SHARED_START} + {self.smem_bytes} bytes of shared memory, a CTA has {limit}")
 
-    def gang_layout(self) -> list[Array]:
-        """Which warps start out together."""
+    def initial_batches(self) -> list[Array]:
+        """Warps of each batch at the start of a CTA."""
         warps = np.arange(self.num_warps)
         return [warps[i : i + 1] for i in warps] if self.schedule.kind == "adversarial" else [warps]
 
     def param(self, number: int, offset: int, dtype: Any) -> Array:
-        """A word of a kernel parameter."""
+        """Read a word of a kernel parameter."""
         start = self.param_offsets[number] + offset
         found = self._param_words.get((start, dtype.str))
         if found is None:
@@ -246,35 +248,35 @@ class Grid:
         return found
 
     def home_of(self, register: int) -> Any:
-        """The numpy type in which a register is kept."""
+        """The numpy type that holds a register."""
         return self.home_dtypes[self.program.homes[register]]
 
-    def count(self, gang: Gang, block: Block) -> None:
-        warps = len(gang.warps)
+    def count(self, batch: WarpBatch, block: Block) -> None:
+        warps = len(batch.warps)
         self.stats.blocks[block.index] += warps
-        clocks = gang.cta.clocks
+        clocks = batch.cta.clocks
         if clocks is not None:
-            clocks.time[gang.agents] += block.count
+            clocks.time[batch.agents] += block.count
 
     def _origins(self) -> Iterator[tuple[int, Dim3]]:
-        """Number and first CTA of every cluster."""
+        """Yield number and first CTA of every cluster."""
         counts = [g // c for g, c in zip(self.grid, self.cluster, strict=True)]
         for number in range(int(np.prod(counts))):
             x, y, z = number % counts[0], number // counts[0] % counts[1], number // (counts[0] * counts[1])
             yield number, (x * self.cluster[0], y * self.cluster[1], z * self.cluster[2])
 
     def cancel(self) -> Dim3 | None:
-        """Take the next cluster out of those that have not started: its first CTA."""
+        """Cancel the next cluster that has not started; returns its first CTA, or None."""
         found = next(self._waiting, None)
         return None if found is None else found[1]
 
     def run(self) -> Stats:
-        """Clusters are started in order; another one joins when those that run cannot move."""
+        """Run all clusters. They start in order; another one starts when those that run cannot make progress."""
         resident: list[Cluster] = []
         exhausted, rounds = False, 0
         while resident or not exhausted:
             rounds += 1
-            if not exhausted and (not self._turn_all(resident) or rounds % COMPANY == 0):
+            if not exhausted and (not self._turn_all(resident) or rounds % JOIN_INTERVAL == 0):
                 following = next(self._waiting, None)
                 if following is None:
                     exhausted = True
@@ -292,25 +294,25 @@ class Grid:
         return any([self._turn(cluster) for cluster in resident])  # noqa: C419 (each must have its turn)
 
     def _turn(self, cluster: Cluster) -> bool:
-        """Let every gang of a cluster run until it waits. Did anything move?"""
+        """Run every batch of a cluster until it yields. Returns whether any made progress."""
         moved = False
         for cta in cluster.ctas:
             entries = list(cta.running.values())
             if self.schedule.kind == "adversarial":
                 self.rng.shuffle(entries)
-            for gang, steps in entries:
-                before = gang.wait, gang.spinning
+            for batch, steps in entries:
+                before = batch.wait, batch.spinning
                 if next(steps, self) is self:
-                    del cta.running[id(gang)]
-                    self._leave(gang)
+                    del cta.running[id(batch)]
+                    self._leave(batch)
                     moved = True
-                elif (gang.wait is None and not gang.spinning) or (gang.wait, gang.spinning) != before:
+                elif (batch.wait is None and not batch.spinning) or (batch.wait, batch.spinning) != before:
                     moved = True
             moved = self.complete(cta) or moved
         return moved
 
     def complete(self, cta: Cta) -> bool:
-        """Let asynchronous work of a CTA complete, as the schedule wants it."""
+        """Complete one piece of a CTA's asynchronous work, chosen by the schedule. Returns whether there was one."""
         if not cta.pending:
             return False
         name = self.rng.choice(list(cta.pending))
@@ -319,23 +321,23 @@ class Grid:
             del cta.pending[name]
         return True
 
-    def _leave(self, gang: Gang) -> None:
-        if not gang.cta.running:
-            for check in gang.cta.closing:
+    def _leave(self, batch: WarpBatch) -> None:
+        if not batch.cta.running:
+            for check in batch.cta.closing:
                 check()
-        clocks = gang.cta.clocks
+        clocks = batch.cta.clocks
         if clocks is not None:
-            self.stats.cycles = max(self.stats.cycles, float(clocks.time[gang.agents].max()))
+            self.stats.cycles = max(self.stats.cycles, float(clocks.time[batch.agents].max()))
 
     def _starve(self, resident: list[Cluster]) -> None:
         lines = []
         for cluster in resident:
             for cta in cluster.ctas:
-                for gang, _ in cta.running.values():
-                    what = gang.wait.what if gang.wait is not None else gang.spinning
-                    block = self.program.blocks[gang.pc if gang.pcs is None else int(gang.pcs[gang.pcs >= 0].min())]
+                for batch, _ in cta.running.values():
+                    what = batch.wait.what if batch.wait is not None else batch.spinning
+                    block = self.program.blocks[batch.pc if batch.pcs is None else int(batch.pcs[batch.pcs >= 0].min())]
                     inst = block.insts[0][0]
-                    warps = ",".join(map(str, gang.warps))
+                    warps = ",".join(map(str, batch.warps))
                     lines.append(f"  CTA {cta.index} warps {warps}: {what}; next PTX line {inst.line}: {inst.text}")
         raise Deadlock("nothing can move:\n" + "\n".join(lines))
 

@@ -1,4 +1,4 @@
-"""Memory with shadow state: which bytes exist, are initialised, may be written, and who touched them last."""
+"""Memory with shadow state: which bytes exist, are initialised and writable, and which agents accessed them last."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from cute_attn.emulator.errors import BarrierFault, MemoryFault, ProxyFault, Rac
 
 RANK_SHIFT = 24  # shared addresses: CTA rank in the cluster above the offset, as hardware has it
 OFFSET_MASK = (1 << RANK_SHIFT) - 1
-SHARED_START = 1024  # the system's own
-GENERIC_SHARED = 0x7E << 56  # where the generic address space has shared memory
+SHARED_START = 1024  # bytes below are reserved by the system
+GENERIC_SHARED = 0x7E << 56  # window of shared memory in the generic address space
 GENERIC_PARAM = 0x7D << 56
 INITIALISED = 0xFF
-MBARRIER = 0xFE  # initialised, and not to be touched by loads and stores
+MBARRIER = 0xFE  # initialised, but off limits to loads and stores
 
 
 class Bytes:
-    """Bytes that can be read and written in words at any offset."""
+    """Byte array that can be read and written in words at any offset."""
 
     def __init__(self, data: Array) -> None:
         self.data = data
         self._windows: dict[int, Array] = {}
 
     def windows(self, nbytes: int) -> Array:
-        """A view whose item i is the word of `nbytes` bytes at byte offset i."""
+        """View whose item i is the word of `nbytes` bytes at byte offset i."""
         view = self._windows.get(nbytes)
         if view is None:
             kind = f"u{nbytes}" if nbytes <= 8 else f"V{nbytes}"
@@ -38,7 +38,7 @@ class Bytes:
 
 
 def cells_of(offsets: Array, nbytes: int) -> Array:
-    """4-byte cells of words at `offsets`: [words, cells of a word]."""
+    """4-byte cells of words at `offsets`: [words, cells per word]."""
     first = offsets >> 2
     if nbytes <= 4:
         return first[:, None]
@@ -46,7 +46,7 @@ def cells_of(offsets: Array, nbytes: int) -> Array:
 
 
 class SharedMemory:
-    """Shared memory of one CTA. `clocks` None: no checks of races."""
+    """Shared memory of one CTA. Without `clocks`, races are not checked."""
 
     def __init__(self, nbytes: int, rank: int, clocks: Clocks | None) -> None:
         self.size = nbytes
@@ -73,7 +73,7 @@ class SharedMemory:
             raise MemoryFault(f"{what} at shared {int(offsets[lane]):#x} is not aligned to {align} bytes", lane)
 
     def load(self, offsets: Array, nbytes: int, agents: Array, what: str) -> Array:
-        """Words at `offsets` for warps; `check` comes first."""
+        """Load words at `offsets` for warps. `check` must be called before."""
         self._need_valid(offsets, nbytes, what)
         if self.shadow is not None:
             race = self.shadow.read(cells_of(offsets, nbytes), agents)
@@ -94,7 +94,7 @@ class SharedMemory:
         self.valid.windows(nbytes)[offsets] = _ones(nbytes)
 
     def op_load(self, offsets: Array, nbytes: int, op: Op | None, what: str) -> Array:
-        """Words read through the async proxy by `op`."""
+        """Load words for `op`, through the async proxy."""
         self._need_valid(offsets, nbytes, what)
         if self.shadow is not None and op is not None:
             wrong = self.shadow.op_read(_cell_set(offsets, nbytes), op)
@@ -144,7 +144,7 @@ def _cell_set(offsets: Array, nbytes: int) -> Array:
 
 
 class Region:
-    """One range of global memory. `allowed` and `valid` have a byte for each byte of it."""
+    """Range of global memory. `exists`, `valid` and `writable` have one flag byte per byte of it."""
 
     def __init__(self, name: str, base: int, data: Array, writable: bool, valid: bool) -> None:
         self.name, self.base, self.size = name, base, len(data)
@@ -161,11 +161,11 @@ class Region:
 
     @property
     def contested(self) -> bool:
-        """Are races possible at all?"""
+        """Whether races are possible at all."""
         return self.dependent or bool(self.writable.data.any())
 
-    def settle(self, dependent: bool) -> None:
-        """Before a launch. A dependent one may begin while its predecessor still reads and writes every byte."""
+    def start_launch(self, dependent: bool) -> None:
+        """Reset the access history. The predecessor of a dependent launch may still read and write every byte."""
         self.writer[:] = 0
         self.reader[:] = 0
         self.read_at[:] = dependent
@@ -174,7 +174,7 @@ class Region:
 
 
 class GlobalMemory:
-    """Ranges of global memory by address. Overlapping ranges must be added as one."""
+    """Ranges of global memory, by address. Overlapping ranges must be added as one."""
 
     def __init__(self) -> None:
         self.regions: list[Region] = []
@@ -190,7 +190,7 @@ class GlobalMemory:
         valid: bool = True,
         data: Array | None = None,
     ) -> Region:
-        """`nbytes` of this process's memory at `address`, or of `data` as if it lay there."""
+        """Add `nbytes` of this process's memory at `address`, or `data` as if it were there."""
         if data is None:
             data = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
         region = Region(name, address, data, writable, valid)
@@ -204,7 +204,7 @@ class GlobalMemory:
         return region
 
     def split(self, addresses: Array, nbytes: int, what: str) -> list[tuple[Region, Array | None, Array]]:
-        """Regions of a set of words: (region, positions in `addresses` or None for all, offsets)."""
+        """Split words by region: (region, positions in `addresses` or None for all, offsets)."""
         if len(addresses) == 0:
             return []
         low, high = int(addresses.min()), int(addresses.max())
@@ -239,7 +239,7 @@ class GlobalMemory:
 
 
 def need(region: Region, flags: Bytes, offsets: Array, nbytes: int) -> int | None:
-    """The first word that is not wholly flagged, or None."""
+    """Index of the first word with a byte that is not flagged, or None."""
     seen = flags.windows(nbytes)[offsets].view(np.uint8)
     if seen.min() == INITIALISED:
         return None
@@ -247,7 +247,7 @@ def need(region: Region, flags: Bytes, offsets: Array, nbytes: int) -> int | Non
 
 
 def check_global(region: Region, offsets: Array, nbytes: int, what: str, write: bool) -> None:
-    """Bytes exist, and are initialised or may be written."""
+    """Check that bytes exist and that they are initialised (reads) or writable (writes)."""
     lane = need(region, region.exists, offsets, nbytes)
     if lane is not None:
         raise MemoryFault(
@@ -260,7 +260,9 @@ def check_global(region: Region, offsets: Array, nbytes: int, what: str, write: 
         return
     lane = need(region, region.valid, offsets, nbytes)
     if lane is not None:
-        raise Uninitialised(f"{what} reads bytes of {region.name} that nobody wrote, at {int(offsets[lane])}", lane)
+        raise Uninitialised(
+            f"{what} reads bytes of {region.name} that were never written, at {int(offsets[lane])}", lane
+        )
 
 
 __all__ = [

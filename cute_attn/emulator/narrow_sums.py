@@ -1,7 +1,7 @@
-"""How Hopper's tensor cores add products of 8-bit numbers: in 14 bits, as micro-kernels recorded on an H200 show.
+"""Sums of 8-bit products in Hopper's tensor cores, which have 14 bits, as micro-kernels recorded on an H200 show.
 
-Of the 32 products and the old sum, all are cut off (towards zero) 13 bits below the highest exponent among them, a
-product's being the sum of its factors'. So is what they add up to.
+The 32 products and the old sum are truncated 13 bits below the highest exponent among them; the exponent of a product
+is the sum of its factors'. Their sum is truncated to 14 bits too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 from cute_attn.emulator.dtypes import Array
 
 FRACTION_BITS = 13
-NOTHING = -60  # exponent of a factor 0: below any other product's, and twice it fits 8 bits
+ZERO_EXPONENT = -60  # of a factor 0: below that of any other product, and twice it fits 8 bits
 
 
 def multiply_add(a: Array, b: Array, old: Array) -> Array:
@@ -25,9 +25,9 @@ def multiply_add(a: Array, b: Array, old: Array) -> Array:
 
 
 def _sixteen_rows(a: Array, b: Array, old: Array) -> Array:
-    """k comes first, so that numpy adds whole rows."""
+    """Multiply-add for 16 rows. k is the first axis, so that numpy adds whole rows."""
     highest = np.maximum((exponents(a) + exponents(b)).max(0).astype(np.int32), _exponent_field(old) - 127)
-    unit = np.ldexp(np.float32(1.0), np.maximum(highest, 2 * NOTHING) - FRACTION_BITS)
+    unit = np.ldexp(np.float32(1.0), np.maximum(highest, 2 * ZERO_EXPONENT) - FRACTION_BITS)
     products = a * b
     products /= unit
     np.trunc(products, out=products)
@@ -35,8 +35,8 @@ def _sixteen_rows(a: Array, b: Array, old: Array) -> Array:
 
 
 def exponents(x: Array) -> Array:
-    """Of decoded 8-bit numbers: none is subnormal in fp32."""
-    found: Array = np.where(x != 0, _exponent_field(x) - 127, NOTHING).astype(np.int8)
+    """Exponents of decoded 8-bit numbers, none of which is subnormal in fp32."""
+    found: Array = np.where(x != 0, _exponent_field(x) - 127, ZERO_EXPONENT).astype(np.int8)
     return found
 
 
@@ -46,7 +46,7 @@ def _exponent_field(x: Array) -> Array:
 
 
 def cut(x: Array) -> Array:
-    """The leading 14 bits."""
+    """Truncate to the leading 14 bits."""
     words = x.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFFFFF << (23 - FRACTION_BITS) & 0xFFFFFFFF)
     found: Array = words.view(np.float32)
     return found

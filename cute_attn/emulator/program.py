@@ -1,4 +1,4 @@
-"""A kernel as blocks of Python: what the machine executes. Blocks are compiled when they are first reached."""
+"""Programs: a kernel as blocks of generated Python, which are compiled when they are first reached."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ ENDS = ("bra", "bra.uni", "ret", "ret.uni", "exit")
 
 @dataclass
 class Block:
+    """Instructions that execute together; `solo` and `converges` are traits of their forms."""
+
     index: int
     insts: list[tuple[Inst, Form, tuple[str, ...]]]
     solo: bool = False
@@ -30,7 +32,7 @@ class Block:
 
 
 class Program:
-    """One kernel. Shared by all launches of it: it holds no state of a run."""
+    """One kernel. All its launches share it, because it holds no state of a launch."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -46,7 +48,7 @@ class Program:
         self.files: dict[str, list[Inst | None]] = {}
 
     def param_offsets(self) -> list[int]:
-        """Where parameters lie if nothing else is said. A cubin may begin with a gap."""
+        """Default offsets of the parameters. A cubin may differ, for example begin with a gap."""
         offsets, end = [], 0
         for param in self.kernel.params:
             end = -(-end // param.align) * param.align
@@ -55,7 +57,7 @@ class Program:
         return offsets
 
     def _cut(self) -> list[Block]:
-        """Blocks begin at labels, at forms that stand alone, and at the first converging form of a stretch."""
+        """Cut the body into blocks: at labels, around solo forms, and before the first converging form of a block."""
         blocks: list[Block] = []
         current: list[tuple[Inst, Form, tuple[str, ...]]] = []
         converges = False
@@ -106,7 +108,7 @@ class Program:
         emitter.line(result)
         origin.append(block.insts[-1][0])
         name = f"<{self.kernel.name} block {block.index}{' masked' if masked else ''}>"
-        source = "\n".join(["def block(g, R, m):", *emitter.lines])
+        source = "\n".join(["def block(w, R, m):", *emitter.lines])
         self.files[name] = origin
         space: dict[str, Any] = {}
         exec(compile(source, name, "exec"), self.names, space)
@@ -118,7 +120,7 @@ class Program:
             entry.build(emitter, inst, *choices)
             return
         guard = emitter.get(Not(inst.guard) if inst.negated else inst.guard, "p")
-        emitter.line(f"q = g.full({guard}){' & m' if emitter.masked else ''}")
+        emitter.line(f"q = w.full({guard}){' & m' if emitter.masked else ''}")
         emitter.line("if q.any():")
         outer = emitter.mask, emitter.indent
         emitter.mask, emitter.indent = "q", emitter.indent + "  "
@@ -138,7 +140,7 @@ class Program:
         return block if block < len(self.blocks) else EXIT
 
     def instruction_at(self, file: str, line: int) -> Inst | None:
-        """The instruction behind a line of generated code."""
+        """The instruction from which a line of code was generated."""
         origin = self.files.get(file)
         return origin[line - 1] if origin and 0 < line <= len(origin) else None
 
@@ -152,6 +154,6 @@ def _program(digest: str, text: str, symbol: str) -> Program:
 
 
 def program(text: str, symbol: str) -> Program:
-    """The program of a kernel of a PTX text, remembered by the text's hash."""
+    """The program of a kernel in a PTX text, cached by the text's hash."""
     isa.load()
     return _program(hashlib.sha256(text.encode()).hexdigest(), text, symbol)

@@ -1,4 +1,4 @@
-"""PTX text -> kernels: parameters, registers, shared variables and instructions with resolved names."""
+"""PTX parser: kernels with parameters, registers, shared variables and instructions with resolved names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Reg:
 
 @dataclass(frozen=True)
 class Imm:
-    """`value` is the number; `kind` "i", or "f" / "d" for bit patterns of 32 / 64 bits."""
+    """Immediate. `kind`: "i" for an integer, "f" or "d" for the bits of a 32- or 64-bit float."""
 
     value: int
     kind: str = "i"
@@ -45,7 +45,7 @@ class Vec:
 
 @dataclass(frozen=True)
 class Pair:
-    """`a|b`"""
+    """Operand pair `a|b`."""
 
     first: Operand
     second: Operand
@@ -58,7 +58,7 @@ class Not:
 
 @dataclass(frozen=True)
 class Addr:
-    """`[base+offset, rest...]`"""
+    """Address operand `[base+offset, rest...]`."""
 
     base: Operand
     offset: int
@@ -120,12 +120,12 @@ _INTEGER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+|\d+)U?$")
 
 
 def parse(text: str) -> dict[str, Kernel]:
-    """Every kernel of a PTX module, by name."""
+    """Parse a PTX module; returns its kernels by name."""
     return _Reader(text).kernels()
 
 
 class _Scope:
-    """Names declared between one pair of braces."""
+    """Scope of names declared between one pair of braces."""
 
     def __init__(self, parent: _Scope | None, number: int) -> None:
         self.parent, self.number = parent, number
@@ -295,7 +295,7 @@ def _number(text: str) -> Imm | None:
 
 
 def _split(text: str) -> list[str]:
-    """Parts between commas outside brackets."""
+    """Split at commas outside brackets."""
     if "{" not in text and "[" not in text:
         return [part.strip() for part in text.split(",") if part.strip()]
     parts, depth, start = [], 0, 0
@@ -312,7 +312,7 @@ def _split(text: str) -> list[str]:
 
 
 def _variable(text: str) -> Variable:
-    """`.align 128 .b8 name[64]`, `.u64 .ptr .global .align 16 name`."""
+    """Parse a declaration such as `.align 128 .b8 name[64]` or `.u64 .ptr .global .align 16 name`."""
     head = text.split("=")[0].strip()
     if "=" in text:
         raise PtxError(f"initialised variable {text!r} is not supported")

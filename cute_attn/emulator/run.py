@@ -1,4 +1,4 @@
-"""Run one launch: what `runtime.launch.describe` gives, a PTX text and global memory."""
+"""Entry point of the emulator: one launch, from a PTX text, a launch description and global memory."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def launch(
 ) -> Stats:
     """Execute the kernel `description["symbol"]` of `ptx` on `memory`, in place.
 
-    `description` holds symbol, grid, block, cluster, smem_bytes, pdl, params (bytes) and, where parameters do not lie
-    one after the other from 0, param_offsets. With `checks`, every
-    access is checked for races, bounds and initialisation; with `events` the stats keep what a timeline needs.
-    `strict`: tensor memory may be overwritten only when loads from it were waited for, not when their registers were
-    used. EmulatorError says what is wrong, and where.
+    `description` comes from `runtime.launch.describe`: symbol, grid, block, cluster, smem_bytes, pdl, params (bytes)
+    and, where parameters are not laid out back to back from offset 0, param_offsets. `checks` adds checks of races and
+    proxy fences to those of bounds and initialisation; `events` records what a timeline needs. `strict`: a tcgen05.ld
+    reads tensor memory until it is waited for, not only until its registers are used. Raises EmulatorError, which says
+    what is wrong and where.
     """
     kernel = program(ptx, description["symbol"])
     for region in memory.regions:
-        region.settle(bool(description.get("pdl")))
+        region.start_launch(bool(description.get("pdl")))
     with np.errstate(all="ignore"):
         return Grid(kernel, description, memory, Policy(checks, schedule, events, strict)).run()

@@ -1,4 +1,4 @@
-"""What is emulated where nobody says otherwise: `using` for a stretch of code, CUTE_ATTN_EMULATE_ARCH for a process."""
+"""Settings of backend="emulator": `using` sets them for a block of code, CUTE_ATTN_EMULATE_ARCH for a process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULT_ARCH = "sm_90a"
 
 @dataclass
 class Record:
-    """One launch that was emulated."""
+    """Record of one emulated launch."""
 
     symbol: str
     arch: str
@@ -28,10 +28,13 @@ class Record:
 
 @dataclass(frozen=True)
 class Emulation:
-    """`arch`: the GPU that is stood in for. `records` collects what ran. `events`: keep what a timeline needs.
+    """Settings of an emulated GPU, and the launches so far.
+
+    `arch`: the GPU's architecture. `checks`: check races and proxy fences too. `events`: record what a timeline needs.
+    `rewrite` changes the PTX of each launch before it runs, for tests that break kernels on purpose.
+    `sms`: the GPU's number of SMs, which decides how keys are split (None: the usual number for `arch`).
     `kernels`: the backend whose kernels run ("auto": the one that such a GPU would choose).
-    `sms`: its multiprocessors, which decide how keys are split (None: as many as such a GPU has).
-    `rewrite` changes the PTX of each launch before it runs: for tests that break kernels on purpose.
+    `records`: one per launch.
     """
 
     arch: str
@@ -48,6 +51,7 @@ _current: contextvars.ContextVar[Emulation | None] = contextvars.ContextVar("emu
 
 
 def current() -> Emulation:
+    """The settings in force."""
     found = _current.get()
     return Emulation(os.environ.get("CUTE_ATTN_EMULATE_ARCH", DEFAULT_ARCH)) if found is None else found
 
@@ -63,7 +67,8 @@ def using(
     sms: int | None = None,
     kernels: str = "auto",
 ) -> Iterator[Emulation]:
-    """Emulate `arch` ("sm_80", "sm_90a", ...) in calls with backend="emulator"; yields the launches' records."""
+    """Emulate `arch` ("sm_80", "sm_90a", ...) in calls with backend="emulator". Yields the settings, whose `records`
+    list the launches."""
     emulation = Emulation(arch, checks, schedule or Schedule(), events, rewrite, sms, kernels)
     token = _current.set(emulation)
     try:

@@ -1,4 +1,4 @@
-"""Matrix operands in shared memory: from a descriptor's numbers to the bytes of each row."""
+"""Matrix operands in shared memory: from matrix descriptors to the bytes of each row."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from cute_attn.emulator.errors import PtxError
 from cute_attn.emulator.memory import SHARED_START
 from cute_attn.emulator.tensormap import swizzled
 
-CHUNK = 16  # bytes that lie together in every layout
+CHUNK = 16  # bytes that are contiguous in every layout
 
 
 @dataclass(frozen=True)
 class Operand:
-    """Byte offsets and strides. `swizzle`: 0 none, 1 of 32, 2 of 64, 3 of 128 bytes. `mn_major`: the rows' index runs
-    fastest in memory, not k. `wide`: the 128-byte swizzle that moves units of 32 bytes, over 4 lines."""
+    """Layout of an operand: byte offsets and strides. `swizzle`: 0 none, 1 of 32, 2 of 64, 3 of 128 bytes. `mn_major`:
+    rows, not k, are contiguous. `wide`: the 128-byte swizzle that moves units of 32 bytes, over 4 lines."""
 
     start: int
     leading: int
@@ -29,7 +29,7 @@ class Operand:
 
 
 def hopper(descriptor: int, mn_major: bool) -> Operand:
-    """A wgmma matrix descriptor."""
+    """Decode a wgmma matrix descriptor."""
     if descriptor >> 49 & 7:
         raise PtxError(f"matrix descriptor {descriptor:#x}: a base offset is not supported")
     swizzle = {0: 0, 1: 3, 2: 2, 3: 1}[descriptor >> 62]
@@ -38,7 +38,7 @@ def hopper(descriptor: int, mn_major: bool) -> Operand:
 
 
 def blackwell(descriptor: int, mn_major: bool) -> Operand:
-    """A tcgen05 matrix descriptor."""
+    """Decode a tcgen05 matrix descriptor."""
     fixed, absolute, code = descriptor >> 46 & 7, descriptor >> 52 & 1, descriptor >> 61
     modes = {0: (0, False), 1: (3, True), 2: (3, False), 4: (2, False), 6: (1, False)}
     refusals = {
@@ -64,7 +64,7 @@ def offsets(operand: Operand, first: int, rows: int, k_bytes: int, item_bytes: i
     if operand.mn_major:
         k = np.arange(k_bytes // item_bytes)[:, None]
         at = (np.arange(rows * item_bytes // CHUNK) * CHUNK + first * item_bytes)[None, :]
-        # Without a swizzle the two strides change their places.
+        # Without a swizzle the two strides swap roles.
         along, across = (operand.leading, operand.stride) if operand.swizzle else (operand.stride, operand.leading)
         lines = 4 if operand.wide else 8
         found = at % atom + at // atom * along + k % lines * atom + k // lines * across
@@ -81,7 +81,7 @@ def offsets(operand: Operand, first: int, rows: int, k_bytes: int, item_bytes: i
 
 
 def matrix(chunks: Array, operand: Operand, item_bytes: int) -> Array:
-    """Chunks as read (16-byte words in the shape of `offsets`) to raw items [rows, k]."""
+    """Arrange chunks (16-byte words in the shape of `offsets`) as raw items [rows, k]."""
     shape = chunks.shape
     items = np.ascontiguousarray(chunks).view(f"u{item_bytes}").reshape(shape[0], -1)
     return items.T if operand.mn_major else items

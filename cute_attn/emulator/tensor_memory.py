@@ -1,7 +1,7 @@
 """Tensor memory of one CTA: 128 lanes of 512 columns of 32 bits, allocated by columns.
 
-Everything that touches it is asynchronous. A *stream* is a row of operations of one warp that end together: products
-and copies at a commit, loads and stores at their wait.
+All accesses are asynchronous. A *stream* is a sequence of operations of one warp that complete together: products and
+copies at a commit, loads and stores at their wait.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import MemoryFault, Race, Uninitialised
 
 LANES, COLUMNS = 128, 512
-UNIT = 32  # columns that are allocated together
-CELL_LANES = 16  # race checks tell half a warp's lanes apart: some layouts use every other half
+UNIT = 32  # columns; granularity of allocation
+CELL_LANES = 16  # race checks have cells of half a warp's lanes, because some layouts use every other half
 LANE_SHIFT = 16  # addresses: lane above column
 
 
 class Stream:
-    """Asynchronous operations of one warp, in order. Its channel always has an epoch open that nobody has seen."""
+    """Asynchronous operations of one warp, in order. Its channel always has an open, unobserved epoch."""
 
     def __init__(self, clocks: Clocks, agent: int, what: str) -> None:
         self.clocks, self.agent, self.what = clocks, agent, what
         self.channel = clocks.begin(agent, what).agent
 
     def op(self) -> Op:
-        """One more operation: after all that the warp has seen and done so far, and after those before it."""
+        """Add an operation after all that the warp has observed and done, and after the stream's earlier ones."""
         clocks = self.clocks
         clock = clocks.v[self.agent].copy()
         epoch = int(clocks.latest[self.channel])
@@ -37,11 +37,11 @@ class Stream:
         return Op(self.channel, epoch, clock, self.what, float(clocks.time[self.agent]))
 
     def end(self) -> None:
-        """What is issued from now on belongs to the next end."""
+        """Close the epoch: later operations belong to the next one."""
         self.clocks.latest[self.channel] += 1
 
     def wait(self) -> None:
-        """The warp has seen the operations so far complete."""
+        """Record that the warp has observed the completion of all operations so far."""
         self.clocks.v[self.agent, (ORDER, PROXY), self.channel] = self.clocks.latest[self.channel]
         self.end()
 
@@ -76,7 +76,7 @@ class TensorMemory:
             raise MemoryFault(f"tcgen05.alloc of {columns} columns after one of {self.last}: counts may not increase")
 
     def find(self, columns: int) -> int | None:
-        """The first free column of as many, aligned to their count."""
+        """First of `columns` free columns, aligned to their count, or None."""
         free = (self.owner == 0).reshape(-1, columns).all(axis=1)
         return int(free.argmax()) * columns if free.any() else None
 
@@ -98,7 +98,7 @@ class TensorMemory:
         self.owner[held] = 0
 
     def leaked(self) -> int:
-        """Columns that nobody gave back."""
+        """Number of columns that were not deallocated."""
         return int((self.owner != 0).sum())
 
     # --- access -------------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class TensorMemory:
         return None if stream is None else stream.op()
 
     def check(self, columns: Array, what: str) -> None:
-        """Columns exist, and belong to one allocation."""
+        """Check that columns exist and belong to one allocation."""
         low, high = int(columns.min()), int(columns.max())
         if high >= COLUMNS or low < 0:
             raise MemoryFault(f"{what} at columns {low}..{high} of tensor memory, which has {COLUMNS}")
@@ -136,7 +136,7 @@ class TensorMemory:
             raise Uninitialised(f"{what} reads uninitialised tensor memory, lane {lane} column {column}")
 
     def load(self, lanes: Array, columns: Array, op: Op | None, what: str) -> Array:
-        """Words at lanes[:, None] x columns[None, :]."""
+        """Load words at lanes[:, None] x columns[None, :]."""
         grid = lanes[:, None], columns[None, :]
         self.check(columns, what)
         self.check_valid(*grid, what)
@@ -164,7 +164,7 @@ class TensorMemory:
 
 
 def cells(lanes: Array, columns: Array) -> Array:
-    """Cells of the shadow state."""
+    """Cells of the shadow state that lanes x columns cover."""
     found: Array = (np.unique(lanes // CELL_LANES)[:, None] * COLUMNS + columns[None, :]).ravel()
     return found
 

@@ -33,7 +33,7 @@ DTYPES = (
 )
 _ITEM_BYTES = (1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2, 4, 4)
 CONVERTING = ("float32_ftz", "tfloat32", "tfloat32_ftz")  # loads change values
-_CODES = (*range(11), 7 | 1 << 9, 8 | 1 << 9)  # of types: TF32 is float32 and a bit of its own
+_CODES = (*range(11), 7 | 1 << 9, 8 | 1 << 9)  # of data types: TF32 is float32 with a bit of its own
 SWIZZLE_SPAN = (0, 32, 64, 128)  # bytes, by code
 _SWIZZLE_PERIOD = (16, 256, 512, 1024)  # bytes after which a pattern repeats
 UNIT = 16  # bytes in which TMA addresses global memory
@@ -43,8 +43,8 @@ _RANK, _DTYPE, _INTERLEAVE, _SWIZZLE, _NAN_FILL, _L2 = 4, 7, 11, 13, 15, 17  # b
 
 @dataclass(frozen=True)
 class TensorMap:
-    """`dims`, `box` and `steps` (traversal strides) in elements, innermost first; `strides` in bytes, without the
-    innermost."""
+    """Decoded tensor map. `dims`, `box` and `steps` (traversal strides) count elements, innermost first; `strides`
+    count bytes, without the innermost."""
 
     address: int
     dtype: int
@@ -71,12 +71,13 @@ class TensorMap:
 
     @property
     def line_bytes(self) -> int:
-        """Of the innermost dimension, as loads bound it."""
+        """Bytes of the innermost dimension, the bound of loads."""
         return self.dims[0] * self.item_bytes
 
     @property
     def stored_line_bytes(self) -> int:
-        """As stores bound it: they write the last unit whole, over what follows the tensor's line in memory."""
+        """Bytes of the innermost dimension as stores bound it: they write the last 16-byte unit whole, over the
+        bytes that follow the tensor's line in memory."""
         return -(-self.line_bytes // UNIT) * UNIT
 
     def __post_init__(self) -> None:
@@ -150,7 +151,7 @@ def decode(raw: bytes) -> TensorMap:
         bool(flags >> _NAN_FILL & 1),
     )
     if found.encode() != raw:
-        raise MemoryFault(f"a tensor map with fields that are not known here: {raw.hex()}")
+        raise MemoryFault(f"a tensor map with fields that the emulator does not know: {raw.hex()}")
     return found
 
 
@@ -165,7 +166,7 @@ def encode_tiled(
     l2: int = 0,
     nan_fill: bool = False,
 ) -> bytes:
-    """As cuTensorMapEncodeTiled: `strides` in bytes, of all dimensions but the innermost."""
+    """Encode a map as cuTensorMapEncodeTiled does: `strides` in bytes, of all dimensions but the innermost."""
     ones = (1,) * len(dims)
     code = DTYPES.index(dtype)
     return TensorMap(
@@ -175,8 +176,8 @@ def encode_tiled(
 
 @dataclass(frozen=True)
 class Chunks:
-    """One box as pieces of equal size: where each lies in shared memory (bytes from the box's start, not swizzled) and
-    in global memory, and whether it is inside the tensor."""
+    """Pieces of one box, of equal size: the position of each in shared memory (bytes from the start of the box, before
+    swizzling) and in global memory, and whether it is inside the tensor."""
 
     nbytes: int
     shared: Array
@@ -185,7 +186,8 @@ class Chunks:
 
 
 def chunks(tensor: TensorMap, coordinates: Sequence[int], line_bytes: int) -> Chunks:
-    """Pieces of 16 bytes; of single elements where `line_bytes`, the bound of the innermost dimension, cuts one."""
+    """Cut a box into pieces of 16 bytes, or into elements if `line_bytes`, the bound of the innermost dimension, cuts a
+    piece."""
     row_bytes = tensor.box[0] * tensor.item_bytes
     start = coordinates[0] * tensor.item_bytes
     end = line_bytes - start
@@ -211,6 +213,6 @@ def chunks(tensor: TensorMap, coordinates: Sequence[int], line_bytes: int) -> Ch
 
 
 def swizzled(offsets: Array, swizzle: int) -> Array:
-    """Shared offsets under a swizzle mode: 16-byte units of a line are exchanged by the number of the line."""
+    """Apply a swizzle mode to shared offsets: the index of a 16-byte unit is XORed with that of its line."""
     mask = (0, 1, 3, 7)[swizzle]
     return offsets ^ (((offsets >> 7) & mask) << 4)

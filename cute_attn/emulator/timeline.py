@@ -1,7 +1,7 @@
-"""What each warp did when, in virtual time: events of a launch, and a picture of them as one HTML file.
+"""Timeline of a launch in virtual time: events of each warp, as text or as an HTML picture.
 
-Virtual time counts a warp's own instructions as one each; who waits resumes when what it waited for was there. It shows
-who waits for whom, not how long anything takes on a GPU.
+In virtual time each instruction of a warp counts one, and a warp that waits resumes at the time at which its condition
+held. It shows which warp waits for which, not how long anything takes on a GPU.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cute_attn.emulator.gang import Gang
     from cute_attn.emulator.program import Block
+    from cute_attn.emulator.warp_batch import WarpBatch
 
 COLOURS = {"matrix": "#3b6fb6", "copy": "#4d9a6a", "other": "#8d8d8d", "wait": "#f0d9c8"}
 _MATRIX = ("mma.", "wgmma.mma", "tcgen05.mma")
@@ -23,7 +23,8 @@ ROW, LEFT, WIDTH = 16, 150, 1500
 
 @dataclass
 class Event:
-    """`kind`: "matrix", "copy" or "other" for blocks that ran, by what is in them; "wait" for a pause."""
+    """Executed block or pause. `kind`: "matrix", "copy" or "other" by the instructions of a block, "wait" for a
+    pause."""
 
     cta: tuple[int, int, int]
     warps: tuple[int, ...]
@@ -35,42 +36,42 @@ class Event:
 
 
 class Recorder:
-    """Events of one launch, in the order in which they happened in the emulator."""
+    """Recorder of one launch's events, in the order in which the emulator executed them."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.ends: dict[int, float] = {}  # where each gang's last event ended
+        self.ends: dict[int, float] = {}  # where each batch's last event ended
         self.kinds: dict[int, str] = {}
         self.waits: dict[int, str] = {}
 
-    def before(self, gang: Gang) -> None:
-        """A gang is about to run: was it held up since it last did? A loop around a failing test is one pause."""
-        if gang.spin_since is not None:
+    def before(self, batch: WarpBatch) -> None:
+        """Record the pause, if any, of a batch that is about to run. A loop around a failing test is one pause."""
+        if batch.spin_since is not None:
             return
-        now = _time(gang)
-        start = self.ends.get(id(gang), now)
+        now = _time(batch)
+        start = self.ends.get(id(batch), now)
         if now > start:
-            what = self.waits.get(id(gang), "another CTA")
-            self.events.append(Event(gang.cta.index, tuple(map(int, gang.warps)), start, now, "wait", what, 0))
-            self.ends[id(gang)] = now
+            what = self.waits.get(id(batch), "another CTA")
+            self.events.append(Event(batch.cta.index, tuple(map(int, batch.warps)), start, now, "wait", what, 0))
+            self.ends[id(batch)] = now
 
-    def after(self, gang: Gang, block: Block, start: float) -> None:
-        """It ran `block` from `start` on."""
-        if gang.spin_since is not None:
-            self.waits[id(gang)] = gang.spinning or self.waits.get(id(gang), "")
+    def after(self, batch: WarpBatch, block: Block, start: float) -> None:
+        """Record that a batch ran `block` from `start` on."""
+        if batch.spin_since is not None:
+            self.waits[id(batch)] = batch.spinning or self.waits.get(id(batch), "")
             return
         inst = block.insts[0][0]
-        now = _time(gang)
+        now = _time(batch)
         paused = now - block.count - start
-        warps = tuple(map(int, gang.warps))
+        warps = tuple(map(int, batch.warps))
         if paused > 0:
-            self.events.append(Event(gang.cta.index, warps, start, start + paused, "wait", inst.text, inst.line))
-        self.events.append(Event(gang.cta.index, warps, start + paused, now, self._kind(block), inst.text, inst.line))
-        self.ends[id(gang)] = now
-        if gang.wait is not None:
-            self.waits[id(gang)] = gang.wait.what
-        elif gang.spinning:
-            self.waits[id(gang)] = gang.spinning
+            self.events.append(Event(batch.cta.index, warps, start, start + paused, "wait", inst.text, inst.line))
+        self.events.append(Event(batch.cta.index, warps, start + paused, now, self._kind(block), inst.text, inst.line))
+        self.ends[id(batch)] = now
+        if batch.wait is not None:
+            self.waits[id(batch)] = batch.wait.what
+        elif batch.spinning:
+            self.waits[id(batch)] = batch.spinning
 
     def _kind(self, block: Block) -> str:
         found = self.kinds.get(block.index)
@@ -84,13 +85,13 @@ class Recorder:
         return found
 
 
-def _time(gang: Gang) -> float:
-    clocks = gang.cta.clocks
-    return 0.0 if clocks is None else float(clocks.time[gang.agents].max())
+def _time(batch: WarpBatch) -> float:
+    clocks = batch.cta.clocks
+    return 0.0 if clocks is None else float(clocks.time[batch.agents].max())
 
 
 def trace(events: Sequence[Event]) -> str:
-    """One line an event."""
+    """Format events as text, one line per event."""
     lines = [
         f"{e.start:9.0f} {e.end:9.0f}  CTA {e.cta} warps {','.join(map(str, e.warps)):<24} {e.kind:<6} "
         f"{f'line {e.line}: ' if e.line else ''}{e.what}"
@@ -100,7 +101,7 @@ def trace(events: Sequence[Event]) -> str:
 
 
 def picture(events: Sequence[Event], title: str, most_ctas: int = 4) -> str:
-    """An HTML page: a row a warp, time to the right. The text of a bar says what it is."""
+    """Draw events as an HTML page: one row per warp, time to the right, a tooltip on every bar."""
     ctas = sorted({e.cta for e in events})[:most_ctas]
     shown = [e for e in events if e.cta in ctas]
     end = max((e.end for e in shown), default=1.0)
@@ -135,7 +136,7 @@ def _index(cta: tuple[int, int, int]) -> str:
 
 
 def _merged(events: Sequence[Event]) -> list[Event]:
-    """Blocks of one kind that follow each other, as one bar."""
+    """Merge adjacent blocks of one kind into one event."""
     last: dict[tuple[tuple[int, int, int], tuple[int, ...]], Event] = {}
     found: list[Event] = []
     for e in events:

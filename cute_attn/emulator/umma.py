@@ -1,4 +1,4 @@
-"""Matrix products in tensor memory: what an instruction descriptor says, and where matrices lie."""
+"""tcgen05 matrix products: instruction descriptors, and layouts of matrices in tensor memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ITEM_BYTES = {"f16": 2, "tf32": 4}
 
 @dataclass(frozen=True)
 class Kind:
-    """What the opcode says. `vector`: items that share a scale factor, 0 without scales."""
+    """Properties given by the opcode. `vector`: items that share a scale factor, 0 without scales."""
 
     name: str
     group: int
@@ -50,7 +50,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Instruction:
-    """What the descriptor says: D[m, n] += A[m, k] B[n, k]."""
+    """Decoded instruction descriptor of D[m, n] += A[m, k] B[n, k]."""
 
     m: int
     n: int
@@ -69,7 +69,7 @@ class Instruction:
 
 @functools.lru_cache(256)
 def decode(word: int, kind: Kind) -> Instruction:
-    """An instruction descriptor. PtxError names what it may not say."""
+    """Decode an instruction descriptor. PtxError names an illegal field."""
 
     def bits(low: int, count: int) -> int:
         return word >> low & ((1 << count) - 1)
@@ -151,12 +151,12 @@ def _wrong_scales(x: Instruction, kind: Kind) -> str:
 
 
 def rows_of(x: Instruction, group: int) -> int:
-    """Rows of A and D in one CTA."""
+    """Number of rows of A and D in one CTA."""
     return x.m // group
 
 
 def lanes_of(x: Instruction, group: int, lane: int) -> Array:
-    """Lanes of D, in the order of the rows of `fold`. 64 rows in one CTA take half the lanes of each warp."""
+    """Lanes of D in the order of the rows of `fold`. A single CTA with 64 rows uses half the lanes of each warp."""
     if rows_of(x, group) == 64 and group == 1:
         if lane not in (0, 16):
             raise PtxError(f"a product with M=64 at lane {lane} of tensor memory, accepted are 0 and 16")
@@ -168,7 +168,8 @@ def lanes_of(x: Instruction, group: int, lane: int) -> Array:
 
 
 def fold(d: Array, x: Instruction, group: int) -> Array:
-    """D of one CTA [rows, n] as it lies: with 64 rows in each CTA of a pair, the right half is below the left."""
+    """Arrange D of one CTA [rows, n] as in tensor memory: with 64 rows per CTA of a pair, the right half is below the
+    left."""
     if rows_of(x, group) == 64 and group == 2:
         return np.concatenate([d[:, : x.n // 2], d[:, x.n // 2 :]])
     return d
@@ -178,7 +179,7 @@ def fold(d: Array, x: Instruction, group: int) -> Array:
 
 
 def values(raw: Array, kind: Kind, type_: str) -> Array:
-    """Items as they lie in a row of 32 bytes, [rows, items], to float32 [rows, k]."""
+    """Decode items of 32-byte rows, [rows, items], to float32 [rows, k]."""
     if type_ == "f16":
         return raw.view(np.float16).astype(np.float32)
     if type_ == "bf16":
@@ -201,7 +202,7 @@ def values(raw: Array, kind: Kind, type_: str) -> Array:
 
 
 def _unpadded(raw: Array, width: int) -> Array:
-    """16 items of `width` bits at the start of every 16 bytes."""
+    """Extract 16 items of `width` bits from the start of every 16 bytes."""
     units = np.ascontiguousarray(raw).reshape(len(raw), -1, 16)[..., : 2 * width]
     bits = np.unpackbits(units, axis=-1, bitorder="little").reshape(len(raw), -1, width)
     codes: Array = (bits.astype(np.int64) << np.arange(width)).sum(axis=-1)
@@ -209,7 +210,7 @@ def _unpadded(raw: Array, width: int) -> Array:
 
 
 def accumulate(product: Array, before: Array | None, x: Instruction, shift: int) -> Array:
-    """Words of D; `before` holds those that were there."""
+    """Words of D after accumulation onto the words `before`, if any."""
     if x.d_type == "s32":
         total = product.astype(np.int64)
         if before is not None:
@@ -233,11 +234,11 @@ def _half_words(words: Array) -> Array:
 
 
 def scale_columns(rows: int) -> int:
-    """Columns of tensor memory for the scales of so many rows: 32 rows a column, a row's factors in one word."""
+    """Number of tensor memory columns for the scales of `rows` rows: 32 rows per column, one word per row."""
     return -(-rows // 32)
 
 
 def scales(words: Array, rows: int, first: int, count: int, type_: str) -> Array:
-    """Words [32, columns] of one quarter of the lanes to factors [rows, count], from byte `first` on."""
+    """Decode words [32, columns] of one quarter of the lanes to factors [rows, count], from byte `first` on."""
     codes = np.ascontiguousarray(words.T).reshape(-1)[:rows, None].view(np.uint8)[:, first : first + count]
     return formats.decode(codes & 0x7F, "e4m3") if type_ == "ue4m3" else formats.decode_scale(codes)

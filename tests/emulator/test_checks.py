@@ -152,17 +152,17 @@ def test_errors_say_where() -> None:
     description = {"symbol": "micro", "grid": (1, 1, 1), "block": (64, 1, 1), "smem_bytes": 0, "params": bytes(16)}
     with pytest.raises(faults.Uninitialised) as raised:
         launch(ptx, description, memory)
-    place = raised.value.place
-    assert place is not None
-    assert (place.kernel, place.cta, place.line) == ("micro", (0, 0, 0), line)
-    assert place.source == "kernels/some.py:42"
+    location = raised.value.location
+    assert location is not None
+    assert (location.kernel, location.cta, location.line) == ("micro", (0, 0, 0), line)
+    assert location.source == "kernels/some.py:42"
     assert "ld.shared.b32" in str(raised.value)
     assert raised.value.lane == 0
 
 
 def test_output_is_uninitialised_until_written() -> None:
     run(kernel("st.global.b32 [%rd8], %me;", "ld.global.b32 %r1, [%rd8];"), valid=False)
-    with pytest.raises(faults.Uninitialised, match="nobody wrote"):
+    with pytest.raises(faults.Uninitialised, match="never written"):
         run(kernel("ld.global.b32 %r1, [%rd8];"), valid=False)
 
 
@@ -284,6 +284,12 @@ def product(*lines: str) -> Text:
 def test_products() -> None:
     run(product(*ZEROS, W_FENCE, PRODUCT, W_COMMIT, W_WAIT, USE))
     run(product(*ZEROS, W_FENCE, PRODUCT, PRODUCT, W_COMMIT, PRODUCT, W_COMMIT, W_WAIT, USE))
+
+
+def test_products_in_flight_when_warps_diverge() -> None:
+    diverge = ("setp.ge.u32 %p1, %me, 32;", "@%p1 bra OTHERS;", "bar.sync 1, 32;", "OTHERS:")
+    together = run(product(*ZEROS, W_FENCE, PRODUCT, W_COMMIT, W_WAIT, USE))
+    assert run(product(*ZEROS, W_FENCE, PRODUCT, W_COMMIT, *diverge, W_WAIT, USE)) == together
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_random(arch: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
 CASES = {
     "lengths at the edges": XqaCase(
         (0, 1, 15, 16, 17, 31, 32, 33, 0), kv="e4m3", heads=(4, 1), seed=1
-    ),  # page 0 is nobody's
+    ),  # page 0 belongs to no request
     "one long request": XqaCase((1500,), kv="e4m3", heads=(4, 1)),
     "a long one among short ones": XqaCase((3, 900, 0, 5), heads=(2, 1), head_dim=64),
     "more rows than a block": XqaCase((40, 90), heads=(40, 2), q_len=2),
@@ -83,7 +83,7 @@ def test_case(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.emulator
 def test_shares_past_the_last_of_as_many_requests_as_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two units on one line of 17 shares, which the first 16 fill: the last reads nothing, not even a row of q."""
+    """Two units in one CTA group of 17 shares, of which 16 have work: the last reads nothing, not even a row of q."""
     assert solve(XqaCase((0,) * 32, heads=(2, 2)), "sm_90a", 17, "eager", monkeypatch) == ""
 
 

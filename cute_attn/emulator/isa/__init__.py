@@ -1,4 +1,4 @@
-"""Instruction forms: one module a family; importing it registers them."""
+"""Instruction forms, one module per family. Importing a module registers its forms."""
 
 from __future__ import annotations
 

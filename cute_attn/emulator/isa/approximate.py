@@ -1,4 +1,4 @@
-"""The .approx functions. Results are the correctly rounded ones: hardware stays within the ulp bounds of the ISA."""
+"""The .approx functions, correctly rounded here. Hardware results differ within the ulp bounds of the ISA."""
 
 from __future__ import annotations
 

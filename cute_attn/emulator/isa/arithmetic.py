@@ -96,7 +96,7 @@ def divide(e: Emitter, inst: Inst, op: str, kind: str) -> None:
 
 
 def _quotient(a: Array, b: Array) -> Array:
-    """Truncated; a division by zero gives all ones, as hardware happens to."""
+    """Divide with truncation. Division by zero gives all ones, as observed on hardware."""
     safe = np.where(b == 0, 1, b).astype(b.dtype)
     quotient = a // safe
     if a.dtype.kind == "i":
@@ -194,7 +194,7 @@ def fma_f64(e: Emitter, inst: Inst) -> None:
 
 
 def _fma64(a: Array, b: Array, c: Array) -> Array:
-    """Rounded once where the platform's long double has 64 bits of mantissa, nearly always elsewhere."""
+    """a * b + c: rounded once if the platform's long double has 64 bits of mantissa, and nearly always otherwise."""
     total: Array = (a.astype(np.longdouble) * b + c).astype(np.float64)
     return total
 
@@ -209,7 +209,7 @@ def extreme_f32(e: Emitter, inst: Inst, op: str, ftz: str, nan: str) -> None:
 
 
 def _extreme(e: Emitter, op: str, nan: str) -> str:
-    """Name of the function of a min or max."""
+    """Bind the function of a min or max; returns its name."""
     suffix = "_nan" if nan else ""
     return e.bind(getattr(floats, f"{op}imum{suffix}"), op + suffix)
 
@@ -253,7 +253,7 @@ def _halves(x: Array, kind: str) -> Array:
 
 
 def _narrow(x: Array, kind: str) -> Array:
-    """[n, 2] float32 to n words."""
+    """Pack float32 [n, 2] into n words."""
     flat = np.ascontiguousarray(x, np.float32).ravel()
     half = floats.f32_to_f16(flat).view(np.uint16) if kind == ".f16x2" else floats.f32_to_bf16(flat)
     packed: Array = half.view(np.uint32)
@@ -269,7 +269,7 @@ def _packed(e: Emitter, inst: Inst, kind: str, compute: str) -> None:
 
 @form("{add|sub|mul}{|.rn}{.f16x2|.bf16x2}", golden="half2")
 def arithmetic_half2(e: Emitter, inst: Inst, op: str, mode: str, kind: str) -> None:
-    """One float32 operation rounded to 16 bits is exact: 24 bits are more than twice 11 and 2 more."""
+    """Compute in float32, then round to 16 bits. Double rounding is harmless: 24 bits are at least 2 * 11 + 2."""
     _packed(e, inst, kind, f"{{0}} {_SIGN[op]} {{1}}")
 
 
@@ -280,7 +280,7 @@ def fma_half2(e: Emitter, inst: Inst, relu: str, kind: str) -> None:
 
 
 def _fma_half(a: Array, b: Array, c: Array, relu: bool) -> Array:
-    """In float64, to float32 by way of the odd neighbour: the second rounding then decides alone."""
+    """Compute in float64 and round to odd in float32, so that only the final rounding to 16 bits decides."""
     x, y = a.astype(np.float64) * b, c.astype(np.float64)
     total = floats._to_odd(x + y, x, y)
     near = total.astype(np.float32)
@@ -310,7 +310,7 @@ _UNSIGNED_COMPARE = {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
 
 
 def _assign(e: Emitter, inst: Inst, text: str, combine: str = "") -> None:
-    """To `p` or `p|q`; with a boolean operation, of the comparison and operand c."""
+    """Set `p` or `p|q` to a comparison, combined with operand c by a boolean operation if there is one."""
     target = inst.operands[0]
     if combine:
         sign = {".and": "&", ".or": "|", ".xor": "^"}[combine]

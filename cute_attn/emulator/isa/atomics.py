@@ -1,4 +1,4 @@
-"""atom and red on global and shared memory: lane after lane, in the order of lanes."""
+"""atom and red on global and shared memory, lane by lane in ascending order."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 from cute_attn.emulator import access
 from cute_attn.emulator.dtypes import DTYPES, Array, tag
 from cute_attn.emulator.emit import Emitter
-from cute_attn.emulator.gang import Gang
 from cute_attn.emulator.isa import floats, order
 from cute_attn.emulator.isa.registry import form
 from cute_attn.emulator.ptx import Inst
+from cute_attn.emulator.warp_batch import WarpBatch
 
 _ORDER = "{|.relaxed|.acquire|.release|.acq_rel}{|.cta|.cluster|.gpu|.sys}"
 _SPACE = "{|.global|.shared|.shared::cta|.shared::cluster}"
@@ -88,26 +88,26 @@ def _half_add(kind: str) -> Update:
 
 
 def _atomic(
-    g: Gang, mask: Array | None, how: tuple[Update | None, np.dtype, str, str], address: Array, *values: Array
+    w: WarpBatch, mask: Array | None, how: tuple[Update | None, np.dtype, str, str], address: Array, *values: Array
 ) -> Array:  # type: ignore[type-arg]
     update, dtype, sem, space = how
     width = dtype.itemsize
-    old = np.zeros(g.size, dtype)
-    at = g.full(address)
-    operands = [g.full(v) for v in values]
+    old = np.zeros(w.size, dtype)
+    at = w.full(address)
+    operands = [w.full(v) for v in values]
     shared = space.startswith(".shared")
     if not shared and sem in (".release", ".acq_rel"):
-        order.publish(g, mask, address, release=True)
+        order.publish(w, mask, address, release=True)
     elif not shared:
-        order.publish(g, mask, address, release=False)
-    for lane in g.lanes(mask):
-        one = np.zeros(g.size, np.bool_)
+        order.publish(w, mask, address, release=False)
+    for lane in w.lanes(mask):
+        one = np.zeros(w.size, np.bool_)
         one[lane] = True
         if shared:
             cluster = space == ".shared::cluster"
-            row = _shared_word(g, int(at[lane]), width, cluster)
+            row = _shared_word(w, int(at[lane]), width, cluster)
         else:
-            row = access.load_global(g, one, at, width, "atom", strong=True)[lane]
+            row = access.load_global(w, one, at, width, "atom", strong=True)[lane]
         before = row.view(dtype)
         if update is None:
             after = np.where(before == operands[0][lane], operands[1][lane], before).astype(dtype)
@@ -117,17 +117,17 @@ def _atomic(
         if shared:
             row[:] = after.view(np.uint8)
         else:
-            rows = np.zeros((g.size, width), np.uint8)
+            rows = np.zeros((w.size, width), np.uint8)
             rows[lane] = after.view(np.uint8)
-            access.store_global(g, one, at, rows, "atom", strong=True)
+            access.store_global(w, one, at, rows, "atom", strong=True)
     if not shared:
-        order.observe(g, mask, address, acquire=sem in (".acquire", ".acq_rel"))
+        order.observe(w, mask, address, acquire=sem in (".acquire", ".acq_rel"))
     return old
 
 
-def _shared_word(g: Gang, address: int, width: int, cluster: bool) -> Array:
-    """A view of the word: atomics on shared memory are unordered with one another and race with nothing."""
-    (memory, _), *_ = access.shared_of(g, np.array([address], np.uint32), "atom", cluster)
+def _shared_word(w: WarpBatch, address: int, width: int, cluster: bool) -> Array:
+    """View of a shared word. Atomics on shared memory are unordered with one another and are not checked for races."""
+    (memory, _), *_ = access.shared_of(w, np.array([address], np.uint32), "atom", cluster)
     offset = access.offsets_of(np.array([address], np.uint32))
     memory.check(offset, width, width, "atom")
     start = int(offset[0])

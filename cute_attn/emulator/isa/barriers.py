@@ -9,11 +9,11 @@ import numpy as np
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import BarrierFault, PtxError
-from cute_attn.emulator.gang import Gang, Wait
 from cute_attn.emulator.isa import order
 from cute_attn.emulator.isa.mma import whole
 from cute_attn.emulator.isa.registry import form
 from cute_attn.emulator.ptx import Inst, Not, Reg
+from cute_attn.emulator.warp_batch import Wait, WarpBatch
 
 if TYPE_CHECKING:
     from cute_attn.emulator.machine import Cluster, Cta
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Meeting:
-    """Warps that come together: a named barrier, or the barrier of a cluster."""
+    """One phase of a named barrier or of a cluster barrier: the warps that have arrived and those that wait."""
 
     def __init__(self, cluster: Cluster, expected: int, what: str) -> None:
         self.cluster, self.expected, self.what = cluster, expected, what
@@ -32,7 +32,7 @@ class Meeting:
         self.time = 0.0
         self.agents: list[Array] = []
         self.waiting: list[tuple[Wait, Array]] = []
-        self.votes: list[tuple[bool, bool]] = []  # of a reducing barrier: whether any of the lanes says yes, and all
+        self.votes: list[tuple[bool, bool]] = []  # of a reducing barrier: (any, all) over the lanes of each arrival
         self.some = self.every = False
 
     def arrive(self, agents: Array) -> None:
@@ -89,31 +89,31 @@ def bar_red(e: Emitter, inst: Inst, *choices: str) -> None:
 
 
 class Verdict(Wait):
-    """Puts what the threads of a meeting said into a predicate of a gang that waits for it."""
+    """Wait of a reducing barrier. When it ends, the reduction is written to a predicate of the waiting batch."""
 
-    def __init__(self, g: Gang, mask: Array | None, meeting: Meeting, any_of: bool, index: int) -> None:
+    def __init__(self, w: WarpBatch, mask: Array | None, meeting: Meeting, any_of: bool, index: int) -> None:
         super().__init__(meeting.what)
-        self.gang, self.mask, self.meeting, self.any_of, self.index = g, mask, meeting, any_of, index
+        self.batch, self.mask, self.meeting, self.any_of, self.index = w, mask, meeting, any_of, index
 
     def ready(self) -> bool:
         if self.done:
             value = np.array([self.meeting.some if self.any_of else self.meeting.every])
-            registers = self.gang.R
+            registers = self.batch.R
             kept = value if self.mask is None else np.where(self.mask, value, registers[self.index])
             registers[self.index] = kept
         return self.done
 
 
 def _bar_red(
-    g: Gang, mask: Array | None, number: Array, threads: Array | None, p: Array, any_of: bool, index: int
+    w: WarpBatch, mask: Array | None, number: Array, threads: Array | None, p: Array, any_of: bool, index: int
 ) -> None:
-    name, meeting, agents = _meeting(g, mask, number, threads)
-    said = g.full(p)[g.lanes(mask)]
+    name, meeting, agents = _meeting(w, mask, number, threads)
+    said = w.full(p)[w.lanes(mask)]
     meeting.votes.append((bool(said.any()), bool(said.all())))
     meeting.arrive(agents)
-    g.wait = verdict = Verdict(g, mask, meeting, any_of, index)
+    w.wait = verdict = Verdict(w, mask, meeting, any_of, index)
     meeting.waiting.append((verdict, agents))
-    _finish(g.cta, name, meeting)
+    _finish(w.cta, name, meeting)
 
 
 def _barrier(e: Emitter, inst: Inst, function: object) -> None:
@@ -122,39 +122,39 @@ def _barrier(e: Emitter, inst: Inst, function: object) -> None:
     e.call(function, [e.get(number, "u4"), threads])  # type: ignore[arg-type]
 
 
-def _meeting(g: Gang, mask: Array | None, number: Array, threads: Array | None) -> tuple[int, Meeting, Array]:
-    whole(g, mask, "bar.sync")
-    index = g.uniform(number, mask, "barrier number")
-    expected = g.cta.num_warps if threads is None else g.uniform(threads, mask, "barrier thread count")
+def _meeting(w: WarpBatch, mask: Array | None, number: Array, threads: Array | None) -> tuple[int, Meeting, Array]:
+    whole(w, mask, "bar.sync")
+    index = w.uniform(number, mask, "barrier number")
+    expected = w.cta.num_warps if threads is None else w.uniform(threads, mask, "barrier thread count")
     if threads is not None:
         if expected % 32 or expected == 0:
             raise BarrierFault(f"barrier {index}: {expected} threads is no multiple of a warp")
         expected //= 32
     if not 0 <= index < 16:
         raise BarrierFault(f"barrier {index}: there are 16")
-    meeting = g.cta.barriers.get(index)
+    meeting = w.cta.barriers.get(index)
     if meeting is None:
-        meeting = g.cta.barriers[index] = Meeting(g.cta.cluster, expected, f"barrier {index}")
+        meeting = w.cta.barriers[index] = Meeting(w.cta.cluster, expected, f"barrier {index}")
     if meeting.expected != expected:
         raise BarrierFault(f"barrier {index}: {32 * expected} threads expected here, {32 * meeting.expected} before")
-    agents = g.agents[g.row[g.first_lanes(mask)]]
+    agents = w.agents[w.row[w.first_lanes(mask)]]
     if meeting.arrived + len(agents) > expected:
         raise BarrierFault(f"barrier {index}: more than {32 * expected} threads arrive")
     meeting.what = f"barrier {index} ({meeting.arrived + len(agents)} of {expected} warps)"
     return index, meeting, agents
 
 
-def _bar_sync(g: Gang, mask: Array | None, number: Array, threads: Array | None) -> None:
-    index, meeting, agents = _meeting(g, mask, number, threads)
+def _bar_sync(w: WarpBatch, mask: Array | None, number: Array, threads: Array | None) -> None:
+    index, meeting, agents = _meeting(w, mask, number, threads)
     meeting.arrive(agents)
-    g.wait = meeting.wait(agents)
-    _finish(g.cta, index, meeting)
+    w.wait = meeting.wait(agents)
+    _finish(w.cta, index, meeting)
 
 
-def _bar_arrive(g: Gang, mask: Array | None, number: Array, threads: Array | None) -> None:
-    index, meeting, agents = _meeting(g, mask, number, threads)
+def _bar_arrive(w: WarpBatch, mask: Array | None, number: Array, threads: Array | None) -> None:
+    index, meeting, agents = _meeting(w, mask, number, threads)
     meeting.arrive(agents)
-    _finish(g.cta, index, meeting)
+    _finish(w.cta, index, meeting)
 
 
 def _finish(cta: Cta, index: int, meeting: Meeting) -> None:
@@ -171,9 +171,9 @@ def fence_proxy(e: Emitter, inst: Inst, space: str) -> None:
     e.call(_fence_proxy, [])
 
 
-def _fence_proxy(g: Gang, mask: Array | None) -> None:
-    if g.cta.clocks is not None:
-        g.cta.clocks.proxy_fence(g.agents[g.row[g.first_lanes(mask)]])
+def _fence_proxy(w: WarpBatch, mask: Array | None) -> None:
+    if w.cta.clocks is not None:
+        w.cta.clocks.proxy_fence(w.agents[w.row[w.first_lanes(mask)]])
 
 
 @form(
@@ -192,11 +192,11 @@ def grid_wait(e: Emitter, inst: Inst) -> None:
     e.call(_grid_wait, [])
 
 
-def _grid_wait(g: Gang, mask: Array | None) -> None:
-    if g.cta.clocks is not None:
-        g.cta.clocks.v[g.agents[g.row[g.first_lanes(mask)]], :, 0] = 1
+def _grid_wait(w: WarpBatch, mask: Array | None) -> None:
+    if w.cta.clocks is not None:
+        w.cta.clocks.v[w.agents[w.row[w.first_lanes(mask)]], :, 0] = 1
 
 
 @form("griddepcontrol.launch_dependents", since=90, conformance="order", golden="barriers")
 def grid_launch(e: Emitter, inst: Inst) -> None:
-    """The next launch may begin: it is always checked as if it began at once."""
+    """Emit nothing: race checks always assume that the next launch begins at once."""

@@ -73,7 +73,7 @@ def shr(e: Emitter, inst: Inst, kind: str) -> None:
 
 
 def _shift(e: Emitter, inst: Inst, kind: str, sign: str) -> None:
-    """By the register's width or more, everything is shifted out."""
+    """Shift; a count of the register's width or more shifts everything out."""
     d, a, count = inst.operands
     t = tag(kind)
     bits = 8 * int(t[1])
@@ -153,7 +153,7 @@ def count(e: Emitter, inst: Inst, op: str) -> None:
 
 
 def _bit_table(x: Array) -> Array:
-    """[n, 32], the lowest bit first."""
+    """Unpack words to bits [n, 32], lowest first."""
     bits: Array = (x[:, None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)
     return bits
 

@@ -1,4 +1,4 @@
-"""What CTAs of a cluster do together: mapa, barrier.cluster, st.async."""
+"""Cluster instructions: mapa, barrier.cluster, st.async."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from cute_attn.emulator import access
 from cute_attn.emulator.dtypes import Array, tag
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import BarrierFault
-from cute_attn.emulator.gang import Gang
 from cute_attn.emulator.isa import mbarrier
 from cute_attn.emulator.isa.barriers import Meeting
 from cute_attn.emulator.isa.mma import whole
 from cute_attn.emulator.isa.registry import form
 from cute_attn.emulator.memory import GENERIC_SHARED, OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.ptx import Inst
+from cute_attn.emulator.warp_batch import WarpBatch
 
 
 @form("mapa{|.shared::cluster}{.u32|.u64}", since=90, golden="cluster")
@@ -24,8 +24,8 @@ def mapa(e: Emitter, inst: Inst, space: str, kind: str) -> None:
     e.call(_mapa, [e.get(address, t), e.get(rank, "u4")], [(d, t)])
 
 
-def _mapa(g: Gang, mask: Array | None, address: Array, rank: Array) -> Array:
-    """Lanes may compute addresses of CTAs that do not exist; whoever uses one is told."""
+def _mapa(w: WarpBatch, mask: Array | None, address: Array, rank: Array) -> Array:
+    """Map addresses to another CTA. The address of a CTA that does not exist is an error only when it is used."""
     wide = address.astype(np.uint64) & np.uint64(OFFSET_MASK)
     mapped = wide | rank.astype(np.uint64) << np.uint64(RANK_SHIFT)
     generic = address.dtype.itemsize == 8 and bool((address >= np.uint64(GENERIC_SHARED)).any())
@@ -45,15 +45,15 @@ def arrive(e: Emitter, inst: Inst, *choices: str) -> None:
     e.call(_arrive, [])
 
 
-def _arrive(g: Gang, mask: Array | None) -> None:
-    whole(g, mask, "barrier.cluster.arrive")
-    cluster = g.cta.cluster
+def _arrive(w: WarpBatch, mask: Array | None) -> None:
+    whole(w, mask, "barrier.cluster.arrive")
+    cluster = w.cta.cluster
     if cluster.barrier is None:
-        total = len(cluster.ctas) * g.cta.num_warps
+        total = len(cluster.ctas) * w.cta.num_warps
         cluster.barrier = Meeting(cluster, total, "barrier.cluster")
     meeting: Meeting = cluster.barrier
-    agents = g.agents[g.row[g.first_lanes(mask)]]
-    arrived = g.cta.extra.setdefault("cluster arrivals", {})
+    agents = w.agents[w.row[w.first_lanes(mask)]]
+    arrived = w.cta.extra.setdefault("cluster arrivals", {})
     for agent in agents:
         if int(agent) in arrived:
             raise BarrierFault("barrier.cluster.arrive twice without a wait")
@@ -70,19 +70,19 @@ def wait(e: Emitter, inst: Inst, *choices: str) -> None:
     e.call(_wait, [])
 
 
-def _wait(g: Gang, mask: Array | None) -> None:
-    whole(g, mask, "barrier.cluster.wait")
-    agents = g.agents[g.row[g.first_lanes(mask)]]
-    arrived = g.cta.extra.setdefault("cluster arrivals", {})
+def _wait(w: WarpBatch, mask: Array | None) -> None:
+    whole(w, mask, "barrier.cluster.wait")
+    agents = w.agents[w.row[w.first_lanes(mask)]]
+    arrived = w.cta.extra.setdefault("cluster arrivals", {})
     meetings = [arrived.pop(int(agent), None) for agent in agents]
     if None in meetings:
         raise BarrierFault("barrier.cluster.wait without an arrive before it")
     meeting: Meeting = meetings[0]
     if meeting.arrived == -1:  # already complete
-        if g.cta.clocks is not None and meeting.clock is not None:
-            g.cta.clocks.acquire(agents, meeting.clock)
+        if w.cta.clocks is not None and meeting.clock is not None:
+            w.cta.clocks.acquire(agents, meeting.clock)
         return
-    g.wait = meeting.wait(agents)
+    w.wait = meeting.wait(agents)
 
 
 @form(
@@ -97,16 +97,16 @@ def st_async(e: Emitter, inst: Inst, weak: str, vec: str, kind: str) -> None:
     e.call(_st_async, [e.address(target, wide=False), values, e.address(barrier, wide=False)])
 
 
-def _st_async(g: Gang, mask: Array | None, target: Array, values: tuple[Array, ...], barrier: Array) -> None:
-    targets, barriers = g.full(target), g.full(barrier)
-    rows = np.stack([g.full(v) for v in values], axis=1)
-    for lane in g.lanes(mask):
+def _st_async(w: WarpBatch, mask: Array | None, target: Array, values: tuple[Array, ...], barrier: Array) -> None:
+    targets, barriers = w.full(target), w.full(barrier)
+    rows = np.stack([w.full(v) for v in values], axis=1)
+    for lane in w.lanes(mask):
         data = np.ascontiguousarray(rows[lane : lane + 1]).view(np.uint8)
         rank, offset = int(targets[lane]) >> RANK_SHIFT, int(targets[lane]) & OFFSET_MASK
-        memory = g.cta.cluster.ctas[rank].smem
+        memory = w.cta.cluster.ctas[rank].smem
         where = np.array([offset])
         memory.check(where, data.shape[1], data.shape[1], "st.async")
-        op = g.begin_op(int(g.row[lane]), "st.async")
+        op = w.begin_op(int(w.row[lane]), "st.async")
         memory.op_store(where, access.words_of(data), data.shape[1], op, "st.async", generic=False)
-        waiting = mbarrier.at(g.cta, int(barriers[lane]), cluster=True)
+        waiting = mbarrier.at(w.cta, int(barriers[lane]), cluster=True)
         waiting.complete(data.shape[1], op, op.time if op else 0.0)

@@ -23,7 +23,7 @@ def jump(e: Emitter, inst: Inst) -> None:
     conformance="order",
 )
 def nothing(e: Emitter, inst: Inst, *choices: str) -> None:
-    """Hints. `setmaxnreg` is checked by its numbers alone: registers here have no limit."""
+    """Emit nothing. Of `setmaxnreg` only the operand is checked: registers are not limited here."""
     if inst.op.startswith("createpolicy"):
         e.set(inst.operands[0], "u8", e.constant(0, "u8"))
     elif inst.op.startswith("setmaxnreg"):
@@ -37,5 +37,5 @@ def trap(e: Emitter, inst: Inst) -> None:
     e.call(_trap, [])
 
 
-def _trap(g: object, mask: object) -> None:
+def _trap(w: object, mask: object) -> None:
     raise PtxError("trap")

@@ -58,7 +58,7 @@ def to_integer(e: Emitter, inst: Inst, mode: str, ftz: str, sat: str, to: str, s
 
 
 def _to_integer(x: Array, want: np.dtype) -> Array:  # type: ignore[type-arg]
-    """Always saturating, as hardware is; NaN gives 0, the top bit alone for 64-bit targets."""
+    """Convert with saturation, as hardware does; NaN gives 0, or only the top bit for 64-bit targets."""
     limits = np.iinfo(want)
     wide = x.astype(np.float64)
     found = np.where(np.isnan(wide), 0, np.clip(wide, float(limits.min), float(limits.max)))
@@ -114,7 +114,7 @@ def narrow(e: Emitter, inst: Inst, mode: str, relu: str, to: str) -> None:
 
 @form("cvt{.rn|.rz}{|.relu}{.f16x2|.bf16x2}.f32", golden="convert")
 def narrow_pair(e: Emitter, inst: Inst, mode: str, relu: str, to: str) -> None:
-    """Operand a goes into the upper half."""
+    """Convert a pair; operand a goes to the upper half."""
     d, a, b = inst.operands
     high, low = (_relu(e, relu, e.get(x, "f4")) for x in (a, b))
     name = e.bind(_narrow_pair, "narrow_pair")
@@ -184,7 +184,7 @@ def from_fp6(e: Emitter, inst: Inst, relu: str, source: str) -> None:
 
 @form("cvt.rn.satfinite{|.relu}.e2m1x2.f32", since=100, conformance="unverified")
 def to_fp4(e: Emitter, inst: Inst, relu: str) -> None:
-    """Operand a goes into the upper four bits."""
+    """Convert a pair; operand a goes to the upper four bits."""
     d, a, b = inst.operands
     name = e.bind(_fp4_pair, "fp4_pair")
     e.set(d, "u1", f"{name}({e.get(b, 'f4')}, {e.get(a, 'f4')}, {bool(relu)})")
@@ -237,7 +237,7 @@ def _from_scale(x: Array) -> Array:
 
 @form("cvta{|.to}{.global|.param|.const}.u64", conformance="order")
 def cvta(e: Emitter, inst: Inst, direction: str, space: str) -> None:
-    """These spaces have the generic addresses."""
+    """Copy the address: these spaces have generic addresses."""
     e.set(inst.operands[0], "u8", e.get(inst.operands[1], "u8"))
 
 

@@ -1,4 +1,4 @@
-"""ldmatrix, stmatrix and cp.async: rows of matrices between shared memory and registers, and into shared memory."""
+"""ldmatrix, stmatrix and cp.async."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from cute_attn.emulator.clocks import ORDER, Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import Divergence, PtxError
-from cute_attn.emulator.gang import Gang
 from cute_attn.emulator.isa.mma import whole
 from cute_attn.emulator.isa.registry import form
 from cute_attn.emulator.memory import SharedMemory
 from cute_attn.emulator.ptx import Imm, Inst
+from cute_attn.emulator.warp_batch import WarpBatch
 
 _COUNT = {".x1": 1, ".x2": 2, ".x4": 4}
 _SHARED = "{.shared|.shared::cta}"
@@ -26,28 +26,28 @@ _SHARED = "{.shared|.shared::cta}"
 def ldmatrix(e: Emitter, inst: Inst, count: str, trans: str, space: str) -> None:
     d, address = inst.operands
     items = e.items(d)
-    arguments = f"g, {e.mask}, {e.address(address, wide=False)}, {_COUNT[count]}, {bool(trans)}"
+    arguments = f"w, {e.mask}, {e.address(address, wide=False)}, {_COUNT[count]}, {bool(trans)}"
     e.line(f"t = {e.bind(_ldmatrix, 'ldmatrix')}({arguments})")
     for i, item in enumerate(items):
         e.set(item, "u4", f"t[{i}]")
 
 
-def _row_addresses(g: Gang, address: Array, count: int) -> Array:
+def _row_addresses(w: WarpBatch, address: Array, count: int) -> Array:
     """Addresses of the rows of all matrices: [warps, 8 * count], from the first lanes of each warp."""
-    rows: Array = g.full(address).reshape(-1, 32)[:, : 8 * count]
+    rows: Array = w.full(address).reshape(-1, 32)[:, : 8 * count]
     return rows
 
 
-def _ldmatrix(g: Gang, mask: Array | None, address: Array, count: int, trans: bool) -> Array:
-    whole(g, mask, "ldmatrix")
-    rows = _row_addresses(g, address, count)
+def _ldmatrix(w: WarpBatch, mask: Array | None, address: Array, count: int, trans: bool) -> Array:
+    whole(w, mask, "ldmatrix")
+    rows = _row_addresses(w, address, count)
     if mask is not None:
         rows = rows[mask.reshape(-1, 32)[:, 0]]
-        agents = g.agents[mask.reshape(-1, 32)[:, 0]]
+        agents = w.agents[mask.reshape(-1, 32)[:, 0]]
     else:
-        agents = g.agents
+        agents = w.agents
     at = rows.ravel()
-    (memory, _), *_ = access.shared_of(g, at, "ldmatrix")
+    (memory, _), *_ = access.shared_of(w, at, "ldmatrix")
     offsets = access.offsets_of(at)
     memory.check(offsets, 16, 16, "ldmatrix")
     data = memory.load(offsets, 16, np.repeat(agents, 8 * count), "ldmatrix")
@@ -62,7 +62,7 @@ def _ldmatrix(g: Gang, mask: Array | None, address: Array, count: int, trans: bo
         )
     if mask is None:
         return words
-    out = np.zeros((count, g.size), np.uint32)
+    out = np.zeros((count, w.size), np.uint32)
     out[:, mask] = words
     return out
 
@@ -74,21 +74,21 @@ def stmatrix(e: Emitter, inst: Inst, count: str, trans: str, space: str) -> None
     e.call(_stmatrix, [e.address(address, wide=False), values, str(bool(trans))])
 
 
-def _stmatrix(g: Gang, mask: Array | None, address: Array, sources: tuple[Array, ...], trans: bool) -> None:
-    whole(g, mask, "stmatrix")
+def _stmatrix(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...], trans: bool) -> None:
+    whole(w, mask, "stmatrix")
     count = len(sources)
-    present = np.ones(len(g.warps), np.bool_) if mask is None else mask.reshape(-1, 32)[:, 0]
-    at = _row_addresses(g, address, count)[present].ravel()
-    words = np.stack([g.full(s) for s in sources]).reshape(count, -1, 32)[:, present].transpose(1, 0, 2)
+    present = np.ones(len(w.warps), np.bool_) if mask is None else mask.reshape(-1, 32)[:, 0]
+    at = _row_addresses(w, address, count)[present].ravel()
+    words = np.stack([w.full(s) for s in sources]).reshape(count, -1, 32)[:, present].transpose(1, 0, 2)
     if trans:
         pairs = np.ascontiguousarray(words).view(np.uint16).reshape(-1, count, 8, 4, 2)
         rows = np.ascontiguousarray(pairs.transpose(0, 1, 3, 4, 2)).view(np.uint8).reshape(-1, 16)
     else:
         rows = np.ascontiguousarray(words).view(np.uint8).reshape(-1, 16)
-    (memory, _), *_ = access.shared_of(g, at, "stmatrix")
+    (memory, _), *_ = access.shared_of(w, at, "stmatrix")
     offsets = access.offsets_of(at)
     memory.check(offsets, 16, 16, "stmatrix")
-    memory.store(offsets, access.words_of(rows), 16, np.repeat(g.agents[present], 8 * count), "stmatrix")
+    memory.store(offsets, access.words_of(rows), 16, np.repeat(w.agents[present], 8 * count), "stmatrix")
 
 
 # --- cp.async ---------------------------------------------------------------------------------------------------------
@@ -100,20 +100,20 @@ class Copies:
     def __init__(self) -> None:
         self.open: list[tuple[SharedMemory, Array, Array, int]] = []
         self.op: Op | None = None
-        self.told: list[Op] = []  # of the open group too: those whose end an mbarrier has been told of
+        self.told: list[Op] = []  # also of the open group: operations on whose completion an mbarrier arrives
         self.committed: list[tuple[list[tuple[SharedMemory, Array, Array, int]], list[Op]]] = []
 
     @property
     def ops(self) -> list[Op]:
-        """Of the open group."""
+        """Operations of the open group."""
         return [*self.told, *([] if self.op is None else [self.op])]
 
 
-def _copies(g: Gang, position: int) -> Copies:
-    table = g.cta.extra.setdefault("cp.async", {})
-    found = table.get(int(g.warps[position]))
+def _copies(w: WarpBatch, position: int) -> Copies:
+    table = w.cta.extra.setdefault("cp.async", {})
+    found = table.get(int(w.warps[position]))
     if found is None:
-        found = table[int(g.warps[position])] = Copies()
+        found = table[int(w.warps[position])] = Copies()
     copies: Copies = found
     return copies
 
@@ -130,42 +130,42 @@ def cp_async(e: Emitter, inst: Inst, cache: str, *choices: str) -> None:
     e.call(_cp_async, [e.address(target, wide=False), e.address(source, wide=True), str(size.value), given])
 
 
-def _cp_async(g: Gang, mask: Array | None, target: Array, source: Array, size: int, given: Array) -> None:
-    """`given` bytes are read (0 allows any address), the rest is zeros."""
-    lanes = g.lanes(mask)
-    wanted = g.full(given)
+def _cp_async(w: WarpBatch, mask: Array | None, target: Array, source: Array, size: int, given: Array) -> None:
+    """Copy `size` bytes: the first `given` are read (0 allows any address), the others are filled with zeros."""
+    lanes = w.lanes(mask)
+    wanted = w.full(given)
     if (wanted[lanes] > size).any():
         raise PtxError(f"cp.async: source size above {size}")
-    rows = np.zeros((g.size, size), np.uint8)
-    active = g.active(mask)
+    rows = np.zeros((w.size, size), np.uint8)
+    active = w.active(mask)
     for count in np.unique(wanted[lanes]):
         if count:
             some = active & (wanted == count)
             part = (
-                access.load_global(g, some, source, int(count), "cp.async")
+                access.load_global(w, some, source, int(count), "cp.async")
                 if count == size
-                else _partial(g, some, source, int(count))
+                else _partial(w, some, source, int(count))
             )
             rows[some, : int(count)] = part[some]
-    at = g.full(target)[lanes]
-    (memory, _), *_ = access.shared_of(g, at, "cp.async")
+    at = w.full(target)[lanes]
+    (memory, _), *_ = access.shared_of(w, at, "cp.async")
     offsets = access.offsets_of(at)
     memory.check(offsets, size, size, "cp.async")
     words = access.words_of(rows[lanes])
-    owners = g.row[lanes]
+    owners = w.row[lanes]
     for position in np.unique(owners):
-        copies = _copies(g, int(position))
+        copies = _copies(w, int(position))
         if copies.op is None:
-            copies.op = g.begin_op(int(position), "cp.async", generic=True)
+            copies.op = w.begin_op(int(position), "cp.async", generic=True)
         chosen = owners == position
         copies.open.append((memory, offsets[chosen], words[chosen], size))
-        if g.cta.grid.schedule.kind == "eager":
+        if w.cta.grid.schedule.kind == "eager":
             _land(copies.open.pop(), copies.op)
 
 
-def _partial(g: Gang, mask: Array, source: Array, count: int) -> Array:
-    """A source size that is no whole word: byte by byte."""
-    columns = [access.load_global(g, mask, source + np.uint64(i), 1, "cp.async") for i in range(count)]
+def _partial(w: WarpBatch, mask: Array, source: Array, count: int) -> Array:
+    """Read a source that is no whole word, byte by byte."""
+    columns = [access.load_global(w, mask, source + np.uint64(i), 1, "cp.async") for i in range(count)]
     return np.concatenate(columns, axis=1)
 
 
@@ -174,15 +174,15 @@ def _land(copy: tuple[SharedMemory, Array, Array, int], op: Op | None) -> None:
     memory.op_store(offsets, words, size, op, "cp.async", generic=True)
 
 
-def outstanding(g: Gang, position: int) -> list[Op]:
-    """All copies of a warp whose end it has not seen; in a late schedule they land now."""
-    copies, clocks = _copies(g, position), g.cta.clocks
+def outstanding(w: WarpBatch, position: int) -> list[Op]:
+    """Operations of a warp whose completion it has not observed. Copies that a schedule has delayed land now."""
+    copies, clocks = _copies(w, position), w.cta.clocks
     for group, ops in [*copies.committed, (copies.open, copies.ops)]:
         while group:
             _land(group.pop(), ops[-1] if ops else None)
     if clocks is None:
         return []
-    seen = clocks.v[g.agents[position], ORDER]
+    seen = clocks.v[w.agents[position], ORDER]
     copies.told, copies.op = [op for op in copies.ops if seen[op.agent] < op.epoch], None
     return [op for _, ops in copies.committed for op in ops] + copies.told
 
@@ -192,19 +192,19 @@ def commit_group(e: Emitter, inst: Inst) -> None:
     e.call(_commit, [])
 
 
-def _warps(g: Gang, mask: Array | None, what: str) -> Array:
-    """Positions of the warps that take part, each with all its lanes: groups are kept per warp."""
+def _warps(w: WarpBatch, mask: Array | None, what: str) -> Array:
+    """Positions of the participating warps. All lanes of each must be active, because groups are kept per warp."""
     if mask is None:
-        return np.arange(len(g.warps))
+        return np.arange(len(w.warps))
     rows = mask.reshape(-1, 32)
     if (rows.any(axis=1) & ~rows.all(axis=1)).any():
         raise Divergence(f"{what} by some lanes of a warp is not supported")
     return np.flatnonzero(rows.any(axis=1))
 
 
-def _commit(g: Gang, mask: Array | None) -> None:
-    for position in _warps(g, mask, "cp.async.commit_group"):
-        copies = _copies(g, int(position))
+def _commit(w: WarpBatch, mask: Array | None) -> None:
+    for position in _warps(w, mask, "cp.async.commit_group"):
+        copies = _copies(w, int(position))
         copies.committed.append((copies.open, copies.ops))
         copies.open, copies.op, copies.told = [], None, []
 
@@ -218,13 +218,13 @@ def wait_group(e: Emitter, inst: Inst) -> None:
         e.call(_wait, ["0"])
 
 
-def _wait(g: Gang, mask: Array | None, keep: int) -> None:
-    for position in _warps(g, mask, "cp.async.wait_group"):
-        copies = _copies(g, int(position))
+def _wait(w: WarpBatch, mask: Array | None, keep: int) -> None:
+    for position in _warps(w, mask, "cp.async.wait_group"):
+        copies = _copies(w, int(position))
         while len(copies.committed) > keep:
             group, ops = copies.committed.pop(0)
             for copy in group:
                 _land(copy, ops[-1] if ops else None)
             for op in ops:
-                assert g.cta.clocks is not None
-                g.cta.clocks.acquire(g.agents[position : position + 1], op.clock)
+                assert w.cta.clocks is not None
+                w.cta.clocks.acquire(w.agents[position : position + 1], op.clock)

@@ -1,4 +1,4 @@
-"""Exact float arithmetic where numpy's own rounds twice or not at all as PTX does."""
+"""Float arithmetic with the rounding of PTX, where numpy would round twice or differently."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fma32(a: Array, b: Array, c: Array) -> Array:
 
 
 def _to_odd(total: Array, x: Array, y: Array) -> Array:
-    """`total` = x + y rounded to nearest, made the odd neighbour where inexact: rounding it again is then right."""
+    """Convert `total` = x + y from round-to-nearest to round-to-odd, so that a second rounding is correct."""
     part = total - x
     error = (x - (total - part)) + (y - part)
     bits = total.view(np.int64)
@@ -35,7 +35,7 @@ def _to_odd(total: Array, x: Array, y: Array) -> Array:
 
 
 def add32(a: Array, b: Array, mode: str) -> Array:
-    """a + b in float32, rounded as `mode` ("rn", "rz", "rm", "rp") says."""
+    """a + b in float32, rounded by `mode` ("rn", "rz", "rm", "rp")."""
     if mode == "rn":
         total: Array = a + b
         return total
@@ -55,7 +55,7 @@ def _error(x: Array, y: Array) -> Array:
 
 
 def directed(value: Array, error: Array, mode: str) -> Array:
-    """float64 `value` (+ a tail of the sign of `error`) to float32 towards zero, down or up."""
+    """Round float64 `value`, whose exact value differs by the sign of `error`, to float32 towards zero, down or up."""
     near = value.astype(np.float32)
     wide = near.astype(np.float64)
     over = (wide > value) | ((wide == value) & (error < 0))
@@ -72,13 +72,13 @@ def directed(value: Array, error: Array, mode: str) -> Array:
 
 
 def flush(x: Array) -> Array:
-    """Subnormals to zeros of their sign."""
+    """Flush subnormals to zeros of their sign."""
     flushed: Array = np.where(np.abs(x) < _SMALLEST_NORMAL, np.copysign(np.float32(0), x), x)
     return flushed
 
 
 def maximum(a: Array, b: Array) -> Array:
-    """PTX max: the number where one is NaN; +0 above -0, of which numpy takes either."""
+    """PTX max: the other operand where one is NaN, and +0 above -0, which numpy does not distinguish."""
     return _pick(a, b, np.fmax(a, b), np.signbit(a))
 
 
@@ -106,7 +106,7 @@ def bf16_to_f32(bits: Array) -> Array:
 
 
 def f32_to_bf16(x: Array, mode: str = "rn") -> Array:
-    """Bits of bfloat16; NaN becomes 0x7FFF."""
+    """Convert to bits of bfloat16; NaN becomes 0x7FFF."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     if mode == "rn":
         bits = bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))
@@ -115,7 +115,7 @@ def f32_to_bf16(x: Array, mode: str = "rn") -> Array:
 
 
 def f32_to_f16(x: Array, mode: str = "rn") -> Array:
-    """float16; NaN becomes 0x7FFF."""
+    """Convert to float16; NaN becomes 0x7FFF."""
     half = np.asarray(x, np.float32).astype(np.float16)
     if mode == "rz":
         beyond = np.abs(half.astype(np.float32)) > np.abs(x)
@@ -125,7 +125,7 @@ def f32_to_f16(x: Array, mode: str = "rn") -> Array:
 
 
 def pack16(low: Array, high: Array) -> Array:
-    """Two arrays of 16-bit items to one of 32 bits."""
+    """Pack two arrays of 16-bit items into one of 32-bit words."""
     low, high = np.broadcast_arrays(low, high)
     pair = np.empty((low.shape[0], 2), np.uint16)
     pair[:, 0], pair[:, 1] = low.view(np.uint16), high.view(np.uint16)
@@ -134,7 +134,7 @@ def pack16(low: Array, high: Array) -> Array:
 
 
 def unpack16(x: Array) -> Array:
-    """[n] of 32 bits to [n, 2] of 16."""
+    """Unpack 32-bit words [n] to 16-bit items [n, 2]."""
     halves: Array = np.ascontiguousarray(x).view(np.uint16).reshape(-1, 2)
     return halves
 
@@ -148,6 +148,6 @@ def pack32(low: Array, high: Array) -> Array:
 
 
 def unpack32(x: Array) -> Array:
-    """[n] of 64 bits to [n, 2] of 32."""
+    """Unpack 64-bit words [n] to 32-bit items [n, 2]."""
     halves: Array = np.ascontiguousarray(x).view(np.uint32).reshape(-1, 2)
     return halves

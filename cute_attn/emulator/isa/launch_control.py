@@ -11,11 +11,11 @@ from cute_attn.emulator import access
 from cute_attn.emulator.clocks import Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
-from cute_attn.emulator.gang import Gang
 from cute_attn.emulator.isa import mbarrier
 from cute_attn.emulator.isa.registry import form
 from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.ptx import Inst, Vec
+from cute_attn.emulator.warp_batch import WarpBatch
 
 if TYPE_CHECKING:
     from cute_attn.emulator.machine import Cta
@@ -35,13 +35,13 @@ def move(e: Emitter, inst: Inst) -> None:
         e.set(d, "v16", e.get(a, "v16"))
 
 
-def _join(g: Gang, mask: Array | None, low: Array, high: Array) -> Array:
+def _join(w: WarpBatch, mask: Array | None, low: Array, high: Array) -> Array:
     pair = np.stack(np.broadcast_arrays(low, high), axis=1)
     joined: Array = np.ascontiguousarray(pair).view("V16")[:, 0]
     return joined
 
 
-def _parts(g: Gang, mask: Array | None, x: Array) -> tuple[Array, Array]:
+def _parts(w: WarpBatch, mask: Array | None, x: Array) -> tuple[Array, Array]:
     pair = np.ascontiguousarray(x).view(np.uint64).reshape(-1, 2)
     return pair[:, 0].copy(), pair[:, 1].copy()
 
@@ -60,17 +60,17 @@ def try_cancel(e: Emitter, inst: Inst, space: str, multicast: str) -> None:
     e.call(_try_cancel, [address, barrier, str(bool(multicast))])
 
 
-def _try_cancel(g: Gang, mask: Array | None, address: Array, barrier: Array, multicast: bool) -> None:
-    """The response is opaque to programs. Here: the first CTA's three coordinates, and whether there is one."""
-    for lane in g.lanes(mask):
-        origin = g.cta.grid.cancel()
+def _try_cancel(w: WarpBatch, mask: Array | None, address: Array, barrier: Array, multicast: bool) -> None:
+    """Write the response, opaque to programs: the coordinates of the first CTA, and whether there is one."""
+    for lane in w.lanes(mask):
+        origin = w.cta.grid.cancel()
         response = np.array([*origin, 1] if origin is not None else [0, 0, 0, 0], np.uint32).view("V16")
-        at, bar = (int(g.full(x)[lane]) & OFFSET_MASK for x in (address, barrier))
-        ctas = g.cta.cluster.ctas if multicast else [g.cta]
-        op = g.begin_op(int(g.row[lane]), "clusterlaunchcontrol.try_cancel")
-        waiting = [mbarrier.at(g.cta, cta.rank << RANK_SHIFT | bar, cluster=True) for cta in ctas]
+        at, bar = (int(w.full(x)[lane]) & OFFSET_MASK for x in (address, barrier))
+        ctas = w.cta.cluster.ctas if multicast else [w.cta]
+        op = w.begin_op(int(w.row[lane]), "clusterlaunchcontrol.try_cancel")
+        waiting = [mbarrier.at(w.cta, cta.rank << RANK_SHIFT | bar, cluster=True) for cta in ctas]
 
-        g.cta.post(functools.partial(_answer, ctas, waiting, at, response, op))
+        w.cta.post(functools.partial(_answer, ctas, waiting, at, response, op))
 
 
 def _answer(ctas: list[Cta], barriers: list[mbarrier.Mbarrier], at: int, response: Array, op: Op | None) -> None:

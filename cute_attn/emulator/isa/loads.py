@@ -8,10 +8,10 @@ from cute_attn.emulator import access
 from cute_attn.emulator.dtypes import Array, tag
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import PtxError
-from cute_attn.emulator.gang import Gang
 from cute_attn.emulator.isa import order
 from cute_attn.emulator.isa.registry import form
 from cute_attn.emulator.ptx import Addr, Inst, Sym
+from cute_attn.emulator.warp_batch import WarpBatch
 
 _TYPES = "{.b8|.u8|.s8|.b16|.u16|.s16|.b32|.u32|.s32|.f32|.b64|.u64|.s64|.f64}"
 _CACHE = "{|.ca|.cg|.cs|.lu|.cv}"
@@ -28,7 +28,7 @@ def ld_param(e: Emitter, inst: Inst, vec: str, kind: str) -> None:
     t = tag(kind)
     number = e.params[source.base.name]
     for i, item in enumerate(e.items(d)):
-        e.set(item, t, f"g.param({number}, {source.offset + i * int(t[1])}, {t!r})")
+        e.set(item, t, f"w.param({number}, {source.offset + i * int(t[1])}, {t!r})")
 
 
 @form(
@@ -40,8 +40,8 @@ def ld_shared(e: Emitter, inst: Inst, strength: str, space: str, vec: str, kind:
     _load(e, inst, kind, _ld_shared, [address, str(space == ".shared::cluster")])
 
 
-def _ld_shared(g: Gang, mask: Array | None, address: Array, cluster: bool, width: int, count: int) -> list[Array]:
-    rows = access.load_shared(g, mask, address, width * count, "ld.shared", cluster)
+def _ld_shared(w: WarpBatch, mask: Array | None, address: Array, cluster: bool, width: int, count: int) -> list[Array]:
+    rows = access.load_shared(w, mask, address, width * count, "ld.shared", cluster)
     return _columns(rows, width)
 
 
@@ -64,30 +64,30 @@ def ld_acquire(e: Emitter, inst: Inst, scope: str, space: str, kind: str) -> Non
     _load(e, inst, kind, _ld_acquire, [address])
 
 
-def _ld_acquire(g: Gang, mask: Array | None, address: Array, width: int, count: int) -> list[Array]:
-    rows = access.load_global(g, mask, address, width * count, "ld.acquire", strong=True)
-    order.observe(g, mask, address, acquire=True)
+def _ld_acquire(w: WarpBatch, mask: Array | None, address: Array, width: int, count: int) -> list[Array]:
+    rows = access.load_global(w, mask, address, width * count, "ld.acquire", strong=True)
+    order.observe(w, mask, address, acquire=True)
     return _columns(rows, width)
 
 
-def _ld_strong(g: Gang, mask: Array | None, address: Array, width: int, count: int) -> list[Array]:
-    rows = access.load_global(g, mask, address, width * count, "ld", strong=True)
-    order.observe(g, mask, address, acquire=False)
+def _ld_strong(w: WarpBatch, mask: Array | None, address: Array, width: int, count: int) -> list[Array]:
+    rows = access.load_global(w, mask, address, width * count, "ld", strong=True)
+    order.observe(w, mask, address, acquire=False)
     return _columns(rows, width)
 
 
-def _ld_global(g: Gang, mask: Array | None, address: Array, width: int, count: int) -> list[Array]:
-    return _columns(access.load_global(g, mask, address, width * count, "ld.global"), width)
+def _ld_global(w: WarpBatch, mask: Array | None, address: Array, width: int, count: int) -> list[Array]:
+    return _columns(access.load_global(w, mask, address, width * count, "ld.global"), width)
 
 
-def _ld_generic(g: Gang, mask: Array | None, address: Array, width: int, count: int) -> list[Array]:
-    shared, others = access.generic_spaces(g, mask, address)
-    rows: Array = np.zeros((g.size, width * count), np.uint8)
+def _ld_generic(w: WarpBatch, mask: Array | None, address: Array, width: int, count: int) -> list[Array]:
+    shared, others = access.generic_spaces(w, mask, address)
+    rows: Array = np.zeros((w.size, width * count), np.uint8)
     if others.any():
-        rows = access.load_global(g, others, address, width * count, "ld")
+        rows = access.load_global(w, others, address, width * count, "ld")
     if shared.any():
-        low = g.full(address).astype(np.uint32)
-        rows = np.where(shared[:, None], access.load_shared(g, shared, low, width * count, "ld", True), rows)
+        low = w.full(address).astype(np.uint32)
+        rows = np.where(shared[:, None], access.load_shared(w, shared, low, width * count, "ld", True), rows)
     return _columns(rows, width)
 
 
@@ -99,7 +99,7 @@ def _columns(rows: Array, width: int) -> list[Array]:
 def _load(e: Emitter, inst: Inst, kind: str, function: object, arguments: list[str]) -> None:
     t = tag(kind)
     items = e.items(inst.operands[0])
-    text = ", ".join(["g", e.mask, *arguments, t[1], str(len(items))])
+    text = ", ".join(["w", e.mask, *arguments, t[1], str(len(items))])
     e.line(f"t = {e.bind(function, 'load')}({text})")
     for i, item in enumerate(items):
         if not (isinstance(item, Sym) and item.name == "_"):
@@ -115,8 +115,8 @@ def st_shared(e: Emitter, inst: Inst, strength: str, space: str, vec: str, kind:
     e.call(_st_shared, [address, _sources(e, inst, kind), str(space == ".shared::cluster")])
 
 
-def _st_shared(g: Gang, mask: Array | None, address: Array, sources: tuple[Array, ...], cluster: bool) -> None:
-    access.store_shared(g, mask, address, _rows(g, sources), "st.shared", cluster)
+def _st_shared(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...], cluster: bool) -> None:
+    access.store_shared(w, mask, address, _rows(w, sources), "st.shared", cluster)
 
 
 @form(
@@ -135,27 +135,27 @@ def st_release(e: Emitter, inst: Inst, scope: str, space: str, kind: str) -> Non
     e.call(_st_release, [e.address(inst.operands[0], wide=True), _sources(e, inst, kind)])
 
 
-def _st_release(g: Gang, mask: Array | None, address: Array, sources: tuple[Array, ...]) -> None:
-    access.store_global(g, mask, address, _rows(g, sources), "st.release", strong=True)
-    order.publish(g, mask, address, release=True)
+def _st_release(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...]) -> None:
+    access.store_global(w, mask, address, _rows(w, sources), "st.release", strong=True)
+    order.publish(w, mask, address, release=True)
 
 
-def _st_strong(g: Gang, mask: Array | None, address: Array, sources: tuple[Array, ...]) -> None:
-    access.store_global(g, mask, address, _rows(g, sources), "st", strong=True)
-    order.publish(g, mask, address, release=False)
+def _st_strong(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...]) -> None:
+    access.store_global(w, mask, address, _rows(w, sources), "st", strong=True)
+    order.publish(w, mask, address, release=False)
 
 
-def _st_global(g: Gang, mask: Array | None, address: Array, sources: tuple[Array, ...]) -> None:
-    access.store_global(g, mask, address, _rows(g, sources), "st.global")
+def _st_global(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...]) -> None:
+    access.store_global(w, mask, address, _rows(w, sources), "st.global")
 
 
-def _st_generic(g: Gang, mask: Array | None, address: Array, sources: tuple[Array, ...]) -> None:
-    shared, others = access.generic_spaces(g, mask, address)
-    rows = _rows(g, sources)
+def _st_generic(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...]) -> None:
+    shared, others = access.generic_spaces(w, mask, address)
+    rows = _rows(w, sources)
     if others.any():
-        access.store_global(g, others, address, rows, "st")
+        access.store_global(w, others, address, rows, "st")
     if shared.any():
-        access.store_shared(g, shared, g.full(address).astype(np.uint32), rows, "st", True)
+        access.store_shared(w, shared, w.full(address).astype(np.uint32), rows, "st", True)
 
 
 def _sources(e: Emitter, inst: Inst, kind: str) -> str:
@@ -163,11 +163,11 @@ def _sources(e: Emitter, inst: Inst, kind: str) -> str:
     return "(" + "".join(f"{e.get(item, width)}, " for item in e.items(inst.operands[1])) + ")"
 
 
-def _rows(g: Gang, sources: tuple[Array, ...]) -> Array:
-    """Registers as rows of bytes."""
+def _rows(w: WarpBatch, sources: tuple[Array, ...]) -> Array:
+    """Convert registers to rows of bytes."""
     if len(sources) == 1:
-        whole = np.ascontiguousarray(g.full(sources[0]))[:, None]
+        whole = np.ascontiguousarray(w.full(sources[0]))[:, None]
     else:
-        whole = np.stack([g.full(s) for s in sources], axis=1)
+        whole = np.stack([w.full(s) for s in sources], axis=1)
     rows: Array = whole.view(np.uint8)
     return rows

@@ -1,4 +1,4 @@
-"""mbarrier: phases counted in arrivals and bytes, in shared memory of any CTA of the cluster."""
+"""mbarrier: barriers that count arrivals and bytes, in shared memory of any CTA of the cluster."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from cute_attn.emulator.clocks import ORDER, PROXY, Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import BarrierFault
-from cute_attn.emulator.gang import Gang
 from cute_attn.emulator.isa import order
 from cute_attn.emulator.isa.registry import form
 from cute_attn.emulator.memory import MBARRIER, OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.ptx import Inst, Sym
+from cute_attn.emulator.warp_batch import WarpBatch
 
 if TYPE_CHECKING:
     from cute_attn.emulator.machine import Cluster, Cta
@@ -27,7 +27,7 @@ _SEM = "{|.release|.relaxed}{|.cta|.cluster}"
 
 
 class Mbarrier:
-    """One barrier object. `phase` counts completed phases."""
+    """State of one mbarrier. `phase` counts completed phases."""
 
     def __init__(self, cluster: Cluster, count: int, agent: int, name: str) -> None:
         self.cluster, self.count, self.name = cluster, count, name
@@ -41,7 +41,7 @@ class Mbarrier:
             self.made_by, self.made_at = agent, int(clocks.v[agent, ORDER, agent])
 
     def seen(self, agent: int) -> None:
-        """Its initialisation must come before every use."""
+        """Check that the initialisation happens before a use by warp `agent`."""
         clocks = self.cluster.clocks
         if clocks is not None and clocks.v[agent, ORDER, self.made_by] < self.made_at:
             raise BarrierFault(f"{self.name} is used before its initialisation is visible to the warp")
@@ -57,7 +57,7 @@ class Mbarrier:
         self._count(count)
 
     def arrive_by(self, op: Op | None, time: float) -> None:
-        """An arrival that is the end of an asynchronous operation."""
+        """Arrive on behalf of an asynchronous operation that has ended."""
         if op is not None and self.clock is not None:
             if op.clock[ORDER, self.made_by] < self.made_at:
                 raise BarrierFault(f"{self.name} is used by {op.what} before its initialisation is visible to it")
@@ -77,7 +77,7 @@ class Mbarrier:
             raise BarrierFault(f"{self.name}: transaction count {self.tx} is out of range")
 
     def complete(self, num_bytes: int, op: Op | None, time: float) -> None:
-        """Bytes of an asynchronous operation have arrived."""
+        """Count bytes of an asynchronous operation that have arrived."""
         if op is not None and self.clock is not None:
             if op.clock[PROXY, self.made_by] < self.made_at:
                 raise BarrierFault(
@@ -99,7 +99,7 @@ class Mbarrier:
             np.maximum(self.done, self.clock, out=self.done)
 
     def pass_(self, agents: Array) -> None:
-        """Warps that have seen a phase complete."""
+        """Order these warps after the completed phase that they have observed."""
         clocks = self.cluster.clocks
         if clocks is not None and self.done is not None:
             clocks.acquire(agents, self.done)
@@ -109,7 +109,7 @@ class Mbarrier:
 
 
 def at(cta: Cta, address: int, cluster: bool = False) -> Mbarrier:
-    """The barrier at a shared address."""
+    """Look up the barrier at a shared address."""
     rank, offset = address >> RANK_SHIFT, address & OFFSET_MASK
     if rank != cta.rank and not cluster:
         raise BarrierFault(f"mbarrier at {address:#x} is not in shared memory of the CTA")
@@ -123,7 +123,7 @@ def at(cta: Cta, address: int, cluster: bool = False) -> Mbarrier:
 
 
 def _shared_address(e: Emitter, inst: Inst, position: int, space: str) -> tuple[str, str]:
-    """Address expression, and whether other CTAs of the cluster may be meant."""
+    """Address expression, and whether it may refer to other CTAs of the cluster."""
     operand = inst.operands[position]
     if space == "":
         wide = e.address(operand, wide=True)
@@ -140,18 +140,18 @@ def init(e: Emitter, inst: Inst, space: str) -> None:
     e.call(_init, [address, e.get(inst.operands[1], "u4")])
 
 
-def _init(g: Gang, mask: Array | None, address: Array, count: Array) -> None:
-    where, counts = g.full(address), g.full(count)
-    for lane in g.lanes(mask):
+def _init(w: WarpBatch, mask: Array | None, address: Array, count: Array) -> None:
+    where, counts = w.full(address), w.full(count)
+    for lane in w.lanes(mask):
         offset = access.offsets_of(where[lane : lane + 1])
-        g.cta.smem.check(offset, 8, 8, "mbarrier.init")
+        w.cta.smem.check(offset, 8, 8, "mbarrier.init")
         if not 1 <= counts[lane] <= MAX_COUNT:
             raise BarrierFault(f"mbarrier.init with a count of {counts[lane]}", int(lane))
-        agents = g.lane_agents[lane : lane + 1]
-        g.cta.smem.store(offset, np.zeros(1, np.uint64), 8, agents, "mbarrier.init")
-        g.cta.smem.valid.data[int(offset[0]) : int(offset[0]) + 8] = MBARRIER
+        agents = w.lane_agents[lane : lane + 1]
+        w.cta.smem.store(offset, np.zeros(1, np.uint64), 8, agents, "mbarrier.init")
+        w.cta.smem.valid.data[int(offset[0]) : int(offset[0]) + 8] = MBARRIER
         name = f"mbarrier at shared {int(offset[0]):#x}"
-        g.cta.mbarriers[int(offset[0])] = Mbarrier(g.cta.cluster, int(counts[lane]), int(agents[0]), name)
+        w.cta.mbarriers[int(offset[0])] = Mbarrier(w.cta.cluster, int(counts[lane]), int(agents[0]), name)
 
 
 @form("mbarrier.inval{|.shared|.shared::cta}.b64", golden="mbarrier")
@@ -160,13 +160,13 @@ def inval(e: Emitter, inst: Inst, space: str) -> None:
     e.call(_inval, [address])
 
 
-def _inval(g: Gang, mask: Array | None, address: Array) -> None:
-    where = g.full(address)
-    for lane in g.lanes(mask):
-        at(g.cta, int(where[lane]))
+def _inval(w: WarpBatch, mask: Array | None, address: Array) -> None:
+    where = w.full(address)
+    for lane in w.lanes(mask):
+        at(w.cta, int(where[lane]))
         offset = int(where[lane]) & OFFSET_MASK
-        del g.cta.mbarriers[offset]
-        g.cta.smem.valid.data[offset : offset + 8] = 0
+        del w.cta.mbarriers[offset]
+        w.cta.smem.valid.data[offset : offset + 8] = 0
 
 
 # --- arrivals ---------------------------------------------------------------------------------------------------------
@@ -200,20 +200,22 @@ def _arrive_form(e: Emitter, inst: Inst, space: str, expect: bool) -> None:
         e.call(_arrive, arguments, [(target, "u8")])
 
 
-def _arrive(g: Gang, mask: Array | None, address: Array, cluster: bool, count: Array, tx: Array, drop: bool) -> Array:
-    """The token is the number of the phase arrived at."""
-    where, counts, bytes_ = g.full(address), g.full(count), g.full(tx)
-    token = np.zeros(g.size, np.uint64)
-    lanes = g.lanes(mask)
+def _arrive(
+    w: WarpBatch, mask: Array | None, address: Array, cluster: bool, count: Array, tx: Array, drop: bool
+) -> Array:
+    """Arrive. The token is the number of the current phase."""
+    where, counts, bytes_ = w.full(address), w.full(count), w.full(tx)
+    token = np.zeros(w.size, np.uint64)
+    lanes = w.lanes(mask)
     for lane in lanes:
-        barrier = at(g.cta, int(where[lane]), cluster)
+        barrier = at(w.cta, int(where[lane]), cluster)
         token[lane] = barrier.phase
         if drop:
             barrier.count -= 1
-        barrier.arrive(int(g.lane_agents[lane]), int(counts[lane]), int(bytes_[lane]))
-    if g.cta.clocks is not None:
-        agents = np.unique(g.lane_agents[lanes])
-        g.cta.clocks.v[agents, ORDER, agents] += 1
+        barrier.arrive(int(w.lane_agents[lane]), int(counts[lane]), int(bytes_[lane]))
+    if w.cta.clocks is not None:
+        agents = np.unique(w.lane_agents[lanes])
+        w.cta.clocks.v[agents, ORDER, agents] += 1
     return token
 
 
@@ -223,11 +225,11 @@ def transaction(e: Emitter, inst: Inst, op: str, sem: str, scope: str, space: st
     e.call(_transaction, [address, cluster, e.get(inst.operands[1], "u4"), str(op == "expect_tx")])
 
 
-def _transaction(g: Gang, mask: Array | None, address: Array, cluster: bool, count: Array, expect: bool) -> None:
-    where, counts = g.full(address), g.full(count)
-    for lane in g.lanes(mask):
-        barrier = at(g.cta, int(where[lane]), cluster)
-        barrier.seen(int(g.lane_agents[lane]))
+def _transaction(w: WarpBatch, mask: Array | None, address: Array, cluster: bool, count: Array, expect: bool) -> None:
+    where, counts = w.full(address), w.full(count)
+    for lane in w.lanes(mask):
+        barrier = at(w.cta, int(where[lane]), cluster)
+        barrier.seen(int(w.lane_agents[lane]))
         barrier.add_tx(int(counts[lane]) if expect else -int(counts[lane]))
         if not expect:
             barrier.advance()
@@ -239,24 +241,24 @@ def copies_arrive(e: Emitter, inst: Inst, noinc: str, space: str) -> None:
     e.call(_copies_arrive, [address, str(bool(noinc))])
 
 
-def _copies_arrive(g: Gang, mask: Array | None, address: Array, noinc: bool) -> None:
-    """An arrival of each lane when all its copies so far have landed; without .noinc the count is raised first."""
+def _copies_arrive(w: WarpBatch, mask: Array | None, address: Array, noinc: bool) -> None:
+    """Arrive for each lane once its copies so far have landed; without .noinc, raise the pending count first."""
     from cute_attn.emulator.isa.copies import outstanding
 
-    where, lanes, clocks = g.full(address), g.lanes(mask), g.cta.clocks
-    copies = {int(row): outstanding(g, int(row)) for row in np.unique(g.row[lanes])}
+    where, lanes, clocks = w.full(address), w.lanes(mask), w.cta.clocks
+    copies = {int(row): outstanding(w, int(row)) for row in np.unique(w.row[lanes])}
     for lane in lanes:
-        barrier = at(g.cta, int(where[lane]))
-        agent = int(g.lane_agents[lane])
+        barrier = at(w.cta, int(where[lane]))
+        agent = int(w.lane_agents[lane])
         barrier.seen(agent)
-        for op in copies[int(g.row[lane])]:
+        for op in copies[int(w.row[lane])]:
             if barrier.clock is not None:
                 np.maximum(barrier.clock, op.clock, out=barrier.clock)
         if not noinc:
             barrier.pending += 1
         barrier.arrive(agent, 1)
     if clocks is not None:
-        agents = np.unique(g.lane_agents[g.lanes(mask)])
+        agents = np.unique(w.lane_agents[w.lanes(mask)])
         clocks.v[agents, ORDER, agents] += 1
 
 
@@ -274,19 +276,19 @@ def wait(e: Emitter, inst: Inst, op: str, parity: str, sem: str, scope: str, spa
     e.call(_test, [address, e.get(inst.operands[2], kind), str(bool(parity))], [(inst.operands[0], "p")])
 
 
-def _test(g: Gang, mask: Array | None, address: Array, expected: Array, parity: bool) -> Array:
-    where, wanted = g.full(address), g.full(expected)
-    lanes = g.lanes(mask)
-    clocks = g.cta.clocks
-    since, g.spin_since = g.spin_since, None
+def _test(w: WarpBatch, mask: Array | None, address: Array, expected: Array, parity: bool) -> Array:
+    where, wanted = w.full(address), w.full(expected)
+    lanes = w.lanes(mask)
+    clocks = w.cta.clocks
+    since, w.spin_since = w.spin_since, None
     if clocks is not None and since is not None:
-        clocks.time[g.agents] = since  # the time of a waiting loop is that of what it waits for
-    done = np.zeros(g.size, np.bool_)
+        clocks.time[w.agents] = since  # the time of a waiting loop is that of what it waits for
+    done = np.zeros(w.size, np.bool_)
     keys = where[lanes].astype(np.uint64) << np.uint64(32) | (wanted[lanes].astype(np.uint64) & np.uint64(0xFFFFFFFF))
     for key in np.unique(keys):
         some = lanes[keys == key]
-        barrier = at(g.cta, int(where[some[0]]))
-        agents = np.unique(g.lane_agents[some])
+        barrier = at(w.cta, int(where[some[0]]))
+        agents = np.unique(w.lane_agents[some])
         for agent in agents:
             barrier.seen(int(agent))
         want = int(wanted[some[0]])
@@ -295,8 +297,8 @@ def _test(g: Gang, mask: Array | None, address: Array, expected: Array, parity: 
             barrier.pass_(agents)
             done[some] = True
         else:
-            g.spin_since = 0.0 if clocks is None else float(clocks.time[g.agents].max())
-            g.spinning = (
+            w.spin_since = 0.0 if clocks is None else float(clocks.time[w.agents].max())
+            w.spinning = (
                 f"{barrier.name}, {'parity' if parity else 'phase'} {want} "
                 f"({barrier.pending} of {barrier.count} arrivals and {barrier.tx} bytes missing)"
             )
@@ -311,8 +313,8 @@ def fence_init(e: Emitter, inst: Inst) -> None:
     e.call(_fence_init, [])
 
 
-def _fence_init(g: Gang, mask: Array | None) -> None:
-    """What the warp itself did becomes visible to the async proxy."""
-    if g.cta.clocks is not None:
-        agents = np.unique(g.lane_agents[g.lanes(mask)])
-        g.cta.clocks.v[agents, PROXY, agents] = g.cta.clocks.v[agents, ORDER, agents]
+def _fence_init(w: WarpBatch, mask: Array | None) -> None:
+    """Make the warp's own writes visible to the async proxy."""
+    if w.cta.clocks is not None:
+        agents = np.unique(w.lane_agents[w.lanes(mask)])
+        w.cta.clocks.v[agents, PROXY, agents] = w.cta.clocks.v[agents, ORDER, agents]

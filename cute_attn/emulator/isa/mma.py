@@ -1,4 +1,4 @@
-"""mma.sync of 16-bit and 8-bit floats: fragments to matrices, one product for all warps of the gang."""
+"""mma.sync of 16-bit and 8-bit floats: fragments to matrices, one product for all warps of the batch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from cute_attn.emulator import formats
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import Divergence
-from cute_attn.emulator.gang import Gang
 from cute_attn.emulator.isa import floats
 from cute_attn.emulator.isa.registry import form
 from cute_attn.emulator.ptx import Inst
+from cute_attn.emulator.warp_batch import WarpBatch
 
 Decode = Callable[[Array], Array]
 
@@ -61,7 +61,7 @@ def mma_8bit(e: Emitter, inst: Inst, shape: str, a: str, b: str) -> None:
 
 @form("mma.sync.aligned.m16n8{k16|k8}.row.col.f16.f16.f16.f16", converges=True, conformance="approx", golden="mma")
 def mma_f16(e: Emitter, inst: Inst, shape: str) -> None:
-    """Accumulators are two words of f16 pairs."""
+    """Emit a product with fp16 accumulators: two words of pairs."""
     d, a, b, c = (e.items(x) for x in inst.operands)
     sources = ["(" + "".join(f"{e.get(x, 'u4')}, " for x in group) + ")" for group in (a, b, c)]
     e.call(_mma_f16, sources, [(x, "u4") for x in d])
@@ -75,57 +75,57 @@ def _emit(e: Emitter, inst: Inst, a_decode: Decode, b_decode: Decode) -> None:
     e.call(_mma, [how, *sources], [(x, "f4") for x in d])
 
 
-def whole(g: Gang, mask: Array | None, what: str) -> None:
-    """All 32 lanes of the warps that take part are here."""
+def whole(w: WarpBatch, mask: Array | None, what: str) -> None:
+    """Check that all 32 lanes of each participating warp are active."""
     if mask is None:
         return
     rows = mask.reshape(-1, 32)
     partial = rows.any(axis=1) & ~rows.all(axis=1)
     if partial.any():
-        raise Divergence(f"{what} with lanes of warp {int(g.warps[partial.argmax()])} missing")
+        raise Divergence(f"{what} with lanes of warp {int(w.warps[partial.argmax()])} missing")
 
 
-def a_matrix(g: Gang, registers: tuple[Array, ...], decode: Decode) -> Array:
-    """A fragments to [warps, 16, k]: register j holds rows +8 (j & 1) and the k half j >> 1."""
-    words = _stack(g, registers)
-    values = decode(words).reshape(len(registers) // 2, 2, len(g.warps), 8, 4, -1)
-    return values.transpose(2, 1, 3, 0, 4, 5).reshape(len(g.warps), 16, -1)
+def a_matrix(w: WarpBatch, registers: tuple[Array, ...], decode: Decode) -> Array:
+    """Assemble A fragments to [warps, 16, k]: register j holds rows +8 (j & 1) and the k half j >> 1."""
+    words = _stack(w, registers)
+    values = decode(words).reshape(len(registers) // 2, 2, len(w.warps), 8, 4, -1)
+    return values.transpose(2, 1, 3, 0, 4, 5).reshape(len(w.warps), 16, -1)
 
 
-def _b_matrix(g: Gang, registers: tuple[Array, ...], decode: Decode) -> Array:
-    """B fragments to [warps, 8, k] (the transpose of B)."""
-    values = decode(_stack(g, registers)).reshape(len(registers), len(g.warps), 8, 4, -1)
-    return values.transpose(1, 2, 0, 3, 4).reshape(len(g.warps), 8, -1)
+def _b_matrix(w: WarpBatch, registers: tuple[Array, ...], decode: Decode) -> Array:
+    """Assemble B fragments to [warps, 8, k] (the transpose of B)."""
+    values = decode(_stack(w, registers)).reshape(len(registers), len(w.warps), 8, 4, -1)
+    return values.transpose(1, 2, 0, 3, 4).reshape(len(w.warps), 8, -1)
 
 
-def _stack(g: Gang, registers: tuple[Array, ...]) -> Array:
-    size = g.size
+def _stack(w: WarpBatch, registers: tuple[Array, ...]) -> Array:
+    size = w.size
     return np.stack([r if r.shape[0] == size else np.broadcast_to(r, (size,)) for r in registers])
 
 
 def _mma(
-    g: Gang,
+    w: WarpBatch,
     mask: Array | None,
     how: tuple[Decode, Decode],
     a: tuple[Array, ...],
     b: tuple[Array, ...],
     c: tuple[Array, ...],
 ) -> Array:
-    whole(g, mask, "mma.sync")
-    left, right = a_matrix(g, a, how[0]), _b_matrix(g, b, how[1])
+    whole(w, mask, "mma.sync")
+    left, right = a_matrix(w, a, how[0]), _b_matrix(w, b, how[1])
     product = np.matmul(left, right.transpose(0, 2, 1))  # [warps, 16, 8]
-    warps = len(g.warps)
-    fragments = product.reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, g.size)
-    total: Array = fragments + _stack(g, c)
+    warps = len(w.warps)
+    fragments = product.reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, w.size)
+    total: Array = fragments + _stack(w, c)
     return total
 
 
 def _mma_f16(
-    g: Gang, mask: Array | None, a: tuple[Array, ...], b: tuple[Array, ...], c: tuple[Array, ...]
+    w: WarpBatch, mask: Array | None, a: tuple[Array, ...], b: tuple[Array, ...], c: tuple[Array, ...]
 ) -> list[Array]:
-    wide = _f16(_stack(g, c)).reshape(2, g.size, 2)
+    wide = _f16(_stack(w, c)).reshape(2, w.size, 2)
     spread = (wide[0, :, 0], wide[0, :, 1], wide[1, :, 0], wide[1, :, 1])
-    d = _mma(g, mask, (_f16, _f16), a, b, spread)
+    d = _mma(w, mask, (_f16, _f16), a, b, spread)
     return [floats.pack16(d[i].astype(np.float16), d[i + 1].astype(np.float16)) for i in (0, 2)]
 
 
@@ -135,9 +135,9 @@ def movmatrix(e: Emitter, inst: Inst) -> None:
     e.call(_movmatrix, [e.get(a, "u4")], [(d, "u4")])
 
 
-def _movmatrix(g: Gang, mask: Array | None, a: Array) -> Array:
-    """Lane l holds elements 2 (l % 4) and + 1 of row l / 4, before and after."""
-    whole(g, mask, "movmatrix")
-    rows = np.ascontiguousarray(g.full(a)).view(np.uint16).reshape(-1, 8, 8)
+def _movmatrix(w: WarpBatch, mask: Array | None, a: Array) -> Array:
+    """Transpose: lane l holds elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4, before and after."""
+    whole(w, mask, "movmatrix")
+    rows = np.ascontiguousarray(w.full(a)).view(np.uint16).reshape(-1, 8, 8)
     found: Array = np.ascontiguousarray(rows.transpose(0, 2, 1)).reshape(-1).view(np.uint32)
     return found

@@ -1,7 +1,7 @@
-"""Ordering through global memory: what a release at an address hands to whoever acquires there.
+"""Happens-before through global memory: a release at an address orders a warp before those that acquire there.
 
-A fence keeps what the warp knows; strong writes after it publish that, and what strong reads have seen becomes
-knowledge at the next fence. Knowledge of warps of other clusters is a dict of epochs, empty in most launches.
+A fence saves the warp's clock; strong writes after it publish that clock, and clocks observed by strong reads are
+acquired at the next fence. Epochs of warps of other clusters are kept in a dict, which is empty in most launches.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from cute_attn.emulator.access import CLUSTER_SHIFT
 from cute_attn.emulator.dtypes import Array
 
 if TYPE_CHECKING:
-    from cute_attn.emulator.gang import Gang
     from cute_attn.emulator.machine import Cluster
+    from cute_attn.emulator.warp_batch import WarpBatch
 
 
 @dataclass
 class Message:
-    """What a warp knew when it released: its clock, and its epochs of other clusters."""
+    """Snapshot of a warp at a release: its clock, and its epochs of other clusters."""
 
     cluster: int
     clock: Array
@@ -29,55 +29,56 @@ class Message:
 
 
 @dataclass
-class Knowledge:
-    """Of one grid: messages at addresses. Of each warp: what its last fence released, what it read since."""
+class HappensBefore:
+    """Releases of one grid: by address, the messages released there; by warp, the message of its last fence and the
+    messages that it has read since."""
 
-    at: dict[int, list[Message]] = field(default_factory=dict)
+    released: dict[int, list[Message]] = field(default_factory=dict)
     fenced: dict[tuple[int, int], Message] = field(default_factory=dict)
-    seen: dict[tuple[int, int], list[Message]] = field(default_factory=dict)
+    observed: dict[tuple[int, int], list[Message]] = field(default_factory=dict)
 
 
-def publish(g: Gang, mask: Array | None, address: Array, release: bool) -> None:
-    """A strong write by the active lanes, after it took place."""
-    cluster, knowledge = g.cta.cluster, g.cta.grid.knowledge
+def publish(w: WarpBatch, mask: Array | None, address: Array, release: bool) -> None:
+    """Record a strong write by the active lanes. Called after the write."""
+    cluster, relation = w.cta.cluster, w.cta.grid.happens_before
     if cluster.clocks is None:
         return
-    where = g.full(address)
-    for lane in g.lanes(mask):
-        agent = int(g.lane_agents[lane])
-        message = _message(cluster, agent) if release else knowledge.fenced.get((cluster.number, agent))
+    where = w.full(address)
+    for lane in w.lanes(mask):
+        agent = int(w.lane_agents[lane])
+        message = _message(cluster, agent) if release else relation.fenced.get((cluster.number, agent))
         if message is not None:
-            knowledge.at.setdefault(int(where[lane]), []).append(message)
+            relation.released.setdefault(int(where[lane]), []).append(message)
 
 
-def observe(g: Gang, mask: Array | None, address: Array, acquire: bool) -> None:
-    """A strong read by the active lanes."""
-    cluster, knowledge = g.cta.cluster, g.cta.grid.knowledge
-    if cluster.clocks is None or not knowledge.at:
+def observe(w: WarpBatch, mask: Array | None, address: Array, acquire: bool) -> None:
+    """Record a strong read by the active lanes."""
+    cluster, relation = w.cta.cluster, w.cta.grid.happens_before
+    if cluster.clocks is None or not relation.released:
         return
-    where = g.full(address)
-    for lane in g.lanes(mask):
-        messages = knowledge.at.get(int(where[lane]), [])
-        agent = int(g.lane_agents[lane])
+    where = w.full(address)
+    for lane in w.lanes(mask):
+        messages = relation.released.get(int(where[lane]), [])
+        agent = int(w.lane_agents[lane])
         if acquire:
-            _learn(cluster, agent, messages)
+            _acquire(cluster, agent, messages)
         elif messages:
-            knowledge.seen.setdefault((cluster.number, agent), []).extend(messages)
+            relation.observed.setdefault((cluster.number, agent), []).extend(messages)
 
 
-def fence(g: Gang, mask: Array | None) -> None:
-    """fence.acq_rel / fence.sc / membar of gpu or wider scope."""
-    cluster, knowledge = g.cta.cluster, g.cta.grid.knowledge
+def fence(w: WarpBatch, mask: Array | None) -> None:
+    """Apply fence.acq_rel, fence.sc or membar of gpu or wider scope."""
+    cluster, relation = w.cta.cluster, w.cta.grid.happens_before
     if cluster.clocks is None:
         return
-    for lane in g.first_lanes(mask):
-        agent = int(g.lane_agents[lane])
-        _learn(cluster, agent, knowledge.seen.pop((cluster.number, agent), []))
-        knowledge.fenced[cluster.number, agent] = _message(cluster, agent)
+    for lane in w.first_lanes(mask):
+        agent = int(w.lane_agents[lane])
+        _acquire(cluster, agent, relation.observed.pop((cluster.number, agent), []))
+        relation.fenced[cluster.number, agent] = _message(cluster, agent)
 
 
 def share(cluster: Cluster, agents: Array) -> None:
-    """Warps that met at a barrier know of other clusters what any of them knows."""
+    """Join, for warps that met at a barrier, the epochs of other clusters that each has observed."""
     if not cluster.cross:
         return
     joint: dict[int, int] = {}
@@ -94,7 +95,7 @@ def _message(cluster: Cluster, agent: int) -> Message:
     return Message(cluster.number, clock, dict(cluster.cross.get(agent, {})))
 
 
-def _learn(cluster: Cluster, agent: int, messages: list[Message]) -> None:
+def _acquire(cluster: Cluster, agent: int, messages: list[Message]) -> None:
     clocks = cluster.clocks
     assert clocks is not None
     for message in messages:

@@ -1,4 +1,4 @@
-"""The registry of instruction forms.
+"""Registry of instruction forms.
 
 A form is a template of opcodes and a function that writes the Python of one instruction. In a template `{.s32|.u32}` is
 a choice and `{|.ftz}` an option; every combination is one opcode, and the choices are handed to the function:
@@ -28,11 +28,12 @@ Build = Callable[..., None]
 
 @dataclass(frozen=True)
 class Form:
-    """`since`: the least architecture number. `feature`: "a" if only the arch-specific targets (sm_90a) have it.
+    """Instruction form. `since`: the first architecture that has it. `only`: the architectures that have it, if not all
+    from there on.
 
-    `conformance`: how far its result is defined: "exact" (bit for bit), "approx" (an ulp bound), "order" (no values of
-    its own). `golden`: the family of micro-kernels that holds it against hardware, "" if none does.
-    `converges`: all lanes that a warp has alive must be here. `solo`: stands in a block of its own, may wait or split.
+    `conformance`: what the ISA defines of its result: "exact" (every bit), "approx" (an ulp bound), "order" (it has no
+    result). `golden`: the family of micro-kernels that compares it with hardware, "" if none does. `converges`: all
+    live lanes of a warp must execute it together. `solo`: it gets a block of its own and may wait or split the batch.
     """
 
     template: str
@@ -66,7 +67,7 @@ def form(*templates: str, **traits: Any) -> Callable[[Build], Build]:
 
 
 def expand(template: str) -> list[tuple[str, tuple[str, ...]]]:
-    """Every opcode of a template, with the choices that make it."""
+    """List every opcode of a template, with its choices."""
     groups = [group.split("|") for group in _GROUP.findall(template)]
     pieces = _GROUP.split(template)[::2]
     found = []
@@ -78,7 +79,7 @@ def expand(template: str) -> list[tuple[str, tuple[str, ...]]]:
 
 @functools.cache
 def _matcher(template: str) -> re.Pattern[str]:
-    """Matches every opcode of a template; its groups are the choices."""
+    """Pattern that matches every opcode of a template; its groups are the choices."""
     pieces = _GROUP.split(template)
     groups = ["(" + "|".join(map(re.escape, choices.split("|"))) + ")" for choices in pieces[1::2]]
     return re.compile(
@@ -96,7 +97,7 @@ def _found(opcode: str) -> tuple[Form, tuple[str, ...]] | None:
 
 
 def lookup(opcode: str, arch: int) -> tuple[Form, tuple[str, ...]]:
-    """The form of an opcode on sm_<arch>. UnknownForm names it."""
+    """Look up the form of an opcode on sm_<arch>, with its choices. Raises UnknownForm."""
     found = _found(opcode)
     if found is None:
         raise UnknownForm(f"the emulator does not know the instruction form {opcode}")

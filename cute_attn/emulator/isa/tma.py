@@ -1,4 +1,4 @@
-"""TMA: boxes of tensors and runs of bytes between global and shared memory, and between CTAs of a cluster."""
+"""TMA: tensor boxes and bulk copies between global and shared memory, and between CTAs of a cluster."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from cute_attn.emulator.clocks import Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import MemoryFault, PtxError
-from cute_attn.emulator.gang import Gang, Wait
 from cute_attn.emulator.isa import floats, mbarrier
 from cute_attn.emulator.isa.registry import form
 from cute_attn.emulator.memory import GENERIC_PARAM, OFFSET_MASK, RANK_SHIFT, SharedMemory
 from cute_attn.emulator.ptx import Addr, Inst, Operand, Vec
+from cute_attn.emulator.warp_batch import Wait, WarpBatch
 
 if TYPE_CHECKING:
     from cute_attn.emulator.machine import Cta
@@ -48,7 +48,7 @@ def tensor_load(e: Emitter, inst: Inst, dims: str, space: str, tile: str, multic
 
 
 def _tensor_operand(e: Emitter, operand: Operand, rank: int) -> tuple[str, str]:
-    """`[map, {c0, c1, ...}]`"""
+    """Table address and coordinates of an operand `[map, {c0, c1, ...}]`."""
     if not isinstance(operand, Addr) or not operand.rest or not isinstance(operand.rest[0], Vec):
         raise PtxError("a tensor operand needs coordinates")
     items = operand.rest[0].items
@@ -58,18 +58,18 @@ def _tensor_operand(e: Emitter, operand: Operand, rank: int) -> tuple[str, str]:
     return base, "(" + "".join(f"{e.get(item, 'i4')}, " for item in items) + ")"
 
 
-def _map_at(g: Gang, address: int) -> tensormap.TensorMap:
-    """A tensor map among the parameters or in global memory."""
-    cache: dict[int, tensormap.TensorMap] = g.cta.grid.tensor_maps
+def _map_at(w: WarpBatch, address: int) -> tensormap.TensorMap:
+    """Decode the tensor map at an address in the parameters or in global memory."""
+    cache: dict[int, tensormap.TensorMap] = w.cta.grid.tensor_maps
     found = cache.get(address)
     if found is None:
         if address >> 56 == GENERIC_PARAM >> 56:
             start = address & ((1 << 56) - 1)
-            raw = g.cta.grid.params[start : start + tensormap.BYTES]
+            raw = w.cta.grid.params[start : start + tensormap.BYTES]
         else:
             if address % 64:
                 raise MemoryFault(f"the tensor map at {address:#x} is not aligned to 64 bytes")
-            rows = access.op_load_global(g.cta, np.array([address]), tensormap.BYTES, None, "a tensor map's read")
+            rows = access.op_load_global(w.cta, np.array([address]), tensormap.BYTES, None, "a tensor map's read")
             raw = rows.tobytes()
         found = cache[address] = tensormap.decode(raw)
         if tensormap.DTYPES[found.dtype] in tensormap.CONVERTING:
@@ -78,7 +78,7 @@ def _map_at(g: Gang, address: int) -> tensormap.TensorMap:
 
 
 def _tensor_load(
-    g: Gang,
+    w: WarpBatch,
     mask: Array | None,
     target: Array,
     table: Array,
@@ -88,17 +88,17 @@ def _tensor_load(
     multicast: bool,
     pair: bool,
 ) -> None:
-    maps, targets, barriers, ranks = g.full(table), g.full(target), g.full(barrier), g.full(ctas)
-    for lane in g.lanes(mask):
-        tensor = _map_at(g, int(maps[lane]))
-        place = [int(g.full(c)[lane]) for c in coordinates]
+    maps, targets, barriers, ranks = w.full(table), w.full(target), w.full(barrier), w.full(ctas)
+    for lane in w.lanes(mask):
+        tensor = _map_at(w, int(maps[lane]))
+        place = [int(w.full(c)[lane]) for c in coordinates]
         _check_place(tensor, place, int(lane))
-        position = int(g.row[lane])
-        op = g.begin_op(position, "TMA load")
+        position = int(w.row[lane])
+        op = w.begin_op(position, "TMA load")
         at, bar = int(targets[lane]), int(barriers[lane])
         wanted = [r for r in range(16) if int(ranks[lane]) >> r & 1] if multicast else [at >> RANK_SHIFT]
         for rank in wanted:
-            load = _Load(g.cta, tensor, place, rank << RANK_SHIFT | at & OFFSET_MASK, op)
+            load = _Load(w.cta, tensor, place, rank << RANK_SHIFT | at & OFFSET_MASK, op)
             own = bar if not multicast else (bar & OFFSET_MASK) | (_leader(rank, bar, pair) << RANK_SHIFT)
             load.post(own)
 
@@ -111,13 +111,13 @@ def _check_place(tensor: tensormap.TensorMap, place: list[int], lane: int) -> No
 
 
 def _leader(rank: int, barrier: int, pair: bool) -> int:
-    """Whose barrier counts the bytes of CTA `rank`: of a pair, the CTA of the barrier's parity."""
+    """Rank of the CTA whose barrier counts the bytes of CTA `rank`: in a pair, the CTA of the barrier's parity."""
     return (rank & ~1) | (barrier >> RANK_SHIFT & 1) if pair else rank
 
 
 @dataclass
 class _Load:
-    """One box into the shared memory of one CTA."""
+    """Load of one box into the shared memory of one CTA."""
 
     cta: Cta
     tensor: tensormap.TensorMap
@@ -158,7 +158,7 @@ class _Load:
     conformance="order",
 )
 def prefetch(e: Emitter, inst: Inst, *choices: str) -> None:
-    """No effect on values."""
+    """Emit nothing: a prefetch changes no values."""
 
 
 # --- tensors: stores and reductions -----------------------------------------------------------------------------------
@@ -186,27 +186,27 @@ def _store(e: Emitter, inst: Inst, rank: int, op: str) -> None:
 
 
 def _tensor_store(
-    g: Gang, mask: Array | None, table: Array, coordinates: tuple[Array, ...], source: Array, reduce: str
+    w: WarpBatch, mask: Array | None, table: Array, coordinates: tuple[Array, ...], source: Array, reduce: str
 ) -> None:
-    maps, sources = g.full(table), g.full(source)
+    maps, sources = w.full(table), w.full(source)
     tasks: dict[tuple[int, ...], _Task] = {}
-    for lane in g.lanes(mask):
-        tensor = _map_at(g, int(maps[lane]))
-        place = [int(g.full(c)[lane]) for c in coordinates]
+    for lane in w.lanes(mask):
+        tensor = _map_at(w, int(maps[lane]))
+        place = [int(w.full(c)[lane]) for c in coordinates]
         at = int(sources[lane])
         _check_place(tensor, place, int(lane))
         if min(place) < 0:  # unlike a load
             raise MemoryFault(f"TMA store at {tuple(place)}: no coordinate may be negative", int(lane))
         if at % 128:
             raise MemoryFault(f"TMA store from shared {at:#x}, which is not aligned to 128 bytes", int(lane))
-        # A whole warp that stores one box does so 32 times, which is one store to all who watch.
-        key = (int(g.row[lane]), int(maps[lane]), at, *place, int(lane) if reduce else 0)
+        # A warp whose 32 lanes all store one box issues 32 stores with the effect of one.
+        key = (int(w.row[lane]), int(maps[lane]), at, *place, int(lane) if reduce else 0)
         if key not in tasks:
-            op = g.begin_op(int(g.row[lane]), "TMA store")
-            action = _store_action(g.cta, tensor, place, at, reduce, op)
+            op = w.begin_op(int(w.row[lane]), "TMA store")
+            action = _store_action(w.cta, tensor, place, at, reduce, op)
             tasks[key] = _Task(action, op)
-            g.cta.post(tasks[key])
-        bulk_groups(g, int(lane)).open.append(tasks[key])
+            w.cta.post(tasks[key])
+        bulk_groups(w, int(lane)).open.append(tasks[key])
 
 
 def _store_action(
@@ -231,7 +231,7 @@ def _store_action(
 
 
 def _reduced(old: Array, new: Array, reduce: str, kind: str) -> Array:
-    """Element by element, over rows of bytes."""
+    """Reduce rows of bytes, element by element."""
     flat_old, flat_new = np.ascontiguousarray(old).ravel(), np.ascontiguousarray(new).ravel()
     if kind == "bfloat16":
         a, b = (floats.bf16_to_f32(x.view(np.uint16)) for x in (flat_old, flat_new))
@@ -263,7 +263,7 @@ def _combine(a: Array, b: Array, reduce: str) -> Array:
 
 @dataclass
 class _Task:
-    """One store on its way."""
+    """Store in flight."""
 
     action: Callable[[], None]
     op: Op | None
@@ -288,9 +288,9 @@ class BulkGroups:
         cta.post(task)
 
 
-def bulk_groups(g: Gang, lane: int) -> BulkGroups:
-    table = g.cta.extra.setdefault("bulk groups", {})
-    key = int(g.warps[g.row[lane]]) * 32 + int(g.lane[lane])
+def bulk_groups(w: WarpBatch, lane: int) -> BulkGroups:
+    table = w.cta.extra.setdefault("bulk groups", {})
+    key = int(w.warps[w.row[lane]]) * 32 + int(w.lane[lane])
     found: BulkGroups = table.setdefault(key, BulkGroups())
     return found
 
@@ -300,10 +300,10 @@ def commit_group(e: Emitter, inst: Inst) -> None:
     e.call(_commit, [])
 
 
-def _commit(g: Gang, mask: Array | None) -> None:
-    table = g.cta.extra.get("bulk groups", {})
-    for lane in g.lanes(mask):
-        key = int(g.warps[g.row[lane]]) * 32 + int(g.lane[lane])
+def _commit(w: WarpBatch, mask: Array | None) -> None:
+    table = w.cta.extra.get("bulk groups", {})
+    for lane in w.lanes(mask):
+        key = int(w.warps[w.row[lane]]) * 32 + int(w.lane[lane])
         groups = table.get(key)
         if groups is not None:
             groups.committed.append(groups.open)
@@ -316,16 +316,16 @@ def wait_group(e: Emitter, inst: Inst, read: str) -> None:
 
 
 class _GroupWait(Wait):
-    """Until the tasks are done."""
+    """Waits until the tasks are done."""
 
-    def __init__(self, g: Gang, agent: int, tasks: list[_Task]) -> None:
+    def __init__(self, w: WarpBatch, agent: int, tasks: list[_Task]) -> None:
         super().__init__(f"{len(tasks)} bulk stores")
-        self.g, self.agent, self.tasks = g, agent, tasks
+        self.batch, self.agent, self.tasks = w, agent, tasks
 
     def ready(self) -> bool:
         if not all(task.done for task in self.tasks):
             return False
-        clocks = self.g.cta.clocks
+        clocks = self.batch.cta.clocks
         if clocks is not None:
             for task in self.tasks:
                 if task.op is not None:
@@ -333,27 +333,27 @@ class _GroupWait(Wait):
         return True
 
 
-def _wait_group(g: Gang, mask: Array | None, keep: int) -> None:
-    table = g.cta.extra.get("bulk groups", {})
+def _wait_group(w: WarpBatch, mask: Array | None, keep: int) -> None:
+    table = w.cta.extra.get("bulk groups", {})
     waits = []
-    for lane in g.lanes(mask):
-        groups = table.get(int(g.warps[g.row[lane]]) * 32 + int(g.lane[lane]))
+    for lane in w.lanes(mask):
+        groups = table.get(int(w.warps[w.row[lane]]) * 32 + int(w.lane[lane]))
         if groups is None:
             continue
         finished = groups.committed[: max(len(groups.committed) - keep, 0)]
         groups.committed = groups.committed[len(finished) :]
-        waits.append(_GroupWait(g, int(g.lane_agents[lane]), [task for group in finished for task in group]))
+        waits.append(_GroupWait(w, int(w.lane_agents[lane]), [task for group in finished for task in group]))
     if waits:
-        g.wait = _AllOf(waits)
+        w.wait = _AllOf(waits)
 
 
 class _AllOf(Wait):
     def __init__(self, waits: list[_GroupWait]) -> None:
-        super().__init__(", ".join(w.what for w in waits))
+        super().__init__(", ".join(wait.what for wait in waits))
         self.waits: list[_GroupWait] = waits
 
     def ready(self) -> bool:
-        self.waits = [w for w in self.waits if not w.ready()]
+        self.waits = [wait for wait in self.waits if not wait.ready()]
         return not self.waits
 
 
@@ -373,19 +373,19 @@ def bulk_load(e: Emitter, inst: Inst, space: str, multicast: str, hint: str) -> 
 
 
 def _bulk_load(
-    g: Gang, mask: Array | None, target: Array, source: Array, size: Array, barrier: Array, ctas: Array
+    w: WarpBatch, mask: Array | None, target: Array, source: Array, size: Array, barrier: Array, ctas: Array
 ) -> None:
-    targets, sources, sizes, barriers, masks = (g.full(x) for x in (target, source, size, barrier, ctas))
-    for lane in g.lanes(mask):
+    targets, sources, sizes, barriers, masks = (w.full(x) for x in (target, source, size, barrier, ctas))
+    for lane in w.lanes(mask):
         at, start, nbytes, bar = int(targets[lane]), int(sources[lane]), int(sizes[lane]), int(barriers[lane])
         _sixteen(at, start, nbytes)
-        op = g.begin_op(int(g.row[lane]), "bulk load")
+        op = w.begin_op(int(w.row[lane]), "bulk load")
         wanted = [r for r in range(16) if int(masks[lane]) >> r & 1] or [at >> RANK_SHIFT]
         for rank in wanted:
             own = bar if len(wanted) == 1 and not masks[lane] else (bar & OFFSET_MASK) | rank << RANK_SHIFT
-            waiting = mbarrier.at(g.cta, own, cluster=True)
-            memory = g.cta.cluster.ctas[rank].smem
-            g.cta.post(_bulk_action(g.cta, memory, at & OFFSET_MASK, start, nbytes, op, waiting))
+            waiting = mbarrier.at(w.cta, own, cluster=True)
+            memory = w.cta.cluster.ctas[rank].smem
+            w.cta.post(_bulk_action(w.cta, memory, at & OFFSET_MASK, start, nbytes, op, waiting))
 
 
 def _sixteen(*numbers: int) -> None:
@@ -413,23 +413,23 @@ def bulk_between(e: Emitter, inst: Inst) -> None:
     e.call(_bulk_between, [shared[0], shared[1], e.get(size, "u4"), shared[2]])
 
 
-def _bulk_between(g: Gang, mask: Array | None, target: Array, source: Array, size: Array, barrier: Array) -> None:
-    targets, sources, sizes, barriers = (g.full(x) for x in (target, source, size, barrier))
-    for lane in g.lanes(mask):
+def _bulk_between(w: WarpBatch, mask: Array | None, target: Array, source: Array, size: Array, barrier: Array) -> None:
+    targets, sources, sizes, barriers = (w.full(x) for x in (target, source, size, barrier))
+    for lane in w.lanes(mask):
         at, start, nbytes = int(targets[lane]), int(sources[lane]), int(sizes[lane])
         _sixteen(at, start, nbytes)
-        op = g.begin_op(int(g.row[lane]), "bulk copy between CTAs")
-        waiting = mbarrier.at(g.cta, int(barriers[lane]), cluster=True)
-        memory = g.cta.cluster.ctas[at >> RANK_SHIFT].smem
+        op = w.begin_op(int(w.row[lane]), "bulk copy between CTAs")
+        waiting = mbarrier.at(w.cta, int(barriers[lane]), cluster=True)
+        memory = w.cta.cluster.ctas[at >> RANK_SHIFT].smem
 
         def run(memory=memory, at=at, start=start, nbytes=nbytes, op=op, waiting=waiting) -> None:  # type: ignore[no-untyped-def]
             steps = np.arange(0, nbytes, 16)
-            words = g.cta.smem.op_load((start & OFFSET_MASK) + steps, 16, op, "bulk copy")
+            words = w.cta.smem.op_load((start & OFFSET_MASK) + steps, 16, op, "bulk copy")
             memory.check((at & OFFSET_MASK) + steps, 16, 16, "bulk copy")
             memory.op_store((at & OFFSET_MASK) + steps, words, 16, op, "bulk copy", generic=False)
             waiting.complete(nbytes, op, (op.time if op else 0.0) + LATENCY)
 
-        g.cta.post(run)
+        w.cta.post(run)
 
 
 @form(f"cp.async.bulk.global.shared::cta.bulk_group{_HINT}", since=90, golden="tma")
@@ -455,14 +455,16 @@ def _bulk_out(e: Emitter, inst: Inst, reduce: str, kind: str) -> None:
     e.call(_bulk_store, [*arguments, repr(reduce), repr(kind)])
 
 
-def _bulk_store(g: Gang, mask: Array | None, target: Array, source: Array, size: Array, reduce: str, kind: str) -> None:
-    targets, sources, sizes = g.full(target), g.full(source), g.full(size)
-    for lane in g.lanes(mask):
+def _bulk_store(
+    w: WarpBatch, mask: Array | None, target: Array, source: Array, size: Array, reduce: str, kind: str
+) -> None:
+    targets, sources, sizes = w.full(target), w.full(source), w.full(size)
+    for lane in w.lanes(mask):
         to, start, nbytes = int(targets[lane]), int(sources[lane]), int(sizes[lane])
         _sixteen(to, start, nbytes)
-        op = g.begin_op(int(g.row[lane]), "bulk store")
-        action = _bulk_store_action(g.cta, to, start & OFFSET_MASK, nbytes, reduce, kind, op)
-        bulk_groups(g, int(lane)).add(g.cta, action, op)
+        op = w.begin_op(int(w.row[lane]), "bulk store")
+        action = _bulk_store_action(w.cta, to, start & OFFSET_MASK, nbytes, reduce, kind, op)
+        bulk_groups(w, int(lane)).add(w.cta, action, op)
 
 
 def _bulk_store_action(

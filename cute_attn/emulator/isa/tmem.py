@@ -1,4 +1,4 @@
-"""tcgen05.alloc, dealloc, ld, st, wait, fence: tensor memory from the threads' side."""
+"""tcgen05.alloc, dealloc, ld, st, wait and fence: access of threads to tensor memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from cute_attn.emulator import access
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import LaunchFault, MemoryFault, PtxError
-from cute_attn.emulator.gang import Gang, Wait
 from cute_attn.emulator.isa.mma import whole
 from cute_attn.emulator.isa.registry import form
 from cute_attn.emulator.ptx import Imm, Inst
 from cute_attn.emulator.tensor_memory import TensorMemory, cells, split_address
+from cute_attn.emulator.warp_batch import Wait, WarpBatch
 
 if TYPE_CHECKING:
     from cute_attn.emulator.machine import Cta
@@ -43,7 +43,7 @@ def _check_leak(cta: Cta) -> None:
 
 
 def pair_of(cta: Cta, group: int) -> list[Cta]:
-    """The CTAs that an operation of this group size is for, the even one first. A kernel must not mix group sizes."""
+    """CTAs that an operation of this group size applies to, the even one first. A kernel must not mix group sizes."""
     before = cta.grid.cta_group
     if before not in (0, group):
         raise PtxError(f".cta_group::{group} in a kernel that has used .cta_group::{before}")
@@ -78,7 +78,7 @@ class _Request:
 
 
 class _Allocating(Wait):
-    """Until there is room; in a pair of CTAs also until the peer asks for the same."""
+    """Waits until there is room and, in a CTA pair, until the peer asks for the same."""
 
     def __init__(self, request: _Request, group: int) -> None:
         super().__init__(f"tcgen05.alloc of {request.columns} columns")
@@ -131,16 +131,16 @@ def alloc(e: Emitter, inst: Inst, group: str, space: str) -> None:
     e.call(_alloc, [address, e.get(inst.operands[1], "u4"), group[-1]])
 
 
-def _alloc(g: Gang, mask: Array | None, address: Array, count: Array, group: int) -> None:
-    whole(g, mask, "tcgen05.alloc")
-    lanes = g.first_lanes(mask)
+def _alloc(w: WarpBatch, mask: Array | None, address: Array, count: Array, group: int) -> None:
+    whole(w, mask, "tcgen05.alloc")
+    lanes = w.first_lanes(mask)
     if len(lanes) > 1:
         raise MemoryFault("tcgen05.alloc by more than one warp at once")
-    columns, target = g.uniform(count, mask, "column count"), g.uniform(address, mask, "address")
-    memory_of(g.cta).check_allocation(columns)
-    waiting = _Allocating(_Request(g.cta, int(g.lane_agents[lanes[0]]), target, columns), group)
+    columns, target = w.uniform(count, mask, "column count"), w.uniform(address, mask, "address")
+    memory_of(w.cta).check_allocation(columns)
+    waiting = _Allocating(_Request(w.cta, int(w.lane_agents[lanes[0]]), target, columns), group)
     if not waiting.ready():
-        g.wait = waiting
+        w.wait = waiting
 
 
 @form(f"tcgen05.dealloc{GROUP}.sync.aligned.b32", since=100, only=ARCHS, converges=True, conformance="unverified")
@@ -148,16 +148,16 @@ def dealloc(e: Emitter, inst: Inst, group: str) -> None:
     e.call(_dealloc, [e.get(inst.operands[0], "u4"), e.get(inst.operands[1], "u4"), group[-1]])
 
 
-def _dealloc(g: Gang, mask: Array | None, address: Array, count: Array, group: int) -> None:
-    whole(g, mask, "tcgen05.dealloc")
-    pair_of(g.cta, group)
-    memory = memory_of(g.cta)
-    for lane in g.first_lanes(mask):
-        start, columns = int(g.full(address)[lane]), int(g.full(count)[lane])
+def _dealloc(w: WarpBatch, mask: Array | None, address: Array, count: Array, group: int) -> None:
+    whole(w, mask, "tcgen05.dealloc")
+    pair_of(w.cta, group)
+    memory = memory_of(w.cta)
+    for lane in w.first_lanes(mask):
+        start, columns = int(w.full(address)[lane]), int(w.full(count)[lane])
         memory.free(start, columns)
         if memory.shadow is not None:
             span = np.arange(start, start + columns)
-            agents = g.lane_agents[lane : lane + 1]
+            agents = w.lane_agents[lane : lane + 1]
             wrong = memory.shadow.write(cells(np.arange(128), span)[None, :], agents)
             if wrong is not None:
                 memory.complain("tcgen05.dealloc", span, wrong[2], wrong[1])
@@ -174,9 +174,9 @@ def relinquish(e: Emitter, inst: Inst, group: str) -> None:
     e.call(_relinquish, [group[-1]])
 
 
-def _relinquish(g: Gang, mask: Array | None, group: int) -> None:
-    pair_of(g.cta, group)
-    memory_of(g.cta).relinquished = True
+def _relinquish(w: WarpBatch, mask: Array | None, group: int) -> None:
+    pair_of(w.cta, group)
+    memory_of(w.cta).relinquished = True
 
 
 # --- loads and stores -------------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def _relinquish(g: Gang, mask: Array | None, group: int) -> None:
 
 @functools.cache
 def fragment(shape: str, num: int) -> tuple[Array, Array, Array]:
-    """For each thread and register of a warp: lane, column, and half (1: beyond the split of .16x32bx2); [32, n]."""
+    """Lane, column and half (1: past the split of .16x32bx2) of each thread and register of a warp; [32, n]."""
     per = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4, "16x32bx2": 1}[shape]
     t, r = np.meshgrid(np.arange(32), np.arange(per * num), indexing="ij")
     half = np.zeros_like(t)
@@ -203,7 +203,7 @@ def fragment(shape: str, num: int) -> tuple[Array, Array, Array]:
 
 @dataclass(frozen=True)
 class _Move:
-    """One ld or st form with its immediates."""
+    """An ld or st form with its immediates."""
 
     shape: str
     num: int
@@ -249,7 +249,7 @@ def load(e: Emitter, inst: Inst, shape: str, num: str, packed: str) -> None:
     move = _form_of(inst, shape, num, packed)
     registers = e.items(inst.operands[0])
     _check_registers(inst, move, len(registers))
-    arguments = f"g, {e.mask}, {e.bind(move, 'move')}, {e.address(inst.operands[1], wide=False)}"
+    arguments = f"w, {e.mask}, {e.bind(move, 'move')}, {e.address(inst.operands[1], wide=False)}"
     e.line(f"t = {e.bind(_load, 'tmem_load')}({arguments})")
     for i, register in enumerate(registers):
         e.set(register, "u4", f"t[{i}]")
@@ -276,42 +276,42 @@ def _check_registers(inst: Inst, move: _Move, count: int) -> None:
         raise PtxError(f"{inst.op} with {count} registers, it has {min(wanted, MAX_REGISTERS)}")
 
 
-def _present(g: Gang, mask: Array | None, address: Array, what: str) -> tuple[Array, Array]:
-    """Rows of the warps that are here, and their addresses."""
-    whole(g, mask, what)
-    first = g.first_lanes(mask)
-    at = g.full(address)
-    active = g.lanes(mask)
-    if (at[active] != at[g.row[active] * 32 + first[0] % 32]).any():
+def _present(w: WarpBatch, mask: Array | None, address: Array, what: str) -> tuple[Array, Array]:
+    """Positions of the active warps, and their addresses."""
+    whole(w, mask, what)
+    first = w.first_lanes(mask)
+    at = w.full(address)
+    active = w.lanes(mask)
+    if (at[active] != at[w.row[active] * 32 + first[0] % 32]).any():
         raise PtxError(f"{what}: the address differs within a warp")
-    return g.row[first], at[first]
+    return w.row[first], at[first]
 
 
-def _load(g: Gang, mask: Array | None, move: _Move, address: Array) -> Array:
+def _load(w: WarpBatch, mask: Array | None, move: _Move, address: Array) -> Array:
     what = f"tcgen05.ld.{move.shape}"
-    memory = memory_of(g.cta)
-    rows, addresses = _present(g, mask, address, what)
-    lanes, columns = move.places(g.warps[rows], addresses, what)
+    memory = memory_of(w.cta)
+    rows, addresses = _present(w, mask, address, what)
+    lanes, columns = move.places(w.warps[rows], addresses, what)
     for row, at_lanes, at_columns in zip(rows, lanes, columns, strict=True):
         memory.check(at_columns, what)
         memory.check_valid(at_lanes, at_columns, what)
-        _note_read(g, memory, int(g.agents[row]), at_lanes, at_columns, what)
+        _note_read(w, memory, int(w.agents[row]), at_lanes, at_columns, what)
     words = memory.words[lanes, columns]
     found = words[..., 0] & np.uint32(0xFFFF) | words[..., 1] << np.uint32(16) if move.packed else words[..., 0]
     result = np.ascontiguousarray(found.reshape(-1, found.shape[2]).T)
-    if len(rows) == len(g.warps):
+    if len(rows) == len(w.warps):
         return result
-    out = np.zeros((found.shape[2], len(g.warps), 32), np.uint32)
+    out = np.zeros((found.shape[2], len(w.warps), 32), np.uint32)
     out[:, rows] = result.reshape(found.shape[2], len(rows), 32)
     return out.reshape(found.shape[2], -1)
 
 
-def _note_read(g: Gang, memory: TensorMemory, agent: int, lanes: Array, columns: Array, what: str) -> None:
-    """Strictly, a load reads until it was waited for; else it has read when its registers are used."""
+def _note_read(w: WarpBatch, memory: TensorMemory, agent: int, lanes: Array, columns: Array, what: str) -> None:
+    """Record a read for race checks. With `strict` it lasts until it is waited for, otherwise it is over at once."""
     if memory.shadow is None:
         return
     touched = cells(lanes, np.unique(columns))
-    if g.cta.grid.strict:
+    if w.cta.grid.strict:
         op = memory.begin(agent, "tcgen05.ld")
         assert op is not None
         wrong = memory.shadow.op_read(touched, op)
@@ -323,17 +323,17 @@ def _note_read(g: Gang, memory: TensorMemory, agent: int, lanes: Array, columns:
         memory.complain(what, columns, "write", writer)
 
 
-def _store(g: Gang, mask: Array | None, move: _Move, address: Array, values: tuple[Array, ...]) -> None:
+def _store(w: WarpBatch, mask: Array | None, move: _Move, address: Array, values: tuple[Array, ...]) -> None:
     what = f"tcgen05.st.{move.shape}"
-    memory = memory_of(g.cta)
-    rows, addresses = _present(g, mask, address, what)
-    lanes, columns = move.places(g.warps[rows], addresses, what)
-    words = np.stack([g.full(v) for v in values]).reshape(len(values), -1, 32)[:, rows].transpose(1, 2, 0)[..., None]
+    memory = memory_of(w.cta)
+    rows, addresses = _present(w, mask, address, what)
+    lanes, columns = move.places(w.warps[rows], addresses, what)
+    words = np.stack([w.full(v) for v in values]).reshape(len(values), -1, 32)[:, rows].transpose(1, 2, 0)[..., None]
     if move.packed:
         words = np.concatenate([words & np.uint32(0xFFFF), words >> np.uint32(16)], axis=-1)
     for row, at_lanes, at_columns in zip(rows, lanes, columns, strict=True):
         memory.check(at_columns, what)
-        op = memory.begin(int(g.agents[row]), "tcgen05.st")
+        op = memory.begin(int(w.agents[row]), "tcgen05.st")
         if op is not None and memory.shadow is not None:
             wrong = memory.shadow.op_write(cells(at_lanes, np.unique(at_columns)), op)
             if wrong is not None:
@@ -347,15 +347,15 @@ def wait(e: Emitter, inst: Inst, which: str) -> None:
     e.call(_wait, [repr(f"tcgen05.{which}")])
 
 
-def _wait(g: Gang, mask: Array | None, kind: str) -> None:
-    whole(g, mask, "tcgen05.wait")
-    memory = memory_of(g.cta)
-    for lane in g.first_lanes(mask):
-        stream = memory.streams.get((int(g.lane_agents[lane]), kind))
+def _wait(w: WarpBatch, mask: Array | None, kind: str) -> None:
+    whole(w, mask, "tcgen05.wait")
+    memory = memory_of(w.cta)
+    for lane in w.first_lanes(mask):
+        stream = memory.streams.get((int(w.lane_agents[lane]), kind))
         if stream is not None:
             stream.wait()
 
 
 @form("tcgen05.fence::{before|after}_thread_sync", since=100, only=ARCHS, conformance="order")
 def fence(e: Emitter, inst: Inst, which: str) -> None:
-    """The order of threads is taken from the barriers between them, which order tensor memory too."""
+    """Emit nothing: barriers between threads, which the emulator checks, order tensor memory too."""

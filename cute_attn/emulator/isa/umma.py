@@ -1,4 +1,4 @@
-"""tcgen05.mma, cp, commit: one thread starts them, the tensor cores of one CTA or of a pair do them."""
+"""tcgen05.mma, cp and commit: issued by one thread, executed by the tensor cores of one CTA or of a CTA pair."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from cute_attn.emulator.clocks import Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import MemoryFault, PtxError
-from cute_attn.emulator.gang import Gang
 from cute_attn.emulator.isa import mbarrier
 from cute_attn.emulator.isa.registry import form
 from cute_attn.emulator.isa.tmem import ARCHS, GROUP, memory_of, pair_of
 from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.ptx import Addr, Imm, Inst, Vec
 from cute_attn.emulator.tensor_memory import split_address
+from cute_attn.emulator.warp_batch import WarpBatch
 
 if TYPE_CHECKING:
     from cute_attn.emulator.machine import Cta
 
 LATENCY = 300  # of virtual time, for the timeline
 KIND = "tcgen05.mma"  # the stream of products and copies of a warp
-SCALE_ADDRESS = (1 << 30) - 1  # above it, a compiler may keep which byte of a word is meant
+SCALE_ADDRESS = (1 << 30) - 1  # bits above may select a byte of the word
 _COLLECTOR = "{|.collector::a::fill|.collector::a::use|.collector::a::lastuse|.collector::a::discard}"
 
 
@@ -44,7 +44,7 @@ class _Product:
     b: int
     keep: bool
     shift: int = 0
-    disabled: int = 0  # a bit a lane, of the even CTA first
+    disabled: int = 0  # one bit per lane, even CTA first
     a_scales: int = 0
     b_scales: int = 0
 
@@ -69,7 +69,7 @@ class _Product:
             self._write(cta, rank, product, op)
 
     def _shared(self, cta: Cta, descriptor: int, rows: int, mn_major: bool, type_: str, op: Op | None) -> Array:
-        """An operand in shared memory of one CTA: [rows, k]."""
+        """Load an operand from shared memory of one CTA: [rows, k]."""
         operand = smem_matrix.blackwell(descriptor, mn_major)
         if operand.wide != (mn_major and self.kind.item_bytes == 4):
             raise PtxError("32-bit items that are MN-major, and only they, need the swizzle of 32-byte units")
@@ -150,7 +150,7 @@ class _Product:
     conformance="unverified",
 )
 def product(e: Emitter, inst: Inst, group: str, kind: str, collector: str) -> None:
-    """Whether A is kept in a buffer changes no value."""
+    """Emit a product. The collector buffer, which may keep A, does not change values."""
     d, a, b, word, *rest = inst.operands
     disabled = "()"
     if isinstance(rest[0], Vec):
@@ -209,7 +209,7 @@ def scaled_product(e: Emitter, inst: Inst, group: str, kind: str, vector: str, c
 
 
 def _issue(
-    g: Gang,
+    w: WarpBatch,
     mask: Array | None,
     kind: umma.Kind,
     in_tmem: bool,
@@ -222,19 +222,19 @@ def _issue(
     disabled: tuple[Array, ...],
     *scales: Array,
 ) -> None:
-    pair = pair_of(g.cta, kind.group)
-    for lane in g.lanes(mask):
-        at = [int(g.full(x)[lane]) for x in (d, a, b, *scales)]
-        lanes_off = sum(int(g.full(x)[lane]) << (32 * i) for i, x in enumerate(disabled))
-        what = umma.decode(int(g.full(word)[lane]), kind)
-        one = _Product(kind, what, at[0], at[1], in_tmem, at[2], bool(g.full(keep)[lane]), shift, lanes_off, *at[3:])
-        op = memory_of(g.cta).begin(int(g.lane_agents[lane]), KIND)
-        g.cta.post(lambda one=one, op=op: one.run(pair, op), _queue(g, int(lane)))  # type: ignore[misc]
+    pair = pair_of(w.cta, kind.group)
+    for lane in w.lanes(mask):
+        at = [int(w.full(x)[lane]) for x in (d, a, b, *scales)]
+        lanes_off = sum(int(w.full(x)[lane]) << (32 * i) for i, x in enumerate(disabled))
+        what = umma.decode(int(w.full(word)[lane]), kind)
+        one = _Product(kind, what, at[0], at[1], in_tmem, at[2], bool(w.full(keep)[lane]), shift, lanes_off, *at[3:])
+        op = memory_of(w.cta).begin(int(w.lane_agents[lane]), KIND)
+        w.cta.post(lambda one=one, op=op: one.run(pair, op), _queue(w, int(lane)))  # type: ignore[misc]
 
 
-def _queue(g: Gang, lane: int) -> str:
-    """Products, copies and commits of a warp complete in order."""
-    return f"{KIND} {int(g.lane_agents[lane])}"
+def _queue(w: WarpBatch, lane: int) -> str:
+    """Name of a warp's queue, which keeps its products, copies and commits in order."""
+    return f"{KIND} {int(w.lane_agents[lane])}"
 
 
 # --- copies from shared memory ----------------------------------------------------------------------------------------
@@ -260,17 +260,17 @@ def copy(e: Emitter, inst: Inst, group: str, shape: str) -> None:
     e.call(_copy, [repr(shape), group[-1], e.address(target, wide=False), e.get(source, "u8")])
 
 
-def _copy(g: Gang, mask: Array | None, shape: str, group: int, target: Array, source: Array) -> None:
-    pair = pair_of(g.cta, group)
-    for lane in g.lanes(mask):
-        address, descriptor = int(g.full(target)[lane]), int(g.full(source)[lane])
-        op = memory_of(g.cta).begin(int(g.lane_agents[lane]), KIND)
+def _copy(w: WarpBatch, mask: Array | None, shape: str, group: int, target: Array, source: Array) -> None:
+    pair = pair_of(w.cta, group)
+    for lane in w.lanes(mask):
+        address, descriptor = int(w.full(target)[lane]), int(w.full(source)[lane])
+        op = memory_of(w.cta).begin(int(w.lane_agents[lane]), KIND)
 
         def run(address: int = address, descriptor: int = descriptor, op: Op | None = op) -> None:
             for cta in pair:
                 _copy_one(cta, shape, address, descriptor, op)
 
-        g.cta.post(run, _queue(g, int(lane)))
+        w.cta.post(run, _queue(w, int(lane)))
 
 
 def _copy_one(cta: Cta, shape: str, address: int, descriptor: int, op: Op | None) -> None:
@@ -303,16 +303,16 @@ def commit(e: Emitter, inst: Inst, group: str, space: str, multicast: str) -> No
     e.call(_commit, [group[-1], where, ctas])
 
 
-def _commit(g: Gang, mask: Array | None, group: int, address: Array, ctas: Array | None) -> None:
-    pair_of(g.cta, group)
-    for lane in g.lanes(mask):
-        agent = int(g.lane_agents[lane])
-        at = int(g.full(address)[lane])
+def _commit(w: WarpBatch, mask: Array | None, group: int, address: Array, ctas: Array | None) -> None:
+    pair_of(w.cta, group)
+    for lane in w.lanes(mask):
+        agent = int(w.lane_agents[lane])
+        at = int(w.full(address)[lane])
         ranks = [at >> RANK_SHIFT]
         if ctas is not None:
-            ranks = [rank for rank in range(16) if int(g.full(ctas)[lane]) >> rank & 1]
-        barriers = [mbarrier.at(g.cta, rank << RANK_SHIFT | at & OFFSET_MASK, cluster=True) for rank in ranks]
-        stream = memory_of(g.cta).stream(agent, KIND)
+            ranks = [rank for rank in range(16) if int(w.full(ctas)[lane]) >> rank & 1]
+        barriers = [mbarrier.at(w.cta, rank << RANK_SHIFT | at & OFFSET_MASK, cluster=True) for rank in ranks]
+        stream = memory_of(w.cta).stream(agent, KIND)
         op = None if stream is None else stream.op()
         if stream is not None:
             stream.end()
@@ -321,4 +321,4 @@ def _commit(g: Gang, mask: Array | None, group: int, address: Array, ctas: Array
             for barrier in barriers:
                 barrier.arrive_by(op, (op.time if op else 0.0) + LATENCY)
 
-        g.cta.post(arrive, _queue(g, int(lane)))
+        w.cta.post(arrive, _queue(w, int(lane)))

@@ -1,4 +1,4 @@
-"""shfl, vote, match, redux, elect, activemask, bar.warp: what lanes of a warp do together."""
+"""Warp-level instructions: shfl, vote, match, redux, elect, activemask, bar.warp."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ import numpy as np
 from cute_attn.emulator.dtypes import Array, tag
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import Divergence
-from cute_attn.emulator.gang import Gang
 from cute_attn.emulator.isa.registry import form
 from cute_attn.emulator.ptx import Inst, Pair
+from cute_attn.emulator.warp_batch import WarpBatch
 
 _BITS = np.uint64(1) << np.arange(32, dtype=np.uint64)
 
 
 def ballot(rows: Array) -> Array:
-    """[warps, 32] of bool to one 32-bit mask a warp."""
+    """Pack bools [warps, 32] into one 32-bit mask per warp."""
     return (rows * _BITS).sum(axis=1).astype(np.uint32)
 
 
-def members(g: Gang, mask: Array | None, member_mask: Array, what: str) -> None:
-    """Every active lane names all lanes that take part, and they are all here."""
+def members(w: WarpBatch, mask: Array | None, member_mask: Array, what: str) -> None:
+    """Check that every active lane names all participating lanes, and that all of them are active."""
     if mask is None and member_mask.shape[0] == 1 and member_mask[0] == 0xFFFFFFFF:
         return
-    active = g.active(mask)
-    here = ballot(active.reshape(-1, 32))[g.row]
-    named = g.full(member_mask)
-    own = np.uint32(1) << g.lane.astype(np.uint32)
+    active = w.active(mask)
+    here = ballot(active.reshape(-1, 32))[w.row]
+    named = w.full(member_mask)
+    own = np.uint32(1) << w.lane.astype(np.uint32)
     wrong = active & (((named & ~here) != 0) | ((named & own) == 0))
     if wrong.any():
         lane = int(np.flatnonzero(wrong)[0])
         raise Divergence(
-            f"{what} names lanes {int(named[lane]):#010x} of warp {int(g.warps[g.row[lane]])}, "
+            f"{what} names lanes {int(named[lane]):#010x} of warp {int(w.warps[w.row[lane]])}, "
             f"lanes {int(here[lane]):#010x} are here",
             lane % 32,
         )
@@ -49,15 +49,15 @@ def shfl(e: Emitter, inst: Inst, mode: str) -> None:
         e.call(_shfl, arguments, [(d, "u4")])
 
 
-def _shfl(g: Gang, mask: Array | None, mode: str, a: Array, b: Array, c: Array, member: Array) -> Array:
-    return _shfl_pair(g, mask, mode, a, b, c, member)[0]
+def _shfl(w: WarpBatch, mask: Array | None, mode: str, a: Array, b: Array, c: Array, member: Array) -> Array:
+    return _shfl_pair(w, mask, mode, a, b, c, member)[0]
 
 
 def _shfl_pair(
-    g: Gang, mask: Array | None, mode: str, a: Array, b: Array, c: Array, member: Array
+    w: WarpBatch, mask: Array | None, mode: str, a: Array, b: Array, c: Array, member: Array
 ) -> tuple[Array, Array]:
-    members(g, mask, member, "shfl.sync")
-    lane = g.lane.astype(np.int64)
+    members(w, mask, member, "shfl.sync")
+    lane = w.lane.astype(np.int64)
     bound, segment = (c & np.uint32(31)).astype(np.int64), ((c >> np.uint32(8)) & np.uint32(31)).astype(np.int64)
     step = (b & np.uint32(31)).astype(np.int64)
     low = lane & segment
@@ -72,8 +72,8 @@ def _shfl_pair(
         source = low | (step & ~segment)
         valid = source <= high
     source = np.where(valid, source, lane) & 31
-    found: Array = g.full(a)[g.row * 32 + source]
-    return found, np.broadcast_to(np.asarray(valid), (g.size,))
+    found: Array = w.full(a)[w.row * 32 + source]
+    return found, np.broadcast_to(np.asarray(valid), (w.size,))
 
 
 @form("vote.sync{.any|.all|.uni}.pred", converges=True, golden="warp")
@@ -82,13 +82,13 @@ def vote(e: Emitter, inst: Inst, mode: str) -> None:
     e.call(_vote, [repr(mode), e.get(p, "p"), e.get(member, "u4")], [(d, "p")])
 
 
-def _vote(g: Gang, mask: Array | None, mode: str, p: Array, member: Array) -> Array:
-    members(g, mask, member, "vote.sync")
-    active = g.active(mask).reshape(-1, 32)
-    yes = g.full(p).reshape(-1, 32)
+def _vote(w: WarpBatch, mask: Array | None, mode: str, p: Array, member: Array) -> Array:
+    members(w, mask, member, "vote.sync")
+    active = w.active(mask).reshape(-1, 32)
+    yes = w.full(p).reshape(-1, 32)
     some, every = (yes & active).any(axis=1), (yes | ~active).all(axis=1)
     results: dict[str, Array] = {".any": np.asarray(some), ".all": np.asarray(every), ".uni": np.asarray(every | ~some)}
-    found: Array = results[mode][g.row]
+    found: Array = results[mode][w.row]
     return found
 
 
@@ -98,9 +98,9 @@ def vote_ballot(e: Emitter, inst: Inst) -> None:
     e.call(_ballot, [e.get(p, "p"), e.get(member, "u4")], [(d, "u4")])
 
 
-def _ballot(g: Gang, mask: Array | None, p: Array, member: Array) -> Array:
-    members(g, mask, member, "vote.sync")
-    found: Array = ballot((g.full(p) & g.active(mask)).reshape(-1, 32))[g.row]
+def _ballot(w: WarpBatch, mask: Array | None, p: Array, member: Array) -> Array:
+    members(w, mask, member, "vote.sync")
+    found: Array = ballot((w.full(p) & w.active(mask)).reshape(-1, 32))[w.row]
     return found
 
 
@@ -109,8 +109,8 @@ def activemask(e: Emitter, inst: Inst) -> None:
     e.call(_activemask, [], [(inst.operands[0], "u4")])
 
 
-def _activemask(g: Gang, mask: Array | None) -> Array:
-    found: Array = ballot(g.active(mask).reshape(-1, 32))[g.row]
+def _activemask(w: WarpBatch, mask: Array | None) -> Array:
+    found: Array = ballot(w.active(mask).reshape(-1, 32))[w.row]
     return found
 
 
@@ -120,10 +120,10 @@ def match_any(e: Emitter, inst: Inst, kind: str) -> None:
     e.call(_match_any, [e.get(a, tag(kind)), e.get(member, "u4")], [(d, "u4")])
 
 
-def _match_any(g: Gang, mask: Array | None, a: Array, member: Array) -> Array:
-    members(g, mask, member, "match.sync")
-    rows = g.full(a).reshape(-1, 32)
-    active = g.active(mask).reshape(-1, 32)
+def _match_any(w: WarpBatch, mask: Array | None, a: Array, member: Array) -> Array:
+    members(w, mask, member, "match.sync")
+    rows = w.full(a).reshape(-1, 32)
+    active = w.active(mask).reshape(-1, 32)
     same = (rows[:, :, None] == rows[:, None, :]) & active[:, None, :]
     return ballot(same.reshape(-1, 32))
 
@@ -135,15 +135,15 @@ def match_all(e: Emitter, inst: Inst, kind: str) -> None:
     e.call(_match_all if len(results) == 2 else _match_all_mask, [e.get(a, tag(kind)), e.get(member, "u4")], results)
 
 
-def _match_all(g: Gang, mask: Array | None, a: Array, member: Array) -> tuple[Array, Array]:
-    same = _match_any(g, mask, a, member)
-    here = _activemask(g, mask)
+def _match_all(w: WarpBatch, mask: Array | None, a: Array, member: Array) -> tuple[Array, Array]:
+    same = _match_any(w, mask, a, member)
+    here = _activemask(w, mask)
     every = same == here
     return np.where(every, here, np.uint32(0)), every
 
 
-def _match_all_mask(g: Gang, mask: Array | None, a: Array, member: Array) -> Array:
-    return _match_all(g, mask, a, member)[0]
+def _match_all_mask(w: WarpBatch, mask: Array | None, a: Array, member: Array) -> Array:
+    return _match_all(w, mask, a, member)[0]
 
 
 _REDUCE: dict[str, Callable[..., Array]] = {
@@ -162,10 +162,10 @@ def redux(e: Emitter, inst: Inst, op: str, kind: str) -> None:
     e.call(_redux, [repr(op), e.get(a, tag(kind)), e.get(member, "u4")], [(d, tag(kind))])
 
 
-def _redux(g: Gang, mask: Array | None, op: str, a: Array, member: Array) -> Array:
-    members(g, mask, member, "redux.sync")
-    rows = g.full(a).reshape(-1, 32)
-    active = g.active(mask).reshape(-1, 32)
+def _redux(w: WarpBatch, mask: Array | None, op: str, a: Array, member: Array) -> Array:
+    members(w, mask, member, "redux.sync")
+    rows = w.full(a).reshape(-1, 32)
+    active = w.active(mask).reshape(-1, 32)
     out = np.zeros(rows.shape, rows.dtype)
     for i in range(len(rows)):
         if active[i].any():
@@ -180,13 +180,13 @@ def elect(e: Emitter, inst: Inst) -> None:
     e.call(_elect, [e.get(member, "u4")], [(d.first, "u4"), (d.second, "p")])
 
 
-def _elect(g: Gang, mask: Array | None, member: Array) -> tuple[Array, Array]:
-    members(g, mask, member, "elect.sync")
-    first = np.zeros(len(g.warps), np.uint32)
-    leaders = g.first_lanes(mask)
-    first[g.row[leaders]] = g.lane[leaders]
-    chosen = first[g.row]
-    return chosen, g.lane == chosen
+def _elect(w: WarpBatch, mask: Array | None, member: Array) -> tuple[Array, Array]:
+    members(w, mask, member, "elect.sync")
+    first = np.zeros(len(w.warps), np.uint32)
+    leaders = w.first_lanes(mask)
+    first[w.row[leaders]] = w.lane[leaders]
+    chosen = first[w.row]
+    return chosen, w.lane == chosen
 
 
 @form("bar.warp.sync", "barrier.warp.sync", converges=True, conformance="order", golden="warp")
@@ -194,5 +194,5 @@ def bar_warp(e: Emitter, inst: Inst) -> None:
     e.call(_bar_warp, [e.get(inst.operands[0], "u4")])
 
 
-def _bar_warp(g: Gang, mask: Array | None, member: Array) -> None:
-    members(g, mask, member, "bar.warp.sync")
+def _bar_warp(w: WarpBatch, mask: Array | None, member: Array) -> None:
+    members(w, mask, member, "bar.warp.sync")

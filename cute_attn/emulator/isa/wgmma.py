@@ -1,5 +1,5 @@
-"""wgmma: asynchronous products of a warpgroup. Results appear when a group is waited for; until then the accumulator
-registers hold a mark that nothing but another wgmma may read."""
+"""wgmma: asynchronous products of a warpgroup. Results appear when a group is waited for. Until then the accumulator
+registers hold a mark that only another wgmma may read."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from cute_attn.emulator.clocks import ORDER, Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import EmulatorError, PtxError
-from cute_attn.emulator.gang import Gang, Split
 from cute_attn.emulator.isa.floats import pack16
 from cute_attn.emulator.isa.mma import DECODERS, Decode, a_matrix, whole
 from cute_attn.emulator.isa.registry import form
 from cute_attn.emulator.ptx import Inst, Reg, Vec
+from cute_attn.emulator.warp_batch import Split, WarpBatch
 
 _N = "{" + "|".join(f"n{n}" for n in range(8, 257, 8)) + "}"
 LATENCY = 128  # of virtual time, for the timeline
 
 
 class RegisterFault(EmulatorError):
-    """A register is used while a product owns it."""
+    """Use of a register while a product in flight owns it."""
 
 
 class InFlight:
-    """What an accumulator register holds until its product is waited for."""
+    """Mark in an accumulator register whose product has not been waited for."""
 
     def __init__(self, product: Product, index: int) -> None:
         self.product, self.index = product, index
@@ -46,7 +46,7 @@ class InFlight:
 
 @dataclasses.dataclass
 class Product:
-    """D = A B (+ D) of one gang. `a`: a descriptor, or the matrix that registers held."""
+    """D = A B (+ D), issued by one batch. `a` is a descriptor, or the matrix that the registers held."""
 
     n: int
     k_bytes: int
@@ -60,47 +60,47 @@ class Product:
     op: Op | None
     results: list[Array] | None = None
 
-    def run(self, g: Gang) -> None:
+    def run(self, w: WarpBatch) -> None:
         if self.results is not None:
             return
-        b = self._load(g, self.b, 0, self.n, self.decoders[1], self._common(g))
+        b = self._load(w, self.b, 0, self.n, self.decoders[1], self._common(w))
         if isinstance(self.a, smem_matrix.Operand):
             left = [
-                self._load(g, self.a, 16 * int(warp % 4), 16, self.decoders[0], self._of(g, i))
-                for i, warp in enumerate(g.warps)
+                self._load(w, self.a, 16 * int(warp % 4), 16, self.decoders[0], self._of(w, i))
+                for i, warp in enumerate(w.warps)
             ]
             a = np.stack(left)
         else:
             a = self.a
         if self.item_bytes == 1 and not self.half:
-            self.results = self._narrow(g, self.signs[0] * a, self.signs[1] * b)
+            self.results = self._narrow(w, self.signs[0] * a, self.signs[1] * b)
             return
         product = np.matmul(self.signs[0] * a, self.signs[1] * b.T)  # [warps, 16, n]
-        self.results = self._added(g, self._spread(g, product))
+        self.results = self._added(w, self._spread(w, product))
 
-    def _spread(self, g: Gang, product: Array) -> Array:
-        """[registers, lanes]: lane = 4 (row % 8) + column / 2 % 4; registers: column pairs, then rows + 8, then the
-        next 8 columns.
+    def _spread(self, w: WarpBatch, product: Array) -> Array:
+        """Rearrange D as [registers, lanes]: lane = 4 (row % 8) + column / 2 % 4; registers run over column pairs, then
+        rows + 8, then the next 8 columns.
         """
-        warps = len(g.warps)
+        warps = len(w.warps)
         pieces = product.reshape(warps, 2, 8, self.n // 8, 4, 2)
-        return pieces.transpose(3, 1, 5, 0, 2, 4).reshape(self.n // 2, g.size)
+        return pieces.transpose(3, 1, 5, 0, 2, 4).reshape(self.n // 2, w.size)
 
-    def _gathered(self, g: Gang, registers: Array) -> Array:
+    def _gathered(self, w: WarpBatch, registers: Array) -> Array:
         """Inverse of `_spread`."""
-        warps = len(g.warps)
+        warps = len(w.warps)
         pieces = registers.reshape(self.n // 8, 2, 2, warps, 8, 4)
         return pieces.transpose(3, 1, 4, 0, 5, 2).reshape(warps, 16, self.n)
 
-    def _narrow(self, g: Gang, a: Array, b: Array) -> list[Array]:
-        old = np.zeros((len(g.warps), 16, self.n), np.float32)
+    def _narrow(self, w: WarpBatch, a: Array, b: Array) -> list[Array]:
+        old = np.zeros((len(w.warps), 16, self.n), np.float32)
         if self.old is not None:
-            settled = np.stack([g.full(_settled(x)).view(np.float32) for x in self.old])
-            old = self._gathered(g, settled)
-        return list(self._spread(g, narrow_sums.multiply_add(a, b, old)))
+            current = np.stack([w.full(_value_of(x)).view(np.float32) for x in self.old])
+            old = self._gathered(w, current)
+        return list(self._spread(w, narrow_sums.multiply_add(a, b, old)))
 
-    def _added(self, g: Gang, spread: Array) -> list[Array]:
-        olds = None if self.old is None else [_settled(x) for x in self.old]
+    def _added(self, w: WarpBatch, spread: Array) -> list[Array]:
+        olds = None if self.old is None else [_value_of(x) for x in self.old]
         if not self.half:
             values: list[Array] = list(spread.astype(np.float32))
             return [v if olds is None else v + olds[i].view(np.float32) for i, v in enumerate(values)]
@@ -108,38 +108,38 @@ class Product:
         for i in range(0, len(spread), 2):
             low, high = spread[i], spread[i + 1]
             if olds is not None:
-                halves = np.ascontiguousarray(g.full(olds[i // 2])).view(np.float16).astype(np.float32)
+                halves = np.ascontiguousarray(w.full(olds[i // 2])).view(np.float16).astype(np.float32)
                 low, high = low + halves[0::2], high + halves[1::2]
             found.append(pack16(low.astype(np.float16), high.astype(np.float16)))
         return found
 
     def _load(
-        self, g: Gang, operand: smem_matrix.Operand, first: int, rows: int, decode: Decode, op: Op | None
+        self, w: WarpBatch, operand: smem_matrix.Operand, first: int, rows: int, decode: Decode, op: Op | None
     ) -> Array:
         where = smem_matrix.offsets(operand, first, rows, self.k_bytes, self.item_bytes)
         flat = where.ravel()
-        g.cta.smem.check(flat, 16, 16, "wgmma operand")
-        chunks = g.cta.smem.op_load(flat, 16, op, "wgmma").reshape(where.shape)
+        w.cta.smem.check(flat, 16, 16, "wgmma operand")
+        chunks = w.cta.smem.op_load(flat, 16, op, "wgmma").reshape(where.shape)
         raw = smem_matrix.matrix(chunks, operand, self.item_bytes)
         return decode(np.ascontiguousarray(raw)).reshape(raw.shape)
 
-    def _of(self, g: Gang, position: int) -> Op | None:
-        """The operation as seen by the warp that reads its own rows of A."""
+    def _of(self, w: WarpBatch, position: int) -> Op | None:
+        """The operation with the clock of the warp at `position`, which reads its own rows of A."""
         return None if self.op is None else dataclasses.replace(self.op, clock=self.clocks[position])
 
-    def _common(self, g: Gang) -> Op | None:
-        """As all warps together: what only some of them know of does not count."""
+    def _common(self, w: WarpBatch) -> Op | None:
+        """The operation with the common clock of all warps: only what every warp has observed counts."""
         return None if self.op is None else dataclasses.replace(self.op, clock=self.clocks.min(axis=0))
 
     clocks: Any = None
 
 
 class WarpgroupFault(EmulatorError):
-    """The warps of a warpgroup do not issue the same products."""
+    """Warps of a warpgroup that do not issue the same products."""
 
 
 class Warpgroup:
-    """What four warps issue: each the same, in the same order, though not at the same time."""
+    """Products issued by four warps: all the same, in the same order, though not at the same time."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -161,17 +161,17 @@ class Warpgroup:
             raise WarpgroupFault(f"wgmma: warps {behind} have not issued all products of warpgroup {self.number}")
 
 
-def _warpgroup(g: Gang) -> Warpgroup:
-    number = int(g.warps[0]) // 4
-    found: Warpgroup | None = g.cta.extra.get(f"warpgroup {number}")
+def _warpgroup(w: WarpBatch) -> Warpgroup:
+    number = int(w.warps[0]) // 4
+    found: Warpgroup | None = w.cta.extra.get(f"warpgroup {number}")
     if found is None:
-        found = g.cta.extra[f"warpgroup {number}"] = Warpgroup(number)
-        g.cta.closing.append(found.close)
+        found = w.cta.extra[f"warpgroup {number}"] = Warpgroup(number)
+        w.cta.closing.append(found.close)
     return found
 
 
-def _settled(x: Any) -> Array:
-    """The value of an accumulator: that of the product before, if it is one."""
+def _value_of(x: Any) -> Array:
+    """Value of an accumulator register; for a mark, the result of its product."""
     if isinstance(x, InFlight):
         results = object.__getattribute__(x, "product").results
         assert results is not None
@@ -189,15 +189,16 @@ def fence(e: Emitter, inst: Inst) -> None:
     e.call(_fence, [])
 
 
-def _fence(g: Gang, mask: Array | None) -> None:
-    """Registers as they are now may be used by the products that follow."""
-    whole(g, mask, "wgmma.fence")
-    groups = g.warps // 4
+def _fence(w: WarpBatch, mask: Array | None) -> None:
+    """Allow the products that follow to use registers as they are now."""
+    whole(w, mask, "wgmma.fence")
+    groups = w.warps // 4
     if len(np.unique(groups)) > 1:
         raise Split([np.flatnonzero(groups == group) for group in np.unique(groups)])
-    g.fenced, g.fenced_ids = list(g.R), None
-    if not g.groups:
-        g.groups = [[]]
+    w.wgmma_fenced, w.wgmma_fenced_ids = list(w.R), None
+    w.before_split = _complete_all
+    if not w.wgmma_groups:
+        w.wgmma_groups = [[]]
 
 
 @form(
@@ -246,50 +247,50 @@ def _product(e: Emitter, inst: Inst, n: int, to: str, kinds: tuple[str, str], it
     e.call(_issue, [how, left, e.get(b, "u8"), keep])
 
 
-def _issue(g: Gang, mask: Array | None, how: tuple[Any, ...], a: Any, b: Array, keep: Array) -> None:
+def _issue(w: WarpBatch, mask: Array | None, how: tuple[Any, ...], a: Any, b: Array, keep: Array) -> None:
     n, decoders, item_bytes, signs, majors, half, indices, inst = how
-    whole(g, mask, "wgmma")
-    if g.fenced is None:
+    whole(w, mask, "wgmma")
+    if w.wgmma_fenced is None:
         raise RegisterFault("wgmma.mma_async without a wgmma.fence before it")
-    _warpgroup(g).issue(g.warps[g.row[g.first_lanes(mask)]], inst)
-    R: list[Any] = g.R  # noqa: N806
-    _check_fenced(g, [R[i] for i in indices])
+    _warpgroup(w).issue(w.warps[w.row[w.first_lanes(mask)]], inst)
+    R: list[Any] = w.R  # noqa: N806
+    _check_fenced(w, [R[i] for i in indices])
     if isinstance(a, tuple):
-        _check_fenced(g, [x.base if x.base is not None else x for x in a])
-        left: Any = a_matrix(g, a, decoders[0])
+        _check_fenced(w, [x.base if x.base is not None else x for x in a])
+        left: Any = a_matrix(w, a, decoders[0])
     else:
-        left = smem_matrix.hopper(g.uniform(a, mask, "matrix descriptor"), majors[0])
-    right = smem_matrix.hopper(g.uniform(b, mask, "matrix descriptor"), majors[1])
-    accumulate = bool(g.uniform(keep, mask, "scale-d"))
-    clocks = g.cta.clocks
-    seen = None if clocks is None else clocks.v[g.agents].copy()
-    op = g.begin_op(0, "wgmma")
+        left = smem_matrix.hopper(w.uniform(a, mask, "matrix descriptor"), majors[0])
+    right = smem_matrix.hopper(w.uniform(b, mask, "matrix descriptor"), majors[1])
+    accumulate = bool(w.uniform(keep, mask, "scale-d"))
+    clocks = w.cta.clocks
+    seen = None if clocks is None else clocks.v[w.agents].copy()
+    op = w.begin_op(0, "wgmma")
     product = Product(
         n, 32, decoders, item_bytes, left, right, signs, half, [R[i] for i in indices] if accumulate else None, op
     )
     if op is not None and seen is not None and clocks is not None:
         seen[:, :, op.agent] = op.epoch
         product.clocks = seen
-        clocks.v[g.agents[1:], ORDER, g.agents[1:]] += 1
+        clocks.v[w.agents[1:], ORDER, w.agents[1:]] += 1
     for position, index in enumerate(indices):
         R[index] = InFlight(product, position)
-    g.groups[-1].append(product)
+    w.wgmma_groups[-1].append(product)
 
 
-def _check_fenced(g: Gang, values: list[Any]) -> None:
-    """Registers of a product were written before the last wgmma.fence, or by products."""
-    assert g.fenced is not None
-    unknown = [x for x in values if not isinstance(x, InFlight) and id(x) not in _ids(g)]
+def _check_fenced(w: WarpBatch, values: list[Any]) -> None:
+    """Check that the registers of a product were last written before the last wgmma.fence, or by products."""
+    assert w.wgmma_fenced is not None
+    unknown = [x for x in values if not isinstance(x, InFlight) and id(x) not in _ids(w)]
     if unknown:
         raise RegisterFault("a register of wgmma.mma_async was changed after the last wgmma.fence")
 
 
-def _ids(g: Gang) -> set[int]:
-    if g.fenced_ids is None:
-        assert g.fenced is not None
-        g.fenced_ids = {id(x) for x in g.fenced}
-        g.fenced_ids |= {id(x.base) for x in g.fenced if isinstance(x, np.ndarray) and x.base is not None}
-    return g.fenced_ids
+def _ids(w: WarpBatch) -> set[int]:
+    if w.wgmma_fenced_ids is None:
+        assert w.wgmma_fenced is not None
+        w.wgmma_fenced_ids = {id(x) for x in w.wgmma_fenced}
+        w.wgmma_fenced_ids |= {id(x.base) for x in w.wgmma_fenced if isinstance(x, np.ndarray) and x.base is not None}
+    return w.wgmma_fenced_ids
 
 
 @form("wgmma.commit_group.sync.aligned", since=90, only=(90,), conformance="order", golden="wgmma")
@@ -297,10 +298,10 @@ def commit(e: Emitter, inst: Inst) -> None:
     e.call(_commit, [])
 
 
-def _commit(g: Gang, mask: Array | None) -> None:
-    if not g.groups:
-        g.groups = [[]]
-    g.groups.append([])
+def _commit(w: WarpBatch, mask: Array | None) -> None:
+    if not w.wgmma_groups:
+        w.wgmma_groups = [[]]
+    w.wgmma_groups.append([])
 
 
 @form("wgmma.wait_group.sync.aligned", since=90, only=(90,), conformance="order", golden="wgmma", converges=True)
@@ -308,26 +309,33 @@ def wait(e: Emitter, inst: Inst) -> None:
     e.call(_wait, [str(inst.operands[0].value)])  # type: ignore[union-attr]
 
 
-def _wait(g: Gang, mask: Array | None, keep: int) -> None:
-    """Groups complete in order; those not committed do not count."""
+def _wait(w: WarpBatch, mask: Array | None, keep: int) -> None:
+    """Complete committed groups, oldest first, until `keep` are left."""
     finished: list[Product] = []
-    while len(g.groups) - 1 > keep:
-        finished += g.groups.pop(0)
+    while len(w.wgmma_groups) - 1 > keep:
+        finished += w.wgmma_groups.pop(0)
     if finished:
-        complete(g, finished)
+        _complete(w, finished)
 
 
-def complete(g: Gang, products: list[Product]) -> None:
-    """Run products and put their results into every register that waits for one."""
-    clocks = g.cta.clocks
+def _complete_all(w: WarpBatch) -> None:
+    """Complete all products before the batch splits: a product belongs to all of its warps."""
+    if any(w.wgmma_groups):
+        _complete(w, [product for group in w.wgmma_groups for product in group])
+        w.wgmma_groups = []
+
+
+def _complete(w: WarpBatch, products: list[Product]) -> None:
+    """Compute products and replace the marks of their accumulator registers by the results."""
+    clocks = w.cta.clocks
     for product in products:
-        product.run(g)
+        product.run(w)
         if product.op is not None and clocks is not None:
-            clocks.acquire(g.agents, product.op.clock)
-            clocks.time[g.agents] = np.maximum(clocks.time[g.agents], product.op.time + LATENCY)
+            clocks.acquire(w.agents, product.op.clock)
+            clocks.time[w.agents] = np.maximum(clocks.time[w.agents], product.op.time + LATENCY)
     done = {id(product) for product in products}
-    R: list[Any] = g.R  # noqa: N806
+    R: list[Any] = w.R  # noqa: N806
     for i, value in enumerate(R):
         if type(value) is InFlight and id(object.__getattribute__(value, "product")) in done:
-            home = g.cta.grid.home_of(i)
-            R[i] = _settled(value).view(home)
+            home = w.cta.grid.home_of(i)
+            R[i] = _value_of(value).view(home)

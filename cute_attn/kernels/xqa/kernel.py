@@ -1,12 +1,13 @@
 """Decode over a paged cache on mma.sync, for any GPU since sm_80: K and V move once, at the speed of memory.
 
-    share of a line (`partition`)      segment | segment | segment ...
-    every warp, its own cp.async ring  K,V[t + 2] -----> K,V[t + 3] ----->
-    and no barrier in the loop         S^T = K Q^T | softmax | O^T += V^T P^T
-    at a segment's end (`merge`)       warps, through shared memory; parts of other CTAs, through global memory
+    a CTA's share of the work (`partition`)   segment | segment | segment ...
+    each warp with its own cp.async ring,     K,V[t + 2] -----> K,V[t + 3] ----->
+    no barrier in the main loop               S^T = K Q^T | softmax | O^T += V^T P^T
+    the end of a segment (`merge`)            warps merge in shared memory, CTAs in global memory
 
-Few query rows are the 8 columns of an instruction, tokens and output dimensions its 16 rows, so that one token costs
-the tensor cores little; fp8 and 4-bit elements stay what they are until they are in registers (`formats`).
+The MMA operands are swapped: the few query rows are the 8 columns of an instruction, tokens and output dimensions its
+16 rows, so that the tensor cores spend little on each token. fp8 and 4-bit elements keep their format in shared memory
+and are converted in registers (`formats`).
 """
 
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ from cute_attn.kernels.xqa.parts import formats
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.masks import DraftMask
 from cute_attn.kernels.xqa.parts.merge import Merge
-from cute_attn.kernels.xqa.parts.pages import CHUNK, Located, PagedTile, place
-from cute_attn.kernels.xqa.parts.partition import Part, Partition, Segment, Share, part
+from cute_attn.kernels.xqa.parts.pages import CHUNK, PagedKv, TokenPages, chunk_offset
+from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition, Segment, Share, kv_split
 from cute_attn.kernels.xqa.parts.queries import Queries, QueryRows
 from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax, Running
 from cute_attn.kernels.xqa.spec import XqaMemory, XqaSpec
@@ -34,8 +35,8 @@ from cute_attn.runtime.arch import named
 
 
 class XqaParams(NamedTuple):
-    """Kernel parameters, in order. Addresses are Int64, 0 where absent; strides are bytes, of K's and V's
-    pages and tokens 16 of them: a place in a cache is then a number of 32 bits."""
+    """Kernel parameters, in order. Addresses are Int64, 0 where absent. Strides count bytes, except that K's and V's
+    page and token strides count units of 16 bytes: an offset into the cache then fits 32 bits."""
 
     q: Int64
     k: Int64
@@ -81,7 +82,7 @@ class XqaParams(NamedTuple):
     row_blocks: Int32
     row_blocks_multiplier: Int32
     row_blocks_shift: Int32
-    line_units: Int32
+    units_per_cta_group: Int32
     shares_multiplier: Int32
     shares_shift: Int32
     group: Int32
@@ -97,41 +98,43 @@ class XqaParams(NamedTuple):
     lse_scale: Float32
 
 
-class State(NamedTuple):
-    """Carried over a warp's tiles: what is accumulated, the ring slot of the next tile, and where the tokens lie of
-    the tile that is copied next."""
+class LoopState(NamedTuple):
+    """State that a warp carries from tile to tile: the accumulators, the ring slot of the next tile to compute, and the
+    cache positions of the next tile to copy."""
 
     running: Running
     slot: Int32
-    located: Located
+    token_pages: TokenPages
 
 
-class Stretch(NamedTuple):
-    """A warp's tiles of a segment: `count` of them from `first`, as many apart as the CTA has warps."""
+class WarpTiles(NamedTuple):
+    """KV tiles of a segment that one warp processes: `count` tiles from `first`, strided by the number of warps."""
 
-    part: Part
+    split: KvSplit
     first: Int32
     count: Int32
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a warp needs for one segment."""
+class SegmentWork:
+    """Everything that a warp needs for one segment."""
 
-    stretch: Stretch
-    tile: PagedTile
+    warp_tiles: WarpTiles
+    kv: PagedKv
     mask: DraftMask
     queries: Queries
     softmax: ColumnSoftmax
 
 
 class XqaProgram:
+    """The decode kernel of one spec, for one architecture."""
+
     params = XqaParams
 
     def __init__(self, spec: XqaSpec, arch: str) -> None:
         self.spec = spec
         self.memory = XqaMemory.of(spec)
-        self.format = formats.make(spec, native=named(arch).capability >= (8, 9))
+        self.format = formats.make_format(spec, native=named(arch).capability >= (8, 9))
         self.block = (32 * spec.warps, 1, 1)
         self.smem_bytes = self.memory.bytes
         self.pdl = named(arch).pdl
@@ -147,7 +150,7 @@ class XqaProgram:
             block=block,
             smem=self.smem_bytes,
             min_blocks_per_mp=self.spec.ctas + self.spec.guests,
-            preferred_smem_carveout=100,  # or the DSL asks a driver what to prefer
+            preferred_smem_carveout=100,  # without it the DSL asks a driver
         )
 
     @cute.kernel
@@ -156,57 +159,59 @@ class XqaProgram:
             ptx.grid_dependency_wait()
             ptx.grid_dependency_launch()
         partition = Partition(params, self.spec.cols)
-        share, segment = partition.locate()
-        merge, query_rows = self.compose(params)
-        words = query_rows.fetch(segment)
-        located = self.fill(self.tile(params, segment), self.stretch(segment, share))
-        while partition.reaches(segment, share):
-            work = self.work(params, segment, share, query_rows.operands(words), query_rows.rows(segment))
-            state = State(work.softmax.start(), self.ring(), located)
-            for i in cutlass.range(0, work.stretch.count, unroll=1):
-                state = self.step(work, state, i)
-            self.publish(merge, work.stretch.part, state.running)
-            following = partition.after(segment)
-            words, located = query_rows.nothing(), work.tile.nowhere()
-            if partition.reaches(following, share):
-                words = query_rows.fetch(following)
-                located = self.fill(self.tile(params, following), self.stretch(following, share))
-            self.conclude(merge, query_rows.rows(segment), segment, share, work.stretch.part)
+        share, segment = partition.first_segment()
+        merge, query_rows = self.merge_and_queries(params)
+        words = query_rows.load(segment)
+        token_pages = self.load_prologue(self.paged_kv(params, segment), self.warp_tiles(segment, share))
+        while partition.overlaps(segment, share):
+            work = self.segment_work(params, segment, share, query_rows.operands(words), query_rows.rows(segment))
+            state = LoopState(work.softmax.start(), self.ring_start(), token_pages)
+            for i in cutlass.range(0, work.warp_tiles.count, unroll=1):
+                state = self.mainloop_step(work, state, i)
+            self.publish(merge, work.warp_tiles.split, state.running)
+            following = partition.next_segment(segment)
+            words, token_pages = query_rows.no_words(), work.kv.no_pages()
+            if partition.overlaps(following, share):
+                words = query_rows.load(following)
+                token_pages = self.load_prologue(self.paged_kv(params, following), self.warp_tiles(following, share))
+            self.write_output(merge, query_rows.rows(segment), segment, share, work.warp_tiles.split)
             segment = following
         ptx.cp_async_wait(0)
 
-    # --- composition ------------------------------------------------------------------------------------------------
+    # --- components -------------------------------------------------------------------------------------------------
 
-    def compose(self, p: XqaParams) -> tuple[Merge, QueryRows]:
+    def merge_and_queries(self, p: XqaParams) -> tuple[Merge, QueryRows]:
         device_scales = device_scale(p.scale_ptr) * device_scale(p.more_scale_ptr)
-        scale = p.scale * device_scales * Float32(ptx.LOG2E * self.format.factor)
-        v_scale = p.v_scale * device_scale(p.v_scale_ptr) * Float32(self.format.factor)
+        scale = p.scale * device_scales * Float32(ptx.LOG2E * self.format.dequant_factor)
+        v_scale = p.v_scale * device_scale(p.v_scale_ptr) * Float32(self.format.dequant_factor)
         finish = Finish(p.sinks, v_scale, p.lse_scale)
         merge = Merge(self.spec, self.memory, self.format, p, shared_memory(), finish)
         return merge, QueryRows(self.spec, p, scale)
 
-    def ring(self) -> Int32:
-        """The first slot of this warp's ring."""
+    def ring_start(self) -> Int32:
+        """Shared address of the first slot of this warp's ring."""
         return shared_memory() + self.warp() * self.memory.ring_bytes
 
     def warp(self) -> Int32:
         return cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] >> 5)
 
-    def stretch(self, segment: Segment, share: Share) -> Stretch:
-        mine = part(segment, share)
-        first = mine.begin + self.warp()
-        count = ptx.maximum(mine.end - first + (self.spec.warps - 1), Int32(0)) // self.spec.warps
-        return Stretch(mine, first + segment.request.first_token // self.spec.cols, count)
+    def warp_tiles(self, segment: Segment, share: Share) -> WarpTiles:
+        split = kv_split(segment, share)
+        first = split.begin + self.warp()
+        count = ptx.maximum(split.end - first + (self.spec.warps - 1), Int32(0)) // self.spec.warps
+        return WarpTiles(split, first + segment.request.first_token // self.spec.cols, count)
 
-    def tile(self, p: XqaParams, segment: Segment) -> PagedTile:
+    def paged_kv(self, p: XqaParams, segment: Segment) -> PagedKv:
         head = Divisor(p.row_blocks, p.row_blocks_multiplier, p.row_blocks_shift).quotient(segment.unit)
         table = isa.mad_wide(segment.first_page, Int32(4), p.table)
-        return PagedTile(self.memory, p, table, head, segment.request.first_token, segment.request.kv_len)
+        return PagedKv(self.memory, p, table, head, segment.request.first_token, segment.request.kv_len)
 
-    def work(self, p: XqaParams, segment: Segment, share: Share, queries: Queries, rows: PackedRows) -> Work:
-        return Work(
-            stretch=self.stretch(segment, share),
-            tile=self.tile(p, segment),
+    def segment_work(
+        self, p: XqaParams, segment: Segment, share: Share, queries: Queries, rows: PackedRows
+    ) -> SegmentWork:
+        return SegmentWork(
+            warp_tiles=self.warp_tiles(segment, share),
+            kv=self.paged_kv(p, segment),
             mask=DraftMask(p, rows, segment, self.spec),
             queries=queries,
             softmax=ColumnSoftmax(
@@ -216,65 +221,67 @@ class XqaProgram:
 
     # --- phases -----------------------------------------------------------------------------------------------------
 
-    def kv_tile(self, stretch: Stretch, i: Int32 | int) -> Int32:
-        return stretch.first + i * self.spec.warps
+    def kv_tile(self, tiles: WarpTiles, i: Int32 | int) -> Int32:
+        return tiles.first + i * self.spec.warps
 
-    def fill(self, tile: PagedTile, stretch: Stretch) -> Located:
-        """The first tiles of a segment, one cp.async group each; groups are committed even if empty."""
-        ahead = self.memory.ahead
-        numbers = [self.kv_tile(stretch, i) for i in range(ahead + 1)]
-        located = [tile.locate(number, i < stretch.count) for i, number in enumerate(numbers)]
+    def load_prologue(self, kv: PagedKv, tiles: WarpTiles) -> TokenPages:
+        """Start copying the first tiles of a segment, one cp.async group per tile. Empty groups are committed too, so
+        that counting groups counts tiles. Returns the page ids of the tile that follows."""
+        ahead = self.memory.prefetch_distance
+        numbers = [self.kv_tile(tiles, i) for i in range(ahead + 1)]
+        token_pages = [kv.prefetch_page_ids(number, i < tiles.count) for i, number in enumerate(numbers)]
         for i in range(ahead):
-            slot = self.ring() + i * self.memory.slot_bytes
-            for _ in tile.copies(located[i], numbers[i], i < stretch.count, slot):
+            slot = self.ring_start() + i * self.memory.slot_bytes
+            for _ in kv.copies(token_pages[i], numbers[i], i < tiles.count, slot):
                 pass
             ptx.cp_async_commit()
-        return located[ahead]
+        return token_pages[ahead]
 
     @cute.jit
-    def step(self, work: Work, state: State, i: Int32) -> State:
-        """One tile: wait for it, S^T while starting the copies of the tile `ahead` further, softmax, O^T."""
-        ahead, stretch = self.memory.ahead, work.stretch
+    def mainloop_step(self, work: SegmentWork, state: LoopState, i: Int32) -> LoopState:
+        """Process one tile: wait for it, compute S^T while copying the tile `ahead` later, then softmax and O^T."""
+        ahead, tiles = self.memory.prefetch_distance, work.warp_tiles
         ptx.cp_async_wait(ahead - 1)
-        ptx.sync_warp()  # the tile is visible, and every lane has left the slot that is filled next
-        further_tile, wanted = self.kv_tile(stretch, i + ahead), i + ahead < stretch.count
-        copies = work.tile.copies(state.located, further_tile, wanted, self.advance(state.slot, ahead))
-        s = self.scores(work.queries, state.slot, copies, work.tile.count)
+        ptx.sync_warp()  # makes the tile visible; every lane is also done with the slot filled next
+        next_copy, wanted = self.kv_tile(tiles, i + ahead), i + ahead < tiles.count
+        copies = work.kv.copies(state.token_pages, next_copy, wanted, self.advance(state.slot, ahead))
+        s = self.gemm_qk(work.queries, state.slot, copies, work.kv.copy_steps)
         ptx.cp_async_commit()
-        located = work.tile.locate(self.kv_tile(stretch, i + ahead + 1), i + ahead + 1 < stretch.count)
-        start = self.kv_tile(stretch, i) * self.spec.cols
-        if work.mask.cuts(start):
+        token_pages = work.kv.prefetch_page_ids(self.kv_tile(tiles, i + ahead + 1), i + ahead + 1 < tiles.count)
+        start = self.kv_tile(tiles, i) * self.spec.cols
+        if work.mask.masks_part_of(start):
             s = work.mask.apply(s, start)
-        running = work.softmax.settle(state.running, s)
+        running = work.softmax.rescale_if_needed(state.running, s)
         p = work.softmax.exponentials(s, running.shift)
         total = work.softmax.sums(p, running.total)
-        out = self.accumulate(running.out, p, state.slot)
-        return State(Running(out, running.shift, total), self.advance(state.slot, 1), located)
+        out = self.gemm_pv(running.out, p, state.slot)
+        return LoopState(Running(out, running.shift, total), self.advance(state.slot, 1), token_pages)
 
     def advance(self, slot: Int32, steps: int) -> Int32:
         moved = slot + Int32(steps * self.memory.slot_bytes)
-        return ptx.select(moved >= self.ring() + self.memory.ring_bytes, moved - self.memory.ring_bytes, moved)
+        return ptx.select(moved >= self.ring_start() + self.memory.ring_bytes, moved - self.memory.ring_bytes, moved)
 
     @cute.jit
-    def publish(self, merge: Merge, mine: Part, running: Running) -> None:
-        """Every warp has left its ring's last slots, which `fill` leaves free: outputs meet there."""
-        if mine.active:
+    def publish(self, merge: Merge, split: KvSplit, running: Running) -> None:
+        """Store a warp's outputs in the last slots of its ring. All lanes are done with those slots, and
+        `load_prologue` leaves them free."""
+        if split.active:
             ptx.sync_warp()
             merge.publish(running, self.warp())
 
     @cute.jit
-    def conclude(self, merge: Merge, rows: PackedRows, segment: Segment, share: Share, mine: Part) -> None:
-        if mine.active:
+    def write_output(self, merge: Merge, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
+        if split.active:
             ptx.sync_threads()
-            merge.write(rows, segment, share, mine)
-            ptx.sync_threads()  # the slots are free again
+            merge.write(rows, segment, share, split)
+            ptx.sync_threads()  # before the slots are filled again
 
     # --- matrix products --------------------------------------------------------------------------------------------
 
-    def scores(self, queries: Queries, slot: Int32, copies: Any, count: int) -> list[Float32]:
+    def gemm_qk(self, queries: Queries, slot: Int32, copies: Any, count: int) -> list[Float32]:
         memory, blocks = self.memory, self.spec.row_blocks
         lane = cute.arch.thread_idx()[0] & 31
-        at = slot + place(lane & 15, lane >> 4, memory.row_bytes)
+        at = slot + chunk_offset(lane & 15, lane >> 4, memory.row_bytes)
         acc = [Float32(0.0) for _ in range(4 * blocks * (memory.cols // 16))]
         pairs, done = memory.row_bytes // (2 * CHUNK), 0
         scales = [self.format.k_scales(slot, m) for m in range(memory.cols // 16)]
@@ -291,30 +298,30 @@ class XqaProgram:
                 done += 1
         return acc
 
-    def accumulate(self, out: list[Float32], p: list[Float32], slot: Int32) -> list[Float32]:
+    def gemm_pv(self, out: list[Float32], p: list[Float32], slot: Int32) -> list[Float32]:
         memory, blocks = self.memory, self.spec.row_blocks
         v_tile = slot + Int32(memory.v)
         lane = cute.arch.thread_idx()[0] & 31
         if self.format.transposed_pairs:
-            at = v_tile + place((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1, memory.row_bytes)
+            at = v_tile + chunk_offset((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1, memory.row_bytes)
         else:
-            at = v_tile + place(lane & 15, lane >> 4, memory.row_bytes)
+            at = v_tile + chunk_offset(lane & 15, lane >> 4, memory.row_bytes)
         acc = list(out)
         for m in range(memory.cols // 16):
-            b = [self._probabilities(p, m * blocks + block) for block in range(blocks)]
+            b = [self._p_operand(p, m * blocks + block) for block in range(blocks)]
             scales = self.format.v_scales(slot, m)
             for pair in range(memory.row_bytes // (2 * CHUNK)):
                 v_at, offset = further(at, 2 * pair)
                 loaded = ptx.ldmatrix_x4(v_at, offset + m * 16 * memory.row_bytes, transpose=True)
                 for u, a in enumerate(self.format.v_operands(loaded, pair, scales)):
                     tile = pair * self.format.operands_per_load + u
-                    weights = self.format.weights(b, tile, scales)
+                    p_scaled = self.format.p_operands(b, tile, scales)
                     for block in range(blocks):
-                        self._mma(acc, tile * blocks + block, a, weights[block])
+                        self._mma(acc, tile * blocks + block, a, p_scaled[block])
         return acc
 
-    def _probabilities(self, p: list[Float32], index: int) -> list[Int32]:
-        """P^T as a B operand: a transposed 8x8 matrix for either half of the tokens."""
+    def _p_operand(self, p: list[Float32], index: int) -> list[Int32]:
+        """P^T as a B operand: one transposed 8x8 matrix for each half of the 16 tokens."""
         four = p[4 * index : 4 * index + 4]
         return [isa.movmatrix(ptx.pack_16(self.spec.mma_dtype, four[j], four[j + 1])) for j in (0, 2)]
 

@@ -1,4 +1,4 @@
-"""Compile key and shared memory of the decode kernel. Plain numbers: the host needs them without the DSL."""
+"""Compile key and shared-memory layout of the decode kernel. Free of the DSL, because the host uses both without it."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Any, ClassVar
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.runtime.spec import KernelSpec
 
-LINE = 128  # bytes; the banks of shared memory once over
+LINE = 128  # bytes; one row of all shared-memory banks
 
 SCALE_BLOCK = 16  # elements of NVFP4 that share an e4m3 scale
-PAIRED_ROWS = 4
+PAIRED_ROWS = 4  # query rows that `paired` allows
 OUT_DTYPES = ("float16", "bfloat16", "float8_e4m3fn")
 HEAD_DIMS = (64, 128, 256)
 
 
 @dataclass(frozen=True)
 class XqaSpec(KernelSpec):
-    """Group, page size, strides, lengths, window, scales and sinks are run-time values."""
+    """Compile key. GQA group, page size, strides, lengths, window, scales and sinks are run-time values."""
 
     kernel: ClassVar[str] = "xqa"
     dtype: str  # of q
-    kv_dtype: str  # of KV_BITS; "": q's
+    kv_dtype: str  # a key of KV_BITS; "" means that of q
     out_dtype: str
     head_dim: int
-    tree: bool = False  # draft tokens see what mask bits say, instead of all before them
-    row_blocks: int = 1  # x 8 packed query rows, which share one read of K and V
-    cols: int = 32  # kv tokens of one warp's tile
+    tree: bool = False  # mask bits decide which draft tokens a row sees, instead of causality
+    row_blocks: int = 1  # blocks of 8 packed query rows that share one read of K and V
+    cols: int = 32  # KV tokens of a warp's tile
     warps: int = 8
-    stages: int = 3  # tiles of a warp's ring
-    ctas: int = 1  # of a launch, that an SM is to hold
-    paired: bool = False  # NVFP4 and at most PAIRED_ROWS rows, see `formats.Four`
-    guests: int = 0  # of the next launch, for which they leave room: both bound the registers
+    stages: int = 3  # slots of a warp's ring, one tile each
+    ctas: int = 1  # CTAs of a launch per SM
+    paired: bool = False  # NVFP4 with at most PAIRED_ROWS query rows, see `formats.Kv4Bit`
+    guests: int = 0  # CTAs of the next launch that must fit beside them; ctas + guests bound the registers
 
     def __post_init__(self) -> None:
         memory = XqaMemory.of(self)
@@ -40,7 +40,7 @@ class XqaSpec(KernelSpec):
             f"head_dim must be one of {HEAD_DIMS}": self.head_dim in HEAD_DIMS,
             "cols must be 16 or a multiple of 32": self.cols == 16 or self.cols % 32 == 0,
             "paired needs NVFP4 and one block of rows": not self.paired or (self.kv_bits, self.row_blocks) == (4, 1),
-            "stages must leave some beside those that hold outputs": memory.ahead >= 1,
+            "stages must leave a slot beside those that hold outputs": memory.prefetch_distance >= 1,
         }
         for rule, holds in rules.items():
             if not holds:
@@ -60,16 +60,16 @@ class XqaSpec(KernelSpec):
 
     @property
     def mma_dtype(self) -> str:
-        """8 and 4 bits become fp16 exactly."""
+        """Type of the MMA operands: 8- and 4-bit elements convert to fp16 exactly."""
         return self.dtype if self.kv_bits == 16 else "float16"
 
 
 @dataclass(frozen=True)
 class XqaMemory:
-    """Byte offsets: a ring of `stages` slots for every warp, then what the warps exchange when they merge.
+    """Byte offsets in shared memory: a ring of `stages` slots per warp, then the statistics of the merge.
 
-    A slot holds K and V of `cols` tokens, then their block scales if they have any. Between two segments the last
-    slots of every warp's ring are free, and hold that warp's outputs for the merge.
+    A slot holds K and V of `cols` tokens, then their block scales, if any. Between two segments the last slots of each
+    warp's ring are free and hold the warp's outputs for the merge.
     """
 
     rows: int
@@ -85,12 +85,12 @@ class XqaMemory:
 
     @property
     def row_bytes(self) -> int:
-        """K or V of one token."""
+        """Bytes of K or V of one token."""
         return self.head_dim * self.kv_bits // 8
 
     @property
     def scale_bytes(self) -> int:
-        """Block scales of K or V of one token."""
+        """Bytes of the block scales of K or V of one token."""
         return self.head_dim // SCALE_BLOCK if self.kv_bits == 4 else 0
 
     @property
@@ -114,27 +114,27 @@ class XqaMemory:
         return self.stages * self.slot_bytes
 
     @property
-    def ahead(self) -> int:
-        """Tiles on their way while one is worked on: what the slots have room for that outputs leave free."""
-        return self.stages - -(-self.merge_bytes // self.slot_bytes)
+    def prefetch_distance(self) -> int:
+        """Tiles in flight while one is computed: the slots that the merge's outputs leave free."""
+        return self.stages - -(-self.output_bytes // self.slot_bytes)
 
     @property
-    def merge(self) -> int:
-        """Within a warp's ring: its outputs, fp32 [rows, head_dim]."""
-        return self.ahead * self.slot_bytes
+    def outputs(self) -> int:
+        """Offset in a warp's ring of its outputs, fp32 [rows, head_dim]."""
+        return self.prefetch_distance * self.slot_bytes
 
     @property
-    def merge_bytes(self) -> int:
+    def output_bytes(self) -> int:
         return self.rows * self.head_dim * 4
 
     @property
     def stats(self) -> int:
-        """(maximum, sum) of every warp and row."""
+        """Offset of (maximum, sum) per warp and row."""
         return self.warps * self.ring_bytes
 
     @property
     def ticket(self) -> int:
-        """One word: how many CTAs had brought their parts before this one."""
+        """Offset of one word: the number of CTAs that had written their partials before this one."""
         return self.stats + self.warps * self.rows * 8
 
     @property

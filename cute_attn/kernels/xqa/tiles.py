@@ -1,4 +1,4 @@
-"""How a decode problem is cut on one GPU: tokens of a warp's tile, warps, stages, query rows that share a read."""
+"""Tile table of the decode kernel: tokens of a warp's tile, warps, stages, query rows that share a read of K and V."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.xqa.spec import HEAD_DIMS, PAIRED_ROWS, SCALE_BLOCK, XqaMemory, XqaSpec
 from cute_attn.runtime.arch import Arch
 
-REGISTER_DIMS = 256  # row blocks x head_dim: more outputs and queries do not fit a thread's registers
-RESERVED_SMEM = 1024  # bytes of shared memory that the system takes from every CTA
-FEW = 128  # (request, kv head) pairs, about an SM each
+REGISTER_DIMS = 256  # row blocks x head_dim; beyond it outputs and queries exceed a thread's registers
+RESERVED_SMEM = 1024  # bytes of shared memory that the system reserves per CTA
+FEW = 128  # (request, kv head) pairs: about one per SM
 
 
 class Ring(NamedTuple):
     warps: int
     stages: int
-    ctas: int  # an SM
-    slot: int  # bytes of K and V that a tile brings, about
+    ctas: int  # per SM
+    slot: int  # approximate bytes of K and V per tile
     guests: int = 0  # see `XqaSpec`
 
 
-# In order of preference, the first that shared memory and registers have room for; measured on an H200. Few pairs are
-# cut into many parts: one CTA an SM leaves least to merge, many warps have least to do after their last bytes came, and
-# with room for a guest the next launch starts up meanwhile. Of many pairs CTAs hide each other's beginnings and ends,
-# the more so the less a warp has to read.
+# By bits per element, in order of preference; the first that fits shared memory and registers is taken. Measured on an
+# H200. Few pairs are split many ways: one CTA per SM leaves the least to merge, many warps have the least to do after
+# their last bytes arrive, and room for a guest lets the next launch start meanwhile. With many pairs, several CTAs per
+# SM hide each other's prologues and epilogues, which matters most where a warp reads little.
 FEW_RINGS = {
     16: (Ring(8, 2, 1, 8192),),
     8: (Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096)),
@@ -44,8 +44,11 @@ OTHER_RINGS = (
 def choose(
     q_dtype: str, kv_dtype: str, out_dtype: str, head_dim: int, packed_rows: int, tree: bool, few: bool, arch: Arch
 ) -> XqaSpec:
-    """The kernel for `packed_rows` = q_len * group rows, and for at most FEW pairs of a request and a kv head."""
-    software = KV_BITS[kv_dtype] == 4 and arch.capability < (8, 9)  # conversions that take registers, too
+    """Choose the kernel for `packed_rows` = q_len * group rows; `few`: at most FEW pairs of a request and a kv head."""
+    software = KV_BITS[kv_dtype] == 4 and arch.capability < (
+        8,
+        9,
+    )  # converting e4m3 scales in software takes registers too
     row_blocks = max(1, min(2, REGISTER_DIMS // (2 if software else 1) // head_dim, -(-packed_rows // 8)))
     paired = kv_dtype == "nvfp4" and packed_rows <= PAIRED_ROWS
     preferred = (FEW_RINGS if few else MANY_RINGS)[KV_BITS[kv_dtype]]
@@ -60,7 +63,7 @@ def choose(
 
 
 def _cols(kv_dtype: str, head_dim: int, row_blocks: int, ring: Ring) -> int:
-    """Tokens of a tile. Outputs take slots, too, when they are merged: two are to be left, or one of two."""
+    """Tokens of a tile. Outputs occupy slots during a merge: two slots must stay free, or one of two."""
     token = 2 * head_dim * KV_BITS[kv_dtype] // 8 + (2 * head_dim // SCALE_BLOCK if kv_dtype == "nvfp4" else 0)
     outputs = 8 * row_blocks * head_dim * 4
     wanted = max(ring.slot * 3 // 4, outputs // max(1, ring.stages - 2))
@@ -71,9 +74,9 @@ def _cols(kv_dtype: str, head_dim: int, row_blocks: int, ring: Ring) -> int:
 
 
 def _fits(spec: XqaSpec, arch: Arch) -> bool:
-    """All CTAs of an SM together may take as much as the largest single one, and what the system takes from each. In
-    the 128 registers that 16 warps an SM leave a thread, scores of more than 32 tokens spill; in 168, tree masks and
-    twice as many outputs or scores as usual."""
+    """Whether the CTAs of an SM fit together. Their shared memory, with what the system reserves for each, is limited
+    to that of the largest single CTA. In the 128 registers per thread that 16 warps per SM leave, scores of more than
+    32 tokens spill; in 168, tree masks and twice as many outputs or scores as usual."""
     ctas = spec.ctas + spec.guests
     warps = spec.warps * ctas
     wide = spec.tree or spec.row_blocks * spec.cols > 32 or spec.row_blocks * spec.head_dim >= REGISTER_DIMS
@@ -83,7 +86,7 @@ def _fits(spec: XqaSpec, arch: Arch) -> bool:
 
 
 def default_specs(arch: Arch) -> list[XqaSpec]:
-    """What most programs need: bf16 queries over every cache dtype, without a tree."""
+    """Kernels that most programs need: bf16 queries over every cache dtype, without a tree."""
     keys = itertools.product(HEAD_DIMS, KV_BITS, (8, 16), (True, False))
     specs = (choose("bfloat16", kv, "bfloat16", head_dim, rows, False, few, arch) for head_dim, kv, rows, few in keys)
     return list(dict.fromkeys(specs))

@@ -1,4 +1,4 @@
-"""Faults of decode: shares of a line, their merge, rings, masks, formats."""
+"""Faults of decode: shares of a CTA group, their merge, rings, masks, formats."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ XQA_FAULTS = (
         MANY,
     ),
     Fault(
-        "a request without keys is nobody's",
+        "a request without keys belongs to no CTA",
         "xqa/parts/partition.py",
-        "return Part(begin, end, whole, cutlass.or_(begin < end, empty))",
-        "return Part(begin, end, whole, begin < end)",
+        "return KvSplit(begin, end, whole, cutlass.or_(begin < end, empty))",
+        "return KvSplit(begin, end, whole, begin < end)",
         MANY,
     ),
     Fault(
-        "parts count as whole",
+        "splits count as whole",
         "xqa/parts/partition.py",
         "isa.all_of([begin == 0, end == tiles, tiles > 0])",
         "isa.all_of([begin == 0, tiles > 0])",
@@ -43,7 +43,7 @@ XQA_FAULTS = (
         MANY,
     ),
     Fault(
-        "a part arrives before all of it is written",
+        "a partial arrives before all of it is written",
         "xqa/parts/merge.py",
         "        ptx.sync_threads()\n        if thread == 0:\n            ptx.st_shared_b32(ticket",
         "        if thread == 0:\n            ptx.st_shared_b32(ticket",
@@ -52,33 +52,33 @@ XQA_FAULTS = (
     Fault(
         "the ticket is read before it is there",
         "xqa/parts/merge.py",
-        "            ptx.st_shared_b32(ticket, 0, isa.arrive(counter))\n        ptx.sync_threads()\n",
-        "            ptx.st_shared_b32(ticket, 0, isa.arrive(counter))\n",
+        "            ptx.st_shared_b32(ticket, 0, isa.add_arrival(counter))\n        ptx.sync_threads()\n",
+        "            ptx.st_shared_b32(ticket, 0, isa.add_arrival(counter))\n",
         MANY,
     ),
     Fault(
         "warps' sums are read before they are there",
         "xqa/parts/merge.py",
-        "                self.gather(rows, first, count, start)\n            ptx.sync_threads()\n",
-        "                self.gather(rows, first, count, start)\n",
+        "                self.reduce_partials(rows, first, count, start)\n            ptx.sync_threads()\n",
+        "                self.reduce_partials(rows, first, count, start)\n",
         MANY,
     ),
     Fault(
-        "a CTA's two places are one",
+        "a CTA's two partials share one index",
         "xqa/parts/merge.py",
-        "return self.cta(cute.arch.block_idx()[1]) * 2 + ptx.select(part.begin == 0, Int32(1), Int32(0))",
-        "return self.cta(cute.arch.block_idx()[1]) * 2",
+        "return self.cta_index(cute.arch.block_idx()[1]) * 2 + ptx.select(split.begin == 0, Int32(1), Int32(0))",
+        "return self.cta_index(cute.arch.block_idx()[1]) * 2",
         MANY,
     ),
     Fault(
         "slots are filled again while they are read",
         "xqa/kernel.py",
-        "            ptx.sync_threads()  # the slots are free again\n",
+        "            ptx.sync_threads()  # before the slots are filled again\n",
         "",
         MANY,
     ),
     Fault(
-        "lanes run ahead in the ring",
+        "lanes of a warp fill slots that others still read",
         "xqa/kernel.py",
         "        ptx.cp_async_wait(ahead - 1)\n        ptx.sync_warp()",
         "        ptx.cp_async_wait(ahead - 1)\n        pass",
@@ -86,7 +86,7 @@ XQA_FAULTS = (
         IN_STEP,
     ),
     Fault(
-        "a tile may still be under way",
+        "a tile may still be in flight",
         "xqa/kernel.py",
         "        ptx.cp_async_wait(ahead - 1)\n",
         "        ptx.cp_async_wait(ahead)\n",
@@ -100,9 +100,9 @@ XQA_FAULTS = (
         chosen("xqa", "test_case and tree"),
     ),
     Fault(
-        "a window inside a tile is not looked at",
+        "a window inside a tile is ignored",
         "xqa/parts/masks.py",
-        "return cutlass.or_(start + self.spec.cols > self.prefix + common, start < newest)",
+        "return cutlass.or_(start + self.spec.cols > self.prefix + common, start < window_start)",
         "return start + self.spec.cols > self.prefix + common",
         chosen("xqa", "test_case and window"),
     ),

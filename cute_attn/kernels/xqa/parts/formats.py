@@ -1,19 +1,19 @@
-"""What K and V are made of: from the registers that ldmatrix fills to operands of 16-bit matrix instructions.
+"""Storage formats of K and V: conversion of ldmatrix registers to operands of 16-bit MMA instructions.
 
-Both products have K or V as their A operand, 16 rows x 16 of the contraction:
+Both products take K or V as their A operand, 16 rows x 16 contraction indices:
 
     S^T [kv tokens, rows] = K   Q^T        rows of A: tokens        contraction: head dim
     O^T [head dim,  rows] = V^T P^T        rows of A: head dim      contraction: tokens
 
-so that the few query rows are the 8 columns of an instruction. ldmatrix moves 16-bit units. Of elements that are
-smaller, a lane then holds neighbours in the head dim where the instruction expects others; since the order of a
-contraction is free, Q is loaded in the same order (`queries`), and the rows of O^T that come out in another order are
-put right when they are stored (`output_dim`).
+so that the few query rows are the 8 columns of an instruction. ldmatrix moves 16-bit units. With smaller elements, a
+lane holds adjacent head dims where the instruction expects distant ones. The order of a contraction is free, so Q is
+loaded in the same permuted order (`queries`); rows of O^T come out permuted and are stored to their true dimension
+(`output_dim`).
 
-Conversions are exact. What they leave out, a power of two, is the format's `factor`.
+Conversions are exact up to a power of two, the format's `dequant_factor`, which is folded into the scales.
 
-`k_scales` and `v_scales` read what a format needs besides, once for 16 tokens; `k_operands` and `v_operands` turn what
-one ldmatrix.x4 brought, 32 bytes of a row, into operands.
+`k_scales` and `v_scales` read the block scales of 16 tokens, if the format has any; `k_operands` and `v_operands`
+convert the result of one ldmatrix.x4, 32 bytes of a row, to operands.
 """
 
 from dataclasses import dataclass
@@ -32,12 +32,12 @@ Operand = list[Int32]
 
 
 @dataclass(frozen=True)
-class Sixteen:
-    """fp16 and bf16 as they are."""
+class Kv16Bit:
+    """fp16 and bf16, used without conversion."""
 
     operands_per_load = 1
-    transposed_pairs = True  # V: the x4 matrices are (tokens, dims) = (0, 0), (0, 8), (8, 0), (8, 8)
-    factor = 1.0
+    transposed_pairs = True  # V: the four 8x8 matrices are at (token, dim) = (0, 0), (0, 8), (8, 0), (8, 8)
+    dequant_factor = 1.0
     slack = SLACK
 
     def k_scales(self, slot: Int32, m: int) -> list[Operand]:
@@ -50,27 +50,27 @@ class Sixteen:
 
     v_operands = k_operands
 
-    def weights(self, p: list[Operand], tile: int, scales: list[Operand]) -> list[Operand]:
+    def p_operands(self, p: list[Operand], tile: int, scales: list[Operand]) -> list[Operand]:
         return p
 
     def output_dim(self, tile: int, g: Int32) -> tuple[Int32, int]:
-        """Dimension of row g of output tile `tile`, and how far from it that of row g + 8 is."""
+        """Head dim of row g of output tile `tile`, and the distance from it to that of row g + 8."""
         return g + 16 * tile, 8
 
 
 @dataclass(frozen=True)
-class Eight:
-    """e4m3 and e5m2: four elements a register, two operands a load."""
+class Kv8Bit:
+    """e4m3 and e5m2: four elements per register, two operands per ldmatrix."""
 
     dtype: str
-    native: bool  # the GPU converts e4m3 (sm_89 and later)
+    native: bool  # the GPU has an instruction that converts e4m3 (sm_89 and later)
 
     operands_per_load = 2
-    transposed_pairs = False  # V: (tokens, chunks) = (0, 0), (8, 0), (0, 1), (8, 1), as K
+    transposed_pairs = False  # V: (token, chunk) = (0, 0), (8, 0), (0, 1), (8, 1), as for K
     slack = SLACK
 
     @property
-    def factor(self) -> float:
+    def dequant_factor(self) -> float:
         return E4M3_SHIFTED if self.dtype == "float8_e4m3fn" and not self.native else 1.0
 
     def k_scales(self, slot: Int32, m: int) -> list[Operand]:
@@ -79,16 +79,16 @@ class Eight:
     v_scales = k_scales
 
     def k_operands(self, loaded: Operand, pair: int, scales: list[Operand]) -> list[Operand]:
-        """A lane's four bytes are dims 4t .. 4t + 3 of a token: contraction indices 2t, 2t + 1, 2t + 8, 2t + 9."""
+        """Use a lane's four bytes, dims 4t .. 4t + 3 of a token, as contraction indices 2t, 2t + 1, 2t + 8, 2t + 9."""
         halves = [self.halves(x) for x in loaded]
         return [[halves[i][0], halves[i + 1][0], halves[i][1], halves[i + 1][1]] for i in (0, 2)]
 
     def v_operands(self, loaded: Operand, pair: int, scales: list[Operand]) -> list[Operand]:
-        """A lane's four bytes are dims 2g, 2g + 1 of token 2t, then of token 2t + 1: regrouped into token pairs."""
+        """Regroup a lane's four bytes, dims 2g, 2g + 1 of token 2t and then of token 2t + 1, into token pairs."""
         halves = [self.halves(isa.permute(x, x, 0x3120)) for x in loaded]
         return [[halves[i][0], halves[i][1], halves[i + 1][0], halves[i + 1][1]] for i in (0, 2)]
 
-    def weights(self, p: list[Operand], tile: int, scales: list[Operand]) -> list[Operand]:
+    def p_operands(self, p: list[Operand], tile: int, scales: list[Operand]) -> list[Operand]:
         return p
 
     def output_dim(self, tile: int, g: Int32) -> tuple[Int32, int]:
@@ -102,16 +102,16 @@ class Eight:
 
 
 @dataclass(frozen=True)
-class Four:
-    """NVFP4: eight e2m1 elements a register, four operands a load, and an e4m3 scale for every 16 elements.
+class Kv4Bit:
+    """NVFP4: eight e2m1 elements per register, four operands per ldmatrix, one e4m3 scale per 16 elements.
 
-    The bits of e2m1 in the place of fp16's (sign 15, the rest 11..9) are 2^-14 times the number. Times the block scale
-    that is exact: six significant bits, and never below fp16's least subnormal number, 2^-24.
+    The bits of e2m1 moved to those of fp16 (sign to 15, the rest to 11..9) read as 2^-14 times the number. The product
+    with the block scale is exact: six significant bits, never below the smallest subnormal fp16 number, 2^-24.
 
-    A lane's rows of O^T are of one of the two blocks in a chunk of 32 dims, by g: V is scaled, four registers an
-    operand. Where four columns suffice for all rows (`paired`), columns 4 to 7 repeat them and are weighted for the
-    second block: P is scaled instead, two registers an operand, and V stays as it is. Of O^T half is meaningless then
-    (`merge`).
+    A chunk of 32 dims has two scale blocks; g decides to which of them a lane's rows of O^T belong. By default V is
+    scaled, four registers per operand. Where four columns hold all query rows (`paired`), columns 4 to 7 repeat them
+    with the scales of the second block: P is scaled instead, two registers per operand, and V is used unscaled. Half
+    of O^T is then meaningless and is not stored (`merge`).
     """
 
     memory: XqaMemory
@@ -120,41 +120,41 @@ class Four:
 
     operands_per_load = 4
     transposed_pairs = False
-    factor = 16384.0
+    dequant_factor = 16384.0
 
     def k_scales(self, slot: Int32, m: int) -> list[Operand]:
-        """scales[pair] = f16x2 of the scales of two chunks, for token g and for token g + 8: a lane's eight dims are
-        8t .. 8t + 7 of a chunk of 32, so that they share one of the chunk's two scales."""
+        """scales[pair]: f16x2 of the scales of two chunks, for token g and for token g + 8. A lane's eight dims,
+        8t .. 8t + 7 of a chunk of 32, share one of the chunk's two scales."""
         lane = cute.arch.thread_idx()[0] & 31
         at = slot + (lane >> 2) * self.memory.scale_bytes + self.memory.k_scales
         selector = ptx.select(lane >> 1 & 1 == 0, Int32(0x6420), Int32(0x7531))
         halves = []
         for token in (16 * m, 16 * m + 8):
             words = self._words(at, token)
-            fours = zip(words[::2], words[1::2] or words, strict=True)  # chunks, if there are so many
-            halves.append(flat([self._fp16(isa.permute_by(low, high, selector)) for low, high in fours]))
+            fours = zip(words[::2], words[1::2] or words, strict=True)  # one word holds all scales of head dim 64
+            halves.append(flatten([self._fp16(isa.permute_by(low, high, selector)) for low, high in fours]))
         return [list(both) for both in zip(*halves, strict=True)]
 
     def v_scales(self, slot: Int32, m: int) -> list[Operand]:
-        """scales[chunk] = f16x2 of tokens (2t, 2t + 1) and of (2t + 8, 2t + 9): a lane's dims are 4g .. 4g + 3 of a
+        """scales[chunk]: f16x2 for tokens (2t, 2t + 1) and for (2t + 8, 2t + 9). A lane's dims are 4g .. 4g + 3 of a
         chunk of 32."""
         lane = cute.arch.thread_idx()[0] & 31
         at = slot + (lane & 3) * (2 * self.memory.scale_bytes) + self.memory.v_scales
-        # Of both tokens' scales every first or every second one, in pairs.
+        # Interleaves the even or the odd scales of both tokens.
         selector = ptx.select(lane >> 4 == 0, Int32(0x6240), Int32(0x7351))
         halves = []
         for start in (16 * m, 16 * m + 8):
             even, odd = (self._words(at, start + i) for i in (0, 1))
             pairs = [self._fp16(isa.permute_by(a, b, selector)) for a, b in zip(even, odd, strict=True)]
-            halves.append(flat(pairs))
+            halves.append(flatten(pairs))
         return [list(both) for both in zip(*halves, strict=True)]
 
     def _words(self, at: Int32, token: int) -> list[Int32]:
-        """A token's scale bytes."""
+        """Words that hold the block scales of one token."""
         size, base = self.memory.scale_bytes, token * self.memory.scale_bytes
         if size == 4:
             return [isa.ld_shared_b32(at, base)]
-        return flat([isa.ld_shared_v2(at, base + offset) for offset in range(0, size, 8)])
+        return flatten([isa.ld_shared_v2(at, base + offset) for offset in range(0, size, 8)])
 
     def _fp16(self, x: Int32) -> list[Int32]:
         if self.native:
@@ -162,7 +162,7 @@ class Four:
         return [isa.mul_f16x2(half, Int32(0x5C005C00)) for half in e4m3_halves(x, False)]  # times E4M3_SHIFTED
 
     def k_operands(self, loaded: Operand, pair: int, scales: list[Operand]) -> list[Operand]:
-        """Elements i and i + 4 of a lane's eight are contraction indices 2t and 2t + 1 (i even), 2t + 8 and 2t + 9."""
+        """Use elements i and i + 4 of a lane's eight as contraction indices 2t, 2t + 1 (i even) or 2t + 8, 2t + 9."""
         operands = []
         for i in (0, 1):
             low, high = scales[pair]
@@ -171,7 +171,7 @@ class Four:
         return operands
 
     def v_operands(self, loaded: Operand, pair: int, scales: list[Operand]) -> list[Operand]:
-        """Elements i and i + 4 are dim 4g + i of token 2t and of token 2t + 1: a pair as it should be."""
+        """Use elements i and i + 4, dim 4g + i of tokens 2t and 2t + 1, as the token pair that the MMA expects."""
         operands = []
         for i in (0, 1):
             x, y = isa.e2m1_pairs(loaded[2 * i]), isa.e2m1_pairs(loaded[2 * i + 1])
@@ -180,36 +180,36 @@ class Four:
         return operands
 
     def _scaled(self, x: Int32, scales: Int32, half: int) -> list[Int32]:
-        """f16x2 of elements (i, i + 4), i = 0..3, times one of two scales."""
+        """f16x2 of elements (i, i + 4), i = 0..3, times one of the two scales."""
         return [isa.scale_f16x2(pair, scales, half) for pair in isa.e2m1_pairs(x)]
 
     def _times(self, words: tuple[Operand, ...], scales: Operand) -> tuple[Operand, ...]:
         return tuple([isa.mul_f16x2(x, scale) for x in pairs] for pairs, scale in zip(words, scales, strict=True))
 
-    def weights(self, p: list[Operand], tile: int, scales: list[Operand]) -> list[Operand]:
-        """P^T for an output tile."""
+    def p_operands(self, p: list[Operand], tile: int, scales: list[Operand]) -> list[Operand]:
+        """P^T as the B operand of output tile `tile`: scaled where V is not."""
         if not self.paired:
             return p
         return [[isa.mul_f16x2(x, scale) for x, scale in zip(b, scales[tile // 2], strict=True)] for b in p]
 
     @property
     def slack(self) -> float:
-        """P times the largest scale, 448, must fit fp16."""
+        """Headroom of P in log2 units: P times the largest scale, 448, must fit fp16."""
         return SLACK - 1 if self.paired else SLACK
 
     def output_dim(self, tile: int, g: Int32) -> tuple[Int32, int]:
         return g * 4 + (tile // 2 * 32 + tile % 2 * 2), 1
 
 
-def flat(lists: list[list[Int32]]) -> list[Int32]:
+def flatten(lists: list[list[Int32]]) -> list[Int32]:
     return [x for part in lists for x in part]
 
 
 def e4m3_halves(x: Int32, native: bool) -> list[Int32]:
-    """Bytes (0, 1) and (2, 3) as f16x2; divided by E4M3_SHIFTED where the GPU has no instruction for it."""
+    """Bytes (0, 1) and (2, 3) as f16x2; divided by E4M3_SHIFTED where the GPU cannot convert e4m3."""
     if native:
         return [isa.e4m3_pair(x, 0), isa.e4m3_pair(x, 1)]
-    # Sign to bit 15, the other seven bits to 13..7, where fp16's bias makes them 2^-8 times the number.
+    # Moves the sign to bit 15 and the other bits to 13..7, where fp16's bias makes them 2^-8 times the number.
     return [_shifted(isa.permute(x, Int32(0), selector)) for selector in (0x1404, 0x3424)]
 
 
@@ -218,7 +218,7 @@ def _shifted(x: Int32) -> Int32:
     return (x & Int32(-0x7FFF8000)) | (moved & Int32(0x3F803F80))
 
 
-def make(spec: XqaSpec, native: bool) -> Sixteen | Eight | Four:
+def make_format(spec: XqaSpec, native: bool) -> Kv16Bit | Kv8Bit | Kv4Bit:
     if spec.kv_bits == 16:
-        return Sixteen()
-    return Eight(spec.kv_dtype, native) if spec.kv_bits == 8 else Four(XqaMemory.of(spec), native, spec.paired)
+        return Kv16Bit()
+    return Kv8Bit(spec.kv_dtype, native) if spec.kv_bits == 8 else Kv4Bit(XqaMemory.of(spec), native, spec.paired)

@@ -1,4 +1,4 @@
-"""PTX that only the decode kernel uses, in the manner of `kernels.blocks.ptx`."""
+"""PTX wrappers that only the decode kernel uses; `kernels.blocks.ptx` has the shared ones."""
 
 from collections.abc import Sequence
 
@@ -20,15 +20,16 @@ def permute_by(a: Int32, b: Int32, selector: Int32) -> Int32:
 
 
 def e2m1_pairs(x: Int32) -> list[Int32]:
-    """Of eight e2m1 numbers elements i and i + 4 as f16x2, divided by 2^14, for i = 0..3.
+    """Convert eight e2m1 numbers: elements i and i + 4 as f16x2, divided by 2^14, for i = 0..3.
 
-    A number N = 8 sign + magnitude is to become 2^15 sign + 2^9 magnitude. N * (2^12 + 2^9) has both in their places,
-    and what a mask removes, once its other neighbours are gone; only 15 would carry into the sign, so 2^12 is taken
-    away from either half (and the borrow of the lower one given back): 0 becomes -0. Products run beside the logic.
+    A number N = 8 sign + magnitude must become 2^15 sign + 2^9 magnitude. N * (2^12 + 2^9) puts both fields in place,
+    plus bits that a mask removes, provided that the adjacent numbers were masked out first. Only N = 15 would carry
+    into the sign: 2^12 is subtracted from each half (and the borrow of the lower half added back): 0 becomes -0.
+    Multiplications issue in parallel with the logic instructions.
     """
     even = x & Int32(0x0F0F0F0F)
     odd = asm("sub.u32 $0, $1, $2;", [Int32], [x, even], pure=True)
-    return [_spread(even, 0x1200), _spread(odd, 0x120), _spread(even, 0x12), _folded(odd)]
+    return [_spread(even, 0x1200), _spread(odd, 0x120), _spread(even, 0x12), _spread_top(odd)]
 
 
 E2M1_IN_FP16 = 0x8E008E00
@@ -39,8 +40,8 @@ def _spread(x: Int32, factor: int) -> Int32:
     return asm(text, [Int32], [x], pure=True)
 
 
-def _folded(x: Int32) -> Int32:
-    """The same of the uppermost numbers, which only the magnitude's shift is needed for."""
+def _spread_top(x: Int32) -> Int32:
+    """`_spread` for the uppermost numbers, whose sign is in place already: only the magnitude is shifted."""
     text = f"{{.reg .b32 m; shr.u32 m, $1, 3; lop3.b32 $0, $1, m, {E2M1_IN_FP16}, 0xA8;}}"  # ($1 | m) & bits
     return asm(text, [Int32], [x], pure=True)
 
@@ -53,7 +54,7 @@ def e4m3_pair(x: Int32, half: int) -> Int32:
 
 
 def to_e4m3_pair(lo: Float32, hi: Float32) -> Int32:
-    """Two floats in the low 16 bits, beyond 448 saturated (sm_89 and later)."""
+    """Two floats as e4m3 in the low 16 bits, saturated to 448 (sm_89 and later)."""
     text = "{.reg .b16 p; cvt.rn.satfinite.e4m3x2.f32 p, $1, $2; cvt.u32.u16 $0, p;}"
     return asm(text, [Int32], [hi, lo], pure=True)
 
@@ -63,7 +64,7 @@ def mul_f16x2(a: Int32, b: Int32) -> Int32:
 
 
 def scale_f16x2(a: Int32, pair: Int32, half: int) -> Int32:
-    """Both halves of a times one half of a pair."""
+    """Both halves of `a` times one half of `pair`."""
     source = "lh"[half]
     text = (
         f"{{.reg .b16 l, h; .reg .b32 d; mov.b32 {{l, h}}, $2; mov.b32 d, {{{source}, {source}}}; "
@@ -84,7 +85,7 @@ def mad_wide(a: Int32, b: Int32, c: Int64) -> Int64:
     return asm("mad.wide.u32 $0, $1, $2, $3;", [Int64], [a, b, c], pure=True)
 
 
-def below(a: Int32, b: Int32) -> Boolean:
+def less_unsigned(a: Int32, b: Int32) -> Boolean:
     """a < b as unsigned numbers: negative ones are large."""
     return asm("{.reg .pred p; setp.lt.u32 p, $1, $2; selp.s32 $0, 1, 0, p;}", [Int32], [a, b], pure=True) != Int32(0)
 
@@ -97,7 +98,7 @@ def count_ones(x: Int32) -> Int32:
 
 
 def movmatrix(x: Int32) -> Int32:
-    """The transpose of an 8x8 matrix of 16-bit elements: lane l has elements 2 (l % 4) + {0, 1} of row l // 4."""
+    """Transpose an 8x8 matrix of 16-bit elements: lane l holds elements 2 (l % 4) + {0, 1} of row l // 4."""
     return asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", [Int32], [x])
 
 
@@ -106,7 +107,7 @@ def shuffle(x: Int32, lane: Int32) -> Int32:
 
 
 def shuffle_up(x: Int32, delta: int) -> Int32:
-    """Of the lane `delta` below; lanes without one keep their own."""
+    """Value of the lane `delta` below; lanes without such a lane keep their own."""
     return asm(f"shfl.sync.up.b32 $0, $1, {delta}, 0, 0xffffffff;", [Int32], [x])
 
 
@@ -124,12 +125,12 @@ def _flag(condition: Boolean) -> Int32:
 
 
 def load_if(condition: Boolean, address: Int64, offset: int, words: int) -> list[Int32]:
-    """1, 2 or 4 words from global memory; zeros, and nothing read, where the condition does not hold."""
+    """Load 1, 2 or 4 words from global memory; where the condition is false, read nothing and return zeros."""
     return _load("ld.global", Int32, condition, address, offset, words)
 
 
 def ld_l2_if(condition: Boolean, address: Int64, words: int) -> list[Float32]:
-    """The same past L1: what other CTAs have written since this one started."""
+    """`load_if` that bypasses L1, for words that other CTAs wrote since this one started."""
     return _load("ld.global.cg", Float32, condition, address, 0, words)
 
 
@@ -149,13 +150,13 @@ def _load(form: str, kind: type, condition: Boolean, address: Int64, offset: int
 
 
 def copy_if(condition: Boolean, shared: Int32, offset: int, source: Int64, source_offset: int, present: Int32) -> None:
-    """cp.async of 16 bytes, of which those beyond `present` (0 or 16) become zeros and are not read; no copy at all,
-    and nothing written, where the condition does not hold."""
+    """Copy 16 bytes with cp.async; bytes from `present` (0 or 16) on are not read but filled with zeros. Where the
+    condition is false, nothing is read or written."""
     _copy(condition, shared, offset, source, source_offset, 16, present)
 
 
 def copy_small_if(condition: Boolean, shared: Int32, offset: int, source: Int64, size: int, present: Int32) -> None:
-    """The same of 4, 8 or 16 bytes."""
+    """`copy_if` for 4, 8 or 16 bytes."""
     _copy(condition, shared, offset, source, 0, size, present)
 
 
@@ -185,9 +186,9 @@ def st_global_b32(address: Int64, value: Int32) -> None:
     asm("st.global.b32 [$0], $1;", [], [address, value])
 
 
-def arrive(counter: Int64) -> Int32:
-    """Counts this CTA, after a barrier: what its threads wrote is visible to whoever counts after it. Returns how many
-    counted before."""
+def add_arrival(counter: Int64) -> Int32:
+    """Add this CTA to a counter in global memory, after a barrier: writes of its threads become visible to every CTA
+    that adds itself later. Returns how many CTAs came before."""
     return asm("atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;", [Int32], [counter])
 
 

@@ -1,4 +1,4 @@
-"""Which tokens the rows of a segment see: bounds by length, causality and window, or mask bits of draft tokens."""
+"""Masks of decode: length, causality and sliding window, or explicit mask bits of draft tokens."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +16,9 @@ from cute_attn.kernels.xqa.spec import XqaSpec
 
 @dataclass(frozen=True)
 class DraftMask:
-    """Row r of a request stands at position kv_len - qo_len + r. It sees the tokens of [position - window_left,
-    position]; with mask bits (`tree`), of the last qo_len tokens those whose bit is set instead."""
+    """Mask of one segment. Row r of a request has position kv_len - qo_len + r and sees tokens [position - window_left,
+    position]. With mask bits (`tree`), causality is replaced: of the last qo_len tokens it sees those whose bit is
+    set."""
 
     p: Any  # XqaParams
     rows: PackedRows
@@ -26,15 +27,15 @@ class DraftMask:
 
     @property
     def prefix(self) -> Int32:
-        """Tokens before the draft, which all rows may see."""
+        """Number of tokens before the draft; all rows may see those."""
         return self.segment.request.kv_len - self.segment.request.qo_len
 
-    def cuts(self, start: Int32) -> Boolean:
-        """Whether any row may see only a part of the tile that starts at token `start`."""
+    def masks_part_of(self, start: Int32) -> Boolean:
+        """Whether the mask may hide any token of the tile that starts at token `start` from any row."""
         request = self.segment.request
-        newest = self.prefix + request.qo_len - 1 - self.p.window_left  # first token that the last row sees
-        common = 0 if self.spec.tree else 1  # tokens of the draft that all rows see: a tree may hide even the first
-        return cutlass.or_(start + self.spec.cols > self.prefix + common, start < newest)
+        window_start = self.prefix + request.qo_len - 1 - self.p.window_left  # first token that the last row sees
+        common = 0 if self.spec.tree else 1  # draft tokens that all rows see: a tree may hide even the first
+        return cutlass.or_(start + self.spec.cols > self.prefix + common, start < window_start)
 
     @cute.jit
     def apply(self, s: list[Float32], start: Int32) -> list[Float32]:
@@ -58,10 +59,10 @@ class DraftMask:
         if not self.spec.tree:
             return isa.all_of([*inside, kv <= position])
         draft = kv - self.prefix
-        return isa.all_of([*inside, self.bit(token, draft) != Int32(0)])
+        return isa.all_of([*inside, self.mask_bit(token, draft) != Int32(0)])
 
-    def bit(self, token: Int32, draft: Int32) -> Int32:
-        """Mask bit of a draft token, 1 for tokens before the draft."""
+    def mask_bit(self, token: Int32, draft: Int32) -> Int32:
+        """Mask bit of a draft token; 1 for tokens before the draft."""
         request = self.segment.request
         wanted = isa.all_of([draft >= 0, draft < request.qo_len, token < request.qo_len])
         row = self.p.mask + Int64(request.qo_start + token) * Int64(self.p.mask_row_bytes)

@@ -1,9 +1,10 @@
-"""From the accumulators of many warps, and of many CTAs, to output rows.
+"""Merge of softmax states: the accumulators of a CTA's warps, and of all CTAs of a segment, become output rows.
 
-The warps of a CTA saw different tokens of the same rows: they leave (maximum, sum, outputs) in shared memory, and
-threads add up a piece of a row each. If the CTA had only a part of the segment, the result is a partial in global
-memory, and the CTA that brings the last part adds up all of them: warp w parts w, w + warps, ..., then the warps'
-sums as before. What is added to what depends on lengths alone, not on timing.
+The warps of a CTA process different tokens of the same rows. Each stores its (maximum, sum, outputs) in shared memory,
+then every thread merges a vector of a row over all warps. A CTA that processes only one KV split of a segment writes
+the result as a partial to global memory. The CTA that arrives last merges all partials: warp w those of splits w,
+w + warps, ..., then the warps' states as before. The order of additions depends on lengths alone, not on timing, so
+results are deterministic.
 """
 
 from dataclasses import dataclass
@@ -17,65 +18,67 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.epilogue import Finish
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.parts.formats import Eight, Four, Sixteen
-from cute_attn.kernels.xqa.parts.partition import Part, Segment, Share
+from cute_attn.kernels.xqa.parts.formats import Kv4Bit, Kv8Bit, Kv16Bit
+from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share
 from cute_attn.kernels.xqa.parts.softmax import Running, reduce_column
 from cute_attn.kernels.xqa.spec import XqaMemory, XqaSpec
 
-WIDTH = 4  # output dimensions of one thread
-PIECES = 4  # of a part, that a lane loads at once: 4 x 16 bytes, twice
+VECTOR_WIDTH = 4  # output dims that a thread merges at once
+VECTORS_PER_LANE = 4  # of a partial, loaded at once by a lane: 4 x 16 bytes, for two partials
 
 
-class Sum(NamedTuple):
-    """Of one row: maximum in log2 units, sum of exp2(score - maximum), and WIDTH unnormalised outputs."""
+class SoftmaxState(NamedTuple):
+    """State of one row: maximum in log2 units, sum of exp2(score - maximum), VECTOR_WIDTH unnormalised outputs."""
 
     maximum: Float32
     total: Float32
     values: list[Float32]
 
 
-def weight(maximum: Float32, new: Float32) -> Float32:
-    """Factor that moves a sum from its own maximum to `new`; nothing seen at all: 0 either way."""
+def rescale_factor(maximum: Float32, new: Float32) -> Float32:
+    """Factor that rescales a state from its own maximum to `new`; 0 where neither has seen a token."""
     return ptx.exp2(maximum - ptx.select(new == Float32(ptx.NEG_INF), Float32(0.0), new))
 
 
-def combined(parts: list[Sum]) -> Sum:
+def merge_states(parts: list[SoftmaxState]) -> SoftmaxState:
     maximum = parts[0].maximum
     for part in parts[1:]:
         maximum = ptx.fmax(maximum, part.maximum)
-    total, values = Float32(0.0), [Float32(0.0) for _ in range(WIDTH)]
+    total, values = Float32(0.0), [Float32(0.0) for _ in range(VECTOR_WIDTH)]
     for part in parts:
-        factor = weight(part.maximum, maximum)
+        factor = rescale_factor(part.maximum, maximum)
         total = ptx.fma(part.total, factor, total)
         values = [ptx.fma(x, factor, value) for x, value in zip(part.values, values, strict=True)]
-    return Sum(maximum, total, values)
+    return SoftmaxState(maximum, total, values)
 
 
 @dataclass(frozen=True)
 class Merge:
+    """Merge of one segment's warps and KV splits, and its epilogue."""
+
     spec: XqaSpec
     memory: XqaMemory
-    format: Sixteen | Eight | Four
+    format: Kv16Bit | Kv8Bit | Kv4Bit
     p: Any  # XqaParams
     base: Int32  # shared memory
     finish: Finish
 
     @property
-    def pieces(self) -> int:
-        return self.spec.head_dim // WIDTH
+    def vectors_per_row(self) -> int:
+        return self.spec.head_dim // VECTOR_WIDTH
 
     # --- warps of a CTA ---------------------------------------------------------------------------------------------
 
     @cute.jit
     def publish(self, running: Running, warp: Int32) -> None:
-        """Outputs as [row, dim] fp32 into the free slot of the warp's ring, see `turned` for the order of dims."""
+        """Store a warp's outputs as fp32 [row, dim] in the free slots of its ring, dims swizzled by `swizzled_dim`."""
         lane = cute.arch.thread_idx()[0] & 31
         totals = [reduce_column(lambda a, b: a + b, x) for x in running.total]
-        outputs = self.base + warp * self.memory.ring_bytes + self.memory.merge
+        outputs = self.base + warp * self.memory.ring_bytes + self.memory.outputs
         stats = self.base + self.memory.stats + warp * (self.memory.rows * 8)
         self.publish_stats(stats, [Float32(0.0) - x for x in running.shift], totals)
         if cutlass.const_expr(self.spec.paired):
-            if lane >> 4 == (lane >> 1 & 1):  # columns weighted for the block of this lane's rows
+            if lane >> 4 == (lane >> 1 & 1):  # columns that carry the scales of the block of this lane's rows
                 self.publish_outputs(running, outputs, lane)
         else:
             self.publish_outputs(running, outputs, lane)
@@ -87,17 +90,17 @@ class Merge:
             dim, distance = self.format.output_dim(tile, g)
             for column in (0, 1):
                 row = self.spec.row(t * 2 + column) + 8 * block
-                at = outputs + row * (self.spec.head_dim * 4) + self.turned(dim, row) * 4
+                at = outputs + row * (self.spec.head_dim * 4) + self.swizzled_dim(dim, row) * 4
                 upper, lower = running.out[i + column], running.out[i + column + 2]
                 if distance == 1:
                     ptx.st_shared_v2_f32(at, 0, [upper, lower])
-                else:  # g + 8 is at the other side of bit 3
-                    far = outputs + row * (self.spec.head_dim * 4) + self.turned(dim + distance, row) * 4
+                else:  # row g + 8 differs in bit 3, which the swizzle may flip
+                    far = outputs + row * (self.spec.head_dim * 4) + self.swizzled_dim(dim + distance, row) * 4
                     isa.st_shared_f32(at, 0, upper)
                     isa.st_shared_f32(far, 0, lower)
 
-    def turned(self, dim: Int32, row: Int32) -> Int32:
-        """The lanes of a quad store rows 2t: their dims are turned so that they differ in bank."""
+    def swizzled_dim(self, dim: Int32, row: Int32) -> Int32:
+        """XOR dims with bits of the row: the lanes of a quad store rows 2t, 2t + 1 and must differ in bank."""
         return dim ^ ((row >> 1 & 3) << 3)
 
     @cute.jit
@@ -108,41 +111,42 @@ class Merge:
                 row = lane * 2 + (slot // 2 * 8 + slot % 2)
                 ptx.st_shared_v2_f32(stats + row * 8, 0, [maximum[slot], totals[slot]])
 
-    def warps(self, row: Int32, dim: Int32) -> Sum:
-        """Sum of the CTA's warps for one piece of a row."""
+    def merge_warps(self, row: Int32, dim: Int32) -> SoftmaxState:
+        """Merge the states of the CTA's warps for one vector of a row."""
         parts = []
         for warp in range(self.spec.warps):
             maximum, total = ptx.ld_shared_v2_f32(self.base + self.memory.stats + row * 8, warp * self.memory.rows * 8)
-            at = self.base + row * (self.spec.head_dim * 4) + self.turned(dim, row) * 4
-            values = ptx.ld_shared_v4_f32(at, warp * self.memory.ring_bytes + self.memory.merge)
-            parts.append(Sum(maximum, total, values))
-        return combined(parts)
+            at = self.base + row * (self.spec.head_dim * 4) + self.swizzled_dim(dim, row) * 4
+            values = ptx.ld_shared_v4_f32(at, warp * self.memory.ring_bytes + self.memory.outputs)
+            parts.append(SoftmaxState(maximum, total, values))
+        return merge_states(parts)
 
     # --- output -----------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def write(self, rows: PackedRows, segment: Segment, share: Share, part: Part) -> None:
-        """All threads, after a barrier that follows `publish`."""
+    def write(self, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
+        """Write outputs, or this CTA's partial, by all threads. A barrier after `publish` must come before."""
         thread, threads = cute.arch.thread_idx()[0], 32 * self.spec.warps
         first = isa.divide(segment.start, share.size)
         last = isa.divide(segment.start + segment.request.tiles - 1, share.size)
-        first, count = ptx.opaque(first), ptx.opaque(last - first + 1)  # here, not where everybody waits for them
-        for item in cutlass.range(thread, self.items(rows), threads, unroll=1):
-            row, dim = self.piece(item)
-            result = self.warps(row, dim)
-            if part.whole:
+        # Computed here, not after the barriers, where every thread would wait for the divisions.
+        first, count = ptx.opaque(first), ptx.opaque(last - first + 1)
+        for item in cutlass.range(thread, self.num_vectors(rows), threads, unroll=1):
+            row, dim = self.row_and_dim(item)
+            result = self.merge_warps(row, dim)
+            if split.whole:
                 self.store(rows, row, dim, result)
             else:
-                self.store_partial(self.partial(part), row, dim, result)
-        if cutlass.not_(part.whole):
-            self.join(rows, first, count)
+                self.store_partial(self.partial_index(split), row, dim, result)
+        if cutlass.not_(split.whole):
+            self.merge_splits(rows, first, count)
 
-    def items(self, rows: PackedRows) -> Int32:
-        """Pieces of the rows that exist."""
-        return ptx.minimum(rows.count - rows.first, Int32(self.spec.rows)) * self.pieces
+    def num_vectors(self, rows: PackedRows) -> Int32:
+        """Number of vectors in the rows that exist."""
+        return ptx.minimum(rows.count - rows.first, Int32(self.spec.rows)) * self.vectors_per_row
 
     @cute.jit
-    def store(self, rows: PackedRows, row: Int32, dim: Int32, result: Sum) -> None:
+    def store(self, rows: PackedRows, row: Int32, dim: Int32, result: SoftmaxState) -> None:
         p, head = self.p, rows.head(row)
         factor, lse = self.finish.row(result.maximum, result.total, head)
         if cutlass.and_(dim == 0, p.lse != Int64(0)):
@@ -157,85 +161,89 @@ class Merge:
             pairs = [ptx.pack_16(self.spec.out_dtype, values[i], values[i + 1]) for i in (0, 2)]
             ptx.st_global_v2(place + Int64(dim * 2), 0, pairs)
 
-    # --- parts of a segment -----------------------------------------------------------------------------------------
+    # --- KV splits of a segment -------------------------------------------------------------------------------------
 
-    def partial(self, part: Part) -> Int32:
-        """Every CTA has two places: one for a segment that it starts and another finishes, one for the reverse."""
-        return self.cta(cute.arch.block_idx()[1]) * 2 + ptx.select(part.begin == 0, Int32(1), Int32(0))
+    def partial_index(self, split: KvSplit) -> Int32:
+        """Index of a split's partial. A CTA has two: one for a segment that it begins and another CTA ends, one for a
+        segment that another CTA began."""
+        return self.cta_index(cute.arch.block_idx()[1]) * 2 + ptx.select(split.begin == 0, Int32(1), Int32(0))
 
-    def cta(self, share: Int32) -> Int32:
-        """Number of the CTA that has a share of this CTA's line."""
+    def cta_index(self, share: Int32) -> Int32:
+        """Linear index of the CTA that has share number `share` in this CTA's group."""
         return share * cute.arch.grid_dim()[0] + cute.arch.block_idx()[0]
 
-    def address(self, partial: Int32, row: Int32) -> tuple[Int64, Int64]:
-        """Of a row's (maximum, sum), and of its outputs."""
+    def partial_address(self, partial: Int32, row: Int32) -> tuple[Int64, Int64]:
+        """Addresses of a partial's (maximum, sum) and outputs for one row."""
         index = Int64(partial) * Int64(self.spec.rows) + Int64(row)
         ctas = cute.arch.grid_dim()[0] * cute.arch.grid_dim()[1]
         outputs = self.p.partials + Int64(ctas * (2 * self.spec.rows * 8))
         return self.p.partials + index * Int64(8), outputs + index * Int64(self.spec.head_dim * 4)
 
     @cute.jit
-    def store_partial(self, partial: Int32, row: Int32, dim: Int32, result: Sum) -> None:
-        stats, outputs = self.address(partial, row)
+    def store_partial(self, partial: Int32, row: Int32, dim: Int32, result: SoftmaxState) -> None:
+        stats, outputs = self.partial_address(partial, row)
         if dim == 0:
             ptx.st_global_v2_f32(stats, 0, [result.maximum, result.total])
         ptx.st_global_v4_f32(outputs + Int64(dim * 4), 0, result.values)
 
     @cute.jit
-    def join(self, rows: PackedRows, first: Int32, count: Int32) -> None:
-        """Hands in this CTA's part, one of `count` from CTA `first` on; the last to do so merges all and resets the
-        counter."""
+    def merge_splits(self, rows: PackedRows, first: Int32, count: Int32) -> None:
+        """Count this CTA as done with its split, one of `count` in the CTAs from share `first` on. The last CTA merges
+        all partials and resets the counter."""
         thread = cute.arch.thread_idx()[0]
-        counter = self.p.counters + Int64(self.cta(first)) * Int64(4)
+        counter = self.p.counters + Int64(self.cta_index(first)) * Int64(4)
         ticket = self.base + Int32(self.memory.ticket)
         ptx.sync_threads()
         if thread == 0:
-            ptx.st_shared_b32(ticket, 0, isa.arrive(counter))
+            ptx.st_shared_b32(ticket, 0, isa.add_arrival(counter))
         ptx.sync_threads()
         if isa.ld_shared_b32(ticket) == count - 1:
             if thread == 0:
                 isa.st_global_b32(counter, Int32(0))
-            for start in cutlass.range(0, self.items(rows), 32 * self.at_once, unroll=1):
-                self.gather(rows, first, count, start)
+            for start in cutlass.range(0, self.num_vectors(rows), 32 * self.vectors_per_lane, unroll=1):
+                self.reduce_partials(rows, first, count, start)
             ptx.sync_threads()
             threads = 32 * self.spec.warps
-            for item in cutlass.range(thread, self.items(rows), threads, unroll=1):
-                row, dim = self.piece(item)
-                self.store(rows, row, dim, self.warps(row, dim))
+            for item in cutlass.range(thread, self.num_vectors(rows), threads, unroll=1):
+                row, dim = self.row_and_dim(item)
+                self.store(rows, row, dim, self.merge_warps(row, dim))
 
     @property
-    def at_once(self) -> int:
-        crowded = self.spec.warps * (self.spec.ctas + self.spec.guests) > 8  # then there are fewer registers
-        pieces = PIECES if crowded else 2 * PIECES
-        return min(pieces, self.spec.rows * self.pieces // 32)
+    def vectors_per_lane(self) -> int:
+        crowded = self.spec.warps * (self.spec.ctas + self.spec.guests) > 8  # leaves fewer registers per thread
+        vectors = VECTORS_PER_LANE if crowded else 2 * VECTORS_PER_LANE
+        return min(vectors, self.spec.rows * self.vectors_per_row // 32)
 
     @cute.jit
-    def gather(self, rows: PackedRows, first: Int32, count: Int32, start: Int32) -> None:
-        """One warp's parts of 32 * at_once pieces, from piece `start` on, added up in its slot in shared memory."""
+    def reduce_partials(self, rows: PackedRows, first: Int32, count: Int32, start: Int32) -> None:
+        """Merge one warp's share of the partials into its ring, for 32 * vectors_per_lane vectors from vector `start`
+        on."""
         thread = cute.arch.thread_idx()[0]
         warp, lane = thread >> 5, thread & 31
-        nothing = Sum(Float32(ptx.NEG_INF), Float32(0.0), [Float32(0.0) for _ in range(WIDTH)])
-        sums = [nothing for _ in range(self.at_once)]
-        places = [self.piece(start + (lane + 32 * i)) for i in range(self.at_once)]
+        empty = SoftmaxState(Float32(ptx.NEG_INF), Float32(0.0), [Float32(0.0) for _ in range(VECTOR_WIDTH)])
+        sums = [empty for _ in range(self.vectors_per_lane)]
+        positions = [self.row_and_dim(start + (lane + 32 * i)) for i in range(self.vectors_per_lane)]
         for index in cutlass.range(warp, count, self.spec.warps, unroll=2):
-            partial = self.cta(first + index) * 2 + ptx.select(index == 0, Int32(1), Int32(0))
-            loaded = [self.load_partial(partial, rows, row, dim) for row, dim in places]
-            sums = [combined([old, new]) for old, new in zip(sums, loaded, strict=True)]
+            partial = self.cta_index(first + index) * 2 + ptx.select(index == 0, Int32(1), Int32(0))
+            loaded = [self.load_partial(partial, rows, row, dim) for row, dim in positions]
+            sums = [merge_states([old, new]) for old, new in zip(sums, loaded, strict=True)]
         stats = self.base + self.memory.stats + warp * (self.memory.rows * 8)
-        outputs = self.base + warp * self.memory.ring_bytes + self.memory.merge
-        for i in cutlass.range_constexpr(self.at_once):
-            row, dim = places[i]
-            ptx.st_shared_v4_f32(outputs + (row * self.spec.head_dim + self.turned(dim, row)) * 4, 0, sums[i].values)
+        outputs = self.base + warp * self.memory.ring_bytes + self.memory.outputs
+        for i in cutlass.range_constexpr(self.vectors_per_lane):
+            row, dim = positions[i]
+            ptx.st_shared_v4_f32(
+                outputs + (row * self.spec.head_dim + self.swizzled_dim(dim, row)) * 4, 0, sums[i].values
+            )
             if dim == 0:
                 ptx.st_shared_v2_f32(stats + row * 8, 0, [sums[i].maximum, sums[i].total])
 
-    def piece(self, index: Int32) -> tuple[Int32, Int32]:
-        return index // self.pieces, index % self.pieces * WIDTH
+    def row_and_dim(self, index: Int32) -> tuple[Int32, Int32]:
+        return index // self.vectors_per_row, index % self.vectors_per_row * VECTOR_WIDTH
 
-    def load_partial(self, partial: Int32, rows: PackedRows, row: Int32, dim: Int32) -> Sum:
-        """Rows that do not exist have no weight."""
-        stats, outputs = self.address(partial, row)
+    def load_partial(self, partial: Int32, rows: PackedRows, row: Int32, dim: Int32) -> SoftmaxState:
+        """Load a vector of a partial; rows that do not exist give an empty state."""
+        stats, outputs = self.partial_address(partial, row)
         exists = rows.exists(row)
         maximum, total = isa.ld_l2_if(exists, stats, 2)
         maximum = ptx.select(exists, maximum, Float32(ptx.NEG_INF))
-        return Sum(maximum, total, isa.ld_l2_if(exists, outputs + Int64(dim * 4), 4))
+        return SoftmaxState(maximum, total, isa.ld_l2_if(exists, outputs + Int64(dim * 4), 4))

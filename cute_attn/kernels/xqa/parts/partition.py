@@ -1,13 +1,15 @@
-"""Who does what: every CTA finds its own share on the device, from lengths that may change between graph replays.
+"""Work partition in the manner of stream-K: every CTA computes its own share on the device, because lengths may change
+between graph replays.
 
-A *segment* is one request and one unit: a kv head and a block of query rows. Segments lie on lines, each of which has
-every request for some of the units. There a segment takes `overhead` positions for starting and finishing it, then one
-for every tile of `cols` tokens that its rows can see. A line is cut into equal shares, one a CTA, so that lengths do
-not matter: a CTA may finish one segment, do others whole, and start a last one. Cut segments are merged by the CTA
-that comes last (`merge`).
+A *unit* is a kv head and a block of query rows; a *segment* is one request and one unit. Units are dealt out to CTA
+groups, each of which processes its units of every request. A group's segments form one sequence of positions: a segment
+takes `overhead` positions, the cost of starting and finishing it, then one per tile of `cols` tokens that its rows can
+see. The sequence is cut into equal shares, one per CTA, which balances the load whatever the lengths: a CTA may finish
+one segment, process others whole, and start a last one. The CTA that arrives last merges a segment that was cut
+(`merge`).
 
-The grid is [lines, shares of a line]. All lines are alike, and CTAs of the same share read the same tokens of different
-heads at the same time: neighbours in the cache, of which several are in one line of the L2.
+The grid is [CTA groups, shares of a group]. All groups have equal sequences, so that CTAs with the same share number
+read the same tokens of different heads at the same time: those lie side by side in the cache and share lines of L2.
 """
 
 from dataclasses import dataclass
@@ -23,7 +25,8 @@ from cute_attn.kernels.xqa.parts import instructions as isa
 
 
 class Share(NamedTuple):
-    """The positions [begin, end) of this CTA on its line; every CTA has `size` of them, as long as the line lasts."""
+    """Positions [begin, end) of this CTA in its group's sequence. Every CTA has `size` of them, up to the sequence's
+    end."""
 
     begin: Int32
     end: Int32
@@ -31,7 +34,7 @@ class Share(NamedTuple):
 
 
 class Request(NamedTuple):
-    """Lengths of one request: zeros past the last one."""
+    """Lengths of one request; zeros past the last request."""
 
     kv_len: Int32
     first_token: Int32  # no row sees an older one
@@ -41,27 +44,31 @@ class Request(NamedTuple):
 
 
 class Segment(NamedTuple):
+    """One request and one unit of it."""
+
     index: Int32  # of the request
     unit: Int32  # kv head * row blocks + row block
-    start: Int32  # position of its first tile on its line
-    first_page: Int32  # of the request: place of its index in the page table
+    start: Int32  # position of its first tile in the sequence of the CTA group
+    first_page: Int32  # index in the page table of the request's first page id
     request: Request
 
 
 @dataclass(frozen=True)
 class Partition:
+    """Device-side partition; `cols` is the number of tokens of a tile."""
+
     p: Any  # XqaParams
     cols: int
 
     @property
-    def line(self) -> Int32:
-        """Has the units `line`, `line` + lines, ..."""
+    def cta_group(self) -> Int32:
+        """Index of this CTA's group, which has units `cta_group`, `cta_group` + number of groups, ..."""
         return cute.arch.block_idx()[0]
 
     @cute.jit
     def request(self, index: Int32) -> Request:
         p = self.p
-        exists = isa.below(index, p.batch)
+        exists = isa.less_unsigned(index, p.batch)
         kv_len = isa.load_if(exists, p.seq_lens + Int64(index) * Int64(4), 0, 1)[0]
         kv_len = ptx.maximum(ptx.minimum(kv_len, p.capacity), Int32(0))  # never past the row of the page table
         qo_start, qo_len = index * p.q_len, ptx.select(exists, p.q_len, Int32(0))
@@ -75,22 +82,22 @@ class Partition:
 
     @cute.jit
     def first_page(self, index: Int32) -> Int32:
-        """Page tables are rows of equal length, or one row in which every request has a place of its own."""
+        """Index of a request's first page id. Page tables have rows of equal length or are ragged (`page_starts`)."""
         p = self.p
         first = index * p.table_stride
         if p.page_starts != Int64(0):
-            first = isa.load_if(isa.below(index, p.batch), p.page_starts + Int64(index) * Int64(4), 0, 1)[0]
+            first = isa.load_if(isa.less_unsigned(index, p.batch), p.page_starts + Int64(index) * Int64(4), 0, 1)[0]
         return first
 
     def cost(self, index: Int32) -> Int32:
-        """Length of a request on the line."""
-        cost = (self.request(index).tiles + self.p.overhead) * self.p.line_units
+        """Number of positions that a request takes in the sequence of the CTA group."""
+        cost = (self.request(index).tiles + self.p.overhead) * self.p.units_per_cta_group
         return ptx.select(index < self.p.batch, cost, Int32(0))
 
     @cute.jit
-    def locate(self) -> tuple[Share, Segment]:
-        """This CTA's share, and the segment in which it begins. Every warp does it on its own: lane l adds up a run
-        of requests, then the warp looks for the run and in it for the request."""
+    def first_segment(self) -> tuple[Share, Segment]:
+        """This CTA's share, and the segment in which it begins. Every warp computes both on its own: lane l sums the
+        costs of a run of requests, then the warp finds the run and, within it, the request."""
         p, lane = self.p, cute.arch.thread_idx()[0] & 31
         run = (p.batch + 31) >> 5
         cost = Int32(0)
@@ -102,7 +109,7 @@ class Partition:
             reach = reach + ptx.select(lane >= 1 << delta, other, Int32(0))
         total = isa.shuffle(reach, Int32(31))
         share = self.share(total)
-        ended = isa.count_ones(isa.ballot(reach <= share.begin))  # all 32: a share past the last request
+        ended = isa.count_ones(isa.ballot(reach <= share.begin))  # 32 for a share past the last request
         holder = ptx.minimum(ended, Int32(31))
         before = isa.shuffle(reach - cost, holder)
         index, passed = ptx.select(run == 1, ended, holder * run), before
@@ -114,9 +121,9 @@ class Partition:
         request, first_page = self.request(index), self.first_page(index)
         length = request.tiles + p.overhead
         passed = Int32(0)
-        if p.line_units > 1:
+        if p.units_per_cta_group > 1:
             passed = isa.divide(share.begin - before, length)
-        unit = passed * cute.arch.grid_dim()[0] + self.line
+        unit = passed * cute.arch.grid_dim()[0] + self.cta_group
         return share, Segment(index, unit, before + passed * length + p.overhead, first_page, request)
 
     def share(self, total: Int32) -> Share:
@@ -126,36 +133,36 @@ class Partition:
         begin = cta * size
         return Share(begin, ptx.select(begin < total, ptx.minimum(begin + size, total), Int32(0)), size)
 
-    def reaches(self, segment: Segment, share: Share) -> Boolean:
+    def overlaps(self, segment: Segment, share: Share) -> Boolean:
         return segment.start - self.p.overhead < share.end
 
     @cute.jit
-    def after(self, segment: Segment) -> Segment:
-        """The next segment on the line."""
+    def next_segment(self, segment: Segment) -> Segment:
+        """The next segment in the sequence of the CTA group."""
         start = segment.start + segment.request.tiles + self.p.overhead
         unit = segment.unit + cute.arch.grid_dim()[0]
         following = Segment(segment.index, unit, start, segment.first_page, segment.request)
         if following.unit >= self.p.num_kv_heads * self.p.row_blocks:
             index = segment.index + 1
-            following = Segment(index, self.line, start, self.first_page(index), self.request(index))
+            following = Segment(index, self.cta_group, start, self.first_page(index), self.request(index))
         return following
 
 
-class Part(NamedTuple):
-    """What a share has of a segment: tiles [begin, end), counted from the segment's first."""
+class KvSplit(NamedTuple):
+    """Tiles [begin, end) of a segment that one CTA processes, counted from the segment's first tile."""
 
     begin: Int32
     end: Int32
-    whole: Boolean  # all of it, perhaps nothing: this CTA writes the output itself
-    active: Boolean  # tiles, or the duty to write zeros
+    whole: Boolean  # the split is the whole segment, perhaps empty: this CTA writes the output itself
+    active: Boolean  # has tiles, or must write zeros for a request without keys
 
 
-def part(segment: Segment, share: Share) -> Part:
+def kv_split(segment: Segment, share: Share) -> KvSplit:
     tiles = segment.request.tiles
     begin = ptx.maximum(share.begin - segment.start, Int32(0))
     end = ptx.minimum(share.end - segment.start, tiles)
-    # A segment without tiles belongs to the share that has its last unit of overhead.
+    # A segment without tiles belongs to the share that has its last position of overhead.
     last = segment.start - 1
     empty = isa.all_of([tiles == 0, share.begin <= last, last < share.end])
     whole = cutlass.or_(isa.all_of([begin == 0, end == tiles, tiles > 0]), empty)
-    return Part(begin, end, whole, cutlass.or_(begin < end, empty))
+    return KvSplit(begin, end, whole, cutlass.or_(begin < end, empty))

@@ -12,13 +12,14 @@ from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.partition import Segment
 from cute_attn.kernels.xqa.spec import XqaSpec
 
-SIGNS = -0x7FFF8000  # of two 16-bit numbers
-TOP_EXPONENT = 14  # of the largest element of a row that is scaled into fp16
-SMALLEST_SCALE = 1e-30  # times -inf it is still -inf, and far from where exp2 sees a difference
+SIGNS = -0x7FFF8000  # sign bits of two 16-bit numbers
+TOP_EXPONENT = 14  # exponent of the largest element of a row after scaling into fp16
+SMALLEST_SCALE = 1e-30  # nonzero, so that -inf times it is -inf; too small to change a result of exp2
 
 
 class Queries(NamedTuple):
-    """fragments[block][step] = (b0, b1); `log2_scale`: per column, what turns a score into a base-2 exponent."""
+    """fragments[block][step]: the B registers (b0, b1). `log2_scale`: per column, the factor from scores to base-2
+    exponents."""
 
     fragments: list[list[list[Int32]]]
     log2_scale: list[Float32]
@@ -28,10 +29,10 @@ class Queries(NamedTuple):
 class QueryRows:
     spec: XqaSpec
     p: Any  # XqaParams
-    scale: Float32  # bmm1 scale x log2(e) x the format's factor
+    scale: Float32  # bmm1 scale x log2(e) x the format's dequant_factor
 
     def rows(self, segment: Segment) -> PackedRows:
-        """The packed rows of a segment: the heads of a group, token by token."""
+        """Packed rows of a segment: the query heads of a GQA group, token by token."""
         p = self.p
         head = self.head(segment)
         block = segment.unit - head * p.row_blocks
@@ -43,9 +44,9 @@ class QueryRows:
         p = self.p
         return Divisor(p.row_blocks, p.row_blocks_multiplier, p.row_blocks_shift).quotient(segment.unit)
 
-    def fetch(self, segment: Segment) -> list[Int32]:
-        """Starts the loads of a segment's rows. Before those of its first tiles: behind them, in the memory's queue,
-        they would come last, and every warp needs them first.
+    def load(self, segment: Segment) -> list[Int32]:
+        """Issue the loads of a segment's rows. This must precede the copies of its first tiles: every warp needs Q
+        first, and behind those copies in the memory queue it would arrive last.
         """
         rows, p = self.rows(segment), self.p
         lane = cute.arch.thread_idx()[0] & 31
@@ -56,13 +57,14 @@ class QueryRows:
             words += self._words(address, rows.exists(row), lane & 3)
         return words
 
-    def nothing(self) -> list[Int32]:
+    def no_words(self) -> list[Int32]:
         return [Int32(0) for _ in range(self.spec.row_blocks * self.spec.head_dim // 8)]
 
     def operands(self, words: list[Int32]) -> Queries:
-        """A negative scale turns the signs of Q, so that the softmax may take the scale to be positive."""
+        """B operands from loaded words. A negative scale flips the signs of Q, because the softmax assumes a positive
+        one."""
         t = cute.arch.thread_idx()[0] & 3
-        turn = ptx.select(self.scale < Float32(0.0), Int32(SIGNS), Int32(0))
+        signs = ptx.select(self.scale < Float32(0.0), Int32(SIGNS), Int32(0))
         fragments, scales = [], []
         per_block = len(words) // self.spec.row_blocks
         for start in range(0, len(words), per_block):
@@ -72,14 +74,14 @@ class QueryRows:
                 block, factor = self._to_fp16(block)
                 scale = scale * factor
             scale = ptx.fmax(scale, Float32(SMALLEST_SCALE))
-            block = [word ^ turn for word in block]
+            block = [word ^ signs for word in block]
             fragments.append([block[i : i + 2] for i in range(0, len(block), 2)])
             # Accumulators have rows 2t and 2t + 1 as columns; the scale of row g is with lanes 4g.
             scales += [ptx.shuffle_from(scale, t * 8 + 4 * column) for column in (0, 1)]
         return Queries(fragments, scales)
 
     def _words(self, address: Int64, exists: Any, t: Int32) -> list[Int32]:
-        """b0, b1 of every step of 16 contraction indices, in the order of K's format (see `formats`)."""
+        """Load b0, b1 of every step of 16 contraction indices, in the order of K's format (see `formats`)."""
         words: list[Int32] = []
         for start in range(0, self.spec.head_dim * 2, 32 if self.spec.kv_bits > 4 else 64):  # bytes
             if self.spec.kv_bits == 16:
@@ -93,8 +95,8 @@ class QueryRows:
         return words
 
     def _to_fp16(self, words: list[Int32]) -> tuple[list[Int32], Float32]:
-        """bf16 pairs as fp16, the row scaled by a power of two: nothing is lost that matters next to its largest
-        element. Returns the factor that undoes it."""
+        """Convert bf16 pairs to fp16 after scaling the row by a power of two; what that loses is negligible next to the
+        row's largest element. Returns the words and the inverse factor."""
         values = [x for word in words for x in ptx.unpack_16(self.spec.dtype, word)]
         largest = ptx.magnitude(values[0])
         for value in values[1:]:

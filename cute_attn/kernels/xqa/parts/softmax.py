@@ -1,7 +1,8 @@
-"""Online softmax over columns: query rows are the columns of S^T, and lanes with the same lane % 4 share them.
+"""Online softmax over columns: query rows are the columns of S^T, shared by lanes with the same lane % 4.
 
 As in `kernels.blocks.softmax`, a column's anchor trails its maximum: it moves only when a score exceeds it by 2^SLACK.
-Here that also saves the reduction over lanes, which only a move needs; whether one is due, every lane sees for itself.
+Here that also saves the reduction over lanes, which only a move needs: every lane checks its own scores, and the warp
+votes.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from cute_attn.kernels.blocks.softmax import INFINITY, SLACK, add, tree
 
 
 class Running(NamedTuple):
-    """Output accumulator; per column slot minus the anchor in log2 units (+inf: nothing seen), and this lane's sum."""
+    """Output accumulator and, per column slot, the negated anchor in log2 units (+inf: no token seen) and this lane's
+    partial sum."""
 
     out: list[Float32]
     shift: list[Float32]
@@ -25,7 +27,8 @@ class Running(NamedTuple):
 
 @dataclass(frozen=True)
 class ColumnSoftmax:
-    """`s[4 * (m * row_blocks + block) + j]`: token 16 m + g + 8 (j // 2), column slot 2 block + j % 2."""
+    """Softmax of one warp. `s[4 * (m * row_blocks + block) + j]` is token 16 m + g + 8 (j // 2), column slot
+    2 block + j % 2."""
 
     row_blocks: int
     out_tiles: int
@@ -41,38 +44,38 @@ class ColumnSoftmax:
         return Running(zeros, [Float32(INFINITY) for _ in self.slots], [Float32(0.0) for _ in self.slots])
 
     def slot(self, i: int) -> int:
-        """Column slot of accumulator element i, of S^T and of O^T."""
+        """Column slot of accumulator element i, for S^T and for O^T."""
         return i // 4 % self.row_blocks * 2 + i % 2
 
     def of_slot(self, values: list[Float32], slot: int) -> list[Float32]:
         return [x for i, x in enumerate(values) if self.slot(i) == slot]
 
     @cute.jit
-    def settle(self, running: Running, s: list[Float32]) -> Running:
-        highs = [tree(ptx.fmax, self.of_slot(s, slot)) for slot in self.slots]
-        rises = self.rises(running, highs)
+    def rescale_if_needed(self, running: Running, s: list[Float32]) -> Running:
+        maxima = [tree(ptx.fmax, self.of_slot(s, slot)) for slot in self.slots]
+        rises = self.exceeds_slack(running, maxima)
         any_rise = rises[0]
         for rise in rises[1:]:
             any_rise = cutlass.or_(any_rise, rise)
         if cute.arch.vote_any_sync(any_rise):
-            running = self.raised(running, highs)
+            running = self.rescale(running, maxima)
         return running
 
-    def rises(self, running: Running, highs: list[Float32]) -> list[Boolean]:
+    def exceeds_slack(self, running: Running, maxima: list[Float32]) -> list[Boolean]:
         return [
-            ptx.fma(high, scale, shift) > Float32(self.slack)
-            for high, scale, shift in zip(highs, self.log2_scale, running.shift, strict=True)
+            ptx.fma(maximum, scale, shift) > Float32(self.slack)
+            for maximum, scale, shift in zip(maxima, self.log2_scale, running.shift, strict=True)
         ]
 
-    def raised(self, running: Running, highs: list[Float32]) -> Running:
-        highs = [reduce_column(ptx.fmax, high) for high in highs]
+    def rescale(self, running: Running, maxima: list[Float32]) -> Running:
+        maxima = [reduce_column(ptx.fmax, maximum) for maximum in maxima]
         shift = [
-            ptx.select(rise, Float32(0.0) - high * scale, old)
-            for rise, high, scale, old in zip(
-                self.rises(running, highs), highs, self.log2_scale, running.shift, strict=True
+            ptx.select(rise, Float32(0.0) - maximum * scale, old)
+            for rise, maximum, scale, old in zip(
+                self.exceeds_slack(running, maxima), maxima, self.log2_scale, running.shift, strict=True
             )
         ]
-        # Both infinite, a column that has seen nothing yet: its factor must not be NaN.
+        # In a column that has seen no token both are infinite: the factor must not be NaN.
         factors = [
             ptx.select(new == old, Float32(1.0), ptx.exp2(new - old))
             for new, old in zip(shift, running.shift, strict=True)
@@ -81,7 +84,7 @@ class ColumnSoftmax:
         return Running(out, shift, [x * factor for x, factor in zip(running.total, factors, strict=True)])
 
     def exponentials(self, s: list[Float32], shift: list[Float32]) -> list[Float32]:
-        """exp2(s * c + shift). The two infinities of a column that has seen nothing must not meet."""
+        """exp2(s * c + shift). In a column that has seen no token, -inf and +inf must not be added."""
         finite = [ptx.select(x == Float32(INFINITY), Float32(0.0), x) for x in shift]
         return [ptx.exp2(ptx.fma(x, self.log2_scale[self.slot(i)], finite[self.slot(i)])) for i, x in enumerate(s)]
 
@@ -90,7 +93,7 @@ class ColumnSoftmax:
 
 
 def reduce_column(op, x):  # type: ignore[no-untyped-def]  # over traced values
-    """Over the eight lanes that share a column."""
+    """Reduce over the eight lanes that share a column."""
     for lane_mask in (4, 8, 16):
         x = op(x, ptx.shuffle_xor(x, lane_mask))
     return x

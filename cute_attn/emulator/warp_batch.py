@@ -1,31 +1,32 @@
-"""A gang: warps that run together as one vector of lanes, for as long as they take the same way.
+"""Warp batches: warps that execute together as one vector of lanes, as long as they follow the same path.
 
-Registers are lists of numpy arrays, of one element where all lanes agree for sure or of one a lane. Arrays are never
-changed in place. Where lanes diverge, the lowest block runs first, under a mask; where warps diverge and one of them
-may have to wait, the gang is split for good.
+Registers are lists of numpy arrays, with one element where all lanes are known to agree and one element per lane
+otherwise. Arrays are never changed in place. Where lanes diverge, the lowest block runs first, under a mask. Where
+warps diverge and one of them may have to wait, the batch is split for good.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cute_attn.emulator.clocks import Op
 from cute_attn.emulator.dtypes import DTYPES, Array
-from cute_attn.emulator.errors import Deadlock, EmulatorError, Place, UnknownForm
+from cute_attn.emulator.errors import Deadlock, EmulatorError, FaultLocation, UnknownForm
 from cute_attn.emulator.program import EXIT, Block
 
 if TYPE_CHECKING:
     from cute_attn.emulator.machine import Cta
 
-ENDLESS = 1_000_000  # blocks that a gang may run between two waits
-PATIENCE = 64  # times that one block may be chosen under divergence before the other lanes get a turn
+ENDLESS = 1_000_000  # blocks that a batch may run without a wait that succeeds
+PATIENCE = 64  # times that one block is chosen under divergence before the other lanes get a turn
 
 
 class Split(Exception):
-    """Raised by a solo form before it did anything: these sets of warps (positions in the gang) must part."""
+    """Request to split the batch into these sets of warps (positions in the batch). A solo form raises it before it
+    has any effect."""
 
     def __init__(self, groups: list[Array]) -> None:
         super().__init__("split")
@@ -33,7 +34,7 @@ class Split(Exception):
 
 
 class Wait:
-    """What a gang waits for. `ready` is asked again and again; `what` is for the deadlock report."""
+    """Condition that a batch waits for. `ready` is polled; `what` appears in the deadlock report."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -43,7 +44,9 @@ class Wait:
         return self.done
 
 
-class Gang:
+class WarpBatch:
+    """Warps of one CTA that execute in step."""
+
     def __init__(self, cta: Cta, warps: Array, registers: list[Array]) -> None:
         self.cta = cta
         self.R = registers
@@ -53,9 +56,10 @@ class Gang:
         self.spinning = ""  # what the last failed test was for
         self.spin_since: float | None = None  # virtual time of the first of the tests that failed in a row
         self.turns: dict[int, int] = {}
-        self.groups: list[list[Any]] = []  # wgmma groups committed, oldest first; the last is open
-        self.fenced: list[Any] | None = None  # registers at the last wgmma.fence
-        self.fenced_ids: set[int] | None = None
+        self.wgmma_groups: list[list[Any]] = []  # committed groups, oldest first; the last is open
+        self.wgmma_fenced: list[Any] | None = None  # registers at the last wgmma.fence
+        self.wgmma_fenced_ids: set[int] | None = None
+        self.before_split: Callable[[WarpBatch], None] | None = None  # finishes work that belongs to all its warps
         self.finished = False
         self._place(warps)
 
@@ -64,18 +68,18 @@ class Gang:
         self.agents = warps + self.cta.first_agent
         self.size = 32 * len(warps)
         self.lane = np.tile(np.arange(32), len(warps))
-        self.row = np.repeat(np.arange(len(warps)), 32)  # position in the gang of each lane's warp
+        self.row = np.repeat(np.arange(len(warps)), 32)  # position in the batch of each lane's warp
         self.lane_agents = self.agents[self.row]
         self._special: dict[str, Array] = {}
 
     # --- for forms ----------------------------------------------------------------------------------------------------
 
     def full(self, x: Array) -> Array:
-        """One element a lane."""
+        """Broadcast a register to one element per lane."""
         return x if x.shape[0] == self.size else np.broadcast_to(x, (self.size,))
 
     def active(self, mask: Array | None) -> Array:
-        """Mask as an array."""
+        """The mask as an array."""
         return np.ones(self.size, np.bool_) if mask is None else mask
 
     def lanes(self, mask: Array | None) -> Array:
@@ -90,7 +94,8 @@ class Gang:
         return np.flatnonzero(rows.any(axis=1)) * 32 + rows.argmax(axis=1)[rows.any(axis=1)]
 
     def uniform(self, x: Array, mask: Array | None, what: str) -> int:
-        """The one value that all active lanes have; else split the gang, or complain if a warp disagrees in itself."""
+        """The value that all active lanes share. Warps that disagree split the batch; a warp whose lanes disagree is an
+        error."""
         if x.shape[0] == 1:
             return int(x[0])
         lanes = self.lanes(mask)
@@ -119,7 +124,7 @@ class Gang:
         return self.cta.grid.param(number, offset, DTYPES[kind])
 
     def begin_op(self, position: int, what: str, generic: bool = False) -> Op | None:
-        """An asynchronous operation issued by the warp at `position` in the gang; None without checks."""
+        """Begin an asynchronous operation of the warp at `position` in the batch; None when checks are off."""
         clocks = self.cta.clocks
         if clocks is None:
             return None
@@ -128,7 +133,7 @@ class Gang:
     # --- running ------------------------------------------------------------------------------------------------------
 
     def run(self) -> Iterator[None]:
-        """Yields when it waits, spins, or has used its slice of blocks."""
+        """Execute until the kernel ends; yield on a wait, on a failed test, and after each slice of blocks."""
         grid = self.cta.grid
         left, busy = grid.slice, 0
         while not self.finished:
@@ -168,7 +173,7 @@ class Gang:
         return blocks[chosen], pcs == chosen
 
     def _incomplete(self, mask: Array) -> bool:
-        """Has a warp with lanes in `mask` other lanes that are still on their way?"""
+        """Whether some warp has lanes in `mask` and other lanes that have not arrived yet."""
         assert self.pcs is not None
         here = mask.reshape(-1, 32)
         away = ((self.pcs != EXIT) & ~mask).reshape(-1, 32)
@@ -231,7 +236,7 @@ class Gang:
             self.pc, self.pcs = int(alive[0]), None
 
     def _part(self, mask: Array) -> bool:
-        """Before a form that may wait: leave warps that are elsewhere to themselves."""
+        """Split off the warps that are elsewhere, before a form that may wait. Returns whether it did."""
         assert self.pcs is not None
         here = mask.reshape(-1, 32).any(axis=1)
         alive = (self.pcs != EXIT).reshape(-1, 32).any(axis=1)
@@ -241,13 +246,9 @@ class Gang:
         return True
 
     def _split(self, groups: list[Array]) -> None:
-        """Keep the first group; every other becomes a gang of its own."""
-        if any(self.groups):
-            # Products belong to all warps of the gang: their values are settled before it parts.
-            from cute_attn.emulator.isa.wgmma import complete
-
-            complete(self, [product for group in self.groups for product in group])
-            self.groups = []
+        """Keep the first group; every other group becomes a batch of its own."""
+        if self.before_split is not None:
+            self.before_split(self)
         named = np.concatenate(groups)
         rest = np.setdiff1d(np.arange(len(self.warps)), named)
         everyone = [*groups, rest] if len(rest) else groups
@@ -255,12 +256,12 @@ class Gang:
         keep = self._piece(everyone[0])
         self.R, self.pc, self.pcs, self.finished = keep.R, keep.pc, keep.pcs, keep.finished
         self._place(keep.warps)
-        self.cta.adopt([gang for gang in others if not gang.finished])
+        self.cta.adopt([batch for batch in others if not batch.finished])
 
-    def _piece(self, rows: Array) -> Gang:
+    def _piece(self, rows: Array) -> WarpBatch:
         lanes = (rows[:, None] * 32 + np.arange(32)).ravel()
         registers = [r if r.shape[0] == 1 else r[lanes] for r in self.R]
-        piece = Gang(self.cta, self.warps[rows], registers)
+        piece = WarpBatch(self.cta, self.warps[rows], registers)
         piece.pc = self.pc
         if self.pcs is not None:
             pcs = self.pcs[lanes]
@@ -273,15 +274,15 @@ class Gang:
         return piece
 
     def _locate(self, err: EmulatorError) -> None:
-        """Name the instruction whose generated code raised."""
-        if err.place is not None:
+        """Record in the error which instruction's generated code raised it."""
+        if err.location is not None:
             return
         program = self.cta.grid.program
         trace = err.__traceback__
         while trace is not None:
             inst = program.instruction_at(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
             if inst is not None:
-                err.place = Place(
+                err.location = FaultLocation(
                     program.kernel.name, self.cta.index, tuple(map(int, self.warps)), inst.line, inst.text, inst.source
                 )
                 return
