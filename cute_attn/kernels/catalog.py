@@ -23,7 +23,7 @@ def _spec_types() -> dict[str, type[KernelSpec]]:
 
 
 def from_dict(data: dict[str, Any]) -> KernelSpec:
-    """Inverse of `KernelSpec.asdict` (after a trip through JSON)."""
+    """Inverts `KernelSpec.asdict`, also after a round trip through JSON."""
     fields = dict(data)
     cls = _spec_types()[fields.pop("kernel")]
     if "tile" in fields:
@@ -45,7 +45,9 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 
 
 def default_specs(arch_name: str) -> list[KernelSpec]:
-    """What most programs need, and one of everything else: all head dims in bf16, fp16, every variant, and batches."""
+    """Lists the specs that most programs need, and one of everything else: all head dims in bf16, fp16, every variant,
+    and batches.
+    """
     arch = named(arch_name)
     specs: list[KernelSpec] = []
     for head_dims in HEAD_DIMS:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 
 class Program(Protocol):
-    """A kernel ready to be traced: what `KernelSpec.program(arch)` returns.
+    """Kernel ready to be traced, as `KernelSpec.program(arch)` returns it.
 
     `params` is the NamedTuple class of kernel parameters: field order is parameter order, each field one
     scalar (`Int32`, `Int64`, `Float32`, `Float64` of cutlass). Pointers travel as `Int64` addresses.
@@ -27,10 +27,12 @@ class Program(Protocol):
     smem_bytes: int
 
     def compile_args(self) -> tuple[Any, ...]:
-        """Arguments for `cute.compile(program, *compile_args())`: one Params of zeros, then the grid as three Int32."""
+        """Returns the arguments for `cute.compile(program, *compile_args())`: Params of zeros, then the grid as three
+        Int32.
+        """
 
     def __call__(self, params: Any, grid_x: Any, grid_y: Any, grid_z: Any) -> None:
-        """The `@cute.jit` host function that launches the kernel."""
+        """Launches the kernel, as a `@cute.jit` host function."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +43,14 @@ class KernelSpec:
     needs_mma: ClassVar[bool] = True
 
     def program(self, arch: str) -> Program:
-        """The traceable kernel for `arch` ("sm_90a", ...). Imports the DSL."""
+        """Returns the traceable kernel for `arch` ("sm_90a", ...). Imports the DSL."""
         raise NotImplementedError
 
     def asdict(self) -> dict[str, Any]:
         return {"kernel": self.kernel, **dataclasses.asdict(self)}
 
     def key(self) -> str:
-        """Canonical text of the spec: equal specs, equal text."""
+        """Canonical text of the spec, equal for equal specs."""
         return json.dumps(self.asdict(), sort_keys=True, separators=(",", ":"))
 
     @property

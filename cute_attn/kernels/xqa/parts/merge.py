@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.epilogue import Finish
+from cute_attn.kernels.blocks.epilogue import FinalEpilogue
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.formats import Eight, Four, Sixteen
@@ -58,7 +58,7 @@ class Merge:
     format: Sixteen | Eight | Four
     p: Any  # XqaParams
     base: Int32  # shared memory
-    finish: Finish
+    finish: FinalEpilogue
 
     @property
     def pieces(self) -> int:
