@@ -43,7 +43,7 @@ Rates = Mapping[HopperTile, float]  # TFLOP/s of the tiles that work
 def fits(head_dim: int, tile: HopperTile) -> bool:
     """Shared memory, and registers for S, P and O."""
     registers = tile.cols // 2 + tile.cols // 4 + head_dim // 2
-    return HopperMemory(tile, head_dim, head_dim).bytes <= SHARED_BYTES and registers <= REGISTERS[tile.math_groups]
+    return HopperMemory(tile, head_dim, head_dim).bytes <= SHARED_BYTES and registers <= REGISTERS[tile.mma_warpgroups]
 
 
 def neighbours(head_dim: int, tile: HopperTile) -> list[HopperTile]:

@@ -21,7 +21,7 @@ SPEC_TYPES: dict[str, type[KernelSpec]] = {cls.kernel: cls for cls in (Fa2Spec, 
 
 
 def from_dict(data: dict[str, Any]) -> KernelSpec:
-    """Inverse of `KernelSpec.asdict` (after a trip through JSON)."""
+    """Inverts `KernelSpec.asdict`, also after a round trip through JSON."""
     fields = dict(data)
     cls = SPEC_TYPES[fields.pop("kernel")]
     if "tile" in fields:
@@ -43,7 +43,9 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 
 
 def default_specs(arch_name: str) -> list[KernelSpec]:
-    """What most programs need, and one of everything else: all head dims in bf16, fp16, every variant, and batches."""
+    """Lists the specs that most programs need, and one of everything else: all head dims in bf16, fp16, every variant,
+    and batches.
+    """
     arch = named(arch_name)
     specs: list[KernelSpec] = []
     for head_dims in HEAD_DIMS:

@@ -34,9 +34,9 @@ def _fa3_program(spec: Fa3Spec, arch: str) -> Program:
 
         return Fp8Program(spec, arch)
     if spec.kv_dtype:
-        from cute_attn.kernels.fa3.fp8_kv import WidenedProgram
+        from cute_attn.kernels.fa3.fp8_kv import Fp8KvProgram
 
-        return WidenedProgram(spec, arch)
+        return Fp8KvProgram(spec, arch)
     from cute_attn.kernels.fa3.kernel import Fa3Program
 
     return Fa3Program(spec, arch)

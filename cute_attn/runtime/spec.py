@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 
 
 class Program(Protocol):
-    """A kernel ready to be traced: what a `ProgramOf` makes of a spec.
+    """Kernel ready to be traced, as a `ProgramOf` makes it of a spec.
 
     `params` is the NamedTuple class of kernel parameters: field order is parameter order, each field one
     scalar (`Int32`, `Int64`, `Float32`, `Float64` of cutlass). Pointers travel as `Int64` addresses.
@@ -28,10 +28,12 @@ class Program(Protocol):
     smem_bytes: int
 
     def compile_args(self) -> tuple[Any, ...]:
-        """Arguments for `cute.compile(program, *compile_args())`: one Params of zeros, then the grid as three Int32."""
+        """Returns the arguments for `cute.compile(program, *compile_args())`: Params of zeros, then the grid as three
+        Int32.
+        """
 
     def __call__(self, params: Any, grid_x: Any, grid_y: Any, grid_z: Any) -> None:
-        """The `@cute.jit` host function that launches the kernel."""
+        """Launches the kernel, as a `@cute.jit` host function."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class KernelSpec:
         return {"kernel": self.kernel, **dataclasses.asdict(self)}
 
     def key(self) -> str:
-        """Canonical text of the spec: equal specs, equal text."""
+        """Canonical text of the spec, equal for equal specs."""
         return json.dumps(self.asdict(), sort_keys=True, separators=(",", ":"))
 
     @property

@@ -1,8 +1,8 @@
-"""What a batch launch finds in its plan buffer: int32 records, written by the planner, read by CTAs.
+"""Records of a batch's plan buffer, in int32: written by the planner, read by CTAs.
 
 A work item is one query tile of one request against one range of its keys, for every kv head: the grid is
-`items * num_kv_heads`, kv heads innermost. A merge item is one query tile whose keys were cut. Records of zeros mean
-"nothing": a launch of fixed size (CUDA graphs) has as many as its capacity allows.
+`items * num_kv_heads`, kv heads innermost. A merge item is one query tile with split keys. Records of zeros mean
+"no work": a launch of fixed size (CUDA graphs) has as many as its capacity allows.
 
 Partials: a slot holds the normalised output and lse, in fp32, of the `tile.rows` packed rows of every kv head; row r
 of kv head h in slot s is row `(s * num_kv_heads + h) * tile.rows + r` of the workspace's o, and of its lse.
@@ -23,7 +23,7 @@ class Item(NamedTuple):
 
     qo_start: int  # row of q, out and lse that holds the request's token 0
     qo_len: int  # 0: no work
-    kv_start: int  # ragged: row of k and v of its token 0; paged: place of its first page in kv_indices
+    kv_start: int  # ragged: row of k and v of its token 0; paged: index of its first page in kv_indices
     kv_len: int
     first_row: int  # first packed row of the query tile
     kv_begin: int  # the keys of this item: tokens [kv_begin, kv_end), kv_begin a multiple of the tile's columns

@@ -18,7 +18,7 @@ from cute_attn.kernels.fa3.host import batch as fa3_batch
 from cute_attn.kernels.fa3.host import single as fa3_single
 from cute_attn.kernels.fa3.host import variant as fa3_variant
 from cute_attn.kernels.fa3.host.params import Launched, Parameters
-from cute_attn.kernels.fa3.smem import HopperMemory, WidenedMemory
+from cute_attn.kernels.fa3.smem import Fp8KvMemory, HopperMemory
 from cute_attn.kernels.fa3.spec import Fa3Spec
 from cute_attn.problem import Problem
 from cute_attn.request import single as single_request
@@ -188,7 +188,7 @@ def test_sections_of_a_batch(sms: int, kv_len: int, resident: int, monkeypatch: 
 
 def test_every_tile_is_a_default_kernel() -> None:
     compiled = {(s.head_dim_qk, s.head_dim_vo, s.tile) for s in default_specs() if isinstance(s, Fa3Spec)}
-    for candidates in (fa3_tiles.candidates(), fa3_tiles.candidates(widened=True)):
+    for candidates in (fa3_tiles.candidates(), fa3_tiles.candidates(fp8_kv=True)):
         for (dim_qk, dim_vo), tiles in candidates.items():
             assert {(dim_qk, dim_vo, tile) for tile in tiles} <= compiled
 
@@ -201,7 +201,7 @@ def test_where_pages_come_from(dims: tuple[int, int]) -> None:
     assert [sources[size] for size in (1, 3, 5, 8, 63, 100)] == ["gathered"] * 6
     tile = fa3_tiles.choose(dims, plain=True, kv="gathered")
     spec = Fa3Spec("float16", "float16", *dims, kv="gathered", tile=tile)
-    assert tile.math_groups == 2
+    assert tile.mma_warpgroups == 2
     assert spec.registers[0] > Fa3Spec("float16", "float16", *dims, tile=tile).registers[0]
 
 
@@ -260,12 +260,12 @@ def test_tensor_maps_of_keys_to_be_widened(dim: int, line: int, page_size: int) 
 
 def test_tiles_that_wait_to_be_widened_fit_shared_memory() -> None:
     """Behind the others, each in rings of its own."""
-    for (dim_qk, dim_vo), tiles in fa3_tiles.candidates(widened=True).items():
+    for (dim_qk, dim_vo), tiles in fa3_tiles.candidates(fp8_kv=True).items():
         for tile in tiles:
             memory = HopperMemory.of(Fa3Spec("float16", "float16", dim_qk, dim_vo, kv_dtype="float8_e5m2", tile=tile))
-            assert isinstance(memory, WidenedMemory)
-            assert tile.arriving > 0
-            narrow = tile.arriving * tile.cols * (memory.qk_columns + memory.vo_columns) * 64
+            assert isinstance(memory, Fp8KvMemory)
+            assert tile.staged > 0
+            narrow = tile.staged * tile.cols * (memory.qk_columns + memory.vo_columns) * 64
             assert memory.barriers == memory.v_ring + tile.stages * memory.v_bytes + narrow
             assert memory.bytes <= 227 * 1024
 

@@ -1,4 +1,4 @@
-"""From accumulators to global memory: normalisation, log-sum-exp, the merge of warps that shared rows, stores."""
+"""Epilogues, from accumulators to global memory: normalisation, log-sum-exp, merge of warps that share rows, stores."""
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -11,14 +11,14 @@ from cute_attn.kernels.blocks.rows import PackedRows
 
 
 class RowStats(NamedTuple):
-    """Per row slot: maximum in log2 units and sum of exp2(score - maximum) over everything seen."""
+    """Per row slot, the maximum in log2 units and the sum of exp2(score - maximum) over all visible keys."""
 
     maximum: list[Float32]
     total: list[Float32]
 
 
 def add_sink(maximum: Float32, total: Float32, sink: Float32) -> tuple[Float32, Float32, Float32]:
-    """One more term exp(sink) in the denominator: (new maximum, new total, factor for what was summed before)."""
+    """Adds the term exp(sink) to the denominator; returns (new maximum, new total, factor for the previous sums)."""
     term = sink * Float32(ptx.LOG2E)
     new = ptx.fmax(maximum, term)
     anchor = ptx.select(new == ptx.NEG_INF, Float32(0.0), new)
@@ -27,18 +27,20 @@ def add_sink(maximum: Float32, total: Float32, sink: Float32) -> tuple[Float32, 
 
 
 def normaliser(total: Float32) -> Float32:
-    """1 / total; 0 where nothing was seen, so that empty rows give zeros."""
+    """Returns 1 / total, or 0 for rows without visible keys, so that their outputs are zeros."""
     return ptx.select(total == Float32(0.0), Float32(0.0), ptx.reciprocal(total))
 
 
 def log_sum_exp(maximum: Float32, total: Float32) -> Float32:
-    """Base 2; -inf where nothing was seen (log2 of 0 is -inf, and the maximum is -inf too)."""
+    """Log-sum-exp in base 2; -inf for rows without visible keys (log2 of 0 is -inf, and so is the maximum)."""
     return maximum + ptx.log2(total)
 
 
 @dataclass(frozen=True)
-class Finish:
-    """What the final writer of a row applies: sink (address of fp32 per head, or 0), v scale, and the unit of lse."""
+class FinalEpilogue:
+    """Row epilogue of final outputs: applies the sink (address of fp32 per head, or 0), the v scale and the unit of
+    lse.
+    """
 
     sinks: Int64
     v_scale: Float32
@@ -46,7 +48,7 @@ class Finish:
 
     @cute.jit
     def row(self, maximum: Float32, total: Float32, head: Int32) -> tuple[Float32, Float32]:
-        """(factor for the row's accumulator, lse)."""
+        """Returns (factor for the row's accumulator, lse)."""
         factor = self.v_scale
         if self.sinks != Int64(0):
             sink = ptx.ld_global_f32(self.sinks + Int64(head) * Int64(4))
@@ -55,8 +57,8 @@ class Finish:
         return factor * normaliser(total), log_sum_exp(maximum, total) * self.lse_scale
 
 
-class Unfinished:
-    """What the writer of a split's partial applies: nothing but the split's own sum."""
+class PartialEpilogue:
+    """Row epilogue of a split's partial output: normalises by the split's own sum and applies nothing else."""
 
     def row(self, maximum: Float32, total: Float32, head: Int32) -> tuple[Float32, Float32]:
         return normaliser(total), log_sum_exp(maximum, total)
@@ -87,7 +89,7 @@ class Target:
             ptx.st_global_f32(self.lse + index * Int64(4), value)
 
     def store_8(self, address: Int64, values: list[Float32]) -> None:
-        """Eight neighbouring elements of a row."""
+        """Stores eight adjacent elements of a row."""
         if self.dtype == "float32":
             store_8_f32(address, values)
         else:
@@ -97,7 +99,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Partials:
-    """fp32 rows of a tile in the slot of a work item; `first` is the slot's row 0 of this kv head."""
+    """fp32 rows of a tile in a work item's slot of the workspace; `first` is row 0 of this kv head in the slot."""
 
     dtype: ClassVar[str] = "float32"
     element_bytes: ClassVar[int] = 4

@@ -1,7 +1,7 @@
-"""Which kv columns a row sees, and which kv tiles need asking.
+"""Masks: which kv columns a row sees, and which kv tiles need a mask.
 
-Tiles are visited masked ones first: softmax does not mind the order, and the loop over tiles that everybody sees in
-full then needs no mask code at all.
+Masked tiles come first: the order does not matter to softmax, and the loop over fully visible tiles then needs no mask
+code.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from cute_attn.kernels.blocks.rows import PackedRows
 
 @dataclass(frozen=True)
 class TileOrder:
-    """The kv tiles [begin, end) of a CTA, of which [full_begin, full_end) hide nothing from any row."""
+    """The kv tiles [begin, end) of a CTA; every row sees all of [full_begin, full_end)."""
 
     begin: Int32
     full_begin: Int32
@@ -33,7 +33,7 @@ class TileOrder:
         return self.end - self.begin
 
     def at(self, step: Int32) -> Int32:
-        """Tile of a step: right edge downwards, left edge upwards, then the full ones downwards."""
+        """Tile of a step: from the right edge downwards, from the left edge upwards, then full tiles downwards."""
         right = self.end - self.full_end
         masked_tile = ptx.select(step < right, self.end - Int32(1) - step, self.begin + (step - right))
         return ptx.select(step < self.masked, masked_tile, self.full_at(step))
@@ -45,7 +45,7 @@ class TileOrder:
 
 @dataclass(frozen=True)
 class Band:
-    """Row of token i sees kv j with max(0, i + left) <= j < min(kv_end, i + right + 1)."""
+    """Band of visible keys: the row of token i sees kv j with max(0, i + left) <= j < min(kv_end, i + right + 1)."""
 
     kv_end: Int32
     left: Int32
@@ -70,10 +70,10 @@ class Band:
 
 @dataclass(frozen=True)
 class BandMask:
-    """Causal, sliding window and length bounds: two comparisons a score, on edge tiles only."""
+    """Causal, sliding window and length bounds: two comparisons per score, on edge tiles only."""
 
     band: Band
-    tile: Any  # WarpTile and Lanes, or GroupTile and GroupLanes
+    tile: Any  # WarpTile and Lanes, or WarpgroupTile and WarpgroupLanes
     rows: PackedRows
     lanes: Any
 
@@ -82,7 +82,7 @@ class BandMask:
         return self.band.tiles(self.rows, shape.rows, shape.cols, first, last)
 
     def apply(self, s: list[Float32], kv_start: Int32) -> list[Float32]:
-        """Scores of hidden columns become -inf."""
+        """Sets the scores of hidden columns to -inf."""
         out = list(s)
         first_col = kv_start + self.lanes.first_col(self.tile.memory)
         for slot in range(self.tile.row_slots):
@@ -99,7 +99,7 @@ class BandMask:
 
 
 class StopMask(BandMask):
-    """A band without left bound: one comparison a score."""
+    """Mask of a band without left bound: one comparison per score."""
 
     def apply(self, s: list[Float32], kv_start: Int32) -> list[Float32]:
         out = list(s)
@@ -115,7 +115,7 @@ class StopMask(BandMask):
 
 @dataclass(frozen=True)
 class PackedMask(BandMask):
-    """A custom mask, one bit a (token, kv) pair in little bit order, rows not padded; within the band."""
+    """Custom mask within the band: one bit per (token, kv) pair in little bit order, rows not padded."""
 
     bits: Int64
     bits_end: Int64
@@ -144,7 +144,9 @@ class PackedMask(BandMask):
         return out
 
     def row_words(self, token: Int32, col: Int32) -> list[Int32]:
-        """Mask bits of the warp's columns as 32-bit words, shifted so that this thread's first column is bit 0."""
+        """Loads the mask bits of the warp's columns as 32-bit words, shifted so that this thread's first column is bit
+        0.
+        """
         count = (self.tile.n_blocks * 8 + 31) // 32
         bit = Int64(token) * Int64(self.kv_len) + Int64(col)
         address = self.bits + (bit >> Int64(3))
@@ -157,7 +159,7 @@ class PackedMask(BandMask):
 
     @cute.jit
     def load_word(self, address: Int64) -> Int32:
-        """Four mask bytes; those past the end of the buffer are not touched and read as zero."""
+        """Loads four mask bytes; those past the end of the buffer are not accessed and read as zero."""
         word = Int32(0)
         if address + 4 <= self.bits_end:
             word = ptx.ld_global_u32(address)
@@ -173,5 +175,5 @@ def _signed(bits: int) -> int:
 
 
 def funnel_shift_right(low: Int32, high: Int32, shift: Int32) -> Int32:
-    """Low 32 bits of (high:low) >> shift, for shift in [0, 31]."""
+    """Returns the low 32 bits of (high:low) >> shift, for shift in [0, 31]."""
     return ptx.asm("shf.r.wrap.b32 $0, $1, $2, $3;", [Int32], [low, high, shift], pure=True)

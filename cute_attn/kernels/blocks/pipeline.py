@@ -1,4 +1,4 @@
-"""Rings of shared memory between the producer and the math warps: a full and an empty barrier a slot."""
+"""Rings of shared memory between producer, transform and consumer warps, with a full and an empty barrier per slot."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,20 +9,20 @@ from cutlass import Int32
 from cute_attn.kernels.blocks import ptx, sm90
 
 
-class Place(NamedTuple):
-    """Where a thread is in a ring: how far in two passes over its slots. One register, where registers are scarce."""
+class PipelineState(NamedTuple):
+    """Slot and phase of a thread in a ring, as one index over two passes of the slots: one register instead of two."""
 
-    turn: Int32
+    index_phase: Int32
 
 
-def start() -> Place:
-    return Place(Int32(0))
+def start() -> PipelineState:
+    return PipelineState(Int32(0))
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Slots of `slot_bytes` from `data`; their full barriers, of `writers` arrivals, from `barriers`, then their empty
-    ones.
+    """Slots of `slot_bytes` at `data`; their full barriers, with `writers` arrivals each, at `barriers`, followed by
+    the empty barriers.
     """
 
     stages: int
@@ -36,39 +36,39 @@ class Ring:
             sm90.barrier_init(self.barriers + Int32(8 * i), self.writers)
             sm90.barrier_init(self.barriers + Int32(8 * (self.stages + i)), readers)
 
-    def slot(self, place: Place) -> Int32:
+    def slot(self, state: PipelineState) -> Int32:
         if self.stages & (self.stages - 1) == 0:
-            return place.turn & Int32(self.stages - 1)
-        return ptx.minimum_u32(place.turn, place.turn - self.stages)
+            return state.index_phase & Int32(self.stages - 1)
+        return ptx.minimum_u32(state.index_phase, state.index_phase - self.stages)
 
-    def parity(self, place: Place) -> Int32:
-        """Of the passes over the slot."""
-        return ptx.select(place.turn < Int32(self.stages), Int32(0), Int32(1))
+    def parity(self, state: PipelineState) -> Int32:
+        """Phase parity: that of the number of passes over the slot."""
+        return ptx.select(state.index_phase < Int32(self.stages), Int32(0), Int32(1))
 
-    def address(self, place: Place) -> Int32:
-        return self.data + self.slot(place) * self.slot_bytes
+    def address(self, state: PipelineState) -> Int32:
+        return self.data + self.slot(state) * self.slot_bytes
 
-    def full(self, place: Place) -> Int32:
-        return self.barriers + self.slot(place) * 8
+    def full(self, state: PipelineState) -> Int32:
+        return self.barriers + self.slot(state) * 8
 
-    def empty(self, place: Place) -> Int32:
-        return self.barriers + self.slot(place) * 8 + Int32(8 * self.stages)
+    def empty(self, state: PipelineState) -> Int32:
+        return self.barriers + self.slot(state) * 8 + Int32(8 * self.stages)
 
-    def wait_full(self, place: Place) -> None:
-        sm90.barrier_wait(self.full(place), self.parity(place))
+    def wait_full(self, state: PipelineState) -> None:
+        sm90.barrier_wait(self.full(state), self.parity(state))
 
-    def wait_empty(self, place: Place) -> None:
-        sm90.barrier_wait(self.empty(place), self.parity(place) ^ 1)
+    def wait_empty(self, state: PipelineState) -> None:
+        sm90.barrier_wait(self.empty(state), self.parity(state) ^ 1)
 
     @cute.jit
-    def release(self, place: Place, lane: Int32) -> None:
-        """This warp reads the slot no more."""
+    def release(self, state: PipelineState, lane: Int32) -> None:
+        """Arrives at the empty barrier, once per warp, after its last read of the slot."""
         if lane == 0:
-            sm90.barrier_arrive(self.empty(place))
+            sm90.barrier_arrive(self.empty(state))
 
-    def next(self, place: Place) -> Place:
-        turn = place.turn + 1
-        return Place(ptx.select(turn == Int32(2 * self.stages), Int32(0), turn))
+    def next(self, state: PipelineState) -> PipelineState:
+        index_phase = state.index_phase + 1
+        return PipelineState(ptx.select(index_phase == Int32(2 * self.stages), Int32(0), index_phase))
 
-    def previous(self, place: Place) -> Place:
-        return Place(ptx.select(place.turn == 0, Int32(2 * self.stages), place.turn) - 1)
+    def previous(self, state: PipelineState) -> PipelineState:
+        return PipelineState(ptx.select(state.index_phase == 0, Int32(2 * self.stages), state.index_phase) - 1)

@@ -1,4 +1,4 @@
-"""The PTX the kernels are made of: the only file with inline assembly.
+"""Inline PTX that several kernels share.
 
 Memory instructions are volatile, so that the compiler keeps them in order around barriers; arithmetic is not, so that
 it may be merged and moved. Addresses of shared memory are 32-bit (`Int32`), of global memory 64-bit (`Int64`); a
@@ -33,7 +33,7 @@ def asm(
 ) -> Any:
     """Inline PTX; operands $0.. are outputs, then inputs (typed cutlass scalars). Returns a scalar, a list or None.
 
-    `tied`: values that the first outputs start from, in the same registers.
+    `tied`: initial values of the first outputs, in the same registers.
     """
     values = [x.ir_value(loc=loc, ip=ip) for x in (*inputs, *tied)]
     letters = ["=" + _LETTER[t] for t in outputs] + [_LETTER[type(x)] for x in inputs]
@@ -56,7 +56,7 @@ def asm(
 
 
 def ldmatrix_x4(address: Int32, offset: int, *, transpose: bool = False) -> list[Int32]:
-    """Four 8x8 matrices of 16-bit elements; lane l gives the row address of matrix l // 8, row l % 8."""
+    """Loads four 8x8 matrices of 16-bit elements; lane l gives the row address of matrix l // 8, row l % 8."""
     trans = ".trans" if transpose else ""
     return asm(
         f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, [$4+{offset}];",
@@ -66,7 +66,7 @@ def ldmatrix_x4(address: Int32, offset: int, *, transpose: bool = False) -> list
 
 
 def mma_m16n8k16(dtype: str, a: Sequence[Int32], b: Sequence[Int32], c: Sequence[Float32]) -> list[Float32]:
-    """C + A(16x16, row) B(16x8, col) with fp32 accumulation, for dtype "float16" or "bfloat16"."""
+    """Computes C + A(16x16, row) B(16x8, col) with fp32 accumulation, for dtype "float16" or "bfloat16"."""
     ab = {"float16": "f16", "bfloat16": "bf16"}[dtype]
     return asm(
         f"mma.sync.aligned.m16n8k16.row.col.f32.{ab}.{ab}.f32 "
@@ -81,13 +81,13 @@ def mma_m16n8k16(dtype: str, a: Sequence[Int32], b: Sequence[Int32], c: Sequence
 
 
 def cp_async_16(shared: Int32, offset: int, source: Int64, source_offset: int, src_bytes: Int32) -> None:
-    """16 bytes global -> shared, past L1; bytes beyond `src_bytes` (0 or 16) are filled with zeros and not read."""
+    """Copies 16 bytes global -> shared, bypassing L1; bytes past `src_bytes` (0 or 16) are zero-filled, not read."""
     text = f"cp.async.cg.shared.global.L2::128B [$0+{offset}], [$1+{source_offset}], 16, $2;"
     asm(text, [], [shared, source, src_bytes])
 
 
 def cp_async_4(shared: Int32, source: Int64, src_bytes: Int32) -> None:
-    """4 bytes global -> shared; 0 bytes: zeros, and nothing is read."""
+    """Copies 4 bytes global -> shared; with `src_bytes` 0 it writes zeros and reads nothing."""
     asm("cp.async.ca.shared.global [$0], [$1], 4, $2;", [], [shared, source, src_bytes])
 
 
@@ -96,12 +96,12 @@ def cp_async_commit() -> None:
 
 
 def cp_async_wait(pending: int) -> None:
-    """Until at most `pending` of this thread's newest groups are still in flight."""
+    """Waits until at most `pending` of this thread's newest groups are in flight."""
     asm(f"cp.async.wait_group {pending};")
 
 
 def cp_async_arrive(barrier: Int32) -> None:
-    """An arrival of this thread once all its copies so far have landed."""
+    """Arrives for this thread once all its copies so far have completed."""
     asm("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", [], [barrier])
 
 
@@ -146,7 +146,7 @@ def ld_global_f32(address: Int64) -> Float32:
 
 
 def ld_global_u32_if(address: Int64, wanted: Boolean) -> Int32:
-    """0, and nothing is read, unless wanted."""
+    """Loads if `wanted`; otherwise returns 0 and reads nothing."""
     text = "{.reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.u32 $0, [$1];}"
     return asm(text, [Int32], [address, select(wanted, Int32(1), Int32(0))])
 
@@ -199,7 +199,7 @@ def sync_warp() -> None:
 
 
 def grid_dependency_wait() -> None:
-    """Until the kernels before this one in the stream have finished and their writes are visible (sm_90 and later)."""
+    """Waits until the preceding kernels of the stream have finished and their writes are visible (sm_90 and later)."""
     asm("griddepcontrol.wait;")
 
 
@@ -224,7 +224,7 @@ def log2(x: Float32) -> Float32:
 
 
 def tanh(x: Float32) -> Float32:
-    """Absolute error up to 2^-11 (the PTX ISA's bound for tanh.approx)."""
+    """Computes tanh with an absolute error up to 2^-11 (the PTX ISA's bound for tanh.approx)."""
     return _unary("tanh.approx.f32", x)
 
 
@@ -265,13 +265,13 @@ def fmin(a: Float32, b: Float32) -> Float32:
 
 
 def mad_u32(a: Int32, b: Int64, c: Int64) -> Int64:
-    """a * b + c in 64 bits, for a >= 0."""
+    """Computes a * b + c in 64 bits, for a >= 0."""
     text = "{.reg .b64 t; cvt.u64.u32 t, $1; mad.lo.s64 $0, t, $2, $3;}"
     return asm(text, [Int64], [a, b, c], pure=True)
 
 
 def double_to_float_pair(x: Float64) -> tuple[Float32, Float32]:
-    """(hi, lo) with hi + lo = x to twice fp32's precision."""
+    """Returns (hi, lo) with hi + lo = x to twice fp32's precision."""
     hi = asm("cvt.rn.f32.f64 $0, $1;", [Float32], [x], pure=True)
     back = asm("cvt.f64.f32 $0, $1;", [Float64], [hi], pure=True)
     lo = asm("cvt.rn.f32.f64 $0, $1;", [Float32], [x - back], pure=True)
@@ -283,12 +283,12 @@ def shuffle_xor(x: Float32, lane_mask: int) -> Float32:
 
 
 def shuffle_from(x: Any, lane: Int32) -> Any:
-    """A 32-bit scalar of another lane."""
+    """Reads a 32-bit scalar of another lane."""
     return asm("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", [type(x)], [x, lane])
 
 
 def shuffle_address(x: Int64, lane: Int32) -> Int64:
-    """A 64-bit number of another lane."""
+    """Reads a 64-bit integer of another lane."""
     text = (
         "{.reg .b32 l, h; mov.b64 {l, h}, $1; shfl.sync.idx.b32 l, l, $2, 31, 0xffffffff;"
         "shfl.sync.idx.b32 h, h, $2, 31, 0xffffffff; mov.b64 $0, {l, h};}"
@@ -301,13 +301,13 @@ def shuffle_xor_b32(x: Int32, lane_mask: int) -> Int32:
 
 
 def pack_16(dtype: str, lo: Float32, hi: Float32) -> Int32:
-    """Two floats rounded to nearest even, `lo` in the low half."""
+    """Rounds two floats to nearest even, `lo` into the low half."""
     suffix = {"float16": "f16x2", "bfloat16": "bf16x2"}[dtype]
     return asm(f"cvt.rn.{suffix}.f32 $0, $1, $2;", [Int32], [hi, lo], pure=True)
 
 
 def unpack_16(dtype: str, pair: Int32) -> list[Float32]:
-    """(low half, high half) as floats."""
+    """Returns (low half, high half) as floats."""
     if dtype == "float16":
         text = "{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}"
     else:  # bfloat16 is the upper half of a float; cvt.f32.bf16 would need sm_90
@@ -319,19 +319,19 @@ def unpack_16(dtype: str, pair: Int32) -> list[Float32]:
 
 
 def permute(a: Int32, b: Int32, selector: int) -> Int32:
-    """Four of the eight bytes of (a, b), of which b's are 4 to 7: one selector digit a byte, the lowest first."""
+    """Selects four of the eight bytes of (a, b), of which b has 4 to 7: one selector digit per byte, lowest first."""
     return asm(f"prmt.b32 $0, $1, $2, {selector:#x};", [Int32], [a, b], pure=True)
 
 
 def multiply_16(dtype: str, a: Int32, b: Int32) -> Int32:
-    """a * b on pairs. An fma, because sm_80 multiplies no bf16; subnormal numbers count."""
+    """Multiplies pairs, by an fma, because sm_80 has no bf16 multiplication; subnormal numbers are kept."""
     suffix = {"float16": "f16x2", "bfloat16": "bf16x2"}[dtype]
     text = f"{{.reg .b32 z; mov.b32 z, 0x80008000; fma.rn.{suffix} $0, $1, $2, z;}}"
     return asm(text, [Int32], [a, b], pure=True)
 
 
 def e5m2x4_to_f16(word: Int32) -> list[Int32]:
-    """e5m2 is the upper half of fp16."""
+    """Converts four e5m2 numbers: e5m2 is the upper half of fp16."""
     return [permute(word, Int32(0), selector) for selector in (0x1404, 0x3424)]
 
 
@@ -339,8 +339,8 @@ def e4m3x4_to_f16(word: Int32, native: bool) -> list[Int32]:
     if native:
         text = "{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h;}"
         return asm(text, [Int32, Int32], [word], pure=True)
-    # Exponent and mantissa moved to fp16's places give x / 256, subnormal numbers included. The one NaN, all seven
-    # bits set, carries into the sign bit when 1 is added, from where it sets fp16's exponent.
+    # Exponent and mantissa shifted to fp16's positions give x / 256, also for subnormal numbers. The only NaN, all
+    # seven bits set, carries into the sign bit when 1 is added, from where it sets fp16's exponent.
     text = (
         "{.reg .b32 s, x, n, m; and.b32 s, $1, 0x80008000; shr.u32 x, $1, 1; and.b32 x, x, 0x3f803f80;"
         "and.b32 n, $1, 0x7f007f00; add.u32 n, n, 0x01000100; and.b32 n, n, 0x80008000; shr.u32 m, n, 5;"
@@ -351,7 +351,7 @@ def e4m3x4_to_f16(word: Int32, native: bool) -> list[Int32]:
 
 
 def e2m1x8_to_16(dtype: str, word: Int32) -> list[Int32]:
-    """Eight numbers, low nibble first: exponent and mantissa moved to their places, then the bias by a product."""
+    """Converts eight e2m1 numbers, low nibble first: shifts exponent and mantissa, then fixes the bias by a product."""
     shift, mask, factor = {"float16": (3, 0x0E000E00, 0x74007400), "bfloat16": (6, 0x01C001C0, 0x7E807E80)}[dtype]
     text = (
         f"{{.reg .b32 s, x; and.b32 s, $1, 0x80008000; shr.u32 x, $1, {shift}; and.b32 x, x, {mask:#x};"
@@ -369,12 +369,12 @@ def e2m1x8_to_16(dtype: str, word: Int32) -> list[Int32]:
 
 
 def opaque(x: Int32) -> Int32:
-    """x, its history hidden: what is computed from it stays inside a loop instead of in registers across it."""
+    """Hides how x was computed: values derived from it stay inside a loop instead of in registers across it."""
     return asm("mov.b32 $0, $1;", [Int32], [x])
 
 
 def select(condition: Boolean, a: Any, b: Any) -> Any:
-    """a where the condition holds, else b; both scalars of one type."""
+    """Returns a if the condition holds, else b; both scalars of one type."""
     return type(a)(select_(condition, a, b))
 
 

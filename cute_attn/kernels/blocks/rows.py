@@ -14,7 +14,7 @@ from cute_attn.kernels.blocks import ptx
 
 @dataclass(frozen=True)
 class Divisor:
-    """Division of 0 <= n < 2^31 by a run-time divisor with one multiplication (`magic` is the host's part of it)."""
+    """Division of 0 <= n < 2^31 by a run-time divisor with one multiplication (`divisor.magic` is the host's half)."""
 
     value: Int32
     multiplier: Int32
@@ -27,7 +27,7 @@ class Divisor:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows [first, first + tile rows) of one kv head and request; `count` rows exist in all.
+    """Packed rows [first, first + tile rows) of one kv head and request, which has `count` rows in all.
 
     The request's token 0 is row `start` of q, out and lse.
     """
@@ -53,7 +53,7 @@ class PackedRows:
         return self.last_token_from(Int32(0), rows)
 
     def last_token_from(self, row: Int32, rows: int) -> Int32:
-        """The same among the `rows` from `row` on."""
+        """Token of the last existing row among the `rows` rows from `row`."""
         last = ptx.minimum(self.first + row + Int32(rows), self.count) - Int32(1)
         return self.group.quotient(last)
 

@@ -1,4 +1,4 @@
-"""Small things that every kernel needs: parameters for tracing, scales in device memory, the base of shared memory."""
+"""Small functions that every kernel uses: parameters for tracing, scales in device memory, base of shared memory."""
 
 import typing
 
@@ -10,7 +10,7 @@ from cute_attn.kernels.blocks import ptx
 
 
 def zeros(params: type) -> tuple:
-    """A parameter tuple of the right types: tracing looks at nothing else."""
+    """Returns a parameter tuple of the right types; tracing uses nothing else."""
     return params(*(kind(0) for kind in typing.get_type_hints(params).values()))
 
 
@@ -21,7 +21,7 @@ def shared_memory() -> Int32:
 
 @cute.jit
 def head_scale(base: Int64, head: Int32) -> Float32:
-    """A head's scale of an fp32 array in device memory; 1 where there is none."""
+    """Loads a head's scale from an fp32 array in device memory; 1 if the address is 0."""
     scale = Float32(1.0)
     if base != Int64(0):
         scale = ptx.ld_global_f32(base + Int64(head) * Int64(4))
@@ -30,7 +30,7 @@ def head_scale(base: Int64, head: Int32) -> Float32:
 
 @cute.jit
 def device_scale(address: Int64) -> Float32:
-    """A scale kept in device memory; 1 where there is none."""
+    """Loads a scale from device memory; 1 if the address is 0."""
     scale = Float32(1.0)
     if address != Int64(0):
         scale = ptx.ld_global_f32(address)

@@ -1,4 +1,4 @@
-"""Modifications of the raw scores x = q.k, applied in the order of `Fa2Spec.scores`, before the mask."""
+"""Score modifications of x = q.k, applied in the order of `Fa2Spec.scores`, before the mask."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from cute_attn.kernels.blocks.rows import PackedRows
 
 @dataclass(frozen=True)
 class Scale:
-    """x * sm_scale. Not needed when softmax itself scales; that takes a positive scale and nothing after it."""
+    """Multiplies by sm_scale. Not needed when softmax scales, for a positive scale and no other modification."""
 
     scale: Float32
 
@@ -23,7 +23,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class RowScales:
-    """The same with a scale a row slot, from registers or put together for every tile."""
+    """Multiplies by one scale per row slot, kept in registers or computed for every tile."""
 
     scales: Callable[[], list[Float32]]
 
@@ -34,7 +34,7 @@ class RowScales:
 
 @dataclass(frozen=True)
 class SoftCap:
-    """cap * tanh(x / cap)."""
+    """Computes cap * tanh(x / cap)."""
 
     cap: Float32
 
@@ -45,9 +45,9 @@ class SoftCap:
 
 @dataclass(frozen=True)
 class Alibi:
-    """x + slope[head] * (kv_idx - qo_idx), with qo_idx the local row index (FlashInfer's convention)."""
+    """Adds slope[head] * (kv_idx - qo_idx), with qo_idx the local row index (FlashInfer's convention)."""
 
-    tile: Any  # WarpTile and Lanes, or GroupTile and GroupLanes
+    tile: Any  # WarpTile and Lanes, or WarpgroupTile and WarpgroupLanes
     rows: PackedRows
     lanes: Any
     num_qo_heads: Int32
@@ -69,7 +69,7 @@ class Alibi:
 
 @cute.jit
 def alibi_slope(head: Int32, num_heads: Int32) -> Float32:
-    """2^(-8 (h + 1) / n) for the first n = 2^floor(log2 heads) heads, then 2^(-4 (2 (h - n) + 1) / n).
+    """Returns 2^(-8 (h + 1) / n) for the first n = 2^floor(log2 heads) heads, then 2^(-4 (2 (h - n) + 1) / n).
 
     Press et al. 2022.
     """

@@ -1,4 +1,4 @@
-"""PTX that only Hopper has: warpgroup products, TMA, transaction barriers, register reallocation."""
+"""Hopper PTX: wgmma, TMA, transaction barriers, register reallocation."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,21 +14,21 @@ from cute_attn.kernels.blocks.ptx import asm
 EVICT_FIRST = 0x12F0000000000000
 EVICT_LAST = 0x14F0000000000000
 
-_SWIZZLE = {128: 1 << 30, 64: 2 << 30}  # in the upper word of a matrix descriptor, by bytes of a line
+_SWIZZLE = {128: 1 << 30, 64: 2 << 30}  # in the upper word of a matrix descriptor, by line bytes
 
 
 # --- products -------------------------------------------------------------------------------------------------------
 
 
 def descriptor(address: Int32, leading_bytes: int) -> Int32:
-    """Lower word of a matrix descriptor; an operand's start moves by adding bytes / 16."""
+    """Returns the lower word of a matrix descriptor; adding bytes / 16 moves the operand's start."""
     return (address >> 4) | Int32(leading_bytes >> 4 << 16)
 
 
 def wgmma_from_shared(
     dtype: str, n: int, a: Int32, b: Int32, steps: Sequence[tuple[int, int]], accumulator: Sequence[Float32] = ()
 ) -> list[Float32]:
-    """One group of products A B of 64 x n, both K-major in shared memory; `steps`: (a, b) bytes from the start.
+    """Starts one wgmma group of products A B of 64 x n, both K-major in shared memory; `steps`: (a, b) byte offsets.
 
     Without an accumulator the sum starts from zero. The result may be used after `wgmma_wait`.
     """
@@ -55,10 +55,11 @@ def wgmma_from_registers(
     k_major: bool = False,
     line: int = 128,
 ) -> list[Float32]:
-    """One group of accumulator + A B: A 64 x 32 bytes in four registers a step, B in shared memory, K-major where it
-    has 8 bits or is said to be, else MN-major; `steps`: its bytes from the start, `line`: bytes of its swizzled lines.
+    """Starts one wgmma group of accumulator + A B: A with 64 x 32 bytes in four registers per step, B in shared memory,
+    K-major if it has 8 bits or `k_major` is set, else MN-major; `steps`: byte offsets in B, `line`: bytes of its
+    swizzled lines.
 
-    The registers of A must stay untouched until the group is waited for: `wgmma_wait` takes them for that.
+    The registers of A must stay untouched until the group has completed: `wgmma_wait` takes them for that.
     """
     count = n // 2
     registers = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
@@ -73,12 +74,12 @@ def wgmma_from_registers(
 
 
 def wgmma_wait(pending: int, results: Sequence[Float32], operands: Sequence[Int32] = ()) -> list[Float32]:
-    """The results once at most `pending` newer groups are in flight; `operands` were theirs."""
+    """Returns the results once at most `pending` newer groups are in flight; `operands`: their A registers."""
     return asm(f"wgmma.wait_group.sync.aligned {pending};", [Float32] * len(results), operands, tied=results)
 
 
 _SUFFIX = {"float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
-# Signs, then which operands are transposed: 8 bits know no such choice.
+# Immediates: signs, then which operands are transposed, for which 8-bit types have no choice.
 _K_MAJOR = {"float16": "1, 1, 0, 0", "bfloat16": "1, 1, 0, 0", "float8_e4m3fn": "1, 1", "float8_e5m2": "1, 1"}
 _B_AS_STORED = {"float16": "1, 1, 1", "bfloat16": "1, 1, 1", "float8_e4m3fn": "1, 1", "float8_e5m2": "1, 1"}
 
@@ -89,7 +90,7 @@ def _mnemonic(a_dtype: str, b_dtype: str, n: int) -> str:
 
 
 def _group(declared: str, lines: Sequence[str], line: int = 128) -> str:
-    high = _SWIZZLE[line] | 8 * line >> 4  # and bytes of eight lines
+    high = _SWIZZLE[line] | 8 * line >> 4  # and the stride of eight lines
     constants = f"setp.eq.u32 p, 0, 0; setp.ne.u32 z, 0, 0; mov.b32 h, {high};"
     prologue = f"{{ .reg .pred p, z; .reg .b32 h; {declared} {constants}"
     body = "\n".join(lines)
@@ -97,12 +98,12 @@ def _group(declared: str, lines: Sequence[str], line: int = 128) -> str:
 
 
 def stmatrix_x4(address: Int32, offset: int, values: Sequence[Int32]) -> None:
-    """Four 8x8 matrices of 16-bit elements; lane l gives the row address of matrix l // 8, row l % 8."""
+    """Stores four 8x8 matrices of 16-bit elements; lane l gives the row address of matrix l // 8, row l % 8."""
     asm(f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0+{offset}], {{$1, $2, $3, $4}};", [], [address, *values])
 
 
 def pack_e4m3(values: Sequence[Float32]) -> Int32:
-    """Four numbers rounded to nearest even, the first in the lowest byte; beyond 448 they become 448."""
+    """Rounds four numbers to nearest even, the first into the lowest byte; values beyond 448 become 448."""
     text = (
         "{.reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3;"
         "mov.b32 $0, {l, h};}"
@@ -111,7 +112,7 @@ def pack_e4m3(values: Sequence[Float32]) -> Int32:
 
 
 def pack_e4m3_16(pairs: Sequence[Int32]) -> Int32:
-    """The same of two pairs of fp16."""
+    """Rounds two fp16 pairs as `pack_e4m3` does."""
     text = (
         "{.reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f16x2 l, $1; cvt.rn.satfinite.e4m3x2.f16x2 h, $2;mov.b32 $0, {l, h};}"
     )
@@ -123,7 +124,7 @@ def pack_e4m3_16(pairs: Sequence[Int32]) -> Int32:
 
 @dsl_user_op
 def address_of(tensor_map: Any, *, loc: Any = None, ip: Any = None) -> Int64:
-    """Generic address of a tensor map among the kernel's parameters (aligned to 64 bytes there)."""
+    """Returns the generic address of a tensor map among the kernel's parameters (aligned to 64 bytes there)."""
     pointer = tensor_map.get_ptr(loc=loc, ip=ip).to_llvm_ptr(loc=loc, ip=ip)
     return Int64(llvm.ptrtoint(T.i64(), pointer, loc=loc, ip=ip))
 
@@ -133,7 +134,7 @@ def prefetch_tensor_map(tensor_map: Int64) -> None:
 
 
 def tma_load_4d(shared: Int32, tensor_map: Int64, coordinates: Sequence[Int32], barrier: Int32, policy: int) -> None:
-    """A box into shared memory; its bytes count towards the barrier's phase. One thread."""
+    """Copies a box into shared memory; its bytes count towards the barrier's phase. For one thread."""
     text = (
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
         "[$0], [$1, {$2, $3, $4, $5}], [$6], $7;"
@@ -149,17 +150,17 @@ def barrier_init(barrier: Int32, arrivals: int) -> None:
 
 
 def fence_barrier_init() -> None:
-    """Initialised barriers become visible to TMA; other threads still need a CTA barrier."""
+    """Makes initialised barriers visible to TMA; other threads still need a CTA barrier."""
     asm("fence.mbarrier_init.release.cluster; fence.proxy.async;")
 
 
 def fence_async() -> None:
-    """This thread's reads and writes of shared memory come before what TMA and wgmma do there later."""
+    """Orders this thread's reads and writes of shared memory before later accesses by TMA and wgmma (async proxy)."""
     asm("fence.proxy.async.shared::cta;")
 
 
 def barrier_expect(barrier: Int32, num_bytes: int) -> None:
-    """Arrives, and adds the bytes that this phase waits for."""
+    """Arrives and adds `num_bytes` to the transaction count of the phase."""
     asm(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {num_bytes};", [], [barrier])
 
 
@@ -168,7 +169,7 @@ def barrier_arrive(barrier: Int32) -> None:
 
 
 def barrier_wait(barrier: Int32, phase: Int32) -> None:
-    """Until the phase of that parity is complete."""
+    """Waits until the phase of parity `phase` is complete."""
     text = (
         "{ .reg .pred p;\nWAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;\n@p bra DONE;\nbra WAIT;\nDONE: }"
     )
@@ -186,8 +187,8 @@ def named_arrive(barrier: Int32, threads: int) -> None:
     asm(f"bar.arrive $0, {threads};", [], [barrier])
 
 
-def any_of_group(barrier: Int32, value: Boolean) -> Boolean:
-    """Whether it holds in any thread of a warpgroup. All of them meet here."""
+def any_of_warpgroup(barrier: Int32, value: Boolean) -> Boolean:
+    """Returns whether `value` holds in any thread of the warpgroup; synchronises the warpgroup."""
     vote = "barrier.cta.red.or.aligned.pred q, $2, 128, p;"
     text = f"{{ .reg .pred p, q; setp.ne.s32 p, $1, 0; {vote} selp.s32 $0, 1, 0, q; }}"
     return asm(text, [Int32], [ptx.select(value, Int32(1), Int32(0)), barrier]) != 0

@@ -1,6 +1,6 @@
-"""Addresses inside the tiles in shared memory.
+"""Swizzled addresses of tiles in shared memory.
 
-Rows are whole 128-byte lines, in which the 16-byte chunk c of row r stands at place c xor (r mod 8). The eight row
+Rows are whole 128-byte lines, in which 16-byte chunk c of row r is stored at position c xor (r mod 8). The eight row
 addresses of one ldmatrix matrix then fall into different banks, and a row's lines are written whole (rows padded by 16
 bytes instead cost every cp.async more than a second wavefront: 2.3 times the writes, measured on an H200).
 """
@@ -13,11 +13,13 @@ CHUNK = 16
 
 
 def swizzled(row: Int32, chunk: Int32, pitch: int) -> Int32:
-    """Offset of a 16-byte chunk in a tile whose base is a multiple of 128 bytes."""
+    """Returns the offset of a 16-byte chunk in a tile whose base is a multiple of 128 bytes."""
     return row * pitch + ((chunk ^ (row & 7)) * CHUNK)
 
 
-def further(address: Int32, chunks: int) -> tuple[Int32, int]:
-    """(register, immediate) of the place `chunks` right of first chunk 0, or an even number right of first chunk 1."""
+def swizzled_offset(address: Int32, chunks: int) -> tuple[Int32, int]:
+    """Returns (register, immediate) of the chunk `chunks` to the right of `address`, which is that of a row's chunk 0,
+    or of chunk 1 if `chunks` is even.
+    """
     within = chunks % 8 * CHUNK
     return (address ^ Int32(within) if within else address), chunks // 8 * LINE

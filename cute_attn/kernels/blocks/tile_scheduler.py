@@ -1,4 +1,4 @@
-"""Which query tiles a persistent CTA works on, in which order, and how the math warps are told."""
+"""Tile schedulers of persistent CTAs: which query tiles, in which order, and how the other warps learn of them."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,13 +12,13 @@ from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.schedule.records import ITEM_INTS, Item
 
 NO_WORK = -1
-DRAWN_WORD = 12  # of a record, behind the fields of its tile
+NEXT_TILE_WORD = 12  # of a record, after the fields of its tile
 
 
 class QueryTile(NamedTuple):
-    """A work item for one block of heads that share a tile, as it travels through shared memory. Words of 32 bits."""
+    """Work item for one block of heads that share a tile, in 32-bit words, passed through shared memory."""
 
-    head_block: Int32  # NO_WORK: there is nothing more to do
+    head_block: Int32  # NO_WORK: no tiles are left
     qo_start: Int32
     qo_len: Int32
     kv_start: Int32
@@ -31,7 +31,7 @@ class QueryTile(NamedTuple):
     mask_high: Int32
 
     def band(self, p: Any) -> Band:
-        """`p.right` and `p.left` are relative to the end of the keys."""
+        """Band of visible keys; `p.right` and `p.left` are relative to the end of the keys."""
         position = self.kv_len - self.qo_len  # of query token 0
         return Band(self.kv_end, position + p.left, position + p.right)
 
@@ -40,7 +40,7 @@ class QueryTile(NamedTuple):
         return PackedRows(self.first_row, self.qo_len * p.group, group, self.head_block * p.group, self.qo_start)
 
     def mask(self) -> Int64:
-        """Offset in the packed mask."""
+        """Byte offset in the packed mask."""
         return (Int64(self.mask_high) << Int64(32)) | (Int64(self.mask_low) & Int64(0xFFFFFFFF))
 
     def store(self, address: Int32) -> None:
@@ -54,14 +54,14 @@ class QueryTile(NamedTuple):
         return cls(*map(cute.arch.make_warp_uniform, words[: len(cls._fields)]))
 
 
-NOTHING = (NO_WORK, *(0,) * (len(QueryTile._fields) - 1))
+NO_TILE = (NO_WORK, *(0,) * (len(QueryTile._fields) - 1))
 
 
 @dataclass(frozen=True)
 class GridTiles:
     """Query tiles of one request, splits of its keys outermost. A section of head blocks, few enough for L2 to hold
-    their keys and values, is done before the next begins; within it heads lie side by side, last rows first: the
-    longest under a causal mask.
+    their keys and values, is finished before the next begins; within it heads are innermost and the last rows come
+    first, which are the longest under a causal mask.
     """
 
     rows: int
@@ -69,12 +69,12 @@ class GridTiles:
 
     @cute.jit
     def at(self, p: Any, index: Int32) -> Any:
-        tile = QueryTile(*(Int32(x) for x in NOTHING))
+        tile = QueryTile(*(Int32(x) for x in NO_TILE))
         if index < p.total_tiles:
             split = Divisor(p.split_tiles, p.split_tiles_multiplier, p.split_tiles_shift).quotient(index)
-            place = index - split * p.split_tiles
-            section = Divisor(p.section_tiles, p.section_tiles_multiplier, p.section_tiles_shift).quotient(place)
-            within = place - section * p.section_tiles
+            in_split = index - split * p.split_tiles
+            section = Divisor(p.section_tiles, p.section_tiles_multiplier, p.section_tiles_shift).quotient(in_split)
+            within = in_split - section * p.section_tiles
             block = Divisor(p.section_heads, p.section_heads_multiplier, p.section_heads_shift).quotient(within)
             begin = split * p.split_tokens
             tile = QueryTile(
@@ -95,14 +95,14 @@ class GridTiles:
 
 @dataclass(frozen=True)
 class ItemTiles:
-    """A batch: work items of the plan for every block of heads, in sections as `GridTiles` has them, of all items."""
+    """Query tiles of a batch: the plan's work items for every block of heads, in sections as in `GridTiles`."""
 
     rows: int
     cols: int
 
     @cute.jit
     def at(self, p: Any, index: Int32) -> Any:
-        tile = QueryTile(*(Int32(x) for x in NOTHING))
+        tile = QueryTile(*(Int32(x) for x in NO_TILE))
         if index < p.total_tiles:
             section = Divisor(p.section_tiles, p.section_tiles_multiplier, p.section_tiles_shift).quotient(index)
             within = index - section * p.section_tiles
@@ -128,29 +128,29 @@ class ItemTiles:
 
 
 @dataclass(frozen=True)
-class Draws:
-    """Tiles in the order in which CTAs become free, past each one's first: two numbers in device memory, how many were
-    drawn and how many CTAs have stopped drawing. The last one to stop sets both to 0.
+class DynamicTileScheduler:
+    """Dynamic scheduler: after its first tile, a CTA takes the next one when it becomes free. Two counters in device
+    memory: tiles handed out, and CTAs that have finished. The last CTA to finish resets both to 0.
 
-    `draw` before the last copies of a tile: the answer takes no longer than they do, and a tile drawn much earlier
-    waits for its CTA while others run out of work. All lanes of one warp.
+    Call `fetch_next` before the last copies of a tile: the atomic takes no longer than they do, and a tile fetched much
+    earlier waits for its CTA while others run out of work. For all lanes of one warp.
     """
 
     counters: Int64
     thread: Int32
 
     @cute.jit
-    def draw(self) -> Int32:
-        drawn = Int32(0)
+    def fetch_next(self) -> Int32:
+        fetched = Int32(0)
         if self.thread == 0:
-            drawn = sm90.atomic_increment(self.counters)
-        return drawn
+            fetched = sm90.atomic_increment(self.counters)
+        return fetched
 
-    def following(self, drawn: Int32, record: Int32) -> Int32:
-        return ptx.shuffle_from(drawn, Int32(0)) + cute.arch.grid_dim()[0]
+    def broadcast_next(self, fetched: Int32, record: Int32) -> Int32:
+        return ptx.shuffle_from(fetched, Int32(0)) + cute.arch.grid_dim()[0]
 
     @cute.jit
-    def stop(self) -> None:
+    def finish(self) -> None:
         if self.thread == 0:
             stopped = sm90.atomic_increment(self.counters + Int64(4))
             if stopped == cute.arch.grid_dim()[0] - 1:
@@ -159,16 +159,16 @@ class Draws:
 
 
 @dataclass(frozen=True)
-class TeamDraws(Draws):
-    """The same for a warpgroup: its first thread draws, and passes the number on behind the tile's description. The
-    word is written again when there were other tiles between, for which all threads met.
+class WarpgroupTileScheduler(DynamicTileScheduler):
+    """Dynamic scheduler of a warpgroup: its first thread fetches the index and passes it on in the tile's record. The
+    word is only overwritten after other tiles, whose barriers all threads have passed.
     """
 
     barrier: int  # named
 
     @cute.jit
-    def following(self, drawn: Int32, record: Int32) -> Int32:
+    def broadcast_next(self, fetched: Int32, record: Int32) -> Int32:
         if self.thread == 0:
-            ptx.st_shared_b32(record, 4 * DRAWN_WORD, drawn + cute.arch.grid_dim()[0])
+            ptx.st_shared_b32(record, 4 * NEXT_TILE_WORD, fetched + cute.arch.grid_dim()[0])
         sm90.named_sync(Int32(self.barrier), 128)
-        return cute.arch.make_warp_uniform(ptx.ld_shared_b32(record + Int32(4 * DRAWN_WORD)))
+        return cute.arch.make_warp_uniform(ptx.ld_shared_b32(record + Int32(4 * NEXT_TILE_WORD)))

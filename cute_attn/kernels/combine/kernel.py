@@ -1,7 +1,7 @@
-"""Merges the partial results of a launch that cut the keys: one CTA a (token, head) row, or as many rows as fall to
-it where a launch of fixed size (CUDA graphs) has room for more of them than it mostly gets.
+"""Combine kernel: merges the partial results of a split-KV launch. One CTA handles one (token, head) row, or loops over
+several in a launch of fixed size (CUDA graphs), whose capacity is mostly above the number of rows.
 
-Each split left its own normalised output and base-2 log-sum-exp in fp32. With M = max_s lse_s the merged row is
+Each split has stored its own normalised output and base-2 log-sum-exp in fp32. With M = max_s lse_s the merged row is
 sum_s 2^(lse_s - M) o_s / sum_s 2^(lse_s - M), and lse = M + log2 of that sum.
 """
 
@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.epilogue import Finish
+from cute_attn.kernels.blocks.epilogue import FinalEpilogue
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, zeros
 from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.runtime.arch import named
@@ -42,14 +42,14 @@ class CombineParams(NamedTuple):
     merges: Int64
     num_kv_heads: Int32
     group: Int32
-    rows_per_merge: Int32  # rows of a query tile that may exist
-    slot_rows: Int32  # and those that its partials have room for
+    rows_per_merge: Int32  # rows of a query tile that can exist
+    slot_rows: Int32  # rows per slot of the partials
     num_rows: Int32  # of all merge records and kv heads; the grid may be smaller
 
 
 @dataclass(frozen=True)
 class Row:
-    """One output row and its partials: row `first` of the workspace, then every `step` rows."""
+    """Output row and its partials: row `first` of the workspace, then every `step` rows."""
 
     exists: Boolean
     last: Boolean  # no row after this one exists
@@ -61,7 +61,7 @@ class Row:
 
 
 class GridRows:
-    """Partials [num_splits, qo_len, num_qo_heads] of one request."""
+    """Rows of one request, with partials [num_splits, qo_len, num_qo_heads]."""
 
     def row(self, p: CombineParams, index: Int32) -> Row:
         token = index // p.num_qo_heads
@@ -72,13 +72,13 @@ class GridRows:
 
 
 class MergeRows:
-    """Partials [slot, num_kv_heads, slot_rows] of a batch; the rows of a merge item and kv head side by side."""
+    """Rows of a batch; partials [slot, num_kv_heads, slot_rows]; those of a merge item and kv head are contiguous."""
 
     def row(self, p: CombineParams, index: Int32) -> Row:
-        place = index // p.rows_per_merge
-        row = index - place * p.rows_per_merge
-        number = place // p.num_kv_heads
-        kv_head = place - number * p.num_kv_heads
+        merge_head = index // p.rows_per_merge
+        row = index - merge_head * p.rows_per_merge
+        number = merge_head // p.num_kv_heads
+        kv_head = merge_head - number * p.num_kv_heads
         address = p.merges + Int64(number) * Int64(4 * MERGE_INTS)
         words = [word for offset in (0, 16) for word in ptx.ld_global_v4(address, offset)]
         merge = Merge(*words[: len(Merge._fields)])
@@ -122,14 +122,14 @@ class CombineProgram:
         if cutlass.const_expr(self.spec.schedule == "grid"):
             self.merge(params, self.rows.row(params, index))
         else:
-            left = Boolean(True)
-            while left:
+            remaining = Boolean(True)
+            while remaining:
                 row = self.rows.row(params, index)
                 if row.exists:
                     self.merge(params, row)
-                    ptx.sync_threads()  # the next row's sums take the place of this one's
+                    ptx.sync_threads()  # the next row's sums overwrite this one's
                 index = index + Int32(cute.arch.grid_dim()[0])
-                left = cutlass.and_(index < params.num_rows, cutlass.not_(row.last))
+                remaining = cutlass.and_(index < params.num_rows, cutlass.not_(row.last))
 
     @cute.jit
     def merge(self, p: CombineParams, row: cutlass.Constexpr) -> None:
@@ -138,8 +138,8 @@ class CombineProgram:
         anchor = ptx.select(maximum == ptx.NEG_INF, Float32(0.0), maximum)
         weights = [ptx.exp2(x - anchor) for x in lse]
         total = warp_reduce(add, fold(add, weights))
-        finish = Finish(p.sinks, p.v_scale * device_scale(p.v_scale_ptr), p.lse_scale)
-        factor, merged = finish.row(maximum, total, row.head)
+        epilogue = FinalEpilogue(p.sinks, p.v_scale * device_scale(p.v_scale_ptr), p.lse_scale)
+        factor, merged = epilogue.row(maximum, total, row.head)
         if cutlass.and_(cute.arch.thread_idx()[0] == 0, p.lse != Int64(0)):
             index = Int64(row.token) * Int64(p.num_qo_heads) + Int64(row.head)
             ptx.st_global_f32(p.lse + index * Int64(4), merged)
@@ -149,7 +149,7 @@ class CombineProgram:
 
     @cute.jit
     def lane_values(self, p: CombineParams, row: cutlass.Constexpr) -> list[Float32]:
-        """lse of splits lane, lane + 32, ...; -inf past the last split."""
+        """Loads the lse of splits lane, lane + 32, ...; -inf past the last split."""
         values = []
         for i in cutlass.range_constexpr(CombineSpec.max_splits // 32):
             split = cute.arch.thread_idx()[0] % 32 + 32 * i
@@ -162,7 +162,7 @@ class CombineProgram:
 
     @cute.jit
     def sum_outputs(self, p: CombineParams, row: cutlass.Constexpr, weights: list[Float32]) -> None:
-        """Warp w adds up splits w, w + 4, ... in that order; each lane has 4 neighbouring dimensions of every 128."""
+        """Sums splits w, w + 4, ... in warp w, in that order; each lane has 4 adjacent dimensions of every 128."""
         dims = self.spec.head_dim_vo
         base = shared_memory()
         step = row.step * Int64(dims * 4)
@@ -179,7 +179,7 @@ class CombineProgram:
             ptx.st_shared_v4_f32(base + (warp * dims + dim) * 4, 0, acc)
 
     def weight_of(self, weights: list[Float32], split: Int32) -> Float32:
-        """From the lane that holds it; `split` is the same for all lanes of a warp."""
+        """Reads a weight from the lane that holds it; `split` is the same for all lanes of a warp."""
         held = weights[-1]
         for i in reversed(range(len(weights) - 1)):
             held = ptx.select(split < 32 * (i + 1), weights[i], held)
@@ -187,19 +187,19 @@ class CombineProgram:
 
     @cute.jit
     def store(self, p: CombineParams, row: cutlass.Constexpr, factor: Float32) -> None:
-        """The first dims / 4 threads add the warps' sums and write."""
+        """Adds the sums of the warps and stores, with the first dims / 4 threads."""
         dims = self.spec.head_dim_vo
         dim = cute.arch.thread_idx()[0] * 4
         if dim < dims:
             base = shared_memory() + dim * 4
             parts = [ptx.ld_shared_v4_f32(base, w * dims * 4) for w in range(WARPS)]
             values = [fold(add, list(four)) * factor for four in zip(*parts, strict=True)]
-            place = p.o + Int64(row.token) * p.o_stride_n + Int64(row.head) * p.o_stride_h
+            destination = p.o + Int64(row.token) * p.o_stride_n + Int64(row.head) * p.o_stride_h
             if cutlass.const_expr(self.spec.out_dtype == "float32"):
-                ptx.st_global_v4_f32(place + Int64(dim) * Int64(4), 0, values)
+                ptx.st_global_v4_f32(destination + Int64(dim) * Int64(4), 0, values)
             else:
                 pairs = [ptx.pack_16(self.spec.out_dtype, values[i], values[i + 1]) for i in (0, 2)]
-                ptx.st_global_v2(place + Int64(dim) * Int64(2), 0, pairs)
+                ptx.st_global_v2(destination + Int64(dim) * Int64(2), 0, pairs)
 
 
 def add(a: Float32, b: Float32) -> Float32:

@@ -11,11 +11,11 @@ from cute_attn.schedule.records import MAX_SPLITS
 
 @dataclass(frozen=True)
 class CombineSpec(KernelSpec):
-    """Merges the fp32 partials of a launch that cut the keys."""
+    """Spec of the combine kernel, which merges the fp32 partials of a split-KV launch."""
 
     kernel: ClassVar[str] = "combine"
     needs_mma: ClassVar[bool] = False
     max_splits: ClassVar[int] = MAX_SPLITS
     out_dtype: str
     head_dim_vo: int
-    schedule: str = "grid"  # of the launch that left the partials
+    schedule: str = "grid"  # of the launch that wrote the partials

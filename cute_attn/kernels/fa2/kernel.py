@@ -2,12 +2,12 @@
 
 One CTA takes `tile.rows` packed query rows of one kv head and walks over kv tiles:
 
-    cp.async ring   K,V[t+1] ------------> K,V[t+2] ----------->      `stages` slots, one barrier a tile
+    cp.async ring   K,V[t+1] ------------> K,V[t+2] ----------->      `stages` slots, one barrier per tile
     warps           S = Q K[t]^T | softmax | O += P V[t] | S = ...
 
 With `warps_cols` 1 every warp owns rows and the CTA shares each tile. With more (decode: few rows), every warp owns
 columns: it loads, waits for and consumes its own part of the ring without any CTA barrier, and the warps merge once at
-the end. Two CTAs share an SM, so that one's softmax runs under the other's matrix products.
+the end. Two CTAs share an SM, so that the softmax of one overlaps the matrix products of the other.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from cutlass import Float32, Float64, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.dequant import Fp8
-from cute_attn.kernels.blocks.epilogue import Finish, Partials, RowStats, Target, Unfinished
+from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, RowStats, Target
 from cute_attn.kernels.blocks.masks import Band, BandMask, PackedMask, TileOrder
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, zeros
@@ -33,7 +33,7 @@ from cute_attn.kernels.fa2.parts.kv import DenseKV, NoScales, ScaleRows, Team, T
 from cute_attn.kernels.fa2.parts.mma import Lanes, WarpTile
 from cute_attn.kernels.fa2.parts.paged_kv import PagedKV
 from cute_attn.kernels.fa2.parts.rope import NoRotation, Rotation
-from cute_attn.kernels.fa2.parts.tile_scheduler import GridSchedule, ItemSchedule, Share
+from cute_attn.kernels.fa2.parts.tile_scheduler import GridSchedule, ItemSchedule, WorkTile
 from cute_attn.kernels.fa2.smem import SharedMemory
 from cute_attn.kernels.fa2.spec import Fa2Spec
 from cute_attn.kernels.formats import LINE
@@ -104,18 +104,16 @@ class Fa2Params(NamedTuple):
 
 
 class State(NamedTuple):
-    """Carried over kv tiles: what is accumulated, the ring slot of the next tile, and what was found out about the
-    tile that is copied next.
-    """
+    """Loop state over kv tiles: accumulators, ring slot of the next tile, page ids of the tile to be copied next."""
 
     running: Running
     slot: Int32
-    found: list[Int32]
+    page_ids: list[Int32]
 
 
 @dataclass(frozen=True)
 class Work:
-    """One CTA's parts, composed for its spec."""
+    """Building blocks of one CTA, composed for its spec."""
 
     tile: WarpTile
     lanes: Lanes
@@ -156,21 +154,21 @@ class Fa2Program:
     def kernel(self, params: Fa2Params) -> None:
         if cutlass.const_expr(self.pdl):
             ptx.grid_dependency_wait()
-        share = self.schedule.share(params)
+        work_tile = self.schedule.work_tile(params)
         if cutlass.const_expr(self.spec.schedule == "items"):
-            if share.qo_len != 0:
-                self.attention(params, share)
+            if work_tile.qo_len != 0:
+                self.attention(params, work_tile)
         else:
-            self.attention(params, share)
+            self.attention(params, work_tile)
 
     @cute.jit
-    def attention(self, params: Fa2Params, share: cutlass.Constexpr) -> None:
+    def attention(self, params: Fa2Params, work_tile: cutlass.Constexpr) -> None:
         base = shared_memory()
-        work = self.compose(params, share, base)
-        found = self.look_up(work)
-        self.load_q(params, share, work, base)
-        self.fill_ring(work, found)
-        state = State(work.softmax.start(), work.ring, found[-1])
+        work = self.compose(params, work_tile, base)
+        page_ids = self.prefetch_page_ids(work)
+        self.load_q(params, work_tile, work, base)
+        self.fill_ring(work, page_ids)
+        state = State(work.softmax.start(), work.ring, page_ids[-1])
         masked, total = work.order.masked, work.order.total
         for step in cutlass.range(0, masked, unroll=1):
             state = self.step(work, base, state, step, True)
@@ -185,32 +183,32 @@ class Fa2Program:
 
     # --- composition ------------------------------------------------------------------------------------------------
 
-    def compose(self, p: Fa2Params, share: Share, base: Int32) -> Work:
+    def compose(self, p: Fa2Params, work_tile: WorkTile, base: Int32) -> Work:
         memory = self.memory
-        rows = packed_rows(p, share)
+        rows = packed_rows(p, work_tile)
         lanes, team = Lanes.of(memory, cute.arch.thread_idx()[0]), Team.of(memory)
-        mask = self.make_mask(p, share, rows, lanes)
+        mask = self.make_mask(p, work_tile, rows, lanes)
         scale = p.scale * device_scale(p.scale0) * device_scale(p.scale1)
         return Work(
             tile=self.tile,
             lanes=lanes,
             team=team,
             rows=rows,
-            kv=self.make_kv(p, share, team),
+            kv=self.make_kv(p, work_tile, team),
             source=self.make_source(base),
             mask=mask,
             scores=self.make_scores(p, scale, rows, lanes),
             softmax=OnlineSoftmax(self.tile, Float32(ptx.LOG2E) if self.spec.scores else scale),
             rotation=self.make_rotation(p, base),
-            order=mask.tiles(share.first_tile, share.last_tile),
+            order=mask.tiles(work_tile.first_tile, work_tile.last_tile),
             ring=base + Int32(memory.ring),
         )
 
-    def make_kv(self, p: Fa2Params, share: Share, team: Team) -> DenseKV | PagedKV:
-        spec, memory, head = self.spec, self.memory, Int64(share.kv_head)
+    def make_kv(self, p: Fa2Params, work_tile: WorkTile, team: Team) -> DenseKV | PagedKV:
+        spec, memory, head = self.spec, self.memory, Int64(work_tile.kv_head)
         k = TokenRows(p.k + head * p.k_stride_h, p.k_stride_n, memory.k_bytes // CHUNK, memory.k_pitch)
         v = TokenRows(p.v + head * p.v_stride_h, p.v_stride_n, memory.v_bytes // CHUNK, memory.v_pitch)
-        scales = self.make_scales(p, share)
+        scales = self.make_scales(p, work_tile)
         if spec.kv == "paged":
             page_size = Divisor(p.page_size, p.page_multiplier, p.page_shift)
             return PagedKV(
@@ -219,20 +217,20 @@ class Fa2Program:
                 k,
                 v,
                 scales,
-                share.kv_end,
+                work_tile.kv_end,
                 p.kv_indices,
-                share.kv_start,
+                work_tile.kv_start,
                 page_size,
                 p.k_stride_page,
                 p.v_stride_page,
             )
-        return DenseKV(memory, team, k.moved(share.kv_start), v.moved(share.kv_start), scales, share.kv_end)
+        return DenseKV(memory, team, k.moved(work_tile.kv_start), v.moved(work_tile.kv_start), scales, work_tile.kv_end)
 
-    def make_scales(self, p: Fa2Params, share: Share) -> NoScales | ScaleRows:
-        spec, head = self.spec, Int64(share.kv_head)
+    def make_scales(self, p: Fa2Params, work_tile: WorkTile) -> NoScales | ScaleRows:
+        spec, head = self.spec, Int64(work_tile.kv_head)
         if spec.kv_dtype != "nvfp4":
             return NoScales()
-        first = Int64(share.kv_start if spec.kv == "dense" else 0)
+        first = Int64(work_tile.kv_start if spec.kv == "dense" else 0)
         return ScaleRows(
             k=p.k_scales + head * p.k_scales_stride_h + first * p.k_scales_stride_n,
             v=p.v_scales + head * p.v_scales_stride_h + first * p.v_scales_stride_n,
@@ -252,10 +250,10 @@ class Fa2Program:
             return Converted(self.memory, Nvfp4(spec.dtype, self.converts_fp8), target)
         return Converted(self.memory, Fp8(spec.dtype, spec.kv_dtype, self.converts_fp8), target)
 
-    def make_mask(self, p: Fa2Params, share: Share, rows: PackedRows, lanes: Lanes) -> BandMask:
-        band = Band(share.kv_end, share.left, share.right)
+    def make_mask(self, p: Fa2Params, work_tile: WorkTile, rows: PackedRows, lanes: Lanes) -> BandMask:
+        band = Band(work_tile.kv_end, work_tile.left, work_tile.right)
         if self.spec.mask == "packed":
-            return PackedMask(band, self.tile, rows, lanes, share.mask, p.mask + p.mask_bytes, share.kv_len)
+            return PackedMask(band, self.tile, rows, lanes, work_tile.mask, p.mask + p.mask_bytes, work_tile.kv_len)
         return BandMask(band, self.tile, rows, lanes)
 
     def make_scores(self, p: Fa2Params, scale: Float32, rows: PackedRows, lanes: Lanes) -> Scores:
@@ -282,7 +280,7 @@ class Fa2Program:
             slab = Int64(cute.arch.block_idx()[2]) * Int64(p.qo_len) * Int64(p.num_qo_heads)
             o, lse = p.o + slab * (self.spec.head_dim_vo * 4), p.lse + slab * 4
             partial = Target("float32", o, p.o_stride_n, p.o_stride_h, lse, p.num_qo_heads)
-            self.write(work.rows, partial, Unfinished(), work, base, out, stats)
+            self.write(work.rows, partial, PartialEpilogue(), work, base, out, stats)
         else:
             self.write_whole(p, work.rows, work, base, out, stats)
 
@@ -290,34 +288,35 @@ class Fa2Program:
     def store_item(
         self, p: Fa2Params, work: cutlass.Constexpr, base: Int32, out: list[Float32], stats: cutlass.Constexpr
     ) -> None:
-        share = self.schedule.share(p)
-        rows = packed_rows(p, share)
-        if share.partial == NO_PARTIAL:
+        work_tile = self.schedule.work_tile(p)
+        rows = packed_rows(p, work_tile)
+        if work_tile.partial == NO_PARTIAL:
             self.write_whole(p, rows, work, base, out, stats)
         else:
-            slot = Int64(share.partial) * Int64(p.num_kv_heads) + Int64(share.kv_head)
+            slot = Int64(work_tile.partial) * Int64(p.num_kv_heads) + Int64(work_tile.kv_head)
             first = slot * Int64(self.spec.tile.rows)
             partials = Partials(p.o_partial, p.lse_partial, first, self.spec.head_dim_vo)
-            self.write(rows, partials, Unfinished(), work, base, out, stats)
+            self.write(rows, partials, PartialEpilogue(), work, base, out, stats)
 
     def write_whole(self, p, rows, work, base, out, stats) -> None:  # type: ignore[no-untyped-def]
-        finish = Finish(p.sinks, p.v_scale * device_scale(p.v_scale_ptr), p.lse_scale)
+        epilogue = FinalEpilogue(p.sinks, p.v_scale * device_scale(p.v_scale_ptr), p.lse_scale)
         target = Target(self.spec.out_dtype, p.o, p.o_stride_n, p.o_stride_h, p.lse, p.num_qo_heads)
-        self.write(rows, target, finish, work, base, out, stats)
+        self.write(rows, target, epilogue, work, base, out, stats)
 
-    def write(self, rows, target, finish, work, base, out, stats) -> None:  # type: ignore[no-untyped-def]
+    def write(self, rows, target, epilogue, work, base, out, stats) -> None:  # type: ignore[no-untyped-def]
         kind = WarpRows if self.spec.tile.warps_cols == 1 else MergedWarps
         lanes = work.lanes
         if target.dtype == "float32":
-            # Not the mask's: its tokens per row would stay in registers, all through the loop, for the epilogue.
+            # Not the lanes of the mask: the tokens of its rows would stay in registers through the loop for the
+            # epilogue.
             lanes = Lanes.of(self.memory, ptx.opaque(cute.arch.thread_idx()[0]))
-        kind(self.tile, lanes, rows, target, finish, base).write(out, stats)
+        kind(self.tile, lanes, rows, target, epilogue, base).write(out, stats)
 
     # --- phases -----------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def load_q(self, p: Fa2Params, share: cutlass.Constexpr, work: cutlass.Constexpr, base: Int32) -> None:
-        """Q rows into shared memory, all threads, one cp.async group; rows that do not exist become zeros."""
+    def load_q(self, p: Fa2Params, work_tile: cutlass.Constexpr, work: cutlass.Constexpr, base: Int32) -> None:
+        """Copies Q rows into shared memory, by all threads in one cp.async group; nonexistent rows become zeros."""
         thread, pitch, chunks = cute.arch.thread_idx()[0], self.memory.qk_pitch, self.spec.head_dim_qk // 8
         chunk = thread % 8
         work.rotation.prepare()
@@ -331,58 +330,61 @@ class Fa2Program:
         if cutlass.const_expr(self.spec.pos_encoding == "rope"):
             ptx.cp_async_wait(0)
             ptx.sync_threads()
-            shift = share.kv_len - share.qo_len
-            everyone = Team(self.block[0], thread, Int32(0))
-            work.rotation.rotate_rows(everyone, base, self.spec.tile.rows, lambda row: work.rows.token(row) + shift)
+            shift = work_tile.kv_len - work_tile.qo_len
+            all_threads = Team(self.block[0], thread, Int32(0))
+            work.rotation.rotate_rows(all_threads, base, self.spec.tile.rows, lambda row: work.rows.token(row) + shift)
             ptx.sync_threads()
 
-    def look_up(self, work: Work) -> list[list[Int32]]:
-        """What the first `stages` tiles need before they are copied."""
+    def prefetch_page_ids(self, work: Work) -> list[list[Int32]]:
+        """Loads the page ids of the first `stages` tiles."""
         order = work.order
         return [
-            work.kv.look_up(order.at(Int32(step)), Int32(step) < order.total) for step in range(self.spec.tile.stages)
+            work.kv.prefetch_page_ids(order.at(Int32(step)), Int32(step) < order.total)
+            for step in range(self.spec.tile.stages)
         ]
 
-    def fill_ring(self, work: Work, found: list[list[Int32]]) -> None:
-        """The first `stages - 1` tiles, one cp.async group each; groups are committed even if empty."""
+    def fill_ring(self, work: Work, page_ids: list[list[Int32]]) -> None:
+        """Copies the first `stages - 1` tiles, one cp.async group each; groups are committed even if empty."""
         for step in range(self.spec.tile.stages - 1):
             slot = work.ring + Int32(step * self.memory.slot_bytes)
-            for _ in work.kv.copies(work.order.at(Int32(step)), slot, Int32(step) < work.order.total, found[step]):
+            for _ in work.kv.copies(work.order.at(Int32(step)), slot, Int32(step) < work.order.total, page_ids[step]):
                 pass
             ptx.cp_async_commit()
         if self.spec.tile.warps_cols > 1:
-            # Teams are single warps here, but Q was loaded by all of them: the one CTA barrier before the loop.
+            # Teams are single warps here, but all of them loaded Q: the only CTA barrier before the loop.
             ptx.cp_async_wait(self.spec.tile.stages - 1)
             ptx.sync_threads()
 
     def step(self, work: Work, base: Int32, state: State, step: Int32, masked: bool) -> State:
-        """One kv tile: wait for it, S while starting the copy of the tile `stages - 1` further, softmax, O."""
+        """Processes one kv tile: waits for it, computes S while copying the tile `stages - 1` later, then softmax and
+        O.
+        """
         ahead, slot = self.spec.tile.stages - 1, state.slot
         ptx.cp_async_wait(ahead - 1)
-        work.team.sync()  # the tile is visible, and everybody has left the slot that is filled next
+        work.team.sync()  # the tile is visible, and the slot filled next is no longer read
         tile_at = work.order.at if masked else work.order.full_at
         kv_tile = tile_at(step)
         wanted = step + ahead < work.order.total
-        copies = work.kv.copies(tile_at(step + ahead), self.advance(slot, ahead), wanted, state.found)
+        copies = work.kv.copies(tile_at(step + ahead), self.advance(slot, ahead), wanted, state.page_ids)
         operand = work.source.operand(work.team, slot, copies, work.kv.count)
         self.rotate_k(work, operand.address, kv_tile)
         s = self.tile.scores(base + work.lanes.q, operand.address + work.lanes.k, operand.copies, operand.count)
         ptx.cp_async_commit()
-        found = work.kv.look_up(tile_at(step + ahead + 1), step + ahead + 1 < work.order.total)
+        page_ids = work.kv.prefetch_page_ids(tile_at(step + ahead + 1), step + ahead + 1 < work.order.total)
         s = work.scores.apply(s, kv_tile * self.spec.tile.cols)
         if masked:
             s = work.mask.apply(s, kv_tile * self.spec.tile.cols)
-        return self.attend(work, state._replace(found=found), operand.address, s, masked)
+        return self.softmax_and_pv(work, state._replace(page_ids=page_ids), operand.address, s, masked)
 
-    def attend(self, work: Work, state: State, operand: Int32, s: list[Float32], masked: bool) -> State:
-        """Online softmax of one tile's scores, and its share of the output."""
+    def softmax_and_pv(self, work: Work, state: State, operand: Int32, s: list[Float32], masked: bool) -> State:
+        """Applies online softmax to one tile's scores and adds P V to the output."""
         softmax, slot = work.softmax, state.slot
-        running = softmax.settle(state.running, s)
+        running = softmax.rescale_if_needed(state.running, s)
         p = softmax.exponentials(s, running.shift, may_be_empty=masked)
         total = softmax.sums(p, running.total)
         v = operand + Int32(self.memory.operand_v) + work.lanes.v
         out = self.tile.accumulate(running.out, self.tile.probabilities(p), v)
-        return State(Running(out, running.shift, total), self.advance(slot, 1), state.found)
+        return State(Running(out, running.shift, total), self.advance(slot, 1), state.page_ids)
 
     @cute.jit
     def rotate_k(self, work: Work, k: Int32, kv_tile: Int32) -> None:
@@ -394,13 +396,15 @@ class Fa2Program:
             work.team.sync()
 
     def advance(self, slot: Int32, steps: int) -> Int32:
-        """Shared address `steps` slots further round the ring."""
+        """Returns the shared address `steps` slots later in the ring."""
         size = self.memory.slot_bytes
         end = shared_memory() + Int32(self.memory.ring_end)
         moved = slot + Int32(steps * size)
         return ptx.select(moved >= end, moved - Int32(self.spec.tile.stages * size), moved)
 
 
-def packed_rows(p: Fa2Params, share: Share) -> PackedRows:
+def packed_rows(p: Fa2Params, work_tile: WorkTile) -> PackedRows:
     group = Divisor(p.group, p.group_multiplier, p.group_shift)
-    return PackedRows(share.first_row, share.qo_len * p.group, group, share.kv_head * p.group, share.qo_start)
+    return PackedRows(
+        work_tile.first_row, work_tile.qo_len * p.group, group, work_tile.kv_head * p.group, work_tile.qo_start
+    )

@@ -1,4 +1,4 @@
-"""Where the attention kernel's tiles lie in shared memory. Plain numbers: the host needs them without the DSL."""
+"""Shared memory layout of the attention kernels, as plain numbers: the host needs them without the DSL."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
 from cute_attn.kernels.formats import KV_BITS, LINE
 
-SCALES_PITCH = 32  # bytes of a token's NVFP4 block scales: 16 for K, then 16 for V
+SCALES_PITCH = 32  # bytes of NVFP4 block scales per token: 16 for K, then 16 for V
 
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Byte offsets: Q, then a ring of `stages` (K, V) pairs as stored, then the extras that only some variants have.
+    """Byte offsets of the mma.sync kernel: Q, a ring of `stages` (K, V) pairs as stored, then extras of some variants.
 
-    Pitches are whole lines, wasteful for narrow rows of fp8 and NVFP4: eight threads copy any row.
+    Pitches are whole lines, which wastes space for short rows of fp8 and NVFP4: eight threads copy any row.
     """
 
     tile: Tile
@@ -37,7 +37,7 @@ class SharedMemory:
 
     @property
     def k_bytes(self) -> int:
-        """Of a row of K as stored."""
+        """Bytes of a stored row of K."""
         return self.head_dim_qk * KV_BITS[self.kv_dtype] // 8
 
     @property
@@ -54,17 +54,17 @@ class SharedMemory:
 
     @property
     def ring(self) -> int:
-        """Start of the K/V ring; Q lies before it."""
+        """Start of the K/V ring, after Q."""
         return self.tile.rows * self.qk_pitch
 
     @property
     def v_offset(self) -> int:
-        """V tile within a ring slot; K is at 0."""
+        """Offset of the V tile within a ring slot; K is at 0."""
         return self.tile.cols * self.k_pitch
 
     @property
     def scales_offset(self) -> int:
-        """NVFP4 block scales within a ring slot."""
+        """Offset of the NVFP4 block scales within a ring slot."""
         return self.v_offset + self.tile.cols * self.v_pitch
 
     @property
@@ -77,27 +77,27 @@ class SharedMemory:
 
     @property
     def operand_v(self) -> int:
-        """V behind K where both have 16 bits: in the ring, or converted."""
+        """Offset of 16-bit V from 16-bit K, in the ring or converted."""
         return self.tile.cols * self.qk_pitch
 
     @property
     def converted(self) -> int:
-        """One (K, V) pair of 16 bits, made from stored ones of fewer."""
+        """Start of the (K, V) pair converted to 16 bits."""
         return self.ring_end
 
     @property
     def rope_table(self) -> int:
-        """(hi, lo) fp32 pairs of the rotation frequencies, one per pair of dimensions."""
+        """Start of the (hi, lo) fp32 pairs of rotation frequencies, one per pair of dimensions."""
         return self.converted + (self.operand_v + self.tile.cols * self.vo_pitch if self.kv_dtype else 0)
 
     @property
     def merge_pitch(self) -> int:
-        """Row of fp32 outputs when the warps of a row merge; padded so that a quad's rows differ in bank."""
+        """Pitch of fp32 output rows when the warps of a row merge; padded so that the rows of a quad differ in bank."""
         return self.head_dim_vo * 4 + 32
 
     @property
     def merge_outputs(self) -> int:
-        """Drained memory holds (max, sum) per warp column and row, then the outputs."""
+        """Offset of the outputs to merge, after (max, sum) per warp column and row; all in drained memory."""
         return self.tile.warps_cols * self.tile.rows * 8
 
     @property

@@ -12,7 +12,7 @@ from cute_attn.runtime.spec import KernelSpec
 class Tile:
     """Work of one CTA and its warps.
 
-    `rows` query rows (token x head of one group) by `cols` kv tokens a step; warps are laid out
+    `rows` query rows (token x head of one group) by `cols` kv tokens per step; warps are laid out
     `warps_rows` x `warps_cols`: with `warps_cols > 1` every warp owns its own kv columns and softmax state,
     merged once at the end. `stages` K/V tiles are in flight in shared memory.
     """
@@ -28,7 +28,7 @@ class Tile:
         return 32 * self.warps_rows * self.warps_cols
 
     def __post_init__(self) -> None:
-        loaders = self.threads if self.warps_cols == 1 else 32  # threads that copy the same rows, 8 to a row
+        loaders = self.threads if self.warps_cols == 1 else 32  # threads that copy the same rows, 8 per row
         rules = {
             "rows must be a multiple of 16 for every warp row": self.rows % (16 * self.warps_rows) == 0,
             "cols must be a multiple of 16 for every warp column": self.cols % (16 * self.warps_cols) == 0,
@@ -43,8 +43,8 @@ class Tile:
 
 @dataclass(frozen=True)
 class Fa2Spec(KernelSpec):
-    """The mma.sync attention kernel. Causal, window, GQA group, strides, lengths, page size and scales are run-time
-    values.
+    """Spec of the mma.sync attention kernel. Causal, window, GQA group, strides, lengths, page size and scales are
+    run-time values.
     """
 
     kernel: ClassVar[str] = "fa2"
@@ -56,7 +56,7 @@ class Fa2Spec(KernelSpec):
     scores: tuple[str, ...] = ()  # in order of application, of "scale", "alibi", "soft_cap"
     pos_encoding: str = "none"  # "none" or "rope"
     split: bool = False  # schedule "grid": fp32 partials for the combine kernel instead of the output
-    schedule: str = "grid"  # "grid": one request, work by place in the grid; "items": work items of a batch
+    schedule: str = "grid"  # "grid": one request, work by position in the grid; "items": work items of a batch
     kv: str = "dense"  # "dense": tokens at a stride; "paged": pages in any order
     kv_dtype: str = ""  # of `KV_BITS`
     tile: Tile = Tile(128, 64, 4, 1, 2)

@@ -1,4 +1,4 @@
-"""Tile tables of the mma.sync kernel, as data: which tile a problem gets, by head dims, rows and shared memory.
+"""Tile tables of the mma.sync kernel: the tile of a problem by head dims, rows and shared memory.
 
 Every row must compile to 0 bytes of stack (`python -m cute_attn kernels --check` compiles them all); "plain" rows may
 be wider than "modified" ones, which need registers for mask bits, slopes or rotations. Wider is faster: an earlier form
@@ -15,12 +15,12 @@ from cute_attn.kernels.fa2.spec import Tile
 from cute_attn.runtime.arch import Arch
 
 HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256))
-REGISTERS = 65536  # of an SM, in 4 bytes; a thread has 255 of them at most
-RESERVED_SMEM = 1024  # bytes of shared memory that the system takes from every CTA
+REGISTERS = 65536  # per SM, of 4 bytes; a thread has 255 at most
+RESERVED_SMEM = 1024  # bytes of shared memory per CTA that the system takes
 
-DECODE_ROWS = 16  # up to so many packed rows, warps divide the kv columns between them
-IN_FLIGHT = 32 * 1024  # bytes of K and V an SM: 1 us of latency at its share of an H200's 4.8 TB/s
-APPEND_ROWS = 64  # up to so many, a tile of 64 rows wastes less than one of 128
+DECODE_ROWS = 16  # up to this many packed rows, warps divide the kv columns between them
+IN_FLIGHT = 32 * 1024  # bytes of K and V per SM: 1 us of latency at its share of an H200's 4.8 TB/s
+APPEND_ROWS = 64  # up to this many, a tile of 64 rows wastes less than one of 128
 
 # Columns of the prefill tile by head dims: (plain, modified) of single requests. Rows x warps are in `_prefill`.
 _COLS_227K = {
@@ -50,7 +50,7 @@ _COLS_99K = {
     (192, 128): (48, 48),
     (256, 256): (32, 32),
 }
-# Of batches, where lengths and addresses take registers that parameters do not; 0: the tile of 64 rows.
+# The same for batches, where lengths and addresses take registers that parameters do not; 0: the tile of 64 rows.
 _BATCH_COLS_227K = {
     (64, 64): (112, 64),
     (80, 80): (48, 48),
@@ -81,7 +81,9 @@ _BATCH_COLS_99K = {
 
 
 class Variant(NamedTuple):
-    """What the tile depends on beside the number of rows. `plain`: no custom mask, score modification or rotation."""
+    """Properties that choose the tile besides the number of rows. `plain`: no custom mask, score modification or
+    rotation.
+    """
 
     head_dims: tuple[int, int]
     plain: bool = True
@@ -90,7 +92,7 @@ class Variant(NamedTuple):
 
 
 def choose(variant: Variant, packed_rows: int, arch: Arch) -> Tile:
-    """The tile for `packed_rows` = qo_len * group rows."""
+    """Returns the tile for `packed_rows` = qo_len * group rows."""
     if packed_rows <= DECODE_ROWS:
         return _decode_converted(variant, arch) if variant.kv_dtype else _decode(variant.head_dims, arch)
     if packed_rows <= APPEND_ROWS or variant.kv_dtype:  # conversion needs registers: 128 rows leave none
@@ -99,13 +101,13 @@ def choose(variant: Variant, packed_rows: int, arch: Arch) -> Tile:
 
 
 def candidates(variant: Variant, arch: Arch) -> list[Tile]:
-    """Every tile that `choose` may answer for this variant."""
+    """Lists every tile that `choose` may return for this variant."""
     rows = (DECODE_ROWS, APPEND_ROWS, APPEND_ROWS + 1)
     return list(dict.fromkeys(choose(variant, n, arch) for n in rows))
 
 
 def resident_ctas(tile: Tile, variant: Variant, arch: Arch) -> int:
-    """CTAs that an SM holds at once. Prefill tiles use all registers of a thread, decode tiles up to 168."""
+    """Returns the CTAs resident per SM. Prefill tiles use all registers of a thread, decode tiles up to 168."""
     memory = SharedMemory(tile, *variant.head_dims, rope=False, kv_dtype=variant.kv_dtype)
     by_smem = (arch.smem_limit + RESERVED_SMEM) // (memory.bytes + RESERVED_SMEM)
     by_registers = REGISTERS // (tile.threads * (256 if tile.warps_cols == 1 else 168))
@@ -126,12 +128,14 @@ def _prefill(variant: Variant, arch: Arch) -> Tile:
     if small and head_dims[0] > 128:
         return Tile(64, n, 4, 1, 2)
     # Eight warps of 16 rows where 32 rows would need 256 registers for the output alone, and where, with 99 KB, only
-    # one CTA fits an SM: one warp's softmax then still runs under another's products.
+    # one CTA fits an SM: one warp's softmax then still overlaps another's products.
     return Tile(128, n, 8 if small or head_dims == (256, 256) else 4, 1, 2)
 
 
 def _append(variant: Variant, arch: Arch) -> Tile:
-    """Columns are the widest that no variant spills with; ptxas leaves 8 bytes at some narrower ones."""
+    """Returns the tile of 64 rows with the most columns that spill in no variant; ptxas leaves 8 bytes at some
+    narrower.
+    """
     dim = variant.head_dims[0]
     if arch.smem_limit >= 128 * 1024:
         return Tile(64, {192: 48, 256: 32}.get(dim, 64), 4, 1, 2)
@@ -142,7 +146,9 @@ def _append(variant: Variant, arch: Arch) -> Tile:
 
 
 def _decode(head_dims: tuple[int, int], arch: Arch) -> Tile:
-    """About 100 KB in flight a CTA, two of them an SM: 4250 of 4420 GB/s at d 128 and 131072 tokens on an H200."""
+    """Returns a tile with about 100 KB in flight per CTA and two CTAs per SM: 4250 of 4420 GB/s at d 128 and 131072
+    tokens on an H200.
+    """
     line = 64  # elements of a 128-byte line, to which rows are padded
     token_bytes = sum(-(-dim // line) * line * 2 for dim in head_dims)
     if arch.smem_limit < 128 * 1024:
@@ -152,7 +158,9 @@ def _decode(head_dims: tuple[int, int], arch: Arch) -> Tile:
 
 
 def _decode_converted(variant: Variant, arch: Arch) -> Tile:
-    """Two CTAs an SM where their rings then keep enough in flight beside the 16-bit tile; four warps where they can."""
+    """Returns a tile for two CTAs per SM if their rings then keep enough in flight beside the 16-bit tile; with four
+    warps if possible.
+    """
     for ctas in (2, 1):
         room = (arch.smem_limit + RESERVED_SMEM) // ctas - RESERVED_SMEM
         for cols, warps in ((64, 4), (32, 2)):

@@ -9,7 +9,7 @@ from cute_attn.kernels.fa3.tiles import FP8_HEAD_DIMS, HEAD_DIMS, choose
 from cute_attn.kernels.formats import FP8_DTYPES
 from cute_attn.runtime.spec import KernelSpec
 
-# What modifies scores; the first asks for more registers than any other.
+# Score and mask variants; the first needs more registers than any other.
 MODIFIED: tuple[dict[str, Any], ...] = (
     {"mask": "packed", "scores": ("scale", "alibi", "soft_cap")},
     {"mask": "packed"},
@@ -25,7 +25,9 @@ GATHERED: dict[str, Any] = {"schedule": "items", "kv": "gathered"}
 
 
 def default_specs() -> list[KernelSpec]:
-    """All head dims in bf16, alone, over pages and with the most demanding scores; the rest at the commonest dims."""
+    """Lists the specs to compile: all head dims in bf16, dense, paged and with the most demanding scores; the rest at
+    the commonest dims.
+    """
     llama = (128, 128)
     specs = [_spec(dims, **source) for dims in HEAD_DIMS for source in ({}, ITEMS, GATHERED)]
     specs += [_spec(dims, split=True, out_dtype="float32") for dims in HEAD_DIMS]
@@ -37,10 +39,10 @@ def default_specs() -> list[KernelSpec]:
     for dims in FP8_HEAD_DIMS:
         specs += [_spec(dims, dtype="float8_e4m3fn", **source) for source in fp8]
         specs.append(_spec(dims, dtype="float8_e4m3fn", split=True, out_dtype="float32"))
-    return specs + _widened_specs()
+    return specs + _fp8_kv_specs()
 
 
-def _widened_specs() -> list[KernelSpec]:
+def _fp8_kv_specs() -> list[KernelSpec]:
     llama, (e4m3, e5m2) = (128, 128), FP8_DTYPES
     specs = [_spec(dims, kv_dtype=e4m3, **source) for dims in HEAD_DIMS for source in ({}, ITEMS, GATHERED)]
     specs += [_spec(dims, kv_dtype=e4m3, **MODIFIED[0], **source) for dims in HEAD_DIMS for source in (ITEMS, GATHERED)]

@@ -1,4 +1,6 @@
-"""The Hopper kernel for q of 16 bits over K and V of 8: helpers widen every tile, math groups know nothing of it."""
+"""The Hopper kernel for 16-bit q over fp8 K and V: transform warps dequantize every tile, the MMA warpgroups use 16-bit
+operands.
+"""
 
 import dataclasses
 from dataclasses import dataclass
@@ -10,145 +12,155 @@ from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.dequant import Fp8
-from cute_attn.kernels.blocks.pipeline import Place, Ring, start
+from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, start
 from cute_attn.kernels.blocks.scalars import device_scale
 from cute_attn.kernels.blocks.scores import RowScales
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.fa3.kernel import Fa3Params, Maps
 from cute_attn.kernels.fa3.parts.dequant import (
-    LEAST_SCALE,
+    MIN_SCALE,
     OPERAND,
-    Normalisation,
-    RegisterTile,
-    Rows,
-    RowSoftmax,
-    Widening,
+    Fp8KvDequant,
+    QNormalization,
+    RegisterQTile,
+    RowScaledSoftmax,
+    StoredRows,
 )
-from cute_attn.kernels.fa3.parts.gathered_kv import NarrowPages
-from cute_attn.kernels.fa3.parts.rings import Shared
-from cute_attn.kernels.fa3.parts.tma_kv import Boxes
-from cute_attn.kernels.fa3.parts.wgmma import AnyLanes, GroupLanes, GroupTile
-from cute_attn.kernels.fa3.smem import WidenedMemory
+from cute_attn.kernels.fa3.parts.gathered_kv import GatheredFp8KV
+from cute_attn.kernels.fa3.parts.rings import SmemRings
+from cute_attn.kernels.fa3.parts.tma_kv import TmaOperand
+from cute_attn.kernels.fa3.parts.wgmma import AnyLanes, WarpgroupLanes, WarpgroupTile
+from cute_attn.kernels.fa3.smem import Fp8KvMemory
 from cute_attn.kernels.fa3.spec import Fa3Spec
-from cute_attn.kernels.fa3.transform_warps import HelpedProgram
+from cute_attn.kernels.fa3.transform_warps import TransformWarpsProgram
 
 
-class Pair(NamedTuple):
-    """Places of a tile of K or V: where it arrives, and of the operand that is made of it."""
+class OperandState(NamedTuple):
+    """Pipeline states of a K or V tile: in the ring of staged tiles, and in that of the operands made from them."""
 
-    arriving: Place
-    operand: Place
+    staged: PipelineState
+    operand: PipelineState
 
 
-class Places(NamedTuple):
-    k: Pair
-    v: Pair
+class KvState(NamedTuple):
+    """Pipeline states of both operands."""
+
+    k: OperandState
+    v: OperandState
 
 
 @dataclass(frozen=True)
-class WidenedShared(Shared):
-    stored_k: Ring
-    stored_v: Ring
+class Fp8KvRings(SmemRings):
+    """Rings of operands, and those of fp8 tiles as stored."""
+
+    k_staging: Ring
+    v_staging: Ring
 
     @property
-    def arriving_k(self) -> Ring:
-        return self.stored_k
+    def staged_k(self) -> Ring:
+        return self.k_staging
 
     @property
-    def arriving_v(self) -> Ring:
-        return self.stored_v
+    def staged_v(self) -> Ring:
+        return self.v_staging
 
 
-class WidenedProgram(HelpedProgram):
-    memory: WidenedMemory
-    gathered = NarrowPages
+class Fp8KvProgram(TransformWarpsProgram):
+    """Hopper kernel for 16-bit q over fp8 K and V."""
+
+    memory: Fp8KvMemory
+    gathered = GatheredFp8KV
 
     def __init__(self, spec: Fa3Spec, arch: str) -> None:
         super().__init__(spec, arch)
-        self.producers = 1
+        self.producer_warps = 1
 
-    def group_tile(self) -> GroupTile:
-        return (RegisterTile if self.spec.tile.q_registers else GroupTile)(OPERAND, self.memory)
+    def warpgroup_tile(self) -> WarpgroupTile:
+        return (RegisterQTile if self.spec.tile.q_registers else WarpgroupTile)(OPERAND, self.memory)
 
-    def shared(self, base: Int32) -> WidenedShared:
-        memory, common, arriving = self.memory, super().shared(base), self.spec.tile.arriving
-        barriers = base + Int32(memory.barriers + 8 * (memory.num_barriers - 4 * arriving))
-        k_bytes, v_bytes = (self.spec.tile.cols * pitch for pitch in (memory.arriving_k_pitch, memory.arriving_v_pitch))
-        k_ring, v_ring = base + Int32(memory.arriving_k_ring), base + Int32(memory.arriving_v_ring)
+    def rings(self, base: Int32) -> Fp8KvRings:
+        memory, common, staged = self.memory, super().rings(base), self.spec.tile.staged
+        barriers = base + Int32(memory.barriers + 8 * (memory.num_barriers - 4 * staged))
+        k_bytes, v_bytes = (self.spec.tile.cols * pitch for pitch in (memory.staged_k_pitch, memory.staged_v_pitch))
+        k_ring, v_ring = base + Int32(memory.staged_k_ring), base + Int32(memory.staged_v_ring)
         writers = 32 if self.gathers else 1  # every lane, or TMA
-        return WidenedShared(
+        return Fp8KvRings(
             common.q,
-            dataclasses.replace(common.k, writers=self.helpers),
-            dataclasses.replace(common.v, writers=self.helpers),
+            dataclasses.replace(common.k, writers=self.transform_warps),
+            dataclasses.replace(common.v, writers=self.transform_warps),
             common.records,
-            Ring(arriving, k_bytes, k_ring, barriers, writers),
-            Ring(arriving, v_bytes, v_ring, barriers + Int32(16 * arriving), writers),
+            Ring(staged, k_bytes, k_ring, barriers, writers),
+            Ring(staged, v_bytes, v_ring, barriers + Int32(16 * staged), writers),
         )
 
-    def boxes(self, maps: Maps) -> tuple[Boxes, Boxes]:
-        """One of whole rows."""
-        k, v = self.memory.arriving_k_pitch, self.memory.arriving_v_pitch
-        return Boxes(maps.k, 1, k, k), Boxes(maps.v, 1, v, v)
+    def tma_operands(self, maps: Maps) -> tuple[TmaOperand, TmaOperand]:
+        """Returns TMA operands of whole rows: one column."""
+        k, v = self.memory.staged_k_pitch, self.memory.staged_v_pitch
+        return TmaOperand(maps.k, 1, k, k), TmaOperand(maps.v, 1, v, v)
 
     # --- q ----------------------------------------------------------------------------------------------------------
 
-    def ready_q(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, q_rows: Int32, scale: Float32) -> list[Float32]:
-        """A scale a row."""
+    def prepare_q(
+        self, p: Fa3Params, work: QueryTile, lanes: WarpgroupLanes, q_rows: Int32, scale: Float32
+    ) -> list[Float32]:
+        """Returns a scale per row, after normalizing bf16 rows to fp16."""
         if self.spec.dtype == OPERAND:
             return [scale, scale]
-        # Put together for every query tile: between them there is no register for it.
+        # Computed for every query tile: no register is free to hold it in between.
         scale = p.scale * device_scale(p.scale0) * device_scale(p.scale1)
-        return Normalisation(self.memory, lanes).run(q_rows, scale)
+        return QNormalization(self.memory, lanes).run(q_rows, scale)
 
-    def softmax(self, p: Fa3Params, work: QueryTile, lanes: GroupLanes, scale: Any) -> OnlineSoftmax:
+    def softmax(self, p: Fa3Params, work: QueryTile, lanes: WarpgroupLanes, scale: Any) -> OnlineSoftmax:
         if self.spec.scores:
             return OnlineSoftmax(self.tile, Float32(ptx.LOG2E))
-        scales = [ptx.fmax(x, Float32(LEAST_SCALE)) for x in scale]
-        return RowSoftmax(self.tile, scales[0], scales)
+        scales = [ptx.fmax(x, Float32(MIN_SCALE)) for x in scale]
+        return RowScaledSoftmax(self.tile, scales[0], scales)
 
     def scale_step(self, p: Fa3Params, work: QueryTile, lanes: AnyLanes, scale: Any) -> RowScales:
         return RowScales(lambda: scale)
 
-    # --- widening ---------------------------------------------------------------------------------------------------
+    # --- transform warps ---------------------------------------------------------------------------------------------
 
-    def work(self, warp: Int32, lane: Int32) -> Widening:
+    def transform(self, warp: Int32, lane: Int32) -> Fp8KvDequant:
         memory, stored = self.memory, self.spec.kv_dtype
-        k = Rows(memory.qk_columns, memory.arriving_k_pitch, Fp8(OPERAND, stored, native=True))
-        v = Rows(memory.vo_columns, memory.arriving_v_pitch, Fp8(OPERAND, stored, native=True))
-        return Widening(memory, warp, lane, self.helpers, k, v)
+        k = StoredRows(memory.qk_columns, memory.staged_k_pitch, Fp8(OPERAND, stored, native=True))
+        v = StoredRows(memory.vo_columns, memory.staged_v_pitch, Fp8(OPERAND, stored, native=True))
+        return Fp8KvDequant(memory, warp, lane, self.transform_warps, k, v)
 
-    def first_place(self) -> Places:
-        return Places(Pair(start(), start()), Pair(start(), start()))
+    def initial_state(self) -> KvState:
+        return KvState(OperandState(start(), start()), OperandState(start(), start()))
 
     @cute.jit
-    def help(self, shared: Shared, work: cutlass.Constexpr, at: Places, total: Int32, valid: Int32) -> Any:
-        """The next K before V: math groups need it first."""
+    def transform_tiles(
+        self, rings: SmemRings, transform: cutlass.Constexpr, at: KvState, total: Int32, valid: Int32
+    ) -> Any:
+        """Dequantizes K one tile ahead of V, in the order in which the MMA warpgroups need them."""
         k, v = at.k, at.v
         if total > 0:
-            k = self.widen_k(shared, work, k)
+            k = self.dequantize_k(rings, transform, k)
             for step in cutlass.range(1, total, unroll=1):
-                k = self.widen_k(shared, work, k)
-                v = self.widen_v(shared, work, v, ptx.select(step == 1, valid, Int32(self.spec.tile.cols)))
-            v = self.widen_v(shared, work, v, ptx.select(total == 1, valid, Int32(self.spec.tile.cols)))
-        return Places(k, v)
+                k = self.dequantize_k(rings, transform, k)
+                v = self.dequantize_v(rings, transform, v, ptx.select(step == 1, valid, Int32(self.spec.tile.cols)))
+            v = self.dequantize_v(rings, transform, v, ptx.select(total == 1, valid, Int32(self.spec.tile.cols)))
+        return KvState(k, v)
 
-    def widen_k(self, shared: Shared, work: Widening, at: Pair) -> Pair:
-        arriving, ring = shared.arriving_k, shared.k
-        arriving.wait_full(at.arriving)
+    def dequantize_k(self, rings: SmemRings, transform: Fp8KvDequant, at: OperandState) -> OperandState:
+        staged, ring = rings.staged_k, rings.k
+        staged.wait_full(at.staged)
         ring.wait_empty(at.operand)
-        work.run(work.k, arriving.address(at.arriving), ring.address(at.operand))
-        self.made([arriving.empty(at.arriving), ring.full(at.operand)], work.lane)
-        return Pair(arriving.next(at.arriving), ring.next(at.operand))
+        transform.run(transform.k, staged.address(at.staged), ring.address(at.operand))
+        self.publish_operand([staged.empty(at.staged), ring.full(at.operand)], transform.lane)
+        return OperandState(staged.next(at.staged), ring.next(at.operand))
 
     @cute.jit
-    def widen_v(self, shared: Shared, work: cutlass.Constexpr, at: Pair, valid: Int32) -> Any:
-        arriving, ring = shared.arriving_v, shared.v
-        arriving.wait_full(at.arriving)
+    def dequantize_v(self, rings: SmemRings, transform: cutlass.Constexpr, at: OperandState, valid: Int32) -> Any:
+        staged, ring = rings.staged_v, rings.v
+        staged.wait_full(at.staged)
         if cutlass.const_expr(self.spec.schedule == "items" and not self.gathers):  # noqa: SIM102
             if valid < self.spec.tile.cols:
-                work.clear(work.v, arriving.address(at.arriving), valid)
+                transform.clear(transform.v, staged.address(at.staged), valid)
         ring.wait_empty(at.operand)
-        work.run(work.v, arriving.address(at.arriving), ring.address(at.operand))
-        self.made([arriving.empty(at.arriving), ring.full(at.operand)], work.lane)
-        return Pair(arriving.next(at.arriving), ring.next(at.operand))
+        transform.run(transform.v, staged.address(at.staged), ring.address(at.operand))
+        self.publish_operand([staged.empty(at.staged), ring.full(at.operand)], transform.lane)
+        return OperandState(staged.next(at.staged), ring.next(at.operand))

@@ -8,15 +8,15 @@ from typing import ClassVar
 from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
 from cute_attn.kernels.formats import LINE
 
-RECORD_BYTES = 64  # of a query tile's description
+RECORD_BYTES = 64  # of a query tile's record
 
 
 @dataclass(frozen=True)
 class HopperMemory:
     """Byte offsets of the wgmma kernel: the Q ring, the K ring, the V ring, barriers, then the records of query tiles.
 
-    A tile of 16-bit rows lies in columns of 64 elements: 128-byte lines of all rows, one column after the other, each
-    as TMA boxes write it with the 128-byte swizzle.
+    A tile of 16-bit rows is stored in columns of 64 elements: 128-byte lines of all rows, one column after the other,
+    each as TMA writes it with the 128-byte swizzle.
     """
 
     item_bytes: ClassVar[int] = 2
@@ -26,7 +26,7 @@ class HopperMemory:
 
     @staticmethod
     def of(spec: Fa3Spec) -> HopperMemory:
-        kind = Fp8Memory if spec.fp8 else WidenedMemory if spec.kv_dtype else HopperMemory
+        kind = Fp8Memory if spec.fp8 else Fp8KvMemory if spec.kv_dtype else HopperMemory
         return kind(spec.tile, spec.head_dim_qk, spec.head_dim_vo)
 
     @property
@@ -63,7 +63,7 @@ class HopperMemory:
 
     @property
     def barriers(self) -> int:
-        """8 bytes each, full and empty of every slot: Q's, K's, V's."""
+        """Start of the barriers, 8 bytes each, full and empty of every slot: Q's, K's, V's."""
         return self.v_ring + self.tile.stages * self.v_bytes
 
     @property
@@ -76,7 +76,7 @@ class HopperMemory:
 
     @property
     def num_records(self) -> int:
-        """A place in Q's ring has one: a tile's Q is given back before its results are written."""
+        """One record per `PipelineState` of Q's ring: Q is released before the tile's results are written."""
         return 2 * self.tile.q_stages
 
     @property
@@ -86,9 +86,9 @@ class HopperMemory:
 
 @dataclass(frozen=True)
 class Fp8Memory(HopperMemory):
-    """fp8 products want both operands contiguous along the sum: V tiles arrive in a ring of their own behind the other
-    three, and lie transposed in the V ring, one line of keys a dimension, columns of lines one after the other. Then
-    the outputs of tiles summed up.
+    """Layout for fp8, whose products need both operands contiguous along the sum: V tiles are staged in a ring of their
+    own behind the other three, and are transposed into the V ring, one line of keys per dimension, columns of lines one
+    after the other. The output sums follow.
     """
 
     item_bytes: ClassVar[int] = 1
@@ -103,20 +103,20 @@ class Fp8Memory(HopperMemory):
         return -(-self.tile.cols // self.key_line) * self.head_dim_vo * self.key_line
 
     @property
-    def arriving_v_bytes(self) -> int:
+    def staged_v_bytes(self) -> int:
         return self.tile.cols * self.vo_columns * LINE
 
     @property
-    def arriving_v_ring(self) -> int:
+    def staged_v_ring(self) -> int:
         return self.v_ring + self.tile.stages * self.v_bytes
 
     @property
     def sums(self) -> int:
-        return self.arriving_v_ring + self.tile.stages * self.arriving_v_bytes
+        return self.staged_v_ring + self.tile.stages * self.staged_v_bytes
 
     @property
     def barriers(self) -> int:
-        """Those of arriving V come last."""
+        """Start of the barriers; those of staged V come last."""
         return self.sums + 2 * self.tile.rows * self.head_dim_vo
 
     @property
@@ -125,32 +125,32 @@ class Fp8Memory(HopperMemory):
 
 
 @dataclass(frozen=True)
-class WidenedMemory(HopperMemory):
-    """K and V tiles of 8 bits arrive in rings of their own behind the other three, rows side by side: as many bytes as
-    their columns of 16 bits have elements.
+class Fp8KvMemory(HopperMemory):
+    """Layout for fp8 K and V under 16-bit q: their tiles are staged in rings of their own behind the other three, with
+    contiguous rows of as many bytes as the 16-bit columns have elements.
     """
 
     @property
-    def arriving_k_pitch(self) -> int:
+    def staged_k_pitch(self) -> int:
         return self.qk_columns * self.line_items
 
     @property
-    def arriving_v_pitch(self) -> int:
+    def staged_v_pitch(self) -> int:
         return self.vo_columns * self.line_items
 
     @property
-    def arriving_k_ring(self) -> int:
+    def staged_k_ring(self) -> int:
         return self.v_ring + self.tile.stages * self.v_bytes
 
     @property
-    def arriving_v_ring(self) -> int:
-        return self.arriving_k_ring + self.tile.arriving * self.tile.cols * self.arriving_k_pitch
+    def staged_v_ring(self) -> int:
+        return self.staged_k_ring + self.tile.staged * self.tile.cols * self.staged_k_pitch
 
     @property
     def barriers(self) -> int:
-        """Those of the arriving tiles come last."""
-        return self.arriving_v_ring + self.tile.arriving * self.tile.cols * self.arriving_v_pitch
+        """Start of the barriers; those of the staged tiles come last."""
+        return self.staged_v_ring + self.tile.staged * self.tile.cols * self.staged_v_pitch
 
     @property
     def num_barriers(self) -> int:
-        return super().num_barriers + 4 * self.tile.arriving
+        return super().num_barriers + 4 * self.tile.staged

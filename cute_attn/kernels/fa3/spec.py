@@ -11,12 +11,13 @@ from cute_attn.runtime.spec import KernelSpec
 
 @dataclass(frozen=True)
 class HopperTile:
-    """Work of one CTA of the wgmma kernel: `rows` packed query rows, 64 a math warpgroup, by `cols` kv tokens.
+    """Work of one CTA of the wgmma kernel: `rows` packed query rows, 64 per MMA warpgroup, by `cols` kv tokens.
 
-    `stages` K and V tiles and `q_stages` query tiles are in flight; of those that are widened, `arriving` more as they
-    are stored. `ping_pong`: warpgroups take turns at issuing products, so that one's softmax runs under another's.
-    `helpers`: warps that make operands, where TMA does not bring them; beyond three there is a warpgroup for them.
-    `q_registers`: math threads hold q there, and leave more of shared memory's bandwidth to the helpers.
+    `stages` K and V tiles and `q_stages` query tiles are in flight; with fp8 K and V, also `staged` tiles as stored.
+    `ping_pong`: MMA warpgroups take turns at issuing products, so that the softmax of one overlaps products of another.
+    `transform_warps`: warps that produce operands from staged tiles; with more than three they have a warpgroup of
+    their own. `q_registers`: MMA threads hold q in registers, which leaves more shared memory bandwidth to the
+    transform warps.
     """
 
     rows: int
@@ -24,18 +25,18 @@ class HopperTile:
     stages: int = 2
     q_stages: int = 1
     ping_pong: bool = True
-    arriving: int = 0
-    helpers: int = 3
+    staged: int = 0
+    transform_warps: int = 3
     q_registers: bool = False
 
     @property
-    def math_groups(self) -> int:
+    def mma_warpgroups(self) -> int:
         return self.rows // 64
 
     @property
     def threads(self) -> int:
-        """A producer warpgroup, the math warpgroups, and maybe one of helpers."""
-        return 128 * (1 + self.math_groups + (self.helpers > 3))
+        """Threads of the producer warpgroup, the MMA warpgroups and, if any, the transform warpgroup."""
+        return 128 * (1 + self.mma_warpgroups + (self.transform_warps > 3))
 
     def __post_init__(self) -> None:
         rules = {
@@ -43,9 +44,9 @@ class HopperTile:
             "cols must be a multiple of 16 up to 256": self.cols % 16 == 0 and 0 < self.cols <= 256,
             "stages must be at least 2": self.stages >= 2,
             "q_stages must be 1 or 2": self.q_stages in (1, 2),
-            "arriving must be 0 to 2": self.arriving in (0, 1, 2),
-            "helpers must be 3 or 7, the latter of two math groups": self.helpers == 3
-            or (self.helpers == 7 and self.math_groups == 2),
+            "staged must be 0 to 2": self.staged in (0, 1, 2),
+            "transform_warps must be 3 or 7, the latter with two MMA warpgroups": self.transform_warps == 3
+            or (self.transform_warps == 7 and self.mma_warpgroups == 2),
         }
         for rule, holds in rules.items():
             if not holds:
@@ -54,7 +55,7 @@ class HopperTile:
 
 @dataclass(frozen=True)
 class Fa3Spec(KernelSpec):
-    """The Hopper attention kernel: TMA, wgmma, specialised warps. Causal and window bounds, GQA group, strides,
+    """Spec of the Hopper attention kernel: TMA, wgmma, specialised warps. Causal and window bounds, GQA group, strides,
     lengths and page size are run-time values.
     """
 
@@ -67,7 +68,7 @@ class Fa3Spec(KernelSpec):
     scores: tuple[str, ...] = ()  # in order of application, of "scale", "alibi", "soft_cap"
     split: bool = False  # schedule "grid": fp32 partials for the combine kernel instead of the output
     schedule: str = "grid"  # "grid": one request, tiles by arithmetic; "items": work items of a batch
-    kv: str = "dense"  # "dense": tokens at a stride; "paged": pages in any order, by boxes; "gathered": row by row
+    kv: str = "dense"  # "dense": tokens at a stride; "paged": pages in any order, by TMA; "gathered": by row
     kv_dtype: str = ""  # of `KV_BITS`, "" or of 8 bits
     tile: HopperTile = HopperTile(128, 128)
 
@@ -77,9 +78,9 @@ class Fa3Spec(KernelSpec):
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a producer and of a math thread: together what the CTA was launched with."""
-        if self.tile.helpers > 3:
+        """Registers of a producer and of an MMA thread; their total is what the CTA was launched with."""
+        if self.tile.transform_warps > 3:
             return (32, 224) if self.tile.q_registers else (40, 216)
-        if self.tile.math_groups == 3:
+        if self.tile.mma_warpgroups == 3:
             return (56, 152) if self.kv == "gathered" else (32, 160)
         return (24, 240) if self.kv == "dense" and not self.kv_dtype and not self.fp8 else (40, 232)

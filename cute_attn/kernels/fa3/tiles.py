@@ -1,4 +1,4 @@
-"""Tile table of the wgmma kernel, as data: which tile a problem gets, by head dims and by what is done to its scores.
+"""Tile tables of the wgmma kernel: the tile of a problem by head dims and score modifications.
 
 Every row must compile to 0 bytes of stack and fit 227 KB of shared memory. "modified" rows leave registers for
 windows, mask bits, slopes and caps. Proposals: `python -m perf.search`.
@@ -13,7 +13,7 @@ from cute_attn.kernels.fa3.spec import HopperTile
 ARCH = "sm_90a"
 FP8_HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
-PAGE_ALIGNED = 64  # tiles of paged keys are multiples of it, so that pages of any power of two make few boxes
+PAGE_ALIGNED = 64  # tiles of paged keys are multiples of it, so that pages of any power of two need few boxes
 
 _PLAIN = {
     (64, 64): HopperTile(192, 128, 3, 2),
@@ -41,50 +41,50 @@ _FP8_MODIFIED = {
     (256, 256): HopperTile(128, 64, 2, 2, ping_pong=False),
 }
 
-# K and V widened from 8 bits. Seven helpers are up to 20 % faster than three at d 128 (H200). At d 256 ptxas wants
-# more registers at launch than four warpgroups leave.
-_WIDENED = {
-    (64, 64): HopperTile(192, 128, 3, 2, ping_pong=False, arriving=2),
-    (96, 96): HopperTile(128, 128, 2, 1, arriving=2, helpers=7, q_registers=True),
-    (128, 128): HopperTile(128, 128, 2, 1, ping_pong=False, arriving=2, helpers=7, q_registers=True),
-    (192, 128): HopperTile(128, 112, 2, 1, arriving=1, helpers=7),
-    (256, 256): HopperTile(128, 64, 2, 1, ping_pong=False, arriving=1),
+# fp8 K and V under 16-bit q. Seven transform warps are up to 20 % faster than three at d 128 (H200). At d 256 ptxas
+# wants more registers at launch than four warpgroups leave.
+_FP8_KV = {
+    (64, 64): HopperTile(192, 128, 3, 2, ping_pong=False, staged=2),
+    (96, 96): HopperTile(128, 128, 2, 1, staged=2, transform_warps=7, q_registers=True),
+    (128, 128): HopperTile(128, 128, 2, 1, ping_pong=False, staged=2, transform_warps=7, q_registers=True),
+    (192, 128): HopperTile(128, 112, 2, 1, staged=1, transform_warps=7),
+    (256, 256): HopperTile(128, 64, 2, 1, ping_pong=False, staged=1),
 }
-_WIDENED_MODIFIED = {
-    **_WIDENED,
-    (64, 64): HopperTile(128, 128, 2, 2, ping_pong=False, arriving=2, helpers=7),
-    (96, 96): HopperTile(128, 128, 2, 1, arriving=2, helpers=7),
-    (128, 128): HopperTile(128, 128, 2, 1, ping_pong=False, arriving=2, helpers=7),
+_FP8_KV_MODIFIED = {
+    **_FP8_KV,
+    (64, 64): HopperTile(128, 128, 2, 2, ping_pong=False, staged=2, transform_warps=7),
+    (96, 96): HopperTile(128, 128, 2, 1, staged=2, transform_warps=7),
+    (128, 128): HopperTile(128, 128, 2, 1, ping_pong=False, staged=2, transform_warps=7),
 }
 
-# The least tokens of a box, from which on pages come by TMA and not by a warpgroup that gathers rows. A box costs TMA
-# some 45 clocks beside its rows, a gathered row the memory system more than its share of a box.
-_LEAST_BOX = {(64, 64): 16, (96, 96): 32, (128, 128): 32, (192, 128): 32, (256, 256): 32}
-_LEAST_NARROW_BOX = 8  # of 8-bit rows, which one warp gathers
+# Minimum tokens per box with which pages are loaded by TMA instead of gathered by a warpgroup. A box costs TMA some 45
+# clocks beside its rows; a gathered row costs the memory system more than its share of a box.
+_MIN_BOX_ROWS = {(64, 64): 16, (96, 96): 32, (128, 128): 32, (192, 128): 32, (256, 256): 32}
+_MIN_FP8_BOX_ROWS = 8  # of 8-bit rows, which one warp gathers
 
 
-def page_source(head_dims: tuple[int, int], page_size: int, widened: bool = False) -> str:
-    """How pages of so many tokens are brought in: `kv` of `Fa3Spec`."""
-    least = _LEAST_NARROW_BOX if widened else _LEAST_BOX[head_dims]
-    return "paged" if math.gcd(page_size, PAGE_ALIGNED) >= least else "gathered"
+def page_source(head_dims: tuple[int, int], page_size: int, fp8_kv: bool = False) -> str:
+    """Returns how pages of `page_size` tokens are loaded: `kv` of `Fa3Spec`."""
+    min_rows = _MIN_FP8_BOX_ROWS if fp8_kv else _MIN_BOX_ROWS[head_dims]
+    return "paged" if math.gcd(page_size, PAGE_ALIGNED) >= min_rows else "gathered"
 
 
-def choose(head_dims: tuple[int, int], plain: bool, kv: str, fp8: bool = False, widened: bool = False) -> HopperTile:
-    """`kv`: as of `Fa3Spec`. `fp8`: q, k and v are, `widened`: k and v alone. Threads that gather need registers, which
-    three math groups do not leave, nor those that hold q.
+def choose(head_dims: tuple[int, int], plain: bool, kv: str, fp8: bool = False, fp8_kv: bool = False) -> HopperTile:
+    """Returns the tile of a problem. `kv`: as in `Fa3Spec`; `fp8`: q, k and v are; `fp8_kv`: only k and v are. Threads
+    that gather need registers, which neither three MMA warpgroups leave nor those that hold q.
     """
     if fp8:
         return (_FP8 if plain else _FP8_MODIFIED)[head_dims]
-    plain_tiles, modified_tiles = (_WIDENED, _WIDENED_MODIFIED) if widened else (_PLAIN, _MODIFIED)
+    plain_tiles, modified_tiles = (_FP8_KV, _FP8_KV_MODIFIED) if fp8_kv else (_PLAIN, _MODIFIED)
     tile = (plain_tiles if plain else modified_tiles)[head_dims]
-    aligned = widened or tile.cols % PAGE_ALIGNED == 0
-    roomy = tile.math_groups == 2 and not tile.q_registers
+    aligned = fp8_kv or tile.cols % PAGE_ALIGNED == 0
+    roomy = tile.mma_warpgroups == 2 and not tile.q_registers
     if (kv == "paged" and not aligned) or (kv == "gathered" and not roomy):
         return modified_tiles[head_dims]
     return tile
 
 
-def candidates(widened: bool = False) -> dict[tuple[int, int], list[HopperTile]]:
-    """Every tile that `choose` may answer for q of 16 bits, by head dims."""
-    tables = (_WIDENED, _WIDENED_MODIFIED) if widened else (_PLAIN, _MODIFIED)
+def candidates(fp8_kv: bool = False) -> dict[tuple[int, int], list[HopperTile]]:
+    """Lists every tile that `choose` may return for 16-bit q, by head dims."""
+    tables = (_FP8_KV, _FP8_KV_MODIFIED) if fp8_kv else (_PLAIN, _MODIFIED)
     return {dims: list(dict.fromkeys(table[dims] for table in tables)) for dims in HEAD_DIMS}

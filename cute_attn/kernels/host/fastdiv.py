@@ -1,12 +1,13 @@
-"""The host's half of `blocks.rows.Divisor`."""
+"""Host half of `blocks.rows.Divisor`."""
 
 from __future__ import annotations
 
 
 def magic(divisor: int) -> tuple[int, int]:
-    """(multiplier as a signed 32-bit integer, shift): n // divisor = (n * multiplier >> 32) >> shift for 0 <= n < 2^31.
+    """Returns (multiplier as a signed 32-bit integer, shift): n // divisor = (n * multiplier >> 32) >> shift for 0 <= n
+    < 2^31.
 
-    Granlund & Montgomery 1994 with 31-bit dividends. A divisor of 1 is taken care of by the device.
+    Granlund & Montgomery 1994 with 31-bit dividends. The device handles a divisor of 1.
     """
     if divisor == 1:
         return 0, 0

@@ -18,10 +18,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.epilogue import Finish
+from cute_attn.kernels.blocks.epilogue import FinalEpilogue
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, zeros
-from cute_attn.kernels.blocks.smem import further
+from cute_attn.kernels.blocks.smem import swizzled_offset
 from cute_attn.kernels.xqa.parts import formats
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.masks import DraftMask
@@ -184,8 +184,8 @@ class XqaProgram:
         device_scales = device_scale(p.scale_ptr) * device_scale(p.more_scale_ptr)
         scale = p.scale * device_scales * Float32(ptx.LOG2E * self.format.dequant_factor)
         v_scale = p.v_scale * device_scale(p.v_scale_ptr) * Float32(self.format.dequant_factor)
-        finish = Finish(p.sinks, v_scale, p.lse_scale)
-        merge = Merge(self.spec, self.memory, self.format, p, shared_memory(), finish)
+        epilogue = FinalEpilogue(p.sinks, v_scale, p.lse_scale)
+        merge = Merge(self.spec, self.memory, self.format, p, shared_memory(), epilogue)
         return merge, QueryRows(self.spec, p, scale)
 
     def ring_start(self) -> Int32:
@@ -286,7 +286,7 @@ class XqaProgram:
         pairs, done = memory.row_bytes // (2 * CHUNK), 0
         scales = [self.format.k_scales(slot, m) for m in range(memory.cols // 16)]
         for pair in range(pairs):
-            k_at, offset = further(at, 2 * pair)
+            k_at, offset = swizzled_offset(at, 2 * pair)
             for m in range(memory.cols // 16):
                 loaded = ptx.ldmatrix_x4(k_at, offset + m * 16 * memory.row_bytes)
                 for u, a in enumerate(self.format.k_operands(loaded, pair, scales[m])):
@@ -311,7 +311,7 @@ class XqaProgram:
             b = [self._p_operand(p, m * blocks + block) for block in range(blocks)]
             scales = self.format.v_scales(slot, m)
             for pair in range(memory.row_bytes // (2 * CHUNK)):
-                v_at, offset = further(at, 2 * pair)
+                v_at, offset = swizzled_offset(at, 2 * pair)
                 loaded = ptx.ldmatrix_x4(v_at, offset + m * 16 * memory.row_bytes, transpose=True)
                 for u, a in enumerate(self.format.v_operands(loaded, pair, scales)):
                     tile = pair * self.format.operands_per_load + u

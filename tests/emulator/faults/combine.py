@@ -32,15 +32,15 @@ COMBINING = (
     Fault(
         "the next row's sums overtake",
         "combine/kernel.py",
-        "                    ptx.sync_threads()  # the next row's sums take the place of this one's\n",
+        "                    ptx.sync_threads()  # the next row's sums overwrite this one's\n",
         "",
         LOOPED,
     ),
     Fault(
         "a CTA merges its first row only",
         "combine/kernel.py",
-        "left = cutlass.and_(index < params.num_rows, cutlass.not_(row.last))",
-        "left = Boolean(False)",
+        "remaining = cutlass.and_(index < params.num_rows, cutlass.not_(row.last))",
+        "remaining = Boolean(False)",
         LOOPED,
     ),
     Fault(

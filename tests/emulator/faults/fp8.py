@@ -42,15 +42,15 @@ FP8_FAULTS = (
     Fault(
         "transposers write over what is being read",
         "fa3/fp8.py",
-        "            shared.v.wait_empty(at)\n            work.run(",
-        "            work.run(",
+        "            rings.v.wait_empty(at)\n            transform.run(",
+        "            transform.run(",
         EIGHT,
     ),
     Fault(
         "rows of a negative scale keep their sign",
         "fa3/fp8.py",
-        "turned = self.row_scale(p, work, work.rows(p).head(lanes.group * ROWS + row)) < Float32(0.0)",
-        "turned = self.row_scale(p, work, work.rows(p).head(lanes.group * ROWS + row)) < Float32(-1e30)",
+        "head(lanes.warpgroup * WARPGROUP_ROWS + row)) < Float32(0.0)",
+        "head(lanes.warpgroup * WARPGROUP_ROWS + row)) < Float32(-1e30)",
         SIGNED,
     ),
     Fault(
@@ -63,14 +63,14 @@ FP8_FAULTS = (
     Fault(
         "negative scales stay",
         "fa3/fp8.py",
-        "scales.append(ptx.fmax(ptx.magnitude(row_scale), Float32(LEAST_SCALE)))",
+        "scales.append(ptx.fmax(ptx.magnitude(row_scale), Float32(MIN_SCALE)))",
         "scales.append(row_scale)",
         SIGNED,
     ),
     Fault(
         "a scale of 0 stays",
         "fa3/fp8.py",
-        "scales.append(ptx.fmax(ptx.magnitude(row_scale), Float32(LEAST_SCALE)))",
+        "scales.append(ptx.fmax(ptx.magnitude(row_scale), Float32(MIN_SCALE)))",
         "scales.append(ptx.magnitude(row_scale))",
         chosen("fa3_fp8", "single-20-200"),
     ),
@@ -105,8 +105,8 @@ FP8_FAULTS = (
     Fault(
         "a gathered tile is given back before it is read",
         "fa3/fp8_kv.py",
-        "        work.run(work.k, arriving",
-        "        arriving.release(at.arriving, work.lane)\n        work.run(work.k, arriving",
+        "        transform.run(transform.k, staged",
+        "        staged.release(at.staged, transform.lane)\n        transform.run(transform.k, staged",
         GATHERED,
     ),
 )

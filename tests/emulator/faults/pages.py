@@ -34,7 +34,7 @@ GATHERED = (
     Fault(
         "rows past the end are copied",
         "fa3/parts/gathered_kv.py",
-        "size = ptx.select(left > Int32(ROWS_A_PASS * i), Int32(CHUNK), Int32(0))",
+        "size = ptx.select(left > Int32(ROWS_PER_PASS * i), Int32(CHUNK), Int32(0))",
         "size = Int32(CHUNK)",
         GATHER,
     ),
@@ -48,8 +48,8 @@ GATHERED = (
     Fault(
         "every second pass has the swizzle of the first",
         "fa3/parts/gathered_kv.py",
-        "place = shared ^ Int32(ROWS_A_PASS * CHUNK) if i % 2 else shared",
-        "place = shared",
+        "destination = shared ^ Int32(ROWS_PER_PASS * CHUNK) if i % 2 else shared",
+        "destination = shared",
         GATHER,
     ),
     Fault(
@@ -69,8 +69,8 @@ GATHERED = (
     Fault(
         "the next lane's page",
         "fa3/parts/gathered_kv.py",
-        "source = ptx.shuffle_address(address, row + Int32(ROWS_A_PASS * i))",
-        "source = ptx.shuffle_address(address, (row + Int32(ROWS_A_PASS * i + 1)) & 31)",
+        "source = ptx.shuffle_address(address, row + Int32(ROWS_PER_PASS * i))",
+        "source = ptx.shuffle_address(address, (row + Int32(ROWS_PER_PASS * i + 1)) & 31)",
         GATHER,
     ),
     Fault(
@@ -97,8 +97,8 @@ GATHERED = (
     Fault(
         "requests begin at the first key of all",
         "fa3/parts/tma_kv.py",
-        "self.start + kv_tile * self.cols, self.kv_head",
-        "kv_tile * self.cols, self.kv_head",
+        "self.start + kv_tile * self.cols,",
+        "kv_tile * self.cols,",
         RAGGED,
     ),
 )

@@ -1,7 +1,7 @@
-"""From K and V as they are stored to the 16-bit operands of the matrix instructions.
+"""Conversion of stored K and V to the 16-bit operands of the matrix instructions.
 
-fp8 and NVFP4 rows lie in the ring as they came; each tile is converted once, into a 16-bit tile outside the ring that
-all warps of a team share. Every fp8 and NVFP4 number is exact in both 16-bit types: e2m1 has 2 significant bits, an
+The ring holds fp8 and NVFP4 rows as stored; each tile is converted once, into a 16-bit tile outside the ring that all
+warps of a team share. Every fp8 and NVFP4 number is exact in both 16-bit types: e2m1 has 2 significant bits, an
 e4m3 block scale 4, their product 6.
 """
 
@@ -21,7 +21,9 @@ from cute_attn.kernels.fa2.smem import SCALES_PITCH, SharedMemory
 
 @dataclass(frozen=True)
 class Operand:
-    """16-bit K at `address`, V `memory.operand_v` further; `copies`: of the next tile, `count` of them to be issued."""
+    """16-bit K at `address` and V `memory.operand_v` bytes after it; `count` of the next tile's `copies` are still to
+    issue.
+    """
 
     address: Int32
     copies: Iterator[None]
@@ -30,7 +32,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Stored:
-    """16-bit K and V are used where they were copied."""
+    """16-bit K and V, used in place."""
 
     def operand(self, team: Team, slot: Int32, copies: Iterator[None], count: int) -> Operand:
         return Operand(slot, copies, count)
@@ -38,15 +40,16 @@ class Stored:
 
 @dataclass(frozen=True)
 class Converted:
-    """`kind` makes numbers of a 16-byte chunk; `target`: the 16-bit tile."""
+    """K and V converted by `kind`, one 16-byte chunk at a time, into the 16-bit tile at `target`."""
 
     memory: SharedMemory
     kind: "Fp8 | Nvfp4"
     target: Int32
 
     def operand(self, team: Team, slot: Int32, copies: Iterator[None], count: int) -> Operand:
-        """Converts the team's rows. The copies are issued along the way: there is more room for them than between
-        matrix products."""
+        """Converts the team's rows. The copies are issued in between: there are more free issue slots here than between
+        matrix products.
+        """
         memory = self.memory
         rows = memory.tile.cols // memory.tile.warps_cols
         row0 = team.index * rows
@@ -89,13 +92,13 @@ class Converted:
         pairs = self.kind.pairs(words, part.scales + row * SCALES_PITCH + chunk * 2)
         outputs = len(pairs) // 4  # chunks of the 16-bit row
         for i in range(outputs):
-            place = part.target + swizzled(row, chunk * outputs + i, part.target_pitch)
-            ptx.st_shared_v4(place, 0, pairs[4 * i : 4 * i + 4])
+            destination = part.target + swizzled(row, chunk * outputs + i, part.target_pitch)
+            ptx.st_shared_v4(destination, 0, pairs[4 * i : 4 * i + 4])
 
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of K or V of one tile: from where to where, `chunks` x 16 bytes stored a row."""
+    """Source and target of one tile's rows of K or V; a stored row has `chunks` x 16 bytes."""
 
     source: Int32
     source_pitch: int
@@ -105,20 +108,20 @@ class Part:
     scales: Int32
 
     def at_row(self, row: Int32) -> "Part":
-        """From row `row` on, a multiple of 8; `scales` is there already."""
+        """The part from row `row`, a multiple of 8; `scales` already points there."""
         source, target = self.source + row * self.source_pitch, self.target + row * self.target_pitch
         return Part(source, self.source_pitch, target, self.target_pitch, self.chunks, self.scales)
 
 
 @dataclass(frozen=True)
 class Nvfp4:
-    """e2m1 numbers, low nibble first, times one e4m3 scale for 16 of them."""
+    """Converts e2m1 numbers, low nibble first, with one e4m3 scale per 16 numbers."""
 
     dtype: str
     native: bool
 
     def pairs(self, words: list[Int32], scales: Int32) -> list[Int32]:
-        """32 numbers as 16 words."""
+        """Converts 32 numbers to 16 words."""
         both = Fp8(self.dtype, "float8_e4m3fn", self.native).word(ptx.ld_shared_u16(scales))[0]
         result = []
         for i, word in enumerate(words):

@@ -7,22 +7,22 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.epilogue import Finish, Partials, RowStats, Target, Unfinished
+from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, RowStats, Target
 from cute_attn.kernels.blocks.rows import PackedRows
-from cute_attn.kernels.blocks.smem import further, swizzled
+from cute_attn.kernels.blocks.smem import swizzled, swizzled_offset
 from cute_attn.kernels.blocks.softmax import Running, reduce_quad
 from cute_attn.kernels.fa2.parts.mma import Lanes, WarpTile
 
 
 @dataclass(frozen=True)
 class WarpRows:
-    """Epilogue of warps that own their rows: normalise in registers, store."""
+    """Epilogue of warps that own their rows: normalises in registers and stores."""
 
     tile: WarpTile
     lanes: Lanes
     rows: PackedRows
     target: Target | Partials
-    finish: Finish | Unfinished
+    epilogue: FinalEpilogue | PartialEpilogue
     base: Int32  # shared memory
 
     @cute.jit
@@ -31,7 +31,7 @@ class WarpRows:
         factors = []
         for slot in cutlass.range_constexpr(self.tile.row_slots):
             row = self.lanes.row(memory, slot)
-            factor, lse = self.finish.row(stats.maximum[slot], stats.total[slot], self.rows.head(row))
+            factor, lse = self.epilogue.row(stats.maximum[slot], stats.total[slot], self.rows.head(row))
             factors.append(factor)
             if cutlass.and_(self.lanes.lane % 4 == 0, self.rows.exists(row)):
                 self.target.store_lse(self.rows, row, lse)
@@ -42,7 +42,7 @@ class WarpRows:
 
     @cute.jit
     def store_pairs(self, out: list[Float32], factors: list[Float32]) -> None:
-        """fp32: a quad's pairs are 32 contiguous bytes already."""
+        """Stores fp32 directly: the pairs of a quad are 32 contiguous bytes."""
         for slot in cutlass.range_constexpr(self.tile.row_slots):
             row = self.lanes.row(self.tile.memory, slot)
             if self.rows.exists(row):
@@ -54,10 +54,10 @@ class WarpRows:
 
     @cute.jit
     def store_staged(self, out: list[Float32], factors: list[Float32]) -> None:
-        """16 bit: through this warp's own rows of the Q tile, so that rows leave in 16-byte pieces.
+        """Stores 16-bit rows in 16-byte chunks, staged in this warp's own rows of the Q tile.
 
-        The CTA barrier is for tiles without any kv tile: there, no other one stands between the copies of Q, which
-        other warps made, and these stores.
+        The CTA barrier is needed for query tiles without any kv tile: no other barrier separates the copies of Q, which
+        other warps made, from these stores.
         """
         memory = self.tile.memory
         pitch, chunks = memory.qk_pitch, memory.head_dim_vo // 8
@@ -67,8 +67,8 @@ class WarpRows:
             for d in cutlass.range_constexpr(self.tile.d_blocks):
                 i = 4 * ((slot // 2) * self.tile.d_blocks + d) + 2 * (slot % 2)
                 pair = ptx.pack_16(self.target.dtype, out[i] * factors[slot], out[i + 1] * factors[slot])
-                place, offset = further(address, d)
-                ptx.st_shared_b32(place, offset, pair)
+                destination, offset = swizzled_offset(address, d)
+                ptx.st_shared_b32(destination, offset, pair)
         ptx.sync_warp()
         rows_per_warp = memory.tile.rows // memory.tile.warps_rows
         first = self.lanes.warp_row * rows_per_warp + self.lanes.lane // 8
@@ -79,7 +79,7 @@ class WarpRows:
 
     @cute.jit
     def store_row(self, row: Int32, chunks: cutlass.Constexpr) -> None:
-        """Eight threads write a staged row, a line of 128 bytes at a time."""
+        """Stores a staged row with eight threads, one 128-byte line at a time."""
         chunk = self.lanes.lane % 8
         source = self.base + swizzled(row, chunk, self.tile.memory.qk_pitch)
         address = self.target.row(self.rows, row) + Int64(chunk * 16)
@@ -90,13 +90,13 @@ class WarpRows:
 
 @dataclass(frozen=True)
 class MergedWarps:
-    """Epilogue of warps that saw different kv columns of the same rows: merge through the drained K/V ring."""
+    """Epilogue of warps that hold different kv columns of the same rows: merges them through the drained K/V ring."""
 
     tile: WarpTile
     lanes: Lanes
     rows: PackedRows
     target: Target | Partials
-    finish: Finish | Unfinished
+    epilogue: FinalEpilogue | PartialEpilogue
     base: Int32
 
     @cute.jit
@@ -115,9 +115,9 @@ class MergedWarps:
 
     @cute.jit
     def publish(self, out: list[Float32], stats: RowStats) -> None:
-        """Every warp's row stats and unnormalised outputs to shared memory."""
+        """Writes every warp's row stats and unnormalised outputs to shared memory."""
         memory = self.tile.memory
-        ptx.sync_threads()  # the ring and Q are read no more
+        ptx.sync_threads()  # the last reads of the ring and of Q are done
         stats_at = self.base + self.lanes.warp_col * (memory.tile.rows * 8)
         out_at = self.base + memory.merge_outputs + self.lanes.warp_col * (memory.tile.rows * memory.merge_pitch)
         for slot in cutlass.range_constexpr(self.tile.row_slots):
@@ -142,7 +142,7 @@ class MergedWarps:
         total = Float32(0.0)
         for part, weight in zip(parts, weights, strict=True):
             total = ptx.fma(part[1], weight, total)
-        factor, lse = self.finish.row(maximum, total, self.rows.head(row))
+        factor, lse = self.epilogue.row(maximum, total, self.rows.head(row))
         if chunk == 0:
             self.target.store_lse(self.rows, row, lse)
         if chunk < chunks:
@@ -152,11 +152,11 @@ class MergedWarps:
                 offset = w * shape.rows * memory.merge_pitch
                 eight = ptx.ld_shared_v4_f32(address, offset) + ptx.ld_shared_v4_f32(address, offset + 16)
                 values = [ptx.fma(x, weight, v) for x, v in zip(eight, values, strict=True)]
-            place = self.target.row(self.rows, row) + Int64(chunk * (8 * self.target.element_bytes))
-            self.target.store_8(place, [v * factor for v in values])
+            destination = self.target.row(self.rows, row) + Int64(chunk * (8 * self.target.element_bytes))
+            self.target.store_8(destination, [v * factor for v in values])
 
 
 def row_stats(running: Running) -> RowStats:
-    """Stats of whole rows: sums were kept per thread of a quad, maxima negated."""
+    """Reduces to stats of whole rows: running sums are kept per thread of a quad, maxima negated."""
     maximum = [Float32(0.0) - shift for shift in running.shift]
     return RowStats(maximum, [reduce_quad(lambda a, b: a + b, x) for x in running.total])

@@ -1,4 +1,4 @@
-"""Copies of K and V rows into shared memory."""
+"""cp.async copies of K and V rows into shared memory."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ from cute_attn.kernels.formats import LINE
 
 @dataclass(frozen=True)
 class Team:
-    """The threads that load and consume the same rows: the CTA, or one warp when every warp owns kv columns."""
+    """Threads that load and consume the same rows: the CTA, or one warp when every warp owns kv columns."""
 
     size: int
     thread: Int32  # index within the team
-    index: Int32  # which team
+    index: Int32  # of the team
 
     @classmethod
     def of(cls, memory: SharedMemory) -> "Team":
@@ -40,8 +40,8 @@ class Team:
 class TokenRows:
     """K or V of one kv head: token t at base + t * stride, `chunks` x 16 bytes; in a tile, rows are `pitch` apart.
 
-    Eight threads side by side copy a row's 128-byte line. Tokens that do not exist, and chunks past the head dim,
-    become zeros: a NaN there would survive 0 * V.
+    Eight adjacent threads copy a 128-byte line of a row. Nonexistent tokens and chunks past the head dim become zeros:
+    a NaN there would survive 0 * V.
     """
 
     base: Int64
@@ -50,11 +50,11 @@ class TokenRows:
     pitch: int
 
     def moved(self, tokens: Int32) -> "TokenRows":
-        """The rows from token `tokens` on."""
+        """The rows starting at token `tokens`."""
         return dataclasses.replace(self, base=self.base + Int64(tokens) * self.stride)
 
     def copies(self, team: Team, target: Int32, rows: int, start: Int32, left: Int32) -> Iterator[None]:
-        """One cp.async of this thread per `next`: the team's `rows` tokens from `start`, of which `left` exist."""
+        """Yields after each cp.async of this thread: the team's `rows` tokens from `start`, of which `left` exist."""
         step = team.size // 8
         thread = ptx.opaque(team.thread)
         row, chunk = thread >> 3, thread & 7
@@ -66,13 +66,13 @@ class TokenRows:
             source = source + self.stride * Int64(step)
 
     def copy_row(self, shared: Int32, row: int, source: Int64, chunk: Int32, size: Int32) -> Iterator[None]:
-        """This thread's chunks of the row `row` below the one that `shared` is in."""
+        """Copies this thread's chunks of the row `row` rows below the one at `shared`."""
         # row0 + row has the low bits of row0 xor those of `row`: row0 < row, both powers of two.
-        place = shared ^ Int32(row % 8 * CHUNK) if row % 8 else shared
+        destination = shared ^ Int32(row % 8 * CHUNK) if row % 8 else shared
         for line in range(self.pitch // LINE):
             whole = (line + 1) * 8 <= self.chunks
             part = size if whole else ptx.select(chunk < self.chunks - line * 8, size, Int32(0))
-            ptx.cp_async_16(place, row * self.pitch + line * LINE, source, line * LINE, part)
+            ptx.cp_async_16(destination, row * self.pitch + line * LINE, source, line * LINE, part)
             yield
 
 
@@ -87,9 +87,9 @@ class NoScales:
 
 @dataclass(frozen=True)
 class ScaleRows:
-    """NVFP4 block scales of K and V: addresses of token 0, strides of a token and a page, 4-byte words of a row."""
+    """NVFP4 block scales of K and V: addresses of token 0, strides per token and per page, 4-byte words per row."""
 
-    count: ClassVar[int] = 1  # copies a thread makes for a row
+    count: ClassVar[int] = 1  # copies per thread and row
     k: Int64
     v: Int64
     k_stride: Int64
@@ -100,8 +100,8 @@ class ScaleRows:
     v_words: int
 
     def copy_row(self, target: Int32, row: int, page: Int32, token: Int32, size: Int32, chunk: Int32) -> Iterator[None]:
-        """Of the eight threads of a row, four copy K's words and four V's, those of tokens that do not exist as zeros.
-        `target`: of this thread's row in the first pass.
+        """Copies the words of K with four of a row's eight threads and those of V with the others; nonexistent tokens
+        get zeros. `target`: of this thread's row in the first pass.
         """
         is_k, word = chunk < 4, chunk & 3
         base, stride = ptx.select(is_k, self.k, self.v), ptx.select(is_k, self.k_stride, self.v_stride)
@@ -115,7 +115,7 @@ class ScaleRows:
 
 @dataclass(frozen=True)
 class KVTiles:
-    """K and V of one request, a tile at a time; a team loads the columns that it consumes."""
+    """K and V tiles of one request; a team loads the rows that it consumes."""
 
     memory: SharedMemory
     team: Team
@@ -131,13 +131,13 @@ class KVTiles:
 
     @property
     def count(self) -> int:
-        """How many copies a thread makes for one tile."""
+        """Copies per thread and tile."""
         lines = (self.k.pitch + self.v.pitch) // LINE
         return self.passes * (lines + self.scales.count)
 
     @property
     def passes(self) -> int:
-        """Eight threads take a row, all of them together so many after each other."""
+        """Passes of the team over a tile, with eight threads per row."""
         return self.rows * 8 // self.team.size
 
     def first_token(self, kv_tile: Int32) -> Int32:
@@ -155,14 +155,14 @@ class KVTiles:
 
 @dataclass(frozen=True)
 class DenseKV(KVTiles):
-    """Tokens at a stride."""
+    """K and V with a constant token stride."""
 
-    def look_up(self, kv_tile: Int32, wanted: Boolean) -> list[Int32]:
-        """What the copies of a tile must know a tile earlier: nothing."""
+    def prefetch_page_ids(self, kv_tile: Int32, wanted: Boolean) -> list[Int32]:
+        """Returns nothing: dense tiles have no page ids."""
         return []
 
-    def copies(self, kv_tile: Int32, slot: Int32, wanted: Boolean, found: list[Int32]) -> Iterator[None]:
-        """The copies of a kv tile into the ring slot at shared address `slot`; an unwanted tile reads nothing."""
+    def copies(self, kv_tile: Int32, slot: Int32, wanted: Boolean, page_ids: list[Int32]) -> Iterator[None]:
+        """Copies a kv tile into the ring slot at shared address `slot`; a tile that is not `wanted` reads nothing."""
         start = self.first_token(kv_tile)
         left = ptx.select(wanted, self.kv_end - start, Int32(0))
         yield from self.k.copies(self.team, self.k_target(slot), self.rows, start, left)

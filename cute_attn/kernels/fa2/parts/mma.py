@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.smem import further, swizzled
+from cute_attn.kernels.blocks.smem import swizzled, swizzled_offset
 from cute_attn.kernels.fa2.smem import SharedMemory
 
 
@@ -36,23 +36,23 @@ class WarpTile:
 
     @property
     def row_slots(self) -> int:
-        """Rows that one thread holds a part of."""
+        """Rows of which one thread holds a part."""
         return 2 * self.m_blocks
 
     def zeros(self, blocks: int) -> list[Float32]:
         return [Float32(0.0) for _ in range(4 * self.m_blocks * blocks)]
 
     def scores(self, q: Int32, k: Int32, copies: Iterator[None], count: int) -> list[Float32]:
-        """S of this warp; `q` and `k` are the lane addresses of `Lanes` within the tiles.
+        """Computes S of this warp; `q` and `k` are the lane addresses of `Lanes` within the tiles.
 
-        The `count` copies are issued between the steps: in one block before the products they would keep the tensor
-        cores waiting for a fifth of the loop (measured on an H200).
+        The `count` copies are issued between the k-steps: in one block before the products they would stall the tensor
+        cores for a fifth of the loop (measured on an H200).
         """
         pitch = self.memory.qk_pitch
         acc = self.zeros(self.n_blocks)
         steps = self.memory.head_dim_qk // 16
         for step in range(steps):
-            (q_at, q_offset), (k_at, k_offset) = further(q, 2 * step), further(k, 2 * step)
+            (q_at, q_offset), (k_at, k_offset) = swizzled_offset(q, 2 * step), swizzled_offset(k, 2 * step)
             a = [ptx.ldmatrix_x4(q_at, m * 16 * pitch + q_offset) for m in range(self.m_blocks)]
             for pair in range(self.n_blocks // 2):
                 b = ptx.ldmatrix_x4(k_at, pair * 16 * pitch + k_offset)
@@ -64,12 +64,12 @@ class WarpTile:
         return acc
 
     def accumulate(self, out: list[Float32], p: list[list[list[Int32]]], v: Int32) -> list[Float32]:
-        """out + P V, with `p[m][step]` the A fragments of `probabilities`."""
+        """Returns out + P V, with `p[m][step]` the A fragments of `probabilities`."""
         pitch = self.memory.vo_pitch
         acc = list(out)
         for step in range(self.n_blocks // 2):
             for pair in range(self.d_blocks // 2):
-                v_at, v_offset = further(v, 2 * pair)
+                v_at, v_offset = swizzled_offset(v, 2 * pair)
                 b = ptx.ldmatrix_x4(v_at, step * 16 * pitch + v_offset, transpose=True)
                 for m in range(self.m_blocks):
                     self._mma(acc, self.d_blocks, m, 2 * pair, p[m][step], b[:2])
@@ -77,7 +77,7 @@ class WarpTile:
         return acc
 
     def probabilities(self, s: list[Float32]) -> list[list[list[Int32]]]:
-        """fp32 accumulator blocks rounded to 16 bits: two neighbouring C blocks are exactly one A operand."""
+        """Rounds fp32 accumulator blocks to 16 bits: two adjacent C blocks are exactly one A operand."""
         packed = []
         for m in range(self.m_blocks):
             steps = []
@@ -94,7 +94,7 @@ class WarpTile:
 
 @dataclass(frozen=True)
 class Lanes:
-    """Where this thread stands: its warp's position, and its ldmatrix row addresses inside the Q, K and V tiles."""
+    """Position of this thread: its warp, and its ldmatrix row addresses inside the Q, K and V tiles."""
 
     warp_row: Int32
     warp_col: Int32
@@ -124,5 +124,5 @@ class Lanes:
         return self.warp_row * rows_per_warp + self.lane // 4 + (slot // 2) * 16 + (slot % 2) * 8
 
     def first_col(self, memory: SharedMemory) -> Int32:
-        """Tile column of this thread's first score; score (n, j) is n * 8 + j further."""
+        """Tile column of this thread's first score; score (n, j) is n * 8 + j columns to the right."""
         return self.warp_col * (memory.tile.cols // memory.tile.warps_cols) + self.lane % 4 * 2

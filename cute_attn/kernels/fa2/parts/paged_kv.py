@@ -1,7 +1,7 @@
 """K and V in pages: token t of a request is row t mod page_size of page kv_indices[first page + t / page_size].
 
-The page of every row of a tile is looked up while the tile before it is worked on, one row a lane, so that it waits in
-a register when the row's copies are issued: eight threads take it from the lane that holds it.
+Page ids of a tile, one row per lane, are loaded while the previous tile is computed, so that they are in registers when
+the copies are issued: the eight threads of a row shuffle its page id from the lane that holds it.
 """
 
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.fa2.parts.kv import KVTiles
 
-ROWS_A_PASS = 4  # of a warp, eight threads each
+ROWS_PER_PASS = 4  # of a warp, eight threads per row
 
 
 @dataclass(frozen=True)
 class PagedKV(KVTiles):
-    """`table`: address of kv_indices, the request's pages from place `first_page` on; strides of `k` and `v` are a
-    token's.
+    """Paged K and V. `table`: address of kv_indices, where the request's pages start at index `first_page`; strides of
+    `k` and `v` are per token.
     """
 
     table: Int64
@@ -30,19 +30,21 @@ class PagedKV(KVTiles):
     k_page_stride: Int64
     v_page_stride: Int64
 
-    def look_up(self, kv_tile: Int32, wanted: Boolean) -> list[Int32]:
-        """Pages of a tile: lane 4 i + r has that of row r of this warp's pass i. Tokens past the end are not asked."""
-        assert self.passes * ROWS_A_PASS <= 32
+    def prefetch_page_ids(self, kv_tile: Int32, wanted: Boolean) -> list[Int32]:
+        """Loads the page ids of a tile: lane 4 i + r holds that of row r of this warp's pass i. Nothing is read past
+        the end.
+        """
+        assert self.passes * ROWS_PER_PASS <= 32
         thread = ptx.opaque(self.team.thread)
         lane = thread & 31
-        row = (thread >> 5) * ROWS_A_PASS + (lane & 3) + (lane >> 2) * (self.team.size // 8)
+        row = (thread >> 5) * ROWS_PER_PASS + (lane & 3) + (lane >> 2) * (self.team.size // 8)
         token = self.first_token(kv_tile) + row
-        exists = cutlass.and_(token < self.kv_end, cutlass.and_(wanted, lane < self.passes * ROWS_A_PASS))
-        place = self.first_page + self.page_size.quotient(token)
-        return [ptx.ld_global_u32_if(self.table + Int64(place) * Int64(4), exists)]
+        exists = cutlass.and_(token < self.kv_end, cutlass.and_(wanted, lane < self.passes * ROWS_PER_PASS))
+        page_index = self.first_page + self.page_size.quotient(token)
+        return [ptx.ld_global_u32_if(self.table + Int64(page_index) * Int64(4), exists)]
 
-    def copies(self, kv_tile: Int32, slot: Int32, wanted: Boolean, pages: list[Int32]) -> Iterator[None]:
-        """As `DenseKV.copies`, K and V of a row together."""
+    def copies(self, kv_tile: Int32, slot: Int32, wanted: Boolean, page_ids: list[Int32]) -> Iterator[None]:
+        """Copies as `DenseKV.copies`, with K and V of a row together."""
         step = self.team.size // 8
         thread = ptx.opaque(self.team.thread)
         row, chunk = thread >> 3, thread & 7
@@ -52,7 +54,7 @@ class PagedKV(KVTiles):
         v_at = self.v_target(slot) + swizzled(row, chunk, self.v.pitch)
         scales_at = self.scales_target(slot, row)
         for i in range(self.passes):
-            page = ptx.shuffle_from(pages[0], Int32(ROWS_A_PASS * i) + (row & 3))
+            page = ptx.shuffle_from(page_ids[0], Int32(ROWS_PER_PASS * i) + (row & 3))
             token = first + row + i * step
             within = token - self.page_size.quotient(token) * self.page_size.value
             size = ptx.select(Int32(i * step) < end - row, Int32(CHUNK), Int32(0))

@@ -1,8 +1,8 @@
 """Rotary embedding of rows in shared memory (NeoX pairs (d, d + D/2); Su et al. 2021).
 
 The angle is position * theta^(-2i/D) / rope_scale. In fp32 that product loses whole radians at position 10^5, so it is
-formed in turns with the frequency as a (hi, lo) pair, reduced to half a turn exactly, and only then scaled by 2 pi.
-Rotated values are rounded back to 16 bits, which the matrix units need.
+formed in units of turns with the frequency as a (hi, lo) pair, reduced to half a turn exactly, and only then scaled by
+2 pi. Rotated values are rounded back to 16 bits, which the matrix units need.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ TWO_PI = 6.283185307179586
 
 @dataclass(frozen=True)
 class NoRotation:
-    """pos_encoding other than RoPE: rows stay as they were loaded."""
+    """Rotation for pos_encoding other than RoPE: leaves rows unchanged."""
 
     def prepare(self) -> None:
         pass
@@ -31,6 +31,8 @@ class NoRotation:
 
 @dataclass(frozen=True)
 class Rotation:
+    """RoPE of rows in shared memory, with a table of frequencies there."""
+
     dtype: str
     head_dim: int
     pitch: int
@@ -54,9 +56,9 @@ class Rotation:
 
     @cute.jit
     def rotate_rows(self, team: Team, target: Int32, rows: cutlass.Constexpr, position: cutlass.Constexpr) -> None:
-        """Rotates a team's rows in place; `position` maps a row to its token position. Barriers are the caller's."""
+        """Rotates a team's rows in place; `position` maps a row to its token position. The caller provides barriers."""
         pairs = self.head_dim // 16  # of 16-byte chunks
-        lanes = 1 << (pairs - 1).bit_length()  # threads side by side on a row: a power of two
+        lanes = 1 << (pairs - 1).bit_length()  # adjacent threads per row: a power of two
         chunk = team.thread % lanes
         if chunk < pairs:
             for row in cutlass.range(team.thread // lanes, rows, team.size // lanes, unroll=1):
@@ -65,7 +67,7 @@ class Rotation:
                 self.rotate_chunk(low, high, self.table + chunk * 64, Float32(position(row)))
 
     def rotate_chunk(self, low_at: Int32, high_at: Int32, table: Int32, position: Float32) -> None:
-        """Eight dimensions and their eight partners half a row further."""
+        """Rotates eight dimensions with their eight partners half a row to the right."""
         low, high = ptx.ld_shared_v4(low_at), ptx.ld_shared_v4(high_at)
         new_low, new_high = [], []
         for word in range(4):

@@ -1,4 +1,4 @@
-"""Which request, query rows and keys a CTA has: by its place in the grid, or from a plan in device memory."""
+"""Work tiles: the request, query rows and keys of a CTA, from its position in the grid or a plan in device memory."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +12,8 @@ from cute_attn.schedule.records import ITEM_INTS, NO_PARTIAL, Item
 
 
 @dataclass(frozen=True)
-class Share:
-    """What one CTA works on. Tiles are kv tiles of the request, [first_tile, last_tile)."""
+class WorkTile:
+    """Work of one CTA: kv tiles [first_tile, last_tile) of a request for the query rows from `first_row`."""
 
     kv_head: Int32
     first_row: Int32
@@ -21,7 +21,7 @@ class Share:
     qo_len: Int32
     kv_start: Int32
     kv_len: Int32
-    kv_end: Int32  # tokens from here on are hidden or another CTA's
+    kv_end: Int32  # tokens from here are hidden or belong to another CTA
     right: Int32
     left: Int32
     mask: Int64
@@ -32,19 +32,19 @@ class Share:
 
 @dataclass(frozen=True)
 class GridSchedule:
-    """One request: query tiles of all heads along x, splits of the keys along z."""
+    """Schedule of one request: query tiles of all heads along x, splits of the keys along z."""
 
     rows: int
     cols: int
 
-    def share(self, p: Any) -> Share:
+    def work_tile(self, p: Any) -> WorkTile:
         x, _, split = cute.arch.block_idx()
-        # Heads side by side, last rows first: under a causal mask the longest tiles of all heads start first, and the
-        # CTAs of a wave read the same stretch of their K and V. On an H200 4096 causal tokens gain 16 %, 16384 1 %.
-        place = cute.arch.grid_dim()[0] - 1 - x
-        index, kv_head = divided(p, place)
+        # Heads innermost, last rows first: under a causal mask the longest tiles of all heads start first, and the CTAs
+        # of a wave read the same range of their K and V. On an H200 4096 causal tokens gain 16 %, 16384 1 %.
+        linear_index = cute.arch.grid_dim()[0] - 1 - x
+        index, kv_head = divmod_kv_heads(p, linear_index)
         zero, first = Int32(0), split * p.tiles_per_split
-        return Share(
+        return WorkTile(
             kv_head=kv_head,
             first_row=index * self.rows,
             qo_start=zero,
@@ -63,20 +63,22 @@ class GridSchedule:
 
 @dataclass(frozen=True)
 class ItemSchedule:
-    """A batch: work item x / num_kv_heads of the plan. `right` and `left` are relative to the end of the keys there."""
+    """Schedule of a batch: work item x / num_kv_heads of the plan. `p.right` and `p.left` are relative to the end of
+    the keys.
+    """
 
     rows: int
     cols: int
 
-    def share(self, p: Any) -> Share:
-        """Read again by the epilogue, which is cheaper than keeping it in registers."""
-        index, kv_head = divided(p, cute.arch.block_idx()[0])
+    def work_tile(self, p: Any) -> WorkTile:
+        """Reads the CTA's work item; the epilogue reads it again, which is cheaper than keeping it in registers."""
+        index, kv_head = divmod_kv_heads(p, cute.arch.block_idx()[0])
         address = p.items + Int64(index) * Int64(4 * ITEM_INTS)
         words = [word for offset in (0, 16, 32) for word in ptx.ld_global_v4(address, offset)]
         item = Item(*map(cute.arch.make_warp_uniform, words[: len(Item._fields)]))
         position = item.kv_len - item.qo_len  # of query token 0
         low = Int64(item.mask_low) & Int64(0xFFFFFFFF)
-        return Share(
+        return WorkTile(
             kv_head=kv_head,
             first_row=item.first_row,
             qo_start=item.qo_start,
@@ -93,7 +95,7 @@ class ItemSchedule:
         )
 
 
-def divided(p: Any, place: Int32) -> tuple[Int32, Int32]:
-    """(place / num_kv_heads, kv head): kv heads are innermost."""
-    index = Divisor(p.num_kv_heads, p.kv_heads_multiplier, p.kv_heads_shift).quotient(place)
-    return index, place - index * p.num_kv_heads
+def divmod_kv_heads(p: Any, linear_index: Int32) -> tuple[Int32, Int32]:
+    """Returns (linear_index / num_kv_heads, kv head): kv heads are innermost."""
+    index = Divisor(p.num_kv_heads, p.kv_heads_multiplier, p.kv_heads_shift).quotient(linear_index)
+    return index, linear_index - index * p.num_kv_heads

@@ -53,16 +53,16 @@ def kv_source(features: Features, page_size: int) -> str:
         return "dense"
     if features.q_dtype in FP8:
         return "paged"  # the warps that would gather rows transpose V
-    return fa3_tiles.page_source((features.head_dim_qk, features.head_dim_vo), page_size, widened(features))
+    return fa3_tiles.page_source((features.head_dim_qk, features.head_dim_vo), page_size, fp8_kv(features))
 
 
 def tile(features: Features, window: bool, page_size: int = SMALL_PAGE) -> HopperTile:
     plain = not features.custom_mask and not scores(features) and not window
     dims = features.head_dim_qk, features.head_dim_vo
-    return fa3_tiles.choose(dims, plain, kv_source(features, page_size), features.q_dtype in FP8, widened(features))
+    return fa3_tiles.choose(dims, plain, kv_source(features, page_size), features.q_dtype in FP8, fp8_kv(features))
 
 
-def widened(features: Features) -> bool:
+def fp8_kv(features: Features) -> bool:
     """Keys and values have fewer bits than q."""
     return features.kv_dtype != features.q_dtype
 

@@ -1,8 +1,7 @@
-"""A math warpgroup's tile in fp8: how probabilities become an operand, how sums stay exact, where outputs lie.
+"""fp8 tile of an MMA warpgroup: P as an operand, accuracy of sums, layout of outputs.
 
-Of the A operand, a lane holds four neighbouring columns where the accumulator gives it two of one block of eight and
-two of the next. Nothing is shuffled: P's columns are the keys in another order, and `Transposition` writes V's in the
-same.
+In the A operand a lane holds four adjacent columns; in the accumulator it holds two of one block of eight and two of
+the next. No registers are shuffled: the columns of P are permuted keys, and `VTranspose` writes V in the same order.
 """
 
 import math
@@ -13,28 +12,28 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, sm90
-from cute_attn.kernels.blocks.epilogue import Unfinished
+from cute_attn.kernels.blocks.epilogue import PartialEpilogue
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax, reduce_quad
-from cute_attn.kernels.fa3.parts.epilogue import GroupStore
-from cute_attn.kernels.fa3.parts.wgmma import GroupTile
+from cute_attn.kernels.fa3.parts.epilogue import WarpgroupStore
+from cute_attn.kernels.fa3.parts.wgmma import WarpgroupTile
 from cute_attn.kernels.fa3.smem import Fp8Memory
 from cute_attn.kernels.formats import LINE
 
 P_DTYPE = "float8_e4m3fn"
-P_LOG2 = 3.0  # the highest probability when an anchor is set is 2^3; e4m3 is full in precision from 2^-6 to 448
-SUM_LIMIT = 448.0  # of a thread's probabilities of a row: none is above e4m3's largest then
-PEAK_LOG2 = 7.1  # what rows that are little but a peak are raised to: once or twice as high a peak may still come
+P_LOG2 = 3.0  # the largest P right after a rescale is 2^3; e4m3 has full precision from 2^-6 to 448
+SUM_LIMIT = 448.0  # of a thread's part of a row of P: no element then exceeds e4m3's maximum
+PEAK_LOG2 = 7.1  # to which rows dominated by one key are raised; leaves room for a peak up to twice as high
 
 
 @dataclass(frozen=True)
-class Fp8Tile(GroupTile):
+class Fp8Tile(WarpgroupTile):
     memory: Fp8Memory
 
     def v_operand(self, address: Int32) -> Int32:
         return self.k_operand(address)
 
     def accumulate(self, out: list[Float32], p: list[Int32], v: Int32) -> list[Float32]:
-        """Starts out + P V; V transposed."""
+        """Starts out + P V, with V transposed."""
         line, steps = self.memory.key_line, []
         for key in range(0, self.memory.tile.cols, 32):
             column, within = divmod(key, line)
@@ -42,7 +41,7 @@ class Fp8Tile(GroupTile):
         return sm90.wgmma_from_registers(P_DTYPE, self.dtype, self.memory.head_dim_vo, p, v, steps, out, line=line)
 
     def probabilities(self, s: list[Float32]) -> list[Int32]:
-        """Of every 32 keys: row slot 0, then 1, of the first 16, then of the others."""
+        """Packs P; of every 32 keys, row slots 0 and 1 of the first 16, then those of the other 16."""
         words = []
         for i in range(0, len(s), 8):
             for row in (i, i + 2):
@@ -50,7 +49,7 @@ class Fp8Tile(GroupTile):
         return words
 
     def scaled(self, p: list[Int32], factors: list[Float32]) -> list[Int32]:
-        """Probabilities times powers of two of their row."""
+        """Multiplies P by a power of two per row."""
         pairs = [ptx.pack_16("float16", factor, factor) for factor in factors]
         words = []
         for i, word in enumerate(p):
@@ -61,12 +60,13 @@ class Fp8Tile(GroupTile):
 
 @dataclass(frozen=True)
 class ThreadSums:
-    """A math thread's outputs in shared memory, eights of bf16, each side by side with the other threads'. What
-    rounding leaves over goes back to whoever sums on in registers: nothing is lost, for half the traffic of fp32.
+    """Output sums of one MMA thread in shared memory, in bf16 vectors of eight, interleaved with those of other
+    threads. The rounding error goes back into the accumulator in registers: nothing is lost, at half the traffic of
+    fp32.
     """
 
     address: Int32
-    eights: int
+    vectors: int
     pitch: int
 
     @classmethod
@@ -75,26 +75,26 @@ class ThreadSums:
         return cls(address + thread * 16, memory.head_dim_vo // 16, 2 * 16 * memory.tile.rows)
 
     def clear(self) -> None:
-        for i in range(self.eights):
+        for i in range(self.vectors):
             ptx.st_shared_v4(self.address, i * self.pitch, [Int32(0) for _ in range(4)])
 
     def add(self, out: list[Float32]) -> list[Float32]:
-        """What is left over."""
+        """Adds `out` to the sums; returns the rounding errors, from which the accumulator continues."""
         rest = []
-        for i in range(self.eights):
+        for i in range(self.vectors):
             rest += self.write(i, [x + y for x, y in zip(self.read(i), out[8 * i : 8 * i + 8], strict=True)])
         return rest
 
     def scale(self, out: list[Float32], factors: list[Float32]) -> list[Float32]:
-        """Both; `out` with what is left over."""
+        """Scales the sums and `out`; returns `out` plus the rounding errors of the sums."""
         scaled = []
-        for i in range(self.eights):
+        for i in range(self.vectors):
             rest = self.write(i, [x * factors[j % 4 // 2] for j, x in enumerate(self.read(i))])
             scaled += [ptx.fma(out[8 * i + j], factors[j % 4 // 2], x) for j, x in enumerate(rest)]
         return scaled
 
     def plus(self, out: list[Float32]) -> list[Float32]:
-        return [x + y for i in range(self.eights) for x, y in zip(self.read(i), out[8 * i : 8 * i + 8], strict=True)]
+        return [x + y for i in range(self.vectors) for x, y in zip(self.read(i), out[8 * i : 8 * i + 8], strict=True)]
 
     def read(self, i: int) -> list[Float32]:
         words = ptx.ld_shared_v4(self.address, i * self.pitch)
@@ -109,7 +109,7 @@ class ThreadSums:
 
 @dataclass(frozen=True)
 class Fp8Softmax(OnlineSoftmax):
-    """Every row has a scale of its own; probabilities use e4m3's range."""
+    """Online softmax with a scale per row and P in the range of e4m3."""
 
     row_scales: list[Float32]
 
@@ -118,43 +118,43 @@ class Fp8Softmax(OnlineSoftmax):
 
     @property
     def slack(self) -> float:
-        """Without any probability above it, no thread's sum reaches the limit."""
+        """Slack in log2: while no element of P exceeds it, no thread's sum reaches `SUM_LIMIT`."""
         return math.log2(SUM_LIMIT / len(self.columns(0))) - 0.01
 
     def anchor(self, high: Float32, slot: int) -> Float32:
         return ptx.fma(Float32(0.0) - high, self.scale(slot), Float32(P_LOG2))
 
-    def room(self, total: list[Float32]) -> list[Float32]:
-        """Powers of two by which probabilities of a row may grow, for the sums of all its tiles."""
-        rises = []
+    def headroom(self, total: list[Float32]) -> list[Float32]:
+        """Exponents by which the rows of P may grow, from the running sums of all tiles so far."""
+        exponents = []
         for x in total:
-            rise = Float32(PEAK_LOG2) - ptx.log2(reduce_quad(ptx.fmax, x))
-            rises.append(ptx.fmin(ptx.fmax(ptx.floor(rise), Float32(0.0)), Float32(4.0)))
-        return rises
+            exponent = Float32(PEAK_LOG2) - ptx.log2(reduce_quad(ptx.fmax, x))
+            exponents.append(ptx.fmin(ptx.fmax(ptx.floor(exponent), Float32(0.0)), Float32(4.0)))
+        return exponents
 
-    def too_high(self, sums: list[Float32]) -> Boolean:
-        """Some of this thread's probabilities may be beyond e4m3, or a row had no anchor (infinite, or NaN)."""
+    def exceeds_slack(self, sums: list[Float32]) -> Boolean:
+        """Whether elements of P of this thread may overflow e4m3, or a row had no anchor (sum infinite or NaN)."""
         within = [Boolean(total <= Float32(SUM_LIMIT)) for total in sums]
         return cutlass.and_(*within) == Boolean(False)
 
 
 @dataclass(frozen=True)
-class Transposition:
-    """Of V tiles, by warps beside the producer's: [key][d] as TMA brings it becomes [d][key].
+class VTranspose:
+    """Transpose of V tiles from [key][d], as TMA writes them, to [d][key], by the transform warps.
 
-    ldmatrix.trans of 16-bit elements leaves a lane with two neighbouring dimensions of two neighbouring keys, and four
-    such matrices hold 32 keys. Even and odd dimensions go to lines eight apart: a matrix's lines then differ in bank.
+    ldmatrix.trans of 16-bit elements gives a lane two adjacent dimensions of two adjacent keys; four such matrices hold
+    32 keys. Even and odd dimensions go to lines eight apart, so that the lines of a matrix differ in bank.
     """
 
     memory: Fp8Memory
     warp: Int32
     lane: Int32
     warps: int
-    barrier: int  # named, of these warps
+    barrier: int  # named barrier of these warps
 
     @cute.jit
     def run(self, source: Int32, target: Int32) -> None:
-        """In pieces of 32 keys by 64 dimensions."""
+        """Transposes a tile in blocks of 32 keys by 64 dimensions."""
         memory, pitch = self.memory, self.memory.key_line
         halves, inner = memory.head_dim_vo // 64, self.lane & 7
         read = source + self.lane * LINE
@@ -164,18 +164,18 @@ class Transposition:
         for piece in cutlass.range(self.warp, memory.tile.cols // 32 * halves, self.warps, unroll=1):
             keys, half = piece // halves, piece % halves
             line = read + keys * (32 * LINE) + (half >> 1) * (memory.tile.cols * LINE)
-            place = line + ((inner ^ ((half & 1) << 2)) << 4)
+            read_at = line + ((inner ^ ((half & 1) << 2)) << 4)
             line = write + keys // in_line * (memory.head_dim_vo * pitch) + half * (64 * pitch)
-            into = line + (((swizzle ^ second) ^ ((keys & (in_line - 1)) << 1)) << 4)
-            loaded = [ptx.ldmatrix_x4(place ^ Int32(i << 4), 0, transpose=True) for i in range(4)]
+            write_at = line + (((swizzle ^ second) ^ ((keys & (in_line - 1)) << 1)) << 4)
+            loaded = [ptx.ldmatrix_x4(read_at ^ Int32(i << 4), 0, transpose=True) for i in range(4)]
             for i, (a, b, c, d) in enumerate(loaded):
                 even = [ptx.permute(a, b, 0x6420), ptx.permute(c, d, 0x6420)]
                 uneven = [ptx.permute(a, b, 0x7531), ptx.permute(c, d, 0x7531)]
-                sm90.stmatrix_x4(into, i * (16 * pitch), [even[0], uneven[0], even[1], uneven[1]])
+                sm90.stmatrix_x4(write_at, i * (16 * pitch), [even[0], uneven[0], even[1], uneven[1]])
 
     @cute.jit
     def clear(self, source: Int32, first: Int32) -> None:
-        """Keys from `first` on become zeros: they are another request's, or nobody's, and 0 * NaN is no 0."""
+        """Zeroes keys from `first`: they belong to another request or to none, and 0 * NaN is not 0."""
         cols = self.memory.tile.cols
         thread = self.warp * 32 + self.lane
         for chunk in cutlass.range(thread, (cols - first) * (LINE // 16), 32 * self.warps, unroll=1):
@@ -186,31 +186,33 @@ class Transposition:
 
 
 @dataclass(frozen=True)
-class Fp8Store(GroupStore):
-    """Blocks 2 b and 2 b + 1 are even and odd dimensions: a lane has four neighbouring ones of every 16."""
+class Fp8Store(WarpgroupStore):
+    """Store of fp8 outputs. Blocks 2 b and 2 b + 1 hold even and odd dimensions: a lane has four adjacent ones of every
+    16.
+    """
 
-    def neighbours(self, values: list[Float32]) -> list[list[Float32]]:
+    def adjacent(self, values: list[Float32]) -> list[list[Float32]]:
         return [[values[i], values[i + 2], values[i + 1], values[i + 3]] for i in range(0, len(values), 4)]
 
     @cute.jit
     def store_pairs(self, row: Int32, values: list[Float32]) -> None:
         if self.rows.exists(row):
             address = self.target.row(self.rows, row) + Int64(self.lanes.lane % 4 * 16)
-            for i, four in enumerate(self.neighbours(values)):
+            for i, four in enumerate(self.adjacent(values)):
                 ptx.st_global_v4_f32(address, i * 64, four)
 
     @cute.jit
-    def store_pieces(self, row: Int32, values: list[Float32]) -> None:
+    def store_chunks(self, row: Int32, values: list[Float32]) -> None:
         if self.rows.exists(row):
             address = self.target.row(self.rows, row) + Int64(self.lanes.lane % 4 * 8)
-            for i, four in enumerate(self.neighbours(values)):
+            for i, four in enumerate(self.adjacent(values)):
                 packed = [ptx.pack_16(self.target.dtype, four[j], four[j + 1]) for j in (0, 2)]
                 ptx.st_global_v2(address, i * 32, packed)
 
 
 @dataclass(frozen=True)
-class ScaledUnfinished(Unfinished):
-    """Partial outputs already hold their head's scale, which the merge knows nothing of."""
+class ScaledPartialEpilogue(PartialEpilogue):
+    """Row epilogue of partial outputs that applies the head's v scale, which the combine kernel does not know."""
 
     v_scale: Float32
 

@@ -1,8 +1,8 @@
-"""K and V rows gathered by a warpgroup, for pages too small for TMA boxes.
+"""K and V rows gathered with cp.async, for pages too small for TMA boxes.
 
-cp.async writes what a box would have: 128-byte lines of all rows, one column of 64 elements after the other, swizzled.
-It writes as a thread does, and wgmma reads as TMA does: who wrote waits for its own copies and fences them before its
-warp arrives at the full barrier.
+cp.async writes the layout that TMA would: 128-byte lines of all rows, one column of 64 elements after the other,
+swizzled. It writes through the generic proxy and wgmma reads through the async proxy, so every thread waits for its own
+copies and fences them before its warp arrives at the full barrier.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.formats import LINE
 
 WARPS = 4
-ROWS_A_PASS = 4  # of a warp, eight threads each
+ROWS_PER_PASS = 4  # of a warp, eight threads per row
 
 
 @dataclass(frozen=True)
 class PageRows:
-    """K or V of one kv head: address of row 0 of page 0, strides in bytes, 16-byte chunks of a row."""
+    """K or V of one kv head: address of row 0 of page 0, strides in bytes, 16-byte chunks per row."""
 
     base: Int64
     page_stride: Int64
@@ -31,13 +31,15 @@ class PageRows:
 
 
 @dataclass(frozen=True)
-class GatheredPages:
-    """Each warp has a quarter of a tile's rows, each lane the page of one of them. Rows past the end become zeros."""
+class GatheredKV:
+    """Rows gathered by the producer warpgroup: a quarter of the tile per warp; each lane holds the page id of one row.
+    Rows past the end become zeros.
+    """
 
     cols: int
     thread: Int32  # of the producer warpgroup
     kv_end: Int32
-    table: Int64  # address of the request's first page number
+    table: Int64  # address of the request's first page id
     page_size: Divisor
     k: PageRows
     v: PageRows
@@ -46,41 +48,41 @@ class GatheredPages:
     def warp_rows(self) -> int:
         return self.cols // WARPS
 
-    def look_up(self, kv_tile: Int32) -> list[Int32]:
-        """The page of this lane's row."""
-        assert self.warp_rows in range(ROWS_A_PASS, 33, ROWS_A_PASS)
+    def prefetch_page_ids(self, kv_tile: Int32) -> list[Int32]:
+        """Loads the page id of this lane's row."""
+        assert self.warp_rows in range(ROWS_PER_PASS, 33, ROWS_PER_PASS)
         row = self.thread & 31
         token = self.token(kv_tile)
         exists = cutlass.and_(row < self.warp_rows, token < self.kv_end)
         return [ptx.ld_global_u32_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists)]
 
     def token(self, kv_tile: Int32) -> Int32:
-        """Of this lane's row."""
+        """Token of this lane's row."""
         return kv_tile * self.cols + (self.thread >> 5) * self.warp_rows + (self.thread & 31)
 
-    def copy(self, rows: PageRows, target: Int32, barrier: Int32, kv_tile: Int32, pages: list[Int32]) -> None:
-        """Issues the copies of a tile; `landed` follows."""
+    def copy(self, rows: PageRows, target: Int32, barrier: Int32, kv_tile: Int32, page_ids: list[Int32]) -> None:
+        """Issues the copies of a tile; `commit` must follow."""
         token = self.token(kv_tile)
         within = token - self.page_size.quotient(token) * self.page_size.value
-        address = ptx.mad_u32(within, rows.stride, ptx.mad_u32(pages[0], rows.page_stride, rows.base))
+        address = ptx.mad_u32(within, rows.stride, ptx.mad_u32(page_ids[0], rows.page_stride, rows.base))
         lane = self.thread & 31
         row, chunk = lane >> 3, lane & 7  # in a pass
         left = self.kv_end - (token - lane + row)
         shared = target + swizzled((self.thread >> 5) * self.warp_rows + row, chunk, LINE)
-        for i in range(self.warp_rows // ROWS_A_PASS):
-            source = ptx.shuffle_address(address, row + Int32(ROWS_A_PASS * i)) + Int64(chunk * CHUNK)
-            size = ptx.select(left > Int32(ROWS_A_PASS * i), Int32(CHUNK), Int32(0))
-            place = shared ^ Int32(ROWS_A_PASS * CHUNK) if i % 2 else shared
+        for i in range(self.warp_rows // ROWS_PER_PASS):
+            source = ptx.shuffle_address(address, row + Int32(ROWS_PER_PASS * i)) + Int64(chunk * CHUNK)
+            size = ptx.select(left > Int32(ROWS_PER_PASS * i), Int32(CHUNK), Int32(0))
+            destination = shared ^ Int32(ROWS_PER_PASS * CHUNK) if i % 2 else shared
             for line in range(-(-rows.chunks // 8)):
                 whole = (line + 1) * 8 <= rows.chunks
                 part = size if whole else ptx.select(chunk < rows.chunks - line * 8, size, Int32(0))
-                offset = line * self.cols * LINE + i * ROWS_A_PASS * LINE
-                ptx.cp_async_16(place, offset, source, line * LINE, part)
+                offset = line * self.cols * LINE + i * ROWS_PER_PASS * LINE
+                ptx.cp_async_16(destination, offset, source, line * LINE, part)
         ptx.cp_async_commit()
 
     @cute.jit
-    def landed(self, barriers: list[Int32]) -> None:
-        """Waits for the copies that were issued, and tells the readers at the barriers of their tiles."""
+    def commit(self, barriers: list[Int32]) -> None:
+        """Waits for the issued copies, fences them and arrives at the full barriers of their tiles."""
         ptx.cp_async_wait(0)
         sm90.fence_async()
         ptx.sync_warp()
@@ -90,17 +92,17 @@ class GatheredPages:
 
 
 @dataclass(frozen=True)
-class NarrowPages:
-    """By the producer warp alone, rows of 8-bit elements that other warps will read: side by side, not swizzled. Four
-    lanes copy 64 bytes of a row; each lane has the pages of `cols` / 32 rows. Rows past the end become zeros.
+class GatheredFp8KV:
+    """Rows of 8-bit elements gathered by the producer warp alone for the transform warps: contiguous, not swizzled.
+    Four lanes copy 64 bytes of a row; each lane holds the page ids of `cols` / 32 rows. Rows past the end become zeros.
 
-    Nobody waits for the copies but the readers at the barrier, to whom the writes need no fence.
+    Only the readers wait for the copies, at the barrier; they read through the generic proxy, so no fence is needed.
     """
 
     cols: int
     lane: Int32
     kv_end: Int32
-    table: Int64  # address of the request's first page number
+    table: Int64  # address of the request's first page id
     page_size: Divisor
     k: PageRows
     v: PageRows
@@ -108,23 +110,23 @@ class NarrowPages:
     def rounds(self) -> range:
         return range(-(-self.cols // 32))
 
-    def look_up(self, kv_tile: Int32) -> list[Int32]:
-        pages = []
+    def prefetch_page_ids(self, kv_tile: Int32) -> list[Int32]:
+        page_ids = []
         for i in self.rounds():
             token = kv_tile * self.cols + self.lane + 32 * i
             exists = cutlass.and_(self.lane + 32 * i < self.cols, token < self.kv_end)
-            pages.append(ptx.ld_global_u32_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists))
-        return pages
+            page_ids.append(ptx.ld_global_u32_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists))
+        return page_ids
 
-    def copy(self, rows: PageRows, target: Int32, barrier: Int32, kv_tile: Int32, pages: list[Int32]) -> None:
+    def copy(self, rows: PageRows, target: Int32, barrier: Int32, kv_tile: Int32, page_ids: list[Int32]) -> None:
         columns = -(-rows.chunks // 4)
-        row, chunk = self.lane >> 2, self.lane & 3  # in a pass over eight rows
+        row, chunk = self.lane >> 2, self.lane & 3  # within a pass of eight rows
         shared = target + row * (64 * columns) + chunk * CHUNK
         left = self.kv_end - (kv_tile * self.cols + row)
         for i in self.rounds():
             token = kv_tile * self.cols + self.lane + 32 * i
             within = token - self.page_size.quotient(token) * self.page_size.value
-            address = ptx.mad_u32(within, rows.stride, ptx.mad_u32(pages[i], rows.page_stride, rows.base))
+            address = ptx.mad_u32(within, rows.stride, ptx.mad_u32(page_ids[i], rows.page_stride, rows.base))
             for first in range(32 * i, min(32 * i + 32, self.cols), 8):
                 source = ptx.shuffle_address(address, row + Int32(first % 32)) + Int64(chunk * CHUNK)
                 size = ptx.select(left > Int32(first), Int32(CHUNK), Int32(0))
@@ -134,5 +136,5 @@ class NarrowPages:
                     ptx.cp_async_16(shared, (first * columns + column) * 64, source, column * 64, part)
         ptx.cp_async_arrive(barrier)
 
-    def landed(self, barriers: list[Int32]) -> None:
-        """The copies themselves arrive."""
+    def commit(self, barriers: list[Int32]) -> None:
+        """Nothing to do: the copies themselves arrive at the barriers."""

@@ -4,31 +4,31 @@ from dataclasses import dataclass
 
 from cutlass import Int32
 
-from cute_attn.kernels.blocks.pipeline import Place, Ring
+from cute_attn.kernels.blocks.pipeline import PipelineState, Ring
 from cute_attn.kernels.fa3.smem import RECORD_BYTES, HopperMemory
 
 
 @dataclass(frozen=True)
-class Shared:
-    """What producer and math groups meet at."""
+class SmemRings:
+    """Rings and tile records shared by producer, transform and consumer warps."""
 
     q: Ring
     k: Ring
     v: Ring
-    records: Int32  # descriptions of query tiles, one a place of Q's ring
+    records: Int32  # of query tiles, one per `PipelineState` of Q's ring
 
     @property
-    def arriving_k(self) -> Ring:
-        """Where K is copied to."""
+    def staged_k(self) -> Ring:
+        """The ring into which K is copied."""
         return self.k
 
     @property
-    def arriving_v(self) -> Ring:
+    def staged_v(self) -> Ring:
         return self.v
 
     @classmethod
-    def of(cls, memory: HopperMemory, base: Int32, writers: int) -> "Shared":
-        """`writers`: warps that fill slots of K and V."""
+    def of(cls, memory: HopperMemory, base: Int32, writers: int) -> "SmemRings":
+        """Lays out the rings of `memory`; `writers`: warps that fill slots of K and V."""
         tile, barriers = memory.tile, base + Int32(memory.barriers)
         k_barriers = barriers + Int32(16 * tile.q_stages)
         return cls(
@@ -44,5 +44,5 @@ class Shared:
             base + Int32(memory.records),
         )
 
-    def record(self, q: Place) -> Int32:
-        return self.records + q.turn * RECORD_BYTES
+    def record(self, q: PipelineState) -> Int32:
+        return self.records + q.index_phase * RECORD_BYTES

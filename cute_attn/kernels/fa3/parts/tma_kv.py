@@ -1,6 +1,6 @@
-"""K and V tiles out of TMA boxes: a line of some tokens of one kv head; maps are [d, token, head, page].
+"""K and V tiles loaded by TMA. A box is one line of several tokens of one kv head; maps are [d, token, head, page].
 
-The boxes of a tile are shared out among the lanes of the producer warp.
+The lanes of the producer warp divide the boxes of a tile between them.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,14 @@ from cutlass import Int32, Int64
 from cute_attn.kernels.blocks import ptx, sm90
 from cute_attn.kernels.blocks.rows import Divisor
 
-NO_PAGE = -1  # no page of any map: TMA fills its boxes with zeros
+NO_PAGE = -1  # out of bounds in every map: TMA fills the box with zeros
 
 
 @dataclass(frozen=True)
-class Boxes:
-    """K or V: the address of its tensor map, and the columns of a row: lines of so many elements, bytes apart."""
+class TmaOperand:
+    """How TMA loads K or V: address of the tensor map, and `columns` lines per row, each of `line_items` elements; rows
+    of a line are `pitch` bytes apart in shared memory.
+    """
 
     tensor_map: Int64
     columns: int
@@ -26,76 +28,87 @@ class Boxes:
 
 
 @dataclass(frozen=True)
-class DenseBoxes:
-    """One box of all columns: token 0 of the request is row `start`. Rows past the end are the next request's, or zeros
-    past the end of the tensor.
+class DenseTmaKV:
+    """Contiguous keys, one box per column; token 0 of the request is row `start`. Rows past the end hold the next
+    request's keys, or zeros past the end of the tensor.
     """
 
     cols: int
     start: Int32
     kv_head: Int32
     lane: Int32
-    k: Boxes
-    v: Boxes
+    k: TmaOperand
+    v: TmaOperand
 
-    def look_up(self, kv_tile: Int32) -> list[Int32]:
+    def prefetch_page_ids(self, kv_tile: Int32) -> list[Int32]:
         return []
 
     @cute.jit
-    def copy(self, boxes: cutlass.Constexpr, target: Int32, barrier: Int32, kv_tile: Int32, pages: list[Int32]) -> None:
+    def copy(
+        self, operand: cutlass.Constexpr, target: Int32, barrier: Int32, kv_tile: Int32, page_ids: list[Int32]
+    ) -> None:
         if self.lane == 0:
-            sm90.barrier_expect(barrier, boxes.columns * self.cols * boxes.pitch)
-            for column in cutlass.range_constexpr(boxes.columns):
-                place = [Int32(column * boxes.line_items), self.start + kv_tile * self.cols, self.kv_head, Int32(0)]
-                box = target + Int32(column * self.cols * boxes.pitch)
-                sm90.tma_load_4d(box, boxes.tensor_map, place, barrier, sm90.EVICT_LAST)
+            sm90.barrier_expect(barrier, operand.columns * self.cols * operand.pitch)
+            for column in cutlass.range_constexpr(operand.columns):
+                coordinates = [
+                    Int32(column * operand.line_items),
+                    self.start + kv_tile * self.cols,
+                    self.kv_head,
+                    Int32(0),
+                ]
+                box = target + Int32(column * self.cols * operand.pitch)
+                sm90.tma_load_4d(box, operand.tensor_map, coordinates, barrier, sm90.EVICT_LAST)
 
-    def landed(self, barriers: list[Int32]) -> None:
-        """TMA itself counts its bytes at the barriers."""
+    def commit(self, barriers: list[Int32]) -> None:
+        """Nothing to do: TMA counts its own bytes at the barriers."""
 
 
 @dataclass(frozen=True)
-class PagedBoxes:
-    """Boxes of as many tokens as lie together both in a page and in a tile: the greatest common divisor of the two."""
+class PagedTmaKV:
+    """Paged keys. A box holds as many tokens as are contiguous both in a page and in a tile: their greatest common
+    divisor.
+    """
 
     cols: int
     kv_head: Int32
     lane: Int32
     kv_end: Int32
-    table: Int64  # address of the request's first page number
+    table: Int64  # address of the request's first page id
     page_size: Divisor
     box_rows: Int32
-    k: Boxes
-    v: Boxes
+    k: TmaOperand
+    v: TmaOperand
 
     def rounds(self) -> range:
         return range((self.cols + 31) // 32)
 
-    def look_up(self, kv_tile: Int32) -> list[Int32]:
-        """The pages of this lane's boxes."""
-        pages = []
+    def prefetch_page_ids(self, kv_tile: Int32) -> list[Int32]:
+        """Loads the page ids of this lane's boxes."""
+        page_ids = []
         for i in self.rounds():
             row = (self.lane + 32 * i) * self.box_rows
             token = kv_tile * self.cols + row
             exists = cutlass.and_(row < self.cols, token < self.kv_end)
             page = ptx.ld_global_u32_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists)
-            pages.append(ptx.select(exists, page, Int32(NO_PAGE)))
-        return pages
+            page_ids.append(ptx.select(exists, page, Int32(NO_PAGE)))
+        return page_ids
 
     @cute.jit
-    def copy(self, boxes: cutlass.Constexpr, target: Int32, barrier: Int32, kv_tile: Int32, pages: list[Int32]) -> None:
+    def copy(
+        self, operand: cutlass.Constexpr, target: Int32, barrier: Int32, kv_tile: Int32, page_ids: list[Int32]
+    ) -> None:
         if self.lane == 0:
-            sm90.barrier_expect(barrier, boxes.columns * self.cols * boxes.pitch)
+            sm90.barrier_expect(barrier, operand.columns * self.cols * operand.pitch)
         ptx.sync_warp()
-        for i in cutlass.range_constexpr(len(pages)):
+        for i in cutlass.range_constexpr(len(page_ids)):
             row = (self.lane + 32 * i) * self.box_rows
             if row < self.cols:
                 token = kv_tile * self.cols + row
                 within = token - self.page_size.quotient(token) * self.page_size.value
-                for column in cutlass.range_constexpr(boxes.columns):
-                    place = [Int32(column * boxes.line_items), within, self.kv_head, pages[i]]
-                    box = target + row * boxes.pitch + Int32(column * self.cols * boxes.pitch)
-                    sm90.tma_load_4d(box, boxes.tensor_map, place, barrier, sm90.EVICT_LAST)
+                for column in cutlass.range_constexpr(operand.columns):
+                    coordinates = [Int32(column * operand.line_items), within, self.kv_head, page_ids[i]]
+                    box = target + row * operand.pitch + Int32(column * self.cols * operand.pitch)
+                    sm90.tma_load_4d(box, operand.tensor_map, coordinates, barrier, sm90.EVICT_LAST)
 
-    def landed(self, barriers: list[Int32]) -> None:
-        """TMA itself counts its bytes at the barriers."""
+    def commit(self, barriers: list[Int32]) -> None:
+        """Nothing to do: TMA counts its own bytes at the barriers."""

@@ -1,7 +1,7 @@
-"""A math warpgroup's tile on wgmma: scores S = Q K^T and outputs O += P V, 64 rows by all columns.
+"""Tile of an MMA warpgroup: scores S = Q K^T and outputs O += P V by wgmma, 64 rows by all columns.
 
 An accumulator is a flat list: register 4 n + {0, 1} is row lane // 4 of the warp's 16, columns 8 n + 2 (lane % 4) +
-{0, 1}; 4 n + {2, 3} the row 8 below. Two neighbouring blocks of 8 columns, rounded, are one A operand.
+{0, 1}; 4 n + {2, 3} the row 8 below. Two adjacent blocks of 8 columns, rounded, are one A operand.
 """
 
 from dataclasses import dataclass
@@ -14,11 +14,13 @@ from cute_attn.kernels.blocks import ptx, sm90
 from cute_attn.kernels.fa3.smem import HopperMemory
 from cute_attn.kernels.formats import LINE
 
-ROWS = 64  # of a warpgroup
+WARPGROUP_ROWS = 64
 
 
 @dataclass(frozen=True)
-class GroupTile:
+class WarpgroupTile:
+    """Operands and products of one MMA warpgroup's tile."""
+
     dtype: str
     memory: HopperMemory
     m_blocks: int = 1
@@ -36,21 +38,21 @@ class GroupTile:
         return [Float32(0.0) for _ in range(4 * blocks)]
 
     def q_operand(self, address: Int32) -> Any:
-        """Of a warpgroup's rows."""
+        """Returns the A operand of S for the warpgroup's rows at `address`."""
         return self.k_operand(address)
 
     def k_operand(self, address: Int32) -> Int32:
         return cute.arch.make_warp_uniform(sm90.descriptor(address, 0))
 
-    def afresh(self, q: Any) -> Any:
-        """The operand again, lest what depends on it stay in registers."""
+    def rematerialize(self, q: Any) -> Any:
+        """Recomputes the operand, so that values derived from it need not stay in registers."""
         return cute.arch.make_warp_uniform(q)
 
     def v_operand(self, address: Int32) -> Int32:
         return cute.arch.make_warp_uniform(sm90.descriptor(address, self.memory.tile.cols * LINE))
 
     def scores(self, q: Any, k: Int32) -> list[Float32]:
-        """Starts S."""
+        """Starts S = Q K^T."""
         tile, steps = self.memory.tile, []
         for step in range(self.memory.head_dim_qk * self.memory.item_bytes // 32):
             column, within = step // 4, step % 4 * 32
@@ -67,42 +69,42 @@ class GroupTile:
 
 
 @dataclass(frozen=True)
-class GroupLanes:
-    """Where this thread stands among the math threads."""
+class WarpgroupLanes:
+    """Position of this thread among the MMA threads."""
 
     warp_col: ClassVar[int] = 0  # every warp sees all columns
-    group: Int32  # warpgroup
-    warp: Int32  # of the warpgroup
+    warpgroup: Int32  # index among the MMA warpgroups
+    warp: Int32  # within the warpgroup
     lane: Int32
 
     @classmethod
-    def of(cls) -> "GroupLanes":
-        """Read anew where it is called for: what follows from it need not stay in registers meanwhile."""
+    def of(cls) -> "WarpgroupLanes":
+        """Reads the thread index at each call, so that values derived from it need not stay in registers in between."""
         thread = ptx.asm("mov.u32 $0, %tid.x;", [Int32])
         warp = cute.arch.make_warp_uniform(thread >> 5)
         return cls((warp >> 2) - Int32(1), warp & 3, thread & 31)
 
     def row(self, memory: HopperMemory, slot: int) -> Int32:
-        return self.group * ROWS + self.warp * 16 + self.lane // 4 + slot * 8
+        return self.warpgroup * WARPGROUP_ROWS + self.warp * 16 + self.lane // 4 + slot * 8
 
     def first_col(self, memory: HopperMemory) -> Int32:
         return self.lane % 4 * 2
 
 
-class FreshLanes:
-    """`GroupLanes` read anew at every use: nothing that follows from them is in registers meanwhile."""
+class RematerializedLanes:
+    """`WarpgroupLanes` read at every use, so that nothing derived from them stays in registers in between."""
 
     warp_col: ClassVar[int] = 0
 
     @property
     def lane(self) -> Int32:
-        return GroupLanes.of().lane
+        return WarpgroupLanes.of().lane
 
     def row(self, memory: HopperMemory, slot: int) -> Int32:
-        return GroupLanes.of().row(memory, slot)
+        return WarpgroupLanes.of().row(memory, slot)
 
     def first_col(self, memory: HopperMemory) -> Int32:
-        return GroupLanes.of().first_col(memory)
+        return WarpgroupLanes.of().first_col(memory)
 
 
-AnyLanes = GroupLanes | FreshLanes
+AnyLanes = WarpgroupLanes | RematerializedLanes

@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.epilogue import Finish
+from cute_attn.kernels.blocks.epilogue import FinalEpilogue
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.formats import Kv4Bit, Kv8Bit, Kv16Bit
@@ -61,7 +61,7 @@ class Merge:
     format: Kv16Bit | Kv8Bit | Kv4Bit
     p: Any  # XqaParams
     base: Int32  # shared memory
-    finish: Finish
+    finish: FinalEpilogue
 
     @property
     def vectors_per_row(self) -> int:
