@@ -1,4 +1,4 @@
-"""Attention of batches that share prefixes, and the merging of attention states under FlashInfer's module name."""
+"""Attention of batches that share prefixes (cascade attention), and the merging of attention states."""
 
 from __future__ import annotations
 
@@ -10,26 +10,32 @@ import torch
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotPlannedError, NotSupported, Refusal
 from cute_attn.request import checks
 from cute_attn.request.settings import POS_ENCODING_MODES
-from cute_attn.wrappers.legacy_args_batch import renaming
-from cute_attn.wrappers.prefill import BatchPrefillWithPagedKVCacheWrapper, Cache, DType
+from cute_attn.wrappers.base import Cache, DType
+from cute_attn.wrappers.legacy_args_batch import accepts_legacy_names
+from cute_attn.wrappers.prefill import BatchPrefillWithPagedKVCacheWrapper
 
 __all__ = ["MultiLevelCascadeAttentionWrapper", "merge_state", "merge_state_in_place", "merge_states"]
 
 
 class MultiLevelCascadeAttentionWrapper:
-    """Attention of a batch whose requests share prefixes: a level for each piece of the keys, its pages read once for
-    all queries that share them.
+    """Attention of a batch whose requests share prefixes, whose pages are read once for all queries that share them.
 
     Level 0 has the keys that most requests share, the last level those of single requests. In each level, groups of
-    consecutive query tokens attend to the same pages; results of all levels are merged. The keys of a query are those
-    of its groups, one level after the other.
+    consecutive query tokens attend to the same pages. The keys of a query are those of its groups, one level after the
+    other. Each level is one run of a paged prefill wrapper; the results are merged as by `merge_state`:
+    s = log2(sum of 2^s_i), v = sum of 2^(s_i - s) v_i.
 
     Parameters
     ----------
-    num_levels : at least 1.
+    num_levels : number of levels, at least 1.
     float_workspace_buffer, kv_layout, use_cuda_graph : as for `BatchPrefillWithPagedKVCacheWrapper`.
     qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr : with
-        `use_cuda_graph`, that wrapper's buffers, one for each level.
+        `use_cuda_graph`, lists of that wrapper's buffers, one per level.
+
+    Raises
+    ------
+    ArgumentTypeError (not an int, bool, tensor or list), ArgumentError (num_levels < 1; a list of another length;
+    shape, dtype, device or alignment of a buffer), LayoutError (`kv_layout`).
     """
 
     def __init__(
@@ -65,19 +71,30 @@ class MultiLevelCascadeAttentionWrapper:
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
+        """Whether the wrapper was made with `use_cuda_graph=True`."""
         return self._use_cuda_graph
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffers: Sequence[torch.Tensor]
     ) -> None:
-        """Replace the workspace; `plan` must follow. `int_workspace_buffers`: one a level, not used (each level's
-        wrapper says why)."""
+        """Replace the workspace. There is no plan afterwards: call `plan` before the next `run`.
+
+        Parameters
+        ----------
+        float_workspace_buffer : as for the constructor.
+        int_workspace_buffers : a list with a tensor per level on the same device, not used: the levels' wrappers
+            allocate the memory of their schedules.
+
+        Raises
+        ------
+        ArgumentTypeError (not a tensor or list), ArgumentError (a list of another length, another device).
+        """
         self._ready = False
         buffers = self._levels("int_workspace_buffers", int_workspace_buffers)
         for wrapper, buffer in zip(self._wrappers, buffers, strict=True):
             wrapper.reset_workspace_buffer(float_workspace_buffer, buffer)
 
-    @renaming
+    @accepts_legacy_names
     def plan(
         self,
         qo_indptr_arr: Sequence[torch.Tensor],
@@ -99,20 +116,29 @@ class MultiLevelCascadeAttentionWrapper:
         q_data_type: DType = "float16",
         kv_data_type: DType | None = None,
     ) -> None:
-        """Make the schedules of all levels. After an error there is no plan.
+        """Schedule all levels. After an error there is no plan.
 
         Parameters
         ----------
-        qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len : for each level the arrays of
-            `BatchPrefillWithPagedKVCacheWrapper.plan`. All levels have the same number of query tokens.
-        causal : in the last level, whose keys end with the query tokens' own; the other levels are seen in full.
+        qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len : lists with the arrays of
+            `BatchPrefillWithPagedKVCacheWrapper.plan` per level, int32 or int64: `[groups + 1]`, `[groups + 1]`, page
+            numbers, and `[groups]`. All levels have the same number of query tokens.
+        num_qo_heads, num_kv_heads, head_dim, page_size : at least 1; num_qo_heads must be a multiple
+            of num_kv_heads.
+        causal : default False. Applies to the last level, whose keys end with the query tokens' own; the other levels
+            are seen in full.
         pos_encoding_mode, window_left : with more than one level refused unless "NONE" and negative: they depend on
             positions, and a level knows only those within itself.
-        Others : as there.
+        use_fp16_qk_reduction (older name `allow_fp16_qk_reduction`) : a hint; scores are always accumulated in fp32.
+        sm_scale : any finite number. Default 1 / sqrt(head_dim).
+        logits_soft_cap : soft cap of the logits; None (default), 0 or a negative number: none.
+        rope_scale, rope_theta : > 0, default 1 and 1e4. Read under ROPE_LLAMA only.
+        q_data_type, kv_data_type : torch dtypes or their names. Default float16, and q's.
 
         Raises
         ------
-        As there; ArgumentError for levels that do not fit together, NotSupported for positions.
+        ArgumentTypeError (not a list), ArgumentError (lists of another length, levels with different numbers of query
+        tokens), NotSupported (positions), and the errors of `BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
         self._ready = False
         self._refuse_positions(pos_encoding_mode, window_left)
@@ -161,7 +187,11 @@ class MultiLevelCascadeAttentionWrapper:
 
         Returns
         -------
-        `[qo_indptr[-1], num_qo_heads, head_dim]` in q's dtype.
+        `[qo_indptr[-1], num_qo_heads, head_dim]` in q's dtype (bfloat16 for fp8 q).
+
+        Raises
+        ------
+        NotPlannedError (no plan yet), and the errors of `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
         if not self._ready:
             raise NotPlannedError("MultiLevelCascadeAttentionWrapper.plan() must come before run()")
@@ -174,7 +204,7 @@ class MultiLevelCascadeAttentionWrapper:
     forward = run
 
     def end_forward(self) -> None:
-        """Nothing; older callers end with it."""
+        """Do nothing. Callers of FlashInfer's older `begin_forward` and `forward` end with it."""
 
     def _levels(self, name: str, arrays: Any) -> Sequence[Any]:
         if not isinstance(arrays, list | tuple):
@@ -206,12 +236,15 @@ S_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def merge_state(
     v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge two attention states.
+    """Merge two attention states of the same queries over disjoint keys.
+
+    `s = log2(2^s_a + 2^s_b)` and `v = (2^s_a v_a + 2^s_b v_b) / 2^s`, in fp32. A row of s = -inf has no keys and no
+    weight; where both are, v is 0 and s is -inf. Can be captured by CUDA graphs.
 
     Parameters
     ----------
     v_a, v_b : `[n, num_heads, head_dim]` fp16, bf16 or fp32, both the same.
-    s_a, s_b : `[n, num_heads]`, base-2 log-sum-exp of each row; converted to fp32.
+    s_a, s_b : `[n, num_heads]` fp32, fp16 or bf16: base-2 log-sum-exp of each row; converted to fp32.
 
     Returns
     -------
@@ -219,7 +252,7 @@ def merge_state(
 
     Raises
     ------
-    ArgumentTypeError (no tensor), ArgumentError (shape, dtype, device).
+    ArgumentTypeError (not a tensor), ArgumentError (shape, dtype, device).
     """
     _check(("v_a", v_a), ("s_a", s_a), ("v_b", v_b), ("s_b", s_b))
     weights, s = _weights(torch.stack((s_a.float(), s_b.float())), 0)
@@ -234,18 +267,23 @@ def merge_state_in_place(
     s_other: torch.Tensor,
     mask: torch.Tensor | None = None,
 ) -> None:
-    """Merge the state (v_other, s_other) into (v, s).
+    """Merge the state (v_other, s_other) into (v, s), by the formula of `merge_state`. Can be captured by CUDA graphs.
 
     Parameters
     ----------
     v : `[n, num_heads, head_dim]` fp16, bf16 or fp32, written.
     s : fp32 `[n, num_heads]`, base 2, written. Other dtypes are refused: they could not hold the result.
-    v_other, s_other : the other state, v_other like v; s_other is converted to fp32.
-    mask : bool or uint8 `[n]`; rows where it is 0 keep v and s bit for bit. None merges all rows.
+    v_other, s_other : the other state: v_other with v's shape, dtype and device; s_other `[n, num_heads]` fp32, fp16 or
+        bf16, converted to fp32.
+    mask : bool or uint8 `[n]`; rows where it is 0 keep v and s bit for bit. None (default) merges all rows.
+
+    Returns
+    -------
+    None; v and s are overwritten.
 
     Raises
     ------
-    ArgumentTypeError (no tensor), ArgumentError (shape, dtype, device; v or s overlap themselves).
+    ArgumentTypeError (not a tensor), ArgumentError (shape, dtype, device; v or s overlap themselves).
     """
     _check(("v", v), ("s", s), ("v_other", v_other), ("s_other", s_other))
     checks.dtype("s", s.dtype, (torch.float32,))
@@ -265,20 +303,22 @@ def merge_state_in_place(
 
 
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge any number of attention states of the same queries.
+    """Merge any number of attention states of the same queries over disjoint keys.
+
+    `s = log2(sum of 2^s_i)` and `v = sum of 2^(s_i - s) v_i`, in fp32. Can be captured by CUDA graphs.
 
     Parameters
     ----------
     v : `[n, num_states, num_heads, head_dim]` fp16, bf16 or fp32.
-    s : `[n, num_states, num_heads]`, base-2 log-sum-exp; converted to fp32.
+    s : `[n, num_states, num_heads]` fp32, fp16 or bf16: base-2 log-sum-exp; converted to fp32.
 
     Returns
     -------
-    (v, s) : `[n, num_heads, head_dim]` in v's dtype and fp32 `[n, num_heads]`; zeros and -inf for no states.
+    (v, s) : `[n, num_heads, head_dim]` in v's dtype and fp32 `[n, num_heads]`; zeros and -inf if num_states is 0.
 
     Raises
     ------
-    ArgumentTypeError (no tensor), ArgumentError (shape, dtype, device).
+    ArgumentTypeError (not a tensor), ArgumentError (shape, dtype, device).
     """
     _check_state("v", v, "s", s, ("n", "num_states", "num_heads"))
     weights, merged = _weights(s.float(), 1)
@@ -286,7 +326,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def _weights(s: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Share of each state in the merged row, and the merged lse."""
+    """Return the weight of each state in the merged row, and the merged lse."""
     if s.shape[axis] == 0:
         return s, s.sum(axis) - torch.inf
     maximum = s.amax(axis, keepdim=True)
@@ -298,7 +338,7 @@ def _weights(s: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _weighed(v: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     weights = weights[..., None]
-    return torch.where(weights > 0, v.float() * weights, 0.0)  # a row without keys may hold anything, NaN too
+    return torch.where(weights > 0, v.float() * weights, 0.0)  # a row without keys may hold anything, even NaN
 
 
 def _check(a: tuple[str, object], s_a: tuple[str, object], b: tuple[str, object], s_b: tuple[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""Decode attention: of one request here, of a batch in `batch_decode`."""
+"""Decode attention of one request, and the batch wrappers under FlashInfer's module name."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def single_decode_with_kv_cache(
 
     Parameters
     ----------
-    q : `[num_qo_heads, head_dim_qk]`, float16 or bfloat16 (fp8 where a backend takes it). Any strides; a last
+    q : `[num_qo_heads, head_dim_qk]`, float16 or bfloat16 (fp8 where a backend supports it). Any strides; a last
         axis without unit stride, or rows that are not 16-byte aligned, cost a copy.
     k : `[kv_len, num_kv_heads, head_dim_qk]` ("NHD") or `[num_kv_heads, kv_len, head_dim_qk]` ("HND"), of q's
-        dtype (or fp8 under a 16-bit q, where a backend takes it). Any strides with unit stride on the last
+        dtype (or fp8 under a 16-bit q, where a backend supports it). Any strides with unit stride on the last
         axis; on a GPU rows must be 16-byte aligned. `num_qo_heads` must be a multiple of `num_kv_heads`; query
         head h reads kv head h // (num_qo_heads // num_kv_heads).
     v : like k, with `head_dim_vo`.
@@ -72,7 +72,7 @@ def single_decode_with_kv_cache(
     pos_encoding_mode : "NONE", "ROPE_LLAMA" (rotates pairs (d, d + head_dim / 2); key j stands at position j,
         the query at kv_len - 1; rotated values are rounded to q's dtype), or "ALIBI" (slopes of Press et al.
         2022).
-    use_tensor_cores : a hint; tensor cores are used always.
+    use_tensor_cores : a hint; tensor cores are always used.
     q_scale, k_scale, v_scale : factors of q, k and v: numbers, or floating-point tensors with one element. A
         tensor on the GPU is read by the kernel, without synchronisation.
     window_left : >= 0: only the last window_left + 1 keys are seen. Negative: no window.
@@ -87,7 +87,7 @@ def single_decode_with_kv_cache(
     enable_pdl : False: no programmatic dependent launch. None or True: where the GPU has it (9.0 and later).
     sinks : floating-point `[num_qo_heads]`, natural-log domain, not scaled: one more term of the denominator.
     lse_base : "log2" (FlashInfer's), or "ln": the lse is that above, times ln(2).
-    backend : "auto", "fa3", "xqa", "fa2", "reference" or "emulator". `cute_attn.explain` tells which takes what.
+    backend : "auto", "fa3", "xqa", "fa2", "reference" or "emulator". `cute_attn.explain` tells which supports what.
 
     Returns
     -------
@@ -98,7 +98,7 @@ def single_decode_with_kv_cache(
     ------
     ArgumentError (a ValueError: shape, dtype, device or value), ArgumentTypeError (a TypeError), LayoutError
     (a KeyError: `kv_layout`, `pos_encoding_mode`, `backend`), NotSupported (a NotImplementedError that lists
-    why no backend, or not this one, takes the problem).
+    why no backend, or not this one, supports the problem).
 
     Examples
     --------

@@ -23,11 +23,11 @@ class RuntimeArgumentError(ArgumentError, RuntimeError):
 
 
 class WorkspaceError(RuntimeArgumentError):
-    """A workspace buffer is too small for what was asked. The message names the bytes needed."""
+    """A workspace buffer is too small for the plan. The message names the bytes needed."""
 
 
 class ArgumentTypeError(TypeError, ValueError):
-    """An argument has the wrong Python type, or two spellings of one argument were both given."""
+    """An argument has the wrong Python type, or one argument was given under two names."""
 
 
 class Refusal(tuple[str, str, str, str]):
@@ -56,4 +56,4 @@ class ArtifactError(RuntimeError):
 
 
 class NotPlannedError(RuntimeError, AttributeError):
-    """`run` of a batch wrapper before `plan`, where FlashInfer misses an attribute."""
+    """`run` of a batch wrapper before `plan`, where FlashInfer raises AttributeError."""

@@ -1,6 +1,6 @@
 """Paged caches: `append_paged_kv_cache`, `get_batch_indices_positions`, `get_seq_lens`.
 
-All are torch operations that neither wait for the device nor depend on its data, so that CUDA graphs can capture them.
+All are torch operations that do not synchronise the device, so that CUDA graphs can capture them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def append_paged_kv_cache(
     """Write rows of keys and values to their places in a paged cache.
 
     Row t becomes token `positions[t]` of request `b = batch_indices[t]`: slot `positions[t] % page_size` of page
-    `kv_indices[kv_indptr[b] + positions[t] // page_size]`. Rows with a negative batch index are left out.
+    `kv_indices[kv_indptr[b] + positions[t] // page_size]`. Rows with a negative batch index are not written.
 
     Parameters
     ----------
@@ -42,13 +42,13 @@ def append_paged_kv_cache(
     kv_indices : integers, page numbers of all requests.
     kv_indptr : integers `[batch_size + 1]`, where each request's page numbers start. Pages for the appended tokens are
         already there.
-    kv_last_page_len : integers `[batch_size]`. Only its shape is looked at: positions say all.
+    kv_last_page_len : integers `[batch_size]`. Only its shape is checked: positions decide.
     kv_layout : "NHD" or "HND".
 
     Raises
     ------
-    ArgumentTypeError (no tensor), LayoutError (kv_layout), ArgumentError (shape, dtype, device; on the CPU also rows
-    that have no page). On a CUDA device places are not checked.
+    ArgumentTypeError (not a tensor), LayoutError (kv_layout), ArgumentError (shape, dtype, device; on the CPU also rows
+    that have no page). On a CUDA device the values of index tensors are not checked.
     """
     k_cache, v_cache = cache_views("paged_kv_cache", paged_kv_cache, kv_layout)
     for name, rows, cache in (("append_key", append_key, k_cache), ("append_value", append_value, v_cache)):
@@ -68,11 +68,11 @@ def get_batch_indices_positions(
     batch_indices: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Request and position of every appended token.
+    """Compute the request and the position of every appended token.
 
     Request i's tokens are rows `append_indptr[i]:append_indptr[i + 1]` and the last ones of its sequence: row t stands
     at `seq_lens[i] - (append_indptr[i + 1] - t)`. Rows outside `append_indptr[0]:append_indptr[-1]` get request -1 and
-    position 0; `append_paged_kv_cache` leaves them out.
+    position 0; `append_paged_kv_cache` does not write them.
 
     Parameters
     ----------
@@ -87,14 +87,12 @@ def get_batch_indices_positions(
 
     Raises
     ------
-    ArgumentTypeError (no tensor, nnz no int), ArgumentError (shape, dtype, device, nnz < 0).
+    ArgumentTypeError (not a tensor; nnz not an int), ArgumentError (shape, dtype, device, nnz < 0).
     """
     nnz = checks.integer("nnz", nnz)
     if nnz < 0:
         raise ArgumentError(f"nnz must be >= 0, got {nnz}")
-    indptr = _integers("append_indptr", append_indptr, None, None)
-    if not indptr.numel():
-        raise ArgumentError("append_indptr must have batch_size + 1 elements, got none")
+    indptr = _indptr("append_indptr", append_indptr, None)
     batch_size = indptr.numel() - 1
     lens = _integers("seq_lens", seq_lens, batch_size, indptr.device)
     buffers = []
@@ -118,7 +116,7 @@ def get_batch_indices_positions(
 
 
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Tokens of each request of a paged cache: `max(pages - 1, 0) * page_size + kv_last_page_len`.
+    """Compute the tokens of each request of a paged cache: `max(pages - 1, 0) * page_size + kv_last_page_len`.
 
     A request without pages has `kv_last_page_len` tokens by this formula, which is FlashInfer's; attention counts 0.
 
@@ -126,7 +124,7 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     ----------
     kv_indptr : integers `[batch_size + 1]`.
     kv_last_page_len : integers `[batch_size]` on the same device.
-    page_size : tokens of a page, at least 1.
+    page_size : tokens per page, at least 1.
 
     Returns
     -------
@@ -134,14 +132,12 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
 
     Raises
     ------
-    ArgumentTypeError (no tensor, page_size no int), ArgumentError (shape, dtype, device, page_size < 1).
+    ArgumentTypeError (not a tensor; page_size not an int), ArgumentError (shape, dtype, device, page_size < 1).
     """
     page_size = checks.integer("page_size", page_size)
     if page_size < 1:
         raise ArgumentError(f"page_size must be >= 1, got {page_size}")
-    indptr = _integers("kv_indptr", kv_indptr, None, None)
-    if not indptr.numel():
-        raise ArgumentError("kv_indptr must have batch_size + 1 elements, got none")
+    indptr = _indptr("kv_indptr", kv_indptr, None)
     _integers("kv_last_page_len", kv_last_page_len, indptr.numel() - 1, indptr.device)
     return (kv_indptr.diff() - 1).clamp(min=0) * page_size + kv_last_page_len
 
@@ -150,12 +146,12 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
 
 
 class Places(NamedTuple):
-    """Where rows go. A row that is left out repeats another: it then writes what that row writes to the same place."""
+    """Where rows are written. A row that is not to be written repeats another: same place, same value."""
 
     source: torch.Tensor  # [nnz] the row written
     page: torch.Tensor  # [nnz]
     slot: torch.Tensor  # [nnz]
-    any_row: torch.Tensor  # bool: not all are left out. Otherwise place (0, 0) is written with what it holds.
+    any_row: torch.Tensor  # bool: at least one row is written. Otherwise place (0, 0) is written with its own value.
 
 
 class PageTable(NamedTuple):
@@ -168,14 +164,12 @@ class PageTable(NamedTuple):
     kv_last_page_len: torch.Tensor
 
     def places(self, nnz: int, cache: torch.Tensor) -> Places | None:
-        """Checked places of `nnz` rows in a cache [num_pages, page_size, ...]. None: there is nowhere to write."""
+        """Return the checked places of `nnz` rows in a cache [num_pages, page_size, ...]; None: nothing to write."""
         device, page_size = cache.device, cache.shape[1]
         request = _integers("batch_indices", self.batch_indices, nnz, device)
         position = _integers("positions", self.positions, nnz, device)
         pages = _integers("kv_indices", self.kv_indices, None, device)
-        indptr = _integers("kv_indptr", self.kv_indptr, None, device)
-        if not indptr.numel():
-            raise ArgumentError("kv_indptr must have batch_size + 1 elements, got none")
+        indptr = _indptr("kv_indptr", self.kv_indptr, device)
         _integers("kv_last_page_len", self.kv_last_page_len, indptr.numel() - 1, device)
         if device.type == "cpu":
             self._check_values(cache.shape[0], page_size)
@@ -188,7 +182,7 @@ class PageTable(NamedTuple):
         return Places(source, page, torch.where(keep, position % page_size, 0), keep.any())
 
     def _check_values(self, num_pages: int, page_size: int) -> None:
-        """That every row kept has a page. Looks at values: for CPU tensors."""
+        """Check that every row to be written has a page. Reads values: for CPU tensors only."""
         rows = (self.batch_indices >= 0).nonzero().flatten()
         request, position = self.batch_indices[rows].long(), self.positions[rows].long()
         batch_size = self.kv_indptr.numel() - 1
@@ -202,7 +196,7 @@ class PageTable(NamedTuple):
 
 
 def slot_places(slot_mapping: torch.Tensor, cache: torch.Tensor) -> Places | None:
-    """Places of rows whose slots `page * page_size + offset` are known; negative ones are left out."""
+    """Return the places of rows by their slots `page * page_size + offset`; negative slots are not written."""
     slots = _integers("slot_mapping", slot_mapping, None, cache.device)
     num_pages, page_size = cache.shape[:2]
     if cache.device.type == "cpu":
@@ -216,7 +210,7 @@ def slot_places(slot_mapping: torch.Tensor, cache: torch.Tensor) -> Places | Non
 
 
 def _kept(keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each row the row to write in its place: itself, or some row that is kept; and whether that one is kept."""
+    """Return for each row the row to write instead: itself if kept, else some row that is; and whether that is kept."""
     some = keep.to(torch.uint8).argmax()
     source = torch.where(keep, torch.arange(keep.numel(), device=keep.device), some)
     return source, keep[source]
@@ -236,6 +230,7 @@ def write_rows(cache: torch.Tensor, rows: torch.Tensor, places: Places | None) -
 
 
 def check_rows(name: str, rows: Any, cache: torch.Tensor, head_dim: int, cache_name: str) -> None:
+    """Check rows [nnz, num_kv_heads, head_dim] to be written to `cache`."""
     rows = checks.tensor(name, rows)
     expected = cache.shape[2], head_dim
     if rows.dim() != 3 or rows.shape[1:] != expected:
@@ -248,6 +243,7 @@ def check_rows(name: str, rows: Any, cache: torch.Tensor, head_dim: int, cache_n
 
 
 def check_same_rows(append_key: torch.Tensor, append_value: torch.Tensor) -> None:
+    """Check that there are as many rows of values as of keys."""
     if append_value.shape[0] != append_key.shape[0]:
         raise ArgumentError(
             f"append_value must have as many rows as append_key, {append_key.shape[0]}, "
@@ -256,7 +252,7 @@ def check_same_rows(append_key: torch.Tensor, append_value: torch.Tensor) -> Non
 
 
 def _integers(name: str, value: Any, size: int | None, device: torch.device | None) -> torch.Tensor:
-    """As int64, checked: 1-D integers, `size` of them, on `device`."""
+    """Check 1-D integers, `size` of them, on `device`, and return them as int64."""
     value = checks.tensor(name, value)
     if value.dim() != 1 or (size is not None and value.numel() != size):
         raise ArgumentError(f"{name} must have shape [{'n' if size is None else size}], got {checks.describe(value)}")
@@ -267,8 +263,16 @@ def _integers(name: str, value: Any, size: int | None, device: torch.device | No
     return value.long()
 
 
+def _indptr(name: str, value: Any, device: torch.device | None) -> torch.Tensor:
+    """Check integers [batch_size + 1] on `device` and return them as int64."""
+    indptr = _integers(name, value, None, device)
+    if not indptr.numel():
+        raise ArgumentError(f"{name} must have batch_size + 1 elements, got none")
+    return indptr
+
+
 def _check_range(name: str, rows: torch.Tensor, values: torch.Tensor, stop: Any, what: str) -> None:
-    """0 <= values < stop, element by element; for CPU tensors."""
+    """Check 0 <= values < stop, element by element; for CPU tensors."""
     wrong = (values < 0) | (values >= stop)
     if not wrong.any():
         return

@@ -1,4 +1,4 @@
-"""Prefill and append attention: of one request here, of a batch in `batch_prefill`."""
+"""Prefill and append attention of one request, and the batch wrappers under FlashInfer's module name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from cute_attn.dispatch import backends
 from cute_attn.request import checks
 from cute_attn.request import single as single_request
-from cute_attn.wrappers.legacy_args import both_prefill_spellings, returning_lse
+from cute_attn.wrappers.legacy_args import accepts_legacy_order, with_return_lse
 from cute_attn.wrappers.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 
 __all__ = [
@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 
-@both_prefill_spellings
+@accepts_legacy_order
 def single_prefill_with_kv_cache(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -62,18 +62,18 @@ def single_prefill_with_kv_cache(
         out_i = v_scale * sum_j exp(z) v_j / (sum_j exp(z) + exp(sink))
         lse_i = log2(sum_j exp(z) + exp(sink))
 
-    A token that sees no key has out 0 and lse -inf. The arguments after `v` may also follow, by position, the
-    order of older FlashInfer releases (`custom_mask, packed_custom_mask, causal, kv_layout,
+    A token that sees no key has out 0 and lse -inf. The arguments after `v` may also follow, by position,
+    FlashInfer's older argument order (`custom_mask, packed_custom_mask, causal, kv_layout,
     pos_encoding_mode, allow_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale,
     rope_theta`); where their types do not tell the order, the call is refused. No gradients are computed. GPU
     kernels subtract logits in fp32, as FlashInfer's do: z up to 1e8 in size is safe, from some 1e9 on out may be NaN.
 
     Parameters
     ----------
-    q : `[qo_len, num_qo_heads, head_dim_qk]`, float16 or bfloat16 (fp8 where a backend takes it). Any
+    q : `[qo_len, num_qo_heads, head_dim_qk]`, float16 or bfloat16 (fp8 where a backend supports it). Any
         strides; a last axis without unit stride, or rows that are not 16-byte aligned, cost a copy.
     k : `[kv_len, num_kv_heads, head_dim_qk]` ("NHD") or `[num_kv_heads, kv_len, head_dim_qk]` ("HND"), of q's
-        dtype (or fp8 under a 16-bit q, where a backend takes it). Any strides with unit stride on the last
+        dtype (or fp8 under a 16-bit q, where a backend supports it). Any strides with unit stride on the last
         axis; on a GPU rows must be 16-byte aligned. `num_qo_heads` must be a multiple of `num_kv_heads`; query
         head h reads kv head h // (num_qo_heads // num_kv_heads).
     v : like k, with `head_dim_vo`.
@@ -95,10 +95,10 @@ def single_prefill_with_kv_cache(
     logits_soft_cap : soft cap of the logits; None, 0 or a negative number: none.
     rope_scale, rope_theta : > 0, default 1 and 1e4. Position p turns pair d by
         p * rope_theta^(-2 d / head_dim) / rope_scale. Read under ROPE_LLAMA only.
-    backend : "auto", "fa3", "xqa", "fa2", "reference" or "emulator". `cute_attn.explain` tells which takes what.
+    backend : "auto", "fa3", "xqa", "fa2", "reference" or "emulator". `cute_attn.explain` tells which supports what.
     return_lse : return `(out, lse)`.
-    kv_cache_sf : (k_sf, v_sf) for NVFP4 k and v, which are uint8 with two e2m1 values a byte, the first in the low
-        bits: e4m3 (or its bytes as uint8), a scale for 16 values, `[..., head_dim / 16]`. Global scales are
+    kv_cache_sf : (k_sf, v_sf) for NVFP4 k and v, which are uint8 with two e2m1 values per byte, the first in
+        the low bits: e4m3 (or its bytes as uint8), one scale per 16 values, `[..., head_dim / 16]`. Global scales are
         `k_scale` and `v_scale`.
     k_scale, v_scale : factors of k and v: numbers, or floating-point tensors with one element. A tensor on
         the GPU is read by the kernel, without synchronisation.
@@ -121,7 +121,7 @@ def single_prefill_with_kv_cache(
     ------
     ArgumentError (a ValueError: shape, dtype, device or value), ArgumentTypeError (a TypeError), LayoutError
     (a KeyError: `kv_layout`, `pos_encoding_mode`, `backend`), NotSupported (a NotImplementedError that lists
-    why no backend, or not this one, takes the problem).
+    why no backend, or not this one, supports the problem).
 
     Examples
     --------
@@ -146,4 +146,4 @@ def single_prefill_with_kv_cache(
     return problem.out
 
 
-single_prefill_with_kv_cache_return_lse = returning_lse(single_prefill_with_kv_cache)
+single_prefill_with_kv_cache_return_lse = with_return_lse(single_prefill_with_kv_cache)

@@ -1,21 +1,26 @@
-"""What one attention call asks for, after every user error has been raised.
+"""What one attention call, or one batch, asks for, after every user error has been raised.
 
-`Features` is all that can change which code runs, `Settings` all that a repeated call has in common with the one
-before: the keys under which selection and preparation are remembered. `Problem` adds the tensors and lengths of one
-call, `BatchLengths`, `BatchLimits` and `BatchProblem` those of a batch, which is planned once and run many times.
+`Features` holds all that can change which code runs, `Settings` all that repeated calls have in common: they are the
+keys under which selection and preparation are cached. `Problem` adds the tensors and lengths of a single request.
+Batches are planned once and run many times: `Tokens`, `BatchLengths` and `BatchLimits` describe what a plan schedules,
+`BatchPlan` what it leaves for its runs, `BatchProblem` one run.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+MemoryRange = tuple[str, tuple[int, int]]  # a name for messages; addresses of the first byte and past the last
+
 
 class Features(NamedTuple):
-    """The structure of a problem: hashable, free of numbers, lengths and addresses; of strides, it says whether some
-    are 0.
+    """The structure of a problem: hashable, without scale factors, lengths and addresses. Of strides it only tells
+    whether some are 0.
     """
 
     device: torch.device
@@ -35,14 +40,14 @@ class Features(NamedTuple):
     sinks: bool = False
     kv_source: str = "dense"  # dense: a single request | ragged | paged
     expanded: bool = False  # q, k or v has a stride of 0 on an axis longer than 1
-    decode: bool = False  # all requests have as many query tokens, each of which sees the keys up to its own
-    own_splits: bool = False  # fixed_split_size or disable_split_kv: keys are cut by their request's lengths alone
+    decode: bool = False  # the same number of query tokens per request, each of which sees the keys up to its own
+    own_splits: bool = False  # fixed_split_size or disable_split_kv: splits depend on the request's own lengths only
     large_cache: bool = False  # paged k or v spans 64 GiB or more
     loose_scales: bool = False  # block scales of a token do not start at a multiple of their size
 
 
 class Settings(NamedTuple):
-    """Features and numbers: hashable, free of lengths, addresses and strides."""
+    """Features and the numbers of a call: hashable, without lengths, addresses and strides."""
 
     features: Features
     kv_layout: str = "NHD"
@@ -55,13 +60,13 @@ class Settings(NamedTuple):
     rope_theta: float = 1e4
     enable_pdl: bool | None = None
     lse_scale: float = 1.0  # lse is base 2 times this: 1 for lse_base "log2", ln(2) for "ln"
-    page_size: int = 1  # tokens of a page, for kv_source "paged"
+    page_size: int = 1  # tokens per page, for kv_source "paged"
 
 
 class Problem(NamedTuple):
-    """One call. Lengths count tokens; strides stay with the tensors (unit stride on the last axis is guaranteed).
+    """One single-request call. Lengths count tokens. Last axes have unit stride; all other strides are free.
 
-    With `qo_len` 1, q, out and lse may lack their first axis, as decode has them.
+    With `qo_len` 1, q, out and lse may lack their first axis, as in decode.
     """
 
     settings: Settings
@@ -73,9 +78,7 @@ class Problem(NamedTuple):
     out: torch.Tensor  # [qo_len, num_qo_heads, head_dim_vo]
     lse: torch.Tensor | None  # [qo_len, num_qo_heads] fp32, base 2 times settings.lse_scale
     packed_mask: torch.Tensor | None = None  # uint8, bit (qo_idx * kv_len + kv_idx), little bit order
-    scale_tensors: tuple[
-        torch.Tensor, ...
-    ] = ()  # one-element fp32 device tensors, multiplied into sm_scale (at most 2)
+    scale_tensors: tuple[torch.Tensor, ...] = ()  # at most 2 one-element fp32 device tensors, factors of sm_scale
     v_scale_tensor: torch.Tensor | None = None  # one-element fp32 device tensor, multiplied into v_scale
     sinks: torch.Tensor | None = None  # [num_qo_heads] fp32, natural-log domain
     head_scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
@@ -89,10 +92,10 @@ class Problem(NamedTuple):
 
 
 class BatchProblem(NamedTuple):
-    """One run of a planned batch. Unit strides on the last axes are guaranteed, all other strides are free.
+    """One run of a planned batch. Last axes have unit stride; all other strides are free.
 
-    `settings` may differ from the planned ones in numbers (sm_scale, v_scale), enable_pdl, and the features that only
-    a run knows: positive_scale, per_head_scales and sinks.
+    `settings` may differ from the planned ones in sm_scale, v_scale, enable_pdl, and the features that only a run
+    knows: positive_scale, per_head_scales and sinks.
     """
 
     settings: Settings
@@ -117,16 +120,40 @@ class BatchProblem(NamedTuple):
 
 
 class BatchLengths(NamedTuple):
-    """Where the tokens of every request lie: int64 arrays on the host."""
+    """Where the tokens of each request lie: int64 arrays on the host."""
 
     qo_indptr: np.ndarray  # [batch_size + 1]
-    kv_start: np.ndarray  # [batch_size]: ragged: row of k and v of token 0; paged: place of its page in kv_indices
+    kv_start: np.ndarray  # [batch_size], of token 0. ragged: its row of k and v; paged: index of its page in kv_indices
     kv_len: np.ndarray  # [batch_size], tokens
-    mask_offset: np.ndarray  # [batch_size]: byte of the packed mask where a request's bits start; zeros without mask
+    mask_offset: np.ndarray  # [batch_size]: first byte of a request's bits in the packed mask; zeros without a mask
+
+
+class Tokens(NamedTuple):
+    """Where the tokens of a batch lie."""
+
+    lengths: BatchLengths
+    kv_indptr: np.ndarray  # [batch_size + 1]: rows of ragged k and v, or indices into kv_indices
+    last_page_len: np.ndarray | None = None  # paged: [batch_size]
+    kv_indices: torch.Tensor | None = None  # paged: int32 on the device once the wrapper has copied it there
+    q_len: int | None = None  # query tokens of every request, where the plan fixes them (decode)
+
+    @property
+    def kv_end(self) -> int:
+        """Rows that ragged k and v must have, or entries that kv_indices must have."""
+        return int(self.kv_indptr[-1])
+
+    @property
+    def rows(self) -> int:
+        """Rows of q, out and lse."""
+        return int(self.lengths.qo_indptr[-1])
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.lengths.kv_len)
 
 
 class GraphLimits(NamedTuple):
-    """What a captured launch has room for."""
+    """Sizes that a captured launch has room for."""
 
     batch_size: int
     max_rows: int  # query tokens
@@ -135,16 +162,52 @@ class GraphLimits(NamedTuple):
 
 
 class BatchLimits(NamedTuple):
-    """What a schedule may use, and how it may cut."""
+    """Memory that a schedule may use, and how it may split the keys."""
 
     workspace_bytes: int
     fixed_split_size: int | None = None  # tokens
     disable_split_kv: bool = False
-    graph: GraphLimits | None = None  # CUDA graphs: launches keep their form over plans
+    graph: GraphLimits | None = None  # CUDA graphs: every plan keeps the launches of the first
     max_qo_len: int | None = None  # query tokens of one request, where known (decode)
 
 
+class OperandLayout(NamedTuple):
+    """What dtypes, shapes and strides of q, k and v decide."""
+
+    readable: bool  # rows are 16-byte aligned if q, k and v start at multiples of 16 bytes
+    spans: tuple[int, int, int]  # bytes from the first element of q, k and v to past the last
+
+
+@dataclass
+class BatchPlan:
+    """What a plan leaves for its runs: the settings, the launch, and caches of what earlier runs were checked for."""
+
+    settings: Settings
+    tokens: Tokens
+    limits: BatchLimits
+    launch: Callable[[BatchProblem], None]
+    check_supported: Callable[[Features], None]  # raises if the planned backend refuses features that a run adds
+    kv_indices: torch.Tensor | None
+    packed_mask: torch.Tensor | None
+    workspace: torch.Tensor
+    validate: bool  # check page numbers before every launch
+    page_axes: tuple[str, ...] = ()  # of k and v, for messages
+    layouts: dict[Any, OperandLayout] = field(default_factory=dict)  # by shapes, strides, dtypes and devices
+    block_scale_layouts: set[Any] = field(default_factory=set)  # of NVFP4 block scales that passed every check
+    cached_runs: dict[Any, Any] = field(default_factory=dict)  # `rerun.CachedRun` by what such runs have in common
+    run_settings: Callable[..., Settings] | None = None  # `normalize_run` caches the settings of runs here
+    protected: list[MemoryRange] | None = None  # memory of the plan that runs must not write, once a run asks for it
+    rows: int = field(init=False)  # of q, out and lse
+    first_row: int = field(init=False)  # rows before it belong to no request
+    elements_per_byte: int = field(init=False)  # of k and v: 2 for NVFP4
+
+    def __post_init__(self) -> None:
+        self.rows, self.first_row = self.tokens.rows, int(self.tokens.lengths.qo_indptr[0])
+        self.elements_per_byte = 2 if self.settings.features.kv_block_scales else 1
+
+
 def short(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 

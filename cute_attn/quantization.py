@@ -1,16 +1,16 @@
 """Quantised key-value caches: NVFP4 and fp8.
 
-NVFP4: two e2m1 numbers a byte, the even element in the low bits; one e4m3 scale for 16 neighbours along the head
-dimension, stored linearly (`[..., head_dim / 16]`, in the order of the elements); and one global scale a tensor:
+NVFP4: two e2m1 numbers per byte, the even element in the low bits; one e4m3 scale per 16 neighbours along the head
+dimension, stored linearly (`[..., head_dim / 16]`, in the order of the elements); and one global scale per tensor:
 
     value = e2m1 * block_scale * global_scale        e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
 
 A block's scale is the e4m3 number nearest to max|x| / (6 * global_scale), its elements are the e2m1 numbers nearest to
 x / (block_scale * global_scale); in a tie the even code wins, too large a number becomes the largest. Both decisions
-are exact: they compare in fp64, where every product that they need is. Blocks whose scale rounds to 0 are 0.
+are exact: they compare in fp64, which represents every product involved. Blocks whose scale rounds to 0 are 0.
 
 fp8: value = fp8 * scale, rounded in the same way. Inputs must be finite. Everything runs on any device in torch
-operations; what says so can be captured by CUDA graphs.
+operations; docstrings tell which functions CUDA graphs can capture.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> Pair:
 
     Raises
     ------
-    ArgumentTypeError (no tensor), ArgumentError (shape, dtype, device; global_scale <= 0 on the CPU).
+    ArgumentTypeError (not a tensor), ArgumentError (shape, dtype, device; global_scale <= 0 on the CPU).
     """
     input = checks.tensor("input", input)
     if input.dim() != 2 or input.shape[1] % BLOCK:
@@ -92,8 +92,9 @@ def nvfp4_kv_dequantize(
     global_scale: torch.Tensor,
     output_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """The values of NVFP4 data with linear block scales, rounded once to fp32 and then to `output_dtype`. Can be
-    captured by CUDA graphs.
+    """Dequantise NVFP4 data with linear block scales. Can be captured by CUDA graphs.
+
+    A value is e2m1 * block_scale * global_scale, rounded once to fp32 and then to `output_dtype`.
 
     Parameters
     ----------
@@ -108,7 +109,7 @@ def nvfp4_kv_dequantize(
 
     Raises
     ------
-    ArgumentTypeError (no tensor), ArgumentError (shape, dtype, device; global_scale <= 0 on the CPU).
+    ArgumentTypeError (not a tensor), ArgumentError (shape, dtype, device; global_scale <= 0 on the CPU).
     """
     fp4_data = checks.tensor("fp4_data", fp4_data)
     checks.dtype("fp4_data", fp4_data.dtype, (torch.uint8,))
@@ -139,12 +140,12 @@ def nvfp4_quantize_paged_kv_cache(
     """Quantise a paged cache to NVFP4, as this library's attention reads it.
 
     Unlike FlashInfer's function of this name, which permutes the scales of V for one of its kernels, both K's and V's
-    block scales are linear; any page size and any head dimension that is a multiple of 16 will do.
+    block scales are linear; any page size and any head dimension that is a multiple of 16 are accepted.
 
     Parameters
     ----------
     k_cache, v_cache : `[num_pages, num_kv_heads, page_size, head_dim]` (HND) or `[num_pages, page_size, num_kv_heads,
-        head_dim]` (NHD); fp16, bf16 or fp32. The layout stays, and decides nothing here.
+        head_dim]` (NHD); fp16, bf16 or fp32. The layout stays; the result does not depend on it.
     kv_layout : "HND" or "NHD".
     k_global_sf, v_global_sf : fp32, one element: the *inverse* of the global scale. Default: 448 / max|x|.
 
@@ -155,7 +156,7 @@ def nvfp4_quantize_paged_kv_cache(
 
     Raises
     ------
-    ArgumentTypeError (no tensor), LayoutError (kv_layout), ArgumentError (shape, dtype, device, global_sf <= 0).
+    ArgumentTypeError (not a tensor), LayoutError (kv_layout), ArgumentError (shape, dtype, device, global_sf <= 0).
     """
     checks.choice("kv_layout", kv_layout, KV_LAYOUTS)
     quantised = []
@@ -194,15 +195,16 @@ def nvfp4_quantize_append_paged_kv_cache(
     Parameters
     ----------
     append_key, append_value : `[nnz, num_kv_heads, head_dim]` fp16, bf16 or fp32, any strides.
-    batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len, kv_layout : as for `append_paged_kv_cache`.
-    paged_kv_cache : uint8 caches like those of `append_paged_kv_cache`, last axis head_dim / 2. Written.
+    batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len, kv_layout : as for `append_paged_kv_cache`:
+        integers `[nnz]`, `[nnz]`, page numbers, `[batch_size + 1]`, `[batch_size]`, and "NHD" (default) or "HND".
+    paged_kv_cache : uint8 caches like those of `append_paged_kv_cache`, with head_dim / 2 on the last axis. Written.
     kv_cache_sf : e4m3, or uint8 with the bits of e4m3: the same with head_dim / 16, linear for K and V. Written.
     k_scale, v_scale : global scales > 0, numbers or one-element fp32 tensors on the device.
 
     Raises
     ------
-    ArgumentTypeError (no tensor), LayoutError (kv_layout), ArgumentError (shape, dtype, device, a scale <= 0; on the
-    CPU also rows that have no page). On a CUDA device places and scale tensors are not checked.
+    ArgumentTypeError (not a tensor), LayoutError (kv_layout), ArgumentError (shape, dtype, device, a scale <= 0; on the
+    CPU also rows that have no page). On a CUDA device the values of index and scale tensors are not checked.
     """
     caches, scale_caches = _nvfp4_caches(paged_kv_cache, kv_cache_sf, kv_layout)
     _check_append(append_key, append_value, caches)
@@ -221,17 +223,20 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     v_scale: float | torch.Tensor,
     kv_layout: str = "NHD",
 ) -> None:
-    """`nvfp4_quantize_append_paged_kv_cache` for rows whose slots are known. Can be captured by CUDA graphs.
+    """Quantise rows to NVFP4 and write them to given slots of a paged cache. Can be captured by CUDA graphs.
 
     Parameters
     ----------
     slot_mapping : integers `[nnz]`: row t goes to offset `slot % page_size` of page `slot // page_size`; rows with
-        negative slots are left out.
-    append_key, append_value : as there, with nnz rows or more; rows past nnz are left out.
+        negative slots are not written.
+    append_key, append_value : `[nnz, num_kv_heads, head_dim]` fp16, bf16 or fp32, any strides; rows past nnz may follow
+        and are not written.
+    paged_kv_cache, kv_cache_sf, k_scale, v_scale, kv_layout : as for `nvfp4_quantize_append_paged_kv_cache`.
 
     Raises
     ------
-    As there; on the CPU also slots past the end of the cache.
+    The errors of `nvfp4_quantize_append_paged_kv_cache`; on the CPU ArgumentError also for slots past the end of the
+    cache.
     """
     caches, scale_caches = _nvfp4_caches(paged_kv_cache, kv_cache_sf, kv_layout)
     _check_append(append_key, append_value, caches)
@@ -265,7 +270,7 @@ def fp8_quantize_paged_kv_cache(
 
     Raises
     ------
-    ArgumentTypeError (no tensor), ArgumentError (shape, dtype, device, a scale <= 0).
+    ArgumentTypeError (not a tensor), ArgumentError (shape, dtype, device, a scale <= 0).
     """
     checks.dtype("dtype", dtype, FP8)
     quantised = []
@@ -286,7 +291,7 @@ def fp8_quantize_paged_kv_cache(
 
 
 def _quantize(x: torch.Tensor, scale: float | torch.Tensor) -> Pair:
-    """uint8 [..., D / 2] and uint8 [..., D / 16] of x [..., D]."""
+    """Quantise x [..., D] to uint8 [..., D / 2] and block scales, uint8 [..., D / 16]."""
     blocks = x.double().unflatten(-1, (-1, BLOCK))
     magnitude = blocks.abs()
     scale_codes = _nearest_fp8(magnitude.amax(-1), E2M1_MAX * scale, E4M3)
@@ -302,7 +307,7 @@ def _quantize(x: torch.Tensor, scale: float | torch.Tensor) -> Pair:
 
 
 def _nearest_fp8(magnitude: torch.Tensor, scale: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Codes of the fp8 numbers nearest to magnitude / scale, both fp64 and >= 0. Ties go to the even code."""
+    """Return the codes of the fp8 numbers nearest to magnitude / scale, both fp64, >= 0. Ties go to the even code."""
     numbers = torch.arange(LARGEST_CODE[dtype] + 1, dtype=torch.uint8, device=magnitude.device).view(dtype).double()
     bounds = (numbers[1:] + numbers[:-1]) * 0.5 * scale
     below = torch.bucketize(magnitude, bounds)  # bounds less than the magnitude
@@ -311,7 +316,7 @@ def _nearest_fp8(magnitude: torch.Tensor, scale: float | torch.Tensor, dtype: to
 
 
 def _e2m1_values(codes: torch.Tensor) -> torch.Tensor:
-    """fp64. Without a table: a copy of it to the device could not be captured."""
+    """Decode e2m1 to fp64, without a table: CUDA graphs could not capture its copy to the device."""
     exponent, mantissa = codes >> 1 & 3, codes & 1
     quarters = torch.where(exponent == 0, mantissa << 1, (mantissa + 2) << exponent)
     return torch.where(codes >= 8, -0.25, 0.25).double() * quarters
@@ -330,7 +335,7 @@ def _append(rows: Pair, caches: Pair, scale_caches: Pair, scales: tuple[Any, Any
 
 
 def _nvfp4_caches(paged_kv_cache: Any, kv_cache_sf: Any, kv_layout: Any) -> tuple[Pair, Pair]:
-    """Checked views [num_pages, page_size, num_kv_heads, n]."""
+    """Check the caches and return views [num_pages, page_size, num_kv_heads, n]."""
     caches = cache_views("paged_kv_cache", paged_kv_cache, kv_layout)
     scales = cache_views("kv_cache_sf", kv_cache_sf, kv_layout)
     for i, (cache, scale) in enumerate(zip(caches, scales, strict=True)):
@@ -367,7 +372,7 @@ def _amax(name: str, x: torch.Tensor) -> float:
 
 
 def _scale(name: str, value: Any, device: torch.device) -> float | torch.Tensor:
-    """A number that fp32 holds, or a 0-d fp64 tensor on `device`. Values on a CUDA device are not looked at."""
+    """Check a scale and return it as an fp32 number or a 0-d fp64 tensor on `device`. CUDA values are not read."""
     if not isinstance(value, torch.Tensor):
         number = ctypes.c_float(checks.positive(name, value)).value
         return checks.positive(name, number)  # not rounded to 0

@@ -12,8 +12,7 @@ from cute_attn.runtime.arch import Arch
 
 if TYPE_CHECKING:
     from cute_attn.kernels.host.batch import Scheduled
-    from cute_attn.problem import Settings
-    from cute_attn.request.batch_plan import Tokens
+    from cute_attn.problem import Settings, Tokens
 
 WORKSPACE_BYTES = 128 << 20  # what callers are told to bring
 
@@ -117,7 +116,8 @@ def tokens(options: argparse.Namespace) -> Tokens:
     last = torch.tensor([n - (count - 1) * size if count else 0 for n, count in zip(kv_lens, pages, strict=True)])
     indices = torch.arange(sum(pages))
     q_bounds = batch_plan.indptr("--qo-lens", bounds(qo_lens))
-    return batch_plan.paged(q_bounds, bounds(pages), indices, last, size, ("--qo-lens", *["--kv-lens"] * 3))
+    table = batch_plan.Pages(bounds(pages), indices, last)
+    return batch_plan.paged(q_bounds, table, size, ("--qo-lens", *["--kv-lens"] * 3))
 
 
 def _lengths(options: argparse.Namespace, name: str) -> list[int] | None:
@@ -136,13 +136,13 @@ def described(options: argparse.Namespace, decode: bool, on_gpu: bool) -> Settin
 
     from cute_attn.request import batch_plan
 
-    settings = batch_plan.settings(
-        batch_plan.Options(
+    settings = batch_plan.plan_settings(
+        batch_plan.PlanOptions(
             *(options.num_qo_heads, options.num_kv_heads, options.head_dim, options.head_dim_vo),
             *(options.dtype, options.kv_dtype, options.o_dtype, options.pos_encoding_mode, options.causal),
             *(options.window_left, options.logits_soft_cap),
         ),
-        batch_plan.Surroundings(
+        batch_plan.PlanContext(
             torch.device("cpu"),
             options.kv_layout,
             "ragged" if options.page_size is None else "paged",

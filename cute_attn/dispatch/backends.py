@@ -9,7 +9,7 @@ from typing import Any
 from cute_attn.dispatch import emulator, reference
 from cute_attn.dispatch.capabilities import Backend
 from cute_attn.dispatch.families import FAMILIES
-from cute_attn.dispatch.select import REMEMBERED, choose, chosen, rows_class
+from cute_attn.dispatch.select import CACHE_SIZE, choose, chosen, rows_class
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Problem, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
@@ -28,7 +28,7 @@ def run(problem: Problem, backend: str = "auto") -> None:
     _prepared(problem.settings, backend, rows_class(problem.features, problem.qo_len))(problem)
 
 
-@functools.lru_cache(REMEMBERED)
+@functools.lru_cache(CACHE_SIZE)
 def _prepared(settings: Settings, backend: str, rows: int) -> Callable[[Problem], None]:
     return prepare(chosen(settings.features, backend, rows), settings)
 

@@ -23,63 +23,59 @@ NARROW_HEAD_DIMS = ((80, 80), (112, 112))  # no multiples of 32 columns
 
 @dataclass(frozen=True)
 class Backend:
-    """`auto_on`: device types on which "auto" asks it. `capability`: the least it needs; None: any device. `only`: the
-    one architecture that it is built for. `least_rows`: packed query rows of a request (qo_len times the heads that
-    share a kv head) from which "auto" asks it; fewer are faster elsewhere. `most_rows`: by head dimension, up to how
-    many. `most_kv_bytes`: of an element of k and v.
-    """
+    """A backend, and where "auto" considers it."""
 
     name: str
     runs_on: str
-    auto_on: tuple[str, ...]
-    capability: tuple[int, int] | None
-    only: str | None = None
-    least_rows: int = 0
-    most_kv_bytes: int = 2
-    most_rows: tuple[tuple[int, int], ...] = ()
+    auto_on: tuple[str, ...]  # device types on which "auto" considers it
+    capability: tuple[int, int] | None  # minimum compute capability; None: any device
+    only: str | None = None  # the one architecture that it is built for
+    min_rows: int = 0  # packed query rows per request (qo_len x heads per kv head) from which "auto" considers it
+    max_kv_bytes: int = 2  # per element of k and v, up to which "auto" considers it
+    max_rows: tuple[tuple[int, int], ...] = ()  # (head dimension, packed query rows up to which "auto" considers it)
 
-    def slow(self, features: Features, rows: int | None) -> str | None:
-        """Why "auto" passes this backend over though it is able; `rows` as in `choose`. Nobody else has fp8 q."""
+    def auto_skip_reason(self, features: Features, rows: int | None) -> str | None:
+        """Return why "auto" skips this backend although it supports `features`, or None. `rows`: as in `choose`."""
         if features.q_dtype in FP8:
-            return None
-        if rows is not None and rows < self.least_rows:
-            return f"{rows} query rows a kv head are fewer than {self.least_rows}"
-        if features.kv_dtype.itemsize > self.most_kv_bytes:
-            return f"an element of k and v has more than {8 * self.most_kv_bytes} bits"
-        most = dict(self.most_rows).get(features.head_dim_qk)
+            return None  # only one backend supports fp8 q
+        if rows is not None and rows < self.min_rows:
+            return f"{rows} query rows per kv head are fewer than {self.min_rows}"
+        if features.kv_dtype.itemsize > self.max_kv_bytes:
+            return f"an element of k and v has more than {8 * self.max_kv_bytes} bits"
+        most = dict(self.max_rows).get(features.head_dim_qk)
         if most is not None and rows is not None and rows > most:
-            return f"{rows} query rows a kv head are more than {most}"
+            return f"{rows} query rows per kv head are more than {most}"
         return None
 
 
-BACKENDS = (  # in the order in which "auto" asks them
+BACKENDS = (  # in the order in which "auto" considers them
     Backend("fa3", "NVIDIA Hopper (compute capability 9.0)", ("cuda",), (9, 0), "sm_90a", 65),
     # Measured on an H200 (`perf.xqa`): over e4m3 1.1 to 1.6 times as fast as fa2; over bf16 as fast within 3 %, for one
-    # request of 1024 tokens 12 % slower, and fa2 keeps promises about splits.
+    # request of 1024 tokens 12 % slower, and fa2 supports fixed_split_size and disable_split_kv.
     Backend(
         "xqa",
         "NVIDIA GPUs from compute capability 8.0, decode",
         ("cuda",),
         (8, 0),
-        most_kv_bytes=1,
-        most_rows=((64, 16), (128, 16), (256, 8)),  # that share one read of the keys
+        max_kv_bytes=1,
+        max_rows=((64, 16), (128, 16), (256, 8)),  # that share one read of the keys
     ),
     Backend("fa2", "NVIDIA GPUs from compute capability 8.0", ("cuda",), (8, 0)),
     Backend("reference", "any device, in torch", ("cpu",), None),
 )
 
 
-ROWS_CLASSES = {backend.least_rows for backend in BACKENDS} | {most + 1 for b in BACKENDS for _, most in b.most_rows}
+ROWS_CLASSES = {backend.min_rows for backend in BACKENDS} | {most + 1 for b in BACKENDS for _, most in b.max_rows}
 
 
-# Not in the support table: it has the features of the GPU backend whose kernels it runs.
+# Not in the support table: it supports what the GPU backend supports whose kernels it runs.
 EMULATOR = Backend("emulator", "CPU tensors, from the PTX of a GPU's kernels", (), None)
 
 
 BY_NAME = {backend.name: backend for backend in (*BACKENDS, EMULATOR)}
 
 
-ELSEWHERE = {  # backend names of FlashInfer that are none here: (reason, instead)
+ELSEWHERE = {  # backends of FlashInfer that are not part of this library: (reason, instead)
     "fa4": ("it is not built yet", 'backend="auto"'),
     **dict.fromkeys(
         ("cudnn", "cutlass", "cute-dsl", "fmha_v2", "trtllm-gen"),
@@ -88,26 +84,26 @@ ELSEWHERE = {  # backend names of FlashInfer that are none here: (reason, instea
 }
 
 
-class No(NamedTuple):
-    """A backend does not have a feature."""
+class Unsupported(NamedTuple):
+    """Why a backend does not support a feature, and what to use instead."""
 
     reason: str
     instead: str
 
 
 @dataclass(frozen=True)
-class Row:
-    """One feature. `asked`: do these features need it? `refused`: backend name -> No; all others have it."""
+class Capability:
+    """One row of the table: a feature of problems and the backends that do not support it; all others do."""
 
     feature: str
-    asked: Callable[[Features], bool]
-    refused: Mapping[str, No] = field(default_factory=dict)
+    needed: Callable[[Features], bool]  # tells whether features need it
+    unsupported: Mapping[str, Unsupported] = field(default_factory=dict)  # by backend name
 
 
 _WIDEN = "pass q, k and v as float16 or bfloat16"
 
 
-NO_FP8 = No("its matrix instructions take 16-bit types", _WIDEN)
+NO_FP8 = Unsupported("its matrix instructions take 16-bit types", _WIDEN)
 
 
 _CONVERT = "o_dtype=torch.bfloat16 and a conversion after it"
@@ -117,148 +113,158 @@ def _always(features: Features) -> bool:
     return True
 
 
-TABLE = (
-    Row("q, k, v of float16 or bfloat16", lambda f: f.q_dtype in HALF and f.kv_dtype == f.q_dtype),
-    Row(
+CAPABILITIES = (
+    Capability("q, k, v of float16 or bfloat16", lambda f: f.q_dtype in HALF and f.kv_dtype == f.q_dtype),
+    Capability(
         "q of an fp8 dtype",
         lambda f: f.q_dtype in FP8,
         dict.fromkeys(("xqa", "fa2"), NO_FP8),
     ),
-    Row(
+    Capability(
         "q of an fp8 dtype with head dimensions other than " + ", ".join(map(str, FP8_HEAD_DIMS)),
         lambda f: f.q_dtype in FP8 and (f.head_dim_qk, f.head_dim_vo) not in FP8_HEAD_DIMS,
-        {"fa3": No("it has no fp8 tiles for them", _WIDEN), "xqa": NO_FP8, "fa2": NO_FP8},
+        {"fa3": Unsupported("it has no fp8 tiles for them", _WIDEN), "xqa": NO_FP8, "fa2": NO_FP8},
     ),
-    Row("k and v of an fp8 dtype", lambda f: f.kv_dtype in FP8 and f.q_dtype in HALF),
-    Row(
+    Capability("k and v of an fp8 dtype", lambda f: f.kv_dtype in FP8 and f.q_dtype in HALF),
+    Capability(
         "NVFP4 k and v (kv_cache_sf)",
         lambda f: f.kv_block_scales,
-        {"fa3": No("it widens keys and values of 8 bits, no fewer", 'backend="fa2"')},
+        {"fa3": Unsupported("it widens keys and values of 8 bits, no fewer", 'backend="fa2"')},
     ),
-    Row(
+    Capability(
         "NVFP4 k and v with a head dimension that is no multiple of 64",
         lambda f: f.kv_block_scales and (f.head_dim_qk % 64 != 0 or f.head_dim_vo % 64 != 0),
         {
-            "fa2": No("a token's block scales are no whole words of 4 bytes", "dequantise k and v to q's dtype first"),
-            "xqa": No(f"its tiles are for {XQA_HEAD_DIMS}", "dequantise k and v to q's dtype first"),
+            "fa2": Unsupported(
+                "a token's block scales are no whole words of 4 bytes", "dequantise k and v to q's dtype first"
+            ),
+            "xqa": Unsupported(f"its tiles are for {XQA_HEAD_DIMS}", "dequantise k and v to q's dtype first"),
         },
     ),
-    Row(
+    Capability(
         "per-head scales (scale_q, scale_k, scale_v)",
         lambda f: f.per_head_scales,
-        dict.fromkeys(("xqa", "fa2"), No("they belong to fp8 attention", "multiply them into q, k and v")),
+        dict.fromkeys(("xqa", "fa2"), Unsupported("they belong to fp8 attention", "multiply them into q, k and v")),
     ),
-    Row(
+    Capability(
         "per-head scales beside q of float16 or bfloat16",
         lambda f: f.per_head_scales and f.q_dtype in HALF,
-        dict.fromkeys(("fa3", "xqa", "fa2"), No("they belong to fp8 attention", "multiply them into q, k and v")),
+        dict.fromkeys(
+            ("fa3", "xqa", "fa2"), Unsupported("they belong to fp8 attention", "multiply them into q, k and v")
+        ),
     ),
-    Row("output of float16 or bfloat16", lambda f: f.o_dtype in HALF),
-    Row(
+    Capability("output of float16 or bfloat16", lambda f: f.o_dtype in HALF),
+    Capability(
         "output of float32",
         lambda f: f.o_dtype == torch.float32,
-        {"xqa": No("its epilogue writes 16 bits", 'backend="fa2"')},
+        {"xqa": Unsupported("its epilogue writes 16 bits", 'backend="fa2"')},
     ),
-    Row(
+    Capability(
         "output of an fp8 dtype",
         lambda f: f.o_dtype in FP8,
         {
-            **dict.fromkeys(("fa3", "fa2"), No("its epilogue writes 16 or 32 bits", _CONVERT)),
-            "xqa": No("a plan does not tell the scale of the output", "xqa_batch_decode_with_kv_cache"),
+            **dict.fromkeys(("fa3", "fa2"), Unsupported("its epilogue writes 16 or 32 bits", _CONVERT)),
+            "xqa": Unsupported("a plan does not tell the scale of the output", "xqa_batch_decode_with_kv_cache"),
         },
     ),
-    Row(
+    Capability(
         "head dimensions (qk, vo) " + ", ".join(map(str, FA2_HEAD_DIMS)),
         lambda f: (f.head_dim_qk, f.head_dim_vo) in FA2_HEAD_DIMS,
     ),
-    Row(
+    Capability(
         "other head dimensions",
         lambda f: (f.head_dim_qk, f.head_dim_vo) not in FA2_HEAD_DIMS,
         dict.fromkeys(
-            ("fa3", "xqa", "fa2"), No("it has no tiles for them", "pad q, k and v with zeros, and pass sm_scale")
+            ("fa3", "xqa", "fa2"),
+            Unsupported("it has no tiles for them", "pad q, k and v with zeros, and pass sm_scale"),
         ),
     ),
-    Row(
+    Capability(
         "head dimensions 80 and 112",
         lambda f: (f.head_dim_qk, f.head_dim_vo) in NARROW_HEAD_DIMS,
         {
-            "fa3": No("its tiles have whole blocks of 32 columns", 'backend="fa2"'),
-            "xqa": No(f"its tiles are for {XQA_HEAD_DIMS}", 'backend="fa2"'),
+            "fa3": Unsupported("its tiles have whole blocks of 32 columns", 'backend="fa2"'),
+            "xqa": Unsupported(f"its tiles are for {XQA_HEAD_DIMS}", 'backend="fa2"'),
         },
     ),
-    Row(
+    Capability(
         "head dimensions (qk, vo) (96, 96), (192, 128)",
         lambda f: (f.head_dim_qk, f.head_dim_vo) in ((96, 96), (192, 128)),
-        {"xqa": No(f"its tiles are for {XQA_HEAD_DIMS}", 'backend="fa2"')},
+        {"xqa": Unsupported(f"its tiles are for {XQA_HEAD_DIMS}", 'backend="fa2"')},
     ),
-    Row("any num_qo_heads / num_kv_heads", _always),
-    Row(
+    Capability("any num_qo_heads / num_kv_heads", _always),
+    Capability(
         "decode: every request has as many query tokens, each of which sees the keys up to its own", lambda f: f.decode
     ),
-    Row(
+    Capability(
         "prefill",
         lambda f: not f.decode,
-        {"xqa": No("its rows are the newest tokens of a request", 'backend="auto", or a decode function')},
+        {"xqa": Unsupported("its rows are the newest tokens of a request", 'backend="auto", or a decode function')},
     ),
-    Row("causal mask, sliding window, any lengths", _always),
-    Row(
+    Capability("causal mask, sliding window, any lengths", _always),
+    Capability(
         "custom masks, boolean and packed",
         lambda f: f.custom_mask,
-        {"xqa": No("its masks are those of drafts", 'backend="fa2", or xqa_batch_decode_with_kv_cache')},
+        {"xqa": Unsupported("its masks are those of drafts", 'backend="fa2", or xqa_batch_decode_with_kv_cache')},
     ),
-    Row("logits_soft_cap", lambda f: f.soft_cap, {"xqa": No("its softmax has no step for it", 'backend="fa2"')}),
-    Row(
+    Capability(
+        "logits_soft_cap", lambda f: f.soft_cap, {"xqa": Unsupported("its softmax has no step for it", 'backend="fa2"')}
+    ),
+    Capability(
         "pos_encoding_mode ROPE_LLAMA",
         lambda f: f.pos_encoding_mode == "ROPE_LLAMA",
         {
-            "fa3": No("TMA brings q and k in unrotated", 'backend="fa2", or rotate q and k first'),
-            "xqa": No("it reads q and k as they are", 'backend="fa2", or rotate q and k first'),
+            "fa3": Unsupported("TMA brings q and k in unrotated", 'backend="fa2", or rotate q and k first'),
+            "xqa": Unsupported("it reads q and k as they are", 'backend="fa2", or rotate q and k first'),
         },
     ),
-    Row(
+    Capability(
         "pos_encoding_mode ALIBI",
         lambda f: f.pos_encoding_mode == "ALIBI",
-        {"xqa": No("its softmax has no step for it", 'backend="fa2"')},
+        {"xqa": Unsupported("its softmax has no step for it", 'backend="fa2"')},
     ),
-    Row("attention sinks", lambda f: f.sinks),
-    Row("q_scale, k_scale, v_scale as numbers or device tensors", _always),
-    Row("lse, base 2 or natural (lse_base)", _always),
-    Row(
+    Capability("attention sinks", lambda f: f.sinks),
+    Capability("q_scale, k_scale, v_scale as numbers or device tensors", _always),
+    Capability("lse, base 2 or natural (lse_base)", _always),
+    Capability(
         "batches with ragged k and v",
         lambda f: f.kv_source == "ragged",
-        {"xqa": No("it finds the keys of a batch through page tables", 'backend="fa2"')},
+        {"xqa": Unsupported("it finds the keys of a batch through page tables", 'backend="fa2"')},
     ),
-    Row("batches with paged k and v", lambda f: f.kv_source == "paged"),
-    Row(
+    Capability("batches with paged k and v", lambda f: f.kv_source == "paged"),
+    Capability(
         "fixed_split_size, disable_split_kv",
         lambda f: f.own_splits,
-        {"xqa": No("its kernel cuts the keys of all requests into equal shares", 'backend="fa2"')},
+        {"xqa": Unsupported("its kernel cuts the keys of all requests into equal shares", 'backend="fa2"')},
     ),
-    Row(
+    Capability(
         "expanded q, k or v (a stride of 0)",
         lambda f: f.expanded,
-        {"fa3": No("its tensor maps have strides of 16 bytes or more", 'backend="fa2"')},
+        {"fa3": Unsupported("its tensor maps have strides of 16 bytes or more", 'backend="fa2"')},
     ),
-    Row(
+    Capability(
         "paged k or v that span 64 GiB or more",
         lambda f: f.large_cache,
-        {"xqa": No("it counts 16 bytes of them in 32 bits", 'backend="fa2"')},
+        {"xqa": Unsupported("it counts 16 bytes of them in 32 bits", 'backend="fa2"')},
     ),
-    Row(
+    Capability(
         "block scales of a token that do not start at a multiple of their size",
         lambda f: f.loose_scales,
-        {"xqa": No("it copies them as one", 'backend="fa2"')},
+        {"xqa": Unsupported("it copies them as one", 'backend="fa2"')},
     ),
 )
 
 
 def support_table() -> str:
-    """The table as Markdown: a row a feature, a column a backend."""
+    """Return the table as Markdown: one row per feature, one column per backend."""
     lines = [
         "| | " + " | ".join(f"`{backend.name}`: {backend.runs_on}" for backend in BACKENDS) + " |",
         "|---" * (len(BACKENDS) + 1) + "|",
     ]
-    for row in TABLE:
-        cells = [f"no: {row.refused[b.name].reason}" if b.name in row.refused else "yes" for b in BACKENDS]
-        lines.append(f"| {row.feature} | " + " | ".join(cells) + " |")
+    for capability in CAPABILITIES:
+        cells = [
+            f"no: {capability.unsupported[b.name].reason}" if b.name in capability.unsupported else "yes"
+            for b in BACKENDS
+        ]
+        lines.append(f"| {capability.feature} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""Which backend runs a problem, and why: one table of what each backend refuses, and nothing else decides.
+"""Choice of the backend of a problem, by one table of what each backend refuses.
 
 The table drives `choose`, the messages of `NotSupported`, `explain` and the support table of the README.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cute_attn.dispatch.capabilities import BACKENDS, BY_NAME, ELSEWHERE, EMULATOR, ROWS_CLASSES, TABLE, Backend
+from cute_attn.dispatch.capabilities import BACKENDS, BY_NAME, CAPABILITIES, ELSEWHERE, EMULATOR, ROWS_CLASSES, Backend
 from cute_attn.emulator import settings
 from cute_attn.errors import LayoutError, NotSupported, Refusal
 from cute_attn.problem import Features, Problem, short
@@ -22,33 +22,35 @@ from cute_attn.runtime.arch import Arch
 logger = logging.getLogger(__name__)
 
 
-REMEMBERED = 256  # settings, and what runs them
+CACHE_SIZE = 256  # settings: more than the layers of a model have
 
 
-@functools.lru_cache(REMEMBERED)
+@functools.lru_cache(CACHE_SIZE)
 def chosen(features: Features, backend: str, rows: int) -> Backend:
-    """`choose`, remembered."""
+    """Return `choose`, cached."""
     return choose(features, backend, rows=rows)
 
 
 def rows_class(features: Features, qo_len: int) -> int:
-    """The packed query rows of a request as far as any backend asks: the highest `least_rows` that they reach."""
+    """Return the largest threshold of `ROWS_CLASSES` up to the packed query rows of a request: no backend tells more
+    apart, and the cache of `chosen` stays small.
+    """
     rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
     return max(least for least in ROWS_CLASSES if least <= rows)
 
 
-def known(backend: Any) -> str:
-    """The name of a backend, or "auto"; anything else is refused."""
+def checked_name(backend: Any) -> str:
+    """Check for the name of a backend or "auto"."""
     if isinstance(backend, str) and backend == "auto":
         return "auto"
     return _named(backend).name
 
 
 def choose(features: Features, backend: str = "auto", arch: Arch | None = None, rows: int | None = None) -> Backend:
-    """The backend for `features`; NotSupported lists every refusal if there is none.
+    """Return the backend for `features`; NotSupported lists every refusal if there is none.
 
-    `arch` stands for the architecture of `features.device`, so that another machine's choice can be asked
-    for. `rows`: packed query rows of a request, where known; "auto" minds them.
+    `arch`: architecture to assume for a CUDA device; by default that of `features.device`. `rows`: packed query rows
+    per request, where known; "auto" skips backends that are slower for so many or so few.
     """
     arch = arch_for(features.device, arch)
     refusals: list[Refusal] = []
@@ -62,7 +64,7 @@ def choose(features: Features, backend: str = "auto", arch: Arch | None = None, 
 
 
 def reasons_against(backend: Backend, features: Features, arch: Arch | None) -> list[Refusal]:
-    """Why `backend` does not take `features` on `arch` (None: on the CPU); empty if it does."""
+    """Return why `backend` does not support `features` on `arch` (None: on the CPU); empty if it does."""
     if backend is EMULATOR:
         return _reasons_against_emulator(features)
     refusals = []
@@ -73,9 +75,9 @@ def reasons_against(backend: Backend, features: Features, arch: Arch | None) -> 
             refusals.append(Refusal(backend.name, f"{features.device.type} tensors", runs_on, instead))
         elif arch.capability < backend.capability or backend.only not in (None, arch.name):
             refusals.append(Refusal(backend.name, arch.name, runs_on, 'backend="reference"'))
-    for row in TABLE:
-        if backend.name in row.refused and row.asked(features):
-            refusals.append(Refusal(backend.name, row.feature, *row.refused[backend.name]))
+    for capability in CAPABILITIES:
+        if backend.name in capability.unsupported and capability.needed(features):
+            refusals.append(Refusal(backend.name, capability.feature, *capability.unsupported[backend.name]))
     return refusals
 
 
@@ -92,8 +94,9 @@ def _reasons_against_emulator(features: Features) -> list[Refusal]:
 
 
 def emulated(features: Features, arch: Arch, qo_len: int | None = None) -> Backend:
-    """The backend whose kernels stand for `features` on an emulated GPU of `arch`; NotSupported as `choose`, but in the
-    emulator's name. `qo_len`: query tokens of a request, where known.
+    """Return the backend whose kernels the emulator runs for `features` on a GPU of `arch`.
+
+    NotSupported is raised as by `choose`, but in the emulator's name. `qo_len`: query tokens per request, where known.
     """
     kernels = settings.current().kernels
     if kernels != "auto" and _named(kernels).capability is None:
@@ -106,9 +109,18 @@ def emulated(features: Features, arch: Arch, qo_len: int | None = None) -> Backe
 
 
 def explain(asked: Features | Problem, arch: Arch | None = None, rows: int | None = None) -> str:
-    """What "auto" chooses for `asked`, and for every backend why it is chosen, passed over or refused.
+    """Explain what "auto" chooses, and for every backend why it is chosen, skipped or refused.
 
-    `arch` stands for the architecture of a CUDA device; with it, no GPU is needed. `rows`: as for `choose`, of a batch.
+    Parameters
+    ----------
+    asked : the features, or a problem.
+    arch : architecture to assume for a CUDA device; no GPU is needed then. Default: that of the device.
+    rows : packed query rows per request of a batch (qo_len times the query heads per kv head), where known. Not read
+        with a problem, which knows them.
+
+    Returns
+    -------
+    A title line, then one line per backend and, indented, the reasons of refusals.
     """
     features = asked.features if isinstance(asked, Problem) else asked
     if isinstance(asked, Problem):
@@ -121,7 +133,7 @@ def explain(asked: Features | Problem, arch: Arch | None = None, rows: int | Non
         automatic = features.device.type in backend.auto_on
         if reasons:
             lines += [f"  {backend.name}: refused"] + [f"    {reason}" for reason in reasons]
-        elif automatic and (why := backend.slow(features, rows)):
+        elif automatic and (why := backend.auto_skip_reason(features, rows)):
             lines.append(f"  {backend.name}: able, passed over: {why}, which is faster elsewhere")
         elif automatic and not chosen:
             chosen = True
@@ -134,8 +146,10 @@ def explain(asked: Features | Problem, arch: Arch | None = None, rows: int | Non
 
 
 def _candidates(features: Features, backend: Any, rows: int | None) -> tuple[Backend, ...]:
-    if known(backend) == "auto":
-        return tuple(b for b in BACKENDS if features.device.type in b.auto_on and not b.slow(features, rows))
+    if checked_name(backend) == "auto":
+        return tuple(
+            b for b in BACKENDS if features.device.type in b.auto_on and not b.auto_skip_reason(features, rows)
+        )
     return (_named(backend),)
 
 
@@ -149,7 +163,7 @@ def _named(backend: Any) -> Backend:
 
 
 def arch_for(device: torch.device, assumed: Arch | None) -> Arch | None:
-    """What `device` is, or shall be taken for; None for the CPU."""
+    """Return the architecture of `device`, or the assumed one of a CUDA device; None for the CPU."""
     if device.type != "cuda":
         return None
     if assumed is not None:
@@ -158,7 +172,7 @@ def arch_for(device: torch.device, assumed: Arch | None) -> Arch | None:
 
 
 def _title(features: Features, arch: Arch | None) -> str:
-    """One line that tells these features from others."""
+    """Describe the features in one line."""
     f = features
     parts = [
         f"{f.device.type if arch is None else arch.name}",

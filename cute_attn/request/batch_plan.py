@@ -1,7 +1,7 @@
-"""Arguments of a batch's plan: to settings, and to the lengths of its requests on the host.
+"""Check the arguments of a batch's `plan` and turn them into settings and lengths on the host.
 
-Everything that can be wrong with them is found here, before a schedule is made. Index arrays may lie on the GPU, but
-each of them then costs a synchronisation.
+Every user error is raised here, before a schedule is made. Index arrays may lie on the GPU, but each of them then costs
+a synchronisation.
 """
 
 from __future__ import annotations
@@ -14,19 +14,29 @@ import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal, RuntimeArgumentError
-from cute_attn.problem import BatchLengths, Settings
+from cute_attn.problem import BatchLengths, Settings, Tokens
 from cute_attn.request import checks
-from cute_attn.request import settings as request_settings
 from cute_attn.request.bit_packing import pack_segments
-from cute_attn.request.settings import MAX_KV_LEN, Structure
+from cute_attn.request.settings import (
+    CACHE_SIZE,
+    DEVICES,
+    IMMUTABLE,
+    MAX_KV_LEN,
+    NOT_OPTIONS,
+    Call,
+    Structure,
+    call_settings,
+)
 from cute_attn.request.single import ALIGNMENT, MAX_ROWS
 
 INDEX_DTYPES = (torch.int32, torch.int64)
-MAX_PLACES = (1 << 31) - 1  # kernels hold rows of q, of ragged k and v, and places in kv_indices in 32 bits
+MAX_PLACES = (1 << 31) - 1  # kernels count rows of q, of ragged k and v, and entries of kv_indices in 32 bits
+JIT_REASON = "variants written in CUDA are not part of this library"
+JIT_INSTEAD = "sinks, custom_mask, logits_soft_cap or pos_encoding_mode"
 
 
-class Options(NamedTuple):
-    """What a plan says beside lengths and masks; None stands for a default."""
+class PlanOptions(NamedTuple):
+    """The options of a `plan`, without lengths and masks; None stands for a default."""
 
     num_qo_heads: Any
     num_kv_heads: Any
@@ -45,8 +55,8 @@ class Options(NamedTuple):
     lse_base: Any = "log2"
 
 
-class Surroundings(NamedTuple):
-    """What decides a plan's settings beside its options."""
+class PlanContext(NamedTuple):
+    """What decides a plan's settings besides its options."""
 
     device: torch.device
     kv_layout: str
@@ -57,31 +67,9 @@ class Surroundings(NamedTuple):
     own_splits: bool
 
 
-class Tokens(NamedTuple):
-    """Where a batch's tokens are."""
-
-    lengths: BatchLengths
-    kv_indptr: np.ndarray  # [batch_size + 1]: rows of ragged k and v, or places in kv_indices
-    last_page_len: np.ndarray | None = None  # paged: [batch_size]
-    kv_indices: torch.Tensor | None = None  # paged: int32 on the device once the wrapper has put it there
-    q_len: int | None = None  # query tokens of every request, where a plan says so
-
-    @property
-    def kv_end(self) -> int:
-        """ragged: rows that k and v must have; paged: entries that kv_indices must have"""
-        return int(self.kv_indptr[-1])
-
-    @property
-    def rows(self) -> int:
-        """Of q, out and lse."""
-        return int(self.lengths.qo_indptr[-1])
-
-    @property
-    def batch_size(self) -> int:
-        return len(self.lengths.kv_len)
-
-
 class Mask(NamedTuple):
+    """The packed masks of a batch."""
+
     packed: torch.Tensor | None  # uint8 on the device
     offsets: np.ndarray  # [batch_size + 1]: first byte of every request
 
@@ -89,22 +77,23 @@ class Mask(NamedTuple):
 # ---- settings
 
 
-def settings(options: Options, surroundings: Surroundings) -> Settings:
+def plan_settings(options: PlanOptions, context: PlanContext) -> Settings:
+    """Check the options of a plan and return the settings they decide. Results are cached."""
     try:
-        return _remembered(surroundings, *options)
-    except TypeError:  # an option is wrong, or must not be remembered
+        return _cached_settings(context, *options)
+    except TypeError:  # an option has no hash, is wrong, or must not be cached
         pass
-    return _settings(options, surroundings)
+    return _settings(options, context)
 
 
-@functools.lru_cache(request_settings.REMEMBERED, typed=True)  # typed, and immutable: as in `settle`
-def _remembered(surroundings: Surroundings, *options: Any) -> Settings:
-    if not all(isinstance(option, request_settings.IMMUTABLE) for option in options):
+@functools.lru_cache(CACHE_SIZE, typed=True)  # typed: 1, 1.0 and True are equal, but no option takes all three
+def _cached_settings(context: PlanContext, *options: Any) -> Settings:
+    if not all(isinstance(option, IMMUTABLE) for option in options):
         raise TypeError("an option may change its value, or is large")
-    return _settings(Options(*options), surroundings)
+    return _settings(PlanOptions(*options), context)
 
 
-def _settings(options: Options, surroundings: Surroundings) -> Settings:
+def _settings(options: PlanOptions, context: PlanContext) -> Settings:
     q_dtype = _data_type("q_data_type", options.q_data_type)
     kv_dtype = q_dtype if options.kv_data_type is None else _data_type("kv_data_type", options.kv_data_type)
     o_dtype = None if options.o_data_type is None else _data_type("o_data_type", options.o_data_type)
@@ -113,7 +102,7 @@ def _settings(options: Options, surroundings: Surroundings) -> Settings:
     packing = 2 if kv_dtype == torch.uint8 else 1
     _check_packing(packing, head_dim_qk, head_dim_vo)
     structure = Structure(
-        device=surroundings.device,
+        device=context.device,
         q_dtype=q_dtype,
         k_dtype=kv_dtype,
         v_dtype=kv_dtype,
@@ -122,16 +111,16 @@ def _settings(options: Options, surroundings: Surroundings) -> Settings:
         head_dim_q=head_dim_qk,
         head_dim_k=head_dim_qk // packing,
         head_dim_v=head_dim_vo // packing,
-        custom_mask=surroundings.custom_mask,
+        custom_mask=context.custom_mask,
         head_scales=False,
         kv_block_scales=packing == 2,
         sinks=False,
         device_scale=False,
-        decode=surroundings.decode,
+        decode=context.decode,
     )
-    call = request_settings.Call(
+    call = Call(
         *(None, None, None),
-        kv_layout=surroundings.kv_layout,
+        kv_layout=context.kv_layout,
         pos_encoding_mode=options.pos_encoding_mode,
         causal=options.causal,
         window_left=options.window_left,
@@ -142,9 +131,9 @@ def _settings(options: Options, surroundings: Surroundings) -> Settings:
         o_dtype=o_dtype,
         lse_base=options.lse_base,
     )
-    single = request_settings.settings(structure, call[len(request_settings.NOT_OPTIONS) :])
-    features = single.features._replace(kv_source=surroundings.kv_source, own_splits=surroundings.own_splits)
-    return single._replace(features=features, page_size=surroundings.page_size)
+    single = call_settings(structure, call[len(NOT_OPTIONS) :])
+    features = single.features._replace(kv_source=context.kv_source, own_splits=context.own_splits)
+    return single._replace(features=features, page_size=context.page_size)
 
 
 def _data_type(name: str, value: Any) -> torch.dtype:
@@ -159,6 +148,7 @@ def _data_type(name: str, value: Any) -> torch.dtype:
 
 
 def count(name: str, value: Any) -> int:
+    """Check an integer within 1..MAX_PLACES."""
     value = checks.integer(name, value)
     if value < 1:
         raise ArgumentError(f"{name} must be at least 1, got {value}")
@@ -168,20 +158,20 @@ def count(name: str, value: Any) -> int:
 
 
 def _check_packing(packing: int, head_dim_qk: int, head_dim_vo: int) -> None:
-    """A half byte is no storage; `settle` counts bytes."""
+    """Refuse odd head dimensions of NVFP4, which packs two values per byte."""
     if packing == 2 and (head_dim_qk % 2 or head_dim_vo % 2):
         raise ArgumentError(f"NVFP4 (uint8) k and v need even head dimensions, got {head_dim_qk} and {head_dim_vo}")
 
 
 class Splits(NamedTuple):
-    """How a schedule may cut keys."""
+    """How a schedule may split keys."""
 
     fixed_split_size: int | None  # tokens
     disable_split_kv: bool
 
 
 def splits(fixed_split_size: Any, disable_split_kv: Any, page_size: int) -> Splits:
-    """The size of a fixed split is given in pages."""
+    """Check the arguments about splits. `fixed_split_size` counts pages; `Splits` counts tokens."""
     checks.boolean("disable_split_kv", disable_split_kv)
     if fixed_split_size is None:
         return Splits(None, disable_split_kv)
@@ -193,38 +183,75 @@ def splits(fixed_split_size: Any, disable_split_kv: Any, page_size: int) -> Spli
 
 
 def refuse(feature: str, value: Any, reason: str, instead: str) -> None:
-    """An argument of FlashInfer that nothing here honours: only its default (None, False or 0) passes."""
+    """Refuse an argument of FlashInfer that this library does not implement, unless it is None, False or 0."""
     if value is None or value is False or (type(value) is int and value == 0):
         return
     raise NotSupported([Refusal("every backend", feature, reason, instead)])
+
+
+def refuse_all(reason: str, **arguments: Any) -> None:
+    """`refuse` several arguments for one reason."""
+    for name, value in arguments.items():
+        refuse(name, value, reason, f"{name}=None")
+
+
+def refuse_jit(jit_args: Any, jit_kwargs: Any = None) -> None:
+    """Refuse FlashInfer's arguments for attention variants written in CUDA."""
+    refuse("jit_args", jit_args, JIT_REASON, JIT_INSTEAD)
+    refuse("jit_kwargs", jit_kwargs, JIT_REASON, JIT_INSTEAD)
+
+
+class MultiItemScoring(NamedTuple):
+    """FlashInfer's arguments of multi-item scoring."""
+
+    prefix_len_ptr: Any
+    token_pos_in_items_ptr: Any
+    token_pos_in_items_len: Any
+    max_item_len_ptr: Any
+
+    def refuse(self) -> None:
+        """Raise NotSupported unless all have their defaults."""
+        for name, value in self._asdict().items():
+            feature = f"{name} (multi-item scoring)"
+            refuse(feature, value, "it has no such mask", "the same mask as custom_mask")
 
 
 # ---- lengths
 
 
 def page_size(value: Any) -> int:
+    """Check the page size."""
     return count("page_size", value)
 
 
-def paged(
-    q_bounds: np.ndarray, kv_indptr: Any, kv_indices: Any, last_page_len: Any, page_size: int, names: Sequence[str]
-) -> Tokens:
-    """`q_bounds`: an `indptr`. `names`: what the caller calls the four arrays. `kv_indices` stays where it is; the
-    wrapper moves it."""
-    kv_bounds = indptr(names[1], kv_indptr)
+class Pages(NamedTuple):
+    """The arrays of a `plan` that say which pages of the cache belong to which request, as the user gave them."""
+
+    indptr: Any
+    indices: Any
+    last_page_len: Any
+
+
+def paged(q_bounds: np.ndarray, pages: Pages, page_size: int, names: Sequence[str]) -> Tokens:
+    """Check the page arrays of a batch, which keep their device: the wrapper copies kv_indices.
+
+    `q_bounds`: `indptr` of the query tokens. `names`: the caller's names of the query array and the three of `pages`.
+    """
+    kv_bounds = indptr(names[1], pages.indptr)
     _check_same_batch(names[0], q_bounds, names[1], kv_bounds)
-    last = _integers(names[3], last_page_len)
-    pages = kv_bounds[1:] - kv_bounds[:-1]
-    if len(last) != len(pages):
-        raise ArgumentError(f"{names[3]} must have shape [batch_size] = ({len(pages)},), got {len(last)} elements")
-    kv_len = (pages - 1) * page_size + last
-    if len(last) and not (least(last) >= 1 and most(last) <= page_size and least(pages) >= 1):  # the common case apart
-        wrong = (pages > 0) & ((last < 1) | (last > page_size))
+    last = _integers(names[3], pages.last_page_len)
+    counts = kv_bounds[1:] - kv_bounds[:-1]
+    if len(last) != len(counts):
+        raise ArgumentError(f"{names[3]} must have shape [batch_size] = ({len(counts)},), got {len(last)} elements")
+    kv_len = (counts - 1) * page_size + last
+    # The common case costs no array operations.
+    if len(last) and not (least(last) >= 1 and most(last) <= page_size and least(counts) >= 1):
+        wrong = (counts > 0) & ((last < 1) | (last > page_size))
         if wrong.any():
             i = int(wrong.argmax())
             raise ArgumentError(f"{names[3]} must be within 1..{page_size}, the page size; request {i} has {last[i]}")
-        kv_len = np.where(pages > 0, kv_len, 0)
-    indices = checks.tensor(names[2], kv_indices)
+        kv_len = np.where(counts > 0, kv_len, 0)
+    indices = checks.tensor(names[2], pages.indices)
     checks.dtype(names[2], indices.dtype, INDEX_DTYPES)
     _check_device(names[2], indices)
     if indices.dim() != 1:
@@ -237,13 +264,14 @@ def paged(
 
 
 def ragged(qo_indptr: Any, kv_indptr: Any) -> Tokens:
+    """Check the index arrays of a ragged batch."""
     q_bounds, kv_bounds = indptr("qo_indptr", qo_indptr), indptr("kv_indptr", kv_indptr)
     _check_same_batch("qo_indptr", q_bounds, "kv_indptr", kv_bounds)
     return Tokens(_lengths(q_bounds, kv_bounds[:-1], kv_bounds[1:] - kv_bounds[:-1]), kv_bounds)
 
 
 def indptr(name: str, value: Any) -> np.ndarray:
-    """Bounds of every request on the host."""
+    """Check an index array [batch_size + 1] and return it as int64 on the host."""
     bounds = _integers(name, value)
     if len(bounds) == 0:
         raise ArgumentError(f"{name} must have shape [batch_size + 1], got no element")
@@ -271,9 +299,7 @@ least, most = np.minimum.reduce, np.maximum.reduce  # half the time of an array'
 
 def _check_device(name: str, value: torch.Tensor) -> None:
     if not (value.is_cuda or value.is_cpu):
-        raise ArgumentError(
-            f"{name} must be on a {' or '.join(request_settings.DEVICES)} device, got {checks.describe(value)}"
-        )
+        raise ArgumentError(f"{name} must be on a {' or '.join(DEVICES)} device, got {checks.describe(value)}")
 
 
 def _check_same_batch(q_name: str, q_bounds: np.ndarray, kv_name: str, kv_bounds: np.ndarray) -> None:
@@ -291,25 +317,34 @@ def _lengths(qo_indptr: np.ndarray, kv_start: np.ndarray, kv_len: np.ndarray) ->
 
 
 def check_rows(tokens: Tokens, num_qo_heads: int) -> None:
+    """Refuse more rows of q (tokens x heads) than kernels can count."""
     if tokens.rows * num_qo_heads > MAX_ROWS:
         raise ArgumentError(f"q must have at most {MAX_ROWS} rows (tokens x heads), got {tokens.rows} x {num_qo_heads}")
 
 
-def check_known(
-    tokens: Tokens, seq_lens: Any, seq_lens_q: Any, max_token_per_sequence: Any, max_sequence_kv: Any
-) -> None:
-    """What a plan of prefill is told about lengths once more must hold."""
+class RepeatedLengths(NamedTuple):
+    """Arguments of a prefill `plan` that repeat what the index arrays say."""
+
+    seq_lens: Any
+    seq_lens_q: Any
+    max_token_per_sequence: Any
+    max_sequence_kv: Any
+
+
+def check_repeated_lengths(tokens: Tokens, repeated: RepeatedLengths) -> None:
+    """Check the lengths and bounds that a prefill `plan` is given besides the index arrays."""
+    seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv = repeated
     if seq_lens is seq_lens_q is max_token_per_sequence is max_sequence_kv is None:
         return
     kv_len, qo_len = tokens.lengths.kv_len, np.diff(tokens.lengths.qo_indptr)
     check_known_lengths("seq_lens", seq_lens, kv_len)
     check_known_lengths("seq_lens_q", seq_lens_q, qo_len)
-    check_known_bound("max_token_per_sequence", max_token_per_sequence, qo_len)
-    check_known_bound("max_sequence_kv", max_sequence_kv, kv_len)
+    _check_known_bound("max_token_per_sequence", max_token_per_sequence, qo_len)
+    _check_known_bound("max_sequence_kv", max_sequence_kv, kv_len)
 
 
 def check_known_lengths(name: str, value: Any, lengths: np.ndarray) -> None:
-    """Lengths that are given twice must agree. Those on a GPU are not fetched for that."""
+    """Check that lengths agree with the index arrays, unless they lie on a GPU, which would cost a synchronisation."""
     if value is None:
         return
     value = checks.tensor(name, value)
@@ -317,8 +352,8 @@ def check_known_lengths(name: str, value: Any, lengths: np.ndarray) -> None:
         raise ArgumentError(f"{name} must be {lengths.tolist()}, as the index arrays say; got {value.tolist()}")
 
 
-def check_known_bound(name: str, value: Any, lengths: np.ndarray) -> None:
-    """A bound of lengths that is given beside them must hold."""
+def _check_known_bound(name: str, value: Any, lengths: np.ndarray) -> None:
+    """Check that no request is longer than the bound."""
     if value is None:
         return
     bound = checks.integer(name, value)
@@ -330,11 +365,14 @@ def check_known_bound(name: str, value: Any, lengths: np.ndarray) -> None:
 
 
 def no_mask(tokens: Tokens) -> Mask:
+    """Return the `Mask` of a batch without custom masks."""
     return Mask(None, np.zeros(tokens.batch_size + 1, np.int64))
 
 
 def mask(custom_mask: Any, packed_custom_mask: Any, tokens: Tokens, device: torch.device) -> Mask:
-    """Bits of all requests, each starting at a byte of its own. A packed mask wins over a boolean one."""
+    """Pack the masks of all requests, each from a byte of its own. `packed_custom_mask` takes precedence."""
+    if custom_mask is packed_custom_mask is None:
+        return no_mask(tokens)
     lengths = tokens.lengths
     sizes = np.diff(lengths.qo_indptr) * lengths.kv_len
     offsets = np.concatenate(([0], np.cumsum((sizes + 7) // 8)))
@@ -379,7 +417,7 @@ def _pack(bits: torch.Tensor, sizes: np.ndarray, offsets: np.ndarray) -> torch.T
 
 
 def workspace(value: Any) -> torch.Tensor:
-    """The caller's workspace as bytes."""
+    """Check the caller's workspace and return it as bytes."""
     buffer = checks.tensor("float_workspace_buffer", value)
     _check_device("float_workspace_buffer", buffer)
     if not buffer.is_contiguous():
@@ -393,7 +431,7 @@ def workspace(value: Any) -> torch.Tensor:
 
 
 def graph_buffer(name: str, value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A buffer that keeps its address over plans."""
+    """Check a buffer of CUDA-graph mode, which keeps its address across plans."""
     if not isinstance(value, torch.Tensor):
         raise ArgumentError(f"{name} must be a torch.Tensor with use_cuda_graph=True, got {checks.describe(value)}")
     checks.dtype(name, value.dtype, (dtype,))

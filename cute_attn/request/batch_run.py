@@ -1,39 +1,31 @@
-"""Tensors of one run of a planned batch to a `BatchProblem`.
+"""Check the tensors of one run of a planned batch and make a `BatchProblem` of them.
 
 The layers of a model run the same plan with tensors that differ in their addresses only. So what shapes, strides and
-dtypes decide is checked once a plan and remembered (`Plan.forms`), and so are the settings that scales make.
+dtypes decide is checked once per plan and cached in the `BatchPlan`, and so are the settings that scales change.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
-from cute_attn.problem import BatchLimits, BatchProblem, Features, Settings
+from cute_attn.problem import BatchPlan, BatchProblem, Features, MemoryRange, OperandLayout, Settings
 from cute_attn.request import checks
-from cute_attn.request import settings as request_settings
 from cute_attn.request import single as single_request
-from cute_attn.request.batch_plan import Tokens
+from cute_attn.request.settings import IMMUTABLE, MIN_SCALE
 
-REMEMBERED = 256  # scales of a model's layers
+CACHE_SIZE = 256  # settings of a plan's runs: more than the scales of a model's layers
 LARGE_CACHE = 64 << 30  # bytes of keys, or of values
 
 
-# The arguments of a run as the user gave them: those of `Run`, but with k and v in one: a pair, or a tensor of both.
-Given = tuple[Any, ...]
-
-
-class Run(NamedTuple):
-    """The arguments of a run, k and v told apart."""
+class RunArguments(NamedTuple):
+    """The arguments of a `run` as the user gave them."""
 
     q: Any
-    k: Any
-    v: Any
+    kv_cache: Any  # paged: one tensor, or a pair; ragged: the pair (k, v)
     q_scale: Any
     k_scale: Any
     v_scale: Any
@@ -44,88 +36,26 @@ class Run(NamedTuple):
     window_left: Any
     sinks: Any
     kv_cache_sf: Any
-    head_scales: tuple[Any, Any, Any] | None
+    head_scales: tuple[Any, Any, Any] | None  # scale_q, scale_k, scale_v
 
 
-class Form(NamedTuple):
-    """What dtypes, shapes and strides of q, k and v decide."""
-
-    readable: bool  # rows are 16-byte aligned where q, k and v start so
-    spans: tuple[int, int, int]  # bytes from the first element to past the last
-
-
-@dataclass
-class Plan:
-    """What a plan settles for its runs."""
-
-    settings: Settings
-    tokens: Tokens
-    limits: BatchLimits
-    launch: Callable[[BatchProblem], None]
-    allowed: Callable[[Features], None]  # raises if the planned backend does not take features that a run adds
-    kv_indices: torch.Tensor | None
-    packed_mask: torch.Tensor | None
-    workspace: torch.Tensor
-    validate: bool
-    page_axes: tuple[str, ...] = ()  # of k and v, for messages
-    forms: dict[Any, Form] = field(default_factory=dict)  # of q, k and v
-    accepted: dict[Any, Any] = field(default_factory=dict)  # runs that were right, by what they had in common (`rerun`)
-    scale_forms: set[Any] = field(default_factory=set)  # of NVFP4 block scales
-    rows: int = 0
-    first_row: int = 0
-
-    def __post_init__(self) -> None:
-        features = self.settings.features
-        self.rows, self.first_row = self.tokens.rows, int(self.tokens.lengths.qo_indptr[0])
-        self.packing = 2 if features.kv_block_scales else 1
-
-    @functools.cached_property
-    def taken(self) -> list[single_request.Taken]:
-        """Memory of the plan that a run must not write."""
-        kept = ("kv_indices", self.kv_indices), ("packed_mask", self.packed_mask), ("the workspace", self.workspace)
-        return [(name, checks.extent(tensor)) for name, tensor in kept if tensor is not None]
-
-    @functools.cached_property
-    def run_settings(self) -> Callable[..., Settings]:
-        """`_run_settings`, remembered."""
-        return functools.lru_cache(REMEMBERED, typed=True)(self._run_settings)
-
-    def _run_settings(
-        self, q_scale: Any, k_scale: Any, v_scale: Any, enable_pdl: Any, device_scale: bool, sinks: bool, per_head: bool
-    ) -> Settings:
-        """The planned settings with what a run adds: None adds nothing."""
-        s = self.settings
-        q_factor, k_factor, v_factor = (
-            1.0 if value is None else checks.real(name, value)
-            for name, value in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale))
-        )
-        sm_scale = checks.real("sm_scale * q_scale * k_scale", s.sm_scale * q_factor * k_factor)
-        if enable_pdl is not None:
-            checks.boolean("enable_pdl", enable_pdl)
-        features = s.features._replace(
-            positive_scale=sm_scale >= request_settings.LEAST_SCALE and not device_scale,
-            sinks=sinks,
-            per_head_scales=per_head,
-        )
-        if features != s.features:
-            self.allowed(features)
-        return s._replace(features=features, sm_scale=sm_scale, v_scale=s.v_scale * v_factor, enable_pdl=enable_pdl)
-
-
-def problem(plan: Plan, run: Run) -> BatchProblem:
-    """Check every tensor and allocate the outputs that the caller did not bring."""
-    q, k, v, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks, sf, head_scales = run
+def problem(plan: BatchPlan, arguments: RunArguments) -> BatchProblem:
+    """Check every tensor and allocate the outputs that the caller did not pass."""
+    q, cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks, sf, head_scales = (
+        arguments
+    )
+    k, v = _ragged_pair(cache) if plan.settings.features.kv_source == "ragged" else pages(plan, cache)
     if not isinstance(q, torch.Tensor):
         checks.tensor("q", q)
-    form = (
+    key = (
         *(q.shape, q.stride(), q.dtype, q.device),
         *(k.shape, k.stride(), k.dtype, k.device),
         *(v.shape, v.stride(), v.dtype, v.device),
     )
-    known = plan.forms.get(form)
-    if known is None:
-        known = plan.forms[form] = _check_form(plan, q, k, v)
-    if not known.readable or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % single_request.ALIGNMENT:
+    layout = plan.layouts.get(key)
+    if layout is None:
+        layout = plan.layouts[key] = _check_layout(plan, q, k, v)
+    if not layout.readable or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % single_request.ALIGNMENT:
         q = _readable(q, k, v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         single_request.refuse_grad(q=q, k=k, v=v)
@@ -152,7 +82,7 @@ def problem(plan: Plan, run: Run) -> BatchProblem:
 
     rows, heads = plan.rows, features.num_qo_heads
     if out is not None or lse is not None:
-        _check_outputs(plan, run, known, features)
+        _check_outputs(plan, arguments, (k, v), layout.spans, features)
     if out is None:
         out = q.new_empty(rows, heads, features.head_dim_vo, dtype=features.o_dtype)
         if plan.first_row:
@@ -179,18 +109,62 @@ def problem(plan: Plan, run: Run) -> BatchProblem:
     )
 
 
-def _run_settings(plan: Plan, *key: Any) -> Settings:
-    """Remembered unless a scale is an object that may change its value, or has no hash."""
-    if all(isinstance(value, request_settings.IMMUTABLE) for value in key):
-        return plan.run_settings(*key)
-    return plan._run_settings(*key)
+# ---- settings
+
+
+def _run_settings(plan: BatchPlan, *options: Any) -> Settings:
+    """Return `_add_run_options`, cached unless an option may change its value or has no hash."""
+    if not all(isinstance(option, IMMUTABLE) for option in options):
+        return _add_run_options(plan, *options)
+    if plan.run_settings is None:  # typed: 1, 1.0 and True are equal, but no option takes all three
+        cached = functools.lru_cache(CACHE_SIZE, typed=True)
+        plan.run_settings = cached(functools.partial(_add_run_options, plan))
+    return plan.run_settings(*options)
+
+
+def _add_run_options(
+    plan: BatchPlan,
+    q_scale: Any,
+    k_scale: Any,
+    v_scale: Any,
+    enable_pdl: Any,
+    device_scale: bool,
+    sinks: bool,
+    per_head: bool,
+) -> Settings:
+    """Return the planned settings with what a run adds; None adds nothing.
+
+    `device_scale`: a factor of the scores is a tensor on the device. `sinks`, `per_head`: the run has sinks, or
+    per-head scales.
+    """
+    s = plan.settings
+    q_factor, k_factor, v_factor = (
+        1.0 if value is None else checks.real(name, value)
+        for name, value in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale))
+    )
+    sm_scale = checks.real("sm_scale * q_scale * k_scale", s.sm_scale * q_factor * k_factor)
+    if enable_pdl is not None:
+        checks.boolean("enable_pdl", enable_pdl)
+    features = s.features._replace(
+        positive_scale=sm_scale >= MIN_SCALE and not device_scale,
+        sinks=sinks,
+        per_head_scales=per_head,
+    )
+    if features != s.features:
+        plan.check_supported(features)
+    return s._replace(features=features, sm_scale=sm_scale, v_scale=s.v_scale * v_factor, enable_pdl=enable_pdl)
 
 
 # ---- q, k, v
 
 
-def pages(plan: Plan, cache: Any, name: str = "paged_kv_cache") -> tuple[torch.Tensor, torch.Tensor]:
-    """k and v of a paged cache: a pair of 4-D tensors, or a 5-D one. Pages of one token may lack their axis."""
+def _ragged_pair(cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = cache
+    return checks.tensor("k", k), checks.tensor("v", v)
+
+
+def pages(plan: BatchPlan, cache: Any, name: str = "paged_kv_cache") -> tuple[torch.Tensor, torch.Tensor]:
+    """Return k and v of a paged cache: a pair of 4-D tensors, or a 5-D one. Pages of one token may lack their axis."""
     token = 2 if plan.settings.kv_layout == "HND" else 1
     short = plan.settings.page_size == 1
     if isinstance(cache, torch.Tensor):
@@ -214,8 +188,8 @@ def pages(plan: Plan, cache: Any, name: str = "paged_kv_cache") -> tuple[torch.T
     return k, v
 
 
-def _check_form(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Form:
-    """Everything about q, k and v but their addresses."""
+def _check_layout(plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> OperandLayout:
+    """Check everything about q, k and v except their addresses."""
     f = plan.settings.features
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.device != plan.workspace.device:
@@ -232,7 +206,7 @@ def _check_form(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
         raise ArgumentError(f"q must have the planned {plan.rows} rows (qo_indptr[-1]), got {checks.describe(q)}")
     checks.shape("q", q, (plan.rows, f.num_qo_heads, f.head_dim_qk), "[rows, num_qo_heads, head_dim_qk]")
     for name, x, head_dim in (("k", k, f.head_dim_qk), ("v", v, f.head_dim_vo)):
-        _check_cache_shape(plan, name, x, head_dim // plan.packing)
+        _check_cache_shape(plan, name, x, head_dim // plan.elements_per_byte)
         if x.stride(-1) != 1 and x.shape[-1] > 1:
             raise ArgumentError(
                 f"{name} must have stride 1 on its last axis, got strides {x.stride()}; "
@@ -242,20 +216,20 @@ def _check_form(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
         raise ArgumentError(
             f"k and v must agree in all axes but the last, got {checks.describe(k)} and {checks.describe(v)}"
         )
-    steps = (stride * x.element_size() for x in (q, k, v) for stride in single_request.steps(x))
+    steps = (stride * x.element_size() for x in (q, k, v) for stride in single_request.outer_strides(x))
     expanded, large = single_request.expanded(q, k, v), f.kv_source == "paged" and (_is_large(k) or _is_large(v))
     if expanded or large:
-        plan.allowed(f._replace(expanded=expanded, large_cache=large))
+        plan.check_supported(f._replace(expanded=expanded, large_cache=large))
     readable = not any(step % single_request.ALIGNMENT for step in steps) and (q.stride(-1) == 1 or q.shape[-1] == 1)
     of_q, of_k, of_v = (stop - start for start, stop in map(checks.extent, (q, k, v)))
-    return Form(readable, (of_q, of_k, of_v))
+    return OperandLayout(readable, (of_q, of_k, of_v))
 
 
 def _is_large(x: torch.Tensor) -> bool:
     return x.shape[0] * x.stride(0) * x.element_size() >= LARGE_CACHE
 
 
-def _check_cache_shape(plan: Plan, name: str, x: torch.Tensor, width: int) -> None:
+def _check_cache_shape(plan: BatchPlan, name: str, x: torch.Tensor, width: int) -> None:
     settings, f = plan.settings, plan.settings.features
     token = 1 if settings.kv_layout == "HND" else 0
     if f.kv_source == "ragged":
@@ -277,7 +251,7 @@ def _check_cache_shape(plan: Plan, name: str, x: torch.Tensor, width: int) -> No
 
 
 def _readable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """q as kernels can read it, copied if need be; a cache is refused: it is not copied silently."""
+    """Return q as kernels can read it, copied where needed. k and v are refused instead: a cache is never copied."""
     for name, x in (("k", k), ("v", v)):
         single_request.check_alignment(name, x)
     return single_request.readable(q)
@@ -287,7 +261,7 @@ def _readable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
 
 
 def divided_by(name: str, divisor: Any, scale: Any) -> Any:
-    """`scale` (None: 1) over the number `divisor`."""
+    """Return `scale` (None: 1) divided by the number `divisor`, which must be > 0."""
     divisor = checks.positive(name, divisor)
     if scale is None:
         return 1.0 / divisor
@@ -295,42 +269,62 @@ def divided_by(name: str, divisor: Any, scale: Any) -> Any:
 
 
 def _check_window(window_left: Any, settings: Settings) -> None:
-    """A run may repeat the planned window, no more: it decides the schedule."""
+    """Refuse any window but the planned one: the schedule depends on it."""
     if window_left is None:
         return
-    asked = max(-1, checks.integer("window_left", window_left))
-    if asked != settings.window_left:
+    window = max(-1, checks.integer("window_left", window_left))
+    if window != settings.window_left:
         raise ArgumentError(
             f"window_left of run() must be None or the planned {settings.window_left}, got {window_left}: "
             "pass it to plan()"
         )
 
 
-def _block_scales(plan: Plan, given: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales of an NVFP4 cache, in the forms of the cache itself."""
+def _block_scales(plan: BatchPlan, scales: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check the block scales of an NVFP4 cache, which come in the forms of the cache itself."""
     f = plan.settings.features
-    if not f.kv_block_scales or given is None:
+    if not f.kv_block_scales or scales is None:
         raise ArgumentError(
             "kv_cache_sf (k_sf, v_sf) must come with kv_data_type uint8 (NVFP4), and only with it; "
-            f"got kv_cache_sf {'None' if given is None else 'given'} and kv_data_type {checks.short(f.kv_dtype)}"
+            f"got kv_cache_sf {'None' if scales is None else 'given'} and kv_data_type {checks.short(f.kv_dtype)}"
         )
     if f.kv_source == "paged":
-        given = pages(plan, given, "kv_cache_sf")
-    if not isinstance(given, tuple | list) or not all(isinstance(x, torch.Tensor) for x in given):
-        return single_request.block_scales(given, k, v)  # says what is wrong
-    form = k.shape, *((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % single_request.ALIGNMENT) for x in given)
-    if form not in plan.scale_forms:
-        single_request.block_scales(given, k, v)
-        if any(number % x.shape[-1] for x in given for number in (x.data_ptr(), *single_request.steps(x))):
-            plan.allowed(f._replace(loose_scales=True))
-        plan.scale_forms.add(form)
-    return given[0].view(torch.float8_e4m3fn), given[1].view(torch.float8_e4m3fn)
+        scales = pages(plan, scales, "kv_cache_sf")
+    if not isinstance(scales, tuple | list) or not all(isinstance(x, torch.Tensor) for x in scales):
+        return single_request.block_scales(scales, k, v)  # says what is wrong
+    layout = (
+        k.shape,
+        *((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % single_request.ALIGNMENT) for x in scales),
+    )
+    if layout not in plan.block_scale_layouts:
+        single_request.block_scales(scales, k, v)
+        if any(number % x.shape[-1] for x in scales for number in (x.data_ptr(), *single_request.outer_strides(x))):
+            plan.check_supported(f._replace(loose_scales=True))
+        plan.block_scale_layouts.add(layout)
+    return scales[0].view(torch.float8_e4m3fn), scales[1].view(torch.float8_e4m3fn)
 
 
-def _check_outputs(plan: Plan, run: Run, form: Form, features: Features) -> None:
-    starts = run.q.data_ptr(), run.k.data_ptr(), run.v.data_ptr()
-    inputs = zip(("q", "k", "v"), starts, form.spans, strict=True)
-    taken = [*plan.taken, *((name, (start, start + span)) for name, start, span in inputs)]
-    if run.sinks is not None:
-        taken.append(("sinks", checks.extent(run.sinks)))
-    single_request.check_outputs(run.out, run.lse, features, (plan.rows, features.num_qo_heads), "rows", taken)
+def _check_outputs(
+    plan: BatchPlan,
+    arguments: RunArguments,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    spans: tuple[int, int, int],
+    features: Features,
+) -> None:
+    """Check `out` and `lse` of the caller against the memory that the plan and the run read."""
+    starts = arguments.q.data_ptr(), kv[0].data_ptr(), kv[1].data_ptr()
+    inputs = zip(("q", "k", "v"), starts, spans, strict=True)
+    taken = [*protected_memory(plan), *((name, (start, start + span)) for name, start, span in inputs)]
+    if arguments.sinks is not None:
+        taken.append(("sinks", checks.extent(arguments.sinks)))
+    single_request.check_outputs(
+        arguments.out, arguments.lse, features, (plan.rows, features.num_qo_heads), "rows", taken
+    )
+
+
+def protected_memory(plan: BatchPlan) -> list[MemoryRange]:
+    """Return the memory of the plan that a run must not write."""
+    if plan.protected is None:
+        kept = ("kv_indices", plan.kv_indices), ("packed_mask", plan.packed_mask), ("the workspace", plan.workspace)
+        plan.protected = [(name, checks.extent(tensor)) for name, tensor in kept if tensor is not None]
+    return plan.protected

@@ -15,7 +15,7 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
     .. warning::
         Attention reads a `packed_custom_mask` in **"little"** bit order, while the default here is "big", as
         in numpy and FlashInfer. Write `packbits(mask.flatten(), bitorder="little")`: the other order has the
-        same shape and dtype, so that nothing can notice it, and it masks the wrong keys.
+        same shape and dtype, cannot be detected, and masks the wrong keys.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
 
     Raises
     ------
-    ArgumentTypeError (x is no tensor), ArgumentError (x is not 1-D), RuntimeArgumentError (bitorder).
+    ArgumentTypeError (x is not a tensor), ArgumentError (x is not 1-D), RuntimeArgumentError (bitorder).
     """
     _check_vector("x", x)
     _check_bitorder(bitorder)
@@ -57,7 +57,7 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
 
     Raises
     ------
-    ArgumentTypeError (x or indptr is no tensor), ArgumentError (their shapes, indptr's dtype or values),
+    ArgumentTypeError (x or indptr is not a tensor), ArgumentError (their shapes, indptr's dtype or values),
     RuntimeArgumentError (x and indptr on different devices; bitorder).
     """
     _check_vector("x", x)
@@ -73,8 +73,9 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
 def pack_segments(
     x: torch.Tensor, bounds: torch.Tensor, packed_bounds: torch.Tensor, total: int, bitorder: str
 ) -> torch.Tensor:
-    """`total` bytes, `packed_bounds[i]:packed_bounds[i + 1]` of them for `x[bounds[i]:bounds[i + 1]]`, x being bool and
-    the bounds int64. Nothing is checked, so that nothing is synchronised.
+    """Pack `x[bounds[i]:bounds[i + 1]]` into bytes `packed_bounds[i]:packed_bounds[i + 1]` of `total` bytes.
+
+    x is bool and the bounds are int64. Nothing is checked, so that a CUDA device is not synchronised.
     """
     sizes = packed_bounds.diff()
     # start of output byte b: its segment's first element, plus 8 for each byte of the segment before b
@@ -85,9 +86,9 @@ def pack_segments(
 
 
 def _pack(x: torch.Tensor, start: torch.Tensor, stop: torch.Tensor, bitorder: str) -> torch.Tensor:
-    """Byte b holds `x[start[b]:min(start[b] + 8, stop[b])]`.
+    """Pack `x[start[b]:min(start[b] + 8, stop[b])]` into byte b.
 
-    One pass a bit: the index tensors then have an entry a byte, not one an element.
+    One pass per bit position: the index tensors then have one entry per byte, not one per element.
     """
     packed = torch.zeros(start.numel(), dtype=torch.uint8, device=x.device)
     for offset, shift in enumerate(_SHIFTS[bitorder]):
@@ -110,7 +111,7 @@ def _check_bitorder(bitorder: object) -> None:
 
 
 def _segment_bounds(indptr: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`indptr` as int64, checked."""
+    """Check `indptr` and return it as int64."""
     _check_vector("indptr", indptr)
     if indptr.dtype.is_floating_point or indptr.dtype.is_complex or indptr.dtype == torch.bool:
         raise ArgumentError(f"indptr must be of an integer dtype, got {indptr.dtype}")

@@ -14,7 +14,7 @@ BITS_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # values are mov
 
 
 def cache_views(name: str, cache: Any, kv_layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a cache, both [num_pages, page_size, num_kv_heads, n] views of it."""
+    """Return views [num_pages, page_size, num_kv_heads, n] of the keys and values of a cache."""
     kv_layout = checks.choice("kv_layout", kv_layout, KV_LAYOUTS)
     if isinstance(cache, torch.Tensor):
         if cache.dim() not in (4, 5) or cache.shape[1] != 2:

@@ -18,20 +18,21 @@ LARGEST = 1e38  # times log2(e) it is still an fp32 number
 
 
 def describe(value: object) -> str:
-    """How an error message shows a value: tensors by dtype, shape and device."""
+    """Show a value in an error message: tensors by dtype, shape and device."""
     if isinstance(value, torch.Tensor):
         return f"a {short(value.dtype)} tensor of shape {tuple(value.shape)} on {value.device}"
     return f"{value!r} ({type(value).__name__})"
 
 
 def boolean(name: str, value: Any) -> bool:
+    """Check for True or False; numbers are refused."""
     if type(value) is bool:
         return value
     raise ArgumentTypeError(f"{name} must be True or False, got {describe(value)}")
 
 
 def integer(name: str, value: Any) -> int:
-    """Any integer type (numpy's too), but no bool: True is no length."""
+    """Check for an integer of any type (numpy's too) except bool."""
     if type(value) is int:
         return value
     if not isinstance(value, bool | torch.Tensor):
@@ -43,17 +44,18 @@ def integer(name: str, value: Any) -> int:
 
 
 def real(name: str, value: Any) -> float:
-    """A finite number that fp32 can hold, with room for a constant factor."""
+    """Check for a finite number that fp32 can hold, with room for a constant factor."""
     if type(value) is not float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise ArgumentTypeError(f"{name} must be a number, got {describe(value)}")
         value = float(value)
     if not -LARGEST <= value <= LARGEST:  # false for NaN
         raise ArgumentError(f"{name} must be finite and within +-{LARGEST}, got {value!r}")
-    return value + 0.0  # -0.0 is 0.0: what is remembered for one must hold for the other
+    return value + 0.0  # -0.0 becomes 0.0: they are equal as keys of caches
 
 
 def positive(name: str, value: Any) -> float:
+    """Check for a finite number > 0."""
     value = real(name, value)
     if value <= 0:
         raise ArgumentError(f"{name} must be > 0, got {value!r}")
@@ -61,34 +63,39 @@ def positive(name: str, value: Any) -> float:
 
 
 def choice(name: str, value: Any, choices: Sequence[str]) -> str:
+    """Check for one of `choices`; LayoutError otherwise."""
     if isinstance(value, str) and value in choices:
         return value
     raise LayoutError(f"{name} must be one of {', '.join(map(repr, choices))}; got {describe(value)}")
 
 
 def tensor(name: str, value: Any) -> torch.Tensor:
+    """Check for a tensor."""
     if isinstance(value, torch.Tensor):
         return value
     raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {describe(value)}")
 
 
 def shape(name: str, value: torch.Tensor, expected: tuple[int, ...], meaning: str) -> None:
+    """Check a shape. `meaning`: its axes by name, for the message."""
     if value.shape != expected:
         raise ArgumentError(f"{name} must have shape {meaning} = {expected}, got {describe(value)}")
 
 
 def device(name: str, value: torch.Tensor, expected: torch.device) -> None:
+    """Check that a tensor is on q's device."""
     if value.device != expected:
         raise ArgumentError(f"{name} must be on q's device {expected}, got {describe(value)}")
 
 
 def dtype(name: str, value: torch.dtype, accepted: Sequence[torch.dtype]) -> None:
+    """Check that a dtype is one of `accepted`."""
     if not isinstance(value, torch.dtype) or value not in accepted:
         raise ArgumentError(f"{name} must have dtype {' or '.join(map(short, accepted))}, got {short(value)}")
 
 
 def dense(name: str, value: torch.Tensor) -> None:
-    """A buffer to write: no two elements share memory, and the last axis has unit stride."""
+    """Check a buffer to write: no two elements share memory, and the last axis has unit stride."""
     if value.is_contiguous():
         return
     needed = 1
@@ -103,7 +110,7 @@ def dense(name: str, value: torch.Tensor) -> None:
 
 
 def extent(value: torch.Tensor) -> Extent:
-    """First address of a tensor and the one past its last element."""
+    """Return the address of a tensor's first byte and the one past its last."""
     start = value.data_ptr()
     if value.is_contiguous():
         return start, start + value.nbytes
@@ -114,6 +121,6 @@ def extent(value: torch.Tensor) -> Extent:
 
 
 def apart(name: str, written: Extent, other_name: str, other: Extent) -> None:
-    """The extent of a buffer to write may not cross another. Interleaved views of one storage count as overlap."""
+    """Refuse a buffer to write whose extent crosses another. Interleaved views of one storage count as overlap."""
     if written[0] < other[1] and other[0] < written[1]:
         raise ArgumentError(f"{name} must not share memory with {other_name}: their address ranges overlap")

@@ -1,7 +1,7 @@
-"""What only the device knows about a batch: page numbers. Looking costs a synchronisation.
+"""Checks of page numbers, which lie on the device. Each check costs a synchronisation.
 
-Kernels trust page numbers, and a wrong one is an illegal access that ends the process. With `CUTE_ATTN_VALIDATE=1`
-they are looked at before every launch, and a bad one raises an error while the context is still alive.
+Kernels trust page numbers, and a wrong one is an illegal access that ends the process. With `CUTE_ATTN_VALIDATE=1` they
+are checked before every launch, and a wrong one raises an error while the CUDA context is still usable.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from cute_attn.problem import BatchLengths, BatchProblem
 
 
 def before_launch(problem: BatchProblem, lengths: BatchLengths) -> None:
-    """Look, unless the stream is being captured: then nothing runs yet, and nothing can be read."""
+    """Check the pages of a launch, unless the stream is being captured: nothing can be read from the device then."""
     if problem.q.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         pages(problem, lengths)
 
 
 def pages(problem: BatchProblem, lengths: BatchLengths) -> None:
-    """Every page that a request reads must be one of the cache."""
+    """Raise ArgumentError if a request reads a page that is not in the cache."""
     assert problem.kv_indices is not None
     counts = -(-lengths.kv_len // problem.settings.page_size)
     first = np.cumsum(counts) - counts

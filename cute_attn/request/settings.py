@@ -1,8 +1,8 @@
-"""What the lengths, strides and addresses of a call do not decide: checked once, then remembered.
+"""Settings of a call: what dtypes, head counts and options decide, checked once and then cached.
 
-A repeated call differs from the one before in its tensors, and often in its lengths; dtypes, head counts and
-options stay. `settings` is a pure function of those, so that its answers are kept, and `normalize` computes the
-rest in every call. An error is raised anew each time: only answers are kept.
+A repeated call differs from the one before in its tensors, and often in its lengths; dtypes, head counts and options
+stay. `call_settings` is a pure function of those, so that its results are cached; `normalize` computes the rest in
+every call. Errors are not cached: they are raised again each time.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ Q_DTYPES = (*HALF, *FP8)
 KV_DTYPES = (*HALF, *FP8, torch.uint8)
 OUT_DTYPES = (*HALF, torch.float32, *FP8)
 KV_LAYOUTS = ("NHD", "HND")
-LSE_BASES = {"log2": 1.0, "ln": math.log(2.0)}  # and what a base-2 lse is multiplied by
-NVFP4_BLOCK = 16  # elements that share a scale
+LSE_BASES = {"log2": 1.0, "ln": math.log(2.0)}  # and the factors of a base-2 lse
+NVFP4_BLOCK = 16  # elements per block scale
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 DEVICES = ("cpu", "cuda")
-MAX_KV_LEN = 1 << 30  # kernels compute with 32-bit row and column numbers, and 2^30 is their "no bound"
+MAX_KV_LEN = 1 << 30  # kernels count rows and columns in 32 bits, and 2^30 is their "no bound"
 IMMUTABLE = (numbers.Number, str, torch.dtype, type(None))
-LEAST_SCALE = torch.finfo(torch.float32).tiny  # of scores, as a factor of the exponent: 0 * -inf is NaN
-LARGEST_CAP = 2.0**100  # of scores, and 1 over the least: beyond, scores stay as they are, and 1 / cap is 0 in fp32
-REMEMBERED = 256  # more than the layers of a model differ in
+MIN_SCALE = torch.finfo(torch.float32).tiny  # factor of the scores in the exponent: with 0, 0 * -inf is NaN
+MAX_SOFT_CAP = 2.0**100  # soft caps are clamped to [2^-100, 2^100]: beyond, 1 / cap is 0 or infinite in fp32
+CACHE_SIZE = 256  # settings: more than the layers of a model have
 
 
 class Call(NamedTuple):
-    """The arguments of a single-request function as the user gave them. `decode`: q, out, lse lack qo_len."""
+    """The arguments of a single-request function as the user gave them. `decode`: q, out, lse have no qo_len axis."""
 
     q: Any
     k: Any
@@ -50,7 +50,7 @@ class Call(NamedTuple):
     sinks: Any = None
     out: Any = None
     lse: Any = None
-    kv_layout: Any = "NHD"  # from here on the options, which are no tensors
+    kv_layout: Any = "NHD"  # from here on options, which are not tensors
     pos_encoding_mode: Any = "NONE"
     causal: Any = False
     window_left: Any = -1
@@ -58,7 +58,7 @@ class Call(NamedTuple):
     sm_scale: Any = None
     rope_scale: Any = None
     rope_theta: Any = None
-    q_scale: Any = None  # unless a scale is one: `normalize` puts a number in its place
+    q_scale: Any = None  # except scales: `normalize` replaces tensors by numbers
     k_scale: Any = None
     v_scale: Any = None
     o_dtype: Any = None
@@ -71,8 +71,9 @@ NOT_OPTIONS = (None,) * Call._fields.index("kv_layout")
 
 
 class Structure(NamedTuple):
-    """What the tensors of a call tell beside lengths and addresses. Head dimensions count elements of
-    storage, which hold two values each under NVFP4.
+    """What the tensors of a call decide, without lengths and addresses.
+
+    Head dimensions count elements of storage; one element of NVFP4 holds two values.
     """
 
     device: torch.device
@@ -88,22 +89,22 @@ class Structure(NamedTuple):
     head_scales: bool
     kv_block_scales: bool
     sinks: bool
-    device_scale: bool  # a factor of the scores is known on the device only
+    device_scale: bool  # a factor of the scores is a tensor on the device
     expanded: bool = False  # see `Features`
     decode: bool = False
 
 
-def settings(structure: tuple[Any, ...], options: Sequence[Any]) -> Settings:
-    """Check all that a structure (the fields of a `Structure`) and options (those of a `Call`, in order) decide."""
+def call_settings(structure: tuple[Any, ...], options: Sequence[Any]) -> Settings:
+    """Check the fields of a `Structure` and the options of a `Call`, in order, and return the settings they decide."""
     try:
-        return _remembered(structure, *options)
-    except TypeError:  # an option is wrong, or must not be remembered
+        return _cached_settings(structure, *options)
+    except TypeError:  # an option has no hash, is wrong, or must not be cached
         pass
     return _settings(structure, options)
 
 
-@functools.lru_cache(REMEMBERED, typed=True)  # typed: 1, 1.0 and True are equal, but no option takes all three
-def _remembered(structure: tuple[Any, ...], *options: Any) -> Settings:
+@functools.lru_cache(CACHE_SIZE, typed=True)  # typed: 1, 1.0 and True are equal, but no option takes all three
+def _cached_settings(structure: tuple[Any, ...], *options: Any) -> Settings:
     if not all(isinstance(option, IMMUTABLE) for option in options):
         raise TypeError("an option may change its value, or is large: a tensor, an array, any object")
     return _settings(structure, options)
@@ -118,7 +119,7 @@ def _settings(fields: tuple[Any, ...], options: Sequence[Any]) -> Settings:
     if call.enable_pdl is not None:
         checks.boolean("enable_pdl", call.enable_pdl)
     return Settings(
-        _features(structure, call, soft_cap > 0, sm_scale >= LEAST_SCALE and not structure.device_scale),
+        _features(structure, call, soft_cap > 0, sm_scale >= MIN_SCALE and not structure.device_scale),
         checks.choice("kv_layout", call.kv_layout, KV_LAYOUTS),
         checks.boolean("causal", call.causal) and not structure.custom_mask,
         max(-1, min(checks.integer("window_left", call.window_left), MAX_KV_LEN)),
@@ -133,14 +134,14 @@ def _settings(fields: tuple[Any, ...], options: Sequence[Any]) -> Settings:
 
 
 def _soft_cap(call: Call) -> float:
-    """0 where there is none."""
+    """Return the clamped soft cap, 0 for none."""
     cap = _real("logits_soft_cap", call.logits_soft_cap, 0.0)
-    return min(max(cap, 1 / LARGEST_CAP), LARGEST_CAP) if cap > 0 else 0.0
+    return min(max(cap, 1 / MAX_SOFT_CAP), MAX_SOFT_CAP) if cap > 0 else 0.0
 
 
 def _features(structure: Structure, call: Call, soft_cap: bool, positive_scale: bool) -> Features:
     s = structure
-    packing = 2 if s.k_dtype == torch.uint8 else 1  # NVFP4 elements of a byte
+    packing = 2 if s.k_dtype == torch.uint8 else 1  # values per element of storage
     if s.head_dim_k * packing != s.head_dim_q:
         raise RuntimeArgumentError(
             f"q and k must have the same head dimension, got {s.head_dim_q} and {s.head_dim_k * packing}"
@@ -175,6 +176,7 @@ def _features(structure: Structure, call: Call, soft_cap: bool, positive_scale: 
 
 
 def check_device(device: torch.device) -> None:
+    """Refuse devices on which no backend runs."""
     if device.type not in DEVICES:
         raise ArgumentError(f"q must be on a {' or '.join(DEVICES)} device, got {device}")
 

@@ -1,7 +1,8 @@
-"""Arguments of one call to a `Problem`. Only this looks at user tensors; with `settle` it raises every user error.
+"""Check the arguments of a single-request call and make a `Problem` of them.
 
-Every call comes through `problem` before it costs the GPU anything. So a check is a comparison in place there, and
-what words the error stands in a function of its own.
+Only this module looks at the tensors of such a call; with the settings module it raises every user error. Every call
+passes `problem`, on the host's critical path: checks are comparisons in place there, and error messages are made in
+functions of their own.
 """
 
 from __future__ import annotations
@@ -13,23 +14,21 @@ from typing import Any
 import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
-from cute_attn.problem import Features, Problem
+from cute_attn.problem import Features, MemoryRange, Problem
 from cute_attn.request import checks
-from cute_attn.request import settings as request_settings
 from cute_attn.request.bit_packing import packbits
-from cute_attn.request.settings import KV_LAYOUTS, MAX_KV_LEN, Call
+from cute_attn.request.settings import KV_LAYOUTS, MAX_KV_LEN, NVFP4_BLOCK, Call, call_settings, check_device
 
-KERNEL_DEVICES = ("cuda",)  # where memory is read in aligned chunks
+KERNEL_DEVICES = ("cuda",)  # devices whose kernels read memory in aligned chunks
 ALIGNMENT = 16  # bytes: kernels move q, k, v and out in chunks of this size
 SCALES_ALIGNMENT = 4  # bytes, likewise for the block scales of NVFP4
 MAX_ROWS = 1 << 30
 
 Scales = tuple[torch.Tensor, ...]  # one-element fp32 tensors on the device
-Taken = tuple[str, checks.Extent]  # memory that outputs must leave alone
 
 
 def problem(call: Call) -> Problem:
-    """Check every argument and allocate the outputs that the caller did not bring."""
+    """Check every argument and allocate the outputs that the caller did not pass."""
     score_scales: Scales = ()
     v_scales: Scales = ()
     if call.k_scale is not None or call.v_scale is not None or call.q_scale is not None:
@@ -70,14 +69,14 @@ def problem(call: Call) -> Problem:
         (0 in q_strides or 0 in k_strides or 0 in v_strides) and expanded(q, k, v),
         decode,
     )
-    settings = request_settings.settings(structure, options)
+    settings = call_settings(structure, options)
     features = settings.features
 
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         refuse_grad(q=q, k=k, v=v)
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
     joined = q_strides[0] | q_strides[-2] | k_strides[0] | k_strides[1] | v_strides[0] | v_strides[1]
-    # A step of 16 elements is one of 16 bytes in any dtype: common strides need no second look.
+    # 16 elements are a multiple of 16 bytes in any dtype: common strides need no further check.
     if (addresses | joined) % ALIGNMENT or not q_strides[-1] == k_strides[2] == v_strides[2] == 1:
         q = _readable_query(call)
 
@@ -126,7 +125,7 @@ def _refuse_ranks(call: Call) -> None:
 
 
 def _refuse_operands_apart(call: Call) -> None:
-    request_settings.check_device(call.q.device)
+    check_device(call.q.device)
     checks.device("k", call.k, call.q.device)
     checks.device("v", call.v, call.q.device)
     raise ArgumentError(
@@ -141,31 +140,32 @@ def _refuse_lengths(qo_len: int, num_qo_heads: int, kv_len: int) -> None:
 
 
 def _readable_query(call: Call) -> torch.Tensor:
-    """q as kernels can read it, copied if need be; k and v are refused: a cache is not copied silently."""
+    """Return q as kernels can read it, copied where needed. k and v are refused instead: a cache is never copied."""
     _check_cache_strides("k", call.k)
     _check_cache_strides("v", call.v)
     return readable(call.q)
 
 
 def readable(q: torch.Tensor) -> torch.Tensor:
+    """Return q, or a contiguous copy if kernels cannot read its strides or address."""
     if (q.stride(-1) != 1 and q.shape[-1] > 1) or (q.device.type in KERNEL_DEVICES and not aligned(q)):
         return q.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps a misaligned address
     return q
 
 
 def aligned(tensor: torch.Tensor) -> bool:
-    """Does every row (along the last axis) start at a multiple of 16 bytes?"""
-    joined = functools.reduce(operator.or_, steps(tensor), 0)
+    """Tell whether every row (along the last axis) starts at a multiple of 16 bytes."""
+    joined = functools.reduce(operator.or_, outer_strides(tensor), 0)
     return (tensor.data_ptr() | joined * tensor.element_size()) % ALIGNMENT == 0
 
 
-def steps(x: torch.Tensor) -> list[int]:
-    """Strides, but for the last, of the axes that have any: the stride of an axis of 1 is never used."""
+def outer_strides(x: torch.Tensor) -> list[int]:
+    """Return the strides of all axes but the last, without axes of size 1, whose strides are never used."""
     return [stride for stride, count in zip(x.stride()[:-1], x.shape[:-1], strict=True) if count > 1]
 
 
 def expanded(*tensors: torch.Tensor) -> bool:
-    """Has an axis longer than 1 a stride of 0?"""
+    """Tell whether an axis longer than 1 has a stride of 0."""
     return any(stride == 0 and count > 1 for x in tensors for stride, count in zip(x.stride(), x.shape, strict=True))
 
 
@@ -179,6 +179,7 @@ def _check_cache_strides(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_alignment(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a GPU tensor whose rows do not start at multiples of 16 bytes."""
     if tensor.device.type in KERNEL_DEVICES and not aligned(tensor):
         raise ArgumentError(
             f"{name} must start at a multiple of {ALIGNMENT} bytes and have strides that are multiples of "
@@ -188,12 +189,13 @@ def check_alignment(name: str, tensor: torch.Tensor) -> None:
 
 
 def refuse_grad(**tensors: torch.Tensor) -> None:
+    """Refuse tensors that require gradients while gradients are enabled."""
     for name, tensor in tensors.items():
         _check_grad(name, tensor)
 
 
 def _check_grad(name: str, tensor: torch.Tensor) -> None:
-    """Outputs carry no gradient: say so before a training loop trusts them."""
+    """Outputs carry no gradient: refuse, so that no training loop relies on one."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(
             f"{name} requires grad, but attention here computes no gradients: "
@@ -205,7 +207,7 @@ def _check_grad(name: str, tensor: torch.Tensor) -> None:
 
 
 def _mask(call: Call, lengths: tuple[int, int]) -> torch.Tensor:
-    """The packed mask. A given one wins over a boolean one."""
+    """Return the packed mask. `packed_custom_mask` takes precedence over `custom_mask`."""
     if call.custom_mask is not None:
         mask = checks.tensor("custom_mask", call.custom_mask)
         if mask.dtype != torch.bool:
@@ -231,7 +233,7 @@ def _mask(call: Call, lengths: tuple[int, int]) -> torch.Tensor:
 
 
 def _without_tensors(call: Call) -> tuple[Call, Scales, Scales]:
-    """The call with numbers for scales, and the factors of the scores and of v that only the device knows."""
+    """Return the call with numbers for scales, and the device tensors that are factors of the scores and of v."""
     device = checks.tensor("q", call.q).device
     q_scale, of_q = scale("q_scale", call.q_scale, device)
     k_scale, of_k = scale("k_scale", call.k_scale, device)
@@ -240,7 +242,7 @@ def _without_tensors(call: Call) -> tuple[Call, Scales, Scales]:
 
 
 def scale(name: str, value: Any, device: torch.device) -> tuple[Any, Scales]:
-    """A one-element tensor is read here from the CPU, but on a GPU by the kernel."""
+    """Return (number, device tensors) of a scale: a CPU tensor is read here, a GPU tensor by the kernel."""
     if not isinstance(value, torch.Tensor):
         return value, ()
     if value.numel() != 1 or not value.dtype.is_floating_point:
@@ -254,11 +256,11 @@ def scale(name: str, value: Any, device: torch.device) -> tuple[Any, Scales]:
     return None, (value.to(torch.float32),)
 
 
-def block_scales(given: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales of NVFP4 k and v: one e4m3 number for 16 elements, which are 8 bytes."""
-    if not isinstance(given, tuple | list) or len(given) != 2:
-        raise ArgumentTypeError(f"kv_cache_sf must be a pair (k_sf, v_sf), got {checks.describe(given)}")
-    k_sf, v_sf = (_block_scale(name, sf, x) for name, sf, x in zip(("k_sf", "v_sf"), given, (k, v), strict=True))
+def block_scales(scales: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check the block scales of NVFP4 k and v: one e4m3 number per 16 values, which take 8 bytes."""
+    if not isinstance(scales, tuple | list) or len(scales) != 2:
+        raise ArgumentTypeError(f"kv_cache_sf must be a pair (k_sf, v_sf), got {checks.describe(scales)}")
+    k_sf, v_sf = (_block_scale(name, sf, x) for name, sf, x in zip(("k_sf", "v_sf"), scales, (k, v), strict=True))
     return k_sf, v_sf
 
 
@@ -266,7 +268,7 @@ def _block_scale(name: str, value: Any, cache: torch.Tensor) -> torch.Tensor:
     name = f"{name} of kv_cache_sf"
     value = checks.tensor(name, value)
     checks.dtype(name, value.dtype, (torch.float8_e4m3fn, torch.uint8))
-    expected = (*cache.shape[:-1], 2 * cache.shape[-1] // request_settings.NVFP4_BLOCK)
+    expected = (*cache.shape[:-1], 2 * cache.shape[-1] // NVFP4_BLOCK)
     checks.shape(name, value, expected, "[..., head_dim / 16], the leading axes of k and v,")
     checks.device(name, value, cache.device)
     if value.stride(-1) != 1 and value.shape[-1] > 1:
@@ -277,7 +279,7 @@ def _block_scale(name: str, value: Any, cache: torch.Tensor) -> torch.Tensor:
 
 
 def _check_scales_alignment(name: str, value: torch.Tensor) -> None:
-    if any(number % SCALES_ALIGNMENT for number in (value.data_ptr(), *steps(value))):
+    if any(number % SCALES_ALIGNMENT for number in (value.data_ptr(), *outer_strides(value))):
         raise ArgumentError(
             f"{name} must start at a multiple of {SCALES_ALIGNMENT} bytes and have strides that are multiples of it, "
             f"got address % {SCALES_ALIGNMENT} = {value.data_ptr() % SCALES_ALIGNMENT} and strides {value.stride()}"
@@ -285,7 +287,7 @@ def _check_scales_alignment(name: str, value: torch.Tensor) -> None:
 
 
 def head_scales(scales: tuple[Any, Any, Any], features: Features) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Per-head scales of fp8 attention; those not given are 1."""
+    """Check the per-head scales of fp8 attention; None stands for ones."""
     counts = features.num_qo_heads, features.num_kv_heads, features.num_kv_heads
     scale_q, scale_k, scale_v = (
         torch.ones(count, dtype=torch.float32, device=features.device)
@@ -297,7 +299,7 @@ def head_scales(scales: tuple[Any, Any, Any], features: Features) -> tuple[torch
 
 
 def per_head(name: str, value: Any, features: Features) -> torch.Tensor:
-    """fp32 numbers, one a kv head (scale_k, scale_v) or one a query head."""
+    """Return contiguous fp32 numbers, one per kv head (scale_k, scale_v) or per query head (all others)."""
     value = checks.tensor(name, value)
     if name in ("scale_k", "scale_v"):
         checks.shape(name, value, (features.num_kv_heads,), "[num_kv_heads]")
@@ -325,9 +327,9 @@ def _check_buffers(call: Call, features: Features, rows: tuple[int, ...]) -> Non
 
 
 def check_outputs(
-    out: Any, lse: Any, features: Features, rows: tuple[int, ...], first_axis: str, taken: list[Taken]
+    out: Any, lse: Any, features: Features, rows: tuple[int, ...], first_axis: str, taken: list[MemoryRange]
 ) -> None:
-    """`out` and `lse` of the caller: of the right form, and over nothing that is read (`taken`) nor over each other."""
+    """Check the caller's `out` and `lse`: their form, and that they overlap neither `taken` nor each other."""
     heads = f"{first_axis}, num_qo_heads" if first_axis else "num_qo_heads"
     if out is not None:
         shape = (*rows, features.head_dim_vo)
@@ -355,7 +357,7 @@ def _check_form(
     _check_grad(name, buffer)
 
 
-def _check_apart(name: str, buffer: torch.Tensor, taken: list[Taken]) -> checks.Extent:
+def _check_apart(name: str, buffer: torch.Tensor, taken: list[MemoryRange]) -> checks.Extent:
     written = checks.extent(buffer)
     for other_name, other in taken:
         checks.apart(name, written, other_name, other)

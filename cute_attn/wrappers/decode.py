@@ -12,47 +12,65 @@ import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.request import batch_plan, checks
-from cute_attn.request.batch_plan import Options
-from cute_attn.wrappers.base import Asked, BatchWrapper, Result
-from cute_attn.wrappers.legacy_args import name_in_order
-from cute_attn.wrappers.legacy_args_batch import head_scales_only
-from cute_attn.wrappers.prefill import Cache, DType, Scale, refuse_jit
+from cute_attn.request.batch_plan import PlanOptions
+from cute_attn.request.batch_run import RunArguments
+from cute_attn.wrappers.base import BatchWrapper, Cache, DType, ForwardOptions, PlanRequest, Result, Scale
+from cute_attn.wrappers.legacy_args import positionals_to_keywords
+from cute_attn.wrappers.legacy_args_batch import head_scale_positionals
 
 P = ParamSpec("P")
 
 NAMES = ("qo_indptr", "indptr", "indices", "last_page_len")
 NUM_COMMON = 7  # arguments up to page_size
-LEGACY_PLAN = (  # positional order after page_size, from before these were keywords
+LEGACY_PLAN_ORDER = (  # FlashInfer's older positional order after page_size
     *("pos_encoding_mode", "window_left", "logits_soft_cap", "q_data_type", "kv_data_type", "o_data_type", "data_type"),
     *("sm_scale", "rope_scale", "rope_theta", "non_blocking", "block_tables", "seq_lens", "fixed_split_size"),
     *("disable_split_kv", "q_len_per_req"),
 )
 
 
-def _legacy_positionals(plan: Callable[P, None]) -> Callable[P, None]:
+def _accepts_positional_options(plan: Callable[P, None]) -> Callable[P, None]:
+    """Decorate `plan` to accept the arguments after page_size by position too, with a DeprecationWarning."""
+
     @functools.wraps(plan)
     def wrapper(*args: Any, **kwargs: Any) -> None:
         extra = args[1 + NUM_COMMON :]
         if extra:
             warnings.warn("plan() takes the arguments after page_size by keyword", DeprecationWarning, stacklevel=2)
-            kwargs = name_in_order(LEGACY_PLAN, extra, kwargs, "page_size")
+            kwargs = positionals_to_keywords(LEGACY_PLAN_ORDER, extra, kwargs, "page_size")
         plan(*args[: 1 + NUM_COMMON], **kwargs)
 
     return wrapper
 
 
 class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
-    """Attention of one new token (or `q_len_per_req`) of every request over its keys and values in a paged cache.
+    """Decode attention of a batch: one new token per request (or `q_len_per_req`) over its keys in a paged cache.
 
-    The keys include those of the new tokens; of several, each sees the keys up to its own.
+    The keys include those of the new tokens; of several tokens, each sees the keys up to its own. `plan` takes the
+    lengths and everything that decides which code runs; `run` takes the tensors, any number of times (once per layer).
+    Formulas: `single_decode_with_kv_cache`.
 
     Parameters
     ----------
-    float_workspace_buffer, kv_layout, use_cuda_graph, backend : as for `BatchPrefillWithPagedKVCacheWrapper`.
-    use_tensor_cores : a hint; tensor cores are used always.
-    paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer : with `use_cuda_graph`, int32
-        `[batch_size + 1]`, any size, and `[batch_size]`.
+    float_workspace_buffer : contiguous, any dtype, 16-byte aligned. It holds partial results where keys are split.
+        128 MB suffice for every batch without `fixed_split_size`; `workspace_size` computes the need with it. Wrappers
+        that run one after the other may share it. Its device is the wrapper's.
+    kv_layout : "NHD" (default) or "HND", of the cache.
+    use_cuda_graph : default False. True keeps addresses and launches across plans, so that a captured `run` can be
+        replayed after `plan` with other lengths. Batch size, options and dtypes must stay those of the first plan.
+    use_tensor_cores : a hint; tensor cores are always used.
+    paged_kv_indptr_buffer, paged_kv_last_page_len_buffer : int32 `[batch_size + 1]` and `[batch_size]`. Required with
+        `use_cuda_graph`, otherwise not used; so is the next.
+    paged_kv_indices_buffer : int32, with at least as many elements as any plan has pages.
+    backend : "auto" (default), "fa3", "xqa", "fa2", "reference" or "emulator", as for
+        `BatchPrefillWithPagedKVCacheWrapper`.
     jit_args : refused unless None.
+
+    Raises
+    ------
+    ArgumentTypeError (not a tensor or bool), ArgumentError (shape, dtype, device or alignment of a buffer; a missing
+    buffer), LayoutError (`kv_layout`, `backend`), NotSupported (`jit_args`, a backend of FlashInfer that is not part of
+    this library).
     """
 
     kv_source = "paged"
@@ -69,12 +87,12 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         backend: str = "auto",
         jit_args: Any = None,
     ) -> None:
-        refuse_jit(jit_args)
+        batch_plan.refuse_jit(jit_args)
         self._use_tensor_cores = checks.boolean("use_tensor_cores", use_tensor_cores)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self._paged_kv_indptr_buf, self._paged_kv_indices_buf = paged_kv_indptr_buffer, paged_kv_indices_buffer
         self._paged_kv_last_page_len_buf = paged_kv_last_page_len_buffer
-        self._take_buffers(
+        self._set_index_buffers(
             {
                 "paged_kv_last_page_len_buffer": (paged_kv_last_page_len_buffer, 0),
                 "paged_kv_indptr_buffer": (paged_kv_indptr_buffer, 1),
@@ -84,9 +102,10 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
 
     @property
     def use_tensor_cores(self) -> bool:
+        """The constructor's argument, which changes nothing."""
         return self._use_tensor_cores
 
-    @_legacy_positionals
+    @_accepts_positional_options
     def plan(
         self,
         indptr: torch.Tensor,
@@ -116,16 +135,49 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         q_len_per_req: int = 1,
         lse_base: str = "log2",
     ) -> None:
-        """Make the schedule of a batch: request i has the pages `indices[indptr[i]:indptr[i + 1]]`.
+        """Schedule a batch: request i has the pages `indices[indptr[i]:indptr[i + 1]]`.
 
-        Arguments have the meanings of `BatchPrefillWithPagedKVCacheWrapper.plan`, but for those below. From
-        `pos_encoding_mode` on, without `window_right`, they are also taken by position, which is deprecated.
+        Index arrays are int32 or int64. On a GPU `indptr` and `last_page_len` cost a synchronisation each, on the CPU
+        none. The arguments from `pos_encoding_mode` on, without `window_right`, are also accepted by position, which is
+        deprecated.
 
         Parameters
         ----------
-        data_type : default of `q_data_type` and `kv_data_type`. Default of q's: float16.
+        indptr : `[batch_size + 1]`, not decreasing.
+        indices : 1-D, page numbers. An int32 tensor on the wrapper's device is not copied: it must not change until the
+            last run.
+        last_page_len : `[batch_size]`, tokens in the last page, within 1..page_size. Ignored for a request without
+            pages, whose kv_len is 0.
+        num_qo_heads, num_kv_heads, head_dim : at least 1; num_qo_heads must be a multiple of num_kv_heads.
+        page_size : tokens per page, at least 1.
+        pos_encoding_mode : "NONE" (default), "ROPE_LLAMA" or "ALIBI", as in `single_decode_with_kv_cache`; positions
+            count within the request.
+        window_left : >= 0: a token sees its own key and the last window_left before it. Negative (default): no window.
         window_right : refused unless 0: keys to the right of a token are never seen.
-        q_len_per_req : query tokens of every request.
+        logits_soft_cap : soft cap of the logits; None (default), 0 or a negative number: none.
+        q_data_type, kv_data_type, o_data_type : torch dtypes or their names: float16 or bfloat16, or fp8 where a
+            backend supports it; o also float32. Default of q: `data_type`, else float16. Default of kv: `data_type`,
+            else q's. Default of o: q's, bfloat16 for fp8 q. A uint8 cache is NVFP4 and needs `kv_cache_sf` in `run`.
+        data_type : default of `q_data_type` and `kv_data_type`.
+        sm_scale : any finite number. Default 1 / sqrt(head_dim).
+        rope_scale, rope_theta : > 0, default 1 and 1e4. Read under ROPE_LLAMA only.
+        non_blocking : a hint; copies are ordered on the current stream either way.
+        block_tables : a tensor with the pages of each request; not read.
+        seq_lens : `[batch_size]`, the lengths of the keys; on the CPU they are checked against the index arrays, on a
+            GPU they are not read.
+        fixed_split_size : pages per split of the keys. The results of a request then do not depend on the rest of the
+            batch, bit for bit. Default None: splits fill the GPU.
+        disable_split_kv : default False. True: no splits; results then do not depend on the rest of the batch either.
+        q_len_per_req : query tokens of every request, at least 1 (default).
+        lse_base : "log2" (FlashInfer's, default) or "ln", of the lse that `run` returns.
+
+        Raises
+        ------
+        ArgumentError (a ValueError: shape, dtype, device or value; with `use_cuda_graph` also a change of what the
+        first plan fixed), ArgumentTypeError (a TypeError), LayoutError (a KeyError: `pos_encoding_mode`, `lse_base`),
+        WorkspaceError (a RuntimeError: the workspace is too small for `fixed_split_size`), NotSupported (a
+        NotImplementedError that lists why no backend, or not this one, supports the batch). After an error the
+        previous plan is still in force.
         """
         checks.boolean("non_blocking", non_blocking)
         if checks.integer("window_right", window_right) != 0:
@@ -135,20 +187,21 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         page_size = batch_plan.page_size(page_size)
         batch_size = max(0, checks.tensor("indptr", indptr).numel() - 1)
         qo_indptr = np.arange(batch_size + 1, dtype=np.int64) * q_len
-        tokens = batch_plan.paged(qo_indptr, indptr, indices, last_page_len, page_size, NAMES)
+        pages = batch_plan.Pages(indptr, indices, last_page_len)
+        tokens = batch_plan.paged(qo_indptr, pages, page_size, NAMES)
         batch_plan.check_known_lengths("seq_lens", seq_lens, tokens.lengths.kv_len)
         if block_tables is not None:
             checks.tensor("block_tables", block_tables)
-        first_choice = data_type if q_data_type is None else q_data_type
-        options = Options(
+        q_dtype = data_type if q_data_type is None else q_data_type
+        options = PlanOptions(
             *(num_qo_heads, num_kv_heads, head_dim, None),
-            *("float16" if first_choice is None else first_choice, data_type if kv_data_type is None else kv_data_type),
+            *("float16" if q_dtype is None else q_dtype, data_type if kv_data_type is None else kv_data_type),
             *(o_data_type, pos_encoding_mode, q_len > 1, window_left),
             *(logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base),
         )
         splits = batch_plan.splits(fixed_split_size, disable_split_kv, page_size)
         tokens, mask = tokens._replace(q_len=q_len), batch_plan.no_mask(tokens)
-        self._make_plan(Asked(options, tokens, mask, splits, page_size))
+        self._make_plan(PlanRequest(options, tokens, mask, splits, page_size))
 
     begin_forward = plan
 
@@ -170,23 +223,60 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         skip_softmax_threshold_scale_factor: float | None = None,
         kv_cache_sf: Cache | None = None,
     ) -> Result:
-        """Attention of the planned batch. Arguments as in `BatchPrefillWithPagedKVCacheWrapper.run`, but for:
+        """Compute the attention of the planned batch.
 
         Parameters
         ----------
-        q : `[batch_size * q_len_per_req, num_qo_heads, head_dim]`, the tokens of a request one after the other.
-        args : `scale_q, scale_k, scale_v` of fp8 attention, which have a number a head.
+        q : `[batch_size * q_len_per_req, num_qo_heads, head_dim]` of the planned dtype, the tokens of a request one
+            after the other. Any strides; a last axis without unit stride, or rows that are not 16-byte aligned, cost a
+            copy.
+        paged_kv_cache : a pair (k, v) of `[pages, page_size, num_kv_heads, head_dim]` ("NHD") or
+            `[pages, num_kv_heads, page_size, head_dim]` ("HND"), or one tensor with an axis of 2 after the first; of
+            the planned dtype. Any strides with unit stride on the last axis; on a GPU rows must be 16-byte aligned.
+            With a page size of 1 the page axis may be missing.
+        args : `scale_q, scale_k, scale_v` of fp8 attention: floating-point `[num_qo_heads]`, `[num_kv_heads]` and
+            `[num_kv_heads]`.
+        q_scale, k_scale, v_scale : factors of q, k and v, default 1: numbers, or floating-point tensors with one
+            element. A tensor on the GPU is read by the kernel, without synchronisation.
+        out : written and returned instead of a new tensor: q's shape, the planned output dtype, unit stride on the last
+            axis, rows 16-byte aligned, no memory in common with the inputs, the workspace or the plan's index arrays.
+        lse : written instead of a new tensor: contiguous float32 `[batch_size * q_len_per_req, num_qo_heads]`. Returned
+            if `return_lse`.
+        return_lse : return `(out, lse)`. `run_return_lse` is `run` with True as the default.
+        enable_pdl : False: no programmatic dependent launch. None (default) or True: where the GPU has it (9.0 and
+            later).
+        window_left : None, or the planned one.
+        sinks : floating-point `[num_qo_heads]`, natural-log domain, not scaled: a term of each softmax denominator.
         q_len_per_req : None, or the planned one; deprecated.
+        skip_softmax_threshold_scale_factor : refused unless None.
+        kv_cache_sf : (k_sf, v_sf) for an NVFP4 (uint8) cache, shaped like it with head_dim / 16 on the last axis: e4m3,
+            or its bytes as uint8, one scale per 16 values. Required with `kv_data_type` uint8, refused otherwise.
+            Global scales are `k_scale` and `v_scale`.
+
+        Returns
+        -------
+        out `[batch_size * q_len_per_req, num_qo_heads, head_dim]`, or with `return_lse` the pair of it and the float32
+        lse `[batch_size * q_len_per_req, num_qo_heads]`, of base 2 unless the plan's `lse_base` says otherwise. A token
+        that sees no key has out 0 and lse -inf.
+
+        Raises
+        ------
+        NotPlannedError (a RuntimeError: no plan yet), ArgumentError (a ValueError: shape, dtype, device, strides or
+        value), ArgumentTypeError (a TypeError), NotSupported (a NotImplementedError: the planned backend, or every
+        backend, refuses what this run adds).
         """
         if skip_softmax_threshold_scale_factor is not None:
-            name = "skip_softmax_threshold_scale_factor"
-            batch_plan.refuse(name, skip_softmax_threshold_scale_factor, "softmax is exact", f"{name}=None")
+            batch_plan.refuse_all(
+                "softmax is exact", skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor
+            )
         if q_len_per_req is not None:
             _check_q_len(q_len_per_req, self._planned().tokens.q_len)
-        head_scales = head_scales_only(args) if args else None
+        head_scales = head_scale_positionals(args) if args else None
         return self._run(
-            (q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks,
-             kv_cache_sf, head_scales)
+            RunArguments._make((  # 0.1 us faster than the constructor
+                q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left,
+                sinks, kv_cache_sf, head_scales,
+            ))
         )  # fmt: skip
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
@@ -207,24 +297,48 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         *,
         return_lse: bool = False,
     ) -> Result:
-        """Older form of `run`. Its options, given or by default, take the place of the planned ones, for this run and
-        those after it.
+        """Run with other options than the planned ones: FlashInfer's older form of `run`.
+
+        The options below replace the planned ones, given or by default, for this run and those after it. Where they
+        differ, the batch is scheduled again.
+
+        Parameters
+        ----------
+        q, paged_kv_cache : the tensors of `run`.
+        pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta : options of `plan`, with the
+            same defaults.
+        q_scale, k_scale, v_scale : factors of q, k and v, default 1: numbers, or one-element tensors.
+        return_lse : return `(out, lse)`. `forward_return_lse` is `forward` with True as the default.
+
+        Returns
+        -------
+        What `run` returns: out, or the pair (out, lse).
+
+        Raises
+        ------
+        NotPlannedError (no plan yet), and the errors of `plan` and `run`.
         """
-        self._plan_again(
-            pos_encoding_mode=pos_encoding_mode,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-        )
+        self._replan(ForwardOptions(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta))
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
     forward_return_lse = functools.partialmethod(forward, return_lse=True)
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
-    """`BatchDecodeWithPagedKVCacheWrapper` with `use_cuda_graph=True`."""
+    """Make a `BatchDecodeWithPagedKVCacheWrapper` with `use_cuda_graph=True` and backend "auto".
+
+    Parameters
+    ----------
+    workspace_buffer : its `float_workspace_buffer`.
+    indptr_buffer, indices_buffer, last_page_len_buffer : its index buffers: int32 `[batch_size + 1]`, any size, and
+        `[batch_size]`.
+    kv_layout, use_tensor_cores : as there.
+
+    Raises
+    ------
+    ArgumentTypeError (not a tensor or bool), ArgumentError (shape, dtype, device or alignment of a buffer), LayoutError
+    (`kv_layout`).
+    """
 
     def __init__(
         self,
@@ -269,10 +383,19 @@ def fast_decode_plan(
     disable_split_kv: bool = False,
     global_override_indptr_cpu: torch.Tensor | None = None,
 ) -> None:
-    """`wrapper.plan` without synchronisation, from lengths that the host knows.
+    """Call `wrapper.plan` without synchronisation, with lengths that the host knows.
 
-    `global_override_indptr_cpu` takes the place of `indptr`, and where pages have one token, `last_page_len` is not
-    looked at. Otherwise both must be on the CPU, or they are fetched.
+    Parameters
+    ----------
+    wrapper : a BatchDecodeWithPagedKVCacheWrapper.
+    indptr, last_page_len : as for `plan`. On a GPU each costs a synchronisation, unless it is not read: `indptr` with
+        `global_override_indptr_cpu`, `last_page_len` with a page size of 1.
+    global_override_indptr_cpu : int32 or int64 `[batch_size + 1]` on the CPU, replaces `indptr`. Default None.
+    Others : arguments of `plan`, with the same defaults.
+
+    Raises
+    ------
+    ArgumentTypeError (wrapper of another type), and the errors of `plan`.
     """
     if not isinstance(wrapper, BatchDecodeWithPagedKVCacheWrapper):
         raise ArgumentTypeError(f"wrapper must be a BatchDecodeWithPagedKVCacheWrapper, got {checks.describe(wrapper)}")
@@ -303,7 +426,9 @@ def fast_decode_plan(
     )
 
 
-def _check_q_len(given: Any, planned: int | None) -> None:
+def _check_q_len(q_len_per_req: Any, planned: int | None) -> None:
     warnings.warn("q_len_per_req belongs to plan()", DeprecationWarning, stacklevel=3)
-    if checks.integer("q_len_per_req", given) != planned:
-        raise ArgumentError(f"q_len_per_req of run() must be the planned {planned}, got {given!r}: pass it to plan()")
+    if checks.integer("q_len_per_req", q_len_per_req) != planned:
+        raise ArgumentError(
+            f"q_len_per_req of run() must be the planned {planned}, got {q_len_per_req!r}: pass it to plan()"
+        )

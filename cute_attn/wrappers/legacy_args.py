@@ -1,7 +1,7 @@
-"""FlashInfer renamed arguments and inserted some between others; both generations of calls work here.
+"""FlashInfer's older names and positional orders of arguments, accepted beside the current ones.
 
-Keywords are unambiguous. Positional arguments after `v` are not: they follow either order below, and what
-they are tells which.
+FlashInfer renamed arguments and inserted new ones between others. Keywords are unambiguous. Positional arguments after
+`v` may follow either order below; their types tell which, and a call that leaves both possible is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cute_attn.request.checks import describe
 P = ParamSpec("P")
 R = TypeVar("R")
 
-SEED_PREFILL = (
+LEGACY_PREFILL_ORDER = (
     "custom_mask",
     "packed_custom_mask",
     "causal",
@@ -32,47 +32,30 @@ SEED_PREFILL = (
     "rope_scale",
     "rope_theta",
 )
-TODAY_PREFILL = (
-    "scale_q",
-    "scale_k",
-    "scale_v",
-    "o_dtype",
-    "custom_mask",
-    "packed_custom_mask",
-    "causal",
-    "kv_layout",
-    "pos_encoding_mode",
-    "use_fp16_qk_reduction",
-    "sm_scale",
-    "window_left",
-    "logits_soft_cap",
-    "rope_scale",
-    "rope_theta",
-    "backend",
-    "return_lse",
-    "kv_cache_sf",
-    "k_scale",
-    "v_scale",
+PREFILL_ORDER = (
+    *("scale_q", "scale_k", "scale_v", "o_dtype"),
+    *LEGACY_PREFILL_ORDER,
+    *("backend", "return_lse", "kv_cache_sf", "k_scale", "v_scale"),
 )
 
 
-def both_prefill_spellings(function: Callable[P, R]) -> Callable[P, R]:
-    """Let `function`, declared in today's order with today's names, take seed calls too."""
+def accepts_legacy_order(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a prefill function, declared in the current order, to accept FlashInfer's older argument order too."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> R:
         if "allow_fp16_qk_reduction" in kwargs:
-            rename(kwargs, "allow_fp16_qk_reduction", "use_fp16_qk_reduction")
+            rename_keyword(kwargs, "allow_fp16_qk_reduction", "use_fp16_qk_reduction")
         if len(args) > 3:
-            kwargs = name_in_order(prefill_order(args[3:]), args[3:], kwargs, "v")
+            kwargs = positionals_to_keywords(detect_prefill_order(args[3:]), args[3:], kwargs, "v")
             args = args[:3]
         return function(*args, **kwargs)
 
     return wrapper
 
 
-def returning_lse(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` with `return_lse=True` as its default, under its own name and signature."""
+def with_return_lse(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function` with `return_lse=True` as the default, with a name, signature and docstring of its own."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, return_lse: bool = True, **kwargs: Any) -> R:
@@ -88,14 +71,17 @@ def returning_lse(function: Callable[P, R]) -> Callable[P, R]:
     return cast("Callable[P, R]", wrapper)
 
 
-def rename(kwargs: dict[str, Any], old: str, new: str) -> None:
+def rename_keyword(kwargs: dict[str, Any], old: str, new: str) -> None:
+    """Move `kwargs[old]` to `kwargs[new]`; ArgumentTypeError if both are given."""
     if new in kwargs:
         raise ArgumentTypeError(f"{old} and {new} are two names of one argument: give one of them")
     kwargs[new] = kwargs.pop(old)
 
 
-def name_in_order(order: tuple[str, ...], extra: tuple[Any, ...], kwargs: dict[str, Any], last: str) -> dict[str, Any]:
-    """Keywords for the positional arguments after `last`, added to those given."""
+def positionals_to_keywords(
+    order: tuple[str, ...], extra: tuple[Any, ...], kwargs: dict[str, Any], last: str
+) -> dict[str, Any]:
+    """Return `kwargs` with the positional arguments after `last` added under the names of `order`."""
     if len(extra) > len(order):
         raise ArgumentTypeError(f"at most {len(order)} positional arguments may follow {last}, got {len(extra)}")
     named = dict(zip(order, extra, strict=False))
@@ -105,27 +91,32 @@ def name_in_order(order: tuple[str, ...], extra: tuple[Any, ...], kwargs: dict[s
     return {**named, **kwargs}
 
 
-def prefill_order(extra: tuple[Any, ...]) -> tuple[str, ...]:
-    """The order that the positional arguments after `v` follow."""
+def detect_prefill_order(extra: tuple[Any, ...]) -> tuple[str, ...]:
+    """Tell from their types which order the positional arguments after `v` follow.
+
+    In the older order the first two are masks, the third a bool and the fourth the layout; in the current order the
+    first three are per-head scales, the fourth a dtype, the next two masks, and the seventh a bool.
+    """
     at = dict(enumerate(extra)).get
     masks = [value for value in extra[:2] if is_tensor(value, torch.bool, torch.uint8)]
     scales = [value for value in extra[:3] if is_tensor(value, torch.float32) and value.dim() == 1]
-    seed = type(at(2)) is bool or isinstance(at(3), str) or bool(masks)
-    today = isinstance(at(3), torch.dtype) or type(at(6)) is bool or bool(scales)
-    today = today or any(isinstance(value, torch.Tensor) for value in extra[4:6])  # today's masks
-    if seed != today:
-        return SEED_PREFILL if seed else TODAY_PREFILL
-    if not seed and all(value is None for value in extra):
-        return TODAY_PREFILL
+    legacy = type(at(2)) is bool or isinstance(at(3), str) or bool(masks)
+    current = isinstance(at(3), torch.dtype) or type(at(6)) is bool or bool(scales)
+    current = current or any(isinstance(value, torch.Tensor) for value in extra[4:6])  # masks
+    if legacy != current:
+        return LEGACY_PREFILL_ORDER if legacy else PREFILL_ORDER
+    if not legacy and all(value is None for value in extra):
+        return PREFILL_ORDER
     index, value = next((i, value) for i, value in enumerate(extra) if value is not None)
-    seed_name = SEED_PREFILL[index] if index < len(SEED_PREFILL) else "nothing"
+    legacy_name = LEGACY_PREFILL_ORDER[index] if index < len(LEGACY_PREFILL_ORDER) else "nothing"
     raise ArgumentTypeError(
-        f"positional argument {index + 3} is {seed_name} in the seed order "
-        f"(q, k, v, {', '.join(SEED_PREFILL[:4])}, ...) and {TODAY_PREFILL[min(index, 19)]} in today's order "
-        f"(q, k, v, {', '.join(TODAY_PREFILL[:7])}, ...), and the arguments do not tell which is meant; "
+        f"positional argument {index + 3} is {legacy_name} in FlashInfer's older argument order "
+        f"(q, k, v, {', '.join(LEGACY_PREFILL_ORDER[:4])}, ...) and {PREFILL_ORDER[min(index, 19)]} in the current "
+        f"order (q, k, v, {', '.join(PREFILL_ORDER[:7])}, ...), and the types of the arguments allow both; "
         f"got {describe(value)}: pass it by keyword"
     )
 
 
 def is_tensor(value: Any, *dtypes: torch.dtype) -> bool:
+    """Tell whether `value` is a tensor of one of `dtypes`."""
     return isinstance(value, torch.Tensor) and value.dtype in dtypes

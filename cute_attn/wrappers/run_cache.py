@@ -1,8 +1,8 @@
-"""A run like one before: all that is left to look at are addresses.
+"""Replay of a run: a run that differs from an earlier one in addresses only skips every other check.
 
-The layers of a model run one plan with tensors that differ in nothing else. So a run that passed every check leaves an
-`Accepted` behind, by dtypes, shapes, strides, devices and options; a run that finds one hands its addresses to the
-launch, after checking them. Whatever is not plainly alike takes the long way (`normalize_run`) again.
+The layers of a model run one plan with tensors that differ in nothing but their addresses. So a run that passed every
+check leaves a `CachedRun` in its plan, keyed by dtypes, shapes, strides, devices and options. A run that finds one
+checks its addresses and hands them to the launch. Any other run takes the full path (`normalize_run`).
 """
 
 from __future__ import annotations
@@ -13,33 +13,36 @@ import torch
 from torch import Tensor, empty_like, is_grad_enabled
 
 from cute_attn.kernels.host.batch import Repeat
-from cute_attn.problem import BatchProblem
+from cute_attn.problem import BatchPlan, BatchProblem
 from cute_attn.request import checks
-from cute_attn.request.batch_run import Given, Plan
+from cute_attn.request.batch_run import RunArguments, protected_memory
 from cute_attn.request.single import ALIGNMENT
 
-REMEMBERED = 256  # forms of a plan: scales that change in every run must not pile up
-PLAIN = (float, int, bool, type(None))  # options that are what they compare equal to, if their types are equal too
+CACHE_SIZE = 256  # runs per plan: scales that change in every run must not fill memory
+PLAIN_TYPES = frozenset((float, int, bool, type(None)))  # options that hash by value
 
 
-class Accepted(NamedTuple):
+class CachedRun(NamedTuple):
+    """A run that passed every check, and how to launch it again."""
+
     repeat: Repeat
-    like_q: bool  # is out of q's form, without gaps?
-    out: tuple[int, int, int, torch.dtype]  # its shape and dtype
+    like_q: bool  # out has q's shape and dtype, and q is contiguous
+    out: tuple[int, int, int, torch.dtype]  # shape and dtype
     v_offset: int  # bytes from the address of k to that of v in a cache of one tensor
     spans: tuple[int, int, int, int, int]  # bytes that q, k, v, out and lse cover
+    protected: list[checks.Extent]  # memory of the plan that the caller's out and lse must not overlap
 
 
-def again(plan: Plan, given: Given) -> tuple[Tensor, Tensor | None] | None:
-    """out and lse of a run like one before, or None: it is not known to be one, or not right."""
-    found = plan.accepted.get(_form(given))
-    if found is None:
+def try_replay(plan: BatchPlan, arguments: RunArguments) -> tuple[Tensor, Tensor | None] | None:
+    """Launch a run like a cached one and return out and lse; None if there is none, or an address does not qualify."""
+    cached = plan.cached_runs.get(_cache_key(arguments))
+    if cached is None:
         return None
-    q, cache, out, lse = given[0], given[1], given[5], given[6]
+    q, cache, out, lse = arguments.q, arguments.kv_cache, arguments.out, arguments.lse
     if isinstance(cache, Tensor):
         k = v = cache
         k_start = cache.data_ptr()
-        v_start = k_start + found.v_offset
+        v_start = k_start + cached.v_offset
     else:
         k, v = cache
         k_start, v_start = k.data_ptr(), v.data_ptr()
@@ -48,42 +51,44 @@ def again(plan: Plan, given: Given) -> tuple[Tensor, Tensor | None] | None:
         return None
     if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None
-    if not (out is lse is None or _apart(plan, found, (q_start, k_start, v_start), out, lse)):
+    if not (out is lse is None or _outputs_qualify(cached, (q_start, k_start, v_start), out, lse)):
         return None
     if out is None:
-        rows, heads, head_dim, dtype = found.out
-        out = empty_like(q) if found.like_q else q.new_empty(rows, heads, head_dim, dtype=dtype)
-    if lse is None and given[7]:
-        lse = q.new_empty(found.out[0], found.out[1], dtype=torch.float32)
-    found.repeat(q_start, k_start, v_start, out.data_ptr(), 0 if lse is None else lse.data_ptr(), (q, k, v, out, lse))
+        rows, heads, head_dim, dtype = cached.out
+        out = empty_like(q) if cached.like_q else q.new_empty(rows, heads, head_dim, dtype=dtype)
+    if lse is None and arguments.return_lse:
+        lse = q.new_empty(cached.out[0], cached.out[1], dtype=torch.float32)
+    cached.repeat(q_start, k_start, v_start, out.data_ptr(), 0 if lse is None else lse.data_ptr(), (q, k, v, out, lse))
     return out, lse
 
 
-def remember(plan: Plan, given: Given, problem: BatchProblem) -> None:
-    """Accept runs like this one from now on, if its tensors went to the launch as they were given."""
+def cache_run(plan: BatchPlan, arguments: RunArguments, problem: BatchProblem) -> None:
+    """Cache a run that passed every check, unless its q was copied or the launch cannot be repeated."""
     repeat = getattr(plan.launch, "repeat", None)
-    if repeat is None or plan.first_row or problem.q is not given[0] or (form := _form(given)) is None:
+    if repeat is None or plan.first_row or problem.q is not arguments.q or (key := _cache_key(arguments)) is None:
         return
-    if len(plan.accepted) >= REMEMBERED:
-        plan.accepted.clear()
+    if len(plan.cached_runs) >= CACHE_SIZE:
+        plan.cached_runs.clear()
     q, k, v, out, lse = problem.q, problem.k, problem.v, problem.out, problem.lse
     extents = [(0, 0) if x is None else checks.extent(x) for x in (q, k, v, out, lse)]
     of_q, of_k, of_v, of_out, of_lse = (stop - start for start, stop in extents)
-    plan.accepted[form] = Accepted(
+    own_outputs = arguments.out is arguments.lse is None
+    plan.cached_runs[key] = CachedRun(
         repeat(problem),
         q.is_contiguous() and q.shape == out.shape and q.dtype == out.dtype,
         (*out.shape, out.dtype),
-        v.data_ptr() - k.data_ptr() if isinstance(given[1], Tensor) else 0,
+        v.data_ptr() - k.data_ptr() if isinstance(arguments.kv_cache, Tensor) else 0,
         (of_q, of_k, of_v, of_out, of_lse),
+        [] if own_outputs else [extent for _, extent in protected_memory(plan)],
     )
 
 
-def _form(given: Given) -> Any:
-    """What runs alike have equal; None for a run that is like no other."""
-    q, cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks, sf, head_scales = given
+def _cache_key(arguments: RunArguments) -> Any:
+    """Return what equal runs have in common besides addresses; None for a run that must not be cached."""
+    q, cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks, sf, head_scales = (
+        arguments
+    )
     if not isinstance(q, Tensor) or type(return_lse) is not bool:
-        return None
-    if not all(buffer is None or isinstance(buffer, Tensor) for buffer in (out, lse)):
         return None
     if isinstance(cache, Tensor):
         kv: Any = cache.shape, cache.stride(), cache.dtype, cache.device
@@ -94,25 +99,27 @@ def _form(given: Given) -> Any:
         kv = k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device
     else:
         return None
-    form = q.shape, q.stride(), q.dtype, q.device, kv, return_lse
+    key = q.shape, q.stride(), q.dtype, q.device, kv, return_lse
     if q_scale is k_scale is v_scale is out is lse is enable_pdl is window_left is sinks is sf is head_scales is None:
-        return form
+        return key
+    if not (out is None or isinstance(out, Tensor)) or not (lse is None or isinstance(lse, Tensor)):
+        return None
     numbers = q_scale, k_scale, v_scale, enable_pdl, window_left
     types = tuple(map(type, numbers))
-    if not sinks is sf is head_scales is None or not all(kind in PLAIN for kind in types):
+    if not sinks is sf is head_scales is None or not PLAIN_TYPES.issuperset(types):
         return None
-    return form, numbers, types, _buffer(out), _buffer(lse)
+    return key, numbers, types, _buffer_key(out), _buffer_key(lse)
 
 
-def _buffer(value: Tensor | None) -> Any:
-    return None if value is None else (value.shape, value.stride(), value.dtype, value.device)
+def _buffer_key(buffer: Tensor | None) -> Any:
+    return None if buffer is None else (buffer.shape, buffer.stride(), buffer.dtype, buffer.device)
 
 
-def _apart(plan: Plan, found: Accepted, starts: tuple[int, int, int], out: Any, lse: Any) -> bool:
-    """Are the caller's buffers aligned, without gradients, and over nothing that the launch reads?"""
-    of_q, of_k, of_v, of_out, of_lse = found.spans
+def _outputs_qualify(cached: CachedRun, starts: tuple[int, int, int], out: Any, lse: Any) -> bool:
+    """Tell whether the caller's buffers are aligned, need no gradient, and overlap nothing that the launch uses."""
+    of_q, of_k, of_v, of_out, of_lse = cached.spans
     taken = [(start, start + span) for start, span in zip(starts, (of_q, of_k, of_v), strict=True)]
-    taken += [extent for _, extent in plan.taken]
+    taken += cached.protected
     for buffer, span in ((out, of_out), (lse, of_lse)):
         if buffer is None:
             continue

@@ -22,7 +22,7 @@ from tests.request.test_batch_errors import ints, workspace, zeros
 from tests.support import subprocesses
 from tests.support.batch_case import paged, ragged
 
-# The signatures of the seed, as the documents have them.
+# FlashInfer's older signatures, as its documents have them.
 SEED: dict[Any, str] = {
     BatchPrefillWithPagedKVCacheWrapper.__init__: "float_workspace_buffer kv_layout='NHD' use_cuda_graph=False "
     "qo_indptr_buf=None paged_kv_indptr_buf=None paged_kv_indices_buf=None paged_kv_last_page_len_buf=None "
@@ -51,13 +51,13 @@ def test_seed_arguments_exist(function: Any) -> None:
     for word in SEED[function].split():
         name, _, default = word.partition("=")
         parameter = parameters[RENAMED.get(name, name)]
-        if default and name != "non_blocking":  # today's default, which means the same
+        if default and name != "non_blocking":  # the current default, which means the same
             assert repr(parameter.default) == default
         else:
             assert default or parameter.default is inspect.Parameter.empty
 
 
-def test_decode_shows_todays_signature() -> None:
+def test_decode_shows_current_signature() -> None:
     names = list(inspect.signature(BatchDecodeWithPagedKVCacheWrapper.__init__).parameters)
     assert names[1:8] == [
         *("float_workspace_buffer", "kv_layout", "use_cuda_graph", "use_tensor_cores", "paged_kv_indptr_buffer"),
@@ -101,7 +101,7 @@ def settled(kind: str, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
 
 
 PAGED_CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
-    # the seed's order: custom_mask, packed_custom_mask, causal, pos, fp16, sm_scale, window, cap, rope, ...
+    # FlashInfer's older argument order: custom_mask, packed_custom_mask, causal, pos, fp16, sm_scale, window, cap, ...
     ((None, None, True), {"causal": True}),
     ((MASK,), {"custom_mask": MASK}),
     ((None, PACKED), {"packed_custom_mask": PACKED}),
@@ -120,7 +120,7 @@ PAGED_CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
             "q_data_type": "bfloat16",
         },
     ),
-    # today's: head_dim_vo first
+    # the current order: head_dim_vo first
     ((8,), {"head_dim_vo": 8}),
     ((8, None, None, True), {"head_dim_vo": 8, "causal": True}),
     ((None, MASK), {"custom_mask": MASK}),
@@ -179,7 +179,7 @@ def test_renamed_keywords() -> None:
 
 
 UNCLEAR: list[tuple[tuple[Any, ...], str]] = [
-    (("x",), "positional argument 1 after page_size is custom_mask in the seed order"),
+    (("x",), "positional argument 1 after page_size is custom_mask in FlashInfer's older argument order"),
     ((None, None, None, None, None, 0.5), "positional argument 6 after page_size"),
     ((MASK, None, None, True), "positional argument 1"),
     ((8, None, True), "positional argument 1"),
@@ -297,7 +297,7 @@ def causal_masks(qo_indptr: torch.Tensor, kv_len: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_causal_custom_mask_is_causal() -> None:
-    """Calls in the forms of the seed's examples: positions up to page_size (head_dim), then keywords."""
+    """Calls in the forms of FlashInfer's older examples: positions up to page_size (head_dim), then keywords."""
     qo_indptr = ints(0, 33, 44, 55, 66, 77, 88, 100)
     kv_indptr, last_page_len = ints(0, 17, 29, 44, 48, 66, 100, 128), ints(1, 7, 14, 4, 3, 1, 16)
     where = qo_indptr, kv_indptr, torch.arange(128).int(), last_page_len, 8, 2, 64, 16

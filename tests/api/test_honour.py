@@ -35,7 +35,7 @@ def test_refusals_say_why_and_what_instead(
     case = base(kind, perturbation.after)
     asked = features(case, torch.device("cuda:0"), dense=kind not in BATCH)
     reasons = select.reasons_against(backend, asked, named("sm_90a"))
-    rows = [row for row in capabilities.TABLE if backend.name in row.refused and row.asked(asked)]
+    rows = [row for row in capabilities.CAPABILITIES if backend.name in row.unsupported and row.needed(asked)]
     assert [reason[1] for reason in reasons] == [row.feature for row in rows]
     if not reasons:
         assert select.choose(asked, backend.name, named("sm_90a")) is backend
@@ -62,5 +62,5 @@ def test_every_row_of_the_table_is_asked() -> None:
     scaled = cases[0]._replace(per_head_scales=True)
     fp8 = scaled._replace(q_dtype=torch.float8_e4m3fn, o_dtype=torch.float8_e5m2, head_dim_qk=96, head_dim_vo=96)
     strides = cases[0]._replace(expanded=True, large_cache=True, loose_scales=True)
-    for row in capabilities.TABLE:
-        assert any(row.asked(case) for case in (*cases, scaled, fp8, strides)), row.feature
+    for row in capabilities.CAPABILITIES:
+        assert any(row.needed(case) for case in (*cases, scaled, fp8, strides)), row.feature

@@ -36,7 +36,7 @@ HALF, FLOAT = torch.float16, torch.float32
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
     """Nothing settled before or after."""
-    caches = (request_settings._remembered, backends._prepared, select.chosen, loading.load)
+    caches = (request_settings._cached_settings, backends._prepared, select.chosen, loading.load)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -126,9 +126,9 @@ def settled(name: str, value: Any) -> str:
 def test_options_are_told_apart(name: str) -> None:
     alone = []
     for value in OPTIONS[name]:
-        request_settings._remembered.cache_clear()
+        request_settings._cached_settings.cache_clear()
         alone.append(settled(name, value))
-    request_settings._remembered.cache_clear()
+    request_settings._cached_settings.cache_clear()
     for _ in range(2):
         assert [settled(name, value) for value in OPTIONS[name]] == alone
         assert [settled(name, value) for value in reversed(OPTIONS[name])] == alone[::-1]
@@ -158,7 +158,7 @@ def test_every_option_is_tried() -> None:
 )
 def test_structures_are_told_apart(arguments: dict[str, Any]) -> None:
     alone = problem(**arguments)
-    request_settings._remembered.cache_clear()
+    request_settings._cached_settings.cache_clear()
     plain = problem()
     again = problem(**arguments)
     assert again.settings == alone.settings
@@ -189,7 +189,7 @@ def test_values_that_may_change_are_not_remembered() -> None:
     window.value = 2
     assert problem(window_left=window).settings.window_left == 2
     assert problem(window_left=array).settings.window_left == 3  # an array has no hash
-    assert request_settings._remembered.cache_info().currsize == 0
+    assert request_settings._cached_settings.cache_info().currsize == 0
 
 
 def test_scales_on_the_cpu_are_read_in_every_call() -> None:
@@ -384,7 +384,7 @@ def test_a_growing_cache_is_settled_once(monkeypatch: pytest.MonkeyPatch) -> Non
                 backends.prepare(capabilities.BY_NAME["reference"], expected.settings)(expected)
             torch.testing.assert_close(out, expected.out, rtol=2e-3, atol=2e-3)
             torch.testing.assert_close(lse, expected.lse, rtol=1e-4, atol=1e-4)
-    assert request_settings._remembered.cache_info().currsize == 2
+    assert request_settings._cached_settings.cache_info().currsize == 2
     assert {launch.grid[2] for launch in InterpretedLaunch.fired} > {1}  # whole and split
 
 
@@ -460,10 +460,10 @@ def test_threads_get_their_own_results() -> None:
 
 def test_what_is_remembered_is_bounded() -> None:
     given = tensors()
-    for i in range(2 * request_settings.REMEMBERED + 10):
+    for i in range(2 * request_settings.CACHE_SIZE + 10):
         single_prefill_with_kv_cache(**given, sm_scale=1.0 + i / 1024)
-    assert request_settings._remembered.cache_info().currsize == request_settings.REMEMBERED
-    assert backends._prepared.cache_info().currsize == select.REMEMBERED
+    assert request_settings._cached_settings.cache_info().currsize == request_settings.CACHE_SIZE
+    assert backends._prepared.cache_info().currsize == select.CACHE_SIZE
 
 
 @pytest.mark.usefixtures("on_fa2")

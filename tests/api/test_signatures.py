@@ -22,7 +22,7 @@ from cute_attn import (
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
 )
-from cute_attn.wrappers.legacy_args import SEED_PREFILL, TODAY_PREFILL, prefill_order
+from cute_attn.wrappers.legacy_args import LEGACY_PREFILL_ORDER, PREFILL_ORDER, detect_prefill_order
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -65,8 +65,8 @@ def positional(function: Callable[..., Any]) -> list[str]:
     ("function", "return_lse"),
     [(single_prefill_with_kv_cache, False), (single_prefill_with_kv_cache_return_lse, True)],
 )
-def test_prefill_shows_todays_signature(function: Callable[..., Any], return_lse: bool) -> None:
-    assert positional(function) == ["q", "k", "v", *TODAY_PREFILL]
+def test_prefill_shows_current_signature(function: Callable[..., Any], return_lse: bool) -> None:
+    assert positional(function) == ["q", "k", "v", *PREFILL_ORDER]
     parameters = inspect.signature(function).parameters
     assert parameters["return_lse"].default is return_lse
     assert parameters["kv_layout"].default == "NHD"
@@ -171,18 +171,18 @@ def test_o_dtype(qkv: Tensors, dtype: torch.dtype) -> None:
 # ---- positional orders of prefill
 
 
-SEED_DEFAULTS = (None, None, False, "NHD", "NONE", False, None, -1, None, None, None)
+LEGACY_DEFAULTS = (None, None, False, "NHD", "NONE", False, None, -1, None, None, None)
 
 
-def seed_call(qkv: Tensors, **changed: Any) -> Any:
-    """Every positional argument of the seed, in its order."""
-    values = dict(zip(SEED_PREFILL, SEED_DEFAULTS, strict=True))
+def legacy_call(qkv: Tensors, **changed: Any) -> Any:
+    """Every positional argument in FlashInfer's older argument order."""
+    values = dict(zip(LEGACY_PREFILL_ORDER, LEGACY_DEFAULTS, strict=True))
     return single_prefill_with_kv_cache(*qkv, *{**values, **changed}.values())
 
 
-def today_call(qkv: Tensors, **changed: Any) -> Any:
-    """Every positional argument of today, in its order."""
-    values = dict.fromkeys(TODAY_PREFILL)
+def current_call(qkv: Tensors, **changed: Any) -> Any:
+    """Every positional argument in the current order."""
+    values = dict.fromkeys(PREFILL_ORDER)
     values |= {"causal": False, "kv_layout": "NHD", "pos_encoding_mode": "NONE"}
     values |= {"use_fp16_qk_reduction": False, "window_left": -1, "backend": "auto", "return_lse": False}
     return single_prefill_with_kv_cache(*qkv, *{**values, **changed}.values())
@@ -200,12 +200,12 @@ CHANGES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changed", CHANGES, ids=lambda changed: "-".join(changed))
-@pytest.mark.parametrize("call", [seed_call, today_call])
+@pytest.mark.parametrize("call", [legacy_call, current_call])
 def test_every_slot_of_both_orders(call: Any, changed: dict[str, Any], qkv: Tensors) -> None:
     assert torch.equal(call(qkv, **changed), single_prefill_with_kv_cache(*qkv, **changed))
 
 
-@pytest.mark.parametrize("call", [seed_call, today_call])
+@pytest.mark.parametrize("call", [legacy_call, current_call])
 def test_masks_and_layout_in_both_orders(call: Any, qkv: Tensors, mask: torch.Tensor) -> None:
     q, k, v = qkv
     expected = single_prefill_with_kv_cache(q, k, v, custom_mask=mask)
@@ -215,16 +215,16 @@ def test_masks_and_layout_in_both_orders(call: Any, qkv: Tensors, mask: torch.Te
     assert torch.equal(call(hnd, kv_layout="HND", custom_mask=mask), expected)
 
 
-def test_slots_that_only_today_has(qkv: Tensors) -> None:
+def test_slots_that_only_the_current_order_has(qkv: Tensors) -> None:
     scales = {"scale_q": torch.rand(4), "scale_k": torch.rand(2), "scale_v": torch.rand(2)}
     expected = single_prefill_with_kv_cache(*qkv, **scales)
-    assert torch.equal(today_call(qkv, **scales), expected)
-    assert not torch.equal(today_call(qkv), expected)
-    assert today_call(qkv, o_dtype=torch.float32).dtype == torch.float32
-    assert len(today_call(qkv, return_lse=True)) == 2
+    assert torch.equal(current_call(qkv, **scales), expected)
+    assert not torch.equal(current_call(qkv), expected)
+    assert current_call(qkv, o_dtype=torch.float32).dtype == torch.float32
+    assert len(current_call(qkv, return_lse=True)) == 2
     half = single_prefill_with_kv_cache(*qkv, k_scale=0.5, v_scale=2.0)
-    assert torch.equal(today_call(qkv, k_scale=0.5, v_scale=2.0), half)
-    assert torch.equal(today_call(qkv, backend="reference"), today_call(qkv))
+    assert torch.equal(current_call(qkv, k_scale=0.5, v_scale=2.0), half)
+    assert torch.equal(current_call(qkv, backend="reference"), current_call(qkv))
 
 
 BOOL = torch.ones(3, 7, dtype=torch.bool)
@@ -236,29 +236,29 @@ SCALE = torch.ones(4)
     ("extra", "order"),
     [
         # the third decides, or the fourth
-        ((None, None, True), SEED_PREFILL),
-        ((None, None, False, "HND"), SEED_PREFILL),
-        ((None, None, None, "HND"), SEED_PREFILL),
-        ((None, None, None, torch.float16), TODAY_PREFILL),
+        ((None, None, True), LEGACY_PREFILL_ORDER),
+        ((None, None, False, "HND"), LEGACY_PREFILL_ORDER),
+        ((None, None, None, "HND"), LEGACY_PREFILL_ORDER),
+        ((None, None, None, torch.float16), PREFILL_ORDER),
         # the seventh decides
-        ((None, None, None, None, None, None, True), TODAY_PREFILL),
-        ((None, None, None, None, BOOL), TODAY_PREFILL),
-        ((None, None, None, None, None, BYTES), TODAY_PREFILL),
+        ((None, None, None, None, None, None, True), PREFILL_ORDER),
+        ((None, None, None, None, BOOL), PREFILL_ORDER),
+        ((None, None, None, None, None, BYTES), PREFILL_ORDER),
         # one or two: a mask or a scale
-        ((BOOL,), SEED_PREFILL),
-        ((BOOL, BYTES), SEED_PREFILL),
-        ((None, BYTES), SEED_PREFILL),
-        ((SCALE,), TODAY_PREFILL),
-        ((SCALE, SCALE), TODAY_PREFILL),
-        ((None, SCALE), TODAY_PREFILL),
-        ((None, None, SCALE), TODAY_PREFILL),
+        ((BOOL,), LEGACY_PREFILL_ORDER),
+        ((BOOL, BYTES), LEGACY_PREFILL_ORDER),
+        ((None, BYTES), LEGACY_PREFILL_ORDER),
+        ((SCALE,), PREFILL_ORDER),
+        ((SCALE, SCALE), PREFILL_ORDER),
+        ((None, SCALE), PREFILL_ORDER),
+        ((None, None, SCALE), PREFILL_ORDER),
         # nothing given: either will do
-        ((None,), TODAY_PREFILL),
-        ((None, None), TODAY_PREFILL),
+        ((None,), PREFILL_ORDER),
+        ((None, None), PREFILL_ORDER),
     ],
 )
 def test_order_of_positionals(extra: tuple[Any, ...], order: tuple[str, ...]) -> None:
-    assert prefill_order(extra) is order
+    assert detect_prefill_order(extra) is order
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_order_of_positionals(extra: tuple[Any, ...], order: tuple[str, ...]) ->
         ((None, 3), ("positional argument 4", "packed_custom_mask", "scale_k", "3")),
         ((None, None, 1), ("positional argument 5", "causal", "scale_v", "1 (int)")),
         ((torch.ones(3, 7),), ("custom_mask", "scale_q", "float32", "(3, 7)")),
-        ((SCALE, None, True), ("custom_mask", "scale_q")),  # a scale and a seed flag contradict each other
+        ((SCALE, None, True), ("custom_mask", "scale_q")),  # a scale and an older flag contradict each other
         ((BOOL, None, None, torch.float16), ("custom_mask", "scale_q")),
     ],
 )
@@ -282,7 +282,7 @@ def test_undecidable_positionals_are_refused(extra: tuple[Any, ...], names: tupl
 
 def test_too_many_positionals(qkv: Tensors) -> None:
     with pytest.raises(TypeError, match="at most 11 positional arguments may follow v, got 12"):
-        single_prefill_with_kv_cache(*qkv, *SEED_DEFAULTS, None)
+        single_prefill_with_kv_cache(*qkv, *LEGACY_DEFAULTS, None)
 
 
 def test_an_argument_given_twice(qkv: Tensors, mask: torch.Tensor) -> None:

@@ -258,7 +258,7 @@ def test_explain_of_equal_requests(capsys: Output) -> None:
     assert main(["explain", "--batch", "64", "--page-size", "16", "--kv-len", "4096", "--arch", "sm_90a"]) == 0
     out = capsys.readouterr().out
     assert "fa2: chosen" in out
-    assert "fa3: able, passed over: 4 query rows a kv head are fewer than 65" in out
+    assert "fa3: able, passed over: 4 query rows per kv head are fewer than 65" in out
     assert "64 work items x 8, the longest of 4096 keys" in out
     assert "no query tile is cut" in out
     assert "grid 512 x 1 x 1" in out

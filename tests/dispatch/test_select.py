@@ -262,7 +262,7 @@ def test_explain_names_every_backend_and_reason() -> None:
     assert "reference: able" in text
     one = torch.zeros(1, 32, 128).bfloat16()
     text = explain(Problem(Settings(CUDA), 1, 1, one, one, one, one, None), HOPPER)
-    assert "fa3: able, passed over: 4 query rows a kv head are fewer than 65" in text
+    assert "fa3: able, passed over: 4 query rows per kv head are fewer than 65" in text
     assert "fa2: chosen" in text
     text = explain(CUDA._replace(q_dtype=E4M3, kv_dtype=E4M3), AMPERE)
     assert "fa2: refused\n    fa2 refuses q of an fp8 dtype" in text
@@ -279,20 +279,20 @@ def test_explain_names_every_backend_and_reason() -> None:
 
 def test_support_table_says_what_the_table_does() -> None:
     lines = capabilities.support_table().splitlines()
-    assert len(lines) == 2 + len(capabilities.TABLE)
-    for row, line in zip(capabilities.TABLE, lines[2:], strict=True):
+    assert len(lines) == 2 + len(capabilities.CAPABILITIES)
+    for row, line in zip(capabilities.CAPABILITIES, lines[2:], strict=True):
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         assert cells[0] == row.feature
         for backend, cell in zip(capabilities.BACKENDS, cells[1:], strict=True):
-            no = row.refused.get(backend.name)
+            no = row.unsupported.get(backend.name)
             assert cell == ("yes" if no is None else f"no: {no.reason}")
 
 
 def test_rows_name_known_backends_and_say_why() -> None:
-    assert len({row.feature for row in capabilities.TABLE}) == len(capabilities.TABLE)
-    for row in capabilities.TABLE:
-        assert set(row.refused) <= set(capabilities.BY_NAME)
-        for no in row.refused.values():
+    assert len({row.feature for row in capabilities.CAPABILITIES}) == len(capabilities.CAPABILITIES)
+    for row in capabilities.CAPABILITIES:
+        assert set(row.unsupported) <= set(capabilities.BY_NAME)
+        for no in row.unsupported.values():
             assert no.reason
             assert no.instead
 
@@ -304,14 +304,14 @@ def test_backends_exist(backend: capabilities.Backend) -> None:
 
 def test_every_dtype_that_validation_lets_through_has_a_row() -> None:
     """Nothing may reach a backend without the table having spoken about it."""
-    dtype_rows = [row for row in capabilities.TABLE if any(word in row.feature for word in ("dtype", "float"))]
+    dtype_rows = [row for row in capabilities.CAPABILITIES if any(word in row.feature for word in ("dtype", "float"))]
     for q in Q_DTYPES:
         for kv in KV_DTYPES:
             if kv != q and (kv in HALF or q in FP8):
                 continue  # refused by validation
             for out in OUT_DTYPES:
                 features = CUDA._replace(q_dtype=q, kv_dtype=kv, o_dtype=out, kv_block_scales=kv == torch.uint8)
-                asked = [row for row in dtype_rows if row.asked(features)]
+                asked = [row for row in dtype_rows if row.needed(features)]
                 assert any("output" in row.feature for row in asked)
                 if kv != torch.uint8:
                     assert any("output" not in row.feature for row in asked)

@@ -116,7 +116,7 @@ def capture(run: Callable[[], Pair]) -> tuple[Pair, Callable[[], None]]:
     held: list[tuple[EmulatedPlan, Any]] = []
     launch = EmulatedPlan.__call__
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_cache, "again", lambda plan, given: None)  # the long way
+        patch.setattr(run_cache, "try_replay", lambda plan, arguments: None)  # every check
         patch.setattr(EmulatedPlan, "__call__", lambda plan, problem: held.append((plan, problem)))
         results = run()
 

@@ -73,7 +73,7 @@ def planned(case: BatchCase) -> tuple[Any, BatchInputs]:
 
 
 @pytest.fixture
-def long_way(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def full_checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The runs that were checked in full."""
     taken: list[Any] = []
     problem = batch_run.problem
@@ -87,17 +87,17 @@ def long_way(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.id)
-def test_layers(case: BatchCase, long_way: list[Any]) -> None:
+def test_layers(case: BatchCase, full_checks: list[Any]) -> None:
     made, inputs = planned(case)
     for _ in range(3):
         inputs = dataclasses.replace(inputs, q=elsewhere(inputs.q), kv=elsewhere(inputs.kv))
         out, lse = call(case, inputs, made)
         verdict = check(case, inputs, out, lse)
         assert verdict.ok, verdict.detail
-    assert len(long_way) == 1
+    assert len(full_checks) == 1
 
 
-def test_a_query_with_other_strides(long_way: list[Any]) -> None:
+def test_a_query_with_other_strides(full_checks: list[Any]) -> None:
     """out is dense whatever q is."""
     made, inputs = planned(PAGED)
     inputs = dataclasses.replace(inputs, q=inputs.q.transpose(0, 1).contiguous().transpose(0, 1))
@@ -106,10 +106,10 @@ def test_a_query_with_other_strides(long_way: list[Any]) -> None:
         assert out.is_contiguous()
         verdict = check(PAGED, inputs, out, lse)
         assert verdict.ok, verdict.detail
-    assert len(long_way) == 1
+    assert len(full_checks) == 1
 
 
-def test_a_callers_buffers(long_way: list[Any]) -> None:
+def test_a_callers_buffers(full_checks: list[Any]) -> None:
     made, inputs = planned(PAGED)
     for _ in range(3):
         out, lse = (torch.full_like(x, torch.nan) for x in call(PAGED, inputs, wrapper_of(PAGED, inputs)))
@@ -118,7 +118,7 @@ def test_a_callers_buffers(long_way: list[Any]) -> None:
         assert results[1] is lse
         verdict = check(PAGED, inputs, out, lse)
         assert verdict.ok, verdict.detail
-    assert sum(run.out is not None for run in long_way) == 1
+    assert sum(run.out is not None for run in full_checks) == 1
 
 
 def wrapper_of(case: BatchCase, inputs: BatchInputs) -> Any:
@@ -150,7 +150,7 @@ def test_options_of_each_run() -> None:
         assert verdict.ok, f"{change}: {verdict.detail}"
 
 
-def test_a_new_plan_forgets(long_way: list[Any]) -> None:
+def test_a_new_plan_forgets(full_checks: list[Any]) -> None:
     made, inputs = planned(PAGED)
     for change in ({}, {"window_left": 3}, {"mask": "none"}, {}):
         case = dataclasses.replace(PAGED, **change)
@@ -158,7 +158,7 @@ def test_a_new_plan_forgets(long_way: list[Any]) -> None:
         for _ in range(2):
             verdict = check(case, inputs, *call(case, inputs, made))
             assert verdict.ok, verdict.detail
-    assert len(long_way) == 4
+    assert len(full_checks) == 4
 
 
 def with_cache(change: Callable[[torch.Tensor], torch.Tensor], half: int) -> Callable[[BatchInputs], dict[str, Any]]:
@@ -238,11 +238,11 @@ def test_buffers_over_the_plans_memory() -> None:
 
 
 def test_scales_that_always_change_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_cache, "REMEMBERED", 4)
+    monkeypatch.setattr(run_cache, "CACHE_SIZE", 4)
     made, inputs = planned(PAGED)
     for i in range(9):
         made.run(inputs.q, *inputs.kv, v_scale=1.0 + i)
-        assert 1 <= len(made._planned().accepted) <= 4
+        assert 1 <= len(made._planned().cached_runs) <= 4
 
 
 def test_place_of_the_counters() -> None:
@@ -253,7 +253,9 @@ def test_place_of_the_counters() -> None:
 
 @pytest.mark.emulator
 @pytest.mark.parametrize(("kernels", "cache"), [("fa3", "one"), ("fa3", "pair"), ("fa2", "one")])
-def test_layers_on_the_kernels(kernels: str, cache: str, monkeypatch: pytest.MonkeyPatch, long_way: list[Any]) -> None:
+def test_layers_on_the_kernels(
+    kernels: str, cache: str, monkeypatch: pytest.MonkeyPatch, full_checks: list[Any]
+) -> None:
     monkeypatch.undo()
     case = paged((3, 5), (21, 48), mask="causal", cache=cache, **heads(4, 2))
     inputs = layers(case)
@@ -265,7 +267,7 @@ def test_layers_on_the_kernels(kernels: str, cache: str, monkeypatch: pytest.Mon
             out, lse = made.run(inputs.q, *inputs.kv, **run_arguments(case, inputs))
             verdict = check(case, inputs, out, lse)
             assert verdict.ok, verdict.detail
-    assert len(made._planned().accepted) == 1
+    assert len(made._planned().cached_runs) == 1
 
 
 @pytest.mark.parametrize("name", ["out", "lse"])
