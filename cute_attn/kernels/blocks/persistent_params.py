@@ -4,15 +4,11 @@ from typing import NamedTuple, Protocol
 
 from cutlass import Float32, Int32, Int64
 
+from cute_attn.kernels.blocks.smem_map import TileShape
 
-class PersistentTile(Protocol):
-    """Work of one CTA: packed query rows by kv tokens, and its threads."""
 
-    @property
-    def rows(self) -> int: ...
-
-    @property
-    def cols(self) -> int: ...
+class PersistentTile(TileShape, Protocol):
+    """Work of one CTA, and its threads."""
 
     @property
     def threads(self) -> int: ...

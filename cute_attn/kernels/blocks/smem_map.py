@@ -87,7 +87,7 @@ def barriers_of(ring: str) -> str:
 
 
 class TileShape(Protocol):
-    """What memory depends on in a family's tile: packed query rows and kv tokens of a CTA."""
+    """Packed query rows by kv tokens of a CTA."""
 
     @property
     def rows(self) -> int: ...
