@@ -55,7 +55,7 @@ MAPS = [
 ]
 
 
-@pytest.mark.parametrize(("spec", "sizes", "total"), MAPS, ids=lambda value: value.key() if isinstance(value, Fa3Spec) else "")
+@pytest.mark.parametrize(("spec", "sizes", "total"), MAPS)
 def test_main_tiles(spec: Fa3Spec, sizes: dict[str, int], total: int) -> None:
     memory = HopperMemory.of(spec)
     ends = list(itertools.accumulate(sizes.values()))

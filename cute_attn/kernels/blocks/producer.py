@@ -1,8 +1,5 @@
-"""Producer of persistent kernels: draws query tiles and copies Q, K and V into rings of shared memory.
-
-    K0 Q V0 K1 V1 K2 V2 ...          (across query tiles)
-
-It works for 16-bit and fp8 operands and for tiles that transform warps still have to convert.
+"""Producer of persistent kernels: fetches query tiles and copies Q, K and V into rings of shared memory, in the order
+K0 Q V0 K1 V1 K2 V2 ... per query tile. K and V go to staging rings where transform warps make operands of them.
 """
 
 from collections.abc import Callable
@@ -130,6 +127,7 @@ class Producer:
         table = p.kv_indices + Int64(work.kv_start) * Int64(4)
         if self.source_type is PagedTmaKV:
             return PagedTmaKV(cols, kv_head, thread, work.kv_end, table, page_size, p.box_rows, k, v)
+        assert issubclass(self.source_type, GatheredKV | GatheredFp8KV)
         k_base, v_base = p.k_address + Int64(kv_head) * p.k_stride_h, p.v_address + Int64(kv_head) * p.v_stride_h
         k_rows = PageRows(k_base, p.k_page_stride, p.k_stride_n, self.chunks(self.spec.head_dim_qk))
         v_rows = PageRows(v_base, p.v_page_stride, p.v_stride_n, self.chunks(self.spec.head_dim_vo))
@@ -141,7 +139,8 @@ class Producer:
         return head_dim * KV_BITS[self.spec.kv_dtype] // 8 // CHUNK
 
 
-def source_type(spec: PersistentSpec) -> type[DenseTmaKV | PagedTmaKV | GatheredKV | GatheredFp8KV]:
+def source_type(spec: PersistentSpec) -> type[KVSource]:
+    """Returns how K and V tiles are loaded."""
     if spec.kv == "gathered":
         return GatheredFp8KV if spec.kv_dtype else GatheredKV
     return DenseTmaKV if spec.kv == "dense" else PagedTmaKV

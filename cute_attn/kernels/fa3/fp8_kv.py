@@ -98,7 +98,6 @@ class DequantWarps(TransformWarps):
 class Fp8KvProgram(Fa3Program):
     """Hopper kernel for 16-bit q over fp8 K and V."""
 
-    spec: Fa3Spec
     memory: Fp8KvMemory
     transform_type = DequantWarps
 

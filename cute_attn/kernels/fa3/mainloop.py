@@ -75,6 +75,7 @@ class MmaWarpgroups:
 
     @cute.jit
     def run(self, p: PersistentParams, rings: SmemRings) -> None:
+        """Processes all query tiles of the CTA."""
         lanes = WarpgroupLanes.of()
         scale = p.scale * device_scale(p.scale0) * device_scale(p.scale1)
         if cutlass.const_expr(self.spec.tile.ping_pong):  # noqa: SIM102  (one when tracing, one at run time)
