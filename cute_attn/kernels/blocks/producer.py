@@ -28,7 +28,7 @@ from cute_attn.kernels.blocks.tile_scheduler import (
 from cute_attn.kernels.blocks.tma_kv import DenseTmaKV, PagedTmaKV, TmaOperand
 from cute_attn.kernels.formats import KV_BITS, LINE
 
-PRODUCER_BARRIER = 8  # named barrier of a warpgroup that gathers
+PRODUCER_BARRIER = 8  # named barrier of a warpgroup that gathers; families use other numbers
 
 KVSource = DenseTmaKV | PagedTmaKV | GatheredKV | GatheredFp8KV
 

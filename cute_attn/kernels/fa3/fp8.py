@@ -43,7 +43,7 @@ SIGNS = 0x80808080 - (1 << 32)
 
 
 class Fp8Rings(SmemRings):
-    """Rings whose records are addressed anew at every use: no register is free to hold an address in between."""
+    """Rings that compute the address of a record at every use: no register is free to hold it in between."""
 
     def record(self, q: PipelineState) -> Int32:
         return super().record(PipelineState(ptx.opaque(q.index_phase)))
