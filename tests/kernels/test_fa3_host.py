@@ -104,7 +104,7 @@ def test_parameter_blocks_follow_the_kernel() -> None:
     parameters, schedule = made.parameters(1), made.schedule(100, 300)
     launched = Launched(7, *parameters.bounds(), schedule.total_tiles, schedule.section, schedule.numbers)
     values = parameters.values(problem, parameters.target(problem), launched)
-    named_values = dict(zip(kernel.Fa3Params._fields, values[3:], strict=True))
+    named_values = dict(zip(kernel.Fa3Program.params._fields, values[3:], strict=True))
     assert named_values["counters"] == 7
     assert (named_values["qo_len"], named_values["kv_len"]) == (100, 300)
     assert (named_values["num_qo_heads"], named_values["group"], named_values["kv_group"]) == (8, 1, 4)
@@ -266,7 +266,7 @@ def test_tiles_that_wait_to_be_widened_fit_shared_memory() -> None:
             assert isinstance(memory, Fp8KvMemory)
             assert tile.staged > 0
             narrow = tile.staged * tile.cols * (memory.qk_columns + memory.vo_columns) * 64
-            assert memory.barriers == memory.v_ring + tile.stages * memory.v_bytes + narrow
+            assert memory.map.barriers("q") == memory.map.offset("v") + tile.stages * memory.v_bytes + narrow
             assert memory.bytes <= 227 * 1024
 
 

@@ -248,7 +248,7 @@ def test_scales_that_always_change_do_not_pile_up(monkeypatch: pytest.MonkeyPatc
 def test_place_of_the_counters() -> None:
     """What a repeated launch of the wgmma kernel puts between numbers that stay."""
     fa3 = pytest.importorskip("cute_attn.kernels.fa3.kernel", reason="kernels need the DSL")
-    assert 3 + fa3.Fa3Params._fields.index("counters") == fa3_params.COUNTERS
+    assert 3 + fa3.Fa3Program.params._fields.index("counters") == fa3_params.COUNTERS
 
 
 @pytest.mark.emulator

@@ -1,12 +1,15 @@
 """Rings of shared memory between producer, transform and consumer warps, with a full and an empty barrier per slot."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cute_attn.kernels.blocks import ptx, sm90
+from cute_attn.kernels.blocks import ptx, tma
+from cute_attn.kernels.blocks.roles import WarpRole, empty_arrivals, full_arrivals
+from cute_attn.kernels.blocks.smem_map import RECORD_BYTES, TileMemory
 
 
 class PipelineState(NamedTuple):
@@ -21,20 +24,18 @@ def start() -> PipelineState:
 
 @dataclass(frozen=True)
 class Ring:
-    """Slots of `slot_bytes` at `data`; their full barriers, with `writers` arrivals each, at `barriers`, followed by
-    the empty barriers.
-    """
+    """Slots of `slot_bytes` at `data`; their full barriers at `barriers`, followed by the empty barriers."""
 
     stages: int
     slot_bytes: int
     data: Int32
     barriers: Int32
-    writers: int = 1
 
-    def initialise(self, readers: int) -> None:
+    def initialise(self, writers: int, readers: int) -> None:
+        """Initialises the barriers with their numbers of arrivals."""
         for i in range(self.stages):
-            sm90.barrier_init(self.barriers + Int32(8 * i), self.writers)
-            sm90.barrier_init(self.barriers + Int32(8 * (self.stages + i)), readers)
+            tma.barrier_init(self.barriers + Int32(8 * i), writers)
+            tma.barrier_init(self.barriers + Int32(8 * (self.stages + i)), readers)
 
     def slot(self, state: PipelineState) -> Int32:
         if self.stages & (self.stages - 1) == 0:
@@ -55,16 +56,16 @@ class Ring:
         return self.barriers + self.slot(state) * 8 + Int32(8 * self.stages)
 
     def wait_full(self, state: PipelineState) -> None:
-        sm90.barrier_wait(self.full(state), self.parity(state))
+        tma.barrier_wait(self.full(state), self.parity(state))
 
     def wait_empty(self, state: PipelineState) -> None:
-        sm90.barrier_wait(self.empty(state), self.parity(state) ^ 1)
+        tma.barrier_wait(self.empty(state), self.parity(state) ^ 1)
 
     @cute.jit
     def release(self, state: PipelineState, lane: Int32) -> None:
         """Arrives at the empty barrier, once per warp, after its last read of the slot."""
         if lane == 0:
-            sm90.barrier_arrive(self.empty(state))
+            tma.barrier_arrive(self.empty(state))
 
     def next(self, state: PipelineState) -> PipelineState:
         index_phase = state.index_phase + 1
@@ -72,3 +73,55 @@ class Ring:
 
     def previous(self, state: PipelineState) -> PipelineState:
         return PipelineState(ptx.select(state.index_phase == 0, Int32(2 * self.stages), state.index_phase) - 1)
+
+
+@dataclass(frozen=True)
+class SmemRings:
+    """Rings of a CTA by name, the records of its query tiles and its scratch regions."""
+
+    by_name: Mapping[str, Ring]
+    staged_k: Ring  # into which K is loaded: the ring of the operands, or that of tiles to be transformed
+    staged_v: Ring
+    records: Int32  # one per `PipelineState` of Q's ring: Q is released before the tile's results are written
+    scratch: Mapping[str, Int32]
+
+    @classmethod
+    def of(cls, memory: TileMemory, base: Int32) -> "SmemRings":
+        layout = memory.map
+        rings = {
+            ring.name: Ring(
+                ring.stages,
+                ring.slot_bytes,
+                base + Int32(layout.offset(ring.name)),
+                base + Int32(layout.barriers(ring.name)),
+            )
+            for ring in layout.rings
+        }
+        staged_k, staged_v = (rings[memory.loaded_ring(operand)] for operand in ("k", "v"))
+        records = base + Int32(layout.offset("records"))
+        scratch = {part.name: base + Int32(layout.offset(part.name)) for part in layout.scratch}
+        return cls(rings, staged_k, staged_v, records, scratch)
+
+    @property
+    def q(self) -> Ring:
+        return self.by_name["q"]
+
+    @property
+    def k(self) -> Ring:
+        return self.by_name["k"]
+
+    @property
+    def v(self) -> Ring:
+        return self.by_name["v"]
+
+    def initialise(self, roles: Sequence[WarpRole]) -> None:
+        for name, ring in self.by_name.items():
+            ring.initialise(full_arrivals(roles, name), empty_arrivals(roles, name))
+
+    def next_head_block(self, q: PipelineState) -> Int32:
+        """Waits for the next query tile; returns the head block of its record, negative after the last tile."""
+        self.q.wait_full(q)
+        return cute.arch.make_warp_uniform(ptx.ld_shared_b32(self.record(q)))
+
+    def record(self, q: PipelineState) -> Int32:
+        return self.records + q.index_phase * RECORD_BYTES

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from cute_attn.kernels.blocks import ptx, sm90
+from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.masks import Band
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.schedule.records import ITEM_INTS, Item
@@ -41,7 +41,7 @@ class QueryTile(NamedTuple):
 
     def mask(self) -> Int64:
         """Byte offset in the packed mask."""
-        return (Int64(self.mask_high) << Int64(32)) | (Int64(self.mask_low) & Int64(0xFFFFFFFF))
+        return mask_offset(self.mask_low, self.mask_high)
 
     def store(self, address: Int32) -> None:
         words = [*self, Int32(0)]
@@ -57,74 +57,99 @@ class QueryTile(NamedTuple):
 NO_TILE = (NO_WORK, *(0,) * (len(QueryTile._fields) - 1))
 
 
-@dataclass(frozen=True)
-class GridTiles:
-    """Query tiles of one request, splits of its keys outermost. A section of head blocks, few enough for L2 to hold
-    their keys and values, is finished before the next begins; within it heads are innermost and the last rows come
-    first, which are the longest under a causal mask.
+class SectionPosition(NamedTuple):
+    """Position of a tile: a section of head blocks, few enough for L2 to hold their keys and values, is finished before
+    the next begins; within it heads are innermost.
     """
 
-    rows: int
-    cols: int
+    section: Int32
+    within: Int32
+    number: Int32  # of the tile among those of its head block
 
-    @cute.jit
-    def at(self, p: Any, index: Int32) -> Any:
-        tile = QueryTile(*(Int32(x) for x in NO_TILE))
-        if index < p.total_tiles:
-            split = Divisor(p.split_tiles, p.split_tiles_multiplier, p.split_tiles_shift).quotient(index)
-            in_split = index - split * p.split_tiles
-            section = Divisor(p.section_tiles, p.section_tiles_multiplier, p.section_tiles_shift).quotient(in_split)
-            within = in_split - section * p.section_tiles
-            block = Divisor(p.section_heads, p.section_heads_multiplier, p.section_heads_shift).quotient(within)
-            begin = split * p.split_tokens
-            tile = QueryTile(
-                head_block=section * p.section_heads + within - block * p.section_heads,
-                qo_start=Int32(0),
-                qo_len=p.qo_len,
-                kv_start=Int32(0),
-                kv_len=p.kv_len,
-                first_row=(p.last_block - block) * self.rows,
-                kv_begin=begin,
-                kv_end=ptx.minimum(begin + p.split_tokens, p.kv_len),
-                partial=split,
-                mask_low=Int32(0),
-                mask_high=Int32(0),
-            )
-        return tile
+    @classmethod
+    def of(cls, p: Any, index: Int32) -> "SectionPosition":
+        section = Divisor(p.section_tiles, p.section_tiles_multiplier, p.section_tiles_shift).quotient(index)
+        within = index - section * p.section_tiles
+        number = Divisor(p.section_heads, p.section_heads_multiplier, p.section_heads_shift).quotient(within)
+        return cls(section, within, number)
+
+    def head_block(self, p: Any) -> Int32:
+        return self.section * p.section_heads + self.within - self.number * p.section_heads
 
 
 @dataclass(frozen=True)
-class ItemTiles:
-    """Query tiles of a batch: the plan's work items for every block of heads, in sections as in `GridTiles`."""
+class TileSchedule:
+    """Query tiles by index; `NO_TILE` from `p.total_tiles`."""
 
     rows: int
-    cols: int
 
     @cute.jit
     def at(self, p: Any, index: Int32) -> Any:
         tile = QueryTile(*(Int32(x) for x in NO_TILE))
         if index < p.total_tiles:
-            section = Divisor(p.section_tiles, p.section_tiles_multiplier, p.section_tiles_shift).quotient(index)
-            within = index - section * p.section_tiles
-            number = Divisor(p.section_heads, p.section_heads_multiplier, p.section_heads_shift).quotient(within)
-            address = p.items + Int64(number) * Int64(4 * ITEM_INTS)
-            words = [word for offset in (0, 16, 32) for word in ptx.ld_global_v4(address, offset)]
-            item = Item(*words[: len(Item._fields)])
-            head_block = section * p.section_heads + within - number * p.section_heads
-            tile = QueryTile(
-                head_block=ptx.select(item.qo_len == Int32(0), Int32(NO_WORK), head_block),
-                qo_start=item.qo_start,
-                qo_len=item.qo_len,
-                kv_start=item.kv_start,
-                kv_len=item.kv_len,
-                first_row=item.first_row,
-                kv_begin=item.kv_begin,
-                kv_end=item.kv_end,
-                partial=item.partial,
-                mask_low=item.mask_low,
-                mask_high=item.mask_high,
-            )
+            tile = self.existing(p, index)
         return tile
+
+    def existing(self, p: Any, index: Int32) -> QueryTile:
+        raise NotImplementedError
+
+
+class GridTiles(TileSchedule):
+    """Query tiles of one request, splits of its keys outermost, then sections. The last rows come first, which are the
+    longest under a causal mask.
+    """
+
+    def existing(self, p: Any, index: Int32) -> QueryTile:
+        split = Divisor(p.split_tiles, p.split_tiles_multiplier, p.split_tiles_shift).quotient(index)
+        position = SectionPosition.of(p, index - split * p.split_tiles)
+        begin = split * p.split_tokens
+        return QueryTile(
+            head_block=position.head_block(p),
+            qo_start=Int32(0),
+            qo_len=p.qo_len,
+            kv_start=Int32(0),
+            kv_len=p.kv_len,
+            first_row=(p.last_block - position.number) * self.rows,
+            kv_begin=begin,
+            kv_end=ptx.minimum(begin + p.split_tokens, p.kv_len),
+            partial=split,
+            mask_low=Int32(0),
+            mask_high=Int32(0),
+        )
+
+
+class ItemTiles(TileSchedule):
+    """Query tiles of a batch: the plan's work items for every block of heads, in sections."""
+
+    def existing(self, p: Any, index: Int32) -> QueryTile:
+        position = SectionPosition.of(p, index)
+        item = load_item(p.items, position.number)
+        head_block = position.head_block(p)
+        return QueryTile(
+            head_block=ptx.select(item.qo_len == Int32(0), Int32(NO_WORK), head_block),
+            qo_start=item.qo_start,
+            qo_len=item.qo_len,
+            kv_start=item.kv_start,
+            kv_len=item.kv_len,
+            first_row=item.first_row,
+            kv_begin=item.kv_begin,
+            kv_end=item.kv_end,
+            partial=item.partial,
+            mask_low=item.mask_low,
+            mask_high=item.mask_high,
+        )
+
+
+def load_item(items: Int64, number: Int32) -> Item:
+    """Loads a work item of the plan from device memory."""
+    address = items + Int64(number) * Int64(4 * ITEM_INTS)
+    words = [word for offset in (0, 16, 32) for word in ptx.ld_global_v4(address, offset)]
+    return Item(*words[: len(Item._fields)])
+
+
+def mask_offset(low: Int32, high: Int32) -> Int64:
+    """Byte offset in the packed mask, from its two words."""
+    return (Int64(high) << Int64(32)) | (Int64(low) & Int64(0xFFFFFFFF))
 
 
 @dataclass(frozen=True)
@@ -143,7 +168,7 @@ class DynamicTileScheduler:
     def fetch_next(self) -> Int32:
         fetched = Int32(0)
         if self.thread == 0:
-            fetched = sm90.atomic_increment(self.counters)
+            fetched = tma.atomic_increment(self.counters)
         return fetched
 
     def broadcast_next(self, fetched: Int32, record: Int32) -> Int32:
@@ -152,10 +177,10 @@ class DynamicTileScheduler:
     @cute.jit
     def finish(self) -> None:
         if self.thread == 0:
-            stopped = sm90.atomic_increment(self.counters + Int64(4))
+            stopped = tma.atomic_increment(self.counters + Int64(4))
             if stopped == cute.arch.grid_dim()[0] - 1:
-                sm90.st_global_u32(self.counters, Int32(0))
-                sm90.st_global_u32(self.counters + Int64(4), Int32(0))
+                tma.st_global_u32(self.counters, Int32(0))
+                tma.st_global_u32(self.counters + Int64(4), Int32(0))
 
 
 @dataclass(frozen=True)
@@ -170,5 +195,5 @@ class WarpgroupTileScheduler(DynamicTileScheduler):
     def broadcast_next(self, fetched: Int32, record: Int32) -> Int32:
         if self.thread == 0:
             ptx.st_shared_b32(record, 4 * NEXT_TILE_WORD, fetched + cute.arch.grid_dim()[0])
-        sm90.named_sync(Int32(self.barrier), 128)
+        tma.named_sync(Int32(self.barrier), 128)
         return cute.arch.make_warp_uniform(ptx.ld_shared_b32(record + Int32(4 * NEXT_TILE_WORD)))

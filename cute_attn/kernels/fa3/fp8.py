@@ -10,28 +10,28 @@ An fp8 product accumulates in 14 bits and truncates: a sum over many keys comes 
 O is promoted: added to a sum in shared memory, and restarted.
 """
 
-import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_attn.kernels.blocks import ptx, sm90
+from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue
 from cute_attn.kernels.blocks.masks import BandMask
-from cute_attn.kernels.blocks.pipeline import PipelineState, Ring
+from cute_attn.kernels.blocks.persistent_params import PersistentParams
+from cute_attn.kernels.blocks.pipeline import PipelineState, SmemRings
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.scalars import device_scale, head_scale
 from cute_attn.kernels.blocks.scores import RowScales, Scores
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
-from cute_attn.kernels.fa3.kernel import Fa3Params, MmaWork, State
+from cute_attn.kernels.fa3.kernel import Fa3Program
+from cute_attn.kernels.fa3.mainloop import MmaWarpgroups, MmaWork, State
 from cute_attn.kernels.fa3.parts.fp8 import Fp8Softmax, Fp8Store, Fp8Tile, ScaledPartialEpilogue, ThreadSums, VTranspose
-from cute_attn.kernels.fa3.parts.rings import SmemRings
 from cute_attn.kernels.fa3.parts.wgmma import WARPGROUP_ROWS, AnyLanes, RematerializedLanes, WarpgroupLanes
 from cute_attn.kernels.fa3.smem import Fp8Memory
-from cute_attn.kernels.fa3.transform_warps import TransformWarpsProgram
+from cute_attn.kernels.fa3.spec import Fa3Spec
+from cute_attn.kernels.fa3.transform_warps import TransformWarps
 from cute_attn.kernels.formats import LINE
 
 # Keys that the tensor cores accumulate between promotions. Values of mean 2 and deviation 1 come out too small by 1.0 %
@@ -42,102 +42,20 @@ MIN_SCALE = 1e-30  # of scores: 0 would turn hidden ones into NaN
 SIGNS = 0x80808080 - (1 << 32)
 
 
-@dataclass(frozen=True)
 class Fp8Rings(SmemRings):
-    """Rings of operands, that of V tiles before the transpose, and the output sums."""
-
-    staged: Ring
-    sums: Int32
-
-    @property
-    def staged_v(self) -> Ring:
-        return self.staged
+    """Rings that compute the address of a record at every use: no register is free to hold it in between."""
 
     def record(self, q: PipelineState) -> Int32:
-        """Recomputes the address at each call: no register is free to hold it in between."""
         return super().record(PipelineState(ptx.opaque(q.index_phase)))
 
 
-class Fp8Program(TransformWarpsProgram):
-    """Hopper kernel for q, k and v in fp8."""
+class VTransposeWarps(TransformWarps):
+    """Transform warps that transpose V."""
 
     memory: Fp8Memory
-    tile: Fp8Tile
-    store_type = Fp8Store
-
-    def warpgroup_tile(self) -> Fp8Tile:
-        return Fp8Tile(self.spec.dtype, self.memory)
-
-    def rings(self, base: Int32) -> Fp8Rings:
-        memory, stages = self.memory, self.spec.tile.stages
-        common = super().rings(base)
-        barriers = base + Int32(memory.barriers + 8 * (memory.num_barriers - 2 * stages))
-        staged = Ring(stages, memory.staged_v_bytes, base + Int32(memory.staged_v_ring), barriers)
-        transposed = dataclasses.replace(common.v, writers=self.transform_warps)
-        return Fp8Rings(common.q, common.k, transposed, common.records, staged, base + Int32(memory.sums))
-
-    def softmax(self, p: Fa3Params, work: QueryTile, lanes: WarpgroupLanes, scale: Any) -> Fp8Softmax:
-        scales = [Float32(ptx.LOG2E)] * 2 if self.spec.scores else self.row_scales(p, work, lanes)
-        return Fp8Softmax(self.tile, scales[0], scales)
-
-    def scale_step(self, p: Fa3Params, work: QueryTile, lanes: AnyLanes, scale: Any) -> RowScales:
-        if isinstance(lanes, RematerializedLanes):
-            return RowScales(lambda: self.row_scales(p, work, lanes))
-        scales = self.row_scales(p, work, lanes)
-        return RowScales(lambda: scales)
-
-    def scores(self, p: Fa3Params, work: QueryTile, lanes: AnyLanes, scale: Any) -> Scores:
-        return super().scores(p, work, RematerializedLanes() if self.spec.mask == "packed" else lanes, scale)
-
-    def mask(self, p: Fa3Params, work: QueryTile, lanes: AnyLanes) -> BandMask:
-        return super().mask(p, work, RematerializedLanes() if self.spec.mask == "packed" else lanes)
-
-    def row_scales(self, p: Fa3Params, work: QueryTile, lanes: AnyLanes) -> list[Float32]:
-        """Returns the scales of scores, positive because `prepare_q` flips rows of negative scale."""
-        rows, scales = work.rows(p), []
-        for slot in range(2):
-            row_scale = self.row_scale(p, work, rows.head(lanes.row(self.memory, slot)))
-            scales.append(ptx.fmax(ptx.magnitude(row_scale), Float32(MIN_SCALE)))
-        return scales
-
-    def row_scale(self, p: Fa3Params, work: QueryTile, head: Int32) -> Float32:
-        """Computes the scale for every query tile: no register is free to hold it in between."""
-        scale = p.scale * device_scale(p.scale0) * device_scale(p.scale1)
-        return scale * head_scale(p.scale_k, self.kv_head(p, work)) * head_scale(p.scale_q, head)
-
-    @cute.jit
-    def prepare_q(
-        self, p: Fa3Params, work: cutlass.Constexpr, lanes: WarpgroupLanes, q_rows: Int32, scale: Float32
-    ) -> Float32:
-        """Flips the sign of q rows whose scale is negative, since softmax needs positive scales. wgmma reads the 16
-        rows of a warp for that warp alone, so a warp barrier suffices.
-        """
-        row = lanes.warp * 16 + lanes.lane // 2
-        negative = self.row_scale(p, work, work.rows(p).head(lanes.warpgroup * WARPGROUP_ROWS + row)) < Float32(0.0)
-        if cute.arch.vote_any_sync(negative):
-            if negative:
-                half = q_rows + row * LINE + lanes.lane % 2 * (LINE // 2)
-                for column in cutlass.range_constexpr(self.memory.qk_columns):
-                    for i in cutlass.range_constexpr(4):
-                        offset = column * self.spec.tile.rows * LINE + 16 * i
-                        words = ptx.ld_shared_v4(half, offset)
-                        ptx.st_shared_v4(half, offset, [word ^ Int32(SIGNS) for word in words])
-            sm90.fence_async()
-            ptx.sync_warp()
-        return scale
-
-    def kv_head(self, p: Fa3Params, work: QueryTile) -> Int32:
-        return Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(work.head_block)
-
-    def epilogues(self, p: Fa3Params, work: QueryTile) -> tuple[FinalEpilogue, ScaledPartialEpilogue]:
-        head = head_scale(p.scale_v, self.kv_head(p, work))
-        whole = FinalEpilogue(p.sinks, p.v_scale * device_scale(p.v_scale_ptr) * head, p.lse_scale)
-        return whole, ScaledPartialEpilogue(head)
-
-    # --- transform warps --------------------------------------------------------------------------------------------
 
     def transform(self, warp: Int32, lane: Int32) -> VTranspose:
-        return VTranspose(self.memory, warp, lane, self.transform_warps, TRANSPOSE_BARRIER)
+        return VTranspose(self.memory, warp, lane, self.warps, TRANSPOSE_BARRIER)
 
     @cute.jit
     def transform_tiles(
@@ -154,7 +72,13 @@ class Fp8Program(TransformWarpsProgram):
             at = rings.v.next(at)
         return at
 
-    # --- MMA warpgroups ---------------------------------------------------------------------------------------------
+
+class Fp8MmaWarpgroups(MmaWarpgroups):
+    """MMA warpgroups that promote O."""
+
+    memory: Fp8Memory
+    tile: Fp8Tile
+    store_type = Fp8Store
 
     @cute.jit
     def mainloop(self, rings: SmemRings, mma: cutlass.Constexpr, k: PipelineState) -> Any:
@@ -213,4 +137,75 @@ class Fp8Program(TransformWarpsProgram):
         return self.sums(rings).plus(super().last_output(rings, mma, state))
 
     def sums(self, rings: Any) -> ThreadSums:
-        return ThreadSums.of(self.memory, rings.sums)
+        return ThreadSums.of(self.memory, rings.scratch["sums"])
+
+
+class Fp8Program(Fa3Program):
+    """Hopper kernel for q, k and v in fp8."""
+
+    memory: Fp8Memory
+    tile: Fp8Tile
+    rings_type = Fp8Rings
+    mma_type = Fp8MmaWarpgroups
+    transform_type = VTransposeWarps
+
+    def warpgroup_tile(self, spec: Fa3Spec, memory: Fp8Memory) -> Fp8Tile:
+        return Fp8Tile(spec.dtype, memory)
+
+    def softmax(self, p: PersistentParams, work: QueryTile, lanes: WarpgroupLanes, scale: Any) -> Fp8Softmax:
+        scales = [Float32(ptx.LOG2E)] * 2 if self.spec.scores else self.row_scales(p, work, lanes)
+        return Fp8Softmax(self.tile, scales[0], scales)
+
+    def scale_step(self, p: PersistentParams, work: QueryTile, lanes: AnyLanes, scale: Any) -> RowScales:
+        if isinstance(lanes, RematerializedLanes):
+            return RowScales(lambda: self.row_scales(p, work, lanes))
+        scales = self.row_scales(p, work, lanes)
+        return RowScales(lambda: scales)
+
+    def scores(self, p: PersistentParams, work: QueryTile, lanes: AnyLanes, scale: Any) -> Scores:
+        return super().scores(p, work, RematerializedLanes() if self.spec.mask == "packed" else lanes, scale)
+
+    def mask(self, p: PersistentParams, work: QueryTile, lanes: AnyLanes) -> BandMask:
+        return super().mask(p, work, RematerializedLanes() if self.spec.mask == "packed" else lanes)
+
+    def row_scales(self, p: PersistentParams, work: QueryTile, lanes: AnyLanes) -> list[Float32]:
+        """Returns the scales of scores, positive because `prepare_q` flips rows of negative scale."""
+        rows, scales = work.rows(p), []
+        for slot in range(2):
+            row_scale = self.row_scale(p, work, rows.head(lanes.row(self.memory, slot)))
+            scales.append(ptx.fmax(ptx.magnitude(row_scale), Float32(MIN_SCALE)))
+        return scales
+
+    def row_scale(self, p: PersistentParams, work: QueryTile, head: Int32) -> Float32:
+        """Computes the scale for every query tile: no register is free to hold it in between."""
+        scale = p.scale * device_scale(p.scale0) * device_scale(p.scale1)
+        return scale * head_scale(p.scale_k, self.kv_head(p, work)) * head_scale(p.scale_q, head)
+
+    @cute.jit
+    def prepare_q(
+        self, p: PersistentParams, work: cutlass.Constexpr, lanes: WarpgroupLanes, q_rows: Int32, scale: Float32
+    ) -> Float32:
+        """Flips the sign of q rows whose scale is negative, since softmax needs positive scales. wgmma reads the 16
+        rows of a warp for that warp alone, so a warp barrier suffices.
+        """
+        row = lanes.warp * 16 + lanes.lane // 2
+        negative = self.row_scale(p, work, work.rows(p).head(lanes.warpgroup * WARPGROUP_ROWS + row)) < Float32(0.0)
+        if cute.arch.vote_any_sync(negative):
+            if negative:
+                half = q_rows + row * LINE + lanes.lane % 2 * (LINE // 2)
+                for column in cutlass.range_constexpr(self.memory.qk_columns):
+                    for i in cutlass.range_constexpr(4):
+                        offset = column * self.spec.tile.rows * LINE + 16 * i
+                        words = ptx.ld_shared_v4(half, offset)
+                        ptx.st_shared_v4(half, offset, [word ^ Int32(SIGNS) for word in words])
+            tma.fence_async()
+            ptx.sync_warp()
+        return scale
+
+    def kv_head(self, p: PersistentParams, work: QueryTile) -> Int32:
+        return Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(work.head_block)
+
+    def epilogues(self, p: PersistentParams, work: QueryTile) -> tuple[FinalEpilogue, ScaledPartialEpilogue]:
+        head = head_scale(p.scale_v, self.kv_head(p, work))
+        whole = FinalEpilogue(p.sinks, p.v_scale * device_scale(p.v_scale_ptr) * head, p.lse_scale)
+        return whole, ScaledPartialEpilogue(head)

@@ -28,14 +28,14 @@ FP8_FAULTS = (
     Fault(
         "warps do not wait for rows that another clears",
         "fa3/parts/fp8.py",
-        "        sm90.named_sync(Int32(self.barrier), 32 * self.warps)\n",
+        "        tma.named_sync(Int32(self.barrier), 32 * self.warps)\n",
         "",
         EIGHT,
     ),
     Fault(
         "a transposed tile is not fenced",
         "fa3/transform_warps.py",
-        "        sm90.fence_async()\n        ptx.sync_warp()\n        if lane == 0:",
+        "        tma.fence_async()\n        ptx.sync_warp()\n        if lane == 0:",
         "        ptx.sync_warp()\n        if lane == 0:",
         EIGHT,
     ),
@@ -56,7 +56,7 @@ FP8_FAULTS = (
     Fault(
         "turned rows are not fenced",
         "fa3/fp8.py",
-        "            sm90.fence_async()\n            ptx.sync_warp()\n        return scale",
+        "            tma.fence_async()\n            ptx.sync_warp()\n        return scale",
         "            ptx.sync_warp()\n        return scale",
         SIGNED,
     ),

@@ -6,9 +6,9 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import Divisor
-from cute_attn.schedule.records import ITEM_INTS, NO_PARTIAL, Item
+from cute_attn.kernels.blocks.tile_scheduler import load_item, mask_offset
+from cute_attn.schedule.records import NO_PARTIAL, Item
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,8 @@ class ItemSchedule:
     def work_tile(self, p: Any) -> WorkTile:
         """Reads the CTA's work item; the epilogue reads it again, which is cheaper than keeping it in registers."""
         index, kv_head = divmod_kv_heads(p, cute.arch.block_idx()[0])
-        address = p.items + Int64(index) * Int64(4 * ITEM_INTS)
-        words = [word for offset in (0, 16, 32) for word in ptx.ld_global_v4(address, offset)]
-        item = Item(*map(cute.arch.make_warp_uniform, words[: len(Item._fields)]))
+        item = Item(*map(cute.arch.make_warp_uniform, load_item(p.items, index)))
         position = item.kv_len - item.qo_len  # of query token 0
-        low = Int64(item.mask_low) & Int64(0xFFFFFFFF)
         return WorkTile(
             kv_head=kv_head,
             first_row=item.first_row,
@@ -88,7 +85,7 @@ class ItemSchedule:
             kv_end=item.kv_end,
             right=position + p.right,
             left=position + p.left,
-            mask=p.mask + ((Int64(item.mask_high) << Int64(32)) | low),
+            mask=p.mask + mask_offset(item.mask_low, item.mask_high),
             first_tile=item.kv_begin // self.cols,
             last_tile=(item.kv_end + Int32(self.cols - 1)) // self.cols,
             partial=item.partial,

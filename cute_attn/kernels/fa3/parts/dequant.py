@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cute_attn.kernels.blocks import ptx, sm90
+from cute_attn.kernels.blocks import ptx, sm90, tma
 from cute_attn.kernels.blocks.dequant import Fp8
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
@@ -85,7 +85,7 @@ class QNormalization:
                 low, high = ptx.unpack_16("bfloat16", word)
                 words.append(ptx.pack_16(OPERAND, low * factor, high * factor))
             ptx.st_shared_v4(at, offset, words)
-        sm90.fence_async()
+        tma.fence_async()
         ptx.sync_warp()
         return [ptx.shuffle_from(scale * inverse, lane // 4 * 2 + 16 * slot) for slot in range(2)]
 

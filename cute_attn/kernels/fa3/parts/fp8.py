@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from cute_attn.kernels.blocks import ptx, sm90
+from cute_attn.kernels.blocks import ptx, sm90, tma
 from cute_attn.kernels.blocks.epilogue import PartialEpilogue
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax, reduce_quad
 from cute_attn.kernels.fa3.parts.epilogue import WarpgroupStore
@@ -182,7 +182,7 @@ class VTranspose:
             for column in cutlass.range_constexpr(self.memory.vo_columns):
                 at = source + first * LINE + chunk * 16
                 ptx.st_shared_v4(at, column * cols * LINE, [Int32(0) for _ in range(4)])
-        sm90.named_sync(Int32(self.barrier), 32 * self.warps)
+        tma.named_sync(Int32(self.barrier), 32 * self.warps)
 
 
 @dataclass(frozen=True)

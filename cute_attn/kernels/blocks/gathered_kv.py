@@ -6,12 +6,13 @@ copies and fences them before its warp arrives at the full barrier.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from cute_attn.kernels.blocks import ptx, sm90
+from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.formats import LINE
@@ -36,6 +37,8 @@ class GatheredKV:
     Rows past the end become zeros.
     """
 
+    warps: ClassVar[int] = WARPS
+    arrivals: ClassVar[int] = WARPS  # at a full barrier per tile
     cols: int
     thread: Int32  # of the producer warpgroup
     kv_end: Int32
@@ -84,11 +87,11 @@ class GatheredKV:
     def commit(self, barriers: list[Int32]) -> None:
         """Waits for the issued copies, fences them and arrives at the full barriers of their tiles."""
         ptx.cp_async_wait(0)
-        sm90.fence_async()
+        tma.fence_async()
         ptx.sync_warp()
         if self.thread & 31 == 0:
             for i in cutlass.range_constexpr(len(barriers)):
-                sm90.barrier_arrive(barriers[i])
+                tma.barrier_arrive(barriers[i])
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,8 @@ class GatheredFp8KV:
     Only the readers wait for the copies, at the barrier; they read through the generic proxy, so no fence is needed.
     """
 
+    warps: ClassVar[int] = 1
+    arrivals: ClassVar[int] = 32  # at a full barrier per tile: every lane's own copies
     cols: int
     lane: Int32
     kv_end: Int32

@@ -4,27 +4,25 @@ The lanes of the producer warp divide the boxes of a tile between them.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from cute_attn.kernels.blocks import ptx, sm90
+from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.rows import Divisor
+from cute_attn.kernels.blocks.smem_map import LoadedRows
 
 NO_PAGE = -1  # out of bounds in every map: TMA fills the box with zeros
 
 
 @dataclass(frozen=True)
 class TmaOperand:
-    """How TMA loads K or V: address of the tensor map, and `columns` lines per row, each of `line_items` elements; rows
-    of a line are `pitch` bytes apart in shared memory.
-    """
+    """K or V of TMA: address of the tensor map, whose boxes are one column of several tokens, and the rows' layout."""
 
     tensor_map: Int64
-    columns: int
-    line_items: int
-    pitch: int
+    rows: LoadedRows
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,8 @@ class DenseTmaKV:
     request's keys, or zeros past the end of the tensor.
     """
 
+    warps: ClassVar[int] = 1
+    arrivals: ClassVar[int] = 1  # at a full barrier per tile
     cols: int
     start: Int32
     kv_head: Int32
@@ -48,16 +48,16 @@ class DenseTmaKV:
         self, operand: cutlass.Constexpr, target: Int32, barrier: Int32, kv_tile: Int32, page_ids: list[Int32]
     ) -> None:
         if self.lane == 0:
-            sm90.barrier_expect(barrier, operand.columns * self.cols * operand.pitch)
-            for column in cutlass.range_constexpr(operand.columns):
+            tma.barrier_expect(barrier, operand.rows.columns * self.cols * operand.rows.pitch)
+            for column in cutlass.range_constexpr(operand.rows.columns):
                 coordinates = [
-                    Int32(column * operand.line_items),
+                    Int32(column * operand.rows.items),
                     self.start + kv_tile * self.cols,
                     self.kv_head,
                     Int32(0),
                 ]
-                box = target + Int32(column * self.cols * operand.pitch)
-                sm90.tma_load_4d(box, operand.tensor_map, coordinates, barrier, sm90.EVICT_LAST)
+                box = target + Int32(column * self.cols * operand.rows.pitch)
+                tma.load_4d(box, operand.tensor_map, coordinates, barrier, tma.EVICT_LAST)
 
     def commit(self, barriers: list[Int32]) -> None:
         """Nothing to do: TMA counts its own bytes at the barriers."""
@@ -69,6 +69,8 @@ class PagedTmaKV:
     divisor.
     """
 
+    warps: ClassVar[int] = 1
+    arrivals: ClassVar[int] = 1  # at a full barrier per tile
     cols: int
     kv_head: Int32
     lane: Int32
@@ -98,17 +100,17 @@ class PagedTmaKV:
         self, operand: cutlass.Constexpr, target: Int32, barrier: Int32, kv_tile: Int32, page_ids: list[Int32]
     ) -> None:
         if self.lane == 0:
-            sm90.barrier_expect(barrier, operand.columns * self.cols * operand.pitch)
+            tma.barrier_expect(barrier, operand.rows.columns * self.cols * operand.rows.pitch)
         ptx.sync_warp()
         for i in cutlass.range_constexpr(len(page_ids)):
             row = (self.lane + 32 * i) * self.box_rows
             if row < self.cols:
                 token = kv_tile * self.cols + row
                 within = token - self.page_size.quotient(token) * self.page_size.value
-                for column in cutlass.range_constexpr(operand.columns):
-                    coordinates = [Int32(column * operand.line_items), within, self.kv_head, page_ids[i]]
-                    box = target + row * operand.pitch + Int32(column * self.cols * operand.pitch)
-                    sm90.tma_load_4d(box, operand.tensor_map, coordinates, barrier, sm90.EVICT_LAST)
+                for column in cutlass.range_constexpr(operand.rows.columns):
+                    coordinates = [Int32(column * operand.rows.items), within, self.kv_head, page_ids[i]]
+                    box = target + row * operand.rows.pitch + Int32(column * self.cols * operand.rows.pitch)
+                    tma.load_4d(box, operand.tensor_map, coordinates, barrier, tma.EVICT_LAST)
 
     def commit(self, barriers: list[Int32]) -> None:
         """Nothing to do: TMA counts its own bytes at the barriers."""

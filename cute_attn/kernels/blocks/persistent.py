@@ -1,0 +1,145 @@
+"""Base of persistent attention kernels, whose CTAs process query tiles with specialised warps.
+
+A family adds its rings (a `TileMemory`), its register layout (`tile`) and the roles of its warps beside the producer.
+What the spec composes is made here: order of kv tiles, mask, score modifications, softmax and epilogues.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, GridConstant, Int32, Int64
+from cutlass.experimental.cuda.tensor_map import TensorMap, TensorMapSwizzle, create_tensor_map_tiled
+
+from cute_attn.kernels.blocks import ptx, tma
+from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, Target
+from cute_attn.kernels.blocks.masks import BandMask, PackedMask, StopMask, TileOrder
+from cute_attn.kernels.blocks.persistent_params import Maps, PersistentParams, PersistentSpec
+from cute_attn.kernels.blocks.pipeline import SmemRings
+from cute_attn.kernels.blocks.producer import Producer
+from cute_attn.kernels.blocks.roles import WarpRole
+from cute_attn.kernels.blocks.scalars import device_scale, zeros
+from cute_attn.kernels.blocks.scores import Alibi, RowScales, Scale, Scores, SoftCap
+from cute_attn.kernels.blocks.smem_map import TileMemory
+from cute_attn.kernels.blocks.softmax import OnlineSoftmax
+from cute_attn.kernels.blocks.tile_scheduler import GridTiles, ItemTiles, QueryTile, TileSchedule
+from cute_attn.schedule.records import NO_PARTIAL
+
+
+class PersistentProgram:
+    """Attention kernel of persistent CTAs with TMA and specialised warps."""
+
+    params = PersistentParams
+    maps = Maps._fields
+    rings_type = SmemRings
+
+    def __init__(self, spec: PersistentSpec, memory: TileMemory, tile: Any) -> None:
+        self.spec, self.memory, self.tile = spec, memory, tile
+        schedule: type[TileSchedule] = GridTiles if spec.schedule == "grid" else ItemTiles
+        self.block = (spec.tile.threads, 1, 1)
+        self.smem_bytes = memory.bytes
+        self.producer = Producer(spec, memory, schedule(spec.tile.rows), self.order)
+
+    @property
+    def roles(self) -> list[WarpRole]:
+        """All roles, whose warps together arrive at every barrier of the rings."""
+        raise NotImplementedError
+
+    def run_warps(self, params: PersistentParams, maps: Maps, rings: SmemRings, thread: Int32) -> None:
+        """Runs the role of this thread's warp."""
+        raise NotImplementedError
+
+    def compile_args(self) -> tuple[Any, ...]:
+        return (zeros(PersistentParams), Int32(1), Int32(1), Int32(1))
+
+    @cute.jit
+    def __call__(self, params: PersistentParams, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
+        # Launches pass their own tensor maps; this one only gives the parameters their type.
+        sizes, strides = [Int32(64)] * 4, [Int64(128)] * 3
+        blank = create_tensor_map_tiled(
+            params.o, BFloat16, sizes, strides, [64, 64, 1, 1], swizzle=TensorMapSwizzle.s128b
+        )
+        self.kernel(blank, blank, blank, params).launch(
+            grid=[grid_x, grid_y, grid_z], block=list(self.block), smem=self.smem_bytes, min_blocks_per_mp=1
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_map: GridConstant[TensorMap],
+        k_map: GridConstant[TensorMap],
+        v_map: GridConstant[TensorMap],
+        params: PersistentParams,
+    ) -> None:
+        maps = Maps(*(tma.address_of(tensor_map) for tensor_map in (q_map, k_map, v_map)))
+        base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint().to(Int32)
+        rings = self.rings_type.of(self.memory, base)
+        thread = cute.arch.thread_idx()[0]
+        if thread == 0:
+            for tensor_map in maps:
+                tma.prefetch_tensor_map(tensor_map)
+            rings.initialise(self.roles)
+            tma.fence_barrier_init()
+        ptx.sync_threads()
+        ptx.grid_dependency_wait()
+        self.run_warps(params, maps, rings, thread)
+
+    # --- composition ------------------------------------------------------------------------------------------------
+
+    def order(self, p: PersistentParams, work: QueryTile) -> TileOrder:
+        """Returns the kv tiles of the whole query tile; mask bits are ignored, since they hide no tile."""
+        shape = self.spec.tile
+        first, last = work.kv_begin // shape.cols, (work.kv_end + Int32(shape.cols - 1)) // shape.cols
+        order = work.band(p).tiles(work.rows(p), shape.rows, shape.cols, first, last)
+        if self.spec.mask == "stop":  # no left edge: begin is full_begin, which ptxas can use
+            return TileOrder(first, first, ptx.maximum(order.full_end, first), ptx.maximum(order.end, first))
+        return PackedMask.all_masked(order) if self.spec.mask == "packed" else order
+
+    def mask(self, p: PersistentParams, work: QueryTile, lanes: Any) -> BandMask:
+        band, rows = work.band(p), work.rows(p)
+        if self.spec.mask == "packed":
+            return PackedMask(band, self.tile, rows, lanes, p.mask + work.mask(), p.mask + p.mask_bytes, work.kv_len)
+        kind = BandMask if self.spec.mask == "band" else StopMask
+        return kind(band, self.tile, rows, lanes)
+
+    def scores(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> Scores:
+        makers: dict[str, Callable[[], Scale | RowScales | SoftCap | Alibi]] = {
+            "scale": lambda: self.scale_step(p, work, lanes, scale),
+            "alibi": lambda: Alibi(self.tile, work.rows(p), lanes, p.num_qo_heads),
+            "soft_cap": lambda: SoftCap(p.soft_cap),
+        }
+        return Scores([makers[name]() for name in self.spec.scores])
+
+    def scale_step(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> Scale | RowScales:
+        return Scale(scale)
+
+    def softmax(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> OnlineSoftmax:
+        return OnlineSoftmax(self.tile, Float32(ptx.LOG2E) if self.spec.scores else scale)
+
+    def prepare_q(self, p: PersistentParams, work: QueryTile, lanes: Any, q_rows: Int32, scale: Float32) -> Any:
+        """Prepares the rows of q, for which 16-bit rows need nothing; returns the scale of their scores."""
+        return scale
+
+    @cute.jit
+    def store(self, p: PersistentParams, work: cutlass.Constexpr, write: cutlass.Constexpr) -> None:
+        """Calls `write(target, epilogue)` with the rows that the query tile's results go to."""
+        final_epilogue, partial_epilogue = self.epilogues(p, work)
+        whole = Target(self.spec.out_dtype, p.o, p.o_stride_n, p.o_stride_h, p.lse, p.num_qo_heads)
+        if cutlass.const_expr(self.spec.schedule == "items"):
+            if work.partial == NO_PARTIAL:
+                write(whole, final_epilogue)
+            else:
+                slot = Int64(work.partial) * Int64(p.head_blocks) + Int64(work.head_block)
+                first = slot * Int64(self.spec.tile.rows)
+                write(Partials(p.o_partial, p.lse_partial, first, self.spec.head_dim_vo), partial_epilogue)
+        elif cutlass.const_expr(self.spec.split):
+            slab = Int64(work.partial) * Int64(p.qo_len) * Int64(p.num_qo_heads)
+            o, lse = p.o + slab * (self.spec.head_dim_vo * 4), p.lse + slab * 4
+            write(Target("float32", o, p.o_stride_n, p.o_stride_h, lse, p.num_qo_heads), partial_epilogue)
+        else:
+            write(whole, final_epilogue)
+
+    def epilogues(self, p: PersistentParams, work: QueryTile) -> tuple[FinalEpilogue, PartialEpilogue]:
+        """Returns the row epilogues of final and of partial outputs."""
+        return FinalEpilogue(p.sinks, p.v_scale * device_scale(p.v_scale_ptr), p.lse_scale), PartialEpilogue()

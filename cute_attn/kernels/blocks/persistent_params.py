@@ -1,0 +1,126 @@
+"""What persistent kernels are told: the part of their specs that blocks read, kernel parameters, tensor maps."""
+
+from typing import NamedTuple, Protocol
+
+from cutlass import Float32, Int32, Int64
+
+from cute_attn.kernels.blocks.smem_map import TileShape
+
+
+class PersistentTile(TileShape, Protocol):
+    """Work of one CTA, and its threads."""
+
+    @property
+    def threads(self) -> int: ...
+
+
+class PersistentSpec(Protocol):
+    """Spec of a persistent kernel; the fields mean what they do in `Fa3Spec`."""
+
+    @property
+    def out_dtype(self) -> str: ...
+
+    @property
+    def head_dim_qk(self) -> int: ...
+
+    @property
+    def head_dim_vo(self) -> int: ...
+
+    @property
+    def mask(self) -> str: ...
+
+    @property
+    def scores(self) -> tuple[str, ...]: ...
+
+    @property
+    def split(self) -> bool: ...
+
+    @property
+    def schedule(self) -> str: ...
+
+    @property
+    def kv(self) -> str: ...
+
+    @property
+    def kv_dtype(self) -> str: ...
+
+    @property
+    def tile(self) -> PersistentTile: ...
+
+
+class PersistentParams(NamedTuple):
+    """Kernel parameters after the tensor maps, in order. Addresses are Int64, 0 where absent; strides are bytes."""
+
+    o: Int64
+    lse: Int64
+    k_address: Int64
+    v_address: Int64
+    mask: Int64
+    mask_bytes: Int64
+    scale0: Int64
+    scale1: Int64
+    v_scale_ptr: Int64
+    sinks: Int64
+    o_stride_n: Int64
+    o_stride_h: Int64
+    counters: Int64
+    right: Int32
+    left: Int32
+    total_tiles: Int32
+    num_qo_heads: Int32
+    group: Int32  # heads that share a tile's rows
+    group_multiplier: Int32
+    group_shift: Int32
+    kv_group: Int32  # blocks of such heads per kv head
+    kv_group_multiplier: Int32
+    kv_group_shift: Int32
+    scale: Float32
+    soft_cap: Float32
+    v_scale: Float32
+    lse_scale: Float32
+    section_tiles: Int32
+    section_tiles_multiplier: Int32
+    section_tiles_shift: Int32
+    section_heads: Int32
+    section_heads_multiplier: Int32
+    section_heads_shift: Int32
+    # schedule "grid"
+    qo_len: Int32
+    kv_len: Int32
+    last_block: Int32
+    split_tokens: Int32
+    split_tiles: Int32
+    split_tiles_multiplier: Int32
+    split_tiles_shift: Int32
+    # schedule "items"
+    items: Int64
+    o_partial: Int64
+    lse_partial: Int64
+    head_blocks: Int32
+    # kv "paged" and "gathered"
+    page_size: Int32
+    page_multiplier: Int32
+    page_shift: Int32
+    box_rows: Int32
+    kv_indices: Int64
+    # kv "gathered"
+    k_page_stride: Int64
+    k_stride_n: Int64
+    k_stride_h: Int64
+    v_page_stride: Int64
+    v_stride_n: Int64
+    v_stride_h: Int64
+    # fp8: fp32 per head
+    scale_q: Int64
+    scale_k: Int64
+    scale_v: Int64
+
+
+class Maps(NamedTuple):
+    """Generic addresses of the tensor maps: q [line, heads of a tile, tokens, blocks of heads], k and v [line, tokens,
+    kv heads, pages].
+    """
+
+    q: Int64
+    k: Int64
+    v: Int64

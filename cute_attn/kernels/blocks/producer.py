@@ -1,0 +1,146 @@
+"""Producer of persistent kernels: fetches query tiles and copies Q, K and V into rings of shared memory, in the order
+K0 Q V0 K1 V1 K2 V2 ... per query tile. K and V go to staging rings where transform warps make operands of them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_attn.kernels.blocks import ptx, tma
+from cute_attn.kernels.blocks.gathered_kv import GatheredFp8KV, GatheredKV, PageRows
+from cute_attn.kernels.blocks.masks import TileOrder
+from cute_attn.kernels.blocks.persistent_params import Maps, PersistentParams, PersistentSpec
+from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings, start
+from cute_attn.kernels.blocks.roles import WarpRole
+from cute_attn.kernels.blocks.rows import Divisor
+from cute_attn.kernels.blocks.smem import CHUNK
+from cute_attn.kernels.blocks.smem_map import TileMemory
+from cute_attn.kernels.blocks.tile_scheduler import (
+    NO_TILE,
+    DynamicTileScheduler,
+    QueryTile,
+    TileSchedule,
+    WarpgroupTileScheduler,
+)
+from cute_attn.kernels.blocks.tma_kv import DenseTmaKV, PagedTmaKV, TmaOperand
+from cute_attn.kernels.formats import KV_BITS, LINE
+
+PRODUCER_BARRIER = 8  # named barrier of a warpgroup that gathers; families use other numbers
+
+KVSource = DenseTmaKV | PagedTmaKV | GatheredKV | GatheredFp8KV
+
+
+class Producer:
+    """Producer warp, or the warpgroup that gathers 16-bit rows. `order`: the kv tiles of a query tile."""
+
+    def __init__(
+        self,
+        spec: PersistentSpec,
+        memory: TileMemory,
+        tiles: TileSchedule,
+        order: Callable[[PersistentParams, QueryTile], TileOrder],
+    ) -> None:
+        self.spec, self.memory, self.tiles, self.order = spec, memory, tiles, order
+        self.source_type = source_type(spec)
+        loaded = (memory.loaded_ring("k"), memory.loaded_ring("v"))
+        fills = {"q": 1, **dict.fromkeys(loaded, self.source_type.arrivals)}
+        self.role = WarpRole("producer", self.source_type.warps, fills)
+
+    @cute.jit
+    def run(self, p: PersistentParams, maps: Maps, rings: SmemRings) -> None:
+        """Loads all tiles into the rings, then the record `NO_TILE`."""
+        thread = cute.arch.thread_idx()[0]
+        scheduler = (
+            WarpgroupTileScheduler(p.counters, thread, PRODUCER_BARRIER)
+            if self.role.warps > 1
+            else DynamicTileScheduler(p.counters, thread)
+        )
+        q, k, v = start(), start(), start()
+        work = self.tiles.at(p, cute.arch.block_idx()[0])
+        while work.head_block >= 0:
+            order, source = self.order(p, work), self.source(p, maps, work)
+            first = ptx.maximum(order.at(Int32(0)), Int32(0))  # -1 where there is no tile at all
+            page_ids = source.prefetch_page_ids(first)
+            if order.total > 0:
+                self.load(rings.staged_k, k, source, source.k, first, page_ids)
+            rings.q.wait_empty(q)
+            self.load_q(p, maps, rings, q, work, thread)
+            if order.total > 0:
+                source.commit([rings.staged_k.full(k)])
+            for step in cutlass.range(1, order.total, unroll=1):
+                next_page_ids = source.prefetch_page_ids(order.at(step))
+                self.load(rings.staged_v, v, source, source.v, order.at(step - 1), page_ids)
+                k = rings.staged_k.next(k)
+                self.load(rings.staged_k, k, source, source.k, order.at(step), next_page_ids)
+                source.commit([rings.staged_v.full(v), rings.staged_k.full(k)])
+                v, page_ids = rings.staged_v.next(v), next_page_ids
+            fetched = scheduler.fetch_next()
+            if order.total > 0:
+                self.load(rings.staged_v, v, source, source.v, order.at(order.total - 1), page_ids)
+                source.commit([rings.staged_v.full(v)])
+                v, k = rings.staged_v.next(v), rings.staged_k.next(k)
+            work, q = self.tiles.at(p, scheduler.broadcast_next(fetched, rings.record(q))), rings.q.next(q)
+        scheduler.finish()
+        ptx.grid_dependency_launch()
+        rings.q.wait_empty(q)
+        if thread == 0:
+            QueryTile(*(Int32(x) for x in NO_TILE)).store(rings.record(q))
+            tma.barrier_arrive(rings.q.full(q))
+
+    @cute.jit
+    def load_q(
+        self,
+        p: PersistentParams,
+        maps: Maps,
+        rings: SmemRings,
+        q: PipelineState,
+        work: cutlass.Constexpr,
+        thread: Int32,
+    ) -> None:
+        """Loads a query tile and stores its record; rows past the end hold the next request's queries, or zeros."""
+        if thread == 0:
+            work.store(rings.record(q))
+            rows, barrier, target = work.rows(p), rings.q.full(q), rings.q.address(q)
+            tma.barrier_expect(barrier, rings.q.slot_bytes)
+            token = work.qo_start + rows.token(Int32(0))
+            for column in cutlass.range_constexpr(self.memory.qk_columns):
+                box = target + Int32(column * self.spec.tile.rows * LINE)
+                coordinates = [Int32(column * self.memory.line_items), Int32(0), token, work.head_block]
+                tma.load_4d(box, maps.q, coordinates, barrier, tma.EVICT_FIRST)
+
+    def load(
+        self, ring: Ring, state: PipelineState, source: KVSource, operand: Any, kv_tile: Int32, page_ids: list[Int32]
+    ) -> None:
+        ring.wait_empty(state)
+        source.copy(operand, ring.address(state), ring.full(state), kv_tile, page_ids)
+
+    def source(self, p: PersistentParams, maps: Maps, work: QueryTile) -> KVSource:
+        cols, thread = self.spec.tile.cols, cute.arch.thread_idx()[0]
+        kv_head = Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(work.head_block)
+        k, v = TmaOperand(maps.k, self.memory.loaded_k), TmaOperand(maps.v, self.memory.loaded_v)
+        if self.source_type is DenseTmaKV:
+            return DenseTmaKV(cols, work.kv_start, kv_head, thread, k, v)
+        page_size = Divisor(p.page_size, p.page_multiplier, p.page_shift)
+        table = p.kv_indices + Int64(work.kv_start) * Int64(4)
+        if self.source_type is PagedTmaKV:
+            return PagedTmaKV(cols, kv_head, thread, work.kv_end, table, page_size, p.box_rows, k, v)
+        assert issubclass(self.source_type, GatheredKV | GatheredFp8KV)
+        k_base, v_base = p.k_address + Int64(kv_head) * p.k_stride_h, p.v_address + Int64(kv_head) * p.v_stride_h
+        k_rows = PageRows(k_base, p.k_page_stride, p.k_stride_n, self.chunks(self.spec.head_dim_qk))
+        v_rows = PageRows(v_base, p.v_page_stride, p.v_stride_n, self.chunks(self.spec.head_dim_vo))
+        gathered = GatheredFp8KV if self.spec.kv_dtype else GatheredKV
+        return gathered(cols, thread, work.kv_end, table, page_size, k_rows, v_rows)
+
+    def chunks(self, head_dim: int) -> int:
+        """Returns the 16-byte chunks of a stored row of K or V."""
+        return head_dim * KV_BITS[self.spec.kv_dtype] // 8 // CHUNK
+
+
+def source_type(spec: PersistentSpec) -> type[KVSource]:
+    """Returns how K and V tiles are loaded."""
+    if spec.kv == "gathered":
+        return GatheredFp8KV if spec.kv_dtype else GatheredKV
+    return DenseTmaKV if spec.kv == "dense" else PagedTmaKV

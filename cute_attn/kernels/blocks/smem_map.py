@@ -1,0 +1,161 @@
+"""Map of a persistent CTA's shared memory. Plain numbers: the host needs them without the DSL.
+
+A kernel family declares its rings and scratch regions in order; all offsets follow from that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+from cute_attn.kernels.formats import LINE
+
+BARRIER_BYTES = 8
+RECORD_BYTES = 64  # of a query tile's record
+RECORDS_RING = "q"  # whose slots the records belong to, and are released with
+
+
+class RingLayout(NamedTuple):
+    """Ring of slots, each with a full and an empty barrier."""
+
+    name: str
+    stages: int
+    slot_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return self.stages * self.slot_bytes
+
+    @property
+    def barrier_bytes(self) -> int:
+        """Bytes of the full barriers and of the empty barriers behind them."""
+        return 2 * self.stages * BARRIER_BYTES
+
+
+class Scratch(NamedTuple):
+    """Region that no ring guards."""
+
+    name: str
+    bytes: int
+
+
+class Region(NamedTuple):
+    """Bytes [offset, offset + bytes) of shared memory."""
+
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class SmemMap:
+    """Regions by name, in order of address: the slots of every ring, scratch, the barriers of every ring, and the
+    records of query tiles, one per `PipelineState` of `RECORDS_RING`.
+    """
+
+    rings: tuple[RingLayout, ...]
+    scratch: tuple[Scratch, ...] = ()
+
+    @property
+    def regions(self) -> dict[str, Region]:
+        """All regions; those of barriers are named "q barriers" and so on."""
+        sizes = {ring.name: ring.bytes for ring in self.rings} | {part.name: part.bytes for part in self.scratch}
+        sizes |= {barriers_of(ring.name): ring.barrier_bytes for ring in self.rings}
+        regions, end = {}, 0
+        for name, size in sizes.items():
+            regions[name] = Region(end, size)
+            end += size
+        first_record = -(-end // RECORD_BYTES) * RECORD_BYTES
+        return {**regions, "records": Region(first_record, 2 * self.ring(RECORDS_RING).stages * RECORD_BYTES)}
+
+    def ring(self, name: str) -> RingLayout:
+        return next(ring for ring in self.rings if ring.name == name)
+
+    def offset(self, name: str) -> int:
+        return self.regions[name].offset
+
+    def barriers(self, name: str) -> int:
+        """Offset of the full barriers of a ring; its empty barriers follow."""
+        return self.offset(barriers_of(name))
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.regions["records"])
+
+
+def barriers_of(ring: str) -> str:
+    return f"{ring} barriers"
+
+
+class TileShape(Protocol):
+    """Packed query rows by kv tokens of a CTA."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def cols(self) -> int: ...
+
+
+class LoadedRows(NamedTuple):
+    """Rows of K or V as the producer loads them: `columns` pieces of `items` elements each, rows of a piece `pitch`
+    bytes apart.
+    """
+
+    columns: int
+    items: int
+    pitch: int
+
+
+@dataclass(frozen=True)
+class TileMemory:
+    """Shared memory of query, K and V tiles of one family; subclasses declare their rings.
+
+    An operand tile is stored in columns: 128-byte lines of all rows, one column after the other, each as TMA writes it
+    with the 128-byte swizzle.
+    """
+
+    item_bytes: ClassVar[int] = 2
+    tile: TileShape
+    head_dim_qk: int
+    head_dim_vo: int
+
+    @property
+    def rings(self) -> tuple[RingLayout, ...]:
+        raise NotImplementedError
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        return ()
+
+    @property
+    def map(self) -> SmemMap:
+        return SmemMap(self.rings, self.scratch)
+
+    @property
+    def bytes(self) -> int:
+        return self.map.bytes
+
+    @property
+    def line_items(self) -> int:
+        return LINE // self.item_bytes
+
+    @property
+    def qk_columns(self) -> int:
+        return -(-self.head_dim_qk // self.line_items)
+
+    @property
+    def vo_columns(self) -> int:
+        return -(-self.head_dim_vo // self.line_items)
+
+    @property
+    def loaded_k(self) -> LoadedRows:
+        return LoadedRows(self.qk_columns, self.line_items, LINE)
+
+    @property
+    def loaded_v(self) -> LoadedRows:
+        return LoadedRows(self.vo_columns, self.line_items, LINE)
+
+    def loaded_ring(self, operand: str) -> str:
+        """Name of the ring into which operand "k" or "v" is loaded: a staging ring where warps transform its tiles."""
+        staged = f"staged_{operand}"
+        return staged if any(ring.name == staged for ring in self.rings) else operand
