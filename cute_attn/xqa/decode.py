@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 
+from cute_attn.dispatch import backends
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal
-from cute_attn.kernels.xqa.host import runner as xqa_runner
-from cute_attn.problem import Scratch, XqaProblem
-from cute_attn.reference import xqa as xqa_reference
 from cute_attn.request import checks
-from cute_attn.request import xqa as xqa_request
+from cute_attn.request import decode as decode_request
 from cute_attn.runtime.arch import multiprocessors
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -40,6 +38,7 @@ def xqa_batch_decode_with_kv_cache(
     *,
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
+    backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of the newest token or tokens of every request over its paged cache.
 
@@ -107,34 +106,24 @@ def xqa_batch_decode_with_kv_cache(
     torch.Size([2, 32, 128])
     """
     checks.integer("max_seq_len", max_seq_len)
-    k, v = xqa_request.cache(kv_cache, kv_layout)
-    sf = None if kv_cache_sf is None else xqa_request.block_scales(kv_cache_sf, kv_layout, k, v)
-    call = xqa_request.Call(
-        query, k, v, sf, block_tables, seq_lens, xqa_request.workspace(workspace_buffer), bmm1_scale, bmm2_scale,
-        window_left, out, sinks, enable_pdl, q_len_per_req, mask, q_cu_seq_lens, lse, return_lse,
+    k, v = decode_request.cache(kv_cache, kv_layout)
+    sf = None if kv_cache_sf is None else decode_request.block_scales(kv_cache_sf, kv_layout, k, v)
+    scratch, o_scale = decode_request.workspace(workspace_buffer), decode_request.number("o_scale", o_scale)
+    problem = decode_request.problem(
+        decode_request.Call(  # by position: keywords would cost 1 us
+            query, k, v, sf, block_tables, seq_lens, scratch, bmm1_scale, bmm2_scale, o_scale, window_left, out, sinks,
+            enable_pdl, q_len_per_req, mask, q_cu_seq_lens, lse, return_lse,
+        )
     )  # fmt: skip
-    problem = xqa_request.problem(call)
-    o_scale = xqa_request.number("o_scale", o_scale)
-    if problem.features.o_dtype != torch.float8_e4m3fn:
-        problem = problem._replace(v_scale=checks.real("bmm2_scale * o_scale", problem.v_scale * o_scale))
-    run(problem)
+    backends.run(problem, backend)
     result = out
     if result is None:
-        per_request = problem.features.q_len > 1 and q_cu_seq_lens is None
-        result = problem.out.unflatten(0, (-1, problem.features.q_len)) if per_request else problem.out
+        per_request = problem.qo_len > 1 and q_cu_seq_lens is None
+        result = problem.out.unflatten(0, (-1, problem.qo_len)) if per_request else problem.out
     if return_lse:
         assert problem.lse is not None
         return result, problem.lse
     return result
-
-
-def run(problem: XqaProblem) -> None:
-    if problem.q.shape[0] == 0:
-        return
-    if problem.q.device.type == "cpu":
-        xqa_reference.run(problem)
-    else:
-        xqa_runner.run(problem)
 
 
 def trtllm_batch_decode_with_kv_cache(
@@ -219,6 +208,7 @@ def xqa(
     q_cu_seq_lens: torch.Tensor | None = None,
     k_sf_cache: torch.Tensor | None = None,
     v_sf_cache: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> None:
     """The low-level form: writes `output`.
 
@@ -227,7 +217,7 @@ def xqa(
     `workspace_buffer` is scratch. `sliding_win_size` counts the row's own key, 0 is no window. `sm_count` None or the
     device's: the grid takes all of them.
     """
-    k, v = xqa_request.cache((k_cache, v_cache), kv_layout)
+    k, v = decode_request.cache((k_cache, v_cache), kv_layout)
     given = checks.integer("num_kv_heads", num_kv_heads), checks.integer("page_size", page_size)
     if (k.shape[2], k.shape[1]) != given:
         raise ArgumentError(
@@ -237,7 +227,7 @@ def xqa(
     _check_sm_count(sm_count, checks.tensor("q", q).device)
     window = checks.integer("sliding_win_size", sliding_win_size)
     pair = None if k_sf_cache is None and v_sf_cache is None else (k_sf_cache, v_sf_cache)
-    sf = None if pair is None else xqa_request.block_scales(pair, kv_layout, k, v)
+    sf = None if pair is None else decode_request.block_scales(pair, kv_layout, k, v)
     if q.dim() < 3 or 0 in q.shape[-2:]:
         raise ArgumentError(f"q must have shape [..., num_qo_heads, head_dim], got {checks.describe(q)}")
     rows = (-1, *q.shape[-2:])
@@ -247,26 +237,17 @@ def xqa(
         raise ArgumentError(
             f"output must have q's shape {tuple(q.shape)}, tokens at equal distances, got {checks.describe(output)}"
         ) from error
-    kv_scale = xqa_request.factor("kv_scale", kv_scale)
-    bmm1_scale = xqa_request.factor("q_scale", q_scale) * kv_scale / math.sqrt(q.shape[-1])
-    bmm2_scale = kv_scale * xqa_request.number("rcp_out_scale", rcp_out_scale)
-    scratch = _two_buffers(checks.tensor("semaphores", semaphores), checks.tensor("workspace_buffer", workspace_buffer))
-    call = xqa_request.Call(
-        q.reshape(rows), k, v, sf, page_table, seq_lens, scratch, bmm1_scale, bmm2_scale,
-        window - 1 if window > 0 else -1, out, sinks, enable_pdl,
-        q_seq_len, mask, q_cu_seq_lens, None, False,
+    kv_scale = decode_request.factor("kv_scale", kv_scale)
+    bmm1_scale = decode_request.factor("q_scale", q_scale) * kv_scale / math.sqrt(q.shape[-1])
+    bmm2_scale = kv_scale * decode_request.number("rcp_out_scale", rcp_out_scale)
+    scratch = decode_request.two_buffers(semaphores, workspace_buffer)
+    problem = decode_request.problem(
+        decode_request.Call(
+            q.reshape(rows), k, v, sf, page_table, seq_lens, scratch, bmm1_scale, bmm2_scale, 1.0,
+            window - 1 if window > 0 else -1, out, sinks, enable_pdl, q_seq_len, mask, q_cu_seq_lens, None, False,
+        )
     )  # fmt: skip
-    run(xqa_request.problem(call))
-
-
-def _two_buffers(semaphores: torch.Tensor, scratch: torch.Tensor) -> Scratch:
-    for name, buffer in (("semaphores", semaphores), ("workspace_buffer", scratch)):
-        if not buffer.is_contiguous() or buffer.data_ptr() % 16:
-            raise ArgumentError(
-                f"{name} must be contiguous and start at a multiple of 16 bytes, got {checks.describe(buffer)}"
-            )
-    buffers = scratch, semaphores
-    return Scratch(buffers, semaphores.data_ptr(), semaphores.nbytes, scratch.data_ptr(), scratch.nbytes)
+    backends.run(problem, backend)
 
 
 def _check_sm_count(sm_count: Any, device: torch.device) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from cute_attn.emulator import using
 from cute_attn.kernels.xqa.host import batch as xqa_batch
-from cute_attn.kernels.xqa.host import runner as xqa_runner
+from cute_attn.kernels.xqa.host import prepared
 from cute_attn.kernels.xqa.host import single as xqa_single
 from cute_attn.problem import Settings
 from cute_attn.runtime.arch import named
@@ -24,10 +24,10 @@ BATCH = decode((40, 3), page_size=4, **heads(4, 2))
 def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Kernels, in the order in which they are loaded."""
     specs: list[Any] = []
-    monkeypatch.setattr(xqa_runner, "load", lambda spec, *where: specs.append(spec))
-    xqa_batch.runner.cache_clear()
+    monkeypatch.setattr(prepared, "load", lambda spec, *where: specs.append(spec))
+    xqa_batch.prepared_kernel.cache_clear()
     yield specs
-    xqa_batch.runner.cache_clear()  # of runners without a kernel
+    xqa_batch.prepared_kernel.cache_clear()  # of runners without a kernel
 
 
 def plan() -> Any:
@@ -49,9 +49,9 @@ def test_a_plan_without_its_kernel_leaves_the_records(monkeypatch: pytest.Monkey
         raise RuntimeError("no kernel")
 
     uploads: list[Any] = []
-    monkeypatch.setattr(xqa_runner, "load", missing)
+    monkeypatch.setattr(prepared, "load", missing)
     monkeypatch.setattr("cute_attn.runtime.staging.Staging.upload", lambda staging, ints: uploads.append(ints))
-    xqa_batch.runner.cache_clear()
+    xqa_batch.prepared_kernel.cache_clear()
     with pytest.raises(RuntimeError, match="no kernel"):
         plan()
     assert not uploads
