@@ -39,8 +39,10 @@ class Backend:
     most_rows: tuple[tuple[int, int], ...] = ()
 
     def slow(self, features: Features, rows: int | None) -> str | None:
-        """Why "auto" passes this backend over though it is able; `rows` as in `choose`. Nobody else has fp8 q."""
-        if features.q_dtype in FP8:
+        """Why "auto" passes this backend over though it is able; `rows` as in `choose`. Only one backend takes fp8 q,
+        and only one reads lengths on the device.
+        """
+        if features.q_dtype in FP8 or features.device_lengths:
             return None
         if rows is not None and rows < self.least_rows:
             return f"{rows} query rows a kv head are fewer than {self.least_rows}"
@@ -97,11 +99,21 @@ class No(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One feature. `asked`: do these features need it? `refused`: backend name -> No; all others have it."""
+    """One feature. `asked`: do these features need it? `refused`: backend name -> No; all others have it. `below`: only
+    GPUs of a lower compute capability lack it.
+    """
 
     feature: str
     asked: Callable[[Features], bool]
     refused: Mapping[str, No] = field(default_factory=dict)
+    below: tuple[int, int] | None = None
+
+    def refusal(self, backend: str, features: Features, capability: tuple[int, int] | None) -> No | None:
+        """Why `backend` does not have it, if these features need it; `capability` None: not on a GPU."""
+        if self.below is not None and (capability is None or capability >= self.below):
+            return None
+        no = self.refused.get(backend)
+        return no if no is not None and self.asked(features) else None
 
 
 _WIDEN = "pass q, k and v as float16 or bfloat16"
@@ -111,6 +123,9 @@ NO_FP8 = No("its matrix instructions take 16-bit types", _WIDEN)
 
 
 _CONVERT = "o_dtype=torch.bfloat16 and a conversion after it"
+
+
+_NO_XQA_TILES = No(f"its tiles are for {XQA_HEAD_DIMS}", 'backend="fa2" in a batch wrapper or a single request')
 
 
 def _always(features: Features) -> bool:
@@ -161,11 +176,22 @@ TABLE = (
     ),
     Row(
         "output of an fp8 dtype",
-        lambda f: f.o_dtype in FP8,
+        lambda f: f.o_dtype in FP8 and not f.device_lengths,
         {
             **dict.fromkeys(("fa3", "fa2"), No("its epilogue writes 16 or 32 bits", _CONVERT)),
             "xqa": No("a plan does not tell the scale of the output", "xqa_batch_decode_with_kv_cache"),
         },
+    ),
+    Row(
+        "output of float8_e4m3fn, lengths on the device",
+        lambda f: f.o_dtype in FP8 and f.device_lengths,
+        dict.fromkeys(("fa3", "fa2"), No("its epilogue writes 16 or 32 bits", "a 16-bit out")),
+    ),
+    Row(
+        "output of float8_e4m3fn, lengths on the device, before compute capability 9.0",
+        lambda f: f.o_dtype in FP8 and f.device_lengths,
+        {"xqa": No("older GPUs run a kernel without that conversion", "a 16-bit out")},
+        below=(9, 0),
     ),
     Row(
         "head dimensions (qk, vo) " + ", ".join(map(str, FA2_HEAD_DIMS)),
@@ -183,13 +209,13 @@ TABLE = (
         lambda f: (f.head_dim_qk, f.head_dim_vo) in NARROW_HEAD_DIMS,
         {
             "fa3": No("its tiles have whole blocks of 32 columns", 'backend="fa2"'),
-            "xqa": No(f"its tiles are for {XQA_HEAD_DIMS}", 'backend="fa2"'),
+            "xqa": _NO_XQA_TILES,
         },
     ),
     Row(
         "head dimensions (qk, vo) (96, 96), (192, 128)",
         lambda f: (f.head_dim_qk, f.head_dim_vo) in ((96, 96), (192, 128)),
-        {"xqa": No(f"its tiles are for {XQA_HEAD_DIMS}", 'backend="fa2"')},
+        {"xqa": _NO_XQA_TILES},
     ),
     Row("any num_qo_heads / num_kv_heads", _always),
     Row(
@@ -229,6 +255,16 @@ TABLE = (
         {"xqa": No("it finds the keys of a batch through page tables", 'backend="fa2"')},
     ),
     Row("batches with paged k and v", lambda f: f.kv_source == "paged"),
+    Row(
+        "lengths and page tables on the device, without a plan (xqa_batch_decode_with_kv_cache)",
+        lambda f: f.device_lengths,
+        dict.fromkeys(("fa3", "fa2"), No("it schedules a batch from lengths on the host", "a batch wrapper")),
+    ),
+    Row(
+        "tree masks of draft tokens",
+        lambda f: f.draft_mask,
+        dict.fromkeys(("fa3", "fa2"), No("its masks cover all keys", "custom_mask of a batch prefill wrapper")),
+    ),
     Row(
         "fixed_split_size, disable_split_kv",
         lambda f: f.own_splits,

@@ -14,7 +14,7 @@ import torch
 from cute_attn.dispatch.capabilities import BACKENDS, BY_NAME, ELSEWHERE, EMULATOR, ROWS_CLASSES, TABLE, Backend
 from cute_attn.emulator import settings
 from cute_attn.errors import LayoutError, NotSupported, Refusal
-from cute_attn.problem import Features, Problem, short
+from cute_attn.problem import Features, Request, short
 from cute_attn.request.checks import describe
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime.arch import Arch
@@ -33,6 +33,8 @@ def chosen(features: Features, backend: str, rows: int) -> Backend:
 
 def rows_class(features: Features, qo_len: int) -> int:
     """The packed query rows of a request as far as any backend asks: the highest `least_rows` that they reach."""
+    if features.device_lengths:
+        return 0  # one backend takes them, however many rows
     rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
     return max(least for least in ROWS_CLASSES if least <= rows)
 
@@ -73,9 +75,10 @@ def reasons_against(backend: Backend, features: Features, arch: Arch | None) -> 
             refusals.append(Refusal(backend.name, f"{features.device.type} tensors", runs_on, instead))
         elif arch.capability < backend.capability or backend.only not in (None, arch.name):
             refusals.append(Refusal(backend.name, arch.name, runs_on, 'backend="reference"'))
+    capability = None if arch is None else arch.capability
     for row in TABLE:
-        if backend.name in row.refused and row.asked(features):
-            refusals.append(Refusal(backend.name, row.feature, *row.refused[backend.name]))
+        if (no := row.refusal(backend.name, features, capability)) is not None:
+            refusals.append(Refusal(backend.name, row.feature, *no))
     return refusals
 
 
@@ -105,13 +108,13 @@ def emulated(features: Features, arch: Arch, qo_len: int | None = None) -> Backe
         raise NotSupported([Refusal(EMULATOR.name, *refusal[1:]) for refusal in err.refusals]) from None
 
 
-def explain(asked: Features | Problem, arch: Arch | None = None, rows: int | None = None) -> str:
+def explain(asked: Features | Request, arch: Arch | None = None, rows: int | None = None) -> str:
     """What "auto" chooses for `asked`, and for every backend why it is chosen, passed over or refused.
 
     `arch` stands for the architecture of a CUDA device; with it, no GPU is needed. `rows`: as for `choose`, of a batch.
     """
-    features = asked.features if isinstance(asked, Problem) else asked
-    if isinstance(asked, Problem):
+    features = asked if isinstance(asked, Features) else asked.features
+    if not isinstance(asked, Features):
         rows = asked.qo_len * (features.num_qo_heads // features.num_kv_heads)
     arch = arch_for(features.device, arch)
     lines = [_title(features, arch)]
@@ -176,6 +179,8 @@ def _title(features: Features, arch: Arch | None) -> str:
                 "kv_block_scales",
                 "sinks",
                 "expanded",
+                "device_lengths",
+                "draft_mask",
             )
         ),
         "" if f.positive_scale else "scale of unknown or negative sign",
