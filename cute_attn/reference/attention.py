@@ -222,9 +222,17 @@ def run(problem: Problem, dtype: torch.dtype = torch.float32, *, round_rotated: 
         v_scale=v_scale,
         compute_dtype=dtype,
     )
-    problem.out.copy_(o.view(problem.out.shape))
+    problem.out.copy_(_saturated(o, problem.out.dtype).view(problem.out.shape))
     if problem.lse is not None:
         problem.lse.copy_(lse.view(problem.lse.shape) * problem.settings.lse_scale)
+
+
+def _saturated(o: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`o` within the range of an 8-bit dtype, as the kernels' conversion; torch's makes NaN of what is beyond."""
+    if dtype.itemsize > 1:
+        return o
+    largest = torch.finfo(dtype).max
+    return o.clamp(-largest, largest)
 
 
 def run_batch(problem: BatchProblem, lengths: BatchLengths) -> None:

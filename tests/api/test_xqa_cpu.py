@@ -139,6 +139,23 @@ def test_pages_past_the_table_are_not_read() -> None:
     assert torch.equal(call(built, seq_lens=longer, block_tables=table), call(built))
 
 
+def test_an_fp8_output_saturates() -> None:
+    built = build(CASE)
+    out = call(built, bmm2_scale=1e6, out=torch.empty(2, 4, 64, dtype=torch.float8_e4m3fn)).float()
+    assert out.isfinite().all()
+    assert out.abs().max() == 448
+
+
+def test_backends() -> None:
+    built = build(CASE)
+    assert torch.equal(call(built, backend="reference"), call(built))
+    for backend in ("xqa", "fa2"):
+        with pytest.raises(NotSupported, match=f"{backend} refuses cpu tensors"):
+            call(built, backend=backend)
+    with pytest.raises(LayoutError, match="backend must be one of"):
+        call(built, backend="trtllm")
+
+
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"query": torch.zeros(2, 4)}, ArgumentError, "query must have shape"),
     ({"query": torch.zeros(2, 4, 64)}, ArgumentError, "query must have dtype"),
