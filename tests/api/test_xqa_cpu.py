@@ -20,6 +20,7 @@ from cute_attn import (
     xqa_batch_decode_with_kv_cache,
 )
 from cute_attn.kernels.xqa.host import prepared
+from cute_attn.request import single as single_request
 from cute_attn.xqa import xqa
 from tests.support.xqa_case import Built, XqaCase, build, random_case
 
@@ -260,6 +261,28 @@ def test_nvfp4_needs_its_scales() -> None:
     k_sf, v_sf = built.arguments["kv_cache_sf"]
     with pytest.raises(ArgumentError, match="k_sf of kv_cache_sf must have shape"):
         call(built, kv_cache_sf=(k_sf[..., :2], v_sf))
+
+
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, two bytes further."""
+    moved = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+    return moved.copy_(x)
+
+
+def test_rows_that_a_gpu_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked at in every call, whatever is remembered of the one before: query is copied, cache and out are refused."""
+    monkeypatch.setattr(single_request, "KERNEL_DEVICES", ("cpu",))
+    built = build(CASE)
+    expected, (k, v) = call(built), built.arguments["kv_cache"]
+    assert torch.equal(call(built, query=shifted(built.arguments["query"])), expected)
+    for changes, name in (
+        ({"kv_cache": (shifted(k), v)}, "k of kv_cache"),
+        ({"kv_cache": (k, shifted(v))}, "v of kv_cache"),
+        ({"out": shifted(expected)}, "out"),
+    ):
+        with pytest.raises(ArgumentError, match=f"{name} must start at a multiple of 16 bytes"):
+            call(built, **changes)
+    assert torch.equal(call(built), expected)
 
 
 def test_no_gradients_and_no_shared_memory() -> None:

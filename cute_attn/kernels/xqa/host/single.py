@@ -52,14 +52,18 @@ class Runner:
         self.settings, self.arch, self.device_index, self.sms = settings, arch, device_index, sms
         self.kernel = functools.cache(self._kernel)
         self.is_few = functools.partial(is_few, features=settings.features)
-        self.records = one_piece(device_index)
+
+    @functools.cached_property
+    def records(self) -> torch.Tensor:
+        """Read by launches of single requests. Decode calls do without: their first may be one that is captured, when
+        nothing can be copied to the device.
+        """
+        return one_piece(self.device_index)
+
+    @functools.cached_property
+    def one_request(self) -> Requests:
         table, length = self.records[:1], self.records[1]
-        self.one_request: Requests = {
-            "table": table.data_ptr(),
-            "table_stride": 1,
-            "seq_lens": length.data_ptr(),
-            "batch": 1,
-        }
+        return {"table": table.data_ptr(), "table_stride": 1, "seq_lens": length.data_ptr(), "batch": 1}
 
     def _kernel(self, qo_len: int, few: bool) -> PreparedKernel:
         spec = choose_spec(self.settings.features, qo_len, few, self.arch)
