@@ -3,7 +3,8 @@
 `Features` holds all that can change which code runs, `Settings` all that repeated calls have in common: they are the
 keys under which selection and preparation are cached. `Problem` adds the tensors and lengths of a single request.
 Batches are planned once and run many times: `Tokens`, `BatchLengths` and `BatchLimits` describe what a plan schedules,
-`BatchPlan` what it leaves for its runs, `BatchProblem` one run.
+`BatchPlan` what it leaves for its runs, `BatchProblem` one run. `DecodeProblem` is a batch without a
+plan, whose lengths stay on the device.
 """
 
 from __future__ import annotations
@@ -40,10 +41,13 @@ class Features(NamedTuple):
     sinks: bool = False
     kv_source: str = "dense"  # dense: a single request | ragged | paged
     expanded: bool = False  # q, k or v has a stride of 0 on an axis longer than 1
-    decode: bool = False  # the same number of query tokens per request, each of which sees the keys up to its own
+    decode: bool = False  # query tokens are the newest of their request, and each sees the keys up to its own. With
+    # ^ lengths on the host, the same number of query tokens per request
     own_splits: bool = False  # fixed_split_size or disable_split_kv: splits depend on the request's own lengths only
     large_cache: bool = False  # paged k or v spans 64 GiB or more
     loose_scales: bool = False  # block scales of a token do not start at a multiple of their size
+    device_lengths: bool = False  # lengths and page tables are on the device, and no plan is made: `DecodeProblem`
+    draft_mask: bool = False  # mask bits say which draft tokens a query token sees
 
 
 class Settings(NamedTuple):
@@ -206,63 +210,55 @@ class BatchPlan:
         self.elements_per_byte = 2 if self.settings.features.kv_block_scales else 1
 
 
+class Scratch(NamedTuple):
+    """Memory of the caller that one launch uses: a counter per CTA, zero before and after, and room for partial
+    results. Both may lie in the same buffer.
+    """
+
+    counter_buffer: torch.Tensor
+    partial_buffer: torch.Tensor
+    counters: int  # addresses
+    partials: int
+    counter_bytes: int
+    partial_bytes: int
+
+
+class DecodeProblem(NamedTuple):
+    """One decode call without a plan. Lengths and page tables are read on the device alone, so that a captured launch
+    may be replayed with others. `features.device_lengths` is set, and `settings.kv_layout` is "NHD".
+    """
+
+    settings: Settings
+    qo_len: int  # query tokens of every request; with `qo_indptr` the most of any
+    q: torch.Tensor  # [num_tokens, num_qo_heads, head_dim]
+    k: torch.Tensor  # [num_pages, page_size, num_kv_heads, head_dim], NVFP4: head_dim / 2; any strides but the last
+    v: torch.Tensor  # like k
+    out: torch.Tensor  # like q
+    lse: torch.Tensor | None  # [num_tokens, num_qo_heads] fp32, base 2
+    block_tables: torch.Tensor  # [batch_size, max_pages] int32
+    seq_lens: torch.Tensor  # [batch_size] int32 or uint32: keys of each request
+    max_kv_len: int  # no request has more keys, whatever `seq_lens` says
+    scratch: Scratch
+    qo_indptr: torch.Tensor | None = None  # [batch_size + 1] int32 or uint32: ragged queries
+    draft_mask: torch.Tensor | None = None  # [num_tokens, words]: bit j of row r says whether r sees draft token j
+    scale_tensors: tuple[torch.Tensor, ...] = ()
+    v_scale_tensor: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    block_scales: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def features(self) -> Features:
+        return self.settings.features
+
+
+Request = Problem | DecodeProblem  # runs without a plan
+
+
 def short(dtype: torch.dtype) -> str:
     """Return the name of a dtype without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
-class XqaFeatures(NamedTuple):
-    """What decides which code runs and how: hashable, free of addresses, strides, and of lengths but q_len."""
-
-    device: torch.device
-    q_dtype: torch.dtype
-    kv_dtype: str  # of `kernels.formats.KV_BITS`
-    o_dtype: torch.dtype
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim: int
-    page_size: int  # tokens
-    q_len: int = 1  # query tokens of every request; with `q_indptr` at most so many
-    tree: bool = False  # mask bits say which draft tokens a row sees
-    window_left: int = -1  # -1: none
-    enable_pdl: bool | None = None
-    kv_layout: str = "NHD"  # of a page
-    paged: bool = True  # or k and v lie in one piece, which is one page
-    lse_scale: float = 1.0  # lse is base 2 times this
-
-
-class Scratch(NamedTuple):
-    """Places in the caller's `buffers`: one counter a CTA (zero before and after), and room for partials."""
-
-    buffers: tuple[torch.Tensor, ...]
-    counters: int  # addresses
-    counter_bytes: int
-    partials: int
-    partial_bytes: int
-
-
-class XqaProblem(NamedTuple):
-    """Tensors and numbers of a call. A scale is a float times, where there is one, a one-element tensor."""
-
-    features: XqaFeatures
-    q: torch.Tensor  # [num_tokens, num_qo_heads, head_dim]; of one token the first axis may lack
-    k: (
-        torch.Tensor
-    )  # [num_pages, page_size, num_kv_heads, head_dim], HND with its middle axes exchanged, of any strides
-    # ^ but the last; NVFP4: head_dim / 2. Without pages the first axis is not there
-    v: torch.Tensor
-    page_table: torch.Tensor  # int32: [batch, max_pages], or with `page_starts` the pages of all requests
-    seq_lens: torch.Tensor  # [batch] int32 or uint32
-    capacity: int  # no request has more keys, whatever `seq_lens` says
-    out: torch.Tensor  # like q
-    scratch: Scratch
-    scale: float = 1.0
-    v_scale: float = 1.0
-    scale_tensors: tuple[torch.Tensor, ...] = ()  # at most two
-    v_scale_tensor: torch.Tensor | None = None
-    block_scales: tuple[torch.Tensor, torch.Tensor] | None = None  # of NVFP4 k and v: e4m3, head_dim / 16
-    sinks: torch.Tensor | None = None  # [num_qo_heads] fp32, natural-log domain
-    q_indptr: torch.Tensor | None = None  # [batch + 1] int32: ragged queries
-    mask: torch.Tensor | None = None  # [num_tokens, words] of 32 bits: bit j of row r: r sees draft token j
-    lse: torch.Tensor | None = None  # [num_tokens, num_qo_heads] fp32
-    page_starts: torch.Tensor | None = None  # [batch] int32: place in `page_table` of each request's first page
+def draft_mask_bytes(qo_len: int) -> int:
+    """Bytes of a row of draft-mask bits: whole 32-bit words."""
+    return -(-qo_len // 32) * 4

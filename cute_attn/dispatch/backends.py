@@ -10,7 +10,7 @@ from cute_attn.dispatch import emulator, reference
 from cute_attn.dispatch.capabilities import Backend
 from cute_attn.dispatch.families import FAMILIES
 from cute_attn.dispatch.select import CACHE_SIZE, choose, chosen, rows_class
-from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Problem, Settings
+from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Request, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 
@@ -21,7 +21,7 @@ IMPLEMENTATIONS: dict[str, Any] = {
 }
 
 
-def run(problem: Problem, backend: str = "auto") -> None:
+def run(problem: Request, backend: str = "auto") -> None:
     """Solve `problem` on `backend`, into its `out` and `lse`."""
     if not isinstance(backend, str):
         choose(problem.features, backend)
@@ -29,13 +29,13 @@ def run(problem: Problem, backend: str = "auto") -> None:
 
 
 @functools.lru_cache(CACHE_SIZE)
-def _prepared(settings: Settings, backend: str, rows: int) -> Callable[[Problem], None]:
+def _prepared(settings: Settings, backend: str, rows: int) -> Callable[[Request], None]:
     return prepare(chosen(settings.features, backend, rows), settings)
 
 
-def prepare(backend: Backend, settings: Settings) -> Callable[[Problem], None]:
+def prepare(backend: Backend, settings: Settings) -> Callable[[Request], None]:
     """What runs single requests of these settings."""
-    run: Callable[[Problem], None] = IMPLEMENTATIONS[backend.name].prepare(settings)
+    run: Callable[[Request], None] = IMPLEMENTATIONS[backend.name].prepare(settings)
     return run
 
 
@@ -53,7 +53,7 @@ def workspace(backend: Backend, settings: Settings, lengths: BatchLengths, limit
     return sizes
 
 
-def launches(backend: Backend, problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
+def launches(backend: Backend, problem: Request, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
     """The kernels and grids of `problem` on a GPU of `arch` with `sms` multiprocessors. Needs no GPU."""
     found: list[tuple[KernelSpec, tuple[int, int, int]]] = IMPLEMENTATIONS[backend.name].launches(problem, arch, sms)
     return found

@@ -36,8 +36,8 @@ class Backend:
 
     def auto_skip_reason(self, features: Features, rows: int | None) -> str | None:
         """Return why "auto" skips this backend although it supports `features`, or None. `rows`: as in `choose`."""
-        if features.q_dtype in FP8:
-            return None  # only one backend supports fp8 q
+        if features.q_dtype in FP8 or features.device_lengths:
+            return None  # only one backend supports fp8 q, and only one lengths on the device
         if rows is not None and rows < self.min_rows:
             return f"{rows} query rows per kv head are fewer than {self.min_rows}"
         if features.kv_dtype.itemsize > self.max_kv_bytes:
@@ -98,6 +98,14 @@ class Capability:
     feature: str
     needed: Callable[[Features], bool]  # tells whether features need it
     unsupported: Mapping[str, Unsupported] = field(default_factory=dict)  # by backend name
+    below: tuple[int, int] | None = None  # only GPUs of a lower compute capability lack it
+
+    def refusal(self, backend: str, features: Features, capability: tuple[int, int] | None) -> Unsupported | None:
+        """Return why `backend` does not support it, if `features` need it. `capability` None: not on a GPU."""
+        if self.below is not None and (capability is None or capability >= self.below):
+            return None
+        unsupported = self.unsupported.get(backend)
+        return unsupported if unsupported is not None and self.needed(features) else None
 
 
 _WIDEN = "pass q, k and v as float16 or bfloat16"
@@ -107,6 +115,11 @@ NO_FP8 = Unsupported("its matrix instructions take 16-bit types", _WIDEN)
 
 
 _CONVERT = "o_dtype=torch.bfloat16 and a conversion after it"
+
+
+_NO_XQA_TILES = Unsupported(
+    f"its tiles are for {XQA_HEAD_DIMS}", 'backend="fa2" in a batch wrapper or a single request'
+)
 
 
 def _always(features: Features) -> bool:
@@ -161,11 +174,22 @@ CAPABILITIES = (
     ),
     Capability(
         "output of an fp8 dtype",
-        lambda f: f.o_dtype in FP8,
+        lambda f: f.o_dtype in FP8 and not f.device_lengths,
         {
             **dict.fromkeys(("fa3", "fa2"), Unsupported("its epilogue writes 16 or 32 bits", _CONVERT)),
             "xqa": Unsupported("a plan does not tell the scale of the output", "xqa_batch_decode_with_kv_cache"),
         },
+    ),
+    Capability(
+        "output of float8_e4m3fn, lengths on the device",
+        lambda f: f.o_dtype in FP8 and f.device_lengths,
+        dict.fromkeys(("fa3", "fa2"), Unsupported("its epilogue writes 16 or 32 bits", "a 16-bit out")),
+    ),
+    Capability(
+        "output of float8_e4m3fn, lengths on the device, before compute capability 9.0",
+        lambda f: f.o_dtype in FP8 and f.device_lengths,
+        {"xqa": Unsupported("older GPUs run a kernel without that conversion", "a 16-bit out")},
+        below=(9, 0),
     ),
     Capability(
         "head dimensions (qk, vo) " + ", ".join(map(str, FA2_HEAD_DIMS)),
@@ -184,13 +208,13 @@ CAPABILITIES = (
         lambda f: (f.head_dim_qk, f.head_dim_vo) in NARROW_HEAD_DIMS,
         {
             "fa3": Unsupported("its tiles have whole blocks of 32 columns", 'backend="fa2"'),
-            "xqa": Unsupported(f"its tiles are for {XQA_HEAD_DIMS}", 'backend="fa2"'),
+            "xqa": _NO_XQA_TILES,
         },
     ),
     Capability(
         "head dimensions (qk, vo) (96, 96), (192, 128)",
         lambda f: (f.head_dim_qk, f.head_dim_vo) in ((96, 96), (192, 128)),
-        {"xqa": Unsupported(f"its tiles are for {XQA_HEAD_DIMS}", 'backend="fa2"')},
+        {"xqa": _NO_XQA_TILES},
     ),
     Capability("any num_qo_heads / num_kv_heads", _always),
     Capability(
@@ -232,6 +256,18 @@ CAPABILITIES = (
         {"xqa": Unsupported("it finds the keys of a batch through page tables", 'backend="fa2"')},
     ),
     Capability("batches with paged k and v", lambda f: f.kv_source == "paged"),
+    Capability(
+        "lengths and page tables on the device, without a plan (xqa_batch_decode_with_kv_cache)",
+        lambda f: f.device_lengths,
+        dict.fromkeys(("fa3", "fa2"), Unsupported("it schedules a batch from lengths on the host", "a batch wrapper")),
+    ),
+    Capability(
+        "tree masks of draft tokens",
+        lambda f: f.draft_mask,
+        dict.fromkeys(
+            ("fa3", "fa2"), Unsupported("its masks cover all keys", "custom_mask of a batch prefill wrapper")
+        ),
+    ),
     Capability(
         "fixed_split_size, disable_split_kv",
         lambda f: f.own_splits,

@@ -14,7 +14,7 @@ from cute_attn.emulator import adapter, settings
 from cute_attn.emulator.errors import LaunchFault
 from cute_attn.errors import ArgumentError
 from cute_attn.kernels.host.batch import Batches, Repeat, Tensors
-from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Problem, Settings
+from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DecodeProblem, Request, Scratch, Settings
 from cute_attn.request import single as single_request
 from cute_attn.runtime import counters
 from cute_attn.runtime.arch import TYPICAL_SMS, Arch, named
@@ -26,14 +26,14 @@ from cute_attn.schedule import batch as batch_schedule
 OUTPUTS = ("out", "lse", "workspace")
 
 
-def launches(problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
+def launches(problem: Request, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
     """What the emulated backend launches."""
     family = FAMILIES[select.emulated(problem.features, arch, problem.qo_len).name]
     found: list[tuple[KernelSpec, tuple[int, int, int]]] = family.single.launches(problem, arch, sms)
     return found
 
 
-def prepare(problem_settings: Settings) -> Callable[[Problem], None]:
+def prepare(problem_settings: Settings) -> Callable[[Request], None]:
     return Emulated(problem_settings)
 
 
@@ -70,9 +70,9 @@ class Emulated:
 
     def __init__(self, problem_settings: Settings) -> None:
         self.settings = problem_settings
-        self.runners: dict[tuple[str, int, str], Callable[[Problem], None]] = {}
+        self.runners: dict[tuple[str, int, str], Callable[[Request], None]] = {}
 
-    def __call__(self, problem: Problem) -> None:
+    def __call__(self, problem: Request) -> None:
         arch, sms = _machine()
         name = select.emulated(self.settings.features, arch, problem.qo_len).name
         run = self.runners.get((arch.name, sms, name))
@@ -105,7 +105,7 @@ class EmulatedPlan:
         return shown
 
 
-def _placed(problem: Problem) -> Problem:
+def _placed(problem: Request) -> Request:
     """As normalisation leaves a problem on a GPU: q is copied if its rows are not aligned, k and v must be."""
     for name in ("k", "v", "out"):
         if not single_request.aligned(getattr(problem, name)):
@@ -116,7 +116,7 @@ def _placed(problem: Problem) -> Problem:
 
 
 @contextlib.contextmanager
-def _visible(problem: Problem | BatchProblem, kept: Any) -> Iterator[None]:
+def _visible(problem: Request | BatchProblem, kept: Any) -> Iterator[None]:
     """The tensors of a problem, the counters, and what a runner or plan keeps on the device: `records`, which launches
     read, and `counters`, which they leave as they found them: at zero.
     """
@@ -124,6 +124,9 @@ def _visible(problem: Problem | BatchProblem, kept: Any) -> Iterator[None]:
     inputs |= _tensors("records", getattr(kept, "records", None))
     shared = (counters.of_device(CPU, kind).memory for kind in (counters.TICKETS, counters.ARRIVALS))
     memory = [*shared, *_tensors("", getattr(kept, "counters", None)).values()]
+    if isinstance(problem, DecodeProblem):
+        in_scratch, outputs["partials"] = _scratch(problem.scratch)
+        memory.append(in_scratch)
     counted = {f"counters {i}": counter for i, counter in enumerate(memory)}
     try:
         with adapter.visible({**inputs, **counted}, {**outputs, **counted}):
@@ -136,13 +139,27 @@ def _visible(problem: Problem | BatchProblem, kept: Any) -> Iterator[None]:
             counter.zero_()  # of a launch that did not come to its end
 
 
-def _roles(problem: Problem | BatchProblem) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _roles(problem: Request | BatchProblem) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Tensors that kernels may only read, and those that they write."""
     inputs: dict[str, torch.Tensor] = {}
     outputs: dict[str, torch.Tensor] = {}
     for name, value in zip(problem._fields, problem, strict=True):
-        (outputs if name in OUTPUTS else inputs).update(_tensors(name, value))
+        if name != "scratch":
+            (outputs if name in OUTPUTS else inputs).update(_tensors(name, value))
     return inputs, outputs
+
+
+def _scratch(scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Counters and partial results of a decode call."""
+    return (
+        _bytes_at(scratch.counter_buffer, scratch.counters, scratch.counter_bytes),
+        _bytes_at(scratch.partial_buffer, scratch.partials, scratch.partial_bytes),
+    )
+
+
+def _bytes_at(buffer: torch.Tensor, address: int, num_bytes: int) -> torch.Tensor:
+    start = address - buffer.data_ptr()
+    return buffer.reshape(-1).view(torch.uint8)[start : start + num_bytes]
 
 
 def _tensors(name: str, value: Any) -> dict[str, torch.Tensor]:

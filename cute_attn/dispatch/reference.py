@@ -6,19 +6,19 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Problem, Settings
+from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Request, Settings
 from cute_attn.reference import attention as reference
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 
 
-def launches(problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
+def launches(problem: Request, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
     """None: torch runs it."""
     return []
 
 
-def prepare(settings: Settings) -> Callable[[Problem], None]:
-    return reference.run
+def prepare(settings: Settings) -> Callable[..., None]:
+    return reference.run_decode if settings.features.device_lengths else reference.run
 
 
 def workspace(settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:

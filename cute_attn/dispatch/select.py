@@ -14,7 +14,7 @@ import torch
 from cute_attn.dispatch.capabilities import BACKENDS, BY_NAME, CAPABILITIES, ELSEWHERE, EMULATOR, ROWS_CLASSES, Backend
 from cute_attn.emulator import settings
 from cute_attn.errors import LayoutError, NotSupported, Refusal
-from cute_attn.problem import Features, Problem, short
+from cute_attn.problem import Features, Request, short
 from cute_attn.request.checks import describe
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime.arch import Arch
@@ -35,6 +35,8 @@ def rows_class(features: Features, qo_len: int) -> int:
     """Return the largest threshold of `ROWS_CLASSES` up to the packed query rows of a request: no backend tells more
     apart, and the cache of `chosen` stays small.
     """
+    if features.device_lengths:
+        return 0  # one backend takes them, however many rows
     rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
     return max(least for least in ROWS_CLASSES if least <= rows)
 
@@ -75,9 +77,10 @@ def reasons_against(backend: Backend, features: Features, arch: Arch | None) -> 
             refusals.append(Refusal(backend.name, f"{features.device.type} tensors", runs_on, instead))
         elif arch.capability < backend.capability or backend.only not in (None, arch.name):
             refusals.append(Refusal(backend.name, arch.name, runs_on, 'backend="reference"'))
-    for capability in CAPABILITIES:
-        if backend.name in capability.unsupported and capability.needed(features):
-            refusals.append(Refusal(backend.name, capability.feature, *capability.unsupported[backend.name]))
+    compute_capability = None if arch is None else arch.capability
+    for row in CAPABILITIES:
+        if (unsupported := row.refusal(backend.name, features, compute_capability)) is not None:
+            refusals.append(Refusal(backend.name, row.feature, *unsupported))
     return refusals
 
 
@@ -108,7 +111,7 @@ def emulated(features: Features, arch: Arch, qo_len: int | None = None) -> Backe
         raise NotSupported([Refusal(EMULATOR.name, *refusal[1:]) for refusal in err.refusals]) from None
 
 
-def explain(asked: Features | Problem, arch: Arch | None = None, rows: int | None = None) -> str:
+def explain(asked: Features | Request, arch: Arch | None = None, rows: int | None = None) -> str:
     """Explain what "auto" chooses, and for every backend why it is chosen, skipped or refused.
 
     Parameters
@@ -122,8 +125,8 @@ def explain(asked: Features | Problem, arch: Arch | None = None, rows: int | Non
     -------
     A title line, then one line per backend and, indented, the reasons of refusals.
     """
-    features = asked.features if isinstance(asked, Problem) else asked
-    if isinstance(asked, Problem):
+    features = asked if isinstance(asked, Features) else asked.features
+    if not isinstance(asked, Features):
         rows = asked.qo_len * (features.num_qo_heads // features.num_kv_heads)
     arch = arch_for(features.device, arch)
     lines = [_title(features, arch)]
@@ -190,6 +193,8 @@ def _title(features: Features, arch: Arch | None) -> str:
                 "kv_block_scales",
                 "sinks",
                 "expanded",
+                "device_lengths",
+                "draft_mask",
             )
         ),
         "" if f.positive_scale else "scale of unknown or negative sign",

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 import torch
 
-from cute_attn.problem import BatchLengths, BatchProblem, Problem
+from cute_attn.problem import BatchLengths, BatchProblem, DecodeProblem, Problem
 from cute_attn.request import page_ids
+from cute_attn.request.bit_packing import packbits
 
 LOG2E = math.log2(math.e)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of codes 0..7; bit 3 is the sign
@@ -221,9 +222,17 @@ def run(problem: Problem, dtype: torch.dtype = torch.float32, *, round_rotated: 
         v_scale=v_scale,
         compute_dtype=dtype,
     )
-    problem.out.copy_(o.view(problem.out.shape))
+    problem.out.copy_(_saturated(o, problem.out.dtype).view(problem.out.shape))
     if problem.lse is not None:
         problem.lse.copy_(lse.view(problem.lse.shape) * problem.settings.lse_scale)
+
+
+def _saturated(o: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`o` within the range of an 8-bit dtype, as the kernels' conversion; torch's makes NaN of what is beyond."""
+    if dtype.itemsize > 1:
+        return o
+    largest = torch.finfo(dtype).max
+    return o.clamp(-largest, largest)
 
 
 def run_batch(problem: BatchProblem, lengths: BatchLengths) -> None:
@@ -253,6 +262,48 @@ def run_batch(problem: BatchProblem, lengths: BatchLengths) -> None:
             None if scales is None else (keys.of(scales[0]), keys.of(scales[1])),
         )
         run(request)
+
+
+def run_decode(problem: DecodeProblem) -> None:
+    """Solve every request of `problem` like `run`, after reading the lengths."""
+    settings, qo_len = problem.settings, problem.qo_len
+    kv_lens = problem.seq_lens.to(torch.int64).clamp(max=problem.max_kv_len).tolist()
+    bounds = [i * qo_len for i in range(len(kv_lens) + 1)]
+    if problem.qo_indptr is not None:
+        bounds = problem.qo_indptr.to(torch.int64).tolist()
+    for i, kv_len in enumerate(kv_lens):
+        rows = slice(bounds[i], bounds[i + 1])
+        num_pages = -(-kv_len // settings.page_size)
+        keys = _Pages(problem.block_tables[i, :num_pages].long(), kv_len, settings.kv_layout)
+        scales = problem.block_scales
+        request = Problem(
+            settings,
+            rows.stop - rows.start,
+            kv_len,
+            problem.q[rows],
+            keys.of(problem.k),
+            keys.of(problem.v),
+            problem.out[rows],
+            None if problem.lse is None else problem.lse[rows],
+            None if problem.draft_mask is None else _packed_mask(problem.draft_mask[rows], kv_len),
+            problem.scale_tensors,
+            problem.v_scale_tensor,
+            problem.sinks,
+            block_scales=None if scales is None else (keys.of(scales[0]), keys.of(scales[1])),
+        )
+        run(request)
+
+
+def _packed_mask(draft_mask: torch.Tensor, kv_len: int) -> torch.Tensor:
+    """`Problem.packed_mask` of a request's draft mask. Bit j of its row r says whether r sees draft token j, which is
+    key kv_len - qo_len + j; keys before the draft are visible to all.
+    """
+    qo_len, words = draft_mask.shape
+    bits = unpack_mask(draft_mask.contiguous().view(torch.uint8).flatten(), qo_len, 8 * words * draft_mask.itemsize)
+    keep = torch.ones(qo_len, kv_len, dtype=torch.bool, device=draft_mask.device)
+    start = max(0, kv_len - qo_len)
+    keep[:, start:] = bits[:, start - (kv_len - qo_len) : qo_len]
+    return packbits(keep.flatten(), "little")
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.problem import BatchPlan, BatchProblem, Features, MemoryRange, OperandLayout, Settings
 from cute_attn.request import checks
 from cute_attn.request import single as single_request
+from cute_attn.request.caches import is_large
 from cute_attn.request.settings import IMMUTABLE, MIN_SCALE
 
 CACHE_SIZE = 256  # settings of a plan's runs: more than the scales of a model's layers
-LARGE_CACHE = 64 << 30  # bytes of keys, or of values
 
 
 class RunArguments(NamedTuple):
@@ -217,16 +217,12 @@ def _check_layout(plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Te
             f"k and v must agree in all axes but the last, got {checks.describe(k)} and {checks.describe(v)}"
         )
     steps = (stride * x.element_size() for x in (q, k, v) for stride in single_request.outer_strides(x))
-    expanded, large = single_request.expanded(q, k, v), f.kv_source == "paged" and (_is_large(k) or _is_large(v))
+    expanded, large = single_request.expanded(q, k, v), f.kv_source == "paged" and (is_large(k) or is_large(v))
     if expanded or large:
         plan.check_supported(f._replace(expanded=expanded, large_cache=large))
     readable = not any(step % single_request.ALIGNMENT for step in steps) and (q.stride(-1) == 1 or q.shape[-1] == 1)
     of_q, of_k, of_v = (stop - start for start, stop in map(checks.extent, (q, k, v)))
     return OperandLayout(readable, (of_q, of_k, of_v))
-
-
-def _is_large(x: torch.Tensor) -> bool:
-    return x.shape[0] * x.stride(0) * x.element_size() >= LARGE_CACHE
 
 
 def _check_cache_shape(plan: BatchPlan, name: str, x: torch.Tensor, width: int) -> None:

@@ -10,6 +10,7 @@ from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.request import checks
 from cute_attn.request.settings import KV_LAYOUTS
 
+LARGE_CACHE = 64 << 30  # bytes of keys, or of values
 BITS_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # values are moved as bits: every dtype can be
 
 
@@ -50,3 +51,8 @@ def _cache_view(name: str, cache: torch.Tensor, kv_layout: str) -> torch.Tensor:
     if view.shape[1] == 0:
         raise ArgumentError(f"{name} must have a page_size >= 1, got {checks.describe(cache)}")
     return view
+
+
+def is_large(x: torch.Tensor) -> bool:
+    """Do the pages of k or v span 64 GiB or more?"""
+    return x.shape[0] * x.stride(0) * x.element_size() >= LARGE_CACHE

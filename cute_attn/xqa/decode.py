@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 
+from cute_attn.dispatch import backends
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal
-from cute_attn.kernels.xqa.host import runner as xqa_runner
-from cute_attn.problem import Scratch, XqaProblem
-from cute_attn.reference import xqa as xqa_reference
 from cute_attn.request import checks
-from cute_attn.request import xqa as xqa_request
+from cute_attn.request import decode as decode_request
 from cute_attn.runtime.arch import multiprocessors
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -40,6 +38,7 @@ def xqa_batch_decode_with_kv_cache(
     *,
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
+    backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of the newest token or tokens of every request over its paged cache.
 
@@ -51,40 +50,55 @@ def xqa_batch_decode_with_kv_cache(
         out = bmm2_scale * o_scale * sum_j exp(z) v_j / (sum_j exp(z) + exp(sink))       (fp8 out: divided by o_scale)
         lse = log2(sum_j exp(z) + exp(sink))
 
-    whatever the dtype of the cache. A row sees the keys up to its own position, or what `mask` says, and of those the
-    window's. Rows that see nothing are 0. Everything that may change between replays of a CUDA graph is read on the
-    device: query, cache, block_tables, seq_lens, scale tensors, sinks, mask, q_cu_seq_lens. No gradients are computed.
+    whatever the dtype of the cache. A row sees the keys up to its own position, or what `mask` says, and of those only
+    the keys inside the window. A row that sees no key has out 0 and lse -inf (with a sink: lse = sink * log2(e)).
+    Query head h reads kv head h // (num_qo_heads // num_kv_heads).
+
+    On a GPU one launch solves all requests. It reads everything that may change between replays of a CUDA graph on the
+    device: query, cache, block_tables, seq_lens, scale tensors, sinks, mask, q_cu_seq_lens. CPU tensors run on the
+    torch reference, which reads lengths on the host. No gradients are computed.
 
     Parameters
     ----------
     query : `[num_tokens, num_qo_heads, head_dim]`, float16 or bfloat16; num_tokens = batch_size * q_len_per_req, or
-        what q_cu_seq_lens says.
+        what q_cu_seq_lens says. `num_qo_heads` must be a multiple of `num_kv_heads`. Any strides; a last axis without
+        unit stride, or rows that are not 16-byte aligned on a GPU, cost a copy. head_dim on a GPU: 64, 128 or 256.
     kv_cache : a pair of `[num_pages, page_size, num_kv_heads, head_dim]` ("NHD") or `[num_pages, num_kv_heads,
         page_size, head_dim]` ("HND"), or one tensor with an axis of 2 (keys, values), or 1 (both are the same), after
-        the first. Any page size; any strides with 1 on the last axis. query's dtype, float8_e4m3fn, float8_e5m2, or
-        uint8: NVFP4, two e2m1 numbers a byte, low bits first, head_dim / 2 bytes.
-    workspace_buffer : of any dtype, on query's device; 8 MiB for semaphores, which must be 0 before the first use and
-        are left 0, and a few MiB for partial results. Not for two streams at once.
+        the first. Any page size; any strides with 1 on the last axis; on a GPU rows must be 16-byte aligned. query's
+        dtype, float8_e4m3fn, float8_e5m2, or uint8: NVFP4, two e2m1 numbers per byte, low bits first, head_dim / 2
+        bytes.
+    workspace_buffer : of any dtype, contiguous, 16-byte aligned, on query's device; 8 MiB for semaphores, which must be
+        0 before the first use and are left 0, and a few MiB for partial results. Not for two streams at once. Neither
+        CPU tensors nor `backend="reference"` use it.
     block_tables : int32 `[batch_size, max_pages]`, the pages of each request in order. What lies past a request's last
-        page is not read.
-    seq_lens : int32 or uint32 `[batch_size]`, keys of each request, the query tokens' own included.
-    max_seq_len : an upper bound of seq_lens. Nothing is sized by it.
-    bmm1_scale, bmm2_scale : numbers, or floating-point tensors of one element, read by the kernel.
-    window_left : >= 0: a row sees that many keys before its position, and its own. Negative: no window.
+        page is not read. Page numbers are not checked.
+    seq_lens : int32 or uint32 `[batch_size]` or `[batch_size, 1]`, keys of each request in tokens, those of the query
+        tokens included. More than max_pages * page_size count as that many.
+    max_seq_len : an upper bound of seq_lens, in tokens. Nothing is sized by it.
+    bmm1_scale, bmm2_scale : finite numbers, or floating-point tensors of one element; a tensor on the GPU is read by
+        the kernel, without synchronisation. Default 1: bmm1_scale holds 1 / sqrt(head_dim) as well.
+    window_left : >= 0: a row sees that many keys before its position, and its own. Negative (default): no window.
     out : written and returned: query's shape, or `[batch_size, q_len_per_req, num_qo_heads, head_dim]`; float16,
-        bfloat16 or float8_e4m3fn (saturated). Default: a new tensor of query's dtype.
+        bfloat16 or float8_e4m3fn (saturated; on a GPU from compute capability 9.0). Unit stride on the last axis, rows
+        16-byte aligned on a GPU, no memory in common with query and cache. Default: a new tensor of query's dtype.
     sinks : floating-point, num_qo_heads elements, natural-log domain, not scaled: one more term of the denominator.
-    kv_layout : "NHD" or "HND".
+    kv_layout : "NHD" (default) or "HND", of kv_cache and kv_cache_sf.
     enable_pdl : False: no programmatic dependent launch. None or True: where the GPU has it (9.0 and later).
-    q_len_per_req : query tokens of every request, or the most of any with q_cu_seq_lens.
-    o_scale : a positive number, see above.
-    mask : bits of 16 or 32-bit words, for each query token a row of 32 * ceil(q_len_per_req / 32): bit j (least
-        significant first) is set if it sees key seq_len - q_len + j. Default: causal.
-    kv_cache_sf : block scales of an NVFP4 cache: like kv_cache with head_dim / 16 e4m3 numbers (or their bits).
+    q_len_per_req : query tokens of every request, or the most of any with q_cu_seq_lens. Default, and None: 1.
+    o_scale : a positive number, see above. Default, and None: 1.
+    mask : bits in words of 16 or 32 bits (uint16, int16, uint32, int32), for each query token a row of
+        32 * ceil(q_len_per_req / 32): bit j (least significant first) is set if it sees key seq_len - q_len + j. Keys
+        before those are visible. Default: causal.
+    kv_cache_sf : block scales of an NVFP4 cache, and of no other: like kv_cache with head_dim / 16 e4m3 numbers (or
+        their bits), one per 16 elements, not interleaved.
     q_cu_seq_lens : int32 or uint32 `[batch_size + 1]`: query tokens of request i are rows q_cu_seq_lens[i] to
         q_cu_seq_lens[i + 1], at most q_len_per_req of them.
-    lse : written instead of a new tensor: contiguous float32 `[num_tokens, num_qo_heads]`.
+    lse : written instead of a new tensor: contiguous float32 `[num_tokens, num_qo_heads]`. Written also without
+        `return_lse`.
     return_lse : return `(out, lse)`.
+    backend : "auto" (XQA on a GPU, the reference on the CPU), "xqa", "reference" or "emulator" (CPU tensors on a GPU's
+        kernel). `cute_attn.explain` tells why other backends refuse.
 
     Returns
     -------
@@ -93,8 +107,12 @@ def xqa_batch_decode_with_kv_cache(
 
     Raises
     ------
-    ArgumentError (a ValueError), ArgumentTypeError (a TypeError), LayoutError (a KeyError: `kv_layout`), WorkspaceError
-    (a RuntimeError: workspace_buffer is too small), NotSupported (a NotImplementedError: no kernel for this head_dim).
+    ArgumentError (a ValueError: shape, dtype, device or value; one that is a RuntimeError, too, where head counts or
+    head dimensions do not match), ArgumentTypeError (a TypeError), LayoutError (a KeyError: `kv_layout`, `backend`),
+    WorkspaceError (a RuntimeError: workspace_buffer is too small for this GPU; it names the bytes needed), NotSupported
+    (a NotImplementedError that lists why no backend takes the problem: on a GPU other head_dims, float8_e4m3fn out
+    before compute capability 9.0, caches that span 64 GiB or more, block scales of a token that do not start at a
+    multiple of their size).
 
     Examples
     --------
@@ -107,34 +125,24 @@ def xqa_batch_decode_with_kv_cache(
     torch.Size([2, 32, 128])
     """
     checks.integer("max_seq_len", max_seq_len)
-    k, v = xqa_request.cache(kv_cache, kv_layout)
-    sf = None if kv_cache_sf is None else xqa_request.block_scales(kv_cache_sf, kv_layout, k, v)
-    call = xqa_request.Call(
-        query, k, v, sf, block_tables, seq_lens, xqa_request.workspace(workspace_buffer), bmm1_scale, bmm2_scale,
-        window_left, out, sinks, enable_pdl, q_len_per_req, mask, q_cu_seq_lens, lse, return_lse,
+    k, v = decode_request.cache(kv_cache, kv_layout)
+    sf = None if kv_cache_sf is None else decode_request.block_scales(kv_cache_sf, kv_layout, k, v)
+    scratch, o_scale = decode_request.workspace(workspace_buffer), decode_request.number("o_scale", o_scale)
+    problem = decode_request.problem(
+        decode_request.Call(  # by position: keywords would cost 1 us
+            query, k, v, sf, block_tables, seq_lens, scratch, bmm1_scale, bmm2_scale, o_scale, window_left, out, sinks,
+            enable_pdl, q_len_per_req, mask, q_cu_seq_lens, lse, return_lse,
+        )
     )  # fmt: skip
-    problem = xqa_request.problem(call)
-    o_scale = xqa_request.number("o_scale", o_scale)
-    if problem.features.o_dtype != torch.float8_e4m3fn:
-        problem = problem._replace(v_scale=checks.real("bmm2_scale * o_scale", problem.v_scale * o_scale))
-    run(problem)
+    backends.run(problem, backend)
     result = out
     if result is None:
-        per_request = problem.features.q_len > 1 and q_cu_seq_lens is None
-        result = problem.out.unflatten(0, (-1, problem.features.q_len)) if per_request else problem.out
+        per_request = problem.qo_len > 1 and q_cu_seq_lens is None
+        result = problem.out.unflatten(0, (-1, problem.qo_len)) if per_request else problem.out
     if return_lse:
         assert problem.lse is not None
         return result, problem.lse
     return result
-
-
-def run(problem: XqaProblem) -> None:
-    if problem.q.shape[0] == 0:
-        return
-    if problem.q.device.type == "cpu":
-        xqa_reference.run(problem)
-    else:
-        xqa_runner.run(problem)
 
 
 def trtllm_batch_decode_with_kv_cache(
@@ -165,11 +173,29 @@ def trtllm_batch_decode_with_kv_cache(
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`xqa_batch_decode_with_kv_cache` under the name that serving engines call, "HND" by default; out keeps query's
-    rank 3.
+    """Decode under the name that serving engines call: `xqa_batch_decode_with_kv_cache`, where formulas, shapes, dtypes
+    and units are described, with the differences below.
 
-    `cum_seq_lens_q` with `max_q_len` are q_cu_seq_lens and q_len_per_req. Refused: NVFP4 output (out_dtype "nvfp4",
-    o_sf_scale, o_sf_vec_size) and backends other than "auto" and "xqa".
+    Parameters
+    ----------
+    query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,
+    enable_pdl, q_len_per_req, o_scale, mask, kv_cache_sf, lse, return_lse : as there, with the same defaults.
+    out : as there. Default: a new tensor of query's shape (rank 3, for several query tokens per request as well).
+    out_dtype : float16, bfloat16 or float8_e4m3fn, of the new out; with a given one it must be its dtype. Default:
+        query's. NVFP4 output (a string, as "nvfp4") is refused.
+    o_sf_scale, o_sf_vec_size : belong to NVFP4 output; refused unless None.
+    sinks : as there, or a list of one such tensor.
+    kv_layout : "HND" (default) or "NHD".
+    backend : "auto" or "xqa", which mean the same.
+    max_q_len, cum_seq_lens_q : ragged queries, given together: q_len_per_req and q_cu_seq_lens of the function above.
+
+    Returns
+    -------
+    out, as given, else `[num_tokens, num_qo_heads, head_dim]`; with `return_lse` the pair of it and the base-2 lse.
+
+    Raises
+    ------
+    As `xqa_batch_decode_with_kv_cache`; LayoutError for another `backend`, NotSupported for NVFP4 output.
     """
     checks.choice("backend", backend, ("auto", "xqa"))
     if o_sf_scale is not None or o_sf_vec_size is not None or isinstance(out_dtype, str):
@@ -219,15 +245,55 @@ def xqa(
     q_cu_seq_lens: torch.Tensor | None = None,
     k_sf_cache: torch.Tensor | None = None,
     v_sf_cache: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> None:
-    """The low-level form: writes `output`.
+    """Decode over a paged cache in the low-level form: writes `output` and returns nothing.
 
-    logits = q_scale * kv_scale / sqrt(head_dim) * q.k, output = kv_scale * rcp_out_scale * softmax(logits) v, for
-    every dtype. A beam axis of 1 in q and output is dropped. `semaphores` (uint32) must be 0 before their first use;
-    `workspace_buffer` is scratch. `sliding_win_size` counts the row's own key, 0 is no window. `sm_count` None or the
-    device's: the grid takes all of them.
+    For key j and one head, in the natural-log domain::
+
+        z = q_scale * kv_scale / sqrt(head_dim) * q.k_j
+        z = -inf                       where the row does not see key j
+        output = kv_scale * rcp_out_scale * sum_j exp(z) v_j / (sum_j exp(z) + exp(sink))
+
+    for every dtype, so that scales of 1 are ordinary attention. Positions, visibility, CUDA graphs and what is read on
+    the device: as in `xqa_batch_decode_with_kv_cache`.
+
+    Parameters
+    ----------
+    q : `[batch_size, 1, num_qo_heads, head_dim]`, `[batch_size, 1, q_seq_len, num_qo_heads, head_dim]`, or without the
+        beam axis of 1; with q_cu_seq_lens `[num_tokens, num_qo_heads, head_dim]`. float16 or bfloat16. On a GPU
+        head_dim is 64, 128 or 256.
+    k_cache, v_cache : `[num_pages, page_size, num_kv_heads, head_dim]` ("NHD") or `[num_pages, num_kv_heads, page_size,
+        head_dim]` ("HND"); dtypes and strides as of kv_cache there.
+    page_table : int32 `[batch_size, max_pages]`.
+    seq_lens : int32 or uint32 `[batch_size]` or `[batch_size, 1]`, keys of each request in tokens, those of the query
+        tokens included.
+    output : written: as many elements as q in the same order, tokens at equal distances; float16, bfloat16 or
+        float8_e4m3fn (saturated; on a GPU from compute capability 9.0). No memory in common with q and the caches.
+    workspace_buffer : scratch of any dtype, contiguous and 16-byte aligned: a few MiB for partial results.
+    semaphores : of any dtype, contiguous and 16-byte aligned, a few KiB; 0 before the first use, and left 0. Neither
+        buffer may serve two streams at once.
+    num_kv_heads, page_size : must be those of k_cache.
+    sinks : floating-point, num_qo_heads elements, natural-log domain, not scaled. Default: none.
+    q_scale, kv_scale : finite numbers, or floating-point tensors of one element; a tensor on the GPU is read by the
+        kernel. Default 1.
+    sliding_win_size : keys that a row sees, its own included; 0 (default): no window.
+    kv_layout : "NHD" (default) or "HND".
+    sm_count : None, or the number of multiprocessors of the device: the grid takes all of them.
+    enable_pdl : False: no programmatic dependent launch. None or True: where the GPU has it (9.0 and later).
+    rcp_out_scale : a positive number, the reciprocal of the output's scale. Default 1.
+    q_seq_len : query tokens of every request, or the most of any with q_cu_seq_lens. Default 1.
+    mask : bits of draft tokens, as there. Default: causal.
+    q_cu_seq_lens : int32 or uint32 `[batch_size + 1]`: bounds of each request's query tokens. Default: equally many.
+    k_sf_cache, v_sf_cache : block scales of NVFP4 caches, given together: like the caches with head_dim / 16 e4m3
+        numbers (or their bits).
+    backend : as there.
+
+    Raises
+    ------
+    As `xqa_batch_decode_with_kv_cache`. WorkspaceError: workspace_buffer or semaphores are too small for this GPU.
     """
-    k, v = xqa_request.cache((k_cache, v_cache), kv_layout)
+    k, v = decode_request.cache((k_cache, v_cache), kv_layout)
     given = checks.integer("num_kv_heads", num_kv_heads), checks.integer("page_size", page_size)
     if (k.shape[2], k.shape[1]) != given:
         raise ArgumentError(
@@ -237,7 +303,7 @@ def xqa(
     _check_sm_count(sm_count, checks.tensor("q", q).device)
     window = checks.integer("sliding_win_size", sliding_win_size)
     pair = None if k_sf_cache is None and v_sf_cache is None else (k_sf_cache, v_sf_cache)
-    sf = None if pair is None else xqa_request.block_scales(pair, kv_layout, k, v)
+    sf = None if pair is None else decode_request.block_scales(pair, kv_layout, k, v)
     if q.dim() < 3 or 0 in q.shape[-2:]:
         raise ArgumentError(f"q must have shape [..., num_qo_heads, head_dim], got {checks.describe(q)}")
     rows = (-1, *q.shape[-2:])
@@ -247,26 +313,17 @@ def xqa(
         raise ArgumentError(
             f"output must have q's shape {tuple(q.shape)}, tokens at equal distances, got {checks.describe(output)}"
         ) from error
-    kv_scale = xqa_request.factor("kv_scale", kv_scale)
-    bmm1_scale = xqa_request.factor("q_scale", q_scale) * kv_scale / math.sqrt(q.shape[-1])
-    bmm2_scale = kv_scale * xqa_request.number("rcp_out_scale", rcp_out_scale)
-    scratch = _two_buffers(checks.tensor("semaphores", semaphores), checks.tensor("workspace_buffer", workspace_buffer))
-    call = xqa_request.Call(
-        q.reshape(rows), k, v, sf, page_table, seq_lens, scratch, bmm1_scale, bmm2_scale,
-        window - 1 if window > 0 else -1, out, sinks, enable_pdl,
-        q_seq_len, mask, q_cu_seq_lens, None, False,
+    kv_scale = decode_request.factor("kv_scale", kv_scale)
+    bmm1_scale = decode_request.factor("q_scale", q_scale) * kv_scale / math.sqrt(q.shape[-1])
+    bmm2_scale = kv_scale * decode_request.number("rcp_out_scale", rcp_out_scale)
+    scratch = decode_request.two_buffers(semaphores, workspace_buffer)
+    problem = decode_request.problem(
+        decode_request.Call(
+            q.reshape(rows), k, v, sf, page_table, seq_lens, scratch, bmm1_scale, bmm2_scale, 1.0,
+            window - 1 if window > 0 else -1, out, sinks, enable_pdl, q_seq_len, mask, q_cu_seq_lens, None, False,
+        )
     )  # fmt: skip
-    run(xqa_request.problem(call))
-
-
-def _two_buffers(semaphores: torch.Tensor, scratch: torch.Tensor) -> Scratch:
-    for name, buffer in (("semaphores", semaphores), ("workspace_buffer", scratch)):
-        if not buffer.is_contiguous() or buffer.data_ptr() % 16:
-            raise ArgumentError(
-                f"{name} must be contiguous and start at a multiple of 16 bytes, got {checks.describe(buffer)}"
-            )
-    buffers = scratch, semaphores
-    return Scratch(buffers, semaphores.data_ptr(), semaphores.nbytes, scratch.data_ptr(), scratch.nbytes)
+    backends.run(problem, backend)
 
 
 def _check_sm_count(sm_count: Any, device: torch.device) -> None:

@@ -62,5 +62,6 @@ def test_every_row_of_the_table_is_asked() -> None:
     scaled = cases[0]._replace(per_head_scales=True)
     fp8 = scaled._replace(q_dtype=torch.float8_e4m3fn, o_dtype=torch.float8_e5m2, head_dim_qk=96, head_dim_vo=96)
     strides = cases[0]._replace(expanded=True, large_cache=True, loose_scales=True)
+    drafts = cases[0]._replace(device_lengths=True, draft_mask=True, o_dtype=torch.float8_e4m3fn)
     for row in capabilities.CAPABILITIES:
-        assert any(row.needed(case) for case in (*cases, scaled, fp8, strides)), row.feature
+        assert any(row.needed(case) for case in (*cases, scaled, fp8, strides, drafts)), row.feature

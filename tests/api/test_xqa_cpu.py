@@ -19,7 +19,8 @@ from cute_attn import (
     trtllm_batch_decode_with_kv_cache,
     xqa_batch_decode_with_kv_cache,
 )
-from cute_attn.kernels.xqa.host import runner as xqa_runner
+from cute_attn.kernels.xqa.host import prepared
+from cute_attn.request import single as single_request
 from cute_attn.xqa import xqa
 from tests.support.xqa_case import Built, XqaCase, build, random_case
 
@@ -139,13 +140,30 @@ def test_pages_past_the_table_are_not_read() -> None:
     assert torch.equal(call(built, seq_lens=longer, block_tables=table), call(built))
 
 
+def test_an_fp8_output_saturates() -> None:
+    built = build(CASE)
+    out = call(built, bmm2_scale=1e6, out=torch.empty(2, 4, 64, dtype=torch.float8_e4m3fn)).float()
+    assert out.isfinite().all()
+    assert out.abs().max() == 448
+
+
+def test_backends() -> None:
+    built = build(CASE)
+    assert torch.equal(call(built, backend="reference"), call(built))
+    for backend in ("xqa", "fa2"):
+        with pytest.raises(NotSupported, match=f"{backend} refuses cpu tensors"):
+            call(built, backend=backend)
+    with pytest.raises(LayoutError, match="backend must be one of"):
+        call(built, backend="trtllm")
+
+
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"query": torch.zeros(2, 4)}, ArgumentError, "query must have shape"),
     ({"query": torch.zeros(2, 4, 64)}, ArgumentError, "query must have dtype"),
     ({"query": torch.zeros(3, 4, 64).bfloat16()}, ArgumentError, "batch_size \\* q_len_per_req = 2 \\* 1"),
     ({"query": torch.zeros(2, 3, 64).bfloat16()}, RuntimeArgumentError, "multiple of num_kv_heads"),
-    ({"query": torch.zeros(2, 4, 64).half()}, ArgumentError, "kv_cache must have dtype"),
-    ({"query": torch.zeros(2, 4, 32).bfloat16()}, ArgumentError, "head_dim 32"),
+    ({"query": torch.zeros(2, 4, 64).half()}, ArgumentError, "k and v must have dtype float16"),
+    ({"query": torch.zeros(2, 4, 32).bfloat16()}, ArgumentError, "same head dimension, got 32 and 64"),
     ({"query": None}, ArgumentTypeError, "query must be a torch.Tensor"),
     ({"kv_cache": None}, ArgumentTypeError, "kv_cache must be a tensor or a tuple"),
     ({"kv_cache": torch.zeros(3, 3, 16, 2, 64).bfloat16()}, ArgumentError, "num_pages, 2"),
@@ -166,7 +184,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"out": torch.zeros(2, 4, 32).bfloat16()}, ArgumentError, "out must have shape"),
     ({"out": torch.zeros(2, 4, 128).bfloat16()[..., ::2]}, ArgumentError, "stride 1 on its last axis"),
     ({"lse": torch.zeros(2, 4).double()}, ArgumentError, "lse must have dtype"),
-    ({"sinks": torch.zeros(5)}, ArgumentError, "num_qo_heads = 4 elements"),
+    ({"sinks": torch.zeros(5)}, ArgumentError, r"sinks must have shape \[num_qo_heads\] = \(4,\)"),
     ({"mask": torch.zeros(2, 1, 1, dtype=torch.uint16)}, ArgumentError, "2 rows of 2 words"),
     ({"mask": torch.zeros(2, 1, 2)}, ArgumentError, "mask must have dtype"),
     ({"q_cu_seq_lens": torch.zeros(2, dtype=torch.int32)}, ArgumentError, "q_cu_seq_lens must have shape"),
@@ -245,6 +263,28 @@ def test_nvfp4_needs_its_scales() -> None:
         call(built, kv_cache_sf=(k_sf[..., :2], v_sf))
 
 
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, two bytes further."""
+    moved = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+    return moved.copy_(x)
+
+
+def test_rows_that_a_gpu_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked at in every call, whatever is remembered of the one before: query is copied, cache and out are refused."""
+    monkeypatch.setattr(single_request, "KERNEL_DEVICES", ("cpu",))
+    built = build(CASE)
+    expected, (k, v) = call(built), built.arguments["kv_cache"]
+    assert torch.equal(call(built, query=shifted(built.arguments["query"])), expected)
+    for changes, name in (
+        ({"kv_cache": (shifted(k), v)}, "k of kv_cache"),
+        ({"kv_cache": (k, shifted(v))}, "v of kv_cache"),
+        ({"out": shifted(expected)}, "out"),
+    ):
+        with pytest.raises(ArgumentError, match=f"{name} must start at a multiple of 16 bytes"):
+            call(built, **changes)
+    assert torch.equal(call(built), expected)
+
+
 def test_no_gradients_and_no_shared_memory() -> None:
     built = build(CASE)
     query = built.arguments["query"].clone().requires_grad_()
@@ -257,8 +297,8 @@ def test_no_gradients_and_no_shared_memory() -> None:
 @pytest.mark.parametrize("ctas", [1, 2, 78, 132, 264, 396, 528])
 def test_lines_take_the_units_evenly_and_leave_few_ctas_idle(ctas: int) -> None:
     for units in range(1, 140):
-        lines = xqa_runner.line_count(units, ctas)
+        lines = prepared.line_count(units, ctas)
         assert units % lines == 0
         assert ctas % lines <= ctas / 32
-    assert xqa_runner.line_count(8, 132) == 8
-    assert xqa_runner.line_count(8, 528) == 8
+    assert prepared.line_count(8, 132) == 8
+    assert prepared.line_count(8, 528) == 8

@@ -165,6 +165,55 @@ def test_what_xqa_refuses_fa2_takes(asked: dict[str, Any]) -> None:
         select.choose(DECODE._replace(**asked), "xqa", HOPPER)
 
 
+ON_DEVICE = DECODE._replace(device_lengths=True)
+
+
+@pytest.mark.parametrize("asked", [{}, {"kv_dtype": BF16}, {"draft_mask": True}, {"sinks": True, "expanded": True}])
+def test_lengths_on_the_device_are_for_xqa(asked: dict[str, Any]) -> None:
+    """However many rows and whatever the dtype of the keys: only XQA reads them there."""
+    features = ON_DEVICE._replace(**asked)
+    for arch in map(named, ARCHS):
+        assert select.choose(features, arch=arch) is select.choose(features, "xqa", arch) is XQA
+        assert select.choose(features, arch=arch, rows=1000) is XQA
+    assert select.rows_class(features, 1000) == 0
+    assert select.choose(features._replace(device=torch.device("cpu"))) is REFERENCE
+    for name in ("fa2", "fa3"):
+        with pytest.raises(
+            NotSupported, match=f"{name} refuses lengths and page tables on the device.*a batch wrapper"
+        ):
+            select.choose(features, name, HOPPER)
+
+
+def test_explain_of_lengths_on_the_device() -> None:
+    lines = explain(ON_DEVICE._replace(kv_dtype=BF16, draft_mask=True), HOPPER, rows=1000).splitlines()
+    assert lines[0].endswith("paged batch; device_lengths; draft_mask")
+    assert "  xqa: chosen" in lines
+    assert "  fa2: refused" in lines
+    assert sum("tree masks of draft tokens" in line for line in lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"head_dim_qk": 96, "head_dim_vo": 96}, "xqa refuses head dimensions.*64, 128 and 256"),
+        ({"large_cache": True}, "xqa refuses paged k or v that span 64 GiB"),
+        ({"loose_scales": True}, "xqa refuses block scales"),
+    ],
+)
+def test_what_no_gpu_takes_of_lengths_on_the_device(asked: dict[str, Any], words: str) -> None:
+    with pytest.raises(NotSupported, match=words):
+        select.choose(ON_DEVICE._replace(**asked), arch=HOPPER)
+
+
+def test_fp8_output_needs_a_plan_less_call_and_compute_capability_9() -> None:
+    features = ON_DEVICE._replace(o_dtype=E4M3)
+    assert select.choose(features, arch=HOPPER) is XQA
+    with pytest.raises(NotSupported, match=r"xqa refuses output of float8_e4m3fn.* before compute capability 9\.0"):
+        select.choose(features, arch=AMPERE)
+    with pytest.raises(NotSupported, match="xqa_batch_decode_with_kv_cache"):
+        select.choose(features._replace(device_lengths=False), "xqa", HOPPER)
+
+
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("kv_source", ["dense", "ragged", "paged"])
 def test_fa2_takes_nvfp4(kv_source: str, head_dims: tuple[int, int]) -> None:

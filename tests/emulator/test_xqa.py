@@ -4,44 +4,48 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 import torch
 
-from cute_attn import emulator, xqa_batch_decode_with_kv_cache
-from cute_attn.emulator import EmulatorError, adapter
+from cute_attn import NotSupported, emulator, xqa_batch_decode_with_kv_cache
+from cute_attn.dispatch import emulator as emulator_backend
+from cute_attn.emulator import EmulatorError
+from cute_attn.emulator.errors import LaunchFault
 from cute_attn.emulator.machine import Schedule
-from cute_attn.kernels.xqa.host import runner as xqa_runner
-from cute_attn.problem import XqaProblem
-from cute_attn.runtime.arch import named
-from cute_attn.xqa import decode as xqa_decode
-from tests.support.xqa_case import XqaCase, build, random_case
+from cute_attn.kernels.xqa import tiles
+from cute_attn.kernels.xqa.host import single
+from cute_attn.problem import DecodeProblem
+from cute_attn.request.decode import COUNTER_BYTES
+from cute_attn.xqa import xqa
+from tests.support.xqa_case import Built, XqaCase, build, random_case
 from tests.support.xqa_producer import Producer
 
 WORKSPACE_BYTES = 10 << 20
 SCHEDULES = ("eager", "delayed", "adversarial")
+MANY = 1 << 30
+
+
+def decode(built: Built) -> tuple[torch.Tensor, torch.Tensor]:
+    """The public call on the emulator, with rubbish where partial results will be."""
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8)
+    workspace[COUNTER_BYTES:] = 0xFF
+    arguments = built.arguments | {"workspace_buffer": workspace, "backend": "emulator"}
+    out, lse = xqa_batch_decode_with_kv_cache(**arguments)
+    assert not workspace[:COUNTER_BYTES].any()
+    return out, lse
 
 
 def solve(case: XqaCase, arch: str, sms: int, schedule: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """ "" if the kernel of `arch` solves the case on a GPU of so many SMs, else what is wrong."""
-
-    def run(problem: XqaProblem) -> None:
-        inputs = {n: t for n, t in problem._asdict().items() if isinstance(t, torch.Tensor)}
-        outputs = {n: inputs.pop(n) for n in ("out", "lse") if n in inputs}
-        pairs = {f"scales {i}": t for i, t in enumerate((*(problem.block_scales or ()), *problem.scale_tensors))}
-        scratch = {f"buffer {i}": t for i, t in enumerate(problem.scratch.buffers)}
-        with adapter.visible(inputs | pairs | scratch, outputs | scratch):
-            spec = xqa_runner.choose_spec(problem.features, case.seed % 2 == 0, named(arch))
-            xqa_runner.Runner(problem.features, named(arch), sms, spec)(problem)
-
-    monkeypatch.setattr(xqa_decode, "run", run)
+    """ "" if the kernel of `arch` solves the case on a GPU of so many SMs, else what is wrong. Kernels for few and for
+    many requests take turns."""
+    monkeypatch.setattr(tiles, "FEW", MANY if case.seed % 2 == 0 else 0)
     built = build(case)
-    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8)
-    workspace[8 << 20 :] = 0xFF
-    with emulator.using(arch, schedule=Schedule(schedule, case.seed)):
-        out, lse = xqa_batch_decode_with_kv_cache(**(built.arguments | {"workspace_buffer": workspace}))
-    dirty = bool(workspace[: 8 << 20].any())
-    return "semaphores are not zero again" if dirty else built.check(out, lse)
+    with emulator.using(arch, sms=sms, schedule=Schedule(schedule, case.seed)) as emulation:
+        out, lse = decode(built)
+    assert [record.spec["kernel"] for record in emulation.records] == ["xqa"] * bool(out.shape[0])  # one launch
+    return built.check(out, lse)
 
 
 @pytest.mark.emulator
@@ -91,35 +95,75 @@ def produced(kv: str, lengths: tuple[int, ...], broken: bool, monkeypatch: pytes
     """The kernel as a dependent launch of one that writes what it reads; `broken`: it does not wait."""
     scale = 0.002 if kv == "nvfp4" else None
     built = build(XqaCase(lengths, kv=kv, heads=(2, 1), head_dim=64, device_scales=True, bmm1_scale=scale))
+    solve_problem, roles = single.Runner.decode, emulator_backend._roles
 
-    def run(problem: XqaProblem) -> None:
-        named_tensors = {str(i): t for i, t in enumerate(flat(problem))}
-        with adapter.visible(named_tensors, named_tensors):
-            producer = Producer(built, "sm_90a", 2)
-            producer.spoil()
-            producer.write()
-            producer.check()
-            spec = xqa_runner.choose_spec(problem.features, True, named("sm_90a"))
-            xqa_runner.Runner(problem.features, named("sm_90a"), 2, spec)(problem)
+    def after_producer(runner: single.Runner, problem: DecodeProblem) -> None:
+        producer = Producer(built, "sm_90a", 2)
+        producer.spoil()
+        producer.write()
+        producer.check()
+        solve_problem(runner, problem)
+
+    def all_written(problem: DecodeProblem) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        inputs, outputs = roles(problem)
+        return inputs | outputs, inputs | outputs
 
     def rewrite(ptx: str) -> str:
         return ptx.replace("griddepcontrol.wait;", "") if broken else ptx
 
-    monkeypatch.setattr(xqa_decode, "run", run)
-    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8)
-    with emulator.using("sm_90a", rewrite=rewrite):
-        out, lse = xqa_batch_decode_with_kv_cache(**(built.arguments | {"workspace_buffer": workspace}))
-    return built.check(out, lse)
-
-
-def flat(problem: XqaProblem) -> list[torch.Tensor]:
-    parts = [x if isinstance(x, tuple) else (x,) for x in (*problem[1:], problem.scratch.buffers)]
-    return [x for part in parts for x in part if isinstance(x, torch.Tensor)]
+    monkeypatch.setattr(single.Runner, "decode", after_producer)
+    monkeypatch.setattr(emulator_backend, "_roles", all_written)
+    with emulator.using("sm_90a", sms=2, rewrite=rewrite):
+        return built.check(*decode(built))
 
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("kv", ["bf16", "e4m3", "nvfp4"])
 def test_waits_for_the_launch_before(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert produced(kv, (40, 1), False, monkeypatch) == ""
+    monkeypatch.undo()
     with pytest.raises(EmulatorError, match=r"before griddepcontrol\.wait"):
         produced(kv, (40, 1), True, monkeypatch)
+
+
+@pytest.mark.emulator
+def test_the_low_level_form() -> None:
+    """Counters and partial results in a buffer each, and a window that counts the row's own key."""
+    built = build(XqaCase((90, 7), kv="e4m3", heads=(2, 1), head_dim=64, window_left=40, bmm1_scale=1 / 8))
+    a = built.arguments
+    output, (k, v) = torch.zeros_like(a["query"]), a["kv_cache"]
+    semaphores = torch.zeros(64, dtype=torch.uint32)
+    scratch = torch.full((1 << 20,), 0xFF, dtype=torch.uint8)
+    with emulator.using("sm_90a", sms=3) as emulation:
+        xqa(
+            a["query"], k, v, a["block_tables"], a["seq_lens"], output, scratch, semaphores, 1, 16,
+            sliding_win_size=41, backend="emulator",
+        )  # fmt: skip
+    assert len(emulation.records) == 1
+    assert not semaphores.view(torch.int32).any()
+    assert built.check(output, None) == ""
+
+
+@pytest.mark.emulator
+def test_counters_that_do_not_start_at_zero() -> None:
+    built = build(XqaCase((900,), kv="e4m3", heads=(2, 1), head_dim=64))
+    dirty = torch.ones(WORKSPACE_BYTES, dtype=torch.uint8)
+    with emulator.using("sm_90a", sms=3), pytest.raises(LaunchFault, match="left its counters at"):
+        xqa_batch_decode_with_kv_cache(**built.arguments | {"workspace_buffer": dirty, "backend": "emulator"})
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    ("changes", "kernels", "arch", "feature"),
+    [
+        ({}, "fa2", "sm_90a", "lengths and page tables on the device"),
+        ({}, "fa3", "sm_90a", "lengths and page tables on the device"),
+        ({"q_len": 2, "mask": True}, "fa2", "sm_90a", "tree masks"),
+        ({"head_dim": 96}, "auto", "sm_90a", "head dimensions"),
+        ({"out": "e4m3"}, "auto", "sm_80", "before compute capability 9.0"),
+    ],
+)
+def test_what_a_gpu_refuses(changes: dict[str, Any], kernels: str, arch: str, feature: str) -> None:
+    built = build(dataclasses.replace(XqaCase((9,), heads=(2, 1), head_dim=64), **changes))
+    with emulator.using(arch, kernels=kernels), pytest.raises(NotSupported, match=feature):
+        decode(built)

@@ -15,7 +15,7 @@ from cute_attn import NotSupported, single_decode_with_kv_cache
 from cute_attn.dispatch.emulator import EmulatedPlan
 from cute_attn.emulator import Schedule, using
 from cute_attn.emulator.settings import Emulation
-from cute_attn.request import batch_run
+from cute_attn.request import caches
 from cute_attn.wrappers import run_cache
 from tests.support import batch_case, case
 from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads
@@ -183,7 +183,7 @@ def test_caches_that_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         planned = batch_case.wrapper(batch, backend="emulator")
         planned.plan(**batch_case.plan_arguments(batch, inputs))
         with monkeypatch.context() as patch:
-            patch.setattr(batch_run, "LARGE_CACHE", inputs.kv[0][0].nbytes)
+            patch.setattr(caches, "LARGE_CACHE", inputs.kv[0][0].nbytes)
             with pytest.raises(NotSupported, match="emulator refuses paged k or v that span 64 GiB"):
                 planned.run(inputs.q, *inputs.kv, kv_cache_sf=inputs.kv_cache_sf)
         loose = tuple(

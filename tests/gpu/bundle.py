@@ -16,9 +16,8 @@ import torch
 
 from cute_attn.kernels.fa2.host import single as fa2_single
 from cute_attn.kernels.programs import program
-from cute_attn.kernels.xqa.host import runner as xqa_runner
-from cute_attn.kernels.xqa.host.variant import xqa_features
-from cute_attn.problem import Settings, XqaFeatures
+from cute_attn.kernels.xqa.host.variant import choose_spec, is_few
+from cute_attn.problem import Features
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import Arch, named
 from cute_attn.runtime.spec import KernelSpec
@@ -48,23 +47,24 @@ def xqa_kernels(random: int, arch: Arch) -> list[KernelSpec]:
     for first in range(0, random, wrappers.CHUNK):
         batches += itertools.islice(random_batches(first, 3000, 12), wrappers.CHUNK)
     for batch in batches:
-        settings = Settings(batch_features(batch, CUDA)._replace(sinks=False), page_size=batch.page_size)
-        asked_for = xqa_features(settings, batch.qo_lens[0] if batch.qo_lens else 1)
-        specs[xqa_runner.choose_spec(asked_for, xqa_runner.few(len(batch.kv_lens), asked_for), arch)] = None
+        of_batch = batch_features(batch, CUDA)
+        qo_len = batch.qo_lens[0] if batch.qo_lens else 1
+        specs[choose_spec(of_batch, qo_len, is_few(len(batch.kv_lens), of_batch), arch)] = None
     for single in wrappers.SINGLE:
-        asked_for = xqa_features(Settings(features(single, CUDA)), 1)
-        specs[xqa_runner.choose_spec(asked_for, xqa_runner.few(1, asked_for), arch)] = None
+        of_single = features(single, CUDA)
+        specs[choose_spec(of_single, 1, is_few(1, of_single), arch)] = None
     return list(specs)
 
 
 def function_kernel(case: XqaCase, arch: Arch) -> KernelSpec:
-    q_dtype, kv_dtype = DTYPES[case.q], DTYPES[case.kv]
-    narrow = "nvfp4" if case.kv == "nvfp4" else str(kv_dtype).removeprefix("torch.")
-    asked = XqaFeatures(
-        *(CUDA, q_dtype, "" if kv_dtype == q_dtype else narrow, DTYPES[case.out] if case.out else q_dtype),
-        *(*case.heads, case.head_dim, case.page_size, case.q_len, case.mask),
+    q_dtype = DTYPES[case.q]
+    asked = Features(
+        *(CUDA, q_dtype, DTYPES[case.kv], DTYPES[case.out] if case.out else q_dtype),
+        *(*case.heads, case.head_dim, case.head_dim),
+        kv_block_scales=case.kv == "nvfp4",
+        draft_mask=case.mask,
     )
-    return xqa_runner.choose_spec(asked, xqa_runner.few(len(case.seq_lens), asked), arch)
+    return choose_spec(asked, case.q_len, is_few(len(case.seq_lens), asked), arch)
 
 
 def main() -> None:

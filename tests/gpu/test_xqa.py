@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cute_attn import xqa_batch_decode_with_kv_cache
-from cute_attn.request.xqa import COUNTER_BYTES
+from cute_attn.request.decode import COUNTER_BYTES
 from cute_attn.runtime.arch import for_device
 from tests.gpu import marks
 from tests.support.matrix import poisoned_memory

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from cute_attn.kernels.host.load import load
-from cute_attn.runtime.launch import CPU, current_stream
+from cute_attn.emulator.adapter import EmulatedLaunch
+from cute_attn.runtime import artifacts
+from cute_attn.runtime.launch import CPU, Launch, current_stream
 from cute_attn.runtime.spec import KernelSpec, Program
 from tests.support.xqa_case import Built
 
@@ -20,10 +22,17 @@ class ProducerSpec(KernelSpec):
     kernel: ClassVar[str] = "producer"
     needs_mma: ClassVar[bool] = False
 
-    def program(self, arch: str) -> Program:
-        from tests.support.producer_kernel import ProducerProgram
 
-        return ProducerProgram()
+def program(spec: KernelSpec, arch: str) -> Program:
+    from tests.support.producer_kernel import ProducerProgram
+
+    return ProducerProgram()
+
+
+@functools.cache
+def load(arch: str, device_index: int, pdl: bool) -> Launch:
+    artifact = artifacts.get(ProducerSpec(), arch, program)
+    return EmulatedLaunch(artifact, pdl=pdl) if device_index == CPU else Launch(artifact, device_index, pdl=pdl)
 
 
 class Producer:
@@ -68,5 +77,5 @@ class Producer:
 
     def _fire(self, rows: torch.Tensor, pauses: int, dependent: bool) -> None:
         index = CPU if rows.device.type == "cpu" else rows.device.index
-        launch = load(ProducerSpec(), self.arch, index, dependent)
+        launch = load(self.arch, index, dependent)
         launch.fire((rows.data_ptr(), pauses), (len(rows), 1, 1), current_stream(index))

@@ -1,40 +1,28 @@
-"""From what an attention call or plan asks for to the decode kernel's own terms (`cute_attn.xqa`)."""
+"""Which decode kernel runs a request."""
 
 from __future__ import annotations
 
 from cute_attn.kernels.host.features import kv_dtype
-from cute_attn.kernels.xqa.host import runner as xqa_runner
-from cute_attn.problem import Features, Settings, XqaFeatures
+from cute_attn.kernels.xqa import tiles
+from cute_attn.kernels.xqa.spec import XqaSpec
+from cute_attn.problem import Features, short
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 
-__all__ = ["ONE_PIECE", "specs", "xqa_features"]
 
-ONE_PIECE = 1 << 30  # tokens of the only page of keys that lie in one piece: more than any request has
+def is_few(batch_size: int, features: Features) -> bool:
+    """Few pairs of a request and a kv head: each is cut into many parts."""
+    return batch_size * features.num_kv_heads <= tiles.FEW
 
 
-def xqa_features(settings: Settings, q_len: int) -> XqaFeatures:
-    f = settings.features
-    paged = f.kv_source == "paged"
-    return XqaFeatures(
-        f.device,
-        f.q_dtype,
-        kv_dtype(f),
-        f.o_dtype,
-        f.num_qo_heads,
-        f.num_kv_heads,
-        f.head_dim_qk,
-        settings.page_size if paged else ONE_PIECE,
-        q_len,
-        window_left=settings.window_left,
-        enable_pdl=settings.enable_pdl,
-        kv_layout=settings.kv_layout,
-        paged=paged,
-        lse_scale=settings.lse_scale,
-    )
+def choose_spec(features: Features, qo_len: int, few: bool, arch: Arch) -> XqaSpec:
+    """The kernel for `qo_len` query tokens per request; `few` as `is_few` says."""
+    f = features
+    rows = qo_len * (f.num_qo_heads // f.num_kv_heads)
+    types = short(f.q_dtype), kv_dtype(f), short(f.o_dtype)
+    return tiles.choose(*types, f.head_dim_qk, rows, f.draft_mask, few, arch)
 
 
 def specs(features: Features, arch: Arch) -> list[KernelSpec]:
     """Every kernel that calls of one query token and of these features may need."""
-    asked = xqa_features(Settings(features), 1)
-    return list(dict.fromkeys(xqa_runner.choose_spec(asked, few, arch) for few in (True, False)))
+    return list(dict.fromkeys(choose_spec(features, 1, few, arch) for few in (True, False)))
