@@ -295,10 +295,10 @@ def test_no_gradients_and_no_shared_memory() -> None:
 
 
 @pytest.mark.parametrize("ctas", [1, 2, 78, 132, 264, 396, 528])
-def test_lines_take_the_units_evenly_and_leave_few_ctas_idle(ctas: int) -> None:
+def test_cta_groups_take_the_units_evenly_and_leave_few_ctas_idle(ctas: int) -> None:
     for units in range(1, 140):
-        lines = prepared.line_count(units, ctas)
-        assert units % lines == 0
-        assert ctas % lines <= ctas / 32
-    assert prepared.line_count(8, 132) == 8
-    assert prepared.line_count(8, 528) == 8
+        groups = prepared.cta_group_count(units, ctas)
+        assert units % groups == 0
+        assert ctas % groups <= ctas / 32
+    assert prepared.cta_group_count(8, 132) == 8
+    assert prepared.cta_group_count(8, 528) == 8

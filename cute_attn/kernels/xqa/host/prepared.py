@@ -35,8 +35,8 @@ class PreparedKernel:
         self.spec, self.arch, self.device_index = spec, arch, device_index
         units = f.num_kv_heads * count_row_blocks(qo_len * (f.num_qo_heads // f.num_kv_heads), spec)
         num_ctas = ctas(spec, sms, room)
-        lines = line_count(units, num_ctas)
-        self.grid = (lines, num_ctas // lines, 1)
+        cta_groups = cta_group_count(units, num_ctas)
+        self.grid = (cta_groups, num_ctas // cta_groups, 1)
         self.counter_bytes = 4 * num_ctas
         self.partial_bytes = 0 if num_ctas == 1 else partial_bytes(spec) * num_ctas
         self.pdl = arch.pdl and settings.enable_pdl is not False
@@ -65,6 +65,6 @@ def partial_bytes(spec: XqaSpec) -> int:
 
 
 @functools.cache
-def line_count(units: int, ctas: int) -> int:
-    """Lines that the units are spread over: as many as leave only few CTAs without a share."""
+def cta_group_count(units: int, ctas: int) -> int:
+    """Number of CTA groups that share the units evenly: as many as leave only few CTAs idle."""
     return max(n for n in range(1, units + 1) if units % n == 0 and ctas % n <= ctas * IDLE)
