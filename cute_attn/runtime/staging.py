@@ -148,6 +148,6 @@ class Staging:
         capacity = self._device_buffer.numel()
         if self._fixed and ints > capacity:
             raise RuntimeArgumentError(
-                f"plan() of a wrapper with CUDA graphs must need at most the {capacity} int32 numbers of its first plan, "
-                f"got {ints}"
+                f"plan() of a wrapper with CUDA graphs must need at most the {capacity} int32 numbers of its first "
+                f"plan, got {ints}"
             )
