@@ -18,12 +18,11 @@ import torch
 from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.batch import TileShape, schedule
-from perf.bench import save
+from perf.bench import publish
 from perf.harness import Call
 from perf.machine import command_line, environment, why_no_gpu
 from perf.makespan import DECODE, PREFILL, lengths_of, quality, random_batches
 from perf.overhead import host_time
-from perf.report import markdown
 
 REQUESTS = 256
 BATCHES = 300  # per phase, whose makespans are simulated
@@ -90,7 +89,7 @@ def makespans(count: int) -> dict[str, dict[str, list[float]]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m perf.plan", description=__doc__)
-    parser.add_argument("--out", type=Path, help="write the record here, as JSON")
+    parser.add_argument("--out", type=Path, help="JSON file for the record")
     parser.add_argument(
         "--batches", type=int, default=BATCHES, help=f"number of simulated batches per phase (default {BATCHES})"
     )
@@ -102,9 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "makespan": makespans(options.batches),
         "overhead": host_times(device),
     }
-    if options.out:
-        save(record, options.out)
-    print(markdown(record))
+    publish(record, options.out)
     return 0
 
 
