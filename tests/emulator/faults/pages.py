@@ -1,4 +1,4 @@
-"""Faults of how the Hopper kernel brings keys and values in."""
+"""Faults in the loads of keys and values of the Hopper kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GATHERED = (
         GATHER,
     ),
     Fault(
-        "a warp's first lane does not wait for the others",
+        "a warp's first lane does not wait for the other lanes",
         "fa3/parts/gathered_kv.py",
         "        sm90.fence_async()\n        ptx.sync_warp()\n",
         "        sm90.fence_async()\n",
@@ -25,7 +25,7 @@ GATHERED = (
         IN_STEP,
     ),
     Fault(
-        "a copy may still be under way",
+        "a copy may still be in flight",
         "fa3/parts/gathered_kv.py",
         "ptx.cp_async_wait(0)",
         "ptx.cp_async_wait(1)",
@@ -39,63 +39,63 @@ GATHERED = (
         GATHER,
     ),
     Fault(
-        "a row too many is copied",
+        "one row too many is copied",
         "fa3/parts/gathered_kv.py",
         "left = self.kv_end - (token - lane + row)",
         "left = self.kv_end - (token - lane + row) + Int32(1)",
         GATHER,
     ),
     Fault(
-        "every second pass has the swizzle of the first",
+        "every second pass uses the swizzle of the first",
         "fa3/parts/gathered_kv.py",
         "destination = shared ^ Int32(ROWS_PER_PASS * CHUNK) if i % 2 else shared",
         "destination = shared",
         GATHER,
     ),
     Fault(
-        "half a line counts as a whole one",
+        "half a line counts as a full one",
         "fa3/parts/gathered_kv.py",
         "part = size if whole else ptx.select(chunk < rows.chunks - line * 8, size, Int32(0))",
         "part = size",
         chosen("fa3", "test_gathered_pages and d96x96"),
     ),
     Fault(
-        "page numbers past the last are read",
+        "page ids past the last one are read",
         "fa3/parts/gathered_kv.py",
         "exists = cutlass.and_(row < self.warp_rows, token < self.kv_end)",
         "exists = row < self.warp_rows",
         GATHER,
     ),
     Fault(
-        "the next lane's page",
+        "a row is copied from the next lane's page",
         "fa3/parts/gathered_kv.py",
         "source = ptx.shuffle_address(address, row + Int32(ROWS_PER_PASS * i))",
         "source = ptx.shuffle_address(address, (row + Int32(ROWS_PER_PASS * i + 1)) & 31)",
         GATHER,
     ),
     Fault(
-        "only the first barrier hears of a step's copies",
+        "copies arrive only at the first barrier of a step",
         "fa3/parts/gathered_kv.py",
         "for i in cutlass.range_constexpr(len(barriers)):",
         "for i in cutlass.range_constexpr(1):",
         GATHER,
     ),
     Fault(
-        "boxes begin with their page",
+        "boxes always begin at the start of their page",
         "fa3/parts/tma_kv.py",
         "within = token - self.page_size.quotient(token) * self.page_size.value",
         "within = Int32(0)",
         BOXES,
     ),
     Fault(
-        "page numbers of boxes past the last are read",
+        "page ids of boxes past the last one are read",
         "fa3/parts/tma_kv.py",
         "exists = cutlass.and_(row < self.cols, token < self.kv_end)",
         "exists = row < self.cols",
         chosen("fa3", "test_long_batches and 70x260"),
     ),
     Fault(
-        "requests begin at the first key of all",
+        "all requests begin at key 0",
         "fa3/parts/tma_kv.py",
         "self.start + kv_tile * self.cols,",
         "kv_tile * self.cols,",
