@@ -66,7 +66,7 @@ class Work(NamedTuple):
 class QueryTiles(NamedTuple):
     """One entry per query tile that has rows, in the order of requests; int32 except `request`."""
 
-    request: np.ndarray  # intp, numpy's index type
+    request: np.ndarray  # intp: numpy indexes with it
     first_row: np.ndarray
     begin: np.ndarray  # kv tiles [begin, end) are visible; both are 0 where none is
     end: np.ndarray
@@ -93,8 +93,8 @@ def schedule(lengths: BatchLengths, shape: TileShape, limits: BatchLimits, memor
     """Returns the work list of a batch, written into memory that `memory` allocates.
 
     Splits are added only as far as the workspace and, for CUDA graphs, the record capacities allow.
-    `fixed_split_size` is obeyed to the token instead: a workspace that is too small raises a WorkspaceError that names
-    the bytes needed.
+    `fixed_split_size` is applied exactly instead: if the workspace is too small for that, a WorkspaceError names the
+    bytes needed.
     """
     tiles = query_tiles(lengths, shape)
     capacity = record_capacity(shape, limits)
@@ -151,7 +151,7 @@ def _balanced_splits(tiles: QueryTiles, shape: TileShape, capacity: Capacity) ->
 
 
 def _fixed_size_splits(tiles: QueryTiles, shape: TileShape, limits: BatchLimits) -> Splits:
-    """Splits at multiples of `fixed_split_size` from token 0, whatever a tile sees: they depend on nothing else."""
+    """Splits at multiples of `fixed_split_size` from token 0, regardless of what a tile sees or other requests need."""
     size = limits.fixed_split_size
     assert size is not None
     if size < 1:

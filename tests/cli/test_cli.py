@@ -35,7 +35,7 @@ Output = pytest.CaptureFixture[str]
 
 @dataclasses.dataclass(frozen=True)
 class MatrixToy(ToySpec):
-    """A toy that claims to multiply matrices."""
+    """Toy kernel that claims to multiply matrices."""
 
     needs_mma = True
 

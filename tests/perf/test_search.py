@@ -89,7 +89,7 @@ def test_climbing_ends_in_time() -> None:
 
 
 def test_plans_take_a_forced_tile() -> None:
-    """The workload is planned before and afterwards, too."""
+    """Plans the workload before and afterwards, too."""
     settings = build(ragged((9,), (40,), **dims(64))).problem.settings
 
     def planned() -> HopperTile:

@@ -25,7 +25,7 @@ CLUSTER, PDL = 4, 6  # CUlaunchAttributeID of cluster dimensions and of programm
 
 
 class CParams(ctypes.Structure):
-    """The toy's parameters as a C compiler lays them out."""
+    """Parameters of the toy kernel as a C compiler lays them out."""
 
     _fields_ = (
         ("out", ctypes.c_int64),

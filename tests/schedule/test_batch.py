@@ -229,7 +229,7 @@ def test_every_batch_within_graph_limits_fits_the_same_launch(
 def test_fixed_splits_do_not_depend_on_other_requests(
     lengths: BatchLengths, others: BatchLengths, shape: TileShape, size: int
 ) -> None:
-    """A request alone has the same splits as in a larger batch, in the same order of slots."""
+    """Compares each request alone with the same request in a larger batch: splits and order of slots are equal."""
     limits = BatchLimits(1 << 40, fixed_split_size=size)
 
     def splits_of(work: Work, request: int) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""The split rule and its inputs, as properties of pure functions."""
+"""Split rule and its inputs, as properties of pure functions."""
 
 from __future__ import annotations
 
