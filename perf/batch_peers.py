@@ -1,5 +1,5 @@
-"""Adapters of batches, ours and the peers': a workload and its input sets to one call per set, each returning o
-`[..., num_qo_heads, head_dim]`, tokens of all requests in order. See `perf.peers`.
+"""Adapters for batches, ours and those of peers. Each turns a workload and its input sets into one call per set, which
+returns o `[..., num_qo_heads, head_dim]` with the tokens of all requests in order. See `perf.peers`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Bind = Callable[[BatchWorkload, Sequence[BatchInputs]], list[Call]]
 
 
 def dense(w: BatchWorkload, x: BatchInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k, v as `[batch_size, length, num_heads, head_dim]`, no copy."""
+    """Returns q, k, v viewed as `[batch_size, length, num_heads, head_dim]`."""
     require(w.equal, "requests differ in length")
     require(w.page_size == 0, "the cache is paged")
     require(w.kv_dtype == w.dtype, f"q is {w.dtype}, k and v are {w.kv_dtype}")
@@ -71,7 +71,7 @@ def flash_attention_4_paged(w: BatchWorkload, sets: Sequence[BatchInputs]) -> li
 
 
 def ragged_prefill(library: Any, backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
-    """The ragged wrapper of `library`: FlashInfer, or ours."""
+    """Binds the ragged wrapper of `library`: FlashInfer or ours."""
     wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(_workspace(sets), "NHD", backend=backend)
     wrapper.plan(
         *(_ints(w.qo_indptr), _ints(w.kv_indptr)),
@@ -84,7 +84,7 @@ def ragged_prefill(library: Any, backend: str, w: BatchWorkload, sets: Sequence[
 
 def paged_prefill(library: Any, backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
     wrappers = []
-    for x in sets:  # each set has page ids of its own
+    for x in sets:  # each set has its own page ids
         wrapper = library.BatchPrefillWithPagedKVCacheWrapper(_workspace(sets), "NHD", backend=backend)
         wrapper.plan(
             *(_ints(w.qo_indptr), _ints(w.kv_indptr), x.indices, _ints(w.last_page_len)),
@@ -103,7 +103,7 @@ def _types(w: BatchWorkload) -> dict[str, torch.dtype]:
 
 
 def _head_scales(w: BatchWorkload, x: BatchInputs) -> tuple[torch.Tensor, ...]:
-    """Of fp8 queries, keys and values: a number a head, all 1."""
+    """Returns one scale per head of fp8 queries, keys and values, all 1; nothing for 16-bit queries."""
     if w.torch_dtype.itemsize > 1:
         return ()
     heads = w.num_qo_heads, w.num_kv_heads, w.num_kv_heads
@@ -111,7 +111,9 @@ def _head_scales(w: BatchWorkload, x: BatchInputs) -> tuple[torch.Tensor, ...]:
 
 
 def paged_decode(library: Any, w: BatchWorkload, sets: Sequence[BatchInputs], **chosen: Any) -> list[Call]:
-    """One workspace for all, as serving engines have it: calls follow each other on one stream."""
+    """Binds the decode wrapper of `library`. All sets share one workspace, as in serving engines, where calls
+    follow each other on one stream.
+    """
     wrappers, workspace = [], _workspace(sets)
     for x in sets:
         wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", **chosen)
@@ -128,7 +130,7 @@ def paged_decode(library: Any, w: BatchWorkload, sets: Sequence[BatchInputs], **
 
 
 def scales(x: BatchInputs) -> dict[str, Any]:
-    """Arguments that only NVFP4 caches need."""
+    """Returns the arguments that only NVFP4 caches need."""
     return {} if x.block_scales is None else {"kv_cache_sf": x.block_scales}
 
 
@@ -153,7 +155,7 @@ def our_xqa(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
 
 
 def xqa(decode: Any, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
-    """`xqa_batch_decode_with_kv_cache`, of FlashInfer or ours."""
+    """Binds `xqa_batch_decode_with_kv_cache` of FlashInfer or ours."""
     device = sets[0].q.device
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     lengths = torch.tensor(w.kv_lens, dtype=torch.int32, device=device).view(torch.uint32)
@@ -167,7 +169,7 @@ def xqa(decode: Any, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call
 
 
 def block_table(w: BatchWorkload, x: BatchInputs) -> torch.Tensor:
-    """int32 `[batch_size, most pages of a request]`, 0 past a request's last."""
+    """Returns the page table, int32 `[batch_size, max_num_pages]`, with 0 after the last page of a request."""
     assert x.indices is not None
     table = torch.zeros(len(w.kv_lens), max(map(w.pages, w.kv_lens)), dtype=torch.int32, device=x.q.device)
     for row, begin, end in zip(table, w.kv_indptr, w.kv_indptr[1:], strict=False):
@@ -176,7 +178,7 @@ def block_table(w: BatchWorkload, x: BatchInputs) -> torch.Tensor:
 
 
 def ours(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
-    """The wrapper of the workload's phase."""
+    """Binds our wrapper for the phase of the workload."""
     if w.phase == "batch decode":
         return paged_decode(cute_attn, w, sets, backend=backend)
     return (paged_prefill if w.page_size else ragged_prefill)(cute_attn, backend, w, sets)

@@ -1,4 +1,4 @@
-"""Batches: problems, the work in them, and their inputs. Ragged ones of equal lengths are dense batches to peers."""
+"""Batch problems, their work and their inputs. Peers run ragged batches of equal lengths as dense batches."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ DTYPES = {
     "e4m3": torch.float8_e4m3fn,
     "nvfp4": torch.uint8,
 }
-NVFP4_BITS, NVFP4_BLOCK = 4.5, 16  # an element and its share of the block's scale
-NVFP4_SCALES = (0x20, 0x30)  # e4m3 codes of 1/8 to 1/2: values of about the size of normal ones
+NVFP4_BITS, NVFP4_BLOCK = 4.5, 16  # bits per element with its share of the block scale; elements per block
+NVFP4_SCALES = (0x20, 0x30)  # e4m3 codes of 1/8 to 1/2: values about as large as normally distributed ones
 
 
 class BatchInputs(NamedTuple):
-    """q `[nnz, num_qo_heads, head_dim]`; k, v `[nnz_kv, num_kv_heads, head_dim]`, or pages of them in a random order:
-    `[num_pages, page_size, num_kv_heads, head_dim]`, request i having those that
-    `indices[kv_indptr[i]:kv_indptr[i + 1]]` names.
+    """q `[nnz, num_qo_heads, head_dim]`; k, v `[nnz_kv, num_kv_heads, head_dim]`, or pages in random order
+    `[num_pages, page_size, num_kv_heads, head_dim]`, where request i has pages
+    `indices[kv_indptr[i]:kv_indptr[i + 1]]`.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     indices: torch.Tensor | None
-    block_scales: tuple[torch.Tensor, torch.Tensor] | None = None  # of NVFP4 k and v: e4m3
+    block_scales: tuple[torch.Tensor, torch.Tensor] | None = None  # e4m3, of NVFP4 k and v
 
 
 @dataclass(frozen=True)
 class BatchWorkload:
-    """Requests of `qo_lens` and `kv_lens` tokens; causal is bottom-right aligned. `page_size` 0: ragged."""
+    """Batch of requests of `qo_lens` and `kv_lens` tokens; causal is bottom-right aligned. `page_size` 0: ragged."""
 
     qo_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
@@ -50,7 +50,7 @@ class BatchWorkload:
     kv_dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "qo_lens", tuple(self.qo_lens))  # lists, where they come from JSON
+        object.__setattr__(self, "qo_lens", tuple(self.qo_lens))  # they are lists if they come from JSON
         object.__setattr__(self, "kv_lens", tuple(self.kv_lens))
 
     @property
@@ -91,14 +91,14 @@ class BatchWorkload:
 
     @property
     def bytes(self) -> int:
-        """q, k and v read once, o written once."""
+        """Number of bytes if q, k and v are read once and o is written once."""
         bits = NVFP4_BITS if self.kv_dtype == "nvfp4" else 8 * self.torch_kv_dtype.itemsize
         kv = round(2 * sum(self.kv_lens) * self.num_kv_heads * self.head_dim * bits / 8)
         return kv + 2 * sum(self.qo_lens) * self.num_qo_heads * self.head_dim * self.torch_dtype.itemsize
 
     @property
     def metric(self) -> Metric:
-        """Decode is held against the read ceiling, prefill against the bf16 GEMM."""
+        """Speed and its ceiling: read bandwidth for decode, the bf16 GEMM for prefill."""
         if self.phase == "batch decode":
             return Metric("GB/s", self.bytes / 1e9, "read")
         return Metric("TFLOP/s", self.flops / 1e12, "gemm")
@@ -109,7 +109,7 @@ class BatchWorkload:
 
     @property
     def kv_indptr(self) -> list[int]:
-        """Rows of k and v, or pages."""
+        """Offsets of the requests in rows of k and v, or in pages."""
         return list(accumulate(map(self.pages, self.kv_lens), initial=0))
 
     @property
@@ -120,7 +120,7 @@ class BatchWorkload:
         return -(-kv_len // max(1, self.page_size))
 
     def inputs(self, device: torch.device, seed: int = 0) -> BatchInputs:
-        """Normal random q, k, v; of NVFP4 random codes."""
+        """Returns normally distributed q, k, v; random codes for NVFP4."""
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -143,7 +143,7 @@ class BatchWorkload:
         return BatchInputs(q, k, v, indices)
 
     def tokens(self, x: BatchInputs, request: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """k and v of one request, `[kv_len, num_kv_heads, head_dim]` in fp64."""
+        """Returns k and v of one request, `[kv_len, num_kv_heads, head_dim]` in fp64."""
         begin, end = self.kv_indptr[request], self.kv_indptr[request + 1]
         chosen = slice(begin, end) if x.indices is None else x.indices[begin:end].long()
 
@@ -157,11 +157,11 @@ class BatchWorkload:
         return k.double(), v.double()
 
     def num_sets(self, l2_bytes: int) -> int:
-        """Copies of the inputs that exceed twice the L2 together: by its next turn a set has left it."""
+        """Returns how many copies of the inputs exceed twice the L2, so that a set has left it before its next use."""
         return 2 * l2_bytes // self.bytes + 1
 
     def short(self, length: int) -> BatchWorkload:
-        """A batch of two requests that needs the same kernels."""
+        """Returns a batch of two short requests that needs the same kernels."""
         qo_lens = (min(max(self.qo_lens), length),) * 2
         return dataclasses.replace(self, qo_lens=qo_lens, kv_lens=(length,) * 2)
 
@@ -175,6 +175,6 @@ def equal(
     batch_size: int, qo_len: int, kv_len: int, heads: tuple[int, int], head_dim: int, page_size: int = 0,
     causal: bool = False, kv_dtype: str = "bfloat16",
 ) -> BatchWorkload:  # fmt: skip
-    """A batch of equal requests in bfloat16."""
+    """Returns a batch of equal requests in bfloat16."""
     lengths = (qo_len,) * batch_size, (kv_len,) * batch_size
     return BatchWorkload(*lengths, *heads, head_dim, page_size, causal, kv_dtype=kv_dtype)

@@ -1,4 +1,6 @@
-"""Runs a table of workloads: ours and every peer, checked against the reference, timed together, recorded."""
+"""Runs a table of workloads: checks our backends and every peer against the reference, times them together and records
+the results.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,11 @@ from perf.workloads import Inputs, Workload
 AnyWorkload = Workload | BatchWorkload
 AnyInputs = Inputs | BatchInputs
 
-OURS = "cute_attn"  # candidates whose name starts so are ours
+OURS = "cute_attn"  # prefix of the names of our candidates
 
 
 def bind_ours(backend: str, w: Workload, sets: Sequence[Inputs]) -> list[Call]:
-    """The public single-request functions."""
+    """Binds the public functions for single requests."""
     if w.phase == "prefill":
         prefill = cute_attn.single_prefill_with_kv_cache
         return [functools.partial(prefill, *x, causal=w.causal, backend=backend) for x in sets]
@@ -45,7 +47,7 @@ def bind_ours(backend: str, w: Workload, sets: Sequence[Inputs]) -> list[Call]:
 
 
 def candidates(phase: str, backends: Sequence[str]) -> dict[str, Bind]:
-    """Ours by backend, the function that needs no plan, then every peer that has a kernel for the phase."""
+    """Returns ours by backend, the XQA function (which needs no plan), then every peer with a kernel for the phase."""
     bind = bind_ours if phase in ("prefill", "decode") else batch_peers.ours
     ours: dict[str, Bind] = {OURS if b == "auto" else f"{OURS} {b}": functools.partial(bind, b) for b in backends}
     if phase == "batch decode":
@@ -62,7 +64,7 @@ def run_row(
     l2_bytes: int,
     rounds: int = ROUNDS,
 ) -> dict[str, Any]:
-    """Measure one workload; the record of its row."""
+    """Measures one workload and returns the record of its row."""
     sets = [w.inputs(device, seed) for seed in range(w.num_sets(l2_bytes))]
     calls, entries = prepare(w, binds, sets)
     measured = measure(calls, timer, rounds)
@@ -82,14 +84,14 @@ def run_row(
         "input_sets": len(sets),
         "sm_clock_mhz": measured.sm_clock_mhz,
         "candidates": entries,
-        **versus(entries),
+        **compare_with_peers(entries),
     }
 
 
 def prepare(
     w: AnyWorkload, binds: Mapping[str, Bind], sets: Sequence[AnyInputs]
 ) -> tuple[dict[str, list[Call]], dict[str, dict[str, Any]]]:
-    """The calls of the candidates that work and are right; every candidate's error, or its reason to be out."""
+    """Returns the calls of the candidates with correct results, and every candidate's error or reason for exclusion."""
     truth = oracle(w, sets[0])
     calls: dict[str, list[Call]] = {}
     entries: dict[str, dict[str, Any]] = {}
@@ -97,21 +99,21 @@ def prepare(
         entry = entries[name] = {}
         try:
             bound = bind(w, sets)
-            outputs = [call() for call in bound]  # all of them: what is lazy must not happen in a capture
+            outputs = [call() for call in bound]  # every one: lazy initialisation must not happen during a capture
             error = truth.error(outputs[0])
-        except Exception as failure:  # a peer's failure must not end the run
+        except Exception as failure:  # a failing peer must not end the run
             entry["reason"] = reason(failure)
             continue
-        if complaint := truth.complaint(error):
-            entry["reason"] = complaint
+        if rejection := truth.rejection(error):
+            entry["reason"] = rejection
         else:
             entry["error"] = error
             calls[name] = bound
     return calls, entries
 
 
-def versus(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Our best speed over the best peer's: None where one side has no number."""
+def compare_with_peers(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the best peer and the ratio of our best speed to its speed, both None if one side has no result."""
 
     def best(names: Sequence[str]) -> str | None:
         timed = [name for name in names if "speed" in entries[name]]
@@ -124,40 +126,48 @@ def versus(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def main(program: str, workloads: Sequence[AnyWorkload], argv: Sequence[str] | None = None) -> int:
-    """Command line of `perf.<program>`, a table of workloads. Exit code 0; 2 where nothing can be measured."""
+    """Runs the command line of `perf.<program>`, a table of workloads. Returns 0, or 2 if nothing can be measured."""
     options = parse(program, argv)
     if absent := why_no_gpu():
-        print(f"Nothing to measure here: {absent}.", file=sys.stderr)
+        print(f"Nothing can be measured: {absent}.", file=sys.stderr)
         return 2
-    chosen = only(workloads, options.only)
+    selected = select(workloads, options.only)
     if options.warm_peers:
-        warm(chosen, options.peers)
+        warm(selected, options.peers)
         return 0
-    if not chosen:
-        print(f"No row is named {' '.join(options.only)}.", file=sys.stderr)
+    if not selected:
+        print(f"--only must match the name of a row, got {' '.join(options.only)}.", file=sys.stderr)
         return 2
-    run(program, chosen, options)
+    run(program, selected, options)
     return 0
 
 
-def only(workloads: Sequence[AnyWorkload], words: Sequence[str]) -> list[AnyWorkload]:
-    """The workloads whose names hold all of these words."""
+def select(workloads: Sequence[AnyWorkload], words: Sequence[str]) -> list[AnyWorkload]:
+    """Returns the workloads whose names contain all of these words."""
     return [w for w in workloads if all(word in w.name.split() for text in words for word in text.split())]
 
 
 def parse(program: str, argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m perf.{program}", description=__doc__)
-    parser.add_argument("--out", type=Path, help="write the record here, as JSON, after every row")
-    parser.add_argument("--backends", nargs="+", default=["auto"], help="which of ours (default: auto)")
-    parser.add_argument("--peers", nargs="*", help="only these peers (default: all)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help='only rows named so: "d128 causal"')
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"timed rounds (default {ROUNDS})")
-    parser.add_argument("--warm-peers", action="store_true", help="only build the peers that compile on first use")
+    parser.add_argument("--out", type=Path, help="JSON file for the record, written after every row")
+    parser.add_argument("--backends", nargs="+", default=["auto"], help="our backends to measure (default: auto)")
+    parser.add_argument("--peers", nargs="*", help="peers to measure (default: all)")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="WORD",
+        help='only rows whose names contain these words, as in "d128 causal"',
+    )
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"number of timed rounds (default {ROUNDS})")
+    parser.add_argument(
+        "--warm-peers", action="store_true", help="only build the peers that compile on first use, measure nothing"
+    )
     return parser.parse_args(argv)
 
 
 def run(program: str, workloads: Sequence[AnyWorkload], options: argparse.Namespace) -> None:
-    """Measure ceilings and every row on the current device, and print the table."""
+    """Measures the ceilings and every row on the current device, and prints the table."""
     device = torch.device("cuda", torch.cuda.current_device())
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     timer = CudaGraphTimer()
@@ -174,7 +184,7 @@ def run(program: str, workloads: Sequence[AnyWorkload], options: argparse.Namesp
             binds = {n: b for n, b in binds.items() if n.startswith(OURS) or n in options.peers}
         try:
             row = run_row(w, binds, timer, record["ceilings"], device, l2_bytes, options.rounds)
-        except Exception as error:  # out of memory, or a peer broke the GPU's context: the rows before it count
+        except Exception as error:  # out of memory, or a peer broke the CUDA context: earlier rows stay valid
             record["failed_rows"][w.name] = reason(error)
             print(f"{w.name}: {record['failed_rows'][w.name]}", file=sys.stderr, flush=True)
         else:
@@ -186,7 +196,7 @@ def run(program: str, workloads: Sequence[AnyWorkload], options: argparse.Namesp
 
 
 def progress(row: Mapping[str, Any]) -> str:
-    """One row in one line."""
+    """Returns one row as one line of text."""
     cells = []
     for name, entry in row["candidates"].items():
         cells.append(f"{name} {entry['speed']:.1f}" if "speed" in entry else f"{name} - ({entry['reason']})")
@@ -194,5 +204,13 @@ def progress(row: Mapping[str, Any]) -> str:
 
 
 def save(record: Mapping[str, Any], path: Path) -> None:
+    """Writes a record as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def publish(record: Mapping[str, Any], path: Path | None) -> None:
+    """Writes a record to `path`, if that is given, and prints its tables."""
+    if path:
+        save(record, path)
+    print(markdown(record))

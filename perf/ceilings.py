@@ -1,4 +1,4 @@
-"""What plain torch reaches on this machine, measured in the run whose numbers it judges."""
+"""Speeds that plain torch reaches on this machine, measured in the same run as the results compared with them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GEMM_SIZE = 8192
 def ceilings(
     timer: Timer, device: torch.device, read_bytes: int = READ_BYTES, gemm_size: int = GEMM_SIZE
 ) -> dict[str, float]:
-    """What plain code reaches here: "read" and "copy" in GB/s, "gemm" (bf16, a cube) in TFLOP/s."""
+    """Measures "read" and "copy" in GB/s, and "gemm" (bf16, cubic) in TFLOP/s."""
     source = torch.empty(read_bytes // 4, dtype=torch.float32, device=device).normal_()
     target = torch.empty_like(source)
     a, b = (torch.randn(gemm_size, gemm_size, dtype=torch.bfloat16, device=device) for _ in range(2))
@@ -27,7 +27,7 @@ def ceilings(
         },
         timer,
     )
-    # On its own: next to copies it would cool down between its turns and clock higher than attention can.
+    # Alone: interleaved with copies, the GPU would cool down in between and clock higher than attention can.
     matrix, _ = measure({"gemm": [lambda: torch.mm(a, b, out=c)]}, timer)
     read = min(_median(memory["sum"]), _median(memory["max by rows"]))
     return {

@@ -1,4 +1,4 @@
-"""Decode of one request over a dense cache, GB/s: `python -m perf.decode --out perf/results/decode.json`."""
+"""Decode of one request with a dense cache, GB/s: `python -m perf.decode --out perf/results/decode.json`."""
 
 from perf.bench import main
 from perf.workloads import Workload

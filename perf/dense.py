@@ -1,4 +1,4 @@
-"""Batches of equal length, TFLOP/s, beside the dense batches of cuDNN and FlashAttention-4:
+"""Batches of equal lengths, TFLOP/s, compared with dense batches of cuDNN and FlashAttention-4:
 `python -m perf.dense --out perf/results/dense.json`.
 """
 

@@ -1,4 +1,4 @@
-"""Prefill of batches with q, k and v in e4m3, or k and v alone: `python -m perf.fp8 --out perf/results/fp8.json`."""
+"""Prefill of batches with q, k and v in e4m3, or k and v only: `python -m perf.fp8 --out perf/results/fp8.json`."""
 
 from dataclasses import replace
 
@@ -18,15 +18,15 @@ OTHER_DIMS = [
     for batch_size, length, heads in LENGTHS[:2]
     for causal in (False, True)
 ]
-ALIKE = [replace(w, dtype="e4m3") for w in (*EQUAL, *OTHER_DIMS)]
-WIDENED = [
+ALL_FP8 = [replace(w, dtype="e4m3") for w in (*EQUAL, *OTHER_DIMS)]
+FP8_KV = [
     *EQUAL,
     *(equal(4, 4096, 4096, (32, 8), 128, page_size, causal=True, kv_dtype="e4m3") for page_size in (1, 64)),
     *(equal(4, 512, 16384, (32, 8), 128, page_size, causal=True, kv_dtype="e4m3") for page_size in (1, 16, 64)),
     equal(4, 4096, 4096, (32, 8), 64, 16, causal=True, kv_dtype="e4m3"),
     equal(4, 4096, 4096, (16, 8), 256, 16, causal=True, kv_dtype="e4m3"),
 ]
-WORKLOADS = [*ALIKE, *WIDENED]
+WORKLOADS = [*ALL_FP8, *FP8_KV]
 
 if __name__ == "__main__":
     raise SystemExit(main("fp8", WORKLOADS))

@@ -1,9 +1,8 @@
-"""The one way in which kernels are timed.
+"""Timing of kernels, the same for all benchmarks.
 
-A candidate is a list of calls, one per copy of the inputs. Its launches are captured into a CUDA graph that
-walks through the copies (together larger than twice the L2), so neither host time nor a warm cache flatters
-anybody. All candidates of a row take turns, in an order that rotates every round: drift of clocks and
-temperature hits all.
+A candidate is a list of calls, one per copy of the inputs. Its launches are captured into a CUDA graph that cycles
+through the copies (together larger than twice the L2), so that neither host time nor a warm cache affects the result.
+All candidates of a row run in every round, in random order, so that drift of clocks and temperature affects all alike.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from perf.machine import nvidia_smi
 
 Call = Callable[[], Any]
 
-GRAPH_MS = 10.0  # a graph launch costs some 10 us: 0.1 % of this
-MIN_LAUNCHES = 20  # of a short kernel in one graph
+GRAPH_MS = 10.0  # duration of a graph; its launch costs some 10 us, 0.1 % of this
+MIN_LAUNCHES = 20  # launches of a short kernel in one graph
 SHORT_MS = 1.0
 MAX_LAUNCHES = 2000
 ROUNDS = 21
-WARM_ROUNDS = (3, 15)  # at least, at most
-CLOCK_REPLAYS = 40  # at GRAPH_MS each: the GPU stays busy while nvidia-smi (some 100 ms) looks
-STEADY = 0.02  # warm-up ends when a round repeats the one before it to this
+WARM_ROUNDS = (3, 15)  # fewest and most
+CLOCK_REPLAYS = 40  # of GRAPH_MS each: the GPU stays busy while nvidia-smi runs (some 100 ms)
+STEADY = 0.02  # warm-up ends when a round differs from the previous one by less than this fraction
 
 
 class Timing(NamedTuple):
-    """Microseconds a launch over the rounds: median and the 20th and 80th percentile."""
+    """Microseconds per launch over all rounds: median, 20th and 80th percentile."""
 
     median_us: float
     p20_us: float
@@ -45,22 +44,24 @@ class Replay(Protocol):
 
     @property
     def launches(self) -> int:
-        """How many run at each replay."""
+        """Number of launches per replay."""
 
 
 class Timer(Protocol):
+    """Captures launches and times their replays."""
+
     def capture(self, calls: Sequence[Call], launches: int) -> Replay:
-        """Make `launches` launches replayable, walking through `calls` in turn."""
+        """Captures `launches` launches, cycling through `calls`."""
 
     def run(self, replays: Sequence[Any]) -> list[float]:
-        """Replay each once, in order; milliseconds of each."""
+        """Replays each once, in order, and returns their milliseconds."""
 
     def sm_clock_mhz(self, replay: Any) -> int | None:
-        """The SM clock under the load of `replay`."""
+        """Returns the SM clock in MHz while `replay` runs; None if it is unknown."""
 
 
 class Measurement(NamedTuple):
-    """A timing, or the reason why there is none, of every candidate of a row."""
+    """Timing of every candidate of a row, or the reason why there is none."""
 
     timings: dict[str, Timing | str]
     sm_clock_mhz: int | None
@@ -72,7 +73,7 @@ class CudaGraphReplay(NamedTuple):
 
 
 class CudaGraphTimer:
-    """Times with CUDA graphs and events on the current device."""
+    """Timer with CUDA graphs and events on the current device."""
 
     def capture(self, calls: Sequence[Call], launches: int) -> CudaGraphReplay:
         graph = torch.cuda.CUDAGraph()
@@ -82,7 +83,7 @@ class CudaGraphTimer:
         return CudaGraphReplay(graph, launches)
 
     def run(self, replays: Sequence[Any]) -> list[float]:
-        """One synchronisation at the end: the GPU does not idle (and slow down) between candidates."""
+        """Synchronises only at the end, so that the GPU does not idle and slow down between candidates."""
         events = []
         for replay in replays:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -102,19 +103,19 @@ class CudaGraphTimer:
 
 
 def reason(error: BaseException) -> str:
-    """One line that says why a candidate is out."""
+    """Returns one line that says why a candidate is excluded."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
 def measure(candidates: Mapping[str, Sequence[Call]], timer: Timer, rounds: int = ROUNDS) -> Measurement:
-    """Time every candidate; one that cannot be captured gets its reason (a string) and the others go on."""
+    """Times every candidate; one that cannot be captured gets a reason instead, and the others continue."""
     results: dict[str, Timing | str] = {}
     replays: dict[str, Replay] = {}
     for name, calls in candidates.items():
         try:
             replays[name] = _sized_capture(calls, timer)
-        except Exception as error:  # a peer's failure must not end the run
+        except Exception as error:  # a failing peer must not end the run
             results[name] = f"not captured: {reason(error)}"
     if not replays:
         return Measurement(results, None)
@@ -122,7 +123,7 @@ def measure(candidates: Mapping[str, Sequence[Call]], timer: Timer, rounds: int 
     samples: dict[str, list[float]] = {name: [] for name in replays}
     names, shuffled = list(replays), random.Random(0)
     for _ in range(rounds):
-        # Not in turns: whoever always follows a slow candidate finds a cooler GPU, which was worth up to 9 %.
+        # Not in fixed order: a candidate that always follows a slow one finds a cooler GPU, worth up to 9 %.
         order = shuffled.sample(names, len(names))
         for name, milliseconds in zip(order, timer.run([replays[n] for n in order]), strict=True):
             samples[name].append(milliseconds * 1e3 / replays[name].launches)
@@ -132,9 +133,9 @@ def measure(candidates: Mapping[str, Sequence[Call]], timer: Timer, rounds: int 
 
 
 def _sized_capture(calls: Sequence[Call], timer: Timer) -> Replay:
-    """A capture long enough to time, in whole walks through the sets."""
+    """Captures enough launches to time, a multiple of the number of input sets."""
     for call in calls:
-        call()  # what is lazy (handles, workspaces, modules) must not happen in a capture
+        call()  # lazy initialisation (handles, workspaces, modules) must not happen during a capture
     probe = timer.capture(calls, len(calls))
     timer.run([probe])
     launch_ms = max(timer.run([probe])[0] / probe.launches, 1e-4)
@@ -145,18 +146,19 @@ def _sized_capture(calls: Sequence[Call], timer: Timer) -> Replay:
 
 
 def _warm_up(replays: Sequence[Replay], timer: Timer) -> None:
-    """Rounds until clocks and caches repeat themselves."""
-    least, most = WARM_ROUNDS
+    """Runs rounds until two successive ones agree."""
+    fewest, most = WARM_ROUNDS
     previous: list[float] = []
-    for turn in range(most):
+    for round_index in range(most):
         current = timer.run(replays)
         steady = previous and all(abs(a - b) <= STEADY * b for a, b in zip(current, previous, strict=True))
-        if steady and turn >= least:
+        if steady and round_index >= fewest:
             return
         previous = current
 
 
 def timing(values: Sequence[float], launches: int) -> Timing:
+    """Returns the statistics of the microseconds of all rounds."""
     median = statistics.median(values)
     if len(values) == 1:
         return Timing(median, median, median, launches, 1)

@@ -1,4 +1,4 @@
-"""The machine under the numbers: its name, its versions, its clock."""
+"""Machine that the results belong to: its hardware, versions and clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES = ("torch", "nvidia-cutlass-dsl", "cuda-bindings", "flash-attn-4", "fla
 
 
 def why_no_gpu() -> str | None:
-    """The reason why nothing can be measured here, or None."""
+    """Returns why nothing can be measured on this machine, or None."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is a build without CUDA"
     if not torch.cuda.is_available():
@@ -29,7 +29,7 @@ def why_no_gpu() -> str | None:
 
 
 def environment() -> dict[str, str]:
-    """GPU, host, versions, commit and date of a record. `PERF_COMMIT` names the commit where there is no checkout."""
+    """Returns GPU, host, versions, commit and date of a record. `PERF_COMMIT` names the commit outside a checkout."""
     return {
         **_device(),
         "host": _processor(),
@@ -55,7 +55,7 @@ def _device() -> dict[str, str]:
 
 
 def _processor() -> str:
-    """The processor's name, which host times depend on."""
+    """Returns the name of the processor, which host times depend on."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -64,7 +64,7 @@ def _processor() -> str:
 
 
 def command_line(module: str, arguments: Sequence[str]) -> str:
-    """What to type to get the record again."""
+    """Returns the command that makes a record."""
     return " ".join(["python -m", f"perf.{module}", *arguments])
 
 
@@ -86,7 +86,7 @@ def _output(command: Sequence[str]) -> str | None:
 
 
 def nvidia_smi(field: str) -> str | None:
-    """One field of `nvidia-smi --query-gpu` for torch's current device, found by its UUID."""
+    """Returns one field of `nvidia-smi --query-gpu` for torch's current device, identified by its UUID."""
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
     query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", f"--id=GPU-{uuid}"]
     return _output(query)

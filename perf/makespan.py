@@ -1,4 +1,4 @@
-"""How good schedules are, in the planner's own model of time: a simulated device against bounds and other schedules."""
+"""Quality of schedules in the cost model's time: a simulated device against bounds and other schedules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from cute_attn.problem import BatchLengths, BatchLimits
 from cute_attn.schedule.batch import TileShape, Work, query_tiles, schedule
-from cute_attn.schedule.cost_model import COMBINE, START
+from cute_attn.schedule.cost_model import COMBINE_COST, ITEM_COST
 from cute_attn.schedule.records import NO_PARTIAL, Item
 from cute_attn.schedule.split_kv import MAX_SPLITS
 
@@ -24,14 +24,16 @@ class Quality(NamedTuple):
     """Makespans of one batch, in kv tiles."""
 
     ours: float
-    uncut: float
-    best: float  # of the cuts that `shortest` tries
+    unsplit: float
+    best: float  # of all even splits
     bound: float  # no schedule is shorter
 
 
 def simulate(costs: Sequence[float], shape: TileShape) -> float:
-    """When the last slot is free, if each item takes the first free slots for its kv heads, in order."""
-    free = [0.0] * shape.slots
+    """Returns the time at which the last CTA ends, if items in order take the CTAs that become free first, one per kv
+    head.
+    """
+    free = [0.0] * shape.resident_ctas
     for cost in costs:
         for _ in range(shape.num_kv_heads):
             heapq.heapreplace(free, free[0] + cost)
@@ -39,61 +41,63 @@ def simulate(costs: Sequence[float], shape: TileShape) -> float:
 
 
 def makespan(work: Work, shape: TileShape) -> float:
-    """Of a schedule's records, combine launch included."""
+    """Returns the makespan of a schedule's records, combine launch included."""
     column = {name: work.items[:, i].astype(np.float64) for i, name in enumerate(Item._fields)}
     tiles = np.ceil(column["kv_end"] / shape.cols) - column["kv_begin"] / shape.cols
     partial = shape.rows / shape.cols
-    costs = tiles + START + partial * (column["partial"] != NO_PARTIAL)
+    costs = tiles + ITEM_COST + partial * (column["partial"] != NO_PARTIAL)
     return simulate(costs[column["qo_len"] > 0].tolist(), shape) + _combine(work.num_partials, shape)
 
 
-def cut_evenly(visible: Sequence[int], chunk: int, shape: TileShape) -> float:
-    """Makespan when every query tile is cut into the fewest pieces of at most `chunk` kv tiles, as even as can be."""
+def split_evenly(visible: Sequence[int], chunk: int, shape: TileShape) -> float:
+    """Returns the makespan when every query tile gets the fewest splits of at most `chunk` kv tiles, of equal size."""
     costs, partials = [], 0
     for tiles in visible:
-        pieces = max(1, -(-tiles // chunk))
-        partials += pieces if pieces > 1 else 0
-        extra = START + (shape.rows / shape.cols if pieces > 1 else 0)
-        costs += [(i + 1) * tiles // pieces - i * tiles // pieces + extra for i in range(pieces)]
+        splits = max(1, -(-tiles // chunk))
+        partials += splits if splits > 1 else 0
+        extra = ITEM_COST + (shape.rows / shape.cols if splits > 1 else 0)
+        costs += [(i + 1) * tiles // splits - i * tiles // splits + extra for i in range(splits)]
     return simulate(sorted(costs, reverse=True), shape) + _combine(partials, shape)
 
 
 def quality(lengths: BatchLengths, shape: TileShape) -> Quality:
-    """Our schedule next to every even cut of the longest tile into 1 to 128 pieces."""
+    """Compares our schedule with every even split of the longest tile into 1 to 128 parts."""
     tiles = query_tiles(lengths, shape)
     visible = (tiles.end - tiles.begin).tolist()
     longest = max(visible)
-    least = max(shape.min_tiles, -(-longest // MAX_SPLITS), 1)
-    chunks = {max(least, -(-longest // pieces)) for pieces in range(1, MAX_SPLITS + 1)}
-    uncut = cut_evenly(visible, max(longest, 1), shape)
-    best = min([uncut, *(cut_evenly(visible, chunk, shape) for chunk in chunks)])
-    share = (sum(visible) + START * len(visible)) * shape.num_kv_heads / shape.slots
-    alone = min(longest, longest / MAX_SPLITS + COMBINE) + START
-    return Quality(makespan(schedule(lengths, shape, LIMITS), shape), uncut, best, max(share, alone))
+    min_chunk = max(shape.min_split_tiles, -(-longest // MAX_SPLITS), 1)
+    chunks = {max(min_chunk, -(-longest // splits)) for splits in range(1, MAX_SPLITS + 1)}
+    unsplit = split_evenly(visible, max(longest, 1), shape)
+    best = min([unsplit, *(split_evenly(visible, chunk, shape) for chunk in chunks)])
+    share = (sum(visible) + ITEM_COST * len(visible)) * shape.num_kv_heads / shape.resident_ctas
+    alone = min(longest, longest / MAX_SPLITS + COMBINE_COST) + ITEM_COST
+    return Quality(makespan(schedule(lengths, shape, LIMITS), shape), unsplit, best, max(share, alone))
 
 
 def _combine(partials: int, shape: TileShape) -> float:
     if not partials:
         return 0.0
-    return COMBINE + partials * shape.num_kv_heads / shape.slots * shape.rows / shape.cols
+    return COMBINE_COST + partials * shape.num_kv_heads / shape.resident_ctas * shape.rows / shape.cols
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 
 def lengths_of(qo_len: Sequence[int] | np.ndarray, kv_len: Sequence[int] | np.ndarray) -> BatchLengths:
-    """A ragged batch without masks."""
+    """Returns a ragged batch without masks."""
     qo_indptr, kv_indptr = (np.concatenate(([0], np.cumsum(lens, dtype=np.int64))) for lens in (qo_len, kv_len))
     return BatchLengths(qo_indptr, kv_indptr[:-1], np.diff(kv_indptr), np.zeros(len(kv_len), np.int64))
 
 
 def random_batches(phase: str, count: int, seed: int = 0) -> Iterator[tuple[BatchLengths, TileShape]]:
-    """Batches of all sizes, even and skewed, on devices of several sizes."""
+    """Yields batches of all sizes, even and skewed, on devices of several sizes."""
     rng = np.random.default_rng(seed)
     made = 0
     while made < count:
         shape = DECODE if phase == "decode" else PREFILL
-        shape = shape._replace(num_kv_heads=int(rng.choice([1, 2, 4, 8, 16])), slots=int(rng.choice([132, 264, 296])))
+        shape = shape._replace(
+            num_kv_heads=int(rng.choice([1, 2, 4, 8, 16])), resident_ctas=int(rng.choice([132, 264, 296]))
+        )
         lengths = _random_decode(rng) if phase == "decode" else _random_prefill(rng)
         tiles = query_tiles(lengths, shape)
         if len(tiles.request) <= MOST_TILES:

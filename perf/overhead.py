@@ -1,7 +1,7 @@
-"""Host time of a call, in microseconds: `python -m perf.overhead --out perf/results/overhead.json`.
+"""Host time per call in microseconds: `python -m perf.overhead --out perf/results/overhead.json`.
 
-Calls on tiny problems are issued back to back without waiting for the GPU, few enough that its queue never
-fills: wall time over calls is what the host spends. The parts of our own calls are timed one by one likewise.
+Calls on tiny problems are issued back to back without waiting for the GPU, few enough that its queue never fills:
+wall time divided by the number of calls is host time. The parts of our own calls are timed in the same way.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ from cute_attn.request import single as single_request
 from cute_attn.runtime.launch import Launch, current_stream
 from perf import batch_peers
 from perf.batch_workloads import equal
-from perf.bench import save
+from perf.bench import publish
 from perf.harness import Call, Timing, reason, timing
 from perf.machine import command_line, environment, why_no_gpu
 from perf.peers import PEERS, Peer
-from perf.report import markdown
 from perf.workloads import Inputs, Workload
 
-CALLS = 200  # of two kernels at most: the launch queue holds about 1000
+CALLS = 200  # of at most two kernels: the launch queue holds about 1000
 REPEATS = 31
 PREFILL = Workload(64, 64, 32, 8, 128, 128, causal=True)
 DECODE = Workload(1, 256, 32, 8, 128, 128)
-LONG = Workload(1, 8192, 32, 8, 128, 128)  # split over the cache: two launches and a workspace, 13 us on an H200
+LONG = Workload(1, 8192, 32, 8, 128, 128)  # split-KV: two launches and a workspace, 13 us on an H200
 BATCHES = (
     equal(2, 64, 64, (32, 8), 128, causal=True),
     equal(2, 64, 64, (32, 8), 128, 16),
@@ -51,7 +50,7 @@ def host_time(
     calls: int = CALLS,
     repeats: int = REPEATS,
 ) -> Timing:
-    """Microseconds of host time of one `call`; `wait` empties the queue before each repeat."""
+    """Returns the microseconds of host time per `call`; `wait` empties the queue before each repeat."""
     samples = []
     for _ in range(repeats + 1):
         wait()
@@ -64,7 +63,7 @@ def host_time(
 
 
 class GrowingCache:
-    """Each call decodes one token more of the cache: what a serving loop does, its two slices included."""
+    """Decode with one more token of the cache in each call, as a serving loop does, including its two slices."""
 
     def __init__(self, x: Inputs, decode: Callable[..., Any]) -> None:
         self.x, self.decode, self.kv_len = x, decode, 1
@@ -76,7 +75,7 @@ class GrowingCache:
 
 
 def batch_calls(device: torch.device) -> dict[str, Call]:
-    """A run of each wrapper, and plans of 256 requests from lengths on the host."""
+    """Returns a run of each wrapper, and plans of 256 requests from lengths on the host."""
     calls: dict[str, Call] = {}
     for w in BATCHES:
         calls[f"{w.phase} wrapper, run"] = batch_peers.ours("auto", w, [w.inputs(device)])[0]
@@ -98,7 +97,7 @@ def batch_calls(device: torch.device) -> dict[str, Call]:
 
 
 def calls(device: torch.device) -> dict[str, Call]:
-    """The calls that users make."""
+    """Returns the calls of single requests that users make."""
     prefill, decode, long = (w.inputs(device) for w in (PREFILL, DECODE, LONG))
     single_decode = cute_attn.single_decode_with_kv_cache
     return {
@@ -111,7 +110,7 @@ def calls(device: torch.device) -> dict[str, Call]:
 
 
 def parts(device: torch.device) -> dict[str, Call]:
-    """The stages of a decode call, each on its own: arguments to Problem, Problem to launches, launches."""
+    """Returns the stages of a decode call separately: arguments to Problem, Problem to launches, launches."""
     x = DECODE.inputs(device)
     arguments = single_request.Call(x.q[0], x.k, x.v, decode=True)
     problem = single_request.problem(arguments)
@@ -131,7 +130,7 @@ def parts(device: torch.device) -> dict[str, Call]:
 
 
 def recorded_launches(call: Call) -> list[tuple[Launch, tuple[Any, ...]]]:
-    """The launches that `call` fires, with their arguments."""
+    """Returns the launches that `call` makes, with their arguments."""
     fired: list[tuple[Launch, tuple[Any, ...]]] = []
     fire = Launch.fire
 
@@ -145,23 +144,23 @@ def recorded_launches(call: Call) -> list[tuple[Launch, tuple[Any, ...]]]:
 
 
 def peers(device: torch.device) -> dict[str, Callable[[], Call]]:
-    """The same problems through peers; bound late, since binding may fail."""
-    chosen = [(p, w) for p in PEERS if p.name in PEER_NAMES for w in (PREFILL, DECODE) if w.phase in p.phases]
+    """Returns the same problems for peers; bound later, since binding may fail."""
+    pairs = [(p, w) for p in PEERS if p.name in PEER_NAMES for w in (PREFILL, DECODE) if w.phase in p.phases]
 
     def bind(peer: Peer, w: Workload) -> Call:
         return peer.bind(w, [w.inputs(device)])[0]
 
-    return {f"{p.name}, {w.phase}": functools.partial(bind, p, w) for p, w in chosen}
+    return {f"{p.name}, {w.phase}": functools.partial(bind, p, w) for p, w in pairs}
 
 
 def measure_all(device: torch.device) -> dict[str, Any]:
-    """Timing, or the reason why there is none, by name."""
+    """Returns the timing, or the reason why there is none, by name."""
     results: dict[str, Any] = {}
 
     def add(name: str, bind: Callable[[], Call]) -> None:
         try:
             results[name] = host_time(bind(), torch.cuda.synchronize)._asdict()
-        except Exception as error:  # a peer's failure must not end the run
+        except Exception as error:  # a failing peer must not end the run
             results[name] = {"reason": reason(error)}
         print(name, results[name], file=sys.stderr, flush=True)
 
@@ -174,19 +173,17 @@ def measure_all(device: torch.device) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m perf.overhead", description=__doc__)
-    parser.add_argument("--out", type=Path, help="write the record here, as JSON")
+    parser.add_argument("--out", type=Path, help="JSON file for the record")
     options = parser.parse_args(argv)
     if absent := why_no_gpu():
-        print(f"Nothing to measure here: {absent}.", file=sys.stderr)
+        print(f"Nothing can be measured: {absent}.", file=sys.stderr)
         return 2
     record = {
         "command": command_line("overhead", sys.argv[1:]),
         "environment": environment(),
         "overhead": measure_all(torch.device("cuda", torch.cuda.current_device())),
     }
-    if options.out:
-        save(record, options.out)
-    print(markdown(record))
+    publish(record, options.out)
     return 0
 
 

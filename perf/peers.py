@@ -1,8 +1,8 @@
-"""The libraries we measure against, each behind one adapter and used only where it imports.
+"""Libraries that we compare with, each behind one adapter and used only if it can be imported.
 
-An adapter turns a workload and its input sets into one call per set, each returning o
-`[tokens, num_qo_heads, head_dim_vo]`, or raises `UnavailableError` with the reason why it cannot. Whatever
-else it raises is a reason too.
+An adapter turns a workload and its input sets into one call per set, which returns o
+`[tokens, num_qo_heads, head_dim_vo]`, or raises `UnavailableError` with the reason why it cannot. Any other exception
+counts as a reason, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from perf.harness import Call
 from perf.optional import flashinfer, module, require
 from perf.workloads import Inputs, Workload
 
-Bind = Callable[[Any, Sequence[Any]], list[Call]]  # of a workload and inputs of its kind
+Bind = Callable[[Any, Sequence[Any]], list[Call]]  # takes a workload and its input sets
 
 PAGE_SIZE = 16
 WORKSPACE_BYTES = 256 << 20
@@ -28,7 +28,7 @@ WORKSPACE_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Peer:
-    """`phases`: the workloads it is a candidate for; `builds`: it runs nvcc for minutes on first use."""
+    """Candidate for the workloads of `phases`. `builds`: it runs nvcc for minutes on first use."""
 
     name: str
     bind: Bind
@@ -74,14 +74,14 @@ def _flashinfer_decode(use_tensor_cores: bool, w: Workload, sets: Sequence[Input
 
 
 def _paged(w: Workload, x: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """The dense cache seen as pages in order: `[num_pages, PAGE_SIZE, num_kv_heads, head_dim]`, no copy."""
-    require(w.kv_len % PAGE_SIZE == 0, f"kv_len is not a multiple of the page size {PAGE_SIZE}")
+    """Returns the dense cache viewed as pages in order: `[num_pages, PAGE_SIZE, num_kv_heads, head_dim]`."""
+    require(w.kv_len % PAGE_SIZE == 0, f"kv_len must be a multiple of the page size {PAGE_SIZE}, got {w.kv_len}")
     k, v = (t.view(-1, PAGE_SIZE, *t.shape[1:]) for t in (x.k, x.v))
     return k, v
 
 
 def _flashinfer_paged_decode(w: Workload, sets: Sequence[Inputs]) -> list[Call]:
-    """The batch wrapper on the tensor-core kernel, as a batch of one."""
+    """Binds the batch wrapper with the tensor-core kernel, for a batch of one request."""
     caches = [_paged(w, x) for x in sets]
     library = flashinfer("flashinfer")
     device, num_pages = sets[0].q.device, w.kv_len // PAGE_SIZE

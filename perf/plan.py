@@ -1,8 +1,7 @@
-"""Host time of planning a batch, and how good the plans are: `python -m perf.plan --out perf/results/plan.json`.
+"""Host time of planning a batch, and the quality of plans: `python -m perf.plan --out perf/results/plan.json`.
 
 Host times are microseconds of the schedule, of its copy to the device, and of both; the copy needs a GPU. Makespans are
-in the planner's own model of time (`perf.makespan`), next to a bound that no schedule beats and to the best of all even
-cuts.
+in the cost model's time (`perf.makespan`), next to a bound that no schedule beats and to the best of all even splits.
 """
 
 from __future__ import annotations
@@ -19,21 +18,20 @@ import torch
 from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.batch import TileShape, schedule
-from perf.bench import save
+from perf.bench import publish
 from perf.harness import Call
 from perf.machine import command_line, environment, why_no_gpu
 from perf.makespan import DECODE, PREFILL, lengths_of, quality, random_batches
 from perf.overhead import host_time
-from perf.report import markdown
 
 REQUESTS = 256
-BATCHES = 300  # of each phase, whose makespans are simulated
+BATCHES = 300  # per phase, whose makespans are simulated
 LIMITS = BatchLimits(workspace_bytes=128 << 20)
 Batch = tuple[BatchLengths, TileShape, BatchLimits]
 
 
 def batches() -> dict[str, Batch]:
-    """What is planned: by name, lengths, tile and limits."""
+    """Returns the planned batches by name: lengths, tile and limits."""
     rng = np.random.default_rng(0)
     one = np.ones(REQUESTS, np.int64)
     long, queries = rng.integers(100, 8000, REQUESTS), rng.integers(1, 2000, REQUESTS)
@@ -43,7 +41,7 @@ def batches() -> dict[str, Batch]:
     return {
         "decode, 256 requests of 100 to 8000 tokens": (lengths_of(one, long), DECODE, LIMITS),
         "  in a CUDA graph": (lengths_of(one, long), DECODE, graph),
-        "  cut every 2048 tokens": (lengths_of(one, long), DECODE, LIMITS._replace(fixed_split_size=2048)),
+        "  split every 2048 tokens": (lengths_of(one, long), DECODE, LIMITS._replace(fixed_split_size=2048)),
         "decode, 40 requests of 8192 tokens": (few, DECODE, LIMITS),
         "decode, one of 131072 among 255 of 512 tokens": (skewed, DECODE, LIMITS),
         "prefill, 256 requests of 1 to 2000 tokens": (lengths_of(queries, queries), PREFILL, LIMITS),
@@ -56,7 +54,7 @@ def batches() -> dict[str, Batch]:
 
 
 def calls(batch: Batch, staging: Staging | None) -> dict[str, Call]:
-    """The parts of a plan and the whole."""
+    """Returns the parts of a plan and the whole."""
     ints = schedule(*batch).ints.copy()
     parts: dict[str, Call] = {"schedule": lambda: schedule(*batch)}
     if staging is not None:
@@ -76,14 +74,14 @@ def host_times(device: torch.device | None) -> dict[str, Any]:
 
 
 def makespans(count: int) -> dict[str, dict[str, list[float]]]:
-    """By phase and ratio: median, 90th and 99th percentile, largest."""
+    """Returns median, 90th and 99th percentile and largest value by phase and ratio."""
     found = {}
     for phase in ("decode", "prefill"):
         results = [quality(*batch) for batch in random_batches(phase, count)]
         ratios = {
             "ours / bound": [q.ours / q.bound for q in results],
-            "ours / best even cut": [q.ours / q.best for q in results],
-            "uncut / ours": [q.uncut / q.ours for q in results],
+            "ours / best even split": [q.ours / q.best for q in results],
+            "unsplit / ours": [q.unsplit / q.ours for q in results],
         }
         found[phase] = {name: np.percentile(values, (50, 90, 99, 100)).tolist() for name, values in ratios.items()}
     return found
@@ -91,8 +89,10 @@ def makespans(count: int) -> dict[str, dict[str, list[float]]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m perf.plan", description=__doc__)
-    parser.add_argument("--out", type=Path, help="write the record here, as JSON")
-    parser.add_argument("--batches", type=int, default=BATCHES, help="simulate so many of each phase")
+    parser.add_argument("--out", type=Path, help="JSON file for the record")
+    parser.add_argument(
+        "--batches", type=int, default=BATCHES, help=f"number of simulated batches per phase (default {BATCHES})"
+    )
     options = parser.parse_args(argv)
     device = None if why_no_gpu() else torch.device("cuda", torch.cuda.current_device())
     record = {
@@ -101,9 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "makespan": makespans(options.batches),
         "overhead": host_times(device),
     }
-    if options.out:
-        save(record, options.out)
-    print(markdown(record))
+    publish(record, options.out)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Markdown tables out of records: `python -m perf.report perf/results/*.json`."""
+"""Markdown tables of records: `python -m perf.report perf/results/*.json`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Record = Mapping[str, Any]
 
 
 def markdown(record: Record) -> str:
-    """The tables of one record, under a heading that says where and how it was measured."""
+    """Returns the tables of one record, under a heading that says where and how it was measured."""
     tables = overhead_tables(record) if "overhead" in record else speed_tables(record)
     if "makespan" in record:
         tables = [*tables, makespan_table(record)]
@@ -36,7 +36,7 @@ def heading(record: Record) -> str:
 
 
 def speed_tables(record: Record) -> list[str]:
-    """One table per unit, a column per candidate; then why candidates are missing."""
+    """Returns one table per unit with one column per candidate, then the reasons why candidates are missing."""
     rows = record["rows"]
     units = dict.fromkeys(row["unit"] for row in rows)
     tables = [_speed_table([row for row in rows if row["unit"] == unit], unit) for unit in units]
@@ -68,7 +68,7 @@ def _speed_table(rows: Sequence[Record], unit: str) -> str:
 
 
 def _speed(entry: Record) -> str:
-    """Median and, in brackets, the speeds at the 80th and 20th percentile of the times."""
+    """Returns the median speed and, in brackets, the speeds at the 80th and 20th percentile of the times."""
     if "speed" not in entry:
         return "-"
     slow, fast = (entry["speed"] * entry["median_us"] / entry[p] for p in ("p80_us", "p20_us"))
@@ -76,7 +76,7 @@ def _speed(entry: Record) -> str:
 
 
 def _reasons(rows: Sequence[Record], failed_rows: Mapping[str, str]) -> str:
-    """Each missing candidate with its reason and the number of rows where that happened; then missing rows."""
+    """Lists missing candidates with their reasons and the number of rows affected, then missing rows."""
     where: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         for name, entry in row["candidates"].items():
@@ -88,13 +88,13 @@ def _reasons(rows: Sequence[Record], failed_rows: Mapping[str, str]) -> str:
 
 
 def overhead_tables(record: Record) -> list[str]:
-    """Host microseconds a call, and the parts of ours."""
+    """Returns the table of host microseconds per call, and of the parts of our calls."""
     calls = [[name, _host(entry)] for name, entry in record["overhead"].items()]
-    return [table(["host µs a call", "median (p20-p80)"], calls)]
+    return [table(["host µs per call", "median (p20-p80)"], calls)]
 
 
 def makespan_table(record: Record) -> str:
-    """Ratios of makespans over random batches, by phase."""
+    """Returns the table of ratios of makespans over random batches, by phase."""
     lines = [
         [f"{phase}: {name}", *(f"{value:.2f}" for value in values)]
         for phase, ratios in record["makespan"].items()
@@ -110,7 +110,7 @@ def _host(entry: Record) -> str:
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; the first column is left-aligned, the others right-aligned."""
+    """Returns a Markdown table; the first column is left-aligned, the others right-aligned."""
     rule = ["---", *["---:"] * (len(header) - 1)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *lines))
 

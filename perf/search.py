@@ -1,8 +1,9 @@
-"""Proposes rows of the wgmma kernel's tile table: `python -m perf.search --head-dim 128 --heads 16/16`. GPU only.
+"""Proposes rows of fa3's tile table by hill climbing: `python -m perf.search --head-dim 128 --heads 16/16`. GPU only.
 
-From the table's tile it climbs for every workload: tiles that differ in one field are compiled, those with stack or too
-much shared memory are left out, the rest are checked and timed beside the best so far. What won somewhere is then timed
-on all workloads; the best over all of them is the row for `cute_attn/kernels/tiles_sm90.py`.
+For every workload the search starts from the tile in the table. Tiles that differ in one field are compiled; those with
+stack or too much shared memory are dropped, the others are checked and timed together with the best so far. The winners
+of all workloads are then timed on every workload, and the best one overall is the row for
+`cute_attn/kernels/fa3/tiles.py`.
 """
 
 from __future__ import annotations
@@ -32,22 +33,23 @@ from perf.batch_workloads import BatchInputs, BatchWorkload, equal
 from perf.harness import Call, CudaGraphTimer, measure
 from perf.machine import why_no_gpu
 
-SHARED_BYTES = 227 << 10
-REGISTERS = {2: 212, 3: 132}  # of a math thread for accumulators and probabilities, by math groups
-GAIN = 1.004  # less is noise
+SMEM_LIMIT = 227 << 10
+# Registers per thread for accumulators and probabilities, by number of MMA warpgroups.
+REGISTERS = {2: 212, 3: 132}
+MIN_GAIN = 1.004  # less is noise
 LENGTHS = "1x16384,4x4096,16x1024"
 
 Rates = Mapping[HopperTile, float]  # TFLOP/s of the tiles that work
 
 
 def fits(head_dim: int, tile: HopperTile) -> bool:
-    """Shared memory, and registers for S, P and O."""
+    """Tells whether a tile fits shared memory, and S, P and O the registers."""
     registers = tile.cols // 2 + tile.cols // 4 + head_dim // 2
-    return HopperMemory(tile, head_dim, head_dim).bytes <= SHARED_BYTES and registers <= REGISTERS[tile.mma_warpgroups]
+    return HopperMemory(tile, head_dim, head_dim).bytes <= SMEM_LIMIT and registers <= REGISTERS[tile.mma_warpgroups]
 
 
 def neighbours(head_dim: int, tile: HopperTile) -> list[HopperTile]:
-    """Tiles that differ in one field and fit."""
+    """Returns the tiles that differ in one field and fit."""
     changes: list[dict[str, int | bool]] = [
         {"rows": 320 - tile.rows},
         *({"cols": tile.cols + step} for step in (-32, -16, 16, 32) if 0 < tile.cols + step <= 256),
@@ -65,8 +67,9 @@ def climb(
     rate: Callable[[Sequence[HopperTile]], Rates],
     in_time: Callable[[], bool] = lambda: True,
 ) -> tuple[HopperTile, float]:
-    """The best tile that steps to better neighbours lead to, and its speed over the first one's. `rate` times tiles
-    beside each other: only speeds of one call of it are compared. No step begins that is not `in_time`.
+    """Steps to the best neighbour while that is faster; returns the last tile and its speed relative to `start`.
+
+    `rate` times tiles together: only speeds from the same call are compared. A step begins only while `in_time`.
     """
     best, gain, tried = start, 1.0, {start}
     while in_time():
@@ -74,21 +77,21 @@ def climb(
         rates = rate([best, *new])
         tried.update(new)
         top = max(rates, key=rates.__getitem__, default=best)
-        if best not in rates or rates[top] < GAIN * rates[best]:
+        if best not in rates or rates[top] < MIN_GAIN * rates[best]:
             return best, gain
         best, gain = top, gain * rates[top] / rates[best]
     return best, gain
 
 
 def proposal(rates: Mapping[str, Rates]) -> HopperTile:
-    """Of the tiles that work for all workloads the one with the greatest product of its speeds."""
-    tiles = set.intersection(*(set(of) for of in rates.values()))
-    return max(tiles, key=lambda tile: math.prod(of[tile] for of in rates.values()))
+    """Returns the tile with the largest product of speeds, among those that work for all workloads."""
+    tiles = set.intersection(*(set(by_tile) for by_tile in rates.values()))
+    return max(tiles, key=lambda tile: math.prod(by_tile[tile] for by_tile in rates.values()))
 
 
 @contextlib.contextmanager
-def forced(tile: HopperTile) -> Iterator[None]:
-    """Plans made meanwhile take this tile, whatever plans before have left in memory, and leave nothing of it."""
+def force_tile(tile: HopperTile) -> Iterator[None]:
+    """Makes plans take this tile; clears the tilings remembered before and afterwards."""
     fa3_batch.tiling.cache_clear()
     try:
         with mock.patch.object(fa3_variant, "tile", return_value=tile):
@@ -98,27 +101,28 @@ def forced(tile: HopperTile) -> Iterator[None]:
 
 
 def bind(tile: HopperTile, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
-    with forced(tile):
+    with force_tile(tile):
         return batch_peers.ours("fa3", w, sets)
 
 
-def compiled(head_dim: int, tiles: Sequence[HopperTile]) -> list[HopperTile]:
-    """Those without stack and within shared memory."""
+def compile_tiles(head_dim: int, tiles: Sequence[HopperTile]) -> list[HopperTile]:
+    """Returns the tiles whose kernels need no stack and fit shared memory."""
     specs = {tile: Fa3Spec("bfloat16", "bfloat16", head_dim, head_dim, schedule="items", tile=tile) for tile in tiles}
     made = artifacts.get_many({fa3_tiles.ARCH: list(specs.values())}, program)
     outcomes = {tile: made[fa3_tiles.ARCH, spec] for tile, spec in specs.items()}
     return [
         tile
         for tile, made in outcomes.items()
-        if isinstance(made, Artifact) and not made.stack_bytes and made.smem_bytes <= SHARED_BYTES
+        if isinstance(made, Artifact) and not made.stack_bytes and made.smem_bytes <= SMEM_LIMIT
     ]
 
 
-def timed(w: BatchWorkload, rounds: int, tiles: Sequence[HopperTile]) -> Rates:
+def time_tiles(w: BatchWorkload, rounds: int, tiles: Sequence[HopperTile]) -> Rates:
+    """Returns the TFLOP/s of the tiles whose kernels compile and are correct."""
     device = torch.device("cuda", torch.cuda.current_device())
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     sets = [w.inputs(device, seed) for seed in range(w.num_sets(l2_bytes))]
-    names = {str(tile): tile for tile in compiled(w.head_dim, tiles)}
+    names = {str(tile): tile for tile in compile_tiles(w.head_dim, tiles)}
     calls, _ = bench.prepare(w, {name: functools.partial(bind, tile) for name, tile in names.items()}, sets)
     timings = measure(calls, CudaGraphTimer(), rounds).timings
     return {names[n]: w.metric.value(t.median_us) for n, t in timings.items() if not isinstance(t, str)}
@@ -131,14 +135,16 @@ def workloads(head_dim: int, heads: tuple[int, int], lengths: str) -> list[Batch
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m perf.search", description=__doc__)
-    parser.add_argument("--head-dim", type=int, required=True)
+    parser.add_argument("--head-dim", type=int, required=True, help="head dimension of q, k and v")
     parser.add_argument("--heads", default="16/16", help="query and kv heads (default: 16/16)")
     parser.add_argument("--lengths", default=LENGTHS, help=f"requests x tokens (default: {LENGTHS})")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="no climb takes a step later than this")
+    parser.add_argument("--rounds", type=int, default=7, help="number of timed rounds (default: 7)")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="start no step later than this (default: no limit)"
+    )
     options = parser.parse_args(argv)
     if absent := why_no_gpu():
-        print(f"Nothing to measure here: {absent}.", file=sys.stderr)
+        print(f"Nothing can be measured: {absent}.", file=sys.stderr)
         return 2
     dim = options.head_dim
     q_heads, kv_heads = map(int, options.heads.split("/"))
@@ -147,11 +153,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     winners = {start: None}
     end = time.monotonic() + options.seconds
     for w in table:
-        rate = functools.partial(timed, w, options.rounds)
+        rate = functools.partial(time_tiles, w, options.rounds)
         best, gain = climb(start, functools.partial(neighbours, dim), rate, lambda: time.monotonic() < end)
         print(f"{w.name}: {best}, {gain:.3f} of {start}", flush=True)
         winners[best] = None
-    row = proposal({w.name: timed(w, options.rounds, list(winners)) for w in table})
+    row = proposal({w.name: time_tiles(w, options.rounds, list(winners)) for w in table})
     print(f"    ({dim}, {dim}): {row},")
     return 0
 

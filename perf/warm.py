@@ -1,8 +1,8 @@
-"""Builds the peers that compile on first use, side by side: minutes that a run need not wait for.
+"""Builds the peers that compile on first use, in parallel, to save a run minutes of waiting.
 
     python -m perf.prefill --warm-peers &     (likewise perf.decode)
 
-Each peer is built in a process of its own that solves a short version of the workload:
+Each peer is built in its own process, which solves a short version of the workload:
     python -m perf.warm PEER Workload '{"qo_len": 256, ...}'
 """
 
@@ -26,22 +26,22 @@ from perf.peers import PEERS
 from perf.workloads import Workload
 
 SHORT = 256
-SIDE_BY_SIDE = 10  # builds at a time, each with
-BUILD_JOBS = "4"  # compiler processes
+PARALLEL_BUILDS = 10
+BUILD_JOBS = "4"  # compiler processes per build
 
 AnyWorkload = Workload | BatchWorkload
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Workload, BatchWorkload)}
 
 
 def builds(workloads: Sequence[AnyWorkload], names: Sequence[str] | None = None) -> list[tuple[str, AnyWorkload]]:
-    """(peer, short workload) of every distinct build: their masks and lengths are run-time values."""
+    """Returns (peer, short workload) of every distinct build; masks and lengths do not change what is built."""
     short = dict.fromkeys(w.short(SHORT) for w in workloads)
     peers = [peer for peer in PEERS if peer.builds and (names is None or peer.name in names)]
     return [(peer.name, w) for w in short for peer in peers if w.phase in peer.phases]
 
 
 def warm(workloads: Sequence[AnyWorkload], names: Sequence[str] | None = None) -> None:
-    """Run all builds, or those of the peers named; each prints how it ended, and none ends the others."""
+    """Runs the builds of all peers, or of the named ones. Each prints its result; a failure does not stop others."""
     env = {"MAX_JOBS": BUILD_JOBS, **os.environ}
 
     def spawn(job: tuple[str, AnyWorkload]) -> None:
@@ -50,12 +50,12 @@ def warm(workloads: Sequence[AnyWorkload], names: Sequence[str] | None = None) -
             [sys.executable, "-m", "perf.warm", name, type(workload).__name__, json.dumps(asdict(workload))], env=env
         )
 
-    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+    with ThreadPoolExecutor(PARALLEL_BUILDS) as pool:
         list(pool.map(spawn, builds(workloads, names)))
 
 
 def build(name: str, workload: AnyWorkload) -> str:
-    """Bind the peer and run it once; says how that ended."""
+    """Binds the peer, runs it once and returns the result in words."""
     peer = next(p for p in PEERS if p.name == name and workload.phase in p.phases)
     try:
         for call in peer.bind(workload, [workload.inputs(torch.device("cuda"))]):
@@ -63,7 +63,7 @@ def build(name: str, workload: AnyWorkload) -> str:
         torch.cuda.synchronize()
     except UnavailableError as error:
         return f"unavailable: {error}"
-    except Exception as error:  # a peer's failure is a line of the log
+    except Exception as error:  # the failure of a peer is a line of the log
         return f"failed: {reason(error)}"
     return "ready"
 

@@ -1,4 +1,4 @@
-"""What is measured: problems, the work in them, and their inputs."""
+"""Problems of single requests, their work and their inputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Metric(NamedTuple):
-    """How a time becomes a speed: `work / seconds` in `unit`, held against one of the run's ceilings."""
+    """Speed as `work / seconds` in `unit`, compared with one of the ceilings of the run."""
 
     unit: str
     work: float
@@ -22,7 +22,7 @@ class Metric(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """One request of dense attention. Lengths count tokens; causal is bottom-right aligned."""
+    """One request of dense attention. Lengths are in tokens; causal is bottom-right aligned."""
 
     qo_len: int
     kv_len: int
@@ -52,33 +52,33 @@ class Workload:
 
     @property
     def pairs(self) -> int:
-        """(query, key) pairs of one head: row i sees min(kv_len, max(0, i + kv_len - qo_len + 1)) keys."""
+        """Number of (query, key) pairs per head: row i sees min(kv_len, max(0, i + kv_len - qo_len + 1)) keys."""
         if not self.causal:
             return self.qo_len * self.kv_len
-        rows = min(self.qo_len, self.kv_len)  # with kv_len < qo_len the first rows see nothing
+        rows = min(self.qo_len, self.kv_len)  # if kv_len < qo_len, the first rows see no keys
         return rows * (self.kv_len - rows) + rows * (rows + 1) // 2
 
     @property
     def flops(self) -> int:
-        """2 * pairs * (head_dim_qk + head_dim_vo) for every query head: the two matrix products."""
+        """Operations of the two matrix products: 2 * pairs * (head_dim_qk + head_dim_vo) per query head."""
         return 2 * self.pairs * (self.head_dim_qk + self.head_dim_vo) * self.num_qo_heads
 
     @property
     def bytes(self) -> int:
-        """q, k and v read once, o written once."""
+        """Number of bytes if q, k and v are read once and o is written once."""
         dims = self.head_dim_qk + self.head_dim_vo
         elements = (self.qo_len * self.num_qo_heads + self.kv_len * self.num_kv_heads) * dims
         return elements * self.torch_dtype.itemsize
 
     @property
     def metric(self) -> Metric:
-        """Decode is held against the read ceiling, prefill against the bf16 GEMM."""
+        """Speed and its ceiling: read bandwidth for decode, the bf16 GEMM for prefill."""
         if self.phase == "decode":
             return Metric("GB/s", self.bytes / 1e9, "read")
         return Metric("TFLOP/s", self.flops / 1e12, "gemm")
 
     def inputs(self, device: torch.device, seed: int = 0) -> Inputs:
-        """Normal random q, k, v."""
+        """Returns normally distributed q, k, v."""
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(*shape: int) -> torch.Tensor:
@@ -91,11 +91,11 @@ class Workload:
         )
 
     def num_sets(self, l2_bytes: int) -> int:
-        """Copies of the inputs that exceed twice the L2 together: by its next turn a set has left it."""
+        """Returns how many copies of the inputs exceed twice the L2, so that a set has left it before its next use."""
         return 2 * l2_bytes // self.bytes + 1
 
     def short(self, length: int) -> Workload:
-        """A short problem that needs the same kernels."""
+        """Returns a short problem that needs the same kernels."""
         return dataclasses.replace(self, qo_len=min(self.qo_len, length), kv_len=length, causal=False)
 
 

@@ -1,4 +1,4 @@
-"""Decode over paged caches of 16, 8 and 4 bits: `python -m perf.xqa --out perf/results/xqa.json`."""
+"""Decode with paged caches of 16, 8 and 4 bits: `python -m perf.xqa --out perf/results/xqa.json`."""
 
 from perf.batch_workloads import BatchWorkload, equal
 from perf.bench import main

@@ -1,4 +1,4 @@
-"""Decode on our fa2 beside XQA, where "auto" must choose: `python -m perf.xqa_choice --backends fa2 xqa --peers`."""
+"""Decode with our fa2 and XQA, between which "auto" chooses: `python -m perf.xqa_choice --backends fa2 xqa --peers`."""
 
 from perf.batch_workloads import equal
 from perf.bench import main

@@ -1,6 +1,6 @@
-"""The command line: one module per command, each with `add(commands)` and `run(options)`.
+"""Command line: one module per command, each with `add(commands)` and `run(options)`.
 
-`run` returns the exit code: 0 done, 1 what was checked is not right, 2 the command was not understood.
+`run` returns the exit code: 0 success, 1 a check failed, 2 invalid arguments.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ COMMANDS = (demo, doctor, explain, emulate, kernels, bundle, support)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Runs one command and returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m cute_attn", description="Attention kernels for NVIDIA GPUs, with FlashInfer's API."
     )
@@ -29,6 +29,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ArtifactError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except ValueError as error:  # the errors of bad arguments all are: see cute_attn.errors
+    except ValueError as error:  # base of all errors about arguments: see cute_attn.errors
         print(f"error: {error}", file=sys.stderr)
         return 2

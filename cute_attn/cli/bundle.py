@@ -1,4 +1,4 @@
-"""`bundle`: compiled kernels in a directory, for machines without the DSL."""
+"""`bundle`: writes compiled kernels to a directory, for machines without the DSL."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_attn.cli import specs
-from cute_attn.cli.text import ProgressBar, size
+from cute_attn.cli.terminal import ProgressBar, format_bytes
 from cute_attn.kernels.programs import program
 from cute_attn.runtime import artifacts
 
@@ -18,8 +18,8 @@ def add(commands: Any) -> None:
         help="write compiled kernels to a directory, for machines without the DSL",
         description=(
             "Compiles kernels (or finds them in the cache) and writes them to DIR. On the other machine set "
-            "CUTE_ATTN_BUNDLE=DIR; CUTE_ATTN_DISABLE_JIT=1 there makes a missing kernel an error. DIR holds "
-            "what this command names and nothing else; several bundles are separated by ':'."
+            "CUTE_ATTN_BUNDLE=DIR, or several directories separated by ':'. With CUTE_ATTN_DISABLE_JIT=1 a kernel "
+            "that is in none of them is an error there. The bundle contains only the kernels that this command names."
         ),
     )
     parser.add_argument("directory", type=Path, metavar="DIR")
@@ -28,8 +28,8 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    specs_by_arch = specs.chosen(options)
-    total = sum(len(chosen) for chosen in specs_by_arch.values())
+    specs_by_arch = specs.selected(options)
+    total = sum(len(selected) for selected in specs_by_arch.values())
     with ProgressBar(total) as bar:
         artifacts.write_bundle(
             options.directory,
@@ -39,5 +39,5 @@ def run(options: argparse.Namespace) -> int:
             lambda spec, arch, outcome: bar.step(f"{arch} {specs.label(spec)}"),
         )
     num_bytes = sum(path.stat().st_size for path in options.directory.iterdir())
-    print(f"{total} kernels for {', '.join(specs_by_arch)} in {options.directory} ({size(num_bytes)})")
+    print(f"{total} kernels for {', '.join(specs_by_arch)} in {options.directory} ({format_bytes(num_bytes)})")
     return 0

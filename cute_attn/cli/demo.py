@@ -1,8 +1,8 @@
-"""`demo`: a prompt and then tokens one by one, checked as they go, on whatever is here.
+"""`demo`: prefill of a prompt and token-by-token decode on this machine, every result checked.
 
-With a GPU: the attention of Llama-3-8B, timed. Without: a small model on CPU tensors through the same calls, on the
-reference and on Hopper's own kernels in the emulator, and the kernels that Hopper and Blackwell would run for
-Llama-3-8B, compiled and shown.
+With a GPU, it times the attention of Llama-3-8B. Without one, it runs a small model on CPU tensors through the same
+calls, on the reference and with Hopper's kernels in the emulator, and compiles and lists the kernels that Hopper and
+Blackwell would run for Llama-3-8B.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from cute_attn.cli import kernels, specs
-from cute_attn.cli.text import table
+from cute_attn.cli.terminal import table
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime.spec import KernelSpec
 
 if TYPE_CHECKING:
     import torch
 
-ELSEWHERE = ("sm_90a", "sm_100a")
-TOLERANCE = 1.6e-2  # root mean square, relative: bfloat16 inputs and outputs
+COMPILED_ARCHS = ("sm_90a", "sm_100a")
+TOLERANCE = 1.6e-2  # relative root-mean-square error of bfloat16 inputs and outputs
 REPEATS = 10
 
 
 class Model(NamedTuple):
-    """The attention of a model and the length of a conversation, in tokens."""
+    """Attention of a model, and the length of a conversation in tokens."""
 
     name: str
     num_layers: int
@@ -48,10 +48,10 @@ EMULATED = SMALL._replace(prompt=128, steps=4)
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "demo",
-        help="prefill and decode on what is here, checked and timed",
-        description="Exits 1 if a result is wrong or a kernel misses a gate.",
+        help="run prefill and decode on this machine, checked and timed",
+        description="Exits 1 if a result is wrong or a kernel fails a gate.",
     )
-    parser.add_argument("--cpu", action="store_true", help="as on a machine without a GPU")
+    parser.add_argument("--cpu", action="store_true", help="do what a machine without a GPU does")
     parser.set_defaults(run=run)
 
 
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class Conversation:
-    """Queries, and a KV cache of every layer that the prompt fills and each step extends by one token."""
+    """Queries, and a KV cache per layer that the prompt fills and each decode step extends by one token."""
 
     def __init__(self, model: Model, device: torch.device, backend: str = "auto") -> None:
         import torch
@@ -81,7 +81,7 @@ class Conversation:
         self.q = normal(capacity, model.num_qo_heads, model.head_dim)
 
     def prefill(self, layer: int) -> torch.Tensor:
-        """The prompt attends to itself, causally."""
+        """Computes the causal attention of the prompt to itself."""
         from cute_attn import single_prefill_with_kv_cache
 
         n = self.model.prompt
@@ -89,18 +89,18 @@ class Conversation:
         return cast("torch.Tensor", single_prefill_with_kv_cache(self.q[:n], k, v, causal=True, backend=self.backend))
 
     def decode(self, layer: int, n: int) -> torch.Tensor:
-        """Token n attends to the n tokens of the cache, itself included."""
+        """Computes the attention of token n to the n tokens of the cache, itself included."""
         from cute_attn import single_decode_with_kv_cache
 
         k, v = self.k[layer, :n], self.v[layer, :n]
         return cast("torch.Tensor", single_decode_with_kv_cache(self.q[n - 1], k, v, backend=self.backend))[None]
 
     def lengths(self) -> range:
-        """Cache lengths of the decode steps."""
+        """Returns the cache lengths of the decode steps."""
         return range(self.model.prompt + 1, self.model.prompt + self.model.steps + 1)
 
     def outputs(self) -> Iterator[tuple[str, int, torch.Tensor, int]]:
-        """(phase, layer, output, cache length) of prefill in the first and last layer, and of every decode step."""
+        """Yields (phase, layer, output, cache length): prefill in the first and last layer, then every decode step."""
         last = self.model.num_layers - 1
         for layer in (0, last):
             yield "prefill", layer, self.prefill(layer), self.model.prompt
@@ -109,7 +109,7 @@ class Conversation:
             yield "decode", layer, self.decode(layer, n), n
 
     def errors(self, truth: Callable[..., torch.Tensor]) -> dict[str, float]:
-        """Largest relative error, in root mean square, of each phase against `truth(q, k, v)`."""
+        """Returns the largest relative root-mean-square error of each phase against `truth(q, k, v)`."""
         import torch
 
         worst = {"prefill": 0.0, "decode": 0.0}
@@ -118,7 +118,7 @@ class Conversation:
             expected = truth(q, self.k[layer, :n], self.v[layer, :n])
             difference = torch.linalg.vector_norm(o.to(expected.dtype) - expected)
             error = float(difference / torch.linalg.vector_norm(expected))
-            worst[phase] = max(worst[phase], error) if error == error else error  # a NaN must not lose
+            worst[phase] = max(worst[phase], error) if error == error else error  # max would drop a NaN
         return worst
 
 
@@ -127,7 +127,7 @@ def verdict(error: float) -> str:
 
 
 def by_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """fp64, causal: the last row of q sees all keys."""
+    """Returns causal attention in fp64, where the last row of q sees all keys."""
     from cute_attn.reference import attention as reference
 
     o, _ = reference.attention(q, k, v, mask=reference.Mask(causal=True))
@@ -135,11 +135,11 @@ def by_reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Ten
 
 
 def by_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """torch's attention in fp64: independent of the reference, which CPU tensors run on."""
+    """Returns torch's attention in fp64, which is independent of the reference that CPU tensors run on."""
     import torch
 
     q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
-    causal = q.shape[1] == k.shape[1]  # prefill; a decode step sees everything
+    causal = q.shape[1] == k.shape[1]  # prefill; a decode step sees all keys
     o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
     return o.transpose(0, 1)
 
@@ -160,14 +160,14 @@ def on_gpu(device: torch.device) -> int:
         ("prefill", f"{prompt} tokens, causal", f"{prefill_s * 1e6:.1f} us", f"{flops / prefill_s / 1e12:.1f} TFLOP/s"),
         ("decode", f"1 token, cache of {n}", f"{decode_s * 1e6:.1f} us", f"{num_bytes / decode_s / 1e9:.0f} GB/s"),
     ]
-    header = ("phase", "work", "a layer", "speed", "error against fp64")
+    header = ("phase", "work", "per layer", "speed", "error against fp64")
     print(table(header, [(*row, verdict(errors[row[0]])) for row in rows], left=2))
     print(f"\n{len(conversation.lengths())} decode steps over the growing cache were checked, prefill in two layers.")
     return 0 if all(error <= TOLERANCE for error in errors.values()) else 1
 
 
 def graph_seconds(call: Callable[[int], Any]) -> float:
-    """Seconds for all layers: a CUDA graph of one call a layer, so that the caches (537 MB) do not stay in L2."""
+    """Returns the seconds of one call per layer in a CUDA graph; the caches of all layers (537 MB) exceed L2."""
     import torch
 
     graph = torch.cuda.CUDAGraph()
@@ -187,7 +187,7 @@ def graph_seconds(call: Callable[[int], Any]) -> float:
 def on_cpu() -> int:
     import torch
 
-    print(f"No GPU in use: {SMALL}, on CPU tensors.\nThe same calls run on the reference, and torch's SDPA checks.\n")
+    print(f"No GPU in use: {SMALL}, on CPU tensors.\nThe reference computes them; torch's SDPA checks the results.\n")
     conversation = Conversation(SMALL, torch.device("cpu"))
     errors = conversation.errors(by_sdpa)
     rows = [
@@ -195,34 +195,34 @@ def on_cpu() -> int:
         ("decode", f"{SMALL.steps} steps over the growing cache", verdict(errors["decode"])),
     ]
     print(table(("phase", "work", "error against fp64"), rows, left=2))
-    print(f"\nThe kernels that {' and '.join(ELSEWHERE)} would run for {LLAMA.name}, compiled here:\n", flush=True)
-    outcomes = specs.compile_all({arch: kernels_of(LLAMA, arch) for arch in ELSEWHERE}, None)
-    missed = {key: specs.failures(*key, outcome) for key, outcome in outcomes.items()}
-    print(kernels.report(outcomes, missed))
-    errors = {**errors, **emulated()}
-    right = all(error <= TOLERANCE for error in errors.values())
-    return 0 if right and not any(missed.values()) else 1
+    print(f"\nKernels that {' and '.join(COMPILED_ARCHS)} would run for {LLAMA.name}, compiled here:\n", flush=True)
+    outcomes = specs.compile_all({arch: kernel_specs(LLAMA, arch) for arch in COMPILED_ARCHS}, None)
+    failed = {key: specs.failures(*key, outcome) for key, outcome in outcomes.items()}
+    print(kernels.report(outcomes, failed))
+    errors = {**errors, **emulator_errors()}
+    accurate = all(error <= TOLERANCE for error in errors.values())
+    return 0 if accurate and not any(failed.values()) else 1
 
 
-def emulated() -> dict[str, float]:
-    """The kernels of Hopper, from their PTX, on a few tokens: every access checked, errors against SDPA."""
+def emulator_errors() -> dict[str, float]:
+    """Runs Hopper's kernels from their PTX on a few tokens, every access checked; returns the errors against SDPA."""
     import torch
 
     from cute_attn.emulator import using
 
-    print("\nThe kernels that sm_90a runs, emulated from their PTX: races, bounds and barriers checked.\n", flush=True)
+    print("\nKernels that sm_90a runs, emulated from their PTX: races, bounds and barriers checked.\n", flush=True)
     with using("sm_90a") as emulation:
         errors = Conversation(EMULATED, torch.device("cpu"), "emulator").errors(by_sdpa)
     counts = sum(record.stats.warp_instructions for record in emulation.records)
     seconds = sum(record.seconds for record in emulation.records)
     rows = [(phase, verdict(error)) for phase, error in errors.items()]
     print(table(("phase", "error against fp64"), rows))
-    print(f"\n{len(emulation.records)} launches, {counts} warp instructions in {seconds:.1f} s, no complaints.")
+    print(f"\n{len(emulation.records)} launches, {counts} warp instructions in {seconds:.1f} s, no errors found.")
     return {f"emulated {phase}": error for phase, error in errors.items()}
 
 
-def kernels_of(model: Model, arch_name: str) -> list[KernelSpec]:
-    """What prefill of the prompt and the last decode step launch on this architecture."""
+def kernel_specs(model: Model, arch_name: str) -> list[KernelSpec]:
+    """Returns the kernels that prefill of the prompt and the last decode step launch on this architecture."""
     import torch
 
     from cute_attn.cli import planned

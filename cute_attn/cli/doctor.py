@@ -1,4 +1,4 @@
-"""`doctor`: what is here, what runs where, and why not. Needs nothing: no GPU, no DSL, no CUDA, no torch."""
+"""`doctor`: reports what is installed, what runs on which device, and why not. Needs no GPU, DSL, CUDA or torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import platform
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cute_attn.cli.text import size, table
+from cute_attn.cli.terminal import format_bytes, table
 from cute_attn.errors import ArgumentError
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import bundle, cache, switches
@@ -25,8 +25,8 @@ OLDEST_DRIVER = 13000  # cuda-python 13 refuses older drivers
 MAJOR_ATTRIBUTE, MINOR_ATTRIBUTE = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 
 
-class Line(NamedTuple):
-    """One finding. `state`: "ok", "--" (not here, and not needed), "!!" (broken: the exit code becomes 1)."""
+class Finding(NamedTuple):
+    """One line of the report. `state`: "ok", "--" (missing, but not needed), "!!" (broken: the exit code becomes 1)."""
 
     state: str
     name: str
@@ -39,21 +39,20 @@ class Gpu(NamedTuple):
 
 
 class Driver(NamedTuple):
-    """The CUDA driver as it answers itself, without torch or cuda-python."""
+    """Answers of the CUDA driver itself, without torch or cuda-python."""
 
     version: int  # 13000 is CUDA 13.0
     gpus: tuple[Gpu, ...]
-    problem: str | None  # why there is none, or why it cannot be used
+    problem: str | None  # why it is missing or cannot be used
 
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="what is here, what runs where, and why not",
+        help="report what is installed, what runs on which device, and why not",
         description=(
-            "Looks at Python, torch, the CUDA driver, GPUs, CuTe DSL, cuda-python, cache and environment. "
-            "Exits 0 if everything that this machine could run runs, 1 if something it needs is broken "
-            "(lines marked !!)."
+            "Checks Python, torch, the CUDA driver, GPUs, CuTe DSL, cuda-python, cache and environment variables. "
+            "Exits 1 if something that this machine needs is broken (lines marked !!), else 0."
         ),
     )
     parser.set_defaults(run=run)
@@ -61,7 +60,7 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     driver = probe_driver()
-    here = [
+    installed = [
         python(),
         torch(driver),
         driver_line(driver),
@@ -69,22 +68,22 @@ def run(options: argparse.Namespace) -> int:
         dsl(driver),
         cuda_python(driver),
     ]
-    here += [cache_line(), *environment()]
-    runs = [reference_line(), *kernel_lines(driver, here), compile_line()]
-    print("What is here\n" + _lines(here) + "\n\nWhat runs\n" + _lines(runs))
-    return 1 if any(line.state == "!!" for line in (*here, *runs)) else 0
+    installed += [cache_line(), *environment()]
+    runs = [reference_line(), *kernel_lines(driver, installed), compile_line()]
+    print("Installed\n" + _table(installed) + "\n\nRuns\n" + _table(runs))
+    return 1 if any(line.state == "!!" for line in (*installed, *runs)) else 0
 
 
-def _lines(lines: Sequence[Line]) -> str:
-    return "\n".join(table(("", "", ""), lines, left=3).splitlines()[2:])
+def _table(findings: Sequence[Finding]) -> str:
+    return "\n".join(table(("", "", ""), findings, left=3).splitlines()[2:])
 
 
 def probe_driver() -> Driver:
-    """Ask libcuda."""
+    """Asks libcuda for its version and its GPUs."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return Driver(0, (), "libcuda.so.1 is not here")
+        return Driver(0, (), "libcuda.so.1 is not installed")
     if status := cuda.cuInit(0):
         return Driver(0, (), f"cuInit failed with error {status}")
     version, count = ctypes.c_int(), ctypes.c_int()
@@ -105,109 +104,109 @@ def _gpu(cuda: ctypes.CDLL, index: int) -> Gpu:
     return Gpu(name.value.decode(errors="replace"), (values[0], values[1]))
 
 
-def python() -> Line:
-    return Line("ok", "python", f"{platform.python_version()} on {platform.machine()} {platform.system()}")
+def python() -> Finding:
+    return Finding("ok", "python", f"{platform.python_version()} on {platform.machine()} {platform.system()}")
 
 
-def torch(driver: Driver) -> Line:
+def torch(driver: Driver) -> Finding:
     try:
         module = importlib.import_module("torch")
     except (ImportError, OSError) as error:
-        return Line("!!", "torch", f"does not import ({error}): nothing runs without it")
+        return Finding("!!", "torch", f"cannot be imported ({error}): nothing runs without it")
     cuda = module.version.cuda
     if driver.gpus and cuda is None:
-        return Line("!!", "torch", f"{module.__version__} is a build without CUDA: GPU tensors are impossible")
+        return Finding("!!", "torch", f"{module.__version__} is a build without CUDA: it has no GPU tensors")
     if driver.gpus and not module.cuda.is_available():
-        return Line("!!", "torch", f"{module.__version__} for CUDA {cuda} cannot use the GPU: see the driver")
-    return Line("ok", "torch", f"{module.__version__}, " + (f"CUDA {cuda}" if cuda else "built without CUDA"))
+        return Finding("!!", "torch", f"{module.__version__} for CUDA {cuda} cannot use the GPU: see the driver")
+    return Finding("ok", "torch", f"{module.__version__}, " + (f"CUDA {cuda}" if cuda else "built without CUDA"))
 
 
-def driver_line(driver: Driver) -> Line:
+def driver_line(driver: Driver) -> Finding:
     if driver.problem:
-        return Line("--", "CUDA driver", driver.problem)
+        return Finding("--", "CUDA driver", driver.problem)
     major, minor = driver.version // 1000, driver.version % 1000 // 10
     if driver.version < OLDEST_DRIVER:
-        need = f"cuda-python needs one for CUDA {OLDEST_DRIVER // 1000}"
-        return Line("!!", "CUDA driver", f"for CUDA {major}.{minor}: too old, {need}")
-    return Line("ok", "CUDA driver", f"for CUDA {major}.{minor}")
+        need = f"cuda-python needs a driver for CUDA {OLDEST_DRIVER // 1000} or later"
+        return Finding("!!", "CUDA driver", f"CUDA {major}.{minor}: too old, {need}")
+    return Finding("ok", "CUDA driver", f"CUDA {major}.{minor}")
 
 
-def gpu_lines(driver: Driver) -> list[Line]:
+def gpu_lines(driver: Driver) -> list[Finding]:
     if not driver.gpus:
-        return [Line("--", "GPU", "none")]
+        return [Finding("--", "GPU", "none")]
     lines = []
     for index, gpu in enumerate(driver.gpus):
         major, minor = gpu.capability
-        lines.append(Line("ok", f"GPU {index}", f"{gpu.name}, compute capability {major}.{minor}"))
+        lines.append(Finding("ok", f"GPU {index}", f"{gpu.name}, compute capability {major}.{minor}"))
     return lines
 
 
-def dsl(driver: Driver) -> Line:
-    """Without it kernels come from bundles only."""
+def dsl(driver: Driver) -> Finding:
+    """Checks the DSL, without which kernels come only from bundles."""
     version = cache.dsl_version()
     absent = "!!" if driver.gpus and not bundle.directories() else "--"
     if version is None:
-        return Line(absent, "CuTe DSL", "not installed (nvidia-cutlass-dsl): kernels come from bundles only")
+        return Finding(absent, "CuTe DSL", "not installed (nvidia-cutlass-dsl): kernels come only from bundles")
     if error := dsl_import_error():
-        return Line(absent, "CuTe DSL", f"{version}: {error}")
-    return Line("ok", "CuTe DSL", version)
+        return Finding(absent, "CuTe DSL", f"{version}: {error}")
+    return Finding("ok", "CuTe DSL", version)
 
 
-def cuda_python(driver: Driver) -> Line:
+def cuda_python(driver: Driver) -> Finding:
     try:
         importlib.import_module("cuda.bindings.driver")
         version = importlib.metadata.version("cuda-bindings")
     except (ImportError, OSError, RuntimeError) as error:
         state = "!!" if driver.gpus else "--"
-        return Line(state, "cuda-python", f"does not import ({error}): kernels cannot be launched")
-    return Line("ok", "cuda-python", version)
+        return Finding(state, "cuda-python", f"cannot be imported ({error}): kernels cannot be launched")
+    return Finding("ok", "cuda-python", version)
 
 
-def cache_line() -> Line:
+def cache_line() -> Finding:
     directory = cache.directory()
     files = list(directory.glob("*.artifact")) if directory.is_dir() else []
-    where = f"{directory}: {len(files)} kernels, {size(sum(file.stat().st_size for file in files))}"
+    where = f"{directory}: {len(files)} kernels, {format_bytes(sum(file.stat().st_size for file in files))}"
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     if not os.access(existing, os.W_OK):
-        return Line("!!", "cache", f"{where}; not writable: every process compiles again")
-    return Line("ok", "cache", where)
+        return Finding("!!", "cache", f"{where}; not writable: every process compiles its kernels itself")
+    return Finding("ok", "cache", where)
 
 
-def environment() -> list[Line]:
-    return [Line("ok", name, os.environ[name]) for name in ENVIRONMENT if name in os.environ]
+def environment() -> list[Finding]:
+    return [Finding("ok", name, os.environ[name]) for name in ENVIRONMENT if name in os.environ]
 
 
-def reference_line() -> Line:
+def reference_line() -> Finding:
     try:
         importlib.import_module("cute_attn.reference.attention")
     except (ImportError, OSError) as error:
-        return Line("!!", "CPU tensors", f"no: {error}")
-    return Line("ok", "CPU tensors", "the reference, in torch: every feature, slow")
+        return Finding("!!", "CPU tensors", f"no: {error}")
+    return Finding("ok", "CPU tensors", "the reference in torch: all features, slow")
 
 
-def kernel_lines(driver: Driver, here: Sequence[Line]) -> list[Line]:
-    """For each GPU, the kernels' verdict: what stands in the way is marked in `here`."""
+def kernel_lines(driver: Driver, installed: Sequence[Finding]) -> list[Finding]:
+    """Tells for each GPU whether kernels run on it; the lines of `installed` that prevent it are named."""
     if not driver.gpus:
-        return [Line("--", "GPU tensors", f"no: {driver.problem or 'the driver shows no GPU'}")]
-    broken = [line.name for line in here if line.state == "!!" and line.name != "cache"]
+        return [Finding("--", "GPU tensors", f"no: {driver.problem or 'the driver finds no GPU'}")]
+    broken = [line.name for line in installed if line.state == "!!" and line.name != "cache"]
     lines = []
     for index, gpu in enumerate(driver.gpus):
         try:
             arch = archs.for_capability(gpu.capability)
         except ArgumentError as error:
-            lines.append(Line("--", f"GPU {index} tensors", f"no: {error}"))
+            lines.append(Finding("--", f"GPU {index} tensors", f"no: {error}"))
             continue
         if broken:
-            lines.append(Line("!!", f"GPU {index} tensors", f"no: see {', '.join(broken)} above"))
+            lines.append(Finding("!!", f"GPU {index} tensors", f"no: see {', '.join(broken)} above"))
         else:
-            lines.append(Line("ok", f"GPU {index} tensors", f"kernels for {arch.name}"))
+            lines.append(Finding("ok", f"GPU {index} tensors", f"kernels for {arch.name}"))
     return lines
 
 
-def compile_line() -> Line:
-    """Compiling needs the DSL alone, and works for every architecture."""
+def compile_line() -> Finding:
+    """Tells whether kernels can be compiled, which needs only the DSL and works for every architecture."""
     if cache.dsl_version() is None or dsl_import_error():
-        return Line("--", "compiling", "no: it needs CuTe DSL (pip install 'nvidia-cutlass-dsl[cu13]')")
+        return Finding("--", "compiling", "no: it needs CuTe DSL (pip install 'nvidia-cutlass-dsl[cu13]')")
     if switches.is_on(switches.DISABLE_JIT):
-        return Line("--", "compiling", f"no: {switches.DISABLE_JIT} is set")
-    return Line("ok", "compiling", f"for {', '.join(archs.ARCHS)}, no GPU needed")
+        return Finding("--", "compiling", f"no: {switches.DISABLE_JIT} is set")
+    return Finding("ok", "compiling", f"for {', '.join(archs.ARCHS)}, no GPU needed")

@@ -1,4 +1,4 @@
-"""`emulate`: run one problem on the emulator, from the PTX that a GPU would get; count, time and draw what it does."""
+"""`emulate`: runs one problem on the emulator, from the PTX that a GPU would run; counts, times and draws it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cute_attn.cli.text import table
+from cute_attn.cli.terminal import table
 from cute_attn.emulator import EmulatorError, Schedule, timeline, using
 from cute_attn.runtime import arch as archs
 
@@ -17,31 +17,38 @@ if TYPE_CHECKING:
     from cute_attn.emulator.settings import Record
 
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2}
-TOP = 12  # instruction forms that are listed
+TOP = 12  # most frequent instructions that are listed
 
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "emulate",
-        help="run one problem on the emulator: checked, counted, drawn",
-        description="Exits 0 if no check complains and the result is that of the reference, 1 otherwise.",
+        help="run one problem on the emulator: check it, count instructions, draw a timeline",
+        description="Exits 0 if no check fails and the result is that of the reference, else 1.",
     )
     parser.add_argument("--arch", default="sm_90a", help=f"one of {', '.join(archs.ARCHS)} (default sm_90a)")
-    parser.add_argument("--kernels", default="auto", help="whose kernels: auto (default: as such a GPU), fa2, fa3, xqa")
-    parser.add_argument("--qo-len", type=int, default=128)
-    parser.add_argument("--kv-len", type=int, default=256)
-    parser.add_argument("--num-qo-heads", type=int, default=1)
-    parser.add_argument("--num-kv-heads", type=int, default=1)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--dtype", choices=TOLERANCE, default="bfloat16")
-    parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--window-left", type=int, default=-1)
-    parser.add_argument("--logits-soft-cap", type=float)
+    parser.add_argument("--kernels", default="auto", help="auto (default: what such a GPU runs), fa2, fa3 or xqa")
+    parser.add_argument("--qo-len", type=int, default=128, help="number of query tokens (default 128)")
+    parser.add_argument("--kv-len", type=int, default=256, help="number of keys and values (default 256)")
+    parser.add_argument("--num-qo-heads", type=int, default=1, help="number of query heads (default 1)")
+    parser.add_argument("--num-kv-heads", type=int, default=1, help="number of kv heads (default 1)")
+    parser.add_argument("--head-dim", type=int, default=64, help="head dimension of q, k and v (default 64)")
+    parser.add_argument(
+        "--dtype", choices=TOLERANCE, default="bfloat16", help="dtype of all tensors (default bfloat16)"
+    )
+    parser.add_argument("--causal", action="store_true", help="causal mask, aligned to the bottom right")
+    parser.add_argument("--window-left", type=int, default=-1, help="size of a sliding window (default -1: none)")
+    parser.add_argument("--logits-soft-cap", type=float, help="soft cap of the logits (default: none)")
     parser.add_argument("--pos-encoding-mode", default="NONE", help="NONE (default), ROPE_LLAMA or ALIBI")
-    parser.add_argument("--schedule", choices=("eager", "delayed", "adversarial"), default="eager")
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs and of the schedule")
-    parser.add_argument("--timeline", type=Path, help="write a picture of who waited for what, as HTML")
-    parser.add_argument("--trace", type=Path, help="write one line for every block of code that a warp ran")
+    parser.add_argument(
+        "--schedule",
+        choices=("eager", "delayed", "adversarial"),
+        default="eager",
+        help="order in which warps run and asynchronous operations complete (default eager)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the inputs and of the schedule (default 0)")
+    parser.add_argument("--timeline", type=Path, help="write an HTML timeline of what each warp waited for")
+    parser.add_argument("--trace", type=Path, help="write one line per basic block that a warp ran")
     parser.set_defaults(run=run)
 
 
@@ -52,25 +59,25 @@ def run(options: argparse.Namespace) -> int:
     with using(options.arch, schedule=schedule, events=events, kernels=options.kernels) as emulation:
         start = time.perf_counter()
         try:
-            error = solved(options)
+            error = max_error(options)
         except EmulatorError as err:
-            print(f"the emulator complains: {err}")
+            print(f"error found by the emulator: {err}")
             return 1
         seconds = time.perf_counter() - start
     for record in emulation.records:
-        show(record)
-    right = error <= TOLERANCE[options.dtype]
-    print(f"{seconds:.2f} s; largest error against fp64 {error:.1e}: {'ok' if right else 'WRONG'}")
+        print_record(record)
+    accurate = error <= TOLERANCE[options.dtype]
+    print(f"{seconds:.2f} s; largest error against fp64 {error:.1e}: {'ok' if accurate else 'WRONG'}")
     if options.timeline is not None:
         pages = [timeline.picture(r.stats.events, f"{r.symbol} on {r.arch}, grid {r.grid}") for r in emulation.records]
         options.timeline.write_text("".join(pages))
     if options.trace is not None:
         options.trace.write_text("".join(timeline.trace(r.stats.events) for r in emulation.records))
-    return 0 if right else 1
+    return 0 if accurate else 1
 
 
-def solved(options: argparse.Namespace) -> float:
-    """Largest error of the output, relative to 1 + its size; infinite where one is NaN."""
+def max_error(options: argparse.Namespace) -> float:
+    """Solves the problem; returns the largest error relative to 1 + |output|, infinite if an output is NaN."""
     import torch
 
     from cute_attn.dispatch import backends
@@ -102,7 +109,7 @@ def solved(options: argparse.Namespace) -> float:
     return float(error.nan_to_num(float("inf")).max()) if error.numel() else 0.0
 
 
-def show(record: Record) -> None:
+def print_record(record: Record) -> None:
     stats = record.stats
     print(f"{record.symbol} on {record.arch}, grid {' x '.join(map(str, record.grid))}:")
     print(f"  {stats.warp_instructions} warp instructions, virtual time {stats.cycles:.0f}, {record.seconds:.2f} s")

@@ -1,4 +1,4 @@
-"""Options that name kernels (`--arch`, `--spec`), and how kernels are named and judged in tables."""
+"""Options that select kernels (`--arch`, `--spec`); labels and gates of kernels in tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from cute_attn.cli.text import ProgressBar
+from cute_attn.cli.terminal import ProgressBar
 from cute_attn.errors import ArgumentError, ArtifactError
 from cute_attn.kernels.catalog import from_dict
 from cute_attn.kernels.fa2.spec import Tile
@@ -28,19 +28,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--arch",
         default="sm_90a,sm_100a",
         metavar="A,B",
-        help=f"architectures, of {', '.join(archs.ARCHS)} (default: sm_90a,sm_100a)",
+        help=f"comma-separated list of {', '.join(archs.ARCHS)} (default: sm_90a,sm_100a)",
     )
     parser.add_argument(
         "--spec",
         action="append",
         metavar="JSON",
-        help="a kernel spec as errors and `kernels --json` print it; repeatable (default: the default specs)",
+        help="kernel spec as printed by errors and `kernels --json`; repeatable (default: the default specs)",
     )
-    parser.add_argument("--jobs", type=int, metavar="N", help="compile processes (default: one per CPU, at most 8)")
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="number of compile processes (default: one per CPU, at most 8)"
+    )
 
 
-def chosen(options: argparse.Namespace) -> dict[str, list[KernelSpec]]:
-    """The specs asked for, by architecture."""
+def selected(options: argparse.Namespace) -> dict[str, list[KernelSpec]]:
+    """Returns the selected specs by architecture."""
     names = [name.strip() for name in options.arch.split(",")]
     return {archs.named(name).name: _specs(name, options.spec) for name in names}
 
@@ -57,11 +59,11 @@ def _parse(text: str) -> KernelSpec:
     try:
         return from_dict(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ArgumentError(f"--spec {text!r} is not the JSON of a kernel spec ({error!r})") from error
+        raise ArgumentError(f"--spec must be the JSON of a kernel spec, got {text!r} ({error!r})") from error
 
 
 def compile_all(specs_by_arch: dict[str, list[KernelSpec]], jobs: int | None) -> dict[tuple[str, KernelSpec], Outcome]:
-    """Every artifact, from cache or compiled, behind a progress bar; a failure is a value."""
+    """Returns every artifact, from the cache or compiled, and shows a progress bar; failures are values."""
     total = sum(len(specs) for specs in specs_by_arch.values())
     with ProgressBar(total) as bar:
         return artifacts.get_many(
@@ -70,22 +72,22 @@ def compile_all(specs_by_arch: dict[str, list[KernelSpec]], jobs: int | None) ->
 
 
 def failures(arch: str, spec: KernelSpec, outcome: Outcome) -> list[str]:
-    """The gates a kernel misses: no stack, shared memory within the arch's limit, matrix instructions."""
+    """Returns the gates that a kernel fails: no stack, shared memory within the arch's limit, matrix instructions."""
     if isinstance(outcome, ArtifactError):
         return [f"does not compile: {outcome}"]
     limit = archs.named(arch).smem_limit
-    missed = []
+    failed = []
     if outcome.stack_bytes != 0:
-        missed.append(f"{outcome.stack_bytes} stack bytes: registers spill")
+        failed.append(f"{outcome.stack_bytes} stack bytes: registers spill")
     if outcome.smem_bytes > limit:
-        missed.append(f"{outcome.smem_bytes} bytes of shared memory, {arch} has {limit}")
+        failed.append(f"{outcome.smem_bytes} bytes of shared memory, but {arch} has {limit}")
     if spec.needs_mma and outcome.mma_count == 0:
-        missed.append("no matrix instruction")
-    return missed
+        failed.append("no matrix instruction")
+    return failed
 
 
 def label(spec: KernelSpec) -> str:
-    """The spec in a few words: fields at their defaults are left out."""
+    """Returns the spec in a few words, without fields at their defaults."""
     words = [spec.kernel]
     for field in dataclasses.fields(spec):
         value = getattr(spec, field.name)
@@ -110,7 +112,7 @@ def _word(name: str, value: Any) -> str:
 
 
 def summary(outcome: Artifact) -> dict[str, Any]:
-    """The numbers of a compiled kernel."""
+    """Returns the resources of a compiled kernel."""
     return {
         "registers": outcome.registers,
         "stack_bytes": outcome.stack_bytes,
@@ -122,7 +124,7 @@ def summary(outcome: Artifact) -> dict[str, Any]:
 
 
 def launched(launches: Sequence[tuple[KernelSpec, tuple[int, int, int]]]) -> str:
-    """Kernels and grids, two lines each."""
+    """Returns kernels and grids as text, two lines each."""
     lines = []
     for spec, grid in launches:
         lines += [f"  {label(spec)}, grid {grid[0]} x {grid[1]} x {grid[2]}", f"    {spec.key()}"]

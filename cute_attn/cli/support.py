@@ -1,4 +1,4 @@
-"""`support`: the support table of the README, from the table that selection itself uses."""
+"""`support`: prints the support table of the README, generated from the table that dispatch uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention in plain torch: the yardstick of every kernel, and the backend of CPU tensors.
+"""Attention in plain torch: the reference that every kernel is tested against, and the backend of CPU tensors.
 
 For query row i and key j of one head, in the natural-log domain:
 
@@ -10,7 +10,7 @@ For query row i and key j of one head, in the natural-log domain:
     o_i   = v_scale * sum_j exp(z_ij) * v_j / (sum_j exp(z_ij) + exp(sink))
 
 A row that sees no key has o = 0 and lse = -inf (with a sink: o = 0, lse = sink * log2(e)).
-A batch is one such problem for every request, whose keys are gathered from their pages first.
+A batch is one such problem per request; keys of paged caches are gathered first.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from cute_attn.request.bit_packing import packbits
 
 LOG2E = math.log2(math.e)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of codes 0..7; bit 3 is the sign
-E2M1_BLOCK = 16  # elements that share a scale
-CHUNK_BYTES = 128 << 20  # scores of one chunk of query rows; half a dozen tensors of this size live at once
+E2M1_BLOCK = 16  # elements per scale
+CHUNK_BYTES = 128 << 20  # scores of one chunk of query rows; about six tensors of this size are alive at once
 
 
 def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """ALiBi slopes, fp32 `[num_heads]` (Press et al. 2022).
+    """Returns ALiBi slopes, fp32 `[num_heads]` (Press et al. 2022).
 
     With n the largest power of two <= num_heads: 2^(-8i/n) for i = 1..n, then every other slope of the series
     for 2n heads: 2^(-4(2j-1)/n).
@@ -50,9 +50,9 @@ def rope(
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Rotary embedding over the full head dimension, pairs (d, d + D/2) (NeoX order).
+    """Applies rotary embedding to the full head dimension, in pairs (d, d + D/2) (NeoX order).
 
-    `x` is `[len, heads, D]`, `positions` `[len]`; pair d turns by `position * theta^(-2d/D) / scale`.
+    `x` is `[len, heads, D]`, `positions` `[len]`; pair d is rotated by `position * theta^(-2d/D) / scale`.
     Computed in fp64, returned in `dtype` (default: x's).
     """
     head_dim = x.shape[-1]
@@ -64,7 +64,7 @@ def rope(
 
 
 def unpack_mask(packed: torch.Tensor, qo_len: int, kv_len: int) -> torch.Tensor:
-    """Bool `[qo_len, kv_len]` of a packed mask: bit qo_idx * kv_len + kv_idx, least significant bit first."""
+    """Unpacks bool `[qo_len, kv_len]`: bit qo_idx * kv_len + kv_idx, least significant bit first."""
     size = qo_len * kv_len
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     bits = (packed[: (size + 7) // 8, None] >> shifts) & 1
@@ -72,8 +72,10 @@ def unpack_mask(packed: torch.Tensor, qo_len: int, kv_len: int) -> torch.Tensor:
 
 
 def nvfp4_values(packed: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:
-    """fp32 `[..., D]` of NVFP4: uint8 `[..., D / 2]`, low nibble first, and e4m3 `[..., D / 16]`. Exact: a product of
-    both has six significant bits at most."""
+    """Dequantises NVFP4, uint8 `[..., D / 2]` (low nibble first) with e4m3 scales `[..., D / 16]`, to fp32 `[..., D]`.
+
+    The result is exact: a product of code and scale has at most six significant bits.
+    """
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).long()
     values = torch.tensor([*E2M1, *(-x for x in E2M1)], device=packed.device)[codes]
     return values * block_scales.to(torch.float32).repeat_interleave(E2M1_BLOCK, dim=-1)
@@ -81,14 +83,14 @@ def nvfp4_values(packed: torch.Tensor, block_scales: torch.Tensor) -> torch.Tens
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query row sees. Row i stands at position i + kv_len - qo_len (bottom-right alignment)."""
+    """Keys that a query row sees. Row i has position i + kv_len - qo_len (bottom-right alignment)."""
 
     causal: bool = False  # no keys after the row's position
-    window_left: int = -1  # >= 0: that many keys before the position, and those after it stay visible
-    keep: torch.Tensor | None = None  # bool [qo_len, kv_len]; takes the place of `causal`, the window still applies
+    window_left: int = -1  # >= 0: hides keys more than this many before the position, but none after it
+    keep: torch.Tensor | None = None  # bool [qo_len, kv_len]; replaces `causal`; the window still applies
 
     def visible(self, rows: range, qo_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
-        """Bool `[len(rows), kv_len]`."""
+        """Returns bool `[len(rows), kv_len]`, the visible keys of `rows`."""
         position = torch.arange(rows.start, rows.stop, device=device)[:, None] + (kv_len - qo_len)
         key = torch.arange(kv_len, device=device)
         if self.keep is not None:
@@ -104,14 +106,14 @@ class Mask:
 
 @dataclass(frozen=True)
 class Logits:
-    """How a raw score q·k becomes a logit: scale, then ALiBi, then soft cap."""
+    """Modifications of a raw score q·k, in this order: scale, ALiBi, soft cap."""
 
     scale: float | torch.Tensor  # a number, or one per query head
     soft_cap: float = 0.0  # <= 0: off
     alibi_slopes: torch.Tensor | None = None  # [num_qo_heads]
 
     def apply(self, scores: torch.Tensor, rows: range, heads: slice) -> torch.Tensor:
-        """Logits of `scores` `[rows, heads, kv_len]`. ALiBi counts query rows from 0, wherever they stand."""
+        """Returns the logits of `scores` `[rows, heads, kv_len]`. ALiBi counts query rows from 0."""
         scale = self.scale[heads, None] if isinstance(self.scale, torch.Tensor) else self.scale
         z = scores * scale
         if self.alibi_slopes is not None:
@@ -135,12 +137,12 @@ def attention(
     v_scale: float | torch.Tensor = 1.0,
     compute_dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q `[qo_len, num_qo_heads, head_dim_qk]` over k, v `[kv_len, num_kv_heads, head_dim_*]`.
+    """Computes attention of q `[qo_len, num_qo_heads, head_dim_qk]` over k, v `[kv_len, num_kv_heads, head_dim_*]`.
 
-    Any float dtypes (fp8 included) and strides; query head h reads kv head h * num_kv_heads // num_qo_heads.
-    `logits` defaults to a scale of 1/sqrt(head_dim_qk), `mask` to every key; `sinks` is `[num_qo_heads]` in
-    the natural-log domain, `v_scale` a number or one per query head. Returns in `compute_dtype` o
-    `[qo_len, num_qo_heads, head_dim_vo]` and the base-2 lse `[qo_len, num_qo_heads]`.
+    Takes any float dtypes (fp8 included) and strides; query head h reads kv head h * num_kv_heads // num_qo_heads.
+    `logits` defaults to a scale of 1/sqrt(head_dim_qk), `mask` to all keys; `sinks` is `[num_qo_heads]` in the
+    natural-log domain, `v_scale` a number or one per query head. Returns o `[qo_len, num_qo_heads, head_dim_vo]` and
+    the base-2 lse `[qo_len, num_qo_heads]`, both in `compute_dtype`.
     """
     qo_len, num_qo_heads, head_dim_qk = q.shape
     kv_len, num_kv_heads, head_dim_vo = v.shape
@@ -166,7 +168,7 @@ def attention(
 
 
 def _softmax(z: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and natural-log lse over the last axis; a row of -inf gets weights of 0."""
+    """Returns weights and natural-log lse over the last axis; a row of -inf gets weights of 0."""
     lse = torch.logsumexp(z, dim=-1)
     if sink is not None:
         lse = torch.logaddexp(lse, sink)
@@ -174,7 +176,7 @@ def _softmax(z: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, 
 
 
 def _weighted_sum(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """`weights @ v`, where a hidden key adds nothing, be its value NaN or infinite (0 * NaN is NaN)."""
+    """Returns `weights @ v`, where a hidden key adds nothing even if its value is NaN or infinite (0 * NaN is NaN)."""
     finite = torch.isfinite(v)
     o = weights @ v.where(finite, 0.0)
     if bool(finite.all()):
@@ -186,11 +188,10 @@ def _weighted_sum(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor)
 
 
 def run(problem: Problem, dtype: torch.dtype = torch.float32, *, round_rotated: bool = True) -> None:
-    """Solve `problem` into its `out` and `lse`, on its device, in `dtype` (fp32 or fp64).
+    """Computes `problem.out` and `problem.lse` on their device in `dtype` (fp32 or fp64).
 
-    `round_rotated` rounds q and k after RoPE to q's dtype where that has 16 bits, as a kernel on 16-bit
-    matrix instructions must; without it they stay unrounded. fp32 on CUDA obeys torch's TF32 switches: judge
-    kernels with fp64.
+    `round_rotated` rounds q and k after RoPE to q's dtype if that has 16 bits, as a kernel with 16-bit matrix
+    instructions must. fp32 on CUDA follows torch's TF32 switches: compare kernels with fp64.
     """
     features = problem.features
     q, k, v = problem.q, problem.k, problem.v
@@ -205,8 +206,8 @@ def run(problem: Problem, dtype: torch.dtype = torch.float32, *, round_rotated: 
         key = torch.arange(problem.kv_len, device=q.device)
         row = torch.arange(problem.qo_len, device=q.device) + (problem.kv_len - problem.qo_len)
         q, k = (
-            rope(x, at, theta=problem.settings.rope_theta, scale=problem.settings.rope_scale, dtype=rounded)
-            for x, at in ((q, row), (k, key))
+            rope(x, positions, theta=problem.settings.rope_theta, scale=problem.settings.rope_scale, dtype=rounded)
+            for x, positions in ((q, row), (k, key))
         )
     scale, v_scale = _head_scales(problem, dtype)
     slopes = alibi_slopes(q.shape[1], q.device) if features.pos_encoding_mode == "ALIBI" else None
@@ -236,7 +237,7 @@ def _saturated(o: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def run_batch(problem: BatchProblem, lengths: BatchLengths) -> None:
-    """Solve every request of `problem` like `run`. Page numbers are checked: torch reads the last page at -1."""
+    """Computes every request of `problem` like `run`. Checks page ids, since torch would read the last page at -1."""
     if problem.kv_indices is not None:
         page_ids.pages(problem, lengths)
     settings = problem.settings
@@ -250,8 +251,8 @@ def run_batch(problem: BatchProblem, lengths: BatchLengths) -> None:
             rows.stop - rows.start,
             kv_len,
             problem.q[rows],
-            keys.of(problem.k),
-            keys.of(problem.v),
+            keys.select(problem.k),
+            keys.select(problem.v),
             problem.out[rows],
             None if problem.lse is None else problem.lse[rows],
             None if problem.packed_mask is None else problem.packed_mask[int(lengths.mask_offset[i]) :],
@@ -259,7 +260,7 @@ def run_batch(problem: BatchProblem, lengths: BatchLengths) -> None:
             problem.v_scale_tensor,
             problem.sinks,
             problem.head_scales,
-            None if scales is None else (keys.of(scales[0]), keys.of(scales[1])),
+            None if scales is None else (keys.select(scales[0]), keys.select(scales[1])),
         )
         run(request)
 
@@ -281,15 +282,15 @@ def run_decode(problem: DecodeProblem) -> None:
             rows.stop - rows.start,
             kv_len,
             problem.q[rows],
-            keys.of(problem.k),
-            keys.of(problem.v),
+            keys.select(problem.k),
+            keys.select(problem.v),
             problem.out[rows],
             None if problem.lse is None else problem.lse[rows],
             None if problem.draft_mask is None else _packed_mask(problem.draft_mask[rows], kv_len),
             problem.scale_tensors,
             problem.v_scale_tensor,
             problem.sinks,
-            block_scales=None if scales is None else (keys.of(scales[0]), keys.of(scales[1])),
+            block_scales=None if scales is None else (keys.select(scales[0]), keys.of(scales[1])),
         )
         run(request)
 
@@ -308,31 +309,31 @@ def _packed_mask(draft_mask: torch.Tensor, kv_len: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Range:
-    """The tokens of one request in ragged k, v or block scales."""
+    """Tokens of one request in ragged k, v or block scales."""
 
     start: int
     kv_len: int
     kv_layout: str
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def select(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.narrow(1 if self.kv_layout == "HND" else 0, self.start, self.kv_len)
 
 
 @dataclass(frozen=True)
 class _Pages:
-    """The tokens of one request gathered from paged k, v or block scales: `[kv_len, heads, width]`."""
+    """Tokens of one request gathered from paged k, v or block scales: `[kv_len, heads, width]`."""
 
     pages: torch.Tensor
     kv_len: int
     kv_layout: str
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def select(self, tensor: torch.Tensor) -> torch.Tensor:
         page = tensor[self.pages]
         return (page.transpose(1, 2) if self.kv_layout == "HND" else page).flatten(0, 1)[: self.kv_len]
 
 
 def _keys(problem: BatchProblem, start: int, kv_len: int) -> _Range | _Pages:
-    """Where the tokens of a request are that starts at `start`: a row of k and v, or a place in kv_indices."""
+    """Returns how to select the tokens of a request: `start` is a row of ragged k and v or an index into kv_indices."""
     layout = problem.settings.kv_layout
     if problem.kv_indices is None:
         return _Range(start, kv_len, layout)
@@ -341,7 +342,7 @@ def _keys(problem: BatchProblem, start: int, kv_len: int) -> _Range | _Pages:
 
 
 def _head_scales(problem: Problem, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The factors of the scores and of the output, `[num_qo_heads]` each."""
+    """Returns the factors of the scores and of the output, each `[num_qo_heads]`."""
     num_qo_heads, num_kv_heads = problem.features.num_qo_heads, problem.features.num_kv_heads
     ones = torch.ones(num_qo_heads, dtype=dtype, device=problem.q.device)
     scale, v_scale = ones * problem.settings.sm_scale, ones * problem.settings.v_scale

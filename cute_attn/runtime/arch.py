@@ -1,4 +1,4 @@
-"""GPU architectures: which cubin a device runs, what it offers. Data; needs neither DSL nor CUDA."""
+"""GPU architectures: which cubin a device runs and what it offers. Needs neither DSL nor CUDA."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cute_attn.errors import ArgumentError
 
-# Shared memory one CTA may opt in to, bytes (CUDA programming guide, table of compute capabilities).
+# Bytes of shared memory that one CTA may opt in to (CUDA programming guide, table of compute capabilities).
 _SMEM_163K = 166912
 _SMEM_99K = 101376
 _SMEM_227K = 232448
@@ -16,7 +16,7 @@ _SMEM_OF_8X = {0: _SMEM_163K, 7: _SMEM_163K}  # 8.6, 8.9 and any other 8.x: 99 K
 
 @dataclass(frozen=True)
 class Arch:
-    """One device type. `name` is the compile target; capabilities may share it (8.6 runs the sm_80 cubin)."""
+    """One type of device. `name` is the compile target, which capabilities may share (8.6 runs the sm_80 cubin)."""
 
     name: str
     capability: tuple[int, int]
@@ -24,12 +24,12 @@ class Arch:
 
     @property
     def pdl(self) -> bool:
-        """Programmatic dependent launch (`griddepcontrol`)."""
+        """Whether it has programmatic dependent launch (`griddepcontrol`)."""
         return self.capability >= (9, 0)
 
     @property
     def clusters(self) -> bool:
-        """Thread block clusters."""
+        """Whether it has thread block clusters."""
         return self.capability >= (9, 0)
 
 
@@ -44,21 +44,21 @@ ARCHS: dict[str, Arch] = {
         Arch("sm_121a", (12, 1), _SMEM_99K),
     )
 }
-# Multiprocessors of A100, H100/H200 SXM, B200, B300, RTX 5090 and GB10: they decide how kv is split.
+# Multiprocessors of A100, H100/H200 SXM, B200, B300, RTX 5090 and GB10: they decide how many kv splits there are.
 TYPICAL_SMS = {"sm_80": 108, "sm_90a": 132, "sm_100a": 148, "sm_103a": 148, "sm_120a": 170, "sm_121a": 48}
 _BY_CAPABILITY = {arch.capability: arch for arch in ARCHS.values()}
 
 
 def named(name: str) -> Arch:
-    """The architecture called `name`; ArgumentError lists the choices."""
+    """Returns the architecture called `name`; otherwise an ArgumentError lists the accepted names."""
     if name not in ARCHS:
-        raise ArgumentError(f"arch {name!r} is not one of {', '.join(ARCHS)}")
+        raise ArgumentError(f"arch must be one of {', '.join(ARCHS)}, got {name!r}")
     return ARCHS[name]
 
 
 @functools.cache
 def for_capability(capability: tuple[int, int]) -> Arch:
-    """The architecture of a device of compute capability (major, minor). Every 8.x runs the sm_80 cubin."""
+    """Returns the architecture of compute capability (major, minor). Every 8.x runs the sm_80 cubin."""
     major, minor = capability
     if major == 8:
         return Arch("sm_80", (major, minor), _SMEM_OF_8X.get(minor, _SMEM_99K))
@@ -70,7 +70,7 @@ def for_capability(capability: tuple[int, int]) -> Arch:
 
 @functools.cache
 def for_device(index: int) -> Arch:
-    """The architecture of CUDA device `index` (torch's numbering), whichever device is current."""
+    """Returns the architecture of CUDA device `index` in torch's numbering, independent of the current device."""
     import torch
 
     return for_capability(torch.cuda.get_device_capability(index))
@@ -78,7 +78,7 @@ def for_device(index: int) -> Arch:
 
 @functools.cache
 def multiprocessors(index: int) -> int:
-    """Of CUDA device `index`."""
+    """Returns the number of multiprocessors of CUDA device `index`."""
     import torch
 
     return int(torch.cuda.get_device_properties(index).multi_processor_count)

@@ -1,4 +1,4 @@
-"""Artifact: a compiled kernel as data. It needs no DSL to run, and the emulator takes the same object."""
+"""Artifact: a compiled kernel as data, which runs without the DSL, on a GPU or on the emulator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DIGEST_BYTES = 32
 
 @dataclass(frozen=True)
 class Param:
-    """One kernel parameter as the cubin declares it. `kind`: "i32", "i64", "f32", "f64", "map" (tensor map)."""
+    """Kernel parameter as the cubin declares it. `kind`: "i32", "i64", "f32", "f64", "map" (tensor map)."""
 
     name: str
     kind: str
@@ -27,7 +27,7 @@ class Param:
 
 @dataclass(frozen=True)
 class Artifact:
-    """cubin and PTX of one spec for one arch, with everything a launch needs."""
+    """Cubin and PTX of one spec for one arch, with everything that a launch needs."""
 
     arch: str
     symbol: str
@@ -39,11 +39,11 @@ class Artifact:
     registers: int
     stack_bytes: int
     mma_count: int  # matrix instructions in the PTX
-    spec: dict[str, Any]  # KernelSpec.asdict() after a trip through JSON
+    spec: dict[str, Any]  # KernelSpec.asdict() after a round trip through JSON
     cluster: tuple[int, int, int] = (1, 1, 1)
 
     def to_bytes(self) -> bytes:
-        """One file: magic, sha256 of the rest, then deflated JSON header, cubin and PTX."""
+        """Returns the content of a file: magic, sha256 of the rest, then deflated JSON header, cubin and PTX."""
         header = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         header.update(cubin=len(self.cubin), ptx=None, params=[dataclasses.astuple(p) for p in self.params])
         text = json.dumps(header).encode()
@@ -52,7 +52,7 @@ class Artifact:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Artifact:
-        """Inverse of `to_bytes`. Any damage raises ArtifactError: the digest covers every byte read."""
+        """Reads what `to_bytes` returned. Any damage raises ArtifactError: the digest covers every byte."""
         start = len(_MAGIC) + _DIGEST_BYTES
         body = data[start:]
         if data[:start] != _MAGIC + hashlib.sha256(body).digest():

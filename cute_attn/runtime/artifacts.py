@@ -1,4 +1,4 @@
-"""Where an artifact comes from: memory, then bundles, then the disk cache, then a compile.
+"""Finds or compiles artifacts: looks in memory, then in bundles, then in the disk cache, then compiles.
 
 `CUTE_ATTN_DISABLE_JIT=1` forbids the last step, and so does a machine without the DSL.
 """
@@ -21,9 +21,9 @@ _memory: dict[tuple[KernelSpec, str], Artifact] = {}
 
 
 def get(spec: KernelSpec, arch: str, program_of: ProgramOf) -> Artifact:
-    """The artifact of `spec` for `arch` ("sm_90a", ...); if need be, what `program_of` makes of it is compiled.
+    """Returns the artifact of `spec` for `arch` ("sm_90a", ...); if needed, compiles what `program_of` builds.
 
-    ArtifactError if there is none to be had.
+    Raises ArtifactError if there is none and it cannot be compiled.
     """
     artifact = _memory.get((spec, arch))
     if artifact is None:
@@ -38,7 +38,7 @@ def get_many(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> dict[tuple[str, KernelSpec], Outcome]:
-    """`get` for every spec of every arch; what must be compiled is compiled in up to `jobs` processes.
+    """Calls `get` for every spec of every arch and compiles the missing ones in up to `jobs` processes.
 
     Arguments and failures are those of `compile_many`.
     """
@@ -56,7 +56,7 @@ def get_many(
                 progress(spec, arch, found)
     if missing:
         build = functools.partial(get, program_of=program_of)
-        outcomes |= compile_many(missing, build, jobs if _obstacle() is None else 1, progress)
+        outcomes |= compile_many(missing, build, jobs if _why_no_jit() is None else 1, progress)
     for (arch, spec), outcome in outcomes.items():
         if isinstance(outcome, Artifact):
             _memory.setdefault((spec, arch), outcome)
@@ -70,7 +70,7 @@ def write_bundle(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Make `directory` a bundle of these specs, compiling what is missing; ArtifactError lists failures."""
+    """Makes `directory` a bundle of these specs, compiling the missing ones. An ArtifactError lists all failures."""
     outcomes = get_many(specs_by_arch, program_of, jobs, progress)
     failures = [str(outcome) for outcome in outcomes.values() if isinstance(outcome, ArtifactError)]
     if failures:
@@ -86,10 +86,10 @@ def _stored(spec: KernelSpec, arch: str) -> Artifact | None:
 
 
 def _compile(spec: KernelSpec, arch: str, program_of: ProgramOf) -> Artifact:
-    obstacle = _obstacle() or dsl_import_error()
+    why_not = _why_no_jit() or dsl_import_error()
     key = cache.cache_key(spec, arch)
-    if obstacle or key is None:
-        raise ArtifactError(_missing(spec, arch, obstacle))
+    if why_not or key is None:
+        raise ArtifactError(_missing_message(spec, arch, why_not))
     with cache.locked(key):
         artifact = cache.load(key)  # another process may have compiled it while this one waited
         if artifact is None:
@@ -98,7 +98,7 @@ def _compile(spec: KernelSpec, arch: str, program_of: ProgramOf) -> Artifact:
     return artifact
 
 
-def _obstacle() -> str | None:
+def _why_no_jit() -> str | None:
     if switches.is_on(switches.DISABLE_JIT):
         return f"{switches.DISABLE_JIT} is set"
     if cache.dsl_version() is None:
@@ -106,13 +106,13 @@ def _obstacle() -> str | None:
     return None
 
 
-def _missing(spec: KernelSpec, arch: str, obstacle: str | None) -> str:
+def _missing_message(spec: KernelSpec, arch: str, why_not: str | None) -> str:
     bundles = ", ".join(map(str, bundle.directories())) or "none (CUTE_ATTN_BUNDLE is not set)"
-    searched = cache.directory() if cache.dsl_version() else "not searched, it needs the DSL's version"
+    searched = cache.directory() if cache.dsl_version() else "not searched: its keys contain the version of the DSL"
     return (
-        f"no compiled kernel for {spec.key()} on {arch}, and compiling is not possible: {obstacle}.\n"
+        f"no compiled kernel for {spec.key()} on {arch}, and compiling is not possible: {why_not}.\n"
         f"  bundles: {bundles}\n"
         f"  cache: {searched}\n"
-        "Build it where the DSL is installed and set CUTE_ATTN_BUNDLE=DIR here:\n"
+        "Build a bundle on a machine that has the DSL and set CUTE_ATTN_BUNDLE=DIR here:\n"
         f"  python -m cute_attn bundle --arch {arch} --spec '{spec.key()}' DIR"
     )

@@ -1,7 +1,7 @@
-"""Bundles: a directory of artifacts with a manifest, built where the DSL is and used where it is not.
+"""Bundles: directories of compiled artifacts with a manifest, for machines without the DSL.
 
-`manifest.json` names the kernel sources and, for every artifact, its file. A bundle holds good for one
-state of the kernel sources: one that was built from others is refused, never silently passed over.
+`manifest.json` holds the fingerprint of the kernel sources and the file of every artifact. A bundle is valid for one
+state of the kernel sources: one built from other sources raises an error and is never skipped silently.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ MANIFEST = "manifest.json"
 
 
 def directories() -> list[Path]:
-    """The bundles named by `CUTE_ATTN_BUNDLE`, separated like PATH."""
+    """Returns the bundles named by `CUTE_ATTN_BUNDLE`, separated like PATH."""
     return [Path(part) for part in os.environ.get("CUTE_ATTN_BUNDLE", "").split(os.pathsep) if part]
 
 
 def find(spec: KernelSpec, arch: str) -> Artifact | None:
-    """The artifact from the first bundle that has it. ArtifactError for an unreadable or foreign bundle."""
+    """Returns the artifact from the first bundle that has it.
+
+    An unreadable bundle, or one built from other kernel sources, raises ArtifactError.
+    """
     key = cache.bundle_key(spec, arch)
     for directory in directories():
         files = _files(directory)
@@ -59,7 +62,7 @@ def _read(path: Path) -> Artifact:
 
 
 def write(directory: Path, artifacts: Iterable[tuple[KernelSpec, Artifact]]) -> None:
-    """Write a bundle: artifacts first, the manifest that makes them visible last."""
+    """Writes a bundle: first the artifacts, last the manifest that makes them visible."""
     directory.mkdir(parents=True, exist_ok=True)
     entries = {}
     for spec, artifact in artifacts:

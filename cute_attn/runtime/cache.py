@@ -1,7 +1,7 @@
-"""The on-disk cache of artifacts: one file per spec, arch, kernel sources and DSL version.
+"""On-disk cache of artifacts: one file per spec, arch, kernel sources and DSL version.
 
-Safe between processes: a lock file per key is held around a compile, files appear by `os.replace`, and a
-damaged file reads as a miss. The directory is `$CUTE_ATTN_CACHE_DIR`, else `$XDG_CACHE_HOME/cute_attn`, else
+Processes may share it: a lock file per key is held during a compile, files appear by `os.replace`, and a damaged
+file counts as a miss. The directory is `$CUTE_ATTN_CACHE_DIR`, else `$XDG_CACHE_HOME/cute_attn`, else
 `~/.cache/cute_attn`. A cache that cannot be written costs a warning and the time to compile.
 """
 
@@ -29,19 +29,15 @@ _SOURCES = (
     *("kernels/**/*.py", "schedule/records.py"),
     *("runtime/spec.py", "runtime/compile.py", "runtime/cubin.py", "runtime/artifact.py"),
 )
-_HOST_ONLY = (
-    "tiles.py",
-    "catalog.py",
-    "default_specs.py",
-    "host",
-)  # of kernels/, files and folders: they choose specs and parameters
+# Files and folders of kernels/ that only choose specs and parameters.
+_HOST_ONLY = ("tiles.py", "catalog.py", "default_specs.py", "host")
 _DSL = "nvidia-cutlass-dsl"
 _warned: set[str] = set()
 
 
 @functools.cache
 def source_fingerprint() -> str:
-    """sha256 over the sources that shape an artifact: kernels, and how they are compiled and described."""
+    """Returns the sha256 of all sources that affect an artifact: the kernels, and the code that compiles them."""
     digest = hashlib.sha256()
     sources = {
         path
@@ -58,9 +54,9 @@ def source_fingerprint() -> str:
 
 @functools.cache
 def dsl_version() -> str | None:
-    """Version and toolkit flavour of the installed DSL ("4.8.1 cu13"), without importing it; None if absent.
+    """Returns version and toolkit flavour of the installed DSL ("4.8.1 cu13") without importing it; None if absent.
 
-    The flavour carries ptxas: with several installed, the DSL takes the newest that the driver supports.
+    The flavour contains ptxas: with several installed, the DSL takes the newest that the driver supports.
     """
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return f"{importlib.metadata.version(_DSL)} {_flavour()}"
@@ -87,19 +83,19 @@ def _driver_major() -> int | None:
 
 
 def directory() -> Path:
-    """Where the cache lives (it need not exist yet)."""
+    """Returns the directory of the cache, which need not exist yet."""
     chosen = os.environ.get("CUTE_ATTN_CACHE_DIR")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(chosen) if chosen else Path(base, "cute_attn")
 
 
 def bundle_key(spec: KernelSpec, arch: str) -> str:
-    """Names an artifact among those built from the sources of this package, by whatever DSL version."""
+    """Returns the key of an artifact built from the sources of this package, for any DSL version."""
     return _hash(spec.key(), arch, source_fingerprint())
 
 
 def cache_key(spec: KernelSpec, arch: str) -> str | None:
-    """Names an artifact in the cache; None without an installed DSL, whose version is part of the name."""
+    """Returns the key of an artifact in the cache; None without an installed DSL, whose version is part of the key."""
     version = dsl_version()
     return version and _hash(spec.key(), arch, source_fingerprint(), version)
 
@@ -113,7 +109,7 @@ def path_of(key: str) -> Path:
 
 
 def load(key: str) -> Artifact | None:
-    """The cached artifact, or None: absent, unreadable or damaged."""
+    """Returns the cached artifact; None if it is absent, unreadable or damaged."""
     try:
         return Artifact.from_bytes(path_of(key).read_bytes())
     except (OSError, ArtifactError):
@@ -121,7 +117,7 @@ def load(key: str) -> Artifact | None:
 
 
 def store(key: str, artifact: Artifact) -> None:
-    """Put `artifact` in the cache. Readers see the whole file or none."""
+    """Puts `artifact` into the cache. Readers see the whole file or none."""
     try:
         write_atomically(path_of(key), artifact.to_bytes())
     except OSError as err:
@@ -129,7 +125,7 @@ def store(key: str, artifact: Artifact) -> None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write `data` to `path` by way of a temporary file in the same directory (mode 0600)."""
+    """Writes `data` to `path` through a temporary file in the same directory (mode 0600)."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -142,7 +138,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def locked(key: str) -> Iterator[None]:
-    """Hold the lock of `key` between processes; without a writable cache there is nothing to hold."""
+    """Holds the lock of `key` among processes; does nothing without a writable cache."""
     with contextlib.ExitStack() as stack:
         try:
             _make_directory()
@@ -155,14 +151,14 @@ def locked(key: str) -> Iterator[None]:
 def _make_directory() -> None:
     if directory().parts[0] == "~":  # a user without a home: expanduser changes nothing
         raise OSError("no home directory")
-    directory().mkdir(mode=0o700, parents=True, exist_ok=True)  # cubins are code: nobody else may write here
+    directory().mkdir(mode=0o700, parents=True, exist_ok=True)  # cubins are code: no other user may write here
 
 
 def _warn_once(err: OSError) -> None:
     if str(directory()) not in _warned:
         _warned.add(str(directory()))
         warnings.warn(
-            f"cute_attn cannot use its cache in {directory()} ({err}): kernels are compiled anew in every "
-            "process. Set CUTE_ATTN_CACHE_DIR to a writable directory.",
+            f"cute_attn cannot use its cache in {directory()} ({err}): every process compiles its kernels itself. "
+            "Set CUTE_ATTN_CACHE_DIR to a writable directory.",
             stacklevel=2,
         )

@@ -1,7 +1,8 @@
-"""KernelSpec -> Artifact through CuTe DSL. Needs no GPU and no driver, for any architecture.
+"""Compiles a KernelSpec to an Artifact with CuTe DSL, for any architecture. Needs no GPU and no driver.
 
 `import cutlass` takes 1-2 s, so it happens on the first compile and not before. The DSL is not thread-safe
-(two threads compiling end in assertion errors): a lock serialises them, and `compile_many` uses processes.
+(two threads that compile at once fail with assertion errors): a lock serialises them, and `compile_many` uses
+processes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _KIND_OF_SCALAR = {"Int32": "i32", "Int64": "i64", "Float32": "f32", "Float64": 
 _KIND_OF_PTX = {"u32": "i32", "u64": "i64", "f32": "f32", "f64": "f64", "b8": "map"}
 
 _compile_lock = threading.RLock()
-# A child forked while another thread compiles would inherit a lock that nobody releases.
+# A child forked while another thread compiles would inherit a lock that is never released.
 os.register_at_fork(
     before=_compile_lock.acquire,
     after_in_parent=_compile_lock.release,
@@ -45,9 +46,9 @@ os.register_at_fork(
 
 
 def compile_spec(spec: KernelSpec, arch: str, program_of: ProgramOf) -> Artifact:
-    """Compile the kernel that `program_of` makes of `spec` for `arch` ("sm_90a", ...).
+    """Compiles the kernel that `program_of` builds from `spec` for `arch` ("sm_90a", ...).
 
-    ArtifactError if the DSL is missing, the compile fails, or the result does not fit the program's own
+    Raises ArtifactError if the DSL is missing, the compile fails, or the result contradicts the program's own
     description (parameters, block).
     """
     archs.named(arch)
@@ -64,7 +65,7 @@ def compile_spec(spec: KernelSpec, arch: str, program_of: ProgramOf) -> Artifact
 
 
 def dsl_import_error() -> str | None:
-    """Import CuTe DSL; why that is not possible here, or None."""
+    """Imports CuTe DSL and returns None, or the reason why that is not possible."""
     try:
         importlib.import_module("cutlass.cute")
     except (ImportError, OSError, RuntimeError) as err:  # RuntimeError: no toolkit flavour fits the driver
@@ -77,7 +78,7 @@ def _compile(program: Program, symbol: str, arch: str) -> tuple[str, bytes]:
     from cutlass.base_dsl.compiler import DumpDir, GPUArch, KeepCUBIN, KeepPTX, OptLevel
 
     program.kernel.set_name_prefix(symbol, remove_cutlass_symbol=True, keep_mangled_name=False)
-    # The DSL hands over PTX by way of a file, and its file names are not unique: so a private directory.
+    # The DSL passes PTX through a file whose name is not unique, hence a private directory.
     with tempfile.TemporaryDirectory(prefix="cute_attn-") as directory:
         options = (GPUArch(arch), OptLevel(3), KeepPTX(True), KeepCUBIN(True), DumpDir(directory))
         compiled = cute.compile[options](program, *program.compile_args())
@@ -92,7 +93,7 @@ def _artifact(spec: KernelSpec, arch: str, program: Program, ptx: str, cubin: by
         raise ArtifactError(f"{spec.key()} for {arch}: expected one kernel {spec.symbol}*, the cubin has: {found}")
     kernel = kernels[0]
     if kernel.sm != int(arch.removeprefix("sm_").removesuffix("a")):
-        raise ArtifactError(f"{kernel.symbol}: asked for {arch}, the cubin is for sm_{kernel.sm}")
+        raise ArtifactError(f"{kernel.symbol}: requested {arch}, but the cubin is for sm_{kernel.sm}")
     block = tuple(program.block)
     if kernel.reqntid != block:
         raise ArtifactError(f"{kernel.symbol}: program.block is {block}, the cubin was built for {kernel.reqntid}")
@@ -113,12 +114,12 @@ def _artifact(spec: KernelSpec, arch: str, program: Program, ptx: str, cubin: by
 
 
 def count_matrix_instructions(ptx: str) -> int:
-    """mma.sync, wgmma.mma_async and tcgen05.mma instructions in a PTX text."""
+    """Counts mma.sync, wgmma.mma_async and tcgen05.mma instructions in a PTX text."""
     return len(_MATRIX_INSTRUCTION.findall(ptx))
 
 
 def _params(kernel: cubins.CubinKernel, program: Program, ptx: str) -> tuple[Param, ...]:
-    """Named and typed by the program's maps and parameters; checked against the cubin (sizes) and the PTX (types)."""
+    """Returns the parameters that the program declares, checked against the cubin (sizes) and the PTX (types)."""
     params = program.params
     kinds = dict.fromkeys(getattr(program, "maps", ()), "map") | {
         name: _KIND_OF_SCALAR.get(hint.__name__, hint.__name__) for name, hint in typing.get_type_hints(params).items()
@@ -143,24 +144,24 @@ def compile_many(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> dict[tuple[str, KernelSpec], Outcome]:
-    """`build` every spec of every arch in up to `jobs` processes (default: one per CPU, at most 8).
+    """Calls `build` for every spec of every arch in up to `jobs` processes (default: one per CPU, at most 8).
 
-    Failures are values, so that one broken spec does not hide the others. `progress(spec, arch, outcome)` is
-    called in this process as each one finishes. A worker takes 0.3-0.6 GB.
+    Failures are returned as values, so that one broken spec does not hide the others. `progress(spec, arch, outcome)`
+    is called in this process as each one finishes. A worker takes 0.3-0.6 GB of memory.
     """
     tasks = [(spec, arch) for arch, specs in specs_by_arch.items() for spec in specs]
     jobs = min(jobs or min(os.cpu_count() or 1, 8), len(tasks))
     outcomes = {}
     # The DSL is imported before the fork, so that workers share its pages and start at once.
     parallel = jobs > 1 and dsl_import_error() is None
-    for spec, arch, outcome in _in_processes(build, tasks, jobs) if parallel else _in_turn(build, tasks):
+    for spec, arch, outcome in _in_processes(build, tasks, jobs) if parallel else _sequentially(build, tasks):
         outcomes[arch, spec] = outcome
         if progress:
             progress(spec, arch, outcome)
     return {(arch, spec): outcomes[arch, spec] for spec, arch in tasks}
 
 
-def _in_turn(build: Build, tasks: Sequence[Task]) -> Iterator[tuple[KernelSpec, str, Outcome]]:
+def _sequentially(build: Build, tasks: Sequence[Task]) -> Iterator[tuple[KernelSpec, str, Outcome]]:
     for spec, arch in tasks:
         yield spec, arch, _outcome(build, spec, arch)
 
@@ -179,7 +180,7 @@ def _outcome(build: Build, spec: KernelSpec, arch: str) -> Outcome:
     try:
         return build(spec, arch)
     except ArtifactError as err:
-        return ArtifactError(str(err))  # without its traceback and causes, which need not survive pickling
+        return ArtifactError(str(err))  # without traceback and causes, which may not survive pickling
 
 
 def _result(future: Future[Any]) -> Outcome:

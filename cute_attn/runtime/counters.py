@@ -1,4 +1,4 @@
-"""Counters in device memory, through which the CTAs of a launch agree. Every launch leaves its own at zero."""
+"""Counters in device memory that synchronise the CTAs of a launch. Every launch leaves its own at zero."""
 
 from __future__ import annotations
 
@@ -11,55 +11,69 @@ import torch
 from cute_attn.runtime.launch import CPU
 
 
-class Kind(NamedTuple):
-    """`nbytes` of a launch; `captured`: launches in CUDA graphs until one shares with another that may be replayed
-    beside it."""
+class PoolSize(NamedTuple):
+    """Size of a pool of counters.
 
-    nbytes: int
+    Streams beyond `streams` share counters with earlier ones, and so do launches in CUDA graphs beyond `captured`:
+    two launches that share must not run at the same time.
+    """
+
+    bytes_per_launch: int
     streams: int
     captured: int
 
 
-TICKETS = Kind(8, 1 << 12, 1 << 16)  # two int32: CTAs draw their work
-ARRIVALS = Kind(4096, 1 << 8, 1 << 12)  # an int32 a CTA: parts of a sum that have arrived
+TICKETS = PoolSize(8, 1 << 12, 1 << 16)  # tile counter and CTA counter of the dynamic tile scheduler, int32
+ARRIVALS = PoolSize(4096, 1 << 8, 1 << 12)  # one int32 semaphore per CTA: splits that have arrived
 
 
-class Counters:
-    """Launches on one stream follow each other and share; those in a graph have their own: any stream may replay it."""
+class DeviceCounters:
+    """Pool of counters on one GPU.
 
-    def __init__(self, device_index: int, kind: Kind) -> None:
+    Launches on one stream run one after the other and share counters; every captured launch has its own, because its
+    graph may be replayed on any stream.
+    """
+
+    def __init__(self, device_index: int, size: PoolSize) -> None:
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("the first call of a kind prepares device memory: run it once before the capture")
-        self.kind, words = kind, (kind.streams + kind.captured) * kind.nbytes // 4
+            raise RuntimeError(
+                "the first call of a kernel allocates device memory, which a CUDA graph capture does not allow: "
+                "make the call once before the capture"
+            )
+        self.size, words = size, (size.streams + size.captured) * size.bytes_per_launch // 4
         self.memory = torch.zeros(words, dtype=torch.int32, device=f"cuda:{device_index}")
         torch.cuda.current_stream(device_index).synchronize()  # other streams may be the first to use them
         self._base = self.memory.data_ptr()
-        self._of_stream: dict[int, int] = {}
+        self._index_of_stream: dict[int, int] = {}
         self._captures = itertools.count()
 
     def address(self, stream: int) -> int:
+        """Returns the address of the counters for a launch on `stream`."""
+        size = self.size
         if torch.cuda.is_current_stream_capturing():
-            return self._base + self.kind.nbytes * (self.kind.streams + next(self._captures) % self.kind.captured)
-        place = self._of_stream.get(stream)
-        if place is None:
-            place = self._of_stream[stream] = len(self._of_stream) % self.kind.streams
-        return self._base + self.kind.nbytes * place
+            index = size.streams + next(self._captures) % size.captured
+            return self._base + size.bytes_per_launch * index
+        stream_index = self._index_of_stream.get(stream)
+        if stream_index is None:
+            stream_index = self._index_of_stream[stream] = len(self._index_of_stream) % size.streams
+        return self._base + size.bytes_per_launch * stream_index
 
 
-class OnCpu:
-    """What emulated launches share: they run one after the other."""
+class CpuCounters:
+    """Counters of emulated launches, which run one after the other and share them."""
 
-    def __init__(self, kind: Kind) -> None:
-        self.memory = torch.zeros(kind.nbytes // 4, dtype=torch.int32)
+    def __init__(self, size: PoolSize) -> None:
+        self.memory = torch.zeros(size.bytes_per_launch // 4, dtype=torch.int32)
 
     def address(self, stream: int) -> int:
         return self.memory.data_ptr()
 
 
-def of_device(device_index: int, kind: Kind = TICKETS) -> Counters | OnCpu:
-    return _of_device(device_index, kind)
+def of_device(device_index: int, size: PoolSize = TICKETS) -> DeviceCounters | CpuCounters:
+    """Returns the pool of a device, allocated on first use."""
+    return _of_device(device_index, size)
 
 
 @functools.cache
-def _of_device(device_index: int, kind: Kind) -> Counters | OnCpu:
-    return OnCpu(kind) if device_index == CPU else Counters(device_index, kind)
+def _of_device(device_index: int, size: PoolSize) -> DeviceCounters | CpuCounters:
+    return CpuCounters(size) if device_index == CPU else DeviceCounters(device_index, size)

@@ -1,4 +1,4 @@
-"""Reads a cubin (ELF64) in pure Python: what a kernel needs to be launched and judged, without CUDA tools.
+"""Reads a cubin (ELF64) in pure Python, without CUDA tools: what is needed to launch a kernel and check its resources.
 
 NVIDIA does not document the `.nv.info` records. The attributes below agree with `cuobjdump -elf` and with
 `cuKernelGetParamInfo`, in the ELF ABI 7 (CUDA 12, up to sm_90) and in ABI 8 (CUDA 13, and sm_100 and later).
@@ -15,14 +15,14 @@ from cute_attn.errors import ArtifactError
 
 _REGCOUNT, _FRAME_SIZE, _MIN_STACK_SIZE = 0x2F, 0x11, 0x12  # in .nv.info, one per function
 _KPARAM_INFO, _REQNTID = 0x17, 0x10  # in .nv.info.<kernel>
-_FORMAT_SIZED = 0x04  # record with a 16-bit length; all other formats carry two bytes
+_FORMAT_SIZED = 0x04  # record with a 16-bit length; all other formats have two bytes of data
 _EI_OSABI, _OSABI_7 = 7, 0x33
 _KERNEL_ENTRY = 0x10  # st_other bit of a __global__ function
 
 
 @dataclass(frozen=True)
 class CubinKernel:
-    """One kernel. Sizes are bytes, `params` (offset, size) in order; `reqntid` is None if not declared."""
+    """Resources of a kernel. Sizes are in bytes, `params` are (offset, size) in order; `reqntid` is None if absent."""
 
     symbol: str
     sm: int
@@ -44,7 +44,7 @@ class _Symbol(NamedTuple):
 
 
 def read_kernels(cubin: bytes) -> tuple[CubinKernel, ...]:
-    """All kernels of a cubin. ArtifactError if the bytes are not a whole cubin."""
+    """Returns all kernels of a cubin. Raises ArtifactError if the bytes are not a complete cubin."""
     try:
         return _read_kernels(cubin)
     except (struct.error, IndexError, KeyError, ValueError) as err:
@@ -115,7 +115,7 @@ def _sections(cubin: bytes) -> dict[str, _Section]:
     names_at = headers[names_index][4]
     sections = {}
     for name_at, kind, _, _, offset, size, link, *_ in headers:
-        name = _text(cubin, names_at + name_at)
+        name = _c_string(cubin, names_at + name_at)
         nobits = kind == 8
         if not nobits and offset + size > len(cubin):
             raise ValueError(f"section {name} ends past the file")
@@ -126,8 +126,10 @@ def _sections(cubin: bytes) -> dict[str, _Section]:
 def _symbols(sections: dict[str, _Section]) -> list[_Symbol]:
     table = sections[".symtab"]
     names = list(sections.values())[table.link].data
-    return [_Symbol(_text(names, name), other) for name, _, other, _, _, _ in struct.iter_unpack("<IBBHQQ", table.data)]
+    return [
+        _Symbol(_c_string(names, name), other) for name, _, other, _, _, _ in struct.iter_unpack("<IBBHQQ", table.data)
+    ]
 
 
-def _text(data: bytes, at: int) -> str:
+def _c_string(data: bytes, at: int) -> str:
     return data[at : data.index(b"\0", at)].decode()

@@ -1,6 +1,6 @@
-"""Launches artifacts through `cuda.bindings.driver`. All is prebuilt: a launch costs a few us of Python.
+"""Launches artifacts through `cuda.bindings.driver`. Everything is prebuilt, so a launch costs a few us of Python.
 
-Importable without cuda-python and without a GPU; only building a `Launch` needs them.
+The module imports without cuda-python and without a GPU; only the construction of a `Launch` needs them.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from cute_attn.runtime import arch as archs
 from cute_attn.runtime.artifact import Artifact, Param
 
 Dim3 = tuple[int, int, int]
-CPU = -1  # as a device index: tensors on the CPU, kernels on the emulator
+CPU = -1  # device index of CPU tensors, whose kernels run on the emulator
 _STRUCT_CODES = {"i32": "i", "i64": "q", "f32": "f", "f64": "d", "map": "128s"}
 
 
 def current_stream(device_index: int) -> int:
-    """Handle of torch's current stream on a device (one C call; `torch.cuda.current_stream` takes 3 us)."""
+    """Returns the handle of torch's current stream: one C call, where `torch.cuda.current_stream` takes 3 us."""
     if device_index == CPU:
         return 0
     return torch._C._cuda_getCurrentRawStream(device_index)
 
 
 class ParamBlock:
-    """Storage of one kernel's parameters, laid out as the cubin declares them. Its addresses never change."""
+    """Storage of one kernel's parameters in the layout that the cubin declares. Its addresses never change."""
 
     def __init__(self, params: Sequence[Param]) -> None:
         self._params = tuple(params)
@@ -44,31 +44,33 @@ class ParamBlock:
         self.buffer = ctypes.create_string_buffer(max(end, 1))
         base = ctypes.addressof(self.buffer)
         self._pointers = (ctypes.c_void_p * max(len(self._params), 1))(*(base + p.offset for p in self._params))
-        self.address = ctypes.addressof(self._pointers)  # the void*[] that the driver wants
+        self.address = ctypes.addressof(self._pointers)  # the void*[] that cuLaunchKernelEx takes
         self.size = end
 
     def pack(self, values: Sequence[int | float | bytes]) -> None:
-        """Store one value per parameter, in order. ArgumentError names the first that does not fit."""
+        """Stores one value per parameter, in order. An ArgumentError names the first value that does not fit."""
         try:
             self._struct.pack_into(self.buffer, 0, *values)
         except (struct.error, OverflowError, TypeError) as err:
-            raise ArgumentError(self._complaint(values)) from err
+            raise ArgumentError(self._mismatch(values)) from err
 
-    def _complaint(self, values: Sequence[int | float | bytes]) -> str:
+    def _mismatch(self, values: Sequence[int | float | bytes]) -> str:
         if len(values) != len(self._params):
-            return f"the kernel has {len(self._params)} parameters, got {len(values)} values"
+            return (
+                f"values must have one entry for each of the {len(self._params)} kernel parameters, got {len(values)}"
+            )
         for param, value in zip(self._params, values, strict=True):
             try:
                 struct.pack("=" + _STRUCT_CODES[param.kind], value)
             except (struct.error, OverflowError, TypeError):
-                return f"kernel parameter {param.name}={value!r} is not an {param.kind}"
+                return f"kernel parameter {param.name} must be an {param.kind}, got {value!r}"
         raise AssertionError("every value fits on its own")
 
 
 def describe(
     artifact: Artifact, values: Sequence[int | float | bytes], grid: Dim3, *, pdl: bool = False
 ) -> dict[str, Any]:
-    """What a launch hands to the driver, as plain data. Needs no GPU: the emulator and tests use it."""
+    """Returns what a launch passes to the driver, as plain data. Needs no GPU: the emulator and tests use it."""
     block = ParamBlock(artifact.params)
     block.pack(values)
     return {
@@ -84,10 +86,10 @@ def describe(
 
 
 class Launch:
-    """One artifact on one device, ready to fire.
+    """One artifact on one device, ready to launch.
 
-    Building it loads the cubin onto the device, past the driver's lazy loading: `fire` then allocates and
-    loads nothing and may run under CUDA-graph capture, where a module load would be an error.
+    The constructor loads the cubin onto the device, bypassing the driver's lazy loading: `fire` then allocates and
+    loads nothing and may run under CUDA graph capture, where loading a module would be an error.
     Threads may share a Launch.
 
     Raises ArtifactError if the artifact does not fit the device, RuntimeError for a driver error.
@@ -102,19 +104,19 @@ class Launch:
         self._context = _primary_context(device_index)
         self._function = _function(artifact.cubin, artifact.symbol, artifact.smem_bytes, device_index)
         self._config = _config(self._driver, artifact, pdl)
-        self._place: tuple[Dim3, int] | None = None  # grid and stream of the launch before
+        self._configured: tuple[Dim3, int] | None = None  # grid and stream of the previous launch
         self._block = ParamBlock(artifact.params)
         self._lock = threading.Lock()
 
     def fire(self, values: Sequence[int | float | bytes], grid: Dim3, stream: int) -> None:
-        """Launch on `stream` (a raw handle of this device) with `values` in parameter order."""
+        """Launches on `stream`, a raw handle of this device, with `values` in parameter order."""
         driver, config = self._driver, self._config
         with self._lock:
             self._block.pack(values)
-            if self._place != (grid, stream):  # setting it costs as much as packing
+            if self._configured != (grid, stream):  # setting them costs as much as packing
                 config.gridDimX, config.gridDimY, config.gridDimZ = grid
                 config.hStream = stream
-                self._place = grid, stream
+                self._configured = grid, stream
             if driver.cuCtxGetCurrent()[1] == self._context:
                 status = driver.cuLaunchKernelEx(config, self._function, self._block.address, 0)[0]
             else:  # another device is current, or this thread has not used CUDA yet
@@ -124,25 +126,26 @@ class Launch:
             raise RuntimeError(f"launching {self.artifact.symbol} with grid {grid} failed: {status.name}")
 
     def describe(self, values: Sequence[int | float | bytes], grid: Dim3) -> dict[str, Any]:
-        """See `describe`."""
+        """Returns the plain data of a launch: see the function `describe`."""
         return describe(self.artifact, values, grid, pdl=self.pdl)
 
 
 def _check_fit(artifact: Artifact, arch: archs.Arch, pdl: bool) -> None:
     if artifact.arch != arch.name:
-        raise ArtifactError(f"{artifact.symbol} is compiled for {artifact.arch}, this device needs {arch.name}")
+        raise ArtifactError(f"{artifact.symbol} is compiled for {artifact.arch}, but this device needs {arch.name}")
     if artifact.smem_bytes > arch.smem_limit:
         raise ArtifactError(
-            f"{artifact.symbol} needs {artifact.smem_bytes} bytes of shared memory, a CTA of this device "
+            f"{artifact.symbol} needs {artifact.smem_bytes} bytes of shared memory, but a CTA of this device "
             f"(capability {arch.capability[0]}.{arch.capability[1]}) has {arch.smem_limit}"
         )
     if pdl and not arch.pdl:
-        raise ArgumentError(f"pdl=True needs compute capability 9.0 or later, the device is {arch.capability}")
+        major, minor = arch.capability
+        raise ArgumentError(f"pdl=True needs compute capability 9.0 or later, the device has {major}.{minor}")
 
 
 @functools.cache
 def load_driver() -> Any:
-    """`cuda.bindings.driver`, initialised. RuntimeError says what is missing."""
+    """Returns `cuda.bindings.driver`, initialised. A RuntimeError says what is missing."""
     try:
         from cuda.bindings import driver
     except ImportError as err:
@@ -160,7 +163,7 @@ def _checked(what: str, result: tuple[Any, ...]) -> Any:
 
 @functools.cache
 def _primary_context(device_index: int) -> Any:
-    """The context that torch uses on a device. Retained for the life of the process, as torch does."""
+    """Returns the context that torch uses on a device, retained for the life of the process as torch does."""
     driver = load_driver()
     device = _checked("cuDeviceGet", driver.cuDeviceGet(device_index))
     return _checked("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(device))
@@ -178,13 +181,13 @@ def _current(context: Any) -> Iterator[None]:
 
 @functools.cache
 def _library(cubin: bytes) -> Any:
-    """A loaded cubin. It belongs to the process: the driver puts it on each device where it is used."""
+    """Loads a cubin for the process: the driver copies it to each device where it is used."""
     return _checked("cuLibraryLoadData", load_driver().cuLibraryLoadData(cubin, None, None, 0, None, None, 0))
 
 
 @functools.cache
 def _function(cubin: bytes, symbol: str, smem_bytes: int, device_index: int) -> Any:
-    """The kernel's function in the primary context of a device, loaded there now."""
+    """Returns the kernel's function in the primary context of a device, and loads it there."""
     driver = load_driver()
     kernel = _checked("cuLibraryGetKernel", driver.cuLibraryGetKernel(_library(cubin), symbol.encode()))
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

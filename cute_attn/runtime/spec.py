@@ -1,4 +1,4 @@
-"""The compile key of a kernel, and what a kernel offers to the compile step."""
+"""Compile key of a kernel, and the interface of a kernel to the compile step."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Protocol
 
 
 class Program(Protocol):
-    """Kernel ready to be traced, as a `ProgramOf` makes it of a spec.
+    """Kernel ready to be traced, as a `ProgramOf` builds it from a spec.
 
     `params` is the NamedTuple class of kernel parameters: field order is parameter order, each field one
-    scalar (`Int32`, `Int64`, `Float32`, `Float64` of cutlass). Pointers travel as `Int64` addresses.
+    scalar (`Int32`, `Int64`, `Float32`, `Float64` of cutlass). Pointers are passed as `Int64` addresses.
     `kernel` is the `@cute.kernel` method: the compile step names it after `KernelSpec.symbol`. A program that
     launches clusters also has `cluster`, their dimensions in CTAs.
     """
@@ -38,7 +38,9 @@ class Program(Protocol):
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """Base of all specs: everything that changes the generated code, and nothing else. A subclass sets `kernel`."""
+    """Base of all specs, which hold everything that changes the generated code and nothing else. A subclass sets
+    `kernel`.
+    """
 
     kernel: ClassVar[str]
     needs_mma: ClassVar[bool] = True
@@ -47,7 +49,7 @@ class KernelSpec:
         return {"kernel": self.kernel, **dataclasses.asdict(self)}
 
     def key(self) -> str:
-        """Canonical text of the spec, equal for equal specs."""
+        """Returns the canonical text of the spec, equal for equal specs."""
         return json.dumps(self.asdict(), sort_keys=True, separators=(",", ":"))
 
     @property
@@ -56,4 +58,4 @@ class KernelSpec:
         return f"cute_attn_{self.kernel}"
 
 
-ProgramOf = Callable[[KernelSpec, str], Program]  # of a spec for an architecture ("sm_90a", ...)
+ProgramOf = Callable[[KernelSpec, str], Program]  # builds the program of a spec for an architecture ("sm_90a", ...)

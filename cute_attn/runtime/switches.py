@@ -1,4 +1,4 @@
-"""Environment variables that turn something on. Needs nothing."""
+"""Environment variables that turn something on. Imports nothing but `os`."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ VALIDATE = "CUTE_ATTN_VALIDATE"
 
 
 def is_on(name: str) -> bool:
-    """Set, and neither empty nor 0."""
+    """Tells whether the variable is set, and neither empty nor 0."""
     return os.environ.get(name, "0") not in ("", "0")

@@ -1,4 +1,4 @@
-"""TMA tensor maps: the 128 bytes that `cuTensorMapEncodeTiled` makes of an address, sizes and strides."""
+"""TMA tensor maps: the 128 bytes that `cuTensorMapEncodeTiled` encodes from an address, sizes and strides."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ _INTERLEAVE_NONE, _FILL_ZEROS = 0, 0
 def encode(
     dtype: str, address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int
 ) -> bytes:
-    """Map of a tensor of `sizes` (contiguous axis first) and `strides` (bytes, of the other axes).
+    """Returns the map of a tensor of `sizes` (contiguous axis first) and `strides` (bytes, of the other axes).
 
-    Boxes have zeros outside the tensor; with `SWIZZLE_128B`, their lines are of 128 bytes and swizzled over these.
+    Boxes are filled with zeros outside the tensor. With `SWIZZLE_128B` their rows have 128 bytes.
     """
-    for what, values in (("address", [address]), ("strides", strides)):
+    for what, values in (("address", [address]), ("stride", strides)):
         for value in values:
             if value % 16 or value < 0:
-                raise ArgumentError(f"TMA needs multiples of 16 bytes: {what} {value}")
+                raise ArgumentError(
+                    f"TMA needs an address and strides that are multiples of 16 bytes, got {what} {value}"
+                )
     if max(strides) >= _STRIDE_LIMIT:
-        raise ArgumentError(f"TMA needs strides below 2^40 bytes: {tuple(strides)}")
+        raise ArgumentError(f"TMA needs strides below 2^40 bytes, got {tuple(strides)}")
     rank = len(sizes)
     storage = ctypes.create_string_buffer(BYTES + _ALIGNMENT)
-    place = -(-ctypes.addressof(storage) // _ALIGNMENT) * _ALIGNMENT
+    aligned = -(-ctypes.addressof(storage) // _ALIGNMENT) * _ALIGNMENT
     status = _encoder()(
-        place,
+        aligned,
         _DATA_TYPES[dtype],
         rank,
         address,
@@ -49,17 +51,17 @@ def encode(
     )
     if status:
         raise RuntimeError(f"cuTensorMapEncodeTiled failed ({status}): {dtype} {tuple(sizes)} strides {tuple(strides)}")
-    return ctypes.string_at(place, BYTES)
+    return ctypes.string_at(aligned, BYTES)
 
 
 @functools.cache
 def _encoder() -> Callable[..., int]:
-    """The driver's function itself: the binding's own map object is not aligned."""
+    """Returns the driver's C function: the map object of the Python binding is not aligned."""
     status, address, *_ = load_driver().cuGetProcAddress(b"cuTensorMapEncodeTiled", 12000, 0)
     if status:
         raise RuntimeError(f"the driver has no cuTensorMapEncodeTiled: {status.name}")
     pointer, word = ctypes.c_void_p, ctypes.c_int
-    kind = ctypes.CFUNCTYPE(
+    prototype = ctypes.CFUNCTYPE(
         word, pointer, word, ctypes.c_uint32, pointer, pointer, pointer, pointer, pointer, word, word, word, word
     )
-    return kind(int(address))
+    return prototype(int(address))

@@ -1,10 +1,10 @@
-"""The schedule of a batch: which item reads which keys of which query tile, in which order. Pure numpy, no device.
+"""Static schedule of a batch: a list of work items, each one query tile against a range of keys. Pure numpy, no device.
 
     query tiles   `rows` packed rows of one request each, and the kv tiles that a band mask lets them see
-    pieces        their kv tiles, cut where that shortens the launch (cost_model) or at fixed places
-    records       longest piece first, requests that share L2 together; a merge record for every query tile that was cut
+    splits        their kv tiles, split where that shortens the launch (cost_model) or at fixed positions
+    records       longest split first, grouped by requests that share L2; a merge record per query tile with splits
 
-Lengths may reach 2^30 tokens, query tokens times the GQA group 2^30 rows.
+Lengths may reach 2^30 tokens, query tokens times the GQA group size 2^30 rows.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import numpy as np
 from cute_attn.errors import RuntimeArgumentError, WorkspaceError
 from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits
 from cute_attn.schedule import cost_model
-from cute_attn.schedule.cost_model import Room
+from cute_attn.schedule.cost_model import Capacity
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
 from cute_attn.schedule.split_kv import MAX_SPLITS, ceil_div
 
-Memory = Callable[[int], np.ndarray]  # a flat int32 array of a size
+Memory = Callable[[int], np.ndarray]  # allocates a flat int32 array of the given size
 
 UNLIMITED = 1 << 62
-MANY = 1 << 20  # query tokens: more than any tile has
-GROUPED_WAVES = 4  # of tiles, from which on their order minds what is in L2
-EXTRA_WAVES = 2  # of items that cuts may add to a launch of fixed size
-MERGE_ROWS = 16384  # rows that the combine launch of a fixed size has, where one wave of items does not need more
+LONG_QO_LEN = 1 << 20  # query tokens: more than any tile holds
+L2_ORDER_MIN_WAVES = 4  # waves of items from which on the order considers what is in L2
+EXTRA_WAVES = 2  # waves of items that splits may add to a launch of fixed size
+MERGE_ROWS = 16384  # rows of a combine launch of fixed size, unless one wave of items needs more
 
 _KV_LEN, _FIRST_ROW, _KV_BEGIN, _KV_END, _PARTIAL = (
     Item._fields.index(name) for name in ("kv_len", "first_row", "kv_begin", "kv_end", "partial")
@@ -35,7 +35,7 @@ _KV_LEN, _FIRST_ROW, _KV_BEGIN, _KV_END, _PARTIAL = (
 
 
 class TileShape(NamedTuple):
-    """The tile of a launch, the mask that all requests share, and the device."""
+    """Tile of a launch, the mask that all requests share, and what the schedule knows of the device."""
 
     rows: int
     cols: int
@@ -43,16 +43,16 @@ class TileShape(NamedTuple):
     num_kv_heads: int
     causal: bool
     window_left: int  # negative: none
-    slots: int  # CTAs resident on the device
-    min_tiles: int  # smallest piece worth its partial: plan.min_split_tiles
+    resident_ctas: int  # CTAs that the device runs at once
+    min_split_tiles: int  # kv tiles of the smallest split worth its partial: split_kv.min_split_tiles
     partial_row_bytes: int  # 4 * (head_dim_vo + 1)
-    section_heads: int = 0  # kv heads worked on side by side before the next begin; 0: all
-    resident: int = 0  # kv tokens of so many heads that L2 holds; 0: the order of requests does not matter
+    section_heads: int = 0  # kv heads processed side by side before the next ones begin; 0: all
+    l2_kv_tokens: int = 0  # kv tokens of so many heads that L2 holds; 0: the order of requests does not matter
 
 
 class Work(NamedTuple):
-    """Records of a launch. `items` and `merges` are views of `ints`, which is what goes to the device: all items,
-    padded with zero records to `item_capacity`, then all merges, padded likewise.
+    """Work list of a launch. `items` and `merges` are views of `ints`, the array that is copied to the device: all
+    items, padded with zero records to `item_capacity`, then all merges, padded with zero records to `merge_capacity`.
     """
 
     items: np.ndarray  # [item_capacity, ITEM_INTS] int32
@@ -64,60 +64,66 @@ class Work(NamedTuple):
 
 
 class QueryTiles(NamedTuple):
-    """One entry a query tile that has rows, requests in order; int32 but for `request`."""
+    """One entry per query tile that has rows, in the order of requests; int32 except `request`."""
 
-    request: np.ndarray  # as numpy indexes
+    request: np.ndarray  # intp: numpy indexes with it
     first_row: np.ndarray
-    begin: np.ndarray  # kv tiles [begin, end) are visible; both 0 where none is
+    begin: np.ndarray  # kv tiles [begin, end) are visible; both are 0 where none is
     end: np.ndarray
 
 
-class Pieces(NamedTuple):
-    """One entry an item, in the order of query tiles."""
+class Splits(NamedTuple):
+    """Kv tiles of every work item, in the order of query tiles, and the query tiles that need a merge."""
 
-    tile: np.ndarray | None  # its query tile; None: there is one item a tile
+    tile: np.ndarray | None  # query tile of the item; None: every query tile has one item
     begin: np.ndarray
     end: np.ndarray
-    partial: np.ndarray | None  # None: no item has one
-    cut: np.ndarray  # query tiles of more than one piece ...
-    first_partial: np.ndarray  # ... the slot of their first
-    splits: np.ndarray  # ... and the number of their pieces
+    partial: np.ndarray | None  # slot of the item's partial, or NO_PARTIAL; None: no item has one
+    merge_tile: np.ndarray  # query tiles with several splits
+    first_partial: np.ndarray  # slot of the first split of each `merge_tile`
+    num_splits: np.ndarray  # number of splits of each `merge_tile`
 
 
 def new_ints(size: int) -> np.ndarray:
+    """Allocates pageable host memory for the records of a schedule."""
     return np.empty(size, np.int32)
 
 
 def schedule(lengths: BatchLengths, shape: TileShape, limits: BatchLimits, memory: Memory = new_ints) -> Work:
-    """The records of a batch, in memory of that size from `memory`.
+    """Returns the work list of a batch, written into memory that `memory` allocates.
 
-    Items beyond a tile's first are added only as far as the workspace and, for CUDA graphs, the capacities have room.
-    `fixed_split_size` is obeyed to the token instead: WorkspaceError names the bytes it needs where there are fewer.
+    Splits are added only as far as the workspace and, for CUDA graphs, the record capacities allow.
+    `fixed_split_size` is applied exactly instead: if the workspace is too small for that, a WorkspaceError names the
+    bytes needed.
     """
     tiles = query_tiles(lengths, shape)
-    room = capacity(shape, limits)
+    capacity = record_capacity(shape, limits)
     if limits.fixed_split_size is not None and not limits.disable_split_kv:
-        pieces = _fixed_pieces(tiles, shape, limits)
+        splits = _fixed_size_splits(tiles, shape, limits)
     else:
-        pieces = _balanced_pieces(tiles, shape, room)
-    return _records(lengths, shape, tiles, pieces, room if limits.graph else None, memory)
+        splits = _balanced_splits(tiles, shape, capacity)
+    order = _item_order(lengths, shape, tiles, splits)
+    return _work(lengths, shape, tiles, splits, order, capacity if limits.graph else None, memory)
 
 
 def query_tiles(lengths: BatchLengths, shape: TileShape) -> QueryTiles:
+    """Returns the query tiles of all requests, each with the kv tiles that it sees."""
     qo_len = np.diff(lengths.qo_indptr).astype(np.int32)
     kv_len = lengths.kv_len.astype(np.int32)
     tiles = -(-(qo_len * np.int32(shape.group)) // np.int32(shape.rows))
-    first = (tiles.cumsum(dtype=np.int32) - tiles).repeat(tiles)  # `repeat` is several times faster than an index
+    first = (tiles.cumsum(dtype=np.int32) - tiles).repeat(tiles)  # `repeat` is several times faster than indexing
     first_row = (np.arange(len(first), dtype=np.int32) - first) * np.int32(shape.rows)
-    begin, end = _visible(first_row, tiles, qo_len, kv_len, shape)
+    begin, end = _visible_kv_tiles(first_row, tiles, qo_len, kv_len, shape)
     return QueryTiles(np.arange(len(tiles)).repeat(tiles), first_row, begin, end)
 
 
-def _visible(
+def _visible_kv_tiles(
     first_row: np.ndarray, tiles: np.ndarray, qo_len: np.ndarray, kv_len: np.ndarray, shape: TileShape
 ) -> tuple[np.ndarray, np.ndarray]:
-    """kv tiles that some row of a query tile sees; requests have `tiles` of these. Token i stands at
-    i + kv_len - qo_len, and `kernels.blocks.masks.Band` does the same for a CTA."""
+    """Returns the range of kv tiles that some row of each query tile sees; request i has `tiles[i]` query tiles.
+
+    Query token i has position i + kv_len - qo_len; `kernels.blocks.masks.Band` computes the same bounds in a CTA.
+    """
     group, cols, one = np.int32(shape.group), np.int32(shape.cols), np.int32(1)
     if shape.causal:
         last = np.minimum((first_row + np.int32(shape.rows - 1)) // group, (qo_len - one).repeat(tiles))
@@ -131,111 +137,133 @@ def _visible(
     return np.maximum(first_row // group + position.repeat(tiles), np.int32(0)) // cols, end
 
 
-def _balanced_pieces(tiles: QueryTiles, shape: TileShape, room: Room) -> Pieces:
+def _balanced_splits(tiles: QueryTiles, shape: TileShape, capacity: Capacity) -> Splits:
+    """Splits the longest query tiles evenly where the cost model expects a shorter launch."""
     visible = tiles.end - tiles.begin
-    device = cost_model.Device(shape.slots / shape.num_kv_heads, shape.min_tiles, shape.rows / shape.cols)
-    count = cost_model.pieces(visible, device, room)
-    if count is None:
-        return _whole(tiles)
-    count = np.maximum(count, 1)
-    tile, index, partial, *merges = _cut(count)
-    begin, visible, of = tiles.begin[tile], visible[tile].astype(np.int64), count[tile]
-    return Pieces(tile, begin + index * visible // of, begin + (index + 1) * visible // of, partial, *merges)
+    device = cost_model.Device(shape.resident_ctas / shape.num_kv_heads, shape.min_split_tiles, shape.rows / shape.cols)
+    num_splits = cost_model.num_splits(visible, device, capacity)
+    if num_splits is None:
+        return _unsplit(tiles)
+    num_splits = np.maximum(num_splits, 1)
+    tile, index, partial, *merges = _enumerate(num_splits)
+    begin, visible, count = tiles.begin[tile], visible[tile].astype(np.int64), num_splits[tile]
+    return Splits(tile, begin + index * visible // count, begin + (index + 1) * visible // count, partial, *merges)
 
 
-def _fixed_pieces(tiles: QueryTiles, shape: TileShape, limits: BatchLimits) -> Pieces:
-    """Cuts at multiples of `fixed_split_size` from token 0, whatever a tile sees: they depend on nothing else."""
+def _fixed_size_splits(tiles: QueryTiles, shape: TileShape, limits: BatchLimits) -> Splits:
+    """Splits at multiples of `fixed_split_size` from token 0, regardless of what a tile sees or other requests need."""
     size = limits.fixed_split_size
     assert size is not None
     if size < 1:
         raise RuntimeArgumentError(f"fixed_split_size must be at least 1 token, got {size}")
     chunk = min(ceil_div(size, shape.cols), 1 << 30)
     first = tiles.begin // chunk
-    count = np.maximum(-(-tiles.end // chunk) - first, 1)
-    most = int(count.max(initial=1))
-    if most == 1:
-        return _whole(tiles)
-    if most > MAX_SPLITS:
-        least = ceil_div(int(tiles.end.max()), MAX_SPLITS) * shape.cols
+    num_splits = np.maximum(-(-tiles.end // chunk) - first, 1)
+    largest = int(num_splits.max(initial=1))
+    if largest == 1:
+        return _unsplit(tiles)
+    if largest > MAX_SPLITS:
+        smallest_size = ceil_div(int(tiles.end.max()), MAX_SPLITS) * shape.cols
         raise RuntimeArgumentError(
-            f"fixed_split_size must cut a request into at most {MAX_SPLITS} pieces, got {size} tokens, which make "
-            f"{most}; {least} are enough for this batch"
+            f"fixed_split_size must split a request into at most {MAX_SPLITS} parts, got {size} tokens, which make "
+            f"{largest}; this batch needs at least {smallest_size}"
         )
-    needed = int(count[count > 1].sum()) * slot_bytes(shape)
+    needed = int(num_splits[num_splits > 1].sum()) * slot_bytes(shape)
     if needed > limits.workspace_bytes:
         raise WorkspaceError(
             f"float_workspace_buffer must have {needed} bytes for fixed_split_size={size} in this batch, "
             f"got {limits.workspace_bytes}"
         )
-    tile, index, partial, *merges = _cut(count)
+    tile, index, partial, *merges = _enumerate(num_splits)
     start = (first[tile] + index) * chunk
     begin, end = np.maximum(start, tiles.begin[tile]), np.minimum(start + chunk, tiles.end[tile])
-    return Pieces(tile, begin, end, partial, *merges)
+    return Splits(tile, begin, end, partial, *merges)
 
 
-def _whole(tiles: QueryTiles) -> Pieces:
+def _unsplit(tiles: QueryTiles) -> Splits:
     none = np.empty(0, np.int64)
-    return Pieces(None, tiles.begin, tiles.end, None, none, none, none)
+    return Splits(None, tiles.begin, tiles.end, None, none, none, none)
 
 
-def _cut(count: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Tile, index within it and partial slot of every piece; cut tiles, their first slots and their piece counts."""
-    tile = np.arange(len(count)).repeat(count)
-    index = np.arange(len(tile)) - (count.cumsum() - count)[tile]
-    several = count > 1
-    slots = np.where(several, count, 0)
+def _enumerate(num_splits: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Returns query tile, index within it and partial slot of every split; then the query tiles with several splits,
+    their first slots and their numbers of splits.
+    """
+    tile = np.arange(len(num_splits)).repeat(num_splits)
+    index = np.arange(len(tile)) - (num_splits.cumsum() - num_splits)[tile]
+    several = num_splits > 1
+    slots = np.where(several, num_splits, 0)
     first_slot = slots.cumsum() - slots
     partial = np.where(several[tile], first_slot[tile] + index, NO_PARTIAL)
-    cut = several.nonzero()[0]
-    return tile, index, partial, cut, first_slot[cut], count[cut]
+    merge_tile = several.nonzero()[0]
+    return tile, index, partial, merge_tile, first_slot[merge_tile], num_splits[merge_tile]
 
 
-def _records(
-    lengths: BatchLengths, shape: TileShape, tiles: QueryTiles, pieces: Pieces, room: Room | None, memory: Memory
+def _item_order(lengths: BatchLengths, shape: TileShape, tiles: QueryTiles, splits: Splits) -> np.ndarray:
+    """Returns the order of items: longest first, within groups of requests that share L2 where these matter."""
+    order = longest_first(splits.end - splits.begin)
+    if grouped(shape, len(order)) and int(lengths.kv_len.sum()) > shape.l2_kv_tokens:
+        request = tiles.request if splits.tile is None else tiles.request[splits.tile]
+        order = order[np.argsort(l2_groups(lengths, shape)[request[order]], kind="stable")]
+    return order
+
+
+def _work(
+    lengths: BatchLengths,
+    shape: TileShape,
+    tiles: QueryTiles,
+    splits: Splits,
+    order: np.ndarray,
+    capacity: Capacity | None,
+    memory: Memory,
 ) -> Work:
-    order = longest_first(pieces.end - pieces.begin)
-    if grouped(shape, len(order)) and int(lengths.kv_len.sum()) > shape.resident:
-        request = tiles.request if pieces.tile is None else tiles.request[pieces.tile]
-        order = order[np.argsort(neighbourhoods(lengths, shape)[request[order]], kind="stable")]
-    num_items, num_merges = len(order), len(pieces.cut)
-    item_capacity, merge_capacity = (num_items, num_merges) if room is None else (room.items, room.merges)
+    """Returns the records in `order`, padded to `capacity` if that is given."""
+    num_items, num_merges = len(order), len(splits.merge_tile)
+    item_capacity, merge_capacity = (num_items, num_merges) if capacity is None else (capacity.items, capacity.merges)
     item_ints = item_capacity * ITEM_INTS
     ints = memory(item_ints + merge_capacity * MERGE_INTS)
     items, merges = ints[:item_ints].reshape(-1, ITEM_INTS), ints[item_ints:].reshape(-1, MERGE_INTS)
-
-    requests = _request_records(lengths)
-    requests[:, _PARTIAL] = NO_PARTIAL
-    tile = order if pieces.tile is None else pieces.tile.take(order)
-    used = items[:num_items]
-    requests.take(tiles.request.take(tile), 0, out=used, mode="clip")  # "clip" spares numpy a copy of `out`
-    used[:, _FIRST_ROW] = tiles.first_row.take(tile)
-    if pieces.tile is not None or shape.window_left >= 0:  # else all begin at 0
-        used[:, _KV_BEGIN] = pieces.begin.take(order) * shape.cols
-    np.minimum(pieces.end.take(order) * shape.cols, used[:, _KV_LEN], out=used[:, _KV_END], casting="unsafe")
-    if pieces.partial is not None:
-        used[:, _PARTIAL] = pieces.partial.take(order)
+    _write_items(items[:num_items], lengths, shape, tiles, splits, order)
     items[num_items:] = 0
-
     merges[num_merges:] = 0
     num_partials = 0
     if num_merges:
-        num_partials = int(pieces.first_partial[-1] + pieces.splits[-1])
-        request = tiles.request[pieces.cut]
-        values = (
-            lengths.qo_indptr[request],
-            lengths.qo_indptr[request + 1] - lengths.qo_indptr[request],
-            tiles.first_row[pieces.cut],
-            pieces.first_partial,
-            pieces.splits,
-        )
-        merges[:num_merges, len(Merge._fields) :] = 0
-        for field, value in enumerate(values):
-            merges[:num_merges, field] = value
+        num_partials = int(splits.first_partial[-1] + splits.num_splits[-1])
+        _write_merges(merges[:num_merges], lengths, tiles, splits)
     return Work(items, merges, num_partials, item_capacity, merge_capacity, ints)
 
 
+def _write_items(
+    items: np.ndarray, lengths: BatchLengths, shape: TileShape, tiles: QueryTiles, splits: Splits, order: np.ndarray
+) -> None:
+    requests = _request_records(lengths)
+    requests[:, _PARTIAL] = NO_PARTIAL
+    tile = order if splits.tile is None else splits.tile.take(order)
+    requests.take(tiles.request.take(tile), 0, out=items, mode="clip")  # "clip" spares numpy a copy of `out`
+    items[:, _FIRST_ROW] = tiles.first_row.take(tile)
+    if splits.tile is not None or shape.window_left >= 0:  # else all begin at 0
+        items[:, _KV_BEGIN] = splits.begin.take(order) * shape.cols
+    np.minimum(splits.end.take(order) * shape.cols, items[:, _KV_LEN], out=items[:, _KV_END], casting="unsafe")
+    if splits.partial is not None:
+        items[:, _PARTIAL] = splits.partial.take(order)
+
+
+def _write_merges(merges: np.ndarray, lengths: BatchLengths, tiles: QueryTiles, splits: Splits) -> None:
+    request = tiles.request[splits.merge_tile]
+    values = (
+        lengths.qo_indptr[request],
+        lengths.qo_indptr[request + 1] - lengths.qo_indptr[request],
+        tiles.first_row[splits.merge_tile],
+        splits.first_partial,
+        splits.num_splits,
+    )
+    merges[:, len(Merge._fields) :] = 0
+    for field, value in enumerate(values):
+        merges[:, field] = value
+
+
 def _request_records(lengths: BatchLengths) -> np.ndarray:
-    """An item record for every request, with what all items of the request share."""
+    """Returns one item record per request, with the fields that all items of the request share."""
     batch_size = len(lengths.kv_len)
     records = np.zeros((batch_size, ITEM_INTS), np.int32)
     starts = lengths.qo_indptr[:-1]
@@ -254,7 +282,7 @@ def _request_records(lengths: BatchLengths) -> np.ndarray:
 
 
 def longest_first(cost: np.ndarray) -> np.ndarray:
-    """Indices by falling cost, equal costs in order."""
+    """Returns indices by descending cost; the sort is stable."""
     longest = int(cost.max(initial=0))
     if longest < 1 << 16:  # numpy's stable sort is a radix sort up to 16 bits: 8 times faster than for 32
         return np.argsort((longest - cost).astype(np.uint8 if longest < 1 << 8 else np.uint16), kind="stable")
@@ -262,30 +290,33 @@ def longest_first(cost: np.ndarray) -> np.ndarray:
 
 
 def grouped(shape: TileShape, items: int) -> bool:
-    """Whether what shares L2 goes before what is long: not in few waves, which would end late."""
-    return bool(shape.resident) and items * shape.num_kv_heads >= GROUPED_WAVES * shape.slots
+    """Tells whether items are ordered by L2 group before length; not in few waves, whose last one would end late."""
+    return bool(shape.l2_kv_tokens) and items * shape.num_kv_heads >= L2_ORDER_MIN_WAVES * shape.resident_ctas
 
 
-def neighbourhoods(lengths: BatchLengths, shape: TileShape) -> np.ndarray:
-    """A number for every request, longest first: the keys of requests with one number stay in L2 together."""
+def l2_groups(lengths: BatchLengths, shape: TileShape) -> np.ndarray:
+    """Returns the group of every request, longest requests first: the keys of one group fit L2 together."""
     by_length = longest_first(lengths.kv_len)
-    found = np.empty_like(by_length)
-    found[by_length] = np.maximum(lengths.kv_len[by_length].cumsum() - 1, 0) // shape.resident
-    return found
+    groups = np.empty_like(by_length)
+    groups[by_length] = np.maximum(lengths.kv_len[by_length].cumsum() - 1, 0) // shape.l2_kv_tokens
+    return groups
 
 
 def slot_bytes(shape: TileShape) -> int:
+    """Returns the workspace bytes of one partial slot: o and lse of a query tile, for every kv head."""
     return shape.num_kv_heads * shape.rows * shape.partial_row_bytes
 
 
 def rows_of_a_request(lengths: BatchLengths, limits: BatchLimits) -> int:
-    """Query tokens of a typical request: they decide the tile. A captured launch keeps it over plans, and so does one
-    whose bits must not depend on the other requests of a batch, which is what fixed splits are for.
+    """Returns the query tokens of a typical request, which decide the tile.
+
+    They must not change between the plans of a captured launch, nor with the other requests of a batch if the splits
+    are fixed, which promises results that are bitwise independent of these.
     """
     if limits.max_qo_len is not None:
         return limits.max_qo_len
     if limits.fixed_split_size is not None or limits.disable_split_kv:
-        return MANY
+        return LONG_QO_LEN
     if limits.graph:
         return ceil_div(limits.graph.max_rows, max(1, limits.graph.batch_size))
     starts = lengths.qo_indptr
@@ -294,6 +325,7 @@ def rows_of_a_request(lengths: BatchLengths, limits: BatchLimits) -> int:
 
 
 def longest_request(lengths: BatchLengths, limits: BatchLimits) -> int:
+    """Returns an upper bound of the query tokens of any request, the same for all plans of a captured launch."""
     if limits.max_qo_len is not None:
         return limits.max_qo_len
     if limits.graph:
@@ -304,46 +336,46 @@ def longest_request(lengths: BatchLengths, limits: BatchLimits) -> int:
 # --- launches of a fixed size (CUDA graphs) --------------------------------------------------------------------------
 
 
-def capacity(shape: TileShape, limits: BatchLimits) -> Room:
-    """The records that a schedule may have. With `limits.graph`, every schedule within the limits fits."""
+def record_capacity(shape: TileShape, limits: BatchLimits) -> Capacity:
+    """Returns how many records a schedule may have. With `limits.graph`, every schedule within the limits fits."""
     partials = limits.workspace_bytes // slot_bytes(shape)
     if limits.graph is None:
-        return Room(UNLIMITED, 0 if limits.disable_split_kv else UNLIMITED, partials)
-    tiles = most_tiles(limits.graph, shape)
+        return Capacity(UNLIMITED, 0 if limits.disable_split_kv else UNLIMITED, partials)
+    tiles = max_query_tiles(limits.graph, shape)
     kv_tiles = ceil_div(limits.graph.max_kv_tokens, shape.cols)
     if limits.disable_split_kv:
-        return Room(tiles, 0, 0)
+        return Capacity(tiles, 0, 0)
     if limits.fixed_split_size is not None:
         chunk = max(1, ceil_div(limits.fixed_split_size, shape.cols))
         if kv_tiles <= chunk or partials < 2:
-            return Room(tiles, 0, 0)
-        items = min(most_fixed_pieces(limits.graph, shape, chunk), tiles + partials)
-        return Room(items, min(tiles, items // 2, partials // 2), partials)
-    if kv_tiles < 2 * shape.min_tiles or partials < 2:
-        return Room(tiles, 0, 0)
-    wave = ceil_div(shape.slots, shape.num_kv_heads)
+            return Capacity(tiles, 0, 0)
+        items = min(max_fixed_size_splits(limits.graph, shape, chunk), tiles + partials)
+        return Capacity(items, min(tiles, items // 2, partials // 2), partials)
+    if kv_tiles < 2 * shape.min_split_tiles or partials < 2:
+        return Capacity(tiles, 0, 0)
+    wave = ceil_div(shape.resident_ctas, shape.num_kv_heads)
     merges = min(tiles, partials // 2, max(wave, MERGE_ROWS // (shape.num_kv_heads * shape.rows)))
-    return Room(tiles + min(EXTRA_WAVES * wave, partials), merges, partials)
+    return Capacity(tiles + min(EXTRA_WAVES * wave, partials), merges, partials)
 
 
-def most_tiles(graph: GraphLimits, shape: TileShape) -> int:
-    """Query tiles of any batch within the limits."""
+def max_query_tiles(graph: GraphLimits, shape: TileShape) -> int:
+    """Returns the largest number of query tiles of any batch within the limits."""
     requests = min(graph.batch_size, graph.max_rows)
     if shape.group >= shape.rows:
         tiles = graph.max_rows * ceil_div(shape.group, shape.rows)
-    else:  # a tile beyond a request's first needs this many tokens more
+    else:  # each tile after a request's first takes this many more tokens
         tiles = requests + (graph.max_rows - requests) // (shape.rows // shape.group)
     if graph.max_qo_len is None:
         return tiles
     return min(tiles, requests * ceil_div(graph.max_qo_len * shape.group, shape.rows))
 
 
-def most_fixed_pieces(graph: GraphLimits, shape: TileShape, chunk: int) -> int:
-    """Items of any batch within the limits, its keys cut at multiples of `chunk` tiles."""
+def max_fixed_size_splits(graph: GraphLimits, shape: TileShape, chunk: int) -> int:
+    """Returns the largest number of items of any batch within the limits, split at multiples of `chunk` kv tiles."""
     kv_tiles = ceil_div(graph.max_kv_tokens, shape.cols)
     requests = min(graph.batch_size, graph.max_rows)
-    most = most_tiles(graph, shape) * min(MAX_SPLITS, ceil_div(kv_tiles, chunk))  # every tile sees all keys
+    bound = max_query_tiles(graph, shape) * min(MAX_SPLITS, ceil_div(kv_tiles, chunk))  # as if every tile saw all keys
     if graph.max_qo_len is None:
-        return most
-    of_one = ceil_div(graph.max_qo_len * shape.group, shape.rows)
-    return min(most, of_one * (requests + graph.max_kv_tokens // (chunk * shape.cols)))
+        return bound
+    tiles_per_request = ceil_div(graph.max_qo_len * shape.group, shape.rows)
+    return min(bound, tiles_per_request * (requests + graph.max_kv_tokens // (chunk * shape.cols)))

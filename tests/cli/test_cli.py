@@ -1,4 +1,4 @@
-"""`python -m cute_attn`: what it prints, and the exit codes that scripts rely on."""
+"""`python -m cute_attn`: its output, and the exit codes that scripts rely on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cute_attn.cli import demo, doctor, main, specs
-from cute_attn.cli.text import ProgressBar, size, table
+from cute_attn.cli.terminal import ProgressBar, format_bytes, table
 from cute_attn.dispatch import capabilities
 from cute_attn.errors import ArtifactError
 from cute_attn.kernels.combine.spec import CombineSpec
@@ -35,13 +35,13 @@ Output = pytest.CaptureFixture[str]
 
 @dataclasses.dataclass(frozen=True)
 class MatrixToy(ToySpec):
-    """A toy that claims to multiply matrices."""
+    """Toy kernel that claims to multiply matrices."""
 
     needs_mma = True
 
 
 def command(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """`python -m cute_attn` as users run it."""
+    """Runs `python -m cute_attn` as users do."""
     return subprocess.run(
         [sys.executable, "-m", "cute_attn", *argv],
         cwd=subprocesses.ROOT,
@@ -55,7 +55,7 @@ def command(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")
-def test_doctor_is_content_without_a_gpu(capsys: Output) -> None:
+def test_doctor_succeeds_without_a_gpu(capsys: Output) -> None:
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert f"torch {torch.__version__}".split()[1] in out
@@ -88,7 +88,7 @@ def h100(version: int) -> doctor.Driver:
     return doctor.Driver(version, (doctor.Gpu("NVIDIA H100", (9, 0)),), None)
 
 
-def test_doctor_finds_what_keeps_a_gpu_idle(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+def test_doctor_finds_an_old_driver(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
     monkeypatch.setattr(doctor, "probe_driver", lambda: h100(12040))
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
@@ -98,20 +98,20 @@ def test_doctor_finds_what_keeps_a_gpu_idle(monkeypatch: pytest.MonkeyPatch, cap
     assert "!!  GPU 0 tensors" in out
 
 
-def test_doctor_accepts_a_sound_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_accepts_a_working_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = h100(13000)
-    here = [doctor.Line("ok", "torch", ""), doctor.driver_line(driver)]
-    assert doctor.kernel_lines(driver, here) == [doctor.Line("ok", "GPU 0 tensors", "kernels for sm_90a")]
+    installed = [doctor.Finding("ok", "torch", ""), doctor.driver_line(driver)]
+    assert doctor.kernel_lines(driver, installed) == [doctor.Finding("ok", "GPU 0 tensors", "kernels for sm_90a")]
     old = doctor.Driver(13000, (doctor.Gpu("V100", (7, 0)),), None)
-    assert doctor.kernel_lines(old, here)[0].state == "--"
-    assert "7.0 is not supported" in doctor.kernel_lines(old, here)[0].text
+    assert doctor.kernel_lines(old, installed)[0].state == "--"
+    assert "7.0 is not supported" in doctor.kernel_lines(old, installed)[0].text
 
 
 def test_doctor_counts_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "a.artifact").write_bytes(b"x" * 2048)
     monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path))
-    assert doctor.cache_line() == doctor.Line("ok", "cache", f"{tmp_path}: 1 kernels, 2.0 KB")
-    assert doctor.Line("ok", "CUTE_ATTN_CACHE_DIR", str(tmp_path)) in doctor.environment()
+    assert doctor.cache_line() == doctor.Finding("ok", "cache", f"{tmp_path}: 1 kernels, 2.0 KB")
+    assert doctor.Finding("ok", "CUTE_ATTN_CACHE_DIR", str(tmp_path)) in doctor.environment()
 
 
 # ---- kernels
@@ -156,10 +156,10 @@ def program_or_toy(spec: KernelSpec, arch: str) -> Program:
     ],
     ids=["stack", "mma", "compile"],
 )
-def test_a_missed_gate_is_exit_code_1(
+def test_a_failed_gate_is_exit_code_1(
     spec: KernelSpec, why: str, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:
-    monkeypatch.setattr(specs, "chosen", lambda options: {"sm_90a": [spec, COMBINE]})
+    monkeypatch.setattr(specs, "selected", lambda options: {"sm_90a": [spec, COMBINE]})
     monkeypatch.setattr(specs, "program", program_or_toy)
     assert main(["kernels", "--check"]) == 1
     out = capsys.readouterr().out
@@ -175,7 +175,7 @@ def test_shared_memory_gate_knows_the_architecture() -> None:
     large = dataclasses.replace(artifacts.get(COMBINE, "sm_90a", program), smem_bytes=150_000)
     assert specs.failures("sm_90a", COMBINE, large) == []
     assert specs.failures("sm_120a", COMBINE, large) == [
-        f"150000 bytes of shared memory, sm_120a has {ARCHS['sm_120a'].smem_limit}"
+        f"150000 bytes of shared memory, but sm_120a has {ARCHS['sm_120a'].smem_limit}"
     ]
     assert specs.failures("sm_90a", COMBINE, ArtifactError("why")) == ["does not compile: why"]
 
@@ -269,7 +269,7 @@ def test_explain_of_equal_requests(capsys: Output) -> None:
     assert "reference: chosen" in capsys.readouterr().out
 
 
-def test_explain_says_why_not(capsys: Output) -> None:
+def test_explain_gives_the_reasons_of_a_refusal(capsys: Output) -> None:
     assert main(["explain", "--head-dim", "72", "--arch", "sm_90a"]) == 1
     out = capsys.readouterr().out
     assert "fa2: refused" in out
@@ -315,7 +315,7 @@ def test_demo_runs_and_compiles_without_a_gpu() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" ok\n") >= 4
     assert "decode" in done.stdout
-    for arch in demo.ELSEWHERE:
+    for arch in demo.COMPILED_ARCHS:
         assert f"{arch}  " in done.stdout
     assert "WRONG" not in done.stdout
 
@@ -330,7 +330,7 @@ def test_demo_notices_wrong_results() -> None:
     assert not any(error <= demo.TOLERANCE for error in poisoned.values())
 
 
-# ---- text
+# ---- terminal output
 
 
 def test_labels_leave_defaults_out() -> None:
@@ -352,7 +352,7 @@ def test_tables_are_aligned() -> None:
     ("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KB"), (3 << 20, "3.0 MB"), (5 << 30, "5.0 GB")]
 )
 def test_sizes(num_bytes: int, text: str) -> None:
-    assert size(num_bytes) == text
+    assert format_bytes(num_bytes) == text
 
 
 def test_progress_bar_is_for_terminals(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:

@@ -217,7 +217,7 @@ SECTIONED = (
 def test_batches_in_sections(batch: BatchCase, schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kv head after kv head, request after request."""
     monkeypatch.setattr(fa3_variant, "SECTION_BYTES", 1 << 11)  # keys of a few tokens
-    monkeypatch.setattr(batch_schedule, "GROUPED_WAVES", 1)
+    monkeypatch.setattr(batch_schedule, "L2_ORDER_MIN_WAVES", 1)
     fa3_batch.tiling.cache_clear()
     inputs = batch_case.make(batch)
     with using("sm_90a", kernels="fa3", schedule=schedule, sms=2) as emulation:

@@ -1,4 +1,4 @@
-"""The measuring tools on a CPU: formulas against counting, harness with a fake timer, records, tables."""
+"""Benchmarks on a CPU: formulas against counting, the harness with a fake timer, records, tables."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ class FakeReplay:
 
 
 class FakeTimer:
-    """Launches take what `speeds` says (ms, by what the call returns); jitter repeats 0, +10 %, -10 %."""
+    """Timer whose launches take `speeds` (ms, by what the call returns), with a jitter of 0, +10 %, -10 % in turn."""
 
     def __init__(self, speeds: dict[str, float]) -> None:
         self.speeds = speeds
         self.order: list[str] = []
         self.walked: list[list[str]] = []
-        self.turn = 0
+        self.runs = 0
 
     def capture(self, calls: Sequence[Callable[[], Any]], launches: int) -> FakeReplay:
         walked = [calls[i % len(calls)]() for i in range(launches)]
@@ -84,8 +84,8 @@ class FakeTimer:
         return FakeReplay(walked[0].rstrip("0123456789"), launches)
 
     def run(self, replays: Sequence[Any]) -> list[float]:
-        self.turn += 1
-        jitter = (1.0, 1.1, 0.9)[self.turn % 3]
+        self.runs += 1
+        jitter = (1.0, 1.1, 0.9)[self.runs % 3]
         self.order += [replay.name for replay in replays]
         return [self.speeds[replay.name] * jitter * replay.launches for replay in replays]
 
@@ -113,7 +113,7 @@ def test_harness_takes_medians_and_spread_of_interleaved_rounds() -> None:
 
 
 @pytest.mark.parametrize(("launch_ms", "sets"), [(0.016, 4), (0.002, 121), (0.9, 3), (7.0, 1)])
-def test_captures_walk_through_all_sets_and_are_long_enough(launch_ms: float, sets: int) -> None:
+def test_captures_cycle_through_all_sets_and_are_long_enough(launch_ms: float, sets: int) -> None:
     timer = FakeTimer({"k": launch_ms})
     harness.measure({"k": named("k", sets)}, timer, rounds=3)
     walked = timer.walked[-1]
@@ -140,20 +140,20 @@ def sdpa(w: Workload, x: Inputs) -> torch.Tensor:
     return o.transpose(0, 1)
 
 
-def test_oracle_accepts_right_and_rejects_wrong_outputs() -> None:
+def test_oracle_accepts_correct_and_rejects_wrong_outputs() -> None:
     w = Workload(150, 170, 4, 2, 64, 64, causal=True, dtype="float16")
     x = w.inputs(CPU)
     oracle = check.oracle(w, x)
     right = sdpa(w, x)
     assert oracle.error(right) < 1e-4
-    assert oracle.complaint(oracle.error(right)) is None
-    for row in (0, w.qo_len - 1):  # both ends are looked at
+    assert oracle.rejection(oracle.error(right)) is None
+    for row in (0, w.qo_len - 1):  # both ends are checked
         wrong = right.clone()
         wrong[row] += 1.0
-        assert oracle.complaint(oracle.error(wrong))
+        assert oracle.rejection(oracle.error(wrong))
     wrong = right.clone()
     wrong[-1, 0, 0] = float("nan")
-    assert oracle.complaint(oracle.error(wrong))
+    assert oracle.rejection(oracle.error(wrong))
 
 
 @given(st.integers(1, 20000))
@@ -166,7 +166,7 @@ def test_checked_rows_are_distinct_and_exist(qo_len: int) -> None:
 
 
 class SdpaTimer(FakeTimer):
-    """Names replays by the order of capture: two captures (probe and real) a candidate."""
+    """Timer that names replays by the order of capture: two captures (probe and real) per candidate."""
 
     def capture(self, calls: Sequence[Callable[[], Any]], launches: int) -> FakeReplay:
         for call in calls:
@@ -186,15 +186,15 @@ def test_ceilings_from_times() -> None:
 @pytest.mark.parametrize(
     "w", [dataclasses.replace(SMALL, kv_len=96), Workload(1, 100, 4, 2, 64, 64, dtype="float16")], ids=str
 )
-def test_sdpa_adapter_is_right(w: Workload) -> None:
+def test_sdpa_adapter_is_correct(w: Workload) -> None:
     (adapter,) = [peer for peer in PEERS if peer.name == "torch flash"]
     sets = [w.inputs(CPU, seed) for seed in range(2)]
     for x, call in zip(sets, adapter.bind(w, sets), strict=True):
         oracle = check.oracle(w, x)
-        assert oracle.complaint(oracle.error(call())) is None
+        assert oracle.rejection(oracle.error(call())) is None
 
 
-def test_sdpa_adapter_refuses_what_torch_aligns_otherwise() -> None:
+def test_sdpa_adapter_rejects_masks_that_torch_aligns_differently() -> None:
     with pytest.raises(UnavailableError, match="top-left"):
         PEERS[0].bind(SMALL, [SMALL.inputs(CPU)])
 
@@ -206,25 +206,25 @@ def test_absent_peers_are_reasons(peer: Peer, monkeypatch: pytest.MonkeyPatch) -
     for package in ("flashinfer", "flash_attn"):
         monkeypatch.setitem(sys.modules, package, None)
     w = next(w for w in (SMALL, *BATCHES, Workload(1, 128, 4, 2, 64, 64)) if w.phase in peer.phases)
-    with pytest.raises(UnavailableError, match="does not import"):
+    with pytest.raises(UnavailableError, match="cannot be imported"):
         peer.bind(w, [w.inputs(CPU)])
 
 
 @pytest.mark.parametrize("w", BATCHES, ids=lambda w: w.phase)
-def test_batches_of_ours_are_right_and_the_oracle_sees_every_request(w: BatchWorkload) -> None:
+def test_our_batches_are_correct_and_the_oracle_checks_every_request(w: BatchWorkload) -> None:
     sets = [w.inputs(CPU, seed) for seed in range(2)]
     for x, call in zip(sets, batch_peers.ours("auto", w, sets), strict=True):
         truth = check.oracle(w, x)
         right = call()
-        assert truth.complaint(truth.error(right)) is None
+        assert truth.rejection(truth.error(right)) is None
         for start in w.qo_indptr[:-1]:
             wrong = right.clone()
             wrong[start] += 1.0
-            assert truth.complaint(truth.error(wrong))
+            assert truth.rejection(truth.error(wrong))
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "e4m3", "nvfp4"])
-def test_the_function_without_a_plan_stands_beside_the_wrapper(kv_dtype: str) -> None:
+def test_the_xqa_function_is_a_candidate_next_to_the_wrapper(kv_dtype: str) -> None:
     w = BatchWorkload((1, 1, 1), (50, 7, 16), 4, 2, 64, 16, kv_dtype=kv_dtype)
     sets = [w.inputs(CPU, seed) for seed in range(2)]
     binds = {name: b for name, b in bench.candidates(w.phase, ["auto"]).items() if name.startswith("cute_attn")}
@@ -276,12 +276,12 @@ def test_dense_peers_take_equal_requests_only() -> None:
             adapter.bind(w, [w.inputs(CPU)])
 
 
-def test_sdpa_of_a_dense_batch_is_right() -> None:
+def test_sdpa_of_a_dense_batch_is_correct() -> None:
     w = BATCHES[0]
     x = w.inputs(CPU)
     (call,) = batch_peers.sdpa(SDPBackend.MATH, w, [x])
     truth = check.oracle(w, x)
-    assert truth.complaint(truth.error(call())) is None
+    assert truth.rejection(truth.error(call())) is None
 
 
 def row_of_fakes() -> dict[str, Any]:
@@ -319,11 +319,11 @@ def test_row_has_speed_share_ratio_error_and_reasons() -> None:
 
 
 def test_ratio_needs_both_sides() -> None:
-    assert bench.versus({"cute_attn": {"speed": 2.0}, "x": {"reason": "no"}}) == {
+    assert bench.compare_with_peers({"cute_attn": {"speed": 2.0}, "x": {"reason": "no"}}) == {
         "best_peer": None,
         "ratio": None,
     }
-    assert bench.versus({"cute_attn": {"reason": "no"}, "x": {"speed": 2.0}}) == {
+    assert bench.compare_with_peers({"cute_attn": {"reason": "no"}, "x": {"speed": 2.0}}) == {
         "best_peer": "x",
         "ratio": None,
     }
@@ -372,7 +372,7 @@ def test_markdown_of_host_times() -> None:
 def test_host_time_divides_wall_time_by_calls() -> None:
     from perf.overhead import host_time
 
-    ticks = itertools.count(0, 50_000)  # the clock is read at either end of a repeat: 50 us apart
+    ticks = itertools.count(0, 50_000)  # the clock is read at both ends of a repeat, 50 us apart
     waits: list[None] = []
     found = host_time(lambda: None, lambda: waits.append(None), lambda: next(ticks), calls=10, repeats=5)
     assert found.median_us == pytest.approx(5.0)
@@ -380,7 +380,7 @@ def test_host_time_divides_wall_time_by_calls() -> None:
     assert len(waits) == 7  # before each of 5 + 1 repeats, and at the end
 
 
-def test_growing_cache_walks_through_every_length() -> None:
+def test_growing_cache_takes_every_length() -> None:
     from perf.overhead import GrowingCache
 
     seen: list[tuple[int, int]] = []
@@ -391,14 +391,14 @@ def test_growing_cache_walks_through_every_length() -> None:
     assert seen == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (1, 1)]
 
 
-def test_overhead_times_calls_that_exist() -> None:
+def test_overhead_calls_run() -> None:
     from perf import overhead
 
     for call in {**overhead.calls(CPU), **overhead.batch_calls(CPU)}.values():
         call()
     stages = overhead.parts(CPU)
     assert len(stages) == 5
-    for name in list(stages)[:4]:  # the last asks CUDA for its stream
+    for name in list(stages)[:4]:  # the last one needs a CUDA stream
         stages[name]()
 
 
@@ -416,7 +416,7 @@ def test_builds_are_distinct_and_of_the_right_phase() -> None:
     assert all(w.qo_len == 1 for _, w in warm.builds(decode.WORKLOADS))
 
 
-def test_only_chooses_rows_by_words() -> None:
+def test_rows_are_selected_by_words() -> None:
     from perf import prefill
 
     names = [w.name for w in prefill.WORKLOADS]
@@ -424,13 +424,13 @@ def test_only_chooses_rows_by_words() -> None:
     for workloads in (xqa.WORKLOADS, xqa_choice.WORKLOADS):
         assert len({w.name for w in workloads}) == len(workloads)
     options = bench.parse("prefill", ["--only", "d128", "causal", "h32/8"])
-    assert len(bench.only(prefill.WORKLOADS, options.only)) == 2
+    assert len(bench.select(prefill.WORKLOADS, options.only)) == 2
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says why there is nothing to measure without a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="checks the message on a machine without a GPU")
 @pytest.mark.parametrize("module", ["prefill", "decode", "batch", "dense", "fp8", "xqa", "xqa_choice", "overhead"])
-def test_without_a_gpu_it_says_so(module: str) -> None:
+def test_the_reason_is_given_without_a_gpu(module: str) -> None:
     done = subprocess.run([sys.executable, "-m", f"perf.{module}"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "Nothing to measure here" in done.stderr
+    assert "Nothing can be measured" in done.stderr
     assert "Traceback" not in done.stderr

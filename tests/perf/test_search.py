@@ -1,4 +1,4 @@
-"""The search for tiles on a CPU: what it tries, how it climbs, which rows it prints."""
+"""Tile search on a CPU: what it tries, how it climbs, which rows it proposes."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def test_neighbours_differ_in_one_field_and_fit(head_dim: int) -> None:
     for other in found:
         pairs = zip(dataclasses.astuple(tile), dataclasses.astuple(other), strict=True)
         assert sum(a != b for a, b in pairs) == 1
-        assert HopperMemory(other, head_dim, head_dim).bytes <= search.SHARED_BYTES
+        assert HopperMemory(other, head_dim, head_dim).bytes <= search.SMEM_LIMIT
 
 
-def test_what_does_not_fit() -> None:
+def test_tiles_that_do_not_fit() -> None:
     assert not search.fits(64, HopperTile(192, 160))  # 80 + 40 + 32 registers of 160
     assert search.fits(64, HopperTile(128, 160))
     assert not search.fits(256, HopperTile(128, 96))  # 64 KB of Q and 192 KB of K and V
 
 
 def speed(tile: HopperTile) -> float:
-    """Falls with every step from the goal."""
+    """Returns a speed that falls with every step away from the goal."""
     steps = abs(tile.cols - GOAL.cols) / 16 + abs(tile.stages - GOAL.stages) + (tile.rows != GOAL.rows)
     return 500 - 20 * steps - 20 * (tile.q_stages != GOAL.q_stages) - 20 * (tile.ping_pong != GOAL.ping_pong)
 
@@ -88,8 +88,8 @@ def test_climbing_ends_in_time() -> None:
     assert best in search.neighbours(64, START)
 
 
-def test_forced_tiles_are_what_plans_take() -> None:
-    """Of a workload that was planned before, and is planned afterwards."""
+def test_plans_take_a_forced_tile() -> None:
+    """Plans the workload before and afterwards, too."""
     settings = build(ragged((9,), (40,), **dims(64))).problem.settings
 
     def planned() -> HopperTile:
@@ -97,14 +97,14 @@ def test_forced_tiles_are_what_plans_take() -> None:
 
     own = planned()
     for tile in (GOAL, START):
-        with search.forced(tile):
+        with search.force_tile(tile):
             assert planned() == tile
     assert planned() == own
 
 
-def test_without_a_gpu_it_says_so() -> None:
+def test_the_reason_is_given_without_a_gpu() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "perf.search", "--head-dim", "64"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert "Nothing to measure here" in done.stderr
+    assert "Nothing can be measured" in done.stderr

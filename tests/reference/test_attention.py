@@ -1,4 +1,4 @@
-"""The reference against torch's SDPA in fp64, and against cases small enough to work out by hand."""
+"""Reference against torch's SDPA in fp64, and against cases small enough to compute by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-    """torch's own attention, on `[len, heads, dim]`."""
+    """Returns torch's attention of tensors `[len, heads, dim]`."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     o = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **options)
     return o[0].transpose(0, 1)
@@ -106,26 +106,26 @@ def test_alibi(num_heads: int) -> None:
     o, lse = solve(problem)
     torch.testing.assert_close(o, sdpa(q, k, v, attn_mask=bias))
     z = torch.einsum("qhd,khd->hqk", q, k) / 4 + bias
-    torch.testing.assert_close(lse, torch.log2(z.exp().sum(-1)).T)  # the row's own offset shows in the lse
+    torch.testing.assert_close(lse, torch.log2(z.exp().sum(-1)).T)  # lse contains the offset of the row
 
 
-def test_chunks_of_rows_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_chunks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = randn(13, 4, 16), randn(11, 2, 16, seed=1), randn(11, 2, 16, seed=2)
     options: dict[str, Any] = {
         "logits": Logits(0.25, 2.0, alibi_slopes(4)),
         "mask": Mask(causal=True, window_left=6),
     }
     whole = attention(q, k, v, **options)
-    monkeypatch.setattr(reference, "CHUNK_BYTES", 3 * 2 * 11 * 8)  # three rows at a time
+    monkeypatch.setattr(reference, "CHUNK_BYTES", 3 * 2 * 11 * 8)  # three rows per chunk
     for a, b in zip(attention(q, k, v, **options), whole, strict=True):
         torch.testing.assert_close(a, b)
 
 
-# ------------------------------------------------------------------------------------ worked by hand
+# ------------------------------------------------------------------------------------ computed by hand
 
 
 def two_keys(**options: Any) -> tuple[float, float]:
-    """o and lse of one query whose raw scores are 1 and 3 and whose values are 10 and 20."""
+    """Returns o and lse of one query with raw scores 1 and 3 and values 10 and 20."""
     q = torch.tensor([[[1.0]]], dtype=F64)
     k = torch.tensor([[[1.0]], [[3.0]]], dtype=F64)
     v = torch.tensor([[[10.0]], [[20.0]]], dtype=F64)
@@ -167,7 +167,7 @@ def test_sink_takes_weight_and_counts_in_lse() -> None:
     assert lse == pytest.approx(math.log2(a + b + sink))
 
 
-def test_v_scale_leaves_lse() -> None:
+def test_v_scale_does_not_change_lse() -> None:
     o, lse = two_keys()
     assert two_keys(v_scale=-0.5) == (pytest.approx(-0.5 * o), lse)
 
@@ -226,7 +226,7 @@ def test_a_hidden_key_adds_nothing(poison: float) -> None:
 
 
 @pytest.mark.parametrize("poison", [math.nan, INF, -INF])
-def test_a_visible_value_shows(poison: float) -> None:
+def test_special_values_of_visible_keys_propagate(poison: float) -> None:
     q, k, v = randn(4, 2, 16), randn(4, 1, 16, seed=1), randn(4, 1, 16, seed=2)
     clean, _ = attention(q, k, v, mask=Mask(causal=True))
     v[2, 0, 5] = poison
@@ -256,7 +256,7 @@ def test_alibi_slopes(num_heads: int, exponents: list[float]) -> None:
 
 
 @pytest.mark.parametrize(("theta", "scale"), [(1e4, 1.0), (5e5, 8.0)])
-def test_rope_turns_complex_numbers(theta: float, scale: float) -> None:
+def test_rope_rotates_complex_numbers(theta: float, scale: float) -> None:
     x, positions = randn(6, 3, 16), torch.tensor([-3, 0, 1, 2, 100, 4095])
     angles = positions[:, None] * torch.tensor([theta ** (-2 * i / 16) / scale for i in range(8)], dtype=F64)
     turned = torch.complex(x[..., :8], x[..., 8:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
@@ -276,7 +276,7 @@ def test_unpack_mask_is_little_endian_and_rows_share_bytes() -> None:
 
 @pytest.mark.parametrize("lengths", [(5, 9), (9, 5)])
 def test_run_rope_positions(lengths: tuple[int, int]) -> None:
-    """Key j turns by j, row i by i + kv_len - qo_len, which is negative where kv_len < qo_len."""
+    """Key j is rotated by j, row i by i + kv_len - qo_len, which may be negative if kv_len < qo_len."""
     q, k, v = randn(lengths[0], 2, 16), randn(lengths[1], 1, 16, seed=1), randn(lengths[1], 1, 16, seed=2)
     features = {"pos_encoding_mode": "ROPE_LLAMA"}
     problem = make_problem(q, k, v, features, sm_scale=0.25, rope_theta=100.0, rope_scale=2.0)
@@ -333,7 +333,7 @@ def test_run_in_fp32_into_narrow_outputs_without_lse() -> None:
 
 
 def test_nvfp4_values() -> None:
-    """Low nibble first; sign, exponent and mantissa of e2m1 read bit by bit."""
+    """Decodes low nibbles first; sign, exponent and mantissa of e2m1 bit by bit."""
     packed = torch.arange(256, dtype=torch.uint8).view(32, 8)
     scales = torch.tensor([0.5, -3.0, 448.0, 2**-9]).to(torch.float8_e4m3fn).repeat(8)[:, None]
 

@@ -1,4 +1,4 @@
-"""Where artifacts come from: memory, bundles, disk cache, compile; between processes and after damage."""
+"""Sources of artifacts: memory, bundles, disk cache, compile; also between processes and after damage."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ except ArtifactError as err:
 
 @pytest.fixture(autouse=True)
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test has a cache of its own and begins with nothing in memory."""
+    """Gives each test its own cache and an empty memory."""
     monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TOY_LOG", str(tmp_path / "compiles"))
     monkeypatch.delenv("CUTE_ATTN_BUNDLE", raising=False)
@@ -51,7 +51,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def forget(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Call it to drop what this process remembers."""
+    """Returns a function that empties the memory of this process."""
     return lambda: monkeypatch.setattr(artifacts, "_memory", {})
 
 
@@ -76,7 +76,7 @@ def test_second_process_hits_the_cache_without_the_dsl(tmp_path: Path) -> None:
     assert compiles(tmp_path) == 1
 
 
-def test_artifact_survives_the_trip_through_a_file() -> None:
+def test_artifact_is_unchanged_by_a_round_trip_through_a_file() -> None:
     artifact = artifacts.get(SPEC, ARCH, toy_program)
     assert Artifact.from_bytes(artifact.to_bytes()) == artifact
     assert Artifact.from_bytes(cached_file().read_bytes()) == artifact
@@ -135,7 +135,7 @@ def test_directory_follows_the_environment(tmp_path: Path, monkeypatch: pytest.M
     assert cache.directory() == tmp_path / ".cache" / "cute_attn"
 
 
-def test_key_depends_on_all_that_shapes_an_artifact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_depends_on_everything_that_affects_an_artifact(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {
         cache.cache_key(SPEC, ARCH),
         cache.cache_key(ToySpec(threads=64), ARCH),
@@ -150,7 +150,7 @@ def test_key_depends_on_all_that_shapes_an_artifact(monkeypatch: pytest.MonkeyPa
     assert cache.cache_key(SPEC, ARCH) is None
 
 
-def test_fingerprint_sees_the_kernel_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprint_covers_the_kernel_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "kernels" / "blocks" / "softmax.py"
     source.parent.mkdir(parents=True)
     monkeypatch.setattr(cache, "_PACKAGE", tmp_path)

@@ -1,4 +1,4 @@
-"""The ELF reader, on cubins of both ELF ABIs and on damaged bytes."""
+"""ELF reader on cubins of both ELF ABIs and on damaged bytes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.support.toy_spec import ToySpec, toy_program
 TOY_PARAMS = ((0, 8), (8, 4), (12, 4), (16, 8), (24, 4))  # C layout of {i64, i32, f32, f64, i32}
 ABI_7 = (
     Path(__file__).parents[1] / "support" / "data"
-)  # toy_kernel.py with 96 threads, by the cu12 flavour's ptxas 12.9
+)  # toy_kernel.py with 96 threads, by ptxas 12.9 of the cu12 flavour
 
 
 @pytest.mark.parametrize("arch", archs.ARCHS)
-def test_reads_what_the_compiler_was_told(arch: str) -> None:
+def test_reads_what_the_compiler_was_given(arch: str) -> None:
     (kernel,) = read_kernels(compile_spec(ToySpec(threads=96), arch, toy_program).cubin)
     assert kernel.symbol == "cute_attn_toy_0"
     assert f"sm_{kernel.sm}" == arch.removesuffix("a")
@@ -39,7 +39,7 @@ def test_reads_elf_abi_7(sm: int) -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
-def test_sees_a_stack_frame(arch: str) -> None:
+def test_finds_a_stack_frame(arch: str) -> None:
     (kernel,) = read_kernels(compile_spec(ToySpec(stack=True), arch, toy_program).cubin)
     assert kernel.stack_bytes >= 64 * 4
 

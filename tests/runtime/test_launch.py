@@ -1,4 +1,4 @@
-"""Launch against a stub driver: what reaches cuLaunchKernelEx, in which context, and how errors look."""
+"""Launches against a stub driver: what reaches cuLaunchKernelEx, in which context, and what errors say."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLUSTER, PDL = 4, 6  # CUlaunchAttributeID of cluster dimensions and of programm
 
 
 class CParams(ctypes.Structure):
-    """The toy's parameters as a C compiler lays them out."""
+    """Parameters of the toy kernel as a C compiler lays them out."""
 
     _fields_ = (
         ("out", ctypes.c_int64),
@@ -78,7 +78,7 @@ def test_driver_receives_the_launch(driver: StubDriver, pdl: bool, cluster: tupl
     ]
 
 
-def test_second_fire_carries_nothing_over(driver: StubDriver) -> None:
+def test_second_launch_replaces_all_values(driver: StubDriver) -> None:
     kernel = Launch(toy(), 0)
     kernel.fire(VALUES, (4, 3, 2), 0xABC0)
     other = (16, 7, -0.5, 1e300, -1)
@@ -105,7 +105,7 @@ def test_describe_is_what_the_driver_gets(driver: StubDriver) -> None:
     )
 
 
-def test_another_current_device_is_switched_and_restored(driver: StubDriver) -> None:
+def test_another_current_device_is_switched_to_and_restored(driver: StubDriver) -> None:
     kernel = Launch(toy(), 1)
     assert [int(context) for context in driver.contexts] == [0x1000]
     kernel.fire(VALUES, (1, 1, 1), 0)
@@ -143,11 +143,11 @@ def test_driver_error_names_code_kernel_and_grid(driver: StubDriver) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (VALUES[:4], "has 5 parameters, got 4 values"),
-        ((0, 2**31, 1.0, 1.0, 0), "parameter count=2147483648 is not an i32"),
-        ((2**63, 0, 1.0, 1.0, 0), "parameter out=9223372036854775808 is not an i64"),
-        ((0, 0, 1e39, 1.0, 0), r"parameter scale=1e\+39 is not an f32"),
-        ((0, 0, 1.0, 1.0, 0.5), "parameter bias=0.5 is not an i32"),
+        (VALUES[:4], "each of the 5 kernel parameters, got 4"),
+        ((0, 2**31, 1.0, 1.0, 0), "parameter count must be an i32, got 2147483648"),
+        ((2**63, 0, 1.0, 1.0, 0), "parameter out must be an i64, got 9223372036854775808"),
+        ((0, 0, 1e39, 1.0, 0), r"parameter scale must be an f32, got 1e\+39"),
+        ((0, 0, 1.0, 1.0, 0.5), "parameter bias must be an i32, got 0.5"),
     ],
 )
 def test_value_that_does_not_fit_is_named(driver: StubDriver, values: tuple[float, ...], message: str) -> None:
@@ -157,7 +157,7 @@ def test_value_that_does_not_fit_is_named(driver: StubDriver, values: tuple[floa
 
 
 def test_artifact_that_does_not_fit_the_device_is_refused(driver: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ArtifactError, match="compiled for sm_100a, this device needs sm_90a"):
+    with pytest.raises(ArtifactError, match="compiled for sm_100a, but this device needs sm_90a"):
         Launch(toy("sm_100a"), 0)
     monkeypatch.setattr(archs, "for_device", lambda index: archs.for_capability((8, 6)))
     with pytest.raises(ArgumentError, match=r"pdl=True needs compute capability 9\.0"):

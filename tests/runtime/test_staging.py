@@ -1,4 +1,4 @@
-"""Uploads of plan records, with copies that end only when somebody waits for them."""
+"""Uploads of plan records, with copies that end only when the host waits for them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from cute_attn.errors import RuntimeArgumentError
-from cute_attn.runtime.staging import LEAST, CudaCopies, Staging
+from cute_attn.runtime.staging import MIN_CAPACITY, CudaCopies, Staging
 
 CPU = torch.device("cpu")
 
 
 class LateCopies:
-    """Copies in stream order, each as late as the host allows: when it waits for that copy or a later one."""
+    """Runs copies in stream order, each as late as possible: when the host waits for that copy or a later one."""
 
     def __init__(self) -> None:
         self.pending: list[tuple[LateEvent, torch.Tensor, torch.Tensor]] = []
@@ -52,7 +52,7 @@ def numbers(seed: int, size: int = 10) -> np.ndarray:
     return np.arange(seed, seed + size, dtype=np.int32)
 
 
-def test_plans_in_a_row_do_not_overwrite_what_is_being_copied() -> None:
+def test_successive_plans_do_not_overwrite_what_is_being_copied() -> None:
     copies = LateCopies()
     staging = Staging(CPU, copies)
     for seed in range(5):
@@ -74,7 +74,7 @@ def test_two_uploads_do_not_wait_and_the_third_waits_for_the_first_alone() -> No
     assert len(copies.buffers) == 2
 
 
-def test_reserved_memory_goes_out_as_it_is_and_is_nobody_elses_meanwhile() -> None:
+def test_reserved_memory_is_copied_directly_and_not_shared_meanwhile() -> None:
     copies = LateCopies()
     staging = Staging(CPU, copies)
     first = staging.reserve(10)
@@ -89,17 +89,17 @@ def test_reserved_memory_goes_out_as_it_is_and_is_nobody_elses_meanwhile() -> No
     assert np.shares_memory(staging.reserve(10), first)
 
 
-def test_growth_keeps_copies_under_way() -> None:
+def test_growth_keeps_copies_in_flight() -> None:
     copies = LateCopies()
     staging = Staging(CPU, copies)
-    sizes = [3, LEAST + 1, 2, 5 * LEAST, LEAST]
+    sizes = [3, MIN_CAPACITY + 1, 2, 5 * MIN_CAPACITY, MIN_CAPACITY]
     for seed, size in enumerate(sizes):
         assert staging.upload(numbers(seed, size)).numel() == size
     copies.finish()
     assert copies.arrived == [numbers(seed, size).tolist() for seed, size in enumerate(sizes)]
 
 
-@pytest.mark.parametrize("sizes", [(10,), (0,), (1, LEAST, LEAST + 1, 4), (0, 7)])
+@pytest.mark.parametrize("sizes", [(10,), (0,), (1, MIN_CAPACITY, MIN_CAPACITY + 1, 4), (0, 7)])
 def test_uploads_to_the_cpu(sizes: tuple[int, ...]) -> None:
     staging = Staging(CPU)
     for seed, size in enumerate(sizes):
@@ -122,15 +122,15 @@ def test_fixed_capacity_keeps_the_address() -> None:
     staging.fixed_capacity(20)
     addresses.add(staging.upload(numbers(0, 5)).data_ptr())
     assert len(addresses) == 1
-    with pytest.raises(RuntimeArgumentError, match="must fit the 20 int32 numbers of its first plan, got 21"):
+    with pytest.raises(RuntimeArgumentError, match="at most the 20 int32 numbers of its first plan, got 21"):
         staging.upload(numbers(0, 21))
     with pytest.raises(RuntimeArgumentError, match="got 30"):
         staging.fixed_capacity(30)
 
 
 @pytest.mark.parametrize("capturing", [False, True])
-def test_cuda_copies_are_marked_on_the_stream_of_their_device(capturing: bool) -> None:
-    """torch.cuda's part is recorded: the copy first, then the event on that device's current stream."""
+def test_cuda_copies_record_an_event_on_the_stream_of_their_device(capturing: bool) -> None:
+    """Records the calls of torch.cuda: first the copy, then the event on that device's current stream."""
     device, calls = torch.device("cuda", 1), mock.MagicMock()
     calls.is_current_stream_capturing.return_value = capturing
     calls.current_stream.side_effect = lambda of: f"stream of {of}"
@@ -142,7 +142,7 @@ def test_cuda_copies_are_marked_on_the_stream_of_their_device(capturing: bool) -
         is_current_stream_capturing=calls.is_current_stream_capturing,
     ):
         if capturing:
-            with pytest.raises(RuntimeError, match="cannot be captured"):
+            with pytest.raises(RuntimeError, match="must not be captured"):
                 CudaCopies(device).start(calls.target, calls.source)
             assert not calls.target.copy_.called
             return

@@ -1,4 +1,4 @@
-"""Schedules of batches against a model that looks at every row and key, and their bounds, as properties."""
+"""Schedules of batches against a model that looks at every row and key; their bounds as properties."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ DECODE = TileShape(
     num_kv_heads=8,
     causal=False,
     window_left=-1,
-    slots=264,
-    min_tiles=2,
+    resident_ctas=264,
+    min_split_tiles=2,
     partial_row_bytes=4 * 129,
 )
-PREFILL = DECODE._replace(rows=128, causal=True, min_tiles=4)
+PREFILL = DECODE._replace(rows=128, causal=True, min_split_tiles=4)
 
 
 def batch(qo_lens: list[int], kv_lens: list[int]) -> BatchLengths:
-    """A ragged batch whose masks take one byte a query token."""
+    """Returns a ragged batch whose masks take one byte per query token."""
     qo_indptr, kv_indptr = (np.cumsum([0, *lens], dtype=np.int64) for lens in (qo_lens, kv_lens))
     return BatchLengths(qo_indptr, kv_indptr[:-1], np.array(kv_lens, np.int64), qo_indptr[:-1] + (5 << 32))
 
@@ -46,8 +46,8 @@ def merges_of(work: Work) -> list[Merge]:
     return [merge for merge in merges if merge.qo_len]
 
 
-def seen(shape: TileShape, qo_len: int, kv_len: int, token: int) -> range:
-    """The keys of a token, from the definition of the masks."""
+def visible_keys(shape: TileShape, qo_len: int, kv_len: int, token: int) -> range:
+    """Returns the keys that a token sees, from the definition of the masks."""
     position = token + kv_len - qo_len
     stop = min(kv_len, position + 1) if shape.causal else kv_len
     return range(0 if shape.window_left < 0 else max(0, position - shape.window_left), max(0, stop))
@@ -56,7 +56,7 @@ def seen(shape: TileShape, qo_len: int, kv_len: int, token: int) -> range:
 def visible_tiles(shape: TileShape, qo_len: int, kv_len: int, first_row: int) -> set[int]:
     rows = range(first_row, min(first_row + shape.rows, qo_len * shape.group))
     tokens = {row // shape.group for row in rows}
-    return {key // shape.cols for token in tokens for key in seen(shape, qo_len, kv_len, token)}
+    return {key // shape.cols for token in tokens for key in visible_keys(shape, qo_len, kv_len, token)}
 
 
 def tiles_of(item: Item, shape: TileShape) -> range:
@@ -71,10 +71,10 @@ shapes = st.builds(
     num_kv_heads=st.integers(1, 3),
     causal=st.booleans(),
     window_left=st.integers(-1, 40),
-    slots=st.integers(1, 40),
-    min_tiles=st.integers(1, 3),
+    resident_ctas=st.integers(1, 40),
+    min_split_tiles=st.integers(1, 3),
     partial_row_bytes=st.sampled_from([4, 260]),
-    resident=st.sampled_from([0, 1, 40, 100]),
+    l2_kv_tokens=st.sampled_from([0, 1, 40, 100]),
 )
 lengths = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 90)), max_size=8).map(
     lambda pairs: batch([q for q, _ in pairs], [kv for _, kv in pairs])
@@ -98,7 +98,7 @@ def scheduled(lengths: BatchLengths, shape: TileShape, limits: BatchLimits) -> W
 
 
 def check_coverage(work: Work, lengths: BatchLengths, shape: TileShape) -> None:
-    """Every (request, query tile, visible kv tile) belongs to one item, and nothing else does."""
+    """Checks that every (request, query tile, visible kv tile) belongs to one item, and nothing else does."""
     found: dict[tuple[int, int], list[Item]] = defaultdict(list)
     for item in items_of(work):
         found[item.request, item.first_row].append(item)
@@ -108,29 +108,31 @@ def check_coverage(work: Work, lengths: BatchLengths, shape: TileShape) -> None:
         qo_len = qo_stop - qo_start
         for first_row in range(0, qo_len * shape.group, shape.rows):
             expected += 1
-            pieces = sorted(found[request, first_row], key=lambda item: item.kv_begin)
+            splits = sorted(found[request, first_row], key=lambda item: item.kv_begin)
             visible = visible_tiles(shape, qo_len, kv_len, first_row)
-            assert [tile for item in pieces for tile in tiles_of(item, shape)] == sorted(visible)
-            for item in pieces:
+            assert [tile for item in splits for tile in tiles_of(item, shape)] == sorted(visible)
+            for item in splits:
                 assert (item.qo_start, item.qo_len, item.kv_len) == (qo_start, qo_len, kv_len)
                 assert item.kv_start == lengths.kv_start[request]
                 assert (item.mask_high << 32) + item.mask_low == lengths.mask_offset[request]
                 assert item.kv_begin % shape.cols == 0
                 assert item.kv_end <= kv_len
                 assert item.kv_begin < item.kv_end or (item.kv_begin, item.kv_end) == (0, 0)
-                assert item.kv_begin < item.kv_end or len(pieces) == 1
+                assert item.kv_begin < item.kv_end or len(splits) == 1
     assert len(found) == expected
 
 
 def check_partials(work: Work, shape: TileShape, limits: BatchLimits) -> None:
-    """Cut query tiles, and only those, have slots, in order and none twice; they fit the workspace."""
-    pieces: dict[tuple[int, int], list[Item]] = defaultdict(list)
+    """Checks that query tiles with several splits, and only those, have slots, in order and each once, within the
+    workspace.
+    """
+    splits: dict[tuple[int, int], list[Item]] = defaultdict(list)
     for item in items_of(work):
-        pieces[item.qo_start, item.first_row].append(item)
+        splits[item.qo_start, item.first_row].append(item)
     slots = []
     merges = {(merge.qo_start, merge.first_row): merge for merge in merges_of(work)}
     assert len(merges) == len(merges_of(work))
-    for key, group in pieces.items():
+    for key, group in splits.items():
         if len(group) == 1:
             assert group[0].partial == NO_PARTIAL
             assert key not in merges
@@ -149,17 +151,17 @@ def check_partials(work: Work, shape: TileShape, limits: BatchLimits) -> None:
 
 
 def check_order(work: Work, lengths: BatchLengths, shape: TileShape) -> None:
-    """Requests whose keys fit L2 together, longest first; of these longest items first; equal costs by request and
-    query tile.
+    """Checks the order: groups of requests whose keys fit L2, longest requests first; within a group the longest items
+    first, equal ones by request and query tile.
     """
-    together, tokens = {}, 0
+    groups, tokens = {}, 0
     for request in sorted(range(len(lengths.kv_len)), key=lambda i: -lengths.kv_len[i]):
         tokens += int(lengths.kv_len[request])
-        together[request] = max(tokens - 1, 0) // shape.resident if shape.resident else 0
-    if len(items_of(work)) * shape.num_kv_heads < 4 * shape.slots:
-        together = dict.fromkeys(together, 0)
+        groups[request] = max(tokens - 1, 0) // shape.l2_kv_tokens if shape.l2_kv_tokens else 0
+    if len(items_of(work)) * shape.num_kv_heads < 4 * shape.resident_ctas:
+        groups = dict.fromkeys(groups, 0)
     keys = [
-        (together[item.request], -len(tiles_of(item, shape)), item.request, item.first_row, item.kv_begin)
+        (groups[item.request], -len(tiles_of(item, shape)), item.request, item.first_row, item.kv_begin)
         for item in items_of(work)
     ]
     assert keys == sorted(keys)
@@ -185,7 +187,7 @@ def test_every_visible_tile_once_within_the_workspace_longest_first(
 
 @st.composite
 def graph_plans(draw: st.DrawFn) -> tuple[GraphLimits, list[BatchLengths]]:
-    """What a captured launch must hold, and batches within it, small and as large as it allows."""
+    """Draws the limits of a captured launch, and batches within them, small and as large as they allow."""
     batch_size = draw(st.integers(1, 6))
     most = draw(st.none() | st.integers(1, 12))
     max_rows, max_kv = draw(st.integers(0, 60)), draw(st.integers(0, 300))
@@ -224,13 +226,13 @@ def test_every_batch_within_graph_limits_fits_the_same_launch(
 
 @settings(max_examples=200, deadline=None)
 @given(lengths, lengths, shapes, st.integers(1, 100))
-def test_fixed_split_size_does_not_depend_on_neighbours(
+def test_fixed_splits_do_not_depend_on_other_requests(
     lengths: BatchLengths, others: BatchLengths, shape: TileShape, size: int
 ) -> None:
-    """A request's pieces alone are those that it has in company, in the same order of slots."""
+    """Compares each request alone with the same request in a larger batch: splits and order of slots are equal."""
     limits = BatchLimits(1 << 40, fixed_split_size=size)
 
-    def cuts(work: Work, request: int) -> list[tuple[int, ...]]:
+    def splits_of(work: Work, request: int) -> list[tuple[int, ...]]:
         mine = [item for item in items_of(work) if item.request == request]
         return sorted((item.first_row, item.kv_begin, item.kv_end, item.partial != NO_PARTIAL) for item in mine)
 
@@ -240,8 +242,8 @@ def test_fixed_split_size_does_not_depend_on_neighbours(
     chunk = -(-size // shape.cols) * shape.cols
     for request, lens in enumerate(zip(qo_lens, kv_lens, strict=True)):
         alone = schedule(batch([lens[0]], [lens[1]]), shape, limits)
-        assert cuts(together, request) == cuts(alone, 0)
-        for _, kv_begin, kv_end, _ in cuts(alone, 0):
+        assert splits_of(together, request) == splits_of(alone, 0)
+        for _, kv_begin, kv_end, _ in splits_of(alone, 0):
             assert kv_end - kv_begin <= chunk
             assert kv_begin // chunk == max(kv_begin, kv_end - 1) // chunk
 
@@ -256,9 +258,11 @@ def test_a_fixed_split_size_that_does_not_fit_names_the_bytes() -> None:
         schedule(batch([1, 1], [8192, 4096]), DECODE, limits)
 
 
-def test_a_fixed_split_size_of_too_many_pieces_names_one_that_works() -> None:
+def test_a_fixed_split_size_of_too_many_splits_names_one_that_works() -> None:
     lengths = batch([1], [129 * 64])
-    with pytest.raises(RuntimeArgumentError, match="at most 128 pieces, got 1 tokens, which make 129; 128 are enough"):
+    with pytest.raises(
+        RuntimeArgumentError, match=r"at most 128 parts, got 1 tokens, which make 129; .* needs at least 128"
+    ):
         schedule(lengths, DECODE, LIMITS._replace(fixed_split_size=1))
     assert len(schedule(lengths, DECODE, LIMITS._replace(fixed_split_size=128)).items) == 65
     with pytest.raises(RuntimeArgumentError, match="fixed_split_size must be at least 1 token, got 0"):
@@ -269,36 +273,36 @@ def test_a_fixed_split_size_of_too_many_pieces_names_one_that_works() -> None:
     ("name", "qo_lens", "kv_lens", "items", "merges"),
     [
         ("one long decode fills the device", [1], [131072], 33, 1),
-        ("one full wave stays whole", [1] * 33, [8192] * 33, 33, 0),
-        ("two nearly full waves stay whole", [1] * 64, [8192] * 64, 64, 0),
+        ("one full wave is not split", [1] * 33, [8192] * 33, 33, 0),
+        ("two nearly full waves are not split", [1] * 64, [8192] * 64, 64, 0),
         ("a few requests share one wave", [1] * 8, [8192] * 8, 32, 8),
-        ("40 of 66 slots would idle: four pieces each", [1] * 40, [8192] * 40, 160, 40),
-        ("short requests are not worth a cut", [1] * 8, [192] * 8, 8, 0),
+        ("40 of 66 CTAs would idle: four splits each", [1] * 40, [8192] * 40, 160, 40),
+        ("short requests are not worth a split", [1] * 8, [192] * 8, 8, 0),
         ("many random waves balance themselves", [1] * 256, [100 + 31 * i for i in range(256)], 256, 0),
         ("nothing to do", [], [], 0, 0),
         ("no queries", [0, 0], [5, 0], 0, 0),
         ("no keys", [2, 1], [0, 0], 2, 0),
     ],
 )
-def test_cuts_of_decode(name: str, qo_lens: list[int], kv_lens: list[int], items: int, merges: int) -> None:
+def test_splits_of_decode(name: str, qo_lens: list[int], kv_lens: list[int], items: int, merges: int) -> None:
     work = schedule(batch(qo_lens, kv_lens), DECODE, LIMITS)
     assert (len(work.items), len(work.merges)) == (items, merges), name
 
 
-def test_one_long_request_among_short_ones_is_cut_to_the_others_size() -> None:
+def test_one_long_request_among_short_ones_is_split_to_the_size_of_the_others() -> None:
     work = schedule(batch([1] * 32, [32768] + [512] * 31), DECODE, LIMITS)
     assert len(work.merges) == 1
     assert work.merges[0, Merge._fields.index("num_splits")] >= 16
     assert max(len(tiles_of(item, DECODE)) for item in items_of(work)) <= 32
 
 
-def test_prefill_of_many_waves_is_not_cut() -> None:
+def test_prefill_of_many_waves_is_not_split() -> None:
     work = schedule(batch([4096] * 4, [4096] * 4), PREFILL, LIMITS)
     assert len(work.items) == 4 * 128
     assert work.num_partials == 0
 
 
-def test_a_small_workspace_cuts_less_and_none_cuts_nothing() -> None:
+def test_a_small_workspace_limits_splits() -> None:
     slot = DECODE.num_kv_heads * DECODE.rows * DECODE.partial_row_bytes
     lengths = batch([1], [131072])
     assert schedule(lengths, DECODE, BatchLimits(33 * slot)).num_partials == 33
@@ -306,13 +310,13 @@ def test_a_small_workspace_cuts_less_and_none_cuts_nothing() -> None:
     assert schedule(lengths, DECODE, BatchLimits(2 * slot - 1)).num_partials == 0
 
 
-def test_a_decode_graph_has_one_item_a_request_and_room_for_cuts() -> None:
+def test_a_decode_graph_has_one_item_per_request_and_capacity_for_splits() -> None:
     graph = GraphLimits(batch_size=64, max_rows=64, max_kv_tokens=1 << 20)
     work = schedule(batch([1] * 64, [100] * 64), DECODE, LIMITS._replace(graph=graph))
     assert 64 + 33 <= work.item_capacity <= 64 + 2 * 33
     assert 33 <= work.merge_capacity <= 64
-    whole = schedule(batch([1] * 64, [100] * 64), DECODE, LIMITS._replace(graph=graph, disable_split_kv=True))
-    assert (whole.item_capacity, whole.merge_capacity) == (64, 0)
+    unsplit = schedule(batch([1] * 64, [100] * 64), DECODE, LIMITS._replace(graph=graph, disable_split_kv=True))
+    assert (unsplit.item_capacity, unsplit.merge_capacity) == (64, 0)
     short = schedule(batch([1], [1]), DECODE, LIMITS._replace(graph=graph._replace(max_kv_tokens=192)))
     assert short.merge_capacity == 0
 

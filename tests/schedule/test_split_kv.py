@@ -1,4 +1,4 @@
-"""The split rule and its inputs, as properties of pure functions."""
+"""Split rule and its inputs, as properties of pure functions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cute_attn.schedule.split_kv import MAX_SPLITS, SAVED_TILES, Split, min_split_tiles, split_kv, visible_tokens
+from cute_attn.schedule.split_kv import MAX_SPLITS, MIN_SAVED_TILES, Split, min_split_tiles, split_kv, visible_tokens
 
 tiles = st.integers(0, 1 << 24)
 
@@ -18,13 +18,13 @@ def calls(draw: st.DrawFn) -> dict[str, int]:
         "kv_tiles": kv_tiles,
         "visible_tiles": draw(st.integers(0, kv_tiles)),
         "ctas": draw(st.integers(1, 1 << 20)),
-        "slots": draw(st.integers(1, 2000)),
+        "resident_ctas": draw(st.integers(1, 2000)),
         "min_tiles": draw(st.integers(1, 16)),
     }
 
 
 @given(calls())
-@example({"kv_tiles": 0, "visible_tiles": 0, "ctas": 1, "slots": 132, "min_tiles": 2})
+@example({"kv_tiles": 0, "visible_tiles": 0, "ctas": 1, "resident_ctas": 132, "min_tiles": 2})
 def test_every_tile_belongs_to_one_split_and_no_split_is_empty(call: dict[str, int]) -> None:
     split = split_kv(**call)
     assert 1 <= split.num_splits <= MAX_SPLITS
@@ -34,44 +34,44 @@ def test_every_tile_belongs_to_one_split_and_no_split_is_empty(call: dict[str, i
 
 
 @given(calls())
-def test_splits_fill_one_wave_and_are_worth_it(call: dict[str, int]) -> None:
+def test_splits_fill_one_wave_and_pay_off(call: dict[str, int]) -> None:
     split = split_kv(**call)
     if split.num_splits == 1:
         return
     assert split.tiles_per_split >= call["min_tiles"]
     working = -(-call["visible_tiles"] // split.tiles_per_split)
     assert working >= 2
-    assert working * call["ctas"] <= call["slots"]
-    assert call["visible_tiles"] - split.tiles_per_split >= SAVED_TILES
+    assert working * call["ctas"] <= call["resident_ctas"]
+    assert call["visible_tiles"] - split.tiles_per_split >= MIN_SAVED_TILES
 
 
 @given(calls())
 def test_nothing_is_split_where_it_cannot_pay(call: dict[str, int]) -> None:
-    full = call["ctas"] * 2 > call["slots"]  # two CTAs for each would not fit
-    short = call["visible_tiles"] < call["min_tiles"] + SAVED_TILES
+    full = call["ctas"] * 2 > call["resident_ctas"]  # two CTAs for each would not fit
+    short = call["visible_tiles"] < call["min_tiles"] + MIN_SAVED_TILES
     if full or short:
         assert split_kv(**call) == Split(1, max(1, call["kv_tiles"]))
 
 
 def test_one_long_decode_fills_the_gpu() -> None:
-    """131072 tokens, 8 kv heads, tiles of 64, two CTAs on each of 132 SMs."""
-    split = split_kv(kv_tiles=2048, visible_tiles=2048, ctas=8, slots=264, min_tiles=2)
+    """131072 tokens, 8 kv heads, tiles of 64, two CTAs per SM on 132 SMs."""
+    split = split_kv(kv_tiles=2048, visible_tiles=2048, ctas=8, resident_ctas=264, min_tiles=2)
     assert split == Split(33, 63)
     assert 8 * split.num_splits == 264
 
 
 def test_a_window_splits_what_it_shows() -> None:
-    """The cut covers all of kv, but its width follows from the visible tiles, up to 128 splits."""
-    assert split_kv(kv_tiles=100, visible_tiles=20, ctas=8, slots=264, min_tiles=2) == Split(50, 2)
-    assert split_kv(kv_tiles=2048, visible_tiles=64, ctas=8, slots=264, min_tiles=2) == Split(128, 16)
-    assert split_kv(kv_tiles=2048, visible_tiles=4, ctas=8, slots=264, min_tiles=2).num_splits == 1
+    """Splits cover all of kv, but their size follows from the visible tiles, up to 128 splits."""
+    assert split_kv(kv_tiles=100, visible_tiles=20, ctas=8, resident_ctas=264, min_tiles=2) == Split(50, 2)
+    assert split_kv(kv_tiles=2048, visible_tiles=64, ctas=8, resident_ctas=264, min_tiles=2) == Split(128, 16)
+    assert split_kv(kv_tiles=2048, visible_tiles=4, ctas=8, resident_ctas=264, min_tiles=2).num_splits == 1
 
 
 @given(st.integers(1, 40), st.integers(0, 60), st.integers(1, 12), st.booleans(), st.integers(-1, 70))
 def test_visible_tokens_bound_every_query_tile(
     qo_len: int, kv_len: int, tile_tokens: int, causal: bool, window_left: int
 ) -> None:
-    """Counted token by token: the union over any `tile_tokens` consecutive query tokens."""
+    """Counts token by token: the union over any `tile_tokens` consecutive query tokens."""
     busiest = 0
     for start in range(qo_len):
         seen = set()

@@ -1,4 +1,4 @@
-"""What a fault is."""
+"""Description of a fault."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fault:
-    """`old`, which stands once in a file of `cute_attn/kernels`, becomes `new`. `tests`: arguments of pytest. `excuse`:
-    why none of them can notice.
+    """Replaces `old`, which occurs once in `file` of `cute_attn/kernels`, by `new`. `tests` are arguments of pytest;
+    `excuse` says why none of them can detect the fault.
     """
 
     what: str
@@ -20,7 +20,8 @@ class Fault:
 
 
 def chosen(file: str, words: str) -> tuple[str, ...]:
+    """Returns the arguments of pytest that run the tests of a file selected by `-k words`."""
     return f"tests/emulator/test_{file}.py", "-k", words
 
 
-IN_STEP = "the lanes of a warp go in step on the emulator; on a GPU they need not"
+IN_STEP = "the emulator runs the lanes of a warp in lockstep, which a GPU need not do"

@@ -1,4 +1,4 @@
-"""Faults of what fp8 adds: V transposed, scales of rows, signs, tails. The loop is not among them."""
+"""Faults in what fp8 adds to the Hopper kernel: transposed V, scales, signs, tails."""
 
 from __future__ import annotations
 
@@ -9,24 +9,22 @@ EIGHT = chosen("fa3_fp8", "ragged-70x0")
 GATHERED = chosen("fa3_widened", "long_batches and 96x96 and eager")
 FP8_FAULTS = (
     Fault(
-        "even dimensions are odd ones",
+        "odd dimensions are taken for even ones",
         "fa3/parts/fp8.py",
         "ptx.permute(c, d, 0x6420)",
         "ptx.permute(c, d, 0x7531)",
         EIGHT,
     ),
+    Fault("keys of V are swapped", "fa3/parts/fp8.py", "ptx.permute(a, b, 0x6420)", "ptx.permute(b, a, 0x6420)", EIGHT),
     Fault(
-        "keys of V change places", "fa3/parts/fp8.py", "ptx.permute(a, b, 0x6420)", "ptx.permute(b, a, 0x6420)", EIGHT
-    ),
-    Fault(
-        "one row of the next request keeps its values (fp8)",
+        "one row of the next request is not cleared (fp8)",
         "fa3/parts/fp8.py",
         "at = source + first * LINE + chunk * 16",
         "at = source + (first + 1) * LINE + chunk * 16",
         EIGHT,
     ),
     Fault(
-        "warps do not wait for rows that another clears",
+        "warps do not wait for rows that another one clears",
         "fa3/parts/fp8.py",
         "        tma.named_sync(Int32(self.barrier), 32 * self.warps)\n",
         "",
@@ -40,35 +38,35 @@ FP8_FAULTS = (
         EIGHT,
     ),
     Fault(
-        "transposers write over what is being read",
+        "transform warps overwrite a tile that is being read",
         "fa3/fp8.py",
         "            rings.v.wait_empty(at)\n            transform.run(",
         "            transform.run(",
         EIGHT,
     ),
     Fault(
-        "rows of a negative scale keep their sign",
+        "rows with a negative scale keep their sign",
         "fa3/fp8.py",
         "head(lanes.warpgroup * WARPGROUP_ROWS + row)) < Float32(0.0)",
         "head(lanes.warpgroup * WARPGROUP_ROWS + row)) < Float32(-1e30)",
         SIGNED,
     ),
     Fault(
-        "turned rows are not fenced",
+        "negated rows are not fenced",
         "fa3/fp8.py",
         "            tma.fence_async()\n            ptx.sync_warp()\n        return scale",
         "            ptx.sync_warp()\n        return scale",
         SIGNED,
     ),
     Fault(
-        "negative scales stay",
+        "negative scales stay negative",
         "fa3/fp8.py",
         "scales.append(ptx.fmax(ptx.magnitude(row_scale), Float32(MIN_SCALE)))",
         "scales.append(row_scale)",
         SIGNED,
     ),
     Fault(
-        "a scale of 0 stays",
+        "a scale of 0 is not replaced",
         "fa3/fp8.py",
         "scales.append(ptx.fmax(ptx.magnitude(row_scale), Float32(MIN_SCALE)))",
         "scales.append(ptx.magnitude(row_scale))",
@@ -89,21 +87,21 @@ FP8_FAULTS = (
         SIGNED,
     ),
     Fault(
-        "partial outputs lack their head's scale",
+        "partial outputs are not multiplied by their head's scale",
         "fa3/parts/fp8.py",
         "return factor * self.v_scale, lse",
         "return factor, lse",
         chosen("fa3_fp8", "test_cut_keys and signed"),
     ),
     Fault(
-        "neighbouring dimensions change places",
+        "neighbouring dimensions are swapped",
         "fa3/parts/fp8.py",
         "[values[i], values[i + 2], values[i + 1], values[i + 3]]",
         "[values[i], values[i + 1], values[i + 2], values[i + 3]]",
         EIGHT,
     ),
     Fault(
-        "a gathered tile is given back before it is read",
+        "a gathered tile is released before it is read",
         "fa3/fp8_kv.py",
         "        transform.run(transform.k, staged",
         "        staged.release(at.staged, transform.lane)\n        transform.run(transform.k, staged",

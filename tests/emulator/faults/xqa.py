@@ -1,4 +1,4 @@
-"""Faults of decode: shares of a CTA group, their merge, rings, masks, formats."""
+"""Faults in XQA decode: partition among CTAs, merge, rings, masks, formats."""
 
 from __future__ import annotations
 
@@ -8,56 +8,56 @@ MANY = chosen("xqa", "test_case and (long or more or edges or begin)")
 RISING = chosen("xqa_wrappers", "test_scores_that_rise")
 XQA_FAULTS = (
     Fault(
-        "a share begins in the segment before",
+        "a share begins in the previous segment",
         "xqa/parts/partition.py",
         "behind = passed <= share.begin",
         "behind = passed < share.begin",
         MANY,
     ),
     Fault(
-        "a request without keys belongs to no CTA",
+        "a request without keys is given to no CTA",
         "xqa/parts/partition.py",
         "return KvSplit(begin, end, whole, cutlass.or_(begin < end, empty))",
         "return KvSplit(begin, end, whole, begin < end)",
         MANY,
     ),
     Fault(
-        "splits count as whole",
+        "splits count as whole segments",
         "xqa/parts/partition.py",
         "isa.all_of([begin == 0, end == tiles, tiles > 0])",
         "isa.all_of([begin == 0, tiles > 0])",
         MANY,
     ),
     Fault(
-        "shares past the last request begin in one",
+        "shares past the last request begin in a request",
         "xqa/parts/partition.py",
         "        index, passed = ptx.select(run == 1, ended, holder * run), before",
         "        index, passed = ptx.select(run == 1, holder, holder * run), before",
         chosen("xqa", "as_many_requests_as_lanes"),
     ),
     Fault(
-        "arrivals are not counted from 0 again",
+        "the arrival counter is not reset",
         "xqa/parts/merge.py",
         "            if thread == 0:\n                isa.st_global_b32(counter, Int32(0))\n",
         "",
         MANY,
     ),
     Fault(
-        "a partial arrives before all of it is written",
+        "a partial is announced before all of it is written",
         "xqa/parts/merge.py",
         "        ptx.sync_threads()\n        if thread == 0:\n            ptx.st_shared_b32(ticket",
         "        if thread == 0:\n            ptx.st_shared_b32(ticket",
         MANY,
     ),
     Fault(
-        "the ticket is read before it is there",
+        "the ticket is read before it is written",
         "xqa/parts/merge.py",
         "            ptx.st_shared_b32(ticket, 0, isa.add_arrival(counter))\n        ptx.sync_threads()\n",
         "            ptx.st_shared_b32(ticket, 0, isa.add_arrival(counter))\n",
         MANY,
     ),
     Fault(
-        "warps' sums are read before they are there",
+        "warps' sums are read before they are written",
         "xqa/parts/merge.py",
         "                self.reduce_partials(rows, first, count, start)\n            ptx.sync_threads()\n",
         "                self.reduce_partials(rows, first, count, start)\n",
@@ -71,14 +71,14 @@ XQA_FAULTS = (
         MANY,
     ),
     Fault(
-        "slots are filled again while they are read",
+        "slots are refilled while they are read",
         "xqa/kernel.py",
         "            ptx.sync_threads()  # before the slots are filled again\n",
         "",
         MANY,
     ),
     Fault(
-        "lanes of a warp fill slots that others still read",
+        "lanes of a warp refill slots that other lanes still read",
         "xqa/kernel.py",
         "        ptx.cp_async_wait(ahead - 1)\n        ptx.sync_warp()",
         "        ptx.cp_async_wait(ahead - 1)\n        pass",
@@ -107,7 +107,7 @@ XQA_FAULTS = (
         chosen("xqa", "test_case and window"),
     ),
     Fault(
-        "outputs of columns keep their scale",
+        "outputs of columns are not rescaled",
         "xqa/parts/softmax.py",
         "out = [x * factors[self.slot(i)] for i, x in enumerate(running.out)]",
         "out = list(running.out)",
@@ -128,7 +128,7 @@ XQA_FAULTS = (
         MANY,
     ),
     Fault(
-        "the second scale of a pair is the first",
+        "the first scale of a pair is used twice",
         "xqa/parts/formats.py",
         "selector = ptx.select(lane >> 1 & 1 == 0, Int32(0x6420), Int32(0x7531))",
         "selector = Int32(0x6420)",

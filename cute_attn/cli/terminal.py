@@ -9,7 +9,9 @@ from types import TracebackType
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], left: int = 1) -> str:
-    """Columns as wide as their widest cell; the first `left` are left-aligned, the others right-aligned."""
+    """Returns a table with columns as wide as their widest cell; the first `left` ones are left-aligned, the others
+    right-aligned.
+    """
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     lines = []
@@ -20,8 +22,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], left: int = 1
     return "\n".join(lines)
 
 
-def size(num_bytes: int) -> str:
-    """ "512 B", "1.5 KB", "3.2 MB", in powers of 1024."""
+def format_bytes(num_bytes: int) -> str:
+    """Formats a number of bytes in powers of 1024: "512 B", "1.5 KB", "3.2 MB"."""
     value = float(num_bytes)
     for unit in ("B", "KB", "MB"):
         if value < 1024:
@@ -31,7 +33,7 @@ def size(num_bytes: int) -> str:
 
 
 class ProgressBar:
-    """A bar on stderr while work goes on; silent where stderr is not a terminal."""
+    """Progress bar on stderr; silent if stderr is not a terminal."""
 
     WIDTH = 30
 
@@ -50,7 +52,7 @@ class ProgressBar:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
     def step(self, label: str) -> None:
-        """One more item is done; `label` names it."""
+        """Counts one more finished item, named by `label`."""
         self.done += 1
         self._draw(label)
 
