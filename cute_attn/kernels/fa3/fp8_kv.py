@@ -24,7 +24,6 @@ from cute_attn.kernels.fa3.parts.dequant import (
     Fp8KvDequant,
     QNormalization,
     RegisterQTile,
-    RowScaledSoftmax,
     StoredRows,
 )
 from cute_attn.kernels.fa3.parts.gathered_kv import GatheredFp8KV
@@ -113,12 +112,11 @@ class Fp8KvProgram(TransformWarpsProgram):
 
     def softmax(self, p: Fa3Params, work: QueryTile, lanes: WarpgroupLanes, scale: Any) -> OnlineSoftmax:
         if self.spec.scores:
-            return OnlineSoftmax(self.tile, Float32(ptx.LOG2E))
-        scales = [ptx.fmax(x, Float32(MIN_SCALE)) for x in scale]
-        return RowScaledSoftmax(self.tile, scales[0], scales)
+            return super().softmax(p, work, lanes, scale)
+        return OnlineSoftmax(self.tile.scores_layout, [ptx.fmax(x, Float32(MIN_SCALE)) for x in scale])
 
     def scale_step(self, p: Fa3Params, work: QueryTile, lanes: AnyLanes, scale: Any) -> RowScales:
-        return RowScales(lambda: scale)
+        return RowScales(self.tile.scores_layout, lambda: scale)
 
     # --- transform warps ---------------------------------------------------------------------------------------------
 

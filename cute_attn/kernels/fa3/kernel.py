@@ -290,19 +290,20 @@ class Fa3Program:
         )
 
     def softmax(self, p: Fa3Params, work: QueryTile, lanes: WarpgroupLanes, scale: Any) -> OnlineSoftmax:
-        return OnlineSoftmax(self.tile, Float32(ptx.LOG2E) if self.spec.scores else scale)
+        layout, log2_scale = self.tile.scores_layout, Float32(ptx.LOG2E) if self.spec.scores else scale
+        return OnlineSoftmax(layout, [log2_scale for _ in layout.slots])
 
     def mask(self, p: Fa3Params, work: QueryTile, lanes: AnyLanes) -> BandMask:
-        band, rows = work.band(p), work.rows(p)
+        band, rows, layout = work.band(p), work.rows(p), self.tile.scores_layout
         if self.spec.mask == "packed":
-            return PackedMask(band, self.tile, rows, lanes, p.mask + work.mask(), p.mask + p.mask_bytes, work.kv_len)
+            return PackedMask(band, layout, rows, lanes, p.mask + work.mask(), p.mask + p.mask_bytes, work.kv_len)
         kind = BandMask if self.spec.mask == "band" else StopMask
-        return kind(band, self.tile, rows, lanes)
+        return kind(band, layout, rows, lanes)
 
     def scores(self, p: Fa3Params, work: QueryTile, lanes: AnyLanes, scale: Any) -> Scores:
         makers: dict[str, Callable[[], Scale | RowScales | SoftCap | Alibi]] = {
             "scale": lambda: self.scale_step(p, work, lanes, scale),
-            "alibi": lambda: Alibi(self.tile, work.rows(p), lanes, p.num_qo_heads),
+            "alibi": lambda: Alibi(self.tile.scores_layout, work.rows(p), lanes, p.num_qo_heads),
             "soft_cap": lambda: SoftCap(p.soft_cap),
         }
         return Scores([makers[name]() for name in self.spec.scores])
@@ -399,8 +400,7 @@ class Fa3Program:
             q_scale = self.prepare_q(p, QueryTile.load(rings.record(q)), lanes, q_rows, scale)
             q_operand = self.tile.q_operand(q_rows)
             mma = self.mma_work(p, QueryTile.load(rings.record(q)), lanes, q_scale, q_operand)
-            out, shift = self.tile.zeros(self.tile.d_blocks), [Float32(float("inf")) for _ in range(2)]
-            total = [Float32(0.0) for _ in range(2)]
+            out, shift, total = self.tile.output_layout.zeros(), mma.softmax.no_anchors(), mma.softmax.zero_sums()
             if mma.order.total > 0:
                 self.clear_tail(rings, mma, k)
                 k = self.skip_tiles(rings, mma, k)
@@ -486,8 +486,8 @@ class Fa3Program:
         s = self.apply_score_mods_and_mask(mma, s, mma.order.at(mma.skipped), True)
         shift = softmax.first_shift(s)
         s = softmax.exponentials(s, shift, may_be_empty=True)
-        total = softmax.sums(s, [Float32(0.0) for _ in range(2)])
-        out = self.tile.zeros(self.tile.d_blocks)
+        total = softmax.sums(s, softmax.zero_sums())
+        out = self.tile.output_layout.zeros()
         return State(out, self.tile.probabilities(s), shift, total, rings.k.next(k))
 
     def step(self, rings: SmemRings, mma: MmaWork, state: State, kv_tile: Int32, masked: bool) -> State:
@@ -506,7 +506,7 @@ class Fa3Program:
         self.warp_scheduler_arrive(lanes)
         s = self.apply_score_mods_and_mask(mma, sm90.wgmma_wait(1, s), kv_tile, masked)
         s = softmax.exponentials(s, softmax.finite(state.shift) if masked else state.shift, may_be_empty=False)
-        sums = softmax.sums(s, [Float32(0.0) for _ in range(2)])
+        sums = softmax.sums(s, softmax.zero_sums())
         exceeds_slack = softmax.exceeds_slack(sums)
         # The vote precedes the wait: otherwise ptxas moves the exponentials, which should overlap P V, behind the wait.
         needs_recompute = sm90.any_of_warpgroup(lanes.warpgroup + VOTE_BARRIER, exceeds_slack)
@@ -546,14 +546,14 @@ class Fa3Program:
             s = self.apply_score_mods_and_mask(mma, sm90.wgmma_wait(0, self.tile.scores(q, k)), kv_tile, masked)
             rescale = softmax.rescale_factors(shift, s)
             s = softmax.exponentials(s, rescale.shift, may_be_empty=masked)
-            p, sums = self.tile.probabilities(s), softmax.sums(s, [Float32(0.0) for _ in range(2)])
+            p, sums = self.tile.probabilities(s), softmax.sums(s, softmax.zero_sums())
             shift = rescale.shift
             total = [t * factor for t, factor in zip(total, rescale.factors, strict=True)]
             out = self.rescale_output(rings, out, rescale.factors)
         return State(out, p, shift, total, state.k), sums
 
     def rescale_output(self, rings: SmemRings, out: list[Float32], factors: list[Float32]) -> list[Float32]:
-        return [x * factors[i % 4 // 2] for i, x in enumerate(out)]
+        return self.tile.output_layout.scale_rows(out, factors)
 
     def warp_scheduler_sync(self, lanes: WarpgroupLanes) -> None:
         """Waits for this warpgroup's turn at issuing products."""
@@ -583,19 +583,19 @@ class Fa3Program:
         whole = Target(self.spec.out_dtype, p.o, p.o_stride_n, p.o_stride_h, p.lse, p.num_qo_heads)
         if cutlass.const_expr(self.spec.schedule == "items"):
             if work.partial == NO_PARTIAL:
-                self.store_type(self.tile, lanes, rows, whole, final_epilogue).write(out, shift, total)
+                self.store_type(self.tile.output_layout, lanes, rows, whole, final_epilogue).write(out, shift, total)
             else:
                 slot = Int64(work.partial) * Int64(p.head_blocks) + Int64(work.head_block)
                 first = slot * Int64(self.spec.tile.rows)
                 slots = Partials(p.o_partial, p.lse_partial, first, self.spec.head_dim_vo)
-                self.store_type(self.tile, lanes, rows, slots, partial_epilogue).write(out, shift, total)
+                self.store_type(self.tile.output_layout, lanes, rows, slots, partial_epilogue).write(out, shift, total)
         elif cutlass.const_expr(self.spec.split):
             slab = Int64(work.partial) * Int64(p.qo_len) * Int64(p.num_qo_heads)
             o, lse = p.o + slab * (self.spec.head_dim_vo * 4), p.lse + slab * 4
             partial = Target("float32", o, p.o_stride_n, p.o_stride_h, lse, p.num_qo_heads)
-            self.store_type(self.tile, lanes, rows, partial, partial_epilogue).write(out, shift, total)
+            self.store_type(self.tile.output_layout, lanes, rows, partial, partial_epilogue).write(out, shift, total)
         else:
-            self.store_type(self.tile, lanes, rows, whole, final_epilogue).write(out, shift, total)
+            self.store_type(self.tile.output_layout, lanes, rows, whole, final_epilogue).write(out, shift, total)
 
     def epilogues(self, p: Fa3Params, work: QueryTile) -> tuple[FinalEpilogue, PartialEpilogue]:
         """Returns the row epilogues of final and of partial outputs."""
