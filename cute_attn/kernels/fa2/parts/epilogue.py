@@ -18,7 +18,7 @@ class WarpRows(FragmentStore):
     """Epilogue of warps that own their rows: normalises in registers and stores."""
 
     memory: SharedMemory
-    base: Int32
+    base: Int32  # of shared memory
 
     @cute.jit
     def write(self, out: list[Float32], stats: RowStats) -> None:
@@ -30,7 +30,7 @@ class WarpRows(FragmentStore):
             self.store_lse(row, lse)
         if cutlass.const_expr(self.target.dtype == "float32"):
             for slot in cutlass.range_constexpr(len(self.layout.slots)):
-                # A generator: multiplied where it is stored, inside the branch.
+                # A generator, so that the products are computed inside the branch that stores them.
                 pairs = ([x * factors[slot] for x in out[i : i + 2]] for i, _ in self.layout.pairs(slot))
                 self.store_pairs(self.lanes.row(slot), pairs)
         else:
@@ -76,7 +76,7 @@ class MergedWarps(FragmentStore):
     """Epilogue of warps that hold different kv columns of the same rows: merges them through the drained K/V ring."""
 
     memory: SharedMemory
-    base: Int32
+    base: Int32  # of shared memory
 
     @cute.jit
     def write(self, out: list[Float32], stats: RowStats) -> None:

@@ -77,8 +77,10 @@ class QNormalization:
             ptx.st_shared_v4(at, offset, words)
         sm90.fence_async()
         ptx.sync_warp()
-        layout = MmaFragmentLayout
-        return [ptx.shuffle_from(scale * inverse, layout.lane_row(lane) * 2 + 2 * layout.row(slot)) for slot in (0, 1)]
+        layout = MmaFragmentLayout(1, 1)  # of scores; lanes 2 r and 2 r + 1 have normalized row r
+        return [
+            ptx.shuffle_from(scale * inverse, layout.lane_row(lane) * 2 + 2 * layout.row(slot)) for slot in layout.slots
+        ]
 
 
 @dataclass(frozen=True)
