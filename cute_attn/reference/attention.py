@@ -290,7 +290,7 @@ def run_decode(problem: DecodeProblem) -> None:
             problem.scale_tensors,
             problem.v_scale_tensor,
             problem.sinks,
-            block_scales=None if scales is None else (keys.select(scales[0]), keys.of(scales[1])),
+            block_scales=None if scales is None else (keys.select(scales[0]), keys.select(scales[1])),
         )
         run(request)
 

@@ -7,7 +7,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.register_layout import RegisterLayout
 from cute_attn.kernels.blocks.rows import PackedRows
+from cute_attn.kernels.blocks.softmax import add
 
 
 class RowStats(NamedTuple):
@@ -15,6 +17,11 @@ class RowStats(NamedTuple):
 
     maximum: list[Float32]
     total: list[Float32]
+
+    @classmethod
+    def of(cls, layout: RegisterLayout, shift: list[Float32], total: list[Float32]) -> "RowStats":
+        """Reduces softmax state, where maxima are negated and sums are per thread, to whole rows."""
+        return cls([Float32(0.0) - x for x in shift], [layout.reduce(add, x) for x in total])
 
 
 def add_sink(maximum: Float32, total: Float32, sink: Float32) -> tuple[Float32, Float32, Float32]:
@@ -88,13 +95,13 @@ class Target:
             index = Int64(rows.start + rows.token(row)) * Int64(self.num_heads) + Int64(rows.head(row))
             ptx.st_global_f32(self.lse + index * Int64(4), value)
 
-    def store_8(self, address: Int64, values: list[Float32]) -> None:
+    def store_8(self, address: Int64, offset: int, values: list[Float32]) -> None:
         """Stores eight adjacent elements of a row."""
         if self.dtype == "float32":
-            store_8_f32(address, values)
+            store_8_f32(address, offset, values)
         else:
             packed = [ptx.pack_16(self.dtype, values[i], values[i + 1]) for i in (0, 2, 4, 6)]
-            ptx.st_global_v4(address, 0, packed)
+            ptx.st_global_v4(address, offset, packed)
 
 
 @dataclass(frozen=True)
@@ -114,10 +121,10 @@ class Partials:
     def store_lse(self, rows: PackedRows, row: Int32, value: Float32) -> None:
         ptx.st_global_f32(self.lse + (self.first + Int64(row)) * Int64(4), value)
 
-    def store_8(self, address: Int64, values: list[Float32]) -> None:
-        store_8_f32(address, values)
+    def store_8(self, address: Int64, offset: int, values: list[Float32]) -> None:
+        store_8_f32(address, offset, values)
 
 
-def store_8_f32(address: Int64, values: list[Float32]) -> None:
-    ptx.st_global_v4_f32(address, 0, values[:4])
-    ptx.st_global_v4_f32(address, 16, values[4:])
+def store_8_f32(address: Int64, offset: int, values: list[Float32]) -> None:
+    ptx.st_global_v4_f32(address, offset, values[:4])
+    ptx.st_global_v4_f32(address, offset + 16, values[4:])

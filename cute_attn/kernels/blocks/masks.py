@@ -5,13 +5,13 @@ code.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.register_layout import RegisterLayout, TilePosition
 from cute_attn.kernels.blocks.rows import PackedRows
 
 
@@ -73,28 +73,25 @@ class BandMask:
     """Causal, sliding window and length bounds: two comparisons per score, on edge tiles only."""
 
     band: Band
-    tile: Any  # WarpTile and Lanes, or WarpgroupTile and WarpgroupLanes
+    layout: RegisterLayout
     rows: PackedRows
-    lanes: Any
+    lanes: TilePosition
 
-    def tiles(self, first: Int32, last: Int32) -> TileOrder:
-        shape = self.tile.memory.tile
-        return self.band.tiles(self.rows, shape.rows, shape.cols, first, last)
+    def tiles(self, tile_rows: int, cols: int, first: Int32, last: Int32) -> TileOrder:
+        return self.band.tiles(self.rows, tile_rows, cols, first, last)
 
     def apply(self, s: list[Float32], kv_start: Int32) -> list[Float32]:
         """Sets the scores of hidden columns to -inf."""
         out = list(s)
-        first_col = kv_start + self.lanes.first_col(self.tile.memory)
-        for slot in range(self.tile.row_slots):
-            token = self.rows.token(self.lanes.row(self.tile.memory, slot))
+        first_col = kv_start + self.lanes.first_col()
+        for slot in self.layout.slots:
+            token = self.rows.token(self.lanes.row(slot))
             # Relative to this thread's first column the columns are constants; only the limits vary.
             stop, start = self.band.stop(token) - first_col, token + self.band.left - first_col
-            for n in range(self.tile.n_blocks):
-                for j in (0, 1):
-                    i = 4 * ((slot // 2) * self.tile.n_blocks + n) + 2 * (slot % 2) + j
-                    col = Int32(n * 8 + j)
-                    seen = cutlass.and_(col < stop, col >= start)
-                    out[i] = ptx.select(seen, out[i], Float32(ptx.NEG_INF))
+            for register, column in self.layout.places(slot):
+                col = Int32(column)
+                seen = cutlass.and_(col < stop, col >= start)
+                out[register] = ptx.select(seen, out[register], Float32(ptx.NEG_INF))
         return out
 
 
@@ -103,13 +100,11 @@ class StopMask(BandMask):
 
     def apply(self, s: list[Float32], kv_start: Int32) -> list[Float32]:
         out = list(s)
-        first_col = kv_start + self.lanes.first_col(self.tile.memory)
-        for slot in range(self.tile.row_slots):
-            stop = self.band.stop(self.rows.token(self.lanes.row(self.tile.memory, slot))) - first_col
-            for n in range(self.tile.n_blocks):
-                for j in (0, 1):
-                    i = 4 * ((slot // 2) * self.tile.n_blocks + n) + 2 * (slot % 2) + j
-                    out[i] = ptx.select(Int32(n * 8 + j) < stop, out[i], Float32(ptx.NEG_INF))
+        first_col = kv_start + self.lanes.first_col()
+        for slot in self.layout.slots:
+            stop = self.band.stop(self.rows.token(self.lanes.row(slot))) - first_col
+            for register, column in self.layout.places(slot):
+                out[register] = ptx.select(Int32(column) < stop, out[register], Float32(ptx.NEG_INF))
         return out
 
 
@@ -121,8 +116,8 @@ class PackedMask(BandMask):
     bits_end: Int64
     kv_len: Int32
 
-    def tiles(self, first: Int32, last: Int32) -> TileOrder:
-        return self.all_masked(super().tiles(first, last))
+    def tiles(self, tile_rows: int, cols: int, first: Int32, last: Int32) -> TileOrder:
+        return self.all_masked(super().tiles(tile_rows, cols, first, last))
 
     @staticmethod
     def all_masked(order: TileOrder) -> TileOrder:
@@ -130,30 +125,28 @@ class PackedMask(BandMask):
 
     def apply(self, s: list[Float32], kv_start: Int32) -> list[Float32]:
         out = list(super().apply(s, kv_start))
-        # Both columns of a pair lie in one word's window when the window starts at a warp's first column.
-        warp_col = kv_start + self.lanes.warp_col * (self.tile.n_blocks * 8)
-        for slot in range(self.tile.row_slots):
-            token = self.rows.token(self.lanes.row(self.tile.memory, slot))
+        warp_col = kv_start + self.lanes.first_warp_col()
+        for slot in self.layout.slots:
+            token = self.rows.token(self.lanes.row(slot))
             words = self.row_words(token, warp_col)
-            for n in range(self.tile.n_blocks):
-                word = words[n // 4]
-                for j in (0, 1):
-                    i = 4 * ((slot // 2) * self.tile.n_blocks + n) + 2 * (slot % 2) + j
-                    bit = word & Int32(_signed(1 << (n % 4 * 8 + j)))
-                    out[i] = ptx.select(bit != Int32(0), out[i], Float32(ptx.NEG_INF))
+            for register, column in self.layout.places(slot):
+                bit = words[column // 32] & Int32(_signed(1 << column % 32))
+                out[register] = ptx.select(bit != Int32(0), out[register], Float32(ptx.NEG_INF))
         return out
 
     def row_words(self, token: Int32, col: Int32) -> list[Int32]:
         """Loads the mask bits of the warp's columns as 32-bit words, shifted so that this thread's first column is bit
         0.
+
+        Words start at the warp's first column, not at the thread's: both bits of an MMA pair then lie in one word.
         """
-        count = (self.tile.n_blocks * 8 + 31) // 32
+        count = self.layout.places(0)[-1][1] // 32 + 1
         bit = Int64(token) * Int64(self.kv_len) + Int64(col)
         address = self.bits + (bit >> Int64(3))
         aligned = address & Int64(-4)
         shift = Int32((address & Int64(3)) * Int64(8) + (bit & Int64(7)))
         raw = [self.load_word(aligned + Int64(4 * i)) for i in range(count + 1)]
-        inner = self.lanes.lane % 4 * 2
+        inner = self.lanes.lane_col()
         words = [funnel_shift_right(raw[i], raw[i + 1], shift) for i in range(count)]
         return [word >> inner for word in words]
 

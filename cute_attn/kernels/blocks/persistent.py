@@ -97,16 +97,16 @@ class PersistentProgram:
         return PackedMask.all_masked(order) if self.spec.mask == "packed" else order
 
     def mask(self, p: PersistentParams, work: QueryTile, lanes: Any) -> BandMask:
-        band, rows = work.band(p), work.rows(p)
+        band, rows, layout = work.band(p), work.rows(p), self.tile.scores_layout
         if self.spec.mask == "packed":
-            return PackedMask(band, self.tile, rows, lanes, p.mask + work.mask(), p.mask + p.mask_bytes, work.kv_len)
+            return PackedMask(band, layout, rows, lanes, p.mask + work.mask(), p.mask + p.mask_bytes, work.kv_len)
         kind = BandMask if self.spec.mask == "band" else StopMask
-        return kind(band, self.tile, rows, lanes)
+        return kind(band, layout, rows, lanes)
 
     def scores(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> Scores:
         makers: dict[str, Callable[[], Scale | RowScales | SoftCap | Alibi]] = {
             "scale": lambda: self.scale_step(p, work, lanes, scale),
-            "alibi": lambda: Alibi(self.tile, work.rows(p), lanes, p.num_qo_heads),
+            "alibi": lambda: Alibi(self.tile.scores_layout, work.rows(p), lanes, p.num_qo_heads),
             "soft_cap": lambda: SoftCap(p.soft_cap),
         }
         return Scores([makers[name]() for name in self.spec.scores])
@@ -115,7 +115,8 @@ class PersistentProgram:
         return Scale(scale)
 
     def softmax(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> OnlineSoftmax:
-        return OnlineSoftmax(self.tile, Float32(ptx.LOG2E) if self.spec.scores else scale)
+        layout, log2_scale = self.tile.scores_layout, Float32(ptx.LOG2E) if self.spec.scores else scale
+        return OnlineSoftmax(layout, [log2_scale for _ in layout.slots])
 
     def prepare_q(self, p: PersistentParams, work: QueryTile, lanes: Any, q_rows: Int32, scale: Float32) -> Any:
         """Prepares the rows of q, for which 16-bit rows need nothing; returns the scale of their scores."""

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.register_layout import RegisterLayout, TilePosition
 from cute_attn.kernels.blocks.rows import PackedRows
 
 
@@ -25,11 +25,11 @@ class Scale:
 class RowScales:
     """Multiplies by one scale per row slot, kept in registers or computed for every tile."""
 
+    layout: RegisterLayout
     scales: Callable[[], list[Float32]]
 
     def apply(self, s: list[Float32], kv_start: Int32) -> list[Float32]:
-        scales = self.scales()
-        return [x * scales[i % 4 // 2] for i, x in enumerate(s)]
+        return self.layout.scale_rows(s, self.scales())
 
 
 @dataclass(frozen=True)
@@ -47,23 +47,20 @@ class SoftCap:
 class Alibi:
     """Adds slope[head] * (kv_idx - qo_idx), with qo_idx the local row index (FlashInfer's convention)."""
 
-    tile: Any  # WarpTile and Lanes, or WarpgroupTile and WarpgroupLanes
+    layout: RegisterLayout
     rows: PackedRows
-    lanes: Any
+    lanes: TilePosition
     num_qo_heads: Int32
 
     def apply(self, s: list[Float32], kv_start: Int32) -> list[Float32]:
         out = list(s)
-        memory = self.tile.memory
-        first_col = kv_start + self.lanes.first_col(memory)
-        for slot in range(self.tile.row_slots):
-            row = self.lanes.row(memory, slot)
+        first_col = kv_start + self.lanes.first_col()
+        for slot in self.layout.slots:
+            row = self.lanes.row(slot)
             slope = alibi_slope(self.rows.head(row), self.num_qo_heads)
             start = slope * Float32(first_col - self.rows.token(row))
-            for n in range(self.tile.n_blocks):
-                for j in (0, 1):
-                    i = 4 * ((slot // 2) * self.tile.n_blocks + n) + 2 * (slot % 2) + j
-                    out[i] = out[i] + ptx.fma(slope, Float32(n * 8 + j), start)
+            for register, column in self.layout.places(slot):
+                out[register] = out[register] + ptx.fma(slope, Float32(column), start)
         return out
 
 

@@ -1,35 +1,25 @@
 """Online softmax over row slots (Milakov & Gimelshein 2018, as FlashAttention-2 uses it).
 
-Scores stay unscaled; `log2_scale` (c) turns them into base-2 exponents inside one FMA: p = exp2(s * c - anchor * c).
-The anchor of a row is a reference that trails its maximum: it moves only when p would exceed 2^SLACK.
+Scores stay unscaled; `log2_scales` (c) turn them into base-2 exponents inside one FMA: p = exp2(s * c - anchor * c).
+The anchor of a row is a reference that trails its maximum: it moves only when p would exceed 2^SLACK. It is kept as a
+shift: negated and scaled, ready for the FMA; +inf before any visible key.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import reduce
+from typing import NamedTuple, Protocol
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.fa2.parts.mma import WarpTile
-from cute_attn.kernels.fa3.parts.wgmma import WarpgroupTile
+from cute_attn.kernels.blocks.register_layout import RegisterLayout
 
 SLACK = 8.0  # log2: p stays below 256, or, where only sums are tested, 256 per column of the thread: far below 65504
 INFINITY = float("inf")
 LARGEST = 2.0**127
-
-
-class Running(NamedTuple):
-    """Running state: the output accumulator; per row slot the negated anchor in log2 units (+inf before any visible
-    key) and the sum.
-
-    The anchor is kept negated, ready for the FMA of p = exp2(s * c + shift).
-    """
-
-    out: list[Float32]
-    shift: list[Float32]
-    total: list[Float32]
 
 
 class Rescale(NamedTuple):
@@ -39,12 +29,40 @@ class Rescale(NamedTuple):
     factors: list[Float32]
 
 
+class Exp2(Protocol):
+    """How one thread's scores of a row become exponentials, and how these are summed.
+
+    Both methods receive all registers of a row slot, so that instructions may differ by register and serve pairs. They
+    are two because the place of the sums in the program is the kernel's choice: fa3 votes on them before it packs P.
+    """
+
+    def exponentials(self, s: list[Float32], scale: Float32, shift: Float32) -> list[Float32]:
+        """Computes exp2(s * scale + shift)."""
+
+    def sum(self, p: list[Float32]) -> Float32:
+        """Sums exponentials."""
+
+
+class HardwareExp2:
+    """ex2.approx for all registers."""
+
+    def exponentials(self, s: list[Float32], scale: Float32, shift: Float32) -> list[Float32]:
+        return [ptx.exp2(ptx.fma(x, scale, shift)) for x in s]
+
+    def sum(self, p: list[Float32]) -> Float32:
+        return tree(add, p)
+
+
+HARDWARE_EXP2 = HardwareExp2()
+
+
 @dataclass(frozen=True)
 class OnlineSoftmax:
-    """Online softmax of one thread's part of a tile."""
+    """Online softmax of one thread's part of a tile, with a scale per row slot."""
 
-    tile: WarpTile | WarpgroupTile
-    log2_scale: Float32
+    layout: RegisterLayout
+    log2_scales: Sequence[Float32]
+    exp2: Exp2 = HARDWARE_EXP2
 
     @property
     def slack(self) -> float:
@@ -52,55 +70,17 @@ class OnlineSoftmax:
 
     @property
     def slots(self) -> range:
-        return range(self.tile.row_slots)
+        return self.layout.slots
 
-    def scale(self, slot: int) -> Float32:
-        return self.log2_scale
+    def no_anchors(self) -> list[Float32]:
+        """Returns the shifts of rows that have seen no key yet."""
+        return [Float32(INFINITY) for _ in self.slots]
 
-    def start(self) -> Running:
-        zeros = [Float32(0.0) for _ in self.slots]
-        return Running(self.tile.zeros(self.tile.d_blocks), [Float32(INFINITY) for _ in self.slots], zeros)
-
-    def columns(self, slot: int) -> list[int]:
-        """Indices of a row slot's scores in the flat accumulator."""
-        m, half = divmod(slot, 2)
-        start = 4 * m * self.tile.n_blocks + 2 * half
-        return [start + 4 * n + j for n in range(self.tile.n_blocks) for j in (0, 1)]
-
-    @cute.jit
-    def rescale_if_needed(self, running: Running, s: list[Float32]) -> Running:
-        """Raises the anchor of rows whose maximum exceeds it by more than SLACK, and rescales their outputs and sums.
-
-        An anchor below the maximum is as good as the maximum while exp2 of the difference stays small. So most tiles
-        rescale nothing: only the first does, and tiles where scores grow a lot.
-        """
-        row_max = self.row_max(s)
-        exceeded = [
-            ptx.fma(high, self.log2_scale, shift) > Float32(SLACK)
-            for high, shift in zip(row_max, running.shift, strict=True)
-        ]
-        any_exceeded = exceeded[0]
-        for exceeds in exceeded[1:]:
-            any_exceeded = cutlass.or_(any_exceeded, exceeds)
-        if cute.arch.vote_any_sync(any_exceeded):
-            running = self.rescale(running, row_max, exceeded)
-        return running
-
-    def rescale(self, running: Running, row_max: list[Float32], exceeded: list[Boolean]) -> Running:
-        shift = [
-            ptx.select(exceeds, Float32(0.0) - high * self.log2_scale, old)
-            for exceeds, high, old in zip(exceeded, row_max, running.shift, strict=True)
-        ]
-        factors = [
-            ptx.select(exceeds, ptx.exp2(new - old), Float32(1.0))
-            for exceeds, new, old in zip(exceeded, shift, running.shift, strict=True)
-        ]
-        per_m = len(running.out) // self.tile.m_blocks
-        out = [x * factors[i // per_m * 2 + i % 4 // 2] for i, x in enumerate(running.out)]
-        return Running(out, shift, [x * factor for x, factor in zip(running.total, factors, strict=True)])
+    def zero_sums(self) -> list[Float32]:
+        return [Float32(0.0) for _ in self.slots]
 
     def row_max(self, s: list[Float32]) -> list[Float32]:
-        return [reduce_quad(ptx.fmax, tree(ptx.fmax, [s[i] for i in self.columns(slot)])) for slot in self.slots]
+        return [self.layout.reduce(ptx.fmax, tree(ptx.fmax, self.layout.of_slot(s, slot))) for slot in self.slots]
 
     def first_shift(self, s: list[Float32]) -> list[Float32]:
         """Returns the shifts of the first scores: +inf where all are hidden."""
@@ -108,30 +88,41 @@ class OnlineSoftmax:
 
     def anchor(self, high: Float32, slot: int) -> Float32:
         """Returns the shift of a row whose maximum is `high`."""
-        return Float32(0.0) - high * self.scale(slot)
+        return Float32(0.0) - high * self.log2_scales[slot]
 
     @cute.jit
     def rescale_factors(self, shift: list[Float32], s: list[Float32]) -> Rescale:
-        """Raises anchors as `rescale_if_needed` does, for an output that is still being summed: the caller applies the
-        factors.
+        """Raises the anchor of rows whose maximum exceeds it by more than the slack; the caller applies the factors to
+        sums and outputs.
+
+        An anchor below the maximum is as good as the maximum while exp2 of the difference stays small. So most tiles
+        rescale nothing: only the first does, and tiles where scores grow a lot.
         """
-        slack, row_max = Float32(self.slack), self.row_max(s)
-        exceeded = [
-            ptx.fma(high, self.scale(i), old) > slack for i, (high, old) in enumerate(zip(row_max, shift, strict=True))
-        ]
-        any_exceeded = cute.arch.vote_any_sync(cutlass.or_(exceeded[0], exceeded[1]))
+        row_max = self.row_max(s)
+        exceeded = self.exceeded(shift, row_max)
         factors = [Float32(1.0) for _ in self.slots]
-        if any_exceeded:
-            new = [
-                ptx.select(exceeds, self.anchor(high, i), old)
-                for i, (exceeds, high, old) in enumerate(zip(exceeded, row_max, shift, strict=True))
-            ]
-            factors = [
-                ptx.select(exceeds, ptx.exp2(a - b), Float32(1.0))
-                for exceeds, a, b in zip(exceeded, new, shift, strict=True)
-            ]
-            shift = new
+        if cute.arch.vote_any_sync(any_of(exceeded)):
+            shift, factors = self.raised(shift, row_max, exceeded)
         return Rescale(shift, factors)
+
+    def exceeded(self, shift: list[Float32], row_max: list[Float32]) -> list[Boolean]:
+        """Returns which rows' maxima exceed their anchors by more than the slack."""
+        return [
+            ptx.fma(high, scale, old) > Float32(self.slack)
+            for high, scale, old in zip(row_max, self.log2_scales, shift, strict=True)
+        ]
+
+    def raised(self, shift: list[Float32], row_max: list[Float32], exceeded: list[Boolean]) -> Rescale:
+        """Moves the anchors of the rows in `exceeded` to their maxima."""
+        new = [
+            ptx.select(exceeds, self.anchor(high, slot), old)
+            for slot, (exceeds, high, old) in enumerate(zip(exceeded, row_max, shift, strict=True))
+        ]
+        factors = [
+            ptx.select(exceeds, ptx.exp2(a - b), Float32(1.0))
+            for exceeds, a, b in zip(exceeded, new, shift, strict=True)
+        ]
+        return Rescale(new, factors)
 
     def finite(self, shift: list[Float32]) -> list[Float32]:
         """Gives rows without an anchor one far below any score: hidden scores then yield 0, all others infinity."""
@@ -139,8 +130,8 @@ class OnlineSoftmax:
 
     def exceeds_slack(self, sums: list[Float32]) -> Boolean:
         """Whether some of this thread's exponentials exceed 2^SLACK, or a row had no anchor (sum infinite or NaN)."""
-        limit = Float32(2.0**SLACK * len(self.columns(0)))
-        return cutlass.or_(*(cutlass.Boolean(sums[slot] <= limit) == cutlass.Boolean(False) for slot in self.slots))
+        limit = Float32(2.0**SLACK * self.layout.columns_per_thread)
+        return any_of([cutlass.Boolean(total <= limit) == cutlass.Boolean(False) for total in sums])
 
     def exponentials(self, s: list[Float32], shift: list[Float32], may_be_empty: bool) -> list[Float32]:
         """Computes exp2(s * c + shift). `may_be_empty`: a row may have no visible key yet; -inf + inf would be NaN."""
@@ -149,17 +140,22 @@ class OnlineSoftmax:
             finite = shift[slot]
             if may_be_empty:
                 finite = ptx.select(finite == Float32(INFINITY), Float32(0.0), finite)
-            for i in self.columns(slot):
-                p[i] = ptx.exp2(ptx.fma(s[i], self.scale(slot), finite))
+            row = self.exp2.exponentials(self.layout.of_slot(s, slot), self.log2_scales[slot], finite)
+            for (register, _), x in zip(self.layout.places(slot), row, strict=True):
+                p[register] = x
         return p
 
     def sums(self, p: list[Float32], total: list[Float32]) -> list[Float32]:
-        """Adds to the running sums per thread; those of a quad are reduced once, at the end."""
-        return [tree(add, [p[i] for i in self.columns(slot)]) + total[slot] for slot in self.slots]
+        """Adds to the sums per thread; those of a row are reduced once, at the end."""
+        return [self.exp2.sum(self.layout.of_slot(p, slot)) + total[slot] for slot in self.slots]
 
 
 def add(a: Float32, b: Float32) -> Float32:
     return a + b
+
+
+def any_of(conditions: list[Boolean]) -> Boolean:
+    return reduce(cutlass.or_, conditions)
 
 
 def tree(op, values):  # type: ignore[no-untyped-def]  # over traced values
@@ -168,10 +164,3 @@ def tree(op, values):  # type: ignore[no-untyped-def]  # over traced values
         paired = [op(a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
         values = paired + values[len(paired) * 2 :]
     return values[0]
-
-
-def reduce_quad(op, x):  # type: ignore[no-untyped-def]
-    """Reduces over the four lanes that share a row of an MMA accumulator."""
-    for lane_mask in (1, 2):
-        x = op(x, ptx.shuffle_xor(x, lane_mask))
-    return x

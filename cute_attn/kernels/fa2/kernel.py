@@ -26,13 +26,13 @@ from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, zeros
 from cute_attn.kernels.blocks.scores import Alibi, Scale, Scores, SoftCap
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
-from cute_attn.kernels.blocks.softmax import OnlineSoftmax, Running
 from cute_attn.kernels.fa2.parts.convert import Converted, Nvfp4, Stored
-from cute_attn.kernels.fa2.parts.epilogue import MergedWarps, WarpRows, row_stats
+from cute_attn.kernels.fa2.parts.epilogue import MergedWarps, WarpRows
 from cute_attn.kernels.fa2.parts.kv import DenseKV, NoScales, ScaleRows, Team, TokenRows
 from cute_attn.kernels.fa2.parts.mma import Lanes, WarpTile
 from cute_attn.kernels.fa2.parts.paged_kv import PagedKV
 from cute_attn.kernels.fa2.parts.rope import NoRotation, Rotation
+from cute_attn.kernels.fa2.parts.softmax import Running, RunningSoftmax
 from cute_attn.kernels.fa2.parts.tile_scheduler import GridSchedule, ItemSchedule, WorkTile
 from cute_attn.kernels.fa2.smem import SharedMemory
 from cute_attn.kernels.fa2.spec import Fa2Spec
@@ -123,7 +123,7 @@ class Work:
     source: Stored | Converted
     mask: BandMask
     scores: Scores
-    softmax: OnlineSoftmax
+    softmax: RunningSoftmax
     rotation: NoRotation | Rotation
     order: TileOrder
     ring: Int32
@@ -178,7 +178,7 @@ class Fa2Program:
         if cutlass.const_expr(self.pdl):
             ptx.grid_dependency_launch()
         running = state.running
-        stats = row_stats(running)
+        stats = RowStats.of(self.tile.output_layout, running.shift, running.total)
         self.store(params, work, base, running.out, stats)
 
     # --- composition ------------------------------------------------------------------------------------------------
@@ -198,9 +198,9 @@ class Fa2Program:
             source=self.make_source(base),
             mask=mask,
             scores=self.make_scores(p, scale, rows, lanes),
-            softmax=OnlineSoftmax(self.tile, Float32(ptx.LOG2E) if self.spec.scores else scale),
+            softmax=self.make_softmax(Float32(ptx.LOG2E) if self.spec.scores else scale),
             rotation=self.make_rotation(p, base),
-            order=mask.tiles(work_tile.first_tile, work_tile.last_tile),
+            order=mask.tiles(self.spec.tile.rows, self.spec.tile.cols, work_tile.first_tile, work_tile.last_tile),
             ring=base + Int32(memory.ring),
         )
 
@@ -250,16 +250,20 @@ class Fa2Program:
             return Converted(self.memory, Nvfp4(spec.dtype, self.converts_fp8), target)
         return Converted(self.memory, Fp8(spec.dtype, spec.kv_dtype, self.converts_fp8), target)
 
+    def make_softmax(self, log2_scale: Float32) -> RunningSoftmax:
+        layout = self.tile.scores_layout
+        return RunningSoftmax(layout, [log2_scale for _ in layout.slots], output=self.tile.output_layout)
+
     def make_mask(self, p: Fa2Params, work_tile: WorkTile, rows: PackedRows, lanes: Lanes) -> BandMask:
-        band = Band(work_tile.kv_end, work_tile.left, work_tile.right)
+        band, layout = Band(work_tile.kv_end, work_tile.left, work_tile.right), self.tile.scores_layout
         if self.spec.mask == "packed":
-            return PackedMask(band, self.tile, rows, lanes, work_tile.mask, p.mask + p.mask_bytes, work_tile.kv_len)
-        return BandMask(band, self.tile, rows, lanes)
+            return PackedMask(band, layout, rows, lanes, work_tile.mask, p.mask + p.mask_bytes, work_tile.kv_len)
+        return BandMask(band, layout, rows, lanes)
 
     def make_scores(self, p: Fa2Params, scale: Float32, rows: PackedRows, lanes: Lanes) -> Scores:
         makers: dict[str, Callable[[], Scale | SoftCap | Alibi]] = {
             "scale": lambda: Scale(scale),
-            "alibi": lambda: Alibi(self.tile, rows, lanes, p.num_qo_heads),
+            "alibi": lambda: Alibi(self.tile.scores_layout, rows, lanes, p.num_qo_heads),
             "soft_cap": lambda: SoftCap(p.soft_cap),
         }
         return Scores([makers[name]() for name in self.spec.scores])
@@ -310,7 +314,7 @@ class Fa2Program:
             # Not the lanes of the mask: the tokens of its rows would stay in registers through the loop for the
             # epilogue.
             lanes = Lanes.of(self.memory, ptx.opaque(cute.arch.thread_idx()[0]))
-        kind(self.tile, lanes, rows, target, epilogue, base).write(out, stats)
+        kind(self.tile.output_layout, lanes, rows, target, epilogue, self.memory, base).write(out, stats)
 
     # --- phases -----------------------------------------------------------------------------------------------------
 

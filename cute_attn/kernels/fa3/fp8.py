@@ -137,7 +137,7 @@ class Fp8MmaWarpgroups(MmaWarpgroups):
         return self.sums(rings).plus(super().last_output(rings, mma, state))
 
     def sums(self, rings: Any) -> ThreadSums:
-        return ThreadSums.of(self.memory, rings.scratch["sums"])
+        return ThreadSums.of(self.tile, rings.scratch["sums"])
 
 
 class Fp8Program(Fa3Program):
@@ -154,13 +154,13 @@ class Fp8Program(Fa3Program):
 
     def softmax(self, p: PersistentParams, work: QueryTile, lanes: WarpgroupLanes, scale: Any) -> Fp8Softmax:
         scales = [Float32(ptx.LOG2E)] * 2 if self.spec.scores else self.row_scales(p, work, lanes)
-        return Fp8Softmax(self.tile, scales[0], scales)
+        return Fp8Softmax(self.tile.scores_layout, scales)
 
     def scale_step(self, p: PersistentParams, work: QueryTile, lanes: AnyLanes, scale: Any) -> RowScales:
         if isinstance(lanes, RematerializedLanes):
-            return RowScales(lambda: self.row_scales(p, work, lanes))
+            return RowScales(self.tile.scores_layout, lambda: self.row_scales(p, work, lanes))
         scales = self.row_scales(p, work, lanes)
-        return RowScales(lambda: scales)
+        return RowScales(self.tile.scores_layout, lambda: scales)
 
     def scores(self, p: PersistentParams, work: QueryTile, lanes: AnyLanes, scale: Any) -> Scores:
         return super().scores(p, work, RematerializedLanes() if self.spec.mask == "packed" else lanes, scale)
@@ -171,8 +171,8 @@ class Fp8Program(Fa3Program):
     def row_scales(self, p: PersistentParams, work: QueryTile, lanes: AnyLanes) -> list[Float32]:
         """Returns the scales of scores, positive because `prepare_q` flips rows of negative scale."""
         rows, scales = work.rows(p), []
-        for slot in range(2):
-            row_scale = self.row_scale(p, work, rows.head(lanes.row(self.memory, slot)))
+        for slot in self.tile.scores_layout.slots:
+            row_scale = self.row_scale(p, work, rows.head(lanes.row(slot)))
             scales.append(ptx.fmax(ptx.magnitude(row_scale), Float32(MIN_SCALE)))
         return scales
 

@@ -23,7 +23,6 @@ from cute_attn.kernels.fa3.parts.dequant import (
     Fp8KvDequant,
     QNormalization,
     RegisterQTile,
-    RowScaledSoftmax,
     StoredRows,
 )
 from cute_attn.kernels.fa3.parts.wgmma import AnyLanes, WarpgroupLanes, WarpgroupTile
@@ -116,9 +115,8 @@ class Fp8KvProgram(Fa3Program):
 
     def softmax(self, p: PersistentParams, work: QueryTile, lanes: WarpgroupLanes, scale: Any) -> OnlineSoftmax:
         if self.spec.scores:
-            return OnlineSoftmax(self.tile, Float32(ptx.LOG2E))
-        scales = [ptx.fmax(x, Float32(MIN_SCALE)) for x in scale]
-        return RowScaledSoftmax(self.tile, scales[0], scales)
+            return super().softmax(p, work, lanes, scale)
+        return OnlineSoftmax(self.tile.scores_layout, [ptx.fmax(x, Float32(MIN_SCALE)) for x in scale])
 
     def scale_step(self, p: PersistentParams, work: QueryTile, lanes: AnyLanes, scale: Any) -> RowScales:
-        return RowScales(lambda: scale)
+        return RowScales(self.tile.scores_layout, lambda: scale)

@@ -89,8 +89,7 @@ class MmaWarpgroups:
             q_scale = self.program.prepare_q(p, QueryTile.load(rings.record(q)), lanes, q_rows, scale)
             q_operand = self.tile.q_operand(q_rows)
             mma = self.mma_work(p, QueryTile.load(rings.record(q)), lanes, q_scale, q_operand)
-            out, shift = self.tile.zeros(self.tile.d_blocks), [Float32(float("inf")) for _ in range(2)]
-            total = [Float32(0.0) for _ in range(2)]
+            out, shift, total = self.tile.output_layout.zeros(), mma.softmax.no_anchors(), mma.softmax.zero_sums()
             if mma.order.total > 0:
                 self.clear_tail(rings, mma, k)
                 k = self.skip_tiles(rings, mma, k)
@@ -193,8 +192,8 @@ class MmaWarpgroups:
         s = self.apply_score_mods_and_mask(mma, s, mma.order.at(mma.skipped), True)
         shift = softmax.first_shift(s)
         s = softmax.exponentials(s, shift, may_be_empty=True)
-        total = softmax.sums(s, [Float32(0.0) for _ in range(2)])
-        out = self.tile.zeros(self.tile.d_blocks)
+        total = softmax.sums(s, softmax.zero_sums())
+        out = self.tile.output_layout.zeros()
         return State(out, self.tile.probabilities(s), shift, total, rings.k.next(k))
 
     def step(self, rings: SmemRings, mma: MmaWork, state: State, kv_tile: Int32, masked: bool) -> State:
@@ -213,7 +212,7 @@ class MmaWarpgroups:
         self.warp_scheduler_arrive(lanes)
         s = self.apply_score_mods_and_mask(mma, sm90.wgmma_wait(1, s), kv_tile, masked)
         s = softmax.exponentials(s, softmax.finite(state.shift) if masked else state.shift, may_be_empty=False)
-        sums = softmax.sums(s, [Float32(0.0) for _ in range(2)])
+        sums = softmax.sums(s, softmax.zero_sums())
         exceeds_slack = softmax.exceeds_slack(sums)
         # The vote precedes the wait: otherwise ptxas moves the exponentials, which should overlap P V, behind the wait.
         needs_recompute = tma.any_of_warpgroup(lanes.warpgroup + VOTE_BARRIER, exceeds_slack)
@@ -253,14 +252,14 @@ class MmaWarpgroups:
             s = self.apply_score_mods_and_mask(mma, sm90.wgmma_wait(0, self.tile.scores(q, k)), kv_tile, masked)
             rescale = softmax.rescale_factors(shift, s)
             s = softmax.exponentials(s, rescale.shift, may_be_empty=masked)
-            p, sums = self.tile.probabilities(s), softmax.sums(s, [Float32(0.0) for _ in range(2)])
+            p, sums = self.tile.probabilities(s), softmax.sums(s, softmax.zero_sums())
             shift = rescale.shift
             total = [t * factor for t, factor in zip(total, rescale.factors, strict=True)]
             out = self.rescale_output(rings, out, rescale.factors)
         return State(out, p, shift, total, state.k), sums
 
     def rescale_output(self, rings: SmemRings, out: list[Float32], factors: list[Float32]) -> list[Float32]:
-        return [x * factors[i % 4 // 2] for i, x in enumerate(out)]
+        return self.tile.output_layout.scale_rows(out, factors)
 
     def warp_scheduler_sync(self, lanes: WarpgroupLanes) -> None:
         """Waits for this warpgroup's turn at issuing products."""
@@ -285,6 +284,6 @@ class MmaWarpgroups:
         rows = work.rows(p)
 
         def write(target: Target | Partials, epilogue: FinalEpilogue | PartialEpilogue) -> None:
-            self.store_type(self.tile, lanes, rows, target, epilogue).write(out, shift, total)
+            self.store_type(self.tile.output_layout, lanes, rows, target, epilogue).write(out, shift, total)
 
         self.program.store(p, work, write)

@@ -14,8 +14,8 @@ from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm90, tma
 from cute_attn.kernels.blocks.dequant import Fp8
+from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
-from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.fa3.parts.wgmma import WarpgroupLanes, WarpgroupTile
 from cute_attn.kernels.fa3.smem import Fp8KvMemory
 from cute_attn.kernels.formats import LINE
@@ -49,16 +49,6 @@ class RegisterQTile(WarpgroupTile):
 
 
 @dataclass(frozen=True)
-class RowScaledSoftmax(OnlineSoftmax):
-    """Online softmax with a scale per row."""
-
-    row_scales: list[Float32]
-
-    def scale(self, slot: int) -> Float32:
-        return self.row_scales[slot]
-
-
-@dataclass(frozen=True)
 class QNormalization:
     """Normalization of a warp's 16 rows of q in shared memory, from bf16 to fp16, with two lanes per row."""
 
@@ -87,7 +77,10 @@ class QNormalization:
             ptx.st_shared_v4(at, offset, words)
         tma.fence_async()
         ptx.sync_warp()
-        return [ptx.shuffle_from(scale * inverse, lane // 4 * 2 + 16 * slot) for slot in range(2)]
+        layout = MmaFragmentLayout(1, 1)  # of scores; lanes 2 r and 2 r + 1 have normalized row r
+        return [
+            ptx.shuffle_from(scale * inverse, layout.lane_row(lane) * 2 + 2 * layout.row(slot)) for slot in layout.slots
+        ]
 
 
 @dataclass(frozen=True)

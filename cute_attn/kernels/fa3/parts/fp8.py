@@ -13,7 +13,8 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, sm90, tma
 from cute_attn.kernels.blocks.epilogue import PartialEpilogue
-from cute_attn.kernels.blocks.softmax import OnlineSoftmax, reduce_quad
+from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
+from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.fa3.parts.epilogue import WarpgroupStore
 from cute_attn.kernels.fa3.parts.wgmma import WarpgroupTile
 from cute_attn.kernels.fa3.smem import Fp8Memory
@@ -42,10 +43,11 @@ class Fp8Tile(WarpgroupTile):
 
     def probabilities(self, s: list[Float32]) -> list[Int32]:
         """Packs P; of every 32 keys, row slots 0 and 1 of the first 16, then those of the other 16."""
-        words = []
-        for i in range(0, len(s), 8):
-            for row in (i, i + 2):
-                words.append(sm90.pack_e4m3([s[row], s[row + 1], s[row + 4], s[row + 5]]))
+        layout, words = self.scores_layout, []
+        for n in range(0, layout.n_blocks, 2):
+            for slot in layout.slots:
+                first, second = (layout.pairs(slot)[i][0] for i in (n, n + 1))
+                words.append(sm90.pack_e4m3([*s[first : first + 2], *s[second : second + 2]]))
         return words
 
     def scaled(self, p: list[Int32], factors: list[Float32]) -> list[Int32]:
@@ -65,14 +67,16 @@ class ThreadSums:
     fp32.
     """
 
+    layout: MmaFragmentLayout
     address: Int32
     vectors: int
     pitch: int
 
     @classmethod
-    def of(cls, memory: Fp8Memory, address: Int32) -> "ThreadSums":
+    def of(cls, tile: Fp8Tile, address: Int32) -> "ThreadSums":
         thread = ptx.asm("mov.u32 $0, %tid.x;", [Int32]) - Int32(128)
-        return cls(address + thread * 16, memory.head_dim_vo // 16, 2 * 16 * memory.tile.rows)
+        memory = tile.memory
+        return cls(tile.output_layout, address + thread * 16, memory.head_dim_vo // 16, 2 * 16 * memory.tile.rows)
 
     def clear(self) -> None:
         for i in range(self.vectors):
@@ -89,8 +93,12 @@ class ThreadSums:
         """Scales the sums and `out`; returns `out` plus the rounding errors of the sums."""
         scaled = []
         for i in range(self.vectors):
-            rest = self.write(i, [x * factors[j % 4 // 2] for j, x in enumerate(self.read(i))])
-            scaled += [ptx.fma(out[8 * i + j], factors[j % 4 // 2], x) for j, x in enumerate(rest)]
+            by_register = [factors[self.layout.slot_of(register)] for register in range(8 * i, 8 * i + 8)]
+            rest = self.write(i, [x * factor for x, factor in zip(self.read(i), by_register, strict=True)])
+            scaled += [
+                ptx.fma(x, factor, error)
+                for x, factor, error in zip(out[8 * i : 8 * i + 8], by_register, rest, strict=True)
+            ]
         return scaled
 
     def plus(self, out: list[Float32]) -> list[Float32]:
@@ -109,26 +117,21 @@ class ThreadSums:
 
 @dataclass(frozen=True)
 class Fp8Softmax(OnlineSoftmax):
-    """Online softmax with a scale per row and P in the range of e4m3."""
-
-    row_scales: list[Float32]
-
-    def scale(self, slot: int) -> Float32:
-        return self.row_scales[slot]
+    """Online softmax with P in the range of e4m3."""
 
     @property
     def slack(self) -> float:
         """Slack in log2: while no element of P exceeds it, no thread's sum reaches `SUM_LIMIT`."""
-        return math.log2(SUM_LIMIT / len(self.columns(0))) - 0.01
+        return math.log2(SUM_LIMIT / self.layout.columns_per_thread) - 0.01
 
     def anchor(self, high: Float32, slot: int) -> Float32:
-        return ptx.fma(Float32(0.0) - high, self.scale(slot), Float32(P_LOG2))
+        return ptx.fma(Float32(0.0) - high, self.log2_scales[slot], Float32(P_LOG2))
 
     def headroom(self, total: list[Float32]) -> list[Float32]:
         """Exponents by which the rows of P may grow, from the running sums of all tiles so far."""
         exponents = []
         for x in total:
-            exponent = Float32(PEAK_LOG2) - ptx.log2(reduce_quad(ptx.fmax, x))
+            exponent = Float32(PEAK_LOG2) - ptx.log2(self.layout.reduce(ptx.fmax, x))
             exponents.append(ptx.fmin(ptx.fmax(ptx.floor(exponent), Float32(0.0)), Float32(4.0)))
         return exponents
 
@@ -195,16 +198,16 @@ class Fp8Store(WarpgroupStore):
         return [[values[i], values[i + 2], values[i + 1], values[i + 3]] for i in range(0, len(values), 4)]
 
     @cute.jit
-    def store_pairs(self, row: Int32, values: list[Float32]) -> None:
+    def store_f32(self, row: Int32, values: list[Float32]) -> None:
         if self.rows.exists(row):
-            address = self.target.row(self.rows, row) + Int64(self.lanes.lane % 4 * 16)
+            address = self.target.row(self.rows, row) + Int64(self.quad_lane * 16)
             for i, four in enumerate(self.adjacent(values)):
                 ptx.st_global_v4_f32(address, i * 64, four)
 
     @cute.jit
     def store_chunks(self, row: Int32, values: list[Float32]) -> None:
         if self.rows.exists(row):
-            address = self.target.row(self.rows, row) + Int64(self.lanes.lane % 4 * 8)
+            address = self.target.row(self.rows, row) + Int64(self.quad_lane * 8)
             for i, four in enumerate(self.adjacent(values)):
                 packed = [ptx.pack_16(self.target.dtype, four[j], four[j + 1]) for j in (0, 2)]
                 ptx.st_global_v2(address, i * 32, packed)

@@ -1,16 +1,16 @@
 """Tile of an MMA warpgroup: scores S = Q K^T and outputs O += P V by wgmma, 64 rows by all columns.
 
-An accumulator is a flat list: register 4 n + {0, 1} is row lane // 4 of the warp's 16, columns 8 n + 2 (lane % 4) +
-{0, 1}; 4 n + {2, 3} the row 8 below. Two adjacent blocks of 8 columns, rounded, are one A operand.
+Two adjacent blocks of 8 columns of an accumulator (`MmaFragmentLayout`), rounded, are one A operand.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm90
+from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
 from cute_attn.kernels.fa3.smem import HopperMemory
 from cute_attn.kernels.formats import LINE
 
@@ -23,19 +23,14 @@ class WarpgroupTile:
 
     dtype: str
     memory: HopperMemory
-    m_blocks: int = 1
-    row_slots: int = 2
 
     @property
-    def n_blocks(self) -> int:
-        return self.memory.tile.cols // 8
+    def scores_layout(self) -> MmaFragmentLayout:
+        return MmaFragmentLayout(1, self.memory.tile.cols // 8)
 
     @property
-    def d_blocks(self) -> int:
-        return self.memory.head_dim_vo // 8
-
-    def zeros(self, blocks: int) -> list[Float32]:
-        return [Float32(0.0) for _ in range(4 * blocks)]
+    def output_layout(self) -> MmaFragmentLayout:
+        return MmaFragmentLayout(1, self.memory.head_dim_vo // 8)
 
     def q_operand(self, address: Int32) -> Any:
         """Returns the A operand of S for the warpgroup's rows at `address`."""
@@ -72,7 +67,6 @@ class WarpgroupTile:
 class WarpgroupLanes:
     """Position of this thread among the MMA threads."""
 
-    warp_col: ClassVar[int] = 0  # every warp sees all columns
     warpgroup: Int32  # index among the MMA warpgroups
     warp: Int32  # within the warpgroup
     lane: Int32
@@ -84,27 +78,35 @@ class WarpgroupLanes:
         warp = cute.arch.make_warp_uniform(thread >> 5)
         return cls((warp >> 2) - Int32(1), warp & 3, thread & 31)
 
-    def row(self, memory: HopperMemory, slot: int) -> Int32:
-        return self.warpgroup * WARPGROUP_ROWS + self.warp * 16 + self.lane // 4 + slot * 8
+    def row(self, slot: int) -> Int32:
+        first = self.warpgroup * WARPGROUP_ROWS + self.warp * 16 + MmaFragmentLayout.lane_row(self.lane)
+        return first + MmaFragmentLayout.row(slot)
 
-    def first_col(self, memory: HopperMemory) -> Int32:
-        return self.lane % 4 * 2
+    def first_col(self) -> Int32:
+        return self.lane_col()
+
+    def first_warp_col(self) -> Int32:
+        """Returns 0: every warp sees all columns."""
+        return Int32(0)
+
+    def lane_col(self) -> Int32:
+        return MmaFragmentLayout.lane_col(self.lane)
 
 
 class RematerializedLanes:
     """`WarpgroupLanes` read at every use, so that nothing derived from them stays in registers in between."""
 
-    warp_col: ClassVar[int] = 0
+    def row(self, slot: int) -> Int32:
+        return WarpgroupLanes.of().row(slot)
 
-    @property
-    def lane(self) -> Int32:
-        return WarpgroupLanes.of().lane
+    def first_col(self) -> Int32:
+        return WarpgroupLanes.of().first_col()
 
-    def row(self, memory: HopperMemory, slot: int) -> Int32:
-        return WarpgroupLanes.of().row(memory, slot)
+    def first_warp_col(self) -> Int32:
+        return Int32(0)
 
-    def first_col(self, memory: HopperMemory) -> Int32:
-        return WarpgroupLanes.of().first_col(memory)
+    def lane_col(self) -> Int32:
+        return WarpgroupLanes.of().lane_col()
 
 
 AnyLanes = WarpgroupLanes | RematerializedLanes
