@@ -17,74 +17,25 @@ from cute_attn.schedule import batch as batch_schedule
 from tests.support import batch_case, case
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
 from tests.support.case import Case
-from tests.support.matrix import BF16, CAUSAL, CUSTOM, HND, PACKED, SMALL, prefill
-from tests.support.narrow import CUDA, taken
+from tests.support.fa3_emulated import (
+    BATCHES,
+    GATHERED,
+    LONG,
+    SCHEDULES,
+    assert_auto_runs,
+    assert_cut,
+    assert_fa3,
+    name,
+    solve_batch,
+    solve_single,
+)
+from tests.support.fp8_kv_cases import CUDA, taken
+from tests.support.matrix import BF16, CAUSAL, SMALL, prefill
 
 pytestmark = pytest.mark.emulator
 
-SCHEDULES = (Schedule("delayed", 1), Schedule("adversarial", 2))
-
-# Several tiles a CTA, all stages of the rings again, tiles that see nothing, boxes of one token.
-LONG: tuple[Case, ...] = (
-    prefill(400, 700, (2, 1), 64, **CAUSAL),
-    prefill(200, 600, (2, 2), 128, **BF16),
-    prefill(300, 100, (2, 2), 128, **CAUSAL, **BF16),
-    prefill(300, 300, (1, 1), 128, **CAUSAL, **HND, window_left=40),
-    prefill(300, 700, (1, 1), 64, **CAUSAL, window_left=330),
-    prefill(70, 500, (2, 1), 64, **PACKED, logits_soft_cap=3.0, pos_encoding_mode="ALIBI"),
-    prefill(150, 400, (1, 1), (192, 128), **CUSTOM),
-    prefill(150, 400, (1, 1), 256, **CAUSAL, **BF16),
-)
-BATCHES: tuple[BatchCase, ...] = (
-    ragged((200, 0, 37, 1), (300, 20, 64, 0), mask="causal"),
-    paged((150, 0, 37, 1), (300, 20, 64, 0), page_size=16, mask="causal", dtype="bfloat16", **dims(128), **heads(4, 2)),
-    paged((150, 20), (300, 40), page_size=5, window_left=30),
-    paged((70, 9), (100, 260), page_size=16, mask="packed", sinks=True, o_dtype="float32"),
-    paged((130, 20), (500, 260), page_size=192, mask="causal"),  # pages of three boxes
-)
-# Small pages, gathered; the last two in tiles of other widths, one of a line and a half. By these seeds page 0, which
-# lanes without a page of their own take for theirs, is nobody's.
-GATHERED: tuple[BatchCase, ...] = (
-    paged((150, 0, 37, 1), (300, 20, 64, 0), page_size=1, mask="causal", dtype="bfloat16", **dims(128), **heads(4, 2)),
-    paged((70, 9), (100, 260), page_size=3, mask="packed", sinks=True, o_dtype="float32", seed=39),
-    paged((130, 9), (200, 90), page_size=16, kv_layout="HND", cache="strided", seed=1, **dims(192, 128)),
-    paged((130, 9), (200, 260), page_size=7, mask="causal", dtype="bfloat16", seed=29, **dims(256)),
-    paged((130, 9), (20, 260), page_size=12, mask="causal", cache="one", slack=True, seed=4, **dims(96)),
-)
-
-
-def name(value: Case | BatchCase | Schedule | int) -> str:
-    return value.kind if isinstance(value, Schedule) else str(value) if isinstance(value, int) else value.id
-
-
 SINGLE = [problem for problem in SMALL if taken(case.features(problem, CUDA))]
 BATCH = [batch for batch in batch_case.SMALL if taken(batch_case.features(batch, CUDA))]
-
-
-def assert_fa3(emulation: Emulation) -> None:
-    """What ran, if anything did, is the Hopper kernel, and the merge of its partials."""
-    assert {record.spec["kernel"] for record in emulation.records} - {"combine"} <= {"fa3"}
-
-
-def solve_single(problem: Case, schedule: Schedule, sms: int | None = None) -> Emulation:
-    with using("sm_90a", kernels="fa3", schedule=schedule, sms=sms) as emulation:
-        out, lse = case.call(problem, case.make(problem), backend="emulator")
-    result = case.check(problem, out, lse)
-    assert result.ok, result.detail
-    assert_fa3(emulation)
-    return emulation
-
-
-def solve_batch(batch: BatchCase, schedule: Schedule, sms: int | None = None) -> Emulation:
-    inputs = batch_case.make(batch)
-    with using("sm_90a", kernels="fa3", schedule=schedule, sms=sms) as emulation:
-        planned = batch_case.wrapper(batch, inputs.q.device, backend="emulator")
-        planned.plan(**batch_case.plan_arguments(batch, inputs))
-        out, lse = batch_case.call(batch, inputs, planned)
-    result = batch_case.check(batch, inputs, out, lse)
-    assert result.ok, result.detail
-    assert_fa3(emulation)
-    return emulation
 
 
 @pytest.mark.parametrize("problem", SINGLE, ids=lambda problem: problem.id)
@@ -237,10 +188,6 @@ def test_sections_of_single_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     solve_single(prefill(150, 200, (6, 3), 64, **CAUSAL, seed=1), Schedule(), sms=4)  # settings that nobody has run
 
 
-def assert_cut(emulation: Emulation) -> None:
-    assert [record.spec["kernel"] for record in emulation.records] == ["fa3", "combine"]
-
-
 @pytest.mark.parametrize("mask", ["causal", "none"])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=name)
 def test_cut_keys(schedule: Schedule, mask: str) -> None:
@@ -264,14 +211,7 @@ def test_the_kernels_of_auto() -> None:
 
 @pytest.mark.parametrize(("page_size", "kv"), [(1, "gathered"), (5, "gathered"), (64, "paged")])
 def test_auto_takes_pages_of_any_size(page_size: int, kv: str) -> None:
-    batch = paged((70,), (90,), page_size, **dims(128))
-    inputs = batch_case.make(batch)
-    with using("sm_90a") as emulation:
-        planned = batch_case.wrapper(batch, inputs.q.device, backend="emulator")
-        planned.plan(**batch_case.plan_arguments(batch, inputs))
-        out, lse = batch_case.call(batch, inputs, planned)
-    assert batch_case.check(batch, inputs, out, lse).ok
-    assert [(record.spec["kernel"], record.spec["kv"]) for record in emulation.records] == [("fa3", kv)]
+    assert_auto_runs(paged((70,), (90,), page_size, **dims(128)), kv)
 
 
 def test_expanded_keys() -> None:
