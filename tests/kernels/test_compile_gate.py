@@ -17,7 +17,7 @@ from cute_attn.runtime.spec import KernelSpec
 from tests.support.tiers import spread
 
 SAMPLED = 3  # kernels of a family per architecture that the quick tier compiles
-CHUNK = 25  # kernels per test of the others: a kernel takes 1.6 s
+CHUNK = 20  # kernels per test of the others: a kernel takes 1.6 s
 
 
 def family(spec: KernelSpec) -> str:

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-QUICK_CASES = 4  # of a test function that runs on the emulator
+QUICK_CASES = 8  # per test function that runs kernels
 ALL = 1 << 20
 
-# Files, or functions in them, of which the quick tier takes more or fewer cases.
+# Test functions of which the quick tier takes more or fewer cases.
 EXCEPTIONS: dict[str, int] = {
-    "tests/emulator/test_mutations.py": 0,
     "tests/emulator/test_faults.py::test_it_is_noticed": 0,
-    "tests/emulator/test_faults.py": ALL,
+    "tests/emulator/test_faults.py::test_there_is_one_place_for_it": ALL,  # reads sources, runs nothing
+    "tests/emulator/test_mutations.py::test_mutants_are_caught": 0,
 }
 
 
@@ -22,20 +22,18 @@ def spread(count: int, kept: int) -> list[int]:
     return [i * count // kept for i in range(kept)] if kept < count else list(range(count))
 
 
-def quick_cases(file: str, function: str, on_emulator: bool) -> int:
-    """How many cases of a test function the quick tier runs at most."""
-    default = EXCEPTIONS.get(file, QUICK_CASES if on_emulator else ALL)
-    return EXCEPTIONS.get(f"{file}::{function}", default)
+def runs_kernels(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) is not None for name in ("emulator", "gpu"))
 
 
 def long_items(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
     """Cases beyond those of the quick tier, which are spread evenly over a function's cases on one executor."""
-    groups: dict[tuple[str, str, str], list[pytest.Item]] = {}
+    groups: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
-        file, _, function = item.nodeid.partition("[")[0].partition("::")
         executor = getattr(getattr(item, "callspec", None), "params", {}).get("executor")
-        groups.setdefault((file, function, getattr(executor, "name", "")), []).append(item)
-    for (file, function, _), cases in groups.items():
-        on_emulator = cases[0].get_closest_marker("emulator") is not None
-        quick = spread(len(cases), quick_cases(file, function, on_emulator))
-        yield from (case for i, case in enumerate(cases) if i not in set(quick))
+        function = item.nodeid.partition("[")[0]
+        groups.setdefault((function, getattr(executor, "name", "")), []).append(item)
+    for (function, _), cases in groups.items():
+        kept = EXCEPTIONS.get(function, QUICK_CASES if runs_kernels(cases[0]) else ALL)
+        quick = set(spread(len(cases), kept))
+        yield from (case for i, case in enumerate(cases) if i not in quick)
