@@ -108,11 +108,24 @@ def test_the_root_holds_public_modules() -> None:
 
 # ---- the check itself, on small sources
 
+MODULES = """
+    errors problem prefill schedule.batch reference.attention emulator.run runtime.arch runtime.launch wrappers.base
+    wrappers.run_cache request.single request.xqa dispatch.select cli.doctor xqa.decode kernels.catalog
+    kernels.host.load kernels.blocks.ptx kernels.blocks.softmax kernels.combine.kernel kernels.fa2.kernel
+    kernels.fa2.parts.mma kernels.fa2.spec kernels.fa2.host.params kernels.fa3.kernel kernels.fa3.parts.wgmma
+    kernels.fa3.spec kernels.fa3.host.params kernels.fa3.host.single kernels.xqa.spec kernels.xqa.host.runner
+"""
+
 
 def made(**texts: str) -> dict[str, Source]:
-    """The package with other texts of some modules: `a__b` stands for `cute_attn.a.b`."""
+    """A package of `MODULES`, empty but for `texts`: `a__b` stands for `cute_attn.a.b`."""
     changed = {f"cute_attn.{name.replace('__', '.')}": text for name, text in texts.items()}
-    return {name: Source(source.path, changed.get(name, "")) for name, source in SOURCES.items()}
+    modules = {f"cute_attn.{name}" for name in MODULES.split()}
+    packages = {".".join(parts[:i]) for name in modules for parts in [name.split(".")] for i in range(1, len(parts))}
+    assert changed.keys() <= modules
+    path = "{}.py".format
+    sources = {name: Source(path(name.replace(".", "/")), changed.get(name, "")) for name in modules}
+    return sources | {name: Source(path(name.replace(".", "/") + "/__init__"), "") for name in packages}
 
 
 @pytest.mark.parametrize(
