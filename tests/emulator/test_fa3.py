@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from cute_attn import BatchPrefillWithRaggedKVCacheWrapper, LayoutError, NotSupported, single_prefill_with_kv_cache
 from cute_attn.emulator import Schedule, using
-from cute_attn.emulator.settings import Emulation
 from cute_attn.kernels.fa3.host import batch as fa3_batch
 from cute_attn.kernels.fa3.host import variant as fa3_variant
 from cute_attn.schedule import batch as batch_schedule
@@ -65,7 +65,15 @@ def test_gathered_pages(batch: BatchCase, schedule: Schedule) -> None:
     assert {record.spec["kv"] for record in emulation.records} == {"gathered"}
 
 
-def products(emulation: Emulation) -> int:
+def products(
+    *qkv: torch.Tensor, schedule: Schedule | None = None, sms: int | None = None, near: float = 2e-3, **arguments: Any
+) -> int:
+    """The number of wgmma instructions of a prefill call, whose result is as the reference has it."""
+    with using("sm_90a", kernels="fa3", schedule=schedule, sms=sms) as emulation:
+        out, lse = single_prefill_with_kv_cache(*qkv, return_lse=True, backend="emulator", **arguments)
+    expected = single_prefill_with_kv_cache(*qkv, return_lse=True, backend="reference", **arguments)
+    torch.testing.assert_close(out, expected[0], rtol=near, atol=near)
+    torch.testing.assert_close(lse, expected[1], rtol=1e-3, atol=1e-3)
     counts = [count for record in emulation.records for count in record.stats.instructions.items()]
     return sum(count for form, count in counts if form.startswith("wgmma.mma_async"))
 
@@ -81,12 +89,7 @@ def test_scores_that_leap(head_dim: int, schedule: Schedule, dtype: torch.dtype)
     ran = []
     for scale in (1, 300):
         k[:100] *= scale  # seen last
-        with using("sm_90a", kernels="fa3", schedule=schedule, sms=2) as emulation:
-            out, lse = single_prefill_with_kv_cache(q, k, v, causal=True, return_lse=True, backend="emulator")
-        expected = single_prefill_with_kv_cache(q, k, v, causal=True, return_lse=True, backend="reference")
-        torch.testing.assert_close(out, expected[0], rtol=2e-2, atol=2e-2)
-        torch.testing.assert_close(lse, expected[1], rtol=1e-3, atol=1e-3)
-        ran.append(products(emulation))
+        ran.append(products(q, k, v, schedule=schedule, sms=2, near=2e-2, causal=True))
     assert ran[0] < ran[1]
 
 
@@ -105,12 +108,7 @@ def test_one_row_that_rises(masked: bool, rise: int, schedule: Schedule) -> None
     ran = []
     for scale in (0.01, 1):
         k[30] = (rise * math.log(2) * row * scale).half()
-        with using("sm_90a", kernels="fa3", schedule=schedule, sms=1) as emulation:
-            out, lse = single_prefill_with_kv_cache(q, k, v, custom_mask=mask, return_lse=True, backend="emulator")
-        expected = single_prefill_with_kv_cache(q, k, v, custom_mask=mask, return_lse=True, backend="reference")
-        torch.testing.assert_close(out, expected[0], rtol=2e-3, atol=2e-3)
-        torch.testing.assert_close(lse, expected[1], rtol=1e-3, atol=1e-3)
-        ran.append(products(emulation))
+        ran.append(products(q, k, v, schedule=schedule, sms=1, custom_mask=mask))
     assert ran[0] < ran[1]
 
 
@@ -121,11 +119,7 @@ def test_rows_that_see_nothing_yet() -> None:
     for hidden in ([], [7]):
         keep = torch.ones(70, 400, dtype=torch.bool)
         keep[hidden] = False
-        with using("sm_90a", kernels="fa3") as emulation:
-            out = single_prefill_with_kv_cache(q, k, v, custom_mask=keep, backend="emulator")
-        expected = single_prefill_with_kv_cache(q, k, v, custom_mask=keep, backend="reference")
-        torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
-        ran.append(products(emulation))
+        ran.append(products(q, k, v, custom_mask=keep))
     assert ran[0] == ran[1]
 
 
