@@ -16,14 +16,16 @@ FAMILIES = sorted(path.parent.name for path in (PACKAGE / "kernels").glob("*/spe
 PUBLIC_MODULES = ("prefill", "decode", "cascade", "page", "quantization")
 SHARED_MODULES = ("problem", "errors")
 
-SPEC_FILES = ("spec", "tiles", "smem", "default_specs")  # of a kernel family: data, which needs no DSL
+# Files of plain data, which need no DSL: of a kernel family, and of the blocks that families share.
+SPEC_FILES = ("spec", "tiles", "smem", "default_specs")
+BLOCK_DATA = ("smem_map",)
 TYPES = {"problem", "errors"}
 SPECS = {f"kernels.{family}.spec" for family in FAMILIES}
 KERNELS = {f"kernels.{family}.kernel" for family in FAMILIES}
 HOSTS = {f"kernels.{family}.host" for family in FAMILIES}
 
-# What each folder may import beside itself. Public modules are one folder here; a kernel family is four: its specs
-# (`SPEC_FILES`), its device code (`kernel`: every other file, and `parts`) and its `host`.
+# What each folder may import beside itself. Public modules are one folder here, and a kernel family is four: `spec`
+# (`SPEC_FILES`), `parts`, `kernel` (its other files) and `host`.
 ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
     "cli": {"cute_attn", "public", "xqa", "dispatch", "kernels.catalog", "kernels.programs", "kernels.host", *SPECS}
@@ -37,7 +39,8 @@ ALLOWED: dict[str, set[str]] = {
     | {"request", "schedule", "emulator", "runtime", *TYPES},
     "kernels.catalog": {*SPECS, "kernels.formats", "runtime"},
     "kernels.programs": {*SPECS, *KERNELS, "runtime"},
-    "kernels.blocks": {"kernels.formats", "schedule", "runtime"},
+    "kernels.blocks": {"kernels.blocks.data", "kernels.formats", "schedule", "runtime"},
+    "kernels.blocks.data": {"kernels.formats"},
     "kernels.formats": set(),
     "request": {"schedule", *TYPES},
     "schedule": {*TYPES},
@@ -49,12 +52,12 @@ ALLOWED: dict[str, set[str]] = {
 }
 for _family in FAMILIES:
     _own = f"kernels.{_family}"
+    _data = {f"{_own}.spec", "kernels.blocks.data", "kernels.formats", "schedule", "runtime"}
     ALLOWED |= {
-        f"{_own}.spec": {"kernels.formats", "schedule", "runtime"},
-        f"{_own}.parts": {f"{_own}.spec", "kernels.blocks", "kernels.formats", "schedule", "runtime"},
-        f"{_own}.kernel": {f"{_own}.spec", f"{_own}.parts", "kernels.blocks", "kernels.formats", "schedule", "runtime"},
-        f"{_own}.host": {f"{_own}.spec", "kernels.host", "kernels.formats"}
-        | {"request", "schedule", "emulator", "runtime", *TYPES},
+        f"{_own}.spec": _data - {f"{_own}.spec"},
+        f"{_own}.parts": {*_data, "kernels.blocks"},
+        f"{_own}.kernel": {*_data, "kernels.blocks", f"{_own}.parts"},
+        f"{_own}.host": {*_data, "kernels.host", "request", "emulator", *TYPES},
     }
 
 
@@ -67,6 +70,8 @@ def folder(module: str) -> str:
         return "public"
     if parts[0] != "kernels" or len(parts) == 1:
         return parts[0]
+    if parts[1] == "blocks" and parts[-1] in BLOCK_DATA:
+        return "kernels.blocks.data"
     if parts[1] not in FAMILIES or len(parts) == 2:
         return ".".join(parts[:2])
     kind = "spec" if parts[2] in SPEC_FILES else parts[2] if parts[2] in ("parts", "host") else "kernel"
@@ -114,6 +119,7 @@ MODULES = """
     kernels.host.load kernels.blocks.ptx kernels.blocks.softmax kernels.combine.kernel kernels.fa2.kernel
     kernels.fa2.parts.mma kernels.fa2.spec kernels.fa2.host.params kernels.fa3.kernel kernels.fa3.parts.wgmma
     kernels.fa3.spec kernels.fa3.host.params kernels.fa3.host.single kernels.xqa.spec kernels.xqa.host.runner
+    kernels.blocks.smem_map
 """
 
 
@@ -154,6 +160,8 @@ def made(**texts: str) -> dict[str, Source]:
         ("kernels__fa2__spec", "from cute_attn.kernels.fa2.kernel import Fa2Program", 1, "kernels.fa2.kernel"),
         ("kernels__catalog", "from cute_attn.kernels.combine import kernel", 1, "kernels.combine.kernel"),
         ("kernels__host__load", "from cute_attn.kernels.fa2.spec import Tile", 1, "kernels.fa2.spec"),
+        ("kernels__fa3__spec", "from cute_attn.kernels.blocks import ptx", 1, "kernels.blocks.ptx"),
+        ("kernels__blocks__smem_map", "from cute_attn.kernels.blocks import ptx", 1, "kernels.blocks.ptx"),
     ],
 )
 def test_a_back_arrow_is_seen(module: str, text: str, line: int, imported: str) -> None:
@@ -188,6 +196,7 @@ def test_arrows_that_point_down_are_fine() -> None:
         prefill="from cute_attn.wrappers import base\nimport torch",
         wrappers__base="from cute_attn.dispatch import select\nfrom cute_attn.wrappers import run_cache",
         kernels__fa3__kernel="from cute_attn.kernels.fa3.parts import wgmma\nfrom cute_attn.kernels.blocks import ptx",
+        kernels__fa3__spec="from cute_attn.kernels.blocks.smem_map import RingLayout",
         kernels__fa3__host__single="from cute_attn.kernels.fa3.spec import Fa3Spec\nimport cute_attn.errors",
         cli__doctor="import importlib\nimportlib.import_module('cute_attn.reference.attention')",
         problem="TEXT = 'cute_attn.request is above.'",
