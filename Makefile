@@ -1,5 +1,8 @@
 # `make demo` and `make test` do all the set-up they need in a virtual environment of their own.
 #
+#   make test       lint, types and the quick tests: minutes       make test-long   the long tests alone
+#   make test-all   lint, types and every test: what CI runs       (tests/README.md says which tests are long)
+#
 #   VENV   where the environment lives            JOBS      test workers
 #   PYTHON the interpreter it is made with        PIP_ARGS  extra arguments of pip install (an index of your own, ...)
 #   TORCH  the torch requirement to install       ARGS      extra arguments of the command (pytest, demo)
@@ -15,13 +18,21 @@ TORCH ?= $(if $(CUDA),torch,torch==2.13.0)
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format clean
+PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+.PHONY: demo test test-long test-all lint format clean
 
 demo: $(READY)
 	$(BIN)/python -m cute_attn demo $(ARGS)
 
 test: lint
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	$(PYTEST) -m 'not long and not corpus' $(ARGS)
+
+test-long: $(READY)
+	$(PYTEST) -m 'long and not corpus' $(ARGS)
+
+test-all: lint
+	$(PYTEST) $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

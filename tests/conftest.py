@@ -1,4 +1,4 @@
-"""Fixtures of all tests."""
+"""Fixtures and tiers of all tests."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.executors import PARAMS, Executor
+from tests.support.tiers import long_items
 
 
 @pytest.fixture(params=PARAMS)
@@ -14,3 +15,10 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
     """The body of a test runs on the reference, on the emulated architectures and, where there is one, on the GPU."""
     with request.param.active():
         yield request.param
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` and `-k` choose
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what the quick tier leaves out."""
+    for item in long_items(items):
+        item.add_marker("long")

@@ -18,9 +18,9 @@ from cute_attn import (
     BatchPrefillWithRaggedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
 )
-from tests.request.test_batch_errors import ints, workspace, zeros
 from tests.support import subprocesses
 from tests.support.batch_case import paged, ragged
+from tests.support.error_rows import ints, workspace, zeros
 
 # FlashInfer's older signatures, as its documents have them.
 SEED: dict[Any, str] = {

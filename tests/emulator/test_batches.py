@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cute_attn.emulator import using
-from tests.support.batch_case import SMALL, BatchCase, call, check, make, plan_arguments, wrapper
+from tests.support.batch_case import SMALL, BatchCase, call, check, make
 
 pytestmark = pytest.mark.emulator
 
@@ -15,8 +15,6 @@ pytestmark = pytest.mark.emulator
 def test_batch(case: BatchCase, arch: str) -> None:
     inputs = make(case)
     with using(arch, kernels="fa2"):
-        planned = wrapper(case, inputs.q.device, backend="emulator")
-        planned.plan(**plan_arguments(case, inputs))
-        out, lse = call(case, inputs, planned)
+        out, lse = call(case, inputs, backend="emulator")
     result = check(case, inputs, out, lse)
     assert result.ok, result.detail

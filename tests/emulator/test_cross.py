@@ -20,9 +20,7 @@ def test_batches(seed: int) -> None:
     answers = []
     for backend in cross.BACKENDS:
         with using("sm_90a", kernels=backend, sms=2) as emulation:
-            planned = batch_case.wrapper(problem, backend="emulator")
-            planned.plan(**batch_case.plan_arguments(problem, inputs))
-            answers.append(batch_case.call(problem, inputs, planned))
+            answers.append(batch_case.call(problem, inputs, backend="emulator"))
         assert {record.spec["kernel"] for record in emulation.records} - {"combine"} == {backend}
         result = batch_case.check(problem, inputs, *answers[-1])
         assert result.ok, f"{backend}: {result.detail}"

@@ -4,87 +4,38 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from cute_attn import BatchPrefillWithRaggedKVCacheWrapper, LayoutError, NotSupported, single_prefill_with_kv_cache
 from cute_attn.emulator import Schedule, using
-from cute_attn.emulator.settings import Emulation
 from cute_attn.kernels.fa3.host import batch as fa3_batch
 from cute_attn.kernels.fa3.host import variant as fa3_variant
 from cute_attn.schedule import batch as batch_schedule
 from tests.support import batch_case, case
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
 from tests.support.case import Case
-from tests.support.matrix import BF16, CAUSAL, CUSTOM, HND, PACKED, SMALL, prefill
-from tests.support.narrow import CUDA, taken
+from tests.support.fa3_emulated import (
+    BATCHES,
+    GATHERED,
+    LONG,
+    SCHEDULES,
+    assert_auto_runs,
+    assert_cut,
+    assert_fa3,
+    name,
+    solve_batch,
+    solve_single,
+)
+from tests.support.fp8_kv_cases import CUDA, taken
+from tests.support.matrix import BF16, CAUSAL, SMALL, prefill
 
 pytestmark = pytest.mark.emulator
 
-SCHEDULES = (Schedule("delayed", 1), Schedule("adversarial", 2))
-
-# Several tiles a CTA, all stages of the rings again, tiles that see nothing, boxes of one token.
-LONG: tuple[Case, ...] = (
-    prefill(400, 700, (2, 1), 64, **CAUSAL),
-    prefill(200, 600, (2, 2), 128, **BF16),
-    prefill(300, 100, (2, 2), 128, **CAUSAL, **BF16),
-    prefill(300, 300, (1, 1), 128, **CAUSAL, **HND, window_left=40),
-    prefill(300, 700, (1, 1), 64, **CAUSAL, window_left=330),
-    prefill(70, 500, (2, 1), 64, **PACKED, logits_soft_cap=3.0, pos_encoding_mode="ALIBI"),
-    prefill(150, 400, (1, 1), (192, 128), **CUSTOM),
-    prefill(150, 400, (1, 1), 256, **CAUSAL, **BF16),
-)
-BATCHES: tuple[BatchCase, ...] = (
-    ragged((200, 0, 37, 1), (300, 20, 64, 0), mask="causal"),
-    paged((150, 0, 37, 1), (300, 20, 64, 0), page_size=16, mask="causal", dtype="bfloat16", **dims(128), **heads(4, 2)),
-    paged((150, 20), (300, 40), page_size=5, window_left=30),
-    paged((70, 9), (100, 260), page_size=16, mask="packed", sinks=True, o_dtype="float32"),
-    paged((130, 20), (500, 260), page_size=192, mask="causal"),  # pages of three boxes
-)
-# Small pages, gathered; the last two in tiles of other widths, one of a line and a half. By these seeds page 0, which
-# lanes without a page of their own take for theirs, is nobody's.
-GATHERED: tuple[BatchCase, ...] = (
-    paged((150, 0, 37, 1), (300, 20, 64, 0), page_size=1, mask="causal", dtype="bfloat16", **dims(128), **heads(4, 2)),
-    paged((70, 9), (100, 260), page_size=3, mask="packed", sinks=True, o_dtype="float32", seed=39),
-    paged((130, 9), (200, 90), page_size=16, kv_layout="HND", cache="strided", seed=1, **dims(192, 128)),
-    paged((130, 9), (200, 260), page_size=7, mask="causal", dtype="bfloat16", seed=29, **dims(256)),
-    paged((130, 9), (20, 260), page_size=12, mask="causal", cache="one", slack=True, seed=4, **dims(96)),
-)
-
-
-def name(value: Case | BatchCase | Schedule | int) -> str:
-    return value.kind if isinstance(value, Schedule) else str(value) if isinstance(value, int) else value.id
-
-
 SINGLE = [problem for problem in SMALL if taken(case.features(problem, CUDA))]
 BATCH = [batch for batch in batch_case.SMALL if taken(batch_case.features(batch, CUDA))]
-
-
-def assert_fa3(emulation: Emulation) -> None:
-    """What ran, if anything did, is the Hopper kernel, and the merge of its partials."""
-    assert {record.spec["kernel"] for record in emulation.records} - {"combine"} <= {"fa3"}
-
-
-def solve_single(problem: Case, schedule: Schedule, sms: int | None = None) -> Emulation:
-    with using("sm_90a", kernels="fa3", schedule=schedule, sms=sms) as emulation:
-        out, lse = case.call(problem, case.make(problem), backend="emulator")
-    result = case.check(problem, out, lse)
-    assert result.ok, result.detail
-    assert_fa3(emulation)
-    return emulation
-
-
-def solve_batch(batch: BatchCase, schedule: Schedule, sms: int | None = None) -> Emulation:
-    inputs = batch_case.make(batch)
-    with using("sm_90a", kernels="fa3", schedule=schedule, sms=sms) as emulation:
-        planned = batch_case.wrapper(batch, inputs.q.device, backend="emulator")
-        planned.plan(**batch_case.plan_arguments(batch, inputs))
-        out, lse = batch_case.call(batch, inputs, planned)
-    result = batch_case.check(batch, inputs, out, lse)
-    assert result.ok, result.detail
-    assert_fa3(emulation)
-    return emulation
 
 
 @pytest.mark.parametrize("problem", SINGLE, ids=lambda problem: problem.id)
@@ -114,7 +65,15 @@ def test_gathered_pages(batch: BatchCase, schedule: Schedule) -> None:
     assert {record.spec["kv"] for record in emulation.records} == {"gathered"}
 
 
-def products(emulation: Emulation) -> int:
+def products(
+    *qkv: torch.Tensor, schedule: Schedule | None = None, sms: int | None = None, near: float = 2e-3, **arguments: Any
+) -> int:
+    """The number of wgmma instructions of a prefill call, whose result is as the reference has it."""
+    with using("sm_90a", kernels="fa3", schedule=schedule, sms=sms) as emulation:
+        out, lse = single_prefill_with_kv_cache(*qkv, return_lse=True, backend="emulator", **arguments)
+    expected = single_prefill_with_kv_cache(*qkv, return_lse=True, backend="reference", **arguments)
+    torch.testing.assert_close(out, expected[0], rtol=near, atol=near)
+    torch.testing.assert_close(lse, expected[1], rtol=1e-3, atol=1e-3)
     counts = [count for record in emulation.records for count in record.stats.instructions.items()]
     return sum(count for form, count in counts if form.startswith("wgmma.mma_async"))
 
@@ -130,12 +89,7 @@ def test_scores_that_leap(head_dim: int, schedule: Schedule, dtype: torch.dtype)
     ran = []
     for scale in (1, 300):
         k[:100] *= scale  # seen last
-        with using("sm_90a", kernels="fa3", schedule=schedule, sms=2) as emulation:
-            out, lse = single_prefill_with_kv_cache(q, k, v, causal=True, return_lse=True, backend="emulator")
-        expected = single_prefill_with_kv_cache(q, k, v, causal=True, return_lse=True, backend="reference")
-        torch.testing.assert_close(out, expected[0], rtol=2e-2, atol=2e-2)
-        torch.testing.assert_close(lse, expected[1], rtol=1e-3, atol=1e-3)
-        ran.append(products(emulation))
+        ran.append(products(q, k, v, schedule=schedule, sms=2, near=2e-2, causal=True))
     assert ran[0] < ran[1]
 
 
@@ -154,12 +108,7 @@ def test_one_row_that_rises(masked: bool, rise: int, schedule: Schedule) -> None
     ran = []
     for scale in (0.01, 1):
         k[30] = (rise * math.log(2) * row * scale).half()
-        with using("sm_90a", kernels="fa3", schedule=schedule, sms=1) as emulation:
-            out, lse = single_prefill_with_kv_cache(q, k, v, custom_mask=mask, return_lse=True, backend="emulator")
-        expected = single_prefill_with_kv_cache(q, k, v, custom_mask=mask, return_lse=True, backend="reference")
-        torch.testing.assert_close(out, expected[0], rtol=2e-3, atol=2e-3)
-        torch.testing.assert_close(lse, expected[1], rtol=1e-3, atol=1e-3)
-        ran.append(products(emulation))
+        ran.append(products(q, k, v, schedule=schedule, sms=1, custom_mask=mask))
     assert ran[0] < ran[1]
 
 
@@ -170,11 +119,7 @@ def test_rows_that_see_nothing_yet() -> None:
     for hidden in ([], [7]):
         keep = torch.ones(70, 400, dtype=torch.bool)
         keep[hidden] = False
-        with using("sm_90a", kernels="fa3") as emulation:
-            out = single_prefill_with_kv_cache(q, k, v, custom_mask=keep, backend="emulator")
-        expected = single_prefill_with_kv_cache(q, k, v, custom_mask=keep, backend="reference")
-        torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
-        ran.append(products(emulation))
+        ran.append(products(q, k, v, custom_mask=keep))
     assert ran[0] == ran[1]
 
 
@@ -237,10 +182,6 @@ def test_sections_of_single_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     solve_single(prefill(150, 200, (6, 3), 64, **CAUSAL, seed=1), Schedule(), sms=4)  # settings that nobody has run
 
 
-def assert_cut(emulation: Emulation) -> None:
-    assert [record.spec["kernel"] for record in emulation.records] == ["fa3", "combine"]
-
-
 @pytest.mark.parametrize("mask", ["causal", "none"])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=name)
 def test_cut_keys(schedule: Schedule, mask: str) -> None:
@@ -264,14 +205,7 @@ def test_the_kernels_of_auto() -> None:
 
 @pytest.mark.parametrize(("page_size", "kv"), [(1, "gathered"), (5, "gathered"), (64, "paged")])
 def test_auto_takes_pages_of_any_size(page_size: int, kv: str) -> None:
-    batch = paged((70,), (90,), page_size, **dims(128))
-    inputs = batch_case.make(batch)
-    with using("sm_90a") as emulation:
-        planned = batch_case.wrapper(batch, inputs.q.device, backend="emulator")
-        planned.plan(**batch_case.plan_arguments(batch, inputs))
-        out, lse = batch_case.call(batch, inputs, planned)
-    assert batch_case.check(batch, inputs, out, lse).ok
-    assert [(record.spec["kernel"], record.spec["kv"]) for record in emulation.records] == [("fa3", kv)]
+    assert_auto_runs(paged((70,), (90,), page_size, **dims(128)), kv)
 
 
 def test_expanded_keys() -> None:

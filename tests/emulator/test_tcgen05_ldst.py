@@ -14,6 +14,7 @@ import pytest
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import EmulatorError, MemoryFault, PtxError, Race, Uninitialised
 from tests.emulator.tcgen05_kernel import Kernel, registers
+from tests.emulator.umma_oracle import layout
 
 pytestmark = pytest.mark.emulator
 
@@ -25,14 +26,6 @@ CASES = [
     for (shape, most), num, packed in itertools.product(SHAPES.items(), NUMS, (False, True))
     if num <= most and COLUMNS[shape] * num * (1 + packed) <= 256
 ]
-
-
-def layout(shape: tuple[int, ...], stride: tuple[int, ...]) -> Array:
-    """Offsets of a CuTe layout, the first mode running fastest."""
-    found = np.zeros(1, np.int64)
-    for size, step in zip(shape, stride, strict=True):
-        found = (found[None, :] + (np.arange(size) * step)[:, None]).reshape(-1)
-    return found
 
 
 def oracle(shape: str, num: int) -> tuple[Array, Array]:

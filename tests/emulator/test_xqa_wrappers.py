@@ -170,9 +170,7 @@ def test_what_auto_takes() -> None:
         batch = dataclasses.replace(plain, **changes)
         inputs = batch_case.make(batch)
         with using("sm_90a", sms=1) as emulation:
-            planned = batch_case.wrapper(batch, backend="emulator")
-            planned.plan(**batch_case.plan_arguments(batch, inputs))
-            batch_case.call(batch, inputs, planned)
+            batch_case.call(batch, inputs, backend="emulator")
         assert {record.spec["kernel"] for record in emulation.records} - {"combine"} == ran, changes
 
 

@@ -16,12 +16,19 @@ import numpy as np
 
 from cute_attn.emulator.dtypes import Array
 from tests.emulator.tcgen05_kernel import BASE
-from tests.emulator.test_tcgen05_ldst import layout
 
 BITS = {"f16": 16, "bf16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "e2m3": 6, "e3m2": 6, "e2m1": 4, "u8": 8, "s8": 8}
 CODES = {"f16": 0, "bf16": 1, "tf32": 2, "e4m3": 0, "e5m2": 1, "e2m3": 3, "e3m2": 4, "e2m1": 5, "u8": 0, "s8": 1}
 SWIZZLE_CODE = {"none": 0, "128x32": 1, "128": 2, "64": 4, "32": 6}
 LINE = {"none": 1, "32": 2, "64": 4, "128": 8, "128x32": 8}  # units of 16 bytes
+
+
+def layout(shape: tuple[int, ...], stride: tuple[int, ...]) -> Array:
+    """Offsets of a CuTe layout, the first mode running fastest."""
+    found = np.zeros(1, np.int64)
+    for size, step in zip(shape, stride, strict=True):
+        found = (found[None, :] + (np.arange(size) * step)[:, None]).reshape(-1)
+    return found
 
 
 def swizzle(offsets: Array, mode: str) -> Array:

@@ -2,19 +2,62 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+
 import pytest
 
 from cute_attn.cli.specs import failures, label
 from cute_attn.kernels import catalog
+from cute_attn.kernels.fa3.spec import Fa3Spec
 from cute_attn.kernels.programs import program
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import ARCHS
+from cute_attn.runtime.spec import KernelSpec
+from tests.support.tiers import spread
+
+SAMPLED = 3  # kernels of a family per architecture that the quick tier compiles
+CHUNK = 20  # kernels per test of the others: a kernel takes 1.6 s
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_default_kernels_pass_the_gates(arch: str) -> None:
-    specs = catalog.default_specs(arch)
-    assert len(specs) > 50
+def family(spec: KernelSpec) -> str:
+    """Whose device code the kernel is; a file of fa3 counts as one."""
+    if not isinstance(spec, Fa3Spec):
+        return spec.kernel
+    return "fa3 fp8" if spec.fp8 else "fa3 fp8-kv" if spec.kv_dtype else "fa3"
+
+
+def sample(specs: list[KernelSpec]) -> list[KernelSpec]:
+    """A few kernels of each family."""
+    families = {name: [spec for spec in specs if family(spec) == name] for name in map(family, specs)}
+    return [mates[i] for mates in families.values() for i in spread(len(mates), SAMPLED)]
+
+
+def chunks() -> Iterator[tuple[str, str, list[KernelSpec]]]:
+    """Architecture, name and kernels of each test: per architecture the sample, then the others."""
+    for arch in ARCHS:
+        specs = catalog.default_specs(arch)
+        sampled = sample(specs)
+        yield arch, "sample", sampled
+        others = [spec for spec in specs if spec not in set(sampled)]
+        for i in range(0, len(others), CHUNK):
+            yield arch, f"{i}", others[i : i + CHUNK]
+
+
+PARAMS = [
+    pytest.param(arch, specs, id=f"{arch}-{name}", marks=() if name == "sample" else pytest.mark.long)
+    for arch, name, specs in chunks()
+]
+
+
+def test_chunks_hold_every_default_kernel_once() -> None:
+    found = Counter((arch, spec) for arch, _, specs in chunks() for spec in specs)
+    assert found == Counter((arch, spec) for arch in ARCHS for spec in catalog.default_specs(arch))
+    assert min(Counter(arch for arch, _ in found).values()) > 50
+
+
+@pytest.mark.parametrize(("arch", "specs"), PARAMS)
+def test_default_kernels_pass_the_gates(arch: str, specs: list[KernelSpec]) -> None:
     outcomes = artifacts.get_many({arch: specs}, program, jobs=1)
     missed = {label(spec): why for (_, spec), outcome in outcomes.items() if (why := failures(arch, spec, outcome))}
     assert missed == {}

@@ -21,6 +21,7 @@ from cute_attn.problem import GraphLimits
 from cute_attn.runtime.arch import named
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.records import ITEM_INTS
+from tests.support.backend_problems import Built, build
 from tests.support.batch_case import (
     SMALL,
     BatchCase,
@@ -36,15 +37,14 @@ from tests.support.batch_case import (
     random_lengths,
     wrapper,
 )
-from tests.support.batches import Built, build
 from tests.support.fa2_contract import CombineParams, Fa2Params, InterpretedLaunch, interpret
-from tests.support.graphs import Captured, Pair
+from tests.support.graphs import Captured, Pair, graph_wrapper
 from tests.support.matrix import poisoned_memory
-from tests.wrappers.test_lifecycle import DECODE, graph_wrapper
 
 ARCH = named("sm_90a")
 SMS = 66
 TILE = Tile(16, 16, 1, 1, 2)  # small: small batches then have many
+DECODE = decode((40, 3, 0), page_size=4, **heads(4, 2))
 
 
 @pytest.fixture(autouse=True)
@@ -280,7 +280,7 @@ def test_replays_after_another_workspace() -> None:
 def test_workspace_size_is_enough(splits: dict[str, Any], graph: bool) -> None:
     """With exactly that many bytes the schedule is that of a large workspace; with fewer, fixed splits are refused."""
     case = dataclasses.replace(DECODE, kv_lens=(140, 3, 90), **splits)
-    made = graph_wrapper(case, pages=60)[0] if graph else wrapper(case)
+    made = graph_wrapper(case, "cpu", 60, 200)[0] if graph else wrapper(case)
     arguments = plan_arguments(case, make(case))
     float_bytes, int_bytes = made.workspace_size(**arguments)
     assert (float_bytes > 0) == (splits != {"disable_split_kv": True})

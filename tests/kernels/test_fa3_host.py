@@ -25,8 +25,8 @@ from cute_attn.request import single as single_request
 from cute_attn.runtime import tensormap
 from cute_attn.runtime.arch import named
 from cute_attn.runtime.launch import CPU
+from tests.support.backend_problems import build
 from tests.support.batch_case import dims, heads, make, paged, plan_arguments, ragged, wrapper
-from tests.support.batches import build
 
 HOPPER = named("sm_90a")
 

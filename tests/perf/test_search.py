@@ -16,8 +16,8 @@ from cute_attn.kernels.fa3.smem import HopperMemory
 from cute_attn.kernels.fa3.spec import HopperTile
 from perf import search
 from perf.search import Rates
+from tests.support.backend_problems import build
 from tests.support.batch_case import dims, ragged
-from tests.support.batches import build
 
 ROOT = Path(__file__).parents[2]
 START = HopperTile(128, 64)

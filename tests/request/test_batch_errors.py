@@ -24,17 +24,9 @@ from cute_attn import (
     fast_decode_plan,
 )
 from cute_attn.request import single as single_request
-from tests.support.error_rows import Row, overlapping, with_grad, zeros
+from tests.support.error_rows import Row, ints, overlapping, with_grad, workspace, zeros
 
 FLOAT, E4M3 = torch.float32, torch.float8_e4m3fn
-
-
-def ints(*values: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.tensor(values, dtype=dtype)
-
-
-def workspace(size: int = 1 << 16) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8)
 
 
 class Setting(NamedTuple):

@@ -336,11 +336,11 @@ def run_arguments(case: BatchCase, inputs: BatchInputs) -> dict[str, Any]:
 
 
 def call(
-    case: BatchCase, inputs: BatchInputs, planned: Any = None, **extra: Any
+    case: BatchCase, inputs: BatchInputs, planned: Any = None, *, backend: str = "auto", **extra: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out, lse) of a wrapper: a new one, or one that is planned already."""
+    """(out, lse) of a wrapper: a new one on `backend`, or one that is planned already."""
     if planned is None:
-        planned = wrapper(case, inputs.q.device)
+        planned = wrapper(case, inputs.q.device, backend=backend)
         planned.plan(**plan_arguments(case, inputs))
     result = planned.run(inputs.q, *inputs.kv, **run_arguments(case, inputs), **extra)
     return result if case.return_lse else (result, None)

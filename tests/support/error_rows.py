@@ -25,6 +25,14 @@ def zeros(*shape: int, dtype: torch.dtype = HALF, device: str = "cpu") -> torch.
     return torch.zeros(*shape, dtype=dtype, device=device)
 
 
+def ints(*values: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def workspace(size: int = 1 << 16) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
 def prefill_arguments() -> dict[str, Any]:
     return {"q": zeros(3, 4, 16), "k": zeros(7, 2, 16), "v": zeros(7, 2, 16)}
 

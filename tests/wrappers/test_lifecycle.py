@@ -23,7 +23,6 @@ from cute_attn import (
 from cute_attn.dispatch import capabilities, select
 from cute_attn.errors import NotSupported, Refusal
 from cute_attn.problem import BatchProblem, Features
-from tests.api.test_batch_cpu import assert_right
 from tests.support import graphs
 from tests.support.batch_case import (
     NO_PAGE,
@@ -41,6 +40,7 @@ from tests.support.batch_case import (
     run_arguments,
     wrapper,
 )
+from tests.support.formula import assert_batch_right
 
 PAGED = paged((5, 0, 17), (40, 3, 33), page_size=4, **heads(4, 2))
 RAGGED = ragged((5, 0, 17), (40, 3, 33), **heads(4, 2))
@@ -52,7 +52,7 @@ IDS = ["paged", "ragged", "decode"]
 def run(case: BatchCase, inputs: BatchInputs, made: Any, **extra: Any) -> None:
     """Run a planned wrapper and compare."""
     out, lse = call(case, inputs, made, **extra)
-    assert_right(case, inputs, out, lse)
+    assert_batch_right(case, inputs, out, lse)
 
 
 def plan_and_run(case: BatchCase, made: Any, **extra: Any) -> None:
@@ -137,7 +137,7 @@ def test_buffers_are_filled_and_returned(case: BatchCase) -> None:
     returned = made.run(inputs.q, *inputs.kv, out=out, lse=lse, return_lse=True)
     assert returned[0] is out
     assert returned[1] is lse
-    assert_right(case, inputs, out, lse)
+    assert_batch_right(case, inputs, out, lse)
     assert wide[:, -1].isnan().all()
     lse.fill_(math.nan)
     assert made.run(inputs.q, *inputs.kv, out=out, lse=lse) is out  # `lse` alone returns nothing more, but is filled
@@ -185,10 +185,10 @@ def test_forward_replaces_planned_options(case: BatchCase) -> None:
     causal = dataclasses.replace(case, mask="causal", window_left=6)
     made, inputs = wrapper(case), make(case)
     made.begin_forward(**plan_arguments(causal, inputs))
-    assert_right(causal, inputs, *made.forward_return_lse(inputs.q, *inputs.kv, causal=True, window_left=6))
-    assert_right(case, inputs, made.forward(inputs.q, *inputs.kv), call(case, inputs, made)[1])
+    assert_batch_right(causal, inputs, *made.forward_return_lse(inputs.q, *inputs.kv, causal=True, window_left=6))
+    assert_batch_right(case, inputs, made.forward(inputs.q, *inputs.kv), call(case, inputs, made)[1])
     run(case, inputs, made)  # for later runs too
-    assert_right(
+    assert_batch_right(
         dataclasses.replace(causal, window_left=-1, logits_soft_cap=1.5),
         inputs,
         *made.forward_return_lse(inputs.q, *inputs.kv, True, "NONE", False, logits_soft_cap=1.5),
@@ -201,7 +201,7 @@ def test_forward_refuses_what_only_equals_a_planned_option(wrong: dict[str, Any]
     made, inputs = wrapper(case), make(case)
     made.plan(**plan_arguments(case, inputs))
     given = {"causal": True, "sm_scale": 0.5, "logits_soft_cap": 0.0, "rope_scale": 1.0, "rope_theta": 1e4}
-    assert_right(case, inputs, *made.forward_return_lse(inputs.q, *inputs.kv, **given))
+    assert_batch_right(case, inputs, *made.forward_return_lse(inputs.q, *inputs.kv, **given))
     with pytest.raises(ArgumentTypeError, match=f"^{next(iter(wrong))} must be"):
         made.forward(inputs.q, *inputs.kv, **given | wrong)
 
@@ -211,14 +211,14 @@ def test_forward_keeps_the_mask() -> None:
     made, inputs = wrapper(case), make(case)
     made.plan(**plan_arguments(case, inputs))
     out, lse = made.forward_return_lse(inputs.q, *inputs.kv, causal=True, k_scale=0.5, v_scale=2.0)
-    assert_right(case, inputs, out, lse)
+    assert_batch_right(case, inputs, out, lse)
 
 
 def test_forward_of_decode() -> None:
     case = dataclasses.replace(DECODE, pos_encoding_mode="ALIBI", k_scale=0.5)
     made, inputs = wrapper(case), make(case)
     made.plan(**plan_arguments(DECODE, inputs))
-    assert_right(case, inputs, *made.forward_return_lse(inputs.q, *inputs.kv, "ALIBI", k_scale=0.5))
+    assert_batch_right(case, inputs, *made.forward_return_lse(inputs.q, *inputs.kv, "ALIBI", k_scale=0.5))
 
 
 # ---- decode

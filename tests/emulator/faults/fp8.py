@@ -6,7 +6,7 @@ from tests.emulator.faults.fault import Fault, chosen
 
 SIGNED = chosen("fa3_fp8", "signed and (70x5 or 130)")
 EIGHT = chosen("fa3_fp8", "ragged-70x0")
-GATHERED = chosen("fa3_widened", "long_batches and 96x96 and eager")
+GATHERED = chosen("fa3_fp8_kv", "long_batches and 96x96 and eager")
 FP8_FAULTS = (
     Fault(
         "odd dimensions are taken for even ones",

@@ -9,11 +9,20 @@ import torch
 
 from cute_attn import BatchPrefillWithRaggedKVCacheWrapper, single_prefill_with_kv_cache
 from cute_attn.emulator import Schedule, using
-from tests.emulator import test_fa3 as fa3
-from tests.emulator.test_fa3 import SCHEDULES, name, solve_batch, solve_single
-from tests.support import batch_case, narrow
+from tests.support import batch_case, fp8_kv_cases
 from tests.support.batch_case import BatchCase
 from tests.support.case import LOG2E, Case
+from tests.support.fa3_emulated import (
+    BATCHES,
+    GATHERED,
+    LONG,
+    SCHEDULES,
+    assert_auto_runs,
+    assert_cut,
+    name,
+    solve_batch,
+    solve_single,
+)
 from tests.support.matrix import BF16, CAUSAL, E4M3, SMALL, prefill
 
 pytestmark = pytest.mark.emulator
@@ -25,24 +34,24 @@ def scheduled(problems: list[Case] | list[BatchCase]) -> list[tuple[Case | Batch
     return list(zip(problems, itertools.cycle(ALL_SCHEDULES), strict=False))
 
 
-@pytest.mark.parametrize(("problem", "schedule"), scheduled(narrow.singles(SMALL)), ids=name)
+@pytest.mark.parametrize(("problem", "schedule"), scheduled(fp8_kv_cases.singles(SMALL)), ids=name)
 def test_single(problem: Case, schedule: Schedule) -> None:
     solve_single(problem, schedule)
 
 
-@pytest.mark.parametrize(("batch", "schedule"), scheduled(narrow.batches(batch_case.SMALL)), ids=name)
+@pytest.mark.parametrize(("batch", "schedule"), scheduled(fp8_kv_cases.batches(batch_case.SMALL)), ids=name)
 def test_batch(batch: BatchCase, schedule: Schedule) -> None:
     solve_batch(batch, schedule)
 
 
-@pytest.mark.parametrize(("problem", "schedule"), scheduled(narrow.singles(fa3.LONG)), ids=name)
+@pytest.mark.parametrize(("problem", "schedule"), scheduled(fp8_kv_cases.singles(LONG)), ids=name)
 def test_long(problem: Case, schedule: Schedule) -> None:
     emulation = solve_single(problem, schedule, sms=3)
     assert {record.spec["kv_dtype"] for record in emulation.records} == {problem.kv_dtype}
 
 
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
-@pytest.mark.parametrize("batch", narrow.batches([*fa3.BATCHES, *fa3.GATHERED]), ids=name)
+@pytest.mark.parametrize("batch", fp8_kv_cases.batches([*BATCHES, *GATHERED]), ids=name)
 def test_long_batches(batch: BatchCase, schedule: Schedule) -> None:
     """Ragged keys, boxes of pages, and small pages gathered by one warp."""
     emulation = solve_batch(batch, schedule, sms=3)
@@ -51,20 +60,13 @@ def test_long_batches(batch: BatchCase, schedule: Schedule) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=name)
 def test_cut_keys(schedule: Schedule) -> None:
-    fa3.assert_cut(solve_single(prefill(3, 900, (8, 2), 128, **E4M3, **CAUSAL), schedule, sms=16))
+    assert_cut(solve_single(prefill(3, 900, (8, 2), 128, **E4M3, **CAUSAL), schedule, sms=16))
 
 
 @pytest.mark.parametrize(("page_size", "kv"), [(1, "gathered"), (4, "gathered"), (8, "paged"), (64, "paged")])
 def test_pages_of_any_size(page_size: int, kv: str) -> None:
     """As "auto" takes them."""
-    batch = batch_case.paged((70,), (90,), page_size, **E4M3, **batch_case.dims(128))
-    inputs = batch_case.make(batch)
-    with using("sm_90a") as emulation:
-        planned = batch_case.wrapper(batch, inputs.q.device, backend="emulator")
-        planned.plan(**batch_case.plan_arguments(batch, inputs))
-        out, lse = batch_case.call(batch, inputs, planned)
-    assert batch_case.check(batch, inputs, out, lse).ok
-    assert [(record.spec["kernel"], record.spec["kv"]) for record in emulation.records] == [("fa3", kv)]
+    assert_auto_runs(batch_case.paged((70,), (90,), page_size, **E4M3, **batch_case.dims(128)), kv)
 
 
 def codes(stored: torch.dtype) -> torch.Tensor:
@@ -128,9 +130,7 @@ def test_as_fa2() -> None:
     inputs, results = batch_case.make(batch), []
     for kernels in ("fa2", "fa3"):
         with using("sm_90a", kernels=kernels) as emulation:
-            planned = batch_case.wrapper(batch, inputs.q.device, backend="emulator")
-            planned.plan(**batch_case.plan_arguments(batch, inputs))
-            results.append(batch_case.call(batch, inputs, planned))
+            results.append(batch_case.call(batch, inputs, backend="emulator"))
         assert emulation.records[0].spec["kernel"] == kernels
     (o2, lse2), (o3, lse3) = results
     torch.testing.assert_close(o3, o2, rtol=2**-6, atol=2e-2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cute_attn.runtime import arch as archs
-from tests.support import batch_case, case, narrow
+from tests.support import batch_case, case, fp8_kv_cases
 from tests.support.batch_case import BatchCase, paged, ragged, random_batch_case
 from tests.support.case import Case
 from tests.support.matrix import BF16, CAUSAL, E4M3, FULL, HND, prefill
@@ -25,7 +25,7 @@ pytestmark = [
 RANDOM = 300
 CHUNK = 20  # cases of one test
 LARGE = (
-    *narrow.batches(
+    *fp8_kv_cases.batches(
         (
             paged((1, 700, 0, 33, 2048), (4000, 700, 12, 65, 5000), mask="causal", **batch_case.heads(32, 8)),
             paged((300,) * 20, (1500,) * 20, page_size=64, dtype="bfloat16", **batch_case.dims(256)),
@@ -40,7 +40,7 @@ LARGE = (
 def random_cases(first: int) -> list[BatchCase]:
     """The prefills among so many seeds."""
     cases = [dataclasses.replace(random_batch_case(seed), kv_dtype=None) for seed in range(first, first + CHUNK)]
-    return narrow.batches(cases)
+    return fp8_kv_cases.batches(cases)
 
 
 def assert_right(batch: BatchCase) -> None:
@@ -61,7 +61,7 @@ def assert_right(batch: BatchCase) -> None:
     assert lse is None or (lse_again is not None and torch.equal(lse_again, lse))
 
 
-@pytest.mark.parametrize("batch", [*narrow.batches(batch_case.SMALL), *LARGE], ids=lambda batch: batch.id)
+@pytest.mark.parametrize("batch", [*fp8_kv_cases.batches(batch_case.SMALL), *LARGE], ids=lambda batch: batch.id)
 def test_batch(batch: BatchCase) -> None:
     assert_right(batch)
 
@@ -72,7 +72,9 @@ def test_random(first: int) -> None:
         assert_right(batch)
 
 
-@pytest.mark.parametrize("problem", [*narrow.singles(SINGLE), *narrow.singles(FULL[::4])], ids=lambda x: x.id)
+@pytest.mark.parametrize(
+    "problem", [*fp8_kv_cases.singles(SINGLE), *fp8_kv_cases.singles(FULL[::4])], ids=lambda x: x.id
+)
 def test_single(problem: Case) -> None:
     inputs = case.make(problem, "cuda")
     with case.poisoned_memory():

@@ -23,7 +23,7 @@ class Built:
 
 
 def build(case: BatchCase) -> Built:
-    """Outputs are NaN."""
+    """The problem that a backend gets for `case`, with NaN in its outputs."""
     inputs, seen = make(case), list[BatchProblem]()
     made = wrapper(case, backend="reference")
     made.plan(**plan_arguments(case, inputs))

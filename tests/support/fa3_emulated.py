@@ -1,0 +1,84 @@
+"""Problems for the Hopper kernels on the emulator, and what solves them there and looks at which kernels ran."""
+
+from __future__ import annotations
+
+from cute_attn.emulator import Schedule, using
+from cute_attn.emulator.settings import Emulation
+from tests.support import batch_case, case
+from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
+from tests.support.case import Case
+from tests.support.matrix import BF16, CAUSAL, CUSTOM, HND, PACKED, prefill
+
+SCHEDULES = (Schedule("delayed", 1), Schedule("adversarial", 2))
+
+# Several tiles a CTA, all stages of the rings again, tiles that see nothing, boxes of one token.
+LONG: tuple[Case, ...] = (
+    prefill(400, 700, (2, 1), 64, **CAUSAL),
+    prefill(200, 600, (2, 2), 128, **BF16),
+    prefill(300, 100, (2, 2), 128, **CAUSAL, **BF16),
+    prefill(300, 300, (1, 1), 128, **CAUSAL, **HND, window_left=40),
+    prefill(300, 700, (1, 1), 64, **CAUSAL, window_left=330),
+    prefill(70, 500, (2, 1), 64, **PACKED, logits_soft_cap=3.0, pos_encoding_mode="ALIBI"),
+    prefill(150, 400, (1, 1), (192, 128), **CUSTOM),
+    prefill(150, 400, (1, 1), 256, **CAUSAL, **BF16),
+)
+BATCHES: tuple[BatchCase, ...] = (
+    ragged((200, 0, 37, 1), (300, 20, 64, 0), mask="causal"),
+    paged((150, 0, 37, 1), (300, 20, 64, 0), page_size=16, mask="causal", dtype="bfloat16", **dims(128), **heads(4, 2)),
+    paged((150, 20), (300, 40), page_size=5, window_left=30),
+    paged((70, 9), (100, 260), page_size=16, mask="packed", sinks=True, o_dtype="float32"),
+    paged((130, 20), (500, 260), page_size=192, mask="causal"),  # pages of three boxes
+)
+# Small pages, gathered; the last two in tiles of other widths, one of a line and a half. With these seeds no request
+# owns page 0, which lanes without a page of their own read.
+GATHERED: tuple[BatchCase, ...] = (
+    paged((150, 0, 37, 1), (300, 20, 64, 0), page_size=1, mask="causal", dtype="bfloat16", **dims(128), **heads(4, 2)),
+    paged((70, 9), (100, 260), page_size=3, mask="packed", sinks=True, o_dtype="float32", seed=39),
+    paged((130, 9), (200, 90), page_size=16, kv_layout="HND", cache="strided", seed=1, **dims(192, 128)),
+    paged((130, 9), (200, 260), page_size=7, mask="causal", dtype="bfloat16", seed=29, **dims(256)),
+    paged((130, 9), (20, 260), page_size=12, mask="causal", cache="one", slack=True, seed=4, **dims(96)),
+)
+
+
+def name(value: Case | BatchCase | Schedule | int) -> str:
+    return value.kind if isinstance(value, Schedule) else str(value) if isinstance(value, int) else value.id
+
+
+def assert_fa3(emulation: Emulation) -> None:
+    """What ran, if anything did, is the Hopper kernel, and the merge of its partials."""
+    assert {record.spec["kernel"] for record in emulation.records} - {"combine"} <= {"fa3"}
+
+
+def solve_single(problem: Case, schedule: Schedule, sms: int | None = None) -> Emulation:
+    """Run a request on the emulated Hopper GPU and compare with the reference."""
+    with using("sm_90a", kernels="fa3", schedule=schedule, sms=sms) as emulation:
+        out, lse = case.call(problem, case.make(problem), backend="emulator")
+    result = case.check(problem, out, lse)
+    assert result.ok, result.detail
+    assert_fa3(emulation)
+    return emulation
+
+
+def solve_batch(batch: BatchCase, schedule: Schedule, sms: int | None = None) -> Emulation:
+    """The same for a batch."""
+    inputs = batch_case.make(batch)
+    with using("sm_90a", kernels="fa3", schedule=schedule, sms=sms) as emulation:
+        out, lse = batch_case.call(batch, inputs, backend="emulator")
+    result = batch_case.check(batch, inputs, out, lse)
+    assert result.ok, result.detail
+    assert_fa3(emulation)
+    return emulation
+
+
+def assert_cut(emulation: Emulation) -> None:
+    """The keys were split, and the partials merged."""
+    assert [record.spec["kernel"] for record in emulation.records] == ["fa3", "combine"]
+
+
+def assert_auto_runs(batch: BatchCase, kv: str) -> None:
+    """As "auto" chooses on a Hopper GPU: the Hopper kernel, which reads its keys as `kv` says."""
+    inputs = batch_case.make(batch)
+    with using("sm_90a") as emulation:
+        out, lse = batch_case.call(batch, inputs, backend="emulator")
+    assert batch_case.check(batch, inputs, out, lse).ok
+    assert [(record.spec["kernel"], record.spec["kv"]) for record in emulation.records] == [("fa3", kv)]

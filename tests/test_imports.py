@@ -1,0 +1,204 @@
+"""Imports point one way, from the public modules down to `problem` and `errors`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.import_graph import Source, against, cycles, imports, read_package
+
+PACKAGE = Path(__file__).parents[1] / "cute_attn"
+SOURCES = read_package(PACKAGE)
+FAMILIES = sorted(path.parent.name for path in (PACKAGE / "kernels").glob("*/spec.py"))
+
+# The root: modules under FlashInfer's names, and the types that all stages share.
+PUBLIC_MODULES = ("prefill", "decode", "cascade", "page", "quantization")
+SHARED_MODULES = ("problem", "errors")
+
+# Files of plain data, which need no DSL: of a kernel family, and of the blocks that families share.
+SPEC_FILES = ("spec", "tiles", "smem", "default_specs")
+BLOCK_DATA = ("smem_map",)
+TYPES = {"problem", "errors"}
+SPECS = {f"kernels.{family}.spec" for family in FAMILIES}
+KERNELS = {f"kernels.{family}.kernel" for family in FAMILIES}
+HOSTS = {f"kernels.{family}.host" for family in FAMILIES}
+
+# What each folder may import beside itself. Public modules are one folder here, and a kernel family is four: `spec`
+# (`SPEC_FILES`), `parts`, `kernel` (its other files) and `host`.
+ALLOWED: dict[str, set[str]] = {
+    "__main__": {"cli"},
+    "cli": {"cute_attn", "public", "xqa", "dispatch", "kernels.catalog", "kernels.programs", "kernels.host", *SPECS}
+    | {"request", "schedule", "reference", "emulator", "runtime", *TYPES},
+    "cute_attn": {"public", "xqa", "dispatch", *TYPES},
+    "public": {"wrappers", "dispatch", "request", "reference", "runtime", *TYPES},
+    "xqa": {"wrappers", "dispatch", "request", "reference", "runtime", *TYPES},
+    "wrappers": {"dispatch", "kernels.host", "request", "schedule", "runtime", *TYPES},
+    "dispatch": {"kernels.host", *HOSTS, *SPECS, "request", "schedule", "reference", "emulator", "runtime", *TYPES},
+    "kernels.host": {"kernels.programs", "kernels.formats", "kernels.combine.spec"}
+    | {"request", "schedule", "emulator", "runtime", *TYPES},
+    "kernels.catalog": {*SPECS, "kernels.formats", "runtime"},
+    "kernels.programs": {*SPECS, *KERNELS, "runtime"},
+    "kernels.blocks": {"kernels.blocks.data", "kernels.formats", "schedule", "runtime"},
+    "kernels.blocks.data": {"kernels.formats"},
+    "kernels.formats": set(),
+    "request": {"schedule", *TYPES},
+    "schedule": {*TYPES},
+    "reference": {"request", *TYPES},
+    "emulator": {"runtime", "errors"},
+    "runtime": {*TYPES},
+    "problem": {"errors"},
+    "errors": set(),
+}
+for _family in FAMILIES:
+    _own = f"kernels.{_family}"
+    _data = {f"{_own}.spec", "kernels.blocks.data", "kernels.formats", "schedule", "runtime"}
+    ALLOWED |= {
+        f"{_own}.spec": _data - {f"{_own}.spec"},
+        f"{_own}.parts": {*_data, "kernels.blocks"},
+        f"{_own}.kernel": {*_data, "kernels.blocks", f"{_own}.parts"},
+        f"{_own}.host": {*_data, "kernels.host", "request", "emulator", *TYPES},
+    }
+
+
+def folder(module: str) -> str:
+    """The name that `ALLOWED` has for the folder of a module."""
+    _, *parts = module.split(".")
+    if not parts:
+        return "cute_attn"
+    if parts[0] in PUBLIC_MODULES:
+        return "public"
+    if parts[0] != "kernels" or len(parts) == 1:
+        return parts[0]
+    if parts[1] == "blocks" and parts[-1] in BLOCK_DATA:
+        return "kernels.blocks.data"
+    if parts[1] not in FAMILIES or len(parts) == 2:
+        return ".".join(parts[:2])
+    kind = "spec" if parts[2] in SPEC_FILES else parts[2] if parts[2] in ("parts", "host") else "kernel"
+    return f"kernels.{parts[1]}.{kind}"
+
+
+def report(sources: dict[str, Source]) -> list[str]:
+    return against(imports(sources), folder, ALLOWED)
+
+
+# ---- the package
+
+
+def test_imports_point_one_way() -> None:
+    lines = report(SOURCES)
+    assert not lines, "\n".join(["imports against the direction:", *lines])
+
+
+def test_no_folders_import_each_other() -> None:
+    lines = cycles(imports(SOURCES), folder)
+    assert not lines, "\n".join(["imports in cycles:", *lines])
+
+
+def test_the_table_has_no_cycle() -> None:
+    arrows = {name: Source(name, "\n".join(f"import {other}" for other in ALLOWED[name])) for name in ALLOWED}
+    assert set().union(*ALLOWED.values()) <= set(ALLOWED)
+    assert cycles(imports(arrows), lambda module: module) == []
+
+
+def test_every_folder_has_a_rule() -> None:
+    empty = {module for module, source in SOURCES.items() if not source.text.strip()}
+    assert {folder(module) for module in SOURCES.keys() - empty} <= set(ALLOWED)
+
+
+def test_the_root_holds_public_modules() -> None:
+    names = {path.stem for path in PACKAGE.glob("*.py")}
+    assert names == {"__init__", "__main__", *PUBLIC_MODULES, *SHARED_MODULES}
+
+
+# ---- the check itself, on small sources
+
+MODULES = """
+    errors problem prefill schedule.batch reference.attention emulator.run runtime.arch runtime.launch wrappers.base
+    wrappers.run_cache request.single request.xqa dispatch.select cli.doctor xqa.decode kernels.catalog
+    kernels.host.load kernels.blocks.ptx kernels.blocks.softmax kernels.combine.kernel kernels.fa2.kernel
+    kernels.fa2.parts.mma kernels.fa2.spec kernels.fa2.host.params kernels.fa3.kernel kernels.fa3.parts.wgmma
+    kernels.fa3.spec kernels.fa3.host.params kernels.fa3.host.single kernels.xqa.spec kernels.xqa.host.runner
+    kernels.blocks.smem_map
+"""
+
+
+def made(**texts: str) -> dict[str, Source]:
+    """A package of `MODULES`, empty but for `texts`: `a__b` stands for `cute_attn.a.b`."""
+    changed = {f"cute_attn.{name.replace('__', '.')}": text for name, text in texts.items()}
+    modules = {f"cute_attn.{name}" for name in MODULES.split()}
+    packages = {".".join(parts[:i]) for name in modules for parts in [name.split(".")] for i in range(1, len(parts))}
+    assert changed.keys() <= modules
+    path = "{}.py".format
+    sources = {name: Source(path(name.replace(".", "/")), changed.get(name, "")) for name in modules}
+    return sources | {name: Source(path(name.replace(".", "/") + "/__init__"), "") for name in packages}
+
+
+@pytest.mark.parametrize(
+    ("module", "text", "line", "imported"),
+    [
+        ("request__xqa", "import cute_attn.kernels.xqa.spec", 1, "kernels.xqa.spec"),
+        ("request__xqa", "def f():\n    from cute_attn.kernels.xqa.host import runner", 2, "kernels.xqa.host.runner"),
+        ("xqa__decode", "from cute_attn.kernels.xqa.host.runner import Runner", 1, "kernels.xqa.host.runner"),
+        (
+            "kernels__blocks__softmax",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from cute_attn.kernels.fa2.parts.mma import S",
+            3,
+            "kernels.fa2.parts.mma",
+        ),
+        ("problem", "import importlib\nimportlib.import_module('cute_attn.request.single')", 2, "request.single"),
+        ("schedule__batch", "NAMES = {'a': 'cute_attn.emulator.run:launch'}", 1, "emulator.run"),
+        ("runtime__launch", "name = 'x'\n__import__(f'cute_attn.wrappers.{name}')", 2, "wrappers"),
+        ("runtime__launch", "import_module('..dispatch.select', __package__)", 1, "dispatch.select"),
+        ("runtime__launch", "class C:\n    def f(self):\n        from ..dispatch import select", 3, "dispatch.select"),
+        ("errors", "from . import problem", 1, "problem"),
+        ("errors", "from cute_attn import explain", 1, ""),
+        ("dispatch__select", "import cute_attn.wrappers.base as base", 1, "wrappers.base"),
+        ("kernels__fa3__host__params", "from cute_attn.kernels.fa2.host import params", 1, "kernels.fa2.host.params"),
+        ("kernels__fa3__kernel", "from cute_attn.kernels.fa3.host import params", 1, "kernels.fa3.host.params"),
+        ("kernels__fa2__parts__mma", "from cute_attn.kernels.fa2 import kernel", 1, "kernels.fa2.kernel"),
+        ("kernels__fa2__spec", "from cute_attn.kernels.fa2.kernel import Fa2Program", 1, "kernels.fa2.kernel"),
+        ("kernels__catalog", "from cute_attn.kernels.combine import kernel", 1, "kernels.combine.kernel"),
+        ("kernels__host__load", "from cute_attn.kernels.fa2.spec import Tile", 1, "kernels.fa2.spec"),
+        ("kernels__fa3__spec", "from cute_attn.kernels.blocks import ptx", 1, "kernels.blocks.ptx"),
+        ("kernels__blocks__smem_map", "from cute_attn.kernels.blocks import ptx", 1, "kernels.blocks.ptx"),
+    ],
+)
+def test_a_back_arrow_is_seen(module: str, text: str, line: int, imported: str) -> None:
+    sources = made(**{module: text})
+    name = f"cute_attn.{module.replace('__', '.')}"
+    target = ".".join(["cute_attn", *imported.split()])
+    lines = report(sources)
+    if not line:  # names that only look like imports
+        assert lines == []
+        return
+    assert len(lines) == 1
+    assert lines[0].startswith(f"{sources[name].path}:{line}: {name} imports {target}: {folder(name)} may not import")
+
+
+def test_cycles_are_seen_without_the_table() -> None:
+    sources = made(
+        request__single="def f():\n    import cute_attn.schedule.batch",
+        schedule__batch="import cute_attn.runtime.arch",
+        runtime__arch="\nfrom cute_attn.request import single",
+        wrappers__base="import cute_attn.schedule.batch",
+    )
+    lines = cycles(imports(sources), folder)
+    assert [line.split(": ")[0] for line in lines] == [
+        "cute_attn/request/single.py:2",
+        "cute_attn/runtime/arch.py:2",
+        "cute_attn/schedule/batch.py:1",
+    ]
+
+
+def test_arrows_that_point_down_are_fine() -> None:
+    sources = made(
+        prefill="from cute_attn.wrappers import base\nimport torch",
+        wrappers__base="from cute_attn.dispatch import select\nfrom cute_attn.wrappers import run_cache",
+        kernels__fa3__kernel="from cute_attn.kernels.fa3.parts import wgmma\nfrom cute_attn.kernels.blocks import ptx",
+        kernels__fa3__spec="from cute_attn.kernels.blocks.smem_map import RingLayout",
+        kernels__fa3__host__single="from cute_attn.kernels.fa3.spec import Fa3Spec\nimport cute_attn.errors",
+        cli__doctor="import importlib\nimportlib.import_module('cute_attn.reference.attention')",
+        problem="TEXT = 'cute_attn.request is above.'",
+    )
+    assert report(sources) == []

@@ -1,0 +1,71 @@
+"""The rule that divides quick tests from long ones."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.executors import REFERENCE, emulated
+from tests.support.tiers import EXCEPTIONS, QUICK_CASES, long_items, spread
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Item:
+    """What the rule reads of a collected test."""
+
+    nodeid: str
+    marks: tuple[str, ...] = ()
+    params: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def callspec(self) -> Any:
+        return SimpleNamespace(params=self.params)
+
+    def get_closest_marker(self, name: str) -> Any:
+        return name if name in self.marks else None
+
+
+def long_names(items: list[Any]) -> list[str]:
+    return [item.nodeid for item in long_items(items)]
+
+
+def cases(function: str, count: int, *marks: str, **params: Any) -> list[Item]:
+    return [Item(f"{function}[{i}-{params}]", marks, params) for i in range(count)]
+
+
+@pytest.mark.parametrize(("count", "kept"), [(0, 3), (1, 3), (3, 3), (4, 3), (100, 7), (5, 0)])
+def test_spread(count: int, kept: int) -> None:
+    found = spread(count, kept)
+    assert len(set(found)) == len(found) == min(count, kept)
+    assert found == sorted(found)
+    assert set(found) <= set(range(count))
+    assert not found or found[0] == 0
+
+
+def test_functions_that_run_kernels_keep_some_cases() -> None:
+    for marks in (("emulator",), ("gpu", "sm80")):
+        assert long_names(cases("f.py::test_few", QUICK_CASES, *marks)) == []
+        assert len(long_names(cases("f.py::test_many", 3 * QUICK_CASES, *marks))) == 2 * QUICK_CASES
+    assert long_names(cases("f.py::test_cpu", 3 * QUICK_CASES)) == []
+
+
+def test_every_executor_has_cases_of_its_own() -> None:
+    slow = [(emulated("sm_80"), "emulator"), (emulated("sm_90a"), "emulator")]
+    items = [x for pair in slow for x in cases("f.py::test_it", QUICK_CASES + 1, pair[1], executor=pair[0])]
+    items += cases("f.py::test_it", QUICK_CASES + 1, executor=REFERENCE)
+    assert len(long_names(items)) == 2
+
+
+def test_exceptions_name_tests() -> None:
+    for name, kept in EXCEPTIONS.items():
+        file, function = name.split("::")
+        tree = ast.parse((ROOT / file).read_text())
+        assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert len(long_names(cases(name, 100, "emulator"))) == max(0, 100 - kept)
