@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cute_attn.kernels.host.batch import REMEMBERED, Batches, Grid, Repeat, Tensors, nothing
+from cute_attn.kernels.host.batch import MAX_SETTINGS, Repeat, Tensors, launch_nothing
+from cute_attn.kernels.host.prepared import Grid
 from cute_attn.kernels.xqa.host import runner as xqa_runner
 from cute_attn.kernels.xqa.host.variant import xqa_features
 from cute_attn.kernels.xqa.spec import XqaSpec
@@ -68,7 +69,7 @@ def sizes(plan: Scheduled) -> tuple[int, int]:
     return plan.ctas * xqa_runner.partial_bytes(plan.spec), plan.ints.nbytes
 
 
-@functools.lru_cache(REMEMBERED)
+@functools.lru_cache(MAX_SETTINGS)
 def runner(features: XqaFeatures, arch: Arch, sms: int, spec: XqaSpec, room: int) -> xqa_runner.Runner:
     return xqa_runner.Runner(features, arch, sms, spec, room)
 
@@ -110,7 +111,7 @@ class Planned:
         def run(q: int, k: int, v: int, out: int, lse: int, _: Tensors) -> None:
             fire((q, k, v, out, lse, *rest), grid, current_stream(index))
 
-        return run if self.plan.batch_size else nothing
+        return run if self.plan.batch_size else launch_nothing
 
     def problem(self, runner: xqa_runner.Runner, problem: BatchProblem) -> XqaProblem:
         settings, workspace, counters = problem.settings, problem.workspace, self.counters
@@ -135,6 +136,3 @@ class Planned:
             lse=problem.lse,
             page_starts=self.page_starts,
         )
-
-
-BATCHES = Batches(scheduled, Planned, sizes)

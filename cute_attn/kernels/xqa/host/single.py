@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 
 from cute_attn.kernels.xqa.host import runner as xqa_runner
-from cute_attn.kernels.xqa.host.batch import BATCHES
-from cute_attn.kernels.xqa.host.variant import ONE_PIECE, specs, xqa_features
+from cute_attn.kernels.xqa.host.variant import ONE_PIECE, xqa_features
 from cute_attn.problem import Problem, Scratch, Settings, XqaProblem
 from cute_attn.runtime import counters
-from cute_attn.runtime.arch import Arch, for_device, multiprocessors
+from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.launch import CPU, current_stream
 from cute_attn.runtime.spec import KernelSpec
-
-__all__ = ["Runner", "launches", "plan", "prepare", "specs", "workspace"]
-
-plan, workspace = BATCHES.plan, BATCHES.workspace
-
-
-def prepare(settings: Settings) -> Callable[[Problem], None]:
-    index = settings.features.device.index
-    return Runner(settings, for_device(index), index, multiprocessors(index))
 
 
 def launches(problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
