@@ -11,7 +11,7 @@ from cute_attn.errors import ArgumentError, NotSupported
 from cute_attn.runtime.arch import Arch
 
 if TYPE_CHECKING:
-    from cute_attn.kernels.host.batch import Scheduled
+    from cute_attn.kernels.host.batch import BatchSchedule
     from cute_attn.problem import Settings, Tokens
 
 WORKSPACE_BYTES = 128 << 20  # what callers are told to bring
@@ -26,7 +26,6 @@ def run(options: argparse.Namespace, arch: Arch | None, sms: int) -> int:
     """Exit codes as those of single requests."""
     from cute_attn.dispatch import select
     from cute_attn.dispatch.families import FAMILIES
-    from cute_attn.kernels.host import batch as host_batch
     from cute_attn.problem import BatchLimits
     from cute_attn.schedule import batch as batch_schedule
 
@@ -44,24 +43,17 @@ def run(options: argparse.Namespace, arch: Arch | None, sms: int) -> int:
         return 1
     if arch is None:
         return 0
-    module = FAMILIES[backend.name].batch
-    asked = settings, batch.lengths, limits, arch, sms
     keys = f"{int(batch.lengths.kv_len.sum())} keys"
     where = f"{keys} in pages of {options.page_size}" if options.page_size else keys
     print(f"\n{batch.batch_size} requests, {batch.rows} query tokens, {where} on {sms} multiprocessors of {arch.name}:")
-    plan = module.scheduled(*asked)
-    print(
-        schedule(plan)
-        if isinstance(plan, host_batch.Scheduled)
-        else "  no schedule: CTAs find equal shares of all keys"
-    )
-    print(specs.launched(module.launches(*asked)))
+    plan, launches = FAMILIES[backend.name].batch_launches(settings, batch.lengths, limits, arch, sms)
+    print(schedule(plan) if plan else "  no schedule: CTAs find equal shares of all keys")
+    print(specs.launched(launches))
     return 0
 
 
-def schedule(plan: Scheduled) -> str:
+def schedule(plan: BatchSchedule[object]) -> str:
     """Tile, work items, cuts and workspace of a plan."""
-    from cute_attn.kernels.host import batch as host_batch
     from cute_attn.schedule.records import Item, Merge
 
     work, shape = plan.work, plan.shape
@@ -76,12 +68,12 @@ def schedule(plan: Scheduled) -> str:
         return "\n".join((*lines, "  no query tile is cut"))
     fewest, most = int(splits.min()), int(splits.max())
     cut = f"{_count(len(splits), 'query tile')} cut into {fewest if fewest == most else f'{fewest} to {most}'} splits"
-    workspace, _ = host_batch.sizes(plan)
+    workspace, _ = plan.workspace()
     return "\n".join((*lines, f"  {cut}: {work.num_partials} partials, {workspace / 2**20:.1f} MiB of workspace"))
 
 
 def is_decode(options: argparse.Namespace, batch: Tokens) -> bool:
-    """Is it what a decode wrapper plans: one token of every request, and pages?"""
+    """Whether a decode wrapper plans this: one token of every request, and pages."""
     asked = options.causal, options.custom_mask
     tokens = set((batch.lengths.qo_indptr[1:] - batch.lengths.qo_indptr[:-1]).tolist())
     return options.page_size is not None and tokens == {1} and not any(asked)

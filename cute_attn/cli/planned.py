@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from cute_attn.dispatch import backends, select
+from cute_attn.kernels.host.family import KernelLaunch
 from cute_attn.problem import Problem
 from cute_attn.request import single as single_request
 from cute_attn.runtime.arch import TYPICAL_SMS, Arch
-from cute_attn.runtime.spec import KernelSpec
 
 __all__ = ["TYPICAL_SMS", "launches", "on_gpu"]
 
@@ -20,7 +20,7 @@ def on_gpu(call: single_request.Call) -> Problem:
     return problem._replace(settings=problem.settings._replace(features=features))
 
 
-def launches(problem: Problem, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
+def launches(problem: Problem, arch: Arch, sms: int) -> list[KernelLaunch]:
     """Kernels and grids of the backend that "auto" chooses; NotSupported if there is none."""
     rows = problem.qo_len * (problem.features.num_qo_heads // problem.features.num_kv_heads)
     return backends.launches(select.choose(problem.features, "auto", arch, rows), problem, arch, sms)

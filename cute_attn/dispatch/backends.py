@@ -4,18 +4,58 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Protocol
 
 from cute_attn.dispatch import emulator, reference
 from cute_attn.dispatch.capabilities import Backend
 from cute_attn.dispatch.families import FAMILIES
 from cute_attn.dispatch.select import CACHE_SIZE, choose, chosen, rows_class
+from cute_attn.kernels.host import gpu as gpus
+from cute_attn.kernels.host.family import KernelFamily, KernelLaunch
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Request, Settings
 from cute_attn.runtime.arch import Arch
-from cute_attn.runtime.spec import KernelSpec
+from cute_attn.runtime.staging import Staging
 
-IMPLEMENTATIONS: dict[str, Any] = {
-    **{name: family.single for name, family in FAMILIES.items()},
+
+class Implementation(Protocol):
+    """What every backend offers; the functions of this module with these names describe it."""
+
+    def prepare(self, settings: Settings) -> Callable[[Request], None]: ...
+
+    def launches(self, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]: ...
+
+    def plan(
+        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging
+    ) -> Callable[[BatchProblem], None]: ...
+
+    def workspace(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]: ...
+
+
+@dataclass(frozen=True)
+class OnGpu:
+    """A kernel family on the CUDA device that the settings name."""
+
+    family: KernelFamily
+
+    def prepare(self, settings: Settings) -> Callable[[Request], None]:
+        return self.family.prepare(settings, gpus.of_device(settings.features.device.index))
+
+    def launches(self, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
+        return self.family.launches(problem, arch, sms)
+
+    def plan(
+        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging
+    ) -> Callable[[BatchProblem], None]:
+        return self.family.plan(settings, lengths, limits, staging, gpus.of_device(settings.features.device.index))
+
+    def workspace(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
+        gpu = gpus.of_device(settings.features.device.index)
+        return self.family.workspace(settings, lengths, limits, gpu.arch, gpu.sms)
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    **{name: OnGpu(family) for name, family in FAMILIES.items()},
     "reference": reference,
     "emulator": emulator,
 }
@@ -35,25 +75,21 @@ def _prepared(settings: Settings, backend: str, rows: int) -> Callable[[Request]
 
 def prepare(backend: Backend, settings: Settings) -> Callable[[Request], None]:
     """What runs single requests of these settings."""
-    run: Callable[[Request], None] = IMPLEMENTATIONS[backend.name].prepare(settings)
-    return run
+    return IMPLEMENTATIONS[backend.name].prepare(settings)
 
 
 def plan(
-    backend: Backend, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Any
+    backend: Backend, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging
 ) -> Callable[[BatchProblem], None]:
     """What runs batches of these settings and lengths. `staging` carries the schedule to the device."""
-    run: Callable[[BatchProblem], None] = IMPLEMENTATIONS[backend.name].plan(settings, lengths, limits, staging)
-    return run
+    return IMPLEMENTATIONS[backend.name].plan(settings, lengths, limits, staging)
 
 
 def workspace(backend: Backend, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
     """Bytes that a plan of this batch uses of a workspace of any size, and for its records."""
-    sizes: tuple[int, int] = IMPLEMENTATIONS[backend.name].workspace(settings, lengths, limits)
-    return sizes
+    return IMPLEMENTATIONS[backend.name].workspace(settings, lengths, limits)
 
 
-def launches(backend: Backend, problem: Request, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
+def launches(backend: Backend, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
     """The kernels and grids of `problem` on a GPU of `arch` with `sms` multiprocessors. Needs no GPU."""
-    found: list[tuple[KernelSpec, tuple[int, int, int]]] = IMPLEMENTATIONS[backend.name].launches(problem, arch, sms)
-    return found
+    return IMPLEMENTATIONS[backend.name].launches(problem, arch, sms)

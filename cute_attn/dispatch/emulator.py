@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
@@ -13,80 +12,80 @@ from cute_attn.dispatch.families import FAMILIES
 from cute_attn.emulator import adapter, settings
 from cute_attn.emulator.errors import LaunchFault
 from cute_attn.errors import ArgumentError
-from cute_attn.kernels.host.batch import Batches, Repeat, Tensors
+from cute_attn.kernels.host.batch import Repeat, Tensors
+from cute_attn.kernels.host.family import BatchRunner, KernelFamily, KernelLaunch
+from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DecodeProblem, Request, Scratch, Settings
 from cute_attn.request import single as single_request
 from cute_attn.runtime import counters
 from cute_attn.runtime.arch import TYPICAL_SMS, Arch, named
 from cute_attn.runtime.launch import CPU
-from cute_attn.runtime.spec import KernelSpec
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule import batch as batch_schedule
 
 OUTPUTS = ("out", "lse", "workspace")
 
 
-def launches(problem: Request, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
+def launches(problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
     """What the emulated backend launches."""
-    family = FAMILIES[select.emulated(problem.features, arch, problem.qo_len).name]
-    found: list[tuple[KernelSpec, tuple[int, int, int]]] = family.single.launches(problem, arch, sms)
-    return found
+    return _family(problem.settings, arch, problem.qo_len).launches(problem, arch, sms)
 
 
 def prepare(problem_settings: Settings) -> Callable[[Request], None]:
-    return Emulated(problem_settings)
+    """What runs single requests of these settings."""
+    return EmulatedRun(problem_settings)
 
 
 def plan(
     batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging
 ) -> Callable[[BatchProblem], None]:
     """A plan for the architecture that is emulated now; it runs on that one whatever is emulated later."""
-    arch, sms = _machine()
-    batches = _batches(batch_settings, arch, batch_schedule.rows_of_a_request(lengths, limits))
-    scheduled = batches.scheduled(batch_settings, lengths, limits, arch, sms)
-    return EmulatedPlan(batches.planned(batch_settings, scheduled, staging, arch, CPU))
+    gpu = _gpu()
+    family = _family(batch_settings, gpu.arch, batch_schedule.rows_of_a_request(lengths, limits))
+    return EmulatedBatchRun(family.plan(batch_settings, lengths, limits, staging, gpu))
 
 
 def workspace(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
-    arch, sms = _machine()
-    batches = _batches(batch_settings, arch, batch_schedule.rows_of_a_request(lengths, limits))
-    return batches.workspace_on(batch_settings, lengths, limits, arch, sms)
+    """Bytes that a plan uses of a workspace of any size, and for its records."""
+    gpu = _gpu()
+    family = _family(batch_settings, gpu.arch, batch_schedule.rows_of_a_request(lengths, limits))
+    return family.workspace(batch_settings, lengths, limits, gpu.arch, gpu.sms)
 
 
-def _machine() -> tuple[Arch, int]:
-    """The GPU that is stood in for: its architecture and multiprocessors."""
+def _gpu() -> Gpu:
+    """The GPU that is emulated."""
     emulation = settings.current()
-    return named(emulation.arch), emulation.sms or TYPICAL_SMS[emulation.arch]
+    return Gpu(named(emulation.arch), CPU, emulation.sms or TYPICAL_SMS[emulation.arch])
 
 
-def _batches(batch_settings: Settings, arch: Arch, qo_len: int) -> Batches[Any]:
-    backend = select.emulated(batch_settings.features, arch, qo_len)
-    found: Batches[Any] = FAMILIES[backend.name].batch.BATCHES
-    return found
+def _family(problem_settings: Settings, arch: Arch, qo_len: int) -> KernelFamily:
+    """The family whose kernels run requests of `qo_len` query tokens."""
+    return FAMILIES[select.emulated(problem_settings.features, arch, qo_len).name]
 
 
-class Emulated:
+class EmulatedRun:
     """Runs problems of the same settings on whatever architecture is emulated at the time of the call."""
 
     def __init__(self, problem_settings: Settings) -> None:
         self.settings = problem_settings
-        self.runners: dict[tuple[str, int, str], Callable[[Request], None]] = {}
+        self.runs: dict[tuple[str, int, str], Callable[[Request], None]] = {}
 
     def __call__(self, problem: Request) -> None:
-        arch, sms = _machine()
-        name = select.emulated(self.settings.features, arch, problem.qo_len).name
-        run = self.runners.get((arch.name, sms, name))
+        gpu = _gpu()
+        family = _family(self.settings, gpu.arch, problem.qo_len)
+        key = gpu.arch.name, gpu.sms, family.name
+        run = self.runs.get(key)
         if run is None:
-            run = self.runners[arch.name, sms, name] = FAMILIES[name].single.Runner(self.settings, arch, CPU, sms)
+            run = self.runs[key] = family.prepare(self.settings, gpu)
         problem = _placed(problem)
         with _visible(problem, run):
             run(problem)
 
 
-class EmulatedPlan:
+class EmulatedBatchRun:
     """Runs batches of one plan, whose records are global memory too."""
 
-    def __init__(self, planned: Any) -> None:
+    def __init__(self, planned: BatchRunner) -> None:
         self.planned = planned
 
     def __call__(self, problem: BatchProblem) -> None:
@@ -94,6 +93,7 @@ class EmulatedPlan:
             self.planned(problem)
 
     def repeat(self, problem: BatchProblem) -> Repeat:
+        """Runs like that of `problem`, but for addresses."""
         run = self.planned.repeat(problem)
         names, others = ("q", "k", "v", "out", "lse"), problem._asdict()
 
@@ -116,14 +116,14 @@ def _placed(problem: Request) -> Request:
 
 
 @contextlib.contextmanager
-def _visible(problem: Request | BatchProblem, kept: Any) -> Iterator[None]:
-    """The tensors of a problem, the counters, and what a runner or plan keeps on the device: `records`, which launches
+def _visible(problem: Request | BatchProblem, run: object) -> Iterator[None]:
+    """Shows the tensors of a problem, the counters, and what `run` keeps on the device: `records`, which launches
     read, and `counters`, which they leave as they found them: at zero.
     """
     inputs, outputs = _roles(problem)
-    inputs |= _tensors("records", getattr(kept, "records", None))
+    inputs |= _tensors("records", getattr(run, "records", None))
     shared = (counters.of_device(CPU, kind).memory for kind in (counters.TICKETS, counters.ARRIVALS))
-    memory = [*shared, *_tensors("", getattr(kept, "counters", None)).values()]
+    memory = [*shared, *_tensors("", getattr(run, "counters", None)).values()]
     if isinstance(problem, DecodeProblem):
         in_scratch, outputs["partials"] = _scratch(problem.scratch)
         memory.append(in_scratch)
@@ -162,7 +162,7 @@ def _bytes_at(buffer: torch.Tensor, address: int, num_bytes: int) -> torch.Tenso
     return buffer.reshape(-1).view(torch.uint8)[start : start + num_bytes]
 
 
-def _tensors(name: str, value: Any) -> dict[str, torch.Tensor]:
+def _tensors(name: str, value: object) -> dict[str, torch.Tensor]:
     """Tensors of one field of a problem."""
     if isinstance(value, torch.Tensor):
         return {name: value}

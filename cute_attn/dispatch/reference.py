@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
+from cute_attn.kernels.host.family import KernelLaunch
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Request, Settings
 from cute_attn.reference import attention as reference
 from cute_attn.runtime.arch import Arch
-from cute_attn.runtime.spec import KernelSpec
+from cute_attn.runtime.staging import Staging
 
 
-def launches(problem: Request, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:
+def launches(problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
     """None: torch runs it."""
     return []
 
@@ -27,7 +27,7 @@ def workspace(settings: Settings, lengths: BatchLengths, limits: BatchLimits) ->
 
 
 def plan(
-    settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Any
+    settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging
 ) -> Callable[[BatchProblem], None]:
     """One request after the other, without a workspace."""
     return functools.partial(reference.run_batch, lengths=lengths)

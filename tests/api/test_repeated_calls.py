@@ -17,8 +17,12 @@ import torch
 
 from cute_attn import ArgumentError, ArgumentTypeError, single_decode_with_kv_cache, single_prefill_with_kv_cache
 from cute_attn.dispatch import backends, capabilities, select
-from cute_attn.kernels.fa2.host import single as fa2_single
+from cute_attn.kernels.fa2.host.family import FAMILY
+from cute_attn.kernels.fa2.host.prepared import prepared_kernel
 from cute_attn.kernels.host import load as loading
+from cute_attn.kernels.host import single as host_single
+from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.params import UNBOUNDED
 from cute_attn.problem import Problem
 from cute_attn.request import settings as request_settings
 from cute_attn.request import single as single_request
@@ -36,7 +40,7 @@ HALF, FLOAT = torch.float16, torch.float32
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
     """Nothing settled before or after."""
-    caches = (request_settings._cached_settings, backends._prepared, select.chosen, loading.load)
+    caches = (request_settings._cached_settings, backends._prepared, select.chosen, loading.load, prepared_kernel)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -54,7 +58,7 @@ def aligned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def on_fa2(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls with CPU tensors go to fa2 on a pretended H200."""
     monkeypatch.setattr(select, "choose", lambda features, backend_name="auto", **known: capabilities.BY_NAME["fa2"])
-    prepare = lambda backend, settings: fa2_single.Runner(settings, archs.named("sm_90a"), 0, 132)  # noqa: E731
+    prepare = lambda backend, settings: FAMILY.prepare(settings, Gpu(archs.named("sm_90a"), 0, 132))  # noqa: E731
     monkeypatch.setattr(backends, "prepare", prepare)
 
 
@@ -371,7 +375,7 @@ def test_lengths_are_checked_in_every_call() -> None:
 @pytest.mark.usefixtures("on_fa2", "aligned_memory")
 def test_a_growing_cache_is_settled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode over a growing cache on the interpreted kernels: every length right, one set of settings."""
-    interpret(monkeypatch, fa2_single)
+    interpret(monkeypatch)
     given = tensors(kv_len=700, dim=64)
     q, k, v = given["q"][0], given["k"], given["v"]
     for kv_len in (0, 1, 2, 63, 64, 65, 699, 700, 64):
@@ -391,15 +395,15 @@ def test_a_growing_cache_is_settled_once(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.usefixtures("on_fa2")
 def test_threads_and_streams_share_what_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each launch carries the addresses, numbers and stream of one call, while others are under way."""
-    kinds = ["f32" if hint is float else "i64" for hint in get_type_hints(Fa2Params).values()]
-    params = tuple(Param(f"p{i}", kind, 8 * i, 4 if kind == "f32" else 8) for i, kind in enumerate(kinds))
+    kinds = {name: "f32" if hint is float else "i64" for name, hint in get_type_hints(Fa2Params).items()}
+    params = tuple(Param(name, kind, 8 * i, 4 if kind == "f32" else 8) for i, (name, kind) in enumerate(kinds.items()))
     artifact = Artifact("sm_90a", "kernel", b"cubin", "", params, (128, 1, 1), 0, 0, 0, 0, {})
     driver, own = StubDriver(params), threading.local()
     driver.launch_seconds = 1e-4
     monkeypatch.setattr(launch, "load_driver", lambda: driver)
     monkeypatch.setattr(archs, "for_device", lambda index: archs.named("sm_90a"))
     monkeypatch.setattr(loading, "artifacts", types.SimpleNamespace(get=lambda spec, arch, program_of: artifact))
-    monkeypatch.setattr(fa2_single, "current_stream", lambda index: own.stream)
+    monkeypatch.setattr(host_single, "current_stream", lambda index: own.stream)
     for cache in (launch._primary_context, launch._library, launch._function):
         cache.cache_clear()
     calls: dict[int, tuple[int, int, int]] = {}  # by address of q
@@ -428,7 +432,7 @@ def test_threads_and_streams_share_what_is_settled(monkeypatch: pytest.MonkeyPat
     assert len(calls) == 200
     for p, run in zip(launched, driver.launches, strict=True):
         assert calls[p.q] == (run["stream"], p.qo_len, p.kv_len)
-        assert p.right == (p.kv_len - p.qo_len if run["stream"] % 2 == 0 else fa2_single.UNBOUNDED)
+        assert p.right == (p.kv_len - p.qo_len if run["stream"] % 2 == 0 else UNBOUNDED)
 
 
 def test_threads_get_their_own_results() -> None:
@@ -468,9 +472,8 @@ def test_what_is_remembered_is_bounded() -> None:
 
 @pytest.mark.usefixtures("on_fa2")
 def test_no_tensor_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    fire = types.SimpleNamespace(fire=lambda *args: None)
-    monkeypatch.setattr(fa2_single.Runner, "_launch", lambda self, schedule, split: fire)
-    monkeypatch.setattr(fa2_single, "current_stream", lambda index: 0)
+    interpret(monkeypatch)
+    monkeypatch.setattr(InterpretedLaunch, "fire", lambda *args: None)
     given = {
         **tensors(),
         "out": torch.empty(3, 4, 16, dtype=HALF),

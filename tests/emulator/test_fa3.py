@@ -173,8 +173,9 @@ def test_batches_in_sections(batch: BatchCase, schedule: Schedule, monkeypatch: 
     result = batch_case.check(batch, inputs, out, lse)
     assert result.ok, result.detail
     assert_fa3(emulation)
-    launched = planned._planned().launch.planned
-    assert launched.section[1] < launched.plan.shape.num_kv_heads
+    plan = planned._planned().launch.planned.schedule
+    _, heads_per_section = fa3_batch.sections(plan.shape, plan.work)
+    assert heads_per_section < plan.shape.num_kv_heads
 
 
 def test_sections_of_single_requests(monkeypatch: pytest.MonkeyPatch) -> None:

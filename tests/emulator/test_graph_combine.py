@@ -33,7 +33,7 @@ def test_fewer_ctas_than_rows(kernels: str, case: BatchCase, schedule: str) -> N
         out, lse = call(case, inputs, made)
     verdict = check(case, inputs, out, lse)
     assert verdict.ok, verdict.detail
-    plan = made._planned().launch.planned.plan
+    plan = made._planned().launch.planned.schedule
     merges = plan.work.merges
     cut = int((merges[:, Merge._fields.index("qo_len")] > 0).sum())
     grids = [record.grid for record in emulation.records if record.spec["kernel"] == CombineSpec.kernel]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cute_attn import NotSupported, single_decode_with_kv_cache
-from cute_attn.dispatch.emulator import EmulatedPlan
+from cute_attn.dispatch.emulator import EmulatedBatchRun
 from cute_attn.emulator import Schedule, using
 from cute_attn.emulator.settings import Emulation
 from cute_attn.request import caches
@@ -113,11 +113,11 @@ def test_scores_that_rise(kv_dtype: torch.dtype, schedule: str) -> None:
 
 def capture(run: Callable[[], Pair]) -> tuple[Pair, Callable[[], None]]:
     """A launch as it was, again."""
-    held: list[tuple[EmulatedPlan, Any]] = []
-    launch = EmulatedPlan.__call__
+    held: list[tuple[EmulatedBatchRun, Any]] = []
+    launch = EmulatedBatchRun.__call__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_cache, "try_replay", lambda plan, arguments: None)  # every check
-        patch.setattr(EmulatedPlan, "__call__", lambda plan, problem: held.append((plan, problem)))
+        patch.setattr(EmulatedBatchRun, "__call__", lambda plan, problem: held.append((plan, problem)))
         results = run()
 
     def replay() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from cute_attn.kernels.fa2.host import single as fa2_single
+from cute_attn.kernels.fa2.host import variant as fa2_variant
 from cute_attn.kernels.programs import program
 from cute_attn.kernels.xqa.host.variant import choose_spec, is_few
 from cute_attn.problem import Features
@@ -34,7 +34,7 @@ from tests.support.xqa_case import DTYPES, XqaCase
 def kernels(cases: Iterable[Case], arch: Arch) -> list[KernelSpec]:
     specs: dict[KernelSpec, None] = {}
     for case in cases:
-        specs.update(dict.fromkeys(fa2_single.specs(features(case, torch.device("cuda", 0)), arch)))
+        specs.update(dict.fromkeys(fa2_variant.specs(features(case, torch.device("cuda", 0)), arch)))
     return list(specs)
 
 

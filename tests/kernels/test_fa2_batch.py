@@ -15,8 +15,11 @@ import torch
 from cute_attn import WorkspaceError
 from cute_attn.dispatch import capabilities, select
 from cute_attn.kernels.fa2.host import batch as fa2_batch
+from cute_attn.kernels.fa2.host.family import FAMILY
 from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
-from cute_attn.kernels.host import batch as host_batch
+from cute_attn.kernels.host import gpu as gpus
+from cute_attn.kernels.host.batch import BatchRun
+from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.problem import GraphLimits
 from cute_attn.runtime.arch import named
 from cute_attn.runtime.staging import Staging
@@ -41,29 +44,25 @@ from tests.support.fa2_contract import CombineParams, Fa2Params, InterpretedLaun
 from tests.support.graphs import Captured, Pair, graph_wrapper
 from tests.support.matrix import poisoned_memory
 
-ARCH = named("sm_90a")
-SMS = 66
+GPU = Gpu(named("sm_90a"), 0, 66)
 TILE = Tile(16, 16, 1, 1, 2)  # small: small batches then have many
 DECODE = decode((40, 3, 0), page_size=4, **heads(4, 2))
 
 
 @pytest.fixture(autouse=True)
 def on_fa2(monkeypatch: pytest.MonkeyPatch) -> None:
-    fa2_batch.ready.cache_clear()
-    fa2_batch.tiling.cache_clear()
-    interpret(monkeypatch, host_batch)
+    interpret(monkeypatch)
     monkeypatch.setattr(
         fa2_batch, "fa2_tiles", types.SimpleNamespace(choose=lambda *args: TILE, resident_ctas=lambda *args: 2)
     )
-    monkeypatch.setattr(host_batch, "for_device", lambda index: ARCH)
-    monkeypatch.setattr(host_batch, "multiprocessors", lambda index: SMS)
+    monkeypatch.setattr(gpus, "of_device", lambda index: GPU)
     monkeypatch.setattr(select, "chosen", lambda features, name, rows: capabilities.BY_NAME["fa2"])
     monkeypatch.setattr(select, "reasons_against", lambda *args: [])
 
 
-def planned(built: Built, staging: Staging | None = None) -> fa2_batch.Planned:
-    schedule = fa2_batch.scheduled(built.problem.settings, built.lengths, built.limits, ARCH, SMS)
-    return fa2_batch.Planned(built.problem.settings, schedule, staging or Staging(torch.device("cpu")), ARCH, 0)
+def planned(built: Built, staging: Staging | None = None) -> BatchRun[Tile]:
+    staging = staging or Staging(torch.device("cpu"))
+    return FAMILY.plan(built.problem.settings, built.lengths, built.limits, staging, GPU)
 
 
 def solve(case: BatchCase) -> Built:
@@ -147,7 +146,7 @@ def test_keys_are_cut_and_merged() -> None:
 
 def test_launches_without_a_gpu() -> None:
     built = solve(LONG)
-    named_launches = fa2_batch.launches(built.problem.settings, built.lengths, built.limits, ARCH, SMS)
+    _, named_launches = FAMILY.batch_launches(built.problem.settings, built.lengths, built.limits, GPU.arch, GPU.sms)
     assert named_launches == [(launch.spec, launch.grid) for launch in InterpretedLaunch.fired]
 
 
@@ -250,7 +249,7 @@ def test_graph_launches_keep_their_form() -> None:
     grids = [launch.grid for launch in InterpretedLaunch.fired]
     other = build(ragged((1, 0, 1), (64, 3, 700), **heads(6, 2)))
     again = planned(dataclasses.replace(other, limits=limits), staging)
-    assert [again.plan.grid, again.plan.combine_grid] == grids
+    assert [again.schedule.grid, again.schedule.combine_grid] == grids
     assert again.items == run.items
     assert (again.merges, again.partial_bytes) == (run.merges, run.partial_bytes)
 

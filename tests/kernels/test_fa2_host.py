@@ -11,15 +11,20 @@ import torch
 
 from cute_attn import packbits
 from cute_attn.kernels.combine.spec import CombineSpec
+from cute_attn.kernels.fa2.host import batch as fa2_batch
 from cute_attn.kernels.fa2.host import single as fa2_single
 from cute_attn.kernels.fa2.host import variant as fa2_variant
+from cute_attn.kernels.fa2.host.family import FAMILY
 from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
+from cute_attn.kernels.host import single as host_single
+from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.problem import Problem
 from cute_attn.reference import attention as reference
 from cute_attn.request import single as single_request
 from cute_attn.runtime.arch import named
 from tests.support.fa2_contract import CombineParams, Fa2Params, InterpretedLaunch, interpret
 
+H200 = Gpu(named("sm_90a"), 0, 132)
 SMALL = Tile(16, 16, 1, 1, 2)
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-4}
 
@@ -27,9 +32,9 @@ TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 1e-4}
 @pytest.fixture(autouse=True)
 def contract(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter in place of a GPU, and small tiles so that small problems have many."""
-    interpret(monkeypatch, fa2_single)
+    interpret(monkeypatch)
     monkeypatch.setattr(
-        fa2_single, "fa2_tiles", types.SimpleNamespace(choose=lambda *args: SMALL, resident_ctas=lambda *args: 2)
+        fa2_batch, "fa2_tiles", types.SimpleNamespace(choose=lambda *args: SMALL, resident_ctas=lambda *args: 2)
     )
 
 
@@ -44,7 +49,7 @@ def solve(problem: Problem, sms: int = 132, arch: str = "sm_90a") -> None:
     )
     reference.run(expected, torch.float64)
     problem.out.fill_(torch.nan)
-    fa2_single.Runner(problem.settings, named(arch), 0, sms)(problem)
+    FAMILY.prepare(problem.settings, Gpu(named(arch), 0, sms))(problem)
     tolerance = TOLERANCE[problem.out.dtype]
     torch.testing.assert_close(problem.out, expected.out, rtol=tolerance, atol=tolerance)
     if problem.lse is not None:
@@ -219,22 +224,25 @@ def test_pdl(arch: str, asked: bool | None, used: bool) -> None:
 
 def test_kernels_are_loaded_once() -> None:
     problem = build(qo_len=1)
-    runner = fa2_single.Runner(problem.settings, named("sm_90a"), 0, 132)
+    runner = FAMILY.prepare(problem.settings, H200)
     for kv_len in (300, 290, 280):
         runner(problem._replace(kv_len=kv_len, k=problem.k[:kv_len], v=problem.v[:kv_len]))
     assert len({id(launch) for launch in InterpretedLaunch.fired}) == 2
-    other = fa2_single.Runner(build(heads=(4, 4)).settings, named("sm_90a"), 0, 132)
+    other = FAMILY.prepare(build(heads=(4, 4)).settings, H200)
     other(build(heads=(4, 4)))
     assert len({id(launch) for launch in InterpretedLaunch.fired}) == 2  # head counts are no part of a spec
 
 
 def test_lengths_do_not_grow_the_memo_without_bound() -> None:
     problem = build(qo_len=1)
-    runner = fa2_single.Runner(problem.settings, named("sm_90a"), 0, 132)
-    for length in range(1, 3 * fa2_single.REMEMBERED):
-        runner.plan(length, 2 * length)
-    assert runner.plan.cache_info().currsize <= fa2_single.REMEMBERED
-    assert runner.schedule.cache_info().currsize <= fa2_single.REMEMBERED
+    runner = FAMILY.prepare(problem.settings, H200)
+    for length in range(1, 3 * host_single.MAX_LENGTHS):
+        runner.launch(length, 2 * length)
+    scheduler = runner.scheduler
+    assert isinstance(scheduler, fa2_single.Scheduler)
+    assert runner.launch.cache_info().currsize == host_single.MAX_LENGTHS
+    assert scheduler.tiling.cache_info().currsize <= fa2_batch.MANY_ROWS
+    assert runner.kernel.cache_info().currsize <= 2  # split or not
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,18 +17,24 @@ from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.kernels.fa3 import tiles as fa3_tiles
 from cute_attn.kernels.fa3.default_specs import default_specs
 from cute_attn.kernels.fa3.host import batch as fa3_batch
+from cute_attn.kernels.fa3.host import prepared as fa3_prepared
 from cute_attn.kernels.fa3.host import single as fa3_single
 from cute_attn.kernels.fa3.host import variant as fa3_variant
-from cute_attn.kernels.fa3.host.params import Launched, Parameters
+from cute_attn.kernels.fa3.host.family import FAMILY
+from cute_attn.kernels.fa3.host.tensor_maps import TensorMaps
 from cute_attn.kernels.fa3.smem import Fp8KvMemory, HopperMemory
 from cute_attn.kernels.fa3.spec import Fa3Spec
+from cute_attn.kernels.host import combine
+from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.problem import Problem
 from cute_attn.request import single as single_request
-from cute_attn.runtime import tensormap
+from cute_attn.runtime import counters, tensormap
 from cute_attn.runtime.arch import named
 from cute_attn.runtime.launch import CPU
+from cute_attn.runtime.spec import KernelSpec
 from tests.support.backend_problems import build
 from tests.support.batch_case import dims, heads, make, paged, plan_arguments, ragged, wrapper
+from tests.support.fa2_contract import CombineParams
 
 HOPPER = named("sm_90a")
 
@@ -40,15 +48,38 @@ def single(
     return single_request.problem(single_request.Call(q, k, v, return_lse=True, **rest))
 
 
-def runner(problem: Problem, sms: int = 132) -> fa3_single.Runner:
-    return fa3_single.Runner(problem.settings, HOPPER, 0, sms)
+@pytest.fixture
+def parameters(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, ...]]:
+    """Kernels that are nothing but their parameters' names, which are the result for the attention kernel."""
+    fa3 = pytest.importorskip("cute_attn.kernels.fa3.kernel", reason="needs the DSL", exc_type=ImportError)
+    names = (*fa3.Fa3Program.maps, *fa3.Fa3Program.params._fields)
+
+    def load(spec: KernelSpec, *where: Any) -> Any:
+        fields = names if isinstance(spec, Fa3Spec) else CombineParams._fields
+        return SimpleNamespace(artifact=SimpleNamespace(params=[SimpleNamespace(name=name) for name in fields]))
+
+    for module in (fa3_prepared, combine):
+        monkeypatch.setattr(module, "load", load)
+    fa3_prepared.prepared_kernel.cache_clear()
+    yield names
+    fa3_prepared.prepared_kernel.cache_clear()
+
+
+def scheduler(problem: Problem, sms: int = 132) -> fa3_single.Scheduler:
+    return fa3_single.Scheduler(problem.settings, HOPPER, sms)
+
+
+def packed(problem: Problem, names: tuple[str, ...]) -> dict[str, Any]:
+    """Parameters of the attention launch by name."""
+    schedule = scheduler(problem)(problem.qo_len, problem.kv_len)
+    kernel = fa3_prepared.PreparedKernel(problem.settings, schedule.tile, schedule.heads, False, Gpu(HOPPER, CPU, 132))
+    values = kernel.values(problem, kernel.output.of(problem), schedule.numbers, 0)
+    return dict(zip(names, values, strict=True))
 
 
 def maps(problem: Problem, heads: int) -> tuple[TensorMap, TensorMap]:
-    parameters = Parameters(problem.settings, runner(problem).tile, heads)
-    return decode(parameters.q_map(problem.q)(problem.q.data_ptr())), decode(
-        parameters.kv_map(problem.k)(problem.k.data_ptr())
-    )
+    of = TensorMaps(problem.settings, scheduler(problem).tile, heads)
+    return decode(of.q(problem.q)(problem.q.data_ptr())), decode(of.kv(problem.k)(problem.k.data_ptr()))
 
 
 def test_maps_of_a_single_request() -> None:
@@ -57,10 +88,10 @@ def test_maps_of_a_single_request() -> None:
     assert (q.address, k.address) == (problem.q.data_ptr(), problem.k.data_ptr())
     assert q.dims == (64, 4, 100, 2)  # d, heads of a tile, tokens, blocks of heads
     assert q.strides == (128, 8 * 128, 4 * 128)
-    assert q.box == (64, 4, runner(problem).tile.rows // 4, 1)
+    assert q.box == (64, 4, scheduler(problem).tile.rows // 4, 1)
     assert k.dims == (64, 300, 2, 1)
     assert k.strides[:2] == (128, 300 * 128)
-    assert k.box == (64, runner(problem).tile.cols, 1, 1)
+    assert k.box == (64, scheduler(problem).tile.cols, 1, 1)
     assert q.swizzle == k.swizzle == 3  # lines of 128 bytes
 
 
@@ -70,7 +101,7 @@ def test_boxes_of_pages_do_not_leave_their_page(page_size: int, box: int, kv_lay
     case = paged((1,) * 3, (40, 0, 300), page_size, kv_layout=kv_layout, cache="strided", **heads(6, 2), **dims(128))
     problem = build(case).problem
     tile = fa3_variant.tile(problem.settings.features, window=False)
-    k = decode(Parameters(problem.settings, tile, 1).kv_map(problem.k)(problem.k.data_ptr()))
+    k = decode(TensorMaps(problem.settings, tile, 1).kv(problem.k)(problem.k.data_ptr()))
     assert page_size % box == tile.cols % box == 0
     assert k.box == (64, box, 1, 1)
     assert k.dims == (128, page_size, 2, problem.k.shape[0])
@@ -97,18 +128,14 @@ def test_what_tensor_maps_cannot_hold(address: int, strides: tuple[int, ...]) ->
         tensormap.encode("float16", address, (64, 8), strides, (64, 8), tensormap.SWIZZLE_128B)
 
 
-def test_parameter_blocks_follow_the_kernel() -> None:
-    kernel = pytest.importorskip("cute_attn.kernels.fa3.kernel", reason="needs the DSL", exc_type=ImportError)
+def test_parameter_blocks_follow_the_kernel(parameters: tuple[str, ...]) -> None:
     problem = single()
-    made = runner(problem)
-    parameters, schedule = made.parameters(1), made.schedule(100, 300)
-    launched = Launched(7, *parameters.bounds(), schedule.total_tiles, schedule.section, schedule.numbers)
-    values = parameters.values(problem, parameters.target(problem), launched)
-    named_values = dict(zip(kernel.Fa3Program.params._fields, values[3:], strict=True))
-    assert named_values["counters"] == 7
+    named_values = packed(problem, parameters)
+    assert decode(named_values["k"]).address == named_values["k_address"] == problem.k.data_ptr()
+    assert named_values["counters"] == counters.of_device(CPU).address(0)
     assert (named_values["qo_len"], named_values["kv_len"]) == (100, 300)
     assert (named_values["num_qo_heads"], named_values["group"], named_values["kv_group"]) == (8, 1, 4)
-    assert named_values["box_rows"] == made.tile.cols
+    assert named_values["box_rows"] == scheduler(problem).tile.cols
     assert named_values["kv_indices"] == 0
 
 
@@ -118,20 +145,20 @@ def test_parameter_blocks_follow_the_kernel() -> None:
 def test_heads_of_a_tile(qo_len: int, heads: tuple[int, int], shared: int) -> None:
     """A group that does not divide the rows of a tile (128; 6 / 2 = 3, 9) has a tile a head."""
     problem = single(qo_len, heads=heads, dim=128)
-    assert runner(problem).schedule(qo_len, 300).heads == shared
+    assert scheduler(problem)(qo_len, 300).heads == shared
 
 
 @pytest.mark.parametrize("heads", [(8, 2), (12, 4), (7, 1)])
 @pytest.mark.parametrize("kv_len", [1, 300, 200_000])
 def test_the_grid_covers_every_tile_once(kv_len: int, heads: tuple[int, int]) -> None:
     problem = single(100, 1, heads, 128)
-    made = runner(problem)
-    schedule = made.schedule(100, kv_len)
-    blocks, head_blocks = -(-100 * schedule.heads // made.tile.rows), heads[0] // schedule.heads
-    assert schedule.total_tiles == blocks * head_blocks * schedule.num_splits
-    assert schedule.ctas == (min(132, schedule.total_tiles), 1, 1)
-    split_tokens, split_tiles = (schedule.numbers[i] for i in (3, 4))
-    section_tiles, section = schedule.section
+    schedule = scheduler(problem)(100, kv_len)
+    numbers = dict(zip(fa3_prepared.ORDER_FIELDS + fa3_prepared.LENGTH_FIELDS, map(int, schedule.numbers), strict=True))
+    blocks, head_blocks = -(-100 * schedule.heads // schedule.tile.rows), heads[0] // schedule.heads
+    assert numbers["total_tiles"] == blocks * head_blocks * schedule.num_splits
+    assert schedule.grid == (min(132, numbers["total_tiles"]), 1, 1)
+    split_tokens, split_tiles = numbers["split_tokens"], numbers["split_tiles"]
+    section_tiles, section = numbers["section_tiles"], numbers["section_heads"]
     assert split_tokens * schedule.num_splits >= kv_len > split_tokens * (schedule.num_splits - 1)
     assert split_tiles == blocks * head_blocks
     assert section_tiles == blocks * section
@@ -139,15 +166,15 @@ def test_the_grid_covers_every_tile_once(kv_len: int, heads: tuple[int, int]) ->
 
 
 def test_launches() -> None:
-    (main, grid), (combine, rows) = fa3_single.launches(single(3, 20_000), HOPPER, 132)
+    (main, grid), (merge, rows) = FAMILY.launches(single(3, 20_000), HOPPER, 132)
     assert isinstance(main, Fa3Spec)
     assert main.split
     assert main.out_dtype == "float32"
     assert 2 < grid[0] <= 132
-    assert combine == CombineSpec("float16", 64)
+    assert merge == CombineSpec("float16", 64)
     assert rows == (24, 1, 1)
-    assert fa3_single.launches(single(0), HOPPER, 132) == []
-    ((alone, _),) = fa3_single.launches(single(3000, 300, window_left=5), HOPPER, 132)
+    assert FAMILY.launches(single(0), HOPPER, 132) == []
+    ((alone, _),) = FAMILY.launches(single(3000, 300, window_left=5), HOPPER, 132)
     assert isinstance(alone, Fa3Spec)
     assert (alone.mask, alone.split, alone.out_dtype) == ("band", False, "float16")
 
@@ -157,14 +184,14 @@ def test_launches_of_batches(page_size: int) -> None:
     lengths = (3, 2), (5000, 7000)
     built = build(paged(*lengths, page_size, **heads(8, 2)) if page_size else ragged(*lengths, **heads(8, 2)))
     settings = built.problem.settings
-    (main, grid), (combine, _) = fa3_batch.launches(settings, built.lengths, built.limits, HOPPER, 132)
+    _, ((main, grid), (merge, _)) = FAMILY.batch_launches(settings, built.lengths, built.limits, HOPPER, 132)
     assert isinstance(main, Fa3Spec)
     assert (main.schedule, main.kv) == ("items", "paged" if page_size else "dense")
     assert grid[0] <= 132
-    assert combine == CombineSpec("float16", 64, "items")
-    partials, records = fa3_batch.BATCHES.workspace_on(settings, built.lengths, built.limits, HOPPER, 132)
+    assert merge == CombineSpec("float16", 64, "items")
+    partials, records = FAMILY.workspace(settings, built.lengths, built.limits, HOPPER, 132)
     small = built.limits._replace(workspace_bytes=0)
-    assert fa3_batch.BATCHES.workspace_on(settings, built.lengths, small, HOPPER, 132) == (partials, records)
+    assert FAMILY.workspace(settings, built.lengths, small, HOPPER, 132) == (partials, records)
     assert partials > 0
 
 
@@ -174,12 +201,12 @@ def test_sections_of_a_batch(sms: int, kv_len: int, resident: int, monkeypatch: 
     monkeypatch.setattr(fa3_variant, "SECTION_BYTES", 5 * 1024 * 2 * 64 * 2)
     fa3_batch.tiling.cache_clear()
     built = build(ragged((700, 300), (kv_len, min(kv_len, 20)), **heads(16, 16)))
-    plan = fa3_batch.scheduled(built.problem.settings, built.lengths, built.limits, HOPPER, sms)
+    plan = fa3_batch.schedule(built.problem.settings, built.lengths, built.limits, HOPPER, sms)
     fa3_batch.tiling.cache_clear()
-    tiles, found = fa3_batch.sectioned(plan)
+    tiles, found = fa3_batch.sections(plan.shape, plan.work)
     assert found == {1: 1, 5: 4, 16: 16}[resident]
     places = set()
-    for index in range(plan.total):
+    for index in range(plan.total_tiles):
         section, within = divmod(index, tiles)
         item, head = divmod(within, found)
         places.add((item, section * found + head))
@@ -212,29 +239,28 @@ def test_tiles_of_paged_keys_take_whole_pages() -> None:
         dataclasses.replace(fa3_tiles.choose((64, 64), plain=True, kv="dense"), rows=64)
 
 
-def test_fp8_tensor_maps_and_scales() -> None:
+def test_fp8_tensor_maps_and_scales(parameters: tuple[str, ...]) -> None:
     """Lines of 128 bytes hold 128 elements; a number a head travels by address."""
     q = torch.zeros(100, 8, 128).to(torch.float8_e4m3fn)
     k, v = torch.zeros(2, 300, 2, 128).to(torch.float8_e4m3fn)
     scale_q, scale_k, scale_v = torch.ones(8), torch.ones(2), torch.ones(2)
     call = single_request.Call(q, k, v, return_lse=True, head_scales=(scale_q, scale_k, scale_v), sm_scale=-0.5)
     problem = single_request.problem(call)
-    made = runner(problem)
+    tile = scheduler(problem).tile
     q_map, k_map = maps(problem, 4)
     assert q_map.dims == (128, 4, 100, 2)
     assert q_map.strides == (128, 8 * 128, 4 * 128)
-    assert q_map.box == (128, 4, made.tile.rows // 4, 1)
+    assert q_map.box == (128, 4, tile.rows // 4, 1)
     assert k_map.dims == (128, 300, 2, 1)
-    assert k_map.box == (128, made.tile.cols, 1, 1)
-    spec = made.spec(split=False)
+    assert k_map.box == (128, tile.cols, 1, 1)
+    spec = fa3_variant.spec_of(problem.settings, tile, split=False)
     assert isinstance(spec, Fa3Spec)
     assert spec.dtype == "float8_e4m3fn"
     assert spec.scores == ()  # whatever the sign of the scale: rows of q take it
-    schedule, parameters = made.schedule(100, 300), made.parameters(1)
-    launched = Launched(7, *parameters.bounds(), schedule.total_tiles, schedule.numbers)
-    values = parameters.values(problem, parameters.target(problem), launched)
-    assert values[-3:] == (scale_q.data_ptr(), scale_k.data_ptr(), scale_v.data_ptr())
-    assert -0.5 * 1.4426950408889634 in values
+    values = packed(problem, parameters)
+    addresses = scale_q.data_ptr(), scale_k.data_ptr(), scale_v.data_ptr()
+    assert (values["scale_q"], values["scale_k"], values["scale_v"]) == addresses
+    assert values["scale"] == -0.5 * 1.4426950408889634
 
 
 @pytest.mark.parametrize(("dim", "line"), [(64, 64), (96, 128), (128, 128), (256, 256)])
@@ -246,8 +272,8 @@ def test_tensor_maps_of_keys_to_be_widened(dim: int, line: int, page_size: int) 
     problem = build(paged(*lengths, page_size, **kinds) if page_size else ragged(*lengths, **kinds)).problem
     features = problem.settings.features
     tile = fa3_variant.tile(features, False, page_size)
-    parameters = Parameters(problem.settings, tile, 1)
-    q, k = (decode(of(x)(x.data_ptr())) for of, x in ((parameters.q_map, problem.q), (parameters.kv_map, problem.k)))
+    of = TensorMaps(problem.settings, tile, 1)
+    q, k = decode(of.q(problem.q)(problem.q.data_ptr())), decode(of.kv(problem.k)(problem.k.data_ptr()))
     assert (q.swizzle, k.swizzle) == (3, 0)
     assert (q.item_bytes, k.item_bytes) == (2, 1)
     assert q.box[0] == 64
@@ -270,15 +296,13 @@ def test_tiles_that_wait_to_be_widened_fit_shared_memory() -> None:
             assert memory.bytes <= 227 * 1024
 
 
+@pytest.mark.usefixtures("parameters")
 def test_a_plan_makes_its_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first run may be captured in a CUDA graph, where memory cannot be made."""
     made: list[int] = []
-    monkeypatch.setattr(fa3_variant, "load", lambda *arguments: None)
-    monkeypatch.setattr(fa3_batch.counters, "of_device", made.append)
-    fa3_batch.ready.cache_clear()
+    monkeypatch.setattr(counters, "of_device", made.append)
     batch = paged((70, 3), (90, 33), page_size=4, **heads(4, 2))
     inputs = make(batch)
     with using("sm_90a", kernels="fa3", sms=2):
         wrapper(batch, inputs.q.device, backend="emulator").plan(**plan_arguments(batch, inputs))
-    fa3_batch.ready.cache_clear()
     assert made == [CPU]

@@ -13,6 +13,7 @@ from cute_attn.errors import WorkspaceError
 from cute_attn.kernels.xqa.host import batch as xqa_batch
 from cute_attn.kernels.xqa.host import params, prepared
 from cute_attn.kernels.xqa.host import single as xqa_single
+from cute_attn.kernels.xqa.host import variant as xqa_variant
 from cute_attn.problem import DecodeProblem, Features, Scratch, Settings
 from cute_attn.runtime.arch import named
 from cute_attn.runtime.launch import CPU
@@ -155,7 +156,7 @@ def test_a_workspace_that_is_too_small(fired: Fired, short: str) -> None:
 
 def test_launches_of_a_call_without_a_plan() -> None:
     ((spec, grid),) = xqa_single.launches(decode_problem(), named("sm_90a"), 4)
-    assert spec in xqa_single.specs(FEATURES, named("sm_90a"))
+    assert spec in xqa_variant.specs(FEATURES, named("sm_90a"))
     assert grid[0] * grid[1] <= 4 * spec.ctas
     no_requests = decode_problem(seq_lens=torch.zeros(0, dtype=torch.int32))
     assert xqa_single.launches(no_requests, named("sm_90a"), 4) == []

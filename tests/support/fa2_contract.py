@@ -10,16 +10,20 @@ import ctypes
 import itertools
 import math
 import types
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 from cute_attn.kernels.combine.spec import CombineSpec
+from cute_attn.kernels.fa2.host import batch as fa2_batch
+from cute_attn.kernels.fa2.host import prepared as fa2_prepared
 from cute_attn.kernels.fa2.spec import Fa2Spec
 from cute_attn.kernels.formats import KV_BITS
+from cute_attn.kernels.host import batch as host_batch
 from cute_attn.kernels.host import load as loading
+from cute_attn.kernels.host import single as host_single
 from cute_attn.reference.attention import alibi_slopes
 from cute_attn.runtime.spec import KernelSpec
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
@@ -108,13 +112,22 @@ class CombineParams(NamedTuple):
     num_rows: int
 
 
+class SpecAlone:
+    """Takes the place of an `Artifact`: a spec, and the names of its kernel's parameters."""
+
+    def __init__(self, spec: KernelSpec) -> None:
+        self.spec = spec
+        params = Fa2Params if isinstance(spec, Fa2Spec) else CombineParams
+        self.params = [types.SimpleNamespace(name=name) for name in params._fields]
+
+
 class InterpretedLaunch:
-    """Takes the place of `Launch`: the "artifact" is the spec. `fired` collects the launches of a test."""
+    """Takes the place of `Launch`. `fired` collects the launches of a test."""
 
     fired: list[InterpretedLaunch]
 
-    def __init__(self, artifact: KernelSpec, device_index: int, *, pdl: bool) -> None:
-        self.spec, self.device_index, self.pdl = artifact, device_index, pdl
+    def __init__(self, artifact: SpecAlone, device_index: int, *, pdl: bool) -> None:
+        self.artifact, self.spec, self.device_index, self.pdl = artifact, artifact.spec, device_index, pdl
 
     def fire(self, values: tuple[int | float, ...], grid: tuple[int, int, int], stream: int) -> None:
         self.grid, self.stream = grid, stream
@@ -128,13 +141,21 @@ class InterpretedLaunch:
         InterpretedLaunch.fired.append(self)
 
 
-def interpret(monkeypatch: pytest.MonkeyPatch, host: Any) -> None:
-    """The interpreter in place of a GPU, for launches of the module `host`, on stream 77."""
+def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter in place of a GPU, on stream 77."""
     InterpretedLaunch.fired = []
-    loading.load.cache_clear()
+    forget_kernels()
     monkeypatch.setattr(loading, "Launch", InterpretedLaunch)
-    monkeypatch.setattr(loading, "artifacts", types.SimpleNamespace(get=lambda spec, arch, program_of: spec))
-    monkeypatch.setattr(host, "current_stream", lambda index: 77)
+    monkeypatch.setattr(loading, "artifacts", types.SimpleNamespace(get=lambda spec, arch, program_of: SpecAlone(spec)))
+    for host in (host_single, host_batch):
+        monkeypatch.setattr(host, "current_stream", lambda index: 77)
+
+
+def forget_kernels() -> None:
+    """Kernels of other tests are loaded and prepared anew."""
+    loading.load.cache_clear()
+    fa2_batch.tiling.cache_clear()
+    fa2_prepared.prepared_kernel.cache_clear()
 
 
 def memory(address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> np.ndarray:

@@ -11,8 +11,7 @@ import torch
 
 from cute_attn import ArgumentTypeError, BatchPrefillWithPagedKVCacheWrapper
 from cute_attn.emulator.settings import using
-from cute_attn.kernels.fa2.host import batch as fa2_batch
-from cute_attn.kernels.fa3.host import params as fa3_params
+from cute_attn.kernels.fa2.host import prepared as fa2_prepared
 from cute_attn.request import batch_run
 from cute_attn.request import single as single_request
 from cute_attn.wrappers import run_cache
@@ -245,12 +244,6 @@ def test_scales_that_always_change_do_not_pile_up(monkeypatch: pytest.MonkeyPatc
         assert 1 <= len(made._planned().cached_runs) <= 4
 
 
-def test_place_of_the_counters() -> None:
-    """What a repeated launch of the wgmma kernel puts between numbers that stay."""
-    fa3 = pytest.importorskip("cute_attn.kernels.fa3.kernel", reason="kernels need the DSL")
-    assert 3 + fa3.Fa3Program.params._fields.index("counters") == fa3_params.COUNTERS
-
-
 @pytest.mark.emulator
 @pytest.mark.parametrize(("kernels", "cache"), [("fa3", "one"), ("fa3", "pair"), ("fa2", "one")])
 def test_layers_on_the_kernels(
@@ -290,7 +283,7 @@ def test_a_plan_without_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no kernel")
 
     with monkeypatch.context() as patch:
-        patch.setattr(fa2_batch, "ready", missing)
+        patch.setattr(fa2_prepared, "PreparedKernel", missing)
         with pytest.raises(RuntimeError, match="no kernel"):
             made.plan(**arguments)
     out, lse = call(PAGED, inputs, made)

@@ -7,15 +7,17 @@ from cute_attn.problem import Features, short
 
 
 def batched(features: Features) -> bool:
+    """Whether these are features of a batch, which has a schedule of items."""
     return features.kv_source != "dense"
 
 
 def combine_spec(features: Features) -> CombineSpec:
-    return CombineSpec(short(features.o_dtype), features.head_dim_vo, _schedule(features))
+    """The kernel that merges split-KV partials."""
+    return CombineSpec(short(features.o_dtype), features.head_dim_vo, schedule(features))
 
 
 def kv_dtype(features: Features) -> str:
-    """Of `spec.KV_BITS`."""
+    """`kv_dtype` of a spec, one of `formats.KV_BITS`."""
     if features.kv_block_scales:
         return "nvfp4"
     return "" if features.kv_dtype == features.q_dtype else short(features.kv_dtype)
@@ -31,5 +33,6 @@ def scores(features: Features) -> tuple[str, ...]:
     return () if steps == ["scale"] and features.positive_scale else tuple(steps)
 
 
-def _schedule(features: Features) -> str:
+def schedule(features: Features) -> str:
+    """`schedule` of a spec: items of a batch, or the grid of a single request."""
     return "items" if batched(features) else "grid"

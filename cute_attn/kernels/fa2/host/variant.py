@@ -1,11 +1,11 @@
-"""Which mma.sync kernels solve problems of given features, and where they are loaded."""
+"""Which mma.sync kernels solve problems of given features."""
 
 from __future__ import annotations
 
 from cute_attn.kernels.fa2 import tiles as fa2_tiles
 from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
-from cute_attn.kernels.host.features import _schedule, batched, combine_spec, kv_dtype, scores
-from cute_attn.problem import Features, short
+from cute_attn.kernels.host.features import batched, combine_spec, kv_dtype, schedule, scores
+from cute_attn.problem import Features, Settings, short
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 
@@ -23,11 +23,16 @@ def spec(features: Features, tile: Tile, split: bool = False) -> Fa2Spec:
         scores=scores(features),
         pos_encoding="rope" if features.pos_encoding_mode == "ROPE_LLAMA" else "none",
         split=split,
-        schedule=_schedule(features),
+        schedule=schedule(features),
         kv="paged" if features.kv_source == "paged" else "dense",
         kv_dtype=kv_dtype(features),
         tile=tile,
     )
+
+
+def spec_of(settings: Settings, tile: Tile, split: bool) -> Fa2Spec:
+    """The attention kernel of these settings and this tile."""
+    return spec(settings.features, tile, split)
 
 
 def variant(features: Features) -> fa2_tiles.Variant:

@@ -4,47 +4,48 @@ from __future__ import annotations
 
 import torch
 
-from cute_attn.kernels.fa2.host import variant as fa2_variant
 from cute_attn.kernels.fa3 import tiles as fa3_tiles
 from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
+from cute_attn.kernels.host import features as host_features
 from cute_attn.kernels.host.features import batched, combine_spec
-from cute_attn.kernels.host.load import load
-from cute_attn.problem import Features
+from cute_attn.problem import Features, Settings, short
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 
-__all__ = ["combine_spec", "heads_per_tile", "load", "section_heads", "spec", "specs", "tile"]
-
 SMALL_PAGE, LARGE_PAGE = 1, 128  # tokens: kernels for these are all that there are
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-SECTION_BYTES = 32 << 20  # keys and values that shall stay in L2 together
-PACKED_TOKENS = 64  # below so many query tokens a request, the heads of a group share tiles
+SECTION_BYTES = 32 << 20  # keys and values that stay in L2 together
+PACKED_TOKENS = 64  # below so many query tokens per request, the heads of a group share tiles
 
 
 def spec(
     features: Features, window: bool, tile: HopperTile, split: bool = False, page_size: int = SMALL_PAGE
 ) -> Fa3Spec:
     """`window`: the mask has a left bound. `split`: a single request's keys are cut. `page_size`: of paged keys."""
-    dtype = str(features.q_dtype).removeprefix("torch.")
     mask = "packed" if features.custom_mask else "band" if window else "stop"
     return Fa3Spec(
-        dtype=dtype,
-        out_dtype="float32" if split else str(features.o_dtype).removeprefix("torch."),
+        dtype=short(features.q_dtype),
+        out_dtype="float32" if split else short(features.o_dtype),
         head_dim_qk=features.head_dim_qk,
         head_dim_vo=features.head_dim_vo,
         mask=mask,
         scores=scores(features),
         split=split,
-        schedule="items" if batched(features) else "grid",
+        schedule=host_features.schedule(features),
         kv=kv_source(features, page_size),
-        kv_dtype=fa2_variant.kv_dtype(features),
+        kv_dtype=host_features.kv_dtype(features),
         tile=tile,
     )
 
 
+def spec_of(settings: Settings, tile: HopperTile, split: bool) -> Fa3Spec:
+    """The attention kernel of these settings and this tile."""
+    return spec(settings.features, settings.window_left >= 0, tile, split, settings.page_size)
+
+
 def scores(features: Features) -> tuple[str, ...]:
-    """In fp8 a scale alone, of any sign, is a row's and softmax's."""
-    steps = fa2_variant.scores(features)
+    """Score steps. In fp8 a scale alone, whatever its sign, is applied per row and by softmax."""
+    steps = host_features.scores(features)
     return () if features.q_dtype in FP8 and steps == ("scale",) else steps
 
 

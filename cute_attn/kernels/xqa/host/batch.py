@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cute_attn.kernels.host.batch import REMEMBERED, Batches, Grid, Repeat, Tensors, nothing
+from cute_attn.kernels.host.batch import MAX_SETTINGS, Repeat, Tensors, launch_nothing
 from cute_attn.kernels.host.params import UNBOUNDED
+from cute_attn.kernels.host.prepared import Grid
 from cute_attn.kernels.xqa.host import prepared
 from cute_attn.kernels.xqa.host.params import RERUN_FIELDS, Requests
 from cute_attn.kernels.xqa.host.prepared import PreparedKernel
@@ -70,7 +71,7 @@ def sizes(plan: Scheduled) -> tuple[int, int]:
     return plan.ctas * prepared.partial_bytes(plan.spec), plan.ints.nbytes
 
 
-@functools.lru_cache(REMEMBERED)
+@functools.lru_cache(MAX_SETTINGS)
 def prepared_kernel(
     settings: Settings, qo_len: int, spec: XqaSpec, arch: Arch, sms: int, device_index: int, room: int
 ) -> PreparedKernel:
@@ -113,7 +114,7 @@ class Planned:
     def repeat(self, problem: BatchProblem) -> Repeat:
         """Runs like that of `problem`, but for addresses."""
         if not self.plan.batch_size:
-            return nothing
+            return launch_nothing
         kernel = self.prepared(problem.settings)
         block = kernel.parameters.of(problem, *self.memory(problem))
         rest = [value for name, value in block.items() if name not in RERUN_FIELDS]
@@ -130,6 +131,3 @@ class Planned:
         assert problem.kv_indices is not None
         requests: Requests = {**self.requests, "table": problem.kv_indices.data_ptr()}
         return requests, self.counters.data_ptr(), problem.workspace.data_ptr()
-
-
-BATCHES = Batches(scheduled, Planned, sizes)

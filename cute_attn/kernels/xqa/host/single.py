@@ -5,29 +5,18 @@ decode calls whose lengths and page tables are on the device.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 
 from cute_attn.errors import ArgumentError, WorkspaceError
-from cute_attn.kernels.xqa.host.batch import BATCHES
 from cute_attn.kernels.xqa.host.params import CHUNK, ONE_PIECE, Requests
 from cute_attn.kernels.xqa.host.prepared import PreparedKernel
-from cute_attn.kernels.xqa.host.variant import choose_spec, is_few, specs
+from cute_attn.kernels.xqa.host.variant import choose_spec, is_few
 from cute_attn.problem import DecodeProblem, Problem, Request, Settings
 from cute_attn.runtime import counters
-from cute_attn.runtime.arch import Arch, for_device, multiprocessors
+from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.launch import CPU, current_stream
 from cute_attn.runtime.spec import KernelSpec
-
-__all__ = ["Runner", "launches", "plan", "prepare", "specs", "workspace"]
-
-plan, workspace = BATCHES.plan, BATCHES.workspace
-
-
-def prepare(settings: Settings) -> Callable[[Request], None]:
-    index = settings.features.device.index
-    return Runner(settings, for_device(index), index, multiprocessors(index))
 
 
 def launches(problem: Request, arch: Arch, sms: int) -> list[tuple[KernelSpec, tuple[int, int, int]]]:

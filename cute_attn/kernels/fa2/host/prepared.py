@@ -1,0 +1,134 @@
+"""The mma.sync kernel, prepared: what settings and tile decide of its launches, from tensors to parameters."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from cute_attn.kernels.fa2.host.variant import spec
+from cute_attn.kernels.fa2.spec import Tile
+from cute_attn.kernels.host.batch import MAX_SETTINGS
+from cute_attn.kernels.host.combine import CombineKernel
+from cute_attn.kernels.host.features import batched, scores
+from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.load import load
+from cute_attn.kernels.host.output import OUTPUT_FIELDS, OutputTarget, Target
+from cute_attn.kernels.host.params import (
+    BATCH_FIELDS,
+    NO_BATCH,
+    Fields,
+    ParamPacker,
+    Values,
+    divisor,
+    kv_axes,
+    mask_bounds,
+    score_fields,
+    two_addresses,
+)
+from cute_attn.kernels.host.prepared import Replay
+from cute_attn.problem import BatchProblem, Problem, Settings
+
+TENSOR_FIELDS = (
+    *("q", "k", "v", "scale0", "scale1"),
+    *("q_stride_n", "q_stride_h", "k_stride_n", "k_stride_h", "v_stride_n", "v_stride_h"),
+)
+LENGTH_FIELDS = ("qo_len", "kv_len", "right", "left", "tiles_per_split")  # of a single request
+MASK_FIELDS = ("mask", "mask_bytes")
+PAGE_FIELDS = ("k_stride_page", "v_stride_page")
+BLOCK_SCALE_FIELDS = (
+    *("k_scales", "k_scales_stride_page", "k_scales_stride_n", "k_scales_stride_h"),
+    *("v_scales", "v_scales_stride_page", "v_scales_stride_n", "v_scales_stride_h"),
+)
+REBOUND = ("q", "k", "v", "o", "lse")  # what changes between runs of a batch that differ in addresses only
+
+
+class PreparedKernel:
+    """Loaded launches of one tile for problems of the same settings."""
+
+    def __init__(self, settings: Settings, tile: Tile, combine: bool, gpu: Gpu) -> None:
+        features = settings.features
+        batch = batched(features)
+        heads = features.num_qo_heads // features.num_kv_heads
+        kernel = spec(features, tile, split=combine and not batch)
+        self.settings, self.output = settings, OutputTarget(settings)
+        self.attention = load(kernel, gpu.arch.name, gpu.device_index, gpu.pdl(settings))
+        self.combine = CombineKernel(settings, heads, gpu) if combine else None
+        self.paged = features.kv_source == "paged"
+        self.token, self.head = kv_axes(settings)
+        self.itemsize, self.kv_itemsize = features.q_dtype.itemsize, features.kv_dtype.itemsize
+        static: Fields = {
+            **divisor("group", heads),
+            "num_qo_heads": features.num_qo_heads,
+            **divisor("num_kv_heads", features.num_kv_heads, stem="kv_heads"),
+            **divisor("page_size", settings.page_size, stem="page"),
+            **score_fields(settings, scores(features)),
+            "rope_base": 1.0 / (2.0 * math.pi * settings.rope_scale),
+            "rope_ratio": settings.rope_theta ** (-2.0 / features.head_dim_qk),
+            "lse_scale": settings.lse_scale,
+        }
+        if batch:  # every item has lengths of its own
+            static |= {**dict.fromkeys(LENGTH_FIELDS, 0), **mask_bounds(settings)}
+        else:
+            static |= NO_BATCH
+        extras: tuple[str, ...] = ()
+        for fields, present in (
+            (MASK_FIELDS, features.custom_mask),
+            (PAGE_FIELDS, self.paged),
+            (BLOCK_SCALE_FIELDS, features.kv_block_scales),
+        ):
+            if present:
+                extras += fields
+            else:
+                static |= dict.fromkeys(fields, 0)
+        numbers = BATCH_FIELDS if batch else LENGTH_FIELDS
+        self.packer = ParamPacker.of(self.attention, static, (*TENSOR_FIELDS, OUTPUT_FIELDS, numbers, extras))
+        self.rebinder = self.packer.rebinder(REBOUND)
+
+    def values(self, problem: Problem | BatchProblem, target: Target, numbers: Values, stream: int) -> Values:
+        """Parameters of an attention launch. `numbers`: of LENGTH_FIELDS, or of BATCH_FIELDS."""
+        q, k, v, mask, scales = problem.q, problem.k, problem.v, problem.packed_mask, problem.scale_tensors
+        q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
+        itemsize, kv_itemsize, token, head = self.itemsize, self.kv_itemsize, self.token, self.head
+        scale0, scale1 = two_addresses(scales) if scales else (0, 0)
+        extras: Values = () if mask is None else (mask.data_ptr(), mask.numel())
+        if self.paged:
+            extras += k_strides[0] * kv_itemsize, v_strides[0] * kv_itemsize
+        if problem.block_scales is not None:
+            extras += self.block_scales(problem.block_scales)
+        return self.packer.values(
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            scale0,
+            scale1,
+            q_strides[0] * itemsize,
+            q_strides[-2] * itemsize,
+            k_strides[token] * kv_itemsize,
+            k_strides[head] * kv_itemsize,
+            v_strides[token] * kv_itemsize,
+            v_strides[head] * kv_itemsize,
+            target,
+            numbers,
+            extras,
+        )
+
+    def block_scales(self, scales: tuple[torch.Tensor, torch.Tensor]) -> Values:
+        """Addresses and strides; an element is a byte."""
+        values: Values = ()
+        for x in scales:
+            strides = x.stride()
+            values += x.data_ptr(), strides[0] if self.paged else 0, strides[self.token], strides[self.head]
+        return values
+
+    def replay(self, problem: BatchProblem, values: Values) -> Replay:
+        """Parameters of launches that differ from `values` in addresses of tensors only."""
+        rebind = self.rebinder.bind(values)
+        return lambda q, k, v, out, lse, stream: rebind(q, k, v, out, lse)
+
+
+@functools.lru_cache(MAX_SETTINGS)
+def prepared_kernel(settings: Settings, tile: Tile, heads: int, combine: bool, gpu: Gpu) -> PreparedKernel:
+    """`PreparedKernel`, memoised. `heads` that share a tile are always those of a kv head."""
+    return PreparedKernel(settings, tile, combine, gpu)

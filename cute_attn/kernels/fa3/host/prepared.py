@@ -1,0 +1,131 @@
+"""The wgmma kernel, prepared: what settings and tile decide of its launches, from tensors to parameters."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from cute_attn.kernels.fa3.host import variant as fa3_variant
+from cute_attn.kernels.fa3.host.tensor_maps import TensorMaps
+from cute_attn.kernels.fa3.spec import HopperTile
+from cute_attn.kernels.host.batch import MAX_SETTINGS
+from cute_attn.kernels.host.combine import CombineKernel
+from cute_attn.kernels.host.fastdiv import magic
+from cute_attn.kernels.host.features import batched
+from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.load import load
+from cute_attn.kernels.host.output import OUTPUT_FIELDS, OutputTarget, Target
+from cute_attn.kernels.host.params import (
+    BATCH_FIELDS,
+    NO_BATCH,
+    Fields,
+    ParamPacker,
+    Values,
+    divisor,
+    mask_bounds,
+    score_fields,
+    two_addresses,
+)
+from cute_attn.kernels.host.prepared import Replay
+from cute_attn.problem import BatchProblem, Problem, Settings
+from cute_attn.runtime import counters
+
+TENSOR_FIELDS = ("q", "k", "v", "k_address", "v_address", "scale0", "scale1", "counters")
+ORDER_FIELDS = ("total_tiles", *divisor("section_tiles", 1), *divisor("section_heads", 1))  # of tiles
+LENGTH_FIELDS = ("qo_len", "kv_len", "last_block", "split_tokens", *divisor("split_tiles", 1))  # of a single request
+MASK_FIELDS = ("mask", "mask_bytes")
+STRIDE_FIELDS = (  # of pages
+    *("k_page_stride", "k_stride_n", "k_stride_h"),
+    *("v_page_stride", "v_stride_n", "v_stride_h"),
+)
+HEAD_SCALE_FIELDS = ("scale_q", "scale_k", "scale_v")
+REBOUND = ("q", "k", "v", "o", "lse", "k_address", "v_address", "counters")  # what changes between runs of a batch
+# ^ that differ in addresses only
+
+
+def order_values(total_tiles: int, section_tiles: int, section_heads: int) -> Values:
+    """Values of ORDER_FIELDS: tiles in all and in a section, and blocks of heads in a section."""
+    return total_tiles, section_tiles, *magic(section_tiles), section_heads, *magic(section_heads)
+
+
+class PreparedKernel:
+    """Loaded launches of one tile for problems of the same settings. `heads`: query heads whose rows share a tile; they
+    count as one head of partials.
+    """
+
+    def __init__(self, settings: Settings, tile: HopperTile, heads: int, combine: bool, gpu: Gpu) -> None:
+        features = settings.features
+        batch = batched(features)
+        kernel = fa3_variant.spec_of(settings, tile, combine and not batch)
+        self.settings, self.output = settings, OutputTarget(settings)
+        self.attention = load(kernel, gpu.arch.name, gpu.device_index, gpu.pdl(settings))
+        self.combine = CombineKernel(settings, heads, gpu) if combine else None
+        self.counters = counters.of_device(gpu.device_index)  # made now: the first run may be one that is captured
+        self.maps = TensorMaps(settings, tile, heads)
+        self.paged = features.kv_source == "paged"
+        head_blocks = features.num_qo_heads // heads
+        static: Fields = {
+            **mask_bounds(settings),
+            "num_qo_heads": features.num_qo_heads,
+            **divisor("group", heads),
+            **divisor("kv_group", head_blocks // features.num_kv_heads),
+            **score_fields(settings, fa3_variant.scores(features)),
+            "lse_scale": settings.lse_scale,
+            "head_blocks": head_blocks,
+            **divisor("page_size", settings.page_size, stem="page"),
+            "box_rows": self.maps.box_rows,
+        }
+        static |= dict.fromkeys(LENGTH_FIELDS, 0) if batch else NO_BATCH
+        extras: tuple[str, ...] = ()
+        for fields, present in (
+            (MASK_FIELDS, features.custom_mask),
+            (STRIDE_FIELDS, self.paged),
+            (HEAD_SCALE_FIELDS, features.per_head_scales),
+        ):
+            if present:
+                extras += fields
+            else:
+                static |= dict.fromkeys(fields, 0)
+        numbers = ORDER_FIELDS + (BATCH_FIELDS if batch else LENGTH_FIELDS)
+        self.packer = ParamPacker.of(self.attention, static, (*TENSOR_FIELDS, OUTPUT_FIELDS, numbers, extras))
+        self.rebinder = self.packer.rebinder(REBOUND)
+
+    def values(self, problem: Problem | BatchProblem, target: Target, numbers: Values, stream: int) -> Values:
+        """Parameters of an attention launch. `numbers`: of ORDER_FIELDS, then of LENGTH_FIELDS or BATCH_FIELDS."""
+        q, k, v, mask, scales = problem.q, problem.k, problem.v, problem.packed_mask, problem.scale_tensors
+        maps, k_address, v_address = self.maps, k.data_ptr(), v.data_ptr()
+        scale0, scale1 = two_addresses(scales) if scales else (0, 0)
+        extras: Values = () if mask is None else (mask.data_ptr(), mask.numel())
+        if self.paged:
+            extras += self.strides(k) + self.strides(v)
+        if problem.head_scales is not None:
+            extras += tuple(x.data_ptr() for x in problem.head_scales)
+        return self.packer.values(
+            maps.q(q)(q.data_ptr()),
+            maps.kv(k)(k_address),
+            maps.kv(v)(v_address),
+            k_address,
+            v_address,
+            scale0,
+            scale1,
+            self.counters.address(stream),
+            target,
+            numbers,
+            extras,
+        )
+
+    def strides(self, x: torch.Tensor) -> tuple[int, int, int]:
+        """Bytes from a page, a token and a head to the next."""
+        maps, strides = self.maps, x.stride()
+        size = maps.kv_itemsize
+        return strides[0] * size, strides[maps.token] * size, strides[maps.head] * size
+
+    def replay(self, problem: BatchProblem, values: Values) -> Replay:
+        """Parameters of launches that differ from `values` in addresses of tensors and counters only."""
+        q_map, k_map, v_map = self.maps.q(problem.q), self.maps.kv(problem.k), self.maps.kv(problem.v)
+        rebind, counter = self.rebinder.bind(values), self.counters.address
+        return lambda q, k, v, out, lse, stream: rebind(q_map(q), k_map(k), v_map(v), out, lse, k, v, counter(stream))
+
+
+prepared_kernel = functools.lru_cache(MAX_SETTINGS)(PreparedKernel)

@@ -1,0 +1,93 @@
+"""Tensor maps of the wgmma kernel, through which TMA reads q, k and v."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+
+from cute_attn.kernels.fa3.spec import HopperTile
+from cute_attn.kernels.formats import LINE
+from cute_attn.kernels.host.params import kv_axes
+from cute_attn.problem import Settings
+from cute_attn.runtime import tensormap
+
+MAX_FORMS, MAX_ADDRESSES = 256, 256  # of tensors: layers share forms, and allocators repeat addresses
+
+Encoder = Callable[..., bytes]
+Map = Callable[[int], bytes]  # from an address to a tensor map
+
+
+class TensorMaps:
+    """Maps of tensors for launches with the same settings and tile. `heads`: query heads whose rows share a tile."""
+
+    def __init__(self, settings: Settings, tile: HopperTile, heads: int) -> None:
+        features = settings.features
+        self.tile, self.heads, self.head_blocks = tile, heads, features.num_qo_heads // heads
+        self.encoder = encoder(features.device.type)
+        self.dtype, self.kv_dtype = (map_dtype(dtype) for dtype in (features.q_dtype, features.kv_dtype))
+        self.itemsize, self.kv_itemsize = features.q_dtype.itemsize, features.kv_dtype.itemsize
+        self.line_items = LINE // self.itemsize
+        self.paged = features.kv_source == "paged"
+        self.token, self.head = kv_axes(settings)
+        self.box_rows = math.gcd(settings.page_size, tile.cols) if self.paged else tile.cols
+
+    def q(self, q: torch.Tensor) -> Map:
+        """[d, heads of a tile, tokens, blocks of heads] of q [tokens, heads, d], or [heads, d] of one token."""
+        tokens, head = (1 if q.dim() == 2 else q.shape[0]), q.stride(-2) * self.itemsize
+        token = 16 if q.dim() == 2 else q.stride(0) * self.itemsize
+        return tensor_maps(
+            self.encoder,
+            self.dtype,
+            (q.shape[-1], self.heads, tokens, self.head_blocks),
+            (head, token, head * self.heads),
+            (self.line_items, self.heads, self.tile.rows // self.heads, 1),
+            tensormap.SWIZZLE_128B,
+        )
+
+    def kv(self, x: torch.Tensor) -> Map:
+        """[d, tokens, heads, pages] of k or v."""
+        shape, strides = x.shape, [stride * self.kv_itemsize for stride in x.stride()]
+        columns, swizzle = 1, tensormap.SWIZZLE_128B
+        if self.kv_itemsize < self.itemsize:  # rows to be converted
+            columns, swizzle = -(-shape[-1] // self.line_items), tensormap.SWIZZLE_NONE
+        pages, page = (shape[0], strides[0]) if self.paged else (1, 16)
+        return tensor_maps(
+            self.encoder,
+            self.kv_dtype,
+            (shape[-1], shape[self.token], shape[self.head], pages),
+            (strides[self.token], strides[self.head], page),
+            (columns * self.line_items, self.box_rows, 1, 1),
+            swizzle,
+        )
+
+
+def map_dtype(dtype: torch.dtype) -> str:
+    """The element type of a tensor map, to which fp8 is bytes."""
+    return "uint8" if dtype.itemsize == 1 else str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def encoder(device_type: str) -> Encoder:
+    """The driver's encoder, or the emulator's for tensors on the CPU."""
+    if device_type == "cpu":
+        from cute_attn.emulator.tensormap import encode_tiled
+
+        return functools.partial(encode_tiled, l2=tensormap.L2_PROMOTION_256B)
+    return tensormap.encode
+
+
+@functools.lru_cache(MAX_FORMS)
+def tensor_maps(
+    encode: Encoder, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
+) -> Map:
+    """Maps of tensors of one form, memoised by address. The stride of an axis of one element may be anything, and a
+    tensor without tokens is not read.
+    """
+    strides = tuple(stride if size > 1 else 16 for stride, size in zip(strides, sizes[1:], strict=True))
+    sizes = tuple(max(size, 1) for size in sizes)
+    return functools.lru_cache(MAX_ADDRESSES)(
+        lambda address: encode(dtype, address or 16, sizes, strides, box, swizzle=swizzle)
+    )

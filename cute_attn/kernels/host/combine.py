@@ -1,0 +1,37 @@
+"""Host side of the combine kernel, which merges split-KV partials."""
+
+from __future__ import annotations
+
+from cute_attn.kernels.host.features import batched, combine_spec
+from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.load import load
+from cute_attn.kernels.host.output import OUTPUT_FIELDS, Target
+from cute_attn.kernels.host.params import PARTIAL_FIELDS, Fields, ParamPacker, Values
+from cute_attn.problem import Settings
+
+LENGTH_FIELDS = ("qo_len", "num_splits")  # of a single request
+MERGE_FIELDS = ("merges", "rows_per_merge", "slot_rows", "num_rows")  # of a batch: records, and counts of rows
+NO_LENGTHS: Fields = dict.fromkeys(LENGTH_FIELDS, 0)
+NO_MERGES: Fields = {"merges": 0, "rows_per_merge": 1, "slot_rows": 1, "num_rows": 0}
+
+
+class CombineKernel:
+    """The loaded combine kernel and its parameters. `heads`: query heads whose rows share a tile of the partials."""
+
+    def __init__(self, settings: Settings, heads: int, gpu: Gpu) -> None:
+        features = settings.features
+        self.launch = load(combine_spec(features), gpu.arch.name, gpu.device_index, gpu.pdl(settings))
+        numbers, absent = (MERGE_FIELDS, NO_LENGTHS) if batched(features) else (LENGTH_FIELDS, NO_MERGES)
+        static = {
+            "num_qo_heads": features.num_qo_heads,
+            "num_kv_heads": features.num_qo_heads // heads,
+            "group": heads,
+            "lse_scale": settings.lse_scale,
+            **absent,
+        }
+        self.packer = ParamPacker.of(self.launch, static, (OUTPUT_FIELDS, PARTIAL_FIELDS, numbers))
+        self.rebinder = self.packer.rebinder(("o", "lse"))
+
+    def values(self, target: Target, partials: tuple[int, int], numbers: tuple[int, ...]) -> Values:
+        """`partials`: addresses of o and lse. `numbers`: of LENGTH_FIELDS, or of MERGE_FIELDS for a batch."""
+        return self.packer.values(target, partials, numbers)

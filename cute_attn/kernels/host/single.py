@@ -1,0 +1,78 @@
+"""Single requests: what their lengths decide is memoised, and a call fires one launch or two."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from cute_attn.kernels.host.params import Values
+from cute_attn.kernels.host.prepared import Grid, PreparedKernel
+from cute_attn.problem import Problem, Request, Settings
+from cute_attn.runtime.launch import current_stream
+
+MAX_LENGTHS = 512  # lengths come from traffic: what is kept of them is bounded, and cheap to compute again
+
+T = TypeVar("T")  # a family's tile
+
+
+@dataclass(slots=True)
+class SingleSchedule(Generic[T]):
+    """What the lengths of a request decide."""
+
+    tile: T
+    heads: int  # query heads whose rows share a tile
+    num_splits: int
+    grid: Grid
+    numbers: Values  # of the kernel's length fields
+
+
+Scheduler = Callable[[int, int], SingleSchedule[T]]  # from qo_len > 0 and kv_len; needs no GPU
+
+SingleLaunch = tuple[PreparedKernel, Grid, Values, int]  # a schedule's kernels, grid, numbers and num_splits
+
+
+class SingleRun(Generic[T]):
+    """Runs requests of the same settings. Kernels are loaded at first use; after that a call computes numbers."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        device_index: int,
+        scheduler: Scheduler[T],
+        kernel: Callable[[T, int, bool], PreparedKernel],
+    ) -> None:
+        """`kernel`: from a schedule's tile and heads, and whether the keys are split."""
+        self.device_index, self.scheduler = device_index, scheduler
+        self.num_qo_heads, self.head_dim_vo = settings.features.num_qo_heads, settings.features.head_dim_vo
+        self.kernel = functools.cache(kernel)  # bounded by the number of tiles
+        self.launch = functools.lru_cache(MAX_LENGTHS)(self._launch)  # the layers of a model repeat lengths
+
+    def __call__(self, problem: Request) -> None:
+        assert isinstance(problem, Problem)  # selection refuses lengths on the device
+        qo_len = problem.qo_len
+        if qo_len == 0:
+            return
+        kernel, grid, numbers, num_splits = self.launch(qo_len, problem.kv_len)
+        stream, combine = current_stream(self.device_index), kernel.combine
+        target = kernel.output.of(problem)
+        if combine is None:
+            kernel.attention.fire(kernel.values(problem, target, numbers, stream), grid, stream)
+            return
+        rows = qo_len * self.num_qo_heads
+        workspace = self._workspace(problem, rows * num_splits)
+        partial = kernel.output.partials(workspace, rows * num_splits)
+        kernel.attention.fire(kernel.values(problem, partial, numbers, stream), grid, stream)
+        combine.launch.fire(combine.values(target, partial[:2], (qo_len, num_splits)), (rows, 1, 1), stream)
+
+    def _launch(self, qo_len: int, kv_len: int) -> SingleLaunch:
+        schedule = self.scheduler(qo_len, kv_len)
+        kernel = self.kernel(schedule.tile, schedule.heads, schedule.num_splits > 1)
+        return kernel, schedule.grid, schedule.numbers, schedule.num_splits
+
+    def _workspace(self, problem: Problem, rows: int) -> torch.Tensor:
+        """Partials of a split launch. The caching allocator keeps them with a captured graph."""
+        return problem.q.new_empty(rows * (self.head_dim_vo + 1), dtype=torch.float32)
