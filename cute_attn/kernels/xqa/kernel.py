@@ -30,7 +30,8 @@ from cute_attn.kernels.xqa.parts.pages import CHUNK, PagedKv, TokenPages, chunk_
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition, Segment, Share, kv_split
 from cute_attn.kernels.xqa.parts.queries import Queries, QueryRows
 from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax, Running
-from cute_attn.kernels.xqa.spec import XqaMemory, XqaSpec
+from cute_attn.kernels.xqa.smem import XqaMemory
+from cute_attn.kernels.xqa.spec import XqaSpec
 from cute_attn.runtime.arch import named
 
 

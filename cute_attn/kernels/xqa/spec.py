@@ -1,4 +1,4 @@
-"""Compile key and shared-memory layout of the decode kernel. Free of the DSL, because the host uses both without it."""
+"""Compile key of the decode kernel."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any, ClassVar
 
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.runtime.spec import KernelSpec
-
-LINE = 128  # bytes; one row of all shared-memory banks
 
 SCALE_BLOCK = 16  # elements of NVFP4 that share an e4m3 scale
 PAIRED_ROWS = 4  # query rows that `paired` allows
@@ -35,12 +33,10 @@ class XqaSpec(KernelSpec):
     guests: int = 0  # CTAs of the next launch that must fit beside them; ctas + guests bound the registers
 
     def __post_init__(self) -> None:
-        memory = XqaMemory.of(self)
         rules = {
             f"head_dim must be one of {HEAD_DIMS}": self.head_dim in HEAD_DIMS,
             "cols must be 16 or a multiple of 32": self.cols == 16 or self.cols % 32 == 0,
             "paired needs NVFP4 and one block of rows": not self.paired or (self.kv_bits, self.row_blocks) == (4, 1),
-            "stages must leave a slot beside those that hold outputs": memory.prefetch_distance >= 1,
         }
         for rule, holds in rules.items():
             if not holds:
@@ -62,81 +58,3 @@ class XqaSpec(KernelSpec):
     def mma_dtype(self) -> str:
         """Type of the MMA operands: 8- and 4-bit elements convert to fp16 exactly."""
         return self.dtype if self.kv_bits == 16 else "float16"
-
-
-@dataclass(frozen=True)
-class XqaMemory:
-    """Byte offsets in shared memory: a ring of `stages` slots per warp, then the statistics of the merge.
-
-    A slot holds K and V of `cols` tokens, then their block scales, if any. Between two segments the last slots of each
-    warp's ring are free and hold the warp's outputs for the merge.
-    """
-
-    rows: int
-    cols: int
-    warps: int
-    stages: int
-    head_dim: int
-    kv_bits: int
-
-    @classmethod
-    def of(cls, spec: XqaSpec) -> XqaMemory:
-        return cls(spec.rows, spec.cols, spec.warps, spec.stages, spec.head_dim, spec.kv_bits)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of K or V of one token."""
-        return self.head_dim * self.kv_bits // 8
-
-    @property
-    def scale_bytes(self) -> int:
-        """Bytes of the block scales of K or V of one token."""
-        return self.head_dim // SCALE_BLOCK if self.kv_bits == 4 else 0
-
-    @property
-    def v(self) -> int:
-        return self.cols * self.row_bytes
-
-    @property
-    def k_scales(self) -> int:
-        return 2 * self.v
-
-    @property
-    def v_scales(self) -> int:
-        return self.k_scales + self.cols * self.scale_bytes
-
-    @property
-    def slot_bytes(self) -> int:
-        return -(-(self.v_scales + self.cols * self.scale_bytes) // LINE) * LINE
-
-    @property
-    def ring_bytes(self) -> int:
-        return self.stages * self.slot_bytes
-
-    @property
-    def prefetch_distance(self) -> int:
-        """Tiles in flight while one is computed: the slots that the merge's outputs leave free."""
-        return self.stages - -(-self.output_bytes // self.slot_bytes)
-
-    @property
-    def outputs(self) -> int:
-        """Offset in a warp's ring of its outputs, fp32 [rows, head_dim]."""
-        return self.prefetch_distance * self.slot_bytes
-
-    @property
-    def output_bytes(self) -> int:
-        return self.rows * self.head_dim * 4
-
-    @property
-    def stats(self) -> int:
-        """Offset of (maximum, sum) per warp and row."""
-        return self.warps * self.ring_bytes
-
-    @property
-    def ticket(self) -> int:
-        """Offset of one word: the number of CTAs that had written their partials before this one."""
-        return self.stats + self.warps * self.rows * 8
-
-    @property
-    def bytes(self) -> int:
-        return self.ticket + 16

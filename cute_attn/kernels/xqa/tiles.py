@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 from cute_attn.kernels.formats import KV_BITS
-from cute_attn.kernels.xqa.spec import HEAD_DIMS, PAIRED_ROWS, SCALE_BLOCK, XqaMemory, XqaSpec
+from cute_attn.kernels.xqa.smem import XqaMemory
+from cute_attn.kernels.xqa.spec import PAIRED_ROWS, SCALE_BLOCK, XqaSpec
 from cute_attn.runtime.arch import Arch
 
 REGISTER_DIMS = 256  # row blocks x head_dim; beyond it outputs and queries exceed a thread's registers
@@ -83,10 +83,3 @@ def _fits(spec: XqaSpec, arch: Arch) -> bool:
     if (warps >= 16 and spec.cols > 32) or (warps >= 12 and wide):
         return False
     return ctas * (XqaMemory.of(spec).bytes + RESERVED_SMEM) <= arch.smem_limit + RESERVED_SMEM
-
-
-def default_specs(arch: Arch) -> list[XqaSpec]:
-    """Kernels that most programs need: bf16 queries over every cache dtype, without a tree."""
-    keys = itertools.product(HEAD_DIMS, KV_BITS, (8, 16), (True, False))
-    specs = (choose("bfloat16", kv, "bfloat16", head_dim, rows, False, few, arch) for head_dim, kv, rows, few in keys)
-    return list(dict.fromkeys(specs))

@@ -24,7 +24,8 @@ from cutlass import Int32
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.softmax import SLACK
 from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.spec import XqaMemory, XqaSpec
+from cute_attn.kernels.xqa.smem import XqaMemory
+from cute_attn.kernels.xqa.spec import XqaSpec
 
 E4M3_SHIFTED = 256.0
 

@@ -21,7 +21,8 @@ from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.formats import Kv4Bit, Kv8Bit, Kv16Bit
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share
 from cute_attn.kernels.xqa.parts.softmax import Running, reduce_column
-from cute_attn.kernels.xqa.spec import XqaMemory, XqaSpec
+from cute_attn.kernels.xqa.smem import XqaMemory
+from cute_attn.kernels.xqa.spec import XqaSpec
 
 VECTOR_WIDTH = 4  # output dims that a thread merges at once
 VECTORS_PER_LANE = 4  # of a partial, loaded at once by a lane: 4 x 16 bytes, for two partials

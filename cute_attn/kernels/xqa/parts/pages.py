@@ -9,8 +9,9 @@ from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import Divisor
+from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.spec import LINE, XqaMemory
+from cute_attn.kernels.xqa.smem import XqaMemory
 
 CHUNK = 16  # bytes of one cp.async
 

@@ -1,0 +1,17 @@
+"""Specs of the decode kernel that the compile gate builds."""
+
+from __future__ import annotations
+
+import itertools
+
+from cute_attn.kernels.formats import KV_BITS
+from cute_attn.kernels.xqa.spec import HEAD_DIMS, XqaSpec
+from cute_attn.kernels.xqa.tiles import choose
+from cute_attn.runtime.arch import Arch
+
+
+def default_specs(arch: Arch) -> list[XqaSpec]:
+    """Kernels that most programs need: bf16 queries over every cache dtype, without a tree."""
+    keys = itertools.product(HEAD_DIMS, KV_BITS, (8, 16), (True, False))
+    specs = (choose("bfloat16", kv, "bfloat16", head_dim, rows, False, few, arch) for head_dim, kv, rows, few in keys)
+    return list(dict.fromkeys(specs))

@@ -1,0 +1,90 @@
+"""Shared-memory map of the decode kernel. Plain numbers: the host needs them without the DSL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cute_attn.kernels.formats import LINE
+from cute_attn.kernels.xqa.spec import SCALE_BLOCK, XqaSpec
+
+
+@dataclass(frozen=True)
+class XqaMemory:
+    """Byte offsets in shared memory: a ring of `stages` slots per warp, then the statistics of the merge.
+
+    A slot holds K and V of `cols` tokens, then their block scales, if any. Between two segments the last slots of each
+    warp's ring are free and hold the warp's outputs for the merge.
+    """
+
+    rows: int
+    cols: int
+    warps: int
+    stages: int
+    head_dim: int
+    kv_bits: int
+
+    def __post_init__(self) -> None:
+        if self.prefetch_distance < 1:
+            raise ValueError(f"{self}: stages must leave a slot beside those that hold outputs")
+
+    @classmethod
+    def of(cls, spec: XqaSpec) -> XqaMemory:
+        return cls(spec.rows, spec.cols, spec.warps, spec.stages, spec.head_dim, spec.kv_bits)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of K or V of one token."""
+        return self.head_dim * self.kv_bits // 8
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the block scales of K or V of one token."""
+        return self.head_dim // SCALE_BLOCK if self.kv_bits == 4 else 0
+
+    @property
+    def v(self) -> int:
+        return self.cols * self.row_bytes
+
+    @property
+    def k_scales(self) -> int:
+        return 2 * self.v
+
+    @property
+    def v_scales(self) -> int:
+        return self.k_scales + self.cols * self.scale_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        return -(-(self.v_scales + self.cols * self.scale_bytes) // LINE) * LINE
+
+    @property
+    def ring_bytes(self) -> int:
+        return self.stages * self.slot_bytes
+
+    @property
+    def prefetch_distance(self) -> int:
+        """Tiles in flight while one is computed: the slots that the merge's outputs leave free."""
+        return self.stages - -(-self.output_bytes // self.slot_bytes)
+
+    @property
+    def outputs(self) -> int:
+        """Offset in a warp's ring of its outputs, fp32 [rows, head_dim]."""
+        return self.prefetch_distance * self.slot_bytes
+
+    @property
+    def output_bytes(self) -> int:
+        return self.rows * self.head_dim * 4
+
+    @property
+    def stats(self) -> int:
+        """Offset of (maximum, sum) per warp and row."""
+        return self.warps * self.ring_bytes
+
+    @property
+    def ticket(self) -> int:
+        """Offset of one word: the number of CTAs that had written their partials before this one."""
+        return self.stats + self.warps * self.rows * 8
+
+    @property
+    def bytes(self) -> int:
+        return self.ticket + 16
