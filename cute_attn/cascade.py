@@ -12,7 +12,7 @@ from cute_attn.request import checks
 from cute_attn.request.settings import POS_ENCODING_MODES
 from cute_attn.wrappers.base import Cache, DType
 from cute_attn.wrappers.legacy_args_batch import accepts_legacy_names
-from cute_attn.wrappers.prefill import BatchPrefillWithPagedKVCacheWrapper
+from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 
 __all__ = ["MultiLevelCascadeAttentionWrapper", "merge_state", "merge_state_in_place", "merge_states"]
 

@@ -8,7 +8,8 @@ from cute_attn.dispatch import backends
 from cute_attn.request import checks
 from cute_attn.request import single as single_request
 from cute_attn.wrappers.legacy_args import accepts_legacy_order, with_return_lse
-from cute_attn.wrappers.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
+from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from cute_attn.wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
