@@ -21,16 +21,16 @@ from cute_attn.request.settings import (
     CACHE_SIZE,
     DEVICES,
     IMMUTABLE,
+    MAX_INDEX,
     MAX_KV_LEN,
     NOT_OPTIONS,
     Call,
     Structure,
     call_settings,
 )
-from cute_attn.request.single import ALIGNMENT, MAX_ROWS
+from cute_attn.request.single import MAX_ROWS, check_workspace
 
 INDEX_DTYPES = (torch.int32, torch.int64)
-MAX_PLACES = (1 << 31) - 1  # kernels count rows of q, of ragged k and v, and entries of kv_indices in 32 bits
 JIT_REASON = "variants written in CUDA are not part of this library"
 JIT_INSTEAD = "sinks, custom_mask, logits_soft_cap or pos_encoding_mode"
 
@@ -148,12 +148,12 @@ def _data_type(name: str, value: Any) -> torch.dtype:
 
 
 def count(name: str, value: Any) -> int:
-    """Check an integer within 1..MAX_PLACES."""
+    """Check an integer within 1..MAX_INDEX."""
     value = checks.integer(name, value)
     if value < 1:
         raise ArgumentError(f"{name} must be at least 1, got {value}")
-    if value > MAX_PLACES:
-        raise ArgumentError(f"{name} must be at most {MAX_PLACES}, got {value}")
+    if value > MAX_INDEX:
+        raise ArgumentError(f"{name} must be at most {MAX_INDEX}, got {value}")
     return value
 
 
@@ -279,8 +279,8 @@ def indptr(name: str, value: Any) -> np.ndarray:
     if len(steps) and least(steps) < 0:
         i = int((steps < 0).argmax())
         raise RuntimeArgumentError(f"{name} must not decrease, got {bounds[i + 1]} after {bounds[i]} (request {i})")
-    if bounds[0] < 0 or bounds[-1] > MAX_PLACES:
-        raise ArgumentError(f"{name} must stay within 0..{MAX_PLACES}, got {bounds[0]}..{bounds[-1]}")
+    if bounds[0] < 0 or bounds[-1] > MAX_INDEX:
+        raise ArgumentError(f"{name} must stay within 0..{MAX_INDEX}, got {bounds[0]}..{bounds[-1]}")
     return bounds
 
 
@@ -420,13 +420,7 @@ def workspace(value: Any) -> torch.Tensor:
     """Check the caller's workspace and return it as bytes."""
     buffer = checks.tensor("float_workspace_buffer", value)
     _check_device("float_workspace_buffer", buffer)
-    if not buffer.is_contiguous():
-        raise ArgumentError(f"float_workspace_buffer must be contiguous, got strides {buffer.stride()}")
-    if buffer.data_ptr() % ALIGNMENT:
-        raise ArgumentError(
-            f"float_workspace_buffer must start at a multiple of {ALIGNMENT} bytes, "
-            f"got address % {ALIGNMENT} = {buffer.data_ptr() % ALIGNMENT}"
-        )
+    check_workspace("float_workspace_buffer", buffer)
     return buffer.view(-1).view(torch.uint8)
 
 

@@ -20,7 +20,7 @@ from cute_attn.problem import BatchLimits, BatchPlan, Features, GraphLimits, Set
 from cute_attn.request import batch_plan, batch_run, checks, page_ids
 from cute_attn.request.batch_plan import Mask, PlanContext, PlanOptions, Splits
 from cute_attn.request.batch_run import RunArguments
-from cute_attn.request.settings import KV_LAYOUTS
+from cute_attn.request.settings import KV_LAYOUTS, MAX_INDEX
 from cute_attn.runtime import switches
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule import batch as batch_schedule
@@ -235,7 +235,7 @@ class BatchWrapper:
         if self._mask_buffers is None:
             raise ArgumentError("a custom mask with use_cuda_graph=True needs custom_mask_buf and mask_indptr_buf")
         room = self._mask_buffers[0].numel()
-        if mask.offsets[-1] > min(room, batch_plan.MAX_PLACES):
+        if mask.offsets[-1] > min(room, MAX_INDEX):
             raise ArgumentError(f"the packed mask must fit the {room} bytes of custom_mask_buf, got {mask.offsets[-1]}")
 
     def _indices_buffer(self) -> torch.Tensor:

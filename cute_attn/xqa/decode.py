@@ -10,7 +10,18 @@ import torch
 from cute_attn.dispatch import backends
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal
 from cute_attn.request import checks
-from cute_attn.request import decode as decode_request
+from cute_attn.request.decode import (
+    DecodeOptions,
+    DecodeScales,
+    DecodeTensors,
+    block_scale_pair,
+    cache_pair,
+    decode_problem,
+    number_or_tensor,
+    positive_or_one,
+    separate_scratch,
+    shared_scratch,
+)
 from cute_attn.runtime.arch import multiprocessors
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -125,15 +136,15 @@ def xqa_batch_decode_with_kv_cache(
     torch.Size([2, 32, 128])
     """
     checks.integer("max_seq_len", max_seq_len)
-    k, v = decode_request.cache(kv_cache, kv_layout)
-    sf = None if kv_cache_sf is None else decode_request.block_scales(kv_cache_sf, kv_layout, k, v)
-    scratch, o_scale = decode_request.workspace(workspace_buffer), decode_request.number("o_scale", o_scale)
-    problem = decode_request.problem(
-        decode_request.Call(  # by position: keywords would cost 1 us
-            query, k, v, sf, block_tables, seq_lens, scratch, bmm1_scale, bmm2_scale, o_scale, window_left, out, sinks,
-            enable_pdl, q_len_per_req, mask, q_cu_seq_lens, lse, return_lse,
-        )
-    )  # fmt: skip
+    k, v = cache_pair(kv_cache, kv_layout)
+    block_scales = None if kv_cache_sf is None else block_scale_pair(kv_cache_sf, kv_layout, k, v)
+    scratch, o_scale = shared_scratch(workspace_buffer), positive_or_one("o_scale", o_scale)
+    problem = decode_problem(
+        DecodeTensors(query, k, v, block_scales, block_tables, seq_lens, q_cu_seq_lens, mask, sinks, out, lse),
+        DecodeScales(bmm1_scale, bmm2_scale, o_scale),
+        DecodeOptions(window_left, q_len_per_req, enable_pdl, return_lse),
+        scratch,
+    )
     backends.run(problem, backend)
     result = out
     if result is None:
@@ -214,10 +225,27 @@ def trtllm_batch_decode_with_kv_cache(
     elif out is not None and out_dtype is not None and checks.tensor("out", out).dtype != out_dtype:
         raise ArgumentError(f"out must have out_dtype {out_dtype}, got {checks.describe(out)}")
     return xqa_batch_decode_with_kv_cache(
-        query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,
-        out, sinks, kv_layout, enable_pdl, q_len_per_req if max_q_len is None else max_q_len, o_scale, mask,
-        kv_cache_sf, cum_seq_lens_q, lse=lse, return_lse=return_lse,
-    )  # fmt: skip
+        query,
+        kv_cache,
+        workspace_buffer,
+        block_tables,
+        seq_lens,
+        max_seq_len,
+        bmm1_scale,
+        bmm2_scale,
+        window_left=window_left,
+        out=out,
+        sinks=sinks,
+        kv_layout=kv_layout,
+        enable_pdl=enable_pdl,
+        q_len_per_req=q_len_per_req if max_q_len is None else max_q_len,
+        o_scale=o_scale,
+        mask=mask,
+        kv_cache_sf=kv_cache_sf,
+        q_cu_seq_lens=cum_seq_lens_q,
+        lse=lse,
+        return_lse=return_lse,
+    )
 
 
 def xqa(
@@ -293,17 +321,18 @@ def xqa(
     ------
     As `xqa_batch_decode_with_kv_cache`. WorkspaceError: workspace_buffer or semaphores are too small for this GPU.
     """
-    k, v = decode_request.cache((k_cache, v_cache), kv_layout)
-    given = checks.integer("num_kv_heads", num_kv_heads), checks.integer("page_size", page_size)
-    if (k.shape[2], k.shape[1]) != given:
+    k, v = cache_pair((k_cache, v_cache), kv_layout)
+    expected = checks.integer("num_kv_heads", num_kv_heads), checks.integer("page_size", page_size)
+    if (k.shape[2], k.shape[1]) != expected:
         raise ArgumentError(
             f"num_kv_heads and page_size must be those of k_cache, {k.shape[2]} and {k.shape[1]}, "
             f"got {num_kv_heads} and {page_size}"
         )
     _check_sm_count(sm_count, checks.tensor("q", q).device)
     window = checks.integer("sliding_win_size", sliding_win_size)
-    pair = None if k_sf_cache is None and v_sf_cache is None else (k_sf_cache, v_sf_cache)
-    sf = None if pair is None else decode_request.block_scales(pair, kv_layout, k, v)
+    block_scales = None
+    if k_sf_cache is not None or v_sf_cache is not None:
+        block_scales = block_scale_pair((k_sf_cache, v_sf_cache), kv_layout, k, v)
     if q.dim() < 3 or 0 in q.shape[-2:]:
         raise ArgumentError(f"q must have shape [..., num_qo_heads, head_dim], got {checks.describe(q)}")
     rows = (-1, *q.shape[-2:])
@@ -313,22 +342,22 @@ def xqa(
         raise ArgumentError(
             f"output must have q's shape {tuple(q.shape)}, tokens at equal distances, got {checks.describe(output)}"
         ) from error
-    kv_scale = decode_request.factor("kv_scale", kv_scale)
-    bmm1_scale = decode_request.factor("q_scale", q_scale) * kv_scale / math.sqrt(q.shape[-1])
-    bmm2_scale = kv_scale * decode_request.number("rcp_out_scale", rcp_out_scale)
-    scratch = decode_request.two_buffers(semaphores, workspace_buffer)
-    problem = decode_request.problem(
-        decode_request.Call(
-            q.reshape(rows), k, v, sf, page_table, seq_lens, scratch, bmm1_scale, bmm2_scale, 1.0,
-            window - 1 if window > 0 else -1, out, sinks, enable_pdl, q_seq_len, mask, q_cu_seq_lens, None, False,
-        )
-    )  # fmt: skip
+    kv_scale = number_or_tensor("kv_scale", kv_scale)
+    bmm1_scale = number_or_tensor("q_scale", q_scale) * kv_scale / math.sqrt(q.shape[-1])
+    bmm2_scale = kv_scale * positive_or_one("rcp_out_scale", rcp_out_scale)
+    query, window_left = q.reshape(rows), window - 1 if window > 0 else -1
+    problem = decode_problem(
+        DecodeTensors(query, k, v, block_scales, page_table, seq_lens, q_cu_seq_lens, mask, sinks, out, None),
+        DecodeScales(bmm1_scale, bmm2_scale, 1.0),
+        DecodeOptions(window_left, q_seq_len, enable_pdl, False),
+        separate_scratch(semaphores, workspace_buffer),
+    )
     backends.run(problem, backend)
 
 
 def _check_sm_count(sm_count: Any, device: torch.device) -> None:
     if sm_count is None:
         return
-    given = checks.integer("sm_count", sm_count)
-    if device.type == "cuda" and given != (present := multiprocessors(device.index)):
+    count = checks.integer("sm_count", sm_count)
+    if device.type == "cuda" and count != (present := multiprocessors(device.index)):
         raise ArgumentError(f"sm_count must be None or the device's {present}, got {sm_count}")
