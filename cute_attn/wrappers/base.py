@@ -150,12 +150,12 @@ class BatchWrapper:
             tokens,
             limits,
             launch,
-            functools.partial(_check_supported, backend),
-            tokens.kv_indices,
-            mask.packed,
-            self._workspace,
-            switches.is_on(switches.VALIDATE) and self.kv_source == "paged",
-            self._page_axes,
+            check_supported=functools.partial(_check_supported, backend),
+            kv_indices=tokens.kv_indices,
+            packed_mask=mask.packed,
+            workspace=self._workspace,
+            validate=switches.is_on(switches.VALIDATE) and self.kv_source == "paged",
+            page_axes=self._page_axes,
         )
         self._request = request._replace(tokens=tokens, mask=mask)  # with the buffers that the plan reads
 
@@ -168,7 +168,7 @@ class BatchWrapper:
     def _resolve(
         self, request: PlanRequest, features: Features | None = None
     ) -> tuple[Settings, capabilities.Backend, BatchLimits, GraphInvariants | None]:
-        """Settings, backend, limits and graph invariants of a request. Raises every error except the backend's own."""
+        """Return settings, backend, limits and graph invariants. Raises every error except the backend's own."""
         options, tokens, mask, splits, page_size = request
         has_mask, decode = mask.packed is not None, tokens.q_len is not None
         own_splits = splits.fixed_split_size is not None or splits.disable_split_kv

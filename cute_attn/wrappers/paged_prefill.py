@@ -197,9 +197,21 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         if block_tables is not None:
             checks.tensor("block_tables", block_tables)
         options = PlanOptions(
-            *(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo),
-            *(q_data_type, kv_data_type, o_data_type, pos_encoding_mode, causal, window_left),
-            *(logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base),
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim_qk=head_dim_qk,
+            head_dim_vo=head_dim_vo,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+            o_data_type=o_data_type,
+            pos_encoding_mode=pos_encoding_mode,
+            causal=causal,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            lse_base=lse_base,
         )
         splits = batch_plan.splits(fixed_split_size, disable_split_kv, page_size)
         mask = batch_plan.mask(custom_mask, packed_custom_mask, tokens, self.device)

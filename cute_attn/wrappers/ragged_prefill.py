@@ -146,16 +146,28 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         an error the previous plan is still in force.
         """
         MultiItemScoring(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr).refuse()
-        batch_plan.refuse_all("v lies like k, and out like q", v_indptr=v_indptr, o_indptr=o_indptr)
+        batch_plan.refuse_all("v is indexed like k, and out like q", v_indptr=v_indptr, o_indptr=o_indptr)
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
         checks.boolean("non_blocking", non_blocking)
         tokens = batch_plan.ragged(qo_indptr, kv_indptr)
         lengths = RepeatedLengths(seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
         batch_plan.check_repeated_lengths(tokens, lengths)
         options = PlanOptions(
-            *(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo),
-            *(q_data_type, kv_data_type, o_data_type, pos_encoding_mode, causal, window_left),
-            *(logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base),
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim_qk=head_dim_qk,
+            head_dim_vo=head_dim_vo,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+            o_data_type=o_data_type,
+            pos_encoding_mode=pos_encoding_mode,
+            causal=causal,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            lse_base=lse_base,
         )
         splits = batch_plan.splits(fixed_split_size, disable_split_kv, 1)
         mask = batch_plan.mask(custom_mask, packed_custom_mask, tokens, self.device)

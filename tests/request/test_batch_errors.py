@@ -318,7 +318,7 @@ RAGGED = [
         ArgumentError,
         ("kv_indptr must stay within",),
     ),
-    Row("v_indptr", {"v_indptr": ints(0)}, NotSupported, ("v_indptr", "v lies like k")),
+    Row("v_indptr", {"v_indptr": ints(0)}, NotSupported, ("v_indptr", "v is indexed like k")),
     Row("o_indptr", {"o_indptr": ints(0)}, NotSupported, ("o_indptr",)),
 ]
 
