@@ -15,7 +15,7 @@ from cute_attn.request import batch_plan, checks
 from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, ForwardOptions, PlanRequest, Result, Scale
-from cute_attn.wrappers.legacy_args import positionals_to_keywords
+from cute_attn.wrappers.legacy_args import positionals_to_keywords, with_return_lse
 from cute_attn.wrappers.legacy_args_batch import head_scale_positionals
 
 P = ParamSpec("P")
@@ -289,7 +289,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
             ))
         )  # fmt: skip
 
-    run_return_lse = functools.partialmethod(run, return_lse=True)
+    run_return_lse = with_return_lse(run)
 
     def forward(
         self,
@@ -331,7 +331,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         self._replan(ForwardOptions(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta))
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
-    forward_return_lse = functools.partialmethod(forward, return_lse=True)
+    forward_return_lse = with_return_lse(forward)
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
@@ -398,10 +398,13 @@ def fast_decode_plan(
     Parameters
     ----------
     wrapper : a BatchDecodeWithPagedKVCacheWrapper.
-    indptr, last_page_len : as for `plan`. On a GPU each costs a synchronisation, unless it is not read: `indptr` with
-        `global_override_indptr_cpu`, `last_page_len` with a page size of 1.
+    indptr, last_page_len : arguments of `BatchDecodeWithPagedKVCacheWrapper.plan`. On a GPU each costs a
+        synchronisation, unless it is not read: `indptr` with `global_override_indptr_cpu`, `last_page_len` with a page
+        size of 1.
     global_override_indptr_cpu : int32 or int64 `[batch_size + 1]` on the CPU, replaces `indptr`. Default None.
-    Others : arguments of `plan`, with the same defaults.
+    indices, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, logits_soft_cap,
+        q_data_type, kv_data_type, data_type, sm_scale, rope_scale, rope_theta, non_blocking, fixed_split_size,
+        disable_split_kv : arguments of `BatchDecodeWithPagedKVCacheWrapper.plan`, with the same defaults.
 
     Raises
     ------

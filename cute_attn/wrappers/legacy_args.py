@@ -66,8 +66,9 @@ def with_return_lse(function: Callable[P, R]) -> Callable[P, R]:
     flag = signature.parameters["return_lse"].replace(default=True)
     changed = {**signature.parameters, "return_lse": flag}
     wrapper.__dict__["__signature__"] = signature.replace(parameters=tuple(changed.values()))
-    wrapper.__name__ = wrapper.__qualname__ = f"{function.__name__}_return_lse"
-    wrapper.__doc__ = f"`{function.__name__}` with `return_lse=True` as default.\n\n    {function.__doc__}"
+    wrapper.__name__ = f"{function.__name__}_return_lse"
+    wrapper.__qualname__ = f"{function.__qualname__}_return_lse"
+    wrapper.__doc__ = f"`{function.__name__}` with `return_lse=True` as default.\n\n{inspect.getdoc(function)}"
     return cast("Callable[P, R]", wrapper)
 
 

@@ -5,7 +5,6 @@ Each request is computed as `single_prefill_with_kv_cache` computes one; the for
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from cute_attn.request import batch_plan, checks
 from cute_attn.request.batch_plan import MultiItemScoring, PlanOptions, RepeatedLengths
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, ForwardOptions, PlanRequest, Result, Scale
+from cute_attn.wrappers.legacy_args import with_return_lse
 from cute_attn.wrappers.legacy_args_batch import (
     LEGACY_PAGED_PLAN_ORDER,
     accepts_legacy_names,
@@ -297,7 +297,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             ))
         )  # fmt: skip
 
-    run_return_lse = functools.partialmethod(run, return_lse=True)
+    run_return_lse = with_return_lse(run)
 
     @accepts_legacy_names
     def forward(
@@ -345,4 +345,4 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         self._replan(options, causal=causal)
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
-    forward_return_lse = functools.partialmethod(forward, return_lse=True)
+    forward_return_lse = with_return_lse(forward)

@@ -5,7 +5,6 @@ Each request is computed as `single_prefill_with_kv_cache` computes one; the for
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from cute_attn.request import batch_plan, batch_run, checks
 from cute_attn.request.batch_plan import MultiItemScoring, PlanOptions, RepeatedLengths
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.wrappers.base import BatchWrapper, DType, ForwardOptions, PlanRequest, Result, Scale
+from cute_attn.wrappers.legacy_args import with_return_lse
 from cute_attn.wrappers.legacy_args_batch import (
     LEGACY_RAGGED_PLAN_ORDER,
     accepts_legacy_names,
@@ -35,8 +35,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
     use_cuda_graph : default False. True keeps addresses and launches across plans, as for
         `BatchPrefillWithPagedKVCacheWrapper`; the first plan also sets the upper bound of keys (`kv_indptr[-1]`).
     qo_indptr_buf, kv_indptr_buf : int32 `[batch_size + 1]`. Required with `use_cuda_graph`, otherwise not used.
-    custom_mask_buf, mask_indptr_buf, jit_args, jit_kwargs : as for `BatchPrefillWithPagedKVCacheWrapper`, with the same
-        errors.
+    custom_mask_buf, mask_indptr_buf, jit_args, jit_kwargs : as for `BatchPrefillWithPagedKVCacheWrapper`.
+
+    Raises
+    ------
+    The errors of `BatchPrefillWithPagedKVCacheWrapper`.
     """
 
     kv_source = "ragged"
@@ -244,7 +247,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             ))
         )  # fmt: skip
 
-    run_return_lse = functools.partialmethod(run, return_lse=True)
+    run_return_lse = with_return_lse(run)
 
     @accepts_legacy_names
     def forward(
@@ -266,7 +269,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         """Run with other options than the planned ones: FlashInfer's older form of `run`.
 
         The options below replace the planned ones, given or by default, for this run and those after it. Where they
-        differ, the batch is scheduled again. Returns what `run` returns, and raises the errors of `plan` and `run`.
+        differ, the batch is scheduled again.
 
         Parameters
         ----------
@@ -274,10 +277,18 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
             rope_theta : options of `plan`, with the same defaults.
         return_lse : return `(out, lse)`. `forward_return_lse` is `forward` with True as the default.
+
+        Returns
+        -------
+        What `run` returns: out, or the pair (out, lse).
+
+        Raises
+        ------
+        NotPlannedError (no plan yet), and the errors of `plan` and `run`.
         """
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
         options = ForwardOptions(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
         self._replan(options, causal=causal)
         return self.run(q, k, v, return_lse=return_lse)
 
-    forward_return_lse = functools.partialmethod(forward, return_lse=True)
+    forward_return_lse = with_return_lse(forward)
