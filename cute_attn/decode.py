@@ -45,7 +45,7 @@ def single_decode_with_kv_cache(
     backend: str = "auto",
     lse_base: str = "log2",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one query token over the `kv_len` keys and values of one request.
+    """Compute the attention of one query token over the `kv_len` keys and values of one request.
 
     For key j and one head, in the natural-log domain::
 
@@ -69,7 +69,7 @@ def single_decode_with_kv_cache(
         head h reads kv head h // (num_qo_heads // num_kv_heads).
     v : like k, with `head_dim_vo`.
     kv_layout : "NHD" or "HND", of k and v.
-    pos_encoding_mode : "NONE", "ROPE_LLAMA" (rotates pairs (d, d + head_dim / 2); key j stands at position j,
+    pos_encoding_mode : "NONE", "ROPE_LLAMA" (rotates pairs (d, d + head_dim / 2); key j has position j,
         the query at kv_len - 1; rotated values are rounded to q's dtype), or "ALIBI" (slopes of Press et al.
         2022).
     use_tensor_cores : a hint; tensor cores are always used.

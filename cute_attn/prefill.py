@@ -52,7 +52,7 @@ def single_prefill_with_kv_cache(
     enable_pdl: bool | None = None,
     lse_base: str = "log2",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of `qo_len` query tokens over the `kv_len` keys and values of one request.
+    """Compute the attention of `qo_len` query tokens over the `kv_len` keys and values of one request.
 
     For query token i, key j and one head, in the natural-log domain::
 
@@ -81,12 +81,12 @@ def single_prefill_with_kv_cache(
     scale_q, scale_k, scale_v : floating-point `[num_qo_heads]`, `[num_kv_heads]` and `[num_kv_heads]`,
         default 1: per-head factors of fp8 q, k and v.
     o_dtype : dtype of `out`: float16, bfloat16 or float32. Default: q's, and bfloat16 for fp8 q.
-    custom_mask : bool `[qo_len, kv_len]`, True keeps. Takes the place of `causal`; the window still applies.
+    custom_mask : bool `[qo_len, kv_len]`, True keeps. Replaces `causal`; the window still applies.
     packed_custom_mask : uint8 `[ceil(qo_len * kv_len / 8)]`, bit `qo_idx * kv_len + kv_idx` of the mask in
-        **little** bit order: `packbits(mask.flatten(), bitorder="little")`. Takes the place of `custom_mask`.
+        **little** bit order: `packbits(mask.flatten(), bitorder="little")`. Replaces `custom_mask`.
     causal : token i sees keys j <= i + kv_len - qo_len (bottom-right). Without effect under a custom mask.
     kv_layout : "NHD" or "HND", of k and v.
-    pos_encoding_mode : "NONE", "ROPE_LLAMA" (rotates pairs (d, d + head_dim / 2); key j stands at position j,
+    pos_encoding_mode : "NONE", "ROPE_LLAMA" (rotates pairs (d, d + head_dim / 2); key j has position j,
         query token i at i + kv_len - qo_len; rotated values are rounded to q's dtype), or "ALIBI" (slopes of
         Press et al. 2022; i counts from 0).
     use_fp16_qk_reduction : a hint; scores are always accumulated in fp32. Also `allow_fp16_qk_reduction`.

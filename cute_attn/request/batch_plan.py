@@ -1,6 +1,6 @@
 """Check the arguments of a batch's `plan` and turn them into settings and lengths on the host.
 
-Every user error is raised here, before a schedule is made. Index arrays may lie on the GPU, but each of them then costs
+Every user error is raised here, before a schedule is made. Index arrays may be on the GPU, but each of them then costs
 a synchronisation.
 """
 
@@ -344,7 +344,7 @@ def check_repeated_lengths(tokens: Tokens, repeated: RepeatedLengths) -> None:
 
 
 def check_known_lengths(name: str, value: Any, lengths: np.ndarray) -> None:
-    """Check that lengths agree with the index arrays, unless they lie on a GPU, which would cost a synchronisation."""
+    """Check that lengths agree with the index arrays, unless they are on a GPU, which would cost a synchronisation."""
     if value is None:
         return
     value = checks.tensor(name, value)
@@ -370,7 +370,7 @@ def no_mask(tokens: Tokens) -> Mask:
 
 
 def mask(custom_mask: Any, packed_custom_mask: Any, tokens: Tokens, device: torch.device) -> Mask:
-    """Pack the masks of all requests, each from a byte of its own. `packed_custom_mask` takes precedence."""
+    """Pack the masks of all requests, each from a new byte on. `packed_custom_mask` takes precedence."""
     if custom_mask is packed_custom_mask is None:
         return no_mask(tokens)
     lengths = tokens.lengths
@@ -390,8 +390,9 @@ def mask(custom_mask: Any, packed_custom_mask: Any, tokens: Tokens, device: torc
         return Mask(packed.contiguous(), offsets)
     if packed.numel() != (total + 7) // 8:
         raise ArgumentError(
-            f"packed_custom_mask must have {offsets[-1]} bytes (requests start at a byte each, as segment_packbits "
-            f"packs them) or {(total + 7) // 8} (one row of bits, as packbits does), got {packed.numel()}"
+            f"packed_custom_mask must have {offsets[-1]} bytes (each request starts at a new byte, as "
+            f"segment_packbits packs them) or {(total + 7) // 8} (one row of bits, as packbits does), "
+            f"got {packed.numel()}"
         )
     shifts = torch.arange(8, dtype=torch.uint8, device=device)
     bits = ((packed[:, None] >> shifts) & 1).flatten()[:total].bool()

@@ -288,7 +288,7 @@ def _block_scales(plan: BatchPlan, scales: Any, k: torch.Tensor, v: torch.Tensor
     if f.kv_source == "paged":
         scales = pages(plan, scales, "kv_cache_sf")
     if not isinstance(scales, tuple | list) or not all(isinstance(x, torch.Tensor) for x in scales):
-        return check_block_scales(scales, k, v)  # says what is wrong
+        return check_block_scales(scales, k, v)  # raises the error
     layout = (
         k.shape,
         *((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT) for x in scales),

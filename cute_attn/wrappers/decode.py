@@ -53,8 +53,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
     Parameters
     ----------
     float_workspace_buffer : contiguous, any dtype, 16-byte aligned. It holds partial results where keys are split.
-        128 MB suffice for every batch without `fixed_split_size`; `workspace_size` computes the need with it. Wrappers
-        that run one after the other may share it. Its device is the wrapper's.
+        128 MB are enough for every batch without `fixed_split_size`; with it, `workspace_size` computes the need.
+        Wrappers that run one after the other may share it. Its device is the wrapper's.
     kv_layout : "NHD" (default) or "HND", of the cache.
     use_cuda_graph : default False. True keeps addresses and launches across plans, so that a captured `run` can be
         replayed after `plan` with other lengths. Batch size, options and dtypes must stay those of the first plan.

@@ -25,7 +25,7 @@ PAGED_NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_las
 
 
 class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
-    """Prefill or append attention of a batch of requests whose keys and values lie in pages of a common cache.
+    """Prefill or append attention of a batch of requests whose keys and values are in pages of a common cache.
 
     `plan` takes the lengths and everything that decides which code runs; `run` takes the tensors, any number of times
     (once per layer). Formulas: `single_prefill_with_kv_cache`.
@@ -33,8 +33,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
     Parameters
     ----------
     float_workspace_buffer : contiguous, any dtype, 16-byte aligned. It holds partial results where keys are split.
-        128 MB suffice for every batch without `fixed_split_size`; `workspace_size` computes the need with it. Wrappers
-        that run one after the other may share it. Its device is the wrapper's.
+        128 MB are enough for every batch without `fixed_split_size`; with it, `workspace_size` computes the need.
+        Wrappers that run one after the other may share it. Its device is the wrapper's.
     kv_layout : "NHD" (default) or "HND", of the cache.
     use_cuda_graph : default False. True keeps addresses and launches across plans, so that a captured `run` can be
         replayed after `plan` with other lengths. Batch size, options, dtypes and `qo_indptr[0]` must stay those of the
@@ -148,10 +148,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         page_size : tokens per page, at least 1.
         head_dim_vo : default `head_dim_qk`.
         custom_mask : 1-D bool, the `[qo_len, kv_len]` masks of all requests, flattened and concatenated; True keeps.
-            Takes the place of `causal`; `window_left` still applies.
-        packed_custom_mask : 1-D uint8, the same bits in **little** bit order. Either each request starts at a byte of
-            its own (`segment_packbits(..., bitorder="little")`), or all bits follow one another (`packbits`): the
-            number of bytes tells which, and if both have the same number, the former is assumed. Takes the place of
+            Replaces `causal`; `window_left` still applies.
+        packed_custom_mask : 1-D uint8, the same bits in **little** bit order. Either each request starts at a new
+            byte (`segment_packbits(..., bitorder="little")`), or all bits follow one another (`packbits`): the
+            number of bytes tells which, and if both have the same number, the former is assumed. Replaces
             `custom_mask`.
         causal : default False. True: token i of a request sees keys j <= i + kv_len - qo_len. Without effect under a
             custom mask.

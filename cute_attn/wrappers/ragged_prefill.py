@@ -116,9 +116,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             num_kv_heads.
         head_dim_vo : default `head_dim_qk`.
         custom_mask : 1-D bool, the `[qo_len, kv_len]` masks of all requests, flattened and concatenated; True keeps.
-            Takes the place of `causal`; `window_left` still applies.
+            Replaces `causal`; `window_left` still applies.
         packed_custom_mask : 1-D uint8, the same bits in **little** bit order, as for
-            `BatchPrefillWithPagedKVCacheWrapper.plan`. Takes the place of `custom_mask`.
+            `BatchPrefillWithPagedKVCacheWrapper.plan`. Replaces `custom_mask`.
         causal : default False. True: token i of a request sees keys j <= i + kv_len - qo_len. Without effect under a
             custom mask.
         pos_encoding_mode : "NONE" (default), "ROPE_LLAMA" or "ALIBI", as in `single_prefill_with_kv_cache`; positions

@@ -239,11 +239,11 @@ BAD: list[tuple[str, tuple[Any, ...], str, type]] = [
     ("nvfp4_quantize_paged_kv_cache", (X, CACHE), "k_cache must have 4 dimensions", ArgumentError),
     ("nvfp4_quantize_paged_kv_cache", (CACHE, CACHE[..., :8]), "v_cache must have head_dim % 16", ArgumentError),
     ("nvfp4_quantize_paged_kv_cache", (CACHE, CACHE, "HND", -ONE), "k_global_sf must be > 0", ArgumentError),
-    ("nvfp4_quantize_paged_kv_cache", (CACHE / 0, CACHE), "k_cache without a scale .* must be finite", ArgumentError),
+    ("nvfp4_quantize_paged_kv_cache", (CACHE / 0, CACHE), "k_cache without a scale must be finite", ArgumentError),
     ("fp8_quantize_paged_kv_cache", (CACHE, CACHE, torch.int8), "dtype must have dtype", ArgumentError),
     ("fp8_quantize_paged_kv_cache", (CACHE, CACHE.int()), "v_cache must have dtype", ArgumentError),
     ("fp8_quantize_paged_kv_cache", (CACHE, CACHE, torch.float8_e5m2, 0.0), "k_scale must be > 0", ArgumentError),
-    ("fp8_quantize_paged_kv_cache", (CACHE, CACHE / 0), "v_cache without a scale .* must be finite", ArgumentError),
+    ("fp8_quantize_paged_kv_cache", (CACHE, CACHE / 0), "v_cache without a scale must be finite", ArgumentError),
 ]
 
 
