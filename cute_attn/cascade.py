@@ -21,8 +21,8 @@ class MultiLevelCascadeAttentionWrapper:
     """Attention of a batch whose requests share prefixes. A shared page is read once for all queries that share it.
 
     Level 0 has the keys that most requests share, the last level those of single requests. In each level, groups of
-    consecutive query tokens attend to the same pages. The keys of a query are those of its groups, one level after the
-    other. Each level is one run of a paged prefill wrapper; the results are merged as by `merge_state`:
+    consecutive query tokens attend to the same pages. The keys of a query are those of its groups in all levels, in
+    order. Each level is one run of a paged prefill wrapper; the results are merged as by `merge_state`:
     s = log2(sum of 2^s_i), v = sum of 2^(s_i - s) v_i.
 
     Parameters

@@ -70,9 +70,9 @@ def get_batch_indices_positions(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the request and the position of every appended token.
 
-    Request i's tokens are rows `append_indptr[i]:append_indptr[i + 1]` and the last ones of its sequence: row t stands
-    at `seq_lens[i] - (append_indptr[i + 1] - t)`. Rows outside `append_indptr[0]:append_indptr[-1]` get request -1 and
-    position 0; `append_paged_kv_cache` does not write them.
+    Request i's tokens are rows `append_indptr[i]:append_indptr[i + 1]` and the last ones of its sequence: row t has
+    position `seq_lens[i] - (append_indptr[i + 1] - t)`. Rows outside `append_indptr[0]:append_indptr[-1]` get request
+    -1 and position 0; `append_paged_kv_cache` does not write them.
 
     Parameters
     ----------

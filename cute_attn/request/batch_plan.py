@@ -332,7 +332,7 @@ class RepeatedLengths(NamedTuple):
 
 
 def check_repeated_lengths(tokens: Tokens, repeated: RepeatedLengths) -> None:
-    """Check the lengths and bounds that a prefill `plan` is given besides the index arrays."""
+    """Check the lengths and bounds that a prefill `plan` receives besides the index arrays."""
     seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv = repeated
     if seq_lens is seq_lens_q is max_token_per_sequence is max_sequence_kv is None:
         return

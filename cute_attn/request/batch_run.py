@@ -278,7 +278,7 @@ def _check_window(window_left: Any, settings: Settings) -> None:
 
 
 def _block_scales(plan: BatchPlan, scales: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check the block scales of an NVFP4 cache, which come in the forms of the cache itself."""
+    """Check the block scales of an NVFP4 cache, which have the same forms as the cache."""
     f = plan.settings.features
     if not f.kv_block_scales or scales is None:
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""Checks of page numbers, which lie on the device. Each check costs a synchronisation.
+"""Checks of page numbers, which are on the device. Each check costs a synchronisation.
 
 Kernels trust page numbers, and a wrong one is an illegal access that ends the process. With `CUTE_ATTN_VALIDATE=1` they
 are checked before every launch, and a wrong one raises an error while the CUDA context is still usable.

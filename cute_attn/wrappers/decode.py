@@ -237,9 +237,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
 
         Parameters
         ----------
-        q : `[batch_size * q_len_per_req, num_qo_heads, head_dim]` of the planned dtype, the tokens of a request one
-            after the other. Any strides; a last axis without unit stride, or rows that are not 16-byte aligned, cost a
-            copy.
+        q : `[batch_size * q_len_per_req, num_qo_heads, head_dim]` of the planned dtype, grouped by request. Any
+            strides; a last axis without unit stride, or rows that are not 16-byte aligned, cost a copy.
         paged_kv_cache : a pair (k, v) of `[pages, page_size, num_kv_heads, head_dim]` ("NHD") or
             `[pages, num_kv_heads, page_size, head_dim]` ("HND"), or one tensor with an axis of 2 after the first; of
             the planned dtype. Any strides with unit stride on the last axis; on a GPU rows must be 16-byte aligned.

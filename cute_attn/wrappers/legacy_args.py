@@ -1,4 +1,4 @@
-"""FlashInfer's older names and positional orders of arguments, accepted beside the current ones.
+"""FlashInfer's older names and positional orders of arguments, accepted besides the current ones.
 
 FlashInfer renamed arguments and inserted new ones between others. Keywords are unambiguous. Positional arguments after
 `v` may follow either order below; their types tell which, and a call whose types do not is refused.
@@ -73,7 +73,7 @@ def with_return_lse(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def rename_keyword(kwargs: dict[str, Any], old: str, new: str) -> None:
-    """Move `kwargs[old]` to `kwargs[new]`; ArgumentTypeError if both are given."""
+    """Move `kwargs[old]` to `kwargs[new]`; ArgumentTypeError if both are present."""
     if new in kwargs:
         raise ArgumentTypeError(f"{old} and {new} are two names of one argument: give one of them")
     kwargs[new] = kwargs.pop(old)

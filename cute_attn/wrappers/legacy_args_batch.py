@@ -1,4 +1,4 @@
-"""FlashInfer's older names and positional orders of arguments of the batch wrappers' methods.
+"""FlashInfer's older argument names and positional orders, for the methods of the batch wrappers.
 
 FlashInfer inserted `head_dim_vo` and `o_data_type` between the arguments of `plan`, and made the scales of `run`
 keyword-only. The types of positional arguments tell which order a call follows.
@@ -149,7 +149,7 @@ def ragged_run_positionals(args: tuple[Any, ...], return_lse: Any) -> tuple[Any,
 def head_scale_positionals(args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
     """Return the per-head fp8 scales that `args` must be; anything else is an ArgumentTypeError."""
     if not _are_head_scales(args):
-        _refuse(args, "fp8 scale_q, scale_k, scale_v with one number per head; pass all else by keyword")
+        _refuse(args, "fp8 scale_q, scale_k, scale_v with one number per head; pass all other arguments by keyword")
     return args[0], args[1], args[2]
 
 

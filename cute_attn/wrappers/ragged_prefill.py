@@ -23,7 +23,7 @@ from cute_attn.wrappers.legacy_args_batch import (
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
-    """Prefill or append attention of a batch of requests whose keys and values follow one another in two tensors.
+    """Prefill or append attention of a batch of requests whose keys and values are concatenated in two tensors.
 
     `plan` takes the lengths and everything that decides which code runs; `run` takes the tensors, any number of times
     (once per layer). Formulas: `single_prefill_with_kv_cache`.

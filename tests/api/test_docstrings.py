@@ -36,7 +36,7 @@ CALLABLES = public_callables()
 
 
 def sections(text: str) -> dict[str, str]:
-    """Sections of a docstring by their titles; "" is what stands before the first."""
+    """Sections of a docstring by their titles; "" is the text before the first."""
     parts = re.split(rf"^({'|'.join(SECTIONS)})\n-+$", text, flags=re.MULTILINE)
     return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
 
@@ -82,7 +82,7 @@ def test_sections(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLABLES)
 def test_references_exist(name: str) -> None:
-    """What a docstring refers to under a public name is there."""
+    """Methods that a docstring refers to exist."""
     text = inspect.getdoc(CALLABLES[name]) or ""
     for reference in REFERENCE.findall(text):
         owner, _, method = reference.partition(".")

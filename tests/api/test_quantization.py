@@ -141,7 +141,7 @@ def test_a_cache_of_zeros_chooses_a_scale() -> None:
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("by_slot", [False, True])
 def test_nvfp4_append(by_slot: bool, stacked: bool, layout: str, scale_dtype: torch.dtype) -> None:
-    """Rows that are read back are those that `nvfp4_kv_quantize` makes; every other place stays."""
+    """Rows that are read back are those that `nvfp4_kv_quantize` makes; every other slot is unchanged."""
     pages, page_size, heads, dim, nnz = 4, 3, 2, 32, 6
     order = (page_size, heads) if layout == "NHD" else (heads, page_size)
     cache = torch.full((pages, 2, *order, dim // 2), 0xAB, dtype=torch.uint8)
