@@ -40,8 +40,8 @@ def append_paged_kv_cache(
         page size; with pages of one token their axis may be missing. Any strides with unit stride on the last axis.
         Written.
     kv_indices : integers, page numbers of all requests.
-    kv_indptr : integers `[batch_size + 1]`, where each request's page numbers start. It counts the
-        pages of the appended tokens too.
+    kv_indptr : integers `[batch_size + 1]`, where each request's page numbers start. It counts the pages of the
+        appended tokens too.
     kv_last_page_len : integers `[batch_size]`. Only its shape is checked: positions decide.
     kv_layout : "NHD" or "HND".
 
