@@ -49,7 +49,7 @@ try:
     )
     from cute_attn.xqa import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 except ImportError as error:
-    # Without torch there is no API, but `python -m cute_attn doctor` must live to say so, and artifacts are only data.
+    # Without torch there is no API, but `python -m cute_attn doctor` must run to say so, and artifacts are plain data.
     _import_error = error
 
     def __getattr__(name: str) -> None:

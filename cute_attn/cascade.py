@@ -12,17 +12,17 @@ from cute_attn.request import checks
 from cute_attn.request.settings import POS_ENCODING_MODES
 from cute_attn.wrappers.base import Cache, DType
 from cute_attn.wrappers.legacy_args_batch import accepts_legacy_names
-from cute_attn.wrappers.prefill import BatchPrefillWithPagedKVCacheWrapper
+from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
 
 __all__ = ["MultiLevelCascadeAttentionWrapper", "merge_state", "merge_state_in_place", "merge_states"]
 
 
 class MultiLevelCascadeAttentionWrapper:
-    """Attention of a batch whose requests share prefixes, whose pages are read once for all queries that share them.
+    """Attention of a batch whose requests share prefixes. A shared page is read once for all queries that share it.
 
     Level 0 has the keys that most requests share, the last level those of single requests. In each level, groups of
-    consecutive query tokens attend to the same pages. The keys of a query are those of its groups, one level after the
-    other. Each level is one run of a paged prefill wrapper; the results are merged as by `merge_state`:
+    consecutive query tokens attend to the same pages. The keys of a query are those of its groups in all levels, in
+    order. Each level is one run of a paged prefill wrapper; the results are merged as by `merge_state`:
     s = log2(sum of 2^s_i), v = sum of 2^(s_i - s) v_i.
 
     Parameters
@@ -178,7 +178,7 @@ class MultiLevelCascadeAttentionWrapper:
     begin_forward = plan
 
     def run(self, q: torch.Tensor, paged_kv_cache: Cache) -> torch.Tensor:
-        """Attention of the planned batch over all levels.
+        """Compute the attention of the planned batch over all levels.
 
         Parameters
         ----------
@@ -256,7 +256,7 @@ def merge_state(
     """
     _check(("v_a", v_a), ("s_a", s_a), ("v_b", v_b), ("s_b", s_b))
     weights, s = _weights(torch.stack((s_a.float(), s_b.float())), 0)
-    v = _weighed(v_a, weights[0]) + _weighed(v_b, weights[1])
+    v = _weighted(v_a, weights[0]) + _weighted(v_b, weights[1])
     return v.to(v_a.dtype), s
 
 
@@ -322,7 +322,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     """
     _check_state("v", v, "s", s, ("n", "num_states", "num_heads"))
     weights, merged = _weights(s.float(), 1)
-    return _weighed(v, weights).sum(1).to(v.dtype), merged
+    return _weighted(v, weights).sum(1).to(v.dtype), merged
 
 
 def _weights(s: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -336,7 +336,7 @@ def _weights(s: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
     return weights / torch.where(total > 0, total, 1.0), (torch.log2(total) + anchor).squeeze(axis)
 
 
-def _weighed(v: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _weighted(v: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     weights = weights[..., None]
     return torch.where(weights > 0, v.float() * weights, 0.0)  # a row without keys may hold anything, even NaN
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from cute_attn.dispatch import backends
-from cute_attn.request import checks
-from cute_attn.request import single as single_request
+from cute_attn.request import checks, single
+from cute_attn.request.settings import Call
 from cute_attn.wrappers.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
@@ -45,7 +45,7 @@ def single_decode_with_kv_cache(
     backend: str = "auto",
     lse_base: str = "log2",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one query token over the `kv_len` keys and values of one request.
+    """Compute the attention of one query token over the `kv_len` keys and values of one request.
 
     For key j and one head, in the natural-log domain::
 
@@ -69,7 +69,7 @@ def single_decode_with_kv_cache(
         head h reads kv head h // (num_qo_heads // num_kv_heads).
     v : like k, with `head_dim_vo`.
     kv_layout : "NHD" or "HND", of k and v.
-    pos_encoding_mode : "NONE", "ROPE_LLAMA" (rotates pairs (d, d + head_dim / 2); key j stands at position j,
+    pos_encoding_mode : "NONE", "ROPE_LLAMA" (rotates pairs (d, d + head_dim / 2); key j has position j,
         the query at kv_len - 1; rotated values are rounded to q's dtype), or "ALIBI" (slopes of Press et al.
         2022).
     use_tensor_cores : a hint; tensor cores are always used.
@@ -108,13 +108,13 @@ def single_decode_with_kv_cache(
     torch.Size([32, 128])
     """
     checks.boolean("use_tensor_cores", use_tensor_cores)
-    call = single_request.Call(  # by position: keywords would cost 0.7 us
+    call = Call(  # by position: keywords would cost 0.7 us
         q, k, v, True,
         None, None, (None, None, None), None, sinks, out, lse,
         kv_layout, pos_encoding_mode, False, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta,
         q_scale, k_scale, v_scale, None, return_lse, enable_pdl, lse_base,
     )  # fmt: skip
-    problem = single_request.problem(call)
+    problem = single.problem(call)
     backends.run(problem, backend)
     if return_lse:
         assert problem.lse is not None

@@ -25,9 +25,9 @@ def append_paged_kv_cache(
     kv_last_page_len: torch.Tensor,
     kv_layout: str = "NHD",
 ) -> None:
-    """Write rows of keys and values to their places in a paged cache.
+    """Write rows of keys and values to their slots in a paged cache.
 
-    Row t becomes token `positions[t]` of request `b = batch_indices[t]`: slot `positions[t] % page_size` of page
+    Row t becomes token `positions[t]` of request `b = batch_indices[t]`, in slot `positions[t] % page_size` of page
     `kv_indices[kv_indptr[b] + positions[t] // page_size]`. Rows with a negative batch index are not written.
 
     Parameters
@@ -37,11 +37,11 @@ def append_paged_kv_cache(
     batch_indices, positions : integers `[nnz]`, as `get_batch_indices_positions` gives them.
     paged_kv_cache : (k_cache, v_cache), each `[num_pages, page_size, num_kv_heads, head_dim]` (NHD) or
         `[num_pages, num_kv_heads, page_size, head_dim]` (HND), or both in one 5-D tensor `[num_pages, 2, ...]`. Any
-        page size; with pages of one token their axis may be missing. Any strides but that of the last axis, which
-        is 1. Written.
+        page size; with pages of one token their axis may be missing. Any strides with unit stride on the last axis.
+        Written.
     kv_indices : integers, page numbers of all requests.
-    kv_indptr : integers `[batch_size + 1]`, where each request's page numbers start. Pages for the appended tokens are
-        already there.
+    kv_indptr : integers `[batch_size + 1]`, where each request's page numbers start. It counts the pages of the
+        appended tokens too.
     kv_last_page_len : integers `[batch_size]`. Only its shape is checked: positions decide.
     kv_layout : "NHD" or "HND".
 
@@ -55,10 +55,10 @@ def append_paged_kv_cache(
         check_rows(name, rows, cache, cache.shape[3], "paged_kv_cache")
         checks.dtype(name, rows.dtype, (cache.dtype,))
     check_same_rows(append_key, append_value)
-    index = PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
-    places = index.places(append_key.shape[0], k_cache)
-    write_rows(k_cache, append_key, places)
-    write_rows(v_cache, append_value, places)
+    table = PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+    destinations = table.destinations(append_key.shape[0], k_cache)
+    write_rows(k_cache, append_key, destinations)
+    write_rows(v_cache, append_value, destinations)
 
 
 def get_batch_indices_positions(
@@ -70,9 +70,9 @@ def get_batch_indices_positions(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the request and the position of every appended token.
 
-    Request i's tokens are rows `append_indptr[i]:append_indptr[i + 1]` and the last ones of its sequence: row t stands
-    at `seq_lens[i] - (append_indptr[i + 1] - t)`. Rows outside `append_indptr[0]:append_indptr[-1]` get request -1 and
-    position 0; `append_paged_kv_cache` does not write them.
+    Request i's tokens are rows `append_indptr[i]:append_indptr[i + 1]` and the last ones of its sequence: row t has
+    position `seq_lens[i] - (append_indptr[i + 1] - t)`. Rows outside `append_indptr[0]:append_indptr[-1]` get request
+    -1 and position 0; `append_paged_kv_cache` does not write them.
 
     Parameters
     ----------
@@ -145,17 +145,17 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
 # --- where rows go ---------------------------------------------------------------------------------------------------
 
 
-class Places(NamedTuple):
-    """Where rows are written. A row that is not to be written repeats another: same place, same value."""
+class Destinations(NamedTuple):
+    """Where rows are written. A row that is not to be written repeats another: same slot, same value."""
 
     source: torch.Tensor  # [nnz] the row written
     page: torch.Tensor  # [nnz]
     slot: torch.Tensor  # [nnz]
-    any_row: torch.Tensor  # bool: at least one row is written. Otherwise place (0, 0) is written with its own value.
+    any_row: torch.Tensor  # bool: at least one row is written. Otherwise slot 0 of page 0 gets its own value.
 
 
 class PageTable(NamedTuple):
-    """The arguments that place rows in a paged cache, as the user gave them."""
+    """The arguments that say where in a paged cache rows go, as the user gave them."""
 
     batch_indices: torch.Tensor
     positions: torch.Tensor
@@ -163,8 +163,8 @@ class PageTable(NamedTuple):
     kv_indptr: torch.Tensor
     kv_last_page_len: torch.Tensor
 
-    def places(self, nnz: int, cache: torch.Tensor) -> Places | None:
-        """Return the checked places of `nnz` rows in a cache [num_pages, page_size, ...]; None: nothing to write."""
+    def destinations(self, nnz: int, cache: torch.Tensor) -> Destinations | None:
+        """Check and return where `nnz` rows go in a cache [num_pages, page_size, ...]; None: nothing to write."""
         device, page_size = cache.device, cache.shape[1]
         request = _integers("batch_indices", self.batch_indices, nnz, device)
         position = _integers("positions", self.positions, nnz, device)
@@ -179,7 +179,7 @@ class PageTable(NamedTuple):
         request, position = request[source].clamp(min=0), position[source]
         entry = torch.where(keep, indptr[request] + position // page_size, 0)
         page = torch.where(keep, pages[entry], 0)
-        return Places(source, page, torch.where(keep, position % page_size, 0), keep.any())
+        return Destinations(source, page, torch.where(keep, position % page_size, 0), keep.any())
 
     def _check_values(self, num_pages: int, page_size: int) -> None:
         """Check that every row to be written has a page. Reads values: for CPU tensors only."""
@@ -195,8 +195,8 @@ class PageTable(NamedTuple):
         _check_range("kv_indices", rows, self.kv_indices[entry].long(), num_pages, "pages of the cache")
 
 
-def slot_places(slot_mapping: torch.Tensor, cache: torch.Tensor) -> Places | None:
-    """Return the places of rows by their slots `page * page_size + offset`; negative slots are not written."""
+def slot_destinations(slot_mapping: torch.Tensor, cache: torch.Tensor) -> Destinations | None:
+    """Return the destinations of rows with slots `page * page_size + offset`; negative slots are not written."""
     slots = _integers("slot_mapping", slot_mapping, None, cache.device)
     num_pages, page_size = cache.shape[:2]
     if cache.device.type == "cpu":
@@ -206,24 +206,25 @@ def slot_places(slot_mapping: torch.Tensor, cache: torch.Tensor) -> Places | Non
         return None
     source, keep = _kept(slots >= 0)
     slots = slots[source].clamp(min=0)
-    return Places(source, slots // page_size, slots % page_size, keep.any())
+    return Destinations(source, slots // page_size, slots % page_size, keep.any())
 
 
 def _kept(keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return for each row the row to write instead: itself if kept, else some row that is; and whether that is kept."""
-    some = keep.to(torch.uint8).argmax()
-    source = torch.where(keep, torch.arange(keep.numel(), device=keep.device), some)
+    """Return the row to write for each row (itself if kept, else the first that is), and whether that one is kept."""
+    first = keep.to(torch.uint8).argmax()
+    source = torch.where(keep, torch.arange(keep.numel(), device=keep.device), first)
     return source, keep[source]
 
 
-def write_rows(cache: torch.Tensor, rows: torch.Tensor, places: Places | None) -> None:
+def write_rows(cache: torch.Tensor, rows: torch.Tensor, destinations: Destinations | None) -> None:
     """Write rows [nnz, num_kv_heads, n] to a view [num_pages, page_size, num_kv_heads, n] of a cache."""
-    if places is None:
+    if destinations is None:
         return
     bits = BITS_DTYPES[cache.element_size()]
     cache, rows = cache.view(bits), rows.view(bits)
-    held = cache[:1, :1].flatten(0, 1)
-    cache.index_put_((places.page, places.slot), torch.where(places.any_row, rows[places.source], held))
+    first = cache[:1, :1].flatten(0, 1)
+    values = torch.where(destinations.any_row, rows[destinations.source], first)
+    cache.index_put_((destinations.page, destinations.slot), values)
 
 
 # --- checks ----------------------------------------------------------------------------------------------------------

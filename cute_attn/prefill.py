@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from cute_attn.dispatch import backends
-from cute_attn.request import checks
-from cute_attn.request import single as single_request
+from cute_attn.request import checks, single
+from cute_attn.request.settings import Call
 from cute_attn.wrappers.legacy_args import accepts_legacy_order, with_return_lse
-from cute_attn.wrappers.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
+from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from cute_attn.wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -51,7 +52,7 @@ def single_prefill_with_kv_cache(
     enable_pdl: bool | None = None,
     lse_base: str = "log2",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of `qo_len` query tokens over the `kv_len` keys and values of one request.
+    """Compute the attention of `qo_len` query tokens over the `kv_len` keys and values of one request.
 
     For query token i, key j and one head, in the natural-log domain::
 
@@ -80,12 +81,12 @@ def single_prefill_with_kv_cache(
     scale_q, scale_k, scale_v : floating-point `[num_qo_heads]`, `[num_kv_heads]` and `[num_kv_heads]`,
         default 1: per-head factors of fp8 q, k and v.
     o_dtype : dtype of `out`: float16, bfloat16 or float32. Default: q's, and bfloat16 for fp8 q.
-    custom_mask : bool `[qo_len, kv_len]`, True keeps. Takes the place of `causal`; the window still applies.
+    custom_mask : bool `[qo_len, kv_len]`, True keeps. Replaces `causal`; the window still applies.
     packed_custom_mask : uint8 `[ceil(qo_len * kv_len / 8)]`, bit `qo_idx * kv_len + kv_idx` of the mask in
-        **little** bit order: `packbits(mask.flatten(), bitorder="little")`. Takes the place of `custom_mask`.
+        **little** bit order: `packbits(mask.flatten(), bitorder="little")`. Replaces `custom_mask`.
     causal : token i sees keys j <= i + kv_len - qo_len (bottom-right). Without effect under a custom mask.
     kv_layout : "NHD" or "HND", of k and v.
-    pos_encoding_mode : "NONE", "ROPE_LLAMA" (rotates pairs (d, d + head_dim / 2); key j stands at position j,
+    pos_encoding_mode : "NONE", "ROPE_LLAMA" (rotates pairs (d, d + head_dim / 2); key j has position j,
         query token i at i + kv_len - qo_len; rotated values are rounded to q's dtype), or "ALIBI" (slopes of
         Press et al. 2022; i counts from 0).
     use_fp16_qk_reduction : a hint; scores are always accumulated in fp32. Also `allow_fp16_qk_reduction`.
@@ -132,13 +133,13 @@ def single_prefill_with_kv_cache(
     (torch.Size([128, 32, 128]), torch.Size([128, 32]))
     """
     checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
-    call = single_request.Call(  # by position: keywords would cost 0.7 us
+    call = Call(  # by position: keywords would cost 0.7 us
         q, k, v, False,
         custom_mask, packed_custom_mask, (scale_q, scale_k, scale_v), kv_cache_sf, sinks, out, lse,
         kv_layout, pos_encoding_mode, causal, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta,
         None, k_scale, v_scale, o_dtype, return_lse, enable_pdl, lse_base,
     )  # fmt: skip
-    problem = single_request.problem(call)
+    problem = single.problem(call)
     backends.run(problem, backend)
     if return_lse:
         assert problem.lse is not None

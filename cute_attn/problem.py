@@ -1,10 +1,10 @@
-"""What one attention call, or one batch, asks for, after every user error has been raised.
+"""What one attention call, or one batch, computes, after every user error has been raised.
 
 `Features` holds all that can change which code runs, `Settings` all that repeated calls have in common: they are the
 keys under which selection and preparation are cached. `Problem` adds the tensors and lengths of a single request.
 Batches are planned once and run many times: `Tokens`, `BatchLengths` and `BatchLimits` describe what a plan schedules,
-`BatchPlan` what it leaves for its runs, `BatchProblem` one run. `DecodeProblem` is a batch without a
-plan, whose lengths stay on the device.
+`BatchPlan` what it leaves for its runs, `BatchProblem` one run. `DecodeProblem` is a batch without a plan: its lengths
+stay on the device.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MemoryRange = tuple[str, tuple[int, int]]  # a name for messages; addresses of t
 
 
 class Features(NamedTuple):
-    """The structure of a problem: hashable, without scale factors, lengths and addresses. Of strides it only tells
-    whether some are 0.
+    """The structure of a problem: hashable, without scale factors, lengths and addresses, and of strides only whether
+    some are 0.
     """
 
     device: torch.device
@@ -41,8 +41,8 @@ class Features(NamedTuple):
     sinks: bool = False
     kv_source: str = "dense"  # dense: a single request | ragged | paged
     expanded: bool = False  # q, k or v has a stride of 0 on an axis longer than 1
-    decode: bool = False  # query tokens are the newest of their request, and each sees the keys up to its own. With
-    # ^ lengths on the host, the same number of query tokens per request
+    decode: bool = False  # query tokens are the newest of their request, and each sees the keys up to its own
+    # ^ with lengths on the host, the same number of query tokens per request
     own_splits: bool = False  # fixed_split_size or disable_split_kv: splits depend on the request's own lengths only
     large_cache: bool = False  # paged k or v spans 64 GiB or more
     loose_scales: bool = False  # block scales of a token do not start at a multiple of their size
@@ -88,7 +88,7 @@ class Problem(NamedTuple):
     head_scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     # ^ features.per_head_scales: fp32 scale_q [num_qo_heads], scale_k and scale_v [num_kv_heads]
     block_scales: tuple[torch.Tensor, torch.Tensor] | None = None
-    # ^ features.kv_block_scales: e4m3, k's and v's shapes with one number for 16 elements of the last axis
+    # ^ features.kv_block_scales: e4m3, k's and v's shapes with one number per 16 elements of the last axis
 
     @property
     def features(self) -> Features:
@@ -124,7 +124,7 @@ class BatchProblem(NamedTuple):
 
 
 class BatchLengths(NamedTuple):
-    """Where the tokens of each request lie: int64 arrays on the host."""
+    """Where the tokens of each request are: int64 arrays on the host."""
 
     qo_indptr: np.ndarray  # [batch_size + 1]
     kv_start: np.ndarray  # [batch_size], of token 0. ragged: its row of k and v; paged: index of its page in kv_indices
@@ -133,7 +133,7 @@ class BatchLengths(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Where the tokens of a batch lie."""
+    """Where the tokens of a batch are, on the host and on the device."""
 
     lengths: BatchLengths
     kv_indptr: np.ndarray  # [batch_size + 1]: rows of ragged k and v, or indices into kv_indices
@@ -143,12 +143,12 @@ class Tokens(NamedTuple):
 
     @property
     def kv_end(self) -> int:
-        """Rows that ragged k and v must have, or entries that kv_indices must have."""
+        """Number of rows that ragged k and v must have, or of entries that kv_indices must have."""
         return int(self.kv_indptr[-1])
 
     @property
     def rows(self) -> int:
-        """Rows of q, out and lse."""
+        """Number of rows of q, out and lse."""
         return int(self.lengths.qo_indptr[-1])
 
     @property
@@ -162,7 +162,7 @@ class GraphLimits(NamedTuple):
     batch_size: int
     max_rows: int  # query tokens
     max_kv_tokens: int
-    max_qo_len: int | None = None  # query tokens of one request, where known (decode): a smaller launch then does
+    max_qo_len: int | None = None  # query tokens of one request, where known (decode): allows a smaller launch
 
 
 class BatchLimits(NamedTuple):
@@ -198,8 +198,8 @@ class BatchPlan:
     page_axes: tuple[str, ...] = ()  # of k and v, for messages
     layouts: dict[Any, OperandLayout] = field(default_factory=dict)  # by shapes, strides, dtypes and devices
     block_scale_layouts: set[Any] = field(default_factory=set)  # of NVFP4 block scales that passed every check
-    cached_runs: dict[Any, Any] = field(default_factory=dict)  # `rerun.CachedRun` by what such runs have in common
-    run_settings: Callable[..., Settings] | None = None  # `normalize_run` caches the settings of runs here
+    cached_runs: dict[Any, Any] = field(default_factory=dict)  # `wrappers.run_cache.CachedRun` by its key
+    run_settings: Callable[..., Settings] | None = None  # `request.batch_run` caches the settings of runs here
     protected: list[MemoryRange] | None = None  # memory of the plan that runs must not write, once a run asks for it
     rows: int = field(init=False)  # of q, out and lse
     first_row: int = field(init=False)  # rows before it belong to no request
@@ -211,8 +211,8 @@ class BatchPlan:
 
 
 class Scratch(NamedTuple):
-    """Memory of the caller that one launch uses: a counter per CTA, zero before and after, and room for partial
-    results. Both may lie in the same buffer.
+    """Memory of the caller that one launch uses: a counter per CTA, zero before and after, and partial results. Both
+    may be in the same buffer.
     """
 
     counter_buffer: torch.Tensor
@@ -224,7 +224,7 @@ class Scratch(NamedTuple):
 
 
 class DecodeProblem(NamedTuple):
-    """One decode call without a plan. Lengths and page tables are read on the device alone, so that a captured launch
+    """One decode call without a plan. Lengths and page tables are read only on the device, so that a captured launch
     may be replayed with others. `features.device_lengths` is set, and `settings.kv_layout` is "NHD".
     """
 
@@ -260,5 +260,5 @@ def short(dtype: torch.dtype) -> str:
 
 
 def draft_mask_bytes(qo_len: int) -> int:
-    """Bytes of a row of draft-mask bits: whole 32-bit words."""
+    """Return the bytes of a row of draft-mask bits: whole 32-bit words."""
     return -(-qo_len // 32) * 4

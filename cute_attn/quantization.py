@@ -44,7 +44,7 @@ E2M1_MAX = 6.0
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 LARGEST_CODE = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}
-SMALLEST_AMAX = 1e-12  # of a tensor that chooses its own scale
+SMALLEST_AMAX = 1e-12  # of a tensor whose scale is computed from its values
 INPUTS = (*HALF, torch.float32)
 
 # Midpoints of neighbouring e2m1 numbers, and whether the midpoint goes up: to the even code.
@@ -208,9 +208,9 @@ def nvfp4_quantize_append_paged_kv_cache(
     """
     caches, scale_caches = _nvfp4_caches(paged_kv_cache, kv_cache_sf, kv_layout)
     _check_append(append_key, append_value, caches)
-    index = page.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
-    places = index.places(append_key.shape[0], caches[0])
-    _append((append_key, append_value), caches, scale_caches, (k_scale, v_scale), places)
+    table = page.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+    destinations = table.destinations(append_key.shape[0], caches[0])
+    _append((append_key, append_value), caches, scale_caches, (k_scale, v_scale), destinations)
 
 
 def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
@@ -240,11 +240,11 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     """
     caches, scale_caches = _nvfp4_caches(paged_kv_cache, kv_cache_sf, kv_layout)
     _check_append(append_key, append_value, caches)
-    places = page.slot_places(slot_mapping, caches[0])
+    destinations = page.slot_destinations(slot_mapping, caches[0])
     nnz = slot_mapping.numel()
     if nnz > append_key.shape[0]:
         raise ArgumentError(f"append_key must have a row for each of {nnz} slots, got {checks.describe(append_key)}")
-    _append((append_key[:nnz], append_value[:nnz]), caches, scale_caches, (k_scale, v_scale), places)
+    _append((append_key[:nnz], append_value[:nnz]), caches, scale_caches, (k_scale, v_scale), destinations)
 
 
 def fp8_quantize_paged_kv_cache(
@@ -325,13 +325,15 @@ def _e2m1_values(codes: torch.Tensor) -> torch.Tensor:
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
-def _append(rows: Pair, caches: Pair, scale_caches: Pair, scales: tuple[Any, Any], places: page.Places | None) -> None:
+def _append(
+    rows: Pair, caches: Pair, scale_caches: Pair, scales: tuple[Any, Any], destinations: page.Destinations | None
+) -> None:
     device = caches[0].device
     checked = [_scale(name, scale, device) for name, scale in zip(("k_scale", "v_scale"), scales, strict=True)]
     for values, cache, scale_cache, scale in zip(rows, caches, scale_caches, checked, strict=True):
         data, block_scales = _quantize(values, scale)
-        page.write_rows(cache, data, places)
-        page.write_rows(scale_cache, block_scales, places)
+        page.write_rows(cache, data, destinations)
+        page.write_rows(scale_cache, block_scales, destinations)
 
 
 def _nvfp4_caches(paged_kv_cache: Any, kv_cache_sf: Any, kv_layout: Any) -> tuple[Pair, Pair]:
@@ -367,7 +369,7 @@ def _paged(name: str, cache: Any) -> torch.Tensor:
 def _amax(name: str, x: torch.Tensor) -> float:
     amax = float(x.abs().amax()) if x.numel() else 0.0
     if not math.isfinite(amax):
-        raise ArgumentError(f"{name} without a scale of its own must be finite, got a maximum of {amax}")
+        raise ArgumentError(f"{name} without a scale must be finite, got a maximum of {amax}")
     return amax
 
 

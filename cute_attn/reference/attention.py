@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cute_attn.problem import BatchLengths, BatchProblem, DecodeProblem, Problem
+from cute_attn.problem import BatchLengths, BatchProblem, DecodeProblem, Problem, Settings
 from cute_attn.request import page_ids
 from cute_attn.request.bit_packing import packbits
 
@@ -31,7 +31,7 @@ CHUNK_BYTES = 128 << 20  # scores of one chunk of query rows; about six tensors 
 
 
 def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """Returns ALiBi slopes, fp32 `[num_heads]` (Press et al. 2022).
+    """Return ALiBi slopes, fp32 `[num_heads]` (Press et al. 2022).
 
     With n the largest power of two <= num_heads: 2^(-8i/n) for i = 1..n, then every other slope of the series
     for 2n heads: 2^(-4(2j-1)/n).
@@ -50,7 +50,7 @@ def rope(
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Applies rotary embedding to the full head dimension, in pairs (d, d + D/2) (NeoX order).
+    """Apply rotary embedding to the full head dimension, in pairs (d, d + D/2) (NeoX order).
 
     `x` is `[len, heads, D]`, `positions` `[len]`; pair d is rotated by `position * theta^(-2d/D) / scale`.
     Computed in fp64, returned in `dtype` (default: x's).
@@ -64,7 +64,7 @@ def rope(
 
 
 def unpack_mask(packed: torch.Tensor, qo_len: int, kv_len: int) -> torch.Tensor:
-    """Unpacks bool `[qo_len, kv_len]`: bit qo_idx * kv_len + kv_idx, least significant bit first."""
+    """Unpack bool `[qo_len, kv_len]`: bit qo_idx * kv_len + kv_idx, least significant bit first."""
     size = qo_len * kv_len
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     bits = (packed[: (size + 7) // 8, None] >> shifts) & 1
@@ -72,7 +72,7 @@ def unpack_mask(packed: torch.Tensor, qo_len: int, kv_len: int) -> torch.Tensor:
 
 
 def nvfp4_values(packed: torch.Tensor, block_scales: torch.Tensor) -> torch.Tensor:
-    """Dequantises NVFP4, uint8 `[..., D / 2]` (low nibble first) with e4m3 scales `[..., D / 16]`, to fp32 `[..., D]`.
+    """Dequantise NVFP4, uint8 `[..., D / 2]` (low nibble first) with e4m3 scales `[..., D / 16]`, to fp32 `[..., D]`.
 
     The result is exact: a product of code and scale has at most six significant bits.
     """
@@ -90,7 +90,7 @@ class Mask:
     keep: torch.Tensor | None = None  # bool [qo_len, kv_len]; replaces `causal`; the window still applies
 
     def visible(self, rows: range, qo_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
-        """Returns bool `[len(rows), kv_len]`, the visible keys of `rows`."""
+        """Return bool `[len(rows), kv_len]`, the visible keys of `rows`."""
         position = torch.arange(rows.start, rows.stop, device=device)[:, None] + (kv_len - qo_len)
         key = torch.arange(kv_len, device=device)
         if self.keep is not None:
@@ -113,7 +113,7 @@ class Logits:
     alibi_slopes: torch.Tensor | None = None  # [num_qo_heads]
 
     def apply(self, scores: torch.Tensor, rows: range, heads: slice) -> torch.Tensor:
-        """Returns the logits of `scores` `[rows, heads, kv_len]`. ALiBi counts query rows from 0."""
+        """Return the logits of `scores` `[rows, heads, kv_len]`. ALiBi counts query rows from 0."""
         scale = self.scale[heads, None] if isinstance(self.scale, torch.Tensor) else self.scale
         z = scores * scale
         if self.alibi_slopes is not None:
@@ -137,7 +137,7 @@ def attention(
     v_scale: float | torch.Tensor = 1.0,
     compute_dtype: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes attention of q `[qo_len, num_qo_heads, head_dim_qk]` over k, v `[kv_len, num_kv_heads, head_dim_*]`.
+    """Compute attention of q `[qo_len, num_qo_heads, head_dim_qk]` over k, v `[kv_len, num_kv_heads, head_dim_*]`.
 
     Takes any float dtypes (fp8 included) and strides; query head h reads kv head h * num_kv_heads // num_qo_heads.
     `logits` defaults to a scale of 1/sqrt(head_dim_qk), `mask` to all keys; `sinks` is `[num_qo_heads]` in the
@@ -168,7 +168,7 @@ def attention(
 
 
 def _softmax(z: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns weights and natural-log lse over the last axis; a row of -inf gets weights of 0."""
+    """Return weights and natural-log lse over the last axis; a row of -inf gets weights of 0."""
     lse = torch.logsumexp(z, dim=-1)
     if sink is not None:
         lse = torch.logaddexp(lse, sink)
@@ -176,7 +176,7 @@ def _softmax(z: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, 
 
 
 def _weighted_sum(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """Returns `weights @ v`, where a hidden key adds nothing even if its value is NaN or infinite (0 * NaN is NaN)."""
+    """Return `weights @ v`, where a hidden key adds nothing even if its value is NaN or infinite (0 * NaN is NaN)."""
     finite = torch.isfinite(v)
     o = weights @ v.where(finite, 0.0)
     if bool(finite.all()):
@@ -188,7 +188,7 @@ def _weighted_sum(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor)
 
 
 def run(problem: Problem, dtype: torch.dtype = torch.float32, *, round_rotated: bool = True) -> None:
-    """Computes `problem.out` and `problem.lse` on their device in `dtype` (fp32 or fp64).
+    """Compute `problem.out` and `problem.lse` on their device in `dtype` (fp32 or fp64).
 
     `round_rotated` rounds q and k after RoPE to q's dtype if that has 16 bits, as a kernel with 16-bit matrix
     instructions must. fp32 on CUDA follows torch's TF32 switches: compare kernels with fp64.
@@ -229,7 +229,7 @@ def run(problem: Problem, dtype: torch.dtype = torch.float32, *, round_rotated: 
 
 
 def _saturated(o: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`o` within the range of an 8-bit dtype, as the kernels' conversion; torch's makes NaN of what is beyond."""
+    """Clamp `o` to the range of an 8-bit dtype, as kernels convert; torch converts what is beyond to NaN."""
     if dtype.itemsize > 1:
         return o
     largest = torch.finfo(dtype).max
@@ -237,67 +237,60 @@ def _saturated(o: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def run_batch(problem: BatchProblem, lengths: BatchLengths) -> None:
-    """Computes every request of `problem` like `run`. Checks page ids, since torch would read the last page at -1."""
+    """Compute every request of `problem` like `run`. Checks page ids, since torch would read the last page at -1."""
     if problem.kv_indices is not None:
         page_ids.pages(problem, lengths)
-    settings = problem.settings
-    inner = settings if problem.kv_indices is None else settings._replace(kv_layout="NHD")
     for i, kv_len in enumerate(lengths.kv_len.tolist()):
         rows = slice(int(lengths.qo_indptr[i]), int(lengths.qo_indptr[i + 1]))
-        keys = _keys(problem, int(lengths.kv_start[i]), kv_len)
-        scales = problem.block_scales
-        request = Problem(
-            inner,
-            rows.stop - rows.start,
-            kv_len,
-            problem.q[rows],
-            keys.select(problem.k),
-            keys.select(problem.v),
-            problem.out[rows],
-            None if problem.lse is None else problem.lse[rows],
-            None if problem.packed_mask is None else problem.packed_mask[int(lengths.mask_offset[i]) :],
-            problem.scale_tensors,
-            problem.v_scale_tensor,
-            problem.sinks,
-            problem.head_scales,
-            None if scales is None else (keys.select(scales[0]), keys.select(scales[1])),
-        )
-        run(request)
+        tokens = _tokens(problem, int(lengths.kv_start[i]), kv_len)
+        packed_mask = None if problem.packed_mask is None else problem.packed_mask[int(lengths.mask_offset[i]) :]
+        run(_request(problem, rows, tokens, packed_mask, problem.head_scales))
 
 
 def run_decode(problem: DecodeProblem) -> None:
-    """Solve every request of `problem` like `run`, after reading the lengths."""
-    settings, qo_len = problem.settings, problem.qo_len
+    """Compute every request of `problem` like `run`, after reading the lengths."""
+    qo_len = problem.qo_len
     kv_lens = problem.seq_lens.to(torch.int64).clamp(max=problem.max_kv_len).tolist()
-    bounds = [i * qo_len for i in range(len(kv_lens) + 1)]
+    qo_indptr = [i * qo_len for i in range(len(kv_lens) + 1)]
     if problem.qo_indptr is not None:
-        bounds = problem.qo_indptr.to(torch.int64).tolist()
+        qo_indptr = problem.qo_indptr.to(torch.int64).tolist()
     for i, kv_len in enumerate(kv_lens):
-        rows = slice(bounds[i], bounds[i + 1])
-        num_pages = -(-kv_len // settings.page_size)
-        keys = _Pages(problem.block_tables[i, :num_pages].long(), kv_len, settings.kv_layout)
-        scales = problem.block_scales
-        request = Problem(
-            settings,
-            rows.stop - rows.start,
-            kv_len,
-            problem.q[rows],
-            keys.select(problem.k),
-            keys.select(problem.v),
-            problem.out[rows],
-            None if problem.lse is None else problem.lse[rows],
-            None if problem.draft_mask is None else _packed_mask(problem.draft_mask[rows], kv_len),
-            problem.scale_tensors,
-            problem.v_scale_tensor,
-            problem.sinks,
-            block_scales=None if scales is None else (keys.select(scales[0]), keys.select(scales[1])),
-        )
-        run(request)
+        rows = slice(qo_indptr[i], qo_indptr[i + 1])
+        tokens = _page_tokens(problem.settings, problem.block_tables[i], kv_len)
+        draft_mask = problem.draft_mask
+        run(_request(problem, rows, tokens, None if draft_mask is None else _packed_mask(draft_mask[rows], kv_len)))
+
+
+def _request(
+    problem: BatchProblem | DecodeProblem,
+    rows: slice,
+    tokens: _Range | _Pages,
+    packed_mask: torch.Tensor | None,
+    head_scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> Problem:
+    """Return one request of a batch: rows of q, out and lse, and tokens of k, v and block scales."""
+    scales = problem.block_scales
+    return Problem(
+        problem.settings._replace(kv_layout=tokens.selected_layout),
+        rows.stop - rows.start,
+        tokens.kv_len,
+        problem.q[rows],
+        tokens.select(problem.k),
+        tokens.select(problem.v),
+        problem.out[rows],
+        None if problem.lse is None else problem.lse[rows],
+        packed_mask=packed_mask,
+        scale_tensors=problem.scale_tensors,
+        v_scale_tensor=problem.v_scale_tensor,
+        sinks=problem.sinks,
+        head_scales=head_scales,
+        block_scales=None if scales is None else (tokens.select(scales[0]), tokens.select(scales[1])),
+    )
 
 
 def _packed_mask(draft_mask: torch.Tensor, kv_len: int) -> torch.Tensor:
-    """`Problem.packed_mask` of a request's draft mask. Bit j of its row r says whether r sees draft token j, which is
-    key kv_len - qo_len + j; keys before the draft are visible to all.
+    """Return `Problem.packed_mask` of a request's draft mask. Bit j of its row r says whether r sees draft token j,
+    which is key kv_len - qo_len + j; keys before the draft are visible to all.
     """
     qo_len, words = draft_mask.shape
     bits = unpack_mask(draft_mask.contiguous().view(torch.uint8).flatten(), qo_len, 8 * words * draft_mask.itemsize)
@@ -315,6 +308,10 @@ class _Range:
     kv_len: int
     kv_layout: str
 
+    @property
+    def selected_layout(self) -> str:
+        return self.kv_layout
+
     def select(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.narrow(1 if self.kv_layout == "HND" else 0, self.start, self.kv_len)
 
@@ -327,22 +324,30 @@ class _Pages:
     kv_len: int
     kv_layout: str
 
+    @property
+    def selected_layout(self) -> str:
+        return "NHD"
+
     def select(self, tensor: torch.Tensor) -> torch.Tensor:
         page = tensor[self.pages]
         return (page.transpose(1, 2) if self.kv_layout == "HND" else page).flatten(0, 1)[: self.kv_len]
 
 
-def _keys(problem: BatchProblem, start: int, kv_len: int) -> _Range | _Pages:
-    """Returns how to select the tokens of a request: `start` is a row of ragged k and v or an index into kv_indices."""
-    layout = problem.settings.kv_layout
+def _tokens(problem: BatchProblem, start: int, kv_len: int) -> _Range | _Pages:
+    """Return how to select the tokens of a request: `start` is a row of ragged k and v or an index into kv_indices."""
     if problem.kv_indices is None:
-        return _Range(start, kv_len, layout)
-    num_pages = -(-kv_len // problem.settings.page_size)
-    return _Pages(problem.kv_indices[start : start + num_pages].long(), kv_len, layout)
+        return _Range(start, kv_len, problem.settings.kv_layout)
+    return _page_tokens(problem.settings, problem.kv_indices[start:], kv_len)
+
+
+def _page_tokens(settings: Settings, pages: torch.Tensor, kv_len: int) -> _Pages:
+    """Return how to select the tokens of a request whose pages come first in `pages`."""
+    num_pages = -(-kv_len // settings.page_size)
+    return _Pages(pages[:num_pages].long(), kv_len, settings.kv_layout)
 
 
 def _head_scales(problem: Problem, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the factors of the scores and of the output, each `[num_qo_heads]`."""
+    """Return the factors of the scores and of the output, each `[num_qo_heads]`."""
     num_qo_heads, num_kv_heads = problem.features.num_qo_heads, problem.features.num_kv_heads
     ones = torch.ones(num_qo_heads, dtype=dtype, device=problem.q.device)
     scale, v_scale = ones * problem.settings.sm_scale, ones * problem.settings.v_scale

@@ -1,6 +1,6 @@
 """Check the arguments of a batch's `plan` and turn them into settings and lengths on the host.
 
-Every user error is raised here, before a schedule is made. Index arrays may lie on the GPU, but each of them then costs
+Every user error is raised here, before a schedule is made. Index arrays may be on the GPU, but each of them then costs
 a synchronisation.
 """
 
@@ -21,16 +21,16 @@ from cute_attn.request.settings import (
     CACHE_SIZE,
     DEVICES,
     IMMUTABLE,
+    MAX_INDEX,
     MAX_KV_LEN,
     NOT_OPTIONS,
     Call,
     Structure,
     call_settings,
 )
-from cute_attn.request.single import ALIGNMENT, MAX_ROWS
+from cute_attn.request.single import MAX_ROWS, check_workspace
 
 INDEX_DTYPES = (torch.int32, torch.int64)
-MAX_PLACES = (1 << 31) - 1  # kernels count rows of q, of ragged k and v, and entries of kv_indices in 32 bits
 JIT_REASON = "variants written in CUDA are not part of this library"
 JIT_INSTEAD = "sinks, custom_mask, logits_soft_cap or pos_encoding_mode"
 
@@ -148,12 +148,12 @@ def _data_type(name: str, value: Any) -> torch.dtype:
 
 
 def count(name: str, value: Any) -> int:
-    """Check an integer within 1..MAX_PLACES."""
+    """Check an integer within 1..MAX_INDEX."""
     value = checks.integer(name, value)
     if value < 1:
         raise ArgumentError(f"{name} must be at least 1, got {value}")
-    if value > MAX_PLACES:
-        raise ArgumentError(f"{name} must be at most {MAX_PLACES}, got {value}")
+    if value > MAX_INDEX:
+        raise ArgumentError(f"{name} must be at most {MAX_INDEX}, got {value}")
     return value
 
 
@@ -279,8 +279,8 @@ def indptr(name: str, value: Any) -> np.ndarray:
     if len(steps) and least(steps) < 0:
         i = int((steps < 0).argmax())
         raise RuntimeArgumentError(f"{name} must not decrease, got {bounds[i + 1]} after {bounds[i]} (request {i})")
-    if bounds[0] < 0 or bounds[-1] > MAX_PLACES:
-        raise ArgumentError(f"{name} must stay within 0..{MAX_PLACES}, got {bounds[0]}..{bounds[-1]}")
+    if bounds[0] < 0 or bounds[-1] > MAX_INDEX:
+        raise ArgumentError(f"{name} must stay within 0..{MAX_INDEX}, got {bounds[0]}..{bounds[-1]}")
     return bounds
 
 
@@ -332,7 +332,7 @@ class RepeatedLengths(NamedTuple):
 
 
 def check_repeated_lengths(tokens: Tokens, repeated: RepeatedLengths) -> None:
-    """Check the lengths and bounds that a prefill `plan` is given besides the index arrays."""
+    """Check the lengths and bounds that a prefill `plan` receives besides the index arrays."""
     seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv = repeated
     if seq_lens is seq_lens_q is max_token_per_sequence is max_sequence_kv is None:
         return
@@ -344,7 +344,7 @@ def check_repeated_lengths(tokens: Tokens, repeated: RepeatedLengths) -> None:
 
 
 def check_known_lengths(name: str, value: Any, lengths: np.ndarray) -> None:
-    """Check that lengths agree with the index arrays, unless they lie on a GPU, which would cost a synchronisation."""
+    """Check that lengths agree with the index arrays, unless they are on a GPU, which would cost a synchronisation."""
     if value is None:
         return
     value = checks.tensor(name, value)
@@ -370,7 +370,7 @@ def no_mask(tokens: Tokens) -> Mask:
 
 
 def mask(custom_mask: Any, packed_custom_mask: Any, tokens: Tokens, device: torch.device) -> Mask:
-    """Pack the masks of all requests, each from a byte of its own. `packed_custom_mask` takes precedence."""
+    """Pack the masks of all requests, each from a new byte on. `packed_custom_mask` takes precedence."""
     if custom_mask is packed_custom_mask is None:
         return no_mask(tokens)
     lengths = tokens.lengths
@@ -390,8 +390,9 @@ def mask(custom_mask: Any, packed_custom_mask: Any, tokens: Tokens, device: torc
         return Mask(packed.contiguous(), offsets)
     if packed.numel() != (total + 7) // 8:
         raise ArgumentError(
-            f"packed_custom_mask must have {offsets[-1]} bytes (requests start at a byte each, as segment_packbits "
-            f"packs them) or {(total + 7) // 8} (one row of bits, as packbits does), got {packed.numel()}"
+            f"packed_custom_mask must have {offsets[-1]} bytes (each request starts at a new byte, as "
+            f"segment_packbits packs them) or {(total + 7) // 8} (one row of bits, as packbits does), "
+            f"got {packed.numel()}"
         )
     shifts = torch.arange(8, dtype=torch.uint8, device=device)
     bits = ((packed[:, None] >> shifts) & 1).flatten()[:total].bool()
@@ -420,13 +421,7 @@ def workspace(value: Any) -> torch.Tensor:
     """Check the caller's workspace and return it as bytes."""
     buffer = checks.tensor("float_workspace_buffer", value)
     _check_device("float_workspace_buffer", buffer)
-    if not buffer.is_contiguous():
-        raise ArgumentError(f"float_workspace_buffer must be contiguous, got strides {buffer.stride()}")
-    if buffer.data_ptr() % ALIGNMENT:
-        raise ArgumentError(
-            f"float_workspace_buffer must start at a multiple of {ALIGNMENT} bytes, "
-            f"got address % {ALIGNMENT} = {buffer.data_ptr() % ALIGNMENT}"
-        )
+    check_workspace("float_workspace_buffer", buffer)
     return buffer.view(-1).view(torch.uint8)
 
 

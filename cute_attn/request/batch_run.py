@@ -14,9 +14,24 @@ import torch
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.problem import BatchPlan, BatchProblem, Features, MemoryRange, OperandLayout, Settings
 from cute_attn.request import checks
-from cute_attn.request import single as single_request
 from cute_attn.request.caches import is_large
 from cute_attn.request.settings import IMMUTABLE, MIN_SCALE
+from cute_attn.request.single import (
+    ALIGNMENT,
+    Scales,
+    check_block_scales,
+    check_head_scales,
+    check_outputs,
+    check_per_head,
+    check_unit_stride,
+    has_loose_scales,
+    is_expanded,
+    memory_ranges,
+    operand_layout,
+    readable_query,
+    refuse_grad,
+    split_scale,
+)
 
 CACHE_SIZE = 256  # settings of a plan's runs: more than the scales of a model's layers
 
@@ -55,28 +70,28 @@ def problem(plan: BatchPlan, arguments: RunArguments) -> BatchProblem:
     layout = plan.layouts.get(key)
     if layout is None:
         layout = plan.layouts[key] = _check_layout(plan, q, k, v)
-    if not layout.readable or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % single_request.ALIGNMENT:
-        q = _readable(q, k, v)
+    if not layout.readable or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
+        q = readable_query(q, ("k", k), ("v", v))
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        single_request.refuse_grad(q=q, k=k, v=v)
+        refuse_grad(q=q, k=k, v=v)
     if return_lse is not True and return_lse is not False:
         checks.boolean("return_lse", return_lse)
 
     settings = plan.settings
-    score_scales: single_request.Scales = ()
-    v_scales: single_request.Scales = ()
+    score_scales: Scales = ()
+    v_scales: Scales = ()
     if not (q_scale is k_scale is v_scale is enable_pdl is window_left is sinks is head_scales is None):
         _check_window(window_left, settings)
-        q_scale, of_q = single_request.scale("q_scale", q_scale, q.device)
-        k_scale, of_k = single_request.scale("k_scale", k_scale, q.device)
-        v_scale, v_scales = single_request.scale("v_scale", v_scale, q.device)
+        q_scale, of_q = split_scale("q_scale", q_scale, q.device)
+        k_scale, of_k = split_scale("k_scale", k_scale, q.device)
+        v_scale, v_scales = split_scale("v_scale", v_scale, q.device)
         score_scales = of_q + of_k
         settings = _run_settings(
             plan, q_scale, k_scale, v_scale, enable_pdl, bool(score_scales), sinks is not None, head_scales is not None
         )
     features = settings.features
     if sinks is not None:
-        sinks = single_request.per_head("sinks", sinks, features)
+        sinks = check_per_head("sinks", sinks, features)
     if features.kv_block_scales or sf is not None:
         sf = _block_scales(plan, sf, k, v)
 
@@ -103,7 +118,7 @@ def problem(plan: BatchPlan, arguments: RunArguments) -> BatchProblem:
         score_scales,
         v_scales[0] if v_scales else None,
         sinks,
-        None if head_scales is None else single_request.head_scales(head_scales, features),
+        None if head_scales is None else check_head_scales(head_scales, features),
         sf,
         plan.workspace,
     )
@@ -139,7 +154,7 @@ def _add_run_options(
     """
     s = plan.settings
     q_factor, k_factor, v_factor = (
-        1.0 if value is None else checks.real(name, value)
+        checks.real_or(name, value, 1.0)
         for name, value in (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale))
     )
     sm_scale = checks.real("sm_scale * q_scale * k_scale", s.sm_scale * q_factor * k_factor)
@@ -207,22 +222,15 @@ def _check_layout(plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     checks.shape("q", q, (plan.rows, f.num_qo_heads, f.head_dim_qk), "[rows, num_qo_heads, head_dim_qk]")
     for name, x, head_dim in (("k", k, f.head_dim_qk), ("v", v, f.head_dim_vo)):
         _check_cache_shape(plan, name, x, head_dim // plan.elements_per_byte)
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
-            raise ArgumentError(
-                f"{name} must have stride 1 on its last axis, got strides {x.stride()}; "
-                f"a copy of a cache is never made silently: pass {name}.contiguous()"
-            )
+        check_unit_stride(name, x)
     if k.shape[:-1] != v.shape[:-1]:
         raise ArgumentError(
             f"k and v must agree in all axes but the last, got {checks.describe(k)} and {checks.describe(v)}"
         )
-    steps = (stride * x.element_size() for x in (q, k, v) for stride in single_request.outer_strides(x))
-    expanded, large = single_request.expanded(q, k, v), f.kv_source == "paged" and (is_large(k) or is_large(v))
+    expanded, large = is_expanded(q, k, v), f.kv_source == "paged" and (is_large(k) or is_large(v))
     if expanded or large:
         plan.check_supported(f._replace(expanded=expanded, large_cache=large))
-    readable = not any(step % single_request.ALIGNMENT for step in steps) and (q.stride(-1) == 1 or q.shape[-1] == 1)
-    of_q, of_k, of_v = (stop - start for start, stop in map(checks.extent, (q, k, v)))
-    return OperandLayout(readable, (of_q, of_k, of_v))
+    return operand_layout(q, k, v)
 
 
 def _check_cache_shape(plan: BatchPlan, name: str, x: torch.Tensor, width: int) -> None:
@@ -246,14 +254,7 @@ def _check_cache_shape(plan: BatchPlan, name: str, x: torch.Tensor, width: int) 
         )
 
 
-def _readable(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Return q as kernels can read it, copied where needed. k and v are refused instead: a cache is never copied."""
-    for name, x in (("k", k), ("v", v)):
-        single_request.check_alignment(name, x)
-    return single_request.readable(q)
-
-
-# ---- the rest
+# ---- scales, window and outputs
 
 
 def divided_by(name: str, divisor: Any, scale: Any) -> Any:
@@ -277,7 +278,7 @@ def _check_window(window_left: Any, settings: Settings) -> None:
 
 
 def _block_scales(plan: BatchPlan, scales: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check the block scales of an NVFP4 cache, which come in the forms of the cache itself."""
+    """Check the block scales of an NVFP4 cache, which have the same forms as the cache."""
     f = plan.settings.features
     if not f.kv_block_scales or scales is None:
         raise ArgumentError(
@@ -287,14 +288,14 @@ def _block_scales(plan: BatchPlan, scales: Any, k: torch.Tensor, v: torch.Tensor
     if f.kv_source == "paged":
         scales = pages(plan, scales, "kv_cache_sf")
     if not isinstance(scales, tuple | list) or not all(isinstance(x, torch.Tensor) for x in scales):
-        return single_request.block_scales(scales, k, v)  # says what is wrong
+        return check_block_scales(scales, k, v)  # raises the error
     layout = (
         k.shape,
-        *((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % single_request.ALIGNMENT) for x in scales),
+        *((x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT) for x in scales),
     )
     if layout not in plan.block_scale_layouts:
-        single_request.block_scales(scales, k, v)
-        if any(number % x.shape[-1] for x in scales for number in (x.data_ptr(), *single_request.outer_strides(x))):
+        check_block_scales(scales, k, v)
+        if has_loose_scales(*scales):
             plan.check_supported(f._replace(loose_scales=True))
         plan.block_scale_layouts.add(layout)
     return scales[0].view(torch.float8_e4m3fn), scales[1].view(torch.float8_e4m3fn)
@@ -308,14 +309,10 @@ def _check_outputs(
     features: Features,
 ) -> None:
     """Check `out` and `lse` of the caller against the memory that the plan and the run read."""
-    starts = arguments.q.data_ptr(), kv[0].data_ptr(), kv[1].data_ptr()
-    inputs = zip(("q", "k", "v"), starts, spans, strict=True)
-    taken = [*protected_memory(plan), *((name, (start, start + span)) for name, start, span in inputs)]
+    taken = [*protected_memory(plan), *memory_ranges(("q", "k", "v"), (arguments.q, *kv), spans)]
     if arguments.sinks is not None:
         taken.append(("sinks", checks.extent(arguments.sinks)))
-    single_request.check_outputs(
-        arguments.out, arguments.lse, features, (plan.rows, features.num_qo_heads), "rows", taken
-    )
+    check_outputs(arguments.out, arguments.lse, features, (plan.rows, features.num_qo_heads), "rows", taken)
 
 
 def protected_memory(plan: BatchPlan) -> list[MemoryRange]:

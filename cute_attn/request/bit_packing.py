@@ -37,7 +37,7 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
 
 
 def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big") -> tuple[torch.Tensor, torch.Tensor]:
-    """Pack each segment `x[indptr[i]:indptr[i + 1]]` into bytes of its own.
+    """Pack each segment `x[indptr[i]:indptr[i + 1]]` into bytes, starting a new byte for each.
 
     .. warning::
         Attention reads packed masks in **"little"** bit order; the default here is "big". See `packbits`.

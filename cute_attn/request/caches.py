@@ -11,7 +11,7 @@ from cute_attn.request import checks
 from cute_attn.request.settings import KV_LAYOUTS
 
 LARGE_CACHE = 64 << 30  # bytes of keys, or of values
-BITS_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # values are moved as bits: every dtype can be
+BITS_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # values are copied as bits, whatever their dtype
 
 
 def cache_views(name: str, cache: Any, kv_layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,5 +54,5 @@ def _cache_view(name: str, cache: torch.Tensor, kv_layout: str) -> torch.Tensor:
 
 
 def is_large(x: torch.Tensor) -> bool:
-    """Do the pages of k or v span 64 GiB or more?"""
+    """Tell whether the pages of k or v span 64 GiB or more."""
     return x.shape[0] * x.stride(0) * x.element_size() >= LARGE_CACHE

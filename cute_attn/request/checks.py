@@ -54,6 +54,11 @@ def real(name: str, value: Any) -> float:
     return value + 0.0  # -0.0 becomes 0.0: they are equal as keys of caches
 
 
+def real_or(name: str, value: Any, default: float) -> float:
+    """Check `real`; None stands for `default`."""
+    return default if value is None else real(name, value)
+
+
 def positive(name: str, value: Any) -> float:
     """Check for a finite number > 0."""
     value = real(name, value)
@@ -120,7 +125,7 @@ def extent(value: torch.Tensor) -> Extent:
     return start, start + (last + 1) * value.element_size()
 
 
-def apart(name: str, written: Extent, other_name: str, other: Extent) -> None:
+def no_overlap(name: str, written: Extent, other_name: str, other: Extent) -> None:
     """Refuse a buffer to write whose extent crosses another. Interleaved views of one storage count as overlap."""
     if written[0] < other[1] and other[0] < written[1]:
         raise ArgumentError(f"{name} must not share memory with {other_name}: their address ranges overlap")

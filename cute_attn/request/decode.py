@@ -1,7 +1,7 @@
-"""Arguments of a decode call without a plan to a `DecodeProblem`.
+"""Check the arguments of a decode call without a plan and make a `DecodeProblem` of them.
 
 Lengths and page tables stay on the device: only their dtypes, shapes and strides are checked here. What dtypes, shapes,
-strides and options decide is checked once and remembered, as for single requests and batches.
+strides and options decide is checked once and cached, as for single requests and batches.
 """
 
 from __future__ import annotations
@@ -12,63 +12,89 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
-from cute_attn.problem import DecodeProblem, Features, Scratch, Settings, draft_mask_bytes
+from cute_attn.problem import DecodeProblem, Features, OperandLayout, Scratch, Settings, draft_mask_bytes
 from cute_attn.request import checks
-from cute_attn.request import settings as request_settings
-from cute_attn.request import single as single_request
 from cute_attn.request.caches import cache_views, is_large
-from cute_attn.request.settings import HALF, MAX_KV_LEN
+from cute_attn.request.settings import HALF, MAX_INDEX, MAX_KV_LEN, NOT_OPTIONS, Call, Structure, call_settings
+from cute_attn.request.single import (
+    ALIGNMENT,
+    Scales,
+    check_block_scales,
+    check_outputs,
+    check_per_head,
+    check_workspace,
+    has_loose_scales,
+    is_expanded,
+    memory_ranges,
+    operand_layout,
+    readable_query,
+    refuse_grad,
+    split_scale,
+)
 
 COUNTER_BYTES = 8 << 20  # of the workspace: zero before its first use, and left zero
-MAX_PLACES = (1 << 31) - 1  # kernels count elements of the page table in 32 bits
 INDEX_DTYPES = (torch.int32, torch.uint32)
 MASK_DTYPES = (torch.uint16, torch.int16, torch.uint32, torch.int32)
 FP8_OUT = torch.float8_e4m3fn
 OUT_DTYPES = (*HALF, FP8_OUT)
 CACHE_SIZE = 256  # layers of a model differ in scales, batches in shapes
+OPERANDS = ("query", "k of kv_cache", "v of kv_cache")
 
 
-class Call(NamedTuple):
-    """The arguments as the user gave them, but the cache: keys and values `[pages, page_size, heads, width]`."""
+class DecodeTensors(NamedTuple):
+    """The tensors of a call as the user gave them, except k, v and block_scales, which `cache_pair` and
+    `block_scale_pair` return.
+    """
 
     query: Any
-    k: torch.Tensor
+    k: torch.Tensor  # [num_pages, page_size, num_kv_heads, width]
     v: torch.Tensor
     block_scales: tuple[torch.Tensor, torch.Tensor] | None
     block_tables: Any
     seq_lens: Any
-    scratch: Scratch
+    q_cu_seq_lens: Any
+    mask: Any
+    sinks: Any
+    out: Any
+    lse: Any
+
+
+class DecodeScales(NamedTuple):
+    """The scales of a call."""
+
     bmm1_scale: Any
     bmm2_scale: Any
     o_scale: float
+
+
+class DecodeOptions(NamedTuple):
+    """The other options of a call as the user gave them."""
+
     window_left: Any
-    out: Any
-    sinks: Any
-    enable_pdl: Any
     q_len_per_req: Any
-    mask: Any
-    q_cu_seq_lens: Any
-    lse: Any
+    enable_pdl: Any
     return_lse: Any
 
 
-def problem(call: Call) -> DecodeProblem:
-    """Check every argument and allocate the outputs that the caller did not bring."""
-    query, k, v = checks.tensor("query", call.query), call.k, call.v
+def decode_problem(
+    tensors: DecodeTensors, scales: DecodeScales, options: DecodeOptions, scratch: Scratch
+) -> DecodeProblem:
+    """Check every argument and allocate the outputs that the caller did not pass."""
+    query, k, v = checks.tensor("query", tensors.query), tensors.k, tensors.v
     if query.dim() != 3:
         raise ArgumentError(f"query must have shape [num_tokens, num_qo_heads, head_dim], got {checks.describe(query)}")
-    device, qo_len = query.device, _qo_len(call.q_len_per_req)
+    device, qo_len = query.device, _qo_len(options.q_len_per_req)
     num_tokens = query.shape[0]
-    tables, seq_lens, qo_indptr = _lengths(call, qo_len, num_tokens, device)
-    form = _form(query, k, v, call.block_scales)
-    settings, scale_tensors, v_scale_tensors = _settings_of(call, form)
-    if not form.aligned or (query.data_ptr() | k.data_ptr() | v.data_ptr()) % single_request.ALIGNMENT:
-        query = _readable(query, k, v)
+    block_tables, seq_lens, qo_indptr = _lengths(tensors, qo_len, num_tokens, device)
+    operands = _operands(query, k, v, tensors.block_scales)
+    settings, scale_tensors, v_scale_tensors = _settings_of(tensors, scales, options, operands)
+    if not operands.layout.readable or (query.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
+        query = readable_query(query, *zip(OPERANDS[1:], (k, v), strict=True))
     if torch.is_grad_enabled() and (query.requires_grad or k.requires_grad or v.requires_grad):
-        single_request.refuse_grad(query=query, k=k, v=v)
-    checks.device("workspace_buffer", call.scratch.partial_buffer, device)
-    checks.device("semaphores", call.scratch.counter_buffer, device)
-    out, lse = _outputs(call, settings.features, form, num_tokens, qo_len)
+        refuse_grad(query=query, k=k, v=v)
+    checks.device("workspace_buffer", scratch.partial_buffer, device)
+    checks.device("semaphores", scratch.counter_buffer, device)
+    out, lse = _outputs(tensors, options.return_lse, settings.features, operands.layout.spans, qo_len)
     return DecodeProblem(
         settings,
         qo_len,
@@ -77,179 +103,200 @@ def problem(call: Call) -> DecodeProblem:
         v,
         out,
         lse,
-        tables,
+        block_tables,
         seq_lens,
-        min(tables.shape[1] * settings.page_size, MAX_KV_LEN),
-        call.scratch,
+        min(block_tables.shape[1] * settings.page_size, MAX_KV_LEN),
+        scratch,
         qo_indptr,
-        None if call.mask is None else _draft_mask(call.mask, num_tokens, qo_len, device),
+        None if tensors.mask is None else _draft_mask(tensors.mask, num_tokens, qo_len, device),
         scale_tensors,
         v_scale_tensors[0] if v_scale_tensors else None,
-        None if call.sinks is None else _sinks(call.sinks, settings.features),
-        call.block_scales,
+        None if tensors.sinks is None else _sinks(tensors.sinks, settings.features),
+        tensors.block_scales,
     )
 
 
 # ---- query and cache
 
 
-class Form(NamedTuple):
-    """What dtypes, shapes and strides of query, k and v decide."""
+class Operands(NamedTuple):
+    """What dtypes, shapes and strides of query, k, v and block scales decide."""
 
-    structure: tuple[Any, ...]  # the first fields of a `request.settings.Structure`, up to the head dimensions
+    structure: Structure
     page_size: int
-    aligned: bool  # rows are 16-byte aligned where query, k and v start so
-    expanded: bool
+    layout: OperandLayout
+    expanded: bool  # this and the next two: see `Features`
     large_cache: bool
     loose_scales: bool
-    spans: tuple[int, int, int]  # bytes from the first element to past the last
 
 
-_forms: dict[Any, Form] = {}
+_checked: dict[Any, Operands] = {}
 
 
-def _form(
+def _operands(
     query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_scales: tuple[torch.Tensor, torch.Tensor] | None
-) -> Form:
+) -> Operands:
+    """Return `_check_operands`, cached."""
     key = (
         *(query.shape, query.stride(), query.dtype, query.device),
         *(k.shape, k.stride(), k.dtype, k.device),
         *(v.shape, v.stride(), v.dtype, v.device),
-        block_scales and tuple((x.stride(), x.data_ptr() % single_request.ALIGNMENT) for x in block_scales),
+        block_scales and tuple((x.stride(), x.data_ptr() % ALIGNMENT) for x in block_scales),
     )
-    found = _forms.get(key)
+    found = _checked.get(key)
     if found is None:
-        if len(_forms) >= CACHE_SIZE:
-            _forms.clear()
-        found = _forms[key] = _checked_form(query, k, v, block_scales)
+        if len(_checked) >= CACHE_SIZE:
+            _checked.clear()
+        found = _checked[key] = _check_operands(query, k, v, block_scales)
     return found
 
 
-def _checked_form(
+def _check_operands(
     query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_scales: tuple[torch.Tensor, torch.Tensor] | None
-) -> Form:
-    """Everything about query, k and v but their addresses. Other checks of dtypes and head counts: `settings`."""
+) -> Operands:
+    """Check query, k and v except their addresses, and what `call_settings` checks: other dtypes and head counts."""
     checks.dtype("query", query.dtype, HALF)
-    for name, x in (("k of kv_cache", k), ("v of kv_cache", v)):
+    for name, x in zip(OPERANDS[1:], (k, v), strict=True):
         checks.device(name, x, query.device)
     if k.shape[3] != v.shape[3]:
         raise ArgumentError(
             f"k and v of kv_cache must have the same last axis, got {checks.describe(k)} and {checks.describe(v)}"
         )
-    steps = (stride * x.element_size() for x in (query, k, v) for stride in single_request.outer_strides(x))
-    aligned = not any(step % single_request.ALIGNMENT for step in steps)
-    of_q, of_k, of_v = (stop - start for start, stop in map(checks.extent, (query, k, v)))
     num_qo_heads, head_dim = query.shape[1:]
-    return Form(
-        (query.device, query.dtype, k.dtype, v.dtype, num_qo_heads, k.shape[2], head_dim, k.shape[3], v.shape[3]),
+    structure = Structure(
+        device=query.device,
+        q_dtype=query.dtype,
+        k_dtype=k.dtype,
+        v_dtype=v.dtype,
+        num_qo_heads=num_qo_heads,
+        num_kv_heads=k.shape[2],
+        head_dim_q=head_dim,
+        head_dim_k=k.shape[3],
+        head_dim_v=v.shape[3],
+        custom_mask=False,
+        head_scales=False,
+        kv_block_scales=False,
+        sinks=False,
+        device_scale=False,
+        decode=True,
+    )
+    return Operands(
+        structure,
         k.shape[1],
-        aligned and (query.stride(-1) == 1 or head_dim == 1),
-        single_request.expanded(query, k, v),
+        operand_layout(query, k, v),
+        is_expanded(query, k, v),
         is_large(k) or is_large(v),
-        any(_is_loose(x) for x in block_scales or ()),
-        (of_q, of_k, of_v),
+        has_loose_scales(*(block_scales or ())),
     )
 
 
-def _is_loose(scales: torch.Tensor) -> bool:
-    """Do the block scales of some token not start at a multiple of their size?"""
-    size = max(1, scales.shape[-1])
-    return any(number % size for number in (scales.data_ptr(), *single_request.outer_strides(scales)))
+def cache_pair(kv_cache: Any, kv_layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values as `[num_pages, page_size, num_kv_heads, width]` views.
 
-
-def _readable(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """query as kernels can read it, copied if need be; a cache is refused: it is not copied silently."""
-    for name, x in (("k of kv_cache", k), ("v of kv_cache", v)):
-        single_request.check_alignment(name, x)
-    return single_request.readable(query)
-
-
-def cache(kv_cache: Any, kv_layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values as `[pages, page_size, heads, width]` views. One tensor with 1 on axis 1 is both."""
+    In one tensor with 1 on axis 1, keys and values are the same.
+    """
     if isinstance(kv_cache, torch.Tensor) and kv_cache.dim() == 5 and kv_cache.shape[1] == 1:
         kv_cache = (kv_cache[:, 0], kv_cache[:, 0])
     return cache_views("kv_cache", kv_cache, kv_layout)
 
 
-def block_scales(given: Any, kv_layout: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales of an NVFP4 cache, in any of the forms of a cache."""
-    if isinstance(given, torch.Tensor):
-        if given.dim() != 5 or given.shape[1] != 2:
+def block_scale_pair(
+    kv_cache_sf: Any, kv_layout: Any, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check the block scales of an NVFP4 cache, a tensor or a pair like the cache, and return them in k's layout."""
+    if isinstance(kv_cache_sf, torch.Tensor):
+        if kv_cache_sf.dim() != 5 or kv_cache_sf.shape[1] != 2:
             raise ArgumentError(
-                f"kv_cache_sf as one tensor must have shape [num_pages, 2, ...], got {checks.describe(given)}"
+                f"kv_cache_sf as one tensor must have shape [num_pages, 2, ...], got {checks.describe(kv_cache_sf)}"
             )
-        given = given.unbind(1)
-    if isinstance(given, tuple | list) and kv_layout == "HND":
-        given = tuple(checks.tensor("kv_cache_sf", x).transpose(1, 2) for x in given)
-    return single_request.block_scales(given, k, v)
+        kv_cache_sf = kv_cache_sf.unbind(1)
+    if isinstance(kv_cache_sf, tuple | list) and kv_layout == "HND":
+        kv_cache_sf = tuple(checks.tensor("kv_cache_sf", x).transpose(1, 2) for x in kv_cache_sf)
+    return check_block_scales(kv_cache_sf, k, v)
 
 
 # ---- settings
 
 
-def _settings_of(call: Call, form: Form) -> tuple[Settings, single_request.Scales, single_request.Scales]:
-    """Settings, and the factors of the scores and of v that only the device knows."""
-    device = form.structure[0]
-    scale, scale_tensors = single_request.scale("bmm1_scale", call.bmm1_scale, device)
-    v_scale, v_scale_tensors = single_request.scale("bmm2_scale", call.bmm2_scale, device)
-    scale = 1.0 if scale is None else checks.real("bmm1_scale", scale)
-    v_scale = 1.0 if v_scale is None else checks.real("bmm2_scale", v_scale)
-    o_dtype = form.structure[1] if call.out is None else checks.tensor("out", call.out).dtype
+class SettingsKey(NamedTuple):
+    """What decides the settings of a call."""
+
+    structure: Structure  # without the fields that are below
+    page_size: int
+    expanded: bool
+    large_cache: bool
+    loose_scales: bool
+    o_dtype: torch.dtype
+    window_left: int
+    enable_pdl: bool | None
+    sm_scale: float
+    v_scale: float
+    device_scale: bool  # these four: whether the call has them
+    block_scales: bool
+    sinks: bool
+    draft_mask: bool
+
+
+def _settings_of(
+    tensors: DecodeTensors, scales: DecodeScales, options: DecodeOptions, operands: Operands
+) -> tuple[Settings, Scales, Scales]:
+    """Return the settings, and the factors of the scores and of v that only the device knows."""
+    structure, page_size, _, expanded, large_cache, loose_scales = operands
+    device, q_dtype = structure[:2]
+    sm_scale, sm_scale_tensors = split_scale("bmm1_scale", scales.bmm1_scale, device)
+    v_scale, v_scale_tensors = split_scale("bmm2_scale", scales.bmm2_scale, device)
+    sm_scale, v_scale = checks.real_or("bmm1_scale", sm_scale, 1.0), checks.real_or("bmm2_scale", v_scale, 1.0)
+    o_dtype = q_dtype if tensors.out is None else checks.tensor("out", tensors.out).dtype
     if o_dtype != FP8_OUT:
-        v_scale = checks.real("bmm2_scale * o_scale", v_scale * call.o_scale)
-    if call.enable_pdl is not None:
-        checks.boolean("enable_pdl", call.enable_pdl)
-    settings = _settings(
-        *(form.structure, form.page_size, form.expanded, form.large_cache, form.loose_scales, o_dtype),
-        *(checks.integer("window_left", call.window_left), call.enable_pdl, scale, v_scale, bool(scale_tensors)),
-        *(call.block_scales is not None, call.sinks is not None, call.mask is not None),
+        v_scale = checks.real("bmm2_scale * o_scale", v_scale * scales.o_scale)
+    if options.enable_pdl is not None:
+        checks.boolean("enable_pdl", options.enable_pdl)
+    window_left = checks.integer("window_left", options.window_left)
+    settings = _cached_settings(
+        *(structure, page_size, expanded, large_cache, loose_scales),
+        *(o_dtype, window_left, options.enable_pdl, sm_scale, v_scale, bool(sm_scale_tensors)),
+        *(tensors.block_scales is not None, tensors.sinks is not None, tensors.mask is not None),
     )
-    return settings, scale_tensors, v_scale_tensors
+    return settings, sm_scale_tensors, v_scale_tensors
 
 
-@functools.lru_cache(CACHE_SIZE)
-def _settings(
-    structure: tuple[Any, ...],
-    page_size: int,
-    expanded: bool,
-    large_cache: bool,
-    loose_scales: bool,
-    o_dtype: torch.dtype,
-    *options: Any,
-) -> Settings:
-    """The settings of calls whose options have been checked."""
-    window_left, enable_pdl, scale, v_scale, device_scale, has_block_scales, has_sinks, has_mask = options
-    checks.dtype("out", o_dtype, OUT_DTYPES)
-    custom_mask, head_scales, decode = False, False, True
-    made = request_settings.call_settings(
-        (*structure, custom_mask, head_scales, has_block_scales, has_sinks, device_scale, expanded, decode),
-        request_settings.Call(
-            *(None, None, None),
-            causal=True,
-            window_left=window_left,
-            sm_scale=scale,
-            v_scale=v_scale,
-            o_dtype=o_dtype,
-            enable_pdl=enable_pdl,
-        )[len(request_settings.NOT_OPTIONS) :],
+@functools.lru_cache(CACHE_SIZE)  # not typed: the options have been checked, so that 1, 1.0 and True do not meet
+def _cached_settings(*key: Any) -> Settings:
+    return _settings(SettingsKey._make(key))  # only here: a record per call would cost 0.7 us
+
+
+def _settings(key: SettingsKey) -> Settings:
+    checks.dtype("out", key.o_dtype, OUT_DTYPES)
+    structure = key.structure._replace(
+        kv_block_scales=key.block_scales, sinks=key.sinks, device_scale=key.device_scale, expanded=key.expanded
     )
-    features = made.features._replace(
+    call = Call(
+        *(None, None, None),
+        causal=True,
+        window_left=key.window_left,
+        sm_scale=key.sm_scale,
+        v_scale=key.v_scale,
+        o_dtype=key.o_dtype,
+        enable_pdl=key.enable_pdl,
+    )
+    settings = call_settings(structure, call[len(NOT_OPTIONS) :])
+    features = settings.features._replace(
         kv_source="paged",
-        large_cache=large_cache,
-        loose_scales=loose_scales,
+        large_cache=key.large_cache,
+        loose_scales=key.loose_scales,
         device_lengths=True,
-        draft_mask=has_mask,
+        draft_mask=key.draft_mask,
     )
-    return made._replace(features=features, page_size=page_size)
+    return settings._replace(features=features, page_size=key.page_size)
 
 
-def factor(name: str, value: Any) -> float | torch.Tensor:
-    """A number, or a tensor that `single_request.scale` looks at."""
+def number_or_tensor(name: str, value: Any) -> float | torch.Tensor:
+    """Check a number; a tensor is returned as it is, for `split_scale`."""
     return value if isinstance(value, torch.Tensor) else checks.real(name, value)
 
 
-def number(name: str, value: Any) -> float:
-    """A number > 0; None is 1."""
+def positive_or_one(name: str, value: Any) -> float:
+    """Check for a number > 0; None stands for 1."""
     if value is None:
         return 1.0
     if isinstance(value, torch.Tensor):
@@ -258,18 +305,18 @@ def number(name: str, value: Any) -> float:
 
 
 def _sinks(value: Any, features: Features) -> torch.Tensor:
-    """One number per query head, in any shape."""
+    """Return one number per query head, given in any shape."""
     value = checks.tensor("sinks", value)
     if value.dim() != 1 and value.numel() == features.num_qo_heads:
         value = value.reshape(-1)
-    return single_request.per_head("sinks", value, features)
+    return check_per_head("sinks", value, features)
 
 
 # ---- lengths, tables, masks
 
 
 def _qo_len(value: Any) -> int:
-    """None is 1, as FlashInfer's annotation has it."""
+    """Check the number of query tokens of a request. None stands for 1: FlashInfer annotates it as optional."""
     qo_len = 1 if value is None else checks.integer("q_len_per_req", value)
     if qo_len < 1:
         raise ArgumentError(f"q_len_per_req must be >= 1, got {qo_len}")
@@ -277,39 +324,39 @@ def _qo_len(value: Any) -> int:
 
 
 def _lengths(
-    call: Call, qo_len: int, num_tokens: int, device: torch.device
+    tensors: DecodeTensors, qo_len: int, num_tokens: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """block_tables, seq_lens and q_cu_seq_lens, of one batch size."""
-    tables, seq_lens = _tables(call.block_tables, device), _seq_lens(call.seq_lens, device)
-    batch = tables.shape[0]
-    if seq_lens.shape[0] != batch:
+    """Check that block_tables, seq_lens and q_cu_seq_lens have one batch size, and return them."""
+    block_tables, seq_lens = _block_tables(tensors.block_tables, device), _seq_lens(tensors.seq_lens, device)
+    batch_size = block_tables.shape[0]
+    if seq_lens.shape[0] != batch_size:
         raise ArgumentError(
-            f"seq_lens must have one length for each of the {batch} rows of block_tables, got {seq_lens.shape[0]}"
+            f"seq_lens must have one length for each of the {batch_size} rows of block_tables, got {seq_lens.shape[0]}"
         )
-    if call.q_cu_seq_lens is None:
-        if num_tokens != batch * qo_len:
+    if tensors.q_cu_seq_lens is None:
+        if num_tokens != batch_size * qo_len:
             raise ArgumentError(
-                f"query must have batch_size * q_len_per_req = {batch} * {qo_len} rows, "
-                f"got {checks.describe(call.query)}"
+                f"query must have batch_size * q_len_per_req = {batch_size} * {qo_len} rows, "
+                f"got {checks.describe(tensors.query)}"
             )
-        return tables, seq_lens, None
-    bounds = checks.tensor("q_cu_seq_lens", call.q_cu_seq_lens)
-    checks.dtype("q_cu_seq_lens", bounds.dtype, INDEX_DTYPES)
-    checks.shape("q_cu_seq_lens", bounds, (batch + 1,), "[batch_size + 1]")
-    checks.device("q_cu_seq_lens", bounds, device)
-    return tables, seq_lens, bounds.contiguous()
+        return block_tables, seq_lens, None
+    qo_indptr = checks.tensor("q_cu_seq_lens", tensors.q_cu_seq_lens)
+    checks.dtype("q_cu_seq_lens", qo_indptr.dtype, INDEX_DTYPES)
+    checks.shape("q_cu_seq_lens", qo_indptr, (batch_size + 1,), "[batch_size + 1]")
+    checks.device("q_cu_seq_lens", qo_indptr, device)
+    return block_tables, seq_lens, qo_indptr.contiguous()
 
 
-def _tables(value: Any, device: torch.device) -> torch.Tensor:
+def _block_tables(value: Any, device: torch.device) -> torch.Tensor:
     value = checks.tensor("block_tables", value)
     if value.dim() != 2:
         raise ArgumentError(f"block_tables must have shape [batch_size, max_pages], got {checks.describe(value)}")
     checks.dtype("block_tables", value.dtype, (torch.int32,))
     checks.device("block_tables", value, device)
     value = value if value.shape[1] < 2 or value.stride(1) == 1 else value.contiguous()
-    if value.shape[0] * value.stride(0) > MAX_PLACES:
+    if value.shape[0] * value.stride(0) > MAX_INDEX:
         raise ArgumentError(
-            f"block_tables must span at most {MAX_PLACES} elements, "
+            f"block_tables must span at most {MAX_INDEX} elements, "
             f"got {value.shape[0]} rows of stride {value.stride(0)}"
         )
     return value
@@ -327,7 +374,7 @@ def _seq_lens(value: Any, device: torch.device) -> torch.Tensor:
 
 
 def _draft_mask(value: Any, num_tokens: int, qo_len: int, device: torch.device) -> torch.Tensor:
-    """Rows of mask bits, one per query token, in whole 32-bit words."""
+    """Return rows of mask bits, one per query token, in whole 32-bit words."""
     value = checks.tensor("mask", value)
     checks.dtype("mask", value.dtype, MASK_DTYPES)
     checks.device("mask", value, device)
@@ -340,56 +387,49 @@ def _draft_mask(value: Any, num_tokens: int, qo_len: int, device: torch.device) 
     return value.reshape(num_tokens, words).contiguous()
 
 
-# ---- workspace and outputs
+# ---- workspaces and outputs
 
 
-def workspace(value: Any) -> Scratch:
-    """Counters in the first 8 MiB, where FlashInfer has its semaphores; partial results after them."""
-    value = checks.tensor("workspace_buffer", value)
-    _check_buffer("workspace_buffer", value)
-    base, size = value.data_ptr(), value.nbytes
-    return Scratch(value, value, base, base + COUNTER_BYTES, min(size, COUNTER_BYTES), max(0, size - COUNTER_BYTES))
+def shared_scratch(workspace_buffer: Any) -> Scratch:
+    """Return a workspace with counters in the first 8 MiB, where FlashInfer has its semaphores, and partial results
+    after them.
+    """
+    buffer = checks.tensor("workspace_buffer", workspace_buffer)
+    check_workspace("workspace_buffer", buffer)
+    start, size = buffer.data_ptr(), buffer.nbytes
+    return Scratch(buffer, buffer, start, start + COUNTER_BYTES, min(size, COUNTER_BYTES), max(0, size - COUNTER_BYTES))
 
 
-def two_buffers(semaphores: Any, scratch: Any) -> Scratch:
-    """Counters and partial results in a buffer each."""
-    semaphores, scratch = checks.tensor("semaphores", semaphores), checks.tensor("workspace_buffer", scratch)
-    _check_buffer("semaphores", semaphores)
-    _check_buffer("workspace_buffer", scratch)
-    return Scratch(semaphores, scratch, semaphores.data_ptr(), scratch.data_ptr(), semaphores.nbytes, scratch.nbytes)
-
-
-def _check_buffer(name: str, value: torch.Tensor) -> None:
-    if not value.is_contiguous() or value.data_ptr() % single_request.ALIGNMENT:
-        raise ArgumentError(
-            f"{name} must be contiguous and start at a multiple of {single_request.ALIGNMENT} bytes, "
-            f"got {checks.describe(value)}"
-        )
+def separate_scratch(semaphores: Any, workspace_buffer: Any) -> Scratch:
+    """Return a workspace with counters in `semaphores` and partial results in `workspace_buffer`."""
+    counters, partials = checks.tensor("semaphores", semaphores), checks.tensor("workspace_buffer", workspace_buffer)
+    check_workspace("semaphores", counters)
+    check_workspace("workspace_buffer", partials)
+    return Scratch(counters, partials, counters.data_ptr(), partials.data_ptr(), counters.nbytes, partials.nbytes)
 
 
 def _outputs(
-    call: Call, features: Features, form: Form, num_tokens: int, qo_len: int
+    tensors: DecodeTensors, return_lse: Any, features: Features, spans: tuple[int, int, int], qo_len: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """out as `[num_tokens, num_qo_heads, head_dim]`, and lse if it is wanted."""
-    if call.return_lse is not False:
-        checks.boolean("return_lse", call.return_lse)
-    out, lse, rows = call.out, call.lse, (num_tokens, features.num_qo_heads)
+    """Return out as `[num_tokens, num_qo_heads, head_dim]`, and lse if it is wanted."""
+    if return_lse is not False:
+        checks.boolean("return_lse", return_lse)
+    query, out, lse = tensors.query, tensors.out, tensors.lse
+    rows = (query.shape[0], features.num_qo_heads)
     if out is not None or lse is not None:
-        if out is not None and out.dim() == 4 and call.q_cu_seq_lens is None:
-            out = _rows_of_requests(out, (*rows, features.head_dim_vo), qo_len)
-        starts = call.query.data_ptr(), call.k.data_ptr(), call.v.data_ptr()
-        inputs = zip(("query", "k of kv_cache", "v of kv_cache"), starts, form.spans, strict=True)
-        taken = [(name, (start, start + span)) for name, start, span in inputs]
-        single_request.check_outputs(out, lse, features, rows, "num_tokens", taken)
+        if out is not None and out.dim() == 4 and tensors.q_cu_seq_lens is None:
+            out = _flatten_requests(out, (*rows, features.head_dim_vo), qo_len)
+        taken = memory_ranges(OPERANDS, (query, tensors.k, tensors.v), spans)
+        check_outputs(out, lse, features, rows, "num_tokens", taken)
     if out is None:
-        out = call.query.new_empty(*rows, features.head_dim_vo, dtype=features.o_dtype)
-    if lse is None and call.return_lse:
-        lse = call.query.new_empty(*rows, dtype=torch.float32)
+        out = query.new_empty(*rows, features.head_dim_vo, dtype=features.o_dtype)
+    if lse is None and return_lse:
+        lse = query.new_empty(*rows, dtype=torch.float32)
     return out, lse
 
 
-def _rows_of_requests(out: torch.Tensor, shape: tuple[int, int, int], qo_len: int) -> torch.Tensor:
-    """A view of out with an axis for the tokens of a request, without that axis."""
+def _flatten_requests(out: torch.Tensor, shape: tuple[int, int, int], qo_len: int) -> torch.Tensor:
+    """Return a view of `[batch_size, q_len_per_req, ...]` with the first two axes in one."""
     checks.shape(
         "out", out, (shape[0] // qo_len, qo_len, *shape[1:]), "[batch_size, q_len_per_req, num_qo_heads, head_dim]"
     )

@@ -1,4 +1,4 @@
-"""Checks of page numbers, which lie on the device. Each check costs a synchronisation.
+"""Checks of page numbers, which are on the device. Each check costs a synchronisation.
 
 Kernels trust page numbers, and a wrong one is an illegal access that ends the process. With `CUTE_ATTN_VALIDATE=1` they
 are checked before every launch, and a wrong one raises an error while the CUDA context is still usable.
@@ -25,14 +25,14 @@ def pages(problem: BatchProblem, lengths: BatchLengths) -> None:
     counts = -(-lengths.kv_len // problem.settings.page_size)
     first = np.cumsum(counts) - counts
     request = np.repeat(np.arange(len(counts)), counts)
-    places = np.arange(len(request)) + (lengths.kv_start - first)[request]
-    on_device = torch.from_numpy(places).to(problem.q.device)
-    used, num_pages = problem.kv_indices[on_device], problem.k.shape[0]
-    bad = (used < 0) | (used >= num_pages)
+    entries = np.arange(len(request)) + (lengths.kv_start - first)[request]  # of kv_indices
+    page_ids = problem.kv_indices[torch.from_numpy(entries).to(problem.q.device)]
+    num_pages = problem.k.shape[0]
+    bad = (page_ids < 0) | (page_ids >= num_pages)
     if not bool(bad.any()):
         return
-    at = int(bad.nonzero()[0])
+    i = int(bad.nonzero()[0])
     raise ArgumentError(
-        f"paged_kv_indices[{places[at]}], page {at - first[request[at]]} of request {request[at]}, is {int(used[at])}; "
+        f"paged_kv_indices[{entries[i]}], page {i - first[request[i]]} of request {request[i]}, is {int(page_ids[i])}; "
         f"the cache has pages 0..{num_pages - 1}"
     )

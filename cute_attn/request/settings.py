@@ -1,8 +1,8 @@
 """Settings of a call: what dtypes, head counts and options decide, checked once and then cached.
 
 A repeated call differs from the one before in its tensors, and often in its lengths; dtypes, head counts and options
-stay. `call_settings` is a pure function of those, so that its results are cached; `normalize` computes the rest in
-every call. Errors are not cached: they are raised again each time.
+stay. `call_settings` is a pure function of those, so that its results are cached; the functions named `problem`
+compute the rest in every call. Errors are not cached: they are raised again each time.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ IMMUTABLE = (numbers.Number, str, torch.dtype, type(None))
 MIN_SCALE = torch.finfo(torch.float32).tiny  # factor of the scores in the exponent: with 0, 0 * -inf is NaN
 MAX_SOFT_CAP = 2.0**100  # soft caps are clamped to [2^-100, 2^100]: beyond, 1 / cap is 0 or infinite in fp32
 CACHE_SIZE = 256  # settings: more than the layers of a model have
+MAX_INDEX = (1 << 31) - 1  # kernels count rows of q, of ragged k and v, and entries of page tables in 32 bits
 
 
 class Call(NamedTuple):
@@ -58,7 +59,7 @@ class Call(NamedTuple):
     sm_scale: Any = None
     rope_scale: Any = None
     rope_theta: Any = None
-    q_scale: Any = None  # except scales: `normalize` replaces tensors by numbers
+    q_scale: Any = None  # except scales: `problem` replaces tensors by numbers
     k_scale: Any = None
     v_scale: Any = None
     o_dtype: Any = None
@@ -125,7 +126,7 @@ def _settings(fields: tuple[Any, ...], options: Sequence[Any]) -> Settings:
         max(-1, min(checks.integer("window_left", call.window_left), MAX_KV_LEN)),
         soft_cap,
         sm_scale,
-        _real("v_scale", call.v_scale, 1.0),
+        checks.real_or("v_scale", call.v_scale, 1.0),
         1.0 if call.rope_scale is None else checks.positive("rope_scale", call.rope_scale),
         1e4 if call.rope_theta is None else checks.positive("rope_theta", call.rope_theta),
         call.enable_pdl,
@@ -135,7 +136,7 @@ def _settings(fields: tuple[Any, ...], options: Sequence[Any]) -> Settings:
 
 def _soft_cap(call: Call) -> float:
     """Return the clamped soft cap, 0 for none."""
-    cap = _real("logits_soft_cap", call.logits_soft_cap, 0.0)
+    cap = checks.real_or("logits_soft_cap", call.logits_soft_cap, 0.0)
     return min(max(cap, 1 / MAX_SOFT_CAP), MAX_SOFT_CAP) if cap > 0 else 0.0
 
 
@@ -220,13 +221,9 @@ def _check_dtypes(structure: Structure) -> None:
 
 
 def _score_scale(call: Call, structure: Structure) -> float:
-    sm_scale = _real("sm_scale", call.sm_scale, 1.0 / math.sqrt(structure.head_dim_q))
-    q_scale, k_scale = _real("q_scale", call.q_scale, 1.0), _real("k_scale", call.k_scale, 1.0)
+    sm_scale = checks.real_or("sm_scale", call.sm_scale, 1.0 / math.sqrt(structure.head_dim_q))
+    q_scale, k_scale = checks.real_or("q_scale", call.q_scale, 1.0), checks.real_or("k_scale", call.k_scale, 1.0)
     return checks.real("sm_scale * q_scale * k_scale", sm_scale * q_scale * k_scale)
-
-
-def _real(name: str, value: Any, default: float) -> float:
-    return default if value is None else checks.real(name, value)
 
 
 def _out_dtype(o_dtype: Any, q_dtype: torch.dtype) -> torch.dtype:

@@ -1,20 +1,21 @@
 """Check the arguments of a single-request call and make a `Problem` of them.
 
-Only this module looks at the tensors of such a call; with the settings module it raises every user error. Every call
-passes `problem`, on the host's critical path: checks are comparisons in place there, and error messages are made in
-functions of their own.
+Only this module looks at the tensors of such a call; with the settings module it raises every user error. `problem` is
+on the critical path of the host in every call: its checks are inline comparisons, and error messages are made in
+functions of their own. Checks of operands, scales and outputs that batches and decode calls need too are public here.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
-from cute_attn.problem import Features, MemoryRange, Problem
+from cute_attn.problem import Features, MemoryRange, OperandLayout, Problem
 from cute_attn.request import checks
 from cute_attn.request.bit_packing import packbits
 from cute_attn.request.settings import KV_LAYOUTS, MAX_KV_LEN, NVFP4_BLOCK, Call, call_settings, check_device
@@ -45,7 +46,7 @@ def problem(call: Call) -> Problem:
     v_len, v_heads, head_dim_v = v_shape
     device = q.device
     if v_len != kv_len or v_heads != num_kv_heads or k.device != device or v.device != device:
-        _refuse_operands_apart(call)
+        _refuse_mismatch(call)
     if _layout(call) == "HND":
         kv_len, num_kv_heads = num_kv_heads, kv_len
     if kv_len > MAX_KV_LEN or qo_len * num_qo_heads > MAX_ROWS:
@@ -66,7 +67,7 @@ def problem(call: Call) -> Problem:
         kv_cache_sf is not None,
         sinks is not None,
         bool(score_scales),
-        (0 in q_strides or 0 in k_strides or 0 in v_strides) and expanded(q, k, v),
+        (0 in q_strides or 0 in k_strides or 0 in v_strides) and is_expanded(q, k, v),
         decode,
     )
     settings = call_settings(structure, options)
@@ -78,11 +79,11 @@ def problem(call: Call) -> Problem:
     joined = q_strides[0] | q_strides[-2] | k_strides[0] | k_strides[1] | v_strides[0] | v_strides[1]
     # 16 elements are a multiple of 16 bytes in any dtype: common strides need no further check.
     if (addresses | joined) % ALIGNMENT or not q_strides[-1] == k_strides[2] == v_strides[2] == 1:
-        q = _readable_query(call)
+        q = readable_query(q, ("k", k), ("v", v))
 
     rows = (num_qo_heads,) if decode else (qo_len, num_qo_heads)
     if out is not None or lse is not None:
-        _check_buffers(call, features, rows)
+        _check_outputs(call, features, rows)
     return Problem(
         settings,
         qo_len,
@@ -95,9 +96,9 @@ def problem(call: Call) -> Problem:
         _mask(call, (qo_len, kv_len)) if features.custom_mask else None,
         score_scales,
         v_scales[0] if v_scales else None,
-        per_head("sinks", sinks, features) if features.sinks else None,
-        head_scales(call.head_scales, features) if features.per_head_scales else None,
-        block_scales(kv_cache_sf, k, v) if features.kv_block_scales else None,
+        check_per_head("sinks", sinks, features) if features.sinks else None,
+        check_head_scales(call.head_scales, features) if features.per_head_scales else None,
+        check_block_scales(kv_cache_sf, k, v) if features.kv_block_scales else None,
     )
 
 
@@ -124,7 +125,7 @@ def _refuse_ranks(call: Call) -> None:
             raise ArgumentError(f"{name} must have shape {axes} (kv_layout {layout!r}), got {checks.describe(tensor)}")
 
 
-def _refuse_operands_apart(call: Call) -> None:
+def _refuse_mismatch(call: Call) -> None:
     check_device(call.q.device)
     checks.device("k", call.k, call.q.device)
     checks.device("v", call.v, call.q.device)
@@ -139,15 +140,22 @@ def _refuse_lengths(qo_len: int, num_qo_heads: int, kv_len: int) -> None:
     raise ArgumentError(f"q must have at most {MAX_ROWS} rows (tokens x heads), got {qo_len} x {num_qo_heads}")
 
 
-def _readable_query(call: Call) -> torch.Tensor:
-    """Return q as kernels can read it, copied where needed. k and v are refused instead: a cache is never copied."""
-    _check_cache_strides("k", call.k)
-    _check_cache_strides("v", call.v)
-    return readable(call.q)
+def operand_layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> OperandLayout:
+    """Return what the strides of q, k and v decide; k and v have unit stride on their last axis."""
+    steps = (stride * x.element_size() for x in (q, k, v) for stride in outer_strides(x))
+    readable = not any(step % ALIGNMENT for step in steps) and (q.stride(-1) == 1 or q.shape[-1] == 1)
+    of_q, of_k, of_v = (stop - start for start, stop in map(checks.extent, (q, k, v)))
+    return OperandLayout(readable, (of_q, of_k, of_v))
 
 
-def readable(q: torch.Tensor) -> torch.Tensor:
-    """Return q, or a contiguous copy if kernels cannot read its strides or address."""
+def readable_query(q: torch.Tensor, *caches: tuple[str, torch.Tensor]) -> torch.Tensor:
+    """Return q as kernels can read it, copied where needed. `caches` (k and v, by name) are refused instead of copied.
+
+    A copy is needed if kernels cannot read q's strides or address.
+    """
+    for name, cache in caches:
+        check_unit_stride(name, cache)
+        check_alignment(name, cache)
     if (q.stride(-1) != 1 and q.shape[-1] > 1) or (q.device.type in KERNEL_DEVICES and not aligned(q)):
         return q.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps a misaligned address
     return q
@@ -164,18 +172,18 @@ def outer_strides(x: torch.Tensor) -> list[int]:
     return [stride for stride, count in zip(x.stride()[:-1], x.shape[:-1], strict=True) if count > 1]
 
 
-def expanded(*tensors: torch.Tensor) -> bool:
+def is_expanded(*tensors: torch.Tensor) -> bool:
     """Tell whether an axis longer than 1 has a stride of 0."""
     return any(stride == 0 and count > 1 for x in tensors for stride, count in zip(x.stride(), x.shape, strict=True))
 
 
-def _check_cache_strides(name: str, tensor: torch.Tensor) -> None:
-    if tensor.stride(2) != 1 and tensor.shape[2] > 1:
+def check_unit_stride(name: str, tensor: torch.Tensor) -> None:
+    """Refuse k or v whose last axis does not have unit stride."""
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ArgumentError(
             f"{name} must have stride 1 on its last axis, got strides {tensor.stride()}; "
             f"a copy of a cache is never made silently: pass {name}.contiguous()"
         )
-    check_alignment(name, tensor)
 
 
 def check_alignment(name: str, tensor: torch.Tensor) -> None:
@@ -191,11 +199,11 @@ def check_alignment(name: str, tensor: torch.Tensor) -> None:
 def refuse_grad(**tensors: torch.Tensor) -> None:
     """Refuse tensors that require gradients while gradients are enabled."""
     for name, tensor in tensors.items():
-        _check_grad(name, tensor)
+        check_grad(name, tensor)
 
 
-def _check_grad(name: str, tensor: torch.Tensor) -> None:
-    """Outputs carry no gradient: refuse, so that no training loop relies on one."""
+def check_grad(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that requires a gradient, so that no training loop relies on one: none is computed."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(
             f"{name} requires grad, but attention here computes no gradients: "
@@ -235,13 +243,13 @@ def _mask(call: Call, lengths: tuple[int, int]) -> torch.Tensor:
 def _without_tensors(call: Call) -> tuple[Call, Scales, Scales]:
     """Return the call with numbers for scales, and the device tensors that are factors of the scores and of v."""
     device = checks.tensor("q", call.q).device
-    q_scale, of_q = scale("q_scale", call.q_scale, device)
-    k_scale, of_k = scale("k_scale", call.k_scale, device)
-    v_scale, of_v = scale("v_scale", call.v_scale, device)
+    q_scale, of_q = split_scale("q_scale", call.q_scale, device)
+    k_scale, of_k = split_scale("k_scale", call.k_scale, device)
+    v_scale, of_v = split_scale("v_scale", call.v_scale, device)
     return call._replace(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale), of_q + of_k, of_v
 
 
-def scale(name: str, value: Any, device: torch.device) -> tuple[Any, Scales]:
+def split_scale(name: str, value: Any, device: torch.device) -> tuple[Any, Scales]:
     """Return (number, device tensors) of a scale: a CPU tensor is read here, a GPU tensor by the kernel."""
     if not isinstance(value, torch.Tensor):
         return value, ()
@@ -249,14 +257,14 @@ def scale(name: str, value: Any, device: torch.device) -> tuple[Any, Scales]:
         raise ArgumentTypeError(
             f"{name} must be a number or a floating-point tensor of one element, got {checks.describe(value)}"
         )
-    _check_grad(name, value)
+    check_grad(name, value)
     if value.device.type == "cpu":
         return value.item(), ()
     checks.device(name, value, device)
     return None, (value.to(torch.float32),)
 
 
-def block_scales(scales: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def check_block_scales(scales: Any, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Check the block scales of NVFP4 k and v: one e4m3 number per 16 values, which take 8 bytes."""
     if not isinstance(scales, tuple | list) or len(scales) != 2:
         raise ArgumentTypeError(f"kv_cache_sf must be a pair (k_sf, v_sf), got {checks.describe(scales)}")
@@ -278,6 +286,11 @@ def _block_scale(name: str, value: Any, cache: torch.Tensor) -> torch.Tensor:
     return value.view(torch.float8_e4m3fn)
 
 
+def has_loose_scales(*scales: torch.Tensor) -> bool:
+    """Tell whether the block scales of some token do not start at a multiple of their size."""
+    return any(number % max(1, x.shape[-1]) for x in scales for number in (x.data_ptr(), *outer_strides(x)))
+
+
 def _check_scales_alignment(name: str, value: torch.Tensor) -> None:
     if any(number % SCALES_ALIGNMENT for number in (value.data_ptr(), *outer_strides(value))):
         raise ArgumentError(
@@ -286,27 +299,29 @@ def _check_scales_alignment(name: str, value: torch.Tensor) -> None:
         )
 
 
-def head_scales(scales: tuple[Any, Any, Any], features: Features) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def check_head_scales(
+    scales: tuple[Any, Any, Any], features: Features
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Check the per-head scales of fp8 attention; None stands for ones."""
     counts = features.num_qo_heads, features.num_kv_heads, features.num_kv_heads
     scale_q, scale_k, scale_v = (
         torch.ones(count, dtype=torch.float32, device=features.device)
         if value is None
-        else per_head(name, value, features)
+        else check_per_head(name, value, features)
         for name, value, count in zip(("scale_q", "scale_k", "scale_v"), scales, counts, strict=True)
     )
     return scale_q, scale_k, scale_v
 
 
-def per_head(name: str, value: Any, features: Features) -> torch.Tensor:
-    """Return contiguous fp32 numbers, one per kv head (scale_k, scale_v) or per query head (all others)."""
+def check_per_head(name: str, value: Any, features: Features) -> torch.Tensor:
+    """Check one number per kv head (scale_k, scale_v) or per query head (all others). Return contiguous fp32."""
     value = checks.tensor(name, value)
     if name in ("scale_k", "scale_v"):
         checks.shape(name, value, (features.num_kv_heads,), "[num_kv_heads]")
     else:
         checks.shape(name, value, (features.num_qo_heads,), "[num_qo_heads]")
     checks.device(name, value, features.device)
-    _check_grad(name, value)
+    check_grad(name, value)
     if value.dtype == torch.float32 and value.is_contiguous():
         return value
     if not value.dtype.is_floating_point:
@@ -314,10 +329,10 @@ def per_head(name: str, value: Any, features: Features) -> torch.Tensor:
     return value.to(torch.float32).contiguous()
 
 
-# ---- outputs
+# ---- outputs and workspaces
 
 
-def _check_buffers(call: Call, features: Features, rows: tuple[int, ...]) -> None:
+def _check_outputs(call: Call, features: Features, rows: tuple[int, ...]) -> None:
     taken = [("q", checks.extent(call.q)), ("k", checks.extent(call.k)), ("v", checks.extent(call.v))]
     for name in ("custom_mask", "packed_custom_mask", "sinks"):
         tensor = getattr(call, name)
@@ -326,27 +341,35 @@ def _check_buffers(call: Call, features: Features, rows: tuple[int, ...]) -> Non
     check_outputs(call.out, call.lse, features, rows, "" if call.decode else "qo_len", taken)
 
 
+def memory_ranges(names: Sequence[str], operands: Sequence[torch.Tensor], spans: Sequence[int]) -> list[MemoryRange]:
+    """Return the memory of operands whose spans (`OperandLayout`) are known."""
+    starts = [operand.data_ptr() for operand in operands]
+    return [(name, (start, start + span)) for name, start, span in zip(names, starts, spans, strict=True)]
+
+
 def check_outputs(
     out: Any, lse: Any, features: Features, rows: tuple[int, ...], first_axis: str, taken: list[MemoryRange]
 ) -> None:
-    """Check the caller's `out` and `lse`: their form, and that they overlap neither `taken` nor each other."""
+    """Check shape, dtype, device and strides of the caller's `out` and `lse`. They must overlap neither `taken` (memory
+    that the call reads) nor each other.
+    """
     heads = f"{first_axis}, num_qo_heads" if first_axis else "num_qo_heads"
     if out is not None:
         shape = (*rows, features.head_dim_vo)
-        _check_form("out", out, shape, f"[{heads}, head_dim_vo]", features.o_dtype, features.device)
+        _check_output("out", out, shape, f"[{heads}, head_dim_vo]", features.o_dtype, features.device)
         checks.dense("out", out)
         strides = out.stride()
         if (out.data_ptr() | strides[0] | strides[-2]) % ALIGNMENT:
             check_alignment("out", out)
-        taken.append(("out", _check_apart("out", out, taken)))
+        taken.append(("out", _check_no_overlap("out", out, taken)))
     if lse is not None:
-        _check_form("lse", lse, rows, f"[{heads}]", torch.float32, features.device)
+        _check_output("lse", lse, rows, f"[{heads}]", torch.float32, features.device)
         if not lse.is_contiguous():
             raise ArgumentError(f"lse must be contiguous, got strides {lse.stride()} for shape {tuple(lse.shape)}")
-        _check_apart("lse", lse, taken)
+        _check_no_overlap("lse", lse, taken)
 
 
-def _check_form(
+def _check_output(
     name: str, buffer: Any, shape: tuple[int, ...], axes: str, dtype: torch.dtype, device: torch.device
 ) -> None:
     checks.tensor(name, buffer)
@@ -354,11 +377,22 @@ def _check_form(
         checks.shape(name, buffer, shape, axes)
         checks.dtype(name, buffer.dtype, (dtype,))
         checks.device(name, buffer, device)
-    _check_grad(name, buffer)
+    check_grad(name, buffer)
 
 
-def _check_apart(name: str, buffer: torch.Tensor, taken: list[MemoryRange]) -> checks.Extent:
+def _check_no_overlap(name: str, buffer: torch.Tensor, taken: list[MemoryRange]) -> checks.Extent:
     written = checks.extent(buffer)
     for other_name, other in taken:
-        checks.apart(name, written, other_name, other)
+        checks.no_overlap(name, written, other_name, other)
     return written
+
+
+def check_workspace(name: str, value: torch.Tensor) -> None:
+    """Check memory for partial results and counters."""
+    if not value.is_contiguous():
+        raise ArgumentError(f"{name} must be contiguous, got strides {value.stride()} for shape {tuple(value.shape)}")
+    if value.data_ptr() % ALIGNMENT:
+        raise ArgumentError(
+            f"{name} must start at a multiple of {ALIGNMENT} bytes, "
+            f"got address % {ALIGNMENT} = {value.data_ptr() % ALIGNMENT}"
+        )

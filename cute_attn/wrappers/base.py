@@ -20,7 +20,7 @@ from cute_attn.problem import BatchLimits, BatchPlan, Features, GraphLimits, Set
 from cute_attn.request import batch_plan, batch_run, checks, page_ids
 from cute_attn.request.batch_plan import Mask, PlanContext, PlanOptions, Splits
 from cute_attn.request.batch_run import RunArguments
-from cute_attn.request.settings import KV_LAYOUTS
+from cute_attn.request.settings import KV_LAYOUTS, MAX_INDEX
 from cute_attn.runtime import switches
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule import batch as batch_schedule
@@ -64,7 +64,7 @@ class GraphInvariants(NamedTuple):
 
 
 class UnsupportedByPlan(NotSupported):
-    """The planned backend refuses features that a run adds."""
+    """The planned backend does not support features that a run adds."""
 
     def __init__(self, refusals: Sequence[Refusal], features: Features) -> None:
         super().__init__(refusals)
@@ -150,17 +150,17 @@ class BatchWrapper:
             tokens,
             limits,
             launch,
-            functools.partial(_check_supported, backend),
-            tokens.kv_indices,
-            mask.packed,
-            self._workspace,
-            switches.is_on(switches.VALIDATE) and self.kv_source == "paged",
-            self._page_axes,
+            check_supported=functools.partial(_check_supported, backend),
+            kv_indices=tokens.kv_indices,
+            packed_mask=mask.packed,
+            workspace=self._workspace,
+            validate=switches.is_on(switches.VALIDATE) and self.kv_source == "paged",
+            page_axes=self._page_axes,
         )
         self._request = request._replace(tokens=tokens, mask=mask)  # with the buffers that the plan reads
 
     def _indices_on_device(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return page numbers as kernels read them. The test costs less than a `to` that has nothing to do."""
+        """Return page numbers as kernels read them. The comparison is cheaper than a `to` without effect."""
         if indices.dtype == torch.int32 and indices.device == self.device and indices.is_contiguous():
             return indices
         return indices.to(self.device, torch.int32).contiguous()
@@ -168,7 +168,7 @@ class BatchWrapper:
     def _resolve(
         self, request: PlanRequest, features: Features | None = None
     ) -> tuple[Settings, capabilities.Backend, BatchLimits, GraphInvariants | None]:
-        """Settings, backend, limits and graph invariants of a request. Raises every error except the backend's own."""
+        """Return settings, backend, limits and graph invariants. Raises every error except the backend's own."""
         options, tokens, mask, splits, page_size = request
         has_mask, decode = mask.packed is not None, tokens.q_len is not None
         own_splits = splits.fixed_split_size is not None or splits.disable_split_kv
@@ -193,7 +193,7 @@ class BatchWrapper:
     def _check_graph_invariants(
         self, settings: Settings, splits: Splits, backend: str, tokens: Tokens, mask: Mask
     ) -> GraphInvariants:
-        """Return what the first plan fixed, or this one if it is the first, after checking that this one keeps it."""
+        """Return the invariants of the first plan, which may be this one, after checking that this plan keeps them."""
         if tokens.batch_size != self._fixed_batch_size:
             raise ArgumentError(
                 f"the batch size must stay {self._fixed_batch_size} with use_cuda_graph=True (the size of the index "
@@ -235,7 +235,7 @@ class BatchWrapper:
         if self._mask_buffers is None:
             raise ArgumentError("a custom mask with use_cuda_graph=True needs custom_mask_buf and mask_indptr_buf")
         room = self._mask_buffers[0].numel()
-        if mask.offsets[-1] > min(room, batch_plan.MAX_PLACES):
+        if mask.offsets[-1] > min(room, MAX_INDEX):
             raise ArgumentError(f"the packed mask must fit the {room} bytes of custom_mask_buf, got {mask.offsets[-1]}")
 
     def _indices_buffer(self) -> torch.Tensor:
@@ -301,7 +301,7 @@ class BatchWrapper:
         return self._planned()
 
     def _replan(self, forward: ForwardOptions, **changed: Any) -> None:
-        """Plan again with the options of `forward`, for this run and those after it, unless they are the planned."""
+        """Plan again with the options of `forward`, for this run and those after it, unless they are planned."""
         self._planned()
         request = self._request
         options = request.options._replace(**forward._asdict(), **changed)
@@ -326,7 +326,7 @@ class BatchWrapper:
         Returns
         -------
         (float_bytes, int_bytes) : bytes of the float workspace that the schedule would use if there were no limit, and
-        bytes of the schedule's own records, which lie in memory that the wrapper allocates; (0, 0) on the reference
+        bytes of the schedule's records, which are in memory that the wrapper allocates; (0, 0) on the reference
         backend. A smaller float workspace only means fewer splits, except with `fixed_split_size`, where `plan` then
         raises WorkspaceError.
 
@@ -397,13 +397,13 @@ def _check_supported(backend: capabilities.Backend, features: Features) -> None:
 
 
 def _check_unchanged(invariants: GraphInvariants, now: GraphInvariants) -> None:
-    """Refuse a plan that changes more than lengths: launches are captured with all other numbers."""
+    """Refuse a plan that changes more than lengths: captured launches contain all other numbers."""
     before, after = _invariants_by_name(invariants), _invariants_by_name(now)
     for name, value in after.items():
         if before[name] != value:
             raise RuntimeArgumentError(
                 f"{name} must stay {before[name]!r} with use_cuda_graph=True: a captured graph would not see the "
-                f"change to {value!r}; take another wrapper, or call reset_workspace_buffer() and capture again"
+                f"change to {value!r}; use another wrapper, or call reset_workspace_buffer() and capture again"
             )
 
 
@@ -411,7 +411,7 @@ def _invariants_by_name(invariants: GraphInvariants) -> dict[str, Any]:
     settings = invariants.settings._asdict()
     features: Features = settings.pop("features")
     named = features._asdict()
-    del named["own_splits"]  # the splits themselves tell more
+    del named["own_splits"]  # follows from the splits, which are compared too
     return {
         **named,
         **settings,

@@ -15,7 +15,7 @@ from cute_attn.request import batch_plan, checks
 from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, ForwardOptions, PlanRequest, Result, Scale
-from cute_attn.wrappers.legacy_args import positionals_to_keywords
+from cute_attn.wrappers.legacy_args import positionals_to_keywords, with_return_lse
 from cute_attn.wrappers.legacy_args_batch import head_scale_positionals
 
 P = ParamSpec("P")
@@ -53,8 +53,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
     Parameters
     ----------
     float_workspace_buffer : contiguous, any dtype, 16-byte aligned. It holds partial results where keys are split.
-        128 MB suffice for every batch without `fixed_split_size`; `workspace_size` computes the need with it. Wrappers
-        that run one after the other may share it. Its device is the wrapper's.
+        128 MB are enough for every batch without `fixed_split_size`; with it, `workspace_size` computes the need.
+        Wrappers that run one after the other may share it. Its device is the wrapper's.
     kv_layout : "NHD" (default) or "HND", of the cache.
     use_cuda_graph : default False. True keeps addresses and launches across plans, so that a captured `run` can be
         replayed after `plan` with other lengths. Batch size, options and dtypes must stay those of the first plan.
@@ -194,10 +194,20 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
             checks.tensor("block_tables", block_tables)
         q_dtype = data_type if q_data_type is None else q_data_type
         options = PlanOptions(
-            *(num_qo_heads, num_kv_heads, head_dim, None),
-            *("float16" if q_dtype is None else q_dtype, data_type if kv_data_type is None else kv_data_type),
-            *(o_data_type, pos_encoding_mode, q_len > 1, window_left),
-            *(logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base),
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim_qk=head_dim,
+            q_data_type="float16" if q_dtype is None else q_dtype,
+            kv_data_type=data_type if kv_data_type is None else kv_data_type,
+            o_data_type=o_data_type,
+            pos_encoding_mode=pos_encoding_mode,
+            causal=q_len > 1,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            lse_base=lse_base,
         )
         splits = batch_plan.splits(fixed_split_size, disable_split_kv, page_size)
         tokens, mask = tokens._replace(q_len=q_len), batch_plan.no_mask(tokens)
@@ -227,9 +237,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
 
         Parameters
         ----------
-        q : `[batch_size * q_len_per_req, num_qo_heads, head_dim]` of the planned dtype, the tokens of a request one
-            after the other. Any strides; a last axis without unit stride, or rows that are not 16-byte aligned, cost a
-            copy.
+        q : `[batch_size * q_len_per_req, num_qo_heads, head_dim]` of the planned dtype, grouped by request. Any
+            strides; a last axis without unit stride, or rows that are not 16-byte aligned, cost a copy.
         paged_kv_cache : a pair (k, v) of `[pages, page_size, num_kv_heads, head_dim]` ("NHD") or
             `[pages, num_kv_heads, page_size, head_dim]` ("HND"), or one tensor with an axis of 2 after the first; of
             the planned dtype. Any strides with unit stride on the last axis; on a GPU rows must be 16-byte aligned.
@@ -279,7 +288,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
             ))
         )  # fmt: skip
 
-    run_return_lse = functools.partialmethod(run, return_lse=True)
+    run_return_lse = with_return_lse(run)
 
     def forward(
         self,
@@ -321,11 +330,11 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         self._replan(ForwardOptions(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta))
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
-    forward_return_lse = functools.partialmethod(forward, return_lse=True)
+    forward_return_lse = with_return_lse(forward)
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
-    """Make a `BatchDecodeWithPagedKVCacheWrapper` with `use_cuda_graph=True` and backend "auto".
+    """`BatchDecodeWithPagedKVCacheWrapper` with `use_cuda_graph=True` and backend "auto".
 
     Parameters
     ----------
@@ -352,8 +361,8 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
         super().__init__(
             workspace_buffer,
             kv_layout,
-            True,
-            use_tensor_cores,
+            use_cuda_graph=True,
+            use_tensor_cores=use_tensor_cores,
             paged_kv_indptr_buffer=indptr_buffer,
             paged_kv_indices_buffer=indices_buffer,
             paged_kv_last_page_len_buffer=last_page_len_buffer,
@@ -388,10 +397,13 @@ def fast_decode_plan(
     Parameters
     ----------
     wrapper : a BatchDecodeWithPagedKVCacheWrapper.
-    indptr, last_page_len : as for `plan`. On a GPU each costs a synchronisation, unless it is not read: `indptr` with
-        `global_override_indptr_cpu`, `last_page_len` with a page size of 1.
+    indptr, last_page_len : arguments of `BatchDecodeWithPagedKVCacheWrapper.plan`. On a GPU each costs a
+        synchronisation, unless it is not read: `indptr` with `global_override_indptr_cpu`, `last_page_len` with a page
+        size of 1.
     global_override_indptr_cpu : int32 or int64 `[batch_size + 1]` on the CPU, replaces `indptr`. Default None.
-    Others : arguments of `plan`, with the same defaults.
+    indices, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, logits_soft_cap,
+        q_data_type, kv_data_type, data_type, sm_scale, rope_scale, rope_theta, non_blocking, fixed_split_size,
+        disable_split_kv : arguments of `BatchDecodeWithPagedKVCacheWrapper.plan`, with the same defaults.
 
     Raises
     ------

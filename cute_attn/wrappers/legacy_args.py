@@ -1,7 +1,7 @@
-"""FlashInfer's older names and positional orders of arguments, accepted beside the current ones.
+"""FlashInfer's older names and positional orders of arguments, accepted besides the current ones.
 
 FlashInfer renamed arguments and inserted new ones between others. Keywords are unambiguous. Positional arguments after
-`v` may follow either order below; their types tell which, and a call that leaves both possible is refused.
+`v` may follow either order below; their types tell which, and a call whose types do not is refused.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def accepts_legacy_order(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def with_return_lse(function: Callable[P, R]) -> Callable[P, R]:
-    """Return `function` with `return_lse=True` as the default, with a name, signature and docstring of its own."""
+    """Return `function` with `return_lse=True` as the default, and with its own name, signature and docstring."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, return_lse: bool = True, **kwargs: Any) -> R:
@@ -66,13 +66,14 @@ def with_return_lse(function: Callable[P, R]) -> Callable[P, R]:
     flag = signature.parameters["return_lse"].replace(default=True)
     changed = {**signature.parameters, "return_lse": flag}
     wrapper.__dict__["__signature__"] = signature.replace(parameters=tuple(changed.values()))
-    wrapper.__name__ = wrapper.__qualname__ = f"{function.__name__}_return_lse"
-    wrapper.__doc__ = f"`{function.__name__}` with `return_lse=True` as default.\n\n    {function.__doc__}"
+    wrapper.__name__ = f"{function.__name__}_return_lse"
+    wrapper.__qualname__ = f"{function.__qualname__}_return_lse"
+    wrapper.__doc__ = f"`{function.__name__}` with `return_lse=True` as default.\n\n{inspect.getdoc(function)}"
     return cast("Callable[P, R]", wrapper)
 
 
 def rename_keyword(kwargs: dict[str, Any], old: str, new: str) -> None:
-    """Move `kwargs[old]` to `kwargs[new]`; ArgumentTypeError if both are given."""
+    """Move `kwargs[old]` to `kwargs[new]`; ArgumentTypeError if both are present."""
     if new in kwargs:
         raise ArgumentTypeError(f"{old} and {new} are two names of one argument: give one of them")
     kwargs[new] = kwargs.pop(old)
@@ -92,28 +93,39 @@ def positionals_to_keywords(
 
 
 def detect_prefill_order(extra: tuple[Any, ...]) -> tuple[str, ...]:
-    """Tell from their types which order the positional arguments after `v` follow.
-
-    In the older order the first two are masks, the third a bool and the fourth the layout; in the current order the
-    first three are per-head scales, the fourth a dtype, the next two masks, and the seventh a bool.
-    """
-    at = dict(enumerate(extra)).get
-    masks = [value for value in extra[:2] if is_tensor(value, torch.bool, torch.uint8)]
-    scales = [value for value in extra[:3] if is_tensor(value, torch.float32) and value.dim() == 1]
-    legacy = type(at(2)) is bool or isinstance(at(3), str) or bool(masks)
-    current = isinstance(at(3), torch.dtype) or type(at(6)) is bool or bool(scales)
-    current = current or any(isinstance(value, torch.Tensor) for value in extra[4:6])  # masks
-    if legacy != current:
-        return LEGACY_PREFILL_ORDER if legacy else PREFILL_ORDER
-    if not legacy and all(value is None for value in extra):
+    """Tell from their types which order the positional arguments after `v` follow."""
+    at = dict(enumerate(extra)).get  # None past the end
+    is_legacy = (
+        any(is_tensor(value, torch.bool, torch.uint8) for value in extra[:2])  # custom_mask, packed_custom_mask
+        or type(at(2)) is bool  # causal
+        or isinstance(at(3), str)  # kv_layout
+    )
+    is_current = (
+        any(is_tensor(value, torch.float32) and value.dim() == 1 for value in extra[:3])  # scale_q, scale_k, scale_v
+        or isinstance(at(3), torch.dtype)  # o_dtype
+        or any(isinstance(value, torch.Tensor) for value in extra[4:6])  # custom_mask, packed_custom_mask
+        or type(at(6)) is bool  # causal
+    )
+    if is_legacy != is_current:
+        return LEGACY_PREFILL_ORDER if is_legacy else PREFILL_ORDER
+    if not is_legacy and all(value is None for value in extra):
         return PREFILL_ORDER
+    raise unclear_order(extra, "v", LEGACY_PREFILL_ORDER, PREFILL_ORDER)
+
+
+def unclear_order(
+    extra: tuple[Any, ...], last: str, legacy_order: tuple[str, ...], current_order: tuple[str, ...]
+) -> ArgumentTypeError:
+    """Return the error for positional arguments after `last` whose types do not tell which order they follow."""
     index, value = next((i, value) for i, value in enumerate(extra) if value is not None)
-    legacy_name = LEGACY_PREFILL_ORDER[index] if index < len(LEGACY_PREFILL_ORDER) else "nothing"
-    raise ArgumentTypeError(
-        f"positional argument {index + 3} is {legacy_name} in FlashInfer's older argument order "
-        f"(q, k, v, {', '.join(LEGACY_PREFILL_ORDER[:4])}, ...) and {PREFILL_ORDER[min(index, 19)]} in the current "
-        f"order (q, k, v, {', '.join(PREFILL_ORDER[:7])}, ...), and the types of the arguments allow both; "
-        f"got {describe(value)}: pass it by keyword"
+    legacy_name, current_name = (
+        dict(enumerate(order)).get(index, "nothing") for order in (legacy_order, current_order)
+    )
+    return ArgumentTypeError(
+        f"positional argument {index + 1} after {last} is {legacy_name} in FlashInfer's older argument order "
+        f"({last}, {', '.join(legacy_order[:4])}, ...) and {current_name} in the current order "
+        f"({last}, {', '.join(current_order[:7])}, ...), and the types of the arguments do not tell which order is "
+        f"meant; got {describe(value)}: pass it by keyword"
     )
 
 

@@ -1,7 +1,7 @@
-"""FlashInfer's older names and positional orders of arguments of the batch wrappers' methods.
+"""FlashInfer's older argument names and positional orders, for the methods of the batch wrappers.
 
 FlashInfer inserted `head_dim_vo` and `o_data_type` between the arguments of `plan`, and made the scales of `run`
-keywords. The types of positional arguments tell which order a call follows.
+keyword-only. The types of positional arguments tell which order a call follows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from cute_attn.errors import ArgumentTypeError
 from cute_attn.request.checks import describe
-from cute_attn.wrappers.legacy_args import is_tensor, positionals_to_keywords, rename_keyword
+from cute_attn.wrappers.legacy_args import is_tensor, positionals_to_keywords, rename_keyword, unclear_order
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,14 +26,14 @@ LEGACY_NAMES = {
     "head_dim": "head_dim_qk",
     "qk_indptr_buf": "mask_indptr_buf",
 }
-_MASKS = ("custom_mask", "packed_custom_mask", "causal", "pos_encoding_mode", "use_fp16_qk_reduction")
+_MASKS_AND_FLAGS = ("custom_mask", "packed_custom_mask", "causal", "pos_encoding_mode", "use_fp16_qk_reduction")
 LEGACY_PAGED_PLAN_ORDER = (
-    *_MASKS,
+    *_MASKS_AND_FLAGS,
     *("sm_scale", "window_left", "logits_soft_cap"),
     *("rope_scale", "rope_theta", "q_data_type", "kv_data_type", "non_blocking"),
 )
 LEGACY_RAGGED_PLAN_ORDER = (
-    *_MASKS,
+    *_MASKS_AND_FLAGS,
     *("window_left", "logits_soft_cap", "sm_scale"),
     *("rope_scale", "rope_theta", "q_data_type", "kv_data_type"),
 )
@@ -57,7 +57,7 @@ def accepts_legacy_names(function: Callable[P, R]) -> Callable[P, R]:
 def accepts_legacy_plan_order(common: int, legacy_order: tuple[str, ...]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a `plan`, declared in the current order, to accept FlashInfer's older argument order too.
 
-    The first `common` arguments stand alike in both orders; `legacy_order` names those that follow in the older one.
+    The first `common` arguments are the same in both orders; `legacy_order` names those that follow in the older one.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -84,31 +84,31 @@ def detect_plan_order(
 ) -> tuple[str, ...]:
     """Tell from their types which order the positional arguments after `last` follow.
 
-    The current order starts with the integer head_dim_vo, so that masks and flags stand one place later than in the
-    older order.
+    The current order is the older one with the integer head_dim_vo inserted before the masks.
     """
-    at = dict(enumerate(extra)).get
-    current = isinstance(at(0), numbers.Integral) or type(at(3)) is bool or isinstance(at(4), str)
-    current = current or is_tensor(at(1), torch.bool) or isinstance(at(2), torch.Tensor)
-    legacy = isinstance(at(0), torch.Tensor) or type(at(2)) is bool or isinstance(at(3), str)
-    legacy = legacy or is_tensor(at(1), torch.uint8)
-    if legacy != current:
-        return legacy_order if legacy else current_order
-    if not legacy and all(value is None for value in extra):
-        return current_order
-    index, value = next((i, value) for i, value in enumerate(extra) if value is not None)
-    legacy_name = legacy_order[min(index, len(legacy_order) - 1)]
-    current_name = current_order[min(index, len(current_order) - 1)]
-    raise ArgumentTypeError(
-        f"positional argument {index + 1} after {last} is {legacy_name} in FlashInfer's older argument order "
-        f"({last}, {', '.join(legacy_order[:3])}, ...) and {current_name} in the current order "
-        f"({last}, {', '.join(current_order[:4])}, ...), and the types of the arguments allow both; "
-        f"got {describe(value)}: pass it by keyword"
+    at = dict(enumerate(extra)).get  # None past the end
+    is_current = (
+        isinstance(at(0), numbers.Integral)  # head_dim_vo
+        or is_tensor(at(1), torch.bool)  # custom_mask
+        or isinstance(at(2), torch.Tensor)  # packed_custom_mask
+        or type(at(3)) is bool  # causal
+        or isinstance(at(4), str)  # pos_encoding_mode
     )
+    is_legacy = (
+        isinstance(at(0), torch.Tensor)  # custom_mask
+        or is_tensor(at(1), torch.uint8)  # packed_custom_mask
+        or type(at(2)) is bool  # causal
+        or isinstance(at(3), str)  # pos_encoding_mode
+    )
+    if is_legacy != is_current:
+        return legacy_order if is_legacy else current_order
+    if not is_legacy and all(value is None for value in extra):
+        return current_order
+    raise unclear_order(extra, last, legacy_order, current_order)
 
 
 class RunPositionals(NamedTuple):
-    """What the positional arguments after the cache of a paged `run` stand for."""
+    """What the positional arguments after the cache of a paged `run` mean."""
 
     k_scale: Any
     v_scale: Any
@@ -149,7 +149,7 @@ def ragged_run_positionals(args: tuple[Any, ...], return_lse: Any) -> tuple[Any,
 def head_scale_positionals(args: tuple[Any, ...]) -> tuple[Any, Any, Any]:
     """Return the per-head fp8 scales that `args` must be; anything else is an ArgumentTypeError."""
     if not _are_head_scales(args):
-        _refuse(args, "fp8 scale_q, scale_k, scale_v with one number per head; pass all else by keyword")
+        _refuse(args, "fp8 scale_q, scale_k, scale_v with one number per head; pass all other arguments by keyword")
     return args[0], args[1], args[2]
 
 

@@ -1,8 +1,8 @@
-"""Replay of a run: a run that differs from an earlier one in addresses only skips every other check.
+"""Replay of a run: a run that differs from an earlier one only in addresses skips every other check.
 
-The layers of a model run one plan with tensors that differ in nothing but their addresses. So a run that passed every
-check leaves a `CachedRun` in its plan, keyed by dtypes, shapes, strides, devices and options. A run that finds one
-checks its addresses and hands them to the launch. Any other run takes the full path (`normalize_run`).
+The layers of a model run one plan with tensors that differ only in their addresses. So a run that passed every check
+leaves a `CachedRun` in its plan, keyed by dtypes, shapes, strides, devices and options. A run that finds one checks its
+addresses and passes them to the launch. Any other run takes the full path (`request.batch_run.problem`).
 """
 
 from __future__ import annotations

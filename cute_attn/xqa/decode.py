@@ -1,4 +1,8 @@
-"""Batch decode over a paged cache in one call, without a plan: lengths and page tables stay on the device."""
+"""Batch decode over a paged cache in one call, without a plan: lengths and page tables stay on the device.
+
+The signatures are those of FlashInfer's functions of the same names; the formulas are in the docstrings here, and
+`cute_attn/reference/attention.py` computes them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,18 @@ import torch
 from cute_attn.dispatch import backends
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal
 from cute_attn.request import checks
-from cute_attn.request import decode as decode_request
+from cute_attn.request.decode import (
+    DecodeOptions,
+    DecodeScales,
+    DecodeTensors,
+    block_scale_pair,
+    cache_pair,
+    decode_problem,
+    number_or_tensor,
+    positive_or_one,
+    separate_scratch,
+    shared_scratch,
+)
 from cute_attn.runtime.arch import multiprocessors
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -40,23 +55,23 @@ def xqa_batch_decode_with_kv_cache(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the newest token or tokens of every request over its paged cache.
+    """Compute the attention of the newest token or tokens of every request over its paged cache.
 
-    Row r of a request with q_len query tokens stands at position seq_len - q_len + r. For key j and one head, in the
-    natural-log domain::
+    The keys of a request include those of its query tokens. Row r of a request with q_len query tokens has position
+    seq_len - q_len + r. For key j and one head, in the natural-log domain::
 
         z = bmm1_scale * q.k_j
         z = -inf                       where row r does not see key j
-        out = bmm2_scale * o_scale * sum_j exp(z) v_j / (sum_j exp(z) + exp(sink))       (fp8 out: divided by o_scale)
+        out = bmm2_scale * o_scale * sum_j exp(z) v_j / (sum_j exp(z) + exp(sink))       (float8_e4m3fn out: no o_scale)
         lse = log2(sum_j exp(z) + exp(sink))
 
-    whatever the dtype of the cache. A row sees the keys up to its own position, or what `mask` says, and of those only
+    for every dtype of the cache. A row sees the keys up to its own position, or what `mask` says, and of those only
     the keys inside the window. A row that sees no key has out 0 and lse -inf (with a sink: lse = sink * log2(e)).
     Query head h reads kv head h // (num_qo_heads // num_kv_heads).
 
-    On a GPU one launch solves all requests. It reads everything that may change between replays of a CUDA graph on the
-    device: query, cache, block_tables, seq_lens, scale tensors, sinks, mask, q_cu_seq_lens. CPU tensors run on the
-    torch reference, which reads lengths on the host. No gradients are computed.
+    On a GPU one launch computes all requests. It reads on the device what may change between replays of a CUDA graph:
+    query, cache, block_tables, seq_lens, scale tensors, sinks, mask, q_cu_seq_lens. CPU tensors run on the torch
+    reference, which reads lengths on the host. No gradients are computed.
 
     Parameters
     ----------
@@ -65,54 +80,55 @@ def xqa_batch_decode_with_kv_cache(
         unit stride, or rows that are not 16-byte aligned on a GPU, cost a copy. head_dim on a GPU: 64, 128 or 256.
     kv_cache : a pair of `[num_pages, page_size, num_kv_heads, head_dim]` ("NHD") or `[num_pages, num_kv_heads,
         page_size, head_dim]` ("HND"), or one tensor with an axis of 2 (keys, values), or 1 (both are the same), after
-        the first. Any page size; any strides with 1 on the last axis; on a GPU rows must be 16-byte aligned. query's
+        the first. Any page size; any strides with 1 on the last axis; on a GPU rows must be 16-byte aligned. Of query's
         dtype, float8_e4m3fn, float8_e5m2, or uint8: NVFP4, two e2m1 numbers per byte, low bits first, head_dim / 2
         bytes.
     workspace_buffer : of any dtype, contiguous, 16-byte aligned, on query's device; 8 MiB for semaphores, which must be
-        0 before the first use and are left 0, and a few MiB for partial results. Not for two streams at once. Neither
-        CPU tensors nor `backend="reference"` use it.
-    block_tables : int32 `[batch_size, max_pages]`, the pages of each request in order. What lies past a request's last
-        page is not read. Page numbers are not checked.
+        0 before the first use and are left 0, and a few MiB for partial results. Two streams must not use it at once.
+        Neither CPU tensors nor `backend="reference"` use it.
+    block_tables : int32 `[batch_size, max_pages]`, the page numbers of each request in order. Entries past a request's
+        last page are not read. Page numbers are not checked.
     seq_lens : int32 or uint32 `[batch_size]` or `[batch_size, 1]`, keys of each request in tokens, those of the query
         tokens included. More than max_pages * page_size count as that many.
-    max_seq_len : an upper bound of seq_lens, in tokens. Nothing is sized by it.
+    max_seq_len : int, an upper bound of seq_lens, in tokens. Only its type is checked: no size depends on it.
     bmm1_scale, bmm2_scale : finite numbers, or floating-point tensors of one element; a tensor on the GPU is read by
-        the kernel, without synchronisation. Default 1: bmm1_scale holds 1 / sqrt(head_dim) as well.
+        the kernel, without synchronisation. Default 1. bmm1_scale must include 1 / sqrt(head_dim).
     window_left : >= 0: a row sees that many keys before its position, and its own. Negative (default): no window.
     out : written and returned: query's shape, or `[batch_size, q_len_per_req, num_qo_heads, head_dim]`; float16,
         bfloat16 or float8_e4m3fn (saturated; on a GPU from compute capability 9.0). Unit stride on the last axis, rows
         16-byte aligned on a GPU, no memory in common with query and cache. Default: a new tensor of query's dtype.
     sinks : floating-point, num_qo_heads elements, natural-log domain, not scaled: one more term of the denominator.
     kv_layout : "NHD" (default) or "HND", of kv_cache and kv_cache_sf.
-    enable_pdl : False: no programmatic dependent launch. None or True: where the GPU has it (9.0 and later).
-    q_len_per_req : query tokens of every request, or the most of any with q_cu_seq_lens. Default, and None: 1.
-    o_scale : a positive number, see above. Default, and None: 1.
+    enable_pdl : False: no programmatic dependent launch. None (default) or True: where the GPU has it (9.0 and later).
+    q_len_per_req : query tokens per request; with q_cu_seq_lens, the most that any request has. Default, and None: 1.
+    o_scale : number > 0, a factor of out unless out is float8_e4m3fn. Default, and None: 1.
     mask : bits in words of 16 or 32 bits (uint16, int16, uint32, int32), for each query token a row of
         32 * ceil(q_len_per_req / 32): bit j (least significant first) is set if it sees key seq_len - q_len + j. Keys
         before those are visible. Default: causal.
-    kv_cache_sf : block scales of an NVFP4 cache, and of no other: like kv_cache with head_dim / 16 e4m3 numbers (or
-        their bits), one per 16 elements, not interleaved.
+    kv_cache_sf : block scales of an NVFP4 cache, required with it and refused otherwise: like kv_cache with
+        head_dim / 16 on the last axis, e4m3, or its bytes as uint8, one scale per 16 values, not interleaved.
     q_cu_seq_lens : int32 or uint32 `[batch_size + 1]`: query tokens of request i are rows q_cu_seq_lens[i] to
-        q_cu_seq_lens[i + 1], at most q_len_per_req of them.
+        q_cu_seq_lens[i + 1], at most q_len_per_req of them. Default: q_len_per_req tokens of every request.
     lse : written instead of a new tensor: contiguous float32 `[num_tokens, num_qo_heads]`. Written also without
         `return_lse`.
-    return_lse : return `(out, lse)`.
-    backend : "auto" (XQA on a GPU, the reference on the CPU), "xqa", "reference" or "emulator" (CPU tensors on a GPU's
-        kernel). `cute_attn.explain` tells why other backends refuse.
+    return_lse : return `(out, lse)`. Default False.
+    backend : "auto" (default: XQA on a GPU, the reference on the CPU), "xqa", "reference" or "emulator" (CPU tensors
+        on a GPU's kernel). `cute_attn.explain` tells why other backends refuse.
 
     Returns
     -------
-    out, as given; without one `[num_tokens, num_qo_heads, head_dim]`, for q_len_per_req > 1 without q_cu_seq_lens
-    `[batch_size, q_len_per_req, num_qo_heads, head_dim]`. With `return_lse` the pair of it and the **base-2** lse.
+    The given out, or a new one: `[num_tokens, num_qo_heads, head_dim]`; for q_len_per_req > 1 without q_cu_seq_lens
+    `[batch_size, q_len_per_req, num_qo_heads, head_dim]`. With `return_lse` the pair of it and the **base-2** lse,
+    float32 `[num_tokens, num_qo_heads]`.
 
     Raises
     ------
-    ArgumentError (a ValueError: shape, dtype, device or value; one that is a RuntimeError, too, where head counts or
-    head dimensions do not match), ArgumentTypeError (a TypeError), LayoutError (a KeyError: `kv_layout`, `backend`),
-    WorkspaceError (a RuntimeError: workspace_buffer is too small for this GPU; it names the bytes needed), NotSupported
-    (a NotImplementedError that lists why no backend takes the problem: on a GPU other head_dims, float8_e4m3fn out
-    before compute capability 9.0, caches that span 64 GiB or more, block scales of a token that do not start at a
-    multiple of their size).
+    ArgumentError (a ValueError: shape, dtype, device or value; also a RuntimeError where head counts or head dimensions
+    do not match), ArgumentTypeError (a TypeError), LayoutError (a KeyError: `kv_layout`, `backend`), WorkspaceError (a
+    RuntimeError that names the bytes needed: workspace_buffer is too small for this GPU), NotSupported (a
+    NotImplementedError that lists why no backend takes the problem: on a GPU other head_dims, float8_e4m3fn out before
+    compute capability 9.0, caches that span 64 GiB or more, block scales of a token that do not start at a multiple of
+    their size).
 
     Examples
     --------
@@ -125,15 +141,15 @@ def xqa_batch_decode_with_kv_cache(
     torch.Size([2, 32, 128])
     """
     checks.integer("max_seq_len", max_seq_len)
-    k, v = decode_request.cache(kv_cache, kv_layout)
-    sf = None if kv_cache_sf is None else decode_request.block_scales(kv_cache_sf, kv_layout, k, v)
-    scratch, o_scale = decode_request.workspace(workspace_buffer), decode_request.number("o_scale", o_scale)
-    problem = decode_request.problem(
-        decode_request.Call(  # by position: keywords would cost 1 us
-            query, k, v, sf, block_tables, seq_lens, scratch, bmm1_scale, bmm2_scale, o_scale, window_left, out, sinks,
-            enable_pdl, q_len_per_req, mask, q_cu_seq_lens, lse, return_lse,
-        )
-    )  # fmt: skip
+    k, v = cache_pair(kv_cache, kv_layout)
+    block_scales = None if kv_cache_sf is None else block_scale_pair(kv_cache_sf, kv_layout, k, v)
+    scratch, o_scale = shared_scratch(workspace_buffer), positive_or_one("o_scale", o_scale)
+    problem = decode_problem(
+        DecodeTensors(query, k, v, block_scales, block_tables, seq_lens, q_cu_seq_lens, mask, sinks, out, lse),
+        DecodeScales(bmm1_scale, bmm2_scale, o_scale),
+        DecodeOptions(window_left, q_len_per_req, enable_pdl, return_lse),
+        scratch,
+    )
     backends.run(problem, backend)
     result = out
     if result is None:
@@ -173,29 +189,36 @@ def trtllm_batch_decode_with_kv_cache(
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Decode under the name that serving engines call: `xqa_batch_decode_with_kv_cache`, where formulas, shapes, dtypes
-    and units are described, with the differences below.
+    """Run `xqa_batch_decode_with_kv_cache` under the name that serving engines call.
+
+    Formulas, shapes, dtypes and units are in its docstring; the differences are below.
 
     Parameters
     ----------
     query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,
-    enable_pdl, q_len_per_req, o_scale, mask, kv_cache_sf, lse, return_lse : as there, with the same defaults.
-    out : as there. Default: a new tensor of query's shape (rank 3, for several query tokens per request as well).
-    out_dtype : float16, bfloat16 or float8_e4m3fn, of the new out; with a given one it must be its dtype. Default:
-        query's. NVFP4 output (a string, as "nvfp4") is refused.
-    o_sf_scale, o_sf_vec_size : belong to NVFP4 output; refused unless None.
-    sinks : as there, or a list of one such tensor.
-    kv_layout : "HND" (default) or "NHD".
-    backend : "auto" or "xqa", which mean the same.
-    max_q_len, cum_seq_lens_q : ragged queries, given together: q_len_per_req and q_cu_seq_lens of the function above.
+        enable_pdl, q_len_per_req, o_scale, mask, kv_cache_sf, lse, return_lse : arguments of
+        `xqa_batch_decode_with_kv_cache`, with the same defaults.
+    out : written and returned, as there. Default: a new tensor of query's shape, also for several query tokens per
+        request.
+    out_dtype : dtype of a new out: float16, bfloat16 or float8_e4m3fn; a given out must have it. Default: query's. A
+        string ("nvfp4") means NVFP4 output, which is refused.
+    o_sf_scale, o_sf_vec_size : arguments of NVFP4 output; refused unless None.
+    sinks : as there, or a list of one such tensor. Default: none.
+    kv_layout : "HND" (default) or "NHD", of kv_cache and kv_cache_sf.
+    backend : "auto" (default) or "xqa", which mean the same.
+    max_q_len, cum_seq_lens_q : q_len_per_req and q_cu_seq_lens of `xqa_batch_decode_with_kv_cache`, for ragged queries:
+        an int, and int32 or uint32 `[batch_size + 1]`. Given together; max_q_len replaces q_len_per_req.
 
     Returns
     -------
-    out, as given, else `[num_tokens, num_qo_heads, head_dim]`; with `return_lse` the pair of it and the base-2 lse.
+    The given out, or a new one: `[num_tokens, num_qo_heads, head_dim]`. With `return_lse` the pair of it and the
+    **base-2** lse, float32 `[num_tokens, num_qo_heads]`.
 
     Raises
     ------
-    As `xqa_batch_decode_with_kv_cache`; LayoutError for another `backend`, NotSupported for NVFP4 output.
+    The errors of `xqa_batch_decode_with_kv_cache`; ArgumentError also for one of max_q_len and cum_seq_lens_q without
+    the other, an out whose dtype is not out_dtype, and a list of several sinks; ArgumentTypeError for an out_dtype that
+    is no dtype; LayoutError for another `backend`; NotSupported for NVFP4 output.
     """
     checks.choice("backend", backend, ("auto", "xqa"))
     if o_sf_scale is not None or o_sf_vec_size is not None or isinstance(out_dtype, str):
@@ -214,10 +237,27 @@ def trtllm_batch_decode_with_kv_cache(
     elif out is not None and out_dtype is not None and checks.tensor("out", out).dtype != out_dtype:
         raise ArgumentError(f"out must have out_dtype {out_dtype}, got {checks.describe(out)}")
     return xqa_batch_decode_with_kv_cache(
-        query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,
-        out, sinks, kv_layout, enable_pdl, q_len_per_req if max_q_len is None else max_q_len, o_scale, mask,
-        kv_cache_sf, cum_seq_lens_q, lse=lse, return_lse=return_lse,
-    )  # fmt: skip
+        query,
+        kv_cache,
+        workspace_buffer,
+        block_tables,
+        seq_lens,
+        max_seq_len,
+        bmm1_scale,
+        bmm2_scale,
+        window_left,
+        out,
+        sinks,
+        kv_layout=kv_layout,
+        enable_pdl=enable_pdl,
+        q_len_per_req=q_len_per_req if max_q_len is None else max_q_len,
+        o_scale=o_scale,
+        mask=mask,
+        kv_cache_sf=kv_cache_sf,
+        q_cu_seq_lens=cum_seq_lens_q,
+        lse=lse,
+        return_lse=return_lse,
+    )
 
 
 def xqa(
@@ -247,7 +287,7 @@ def xqa(
     v_sf_cache: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> None:
-    """Decode over a paged cache in the low-level form: writes `output` and returns nothing.
+    """Compute decode attention over a paged cache into `output`: FlashInfer's low-level form.
 
     For key j and one head, in the natural-log domain::
 
@@ -255,55 +295,63 @@ def xqa(
         z = -inf                       where the row does not see key j
         output = kv_scale * rcp_out_scale * sum_j exp(z) v_j / (sum_j exp(z) + exp(sink))
 
-    for every dtype, so that scales of 1 are ordinary attention. Positions, visibility, CUDA graphs and what is read on
-    the device: as in `xqa_batch_decode_with_kv_cache`.
+    for every dtype of the caches, so that scales of 1 give ordinary attention. Positions, visibility, and what may
+    change between replays of a CUDA graph: see `xqa_batch_decode_with_kv_cache`.
 
     Parameters
     ----------
-    q : `[batch_size, 1, num_qo_heads, head_dim]`, `[batch_size, 1, q_seq_len, num_qo_heads, head_dim]`, or without the
-        beam axis of 1; with q_cu_seq_lens `[num_tokens, num_qo_heads, head_dim]`. float16 or bfloat16. On a GPU
-        head_dim is 64, 128 or 256.
+    q : `[batch_size, 1, num_qo_heads, head_dim]`, `[batch_size, 1, q_seq_len, num_qo_heads, head_dim]`, or either
+        without the beam axis of 1; with q_cu_seq_lens `[num_tokens, num_qo_heads, head_dim]`. float16 or bfloat16. On a
+        GPU head_dim is 64, 128 or 256.
     k_cache, v_cache : `[num_pages, page_size, num_kv_heads, head_dim]` ("NHD") or `[num_pages, num_kv_heads, page_size,
-        head_dim]` ("HND"); dtypes and strides as of kv_cache there.
-    page_table : int32 `[batch_size, max_pages]`.
+        head_dim]` ("HND"); dtypes and strides as for kv_cache of `xqa_batch_decode_with_kv_cache`.
+    page_table : int32 `[batch_size, max_pages]`, the page numbers of each request in order. Entries past a request's
+        last page are not read. Page numbers are not checked.
     seq_lens : int32 or uint32 `[batch_size]` or `[batch_size, 1]`, keys of each request in tokens, those of the query
         tokens included.
     output : written: as many elements as q in the same order, tokens at equal distances; float16, bfloat16 or
         float8_e4m3fn (saturated; on a GPU from compute capability 9.0). No memory in common with q and the caches.
-    workspace_buffer : scratch of any dtype, contiguous and 16-byte aligned: a few MiB for partial results.
-    semaphores : of any dtype, contiguous and 16-byte aligned, a few KiB; 0 before the first use, and left 0. Neither
-        buffer may serve two streams at once.
-    num_kv_heads, page_size : must be those of k_cache.
+    workspace_buffer : of any dtype, contiguous and 16-byte aligned: a few MiB for partial results.
+    semaphores : of any dtype, contiguous and 16-byte aligned, a few KiB; 0 before the first use, and left 0. Two
+        streams must not use either buffer at once.
+    num_kv_heads, page_size : int, those of k_cache; page_size in tokens.
     sinks : floating-point, num_qo_heads elements, natural-log domain, not scaled. Default: none.
     q_scale, kv_scale : finite numbers, or floating-point tensors of one element; a tensor on the GPU is read by the
         kernel. Default 1.
-    sliding_win_size : keys that a row sees, its own included; 0 (default): no window.
+    sliding_win_size : number of keys that a row sees, its own included; 0 (default): no window.
     kv_layout : "NHD" (default) or "HND".
-    sm_count : None, or the number of multiprocessors of the device: the grid takes all of them.
-    enable_pdl : False: no programmatic dependent launch. None or True: where the GPU has it (9.0 and later).
-    rcp_out_scale : a positive number, the reciprocal of the output's scale. Default 1.
-    q_seq_len : query tokens of every request, or the most of any with q_cu_seq_lens. Default 1.
-    mask : bits of draft tokens, as there. Default: causal.
-    q_cu_seq_lens : int32 or uint32 `[batch_size + 1]`: bounds of each request's query tokens. Default: equally many.
-    k_sf_cache, v_sf_cache : block scales of NVFP4 caches, given together: like the caches with head_dim / 16 e4m3
-        numbers (or their bits).
-    backend : as there.
+    sm_count : None (default), or the number of multiprocessors of the device, all of which the grid uses.
+    enable_pdl : False: no programmatic dependent launch. None (default) or True: where the GPU has it (9.0 and later).
+    rcp_out_scale : number > 0, the reciprocal of the output's scale. Default 1.
+    q_seq_len : query tokens per request; with q_cu_seq_lens, the most that any request has. Default 1.
+    mask : bits of draft tokens, as for `xqa_batch_decode_with_kv_cache`. Default: causal.
+    q_cu_seq_lens : int32 or uint32 `[batch_size + 1]`: query tokens of request i are rows q_cu_seq_lens[i] to
+        q_cu_seq_lens[i + 1]. Default: q_seq_len tokens of every request.
+    k_sf_cache, v_sf_cache : block scales of NVFP4 caches, given together: like the caches with head_dim / 16 on the
+        last axis, e4m3, or its bytes as uint8. Default: none.
+    backend : as for `xqa_batch_decode_with_kv_cache`.
+
+    Returns
+    -------
+    None; `output` is overwritten.
 
     Raises
     ------
-    As `xqa_batch_decode_with_kv_cache`. WorkspaceError: workspace_buffer or semaphores are too small for this GPU.
+    The errors of `xqa_batch_decode_with_kv_cache`; WorkspaceError if workspace_buffer or semaphores are too small for
+    this GPU.
     """
-    k, v = decode_request.cache((k_cache, v_cache), kv_layout)
-    given = checks.integer("num_kv_heads", num_kv_heads), checks.integer("page_size", page_size)
-    if (k.shape[2], k.shape[1]) != given:
+    k, v = cache_pair((k_cache, v_cache), kv_layout)
+    expected = checks.integer("num_kv_heads", num_kv_heads), checks.integer("page_size", page_size)
+    if (k.shape[2], k.shape[1]) != expected:
         raise ArgumentError(
             f"num_kv_heads and page_size must be those of k_cache, {k.shape[2]} and {k.shape[1]}, "
             f"got {num_kv_heads} and {page_size}"
         )
     _check_sm_count(sm_count, checks.tensor("q", q).device)
     window = checks.integer("sliding_win_size", sliding_win_size)
-    pair = None if k_sf_cache is None and v_sf_cache is None else (k_sf_cache, v_sf_cache)
-    sf = None if pair is None else decode_request.block_scales(pair, kv_layout, k, v)
+    block_scales = None
+    if k_sf_cache is not None or v_sf_cache is not None:
+        block_scales = block_scale_pair((k_sf_cache, v_sf_cache), kv_layout, k, v)
     if q.dim() < 3 or 0 in q.shape[-2:]:
         raise ArgumentError(f"q must have shape [..., num_qo_heads, head_dim], got {checks.describe(q)}")
     rows = (-1, *q.shape[-2:])
@@ -313,22 +361,22 @@ def xqa(
         raise ArgumentError(
             f"output must have q's shape {tuple(q.shape)}, tokens at equal distances, got {checks.describe(output)}"
         ) from error
-    kv_scale = decode_request.factor("kv_scale", kv_scale)
-    bmm1_scale = decode_request.factor("q_scale", q_scale) * kv_scale / math.sqrt(q.shape[-1])
-    bmm2_scale = kv_scale * decode_request.number("rcp_out_scale", rcp_out_scale)
-    scratch = decode_request.two_buffers(semaphores, workspace_buffer)
-    problem = decode_request.problem(
-        decode_request.Call(
-            q.reshape(rows), k, v, sf, page_table, seq_lens, scratch, bmm1_scale, bmm2_scale, 1.0,
-            window - 1 if window > 0 else -1, out, sinks, enable_pdl, q_seq_len, mask, q_cu_seq_lens, None, False,
-        )
-    )  # fmt: skip
+    kv_scale = number_or_tensor("kv_scale", kv_scale)
+    bmm1_scale = number_or_tensor("q_scale", q_scale) * kv_scale / math.sqrt(q.shape[-1])
+    bmm2_scale = kv_scale * positive_or_one("rcp_out_scale", rcp_out_scale)
+    query, window_left = q.reshape(rows), window - 1 if window > 0 else -1
+    problem = decode_problem(
+        DecodeTensors(query, k, v, block_scales, page_table, seq_lens, q_cu_seq_lens, mask, sinks, out, None),
+        DecodeScales(bmm1_scale, bmm2_scale, 1.0),
+        DecodeOptions(window_left, q_seq_len, enable_pdl, False),
+        separate_scratch(semaphores, workspace_buffer),
+    )
     backends.run(problem, backend)
 
 
 def _check_sm_count(sm_count: Any, device: torch.device) -> None:
     if sm_count is None:
         return
-    given = checks.integer("sm_count", sm_count)
-    if device.type == "cuda" and given != (present := multiprocessors(device.index)):
+    count = checks.integer("sm_count", sm_count)
+    if device.type == "cuda" and count != (present := multiprocessors(device.index)):
         raise ArgumentError(f"sm_count must be None or the device's {present}, got {sm_count}")

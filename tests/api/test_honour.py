@@ -33,15 +33,15 @@ def test_refusals_say_why_and_what_instead(
     backend: capabilities.Backend, kind: str, perturbation: Perturbation
 ) -> None:
     case = base(kind, perturbation.after)
-    asked = features(case, torch.device("cuda:0"), dense=kind not in BATCH)
-    reasons = select.reasons_against(backend, asked, named("sm_90a"))
-    rows = [row for row in capabilities.CAPABILITIES if backend.name in row.unsupported and row.needed(asked)]
+    wanted = features(case, torch.device("cuda:0"), dense=kind not in BATCH)
+    reasons = select.reasons_against(backend, wanted, named("sm_90a"))
+    rows = [row for row in capabilities.CAPABILITIES if backend.name in row.unsupported and row.needed(wanted)]
     assert [reason[1] for reason in reasons] == [row.feature for row in rows]
     if not reasons:
-        assert select.choose(asked, backend.name, named("sm_90a")) is backend
+        assert select.choose(wanted, backend.name, named("sm_90a")) is backend
         return
     with pytest.raises(cute_attn.NotSupported) as error:
-        select.choose(asked, backend.name, named("sm_90a"))
+        select.choose(wanted, backend.name, named("sm_90a"))
     for name, feature, reason, instead in error.value.refusals:
         assert name == backend.name
         assert all(text in str(error.value) for text in (feature, reason, instead))
@@ -56,7 +56,7 @@ def test_every_argument_is_perturbed(kind: str) -> None:
     assert names - perturbed - ELSEWHERE == set()
 
 
-def test_every_row_of_the_table_is_asked() -> None:
+def test_every_capability_has_a_call() -> None:
     cpu = torch.device("cpu")
     cases = [features(base(kind, p.after), cpu, dense=kind not in BATCH) for kind, p in CALLS]
     scaled = cases[0]._replace(per_head_scales=True)

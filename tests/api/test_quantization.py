@@ -141,7 +141,7 @@ def test_a_cache_of_zeros_chooses_a_scale() -> None:
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("by_slot", [False, True])
 def test_nvfp4_append(by_slot: bool, stacked: bool, layout: str, scale_dtype: torch.dtype) -> None:
-    """Rows that are read back are those that `nvfp4_kv_quantize` makes; every other place stays."""
+    """Rows that are read back are those that `nvfp4_kv_quantize` makes; every other slot is unchanged."""
     pages, page_size, heads, dim, nnz = 4, 3, 2, 32, 6
     order = (page_size, heads) if layout == "NHD" else (heads, page_size)
     cache = torch.full((pages, 2, *order, dim // 2), 0xAB, dtype=torch.uint8)
@@ -239,11 +239,11 @@ BAD: list[tuple[str, tuple[Any, ...], str, type]] = [
     ("nvfp4_quantize_paged_kv_cache", (X, CACHE), "k_cache must have 4 dimensions", ArgumentError),
     ("nvfp4_quantize_paged_kv_cache", (CACHE, CACHE[..., :8]), "v_cache must have head_dim % 16", ArgumentError),
     ("nvfp4_quantize_paged_kv_cache", (CACHE, CACHE, "HND", -ONE), "k_global_sf must be > 0", ArgumentError),
-    ("nvfp4_quantize_paged_kv_cache", (CACHE / 0, CACHE), "k_cache without a scale .* must be finite", ArgumentError),
+    ("nvfp4_quantize_paged_kv_cache", (CACHE / 0, CACHE), "k_cache without a scale must be finite", ArgumentError),
     ("fp8_quantize_paged_kv_cache", (CACHE, CACHE, torch.int8), "dtype must have dtype", ArgumentError),
     ("fp8_quantize_paged_kv_cache", (CACHE, CACHE.int()), "v_cache must have dtype", ArgumentError),
     ("fp8_quantize_paged_kv_cache", (CACHE, CACHE, torch.float8_e5m2, 0.0), "k_scale must be > 0", ArgumentError),
-    ("fp8_quantize_paged_kv_cache", (CACHE, CACHE / 0), "v_cache without a scale .* must be finite", ArgumentError),
+    ("fp8_quantize_paged_kv_cache", (CACHE, CACHE / 0), "v_cache without a scale must be finite", ArgumentError),
 ]
 
 

@@ -264,9 +264,9 @@ def test_order_of_positionals(extra: tuple[Any, ...], order: tuple[str, ...]) ->
 @pytest.mark.parametrize(
     ("extra", "names"),
     [
-        ((True,), ("positional argument 3", "custom_mask", "scale_q", "True")),
-        ((None, 3), ("positional argument 4", "packed_custom_mask", "scale_k", "3")),
-        ((None, None, 1), ("positional argument 5", "causal", "scale_v", "1 (int)")),
+        ((True,), ("positional argument 1 after v", "custom_mask", "scale_q", "True")),
+        ((None, 3), ("positional argument 2 after v", "packed_custom_mask", "scale_k", "3")),
+        ((None, None, 1), ("positional argument 3 after v", "causal", "scale_v", "1 (int)")),
         ((torch.ones(3, 7),), ("custom_mask", "scale_q", "float32", "(3, 7)")),
         ((SCALE, None, True), ("custom_mask", "scale_q")),  # a scale and an older flag contradict each other
         ((BOOL, None, None, torch.float16), ("custom_mask", "scale_q")),

@@ -22,7 +22,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Returns torch's attention of tensors `[len, heads, dim]`."""
+    """Return torch's attention of tensors `[len, heads, dim]`."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     o = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **options)
     return o[0].transpose(0, 1)
@@ -125,7 +125,7 @@ def test_results_do_not_depend_on_chunks_of_rows(monkeypatch: pytest.MonkeyPatch
 
 
 def two_keys(**options: Any) -> tuple[float, float]:
-    """Returns o and lse of one query with raw scores 1 and 3 and values 10 and 20."""
+    """Return o and lse of one query with raw scores 1 and 3 and values 10 and 20."""
     q = torch.tensor([[[1.0]]], dtype=F64)
     k = torch.tensor([[[1.0]], [[3.0]]], dtype=F64)
     v = torch.tensor([[[10.0]], [[20.0]]], dtype=F64)
@@ -333,7 +333,7 @@ def test_run_in_fp32_into_narrow_outputs_without_lse() -> None:
 
 
 def test_nvfp4_values() -> None:
-    """Decodes low nibbles first; sign, exponent and mantissa of e2m1 bit by bit."""
+    """Decode low nibbles first; sign, exponent and mantissa of e2m1 bit by bit."""
     packed = torch.arange(256, dtype=torch.uint8).view(32, 8)
     scales = torch.tensor([0.5, -3.0, 448.0, 2**-9]).to(torch.float8_e4m3fn).repeat(8)[:, None]
 

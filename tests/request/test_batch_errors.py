@@ -125,7 +125,7 @@ UNUSED = {
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in UNUSED.items() for name in names])
 def test_buffers_without_a_graph(kind: str, name: str) -> None:
-    """are not used; what is no buffer may be another argument that came here by position."""
+    """They are not used, but a value that is no tensor may be another argument, passed here by position."""
     make = SETTINGS[kind]().wrapper
     make(workspace(), **{name: ints(0)})
     with pytest.raises(ArgumentTypeError, match=f"^{name} must be a torch.Tensor, got 'fa2'"):
@@ -318,7 +318,7 @@ RAGGED = [
         ArgumentError,
         ("kv_indptr must stay within",),
     ),
-    Row("v_indptr", {"v_indptr": ints(0)}, NotSupported, ("v_indptr", "v lies like k")),
+    Row("v_indptr", {"v_indptr": ints(0)}, NotSupported, ("v_indptr", "v is indexed like k")),
     Row("o_indptr", {"o_indptr": ints(0)}, NotSupported, ("o_indptr",)),
 ]
 
@@ -345,7 +345,7 @@ def plan_rows() -> list[tuple[str, Row]]:
 
 @pytest.mark.parametrize(("kind", "row"), plan_rows(), ids=[f"{kind}-{row.name}" for kind, row in plan_rows()])
 def test_plan(kind: str, row: Row) -> None:
-    """The plan before stays in force."""
+    """The previous plan stays in force."""
     setting = SETTINGS[kind]()
     made = setting.wrapper(workspace())
     made.plan(**setting.plan)

@@ -94,10 +94,10 @@ def test_alignment_of_rows(tensor: torch.Tensor, aligned: bool, monkeypatch: pyt
     assert single_request.aligned(tensor) is aligned
     monkeypatch.setattr(single_request, "KERNEL_DEVICES", ("cpu",))
     if aligned:
-        single_request._check_cache_strides("v", tensor)
+        single_request.readable_query(tensor, ("v", tensor))
         return
     with pytest.raises(ArgumentError, match="v must start at a multiple of 16 bytes") as error:
-        single_request._check_cache_strides("v", tensor)
+        single_request.readable_query(tensor, ("v", tensor))
     assert "multiples of 8 elements" in str(error.value)
     assert str(tensor.stride()) in str(error.value)
 

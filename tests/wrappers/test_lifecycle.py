@@ -118,7 +118,7 @@ def test_nothing_of_a_run_reaches_the_next(case: BatchCase) -> None:
         run(case, inputs, made)
 
 
-def test_scales_that_are_equal_are_told_apart() -> None:
+def test_equal_scales_of_different_types_are_distinguished() -> None:
     """1, 1.0 and True are one key of a dictionary, and only two of them numbers."""
     made, inputs = wrapper(PAGED), make(PAGED)
     made.plan(**plan_arguments(PAGED, inputs))
@@ -383,7 +383,7 @@ FROZEN: list[tuple[BatchCase, dict[str, Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("case", "change", "error", "message"), FROZEN, ids=[str(row[1]) for row in FROZEN])
 def test_graph_mode_refuses(case: BatchCase, change: dict[str, Any], error: type[Exception], message: str) -> None:
-    """With the plan before in force, and its numbers in the buffers."""
+    """The previous plan stays in force, with its numbers in the buffers."""
     made, buffers = graph_wrapper(case)
     inputs = make(case)
     made.plan(**plan_arguments(case, inputs))
@@ -419,17 +419,17 @@ def test_cuda_graph_decode_wrapper() -> None:
 # ---- selection
 
 
-def test_features_of_a_run_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+def test_features_of_a_run_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
     original = select.reasons_against
-    monkeypatch.setattr(select, "reasons_against", lambda *args: (asked.append(args), original(*args))[1])
+    monkeypatch.setattr(select, "reasons_against", lambda *args: (checked.append(args), original(*args))[1])
     inputs = make(dataclasses.replace(PAGED, sinks=True))
     made = wrapper(PAGED)
     made.plan(**plan_arguments(PAGED, inputs))
-    asked.clear()
+    checked.clear()
     for _ in range(3):
         made.run(inputs.q, *inputs.kv, sinks=inputs.sinks)
-    ((_, features, _),) = asked
+    ((_, features, _),) = checked
     assert features.sinks
 
 
@@ -445,9 +445,9 @@ def test_plans_know_the_source_of_keys() -> None:
 
 @pytest.mark.parametrize("case", KINDS, ids=IDS)
 def test_what_only_a_run_knows_moves_the_plan(case: BatchCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To a backend that takes it, if "auto" chose; later runs are right too."""
+    """Replans on a backend that supports it, if "auto" chose; later runs are right too."""
     narrow = capabilities.Backend("reference", "a stand-in that refuses sinks", ("cpu",), None)
-    original, asked = select.reasons_against, []
+    original, checked = select.reasons_against, []
 
     def reasons(backend: capabilities.Backend, features: Features, arch: Any) -> list[Refusal]:
         if backend is narrow and features.sinks:
@@ -455,7 +455,7 @@ def test_what_only_a_run_knows_moves_the_plan(case: BatchCase, monkeypatch: pyte
         return original(backend, features, arch)
 
     def chosen(features: Features, name: str, rows: int) -> capabilities.Backend:
-        asked.append(features.sinks)
+        checked.append(features.sinks)
         return capabilities.BY_NAME["reference"] if features.sinks and name == "auto" else narrow
 
     monkeypatch.setattr(select, "reasons_against", reasons)
@@ -465,7 +465,7 @@ def test_what_only_a_run_knows_moves_the_plan(case: BatchCase, monkeypatch: pyte
     made.plan(**plan_arguments(case, inputs))
     for now in (case, with_sinks, case, with_sinks):
         run(now, inputs if now.sinks else dataclasses.replace(inputs, sinks=None), made)
-    assert asked == [False, True]
+    assert checked == [False, True]
     named = wrapper(case, backend="reference")
     named.plan(**plan_arguments(case, inputs))
     with pytest.raises(NotSupported, match="narrow refuses attention sinks"):

@@ -1,4 +1,4 @@
-"""Runs of one plan take what the first one settled: never anything that this run would settle otherwise."""
+"""Runs of one plan reuse what an earlier one checked, and never anything that differs in this run."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_options_of_each_run() -> None:
         assert verdict.ok, f"{change}: {verdict.detail}"
 
 
-def test_a_new_plan_forgets(full_checks: list[Any]) -> None:
+def test_a_new_plan_has_no_cached_runs(full_checks: list[Any]) -> None:
     made, inputs = planned(PAGED)
     for change in ({}, {"window_left": 3}, {"mask": "none"}, {}):
         case = dataclasses.replace(PAGED, **change)
@@ -274,7 +274,7 @@ def test_what_is_no_buffer(name: str) -> None:
 
 
 def test_a_plan_without_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """leaves the plan before in force, with its records."""
+    """The previous plan stays in force, with its records."""
     made, inputs = planned(PAGED)
     other = dataclasses.replace(PAGED, kv_lens=(21, 33), mask="none")
     arguments = plan_arguments(other, make(other))

@@ -1,33 +1,31 @@
-"""Prefill and append attention of a batch over paged or ragged keys and values.
+"""Prefill and append attention of a batch over a paged cache: `BatchPrefillWithPagedKVCacheWrapper`.
 
 Each request is computed as `single_prefill_with_kv_cache` computes one; the formulas are in its docstring.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
-from cute_attn.request import batch_plan, batch_run, checks
+from cute_attn.request import batch_plan, checks
 from cute_attn.request.batch_plan import MultiItemScoring, PlanOptions, RepeatedLengths
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, ForwardOptions, PlanRequest, Result, Scale
+from cute_attn.wrappers.legacy_args import with_return_lse
 from cute_attn.wrappers.legacy_args_batch import (
     LEGACY_PAGED_PLAN_ORDER,
-    LEGACY_RAGGED_PLAN_ORDER,
     accepts_legacy_names,
     accepts_legacy_plan_order,
     paged_run_positionals,
-    ragged_run_positionals,
 )
 
 PAGED_NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
 
 
 class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
-    """Prefill or append attention of a batch of requests whose keys and values lie in pages of a common cache.
+    """Prefill or append attention of a batch of requests whose keys and values are in pages of a common cache.
 
     `plan` takes the lengths and everything that decides which code runs; `run` takes the tensors, any number of times
     (once per layer). Formulas: `single_prefill_with_kv_cache`.
@@ -35,8 +33,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
     Parameters
     ----------
     float_workspace_buffer : contiguous, any dtype, 16-byte aligned. It holds partial results where keys are split.
-        128 MB suffice for every batch without `fixed_split_size`; `workspace_size` computes the need with it. Wrappers
-        that run one after the other may share it. Its device is the wrapper's.
+        128 MB are enough for every batch without `fixed_split_size`; with it, `workspace_size` computes the need.
+        Wrappers that run one after the other may share it. Its device is the wrapper's.
     kv_layout : "NHD" (default) or "HND", of the cache.
     use_cuda_graph : default False. True keeps addresses and launches across plans, so that a captured `run` can be
         replayed after `plan` with other lengths. Batch size, options, dtypes and `qo_indptr[0]` must stay those of the
@@ -150,11 +148,11 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         page_size : tokens per page, at least 1.
         head_dim_vo : default `head_dim_qk`.
         custom_mask : 1-D bool, the `[qo_len, kv_len]` masks of all requests, flattened and concatenated; True keeps.
-            Takes the place of `causal`; `window_left` still applies.
-        packed_custom_mask : 1-D uint8, the same bits in **little** bit order. Either each request starts at a byte of
-            its own (`segment_packbits(..., bitorder="little")`), or all bits follow one another (`packbits`): the
-            number of bytes tells which, and if both have the same number, the former is assumed. Takes the place of
-            `custom_mask`.
+            Replaces `causal`; `window_left` still applies.
+        packed_custom_mask : 1-D uint8, the same bits in **little** bit order. Either each request starts at a new
+            byte (`segment_packbits(..., bitorder="little")`), or all bits follow one another (`packbits`): the
+            number of bytes tells which, and if both have the same number, the former is assumed.
+            Replaces `custom_mask`.
         causal : default False. True: token i of a request sees keys j <= i + kv_len - qo_len. Without effect under a
             custom mask.
         pos_encoding_mode : "NONE" (default), "ROPE_LLAMA" or "ALIBI", as in `single_prefill_with_kv_cache`; positions
@@ -199,9 +197,21 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         if block_tables is not None:
             checks.tensor("block_tables", block_tables)
         options = PlanOptions(
-            *(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo),
-            *(q_data_type, kv_data_type, o_data_type, pos_encoding_mode, causal, window_left),
-            *(logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base),
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim_qk=head_dim_qk,
+            head_dim_vo=head_dim_vo,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+            o_data_type=o_data_type,
+            pos_encoding_mode=pos_encoding_mode,
+            causal=causal,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            lse_base=lse_base,
         )
         splits = batch_plan.splits(fixed_split_size, disable_split_kv, page_size)
         mask = batch_plan.mask(custom_mask, packed_custom_mask, tokens, self.device)
@@ -287,7 +297,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             ))
         )  # fmt: skip
 
-    run_return_lse = functools.partialmethod(run, return_lse=True)
+    run_return_lse = with_return_lse(run)
 
     @accepts_legacy_names
     def forward(
@@ -335,253 +345,4 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         self._replan(options, causal=causal)
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
-    forward_return_lse = functools.partialmethod(forward, return_lse=True)
-
-
-class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
-    """Prefill or append attention of a batch of requests whose keys and values follow one another in two tensors.
-
-    `plan` takes the lengths and everything that decides which code runs; `run` takes the tensors, any number of times
-    (once per layer). Formulas: `single_prefill_with_kv_cache`.
-
-    Parameters
-    ----------
-    float_workspace_buffer, backend : as for `BatchPrefillWithPagedKVCacheWrapper`.
-    kv_layout : "NHD" (default) or "HND", of k and v.
-    use_cuda_graph : default False. True keeps addresses and launches across plans, as for
-        `BatchPrefillWithPagedKVCacheWrapper`; the first plan also sets the upper bound of keys (`kv_indptr[-1]`).
-    qo_indptr_buf, kv_indptr_buf : int32 `[batch_size + 1]`. Required with `use_cuda_graph`, otherwise not used.
-    custom_mask_buf, mask_indptr_buf, jit_args, jit_kwargs : as for `BatchPrefillWithPagedKVCacheWrapper`, with the same
-        errors.
-    """
-
-    kv_source = "ragged"
-
-    @accepts_legacy_names
-    def __init__(
-        self,
-        float_workspace_buffer: torch.Tensor,
-        kv_layout: str = "NHD",
-        use_cuda_graph: bool = False,
-        qo_indptr_buf: torch.Tensor | None = None,
-        kv_indptr_buf: torch.Tensor | None = None,
-        custom_mask_buf: torch.Tensor | None = None,
-        mask_indptr_buf: torch.Tensor | None = None,
-        backend: str = "auto",
-        jit_args: Any = None,
-        jit_kwargs: Any = None,
-    ) -> None:
-        batch_plan.refuse_jit(jit_args, jit_kwargs)
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
-        self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr_buf, kv_indptr_buf
-        self._set_index_buffers({"qo_indptr_buf": (qo_indptr_buf, 1), "kv_indptr_buf": (kv_indptr_buf, 1)})
-        self._set_mask_buffers(custom_mask_buf, mask_indptr_buf)
-
-    @accepts_legacy_plan_order(common=5, legacy_order=LEGACY_RAGGED_PLAN_ORDER)
-    def plan(
-        self,
-        qo_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        head_dim_vo: int | None = None,
-        custom_mask: torch.Tensor | None = None,
-        packed_custom_mask: torch.Tensor | None = None,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        q_data_type: DType = "float16",
-        kv_data_type: DType | None = None,
-        o_data_type: DType | None = None,
-        non_blocking: bool = True,
-        prefix_len_ptr: torch.Tensor | None = None,
-        token_pos_in_items_ptr: torch.Tensor | None = None,
-        token_pos_in_items_len: int = 0,
-        max_item_len_ptr: torch.Tensor | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-        seq_lens: torch.Tensor | None = None,
-        seq_lens_q: torch.Tensor | None = None,
-        max_token_per_sequence: int | None = None,
-        max_sequence_kv: int | None = None,
-        v_indptr: torch.Tensor | None = None,
-        o_indptr: torch.Tensor | None = None,
-        *,
-        lse_base: str = "log2",
-    ) -> None:
-        """Schedule a batch: request i has the query tokens `qo_indptr[i]:qo_indptr[i + 1]` and the keys
-        `kv_indptr[i]:kv_indptr[i + 1]`.
-
-        Index arrays are int32 or int64. On a GPU each costs a synchronisation, on the CPU none. The arguments after
-        `head_dim_qk` may also follow, by position, FlashInfer's older argument order (`custom_mask, packed_custom_mask,
-        causal, pos_encoding_mode, ...`); where their types do not tell the order, the call is refused.
-
-        Parameters
-        ----------
-        qo_indptr, kv_indptr : `[batch_size + 1]`, not decreasing.
-        num_qo_heads, num_kv_heads, head_dim_qk (older name `head_dim`) : at least 1; num_qo_heads must be a multiple of
-            num_kv_heads.
-        head_dim_vo : default `head_dim_qk`.
-        custom_mask : 1-D bool, the `[qo_len, kv_len]` masks of all requests, flattened and concatenated; True keeps.
-            Takes the place of `causal`; `window_left` still applies.
-        packed_custom_mask : 1-D uint8, the same bits in **little** bit order, as for
-            `BatchPrefillWithPagedKVCacheWrapper.plan`. Takes the place of `custom_mask`.
-        causal : default False. True: token i of a request sees keys j <= i + kv_len - qo_len. Without effect under a
-            custom mask.
-        pos_encoding_mode : "NONE" (default), "ROPE_LLAMA" or "ALIBI", as in `single_prefill_with_kv_cache`; positions
-            count within the request.
-        use_fp16_qk_reduction (older name `allow_fp16_qk_reduction`) : a hint; scores are always accumulated in fp32.
-        sm_scale : any finite number. Default 1 / sqrt(head_dim_qk).
-        window_left : >= 0: token i sees no key before i + kv_len - qo_len - window_left. Negative (default): no window.
-        logits_soft_cap : soft cap of the logits; None (default), 0 or a negative number: none.
-        rope_scale, rope_theta : > 0, default 1 and 1e4. Read under ROPE_LLAMA only.
-        q_data_type, kv_data_type, o_data_type : torch dtypes or their names: float16 (default of q) or bfloat16, or
-            fp8 where a backend supports it; o also float32. Default of kv: q's. Default of o: q's, bfloat16 for fp8 q.
-            uint8 k and v are NVFP4 and need `kv_cache_sf` in `run`.
-        non_blocking : a hint; copies are ordered on the current stream either way.
-        prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr : multi-item scoring; refused
-            unless None or 0.
-        fixed_split_size : tokens per split of the keys. The results of a request then do not depend on the rest of the
-            batch, bit for bit. Default None: splits fill the GPU.
-        disable_split_kv : default False. True: no splits; results then do not depend on the rest of the batch either.
-        seq_lens, seq_lens_q : `[batch_size]`, the lengths of keys and queries; on the CPU they are checked against the
-            index arrays, on a GPU they are not read.
-        max_token_per_sequence, max_sequence_kv : upper bounds of the lengths of queries and keys; checked.
-        v_indptr, o_indptr : refused unless None: v is indexed like k, and out like q.
-        lse_base : "log2" (FlashInfer's, default) or "ln", of the lse that `run` returns.
-
-        Raises
-        ------
-        The errors of `BatchPrefillWithPagedKVCacheWrapper.plan`; NotSupported also for `v_indptr` and `o_indptr`. After
-        an error the previous plan is still in force.
-        """
-        MultiItemScoring(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr).refuse()
-        batch_plan.refuse_all("v lies like k, and out like q", v_indptr=v_indptr, o_indptr=o_indptr)
-        checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
-        checks.boolean("non_blocking", non_blocking)
-        tokens = batch_plan.ragged(qo_indptr, kv_indptr)
-        lengths = RepeatedLengths(seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
-        batch_plan.check_repeated_lengths(tokens, lengths)
-        options = PlanOptions(
-            *(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo),
-            *(q_data_type, kv_data_type, o_data_type, pos_encoding_mode, causal, window_left),
-            *(logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base),
-        )
-        splits = batch_plan.splits(fixed_split_size, disable_split_kv, 1)
-        mask = batch_plan.mask(custom_mask, packed_custom_mask, tokens, self.device)
-        self._make_plan(PlanRequest(options, tokens, mask, splits, 1))
-
-    begin_forward = plan
-
-    def run(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *args: Any,
-        q_scale: Scale | None = None,
-        k_scale: Scale | None = None,
-        v_scale: Scale | None = None,
-        o_scale: float | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-        return_lse: bool = False,
-        enable_pdl: bool | None = None,
-        sinks: torch.Tensor | None = None,
-        kv_cache_sf: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> Result:
-        """Compute the attention of the planned batch.
-
-        Parameters
-        ----------
-        q : `[qo_indptr[-1], num_qo_heads, head_dim_qk]` of the planned dtype. Any strides; a last axis without unit
-            stride, or rows that are not 16-byte aligned, cost a copy. Rows before `qo_indptr[0]` belong to no request:
-            their out is 0 and lse -inf; in `out` and `lse` of the caller they are not written.
-        k, v : `[kv_indptr[-1], num_kv_heads, head_dim]` ("NHD") or `[num_kv_heads, kv_indptr[-1], head_dim]` ("HND") of
-            the planned dtype; more rows may follow. Any strides with unit stride on the last axis; on a GPU rows must
-            be 16-byte aligned.
-        args : FlashInfer's older `return_lse`, or `scale_q, scale_k, scale_v` of fp8 attention: floating-point
-            `[num_qo_heads]`, `[num_kv_heads]` and `[num_kv_heads]`.
-        q_scale, k_scale, v_scale : factors of q, k and v, default 1: numbers, or floating-point tensors with one
-            element. A tensor on the GPU is read by the kernel, without synchronisation.
-        o_scale : number > 0 that `out` is divided by, the scale of an fp8 output. Default 1.
-        out : written and returned instead of a new tensor: `[qo_indptr[-1], num_qo_heads, head_dim_vo]` of the planned
-            output dtype, unit stride on the last axis, rows 16-byte aligned, no memory in common with the inputs, the
-            workspace or the plan's index arrays.
-        lse : written instead of a new tensor: contiguous float32 `[qo_indptr[-1], num_qo_heads]`. Returned if
-            `return_lse`.
-        return_lse : return `(out, lse)`. `run_return_lse` is `run` with True as the default.
-        enable_pdl : False: no programmatic dependent launch. None (default) or True: where the GPU has it (9.0 and
-            later).
-        sinks : floating-point `[num_qo_heads]`, natural-log domain, not scaled: a term of each softmax denominator.
-        kv_cache_sf : (k_sf, v_sf) for NVFP4 (uint8) k and v, `[..., head_dim / 16]`: e4m3, or its bytes as uint8, one
-            scale per 16 values. Required with `kv_data_type` uint8, refused otherwise. Global scales are `k_scale` and
-            `v_scale`.
-
-        Returns
-        -------
-        out `[qo_indptr[-1], num_qo_heads, head_dim_vo]`, or with `return_lse` the pair of it and the float32 lse
-        `[qo_indptr[-1], num_qo_heads]`, of base 2 unless the plan's `lse_base` says otherwise. A token that sees no key
-        has out 0 and lse -inf.
-
-        Raises
-        ------
-        NotPlannedError (a RuntimeError: no plan yet), ArgumentError (a ValueError: shape, dtype, device, strides or
-        value), ArgumentTypeError (a TypeError), NotSupported (a NotImplementedError: the planned backend, or every
-        backend, refuses what this run adds).
-        """
-        head_scales = None
-        if args:
-            return_lse, head_scales = ragged_run_positionals(args, return_lse)
-        if o_scale is not None:
-            v_scale = batch_run.divided_by("o_scale", o_scale, v_scale)
-        return self._run(
-            RunArguments._make((  # 0.1 us faster than the constructor
-                q, (k, v), q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, None, sinks,
-                kv_cache_sf, head_scales,
-            ))
-        )  # fmt: skip
-
-    run_return_lse = functools.partialmethod(run, return_lse=True)
-
-    @accepts_legacy_names
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        *,
-        return_lse: bool = False,
-    ) -> Result:
-        """Run with other options than the planned ones: FlashInfer's older form of `run`.
-
-        The options below replace the planned ones, given or by default, for this run and those after it. Where they
-        differ, the batch is scheduled again. Returns what `run` returns, and raises the errors of `plan` and `run`.
-
-        Parameters
-        ----------
-        q, k, v : the tensors of `run`.
-        causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale, rope_scale,
-            rope_theta : options of `plan`, with the same defaults.
-        return_lse : return `(out, lse)`. `forward_return_lse` is `forward` with True as the default.
-        """
-        checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
-        options = ForwardOptions(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
-        self._replan(options, causal=causal)
-        return self.run(q, k, v, return_lse=return_lse)
-
-    forward_return_lse = functools.partialmethod(forward, return_lse=True)
+    forward_return_lse = with_return_lse(forward)
