@@ -90,7 +90,7 @@ WHERE = {
 }
 
 
-def settled(kind: str, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
+def planned_settings(kind: str, *args: Any, **kwargs: Any) -> tuple[Any, bool]:
     """Settings of a plan, and whether it has a mask."""
     made: Any = {"paged": BatchPrefillWithPagedKVCacheWrapper, "ragged": BatchPrefillWithRaggedKVCacheWrapper}[kind](
         workspace()
@@ -161,7 +161,7 @@ CALLS = [("paged", *call) for call in PAGED_CALLS] + [("ragged", *call) for call
 
 @pytest.mark.parametrize(("kind", "positional", "keywords"), CALLS, ids=[f"{c[0]}-{i}" for i, c in enumerate(CALLS)])
 def test_positions(kind: str, positional: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-    assert settled(kind, *positional) == settled(kind, **keywords)
+    assert planned_settings(kind, *positional) == planned_settings(kind, **keywords)
 
 
 def test_renamed_keywords() -> None:
@@ -173,7 +173,7 @@ def test_renamed_keywords() -> None:
         where = dict(zip(list(inspect.signature(made.plan).parameters), WHERE[kind], strict=False))
         where["head_dim"] = where.pop("head_dim_qk")
         made.plan(**where, allow_fp16_qk_reduction=True, causal=True)
-        assert made._planned().settings == settled(kind, causal=True)[0]
+        assert made._planned().settings == planned_settings(kind, causal=True)[0]
         with pytest.raises(ArgumentTypeError, match="two names of one argument"):
             made.plan(**where, allow_fp16_qk_reduction=True, use_fp16_qk_reduction=True)
 
@@ -190,12 +190,12 @@ UNCLEAR: list[tuple[tuple[Any, ...], str]] = [
 @pytest.mark.parametrize(("positional", "message"), UNCLEAR, ids=range(len(UNCLEAR)))
 def test_unclear_positions_are_refused(positional: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ArgumentTypeError, match=message):
-        settled("paged", *positional)
+        planned_settings("paged", *positional)
 
 
 def test_twice_is_refused() -> None:
     with pytest.raises(ArgumentTypeError, match="causal was given twice"):
-        settled("paged", None, None, True, causal=True)
+        planned_settings("paged", None, None, True, causal=True)
 
 
 # ---- runs by position

@@ -125,7 +125,7 @@ UNUSED = {
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in UNUSED.items() for name in names])
 def test_buffers_without_a_graph(kind: str, name: str) -> None:
-    """are not used; what is no buffer may be another argument that came here by position."""
+    """Buffers are not used without a graph; what is no buffer may be another argument, passed by position."""
     make = SETTINGS[kind]().wrapper
     make(workspace(), **{name: ints(0)})
     with pytest.raises(ArgumentTypeError, match=f"^{name} must be a torch.Tensor, got 'fa2'"):
@@ -345,7 +345,7 @@ def plan_rows() -> list[tuple[str, Row]]:
 
 @pytest.mark.parametrize(("kind", "row"), plan_rows(), ids=[f"{kind}-{row.name}" for kind, row in plan_rows()])
 def test_plan(kind: str, row: Row) -> None:
-    """The plan before stays in force."""
+    """An error leaves the previous plan in force."""
     setting = SETTINGS[kind]()
     made = setting.wrapper(workspace())
     made.plan(**setting.plan)
@@ -467,7 +467,7 @@ def special(q: torch.Tensor, value: Any) -> Any:
 
 @pytest.mark.parametrize(("kind", "row"), run_rows(), ids=[f"{kind}-{row.name}" for kind, row in run_rows()])
 def test_run(kind: str, row: Row) -> None:
-    """The same error each time, and good runs before and after."""
+    """Raises the same error each time, and valid runs work before and after."""
     setting = SETTINGS[kind]()
     made = setting.wrapper(workspace())
     made.plan(**setting.plan)

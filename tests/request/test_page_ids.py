@@ -50,7 +50,7 @@ def test_bad_pages(indices: list[int], message: str) -> None:
 def test_validation_is_asked_for_by_a_variable(
     value: str | None, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And then happens before the launch."""
+    """The variable enables validation, which precedes the launch."""
     monkeypatch.delenv("CUTE_ATTN_VALIDATE", raising=False)
     if value is not None:
         monkeypatch.setenv("CUTE_ATTN_VALIDATE", value)

@@ -351,7 +351,7 @@ def tolerance(case: Case) -> tuple[float, float]:
 
 
 def check(case: Case, out: torch.Tensor, lse: torch.Tensor | None) -> Result:
-    """Compare a result with the fp64 reference, computed on out's device from tensors made anew.
+    """Compare a result with the fp64 reference, computed on out's device from newly made tensors.
 
     Rows that see no key must have o == 0 and lse == -inf exactly. `out` and `lse` have the API's shapes.
     """
