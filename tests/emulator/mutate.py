@@ -1,4 +1,4 @@
-"""Break our kernels in one place at a time and see whether the emulator notices.
+"""Mutates our kernels in one place at a time and reports whether the emulator detects it.
 
     python -m tests.emulator.mutate [--arch sm_90a] [--out FILE]
 

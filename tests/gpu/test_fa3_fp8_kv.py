@@ -1,4 +1,4 @@
-"""q of 16 bits over fp8 keys and values on a Hopper GPU: the matrices, and fa2 beside it."""
+"""q of 16 bits over fp8 keys and values on a Hopper GPU: the matrices, and agreement with fa2."""
 
 from __future__ import annotations
 

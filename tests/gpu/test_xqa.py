@@ -245,7 +245,7 @@ def test_a_dependent_launch_starts_while_its_producer_pauses() -> None:
 
 
 def test_a_capacity_of_zero_pages() -> None:
-    """A page table without columns: nothing is visible whatever the lengths say."""
+    """A page table without columns: no key is visible, whatever the lengths are."""
     built = ready(XqaCase((4, 5), heads=(4, 2)))
     out, lse = decode(built, block_tables=torch.empty(2, 0, dtype=torch.int32, device=DEVICE))
     assert not out.any()

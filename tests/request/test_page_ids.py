@@ -1,4 +1,4 @@
-"""CUTE_ATTN_VALIDATE=1 looks at page numbers before a launch."""
+"""CUTE_ATTN_VALIDATE=1 checks page numbers before a launch."""
 
 from __future__ import annotations
 

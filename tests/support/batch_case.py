@@ -580,5 +580,5 @@ def features(case: BatchCase, device: torch.device, dense: bool = False) -> Feat
 def refusals(
     case: BatchCase, inputs: BatchInputs, backend: str, arch: Arch | None, dense: bool = False
 ) -> list[Refusal]:
-    """What the table of capabilities has against a case."""
+    """Refusals of the capability table for a case."""
     return select.reasons_against(capabilities.BY_NAME[backend], features(case, inputs.q.device, dense), arch)

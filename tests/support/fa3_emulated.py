@@ -1,4 +1,4 @@
-"""Problems for the Hopper kernels on the emulator, and what solves them there and looks at which kernels ran."""
+"""Problems for the Hopper kernels on the emulator; solves them there and checks which kernels ran."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decode call reads that the kernel just before it writes: queries, scales, and every request's newest token."""
+"""Inputs of a decode call that the preceding kernel writes: queries, scales, and every request's newest token."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Producer:
         self._fire(self.rows, self.pauses, dependent=False)
 
     def write_and_read_at_once(self) -> torch.Tensor:
-        """What a dependent launch that waits for nothing finds in place of the first target."""
+        """What a dependent launch reads in place of the first target if it does not wait."""
         target = self.targets[0]
         found = torch.empty_like(target)
         row = [[found.data_ptr(), target.data_ptr(), target.nbytes // 4]]

@@ -1,4 +1,4 @@
-"""Run every micro-kernel on the GPU here and record what comes out.
+"""Run every micro-kernel on this machine's GPU and record the results.
 
     python -m tests.emulator.micro.record DIR
 
