@@ -1,4 +1,4 @@
-"""Instructions that lanes, warps or CTAs execute together: shuffles, shared matrices, mma.sync, copies, atomics, barriers."""
+"""Instructions that lanes, warps or CTAs execute together: shuffles, ldmatrix, mma.sync, copies, atomics, barriers."""
 
 from __future__ import annotations
 
