@@ -1,4 +1,4 @@
-"""fp8 queries on CPU tensors: the reference keeps within the bound that kernels are held to, with room to spare."""
+"""fp8 queries on CPU tensors: the reference stays well within the error bound that kernels must meet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Honour or refuse, for every argument: the reference on CPU tensors, and what the table says of the others."""
+"""Honour or refuse, for every argument: on the reference, and by the capability table for other backends."""
 
 from __future__ import annotations
 

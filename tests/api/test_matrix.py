@@ -1,4 +1,4 @@
-"""The matrix keeps its promises, and its verdict can fail."""
+"""The test matrix covers what it states, and its verdict can fail."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_attention_over_parts_merges_to_attention_over_all_keys() -> None:
 
 
 def test_nothing_waits_for_the_device() -> None:
-    """With tensors that have no values: whatever needs them fails."""
+    """Runs on tensors without values: whatever needs them fails."""
     v, s = torch.empty(4, 5, 3, 2, device="meta"), torch.empty(4, 5, 3, device="meta")
     assert cute_attn.merge_states(v, s)[0].shape == (4, 3, 2)
     cute_attn.merge_state_in_place(v[:, 0], s[:, 0], v[:, 1], s[:, 1], s[:, 0, 0].bool())

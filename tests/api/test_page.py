@@ -108,7 +108,7 @@ def test_head_dims_of_keys_and_values_may_differ() -> None:
 
 
 def test_append_neither_waits_for_the_device_nor_asks_for_values() -> None:
-    """With tensors that have no values: whatever needs them, or a size that depends on them, fails."""
+    """Runs on tensors without values: whatever needs them, or a size that depends on them, fails."""
     meta = {"device": "meta"}
     cache, rows = torch.zeros(5, 2, 4, HEADS, DIM, **meta), torch.zeros(7, HEADS, DIM, **meta)
     ints = torch.zeros(7, dtype=torch.int32, **meta)

@@ -101,9 +101,9 @@ def test_nvfp4_numbers_survive_quantisation() -> None:
     scales = torch.randint(1, 0x7F, (64, 1), dtype=torch.uint8)
     one = torch.ones(1)
     values = cute_attn.nvfp4_kv_dequantize(packed, scales, one, torch.float32)
-    again, again_scales = cute_attn.nvfp4_kv_quantize(values, one)
-    assert torch.equal(again, packed)
-    assert torch.equal(again_scales, scales)
+    requantized, requantized_scales = cute_attn.nvfp4_kv_quantize(values, one)
+    assert torch.equal(requantized, packed)
+    assert torch.equal(requantized_scales, scales)
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])

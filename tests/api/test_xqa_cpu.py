@@ -207,7 +207,7 @@ def test_errors_name_the_argument(changes: dict[str, Any], kind: type[Exception]
 
 @pytest.mark.parametrize("wrong", [1, 1.0, [], "True"], ids=repr)
 def test_what_equals_an_accepted_option_is_no_such_option(wrong: Any) -> None:
-    """Answers are remembered by their arguments, and 1 == True."""
+    """Results are memoised by their arguments, and 1 == True."""
     built = build(CASE)
     call(built, enable_pdl=True)
     with pytest.raises(ArgumentTypeError, match="enable_pdl must be True or False"):
@@ -270,7 +270,7 @@ def shifted(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_rows_that_a_gpu_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looked at in every call, whatever is remembered of the one before: query is copied, cache and out are refused."""
+    """Checked in every call, whatever is memoised of earlier ones: query is copied, cache and out are refused."""
     monkeypatch.setattr(single_request, "KERNEL_DEVICES", ("cpu",))
     built = build(CASE)
     expected, (k, v) = call(built), built.arguments["kv_cache"]

@@ -1,4 +1,4 @@
-"""Puts faults into the kernels' sources, one at a time, and sees whether the tests that should notice do.
+"""Injects faults into the kernels' sources, one at a time, and reports whether the tests that should detect them do.
 
     python -m tests.emulator.inject [--only WORD] [--jobs 2] [--out tests/emulator/faults.json]
 

@@ -1,4 +1,4 @@
-"""Break our kernels in one place at a time and see whether the emulator notices.
+"""Mutates our kernels in one place at a time and reports whether the emulator detects it.
 
     python -m tests.emulator.mutate [--arch sm_90a] [--out FILE]
 
@@ -109,7 +109,7 @@ def applied(mutant: Mutant, ptx: str) -> str:
 @dataclass(frozen=True)
 class Problems:
     """Problems of one kernel, on few multiprocessors, so that keys are not split where they need not be: long enough
-    for every stage of every ring to be used again, and of tiles that see nothing. `kernels`: whose are broken.
+    to reuse every stage of every ring, some with tiles that see no key. `kernels`: the backend that is mutated.
     """
 
     kernels: str
@@ -124,7 +124,7 @@ PROBLEMS = {
     ),
     "decode": Problems("fa2", 132, (decode(1500, (4, 1), 64),)),
     "append": Problems("fa2", 1, (prefill(40, 300, (1, 1), 128, **BF16), prefill(40, 0, (1, 1), 128, **BF16))),
-    # Of Hopper's kernels: tiles done again (large scores), tiles that see nothing.
+    # Of Hopper's kernels: recomputed tiles (large scores), tiles that see no key.
     "ragged": Problems(
         "fa3",
         1,

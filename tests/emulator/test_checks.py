@@ -1,4 +1,4 @@
-"""Every check fires where it should, says where, and is silent on the same kernel done right."""
+"""Every check fires on a faulty kernel, names the place, and is silent on the corrected kernel."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_semaphores(publish: str, order: str, observe: str, ok: bool, schedule: 
 
 
 def test_waiting_for_a_later_cta() -> None:
-    """The CTA that is waited for starts although the one before it has not ended."""
+    """A CTA that an earlier one waits for starts although the earlier one has not ended."""
     lines = (
         "mov.u32 %r1, %ctaid.x;",
         "setp.ne.u32 %p2, %r1, 0;",

@@ -113,7 +113,7 @@ def _ints(*values: int) -> bytes:
 
 def _divisor(d: int) -> list[bytes]:
     """A divisor prepared for multiplication: q = (mulhi(n, m) + (n - mulhi(n, m) >> s1)) >> s2 (Granlund and
-    Montgomery 1994, figure 4.1), and the divisor again."""
+    Montgomery 1994, figure 4.1), followed by the divisor."""
     bits = (d - 1).bit_length()
     multiplier = (1 << 32) * ((1 << bits) - d) // d + 1
     return [struct.pack("<IIBBxx", d, multiplier & 0xFFFFFFFF, min(bits, 1), max(bits - 1, 0)), _ints(d)]
@@ -289,7 +289,7 @@ def test_forward_other_schedules(texts: dict[Kernel, str], kernel: Kernel, kind:
 
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if k.arch == "sm_100a" and not k.causal], ids=str)
 def test_strictness_tells_unwaited_loads(texts: dict[Kernel, str], kernel: Kernel) -> None:
-    """They store P over S without tcgen05.wait::ld between."""
+    """These kernels store P over S without tcgen05.wait::ld in between."""
     assert "tcgen05.wait::ld" not in texts[kernel]
     with pytest.raises(Race, match=r"tcgen05\.st.*tcgen05\.ld"):
         Problem(kernel, WHOLE).launch(texts[kernel], strict=True)

@@ -1,4 +1,4 @@
-"""fa2 and fa3 on the same inputs, as `tests/gpu/test_cross.py` has them, on the emulator: a few short ones."""
+"""fa2 and fa3 on the same inputs, as in `tests/gpu/test_cross.py`, on the emulator: a few short problems."""
 
 from __future__ import annotations
 

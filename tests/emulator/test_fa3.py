@@ -83,7 +83,7 @@ def products(
     ("head_dim", "schedule"), [(64, SCHEDULES[0]), (128, SCHEDULES[1]), (256, SCHEDULES[0])], ids=name
 )
 def test_scores_that_leap(head_dim: int, schedule: Schedule, dtype: torch.dtype) -> None:
-    """Far above the anchors of tiles before, past what fp32 holds: the tile is done again, and only then."""
+    """Scores far above the anchors of earlier tiles, beyond fp32: the tile is recomputed, and only then."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(n, 1, head_dim, generator=generator).to(dtype) for n in (100, 700, 700))
     ran = []
@@ -96,7 +96,7 @@ def test_scores_that_leap(head_dim: int, schedule: Schedule, dtype: torch.dtype)
 @pytest.mark.parametrize(("rise", "schedule"), [(17, SCHEDULES[1]), (60, Schedule())], ids=name)
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
 def test_one_row_that_rises(masked: bool, rise: int, schedule: Schedule) -> None:
-    """By powers of two that fp32 holds, and fp16 does not, so that one warp of four sees it."""
+    """One row rises by powers of two that fit fp32 but not fp16, so that one warp of four sees it."""
     q, k, v = (torch.randn(n, 1, 64, generator=torch.Generator().manual_seed(n)) for n in (150, 500, 501))
     row = q[100] / q[100].norm()
     q[100] = 8 * row  # 8 / sqrt(64) times what a key has of it is its score
@@ -113,7 +113,7 @@ def test_one_row_that_rises(masked: bool, rise: int, schedule: Schedule) -> None
 
 
 def test_rows_that_see_nothing_yet() -> None:
-    """Tiles that hide everything from some rows are not done again for them."""
+    """Tiles that hide everything from some rows are not recomputed for them."""
     q, k, v = (torch.randn(n, 1, 64, generator=torch.Generator().manual_seed(n)).half() for n in (70, 400, 400))
     ran = []
     for hidden in ([], [7]):
@@ -126,7 +126,7 @@ def test_rows_that_see_nothing_yet() -> None:
 @pytest.mark.parametrize("kernels", ["fa2", "fa3"])
 @pytest.mark.parametrize("cap", [1e-50, 1e-39, 1e38])
 def test_caps_without_a_reciprocal(kernels: str, cap: float) -> None:
-    """In fp32 the inverse of such a cap is infinite, or 0."""
+    """Soft caps whose inverse is infinite or 0 in fp32."""
     q, k, v = (torch.randn(n, 1, 64, generator=torch.Generator().manual_seed(n)).half() for n in (20, 70, 70))
     q[3] = 0.0
     with using("sm_90a", kernels=kernels):
@@ -137,7 +137,7 @@ def test_caps_without_a_reciprocal(kernels: str, cap: float) -> None:
 
 @pytest.mark.parametrize("kernels", ["fa2", "fa3"])
 def test_scale_below_fp32(kernels: str) -> None:
-    """As a factor of the exponent it would be 0, and turn hidden scores into NaN."""
+    """A scale that would be 0 as a factor of the exponent, and turn hidden scores into NaN."""
     q, k, v = (torch.randn(n, 1, 64, generator=torch.Generator().manual_seed(n)).half() for n in (70, 90, 90))
     with using("sm_90a", kernels=kernels):
         out = single_prefill_with_kv_cache(q, k, v, causal=True, sm_scale=1e-50, backend="emulator")
@@ -160,7 +160,7 @@ SECTIONED = (
     ("batch", "schedule"), list(zip(SECTIONED, itertools.cycle(SCHEDULES), strict=False)), ids=name
 )
 def test_batches_in_sections(batch: BatchCase, schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kv head after kv head, request after request."""
+    """Orders tiles by kv head, then by request."""
     monkeypatch.setattr(fa3_variant, "SECTION_BYTES", 1 << 11)  # keys of a few tokens
     monkeypatch.setattr(batch_schedule, "L2_ORDER_MIN_WAVES", 1)
     fa3_batch.tiling.cache_clear()
@@ -180,7 +180,7 @@ def test_batches_in_sections(batch: BatchCase, schedule: Schedule, monkeypatch: 
 
 def test_sections_of_single_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fa3_variant, "SECTION_BYTES", 1)
-    solve_single(prefill(150, 200, (6, 3), 64, **CAUSAL, seed=1), Schedule(), sms=4)  # settings that nobody has run
+    solve_single(prefill(150, 200, (6, 3), 64, **CAUSAL, seed=1), Schedule(), sms=4)  # its schedule is not cached yet
 
 
 @pytest.mark.parametrize("mask", ["causal", "none"])
@@ -196,7 +196,7 @@ def test_cut_pages(schedule: Schedule, page_size: int) -> None:
 
 
 def test_the_kernels_of_auto() -> None:
-    """As a Hopper GPU: fa3 for many rows, fa2 for few; `kernels` overrules it."""
+    """Takes the backends of a Hopper GPU: fa3 for many rows, fa2 for few; `kernels` overrides the choice."""
     for qo_len, kernels, ran in ((65, "auto", "fa3"), (3, "auto", "fa2"), (3, "fa3", "fa3"), (65, "fa2", "fa2")):
         problem = prefill(qo_len, 20, (1, 1))
         with using("sm_90a", kernels=kernels) as emulation:
@@ -210,7 +210,7 @@ def test_auto_takes_pages_of_any_size(page_size: int, kv: str) -> None:
 
 
 def test_expanded_keys() -> None:
-    """Tensor maps have no strides of 0: another kernel takes them, and a plan that is made refuses them."""
+    """Tensor maps have no strides of 0: another backend takes expanded keys, and an existing plan refuses them."""
     q, kv = torch.randn(70, 4, 64).half(), torch.randn(70, 1, 64).half()
     k, v = kv.expand(70, 2, 64), kv.flip(0).expand(70, 2, 64)
     with using("sm_90a") as emulation:

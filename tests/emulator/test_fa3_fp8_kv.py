@@ -1,4 +1,4 @@
-"""q of 16 bits over fp8 keys and values on the Hopper kernel: its matrix again, every fp8 number, fa2 beside it."""
+"""q of 16 bits over fp8 keys and values on the Hopper kernel: fa3's matrix, every fp8 number, agreement with fa2."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_cut_keys(schedule: Schedule) -> None:
 
 @pytest.mark.parametrize(("page_size", "kv"), [(1, "gathered"), (4, "gathered"), (8, "paged"), (64, "paged")])
 def test_pages_of_any_size(page_size: int, kv: str) -> None:
-    """As "auto" takes them."""
+    """Pages of any size, on the backend that "auto" takes."""
     assert_auto_runs(batch_case.paged((70,), (90,), page_size, **E4M3, **batch_case.dims(128)), kv)
 
 
@@ -76,7 +76,7 @@ def codes(stored: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("q_dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_every_number_is_exact(stored: torch.dtype, q_dtype: torch.dtype) -> None:
-    """A request a code, of one key: the lse is that number of K; o is a row of V, with all of its numbers."""
+    """One request of one key per code: the lse is that number of K; o is a row of V, with all of its numbers."""
     v = codes(stored).expand(2, 1, 256).contiguous()
     q = torch.ones(70, 1, 256).to(q_dtype)
     zeros = torch.zeros(2, 1, 256).to(stored)
@@ -115,7 +115,7 @@ def test_rows_of_any_size(head_dim: int, cap: float) -> None:
 
 
 def test_as_fa2() -> None:
-    """Two kernels, one meaning: scales of q, k and v, windows, sinks and pages."""
+    """Agrees with fa2: scales of q, k and v, windows, sinks and pages."""
     batch = batch_case.paged(
         *((70, 9), (100, 260)),
         page_size=16,

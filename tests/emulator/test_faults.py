@@ -1,4 +1,4 @@
-"""Faults put into the kernels' sources are noticed. `inject` tries all of them."""
+"""Tests detect faults injected into the kernels' sources. `inject` tries all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the emulator computes is what hardware computed: micro-kernels against recorded results."""
+"""The emulator computes what hardware computed: micro-kernels against recorded results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Combine launches of a fixed size: fewer CTAs than rows, each of which merges what falls to it."""
+"""Combine launches of a fixed size: fewer CTAs than rows, each of which merges several rows."""
 
 from __future__ import annotations
 

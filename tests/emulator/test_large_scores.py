@@ -1,4 +1,4 @@
-"""Logits of the size that documentation promises: up to 1e8, where fp32 tells eights apart."""
+"""Logits up to 1e8, the documented limit, where the spacing of fp32 is 8."""
 
 from __future__ import annotations
 

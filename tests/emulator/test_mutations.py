@@ -1,4 +1,4 @@
-"""Nine of ten broken kernels are noticed; what survives breaks nothing. `mutate` reports on all kernels."""
+"""Nine of ten mutated kernels are detected; the survivors compute right results. `mutate` reports on all kernels."""
 
 from __future__ import annotations
 

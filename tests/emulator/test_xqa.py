@@ -28,7 +28,7 @@ MANY = 1 << 30
 
 
 def decode(built: Built) -> tuple[torch.Tensor, torch.Tensor]:
-    """The public call on the emulator, with rubbish where partial results will be."""
+    """The public call on the emulator, with NaN where partial results will be."""
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8)
     workspace[COUNTER_BYTES:] = 0xFF
     arguments = built.arguments | {"workspace_buffer": workspace, "backend": "emulator"}

@@ -42,10 +42,10 @@ def solve(batch: BatchCase, sms: int, schedule: Schedule) -> Emulation:
         planned = batch_case.wrapper(batch, inputs.q.device, backend="emulator")
         planned.plan(**batch_case.plan_arguments(batch, inputs))
         out, lse = batch_case.call(batch, inputs, planned)
-        again = batch_case.call(batch, inputs, planned)  # hands over addresses alone
+        second = batch_case.call(batch, inputs, planned)  # passes addresses alone
     result = batch_case.check(batch, inputs, out, lse)
     assert result.ok, result.detail
-    assert all(a is b is None or torch.equal(a, b) for a, b in zip(again, (out, lse), strict=True))
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(second, (out, lse), strict=True))
     assert_xqa(emulation)
     return emulation
 
@@ -112,7 +112,7 @@ def test_scores_that_rise(kv_dtype: torch.dtype, schedule: str) -> None:
 
 
 def capture(run: Callable[[], Pair]) -> tuple[Pair, Callable[[], None]]:
-    """A launch as it was, again."""
+    """Records the launches of `run`; the second result replays them."""
     held: list[tuple[EmulatedBatchRun, Any]] = []
     launch = EmulatedBatchRun.__call__
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Where matrices of tcgen05.mma lie, and its descriptors: a second reading, as CuTe layouts.
+"""Layouts of tcgen05.mma's matrices and its descriptors, read a second time independently, as CuTe layouts.
 
 Descriptors: the bit fields of `SmemDescriptor`, `InstrDescriptor`, `InstrDescriptorBlockScaled` in CUTLASS
 (cute/arch/mma_sm100_desc.hpp). The emulator follows the tables of PTX ISA 9.7.16.4: two sources.

@@ -1,4 +1,4 @@
-"""Outputs inside larger buffers: who writes beside them is seen."""
+"""Outputs inside larger buffers, which detect writes beside them."""
 
 from __future__ import annotations
 

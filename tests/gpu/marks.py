@@ -1,4 +1,4 @@
-"""What GPU the tests of a module need: `pytestmark = marks.SM80`."""
+"""The GPU that the tests of a module need: `pytestmark = marks.SM80`."""
 
 from __future__ import annotations
 

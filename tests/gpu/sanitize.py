@@ -66,7 +66,7 @@ def function(problem: XqaCase) -> Solve:
 
 
 def leaping(head_dim: int, dtype: torch.dtype, qo_len: int, num_heads: int, backend: str) -> Solve:
-    """Scores far above the anchors of tiles before: those are done again."""
+    """Scores far above the anchors of earlier tiles, whose tiles are recomputed."""
 
     def solve(device: str) -> str:
         generator = torch.Generator().manual_seed(head_dim)

@@ -68,7 +68,7 @@ def plan_and_call(case: BatchCase, inputs: BatchInputs, made: Any) -> None:
 
 
 def assert_right(case: BatchCase) -> None:
-    """Right with NaN in every byte that nobody wrote, and the same bits a second time."""
+    """Right with NaN in every unwritten byte, and bitwise equal in a second run."""
     inputs = make(case, "cuda")
     made = planned(case, inputs)
     if made is None:
@@ -77,9 +77,9 @@ def assert_right(case: BatchCase) -> None:
         out, lse = call(case, inputs, made)
     result = check(case, inputs, out, lse)
     assert result.ok, f"{case}: {result.detail}"
-    again, lse_again = call(case, inputs, made)
-    assert torch.equal(again, out)
-    assert lse is None or (lse_again is not None and torch.equal(lse_again, lse))
+    second, second_lse = call(case, inputs, made)
+    assert torch.equal(second, out)
+    assert lse is None or (second_lse is not None and torch.equal(second_lse, lse))
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.id)
@@ -232,7 +232,7 @@ def test_validation_names_request_and_page(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_corrupted_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every corrupted input raises a Python error or is valid, and the context lives on."""
+    """Every corrupted input raises a Python error or is valid, and the CUDA context survives."""
     monkeypatch.setenv("CUTE_ATTN_VALIDATE", "1")
     outcomes = fuzz.run(FUZZED, "cuda", backend="fa2")
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""The kernels of fa2 and fa3 on the same inputs: both right, and as near to one another as two right ones are."""
+"""The kernels of fa2 and fa3 on the same inputs: both right, and as close to each other as two right results are."""
 
 from __future__ import annotations
 

@@ -25,15 +25,15 @@ def test_random(seed: int) -> None:
 
 @pytest.mark.parametrize("case", FULL, ids=lambda case: case.id)
 def test_single(case: Case) -> None:
-    """Right with NaN in every byte that nobody wrote, and the same bits a second time."""
+    """Right with NaN in every unwritten byte, and bitwise equal in a second call."""
     inputs = make(case, "cuda")
     with poisoned_memory():
         out, lse = call(case, inputs, backend="fa2")
     result = check(case, out, lse)
     assert result.ok, result.detail
-    again, lse_again = call(case, inputs, backend="fa2")
-    assert torch.equal(again, out)
-    assert lse is None or (lse_again is not None and torch.equal(lse_again, lse))
+    second, second_lse = call(case, inputs, backend="fa2")
+    assert torch.equal(second, out)
+    assert lse is None or (second_lse is not None and torch.equal(second_lse, lse))
 
 
 @pytest.mark.parametrize("case", [case for case in SMALL if case.return_lse], ids=lambda case: case.id)

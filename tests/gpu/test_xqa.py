@@ -18,7 +18,7 @@ from cute_attn.runtime.arch import for_device
 from tests.gpu import marks
 from tests.support.matrix import poisoned_memory
 from tests.support.xqa_case import Built, XqaCase, build, random_case
-from tests.support.xqa_producer import RUBBISH, Producer
+from tests.support.xqa_producer import STALE, Producer
 
 DEVICE = "cuda"
 HAS_FP8_OUTPUT = marks.CAPABILITY >= (9, 0)
@@ -28,7 +28,7 @@ HOPPER = pytest.mark.skipif(not HAS_FP8_OUTPUT, reason="programmatic dependent l
 RANDOM = int(os.environ.get("CUTE_ATTN_TEST_XQA", "300"))
 REPLAYS = 30
 LONGEST = 6000
-NOBODYS = 0xFF  # every float of such bytes is NaN
+UNWRITTEN = 0xFF  # every float of such bytes is NaN
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -48,19 +48,19 @@ def assert_same_bits(a: Pair, b: Pair) -> None:
 def ready(case: XqaCase) -> Built:
     """On the device, with NaN where partial results will be."""
     built = build(case, DEVICE)
-    built.arguments["workspace_buffer"][COUNTER_BYTES:] = NOBODYS
+    built.arguments["workspace_buffer"][COUNTER_BYTES:] = UNWRITTEN
     return built
 
 
 def assert_right(case: XqaCase) -> None:
-    """Right with NaN in every byte that nobody wrote, the same bits a second time, and counters left at zero."""
+    """Right with NaN in every unwritten byte, bitwise equal in a second call, and counters left at zero."""
     built = ready(case)
     with poisoned_memory():
         out, lse = decode(built)
     assert built.check(out, lse) == "", case
     first = out.clone(), lse.clone()
     if case.out is not None:
-        bits(out).fill_(NOBODYS)
+        bits(out).fill_(UNWRITTEN)
     assert_same_bits(decode(built), first)
     assert not built.arguments["workspace_buffer"][:COUNTER_BYTES].any()
 
@@ -162,7 +162,7 @@ def test_replays_with_other_lengths(case: XqaCase) -> None:
         out, lse = decode(built)
     for seed in range(REPLAYS):
         now = with_lengths(built, lengths_of(case, seed))
-        bits(out).fill_(NOBODYS)
+        bits(out).fill_(UNWRITTEN)
         graph.replay()
         assert now.check(out, lse) == "", now.case
         replayed = out.clone(), lse.clone()
@@ -203,7 +203,7 @@ def captured(built: Built, enable_pdl: bool, links: int) -> tuple[torch.cuda.CUD
 @pytest.mark.parametrize("case", PRODUCED, ids=lambda case: case.kv)
 @pytest.mark.parametrize("links", [1, 6])
 def test_dependent_launches_wait_for_what_they_read(case: XqaCase, links: int) -> None:
-    """The same bits with and without programmatic dependent launch, again and again."""
+    """Bitwise equal with and without programmatic dependent launch, in every replay."""
     built = ready(case)
     plain, expected, _ = captured(built, False, links)
     plain.replay()
@@ -234,18 +234,18 @@ def test_the_stream_without_a_graph(case: XqaCase) -> None:
 
 @HOPPER
 def test_a_dependent_launch_starts_while_its_producer_pauses() -> None:
-    """Or the tests above would prove nothing: who does not wait reads what the producer has yet to replace."""
+    """Otherwise the tests above prove nothing: a launch that does not wait reads what the producer will replace."""
     producer = producer_of(ready(PRODUCED[0]), 20 * PAUSES)
     for _ in range(2):  # the first loads the kernel
         producer.spoil()
         found = producer.write_and_read_at_once()
         torch.cuda.synchronize()
-    assert (found == RUBBISH).all()
+    assert (found == STALE).all()
     producer.check()
 
 
 def test_a_capacity_of_zero_pages() -> None:
-    """A page table without columns: nothing is visible whatever the lengths say."""
+    """A page table without columns: no key is visible, whatever the lengths are."""
     built = ready(XqaCase((4, 5), heads=(4, 2)))
     out, lse = decode(built, block_tables=torch.empty(2, 0, dtype=torch.int32, device=DEVICE))
     assert not out.any()

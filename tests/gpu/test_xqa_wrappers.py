@@ -34,7 +34,7 @@ def planned(batch: BatchCase, inputs: batch_case.BatchInputs, backend: str = "xq
 
 
 def assert_right(batch: BatchCase) -> None:
-    """Right with NaN in every byte that nobody wrote, and the same bits a second time and of a second plan."""
+    """Right with NaN in every unwritten byte, and bitwise equal in a second run and after a second plan."""
     inputs = batch_case.make(batch, "cuda")
     made = planned(batch, inputs)
     with poisoned_memory():
@@ -43,9 +43,9 @@ def assert_right(batch: BatchCase) -> None:
     assert result.ok, f"{batch}: {result.detail}"
     made.plan(**batch_case.plan_arguments(batch, inputs))
     for _ in range(2):
-        again, lse_again = batch_case.call(batch, inputs, made)
-        assert torch.equal(again, out)
-        assert lse is None or torch.equal(lse_again, lse)
+        second, second_lse = batch_case.call(batch, inputs, made)
+        assert torch.equal(second, out)
+        assert lse is None or torch.equal(second_lse, lse)
 
 
 @pytest.mark.parametrize("batch", SMALL, ids=lambda batch: batch.id)
@@ -115,8 +115,8 @@ def test_single(problem: Case) -> None:
         out, lse = case.call(problem, inputs, backend="xqa")
     result = case.check(problem, out, lse)
     assert result.ok, result.detail
-    again, _ = case.call(problem, inputs, backend="xqa")
-    assert torch.equal(again, out)
+    second, _ = case.call(problem, inputs, backend="xqa")
+    assert torch.equal(second, out)
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])

@@ -125,7 +125,7 @@ UNUSED = {
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in UNUSED.items() for name in names])
 def test_buffers_without_a_graph(kind: str, name: str) -> None:
-    """They are not used, but a value that is no tensor may be another argument, passed here by position."""
+    """Buffers are not used without a graph; what is no buffer may be another argument, passed by position."""
     make = SETTINGS[kind]().wrapper
     make(workspace(), **{name: ints(0)})
     with pytest.raises(ArgumentTypeError, match=f"^{name} must be a torch.Tensor, got 'fa2'"):
@@ -345,7 +345,7 @@ def plan_rows() -> list[tuple[str, Row]]:
 
 @pytest.mark.parametrize(("kind", "row"), plan_rows(), ids=[f"{kind}-{row.name}" for kind, row in plan_rows()])
 def test_plan(kind: str, row: Row) -> None:
-    """The previous plan stays in force."""
+    """An error leaves the previous plan in force."""
     setting = SETTINGS[kind]()
     made = setting.wrapper(workspace())
     made.plan(**setting.plan)

@@ -48,7 +48,7 @@ def test_bad_pages(indices: list[int], message: str) -> None:
 
 @pytest.mark.parametrize(("value", "wanted"), [("1", True), ("0", False), ("", False), (None, False)])
 def test_validation_is_enabled_by_a_variable(value: str | None, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It happens before the launch."""
+    """Validation precedes the launch."""
     monkeypatch.delenv("CUTE_ATTN_VALIDATE", raising=False)
     if value is not None:
         monkeypatch.setenv("CUTE_ATTN_VALIDATE", value)

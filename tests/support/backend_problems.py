@@ -1,4 +1,4 @@
-"""Batch cases in the form that backends get them in, past the wrappers' checks."""
+"""Batch cases in the form that backends receive, without the wrappers' checks."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def _store(x: torch.Tensor, case: BatchCase) -> _Stored:
 
 
 def _blank(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Poison: NaN, and in bytes that stand for numbers the largest code."""
+    """Poison: NaN, and the largest code in bytes that encode numbers."""
     if dtype == torch.uint8:
         return torch.full(shape, 0xFF, dtype=dtype)
     return torch.full(shape, math.nan, dtype=torch.float32).to(dtype)
@@ -275,7 +275,7 @@ def _masks(case: BatchCase, requests: list[Request]) -> dict[str, torch.Tensor]:
     ambiguous = in_bytes == -(-sum(b.numel() for b in bits) // 8)  # then requests start at bytes of their own
     if case.mask == "packed" or (
         case.mask == "flat" and ambiguous
-    ):  # the bits after a request's last are set: nobody may look at them
+    ):  # the bits after a request's last are set and must not be read
         padded = [torch.nn.functional.pad(b, (0, -b.numel() % 8), value=True) for b in bits]
         return {"packed_custom_mask": packbits(torch.cat([nothing, *padded]), "little")}
     if case.mask == "flat":
@@ -580,5 +580,5 @@ def features(case: BatchCase, device: torch.device, dense: bool = False) -> Feat
 def refusals(
     case: BatchCase, inputs: BatchInputs, backend: str, arch: Arch | None, dense: bool = False
 ) -> list[Refusal]:
-    """What the table of capabilities has against a case."""
+    """Refusals of the capability table for a case."""
     return select.reasons_against(capabilities.BY_NAME[backend], features(case, inputs.q.device, dense), arch)

@@ -189,7 +189,7 @@ def _custom_mask(case: Case, generator: torch.Generator) -> torch.Tensor:
 
 
 def make(case: Case, device: torch.device | str = "cpu") -> Inputs:
-    """Tensors of a case, on `device`. Memory that belongs to no element is NaN, mask bits that do are 1."""
+    """Tensors of a case, on `device`. Memory outside the elements is NaN, mask bits outside them are 1."""
     device = torch.device(device)
     generator = torch.Generator().manual_seed(case.seed)
     q = torch.randn(case.qo_len, case.num_qo_heads, case.head_dim_qk, generator=generator) * case.q_gain
@@ -351,7 +351,7 @@ def tolerance(case: Case) -> tuple[float, float]:
 
 
 def check(case: Case, out: torch.Tensor, lse: torch.Tensor | None) -> Result:
-    """Compare a result with the fp64 reference, computed on out's device from tensors made anew.
+    """Compare a result with the fp64 reference, computed on out's device from newly made tensors.
 
     Rows that see no key must have o == 0 and lse == -inf exactly. `out` and `lse` have the API's shapes.
     """

@@ -152,7 +152,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget_kernels() -> None:
-    """Kernels of other tests are loaded and prepared anew."""
+    """Clear the caches of loaded and prepared kernels, which hold those of other tests."""
     loading.load.cache_clear()
     fa2_batch.tiling.cache_clear()
     fa2_prepared.prepared_kernel.cache_clear()

@@ -1,4 +1,4 @@
-"""Problems for the Hopper kernels on the emulator, and what solves them there and looks at which kernels ran."""
+"""Problems for the Hopper kernels on the emulator; solves them there and checks which kernels ran."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.matrix import BF16, CAUSAL, CUSTOM, HND, PACKED, prefill
 
 SCHEDULES = (Schedule("delayed", 1), Schedule("adversarial", 2))
 
-# Several tiles a CTA, all stages of the rings again, tiles that see nothing, boxes of one token.
+# Several tiles per CTA, reuse of all stages of the rings, tiles that see no key, boxes of one token.
 LONG: tuple[Case, ...] = (
     prefill(400, 700, (2, 1), 64, **CAUSAL),
     prefill(200, 600, (2, 2), 128, **BF16),

@@ -1,4 +1,4 @@
-"""The test matrices with keys and values of 8 bits under q of 16, as far as the Hopper kernel takes them."""
+"""The test matrices with 8-bit keys and values under 16-bit q, as far as the Hopper kernel supports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Corrupted batches: every one raises an error of the library, or is valid. Nothing else may happen to a process."""
+"""Corrupted batches: each raises an error of the library or is valid; the process survives either way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every import that Python sources state, wherever it stands, and what in them goes against a table of permissions."""
+"""Every import in Python sources, at any depth, and those that a table of permissions does not allow."""
 
 from __future__ import annotations
 

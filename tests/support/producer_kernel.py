@@ -1,4 +1,4 @@
-"""A kernel that lets its dependent launch start at once, and only then, after a pause, writes what that one reads."""
+"""A kernel that lets its dependent launch start at once, and writes what that launch reads only after a pause."""
 
 from typing import Any, NamedTuple
 

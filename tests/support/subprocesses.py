@@ -25,7 +25,7 @@ _metadata.version = _without_blocked
 
 
 def start(code: str, *, env: Mapping[str, str] | None = None, block: Sequence[str] = ()) -> subprocess.Popen[str]:
-    """Start `python -c code`; `block`: top-level packages that shall look as if they were not installed."""
+    """Start `python -c code`; `block`: top-level packages to hide, as if they were not installed."""
     return subprocess.Popen(
         [sys.executable, "-c", (_BLOCK.format(names=tuple(block)) if block else "") + code],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""What a decode call reads that the kernel just before it writes: queries, scales, and every request's newest token."""
+"""Inputs of a decode call that the preceding kernel writes: queries, scales, and every request's newest token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cute_attn.runtime.launch import CPU, Launch, current_stream
 from cute_attn.runtime.spec import KernelSpec, Program
 from tests.support.xqa_case import Built
 
-RUBBISH = 0xFF  # every float of such bytes is NaN
+STALE = 0xFF  # every float of such bytes is NaN
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ def load(arch: str, device_index: int, pdl: bool) -> Launch:
 
 
 class Producer:
-    """Keeps what the arguments of `built` hold now; NHD caches in pairs, requests of a token or more.
+    """Keeps what the arguments of `built` hold now; NHD caches in pairs, requests of at least one token.
 
-    `write` brings it back over the rubbish of `spoil`. The kernel that does so lets the launch after it start at once,
-    pauses, then writes: who does not wait for it reads rubbish.
+    `write` restores it after `spoil` has overwritten it. The kernel that does so lets the next launch start at once,
+    pauses, then writes: a launch that does not wait for it reads stale bytes.
     """
 
     def __init__(self, built: Built, arch: str, pauses: int) -> None:
@@ -56,13 +56,13 @@ class Producer:
 
     def spoil(self) -> None:
         for x in self.targets:
-            x.fill_(RUBBISH)
+            x.fill_(STALE)
 
     def write(self) -> None:
         self._fire(self.rows, self.pauses, dependent=False)
 
     def write_and_read_at_once(self) -> torch.Tensor:
-        """What a dependent launch that waits for nothing finds in place of the first target."""
+        """What a dependent launch reads in place of the first target if it does not wait."""
         target = self.targets[0]
         found = torch.empty_like(target)
         row = [[found.data_ptr(), target.data_ptr(), target.nbytes // 4]]

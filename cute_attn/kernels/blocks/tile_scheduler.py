@@ -149,7 +149,8 @@ def load_item(items: Int64, number: Int32) -> Item:
 
 def mask_offset(low: Int32, high: Int32) -> Int64:
     """Byte offset in the packed mask, from its two words."""
-    return (Int64(high) << Int64(32)) | (Int64(low) & Int64(0xFFFFFFFF))
+    low_word = Int64(low) & Int64(0xFFFFFFFF)
+    return (Int64(high) << Int64(32)) | low_word
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Faults of the Hopper kernel's loop, masks and order of tiles."""
+"""Faults of the Hopper kernel's main loop, masks and tile order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of how the Hopper kernel brings keys and values in."""
+"""Faults in the Hopper kernel's loads of keys and values."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Micro-kernels: PTX of one form or family each, run on hardware (`record`) and held against the emulator."""
+"""Micro-kernels: PTX of one form or family each, run on hardware (`record`) and compared with the emulator."""

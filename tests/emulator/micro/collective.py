@@ -1,4 +1,4 @@
-"""What lanes, warps and CTAs do together: shuffles, matrices in shared memory, mma.sync, copies, atomics, barriers."""
+"""Instructions that lanes, warps or CTAs execute together: shuffles, ldmatrix, mma.sync, copies, atomics, barriers."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Run every micro-kernel on the GPU here and record what comes out.
+"""Run every micro-kernel on this machine's GPU and record the results.
 
     python -m tests.emulator.micro.record DIR
 
-needs a Hopper GPU and cuda-python, not the DSL: the driver compiles the PTX. DIR gets one .npz a family, the bytes of
+needs a Hopper GPU and cuda-python, not the DSL: the driver compiles the PTX. DIR gets one .npz per family, the bytes of
 tensor maps, and record.json with device, driver, and the cases that failed. A case that breaks the context or hangs
-costs that case alone: the work is done by a child process, which is started again behind it.
+costs that case alone: the work is done by a child process, which is restarted after it.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Device:
 
 
 def work(directory: Path, first: int) -> int:
-    """Run cases from number `first` on; results go into one file a case, progress to standard output."""
+    """Run cases from number `first` on; results go into one file per case, progress to standard output."""
     device = Device()
     for number, case in enumerate(cases()[first:], first):
         print(json.dumps({"start": number}), flush=True)
@@ -207,7 +207,7 @@ def _last(log: Path) -> tuple[int, str]:
 
 
 def collect(directory: Path) -> int:
-    """Parts to one file a family: outputs, and the digests of the cases that made them."""
+    """Merges parts into one file per family: outputs, and the digests of the cases that made them."""
     families: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
     for number, case in enumerate(cases()):
         part = directory / "parts" / f"{number}.bin"

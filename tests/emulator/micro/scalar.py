@@ -1,4 +1,4 @@
-"""Arithmetic, bits, conversions and approximations: one thread an item."""
+"""Arithmetic, bits, conversions and approximations: one thread per item."""
 
 from __future__ import annotations
 
