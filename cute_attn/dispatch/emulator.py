@@ -41,14 +41,14 @@ def plan(
 ) -> Callable[[BatchProblem], None]:
     """A plan for the architecture that is emulated now; it runs on that one whatever is emulated later."""
     gpu = _gpu()
-    family = _family(batch_settings, gpu.arch, batch_schedule.rows_of_a_request(lengths, limits))
+    family = _family(batch_settings, gpu.arch, batch_schedule.typical_qo_len(lengths, limits))
     return EmulatedBatchRun(family.plan(batch_settings, lengths, limits, staging, gpu))
 
 
 def workspace(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
     """Bytes that a plan uses of a workspace of any size, and for its records."""
     gpu = _gpu()
-    family = _family(batch_settings, gpu.arch, batch_schedule.rows_of_a_request(lengths, limits))
+    family = _family(batch_settings, gpu.arch, batch_schedule.typical_qo_len(lengths, limits))
     return family.workspace(batch_settings, lengths, limits, gpu.arch, gpu.sms)
 
 
@@ -122,7 +122,7 @@ def _visible(problem: Request | BatchProblem, run: object) -> Iterator[None]:
     """
     inputs, outputs = _roles(problem)
     inputs |= _tensors("records", getattr(run, "records", None))
-    shared = (counters.of_device(CPU, kind).memory for kind in (counters.TICKETS, counters.ARRIVALS))
+    shared = (counters.of_device(CPU, kind).memory for kind in (counters.TILE_COUNTERS, counters.SEMAPHORES))
     memory = [*shared, *_tensors("", getattr(run, "counters", None)).values()]
     if isinstance(problem, DecodeProblem):
         in_scratch, outputs["partials"] = _scratch(problem.scratch)
