@@ -23,7 +23,7 @@ class PoolSize(NamedTuple):
     captured: int
 
 
-TILE_COUNTERS = PoolSize(8, 1 << 12, 1 << 16)  # tile counter and CTA counter of the dynamic tile scheduler, int32
+TILE_COUNTERS = PoolSize(8, 1 << 12, 1 << 16)  # int32 tile counter and CTA counter of the dynamic tile scheduler
 SEMAPHORES = PoolSize(4096, 1 << 8, 1 << 12)  # one int32 semaphore per CTA: splits that have arrived
 
 
@@ -66,6 +66,7 @@ class CpuCounters:
         self.memory = torch.zeros(size.bytes_per_launch // 4, dtype=torch.int32)
 
     def address(self, stream: int) -> int:
+        """Returns the address of the counters."""
         return self.memory.data_ptr()
 
 

@@ -35,7 +35,7 @@ _KV_LEN, _FIRST_ROW, _KV_BEGIN, _KV_END, _PARTIAL = (
 
 
 class SchedulerParams(NamedTuple):
-    """Tile of a launch, the mask that all requests share, and what the schedule knows of the device."""
+    """Tile of a launch, the mask that all requests share, and properties of the device."""
 
     rows: int
     cols: int
@@ -57,7 +57,7 @@ class WorkList(NamedTuple):
 
     items: np.ndarray  # [item_capacity, ITEM_INTS] int32
     merges: np.ndarray  # [merge_capacity, MERGE_INTS] int32
-    num_partials: int  # slots of the workspace in use
+    num_partials: int  # that items write to the workspace
     item_capacity: int
     merge_capacity: int
     ints: np.ndarray  # [item_capacity * ITEM_INTS + merge_capacity * MERGE_INTS] int32
@@ -78,9 +78,9 @@ class Splits(NamedTuple):
     tile: np.ndarray | None  # query tile of the item; None: every query tile has one item
     begin: np.ndarray
     end: np.ndarray
-    partial: np.ndarray | None  # slot of the item's partial, or NO_PARTIAL; None: no item has one
+    partial: np.ndarray | None  # index of the item's partial, or NO_PARTIAL; None: no item has one
     merge_tile: np.ndarray  # query tiles with several splits
-    first_partial: np.ndarray  # slot of the first split of each `merge_tile`
+    first_partial: np.ndarray  # index of the first partial of each `merge_tile`
     num_splits: np.ndarray  # number of splits of each `merge_tile`
 
 
@@ -92,7 +92,7 @@ def allocate_ints(size: int) -> np.ndarray:
 def schedule(
     lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits, allocate: AllocateInts = allocate_ints
 ) -> WorkList:
-    """Returns the work list of a batch, written into memory that `memory` allocates.
+    """Returns the work list of a batch, written into memory from `allocate`.
 
     Splits are added only as far as the workspace and, for CUDA graphs, the record capacities allow.
     `fixed_split_size` is applied exactly instead: if the workspace is too small for that, a WorkspaceError names the
@@ -190,17 +190,17 @@ def _unsplit(tiles: QueryTiles) -> Splits:
 
 
 def _enumerate(num_splits: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Returns query tile, index within it and partial slot of every split; then the query tiles with several splits,
-    their first slots and their numbers of splits.
+    """Returns query tile, index within it and partial of every split; then the query tiles with several splits, their
+    first partials and their numbers of splits.
     """
     tile = np.arange(len(num_splits)).repeat(num_splits)
     index = np.arange(len(tile)) - (num_splits.cumsum() - num_splits)[tile]
     several = num_splits > 1
-    slots = np.where(several, num_splits, 0)
-    first_slot = slots.cumsum() - slots
-    partial = np.where(several[tile], first_slot[tile] + index, NO_PARTIAL)
+    partials = np.where(several, num_splits, 0)
+    first_partial = partials.cumsum() - partials
+    partial = np.where(several[tile], first_partial[tile] + index, NO_PARTIAL)
     merge_tile = several.nonzero()[0]
-    return tile, index, partial, merge_tile, first_slot[merge_tile], num_splits[merge_tile]
+    return tile, index, partial, merge_tile, first_partial[merge_tile], num_splits[merge_tile]
 
 
 def _item_order(lengths: BatchLengths, params: SchedulerParams, tiles: QueryTiles, splits: Splits) -> np.ndarray:
@@ -299,7 +299,7 @@ def longest_first(cost: np.ndarray) -> np.ndarray:
 
 
 def orders_by_l2(params: SchedulerParams, items: int) -> bool:
-    """Tells whether items are ordered by L2 group before length; not in few waves, whose last one would end late."""
+    """Tells whether items are ordered by L2 group before length: not in few waves, the last of which would end late."""
     return bool(params.l2_kv_tokens) and items * params.num_kv_heads >= L2_ORDER_MIN_WAVES * params.resident_ctas
 
 
@@ -312,15 +312,15 @@ def l2_groups(lengths: BatchLengths, params: SchedulerParams) -> np.ndarray:
 
 
 def partial_bytes(params: SchedulerParams) -> int:
-    """Returns the workspace bytes of one partial slot: o and lse of a query tile, for every kv head."""
+    """Returns the workspace bytes of one partial: o and lse of a query tile, for every kv head."""
     return params.num_kv_heads * params.rows * params.partial_row_bytes
 
 
 def typical_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
-    """Returns the query tokens of a typical request, which decide the tile.
+    """Returns the query tokens of a typical request, by which the tile is chosen.
 
-    They must not change between the plans of a captured launch, nor with the other requests of a batch if the splits
-    are fixed, which promises results that are bitwise independent of these.
+    The number is the same for all plans of a captured launch. With fixed splits it does not depend on the lengths of a
+    batch at all, because the results of a request are then bitwise independent of the other requests.
     """
     if limits.max_qo_len is not None:
         return limits.max_qo_len

@@ -251,7 +251,7 @@ def test_graph_launches_keep_their_form() -> None:
     again = planned(dataclasses.replace(other, limits=limits), staging)
     assert [again.schedule.grid, again.schedule.combine_grid] == grids
     assert again.items == run.items
-    assert (again.merges, again.partial_bytes) == (run.merges, run.partial_bytes)
+    assert (again.merges, again.partial_o_bytes) == (run.merges, run.partial_o_bytes)
 
 
 def test_replays_after_another_workspace() -> None:

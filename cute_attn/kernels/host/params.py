@@ -100,8 +100,11 @@ def _rebinding(
         if stays:
             kept.append(f" kept{begin} = values[{begin}:{place}]")
         items += [f"*kept{begin}"] if stays else run_names
+    last = items.pop()  # `+` appends a slice of 53 values in 0.15 us, where unpacking it takes 0.23 us (as above)
+    tail = last.removeprefix("*") if last.startswith("*") else f"({last},)"
+    head = f"({', '.join(items)},) + " if items else ""
     arguments = ", ".join((*fields, *unused))
-    return _defined("def bind(values):", *kept, f" return lambda {arguments}: ({', '.join(items)},)")
+    return _defined("def bind(values):", *kept, f" return lambda {arguments}: {head}{tail}")
 
 
 def _defined(*lines: str) -> Callable[..., Callable[..., Values]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+from cute_attn.kernels.host.batch import MAX_SETTINGS
 from cute_attn.kernels.host.prepared import Grid
 from cute_attn.kernels.xqa.host.variant import choose_spec
 from cute_attn.kernels.xqa.spec import XqaSpec
@@ -28,6 +29,7 @@ class LaunchConfig(NamedTuple):
     partial_bytes: int  # 0 for one CTA, which leaves no partial results
 
 
+@functools.lru_cache(MAX_SETTINGS)
 def launch_config(
     settings: Settings, qo_len: int, few: bool, arch: Arch, sms: int, workspace_bytes: int = UNLIMITED
 ) -> LaunchConfig:
