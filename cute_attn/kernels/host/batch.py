@@ -27,27 +27,27 @@ T_co = TypeVar("T_co", covariant=True)  # a family's tile
 
 
 class Schedule(Protocol):
-    """What every family's plan fixes for its runs."""
+    """Part of a plan's schedule that is the same in every family."""
 
     @property
     def grid(self) -> Grid:
-        """Of the attention kernel; (0, 1, 1) where there is nothing to launch."""
+        """Grid of the attention kernel; (0, 1, 1) where there is nothing to launch."""
 
     @property
     def records(self) -> np.ndarray:
-        """int32 numbers that the attention kernel reads in device memory."""
+        """Array of int32 that the attention kernel reads in device memory."""
 
     @property
     def keeps_address(self) -> bool:
-        """Whether the records of later plans must lie at the same address (CUDA graphs)."""
+        """True if later plans must write their records to the same address (CUDA graphs)."""
 
     def workspace(self) -> tuple[int, int]:
-        """Bytes of the workspace in use, and bytes of the records."""
+        """Returns the bytes of the workspace in use, and the bytes of the records."""
 
 
 @dataclass
 class BatchSchedule(Generic[T_co]):
-    """Schedule of a family with one work item per query tile and split."""
+    """Schedule of a batch with one work item per query tile and split: fa2 and fa3."""
 
     tile: T_co
     params: SchedulerParams
@@ -68,11 +68,11 @@ class BatchSchedule(Generic[T_co]):
 
     @property
     def merges(self) -> bool:
-        """Whether a combine launch follows."""
+        """True if a combine launch follows."""
         return bool(self.combine_grid[0])
 
     def workspace(self) -> tuple[int, int]:
-        """Bytes of the workspace in use, and bytes of the records."""
+        """Returns the bytes of the workspace in use, and the bytes of the records."""
         return self.work.num_partials * partial_bytes(self.params), self.work.ints.nbytes
 
 
@@ -111,10 +111,10 @@ def schedule_batch(
 
 
 class BatchRun:
-    """Runs batches of one plan. Families override where partials lie and what numbers the kernel gets.
+    """Runs batches of one plan; subclasses define `partials` and `numbers`.
 
-    Settings of a run may differ from the planned ones in numbers and in the score steps that these lead to: `kernel`
-    prepares the kernels of such settings.
+    Settings of a run may differ from the planned ones in numbers and in the score steps that follow from these:
+    `kernel` returns the prepared kernel of such settings.
     """
 
     merges: tuple[int, ...] = ()  # values of the combine kernel's MERGE_FIELDS

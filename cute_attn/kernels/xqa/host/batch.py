@@ -22,7 +22,7 @@ from cute_attn.schedule.batch import AllocateInts, allocate_ints
 
 
 class XqaBatchSchedule(NamedTuple):
-    """What a plan fixes for its runs."""
+    """Kernel, grid and records of a plan."""
 
     config: LaunchConfig
     batch_size: int
