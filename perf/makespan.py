@@ -9,14 +9,16 @@ from typing import NamedTuple
 import numpy as np
 
 from cute_attn.problem import BatchLengths, BatchLimits
-from cute_attn.schedule.batch import TileShape, Work, query_tiles, schedule
+from cute_attn.schedule.batch import SchedulerParams, WorkList, query_tiles, schedule
 from cute_attn.schedule.cost_model import COMBINE_COST, ITEM_COST
 from cute_attn.schedule.records import NO_PARTIAL, Item
 from cute_attn.schedule.split_kv import MAX_SPLITS
 
 LIMITS = BatchLimits(workspace_bytes=1 << 40)
-DECODE = TileShape(16, 64, 4, 8, False, -1, 264, 2, 4 * 129)  # d 128, 32/8 heads on an H200, as the fa2 backend has it
-PREFILL = TileShape(128, 64, 4, 8, True, -1, 264, 4, 4 * 129)
+DECODE = SchedulerParams(
+    16, 64, 4, 8, False, -1, 264, 2, 4 * 129
+)  # d 128, 32/8 heads on an H200, as the fa2 backend has it
+PREFILL = SchedulerParams(128, 64, 4, 8, True, -1, 264, 4, 4 * 129)
 MOST_TILES = 600  # query tiles of a batch that is simulated
 
 
@@ -29,55 +31,55 @@ class Quality(NamedTuple):
     bound: float  # no schedule is shorter
 
 
-def simulate(costs: Sequence[float], shape: TileShape) -> float:
+def simulate(costs: Sequence[float], params: SchedulerParams) -> float:
     """Returns the time at which the last CTA ends, if items in order take the CTAs that become free first, one per kv
     head.
     """
-    free = [0.0] * shape.resident_ctas
+    free = [0.0] * params.resident_ctas
     for cost in costs:
-        for _ in range(shape.num_kv_heads):
+        for _ in range(params.num_kv_heads):
             heapq.heapreplace(free, free[0] + cost)
     return max(free)
 
 
-def makespan(work: Work, shape: TileShape) -> float:
+def makespan(work: WorkList, params: SchedulerParams) -> float:
     """Returns the makespan of a schedule's records, combine launch included."""
     column = {name: work.items[:, i].astype(np.float64) for i, name in enumerate(Item._fields)}
-    tiles = np.ceil(column["kv_end"] / shape.cols) - column["kv_begin"] / shape.cols
-    partial = shape.rows / shape.cols
+    tiles = np.ceil(column["kv_end"] / params.cols) - column["kv_begin"] / params.cols
+    partial = params.rows / params.cols
     costs = tiles + ITEM_COST + partial * (column["partial"] != NO_PARTIAL)
-    return simulate(costs[column["qo_len"] > 0].tolist(), shape) + _combine(work.num_partials, shape)
+    return simulate(costs[column["qo_len"] > 0].tolist(), params) + _combine(work.num_partials, params)
 
 
-def split_evenly(visible: Sequence[int], chunk: int, shape: TileShape) -> float:
+def split_evenly(visible: Sequence[int], chunk: int, params: SchedulerParams) -> float:
     """Returns the makespan when every query tile gets the fewest splits of at most `chunk` kv tiles, of equal size."""
     costs, partials = [], 0
     for tiles in visible:
         splits = max(1, -(-tiles // chunk))
         partials += splits if splits > 1 else 0
-        extra = ITEM_COST + (shape.rows / shape.cols if splits > 1 else 0)
+        extra = ITEM_COST + (params.rows / params.cols if splits > 1 else 0)
         costs += [(i + 1) * tiles // splits - i * tiles // splits + extra for i in range(splits)]
-    return simulate(sorted(costs, reverse=True), shape) + _combine(partials, shape)
+    return simulate(sorted(costs, reverse=True), params) + _combine(partials, params)
 
 
-def quality(lengths: BatchLengths, shape: TileShape) -> Quality:
+def quality(lengths: BatchLengths, params: SchedulerParams) -> Quality:
     """Compares our schedule with every even split of the longest tile into 1 to 128 parts."""
-    tiles = query_tiles(lengths, shape)
+    tiles = query_tiles(lengths, params)
     visible = (tiles.end - tiles.begin).tolist()
     longest = max(visible)
-    min_chunk = max(shape.min_split_tiles, -(-longest // MAX_SPLITS), 1)
+    min_chunk = max(params.min_split_tiles, -(-longest // MAX_SPLITS), 1)
     chunks = {max(min_chunk, -(-longest // splits)) for splits in range(1, MAX_SPLITS + 1)}
-    unsplit = split_evenly(visible, max(longest, 1), shape)
-    best = min([unsplit, *(split_evenly(visible, chunk, shape) for chunk in chunks)])
-    share = (sum(visible) + ITEM_COST * len(visible)) * shape.num_kv_heads / shape.resident_ctas
+    unsplit = split_evenly(visible, max(longest, 1), params)
+    best = min([unsplit, *(split_evenly(visible, chunk, params) for chunk in chunks)])
+    share = (sum(visible) + ITEM_COST * len(visible)) * params.num_kv_heads / params.resident_ctas
     alone = min(longest, longest / MAX_SPLITS + COMBINE_COST) + ITEM_COST
-    return Quality(makespan(schedule(lengths, shape, LIMITS), shape), unsplit, best, max(share, alone))
+    return Quality(makespan(schedule(lengths, params, LIMITS), params), unsplit, best, max(share, alone))
 
 
-def _combine(partials: int, shape: TileShape) -> float:
+def _combine(partials: int, params: SchedulerParams) -> float:
     if not partials:
         return 0.0
-    return COMBINE_COST + partials * shape.num_kv_heads / shape.resident_ctas * shape.rows / shape.cols
+    return COMBINE_COST + partials * params.num_kv_heads / params.resident_ctas * params.rows / params.cols
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------
@@ -89,20 +91,20 @@ def lengths_of(qo_len: Sequence[int] | np.ndarray, kv_len: Sequence[int] | np.nd
     return BatchLengths(qo_indptr, kv_indptr[:-1], np.diff(kv_indptr), np.zeros(len(kv_len), np.int64))
 
 
-def random_batches(phase: str, count: int, seed: int = 0) -> Iterator[tuple[BatchLengths, TileShape]]:
+def random_batches(phase: str, count: int, seed: int = 0) -> Iterator[tuple[BatchLengths, SchedulerParams]]:
     """Yields batches of all sizes, even and skewed, on devices of several sizes."""
     rng = np.random.default_rng(seed)
     made = 0
     while made < count:
-        shape = DECODE if phase == "decode" else PREFILL
-        shape = shape._replace(
+        params = DECODE if phase == "decode" else PREFILL
+        params = params._replace(
             num_kv_heads=int(rng.choice([1, 2, 4, 8, 16])), resident_ctas=int(rng.choice([132, 264, 296]))
         )
         lengths = _random_decode(rng) if phase == "decode" else _random_prefill(rng)
-        tiles = query_tiles(lengths, shape)
+        tiles = query_tiles(lengths, params)
         if len(tiles.request) <= MOST_TILES:
             made += 1
-            yield lengths, shape
+            yield lengths, params
 
 
 def _random_decode(rng: np.random.Generator) -> BatchLengths:

@@ -17,7 +17,7 @@ import torch
 
 from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits
 from cute_attn.runtime.staging import Staging
-from cute_attn.schedule.batch import TileShape, schedule
+from cute_attn.schedule.batch import SchedulerParams, schedule
 from perf.bench import publish
 from perf.harness import Call
 from perf.machine import command_line, environment, why_no_gpu
@@ -27,7 +27,7 @@ from perf.overhead import host_time
 REQUESTS = 256
 BATCHES = 300  # per phase, whose makespans are simulated
 LIMITS = BatchLimits(workspace_bytes=128 << 20)
-Batch = tuple[BatchLengths, TileShape, BatchLimits]
+Batch = tuple[BatchLengths, SchedulerParams, BatchLimits]
 
 
 def batches() -> dict[str, Batch]:

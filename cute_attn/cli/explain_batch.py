@@ -34,7 +34,7 @@ def run(options: argparse.Namespace, arch: Arch | None, sms: int) -> int:
     settings = described(options, decode, on_gpu=arch is not None)
     limits = BatchLimits(WORKSPACE_BYTES, max_qo_len=1 if decode else None)
     features = settings.features
-    qo_len = batch_schedule.rows_of_a_request(batch.lengths, limits)
+    qo_len = batch_schedule.typical_qo_len(batch.lengths, limits)
     rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
     print(select.explain(features, arch, rows))
     try:
@@ -56,13 +56,13 @@ def schedule(plan: BatchSchedule[object]) -> str:
     """Tile, work items, cuts and workspace of a plan."""
     from cute_attn.schedule.records import Item, Merge
 
-    work, shape = plan.work, plan.shape
+    work, params = plan.work, plan.params
     begin, end = (work.items[:, Item._fields.index(name)] for name in ("kv_begin", "kv_end"))
     splits = work.merges[:, Merge._fields.index("num_splits")]
     longest = int((end - begin).max(initial=0))
     lines = [
-        f"  tile: {shape.rows} packed rows ({_count(shape.group, 'head')} of each token) x {shape.cols} keys",
-        f"  {_count(len(work.items), 'work item')} x {shape.num_kv_heads}, the longest of {longest} keys",
+        f"  tile: {params.rows} packed rows ({_count(params.group_size, 'head')} of each token) x {params.cols} keys",
+        f"  {_count(len(work.items), 'work item')} x {params.num_kv_heads}, the longest of {longest} keys",
     ]
     if len(splits) == 0:
         return "\n".join((*lines, "  no query tile is cut"))

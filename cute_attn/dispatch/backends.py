@@ -11,15 +11,16 @@ from cute_attn.dispatch import emulator, reference
 from cute_attn.dispatch.capabilities import Backend
 from cute_attn.dispatch.families import FAMILIES
 from cute_attn.dispatch.select import CACHE_SIZE, choose, chosen, rows_class
-from cute_attn.kernels.host import gpu as gpus
+from cute_attn.kernels.host import gpu
 from cute_attn.kernels.host.family import KernelFamily, KernelLaunch
+from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Request, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.staging import Staging
 
 
 class Implementation(Protocol):
-    """What every backend offers; the functions of this module with these names describe it."""
+    """Interface of every backend: see the functions of this module with the same names."""
 
     def prepare(self, settings: Settings) -> Callable[[Request], None]: ...
 
@@ -39,19 +40,27 @@ class OnGpu:
     family: KernelFamily
 
     def prepare(self, settings: Settings) -> Callable[[Request], None]:
-        return self.family.prepare(settings, gpus.of_device(settings.features.device.index))
+        """Returns a callable that runs single requests of these settings."""
+        return self.family.prepare(settings, _gpu_of(settings))
 
     def launches(self, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
+        """Returns the kernels and grids of `problem`."""
         return self.family.launches(problem, arch, sms)
 
     def plan(
         self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging
     ) -> Callable[[BatchProblem], None]:
-        return self.family.plan(settings, lengths, limits, staging, gpus.of_device(settings.features.device.index))
+        """Returns a callable that runs batches of these settings and lengths."""
+        return self.family.plan(settings, lengths, limits, staging, _gpu_of(settings))
 
     def workspace(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
-        gpu = gpus.of_device(settings.features.device.index)
-        return self.family.workspace(settings, lengths, limits, gpu.arch, gpu.sms)
+        """Returns the bytes that a plan uses of a workspace of unlimited size, and the bytes of its records."""
+        arch, _, sms = _gpu_of(settings)
+        return self.family.workspace(settings, lengths, limits, arch, sms)
+
+
+def _gpu_of(settings: Settings) -> Gpu:
+    return gpu.of_device(settings.features.device.index)
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
@@ -62,7 +71,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 
 
 def run(problem: Request, backend: str = "auto") -> None:
-    """Solve `problem` on `backend`, into its `out` and `lse`."""
+    """Computes `out` and `lse` of `problem` on `backend`."""
     if not isinstance(backend, str):
         choose(problem.features, backend)
     _prepared(problem.settings, backend, rows_class(problem.features, problem.qo_len))(problem)
@@ -74,22 +83,24 @@ def _prepared(settings: Settings, backend: str, rows: int) -> Callable[[Request]
 
 
 def prepare(backend: Backend, settings: Settings) -> Callable[[Request], None]:
-    """What runs single requests of these settings."""
+    """Returns a callable that runs single requests of these settings."""
     return IMPLEMENTATIONS[backend.name].prepare(settings)
 
 
 def plan(
     backend: Backend, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging
 ) -> Callable[[BatchProblem], None]:
-    """What runs batches of these settings and lengths. `staging` carries the schedule to the device."""
+    """Returns a callable that runs batches of these settings and lengths. `staging` copies the plan's records to the
+    device.
+    """
     return IMPLEMENTATIONS[backend.name].plan(settings, lengths, limits, staging)
 
 
 def workspace(backend: Backend, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
-    """Bytes that a plan of this batch uses of a workspace of any size, and for its records."""
+    """Returns the bytes that a plan uses of a workspace of unlimited size, and the bytes of its records."""
     return IMPLEMENTATIONS[backend.name].workspace(settings, lengths, limits)
 
 
 def launches(backend: Backend, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
-    """The kernels and grids of `problem` on a GPU of `arch` with `sms` multiprocessors. Needs no GPU."""
+    """Returns the kernels and grids of `problem` on a GPU of `arch` with `sms` multiprocessors. Needs no GPU."""
     return IMPLEMENTATIONS[backend.name].launches(problem, arch, sms)

@@ -1,4 +1,4 @@
-"""What each backend takes and refuses: the table behind selection, error messages, `explain` and the support table."""
+"""Table of the features that each backend supports: used by selection, errors, `explain` and the support table."""
 
 from __future__ import annotations
 

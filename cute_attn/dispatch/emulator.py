@@ -1,4 +1,4 @@
-"""CPU tensors on the emulator: the host code of the GPU backends, and their kernels from PTX."""
+"""The emulator as a backend: the host code of the GPU backends on CPU tensors, and their kernels from PTX."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from cute_attn.dispatch import select
 from cute_attn.dispatch.families import FAMILIES
+from cute_attn.dispatch.select import emulated
 from cute_attn.emulator import adapter, settings
 from cute_attn.emulator.errors import LaunchFault
 from cute_attn.errors import ArgumentError
@@ -16,61 +16,64 @@ from cute_attn.kernels.host.batch import Repeat, Tensors
 from cute_attn.kernels.host.family import BatchRunner, KernelFamily, KernelLaunch
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DecodeProblem, Request, Scratch, Settings
-from cute_attn.request import single as single_request
+from cute_attn.request.single import ALIGNMENT, aligned
 from cute_attn.runtime import counters
 from cute_attn.runtime.arch import TYPICAL_SMS, Arch, named
 from cute_attn.runtime.launch import CPU
 from cute_attn.runtime.staging import Staging
-from cute_attn.schedule import batch as batch_schedule
+from cute_attn.schedule.batch import typical_qo_len
 
 OUTPUTS = ("out", "lse", "workspace")
 
 
 def launches(problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
-    """What the emulated backend launches."""
+    """Returns kernels and grids of `problem` on the emulated backend."""
     return _family(problem.settings, arch, problem.qo_len).launches(problem, arch, sms)
 
 
-def prepare(problem_settings: Settings) -> Callable[[Request], None]:
-    """What runs single requests of these settings."""
-    return EmulatedRun(problem_settings)
+def prepare(request_settings: Settings) -> Callable[[Request], None]:
+    """Returns a callable that runs single requests of these settings."""
+    return EmulatedRun(request_settings)
 
 
 def plan(
     batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging
 ) -> Callable[[BatchProblem], None]:
-    """A plan for the architecture that is emulated now; it runs on that one whatever is emulated later."""
+    """Returns a callable that runs batches of these settings and lengths on the architecture that is emulated now, even
+    if another one is emulated later.
+    """
     gpu = _gpu()
-    family = _family(batch_settings, gpu.arch, batch_schedule.rows_of_a_request(lengths, limits))
+    family = _family(batch_settings, gpu.arch, typical_qo_len(lengths, limits))
     return EmulatedBatchRun(family.plan(batch_settings, lengths, limits, staging, gpu))
 
 
 def workspace(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
-    """Bytes that a plan uses of a workspace of any size, and for its records."""
+    """Returns the bytes that a plan uses of a workspace of unlimited size, and the bytes of its records."""
     gpu = _gpu()
-    family = _family(batch_settings, gpu.arch, batch_schedule.rows_of_a_request(lengths, limits))
+    family = _family(batch_settings, gpu.arch, typical_qo_len(lengths, limits))
     return family.workspace(batch_settings, lengths, limits, gpu.arch, gpu.sms)
 
 
 def _gpu() -> Gpu:
-    """The GPU that is emulated."""
+    """Returns the GPU that is emulated."""
     emulation = settings.current()
     return Gpu(named(emulation.arch), CPU, emulation.sms or TYPICAL_SMS[emulation.arch])
 
 
-def _family(problem_settings: Settings, arch: Arch, qo_len: int) -> KernelFamily:
-    """The family whose kernels run requests of `qo_len` query tokens."""
-    return FAMILIES[select.emulated(problem_settings.features, arch, qo_len).name]
+def _family(request_settings: Settings, arch: Arch, qo_len: int) -> KernelFamily:
+    """Returns the family whose kernels run requests of `qo_len` query tokens."""
+    return FAMILIES[emulated(request_settings.features, arch, qo_len).name]
 
 
 class EmulatedRun:
-    """Runs problems of the same settings on whatever architecture is emulated at the time of the call."""
+    """Runs requests of the same settings on the architecture that is emulated at the time of the call."""
 
-    def __init__(self, problem_settings: Settings) -> None:
-        self.settings = problem_settings
+    def __init__(self, request_settings: Settings) -> None:
+        self.settings = request_settings
         self.runs: dict[tuple[str, int, str], Callable[[Request], None]] = {}
 
     def __call__(self, problem: Request) -> None:
+        """Emulates the launches of `problem`."""
         gpu = _gpu()
         family = _family(self.settings, gpu.arch, problem.qo_len)
         key = gpu.arch.name, gpu.sms, family.name
@@ -83,17 +86,18 @@ class EmulatedRun:
 
 
 class EmulatedBatchRun:
-    """Runs batches of one plan, whose records are global memory too."""
+    """Runs batches of one plan, with the plan's records in the emulated global memory."""
 
     def __init__(self, planned: BatchRunner) -> None:
         self.planned = planned
 
     def __call__(self, problem: BatchProblem) -> None:
+        """Emulates the launches of one run."""
         with _visible(problem, self.planned):
             self.planned(problem)
 
     def repeat(self, problem: BatchProblem) -> Repeat:
-        """Runs like that of `problem`, but for addresses."""
+        """Returns a function that repeats the run of `problem` with other addresses of tensors."""
         run = self.planned.repeat(problem)
         names, others = ("q", "k", "v", "out", "lse"), problem._asdict()
 
@@ -106,23 +110,25 @@ class EmulatedBatchRun:
 
 
 def _placed(problem: Request) -> Request:
-    """As normalisation leaves a problem on a GPU: q is copied if its rows are not aligned, k and v must be."""
+    """Returns the problem with aligned rows, as requests on a GPU have them: q is copied if necessary, and k, v or out
+    that are not aligned raise an ArgumentError.
+    """
     for name in ("k", "v", "out"):
-        if not single_request.aligned(getattr(problem, name)):
-            raise ArgumentError(f"{name} must have rows that start at multiples of {single_request.ALIGNMENT} bytes")
-    if single_request.aligned(problem.q):
+        if not aligned(getattr(problem, name)):
+            raise ArgumentError(f"{name} must have rows that start at multiples of {ALIGNMENT} bytes")
+    if aligned(problem.q):
         return problem
     return problem._replace(q=problem.q.clone(memory_format=torch.contiguous_format))
 
 
 @contextlib.contextmanager
 def _visible(problem: Request | BatchProblem, run: object) -> Iterator[None]:
-    """Shows the tensors of a problem, the counters, and what `run` keeps on the device: `records`, which launches
-    read, and `counters`, which they leave as they found them: at zero.
+    """Makes visible to emulated kernels: the tensors of a problem, the shared counters, and of `run` its `records`,
+    which launches may only read, and its `counters`. Raises a LaunchFault if counters are not zero afterwards.
     """
     inputs, outputs = _roles(problem)
     inputs |= _tensors("records", getattr(run, "records", None))
-    shared = (counters.of_device(CPU, kind).memory for kind in (counters.TICKETS, counters.ARRIVALS))
+    shared = (counters.of_device(CPU, kind).memory for kind in (counters.TILE_COUNTERS, counters.SEMAPHORES))
     memory = [*shared, *_tensors("", getattr(run, "counters", None)).values()]
     if isinstance(problem, DecodeProblem):
         in_scratch, outputs["partials"] = _scratch(problem.scratch)
@@ -136,11 +142,11 @@ def _visible(problem: Request | BatchProblem, run: object) -> Iterator[None]:
                 raise LaunchFault(f"a launch left its counters at {counter.tolist()}")
     finally:
         for counter in memory:
-            counter.zero_()  # of a launch that did not come to its end
+            counter.zero_()  # a launch that failed leaves others
 
 
 def _roles(problem: Request | BatchProblem) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Tensors that kernels may only read, and those that they write."""
+    """Returns the tensors that kernels may only read, and those that they write."""
     inputs: dict[str, torch.Tensor] = {}
     outputs: dict[str, torch.Tensor] = {}
     for name, value in zip(problem._fields, problem, strict=True):
@@ -150,7 +156,7 @@ def _roles(problem: Request | BatchProblem) -> tuple[dict[str, torch.Tensor], di
 
 
 def _scratch(scratch: Scratch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counters and partial results of a decode call."""
+    """Returns the memory of counters and of partial results of a decode call."""
     return (
         _bytes_at(scratch.counter_buffer, scratch.counters, scratch.counter_bytes),
         _bytes_at(scratch.partial_buffer, scratch.partials, scratch.partial_bytes),
@@ -163,7 +169,7 @@ def _bytes_at(buffer: torch.Tensor, address: int, num_bytes: int) -> torch.Tenso
 
 
 def _tensors(name: str, value: object) -> dict[str, torch.Tensor]:
-    """Tensors of one field of a problem."""
+    """Returns the tensors of one field of a problem, by name."""
     if isinstance(value, torch.Tensor):
         return {name: value}
     if isinstance(value, tuple):

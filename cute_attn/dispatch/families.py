@@ -1,4 +1,4 @@
-"""The kernel families behind the GPU backends' names."""
+"""Kernel families by the names of their GPU backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The torch reference as a backend: CPU tensors, and any device where it is asked for by name."""
+"""The torch reference as a backend: for CPU tensors, and on any device with backend="reference"."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from collections.abc import Callable
 
 from cute_attn.kernels.host.family import KernelLaunch
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Request, Settings
-from cute_attn.reference import attention as reference
+from cute_attn.reference import attention
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.staging import Staging
 
 
 def launches(problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
-    """None: torch runs it."""
+    """Returns no launches: torch computes the problem."""
     return []
 
 
 def prepare(settings: Settings) -> Callable[..., None]:
-    return reference.run_decode if settings.features.device_lengths else reference.run
+    """Returns a callable that runs single requests of these settings."""
+    return attention.run_decode if settings.features.device_lengths else attention.run
 
 
 def workspace(settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
-    """None is used."""
+    """Returns (0, 0): neither workspace nor records are used."""
     return 0, 0
 
 
 def plan(
     settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging
 ) -> Callable[[BatchProblem], None]:
-    """One request after the other, without a workspace."""
-    return functools.partial(reference.run_batch, lengths=lengths)
+    """Returns a callable that computes the requests of a batch one after the other."""
+    return functools.partial(attention.run_batch, lengths=lengths)

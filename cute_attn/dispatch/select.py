@@ -1,4 +1,4 @@
-"""Choice of the backend of a problem, by one table of what each backend refuses.
+"""Selection of the backend of a problem, by one table of what each backend refuses.
 
 The table drives `choose`, the messages of `NotSupported`, `explain` and the support table of the README.
 """
@@ -27,13 +27,13 @@ CACHE_SIZE = 256  # settings: more than the layers of a model have
 
 @functools.lru_cache(CACHE_SIZE)
 def chosen(features: Features, backend: str, rows: int) -> Backend:
-    """Return `choose`, cached."""
+    """Return the result of `choose`, memoised."""
     return choose(features, backend, rows=rows)
 
 
 def rows_class(features: Features, qo_len: int) -> int:
-    """Return the largest threshold of `ROWS_CLASSES` up to the packed query rows of a request: no backend tells more
-    apart, and the cache of `chosen` stays small.
+    """Return the largest threshold of `ROWS_CLASSES` that the packed query rows of a request reach: selection depends
+    on nothing finer, and the cache of `chosen` stays small.
     """
     if features.device_lengths:
         return 0  # one backend takes them, however many rows
@@ -42,7 +42,7 @@ def rows_class(features: Features, qo_len: int) -> int:
 
 
 def checked_name(backend: Any) -> str:
-    """Check for the name of a backend or "auto"."""
+    """Return the name of a backend or "auto"; raise for anything else."""
     if isinstance(backend, str) and backend == "auto":
         return "auto"
     return _named(backend).name
@@ -166,7 +166,7 @@ def _named(backend: Any) -> Backend:
 
 
 def arch_for(device: torch.device, assumed: Arch | None) -> Arch | None:
-    """Return the architecture of `device`, or the assumed one of a CUDA device; None for the CPU."""
+    """Return the architecture of a CUDA device, or `assumed` if that is given; None for the CPU."""
     if device.type != "cuda":
         return None
     if assumed is not None:

@@ -23,8 +23,8 @@ class PoolSize(NamedTuple):
     captured: int
 
 
-TICKETS = PoolSize(8, 1 << 12, 1 << 16)  # tile counter and CTA counter of the dynamic tile scheduler, int32
-ARRIVALS = PoolSize(4096, 1 << 8, 1 << 12)  # one int32 semaphore per CTA: splits that have arrived
+TILE_COUNTERS = PoolSize(8, 1 << 12, 1 << 16)  # int32 tile counter and CTA counter of the dynamic tile scheduler
+SEMAPHORES = PoolSize(4096, 1 << 8, 1 << 12)  # one int32 semaphore per CTA: splits that have arrived
 
 
 class DeviceCounters:
@@ -66,10 +66,11 @@ class CpuCounters:
         self.memory = torch.zeros(size.bytes_per_launch // 4, dtype=torch.int32)
 
     def address(self, stream: int) -> int:
+        """Returns the address of the counters."""
         return self.memory.data_ptr()
 
 
-def of_device(device_index: int, size: PoolSize = TICKETS) -> DeviceCounters | CpuCounters:
+def of_device(device_index: int, size: PoolSize = TILE_COUNTERS) -> DeviceCounters | CpuCounters:
     """Returns the pool of a device, allocated on first use."""
     return _of_device(device_index, size)
 

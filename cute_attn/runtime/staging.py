@@ -114,7 +114,7 @@ class Staging:
         self._fixed = False
         self._reserved: np.ndarray | None = None
 
-    def fixed_capacity(self, ints: int) -> None:
+    def fix_capacity(self, ints: int) -> None:
         """Fixes the address of all later uploads and limits them to `ints` numbers, as CUDA graphs need it."""
         if self._fixed:
             self._check_capacity(ints)

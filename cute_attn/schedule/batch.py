@@ -21,7 +21,7 @@ from cute_attn.schedule.cost_model import Capacity
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
 from cute_attn.schedule.split_kv import MAX_SPLITS, ceil_div
 
-Memory = Callable[[int], np.ndarray]  # allocates a flat int32 array of the given size
+AllocateInts = Callable[[int], np.ndarray]  # allocates a flat int32 array of the given size
 
 UNLIMITED = 1 << 62
 LONG_QO_LEN = 1 << 20  # query tokens: more than any tile holds
@@ -34,30 +34,30 @@ _KV_LEN, _FIRST_ROW, _KV_BEGIN, _KV_END, _PARTIAL = (
 )
 
 
-class TileShape(NamedTuple):
-    """Tile of a launch, the mask that all requests share, and what the schedule knows of the device."""
+class SchedulerParams(NamedTuple):
+    """Tile of a launch, the mask that all requests share, and properties of the device."""
 
     rows: int
     cols: int
-    group: int  # num_qo_heads / num_kv_heads
+    group_size: int  # num_qo_heads / num_kv_heads
     num_kv_heads: int
     causal: bool
     window_left: int  # negative: none
     resident_ctas: int  # CTAs that the device runs at once
     min_split_tiles: int  # kv tiles of the smallest split worth its partial: split_kv.min_split_tiles
     partial_row_bytes: int  # 4 * (head_dim_vo + 1)
-    section_heads: int = 0  # kv heads processed side by side before the next ones begin; 0: all
+    l2_section_heads: int = 0  # kv heads processed side by side before the next ones begin; 0: all
     l2_kv_tokens: int = 0  # kv tokens of so many heads that L2 holds; 0: the order of requests does not matter
 
 
-class Work(NamedTuple):
+class WorkList(NamedTuple):
     """Work list of a launch. `items` and `merges` are views of `ints`, the array that is copied to the device: all
     items, padded with zero records to `item_capacity`, then all merges, padded with zero records to `merge_capacity`.
     """
 
     items: np.ndarray  # [item_capacity, ITEM_INTS] int32
     merges: np.ndarray  # [merge_capacity, MERGE_INTS] int32
-    num_partials: int  # slots of the workspace in use
+    num_partials: int  # that items write to the workspace
     item_capacity: int
     merge_capacity: int
     ints: np.ndarray  # [item_capacity * ITEM_INTS + merge_capacity * MERGE_INTS] int32
@@ -78,69 +78,73 @@ class Splits(NamedTuple):
     tile: np.ndarray | None  # query tile of the item; None: every query tile has one item
     begin: np.ndarray
     end: np.ndarray
-    partial: np.ndarray | None  # slot of the item's partial, or NO_PARTIAL; None: no item has one
+    partial: np.ndarray | None  # index of the item's partial, or NO_PARTIAL; None: no item has one
     merge_tile: np.ndarray  # query tiles with several splits
-    first_partial: np.ndarray  # slot of the first split of each `merge_tile`
+    first_partial: np.ndarray  # index of the first partial of each `merge_tile`
     num_splits: np.ndarray  # number of splits of each `merge_tile`
 
 
-def new_ints(size: int) -> np.ndarray:
+def allocate_ints(size: int) -> np.ndarray:
     """Allocates pageable host memory for the records of a schedule."""
     return np.empty(size, np.int32)
 
 
-def schedule(lengths: BatchLengths, shape: TileShape, limits: BatchLimits, memory: Memory = new_ints) -> Work:
-    """Returns the work list of a batch, written into memory that `memory` allocates.
+def schedule(
+    lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits, allocate: AllocateInts = allocate_ints
+) -> WorkList:
+    """Returns the work list of a batch, written into memory from `allocate`.
 
     Splits are added only as far as the workspace and, for CUDA graphs, the record capacities allow.
     `fixed_split_size` is applied exactly instead: if the workspace is too small for that, a WorkspaceError names the
     bytes needed.
     """
-    tiles = query_tiles(lengths, shape)
-    capacity = record_capacity(shape, limits)
+    tiles = query_tiles(lengths, params)
+    capacity = record_capacity(params, limits)
     if limits.fixed_split_size is not None and not limits.disable_split_kv:
-        splits = _fixed_size_splits(tiles, shape, limits)
+        splits = _fixed_size_splits(tiles, params, limits)
     else:
-        splits = _balanced_splits(tiles, shape, capacity)
-    order = _item_order(lengths, shape, tiles, splits)
-    return _work(lengths, shape, tiles, splits, order, capacity if limits.graph else None, memory)
+        splits = _balanced_splits(tiles, params, capacity)
+    order = _item_order(lengths, params, tiles, splits)
+    return _work(lengths, params, tiles, splits, order, capacity if limits.graph else None, allocate)
 
 
-def query_tiles(lengths: BatchLengths, shape: TileShape) -> QueryTiles:
+def query_tiles(lengths: BatchLengths, params: SchedulerParams) -> QueryTiles:
     """Returns the query tiles of all requests, each with the kv tiles that it sees."""
     qo_len = np.diff(lengths.qo_indptr).astype(np.int32)
     kv_len = lengths.kv_len.astype(np.int32)
-    tiles = -(-(qo_len * np.int32(shape.group)) // np.int32(shape.rows))
+    tiles = -(-(qo_len * np.int32(params.group_size)) // np.int32(params.rows))
     first = (tiles.cumsum(dtype=np.int32) - tiles).repeat(tiles)  # `repeat` is several times faster than indexing
-    first_row = (np.arange(len(first), dtype=np.int32) - first) * np.int32(shape.rows)
-    begin, end = _visible_kv_tiles(first_row, tiles, qo_len, kv_len, shape)
+    first_row = (np.arange(len(first), dtype=np.int32) - first) * np.int32(params.rows)
+    begin, end = _visible_kv_tiles(first_row, tiles, qo_len, kv_len, params)
     return QueryTiles(np.arange(len(tiles)).repeat(tiles), first_row, begin, end)
 
 
 def _visible_kv_tiles(
-    first_row: np.ndarray, tiles: np.ndarray, qo_len: np.ndarray, kv_len: np.ndarray, shape: TileShape
+    first_row: np.ndarray, tiles: np.ndarray, qo_len: np.ndarray, kv_len: np.ndarray, params: SchedulerParams
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the range of kv tiles that some row of each query tile sees; request i has `tiles[i]` query tiles.
 
     Query token i has position i + kv_len - qo_len; `kernels.blocks.masks.Band` computes the same bounds in a CTA.
     """
-    group, cols, one = np.int32(shape.group), np.int32(shape.cols), np.int32(1)
-    if shape.causal:
-        last = np.minimum((first_row + np.int32(shape.rows - 1)) // group, (qo_len - one).repeat(tiles))
+    group, cols, one = np.int32(params.group_size), np.int32(params.cols), np.int32(1)
+    if params.causal:
+        last = np.minimum((first_row + np.int32(params.rows - 1)) // group, (qo_len - one).repeat(tiles))
         stop = np.maximum(last + (kv_len - qo_len + one).repeat(tiles), np.int32(0))
         end = -(-stop // cols)
     else:
         end = (-(-kv_len // cols)).repeat(tiles)
-    if shape.window_left < 0:
+    if params.window_left < 0:
         return np.zeros_like(end), end
-    position = kv_len - qo_len - np.int32(min(shape.window_left, 1 << 30))
+    position = kv_len - qo_len - np.int32(min(params.window_left, 1 << 30))
     return np.maximum(first_row // group + position.repeat(tiles), np.int32(0)) // cols, end
 
 
-def _balanced_splits(tiles: QueryTiles, shape: TileShape, capacity: Capacity) -> Splits:
+def _balanced_splits(tiles: QueryTiles, params: SchedulerParams, capacity: Capacity) -> Splits:
     """Splits the longest query tiles evenly where the cost model expects a shorter launch."""
     visible = tiles.end - tiles.begin
-    device = cost_model.Device(shape.resident_ctas / shape.num_kv_heads, shape.min_split_tiles, shape.rows / shape.cols)
+    device = cost_model.Device(
+        params.resident_ctas / params.num_kv_heads, params.min_split_tiles, params.rows / params.cols
+    )
     num_splits = cost_model.num_splits(visible, device, capacity)
     if num_splits is None:
         return _unsplit(tiles)
@@ -150,25 +154,25 @@ def _balanced_splits(tiles: QueryTiles, shape: TileShape, capacity: Capacity) ->
     return Splits(tile, begin + index * visible // count, begin + (index + 1) * visible // count, partial, *merges)
 
 
-def _fixed_size_splits(tiles: QueryTiles, shape: TileShape, limits: BatchLimits) -> Splits:
+def _fixed_size_splits(tiles: QueryTiles, params: SchedulerParams, limits: BatchLimits) -> Splits:
     """Splits at multiples of `fixed_split_size` from token 0, regardless of what a tile sees or other requests need."""
     size = limits.fixed_split_size
     assert size is not None
     if size < 1:
         raise RuntimeArgumentError(f"fixed_split_size must be at least 1 token, got {size}")
-    chunk = min(ceil_div(size, shape.cols), 1 << 30)
+    chunk = min(ceil_div(size, params.cols), 1 << 30)
     first = tiles.begin // chunk
     num_splits = np.maximum(-(-tiles.end // chunk) - first, 1)
     largest = int(num_splits.max(initial=1))
     if largest == 1:
         return _unsplit(tiles)
     if largest > MAX_SPLITS:
-        smallest_size = ceil_div(int(tiles.end.max()), MAX_SPLITS) * shape.cols
+        smallest_size = ceil_div(int(tiles.end.max()), MAX_SPLITS) * params.cols
         raise RuntimeArgumentError(
             f"fixed_split_size must split a request into at most {MAX_SPLITS} parts, got {size} tokens, which make "
             f"{largest}; this batch needs at least {smallest_size}"
         )
-    needed = int(num_splits[num_splits > 1].sum()) * slot_bytes(shape)
+    needed = int(num_splits[num_splits > 1].sum()) * partial_bytes(params)
     if needed > limits.workspace_bytes:
         raise WorkspaceError(
             f"float_workspace_buffer must have {needed} bytes for fixed_split_size={size} in this batch, "
@@ -186,64 +190,69 @@ def _unsplit(tiles: QueryTiles) -> Splits:
 
 
 def _enumerate(num_splits: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Returns query tile, index within it and partial slot of every split; then the query tiles with several splits,
-    their first slots and their numbers of splits.
+    """Returns query tile, index within it and partial of every split; then the query tiles with several splits, their
+    first partials and their numbers of splits.
     """
     tile = np.arange(len(num_splits)).repeat(num_splits)
     index = np.arange(len(tile)) - (num_splits.cumsum() - num_splits)[tile]
     several = num_splits > 1
-    slots = np.where(several, num_splits, 0)
-    first_slot = slots.cumsum() - slots
-    partial = np.where(several[tile], first_slot[tile] + index, NO_PARTIAL)
+    partials = np.where(several, num_splits, 0)
+    first_partial = partials.cumsum() - partials
+    partial = np.where(several[tile], first_partial[tile] + index, NO_PARTIAL)
     merge_tile = several.nonzero()[0]
-    return tile, index, partial, merge_tile, first_slot[merge_tile], num_splits[merge_tile]
+    return tile, index, partial, merge_tile, first_partial[merge_tile], num_splits[merge_tile]
 
 
-def _item_order(lengths: BatchLengths, shape: TileShape, tiles: QueryTiles, splits: Splits) -> np.ndarray:
+def _item_order(lengths: BatchLengths, params: SchedulerParams, tiles: QueryTiles, splits: Splits) -> np.ndarray:
     """Returns the order of items: longest first, within groups of requests that share L2 where these matter."""
     order = longest_first(splits.end - splits.begin)
-    if grouped(shape, len(order)) and int(lengths.kv_len.sum()) > shape.l2_kv_tokens:
+    if orders_by_l2(params, len(order)) and int(lengths.kv_len.sum()) > params.l2_kv_tokens:
         request = tiles.request if splits.tile is None else tiles.request[splits.tile]
-        order = order[np.argsort(l2_groups(lengths, shape)[request[order]], kind="stable")]
+        order = order[np.argsort(l2_groups(lengths, params)[request[order]], kind="stable")]
     return order
 
 
 def _work(
     lengths: BatchLengths,
-    shape: TileShape,
+    params: SchedulerParams,
     tiles: QueryTiles,
     splits: Splits,
     order: np.ndarray,
     capacity: Capacity | None,
-    memory: Memory,
-) -> Work:
+    allocate: AllocateInts,
+) -> WorkList:
     """Returns the records in `order`, padded to `capacity` if that is given."""
     num_items, num_merges = len(order), len(splits.merge_tile)
     item_capacity, merge_capacity = (num_items, num_merges) if capacity is None else (capacity.items, capacity.merges)
     item_ints = item_capacity * ITEM_INTS
-    ints = memory(item_ints + merge_capacity * MERGE_INTS)
+    ints = allocate(item_ints + merge_capacity * MERGE_INTS)
     items, merges = ints[:item_ints].reshape(-1, ITEM_INTS), ints[item_ints:].reshape(-1, MERGE_INTS)
-    _write_items(items[:num_items], lengths, shape, tiles, splits, order)
+    _write_items(items[:num_items], lengths, params, tiles, splits, order)
     items[num_items:] = 0
     merges[num_merges:] = 0
     num_partials = 0
     if num_merges:
         num_partials = int(splits.first_partial[-1] + splits.num_splits[-1])
         _write_merges(merges[:num_merges], lengths, tiles, splits)
-    return Work(items, merges, num_partials, item_capacity, merge_capacity, ints)
+    return WorkList(items, merges, num_partials, item_capacity, merge_capacity, ints)
 
 
 def _write_items(
-    items: np.ndarray, lengths: BatchLengths, shape: TileShape, tiles: QueryTiles, splits: Splits, order: np.ndarray
+    items: np.ndarray,
+    lengths: BatchLengths,
+    params: SchedulerParams,
+    tiles: QueryTiles,
+    splits: Splits,
+    order: np.ndarray,
 ) -> None:
     requests = _request_records(lengths)
     requests[:, _PARTIAL] = NO_PARTIAL
     tile = order if splits.tile is None else splits.tile.take(order)
     requests.take(tiles.request.take(tile), 0, out=items, mode="clip")  # "clip" spares numpy a copy of `out`
     items[:, _FIRST_ROW] = tiles.first_row.take(tile)
-    if splits.tile is not None or shape.window_left >= 0:  # else all begin at 0
-        items[:, _KV_BEGIN] = splits.begin.take(order) * shape.cols
-    np.minimum(splits.end.take(order) * shape.cols, items[:, _KV_LEN], out=items[:, _KV_END], casting="unsafe")
+    if splits.tile is not None or params.window_left >= 0:  # else all begin at 0
+        items[:, _KV_BEGIN] = splits.begin.take(order) * params.cols
+    np.minimum(splits.end.take(order) * params.cols, items[:, _KV_LEN], out=items[:, _KV_END], casting="unsafe")
     if splits.partial is not None:
         items[:, _PARTIAL] = splits.partial.take(order)
 
@@ -289,29 +298,29 @@ def longest_first(cost: np.ndarray) -> np.ndarray:
     return np.argsort(-cost, kind="stable")
 
 
-def grouped(shape: TileShape, items: int) -> bool:
-    """Tells whether items are ordered by L2 group before length; not in few waves, whose last one would end late."""
-    return bool(shape.l2_kv_tokens) and items * shape.num_kv_heads >= L2_ORDER_MIN_WAVES * shape.resident_ctas
+def orders_by_l2(params: SchedulerParams, items: int) -> bool:
+    """Tells whether items are ordered by L2 group before length: not in few waves, the last of which would end late."""
+    return bool(params.l2_kv_tokens) and items * params.num_kv_heads >= L2_ORDER_MIN_WAVES * params.resident_ctas
 
 
-def l2_groups(lengths: BatchLengths, shape: TileShape) -> np.ndarray:
+def l2_groups(lengths: BatchLengths, params: SchedulerParams) -> np.ndarray:
     """Returns the group of every request, longest requests first: the keys of one group fit L2 together."""
     by_length = longest_first(lengths.kv_len)
     groups = np.empty_like(by_length)
-    groups[by_length] = np.maximum(lengths.kv_len[by_length].cumsum() - 1, 0) // shape.l2_kv_tokens
+    groups[by_length] = np.maximum(lengths.kv_len[by_length].cumsum() - 1, 0) // params.l2_kv_tokens
     return groups
 
 
-def slot_bytes(shape: TileShape) -> int:
-    """Returns the workspace bytes of one partial slot: o and lse of a query tile, for every kv head."""
-    return shape.num_kv_heads * shape.rows * shape.partial_row_bytes
+def partial_bytes(params: SchedulerParams) -> int:
+    """Returns the workspace bytes of one partial: o and lse of a query tile, for every kv head."""
+    return params.num_kv_heads * params.rows * params.partial_row_bytes
 
 
-def rows_of_a_request(lengths: BatchLengths, limits: BatchLimits) -> int:
-    """Returns the query tokens of a typical request, which decide the tile.
+def typical_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
+    """Returns the query tokens of a typical request, by which the tile is chosen.
 
-    They must not change between the plans of a captured launch, nor with the other requests of a batch if the splits
-    are fixed, which promises results that are bitwise independent of these.
+    The number is the same for all plans of a captured launch. With fixed splits it does not depend on the lengths of a
+    batch at all, because the results of a request are then bitwise independent of the other requests.
     """
     if limits.max_qo_len is not None:
         return limits.max_qo_len
@@ -324,7 +333,7 @@ def rows_of_a_request(lengths: BatchLengths, limits: BatchLimits) -> int:
     return ceil_div(int(starts[-1] - starts[0]), max(1, requests))
 
 
-def longest_request(lengths: BatchLengths, limits: BatchLimits) -> int:
+def max_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
     """Returns an upper bound of the query tokens of any request, the same for all plans of a captured launch."""
     if limits.max_qo_len is not None:
         return limits.max_qo_len
@@ -336,46 +345,46 @@ def longest_request(lengths: BatchLengths, limits: BatchLimits) -> int:
 # --- launches of a fixed size (CUDA graphs) --------------------------------------------------------------------------
 
 
-def record_capacity(shape: TileShape, limits: BatchLimits) -> Capacity:
+def record_capacity(params: SchedulerParams, limits: BatchLimits) -> Capacity:
     """Returns how many records a schedule may have. With `limits.graph`, every schedule within the limits fits."""
-    partials = limits.workspace_bytes // slot_bytes(shape)
+    partials = limits.workspace_bytes // partial_bytes(params)
     if limits.graph is None:
         return Capacity(UNLIMITED, 0 if limits.disable_split_kv else UNLIMITED, partials)
-    tiles = max_query_tiles(limits.graph, shape)
-    kv_tiles = ceil_div(limits.graph.max_kv_tokens, shape.cols)
+    tiles = max_query_tiles(limits.graph, params)
+    kv_tiles = ceil_div(limits.graph.max_kv_tokens, params.cols)
     if limits.disable_split_kv:
         return Capacity(tiles, 0, 0)
     if limits.fixed_split_size is not None:
-        chunk = max(1, ceil_div(limits.fixed_split_size, shape.cols))
+        chunk = max(1, ceil_div(limits.fixed_split_size, params.cols))
         if kv_tiles <= chunk or partials < 2:
             return Capacity(tiles, 0, 0)
-        items = min(max_fixed_size_splits(limits.graph, shape, chunk), tiles + partials)
+        items = min(max_fixed_size_splits(limits.graph, params, chunk), tiles + partials)
         return Capacity(items, min(tiles, items // 2, partials // 2), partials)
-    if kv_tiles < 2 * shape.min_split_tiles or partials < 2:
+    if kv_tiles < 2 * params.min_split_tiles or partials < 2:
         return Capacity(tiles, 0, 0)
-    wave = ceil_div(shape.resident_ctas, shape.num_kv_heads)
-    merges = min(tiles, partials // 2, max(wave, MERGE_ROWS // (shape.num_kv_heads * shape.rows)))
+    wave = ceil_div(params.resident_ctas, params.num_kv_heads)
+    merges = min(tiles, partials // 2, max(wave, MERGE_ROWS // (params.num_kv_heads * params.rows)))
     return Capacity(tiles + min(EXTRA_WAVES * wave, partials), merges, partials)
 
 
-def max_query_tiles(graph: GraphLimits, shape: TileShape) -> int:
+def max_query_tiles(graph: GraphLimits, params: SchedulerParams) -> int:
     """Returns the largest number of query tiles of any batch within the limits."""
     requests = min(graph.batch_size, graph.max_rows)
-    if shape.group >= shape.rows:
-        tiles = graph.max_rows * ceil_div(shape.group, shape.rows)
+    if params.group_size >= params.rows:
+        tiles = graph.max_rows * ceil_div(params.group_size, params.rows)
     else:  # each tile after a request's first takes this many more tokens
-        tiles = requests + (graph.max_rows - requests) // (shape.rows // shape.group)
+        tiles = requests + (graph.max_rows - requests) // (params.rows // params.group_size)
     if graph.max_qo_len is None:
         return tiles
-    return min(tiles, requests * ceil_div(graph.max_qo_len * shape.group, shape.rows))
+    return min(tiles, requests * ceil_div(graph.max_qo_len * params.group_size, params.rows))
 
 
-def max_fixed_size_splits(graph: GraphLimits, shape: TileShape, chunk: int) -> int:
+def max_fixed_size_splits(graph: GraphLimits, params: SchedulerParams, chunk: int) -> int:
     """Returns the largest number of items of any batch within the limits, split at multiples of `chunk` kv tiles."""
-    kv_tiles = ceil_div(graph.max_kv_tokens, shape.cols)
+    kv_tiles = ceil_div(graph.max_kv_tokens, params.cols)
     requests = min(graph.batch_size, graph.max_rows)
-    bound = max_query_tiles(graph, shape) * min(MAX_SPLITS, ceil_div(kv_tiles, chunk))  # as if every tile saw all keys
+    bound = max_query_tiles(graph, params) * min(MAX_SPLITS, ceil_div(kv_tiles, chunk))  # as if every tile saw all keys
     if graph.max_qo_len is None:
         return bound
-    tiles_per_request = ceil_div(graph.max_qo_len * shape.group, shape.rows)
-    return min(bound, tiles_per_request * (requests + graph.max_kv_tokens // (chunk * shape.cols)))
+    tiles_per_request = ceil_div(graph.max_qo_len * params.group_size, params.rows)
+    return min(bound, tiles_per_request * (requests + graph.max_kv_tokens // (chunk * params.cols)))

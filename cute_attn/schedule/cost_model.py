@@ -39,7 +39,7 @@ class Capacity(NamedTuple):
 
 
 class Device(NamedTuple):
-    """Device and costs, as the model needs them apart from lengths."""
+    """Inputs of the model besides lengths."""
 
     concurrent_items: float  # items that run at once
     min_split_tiles: int  # kv tiles of the smallest split worth its partial

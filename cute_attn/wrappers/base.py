@@ -177,7 +177,7 @@ class BatchWrapper:
         batch_plan.check_rows(tokens, settings.features.num_qo_heads)
         limits = BatchLimits(self._workspace.numel(), *splits, max_qo_len=tokens.q_len)
         name = self._backend if self._graph_invariants is None else self._graph_invariants.backend
-        rows = select.rows_class(settings.features, batch_schedule.rows_of_a_request(tokens.lengths, limits))
+        rows = select.rows_class(settings.features, batch_schedule.typical_qo_len(tokens.lengths, limits))
         backend = select.chosen(features or settings.features, name, rows)
         if not self._use_cuda_graph:
             return settings, backend, limits, None

@@ -19,7 +19,7 @@ from cute_attn import (
     trtllm_batch_decode_with_kv_cache,
     xqa_batch_decode_with_kv_cache,
 )
-from cute_attn.kernels.xqa.host import prepared
+from cute_attn.kernels.xqa.host.grid import cta_group_count
 from cute_attn.request import single as single_request
 from cute_attn.xqa import xqa
 from tests.support.xqa_case import Built, XqaCase, build, random_case
@@ -297,8 +297,8 @@ def test_no_gradients_and_no_shared_memory() -> None:
 @pytest.mark.parametrize("ctas", [1, 2, 78, 132, 264, 396, 528])
 def test_cta_groups_take_the_units_evenly_and_leave_few_ctas_idle(ctas: int) -> None:
     for units in range(1, 140):
-        groups = prepared.cta_group_count(units, ctas)
+        groups = cta_group_count(units, ctas)
         assert units % groups == 0
         assert ctas % groups <= ctas / 32
-    assert prepared.cta_group_count(8, 132) == 8
-    assert prepared.cta_group_count(8, 528) == 8
+    assert cta_group_count(8, 132) == 8
+    assert cta_group_count(8, 528) == 8

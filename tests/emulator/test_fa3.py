@@ -174,8 +174,8 @@ def test_batches_in_sections(batch: BatchCase, schedule: Schedule, monkeypatch: 
     assert result.ok, result.detail
     assert_fa3(emulation)
     plan = planned._planned().launch.planned.schedule
-    _, heads_per_section = fa3_batch.sections(plan.shape, plan.work)
-    assert heads_per_section < plan.shape.num_kv_heads
+    _, heads_per_section = fa3_batch.sections(plan.params, plan.work)
+    assert heads_per_section < plan.params.num_kv_heads
 
 
 def test_sections_of_single_requests(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from cute_attn.emulator import EmulatorError
 from cute_attn.emulator.errors import LaunchFault
 from cute_attn.emulator.machine import Schedule
 from cute_attn.kernels.xqa import tiles
-from cute_attn.kernels.xqa.host import single
+from cute_attn.kernels.xqa.host.decode import DecodeRun
 from cute_attn.problem import DecodeProblem
 from cute_attn.request.decode import COUNTER_BYTES
 from cute_attn.xqa import xqa
@@ -95,9 +95,9 @@ def produced(kv: str, lengths: tuple[int, ...], broken: bool, monkeypatch: pytes
     """The kernel as a dependent launch of one that writes what it reads; `broken`: it does not wait."""
     scale = 0.002 if kv == "nvfp4" else None
     built = build(XqaCase(lengths, kv=kv, heads=(2, 1), head_dim=64, device_scales=True, bmm1_scale=scale))
-    solve_problem, roles = single.Runner.decode, emulator_backend._roles
+    solve_problem, roles = DecodeRun.__call__, emulator_backend._roles
 
-    def after_producer(runner: single.Runner, problem: DecodeProblem) -> None:
+    def after_producer(runner: DecodeRun, problem: DecodeProblem) -> None:
         producer = Producer(built, "sm_90a", 2)
         producer.spoil()
         producer.write()
@@ -111,7 +111,7 @@ def produced(kv: str, lengths: tuple[int, ...], broken: bool, monkeypatch: pytes
     def rewrite(ptx: str) -> str:
         return ptx.replace("griddepcontrol.wait;", "") if broken else ptx
 
-    monkeypatch.setattr(single.Runner, "decode", after_producer)
+    monkeypatch.setattr(DecodeRun, "__call__", after_producer)
     monkeypatch.setattr(emulator_backend, "_roles", all_written)
     with emulator.using("sm_90a", sms=2, rewrite=rewrite):
         return built.check(*decode(built))

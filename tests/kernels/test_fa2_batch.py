@@ -18,7 +18,7 @@ from cute_attn.kernels.fa2.host import batch as fa2_batch
 from cute_attn.kernels.fa2.host.family import FAMILY
 from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
 from cute_attn.kernels.host import gpu as gpus
-from cute_attn.kernels.host.batch import BatchRun
+from cute_attn.kernels.host.batch import SplitKvBatchRun
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.problem import GraphLimits
 from cute_attn.runtime.arch import named
@@ -53,14 +53,14 @@ DECODE = decode((40, 3, 0), page_size=4, **heads(4, 2))
 def on_fa2(monkeypatch: pytest.MonkeyPatch) -> None:
     interpret(monkeypatch)
     monkeypatch.setattr(
-        fa2_batch, "fa2_tiles", types.SimpleNamespace(choose=lambda *args: TILE, resident_ctas=lambda *args: 2)
+        fa2_batch, "tiles", types.SimpleNamespace(choose=lambda *args: TILE, resident_ctas=lambda *args: 2)
     )
     monkeypatch.setattr(gpus, "of_device", lambda index: GPU)
     monkeypatch.setattr(select, "chosen", lambda features, name, rows: capabilities.BY_NAME["fa2"])
     monkeypatch.setattr(select, "reasons_against", lambda *args: [])
 
 
-def planned(built: Built, staging: Staging | None = None) -> BatchRun[Tile]:
+def planned(built: Built, staging: Staging | None = None) -> SplitKvBatchRun:
     staging = staging or Staging(torch.device("cpu"))
     return FAMILY.plan(built.problem.settings, built.lengths, built.limits, staging, GPU)
 
@@ -251,7 +251,7 @@ def test_graph_launches_keep_their_form() -> None:
     again = planned(dataclasses.replace(other, limits=limits), staging)
     assert [again.schedule.grid, again.schedule.combine_grid] == grids
     assert again.items == run.items
-    assert (again.merges, again.partial_bytes) == (run.merges, run.partial_bytes)
+    assert (again.merges, again.partial_o_bytes) == (run.merges, run.partial_o_bytes)
 
 
 def test_replays_after_another_workspace() -> None:
@@ -309,7 +309,7 @@ def test_tiles_do_not_depend_on_the_batch(splits: dict[str, Any], monkeypatch: p
         asked.add((len(made), rows))
         return TILE
 
-    monkeypatch.setattr(fa2_batch.fa2_tiles, "choose", choose)
+    monkeypatch.setattr(fa2_batch.tiles, "choose", choose)
     made: list[Any] = []
     for qo_lens in ((1,), (1, 1), (7, 300), (64, 0, 2)):
         case = paged(qo_lens, (30,) * len(qo_lens), **splits)

@@ -34,7 +34,7 @@ def contract(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter in place of a GPU, and small tiles so that small problems have many."""
     interpret(monkeypatch)
     monkeypatch.setattr(
-        fa2_batch, "fa2_tiles", types.SimpleNamespace(choose=lambda *args: SMALL, resident_ctas=lambda *args: 2)
+        fa2_batch, "tiles", types.SimpleNamespace(choose=lambda *args: SMALL, resident_ctas=lambda *args: 2)
     )
 
 

@@ -201,9 +201,9 @@ def test_sections_of_a_batch(sms: int, kv_len: int, resident: int, monkeypatch: 
     monkeypatch.setattr(fa3_variant, "SECTION_BYTES", 5 * 1024 * 2 * 64 * 2)
     fa3_batch.tiling.cache_clear()
     built = build(ragged((700, 300), (kv_len, min(kv_len, 20)), **heads(16, 16)))
-    plan = fa3_batch.schedule(built.problem.settings, built.lengths, built.limits, HOPPER, sms)
+    plan = FAMILY.schedule(built.problem.settings, built.lengths, built.limits, HOPPER, sms)
     fa3_batch.tiling.cache_clear()
-    tiles, found = fa3_batch.sections(plan.shape, plan.work)
+    tiles, found = fa3_batch.sections(plan.params, plan.work)
     assert found == {1: 1, 5: 4, 16: 16}[resident]
     places = set()
     for index in range(plan.total_tiles):

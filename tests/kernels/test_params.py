@@ -65,6 +65,13 @@ def test_rebinding_changes_its_fields_alone(fields: tuple[str, ...]) -> None:
         assert by_name(NAMES, bound(*changes.values())) == by_name(NAMES, values) | changes
 
 
+def test_unused_arguments_follow_the_fields() -> None:
+    packer = ParamPacker(NAMES, STATIC, DYNAMIC)
+    values = packer.values(1, (2, 3), 4)
+    bound = packer.rebinder(("q",), unused=("stream",)).bind(values)
+    assert by_name(NAMES, bound(5, 77)) == by_name(NAMES, values) | {"q": 5}
+
+
 @pytest.mark.parametrize("fields", [("q", "heads"), ("q", "q")])
 def test_fields_to_rebind_must_be_distinct_parameters(fields: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match="distinct parameters"):

@@ -1,8 +1,9 @@
-"""What the decode kernel's host side does when, on CPU tensors and without a kernel."""
+"""The decode kernel's host code on CPU tensors, without a kernel: when it loads, and the parameters that it passes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 
 from cute_attn.emulator import using
 from cute_attn.errors import WorkspaceError
-from cute_attn.kernels.xqa.host import batch as xqa_batch
-from cute_attn.kernels.xqa.host import params, prepared
-from cute_attn.kernels.xqa.host import single as xqa_single
-from cute_attn.kernels.xqa.host import variant as xqa_variant
+from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.xqa.host import prepared
+from cute_attn.kernels.xqa.host.decode import DecodeRun
+from cute_attn.kernels.xqa.host.family import FAMILY
+from cute_attn.kernels.xqa.host.single import SingleRun
 from cute_attn.problem import DecodeProblem, Features, Scratch, Settings
 from cute_attn.runtime.arch import named
 from cute_attn.runtime.launch import CPU
@@ -21,20 +23,37 @@ from tests.support import batch_case
 from tests.support.batch_case import decode, heads
 
 BF16 = torch.bfloat16
+GPU = Gpu(named("sm_90a"), CPU, 2)
 FEATURES = Features(
     *(torch.device("cpu"), BF16, BF16, BF16, 4, 2, 64, 64), kv_source="paged", decode=True, device_lengths=True
 )
 BATCH = decode((40, 3), page_size=4, **heads(4, 2))
 
 
+class Fired:
+    """Takes the place of all loaded kernels: records their specs and the parameters of their launches."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.artifact = SimpleNamespace(params=[SimpleNamespace(name=name) for name in names])
+        self.specs: list[Any] = []
+        self.blocks: list[dict[str, Any]] = []
+
+    def load(self, spec: Any, *where: Any) -> Fired:
+        self.specs.append(spec)
+        return self
+
+    def fire(self, values: Any, grid: Any, stream: int) -> None:
+        self.blocks.append({param.name: value for param, value in zip(self.artifact.params, values, strict=True)})
+
+
 @pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Kernels, in the order in which they are loaded."""
-    specs: list[Any] = []
-    monkeypatch.setattr(prepared, "load", lambda spec, *where: specs.append(spec))
-    xqa_batch.prepared_kernel.cache_clear()
-    yield specs
-    xqa_batch.prepared_kernel.cache_clear()  # of runners without a kernel
+def fired(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fired]:
+    xqa = pytest.importorskip("cute_attn.kernels.xqa.kernel", reason="needs the DSL", exc_type=ImportError)
+    launch = Fired(xqa.XqaParams._fields)
+    monkeypatch.setattr(prepared, "load", launch.load)
+    prepared.prepared_kernel.cache_clear()
+    yield launch
+    prepared.prepared_kernel.cache_clear()
 
 
 def plan() -> Any:
@@ -45,10 +64,10 @@ def plan() -> Any:
     return made
 
 
-def test_a_plan_loads_its_kernel(loaded: list[Any]) -> None:
+def test_a_plan_loads_its_kernel(fired: Fired) -> None:
     """The first run may be captured in a CUDA graph, where modules cannot be loaded."""
     made = plan()
-    assert loaded == [made._plan.launch.planned.plan.spec]
+    assert fired.specs == [made._plan.launch.planned.prepared.config.spec]
 
 
 def test_a_plan_without_its_kernel_leaves_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,16 +77,10 @@ def test_a_plan_without_its_kernel_leaves_the_records(monkeypatch: pytest.Monkey
     uploads: list[Any] = []
     monkeypatch.setattr(prepared, "load", missing)
     monkeypatch.setattr("cute_attn.runtime.staging.Staging.upload", lambda staging, ints: uploads.append(ints))
-    xqa_batch.prepared_kernel.cache_clear()
+    prepared.prepared_kernel.cache_clear()
     with pytest.raises(RuntimeError, match="no kernel"):
         plan()
     assert not uploads
-
-
-def test_the_block_has_the_fields_of_the_kernel() -> None:
-    from cute_attn.kernels.xqa.kernel import XqaParams  # imports the DSL
-
-    assert XqaParams._fields == params.FIELDS
 
 
 def decode_problem(**changes: Any) -> DecodeProblem:
@@ -81,26 +94,9 @@ def decode_problem(**changes: Any) -> DecodeProblem:
     return problem._replace(**changes)
 
 
-class Fired:
-    """Stands for a loaded kernel."""
-
-    def __init__(self) -> None:
-        self.blocks: list[dict[str, Any]] = []
-
-    def fire(self, values: Any, grid: Any, stream: int) -> None:
-        self.blocks.append(dict(zip(params.FIELDS, values, strict=True)))
-
-
-@pytest.fixture
-def fired(monkeypatch: pytest.MonkeyPatch) -> Fired:
-    launch = Fired()
-    monkeypatch.setattr(prepared, "load", lambda *where: launch)
-    return launch
-
-
 def test_a_call_without_a_plan_is_one_launch_that_reads_its_lengths_itself(fired: Fired) -> None:
     problem = decode_problem(seq_lens=torch.empty(2, dtype=torch.int32, device="meta"))  # has no numbers to read
-    runner = xqa_single.Runner(problem.settings, named("sm_90a"), CPU, 2)
+    runner = DecodeRun(problem.settings, GPU)
     runner(problem)
     (block,) = fired.blocks
     where = {name: block[name] for name in ("table", "table_stride", "page_starts", "q_indptr", "mask", "batch")}
@@ -133,41 +129,42 @@ def test_addresses_of_one_call_are_not_those_of_the_next(fired: Fired) -> None:
         qo_indptr=some[:3], draft_mask=some, sinks=torch.zeros(4), lse=torch.zeros(2, 4), v_scale_tensor=torch.ones(1),
         scale_tensors=(torch.ones(1),), block_scales=(torch.zeros(3, 16, 2, 4),) * 2,
     )  # fmt: skip
-    runner = xqa_single.Runner(full.settings, named("sm_90a"), CPU, 2)
-    runner(full)
-    runner(decode_problem())
-    first, second = fired.blocks
-    optional = ("q_indptr", "mask", "sinks", "lse", "v_scale_ptr", "scale_ptr", "k_sf", "v_sf", "k_sf_stride_n")
-    assert all(first[name] for name in optional)
+    nvfp4 = full.settings._replace(features=FEATURES._replace(kv_block_scales=True))
+    runner = DecodeRun(nvfp4, GPU)
+    runner(full._replace(settings=nvfp4))
+    runner(decode_problem(settings=nvfp4, block_scales=full.block_scales))
+    DecodeRun(full.settings, GPU)(decode_problem())
+    first, second, third = fired.blocks
+    optional = ("q_indptr", "mask", "sinks", "lse", "v_scale_ptr", "scale_ptr")
+    of_scales = ("k_sf", "v_sf", "k_sf_stride_page", "k_sf_stride_n", "k_sf_stride_h")
+    assert all(first[name] for name in optional + of_scales)
     assert not any(second[name] for name in optional)
+    assert not any(third[name] for name in optional + of_scales)
 
 
 @pytest.mark.parametrize("short", ["counter_bytes", "partial_bytes"])
 def test_a_workspace_that_is_too_small(fired: Fired, short: str) -> None:
     problem = decode_problem()
-    runner = xqa_single.Runner(problem.settings, named("sm_90a"), CPU, 2)
-    kernel = runner.kernel(1, True)
-    needed = problem.scratch._replace(counter_bytes=kernel.counter_bytes, partial_bytes=kernel.partial_bytes)
+    runner = DecodeRun(problem.settings, GPU)
+    config = runner.kernel(1, True).config
+    needed = problem.scratch._replace(counter_bytes=config.counter_bytes, partial_bytes=config.partial_bytes)
     runner(problem._replace(scratch=needed))
     less = needed._replace(**{short: getattr(needed, short) - 1})
-    with pytest.raises(WorkspaceError, match=f"{kernel.counter_bytes} bytes of semaphores and {kernel.partial_bytes}"):
+    with pytest.raises(WorkspaceError, match=f"{config.counter_bytes} bytes of semaphores and {config.partial_bytes}"):
         runner(problem._replace(scratch=less))
 
 
 def test_launches_of_a_call_without_a_plan() -> None:
-    ((spec, grid),) = xqa_single.launches(decode_problem(), named("sm_90a"), 4)
-    assert spec in xqa_variant.specs(FEATURES, named("sm_90a"))
+    ((spec, grid),) = FAMILY.launches(decode_problem(), named("sm_90a"), 4)
+    assert spec in FAMILY.specs(FEATURES, named("sm_90a"))
     assert grid[0] * grid[1] <= 4 * spec.ctas
     no_requests = decode_problem(seq_lens=torch.zeros(0, dtype=torch.int32))
-    assert xqa_single.launches(no_requests, named("sm_90a"), 4) == []
+    assert FAMILY.launches(no_requests, named("sm_90a"), 4) == []
 
 
-def test_single_calls_share_their_page_table(loaded: list[Any]) -> None:
+def test_single_calls_share_their_page_table() -> None:
     """Captured graphs read it, so that it must outlive the runner, of which only so many are remembered."""
-    settings: Settings = plan()._plan.settings
-    single = settings._replace(features=settings.features._replace(kv_source="dense"))
-    runners = [
-        xqa_single.Runner(single._replace(sm_scale=sm_scale), named("sm_90a"), CPU, 2) for sm_scale in (1.0, 2.0)
-    ]
-    first, second = (runner.records.data_ptr() for runner in runners)
+    single = Settings(FEATURES._replace(kv_source="dense", device_lengths=False))
+    runs = [SingleRun(single._replace(sm_scale=sm_scale), GPU) for sm_scale in (1.0, 2.0)]
+    first, second = (run.records.data_ptr() for run in runs)
     assert first == second

@@ -13,9 +13,9 @@ from perf.makespan import DECODE, LIMITS, PREFILL, lengths_of, quality, random_b
 
 def test_simulated_device_by_hand() -> None:
     """Items take one CTA for each of two kv heads: 5 and 4 start, 3 waits for the 4, 1 for the 5."""
-    shape = DECODE._replace(num_kv_heads=2, resident_ctas=4)
-    assert simulate([5, 4, 3, 1], shape) == 7
-    assert simulate([5, 5, 5], shape) == 10
+    params = DECODE._replace(num_kv_heads=2, resident_ctas=4)
+    assert simulate([5, 4, 3, 1], params) == 7
+    assert simulate([5, 5, 5], params) == 10
 
 
 def test_makespan_of_records_is_that_of_the_splits_they_describe() -> None:
@@ -26,8 +26,8 @@ def test_makespan_of_records_is_that_of_the_splits_they_describe() -> None:
     assert found == split_evenly([2048], 63, DECODE) == pytest.approx(63 + ITEM_COST + 0.25 + COMBINE_COST + 0.25)
 
 
-@pytest.mark.parametrize(("shape", "phase"), [(DECODE, "decode"), (PREFILL, "prefill")])
-def test_schedules_are_nearly_as_short_as_the_best_even_split(shape: makespan.TileShape, phase: str) -> None:
+@pytest.mark.parametrize(("params", "phase"), [(DECODE, "decode"), (PREFILL, "prefill")])
+def test_schedules_are_nearly_as_short_as_the_best_even_split(params: makespan.SchedulerParams, phase: str) -> None:
     """In the model's time, so that no hardware decides: half of the batches get the best even split or a better one."""
     found = [quality(*batch) for batch in random_batches(phase, 60)]
     ratio = np.array([q.ours / q.best for q in found])

@@ -93,7 +93,7 @@ def test_plans_take_a_forced_tile() -> None:
     settings = build(ragged((9,), (40,), **dims(64))).problem.settings
 
     def planned() -> HopperTile:
-        return fa3_batch.tiling(settings, 64, 1024, 132)[0]
+        return fa3_batch.tiling(settings, 64, 1024, 132).tile
 
     own = planned()
     for tile in (GOAL, START):

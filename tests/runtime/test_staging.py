@@ -111,21 +111,21 @@ def test_uploads_to_the_cpu(sizes: tuple[int, ...]) -> None:
         assert result.tolist() == numbers(seed, size).tolist()
 
 
-def test_fixed_capacity_keeps_the_address() -> None:
+def test_a_fixed_capacity_keeps_the_address() -> None:
     staging = Staging(CPU)
-    staging.fixed_capacity(20)
+    staging.fix_capacity(20)
     addresses = set()
     for size in (20, 1, 13):
         result = staging.upload(numbers(size, size))
         assert result.tolist() == numbers(size, size).tolist()
         addresses.add(result.data_ptr())
-    staging.fixed_capacity(20)
+    staging.fix_capacity(20)
     addresses.add(staging.upload(numbers(0, 5)).data_ptr())
     assert len(addresses) == 1
     with pytest.raises(RuntimeArgumentError, match="at most the 20 int32 numbers of its first plan, got 21"):
         staging.upload(numbers(0, 21))
     with pytest.raises(RuntimeArgumentError, match="got 30"):
-        staging.fixed_capacity(30)
+        staging.fix_capacity(30)
 
 
 @pytest.mark.parametrize("capturing", [False, True])

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from cute_attn.errors import RuntimeArgumentError, WorkspaceError
 from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits
-from cute_attn.schedule.batch import TileShape, Work, longest_first, schedule
+from cute_attn.schedule.batch import SchedulerParams, WorkList, longest_first, schedule
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
 from cute_attn.schedule.split_kv import MAX_SPLITS
 
 LIMITS = BatchLimits(workspace_bytes=128 << 20)
-DECODE = TileShape(
+DECODE = SchedulerParams(
     rows=16,
     cols=64,
-    group=4,
+    group_size=4,
     num_kv_heads=8,
     causal=False,
     window_left=-1,
@@ -36,38 +36,38 @@ def batch(qo_lens: list[int], kv_lens: list[int]) -> BatchLengths:
     return BatchLengths(qo_indptr, kv_indptr[:-1], np.array(kv_lens, np.int64), qo_indptr[:-1] + (5 << 32))
 
 
-def items_of(work: Work) -> list[Item]:
+def items_of(work: WorkList) -> list[Item]:
     items = [Item(*map(int, row[: len(Item._fields)])) for row in work.items]
     return [item for item in items if item.qo_len]
 
 
-def merges_of(work: Work) -> list[Merge]:
+def merges_of(work: WorkList) -> list[Merge]:
     merges = [Merge(*map(int, row[: len(Merge._fields)])) for row in work.merges]
     return [merge for merge in merges if merge.qo_len]
 
 
-def visible_keys(shape: TileShape, qo_len: int, kv_len: int, token: int) -> range:
+def visible_keys(params: SchedulerParams, qo_len: int, kv_len: int, token: int) -> range:
     """Returns the keys that a token sees, from the definition of the masks."""
     position = token + kv_len - qo_len
-    stop = min(kv_len, position + 1) if shape.causal else kv_len
-    return range(0 if shape.window_left < 0 else max(0, position - shape.window_left), max(0, stop))
+    stop = min(kv_len, position + 1) if params.causal else kv_len
+    return range(0 if params.window_left < 0 else max(0, position - params.window_left), max(0, stop))
 
 
-def visible_tiles(shape: TileShape, qo_len: int, kv_len: int, first_row: int) -> set[int]:
-    rows = range(first_row, min(first_row + shape.rows, qo_len * shape.group))
-    tokens = {row // shape.group for row in rows}
-    return {key // shape.cols for token in tokens for key in visible_keys(shape, qo_len, kv_len, token)}
+def visible_tiles(params: SchedulerParams, qo_len: int, kv_len: int, first_row: int) -> set[int]:
+    rows = range(first_row, min(first_row + params.rows, qo_len * params.group_size))
+    tokens = {row // params.group_size for row in rows}
+    return {key // params.cols for token in tokens for key in visible_keys(params, qo_len, kv_len, token)}
 
 
-def tiles_of(item: Item, shape: TileShape) -> range:
-    return range(item.kv_begin // shape.cols, -(-item.kv_end // shape.cols))
+def tiles_of(item: Item, params: SchedulerParams) -> range:
+    return range(item.kv_begin // params.cols, -(-item.kv_end // params.cols))
 
 
 shapes = st.builds(
-    TileShape,
+    SchedulerParams,
     rows=st.sampled_from([1, 3, 16]),
     cols=st.sampled_from([1, 2, 8]),
-    group=st.sampled_from([1, 2, 3, 5, 20]),
+    group_size=st.sampled_from([1, 2, 3, 5, 20]),
     num_kv_heads=st.integers(1, 3),
     causal=st.booleans(),
     window_left=st.integers(-1, 40),
@@ -88,16 +88,16 @@ limits = st.builds(
 )
 
 
-def scheduled(lengths: BatchLengths, shape: TileShape, limits: BatchLimits) -> Work:
+def scheduled(lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits) -> WorkList:
     try:
-        return schedule(lengths, shape, limits)
+        return schedule(lengths, params, limits)
     except RuntimeArgumentError:
         assert limits.fixed_split_size is not None
         assume(False)
         raise
 
 
-def check_coverage(work: Work, lengths: BatchLengths, shape: TileShape) -> None:
+def check_coverage(work: WorkList, lengths: BatchLengths, params: SchedulerParams) -> None:
     """Checks that every (request, query tile, visible kv tile) belongs to one item, and nothing else does."""
     found: dict[tuple[int, int], list[Item]] = defaultdict(list)
     for item in items_of(work):
@@ -106,23 +106,23 @@ def check_coverage(work: Work, lengths: BatchLengths, shape: TileShape) -> None:
     for request, kv_len in enumerate(lengths.kv_len.tolist()):
         qo_start, qo_stop = lengths.qo_indptr[request : request + 2].tolist()
         qo_len = qo_stop - qo_start
-        for first_row in range(0, qo_len * shape.group, shape.rows):
+        for first_row in range(0, qo_len * params.group_size, params.rows):
             expected += 1
             splits = sorted(found[request, first_row], key=lambda item: item.kv_begin)
-            visible = visible_tiles(shape, qo_len, kv_len, first_row)
-            assert [tile for item in splits for tile in tiles_of(item, shape)] == sorted(visible)
+            visible = visible_tiles(params, qo_len, kv_len, first_row)
+            assert [tile for item in splits for tile in tiles_of(item, params)] == sorted(visible)
             for item in splits:
                 assert (item.qo_start, item.qo_len, item.kv_len) == (qo_start, qo_len, kv_len)
                 assert item.kv_start == lengths.kv_start[request]
                 assert (item.mask_high << 32) + item.mask_low == lengths.mask_offset[request]
-                assert item.kv_begin % shape.cols == 0
+                assert item.kv_begin % params.cols == 0
                 assert item.kv_end <= kv_len
                 assert item.kv_begin < item.kv_end or (item.kv_begin, item.kv_end) == (0, 0)
                 assert item.kv_begin < item.kv_end or len(splits) == 1
     assert len(found) == expected
 
 
-def check_partials(work: Work, shape: TileShape, limits: BatchLimits) -> None:
+def check_partials(work: WorkList, params: SchedulerParams, limits: BatchLimits) -> None:
     """Checks that query tiles with several splits, and only those, have slots, in order and each once, within the
     workspace.
     """
@@ -147,21 +147,21 @@ def check_partials(work: Work, shape: TileShape, limits: BatchLimits) -> None:
         slots += [item.partial for item in group]
     assert not merges
     assert sorted(slots) == list(range(work.num_partials))
-    assert work.num_partials * shape.num_kv_heads * shape.rows * shape.partial_row_bytes <= limits.workspace_bytes
+    assert work.num_partials * params.num_kv_heads * params.rows * params.partial_row_bytes <= limits.workspace_bytes
 
 
-def check_order(work: Work, lengths: BatchLengths, shape: TileShape) -> None:
+def check_order(work: WorkList, lengths: BatchLengths, params: SchedulerParams) -> None:
     """Checks the order: groups of requests whose keys fit L2, longest requests first; within a group the longest items
     first, equal ones by request and query tile.
     """
     groups, tokens = {}, 0
     for request in sorted(range(len(lengths.kv_len)), key=lambda i: -lengths.kv_len[i]):
         tokens += int(lengths.kv_len[request])
-        groups[request] = max(tokens - 1, 0) // shape.l2_kv_tokens if shape.l2_kv_tokens else 0
-    if len(items_of(work)) * shape.num_kv_heads < 4 * shape.resident_ctas:
+        groups[request] = max(tokens - 1, 0) // params.l2_kv_tokens if params.l2_kv_tokens else 0
+    if len(items_of(work)) * params.num_kv_heads < 4 * params.resident_ctas:
         groups = dict.fromkeys(groups, 0)
     keys = [
-        (groups[item.request], -len(tiles_of(item, shape)), item.request, item.first_row, item.kv_begin)
+        (groups[item.request], -len(tiles_of(item, params)), item.request, item.first_row, item.kv_begin)
         for item in items_of(work)
     ]
     assert keys == sorted(keys)
@@ -170,17 +170,17 @@ def check_order(work: Work, lengths: BatchLengths, shape: TileShape) -> None:
 @settings(max_examples=400, deadline=None)
 @given(lengths, shapes, limits)
 def test_every_visible_tile_once_within_the_workspace_longest_first(
-    lengths: BatchLengths, shape: TileShape, limits: BatchLimits
+    lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits
 ) -> None:
-    work = scheduled(lengths, shape, limits)
+    work = scheduled(lengths, params, limits)
     assert work.item_capacity == len(work.items) == len(items_of(work))
     assert work.merge_capacity == len(work.merges) == len(merges_of(work))
     assert work.ints.tolist() == [*work.items.ravel().tolist(), *work.merges.ravel().tolist()]
     assert not work.items[:, len(Item._fields) :].any()
     assert not work.merges[:, len(Merge._fields) :].any()
-    check_coverage(work, lengths, shape)
-    check_partials(work, shape, limits)
-    check_order(work, lengths, shape)
+    check_coverage(work, lengths, params)
+    check_partials(work, params, limits)
+    check_order(work, lengths, params)
     if limits.disable_split_kv:
         assert not len(work.merges)
 
@@ -205,15 +205,15 @@ def graph_plans(draw: st.DrawFn) -> tuple[GraphLimits, list[BatchLengths]]:
 @settings(max_examples=400, deadline=None)
 @given(graph_plans(), shapes, limits)
 def test_every_batch_within_graph_limits_fits_the_same_launch(
-    plans: tuple[GraphLimits, list[BatchLengths]], shape: TileShape, limits: BatchLimits
+    plans: tuple[GraphLimits, list[BatchLengths]], params: SchedulerParams, limits: BatchLimits
 ) -> None:
     graph, batches = plans
     sizes = set()
     for lengths in batches:
-        work = scheduled(lengths, shape, limits._replace(graph=graph))
-        check_coverage(work, lengths, shape)
-        check_partials(work, shape, limits)
-        check_order(work, lengths, shape)
+        work = scheduled(lengths, params, limits._replace(graph=graph))
+        check_coverage(work, lengths, params)
+        check_partials(work, params, limits)
+        check_order(work, lengths, params)
         assert work.items.shape == (work.item_capacity, ITEM_INTS)
         assert work.merges.shape == (work.merge_capacity, MERGE_INTS)
         assert work.ints.size == work.items.size + work.merges.size
@@ -227,21 +227,21 @@ def test_every_batch_within_graph_limits_fits_the_same_launch(
 @settings(max_examples=200, deadline=None)
 @given(lengths, lengths, shapes, st.integers(1, 100))
 def test_fixed_splits_do_not_depend_on_other_requests(
-    lengths: BatchLengths, others: BatchLengths, shape: TileShape, size: int
+    lengths: BatchLengths, others: BatchLengths, params: SchedulerParams, size: int
 ) -> None:
     """Compares each request alone with the same request in a larger batch: splits and order of slots are equal."""
     limits = BatchLimits(1 << 40, fixed_split_size=size)
 
-    def splits_of(work: Work, request: int) -> list[tuple[int, ...]]:
+    def splits_of(work: WorkList, request: int) -> list[tuple[int, ...]]:
         mine = [item for item in items_of(work) if item.request == request]
         return sorted((item.first_row, item.kv_begin, item.kv_end, item.partial != NO_PARTIAL) for item in mine)
 
     qo_lens, kv_lens = np.diff(lengths.qo_indptr).tolist(), lengths.kv_len.tolist()
     more = batch(qo_lens + np.diff(others.qo_indptr).tolist(), kv_lens + others.kv_len.tolist())
-    together = scheduled(more, shape, limits)
-    chunk = -(-size // shape.cols) * shape.cols
+    together = scheduled(more, params, limits)
+    chunk = -(-size // params.cols) * params.cols
     for request, lens in enumerate(zip(qo_lens, kv_lens, strict=True)):
-        alone = schedule(batch([lens[0]], [lens[1]]), shape, limits)
+        alone = schedule(batch([lens[0]], [lens[1]]), params, limits)
         assert splits_of(together, request) == splits_of(alone, 0)
         for _, kv_begin, kv_end, _ in splits_of(alone, 0):
             assert kv_end - kv_begin <= chunk

@@ -1,11 +1,12 @@
-"""Batches: the launches that a schedule needs, and runs of one plan."""
+"""Batches: the schedule of a plan, and runs of one plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
 
 from cute_attn.kernels.host.params import Values
@@ -13,136 +14,151 @@ from cute_attn.kernels.host.prepared import Grid, PreparedKernel
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Settings
 from cute_attn.runtime.launch import current_stream
 from cute_attn.runtime.staging import Staging
-from cute_attn.schedule import batch as batch_schedule
-from cute_attn.schedule.batch import TileShape, Work
+from cute_attn.schedule.batch import AllocateInts, SchedulerParams, WorkList, max_qo_len, partial_bytes, schedule
 from cute_attn.schedule.records import ITEM_INTS
 
-Tensors = tuple[torch.Tensor | None, ...]  # q, k, v, out, lse, or what holds them
+Tensors = tuple[torch.Tensor | None, ...]  # q, k, v, out, lse, or the tensors of which these are views
 Repeat = Callable[[int, int, int, int, int, Tensors], None]  # a run with other addresses of q, k, v, out and lse
 
 COMBINE_CTAS = 16  # CTAs of 128 threads resident per SM: a larger grid only starts and ends where few rows are merged
 MAX_SETTINGS = 256  # settings of the layers of a model, for which tilings and prepared kernels are kept
 
-T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)  # a family's tile
+
+
+class Schedule(Protocol):
+    """Part of a plan's schedule that is the same in every family."""
+
+    @property
+    def grid(self) -> Grid:
+        """Grid of the attention kernel; (0, 1, 1) where there is nothing to launch."""
+
+    @property
+    def records(self) -> np.ndarray:
+        """Array of int32 that the attention kernel reads in device memory."""
+
+    @property
+    def keeps_address(self) -> bool:
+        """True if later plans must write their records to the same address (CUDA graphs)."""
+
+    def workspace(self) -> tuple[int, int]:
+        """Returns the bytes of the workspace in use, and the bytes of the records."""
 
 
 @dataclass
 class BatchSchedule(Generic[T_co]):
-    """What a plan fixes for its runs."""
+    """Schedule of a batch with one work item per query tile and split: fa2 and fa3."""
 
     tile: T_co
-    shape: TileShape
-    work: Work
+    params: SchedulerParams
+    work: WorkList
     total_tiles: int  # work items times blocks of heads
     grid: Grid
     combine_grid: Grid
     rows_per_merge: int
     rows_to_merge: int  # of all merge records and blocks of heads
-    slots: int  # partials that the workspace has room for
-    fixed: bool  # records keep their address over plans (CUDA graphs)
-    numbers: Values  # of the kernel's schedule fields
+    max_partials: int  # that the workspace has room for
+    keeps_address: bool
+    order: Values  # of the kernel's tile order fields
+
+    @property
+    def records(self) -> np.ndarray:
+        """Work items, then merge records."""
+        return self.work.ints
 
     @property
     def merges(self) -> bool:
-        """Whether a combine launch follows."""
+        """True if a combine launch follows."""
         return bool(self.combine_grid[0])
 
     def workspace(self) -> tuple[int, int]:
-        """Bytes of the workspace in use, and bytes of the records."""
-        return self.work.num_partials * batch_schedule.slot_bytes(self.shape), self.work.ints.nbytes
+        """Returns the bytes of the workspace in use, and the bytes of the records."""
+        return self.work.num_partials * partial_bytes(self.params), self.work.ints.nbytes
 
 
-def schedule(
-    tiling: tuple[T, TileShape],
-    lengths: BatchLengths,
-    limits: BatchLimits,
-    memory: batch_schedule.Memory,
-    sms: int,
-    *,
-    max_ctas: int = batch_schedule.UNLIMITED,
-    numbers: Callable[[TileShape, Work], Values] | None = None,
-) -> BatchSchedule[T]:
-    """The schedule of a batch. `max_ctas`: of a persistent kernel, the CTAs that run at once. `numbers`: values of the
-    kernel's schedule fields, if it has any.
-    """
-    tile, shape = tiling
-    work = batch_schedule.schedule(lengths, shape, limits, memory)
-    rows_per_merge = min(shape.rows, batch_schedule.longest_request(lengths, limits) * shape.group)
-    total, to_merge = work.item_capacity * shape.num_kv_heads, work.merge_capacity * shape.num_kv_heads * rows_per_merge
+@dataclass(frozen=True)
+class Tiling(Generic[T_co]):
+    """A family's tile for a batch, the parameters of the scheduler, and how the kernel takes its tiles."""
+
+    tile: T_co
+    params: SchedulerParams
+    persistent_ctas: int | None = None  # the most CTAs of a launch; None: one CTA per tile
+    order: Callable[[SchedulerParams, WorkList], Values] | None = None  # values of the kernel's tile order fields
+
+
+def schedule_batch(
+    tiling: Tiling[T_co], lengths: BatchLengths, limits: BatchLimits, sms: int, allocate: AllocateInts
+) -> BatchSchedule[T_co]:
+    """Returns the schedule of a batch for a GPU with `sms` multiprocessors, with records from `allocate`."""
+    params = tiling.params
+    work = schedule(lengths, params, limits, allocate)
+    rows_per_merge = min(params.rows, max_qo_len(lengths, limits) * params.group_size)
+    total = work.item_capacity * params.num_kv_heads
+    to_merge = work.merge_capacity * params.num_kv_heads * rows_per_merge
     return BatchSchedule(
-        tile,
-        shape,
-        work,
-        total,
-        (min(total, max_ctas), 1, 1),
-        (to_merge if limits.graph is None else min(to_merge, sms * COMBINE_CTAS), 1, 1),
-        rows_per_merge,
-        to_merge,
-        limits.workspace_bytes // batch_schedule.slot_bytes(shape),
-        limits.graph is not None,
-        numbers(shape, work) if numbers else (),
+        tile=tiling.tile,
+        params=params,
+        work=work,
+        total_tiles=total,
+        grid=(total if tiling.persistent_ctas is None else min(total, tiling.persistent_ctas), 1, 1),
+        combine_grid=(to_merge if limits.graph is None else min(to_merge, sms * COMBINE_CTAS), 1, 1),
+        rows_per_merge=rows_per_merge,
+        rows_to_merge=to_merge,
+        max_partials=limits.workspace_bytes // partial_bytes(params),
+        keeps_address=limits.graph is not None,
+        order=tiling.order(params, work) if tiling.order else (),
     )
 
 
-class BatchRun(Generic[T]):
-    """Runs batches of one plan. `settings` of a run may differ from the planned ones in numbers and in what these
-    make of the scores: `kernel` prepares the kernels of such settings.
+class BatchRun:
+    """Runs batches of one plan; subclasses define `partials` and `numbers`.
+
+    Settings of a run may differ from the planned ones in numbers and in the score steps that follow from these:
+    `kernel` returns the prepared kernel of such settings.
     """
+
+    merges: tuple[int, ...] = ()  # values of the combine kernel's MERGE_FIELDS
+    combine_grid: Grid = (0, 1, 1)
 
     def __init__(
         self,
         settings: Settings,
-        schedule: BatchSchedule[T],
+        schedule: Schedule,
         kernel: Callable[[Settings], PreparedKernel],
         staging: Staging,
         device_index: int,
     ) -> None:
-        self.schedule, self.kernel, self.device_index = schedule, kernel, device_index
-        self.prepared = kernel(settings)  # first: where a kernel is missing, the plan before keeps its records
-        work, shape = schedule.work, schedule.shape
-        if schedule.fixed:
-            staging.fixed_capacity(work.ints.size)
-        self.records = staging.upload(work.ints)
-        self.items = self.records.data_ptr()
-        self.merges = (
-            self.items + 4 * ITEM_INTS * work.item_capacity,
-            schedule.rows_per_merge,
-            shape.rows,
-            schedule.rows_to_merge,
-        )
-        self.partial_bytes = schedule.slots * shape.num_kv_heads * shape.rows * (shape.partial_row_bytes - 4)
+        self.grid, self.kernel, self.device_index, self.settings = schedule.grid, kernel, device_index, settings
+        self.prepared = kernel(settings)  # first: where a kernel is missing, the records of the previous plan stay
+        if schedule.keeps_address:
+            staging.fix_capacity(schedule.records.size)
+        self.records = staging.upload(schedule.records)
+
+    def partials(self, problem: BatchProblem) -> tuple[int, ...]:
+        """Returns the addresses of partial results."""
+        raise NotImplementedError
+
+    def numbers(self, problem: BatchProblem, partials: tuple[int, ...]) -> Values:
+        """Returns the values of the kernel's schedule fields."""
+        raise NotImplementedError
 
     def __call__(self, problem: BatchProblem) -> None:
-        schedule = self.schedule
-        if not schedule.grid[0]:
+        """Launches the attention kernel, and the combine kernel where keys are split."""
+        if not self.grid[0]:
             return
-        if problem.settings is not self.prepared.settings:
-            self.prepared = self.kernel(problem.settings)
+        if problem.settings is not self.settings:
+            self.settings, self.prepared = problem.settings, self.kernel(problem.settings)
         prepared, stream = self.prepared, current_stream(self.device_index)
         target, partials = prepared.output.of(problem), self.partials(problem)
         numbers = self.numbers(problem, partials)
-        prepared.attention.fire(prepared.values(problem, target, numbers, stream), schedule.grid, stream)
+        prepared.attention.fire(prepared.values(problem, target, numbers, stream), self.grid, stream)
         if prepared.combine is not None:
             values = prepared.combine.values(target, partials, self.merges)
-            prepared.combine.launch.fire(values, schedule.combine_grid, stream)
-
-    def partials(self, problem: BatchProblem) -> tuple[int, int]:
-        """Addresses of partial outputs and lse."""
-        if not self.schedule.merges:
-            return 0, self.partial_bytes
-        assert problem.workspace is not None
-        o = problem.workspace.data_ptr()
-        return o, o + self.partial_bytes
-
-    def numbers(self, problem: BatchProblem, partials: tuple[int, int]) -> Values:
-        """Values of the kernel's schedule fields and BATCH_FIELDS."""
-        indices = problem.kv_indices
-        return *self.schedule.numbers, self.items, *partials, 0 if indices is None else indices.data_ptr()
+            prepared.combine.launch.fire(values, self.combine_grid, stream)
 
     def repeat(self, problem: BatchProblem) -> Repeat:
-        """Runs like that of `problem`, but for addresses."""
-        prepared, grid, index = self.kernel(problem.settings), self.schedule.grid, self.device_index
+        """Returns a function that repeats the run of `problem` with other addresses of tensors."""
+        prepared, grid, index = self.kernel(problem.settings), self.grid, self.device_index
         if not grid[0]:
             return launch_nothing
         target, partials = prepared.output.of(problem), self.partials(problem)
@@ -156,7 +172,7 @@ class BatchRun(Generic[T]):
                 attention.fire(values(q, k, v, out, lse, stream), grid, stream)
 
             return run
-        merge, combine_grid = combine.launch, self.schedule.combine_grid
+        merge, combine_grid = combine.launch, self.combine_grid
         merge_values = combine.rebinder.bind(combine.values(target, partials, self.merges))
 
         def run_and_combine(q: int, k: int, v: int, out: int, lse: int, _: Tensors) -> None:
@@ -167,5 +183,43 @@ class BatchRun(Generic[T]):
         return run_and_combine
 
 
+class SplitKvBatchRun(BatchRun):
+    """Runs batches whose keys are split by the schedule, with a combine launch after the attention launch."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        schedule: BatchSchedule[object],
+        kernel: Callable[[Settings], PreparedKernel],
+        staging: Staging,
+        device_index: int,
+    ) -> None:
+        super().__init__(settings, schedule, kernel, staging, device_index)
+        work, params = schedule.work, schedule.params
+        self.schedule, self.combine_grid = schedule, schedule.combine_grid
+        self.items = self.records.data_ptr()
+        self.merges = (
+            self.items + 4 * ITEM_INTS * work.item_capacity,
+            schedule.rows_per_merge,
+            params.rows,
+            schedule.rows_to_merge,
+        )
+        row_bytes = params.partial_row_bytes - 4  # without lse
+        self.partial_o_bytes = schedule.max_partials * params.num_kv_heads * params.rows * row_bytes
+
+    def partials(self, problem: BatchProblem) -> tuple[int, ...]:
+        """Returns the addresses of partial outputs and lse."""
+        if not self.combine_grid[0]:
+            return 0, self.partial_o_bytes
+        assert problem.workspace is not None
+        o = problem.workspace.data_ptr()
+        return o, o + self.partial_o_bytes
+
+    def numbers(self, problem: BatchProblem, partials: tuple[int, ...]) -> Values:
+        """Returns the values of the tile order fields and BATCH_FIELDS."""
+        indices = problem.kv_indices
+        return *self.schedule.order, self.items, *partials, 0 if indices is None else indices.data_ptr()
+
+
 def launch_nothing(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
-    """A run of a batch without query tokens."""
+    """Runs a batch without query tokens."""

@@ -1,4 +1,4 @@
-"""Host side of the combine kernel, which merges split-KV partials."""
+"""Host code of the combine kernel, which merges split-KV partials."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ class CombineKernel:
         self.packer = ParamPacker.of(self.launch, static, (OUTPUT_FIELDS, PARTIAL_FIELDS, numbers))
         self.rebinder = self.packer.rebinder(("o", "lse"))
 
-    def values(self, target: Target, partials: tuple[int, int], numbers: tuple[int, ...]) -> Values:
-        """`partials`: addresses of o and lse. `numbers`: of LENGTH_FIELDS, or of MERGE_FIELDS for a batch."""
+    def values(self, target: Target, partials: tuple[int, ...], numbers: tuple[int, ...]) -> Values:
+        """Returns the parameters of a launch. `partials`: addresses of o and lse. `numbers`: values of LENGTH_FIELDS,
+        or of MERGE_FIELDS for a batch.
+        """
         return self.packer.values(target, partials, numbers)

@@ -1,4 +1,4 @@
-"""Host half of `blocks.rows.Divisor`."""
+"""Multiplier and shift for `blocks.rows.Divisor`, which divides by multiplication."""
 
 from __future__ import annotations
 

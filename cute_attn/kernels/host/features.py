@@ -1,4 +1,4 @@
-"""What the features of a request mean for the kernels of every family."""
+"""Fields of kernel specs that follow from the features of a request in every family."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from cute_attn.problem import Features, short
 
 
 def batched(features: Features) -> bool:
-    """Whether these are features of a batch, which has a schedule of items."""
+    """Tells whether these are features of a batch."""
     return features.kv_source != "dense"
 
 
 def combine_spec(features: Features) -> CombineSpec:
-    """The kernel that merges split-KV partials."""
+    """Returns the spec of the kernel that merges split-KV partials."""
     return CombineSpec(short(features.o_dtype), features.head_dim_vo, schedule(features))
 
 
 def kv_dtype(features: Features) -> str:
-    """`kv_dtype` of a spec, one of `formats.KV_BITS`."""
+    """Returns `kv_dtype` of a spec, a key of `formats.KV_BITS`."""
     if features.kv_block_scales:
         return "nvfp4"
     return "" if features.kv_dtype == features.q_dtype else short(features.kv_dtype)
 
 
-def scores(features: Features) -> tuple[str, ...]:
-    """Score steps. A positive scale alone is none: it goes into the exponent together with log2(e)."""
+def score_steps(features: Features) -> tuple[str, ...]:
+    """Returns `scores` of a spec. A positive scale alone is no step: it is multiplied by log2(e) and applied in the
+    exponent.
+    """
     steps = ["scale"]
     if features.pos_encoding_mode == "ALIBI":
         steps.append("alibi")
@@ -34,5 +36,5 @@ def scores(features: Features) -> tuple[str, ...]:
 
 
 def schedule(features: Features) -> str:
-    """`schedule` of a spec: items of a batch, or the grid of a single request."""
+    """Returns `schedule` of a spec: "items" of a batch, or the "grid" of a single request."""
     return "items" if batched(features) else "grid"

@@ -1,4 +1,4 @@
-"""The GPU that kernels run on, or that schedules are made for."""
+"""The GPU that kernels run on."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from cute_attn.runtime.arch import Arch, for_device, multiprocessors
 
 
 class Gpu(NamedTuple):
+    """A CUDA device, or the emulator in its place."""
+
     arch: Arch
     device_index: int  # `runtime.launch.CPU`: kernels run on the emulator
     sms: int  # multiprocessors
 
     def pdl(self, settings: Settings) -> bool:
-        """Whether launches of these settings may overlap the end of the kernel before."""
+        """Tells whether launches of these settings may overlap the end of the kernel before (PDL)."""
         return self.arch.pdl and settings.enable_pdl is not False
 
 
 def of_device(index: int) -> Gpu:
-    """CUDA device `index`."""
+    """Returns the GPU of CUDA device `index`."""
     return Gpu(for_device(index), index, multiprocessors(index))

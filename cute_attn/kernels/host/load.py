@@ -12,7 +12,9 @@ from cute_attn.runtime.spec import KernelSpec
 
 @functools.cache
 def load(kernel: KernelSpec, arch_name: str, device_index: int, pdl: bool) -> Launch:
-    """The loaded kernel: one per spec and device, shared by problems that differ in head counts or numbers only."""
+    """Returns the loaded kernel: one per spec and device, shared by problems that differ in head counts or numbers
+    only.
+    """
     if device_index == CPU:
         from cute_attn.emulator.adapter import EmulatedLaunch
 

@@ -1,4 +1,4 @@
-"""Parameter blocks by field name, and the fields that the kernels of several families share."""
+"""Kernel parameters by field name, and the fields that the kernels of several families share."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ UNBOUNDED = 1 << 30  # no causal or window bound: beyond any kv index, and row +
 Value = int | float | bytes
 Values = tuple[Value, ...]
 Fields = dict[str, int | float]
-Entry = str | tuple[str, ...]  # a field, or fields whose values come together
+Entry = str | tuple[str, ...]  # a field, or fields whose values are given as one tuple
 
 PARTIAL_FIELDS = ("o_partial", "lse_partial")
 BATCH_FIELDS = ("items", *PARTIAL_FIELDS, "kv_indices")  # addresses of a batch's records, partials and page numbers
 NO_BATCH = dict.fromkeys(BATCH_FIELDS, 0)
+ADDRESS_FIELDS = ("q", "k", "v", "o", "lse")  # tensors of which each run of a plan may have others
 
 
 class ParamPacker:
-    """Puts the parameters of one kernel in its order: static fields are given once, dynamic fields per launch.
+    """Orders values by the parameters of one kernel: static fields are given once, dynamic fields per launch.
 
-    An entry of `dynamic` is a field or a group of fields; `values` takes a number or a tuple for each. Which field goes
-    where is settled by name at construction.
+    `values` takes one argument per entry of `dynamic`: a number for a field, a tuple for a group of fields. The
+    constructor raises a ValueError unless every parameter has exactly one value.
     """
 
     def __init__(self, names: Sequence[str], static: Mapping[str, Value], dynamic: Sequence[Entry]) -> None:
@@ -39,33 +40,34 @@ class ParamPacker:
 
     @classmethod
     def of(cls, launch: Launch, static: Mapping[str, Value], dynamic: Sequence[Entry]) -> ParamPacker:
-        """The packer of a loaded kernel."""
+        """Returns the packer of a loaded kernel."""
         return cls([param.name for param in launch.artifact.params], static, dynamic)
 
-    def rebinder(self, fields: Sequence[str]) -> Rebinder:
-        """What changes `fields` of packed values."""
-        return Rebinder(self.names, fields)
+    def rebinder(self, fields: Sequence[str], unused: Sequence[str] = ()) -> Rebinder:
+        """Returns the Rebinder of `fields`."""
+        return Rebinder(self.names, fields, unused)
 
 
 class Rebinder:
-    """Changes some fields of packed values, for launches that differ from an earlier one in these only.
+    """Replaces some fields of packed values, for launches that differ from an earlier one in these fields only.
 
-    `bind` takes those values, and returns a function from new values of the fields to all values.
+    `bind` takes the values of the earlier launch and returns a function from new values of `fields` to all values,
+    which takes arguments named `unused` after them and ignores these.
     """
 
-    def __init__(self, names: Sequence[str], fields: Sequence[str]) -> None:
-        self.bind: Callable[[Values], Callable[..., Values]] = _rebinding(tuple(names), tuple(fields))
+    def __init__(self, names: Sequence[str], fields: Sequence[str], unused: Sequence[str] = ()) -> None:
+        self.bind: Callable[[Values], Callable[..., Values]] = _rebinding(tuple(names), tuple(fields), tuple(unused))
 
 
-# Both functions below write source out, as `namedtuple` does for its constructor: 54 parameters then take 0.56 us per
-# launch, against 0.77 us by `itemgetter` (`timeit`, Python 3.11, Xeon).
+# The next two functions generate Python source because the generated function orders 54 parameters in 0.56 us per
+# launch, where `operator.itemgetter` takes 0.77 us (`timeit`, Python 3.11, Xeon).
 
 
 @functools.cache
 def _packing(
     names: tuple[str, ...], static: tuple[str, ...], dynamic: tuple[Entry, ...]
 ) -> Callable[..., Callable[..., Values]]:
-    """A function from values of `static` to a function from those of `dynamic` to all values."""
+    """Returns a function from values of `static` to a function from values of `dynamic` to all values."""
     given = [*static, *(name for entry in dynamic for name in ((entry,) if isinstance(entry, str) else entry))]
     if sorted(given) != sorted(names):
         raise ValueError(
@@ -85,8 +87,10 @@ def _packing(
 
 
 @functools.cache
-def _rebinding(names: tuple[str, ...], fields: tuple[str, ...]) -> Callable[[Values], Callable[..., Values]]:
-    """`Rebinder.bind`. Fields that stay are kept in runs."""
+def _rebinding(
+    names: tuple[str, ...], fields: tuple[str, ...], unused: tuple[str, ...]
+) -> Callable[[Values], Callable[..., Values]]:
+    """Returns `Rebinder.bind`, which keeps adjacent fields that stay the same as one slice."""
     if not {*fields} <= {*names} or len({*fields}) < len(fields):
         raise ValueError(f"fields to rebind must be distinct parameters of the kernel, got {list(fields)}")
     kept, items, place = list[str](), list[str](), 0
@@ -96,24 +100,36 @@ def _rebinding(names: tuple[str, ...], fields: tuple[str, ...]) -> Callable[[Val
         if stays:
             kept.append(f" kept{begin} = values[{begin}:{place}]")
         items += [f"*kept{begin}"] if stays else run_names
-    return _defined("def bind(values):", *kept, f" return lambda {', '.join(fields)}: ({', '.join(items)},)")
+    last = items.pop()  # `+` appends a slice of 53 values in 0.15 us, where unpacking it takes 0.23 us (as above)
+    tail = last.removeprefix("*") if last.startswith("*") else f"({last},)"
+    head = f"({', '.join(items)},) + " if items else ""
+    arguments = ", ".join((*fields, *unused))
+    return _defined("def bind(values):", *kept, f" return lambda {arguments}: {head}{tail}")
 
 
 def _defined(*lines: str) -> Callable[..., Callable[..., Values]]:
-    """The function `bind` of a source."""
+    """Returns the function `bind` that these lines of source define."""
     space: dict[str, Callable[..., Callable[..., Values]]] = {}
     exec("\n".join(lines), space)
     return space["bind"]
 
 
 def divisor(name: str, value: int, stem: str | None = None) -> Fields:
-    """A divisor with the multiplier and shift that divide by it. `stem`: prefix of their names, if not `name`."""
+    """Returns a divisor with the multiplier and shift that divide by it. `stem`: prefix of the names of these two, by
+    default `name`.
+    """
     multiplier, shift = fastdiv.magic(value)
     return {name: value, f"{stem or name}_multiplier": multiplier, f"{stem or name}_shift": shift}
 
 
+def optional(groups: Mapping[tuple[str, ...], bool]) -> tuple[tuple[str, ...], Fields]:
+    """Returns the fields of the groups that launches give values for, in order, and zeros for those of all others."""
+    dynamic = tuple(name for fields, used in groups.items() if used for name in fields)
+    return dynamic, {name: 0 for fields, used in groups.items() if not used for name in fields}
+
+
 def mask_bounds(settings: Settings) -> Fields:
-    """Bounds of the visible keys, relative to the end of the keys: row + bound + 1 must fit 32 bits."""
+    """Returns the bounds of the visible keys relative to the end of the keys: row + bound + 1 must fit 32 bits."""
     window_left = settings.window_left
     return {
         "right": 0 if settings.causal else UNBOUNDED - 1,
@@ -122,17 +138,28 @@ def mask_bounds(settings: Settings) -> Fields:
 
 
 def score_fields(settings: Settings, scores: tuple[str, ...]) -> Fields:
-    """Scale and soft cap. Without score steps the scale takes log2(e) with it into the exponent."""
+    """Returns scale and soft cap. Without score steps the scale includes log2(e), for exp2 in place of exp."""
     return {"scale": settings.sm_scale * (1.0 if scores else LOG2E), "soft_cap": settings.logits_soft_cap}
 
 
 def kv_axes(settings: Settings) -> tuple[int, int]:
-    """Axes of tokens and of heads in k and v."""
+    """Returns the axes of tokens and of heads in k and v."""
     paged = int(settings.features.kv_source == "paged")
     return (1 + paged, paged) if settings.kv_layout == "HND" else (paged, 1 + paged)
 
 
+def block_scale_values(scales: tuple[torch.Tensor, ...], paged: bool, token: int, head: int) -> Values:
+    """Returns address and strides of a page, a token and a head of K's and then V's block scales of one byte each.
+    `token`, `head`: their axes.
+    """
+    values: Values = ()
+    for x in scales:
+        strides = x.stride()
+        values += x.data_ptr(), strides[0] if paged else 0, strides[token], strides[head]
+    return values
+
+
 def two_addresses(tensors: tuple[torch.Tensor, ...]) -> tuple[int, int]:
-    """Addresses of at most two tensors; 0 stands for none."""
+    """Returns the addresses of one or two tensors; the second is 0 where there is one."""
     first, *second = (tensor.data_ptr() for tensor in tensors)
     return first, second[0] if second else 0

@@ -1,4 +1,4 @@
-"""What single requests and batches ask of a prepared attention kernel."""
+"""Interface of a prepared attention kernel to the code that runs single requests and batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 from cute_attn.kernels.host.combine import CombineKernel
 from cute_attn.kernels.host.output import OutputTarget, Target
 from cute_attn.kernels.host.params import Values
-from cute_attn.problem import BatchProblem, Problem, Settings
+from cute_attn.problem import BatchProblem, Problem
 from cute_attn.runtime.launch import Launch
 
 Grid = tuple[int, int, int]
@@ -16,15 +16,16 @@ Replay = Callable[[int, int, int, int, int, int], Values]  # from addresses of q
 
 
 class PreparedKernel(Protocol):
-    """Loaded launches, and all of their parameters that settings and tile decide."""
+    """Loaded kernels, and all of their parameters that settings and tile decide."""
 
-    settings: Settings
     attention: Launch
-    combine: CombineKernel | None  # None: no partials
+    combine: CombineKernel | None  # None: the attention kernel leaves no partials to combine
     output: OutputTarget
 
     def values(self, problem: Problem | BatchProblem, target: Target, numbers: Values, stream: int) -> Values:
-        """Parameters of an attention launch. `numbers`: those of the schedule, and of a batch BATCH_FIELDS."""
+        """Returns the parameters of an attention launch. `numbers`: values of the kernel's schedule fields."""
 
     def replay(self, problem: BatchProblem, values: Values) -> Replay:
-        """Parameters of later launches that differ from `values`, those of `problem`, in addresses only."""
+        """Returns a function that computes the parameters of a launch that differs in addresses only from the launch
+        of `problem`, whose parameters are `values`.
+        """

@@ -1,4 +1,4 @@
-"""Single requests: what their lengths decide is memoised, and a call fires one launch or two."""
+"""Runs of single requests: their schedules are memoised by lengths, and a call fires one launch or two."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from cute_attn.kernels.host.prepared import Grid, PreparedKernel
 from cute_attn.problem import Problem, Request, Settings
 from cute_attn.runtime.launch import current_stream
 
-MAX_LENGTHS = 512  # lengths come from traffic: what is kept of them is bounded, and cheap to compute again
+MAX_LENGTHS = 512  # schedules kept: lengths vary without end, and a schedule is cheap to compute again
 
 T = TypeVar("T")  # a family's tile
 
 
 @dataclass(slots=True)
 class SingleSchedule(Generic[T]):
-    """What the lengths of a request decide."""
+    """Tile, grid and kernel parameters that follow from the lengths of a request."""
 
     tile: T
     heads: int  # query heads whose rows share a tile
@@ -36,7 +36,7 @@ SingleLaunch = tuple[PreparedKernel, Grid, Values, int]  # a schedule's kernels,
 
 
 class SingleRun(Generic[T]):
-    """Runs requests of the same settings. Kernels are loaded at first use; after that a call computes numbers."""
+    """Runs requests of the same settings. Kernels are loaded at first use; later calls only compute parameters."""
 
     def __init__(
         self,
@@ -45,13 +45,14 @@ class SingleRun(Generic[T]):
         scheduler: Scheduler[T],
         kernel: Callable[[T, int, bool], PreparedKernel],
     ) -> None:
-        """`kernel`: from a schedule's tile and heads, and whether the keys are split."""
+        """`kernel` loads a kernel for a schedule's tile and heads, and for split keys or not."""
         self.device_index, self.scheduler = device_index, scheduler
         self.num_qo_heads, self.head_dim_vo = settings.features.num_qo_heads, settings.features.head_dim_vo
         self.kernel = functools.cache(kernel)  # bounded by the number of tiles
         self.launch = functools.lru_cache(MAX_LENGTHS)(self._launch)  # the layers of a model repeat lengths
 
     def __call__(self, problem: Request) -> None:
+        """Launches the attention kernel, and the combine kernel where keys are split."""
         assert isinstance(problem, Problem)  # selection refuses lengths on the device
         qo_len = problem.qo_len
         if qo_len == 0:
@@ -69,10 +70,11 @@ class SingleRun(Generic[T]):
         combine.launch.fire(combine.values(target, partial[:2], (qo_len, num_splits)), (rows, 1, 1), stream)
 
     def _launch(self, qo_len: int, kv_len: int) -> SingleLaunch:
+        """Returns the launch of a request of these lengths; `launch` memoises it."""
         schedule = self.scheduler(qo_len, kv_len)
         kernel = self.kernel(schedule.tile, schedule.heads, schedule.num_splits > 1)
         return kernel, schedule.grid, schedule.numbers, schedule.num_splits
 
     def _workspace(self, problem: Problem, rows: int) -> torch.Tensor:
-        """Partials of a split launch. The caching allocator keeps them with a captured graph."""
+        """Allocates the partials of a split launch. The caching allocator keeps them with a captured graph."""
         return problem.q.new_empty(rows * (self.head_dim_vo + 1), dtype=torch.float32)

@@ -1,29 +1,30 @@
-"""The mma.sync kernel, prepared: what settings and tile decide of its launches, from tensors to parameters."""
+"""Loaded mma.sync kernels, and their parameters from settings, tile and tensors."""
 
 from __future__ import annotations
 
 import functools
 import math
 
-import torch
-
 from cute_attn.kernels.fa2.host.variant import spec
 from cute_attn.kernels.fa2.spec import Tile
 from cute_attn.kernels.host.batch import MAX_SETTINGS
 from cute_attn.kernels.host.combine import CombineKernel
-from cute_attn.kernels.host.features import batched, scores
+from cute_attn.kernels.host.features import batched, score_steps
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
 from cute_attn.kernels.host.output import OUTPUT_FIELDS, OutputTarget, Target
 from cute_attn.kernels.host.params import (
+    ADDRESS_FIELDS,
     BATCH_FIELDS,
     NO_BATCH,
     Fields,
     ParamPacker,
     Values,
+    block_scale_values,
     divisor,
     kv_axes,
     mask_bounds,
+    optional,
     score_fields,
     two_addresses,
 )
@@ -41,18 +42,17 @@ BLOCK_SCALE_FIELDS = (
     *("k_scales", "k_scales_stride_page", "k_scales_stride_n", "k_scales_stride_h"),
     *("v_scales", "v_scales_stride_page", "v_scales_stride_n", "v_scales_stride_h"),
 )
-REBOUND = ("q", "k", "v", "o", "lse")  # what changes between runs of a batch that differ in addresses only
 
 
 class PreparedKernel:
-    """Loaded launches of one tile for problems of the same settings."""
+    """Loaded kernels of one tile for problems of the same settings."""
 
     def __init__(self, settings: Settings, tile: Tile, combine: bool, gpu: Gpu) -> None:
         features = settings.features
         batch = batched(features)
         heads = features.num_qo_heads // features.num_kv_heads
         kernel = spec(features, tile, split=combine and not batch)
-        self.settings, self.output = settings, OutputTarget(settings)
+        self.output = OutputTarget(settings)
         self.attention = load(kernel, gpu.arch.name, gpu.device_index, gpu.pdl(settings))
         self.combine = CombineKernel(settings, heads, gpu) if combine else None
         self.paged = features.kv_source == "paged"
@@ -63,7 +63,7 @@ class PreparedKernel:
             "num_qo_heads": features.num_qo_heads,
             **divisor("num_kv_heads", features.num_kv_heads, stem="kv_heads"),
             **divisor("page_size", settings.page_size, stem="page"),
-            **score_fields(settings, scores(features)),
+            **score_fields(settings, score_steps(features)),
             "rope_base": 1.0 / (2.0 * math.pi * settings.rope_scale),
             "rope_ratio": settings.rope_theta ** (-2.0 / features.head_dim_qk),
             "lse_scale": settings.lse_scale,
@@ -72,22 +72,19 @@ class PreparedKernel:
             static |= {**dict.fromkeys(LENGTH_FIELDS, 0), **mask_bounds(settings)}
         else:
             static |= NO_BATCH
-        extras: tuple[str, ...] = ()
-        for fields, present in (
-            (MASK_FIELDS, features.custom_mask),
-            (PAGE_FIELDS, self.paged),
-            (BLOCK_SCALE_FIELDS, features.kv_block_scales),
-        ):
-            if present:
-                extras += fields
-            else:
-                static |= dict.fromkeys(fields, 0)
-        numbers = BATCH_FIELDS if batch else LENGTH_FIELDS
-        self.packer = ParamPacker.of(self.attention, static, (*TENSOR_FIELDS, OUTPUT_FIELDS, numbers, extras))
-        self.rebinder = self.packer.rebinder(REBOUND)
+        extras, absent = optional(
+            {
+                MASK_FIELDS: features.custom_mask,
+                PAGE_FIELDS: self.paged,
+                BLOCK_SCALE_FIELDS: features.kv_block_scales,
+            }
+        )
+        dynamic = (*TENSOR_FIELDS, OUTPUT_FIELDS, BATCH_FIELDS if batch else LENGTH_FIELDS, extras)
+        self.packer = ParamPacker.of(self.attention, static | absent, dynamic)
+        self.rebinder = self.packer.rebinder(ADDRESS_FIELDS, unused=["stream"])
 
     def values(self, problem: Problem | BatchProblem, target: Target, numbers: Values, stream: int) -> Values:
-        """Parameters of an attention launch. `numbers`: of LENGTH_FIELDS, or of BATCH_FIELDS."""
+        """Returns the parameters of an attention launch. `numbers`: values of LENGTH_FIELDS, or of BATCH_FIELDS."""
         q, k, v, mask, scales = problem.q, problem.k, problem.v, problem.packed_mask, problem.scale_tensors
         q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
         itemsize, kv_itemsize, token, head = self.itemsize, self.kv_itemsize, self.token, self.head
@@ -96,7 +93,7 @@ class PreparedKernel:
         if self.paged:
             extras += k_strides[0] * kv_itemsize, v_strides[0] * kv_itemsize
         if problem.block_scales is not None:
-            extras += self.block_scales(problem.block_scales)
+            extras += block_scale_values(problem.block_scales, self.paged, token, head)
         return self.packer.values(
             q.data_ptr(),
             k.data_ptr(),
@@ -114,21 +111,12 @@ class PreparedKernel:
             extras,
         )
 
-    def block_scales(self, scales: tuple[torch.Tensor, torch.Tensor]) -> Values:
-        """Addresses and strides; an element is a byte."""
-        values: Values = ()
-        for x in scales:
-            strides = x.stride()
-            values += x.data_ptr(), strides[0] if self.paged else 0, strides[self.token], strides[self.head]
-        return values
-
     def replay(self, problem: BatchProblem, values: Values) -> Replay:
-        """Parameters of launches that differ from `values` in addresses of tensors only."""
-        rebind = self.rebinder.bind(values)
-        return lambda q, k, v, out, lse, stream: rebind(q, k, v, out, lse)
+        """Returns a function that replaces the addresses of tensors in `values`."""
+        return self.rebinder.bind(values)
 
 
 @functools.lru_cache(MAX_SETTINGS)
 def prepared_kernel(settings: Settings, tile: Tile, heads: int, combine: bool, gpu: Gpu) -> PreparedKernel:
-    """`PreparedKernel`, memoised. `heads` that share a tile are always those of a kv head."""
+    """Returns a memoised `PreparedKernel`. The `heads` that share a tile are always those of a kv head."""
     return PreparedKernel(settings, tile, combine, gpu)

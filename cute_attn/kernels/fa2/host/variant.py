@@ -1,18 +1,18 @@
-"""Which mma.sync kernels solve problems of given features."""
+"""Specs of the mma.sync kernels for problems of given features."""
 
 from __future__ import annotations
 
-from cute_attn.kernels.fa2 import tiles as fa2_tiles
+from cute_attn.kernels.fa2 import tiles
 from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
-from cute_attn.kernels.host.features import batched, combine_spec, kv_dtype, schedule, scores
+from cute_attn.kernels.host.features import batched, combine_spec, kv_dtype, schedule, score_steps
 from cute_attn.problem import Features, Settings, short
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 
 
 def spec(features: Features, tile: Tile, split: bool = False) -> Fa2Spec:
-    """The kernel that solves problems of these features with this tile. Items of a batch write partials or not as
-    their records say; of a single request, all do or none (`split`).
+    """Returns the kernel that solves problems of these features with this tile. `split`: the CTAs of a single request
+    write partials; whether those of a batch do is in its records.
     """
     return Fa2Spec(
         dtype=short(features.q_dtype),
@@ -20,7 +20,7 @@ def spec(features: Features, tile: Tile, split: bool = False) -> Fa2Spec:
         head_dim_qk=features.head_dim_qk,
         head_dim_vo=features.head_dim_vo,
         mask="packed" if features.custom_mask else "band",
-        scores=scores(features),
+        scores=score_steps(features),
         pos_encoding="rope" if features.pos_encoding_mode == "ROPE_LLAMA" else "none",
         split=split,
         schedule=schedule(features),
@@ -31,21 +31,21 @@ def spec(features: Features, tile: Tile, split: bool = False) -> Fa2Spec:
 
 
 def spec_of(settings: Settings, tile: Tile, split: bool) -> Fa2Spec:
-    """The attention kernel of these settings and this tile."""
+    """Returns the attention kernel of these settings and this tile."""
     return spec(settings.features, tile, split)
 
 
-def variant(features: Features) -> fa2_tiles.Variant:
-    """What tiles depend on."""
-    plain = not features.custom_mask and features.pos_encoding_mode != "ROPE_LLAMA" and not scores(features)
-    return fa2_tiles.Variant((features.head_dim_qk, features.head_dim_vo), plain, batched(features), kv_dtype(features))
+def variant(features: Features) -> tiles.Variant:
+    """Returns the part of the features that the choice of a tile depends on."""
+    plain = not features.custom_mask and features.pos_encoding_mode != "ROPE_LLAMA" and not score_steps(features)
+    return tiles.Variant((features.head_dim_qk, features.head_dim_vo), plain, batched(features), kv_dtype(features))
 
 
 def specs(features: Features, arch: Arch) -> list[KernelSpec]:
-    """Every kernel that calls of these features may need, whatever their lengths."""
+    """Returns every kernel that calls of these features may need, whatever their lengths."""
     kernels: list[KernelSpec] = [
         spec(features, tile, split)
-        for tile in fa2_tiles.candidates(variant(features), arch)
+        for tile in tiles.candidates(variant(features), arch)
         for split in ((False,) if batched(features) else (False, True))
     ]
     return [*kernels, combine_spec(features)]

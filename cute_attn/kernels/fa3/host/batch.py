@@ -1,70 +1,62 @@
-"""Schedules of batches for the wgmma kernel."""
+"""Tiles of batches for the wgmma kernel, and the order in which a launch takes them."""
 
 from __future__ import annotations
 
 import functools
 
-from cute_attn.kernels.fa3.host import variant as fa3_variant
+from cute_attn.kernels.fa3.host import variant
 from cute_attn.kernels.fa3.host.prepared import order_values
 from cute_attn.kernels.fa3.spec import HopperTile
-from cute_attn.kernels.host import batch as host_batch
-from cute_attn.kernels.host.batch import BatchSchedule
+from cute_attn.kernels.host.batch import MAX_SETTINGS, Tiling
 from cute_attn.kernels.host.params import Values
 from cute_attn.problem import BatchLengths, BatchLimits, Settings
 from cute_attn.runtime.arch import Arch
-from cute_attn.schedule import batch as batch_schedule
-from cute_attn.schedule import split_kv as split_kv_rules
-from cute_attn.schedule.batch import TileShape, Work
+from cute_attn.schedule.batch import SchedulerParams, WorkList, orders_by_l2, typical_qo_len
+from cute_attn.schedule.split_kv import min_split_tiles
 
 
-def schedule(
-    settings: Settings,
-    lengths: BatchLengths,
-    limits: BatchLimits,
-    arch: Arch,
-    sms: int,
-    memory: batch_schedule.Memory = batch_schedule.new_ints,
-) -> BatchSchedule[HopperTile]:
-    """The schedule of a batch on a GPU with `sms` multiprocessors; there is one `arch` that these kernels run on."""
-    tokens = batch_schedule.rows_of_a_request(lengths, limits)
+def batch_tiling(
+    settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
+) -> Tiling[HopperTile]:
+    """Returns the tiling of a batch on a GPU with `sms` multiprocessors. `arch` is always sm_90a."""
     longest = 0 if limits.graph else int(lengths.kv_len.max(initial=0))  # captured: the number of items may change
     kv_len = 1 << (longest - 1).bit_length() if longest else 0
-    tile_and_shape = tiling(settings, min(tokens, fa3_variant.PACKED_TOKENS), kv_len, sms)
-    return host_batch.schedule(tile_and_shape, lengths, limits, memory, sms, max_ctas=sms, numbers=order_of)
+    return tiling(settings, min(typical_qo_len(lengths, limits), variant.PACKED_TOKENS), kv_len, sms)
 
 
-@functools.lru_cache(host_batch.MAX_SETTINGS)
-def tiling(settings: Settings, qo_len: int, kv_len: int, sms: int) -> tuple[HopperTile, TileShape]:
-    """The tile for requests of `qo_len` tokens and up to `kv_len` keys, and what the schedule must know of it. Heads
-    that share a tile count as one group.
+@functools.lru_cache(MAX_SETTINGS)
+def tiling(settings: Settings, qo_len: int, kv_len: int, sms: int) -> Tiling[HopperTile]:
+    """Returns the tiling for requests of `qo_len` query tokens and up to `kv_len` keys. To the scheduler, heads that
+    share a tile are one group.
     """
     features = settings.features
-    tile = fa3_variant.tile(features, settings.window_left >= 0, settings.page_size)
-    heads = fa3_variant.heads_per_tile(features, qo_len, tile.rows)
-    section = fa3_variant.section_heads(features, heads, kv_len)
+    tile = variant.tile(features, settings.window_left >= 0, settings.page_size)
+    heads = variant.heads_per_tile(features, qo_len, tile.rows)
+    section = variant.section_heads(features, heads, kv_len)
     kv_heads = max(1, section * heads * features.num_kv_heads // features.num_qo_heads)
-    return tile, TileShape(
-        tile.rows,
-        tile.cols,
-        heads,
-        features.num_qo_heads // heads,
-        settings.causal,
-        settings.window_left,
-        sms,
-        split_kv_rules.min_split_tiles(tile.rows, tile.cols, features.head_dim_qk, features.head_dim_vo),
-        4 * (features.head_dim_vo + 1),
-        section,
-        fa3_variant.SECTION_BYTES // (kv_heads * fa3_variant.token_bytes(features)),
+    params = SchedulerParams(
+        rows=tile.rows,
+        cols=tile.cols,
+        group_size=heads,
+        num_kv_heads=features.num_qo_heads // heads,
+        causal=settings.causal,
+        window_left=settings.window_left,
+        resident_ctas=sms,
+        min_split_tiles=min_split_tiles(tile.rows, tile.cols, features.head_dim_qk, features.head_dim_vo),
+        partial_row_bytes=4 * (features.head_dim_vo + 1),
+        l2_section_heads=section,
+        l2_kv_tokens=variant.SECTION_BYTES // (kv_heads * variant.token_bytes(features)),
     )
+    return Tiling(tile, params, persistent_ctas=sms, order=batch_order)
 
 
-def sections(shape: TileShape, work: Work) -> tuple[int, int]:
-    """Tiles of an L2 section, and blocks of heads in it."""
+def sections(params: SchedulerParams, work: WorkList) -> tuple[int, int]:
+    """Returns the tiles of an L2 section, and the blocks of heads in it."""
     items = work.item_capacity
-    heads = shape.section_heads if batch_schedule.grouped(shape, items) else shape.num_kv_heads
+    heads = params.l2_section_heads if orders_by_l2(params, items) else params.num_kv_heads
     return max(1, items) * heads, heads
 
 
-def order_of(shape: TileShape, work: Work) -> Values:
-    """Values of the kernel's ORDER_FIELDS."""
-    return order_values(work.item_capacity * shape.num_kv_heads, *sections(shape, work))
+def batch_order(params: SchedulerParams, work: WorkList) -> Values:
+    """Returns the values of the kernel's ORDER_FIELDS."""
+    return order_values(work.item_capacity * params.num_kv_heads, *sections(params, work))

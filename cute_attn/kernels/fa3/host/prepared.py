@@ -1,4 +1,4 @@
-"""The wgmma kernel, prepared: what settings and tile decide of its launches, from tensors to parameters."""
+"""Loaded wgmma kernels, and their parameters from settings, tile and tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from cute_attn.kernels.fa3.host import variant as fa3_variant
+from cute_attn.kernels.fa3.host import variant
 from cute_attn.kernels.fa3.host.tensor_maps import TensorMaps
 from cute_attn.kernels.fa3.spec import HopperTile
 from cute_attn.kernels.host.batch import MAX_SETTINGS
@@ -17,6 +17,7 @@ from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
 from cute_attn.kernels.host.output import OUTPUT_FIELDS, OutputTarget, Target
 from cute_attn.kernels.host.params import (
+    ADDRESS_FIELDS,
     BATCH_FIELDS,
     NO_BATCH,
     Fields,
@@ -24,6 +25,7 @@ from cute_attn.kernels.host.params import (
     Values,
     divisor,
     mask_bounds,
+    optional,
     score_fields,
     two_addresses,
 )
@@ -40,28 +42,27 @@ STRIDE_FIELDS = (  # of pages
     *("v_page_stride", "v_stride_n", "v_stride_h"),
 )
 HEAD_SCALE_FIELDS = ("scale_q", "scale_k", "scale_v")
-REBOUND = ("q", "k", "v", "o", "lse", "k_address", "v_address", "counters")  # what changes between runs of a batch
-# ^ that differ in addresses only
+REPLAY_FIELDS = (*ADDRESS_FIELDS, "k_address", "v_address", "counters")
 
 
 def order_values(total_tiles: int, section_tiles: int, section_heads: int) -> Values:
-    """Values of ORDER_FIELDS: tiles in all and in a section, and blocks of heads in a section."""
+    """Returns the values of ORDER_FIELDS. `section_heads`: blocks of heads in an L2 section."""
     return total_tiles, section_tiles, *magic(section_tiles), section_heads, *magic(section_heads)
 
 
 class PreparedKernel:
-    """Loaded launches of one tile for problems of the same settings. `heads`: query heads whose rows share a tile; they
+    """Loaded kernels of one tile for problems of the same settings. `heads`: query heads whose rows share a tile; they
     count as one head of partials.
     """
 
     def __init__(self, settings: Settings, tile: HopperTile, heads: int, combine: bool, gpu: Gpu) -> None:
         features = settings.features
         batch = batched(features)
-        kernel = fa3_variant.spec_of(settings, tile, combine and not batch)
-        self.settings, self.output = settings, OutputTarget(settings)
+        kernel = variant.spec_of(settings, tile, combine and not batch)
+        self.output = OutputTarget(settings)
         self.attention = load(kernel, gpu.arch.name, gpu.device_index, gpu.pdl(settings))
         self.combine = CombineKernel(settings, heads, gpu) if combine else None
-        self.counters = counters.of_device(gpu.device_index)  # made now: the first run may be one that is captured
+        self.counters = counters.of_device(gpu.device_index)  # allocated now: the first run may be captured
         self.maps = TensorMaps(settings, tile, heads)
         self.paged = features.kv_source == "paged"
         head_blocks = features.num_qo_heads // heads
@@ -70,29 +71,25 @@ class PreparedKernel:
             "num_qo_heads": features.num_qo_heads,
             **divisor("group", heads),
             **divisor("kv_group", head_blocks // features.num_kv_heads),
-            **score_fields(settings, fa3_variant.scores(features)),
+            **score_fields(settings, variant.scores(features)),
             "lse_scale": settings.lse_scale,
             "head_blocks": head_blocks,
             **divisor("page_size", settings.page_size, stem="page"),
             "box_rows": self.maps.box_rows,
         }
         static |= dict.fromkeys(LENGTH_FIELDS, 0) if batch else NO_BATCH
-        extras: tuple[str, ...] = ()
-        for fields, present in (
-            (MASK_FIELDS, features.custom_mask),
-            (STRIDE_FIELDS, self.paged),
-            (HEAD_SCALE_FIELDS, features.per_head_scales),
-        ):
-            if present:
-                extras += fields
-            else:
-                static |= dict.fromkeys(fields, 0)
+        extras, absent = optional(
+            {MASK_FIELDS: features.custom_mask, STRIDE_FIELDS: self.paged, HEAD_SCALE_FIELDS: features.per_head_scales}
+        )
         numbers = ORDER_FIELDS + (BATCH_FIELDS if batch else LENGTH_FIELDS)
-        self.packer = ParamPacker.of(self.attention, static, (*TENSOR_FIELDS, OUTPUT_FIELDS, numbers, extras))
-        self.rebinder = self.packer.rebinder(REBOUND)
+        dynamic = (*TENSOR_FIELDS, OUTPUT_FIELDS, numbers, extras)
+        self.packer = ParamPacker.of(self.attention, static | absent, dynamic)
+        self.rebinder = self.packer.rebinder(REPLAY_FIELDS)
 
     def values(self, problem: Problem | BatchProblem, target: Target, numbers: Values, stream: int) -> Values:
-        """Parameters of an attention launch. `numbers`: of ORDER_FIELDS, then of LENGTH_FIELDS or BATCH_FIELDS."""
+        """Returns the parameters of an attention launch. `numbers`: values of ORDER_FIELDS, then of LENGTH_FIELDS or
+        BATCH_FIELDS.
+        """
         q, k, v, mask, scales = problem.q, problem.k, problem.v, problem.packed_mask, problem.scale_tensors
         maps, k_address, v_address = self.maps, k.data_ptr(), v.data_ptr()
         scale0, scale1 = two_addresses(scales) if scales else (0, 0)
@@ -116,13 +113,13 @@ class PreparedKernel:
         )
 
     def strides(self, x: torch.Tensor) -> tuple[int, int, int]:
-        """Bytes from a page, a token and a head to the next."""
+        """Returns the bytes from a page, a token and a head to the next."""
         maps, strides = self.maps, x.stride()
         size = maps.kv_itemsize
         return strides[0] * size, strides[maps.token] * size, strides[maps.head] * size
 
     def replay(self, problem: BatchProblem, values: Values) -> Replay:
-        """Parameters of launches that differ from `values` in addresses of tensors and counters only."""
+        """Returns a function that replaces the addresses of tensors and counters in `values`."""
         q_map, k_map, v_map = self.maps.q(problem.q), self.maps.kv(problem.k), self.maps.kv(problem.v)
         rebind, counter = self.rebinder.bind(values), self.counters.address
         return lambda q, k, v, out, lse, stream: rebind(q_map(q), k_map(k), v_map(v), out, lse, k, v, counter(stream))

@@ -14,14 +14,14 @@ from cute_attn.kernels.host.params import kv_axes
 from cute_attn.problem import Settings
 from cute_attn.runtime import tensormap
 
-MAX_FORMS, MAX_ADDRESSES = 256, 256  # of tensors: layers share forms, and allocators repeat addresses
+MAX_LAYOUTS, MAX_ADDRESSES = 256, 256  # of tensors: layers share layouts, and allocators repeat addresses
 
 Encoder = Callable[..., bytes]
 Map = Callable[[int], bytes]  # from an address to a tensor map
 
 
 class TensorMaps:
-    """Maps of tensors for launches with the same settings and tile. `heads`: query heads whose rows share a tile."""
+    """Makes the maps of launches with the same settings and tile. `heads`: query heads whose rows share a tile."""
 
     def __init__(self, settings: Settings, tile: HopperTile, heads: int) -> None:
         features = settings.features
@@ -35,7 +35,9 @@ class TensorMaps:
         self.box_rows = math.gcd(settings.page_size, tile.cols) if self.paged else tile.cols
 
     def q(self, q: torch.Tensor) -> Map:
-        """[d, heads of a tile, tokens, blocks of heads] of q [tokens, heads, d], or [heads, d] of one token."""
+        """Returns the map [d, heads of a tile, tokens, blocks of heads] of q [tokens, heads, d], or [heads, d] of one
+        token.
+        """
         tokens, head = (1 if q.dim() == 2 else q.shape[0]), q.stride(-2) * self.itemsize
         token = 16 if q.dim() == 2 else q.stride(0) * self.itemsize
         return tensor_maps(
@@ -48,7 +50,7 @@ class TensorMaps:
         )
 
     def kv(self, x: torch.Tensor) -> Map:
-        """[d, tokens, heads, pages] of k or v."""
+        """Returns the map [d, tokens, heads, pages] of k or v."""
         shape, strides = x.shape, [stride * self.kv_itemsize for stride in x.stride()]
         columns, swizzle = 1, tensormap.SWIZZLE_128B
         if self.kv_itemsize < self.itemsize:  # rows to be converted
@@ -65,13 +67,13 @@ class TensorMaps:
 
 
 def map_dtype(dtype: torch.dtype) -> str:
-    """The element type of a tensor map, to which fp8 is bytes."""
+    """Returns the element type of a tensor map: bytes for fp8."""
     return "uint8" if dtype.itemsize == 1 else str(dtype).removeprefix("torch.")
 
 
 @functools.cache
 def encoder(device_type: str) -> Encoder:
-    """The driver's encoder, or the emulator's for tensors on the CPU."""
+    """Returns the driver's encoder, or the emulator's for tensors on the CPU."""
     if device_type == "cpu":
         from cute_attn.emulator.tensormap import encode_tiled
 
@@ -79,12 +81,12 @@ def encoder(device_type: str) -> Encoder:
     return tensormap.encode
 
 
-@functools.lru_cache(MAX_FORMS)
+@functools.lru_cache(MAX_LAYOUTS)
 def tensor_maps(
     encode: Encoder, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
 ) -> Map:
-    """Maps of tensors of one form, memoised by address. The stride of an axis of one element may be anything, and a
-    tensor without tokens is not read.
+    """Returns the maps of tensors of one layout, memoised by address. Strides of axes of one element are arbitrary, and
+    a tensor without tokens is not read: both are replaced by values that the driver accepts.
     """
     strides = tuple(stride if size > 1 else 16 for stride, size in zip(strides, sizes[1:], strict=True))
     sizes = tuple(max(size, 1) for size in sizes)

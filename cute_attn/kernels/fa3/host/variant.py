@@ -1,27 +1,28 @@
-"""Which wgmma kernels solve problems of given settings."""
+"""Specs of the wgmma kernels for problems of given settings."""
 
 from __future__ import annotations
 
 import torch
 
-from cute_attn.kernels.fa3 import tiles as fa3_tiles
+from cute_attn.kernels.fa3 import tiles
 from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
-from cute_attn.kernels.host import features as host_features
-from cute_attn.kernels.host.features import batched, combine_spec
+from cute_attn.kernels.host.features import batched, combine_spec, kv_dtype, schedule, score_steps
 from cute_attn.problem import Features, Settings, short
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 
-SMALL_PAGE, LARGE_PAGE = 1, 128  # tokens: kernels for these are all that there are
+SMALL_PAGE, LARGE_PAGE = 1, 128  # tokens: every page size has the kernels of one of these
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-SECTION_BYTES = 32 << 20  # keys and values that stay in L2 together
+SECTION_BYTES = 32 << 20  # keys and values of an L2 section
 PACKED_TOKENS = 64  # below so many query tokens per request, the heads of a group share tiles
 
 
 def spec(
     features: Features, window: bool, tile: HopperTile, split: bool = False, page_size: int = SMALL_PAGE
 ) -> Fa3Spec:
-    """`window`: the mask has a left bound. `split`: a single request's keys are cut. `page_size`: of paged keys."""
+    """Returns the kernel that solves problems of these features with this tile. `window`: the mask has a left bound.
+    `split`: the keys of a single request are split. `page_size`: tokens per page of paged keys.
+    """
     mask = "packed" if features.custom_mask else "band" if window else "stop"
     return Fa3Spec(
         dtype=short(features.q_dtype),
@@ -31,51 +32,59 @@ def spec(
         mask=mask,
         scores=scores(features),
         split=split,
-        schedule=host_features.schedule(features),
+        schedule=schedule(features),
         kv=kv_source(features, page_size),
-        kv_dtype=host_features.kv_dtype(features),
+        kv_dtype=kv_dtype(features),
         tile=tile,
     )
 
 
 def spec_of(settings: Settings, tile: HopperTile, split: bool) -> Fa3Spec:
-    """The attention kernel of these settings and this tile."""
+    """Returns the attention kernel of these settings and this tile."""
     return spec(settings.features, settings.window_left >= 0, tile, split, settings.page_size)
 
 
 def scores(features: Features) -> tuple[str, ...]:
-    """Score steps. In fp8 a scale alone, whatever its sign, is applied per row and by softmax."""
-    steps = host_features.scores(features)
+    """Returns `scores` of a spec. With fp8 q, a scale alone is no step whatever its sign: it is applied per row and by
+    softmax.
+    """
+    steps = score_steps(features)
     return () if features.q_dtype in FP8 and steps == ("scale",) else steps
 
 
 def kv_source(features: Features, page_size: int) -> str:
+    """Returns `kv` of a spec."""
     if features.kv_source != "paged":
         return "dense"
     if features.q_dtype in FP8:
         return "paged"  # the warps that would gather rows transpose V
-    return fa3_tiles.page_source((features.head_dim_qk, features.head_dim_vo), page_size, fp8_kv(features))
+    return tiles.page_source((features.head_dim_qk, features.head_dim_vo), page_size, fp8_kv(features))
 
 
 def tile(features: Features, window: bool, page_size: int = SMALL_PAGE) -> HopperTile:
+    """Returns the tile of these features; the arguments are those of `spec`."""
     plain = not features.custom_mask and not scores(features) and not window
     dims = features.head_dim_qk, features.head_dim_vo
-    return fa3_tiles.choose(dims, plain, kv_source(features, page_size), features.q_dtype in FP8, fp8_kv(features))
+    return tiles.choose(dims, plain, kv_source(features, page_size), features.q_dtype in FP8, fp8_kv(features))
 
 
 def fp8_kv(features: Features) -> bool:
-    """Keys and values have fewer bits than q."""
+    """Tells whether keys and values have fewer bits than q."""
     return features.kv_dtype != features.q_dtype
 
 
 def heads_per_tile(features: Features, qo_len: int, rows: int) -> int:
-    """Query heads whose rows share a tile: a whole group where requests are short, and where it divides a tile."""
+    """Returns the number of query heads whose rows share a tile: a whole GQA group where requests are short and the
+    group size divides the tile's rows, else 1.
+    """
     group = features.num_qo_heads // features.num_kv_heads
     return group if qo_len < PACKED_TOKENS and rows % group == 0 else 1
 
 
 def section_heads(features: Features, heads: int, kv_len: int) -> int:
-    """Blocks of `heads` query heads worked on side by side: they divide all, and are if possible all of a kv head."""
+    """Returns the blocks of `heads` query heads in an L2 section: those of as many kv heads as SECTION_BYTES holds, at
+    least one, rounded down to a divisor of all blocks.
+    """
     head_blocks = features.num_qo_heads // heads
     blocks_per_kv = features.num_qo_heads // features.num_kv_heads // heads
     wanted = max(1, SECTION_BYTES // max(kv_len * token_bytes(features), 1)) * blocks_per_kv
@@ -83,12 +92,12 @@ def section_heads(features: Features, heads: int, kv_len: int) -> int:
 
 
 def token_bytes(features: Features) -> int:
-    """Of keys and values of one head."""
+    """Returns the bytes of keys and values of one token and head."""
     return (features.head_dim_qk + features.head_dim_vo) * features.kv_dtype.itemsize
 
 
 def specs(features: Features, arch: Arch) -> list[KernelSpec]:
-    """Every kernel that calls of these features may need, whatever their lengths."""
+    """Returns every kernel that calls of these features may need, whatever their lengths."""
     kernels: list[KernelSpec] = [
         spec(features, window, tile(features, window, page_size), split, page_size)
         for window in (False, True)

@@ -2,46 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from cute_attn.kernels.host.family import KernelLaunch
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.kernels.xqa.host import batch, single, variant
-from cute_attn.problem import BatchLengths, BatchLimits, Features, Request, Settings
+from cute_attn.kernels.xqa.host.batch import XqaBatchRun, schedule
+from cute_attn.kernels.xqa.host.decode import DecodeRun
+from cute_attn.kernels.xqa.host.grid import launch_config
+from cute_attn.kernels.xqa.host.single import SingleRun
+from cute_attn.kernels.xqa.host.variant import is_few, specs
+from cute_attn.problem import BatchLengths, BatchLimits, DecodeProblem, Features, Request, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 from cute_attn.runtime.staging import Staging
-from cute_attn.schedule import batch as batch_schedule
+from cute_attn.schedule.batch import UNLIMITED
 
 
 class XqaFamily:
-    """See `KernelFamily`."""
+    """The decode kernel's implementation of `KernelFamily`."""
 
     name = "xqa"
 
     def specs(self, features: Features, arch: Arch) -> list[KernelSpec]:
-        return variant.specs(features, arch)
+        """Returns every kernel that calls of one query token and of these features may need."""
+        return specs(features, arch)
 
-    def prepare(self, settings: Settings, gpu: Gpu) -> single.Runner:
-        return single.Runner(settings, gpu.arch, gpu.device_index, gpu.sms)
+    def prepare(self, settings: Settings, gpu: Gpu) -> Callable[[Request], None]:
+        """Returns a callable that runs requests of these settings without a plan."""
+        return DecodeRun(settings, gpu) if settings.features.device_lengths else SingleRun(settings, gpu)
 
     def launches(self, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
-        return single.launches(problem, arch, sms)
+        """Returns the kernel and grid of a request."""
+        batch_size = len(problem.seq_lens) if isinstance(problem, DecodeProblem) else 1
+        if not problem.qo_len or not batch_size:
+            return []
+        few = is_few(batch_size, problem.features)
+        config = launch_config(problem.settings, problem.qo_len, few, arch, sms)
+        return [(config.spec, config.grid)]
 
     def plan(
         self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging, gpu: Gpu
-    ) -> batch.Planned:
-        schedule = batch.scheduled(settings, lengths, limits, gpu.arch, gpu.sms, staging.reserve)
-        return batch.Planned(settings, schedule, staging, gpu.arch, gpu.device_index)
+    ) -> XqaBatchRun:
+        """Returns a callable that runs batches of these settings and lengths."""
+        planned = schedule(settings, lengths, limits, gpu.arch, gpu.sms, staging.reserve)
+        return XqaBatchRun(settings, planned, staging, gpu)
 
     def workspace(
         self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
     ) -> tuple[int, int]:
-        limits = limits._replace(workspace_bytes=batch_schedule.UNLIMITED)
-        return batch.sizes(batch.scheduled(settings, lengths, limits, arch, sms))
+        """Returns the bytes that a plan uses of a workspace of unlimited size, and the bytes of its records."""
+        return schedule(settings, lengths, limits._replace(workspace_bytes=UNLIMITED), arch, sms).workspace()
 
     def batch_launches(
         self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
     ) -> tuple[None, list[KernelLaunch]]:
-        return None, batch.launches(settings, lengths, limits, arch, sms)
+        """Returns None, because the kernel shares the keys among its CTAs itself, and the kernel and grid."""
+        planned = schedule(settings, lengths, limits, arch, sms)
+        return None, [(planned.config.spec, planned.grid)] if planned.batch_size else []
 
 
 FAMILY = XqaFamily()

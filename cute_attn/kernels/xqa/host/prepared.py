@@ -1,70 +1,118 @@
-"""A decode kernel prepared for launches: its grid, its scratch memory and its parameter block."""
+"""Loaded decode kernels, and their parameters from settings, grid and tensors."""
 
 from __future__ import annotations
 
 import functools
 
+from cute_attn.kernels.host.batch import MAX_SETTINGS
+from cute_attn.kernels.host.combine import CombineKernel
+from cute_attn.kernels.host.fastdiv import magic
+from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
-from cute_attn.kernels.xqa.host.params import Block, Parameters, Requests, count_row_blocks
-from cute_attn.kernels.xqa.spec import XqaSpec
-from cute_attn.problem import BatchProblem, DecodeProblem, Problem, Settings
-from cute_attn.runtime.arch import Arch
-from cute_attn.runtime.launch import Launch, current_stream
+from cute_attn.kernels.host.output import OUTPUT_FIELDS, OutputTarget, Target
+from cute_attn.kernels.host.params import (
+    ADDRESS_FIELDS,
+    UNBOUNDED,
+    Fields,
+    ParamPacker,
+    Values,
+    block_scale_values,
+    divisor,
+    kv_axes,
+    optional,
+    two_addresses,
+)
+from cute_attn.kernels.host.prepared import Replay
+from cute_attn.kernels.xqa.host.grid import LaunchConfig
+from cute_attn.problem import BatchProblem, Request, Settings, draft_mask_bytes
 
-UNLIMITED = 1 << 62
-IDLE = 1 / 32  # of all CTAs, at most
+CHUNK = 16  # bytes; page and token strides of k and v count chunks
+ONE_PAGE = 1 << 30  # page size of keys that are not paged: more tokens than any request has
+SEGMENT_OVERHEAD = 4  # cost of starting and finishing a segment, in tiles
+
+TENSOR_FIELDS = (
+    *("q", "k", "v", "scale_ptr", "more_scale_ptr"),
+    *("q_stride_n", "q_stride_h", "k_stride_n", "k_stride_h", "v_stride_n", "v_stride_h"),
+)
+REQUEST_FIELDS = ("table", "table_stride", "page_starts", "seq_lens", "q_indptr", "mask", "batch", "capacity")
+SCRATCH_FIELDS = ("counters", "partials")
+PAGE_FIELDS = ("k_stride_page", "v_stride_page")
+BLOCK_SCALE_FIELDS = (
+    *("k_sf", "k_sf_stride_page", "k_sf_stride_n", "k_sf_stride_h"),
+    *("v_sf", "v_sf_stride_page", "v_sf_stride_n", "v_sf_stride_h"),
+)
 
 
 class PreparedKernel:
-    """Launches one kernel for requests of the same settings and at most `qo_len` query tokens: single requests, planned
-    batches, and decode calls without a plan. `room`: bytes that partial results may take; fewer CTAs, down to one, need
-    less.
+    """A loaded kernel for requests of the same settings and at most `config.qo_len` query tokens: single requests,
+    planned batches, and decode calls without a plan.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        qo_len: int,
-        spec: XqaSpec,
-        arch: Arch,
-        sms: int,
-        device_index: int,
-        room: int = UNLIMITED,
-    ) -> None:
-        f = settings.features
-        self.spec, self.arch, self.device_index = spec, arch, device_index
-        units = f.num_kv_heads * count_row_blocks(qo_len * (f.num_qo_heads // f.num_kv_heads), spec)
-        num_ctas = ctas(spec, sms, room)
-        cta_groups = cta_group_count(units, num_ctas)
-        self.grid = (cta_groups, num_ctas // cta_groups, 1)
-        self.counter_bytes = 4 * num_ctas
-        self.partial_bytes = 0 if num_ctas == 1 else partial_bytes(spec) * num_ctas
-        self.pdl = arch.pdl and settings.enable_pdl is not False
-        self.parameters = Parameters(settings, qo_len, spec, self.grid)
+    def __init__(self, settings: Settings, config: LaunchConfig, gpu: Gpu) -> None:
+        features, spec, grid = settings.features, config.spec, config.grid
+        self.config, self.output = config, OutputTarget(settings)
+        self.attention = load(spec, gpu.arch.name, gpu.device_index, gpu.pdl(settings))
+        self.combine: CombineKernel | None = None  # CTAs merge their partial results themselves
+        self.paged = features.kv_source == "paged"
+        self.token, self.head = kv_axes(settings)
+        self.itemsize = features.q_dtype.itemsize
+        self.kv_itemsize = features.kv_dtype.itemsize  # of NVFP4: one byte, which holds two elements
+        shares_multiplier, shares_shift = magic(grid[1])
+        static: Fields = {
+            "mask_row_bytes": draft_mask_bytes(config.qo_len),
+            "q_len": config.qo_len,
+            "window_left": UNBOUNDED if settings.window_left < 0 else min(settings.window_left, UNBOUNDED),
+            "num_kv_heads": features.num_kv_heads,
+            **divisor("row_blocks", config.row_blocks),
+            "units_per_cta_group": features.num_kv_heads * config.row_blocks // grid[0],
+            "shares_multiplier": shares_multiplier,
+            "shares_shift": shares_shift,
+            **divisor("group", features.num_qo_heads // features.num_kv_heads),
+            **divisor("page_size", settings.page_size if self.paged else ONE_PAGE, stem="page"),
+            "overhead": SEGMENT_OVERHEAD,
+            "min_share": spec.warps,  # one tile per warp
+            "scale": settings.sm_scale,
+            "lse_scale": settings.lse_scale,
+        }
+        extras, absent = optional({PAGE_FIELDS: self.paged, BLOCK_SCALE_FIELDS: features.kv_block_scales})
+        dynamic = (*TENSOR_FIELDS, OUTPUT_FIELDS, REQUEST_FIELDS + SCRATCH_FIELDS, extras)
+        self.packer = ParamPacker.of(self.attention, static | absent, dynamic)
+        self.rebinder = self.packer.rebinder(ADDRESS_FIELDS, unused=["stream"])
 
-    @functools.cached_property
-    def launch(self) -> Launch:
-        return load(self.spec, self.arch.name, self.device_index, self.pdl)
+    def values(self, problem: Request | BatchProblem, target: Target, numbers: Values, stream: int) -> Values:
+        """Returns the parameters of a launch. `numbers`: values of REQUEST_FIELDS, then of SCRATCH_FIELDS. A field that
+        a launch does not use is 0: of `table_stride` and `page_starts` one is, and without draft tokens `q_indptr` and
+        `mask` are.
+        """
+        q, k, v, scales = problem.q, problem.k, problem.v, problem.scale_tensors
+        q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
+        size, token, head = self.kv_itemsize, self.token, self.head
+        scale, more_scale = two_addresses(scales) if scales else (0, 0)
+        extras: Values = ()
+        if self.paged:
+            extras = k_strides[0] * size // CHUNK, v_strides[0] * size // CHUNK
+        if problem.block_scales is not None:
+            extras += block_scale_values(problem.block_scales, self.paged, token, head)
+        return self.packer.values(
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            scale,
+            more_scale,
+            q_strides[0] * self.itemsize,
+            q_strides[-2] * self.itemsize,
+            k_strides[token] * size // CHUNK,
+            k_strides[head] * size,
+            v_strides[token] * size // CHUNK,
+            v_strides[head] * size,
+            target,
+            numbers,
+            extras,
+        )
 
-    def __call__(
-        self, problem: Problem | BatchProblem | DecodeProblem, requests: Requests, counters: int, partials: int
-    ) -> None:
-        """`counters`, `partials`: addresses of `counter_bytes` and `partial_bytes`."""
-        block: Block = self.parameters.of(problem, requests, counters, partials)
-        self.launch.fire(tuple(block.values()), self.grid, current_stream(self.device_index))
+    def replay(self, problem: BatchProblem, values: Values) -> Replay:
+        """Returns a function that replaces the addresses of tensors in `values`."""
+        return self.rebinder.bind(values)
 
 
-def ctas(spec: XqaSpec, sms: int, room: int = UNLIMITED) -> int:
-    """Of a launch that may use `room` bytes for partial results. One CTA alone has none."""
-    return max(1, min(sms * spec.ctas, room // partial_bytes(spec)))
-
-
-def partial_bytes(spec: XqaSpec) -> int:
-    """Of one CTA: it may end one segment and begin another."""
-    return 2 * spec.rows * (spec.head_dim + 2) * 4
-
-
-@functools.cache
-def cta_group_count(units: int, ctas: int) -> int:
-    """Number of CTA groups that share the units evenly: as many as leave only few CTAs idle."""
-    return max(n for n in range(1, units + 1) if units % n == 0 and ctas % n <= ctas * IDLE)
+prepared_kernel = functools.lru_cache(MAX_SETTINGS)(PreparedKernel)

@@ -1,4 +1,4 @@
-"""Which decode kernel runs a request."""
+"""Specs of the decode kernel for problems of given features."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from cute_attn.runtime.spec import KernelSpec
 
 
 def is_few(batch_size: int, features: Features) -> bool:
-    """Few pairs of a request and a kv head: each is cut into many parts."""
+    """Tells whether there are few pairs of a request and a kv head, whose keys are then split into many parts each."""
     return batch_size * features.num_kv_heads <= tiles.FEW
 
 
 def choose_spec(features: Features, qo_len: int, few: bool, arch: Arch) -> XqaSpec:
-    """The kernel for `qo_len` query tokens per request; `few` as `is_few` says."""
-    f = features
-    rows = qo_len * (f.num_qo_heads // f.num_kv_heads)
-    types = short(f.q_dtype), kv_dtype(f), short(f.o_dtype)
-    return tiles.choose(*types, f.head_dim_qk, rows, f.draft_mask, few, arch)
+    """Returns the kernel for `qo_len` query tokens per request. `few`: as `is_few` says."""
+    rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
+    dtypes = short(features.q_dtype), kv_dtype(features), short(features.o_dtype)
+    return tiles.choose(*dtypes, features.head_dim_qk, rows, features.draft_mask, few, arch)
 
 
 def specs(features: Features, arch: Arch) -> list[KernelSpec]:
-    """Every kernel that calls of one query token and of these features may need."""
+    """Returns every kernel that calls of one query token and of these features may need."""
     return list(dict.fromkeys(choose_spec(features, 1, few, arch) for few in (True, False)))

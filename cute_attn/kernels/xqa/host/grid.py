@@ -1,0 +1,56 @@
+"""Grids of the decode kernel, and the device memory that the CTAs of a launch share."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from cute_attn.kernels.host.batch import MAX_SETTINGS
+from cute_attn.kernels.host.prepared import Grid
+from cute_attn.kernels.xqa.host.variant import choose_spec
+from cute_attn.kernels.xqa.spec import XqaSpec
+from cute_attn.problem import Settings
+from cute_attn.runtime.arch import Arch
+from cute_attn.schedule.batch import UNLIMITED
+from cute_attn.schedule.split_kv import ceil_div
+
+MAX_IDLE = 1 / 32  # of all CTAs
+
+
+class LaunchConfig(NamedTuple):
+    """Kernel and grid of launches with the same settings and number of query tokens per request."""
+
+    spec: XqaSpec
+    qo_len: int  # query tokens of every request, or the most of any
+    row_blocks: int  # blocks of query rows per request and kv head
+    grid: Grid  # (CTA groups, CTAs per group, 1)
+    ctas: int  # CTAs of the grid, and some that are idle
+    counter_bytes: int
+    partial_bytes: int  # 0 for one CTA, which leaves no partial results
+
+
+@functools.lru_cache(MAX_SETTINGS)
+def launch_config(
+    settings: Settings, qo_len: int, few: bool, arch: Arch, sms: int, workspace_bytes: int = UNLIMITED
+) -> LaunchConfig:
+    """Returns the kernel and grid for a GPU of `arch` with `sms` multiprocessors. `few`: as `variant.is_few` says.
+    `workspace_bytes`: room for partial results; fewer CTAs, down to one, need less.
+    """
+    features = settings.features
+    spec = choose_spec(features, qo_len, few, arch)
+    row_blocks = ceil_div(qo_len * (features.num_qo_heads // features.num_kv_heads), spec.rows)
+    ctas = max(1, min(sms * spec.ctas, workspace_bytes // partial_bytes_per_cta(spec)))
+    groups = cta_group_count(features.num_kv_heads * row_blocks, ctas)
+    partial_bytes = 0 if ctas == 1 else ctas * partial_bytes_per_cta(spec)
+    return LaunchConfig(spec, qo_len, row_blocks, (groups, ctas // groups, 1), ctas, 4 * ctas, partial_bytes)
+
+
+def partial_bytes_per_cta(spec: XqaSpec) -> int:
+    """Returns the bytes of two partial results: a CTA may end one segment and begin another."""
+    return 2 * spec.rows * (spec.head_dim + 2) * 4
+
+
+@functools.cache
+def cta_group_count(units: int, ctas: int) -> int:
+    """Returns the largest number of CTA groups that share the units evenly and leave at most MAX_IDLE CTAs idle."""
+    return max(n for n in range(1, units + 1) if units % n == 0 and ctas % n <= ctas * MAX_IDLE)
