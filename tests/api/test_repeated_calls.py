@@ -1,4 +1,4 @@
-"""Repeated calls take what the first one settled: never anything that this call would settle otherwise."""
+"""Repeated calls reuse what the first one decided, and nothing that they would decide otherwise."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HALF, FLOAT = torch.float16, torch.float32
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
-    """Nothing settled before or after."""
+    """Empty memos before and after each test."""
     caches = (request_settings._cached_settings, backends._prepared, select.chosen, loading.load, prepared_kernel)
     for cache in caches:
         cache.cache_clear()
@@ -100,7 +100,7 @@ def test_arguments_reach_the_field_of_their_name(function: Callable[..., Any], m
     assert call.decode is (function is single_decode_with_kv_cache)
 
 
-# ---- what is remembered is what would be settled anew
+# ---- memoised settings equal those computed from scratch
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "kv_layout": ("NHD", "HND"),
@@ -121,7 +121,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def settled(name: str, value: Any) -> str:
+def decided(name: str, value: Any) -> str:
     """The settings of a square problem, that both layouts fit; `repr` tells 0.0 from -0.0 and 1 from True."""
     return repr(problem(**tensors(kv_len=2), **{name: value}).settings)
 
@@ -131,11 +131,11 @@ def test_options_are_told_apart(name: str) -> None:
     alone = []
     for value in OPTIONS[name]:
         request_settings._cached_settings.cache_clear()
-        alone.append(settled(name, value))
+        alone.append(decided(name, value))
     request_settings._cached_settings.cache_clear()
     for _ in range(2):
-        assert [settled(name, value) for value in OPTIONS[name]] == alone
-        assert [settled(name, value) for value in reversed(OPTIONS[name])] == alone[::-1]
+        assert [decided(name, value) for value in OPTIONS[name]] == alone
+        assert [decided(name, value) for value in reversed(OPTIONS[name])] == alone[::-1]
 
 
 def test_every_option_is_tried() -> None:
@@ -204,7 +204,7 @@ def test_scales_on_the_cpu_are_read_in_every_call() -> None:
 
 
 def test_scales_on_the_device_have_no_known_sign(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a number settles more than a tensor does. "meta" tensors stand for a GPU's."""
+    """Where a number decides more than a tensor does. "meta" tensors stand for a GPU's."""
     monkeypatch.setattr(request_settings, "DEVICES", ("meta",))
     given = {name: tensor.to("meta") for name, tensor in tensors().items()}
     scale = torch.ones(1, device="meta")
@@ -226,7 +226,7 @@ def test_scales_on_the_device_have_no_known_sign(monkeypatch: pytest.MonkeyPatch
 def test_bad_input_after_good_calls(
     function: Callable[..., Any], good: Callable[[], dict[str, Any]], row: Row, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same error before and after calls that equal the bad one but for a type, and each time anew."""
+    """Errors are the same before and after calls that equal the bad one but for a type, and are raised every time."""
     monkeypatch.setattr(backends, "run", lambda *args: None)
     arguments = {**good(), **row.arguments}
     if row.name == "rope of an odd head_dim":
@@ -373,7 +373,7 @@ def test_lengths_are_checked_in_every_call() -> None:
 
 
 @pytest.mark.usefixtures("on_fa2", "aligned_memory")
-def test_a_growing_cache_is_settled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_growing_cache_decides_its_settings_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode over a growing cache on the interpreted kernels: every length right, one set of settings."""
     interpret(monkeypatch)
     given = tensors(kv_len=700, dim=64)
@@ -393,7 +393,7 @@ def test_a_growing_cache_is_settled_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("on_fa2")
-def test_threads_and_streams_share_what_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_and_streams_share_memos(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each launch carries the addresses, numbers and stream of one call, while others are under way."""
     kinds = {name: "f32" if hint is float else "i64" for name, hint in get_type_hints(Fa2Params).items()}
     params = tuple(Param(name, kind, 8 * i, 4 if kind == "f32" else 8) for i, (name, kind) in enumerate(kinds.items()))

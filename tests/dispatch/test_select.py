@@ -94,7 +94,7 @@ FP8_Q = CUDA._replace(q_dtype=E4M3, kv_dtype=E4M3)
     ],
 )
 def test_fa3_takes_fp8_queries(asked: dict[str, Any]) -> None:
-    """However few rows: nobody else does."""
+    """fa3 is chosen however few the rows: no other backend supports fp8 q."""
     assert select.choose(FP8_Q._replace(**asked), arch=HOPPER, rows=1).name == "fa3"
 
 

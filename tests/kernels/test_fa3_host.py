@@ -111,7 +111,7 @@ def test_boxes_of_pages_do_not_leave_their_page(page_size: int, box: int, kv_lay
 
 
 def test_empty_and_single_axes() -> None:
-    """An axis of one has whatever stride torch gave it; nobody reads a tensor without tokens."""
+    """Strides of axes of size 1 are arbitrary, and a tensor without tokens is not read."""
     problem = single(qo_len=1, kv_len=0, heads=(1, 1))
     k = problem.k.as_strided((0, 1, 64), (64, 3, 1))
     q, decoded = maps(problem._replace(k=k), 1)
