@@ -100,20 +100,15 @@ class Capability:
     unsupported: Mapping[str, Unsupported] = field(default_factory=dict)  # by backend name
     below: tuple[int, int] | None = None  # only GPUs of a lower compute capability lack it
 
-    def refusal(self, backend: str, features: Features, capability: tuple[int, int] | None) -> Unsupported | None:
-        """Return why `backend` does not support it, if `features` need it. `capability` None: not on a GPU."""
+    def concerns(self, features: Features, capability: tuple[int, int] | None) -> bool:
+        """Return whether `features` need it where it may be missing. `capability` None: not on a GPU."""
         if self.below is not None and (capability is None or capability >= self.below):
-            return None
-        unsupported = self.unsupported.get(backend)
-        return unsupported if unsupported is not None and self.needed(features) else None
+            return False
+        return self.needed(features)
 
 
 _WIDEN = "pass q, k and v as float16 or bfloat16"
-
-
 NO_FP8 = Unsupported("its matrix instructions take 16-bit types", _WIDEN)
-
-
 _CONVERT = "o_dtype=torch.bfloat16 and a conversion after it"
 
 

@@ -79,8 +79,8 @@ def reasons_against(backend: Backend, features: Features, arch: Arch | None) -> 
             refusals.append(Refusal(backend.name, arch.name, runs_on, 'backend="reference"'))
     compute_capability = None if arch is None else arch.capability
     for row in CAPABILITIES:
-        if (unsupported := row.refusal(backend.name, features, compute_capability)) is not None:
-            refusals.append(Refusal(backend.name, row.feature, *unsupported))
+        if backend.name in row.unsupported and row.concerns(features, compute_capability):
+            refusals.append(Refusal(backend.name, row.feature, *row.unsupported[backend.name]))
     return refusals
 
 

@@ -127,4 +127,4 @@ def test_driver_error_is_readable() -> None:
 def test_foreign_cubin_is_refused() -> None:
     other = "sm_100a" if archs.for_device(0).name != "sm_100a" else "sm_90a"
     with pytest.raises(ArtifactError, match=f"compiled for {other}"):
-        Launch(artifacts.get(ToySpec(), other), 0)
+        Launch(artifacts.get(ToySpec(), other, toy_program), 0)

@@ -80,8 +80,8 @@ class PreparedKernel:
             }
         )
         dynamic = (*TENSOR_FIELDS, OUTPUT_FIELDS, BATCH_FIELDS if batch else LENGTH_FIELDS, extras)
-        self.packer = ParamPacker.of(self.attention, static | absent, dynamic)
-        self.rebinder = self.packer.rebinder(ADDRESS_FIELDS, unused=["stream"])
+        packer = ParamPacker.of(self.attention, static | absent, dynamic)
+        self.pack, self.rebinder = packer.values, packer.rebinder(ADDRESS_FIELDS, unused=["stream"])
 
     def values(self, problem: Problem | BatchProblem, target: Target, numbers: Values, stream: int) -> Values:
         """Returns the parameters of an attention launch. `numbers`: values of LENGTH_FIELDS, or of BATCH_FIELDS."""
@@ -94,7 +94,7 @@ class PreparedKernel:
             extras += k_strides[0] * kv_itemsize, v_strides[0] * kv_itemsize
         if problem.block_scales is not None:
             extras += block_scale_values(problem.block_scales, self.paged, token, head)
-        return self.packer.values(
+        return self.pack(
             q.data_ptr(),
             k.data_ptr(),
             v.data_ptr(),

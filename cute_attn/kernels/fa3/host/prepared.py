@@ -83,8 +83,8 @@ class PreparedKernel:
         )
         numbers = ORDER_FIELDS + (BATCH_FIELDS if batch else LENGTH_FIELDS)
         dynamic = (*TENSOR_FIELDS, OUTPUT_FIELDS, numbers, extras)
-        self.packer = ParamPacker.of(self.attention, static | absent, dynamic)
-        self.rebinder = self.packer.rebinder(REPLAY_FIELDS)
+        packer = ParamPacker.of(self.attention, static | absent, dynamic)
+        self.pack, self.rebinder = packer.values, packer.rebinder(REPLAY_FIELDS)
 
     def values(self, problem: Problem | BatchProblem, target: Target, numbers: Values, stream: int) -> Values:
         """Returns the parameters of an attention launch. `numbers`: values of ORDER_FIELDS, then of LENGTH_FIELDS or
@@ -98,7 +98,7 @@ class PreparedKernel:
             extras += self.strides(k) + self.strides(v)
         if problem.head_scales is not None:
             extras += tuple(x.data_ptr() for x in problem.head_scales)
-        return self.packer.values(
+        return self.pack(
             maps.q(q)(q.data_ptr()),
             maps.kv(k)(k_address),
             maps.kv(v)(v_address),

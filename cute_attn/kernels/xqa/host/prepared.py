@@ -76,8 +76,8 @@ class PreparedKernel:
         }
         extras, absent = optional({PAGE_FIELDS: self.paged, BLOCK_SCALE_FIELDS: features.kv_block_scales})
         dynamic = (*TENSOR_FIELDS, OUTPUT_FIELDS, REQUEST_FIELDS + SCRATCH_FIELDS, extras)
-        self.packer = ParamPacker.of(self.attention, static | absent, dynamic)
-        self.rebinder = self.packer.rebinder(ADDRESS_FIELDS, unused=["stream"])
+        packer = ParamPacker.of(self.attention, static | absent, dynamic)
+        self.pack, self.rebinder = packer.values, packer.rebinder(ADDRESS_FIELDS, unused=["stream"])
 
     def values(self, problem: Request | BatchProblem, target: Target, numbers: Values, stream: int) -> Values:
         """Returns the parameters of a launch. `numbers`: values of REQUEST_FIELDS, then of SCRATCH_FIELDS. A field that
@@ -93,7 +93,7 @@ class PreparedKernel:
             extras = k_strides[0] * size // CHUNK, v_strides[0] * size // CHUNK
         if problem.block_scales is not None:
             extras += block_scale_values(problem.block_scales, self.paged, token, head)
-        return self.packer.values(
+        return self.pack(
             q.data_ptr(),
             k.data_ptr(),
             v.data_ptr(),
