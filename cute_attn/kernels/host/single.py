@@ -14,7 +14,7 @@ from cute_attn.kernels.host.output import OutputTarget, Target
 from cute_attn.kernels.host.params import Values
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel
 from cute_attn.problem import Problem, Request, Settings
-from cute_attn.runtime.launch import current_stream
+from cute_attn.runtime.launch import Launch, current_stream
 
 MAX_LENGTHS = 512  # schedules kept: lengths vary without end, and a schedule is cheap to compute again
 
@@ -38,7 +38,7 @@ Scheduler = Callable[[int, int], SingleSchedule[T]]  # from qo_len > 0 and kv_le
 class SingleLaunch(NamedTuple):
     """What a schedule's launches need, bound in advance: attribute look-ups would cost 0.1 us per call."""
 
-    fire: Callable[[Values, Grid, int], None]
+    attention: Launch
     values: Callable[[Problem, Target, Values, int], Values]
     output: OutputTarget
     combine: CombineKernel | None
@@ -69,15 +69,15 @@ class SingleRun(Generic[T]):
         qo_len = problem.qo_len
         if qo_len == 0:
             return
-        fire, values, output, combine, grid, numbers, num_splits = self.launch(qo_len, problem.kv_len)
+        attention, values, output, combine, grid, numbers, num_splits = self.launch(qo_len, problem.kv_len)
         stream, target = current_stream(self.device_index), output.of(problem)
         if combine is None:
-            fire(values(problem, target, numbers, stream), grid, stream)
+            attention.fire(values(problem, target, numbers, stream), grid, stream)
             return
         rows = qo_len * self.num_qo_heads
         workspace = self._workspace(problem, rows * num_splits)
         partial = output.partials(workspace, rows * num_splits)
-        fire(values(problem, partial, numbers, stream), grid, stream)
+        attention.fire(values(problem, partial, numbers, stream), grid, stream)
         combine.launch.fire(combine.values(target, partial[:2], (qo_len, num_splits)), (rows, 1, 1), stream)
 
     def _launch(self, qo_len: int, kv_len: int) -> SingleLaunch:
@@ -85,7 +85,7 @@ class SingleRun(Generic[T]):
         schedule = self.scheduler(qo_len, kv_len)
         kernel = self.kernel(schedule.tile, schedule.heads, schedule.num_splits > 1)
         return SingleLaunch(
-            kernel.attention.fire,
+            kernel.attention,
             kernel.values,
             kernel.output,
             kernel.combine,
