@@ -37,6 +37,7 @@ GATHERED: tuple[BatchCase, ...] = (
     paged((130, 9), (200, 90), page_size=16, kv_layout="HND", cache="strided", seed=1, **dims(192, 128)),
     paged((130, 9), (200, 260), page_size=7, mask="causal", dtype="bfloat16", seed=29, **dims(256)),
     paged((130, 9), (20, 260), page_size=12, mask="causal", cache="one", slack=True, seed=4, **dims(96)),
+    paged((70,), (40,), page_size=12, cache="strided", seed=4, **dims(96)),  # NaN behind every row
 )
 
 
