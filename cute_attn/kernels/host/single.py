@@ -5,16 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
-from cute_attn.kernels.host.combine import CombineKernel
-from cute_attn.kernels.host.output import OutputTarget, Target
 from cute_attn.kernels.host.params import Values
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel
 from cute_attn.problem import Problem, Request, Settings
-from cute_attn.runtime.launch import Launch, current_stream
+from cute_attn.runtime.launch import current_stream
 
 MAX_LENGTHS = 512  # schedules kept: lengths vary without end, and a schedule is cheap to compute again
 
@@ -34,17 +32,7 @@ class SingleSchedule(Generic[T]):
 
 Scheduler = Callable[[int, int], SingleSchedule[T]]  # from qo_len > 0 and kv_len; needs no GPU
 
-
-class SingleLaunch(NamedTuple):
-    """What a schedule's launches need, bound in advance: attribute look-ups would cost 0.1 us per call."""
-
-    attention: Launch
-    values: Callable[[Problem, Target, Values, int], Values]
-    output: OutputTarget
-    combine: CombineKernel | None
-    grid: Grid
-    numbers: Values
-    num_splits: int
+SingleLaunch = tuple[PreparedKernel, Grid, Values, int]  # a schedule's kernels, grid, numbers and num_splits
 
 
 class SingleRun(Generic[T]):
@@ -69,30 +57,23 @@ class SingleRun(Generic[T]):
         qo_len = problem.qo_len
         if qo_len == 0:
             return
-        attention, values, output, combine, grid, numbers, num_splits = self.launch(qo_len, problem.kv_len)
-        stream, target = current_stream(self.device_index), output.of(problem)
+        kernel, grid, numbers, num_splits = self.launch(qo_len, problem.kv_len)
+        stream, combine = current_stream(self.device_index), kernel.combine
+        target = kernel.output.of(problem)
         if combine is None:
-            attention.fire(values(problem, target, numbers, stream), grid, stream)
+            kernel.attention.fire(kernel.values(problem, target, numbers, stream), grid, stream)
             return
         rows = qo_len * self.num_qo_heads
         workspace = self._workspace(problem, rows * num_splits)
-        partial = output.partials(workspace, rows * num_splits)
-        attention.fire(values(problem, partial, numbers, stream), grid, stream)
+        partial = kernel.output.partials(workspace, rows * num_splits)
+        kernel.attention.fire(kernel.values(problem, partial, numbers, stream), grid, stream)
         combine.launch.fire(combine.values(target, partial[:2], (qo_len, num_splits)), (rows, 1, 1), stream)
 
     def _launch(self, qo_len: int, kv_len: int) -> SingleLaunch:
         """Returns the launch of a request of these lengths; `launch` memoises it."""
         schedule = self.scheduler(qo_len, kv_len)
         kernel = self.kernel(schedule.tile, schedule.heads, schedule.num_splits > 1)
-        return SingleLaunch(
-            kernel.attention,
-            kernel.values,
-            kernel.output,
-            kernel.combine,
-            schedule.grid,
-            schedule.numbers,
-            schedule.num_splits,
-        )
+        return kernel, schedule.grid, schedule.numbers, schedule.num_splits
 
     def _workspace(self, problem: Problem, rows: int) -> torch.Tensor:
         """Allocates the partials of a split launch. The caching allocator keeps them with a captured graph."""
