@@ -130,7 +130,7 @@ class MultiLevelCascadeAttentionWrapper:
         pos_encoding_mode, window_left : with more than one level refused unless "NONE" and negative: they depend on
             positions, and a level knows only those within itself.
         use_fp16_qk_reduction (older name `allow_fp16_qk_reduction`) : a hint; scores are always accumulated in fp32.
-        sm_scale : any finite number. Default 1 / sqrt(head_dim).
+        sm_scale : any finite number. Default `head_dim ** -0.5`.
         logits_soft_cap : soft cap of the logits; None (default), 0 or a negative number: none.
         rope_scale, rope_theta : > 0, default 1 and 1e4. Read under ROPE_LLAMA only.
         q_data_type, kv_data_type : torch dtypes or their names. Default float16, and q's.

@@ -77,7 +77,7 @@ def single_decode_with_kv_cache(
         tensor on the GPU is read by the kernel, without synchronisation.
     window_left : >= 0: only the last window_left + 1 keys are seen. Negative: no window.
     logits_soft_cap : soft cap of the logits; None, 0 or a negative number: none.
-    sm_scale : any finite number. Default 1 / sqrt(head_dim_qk).
+    sm_scale : any finite number. Default `head_dim_qk ** -0.5`.
     rope_scale, rope_theta : > 0, default 1 and 1e4. Position p turns pair d by
         p * rope_theta^(-2 d / head_dim) / rope_scale. Read under ROPE_LLAMA only.
     return_lse : return `(out, lse)`.

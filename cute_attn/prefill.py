@@ -90,7 +90,7 @@ def single_prefill_with_kv_cache(
         query token i at i + kv_len - qo_len; rotated values are rounded to q's dtype), or "ALIBI" (slopes of
         Press et al. 2022; i counts from 0).
     use_fp16_qk_reduction : a hint; scores are always accumulated in fp32. Also `allow_fp16_qk_reduction`.
-    sm_scale : any finite number. Default 1 / sqrt(head_dim_qk).
+    sm_scale : any finite number. Default `head_dim_qk ** -0.5`.
     window_left : >= 0: token i sees no key before i + kv_len - qo_len - window_left (keys to the right are up
         to `causal`). Negative: no window.
     logits_soft_cap : soft cap of the logits; None, 0 or a negative number: none.

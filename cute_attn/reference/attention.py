@@ -140,13 +140,13 @@ def attention(
     """Compute attention of q `[qo_len, num_qo_heads, head_dim_qk]` over k, v `[kv_len, num_kv_heads, head_dim_*]`.
 
     Takes any float dtypes (fp8 included) and strides; query head h reads kv head h * num_kv_heads // num_qo_heads.
-    `logits` defaults to a scale of 1/sqrt(head_dim_qk), `mask` to all keys; `sinks` is `[num_qo_heads]` in the
+    `logits` defaults to a scale of head_dim_qk**-0.5, `mask` to all keys; `sinks` is `[num_qo_heads]` in the
     natural-log domain, `v_scale` a number or one per query head. Returns o `[qo_len, num_qo_heads, head_dim_vo]` and
     the base-2 lse `[qo_len, num_qo_heads]`, both in `compute_dtype`.
     """
     qo_len, num_qo_heads, head_dim_qk = q.shape
     kv_len, num_kv_heads, head_dim_vo = v.shape
-    logits = logits or Logits(1 / math.sqrt(head_dim_qk))
+    logits = logits or Logits(head_dim_qk**-0.5)
     mask = mask or Mask()
     group = num_qo_heads // num_kv_heads
     o = torch.empty(qo_len, num_qo_heads, head_dim_vo, dtype=compute_dtype, device=q.device)

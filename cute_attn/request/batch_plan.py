@@ -15,7 +15,7 @@ import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal, RuntimeArgumentError
 from cute_attn.problem import BatchLengths, Settings, Tokens
-from cute_attn.request import checks
+from cute_attn.request import checks, page_ids
 from cute_attn.request.bit_packing import pack_segments
 from cute_attn.request.settings import (
     CACHE_SIZE,
@@ -31,6 +31,7 @@ from cute_attn.request.settings import (
 from cute_attn.request.single import MAX_ROWS, check_workspace
 
 INDEX_DTYPES = (torch.int32, torch.int64)
+UNSET = -1  # FlashInfer's number for a `fixed_split_size` that is not given
 JIT_REASON = "variants written in CUDA are not part of this library"
 JIT_INSTEAD = "sinks, custom_mask, logits_soft_cap or pos_encoding_mode"
 
@@ -143,7 +144,7 @@ def _data_type(name: str, value: Any) -> torch.dtype:
         raise ArgumentTypeError(f"{name} must be a torch.dtype or its name, got {checks.describe(value)}")
     dtype = getattr(torch, value, None)
     if not isinstance(dtype, torch.dtype):
-        raise ArgumentError(f"{name} must name a dtype of torch, got {value!r}")
+        raise ArgumentError(f"{name} must name a dtype of torch, got {checks.shown(value)}")
     return dtype
 
 
@@ -151,9 +152,9 @@ def count(name: str, value: Any) -> int:
     """Check an integer within 1..MAX_INDEX."""
     value = checks.integer(name, value)
     if value < 1:
-        raise ArgumentError(f"{name} must be at least 1, got {value}")
+        raise ArgumentError(f"{name} must be at least 1, got {checks.shown(value)}")
     if value > MAX_INDEX:
-        raise ArgumentError(f"{name} must be at most {MAX_INDEX}, got {value}")
+        raise ArgumentError(f"{name} must be at most {MAX_INDEX}, got {checks.shown(value)}")
     return value
 
 
@@ -171,15 +172,15 @@ class Splits(NamedTuple):
 
 
 def splits(fixed_split_size: Any, disable_split_kv: Any, page_size: int) -> Splits:
-    """Check the arguments about splits. `fixed_split_size` counts pages; `Splits` counts tokens."""
+    """Check the arguments about splits. `fixed_split_size` counts pages, -1 stands for None; `Splits` counts tokens.
+
+    Without splits their size has no meaning: `disable_split_kv` wins, as in FlashInfer's scheduler.
+    """
     checks.boolean("disable_split_kv", disable_split_kv)
-    if fixed_split_size is None:
+    if fixed_split_size is None or checks.integer("fixed_split_size", fixed_split_size) == UNSET:
         return Splits(None, disable_split_kv)
-    if disable_split_kv:
-        raise ArgumentError(
-            f"fixed_split_size {fixed_split_size!r} and disable_split_kv=True contradict: give one of them"
-        )
-    return Splits(count("fixed_split_size", fixed_split_size) * page_size, False)
+    tokens = count("fixed_split_size", fixed_split_size) * page_size
+    return Splits(None, True) if disable_split_kv else Splits(tokens, False)
 
 
 def refuse(feature: str, value: Any, reason: str, instead: str) -> None:
@@ -260,6 +261,8 @@ def paged(q_bounds: np.ndarray, pages: Pages, page_size: int, names: Sequence[st
         raise ArgumentError(
             f"{names[2]} must have the {kv_bounds[-1]} entries that {names[1]} counts, got {indices.numel()}"
         )
+    if indices.dtype == torch.int64 and indices.is_cpu:
+        page_ids.check_host_range(names[2], indices, slice(int(kv_bounds[0]), int(kv_bounds[-1])))
     return Tokens(_lengths(q_bounds, kv_bounds[:-1], kv_len), kv_bounds, last, indices)
 
 
@@ -348,8 +351,14 @@ def check_known_lengths(name: str, value: Any, lengths: np.ndarray) -> None:
     if value is None:
         return
     value = checks.tensor(name, value)
-    if value.device.type == "cpu" and not np.array_equal(_integers(name, value.flatten()), lengths):
-        raise ArgumentError(f"{name} must be {lengths.tolist()}, as the index arrays say; got {value.tolist()}")
+    if value.device.type != "cpu":
+        return
+    given = _integers(name, value.flatten())
+    if len(given) != len(lengths):
+        raise ArgumentError(f"{name} must have one entry for each of {len(lengths)} requests, got {len(given)}")
+    if not np.array_equal(given, lengths):
+        i = int((given != lengths).argmax())
+        raise ArgumentError(f"{name}[{i}] must be {lengths[i]}, as the index arrays say; got {given[i]}")
 
 
 def _check_known_bound(name: str, value: Any, lengths: np.ndarray) -> None:

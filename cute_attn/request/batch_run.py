@@ -60,8 +60,7 @@ def problem(plan: BatchPlan, arguments: RunArguments) -> BatchProblem:
         arguments
     )
     k, v = _ragged_pair(cache) if plan.settings.features.kv_source == "ragged" else pages(plan, cache)
-    if not isinstance(q, torch.Tensor):
-        checks.tensor("q", q)
+    checks.tensor("q", q)
     key = (
         *(q.shape, q.stride(), q.dtype, q.device),
         *(k.shape, k.stride(), k.dtype, k.device),
@@ -183,6 +182,7 @@ def pages(plan: BatchPlan, cache: Any, name: str = "paged_kv_cache") -> tuple[to
     token = 2 if plan.settings.kv_layout == "HND" else 1
     short = plan.settings.page_size == 1
     if isinstance(cache, torch.Tensor):
+        checks.stored(name, cache)
         if cache.dim() == 4 and short:
             cache = cache.unsqueeze(token + 1)
         if cache.dim() != 5 or cache.shape[1] != 2:
@@ -195,9 +195,8 @@ def pages(plan: BatchPlan, cache: Any, name: str = "paged_kv_cache") -> tuple[to
     if not isinstance(cache, tuple | list) or len(cache) != 2:
         raise ArgumentTypeError(f"{name} must be a tensor or a pair (k, v), got {checks.describe(cache)}")
     k, v = cache
-    if not (isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
-        for half, value in (("k", k), ("v", v)):
-            checks.tensor(f"{half} of {name}", value)
+    checks.tensor(f"k of {name}", k)
+    checks.tensor(f"v of {name}", v)
     if short and k.dim() == v.dim() == 3:
         return k.unsqueeze(token), v.unsqueeze(token)
     return k, v

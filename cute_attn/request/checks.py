@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 import operator
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,11 +18,37 @@ Extent = tuple[int, int]  # addresses of the first byte and past the last
 LARGEST = 1e38  # times log2(e) it is still an fp32 number
 
 
+class _BoundedRepr(reprlib.Repr):
+    """A repr of at most some hundred characters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 2
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = 4
+        self.maxstring = self.maxother = 80
+
+    def repr_Tensor(self, x: torch.Tensor, level: int) -> str:  # noqa: N802, reprlib looks for the name of the type
+        return describe(x)
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() < 128 else f"an int of {x.bit_length()} bits"
+
+
+_bounded = _BoundedRepr()
+
+
 def describe(value: object) -> str:
-    """Show a value in an error message: tensors by dtype, shape and device."""
+    """Show a value in an error message: tensors by dtype, shape and device, anything else by a bounded repr."""
     if isinstance(value, torch.Tensor):
         return f"a {short(value.dtype)} tensor of shape {tuple(value.shape)} on {value.device}"
-    return f"{value!r} ({type(value).__name__})"
+    return f"{shown(value)} ({type(value).__name__})"
+
+
+def shown(value: object) -> str:
+    """Return a repr of bounded length: of a list, a tuple, a dict or a set the first elements."""
+    if isinstance(value, torch.Tensor):
+        return describe(value)
+    return _bounded.repr(value)
 
 
 def boolean(name: str, value: Any) -> bool:
@@ -48,7 +75,10 @@ def real(name: str, value: Any) -> float:
     if type(value) is not float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise ArgumentTypeError(f"{name} must be a number, got {describe(value)}")
-        value = float(value)
+        try:
+            value = float(value)
+        except OverflowError:  # an int beyond float64
+            value = float("inf")
     if not -LARGEST <= value <= LARGEST:  # false for NaN
         raise ArgumentError(f"{name} must be finite and within +-{LARGEST}, got {value!r}")
     return value + 0.0  # -0.0 becomes 0.0: they are equal as keys of caches
@@ -75,10 +105,21 @@ def choice(name: str, value: Any, choices: Sequence[str]) -> str:
 
 
 def tensor(name: str, value: Any) -> torch.Tensor:
-    """Check for a tensor."""
+    """Check for a tensor whose memory holds its values: see `stored`."""
     if isinstance(value, torch.Tensor):
-        return value
+        return stored(name, value)
     raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {describe(value)}")
+
+
+def stored(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Refuse a tensor whose values are not the numbers at its address: sparse, negative views, conjugate views."""
+    if value.layout is not torch.strided:
+        raise ArgumentError(f"{name} must be a strided tensor, got layout {value.layout}: pass {name}.to_dense()")
+    if value.is_neg():  # also the imaginary part of a conjugate view
+        raise ArgumentError(f"{name} must not be a negative view (is_neg()): pass {name}.resolve_neg()")
+    if value.is_conj():
+        raise ArgumentError(f"{name} must not be a conjugate view (is_conj()): pass {name}.resolve_conj()")
+    return value
 
 
 def shape(name: str, value: torch.Tensor, expected: tuple[int, ...], meaning: str) -> None:

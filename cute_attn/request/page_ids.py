@@ -1,7 +1,8 @@
-"""Checks of page numbers, which are on the device. Each check costs a synchronisation.
+"""Page numbers: their conversion to the int32 that kernels read, and checks of them on the device.
 
 Kernels trust page numbers, and a wrong one is an illegal access that ends the process. With `CUTE_ATTN_VALIDATE=1` they
-are checked before every launch, and a wrong one raises an error while the CUDA context is still usable.
+are checked before every launch, which costs a synchronisation, and a wrong one raises an error while the CUDA context
+is still usable.
 """
 
 from __future__ import annotations
@@ -11,6 +12,28 @@ import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.problem import BatchLengths, BatchProblem
+
+MAX_PAGE = torch.iinfo(torch.int32).max
+
+
+def check_host_range(name: str, indices: torch.Tensor, used: slice) -> None:
+    """Raise ArgumentError if one of the used int64 page numbers on the CPU does not fit int32."""
+    pages = indices[used]
+    bad = (pages < 0) | (pages > MAX_PAGE)
+    if bool(bad.any()):
+        i = int(bad.int().argmax())
+        raise ArgumentError(f"{name}[{used.start + i}] must be a page within 0..{MAX_PAGE}, got {int(pages[i])}")
+
+
+def as_int32(indices: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return page numbers as kernels read them: int32 on `device`, without gaps.
+
+    On a GPU, numbers beyond int32 become the largest one, which is no page of any cache: they must not wrap to pages
+    that are.
+    """
+    if indices.dtype == torch.int64 and not indices.is_cpu:
+        indices = indices.clamp(-1, MAX_PAGE)
+    return indices.to(device, torch.int32).contiguous()
 
 
 def before_launch(problem: BatchProblem, lengths: BatchLengths) -> None:

@@ -221,7 +221,7 @@ def _check_dtypes(structure: Structure) -> None:
 
 
 def _score_scale(call: Call, structure: Structure) -> float:
-    sm_scale = checks.real_or("sm_scale", call.sm_scale, 1.0 / math.sqrt(structure.head_dim_q))
+    sm_scale = checks.real_or("sm_scale", call.sm_scale, structure.head_dim_q**-0.5)
     q_scale, k_scale = checks.real_or("q_scale", call.q_scale, 1.0), checks.real_or("k_scale", call.k_scale, 1.0)
     return checks.real("sm_scale * q_scale * k_scale", sm_scale * q_scale * k_scale)
 

@@ -260,7 +260,7 @@ def split_scale(name: str, value: Any, device: torch.device) -> tuple[Any, Scale
     check_grad(name, value)
     if value.device.type == "cpu":
         return value.item(), ()
-    checks.device(name, value, device)
+    checks.device(name, checks.stored(name, value), device)
     return None, (value.to(torch.float32),)
 
 

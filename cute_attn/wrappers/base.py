@@ -163,7 +163,7 @@ class BatchWrapper:
         """Return page numbers as kernels read them. The comparison is cheaper than a `to` without effect."""
         if indices.dtype == torch.int32 and indices.device == self.device and indices.is_contiguous():
             return indices
-        return indices.to(self.device, torch.int32).contiguous()
+        return page_ids.as_int32(indices, self.device)
 
     def _resolve(
         self, request: PlanRequest, features: Features | None = None

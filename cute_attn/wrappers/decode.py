@@ -159,7 +159,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
             backend supports it; o also float32. Default of q: `data_type`, else float16. Default of kv: `data_type`,
             else q's. Default of o: q's, bfloat16 for fp8 q. A uint8 cache is NVFP4 and needs `kv_cache_sf` in `run`.
         data_type : default of `q_data_type` and `kv_data_type`.
-        sm_scale : any finite number. Default 1 / sqrt(head_dim).
+        sm_scale : any finite number. Default `head_dim ** -0.5`.
         rope_scale, rope_theta : > 0, default 1 and 1e4. Read under ROPE_LLAMA only.
         non_blocking : a hint; copies are ordered on the current stream either way.
         block_tables : a tensor with the pages of each request; not read.

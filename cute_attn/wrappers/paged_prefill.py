@@ -158,7 +158,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         pos_encoding_mode : "NONE" (default), "ROPE_LLAMA" or "ALIBI", as in `single_prefill_with_kv_cache`; positions
             count within the request.
         use_fp16_qk_reduction (older name `allow_fp16_qk_reduction`) : a hint; scores are always accumulated in fp32.
-        sm_scale : any finite number. Default 1 / sqrt(head_dim_qk).
+        sm_scale : any finite number. Default `head_dim_qk ** -0.5`.
         window_left : >= 0: token i sees no key before i + kv_len - qo_len - window_left. Negative (default): no window.
         logits_soft_cap : soft cap of the logits; None (default), 0 or a negative number: none.
         rope_scale, rope_theta : > 0, default 1 and 1e4. Read under ROPE_LLAMA only.

@@ -90,16 +90,19 @@ def _cache_key(arguments: RunArguments) -> Any:
     )
     if not isinstance(q, Tensor) or type(return_lse) is not bool:
         return None
-    if isinstance(cache, Tensor):
-        kv: Any = cache.shape, cache.stride(), cache.dtype, cache.device
-    elif (type(cache) is tuple or type(cache) is list) and len(cache) == 2:
-        k, v = cache
-        if not (isinstance(k, Tensor) and isinstance(v, Tensor)):
+    try:
+        if isinstance(cache, Tensor):
+            kv: Any = cache.shape, cache.stride(), cache.dtype, cache.device
+        elif (type(cache) is tuple or type(cache) is list) and len(cache) == 2:
+            k, v = cache
+            if not (isinstance(k, Tensor) and isinstance(v, Tensor)):
+                return None
+            kv = k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device
+        else:
             return None
-        kv = k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device
-    else:
+        key = q.shape, q.stride(), q.dtype, q.device, kv, return_lse
+    except RuntimeError:  # a sparse tensor has no strides: the full path refuses it
         return None
-    key = q.shape, q.stride(), q.dtype, q.device, kv, return_lse
     if q_scale is k_scale is v_scale is out is lse is enable_pdl is window_left is sinks is sf is head_scales is None:
         return key
     if not (out is None or isinstance(out, Tensor)) or not (lse is None or isinstance(lse, Tensor)):

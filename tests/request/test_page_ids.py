@@ -12,6 +12,7 @@ from cute_attn import ArgumentError
 from cute_attn.problem import BatchLengths, BatchProblem
 from cute_attn.request import page_ids
 from tests.support.batch_case import call, make, paged, plan_arguments, wrapper
+from tests.support.formula import assert_batch_right
 
 
 def check(
@@ -64,3 +65,38 @@ def test_validation_is_enabled_by_a_variable(value: str | None, wanted: bool, mo
     else:
         call(case, inputs, made)
     assert len(launched) == (not wanted)
+
+
+@pytest.mark.parametrize("page", [1 << 32, (1 << 31) + 1, -1])
+def test_wide_page_numbers_do_not_wrap(page: int) -> None:
+    """As int32 the first would be page 0, which exists."""
+    case = paged((3,), (9,), page_size=4)
+    arguments = plan_arguments(case, make(case))
+    name = "paged_kv_indices"
+    indices = arguments[name].long()
+    used = int(arguments["paged_kv_indptr"][-1])
+    indices[used - 1] = page
+    with pytest.raises(ArgumentError, match=rf"{name}\[{used - 1}\] must be a page within 0\.\.2147483647, got {page}"):
+        wrapper(case).plan(**{**arguments, name: indices})
+
+
+def test_unused_wide_page_numbers_are_accepted() -> None:
+    case = paged((3,), (9,), page_size=4, indices="int64", slack=True)
+    inputs = make(case)
+    arguments = plan_arguments(case, inputs)
+    bounds = arguments["paged_kv_indptr"].tolist()
+    indices = arguments["paged_kv_indices"].clone()
+    indices[: bounds[0]] = indices[bounds[-1] :] = 1 << 40
+    made = wrapper(case)
+    made.plan(**{**arguments, "paged_kv_indices": indices})
+    assert_batch_right(case, inputs, *call(case, inputs, made))
+
+
+def test_wide_page_numbers_on_a_device_saturate() -> None:
+    """Without a synchronisation nothing can be raised, but validation must see that they are no pages."""
+
+    class OnDevice(torch.Tensor):
+        is_cpu = False
+
+    wide = torch.tensor([3, 1 << 32, -(1 << 40), (1 << 31) - 1])
+    assert page_ids.as_int32(wide.as_subclass(OnDevice), torch.device("cpu")).tolist() == [3, 2**31 - 1, -1, 2**31 - 1]
