@@ -123,6 +123,23 @@ def problem(plan: BatchPlan, arguments: RunArguments) -> BatchProblem:
     )
 
 
+def fewer_heads(plan: BatchPlan, arguments: RunArguments) -> dict[str, int] | None:
+    """Return the options of a plan for a run whose q, or k and v, have fewer heads than planned; else None."""
+    f = plan.settings.features
+    q, cache = arguments.q, arguments.kv_cache
+    if not isinstance(q, torch.Tensor) or q.dim() != 3:
+        return None
+    k, _ = _ragged_pair(cache) if f.kv_source == "ragged" else pages(plan, cache)
+    if k.dim() != (3 if f.kv_source == "ragged" else 4):
+        return None
+    num_qo_heads, num_kv_heads = q.shape[1], k.shape[-3 if plan.settings.kv_layout == "HND" else -2]
+    if (num_qo_heads, num_kv_heads) == (f.num_qo_heads, f.num_kv_heads):
+        return None
+    if not (0 < num_qo_heads <= f.num_qo_heads and 0 < num_kv_heads <= f.num_kv_heads) or num_qo_heads % num_kv_heads:
+        return None  # `problem` says what is wrong
+    return {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads}
+
+
 # ---- settings
 
 

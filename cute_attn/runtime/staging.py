@@ -14,6 +14,11 @@ from cute_attn.errors import RuntimeArgumentError
 MIN_CAPACITY = 4096  # int32 numbers of a buffer that may grow
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Returns True while a CUDA graph of the device's current stream is captured: an upload would be captured too."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class Event(Protocol):
     """Marks the end of a copy."""
 
@@ -113,6 +118,17 @@ class Staging:
         self._device_buffer = torch.empty(0, dtype=torch.int32, device=device)
         self._fixed = False
         self._reserved: np.ndarray | None = None
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """Device memory of the numbers, which a larger upload replaces unless the capacity is fixed."""
+        return self._device_buffer
+
+    @property
+    def host_memory(self) -> torch.Tensor:
+        """Host memory that the next upload may use; empty before the second."""
+        memory = self._buffers[0].memory
+        return torch.empty(0, dtype=torch.int32) if memory is None else memory
 
     def fix_capacity(self, ints: int) -> None:
         """Fixes the address of all later uploads and limits them to `ints` numbers, as CUDA graphs need it."""

@@ -2,12 +2,17 @@
 
 The subclasses declare the public methods; what they share is here. `plan` leaves a complete `BatchPlan` or none: after
 an error the previous plan is still in force, and a new plan contains nothing of an older one.
+
+Runs settle what their plan left open (`variants.py`). A plan schedules what ran under the plan before, so that it
+renews every schedule that a captured graph holds; any other variant is scheduled by its first run. One thread at a time
+may use a wrapper, except that `run` of one plan may be called from several.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,9 +27,11 @@ from cute_attn.request.batch_plan import Mask, PlanContext, PlanOptions, Splits
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.settings import KV_LAYOUTS, MAX_INDEX
 from cute_attn.runtime import switches
-from cute_attn.runtime.staging import Staging
+from cute_attn.runtime.staging import Staging, is_capturing
 from cute_attn.schedule import batch as batch_schedule
 from cute_attn.wrappers import run_cache
+from cute_attn.wrappers.planned_state import PlannedState
+from cute_attn.wrappers.variants import Variant, Variants
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor]
@@ -40,6 +47,20 @@ class PlanRequest(NamedTuple):
     mask: Mask
     splits: Splits
     page_size: int
+    uniform_q_len: int | None = None  # query tokens of every request, if a prefill plan says so
+
+    @property
+    def q_len(self) -> int | None:
+        """Query tokens of every request, where the plan fixes them."""
+        return self.uniform_q_len if self.tokens.q_len is None else self.tokens.q_len
+
+
+class Copy(NamedTuple):
+    """A copy into a buffer that captured launches read, to be made once nothing can fail."""
+
+    target: torch.Tensor
+    source: torch.Tensor
+    non_blocking: bool = False
 
 
 class ForwardOptions(NamedTuple):
@@ -58,7 +79,6 @@ class GraphInvariants(NamedTuple):
 
     settings: Settings
     splits: Splits
-    backend: str
     graph: GraphLimits
     first_row: int  # `run` fills the rows of out and lse before it with torch
 
@@ -71,28 +91,35 @@ class UnsupportedByPlan(NotSupported):
         self.features = features
 
 
-class BatchWrapper:
+class BatchWrapper(PlannedState):
     """What all batch wrappers share. Subclasses declare the constructor, `plan`, `run` and `forward`."""
 
     kv_source = ""  # set by subclasses: ragged | paged
 
     def __init__(self, float_workspace_buffer: Any, kv_layout: Any, use_cuda_graph: Any, backend: Any) -> None:
+        self._index_buffers: dict[str, torch.Tensor] = {}
+        self._mask_buffers: tuple[torch.Tensor, torch.Tensor] | None = None
         self._set_workspace(float_workspace_buffer)
         self._kv_layout = checks.choice("kv_layout", kv_layout, KV_LAYOUTS)
         self._use_cuda_graph = checks.boolean("use_cuda_graph", use_cuda_graph)
         self._backend = select.checked_name(backend)
         self._fixed_batch_size = 0
-        self._index_buffers: dict[str, torch.Tensor] = {}
-        self._mask_buffers: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._replaced: list[Staging] = []  # records that graphs captured under earlier workspaces read
+        self._replaced: list[Variants] = []  # records that graphs captured under earlier workspaces read
+        self._lock = threading.RLock()  # of planning, which a first run may need; a replay takes none
 
     def _set_workspace(self, float_workspace_buffer: Any) -> None:
-        self._workspace = batch_plan.workspace(float_workspace_buffer)
+        workspace = batch_plan.workspace(float_workspace_buffer)
+        for name, buffer in self._index_buffers.items():
+            checks.no_overlap("float_workspace_buffer", checks.extent(workspace), name, checks.extent(buffer))
+        self._workspace = workspace
         self._float_workspace_buffer = float_workspace_buffer  # serving engines read it, and the index buffers
-        self.device: torch.device = self._workspace.device
-        self._staging = Staging(self.device)
-        self._plan: BatchPlan | None = None
+        self.device: torch.device = workspace.device
+        self._variants = Variants.on(self.device)
+        self._current = self._variants.base
+        self._plan: BatchPlan | None = None  # of the current variant; None where a run has more to look at
+        self._request: PlanRequest | None = None
         self._graph_invariants: GraphInvariants | None = None
+        self._forget_copies()
 
     # ---- CUDA graphs: buffers
 
@@ -114,6 +141,7 @@ class BatchWrapper:
                 raise ArgumentError(
                     f"{name} must have {size} elements for batch size {self._fixed_batch_size}, got {buffer.numel()}"
                 )
+            self._keep_apart(name, buffer)
             self._index_buffers[name] = buffer
 
     def _set_mask_buffers(self, custom_mask_buf: Any, mask_indptr_buf: Any) -> None:
@@ -129,35 +157,115 @@ class BatchWrapper:
             raise ArgumentError(
                 f"mask_indptr_buf must have {self._fixed_batch_size + 1} elements (batch size + 1), got {len(bounds)}"
             )
+        self._keep_apart("custom_mask_buf", bits)
+        self._keep_apart("mask_indptr_buf", bounds)
+        checks.no_overlap("mask_indptr_buf", checks.extent(bounds), "custom_mask_buf", checks.extent(bits))
         self._mask_buffers = bits, bounds
+
+    def _keep_apart(self, name: str, buffer: torch.Tensor) -> None:
+        """Refuse a buffer that shares memory with another one or with the workspace: a plan writes them all."""
+        written = checks.extent(buffer)
+        checks.no_overlap(name, written, "float_workspace_buffer", checks.extent(self._workspace))
+        for other_name, other in self._index_buffers.items():
+            checks.no_overlap(name, written, other_name, checks.extent(other))
 
     # ---- plan
 
-    def _make_plan(self, request: PlanRequest, features: Features | None = None) -> None:
-        """Schedule a batch. `features`: what the backend must support, if runs add to what the plan says."""
-        settings, backend, limits, invariants = self._resolve(request, features)
-        tokens, mask = request.tokens, request.mask
-        if mask.packed is not None:
-            tokens = tokens._replace(lengths=tokens.lengths._replace(mask_offset=mask.offsets[:-1]))
-        launch = backends.plan(backend, settings, tokens.lengths, limits, self._staging)
-        if invariants is not None:
-            tokens, mask = self._fill_buffers(tokens, mask)
-            self._graph_invariants = invariants
-        elif tokens.kv_indices is not None:
-            tokens = tokens._replace(kv_indices=self._indices_on_device(tokens.kv_indices))
-        self._plan = BatchPlan(
+    def _make_plan(self, request: PlanRequest) -> None:
+        """Schedule a batch: what ran under the previous plan, if its settings are the same, else as the plan says."""
+        with self._lock:
+            settings, graph = self._checked(request)
+            request, copies = self._placed(request)
+            variants, due = self._variants.following(settings, keep=self._use_cuda_graph)
+            limits = None if graph is None else graph.graph
+            for i, variant in enumerate(due):
+                try:
+                    variant.plan = self._scheduled(variant, request, limits)
+                except Exception:
+                    self._schedule_again(due[:i])
+                    raise
+            for target, source, non_blocking in copies:
+                target.copy_(source, non_blocking=non_blocking)
+            self._request, self._graph_invariants = request, graph
+            self._variants, self._current = variants, variants.base
+            self._forget_copies()
+            self._plan = variants.base.plan
+
+    def _scheduled(
+        self, variant: Variant, request: PlanRequest, graph: GraphLimits | None, features: Features | None = None
+    ) -> BatchPlan:
+        """Schedule a request with what the variant replaces. `features`: what the backend must support, if runs add to
+        what the plan says.
+        """
+        request = request._replace(options=request.options._replace(**variant.overrides))
+        settings, backend, limits = self._resolve(request, graph, variant.backend, features)
+        launch = backends.plan(backend, settings, request.tokens.lengths, limits, variant.staging)
+        if graph is not None:
+            variant.backend = backend.name
+        return BatchPlan(
             settings,
-            tokens,
+            request.tokens,
             limits,
             launch,
             check_supported=functools.partial(_check_supported, backend),
-            kv_indices=tokens.kv_indices,
-            packed_mask=mask.packed,
+            kv_indices=request.tokens.kv_indices,
+            packed_mask=request.mask.packed,
             workspace=self._workspace,
             validate=switches.is_on(switches.VALIDATE) and self.kv_source == "paged",
             page_axes=self._page_axes,
         )
-        self._request = request._replace(tokens=tokens, mask=mask)  # with the buffers that the plan reads
+
+    def _schedule_again(self, variants: Sequence[Variant]) -> None:
+        """Restore the records of the plan in force, which a plan that failed has replaced."""
+        for variant in variants:
+            before = self._variants.sharing(variant.staging)
+            assert before.plan is not None
+            assert self._request is not None
+            before.plan = self._scheduled(before, self._request, before.plan.limits.graph)
+            if before is self._current and self._plan is not None:
+                self._plan = before.plan
+
+    def _placed(self, request: PlanRequest) -> tuple[PlanRequest, list[Copy]]:
+        """Return the request with index array and mask where launches read them, and the copies that put them there.
+
+        With CUDA graphs that is the caller's buffers. Sources that overlap a target are copied aside here, before
+        anything is written.
+        """
+        tokens, mask = request.tokens, request.mask
+        copies: list[Copy] = []
+        if mask.packed is not None:
+            tokens = tokens._replace(lengths=tokens.lengths._replace(mask_offset=mask.offsets[:-1]))
+        if not self._use_cuda_graph:
+            if tokens.kv_indices is not None:
+                tokens = tokens._replace(kv_indices=self._indices_on_device(tokens.kv_indices))
+            return request._replace(tokens=tokens), copies
+        for name, buffer in self._index_buffers.items():
+            numbers = _index_values(name, tokens)
+            if numbers is not None:
+                copies.append(Copy(buffer, torch.from_numpy(numbers.astype(np.int32)), True))
+        if tokens.kv_indices is not None:
+            buffer = self._indices_buffer()
+            if not _same_memory(tokens.kv_indices, buffer):
+                used = self._aside(tokens.kv_indices[: tokens.kv_end])
+                # A copy from pinned memory must end before `plan` returns: the caller may then overwrite it.
+                copies.append(Copy(buffer[: tokens.kv_end], used, not used.is_pinned()))
+            tokens = tokens._replace(kv_indices=buffer)
+        if mask.packed is not None and self._mask_buffers is not None:
+            bits, bounds = self._mask_buffers
+            copies.append(Copy(bits[: mask.packed.numel()], self._aside(mask.packed)))
+            copies.append(Copy(bounds, torch.from_numpy(mask.offsets.astype(np.int32))))
+            mask = mask._replace(packed=bits)
+        return request._replace(tokens=tokens, mask=mask), copies
+
+    def _aside(self, source: torch.Tensor) -> torch.Tensor:
+        """Return a source for a copy into a buffer: int32 page numbers or mask bytes, of which no buffer is a part."""
+        if source.dtype == torch.int64:
+            return page_ids.as_int32(source, source.device)
+        extent = checks.extent(source)
+        buffers = (*self._index_buffers.values(), *(self._mask_buffers or ()))
+        if any(extent[0] < stop and start < extent[1] for start, stop in map(checks.extent, buffers)):
+            return source.clone()
+        return source
 
     def _indices_on_device(self, indices: torch.Tensor) -> torch.Tensor:
         """Return page numbers as kernels read them. The comparison is cheaper than a `to` without effect."""
@@ -165,24 +273,36 @@ class BatchWrapper:
             return indices
         return page_ids.as_int32(indices, self.device)
 
-    def _resolve(
-        self, request: PlanRequest, features: Features | None = None
-    ) -> tuple[Settings, capabilities.Backend, BatchLimits, GraphInvariants | None]:
-        """Return settings, backend, limits and graph invariants. Raises every error except the backend's own."""
-        options, tokens, mask, splits, page_size = request
-        has_mask, decode = mask.packed is not None, tokens.q_len is not None
+    def _settings(self, request: PlanRequest) -> Settings:
+        """Return the settings that the options of a request decide. Raises what is wrong with them."""
+        options, tokens, mask, splits, page_size, _ = request
         own_splits = splits.fixed_split_size is not None or splits.disable_split_kv
-        context = PlanContext(self.device, self._kv_layout, self.kv_source, has_mask, page_size, decode, own_splits)
-        settings = batch_plan.plan_settings(options, context)
-        batch_plan.check_rows(tokens, settings.features.num_qo_heads)
-        limits = BatchLimits(self._workspace.numel(), *splits, max_qo_len=tokens.q_len)
-        name = self._backend if self._graph_invariants is None else self._graph_invariants.backend
-        rows = select.rows_class(settings.features, batch_schedule.typical_qo_len(tokens.lengths, limits))
-        backend = select.chosen(features or settings.features, name, rows)
-        if not self._use_cuda_graph:
-            return settings, backend, limits, None
-        invariants = self._check_graph_invariants(settings, splits, backend.name, tokens, mask)
-        return settings, backend, limits._replace(graph=invariants.graph), invariants
+        return batch_plan.plan_settings(
+            options,
+            PlanContext(
+                self.device,
+                self._kv_layout,
+                self.kv_source,
+                mask.packed is not None,
+                page_size,
+                tokens.q_len is not None,
+                own_splits,
+            ),
+        )
+
+    def _resolve(
+        self,
+        request: PlanRequest,
+        graph: GraphLimits | None,
+        backend: str | None = None,
+        features: Features | None = None,
+    ) -> tuple[Settings, capabilities.Backend, BatchLimits]:
+        """Return settings, backend and limits. `backend`: its name, if it is already settled."""
+        settings = self._settings(request)
+        batch_plan.check_rows(request.tokens, settings.features.num_qo_heads)
+        limits = BatchLimits(self._workspace.numel(), *request.splits, graph=graph, max_qo_len=request.q_len)
+        rows = select.rows_class(settings.features, batch_schedule.typical_qo_len(request.tokens.lengths, limits))
+        return settings, select.chosen(features or settings.features, backend or self._backend, rows), limits
 
     @functools.cached_property
     def _page_axes(self) -> tuple[str, ...]:
@@ -190,10 +310,14 @@ class BatchWrapper:
         axes = (tokens, "num_kv_heads") if self._kv_layout == "NHD" else ("num_kv_heads", tokens)
         return (*axes, "head_dim")
 
-    def _check_graph_invariants(
-        self, settings: Settings, splits: Splits, backend: str, tokens: Tokens, mask: Mask
-    ) -> GraphInvariants:
-        """Return the invariants of the first plan, which may be this one, after checking that this plan keeps them."""
+    def _checked(self, request: PlanRequest) -> tuple[Settings, GraphInvariants | None]:
+        """Return the settings of a plan and, with CUDA graphs, the invariants of the first plan, which may be this one.
+        Raises every error except those of the backend.
+        """
+        settings = self._settings(request)
+        if not self._use_cuda_graph:
+            return settings, None
+        tokens = request.tokens
         if tokens.batch_size != self._fixed_batch_size:
             raise ArgumentError(
                 f"the batch size must stay {self._fixed_batch_size} with use_cuda_graph=True (the size of the index "
@@ -204,30 +328,17 @@ class BatchWrapper:
                 f"the paged kv indices must fit the {self._indices_buffer().numel()} elements of their buffer, "
                 f"got {tokens.kv_end}"
             )
-        self._check_mask_buffers(mask)
+        self._check_mask_buffers(request.mask)
         invariants, first_row = self._graph_invariants, int(tokens.lengths.qo_indptr[0])
         if invariants is None:
             most_keys = tokens.kv_end
             if tokens.kv_indices is not None:
                 most_keys = self._indices_buffer().numel() * settings.page_size
-            graph = GraphLimits(tokens.batch_size, tokens.rows, most_keys, tokens.q_len)
-            return GraphInvariants(settings, splits, backend, graph, first_row)
-        _check_unchanged(invariants, GraphInvariants(settings, splits, backend, invariants.graph, first_row))
-        if tokens.rows > invariants.graph.max_rows:
-            raise ArgumentError(
-                f"qo_indptr[-1] must not exceed {invariants.graph.max_rows}, that of the first plan, with "
-                f"use_cuda_graph=True: captured launches have no room for more; got {tokens.rows}"
-            )
-        if tokens.kv_indices is None and tokens.kv_end > invariants.graph.max_kv_tokens:
-            raise ArgumentError(
-                f"kv_indptr[-1] must not exceed {invariants.graph.max_kv_tokens}, that of the first plan, with "
-                f"use_cuda_graph=True: captured launches have no room for more; got {tokens.kv_end}"
-            )
-        if invariants.graph.max_qo_len != tokens.q_len:
-            raise ArgumentError(
-                f"q_len_per_req must stay {invariants.graph.max_qo_len} with use_cuda_graph=True, got {tokens.q_len}"
-            )
-        return invariants
+            graph = GraphLimits(tokens.batch_size, tokens.rows, most_keys, request.q_len)
+            return settings, GraphInvariants(settings, request.splits, graph, first_row)
+        _check_sizes(invariants.graph, request)
+        _check_unchanged(invariants, GraphInvariants(settings, request.splits, invariants.graph, first_row))
+        return settings, invariants
 
     def _check_mask_buffers(self, mask: Mask) -> None:
         if mask.packed is None:
@@ -241,47 +352,39 @@ class BatchWrapper:
     def _indices_buffer(self) -> torch.Tensor:
         return next(buffer for name, buffer in self._index_buffers.items() if "indices" in name)
 
-    def _fill_buffers(self, tokens: Tokens, mask: Mask) -> tuple[Tokens, Mask]:
-        """Copy a plan's index arrays and mask to the addresses that captured launches read."""
-        for name, buffer in self._index_buffers.items():
-            numbers = _index_values(name, tokens)
-            if numbers is not None:
-                buffer.copy_(torch.from_numpy(numbers.astype(np.int32)), non_blocking=True)
-        if tokens.kv_indices is not None:
-            buffer = self._indices_buffer()
-            if buffer.data_ptr() != tokens.kv_indices.data_ptr():
-                used = tokens.kv_indices[: tokens.kv_end]
-                # A copy from pinned memory must end before `plan` returns: the caller may then overwrite it.
-                buffer[: tokens.kv_end].copy_(used, non_blocking=not used.is_pinned())
-            tokens = tokens._replace(kv_indices=buffer)
-        if mask.packed is not None and self._mask_buffers is not None:
-            bits, bounds = self._mask_buffers
-            bits[: mask.packed.numel()].copy_(mask.packed)
-            bounds.copy_(torch.from_numpy(mask.offsets.astype(np.int32)))
-            mask = mask._replace(packed=bits)
-        return tokens, mask
-
     # ---- run
 
     def _planned(self) -> BatchPlan:
-        if self._plan is None:
+        """Return the plan of the current variant, scheduled if it is not yet."""
+        if self._request is None:
             raise NotPlannedError(
                 f"{type(self).__name__}.plan() must come before run(), and again after reset_workspace_buffer()"
             )
-        return self._plan
+        self._follow_copies()
+        plan = self._current.plan or self._plan_of(self._current)
+        self._plan = None if self._copies else plan
+        return plan
 
     def _run(self, arguments: RunArguments) -> Result:
         plan = self._plan or self._planned()
         if (replayed := run_cache.try_replay(plan, arguments)) is not None:
             out, lse = replayed
             return out if lse is None or not arguments.return_lse else (out, lse)
+        variant = self._current
+        if (heads := batch_run.fewer_heads(plan, arguments)) is not None:
+            variant = self._variant({**variant.overrides, **heads})
+            plan = variant.plan or self._plan_of(variant)
+            if (replayed := run_cache.try_replay(plan, arguments)) is not None:
+                out, lse = replayed
+                return out if lse is None or not arguments.return_lse else (out, lse)
         try:
             problem = batch_run.problem(plan, arguments)
         except UnsupportedByPlan as error:
-            plan = self._replan_on_other_backend(error)
+            plan = self._plan_of_other_backend(variant, error)
             problem = batch_run.problem(plan, arguments)
         if plan.validate:
             page_ids.before_launch(problem, plan.tokens.lengths)
+        variant.used = True
         plan.launch(problem)
         if not plan.validate:
             run_cache.cache_run(plan, arguments, problem)
@@ -290,24 +393,62 @@ class BatchWrapper:
             return problem.out, problem.lse
         return problem.out
 
-    def _replan_on_other_backend(self, error: UnsupportedByPlan) -> BatchPlan:
-        """Plan again on a backend that supports what a run adds; later runs stay there.
+    def _plan_of_other_backend(self, variant: Variant, error: UnsupportedByPlan) -> BatchPlan:
+        """Schedule again on a backend that supports what a run adds; later runs stay there.
 
         Raises `error` if the user named the backend, and in CUDA-graph mode, where captured launches cannot move.
         """
         if self._backend != "auto" or self._use_cuda_graph:
             raise error
-        self._make_plan(self._request, error.features)
-        return self._planned()
+        return self._plan_of(variant, error.features)
 
-    def _replan(self, forward: ForwardOptions, **changed: Any) -> None:
-        """Plan again with the options of `forward`, for this run and those after it, unless they are planned."""
-        self._planned()
+    def _plan_of(self, variant: Variant, features: Features | None = None) -> BatchPlan:
+        """Schedule a variant for the plan in force. An error if a CUDA graph is being captured, whose replays would
+        repeat the upload.
+        """
+        assert self._request is not None
+        if is_capturing(self.device):
+            settled = ", ".join(f"{name}={checks.shown(value)}" for name, value in variant.overrides.items())
+            raise RuntimeArgumentError(
+                f"a run must precede its capture in a CUDA graph, which cannot hold the upload of a schedule: run once "
+                f"after plan() before the capture, with the same heads and options ({settled or 'as planned'})"
+            )
+        with self._lock:
+            if variant.plan is not None and features is None:  # another thread was first
+                return variant.plan
+            graph = None if self._graph_invariants is None else self._graph_invariants.graph
+            variant.plan = self._scheduled(variant, self._request, graph, features)
+            if variant is self._current and not self._copies:
+                self._plan = variant.plan
+            return variant.plan
+
+    def _variant(self, overrides: dict[str, Any]) -> Variant:
+        """Return the variant of the plan in force with these options replaced."""
+        assert self._request is not None
         request = self._request
-        options = request.options._replace(**forward._asdict(), **changed)
-        if list(map(type, options)) == list(map(type, request.options)) and options == request.options:
-            return  # types too: 1 == True
-        self._make_plan(request._replace(options=options))
+        settings = self._settings(request._replace(options=request.options._replace(**overrides)))
+        with self._lock:
+            variant = self._variants.by_settings.get(settings)
+            if variant is None:
+                variant = Variant(overrides, Staging(self.device))
+                self._variants.add(settings, variant, keep=self._use_cuda_graph)
+        return variant
+
+    def _settle(self, forward: ForwardOptions, **changed: Any) -> None:
+        """Replace options of the plan for this run and those after it: those of `forward`, all of them."""
+        if self._request is None or self._copies:
+            self._planned()
+        values = (*forward, *changed.values())
+        key = values, tuple(map(type, values))  # types too: 1 == True
+        try:
+            variant = self._variants.by_options.get(key)
+        except TypeError:  # an option has no hash: `_variant` says what is wrong with it
+            variant = None
+        if variant is None:
+            variant = self._variant({**forward._asdict(), **changed})
+            self._variants.by_options[key] = variant
+        plan = variant.plan or self._plan_of(variant)
+        self._current, self._plan = variant, None if self._copies else plan
 
     # ---- members of every wrapper
 
@@ -337,12 +478,14 @@ class BatchWrapper:
         sizes: list[tuple[int, int]] = []
 
         def measure(request: PlanRequest) -> None:
-            settings, backend, limits, _ = self._resolve(request)
+            _, invariants = self._checked(request)
+            graph = None if invariants is None else invariants.graph
+            settings, backend, limits = self._resolve(request, graph, self._variants.base.backend)
             sizes.append(backends.workspace(backend, settings, request.tokens.lengths, limits))
 
         probe: Any = copy.copy(self)
         probe._make_plan = measure
-        probe.plan(*args, **kwargs)
+        type(self).plan(probe, *args, **kwargs)  # callers replace the attribute by `fast_decode_plan` of `self`
         return sizes[0]
 
     def reset_workspace_buffer(
@@ -376,9 +519,10 @@ class BatchWrapper:
                     f"int_workspace_buffer must be on the workspace's device {device}, "
                     f"got {checks.describe(int_workspace_buffer)}"
                 )
-        if self._graph_invariants is not None:
-            self._replaced.append(self._staging)
+        replaced = None if self._graph_invariants is None else self._variants
         self._set_workspace(float_workspace_buffer)
+        if replaced is not None:
+            self._replaced.append(replaced)
 
     def end_forward(self) -> None:
         """Do nothing. Callers of FlashInfer's older `begin_forward` and `forward` end with it."""
@@ -394,6 +538,31 @@ def _check_supported(backend: capabilities.Backend, features: Features) -> None:
     refusals = select.reasons_against(backend, features, select.arch_for(features.device, None))
     if refusals:
         raise UnsupportedByPlan(refusals, features)
+
+
+def _same_memory(indices: torch.Tensor, buffer: torch.Tensor) -> bool:
+    """Tell whether page numbers are where their buffer starts, in its dtype and without gaps."""
+    return indices.data_ptr() == buffer.data_ptr() and indices.dtype == buffer.dtype and indices.is_contiguous()
+
+
+def _check_sizes(graph: GraphLimits, request: PlanRequest) -> None:
+    """Refuse a plan for which captured launches have no room."""
+    tokens = request.tokens
+    if graph.max_qo_len != request.q_len:
+        name = "uniform_q_len" if tokens.q_len is None else "q_len_per_req"
+        raise RuntimeArgumentError(
+            f"{name} must stay {graph.max_qo_len} with use_cuda_graph=True, got {request.q_len}: use another wrapper"
+        )
+    if tokens.rows > graph.max_rows:
+        raise ArgumentError(
+            f"qo_indptr[-1] must not exceed {graph.max_rows}, that of the first plan, with "
+            f"use_cuda_graph=True: captured launches have no room for more; got {tokens.rows}"
+        )
+    if tokens.kv_indices is None and tokens.kv_end > graph.max_kv_tokens:
+        raise ArgumentError(
+            f"kv_indptr[-1] must not exceed {graph.max_kv_tokens}, that of the first plan, with "
+            f"use_cuda_graph=True: captured launches have no room for more; got {tokens.kv_end}"
+        )
 
 
 def _check_unchanged(invariants: GraphInvariants, now: GraphInvariants) -> None:
@@ -416,7 +585,6 @@ def _invariants_by_name(invariants: GraphInvariants) -> dict[str, Any]:
         **named,
         **settings,
         **invariants.splits._asdict(),
-        "backend": invariants.backend,
         "qo_indptr[0]": invariants.first_row,
     }
 

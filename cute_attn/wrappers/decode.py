@@ -90,8 +90,6 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         batch_plan.refuse_jit(jit_args)
         self._use_tensor_cores = checks.boolean("use_tensor_cores", use_tensor_cores)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
-        self._paged_kv_indptr_buf, self._paged_kv_indices_buf = paged_kv_indptr_buffer, paged_kv_indices_buffer
-        self._paged_kv_last_page_len_buf = paged_kv_last_page_len_buffer
         self._set_index_buffers(
             {
                 "paged_kv_last_page_len_buffer": (paged_kv_last_page_len_buffer, 0),
@@ -327,7 +325,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         ------
         NotPlannedError (no plan yet), and the errors of `plan` and `run`.
         """
-        self._replan(ForwardOptions(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta))
+        self._settle(ForwardOptions(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta))
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
     forward_return_lse = with_return_lse(forward)

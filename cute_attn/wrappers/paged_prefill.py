@@ -78,8 +78,6 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
     ) -> None:
         batch_plan.refuse_jit(jit_args, jit_kwargs)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
-        self._qo_indptr_buf, self._paged_kv_indptr_buf = qo_indptr_buf, paged_kv_indptr_buf
-        self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf = paged_kv_indices_buf, paged_kv_last_page_len_buf
         self._set_index_buffers(
             {
                 "qo_indptr_buf": (qo_indptr_buf, 1),
@@ -342,7 +340,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         """
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
         options = ForwardOptions(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
-        self._replan(options, causal=causal)
+        self._settle(options, causal=causal)
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
     forward_return_lse = with_return_lse(forward)

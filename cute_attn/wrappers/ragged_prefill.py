@@ -60,7 +60,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
     ) -> None:
         batch_plan.refuse_jit(jit_args, jit_kwargs)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
-        self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr_buf, kv_indptr_buf
         self._set_index_buffers({"qo_indptr_buf": (qo_indptr_buf, 1), "kv_indptr_buf": (kv_indptr_buf, 1)})
         self._set_mask_buffers(custom_mask_buf, mask_indptr_buf)
 
@@ -288,7 +287,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         """
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
         options = ForwardOptions(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
-        self._replan(options, causal=causal)
+        self._settle(options, causal=causal)
         return self.run(q, k, v, return_lse=return_lse)
 
     forward_return_lse = with_return_lse(forward)

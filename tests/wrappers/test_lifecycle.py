@@ -360,7 +360,7 @@ FROZEN: list[tuple[BatchCase, dict[str, Any], type[Exception], str]] = [
     (PAGED, {"kv_lens": (160, 4, 1)}, ArgumentError, "must fit the 40 elements of their buffer, got 42"),
     (RAGGED, {"kv_lens": (40, 3, 34)}, ArgumentError, r"kv_indptr\[-1\] must not exceed 76"),
     (PAGED, {"mask": "custom"}, ArgumentError, "needs custom_mask_buf and mask_indptr_buf"),
-    (DECODE, {"qo_lens": (2, 2, 2)}, RuntimeArgumentError, "causal must stay False"),
+    (DECODE, {"qo_lens": (2, 2, 2)}, RuntimeArgumentError, "q_len_per_req must stay 1 .*, got 2"),
     (PAGED, {"mask": "causal"}, RuntimeArgumentError, "causal must stay False"),
     (PAGED, {"window_left": 3}, RuntimeArgumentError, "window_left must stay -1"),
     (PAGED, {"logits_soft_cap": 3.0}, RuntimeArgumentError, "soft_cap must stay False"),

@@ -1,0 +1,259 @@
+"""What runs settle of a plan: the options of `forward`, and heads below the planned ones; with CUDA graphs too.
+
+A captured graph is stood for by a `run` that launches what it launched before, which is what a replay does; on a GPU
+the graphs are real (`tests/gpu/test_engine_graphs.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn import ArgumentError, RuntimeArgumentError
+from cute_attn.errors import NotSupported, WorkspaceError
+from cute_attn.wrappers import base, variants
+from tests.support import graphs
+from tests.support.batch_case import (
+    BatchCase,
+    BatchInputs,
+    Request,
+    call,
+    decode,
+    heads,
+    make,
+    paged,
+    plan_arguments,
+    ragged,
+    random_lengths,
+    wrapper,
+)
+from tests.support.formula import assert_batch_right
+
+PAGED = paged((5, 0, 17), (40, 3, 33), page_size=4, **heads(8, 4))
+RAGGED = ragged((5, 0, 17), (40, 3, 33), **heads(8, 4))
+DECODE = decode((40, 3, 0), page_size=4, **heads(8, 4))
+KINDS = [PAGED, RAGGED, DECODE]
+IDS = ["paged", "ragged", "decode"]
+FEWER = [(4, 4), (4, 2), (8, 1), (2, 1), (8, 4)]
+
+
+def graph_wrapper(case: BatchCase, **arguments: Any) -> Any:
+    return graphs.graph_wrapper(case, "cpu", 40, 400, **arguments)[0]
+
+
+def sliced(inputs: BatchInputs, num_qo_heads: int, num_kv_heads: int) -> BatchInputs:
+    """The first heads of everything: another layer, with the same pages."""
+
+    def first(x: torch.Tensor) -> torch.Tensor:
+        return x[..., :num_kv_heads, :].contiguous()
+
+    requests = [Request(r.q[:, :num_qo_heads], first(r.k), first(r.v), r.keep) for r in inputs.requests]
+    kv = tuple(first(x) if isinstance(x, torch.Tensor) else tuple(map(first, x)) for x in inputs.kv)
+    return dataclasses.replace(inputs, requests=requests, q=inputs.q[:, :num_qo_heads].contiguous(), kv=kv)
+
+
+def forward(case: BatchCase, made: Any, fewer: tuple[int, int] | None = None, **changed: Any) -> None:
+    """`forward` with the options of a case, whatever was planned. `fewer`: heads of q, and of k and v."""
+    case = dataclasses.replace(case, **changed)
+    inputs = make(case)
+    if fewer is not None:
+        case, inputs = dataclasses.replace(case, **heads(*fewer)), sliced(inputs, *fewer)
+    options = {"window_left": case.window_left, "logits_soft_cap": case.logits_soft_cap, "sm_scale": case.sm_scale}
+    if case.kind != "decode":
+        options["causal"] = case.mask == "causal"
+    assert_batch_right(case, inputs, *made.forward_return_lse(inputs.q, *inputs.kv, **options))
+
+
+# ---- heads
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
+def test_planned_heads_are_a_bound(case: BatchCase, graph: bool) -> None:
+    """Layers of a model run one plan with different heads, in any order, any number of times."""
+    made = graph_wrapper(case) if graph else wrapper(case)
+    for seed in range(3):
+        most = random_lengths(dataclasses.replace(case, seed=seed), seed, 40) if seed else case
+        if case.kind == "ragged" and sum(most.kv_lens) > sum(case.kv_lens):
+            continue
+        inputs = make(most)
+        made.plan(**plan_arguments(most, inputs))
+        for fewer in (*FEWER, *FEWER):
+            layer, tensors = dataclasses.replace(most, **heads(*fewer)), sliced(inputs, *fewer)
+            assert_batch_right(layer, tensors, *call(layer, tensors, made))
+
+
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
+def test_more_heads_than_planned_are_refused(case: BatchCase) -> None:
+    made = wrapper(case)
+    made.plan(**plan_arguments(case, make(case)))
+    for more, name in ((heads(16, 4), "q"), (heads(8, 8), "k"), (heads(6, 4), "q")):
+        inputs = make(dataclasses.replace(case, **more)) if more != heads(6, 4) else make(case)
+        q = inputs.q[:, :6] if more == heads(6, 4) else inputs.q
+        with pytest.raises(ArgumentError, match=rf"^{name}( of paged_kv_cache)? must have shape"):
+            made.run(q, *inputs.kv)
+
+
+# ---- options of forward
+
+OPTIONS: list[dict[str, Any]] = [
+    {"sm_scale": 64**-0.5},
+    {"sm_scale": 0.3},
+    {"logits_soft_cap": 5.0},
+    {"window_left": 6},
+    {"window_left": 6, "logits_soft_cap": 2.0, "sm_scale": -0.2},
+]
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
+def test_forward_settles_what_the_plan_left_open(case: BatchCase, graph: bool) -> None:
+    """Plans name only defaults; each layer's `forward` says the rest, and layers differ."""
+    made = graph_wrapper(case) if graph else wrapper(case)
+    masks = ({}, {"mask": "causal"}) if case.kind != "decode" else ({},)
+    for seed in range(2):
+        case = dataclasses.replace(case, seed=seed)
+        made.begin_forward(**plan_arguments(case, make(case)))
+        for options in OPTIONS:
+            for mask in masks:
+                forward(case, made, **options, **mask)
+        forward(case, made, (4, 2), logits_soft_cap=5.0)
+
+
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
+def test_the_default_scale_named_by_forward_is_no_variant(case: BatchCase) -> None:
+    made = wrapper(case)
+    made.plan(**plan_arguments(case, make(case)))
+    planned = made._planned()
+    forward(case, made, sm_scale=64**-0.5, logits_soft_cap=0.0)
+    assert made._planned() is planned
+
+
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
+def test_a_plan_renews_what_ran(case: BatchCase) -> None:
+    """A captured launch reads the schedule that each later plan must renew, at the same address."""
+    made = graph_wrapper(case)
+    made.begin_forward(**plan_arguments(case, make(case)))
+    forward(case, made, sm_scale=0.3)
+    forward(case, made, logits_soft_cap=5.0)
+    forward(case, made, (4, 2), sm_scale=0.3)
+    used = [variant for variant in made._variants.by_settings.values() if variant.used]
+    assert len(used) == 3
+    assert made._variants.base not in used
+    for seed in range(1, 3):
+        other = random_lengths(dataclasses.replace(case, seed=seed), seed, 30)
+        if case.kind == "ragged" and sum(other.kv_lens) > sum(case.kv_lens):
+            continue
+        made.begin_forward(**plan_arguments(other, make(other)))
+        renewed = [variant for variant in made._variants.by_settings.values() if variant.plan is not None]
+        assert [variant.staging for variant in renewed] == [variant.staging for variant in used]
+        assert all(list(v.plan.tokens.lengths.kv_len) == list(other.kv_lens) for v in renewed if v.plan)
+        forward(other, made, logits_soft_cap=5.0)
+
+
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
+def test_eager_plans_forget_what_no_longer_runs(case: BatchCase) -> None:
+    made = wrapper(case)
+    for scale in (0.1, 0.2, 0.3):
+        made.plan(**plan_arguments(case, make(case)))
+        forward(case, made, sm_scale=scale)
+        forward(case, made, sm_scale=scale, logits_soft_cap=3.0)
+        assert len(made._variants.by_settings) <= 5
+    made.plan(**plan_arguments(case, make(case)))
+    assert [v.overrides.get("sm_scale") for v in made._variants.by_settings.values() if v.plan] == [0.3, 0.3]
+    other = dataclasses.replace(case, dtype="bfloat16")
+    made.plan(**plan_arguments(other, make(other)))
+    assert list(made._variants.by_settings.values()) == [made._variants.base]
+
+
+def test_the_number_of_variants_is_bounded() -> None:
+    made = wrapper(DECODE)
+    inputs = make(DECODE)
+    made.plan(**plan_arguments(DECODE, inputs))
+    for i in range(3 * variants.MAX_VARIANTS):
+        made.forward(inputs.q, *inputs.kv, sm_scale=1 + i / 100)
+    assert len(made._variants.by_settings) == variants.MAX_VARIANTS
+    forward(DECODE, made)
+    graphed = graph_wrapper(DECODE)
+    graphed.plan(**plan_arguments(DECODE, inputs))
+    for i in range(variants.MAX_VARIANTS - 1):
+        graphed.forward(inputs.q, *inputs.kv, sm_scale=1 + i / 100)
+    with pytest.raises(RuntimeArgumentError, match=f"at most {variants.MAX_VARIANTS} combinations"):
+        graphed.forward(inputs.q, *inputs.kv, sm_scale=9.0)
+    forward(DECODE, graphed, sm_scale=1.0)
+
+
+# ---- capture
+
+
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
+def test_nothing_is_scheduled_during_a_capture(case: BatchCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = graph_wrapper(case)
+    inputs = make(case)
+    made.begin_forward(**plan_arguments(case, inputs))
+    forward(case, made, sm_scale=0.3)
+    monkeypatch.setattr(base, "is_capturing", lambda device: True)
+    made.forward(inputs.q, *inputs.kv, sm_scale=0.3)
+    for changed in ({"sm_scale": 0.4}, {"logits_soft_cap": 1.5, "sm_scale": 0.3}):
+        with pytest.raises(RuntimeArgumentError, match=r"run once after plan\(\) before the capture.*=0\.[34]"):
+            made.forward(inputs.q, *inputs.kv, **changed)
+    fewer = sliced(inputs, 4, 2)
+    with pytest.raises(RuntimeArgumentError, match="num_qo_heads=4, num_kv_heads=2"):
+        made.run(fewer.q, *fewer.kv)
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
+def test_a_plan_that_fails_half_way_leaves_the_previous_one(case: BatchCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two variants are scheduled again, and the second fails: the first must have its old records back."""
+    made = graph_wrapper(case)
+    made.begin_forward(**plan_arguments(case, make(case)))
+    forward(case, made, sm_scale=0.3)
+    forward(case, made, logits_soft_cap=5.0)
+    scheduled, calls = type(made)._scheduled, []
+
+    def failing(self: Any, variant: Any, request: Any, *rest: Any) -> Any:
+        calls.append((variant.staging, list(request.tokens.lengths.kv_len)))
+        if len(calls) == 2:
+            raise WorkspaceError("no room")
+        return scheduled(self, variant, request, *rest)
+
+    monkeypatch.setattr(type(made), "_scheduled", failing)
+    other = dataclasses.replace(case, kv_lens=(2, 1, 1), qo_lens=case.qo_lens)
+    with pytest.raises(WorkspaceError, match="no room"):
+        made.begin_forward(**plan_arguments(other, make(other)))
+    first, second = [v.staging for v in made._variants.by_settings.values() if v.used]
+    assert calls == [(first, [2, 1, 1]), (second, [2, 1, 1]), (first, list(case.kv_lens))]
+    for options in ({"sm_scale": 0.3}, {"logits_soft_cap": 5.0}):
+        forward(case, made, **options)
+
+
+def test_a_predicted_variant_may_not_refuse_another_plan() -> None:
+    """`forward` asked for ALIBI under the first plan; the second has settings of its own."""
+    made = wrapper(PAGED)
+    inputs = make(PAGED)
+    made.plan(**plan_arguments(PAGED, inputs))
+    made.forward(inputs.q, *inputs.kv, pos_encoding_mode="ALIBI")
+    other = dataclasses.replace(PAGED, page_size=8)
+    made.plan(**plan_arguments(other, make(other)))
+    inputs = make(other)
+    assert_batch_right(other, inputs, *call(other, inputs, made))
+
+
+def test_workspace_size_makes_no_plan_though_plan_is_replaced() -> None:
+    made = wrapper(DECODE)
+    arguments = plan_arguments(DECODE, make(DECODE))
+    made.plan = lambda *_, **__: pytest.fail("plan was called")
+    assert made.workspace_size(**arguments) == (0, 0)
+    assert made._request is None
+
+
+def test_a_backend_that_refuses_a_variant_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = wrapper(DECODE, backend="xqa")
+    with pytest.raises(NotSupported, match="xqa refuses"):
+        made.plan(**plan_arguments(DECODE, make(DECODE)))
