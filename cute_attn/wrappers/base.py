@@ -485,7 +485,8 @@ class BatchWrapper(PlannedState):
 
         probe: Any = copy.copy(self)
         probe._make_plan = measure
-        type(self).plan(probe, *args, **kwargs)  # callers replace the attribute by `fast_decode_plan` of `self`
+        made_by: Any = type(self)  # engines replace the attribute `plan` of `self`
+        made_by.plan(probe, *args, **kwargs)
         return sizes[0]
 
     def reset_workspace_buffer(

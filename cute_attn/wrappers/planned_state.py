@@ -6,7 +6,8 @@ was written, and schedules its lengths first as if they had been planned.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,11 +17,9 @@ from cute_attn.request import batch_plan
 from cute_attn.runtime.staging import is_capturing
 
 if TYPE_CHECKING:
-    from cute_attn.problem import BatchPlan, Features, Tokens
-    from cute_attn.wrappers.base import BatchWrapper as Base
-    from cute_attn.wrappers.base import PlanRequest
-else:
-    Base = object
+    from cute_attn.problem import BatchPlan, Features, Settings, Tokens
+    from cute_attn.wrappers.base import GraphInvariants, PlanRequest
+    from cute_attn.wrappers.variants import Variant, Variants
 
 
 class IndexCopy(NamedTuple):
@@ -30,10 +29,33 @@ class IndexCopy(NamedTuple):
     version: int
 
 
-class PlannedState(Base):
+class PlannedState:
     """Attributes of a wrapper that follow from its plan. Before one, hasattr() of the options is False."""
 
+    device: torch.device
+    _use_cuda_graph: bool
+    _workspace: torch.Tensor
+    _index_buffers: dict[str, torch.Tensor]
+    _mask_buffers: tuple[torch.Tensor, torch.Tensor] | None
+    _lock: threading.RLock
+    _request: PlanRequest | None
+    _graph_invariants: GraphInvariants | None
+    _variants: Variants
+    _current: Variant
+    _plan: BatchPlan | None
     _copies: dict[str, IndexCopy]
+
+    if TYPE_CHECKING:  # of `BatchWrapper`
+
+        def _settings(self, request: PlanRequest) -> Settings: ...
+
+        def _planned(self) -> BatchPlan: ...
+
+        def _make_plan(self, request: PlanRequest) -> None: ...
+
+        def _variant(self, overrides: dict[str, Any]) -> Variant: ...
+
+        def _indices_buffer(self) -> torch.Tensor: ...
 
     # ---- options, as `plan` or the latest `forward` got them
 
@@ -44,40 +66,40 @@ class PlannedState(Base):
         return request._replace(options=request.options._replace(**self._current.overrides))
 
     @property
-    def _sm_scale(self) -> float | None:
+    def _sm_scale(self) -> Any:
         return self._in_force().options.sm_scale
 
     @property
-    def _window_left(self) -> int:
+    def _window_left(self) -> Any:
         return self._in_force().options.window_left
 
     @property
-    def _logits_soft_cap(self) -> float:
+    def _logits_soft_cap(self) -> Any:
         cap = self._in_force().options.logits_soft_cap
         return 0.0 if cap is None else cap
 
     @property
-    def _causal(self) -> bool:
+    def _causal(self) -> Any:
         return self._in_force().options.causal
 
     @property
-    def _pos_encoding_mode(self) -> str:
+    def _pos_encoding_mode(self) -> Any:
         return self._in_force().options.pos_encoding_mode
 
     @property
-    def _rope_scale(self) -> float | None:
+    def _rope_scale(self) -> Any:
         return self._in_force().options.rope_scale
 
     @property
-    def _rope_theta(self) -> float | None:
+    def _rope_theta(self) -> Any:
         return self._in_force().options.rope_theta
 
     @property
-    def _num_qo_heads(self) -> int:
+    def _num_qo_heads(self) -> Any:
         return self._in_force().options.num_qo_heads
 
     @property
-    def _num_kv_heads(self) -> int:
+    def _num_kv_heads(self) -> Any:
         return self._in_force().options.num_kv_heads
 
     @property
