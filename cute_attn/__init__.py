@@ -33,6 +33,7 @@ try:
     from cute_attn.prefill import (
         BatchPrefillWithPagedKVCacheWrapper,
         BatchPrefillWithRaggedKVCacheWrapper,
+        fast_prefill_plan,
         single_prefill_with_kv_cache,
         single_prefill_with_kv_cache_return_lse,
     )
@@ -79,6 +80,7 @@ __all__ = [
     "append_paged_kv_cache",
     "explain",
     "fast_decode_plan",
+    "fast_prefill_plan",
     "fp8_quantize_paged_kv_cache",
     "get_batch_indices_positions",
     "get_seq_lens",

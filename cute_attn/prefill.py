@@ -8,12 +8,13 @@ from cute_attn.dispatch import backends
 from cute_attn.request import checks, single
 from cute_attn.request.settings import Call
 from cute_attn.wrappers.legacy_args import accepts_legacy_order, with_return_lse
-from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper, fast_prefill_plan
 from cute_attn.wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "fast_prefill_plan",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
 ]

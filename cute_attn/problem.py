@@ -196,6 +196,7 @@ class BatchPlan:
     workspace: torch.Tensor
     validate: bool  # check page numbers before every launch
     page_axes: tuple[str, ...] = ()  # of k and v, for messages
+    backend: str = ""  # its name
     layouts: dict[Any, OperandLayout] = field(default_factory=dict)  # by shapes, strides, dtypes and devices
     block_scale_layouts: set[Any] = field(default_factory=set)  # of NVFP4 block scales that passed every check
     cached_runs: dict[Any, Any] = field(default_factory=dict)  # `wrappers.run_cache.CachedRun` by its key

@@ -7,6 +7,7 @@ a synchronisation.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -323,6 +324,56 @@ def check_rows(tokens: Tokens, num_qo_heads: int) -> None:
     """Refuse more rows of q (tokens x heads) than kernels can count."""
     if tokens.rows * num_qo_heads > MAX_ROWS:
         raise ArgumentError(f"q must have at most {MAX_ROWS} rows (tokens x heads), got {tokens.rows} x {num_qo_heads}")
+
+
+class HostLengths(NamedTuple):
+    """Lengths of a batch that the caller knows on the host, as the user gave them."""
+
+    qo_indptr: Any
+    kv_indptr: Any
+    kv_lens: Any
+    width: Any  # query tokens of every request, or None
+
+    def last_page_len(self, page_size: int) -> torch.Tensor:
+        """Check that the lengths agree and return the tokens in each request's last page."""
+        for name, value in zip(("qo_indptr_host", "kv_indptr_host", "kv_lens_host"), self, strict=False):
+            if not checks.tensor(name, value).is_cpu:
+                raise ArgumentError(f"{name} must be on the CPU, got {checks.describe(value)}")
+        q_bounds, kv_bounds = indptr("qo_indptr_host", self.qo_indptr), indptr("kv_indptr_host", self.kv_indptr)
+        lengths, pages = _integers("kv_lens_host", self.kv_lens), np.diff(kv_bounds)
+        if len(lengths) != len(pages):
+            raise ArgumentError(f"kv_lens_host must have shape [batch_size] = ({len(pages)},), got {len(lengths)}")
+        wrong = pages != -(-lengths // page_size)
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise ArgumentError(
+                f"kv_lens_host must need the pages that kv_indptr_host counts: request {i} has {lengths[i]} keys, "
+                f"but {pages[i]} pages of {page_size}"
+            )
+        if self.width is not None:
+            width, q_lens = count("uniform_verify_width", self.width), np.diff(q_bounds)
+            if (q_lens != width).any():
+                i = int((q_lens != width).argmax())
+                raise ArgumentError(
+                    f"uniform_verify_width must be the query tokens of every request: request {i} has {q_lens[i]}, "
+                    f"got {width}"
+                )
+        return torch.from_numpy(lengths - np.maximum(pages - 1, 0) * page_size)
+
+
+def uniform_q_len(value: Any, tokens: Tokens) -> int | None:
+    """Check a promise about the query tokens of every request. None: no promise, or a warning that it is not true."""
+    if value is None or (value := checks.integer("uniform_q_len", value)) <= 0:
+        return None
+    lengths = np.diff(tokens.lengths.qo_indptr)
+    if len(lengths) and (lengths == value).all():
+        return value
+    warnings.warn(
+        f"uniform_q_len={value} does not describe this batch, whose requests have {lengths.min(initial=value)} to "
+        f"{lengths.max(initial=0)} query tokens; planning without it",
+        stacklevel=4,
+    )
+    return None
 
 
 class RepeatedLengths(NamedTuple):

@@ -15,11 +15,12 @@ from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.problem import BatchPlan, BatchProblem, Features, MemoryRange, OperandLayout, Settings
 from cute_attn.request import checks
 from cute_attn.request.caches import is_large
-from cute_attn.request.settings import IMMUTABLE, MIN_SCALE
+from cute_attn.request.settings import IMMUTABLE, LSE_BASES, MIN_SCALE
 from cute_attn.request.single import (
     ALIGNMENT,
     Scales,
     check_block_scales,
+    check_grad,
     check_head_scales,
     check_outputs,
     check_per_head,
@@ -34,6 +35,7 @@ from cute_attn.request.single import (
 )
 
 CACHE_SIZE = 256  # settings of a plan's runs: more than the scales of a model's layers
+LSE_LAYOUTS = ("NH", "HN")
 
 
 class RunArguments(NamedTuple):
@@ -138,6 +140,52 @@ def fewer_heads(plan: BatchPlan, arguments: RunArguments) -> dict[str, int] | No
     if not (0 < num_qo_heads <= f.num_qo_heads and 0 < num_kv_heads <= f.num_kv_heads) or num_qo_heads % num_kv_heads:
         return None  # `problem` says what is wrong
     return {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads}
+
+
+class LseForm(NamedTuple):
+    """How a run returns lse, where not as kernels write it."""
+
+    factor: float  # of the planned base
+    transposed: bool  # [num_qo_heads, rows]
+
+    def convert(self, lse: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
+        """Return lse in this form, in the caller's buffer if there is one, else in place or in a new tensor."""
+        if not self.transposed:
+            return lse.mul_(self.factor)
+        if buffer is None:
+            buffer = lse.new_empty(lse.shape[::-1])
+        return torch.mul(lse.t(), self.factor, out=buffer)
+
+
+def lse_form(plan: BatchPlan, arguments: RunArguments, lse_base: Any, lse_layout: Any) -> LseForm | None:
+    """Check `lse_base`, `lse_layout` and a buffer of layout "HN", and return what is to be done. None: nothing."""
+    transposed = checks.choice("lse_layout", lse_layout, LSE_LAYOUTS) == "HN"
+    base = plan.settings.lse_scale
+    wanted = base if lse_base is None else LSE_BASES[checks.choice("lse_base", lse_base, tuple(LSE_BASES))]
+    lse, returned = arguments.lse, checks.boolean("return_lse", arguments.return_lse)
+    if (wanted == base and not transposed) or (lse is None and not returned):
+        return None
+    if transposed and lse is not None:
+        _check_transposed_lse(plan, arguments)
+    return LseForm(wanted / base, transposed)
+
+
+def _check_transposed_lse(plan: BatchPlan, arguments: RunArguments) -> None:
+    q = checks.tensor("q", arguments.q)
+    lse = checks.tensor("lse", arguments.lse)
+    heads = q.shape[1] if q.dim() == 3 else plan.settings.features.num_qo_heads
+    checks.shape("lse", lse, (heads, plan.rows), "[num_qo_heads, rows] (lse_layout 'HN')")
+    checks.dtype("lse", lse.dtype, (torch.float32,))
+    checks.device("lse", lse, q.device)
+    if not lse.is_contiguous():
+        raise ArgumentError(f"lse must be contiguous, got strides {lse.stride()} for shape {tuple(lse.shape)}")
+    check_grad("lse", lse)
+    cache = arguments.kv_cache
+    operands = {"q": q, "out": arguments.out, "sinks": arguments.sinks}
+    operands |= {"the cache": cache} if isinstance(cache, torch.Tensor) else dict(zip("kv", cache, strict=False))
+    taken = [(name, checks.extent(x)) for name, x in operands.items() if isinstance(x, torch.Tensor)]
+    for name, extent in (*protected_memory(plan), *taken):
+        checks.no_overlap("lse", checks.extent(lse), name, extent)
 
 
 # ---- settings

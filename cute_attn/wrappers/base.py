@@ -30,6 +30,7 @@ from cute_attn.runtime import switches
 from cute_attn.runtime.staging import Staging, is_capturing
 from cute_attn.schedule import batch as batch_schedule
 from cute_attn.wrappers import run_cache
+from cute_attn.wrappers.graph_invariants import GraphInvariants, check_sizes, check_unchanged
 from cute_attn.wrappers.planned_state import PlannedState
 from cute_attn.wrappers.variants import Variant, Variants
 
@@ -72,15 +73,6 @@ class ForwardOptions(NamedTuple):
     sm_scale: Any
     rope_scale: Any
     rope_theta: Any
-
-
-class GraphInvariants(NamedTuple):
-    """What a captured graph has fixed, so that later plans must not change it."""
-
-    settings: Settings
-    splits: Splits
-    graph: GraphLimits
-    first_row: int  # `run` fills the rows of out and lse before it with torch
 
 
 class UnsupportedByPlan(NotSupported):
@@ -213,6 +205,7 @@ class BatchWrapper(PlannedState):
             workspace=self._workspace,
             validate=switches.is_on(switches.VALIDATE) and self.kv_source == "paged",
             page_axes=self._page_axes,
+            backend=backend.name,
         )
 
     def _schedule_again(self, variants: Sequence[Variant]) -> None:
@@ -336,8 +329,8 @@ class BatchWrapper(PlannedState):
                 most_keys = self._indices_buffer().numel() * settings.page_size
             graph = GraphLimits(tokens.batch_size, tokens.rows, most_keys, request.q_len)
             return settings, GraphInvariants(settings, request.splits, graph, first_row)
-        _check_sizes(invariants.graph, request)
-        _check_unchanged(invariants, GraphInvariants(settings, request.splits, invariants.graph, first_row))
+        check_sizes(invariants.graph, request.tokens, request.q_len)
+        check_unchanged(invariants, GraphInvariants(settings, request.splits, invariants.graph, first_row))
         return settings, invariants
 
     def _check_mask_buffers(self, mask: Mask) -> None:
@@ -392,6 +385,17 @@ class BatchWrapper(PlannedState):
             assert problem.lse is not None
             return problem.out, problem.lse
         return problem.out
+
+    def _run_with_lse(self, arguments: RunArguments, lse_base: Any, lse_layout: Any) -> Result:
+        """Run, and convert lse to another base or to `[num_qo_heads, rows]` (layout "HN") by a torch operation."""
+        plan = self._plan or self._planned()
+        form = batch_run.lse_form(plan, arguments, lse_base, lse_layout)
+        if form is None:
+            return self._run(arguments)
+        buffer = arguments.lse
+        out, lse = self._run(arguments._replace(lse=None if form.transposed else buffer, return_lse=True))
+        lse = form.convert(lse, buffer)
+        return (out, lse) if arguments.return_lse else out
 
     def _plan_of_other_backend(self, variant: Variant, error: UnsupportedByPlan) -> BatchPlan:
         """Schedule again on a backend that supports what a run adds; later runs stay there.
@@ -525,6 +529,20 @@ class BatchWrapper(PlannedState):
         if replaced is not None:
             self._replaced.append(replaced)
 
+    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
+        """Check the arguments and do nothing: every kernel takes keys and values of independent strides.
+
+        Parameters
+        ----------
+        variant : "independent".
+
+        Raises
+        ------
+        NotPlannedError (no plan yet), LayoutError (another variant).
+        """
+        checks.choice("variant", variant, ("independent",))
+        self._planned()
+
     def end_forward(self) -> None:
         """Do nothing. Callers of FlashInfer's older `begin_forward` and `forward` end with it."""
 
@@ -544,50 +562,6 @@ def _check_supported(backend: capabilities.Backend, features: Features) -> None:
 def _same_memory(indices: torch.Tensor, buffer: torch.Tensor) -> bool:
     """Tell whether page numbers are where their buffer starts, in its dtype and without gaps."""
     return indices.data_ptr() == buffer.data_ptr() and indices.dtype == buffer.dtype and indices.is_contiguous()
-
-
-def _check_sizes(graph: GraphLimits, request: PlanRequest) -> None:
-    """Refuse a plan for which captured launches have no room."""
-    tokens = request.tokens
-    if graph.max_qo_len != request.q_len:
-        name = "uniform_q_len" if tokens.q_len is None else "q_len_per_req"
-        raise RuntimeArgumentError(
-            f"{name} must stay {graph.max_qo_len} with use_cuda_graph=True, got {request.q_len}: use another wrapper"
-        )
-    if tokens.rows > graph.max_rows:
-        raise ArgumentError(
-            f"qo_indptr[-1] must not exceed {graph.max_rows}, that of the first plan, with "
-            f"use_cuda_graph=True: captured launches have no room for more; got {tokens.rows}"
-        )
-    if tokens.kv_indices is None and tokens.kv_end > graph.max_kv_tokens:
-        raise ArgumentError(
-            f"kv_indptr[-1] must not exceed {graph.max_kv_tokens}, that of the first plan, with "
-            f"use_cuda_graph=True: captured launches have no room for more; got {tokens.kv_end}"
-        )
-
-
-def _check_unchanged(invariants: GraphInvariants, now: GraphInvariants) -> None:
-    """Refuse a plan that changes more than lengths: captured launches contain all other numbers."""
-    before, after = _invariants_by_name(invariants), _invariants_by_name(now)
-    for name, value in after.items():
-        if before[name] != value:
-            raise RuntimeArgumentError(
-                f"{name} must stay {before[name]!r} with use_cuda_graph=True: a captured graph would not see the "
-                f"change to {value!r}; use another wrapper, or call reset_workspace_buffer() and capture again"
-            )
-
-
-def _invariants_by_name(invariants: GraphInvariants) -> dict[str, Any]:
-    settings = invariants.settings._asdict()
-    features: Features = settings.pop("features")
-    named = features._asdict()
-    del named["own_splits"]  # follows from the splits, which are compared too
-    return {
-        **named,
-        **settings,
-        **invariants.splits._asdict(),
-        "qo_indptr[0]": invariants.first_row,
-    }
 
 
 def _index_values(name: str, tokens: Tokens) -> np.ndarray | None:

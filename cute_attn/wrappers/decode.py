@@ -131,6 +131,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
         q_len_per_req: int = 1,
+        is_causal: bool | None = None,
         lse_base: str = "log2",
     ) -> None:
         """Schedule a batch: request i has the pages `indices[indptr[i]:indptr[i + 1]]`.
@@ -146,7 +147,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
             last run.
         last_page_len : `[batch_size]`, tokens in the last page, within 1..page_size. Ignored for a request without
             pages, whose kv_len is 0.
-        num_qo_heads, num_kv_heads, head_dim : at least 1; num_qo_heads must be a multiple of num_kv_heads.
+        num_qo_heads, num_kv_heads, head_dim : at least 1; num_qo_heads must be a multiple of num_kv_heads. The heads
+            are the most that a run may have: where its tensors have fewer, those count.
         page_size : tokens per page, at least 1.
         pos_encoding_mode : "NONE" (default), "ROPE_LLAMA" or "ALIBI", as in `single_decode_with_kv_cache`; positions
             count within the request.
@@ -164,9 +166,11 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         seq_lens : `[batch_size]`, the lengths of the keys; on the CPU they are checked against the index arrays, on a
             GPU they are not read.
         fixed_split_size : pages per split of the keys. The results of a request then do not depend on the rest of the
-            batch, bit for bit. Default None: splits fill the GPU.
-        disable_split_kv : default False. True: no splits; results then do not depend on the rest of the batch either.
+            batch, bit for bit. Default None, which -1 stands for: splits fill the GPU.
+        disable_split_kv : default False. True: no splits, whatever `fixed_split_size` says; results then do not depend
+            on the rest of the batch either.
         q_len_per_req : query tokens of every request, at least 1 (default).
+        is_causal : None (default), or whether `q_len_per_req` is more than 1: each token sees the keys up to its own.
         lse_base : "log2" (FlashInfer's, default) or "ln", of the lse that `run` returns.
 
         Raises
@@ -182,6 +186,13 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
             reason = "a token sees no key to its right"
             batch_plan.refuse("window_right", window_right, reason, "a prefill wrapper with causal=False")
         q_len = batch_plan.count("q_len_per_req", q_len_per_req)
+        if is_causal is not None and checks.boolean("is_causal", is_causal) != (q_len > 1):
+            batch_plan.refuse(
+                f"is_causal={is_causal} with q_len_per_req={q_len}",
+                "given",
+                "tokens of a decode request see the keys up to their own",
+                "a prefill wrapper",
+            )
         page_size = batch_plan.page_size(page_size)
         batch_size = max(0, checks.tensor("indptr", indptr).numel() - 1)
         qo_indptr = np.arange(batch_size + 1, dtype=np.int64) * q_len
@@ -388,9 +399,14 @@ def fast_decode_plan(
     non_blocking: bool = True,
     fixed_split_size: int | None = None,
     disable_split_kv: bool = False,
+    q_len_per_req: int = 1,
     global_override_indptr_cpu: torch.Tensor | None = None,
 ) -> None:
-    """Call `wrapper.plan` without synchronisation, with lengths that the host knows.
+    """Plan without synchronisation, with lengths that the host knows.
+
+    Calls `BatchDecodeWithPagedKVCacheWrapper.plan`, with the `o_data_type` and `lse_base` of the plan before. Also good
+    as a replacement of the method: `wrapper.plan = functools.partial(fast_decode_plan, wrapper)`, or of
+    `wrapper.begin_forward`.
 
     Parameters
     ----------
@@ -401,7 +417,8 @@ def fast_decode_plan(
     global_override_indptr_cpu : int32 or int64 `[batch_size + 1]` on the CPU, replaces `indptr`. Default None.
     indices, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, logits_soft_cap,
         q_data_type, kv_data_type, data_type, sm_scale, rope_scale, rope_theta, non_blocking, fixed_split_size,
-        disable_split_kv : arguments of `BatchDecodeWithPagedKVCacheWrapper.plan`, with the same defaults.
+        disable_split_kv, q_len_per_req : arguments of `BatchDecodeWithPagedKVCacheWrapper.plan`, with the same
+        defaults.
 
     Raises
     ------
@@ -413,7 +430,9 @@ def fast_decode_plan(
         indptr = checks.tensor("global_override_indptr_cpu", global_override_indptr_cpu)
     if batch_plan.page_size(page_size) == 1:
         last_page_len = torch.ones(max(0, checks.tensor("indptr", indptr).numel() - 1), dtype=torch.int32)
-    wrapper.plan(
+    kept = {} if wrapper._request is None else wrapper._request.options._asdict()
+    BatchDecodeWithPagedKVCacheWrapper.plan(  # the attributes of the wrapper may have been replaced by this function
+        wrapper,
         indptr,
         indices,
         last_page_len,
@@ -433,6 +452,9 @@ def fast_decode_plan(
         non_blocking=non_blocking,
         fixed_split_size=fixed_split_size,
         disable_split_kv=disable_split_kv,
+        q_len_per_req=q_len_per_req,
+        o_data_type=kept.get("o_data_type"),
+        lse_base=kept.get("lse_base", "log2"),
     )
 
 

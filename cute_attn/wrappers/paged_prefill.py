@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cute_attn.errors import ArgumentTypeError
 from cute_attn.request import batch_plan, checks
 from cute_attn.request.batch_plan import MultiItemScoring, PlanOptions, RepeatedLengths
 from cute_attn.request.batch_run import RunArguments
@@ -50,6 +51,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         what. If a run adds features that the planned backend refuses (an expanded cache), "auto" plans again for one
         that supports them; a named backend, or `use_cuda_graph`, raises NotSupported.
     jit_args, jit_kwargs : refused unless None.
+    variant_owns_mask : refused unless False.
 
     Raises
     ------
@@ -75,8 +77,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         backend: str = "auto",
         jit_args: Any = None,
         jit_kwargs: Any = None,
+        variant_owns_mask: bool = False,
     ) -> None:
         batch_plan.refuse_jit(jit_args, jit_kwargs)
+        batch_plan.refuse("variant_owns_mask", variant_owns_mask, batch_plan.JIT_REASON, "custom_mask of plan()")
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self._set_index_buffers(
             {
@@ -125,6 +129,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         max_sequence_kv: int | None = None,
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
+        uniform_q_len: int | None = None,
         *,
         lse_base: str = "log2",
     ) -> None:
@@ -142,7 +147,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         paged_kv_last_page_len : `[batch_size]`, tokens in the last page, within 1..page_size. Ignored for a request
             without pages, whose kv_len is 0.
         num_qo_heads, num_kv_heads, head_dim_qk (older name `head_dim`) : at least 1; num_qo_heads must be a multiple of
-            num_kv_heads.
+            num_kv_heads. The heads are the most that a run may have: where its tensors have fewer, those count.
         page_size : tokens per page, at least 1.
         head_dim_vo : default `head_dim_qk`.
         custom_mask : 1-D bool, the `[qo_len, kv_len]` masks of all requests, flattened and concatenated; True keeps.
@@ -171,8 +176,12 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr : multi-item scoring; refused
             unless None or 0.
         fixed_split_size : pages per split of the keys. The results of a request then do not depend on the rest of the
-            batch, bit for bit. Default None: splits fill the GPU.
-        disable_split_kv : default False. True: no splits; results then do not depend on the rest of the batch either.
+            batch, bit for bit. Default None, which -1 stands for: splits fill the GPU.
+        disable_split_kv : default False. True: no splits, whatever `fixed_split_size` says; results then do not depend
+            on the rest of the batch either.
+        uniform_q_len : with `use_cuda_graph` a promise that every request has that many query tokens, in this plan and
+            all later ones, which makes captured launches smaller. None (default), 0 or less: no promise. A first plan
+            for which it is not true warns and goes without; otherwise it has no effect on results.
         lse_base : "log2" (FlashInfer's, default) or "ln", of the lse that `run` returns.
 
         Raises
@@ -213,7 +222,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         )
         splits = batch_plan.splits(fixed_split_size, disable_split_kv, page_size)
         mask = batch_plan.mask(custom_mask, packed_custom_mask, tokens, self.device)
-        self._make_plan(PlanRequest(options, tokens, mask, splits, page_size))
+        uniform = batch_plan.uniform_q_len(uniform_q_len, tokens) if self._use_cuda_graph else None
+        self._make_plan(PlanRequest(options, tokens, mask, splits, page_size, uniform))
 
     begin_forward = plan
 
@@ -228,6 +238,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
+        lse_base: str | None = None,
+        lse_layout: str = "NH",
         enable_pdl: bool | None = None,
         window_left: int | None = None,
         sinks: torch.Tensor | None = None,
@@ -257,6 +269,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         lse : written instead of a new tensor: contiguous float32 `[qo_indptr[-1], num_qo_heads]`. Returned if
             `return_lse`.
         return_lse : return `(out, lse)`. `run_return_lse` is `run` with True as the default.
+        lse_base : None (default: that of the plan), "log2" or "ln", of the lse of this run.
+        lse_layout : "NH" (default), or "HN": lse, the caller's too, is contiguous `[num_qo_heads, qo_indptr[-1]]`. What
+            differs from the plan's base and "NH" costs a torch operation after the launch.
         enable_pdl : False: no programmatic dependent launch. None (default) or True: where the GPU has it (9.0 and
             later).
         window_left : None, or the planned one.
@@ -288,6 +303,15 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         head_scales = None
         if args:
             k_scale, v_scale, return_lse, head_scales = paged_run_positionals(args, k_scale, v_scale, return_lse)
+        if lse_base is not None or lse_layout != "NH":
+            return self._run_with_lse(
+                RunArguments(
+                    q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks,
+                    kv_cache_sf, head_scales,
+                ),
+                lse_base,
+                lse_layout,
+            )  # fmt: skip
         return self._run(
             RunArguments._make((  # 0.1 us faster than the constructor
                 q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left,
@@ -344,3 +368,96 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
     forward_return_lse = with_return_lse(forward)
+
+
+def fast_prefill_plan(
+    wrapper: BatchPrefillWithPagedKVCacheWrapper,
+    qo_indptr: torch.Tensor,
+    paged_kv_indptr: torch.Tensor,
+    paged_kv_indices: torch.Tensor,
+    paged_kv_last_page_len: torch.Tensor,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim_qk: int,
+    page_size: int,
+    head_dim_vo: int | None = None,
+    custom_mask: torch.Tensor | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    q_data_type: DType = "float16",
+    kv_data_type: DType | None = None,
+    o_data_type: DType | None = None,
+    non_blocking: bool = True,
+    fixed_split_size: int | None = None,
+    prefix_len_ptr: torch.Tensor | None = None,
+    token_pos_in_items_ptr: torch.Tensor | None = None,
+    token_pos_in_items_len: int = 0,
+    max_item_len_ptr: torch.Tensor | None = None,
+    *,
+    qo_indptr_host: torch.Tensor,
+    kv_indptr_host: torch.Tensor,
+    kv_lens_host: torch.Tensor,
+    max_q_len: int | None = None,
+    max_kv_len: int | None = None,
+    uniform_verify_width: int | None = None,
+) -> None:
+    """Plan without synchronisation, with lengths that the host knows.
+
+    Calls `BatchPrefillWithPagedKVCacheWrapper.plan`; options that are not arguments here, and `o_data_type` where it is
+    None, stay those of the plan before. Also good as a replacement of the method: `wrapper.begin_forward =
+    functools.partial(fast_prefill_plan, wrapper)`. SGLang's FlashInfer backend calls a function of this form, which may
+    be replaced by this one.
+
+    Parameters
+    ----------
+    wrapper : a BatchPrefillWithPagedKVCacheWrapper.
+    qo_indptr, paged_kv_indptr, paged_kv_last_page_len : not read; the next three say it on the host.
+    qo_indptr_host, kv_indptr_host : int32 or int64 `[batch_size + 1]` on the CPU: `qo_indptr` and `paged_kv_indptr`.
+    kv_lens_host : int32 or int64 `[batch_size]` on the CPU: keys of each request, which must need the pages that
+        `kv_indptr_host` counts.
+    max_q_len, max_kv_len : upper bounds of the lengths; checked. Default None.
+    uniform_verify_width : None (default), or the query tokens of every request; checked.
+    paged_kv_indices, num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo, custom_mask, causal, window_left,
+        q_data_type, kv_data_type, o_data_type, non_blocking, fixed_split_size, prefix_len_ptr, token_pos_in_items_ptr,
+        token_pos_in_items_len, max_item_len_ptr : arguments of `BatchPrefillWithPagedKVCacheWrapper.plan`, with the
+        same defaults.
+
+    Raises
+    ------
+    ArgumentTypeError (wrapper of another type), ArgumentError (lengths on a GPU, or that contradict each other), and
+    the errors of `plan`.
+    """
+    if not isinstance(wrapper, BatchPrefillWithPagedKVCacheWrapper):
+        raise ArgumentTypeError(
+            f"wrapper must be a BatchPrefillWithPagedKVCacheWrapper, got {checks.describe(wrapper)}"
+        )
+    kept = {} if wrapper._request is None else wrapper._request.options._asdict()
+    stay = ("pos_encoding_mode", "sm_scale", "logits_soft_cap", "rope_scale", "rope_theta", "lse_base")
+    lengths = batch_plan.HostLengths(qo_indptr_host, kv_indptr_host, kv_lens_host, uniform_verify_width)
+    BatchPrefillWithPagedKVCacheWrapper.plan(  # the attributes of the wrapper may have been replaced by this function
+        wrapper,
+        qo_indptr_host,
+        kv_indptr_host,
+        paged_kv_indices,
+        lengths.last_page_len(batch_plan.page_size(page_size)),
+        num_qo_heads,
+        num_kv_heads,
+        head_dim_qk,
+        page_size,
+        head_dim_vo=head_dim_vo,
+        custom_mask=custom_mask,
+        causal=causal,
+        window_left=window_left,
+        q_data_type=q_data_type,
+        kv_data_type=kv_data_type,
+        o_data_type=kept.get("o_data_type") if o_data_type is None else o_data_type,
+        non_blocking=non_blocking,
+        fixed_split_size=fixed_split_size,
+        prefix_len_ptr=prefix_len_ptr,
+        token_pos_in_items_ptr=token_pos_in_items_ptr,
+        token_pos_in_items_len=token_pos_in_items_len,
+        max_item_len_ptr=max_item_len_ptr,
+        max_token_per_sequence=max_q_len,
+        max_sequence_kv=max_kv_len,
+        **{name: kept[name] for name in stay if name in kept},
+    )

@@ -33,6 +33,7 @@ class PlannedState:
     """Attributes of a wrapper that follow from its plan. Before one, hasattr() of the options is False."""
 
     device: torch.device
+    _backend: str
     _use_cuda_graph: bool
     _workspace: torch.Tensor
     _index_buffers: dict[str, torch.Tensor]
@@ -124,6 +125,11 @@ class PlannedState:
 
     def _features(self) -> Features:
         return self._settings(self._in_force()).features
+
+    @property
+    def resolved_backend(self) -> str:
+        """Name of the backend that the plan chose; the constructor's `backend` before a plan."""
+        return self._backend if self._request is None else (self._plan or self._planned()).backend
 
     # ---- sizes and memory
 

@@ -35,7 +35,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
     use_cuda_graph : default False. True keeps addresses and launches across plans, as for
         `BatchPrefillWithPagedKVCacheWrapper`; the first plan also sets the upper bound of keys (`kv_indptr[-1]`).
     qo_indptr_buf, kv_indptr_buf : int32 `[batch_size + 1]`. Required with `use_cuda_graph`, otherwise not used.
-    custom_mask_buf, mask_indptr_buf, jit_args, jit_kwargs : as for `BatchPrefillWithPagedKVCacheWrapper`.
+    custom_mask_buf, mask_indptr_buf, jit_args, jit_kwargs, variant_owns_mask : as for
+        `BatchPrefillWithPagedKVCacheWrapper`.
 
     Raises
     ------
@@ -57,8 +58,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         backend: str = "auto",
         jit_args: Any = None,
         jit_kwargs: Any = None,
+        variant_owns_mask: bool = False,
     ) -> None:
         batch_plan.refuse_jit(jit_args, jit_kwargs)
+        batch_plan.refuse("variant_owns_mask", variant_owns_mask, batch_plan.JIT_REASON, "custom_mask of plan()")
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self._set_index_buffers({"qo_indptr_buf": (qo_indptr_buf, 1), "kv_indptr_buf": (kv_indptr_buf, 1)})
         self._set_mask_buffers(custom_mask_buf, mask_indptr_buf)
@@ -98,6 +101,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         max_sequence_kv: int | None = None,
         v_indptr: torch.Tensor | None = None,
         o_indptr: torch.Tensor | None = None,
+        uniform_q_len: int | None = None,
         *,
         lse_base: str = "log2",
     ) -> None:
@@ -112,7 +116,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         ----------
         qo_indptr, kv_indptr : `[batch_size + 1]`, not decreasing.
         num_qo_heads, num_kv_heads, head_dim_qk (older name `head_dim`) : at least 1; num_qo_heads must be a multiple of
-            num_kv_heads.
+            num_kv_heads. The heads are the most that a run may have: where its tensors have fewer, those count.
         head_dim_vo : default `head_dim_qk`.
         custom_mask : 1-D bool, the `[qo_len, kv_len]` masks of all requests, flattened and concatenated; True keeps.
             Replaces `causal`; `window_left` still applies.
@@ -134,12 +138,16 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr : multi-item scoring; refused
             unless None or 0.
         fixed_split_size : tokens per split of the keys. The results of a request then do not depend on the rest of the
-            batch, bit for bit. Default None: splits fill the GPU.
-        disable_split_kv : default False. True: no splits; results then do not depend on the rest of the batch either.
+            batch, bit for bit. Default None, which -1 stands for: splits fill the GPU.
+        disable_split_kv : default False. True: no splits, whatever `fixed_split_size` says; results then do not depend
+            on the rest of the batch either.
         seq_lens, seq_lens_q : `[batch_size]`, the lengths of keys and queries; on the CPU they are checked against the
             index arrays, on a GPU they are not read.
         max_token_per_sequence, max_sequence_kv : upper bounds of the lengths of queries and keys; checked.
         v_indptr, o_indptr : refused unless None: v is indexed like k, and out like q.
+        uniform_q_len : with `use_cuda_graph` a promise that every request has that many query tokens, in this plan and
+            all later ones, which makes captured launches smaller. None (default), 0 or less: no promise. A first plan
+            for which it is not true warns and goes without; otherwise it has no effect on results.
         lse_base : "log2" (FlashInfer's, default) or "ln", of the lse that `run` returns.
 
         Raises
@@ -173,7 +181,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         )
         splits = batch_plan.splits(fixed_split_size, disable_split_kv, 1)
         mask = batch_plan.mask(custom_mask, packed_custom_mask, tokens, self.device)
-        self._make_plan(PlanRequest(options, tokens, mask, splits, 1))
+        uniform = batch_plan.uniform_q_len(uniform_q_len, tokens) if self._use_cuda_graph else None
+        self._make_plan(PlanRequest(options, tokens, mask, splits, 1, uniform))
 
     begin_forward = plan
 
@@ -190,6 +199,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         return_lse: bool = False,
+        lse_base: str | None = None,
+        lse_layout: str = "NH",
         enable_pdl: bool | None = None,
         sinks: torch.Tensor | None = None,
         kv_cache_sf: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -215,6 +226,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         lse : written instead of a new tensor: contiguous float32 `[qo_indptr[-1], num_qo_heads]`. Returned if
             `return_lse`.
         return_lse : return `(out, lse)`. `run_return_lse` is `run` with True as the default.
+        lse_base : None (default: that of the plan), "log2" or "ln", of the lse of this run.
+        lse_layout : "NH" (default), or "HN": lse, the caller's too, is contiguous `[num_qo_heads, qo_indptr[-1]]`. What
+            differs from the plan's base and "NH" costs a torch operation after the launch.
         enable_pdl : False: no programmatic dependent launch. None (default) or True: where the GPU has it (9.0 and
             later).
         sinks : floating-point `[num_qo_heads]`, natural-log domain, not scaled: a term of each softmax denominator.
@@ -239,6 +253,15 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             return_lse, head_scales = ragged_run_positionals(args, return_lse)
         if o_scale is not None:
             v_scale = batch_run.divided_by("o_scale", o_scale, v_scale)
+        if lse_base is not None or lse_layout != "NH":
+            return self._run_with_lse(
+                RunArguments(
+                    q, (k, v), q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, None, sinks,
+                    kv_cache_sf, head_scales,
+                ),
+                lse_base,
+                lse_layout,
+            )  # fmt: skip
         return self._run(
             RunArguments._make((  # 0.1 us faster than the constructor
                 q, (k, v), q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, None, sinks,

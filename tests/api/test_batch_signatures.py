@@ -183,7 +183,7 @@ UNCLEAR: list[tuple[tuple[Any, ...], str]] = [
     ((None, None, None, None, None, 0.5), "positional argument 6 after page_size"),
     ((MASK, None, None, True), "positional argument 1"),
     ((8, None, True), "positional argument 1"),
-    ((None,) * 3 + (True,) + (None,) * 40, "at most 26 positional arguments may follow page_size, got 44"),
+    ((None,) * 3 + (True,) + (None,) * 40, "at most 27 positional arguments may follow page_size, got 44"),
 ]
 
 
