@@ -1,0 +1,119 @@
+"""`lse_base` and `lse_layout` of a run, and `uniform_q_len` of a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn import ArgumentError, ArgumentTypeError, LayoutError, RuntimeArgumentError
+from tests.support import graphs
+from tests.support.batch_case import BatchCase, call, heads, make, paged, plan_arguments, ragged, wrapper
+from tests.support.formula import assert_batch_right
+
+PAGED = paged((5, 0, 17), (40, 3, 33), page_size=4, **heads(4, 2))
+RAGGED = ragged((5, 0, 17), (40, 3, 33), **heads(4, 2))
+KINDS = [PAGED, RAGGED]
+IDS = ["paged", "ragged"]
+LN2 = math.log(2)
+
+
+@pytest.mark.parametrize("planned", ["log2", "ln"])
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
+def test_base_and_layout(case: BatchCase, planned: str) -> None:
+    case = dataclasses.replace(case, lse_base=planned)
+    inputs = make(case)
+    made = wrapper(case)
+    made.plan(**plan_arguments(case, inputs))
+    out, lse = made.run(inputs.q, *inputs.kv, return_lse=True)
+    in_log2 = lse if planned == "log2" else lse / LN2
+    for base, factor in ((None, 1.0 if planned == "log2" else LN2), ("log2", 1.0), ("ln", LN2)):
+        for layout in ("NH", "HN"):
+            wanted = (in_log2 * factor).t() if layout == "HN" else in_log2 * factor
+            form = {"lse_base": base, "lse_layout": layout, "return_lse": True}
+            returned = made.run(inputs.q, *inputs.kv, **form)
+            assert torch.equal(returned[0], out)
+            torch.testing.assert_close(returned[1], wanted, rtol=1e-6, atol=0)
+            assert returned[1].is_contiguous()
+            buffer = torch.full_like(wanted, math.nan, memory_format=torch.contiguous_format)
+            for return_lse in (True, False):
+                result = made.run(inputs.q, *inputs.kv, **{**form, "return_lse": return_lse}, lse=buffer)
+                assert not return_lse or result[1] is buffer
+                torch.testing.assert_close(buffer, wanted, rtol=1e-6, atol=0)
+                buffer.fill_(math.nan)
+    assert torch.equal(made.run(inputs.q, *inputs.kv, lse_layout="HN"), out)
+    assert torch.equal(made.run_return_lse(inputs.q, *inputs.kv)[1], lse)
+
+
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"lse_base": "e"}, LayoutError, "lse_base must be one of 'log2', 'ln'"),
+    ({"lse_layout": "hn"}, LayoutError, "lse_layout must be one of 'NH', 'HN'"),
+    ({"lse_layout": None}, LayoutError, "lse_layout must be one of"),
+    ({"lse": torch.empty(22, 4)}, ArgumentError, r"lse must have shape \[num_qo_heads, rows\].*= \(4, 22\)"),
+    ({"lse": torch.empty(22, 4).t()}, ArgumentError, "lse must be contiguous"),
+    ({"lse": torch.empty(4, 22, dtype=torch.float16)}, ArgumentError, "lse must have dtype float32"),
+    ({"lse": torch.empty(4, 22).requires_grad_()}, ArgumentError, "lse requires grad"),
+    ({"lse": 3}, ArgumentTypeError, "lse must be a torch.Tensor"),
+    ({"return_lse": 1}, ArgumentTypeError, "return_lse must be True or False"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "message"), WRONG, ids=[row[2][:24] for row in WRONG])
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
+def test_wrong_forms(case: BatchCase, wrong: dict[str, Any], error: type[Exception], message: str) -> None:
+    inputs, made = make(case), wrapper(case)
+    made.plan(**plan_arguments(case, inputs))
+    for _ in range(2):
+        with pytest.raises(error, match=message):
+            made.run(inputs.q, *inputs.kv, **{"lse_layout": "HN", "return_lse": True, **wrong})
+
+
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
+def test_a_transposed_lse_overlaps_nothing(case: BatchCase) -> None:
+    made = wrapper(case)
+    inputs = make(case)
+    made.plan(**plan_arguments(case, inputs))
+    out = torch.zeros(case.rows, 4, 64, dtype=torch.float16)
+    before = inputs.q.clone()
+    for name, memory in (("q", inputs.q), ("out", out), ("the workspace", made._workspace)):
+        lse = memory.view(-1).view(torch.uint8)[: 4 * 4 * case.rows].view(torch.float32).view(4, case.rows)
+        with pytest.raises(ArgumentError, match=f"lse must not share memory with {name}"):
+            made.run(inputs.q, *inputs.kv, out=out, lse=lse, lse_layout="HN", return_lse=True)
+    assert torch.equal(inputs.q, before)
+    assert not out.any()
+
+
+# ---- uniform_q_len
+
+
+@pytest.mark.parametrize("kind", [paged, ragged], ids=IDS)
+def test_uniform_q_len(kind: Any) -> None:
+    """With CUDA graphs captured launches are made for that many tokens per request, and later plans must keep them."""
+    case = kind((4, 4, 4), (40, 9, 33), **heads(4, 2))
+    made = graphs.graph_wrapper(case, "cpu", 40, 0)[0]
+    for seed in range(3):
+        other = dataclasses.replace(case, seed=seed)
+        made.plan(**plan_arguments(other, make(other)), uniform_q_len=4)
+        assert made._planned().limits.graph.max_qo_len == made._planned().limits.max_qo_len == 4
+        assert_batch_right(other, make(other), *call(other, make(other), made))
+    for q_len in (None, 0, 2):
+        with (
+            warnings.catch_warnings(action="ignore"),
+            pytest.raises(RuntimeArgumentError, match="uniform_q_len must stay 4 with use_cuda_graph=True, got None"),
+        ):
+            made.plan(**plan_arguments(case, make(case)), uniform_q_len=q_len)
+
+
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
+def test_an_untrue_uniform_q_len_warns(case: BatchCase) -> None:
+    made = graphs.graph_wrapper(case, "cpu", 40, 0)[0]
+    with pytest.warns(UserWarning, match="uniform_q_len=5 does not describe this batch.* 0 to 17 query tokens"):
+        made.plan(**plan_arguments(case, make(case)), uniform_q_len=5)
+    assert made._planned().limits.graph.max_qo_len is None
+    assert_batch_right(case, make(case), *call(case, make(case), made))
+    with pytest.raises(ArgumentTypeError, match="uniform_q_len must be an int"):
+        made.plan(**plan_arguments(case, make(case)), uniform_q_len=5.0)

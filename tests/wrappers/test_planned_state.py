@@ -1,0 +1,180 @@
+"""What engines read of a wrapper, and lengths that they write into its index buffers after `plan`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn import ArgumentError, NotPlannedError, RuntimeArgumentError
+from cute_attn.wrappers import planned_state
+from tests.support import graphs
+from tests.support.batch_case import (
+    BatchCase,
+    call,
+    decode,
+    heads,
+    make,
+    paged,
+    plan_arguments,
+    ragged,
+    wrapper,
+)
+from tests.support.formula import assert_batch_right
+
+PAGED = paged((5, 1, 17), (40, 3, 33), page_size=4, **heads(4, 2))
+RAGGED = ragged((5, 1, 17), (40, 3, 33), **heads(4, 2))
+DECODE = decode((40, 3, 9), page_size=4, **heads(4, 2))
+KINDS = [PAGED, RAGGED, DECODE]
+IDS = ["paged", "ragged", "decode"]
+OPTIONS = ("_sm_scale", "_window_left", "_logits_soft_cap", "_causal", "_pos_encoding_mode", "_rope_scale")
+BUFFERS = ("_qo_indptr_buf", "_kv_indptr_buf", "_paged_kv_indptr_buf", "_paged_kv_last_page_len_buf")
+
+
+def planned(case: BatchCase, graph: bool = False) -> Any:
+    made = graphs.graph_wrapper(case, "cpu", 40, 400)[0] if graph else wrapper(case)
+    made.plan(**plan_arguments(case, make(case)))
+    return made
+
+
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
+def test_before_a_plan(case: BatchCase) -> None:
+    made = wrapper(case)
+    for name in (*OPTIONS, "_num_qo_heads", "_cached_q_data_type"):
+        assert not hasattr(made, name), name
+        with pytest.raises(NotPlannedError, match="no plan yet"):
+            getattr(made, name)
+    for name in (*BUFFERS, "_paged_kv_indices_buf", "_plan_info", "_max_total_num_rows", "_custom_mask_buf"):
+        assert getattr(made, name) is None, name
+    assert made.resolved_backend == "auto"
+    assert made._fixed_batch_size == 0
+    for name in ("_int_workspace_buffer", "_pin_memory_int_workspace_buffer"):
+        assert getattr(made, name).dtype == torch.uint8
+    made.reset_workspace_buffer(torch.empty(64, dtype=torch.uint8), made._int_workspace_buffer)
+
+
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
+def test_options_are_those_given(case: BatchCase) -> None:
+    """vLLM compares them with what it passed in every forward."""
+    case = dataclasses.replace(case, window_left=7, logits_soft_cap=30.0, sm_scale=0.11, mask="causal")
+    made = planned(case)
+    assert (made._window_left, made._logits_soft_cap, made._sm_scale) == (7, 30.0, 0.11)
+    assert made._causal is (case.kind != "decode")
+    assert made._pos_encoding_mode == "NONE"
+    assert (made._num_qo_heads, made._num_kv_heads, made._batch_size) == (4, 2, 3)
+    assert made._cached_q_data_type == made._cached_kv_data_type == made._cached_o_data_type == torch.float16
+    assert made._max_kv_len == 40
+    assert made._max_q_len == max(case.qo_lens)
+    assert made._qo_indptr_last == case.rows
+    assert made._plan_info is made._planned()
+    assert made.resolved_backend == "reference"
+    assert made._kv_layout == "NHD"
+    made.prewarm_paged_kv_stride_variant()
+    with pytest.raises(KeyError, match="variant must be one of 'independent'"):
+        made.prewarm_paged_kv_stride_variant("joint")
+    inputs = make(case)
+    made.forward(inputs.q, *inputs.kv, sm_scale=0.25)
+    assert (made._window_left, made._logits_soft_cap, made._sm_scale, made._causal) == (-1, 0.0, 0.25, False)
+    for name in (*OPTIONS, *BUFFERS):
+        with pytest.raises(AttributeError):
+            setattr(made, name, None)
+
+
+def test_an_option_that_was_not_given() -> None:
+    made = planned(dataclasses.replace(PAGED, logits_soft_cap=0.0, sm_scale=None))
+    assert made._sm_scale is None
+    made.plan(**{**plan_arguments(PAGED, make(PAGED)), "logits_soft_cap": None})
+    assert made._logits_soft_cap == 0.0
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
+def test_index_buffers_hold_the_plan(case: BatchCase, graph: bool) -> None:
+    inputs, made = make(case), planned(case, graph)
+    held: dict[str, Any] = dict.fromkeys(BUFFERS)
+    held["_qo_indptr_buf"] = inputs.qo_indptr
+    if case.kind == "ragged":
+        held["_kv_indptr_buf"] = inputs.kv_indptr
+    else:
+        held["_paged_kv_indptr_buf"] = inputs.kv_indptr
+        held["_paged_kv_last_page_len_buf"] = inputs.last_page_len
+        used = int(inputs.kv_indptr[-1])
+        assert torch.equal(made._paged_kv_indices_buf[:used], inputs.kv_indices[:used])
+    for name, value in held.items():
+        buffer = getattr(made, name)
+        assert (buffer is None) == (value is None), name
+        if value is not None:
+            assert buffer.dtype == torch.int32
+            assert buffer.tolist() == value.tolist()
+    assert made._max_total_num_rows == (case.rows if graph else None)
+    assert_batch_right(case, inputs, *call(case, inputs, made))
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+def test_mask_buffers(graph: bool) -> None:
+    made = planned(dataclasses.replace(PAGED, mask="custom"), graph)
+    assert made._custom_mask_buf.dtype == torch.uint8
+    assert made._mask_indptr_buf.tolist() == [0, 25, 26, 97]
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+def test_lengths_written_after_a_plan_count(inference: bool) -> None:
+    """vLLM plans upper bounds and then writes the exact lengths, which only its device knows."""
+    bound, exact = PAGED, dataclasses.replace(PAGED, kv_lens=(34, 2, 33))
+    with torch.inference_mode(inference), torch.no_grad():
+        inputs, made = make(bound), planned(bound)
+        assert_batch_right(bound, inputs, *call(bound, inputs, made))
+        shorter = dataclasses.replace(
+            inputs,
+            requests=[
+                dataclasses.replace(r, k=r.k[:n], v=r.v[:n])
+                for r, n in zip(inputs.requests, exact.kv_lens, strict=True)
+            ],
+        )
+        for _ in range(2):
+            made.plan(**plan_arguments(bound, inputs))
+            made._paged_kv_last_page_len_buf.copy_(torch.tensor([4, 2, 1]))
+            assert_batch_right(
+                dataclasses.replace(bound, kv_lens=(40, 2, 33)),
+                dataclasses.replace(shorter, requests=[inputs.requests[0], *shorter.requests[1:]]),
+                *call(bound, inputs, made),
+            )
+            assert made._max_kv_len == 40
+            made._paged_kv_last_page_len_buf[0] = 2
+            made._paged_kv_last_page_len_buf[1] = 3
+            before = made._planned()
+            assert made._planned() is before  # unwritten copies are not scheduled again
+            made._paged_kv_indptr_buf.sub_(0)
+            assert made._planned() is not before
+        made.plan(**plan_arguments(bound, inputs))
+        assert_batch_right(bound, inputs, *call(bound, inputs, made))
+
+
+@pytest.mark.parametrize("case", KINDS, ids=IDS)
+def test_lengths_written_before_forward_count_too(case: BatchCase) -> None:
+    made, inputs = planned(case), make(case)
+    made.forward(inputs.q, *inputs.kv, sm_scale=0.3)
+    name = "_kv_indptr_buf" if case.kind == "ragged" else "_paged_kv_indptr_buf"
+    getattr(made, name).zero_()
+    for out in (made.forward(inputs.q, *inputs.kv, sm_scale=0.3), made.run(inputs.q, *inputs.kv)):
+        assert (out == 0).all()  # no request has a key
+    assert made._sm_scale == 0.3
+
+
+def test_wrong_lengths_written_after_a_plan_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, inputs = planned(PAGED), make(PAGED)
+    made._paged_kv_last_page_len_buf.fill_(5)
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=r"_paged_kv_last_page_len_buf must be within 1\.\.4"):
+            made.run(inputs.q, *inputs.kv)
+    made._paged_kv_last_page_len_buf.fill_(4)
+    monkeypatch.setattr(planned_state, "is_capturing", lambda device: True)
+    with pytest.raises(RuntimeArgumentError, match="_paged_kv_last_page_len_buf was written after plan"):
+        made.run(inputs.q, *inputs.kv)
+    masked = planned(dataclasses.replace(PAGED, mask="custom"))
+    masked._paged_kv_indptr_buf.zero_()
+    monkeypatch.undo()
+    with pytest.raises(RuntimeArgumentError, match="the custom mask belongs to the plan"):
+        masked.run(inputs.q, *inputs.kv)
