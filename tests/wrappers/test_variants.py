@@ -10,7 +10,6 @@ import dataclasses
 from typing import Any
 
 import pytest
-import torch
 
 from cute_attn import ArgumentError, RuntimeArgumentError
 from cute_attn.errors import NotSupported, WorkspaceError
@@ -18,8 +17,6 @@ from cute_attn.wrappers import base, variants
 from tests.support import graphs
 from tests.support.batch_case import (
     BatchCase,
-    BatchInputs,
-    Request,
     call,
     decode,
     heads,
@@ -30,6 +27,7 @@ from tests.support.batch_case import (
     random_lengths,
     wrapper,
 )
+from tests.support.engine_graphs import sliced
 from tests.support.formula import assert_batch_right
 
 PAGED = paged((5, 0, 17), (40, 3, 33), page_size=4, **heads(8, 4))
@@ -42,17 +40,6 @@ FEWER = [(4, 4), (4, 2), (8, 1), (2, 1), (8, 4)]
 
 def graph_wrapper(case: BatchCase, **arguments: Any) -> Any:
     return graphs.graph_wrapper(case, "cpu", 40, 400, **arguments)[0]
-
-
-def sliced(inputs: BatchInputs, num_qo_heads: int, num_kv_heads: int) -> BatchInputs:
-    """The first heads of everything: another layer, with the same pages."""
-
-    def first(x: torch.Tensor) -> torch.Tensor:
-        return x[..., :num_kv_heads, :].contiguous()
-
-    requests = [Request(r.q[:, :num_qo_heads], first(r.k), first(r.v), r.keep) for r in inputs.requests]
-    kv = tuple(first(x) if isinstance(x, torch.Tensor) else tuple(map(first, x)) for x in inputs.kv)
-    return dataclasses.replace(inputs, requests=requests, q=inputs.q[:, :num_qo_heads].contiguous(), kv=kv)
 
 
 def forward(case: BatchCase, made: Any, fewer: tuple[int, int] | None = None, **changed: Any) -> None:

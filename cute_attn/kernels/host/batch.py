@@ -128,8 +128,9 @@ class BatchRun:
         staging: Staging,
         device_index: int,
     ) -> None:
-        self.grid, self.kernel, self.device_index, self.settings = schedule.grid, kernel, device_index, settings
+        self.grid, self.kernel, self.device_index = schedule.grid, kernel, device_index
         self.prepared = kernel(settings)  # first: where a kernel is missing, the records of the previous plan stay
+        self.latest = settings, self.prepared  # one attribute: threads that share a plan must not mix two runs
         if schedule.keeps_address:
             staging.fix_capacity(schedule.records.size)
         self.records = staging.upload(schedule.records)
@@ -146,9 +147,11 @@ class BatchRun:
         """Launches the attention kernel, and the combine kernel where keys are split."""
         if not self.grid[0]:
             return
-        if problem.settings is not self.settings:
-            self.settings, self.prepared = problem.settings, self.kernel(problem.settings)
-        prepared, stream = self.prepared, current_stream(self.device_index)
+        settings, prepared = self.latest
+        if problem.settings is not settings:
+            prepared = self.kernel(problem.settings)
+            self.latest = problem.settings, prepared
+        stream = current_stream(self.device_index)
         target, partials = prepared.output.of(problem), self.partials(problem)
         numbers = self.numbers(problem, partials)
         prepared.attention.fire(prepared.values(problem, target, numbers, stream), self.grid, stream)

@@ -1,0 +1,46 @@
+"""One plan renews the schedules of all layers in a captured graph, whose heads and options differ."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cute_attn.dispatch.emulator import EmulatedBatchRun
+from cute_attn.emulator.settings import using
+from cute_attn.wrappers import run_cache
+from tests.support.batch_case import BatchCase, decode, heads, paged, ragged
+from tests.support.engine_graphs import LAYERS, CapturedLayers
+
+pytestmark = pytest.mark.emulator
+
+CASES = [
+    paged((2, 3), (20, 9), page_size=4, **heads(4, 2)),
+    ragged((2, 3), (20, 9), **heads(4, 2)),
+    decode((20, 9), page_size=4, **heads(4, 2)),
+]
+
+
+def capture(run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    """Records the launches of `run`; the second result replays them."""
+    held: list[tuple[EmulatedBatchRun, Any]] = []
+    launch = EmulatedBatchRun.__call__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_cache, "try_replay", lambda plan, arguments: None)  # every check
+        patch.setattr(EmulatedBatchRun, "__call__", lambda plan, problem: held.append((plan, problem)))
+        results = run()
+
+    def replay() -> None:
+        for plan, problem in held:
+            launch(plan, problem)
+
+    return results, replay
+
+
+@pytest.mark.parametrize("case", CASES, ids=["paged", "ragged", "decode"])
+def test_layers_of_one_plan(case: BatchCase) -> None:
+    with using("sm_90a", kernels="fa2", sms=1):
+        captured = CapturedLayers(case, "cpu", capture, LAYERS[1:3], backend="emulator")
+        captured.replay(dataclasses.replace(case, kv_lens=(7, 18), seed=3))

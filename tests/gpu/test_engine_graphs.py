@@ -1,0 +1,132 @@
+"""Graphs as SGLang and vLLM capture them: options left open by the plan, fewer heads than planned, fast plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn import RuntimeArgumentError, fast_decode_plan, fast_prefill_plan
+from tests.gpu import marks
+from tests.support.batch_case import (
+    BatchCase,
+    call,
+    check,
+    decode,
+    dims,
+    heads,
+    make,
+    paged,
+    plan_arguments,
+    ragged,
+    random_lengths,
+    wrapper,
+)
+from tests.support.engine_graphs import CapturedLayers
+from tests.support.graphs import cuda_graph, graph_wrapper
+
+pytestmark = marks.SM80
+
+CASES = [
+    paged((300, 5, 40), (900, 700, 333), page_size=16, **heads(4, 2)),
+    ragged((300, 5, 40), (900, 700, 333), **heads(4, 2)),
+    decode((900, 700, 333), page_size=1, **heads(4, 2)),
+    decode((900, 700, 333), page_size=16, q_len=3, **heads(4, 2), dtype="bfloat16"),
+]
+IDS = ["paged", "ragged", "decode", "verify"]
+
+
+def shorter(case: BatchCase, seed: int) -> BatchCase:
+    other = random_lengths(dataclasses.replace(case, seed=seed), seed, max(case.kv_lens))
+    if case.kind == "ragged" and sum(other.kv_lens) > sum(case.kv_lens):
+        return dataclasses.replace(case, kv_lens=case.kv_lens[::-1], seed=seed)
+    return other
+
+
+@pytest.mark.parametrize("backend", ["auto", "fa2"])
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_layers_of_one_plan(case: BatchCase, backend: str) -> None:
+    captured = CapturedLayers(case, "cuda", cuda_graph, backend=backend)
+    for seed in range(6):
+        captured.replay(shorter(case, seed))
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_fast_plans_between_replays(case: BatchCase) -> None:
+    if case.kind == "ragged":
+        return
+    captured = CapturedLayers(case, "cuda", cuda_graph)
+    if case.kind == "decode":
+        captured.wrapper.begin_forward = functools.partial(fast_decode_plan, captured.wrapper)
+
+        def plan(other: BatchCase, inputs: Any) -> None:
+            names = ("o_data_type", "lse_base")
+            arguments = {k: v for k, v in plan_arguments(other, inputs).items() if k not in names}
+            captured.wrapper.begin_forward(**arguments)
+    else:
+
+        def plan(other: BatchCase, inputs: Any) -> None:
+            fast_prefill_plan(
+                captured.wrapper,
+                *(inputs.qo_indptr.cuda(), inputs.kv_indptr.cuda(), inputs.kv_indices, inputs.last_page_len.cuda()),
+                *(4, 2, 64, other.page_size),
+                qo_indptr_host=inputs.qo_indptr,
+                kv_indptr_host=inputs.kv_indptr,
+                kv_lens_host=torch.tensor(other.kv_lens),
+            )
+
+    captured.plan = plan  # type: ignore[method-assign]
+    for seed in range(4):
+        captured.replay(shorter(case, seed))
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_a_variant_first_met_in_a_capture_is_refused(case: BatchCase) -> None:
+    made: Any = graph_wrapper(case, "cuda", 3000, 0)[0]
+    inputs = make(case, "cuda")
+    made.begin_forward(**plan_arguments(case, inputs))
+    made.forward(inputs.q, *inputs.kv, sm_scale=0.3)
+    with (
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+        pytest.raises(RuntimeArgumentError, match="a run must precede its capture"),
+    ):
+        made.forward(inputs.q, *inputs.kv, sm_scale=0.4)
+    made.forward(inputs.q, *inputs.kv, sm_scale=0.4)
+
+
+def test_lengths_written_after_a_plan() -> None:
+    """vLLM's way: a plan of upper bounds, and exact lengths that only the device knows."""
+    bound = paged((1,) * 40, (800,) * 40, page_size=8, **heads(4, 1), **dims(128), disable_split_kv=True)
+    inputs = make(bound, "cuda")
+    exact = tuple(range(20, 820, 20))
+    made: Any = wrapper(bound, "cuda", backend="fa2")
+    made.plan(**plan_arguments(bound, inputs))
+    shortened = [dataclasses.replace(r, k=r.k[:n], v=r.v[:n]) for r, n in zip(inputs.requests, exact, strict=True)]
+    pages = torch.tensor([-(-n // 8) for n in exact], device="cuda")
+    starts = torch.arange(40, device="cuda") * 100
+    rows = [made._request.tokens.kv_indices[s : s + n] for s, n in zip(starts.tolist(), pages.tolist(), strict=True)]
+    made._request.tokens.kv_indices[: int(pages.sum())] = torch.cat(rows).clone()
+    indptr = made._paged_kv_indptr_buf
+    indptr[1:].copy_(pages.cumsum(0))
+    made._paged_kv_last_page_len_buf.copy_((torch.tensor(exact, device="cuda") - 1) % 8 + 1)
+    case = dataclasses.replace(bound, kv_lens=exact)
+    result = check(case, dataclasses.replace(inputs, requests=shortened), *call(bound, inputs, made))
+    assert result.ok, result.detail
+
+
+@pytest.mark.parametrize("layout", ["NH", "HN"])
+def test_lse_form_in_a_graph(layout: str) -> None:
+    case = CASES[0]
+    inputs = make(case, "cuda")
+    made: Any = graph_wrapper(case, "cuda", 3000, 0)[0]
+    made.plan(**plan_arguments(case, inputs))
+    expected = made.run(inputs.q, *inputs.kv, return_lse=True)[1] * 0.6931471805599453
+    form = {"lse_base": "ln", "lse_layout": layout, "return_lse": True}
+    made.run(inputs.q, *inputs.kv, **form)
+    (_, lse), again = cuda_graph(lambda: made.run(inputs.q, *inputs.kv, **form))
+    lse.zero_()
+    again()
+    torch.testing.assert_close(lse if layout == "NH" else lse.t(), expected, rtol=1e-6, atol=1e-6)

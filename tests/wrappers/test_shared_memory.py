@@ -1,0 +1,91 @@
+"""Buffers and arrays of a wrapper that share memory: copied aside, or refused before anything is written."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn import ArgumentError, BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+from tests.support import graphs
+from tests.support.batch_case import call, decode, heads, make, paged, plan_arguments
+from tests.support.formula import assert_batch_right
+
+DECODE = decode((40, 3, 9), page_size=4, **heads(4, 2))
+PAGED = paged((5, 1, 17), (40, 3, 33), page_size=4, mask="custom", **heads(4, 2))
+
+
+@pytest.mark.parametrize("name", ["strided", "shifted", "itself", "int64", "strided int64"])
+def test_page_numbers_in_their_own_buffer(name: str) -> None:
+    """The caller may have packed them there, at any stride: reading and writing must not cross."""
+    inputs = make(DECODE)
+    made: Any = graphs.graph_wrapper(DECODE, "cpu", 40, 0)[0]
+    buffer, used = made._paged_kv_indices_buf, int(inputs.kv_indptr[-1])
+    wide = torch.zeros(40, dtype=torch.int64)
+    view = {
+        "strided": buffer[::2][:used],
+        "shifted": buffer[3 : 3 + used],
+        "itself": buffer[:used],
+        "int64": wide[:used],
+        "strided int64": wide[::2][:used],
+    }[name]
+    view.copy_(inputs.kv_indices[:used])
+    made.plan(**{**plan_arguments(DECODE, inputs), "indices": view})
+    assert torch.equal(buffer[:used], inputs.kv_indices[:used])
+    assert_batch_right(DECODE, inputs, *call(DECODE, inputs, made))
+
+
+def test_mask_bits_in_their_own_buffer() -> None:
+    case = dataclasses.replace(PAGED, mask="packed")
+    inputs = make(case)
+    made: Any = graphs.graph_wrapper(case, "cpu", 40, 400)[0]
+    for start in (0, 5):
+        bits = inputs.masks["packed_custom_mask"]
+        view = made._custom_mask_buf[start : start + len(bits)]
+        view.copy_(bits)
+        made.plan(**{**plan_arguments(case, inputs), "packed_custom_mask": view})
+        assert_batch_right(case, inputs, *call(case, inputs, made))
+
+
+def ints(size: int) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.int32)
+
+
+def test_index_buffers_must_be_apart() -> None:
+    memory = ints(64)
+    workspace = torch.zeros(64, dtype=torch.int32)
+    with pytest.raises(ArgumentError, match="paged_kv_indices_buffer must not share memory with paged_kv_indptr_buf"):
+        BatchDecodeWithPagedKVCacheWrapper(
+            workspace,
+            use_cuda_graph=True,
+            paged_kv_indptr_buffer=memory[:4],
+            paged_kv_indices_buffer=memory[3:40],
+            paged_kv_last_page_len_buffer=ints(3),
+        )
+    with pytest.raises(ArgumentError, match="qo_indptr_buf must not share memory with float_workspace_buffer"):
+        BatchPrefillWithPagedKVCacheWrapper(
+            workspace,
+            use_cuda_graph=True,
+            qo_indptr_buf=workspace[4:8],
+            paged_kv_indptr_buf=ints(4),
+            paged_kv_indices_buf=ints(9),
+            paged_kv_last_page_len_buf=ints(3),
+        )
+    made: Any = graphs.graph_wrapper(DECODE, "cpu", 64, 0)[0]
+    with pytest.raises(ArgumentError, match="float_workspace_buffer must not share memory with paged_kv_indices_buf"):
+        made.reset_workspace_buffer(made._paged_kv_indices_buf[4:])
+
+
+def test_a_run_that_fails_moves_no_plan() -> None:
+    """`out` that overlaps q is found before a run schedules or launches anything."""
+    inputs = make(DECODE)
+    made: Any = graphs.graph_wrapper(DECODE, "cpu", 40, 0)[0]
+    made.plan(**plan_arguments(DECODE, inputs))
+    before, held = inputs.q.clone(), made._planned()
+    with pytest.raises(ArgumentError, match="out must not share memory with q"):
+        made.run(inputs.q, *inputs.kv, out=inputs.q)
+    assert torch.equal(inputs.q, before)
+    assert made._planned() is held
+    assert not held.cached_runs

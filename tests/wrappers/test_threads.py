@@ -1,0 +1,106 @@
+"""Threads: runs of one plan side by side, and one wrapper per thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cute_attn.kernels.host.batch import BatchRun
+from cute_attn.runtime.launch import CPU
+from cute_attn.runtime.staging import Staging
+from tests.support.batch_case import call, decode, heads, make, paged, plan_arguments, ragged, wrapper
+from tests.support.engine_graphs import sliced
+from tests.support.formula import assert_batch_right
+
+CASES = [
+    paged((5, 0, 7), (20, 3, 13), page_size=4, **heads(4, 2)),
+    ragged((5, 0, 7), (20, 3, 13), **heads(4, 2)),
+    decode((20, 3, 13), page_size=4, **heads(4, 2)),
+]
+IDS = ["paged", "ragged", "decode"]
+THREADS, ROUNDS = 8, 6
+
+
+@pytest.fixture(autouse=True)
+def frequent_switches() -> Iterator[None]:
+    """Threads change every few bytecodes, so that a check and the act after it come apart."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def in_threads(work: Any) -> None:
+    with ThreadPoolExecutor(THREADS) as pool:
+        for future in [pool.submit(work, i) for i in range(THREADS)]:
+            future.result()
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_runs_of_one_plan(case: Any) -> None:
+    """Each thread has scales and heads of its own; the first run of each is prepared while others run."""
+    inputs, made = make(case), wrapper(case)
+    fewer = [(4, 2), (2, 2), (4, 1), (2, 1)]
+    for _ in range(3):
+        made.plan(**plan_arguments(case, inputs))
+
+        def work(i: int) -> None:
+            layer = dataclasses.replace(case, k_scale=1 + i / 4, **heads(*fewer[i % 4]))
+            tensors = sliced(inputs, *fewer[i % 4])
+            for _ in range(ROUNDS):
+                assert_batch_right(layer, tensors, *call(layer, tensors, made))
+
+        in_threads(work)
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+def test_a_wrapper_per_thread(case: Any) -> None:
+    def work(i: int) -> None:
+        made = wrapper(case)
+        for seed in range(ROUNDS):
+            mine = dataclasses.replace(case, seed=seed * THREADS + i, sm_scale=0.1 + i / 10)
+            inputs = make(mine)
+            made.plan(**plan_arguments(mine, inputs))
+            assert_batch_right(mine, inputs, *call(mine, inputs, made))
+
+    in_threads(work)
+
+
+def test_a_launch_gets_the_kernel_of_its_own_settings() -> None:
+    """Two attributes, read one after the other, could belong to two runs."""
+    fired: list[tuple[Any, Any]] = []
+
+    def kernel(settings: Any) -> Any:
+        launch = types.SimpleNamespace(fire=lambda values, grid, stream: fired.append((settings, values)))
+        return types.SimpleNamespace(
+            attention=launch,
+            combine=None,
+            output=types.SimpleNamespace(of=lambda problem: None),
+            values=lambda problem, target, numbers, stream: problem.settings,
+        )
+
+    class Run(BatchRun):
+        def partials(self, problem: Any) -> tuple[int, ...]:
+            return ()
+
+        def numbers(self, problem: Any, partials: tuple[int, ...]) -> Any:
+            return ()
+
+    schedule = types.SimpleNamespace(grid=(1, 1, 1), records=np.zeros(4, np.int32), keeps_address=False)
+    run = Run("planned", schedule, kernel, Staging(torch.device("cpu")), CPU)  # type: ignore[arg-type]
+
+    def work(i: int) -> None:
+        for _ in range(400):
+            run(types.SimpleNamespace(settings=f"of thread {i}"))  # type: ignore[arg-type]
+
+    in_threads(work)
+    assert len(fired) == 400 * THREADS
+    assert all(prepared_for == packed for prepared_for, packed in fired)
