@@ -8,6 +8,7 @@ functions of their own. Checks of operands, scales and outputs that batches and 
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -322,11 +323,20 @@ def check_per_head(name: str, value: Any, features: Features) -> torch.Tensor:
         checks.shape(name, value, (features.num_qo_heads,), "[num_qo_heads]")
     checks.device(name, value, features.device)
     check_grad(name, value)
-    if value.dtype == torch.float32 and value.is_contiguous():
-        return value
     if not value.dtype.is_floating_point:
         raise ArgumentError(f"{name} must have a floating-point dtype, got {checks.describe(value)}")
+    if name == "sinks" and value.device.type == "cpu":
+        _check_sinks(value)
+    if value.dtype == torch.float32 and value.is_contiguous():
+        return value
     return value.to(torch.float32).contiguous()
+
+
+def _check_sinks(sinks: torch.Tensor) -> None:
+    """Refuse sinks that would turn every row of their head to NaN."""
+    for head, sink in enumerate(sinks.tolist()):
+        if not sink < math.inf:
+            raise ArgumentError(f"sinks must be finite or -inf (no sink), got {sink} for head {head}")
 
 
 # ---- outputs and workspaces
