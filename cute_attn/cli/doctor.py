@@ -16,6 +16,7 @@ from cute_attn.errors import ArgumentError
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import bundle, cache, switches
 from cute_attn.runtime.compile import dsl_import_error
+from cute_attn.runtime.dsl import version as dsl_version
 
 ENVIRONMENT = (
     *("CUTE_ATTN_CACHE_DIR", "CUTE_ATTN_BUNDLE", "CUTE_ATTN_EMULATE_ARCH"),
@@ -143,7 +144,7 @@ def gpu_lines(driver: Driver) -> list[Finding]:
 
 def dsl(driver: Driver) -> Finding:
     """Checks the DSL, without which kernels come only from bundles."""
-    version = cache.dsl_version()
+    version = dsl_version()
     absent = "!!" if driver.gpus and not bundle.directories() else "--"
     if version is None:
         return Finding(absent, "CuTe DSL", "not installed (nvidia-cutlass-dsl): kernels come only from bundles")
@@ -205,7 +206,7 @@ def kernel_lines(driver: Driver, installed: Sequence[Finding]) -> list[Finding]:
 
 def compile_line() -> Finding:
     """Tells whether kernels can be compiled, which needs only the DSL and works for every architecture."""
-    if cache.dsl_version() is None or dsl_import_error():
+    if dsl_version() is None or dsl_import_error():
         return Finding("--", "compiling", "no: it needs CuTe DSL (pip install 'nvidia-cutlass-dsl[cu13]')")
     if switches.is_on(switches.DISABLE_JIT):
         return Finding("--", "compiling", f"no: {switches.DISABLE_JIT} is set")
