@@ -1,6 +1,6 @@
 """Version and toolkit flavour of the installed CuTe DSL, without importing it.
 
-The DSL's libraries, ptxas among them, come in flavours for CUDA 12 and CUDA 13: `nvidia-cutlass-dsl` installs the first,
+The DSL's libraries, ptxas among them, come in flavours for CUDA 12 and 13: `nvidia-cutlass-dsl` installs the first,
 its extra "cu13" both. With several installed, the DSL takes the newest that the driver supports.
 """
 
