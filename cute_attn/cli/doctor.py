@@ -1,4 +1,4 @@
-"""`doctor`: reports what is installed, what runs on which device, and why not. Needs no GPU, DSL, CUDA or torch."""
+"""`doctor`: reports what is installed, what runs on which device, and why not. Needs nothing but the standard library."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ ENVIRONMENT = (
     *("CUTE_ATTN_CACHE_DIR", "CUTE_ATTN_BUNDLE", "CUTE_ATTN_EMULATE_ARCH"),
     *(switches.DISABLE_JIT, switches.VALIDATE, "CUDA_VISIBLE_DEVICES"),
 )
+PACKAGES = {"numpy": "nothing runs without it", "filelock": "kernels cannot be compiled without it"}
 OLDEST_DRIVER = 13000  # cuda-python 13 refuses older drivers
 MAJOR_ATTRIBUTE, MINOR_ATTRIBUTE = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 
@@ -64,6 +65,7 @@ def run(options: argparse.Namespace) -> int:
     installed = [
         python(),
         torch(driver),
+        *map(package, PACKAGES),
         driver_line(driver),
         *gpu_lines(driver),
         dsl(driver),
@@ -122,6 +124,13 @@ def torch(driver: Driver) -> Finding:
     return Finding("ok", "torch", f"{module.__version__}, " + (f"CUDA {cuda}" if cuda else "built without CUDA"))
 
 
+def package(name: str) -> Finding:
+    try:
+        return Finding("ok", name, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("!!", name, f"not installed: {PACKAGES[name]}")
+
+
 def driver_line(driver: Driver) -> Finding:
     if driver.problem:
         return Finding("--", "CUDA driver", driver.problem)
@@ -167,6 +176,11 @@ def cache_line() -> Finding:
     directory = cache.directory()
     files = list(directory.glob("*.artifact")) if directory.is_dir() else []
     where = f"{directory}: {len(files)} kernels, {format_bytes(sum(file.stat().st_size for file in files))}"
+    if directory.is_dir():
+        try:
+            cache.check_private(directory, directory.stat())
+        except cache.NotPrivate as error:
+            return Finding("!!", "cache", f"{where}; not used, because {error}: every process compiles its kernels itself")
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     if not os.access(existing, os.W_OK):
         return Finding("!!", "cache", f"{where}; not writable: every process compiles its kernels itself")
@@ -207,7 +221,7 @@ def kernel_lines(driver: Driver, installed: Sequence[Finding]) -> list[Finding]:
 def compile_line() -> Finding:
     """Tells whether kernels can be compiled, which needs only the DSL and works for every architecture."""
     if dsl_version() is None or dsl_import_error():
-        return Finding("--", "compiling", "no: it needs CuTe DSL (pip install 'nvidia-cutlass-dsl[cu13]')")
+        return Finding("--", "compiling", "no: it needs CuTe DSL (pip install nvidia-cutlass-dsl)")
     if switches.is_on(switches.DISABLE_JIT):
         return Finding("--", "compiling", f"no: {switches.DISABLE_JIT} is set")
     return Finding("ok", "compiling", f"for {', '.join(archs.ARCHS)}, no GPU needed")
