@@ -1,4 +1,4 @@
-"""`doctor`: reports what is installed, what runs on which device, and why not. Needs nothing but the standard library."""
+"""`doctor`: reports what is installed, what runs on which device, and why not. Needs the standard library only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENVIRONMENT = (
     *(switches.DISABLE_JIT, switches.VALIDATE, "CUDA_VISIBLE_DEVICES"),
 )
 PACKAGES = {"numpy": "nothing runs without it", "filelock": "kernels cannot be compiled without it"}
-OLDEST_DRIVER = 13000  # cuda-python 13 refuses older drivers
+OLDEST_DRIVER = 12040  # has cuFuncLoad
 MAJOR_ATTRIBUTE, MINOR_ATTRIBUTE = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 
 
@@ -135,10 +135,20 @@ def driver_line(driver: Driver) -> Finding:
     if driver.problem:
         return Finding("--", "CUDA driver", driver.problem)
     major, minor = driver.version // 1000, driver.version % 1000 // 10
-    if driver.version < OLDEST_DRIVER:
-        need = f"cuda-python needs a driver for CUDA {OLDEST_DRIVER // 1000} or later"
+    oldest = oldest_driver()
+    if driver.version < oldest:
+        need = f"launching needs a driver for CUDA {oldest // 1000}.{oldest % 1000 // 10} or later"
         return Finding("!!", "CUDA driver", f"CUDA {major}.{minor}: too old, {need}")
     return Finding("ok", "CUDA driver", f"CUDA {major}.{minor}")
+
+
+def oldest_driver() -> int:
+    """Returns the oldest driver that launches: cuda-python refuses those of an earlier major version of CUDA."""
+    try:
+        major = int(importlib.metadata.version("cuda-bindings").split(".")[0])
+    except importlib.metadata.PackageNotFoundError:
+        major = 0
+    return max(OLDEST_DRIVER, 1000 * major)
 
 
 def gpu_lines(driver: Driver) -> list[Finding]:
@@ -180,7 +190,7 @@ def cache_line() -> Finding:
         try:
             cache.check_private(directory, directory.stat())
         except cache.NotPrivate as error:
-            return Finding("!!", "cache", f"{where}; not used, because {error}: every process compiles its kernels itself")
+            return Finding("!!", "cache", f"{where}; not used ({error}): every process compiles its kernels itself")
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     if not os.access(existing, os.W_OK):
         return Finding("!!", "cache", f"{where}; not writable: every process compiles its kernels itself")

@@ -75,10 +75,21 @@ def choice(name: str, value: Any, choices: Sequence[str]) -> str:
 
 
 def tensor(name: str, value: Any) -> torch.Tensor:
-    """Check for a tensor."""
+    """Check for a tensor whose memory holds its values: see `stored`."""
     if isinstance(value, torch.Tensor):
-        return value
+        return stored(name, value)
     raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {describe(value)}")
+
+
+def stored(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Refuse a tensor whose values are not the numbers at its address: sparse, negative views, conjugate views."""
+    if value.layout is not torch.strided:
+        raise ArgumentError(f"{name} must be a strided tensor, got layout {value.layout}: pass {name}.to_dense()")
+    if value.is_neg():  # also the imaginary part of a conjugate view
+        raise ArgumentError(f"{name} must not be a negative view (is_neg()): pass {name}.resolve_neg()")
+    if value.is_conj():
+        raise ArgumentError(f"{name} must not be a conjugate view (is_conj()): pass {name}.resolve_conj()")
+    return value
 
 
 def shape(name: str, value: torch.Tensor, expected: tuple[int, ...], meaning: str) -> None:
