@@ -50,5 +50,5 @@ clean:
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) '$(TORCH)'
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[test]'
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[test,cu13]'
 	touch $@

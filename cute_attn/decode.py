@@ -56,8 +56,8 @@ def single_decode_with_kv_cache(
         out = v_scale * sum_j exp(z) v_j / (sum_j exp(z) + exp(sink))
         lse = log2(sum_j exp(z) + exp(sink))
 
-    Without any key, out is 0 and lse -inf. No gradients are computed. How large z may be:
-    `single_prefill_with_kv_cache`.
+    Without any key, out is 0 and lse -inf. No gradients are computed. How large z may
+    be, and what k and v of hidden keys may hold: `single_prefill_with_kv_cache`.
 
     Parameters
     ----------
@@ -85,7 +85,8 @@ def single_decode_with_kv_cache(
         stride on the last axis, rows 16-byte aligned, no memory in common with the inputs.
     lse : written instead of a new tensor: contiguous float32 `[num_qo_heads]`. Returned if `return_lse`.
     enable_pdl : False: no programmatic dependent launch. None or True: where the GPU has it (9.0 and later).
-    sinks : floating-point `[num_qo_heads]`, natural-log domain, not scaled: one more term of the denominator.
+    sinks : floating-point `[num_qo_heads]`, natural-log domain, not scaled: one more term of the denominator. Finite,
+        or -inf (none).
     lse_base : "log2" (FlashInfer's), or "ln": the lse is that above, times ln(2).
     backend : "auto", "fa3", "xqa", "fa2", "reference" or "emulator". `cute_attn.explain` tells which supports what.
 

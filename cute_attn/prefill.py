@@ -67,8 +67,12 @@ def single_prefill_with_kv_cache(
     A token that sees no key has out 0 and lse -inf. The arguments after `v` may also follow, by position,
     FlashInfer's older argument order (`custom_mask, packed_custom_mask, causal, kv_layout,
     pos_encoding_mode, allow_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale,
-    rope_theta`); where their types do not tell the order, the call is refused. No gradients are computed. GPU
-    kernels subtract logits in fp32, as FlashInfer's do: z up to 1e8 in size is safe, from some 1e9 on out may be NaN.
+    rope_theta`); where their types do not tell the order, the call is refused. No gradients are computed.
+
+    GPU kernels subtract logits in fp32, as FlashInfer's do. Promised are results for z up to 1e8 in size; out and lse
+    of a row with a larger z may be inaccurate or NaN, other rows are not affected. CPU tensors are computed in fp64,
+    without that limit. k of a key that a row does not see may hold anything, NaN included. v must be finite in all
+    kv_len tokens, also where a mask, `causal` or the window hides them: otherwise any row of that kv head may be NaN.
 
     Parameters
     ----------
@@ -110,7 +114,8 @@ def single_prefill_with_kv_cache(
         inputs.
     lse : written instead of a new tensor: contiguous float32 `[qo_len, num_qo_heads]`. Returned if
         `return_lse`.
-    sinks : floating-point `[num_qo_heads]`, natural-log domain, not scaled: one more term of the denominator.
+    sinks : floating-point `[num_qo_heads]`, natural-log domain, not scaled: one more term of the denominator. Finite,
+        or -inf (none); others are refused on the CPU, and give NaN on a GPU.
     enable_pdl : False: no programmatic dependent launch. None or True: where the GPU has it (9.0 and later).
     lse_base : "log2" (FlashInfer's), or "ln": the lse is `lse_i` above, times ln(2).
 

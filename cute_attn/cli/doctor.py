@@ -1,4 +1,4 @@
-"""`doctor`: reports what is installed, what runs on which device, and why not. Needs no GPU, DSL, CUDA or torch."""
+"""`doctor`: reports what is installed, what runs on which device, and why not. Needs the standard library only."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from cute_attn.errors import ArgumentError
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import bundle, cache, switches
 from cute_attn.runtime.compile import dsl_import_error
+from cute_attn.runtime.dsl import version as dsl_version
 
 ENVIRONMENT = (
     *("CUTE_ATTN_CACHE_DIR", "CUTE_ATTN_BUNDLE", "CUTE_ATTN_EMULATE_ARCH"),
     *(switches.DISABLE_JIT, switches.VALIDATE, "CUDA_VISIBLE_DEVICES"),
 )
-OLDEST_DRIVER = 13000  # cuda-python 13 refuses older drivers
+PACKAGES = {"numpy": "nothing runs without it", "filelock": "kernels cannot be compiled without it"}
+OLDEST_DRIVER = 12040  # has cuFuncLoad
 MAJOR_ATTRIBUTE, MINOR_ATTRIBUTE = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 
 
@@ -63,6 +65,7 @@ def run(options: argparse.Namespace) -> int:
     installed = [
         python(),
         torch(driver),
+        *map(package, PACKAGES),
         driver_line(driver),
         *gpu_lines(driver),
         dsl(driver),
@@ -121,14 +124,31 @@ def torch(driver: Driver) -> Finding:
     return Finding("ok", "torch", f"{module.__version__}, " + (f"CUDA {cuda}" if cuda else "built without CUDA"))
 
 
+def package(name: str) -> Finding:
+    try:
+        return Finding("ok", name, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("!!", name, f"not installed: {PACKAGES[name]}")
+
+
 def driver_line(driver: Driver) -> Finding:
     if driver.problem:
         return Finding("--", "CUDA driver", driver.problem)
     major, minor = driver.version // 1000, driver.version % 1000 // 10
-    if driver.version < OLDEST_DRIVER:
-        need = f"cuda-python needs a driver for CUDA {OLDEST_DRIVER // 1000} or later"
+    oldest = oldest_driver()
+    if driver.version < oldest:
+        need = f"launching needs a driver for CUDA {oldest // 1000}.{oldest % 1000 // 10} or later"
         return Finding("!!", "CUDA driver", f"CUDA {major}.{minor}: too old, {need}")
     return Finding("ok", "CUDA driver", f"CUDA {major}.{minor}")
+
+
+def oldest_driver() -> int:
+    """Returns the oldest driver that launches: cuda-python refuses those of an earlier major version of CUDA."""
+    try:
+        major = int(importlib.metadata.version("cuda-bindings").split(".")[0])
+    except importlib.metadata.PackageNotFoundError:
+        major = 0
+    return max(OLDEST_DRIVER, 1000 * major)
 
 
 def gpu_lines(driver: Driver) -> list[Finding]:
@@ -143,7 +163,7 @@ def gpu_lines(driver: Driver) -> list[Finding]:
 
 def dsl(driver: Driver) -> Finding:
     """Checks the DSL, without which kernels come only from bundles."""
-    version = cache.dsl_version()
+    version = dsl_version()
     absent = "!!" if driver.gpus and not bundle.directories() else "--"
     if version is None:
         return Finding(absent, "CuTe DSL", "not installed (nvidia-cutlass-dsl): kernels come only from bundles")
@@ -166,6 +186,11 @@ def cache_line() -> Finding:
     directory = cache.directory()
     files = list(directory.glob("*.artifact")) if directory.is_dir() else []
     where = f"{directory}: {len(files)} kernels, {format_bytes(sum(file.stat().st_size for file in files))}"
+    if directory.is_dir():
+        try:
+            cache.check_private(directory, directory.stat())
+        except cache.NotPrivate as error:
+            return Finding("!!", "cache", f"{where}; not used ({error}): every process compiles its kernels itself")
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     if not os.access(existing, os.W_OK):
         return Finding("!!", "cache", f"{where}; not writable: every process compiles its kernels itself")
@@ -205,8 +230,8 @@ def kernel_lines(driver: Driver, installed: Sequence[Finding]) -> list[Finding]:
 
 def compile_line() -> Finding:
     """Tells whether kernels can be compiled, which needs only the DSL and works for every architecture."""
-    if cache.dsl_version() is None or dsl_import_error():
-        return Finding("--", "compiling", "no: it needs CuTe DSL (pip install 'nvidia-cutlass-dsl[cu13]')")
+    if dsl_version() is None or dsl_import_error():
+        return Finding("--", "compiling", "no: it needs CuTe DSL (pip install nvidia-cutlass-dsl)")
     if switches.is_on(switches.DISABLE_JIT):
         return Finding("--", "compiling", f"no: {switches.DISABLE_JIT} is set")
     return Finding("ok", "compiling", f"for {', '.join(archs.ARCHS)}, no GPU needed")

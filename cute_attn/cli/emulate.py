@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cute_attn.cli.terminal import table
-from cute_attn.emulator import EmulatorError, Schedule, timeline, using
 from cute_attn.runtime import arch as archs
 
 if TYPE_CHECKING:
@@ -53,6 +52,8 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from cute_attn.emulator import EmulatorError, Schedule, timeline, using
+
     archs.named(options.arch)
     schedule = Schedule(options.schedule, options.seed)
     events = options.timeline is not None or options.trace is not None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 
@@ -24,6 +26,9 @@ from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.batch import typical_qo_len
 
 OUTPUTS = ("out", "lse", "workspace")
+MAX_GPUS = 16  # that requests of the same settings are emulated on in turn
+
+Placed = TypeVar("Placed", Request, BatchProblem)
 
 
 def launches(problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
@@ -70,19 +75,20 @@ class EmulatedRun:
 
     def __init__(self, request_settings: Settings) -> None:
         self.settings = request_settings
-        self.runs: dict[tuple[str, int, str], Callable[[Request], None]] = {}
+        self.run_on = functools.lru_cache(MAX_GPUS)(self._prepare)
 
     def __call__(self, problem: Request) -> None:
         """Emulates the launches of `problem`."""
         gpu = _gpu()
         family = _family(self.settings, gpu.arch, problem.qo_len)
-        key = gpu.arch.name, gpu.sms, family.name
-        run = self.runs.get(key)
-        if run is None:
-            run = self.runs[key] = family.prepare(self.settings, gpu)
+        run = self.run_on(gpu, family.name)
         problem = _placed(problem)
         with _visible(problem, run):
             run(problem)
+
+    def _prepare(self, gpu: Gpu, family_name: str) -> Callable[[Request], None]:
+        """Returns what runs the requests on a GPU; `run_on` memoises it."""
+        return FAMILIES[family_name].prepare(self.settings, gpu)
 
 
 class EmulatedBatchRun:
@@ -93,6 +99,7 @@ class EmulatedBatchRun:
 
     def __call__(self, problem: BatchProblem) -> None:
         """Emulates the launches of one run."""
+        problem = _placed(problem)
         with _visible(problem, self.planned):
             self.planned(problem)
 
@@ -102,14 +109,14 @@ class EmulatedBatchRun:
         names, others = ("q", "k", "v", "out", "lse"), problem._asdict()
 
         def shown(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
-            now = BatchProblem(**{**others, **dict(zip(names, tensors, strict=True))})
+            now = _placed(BatchProblem(**{**others, **dict(zip(names, tensors, strict=True))}))
             with _visible(now, self.planned):
-                run(q, k, v, out, lse, tensors)
+                run(now.q.data_ptr(), k, v, out, lse, (now.q, *tensors[1:]))
 
         return shown
 
 
-def _placed(problem: Request) -> Request:
+def _placed(problem: Placed) -> Placed:
     """Returns the problem with aligned rows, as requests on a GPU have them: q is copied if necessary, and k, v or out
     that are not aligned raise an ArgumentError.
     """

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cute_attn.emulator.machine import Schedule, Stats
+from cute_attn.errors import ArgumentError
 
 DEFAULT_ARCH = "sm_90a"
 
@@ -68,7 +69,9 @@ def using(
     kernels: str = "auto",
 ) -> Iterator[Emulation]:
     """Emulate `arch` ("sm_80", "sm_90a", ...) in calls with backend="emulator". Yields the settings, whose `records`
-    list the launches."""
+    list the launches. Raises ArgumentError for `sms` below 1."""
+    if sms is not None and (type(sms) is not int or sms < 1):
+        raise ArgumentError(f"sms must be None or an int >= 1, got {sms!r}")
     emulation = Emulation(arch, checks, schedule or Schedule(), events, rewrite, sms, kernels)
     token = _current.set(emulation)
     try:

@@ -10,6 +10,8 @@ For query row i and key j of one head, in the natural-log domain:
     o_i   = v_scale * sum_j exp(z_ij) * v_j / (sum_j exp(z_ij) + exp(sink))
 
 A row that sees no key has o = 0 and lse = -inf (with a sink: o = 0, lse = sink * log2(e)).
+Hidden keys may hold anything in k. In v they must be finite: o sums over all keys of the request, hidden ones with
+weight 0, and 0 * NaN is NaN. So it is in the GPU's kernels, which leave out only some of the hidden keys.
 A batch is one such problem per request; keys of paged caches are gathered first.
 """
 
@@ -152,17 +154,18 @@ def attention(
     o = torch.empty(qo_len, num_qo_heads, head_dim_vo, dtype=compute_dtype, device=q.device)
     lse = torch.empty(qo_len, num_qo_heads, dtype=compute_dtype, device=q.device)
     step = max(1, CHUNK_BYTES // (max(1, group * kv_len) * compute_dtype.itemsize))
-    for kv_head in range(num_kv_heads):
-        heads = slice(kv_head * group, (kv_head + 1) * group)
-        keys, values = k[:, kv_head].to(compute_dtype), v[:, kv_head].to(compute_dtype)
-        sink = None if sinks is None else sinks[heads].to(compute_dtype)
-        for start in range(0, qo_len, step):
-            rows = range(start, min(start + step, qo_len))
-            visible = mask.visible(rows, qo_len, kv_len, q.device)
-            scores = q[start : rows.stop, heads].to(compute_dtype) @ keys.T
-            z = logits.apply(scores, rows, heads).masked_fill(~visible[:, None], -math.inf)
-            weights, lse[start : rows.stop, heads] = _softmax(z, sink)
-            o[start : rows.stop, heads] = _weighted_sum(weights, values, visible)
+    with torch.autocast(q.device.type, enabled=False):  # it would round the operands of both products
+        for kv_head in range(num_kv_heads):
+            heads = slice(kv_head * group, (kv_head + 1) * group)
+            keys, values = k[:, kv_head].to(compute_dtype), v[:, kv_head].to(compute_dtype)
+            sink = None if sinks is None else sinks[heads].to(compute_dtype)
+            for start in range(0, qo_len, step):
+                rows = range(start, min(start + step, qo_len))
+                visible = mask.visible(rows, qo_len, kv_len, q.device)
+                scores = q[start : rows.stop, heads].to(compute_dtype) @ keys.T
+                z = logits.apply(scores, rows, heads).masked_fill(~visible[:, None], -math.inf)
+                weights, lse[start : rows.stop, heads] = _softmax(z, sink)
+                o[start : rows.stop, heads] = weights @ values
     scale = v_scale[:, None] if isinstance(v_scale, torch.Tensor) else v_scale
     return o * scale, lse * LOG2E
 
@@ -175,20 +178,8 @@ def _softmax(z: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, 
     return torch.exp(z - lse.masked_fill(lse == -math.inf, 0.0)[..., None]), lse
 
 
-def _weighted_sum(weights: torch.Tensor, v: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """Return `weights @ v`, where a hidden key adds nothing even if its value is NaN or infinite (0 * NaN is NaN)."""
-    finite = torch.isfinite(v)
-    o = weights @ v.where(finite, 0.0)
-    if bool(finite.all()):
-        return o
-    for special, hit in ((math.nan, v.isnan()), (math.inf, v == math.inf), (-math.inf, v == -math.inf)):
-        reached = visible.to(v.dtype) @ hit.to(v.dtype) > 0  # [rows, head_dim]
-        o = o + torch.zeros_like(reached, dtype=v.dtype).masked_fill(reached, special)[:, None]
-    return o
-
-
-def run(problem: Problem, dtype: torch.dtype = torch.float32, *, round_rotated: bool = True) -> None:
-    """Compute `problem.out` and `problem.lse` on their device in `dtype` (fp32 or fp64).
+def run(problem: Problem, dtype: torch.dtype = torch.float64, *, round_rotated: bool = True) -> None:
+    """Compute `problem.out` and `problem.lse` on their device in `dtype` (fp64 or fp32).
 
     `round_rotated` rounds q and k after RoPE to q's dtype if that has 16 bits, as a kernel with 16-bit matrix
     instructions must. fp32 on CUDA follows torch's TF32 switches: compare kernels with fp64.

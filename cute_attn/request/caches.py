@@ -18,6 +18,7 @@ def cache_views(name: str, cache: Any, kv_layout: Any) -> tuple[torch.Tensor, to
     """Return views [num_pages, page_size, num_kv_heads, n] of the keys and values of a cache."""
     kv_layout = checks.choice("kv_layout", kv_layout, KV_LAYOUTS)
     if isinstance(cache, torch.Tensor):
+        checks.stored(name, cache)
         if cache.dim() not in (4, 5) or cache.shape[1] != 2:
             raise ArgumentError(
                 f"{name} as one tensor must have shape [num_pages, 2, ...], got {checks.describe(cache)}"

@@ -8,6 +8,7 @@ functions of their own. Checks of operands, scales and outputs that batches and 
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -24,12 +25,14 @@ KERNEL_DEVICES = ("cuda",)  # devices whose kernels read memory in aligned chunk
 ALIGNMENT = 16  # bytes: kernels move q, k, v and out in chunks of this size
 SCALES_ALIGNMENT = 4  # bytes, likewise for the block scales of NVFP4
 MAX_ROWS = 1 << 30
+SCALES = ("q_scale", "k_scale", "v_scale")
 
 Scales = tuple[torch.Tensor, ...]  # one-element fp32 tensors on the device
 
 
 def problem(call: Call) -> Problem:
     """Check every argument and allocate the outputs that the caller did not pass."""
+    given = call
     score_scales: Scales = ()
     v_scales: Scales = ()
     if call.k_scale is not None or call.v_scale is not None or call.q_scale is not None:
@@ -51,7 +54,14 @@ def problem(call: Call) -> Problem:
         kv_len, num_kv_heads = num_kv_heads, kv_len
     if kv_len > MAX_KV_LEN or qo_len * num_qo_heads > MAX_ROWS:
         _refuse_lengths(qo_len, num_qo_heads, kv_len)
-    q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
+    if q.is_neg() or k.is_neg() or v.is_neg():
+        _refuse_operands(call)
+    try:
+        q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
+        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    except RuntimeError:  # sparse tensors have none
+        _refuse_operands(call)
+        raise
     structure = (
         device,
         q.dtype,
@@ -75,7 +85,6 @@ def problem(call: Call) -> Problem:
 
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         refuse_grad(q=q, k=k, v=v)
-    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
     joined = q_strides[0] | q_strides[-2] | k_strides[0] | k_strides[1] | v_strides[0] | v_strides[1]
     # 16 elements are a multiple of 16 bytes in any dtype: common strides need no further check.
     if (addresses | joined) % ALIGNMENT or not q_strides[-1] == k_strides[2] == v_strides[2] == 1:
@@ -83,7 +92,7 @@ def problem(call: Call) -> Problem:
 
     rows = (num_qo_heads,) if decode else (qo_len, num_qo_heads)
     if out is not None or lse is not None:
-        _check_outputs(call, features, rows)
+        _check_outputs(given, features, rows)
     return Problem(
         settings,
         qo_len,
@@ -257,7 +266,7 @@ def split_scale(name: str, value: Any, device: torch.device) -> tuple[Any, Scale
         raise ArgumentTypeError(
             f"{name} must be a number or a floating-point tensor of one element, got {checks.describe(value)}"
         )
-    check_grad(name, value)
+    check_grad(name, checks.stored(name, value))
     if value.device.type == "cpu":
         return value.item(), ()
     checks.device(name, checks.stored(name, value), device)
@@ -322,11 +331,20 @@ def check_per_head(name: str, value: Any, features: Features) -> torch.Tensor:
         checks.shape(name, value, (features.num_qo_heads,), "[num_qo_heads]")
     checks.device(name, value, features.device)
     check_grad(name, value)
-    if value.dtype == torch.float32 and value.is_contiguous():
-        return value
     if not value.dtype.is_floating_point:
         raise ArgumentError(f"{name} must have a floating-point dtype, got {checks.describe(value)}")
+    if name == "sinks" and value.device.type == "cpu":
+        _check_sinks(value)
+    if value.dtype == torch.float32 and value.is_contiguous():
+        return value
     return value.to(torch.float32).contiguous()
+
+
+def _check_sinks(sinks: torch.Tensor) -> None:
+    """Refuse sinks that would turn every row of their head to NaN."""
+    for head, sink in enumerate(sinks.tolist()):
+        if not sink < math.inf:
+            raise ArgumentError(f"sinks must be finite or -inf (no sink), got {sink} for head {head}")
 
 
 # ---- outputs and workspaces
@@ -334,10 +352,11 @@ def check_per_head(name: str, value: Any, features: Features) -> torch.Tensor:
 
 def _check_outputs(call: Call, features: Features, rows: tuple[int, ...]) -> None:
     taken = [("q", checks.extent(call.q)), ("k", checks.extent(call.k)), ("v", checks.extent(call.v))]
-    for name in ("custom_mask", "packed_custom_mask", "sinks"):
-        tensor = getattr(call, name)
-        if tensor is not None:
-            taken.append((name, checks.extent(checks.tensor(name, tensor))))
+    read = {name: getattr(call, name) for name in ("custom_mask", "packed_custom_mask", "sinks", *SCALES)}
+    read |= zip(("scale_q", "scale_k", "scale_v"), call.head_scales, strict=True)
+    if call.kv_cache_sf is not None:
+        read |= zip(("k_sf of kv_cache_sf", "v_sf of kv_cache_sf"), call.kv_cache_sf, strict=True)
+    taken += [(name, checks.extent(checks.stored(name, x))) for name, x in read.items() if isinstance(x, torch.Tensor)]
     check_outputs(call.out, call.lse, features, rows, "" if call.decode else "qo_len", taken)
 
 

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cute_attn.errors import ArtifactError
 from cute_attn.runtime import arch as archs
-from cute_attn.runtime import bundle, cache, switches
+from cute_attn.runtime import bundle, cache, dsl, switches
 from cute_attn.runtime.artifact import Artifact
 from cute_attn.runtime.compile import Outcome, Progress, compile_many, compile_spec, dsl_import_error
 from cute_attn.runtime.spec import KernelSpec, ProgramOf
 
+MAX_ARTIFACTS = 256  # in memory, of some 0.3 MB each: loaded kernels hold their own
+
 _memory: dict[tuple[KernelSpec, str], Artifact] = {}
+_memory_lock = threading.Lock()
 
 
 def get(spec: KernelSpec, arch: str, program_of: ProgramOf) -> Artifact:
@@ -28,7 +32,7 @@ def get(spec: KernelSpec, arch: str, program_of: ProgramOf) -> Artifact:
     artifact = _memory.get((spec, arch))
     if artifact is None:
         archs.named(arch)
-        artifact = _memory.setdefault((spec, arch), _stored(spec, arch) or _compile(spec, arch, program_of))
+        artifact = _remember(spec, arch, _stored(spec, arch) or _compile(spec, arch, program_of))
     return artifact
 
 
@@ -51,7 +55,7 @@ def get_many(
             if found is None:
                 missing.setdefault(arch, []).append(spec)
                 continue
-            outcomes[arch, spec] = _memory.setdefault((spec, arch), found)
+            outcomes[arch, spec] = _remember(spec, arch, found)
             if progress:
                 progress(spec, arch, found)
     if missing:
@@ -59,7 +63,7 @@ def get_many(
         outcomes |= compile_many(missing, build, jobs if _why_no_jit() is None else 1, progress)
     for (arch, spec), outcome in outcomes.items():
         if isinstance(outcome, Artifact):
-            _memory.setdefault((spec, arch), outcome)
+            _remember(spec, arch, outcome)
     return {(arch, spec): outcomes[arch, spec] for arch, specs in specs_by_arch.items() for spec in specs}
 
 
@@ -79,10 +83,24 @@ def write_bundle(
     bundle.write(Path(directory), pairs)
 
 
+def _remember(spec: KernelSpec, arch: str, artifact: Artifact) -> Artifact:
+    """Keeps an artifact in memory, in place of the oldest if there are too many. Returns the one that is kept."""
+    with _memory_lock:
+        if (spec, arch) not in _memory and len(_memory) >= MAX_ARTIFACTS:
+            del _memory[next(iter(_memory))]
+        return _memory.setdefault((spec, arch), artifact)
+
+
 def _stored(spec: KernelSpec, arch: str) -> Artifact | None:
     found = bundle.find(spec, arch)
     key = cache.cache_key(spec, arch)
-    return cache.load(key) if found is None and key else found
+    return _cached(key, spec, arch) if found is None and key else found
+
+
+def _cached(key: str, spec: KernelSpec, arch: str) -> Artifact | None:
+    """Returns the cached artifact; None also if the file under its name holds another one."""
+    found = cache.load(key)
+    return found if found is not None and found.is_of(spec, arch) else None
 
 
 def _compile(spec: KernelSpec, arch: str, program_of: ProgramOf) -> Artifact:
@@ -91,7 +109,7 @@ def _compile(spec: KernelSpec, arch: str, program_of: ProgramOf) -> Artifact:
     if why_not or key is None:
         raise ArtifactError(_missing_message(spec, arch, why_not))
     with cache.locked(key):
-        artifact = cache.load(key)  # another process may have compiled it while this one waited
+        artifact = _cached(key, spec, arch)  # another process may have compiled it while this one waited
         if artifact is None:
             artifact = compile_spec(spec, arch, program_of)
             cache.store(key, artifact)
@@ -101,14 +119,14 @@ def _compile(spec: KernelSpec, arch: str, program_of: ProgramOf) -> Artifact:
 def _why_no_jit() -> str | None:
     if switches.is_on(switches.DISABLE_JIT):
         return f"{switches.DISABLE_JIT} is set"
-    if cache.dsl_version() is None:
-        return "nvidia-cutlass-dsl is not installed"
+    if dsl.version() is None:
+        return f"{dsl.PACKAGE} is not installed"
     return None
 
 
 def _missing_message(spec: KernelSpec, arch: str, why_not: str | None) -> str:
     bundles = ", ".join(map(str, bundle.directories())) or "none (CUTE_ATTN_BUNDLE is not set)"
-    searched = cache.directory() if cache.dsl_version() else "not searched: its keys contain the version of the DSL"
+    searched = cache.directory() if dsl.version() else "not searched: its keys contain the version of the DSL"
     return (
         f"no compiled kernel for {spec.key()} on {arch}, and compiling is not possible: {why_not}.\n"
         f"  bundles: {bundles}\n"

@@ -2,25 +2,25 @@
 
 Processes may share it: a lock file per key is held during a compile, files appear by `os.replace`, and a damaged
 file counts as a miss. The directory is `$CUTE_ATTN_CACHE_DIR`, else `$XDG_CACHE_HOME/cute_attn`, else
-`~/.cache/cute_attn`. A cache that cannot be written costs a warning and the time to compile.
+`~/.cache/cute_attn`. A cache that cannot be written costs a warning and the time to compile. So does one that is not
+private: cubins are code, so the directory and its files must belong to this user or root, and nobody else may write to
+them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import hashlib
-import importlib.metadata
 import os
+import stat
 import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from filelock import FileLock
-
 from cute_attn.errors import ArtifactError
+from cute_attn.runtime import dsl
 from cute_attn.runtime.artifact import Artifact
 from cute_attn.runtime.spec import KernelSpec
 
@@ -31,8 +31,11 @@ _SOURCES = (
 )
 # Files and folders of kernels/ that only choose specs and parameters.
 _HOST_ONLY = ("tiles.py", "catalog.py", "default_specs.py", "host")
-_DSL = "nvidia-cutlass-dsl"
 _warned: set[str] = set()
+
+
+class NotPrivate(OSError):
+    """A directory or file of the cache belongs to another user, or others may write to it."""
 
 
 @functools.cache
@@ -52,56 +55,26 @@ def source_fingerprint() -> str:
     return digest.hexdigest()
 
 
-@functools.cache
-def dsl_version() -> str | None:
-    """Returns version and toolkit flavour of the installed DSL ("4.8.1 cu13") without importing it; None if absent.
-
-    The flavour contains ptxas: with several installed, the DSL takes the newest that the driver supports.
-    """
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return f"{importlib.metadata.version(_DSL)} {_flavour()}"
-    return None
-
-
-def _flavour() -> str:
-    majors = []
-    for major in range(12, 20):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            importlib.metadata.version(f"{_DSL}-libs-cu{major}")
-            majors.append(major)
-    limit = _driver_major() if len(majors) > 1 else None
-    return f"cu{max((m for m in majors if limit is None or m <= limit), default='?')}"
-
-
-def _driver_major() -> int | None:
-    version = ctypes.c_int()
-    try:
-        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    except (OSError, AttributeError):
-        return None
-    return version.value // 1000 if status == 0 else None
-
-
 def directory() -> Path:
-    """Returns the directory of the cache, which need not exist yet."""
+    """Returns the absolute path of the cache, which need not exist yet."""
     chosen = os.environ.get("CUTE_ATTN_CACHE_DIR")
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(chosen) if chosen else Path(base, "cute_attn")
+    if not chosen:
+        base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        if base.startswith("~"):  # a user without a home: expanduser changes nothing
+            return Path(base, "cute_attn")
+        chosen = os.path.join(base, "cute_attn")
+    return Path(chosen).absolute()
 
 
-def bundle_key(spec: KernelSpec, arch: str) -> str:
-    """Returns the key of an artifact built from the sources of this package, for any DSL version."""
-    return _hash(spec.key(), arch, source_fingerprint())
+def key_of(spec: KernelSpec, arch: str, dsl_version: str) -> str:
+    """Returns the key of an artifact that this version and flavour of the DSL compiles from the package's sources."""
+    return hashlib.sha256("\0".join((spec.key(), arch, source_fingerprint(), dsl_version)).encode()).hexdigest()
 
 
 def cache_key(spec: KernelSpec, arch: str) -> str | None:
-    """Returns the key of an artifact in the cache; None without an installed DSL, whose version is part of the key."""
-    version = dsl_version()
-    return version and _hash(spec.key(), arch, source_fingerprint(), version)
-
-
-def _hash(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    """Returns the key of an artifact in the cache; None without an installed DSL."""
+    version = dsl.version()
+    return version and key_of(spec, arch, version)
 
 
 def path_of(key: str) -> Path:
@@ -109,16 +82,35 @@ def path_of(key: str) -> Path:
 
 
 def load(key: str) -> Artifact | None:
-    """Returns the cached artifact; None if it is absent, unreadable or damaged."""
+    """Returns the cached artifact; None if it is absent, unreadable, damaged or not private."""
     try:
-        return Artifact.from_bytes(path_of(key).read_bytes())
+        check_private(directory(), os.stat(directory()))
+        with open(path_of(key), "rb") as file:
+            check_private(path_of(key), os.fstat(file.fileno()))
+            return Artifact.from_bytes(file.read())
+    except NotPrivate as err:
+        _warn_once(err)
     except (OSError, ArtifactError):
-        return None
+        pass
+    return None
+
+
+def check_private(path: Path, found: os.stat_result) -> None:
+    """Raises NotPrivate unless `path` belongs to this user or root and nobody else may write to it."""
+    if found.st_uid not in _trusted_users():
+        raise NotPrivate(f"{path} belongs to user {found.st_uid}")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise NotPrivate(f"other users may write to {path}: chmod go-w {path}")
+
+
+def _trusted_users() -> tuple[int, ...]:
+    return os.geteuid(), 0
 
 
 def store(key: str, artifact: Artifact) -> None:
     """Puts `artifact` into the cache. Readers see the whole file or none."""
     try:
+        _make_directory()
         write_atomically(path_of(key), artifact.to_bytes())
     except OSError as err:
         _warn_once(err)
@@ -138,7 +130,9 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def locked(key: str) -> Iterator[None]:
-    """Holds the lock of `key` among processes; does nothing without a writable cache."""
+    """Holds the lock of `key` among processes; does nothing without a writable, private cache."""
+    from filelock import FileLock  # here, because `doctor` runs where it is not installed
+
     with contextlib.ExitStack() as stack:
         try:
             _make_directory()
@@ -149,9 +143,10 @@ def locked(key: str) -> Iterator[None]:
 
 
 def _make_directory() -> None:
-    if directory().parts[0] == "~":  # a user without a home: expanduser changes nothing
+    if not directory().is_absolute():
         raise OSError("no home directory")
-    directory().mkdir(mode=0o700, parents=True, exist_ok=True)  # cubins are code: no other user may write here
+    directory().mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_private(directory(), os.stat(directory()))
 
 
 def _warn_once(err: OSError) -> None:
@@ -159,6 +154,6 @@ def _warn_once(err: OSError) -> None:
         _warned.add(str(directory()))
         warnings.warn(
             f"cute_attn cannot use its cache in {directory()} ({err}): every process compiles its kernels itself. "
-            "Set CUTE_ATTN_CACHE_DIR to a writable directory.",
+            "Set CUTE_ATTN_CACHE_DIR to a writable directory that only you may write to.",
             stacklevel=2,
         )

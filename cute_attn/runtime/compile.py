@@ -22,7 +22,8 @@ from typing import Any
 from cute_attn.errors import ArtifactError
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import cubin as cubins
-from cute_attn.runtime.artifact import Artifact, Param
+from cute_attn.runtime import dsl
+from cute_attn.runtime.artifact import PARAM_BYTES, Artifact, Param
 from cute_attn.runtime.spec import KernelSpec, Program, ProgramOf
 
 Outcome = Artifact | ArtifactError
@@ -32,7 +33,6 @@ Task = tuple[KernelSpec, str]
 
 _MATRIX_INSTRUCTION = re.compile(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
 _PTX_PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)")
-_SIZES = {"i32": 4, "i64": 8, "f32": 4, "f64": 8, "map": 128}
 _KIND_OF_SCALAR = {"Int32": "i32", "Int64": "i64", "Float32": "f32", "Float64": "f64"}
 _KIND_OF_PTX = {"u32": "i32", "u64": "i64", "f32": "f32", "f64": "f64", "b8": "map"}
 
@@ -110,6 +110,7 @@ def _artifact(spec: KernelSpec, arch: str, program: Program, ptx: str, cubin: by
         mma_count=count_matrix_instructions(ptx),
         spec=json.loads(spec.key()),
         cluster=tuple(getattr(program, "cluster", (1, 1, 1))),
+        dsl=dsl.version() or "",
     )
 
 
@@ -127,7 +128,7 @@ def _params(kernel: cubins.CubinKernel, program: Program, ptx: str) -> tuple[Par
     header = ptx[ptx.index(f".entry {kernel.symbol}(") :].split(")", 1)[0]
     compiled = [_KIND_OF_PTX.get(kind, kind) for kind in _PTX_PARAM.findall(header)]
     declared = list(kinds.values())
-    if declared != compiled or [_SIZES.get(kind) for kind in declared] != [size for _, size in kernel.params]:
+    if declared != compiled or [PARAM_BYTES.get(kind) for kind in declared] != [size for _, size in kernel.params]:
         raise ArtifactError(
             f"{kernel.symbol}: {params.__name__} declares {kinds}, but the PTX has {compiled} and the cubin "
             f"(offset, size) {kernel.params}"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from typing import NamedTuple
 
 import torch
 
+from cute_attn.runtime import capture
 from cute_attn.runtime.launch import CPU
 
 
@@ -35,17 +37,13 @@ class DeviceCounters:
     """
 
     def __init__(self, device_index: int, size: PoolSize) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "the first call of a kernel allocates device memory, which a CUDA graph capture does not allow: "
-                "make the call once before the capture"
-            )
         self.size, words = size, (size.streams + size.captured) * size.bytes_per_launch // 4
-        self.memory = torch.zeros(words, dtype=torch.int32, device=f"cuda:{device_index}")
-        torch.cuda.current_stream(device_index).synchronize()  # other streams may be the first to use them
+        with capture.outside(device_index):
+            self.memory = torch.zeros(words, dtype=torch.int32, device=f"cuda:{device_index}")
         self._base = self.memory.data_ptr()
-        self._index_of_stream: dict[int, int] = {}
-        self._captures = itertools.count()
+        self._index_of_stream: dict[int, int] = {}  # at most `size.streams`
+        self._lock = threading.Lock()
+        self._captures = itertools.count()  # `next` is one step for all threads
 
     def address(self, stream: int) -> int:
         """Returns the address of the counters for a launch on `stream`."""
@@ -55,8 +53,18 @@ class DeviceCounters:
             return self._base + size.bytes_per_launch * index
         stream_index = self._index_of_stream.get(stream)
         if stream_index is None:
-            stream_index = self._index_of_stream[stream] = len(self._index_of_stream) % size.streams
+            stream_index = self._new_index(stream)
         return self._base + size.bytes_per_launch * stream_index
+
+    def _new_index(self, stream: int) -> int:
+        """Gives a stream an index of its own, or that of the stream that has had its index longest."""
+        with self._lock:
+            indices = self._index_of_stream
+            if stream not in indices:
+                full = len(indices) >= self.size.streams
+                index = indices.pop(next(iter(indices))) if full else len(indices)
+                indices[stream] = index
+            return indices[stream]
 
 
 class CpuCounters:
@@ -72,7 +80,11 @@ class CpuCounters:
 
 def of_device(device_index: int, size: PoolSize = TILE_COUNTERS) -> DeviceCounters | CpuCounters:
     """Returns the pool of a device, allocated on first use."""
-    return _of_device(device_index, size)
+    with _making:
+        return _of_device(device_index, size)
+
+
+_making = threading.RLock()  # `functools.cache` alone makes two pools where two threads are the first
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import hashlib
 import struct
 import threading
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ import torch
 
 from cute_attn.errors import ArgumentError, ArtifactError
 from cute_attn.runtime import arch as archs
+from cute_attn.runtime import dsl
 from cute_attn.runtime.artifact import Artifact, Param
 
 Dim3 = tuple[int, int, int]
@@ -89,8 +91,7 @@ class Launch:
     """One artifact on one device, ready to launch.
 
     The constructor loads the cubin onto the device, bypassing the driver's lazy loading: `fire` then allocates and
-    loads nothing and may run under CUDA graph capture, where loading a module would be an error.
-    Threads may share a Launch.
+    loads nothing. Both may run under CUDA graph capture. Threads may share a Launch.
 
     Raises ArtifactError if the artifact does not fit the device, RuntimeError for a driver error.
     """
@@ -101,6 +102,7 @@ class Launch:
         self.device_index = device_index
         self.pdl = pdl
         self._driver = load_driver()
+        _check_driver(artifact, checked("cuDriverGetVersion", self._driver.cuDriverGetVersion()))
         self._context = _primary_context(device_index)
         self._function = _function(artifact.cubin, artifact.symbol, artifact.smem_bytes, device_index)
         self._config = _config(self._driver, artifact, pdl)
@@ -143,18 +145,30 @@ def _check_fit(artifact: Artifact, arch: archs.Arch, pdl: bool) -> None:
         raise ArgumentError(f"pdl=True needs compute capability 9.0 or later, the device has {major}.{minor}")
 
 
+def _check_driver(artifact: Artifact, version: int) -> None:
+    """Raises ArtifactError for code of a CUDA version that the driver (13000: CUDA 13.0) is too old to load."""
+    if version // 1000 < dsl.cuda_major(artifact.dsl):
+        raise ArtifactError(
+            f"{artifact.symbol} was compiled by CuTe DSL {artifact.dsl}: it needs a driver for CUDA "
+            f"{dsl.cuda_major(artifact.dsl)} or later, this one is for CUDA {version // 1000}.{version % 1000 // 10}. "
+            f"Update the driver, or compile (and bundle) kernels with {dsl.PACKAGE} without its extra "
+            f"cu{dsl.cuda_major(artifact.dsl)}"
+        )
+
+
 @functools.cache
 def load_driver() -> Any:
     """Returns `cuda.bindings.driver`, initialised. A RuntimeError says what is missing."""
     try:
         from cuda.bindings import driver
     except ImportError as err:
-        raise RuntimeError(f"launching needs cuda-python (pip install 'cuda-python>=13'): {err}") from err
-    _checked("cuInit", driver.cuInit(0))
+        raise RuntimeError(f"launching needs cuda-python (pip install cuda-python): {err}") from err
+    checked("cuInit", driver.cuInit(0))
     return driver
 
 
-def _checked(what: str, result: tuple[Any, ...]) -> Any:
+def checked(what: str, result: tuple[Any, ...]) -> Any:
+    """Returns the value that a driver function returned after its status; a RuntimeError names the function."""
     status, *values = result
     if status:
         raise RuntimeError(f"{what} failed: {status.name}")
@@ -165,37 +179,70 @@ def _checked(what: str, result: tuple[Any, ...]) -> Any:
 def _primary_context(device_index: int) -> Any:
     """Returns the context that torch uses on a device, retained for the life of the process as torch does."""
     driver = load_driver()
-    device = _checked("cuDeviceGet", driver.cuDeviceGet(device_index))
-    return _checked("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(device))
+    device = checked("cuDeviceGet", driver.cuDeviceGet(device_index))
+    return checked("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(device))
 
 
 @contextlib.contextmanager
 def _current(context: Any) -> Iterator[None]:
     driver = load_driver()
-    _checked("cuCtxPushCurrent", driver.cuCtxPushCurrent(context))
+    checked("cuCtxPushCurrent", driver.cuCtxPushCurrent(context))
     try:
         yield
     finally:
-        _checked("cuCtxPopCurrent", driver.cuCtxPopCurrent())
+        checked("cuCtxPopCurrent", driver.cuCtxPopCurrent())
 
 
-@functools.cache
-def _library(cubin: bytes) -> Any:
+@contextlib.contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Lets this thread load modules and allocate while a stream is captured, by any thread and in any capture mode.
+
+    A captured graph must not depend on what happens within.
+    """
+    driver = load_driver()
+    mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = checked("cuThreadExchangeStreamCaptureMode", driver.cuThreadExchangeStreamCaptureMode(mode))
+    try:
+        yield
+    finally:
+        checked("cuThreadExchangeStreamCaptureMode", driver.cuThreadExchangeStreamCaptureMode(before))
+
+
+# Kernels stay loaded as long as the process, because captured graphs hold their functions. There are as many as
+# distinct cubins, whatever the number of calls.
+_libraries: dict[bytes, Any] = {}  # by digest of the cubin
+_functions: dict[tuple[bytes, str, int], Any] = {}  # by digest, symbol and device
+_loading = threading.RLock()
+
+
+def _library(digest: bytes, cubin: bytes) -> Any:
     """Loads a cubin for the process: the driver copies it to each device where it is used."""
-    return _checked("cuLibraryLoadData", load_driver().cuLibraryLoadData(cubin, None, None, 0, None, None, 0))
+    if digest not in _libraries:
+        result = load_driver().cuLibraryLoadData(cubin, None, None, 0, None, None, 0)
+        _libraries[digest] = checked("cuLibraryLoadData", result)
+    return _libraries[digest]
 
 
-@functools.cache
 def _function(cubin: bytes, symbol: str, smem_bytes: int, device_index: int) -> Any:
     """Returns the kernel's function in the primary context of a device, and loads it there."""
+    digest = hashlib.sha256(cubin).digest()
+    key = digest, symbol, device_index
+    with _loading:
+        if key not in _functions:
+            with relaxed_capture():
+                _functions[key] = _load_function(_library(digest, cubin), symbol, smem_bytes, device_index)
+        return _functions[key]
+
+
+def _load_function(library: Any, symbol: str, smem_bytes: int, device_index: int) -> Any:
     driver = load_driver()
-    kernel = _checked("cuLibraryGetKernel", driver.cuLibraryGetKernel(_library(cubin), symbol.encode()))
+    kernel = checked("cuLibraryGetKernel", driver.cuLibraryGetKernel(library, symbol.encode()))
     limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    device = _checked("cuDeviceGet", driver.cuDeviceGet(device_index))
-    _checked("cuKernelSetAttribute", driver.cuKernelSetAttribute(limit, smem_bytes, kernel, device))
+    device = checked("cuDeviceGet", driver.cuDeviceGet(device_index))
+    checked("cuKernelSetAttribute", driver.cuKernelSetAttribute(limit, smem_bytes, kernel, device))
     with _current(_primary_context(device_index)):
-        function = _checked("cuKernelGetFunction", driver.cuKernelGetFunction(kernel))
-        _checked("cuFuncLoad", driver.cuFuncLoad(function))
+        function = checked("cuKernelGetFunction", driver.cuKernelGetFunction(kernel))
+        checked("cuFuncLoad", driver.cuFuncLoad(function))
     return function
 
 

@@ -32,7 +32,7 @@ from cute_attn.runtime import launch
 from cute_attn.runtime.artifact import Artifact, Param
 from tests.support.error_rows import TABLE, Row
 from tests.support.fa2_contract import Fa2Params, InterpretedLaunch, interpret
-from tests.support.stub_driver import StubDriver
+from tests.support.stub_driver import StubDriver, forget_loaded
 
 HALF, FLOAT = torch.float16, torch.float32
 
@@ -404,8 +404,7 @@ def test_threads_and_streams_share_memos(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(archs, "for_device", lambda index: archs.named("sm_90a"))
     monkeypatch.setattr(loading, "artifacts", types.SimpleNamespace(get=lambda spec, arch, program_of: artifact))
     monkeypatch.setattr(host_single, "current_stream", lambda index: own.stream)
-    for cache in (launch._primary_context, launch._library, launch._function):
-        cache.cache_clear()
+    forget_loaded()
     calls: dict[int, tuple[int, int, int]] = {}  # by address of q
     kept: list[dict[str, Any]] = []
 
@@ -423,8 +422,7 @@ def test_threads_and_streams_share_memos(monkeypatch: pytest.MonkeyPatch) -> Non
         thread.start()
     for thread in threads:
         thread.join()
-    for cache in (launch._primary_context, launch._library, launch._function):
-        cache.cache_clear()
+    forget_loaded()
     launched = [
         Fa2Params(*(int.from_bytes(x, "little", signed=True) for x in run["params"])) for run in driver.launches
     ]

@@ -84,6 +84,26 @@ def test_doctor_without_torch(tmp_path: Path) -> None:
     assert "CuTe DSL" in done.stdout
 
 
+def test_doctor_needs_the_standard_library_only(tmp_path: Path) -> None:
+    """Without site-packages: no torch, numpy, filelock, cuda-python or DSL, nor anything that they bring."""
+    code = f"import sys; sys.path.insert(0, {str(subprocesses.ROOT)!r}); " + MAIN.format(argv=["doctor"])
+    env = {"PATH": os.environ.get("PATH", ""), "CUTE_ATTN_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-S", "-E", "-c", code], env=env, capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.returncode == 1
+    for name in ("torch", "numpy", "filelock", "CPU tensors"):
+        assert f"!!  {name}" in done.stdout
+    assert "CuTe DSL" in done.stdout
+
+
+def test_doctor_reports_a_cache_that_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path))
+    tmp_path.chmod(0o777)
+    line = doctor.cache_line()
+    assert line.state == "!!"
+    assert f"other users may write to {tmp_path}" in line.text
+
+
 def h100(version: int) -> doctor.Driver:
     return doctor.Driver(version, (doctor.Gpu("NVIDIA H100", (9, 0)),), None)
 

@@ -1,4 +1,4 @@
-"""Logits up to 1e8, the documented limit, where the spacing of fp32 is 8."""
+"""Logits up to 1e8, the documented limit, where the spacing of fp32 is 8; what larger ones leave alone."""
 
 from __future__ import annotations
 
@@ -21,3 +21,27 @@ def test_large_logits(kernels: str) -> None:
         out, lse = call(q, k, v, return_lse=True, backend="emulator")
     torch.testing.assert_close(out, expected, rtol=1.6e-2, atol=1.6e-2)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=0)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("kernels", ["reference", "fa2", "fa3"])
+@pytest.mark.parametrize("factor", [2.0**30, 2.0**120])
+def test_larger_logits_of_one_row_leave_the_others_alone(kernels: str, factor: float) -> None:
+    """The second factor makes products beyond fp32; the reference computes them too."""
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = torch.randn(3, 70, 2, 64, generator=generator).bfloat16()
+    others = torch.arange(70) != 20
+
+    def call() -> torch.Tensor:
+        if kernels == "reference":
+            return single_prefill_with_kv_cache(q, k, v, backend="reference")
+        with emulator.using("sm_90a", kernels=kernels):
+            return single_prefill_with_kv_cache(q, k, v, backend="emulator")
+
+    expected = call()
+    q[20] *= factor
+    out = call()
+    torch.testing.assert_close(out[others], expected[others], rtol=1e-2, atol=1e-2)
+    if kernels == "reference":
+        best = (q[20].double()[:, None] @ k.double().permute(1, 2, 0))[:, 0].argmax(-1)
+        assert torch.equal(out[20], v[best, torch.arange(2)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import stat
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cute_attn.errors import ArtifactError
-from cute_attn.runtime import artifacts, cache
+from cute_attn.runtime import artifacts, bundle, cache, dsl
 from cute_attn.runtime.artifact import Artifact
 from tests.support import subprocesses
 from tests.support.toy_spec import BrokenSpec, ToySpec, toy_program
@@ -141,12 +142,12 @@ def test_key_depends_on_everything_that_affects_an_artifact(monkeypatch: pytest.
         cache.cache_key(ToySpec(threads=64), ARCH),
         cache.cache_key(SPEC, "sm_80"),
     }
-    monkeypatch.setattr(cache, "dsl_version", lambda: "4.8.2 cu13")
+    monkeypatch.setattr(dsl, "version", lambda: "4.8.2 cu13")
     keys.add(cache.cache_key(SPEC, ARCH))
     monkeypatch.setattr(cache, "source_fingerprint", lambda: "other sources")
     keys.add(cache.cache_key(SPEC, ARCH))
     assert len(keys) == 5
-    monkeypatch.setattr(cache, "dsl_version", lambda: None)
+    monkeypatch.setattr(dsl, "version", lambda: None)
     assert cache.cache_key(SPEC, ARCH) is None
 
 
@@ -260,3 +261,118 @@ def test_bundle_with_a_failure_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"no bundle written, 1 artifacts failed:\n.*toy of iron"):
         artifacts.write_bundle(tmp_path / "bundle", {ARCH: [SPEC, BrokenSpec()]}, toy_program, jobs=1)
     assert not (tmp_path / "bundle").exists()
+
+
+# ---- what is loaded is what was asked for, and nobody else could have put it there
+
+
+def test_cache_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in (".", "./here", ""):
+        monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", name)
+        monkeypatch.setenv("XDG_CACHE_HOME", ".")
+        monkeypatch.setattr(artifacts, "_memory", {})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            artifact = artifacts.get(SPEC, ARCH, toy_program)
+        assert Artifact.from_bytes(cached_file().read_bytes()) == artifact
+    assert compiles(tmp_path) == 3
+
+
+@pytest.mark.parametrize("other", [(ToySpec(threads=64), ARCH), (SPEC, "sm_80")])
+def test_another_artifact_under_the_name_is_a_miss(
+    other: tuple[ToySpec, str], tmp_path: Path, forget: Callable[[], None]
+) -> None:
+    artifact, wrong = artifacts.get(SPEC, ARCH, toy_program), artifacts.get(*other, toy_program)
+    key = cache.cache_key(SPEC, ARCH)
+    assert key
+    cache.path_of(key).write_bytes(wrong.to_bytes())
+    forget()
+    assert artifacts.get(SPEC, ARCH, toy_program) == artifact
+    assert compiles(tmp_path) == 3
+    assert Artifact.from_bytes(cache.path_of(key).read_bytes()) == artifact
+
+
+def test_another_artifact_in_a_bundle_is_refused(
+    tmp_path: Path, forget: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifacts.write_bundle(tmp_path / "bundle", {ARCH: [SPEC, ToySpec(threads=64)]}, toy_program)
+    one, two = sorted((tmp_path / "bundle").glob("*.artifact"))
+    first = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(first)
+    forget()
+    monkeypatch.setenv("CUTE_ATTN_BUNDLE", str(tmp_path / "bundle"))
+    for threads in (128, 64):
+        with pytest.raises(ArtifactError, match=rf'the manifest names it for .*"threads":{threads}.*build the bundle'):
+            artifacts.get(ToySpec(threads=threads), ARCH, toy_program)
+
+
+def owner(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Nobody who owns files here is trusted any more."""
+    monkeypatch.setattr(cache, "_trusted_users", lambda: (path.stat().st_uid + 1,))
+
+
+def open_to_others(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    path.chmod(path.stat().st_mode | 0o002)
+
+
+def open_to_the_group(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    path.chmod(path.stat().st_mode | 0o020)
+
+
+@pytest.mark.parametrize(
+    ("danger", "message"),
+    [(owner, "belongs to user"), (open_to_others, "chmod go-w"), (open_to_the_group, "chmod go-w")],
+)
+@pytest.mark.parametrize("where", ["directory", "file"])
+def test_cache_that_others_control_is_not_used(
+    danger: Callable[[pytest.MonkeyPatch, Path], None],
+    message: str,
+    where: str,
+    tmp_path: Path,
+    forget: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    artifact = artifacts.get(SPEC, ARCH, toy_program)
+    danger(monkeypatch, cache.directory() if where == "directory" else cached_file())
+    forget()
+    with pytest.warns(UserWarning, match=message):
+        assert artifacts.get(SPEC, ARCH, toy_program) == artifact
+    assert compiles(tmp_path) == 2
+    if where == "file" and danger is not owner:  # replaced by a private one
+        forget()
+        artifacts.get(SPEC, ARCH, toy_program)
+        assert compiles(tmp_path) == 2
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artifacts, "MAX_ARTIFACTS", 2)
+    for threads in (32, 64, 96, 128):
+        artifacts.get(ToySpec(threads=threads), ARCH, toy_program)
+    assert [spec.threads for spec, _ in artifacts._memory] == [96, 128]
+
+
+# ---- flavours of the DSL
+
+
+def test_artifact_and_bundle_name_the_dsl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    artifact = artifacts.get(SPEC, ARCH, toy_program)
+    assert artifact.dsl == dsl.version()
+    assert 12 <= dsl.cuda_major(artifact.dsl) < 20
+    artifacts.write_bundle(tmp_path / "bundle", {ARCH: [SPEC]}, toy_program)
+    manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
+    assert manifest["dsl"] == artifact.dsl
+    assert list(manifest["artifacts"]) == [cache.cache_key(SPEC, ARCH)]
+
+
+def test_bundle_of_several_flavours_is_refused(tmp_path: Path) -> None:
+    artifact = artifacts.get(SPEC, ARCH, toy_program)
+    other = dataclasses.replace(artifact, dsl="4.8.0 cu12")
+    with pytest.raises(ArtifactError, match=r"one version and flavour of the DSL.*'4\.8\.0 cu12'"):
+        bundle.write(tmp_path / "bundle", [(SPEC, artifact), (SPEC, other)])
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_cuda_version_of_a_flavour() -> None:
+    assert [dsl.cuda_major(text) for text in ("4.8.1 cu13", "4.8.0 cu12", "4.8.0 cu?", "")] == [13, 12, 0, 0]

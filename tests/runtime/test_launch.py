@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import threading
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from cute_attn.runtime.artifact import Artifact
 from cute_attn.runtime.compile import compile_spec
 from cute_attn.runtime.launch import Launch
 from tests.support import subprocesses
-from tests.support.stub_driver import StubDriver
+from tests.support.stub_driver import StubDriver, forget_loaded
 from tests.support.toy_spec import ToySpec, toy_program
 
 VALUES = (0x7F00_1234_5678, -5, 1.5, -2.25, 2**31 - 1)
@@ -52,12 +53,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubDriver]:
     stub = StubDriver(toy().params)
     monkeypatch.setattr(launch, "load_driver", lambda: stub)
     monkeypatch.setattr(archs, "for_device", lambda index: archs.ARCHS["sm_90a"])
-    caches = (launch._primary_context, launch._library, launch._function)
-    for cache in caches:
-        cache.cache_clear()
+    forget_loaded()
     yield stub
-    for cache in caches:
-        cache.cache_clear()
+    forget_loaded()
 
 
 @pytest.mark.parametrize("pdl", [False, True])
@@ -122,7 +120,7 @@ def test_loading_happens_once_and_before_the_first_launch(driver: StubDriver) ->
     for index in (0, 1, 0):
         Launch(toy(), index)
     limit = "CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES"
-    assert driver.calls == [
+    assert [call for call in driver.calls if call[0] != "capture mode"] == [
         ("load", toy().cubin),
         (limit, 65536, "cute_attn_toy_0", "device 0"),
         ("funcload", "cute_attn_toy_0 in 0x1000"),
@@ -197,3 +195,53 @@ except RuntimeError as err:
     print(err)
 """
     assert "launching needs cuda-python" in subprocesses.run(code, block=["cuda"])
+
+
+# ---- drivers that are too old, and first uses under capture
+
+
+def test_driver_that_is_too_old_for_the_flavour_is_refused(driver: StubDriver) -> None:
+    driver.version = 12090
+    built = dataclasses.replace(toy(), dsl="4.8.1 cu13")
+    message = r"compiled by CuTe DSL 4\.8\.1 cu13: it needs a driver for CUDA 13 or later, this one is for CUDA 12\.9"
+    with pytest.raises(ArtifactError, match=message):
+        Launch(built, 0)
+    assert not driver.calls
+    for flavour, version in (("4.8.1 cu12", 12090), ("4.8.1 cu12", 13000), ("4.8.1 cu13", 13010)):
+        driver.version = version
+        Launch(dataclasses.replace(toy(), dsl=flavour), 0).fire(VALUES, (1, 1, 1), 0)
+
+
+def test_first_use_under_capture_loads_in_relaxed_mode(driver: StubDriver) -> None:
+    """In any other mode, loading while a stream is captured is an error and ends the capture."""
+    for _ in range(2):
+        Launch(toy(), 0).fire(VALUES, (1, 1, 1), 0)
+    assert [call for call in driver.calls if "ATTRIBUTE" not in call[0]] == [
+        ("capture mode", "RELAXED"),
+        ("load", toy().cubin),
+        ("funcload", "cute_attn_toy_0 in 0x1000"),
+        ("capture mode", "GLOBAL"),
+    ]
+    assert len(driver.launches) == 2
+
+
+def test_capture_mode_is_restored_after_an_error(driver: StubDriver) -> None:
+    with pytest.raises(KeyError), launch.relaxed_capture():
+        raise KeyError
+    assert driver.capture_mode == real.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+
+
+def test_threads_load_a_kernel_once(driver: StubDriver) -> None:
+    start = threading.Barrier(8)
+
+    def load() -> None:
+        start.wait()
+        Launch(toy(), 0)
+
+    threads = [threading.Thread(target=load) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [call[0] for call in driver.calls].count("load") == 1
+    assert [call[0] for call in driver.calls].count("funcload") == 1

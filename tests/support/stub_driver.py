@@ -10,6 +10,7 @@ from typing import Any
 
 from cuda.bindings import driver as real
 
+from cute_attn.runtime import launch
 from cute_attn.runtime.artifact import Param
 
 SUCCESS = real.CUresult.CUDA_SUCCESS
@@ -22,6 +23,7 @@ class StubDriver:
     CUlaunchAttribute = real.CUlaunchAttribute
     CUlaunchAttributeID = real.CUlaunchAttributeID
     CUfunction_attribute = real.CUfunction_attribute
+    CUstreamCaptureMode = real.CUstreamCaptureMode
 
     def __init__(self, params: Sequence[Param]) -> None:
         self._params = params
@@ -30,9 +32,19 @@ class StubDriver:
         self.contexts = [real.CUcontext(0x1000)]  # stack; device i has the primary context 0x1000 + i
         self.launch_status = SUCCESS
         self.launch_seconds = 0.0
+        self.version = 13000
+        self.capture_mode = real.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
 
     def cuInit(self, flags: int) -> tuple[Any, ...]:
         return (SUCCESS,)
+
+    def cuDriverGetVersion(self) -> tuple[Any, ...]:
+        return SUCCESS, self.version
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> tuple[Any, ...]:
+        before, self.capture_mode = self.capture_mode, mode
+        self.calls.append(("capture mode", mode.name.removeprefix("CU_STREAM_CAPTURE_MODE_")))
+        return SUCCESS, before
 
     def cuDeviceGet(self, index: int) -> tuple[Any, ...]:
         return SUCCESS, f"device {index}"
@@ -87,6 +99,13 @@ class StubDriver:
             }
         )
         return (self.launch_status,)
+
+
+def forget_loaded() -> None:
+    """Forgets contexts and loaded kernels, before and after another driver is in place."""
+    launch._primary_context.cache_clear()
+    launch._libraries.clear()
+    launch._functions.clear()
 
 
 def _attrs_address(config: Any) -> int:

@@ -9,11 +9,13 @@ from cute_attn.runtime import artifacts
 from cute_attn.runtime.launch import CPU, Launch
 from cute_attn.runtime.spec import KernelSpec
 
+MAX_KERNELS = 512  # loaded, of some 0.3 MB of host memory each; a dropped one is not loaded again, only looked up
 
-@functools.cache
+
+@functools.lru_cache(MAX_KERNELS)
 def load(kernel: KernelSpec, arch_name: str, device_index: int, pdl: bool) -> Launch:
     """Returns the loaded kernel: one per spec and device, shared by problems that differ in head counts or numbers
-    only.
+    only. The first use may be under capture of a CUDA graph.
     """
     if device_index == CPU:
         from cute_attn.emulator.adapter import EmulatedLaunch

@@ -23,6 +23,8 @@ Entry = str | tuple[str, ...]  # a field, or fields whose values are given as on
 
 PARTIAL_FIELDS = ("o_partial", "lse_partial")
 BATCH_FIELDS = ("items", *PARTIAL_FIELDS, "kv_indices")  # addresses of a batch's records, partials and page numbers
+MAX_ORDERS = 512  # of parameters, of all kernels
+
 NO_BATCH = dict.fromkeys(BATCH_FIELDS, 0)
 ADDRESS_FIELDS = ("q", "k", "v", "o", "lse")  # tensors of which each run of a plan may have others
 
@@ -63,7 +65,7 @@ class Rebinder:
 # launch, where `operator.itemgetter` takes 0.77 us (`timeit`, Python 3.11, Xeon).
 
 
-@functools.cache
+@functools.lru_cache(MAX_ORDERS)
 def _packing(
     names: tuple[str, ...], static: tuple[str, ...], dynamic: tuple[Entry, ...]
 ) -> Callable[..., Callable[..., Values]]:
@@ -86,7 +88,7 @@ def _packing(
     )
 
 
-@functools.cache
+@functools.lru_cache(MAX_ORDERS)
 def _rebinding(
     names: tuple[str, ...], fields: tuple[str, ...], unused: tuple[str, ...]
 ) -> Callable[[Values], Callable[..., Values]]:

@@ -15,6 +15,7 @@ from cute_attn.problem import Problem, Request, Settings
 from cute_attn.runtime.launch import current_stream
 
 MAX_LENGTHS = 512  # schedules kept: lengths vary without end, and a schedule is cheap to compute again
+MAX_TILES = 64  # of one request's settings
 
 T = TypeVar("T")  # a family's tile
 
@@ -48,7 +49,7 @@ class SingleRun(Generic[T]):
         """`kernel` loads a kernel for a schedule's tile and heads, and for split keys or not."""
         self.device_index, self.scheduler = device_index, scheduler
         self.num_qo_heads, self.head_dim_vo = settings.features.num_qo_heads, settings.features.head_dim_vo
-        self.kernel = functools.cache(kernel)  # bounded by the number of tiles
+        self.kernel = functools.lru_cache(MAX_TILES)(kernel)
         self.launch = functools.lru_cache(MAX_LENGTHS)(self._launch)  # the layers of a model repeat lengths
 
     def __call__(self, problem: Request) -> None:

@@ -8,7 +8,7 @@ from cute_attn.kernels.fa2.host.batch import MANY_ROWS, tiling
 from cute_attn.kernels.fa2.spec import Tile
 from cute_attn.kernels.host.batch import Tiling
 from cute_attn.kernels.host.params import UNBOUNDED
-from cute_attn.kernels.host.single import SingleSchedule
+from cute_attn.kernels.host.single import MAX_LENGTHS, SingleSchedule
 from cute_attn.problem import Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.schedule.split_kv import ceil_div, split_kv, visible_tokens
@@ -27,7 +27,7 @@ class Scheduler:
         def tiling_of(rows: int) -> Tiling[Tile]:
             return tiling(settings, rows, arch, sms)
 
-        self.tiling = functools.cache(tiling_of)  # of at most MANY_ROWS rows
+        self.tiling = functools.lru_cache(MAX_LENGTHS)(tiling_of)
 
     def __call__(self, qo_len: int, kv_len: int) -> SingleSchedule[Tile]:
         """Returns the schedule of a request with these lengths."""

@@ -50,7 +50,7 @@ def partial_bytes_per_cta(spec: XqaSpec) -> int:
     return 2 * spec.rows * (spec.head_dim + 2) * 4
 
 
-@functools.cache
+@functools.lru_cache(MAX_SETTINGS)
 def cta_group_count(units: int, ctas: int) -> int:
     """Returns the largest number of CTA groups that share the units evenly and leave at most MAX_IDLE CTAs idle."""
     return max(n for n in range(1, units + 1) if units % n == 0 and ctas % n <= ctas * MAX_IDLE)

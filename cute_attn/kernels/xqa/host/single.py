@@ -13,7 +13,7 @@ from cute_attn.kernels.xqa.host.grid import launch_config
 from cute_attn.kernels.xqa.host.prepared import CHUNK, ONE_PAGE, PreparedKernel
 from cute_attn.kernels.xqa.host.variant import is_few
 from cute_attn.problem import Problem, Request, Settings
-from cute_attn.runtime import counters
+from cute_attn.runtime import capture, counters
 from cute_attn.runtime.launch import CPU, current_stream
 
 
@@ -22,8 +22,11 @@ def one_page(device_index: int) -> torch.Tensor:
     """Returns a page table of one row, which holds page 0, and a length that the kernel limits to that of the call.
     They stay allocated, because captured graphs read them after their `SingleRun` is dropped from its cache.
     """
-    device = "cpu" if device_index == CPU else f"cuda:{device_index}"
-    return torch.tensor([[0], [ONE_PAGE]], dtype=torch.int32, device=device)
+    table = torch.tensor([[0], [ONE_PAGE]], dtype=torch.int32)
+    if device_index == CPU:
+        return table
+    with capture.outside(device_index):
+        return table.to(f"cuda:{device_index}")
 
 
 class SingleRun:

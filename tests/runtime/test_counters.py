@@ -1,0 +1,149 @@
+"""Counters in device memory: no two streams share them, whatever threads ask at the same time."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from cute_attn.runtime import capture, counters
+from cute_attn.runtime.counters import DeviceCounters, PoolSize
+
+SIZE = PoolSize(8, 64, 32)
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Pools are on the CPU; the last element says whether the current stream is being captured."""
+    state = [False]
+    zeros = torch.zeros
+    monkeypatch.setattr(counters.capture, "outside", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(counters.torch, "zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state[-1])
+    return state
+
+
+@pytest.fixture
+def impatient() -> Iterator[None]:
+    """Threads take turns after every few instructions."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def in_threads(count: int, work: object) -> None:
+    start = threading.Barrier(count)
+
+    def begin(index: int) -> None:
+        start.wait()
+        work(index)  # type: ignore[operator]
+
+    threads = [threading.Thread(target=begin, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+class SlowDict(dict[int, int]):
+    """Another thread gets a turn between the length and the store."""
+
+    def __len__(self) -> int:
+        length = super().__len__()
+        threading.Event().wait(1e-4)
+        return length
+
+
+@pytest.mark.usefixtures("impatient")
+def test_threads_get_distinct_counters_for_distinct_streams(captured: list[bool]) -> None:
+    pool = DeviceCounters(0, SIZE)
+    pool._index_of_stream = SlowDict()
+    found: list[dict[int, int]] = [{} for _ in range(8)]
+
+    def work(index: int) -> None:
+        for stream in range(100 + 8 * index, 108 + 8 * index):
+            found[index][stream] = pool.address(stream)
+            assert pool.address(stream) == found[index][stream]
+
+    in_threads(8, work)
+    addresses = [address for thread in found for address in thread.values()]
+    assert len(addresses) == len(set(addresses)) == 64
+
+
+@pytest.mark.usefixtures("impatient")
+def test_captured_launches_of_threads_have_their_own(captured: list[bool]) -> None:
+    pool = DeviceCounters(0, SIZE)
+    shared = pool.address(7)
+    captured.append(True)
+    found: list[int] = []
+    in_threads(4, lambda index: found.extend(pool.address(7) for _ in range(8)))
+    assert len({*found}) == 32
+    assert shared not in found
+
+
+def test_streams_beyond_the_pool_take_the_oldest(captured: list[bool]) -> None:
+    pool = DeviceCounters(0, SIZE)
+    first = [pool.address(stream) for stream in range(64)]
+    assert [pool.address(stream) for stream in range(64, 74)] == first[:10]
+    assert pool.address(20) == first[20]
+    for stream in range(10_000):
+        pool.address(1000 + stream)
+    assert len(pool._index_of_stream) == 64
+    assert sorted(pool._index_of_stream.values()) == list(range(64))
+
+
+def test_threads_make_one_pool(captured: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def slow(index: int, size: PoolSize) -> DeviceCounters:
+        made.append(index)
+        threading.Event().wait(0.01)
+        return DeviceCounters(index, size)
+
+    counters._of_device.cache_clear()
+    monkeypatch.setattr(counters, "DeviceCounters", slow)
+    found: list[object] = []
+    try:
+        in_threads(6, lambda index: found.append(counters.of_device(5, SIZE)))
+    finally:
+        counters._of_device.cache_clear()
+    assert made == [5]
+    assert len({id(pool) for pool in found}) == 1
+
+
+def test_work_outside_a_capture_avoids_the_captured_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's pool hands out its streams in turn, the captured one among them."""
+    current, waited = ["captured"], []
+
+    class Stream:
+        names = iter(["captured", "captured", "other"])
+
+        def __init__(self, device_index: int) -> None:
+            self.name = next(self.names)
+
+        def synchronize(self) -> None:
+            waited.append(self.name)
+
+    @contextlib.contextmanager
+    def use(stream: Stream) -> Iterator[None]:
+        current.append(stream.name)
+        yield
+        current.pop()
+
+    streams = {name: object.__new__(Stream) for name in ("captured", "other")}
+    for name, stream in streams.items():
+        stream.name = name
+    monkeypatch.setattr(capture, "relaxed_capture", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", use)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: streams[current[-1]])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1] == "captured")
+    with capture.outside(0):
+        assert current[-1] == "other"
+    assert waited == ["other"]
+    assert current == ["captured"]
