@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 import operator
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +17,15 @@ Extent = tuple[int, int]  # addresses of the first byte and past the last
 
 LARGEST = 1e38  # times log2(e) it is still an fp32 number
 
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
+
 
 def describe(value: object) -> str:
-    """Show a value in an error message: tensors by dtype, shape and device."""
+    """Show a value in an error message: tensors by dtype, shape and device, others in at most 80 characters."""
     if isinstance(value, torch.Tensor):
         return f"a {short(value.dtype)} tensor of shape {tuple(value.shape)} on {value.device}"
-    return f"{value!r} ({type(value).__name__})"
+    return f"{_SHORT.repr(value)} ({type(value).__name__})"
 
 
 def boolean(name: str, value: Any) -> bool:
@@ -79,6 +83,14 @@ def tensor(name: str, value: Any) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value
     raise ArgumentTypeError(f"{name} must be a torch.Tensor, got {describe(value)}")
+
+
+def strided(name: str, value: torch.Tensor) -> None:
+    """Check that a tensor has memory and strides, which sparse tensors do not have."""
+    if value.layout is not torch.strided:
+        raise ArgumentError(
+            f"{name} must be a dense tensor, got one of layout {str(value.layout).removeprefix('torch.')}"
+        )
 
 
 def shape(name: str, value: torch.Tensor, expected: tuple[int, ...], meaning: str) -> None:
