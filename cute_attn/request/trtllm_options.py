@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numbers
 from typing import Any
 
 import torch
@@ -65,14 +65,18 @@ def one_sink(sinks: Any) -> Any:
     return sinks[0]
 
 
+def scale(name: str, value: Any) -> float | torch.Tensor:
+    """Check a finite number, or a floating-point tensor of one element."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and value.dtype.is_floating_point:
+        return value
+    if isinstance(value, torch.Tensor | bool) or not isinstance(value, numbers.Real):
+        raise ArgumentTypeError(
+            f"{name} must be a number or a floating-point tensor of one element, got {checks.describe(value)}"
+        )
+    return checks.real(name, value)
+
+
 def check_counters(buffer: Any) -> None:
     """Check `multi_ctas_kv_counter_buffer`, which is not used: counters are elsewhere."""
     if buffer is not None:
         checks.tensor("multi_ctas_kv_counter_buffer", buffer)
-
-
-def known(name: str, value: Any, choices: Sequence[str], refused: Sequence[str], reason: str, instead: str) -> str:
-    """Return one of `choices`; NotSupported for a name in `refused`, LayoutError for any other."""
-    if isinstance(value, str) and value in refused:
-        refuse(f"{name}={value!r}", reason, instead)
-    return checks.choice(name, value, choices)
