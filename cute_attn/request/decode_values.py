@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,7 @@ class Said(NamedTuple):
 
     max_seq_len: int | None
     returns_given_out: bool  # rows that belong to no request are then the caller's own
+    scales: tuple[tuple[str, Any], ...]  # with their names; those of the problem may be copies
     names: Mapping[str, str] = MappingProxyType({})
 
     def name(self, ours: str) -> str:
@@ -55,8 +56,7 @@ def _check_buffers(problem: DecodeProblem, said: Said) -> None:
         (said.name("q_cu_seq_lens"), problem.qo_indptr),
         ("mask", problem.draft_mask),
         ("sinks", problem.sinks),
-        *((said.name("bmm1_scale"), x) for x in problem.scale_tensors),
-        (said.name("bmm2_scale"), problem.v_scale_tensor),
+        *((name, x) for name, x in said.scales if isinstance(x, torch.Tensor)),
         ("k_sf of kv_cache_sf", block_scales[0]),
         ("v_sf of kv_cache_sf", block_scales[1]),
     ]

@@ -36,8 +36,6 @@ LOW_LEVEL_NAMES = {  # arguments of `xqa` and what they are called here
     "out": "output",
     "block_tables": "page_table",
     "q_len_per_req": "q_seq_len",
-    "bmm1_scale": "q_scale",
-    "bmm2_scale": "kv_scale",
 }
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -172,7 +170,7 @@ def xqa_batch_decode_with_kv_cache(
         DecodeOptions(window_left, q_len_per_req, enable_pdl, return_lse),
         scratch,
     )
-    run(problem, backend, Said(max_seq_len, out is not None))
+    run(problem, backend, Said(max_seq_len, out is not None, (("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale))))
     result = out
     if result is None:
         per_request = problem.qo_len > 1 and q_cu_seq_lens is None
@@ -285,6 +283,7 @@ def xqa(
         raise ArgumentError(
             f"output must have q's shape {tuple(q.shape)}, tokens at equal distances, got {checks.describe(output)}"
         ) from error
+    said = Said(None, True, (("q_scale", q_scale), ("kv_scale", kv_scale)), LOW_LEVEL_NAMES)
     kv_scale = number_or_tensor("kv_scale", kv_scale)
     bmm1_scale = number_or_tensor("q_scale", q_scale) * kv_scale / math.sqrt(q.shape[-1])
     bmm2_scale = kv_scale * positive_or_one("rcp_out_scale", rcp_out_scale)
@@ -295,7 +294,7 @@ def xqa(
         DecodeOptions(window_left, q_seq_len, enable_pdl, False),
         separate_scratch(semaphores, workspace_buffer),
     )
-    run(problem, backend, Said(None, True, LOW_LEVEL_NAMES))
+    run(problem, backend, said)
 
 
 def longest(max_seq_len: Any) -> int:

@@ -154,7 +154,8 @@ def trtllm_batch_decode_with_kv_cache(
         shared_scratch(workspace_buffer),
     )
     columns = None if in_rows else _columns(lse, problem)
-    run(problem, backend_here, Said(max_seq_len, out is not None, RAGGED_NAMES if ragged else {}))
+    scales = ("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale), ("bmm1_scale_log2", bmm1_scale_log2)
+    run(problem, backend_here, Said(max_seq_len, out is not None, scales, RAGGED_NAMES if ragged else {}))
     result = problem.out if out is None else out
     if columns is not None and problem.lse is not None:
         columns.copy_(problem.lse.t())
