@@ -31,12 +31,14 @@ def refuse_skipped_softmax(factor: Any) -> None:
         refuse(feature, "no weight is dropped from the softmax", "skip_softmax_threshold_scale_factor=None")
 
 
-def refuse_nvfp4_output(out: Any, out_dtype: Any, o_sf_scale: Any, o_sf_vec_size: Any) -> None:
-    """Refuse NVFP4 output, under all the names that ask for it."""
+def refuse_nvfp4_output(out: Any, out_dtype: Any, o_sf_scale: Any, o_sf_vec_size: Any) -> torch.Tensor | None:
+    """Refuse NVFP4 output, under all the names that ask for it. Return out, which is then none."""
     asked = isinstance(out, FP4Tensor) or (isinstance(out_dtype, str) and out_dtype == "nvfp4")
     if asked or o_sf_scale is not None or o_sf_vec_size is not None:
         reason = "outputs have 16 bits, or 8 on XQA"
         refuse("NVFP4 output (out_dtype, o_sf_scale, o_sf_vec_size)", reason, "out_dtype=None and quantize out")
+    given: torch.Tensor | None = out
+    return given
 
 
 def output_dtype(out: Any, out_dtype: Any) -> torch.dtype | None:

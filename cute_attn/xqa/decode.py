@@ -170,7 +170,10 @@ def xqa_batch_decode_with_kv_cache(
         DecodeOptions(window_left, q_len_per_req, enable_pdl, return_lse),
         scratch,
     )
-    run(problem, backend, Said(max_seq_len, out is not None, (("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale))))
+    if looks_at_values(problem):
+        scales = ("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale)
+        decode_values.before_launch(problem, Said(max_seq_len, out is not None, scales))
+    backends.run(problem, backend)
     result = out
     if result is None:
         per_request = problem.qo_len > 1 and q_cu_seq_lens is None
@@ -283,7 +286,7 @@ def xqa(
         raise ArgumentError(
             f"output must have q's shape {tuple(q.shape)}, tokens at equal distances, got {checks.describe(output)}"
         ) from error
-    said = Said(None, True, (("q_scale", q_scale), ("kv_scale", kv_scale)), LOW_LEVEL_NAMES)
+    scales = ("q_scale", q_scale), ("kv_scale", kv_scale)
     kv_scale = number_or_tensor("kv_scale", kv_scale)
     bmm1_scale = number_or_tensor("q_scale", q_scale) * kv_scale / math.sqrt(q.shape[-1])
     bmm2_scale = kv_scale * positive_or_one("rcp_out_scale", rcp_out_scale)
@@ -294,7 +297,9 @@ def xqa(
         DecodeOptions(window_left, q_seq_len, enable_pdl, False),
         separate_scratch(semaphores, workspace_buffer),
     )
-    run(problem, backend, said)
+    if looks_at_values(problem):
+        decode_values.before_launch(problem, Said(None, True, scales, LOW_LEVEL_NAMES))
+    backends.run(problem, backend)
 
 
 def longest(max_seq_len: Any) -> int:
@@ -305,11 +310,9 @@ def longest(max_seq_len: Any) -> int:
     return bound
 
 
-def run(problem: DecodeProblem, backend: str, said: Said) -> None:
-    """Run a problem, after looking at its lengths and page numbers where that costs nothing or was asked for."""
-    if problem.q.device.type == "cpu" or switches.validates():
-        decode_values.before_launch(problem, said)
-    backends.run(problem, backend)
+def looks_at_values(problem: DecodeProblem) -> bool:
+    """Tell whether a call looks at lengths and page numbers: where that costs nothing or was asked for."""
+    return problem.q.device.type == "cpu" or switches.validates()
 
 
 def _check_sm_count(sm_count: Any, device: torch.device) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from cute_attn.dispatch import select
+from cute_attn.dispatch import backends, select
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.problem import DecodeProblem
-from cute_attn.request import checks, kv_tables, trtllm_options
+from cute_attn.request import checks, decode_values, kv_tables, trtllm_options
 from cute_attn.request.decode import (
     DecodeOptions,
     DecodeScales,
@@ -23,7 +23,7 @@ from cute_attn.request.decode import (
 )
 from cute_attn.request.decode_values import Said
 from cute_attn.request.fp4_tensor import FP4Tensor
-from cute_attn.xqa.decode import Cache, longest, run
+from cute_attn.xqa.decode import Cache, longest, looks_at_values
 
 SAME = ("auto", "xqa", "trtllm-gen")  # FlashInfer's implementations of this function; one here stands for both
 RAGGED_NAMES = {"q_cu_seq_lens": "cum_seq_lens_q", "q_len_per_req": "max_q_len"}
@@ -124,7 +124,7 @@ def trtllm_batch_decode_with_kv_cache(
     FlashInfer's other backends.
     """
     backend_here = _backend_here(backend)
-    trtllm_options.refuse_nvfp4_output(out, out_dtype, o_sf_scale, o_sf_vec_size)
+    given = trtllm_options.refuse_nvfp4_output(out, out_dtype, o_sf_scale, o_sf_vec_size)
     _refuse_other_masks(enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global)
     _refuse_request_order(request_order, request_order_plan)
     trtllm_options.refuse_skipped_softmax(skip_softmax_threshold_scale_factor)
@@ -132,7 +132,7 @@ def trtllm_batch_decode_with_kv_cache(
         checks.choice("bf16q_fp8kv_transform_mode", bf16q_fp8kv_transform_mode, ("k_only", "separate_kv"))
     trtllm_options.check_counters(multi_ctas_kv_counter_buffer)
     ragged = _ragged(q_len_per_req, max_q_len, cum_seq_lens_q, uniform_q_len)
-    dtype = trtllm_options.output_dtype(out, out_dtype)
+    dtype = trtllm_options.output_dtype(given, out_dtype)
     max_seq_len = longest(max_seq_len)
     k, v = cache_pair(kv_cache, kv_layout)
     if not checks.boolean("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx):
@@ -140,11 +140,11 @@ def trtllm_batch_decode_with_kv_cache(
             trtllm_options.refuse("pages of their own for NVFP4 values", "scales have one table", "one table")
         k, v, block_tables = kv_tables.joined(kv_tables.Paged(k, v, block_tables), seq_lens, k.shape[1])
     block_scales = None if kv_cache_sf is None else _block_scales(kv_cache_sf, kv_layout, (k, v), backend)
-    in_rows = checks.choice("lse_layout", lse_layout, LSE_LAYOUTS) == "NH"
+    in_rows = lse_layout == "NH" or checks.choice("lse_layout", lse_layout, LSE_LAYOUTS) == "NH"
     problem = decode_problem(
         DecodeTensors(
             *(query, k, v, block_scales, block_tables, seq_lens, cum_seq_lens_q, mask),
-            *(trtllm_options.one_sink(sinks), out, lse if in_rows else None),
+            *(trtllm_options.one_sink(sinks), given, lse if in_rows else None),
         ),
         _scales(bmm1_scale, bmm1_scale_log2, bmm2_scale, o_scale),
         DecodeOptions(
@@ -154,12 +154,19 @@ def trtllm_batch_decode_with_kv_cache(
         shared_scratch(workspace_buffer),
     )
     columns = None if in_rows else _columns(lse, problem)
-    scales = ("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale), ("bmm1_scale_log2", bmm1_scale_log2)
-    run(problem, backend_here, Said(max_seq_len, out is not None, scales, RAGGED_NAMES if ragged else {}))
-    result = problem.out if out is None else out
-    if columns is not None and problem.lse is not None:
+    if looks_at_values(problem):
+        scales = ("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale), ("bmm1_scale_log2", bmm1_scale_log2)
+        said = Said(max_seq_len, out is not None, scales, RAGGED_NAMES if ragged else {})
+        decode_values.before_launch(problem, said)
+    backends.run(problem, backend_here)
+    result = problem.out if given is None else given
+    if columns is not None:
+        assert problem.lse is not None
         columns.copy_(problem.lse.t())
-    return (result, problem.lse if columns is None else columns) if return_lse else result
+    if not return_lse:
+        return result
+    assert problem.lse is not None
+    return result, problem.lse if columns is None else columns
 
 
 def _backend_here(backend: Any) -> str:
@@ -178,6 +185,8 @@ def _refuse_request_order(order: Any, plan: Any) -> None:
 
 def _refuse_other_masks(block_sparse: Any, cp_world: Any, cp_rank: Any, global_lengths: Any) -> None:
     """Refuse the arguments that say which keys a row sees, other than masks and windows."""
+    if block_sparse is False and cp_world == 1 and cp_rank == 0 and global_lengths is None:
+        return
     if checks.boolean("enable_block_sparse_attention", block_sparse):
         instead = "a call per kv head with its own block_tables and seq_lens"
         trtllm_options.refuse("enable_block_sparse_attention", "kv heads share their page table", instead)
