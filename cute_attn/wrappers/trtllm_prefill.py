@@ -11,6 +11,7 @@ from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.request import checks, kv_tables, trtllm_options, trtllm_prefill
 from cute_attn.request.fp4_tensor import FP4Tensor
 from cute_attn.request.settings import KV_LAYOUTS
+from cute_attn.request.single import check_workspace
 from cute_attn.request.trtllm_prefill import Bounds, Lengths
 from cute_attn.wrappers import planned_prefill
 from cute_attn.wrappers.planned_prefill import Keys, RunOptions, Structure
@@ -406,6 +407,7 @@ def _run(
 ) -> Any:
     """Run the rows of query that belong to requests. Those after them are 0 (lse: -inf) where they are new."""
     checks.device("workspace_buffer", checks.tensor("workspace_buffer", workspace), query.device)
+    check_workspace("workspace_buffer", workspace)
     rows, heads = lengths.rows, query.shape[1]
     if rows == query.shape[0]:
         return planned_prefill.run(workspace, structure, query, keys, lengths, options)

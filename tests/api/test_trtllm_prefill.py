@@ -239,6 +239,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"backend": "cake"}, NotSupported, "cake"),
     ({"backend": "nonsense"}, LayoutError, "backend must be one of"),
     ({"causal": 1}, ArgumentTypeError, "causal must be True or False"),
+    ({"workspace_buffer": torch.zeros(64, 2)[:, 0]}, ArgumentError, "^workspace_buffer must be contiguous"),
     ({"workspace_buffer": torch.zeros(64, device="meta")}, ArgumentError, "workspace_buffer must be on"),
 ]
 

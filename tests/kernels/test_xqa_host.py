@@ -16,7 +16,8 @@ from cute_attn.kernels.xqa.host.decode import DecodeRun
 from cute_attn.kernels.xqa.host.family import FAMILY
 from cute_attn.kernels.xqa.host.single import SingleRun
 from cute_attn.problem import DecodeProblem, Features, Scratch, Settings
-from cute_attn.runtime.arch import named
+from cute_attn.runtime.arch import TYPICAL_SMS, named
+from cute_attn.runtime.counters import SEMAPHORES
 from cute_attn.runtime.launch import CPU
 from tests.support import batch_case
 from tests.support.batch_case import decode, heads
@@ -152,6 +153,13 @@ def test_a_buffer_that_is_too_small_is_not_used(fired: Fired, short: str, field:
     enough, less = fired.blocks
     assert {name for name in enough if enough[name] != less[name]} == {field}
     assert enough[field] == getattr(needed, field)
+
+
+@pytest.mark.parametrize("arch", TYPICAL_SMS)
+def test_counters_of_a_launch_fit_those_of_a_stream(arch: str) -> None:
+    """Also on the GPU with the most multiprocessors."""
+    specs = FAMILY.specs(FEATURES, named(arch))
+    assert all(4 * max(TYPICAL_SMS.values()) * spec.ctas <= SEMAPHORES.bytes_per_launch for spec in specs)
 
 
 def test_launches_of_a_call_without_a_plan() -> None:
