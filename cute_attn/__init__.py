@@ -1,7 +1,7 @@
 """Attention kernels in CuTe DSL for NVIDIA GPUs, with FlashInfer's attention API.
 
-Everything that users call is here; `cute_attn.prefill`, `.decode`, `.cascade`, `.page` and `.quantization` hold
-it under FlashInfer's module names. CPU tensors run the same calls on a torch reference.
+Everything that users call is here; `cute_attn.prefill`, `.decode`, `.cascade`, `.page`, `.quantization` and `.utils`
+hold it under FlashInfer's module names. CPU tensors run the same calls on a torch reference.
 """
 
 try:
@@ -36,6 +36,8 @@ try:
         fast_prefill_plan,
         single_prefill_with_kv_cache,
         single_prefill_with_kv_cache_return_lse,
+        trtllm_batch_context_with_kv_cache,
+        trtllm_fmha_v2_prefill,
     )
     from cute_attn.problem import Features
     from cute_attn.quantization import (
@@ -47,6 +49,11 @@ try:
         nvfp4_quantize_paged_kv_cache,
         packbits,
         segment_packbits,
+    )
+    from cute_attn.utils import (
+        FP4Tensor,
+        get_device_sm_count,
+        get_trtllm_gen_multi_ctas_kv_counter_bytes,
     )
     from cute_attn.xqa import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 except ImportError as error:
@@ -69,6 +76,7 @@ __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "FP4Tensor",
     "Features",
     "LayoutError",
     "MultiLevelCascadeAttentionWrapper",
@@ -83,7 +91,9 @@ __all__ = [
     "fast_prefill_plan",
     "fp8_quantize_paged_kv_cache",
     "get_batch_indices_positions",
+    "get_device_sm_count",
     "get_seq_lens",
+    "get_trtllm_gen_multi_ctas_kv_counter_bytes",
     "merge_state",
     "merge_state_in_place",
     "merge_states",
@@ -97,6 +107,8 @@ __all__ = [
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
+    "trtllm_fmha_v2_prefill",
     "xqa_batch_decode_with_kv_cache",
 ]

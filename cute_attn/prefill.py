@@ -10,6 +10,7 @@ from cute_attn.request.settings import Call
 from cute_attn.wrappers.legacy_args import accepts_legacy_order, with_return_lse
 from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper, fast_prefill_plan
 from cute_attn.wrappers.ragged_prefill import BatchPrefillWithRaggedKVCacheWrapper
+from cute_attn.wrappers.trtllm_prefill import trtllm_batch_context_with_kv_cache, trtllm_fmha_v2_prefill
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -17,6 +18,8 @@ __all__ = [
     "fast_prefill_plan",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "trtllm_batch_context_with_kv_cache",
+    "trtllm_fmha_v2_prefill",
 ]
 
 

@@ -13,7 +13,7 @@ SOURCES = read_package(PACKAGE)
 FAMILIES = sorted(path.parent.name for path in (PACKAGE / "kernels").glob("*/spec.py"))
 
 # The root: modules under FlashInfer's names, and the types that all stages share.
-PUBLIC_MODULES = ("prefill", "decode", "cascade", "page", "quantization")
+PUBLIC_MODULES = ("prefill", "decode", "cascade", "page", "quantization", "utils")
 SHARED_MODULES = ("problem", "errors")
 
 # Files of plain data, which need no DSL: of a kernel family, and of the blocks that families share.
@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {"cute_attn", "public", "xqa", "dispatch", "kernels.catalog", "kernels.programs", "kernels.host", *SPECS}
     | {"request", "schedule", "reference", "emulator", "runtime", *TYPES},
     "cute_attn": {"public", "xqa", "dispatch", *TYPES},
-    "public": {"wrappers", "dispatch", "request", "reference", "runtime", *TYPES},
+    "public": {"xqa", "wrappers", "dispatch", "request", "reference", "runtime", *TYPES},
     "xqa": {"wrappers", "dispatch", "request", "reference", "runtime", *TYPES},
     "wrappers": {"dispatch", "kernels.host", "request", "schedule", "runtime", *TYPES},
     "dispatch": {"kernels.host", *HOSTS, *SPECS, "request", "schedule", "reference", "emulator", "runtime", *TYPES},

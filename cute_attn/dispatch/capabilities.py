@@ -78,7 +78,7 @@ BY_NAME = {backend.name: backend for backend in (*BACKENDS, EMULATOR)}
 ELSEWHERE = {  # backends of FlashInfer that are not part of this library: (reason, instead)
     "fa4": ("it is not built yet", 'backend="auto"'),
     **dict.fromkeys(
-        ("cudnn", "cutlass", "cute-dsl", "fmha_v2", "trtllm-gen"),
+        ("cake", "cudnn", "cutlass", "cute-dsl", "fmha_v2", "trtllm-gen"),
         ("it is not part of this library", 'backend="auto"'),
     ),
 }

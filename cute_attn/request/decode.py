@@ -1,7 +1,8 @@
 """Check the arguments of a decode call without a plan and make a `DecodeProblem` of them.
 
-Lengths and page tables stay on the device: only their dtypes, shapes and strides are checked here. What dtypes, shapes,
-strides and options decide is checked once and cached, as for single requests and batches.
+Lengths and page tables stay on the device: only their dtypes, shapes and strides are checked here, their values in
+`decode_values.py`. What dtypes, shapes, strides and options decide is checked once and cached, as for single requests
+and batches.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from cute_attn.request.single import (
     check_block_scales,
     check_outputs,
     check_per_head,
-    check_workspace,
     has_loose_scales,
     is_expanded,
     memory_ranges,
@@ -65,6 +65,7 @@ class DecodeScales(NamedTuple):
     bmm1_scale: Any
     bmm2_scale: Any
     o_scale: float
+    bmm1_factor: float = 1.0  # of bmm1_scale: ln(2) where the caller gave the base-2 form
 
 
 class DecodeOptions(NamedTuple):
@@ -74,12 +75,30 @@ class DecodeOptions(NamedTuple):
     q_len_per_req: Any
     enable_pdl: Any
     return_lse: Any
+    out_dtype: torch.dtype | None = None  # of a new out; default query's
 
 
 def decode_problem(
     tensors: DecodeTensors, scales: DecodeScales, options: DecodeOptions, scratch: Scratch
 ) -> DecodeProblem:
     """Check every argument and allocate the outputs that the caller did not pass."""
+    try:
+        return _problem(tensors, scales, options, scratch)
+    except ArgumentError:
+        raise
+    except (RuntimeError, NotImplementedError):
+        _refuse_without_memory(tensors)  # the usual reason why torch gives no address or strides
+        raise
+
+
+def _refuse_without_memory(tensors: DecodeTensors) -> None:
+    for name, value in zip(DecodeTensors._fields, tensors, strict=True):
+        for x in value if isinstance(value, tuple) else (value,):
+            if isinstance(x, torch.Tensor):
+                checks.stored(name, x)
+
+
+def _problem(tensors: DecodeTensors, scales: DecodeScales, options: DecodeOptions, scratch: Scratch) -> DecodeProblem:
     query, k, v = checks.tensor("query", tensors.query), tensors.k, tensors.v
     if query.dim() != 3:
         raise ArgumentError(f"query must have shape [num_tokens, num_qo_heads, head_dim], got {checks.describe(query)}")
@@ -246,7 +265,8 @@ def _settings_of(
     sm_scale, sm_scale_tensors = split_scale("bmm1_scale", scales.bmm1_scale, device)
     v_scale, v_scale_tensors = split_scale("bmm2_scale", scales.bmm2_scale, device)
     sm_scale, v_scale = checks.real_or("bmm1_scale", sm_scale, 1.0), checks.real_or("bmm2_scale", v_scale, 1.0)
-    o_dtype = q_dtype if tensors.out is None else checks.tensor("out", tensors.out).dtype
+    sm_scale *= scales.bmm1_factor
+    o_dtype = (options.out_dtype or q_dtype) if tensors.out is None else checks.tensor("out", tensors.out).dtype
     if o_dtype != FP8_OUT:
         v_scale = checks.real("bmm2_scale * o_scale", v_scale * scales.o_scale)
     if options.enable_pdl is not None:
@@ -394,18 +414,25 @@ def shared_scratch(workspace_buffer: Any) -> Scratch:
     """Return a workspace with counters in the first 8 MiB, where FlashInfer has its semaphores, and partial results
     after them.
     """
-    buffer = checks.tensor("workspace_buffer", workspace_buffer)
-    check_workspace("workspace_buffer", buffer)
-    start, size = buffer.data_ptr(), buffer.nbytes
+    buffer, size = _memory("workspace_buffer", workspace_buffer)
+    start = buffer.data_ptr()
     return Scratch(buffer, buffer, start, start + COUNTER_BYTES, min(size, COUNTER_BYTES), max(0, size - COUNTER_BYTES))
 
 
 def separate_scratch(semaphores: Any, workspace_buffer: Any) -> Scratch:
     """Return a workspace with counters in `semaphores` and partial results in `workspace_buffer`."""
-    counters, partials = checks.tensor("semaphores", semaphores), checks.tensor("workspace_buffer", workspace_buffer)
-    check_workspace("semaphores", counters)
-    check_workspace("workspace_buffer", partials)
-    return Scratch(counters, partials, counters.data_ptr(), partials.data_ptr(), counters.nbytes, partials.nbytes)
+    counters, counter_bytes = _memory("semaphores", semaphores)
+    partials, partial_bytes = _memory("workspace_buffer", workspace_buffer)
+    return Scratch(counters, partials, counters.data_ptr(), partials.data_ptr(), counter_bytes, partial_bytes)
+
+
+def _memory(name: str, value: Any) -> tuple[torch.Tensor, int]:
+    """Return a buffer and the bytes of it that a launch may use: none if they are not aligned."""
+    buffer = checks.tensor(name, value)
+    checks.stored(name, buffer)
+    if not buffer.is_contiguous():
+        raise ArgumentError(f"{name} must be contiguous, got strides {buffer.stride()} for shape {tuple(buffer.shape)}")
+    return buffer, 0 if buffer.data_ptr() % ALIGNMENT else buffer.nbytes
 
 
 def _outputs(

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from cute_attn.dispatch import backends
-from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal
-from cute_attn.request import checks
+from cute_attn.errors import ArgumentError
+from cute_attn.problem import DecodeProblem
+from cute_attn.request import checks, decode_values
 from cute_attn.request.decode import (
     DecodeOptions,
     DecodeScales,
@@ -25,7 +26,16 @@ from cute_attn.request.decode import (
     separate_scratch,
     shared_scratch,
 )
+from cute_attn.request.decode_values import Said
+from cute_attn.runtime import switches
 from cute_attn.runtime.arch import multiprocessors
+
+LOW_LEVEL_NAMES = {  # arguments of `xqa` and what they are called here
+    "query": "q",
+    "out": "output",
+    "block_tables": "page_table",
+    "q_len_per_req": "q_seq_len",
+}
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -72,6 +82,15 @@ def xqa_batch_decode_with_kv_cache(
     query, cache, block_tables, seq_lens, scale tensors, sinks, mask, q_cu_seq_lens. CPU tensors run on the torch
     reference, which reads lengths on the host. No gradients are computed.
 
+    What is in block_tables, seq_lens and q_cu_seq_lens (page numbers beyond the cache, lengths beyond the pages, bounds
+    that decrease), and whether out, lse and workspace_buffer have memory in common with another argument, is checked
+    for CPU tensors in every call, and on a GPU with `CUTE_ATTN_VALIDATE=1` in the environment, which costs
+    synchronisations. Without it a GPU reads no key past max_pages * page_size, and trusts the rest.
+
+    Semaphores of a launch's own belong to its stream, or to the captured launch, and its partial results to torch's
+    allocator, so that calls on several streams and in CUDA graphs do not meet. The first such call on a GPU allocates
+    them and cannot be one that is captured: make it once before.
+
     Parameters
     ----------
     query : `[num_tokens, num_qo_heads, head_dim]`, float16 or bfloat16; num_tokens = batch_size * q_len_per_req, or
@@ -82,14 +101,15 @@ def xqa_batch_decode_with_kv_cache(
         the first. Any page size; any strides with 1 on the last axis; on a GPU rows must be 16-byte aligned. Of query's
         dtype, float8_e4m3fn, float8_e5m2, or uint8: NVFP4, two e2m1 numbers per byte, low bits first, head_dim / 2
         bytes.
-    workspace_buffer : of any dtype, contiguous, 16-byte aligned, on query's device; 8 MiB for semaphores, which must be
-        0 before the first use and are left 0, and a few MiB for partial results. Two streams must not use it at once.
-        Neither CPU tensors nor `backend="reference"` use it.
+    workspace_buffer : of any dtype, contiguous, on query's device; 8 MiB for semaphores, which must be 0 before the
+        first use and are left 0, and a few MiB for partial results. Two streams must not use it at once. Where it is
+        smaller than a launch needs, or not 16-byte aligned, the launch uses semaphores and partial results of its own
+        (see below). Neither CPU tensors nor `backend="reference"` use it.
     block_tables : int32 `[batch_size, max_pages]`, the page numbers of each request in order. Entries past a request's
-        last page are not read. Page numbers are not checked.
+        last page are not read.
     seq_lens : int32 or uint32 `[batch_size]` or `[batch_size, 1]`, keys of each request in tokens, those of the query
-        tokens included. More than max_pages * page_size count as that many.
-    max_seq_len : int, an upper bound of seq_lens, in tokens. Only its type is checked: no size depends on it.
+        tokens included; at most max_pages * page_size.
+    max_seq_len : int >= 0, an upper bound of seq_lens, in tokens. No size depends on it.
     bmm1_scale, bmm2_scale : finite numbers, or floating-point tensors of one element; a tensor on the GPU is read by
         the kernel, without synchronisation. Default 1. bmm1_scale must include 1 / sqrt(head_dim).
     window_left : >= 0: a row sees that many keys before its position, and its own. Negative (default): no window.
@@ -106,8 +126,9 @@ def xqa_batch_decode_with_kv_cache(
         before those are visible. Default: causal.
     kv_cache_sf : block scales of an NVFP4 cache, required with it and refused otherwise: like kv_cache with
         head_dim / 16 on the last axis, e4m3, or its bytes as uint8, one scale per 16 values, not interleaved.
-    q_cu_seq_lens : int32 or uint32 `[batch_size + 1]`: query tokens of request i are rows q_cu_seq_lens[i] to
-        q_cu_seq_lens[i + 1], at most q_len_per_req of them. Default: q_len_per_req tokens of every request.
+    q_cu_seq_lens : int32 or uint32 `[batch_size + 1]`, from 0 to num_tokens, not decreasing: query tokens of request i
+        are rows q_cu_seq_lens[i] to q_cu_seq_lens[i + 1], at most q_len_per_req of them. With `out` of the caller it
+        may end before num_tokens: rows past it are not written. Default: q_len_per_req tokens of every request.
     lse : written instead of a new tensor: contiguous float32 `[num_tokens, num_qo_heads]`. Written also without
         `return_lse`.
     return_lse : return `(out, lse)`. Default False.
@@ -123,8 +144,7 @@ def xqa_batch_decode_with_kv_cache(
     Raises
     ------
     ArgumentError (a ValueError: shape, dtype, device or value; also a RuntimeError where head counts or head dimensions
-    do not match), ArgumentTypeError (a TypeError), LayoutError (a KeyError: `kv_layout`, `backend`), WorkspaceError (a
-    RuntimeError that names the bytes needed: workspace_buffer is too small for this GPU), NotSupported (a
+    do not match), ArgumentTypeError (a TypeError), LayoutError (a KeyError: `kv_layout`, `backend`), NotSupported (a
     NotImplementedError that lists why no backend takes the problem: on a GPU other head_dims, float8_e4m3fn out before
     compute capability 9.0, caches that span 64 GiB or more, block scales of a token that do not start at a multiple of
     their size).
@@ -139,7 +159,7 @@ def xqa_batch_decode_with_kv_cache(
     >>> xqa_batch_decode_with_kv_cache(query, kv_cache, workspace, tables, seq_lens, 48, 128**-0.5).shape
     torch.Size([2, 32, 128])
     """
-    checks.integer("max_seq_len", max_seq_len)
+    max_seq_len = longest(max_seq_len)
     k, v = cache_pair(kv_cache, kv_layout)
     block_scales = None if kv_cache_sf is None else block_scale_pair(kv_cache_sf, kv_layout, k, v)
     scratch, o_scale = shared_scratch(workspace_buffer), positive_or_one("o_scale", o_scale)
@@ -149,6 +169,9 @@ def xqa_batch_decode_with_kv_cache(
         DecodeOptions(window_left, q_len_per_req, enable_pdl, return_lse),
         scratch,
     )
+    if looks_at_values(problem):
+        scales = ("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale)
+        decode_values.before_launch(problem, Said(max_seq_len, out is not None, scales))
     backends.run(problem, backend)
     result = out
     if result is None:
@@ -158,105 +181,6 @@ def xqa_batch_decode_with_kv_cache(
         assert problem.lse is not None
         return result, problem.lse
     return result
-
-
-def trtllm_batch_decode_with_kv_cache(
-    query: torch.Tensor,
-    kv_cache: Cache,
-    workspace_buffer: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    max_seq_len: int,
-    bmm1_scale: float | torch.Tensor = 1.0,
-    bmm2_scale: float | torch.Tensor = 1.0,
-    window_left: int = -1,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype | str | None = None,
-    o_sf_scale: float | None = None,
-    o_sf_vec_size: int | None = None,
-    sinks: torch.Tensor | list[torch.Tensor] | None = None,
-    kv_layout: str = "HND",
-    enable_pdl: bool | None = None,
-    backend: str = "auto",
-    q_len_per_req: int | None = 1,
-    o_scale: float | None = 1.0,
-    mask: torch.Tensor | None = None,
-    max_q_len: int | None = None,
-    cum_seq_lens_q: torch.Tensor | None = None,
-    *,
-    kv_cache_sf: Cache | None = None,
-    lse: torch.Tensor | None = None,
-    return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Run `xqa_batch_decode_with_kv_cache` under the name that serving engines call.
-
-    Formulas, shapes, dtypes and units are in its docstring; the differences are below.
-
-    Parameters
-    ----------
-    query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,
-        enable_pdl, q_len_per_req, o_scale, mask, kv_cache_sf, lse, return_lse : arguments of
-        `xqa_batch_decode_with_kv_cache`, with the same defaults.
-    out : written and returned, as there. Default: a new tensor of query's shape, also for several query tokens per
-        request.
-    out_dtype : dtype of a new out: float16, bfloat16 or float8_e4m3fn; a given out must have it. Default: query's. A
-        string ("nvfp4") means NVFP4 output, which is refused.
-    o_sf_scale, o_sf_vec_size : arguments of NVFP4 output; refused unless None.
-    sinks : as there, or a list of one such tensor. Default: none.
-    kv_layout : "HND" (default) or "NHD", of kv_cache and kv_cache_sf.
-    backend : "auto" (default) or "xqa", which mean the same.
-    max_q_len, cum_seq_lens_q : q_len_per_req and q_cu_seq_lens of `xqa_batch_decode_with_kv_cache`, for ragged queries:
-        an int, and int32 or uint32 `[batch_size + 1]`. Given together; max_q_len replaces q_len_per_req.
-
-    Returns
-    -------
-    The given out, or a new one: `[num_tokens, num_qo_heads, head_dim]`. With `return_lse` the pair of it and the
-    **base-2** lse, float32 `[num_tokens, num_qo_heads]`.
-
-    Raises
-    ------
-    The errors of `xqa_batch_decode_with_kv_cache`; ArgumentError also for one of max_q_len and cum_seq_lens_q without
-    the other, an out whose dtype is not out_dtype, and a list of several sinks; ArgumentTypeError for an out_dtype that
-    is no dtype; LayoutError for another `backend`; NotSupported for NVFP4 output.
-    """
-    checks.choice("backend", backend, ("auto", "xqa"))
-    if o_sf_scale is not None or o_sf_vec_size is not None or isinstance(out_dtype, str):
-        reason = "it writes float16, bfloat16 and float8_e4m3fn"
-        raise NotSupported([Refusal("xqa", "NVFP4 output", reason, "out_dtype=torch.float8_e4m3fn")])
-    if isinstance(sinks, list):
-        if len(sinks) != 1:
-            raise ArgumentError(f"sinks must be a tensor or a list of one tensor, got a list of {len(sinks)}")
-        sinks = sinks[0]
-    if (max_q_len is None) != (cum_seq_lens_q is None):
-        raise ArgumentError("max_q_len and cum_seq_lens_q must be given together")
-    if not (out_dtype is None or isinstance(out_dtype, torch.dtype)):
-        raise ArgumentTypeError(f"out_dtype must be a torch.dtype, got {checks.describe(out_dtype)}")
-    if out is None and isinstance(query, torch.Tensor):
-        out = torch.empty_like(query, dtype=out_dtype or query.dtype, memory_format=torch.contiguous_format)
-    elif out is not None and out_dtype is not None and checks.tensor("out", out).dtype != out_dtype:
-        raise ArgumentError(f"out must have out_dtype {out_dtype}, got {checks.describe(out)}")
-    return xqa_batch_decode_with_kv_cache(
-        query,
-        kv_cache,
-        workspace_buffer,
-        block_tables,
-        seq_lens,
-        max_seq_len,
-        bmm1_scale,
-        bmm2_scale,
-        window_left,
-        out,
-        sinks,
-        kv_layout=kv_layout,
-        enable_pdl=enable_pdl,
-        q_len_per_req=q_len_per_req if max_q_len is None else max_q_len,
-        o_scale=o_scale,
-        mask=mask,
-        kv_cache_sf=kv_cache_sf,
-        q_cu_seq_lens=cum_seq_lens_q,
-        lse=lse,
-        return_lse=return_lse,
-    )
 
 
 def xqa(
@@ -305,14 +229,16 @@ def xqa(
     k_cache, v_cache : `[num_pages, page_size, num_kv_heads, head_dim]` ("NHD") or `[num_pages, num_kv_heads, page_size,
         head_dim]` ("HND"); dtypes and strides as for kv_cache of `xqa_batch_decode_with_kv_cache`.
     page_table : int32 `[batch_size, max_pages]`, the page numbers of each request in order. Entries past a request's
-        last page are not read. Page numbers are not checked.
+        last page are not read.
     seq_lens : int32 or uint32 `[batch_size]` or `[batch_size, 1]`, keys of each request in tokens, those of the query
         tokens included.
     output : written: as many elements as q in the same order, tokens at equal distances; float16, bfloat16 or
         float8_e4m3fn (saturated; on a GPU from compute capability 9.0). No memory in common with q and the caches.
-    workspace_buffer : of any dtype, contiguous and 16-byte aligned: a few MiB for partial results.
-    semaphores : of any dtype, contiguous and 16-byte aligned, a few KiB; 0 before the first use, and left 0. Two
-        streams must not use either buffer at once.
+    workspace_buffer : of any dtype and size, contiguous: partial results.
+    semaphores : of any dtype and size, contiguous; 0 before the first use, and left 0. Two streams must not use either
+        buffer at once. FlashInfer needs a word per request, kv head and block of query rows; a launch here needs up to
+        4 KiB, and partial results of a few MiB. Where either buffer is smaller, or not 16-byte aligned, the launch uses
+        memory of its own instead, as `xqa_batch_decode_with_kv_cache` says.
     num_kv_heads, page_size : int, those of k_cache; page_size in tokens.
     sinks : floating-point, num_qo_heads elements, natural-log domain, not scaled. Default: none.
     q_scale, kv_scale : finite numbers, or floating-point tensors of one element; a tensor on the GPU is read by the
@@ -336,8 +262,7 @@ def xqa(
 
     Raises
     ------
-    The errors of `xqa_batch_decode_with_kv_cache`; WorkspaceError if workspace_buffer or semaphores are too small for
-    this GPU.
+    The errors of `xqa_batch_decode_with_kv_cache`.
     """
     k, v = cache_pair((k_cache, v_cache), kv_layout)
     expected = checks.integer("num_kv_heads", num_kv_heads), checks.integer("page_size", page_size)
@@ -360,6 +285,7 @@ def xqa(
         raise ArgumentError(
             f"output must have q's shape {tuple(q.shape)}, tokens at equal distances, got {checks.describe(output)}"
         ) from error
+    scales = ("q_scale", q_scale), ("kv_scale", kv_scale)
     kv_scale = number_or_tensor("kv_scale", kv_scale)
     bmm1_scale = number_or_tensor("q_scale", q_scale) * kv_scale * q.shape[-1] ** -0.5
     bmm2_scale = kv_scale * positive_or_one("rcp_out_scale", rcp_out_scale)
@@ -370,7 +296,22 @@ def xqa(
         DecodeOptions(window_left, q_seq_len, enable_pdl, False),
         separate_scratch(semaphores, workspace_buffer),
     )
+    if looks_at_values(problem):
+        decode_values.before_launch(problem, Said(None, True, scales, LOW_LEVEL_NAMES))
     backends.run(problem, backend)
+
+
+def longest(max_seq_len: Any) -> int:
+    """Check `max_seq_len`."""
+    bound = checks.integer("max_seq_len", max_seq_len)
+    if bound < 0:
+        raise ArgumentError(f"max_seq_len must be >= 0, got {bound}")
+    return bound
+
+
+def looks_at_values(problem: DecodeProblem) -> bool:
+    """Tell whether a call looks at lengths and page numbers: where that costs nothing or was asked for."""
+    return problem.q.device.type == "cpu" or switches.validates()
 
 
 def _check_sm_count(sm_count: Any, device: torch.device) -> None:

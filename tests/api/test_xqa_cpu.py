@@ -109,7 +109,7 @@ def test_trtllm_name() -> None:
     with pytest.raises(NotSupported, match="NVFP4 output"):
         trtllm_batch_decode_with_kv_cache(**arguments, out_dtype="nvfp4")
     with pytest.raises(LayoutError, match="backend"):
-        trtllm_batch_decode_with_kv_cache(**arguments, backend="trtllm-gen")
+        trtllm_batch_decode_with_kv_cache(**arguments, backend="trtllm")
 
 
 def test_the_low_level_form() -> None:
@@ -131,13 +131,6 @@ def test_the_low_level_form() -> None:
 def test_a_window_beyond_all_keys_is_none() -> None:
     built = build(CASE)
     assert torch.equal(call(built, window_left=10**30), call(built))
-
-
-def test_pages_past_the_table_are_not_read() -> None:
-    built = build(dataclasses.replace(CASE, seq_lens=(16,)))
-    longer = torch.tensor([1000], dtype=torch.int32)
-    table = built.arguments["block_tables"][:, :1]
-    assert torch.equal(call(built, seq_lens=longer, block_tables=table), call(built))
 
 
 def test_an_fp8_output_saturates() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from typing import Any
 
@@ -142,6 +143,23 @@ def test_the_low_level_form() -> None:
     assert len(emulation.records) == 1
     assert not semaphores.view(torch.int32).any()
     assert built.check(output, None) == ""
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("words", [0, 3])
+def test_the_low_level_form_with_buffers_that_are_too_small(words: int) -> None:
+    """It uses memory of its own, and leaves its counters at zero (the emulator looks)."""
+    built = build(XqaCase((77, 3, 200), heads=(4, 2), head_dim=64))
+    a, (k, v) = built.arguments, built.arguments["kv_cache"]
+    scratch, semaphores = torch.full((words,), math.nan), torch.zeros(words, dtype=torch.uint32)
+    for _ in range(2):
+        output = torch.zeros_like(a["query"])
+        with emulator.using("sm_90a", sms=5):
+            xqa(
+                a["query"], k, v, a["block_tables"], a["seq_lens"], output, scratch, semaphores, 2, 16,
+                backend="emulator",
+            )  # fmt: skip
+        assert built.check(output, None) == ""
 
 
 @pytest.mark.emulator

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from cute_attn.emulator import using
-from cute_attn.errors import WorkspaceError
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.xqa.host import prepared
 from cute_attn.kernels.xqa.host.decode import DecodeRun
 from cute_attn.kernels.xqa.host.family import FAMILY
 from cute_attn.kernels.xqa.host.single import SingleRun
 from cute_attn.problem import DecodeProblem, Features, Scratch, Settings
-from cute_attn.runtime.arch import named
+from cute_attn.runtime.arch import TYPICAL_SMS, named
+from cute_attn.runtime.counters import SEMAPHORES
 from cute_attn.runtime.launch import CPU
 from tests.support import batch_case
 from tests.support.batch_case import decode, heads
@@ -142,16 +142,24 @@ def test_addresses_of_one_call_are_not_those_of_the_next(fired: Fired) -> None:
     assert not any(third[name] for name in optional + of_scales)
 
 
-@pytest.mark.parametrize("short", ["counter_bytes", "partial_bytes"])
-def test_a_workspace_that_is_too_small(fired: Fired, short: str) -> None:
+@pytest.mark.parametrize(("short", "field"), [("counter_bytes", "counters"), ("partial_bytes", "partials")])
+def test_a_buffer_that_is_too_small_is_not_used(fired: Fired, short: str, field: str) -> None:
     problem = decode_problem()
     runner = DecodeRun(problem.settings, GPU)
     config = runner.kernel(1, True).config
     needed = problem.scratch._replace(counter_bytes=config.counter_bytes, partial_bytes=config.partial_bytes)
     runner(problem._replace(scratch=needed))
-    less = needed._replace(**{short: getattr(needed, short) - 1})
-    with pytest.raises(WorkspaceError, match=f"{config.counter_bytes} bytes of semaphores and {config.partial_bytes}"):
-        runner(problem._replace(scratch=less))
+    runner(problem._replace(scratch=needed._replace(**{short: getattr(needed, short) - 1})))
+    enough, less = fired.blocks
+    assert {name for name in enough if enough[name] != less[name]} == {field}
+    assert enough[field] == getattr(needed, field)
+
+
+@pytest.mark.parametrize("arch", TYPICAL_SMS)
+def test_counters_of_a_launch_fit_those_of_a_stream(arch: str) -> None:
+    """Also on the GPU with the most multiprocessors."""
+    specs = FAMILY.specs(FEATURES, named(arch))
+    assert all(4 * max(TYPICAL_SMS.values()) * spec.ctas <= SEMAPHORES.bytes_per_launch for spec in specs)
 
 
 def test_launches_of_a_call_without_a_plan() -> None:

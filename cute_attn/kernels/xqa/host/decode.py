@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import functools
 
-from cute_attn.errors import WorkspaceError
+import torch
+
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.single import MAX_LENGTHS
 from cute_attn.kernels.xqa.host.grid import launch_config
 from cute_attn.kernels.xqa.host.prepared import PreparedKernel
 from cute_attn.kernels.xqa.host.variant import is_few
 from cute_attn.problem import DecodeProblem, Request, Settings
+from cute_attn.runtime import counters
 from cute_attn.runtime.launch import current_stream
 
 
 class DecodeRun:
     """Runs decode calls of the same settings in the scratch memory of their callers. Nothing is copied to the device:
     the first call may be one that is captured.
+
+    Where the caller's scratch is too small, counters are those of the stream, or of the captured launch, and partial
+    results in memory of torch's allocator, which a graph keeps. The first call that needs such counters allocates them,
+    and must not be one that is captured.
     """
 
     def __init__(self, settings: Settings, gpu: Gpu) -> None:
@@ -32,11 +38,12 @@ class DecodeRun:
         batch_size = tables.shape[0]
         kernel = self.kernel(problem.qo_len, is_few(batch_size, settings.features))
         config, stream = kernel.config, current_stream(self.gpu.device_index)
-        if scratch.partial_bytes < config.partial_bytes or scratch.counter_bytes < config.counter_bytes:
-            raise WorkspaceError(
-                f"this call needs {config.counter_bytes} bytes of semaphores and {config.partial_bytes} bytes of "
-                f"scratch, the buffers have {scratch.counter_bytes} and {scratch.partial_bytes}"
-            )
+        counted_at, partials_at = scratch.counters, scratch.partials
+        if scratch.counter_bytes < config.counter_bytes:
+            counted_at = counters.of_device(self.gpu.device_index, counters.SEMAPHORES).address(stream)
+        if scratch.partial_bytes < config.partial_bytes:
+            partials = problem.q.new_empty(config.partial_bytes, dtype=torch.uint8)  # until the launch is in its stream
+            partials_at = partials.data_ptr()
         numbers = (
             tables.data_ptr(),
             tables.stride(0),
@@ -46,8 +53,8 @@ class DecodeRun:
             0 if problem.draft_mask is None else problem.draft_mask.data_ptr(),
             batch_size,
             problem.max_kv_len,
-            scratch.counters,
-            scratch.partials,
+            counted_at,
+            partials_at,
         )
         values = kernel.values(problem, kernel.output.of(problem), numbers, stream)
         kernel.attention.fire(values, config.grid, stream)

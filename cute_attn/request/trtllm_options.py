@@ -1,0 +1,84 @@
+"""Options of FlashInfer's TRT-LLM functions: what asks for nothing is accepted, what has no meaning here is refused."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import torch
+
+from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal
+from cute_attn.request import checks
+from cute_attn.request.fp4_tensor import FP4Tensor
+
+
+def refuse(feature: str, reason: str, instead: str) -> None:
+    """Raise NotSupported for a feature that no backend has."""
+    raise NotSupported([Refusal("every backend", feature, reason, instead)])
+
+
+def refuse_given(reason: str, **options: Any) -> None:
+    """Refuse options that are neither None nor False."""
+    for name, value in options.items():
+        if value is not None and value is not False:
+            refuse(f"{name}={checks.describe(value)}", reason, f"{name}=None")
+
+
+def refuse_skipped_softmax(factor: Any) -> None:
+    """Refuse a threshold below which weights are dropped. None and 0 drop nothing."""
+    if factor is not None and checks.real("skip_softmax_threshold_scale_factor", factor) != 0:
+        feature = f"skip_softmax_threshold_scale_factor={factor!r}"
+        refuse(feature, "no weight is dropped from the softmax", "skip_softmax_threshold_scale_factor=None")
+
+
+def refuse_nvfp4_output(out: Any, out_dtype: Any, o_sf_scale: Any, o_sf_vec_size: Any) -> torch.Tensor | None:
+    """Refuse NVFP4 output, under all the names that ask for it. Return out, which is then none."""
+    asked = isinstance(out, FP4Tensor) or (isinstance(out_dtype, str) and out_dtype == "nvfp4")
+    if asked or o_sf_scale is not None or o_sf_vec_size is not None:
+        reason = "outputs have 16 bits, or 8 on XQA"
+        refuse("NVFP4 output (out_dtype, o_sf_scale, o_sf_vec_size)", reason, "out_dtype=None and quantize out")
+    given: torch.Tensor | None = out
+    return given
+
+
+def output_dtype(out: Any, out_dtype: Any) -> torch.dtype | None:
+    """Return the dtype of out, from a given out or `out_dtype`, which must agree; None where neither is given."""
+    if isinstance(out_dtype, str):
+        named = getattr(torch, out_dtype.removeprefix("torch."), None)
+        if not isinstance(named, torch.dtype):
+            raise ArgumentError(f"out_dtype must name a dtype of torch, got {out_dtype!r}")
+        out_dtype = named
+    if not (out_dtype is None or isinstance(out_dtype, torch.dtype)):
+        raise ArgumentTypeError(f"out_dtype must be a torch.dtype, got {checks.describe(out_dtype)}")
+    if out is None:
+        return out_dtype
+    given = checks.tensor("out", out).dtype
+    if out_dtype is not None and given != out_dtype:
+        raise ArgumentError(f"out must have out_dtype {out_dtype}, got {checks.describe(out)}")
+    return given
+
+
+def one_sink(sinks: Any) -> Any:
+    """Return the sinks of a call that may have them in a list of one tensor."""
+    if not isinstance(sinks, list | tuple):
+        return sinks
+    if len(sinks) != 1:
+        raise ArgumentError(f"sinks must be a tensor or a list of one tensor, got a list of {len(sinks)}")
+    return sinks[0]
+
+
+def scale(name: str, value: Any) -> float | torch.Tensor:
+    """Check a finite number, or a floating-point tensor of one element."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and value.dtype.is_floating_point:
+        return value
+    if isinstance(value, torch.Tensor | bool) or not isinstance(value, numbers.Real):
+        raise ArgumentTypeError(
+            f"{name} must be a number or a floating-point tensor of one element, got {checks.describe(value)}"
+        )
+    return checks.real(name, value)
+
+
+def check_counters(buffer: Any) -> None:
+    """Check `multi_ctas_kv_counter_buffer`, which is not used: counters are elsewhere."""
+    if buffer is not None:
+        checks.tensor("multi_ctas_kv_counter_buffer", buffer)

@@ -1,0 +1,164 @@
+"""Check the lengths and tables of FlashInfer's TRT-LLM prefill functions, which have no plan of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from cute_attn.errors import ArgumentError, NotSupported, Refusal
+from cute_attn.request import checks
+from cute_attn.request.settings import MAX_KV_LEN
+
+LENGTH_DTYPES = (torch.int32, torch.uint32, torch.int64)
+
+
+class Bounds(NamedTuple):
+    """What a call says of its lengths besides the arrays."""
+
+    batch_size: Any
+    max_q_len: Any
+    max_kv_len: Any
+
+
+class Lengths(NamedTuple):
+    """Query tokens `[batch_size + 1]` and keys `[batch_size]` of a batch: int64 on the host."""
+
+    qo_indptr: np.ndarray
+    kv_len: np.ndarray
+
+    @property
+    def rows(self) -> int:
+        return int(self.qo_indptr[-1])
+
+    def same(self, other: Lengths | None) -> bool:
+        """Tell whether another batch has the same lengths."""
+        return other is not None and all(map(np.array_equal, self, other))
+
+
+def refuse_capture(function: str, device: torch.device) -> None:
+    """Refuse a call whose launches would be captured: it reads lengths and makes a plan."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        instead = (
+            "BatchPrefillWithPagedKVCacheWrapper(use_cuda_graph=True), planned before the capture, or "
+            "trtllm_batch_decode_with_kv_cache(max_q_len=, cum_seq_lens_q=), which reads lengths on the device"
+        )
+        reason = "it reads lengths on the host and schedules by them"
+        raise NotSupported([Refusal(function, "capture in a CUDA graph", reason, instead)])
+
+
+def host_arrays(arrays: Mapping[str, Any], device: torch.device) -> list[np.ndarray]:
+    """Return one-dimensional arrays of lengths on the host. Those on a GPU cost one copy, and a synchronisation,
+    together.
+    """
+    checked = [_array(name, value, device) for name, value in arrays.items()]
+    remote = [x for x in checked if x.is_cuda]
+    if remote:
+        sizes = [x.numel() for x in remote]
+        copied = iter(torch.cat([x.to(torch.int64) for x in remote]).cpu().split(sizes))
+        checked = [next(copied) if x.is_cuda else x for x in checked]
+    return [
+        x.numpy().astype(np.int64) & (0xFFFFFFFF if given.dtype == torch.uint32 else -1)
+        for x, given in zip(checked, arrays.values(), strict=True)
+    ]
+
+
+def _array(name: str, value: Any, device: torch.device) -> torch.Tensor:
+    value = checks.tensor(name, value)
+    checks.dtype(name, value.dtype, LENGTH_DTYPES)
+    if value.dim() != 1:
+        raise ArgumentError(f"{name} must have 1 dimension, got {checks.describe(value)}")
+    if value.device.type != "cpu":
+        checks.device(name, value, device)
+    return value.view(torch.int32) if value.dtype == torch.uint32 else value
+
+
+def lengths(qo_indptr: np.ndarray, kv_len: np.ndarray, bounds: Bounds, rows: int) -> Lengths:
+    """Check lengths against each other, the rows of query and the bounds that the call gives."""
+    batch_size = checks.integer("batch_size", bounds.batch_size)
+    for name, value, size in (("cum_seq_lens_q", qo_indptr, batch_size + 1), ("seq_lens", kv_len, batch_size)):
+        if len(value) != size:
+            raise ArgumentError(f"{name} must have {size} elements for batch_size {batch_size}, got {len(value)}")
+    qo_len = np.diff(qo_indptr)
+    if (qo_len < 0).any():
+        i = int((qo_len < 0).argmax())
+        raise ArgumentError(
+            f"cum_seq_lens_q must not decrease, got {qo_indptr[i + 1]} after {qo_indptr[i]} (request {i})"
+        )
+    if qo_indptr[0] < 0 or qo_indptr[-1] > rows:
+        raise ArgumentError(
+            f"cum_seq_lens_q must stay within 0..{rows}, the rows of query, got {qo_indptr[0]}..{qo_indptr[-1]}"
+        )
+    _check_bound("max_q_len", bounds.max_q_len, "cum_seq_lens_q", qo_len)
+    _check_bound("max_kv_len", bounds.max_kv_len, "seq_lens", kv_len)
+    return Lengths(qo_indptr, kv_len)
+
+
+def _check_bound(name: str, bound: Any, lengths_name: str, values: np.ndarray) -> None:
+    bound = checks.integer(name, bound)
+    wrong = (values < 0) | (values > min(bound, MAX_KV_LEN))
+    if wrong.any():
+        i = int(wrong.argmax())
+        raise ArgumentError(f"{lengths_name} must give each request 0 to {name} = {bound}; request {i} has {values[i]}")
+
+
+def check_kv_bounds(kv_indptr: np.ndarray, lengths: Lengths, rows: int) -> None:
+    """Check the rows of ragged keys: those that `seq_lens` says, within k and v."""
+    if not np.array_equal(np.diff(kv_indptr), lengths.kv_len):
+        raise ArgumentError(
+            "cum_seq_lens_kv must be the sums of seq_lens: they give other numbers of keys to a request"
+        )
+    if kv_indptr[0] < 0 or kv_indptr[-1] > rows:
+        raise ArgumentError(
+            f"cum_seq_lens_kv must stay within 0..{rows}, the rows of k and v, got {kv_indptr[0]}..{kv_indptr[-1]}"
+        )
+
+
+class PageList(NamedTuple):
+    """Where the pages of a batch are in its tables."""
+
+    counts: np.ndarray  # [batch_size]
+    positions: np.ndarray  # in the flat tables, request by request
+
+
+def page_list(tables: torch.Tensor, kv_len: np.ndarray, page_size: int) -> PageList:
+    """Check that tables have room for the keys of every request, and return where their pages are."""
+    batch_size, width = tables.shape
+    counts = -(-kv_len // page_size)
+    if batch_size != len(kv_len):
+        raise ArgumentError(
+            f"block_tables must have {len(kv_len)} rows, one per request, got {checks.describe(tables)}"
+        )
+    if (counts > width).any():
+        i = int((counts > width).argmax())
+        raise ArgumentError(
+            f"seq_lens must be at most {width * page_size}, the {width} pages of block_tables times {page_size} "
+            f"tokens; request {i} has {kv_len[i]}"
+        )
+    request = np.repeat(np.arange(batch_size), counts)
+    first = np.cumsum(counts) - counts
+    return PageList(counts, request * width + np.arange(len(request)) - first[request])
+
+
+def check_pages(pages: torch.Tensor, where: PageList, width: int, num_pages: int) -> None:
+    """Raise ArgumentError for a page that the cache does not have. Costs a synchronisation on a GPU."""
+    wrong = (pages < 0) | (pages >= num_pages)
+    if bool(wrong.any()):
+        at = int(wrong.nonzero()[0])
+        i, j = divmod(int(where.positions[at]), width)
+        raise ArgumentError(
+            f"block_tables[{i}, {j}], page {j} of request {i}, is {int(pages[at])}; "
+            f"the cache has {f'pages 0..{num_pages - 1}' if num_pages else 'no pages'}"
+        )
+
+
+def tables(value: Any, device: torch.device) -> torch.Tensor:
+    """Check a page table `[batch_size, max_pages]` and return it contiguous."""
+    value = checks.tensor("block_tables", value)
+    checks.dtype("block_tables", value.dtype, (torch.int32,))
+    checks.device("block_tables", value, device)
+    if value.dim() != 2:
+        raise ArgumentError(f"block_tables must have shape [batch_size, max_pages], got {checks.describe(value)}")
+    return value.contiguous()

@@ -1,0 +1,110 @@
+"""Helpers under FlashInfer's module name: what serving engines import from `flashinfer.utils` for attention."""
+
+from __future__ import annotations
+
+import torch
+
+from cute_attn.errors import ArgumentError
+from cute_attn.request import checks
+from cute_attn.request.fp4_tensor import FP4Tensor
+from cute_attn.runtime import arch
+
+__all__ = [
+    "FP4Tensor",
+    "device_support_pdl",
+    "get_compute_capability",
+    "get_device_sm_count",
+    "get_trtllm_gen_multi_ctas_kv_counter_bytes",
+]
+
+
+def get_device_sm_count(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU.
+
+    Parameters
+    ----------
+    device : a device, or its name. A CUDA device without index is the current one.
+
+    Returns
+    -------
+    Multiprocessors; 0 for the CPU, which has none.
+
+    Raises
+    ------
+    ArgumentError (another device).
+    """
+    device = _device(device)
+    return 0 if device.type == "cpu" else arch.multiprocessors(_index(device))
+
+
+def get_compute_capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU.
+
+    Parameters
+    ----------
+    device : a CUDA device, or its name. Without index: the current one.
+
+    Returns
+    -------
+    (major, minor).
+
+    Raises
+    ------
+    ArgumentError (no CUDA device).
+    """
+    device = _device(device)
+    if device.type != "cuda":
+        raise ArgumentError(f"device must be a cuda device, got {device}")
+    return torch.cuda.get_device_capability(_index(device))
+
+
+def device_support_pdl(device: torch.device) -> bool:
+    """Tell whether a device has programmatic dependent launch, which kernels here use where `enable_pdl` is None.
+
+    Parameters
+    ----------
+    device : a device, or its name. A CUDA device without index is the current one.
+
+    Returns
+    -------
+    True from compute capability 9.0 on; False for the CPU.
+
+    Raises
+    ------
+    ArgumentError (another device).
+    """
+    device = _device(device)
+    return device.type == "cuda" and get_compute_capability(device) >= (9, 0)
+
+
+def get_trtllm_gen_multi_ctas_kv_counter_bytes(batch_size: int, num_qo_heads: int, sm_count: int) -> int:
+    """Return the bytes of the counter buffer that callers of FlashInfer's TRT-LLM functions allocate.
+
+    Functions here accept the buffer as `multi_ctas_kv_counter_buffer` and do not use it: one of any size will do.
+
+    Parameters
+    ----------
+    batch_size, num_qo_heads, sm_count : int, at least 0.
+
+    Returns
+    -------
+    4 bytes for each request and head, or for each multiprocessor if those are more, in multiples of 32 bytes.
+
+    Raises
+    ------
+    ArgumentTypeError (not an int).
+    """
+    requests, heads = checks.integer("batch_size", batch_size), checks.integer("num_qo_heads", num_qo_heads)
+    counters = max(requests * heads, checks.integer("sm_count", sm_count))
+    return -(-counters // 8) * 8 * 4
+
+
+def _device(device: torch.device | str) -> torch.device:
+    found = torch.device(device)
+    if found.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"device must be a cpu or cuda device, got {device}")
+    return found
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index

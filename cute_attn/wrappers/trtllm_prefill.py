@@ -1,0 +1,432 @@
+"""FlashInfer's TRT-LLM prefill functions on the prefill kernels here: one call each, without a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cute_attn.dispatch import select
+from cute_attn.errors import ArgumentError, ArgumentTypeError
+from cute_attn.request import checks, kv_tables, trtllm_options, trtllm_prefill
+from cute_attn.request.fp4_tensor import FP4Tensor
+from cute_attn.request.settings import KV_LAYOUTS
+from cute_attn.request.single import check_workspace
+from cute_attn.request.trtllm_prefill import Bounds, Lengths
+from cute_attn.wrappers import planned_prefill
+from cute_attn.wrappers.planned_prefill import Keys, RunOptions, Structure
+
+PAGED_LAYOUTS = {"Q_PAGED_KV_NHD": "NHD", "Q_PAGED_KV_HND": "HND"}
+INPUT_LAYOUTS = ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", *PAGED_LAYOUTS)
+MASK_MODES = ("causal", "sliding_window", "padding")
+NVFP4_REASON = "FlashInfer interleaves scales of v over 4 tokens there, and kernels here read them in order"
+NVFP4_INSTEAD = "BatchPrefillWithPagedKVCacheWrapper.run(kv_cache_sf=) with scales in order"
+
+
+def trtllm_batch_context_with_kv_cache(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    workspace_buffer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: float | torch.Tensor,
+    bmm2_scale: float | torch.Tensor,
+    batch_size: int,
+    cum_seq_lens_q: torch.Tensor,
+    cum_seq_lens_kv: torch.Tensor,
+    window_left: int = -1,
+    out: torch.Tensor | FP4Tensor | None = None,
+    out_dtype: torch.dtype | str | None = None,
+    o_sf_scale: float | None = None,
+    o_sf_vec_size: int | None = None,
+    kv_layout: str = "HND",
+    enable_pdl: bool | None = None,
+    sinks: torch.Tensor | list[torch.Tensor] | None = None,
+    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    uses_shared_paged_kv_idx: bool = True,
+    causal: bool = True,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
+    use_fp16_softmax: bool | None = None,
+    uses_spcompress: bool | None = None,
+    backend: str = "trtllm-gen",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Compute prefill or append attention of a batch over a paged cache, without a plan by the caller.
+
+    For query token i of a request with qo_len query tokens and kv_len keys, and key j, in the natural-log domain::
+
+        z = bmm1_scale * q_i.k_j
+        z = -inf                       where causal and j > i + kv_len - qo_len, and where the window hides j
+        out_i = bmm2_scale * sum_j exp(z) v_j / (sum_j exp(z) + exp(sink))
+        lse_i = log2(sum_j exp(z) + exp(sink))
+
+    A token that sees no key has out 0 and lse -inf. No gradients are computed.
+
+    Lengths are read on the host: on a GPU that is one copy and one synchronisation per call, and none if `seq_lens` and
+    `cum_seq_lens_q` are on the CPU. The schedule of an earlier call with the same lengths and options is used again, so
+    that the layers of a model share one; page numbers are read on the device in every call. Up to 16 schedules per
+    stream, and the latest workspace, stay allocated. A call cannot be captured in a CUDA graph: capture `run` of
+    `BatchPrefillWithPagedKVCacheWrapper`, or `trtllm_batch_decode_with_kv_cache` with `cum_seq_lens_q`.
+
+    Parameters
+    ----------
+    query : `[num_tokens, num_qo_heads, head_dim]`, num_tokens >= cum_seq_lens_q[-1]. dtypes, strides and head
+        dimensions: q of `BatchPrefillWithPagedKVCacheWrapper.run`.
+    kv_cache : a pair of `[num_pages, num_kv_heads, page_size, head_dim]` ("HND") or `[num_pages, page_size,
+        num_kv_heads, head_dim]` ("NHD"), or one tensor with an axis of 2 (keys, values), or 1 (both are the same),
+        after the first; as for `BatchPrefillWithPagedKVCacheWrapper.run`.
+    workspace_buffer : contiguous, any dtype, 16-byte aligned, on query's device: partial results where keys are split.
+        128 MB are enough for every batch; with less, keys are split less. Two streams must not use it at once.
+    block_tables : int32 `[batch_size, max_pages]` on query's device, page numbers of each request in order; with
+        `uses_shared_paged_kv_idx=False` `[batch_size, 2, max_pages]`. Entries past a request's last page are not read.
+        Page numbers are checked for CPU tensors, and on a GPU with `CUTE_ATTN_VALIDATE=1`.
+    seq_lens : int32, uint32 or int64 `[batch_size]`, keys of each request in tokens, on query's device or the CPU.
+    max_q_len, max_kv_len : int, upper bounds of the query tokens and of the keys of a request; checked.
+    bmm1_scale, bmm2_scale : finite numbers, or floating-point tensors of one element, which the kernel reads.
+        bmm1_scale must include 1 / sqrt(head_dim).
+    batch_size : int, requests; checked.
+    cum_seq_lens_q : int32, uint32 or int64 `[batch_size + 1]`, not decreasing: query tokens of request i are rows
+        cum_seq_lens_q[i] to cum_seq_lens_q[i + 1]. On query's device or the CPU. Rows that belong to no request are 0
+        in a new out, and not written in a given one.
+    cum_seq_lens_kv : a tensor, not read: seq_lens says the same. (Engines pass sums of tokens, or of pages.)
+    window_left : >= 0: token i sees no key before i + kv_len - qo_len - window_left. Negative (default): no window.
+    out : written and returned: query's shape, of a dtype that a backend writes (16 bits, or float32). Default: new.
+    out_dtype : dtype of out, or its name. Default: that of out, or query's (bfloat16 for fp8 query). "nvfp4" is
+        refused, and so is an `FP4Tensor` as out.
+    o_sf_scale, o_sf_vec_size : arguments of NVFP4 output; refused unless None.
+    kv_layout : "HND" (default) or "NHD".
+    enable_pdl : False: no programmatic dependent launch. None (default) or True: where the GPU has it.
+    sinks : floating-point `[num_qo_heads]`, or a list of one such tensor: natural-log domain, not scaled. Default:
+        none.
+    kv_cache_sf : NVFP4 caches are refused: FlashInfer interleaves their scales of v here.
+    skip_softmax_threshold_scale_factor : refused unless None (default) or 0.
+    uses_shared_paged_kv_idx : as for `trtllm_batch_decode_with_kv_cache`.
+    causal : default True. False: a token sees all keys of its request, or those from its window's start on.
+    lse : written instead of a new tensor: contiguous float32 `[num_tokens, num_qo_heads]`.
+    return_lse : return `(out, lse)`. Default False.
+    multi_ctas_kv_counter_buffer : a tensor, not used.
+    use_fp16_softmax, uses_spcompress : refused unless None or False.
+    backend : "trtllm-gen" (default) or "auto": the best backend here; or "fa3", "fa2", "reference" or "emulator".
+
+    Returns
+    -------
+    The given out, or a new one of query's shape. With `return_lse` the pair of it and the **base-2** lse, float32
+    `[num_tokens, num_qo_heads]`.
+
+    Raises
+    ------
+    ArgumentError (a ValueError: shape, dtype, device or value, lengths beyond block_tables or a bound),
+    ArgumentTypeError (a TypeError), LayoutError (a KeyError: `kv_layout`, `backend`), NotSupported (a
+    NotImplementedError: what is refused above, capture in a CUDA graph, or what no backend takes).
+    """
+    trtllm_options.refuse_nvfp4_output(out, out_dtype, o_sf_scale, o_sf_vec_size)
+    trtllm_options.refuse_skipped_softmax(skip_softmax_threshold_scale_factor)
+    reason = "softmax is exact and in fp32"
+    trtllm_options.refuse_given(reason, use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress)
+    trtllm_options.check_counters(multi_ctas_kv_counter_buffer)
+    if kv_cache_sf is not None:
+        trtllm_options.refuse("kv_cache_sf (NVFP4 caches)", NVFP4_REASON, NVFP4_INSTEAD)
+    checks.tensor("cum_seq_lens_kv", cum_seq_lens_kv)
+    query = _query(query, "trtllm_batch_context_with_kv_cache")
+    qo_indptr, kv_len = trtllm_prefill.host_arrays(
+        {"cum_seq_lens_q": cum_seq_lens_q, "seq_lens": seq_lens}, query.device
+    )
+    lengths = trtllm_prefill.lengths(qo_indptr, kv_len, Bounds(batch_size, max_q_len, max_kv_len), query.shape[0])
+    k, v = _paged_pair("kv_cache", kv_cache)
+    if not checks.boolean("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx):
+        page_size = _page_size(k, kv_layout)
+        k, v, block_tables = kv_tables.joined(kv_tables.Paged(k, v, block_tables), seq_lens, page_size)
+    keys = Keys(k, v, tables=trtllm_prefill.tables(block_tables, query.device))
+    structure = _structure(
+        (query, k, v),
+        kv_layout=kv_layout,
+        backend="auto" if backend == "trtllm-gen" else backend,
+        o_data_type=trtllm_options.output_dtype(out, out_dtype),
+        causal=checks.boolean("causal", causal),
+        window_left=window_left,
+        page_size=_page_size(k, kv_layout),
+    )
+    options = RunOptions(
+        *(trtllm_options.scale("bmm1_scale", bmm1_scale), trtllm_options.scale("bmm2_scale", bmm2_scale), out, lse),
+        checks.boolean("return_lse", return_lse),
+        enable_pdl,
+        trtllm_options.one_sink(sinks),
+    )
+    return _run(workspace_buffer, structure, query, keys, lengths, options)
+
+
+def trtllm_fmha_v2_prefill(
+    qkv: torch.Tensor | tuple[Any, ...],
+    input_layout: str,
+    workspace_buffer: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: float | torch.Tensor,
+    bmm2_scale: float | torch.Tensor,
+    batch_size: int,
+    cum_seq_lens_q: torch.Tensor,
+    cum_seq_lens_kv: torch.Tensor,
+    block_tables: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | str | None = None,
+    sinks: torch.Tensor | list[torch.Tensor] | None = None,
+    pos_encoding_mode: str | None = None,
+    logits_soft_cap_scale: float | None = None,
+    mask_mode: str = "causal",
+    window_left: int = -1,
+    chunked_attention_size: int = 0,
+    save_softmax_stats: bool = False,
+    skip_softmax_threshold_scale_factor: float | None = 0,
+    *,
+    backend: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Compute prefill attention of a batch over ragged or paged keys, without a plan by the caller.
+
+    Formulas, when lengths are read, and capture in CUDA graphs: `trtllm_batch_context_with_kv_cache`. With a soft cap
+    z = cap * tanh(z / cap); under ALiBi z = z + slope * (j - i), slopes of Press et al. 2022.
+
+    Parameters
+    ----------
+    qkv : by `input_layout`::
+
+            PACKED_QKV         [num_tokens, 3, num_heads, head_dim]
+            CONTIGUOUS_Q_KV    (q [num_tokens, num_qo_heads, head_dim], kv [kv_tokens, 2, num_kv_heads, head_dim])
+            SEPARATE_Q_K_V     (q, k [kv_tokens, num_kv_heads, head_dim], v [kv_tokens, num_kv_heads, head_dim_vo])
+            Q_PAGED_KV_NHD     (q, cache [num_pages, 2, page_size, num_kv_heads, head_dim], or a pair (k, v))
+            Q_PAGED_KV_HND     (q, cache [num_pages, 2, num_kv_heads, page_size, head_dim], or a pair (k, v))
+
+    input_layout : one of these names.
+    workspace_buffer : as for `trtllm_batch_context_with_kv_cache`.
+    seq_lens : int32, uint32 or int64 `[batch_size]`, keys of each request in tokens, on query's device or the CPU.
+    max_q_len, max_kv_len : int, upper bounds of the query tokens and of the keys of a request; checked.
+    bmm1_scale, bmm2_scale : finite numbers, or floating-point tensors of one element, which the kernel reads.
+    batch_size : int, requests; checked.
+    cum_seq_lens_q, cum_seq_lens_kv : int32, uint32 or int64 `[batch_size + 1]`, on query's device or the CPU: rows of
+        the query tokens and, unless keys are paged, of the keys of each request. With pages cum_seq_lens_kv is not
+        read.
+    block_tables : for paged layouts int32 `[batch_size, max_pages]`; or, with a pair (k, v), `[batch_size, 2,
+        max_pages]` as FlashInfer needs it: pages of keys and of values, both counted from the start of k in one
+        allocation. The values of all requests must then be the same number of pages away from their keys, which is
+        read.
+    out : written and returned: `[num_tokens, num_qo_heads, head_dim_vo]`. Default: new.
+    out_dtype : dtype of out, or its name. Default: that of out, or q's (bfloat16 for fp8 q).
+    sinks : floating-point `[num_qo_heads]`, or a list of one such tensor. Default: none.
+    pos_encoding_mode : None (default), "NONE" or "ALIBI", in any case.
+    logits_soft_cap_scale : soft cap of the logits; None (default), 0 or a negative number: none.
+    mask_mode : "causal" (default), "sliding_window" (causal too), or "padding" (no causal mask), in any case. "chunked"
+        and "custom" are refused.
+    window_left : >= 0: token i sees no key before i + kv_len - qo_len - window_left. Negative (default): no window. Not
+        with "padding".
+    chunked_attention_size : refused unless 0.
+    save_softmax_stats : return also float32 `[num_tokens, num_qo_heads, 2]`, a maximum m and a sum s of each row such
+        that its natural-log lse is m + ln(s). Here m is that lse and s is 1, or 0 for a row that sees no key.
+    skip_softmax_threshold_scale_factor : refused unless 0 (default) or None.
+    backend : "auto" (default), "fa3", "fa2", "reference" or "emulator".
+
+    Returns
+    -------
+    The given out, or a new one; with `save_softmax_stats` the pair of it and the statistics.
+
+    Raises
+    ------
+    The errors of `trtllm_batch_context_with_kv_cache`; LayoutError also for an unknown `input_layout`, `mask_mode` or
+    `pos_encoding_mode`; ArgumentError also for cum_seq_lens_kv that differ from seq_lens, and for a window or ALiBi
+    with "padding".
+    """
+    trtllm_options.refuse_skipped_softmax(skip_softmax_threshold_scale_factor)
+    trtllm_options.refuse_nvfp4_output(out, out_dtype, None, None)
+    causal = _causal(mask_mode, window_left, chunked_attention_size)
+    checks.choice("input_layout", input_layout, INPUT_LAYOUTS)
+    query, k, v = _operands(qkv, input_layout)
+    query = _query(query, "trtllm_fmha_v2_prefill")
+    arrays = {"cum_seq_lens_q": cum_seq_lens_q, "seq_lens": seq_lens}
+    paged = input_layout in PAGED_LAYOUTS
+    if not paged:
+        arrays["cum_seq_lens_kv"] = cum_seq_lens_kv
+    qo_indptr, kv_len, *kv_indptr = trtllm_prefill.host_arrays(arrays, query.device)
+    lengths = trtllm_prefill.lengths(qo_indptr, kv_len, Bounds(batch_size, max_q_len, max_kv_len), query.shape[0])
+    kv_layout = PAGED_LAYOUTS.get(input_layout, "NHD")
+    if paged:
+        k, v, tables = _pages(k, v, block_tables, seq_lens, kv_layout)
+        keys = Keys(k, v, tables=trtllm_prefill.tables(tables, query.device))
+    else:
+        trtllm_prefill.check_kv_bounds(kv_indptr[0], lengths, k.shape[0])
+        keys = Keys(k, v, kv_indptr=kv_indptr[0])
+    structure = _structure(
+        (query, k, v),
+        kv_layout=kv_layout,
+        backend=backend,
+        o_data_type=trtllm_options.output_dtype(out, out_dtype),
+        causal=causal,
+        window_left=window_left,
+        logits_soft_cap=checks.real_or("logits_soft_cap_scale", logits_soft_cap_scale, 0.0),
+        pos_encoding_mode=_encoding(pos_encoding_mode, causal),
+        page_size=_page_size(k, kv_layout) if paged else 0,
+    )
+    save = checks.boolean("save_softmax_stats", save_softmax_stats)
+    options = RunOptions(
+        trtllm_options.scale("bmm1_scale", bmm1_scale),
+        trtllm_options.scale("bmm2_scale", bmm2_scale),
+        out=out,
+        return_lse=save,
+        sinks=trtllm_options.one_sink(sinks),
+    )
+    result = _run(workspace_buffer, structure, query, keys, lengths, options)
+    return (result[0], _statistics(result[1])) if save else result
+
+
+# ---- arguments
+
+
+def _query(query: Any, function: str) -> torch.Tensor:
+    query = checks.tensor("query", query)
+    checks.stored("query", query)
+    if query.dim() != 3:
+        raise ArgumentError(f"query must have shape [num_tokens, num_qo_heads, head_dim], got {checks.describe(query)}")
+    trtllm_prefill.refuse_capture(function, query.device)
+    return query
+
+
+def _structure(operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor], **rest: Any) -> Structure:
+    """Return the structure of a call from query, k and v, whose head axis depends on the layout, and its options."""
+    query, k, v = operands
+    heads = k.shape[-2] if rest["kv_layout"] == "NHD" else k.shape[-3]
+    if rest["o_data_type"] is None:
+        rest["o_data_type"] = query.dtype if query.itemsize > 1 else torch.bfloat16
+    rest["backend"] = select.checked_name(rest["backend"])
+    rest["window_left"] = max(-1, checks.integer("window_left", rest["window_left"]))
+    return Structure(
+        num_qo_heads=query.shape[1],
+        num_kv_heads=heads,
+        head_dim_qk=query.shape[2],
+        head_dim_vo=v.shape[-1],
+        q_data_type=query.dtype,
+        kv_data_type=k.dtype,
+        **rest,
+    )
+
+
+def _paged_pair(name: str, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return k and v of a paged cache in the layout of the caller."""
+    if isinstance(cache, torch.Tensor):
+        if cache.dim() != 5 or cache.shape[1] not in (1, 2):
+            raise ArgumentError(
+                f"{name} as one tensor must have shape [pages, 1 or 2, ...], got {checks.describe(cache)}"
+            )
+        return cache[:, 0], cache[:, cache.shape[1] - 1]
+    if not isinstance(cache, tuple | list) or len(cache) != 2:
+        raise ArgumentTypeError(f"{name} must be a tensor or a pair (k, v), got {checks.describe(cache)}")
+    for half, x in zip("kv", cache, strict=True):
+        checks.stored(f"{half} of {name}", checks.tensor(f"{half} of {name}", x))
+        if x.dim() != 4:
+            raise ArgumentError(f"{half} of {name} must have 4 dimensions, got {checks.describe(x)}")
+    return cache[0], cache[1]
+
+
+def _page_size(k: torch.Tensor, kv_layout: Any) -> int:
+    size: int = k.shape[2 if checks.choice("kv_layout", kv_layout, KV_LAYOUTS) == "HND" else 1]
+    if size < 1:
+        raise ArgumentError(f"the cache must have a page_size >= 1, got {checks.describe(k)}")
+    return size
+
+
+def _pages(
+    k: torch.Tensor, v: torch.Tensor, block_tables: Any, seq_lens: torch.Tensor, kv_layout: str
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Return k, v and the table of both, from a table that may count the pages of values from the start of k."""
+    if not isinstance(block_tables, torch.Tensor) or block_tables.dim() != 3:
+        return k, v, block_tables
+    page_bytes = k.stride(0) * k.element_size()
+    origin, rest = divmod(v.data_ptr() - k.data_ptr(), page_bytes) if page_bytes else (0, 1)
+    if rest or v.stride(0) != k.stride(0):
+        raise ArgumentError(
+            "block_tables [batch_size, 2, max_pages] counts pages from the start of k: k and v must be whole pages "
+            "apart in one allocation; pass block_tables [batch_size, max_pages] for caches of their own"
+        )
+    return kv_tables.joined(kv_tables.Paged(k, v, block_tables), seq_lens, _page_size(k, kv_layout), origin)
+
+
+def _operands(qkv: Any, input_layout: str) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """Return query, keys and values of an input layout."""
+    if input_layout == "PACKED_QKV":
+        packed = checks.tensor("qkv", qkv)
+        if packed.dim() != 4 or packed.shape[1] != 3:
+            raise ArgumentError(f"qkv must have shape [num_tokens, 3, heads, head_dim], got {checks.describe(packed)}")
+        query, k, v = packed.unbind(1)
+        return query, k, v
+    count = 3 if input_layout == "SEPARATE_Q_K_V" else 2
+    if not isinstance(qkv, tuple | list) or len(qkv) != count:
+        raise ArgumentTypeError(f"qkv must be a tuple of {count} for {input_layout}, got {checks.describe(qkv)}")
+    if input_layout in PAGED_LAYOUTS:
+        return (qkv[0], *_paged_pair("the cache of qkv", qkv[1]))
+    if count == 2:
+        kv = checks.tensor("kv of qkv", qkv[1])
+        if kv.dim() != 4 or kv.shape[1] != 2:
+            raise ArgumentError(f"kv of qkv must have shape [kv_tokens, 2, heads, head_dim], got {checks.describe(kv)}")
+        return (qkv[0], *kv.unbind(1))
+    for name, x in zip(("k of qkv", "v of qkv"), qkv[1:], strict=True):
+        if checks.tensor(name, x).dim() != 3:
+            raise ArgumentError(f"{name} must have shape [kv_tokens, heads, head_dim], got {checks.describe(x)}")
+    return qkv[0], qkv[1], qkv[2]
+
+
+def _causal(mask_mode: Any, window_left: Any, chunked_attention_size: Any) -> bool:
+    """Tell whether a mask mode is causal; refuse what is no band of keys."""
+    mode = mask_mode.lower() if isinstance(mask_mode, str) else mask_mode
+    chunked = (
+        chunked_attention_size is not None and checks.integer("chunked_attention_size", chunked_attention_size) > 0
+    )
+    if chunked or mode in ("chunked", "custom"):
+        asked = f"chunked_attention_size={chunked_attention_size}" if chunked else f"mask_mode={mask_mode!r}"
+        instead = "custom_mask of BatchPrefillWithPagedKVCacheWrapper.plan"
+        trtllm_options.refuse(asked, "masks here are causal masks and windows", instead)
+    checks.choice("mask_mode", mode, MASK_MODES)
+    if mode == "padding" and checks.integer("window_left", window_left) >= 0:
+        raise ArgumentError(f"window_left must be negative with mask_mode='padding', got {window_left}")
+    return mode != "padding"
+
+
+def _encoding(pos_encoding_mode: Any, causal: bool) -> str:
+    mode = "NONE" if pos_encoding_mode is None else pos_encoding_mode
+    mode = checks.choice("pos_encoding_mode", mode.upper() if isinstance(mode, str) else mode, ("NONE", "ALIBI"))
+    if mode == "ALIBI" and not causal:
+        raise ArgumentError("pos_encoding_mode 'ALIBI' with mask_mode='padding' is causal in FlashInfer: pass 'causal'")
+    return mode
+
+
+# ---- run
+
+
+def _run(
+    workspace: Any, structure: Structure, query: torch.Tensor, keys: Keys, lengths: Lengths, options: RunOptions
+) -> Any:
+    """Run the rows of query that belong to requests. Those after them are 0 (lse: -inf) where they are new."""
+    checks.device("workspace_buffer", checks.tensor("workspace_buffer", workspace), query.device)
+    check_workspace("workspace_buffer", workspace)
+    rows, heads = lengths.rows, query.shape[1]
+    if rows == query.shape[0]:
+        return planned_prefill.run(workspace, structure, query, keys, lengths, options)
+    shape = (query.shape[0], heads, structure.head_dim_vo)
+    out, lse = options.out, options.lse
+    if out is None:
+        out = query.new_zeros(shape, dtype=structure.o_data_type)
+    elif out.shape != shape:
+        checks.shape("out", out, shape, "[num_tokens, num_qo_heads, head_dim_vo]")
+    if lse is None and options.return_lse:
+        lse = query.new_full(shape[:2], -torch.inf, dtype=torch.float32)
+    elif lse is not None and checks.tensor("lse", lse).shape != shape[:2]:
+        checks.shape("lse", lse, shape[:2], "[num_tokens, num_qo_heads]")
+    options = options._replace(out=out[:rows], lse=None if lse is None else lse[:rows])
+    planned_prefill.run(workspace, structure, query[:rows], keys, lengths, options)
+    return (out, lse) if options.return_lse else out
+
+
+def _statistics(lse: torch.Tensor) -> torch.Tensor:
+    """Return (maximum, sum) of every row from its base-2 lse."""
+    seen = lse > -torch.inf
+    return torch.stack((lse * 0.6931471805599453, seen.to(lse.dtype)), -1)

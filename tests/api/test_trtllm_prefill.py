@@ -1,0 +1,309 @@
+"""FlashInfer's TRT-LLM prefill functions: numbers on every executor, forms of arguments, refusals."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn import (
+    ArgumentError,
+    ArgumentTypeError,
+    FP4Tensor,
+    LayoutError,
+    NotSupported,
+    trtllm_batch_context_with_kv_cache,
+    trtllm_fmha_v2_prefill,
+)
+from cute_attn.wrappers import planned_prefill
+from tests.support.batch_case import BatchCase, check, make, paged, ragged
+from tests.support.executors import PARAMS, Executor
+from tests.support.trtllm_prefill import context_arguments, lengths, numbers, tables, workspace
+
+CASE = paged((3, 1, 17, 0), (40, 1, 17, 5), mask="causal", return_lse=True)
+CONTEXT = {
+    "causal": CASE,
+    "bidirectional": paged((3, 20), (33, 20), kv_layout="HND", return_lse=True),
+    "window": paged((5, 30), (64, 90), mask="causal", window_left=11, kv_layout="HND", cache="one", return_lse=True),
+    "sinks": paged((5, 30), (64, 90), mask="causal", sinks=True, num_qo_heads=4, return_lse=True),
+    "tensors": paged((5, 9), (24, 9), mask="causal", sm_scale=0.3, v_scale=1.5, tensor_scales=True, return_lse=True),
+    "keyless": paged((4, 2), (0, 3), mask="causal", page_size=3, return_lse=True),
+    "bf16": paged((4, 2), (30, 3), mask="causal", dtype="bfloat16", head_dim_qk=128, head_dim_vo=128),
+}
+
+
+def run(executor: Executor, function: Callable[..., Any], **arguments: Any) -> Any:
+    named = {"backend": executor.backend} if executor.backend != "auto" else {}
+    with executor.active():
+        return function(**arguments, **named)
+
+
+@pytest.fixture(params=PARAMS)
+def executor(request: pytest.FixtureRequest) -> Executor:
+    found: Executor = request.param
+    return found
+
+
+@pytest.mark.parametrize("name", CONTEXT)
+def test_context(executor: Executor, name: str) -> None:
+    case = CONTEXT[name]
+    inputs, arguments = context_arguments(case, executor.device)
+    result = run(executor, trtllm_batch_context_with_kv_cache, **arguments)
+    out, lse = result if case.return_lse else (result, None)
+    assert check(case, inputs, out, lse).ok
+
+
+def fmha_v2_arguments(case: BatchCase, layout: str, device: str) -> tuple[Any, dict[str, Any]]:
+    """A case and the keywords of `trtllm_fmha_v2_prefill`, with its tensors in one of the input layouts."""
+    inputs = make(case, device)
+    if layout.startswith("Q_PAGED"):
+        qkv, extra = (inputs.q, inputs.kv[0]), {"block_tables": tables(case, inputs)}
+    else:
+        k, v = (x[: sum(case.kv_lens)] for x in inputs.kv)
+        packed = {"PACKED_QKV": lambda: torch.stack((inputs.q, k, v), 1)}
+        packed |= {"CONTIGUOUS_Q_KV": lambda: (inputs.q, torch.stack((k, v), 1))}
+        qkv, extra = packed.get(layout, lambda: (inputs.q, k, v))(), {}
+    arguments = {"qkv": qkv, "input_layout": layout, "workspace_buffer": workspace(device)}
+    arguments |= {"mask_mode": "causal" if case.mask == "causal" else "padding"}
+    if case.logits_soft_cap:
+        arguments["logits_soft_cap_scale"] = case.logits_soft_cap
+    if case.pos_encoding_mode == "ALIBI":
+        arguments["pos_encoding_mode"] = "alibi"
+    return inputs, arguments | extra | lengths(case, device) | numbers(case, inputs)
+
+
+FMHA_V2 = [
+    ("PACKED_QKV", ragged((5, 1, 20), (5, 1, 20), num_qo_heads=2, num_kv_heads=2, mask="causal")),
+    ("PACKED_QKV", ragged((5, 1, 20), (5, 1, 20), num_qo_heads=2, num_kv_heads=2)),
+    ("CONTIGUOUS_Q_KV", ragged((5, 2), (30, 2), mask="causal", window_left=7)),
+    ("CONTIGUOUS_Q_KV", ragged((5, 2), (30, 2), mask="causal", logits_soft_cap=2.0)),
+    ("SEPARATE_Q_K_V", ragged((5, 2), (30, 2), mask="causal", sinks=True)),
+    ("SEPARATE_Q_K_V", ragged((5, 2), (30, 2), mask="causal", pos_encoding_mode="ALIBI")),
+    ("Q_PAGED_KV_NHD", paged((5, 20), (30, 20), mask="causal", cache="one")),
+    ("Q_PAGED_KV_HND", paged((5, 20), (30, 20), kv_layout="HND", v_scale=0.5)),
+]
+
+
+@pytest.mark.parametrize(("layout", "case"), FMHA_V2, ids=[f"{n}-{layout}" for n, (layout, _) in enumerate(FMHA_V2)])
+def test_fmha_v2(executor: Executor, layout: str, case: BatchCase) -> None:
+    inputs, arguments = fmha_v2_arguments(case, layout, executor.device)
+    assert check(case, inputs, run(executor, trtllm_fmha_v2_prefill, **arguments), None).ok
+
+
+def test_fmha_v2_statistics() -> None:
+    """A maximum and a sum per row, from which the natural-log lse follows."""
+    case = paged((4, 2), (0, 3), mask="causal", return_lse=True)
+    inputs, arguments = fmha_v2_arguments(case, "Q_PAGED_KV_NHD", "cpu")
+    out, stats = trtllm_fmha_v2_prefill(**arguments, save_softmax_stats=True)
+    lse = (stats[..., 0] + stats[..., 1].log()) / math.log(2)
+    assert check(case, inputs, out, lse).ok
+
+
+def test_fmha_v2_with_values_of_the_same_pool_in_pages_of_their_own() -> None:
+    """SGLang's call: the table counts pages of k and of v from the start of k."""
+    case = paged((5, 20), (30, 20), mask="causal")
+    inputs, arguments = fmha_v2_arguments(case, "Q_PAGED_KV_NHD", "cpu")
+    pool = torch.stack(list(inputs.kv[0]))
+    k, v = pool
+    table, pages = arguments["block_tables"], k.shape[0]
+    arguments |= {"qkv": (inputs.q, (k, v)), "block_tables": torch.stack((table, table + pages), 1)}
+    assert check(case, inputs, trtllm_fmha_v2_prefill(**arguments), None).ok
+    moved = arguments["block_tables"].clone()
+    moved[0, 1, 0] += 1
+    with pytest.raises(NotSupported, match="one page table for keys and values"):
+        trtllm_fmha_v2_prefill(**arguments | {"block_tables": moved})
+
+
+def test_forms_of_arguments_do_not_matter() -> None:
+    _, arguments = context_arguments(CASE)
+    expected, expected_lse = trtllm_batch_context_with_kv_cache(**arguments)
+    k, v = arguments["kv_cache"]
+    lse = torch.empty_like(expected_lse)
+    for changes in (
+        {"kv_cache": [k, v]},
+        {"kv_cache": (k.transpose(1, 2), v.transpose(1, 2)), "kv_layout": "HND"},
+        {"kv_cache": torch.stack((k, v), 1)},
+        {"seq_lens": arguments["seq_lens"].to(torch.uint32)},
+        {"cum_seq_lens_q": arguments["cum_seq_lens_q"].long()},
+        {"out": torch.empty_like(expected), "lse": lse},
+        {"out_dtype": "float16"},
+        {"max_q_len": 1 << 20, "max_kv_len": 1 << 20},
+        {"multi_ctas_kv_counter_buffer": torch.zeros(8, dtype=torch.uint8), "use_fp16_softmax": False},
+        {"skip_softmax_threshold_scale_factor": 0.0, "backend": "auto", "enable_pdl": False},
+        {"uses_shared_paged_kv_idx": False, "block_tables": arguments["block_tables"][:, None].expand(-1, 2, -1)},
+        {"cum_seq_lens_kv": torch.tensor([0, 3, 4, 6, 7], dtype=torch.int32)},  # vLLM's: sums of pages
+    ):
+        out, found = trtllm_batch_context_with_kv_cache(**arguments | changes)
+        assert torch.equal(out, expected), changes
+        assert torch.equal(found, expected_lse), changes
+    assert torch.equal(lse, expected_lse)
+
+
+def test_rows_of_no_request() -> None:
+    """Rows past the last request are 0 in a new out, and stay in a given one."""
+    _, arguments = context_arguments(CASE)
+    expected, expected_lse = trtllm_batch_context_with_kv_cache(**arguments)
+    padded = {**arguments, "query": torch.cat((arguments["query"], torch.full((2, 2, 64), math.nan).half()))}
+    out, lse = trtllm_batch_context_with_kv_cache(**padded)
+    assert torch.equal(out[:-2], expected)
+    assert torch.equal(lse[:-2], expected_lse)
+    assert not out[-2:].any()
+    assert (lse[-2:] == -math.inf).all()
+    given = torch.full_like(out, 7.0)
+    assert trtllm_batch_context_with_kv_cache(**padded, out=given)[0] is given
+    assert torch.equal(given[:-2], expected)
+    assert (given[-2:] == 7).all()
+
+
+def test_layers_share_a_plan_and_see_other_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call with the same lengths plans nothing, also with other scales, and reads the pages of its own table."""
+    plans = []
+    plan = planned_prefill.PagedSession._plan
+    monkeypatch.setattr(planned_prefill.PagedSession, "_plan", lambda self, n: (plans.append(n), plan(self, n)))
+    inputs, arguments = context_arguments(CASE)
+    trtllm_batch_context_with_kv_cache(**arguments)
+    assert len(plans) == 1
+    table = arguments["block_tables"]
+    order = torch.randperm(arguments["kv_cache"][0].shape[0], generator=torch.Generator().manual_seed(0))
+    moved = tuple(x[order.argsort()] for x in arguments["kv_cache"])  # page p is now page order[p]
+    live = table < len(order)
+    table[live] = order[table[live].long()].int()
+    out, lse = trtllm_batch_context_with_kv_cache(**arguments | {"kv_cache": moved})
+    assert check(CASE, inputs, out, lse).ok
+    trtllm_batch_context_with_kv_cache(**arguments | {"kv_cache": moved, "bmm1_scale": 0.5})
+    assert len(plans) == 1
+    trtllm_batch_context_with_kv_cache(**arguments | {"kv_cache": moved, "window_left": 4})
+    assert len(plans) == 2
+    shorter = arguments["seq_lens"].clone()
+    shorter[0] -= 1
+    trtllm_batch_context_with_kv_cache(**arguments | {"kv_cache": moved, "seq_lens": shorter})
+    assert len(plans) == 3
+
+
+def test_what_is_kept_is_bounded() -> None:
+    """Sessions of an earlier workspace are dropped, and so are old ones of the same."""
+    inputs, arguments = context_arguments(CASE)
+    for window in range(3 * planned_prefill.MAX_STRUCTURES):
+        trtllm_batch_context_with_kv_cache(**arguments | {"window_left": window})
+    (place,) = (place for key, place in planned_prefill._places.items() if key[0] == inputs.q.device)
+    assert len(place.sessions) == planned_prefill.MAX_STRUCTURES
+    trtllm_batch_context_with_kv_cache(**arguments | {"workspace_buffer": workspace("cpu")})
+    assert len(place.sessions) == 1
+
+
+def bad_table(case: BatchCase = CASE) -> torch.Tensor:
+    table = tables(case, make(case))
+    table[0, 1] = -1
+    return table
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"query": None}, ArgumentTypeError, "query must be a torch.Tensor"),
+    ({"query": torch.zeros(21, 128).half()}, ArgumentError, "query must have shape"),
+    ({"query": torch.zeros(20, 2, 64).half()}, ArgumentError, "cum_seq_lens_q must stay within 0..20"),
+    ({"query": torch.zeros(21, 2, 64).to_sparse()}, ArgumentError, "query must be a strided tensor"),
+    ({"kv_cache": torch.zeros(4, 16, 1, 64).half()}, ArgumentError, "kv_cache as one tensor must have shape"),
+    ({"kv_layout": "DHN"}, LayoutError, "kv_layout must be one of"),
+    ({"block_tables": bad_table()}, ArgumentError, r"block_tables\[0, 1\], page 1 of request 0, is -1"),
+    ({"block_tables": torch.zeros(4, 2, dtype=torch.int32)}, ArgumentError, "seq_lens must be at most 32.*request 0"),
+    ({"block_tables": torch.zeros(3, 4, dtype=torch.int32)}, ArgumentError, "block_tables must have 4 rows"),
+    ({"block_tables": torch.zeros(4, 4)}, ArgumentError, "block_tables must have dtype int32"),
+    ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, ArgumentError, "seq_lens must have 4 elements"),
+    ({"seq_lens": torch.tensor([-1, 1, 1, 1])}, ArgumentError, "seq_lens must give each request 0 to max_kv_len"),
+    ({"max_kv_len": 39}, ArgumentError, "0 to max_kv_len = 39; request 0 has 40"),
+    ({"max_q_len": 16}, ArgumentError, "0 to max_q_len = 16; request 2 has 17"),
+    ({"batch_size": 5}, ArgumentError, "cum_seq_lens_q must have 6 elements for batch_size 5"),
+    ({"cum_seq_lens_q": torch.tensor([0, 3, 2, 21, 21])}, ArgumentError, "cum_seq_lens_q must not decrease"),
+    ({"cum_seq_lens_q": torch.tensor([0, 3, 4, 21, 22])}, ArgumentError, "cum_seq_lens_q must stay within 0..21"),
+    ({"cum_seq_lens_kv": None}, ArgumentTypeError, "cum_seq_lens_kv must be a torch.Tensor"),
+    ({"bmm1_scale": "1"}, ArgumentTypeError, "bmm1_scale must be a number or"),
+    ({"bmm2_scale": torch.ones(2)}, ArgumentTypeError, "bmm2_scale must be a number or"),
+    ({"window_left": None}, ArgumentTypeError, "window_left must be an int"),
+    ({"out": torch.zeros(21, 2, 32).half()}, ArgumentError, "out must have shape"),
+    ({"out_dtype": "nvfp4"}, NotSupported, "NVFP4 output"),
+    (
+        {"out": FP4Tensor(torch.zeros(2, 4, dtype=torch.uint8), torch.zeros(128, 4).to(torch.float8_e4m3fn))},
+        NotSupported,
+        "NVFP4 output",
+    ),
+    ({"o_sf_scale": 1.0}, NotSupported, "NVFP4 output"),
+    ({"kv_cache_sf": torch.zeros(1)}, NotSupported, "interleaves scales of v"),
+    ({"sinks": [torch.zeros(2), torch.zeros(2)]}, ArgumentError, "list of 2"),
+    ({"skip_softmax_threshold_scale_factor": 1e-30}, NotSupported, "skip_softmax_threshold_scale_factor=1e-30"),
+    ({"use_fp16_softmax": True}, NotSupported, "use_fp16_softmax"),
+    ({"uses_spcompress": True}, NotSupported, "uses_spcompress"),
+    ({"backend": "cake"}, NotSupported, "cake"),
+    ({"backend": "nonsense"}, LayoutError, "backend must be one of"),
+    ({"causal": 1}, ArgumentTypeError, "causal must be True or False"),
+    ({"workspace_buffer": torch.zeros(64, 2)[:, 0]}, ArgumentError, "^workspace_buffer must be contiguous"),
+    ({"workspace_buffer": torch.zeros(64, device="meta")}, ArgumentError, "workspace_buffer must be on"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "words"), BAD, ids=[f"{next(iter(b[0]))}-{i}" for i, b in enumerate(BAD)])
+def test_errors_name_the_argument(changes: dict[str, Any], kind: type[Exception], words: str) -> None:
+    _, arguments = context_arguments(CASE)
+    with pytest.raises(kind, match=words):
+        trtllm_batch_context_with_kv_cache(**arguments | changes)
+    trtllm_batch_context_with_kv_cache(**arguments)
+
+
+BAD_FMHA_V2: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"input_layout": "QKV"}, LayoutError, "input_layout must be one of"),
+    ({"qkv": None}, ArgumentTypeError, "qkv must be a tuple of 2"),
+    ({"block_tables": None}, ArgumentTypeError, "block_tables must be a torch.Tensor"),
+    ({"mask_mode": "chunked"}, NotSupported, "mask_mode='chunked'"),
+    ({"mask_mode": "custom"}, NotSupported, "mask_mode='custom'"),
+    ({"mask_mode": "diagonal"}, LayoutError, "mask_mode must be one of"),
+    ({"mask_mode": "padding", "window_left": 3}, ArgumentError, "window_left must be negative"),
+    ({"mask_mode": "padding", "pos_encoding_mode": "ALIBI"}, ArgumentError, "'ALIBI' with mask_mode='padding'"),
+    ({"chunked_attention_size": 64}, NotSupported, "chunked_attention_size=64"),
+    ({"pos_encoding_mode": "ROPE_LLAMA"}, LayoutError, "pos_encoding_mode must be one of"),
+    ({"logits_soft_cap_scale": "x"}, ArgumentTypeError, "logits_soft_cap_scale must be a number"),
+    ({"skip_softmax_threshold_scale_factor": 0.1}, NotSupported, "skip_softmax_threshold_scale_factor"),
+    ({"save_softmax_stats": 1}, ArgumentTypeError, "save_softmax_stats must be True or False"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "words"), BAD_FMHA_V2, ids=[str(b[0]) for b in BAD_FMHA_V2])
+def test_errors_of_fmha_v2(changes: dict[str, Any], kind: type[Exception], words: str) -> None:
+    _, arguments = fmha_v2_arguments(paged((5, 20), (30, 20), mask="causal"), "Q_PAGED_KV_NHD", "cpu")
+    with pytest.raises(kind, match=words):
+        trtllm_fmha_v2_prefill(**arguments | changes)
+
+
+def test_ragged_keys_beyond_their_tensor() -> None:
+    _, arguments = fmha_v2_arguments(ragged((5, 2), (30, 2), mask="causal"), "SEPARATE_Q_K_V", "cpu")
+    q, k, v = arguments["qkv"]
+    with pytest.raises(ArgumentError, match=r"cum_seq_lens_kv must stay within 0\.\.31"):
+        trtllm_fmha_v2_prefill(**arguments | {"qkv": (q, k[:31], v[:31])})
+    with pytest.raises(ArgumentError, match="cum_seq_lens_kv must be the sums of seq_lens"):
+        trtllm_fmha_v2_prefill(**arguments | {"seq_lens": arguments["seq_lens"] - 1})
+
+
+def test_where_the_functions_are() -> None:
+    import cute_attn.decode
+    import cute_attn.prefill
+    import cute_attn.utils
+
+    for name in ("trtllm_batch_context_with_kv_cache", "trtllm_fmha_v2_prefill"):
+        assert getattr(cute_attn.prefill, name) is getattr(cute_attn, name)
+    for name in ("trtllm_batch_decode_with_kv_cache", "xqa_batch_decode_with_kv_cache"):
+        assert getattr(cute_attn.decode, name) is getattr(cute_attn, name)
+    for name in ("FP4Tensor", "get_device_sm_count", "get_trtllm_gen_multi_ctas_kv_counter_bytes"):
+        assert getattr(cute_attn.utils, name) is getattr(cute_attn, name)
+
+
+def test_the_order_of_arguments_is_flashinfers() -> None:
+    names = list(inspect.signature(trtllm_batch_context_with_kv_cache).parameters)
+    assert names[12:22] == [
+        *("window_left", "out", "out_dtype", "o_sf_scale", "o_sf_vec_size", "kv_layout", "enable_pdl", "sinks"),
+        *("kv_cache_sf", "skip_softmax_threshold_scale_factor"),
+    ]
+    assert names[-1] == "backend"
+    names = list(inspect.signature(trtllm_fmha_v2_prefill).parameters)
+    assert names[11:16] == ["block_tables", "out", "out_dtype", "sinks", "pos_encoding_mode"]

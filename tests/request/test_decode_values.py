@@ -1,0 +1,69 @@
+"""Decode calls without a plan whose lengths, page numbers or buffers are wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn import ArgumentError, xqa_batch_decode_with_kv_cache
+from cute_attn.xqa import xqa
+from tests.support import xqa_corruptions
+from tests.support.xqa_case import XqaCase, build
+
+CALLS = 4000
+CASE = XqaCase((57, 5), heads=(4, 2), head_dim=64)
+
+
+def test_corrupted_calls() -> None:
+    """Each raises an error that names the argument; none changes what the calls of other tests see."""
+    kinds = xqa_corruptions.run(CALLS)
+    assert set(kinds) == {corruption.name for corruption in xqa_corruptions.CORRUPTIONS}
+    assert kinds.total() > 0.8 * CALLS
+    xqa_corruptions.assert_valid_calls_are_right()
+
+
+def test_the_first_wrong_request_is_named() -> None:
+    built = build(CASE)
+    table = built.arguments["block_tables"][:, :3]
+    with pytest.raises(
+        ArgumentError, match="at most 48, the 3 pages of block_tables times 16 tokens; request 0 has 57"
+    ):
+        xqa_batch_decode_with_kv_cache(**built.arguments | {"block_tables": table})
+
+
+def low_level(**changes: Any) -> None:
+    a = build(CASE).arguments
+    k, v = a["kv_cache"]
+    given = {"q": a["query"], "k_cache": k, "v_cache": v, "page_table": a["block_tables"], "seq_lens": a["seq_lens"]}
+    given |= {"output": torch.zeros_like(a["query"]), "num_kv_heads": 2, "page_size": 16}
+    given |= {"workspace_buffer": torch.empty(1 << 20), "semaphores": torch.zeros(4096, dtype=torch.uint32)}
+    xqa(**given | changes)
+
+
+def test_the_low_level_form_names_its_own_arguments() -> None:
+    low_level()
+    table = build(CASE).arguments["block_tables"].clone()
+    table[1, 0] = -5
+    with pytest.raises(ArgumentError, match=r"page_table\[1, 0\], page 0 of request 1, is -5"):
+        low_level(page_table=table)
+    memory = torch.zeros(1 << 20)
+    with pytest.raises(ArgumentError, match=r"semaphores must not share memory with|workspace_buffer must not share"):
+        low_level(workspace_buffer=memory, semaphores=memory[:64])
+    with pytest.raises(ArgumentError, match="output must not share memory with semaphores"):
+        low_level(semaphores=memory, output=memory.view(torch.bfloat16)[: 2 * 4 * 64].view(2, 4, 64))
+
+
+def test_rows_of_no_request_need_an_out() -> None:
+    """Query bounds may end early, as those of padded batches do, where nothing unwritten is returned."""
+    built = build(dataclasses.replace(CASE, q_len=3, q_lens=(3, 1)))
+    a = built.arguments
+    padded = a | {"query": torch.cat((a["query"], a["query"][:2])), "return_lse": False}
+    with pytest.raises(ArgumentError, match="q_cu_seq_lens must end at 6, the rows of query, got 4"):
+        xqa_batch_decode_with_kv_cache(**padded)
+    out = torch.full_like(padded["query"], 7.0)
+    xqa_batch_decode_with_kv_cache(**padded | {"out": out})
+    assert built.check(out[:4], None) == ""
+    assert (out[4:] == 7).all()
