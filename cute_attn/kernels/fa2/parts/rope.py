@@ -48,7 +48,7 @@ class Rotation:
             pair = cute.arch.thread_idx()[0] + first
             if pair < self.head_dim // 2:
                 frequency, power = self.base, self.ratio
-                for bit in cutlass.range_constexpr(7):  # ratio^pair by squaring: pair < 128
+                for bit in cutlass.range_constexpr(max(7, (self.head_dim // 2 - 1).bit_length())):  # ratio^pair by squaring
                     frequency = ptx.select((pair >> bit) % 2 == 1, frequency * power, frequency)
                     power = power * power
                 hi, lo = ptx.double_to_float_pair(frequency)
