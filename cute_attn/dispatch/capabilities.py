@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from cute_attn.kernels.fa2.tiles import WIDE_HEAD_DIMS, tile_dims
-from cute_attn.kernels.fa3.tiles import FP8_HEAD_DIMS
 from cute_attn.problem import Features
 from cute_attn.request.settings import FP8, HALF
 
@@ -139,11 +138,6 @@ CAPABILITIES = (
         lambda f: f.q_dtype in FP8,
         dict.fromkeys(("xqa", "fa2"), NO_FP8),
     ),
-    Capability(
-        "q of an fp8 dtype with head dimensions other than " + ", ".join(map(str, FP8_HEAD_DIMS)),
-        lambda f: f.q_dtype in FP8 and (f.head_dim_qk, f.head_dim_vo) not in FP8_HEAD_DIMS,
-        {"fa3": Unsupported("it has no fp8 tiles for them", _WIDEN), "xqa": NO_FP8, "fa2": NO_FP8},
-    ),
     Capability("k and v of an fp8 dtype", lambda f: f.kv_dtype in FP8 and f.q_dtype in HALF),
     Capability(
         "NVFP4 k and v (kv_cache_sf)",
@@ -226,8 +220,7 @@ CAPABILITIES = (
     ),
     Capability(
         "k and v of an fp8 dtype with a head dimension that is no multiple of 16",
-        lambda f: f.kv_dtype in FP8 and f.q_dtype in HALF and tile_dims(_head_dims(f)) is not None
-        and not _multiples(f, 16),
+        lambda f: f.kv_dtype in FP8 and _uncommon_head_dims(f) and not _multiples(f, 16),
         dict.fromkeys(
             ("fa3", "fa2"), Unsupported("it copies rows in units of 16 bytes", "pad k and v with zeros, or widen them")
         ),
@@ -260,7 +253,7 @@ CAPABILITIES = (
     ),
     Capability(
         "pos_encoding_mode ROPE_LLAMA with a head dimension that is no multiple of 16",
-        lambda f: f.pos_encoding_mode == "ROPE_LLAMA" and tile_dims(_head_dims(f)) is not None and f.head_dim_qk % 16 != 0,
+        lambda f: f.pos_encoding_mode == "ROPE_LLAMA" and _uncommon_head_dims(f) and f.head_dim_qk % 16 != 0,
         {"fa2": Unsupported("it rotates eight pairs of dimensions at a time", "rotate q and k first")},
     ),
     Capability(

@@ -7,7 +7,8 @@ One CTA takes `tile.rows` packed query rows of one kv head and walks over kv til
 
 With `warps_cols` 1 every warp owns rows and the CTA shares each tile. With more (decode: few rows), every warp owns
 columns: it loads, waits for and consumes its own part of the ring without any CTA barrier, and the warps merge once at
-the end. Two CTAs share an SM, so that the softmax of one overlaps the matrix products of the other.
+the end. Two CTAs share an SM, so that the softmax of one overlaps the matrix products of the other. Where an output
+exceeds the registers of a warp (`tile.exchange`), warps exchange P and divide the output's columns.
 """
 
 from collections.abc import Callable
