@@ -8,17 +8,14 @@ from typing import NamedTuple
 
 import torch
 
-from cute_attn.kernels.fa3.tiles import FP8_HEAD_DIMS
+from cute_attn.kernels.fa2.tiles import WIDE_HEAD_DIMS, tile_dims
 from cute_attn.problem import Features
 from cute_attn.request.settings import FP8, HALF
 
-FA2_HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (256, 256), (192, 128))
+COMMON_HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
 
 
 XQA_HEAD_DIMS = "64, 128 and 256"
-
-
-NARROW_HEAD_DIMS = ((80, 80), (112, 112))  # no multiples of 32 columns
 
 
 @dataclass(frozen=True)
@@ -121,17 +118,25 @@ def _always(features: Features) -> bool:
     return True
 
 
+def _head_dims(features: Features) -> tuple[int, int]:
+    return features.head_dim_qk, features.head_dim_vo
+
+
+def _multiples(features: Features, n: int) -> bool:
+    return all(dim % n == 0 for dim in _head_dims(features))
+
+
+def _uncommon_head_dims(features: Features) -> bool:
+    dims = _head_dims(features)
+    return dims not in COMMON_HEAD_DIMS and dims != WIDE_HEAD_DIMS and tile_dims(dims) is not None
+
+
 CAPABILITIES = (
     Capability("q, k, v of float16 or bfloat16", lambda f: f.q_dtype in HALF and f.kv_dtype == f.q_dtype),
     Capability(
         "q of an fp8 dtype",
         lambda f: f.q_dtype in FP8,
         dict.fromkeys(("xqa", "fa2"), NO_FP8),
-    ),
-    Capability(
-        "q of an fp8 dtype with head dimensions other than " + ", ".join(map(str, FP8_HEAD_DIMS)),
-        lambda f: f.q_dtype in FP8 and (f.head_dim_qk, f.head_dim_vo) not in FP8_HEAD_DIMS,
-        {"fa3": Unsupported("it has no fp8 tiles for them", _WIDEN), "xqa": NO_FP8, "fa2": NO_FP8},
     ),
     Capability("k and v of an fp8 dtype", lambda f: f.kv_dtype in FP8 and f.q_dtype in HALF),
     Capability(
@@ -141,13 +146,18 @@ CAPABILITIES = (
     ),
     Capability(
         "NVFP4 k and v with a head dimension that is no multiple of 64",
-        lambda f: f.kv_block_scales and (f.head_dim_qk % 64 != 0 or f.head_dim_vo % 64 != 0),
+        lambda f: f.kv_block_scales and not _multiples(f, 64),
         {
             "fa2": Unsupported(
                 "a token's block scales are no whole words of 4 bytes", "dequantise k and v to q's dtype first"
             ),
             "xqa": Unsupported(f"its tiles are for {XQA_HEAD_DIMS}", "dequantise k and v to q's dtype first"),
         },
+    ),
+    Capability(
+        "NVFP4 k and v with head dimension 512",
+        lambda f: f.kv_block_scales and _head_dims(f) == WIDE_HEAD_DIMS,
+        {"fa2": Unsupported("its tiles hold the block scales of 256 dimensions", "k and v of float8_e4m3fn")},
     ),
     Capability(
         "per-head scales (scale_q, scale_k, scale_v)",
@@ -186,30 +196,34 @@ CAPABILITIES = (
         {"xqa": Unsupported("older GPUs run a kernel without that conversion", "a 16-bit out")},
         below=(9, 0),
     ),
+    Capability("head dimensions 64, 128 and 256", lambda f: _head_dims(f) in COMMON_HEAD_DIMS),
     Capability(
-        "head dimensions (qk, vo) " + ", ".join(map(str, FA2_HEAD_DIMS)),
-        lambda f: (f.head_dim_qk, f.head_dim_vo) in FA2_HEAD_DIMS,
+        "head dimension 512",
+        lambda f: _head_dims(f) == WIDE_HEAD_DIMS,
+        {
+            "fa3": Unsupported("its output exceeds the registers of an MMA warpgroup", 'backend="fa2"'),
+            "xqa": _NO_XQA_TILES,
+        },
+    ),
+    Capability(
+        "head dimensions (qk, vo) that are other multiples of 8 up to 256, equal or not",
+        _uncommon_head_dims,
+        {"xqa": _NO_XQA_TILES},
     ),
     Capability(
         "other head dimensions",
-        lambda f: (f.head_dim_qk, f.head_dim_vo) not in FA2_HEAD_DIMS,
+        lambda f: tile_dims(_head_dims(f)) is None,
         dict.fromkeys(
             ("fa3", "xqa", "fa2"),
             Unsupported("it has no tiles for them", "pad q, k and v with zeros, and pass sm_scale"),
         ),
     ),
     Capability(
-        "head dimensions 80 and 112",
-        lambda f: (f.head_dim_qk, f.head_dim_vo) in NARROW_HEAD_DIMS,
-        {
-            "fa3": Unsupported("its tiles have whole blocks of 32 columns", 'backend="fa2"'),
-            "xqa": _NO_XQA_TILES,
-        },
-    ),
-    Capability(
-        "head dimensions (qk, vo) (96, 96), (192, 128)",
-        lambda f: (f.head_dim_qk, f.head_dim_vo) in ((96, 96), (192, 128)),
-        {"xqa": _NO_XQA_TILES},
+        "k and v of an fp8 dtype with a head dimension that is no multiple of 16",
+        lambda f: f.kv_dtype in FP8 and _uncommon_head_dims(f) and not _multiples(f, 16),
+        dict.fromkeys(
+            ("fa3", "fa2"), Unsupported("it copies rows in units of 16 bytes", "pad k and v with zeros, or widen them")
+        ),
     ),
     Capability("any num_qo_heads / num_kv_heads", _always),
     Capability(
@@ -236,6 +250,11 @@ CAPABILITIES = (
             "fa3": Unsupported("TMA brings q and k in unrotated", 'backend="fa2", or rotate q and k first'),
             "xqa": Unsupported("it reads q and k as they are", 'backend="fa2", or rotate q and k first'),
         },
+    ),
+    Capability(
+        "pos_encoding_mode ROPE_LLAMA with a head dimension that is no multiple of 16",
+        lambda f: f.pos_encoding_mode == "ROPE_LLAMA" and _uncommon_head_dims(f) and f.head_dim_qk % 16 != 0,
+        {"fa2": Unsupported("it rotates eight pairs of dimensions at a time", "rotate q and k first")},
     ),
     Capability(
         "pos_encoding_mode ALIBI",

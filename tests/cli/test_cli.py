@@ -283,18 +283,18 @@ def test_explain_of_equal_requests(capsys: Output) -> None:
     assert "no query tile is cut" in out
     assert "grid 512 x 1 x 1" in out
     assert "combine" not in out
-    assert main(["explain", "--batch", "2", "--head-dim", "72", "--arch", "sm_90a"]) == 1
+    assert main(["explain", "--batch", "2", "--head-dim", "68", "--arch", "sm_90a"]) == 1
     assert "other head dimensions" in capsys.readouterr().out
     assert main(["explain", "--qo-lens", "3,4", "--kv-len", "9", "--arch", "cpu"]) == 0
     assert "reference: chosen" in capsys.readouterr().out
 
 
 def test_explain_gives_the_reasons_of_a_refusal(capsys: Output) -> None:
-    assert main(["explain", "--head-dim", "72", "--arch", "sm_90a"]) == 1
+    assert main(["explain", "--head-dim", "68", "--arch", "sm_90a"]) == 1
     out = capsys.readouterr().out
     assert "fa2: refused" in out
     assert "no tiles" in out
-    assert main(["explain", "--head-dim", "72", "--arch", "cpu"]) == 0
+    assert main(["explain", "--head-dim", "68", "--arch", "cpu"]) == 0
     assert "reference: chosen" in capsys.readouterr().out
 
 

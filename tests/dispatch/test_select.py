@@ -30,7 +30,7 @@ REFERENCE = capabilities.BY_NAME["reference"]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("head_dims", capabilities.FA2_HEAD_DIMS)
+@pytest.mark.parametrize("head_dims", [(64, 64), (80, 80), (16, 240), (192, 128), (256, 256), (512, 512)])
 @pytest.mark.parametrize("dtype", HALF)
 def test_fa2_takes_every_16_bit_problem(arch: str, head_dims: tuple[int, int], dtype: torch.dtype) -> None:
     features = CUDA._replace(q_dtype=dtype, kv_dtype=dtype, head_dim_qk=head_dims[0], head_dim_vo=head_dims[1])
@@ -45,7 +45,7 @@ def test_fa2_takes_every_16_bit_problem(arch: str, head_dims: tuple[int, int], d
 
 
 @pytest.mark.parametrize("kv_source", ["dense", "ragged", "paged"])
-@pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("head_dims", [(64, 64), (80, 80), (112, 112), (192, 128), (48, 16), (256, 256)])
 def test_fa3_takes_many_rows_on_hopper(kv_source: str, head_dims: tuple[int, int]) -> None:
     features = CUDA._replace(head_dim_qk=head_dims[0], head_dim_vo=head_dims[1], kv_source=kv_source)
     changes: tuple[dict[str, Any], ...] = (
@@ -67,8 +67,7 @@ def test_fa3_takes_many_rows_on_hopper(kv_source: str, head_dims: tuple[int, int
     [
         {"pos_encoding_mode": "ROPE_LLAMA"},
         {"kv_dtype": torch.uint8, "kv_block_scales": True},
-        {"head_dim_qk": 80, "head_dim_vo": 80},
-        {"head_dim_qk": 112, "head_dim_vo": 112},
+        {"head_dim_qk": 512, "head_dim_vo": 512},
         {"expanded": True},
     ],
 )
@@ -90,6 +89,8 @@ FP8_Q = CUDA._replace(q_dtype=E4M3, kv_dtype=E4M3)
         {"positive_scale": False},
         {"head_dim_qk": 64, "head_dim_vo": 64},
         {"head_dim_qk": 256, "head_dim_vo": 256},
+        {"head_dim_qk": 80, "head_dim_vo": 80},
+        {"head_dim_qk": 192, "head_dim_vo": 128},
         {"soft_cap": True, "pos_encoding_mode": "ALIBI"},
     ],
 )
@@ -101,8 +102,8 @@ def test_fa3_takes_fp8_queries(asked: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        {"head_dim_qk": 96, "head_dim_vo": 96},
-        {"head_dim_qk": 192, "head_dim_vo": 128},
+        {"head_dim_vo": 72},
+        {"head_dim_qk": 512, "head_dim_vo": 512},
         {"pos_encoding_mode": "ROPE_LLAMA"},
         {"o_dtype": E4M3},
     ],
@@ -229,9 +230,18 @@ REFUSED_BY_FA2: list[tuple[dict[str, Any], str]] = [
     ),
     ({"per_head_scales": True}, "per-head scales (scale_q, scale_k, scale_v)"),
     ({"o_dtype": E4M3}, "output of an fp8 dtype"),
-    ({"head_dim_qk": 72}, "other head dimensions"),
-    ({"head_dim_qk": 128, "head_dim_vo": 64}, "other head dimensions"),
-    ({"head_dim_qk": 512, "head_dim_vo": 512}, "other head dimensions"),
+    (
+        {"kv_dtype": torch.uint8, "kv_block_scales": True, "head_dim_qk": 512, "head_dim_vo": 512},
+        "NVFP4 k and v with head dimension 512",
+    ),
+    ({"kv_dtype": E4M3, "head_dim_vo": 72}, "k and v of an fp8 dtype with a head dimension that is no multiple of 16"),
+    (
+        {"pos_encoding_mode": "ROPE_LLAMA", "head_dim_qk": 72},
+        "pos_encoding_mode ROPE_LLAMA with a head dimension that is no multiple of 16",
+    ),
+    ({"head_dim_qk": 68}, "other head dimensions"),
+    ({"head_dim_qk": 264, "head_dim_vo": 128}, "other head dimensions"),
+    ({"head_dim_qk": 512, "head_dim_vo": 256}, "other head dimensions"),
 ]
 
 
@@ -247,11 +257,11 @@ def test_refusals_of_fa2(backend: str, asked: dict[str, Any], feature: str) -> N
 
 
 def test_all_reasons_are_listed() -> None:
-    features = CUDA._replace(q_dtype=E4M3, kv_dtype=E4M3, per_head_scales=True, head_dim_vo=72)
+    features = CUDA._replace(q_dtype=E4M3, kv_dtype=E4M3, per_head_scales=True, head_dim_vo=68)
     with pytest.raises(NotSupported) as error:
         select.choose(features, arch=HOPPER)
-    assert [refusal[0] for refusal in error.value.refusals] == ["fa3"] * 2 + ["xqa"] * 5 + ["fa2"] * 4
-    assert str(error.value).count("\n") == 10
+    assert [refusal[0] for refusal in error.value.refusals] == ["fa3"] + ["xqa"] * 4 + ["fa2"] * 3
+    assert str(error.value).count("\n") == 7
 
 
 def test_arch() -> None:

@@ -71,7 +71,7 @@ def test_selection() -> None:
     assert select.choose(CPU, "emulator") is capabilities.EMULATOR
     assert 'emulator: able, taken only with backend="emulator"' in explain(CPU)
     with pytest.raises(NotSupported, match="emulator refuses other head dimensions"):
-        select.choose(CPU._replace(head_dim_qk=72), "emulator")
+        select.choose(CPU._replace(head_dim_qk=68), "emulator")
     with pytest.raises(NotSupported, match="cuda tensors"):
         select.choose(CPU._replace(device=torch.device("cuda")), "emulator", select.archs.named("sm_90a"))
 

@@ -89,6 +89,10 @@ def problems(fa2: str = "fa2", fa3: str = "fa3", xqa: str = "xqa") -> dict[str, 
     mixed = (150, 0, 37, 1), (500, 20, 64, 0)
     found = {
         "fa2 single": single(prefill(130, 300, (2, 1), 128, **CAUSAL), fa2),
+        "fa2 d512": single(prefill(130, 300, (2, 1), 512, **CAUSAL), fa2),
+        "fa2 d512 pages": batch(decode((700, 33, 0, 64), kv_dtype=E4M3, dtype=bf16, **heads(8, 1), **dims(512)), fa2),
+        "fa2 d72": single(prefill(130, 300, (2, 1), 72, **CAUSAL), fa2),
+        "fa3 d80 causal": single(prefill(400, 700, (2, 1), 80, **CAUSAL), fa3),
         "fa3 d64 causal": single(prefill(400, 700, (2, 1), 64, **CAUSAL), fa3),
         "fa3 d64 full tiles": single(prefill(700, 300, (36, 9), 64, **BF16), fa3),
         "fa3 d128 causal tiles": single(prefill(500, 600, (36, 9), 128, **CAUSAL, **BF16), fa3),

@@ -15,6 +15,7 @@ from tests.gpu import marks
 from tests.gpu.guarded import assert_outputs_alone_are_written
 from tests.support import fuzz
 from tests.support.batch_case import (
+    E4M3,
     SMALL,
     WORKSPACE,
     BatchCase,
@@ -102,6 +103,14 @@ LARGE = (
     decode((100000, 3, 0, 700, 20000), **heads(8, 1), **dims(128)),
     decode(tuple(range(0, 2000, 7)), page_size=1, **heads(4, 2), **dims(64)),
     decode((3000, 9, 17000), q_len=5, **heads(8, 2), **dims(128), pos_encoding_mode="ROPE_LLAMA"),
+    paged((1, 700, 0, 33), (4000, 700, 12, 65), mask="causal", dtype="bfloat16", **heads(32, 4), **dims(512)),
+    paged((300,) * 9, (1500,) * 9, page_size=64, kv_dtype=E4M3, dtype="bfloat16", **heads(8, 2), **dims(512)),
+    ragged((513, 2), (4097, 3), **heads(4, 4), **dims(512)),
+    decode((50000, 3, 0, 700), dtype="bfloat16", **heads(32, 4), **dims(512)),
+    decode((20000, 3, 0, 700), q_len=2, kv_dtype=E4M3, page_size=64, **heads(8, 1), **dims(512)),
+    paged((1, 700, 0, 33), (4000, 700, 12, 65), mask="causal", dtype="bfloat16", **heads(8, 2), **dims(80)),
+    paged((513, 2), (4097, 3), page_size=1, mask="causal", **heads(4, 4), **dims(112)),
+    ragged((513, 2), (4097, 3), mask="causal", **heads(4, 4), **dims(72)),
 )
 
 
@@ -129,6 +138,7 @@ GRAPHED = (
     decode((3000,) * 8, **heads(32, 8), **dims(128), dtype="bfloat16"),
     decode((2000,) * 3, q_len=3, **heads(8, 1), **dims(64)),
     decode((4000,) * 2, page_size=1, **heads(4, 4), **dims(128), fixed_split_size=256),
+    decode((3000,) * 4, **heads(8, 1), **dims(512), dtype="bfloat16"),
 )
 
 

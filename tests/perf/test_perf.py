@@ -403,25 +403,25 @@ def test_overhead_calls_run() -> None:
 
 
 def test_builds_are_distinct_and_of_the_right_phase() -> None:
-    from perf import batch, decode, prefill
+    from perf import batch, decode, head_dims, prefill
 
-    for workloads in (prefill.WORKLOADS, decode.WORKLOADS, batch.WORKLOADS, xqa.WORKLOADS):
+    for workloads in (prefill.WORKLOADS, decode.WORKLOADS, batch.WORKLOADS, head_dims.WORKLOADS, xqa.WORKLOADS):
         jobs = warm.builds(workloads)
         assert jobs
         assert len(set(jobs)) == len(jobs)
         for name, w in jobs:
             assert any(p.builds and p.name == name and w.phase in p.phases for p in PEERS)
-            assert w.bytes < 1 << 24  # short
+            assert w.bytes < 1 << 26  # short
     assert {name for name, _ in warm.builds(prefill.WORKLOADS, ["FlashInfer fa2"])} == {"FlashInfer fa2"}
     assert all(w.qo_len == 1 for _, w in warm.builds(decode.WORKLOADS))
 
 
 def test_rows_are_selected_by_words() -> None:
-    from perf import prefill
+    from perf import head_dims, prefill
 
     names = [w.name for w in prefill.WORKLOADS]
     assert len(set(names)) == len(names)
-    for workloads in (xqa.WORKLOADS, xqa_choice.WORKLOADS):
+    for workloads in (head_dims.WORKLOADS, xqa.WORKLOADS, xqa_choice.WORKLOADS):
         assert len({w.name for w in workloads}) == len(workloads)
     options = bench.parse("prefill", ["--only", "d128", "causal", "h32/8"])
     assert len(bench.select(prefill.WORKLOADS, options.only)) == 2

@@ -453,6 +453,9 @@ SMALL: tuple[BatchCase, ...] = (
     ragged((9, 4), (33, 18), kv_layout="HND", indices="int64", **heads(3, 3), **dims(96)),
     decode((65, 12), kv_layout="HND", cache="one", **heads(4, 2), **dims(112)),
     decode((65, 12), cache="strided", **heads(7, 1), **dims(256)),
+    paged(*UNEVEN, mask="causal", cache="strided", dtype="bfloat16", **dims(512)),
+    ragged((9, 4), (33, 18), mask="custom", cache="strided", **heads(4, 2), **dims(72)),
+    decode((65, 12), page_size=5, cache="strided", kv_layout="HND", **dims(104)),
     # masks
     *(paged((9, 5, 1), (33, 18, 40), mask=mask) for mask in ("custom", "packed", "flat")),
     *(ragged((9, 5, 1), (35, 18, 40), mask=mask, window_left=9) for mask in ("custom", "packed", "flat")),
@@ -484,6 +487,8 @@ SMALL: tuple[BatchCase, ...] = (
     paged((9, 4), (33, 18), kv_dtype="nvfp4", cache="strided", k_scale=0.5, v_scale=2.0, **heads(4, 2)),
     ragged(*UNEVEN, kv_dtype="nvfp4", mask="custom"),
     decode((65, 12, 0), kv_dtype="nvfp4", **heads(4, 2), **dims(128)),
+    decode((65, 12, 0), kv_dtype=E4M3, cache="strided", **heads(8, 1), **dims(512)),
+    paged(*UNEVEN, kv_dtype=E5M2, cache="strided", **dims(80)),
     paged(*UNEVEN, kv_dtype="nvfp4", pos_encoding_mode="ROPE_LLAMA", cache="list"),
     # splits
     paged((3, 40), (200, 129), fixed_split_size=4, mask="causal"),

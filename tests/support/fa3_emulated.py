@@ -21,6 +21,8 @@ LONG: tuple[Case, ...] = (
     prefill(70, 500, (2, 1), 64, **PACKED, logits_soft_cap=3.0, pos_encoding_mode="ALIBI"),
     prefill(150, 400, (1, 1), (192, 128), **CUSTOM),
     prefill(150, 400, (1, 1), 256, **CAUSAL, **BF16),
+    prefill(150, 400, (2, 1), 80, **CAUSAL, **BF16),
+    prefill(150, 400, (1, 1), 112, **PACKED, storage="padded"),
 )
 BATCHES: tuple[BatchCase, ...] = (
     ragged((200, 0, 37, 1), (300, 20, 64, 0), mask="causal"),
@@ -38,6 +40,7 @@ GATHERED: tuple[BatchCase, ...] = (
     paged((130, 9), (200, 260), page_size=7, mask="causal", dtype="bfloat16", seed=29, **dims(256)),
     paged((130, 9), (20, 260), page_size=12, mask="causal", cache="one", slack=True, seed=4, **dims(96)),
     paged((70,), (40,), page_size=12, cache="strided", seed=4, **dims(96)),  # NaN behind every row
+    paged((70,), (40,), page_size=12, cache="strided", seed=4, **dims(80)),
 )
 
 

@@ -235,6 +235,8 @@ SMALL: tuple[Fp8Case, ...] = (
     Fp8Case((70, 5), (150, 333), (4, 2), window_left=30, scales="signed", sinks=True),
     Fp8Case((150, 0, 3, 1), (300, 20, 64, 0), (4, 1), 16, causal=True),
     Fp8Case((70, 5), (150, 33), page_size=5, scales="none", dtype=E5M2),
+    Fp8Case((70,), (250,), single=True, head_dim=80, causal=True),
+    Fp8Case((70, 5), (150, 33), (2, 2), page_size=16, head_dim=112, o_dtype=torch.float32),
     Fp8Case((70,), (400,), page_size=64, scales="signed", mean=1.0, causal=True),
     Fp8Case((70,), (400,), single=True, spike=2.0, scales="none"),
     Fp8Case((70,), (400,), page_size=16, spike=28.0, scales="none"),

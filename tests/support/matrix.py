@@ -52,6 +52,7 @@ ALIBI: dict[str, Any] = {"pos_encoding_mode": "ALIBI"}
 
 DIMS: tuple[int | tuple[int, int], ...] = (64, 80, 96, 112, 128, 256, (192, 128))
 DECODE_DIMS = (64, 80, 96, 112, 128, 256)
+OTHER_DIMS: tuple[int | tuple[int, int], ...] = (512, 160, 144, 48, (128, 64), (64, 128), (192, 192))
 DTYPES = ("float16", "bfloat16")
 STORAGES = ("dense", "packed_qkv", "padded", "odd", "transposed", "expanded")
 LAYOUTS = ("NHD", "HND")
@@ -67,6 +68,11 @@ SMALL: tuple[Case, ...] = (
     prefill(65, 65, (1, 1), 256, **BF16, **CAUSAL),
     prefill(33, 65, (2, 1), (192, 128), **CAUSAL),
     prefill(17, 33, (1, 1), (192, 128), **BF16, **HND),
+    prefill(33, 65, (2, 1), 512, **BF16, **CAUSAL),
+    prefill(17, 33, (1, 1), 512, **PACKED, pos_encoding_mode="ROPE_LLAMA", logits_soft_cap=30.0, storage="padded"),
+    prefill(17, 65, (2, 2), 72, **BF16, **CAUSAL, storage="padded"),
+    prefill(70, 17, (1, 1), (40, 72), o_dtype="float32"),
+    prefill(17, 33, (1, 1), 160, pos_encoding_mode="ROPE_LLAMA"),
     # lengths off every tile, and edges
     prefill(1, 1, **CAUSAL),
     prefill(1, 127, (1, 1), **BF16),
@@ -111,6 +117,8 @@ SMALL: tuple[Case, ...] = (
     prefill(65, 129, (2, 1), 128, **BF16, **E4M3, **CAUSAL),
     prefill(33, 65, (2, 2), 64, **E5M2, **HND, storage="padded", k_scale=0.5, v_scale=1.25),
     prefill(17, 65, (2, 1), 96, **E4M3, **PACKED),
+    prefill(17, 65, (2, 1), 512, **E4M3, **CAUSAL),
+    prefill(70, 33, (1, 1), 80, **E4M3, storage="padded"),
     # RoPE
     prefill(33, 65, **ROPE),
     prefill(17, 127, (2, 1), 128, **ROPE, **CAUSAL, **BF16, rope_theta=5e5, rope_scale=8.0),
@@ -129,6 +137,8 @@ SMALL: tuple[Case, ...] = (
     decode(17, (3, 1), 256, logits_soft_cap=30.0, return_lse=False),
     decode(65, (5, 1), 80, **ROPE, q_scale=0.5, k_scale=2.0, v_scale=1.25),
     decode(127, (2, 2), 96, **ALIBI, storage="padded"),
+    decode(129, (8, 1), 512, **BF16, sm_scale=-0.1),
+    decode(200, (2, 1), 104, storage="padded"),
     decode(0, (2, 1), 64),
 )
 
@@ -139,6 +149,7 @@ def _full() -> Iterator[Case]:
     yield from _full_features()
     yield from _full_memory()
     yield from _full_decode()
+    yield from _full_other_dims()
     yield from (random_case(seed) for seed in range(40))
 
 
@@ -239,6 +250,25 @@ def _full_decode() -> Iterator[Case]:
         yield decode(3000, (8, 2), 128, dtype=next(dtypes), **scales)
     yield decode(40000, (32, 8), 128, **BF16)
     yield decode(20000, (4, 1), 128, window_left=9000)
+
+
+def _full_other_dims() -> Iterator[Case]:
+    """Head dims that the other groups leave out: 512, and those that share the tiles of others."""
+    dtypes = itertools.cycle(DTYPES)
+    masks = itertools.cycle(("causal", "none", "custom", "packed", "none"))
+    for dims in OTHER_DIMS:
+        for qo_len, kv_len in ((1024, 1024), (129, 1000), (65, 300), (3, 777), (1, 5000)):
+            yield prefill(qo_len, kv_len, (8, 2), dims, dtype=next(dtypes), mask=next(masks))
+        yield prefill(333, 1200, (4, 4), dims, dtype=next(dtypes), **CAUSAL, **ROPE, rope_theta=5e5)
+        yield prefill(257, 600, (8, 2), dims, dtype=next(dtypes), **ALIBI, mask=next(masks), logits_soft_cap=3.0)
+        yield prefill(257, 600, (8, 2), dims, dtype=next(dtypes), **E4M3, mask=next(masks), storage="padded")
+        yield prefill(200, 333, (6, 3), dims, dtype=next(dtypes), kv_layout="HND", storage="packed_qkv", window_left=40)
+    for dim in (8, 72, 88, 136, 200, 248):  # no multiples of 16
+        yield prefill(300, 700, (4, 2), dim, dtype=next(dtypes), mask=next(masks), storage="padded")
+        yield decode(5000, (8, 2), dim, dtype=next(dtypes), window_left=3000)
+    for kv_len, heads in itertools.product((0, 1, 129, 1000, 16385), ((8, 1), (32, 4), (2, 2))):
+        yield decode(kv_len, heads, 512, dtype=next(dtypes))
+        yield decode(kv_len, heads, 512, dtype=next(dtypes), **E4M3, kv_layout="HND", k_scale=0.5, v_scale=1.25)
 
 
 def random_case(seed: int, max_len: int = 1500) -> Case:

@@ -125,6 +125,14 @@ def st_shared_v4(address: Int32, offset: int, values: Sequence[Int32]) -> None:
     asm(f"st.shared.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};", [], [address, *values])
 
 
+def ld_shared_f32(address: Int32, offset: int = 0) -> Float32:
+    return asm(f"ld.shared.f32 $0, [$1+{offset}];", [Float32], [address])
+
+
+def st_shared_f32(address: Int32, value: Float32) -> None:
+    asm("st.shared.f32 [$0], $1;", [], [address, value])
+
+
 def st_shared_v2_f32(address: Int32, offset: int, values: Sequence[Float32]) -> None:
     asm(f"st.shared.v2.f32 [$0+{offset}], {{$1, $2}};", [], [address, *values])
 

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from cute_attn.kernels.fa2.spec import Fa2Spec
-from cute_attn.kernels.fa2.tiles import APPEND_ROWS, DECODE_ROWS, HEAD_DIMS, Variant, candidates, choose
+from cute_attn.kernels.fa2.tiles import (
+    APPEND_ROWS,
+    DECODE_ROWS,
+    HEAD_DIMS,
+    WIDE_HEAD_DIMS,
+    Variant,
+    candidates,
+    choose,
+)
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 
@@ -31,7 +39,19 @@ def default_specs(arch: Arch) -> list[KernelSpec]:
         specs += _variants(head_dims, VARIANTS if head_dims == (128, 128) else VARIANTS[-2:], arch)
     for head_dims in ((64, 64), (128, 128)):
         specs += _plain(head_dims, "float16", arch)
-    return specs + _batches(arch)
+    return specs + _batches(arch) + _wide(arch)
+
+
+def _wide(arch: Arch) -> list[KernelSpec]:
+    """Lists head dimension 512: prefill, decode, the most demanding scores, pages of both formats."""
+    wide, e4m3 = Variant(WIDE_HEAD_DIMS), "float8_e4m3fn"
+    prefill, decode = (choose(wide, rows, arch) for rows in (PREFILL, DECODE))
+    return [
+        Fa2Spec("bfloat16", "bfloat16", *WIDE_HEAD_DIMS, tile=prefill),
+        Fa2Spec("bfloat16", "float32", *WIDE_HEAD_DIMS, tile=decode, split=True),
+        *(_batch(arch, WIDE_HEAD_DIMS, rows, kv_dtype=kv) for rows in (DECODE, PREFILL) for kv in ("", e4m3)),
+        *(_batch(arch, WIDE_HEAD_DIMS, rows, **VARIANTS[-1]) for rows in (DECODE, PREFILL)),
+    ]
 
 
 def _plain(head_dims: tuple[int, int], dtype: str, arch: Arch) -> list[KernelSpec]:

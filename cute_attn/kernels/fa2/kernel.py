@@ -7,7 +7,8 @@ One CTA takes `tile.rows` packed query rows of one kv head and walks over kv til
 
 With `warps_cols` 1 every warp owns rows and the CTA shares each tile. With more (decode: few rows), every warp owns
 columns: it loads, waits for and consumes its own part of the ring without any CTA barrier, and the warps merge once at
-the end. Two CTAs share an SM, so that the softmax of one overlaps the matrix products of the other.
+the end. Two CTAs share an SM, so that the softmax of one overlaps the matrix products of the other. Where an output
+exceeds the registers of a warp (`tile.exchange`), warps exchange P and divide the output's columns.
 """
 
 from collections.abc import Callable
@@ -28,11 +29,12 @@ from cute_attn.kernels.blocks.scores import Alibi, Scale, Scores, SoftCap
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.fa2.parts.convert import Converted, Nvfp4, Stored
 from cute_attn.kernels.fa2.parts.epilogue import MergedWarps, WarpRows
+from cute_attn.kernels.fa2.parts.exchange import Exchange, SharedRows, SlicedRows, SlicedTile
 from cute_attn.kernels.fa2.parts.kv import DenseKV, NoScales, ScaleRows, Team, TokenRows
 from cute_attn.kernels.fa2.parts.mma import Lanes, WarpTile
 from cute_attn.kernels.fa2.parts.paged_kv import PagedKV
 from cute_attn.kernels.fa2.parts.rope import NoRotation, Rotation
-from cute_attn.kernels.fa2.parts.softmax import Running, RunningSoftmax
+from cute_attn.kernels.fa2.parts.softmax import OwnRows, Running, RunningSoftmax
 from cute_attn.kernels.fa2.parts.tile_scheduler import GridSchedule, ItemSchedule, WorkTile
 from cute_attn.kernels.fa2.smem import SharedMemory
 from cute_attn.kernels.fa2.spec import Fa2Spec
@@ -123,7 +125,7 @@ class Work:
     source: Stored | Converted
     mask: BandMask
     scores: Scores
-    softmax: RunningSoftmax
+    products: OwnRows | SharedRows
     rotation: NoRotation | Rotation
     order: TileOrder
     ring: Int32
@@ -135,7 +137,7 @@ class Fa2Program:
     def __init__(self, spec: Fa2Spec, arch: str) -> None:
         self.spec = spec
         self.memory = SharedMemory.of(spec)
-        self.tile = WarpTile(spec.dtype, self.memory)
+        self.tile = (SlicedTile if spec.tile.exchange else WarpTile)(spec.dtype, self.memory)
         kind = GridSchedule if spec.schedule == "grid" else ItemSchedule
         self.schedule: GridSchedule | ItemSchedule = kind(spec.tile.rows, spec.tile.cols)
         self.block = (spec.tile.threads, 1, 1)
@@ -168,7 +170,7 @@ class Fa2Program:
         page_ids = self.prefetch_page_ids(work)
         self.load_q(params, work_tile, work, base)
         self.fill_ring(work, page_ids)
-        state = State(work.softmax.start(), work.ring, page_ids[-1])
+        state = State(work.products.softmax.start(), work.ring, page_ids[-1])
         masked, total = work.order.masked, work.order.total
         for step in cutlass.range(0, masked, unroll=1):
             state = self.step(work, base, state, step, True)
@@ -198,7 +200,7 @@ class Fa2Program:
             source=self.make_source(base),
             mask=mask,
             scores=self.make_scores(p, scale, rows, lanes),
-            softmax=self.make_softmax(Float32(ptx.LOG2E) if self.spec.scores else scale),
+            products=self.make_products(Float32(ptx.LOG2E) if self.spec.scores else scale, lanes, base),
             rotation=self.make_rotation(p, base),
             order=mask.tiles(self.spec.tile.rows, self.spec.tile.cols, work_tile.first_tile, work_tile.last_tile),
             ring=base + Int32(memory.ring),
@@ -250,9 +252,12 @@ class Fa2Program:
             return Converted(self.memory, Nvfp4(spec.dtype, self.converts_fp8), target)
         return Converted(self.memory, Fp8(spec.dtype, spec.kv_dtype, self.converts_fp8), target)
 
-    def make_softmax(self, log2_scale: Float32) -> RunningSoftmax:
-        layout = self.tile.scores_layout
-        return RunningSoftmax(layout, [log2_scale for _ in layout.slots], output=self.tile.output_layout)
+    def make_products(self, log2_scale: Float32, lanes: Lanes, base: Int32) -> OwnRows | SharedRows:
+        tile, layout = self.tile, self.tile.scores_layout
+        softmax = RunningSoftmax(layout, [log2_scale for _ in layout.slots], output=tile.output_layout)
+        if isinstance(tile, SlicedTile):
+            return SharedRows(tile, softmax, Exchange(self.memory, base, lanes, layout))
+        return OwnRows(tile, softmax, lanes)
 
     def make_mask(self, p: Fa2Params, work_tile: WorkTile, rows: PackedRows, lanes: Lanes) -> BandMask:
         band, layout = Band(work_tile.kv_end, work_tile.left, work_tile.right), self.tile.scores_layout
@@ -308,13 +313,17 @@ class Fa2Program:
         self.write(rows, target, epilogue, work, base, out, stats)
 
     def write(self, rows, target, epilogue, work, base, out, stats) -> None:  # type: ignore[no-untyped-def]
-        kind = WarpRows if self.spec.tile.warps_cols == 1 else MergedWarps
         lanes = work.lanes
         if target.dtype == "float32":
             # Not the lanes of the mask: the tokens of its rows would stay in registers through the loop for the
             # epilogue.
             lanes = Lanes.of(self.memory, ptx.opaque(cute.arch.thread_idx()[0]))
-        kind(self.tile.output_layout, lanes, rows, target, epilogue, self.memory, base).write(out, stats)
+        self.store_type(self.tile.output_layout, lanes, rows, target, epilogue, self.memory, base).write(out, stats)
+
+    @property
+    def store_type(self) -> type[WarpRows | MergedWarps | SlicedRows]:
+        tile = self.spec.tile
+        return SlicedRows if tile.exchange else WarpRows if tile.warps_cols == 1 else MergedWarps
 
     # --- phases -----------------------------------------------------------------------------------------------------
 
@@ -354,7 +363,7 @@ class Fa2Program:
             for _ in work.kv.copies(work.order.at(Int32(step)), slot, Int32(step) < work.order.total, page_ids[step]):
                 pass
             ptx.cp_async_commit()
-        if self.spec.tile.warps_cols > 1:
+        if not self.spec.tile.one_team:
             # Teams are single warps here, but all of them loaded Q: the only CTA barrier before the loop.
             ptx.cp_async_wait(self.spec.tile.stages - 1)
             ptx.sync_threads()
@@ -378,22 +387,13 @@ class Fa2Program:
         s = work.scores.apply(s, kv_tile * self.spec.tile.cols)
         if masked:
             s = work.mask.apply(s, kv_tile * self.spec.tile.cols)
-        return self.softmax_and_pv(work, state._replace(page_ids=page_ids), operand.address, s, masked)
-
-    def softmax_and_pv(self, work: Work, state: State, operand: Int32, s: list[Float32], masked: bool) -> State:
-        """Applies online softmax to one tile's scores and adds P V to the output."""
-        softmax, slot = work.softmax, state.slot
-        running = softmax.rescale_if_needed(state.running, s)
-        p = softmax.exponentials(s, running.shift, may_be_empty=masked)
-        total = softmax.sums(p, running.total)
-        v = operand + Int32(self.memory.operand_v) + work.lanes.v
-        out = self.tile.accumulate(running.out, self.tile.probabilities(p), v)
-        return State(Running(out, running.shift, total), self.advance(slot, 1), state.page_ids)
+        running = work.products.add(state.running, s, operand.address, masked)
+        return State(running, self.advance(slot, 1), page_ids)
 
     @cute.jit
     def rotate_k(self, work: Work, k: Int32, kv_tile: Int32) -> None:
         if cutlass.const_expr(self.spec.pos_encoding == "rope"):
-            rows = self.spec.tile.cols // self.spec.tile.warps_cols
+            rows = self.spec.tile.team_cols
             row0 = work.team.index * rows
             start = kv_tile * self.spec.tile.cols + row0
             work.rotation.rotate_rows(work.team, k + row0 * self.memory.qk_pitch, rows, lambda row: start + row)

@@ -55,7 +55,12 @@ class SharedMemory:
     @property
     def ring(self) -> int:
         """Start of the K/V ring, after Q."""
-        return self.tile.rows * self.qk_pitch
+        return self.tile.rows * self.staging_pitch
+
+    @property
+    def staging_pitch(self) -> int:
+        """Pitch of 16-bit output rows, which are staged in place of Q."""
+        return max(self.qk_pitch, self.vo_pitch)
 
     @property
     def v_offset(self) -> int:
@@ -86,9 +91,35 @@ class SharedMemory:
         return self.ring_end
 
     @property
+    def converted_end(self) -> int:
+        return self.converted + (self.operand_v + self.tile.cols * self.vo_pitch if self.kv_dtype else 0)
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes of 16-bit output columns, or columns of V, per warp of those that exchange P: whole lines."""
+        return self.head_dim_vo * 2 * 32 // self.tile.threads
+
+    @property
+    def p_pitch(self) -> int:
+        """Pitch of 16-bit rows of P that warps exchange: an odd number of 16-byte chunks, so that the eight rows of an
+        ldmatrix differ in bank.
+        """
+        return self.tile.cols * 2 + 16
+
+    @property
+    def row_maxima(self) -> int:
+        """Start of the fp32 maxima per warp column and row, after P at `converted_end`."""
+        return self.converted_end + self.tile.rows * self.p_pitch
+
+    @property
+    def row_factors(self) -> int:
+        """Start of the fp32 factors of the output rows."""
+        return self.row_maxima + self.tile.warps_cols * self.tile.rows * 4
+
+    @property
     def rope_table(self) -> int:
         """Start of the (hi, lo) fp32 pairs of rotation frequencies, one per pair of dimensions."""
-        return self.converted + (self.operand_v + self.tile.cols * self.vo_pitch if self.kv_dtype else 0)
+        return self.row_factors + self.tile.rows * 4 if self.tile.exchange else self.converted_end
 
     @property
     def merge_pitch(self) -> int:
@@ -103,6 +134,6 @@ class SharedMemory:
     @property
     def bytes(self) -> int:
         total = self.rope_table + (self.head_dim_qk // 2 * 8 if self.rope else 0)
-        if self.tile.warps_cols > 1:
+        if not self.tile.one_team:
             total = max(total, self.merge_outputs + self.tile.warps_cols * self.tile.rows * self.merge_pitch)
         return total

@@ -15,6 +15,10 @@ class Tile:
     `rows` query rows (token x head of one group) by `cols` kv tokens per step; warps are laid out
     `warps_rows` x `warps_cols`: with `warps_cols > 1` every warp owns its own kv columns and softmax state,
     merged once at the end. `stages` K/V tiles are in flight in shared memory.
+
+    `exchange`: the warps of a row share its softmax state instead. Each computes the scores of its kv columns, P goes
+    through shared memory, and each of all warps owns a slice of the output's columns for all rows: for head dims whose
+    outputs exceed the registers of a warp.
     """
 
     rows: int
@@ -22,16 +26,29 @@ class Tile:
     warps_rows: int
     warps_cols: int
     stages: int
+    exchange: bool = False
 
     @property
     def threads(self) -> int:
         return 32 * self.warps_rows * self.warps_cols
 
+    @property
+    def one_team(self) -> bool:
+        """Whether all warps load and consume the same kv tiles."""
+        return self.warps_cols == 1 or self.exchange
+
+    @property
+    def team_cols(self) -> int:
+        """kv tokens of a tile that the same threads load and consume."""
+        return self.cols if self.one_team else self.cols // self.warps_cols
+
     def __post_init__(self) -> None:
-        loaders = self.threads if self.warps_cols == 1 else 32  # threads that copy the same rows, 8 per row
+        loaders = self.threads if self.one_team else 32  # threads that copy the same rows, 8 per row
+        columns = 8 if self.exchange else 16  # of P and of S: one A operand, or one accumulator
         rules = {
             "rows must be a multiple of 16 for every warp row": self.rows % (16 * self.warps_rows) == 0,
-            "cols must be a multiple of 16 for every warp column": self.cols % (16 * self.warps_cols) == 0,
+            "cols must be a multiple of 16": self.cols % 16 == 0,
+            f"cols must be a multiple of {columns} for every warp column": self.cols % (columns * self.warps_cols) == 0,
             "cols must divide into whole passes of the copying threads": self.cols % (loaders // 8) == 0,
             "warps must be a power of two": self.threads & (self.threads - 1) == 0,
             "stages must be at least 2": self.stages >= 2,

@@ -15,6 +15,7 @@ from cute_attn.kernels.fa2.spec import Tile
 from cute_attn.runtime.arch import Arch
 
 HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256))
+WIDE_HEAD_DIMS = (512, 512)  # whose outputs exceed the registers of a warp
 REGISTERS = 65536  # per SM, of 4 bytes; a thread has 255 at most
 RESERVED_SMEM = 1024  # bytes of shared memory per CTA that the system takes
 
@@ -91,8 +92,23 @@ class Variant(NamedTuple):
     kv_dtype: str = ""  # of `spec.KV_BITS`
 
 
+def tile_dims(head_dims: tuple[int, int]) -> tuple[int, int] | None:
+    """Returns the head dims whose tile these have: the smallest of the tables that contain them; None if there are
+    none. A kernel copies, multiplies and stores its own head dims, to whole 16 columns; the rest is zero.
+    """
+    qk, vo = head_dims
+    if qk % 8 or vo % 8 or min(qk, vo) < 8:
+        return None
+    fitting = [dims for dims in HEAD_DIMS if qk <= dims[0] and vo <= dims[1]]
+    if head_dims == WIDE_HEAD_DIMS:
+        return WIDE_HEAD_DIMS
+    return fitting[0] if fitting else None
+
+
 def choose(variant: Variant, packed_rows: int, arch: Arch) -> Tile:
     """Returns the tile for `packed_rows` = qo_len * group rows."""
+    if variant.head_dims == WIDE_HEAD_DIMS:
+        return _wide(variant, packed_rows, arch)
     if packed_rows <= DECODE_ROWS:
         return _decode_converted(variant, arch) if variant.kv_dtype else _decode(variant.head_dims, arch)
     if packed_rows <= APPEND_ROWS or variant.kv_dtype:  # conversion needs registers: 128 rows leave none
@@ -122,21 +138,25 @@ def _prefill(variant: Variant, arch: Arch) -> Tile:
         cols = _BATCH_COLS_163K if variant.batch else _COLS_163K
     else:
         cols = _BATCH_COLS_227K if variant.batch else _COLS_227K
-    n = cols[head_dims][0 if variant.plain else 1]
+    dims = tile_dims(head_dims)
+    assert dims is not None
+    n = cols[dims][0 if variant.plain else 1]
     if n == 0:
         return _append(variant, arch)
-    if small and head_dims[0] > 128:
+    if small and dims[0] > 128:
         return Tile(64, n, 4, 1, 2)
     # Eight warps of 16 rows where 32 rows would need 256 registers for the output alone, and where, with 99 KB, only
     # one CTA fits an SM: one warp's softmax then still overlaps another's products.
-    return Tile(128, n, 8 if small or head_dims == (256, 256) else 4, 1, 2)
+    return Tile(128, n, 8 if small or dims == (256, 256) else 4, 1, 2)
 
 
 def _append(variant: Variant, arch: Arch) -> Tile:
     """Returns the tile of 64 rows with the most columns that spill in no variant; ptxas leaves 8 bytes at some
     narrower.
     """
-    dim = variant.head_dims[0]
+    dims = tile_dims(variant.head_dims)
+    assert dims is not None
+    dim = dims[0]
     if arch.smem_limit >= 128 * 1024:
         return Tile(64, {192: 48, 256: 32}.get(dim, 64), 4, 1, 2)
     if variant.kv_dtype and dim == 128:
@@ -174,4 +194,16 @@ def _decode_converted(variant: Variant, arch: Arch) -> Tile:
     raise AssertionError(f"no decode tile for {variant} on {arch}")
 
 
-# --- what gets compiled ahead ---------------------------------------------------------------------------------------
+def _wide(variant: Variant, packed_rows: int, arch: Arch) -> Tile:
+    """Returns a tile of warps that exchange P. More rows per CTA read K and V less often: 64 rows are what the outputs
+    of eight warps leave room for in registers, 32 what two kv tiles leave of 163 and of 99 KB.
+    """
+    small = arch.smem_limit < 128 * 1024
+    cols = 16 if small else 32
+    decode = [Tile(DECODE_ROWS, cols, 1, 2 if small else 4, stages, exchange=True) for stages in (4, 3, 2)]
+    prefill = [Tile(32 * n, cols, 2 * n, 2, 2, exchange=True) for n in ((1,) if small else (2, 1))]
+    for tile in decode if packed_rows <= DECODE_ROWS else prefill + decode:
+        memory = SharedMemory(tile, *variant.head_dims, rope=not variant.plain, kv_dtype=variant.kv_dtype)
+        if memory.bytes <= arch.smem_limit:
+            return tile
+    raise AssertionError(f"no tile for {variant} on {arch}")

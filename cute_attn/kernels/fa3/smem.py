@@ -52,7 +52,12 @@ class Fp8Memory(HopperMemory):
 
     @property
     def v_bytes(self) -> int:
-        return -(-self.tile.cols // self.key_line) * self.head_dim_vo * self.key_line
+        return -(-self.tile.cols // self.key_line) * self.transposed_dims * self.key_line
+
+    @property
+    def transposed_dims(self) -> int:
+        """Dimensions of V with a line of keys each: transposed in blocks of 64, of which the last may hold zeros."""
+        return -(-self.head_dim_vo // 64) * 64
 
     @property
     def rings(self) -> tuple[RingLayout, ...]:

@@ -63,9 +63,17 @@ _MIN_BOX_ROWS = {(64, 64): 16, (96, 96): 32, (128, 128): 32, (192, 128): 32, (25
 _MIN_FP8_BOX_ROWS = 8  # of 8-bit rows, which one warp gathers
 
 
+def tile_dims(head_dims: tuple[int, int], fp8: bool = False) -> tuple[int, int]:
+    """Returns the head dims whose tile these have: the smallest of the tables that contain them. TMA fills columns past
+    the end with zeros; products and stores take the problem's own head dims.
+    """
+    tables = FP8_HEAD_DIMS if fp8 else HEAD_DIMS
+    return next(dims for dims in tables if head_dims[0] <= dims[0] and head_dims[1] <= dims[1])
+
+
 def page_source(head_dims: tuple[int, int], page_size: int, fp8_kv: bool = False) -> str:
     """Returns how pages of `page_size` tokens are loaded: `kv` of `Fa3Spec`."""
-    min_rows = _MIN_FP8_BOX_ROWS if fp8_kv else _MIN_BOX_ROWS[head_dims]
+    min_rows = _MIN_FP8_BOX_ROWS if fp8_kv else _MIN_BOX_ROWS[tile_dims(head_dims)]
     return "paged" if math.gcd(page_size, PAGE_ALIGNED) >= min_rows else "gathered"
 
 
@@ -73,6 +81,7 @@ def choose(head_dims: tuple[int, int], plain: bool, kv: str, fp8: bool = False, 
     """Returns the tile of a problem. `kv`: as in `Fa3Spec`; `fp8`: q, k and v are; `fp8_kv`: only k and v are. Threads
     that gather need registers, which neither three MMA warpgroups leave nor those that hold q.
     """
+    head_dims = tile_dims(head_dims, fp8)
     if fp8:
         return (_FP8 if plain else _FP8_MODIFIED)[head_dims]
     plain_tiles, modified_tiles = (_FP8_KV, _FP8_KV_MODIFIED) if fp8_kv else (_PLAIN, _MODIFIED)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from tests.emulator.faults.combine import COMBINING
 from tests.emulator.faults.fault import Fault
 from tests.emulator.faults.fp8 import FP8_FAULTS
+from tests.emulator.faults.head_dims import HEAD_DIM_FAULTS
 from tests.emulator.faults.hopper import PERSISTENT, RECOMPUTE, TILES
 from tests.emulator.faults.pages import GATHERED
 from tests.emulator.faults.xqa import XQA_FAULTS
 
 __all__ = ["FAULTS", "Fault"]
 
-FAULTS = (*RECOMPUTE, *TILES, *PERSISTENT, *GATHERED, *FP8_FAULTS, *XQA_FAULTS, *COMBINING)
+FAULTS = (*RECOMPUTE, *TILES, *PERSISTENT, *GATHERED, *FP8_FAULTS, *XQA_FAULTS, *COMBINING, *HEAD_DIM_FAULTS)

@@ -51,7 +51,7 @@ class Converted:
         matrix products.
         """
         memory = self.memory
-        rows = memory.tile.cols // memory.tile.warps_cols
+        rows = memory.tile.team_cols
         row0 = team.index * rows
         k_chunks, v_chunks = memory.k_bytes // CHUNK, memory.v_bytes // CHUNK
         scales = slot + Int32(memory.scales_offset) + row0 * SCALES_PITCH

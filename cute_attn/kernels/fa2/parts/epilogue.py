@@ -31,7 +31,8 @@ class WarpRows(FragmentStore):
         if cutlass.const_expr(self.target.dtype == "float32"):
             for slot in cutlass.range_constexpr(len(self.layout.slots)):
                 # A generator, so that the products are computed inside the branch that stores them.
-                pairs = ([x * factors[slot] for x in out[i : i + 2]] for i, _ in self.layout.pairs(slot))
+                places = [i for i, column in self.layout.pairs(slot) if column < self.memory.head_dim_vo]
+                pairs = ([x * factors[slot] for x in out[i : i + 2]] for i in places)
                 self.store_pairs(self.lanes.row(slot), pairs)
         else:
             self.store_staged(out, factors)
@@ -44,7 +45,7 @@ class WarpRows(FragmentStore):
         other warps made, from these stores.
         """
         memory = self.memory
-        pitch, chunks = memory.qk_pitch, memory.head_dim_vo // 8
+        pitch, chunks = memory.staging_pitch, memory.head_dim_vo // 8
         ptx.sync_threads()
         for slot in cutlass.range_constexpr(len(self.layout.slots)):
             address = self.base + swizzled(self.lanes.row(slot), Int32(0), pitch) + self.quad_lane * 4
@@ -64,7 +65,7 @@ class WarpRows(FragmentStore):
     def store_row(self, row: Int32, chunks: cutlass.Constexpr) -> None:
         """Stores a staged row with eight threads, one 128-byte line at a time."""
         chunk = self.lanes.lane % 8
-        source = self.base + swizzled(row, chunk, self.memory.qk_pitch)
+        source = self.base + swizzled(row, chunk, self.memory.staging_pitch)
         address = self.target.row(self.rows, row) + Int64(chunk * 16)
         for line in cutlass.range_constexpr((chunks + 7) // 8):
             if chunk < chunks - line * 8:

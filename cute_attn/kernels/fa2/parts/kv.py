@@ -16,7 +16,7 @@ from cute_attn.kernels.formats import LINE
 
 @dataclass(frozen=True)
 class Team:
-    """Threads that load and consume the same rows: the CTA, or one warp when every warp owns kv columns."""
+    """Threads that load and consume the same rows: the CTA, or one warp when every warp owns kv columns alone."""
 
     size: int
     thread: Int32  # index within the team
@@ -25,7 +25,7 @@ class Team:
     @classmethod
     def of(cls, memory: SharedMemory) -> "Team":
         thread = cute.arch.thread_idx()[0]
-        if memory.tile.warps_cols == 1:
+        if memory.tile.one_team:
             return cls(memory.tile.threads, thread, Int32(0))
         return cls(32, thread % 32, cute.arch.make_warp_uniform(thread // 32))
 
@@ -127,7 +127,7 @@ class KVTiles:
     @property
     def rows(self) -> int:
         """Rows of a tile that one team loads."""
-        return self.memory.tile.cols // self.memory.tile.warps_cols
+        return self.memory.tile.team_cols
 
     @property
     def count(self) -> int:

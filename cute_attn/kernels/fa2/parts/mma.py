@@ -11,13 +11,16 @@ from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
-from cute_attn.kernels.blocks.smem import swizzled, swizzled_offset
+from cute_attn.kernels.blocks.smem import CHUNK, swizzled, swizzled_offset
 from cute_attn.kernels.fa2.smem import SharedMemory
 
 
 @dataclass(frozen=True)
 class WarpTile:
-    """One warp's share of a CTA tile: `m_blocks` x 16 rows, `n_blocks` x 8 kv columns, `d_blocks` x 8 output dims."""
+    """One warp's share of a CTA tile: `m_blocks` x 16 rows, `n_blocks` x 8 kv columns, `d_blocks` x 8 output dims.
+
+    Head dims count to whole 16 columns; those past the end are zeros in shared memory.
+    """
 
     dtype: str
     memory: SharedMemory
@@ -32,7 +35,7 @@ class WarpTile:
 
     @property
     def d_blocks(self) -> int:
-        return self.memory.head_dim_vo // 8
+        return -(-self.memory.head_dim_vo // 16) * 2
 
     @property
     def scores_layout(self) -> MmaFragmentLayout:
@@ -51,7 +54,7 @@ class WarpTile:
         pitch = self.memory.qk_pitch
         layout = self.scores_layout
         acc = layout.zeros()
-        steps = self.memory.head_dim_qk // 16
+        steps = -(-self.memory.head_dim_qk // 16)
         for step in range(steps):
             (q_at, q_offset), (k_at, k_offset) = swizzled_offset(q, 2 * step), swizzled_offset(k, 2 * step)
             a = [ptx.ldmatrix_x4(q_at, m * 16 * pitch + q_offset) for m in range(self.m_blocks)]
@@ -65,14 +68,14 @@ class WarpTile:
         return acc
 
     def accumulate(self, out: list[Float32], p: list[list[list[Int32]]], v: Int32) -> list[Float32]:
-        """Returns out + P V, with `p[m][step]` the A fragments of `probabilities`."""
+        """Returns out + P V, with `p[m][step]` A fragments as those of `probabilities`."""
         pitch, layout = self.memory.vo_pitch, self.output_layout
         acc = list(out)
-        for step in range(self.n_blocks // 2):
+        for step in range(len(p[0])):
             for pair in range(self.d_blocks // 2):
                 v_at, v_offset = swizzled_offset(v, 2 * pair)
                 b = ptx.ldmatrix_x4(v_at, step * 16 * pitch + v_offset, transpose=True)
-                for m in range(self.m_blocks):
+                for m in range(layout.m_blocks):
                     self._mma(acc, layout.block(m, 2 * pair), p[m][step], b[:2])
                     self._mma(acc, layout.block(m, 2 * pair + 1), p[m][step], b[2:])
         return acc
@@ -114,10 +117,15 @@ class Lanes:
         row0, col0 = warp_row * rows_per_warp, warp_col * cols_per_warp
         # A (row-major 16x16): lanes 0-15 give rows at k 0, lanes 16-31 the same rows at k 8.
         q = swizzled(row0 + lane % 16, lane // 16, memory.qk_pitch)
-        # B from K, whose rows are the product's columns: matrices (n, k) = (0-7, 0), (0-7, 8), (8-15, 0), (8-15, 8).
-        k = swizzled(col0 + lane % 8 + lane // 16 * 8, lane // 8 % 2, memory.qk_pitch)
+        if cols_per_warp == 8:  # matrices (n, k) = (0-7, 0), (0-7, 8), (0-7, 16), (0-7, 24)
+            k = swizzled(col0 + lane % 8, lane // 8, memory.qk_pitch)
+        else:  # B from K, whose rows are the product's columns: (0-7, 0), (0-7, 8), (8-15, 0), (8-15, 8)
+            k = swizzled(col0 + lane % 8 + lane // 16 * 8, lane // 8 % 2, memory.qk_pitch)
         # B from V, transposed on the way: lanes 0-15 tokens at d 0, lanes 16-31 the same tokens at d 8.
-        v = swizzled(col0 + lane % 16, lane // 16, memory.vo_pitch)
+        if tile.exchange:
+            v = swizzled(lane % 16, warp * (memory.slice_bytes // CHUNK) + lane // 16, memory.vo_pitch)
+        else:
+            v = swizzled(col0 + lane % 16, lane // 16, memory.vo_pitch)
         return cls(rows_per_warp, cols_per_warp, warp_row, warp_col, lane, q, k, v)
 
     def row(self, slot: int) -> Int32:

@@ -41,6 +41,11 @@ class Rotation:
     ratio: Float64  # theta^(-2 / head_dim)
     threads: int  # of the CTA
 
+    @property
+    def power_bits(self) -> int:
+        """Bits of an index of a pair."""
+        return max(7, (self.head_dim // 2 - 1).bit_length())
+
     @cute.jit
     def prepare(self) -> None:
         """Writes the frequency table; a barrier must follow."""
@@ -48,7 +53,7 @@ class Rotation:
             pair = cute.arch.thread_idx()[0] + first
             if pair < self.head_dim // 2:
                 frequency, power = self.base, self.ratio
-                for bit in cutlass.range_constexpr(7):  # ratio^pair by squaring: pair < 128
+                for bit in cutlass.range_constexpr(self.power_bits):  # ratio^pair by squaring
                     frequency = ptx.select((pair >> bit) % 2 == 1, frequency * power, frequency)
                     power = power * power
                 hi, lo = ptx.double_to_float_pair(frequency)

@@ -1,13 +1,14 @@
-"""Online softmax whose output accumulator stays in registers, rescaled where anchors move."""
+"""Online softmax whose output accumulator stays in registers, rescaled where anchors move, and the products with V."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks.register_layout import RegisterLayout
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax, Rescale, any_of
+from cute_attn.kernels.fa2.parts.mma import Lanes, WarpTile
 
 
 class Running(NamedTuple):
@@ -40,3 +41,22 @@ class RunningSoftmax(OnlineSoftmax):
         out = self.output.scale_rows(running.out, rescale.factors)
         total = [x * factor for x, factor in zip(running.total, rescale.factors, strict=True)]
         return Running(out, rescale.shift, total)
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """Softmax of rows whose scores and outputs one warp holds, and the products with V."""
+
+    tile: WarpTile
+    softmax: RunningSoftmax
+    lanes: Lanes
+
+    def add(self, running: Running, s: list[Float32], operand: Int32, masked: bool) -> Running:
+        """Adds a tile with scores `s` and 16-bit K and V at `operand` to the running state."""
+        softmax = self.softmax
+        running = softmax.rescale_if_needed(running, s)
+        p = softmax.exponentials(s, running.shift, may_be_empty=masked)
+        total = softmax.sums(p, running.total)
+        v = operand + Int32(self.tile.memory.operand_v) + self.lanes.v
+        out = self.tile.accumulate(running.out, self.tile.probabilities(p), v)
+        return Running(out, running.shift, total)

@@ -33,13 +33,20 @@ class WarpgroupStore(FragmentStore):
 
     @cute.jit
     def store_chunks(self, row: Int32, values: list[Float32]) -> None:
-        """Stores 16-bit rows: of every 32 columns, a lane stores eight, those of index `quad_lane`, as 16 bytes."""
+        """Stores 16-bit rows: of every 32 columns, a lane stores eight, those of index `quad_lane`, as 16 bytes. Of
+        fewer at the end, the first lanes do.
+        """
         packed = [ptx.pack_16(self.target.dtype, values[i], values[i + 1]) for i in range(0, len(values), 2)]
+        whole, rest = divmod(len(packed), 4)
+        packed += [Int32(0)] * (-len(packed) % 4)
         chunks = [self.transposed(packed[i : i + 4]) for i in range(0, len(packed), 4)]
         if self.rows.exists(row):
             address = self.target.row(self.rows, row) + Int64(self.quad_lane * 16)
-            for i in cutlass.range_constexpr(len(chunks)):
+            for i in cutlass.range_constexpr(whole):
                 ptx.st_global_v4(address, i * 64, chunks[i])
+            if cutlass.const_expr(rest > 0):  # noqa: SIM102
+                if self.quad_lane < rest:
+                    ptx.st_global_v4(address, whole * 64, chunks[whole])
 
     def transposed(self, mine: list[Int32]) -> list[Int32]:
         """Transposes within each quad: register j of lane l becomes register l of lane j."""

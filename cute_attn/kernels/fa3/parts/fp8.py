@@ -38,7 +38,7 @@ class Fp8Tile(WarpgroupTile):
         line, steps = self.memory.key_line, []
         for key in range(0, self.memory.tile.cols, 32):
             column, within = divmod(key, line)
-            steps.append(column * self.memory.head_dim_vo * line + within)
+            steps.append(column * self.memory.transposed_dims * line + within)
         return sm90.wgmma_from_registers(P_DTYPE, self.dtype, self.memory.head_dim_vo, p, v, steps, out, line=line)
 
     def probabilities(self, s: list[Float32]) -> list[Int32]:
@@ -159,7 +159,7 @@ class VTranspose:
     def run(self, source: Int32, target: Int32) -> None:
         """Transposes a tile in blocks of 32 keys by 64 dimensions."""
         memory, pitch = self.memory, self.memory.key_line
-        halves, inner = memory.head_dim_vo // 64, self.lane & 7
+        halves, inner = memory.transposed_dims // 64, self.lane & 7
         read = source + self.lane * LINE
         odd, second = (self.lane >> 3) & 1, self.lane >> 4  # of the matrix whose line this lane addresses
         write = target + (odd * 8 + inner) * pitch
@@ -168,7 +168,7 @@ class VTranspose:
             keys, half = piece // halves, piece % halves
             line = read + keys * (32 * LINE) + (half >> 1) * (memory.tile.cols * LINE)
             read_at = line + ((inner ^ ((half & 1) << 2)) << 4)
-            line = write + keys // in_line * (memory.head_dim_vo * pitch) + half * (64 * pitch)
+            line = write + keys // in_line * (memory.transposed_dims * pitch) + half * (64 * pitch)
             write_at = line + (((swizzle ^ second) ^ ((keys & (in_line - 1)) << 1)) << 4)
             loaded = [ptx.ldmatrix_x4(read_at ^ Int32(i << 4), 0, transpose=True) for i in range(4)]
             for i, (a, b, c, d) in enumerate(loaded):

@@ -49,7 +49,7 @@ class WarpgroupTile:
     def scores(self, q: Any, k: Int32) -> list[Float32]:
         """Starts S = Q K^T."""
         tile, steps = self.memory.tile, []
-        for step in range(self.memory.head_dim_qk * self.memory.item_bytes // 32):
+        for step in range(-(-self.memory.head_dim_qk * self.memory.item_bytes // 32)):
             column, within = step // 4, step % 4 * 32
             steps.append((column * tile.rows * LINE + within, column * tile.cols * LINE + within))
         return sm90.wgmma_from_shared(self.dtype, tile.cols, q, k, steps)

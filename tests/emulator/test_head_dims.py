@@ -1,0 +1,46 @@
+"""Head dimension 512, whose warps exchange P through shared memory, on every kind of GPU and schedule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cute_attn import single_prefill_with_kv_cache
+from cute_attn.emulator import Schedule, using
+from tests.support import case
+from tests.support.case import Case
+from tests.support.matrix import BF16, CAUSAL, CUSTOM, E4M3, decode, prefill
+
+pytestmark = pytest.mark.emulator
+
+WIDE = (
+    (prefill(40, 100, (2, 1), 512, **CAUSAL, **BF16), "sm_90a"),  # two query tiles
+    (decode(300, (8, 1), 512, **E4M3), "sm_90a"),
+    (prefill(40, 50, (1, 1), 512, **CAUSAL), "sm_120a"),
+    (decode(100, (4, 1), 512, **BF16), "sm_120a"),
+    (prefill(40, 70, (1, 1), 512, **BF16), "sm_80"),
+    (prefill(9, 33, (2, 1), 512, **CUSTOM, o_dtype="float32"), "sm_80"),
+)
+
+
+@pytest.mark.parametrize("schedule", [Schedule("delayed", 1), Schedule("adversarial", 2)], ids=lambda x: x.kind)
+@pytest.mark.parametrize(("problem", "arch"), WIDE, ids=lambda x: x.id if isinstance(x, Case) else x)
+def test_wide(problem: Case, arch: str, schedule: Schedule) -> None:
+    with using(arch, schedule=schedule, sms=4) as emulation:
+        out, lse = case.call(problem, case.make(problem), backend="emulator")
+    result = case.check(problem, out, lse)
+    assert result.ok, result.detail
+    assert {record.spec["kernel"] for record in emulation.records} <= {"fa2", "combine"}
+
+
+def test_rows_that_rise_are_rescaled_by_all_warps() -> None:
+    """Scores that grow from tile to tile, in columns of one warp: all warps rescale their slices of the output."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(n, 1, 512, generator=generator) for n in (70, 200, 200))
+    k[7::32] = q[:7].mean(0) * torch.arange(len(k[7::32]))[:, None, None] * 4
+    q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    with using("sm_90a", kernels="fa2"):
+        out, lse = single_prefill_with_kv_cache(q, k, v, return_lse=True, backend="emulator")
+    expected, expected_lse = single_prefill_with_kv_cache(q, k, v, return_lse=True, backend="reference")
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
