@@ -48,6 +48,7 @@ class Features(NamedTuple):
     loose_scales: bool = False  # block scales of a token do not start at a multiple of their size
     device_lengths: bool = False  # lengths and page tables are on the device, and no plan is made: `DecodeProblem`
     draft_mask: bool = False  # mask bits say which draft tokens a query token sees
+    multi_item: bool = False  # multi-item scoring: `BatchLengths.key_bounds`
 
 
 class Settings(NamedTuple):
@@ -82,6 +83,7 @@ class Problem(NamedTuple):
     out: torch.Tensor  # [qo_len, num_qo_heads, head_dim_vo]
     lse: torch.Tensor | None  # [qo_len, num_qo_heads] fp32, base 2 times settings.lse_scale
     packed_mask: torch.Tensor | None = None  # uint8, bit (qo_idx * kv_len + kv_idx), little bit order
+    key_bounds: torch.Tensor | None = None  # int32 [qo_len, 2]: rows of `BatchLengths.key_bounds`
     scale_tensors: tuple[torch.Tensor, ...] = ()  # at most 2 one-element fp32 device tensors, factors of sm_scale
     v_scale_tensor: torch.Tensor | None = None  # one-element fp32 device tensor, multiplied into v_scale
     sinks: torch.Tensor | None = None  # [num_qo_heads] fp32, natural-log domain
@@ -130,6 +132,8 @@ class BatchLengths(NamedTuple):
     kv_start: np.ndarray  # [batch_size], of token 0. ragged: its row of k and v; paged: index of its page in kv_indices
     kv_len: np.ndarray  # [batch_size], tokens
     mask_offset: np.ndarray  # [batch_size]: first byte of a request's bits in the packed mask; zeros without a mask
+    key_bounds: np.ndarray | None = None  # multi-item scoring: int32 [rows, 2], for every row of q the end of the
+    # ^ prefix and the first key of its item, which does not decrease within a request; the keys between are hidden
 
 
 class Tokens(NamedTuple):

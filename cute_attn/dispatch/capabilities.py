@@ -227,6 +227,11 @@ CAPABILITIES = (
         {"xqa": Unsupported("its masks are those of drafts", 'backend="fa2", or xqa_batch_decode_with_kv_cache')},
     ),
     Capability(
+        "multi-item scoring (prefix_len_ptr, token_pos_in_items_ptr)",
+        lambda f: f.multi_item,
+        {"xqa": Unsupported("its masks are those of drafts", 'backend="fa2"')},
+    ),
+    Capability(
         "logits_soft_cap", lambda f: f.soft_cap, {"xqa": Unsupported("its softmax has no step for it", 'backend="fa2"')}
     ),
     Capability(

@@ -172,7 +172,10 @@ class BatchWrapper:
         options, tokens, mask, splits, page_size = request
         has_mask, decode = mask.packed is not None, tokens.q_len is not None
         own_splits = splits.fixed_split_size is not None or splits.disable_split_kv
-        context = PlanContext(self.device, self._kv_layout, self.kv_source, has_mask, page_size, decode, own_splits)
+        multi_item = tokens.lengths.key_bounds is not None
+        context = PlanContext(
+            self.device, self._kv_layout, self.kv_source, has_mask, page_size, decode, own_splits, multi_item
+        )
         settings = batch_plan.plan_settings(options, context)
         batch_plan.check_rows(tokens, settings.features.num_qo_heads)
         limits = BatchLimits(self._workspace.numel(), *splits, max_qo_len=tokens.q_len)
