@@ -83,7 +83,6 @@ class Problem(NamedTuple):
     out: torch.Tensor  # [qo_len, num_qo_heads, head_dim_vo]
     lse: torch.Tensor | None  # [qo_len, num_qo_heads] fp32, base 2 times settings.lse_scale
     packed_mask: torch.Tensor | None = None  # uint8, bit (qo_idx * kv_len + kv_idx), little bit order
-    key_bounds: torch.Tensor | None = None  # int32 [qo_len, 2]: rows of `BatchLengths.key_bounds`
     scale_tensors: tuple[torch.Tensor, ...] = ()  # at most 2 one-element fp32 device tensors, factors of sm_scale
     v_scale_tensor: torch.Tensor | None = None  # one-element fp32 device tensor, multiplied into v_scale
     sinks: torch.Tensor | None = None  # [num_qo_heads] fp32, natural-log domain
@@ -91,6 +90,7 @@ class Problem(NamedTuple):
     # ^ features.per_head_scales: fp32 scale_q [num_qo_heads], scale_k and scale_v [num_kv_heads]
     block_scales: tuple[torch.Tensor, torch.Tensor] | None = None
     # ^ features.kv_block_scales: e4m3, k's and v's shapes with one number per 16 elements of the last axis
+    key_bounds: torch.Tensor | None = None  # int32 [qo_len, 2]: rows of `BatchLengths.key_bounds`
 
     @property
     def features(self) -> Features:

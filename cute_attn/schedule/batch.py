@@ -120,16 +120,18 @@ def schedule(
     else:
         splits = _balanced_splits(tiles, params, capacity)
     order = _item_order(lengths, params, tiles, splits)
-    bounds = _key_bounds(lengths, limits)
+    bounds = _key_bounds(lengths, params, limits)
     return _work(lengths, params, tiles, splits, order, capacity if limits.graph else None, bounds, allocate)
 
 
-def _key_bounds(lengths: BatchLengths, limits: BatchLimits) -> np.ndarray:
-    """Returns the key bounds of all rows, flat; for a captured launch of as many rows as it has room for."""
+def _key_bounds(lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits) -> np.ndarray:
+    """Returns the key bounds of all rows, flat, then zeros for rows of the last tile that do not exist; for a captured
+    launch zeros for all rows that it has room for.
+    """
     if lengths.key_bounds is None:
         return np.empty(0, np.int32)
-    bounds = lengths.key_bounds.ravel()
-    return bounds if limits.graph is None else np.pad(bounds, (0, 2 * limits.graph.max_rows - len(bounds)))
+    rows = len(lengths.key_bounds) if limits.graph is None else limits.graph.max_rows
+    return np.pad(lengths.key_bounds.ravel(), (0, 2 * (rows - len(lengths.key_bounds) + params.rows)))
 
 
 def query_tiles(lengths: BatchLengths, params: SchedulerParams) -> QueryTiles:

@@ -45,16 +45,19 @@ class GappedTileOrder(TileOrder):
 @dataclass(frozen=True)
 class KeyBounds:
     """Bounds of the hidden keys of every query token: int32 `[rows of q, 2]`, the end of the prefix and the first key
-    of the token's item, which does not decrease within a request.
+    of the token's item, which does not decrease within a request. Rows for a whole tile follow the last token's.
     """
 
     address: Int64
     rows: PackedRows
 
     def of(self, row: Int32) -> tuple[Int32, Int32]:
-        """Loads the bounds of a row; rows past the last have those of the last."""
-        token = self.rows.start + self.rows.last_token_from(row, 1)
-        prefix_end, item_start = ptx.ld_global_v2(self.address + Int64(token) * Int64(8))
+        """Loads the bounds of a row."""
+        return self.of_token(self.rows.token(row))
+
+    def of_token(self, token: Int32) -> tuple[Int32, Int32]:
+        """Loads the bounds of a token of the request; past its last they mean nothing."""
+        prefix_end, item_start = ptx.ld_global_v2(self.address + Int64(self.rows.start + token) * Int64(8))
         return prefix_end, item_start
 
     def order(self, band: TileOrder, cols: int) -> GappedTileOrder:
@@ -85,13 +88,15 @@ class MultiItemMask(BandMask):
         return self.bounds.order(super().tiles(tile_rows, cols, first, last), cols)
 
     def apply(self, s: list[Float32], kv_start: Int32) -> list[Float32]:
-        out = list(super().apply(s, kv_start))
+        out = list(s)
         first_col = kv_start + self.lanes.first_col()
         for slot in self.layout.slots:
-            prefix_end, item_start = self.bounds.of(self.lanes.row(slot))
-            stop, start = prefix_end - first_col, item_start - first_col
+            token = self.rows.token(self.lanes.row(slot))
+            stop, start = self.band.stop(token) - first_col, token + self.band.left - first_col
+            prefix_end, item_start = (bound - first_col for bound in self.bounds.of_token(token))
             for register, column in self.layout.places(slot):
                 col = Int32(column)
-                seen = cutlass.or_(col < stop, col >= start)
+                inside = cutlass.and_(col < stop, col >= start)
+                seen = cutlass.and_(inside, cutlass.or_(col < prefix_end, col >= item_start))
                 out[register] = ptx.select(seen, out[register], Float32(ptx.NEG_INF))
         return out

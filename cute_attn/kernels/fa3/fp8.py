@@ -38,7 +38,6 @@ from cute_attn.kernels.formats import LINE
 # with 768, by 0.4 % with 384, 2.4 % with 1536, 5 % with 3072; of mean 0.5 by 0.3, 0.1, 0.8 and 1.9 %.
 PROMOTION_KEYS = 768
 TRANSPOSE_BARRIER = 9
-MANY_MASKED_TILES = ("packed", "multi_item")  # masks that need registers, with more masked tiles than a band has edges
 MIN_SCALE = 1e-30  # of scores: 0 would turn hidden ones into NaN
 SIGNS = 0x80808080 - (1 << 32)
 
@@ -104,7 +103,7 @@ class Fp8MmaWarpgroups(MmaWarpgroups):
     ) -> Any:
         """Processes the kv tiles of steps [begin, end), with a promotion after every `PROMOTION_KEYS` keys."""
         order, rest = mma.order, begin
-        if cutlass.const_expr(not masked or self.spec.mask in MANY_MASKED_TILES):
+        if cutlass.const_expr(not masked or self.spec.mask == "packed"):  # other masks have few masked tiles
             tiles = PROMOTION_KEYS // self.spec.tile.cols
             rest = begin + (end - begin) // tiles * tiles
             for first in cutlass.range(begin, rest, tiles, unroll=1):
@@ -164,11 +163,10 @@ class Fp8Program(Fa3Program):
         return RowScales(self.tile.scores_layout, lambda: scales)
 
     def scores(self, p: PersistentParams, work: QueryTile, lanes: AnyLanes, scale: Any) -> Scores:
-        rematerialized = self.spec.mask in MANY_MASKED_TILES
-        return super().scores(p, work, RematerializedLanes() if rematerialized else lanes, scale)
+        return super().scores(p, work, RematerializedLanes() if self.spec.mask == "packed" else lanes, scale)
 
     def mask(self, p: PersistentParams, work: QueryTile, lanes: AnyLanes) -> BandMask:
-        return super().mask(p, work, RematerializedLanes() if self.spec.mask in MANY_MASKED_TILES else lanes)
+        return super().mask(p, work, RematerializedLanes() if self.spec.mask == "packed" else lanes)
 
     def row_scales(self, p: PersistentParams, work: QueryTile, lanes: AnyLanes) -> list[Float32]:
         """Returns the scales of scores, positive because `prepare_q` flips rows of negative scale."""
