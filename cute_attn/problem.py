@@ -48,6 +48,7 @@ class Features(NamedTuple):
     loose_scales: bool = False  # block scales of a token do not start at a multiple of their size
     device_lengths: bool = False  # lengths and page tables are on the device, and no plan is made: `DecodeProblem`
     draft_mask: bool = False  # mask bits say which draft tokens a query token sees
+    multi_item: bool = False  # multi-item scoring: `BatchLengths.key_bounds`
 
 
 class Settings(NamedTuple):
@@ -89,6 +90,7 @@ class Problem(NamedTuple):
     # ^ features.per_head_scales: fp32 scale_q [num_qo_heads], scale_k and scale_v [num_kv_heads]
     block_scales: tuple[torch.Tensor, torch.Tensor] | None = None
     # ^ features.kv_block_scales: e4m3, k's and v's shapes with one number per 16 elements of the last axis
+    key_bounds: torch.Tensor | None = None  # int32 [qo_len, 2]: rows of `BatchLengths.key_bounds`
 
     @property
     def features(self) -> Features:
@@ -130,6 +132,8 @@ class BatchLengths(NamedTuple):
     kv_start: np.ndarray  # [batch_size], of token 0. ragged: its row of k and v; paged: index of its page in kv_indices
     kv_len: np.ndarray  # [batch_size], tokens
     mask_offset: np.ndarray  # [batch_size]: first byte of a request's bits in the packed mask; zeros without a mask
+    key_bounds: np.ndarray | None = None  # multi-item scoring: int32 [rows, 2], for every row of q the end of the
+    # ^ prefix and the first key of its item, which does not decrease within a request; the keys between are hidden
 
 
 class Tokens(NamedTuple):

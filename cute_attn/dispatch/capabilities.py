@@ -241,6 +241,19 @@ CAPABILITIES = (
         {"xqa": Unsupported("its masks are those of drafts", 'backend="fa2", or xqa_batch_decode_with_kv_cache')},
     ),
     Capability(
+        "multi-item scoring (prefix_len_ptr, token_pos_in_items_ptr)",
+        lambda f: f.multi_item,
+        {"xqa": Unsupported("its masks are those of drafts", 'backend="fa2"')},
+    ),
+    Capability(
+        "multi-item scoring with q of an fp8 dtype",
+        lambda f: f.multi_item and f.q_dtype in FP8,
+        {
+            "fa3": Unsupported("its fp8 kernel has no registers left for the bounds of items", _WIDEN),
+            **dict.fromkeys(("xqa", "fa2"), NO_FP8),
+        },
+    ),
+    Capability(
         "logits_soft_cap", lambda f: f.soft_cap, {"xqa": Unsupported("its softmax has no step for it", 'backend="fa2"')}
     ),
     Capability(

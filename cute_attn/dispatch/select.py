@@ -188,6 +188,7 @@ def _title(features: Features, arch: Arch | None) -> str:
             name if getattr(f, name) else ""
             for name in (
                 "custom_mask",
+                "multi_item",
                 "soft_cap",
                 "per_head_scales",
                 "kv_block_scales",

@@ -90,6 +90,7 @@ class Mask:
     causal: bool = False  # no keys after the row's position
     window_left: int = -1  # >= 0: hides keys more than this many before the position, but none after it
     keep: torch.Tensor | None = None  # bool [qo_len, kv_len]; replaces `causal`; the window still applies
+    key_bounds: torch.Tensor | None = None  # int [qo_len, 2]: row i sees no key of [key_bounds[i, 0], key_bounds[i, 1])
 
     def visible(self, rows: range, qo_len: int, kv_len: int, device: torch.device) -> torch.Tensor:
         """Return bool `[len(rows), kv_len]`, the visible keys of `rows`."""
@@ -103,6 +104,9 @@ class Mask:
             visible = torch.ones(len(rows), kv_len, dtype=torch.bool, device=device)
         if self.window_left >= 0:
             visible = visible & (key >= position - self.window_left)
+        if self.key_bounds is not None:
+            prefix_end, item_start = self.key_bounds[rows.start : rows.stop].unsqueeze(-1).unbind(1)
+            visible = visible & ((key < prefix_end) | (key >= item_start))
         return visible
 
 
@@ -209,7 +213,7 @@ def run(problem: Problem, dtype: torch.dtype = torch.float64, *, round_rotated: 
         k,
         v,
         logits=Logits(scale, problem.settings.logits_soft_cap, slopes),
-        mask=Mask(problem.settings.causal, problem.settings.window_left, keep),
+        mask=Mask(problem.settings.causal, problem.settings.window_left, keep, problem.key_bounds),
         sinks=problem.sinks,
         v_scale=v_scale,
         compute_dtype=dtype,
@@ -235,7 +239,11 @@ def run_batch(problem: BatchProblem, lengths: BatchLengths) -> None:
         rows = slice(int(lengths.qo_indptr[i]), int(lengths.qo_indptr[i + 1]))
         tokens = _tokens(problem, int(lengths.kv_start[i]), kv_len)
         packed_mask = None if problem.packed_mask is None else problem.packed_mask[int(lengths.mask_offset[i]) :]
-        run(_request(problem, rows, tokens, packed_mask, problem.head_scales))
+        request = _request(problem, rows, tokens, packed_mask, problem.head_scales)
+        if lengths.key_bounds is not None:
+            bounds = torch.from_numpy(lengths.key_bounds[rows]).to(problem.q.device)
+            request = request._replace(key_bounds=bounds)
+        run(request)
 
 
 def run_decode(problem: DecodeProblem) -> None:

@@ -67,6 +67,7 @@ class PlanContext(NamedTuple):
     page_size: int
     decode: bool
     own_splits: bool
+    multi_item: bool = False
 
 
 class Mask(NamedTuple):
@@ -134,8 +135,11 @@ def _settings(options: PlanOptions, context: PlanContext) -> Settings:
         lse_base=options.lse_base,
     )
     single = call_settings(structure, call[len(NOT_OPTIONS) :])
-    features = single.features._replace(kv_source=context.kv_source, own_splits=context.own_splits)
-    return single._replace(features=features, page_size=context.page_size)
+    features = single.features._replace(
+        kv_source=context.kv_source, own_splits=context.own_splits, multi_item=context.multi_item
+    )
+    causal = single.causal or context.multi_item
+    return single._replace(features=features, causal=causal, page_size=context.page_size)
 
 
 def _data_type(name: str, value: Any) -> torch.dtype:
@@ -201,21 +205,6 @@ def refuse_jit(jit_args: Any, jit_kwargs: Any = None) -> None:
     """Refuse FlashInfer's arguments for attention variants written in CUDA."""
     refuse("jit_args", jit_args, JIT_REASON, JIT_INSTEAD)
     refuse("jit_kwargs", jit_kwargs, JIT_REASON, JIT_INSTEAD)
-
-
-class MultiItemScoring(NamedTuple):
-    """FlashInfer's arguments of multi-item scoring."""
-
-    prefix_len_ptr: Any
-    token_pos_in_items_ptr: Any
-    token_pos_in_items_len: Any
-    max_item_len_ptr: Any
-
-    def refuse(self) -> None:
-        """Raise NotSupported unless all have their defaults."""
-        for name, value in self._asdict().items():
-            feature = f"{name} (multi-item scoring)"
-            refuse(feature, value, "it has no such mask", "the same mask as custom_mask")
 
 
 # ---- lengths

@@ -52,7 +52,8 @@ class SchedulerParams(NamedTuple):
 
 class WorkList(NamedTuple):
     """Work list of a launch. `items` and `merges` are views of `ints`, the array that is copied to the device: all
-    items, padded with zero records to `item_capacity`, then all merges, padded with zero records to `merge_capacity`.
+    items, padded with zero records to `item_capacity`, then all merges, padded with zero records to `merge_capacity`,
+    then the key bounds of multi-item scoring.
     """
 
     items: np.ndarray  # [item_capacity, ITEM_INTS] int32
@@ -60,7 +61,20 @@ class WorkList(NamedTuple):
     num_partials: int  # that items write to the workspace
     item_capacity: int
     merge_capacity: int
-    ints: np.ndarray  # [item_capacity * ITEM_INTS + merge_capacity * MERGE_INTS] int32
+    ints: np.ndarray  # [item_capacity * ITEM_INTS + merge_capacity * MERGE_INTS + size of the key bounds] int32
+    key_bounds: int | None = None  # index in `ints` of `BatchLengths.key_bounds`, if the batch has them
+
+
+class Gap(NamedTuple):
+    """Kv tiles [begin, end) of every query tile that are hidden by multi-item scoring."""
+
+    begin: np.ndarray
+    end: np.ndarray
+
+    def within(self, begin: np.ndarray, end: np.ndarray, tile: np.ndarray | None) -> np.ndarray:
+        """Returns the number of hidden tiles in [begin, end) of the query tiles `tile` (None: all)."""
+        first, last = self if tile is None else (self.begin[tile], self.end[tile])
+        return np.maximum(np.minimum(last, end) - np.maximum(first, begin), 0)
 
 
 class QueryTiles(NamedTuple):
@@ -70,6 +84,7 @@ class QueryTiles(NamedTuple):
     first_row: np.ndarray
     begin: np.ndarray  # kv tiles [begin, end) are visible; both are 0 where none is
     end: np.ndarray
+    gap: Gap | None = None  # tiles between that are hidden
 
 
 class Splits(NamedTuple):
@@ -105,7 +120,18 @@ def schedule(
     else:
         splits = _balanced_splits(tiles, params, capacity)
     order = _item_order(lengths, params, tiles, splits)
-    return _work(lengths, params, tiles, splits, order, capacity if limits.graph else None, allocate)
+    bounds = _key_bounds(lengths, params, limits)
+    return _work(lengths, params, tiles, splits, order, capacity if limits.graph else None, bounds, allocate)
+
+
+def _key_bounds(lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits) -> np.ndarray:
+    """Returns the key bounds of all rows, flat, then zeros for rows of the last tile that do not exist; for a captured
+    launch zeros for all rows that it has room for.
+    """
+    if lengths.key_bounds is None:
+        return np.empty(0, np.int32)
+    rows = len(lengths.key_bounds) if limits.graph is None else limits.graph.max_rows
+    return np.pad(lengths.key_bounds.ravel(), (0, 2 * (rows - len(lengths.key_bounds) + params.rows)))
 
 
 def query_tiles(lengths: BatchLengths, params: SchedulerParams) -> QueryTiles:
@@ -116,7 +142,17 @@ def query_tiles(lengths: BatchLengths, params: SchedulerParams) -> QueryTiles:
     first = (tiles.cumsum(dtype=np.int32) - tiles).repeat(tiles)  # `repeat` is several times faster than indexing
     first_row = (np.arange(len(first), dtype=np.int32) - first) * np.int32(params.rows)
     begin, end = _visible_kv_tiles(first_row, tiles, qo_len, kv_len, params)
-    return QueryTiles(np.arange(len(tiles)).repeat(tiles), first_row, begin, end)
+    request = np.arange(len(tiles)).repeat(tiles)
+    return QueryTiles(request, first_row, begin, end, _gap(lengths, params, request, first_row))
+
+
+def _gap(lengths: BatchLengths, params: SchedulerParams, request: np.ndarray, first_row: np.ndarray) -> Gap | None:
+    """Returns the tiles that `kernels.blocks.multi_item.KeyBounds` leaves out in a CTA."""
+    if lengths.key_bounds is None:
+        return None
+    prefix_end, item_start = lengths.key_bounds[lengths.qo_indptr[request] + first_row // params.group_size].T
+    begin = -(-prefix_end // params.cols)
+    return Gap(begin, np.maximum(item_start // params.cols, begin))
 
 
 def _visible_kv_tiles(
@@ -142,6 +178,8 @@ def _visible_kv_tiles(
 def _balanced_splits(tiles: QueryTiles, params: SchedulerParams, capacity: Capacity) -> Splits:
     """Splits the longest query tiles evenly where the cost model expects a shorter launch."""
     visible = tiles.end - tiles.begin
+    if tiles.gap is not None:
+        visible = visible - tiles.gap.within(tiles.begin, tiles.end, None)
     device = cost_model.Device(
         params.resident_ctas / params.num_kv_heads, params.min_split_tiles, params.rows / params.cols
     )
@@ -150,8 +188,13 @@ def _balanced_splits(tiles: QueryTiles, params: SchedulerParams, capacity: Capac
         return _unsplit(tiles)
     num_splits = np.maximum(num_splits, 1)
     tile, index, partial, *merges = _enumerate(num_splits)
-    begin, visible, count = tiles.begin[tile], visible[tile].astype(np.int64), num_splits[tile]
-    return Splits(tile, begin + index * visible // count, begin + (index + 1) * visible // count, partial, *merges)
+    first, visible, count = tiles.begin[tile], visible[tile].astype(np.int64), num_splits[tile]
+    begin, end = first + index * visible // count, first + (index + 1) * visible // count
+    if tiles.gap is not None:  # both count visible tiles
+        gap_begin, gap_end = np.maximum(tiles.gap.begin[tile], first), tiles.gap.end[tile]
+        hidden = np.maximum(gap_end - gap_begin, 0)
+        begin, end = begin + hidden * (begin >= gap_begin), end + hidden * (end > gap_begin)
+    return Splits(tile, begin, end, partial, *merges)
 
 
 def _fixed_size_splits(tiles: QueryTiles, params: SchedulerParams, limits: BatchLimits) -> Splits:
@@ -205,7 +248,10 @@ def _enumerate(num_splits: np.ndarray) -> tuple[np.ndarray, ...]:
 
 def _item_order(lengths: BatchLengths, params: SchedulerParams, tiles: QueryTiles, splits: Splits) -> np.ndarray:
     """Returns the order of items: longest first, within groups of requests that share L2 where these matter."""
-    order = longest_first(splits.end - splits.begin)
+    cost = splits.end - splits.begin
+    if tiles.gap is not None:
+        cost = cost - tiles.gap.within(splits.begin, splits.end, splits.tile)
+    order = longest_first(cost)
     if orders_by_l2(params, len(order)) and int(lengths.kv_len.sum()) > params.l2_kv_tokens:
         request = tiles.request if splits.tile is None else tiles.request[splits.tile]
         order = order[np.argsort(l2_groups(lengths, params)[request[order]], kind="stable")]
@@ -219,14 +265,17 @@ def _work(
     splits: Splits,
     order: np.ndarray,
     capacity: Capacity | None,
+    key_bounds: np.ndarray,
     allocate: AllocateInts,
 ) -> WorkList:
-    """Returns the records in `order`, padded to `capacity` if that is given."""
+    """Returns the records in `order`, padded to `capacity` if that is given, and the key bounds."""
     num_items, num_merges = len(order), len(splits.merge_tile)
     item_capacity, merge_capacity = (num_items, num_merges) if capacity is None else (capacity.items, capacity.merges)
     item_ints = item_capacity * ITEM_INTS
-    ints = allocate(item_ints + merge_capacity * MERGE_INTS)
-    items, merges = ints[:item_ints].reshape(-1, ITEM_INTS), ints[item_ints:].reshape(-1, MERGE_INTS)
+    record_ints = item_ints + merge_capacity * MERGE_INTS
+    ints = allocate(record_ints + len(key_bounds))
+    items, merges = ints[:item_ints].reshape(-1, ITEM_INTS), ints[item_ints:record_ints].reshape(-1, MERGE_INTS)
+    ints[record_ints:] = key_bounds
     _write_items(items[:num_items], lengths, params, tiles, splits, order)
     items[num_items:] = 0
     merges[num_merges:] = 0
@@ -234,7 +283,8 @@ def _work(
     if num_merges:
         num_partials = int(splits.first_partial[-1] + splits.num_splits[-1])
         _write_merges(merges[:num_merges], lengths, tiles, splits)
-    return WorkList(items, merges, num_partials, item_capacity, merge_capacity, ints)
+    bounds_at = None if lengths.key_bounds is None else record_ints
+    return WorkList(items, merges, num_partials, item_capacity, merge_capacity, ints, bounds_at)
 
 
 def _write_items(

@@ -280,6 +280,7 @@ class BatchWrapper(PlannedState):
                 page_size,
                 tokens.q_len is not None,
                 own_splits,
+                tokens.lengths.key_bounds is not None,
             ),
         )
 

@@ -11,8 +11,9 @@ import torch
 
 from cute_attn.errors import ArgumentTypeError
 from cute_attn.request import batch_plan, checks
-from cute_attn.request.batch_plan import MultiItemScoring, PlanOptions, RepeatedLengths
+from cute_attn.request.batch_plan import PlanOptions, RepeatedLengths
 from cute_attn.request.batch_run import RunArguments
+from cute_attn.request.multi_item import MultiItemScoring
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, ForwardOptions, PlanRequest, Result, Scale
 from cute_attn.wrappers.legacy_args import with_return_lse
 from cute_attn.wrappers.legacy_args_batch import (
@@ -173,8 +174,17 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             index arrays, on a GPU they are not read.
         max_token_per_sequence, max_sequence_kv : upper bounds of the lengths of queries and keys; checked.
         block_tables : a tensor with the pages of each request; not read.
-        prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr : multi-item scoring; refused
-            unless None or 0.
+        prefix_len_ptr : multi-item scoring, where a request is a prefix followed by items that do not see each other:
+            `[batch_size]`, the keys of each prefix; None (default): none. A token at position p = i + kv_len - qo_len
+            >= prefix_len sees the keys j < prefix_len, and the p - t < j <= p of its own item, t being its position in
+            the item: a delimiter (t = 0) sees the prefix alone. A token of the prefix sees j <= p. `causal` is without
+            effect, `window_left` still applies (as in FlashInfer's fa2; its fa3 loses keys under a window), a custom
+            mask is refused. Where FlashInfer reads this and the next three during `run`, they are read now; dtypes
+            uint16, uint32, int32 or int64, each a synchronisation if on a GPU.
+        token_pos_in_items_ptr : 1-D; that of request r for key prefix_len + n is `[r * token_pos_in_items_len + n]`. It
+            may drop, but not grow by more than 1, from token to token. Required with `prefix_len_ptr`.
+        token_pos_in_items_len : elements per request, at least kv_len - prefix_len; not read for one request.
+        max_item_len_ptr : `[batch_size]`, the largest position in items of each request; only checked. Default None.
         fixed_split_size : pages per split of the keys. The results of a request then do not depend on the rest of the
             batch, bit for bit. Default None, which -1 stands for: splits fill the GPU.
         disable_split_kv : default False. True: no splits, whatever `fixed_split_size` says; results then do not depend
@@ -192,7 +202,6 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         NotImplementedError that lists why no backend, or not this one, supports the batch). After an error the
         previous plan is still in force.
         """
-        MultiItemScoring(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr).refuse()
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
         checks.boolean("non_blocking", non_blocking)
         page_size = batch_plan.page_size(page_size)
@@ -222,6 +231,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         )
         splits = batch_plan.splits(fixed_split_size, disable_split_kv, page_size)
         mask = batch_plan.mask(custom_mask, packed_custom_mask, tokens, self.device)
+        items = MultiItemScoring(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
+        tokens = items.bound_keys(tokens, mask)
         uniform = batch_plan.uniform_q_len(uniform_q_len, tokens) if self._use_cuda_graph else None
         self._make_plan(PlanRequest(options, tokens, mask, splits, page_size, uniform))
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from cute_attn.request import batch_plan, batch_run, checks
-from cute_attn.request.batch_plan import MultiItemScoring, PlanOptions, RepeatedLengths
+from cute_attn.request.batch_plan import PlanOptions, RepeatedLengths
 from cute_attn.request.batch_run import RunArguments
+from cute_attn.request.multi_item import MultiItemScoring
 from cute_attn.wrappers.base import BatchWrapper, DType, ForwardOptions, PlanRequest, Result, Scale
 from cute_attn.wrappers.legacy_args import with_return_lse
 from cute_attn.wrappers.legacy_args_batch import (
@@ -135,8 +136,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             fp8 where a backend supports it; o also float32. Default of kv: q's. Default of o: q's, bfloat16 for fp8 q.
             uint8 k and v are NVFP4 and need `kv_cache_sf` in `run`.
         non_blocking : a hint; copies are ordered on the current stream either way.
-        prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr : multi-item scoring; refused
-            unless None or 0.
+        prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr : multi-item scoring, as for
+            `BatchPrefillWithPagedKVCacheWrapper.plan` (FlashInfer's ragged wrapper ignores them).
         fixed_split_size : tokens per split of the keys. The results of a request then do not depend on the rest of the
             batch, bit for bit. Default None, which -1 stands for: splits fill the GPU.
         disable_split_kv : default False. True: no splits, whatever `fixed_split_size` says; results then do not depend
@@ -155,7 +156,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         The errors of `BatchPrefillWithPagedKVCacheWrapper.plan`; NotSupported also for `v_indptr` and `o_indptr`. After
         an error the previous plan is still in force.
         """
-        MultiItemScoring(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr).refuse()
         batch_plan.refuse_all("v is indexed like k, and out like q", v_indptr=v_indptr, o_indptr=o_indptr)
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
         checks.boolean("non_blocking", non_blocking)
@@ -181,6 +181,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         )
         splits = batch_plan.splits(fixed_split_size, disable_split_kv, 1)
         mask = batch_plan.mask(custom_mask, packed_custom_mask, tokens, self.device)
+        items = MultiItemScoring(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
+        tokens = items.bound_keys(tokens, mask)
         uniform = batch_plan.uniform_q_len(uniform_q_len, tokens) if self._use_cuda_graph else None
         self._make_plan(PlanRequest(options, tokens, mask, splits, 1, uniform))
 

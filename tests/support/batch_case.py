@@ -23,6 +23,7 @@ from cute_attn.problem import Features, Problem, Settings
 from cute_attn.reference import attention as reference
 from cute_attn.request.bit_packing import packbits
 from cute_attn.runtime.arch import Arch
+from tests.support import multi_item
 from tests.support.case import Numbers, Result, _compare, lse_rounding, tolerance
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
@@ -37,7 +38,8 @@ UNTOUCHED = 7.0
 class BatchCase(Numbers):
     """One batch. `kind`: the wrapper: "paged" or "ragged" prefill, or "decode", where all qo_lens are equal.
 
-    `mask`: "custom" bool, "packed" with a byte of its own for every request, "flat" with one row of bits.
+    `mask`: "custom" bool, "packed" with a byte of its own for every request, "flat" with one row of bits; "items":
+    multi-item scoring, with prefixes of about a third of the keys and items of up to `longest_item` tokens.
     `cache`: pair | list | one (a 5-D tensor) | strided (gaps after heads, tokens and pages); ragged k and v: pair,
     strided.
     `slack`: indptr arrays start at 2, and there are rows and index entries that no request has.
@@ -70,6 +72,7 @@ class BatchCase(Numbers):
     sinks: bool = False
     fixed_split_size: int | None = None
     disable_split_kv: bool = False
+    longest_item: int = 9
     lse_base: str = "log2"
     return_lse: bool = True
     indices: str = "int32"
@@ -121,7 +124,7 @@ class BatchInputs:
     kv_indptr: torch.Tensor
     kv_indices: torch.Tensor
     last_page_len: torch.Tensor
-    masks: dict[str, torch.Tensor]
+    masks: dict[str, Any]
     sinks: torch.Tensor | None
 
 
@@ -223,7 +226,11 @@ def make(case: BatchCase, device: torch.device | str = "cpu") -> BatchInputs:
         pairs = [torch.stack((a, b), 1) if a.element_size() > 1 else _stack_bytes(a, b) for a, b in pairs]
     elif case.cache == "list":
         pairs = [list(pair) for pair in pairs]
-    requests = _requests(case, q, k.values, v.values, generator)
+    requests, items = _requests(case, q, k.values, v.values, generator), dict[str, Any]()
+    if case.mask == "items":
+        drawn = multi_item.draw(case.qo_lens, case.kv_lens, case.longest_item, case.seed)
+        requests = [dataclasses.replace(r, keep=keep) for r, keep in zip(requests, drawn.keep, strict=True)]
+        items = drawn.arguments(device)
     last = torch.tensor([(n - 1) % case.page_size + 1 if n else 0 for n in case.kv_lens], dtype=index_dtype)
     qo_bounds = torch.tensor([case.first, *(case.first + n for n in itertools.accumulate(case.qo_lens))])
     sinks = torch.randn(case.num_qo_heads, generator=generator).to(device) if case.sinks else None
@@ -236,7 +243,7 @@ def make(case: BatchCase, device: torch.device | str = "cpu") -> BatchInputs:
         bounds.to(index_dtype),
         indices.to(index_dtype),
         last,
-        {name: mask.to(device) for name, mask in _masks(case, requests).items()},
+        {name: mask.to(device) for name, mask in _masks(case, requests).items()} | items,
         sinks,
     )
 
@@ -461,6 +468,10 @@ SMALL: tuple[BatchCase, ...] = (
     *(ragged((9, 5, 1), (35, 18, 40), mask=mask, window_left=9) for mask in ("custom", "packed", "flat")),
     paged(*UNEVEN, window_left=20),
     paged(*UNEVEN, window_left=0, mask="causal"),
+    paged((50, 20, 1, 33), (65, 150, 129, 33), mask="items", **heads(4, 2)),
+    ragged((50, 40, 3), (400, 40, 70), mask="items", dtype="bfloat16", slack=True, **heads(3, 3), **dims(128)),
+    paged((50, 0, 70), (65, 20, 170), 5, mask="items", window_left=11, logits_soft_cap=30.0),
+    paged((9, 60), (300, 60), 1, mask="items", longest_item=80, kv_layout="HND", sinks=True),
     decode((65, 12, 40), window_left=15),
     # logits
     paged(*UNEVEN, mask="causal", logits_soft_cap=30.0),
@@ -571,6 +582,7 @@ def features(case: BatchCase, device: torch.device, dense: bool = False) -> Feat
         *(device, dtype, kv_dtype, getattr(torch, case.o_dtype or case.dtype)),
         *(case.num_qo_heads, case.num_kv_heads, case.head_dim_qk, case.head_dim_vo),
         custom_mask=case.mask in ("custom", "packed", "flat"),
+        multi_item=case.mask == "items",
         soft_cap=case.logits_soft_cap > 0,
         pos_encoding_mode=case.pos_encoding_mode,
         positive_scale=case.scale > 0 and not (case.tensor_scales and scored and device.type == "cuda"),

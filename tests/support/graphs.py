@@ -66,7 +66,7 @@ def graph_wrapper(
         buffers |= {"paged_kv_indices_buf": ints(pages), "paged_kv_last_page_len_buf": ints(batch)}
     else:
         buffers = {"qo_indptr_buf": ints(batch + 1), "kv_indptr_buf": ints(batch + 1)}
-    if case.mask not in ("none", "causal"):
+    if case.mask not in ("none", "causal", "items"):
         buffers["custom_mask_buf"] = torch.full((mask_bytes,), 0xFF, dtype=torch.uint8, device=device)
         buffers["mask_indptr_buf"] = ints(batch + 1)
     return wrapper(case, device, use_cuda_graph=True, **buffers, **arguments), buffers

@@ -55,6 +55,10 @@ PERTURBATIONS = (
     Perturbation("custom_mask", {"mask": "custom"}, kinds=PREFILL),
     Perturbation("packed_custom_mask", {"mask": "packed"}, kinds=PREFILL),
     Perturbation("packed_custom_mask", {"mask": "flat"}, kinds=("paged", "ragged")),
+    *(
+        Perturbation(name, {"mask": "items"}, kinds=("paged", "ragged"))
+        for name in ("prefix_len_ptr", "token_pos_in_items_ptr", "token_pos_in_items_len", "max_item_len_ptr")
+    ),
     Perturbation("window_left", {"window_left": 3}),
     Perturbation("logits_soft_cap", {"logits_soft_cap": 0.5}),
     Perturbation("pos_encoding_mode", ROPE),
@@ -111,9 +115,9 @@ ELSEWHERE = {
     *("self", "q", "k", "v", "paged_kv_cache", "args", "backend", "out", "lse"),
     *("qo_indptr", "kv_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len", "num_kv_heads"),
     *("indptr", "indices", "last_page_len", "seq_lens", "seq_lens_q", "block_tables", "max_token_per_sequence"),
-    *("max_sequence_kv", "prefix_len_ptr", "token_pos_in_items_ptr", "token_pos_in_items_len", "max_item_len_ptr"),
-    *("v_indptr", "o_indptr", "window_right", "data_type", "head_dim", "non_blocking", "use_fp16_qk_reduction"),
-    *("allow_fp16_qk_reduction", "use_tensor_cores", "enable_pdl", "skip_softmax_threshold_scale_factor"),
+    *("max_sequence_kv", "v_indptr", "o_indptr", "window_right", "data_type", "head_dim", "non_blocking"),
+    *("use_fp16_qk_reduction", "allow_fp16_qk_reduction", "use_tensor_cores", "enable_pdl"),
+    *("skip_softmax_threshold_scale_factor",),
     *("use_fp16_softmax", "uses_spcompress", "o_scale", "scale_q", "scale_k", "scale_v", "o_dtype"),
 }
 

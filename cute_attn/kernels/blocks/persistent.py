@@ -15,6 +15,7 @@ from cutlass.experimental.cuda.tensor_map import TensorMap, TensorMapSwizzle, cr
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, Target
 from cute_attn.kernels.blocks.masks import BandMask, PackedMask, StopMask, TileOrder
+from cute_attn.kernels.blocks.multi_item import KeyBounds, MultiItemMask
 from cute_attn.kernels.blocks.persistent_params import Maps, PersistentParams, PersistentSpec
 from cute_attn.kernels.blocks.pipeline import SmemRings
 from cute_attn.kernels.blocks.producer import Producer
@@ -94,12 +95,16 @@ class PersistentProgram:
         order = work.band(p).tiles(work.rows(p), shape.rows, shape.cols, first, last)
         if self.spec.mask == "stop":  # no left edge: begin is full_begin, which ptxas can use
             return TileOrder(first, first, ptx.maximum(order.full_end, first), ptx.maximum(order.end, first))
+        if self.spec.mask == "multi_item":
+            return KeyBounds(p.mask, work.rows(p)).order(order, shape.cols)
         return PackedMask.all_masked(order) if self.spec.mask == "packed" else order
 
     def mask(self, p: PersistentParams, work: QueryTile, lanes: Any) -> BandMask:
         band, rows, layout = work.band(p), work.rows(p), self.tile.scores_layout
         if self.spec.mask == "packed":
             return PackedMask(band, layout, rows, lanes, p.mask + work.mask(), p.mask + p.mask_bytes, work.kv_len)
+        if self.spec.mask == "multi_item":
+            return MultiItemMask(band, layout, rows, lanes, KeyBounds(p.mask, rows))
         kind = BandMask if self.spec.mask == "band" else StopMask
         return kind(band, layout, rows, lanes)
 

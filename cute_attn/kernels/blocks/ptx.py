@@ -159,6 +159,10 @@ def ld_global_u32_if(address: Int64, wanted: Boolean) -> Int32:
     return asm(text, [Int32], [address, select(wanted, Int32(1), Int32(0))])
 
 
+def ld_global_v2(address: Int64, offset: int = 0) -> list[Int32]:
+    return asm(f"ld.global.v2.u32 {{$0, $1}}, [$2+{offset}];", [Int32] * 2, [address])
+
+
 def ld_global_v4(address: Int64, offset: int = 0) -> list[Int32]:
     return asm(f"ld.global.v4.u32 {{$0, $1, $2, $3}}, [$4+{offset}];", [Int32] * 4, [address])
 

@@ -23,6 +23,7 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.dequant import Fp8
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, RowStats, Target
 from cute_attn.kernels.blocks.masks import Band, BandMask, PackedMask, TileOrder
+from cute_attn.kernels.blocks.multi_item import KeyBounds, MultiItemMask
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, zeros
 from cute_attn.kernels.blocks.scores import Alibi, Scale, Scores, SoftCap
@@ -263,6 +264,8 @@ class Fa2Program:
         band, layout = Band(work_tile.kv_end, work_tile.left, work_tile.right), self.tile.scores_layout
         if self.spec.mask == "packed":
             return PackedMask(band, layout, rows, lanes, work_tile.mask, p.mask + p.mask_bytes, work_tile.kv_len)
+        if self.spec.mask == "multi_item":
+            return MultiItemMask(band, layout, rows, lanes, KeyBounds(p.mask, rows))
         return BandMask(band, layout, rows, lanes)
 
     def make_scores(self, p: Fa2Params, scale: Float32, rows: PackedRows, lanes: Lanes) -> Scores:

@@ -69,7 +69,8 @@ class Fa2Spec(KernelSpec):
     out_dtype: str
     head_dim_qk: int
     head_dim_vo: int
-    mask: str = "band"  # "band": causal/window/length bounds; "packed": custom mask bits and the band
+    mask: str = "band"  # "band": causal/window/length bounds; "packed": custom mask bits and the band; "multi_item":
+    # ^ the band without the keys between a prefix and the row's own item
     scores: tuple[str, ...] = ()  # in order of application, of "scale", "alibi", "soft_cap"
     pos_encoding: str = "none"  # "none" or "rope"
     split: bool = False  # schedule "grid": fp32 partials for the combine kernel instead of the output

@@ -34,6 +34,7 @@ def default_specs() -> list[KernelSpec]:
     specs += [_spec(dims, **MODIFIED[0], **(ITEMS if dims == llama else {})) for dims in HEAD_DIMS]
     specs += [_spec(dims, **MODIFIED[0], **GATHERED) for dims in HEAD_DIMS]
     specs += [_spec(llama, **modified) for modified in MODIFIED[1:]]
+    specs += [_spec(llama, mask="multi_item", **source) for source in (ITEMS, GATHERED)]
     specs += [_spec(llama, schedule="items"), _spec(llama, dtype="float16", out_dtype="float16")]
     fp8: tuple[dict[str, Any], ...] = ({}, ITEMS, {"schedule": "items"}, {"mask": "band"}, {**MODIFIED[0], **ITEMS})
     for dims in FP8_HEAD_DIMS:

@@ -65,6 +65,7 @@ class Fa3Spec(KernelSpec):
     head_dim_qk: int
     head_dim_vo: int
     mask: str = "stop"  # "stop": length and causal bounds; "band": the window's too; "packed": custom bits and the band
+    # ^ "multi_item": the band without the keys between a prefix and the row's own item
     scores: tuple[str, ...] = ()  # in order of application, of "scale", "alibi", "soft_cap"
     split: bool = False  # schedule "grid": fp32 partials for the combine kernel instead of the output
     schedule: str = "grid"  # "grid": one request, tiles by arithmetic; "items": work items of a batch

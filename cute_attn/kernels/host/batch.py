@@ -208,6 +208,7 @@ class SplitKvBatchRun(BatchRun):
             schedule.rows_to_merge,
         )
         row_bytes = params.partial_row_bytes - 4  # without lse
+        self.key_bounds: Values = () if work.key_bounds is None else (self.items + 4 * work.key_bounds,)
         self.partial_o_bytes = schedule.max_partials * params.num_kv_heads * params.rows * row_bytes
 
     def partials(self, problem: BatchProblem) -> tuple[int, ...]:
@@ -219,9 +220,10 @@ class SplitKvBatchRun(BatchRun):
         return o, o + self.partial_o_bytes
 
     def numbers(self, problem: BatchProblem, partials: tuple[int, ...]) -> Values:
-        """Returns the values of the tile order fields and BATCH_FIELDS."""
+        """Returns the values of the tile order fields and `params.batch_fields`."""
         indices = problem.kv_indices
-        return *self.schedule.order, self.items, *partials, 0 if indices is None else indices.data_ptr()
+        pages = 0 if indices is None else indices.data_ptr()
+        return *self.schedule.order, self.items, *partials, pages, *self.key_bounds
 
 
 def launch_nothing(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:

@@ -161,6 +161,18 @@ def block_scale_values(scales: tuple[torch.Tensor, ...], paged: bool, token: int
     return values
 
 
+def batch_fields(settings: Settings) -> tuple[str, ...]:
+    """Returns the fields of a batch's numbers: under multi-item scoring the mask is in the records."""
+    return (*BATCH_FIELDS, "mask") if settings.features.multi_item else BATCH_FIELDS
+
+
+def mask_fields(settings: Settings) -> dict[tuple[str, ...], bool]:
+    """Returns the fields of a mask that `batch_fields` does not have, and whether launches give values for them."""
+    if settings.features.multi_item:
+        return {("mask_bytes",): False}
+    return {("mask", "mask_bytes"): settings.features.custom_mask}
+
+
 def two_addresses(tensors: tuple[torch.Tensor, ...]) -> tuple[int, int]:
     """Returns the addresses of one or two tensors; the second is 0 where there is one."""
     first, *second = (tensor.data_ptr() for tensor in tensors)

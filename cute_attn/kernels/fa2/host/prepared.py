@@ -15,15 +15,16 @@ from cute_attn.kernels.host.load import load
 from cute_attn.kernels.host.output import OUTPUT_FIELDS, OutputTarget, Target
 from cute_attn.kernels.host.params import (
     ADDRESS_FIELDS,
-    BATCH_FIELDS,
     NO_BATCH,
     Fields,
     ParamPacker,
     Values,
+    batch_fields,
     block_scale_values,
     divisor,
     kv_axes,
     mask_bounds,
+    mask_fields,
     optional,
     score_fields,
     two_addresses,
@@ -36,7 +37,6 @@ TENSOR_FIELDS = (
     *("q_stride_n", "q_stride_h", "k_stride_n", "k_stride_h", "v_stride_n", "v_stride_h"),
 )
 LENGTH_FIELDS = ("qo_len", "kv_len", "right", "left", "tiles_per_split")  # of a single request
-MASK_FIELDS = ("mask", "mask_bytes")
 PAGE_FIELDS = ("k_stride_page", "v_stride_page")
 BLOCK_SCALE_FIELDS = (
     *("k_scales", "k_scales_stride_page", "k_scales_stride_n", "k_scales_stride_h"),
@@ -74,17 +74,17 @@ class PreparedKernel:
             static |= NO_BATCH
         extras, absent = optional(
             {
-                MASK_FIELDS: features.custom_mask,
+                **mask_fields(settings),
                 PAGE_FIELDS: self.paged,
                 BLOCK_SCALE_FIELDS: features.kv_block_scales,
             }
         )
-        dynamic = (*TENSOR_FIELDS, OUTPUT_FIELDS, BATCH_FIELDS if batch else LENGTH_FIELDS, extras)
+        dynamic = (*TENSOR_FIELDS, OUTPUT_FIELDS, batch_fields(settings) if batch else LENGTH_FIELDS, extras)
         packer = ParamPacker.of(self.attention, static | absent, dynamic)
         self.pack, self.rebinder = packer.values, packer.rebinder(ADDRESS_FIELDS, unused=["stream"])
 
     def values(self, problem: Problem | BatchProblem, target: Target, numbers: Values, stream: int) -> Values:
-        """Returns the parameters of an attention launch. `numbers`: values of LENGTH_FIELDS, or of BATCH_FIELDS."""
+        """Returns the parameters of an attention launch. `numbers`: values of LENGTH_FIELDS, or of `batch_fields`."""
         q, k, v, mask, scales = problem.q, problem.k, problem.v, problem.packed_mask, problem.scale_tensors
         q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
         itemsize, kv_itemsize, token, head = self.itemsize, self.kv_itemsize, self.token, self.head

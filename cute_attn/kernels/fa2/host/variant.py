@@ -19,7 +19,7 @@ def spec(features: Features, tile: Tile, split: bool = False) -> Fa2Spec:
         out_dtype="float32" if split else short(features.o_dtype),
         head_dim_qk=features.head_dim_qk,
         head_dim_vo=features.head_dim_vo,
-        mask="packed" if features.custom_mask else "band",
+        mask="packed" if features.custom_mask else "multi_item" if features.multi_item else "band",
         scores=score_steps(features),
         pos_encoding="rope" if features.pos_encoding_mode == "ROPE_LLAMA" else "none",
         split=split,
@@ -37,7 +37,8 @@ def spec_of(settings: Settings, tile: Tile, split: bool) -> Fa2Spec:
 
 def variant(features: Features) -> tiles.Variant:
     """Returns the part of the features that the choice of a tile depends on."""
-    plain = not features.custom_mask and features.pos_encoding_mode != "ROPE_LLAMA" and not score_steps(features)
+    masked = features.custom_mask or features.multi_item
+    plain = not masked and features.pos_encoding_mode != "ROPE_LLAMA" and not score_steps(features)
     return tiles.Variant((features.head_dim_qk, features.head_dim_vo), plain, batched(features), kv_dtype(features))
 
 

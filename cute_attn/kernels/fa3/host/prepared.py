@@ -18,13 +18,14 @@ from cute_attn.kernels.host.load import load
 from cute_attn.kernels.host.output import OUTPUT_FIELDS, OutputTarget, Target
 from cute_attn.kernels.host.params import (
     ADDRESS_FIELDS,
-    BATCH_FIELDS,
     NO_BATCH,
     Fields,
     ParamPacker,
     Values,
+    batch_fields,
     divisor,
     mask_bounds,
+    mask_fields,
     optional,
     score_fields,
     two_addresses,
@@ -36,7 +37,6 @@ from cute_attn.runtime import counters
 TENSOR_FIELDS = ("q", "k", "v", "k_address", "v_address", "scale0", "scale1", "counters")
 ORDER_FIELDS = ("total_tiles", *divisor("section_tiles", 1), *divisor("section_heads", 1))  # of tiles
 LENGTH_FIELDS = ("qo_len", "kv_len", "last_block", "split_tokens", *divisor("split_tiles", 1))  # of a single request
-MASK_FIELDS = ("mask", "mask_bytes")
 STRIDE_FIELDS = (  # of pages
     *("k_page_stride", "k_stride_n", "k_stride_h"),
     *("v_page_stride", "v_stride_n", "v_stride_h"),
@@ -79,16 +79,16 @@ class PreparedKernel:
         }
         static |= dict.fromkeys(LENGTH_FIELDS, 0) if batch else NO_BATCH
         extras, absent = optional(
-            {MASK_FIELDS: features.custom_mask, STRIDE_FIELDS: self.paged, HEAD_SCALE_FIELDS: features.per_head_scales}
+            {**mask_fields(settings), STRIDE_FIELDS: self.paged, HEAD_SCALE_FIELDS: features.per_head_scales}
         )
-        numbers = ORDER_FIELDS + (BATCH_FIELDS if batch else LENGTH_FIELDS)
+        numbers = ORDER_FIELDS + (batch_fields(settings) if batch else LENGTH_FIELDS)
         dynamic = (*TENSOR_FIELDS, OUTPUT_FIELDS, numbers, extras)
         packer = ParamPacker.of(self.attention, static | absent, dynamic)
         self.pack, self.rebinder = packer.values, packer.rebinder(REPLAY_FIELDS)
 
     def values(self, problem: Problem | BatchProblem, target: Target, numbers: Values, stream: int) -> Values:
         """Returns the parameters of an attention launch. `numbers`: values of ORDER_FIELDS, then of LENGTH_FIELDS or
-        BATCH_FIELDS.
+        `batch_fields`.
         """
         q, k, v, mask, scales = problem.q, problem.k, problem.v, problem.packed_mask, problem.scale_tensors
         maps, k_address, v_address = self.maps, k.data_ptr(), v.data_ptr()

@@ -23,7 +23,8 @@ def spec(
     """Returns the kernel that solves problems of these features with this tile. `window`: the mask has a left bound.
     `split`: the keys of a single request are split. `page_size`: tokens per page of paged keys.
     """
-    mask = "packed" if features.custom_mask else "band" if window else "stop"
+    edges = "band" if window else "stop"
+    mask = "packed" if features.custom_mask else "multi_item" if features.multi_item else edges
     return Fa3Spec(
         dtype=short(features.q_dtype),
         out_dtype="float32" if split else short(features.o_dtype),
@@ -63,7 +64,8 @@ def kv_source(features: Features, page_size: int) -> str:
 
 def tile(features: Features, window: bool, page_size: int = SMALL_PAGE) -> HopperTile:
     """Returns the tile of these features; the arguments are those of `spec`."""
-    plain = not features.custom_mask and not scores(features) and not window
+    masked = features.custom_mask or features.multi_item or window
+    plain = not masked and not scores(features)
     dims = features.head_dim_qk, features.head_dim_vo
     return tiles.choose(dims, plain, kv_source(features, page_size), features.q_dtype in FP8, fp8_kv(features))
 

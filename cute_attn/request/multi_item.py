@@ -1,0 +1,136 @@
+"""Check the arguments of multi-item scoring and turn them into bounds of the hidden keys of every query token."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from cute_attn.errors import ArgumentError
+from cute_attn.problem import BatchLengths, Tokens
+from cute_attn.request import checks
+from cute_attn.request.batch_plan import Mask
+from cute_attn.request.settings import DEVICES
+
+DTYPES = (torch.uint16, torch.uint32, torch.int32, torch.int64)
+
+
+class MultiItemScoring(NamedTuple):
+    """FlashInfer's arguments of multi-item scoring, as the user gave them."""
+
+    prefix_len_ptr: Any
+    token_pos_in_items_ptr: Any
+    token_pos_in_items_len: Any
+    max_item_len_ptr: Any
+
+    def bound_keys(self, tokens: Tokens, mask: Mask) -> Tokens:
+        """Return `tokens` with key bounds; unchanged without `prefix_len_ptr`."""
+        stride = checks.integer("token_pos_in_items_len", self.token_pos_in_items_len)
+        if self.prefix_len_ptr is None:
+            for name in ("token_pos_in_items_ptr", "max_item_len_ptr"):
+                if (value := getattr(self, name)) is not None:
+                    raise ArgumentError(f"{name} must come with prefix_len_ptr, got {checks.describe(value)} alone")
+            if stride:
+                raise ArgumentError(f"token_pos_in_items_len must come with prefix_len_ptr, got {stride} alone")
+            return tokens
+        if mask.packed is not None:
+            raise ArgumentError("a custom mask and prefix_len_ptr contradict: give one of them")
+        if self.token_pos_in_items_ptr is None:
+            raise ArgumentError("token_pos_in_items_ptr must come with prefix_len_ptr, got None")
+        if stride < 0:
+            raise ArgumentError(f"token_pos_in_items_len must be at least 0, got {stride}")
+        prefix_len = _per_request("prefix_len_ptr", self.prefix_len_ptr, tokens.batch_size)
+        positions = _integers("token_pos_in_items_ptr", self.token_pos_in_items_ptr)
+        rows = _ItemRows.of(tokens.lengths, prefix_len, positions, stride)
+        if self.max_item_len_ptr is not None:
+            rows.check_longest(_per_request("max_item_len_ptr", self.max_item_len_ptr, tokens.batch_size))
+        return tokens._replace(lengths=tokens.lengths._replace(key_bounds=rows.key_bounds(tokens.lengths)))
+
+
+class _ItemRows(NamedTuple):
+    """Query tokens behind the prefix of their request, in order; int64 arrays."""
+
+    row: np.ndarray  # of q
+    request: np.ndarray
+    position: np.ndarray  # of the token among the keys of its request
+    in_item: np.ndarray  # its position in the item
+    prefix_len: np.ndarray  # [batch_size]
+
+    @classmethod
+    def of(cls, lengths: BatchLengths, prefix_len: np.ndarray, positions: np.ndarray, stride: int) -> _ItemRows:
+        """Look up the positions of all query tokens behind a prefix."""
+        qo_len = np.diff(lengths.qo_indptr)
+        request = np.arange(len(qo_len)).repeat(qo_len)
+        row = np.arange(lengths.qo_indptr[0], lengths.qo_indptr[-1])
+        position = row + (lengths.kv_len - lengths.qo_indptr[1:])[request]
+        behind = position >= prefix_len[request]
+        row, request, position = row[behind], request[behind], position[behind]
+        _check_room(lengths.kv_len - prefix_len, request, stride, len(positions))
+        in_item = positions[request * stride + position - prefix_len[request]]
+        found = cls(row, request, position, in_item, prefix_len)
+        found._check_steps()
+        return found
+
+    def _check_steps(self) -> None:
+        jumps = (np.diff(self.in_item) > 1) & (np.diff(self.request) == 0)
+        if jumps.any():
+            i = int(jumps.argmax())
+            raise ArgumentError(
+                "token_pos_in_items_ptr must not grow by more than 1 from token to token, got "
+                f"{self.in_item[i + 1]} after {self.in_item[i]} (request {self.request[i]}, key {self.position[i + 1]})"
+            )
+
+    def check_longest(self, max_item_len: np.ndarray) -> None:
+        """Refuse a maximum that a token's position exceeds."""
+        beyond = self.in_item > max_item_len[self.request]
+        if beyond.any():
+            i = int(beyond.argmax())
+            raise ArgumentError(
+                f"max_item_len_ptr must be at least the positions in items; request {self.request[i]} has "
+                f"{max_item_len[self.request[i]]} and a token at {self.in_item[i]}"
+            )
+
+    def key_bounds(self, lengths: BatchLengths) -> np.ndarray:
+        """Return `BatchLengths.key_bounds`. Nothing is hidden from tokens of the prefix."""
+        ends = np.minimum(self.prefix_len, lengths.kv_len)  # fits 32 bits
+        bounds = np.zeros((lengths.qo_indptr[-1], 2), np.int32)
+        bounds[lengths.qo_indptr[0] :] = ends.repeat(np.diff(lengths.qo_indptr))[:, None]
+        bounds[self.row, 1] = np.maximum(self.position - self.in_item + 1, ends[self.request])
+        return bounds
+
+
+def _check_room(needed: np.ndarray, request: np.ndarray, stride: int, size: int) -> None:
+    """Check that the positions of every request that has query tokens in items are there."""
+    for i in np.unique(request):
+        if needed[i] > stride and len(needed) > 1:
+            raise ArgumentError(
+                f"token_pos_in_items_len must be at least kv_len - prefix_len; request {i} needs {needed[i]}, "
+                f"got {stride}"
+            )
+        if i * stride + needed[i] > size:
+            raise ArgumentError(
+                f"token_pos_in_items_ptr must have the {i * stride + needed[i]} elements up to the last key of "
+                f"request {i}, got {size}"
+            )
+
+
+def _per_request(name: str, value: Any, batch_size: int) -> np.ndarray:
+    numbers = _integers(name, value)
+    if len(numbers) != batch_size:
+        raise ArgumentError(f"{name} must have shape [batch_size] = ({batch_size},), got {len(numbers)} elements")
+    return numbers
+
+
+def _integers(name: str, value: Any) -> np.ndarray:
+    """Return a 1-D tensor of integers that are not negative, as int64 on the host."""
+    value = checks.tensor(name, value)
+    checks.dtype(name, value.dtype, DTYPES)
+    if value.dim() != 1:
+        raise ArgumentError(f"{name} must have 1 dimension, got {checks.describe(value)}")
+    if value.device.type not in DEVICES:
+        raise ArgumentError(f"{name} must be on a {' or '.join(DEVICES)} device, got {checks.describe(value)}")
+    numbers: np.ndarray = value.cpu().numpy().astype(np.int64)
+    if numbers.min(initial=0) < 0:
+        raise ArgumentError(f"{name} must not be negative, got {numbers.min()}")
+    return numbers
