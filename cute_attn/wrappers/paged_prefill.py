@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cute_attn.request import batch_plan, checks
+from cute_attn.request import batch_plan, checks, sink_variant
 from cute_attn.request.batch_plan import MultiItemScoring, PlanOptions, RepeatedLengths
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, ForwardOptions, PlanRequest, Result, Scale
@@ -49,7 +49,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
     backend : "auto" (default), "fa3", "xqa", "fa2", "reference" or "emulator"; `cute_attn.explain` tells which supports
         what. If a run adds features that the planned backend refuses (an expanded cache), "auto" plans again for one
         that supports them; a named backend, or `use_cuda_graph`, raises NotSupported.
-    jit_args, jit_kwargs : refused unless None.
+    jit_args, jit_kwargs : None, or those of FlashInfer's variant with attention sinks (its name starts with
+        "batch_prefill_attention_sink"): plans must then name its dtypes and head dimensions, and `run` takes sinks and
+        sm_scale by position. All others are refused.
 
     Raises
     ------
@@ -76,7 +78,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         jit_args: Any = None,
         jit_kwargs: Any = None,
     ) -> None:
-        batch_plan.refuse_jit(jit_args, jit_kwargs)
+        self._sink_variant = sink_variant.from_jit(jit_args, jit_kwargs)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self._qo_indptr_buf, self._paged_kv_indptr_buf = qo_indptr_buf, paged_kv_indptr_buf
         self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf = paged_kv_indices_buf, paged_kv_last_page_len_buf
@@ -213,6 +215,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             rope_theta=rope_theta,
             lse_base=lse_base,
         )
+        if self._sink_variant is not None:
+            self._sink_variant.check_plan(options)
         splits = batch_plan.splits(fixed_split_size, disable_split_kv, page_size)
         mask = batch_plan.mask(custom_mask, packed_custom_mask, tokens, self.device)
         self._make_plan(PlanRequest(options, tokens, mask, splits, page_size))
@@ -250,7 +254,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             the planned dtype. Any strides with unit stride on the last axis; on a GPU rows must be 16-byte aligned.
             With a page size of 1 the page axis may be missing.
         args : FlashInfer's older `k_scale, v_scale, return_lse`, or `scale_q, scale_k, scale_v` of fp8 attention:
-            floating-point `[num_qo_heads]`, `[num_kv_heads]` and `[num_kv_heads]`.
+            floating-point `[num_qo_heads]`, `[num_kv_heads]` and `[num_kv_heads]`. In the variant with attention sinks:
+            sinks, and sm_scale, which replaces the planned one.
         q_scale, k_scale, v_scale : factors of q, k and v, default 1: numbers, or floating-point tensors with one
             element. A tensor on the GPU is read by the kernel, without synchronisation.
         out : written and returned instead of a new tensor: `[qo_indptr[-1], num_qo_heads, head_dim_vo]` of the planned
@@ -288,7 +293,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
                 uses_spcompress=uses_spcompress,
             )
         head_scales = None
-        if args:
+        if self._sink_variant is not None:
+            planned_scale = self._planned().settings.sm_scale
+            sinks, q_scale = self._sink_variant.operands(args, planned_scale, sinks, q_scale)
+        elif args:
             k_scale, v_scale, return_lse, head_scales = paged_run_positionals(args, k_scale, v_scale, return_lse)
         return self._run(
             RunArguments._make((  # 0.1 us faster than the constructor

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cute_attn.request import batch_plan, batch_run, checks
+from cute_attn.request import batch_plan, batch_run, checks, sink_variant
 from cute_attn.request.batch_plan import MultiItemScoring, PlanOptions, RepeatedLengths
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.wrappers.base import BatchWrapper, DType, ForwardOptions, PlanRequest, Result, Scale
@@ -58,7 +58,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         jit_args: Any = None,
         jit_kwargs: Any = None,
     ) -> None:
-        batch_plan.refuse_jit(jit_args, jit_kwargs)
+        self._sink_variant = sink_variant.from_jit(jit_args, jit_kwargs)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr_buf, kv_indptr_buf
         self._set_index_buffers({"qo_indptr_buf": (qo_indptr_buf, 1), "kv_indptr_buf": (kv_indptr_buf, 1)})
@@ -172,6 +172,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             rope_theta=rope_theta,
             lse_base=lse_base,
         )
+        if self._sink_variant is not None:
+            self._sink_variant.check_plan(options)
         splits = batch_plan.splits(fixed_split_size, disable_split_kv, 1)
         mask = batch_plan.mask(custom_mask, packed_custom_mask, tokens, self.device)
         self._make_plan(PlanRequest(options, tokens, mask, splits, 1))
@@ -206,7 +208,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             the planned dtype; more rows may follow. Any strides with unit stride on the last axis; on a GPU rows must
             be 16-byte aligned.
         args : FlashInfer's older `return_lse`, or `scale_q, scale_k, scale_v` of fp8 attention: floating-point
-            `[num_qo_heads]`, `[num_kv_heads]` and `[num_kv_heads]`.
+            `[num_qo_heads]`, `[num_kv_heads]` and `[num_kv_heads]`. In the variant with attention sinks (`jit_args`):
+            sinks, and sm_scale, which replaces the planned one.
         q_scale, k_scale, v_scale : factors of q, k and v, default 1: numbers, or floating-point tensors with one
             element. A tensor on the GPU is read by the kernel, without synchronisation.
         o_scale : number > 0 that `out` is divided by, the scale of an fp8 output. Default 1.
@@ -236,7 +239,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         backend, refuses what this run adds).
         """
         head_scales = None
-        if args:
+        if self._sink_variant is not None:
+            planned_scale = self._planned().settings.sm_scale
+            sinks, q_scale = self._sink_variant.operands(args, planned_scale, sinks, q_scale)
+        elif args:
             return_lse, head_scales = ragged_run_positionals(args, return_lse)
         if o_scale is not None:
             v_scale = batch_run.divided_by("o_scale", o_scale, v_scale)
