@@ -181,8 +181,8 @@ def nvfp4_quantize_append_paged_kv_cache(
     Raises
     ------
     ArgumentTypeError (not a tensor), LayoutError (kv_layout), ArgumentError (shape, dtype, device, strides, a scale
-    that is not positive and finite; on the CPU also rows that have no page). The values of index tensors on a CUDA device
-    are not checked, and those of scale tensors there only with `CUTE_ATTN_VALIDATE=1`.
+    that is not positive and finite; on the CPU also rows that have no page). The values of index tensors on a CUDA
+    device are not checked, and those of scale tensors there only with `CUTE_ATTN_VALIDATE=1`.
     """
     caches, scale_caches = nvfp4.cache_pairs(paged_kv_cache, kv_cache_sf, kv_layout, page_table.writable_views)
     _check_append(append_key, append_value, caches)

@@ -133,8 +133,8 @@ def nvfp4_kv_dequantize_paged(
     """Dequantise the tokens of requests from a paged NVFP4 cache. Can be captured by CUDA graphs.
 
     Token t of request b is in slot `t % page_size` of page `block_tables[b, t // page_size]`, and goes to
-    `output_k[b, t]` and `output_v[b, t]`, rounded as by `nvfp4_kv_dequantize`. Past the last token of a request, and where
-    a token has no page of the cache, the outputs keep what they hold.
+    `output_k[b, t]` and `output_v[b, t]`, rounded as by `nvfp4_kv_dequantize`. Past the last token of a request, and
+    where a token has no page of the cache, the outputs keep what they hold.
 
     Parameters
     ----------
