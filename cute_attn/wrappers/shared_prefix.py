@@ -228,9 +228,15 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         `single_prefill_with_kv_cache`.
         """
         prefix = self._prefix(q, k_shared, v_shared, sm_scale)
-        options = {"sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta, "return_lse": True}
         own = self._wrapper.forward(
-            q, unique_kv_cache, causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction, **options
+            q,
+            unique_kv_cache,
+            causal=causal,
+            use_fp16_qk_reduction=use_fp16_qk_reduction,
+            sm_scale=sm_scale,
+            rope_scale=rope_scale,
+            rope_theta=rope_theta,
+            return_lse=True,
         )
         return _merged(prefix, own)
 
