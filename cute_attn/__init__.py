@@ -5,7 +5,11 @@ Everything that users call is here; `cute_attn.prefill`, `.decode`, `.attention`
 """
 
 try:
-    from cute_attn.attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
+    from cute_attn.attention import (
+        BatchAttention,
+        BatchAttentionWithAttentionSinkWrapper,
+        BatchPrefillWithCausalBidirectionalRangesWrapper,
+    )
     from cute_attn.cascade import (
         BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
         BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
@@ -81,6 +85,7 @@ __all__ = [
     "BatchAttentionWithAttentionSinkWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+    "BatchPrefillWithCausalBidirectionalRangesWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from cute_attn.wrappers.batch_attention import BatchAttention
+from cute_attn.wrappers.bidirectional_ranges import BatchPrefillWithCausalBidirectionalRangesWrapper
 from cute_attn.wrappers.sinks import BatchAttentionWithAttentionSinkWrapper
 
-__all__ = ["BatchAttention", "BatchAttentionWithAttentionSinkWrapper"]
+__all__ = [
+    "BatchAttention",
+    "BatchAttentionWithAttentionSinkWrapper",
+    "BatchPrefillWithCausalBidirectionalRangesWrapper",
+]

@@ -7,6 +7,7 @@ dimensions, and that `run` takes sinks and sm_scale by position.
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ class SinkVariant(NamedTuple):
     def check_plan(self, options: PlanOptions) -> None:
         """Refuse a plan that says anything else."""
         for name, made_for, planned in zip(self._fields, self._values(self), self._values(options), strict=True):
-            if made_for != planned:
+            if not isinstance(planned, numbers.Integral | str | torch.dtype) or made_for != planned:
                 raise ArgumentError(
                     f"{name} of plan() must be what the wrapper with attention sinks was made for, {made_for!r}; "
                     f"got {planned!r}"
@@ -93,11 +94,9 @@ def made_for(
 
 def from_jit(jit_args: Any, jit_kwargs: Any) -> SinkVariant | None:
     """Return the variant that `jit_args` name, None without them; only the one with sinks is supported."""
-    if jit_args is None:
-        batch_plan.refuse_jit(None, jit_kwargs or None)
-        return None
     if not _is_sink_variant(jit_args):
-        batch_plan.refuse_jit(jit_args)
+        batch_plan.refuse_jit(jit_args, None if jit_kwargs == {} else jit_kwargs)
+        return None
     options = {} if jit_kwargs is None else jit_kwargs
     if not isinstance(options, dict) or not set(options) <= set(JIT_OPTIONS):
         raise ArgumentTypeError(
@@ -124,8 +123,8 @@ def _is_sink_variant(jit_args: Any) -> bool:
     """Tell whether `jit_args` are those of FlashInfer's sink variant: 13 entries with its name, tensors and scalars."""
     if not isinstance(jit_args, list | tuple) or len(jit_args) != 13 or not isinstance(jit_args[0], str):
         return False
-    *lists, name = jit_args[7:12]
-    return jit_args[0].startswith(URI) and (*map(list, lists), name) == OPERANDS
+    operands = tuple(list(x) if isinstance(x, tuple) else x for x in jit_args[7:12])
+    return jit_args[0].startswith(URI) and operands == OPERANDS
 
 
 def _dtype(value: Any) -> Any:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import cute_attn
-from tests.support.flashinfer_names import ABSENT, SIGNATURES
+from cute_attn.errors import NotSupported
+from tests.support.flashinfer_names import ABSENT, REFUSED, SIGNATURES
 
 
 def member(path: str) -> Any:
@@ -39,6 +40,12 @@ def _shown(parameter: inspect.Parameter) -> str:
 @pytest.mark.parametrize("path", [path for path in SIGNATURES if "." not in path])
 def test_the_top_level_holds_the_same(path: str) -> None:
     assert getattr(cute_attn, path.partition(":")[2]) is member(path)
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_refused_names_say_why(path: str) -> None:
+    with pytest.raises(NotSupported, match=f"refuses {path.partition(':')[2]}: .* Instead: "):
+        member(path)(None)
 
 
 @pytest.mark.parametrize("path", ABSENT)

@@ -78,9 +78,9 @@ SIGNATURES = {
     "quantization:nvfp4_quantize_paged_kv_cache": "k_cache v_cache kv_layout='HND' k_global_sf=None v_global_sf=None",
 }
 
-# Multi-head latent attention, and a mask that kernels would have to know.
-ABSENT = (
-    "attention:BatchPrefillWithCausalBidirectionalRangesWrapper",
+REFUSED = ("attention:BatchPrefillWithCausalBidirectionalRangesWrapper",)
+
+ABSENT = (  # multi-head latent attention
     "page:append_paged_mla_kv_cache",
     "page:nvfp4_quantize_append_paged_mla_kv_cache",
 )

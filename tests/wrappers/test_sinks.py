@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -93,6 +94,17 @@ def test_another_scale_is_no_other_plan() -> None:
     assert_near(scaled, None, expected(q, k, v, 0.3))
 
 
+def test_scales_change_with_fixed_buffers() -> None:
+    """CUDA-graph mode: plans with other lengths, and runs with other scales, keep addresses and options."""
+    q, k, v = cache()
+    buffers = [torch.zeros(n, dtype=torch.int32) for n in (4, 4, 9, 3)]
+    wrapper = BatchAttentionWithAttentionSinkWrapper(torch.zeros(1 << 18), "NHD", True, *buffers, **MADE_FOR)
+    for last, sm_scale in ((torch.tensor([1, 1, 1]), 0.4), (PAGES[2], 0.2), (PAGES[2], 0.7)):
+        wrapper.plan(QO_INDPTR, *PAGES[:2], last, HEADS, KV_HEADS, np.int64(DIM), PAGE, **PLAN)
+        out = wrapper.run(q, (k, v), SINKS, sm_scale)
+    assert_near(out, None, expected(q, k, v, 0.7))
+
+
 def test_the_wrapper_of_an_engine() -> None:
     """Keywords and order of an engine's calls: the cache's layout by position, lengths repeated, the output given."""
     q, k, v = cache()
@@ -144,6 +156,7 @@ REFUSED: list[tuple[Any, Any, str, type]] = [
     ((*jit_args()[:7], ["sink", "bias"], ["float", "half"], *jit_args()[9:]), None, "jit_args", NotSupported),
     (jit_args()[:9], None, "jit_args", NotSupported),
     ("batch_prefill_attention_sink", None, "jit_args", NotSupported),
+    ((*jit_args()[:7], 5, *jit_args()[8:]), None, "jit_args", NotSupported),
     (None, {"use_sliding_window": True}, "jit_kwargs", NotSupported),
     (jit_args(), {"variant_owns": 1}, "jit_kwargs must be a dict of use_sliding_window", ArgumentTypeError),
     (jit_args(), {"use_sliding_window": 1}, "use_sliding_window.* must be True or False", ArgumentTypeError),
@@ -162,9 +175,15 @@ def test_other_variants_are_refused(wrapper: Any, args: Any, kwargs: Any, messag
 PLANS: list[tuple[dict[str, Any], str]] = [
     ({"q_data_type": "bfloat16"}, "q_data_type of plan.* made for, torch.float16; got torch.bfloat16"),
     ({"kv_data_type": torch.float8_e4m3fn}, "kv_data_type of plan"),
+    ({"q_data_type": torch.zeros(2)}, "q_data_type of plan"),
     ({"head_dim_vo": 128}, "head_dim_vo of plan.* made for, 64; got 128"),
     ({"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode of plan.* 'NONE'; got 'ALIBI'"),
 ]
+
+
+def test_jit_args_that_ask_for_nothing_are_accepted() -> None:
+    for options in ({"jit_args": None, "jit_kwargs": {}}, {"jit_args": None, "jit_kwargs": None}):
+        assert BatchPrefillWithPagedKVCacheWrapper(torch.zeros(1 << 16), **options)._sink_variant is None
 
 
 @pytest.mark.parametrize(("changed", "message"), PLANS)
