@@ -20,7 +20,8 @@ class Matrix(NamedTuple):
 
     rows: int  # query tokens (M)
     columns: int  # keys (N)
-    page_size: int  # keys per page
+    page_size: int  # keys per page: C, where blocks are of equal size
+    block_rows: int = 0  # R, where blocks are of equal size
     heads: int = 1  # kv heads with blocks of their own: their rows, and their pages, follow one another
 
     @property
@@ -44,25 +45,25 @@ def refuse_positions(pos_encoding_mode: Any) -> None:
 # ---- blocks of equal size
 
 
-def matrix(rows: Any, columns: Any, block_rows: Any, block_columns: Any) -> tuple[Matrix, int]:
-    """Check M, N, R and C. Return the matrix and R."""
+def matrix(rows: Any, columns: Any, block_rows: Any, block_columns: Any) -> Matrix:
+    """Check M, N, R and C."""
     m, n = batch_plan.count("M", rows), batch_plan.count("N", columns)
     r, c = batch_plan.count("R", block_rows), batch_plan.count("C", block_columns)
     if n % c:
         raise ArgumentError(f"N must be a multiple of C, got N={n} and C={c}")
-    return Matrix(m, n, c), r
+    return Matrix(m, n, c, r)
 
 
-def bsr(indptr: Any, indices: Any, size: Matrix, block_rows: int) -> Tokens:
+def bsr(indptr: Any, indices: Any, size: Matrix) -> Tokens:
     """Check the arrays of a BSR mask. A row of blocks becomes a request, a block of keys a page."""
     bounds = batch_plan.indptr("indptr", indptr)
-    count = -(-size.rows // block_rows)
+    count = -(-size.rows // size.block_rows)
     if len(bounds) != count + 1:
         raise ArgumentError(
-            f"indptr must have ceil(M / R) + 1 = {count + 1} elements for M={size.rows} and R={block_rows}, "
+            f"indptr must have ceil(M / R) + 1 = {count + 1} elements for M={size.rows} and R={size.block_rows}, "
             f"got {len(bounds)}"
         )
-    qo_indptr = np.minimum(np.arange(count + 1, dtype=np.int64) * block_rows, size.rows)
+    qo_indptr = np.minimum(np.arange(count + 1, dtype=np.int64) * size.block_rows, size.rows)
     full = torch.full((count,), size.page_size)
     pages = batch_plan.Pages(torch.from_numpy(bounds), indices, full)
     tokens = batch_plan.paged(qo_indptr, pages, size.page_size, ("M and R", "indptr", "indices", "C"))
@@ -78,11 +79,10 @@ def bsr_mask(mask: Any, packed_mask: Any, causal: Any, tokens: Tokens, size: Mat
     causal = checks.boolean("causal", causal)
     if mask is not None:
         mask = checks.tensor("mask", mask)
-        blocks = int(tokens.kv_indptr[-1])
-        block_rows = int(np.diff(tokens.lengths.qo_indptr).max())
-        if mask.dtype != torch.bool or mask.dim() != 3 or mask.shape[0] < blocks or mask.shape[2] != size.page_size:
+        block, blocks = (size.block_rows, size.page_size), int(tokens.kv_indptr[-1])
+        if mask.dtype != torch.bool or mask.dim() != 3 or mask.shape[0] < blocks or mask.shape[1:] != block:
             raise ArgumentError(
-                f"mask must be a bool tensor of shape [blocks, R, C] = [{blocks}, {block_rows}, {size.page_size}], "
+                f"mask must be a bool tensor of shape [blocks, R, C] = [{blocks}, {block[0]}, {block[1]}], "
                 f"got {checks.describe(mask)}"
             )
         flat = _flattened(mask, tokens.kv_indptr, np.diff(tokens.lengths.qo_indptr))
@@ -118,9 +118,9 @@ def _causal(tokens: Tokens, size: Matrix) -> torch.Tensor:
     offset = torch.arange(size.page_size, device=indices.device)
     parts = [indices.new_zeros(0, dtype=torch.bool)]
     for i, (start, stop) in enumerate(zip(lengths.qo_indptr.tolist(), lengths.qo_indptr[1:].tolist(), strict=False)):
-        pages = indices[tokens.kv_indptr[i] : tokens.kv_indptr[i + 1]] % size.pages
+        pages = indices[tokens.kv_indptr[i] : tokens.kv_indptr[i + 1]] % max(1, size.pages)
         columns = (pages[:, None] * size.page_size + offset).flatten()
-        rows = torch.arange(stop - start, device=indices.device) + start % size.rows
+        rows = torch.arange(stop - start, device=indices.device) + start % max(1, size.rows)
         parts.append((columns <= rows[:, None] + size.columns - size.rows).flatten())
     return torch.cat(parts)
 

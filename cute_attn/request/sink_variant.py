@@ -68,15 +68,11 @@ class SinkVariant(NamedTuple):
         if sm_scale == planned_scale:
             return sinks, q_scale
         if planned_scale == 0:
-            raise ArgumentError(
-                f"sm_scale of plan() must not be 0 where run() brings another one, got {sm_scale} there"
-            )
+            raise ArgumentError(f"sm_scale of plan() must not be 0 where run() brings another one, here {sm_scale}")
         factor = sm_scale / planned_scale
-        if q_scale is None:
-            return sinks, factor
-        return sinks, q_scale * factor if isinstance(q_scale, torch.Tensor) else checks.real(
-            "q_scale", q_scale
-        ) * factor
+        if not isinstance(q_scale, torch.Tensor):
+            q_scale = checks.real_or("q_scale", q_scale, 1.0)
+        return sinks, q_scale * factor
 
 
 def made_for(
@@ -95,7 +91,7 @@ def made_for(
 def from_jit(jit_args: Any, jit_kwargs: Any) -> SinkVariant | None:
     """Return the variant that `jit_args` name, None without them; only the one with sinks is supported."""
     if not _is_sink_variant(jit_args):
-        batch_plan.refuse_jit(jit_args, None if jit_kwargs == {} else jit_kwargs)
+        batch_plan.refuse_jit(jit_args, None if isinstance(jit_kwargs, dict) and not jit_kwargs else jit_kwargs)
         return None
     options = {} if jit_kwargs is None else jit_kwargs
     if not isinstance(options, dict) or not set(options) <= set(JIT_OPTIONS):

@@ -108,8 +108,8 @@ class BlockSparseAttentionWrapper(BatchWrapper):
         block_sparse.refuse_positions(pos_encoding_mode)
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
         checks.boolean("non_blocking", non_blocking)
-        matrix, block_rows = block_sparse.matrix(M, N, R, C)
-        tokens = block_sparse.bsr(indptr, indices, matrix, block_rows)
+        matrix = block_sparse.matrix(M, N, R, C)
+        tokens = block_sparse.bsr(indptr, indices, matrix)
         options = PlanOptions(
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,

@@ -186,6 +186,16 @@ def test_variable_forward_replaces_options() -> None:
     assert_near(wrapper.forward(q, k, v, sm_scale=0.2, logits_soft_cap=3.0).transpose(0, 1), None, expected)
 
 
+def test_no_rows_no_columns_and_no_blocks() -> None:
+    wrapper = VariableBlockSparseAttentionWrapper(torch.zeros(1 << 16))
+    for rows, columns in ((0, 8), (6, 0), (0, 0)):
+        sizes = torch.tensor([[rows, 0]]), torch.tensor([[columns]])
+        wrapper.plan(torch.ones(1, 2, 1), *sizes, 1, 1, DIM, causal=True)
+        out, lse = wrapper.run(random(1, rows, DIM), *(random(1, columns, DIM) for _ in range(2)), return_lse=True)
+        assert out.shape == (1, rows, DIM)
+        assert bool((lse == -torch.inf).all()) == (columns == 0 or rows == 0)
+
+
 # ---- errors
 
 GOOD: dict[str, Any] = {"indptr": torch.tensor([0, 1, 3]), "indices": torch.tensor([0, 0, 1]), "M": 8, "N": 12, "R": 4}
@@ -200,6 +210,7 @@ BAD: list[tuple[dict[str, Any], str, type]] = [
     ({"indices": None}, "indices must be a torch.Tensor", ArgumentTypeError),
     ({"indptr": torch.tensor([0, 2, 1])}, "indptr must not decrease", ArgumentError),
     ({"mask": torch.ones(3, 4, 5, dtype=torch.bool)}, r"mask must be a bool tensor of shape", ArgumentError),
+    ({"mask": torch.ones(3, 5, 6, dtype=torch.bool)}, r"mask must .* \[blocks, R, C\] = \[3, 4, 6\]", ArgumentError),
     ({"mask": torch.ones(3, 4, 6)}, "mask must be a bool tensor", ArgumentError),
     ({"packed_mask": torch.ones(3, dtype=torch.uint8)}, "packed_custom_mask must have", ArgumentError),
     ({"causal": 1}, "causal must be True or False", ArgumentTypeError),
