@@ -53,39 +53,40 @@ def operands(m: int, n: int, heads: tuple[int, int], device: str, dtype: torch.d
     return q, *(random(n, heads[1], DIM, dtype=dtype, device=device, seed=seed) for seed in (2, 3))
 
 
-def made(where: Executor) -> BlockSparseAttentionWrapper:
-    return BlockSparseAttentionWrapper(torch.zeros(8 << 20, dtype=torch.uint8, device=where.device), where.backend)
+def made(executor: Executor) -> BlockSparseAttentionWrapper:
+    workspace = torch.zeros(8 << 20, dtype=torch.uint8, device=executor.device)
+    return BlockSparseAttentionWrapper(workspace, executor.backend)
 
 
 SIZES = [(50, 64, 16, 16), (40, 60, 7, 4), (33, 32, 1, 1), (70, 128, 64, 64)]
 
 
-@pytest.mark.parametrize("where", EVERYWHERE)
+@pytest.mark.parametrize("executor", EVERYWHERE)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_blocks(size: tuple[int, int, int, int], masked: bool, where: Executor) -> None:
+def test_blocks(size: tuple[int, int, int, int], masked: bool, executor: Executor) -> None:
     blocks, heads = Blocks(*size), (4, 2)
-    q, k, v = operands(size[0], size[1], heads, where.device)
-    indptr, indices = blocks.indptr.to(where.device), blocks.indices.to(where.device)
-    mask = blocks.mask.to(where.device) if masked else None
-    with where.active():
-        wrapper = made(where)
+    q, k, v = operands(size[0], size[1], heads, executor.device)
+    indptr, indices = blocks.indptr.to(executor.device), blocks.indices.to(executor.device)
+    mask = blocks.mask.to(executor.device) if masked else None
+    with executor.active():
+        wrapper = made(executor)
         wrapper.plan(indptr, indices, *size, *heads, DIM, mask=mask)
         out, lse = wrapper.run(q, k, v, return_lse=True)
     assert_near(out, lse, attention(q, k, v, blocks.keep(masked)))
 
 
-@pytest.mark.parametrize("where", EVERYWHERE)
-def test_options(where: Executor) -> None:
+@pytest.mark.parametrize("executor", EVERYWHERE)
+def test_options(executor: Executor) -> None:
     """Causality counts rows and columns of the matrix; out and lse of the caller; bf16 with an output of its own."""
     size, heads = (48, 64, 8, 16), (2, 1)
     blocks = Blocks(*size, seed=4)
-    q, k, v = operands(size[0], size[1], heads, where.device, torch.bfloat16)
+    q, k, v = operands(size[0], size[1], heads, executor.device, torch.bfloat16)
     options = {"sm_scale": 0.3, "logits_soft_cap": 4.0, "q_data_type": "bfloat16", "o_data_type": torch.bfloat16}
-    out = torch.empty(size[0], heads[0], DIM, dtype=torch.bfloat16, device=where.device)
-    lse = torch.empty(size[0], heads[0], device=where.device)
-    with where.active():
-        wrapper = made(where)
+    out = torch.empty(size[0], heads[0], DIM, dtype=torch.bfloat16, device=executor.device)
+    lse = torch.empty(size[0], heads[0], device=executor.device)
+    with executor.active():
+        wrapper = made(executor)
         wrapper.plan(blocks.indptr, blocks.indices, *size, *heads, DIM, causal=True, **options)
         got = wrapper.run(q, k, v, out=out, lse=lse, return_lse=True)
     assert got[0] is out
@@ -152,21 +153,21 @@ class Variable:
         return torch.stack([s.repeat_interleave(r, 0).repeat_interleave(c, 1) for s, r, c in heads])
 
 
-@pytest.mark.parametrize("where", EVERYWHERE)
+@pytest.mark.parametrize("executor", EVERYWHERE)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("unit", [1, 16])
 @pytest.mark.parametrize("group", [1, 3])
-def test_variable_blocks(group: int, unit: int, causal: bool, where: Executor) -> None:
+def test_variable_blocks(group: int, unit: int, causal: bool, executor: Executor) -> None:
     m, n, kv_heads = 45, 96, 2
     mask, heads = Variable(m, n, kv_heads, (4, 5), unit), group * kv_heads
-    q, k, v = (x.transpose(0, 1).contiguous() for x in operands(m, n, (heads, kv_heads), where.device))
-    arrays = (x.to(where.device) for x in (mask.seen, mask.rows, mask.columns))
-    with where.active():
-        workspace = torch.zeros(8 << 20, dtype=torch.uint8, device=where.device)
-        wrapper = VariableBlockSparseAttentionWrapper(workspace, where.backend)
+    q, k, v = (x.transpose(0, 1).contiguous() for x in operands(m, n, (heads, kv_heads), executor.device))
+    arrays = (x.to(executor.device) for x in (mask.seen, mask.rows, mask.columns))
+    with executor.active():
+        workspace = torch.zeros(8 << 20, dtype=torch.uint8, device=executor.device)
+        wrapper = VariableBlockSparseAttentionWrapper(workspace, executor.backend)
         wrapper.plan(*arrays, heads, kv_heads, DIM, causal=causal)
         out, lse = wrapper.run(q, k, v, return_lse=True)
-        buffer = torch.empty(kv_heads * m, group, DIM, dtype=torch.float16, device=where.device)
+        buffer = torch.empty(kv_heads * m, group, DIM, dtype=torch.float16, device=executor.device)
         again = wrapper.run(q, k, v, out=buffer)
     assert wrapper._planned().settings.page_size % unit == 0
     assert out.shape == q.shape

@@ -20,7 +20,7 @@ from cute_attn import (
     NotSupported,
 )
 from tests.support.dense_attention import EVERYWHERE, assert_near, attention, random
-from tests.support.executors import Executor
+from tests.support.executors import CUDA, REFERENCE, Executor
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 8
 QO, KV = (5, 1, 9), (30, 17, 9)
@@ -57,18 +57,18 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float,
     return tuple(map(torch.cat, zip(*outs, strict=True)))
 
 
-def made(where: Executor, **options: Any) -> BatchAttentionWithAttentionSinkWrapper:
-    workspace = torch.zeros(8 << 20, dtype=torch.uint8, device=where.device)
-    return BatchAttentionWithAttentionSinkWrapper(workspace, backend=where.backend, **{**MADE_FOR, **options})
+def made(executor: Executor, **options: Any) -> BatchAttentionWithAttentionSinkWrapper:
+    workspace = torch.zeros(8 << 20, dtype=torch.uint8, device=executor.device)
+    return BatchAttentionWithAttentionSinkWrapper(workspace, backend=executor.backend, **{**MADE_FOR, **options})
 
 
-@pytest.mark.parametrize("where", EVERYWHERE)
+@pytest.mark.parametrize("executor", EVERYWHERE)
 @pytest.mark.parametrize("window", [-1, 11])
-def test_sinks_and_scale_follow_the_cache(window: int, where: Executor) -> None:
-    q, k, v = cache(where.device)
-    sinks = SINKS.to(where.device)
-    with where.active():
-        wrapper = made(where, window_left=window)
+def test_sinks_and_scale_follow_the_cache(window: int, executor: Executor) -> None:
+    q, k, v = cache(executor.device)
+    sinks = SINKS.to(executor.device)
+    with executor.active():
+        wrapper = made(executor, window_left=window)
         wrapper.plan(QO_INDPTR, *PAGES, HEADS, KV_HEADS, DIM, PAGE, window_left=window, sm_scale=0.3, **PLAN)
         out, lse = wrapper.run(q, (k, v), sinks, 0.2, return_lse=True)
         planned = wrapper.run(q, (k, v), sinks)
@@ -82,7 +82,7 @@ def test_sinks_and_scale_follow_the_cache(window: int, where: Executor) -> None:
 
 def test_another_scale_is_no_other_plan() -> None:
     q, k, v = cache()
-    wrapper = made(EVERYWHERE[0].values[0])
+    wrapper = made(REFERENCE)
     wrapper.plan(QO_INDPTR, *PAGES, HEADS, KV_HEADS, DIM, PAGE, **PLAN)
     plan = wrapper._planned()
     for sm_scale in (0.1, 1.0, -0.5, 0.0):
@@ -188,14 +188,14 @@ def test_jit_args_that_ask_for_nothing_are_accepted() -> None:
 
 @pytest.mark.parametrize(("changed", "message"), PLANS)
 def test_plans_agree_with_the_constructor(changed: dict[str, Any], message: str) -> None:
-    wrapper = made(EVERYWHERE[0].values[0])
+    wrapper = made(REFERENCE)
     with pytest.raises(ArgumentError, match=message):
         wrapper.plan(QO_INDPTR, *PAGES, HEADS, KV_HEADS, DIM, PAGE, **{**PLAN, **changed})
 
 
 def test_bad_runs_are_named() -> None:
     q, k, v = cache()
-    wrapper = made(EVERYWHERE[0].values[0])
+    wrapper = made(REFERENCE)
     with pytest.raises(NotPlannedError):
         wrapper.run(q, (k, v), SINKS, 0.2)
     wrapper.plan(QO_INDPTR, *PAGES, HEADS, KV_HEADS, DIM, PAGE, **PLAN)
@@ -238,7 +238,7 @@ def test_a_captured_run_keeps_its_scale() -> None:
     q, k, v = cache(device)
     sinks, buffers = SINKS.to(device), [torch.zeros(n, dtype=torch.int32, device=device) for n in (4, 4, 9, 3)]
     names = "qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"
-    wrapper = made(Executor("cuda", "auto", device), use_cuda_graph=True, **dict(zip(names, buffers, strict=True)))
+    wrapper = made(CUDA, use_cuda_graph=True, **dict(zip(names, buffers, strict=True)))
     shorter = PAGES[0].clone(), PAGES[1], torch.tensor([1, 1, 1])
     wrapper.plan(QO_INDPTR, *shorter, HEADS, KV_HEADS, DIM, PAGE, **PLAN)
     out = torch.empty_like(q)
