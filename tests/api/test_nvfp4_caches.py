@@ -188,3 +188,18 @@ def test_bad_dequantizations_are_named(index: int, value: Any, message: str, err
     arguments[index] = value
     with pytest.raises(error, match=message):
         cute_attn.nvfp4_kv_dequantize_paged(*arguments)
+
+
+def test_block_scales_of_a_run_lie_side_by_side() -> None:
+    """Wording that callers match on. K and V, and their scales, may differ in all other strides."""
+    wrapper = cute_attn.BatchPrefillWithPagedKVCacheWrapper(torch.zeros(1 << 16))
+    arrays = torch.tensor([0, 1]), torch.tensor([0, 2]), torch.tensor([1, 0]), torch.tensor([3])
+    wrapper.plan(*arrays, 2, 1, 64, 4, kv_data_type=torch.uint8)
+    q, cache = torch.randn(1, 2, 64).half(), torch.randint(0, 256, (2, 2, 4, 1, 32), dtype=torch.uint8)
+    sf = torch.randint(1, 100, (2, 2, 4, 1, 4), dtype=torch.uint8)
+    expected = wrapper.run(q, cache, kv_cache_sf=sf)
+    wide = torch.cat((cache[:, 1], cache[:, 1]), -1)[..., :32]
+    assert torch.equal(wrapper.run(q, (cache[:, 0].contiguous(), wide), kv_cache_sf=tuple(sf.unbind(1))), expected)
+    strided = tuple(x.repeat_interleave(2, -1)[..., ::2] for x in sf.unbind(1))
+    with pytest.raises(ArgumentError, match=r"k_sf of kv_cache_sf: its innermost stride must be 1, got strides"):
+        wrapper.run(q, cache, kv_cache_sf=strided)
