@@ -1,11 +1,18 @@
 """Attention kernels in CuTe DSL for NVIDIA GPUs, with FlashInfer's attention API.
 
-Everything that users call is here; `cute_attn.prefill`, `.decode`, `.cascade`, `.page`, `.quantization` and `.utils`
-hold it under FlashInfer's module names. CPU tensors run the same calls on a torch reference.
-"""
+Everything that users call is here; `cute_attn.prefill`, `.decode`, `.attention`, `.cascade`, `.sparse`, `.page`,
+`.quantization` and `.utils` hold it under the names of FlashInfer's modules. CPU tensors run the same calls on a torch
+reference.
 
 try:
+    from cute_attn.attention import (
+        BatchAttention,
+        BatchAttentionWithAttentionSinkWrapper,
+        BatchPrefillWithCausalBidirectionalRangesWrapper,
+    )
     from cute_attn.cascade import (
+        BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+        BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
         MultiLevelCascadeAttentionWrapper,
         merge_state,
         merge_state_in_place,
@@ -29,7 +36,13 @@ try:
         RuntimeArgumentError,
         WorkspaceError,
     )
-    from cute_attn.page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
+    from cute_attn.page import (
+        append_paged_kv_cache,
+        get_batch_indices_positions,
+        get_seq_lens,
+        nvfp4_quantize_append_paged_kv_cache,
+        nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
+    )
     from cute_attn.prefill import (
         BatchPrefillWithPagedKVCacheWrapper,
         BatchPrefillWithRaggedKVCacheWrapper,
@@ -43,12 +56,16 @@ try:
     from cute_attn.quantization import (
         fp8_quantize_paged_kv_cache,
         nvfp4_kv_dequantize,
+        nvfp4_kv_dequantize_paged,
         nvfp4_kv_quantize,
-        nvfp4_quantize_append_paged_kv_cache,
-        nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
         nvfp4_quantize_paged_kv_cache,
         packbits,
         segment_packbits,
+    )
+    from cute_attn.sparse import (
+        BlockSparseAttentionWrapper,
+        VariableBlockSparseAttentionWrapper,
+        convert_bsr_mask_layout,
     )
     from cute_attn.utils import (
         FP4Tensor,
@@ -72,9 +89,15 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "ArtifactError",
+    "BatchAttention",
+    "BatchAttentionWithAttentionSinkWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+    "BatchPrefillWithCausalBidirectionalRangesWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+    "BlockSparseAttentionWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "FP4Tensor",
     "Features",
@@ -84,8 +107,10 @@ __all__ = [
     "NotSupported",
     "Refusal",
     "RuntimeArgumentError",
+    "VariableBlockSparseAttentionWrapper",
     "WorkspaceError",
     "append_paged_kv_cache",
+    "convert_bsr_mask_layout",
     "explain",
     "fast_decode_plan",
     "fast_prefill_plan",
@@ -98,6 +123,7 @@ __all__ = [
     "merge_state_in_place",
     "merge_states",
     "nvfp4_kv_dequantize",
+    "nvfp4_kv_dequantize_paged",
     "nvfp4_kv_quantize",
     "nvfp4_quantize_append_paged_kv_cache",
     "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",

@@ -1,17 +1,26 @@
-"""Paged caches: `append_paged_kv_cache`, `get_batch_indices_positions`, `get_seq_lens`.
+"""Paged caches: appending to them, in their dtype or quantised to NVFP4, and the lengths of requests.
 
 All are torch operations that do not synchronise the device, so that CUDA graphs can capture them.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from cute_attn.errors import ArgumentError
-from cute_attn.request import checks
-from cute_attn.request.caches import BITS_DTYPES, cache_views
+from cute_attn.request import checks, nvfp4, page_table
+from cute_attn.request.nvfp4 import Pair
+from cute_attn.runtime import switches
+
+__all__ = [
+    "append_paged_kv_cache",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "nvfp4_quantize_append_paged_kv_cache",
+    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
+]
 
 
 def append_paged_kv_cache(
@@ -37,8 +46,8 @@ def append_paged_kv_cache(
     batch_indices, positions : integers `[nnz]`, as `get_batch_indices_positions` gives them.
     paged_kv_cache : (k_cache, v_cache), each `[num_pages, page_size, num_kv_heads, head_dim]` (NHD) or
         `[num_pages, num_kv_heads, page_size, head_dim]` (HND), or both in one 5-D tensor `[num_pages, 2, ...]`. Any
-        page size; with pages of one token their axis may be missing. Any strides with unit stride on the last axis.
-        Written.
+        page size; with pages of one token their axis may be missing. Any strides with unit stride on the last axis, but
+        no two slots in the same memory. Written.
     kv_indices : integers, page numbers of all requests.
     kv_indptr : integers `[batch_size + 1]`, where each request's page numbers start. It counts the pages of the
         appended tokens too.
@@ -47,18 +56,18 @@ def append_paged_kv_cache(
 
     Raises
     ------
-    ArgumentTypeError (not a tensor), LayoutError (kv_layout), ArgumentError (shape, dtype, device; on the CPU also rows
-    that have no page). On a CUDA device the values of index tensors are not checked.
+    ArgumentTypeError (not a tensor), LayoutError (kv_layout), ArgumentError (shape, dtype, device, strides; on the CPU
+    also rows that have no page). On a CUDA device the values of index tensors are not checked.
     """
-    k_cache, v_cache = cache_views("paged_kv_cache", paged_kv_cache, kv_layout)
+    k_cache, v_cache = page_table.writable_views("paged_kv_cache", paged_kv_cache, kv_layout)
     for name, rows, cache in (("append_key", append_key, k_cache), ("append_value", append_value, v_cache)):
-        check_rows(name, rows, cache, cache.shape[3], "paged_kv_cache")
+        page_table.check_rows(name, rows, cache, cache.shape[3], "paged_kv_cache")
         checks.dtype(name, rows.dtype, (cache.dtype,))
-    check_same_rows(append_key, append_value)
-    table = PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+    page_table.check_same_rows(append_key, append_value)
+    table = page_table.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
     destinations = table.destinations(append_key.shape[0], k_cache)
-    write_rows(k_cache, append_key, destinations)
-    write_rows(v_cache, append_value, destinations)
+    page_table.write_rows(k_cache, append_key, destinations)
+    page_table.write_rows(v_cache, append_value, destinations)
 
 
 def get_batch_indices_positions(
@@ -92,13 +101,13 @@ def get_batch_indices_positions(
     nnz = checks.integer("nnz", nnz)
     if nnz < 0:
         raise ArgumentError(f"nnz must be >= 0, got {nnz}")
-    indptr = _indptr("append_indptr", append_indptr, None)
+    indptr = page_table.index_bounds("append_indptr", append_indptr, None)
     batch_size = indptr.numel() - 1
-    lens = _integers("seq_lens", seq_lens, batch_size, indptr.device)
+    lens = page_table.integers("seq_lens", seq_lens, batch_size, indptr.device)
     buffers = []
     for name, buffer in (("batch_indices", batch_indices), ("positions", positions)):
         if buffer is not None:
-            _integers(name, buffer, nnz, indptr.device)
+            page_table.integers(name, buffer, nnz, indptr.device)
             checks.dtype(name, buffer.dtype, (torch.int32,))
         else:
             buffer = torch.empty(nnz, dtype=torch.int32, device=indptr.device)
@@ -128,7 +137,7 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
 
     Returns
     -------
-    `[batch_size]` in the wider of the two dtypes.
+    `[batch_size]` int32, or int64 if one of the two is.
 
     Raises
     ------
@@ -137,146 +146,111 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     page_size = checks.integer("page_size", page_size)
     if page_size < 1:
         raise ArgumentError(f"page_size must be >= 1, got {page_size}")
-    indptr = _indptr("kv_indptr", kv_indptr, None)
-    _integers("kv_last_page_len", kv_last_page_len, indptr.numel() - 1, indptr.device)
-    return (kv_indptr.diff() - 1).clamp(min=0) * page_size + kv_last_page_len
+    indptr = page_table.index_bounds("kv_indptr", kv_indptr, None)
+    last = page_table.integers("kv_last_page_len", kv_last_page_len, indptr.numel() - 1, indptr.device)
+    lens = (indptr.diff() - 1).clamp(min=0) * page_size + last
+    return lens if torch.int64 in (kv_indptr.dtype, kv_last_page_len.dtype) else lens.int()
 
 
-# --- where rows go ---------------------------------------------------------------------------------------------------
+def nvfp4_quantize_append_paged_kv_cache(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    batch_indices: torch.Tensor,
+    positions: torch.Tensor,
+    paged_kv_cache: torch.Tensor | Pair,
+    kv_cache_sf: torch.Tensor | Pair,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+    k_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Quantise rows of keys and values to NVFP4 and write them to a paged cache. Can be captured by CUDA graphs.
+
+    Parameters
+    ----------
+    append_key, append_value : `[nnz, num_kv_heads, head_dim]` fp16, bf16 or fp32, any strides.
+    batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len, kv_layout : as for `append_paged_kv_cache`:
+        integers `[nnz]`, `[nnz]`, page numbers, `[batch_size + 1]`, `[batch_size]`, and "NHD" (default) or "HND".
+    paged_kv_cache : uint8 caches like those of `append_paged_kv_cache`, with head_dim / 2 on the last axis. Written.
+    kv_cache_sf : e4m3, or uint8 with the bits of e4m3: the same with head_dim / 16, linear for K and V. Written.
+    k_scale, v_scale : global scales, positive and finite: numbers, or one-element fp32 tensors on the caches' device or
+        on the CPU. A captured graph keeps the values of numbers and of CPU tensors.
+
+    Raises
+    ------
+    ArgumentTypeError (not a tensor), LayoutError (kv_layout), ArgumentError (shape, dtype, device, strides, a scale
+    that is not positive and finite; on the CPU also rows that have no page). The values of index tensors on a CUDA
+    device are not checked, and those of scale tensors there only with `CUTE_ATTN_VALIDATE=1`.
+    """
+    caches, scale_caches = nvfp4.cache_pairs(paged_kv_cache, kv_cache_sf, kv_layout, page_table.writable_views)
+    _check_append(append_key, append_value, caches)
+    table = page_table.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
+    destinations = table.destinations(append_key.shape[0], caches[0])
+    _append((append_key, append_value), caches, scale_caches, (k_scale, v_scale), destinations)
 
 
-class Destinations(NamedTuple):
-    """Where rows are written. A row that is not to be written repeats another: same slot, same value."""
+def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
+    append_key: torch.Tensor,
+    append_value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    paged_kv_cache: torch.Tensor | Pair,
+    kv_cache_sf: torch.Tensor | Pair,
+    k_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Quantise rows to NVFP4 and write them to given slots of a paged cache. Can be captured by CUDA graphs.
 
-    source: torch.Tensor  # [nnz] the row written
-    page: torch.Tensor  # [nnz]
-    slot: torch.Tensor  # [nnz]
-    any_row: torch.Tensor  # bool: at least one row is written. Otherwise slot 0 of page 0 gets its own value.
+    Parameters
+    ----------
+    slot_mapping : integers `[nnz]`: row t goes to offset `slot % page_size` of page `slot // page_size`; rows with
+        slots outside the cache, negative or past its end, are not written.
+    append_key, append_value : `[nnz, num_kv_heads, head_dim]` fp16, bf16 or fp32, any strides; rows past nnz may follow
+        and are not written.
+    paged_kv_cache, kv_cache_sf, k_scale, v_scale, kv_layout : as for `nvfp4_quantize_append_paged_kv_cache`. While a
+        CUDA graph is captured, scales must be tensors on the caches' device, whose values replays read.
 
-
-class PageTable(NamedTuple):
-    """The arguments that say where in a paged cache rows go, as the user gave them."""
-
-    batch_indices: torch.Tensor
-    positions: torch.Tensor
-    kv_indices: torch.Tensor
-    kv_indptr: torch.Tensor
-    kv_last_page_len: torch.Tensor
-
-    def destinations(self, nnz: int, cache: torch.Tensor) -> Destinations | None:
-        """Check and return where `nnz` rows go in a cache [num_pages, page_size, ...]; None: nothing to write."""
-        device, page_size = cache.device, cache.shape[1]
-        request = _integers("batch_indices", self.batch_indices, nnz, device)
-        position = _integers("positions", self.positions, nnz, device)
-        pages = _integers("kv_indices", self.kv_indices, None, device)
-        indptr = _indptr("kv_indptr", self.kv_indptr, device)
-        _integers("kv_last_page_len", self.kv_last_page_len, indptr.numel() - 1, device)
-        if device.type == "cpu":
-            self._check_values(cache.shape[0], page_size)
-        if not nnz or not pages.numel() or not cache.shape[0] or indptr.numel() == 1:
-            return None
-        source, keep = _kept(request >= 0)
-        request, position = request[source].clamp(min=0), position[source]
-        entry = torch.where(keep, indptr[request] + position // page_size, 0)
-        page = torch.where(keep, pages[entry], 0)
-        return Destinations(source, page, torch.where(keep, position % page_size, 0), keep.any())
-
-    def _check_values(self, num_pages: int, page_size: int) -> None:
-        """Check that every row to be written has a page. Reads values: for CPU tensors only."""
-        rows = (self.batch_indices >= 0).nonzero().flatten()
-        request, position = self.batch_indices[rows].long(), self.positions[rows].long()
-        batch_size = self.kv_indptr.numel() - 1
-        _check_range("batch_indices", rows, request, batch_size, "requests")
-        indptr = self.kv_indptr.long()
-        room = (indptr[request + 1] - indptr[request]) * page_size
-        _check_range("positions", rows, position, room, "tokens that the request's pages hold")
-        entry = indptr[request] + position // page_size
-        _check_range("kv_indptr", rows, entry, self.kv_indices.numel(), "kv_indices")
-        _check_range("kv_indices", rows, self.kv_indices[entry].long(), num_pages, "pages of the cache")
+    Raises
+    ------
+    The errors of `nvfp4_quantize_append_paged_kv_cache`; ArgumentError also for another scale during capture.
+    """
+    caches, scale_caches = nvfp4.cache_pairs(paged_kv_cache, kv_cache_sf, kv_layout, page_table.writable_views)
+    _check_append(append_key, append_value, caches)
+    if _is_capturing(caches[0].device):
+        nvfp4.refuse_temporary_scales(caches[0].device, k_scale=k_scale, v_scale=v_scale)
+    destinations = page_table.slot_destinations(slot_mapping, caches[0])
+    nnz = slot_mapping.numel()
+    if nnz > append_key.shape[0]:
+        raise ArgumentError(f"append_key must have a row for each of {nnz} slots, got {checks.describe(append_key)}")
+    _append((append_key[:nnz], append_value[:nnz]), caches, scale_caches, (k_scale, v_scale), destinations)
 
 
-def slot_destinations(slot_mapping: torch.Tensor, cache: torch.Tensor) -> Destinations | None:
-    """Return the destinations of rows with slots `page * page_size + offset`; negative slots are not written."""
-    slots = _integers("slot_mapping", slot_mapping, None, cache.device)
-    num_pages, page_size = cache.shape[:2]
-    if cache.device.type == "cpu":
-        rows = (slots >= 0).nonzero().flatten()
-        _check_range("slot_mapping", rows, slots[rows], num_pages * page_size, "slots of the cache")
-    if not slots.numel() or not num_pages:
-        return None
-    source, keep = _kept(slots >= 0)
-    slots = slots[source].clamp(min=0)
-    return Destinations(source, slots // page_size, slots % page_size, keep.any())
+def _append(
+    rows: Pair, caches: Pair, scale_caches: Pair, scales: tuple[Any, Any], destinations: page_table.Destinations | None
+) -> None:
+    device = caches[0].device
+    read = switches.is_on(switches.VALIDATE) and not _is_capturing(device)
+    checked = [
+        nvfp4.decode_scale(name, scale, device, read)
+        for name, scale in zip(("k_scale", "v_scale"), scales, strict=True)
+    ]
+    for values, cache, scale_cache, scale in zip(rows, caches, scale_caches, checked, strict=True):
+        data, block_scales = nvfp4.quantize(values, scale)
+        page_table.write_rows(cache, data, destinations)
+        page_table.write_rows(scale_cache, block_scales, destinations)
 
 
-def _kept(keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the row to write for each row (itself if kept, else the first that is), and whether that one is kept."""
-    first = keep.to(torch.uint8).argmax()
-    source = torch.where(keep, torch.arange(keep.numel(), device=keep.device), first)
-    return source, keep[source]
+def _is_capturing(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
-def write_rows(cache: torch.Tensor, rows: torch.Tensor, destinations: Destinations | None) -> None:
-    """Write rows [nnz, num_kv_heads, n] to a view [num_pages, page_size, num_kv_heads, n] of a cache."""
-    if destinations is None:
-        return
-    bits = BITS_DTYPES[cache.element_size()]
-    cache, rows = cache.view(bits), rows.view(bits)
-    first = cache[:1, :1].flatten(0, 1)
-    values = torch.where(destinations.any_row, rows[destinations.source], first)
-    cache.index_put_((destinations.page, destinations.slot), values)
-
-
-# --- checks ----------------------------------------------------------------------------------------------------------
-
-
-def check_rows(name: str, rows: Any, cache: torch.Tensor, head_dim: int, cache_name: str) -> None:
-    """Check rows [nnz, num_kv_heads, head_dim] to be written to `cache`."""
-    rows = checks.tensor(name, rows)
-    expected = cache.shape[2], head_dim
-    if rows.dim() != 3 or rows.shape[1:] != expected:
-        raise ArgumentError(
-            f"{name} must have shape [nnz, num_kv_heads, head_dim] = [nnz, {expected[0]}, {expected[1]}], "
-            f"got {checks.describe(rows)}"
-        )
-    if rows.device != cache.device:
-        raise ArgumentError(f"{name} must be on {cache_name}'s device {cache.device}, got {checks.describe(rows)}")
-
-
-def check_same_rows(append_key: torch.Tensor, append_value: torch.Tensor) -> None:
-    """Check that there are as many rows of values as of keys."""
-    if append_value.shape[0] != append_key.shape[0]:
-        raise ArgumentError(
-            f"append_value must have as many rows as append_key, {append_key.shape[0]}, "
-            f"got {checks.describe(append_value)}"
-        )
-
-
-def _integers(name: str, value: Any, size: int | None, device: torch.device | None) -> torch.Tensor:
-    """Check 1-D integers, `size` of them, on `device`, and return them as int64."""
-    value = checks.tensor(name, value)
-    if value.dim() != 1 or (size is not None and value.numel() != size):
-        raise ArgumentError(f"{name} must have shape [{'n' if size is None else size}], got {checks.describe(value)}")
-    if value.dtype not in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8):
-        raise ArgumentError(f"{name} must be of an integer dtype, got {checks.describe(value)}")
-    if device is not None and value.device != device:
-        raise ArgumentError(f"{name} must be on device {device}, got {checks.describe(value)}")
-    return value.long()
-
-
-def _indptr(name: str, value: Any, device: torch.device | None) -> torch.Tensor:
-    """Check integers [batch_size + 1] on `device` and return them as int64."""
-    indptr = _integers(name, value, None, device)
-    if not indptr.numel():
-        raise ArgumentError(f"{name} must have batch_size + 1 elements, got none")
-    return indptr
-
-
-def _check_range(name: str, rows: torch.Tensor, values: torch.Tensor, stop: Any, what: str) -> None:
-    """Check 0 <= values < stop, element by element; for CPU tensors."""
-    wrong = (values < 0) | (values >= stop)
-    if not wrong.any():
-        return
-    i = int(wrong.to(torch.uint8).argmax())
-    bound = int(stop[i]) if isinstance(stop, torch.Tensor) else stop
-    raise ArgumentError(f"{name} must stay within the {bound} {what}, got {int(values[i])} for row {int(rows[i])}")
+def _check_append(append_key: Any, append_value: Any, caches: Pair) -> None:
+    for name, rows, cache in (("append_key", append_key, caches[0]), ("append_value", append_value, caches[1])):
+        page_table.check_rows(name, rows, cache, 2 * cache.shape[3], "paged_kv_cache")
+        checks.dtype(name, rows.dtype, nvfp4.INPUTS)
+    page_table.check_same_rows(append_key, append_value)

@@ -21,44 +21,35 @@ from typing import Any
 
 import torch
 
-from cute_attn import page
 from cute_attn.errors import ArgumentError
 from cute_attn.request import checks
 from cute_attn.request.bit_packing import packbits, segment_packbits
-from cute_attn.request.caches import cache_views
-from cute_attn.request.settings import FP8, HALF, KV_LAYOUTS
+from cute_attn.request.nvfp4 import (
+    BLOCK,
+    E4M3,
+    E4M3_MAX,
+    INPUTS,
+    SMALLEST_AMAX,
+    Pair,
+    cache_pairs,
+    e2m1_values,
+    nearest_fp8,
+    quantize,
+    same_device,
+    scale_of,
+)
+from cute_attn.request.page_table import integers
+from cute_attn.request.settings import FP8, KV_LAYOUTS
 
 __all__ = [
     "fp8_quantize_paged_kv_cache",
     "nvfp4_kv_dequantize",
+    "nvfp4_kv_dequantize_paged",
     "nvfp4_kv_quantize",
-    "nvfp4_quantize_append_paged_kv_cache",
-    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
     "nvfp4_quantize_paged_kv_cache",
     "packbits",
     "segment_packbits",
 ]
-
-BLOCK = 16  # elements along the head dimension that share a scale
-E2M1_MAX = 6.0
-E4M3 = torch.float8_e4m3fn
-E4M3_MAX = 448.0
-LARGEST_CODE = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}
-SMALLEST_AMAX = 1e-12  # of a tensor whose scale is computed from its values
-INPUTS = (*HALF, torch.float32)
-
-# Midpoints of neighbouring e2m1 numbers, and whether the midpoint goes up: to the even code.
-_E2M1_MIDPOINTS = (
-    (0.25, False),
-    (0.75, True),
-    (1.25, False),
-    (1.75, True),
-    (2.5, False),
-    (3.5, True),
-    (5.0, False),
-)
-
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> Pair:
@@ -83,7 +74,7 @@ def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> Pair:
         raise ArgumentError(f"input must have shape [M, K] with K % {BLOCK} == 0, got {checks.describe(input)}")
     checks.dtype("input", input.dtype, INPUTS)
     checks.tensor("global_scale", global_scale)
-    return _quantize(input, _scale("global_scale", global_scale, input.device))
+    return quantize(input, scale_of("global_scale", global_scale, input.device))
 
 
 def nvfp4_kv_dequantize(
@@ -121,13 +112,77 @@ def nvfp4_kv_dequantize(
     checks.dtype("block_scales", scales.dtype, (E4M3, torch.uint8))
     expected = (*fp4_data.shape[:-1], fp4_data.shape[-1] * 2 // BLOCK)
     checks.shape("block_scales", scales, expected, "[..., K / 16]")
-    _same_device("block_scales", scales, fp4_data.device)
+    same_device("block_scales", scales, fp4_data.device)
     checks.dtype("output_dtype", output_dtype, INPUTS)
     checks.tensor("global_scale", global_scale)
-    scale = _scale("global_scale", global_scale, fp4_data.device)
-    codes = torch.stack((fp4_data & 15, fp4_data >> 4), -1).flatten(-2)
-    blocks = _e2m1_values(codes).unflatten(-1, (-1, BLOCK)) * scales.view(E4M3).double()[..., None]
-    return (blocks * scale).flatten(-2).float().to(output_dtype)
+    scale = scale_of("global_scale", global_scale, fp4_data.device)
+    return _dequantized(fp4_data, scales.view(E4M3), scale).to(output_dtype)
+
+
+def nvfp4_kv_dequantize_paged(
+    paged_kv_cache: torch.Tensor | Pair,
+    kv_cache_sf: torch.Tensor | Pair,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    output_k: torch.Tensor,
+    output_v: torch.Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Dequantise the tokens of requests from a paged NVFP4 cache. Can be captured by CUDA graphs.
+
+    Token t of request b is in slot `t % page_size` of page `block_tables[b, t // page_size]`, and goes to
+    `output_k[b, t]` and `output_v[b, t]`, rounded as by `nvfp4_kv_dequantize`. Past the last token of a request, and
+    where a token has no page of the cache, the outputs keep what they hold.
+
+    Parameters
+    ----------
+    paged_kv_cache : uint8 caches (k, v) of `[num_pages, page_size, num_kv_heads, head_dim / 2]` (NHD) or `[num_pages,
+        num_kv_heads, page_size, head_dim / 2]` (HND), or both in one 5-D tensor `[num_pages, 2, ...]`.
+    kv_cache_sf : e4m3, or uint8 with the bits of e4m3: the same with head_dim / 16, linear for K and V.
+    block_tables : integers `[batch_size, max_pages]`, page numbers.
+    seq_lens : integers `[batch_size]`, tokens of each request.
+    k_scale, v_scale : global scales > 0: fp32, one element, on the caches' device.
+    output_k, output_v : `[batch_size, max_seq_len, num_kv_heads, head_dim]` fp16, bf16 or fp32, both the same; written.
+    kv_layout : "NHD" or "HND", of the caches.
+
+    Raises
+    ------
+    ArgumentTypeError (not a tensor), LayoutError (kv_layout), ArgumentError (shape, dtype, device; outputs that overlap
+    themselves or the caches; on the CPU also a scale <= 0 and lengths outside 0..max_seq_len).
+    """
+    caches, block_scales = cache_pairs(paged_kv_cache, kv_cache_sf, kv_layout)
+    device = caches[0].device
+    outputs = _check_dequantized(caches, output_k, output_v)
+    batch_size, max_seq_len = output_k.shape[:2]
+    tables = checks.tensor("block_tables", block_tables)
+    if tables.dim() != 2 or tables.shape[0] != batch_size or tables.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError(
+            f"block_tables must have shape [batch_size, max_pages] = [{batch_size}, any] and dtype int32 or int64, "
+            f"got {checks.describe(tables)}"
+        )
+    same_device("block_tables", tables, device)
+    lens = integers("seq_lens", seq_lens, batch_size, device)
+    if device.type == "cpu" and batch_size and not 0 <= int(lens.min()) <= int(lens.max()) <= max_seq_len:
+        raise ArgumentError(
+            f"seq_lens must be within 0..{max_seq_len}, the outputs' max_seq_len, got {lens.min()}..{lens.max()}"
+        )
+    scales = [
+        scale_of(name, checks.tensor(name, x), device) for name, x in (("k_scale", k_scale), ("v_scale", v_scale))
+    ]
+    (num_pages, page_size), max_pages = caches[0].shape[:2], tables.shape[1]
+    if not num_pages or not max_pages:
+        return
+    token = torch.arange(max_seq_len, device=device)
+    entry, slot = token // page_size, token % page_size
+    for request in range(batch_size):  # one at a time: the values take 8 bytes each before they are rounded
+        page = tables[request, entry.clamp(max=max_pages - 1)].long()
+        found = (token < lens[request]) & (entry < max_pages) & (page >= 0) & (page < num_pages)
+        where = torch.where(found, page, 0), slot
+        for cache, sf, scale, output in zip(caches, block_scales, scales, outputs, strict=True):
+            values = _dequantized(cache[where], sf[where].view(E4M3), scale).to(output.dtype)
+            output[request] = torch.where(found[:, None, None], values, output[request])
 
 
 def nvfp4_quantize_paged_kv_cache(
@@ -167,84 +222,13 @@ def nvfp4_quantize_paged_kv_cache(
         if sf is None:
             inverse = ctypes.c_float(E4M3_MAX / max(_amax(f"{name}_cache", cache), SMALLEST_AMAX)).value
         else:
-            inverse = float(_scale(f"{name}_global_sf", sf, cache.device))
+            inverse = float(scale_of(f"{name}_global_sf", sf, cache.device))
             checks.positive(f"{name}_global_sf", inverse)
         scale = ctypes.c_float(1.0 / inverse).value
-        data, scales = _quantize(cache, scale)
+        data, scales = quantize(cache, scale)
         quantised.append((data, scales.view(E4M3), scale))
     (k, k_sf, k_scale), (v, v_sf, v_scale) = quantised
     return (k, v), (k_sf, v_sf), k_scale, v_scale
-
-
-def nvfp4_quantize_append_paged_kv_cache(
-    append_key: torch.Tensor,
-    append_value: torch.Tensor,
-    batch_indices: torch.Tensor,
-    positions: torch.Tensor,
-    paged_kv_cache: torch.Tensor | Pair,
-    kv_cache_sf: torch.Tensor | Pair,
-    kv_indices: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_last_page_len: torch.Tensor,
-    k_scale: float | torch.Tensor,
-    v_scale: float | torch.Tensor,
-    kv_layout: str = "NHD",
-) -> None:
-    """Quantise rows of keys and values to NVFP4 and write them to a paged cache. Can be captured by CUDA graphs.
-
-    Parameters
-    ----------
-    append_key, append_value : `[nnz, num_kv_heads, head_dim]` fp16, bf16 or fp32, any strides.
-    batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len, kv_layout : as for `append_paged_kv_cache`:
-        integers `[nnz]`, `[nnz]`, page numbers, `[batch_size + 1]`, `[batch_size]`, and "NHD" (default) or "HND".
-    paged_kv_cache : uint8 caches like those of `append_paged_kv_cache`, with head_dim / 2 on the last axis. Written.
-    kv_cache_sf : e4m3, or uint8 with the bits of e4m3: the same with head_dim / 16, linear for K and V. Written.
-    k_scale, v_scale : global scales > 0, numbers or one-element fp32 tensors on the device.
-
-    Raises
-    ------
-    ArgumentTypeError (not a tensor), LayoutError (kv_layout), ArgumentError (shape, dtype, device, a scale <= 0; on the
-    CPU also rows that have no page). On a CUDA device the values of index and scale tensors are not checked.
-    """
-    caches, scale_caches = _nvfp4_caches(paged_kv_cache, kv_cache_sf, kv_layout)
-    _check_append(append_key, append_value, caches)
-    table = page.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
-    destinations = table.destinations(append_key.shape[0], caches[0])
-    _append((append_key, append_value), caches, scale_caches, (k_scale, v_scale), destinations)
-
-
-def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
-    append_key: torch.Tensor,
-    append_value: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    paged_kv_cache: torch.Tensor | Pair,
-    kv_cache_sf: torch.Tensor | Pair,
-    k_scale: float | torch.Tensor,
-    v_scale: float | torch.Tensor,
-    kv_layout: str = "NHD",
-) -> None:
-    """Quantise rows to NVFP4 and write them to given slots of a paged cache. Can be captured by CUDA graphs.
-
-    Parameters
-    ----------
-    slot_mapping : integers `[nnz]`: row t goes to offset `slot % page_size` of page `slot // page_size`; rows with
-        negative slots are not written.
-    append_key, append_value : `[nnz, num_kv_heads, head_dim]` fp16, bf16 or fp32, any strides; rows past nnz may follow
-        and are not written.
-    paged_kv_cache, kv_cache_sf, k_scale, v_scale, kv_layout : as for `nvfp4_quantize_append_paged_kv_cache`.
-
-    Raises
-    ------
-    The errors of `nvfp4_quantize_append_paged_kv_cache`; on the CPU ArgumentError also for slots past the end of the
-    cache.
-    """
-    caches, scale_caches = _nvfp4_caches(paged_kv_cache, kv_cache_sf, kv_layout)
-    _check_append(append_key, append_value, caches)
-    destinations = page.slot_destinations(slot_mapping, caches[0])
-    nnz = slot_mapping.numel()
-    if nnz > append_key.shape[0]:
-        raise ArgumentError(f"append_key must have a row for each of {nnz} slots, got {checks.describe(append_key)}")
-    _append((append_key[:nnz], append_value[:nnz]), caches, scale_caches, (k_scale, v_scale), destinations)
 
 
 def fp8_quantize_paged_kv_cache(
@@ -279,83 +263,15 @@ def fp8_quantize_paged_kv_cache(
         if scale is None:
             number = ctypes.c_float(max(_amax(f"{name}_cache", cache), SMALLEST_AMAX) / torch.finfo(dtype).max).value
         else:
-            number = checks.positive(f"{name}_scale", float(_scale(f"{name}_scale", scale, cache.device)))
-        codes = _nearest_fp8(cache.double().abs(), number, dtype)
+            number = checks.positive(f"{name}_scale", float(scale_of(f"{name}_scale", scale, cache.device)))
+        codes = nearest_fp8(cache.double().abs(), number, dtype)
         codes |= torch.signbit(cache).to(torch.uint8) << 7
         quantised.append((codes.view(dtype), number))
     (k, k_number), (v, v_number) = quantised
     return (k, v), k_number, v_number
 
 
-# --- rounding --------------------------------------------------------------------------------------------------------
-
-
-def _quantize(x: torch.Tensor, scale: float | torch.Tensor) -> Pair:
-    """Quantise x [..., D] to uint8 [..., D / 2] and block scales, uint8 [..., D / 16]."""
-    blocks = x.double().unflatten(-1, (-1, BLOCK))
-    magnitude = blocks.abs()
-    scale_codes = _nearest_fp8(magnitude.amax(-1), E2M1_MAX * scale, E4M3)
-    step = (scale_codes.view(E4M3).double() * scale)[..., None]
-    codes = torch.zeros(blocks.shape, dtype=torch.uint8, device=x.device)
-    for midpoint, up in _E2M1_MIDPOINTS:
-        bound = midpoint * step
-        codes += magnitude >= bound if up else magnitude > bound
-    codes *= step > 0
-    codes |= torch.signbit(blocks).to(torch.uint8) << 3
-    low, high = codes.flatten(-2).unflatten(-1, (-1, 2)).unbind(-1)
-    return low | high << 4, scale_codes
-
-
-def _nearest_fp8(magnitude: torch.Tensor, scale: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the codes of the fp8 numbers nearest to magnitude / scale, both fp64, >= 0. Ties go to the even code."""
-    numbers = torch.arange(LARGEST_CODE[dtype] + 1, dtype=torch.uint8, device=magnitude.device).view(dtype).double()
-    bounds = (numbers[1:] + numbers[:-1]) * 0.5 * scale
-    below = torch.bucketize(magnitude, bounds)  # bounds less than the magnitude
-    tie = torch.bucketize(magnitude, bounds, right=True) - below
-    return (below + (tie & below)).to(torch.uint8)
-
-
-def _e2m1_values(codes: torch.Tensor) -> torch.Tensor:
-    """Decode e2m1 to fp64, without a table: CUDA graphs could not capture its copy to the device."""
-    exponent, mantissa = codes >> 1 & 3, codes & 1
-    quarters = torch.where(exponent == 0, mantissa << 1, (mantissa + 2) << exponent)
-    return torch.where(codes >= 8, -0.25, 0.25).double() * quarters
-
-
-# --- arguments -------------------------------------------------------------------------------------------------------
-
-
-def _append(
-    rows: Pair, caches: Pair, scale_caches: Pair, scales: tuple[Any, Any], destinations: page.Destinations | None
-) -> None:
-    device = caches[0].device
-    checked = [_scale(name, scale, device) for name, scale in zip(("k_scale", "v_scale"), scales, strict=True)]
-    for values, cache, scale_cache, scale in zip(rows, caches, scale_caches, checked, strict=True):
-        data, block_scales = _quantize(values, scale)
-        page.write_rows(cache, data, destinations)
-        page.write_rows(scale_cache, block_scales, destinations)
-
-
-def _nvfp4_caches(paged_kv_cache: Any, kv_cache_sf: Any, kv_layout: Any) -> tuple[Pair, Pair]:
-    """Check the caches and return views [num_pages, page_size, num_kv_heads, n]."""
-    caches = cache_views("paged_kv_cache", paged_kv_cache, kv_layout)
-    scales = cache_views("kv_cache_sf", kv_cache_sf, kv_layout)
-    for i, (cache, scale) in enumerate(zip(caches, scales, strict=True)):
-        checks.dtype(f"paged_kv_cache[{i}]", cache.dtype, (torch.uint8,))
-        checks.dtype(f"kv_cache_sf[{i}]", scale.dtype, (E4M3, torch.uint8))
-        if cache.shape[3] % (BLOCK // 2):
-            raise ArgumentError(f"paged_kv_cache[{i}] must have head_dim % {BLOCK} == 0, got {checks.describe(cache)}")
-        expected = (*cache.shape[:3], cache.shape[3] * 2 // BLOCK)
-        checks.shape(f"kv_cache_sf[{i}]", scale, expected, "the cache's with head_dim / 16 (as NHD)")
-        _same_device(f"kv_cache_sf[{i}]", scale, cache.device)
-    return caches, (scales[0].view(torch.uint8), scales[1].view(torch.uint8))
-
-
-def _check_append(append_key: Any, append_value: Any, caches: Pair) -> None:
-    for name, rows, cache in (("append_key", append_key, caches[0]), ("append_value", append_value, caches[1])):
-        page.check_rows(name, rows, cache, 2 * cache.shape[3], "paged_kv_cache")
-        checks.dtype(name, rows.dtype, INPUTS)
-    page.check_same_rows(append_key, append_value)
+# ---- arguments
 
 
 def _paged(name: str, cache: Any) -> torch.Tensor:
@@ -373,20 +289,27 @@ def _amax(name: str, x: torch.Tensor) -> float:
     return amax
 
 
-def _scale(name: str, value: Any, device: torch.device) -> float | torch.Tensor:
-    """Check a scale and return it as an fp32 number or a 0-d fp64 tensor on `device`. CUDA values are not read."""
-    if not isinstance(value, torch.Tensor):
-        number = ctypes.c_float(checks.positive(name, value)).value
-        return checks.positive(name, number)  # not rounded to 0
-    if value.numel() != 1:
-        raise ArgumentError(f"{name} must have one element, got {checks.describe(value)}")
-    checks.dtype(name, value.dtype, (torch.float32,))
-    _same_device(name, value, device)
-    if device.type == "cpu":
-        checks.positive(name, value.item())
-    return value.reshape(()).double()
+def _dequantized(packed: torch.Tensor, block_scales: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
+    """Return the values of uint8 [..., K / 2] with e4m3 scales [..., K / 16], rounded to fp32 [..., K]."""
+    codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    blocks = e2m1_values(codes).unflatten(-1, (-1, BLOCK)) * block_scales.double()[..., None]
+    return (blocks * scale).flatten(-2).float()
 
 
-def _same_device(name: str, value: torch.Tensor, device: torch.device) -> None:
-    if value.device != device:
-        raise ArgumentError(f"{name} must be on device {device}, got {checks.describe(value)}")
+def _check_dequantized(caches: Pair, output_k: Any, output_v: Any) -> Pair:
+    """Check the outputs of a dequantised cache, given as views [num_pages, page_size, num_kv_heads, head_dim / 2]."""
+    outputs = checks.tensor("output_k", output_k), checks.tensor("output_v", output_v)
+    for name, output, cache in zip(("output_k", "output_v"), outputs, caches, strict=True):
+        tail = cache.shape[2], 2 * cache.shape[3]
+        if output.dim() != 4 or output.shape[2:] != tail or output.shape[:2] != outputs[0].shape[:2]:
+            raise ArgumentError(
+                f"{name} must have shape [batch_size, max_seq_len, num_kv_heads, head_dim] = "
+                f"[any, any, {tail[0]}, {tail[1]}], the first two the same for both; got {checks.describe(output)}"
+            )
+        checks.dtype(name, output.dtype, INPUTS)
+        checks.dtype(name, output.dtype, (outputs[0].dtype,))
+        same_device(name, output, cache.device)
+        checks.dense(name, output)
+        for i, other in enumerate(caches):
+            checks.no_overlap(name, checks.extent(output), f"paged_kv_cache[{i}]", checks.extent(other))
+    return outputs

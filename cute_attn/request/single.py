@@ -289,7 +289,7 @@ def _block_scale(name: str, value: Any, cache: torch.Tensor) -> torch.Tensor:
     checks.shape(name, value, expected, "[..., head_dim / 16], the leading axes of k and v,")
     checks.device(name, value, cache.device)
     if value.stride(-1) != 1 and value.shape[-1] > 1:
-        raise ArgumentError(f"{name} must have stride 1 on its last axis, got strides {value.stride()}")
+        raise ArgumentError(f"{name}: its innermost stride must be 1, got strides {value.stride()}")
     if value.device.type in KERNEL_DEVICES and value.shape[-1] % SCALES_ALIGNMENT == 0:
         _check_scales_alignment(name, value)
     return value.view(torch.float8_e4m3fn)

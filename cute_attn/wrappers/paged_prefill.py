@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cute_attn.errors import ArgumentTypeError
-from cute_attn.request import batch_plan, checks
+from cute_attn.request import batch_plan, checks, sink_variant
 from cute_attn.request.batch_plan import PlanOptions, RepeatedLengths
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.multi_item import MultiItemScoring
@@ -51,7 +51,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
     backend : "auto" (default), "fa3", "xqa", "fa2", "reference" or "emulator"; `cute_attn.explain` tells which supports
         what. If a run adds features that the planned backend refuses (an expanded cache), "auto" plans again for one
         that supports them; a named backend, or `use_cuda_graph`, raises NotSupported.
-    jit_args, jit_kwargs : refused unless None.
+    jit_args, jit_kwargs : None, or those of FlashInfer's variant with attention sinks (its name starts with
+        "batch_prefill_attention_sink"): plans must then name its dtypes and head dimensions, and `run` takes sinks and
+        sm_scale by position. All others are refused.
     variant_owns_mask : refused unless False.
 
     Raises
@@ -80,7 +82,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         jit_kwargs: Any = None,
         variant_owns_mask: bool = False,
     ) -> None:
-        batch_plan.refuse_jit(jit_args, jit_kwargs)
+        self._sink_variant = sink_variant.from_jit(jit_args, jit_kwargs)
         batch_plan.refuse("variant_owns_mask", variant_owns_mask, batch_plan.JIT_REASON, "custom_mask of plan()")
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self._set_index_buffers(
@@ -229,6 +231,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             rope_theta=rope_theta,
             lse_base=lse_base,
         )
+        if self._sink_variant is not None:
+            self._sink_variant.check_plan(options)
         splits = batch_plan.splits(fixed_split_size, disable_split_kv, page_size)
         mask = batch_plan.mask(custom_mask, packed_custom_mask, tokens, self.device)
         items = MultiItemScoring(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
@@ -272,7 +276,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             With a page size of 1 the page axis may be missing. Past a request's tokens, pages may hold anything; within
             them v must be finite even where no query sees it: NaN may reach every row of the request and kv head.
         args : FlashInfer's older `k_scale, v_scale, return_lse`, or `scale_q, scale_k, scale_v` of fp8 attention:
-            floating-point `[num_qo_heads]`, `[num_kv_heads]` and `[num_kv_heads]`.
+            floating-point `[num_qo_heads]`, `[num_kv_heads]` and `[num_kv_heads]`. In the variant with attention sinks:
+            sinks, and sm_scale, which replaces the planned one.
         q_scale, k_scale, v_scale : factors of q, k and v, default 1: numbers, or floating-point tensors with one
             element. A tensor on the GPU is read by the kernel, without synchronisation.
         out : written and returned instead of a new tensor: `[qo_indptr[-1], num_qo_heads, head_dim_vo]` of the planned
@@ -313,7 +318,10 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
                 uses_spcompress=uses_spcompress,
             )
         head_scales = None
-        if args:
+        if self._sink_variant is not None:
+            planned_scale = self._planned().settings.sm_scale
+            sinks, q_scale = self._sink_variant.operands(args, planned_scale, sinks, q_scale)
+        elif args:
             k_scale, v_scale, return_lse, head_scales = paged_run_positionals(args, k_scale, v_scale, return_lse)
         if lse_base is not None or lse_layout != "NH":
             return self._run_with_lse(

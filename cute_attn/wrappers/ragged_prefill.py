@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cute_attn.request import batch_plan, batch_run, checks
+from cute_attn.request import batch_plan, batch_run, checks, sink_variant
 from cute_attn.request.batch_plan import PlanOptions, RepeatedLengths
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.multi_item import MultiItemScoring
@@ -61,7 +61,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         jit_kwargs: Any = None,
         variant_owns_mask: bool = False,
     ) -> None:
-        batch_plan.refuse_jit(jit_args, jit_kwargs)
+        self._sink_variant = sink_variant.from_jit(jit_args, jit_kwargs)
         batch_plan.refuse("variant_owns_mask", variant_owns_mask, batch_plan.JIT_REASON, "custom_mask of plan()")
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         self._set_index_buffers({"qo_indptr_buf": (qo_indptr_buf, 1), "kv_indptr_buf": (kv_indptr_buf, 1)})
@@ -179,6 +179,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             rope_theta=rope_theta,
             lse_base=lse_base,
         )
+        if self._sink_variant is not None:
+            self._sink_variant.check_plan(options)
         splits = batch_plan.splits(fixed_split_size, disable_split_kv, 1)
         mask = batch_plan.mask(custom_mask, packed_custom_mask, tokens, self.device)
         items = MultiItemScoring(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
@@ -219,7 +221,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             be 16-byte aligned. v of a request's tokens must be finite even where hidden from all queries: NaN may reach
             every row of the request and kv head.
         args : FlashInfer's older `return_lse`, or `scale_q, scale_k, scale_v` of fp8 attention: floating-point
-            `[num_qo_heads]`, `[num_kv_heads]` and `[num_kv_heads]`.
+            `[num_qo_heads]`, `[num_kv_heads]` and `[num_kv_heads]`. In the variant with attention sinks (`jit_args`):
+            sinks, and sm_scale, which replaces the planned one.
         q_scale, k_scale, v_scale : factors of q, k and v, default 1: numbers, or floating-point tensors with one
             element. A tensor on the GPU is read by the kernel, without synchronisation.
         o_scale : number > 0 that `out` is divided by, the scale of an fp8 output. Default 1.
@@ -252,7 +255,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         backend, refuses what this run adds).
         """
         head_scales = None
-        if args:
+        if self._sink_variant is not None:
+            planned_scale = self._planned().settings.sm_scale
+            sinks, q_scale = self._sink_variant.operands(args, planned_scale, sinks, q_scale)
+        elif args:
             return_lse, head_scales = ragged_run_positionals(args, return_lse)
         if o_scale is not None:
             v_scale = batch_run.divided_by("o_scale", o_scale, v_scale)

@@ -158,6 +158,24 @@ def test_seq_lens(indptr: list[int], last: list[int], page_size: int, expected: 
     assert lens.dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_seq_lens_of_narrow_integers_do_not_overflow(dtype: torch.dtype) -> None:
+    lens = cute_attn.get_seq_lens(torch.tensor([0, 100]).to(dtype), torch.tensor([7]).to(dtype), 1024)
+    assert lens.tolist() == [99 * 1024 + 7]
+    assert lens.dtype == torch.int32
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, 3])
+def test_caches_whose_slots_share_memory_are_refused(axis: int) -> None:
+    """A row written to an expanded cache would appear in other slots, or overwrite its own neighbours."""
+    shape = [5, 4, HEADS, DIM]
+    narrow = torch.zeros([1 if i == axis else n for i, n in enumerate(shape)]).expand(shape)
+    for cache in ((K.clone(), narrow), (narrow, K.clone())):
+        with pytest.raises(ArgumentError, match=r"paged_kv_cache\[[01]\] must (not overlap itself|have stride 1)"):
+            cute_attn.append_paged_kv_cache(**{**good(), "paged_kv_cache": cache})
+    assert not narrow.any()
+
+
 def good() -> dict[str, Any]:
     batch = Batch(4, [(5, 2), (3, 3)])
     requests, positions = cute_attn.get_batch_indices_positions(batch.append_indptr, batch.seq_lens, 5)

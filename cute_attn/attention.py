@@ -1,0 +1,13 @@
+"""Batch attention wrappers of FlashInfer's module of this name."""
+
+from __future__ import annotations
+
+from cute_attn.wrappers.batch_attention import BatchAttention
+from cute_attn.wrappers.bidirectional_ranges import BatchPrefillWithCausalBidirectionalRangesWrapper
+from cute_attn.wrappers.sinks import BatchAttentionWithAttentionSinkWrapper
+
+__all__ = [
+    "BatchAttention",
+    "BatchAttentionWithAttentionSinkWrapper",
+    "BatchPrefillWithCausalBidirectionalRangesWrapper",
+]

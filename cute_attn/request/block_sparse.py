@@ -1,0 +1,210 @@
+"""Block-sparse masks as paged batches: a request per row of blocks, whose pages are the blocks of keys that it sees."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from cute_attn.errors import ArgumentError, NotSupported, Refusal
+from cute_attn.problem import Tokens
+from cute_attn.request import batch_plan, checks
+from cute_attn.request.batch_plan import INDEX_DTYPES, Mask
+from cute_attn.request.settings import MAX_INDEX, POS_ENCODING_MODES
+
+
+class Matrix(NamedTuple):
+    """The size of a block-sparse mask, and how its columns lie in pages."""
+
+    rows: int  # query tokens (M)
+    columns: int  # keys (N)
+    page_size: int  # keys per page: C, where blocks are of equal size
+    block_rows: int = 0  # R, where blocks are of equal size
+    heads: int = 1  # kv heads with blocks of their own: their rows, and their pages, follow one another
+
+    @property
+    def pages(self) -> int:
+        """Pages of one head."""
+        return self.columns // self.page_size
+
+
+def refuse_positions(pos_encoding_mode: Any) -> None:
+    """Refuse encodings of positions: kernels count those of keys among the keys that a row of blocks sees."""
+    checks.choice("pos_encoding_mode", pos_encoding_mode, POS_ENCODING_MODES)
+    if pos_encoding_mode != "NONE":
+        feature, reason = (
+            f"pos_encoding_mode={pos_encoding_mode!r}",
+            "it counts positions among the keys of a block row",
+        )
+        instead = "rotated q and k" if pos_encoding_mode == "ROPE_LLAMA" else "a dense wrapper with a custom mask"
+        raise NotSupported([Refusal("block-sparse attention", feature, reason, instead)])
+
+
+# ---- blocks of equal size
+
+
+def matrix(rows: Any, columns: Any, block_rows: Any, block_columns: Any) -> Matrix:
+    """Check M, N, R and C."""
+    m, n = batch_plan.count("M", rows), batch_plan.count("N", columns)
+    r, c = batch_plan.count("R", block_rows), batch_plan.count("C", block_columns)
+    if n % c:
+        raise ArgumentError(f"N must be a multiple of C, got N={n} and C={c}")
+    return Matrix(m, n, c, r)
+
+
+def bsr(indptr: Any, indices: Any, size: Matrix) -> Tokens:
+    """Check the arrays of a BSR mask. A row of blocks becomes a request, a block of keys a page."""
+    bounds = batch_plan.indptr("indptr", indptr)
+    count = -(-size.rows // size.block_rows)
+    if len(bounds) != count + 1:
+        raise ArgumentError(
+            f"indptr must have ceil(M / R) + 1 = {count + 1} elements for M={size.rows} and R={size.block_rows}, "
+            f"got {len(bounds)}"
+        )
+    qo_indptr = np.minimum(np.arange(count + 1, dtype=np.int64) * size.block_rows, size.rows)
+    full = torch.full((count,), size.page_size)
+    pages = batch_plan.Pages(torch.from_numpy(bounds), indices, full)
+    tokens = batch_plan.paged(qo_indptr, pages, size.page_size, ("M and R", "indptr", "indices", "C"))
+    used = indices[bounds[0] : bounds[-1]]
+    least, most = (int(used.min()), int(used.max())) if used.numel() else (0, 0)
+    if least < 0 or most >= size.pages:
+        raise ArgumentError(f"indices must be within 0..{size.pages - 1} (N / C - 1), got {least}..{most}")
+    return tokens
+
+
+def bsr_mask(mask: Any, packed_mask: Any, causal: Any, tokens: Tokens, size: Matrix, device: torch.device) -> Mask:
+    """Pack the element mask of a BSR matrix, or with `causal` and without a mask the causal one."""
+    causal = checks.boolean("causal", causal)
+    if mask is not None:
+        mask = checks.tensor("mask", mask)
+        block, blocks = (size.block_rows, size.page_size), int(tokens.kv_indptr[-1])
+        if mask.dtype != torch.bool or mask.dim() != 3 or mask.shape[0] < blocks or mask.shape[1:] != block:
+            raise ArgumentError(
+                f"mask must be a bool tensor of shape [blocks, R, C] = [{blocks}, {block[0]}, {block[1]}], "
+                f"got {checks.describe(mask)}"
+            )
+        flat = _flattened(mask, tokens.kv_indptr, np.diff(tokens.lengths.qo_indptr))
+        return batch_plan.mask(flat, packed_mask, tokens, device)
+    if packed_mask is None and causal:
+        return batch_plan.mask(_causal(tokens, size), None, tokens, device)
+    return batch_plan.mask(None, packed_mask, tokens, device)
+
+
+def flattened_bsr(mask: Any, indptr: Any) -> torch.Tensor:
+    """Check a BSR mask and return it row by row of each row of blocks."""
+    mask, bounds = checks.tensor("mask", mask), batch_plan.indptr("indptr", indptr)
+    if mask.dim() != 3 or bounds[0] != 0 or bounds[-1] != mask.shape[0]:
+        raise ArgumentError(
+            f"mask must have shape [indptr[-1], R, C] with indptr[0] = 0, got {checks.describe(mask)} and indptr "
+            f"{bounds[0]}..{bounds[-1]}"
+        )
+    return _flattened(mask, bounds, np.full(len(bounds) - 1, mask.shape[1]))
+
+
+def _flattened(mask: torch.Tensor, bounds: np.ndarray, rows: np.ndarray) -> torch.Tensor:
+    parts = [
+        mask[start:stop, :count].transpose(0, 1).reshape(-1)
+        for start, stop, count in zip(bounds.tolist(), bounds[1:].tolist(), rows.tolist(), strict=False)
+    ]
+    return torch.cat(parts) if parts else mask.flatten()
+
+
+def _causal(tokens: Tokens, size: Matrix) -> torch.Tensor:
+    """Return the masks [qo_len, kv_len] of all requests, flattened: row i of the matrix sees columns j <= i + N - M."""
+    indices, lengths = tokens.kv_indices, tokens.lengths
+    assert indices is not None
+    offset = torch.arange(size.page_size, device=indices.device)
+    parts = [indices.new_zeros(0, dtype=torch.bool)]
+    for i, (start, stop) in enumerate(zip(lengths.qo_indptr.tolist(), lengths.qo_indptr[1:].tolist(), strict=False)):
+        pages = indices[tokens.kv_indptr[i] : tokens.kv_indptr[i + 1]] % max(1, size.pages)
+        columns = (pages[:, None] * size.page_size + offset).flatten()
+        rows = torch.arange(stop - start, device=indices.device) + start % max(1, size.rows)
+        parts.append((columns <= rows[:, None] + size.columns - size.rows).flatten())
+    return torch.cat(parts)
+
+
+def pages(k: Any, v: Any, size: Matrix) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return k and v `[N, num_kv_heads, head_dim]` as pages `[N / C, C, num_kv_heads, head_dim]`, without a copy."""
+    for name, x in (("k", k), ("v", v)):
+        checks.tensor(name, x)
+        if x.dim() != 3 or x.shape[0] != size.columns:
+            raise ArgumentError(
+                f"{name} must have shape [N, num_kv_heads, head_dim] with N = {size.columns}, got {checks.describe(x)}"
+            )
+    return k.unflatten(0, (size.pages, size.page_size)), v.unflatten(0, (size.pages, size.page_size))
+
+
+# ---- blocks of sizes and places that depend on the kv head
+
+
+def variable(block_mask_map: Any, block_row_sz: Any, block_col_sz: Any, num_kv_heads: int) -> tuple[Matrix, Tokens]:
+    """Check a mask of blocks of different sizes. A row of blocks of a kv head becomes a request.
+
+    Pages have as many keys as divide the sizes of all blocks of columns.
+    """
+    selected = checks.tensor("block_mask_map", block_mask_map)
+    rows = _sizes("block_row_sz", block_row_sz, num_kv_heads)
+    columns = _sizes("block_col_sz", block_col_sz, num_kv_heads)
+    expected = (num_kv_heads, rows.shape[1], columns.shape[1])
+    checks.shape("block_mask_map", selected, expected, "[num_kv_heads, blocks of rows, blocks of columns]")
+    size = Matrix(
+        int(rows[0].sum()), int(columns[0].sum()), math.gcd(*columns.flatten().tolist()) or 1, heads=num_kv_heads
+    )
+    if num_kv_heads * size.pages > MAX_INDEX:
+        raise ArgumentError(f"block_col_sz must make at most {MAX_INDEX} pages, got {num_kv_heads * size.pages}")
+    counts = torch.from_numpy(columns // size.page_size).to(selected.device)
+    first = counts.cumsum(1) - counts + torch.arange(num_kv_heads, device=selected.device)[:, None] * size.pages
+    head, _, column = selected.nonzero(as_tuple=True)
+    length = counts[head, column]
+    before = length.cumsum(0) - length
+    indices = torch.repeat_interleave(first[head, column] - before, length)
+    indices = indices + torch.arange(indices.numel(), device=selected.device)
+    per_request = ((selected != 0) * counts[:, None]).sum(-1).flatten().cpu()
+    kv_indptr = torch.cat((torch.zeros(1, dtype=torch.int64), per_request.cumsum(0)))
+    qo_indptr = np.concatenate(([0], rows.flatten().cumsum()))
+    full = torch.full((rows.size,), size.page_size)
+    names = "block_row_sz", "block_mask_map", "block_mask_map", "block_col_sz"
+    return size, batch_plan.paged(qo_indptr, batch_plan.Pages(kv_indptr, indices, full), size.page_size, names)
+
+
+def variable_mask(causal: Any, tokens: Tokens, size: Matrix, device: torch.device) -> Mask:
+    """Pack the causal mask of a matrix of variable blocks, if `causal`."""
+    flat = _causal(tokens, size) if checks.boolean("causal", causal) else None
+    return batch_plan.mask(flat, None, tokens, device)
+
+
+def _sizes(name: str, value: Any, num_kv_heads: int) -> np.ndarray:
+    """Check sizes of blocks [num_kv_heads, blocks] and return them on the host."""
+    value = checks.tensor(name, value)
+    checks.dtype(name, value.dtype, INDEX_DTYPES)
+    if value.dim() != 2 or value.shape[0] != num_kv_heads:
+        raise ArgumentError(
+            f"{name} must have shape [num_kv_heads = {num_kv_heads}, blocks], got {checks.describe(value)}"
+        )
+    sizes: np.ndarray = value.cpu().numpy().astype(np.int64)
+    if (sizes < 0).any():
+        raise ArgumentError(f"{name} must not be negative, got {sizes.min()}")
+    sums = sizes.sum(1)
+    if (sums != sums[0]).any():
+        raise ArgumentError(f"{name} must have the same sum for every kv head, got {sums.min()} and {sums.max()}")
+    return sizes
+
+
+def by_kv_head(q: Any, k: Any, v: Any, group: int, size: Matrix) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q `[num_qo_heads, M, head_dim]` as `[num_kv_heads * M, group, head_dim]`, k and v `[num_kv_heads, N,
+    head_dim]` as pages `[num_kv_heads * N / page_size, page_size, 1, head_dim]`.
+    """
+    shapes = (("q", q, size.heads * group, size.rows), ("k", k, size.heads, size.columns))
+    for name, x, heads, length in (*shapes, ("v", v, size.heads, size.columns)):
+        checks.tensor(name, x)
+        if x.dim() != 3 or x.shape[:2] != (heads, length):
+            raise ArgumentError(f"{name} must have shape [{heads}, {length}, head_dim], got {checks.describe(x)}")
+    k, v = (x.reshape(-1, size.page_size, 1, x.shape[2]) for x in (k, v))
+    return q.unflatten(0, (size.heads, group)).transpose(1, 2).flatten(0, 1), k, v
+
+
+def by_query_head(x: torch.Tensor, size: Matrix) -> torch.Tensor:
+    """Return a result `[num_kv_heads * M, group, ...]` as `[num_qo_heads, M, ...]`."""
+    return x.unflatten(0, (size.heads, size.rows)).transpose(1, 2).flatten(0, 1).contiguous()

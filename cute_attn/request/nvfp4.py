@@ -1,0 +1,147 @@
+"""NVFP4 and fp8 numbers: rounding, decoding, and the checks of their scales and caches."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cute_attn.errors import ArgumentError, ArgumentTypeError
+from cute_attn.request import checks
+from cute_attn.request.caches import cache_views
+from cute_attn.request.settings import HALF
+
+BLOCK = 16  # elements along the head dimension that share a scale
+E2M1_MAX = 6.0
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+LARGEST_CODE = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}
+SMALLEST_AMAX = 1e-12  # of a tensor whose scale is computed from its values
+INPUTS = (*HALF, torch.float32)
+
+# Midpoints of neighbouring e2m1 numbers, and whether the midpoint goes up: to the even code.
+_E2M1_MIDPOINTS = (
+    (0.25, False),
+    (0.75, True),
+    (1.25, False),
+    (1.75, True),
+    (2.5, False),
+    (3.5, True),
+    (5.0, False),
+)
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Views = Callable[[str, Any, Any], Pair]
+
+
+# ---- rounding
+
+
+def quantize(x: torch.Tensor, scale: float | torch.Tensor) -> Pair:
+    """Quantise x [..., D] to uint8 [..., D / 2] and block scales, uint8 [..., D / 16]."""
+    blocks = x.double().unflatten(-1, (-1, BLOCK))
+    magnitude = blocks.abs()
+    scale_codes = nearest_fp8(magnitude.amax(-1), E2M1_MAX * scale, E4M3)
+    step = (scale_codes.view(E4M3).double() * scale)[..., None]
+    codes = torch.zeros(blocks.shape, dtype=torch.uint8, device=x.device)
+    for midpoint, up in _E2M1_MIDPOINTS:
+        bound = midpoint * step
+        codes += magnitude >= bound if up else magnitude > bound
+    codes *= step > 0
+    codes |= torch.signbit(blocks).to(torch.uint8) << 3
+    low, high = codes.flatten(-2).unflatten(-1, (-1, 2)).unbind(-1)
+    return low | high << 4, scale_codes
+
+
+def nearest_fp8(magnitude: torch.Tensor, scale: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the codes of the fp8 numbers nearest to magnitude / scale, both fp64, >= 0. Ties go to the even code."""
+    numbers = torch.arange(LARGEST_CODE[dtype] + 1, dtype=torch.uint8, device=magnitude.device).view(dtype).double()
+    bounds = (numbers[1:] + numbers[:-1]) * 0.5 * scale
+    below = torch.bucketize(magnitude, bounds)  # bounds less than the magnitude
+    tie = torch.bucketize(magnitude, bounds, right=True) - below
+    return (below + (tie & below)).to(torch.uint8)
+
+
+def e2m1_values(codes: torch.Tensor) -> torch.Tensor:
+    """Decode e2m1 to fp64, without a table: CUDA graphs could not capture its copy to the device."""
+    exponent, mantissa = codes >> 1 & 3, codes & 1
+    quarters = torch.where(exponent == 0, mantissa << 1, (mantissa + 2) << exponent)
+    return torch.where(codes >= 8, -0.25, 0.25).double() * quarters
+
+
+# ---- checks
+
+
+def cache_pairs(paged_kv_cache: Any, kv_cache_sf: Any, kv_layout: Any, views: Views = cache_views) -> tuple[Pair, Pair]:
+    """Check caches and return views [num_pages, page_size, num_kv_heads, n]. `views` makes them, or refuses to."""
+    caches = views("paged_kv_cache", paged_kv_cache, kv_layout)
+    scales = views("kv_cache_sf", kv_cache_sf, kv_layout)
+    for i, (cache, scale) in enumerate(zip(caches, scales, strict=True)):
+        checks.dtype(f"paged_kv_cache[{i}]", cache.dtype, (torch.uint8,))
+        checks.dtype(f"kv_cache_sf[{i}]", scale.dtype, (E4M3, torch.uint8))
+        if cache.shape[3] % (BLOCK // 2):
+            raise ArgumentError(f"paged_kv_cache[{i}] must have head_dim % {BLOCK} == 0, got {checks.describe(cache)}")
+        expected = (*cache.shape[:3], cache.shape[3] * 2 // BLOCK)
+        checks.shape(f"kv_cache_sf[{i}]", scale, expected, "the cache's with head_dim / 16 (as NHD)")
+        same_device(f"kv_cache_sf[{i}]", scale, cache.device)
+    return caches, (scales[0].view(torch.uint8), scales[1].view(torch.uint8))
+
+
+def scale_of(name: str, value: Any, device: torch.device) -> float | torch.Tensor:
+    """Check a scale and return it as an fp32 number or a 0-d fp64 tensor on `device`. CUDA values are not read."""
+    if not isinstance(value, torch.Tensor):
+        number = ctypes.c_float(checks.positive(name, value)).value
+        return checks.positive(name, number)  # not rounded to 0
+    if value.numel() != 1:
+        raise ArgumentError(f"{name} must have one element, got {checks.describe(value)}")
+    checks.dtype(name, value.dtype, (torch.float32,))
+    same_device(name, value, device)
+    if device.type == "cpu":
+        checks.positive(name, value.item())
+    return value.reshape(()).double()
+
+
+def decode_scale(name: str, value: Any, device: torch.device, read: bool) -> float | torch.Tensor:
+    """Check the global scale of an append and return it as an fp32 number or a 0-d fp64 tensor on `device`.
+
+    CPU tensors are numbers. Values of other tensors are read, which waits for the device, only if `read` says so.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise ArgumentError(f"{name} must have one element, got {checks.describe(value)}")
+        checks.dtype(name, value.dtype, (torch.float32,))
+        on_host = value.device.type == "cpu"
+        if not on_host:
+            same_device(name, value, device)
+        if on_host or read:
+            _check_decode_scale(name, value.item())
+        return value.item() if on_host else value.reshape(()).double()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ArgumentTypeError(f"{name} must be a number, got {checks.describe(value)}")
+    return _check_decode_scale(name, float(value))
+
+
+def _check_decode_scale(name: str, value: float) -> float:
+    number = ctypes.c_float(value).value
+    if not 0 < number < math.inf:  # false for NaN
+        raise ArgumentError(f"{name} must be a positive finite global decode scale, got {value!r}")
+    return number
+
+
+def refuse_temporary_scales(device: torch.device, **scales: Any) -> None:
+    """Refuse scales that a captured graph would keep as they are now, whatever the caller changes later."""
+    for name, value in scales.items():
+        if not isinstance(value, torch.Tensor) or value.device != device:
+            raise ArgumentError(
+                f"{name} must be a float32 tensor on {device} during CUDA graph capture, got {checks.describe(value)}"
+            )
+
+
+def same_device(name: str, value: torch.Tensor, device: torch.device) -> None:
+    """Check that a tensor is on `device`."""
+    if value.device != device:
+        raise ArgumentError(f"{name} must be on device {device}, got {checks.describe(value)}")

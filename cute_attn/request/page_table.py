@@ -1,0 +1,153 @@
+"""Where rows of keys and values go in a paged cache, and their writing. No operation here waits for the device."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_attn.errors import ArgumentError
+from cute_attn.request import checks
+from cute_attn.request.caches import BITS_DTYPES, cache_views
+
+
+class Destinations(NamedTuple):
+    """Where rows are written. A row that is not to be written repeats another: same slot, same value."""
+
+    source: torch.Tensor  # [nnz] the row written
+    page: torch.Tensor  # [nnz]
+    slot: torch.Tensor  # [nnz]
+    any_row: torch.Tensor  # bool: at least one row is written. Otherwise slot 0 of page 0 gets its own value.
+
+
+class PageTable(NamedTuple):
+    """The arguments that say where in a paged cache rows go, as the user gave them."""
+
+    batch_indices: torch.Tensor
+    positions: torch.Tensor
+    kv_indices: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_last_page_len: torch.Tensor
+
+    def destinations(self, nnz: int, cache: torch.Tensor) -> Destinations | None:
+        """Check and return where `nnz` rows go in a cache [num_pages, page_size, ...]; None: nothing to write."""
+        device, page_size = cache.device, cache.shape[1]
+        request = integers("batch_indices", self.batch_indices, nnz, device)
+        position = integers("positions", self.positions, nnz, device)
+        pages = integers("kv_indices", self.kv_indices, None, device)
+        indptr = index_bounds("kv_indptr", self.kv_indptr, device)
+        integers("kv_last_page_len", self.kv_last_page_len, indptr.numel() - 1, device)
+        if device.type == "cpu":
+            self._check_values(cache.shape[0], page_size)
+        if not nnz or not pages.numel() or not cache.shape[0] or indptr.numel() == 1:
+            return None
+        source, keep = _kept(request >= 0)
+        request, position = request[source].clamp(min=0), position[source]
+        entry = torch.where(keep, indptr[request] + position // page_size, 0)
+        page = torch.where(keep, pages[entry], 0)
+        return Destinations(source, page, torch.where(keep, position % page_size, 0), keep.any())
+
+    def _check_values(self, num_pages: int, page_size: int) -> None:
+        """Check that every row to be written has a page. Reads values: for CPU tensors only."""
+        rows = (self.batch_indices >= 0).nonzero().flatten()
+        request, position = self.batch_indices[rows].long(), self.positions[rows].long()
+        batch_size = self.kv_indptr.numel() - 1
+        _check_range("batch_indices", rows, request, batch_size, "requests")
+        indptr = self.kv_indptr.long()
+        room = (indptr[request + 1] - indptr[request]) * page_size
+        _check_range("positions", rows, position, room, "tokens that the request's pages hold")
+        entry = indptr[request] + position // page_size
+        _check_range("kv_indptr", rows, entry, self.kv_indices.numel(), "kv_indices")
+        _check_range("kv_indices", rows, self.kv_indices[entry].long(), num_pages, "pages of the cache")
+
+
+def slot_destinations(slot_mapping: torch.Tensor, cache: torch.Tensor) -> Destinations | None:
+    """Return the destinations of rows with slots `page * page_size + offset`; those outside the cache go nowhere."""
+    slots = integers("slot_mapping", slot_mapping, None, cache.device)
+    num_pages, page_size = cache.shape[:2]
+    if not slots.numel() or not num_pages:
+        return None
+    source, keep = _kept((slots >= 0) & (slots < num_pages * page_size))
+    slots = torch.where(keep, slots[source], 0)
+    return Destinations(source, slots // page_size, slots % page_size, keep.any())
+
+
+def _kept(keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the row to write for each row (itself if kept, else the first that is), and whether that one is kept."""
+    first = keep.to(torch.uint8).argmax()
+    source = torch.where(keep, torch.arange(keep.numel(), device=keep.device), first)
+    return source, keep[source]
+
+
+def write_rows(cache: torch.Tensor, rows: torch.Tensor, destinations: Destinations | None) -> None:
+    """Write rows [nnz, num_kv_heads, n] to a view [num_pages, page_size, num_kv_heads, n] of a cache."""
+    if destinations is None:
+        return
+    bits = BITS_DTYPES[cache.element_size()]
+    cache, rows = cache.view(bits), rows.view(bits)
+    first = cache[:1, :1].flatten(0, 1)
+    values = torch.where(destinations.any_row, rows[destinations.source], first)
+    cache.index_put_((destinations.page, destinations.slot), values)
+
+
+# ---- checks
+
+
+def writable_views(name: str, cache: Any, kv_layout: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `cache_views` of a cache that is to be written; one whose slots share memory is refused."""
+    views = cache_views(name, cache, kv_layout)
+    for i, view in enumerate(views):
+        checks.dense(f"{name}[{i}]", view)
+    return views
+
+
+def check_rows(name: str, rows: Any, cache: torch.Tensor, head_dim: int, cache_name: str) -> None:
+    """Check rows [nnz, num_kv_heads, head_dim] to be written to `cache`."""
+    rows = checks.tensor(name, rows)
+    expected = cache.shape[2], head_dim
+    if rows.dim() != 3 or rows.shape[1:] != expected:
+        raise ArgumentError(
+            f"{name} must have shape [nnz, num_kv_heads, head_dim] = [nnz, {expected[0]}, {expected[1]}], "
+            f"got {checks.describe(rows)}"
+        )
+    if rows.device != cache.device:
+        raise ArgumentError(f"{name} must be on {cache_name}'s device {cache.device}, got {checks.describe(rows)}")
+
+
+def check_same_rows(append_key: torch.Tensor, append_value: torch.Tensor) -> None:
+    """Check that there are as many rows of values as of keys."""
+    if append_value.shape[0] != append_key.shape[0]:
+        raise ArgumentError(
+            f"append_value must have as many rows as append_key, {append_key.shape[0]}, "
+            f"got {checks.describe(append_value)}"
+        )
+
+
+def integers(name: str, value: Any, size: int | None, device: torch.device | None) -> torch.Tensor:
+    """Check 1-D integers, `size` of them, on `device`, and return them as int64."""
+    value = checks.tensor(name, value)
+    if value.dim() != 1 or (size is not None and value.numel() != size):
+        raise ArgumentError(f"{name} must have shape [{'n' if size is None else size}], got {checks.describe(value)}")
+    if value.dtype not in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8):
+        raise ArgumentError(f"{name} must be of an integer dtype, got {checks.describe(value)}")
+    if device is not None and value.device != device:
+        raise ArgumentError(f"{name} must be on device {device}, got {checks.describe(value)}")
+    return value.long()
+
+
+def index_bounds(name: str, value: Any, device: torch.device | None) -> torch.Tensor:
+    """Check integers [batch_size + 1] on `device` and return them as int64."""
+    indptr = integers(name, value, None, device)
+    if not indptr.numel():
+        raise ArgumentError(f"{name} must have batch_size + 1 elements, got none")
+    return indptr
+
+
+def _check_range(name: str, rows: torch.Tensor, values: torch.Tensor, stop: Any, what: str) -> None:
+    """Check 0 <= values < stop, element by element; for CPU tensors."""
+    wrong = (values < 0) | (values >= stop)
+    if not wrong.any():
+        return
+    i = int(wrong.to(torch.uint8).argmax())
+    bound = int(stop[i]) if isinstance(stop, torch.Tensor) else stop
+    raise ArgumentError(f"{name} must stay within the {bound} {what}, got {int(values[i])} for row {int(rows[i])}")
