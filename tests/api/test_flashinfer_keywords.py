@@ -1,0 +1,254 @@
+"""Every parameter with a default in FlashInfer 0.7.2's attention calls: another value changes the result or is refused.
+
+A third case is listed here with its reason: what asks for nothing that a result shows (`NO_EFFECT`). Numbers are
+compared with oracles elsewhere (`test_honour.py`, `tests/engines`); here nothing may be dropped without a word.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cute_attn
+from cute_attn import errors
+from tests.api.test_flashinfer_surface import difference, flashinfers
+from tests.support.flashinfer_calls import NAN, Call, Calls, Changes, Results, tokens
+
+DATA = json.loads((Path(__file__).parents[1] / "support/data/flashinfer_0_7_2.json").read_text())
+TEXTS = {name: text for names in DATA["signatures"].values() for name, text in names.items()}
+CALLS = Calls("cpu").by_name()
+ELSEWHERE = {  # other callables of the table: the tests of their parameters
+    "*.workspace_size": "those of plan, which it calls",
+    "*.forward_return_lse": "those of forward",
+    "*.prewarm_paged_kv_stride_variant": "it has nothing to do",
+    "CUDAGraph*": "those of the wrapper that it derives from",
+    "VariableBlockSparseAttentionWrapper.*": "tests/api: those of block-sparse attention",
+    "fast_decode_plan": "tests/engines: captured decode",
+    "merge_*": "tests/api/test_merge.py",
+    "get_*": "tests/api/test_page.py",
+    "append_*": "tests/api/test_page.py",
+    "nvfp4_*": "tests/api/test_quantization.py",
+    "*packbits": "tests/api/test_bit_packing.py",
+    "FP4Tensor.*": "tests/engines/test_vllm_functions.py",
+}
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value other than the default. `also`: what a refusal may say instead of the parameter's name; `both`: arguments
+    without which the parameter means nothing."""
+
+    value: Any
+    also: tuple[str, ...] = ()
+    both: tuple[tuple[str, Any], ...] = ()
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+ROPE = (("pos_encoding_mode", "ROPE_LLAMA"),)
+ROWS, KEYS = 8, 5 * 9 + 3 * 6
+MASK = torch.arange(KEYS) % 3 != 0
+VALUES: dict[str, Any] = {  # by parameter, or by callable and parameter
+    "kv_layout": Value("HND", ("k must", "shape", "num_kv_heads of k")),
+    "*trtllm_*.kv_layout": Value("NHD"),
+    "pos_encoding_mode": "ALIBI",
+    "trtllm_fmha_v2_prefill.pos_encoding_mode": "alibi",
+    "use_tensor_cores": True,
+    "[qkv]_scale": 0.5,
+    "BlockSparseAttentionWrapper.plan.[qkv]_scale": torch.tensor([0.5]),
+    "scale_[qkv]": Value(torch.full((4,), 0.5), ("scale_", "fp8")),
+    "single*.scale_[kv]": torch.full((2,), 0.5),
+    "o_scale": 2.0,
+    "rcp_out_scale": 2.0,
+    "window_left": 3,
+    "window_right": 1,
+    "sliding_win_size": 3,
+    "logits_soft_cap": 0.5,
+    "logits_soft_cap_scale": 0.5,
+    "sm_scale": 0.3,
+    "bmm[12]_scale": 0.4,
+    "bmm1_scale_log2": torch.tensor([0.4]),
+    "kv_scale": 0.4,
+    "rope_scale": Value(4.0, both=ROPE),
+    "rope_theta": Value(100.0, both=ROPE),
+    "BlockSparse*.rope_scale": 4.0,
+    "BlockSparse*.rope_theta": 100.0,
+    "*Shared*.rope_scale": 4.0,
+    "*Shared*.rope_theta": 100.0,
+    "return_lse": False,
+    "trtllm_*.return_lse": True,
+    "save_softmax_stats": True,
+    "backend": Value("fa2", ("fa2 refuses",)),
+    "trtllm_*.backend": "nothing",
+    "use_cuda_graph": Value(True, ("buf",)),
+    "*_buf": ints(0, 0, 0),
+    "*_buffer": ints(0, 0, 0),
+    "*_buf_arr": [ints(0, 0, 0)],
+    "custom_mask_buf": torch.zeros(64, dtype=torch.uint8),
+    "multi_ctas_kv_counter_buffer": torch.zeros(4096, dtype=torch.uint8),
+    "jit_args": ["name"],
+    "jit_kwargs": {"use_sliding_window": True},
+    "[qk]*_data_type": Value("bfloat16", ("bfloat16", "float16")),
+    "data_type": Value("bfloat16", ("bfloat16", "float16")),
+    "*Sink*.*_data_type": Value(torch.bfloat16, ("bfloat16", "float16")),
+    "BatchAttention.*_data_type": Value(torch.bfloat16, ("bfloat16", "float16")),
+    "o_data_type": "float32",
+    "o_dtype": torch.float32,
+    "out_dtype": torch.bfloat16,
+    "head_dim_*": Value(16, ("shape",)),
+    "non_blocking": False,
+    "block_tables": Value(ints(0, 0)[:, None]),
+    "trtllm_fmha_v2_prefill.block_tables": tokens((5, 9), (3, 6)).block_tables().flip(0),
+    "seq_lens*": ints(1, 1),
+    "fixed_split_size": 1,
+    "disable_split_kv": True,
+    "q_len_per_req": Value(2, ("q must", "query must", "rows", "num_tokens")),
+    "causal": True,
+    "trtllm_*.causal": False,
+    "use_fp16_qk_reduction": True,
+    "custom_mask": MASK,
+    "single*.custom_mask": MASK[:45].view(5, 9),
+    "packed_custom_mask": cute_attn.packbits(MASK, "little"),
+    "single*.packed_custom_mask": cute_attn.packbits(MASK[:45], "little"),
+    "mask": Value(torch.zeros(2, 1, 2, dtype=torch.uint16)),
+    "BlockSparse*.mask": torch.arange(18).view(3, 2, 3) % 2 == 0,
+    "BlockSparse*.packed_mask": cute_attn.packbits(torch.arange(18) % 2 == 0, "little"),
+    "mask_mode": "padding",
+    "chunked_attention_size": 4,
+    "prefix_len_ptr": Value(torch.tensor([1, 1]).to(torch.uint32), ("token_pos_in_items",)),
+    "token_pos_in_items_ptr": Value(torch.zeros(8).to(torch.uint16), ("prefix_len_ptr",)),
+    "token_pos_in_items_len": Value(4, ("prefix_len_ptr",)),
+    "max_item_len_ptr": Value(ints(1, 1).to(torch.uint16), ("prefix_len_ptr",)),
+    "max_token_per_sequence": 1,
+    "max_sequence_kv": 1,
+    "uniform_q_len": 7,
+    "[vo]_indptr": ints(0, 1, 2),
+    "enable_pdl": False,
+    "sinks": torch.zeros(4),
+    "kv_cache_sf": (torch.zeros(1), torch.zeros(1)),
+    "[kv]_sf_cache": Value(torch.zeros(1), ("kv_cache_sf", "k_sf_cache", "v_sf_cache")),
+    "skip_softmax_threshold_scale_factor": 0.5,
+    "use_fp16_softmax": True,
+    "uses_spcompress": True,
+    "lse_base": "ln",
+    "lse_layout": "HN",
+    "o_sf_scale": 2.0,
+    "o_sf_vec_size": 16,
+    "max_q_len": Value(3, ("cum_seq_lens_q",)),
+    "cum_seq_lens_q": Value(ints(0, 1, 2), ("max_q_len",)),
+    "q_cu_seq_lens": Value(ints(0, 2, 2), ("rows", "query tokens")),
+    "q_seq_len": Value(2, ("q must", "shape")),
+    "sm_count": 7,
+    "uses_shared_paged_kv_idx": Value(False, ("block_tables",)),
+    "enable_block_sparse_attention": True,
+    "bf16q_fp8kv_transform_mode": "k_only",
+    "block_mask": torch.ones(4, 2, 3, dtype=torch.bool),
+    "kv_block_lens": ints(3, 3, 1),
+    "q2k_*": ints(1, 1),
+    "kv_splits": 2,
+    "use_clc": True,
+    "device": "meta",
+    "use_profiler": True,
+    "profiler_buffer": torch.zeros(8),
+}
+GRAPH_ONLY = "read with use_cuda_graph=True"
+HINT = "a hint about speed"
+SAME_PAGES = "the same pages as in the index arrays"
+NO_EFFECT = {
+    "*.use_tensor_cores": HINT,
+    "*.use_fp16_qk_reduction": HINT,
+    "*.non_blocking": HINT,
+    "*.enable_pdl": HINT,
+    "*.sm_count": HINT,
+    "*.plan.uniform_q_len": GRAPH_ONLY,
+    "*.__init__.*_buf": GRAPH_ONLY,
+    "*.__init__.*_buffer": GRAPH_ONLY,
+    "*.__init__.*_buf_arr": GRAPH_ONLY,
+    "*.multi_ctas_kv_counter_buffer": "counters of FlashInfer's kernels; ours are in the workspace",
+    "*.plan.block_tables": SAME_PAGES,
+    "BlockSparse*.rope_*": "read under ROPE_LLAMA alone, which is refused here",
+    "*Shared*.rope_*": "read under ROPE_LLAMA alone, which these wrappers do not have",
+    "*.fixed_split_size": "how keys are split; the reference does not split them",
+    "*.disable_split_kv": "how keys are split; the reference does not split them",
+    "*.bf16q_fp8kv_transform_mode": "which of two kernels; FlashInfer ignores it for other dtypes too",
+}
+
+
+def first_match(table: dict[str, Any], name: str, parameter: str) -> Any:
+    """The most special entry: by callable and parameter, then by parameter."""
+    for key, value in sorted(table.items(), key=lambda item: "." not in item[0]):
+        if fnmatch.fnmatchcase(f"{name}.{parameter}" if "." in key else parameter, key):
+            return value
+    return None
+
+
+def cases() -> list[tuple[str, str]]:
+    found = []
+    for name, text in TEXTS.items():
+        if text in ("class", "property", "value", "imported") or name.partition(".")[0] not in CALLS:
+            continue
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in ELSEWHERE):
+            continue
+        parameters = flashinfers(text).parameters.values()
+        found += [(name, p.name) for p in parameters if p.default is not p.empty and not difference(name, p.name)]
+    return found
+
+
+CASES = cases()
+
+
+def buffer_for(name: str, parameter: str, results: Results) -> torch.Tensor | None:
+    """What is written instead of a new tensor."""
+    if parameter not in ("out", "lse"):
+        return None
+    if parameter == "lse" and len(results) == 1:
+        return torch.full(results[0].shape[:-1], NAN)
+    return torch.full_like(results[("out", "lse").index(parameter)], NAN)
+
+
+def attempt(call: Call, method: str, changes: Changes) -> tuple[Exception | None, Results]:
+    try:
+        return None, call(method, changes)
+    except Exception as error:
+        return error, ()
+
+
+@pytest.mark.filterwarnings("ignore:q_len_per_req belongs to plan:DeprecationWarning")
+@pytest.mark.parametrize(("name", "parameter"), CASES, ids=[".".join(case) for case in CASES])
+def test_nothing_is_dropped(name: str, parameter: str) -> None:
+    owner, _, method = name.partition(".")
+    call, entry = CALLS[owner], first_match(VALUES, name, parameter)
+    entry = entry if isinstance(entry, Value) else Value(entry)
+    before = call(method, dict(entry.both))
+    buffer = buffer_for(name, parameter, before)
+    value = entry.value if buffer is None else buffer
+    assert value is not None, "no value to try"
+    quiet = first_match(NO_EFFECT, name, parameter)
+    refusal, after = attempt(call, method, {**dict(entry.both), parameter: value})
+    if refusal is not None:
+        assert type(refusal).__module__ == errors.__name__, f"{type(refusal)}: {refusal}"
+        assert any(word in str(refusal) for word in (parameter, *entry.also)), str(refusal)
+        return
+    if buffer is not None:
+        assert not buffer.isnan().any()
+        return
+    same = len(before) == len(after) and all(
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b) for a, b in zip(before, after, strict=True)
+    )
+    assert same == (quiet is not None), f"{parameter}={value!r} changes {'nothing' if same else 'the result'}"
+
+
+def test_every_callable_has_a_test() -> None:
+    for name, text in TEXTS.items():
+        if text in ("class", "property", "value", "imported") or not any("=" in part for part in text.split(",")):
+            continue
+        listed = any(fnmatch.fnmatchcase(name, pattern) for pattern in ELSEWHERE)
+        assert listed or name.partition(".")[0] in CALLS, name

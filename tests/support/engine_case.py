@@ -1,0 +1,310 @@
+"""Batches as serving engines hold them: tokens in paged caches, index arrays, block tables, and an fp64 oracle.
+
+Slots of a cache that hold no token are NaN. The oracle knows nothing of this library;
+only NVFP4 caches are filled by it, as engines do.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from cute_attn import nvfp4_quantize_append_paged_kv_cache_with_slot_mapping
+from tests.support.executors import HAS_GPU
+
+BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+SPARE_PAGES = 2
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Lengths and formats. `num_pages` of the cache: 0 for as many as are needed and a few more."""
+
+    q_lens: Sequence[int]
+    kv_lens: Sequence[int]
+    heads: tuple[int, int] = (4, 2)
+    dim: int = 128
+    dim_vo: int | None = None
+    page_size: int = 16
+    dtype: torch.dtype = BF16
+    kv_dtype: torch.dtype = BF16
+    num_pages: int = 0
+    seed: int = 0
+
+
+class Tokens:
+    """The tensors of a batch. `keys`, `values`: of each request, `[kv_len, num_kv_heads, dim]`, random by default."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        device: str,
+        keys: list[torch.Tensor] | None = None,
+        values: list[torch.Tensor] | None = None,
+    ) -> None:
+        generator = torch.Generator().manual_seed(batch.seed)
+        self.batch, self.device = batch, device
+        dims = batch.dim, batch.dim_vo or batch.dim
+
+        def normal(rows: int, heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.randn(rows, heads, dim, generator=generator).to(dtype)
+
+        queries = [normal(n, batch.heads[0], dims[0], batch.dtype) for n in batch.q_lens]
+        self.queries = [q.double() for q in queries]
+        self.q = torch.cat(queries).to(device)
+        random_keys, random_values = (
+            [normal(n, batch.heads[1], dim, batch.kv_dtype).double() for n in batch.kv_lens] for dim in dims
+        )
+        self.keys, self.values = keys or random_keys, values or random_values
+        self._place(generator)
+
+    def _place(self, generator: torch.Generator) -> None:
+        """Give every request pages of its own, in random order."""
+        page_size, lens = self.batch.page_size, self.batch.kv_lens
+        counts = [-(-n // page_size) for n in lens]
+        self.num_pages = self.batch.num_pages or sum(counts) + SPARE_PAGES
+        order = torch.randperm(self.num_pages, generator=generator)[: sum(counts)]
+        bounds = [0, *itertools.accumulate(counts)]
+        self.pages = [order[a:b] for a, b in itertools.pairwise(bounds)]
+        self.slots = [
+            (own[:, None] * page_size + torch.arange(page_size)).flatten()[:n]
+            for own, n in zip(self.pages, lens, strict=True)
+        ]
+        self.kv_indptr = ints(bounds)
+        self.kv_indices = order.int().to(self.device)
+        self.last_page_len = ints([(n - 1) % page_size + 1 if n else 0 for n in lens])
+        self.qo_indptr = ends(self.batch.q_lens)
+        self.token_indptr = ends(lens)
+        self.seq_lens = ints(lens).to(self.device)
+
+    def block_tables(self, width: int = 0) -> torch.Tensor:
+        """Page numbers of every request; 0 after a request's last page."""
+        width = width or max(1, *map(len, self.pages))
+        table = torch.zeros(len(self.pages), width, dtype=torch.int32)
+        for row, own in zip(table, self.pages, strict=True):
+            row[: len(own)] = own.int()
+        return table.to(self.device)
+
+    def caches(self, layout: str = "NHD", fused: bool = False) -> Pair:
+        """K and V, `[pages, page_size, heads, dim]` or HND; `fused`: of one tensor with both in its last axis."""
+        dims = (self.batch.dim, self.batch.dim_vo or self.batch.dim)
+        middle = (self.batch.page_size, self.batch.heads[1])
+        if fused:
+            dims = (sum(dims),)
+        shapes = [(self.num_pages, *(middle if layout == "NHD" else middle[::-1]), dim) for dim in dims]
+        wholes = [torch.full(shape, math.nan).to(self.batch.kv_dtype) for shape in shapes]
+        k, v = wholes[0].split(self.batch.dim, -1) if fused else wholes
+        for cache, parts in ((k, self.keys), (v, self.values)):
+            tokens = cache if layout == "NHD" else cache.transpose(1, 2)
+            for slots, part in zip(self.slots, parts, strict=True):
+                raw, new = bits(tokens), bits(part.to(self.batch.kv_dtype))
+                raw[slots // self.batch.page_size, slots % self.batch.page_size] = new
+        if fused:
+            whole = wholes[0].to(self.device)
+            return whole[..., : self.batch.dim], whole[..., self.batch.dim :]
+        return k.to(self.device), v.to(self.device)
+
+    def pool(self) -> Pair:
+        """K and V as `[slots, heads, dim]`: pages of one token, without an axis for them."""
+        assert self.batch.page_size == 1
+        k, v = self.caches()
+        return k[:, 0], v[:, 0]
+
+    def ragged(self) -> Pair:
+        """K and V of all requests one after the other."""
+        k, v = (torch.cat(parts).to(self.batch.kv_dtype).to(self.device) for parts in (self.keys, self.values))
+        return k, v
+
+    def first_request(self) -> Tokens:
+        """The first request alone, over the same cache."""
+        one = copy.copy(self)
+        one.batch = dataclasses.replace(self.batch, q_lens=self.batch.q_lens[:1], kv_lens=self.batch.kv_lens[:1])
+        one.q, one.qo_indptr = self.q[: self.batch.q_lens[0]], self.qo_indptr[:2]
+        one.kv_indptr, one.kv_indices = self.kv_indptr[:2], self.kv_indices[: len(self.pages[0])]
+        one.last_page_len = self.last_page_len[:1]
+        return one
+
+    def shard(self, rank: int, world: int) -> Tokens:
+        """The same queries over every `world`-th key from number `rank` on."""
+        lens = [len(range(rank, n, world)) for n in self.batch.kv_lens]
+        batch = dataclasses.replace(self.batch, kv_lens=lens)
+        return Tokens(batch, self.device, [k[rank::world] for k in self.keys], [v[rank::world] for v in self.values])
+
+    def expected(self, scale: float, **options: Any) -> Pair:
+        """(out, base-2 lse) of all rows in fp64; options of `attend`, with `keep` for each request."""
+        keeps = options.pop("keep", None) or [None] * len(self.queries)
+        parts = zip(self.queries, self.keys, self.values, keeps, strict=True)
+        solved = [attend(q, k, v, scale, keep=keep, **options) for q, k, v, keep in parts]
+        return torch.cat([o for o, _ in solved]), torch.cat([lse for _, lse in solved])
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+def ints(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(list(values), dtype=torch.int32)
+
+
+def ends(lengths: Sequence[int]) -> torch.Tensor:
+    return ints([0, *itertools.accumulate(lengths)])
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+    window_left: int = -1,
+    soft_cap: float = 0.0,
+    keep: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    v_scale: float = 1.0,
+) -> Pair:
+    """Attention of one request in fp64, and the base-2 logarithm of the denominators."""
+    (rows, qo_heads, _), (keys, kv_heads, _) = q.shape, k.shape
+    z = torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(qo_heads // kv_heads, 1)) * scale
+    if soft_cap:
+        z = soft_cap * torch.tanh(z / soft_cap)
+    position, key = torch.arange(rows)[:, None] + keys - rows, torch.arange(keys)[None]
+    seen = torch.ones(rows, keys, dtype=torch.bool) if keep is None else keep.bool().cpu()
+    if causal and keep is None:
+        seen = seen & (key <= position)
+    if window_left >= 0:
+        seen = seen & (key >= position - window_left)
+    weights = torch.where(seen, z.exp(), 0.0)
+    total = weights.sum(-1)
+    if sinks is not None:
+        total = total + sinks.double().cpu().exp()[:, None]
+    safe = torch.where(total > 0, total, 1.0)
+    o = torch.einsum("hij,jhd->ihd", weights / safe[..., None], v.repeat_interleave(qo_heads // kv_heads, 1))
+    return o * v_scale, total.log2().T.contiguous()
+
+
+def merge(parts: list[Pair]) -> Pair:
+    """Results over disjoint sets of keys as one, from base-2 lse."""
+    outs, lses = (torch.stack([x.double().cpu() for x in column]) for column in zip(*parts, strict=True))
+    whole = torch.logsumexp(lses * math.log(2), 0) / math.log(2)
+    weights = torch.where(lses == -math.inf, 0.0, torch.exp2(lses - whole))
+    return (outs * weights[..., None]).sum(0), whole
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, error: float = 6e-3) -> None:
+    """`error`: of all elements together, relative to their norm; no single one may be far off either."""
+    assert found.shape == expected.shape
+    got = found.double().cpu()
+    assert got.isfinite().all()
+    assert not got[expected.cpu() == 0].any()
+    difference = (got - expected.cpu()).abs()
+    norm = float(expected.norm())
+    assert float(difference.norm()) <= error * norm + 1e-9, f"error {float(difference.norm()) / norm:.2e}"
+    assert float(difference.max()) <= 4 * error * (1 + float(expected.abs().max()))
+
+
+def assert_lse(found: torch.Tensor, expected: torch.Tensor, error: float = 4e-3) -> None:
+    assert found.shape == expected.shape
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-3, atol=error)
+
+
+def workspace(device: str, megabytes: int = 16) -> torch.Tensor:
+    return torch.zeros(megabytes << 20, dtype=torch.uint8, device=device)
+
+
+def host(x: torch.Tensor) -> torch.Tensor:
+    """An index array as engines hand it to `plan`: pinned where there is a GPU."""
+    return x.pin_memory() if HAS_GPU else x
+
+
+def gpu_backend(device: str, name: str) -> str:
+    """What the engine passes; CPU tensors run on the reference."""
+    return name if device == "cuda" else "auto"
+
+
+class Graph:
+    """What an engine captures: a CUDA graph on a GPU, the calls themselves on the CPU."""
+
+    def __init__(self, device: str, run: Callable[[], Any]) -> None:
+        self._run, self._graph = run, None
+        self.result = run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self.result = run()
+
+    def replay(self) -> Any:
+        if self._graph is None:
+            return self._run()
+        self._graph.replay()
+        return self.result
+
+
+# ------------------------------------------------------------------------------------------- NVFP4, masks
+
+
+def nvfp4_cache(tokens: Tokens, layout: str) -> tuple[Pair, Pair, Tokens]:
+    """The cache after vLLM's update, and the tokens that it then holds. Slots of -1 and rows past them are padding."""
+    batch, device = tokens.batch, tokens.device
+    data, scales = nvfp4_pages(batch, tokens.num_pages, layout, device)
+    slots = torch.cat([torch.tensor([-1]), *tokens.slots]).to(device)
+    rows = [torch.cat([torch.full_like(x[:1], 3.0), x, torch.full_like(x[:2], 5.0)]) for x in tokens.ragged()]
+    factors = torch.tensor(0.002, device=device), torch.tensor(0.003, device=device)
+    nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(*rows, slots, data, scales, *factors, kv_layout=layout)
+    stored = []
+    for part, part_scales, factor in zip(data, scales, (0.002, 0.003), strict=True):
+        values = nvfp4_values(part, part_scales.float(), factor)
+        values = (values if layout == "NHD" else values.transpose(1, 2)).flatten(0, 1)
+        stored.append([values[own] for own in tokens.slots])
+    for original, kept in zip(tokens.keys + tokens.values, stored[0] + stored[1], strict=True):
+        assert float((original - kept).norm()) < 0.15 * float(original.norm())
+    return data, scales, Tokens(batch, device, *stored)
+
+
+def nvfp4_pages(batch: Batch, num_pages: int, layout: str, device: str) -> tuple[Pair, Pair]:
+    """((k, v), (k_scales, v_scales)) of an empty cache: pages of K data, K scales, V data and V scales."""
+    dims = (batch.page_size, batch.heads[1])[:: 1 if layout == "NHD" else -1]
+    widths = batch.dim // 2, batch.dim // 16
+    side = math.prod(dims) * sum(widths)
+    storage = torch.zeros(num_pages, 2 * side, dtype=torch.uint8, device=device)
+
+    def view(first: int, width: int) -> torch.Tensor:
+        return storage.as_strided(
+            (num_pages, *dims, width), (2 * side, dims[1] * width, width, 1), storage.storage_offset() + first
+        )
+
+    scales_at = math.prod(dims) * widths[0]
+    data = tuple(view(part * side, widths[0]) for part in range(2))
+    scales = tuple(view(part * side + scales_at, widths[1]).view(E4M3) for part in range(2))
+    return data, scales  # type: ignore[return-value]
+
+
+def nvfp4_values(data: torch.Tensor, scales: torch.Tensor, factor: float) -> torch.Tensor:
+    """The numbers that NVFP4 rows mean, fp64."""
+    codes = torch.stack((data.cpu() & 15, data.cpu() >> 4), -1).flatten(-2).long()
+    signs = torch.where(codes >= 8, -1.0, 1.0).double()
+    return signs * E2M1[codes % 8] * scales.cpu().double().repeat_interleave(16, -1) * factor
+
+
+def draft_mask(q_lens: Sequence[int], most: int, causal: bool) -> torch.Tensor:
+    """XQA's packed mask of draft tokens, `[sum of q_lens, words]` in uint16; each row sees its own request's tokens."""
+    width = -(-most // 32) * 32
+    rows = torch.cat([torch.arange(n) for n in q_lens])
+    own = torch.cat([torch.full((n,), n) for n in q_lens])
+    seen = torch.arange(width)[None] < own[:, None]
+    if causal:
+        seen &= torch.arange(width)[None] <= rows[:, None]
+    octets = np.packbits(seen.numpy(), axis=1, bitorder="little")
+    return torch.from_numpy(octets.view(np.uint16).copy())
