@@ -3,6 +3,7 @@
 Everything that users call is here; `cute_attn.prefill`, `.decode`, `.attention`, `.cascade`, `.sparse`, `.page`,
 `.quantization` and `.utils` hold it under the names of FlashInfer's modules. CPU tensors run the same calls on a torch
 reference.
+"""
 
 try:
     from cute_attn.attention import (

@@ -71,7 +71,7 @@ class BatchAttention(BatchWrapper):
             num_kv_heads.
         page_size : tokens per page, at least 1.
         causal : default False. True: token i of a request sees keys j <= i + kv_len - qo_len.
-        sm_scale : any finite number. Default 1 / sqrt(head_dim_qk).
+        sm_scale : any finite number. Default `head_dim_qk ** -0.5`.
         logits_soft_cap : soft cap of the logits; None (default), 0 or a negative number: none.
         q_data_type, kv_data_type : torch dtypes or their names, default bfloat16. The output has q's dtype, bfloat16
             for fp8 q. A uint8 cache is NVFP4 and needs `kv_cache_sf` in `run`.

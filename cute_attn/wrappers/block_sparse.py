@@ -87,7 +87,7 @@ class BlockSparseAttentionWrapper(BatchWrapper):
         pos_encoding_mode : refused unless "NONE".
         use_fp16_qk_reduction : a hint; scores are always accumulated in fp32.
         logits_soft_cap : soft cap of the logits; None (default), 0 or a negative number: none.
-        sm_scale : any finite number. Default 1 / sqrt(head_dim).
+        sm_scale : any finite number. Default `head_dim ** -0.5`.
         rope_scale, rope_theta : > 0; without effect, as no position is encoded.
         q_data_type, kv_data_type : torch dtypes or their names. Default float16, and q's.
         o_data_type : of the output: default float16, whatever q's.

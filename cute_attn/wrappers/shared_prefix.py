@@ -215,7 +215,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         unique_kv_cache : the cache with the requests' own pages, as for `BatchPrefillWithPagedKVCacheWrapper.run`.
         causal : default False. Applies to the requests' own keys; the prefix is seen in full.
         use_fp16_qk_reduction : a hint; scores are always accumulated in fp32.
-        sm_scale : any finite number. Default 1 / sqrt(head_dim).
+        sm_scale : any finite number. Default `head_dim ** -0.5`.
         rope_scale, rope_theta : > 0; without effect, as no position is encoded.
 
         Returns
