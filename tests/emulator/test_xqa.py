@@ -152,9 +152,10 @@ def test_waits_for_the_launch_before(kv: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.emulator
-def test_the_low_level_form() -> None:
+@pytest.mark.parametrize("head_dim", [64, 512])
+def test_the_low_level_form(head_dim: int) -> None:
     """Counters and partial results in a buffer each, and a window that counts the row's own key."""
-    built = build(XqaCase((90, 7), kv="e4m3", heads=(2, 1), head_dim=64, window_left=40, bmm1_scale=1 / 8))
+    built = build(XqaCase((90, 7), kv="e4m3", heads=(2, 1), head_dim=head_dim, window_left=40))
     a = built.arguments
     output, (k, v) = torch.zeros_like(a["query"]), a["kv_cache"]
     semaphores = torch.zeros(64, dtype=torch.uint32)
