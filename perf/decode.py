@@ -4,8 +4,8 @@ from perf.bench import main
 from perf.workloads import Workload
 
 WORKLOADS = [
-    Workload(1, kv_len, num_qo_heads, num_kv_heads, 128, 128)
-    for num_qo_heads, num_kv_heads in ((32, 8), (64, 8))
+    Workload(1, kv_len, num_qo_heads, num_kv_heads, head_dim, head_dim)
+    for num_qo_heads, num_kv_heads, head_dim in ((32, 8, 128), (64, 8, 128), (32, 4, 512))
     for kv_len in (8192, 32768, 131072)
 ]
 

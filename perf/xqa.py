@@ -23,8 +23,14 @@ NVFP4 = [
     for heads, page_size in ((HEADS, 16), (GROUPED, 64))
     for batch_size, kv_len in ((1, 8192), (1, 131072), (64, 8192))
 ]
+HEAD_DIMS = [  # two warps that share a row, a narrow row, a padded row
+    equal(batch_size, 1, kv_len, heads, head_dim, 64, kv_dtype=kv_dtype)
+    for kv_dtype in KV_DTYPES
+    for head_dim, heads in ((512, (32, 4)), (32, (32, 8)), (80, (32, 8)))
+    for batch_size, kv_len in ((1, 8192), (1, 131072), (64, 8192))
+]
 
-WORKLOADS = [*ANCHORS, *SHORT, *EVEN_AND_UNEVEN, *NVFP4]
+WORKLOADS = [*ANCHORS, *SHORT, *EVEN_AND_UNEVEN, *NVFP4, *HEAD_DIMS]
 
 if __name__ == "__main__":
     raise SystemExit(main("xqa", WORKLOADS))

@@ -4,7 +4,10 @@ from perf.batch_workloads import equal
 from perf.bench import main
 
 # head_dim, (query, kv) heads, page size
-SHAPES = ((64, (32, 8), 16), (256, (16, 4), 16), (128, (32, 32), 16), (128, (96, 8), 16), (128, (32, 8), 1))
+SHAPES = (
+    *((64, (32, 8), 16), (256, (16, 4), 16), (128, (32, 32), 16), (128, (96, 8), 16), (128, (32, 8), 1)),
+    *((512, (32, 4), 16), (512, (32, 2), 16), (80, (32, 8), 16)),
+)
 LENGTHS = ((4, 4096), (64, 2048))  # batch size, kv_len
 
 WORKLOADS = [

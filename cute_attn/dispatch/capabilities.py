@@ -9,13 +9,16 @@ from typing import NamedTuple
 import torch
 
 from cute_attn.kernels.fa2.tiles import WIDE_HEAD_DIMS, tile_dims
+from cute_attn.kernels.xqa.spec import is_head_dim
 from cute_attn.problem import Features
 from cute_attn.request.settings import FP8, HALF
 
 COMMON_HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
 
 
-XQA_HEAD_DIMS = "64, 128 and 256"
+XQA_HEAD_DIMS = (
+    "multiples of 8 (of 16 with 8-bit k and v) from 16 to 256 and of twice that to 512; with NVFP4 64, 128, 256 and 512"
+)
 
 
 @dataclass(frozen=True)
@@ -29,18 +32,26 @@ class Backend:
     only: str | None = None  # the one architecture that it is built for
     min_rows: int = 0  # packed query rows per request (qo_len x heads per kv head) from which "auto" considers it
     max_kv_bytes: int = 2  # per element of k and v, up to which "auto" considers it
-    max_rows: tuple[tuple[int, int], ...] = ()  # (head dimension, packed query rows up to which "auto" considers it)
+    # (head dimension, packed query rows up to which "auto" considers it), for all head dimensions that it considers;
+    # empty: no such limits.
+    max_rows: tuple[tuple[int, int], ...] = ()
 
     def auto_skip_reason(self, features: Features, rows: int | None) -> str | None:
-        """Return why "auto" skips this backend although it supports `features`, or None. `rows`: as in `choose`."""
+        """Return why "auto" prefers others to this backend although it supports `features`, or None. `rows`: as in
+        `choose`.
+        """
         if features.q_dtype in FP8 or features.device_lengths:
             return None  # only one backend supports fp8 q, and only one lengths on the device
         if rows is not None and rows < self.min_rows:
             return f"{rows} query rows per kv head are fewer than {self.min_rows}"
         if features.kv_dtype.itemsize > self.max_kv_bytes:
             return f"an element of k and v has more than {8 * self.max_kv_bytes} bits"
+        if not self.max_rows:
+            return None
         most = dict(self.max_rows).get(features.head_dim_qk)
-        if most is not None and rows is not None and rows > most:
+        if most is None:
+            return f"head dimension {features.head_dim_qk} is padded"
+        if rows is not None and rows > most:
             return f"{rows} query rows per kv head are more than {most}"
         return None
 
@@ -55,7 +66,7 @@ BACKENDS = (  # in the order in which "auto" considers them
         ("cuda",),
         (8, 0),
         max_kv_bytes=1,
-        max_rows=((64, 16), (128, 16), (256, 8)),  # that share one read of the keys
+        max_rows=((32, 16), (64, 16), (128, 16), (256, 8), (512, 8)),  # that share one read of the keys
     ),
     Backend("fa2", "NVIDIA GPUs from compute capability 8.0", ("cuda",), (8, 0)),
     Backend("reference", "any device, in torch", ("cpu",), None),
@@ -109,9 +120,10 @@ NO_FP8 = Unsupported("its matrix instructions take 16-bit types", _WIDEN)
 _CONVERT = "o_dtype=torch.bfloat16 and a conversion after it"
 
 
-_NO_XQA_TILES = Unsupported(
-    f"its tiles are for {XQA_HEAD_DIMS}", 'backend="fa2" in a batch wrapper or a single request'
-)
+def _no_xqa_head_dim(features: Features) -> bool:
+    """Tell whether XQA has no kernels for the head dimensions."""
+    kv_bits = 4 if features.kv_block_scales else 8 * features.kv_dtype.itemsize
+    return features.head_dim_qk != features.head_dim_vo or not is_head_dim(features.head_dim_qk, kv_bits)
 
 
 def _always(features: Features) -> bool:
@@ -151,7 +163,9 @@ CAPABILITIES = (
             "fa2": Unsupported(
                 "a token's block scales are no whole words of 4 bytes", "dequantise k and v to q's dtype first"
             ),
-            "xqa": Unsupported(f"its tiles are for {XQA_HEAD_DIMS}", "dequantise k and v to q's dtype first"),
+            "xqa": Unsupported(
+                "a warp copies a token's block scales as 4, 8 or 16 bytes", "dequantise k and v to q's dtype first"
+            ),
         },
     ),
     Capability(
@@ -202,19 +216,17 @@ CAPABILITIES = (
         lambda f: _head_dims(f) == WIDE_HEAD_DIMS,
         {
             "fa3": Unsupported("its output exceeds the registers of an MMA warpgroup", 'backend="fa2"'),
-            "xqa": _NO_XQA_TILES,
         },
     ),
     Capability(
         "head dimensions (qk, vo) that are other multiples of 8 up to 256, equal or not",
         _uncommon_head_dims,
-        {"xqa": _NO_XQA_TILES},
     ),
     Capability(
         "other head dimensions",
         lambda f: tile_dims(_head_dims(f)) is None,
         dict.fromkeys(
-            ("fa3", "xqa", "fa2"),
+            ("fa3", "fa2"),
             Unsupported("it has no tiles for them", "pad q, k and v with zeros, and pass sm_scale"),
         ),
     ),
@@ -224,6 +236,16 @@ CAPABILITIES = (
         dict.fromkeys(
             ("fa3", "fa2"), Unsupported("it copies rows in units of 16 bytes", "pad k and v with zeros, or widen them")
         ),
+    ),
+    Capability(
+        f"decode with head dimensions that are not equal, or no {XQA_HEAD_DIMS}",
+        lambda f: f.decode and _no_xqa_head_dim(f),
+        {
+            "xqa": Unsupported(
+                "its warps copy rows of k and v as chunks of 16 bytes",
+                'backend="fa2" in a batch wrapper or a single request',
+            )
+        },
     ),
     Capability("any num_qo_heads / num_kv_heads", _always),
     Capability(

@@ -52,7 +52,8 @@ def choose(features: Features, backend: str = "auto", arch: Arch | None = None, 
     """Return the backend for `features`; NotSupported lists every refusal if there is none.
 
     `arch`: architecture to assume for a CUDA device; by default that of `features.device`. `rows`: packed query rows
-    per request, where known; "auto" skips backends that are slower for so many or so few.
+    per request, where known; "auto" takes backends that are slower for so many or so few only if no other supports
+    the features.
     """
     arch = arch_for(features.device, arch)
     refusals: list[Refusal] = []
@@ -130,29 +131,28 @@ def explain(asked: Features | Request, arch: Arch | None = None, rows: int | Non
         rows = asked.qo_len * (features.num_qo_heads // features.num_kv_heads)
     arch = arch_for(features.device, arch)
     lines = [_title(features, arch)]
-    chosen = False
+    able = [b for b in _candidates(features, "auto", rows) if not reasons_against(b, features, arch)]
     for backend in (*BACKENDS, EMULATOR):
         reasons = reasons_against(backend, features, arch)
         automatic = features.device.type in backend.auto_on
         if reasons:
             lines += [f"  {backend.name}: refused"] + [f"    {reason}" for reason in reasons]
+        elif backend in able[:1]:
+            lines.append(f"  {backend.name}: chosen")
         elif automatic and (why := backend.auto_skip_reason(features, rows)):
             lines.append(f"  {backend.name}: able, passed over: {why}, which is faster elsewhere")
-        elif automatic and not chosen:
-            chosen = True
-            lines.append(f"  {backend.name}: chosen")
         else:
             lines.append(f'  {backend.name}: able, taken only with backend="{backend.name}"')
-    if not chosen:
+    if not able:
         lines.append("  no backend takes this problem")
     return "\n".join(lines)
 
 
 def _candidates(features: Features, backend: Any, rows: int | None) -> tuple[Backend, ...]:
+    """Return the backends that may run `features`, best first."""
     if checked_name(backend) == "auto":
-        return tuple(
-            b for b in BACKENDS if features.device.type in b.auto_on and not b.auto_skip_reason(features, rows)
-        )
+        automatic = [b for b in BACKENDS if features.device.type in b.auto_on]
+        return tuple(sorted(automatic, key=lambda b: b.auto_skip_reason(features, rows) is not None))
     return (_named(backend),)
 
 

@@ -95,7 +95,8 @@ def xqa_batch_decode_with_kv_cache(
     ----------
     query : `[num_tokens, num_qo_heads, head_dim]`, float16 or bfloat16; num_tokens = batch_size * q_len_per_req, or
         what q_cu_seq_lens says. `num_qo_heads` must be a multiple of `num_kv_heads`. Any strides; a last axis without
-        unit stride, or rows that are not 16-byte aligned on a GPU, cost a copy. head_dim on a GPU: 64, 128 or 256.
+        unit stride, or rows that are not 16-byte aligned on a GPU, cost a copy. head_dim on a GPU: a
+        multiple of 8 (of 16 with fp8 caches) from 16 to 256, of twice that to 512; with NVFP4 64, 128, 256 or 512.
     kv_cache : a pair of `[num_pages, page_size, num_kv_heads, head_dim]` ("NHD") or `[num_pages, num_kv_heads,
         page_size, head_dim]` ("HND"), or one tensor with an axis of 2 (keys, values), or 1 (both are the same), after
         the first. Any page size; any strides with 1 on the last axis; on a GPU rows must be 16-byte aligned. Of query's
@@ -224,8 +225,8 @@ def xqa(
     Parameters
     ----------
     q : `[batch_size, 1, num_qo_heads, head_dim]`, `[batch_size, 1, q_seq_len, num_qo_heads, head_dim]`, or either
-        without the beam axis of 1; with q_cu_seq_lens `[num_tokens, num_qo_heads, head_dim]`. float16 or bfloat16. On a
-        GPU head_dim is 64, 128 or 256.
+        without the beam axis of 1; with q_cu_seq_lens `[num_tokens, num_qo_heads, head_dim]`. float16 or bfloat16.
+        Head dimensions are those of `xqa_batch_decode_with_kv_cache`.
     k_cache, v_cache : `[num_pages, page_size, num_kv_heads, head_dim]` ("NHD") or `[num_pages, num_kv_heads, page_size,
         head_dim]` ("HND"); dtypes and strides as for kv_cache of `xqa_batch_decode_with_kv_cache`.
     page_table : int32 `[batch_size, max_pages]`, the page numbers of each request in order. Entries past a request's

@@ -290,11 +290,11 @@ def test_explain_of_equal_requests(capsys: Output) -> None:
 
 
 def test_explain_gives_the_reasons_of_a_refusal(capsys: Output) -> None:
-    assert main(["explain", "--head-dim", "68", "--arch", "sm_90a"]) == 1
+    assert main(["explain", "--head-dim", "600", "--arch", "sm_90a"]) == 1
     out = capsys.readouterr().out
     assert "fa2: refused" in out
     assert "no tiles" in out
-    assert main(["explain", "--head-dim", "68", "--arch", "cpu"]) == 0
+    assert main(["explain", "--head-dim", "600", "--arch", "cpu"]) == 0
     assert "reference: chosen" in capsys.readouterr().out
 
 

@@ -135,6 +135,48 @@ def test_xqa_takes_decode_over_narrow_keys(arch: str, kv_source: str, kv_dtype: 
     assert select.choose(wide, "xqa", named(arch)) is XQA
 
 
+@pytest.mark.parametrize(("head_dim", "most"), [(32, 16), (512, 8)])
+@pytest.mark.parametrize("kv_dtype", [BF16, *FP8])
+def test_xqa_takes_narrow_and_wide_heads(head_dim: int, most: int, kv_dtype: torch.dtype) -> None:
+    features = DECODE._replace(kv_dtype=kv_dtype, head_dim_qk=head_dim, head_dim_vo=head_dim)
+    for arch in map(named, ARCHS):
+        assert select.choose(features, "xqa", arch) is XQA
+        assert select.choose(features._replace(device_lengths=True), arch=arch, rows=1000) is XQA
+        if kv_dtype in FP8:
+            assert select.choose(features, arch=arch, rows=most) is XQA
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kv_dtype", "taken"),
+    [
+        *((16, BF16, True), (72, BF16, True), (248, BF16, True), (8, BF16, False), (100, BF16, False)),
+        *((304, BF16, True), (312, BF16, False), (520, BF16, False)),
+        *((80, E4M3, True), (72, E4M3, False), (320, E4M3, True), (304, E4M3, False)),
+        *((512, torch.uint8, True), (32, torch.uint8, False), (192, torch.uint8, False), (96, torch.uint8, False)),
+    ],
+)
+def test_head_dims_of_xqa(head_dim: int, kv_dtype: torch.dtype, taken: bool) -> None:
+    """A warp's columns of a row are whole chunks of 16 bytes; above 256 two warps share a row."""
+    block_scales = kv_dtype == torch.uint8
+    features = DECODE._replace(
+        kv_dtype=kv_dtype, kv_block_scales=block_scales, head_dim_qk=head_dim, head_dim_vo=head_dim
+    )
+    assert (not select.reasons_against(XQA, features, HOPPER)) == taken
+
+
+def test_auto_leaves_padded_heads_to_others() -> None:
+    features = DECODE._replace(head_dim_qk=96, head_dim_vo=96)
+    assert select.choose(features, arch=HOPPER, rows=4) is FA2
+    assert "xqa: able, passed over: head dimension 96 is padded" in explain(features, HOPPER, rows=4)
+
+
+def test_auto_takes_a_backend_that_it_passes_over_if_no_other_is_able(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "BACKENDS", (FA3, XQA, REFERENCE))
+    features = DECODE._replace(kv_dtype=BF16, pos_encoding_mode="NONE", head_dim_qk=512, head_dim_vo=512)
+    assert select.choose(features, arch=AMPERE, rows=100) is XQA
+    assert "  xqa: chosen" in explain(features, AMPERE, rows=100)
+
+
 def test_classes_of_rows_tell_what_auto_tells() -> None:
     for features in (CUDA, DECODE, DECODE._replace(head_dim_qk=256, head_dim_vo=256)):
         group = features.num_qo_heads // features.num_kv_heads
@@ -153,8 +195,7 @@ def test_classes_of_rows_tell_what_auto_tells() -> None:
         {"pos_encoding_mode": "ROPE_LLAMA"},
         {"pos_encoding_mode": "ALIBI"},
         {"o_dtype": torch.float32},
-        {"head_dim_qk": 80, "head_dim_vo": 80},
-        {"head_dim_qk": 96, "head_dim_vo": 96},
+        {"head_dim_qk": 192, "head_dim_vo": 128},
         {"large_cache": True},
         {"loose_scales": True},
         {"decode": False},
@@ -196,7 +237,7 @@ def test_explain_of_lengths_on_the_device() -> None:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"head_dim_qk": 96, "head_dim_vo": 96}, "xqa refuses head dimensions.*64, 128 and 256"),
+        ({"head_dim_qk": 72, "head_dim_vo": 72}, "xqa refuses decode with head dimensions.*from 16 to 256"),
         ({"large_cache": True}, "xqa refuses paged k or v that span 64 GiB"),
         ({"loose_scales": True}, "xqa refuses block scales"),
     ],

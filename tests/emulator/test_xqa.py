@@ -86,6 +86,31 @@ def test_case(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert solve(CASES[name], "sm_90a", 3, "adversarial", monkeypatch) == ""
 
 
+HEAD_DIMS = {
+    "two warps, 16 bits": XqaCase((300, 7, 0, 33), heads=(8, 1), head_dim=512, window_left=60, sinks=True),
+    "two warps, 8 bits, drafts": XqaCase((90, 41), kv="e4m3", heads=(8, 2), head_dim=512, q_len=3, mask=True, seed=1),
+    "two warps, 4 bits": XqaCase((200, 35), kv="nvfp4", heads=(4, 1), head_dim=512, bmm1_scale=0.001),
+    "two warps, padded": XqaCase((100,), kv="fp16", q="fp16", heads=(3, 1), head_dim=304, page_size=3),
+    "narrow": XqaCase((300, 70), kv="e5m2", q="fp16", heads=(12, 1), head_dim=32, form="tensor"),
+    "half a load": XqaCase((90, 70, 1), heads=(4, 2), head_dim=72, kv_layout="HND", seed=1),
+    "half a load of 8 bits": XqaCase((290, 7), kv="e4m3", heads=(8, 1), head_dim=80, q_len=2, out="e4m3"),
+}
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", HEAD_DIMS)
+def test_head_dims(name: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of a row that two warps share, and columns that pad it; beyond a row's end is another head's, or NaN."""
+    assert solve(HEAD_DIMS[name], "sm_90a", 3, schedule, monkeypatch) == ""
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("arch", ["sm_80", "sm_120a"])
+def test_two_warps_in_less_shared_memory(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert solve(HEAD_DIMS["two warps, 16 bits"], arch, 3, "adversarial", monkeypatch) == ""
+
+
 @pytest.mark.emulator
 def test_shares_past_the_last_of_as_many_requests_as_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two units in one CTA group of 17 shares, of which 16 have work: the last reads nothing, not even a row of q."""
@@ -128,9 +153,10 @@ def test_waits_for_the_launch_before(kv: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.emulator
-def test_the_low_level_form() -> None:
+@pytest.mark.parametrize("head_dim", [64, 512])
+def test_the_low_level_form(head_dim: int) -> None:
     """Counters and partial results in a buffer each, and a window that counts the row's own key."""
-    built = build(XqaCase((90, 7), kv="e4m3", heads=(2, 1), head_dim=64, window_left=40, bmm1_scale=1 / 8))
+    built = build(XqaCase((90, 7), kv="e4m3", heads=(2, 1), head_dim=head_dim, window_left=40))
     a = built.arguments
     output, (k, v) = torch.zeros_like(a["query"]), a["kv_cache"]
     semaphores = torch.zeros(64, dtype=torch.uint32)
@@ -177,7 +203,7 @@ def test_counters_that_do_not_start_at_zero() -> None:
         ({}, "fa2", "sm_90a", "lengths and page tables on the device"),
         ({}, "fa3", "sm_90a", "lengths and page tables on the device"),
         ({"q_len": 2, "mask": True}, "fa2", "sm_90a", "tree masks"),
-        ({"head_dim": 96}, "auto", "sm_90a", "head dimensions"),
+        ({"kv": "nvfp4", "head_dim": 32}, "auto", "sm_90a", "head dimensions"),
         ({"out": "e4m3"}, "auto", "sm_80", "before compute capability 9.0"),
     ],
 )

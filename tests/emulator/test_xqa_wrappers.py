@@ -30,6 +30,7 @@ pytestmark = pytest.mark.emulator
 SCHEDULES = ("eager", "delayed", "adversarial")
 DECODE_CALLS = {name: call for name, call in zip(IDS, CALLS, strict=True) if "decode" in call[0]}
 SINGLE = [problem for problem in MATRIX if problem.kind == "decode" and is_taken(problem)]
+SINGLE += [Case("decode", 1, 150, 4, 1, dim, dim, storage="padded") for dim in (512, 32)]
 
 
 def assert_xqa(emulation: Emulation) -> None:

@@ -71,9 +71,19 @@ FORMATS = [  # of q, of the cache
     *(("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "e4m3"), ("fp16", "e5m2"), ("bf16", "nvfp4")),
     *(("fp16", "e4m3"), ("bf16", "e5m2"), ("fp16", "nvfp4")),
 ]
+OTHER_DIMS = [  # of two warps, narrow, and padded; with formats of q and of the cache
+    *((512, q, kv) for q, kv in FORMATS),
+    *((32, "bf16", "bf16"), (32, "bf16", "e4m3"), (32, "fp16", "e5m2")),
+    *((72, "bf16", "bf16"), (96, "fp16", "fp16"), (80, "bf16", "e4m3"), (112, "fp16", "e5m2"), (192, "bf16", "e4m3")),
+    *((304, "fp16", "fp16"), (320, "bf16", "e4m3"), (16, "bf16", "bf16")),
+]
+SHAPES = [
+    *((head_dim, q_len, *formats) for head_dim, q_len, formats in itertools.product((64, 128, 256), (1, 4), FORMATS)),
+    *((head_dim, q_len, q, kv) for q_len, (head_dim, q, kv) in itertools.product((1, 4), OTHER_DIMS)),
+]
 KERNELS = [
     XqaCase((), q=q, kv=kv, head_dim=head_dim, q_len=q_len, mask=i % 2 == 1, out="e4m3" if i % 3 == 2 else None)
-    for i, (head_dim, q_len, (q, kv)) in enumerate(itertools.product((64, 128, 256), (1, 4), FORMATS))
+    for i, (head_dim, q_len, q, kv) in enumerate(SHAPES)
 ]
 
 
@@ -120,6 +130,9 @@ LARGE = (
     XqaCase((131071, 5, 70000), kv="fp16", q="fp16", heads=(8, 1), head_dim=64),
     XqaCase((100000, 1, 131072), kv="e5m2", q="fp16", heads=(4, 1), window_left=90000),
     XqaCase((65537,), kv="e4m3", heads=(4, 1), head_dim=256, q_len=4),
+    XqaCase((0, 1, 2, *EDGES, 65537), heads=(32, 4), head_dim=512, page_size=32),
+    XqaCase((0, 1, 2, *EDGES, 65537), kv="e4m3", heads=(32, 4), head_dim=512, page_size=64, q_len=4),
+    XqaCase((0, 1, 2, *EDGES, 9000), kv="e4m3", heads=(16, 4), head_dim=32, page_size=64),
     XqaCase(tuple(128 + 331 * i for i in range(64)), kv="e4m3", heads=(4, 1)),
     XqaCase((700,) * 600, kv="e4m3", heads=(4, 2), page_size=64),
 )
@@ -136,6 +149,7 @@ GRAPHED = (
     XqaCase((3000,) * 8, kv="e4m3", heads=(8, 2), sinks=True, device_scales=True),
     XqaCase((5000, 3000), heads=(8, 2), page_size=64, window_left=1000),
     XqaCase((2000,) * 40, kv="nvfp4", heads=(4, 1), bmm1_scale=0.002),
+    XqaCase((2000,) * 5, kv="e4m3", heads=(16, 2), head_dim=512),
     XqaCase((1500,) * 3, kv="fp16", q="fp16", heads=(4, 2), head_dim=64, q_len=4, mask=True),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +11,17 @@ import pytest
 import torch
 
 from cute_attn.emulator import using
+from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.host import prepared
 from cute_attn.kernels.xqa.host.decode import DecodeRun
 from cute_attn.kernels.xqa.host.family import FAMILY
 from cute_attn.kernels.xqa.host.single import SingleRun
+from cute_attn.kernels.xqa.smem import XqaMemory
+from cute_attn.kernels.xqa.spec import XqaSpec, is_head_dim
 from cute_attn.problem import DecodeProblem, Features, Scratch, Settings
-from cute_attn.runtime.arch import TYPICAL_SMS, named
+from cute_attn.runtime.arch import ARCHS, TYPICAL_SMS, Arch, for_capability, named
 from cute_attn.runtime.counters import SEMAPHORES
 from cute_attn.runtime.launch import CPU
 from tests.support import batch_case
@@ -168,6 +173,33 @@ def test_launches_of_a_call_without_a_plan() -> None:
     assert grid[0] * grid[1] <= 4 * spec.ctas
     no_requests = decode_problem(seq_lens=torch.zeros(0, dtype=torch.int32))
     assert FAMILY.launches(no_requests, named("sm_90a"), 4) == []
+
+
+@pytest.mark.parametrize("arch", [*map(named, ARCHS), for_capability((8, 6))], ids=lambda arch: f"{arch.capability}")
+def test_every_head_dim_has_a_kernel(arch: Arch) -> None:
+    """In the shared memory of the GPU. Where that has 163 KB, partial scores take no slots of caches that are bound by
+    memory: as many bytes are in flight at 512 as at 256.
+    """
+    in_flight = {}
+    for kv, rows, few in itertools.product(KV_BITS, (4, 8, 16), (True, False)):
+        for head_dim in (dim for dim in range(8, 1024, 8) if is_head_dim(dim, KV_BITS[kv])):
+            spec = tiles.choose("bfloat16", kv, "bfloat16", head_dim, rows, True, few, arch)
+            memory = XqaMemory.of(spec)
+            assert memory.bytes <= arch.smem_limit
+            assert spec.team * spec.warp_dim == head_dim
+            assert spec.warp_dim <= spec.tile_dim < 2 * max(32, spec.warp_dim)
+            in_flight[kv, rows, few, head_dim] = (
+                spec.warps * spec.ctas * memory.prefetch_distance * memory.cols * memory.source_bytes
+            )
+        if arch.smem_limit > 1 << 17 and KV_BITS[kv] > 4:
+            assert in_flight[kv, rows, few, 512] >= in_flight[kv, rows, few, 256]
+
+
+def test_specs_whose_warps_are_no_whole_teams() -> None:
+    with pytest.raises(ValueError, match="whole teams"):
+        XqaSpec("bfloat16", "", "bfloat16", 512, cols=16, warps=3)
+    with pytest.raises(ValueError, match="whole chunks"):
+        XqaSpec("bfloat16", "float8_e4m3fn", "bfloat16", 72)
 
 
 def test_single_calls_share_their_page_table() -> None:

@@ -30,6 +30,9 @@ CASES = (
     decode((0, 0), sinks=True),
     decode((2, 9, 70), q_len=6, window_left=3, dtype="bfloat16", indices="int64", **heads(8, 2)),  # several row blocks
     decode(tuple(range(40)), kv_dtype=E4M3, page_size=16),
+    decode((65, 12, 0), kv_dtype=E4M3, page_size=16, sinks=True, **heads(8, 1), **dims(512)),
+    decode((40, 2), kv_layout="HND", cache="strided", page_size=32, window_left=20, **heads(4, 1), **dims(512)),
+    decode((70, 33), page_size=16, q_len=2, dtype="bfloat16", **heads(4, 2), **dims(32)),
 )
 
 # As large as a captured launch gets.
@@ -53,7 +56,7 @@ def random_batches(seed: int, max_len: int, max_batch: int) -> Iterator[BatchCas
         drawn = batch_case.random_batch_case(1_000_003 * seed + number, max_len, max_batch)
         if drawn.kind != "decode":
             continue
-        head_dim = random.Random(number).choice((64, 128, 256))
+        head_dim = random.Random(number).choice((64, 128, 256, 512))
         plain = {
             "logits_soft_cap": 0.0,
             "pos_encoding_mode": "NONE",

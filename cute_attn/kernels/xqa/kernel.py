@@ -26,10 +26,11 @@ from cute_attn.kernels.xqa.parts import formats
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.masks import DraftMask
 from cute_attn.kernels.xqa.parts.merge import Merge
-from cute_attn.kernels.xqa.parts.pages import CHUNK, PagedKv, TokenPages, chunk_offset
+from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages, chunk_offset
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition, Segment, Share, kv_split
 from cute_attn.kernels.xqa.parts.queries import Queries, QueryRows
 from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax, Running
+from cute_attn.kernels.xqa.parts.team import make_team
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
 from cute_attn.runtime.arch import named
@@ -109,7 +110,8 @@ class LoopState(NamedTuple):
 
 
 class WarpTiles(NamedTuple):
-    """KV tiles of a segment that one warp processes: `count` tiles from `first`, strided by the number of warps."""
+    """KV tiles of a segment that one team of warps processes: `count` tiles from `first`, strided by the number of
+    teams."""
 
     split: KvSplit
     first: Int32
@@ -135,6 +137,7 @@ class XqaProgram:
     def __init__(self, spec: XqaSpec, arch: str) -> None:
         self.spec = spec
         self.memory = XqaMemory.of(spec)
+        self.team = make_team(spec, self.memory)
         self.format = formats.make_format(spec, native=named(arch).capability >= (8, 9))
         self.block = (32 * spec.warps, 1, 1)
         self.smem_bytes = self.memory.bytes
@@ -186,8 +189,8 @@ class XqaProgram:
         scale = p.scale * device_scales * Float32(ptx.LOG2E * self.format.dequant_factor)
         v_scale = p.v_scale * device_scale(p.v_scale_ptr) * Float32(self.format.dequant_factor)
         epilogue = FinalEpilogue(p.sinks, v_scale, p.lse_scale)
-        merge = Merge(self.spec, self.memory, self.format, p, shared_memory(), epilogue)
-        return merge, QueryRows(self.spec, p, scale)
+        merge = Merge(self.spec, self.memory, self.team, self.format, p, shared_memory(), epilogue)
+        return merge, QueryRows(self.spec, self.memory, self.team, p, scale)
 
     def ring_start(self) -> Int32:
         """Shared address of the first slot of this warp's ring."""
@@ -198,14 +201,14 @@ class XqaProgram:
 
     def warp_tiles(self, segment: Segment, share: Share) -> WarpTiles:
         split = kv_split(segment, share)
-        first = split.begin + self.warp()
-        count = ptx.maximum(split.end - first + (self.spec.warps - 1), Int32(0)) // self.spec.warps
+        first = split.begin + self.team.number(self.warp())
+        count = ptx.maximum(split.end - first + (self.spec.teams - 1), Int32(0)) // self.spec.teams
         return WarpTiles(split, first + segment.request.first_token // self.spec.cols, count)
 
     def paged_kv(self, p: XqaParams, segment: Segment) -> PagedKv:
         head = Divisor(p.row_blocks, p.row_blocks_multiplier, p.row_blocks_shift).quotient(segment.unit)
         table = isa.mad_wide(segment.first_page, Int32(4), p.table)
-        return PagedKv(self.memory, p, table, head, segment.request.first_token, segment.request.kv_len)
+        return PagedKv(self.memory, self.team, p, table, head, segment.request.first_token, segment.request.kv_len)
 
     def segment_work(
         self, p: XqaParams, segment: Segment, share: Share, queries: Queries, rows: PackedRows
@@ -216,14 +219,17 @@ class XqaProgram:
             mask=DraftMask(p, rows, segment, self.spec),
             queries=queries,
             softmax=ColumnSoftmax(
-                self.spec.row_blocks, self.spec.head_dim // 16, queries.log2_scale, self.format.slack
+                self.spec.row_blocks,
+                self.memory.loads * self.format.operands_per_load,
+                self.team.score_scale(queries.log2_scale),
+                self.format.slack,
             ),
         )
 
     # --- phases -----------------------------------------------------------------------------------------------------
 
     def kv_tile(self, tiles: WarpTiles, i: Int32 | int) -> Int32:
-        return tiles.first + i * self.spec.warps
+        return tiles.first + i * self.spec.teams
 
     def load_prologue(self, kv: PagedKv, tiles: WarpTiles) -> TokenPages:
         """Start copying the first tiles of a segment, one cp.async group per tile. Empty groups are committed too, so
@@ -249,6 +255,7 @@ class XqaProgram:
         s = self.gemm_qk(work.queries, state.slot, copies, work.kv.copy_steps)
         ptx.cp_async_commit()
         token_pages = work.kv.prefetch_page_ids(self.kv_tile(tiles, i + ahead + 1), i + ahead + 1 < tiles.count)
+        s = self.team.total_scores(s, work.queries.log2_scale, i)
         start = self.kv_tile(tiles, i) * self.spec.cols
         if work.mask.masks_part_of(start):
             s = work.mask.apply(s, start)
@@ -284,7 +291,7 @@ class XqaProgram:
         lane = cute.arch.thread_idx()[0] & 31
         at = slot + chunk_offset(lane & 15, lane >> 4, memory.row_bytes)
         acc = [Float32(0.0) for _ in range(4 * blocks * (memory.cols // 16))]
-        pairs, done = memory.row_bytes // (2 * CHUNK), 0
+        pairs, done = memory.loads, 0
         scales = [self.format.k_scales(slot, m) for m in range(memory.cols // 16)]
         for pair in range(pairs):
             k_at, offset = swizzled_offset(at, 2 * pair)
@@ -311,7 +318,7 @@ class XqaProgram:
         for m in range(memory.cols // 16):
             b = [self._p_operand(p, m * blocks + block) for block in range(blocks)]
             scales = self.format.v_scales(slot, m)
-            for pair in range(memory.row_bytes // (2 * CHUNK)):
+            for pair in range(memory.loads):
                 v_at, offset = swizzled_offset(at, 2 * pair)
                 loaded = ptx.ldmatrix_x4(v_at, offset + m * 16 * memory.row_bytes, transpose=True)
                 for u, a in enumerate(self.format.v_operands(loaded, pair, scales)):

@@ -10,18 +10,21 @@ from cute_attn.kernels.xqa.spec import SCALE_BLOCK, XqaSpec
 
 @dataclass(frozen=True)
 class XqaMemory:
-    """Byte offsets in shared memory: a ring of `stages` slots per warp, then the statistics of the merge.
+    """Byte offsets in shared memory: a ring of `stages` slots per warp, the statistics of the merge, then the partial
+    scores that the warps of a team exchange.
 
-    A slot holds K and V of `cols` tokens, then their block scales, if any. Between two segments the last slots of each
-    warp's ring are free and hold the warp's outputs for the merge.
+    A slot holds a warp's columns of K and V of `cols` tokens, then their block scales, if any. Between two segments the
+    last slots of each warp's ring are free and hold the warp's outputs for the merge.
     """
 
     rows: int
     cols: int
     warps: int
     stages: int
-    head_dim: int
+    warp_dim: int
+    tile_dim: int
     kv_bits: int
+    team: int
 
     def __post_init__(self) -> None:
         if self.prefetch_distance < 1:
@@ -29,17 +32,27 @@ class XqaMemory:
 
     @classmethod
     def of(cls, spec: XqaSpec) -> XqaMemory:
-        return cls(spec.rows, spec.cols, spec.warps, spec.stages, spec.head_dim, spec.kv_bits)
+        return cls(spec.rows, spec.cols, spec.warps, spec.stages, spec.warp_dim, spec.tile_dim, spec.kv_bits, spec.team)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of K or V of one token."""
-        return self.head_dim * self.kv_bits // 8
+        """Distance of two tokens in K or V."""
+        return self.tile_dim * self.kv_bits // 8
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of a warp's columns of K or V of one token."""
+        return self.warp_dim * self.kv_bits // 8
+
+    @property
+    def loads(self) -> int:
+        """Pairs of chunks that hold them: what an ldmatrix.x4 reads of a row."""
+        return -(-self.source_bytes // 32)
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the block scales of K or V of one token."""
-        return self.head_dim // SCALE_BLOCK if self.kv_bits == 4 else 0
+        """Bytes of the block scales of a warp's columns of K or V of one token."""
+        return self.warp_dim // SCALE_BLOCK if self.kv_bits == 4 else 0
 
     @property
     def v(self) -> int:
@@ -68,12 +81,12 @@ class XqaMemory:
 
     @property
     def outputs(self) -> int:
-        """Offset in a warp's ring of its outputs, fp32 [rows, head_dim]."""
+        """Offset in a warp's ring of its outputs, fp32 [rows, tile_dim]."""
         return self.prefetch_distance * self.slot_bytes
 
     @property
     def output_bytes(self) -> int:
-        return self.rows * self.head_dim * 4
+        return self.rows * self.tile_dim * 4
 
     @property
     def stats(self) -> int:
@@ -86,5 +99,15 @@ class XqaMemory:
         return self.stats + self.warps * self.rows * 8
 
     @property
-    def bytes(self) -> int:
+    def partial_scores(self) -> int:
+        """Offset of the partial scores: two buffers per warp, whose tiles take turns."""
         return self.ticket + 16
+
+    @property
+    def score_bytes(self) -> int:
+        """Bytes of a buffer of partial scores."""
+        return self.rows * self.cols * 4 if self.team > 1 else 0
+
+    @property
+    def bytes(self) -> int:
+        return self.partial_scores + 2 * self.warps * self.score_bytes

@@ -11,7 +11,27 @@ from cute_attn.runtime.spec import KernelSpec
 SCALE_BLOCK = 16  # elements of NVFP4 that share an e4m3 scale
 PAIRED_ROWS = 4  # query rows that `paired` allows
 OUT_DTYPES = ("float16", "bfloat16", "float8_e4m3fn")
-HEAD_DIMS = (64, 128, 256)
+WARP_DIM = 256  # head dims that one warp holds; more are shared by the warps of a team
+MAX_HEAD_DIM = 512
+HEAD_DIMS = (64, 128, 256)  # of which all default kernels are built
+
+
+def is_head_dim(head_dim: int, kv_bits: int) -> bool:
+    """Whether there are kernels for a head dim: each warp copies chunks of 16 bytes, and with NVFP4 its block scales of
+    a token as one."""
+    if kv_bits == 4:
+        return head_dim in (64, 128, 256, 512)
+    return 16 <= head_dim <= MAX_HEAD_DIM and head_dim % (128 // kv_bits * team_size(head_dim)) == 0
+
+
+def team_size(head_dim: int) -> int:
+    """Number of warps that share the columns of a tile."""
+    return -(-head_dim // WARP_DIM)
+
+
+def padded_dim(head_dim: int) -> int:
+    """Columns of a warp's rows in shared memory, a power of two."""
+    return max(32, 1 << (head_dim // team_size(head_dim) - 1).bit_length())
 
 
 @dataclass(frozen=True)
@@ -34,7 +54,8 @@ class XqaSpec(KernelSpec):
 
     def __post_init__(self) -> None:
         rules = {
-            f"head_dim must be one of {HEAD_DIMS}": self.head_dim in HEAD_DIMS,
+            "head_dim must be that of whole chunks": is_head_dim(self.head_dim, self.kv_bits),
+            "warps must be whole teams": self.warps % self.team == 0,
             "cols must be 16 or a multiple of 32": self.cols == 16 or self.cols % 32 == 0,
             "paired needs NVFP4 and one block of rows": not self.paired or (self.kv_bits, self.row_blocks) == (4, 1),
         }
@@ -45,6 +66,26 @@ class XqaSpec(KernelSpec):
     @property
     def rows(self) -> int:
         return 8 * self.row_blocks
+
+    @property
+    def team(self) -> int:
+        """Warps that share the columns of a tile."""
+        return team_size(self.head_dim)
+
+    @property
+    def teams(self) -> int:
+        """Tiles that a CTA processes at once."""
+        return self.warps // self.team
+
+    @property
+    def warp_dim(self) -> int:
+        """Head dims of a warp."""
+        return self.head_dim // self.team
+
+    @property
+    def tile_dim(self) -> int:
+        """Columns of a warp's rows in shared memory: those from `warp_dim` on are padding."""
+        return padded_dim(self.head_dim)
 
     def row(self, column: Any) -> Any:
         """Query row of a column of S^T and O^T."""

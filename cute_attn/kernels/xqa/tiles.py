@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.xqa.smem import XqaMemory
-from cute_attn.kernels.xqa.spec import PAIRED_ROWS, SCALE_BLOCK, XqaSpec
+from cute_attn.kernels.xqa.spec import PAIRED_ROWS, SCALE_BLOCK, XqaSpec, padded_dim
 from cute_attn.runtime.arch import Arch
 
-REGISTER_DIMS = 256  # row blocks x head_dim; beyond it outputs and queries exceed a thread's registers
+REGISTER_DIMS = 256  # row blocks x columns of a warp; beyond it outputs and queries exceed a thread's registers
 RESERVED_SMEM = 1024  # bytes of shared memory that the system reserves per CTA
 FEW = 128  # (request, kv head) pairs: about one per SM
 
@@ -49,7 +49,7 @@ def choose(
         8,
         9,
     )  # converting e4m3 scales in software takes registers too
-    row_blocks = max(1, min(2, REGISTER_DIMS // (2 if software else 1) // head_dim, -(-packed_rows // 8)))
+    row_blocks = max(1, min(2, REGISTER_DIMS // (2 if software else 1) // padded_dim(head_dim), -(-packed_rows // 8)))
     paired = kv_dtype == "nvfp4" and packed_rows <= PAIRED_ROWS
     preferred = (FEW_RINGS if few else MANY_RINGS)[KV_BITS[kv_dtype]]
     specs = [
@@ -64,8 +64,9 @@ def choose(
 
 def _cols(kv_dtype: str, head_dim: int, row_blocks: int, ring: Ring) -> int:
     """Tokens of a tile. Outputs occupy slots during a merge: two slots must stay free, or one of two."""
-    token = 2 * head_dim * KV_BITS[kv_dtype] // 8 + (2 * head_dim // SCALE_BLOCK if kv_dtype == "nvfp4" else 0)
-    outputs = 8 * row_blocks * head_dim * 4
+    columns = padded_dim(head_dim)
+    token = 2 * columns * KV_BITS[kv_dtype] // 8 + (2 * columns // SCALE_BLOCK if kv_dtype == "nvfp4" else 0)
+    outputs = 8 * row_blocks * columns * 4
     wanted = max(ring.slot * 3 // 4, outputs // max(1, ring.stages - 2))
     cols = 16
     while cols < 64 and cols * token < wanted:
@@ -79,7 +80,7 @@ def _fits(spec: XqaSpec, arch: Arch) -> bool:
     32 tokens spill; in 168, tree masks and twice as many outputs or scores as usual."""
     ctas = spec.ctas + spec.guests
     warps = spec.warps * ctas
-    wide = spec.tree or spec.row_blocks * spec.cols > 32 or spec.row_blocks * spec.head_dim >= REGISTER_DIMS
+    wide = spec.tree or spec.row_blocks * spec.cols > 32 or spec.row_blocks * spec.tile_dim >= REGISTER_DIMS
     if (warps >= 16 and spec.cols > 32) or (warps >= 12 and wide):
         return False
     return ctas * (XqaMemory.of(spec).bytes + RESERVED_SMEM) <= arch.smem_limit + RESERVED_SMEM

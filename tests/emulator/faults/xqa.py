@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.emulator.faults.fault import IN_STEP, Fault, chosen
 
 MANY = chosen("xqa", "test_case and (long or more or edges or begin)")
+HEAD_DIMS = chosen("xqa", "test_head_dims")
 RISING = chosen("xqa_wrappers", "test_scores_that_rise")
 XQA_FAULTS = (
     Fault(
@@ -119,6 +120,34 @@ XQA_FAULTS = (
         "size = ptx.select(exists, Int32(CHUNK), Int32(0))",
         "size = Int32(CHUNK)",
         MANY,
+    ),
+    Fault(
+        "what lies behind a row is copied",
+        "xqa/parts/pages.py",
+        "return size if chunks >= self.lanes_per_row else ptx.select(chunk < chunks, size, Int32(0))",
+        "return size",
+        HEAD_DIMS,
+    ),
+    Fault(
+        "a warp does not wait for its team's scores",
+        "xqa/parts/team.py",
+        "        named_sync(FIRST_BARRIER + self.number(self.warp()), 32 * self.size)\n",
+        "",
+        HEAD_DIMS,
+    ),
+    Fault(
+        "scores are exchanged in one buffer",
+        "xqa/parts/team.py",
+        "(tile & 1) * size",
+        "(tile & 0) * size",
+        HEAD_DIMS,
+    ),
+    Fault(
+        "partial scores are scaled by the factor of another row",
+        "xqa/parts/team.py",
+        "scaled = [x * log2_scale[i // 4 % (slots // 2) * 2 + i % 2] for i, x in enumerate(s)]",
+        "scaled = [x * log2_scale[0] for i, x in enumerate(s)]",
+        HEAD_DIMS,
     ),
     Fault(
         "block scales of tokens past the end are copied",

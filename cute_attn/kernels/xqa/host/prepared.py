@@ -70,7 +70,7 @@ class PreparedKernel:
             **divisor("group", features.num_qo_heads // features.num_kv_heads),
             **divisor("page_size", settings.page_size if self.paged else ONE_PAGE, stem="page"),
             "overhead": SEGMENT_OVERHEAD,
-            "min_share": spec.warps,  # one tile per warp
+            "min_share": spec.teams,  # one tile per team of warps
             "scale": settings.sm_scale,
             "lse_scale": settings.lse_scale,
         }

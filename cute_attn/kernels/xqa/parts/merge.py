@@ -1,10 +1,10 @@
 """Merge of softmax states: the accumulators of a CTA's warps, and of all CTAs of a segment, become output rows.
 
-The warps of a CTA process different tokens of the same rows. Each stores its (maximum, sum, outputs) in shared memory,
-then every thread merges a vector of a row over all warps. A CTA that processes only one KV split of a segment writes
-the result as a partial to global memory. The CTA that arrives last merges all partials: warp w those of splits w,
-w + warps, ..., then the warps' states as before. The order of additions depends on lengths alone, not on timing, so
-results are deterministic.
+The warps of a CTA, or its teams of warps, process different tokens of the same rows. Each warp stores its (maximum,
+sum, outputs) in shared memory, then every thread merges a vector of a row over all warps that have its columns. A CTA
+that processes only one KV split of a segment writes the result as a partial to global memory. The CTA that arrives last
+merges all partials: warp w those of splits w, w + warps, ..., then the warps' states as before. The order of additions
+depends on lengths alone, not on timing, so results are deterministic.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue
@@ -21,6 +21,7 @@ from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.formats import Kv4Bit, Kv8Bit, Kv16Bit
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share
 from cute_attn.kernels.xqa.parts.softmax import Running, reduce_column
+from cute_attn.kernels.xqa.parts.team import LoneWarp, WarpTeam
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
 
@@ -59,6 +60,7 @@ class Merge:
 
     spec: XqaSpec
     memory: XqaMemory
+    team: LoneWarp | WarpTeam
     format: Kv16Bit | Kv8Bit | Kv4Bit
     p: Any  # XqaParams
     base: Int32  # shared memory
@@ -66,7 +68,8 @@ class Merge:
 
     @property
     def vectors_per_row(self) -> int:
-        return self.spec.head_dim // VECTOR_WIDTH
+        """Vectors of a warp's columns of a row, padding included."""
+        return self.spec.tile_dim // VECTOR_WIDTH
 
     # --- warps of a CTA ---------------------------------------------------------------------------------------------
 
@@ -91,12 +94,12 @@ class Merge:
             dim, distance = self.format.output_dim(tile, g)
             for column in (0, 1):
                 row = self.spec.row(t * 2 + column) + 8 * block
-                at = outputs + row * (self.spec.head_dim * 4) + self.swizzled_dim(dim, row) * 4
+                at = outputs + row * (self.spec.tile_dim * 4) + self.swizzled_dim(dim, row) * 4
                 upper, lower = running.out[i + column], running.out[i + column + 2]
                 if distance == 1:
                     ptx.st_shared_v2_f32(at, 0, [upper, lower])
                 else:  # row g + 8 differs in bit 3, which the swizzle may flip
-                    far = outputs + row * (self.spec.head_dim * 4) + self.swizzled_dim(dim + distance, row) * 4
+                    far = outputs + row * (self.spec.tile_dim * 4) + self.swizzled_dim(dim + distance, row) * 4
                     isa.st_shared_f32(at, 0, upper)
                     isa.st_shared_f32(far, 0, lower)
 
@@ -113,37 +116,48 @@ class Merge:
                 ptx.st_shared_v2_f32(stats + row * 8, 0, [maximum[slot], totals[slot]])
 
     def merge_warps(self, row: Int32, dim: Int32) -> SoftmaxState:
-        """Merge the states of the CTA's warps for one vector of a row."""
-        parts = []
-        for warp in range(self.spec.warps):
-            maximum, total = ptx.ld_shared_v2_f32(self.base + self.memory.stats + row * 8, warp * self.memory.rows * 8)
-            at = self.base + row * (self.spec.head_dim * 4) + self.swizzled_dim(dim, row) * 4
+        """Merge the states of the CTA's teams for one vector of a row."""
+        parts, stats_bytes = [], self.memory.rows * 8
+        for warp in range(0, self.spec.warps, self.spec.team):
+            stats = self.team.shifted(self.base + self.memory.stats + row * 8, stats_bytes)
+            maximum, total = ptx.ld_shared_v2_f32(stats, warp * stats_bytes)
+            at = self.base + row * (self.spec.tile_dim * 4) + self.swizzled_dim(dim, row) * 4
+            at = self.team.shifted(at, self.memory.ring_bytes)
             values = ptx.ld_shared_v4_f32(at, warp * self.memory.ring_bytes + self.memory.outputs)
             parts.append(SoftmaxState(maximum, total, values))
         return merge_states(parts)
+
+    def has_columns(self, dim: Int32) -> Boolean | bool:
+        """Whether a vector is no padding."""
+        return dim < self.spec.warp_dim if self.spec.warp_dim < self.spec.tile_dim else True
+
+    def head_dim(self, dim: Int32) -> Int32:
+        """Dimension of the head at dimension `dim` of this warp."""
+        return self.team.shifted(dim, self.spec.warp_dim)
 
     # --- output -----------------------------------------------------------------------------------------------------
 
     @cute.jit
     def write(self, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
         """Write outputs, or this CTA's partial, by all threads. A barrier after `publish` must come before."""
-        thread, threads = cute.arch.thread_idx()[0], 32 * self.spec.warps
+        thread, threads = self.team.thread(), 32 * self.spec.teams
         first = isa.divide(segment.start, share.size)
         last = isa.divide(segment.start + segment.request.tiles - 1, share.size)
         # Computed here, not after the barriers, where every thread would wait for the divisions.
         first, count = ptx.opaque(first), ptx.opaque(last - first + 1)
         for item in cutlass.range(thread, self.num_vectors(rows), threads, unroll=1):
             row, dim = self.row_and_dim(item)
-            result = self.merge_warps(row, dim)
-            if split.whole:
-                self.store(rows, row, dim, result)
-            else:
-                self.store_partial(self.partial_index(split), row, dim, result)
+            if self.has_columns(dim):
+                result = self.merge_warps(row, dim)
+                if split.whole:
+                    self.store(rows, row, self.head_dim(dim), result)
+                else:
+                    self.store_partial(self.partial_index(split), row, self.head_dim(dim), result)
         if cutlass.not_(split.whole):
             self.merge_splits(rows, first, count)
 
     def num_vectors(self, rows: PackedRows) -> Int32:
-        """Number of vectors in the rows that exist."""
+        """Number of vectors of this warp's columns in the rows that exist."""
         return ptx.minimum(rows.count - rows.first, Int32(self.spec.rows)) * self.vectors_per_row
 
     @cute.jit
@@ -204,27 +218,28 @@ class Merge:
             for start in cutlass.range(0, self.num_vectors(rows), 32 * self.vectors_per_lane, unroll=1):
                 self.reduce_partials(rows, first, count, start)
             ptx.sync_threads()
-            threads = 32 * self.spec.warps
-            for item in cutlass.range(thread, self.num_vectors(rows), threads, unroll=1):
+            threads = 32 * self.spec.teams
+            for item in cutlass.range(self.team.thread(), self.num_vectors(rows), threads, unroll=1):
                 row, dim = self.row_and_dim(item)
-                self.store(rows, row, dim, self.merge_warps(row, dim))
+                if self.has_columns(dim):
+                    self.store(rows, row, self.head_dim(dim), self.merge_warps(row, dim))
 
     @property
     def vectors_per_lane(self) -> int:
         crowded = self.spec.warps * (self.spec.ctas + self.spec.guests) > 8  # leaves fewer registers per thread
-        vectors = VECTORS_PER_LANE if crowded else 2 * VECTORS_PER_LANE
+        vectors = VECTORS_PER_LANE if crowded or self.team.size > 1 else 2 * VECTORS_PER_LANE
         return min(vectors, self.spec.rows * self.vectors_per_row // 32)
 
     @cute.jit
     def reduce_partials(self, rows: PackedRows, first: Int32, count: Int32, start: Int32) -> None:
-        """Merge one warp's share of the partials into its ring, for 32 * vectors_per_lane vectors from vector `start`
-        on."""
+        """Merge one warp's share of the partials into its ring, for 32 * vectors_per_lane vectors of its columns from
+        vector `start` on."""
         thread = cute.arch.thread_idx()[0]
         warp, lane = thread >> 5, thread & 31
         empty = SoftmaxState(Float32(ptx.NEG_INF), Float32(0.0), [Float32(0.0) for _ in range(VECTOR_WIDTH)])
         sums = [empty for _ in range(self.vectors_per_lane)]
         positions = [self.row_and_dim(start + (lane + 32 * i)) for i in range(self.vectors_per_lane)]
-        for index in cutlass.range(warp, count, self.spec.warps, unroll=2):
+        for index in cutlass.range(self.team.number(warp), count, self.spec.teams, unroll=2):
             partial = self.cta_index(first + index) * 2 + ptx.select(index == 0, Int32(1), Int32(0))
             loaded = [self.load_partial(partial, rows, row, dim) for row, dim in positions]
             sums = [merge_states([old, new]) for old, new in zip(sums, loaded, strict=True)]
@@ -233,7 +248,7 @@ class Merge:
         for i in cutlass.range_constexpr(self.vectors_per_lane):
             row, dim = positions[i]
             ptx.st_shared_v4_f32(
-                outputs + (row * self.spec.head_dim + self.swizzled_dim(dim, row)) * 4, 0, sums[i].values
+                outputs + (row * self.spec.tile_dim + self.swizzled_dim(dim, row)) * 4, 0, sums[i].values
             )
             if dim == 0:
                 ptx.st_shared_v2_f32(stats + row * 8, 0, [sums[i].maximum, sums[i].total])
@@ -247,4 +262,6 @@ class Merge:
         exists = rows.exists(row)
         maximum, total = isa.ld_l2_if(exists, stats, 2)
         maximum = ptx.select(exists, maximum, Float32(ptx.NEG_INF))
-        return SoftmaxState(maximum, total, isa.ld_l2_if(exists, outputs + Int64(dim * 4), 4))
+        if self.has_columns(dim) is not True:
+            exists = isa.all_of([exists, self.has_columns(dim)])
+        return SoftmaxState(maximum, total, isa.ld_l2_if(exists, outputs + Int64(self.head_dim(dim) * 4), 4))

@@ -11,6 +11,7 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.xqa.parts import instructions as isa
+from cute_attn.kernels.xqa.parts.team import LoneWarp, WarpTeam
 from cute_attn.kernels.xqa.smem import XqaMemory
 
 CHUNK = 16  # bytes of one cp.async
@@ -37,10 +38,11 @@ class TokenPages(NamedTuple):
 
 @dataclass(frozen=True)
 class PagedKv:
-    """Paged K and V of one request and kv head. Tokens outside [first_token, kv_len) are not read but zero-filled: a
-    NaN there would survive 0 * V."""
+    """Paged K and V of one request and kv head, of which a warp copies its columns. Tokens outside [first_token,
+    kv_len) are not read but zero-filled: a NaN there would survive 0 * V."""
 
     memory: XqaMemory
+    team: LoneWarp | WarpTeam
     p: Any  # XqaParams
     table: Int64  # page ids of the request
     head: Int32
@@ -54,7 +56,8 @@ class PagedKv:
 
     @property
     def lines_per_row(self) -> int:
-        return max(1, self.memory.row_bytes // LINE)
+        """Number of lines that hold columns of K or V; others are neither filled nor read."""
+        return -(-self.memory.source_bytes // LINE)
 
     @property
     def copy_steps(self) -> int:
@@ -87,7 +90,7 @@ class PagedKv:
         memory, p = self.memory, self.p
         lane = ptx.opaque(cute.arch.thread_idx()[0]) & 31
         row, chunk = lane // self.lanes_per_row, lane % self.lanes_per_row
-        offset = Int64(chunk * CHUNK)
+        offset = self.team.shifted(Int64(chunk * CHUNK), memory.source_bytes)
         k = p.k + Int64(self.head) * p.k_stride_h + offset
         v = p.v + Int64(self.head) * p.v_stride_h + offset
         shared = slot + chunk_offset(row, chunk, memory.row_bytes)
@@ -109,11 +112,18 @@ class PagedKv:
             k_at, v_at = isa.mad_wide(k_place, Int32(CHUNK), k), isa.mad_wide(v_place, Int32(CHUNK), v)
             for line in range(self.lines_per_row):
                 at = first * memory.row_bytes + line * LINE
-                isa.copy_if(wanted, target, at, k_at, line * LINE, size)
-                isa.copy_if(wanted, target, memory.v + at, v_at, line * LINE, size)
+                present = self._present(chunk, line, size)
+                isa.copy_if(wanted, target, at, k_at, line * LINE, present)
+                isa.copy_if(wanted, target, memory.v + at, v_at, line * LINE, present)
             if i == 0:
                 self._copy_scales(token_pages, start, wanted, slot)
             yield
+
+    def _present(self, chunk: Int32, line: int, size: Int32) -> Int32:
+        """Bytes to read of a lane's chunk in a line: `size`, or none beyond the last column, where zeros are filled in:
+        an ldmatrix may read them."""
+        chunks = self.memory.source_bytes // CHUNK - line * self.lanes_per_row
+        return size if chunks >= self.lanes_per_row else ptx.select(chunk < chunks, size, Int32(0))
 
     def _swizzle_bits(self, first: int) -> int:
         per_line = max(1, LINE // self.memory.row_bytes)
@@ -125,7 +135,10 @@ class PagedKv:
         if not size:
             return
         lane = ptx.opaque(cute.arch.thread_idx()[0]) & 31
-        k, v = p.k_sf + Int64(self.head) * p.k_sf_stride_h, p.v_sf + Int64(self.head) * p.v_sf_stride_h
+        k, v = (
+            self.team.shifted(base + Int64(self.head) * stride, size)
+            for base, stride in ((p.k_sf, p.k_sf_stride_h), (p.v_sf, p.v_sf_stride_h))
+        )
         if memory.cols < 32:
             wanted = isa.all_of([wanted, lane < memory.cols])
         for i, (page, token) in enumerate(zip(token_pages.pages, token_pages.offsets, strict=True)):

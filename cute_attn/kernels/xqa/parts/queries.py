@@ -10,6 +10,8 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.partition import Segment
+from cute_attn.kernels.xqa.parts.team import LoneWarp, WarpTeam
+from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
 
 SIGNS = -0x7FFF8000  # sign bits of two 16-bit numbers
@@ -28,6 +30,8 @@ class Queries(NamedTuple):
 @dataclass(frozen=True)
 class QueryRows:
     spec: XqaSpec
+    memory: XqaMemory
+    team: LoneWarp | WarpTeam
     p: Any  # XqaParams
     scale: Float32  # bmm1 scale x log2(e) x the format's dequant_factor
 
@@ -53,12 +57,13 @@ class QueryRows:
         words = []
         for block in range(self.spec.row_blocks):
             row = self.spec.row(lane >> 2) + 8 * block
-            address = rows.address(p.q, row, p.q_stride_n, p.q_stride_h)
+            address = self.team.shifted(rows.address(p.q, row, p.q_stride_n, p.q_stride_h), 2 * self.spec.warp_dim)
             words += self._words(address, rows.exists(row), lane & 3)
         return words
 
     def no_words(self) -> list[Int32]:
-        return [Int32(0) for _ in range(self.spec.row_blocks * self.spec.head_dim // 8)]
+        words = self.memory.loads * 32 // self.spec.kv_bits  # two per step of 16 columns
+        return [Int32(0) for _ in range(self.spec.row_blocks * words)]
 
     def operands(self, words: list[Int32]) -> Queries:
         """B operands from loaded words. A negative scale flips the signs of Q, because the softmax assumes a positive
@@ -83,16 +88,23 @@ class QueryRows:
     def _words(self, address: Int64, exists: Any, t: Int32) -> list[Int32]:
         """Load b0, b1 of every step of 16 contraction indices, in the order of K's format (see `formats`)."""
         words: list[Int32] = []
-        for start in range(0, self.spec.head_dim * 2, 32 if self.spec.kv_bits > 4 else 64):  # bytes
-            if self.spec.kv_bits == 16:
+        bits = self.spec.kv_bits
+        for start in range(0, self.memory.loads * 512 // bits, 32 if bits > 4 else 64):  # bytes
+            if bits == 16:
                 at = address + Int64(t * 4)
-                words += isa.load_if(exists, at, start, 1) + isa.load_if(exists, at, start + 16, 1)
-            elif self.spec.kv_bits == 8:
-                words += isa.load_if(exists, address + Int64(t * 8), start, 2)
+                words += self._load(exists, at, start, 1) + self._load(exists, at, start + 16, 1)
+            elif bits == 8:
+                words += self._load(exists, address + Int64(t * 8), start, 2)
             else:
-                a, b, c, d = isa.load_if(exists, address + Int64(t * 16), start, 4)
+                a, b, c, d = self._load(exists, address + Int64(t * 16), start, 4)
                 words += [isa.permute(*two, half) for two in ((a, c), (b, d)) for half in (0x5410, 0x7632)]
         return words
+
+    def _load(self, exists: Any, address: Int64, start: int, words: int) -> list[Int32]:
+        """Load words from byte `start` of a row on; beyond the last column there are zeros."""
+        if start < 2 * self.spec.warp_dim:
+            return isa.load_if(exists, address, start, words)
+        return [Int32(0) for _ in range(words)]
 
     def _to_fp16(self, words: list[Int32]) -> tuple[list[Int32], Float32]:
         """Convert bf16 pairs to fp16 after scaling the row by a power of two; what that loses is negligible next to the
