@@ -128,9 +128,7 @@ def trtllm_batch_decode_with_kv_cache(
     _refuse_other_masks(enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global)
     _refuse_request_order(request_order, request_order_plan)
     trtllm_options.refuse_skipped_softmax(skip_softmax_threshold_scale_factor)
-    if bf16q_fp8kv_transform_mode is not None:
-        checks.choice("bf16q_fp8kv_transform_mode", bf16q_fp8kv_transform_mode, ("k_only", "separate_kv"))
-    trtllm_options.check_counters(multi_ctas_kv_counter_buffer)
+    _check_unused(bf16q_fp8kv_transform_mode, multi_ctas_kv_counter_buffer)
     ragged = _ragged(q_len_per_req, max_q_len, cum_seq_lens_q, uniform_q_len)
     dtype = trtllm_options.output_dtype(given, out_dtype)
     max_seq_len = longest(max_seq_len)
@@ -159,14 +157,22 @@ def trtllm_batch_decode_with_kv_cache(
         said = Said(max_seq_len, out is not None, scales, RAGGED_NAMES if ragged else {})
         decode_values.before_launch(problem, said)
     backends.run(problem, backend_here)
-    result = problem.out if given is None else given
+    return _results(problem, given, columns, return_lse)
+
+
+def _results(
+    problem: DecodeProblem, out: torch.Tensor | None, columns: torch.Tensor | None, return_lse: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Return what the caller asked for. `columns` receive the lse where the caller wants it by heads."""
+    lse = problem.lse
     if columns is not None:
-        assert problem.lse is not None
-        columns.copy_(problem.lse.t())
-    if not return_lse:
-        return result
-    assert problem.lse is not None
-    return result, problem.lse if columns is None else columns
+        assert lse is not None
+        lse = columns.copy_(lse.t())
+    result = problem.out if out is None else out
+    if return_lse:
+        assert lse is not None
+        return result, lse
+    return result
 
 
 def _backend_here(backend: Any) -> str:
@@ -174,6 +180,13 @@ def _backend_here(backend: Any) -> str:
     if isinstance(backend, str) and backend in SAME:
         return "auto"
     return select.checked_name(backend)
+
+
+def _check_unused(bf16q_fp8kv_transform_mode: Any, multi_ctas_kv_counter_buffer: Any) -> None:
+    """Check arguments that change nothing here."""
+    if bf16q_fp8kv_transform_mode is not None:
+        checks.choice("bf16q_fp8kv_transform_mode", bf16q_fp8kv_transform_mode, ("k_only", "separate_kv"))
+    trtllm_options.check_counters(multi_ctas_kv_counter_buffer)
 
 
 def _refuse_request_order(order: Any, plan: Any) -> None:
