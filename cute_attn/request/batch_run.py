@@ -282,7 +282,10 @@ def _check_layout(plan: BatchPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Te
                 f"({'q' if name == 'q' else 'kv'}_data_type), got {checks.short(x.dtype)}"
             )
     if plan.rows != (q.shape[0] if q.dim() else -1):
-        raise ArgumentError(f"q must have the planned {plan.rows} rows (qo_indptr[-1]), got {checks.describe(q)}")
+        meaning = "qo_indptr[-1]"
+        if plan.tokens.q_len is not None:
+            meaning = f"batch size {plan.tokens.batch_size} * q_len_per_req {plan.tokens.q_len} of plan()"
+        raise ArgumentError(f"q must have the planned {plan.rows} rows ({meaning}), got {checks.describe(q)}")
     checks.shape("q", q, (plan.rows, f.num_qo_heads, f.head_dim_qk), "[rows, num_qo_heads, head_dim_qk]")
     for name, x, head_dim in (("k", k, f.head_dim_qk), ("v", v, f.head_dim_vo)):
         _check_cache_shape(plan, name, x, head_dim // plan.elements_per_byte)

@@ -439,7 +439,7 @@ class BatchWrapper(PlannedState):
                 self._variants.add(settings, variant, keep=self._use_cuda_graph)
         return variant
 
-    def _settle(self, forward: ForwardOptions, **changed: Any) -> None:
+    def _replan(self, forward: ForwardOptions, **changed: Any) -> None:
         """Replace options of the plan for this run and those after it: those of `forward`, all of them."""
         if self._request is None or self._copies:
             self._planned()

@@ -319,7 +319,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         """
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
         options = ForwardOptions(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
-        self._settle(options, causal=causal)
+        self._replan(options, causal=causal)
         return self.run(q, k, v, return_lse=return_lse)
 
     forward_return_lse = with_return_lse(forward)

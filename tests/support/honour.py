@@ -119,6 +119,7 @@ ELSEWHERE = {
     *("use_fp16_qk_reduction", "allow_fp16_qk_reduction", "use_tensor_cores", "enable_pdl"),
     *("skip_softmax_threshold_scale_factor",),
     *("use_fp16_softmax", "uses_spcompress", "o_scale", "scale_q", "scale_k", "scale_v", "o_dtype"),
+    *("lse_layout", "uniform_q_len", "is_causal"),
 }
 
 

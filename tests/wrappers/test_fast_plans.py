@@ -147,6 +147,9 @@ def test_q_len_is_named_by_its_errors() -> None:
         made.plan(**plan_arguments(DECODE, make(DECODE)), is_causal=True)
     made.plan(**plan_arguments(DECODE, make(DECODE)), is_causal=False)
     run(DECODE, made)
+    inputs = make(dataclasses.replace(DECODE, qo_lens=(2, 2, 2)))
+    with pytest.raises(ValueError, match=r"q must have the planned 3 rows \(batch size 3 \* q_len_per_req 1 of plan"):
+        made.run(inputs.q, *inputs.kv)
 
 
 # ---- prefill
