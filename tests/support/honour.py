@@ -32,6 +32,8 @@ KINDS = ("paged", "ragged", "decode", "single_prefill", "single_decode")
 PREFILL = ("paged", "ragged", "single_prefill")
 BATCH = ("paged", "ragged", "decode")
 D128 = {"head_dim_qk": 128, "head_dim_vo": 128}
+D72 = {"head_dim_qk": 72, "head_dim_vo": 72}
+D512 = {"head_dim_qk": 512, "head_dim_vo": 512}
 ROPE = {"pos_encoding_mode": "ROPE_LLAMA"}
 
 
@@ -79,7 +81,12 @@ PERTURBATIONS = (
     Perturbation("page_size", {"page_size": 16}, kinds=("paged", "decode"), moves=False),
     Perturbation("head_dim_vo", {"head_dim_qk": 192, "head_dim_vo": 128}, kinds=PREFILL, moves=False),
     Perturbation("head_dim_qk", {"head_dim_qk": 128, "head_dim_vo": 128}, moves=False),
-    Perturbation("head_dim_qk", {"head_dim_qk": 72, "head_dim_vo": 72}, moves=False),
+    Perturbation("head_dim_qk", {"head_dim_qk": 68, "head_dim_vo": 68}, moves=False),
+    Perturbation("head_dim_qk", D72, moves=False),
+    Perturbation("head_dim_qk", {**D72, "pos_encoding_mode": "ROPE_LLAMA"}, moves=False),
+    Perturbation("head_dim_qk", {**D72, "kv_dtype": E4M3}, moves=False),
+    Perturbation("head_dim_qk", D512, moves=False),
+    Perturbation("head_dim_qk", {**D512, "kv_dtype": "nvfp4"}, kinds=(*BATCH, "single_prefill"), moves=False),
     Perturbation("head_dim_qk", {"head_dim_qk": 80, "head_dim_vo": 80}, moves=False),
     Perturbation("num_qo_heads", {"num_qo_heads": 6}, moves=False),
     Perturbation("q_data_type", {"dtype": "bfloat16"}, moves=False),
