@@ -45,18 +45,12 @@ def draw(qo_lens: Sequence[int], kv_lens: Sequence[int], longest_item: int, seed
 
 
 def visible(qo_len: int, kv_len: int, prefix_len: int, positions: Sequence[int]) -> torch.Tensor:
-    """Bool [qo_len, kv_len], one key after the other: items are told apart by counting delimiters."""
-    item, items = 0, []
-    for t in positions:
-        item += t == 0
-        items.append(item)
-    keep = torch.zeros(qo_len, kv_len, dtype=torch.bool)
-    for i in range(qo_len):
-        own = i + kv_len - qo_len
-        for j in range(max(0, own + 1)):
-            if j < prefix_len or own < prefix_len:
-                keep[i, j] = True
-            else:
-                same = items[own - prefix_len] == items[j - prefix_len]
-                keep[i, j] = same and positions[j - prefix_len] != 0 and positions[own - prefix_len] != 0
-    return keep
+    """Bool [qo_len, kv_len]: items are told apart by counting delimiters, which see the prefix alone, unseen."""
+    key = torch.arange(kv_len)
+    own = torch.arange(qo_len)[:, None] + kv_len - qo_len
+    behind = torch.tensor(list(positions), dtype=torch.int64)[: max(0, kv_len - prefix_len)]
+    item = torch.cat((torch.zeros(kv_len - len(behind), dtype=torch.int64), (behind == 0).cumsum(0)))
+    delimiter = torch.cat((torch.zeros(kv_len - len(behind), dtype=torch.bool), behind == 0))
+    row = own.clamp(min=0).expand(qo_len, kv_len)
+    in_own_item = (item[row] == item) & ~delimiter[row] & ~delimiter & (key >= prefix_len)
+    return (key <= own) & ((own < prefix_len) | (key < prefix_len) | in_own_item)
