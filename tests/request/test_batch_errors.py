@@ -25,6 +25,7 @@ from cute_attn import (
 )
 from cute_attn.request import single as single_request
 from tests.support.error_rows import Row, ints, overlapping, with_grad, workspace, zeros
+from tests.support.multi_item_errors import MULTI_ITEM
 
 FLOAT, E4M3 = torch.float32, torch.float8_e4m3fn
 
@@ -289,13 +290,6 @@ PAGED = [  # of both wrappers with pages; names of index arrays are the decode w
     Row("NVFP4 odd", {"kv_data_type": "uint8", "head_dim": 15}, ArgumentError, ("even head dimensions", "15")),
 ]
 
-ITEMS: dict[str, Any] = {  # a good call: kv_len - prefix_len is 5, 0 and 3
-    "prefix_len_ptr": ints(2, 0, 1),
-    "token_pos_in_items_ptr": ints(0, 1, 0, 1, 2, 0, 0, 0, 0, 0, 0, 1, 2),
-    "token_pos_in_items_len": 5,
-    "max_item_len_ptr": ints(2, 0, 2),
-}
-
 PREFILL = [  # of both prefill wrappers
     Row("causal", {"causal": 1}, ArgumentTypeError, ("causal must be True or False",)),
     Row("qo numpy", {"qo_indptr": np.arange(4)}, ArgumentTypeError, ("qo_indptr must be a torch.Tensor", "ndarray")),
@@ -314,35 +308,7 @@ PREFILL = [  # of both prefill wrappers
         "packed size", {"packed_custom_mask": workspace(5)}, ArgumentError, ("packed_custom_mask must have 4", "got 5")
     ),
     Row("packed dtype", {"packed_custom_mask": ints(1)}, ArgumentError, ("1-D uint8 tensor", "int32")),
-    Row("items alone", {"prefix_len_ptr": ints(1, 1, 1)}, ArgumentError, ("token_pos_in_items_ptr must come with",)),
-    Row("items length alone", {"token_pos_in_items_len": 4}, ArgumentError, ("must come with prefix_len_ptr, got 4",)),
-    Row("items length", {"token_pos_in_items_len": 4.0}, ArgumentTypeError, ("token_pos_in_items_len must be an int",)),
-    Row("positions alone", {"token_pos_in_items_ptr": ints(0)}, ArgumentError, ("token_pos_in_items_ptr must come",)),
-    Row("longest item alone", {"max_item_len_ptr": ints(1)}, ArgumentError, ("max_item_len_ptr must come with",)),
-    *(
-        Row(name, {**ITEMS, **change}, error, parts)
-        for name, change, error, parts in (
-            ("items list", {"prefix_len_ptr": [2, 0, 1]}, ArgumentTypeError, ("prefix_len_ptr must be a torch.T",)),
-            ("prefix float", {"prefix_len_ptr": zeros(3)}, ArgumentError, ("prefix_len_ptr must have", "float16")),
-            ("prefix rank", {"prefix_len_ptr": ints(2, 0, 1)[None]}, ArgumentError, ("prefix_len_ptr", "1 dimension")),
-            ("prefix size", {"prefix_len_ptr": ints(2, 0)}, ArgumentError, ("[batch_size] = (3,), got 2 elements",)),
-            ("prefix < 0", {"prefix_len_ptr": ints(2, -1, 0)}, ArgumentError, ("must not be negative, got -1",)),
-            ("prefix device", {"prefix_len_ptr": ints(2, 0, 1).to("meta")}, ArgumentError, ("prefix_len_ptr", "meta")),
-            ("longest size", {"max_item_len_ptr": ints(3)}, ArgumentError, ("max_item_len_ptr must have shape",)),
-            ("longest low", {"max_item_len_ptr": ints(2, 0, 1)}, ArgumentError, ("request 2 has 1", "token at 2")),
-            ("stride", {"token_pos_in_items_len": 4}, ArgumentError, ("at least kv_len", "request 0 needs 5, got 4")),
-            ("stride < 0", {"token_pos_in_items_len": -1}, ArgumentError, ("must be at least 0, got -1",)),
-            ("positions size", {"token_pos_in_items_ptr": ints(*range(11))}, ArgumentError, ("the 13 elements", "11")),
-            (
-                "positions jump",
-                {"token_pos_in_items_ptr": ints(0, 1, 0, 2, 3, 0, 0, 0, 0, 0, 0, 1, 2)},
-                ArgumentError,
-                ("must not grow by more than 1", "got 2 after 0 (request 0, key 5)"),
-            ),
-            ("items and mask", {"custom_mask": torch.ones(29, dtype=torch.bool)}, ArgumentError, ("contradict",)),
-            ("items and bits", {"packed_custom_mask": workspace(4)}, ArgumentError, ("contradict", "prefix_len_ptr")),
-        )
-    ),
+    *MULTI_ITEM,
     Row(
         "seq_lens_q",
         {"seq_lens_q": ints(3, 1, 2)},
