@@ -112,6 +112,19 @@ def test_two_warps_in_less_shared_memory(arch: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.emulator
+def test_warps_that_scale_their_columns_of_a_query_differently() -> None:
+    """Over 8-bit caches q becomes fp16, scaled by the largest number among a warp's columns of a row."""
+    built = build(XqaCase((90,), kv="e4m3", heads=(4, 1), head_dim=512, bmm1_scale=0.002))
+    factors = torch.ones(1, 4, 512)
+    factors[:, ::2, :256] = 16
+    factors[:, 1, 256:] = 64
+    built.arguments["query"].mul_(factors)
+    built.query[:] *= factors.numpy()
+    with emulator.using("sm_90a", sms=2):
+        assert built.check(*decode(built)) == ""
+
+
+@pytest.mark.emulator
 def test_shares_past_the_last_of_as_many_requests_as_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two units in one CTA group of 17 shares, of which 16 have work: the last reads nothing, not even a row of q."""
     assert solve(XqaCase((0,) * 32, heads=(2, 2)), "sm_90a", 17, "eager", monkeypatch) == ""

@@ -147,7 +147,7 @@ XQA_FAULTS = (
         "xqa/parts/team.py",
         "scaled = [x * log2_scale[i // 4 % (slots // 2) * 2 + i % 2] for i, x in enumerate(s)]",
         "scaled = [x * log2_scale[0] for i, x in enumerate(s)]",
-        HEAD_DIMS,
+        chosen("xqa", "scale_their_columns"),
     ),
     Fault(
         "block scales of tokens past the end are copied",
