@@ -427,13 +427,13 @@ def mask(custom_mask: Any, packed_custom_mask: Any, tokens: Tokens, device: torc
     offsets = np.concatenate(([0], np.cumsum((sizes + 7) // 8)))
     total = int(sizes.sum())
     if custom_mask is not None:
-        bits = _flat("custom_mask", custom_mask, torch.bool)
+        bits = _flat("custom_mask", custom_mask, torch.bool, torch.uint8)
         if bits.numel() != total:
             raise ArgumentError(
                 f"custom_mask must have the sum of qo_len * kv_len = {total} elements, got {bits.numel()}"
             )
         if packed_custom_mask is None:
-            return Mask(_pack(bits.to(device), sizes, offsets), offsets)
+            return Mask(_pack(bits.to(device).bool(), sizes, offsets), offsets)
     packed = _flat("packed_custom_mask", packed_custom_mask, torch.uint8).to(device)
     if packed.numel() == offsets[-1]:
         return Mask(packed.contiguous(), offsets)
@@ -448,10 +448,11 @@ def mask(custom_mask: Any, packed_custom_mask: Any, tokens: Tokens, device: torc
     return Mask(_pack(bits, sizes, offsets), offsets)
 
 
-def _flat(name: str, value: Any, dtype: torch.dtype) -> torch.Tensor:
+def _flat(name: str, value: Any, *dtypes: torch.dtype) -> torch.Tensor:
     value = checks.tensor(name, value)
-    if value.dtype != dtype or value.dim() != 1:
-        raise ArgumentError(f"{name} must be a 1-D {checks.short(dtype)} tensor, got {checks.describe(value)}")
+    if value.dtype not in dtypes or value.dim() != 1:
+        accepted = " or ".join(map(checks.short, dtypes))
+        raise ArgumentError(f"{name} must be a 1-D {accepted} tensor, got {checks.describe(value)}")
     _check_device(name, value)
     return value
 

@@ -230,7 +230,10 @@ def block_scale_pair(
             )
         kv_cache_sf = kv_cache_sf.unbind(1)
     if isinstance(kv_cache_sf, tuple | list) and kv_layout == "HND":
-        kv_cache_sf = tuple(checks.tensor("kv_cache_sf", x).transpose(1, 2) for x in kv_cache_sf)
+        for x in kv_cache_sf:
+            if checks.tensor("kv_cache_sf", x).dim() != 4:
+                raise ArgumentError(f"kv_cache_sf must be a pair of 4-D tensors, got {checks.describe(x)}")
+        kv_cache_sf = tuple(x.transpose(1, 2) for x in kv_cache_sf)
     return check_block_scales(kv_cache_sf, k, v)
 
 

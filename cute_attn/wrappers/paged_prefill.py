@@ -153,8 +153,8 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             num_kv_heads. The heads are the most that a run may have: where its tensors have fewer, those count.
         page_size : tokens per page, at least 1.
         head_dim_vo : default `head_dim_qk`.
-        custom_mask : 1-D bool, the `[qo_len, kv_len]` masks of all requests, flattened and concatenated; True keeps.
-            Replaces `causal`; `window_left` still applies.
+        custom_mask : 1-D bool (or uint8), the `[qo_len, kv_len]` masks of all requests, flattened and concatenated;
+            True keeps. Replaces `causal`; `window_left` still applies.
         packed_custom_mask : 1-D uint8, the same bits in **little** bit order. Either each request starts at a new
             byte (`segment_packbits(..., bitorder="little")`), or all bits follow one another (`packbits`): the
             number of bytes tells which, and if both have the same number, the former is assumed.

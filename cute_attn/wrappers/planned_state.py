@@ -248,8 +248,8 @@ class PlannedState:
             )
         with self._lock:
             assert self._request is not None
-            if self._request.mask.packed is not None:
-                raise RuntimeArgumentError(f"{written[0]} must not be written: the custom mask belongs to the plan")
+            if self._request.mask.packed is not None or self._request.tokens.lengths.key_bounds is not None:
+                raise RuntimeArgumentError(f"{written[0]} must not be written: the mask belongs to the planned lengths")
             copies, overrides = self._copies, self._current.overrides
             self._make_plan(self._request._replace(tokens=_rewritten(self._request, copies)))
             self._current = self._variant(overrides)

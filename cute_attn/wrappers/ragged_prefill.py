@@ -119,8 +119,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         num_qo_heads, num_kv_heads, head_dim_qk (older name `head_dim`) : at least 1; num_qo_heads must be a multiple of
             num_kv_heads. The heads are the most that a run may have: where its tensors have fewer, those count.
         head_dim_vo : default `head_dim_qk`.
-        custom_mask : 1-D bool, the `[qo_len, kv_len]` masks of all requests, flattened and concatenated; True keeps.
-            Replaces `causal`; `window_left` still applies.
+        custom_mask : 1-D bool (or uint8), the `[qo_len, kv_len]` masks of all requests, flattened and concatenated;
+            True keeps. Replaces `causal`; `window_left` still applies.
         packed_custom_mask : 1-D uint8, the same bits in **little** bit order, as for
             `BatchPrefillWithPagedKVCacheWrapper.plan`. Replaces `custom_mask`.
         causal : default False. True: token i of a request sees keys j <= i + kv_len - qo_len. Without effect under a

@@ -170,5 +170,5 @@ class VariableBlockSparseAttentionWrapper(BatchWrapper):
         """
         block_sparse.refuse_positions(pos_encoding_mode)
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
-        self._settle(ForwardOptions(pos_encoding_mode, -1, logits_soft_cap, sm_scale, rope_scale, rope_theta))
+        self._replan(ForwardOptions(pos_encoding_mode, -1, logits_soft_cap, sm_scale, rope_scale, rope_theta))
         return self.run(q, k, v)

@@ -28,8 +28,7 @@ from tests.support.case import Numbers, Result, _compare, lse_rounding, toleranc
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
-SPARE_PAGES = 3
-NO_PAGE = 1 << 30
+SPARE_PAGES, NO_PAGE = 3, 1 << 30
 WORKSPACE = 32 << 20
 UNTOUCHED = 7.0
 

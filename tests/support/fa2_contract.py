@@ -342,6 +342,9 @@ def attend(
         bits = memory(request.mask, (p.mask + p.mask_bytes - request.mask,), (1,), "uint8")
         at = rows[:, None] * kv_len + cols
         visible &= (bits[at // 8] >> (at % 8).astype(np.uint8)) & 1 == 1
+    if spec.mask == "multi_item":
+        bounds = memory(p.mask + 8 * request.qo_start, (request.qo_len, 2), (8, 4), "int32")[rows]
+        visible &= (cols < bounds[:, :1]) | (cols >= bounds[:, 1:])
     weights = np.where(visible, np.exp2(z), 0.0)
     total = weights.sum(axis=1)
     v_scale = lse_scale = 1.0

@@ -173,8 +173,9 @@ def test_wrong_lengths_written_after_a_plan_are_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(planned_state, "is_capturing", lambda device: True)
     with pytest.raises(RuntimeArgumentError, match="_paged_kv_last_page_len_buf was written after plan"):
         made.run(inputs.q, *inputs.kv)
-    masked = planned(dataclasses.replace(PAGED, mask="custom"))
-    masked._paged_kv_indptr_buf.zero_()
     monkeypatch.undo()
-    with pytest.raises(RuntimeArgumentError, match="the custom mask belongs to the plan"):
-        masked.run(inputs.q, *inputs.kv)
+    for mask in ("custom", "items"):
+        masked = planned(dataclasses.replace(PAGED, mask=mask))
+        masked._paged_kv_indptr_buf.zero_()
+        with pytest.raises(RuntimeArgumentError, match="the mask belongs to the planned lengths"):
+            masked.run(inputs.q, *inputs.kv)
