@@ -45,7 +45,7 @@ class Features(NamedTuple):
     # ^ with lengths on the host, the same number of query tokens per request
     own_splits: bool = False  # fixed_split_size or disable_split_kv: splits depend on the request's own lengths only
     large_cache: bool = False  # paged k or v spans 64 GiB or more
-    loose_scales: bool = False  # block scales of a token do not start at a multiple of their size
+    loose_scales: bool = False  # block scales of a token do not start at a multiple of their size, at most 16 bytes
     device_lengths: bool = False  # lengths and page tables are on the device, and no plan is made: `DecodeProblem`
     draft_mask: bool = False  # mask bits say which draft tokens a query token sees
     multi_item: bool = False  # multi-item scoring: `BatchLengths.key_bounds`

@@ -333,7 +333,7 @@ CAPABILITIES = (
         {"xqa": Unsupported("it counts 16 bytes of them in 32 bits", 'backend="fa2"')},
     ),
     Capability(
-        "block scales of a token that do not start at a multiple of their size",
+        "block scales of a token that do not start at a multiple of their size or of 16 bytes",
         lambda f: f.loose_scales,
         {"xqa": Unsupported("it copies them as one", 'backend="fa2"')},
     ),

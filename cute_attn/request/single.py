@@ -296,8 +296,10 @@ def _block_scale(name: str, value: Any, cache: torch.Tensor) -> torch.Tensor:
 
 
 def has_loose_scales(*scales: torch.Tensor) -> bool:
-    """Tell whether the block scales of some token do not start at a multiple of their size."""
-    return any(number % max(1, x.shape[-1]) for x in scales for number in (x.data_ptr(), *outer_strides(x)))
+    """Tell whether the block scales of some token do not start at a multiple of their size, or of 16 bytes."""
+    return any(
+        number % min(max(1, x.shape[-1]), ALIGNMENT) for x in scales for number in (x.data_ptr(), *outer_strides(x))
+    )
 
 
 def _check_scales_alignment(name: str, value: torch.Tensor) -> None:

@@ -81,7 +81,7 @@ PERTURBATIONS = (
     Perturbation("page_size", {"page_size": 16}, kinds=("paged", "decode"), moves=False),
     Perturbation("head_dim_vo", {"head_dim_qk": 192, "head_dim_vo": 128}, kinds=PREFILL, moves=False),
     Perturbation("head_dim_qk", {"head_dim_qk": 128, "head_dim_vo": 128}, moves=False),
-    Perturbation("head_dim_qk", {"head_dim_qk": 68, "head_dim_vo": 68}, moves=False),
+    Perturbation("head_dim_qk", {"head_dim_qk": 264, "head_dim_vo": 264}, moves=False),
     Perturbation("head_dim_qk", D72, moves=False),
     Perturbation("head_dim_qk", {**D72, "pos_encoding_mode": "ROPE_LLAMA"}, moves=False),
     Perturbation("head_dim_qk", {**D72, "kv_dtype": E4M3}, moves=False),

@@ -29,11 +29,16 @@ def start(code: str, *, env: Mapping[str, str] | None = None, block: Sequence[st
     return subprocess.Popen(
         [sys.executable, "-c", (_BLOCK.format(names=tuple(block)) if block else "") + code],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+        env={**os.environ, "PYTHONPATH": _python_path(), **(env or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def _python_path() -> str:
+    """The repository first, then where packages of this process come from."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 def finish(process: subprocess.Popen[str]) -> str:
