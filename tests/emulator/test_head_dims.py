@@ -26,7 +26,7 @@ WIDE = (
 @pytest.mark.parametrize("schedule", [Schedule("delayed", 1), Schedule("adversarial", 2)], ids=lambda x: x.kind)
 @pytest.mark.parametrize(("problem", "arch"), WIDE, ids=lambda x: x.id if isinstance(x, Case) else x)
 def test_wide(problem: Case, arch: str, schedule: Schedule) -> None:
-    with using(arch, schedule=schedule, sms=4) as emulation:
+    with using(arch, kernels="fa2", schedule=schedule, sms=4) as emulation:
         out, lse = case.call(problem, case.make(problem), backend="emulator")
     result = case.check(problem, out, lse)
     assert result.ok, result.detail
