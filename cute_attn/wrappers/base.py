@@ -32,6 +32,7 @@ from cute_attn.schedule import batch as batch_schedule
 from cute_attn.wrappers import run_cache
 from cute_attn.wrappers.graph_invariants import GraphInvariants, check_sizes, check_unchanged
 from cute_attn.wrappers.planned_state import PlannedState
+from cute_attn.wrappers.stride_variants import StrideVariants
 from cute_attn.wrappers.variants import Variant, Variants
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -83,7 +84,7 @@ class UnsupportedByPlan(NotSupported):
         self.features = features
 
 
-class BatchWrapper(PlannedState):
+class BatchWrapper(PlannedState, StrideVariants):
     """What all batch wrappers share. Subclasses declare the constructor, `plan`, `run` and `forward`."""
 
     kv_source = ""  # set by subclasses: ragged | paged
@@ -529,20 +530,6 @@ class BatchWrapper(PlannedState):
         self._set_workspace(float_workspace_buffer)
         if replaced is not None:
             self._replaced.append(replaced)
-
-    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
-        """Check the arguments and do nothing: every kernel takes keys and values of independent strides.
-
-        Parameters
-        ----------
-        variant : "independent".
-
-        Raises
-        ------
-        NotPlannedError (no plan yet), LayoutError (another variant).
-        """
-        checks.choice("variant", variant, ("independent",))
-        self._planned()
 
     def end_forward(self) -> None:
         """Do nothing. Callers of FlashInfer's older `begin_forward` and `forward` end with it."""

@@ -141,19 +141,6 @@ class BatchAttention(BatchWrapper):
         assert isinstance(result, tuple)
         return result
 
-    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
-        """Do nothing: every kernel takes k and v of different strides. FlashInfer compiles another one for them.
-
-        Parameters
-        ----------
-        variant : "independent".
-
-        Raises
-        ------
-        LayoutError (another variant).
-        """
-        checks.choice("variant", variant, ("independent",))
-
     def _check_soft_cap(self, logits_soft_cap: Any) -> None:
         """Refuse any soft cap but the planned one: it may be other code."""
         planned = self._planned().settings.logits_soft_cap

@@ -14,9 +14,10 @@ from cute_attn.wrappers.base import Cache, DType
 from cute_attn.wrappers.legacy_args_batch import accepts_legacy_names
 from cute_attn.wrappers.merge import merge_state_in_place
 from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from cute_attn.wrappers.stride_variants import StrideVariants
 
 
-class MultiLevelCascadeAttentionWrapper:
+class MultiLevelCascadeAttentionWrapper(StrideVariants):
     """Attention of a batch whose requests share prefixes. A shared page is read once for all queries that share it.
 
     Level 0 has the keys that most requests share, the last level those of single requests. In each level, groups of
@@ -204,19 +205,6 @@ class MultiLevelCascadeAttentionWrapper:
 
     def end_forward(self) -> None:
         """Do nothing. Callers of FlashInfer's older `begin_forward` and `forward` end with it."""
-
-    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
-        """Do nothing: every kernel takes k and v of different strides. FlashInfer compiles another one for them.
-
-        Parameters
-        ----------
-        variant : "independent".
-
-        Raises
-        ------
-        LayoutError (another variant).
-        """
-        checks.choice("variant", variant, ("independent",))
 
     def _levels(self, name: str, arrays: Any) -> Sequence[Any]:
         if not isinstance(arrays, list | tuple):

@@ -8,12 +8,13 @@ import torch
 
 from cute_attn.dispatch import backends
 from cute_attn.problem import Problem
-from cute_attn.request import checks, single
+from cute_attn.request import single
 from cute_attn.request.settings import Call
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Result
 from cute_attn.wrappers.decode import BatchDecodeWithPagedKVCacheWrapper
 from cute_attn.wrappers.merge import merge_state_in_place
 from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
+from cute_attn.wrappers.stride_variants import StrideVariants
 
 
 class _SharedPrefixWrapper:
@@ -136,7 +137,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
     run = forward
 
 
-class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
+class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper, StrideVariants):
     """Prefill or append attention of a batch over a prefix that all requests share, in tensors of its own, and the
     requests' keys in a paged cache. `MultiLevelCascadeAttentionWrapper` also takes prefixes in pages.
 
@@ -241,16 +242,3 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         return _merged(prefix, own)
 
     run = forward
-
-    def prewarm_paged_kv_stride_variant(self, variant: str = "independent") -> None:
-        """Do nothing: every kernel takes k and v of different strides. FlashInfer compiles another one for them.
-
-        Parameters
-        ----------
-        variant : "independent".
-
-        Raises
-        ------
-        LayoutError (another variant).
-        """
-        checks.choice("variant", variant, ("independent",))
