@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,6 +88,10 @@ def _batches(arch: Arch) -> list[KernelSpec]:
     specs += [_batch(arch, llama, DECODE, kv_dtype="float8_e5m2")]
     specs += [_batch(arch, llama, DECODE, kv_dtype="float8_e4m3fn", dtype="float16")]
     specs += [_batch(arch, llama, PREFILL, kv_dtype="float8_e4m3fn", **modified)]
+    specs += [
+        dataclasses.replace(_batch(arch, head_dims, rows, kv_dtype="float8_e4m3fn"), kv_copy_bytes=8)
+        for head_dims, rows in ((llama, DECODE), ((72, 72), PREFILL))
+    ]
     one = choose(Variant(llama, kv_dtype="float8_e4m3fn"), DECODE, arch)
     return [*specs, Fa2Spec("bfloat16", "float32", *llama, split=True, kv_dtype="float8_e4m3fn", tile=one)]
 
