@@ -12,7 +12,7 @@ from cute_attn import ArgumentError, NotSupported, emulator
 from cute_attn.emulator import Schedule
 from cute_attn.request import single as single_request
 from tests.support.batch_case import UNEVEN, BatchCase, call, check, decode, dims, heads, make, paged, ragged
-from tests.support.engine_case import BF16, E4M3, Batch, Tokens, assert_close, workspace
+from tests.support.engine_case import BF16, E4M3, Batch, Graph, Tokens, assert_close, workspace
 from tests.support.executors import Executor
 
 FP8 = {"kv_dtype": "float8_e4m3fn"}
@@ -89,10 +89,14 @@ def test_schedules(case: BatchCase, schedule: Schedule) -> None:
 
 def planned(tokens: Tokens, backend: str) -> Any:
     made = cute_attn.BatchDecodeWithPagedKVCacheWrapper(workspace(tokens.device), backend=backend)
+    plan(made, tokens)
+    return made
+
+
+def plan(made: Any, tokens: Tokens) -> None:
     options = {"q_data_type": BF16, "kv_data_type": tokens.batch.kv_dtype}
     indices = tokens.kv_indptr, tokens.kv_indices, tokens.last_page_len
     made.plan(*indices, *tokens.batch.heads, tokens.batch.dim, tokens.batch.page_size, **options)
-    return made
 
 
 def test_runs_of_one_plan_may_differ_in_alignment(executor: Executor) -> None:
@@ -141,3 +145,26 @@ def test_smaller_multiples_are_refused_where_kernels_run(monkeypatch: pytest.Mon
     wide = torch.zeros(33, 2, 132, dtype=BF16)[..., 4:]
     with pytest.raises(ArgumentError, match="k must start at a multiple of 16 bytes"):
         cute_attn.single_decode_with_kv_cache(tokens.q[0], wide, wide)
+
+
+def test_captured_runs(executor: Executor) -> None:
+    """A CUDA graph holds the launch that reads such rows, and a later plan reaches it."""
+    device = executor.device
+    tokens = Tokens(Batch((1, 1), (70, 33), kv_dtype=E4M3), device)
+    shorter = Tokens(Batch((1, 1), (66, 33), kv_dtype=E4M3), device, [tokens.keys[0][:66], tokens.keys[1]])
+    shorter.values = [tokens.values[0][:66], tokens.values[1]]
+    sizes = {"paged_kv_indptr_buffer": 3, "paged_kv_indices_buffer": 16, "paged_kv_last_page_len_buffer": 2}
+    made = cute_attn.BatchDecodeWithPagedKVCacheWrapper(
+        workspace(device),
+        use_cuda_graph=True,
+        backend="fa2" if device == "cuda" else executor.backend,
+        **{name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in sizes.items()},
+    )
+    plan(made, tokens)
+    caches = tuple(map(apart, tokens.caches()))
+    graph = Graph(device, lambda: made.run(tokens.q, caches))
+    assert_close(graph.replay(), tokens.expected(128**-0.5)[0])
+    tokens.last_page_len = shorter.last_page_len
+    plan(made, tokens)
+    assert torch.equal(tokens.q, shorter.q)
+    assert_close(graph.replay(), shorter.expected(128**-0.5)[0])
