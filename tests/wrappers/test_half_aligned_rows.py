@@ -26,12 +26,12 @@ CASES = (
     paged((9, 4), (33, 18), **FP8, cache="strided", **dims(40, 72)),
     ragged((9, 70), (33, 90), **HALVES, kv_layout="HND", **dims(24)),
     # rows of 136 bytes and more apart, of which 8 belong to no row
-    decode((65, 12, 0), **HALVES, dtype="bfloat16", **heads(4, 1), **dims(128)),
+    decode((65, 12, 0), **HALVES, dtype="bfloat16", **heads(4, 2), **dims(128)),
     decode((300, 5), page_size=1, **HALVES, fixed_split_size=64, sinks=True, **heads(8, 2), **dims(64)),
-    paged(*UNEVEN, **HALVES, mask="causal", pos_encoding_mode="ROPE_LLAMA", **dims(128)),
+    paged(*UNEVEN, **HALVES, mask="causal", pos_encoding_mode="ROPE_LLAMA", **heads(4, 2), **dims(128)),
     paged((70, 3), (90, 33), page_size=3, **HALVES, kv_layout="HND", k_scale=0.5, v_scale=2.0, **dims(256)),
     ragged(*UNEVEN, **HALVES, logits_soft_cap=30.0, mask="flat", **heads(4, 2), **dims(192, 128)),
-    decode((65, 12), **HALVES, **heads(8, 1), **dims(512)),
+    decode((65, 12), **HALVES, **heads(8, 2), **dims(512)),
 )
 
 
@@ -53,9 +53,14 @@ def moved(cache: torch.Tensor, offset: int) -> torch.Tensor:
     return view
 
 
+def tensors(kv: Any) -> list[torch.Tensor]:
+    return [kv] if isinstance(kv, torch.Tensor) else [x for part in kv for x in tensors(part)]
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_batch(case: BatchCase, executor: Executor) -> None:
     inputs = make(case, executor.device)
+    assert any(stride % 16 for x in tensors(inputs.kv) for stride in single_request.outer_strides(x))
     out, lse = call(case, inputs, backend=executor.backend)
     verdict = check(case, inputs, out, lse)
     assert verdict.ok, verdict.detail
