@@ -20,8 +20,8 @@ MemoryRange = tuple[str, tuple[int, int]]  # a name for messages; addresses of t
 
 
 class Features(NamedTuple):
-    """The structure of a problem: hashable, without scale factors, lengths and addresses, and of strides only whether
-    some are 0.
+    """The structure of a problem: hashable, without scale factors, lengths, and of strides and addresses only whether
+    some strides are 0 and how rows are aligned.
     """
 
     device: torch.device
@@ -49,6 +49,7 @@ class Features(NamedTuple):
     device_lengths: bool = False  # lengths and page tables are on the device, and no plan is made: `DecodeProblem`
     draft_mask: bool = False  # mask bits say which draft tokens a query token sees
     multi_item: bool = False  # multi-item scoring: `BatchLengths.key_bounds`
+    half_aligned_kv: bool = False  # not all rows of fp8 k and v start at multiples of 16 bytes
 
 
 class Settings(NamedTuple):
@@ -101,7 +102,7 @@ class BatchProblem(NamedTuple):
     """One run of a planned batch. Last axes have unit stride; all other strides are free.
 
     `settings` may differ from the planned ones in sm_scale, v_scale, enable_pdl, and the features that only a run
-    knows: positive_scale, per_head_scales and sinks.
+    knows: positive_scale, per_head_scales, sinks and half_aligned_kv.
     """
 
     settings: Settings

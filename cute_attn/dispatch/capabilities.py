@@ -117,6 +117,7 @@ class Capability:
 
 _WIDEN = "pass q, k and v as float16 or bfloat16"
 NO_FP8 = Unsupported("its matrix instructions take 16-bit types", _WIDEN)
+_HALF_ALIGNED = 'backend="fa2" with q of float16 or bfloat16, or pad k and v with zeros'
 _CONVERT = "o_dtype=torch.bfloat16 and a conversion after it"
 
 
@@ -233,9 +234,15 @@ CAPABILITIES = (
     Capability(
         "k and v of an fp8 dtype with a head dimension that is no multiple of 16",
         lambda f: f.kv_dtype in FP8 and _uncommon_head_dims(f) and not _multiples(f, 16),
-        dict.fromkeys(
-            ("fa3", "fa2"), Unsupported("it copies rows in units of 16 bytes", "pad k and v with zeros, or widen them")
-        ),
+        {"fa3": Unsupported("it copies rows in units of 16 bytes", _HALF_ALIGNED)},
+    ),
+    Capability(
+        "k and v of an fp8 dtype with rows that start at multiples of 8 bytes, not all of 16",
+        lambda f: f.half_aligned_kv,
+        {
+            "fa3": Unsupported("it copies rows in units of 16 bytes", _HALF_ALIGNED),
+            "xqa": Unsupported("it copies rows in units of 16 bytes", 'backend="fa2"'),
+        },
     ),
     Capability(
         f"decode with head dimensions that are not equal, or no {XQA_HEAD_DIMS}",

@@ -18,7 +18,7 @@ from cute_attn.kernels.host.batch import Repeat, Tensors
 from cute_attn.kernels.host.family import BatchRunner, KernelFamily, KernelLaunch
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DecodeProblem, Request, Scratch, Settings
-from cute_attn.request.single import ALIGNMENT, aligned
+from cute_attn.request.single import ALIGNMENT, FP8_ALIGNMENT, aligned
 from cute_attn.runtime import counters
 from cute_attn.runtime.arch import TYPICAL_SMS, Arch, named
 from cute_attn.runtime.launch import CPU
@@ -120,9 +120,10 @@ def _placed(problem: Placed) -> Placed:
     """Returns the problem with aligned rows, as requests on a GPU have them: q is copied if necessary, and k, v or out
     that are not aligned raise an ArgumentError.
     """
-    for name in ("k", "v", "out"):
-        if not aligned(getattr(problem, name)):
-            raise ArgumentError(f"{name} must have rows that start at multiples of {ALIGNMENT} bytes")
+    of_kv = FP8_ALIGNMENT if problem.features.half_aligned_kv else ALIGNMENT
+    for name, alignment in (("k", of_kv), ("v", of_kv), ("out", ALIGNMENT)):
+        if not aligned(getattr(problem, name), alignment):
+            raise ArgumentError(f"{name} must have rows that start at multiples of {alignment} bytes")
     if aligned(problem.q):
         return problem
     return problem._replace(q=problem.q.clone(memory_format=torch.contiguous_format))

@@ -194,6 +194,7 @@ def _title(features: Features, arch: Arch | None) -> str:
                 "kv_block_scales",
                 "sinks",
                 "expanded",
+                "half_aligned_kv",
                 "device_lengths",
                 "draft_mask",
             )

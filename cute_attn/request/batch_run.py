@@ -27,6 +27,8 @@ from cute_attn.request.single import (
     check_unit_stride,
     has_loose_scales,
     is_expanded,
+    is_half_aligned,
+    kv_alignment,
     memory_ranges,
     operand_layout,
     readable_query,
@@ -71,8 +73,10 @@ def problem(plan: BatchPlan, arguments: RunArguments) -> BatchProblem:
     layout = plan.layouts.get(key)
     if layout is None:
         layout = plan.layouts[key] = _check_layout(plan, q, k, v)
+    half_aligned = False
     if not layout.readable or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
-        q = readable_query(q, ("k", k), ("v", v))
+        q = readable_query(q, ("k", k), ("v", v), alignment=kv_alignment(k))
+        half_aligned = is_half_aligned(k, v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         refuse_grad(q=q, k=k, v=v)
     if return_lse is not True and return_lse is not False:
@@ -81,14 +85,16 @@ def problem(plan: BatchPlan, arguments: RunArguments) -> BatchProblem:
     settings = plan.settings
     score_scales: Scales = ()
     v_scales: Scales = ()
-    if not (q_scale is k_scale is v_scale is enable_pdl is window_left is sinks is head_scales is None):
+    added = not (q_scale is k_scale is v_scale is enable_pdl is window_left is sinks is head_scales is None)
+    if added or half_aligned:
         _check_window(window_left, settings)
         q_scale, of_q = split_scale("q_scale", q_scale, q.device)
         k_scale, of_k = split_scale("k_scale", k_scale, q.device)
         v_scale, v_scales = split_scale("v_scale", v_scale, q.device)
         score_scales = of_q + of_k
         settings = _run_settings(
-            plan, q_scale, k_scale, v_scale, enable_pdl, bool(score_scales), sinks is not None, head_scales is not None
+            *(plan, q_scale, k_scale, v_scale, enable_pdl, bool(score_scales)),
+            *(sinks is not None, head_scales is not None, half_aligned),
         )
     features = settings.features
     if sinks is not None:
@@ -210,11 +216,12 @@ def _add_run_options(
     device_scale: bool,
     sinks: bool,
     per_head: bool,
+    half_aligned: bool,
 ) -> Settings:
     """Return the planned settings with what a run adds; None adds nothing.
 
     `device_scale`: a factor of the scores is a tensor on the device. `sinks`, `per_head`: the run has sinks, or
-    per-head scales.
+    per-head scales. `half_aligned`: see `Features.half_aligned_kv`.
     """
     s = plan.settings
     q_factor, k_factor, v_factor = (
@@ -228,6 +235,7 @@ def _add_run_options(
         positive_scale=sm_scale >= MIN_SCALE and not device_scale,
         sinks=sinks,
         per_head_scales=per_head,
+        half_aligned_kv=half_aligned,
     )
     if features != s.features:
         plan.check_supported(features)

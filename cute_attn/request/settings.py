@@ -93,6 +93,7 @@ class Structure(NamedTuple):
     device_scale: bool  # a factor of the scores is a tensor on the device
     expanded: bool = False  # see `Features`
     decode: bool = False
+    half_aligned_kv: bool = False  # see `Features`
 
 
 def call_settings(structure: tuple[Any, ...], options: Sequence[Any]) -> Settings:
@@ -173,6 +174,7 @@ def _features(structure: Structure, call: Call, soft_cap: bool, positive_scale: 
         s.sinks,
         expanded=s.expanded,
         decode=s.decode,
+        half_aligned_kv=s.half_aligned_kv,
     )
 
 

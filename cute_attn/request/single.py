@@ -19,10 +19,11 @@ from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.problem import Features, MemoryRange, OperandLayout, Problem
 from cute_attn.request import checks
 from cute_attn.request.bit_packing import packbits
-from cute_attn.request.settings import KV_LAYOUTS, MAX_KV_LEN, NVFP4_BLOCK, Call, call_settings, check_device
+from cute_attn.request.settings import FP8, KV_LAYOUTS, MAX_KV_LEN, NVFP4_BLOCK, Call, call_settings, check_device
 
 KERNEL_DEVICES = ("cuda",)  # devices whose kernels read memory in aligned chunks
 ALIGNMENT = 16  # bytes: kernels move q, k, v and out in chunks of this size
+FP8_ALIGNMENT = 8  # bytes: some move k and v of fp8 dtypes in halves of a chunk
 SCALES_ALIGNMENT = 4  # bytes, likewise for the block scales of NVFP4
 MAX_ROWS = 1 << 30
 SCALES = ("q_scale", "k_scale", "v_scale")
@@ -62,6 +63,9 @@ def problem(call: Call) -> Problem:
     except RuntimeError:  # sparse tensors have none
         _refuse_operands(call)
         raise
+    joined = q_strides[0] | q_strides[-2] | k_strides[0] | k_strides[1] | v_strides[0] | v_strides[1]
+    # 16 elements are a multiple of 16 bytes in any dtype: common strides need no further check.
+    uncommon = (addresses | joined) % ALIGNMENT or not q_strides[-1] == k_strides[2] == v_strides[2] == 1
     structure = (
         device,
         q.dtype,
@@ -79,16 +83,15 @@ def problem(call: Call) -> Problem:
         bool(score_scales),
         (0 in q_strides or 0 in k_strides or 0 in v_strides) and is_expanded(q, k, v),
         decode,
+        bool(uncommon) and is_half_aligned(k, v),
     )
     settings = call_settings(structure, options)
     features = settings.features
 
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         refuse_grad(q=q, k=k, v=v)
-    joined = q_strides[0] | q_strides[-2] | k_strides[0] | k_strides[1] | v_strides[0] | v_strides[1]
-    # 16 elements are a multiple of 16 bytes in any dtype: common strides need no further check.
-    if (addresses | joined) % ALIGNMENT or not q_strides[-1] == k_strides[2] == v_strides[2] == 1:
-        q = readable_query(q, ("k", k), ("v", v))
+    if uncommon:
+        q = readable_query(q, ("k", k), ("v", v), alignment=kv_alignment(k))
 
     rows = (num_qo_heads,) if decode else (qo_len, num_qo_heads)
     if out is not None or lse is not None:
@@ -157,23 +160,34 @@ def operand_layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Operand
     return OperandLayout(readable, (of_q, of_k, of_v))
 
 
-def readable_query(q: torch.Tensor, *caches: tuple[str, torch.Tensor]) -> torch.Tensor:
-    """Return q as kernels can read it, copied where needed. `caches` (k and v, by name) are refused instead of copied.
+def readable_query(q: torch.Tensor, *caches: tuple[str, torch.Tensor], alignment: int = ALIGNMENT) -> torch.Tensor:
+    """Return q as kernels can read it, copied where needed. `caches` (k and v, by name) are refused instead of copied,
+    if their rows do not start at multiples of `alignment` bytes.
 
     A copy is needed if kernels cannot read q's strides or address.
     """
     for name, cache in caches:
         check_unit_stride(name, cache)
-        check_alignment(name, cache)
+        check_alignment(name, cache, alignment)
     if (q.stride(-1) != 1 and q.shape[-1] > 1) or (q.device.type in KERNEL_DEVICES and not aligned(q)):
         return q.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps a misaligned address
     return q
 
 
-def aligned(tensor: torch.Tensor) -> bool:
-    """Tell whether every row (along the last axis) starts at a multiple of 16 bytes."""
+def aligned(tensor: torch.Tensor, alignment: int = ALIGNMENT) -> bool:
+    """Tell whether every row (along the last axis) starts at a multiple of `alignment` bytes."""
     joined = functools.reduce(operator.or_, outer_strides(tensor), 0)
-    return (tensor.data_ptr() | joined * tensor.element_size()) % ALIGNMENT == 0
+    return (tensor.data_ptr() | joined * tensor.element_size()) % alignment == 0
+
+
+def kv_alignment(k: torch.Tensor) -> int:
+    """Return the bytes at whose multiples rows of k and v must start for some backend to read them."""
+    return FP8_ALIGNMENT if k.dtype in FP8 else ALIGNMENT
+
+
+def is_half_aligned(k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Tell `Features.half_aligned_kv`."""
+    return k.dtype in FP8 and not (aligned(k) and aligned(v))
 
 
 def outer_strides(x: torch.Tensor) -> list[int]:
@@ -195,13 +209,13 @@ def check_unit_stride(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def check_alignment(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a GPU tensor whose rows do not start at multiples of 16 bytes."""
-    if tensor.device.type in KERNEL_DEVICES and not aligned(tensor):
+def check_alignment(name: str, tensor: torch.Tensor, alignment: int = ALIGNMENT) -> None:
+    """Refuse a GPU tensor whose rows do not start at multiples of `alignment` bytes."""
+    if tensor.device.type in KERNEL_DEVICES and not aligned(tensor, alignment):
         raise ArgumentError(
-            f"{name} must start at a multiple of {ALIGNMENT} bytes and have strides that are multiples of "
-            f"{ALIGNMENT // tensor.element_size()} elements on all but its last axis; got address % {ALIGNMENT} = "
-            f"{tensor.data_ptr() % ALIGNMENT} and strides {tensor.stride()}"
+            f"{name} must start at a multiple of {alignment} bytes and have strides that are multiples of "
+            f"{alignment // tensor.element_size()} elements on all but its last axis; got address % {alignment} = "
+            f"{tensor.data_ptr() % alignment} and strides {tensor.stride()}"
         )
 
 

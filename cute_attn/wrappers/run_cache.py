@@ -16,7 +16,7 @@ from cute_attn.kernels.host.batch import Repeat
 from cute_attn.problem import BatchPlan, BatchProblem
 from cute_attn.request import checks
 from cute_attn.request.batch_run import RunArguments, protected_memory
-from cute_attn.request.single import ALIGNMENT
+from cute_attn.request.single import ALIGNMENT, FP8_ALIGNMENT
 
 CACHE_SIZE = 256  # runs per plan: scales that change in every run must not fill memory
 PLAIN_TYPES = frozenset((float, int, bool, type(None)))  # options that hash by value
@@ -31,6 +31,7 @@ class CachedRun(NamedTuple):
     v_offset: int  # bytes from the address of k to that of v in a cache of one tensor
     spans: tuple[int, int, int, int, int]  # bytes that q, k, v, out and lse cover
     protected: list[checks.Extent]  # memory of the plan that the caller's out and lse must not overlap
+    kv_alignment: int  # bytes: the launch reads k and v at multiples of it
 
 
 def try_replay(plan: BatchPlan, arguments: RunArguments) -> tuple[Tensor, Tensor | None] | None:
@@ -47,7 +48,7 @@ def try_replay(plan: BatchPlan, arguments: RunArguments) -> tuple[Tensor, Tensor
         k, v = cache
         k_start, v_start = k.data_ptr(), v.data_ptr()
     q_start = q.data_ptr()
-    if (q_start | k_start | v_start) % ALIGNMENT:
+    if q_start % ALIGNMENT or (k_start | v_start) % cached.kv_alignment:
         return None
     if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None
@@ -80,6 +81,7 @@ def cache_run(plan: BatchPlan, arguments: RunArguments, problem: BatchProblem) -
         v.data_ptr() - k.data_ptr() if isinstance(arguments.kv_cache, Tensor) else 0,
         (of_q, of_k, of_v, of_out, of_lse),
         [] if own_outputs else [extent for _, extent in protected_memory(plan)],
+        FP8_ALIGNMENT if problem.features.half_aligned_kv else ALIGNMENT,
     )
 
 

@@ -61,7 +61,7 @@ def test_every_capability_has_a_call() -> None:
     cases = [features(base(kind, p.after), cpu, dense=kind not in BATCH) for kind, p in CALLS]
     scaled = cases[0]._replace(per_head_scales=True)
     fp8 = scaled._replace(q_dtype=torch.float8_e4m3fn, o_dtype=torch.float8_e5m2, head_dim_qk=96, head_dim_vo=96)
-    strides = cases[0]._replace(expanded=True, large_cache=True, loose_scales=True)
+    strides = cases[0]._replace(expanded=True, large_cache=True, loose_scales=True, half_aligned_kv=True)
     items = fp8._replace(multi_item=True)
     drafts = cases[0]._replace(device_lengths=True, draft_mask=True, o_dtype=torch.float8_e4m3fn)
     for row in capabilities.CAPABILITIES:

@@ -69,6 +69,8 @@ def test_fa3_takes_many_rows_on_hopper(kv_source: str, head_dims: tuple[int, int
         {"kv_dtype": torch.uint8, "kv_block_scales": True},
         {"head_dim_qk": 512, "head_dim_vo": 512},
         {"expanded": True},
+        {"kv_dtype": E4M3, "head_dim_vo": 72},
+        {"kv_dtype": E4M3, "half_aligned_kv": True},
     ],
 )
 def test_what_fa3_refuses_fa2_takes(asked: dict[str, Any]) -> None:
@@ -275,7 +277,6 @@ REFUSED_BY_FA2: list[tuple[dict[str, Any], str]] = [
         {"kv_dtype": torch.uint8, "kv_block_scales": True, "head_dim_qk": 512, "head_dim_vo": 512},
         "NVFP4 k and v with head dimension 512",
     ),
-    ({"kv_dtype": E4M3, "head_dim_vo": 72}, "k and v of an fp8 dtype with a head dimension that is no multiple of 16"),
     (
         {"pos_encoding_mode": "ROPE_LLAMA", "head_dim_qk": 72},
         "pos_encoding_mode ROPE_LLAMA with a head dimension that is no multiple of 16",

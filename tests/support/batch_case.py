@@ -39,8 +39,8 @@ class BatchCase(Numbers):
 
     `mask`: "custom" bool, "packed" with a byte of its own for every request, "flat" with one row of bits; "items":
     multi-item scoring, with prefixes of about a third of the keys and items of up to `longest_item` tokens.
-    `cache`: pair | list | one (a 5-D tensor) | strided (gaps after heads, tokens and pages); ragged k and v: pair,
-    strided.
+    `cache`: pair | list | one (a 5-D tensor) | strided (gaps of 16 bytes after heads, tokens and pages) | halves (of 8
+    bytes: k and v of an fp8 dtype); ragged k and v: pair, strided, halves.
     `slack`: indptr arrays start at 2, and there are rows and index entries that no request has.
     """
 
@@ -163,7 +163,7 @@ def _scatter(tokens: torch.Tensor, place: torch.Tensor, case: BatchCase, slots: 
     `place[i]`; gaps where the case is strided."""
     pages, page_size = slots
     heads, width = tokens.shape[1:]
-    gap = 16 // tokens.element_size() if case.cache == "strided" else 0
+    gap = {"strided": 16, "halves": 8}.get(case.cache, 0) // tokens.element_size()
     shape = (pages, page_size, heads) if case.kv_layout == "NHD" else (pages, heads, page_size)
     whole = _blank((pages, shape[1] + bool(gap), shape[2] + bool(gap), width + gap), tokens.dtype)
     cache = whole[:, : shape[1], : shape[2], :width]

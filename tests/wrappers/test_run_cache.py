@@ -43,6 +43,7 @@ LAYERS = (
     paged((5, 17), (40, 33), cache="strided", window_left=7, lse_base="ln", return_lse=False),
     ragged((5, 17), (300, 33), mask="causal", **dims(192, 128)),
     ragged((5, 17), (40, 33), cache="strided", kv_layout="HND", kv_dtype=E4M3),
+    ragged((5, 17), (40, 33), cache="halves", kv_dtype=E4M3, **heads(4, 2)),
     decode((400, 3, 90), **heads(8, 2)),
     decode((40, 3), page_size=1, cache="one", q_len=2, k_scale=0.5, v_scale=3.0),
 )

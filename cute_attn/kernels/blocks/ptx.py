@@ -86,6 +86,12 @@ def cp_async_16(shared: Int32, offset: int, source: Int64, source_offset: int, s
     asm(text, [], [shared, source, src_bytes])
 
 
+def cp_async_8(shared: Int32, offset: int, source: Int64, source_offset: int, src_bytes: Int32) -> None:
+    """Copies 8 bytes global -> shared; bytes past `src_bytes` (0 or 8) are zero-filled, not read."""
+    text = f"cp.async.ca.shared.global.L2::128B [$0+{offset}], [$1+{source_offset}], 8, $2;"
+    asm(text, [], [shared, source, src_bytes])
+
+
 def cp_async_4(shared: Int32, source: Int64, src_bytes: Int32) -> None:
     """Copies 4 bytes global -> shared; with `src_bytes` 0 it writes zeros and reads nothing."""
     asm("cp.async.ca.shared.global [$0], [$1], 4, $2;", [], [shared, source, src_bytes])

@@ -87,6 +87,10 @@ def _batches(arch: Arch) -> list[KernelSpec]:
     specs += [_batch(arch, llama, DECODE, kv_dtype="float8_e5m2")]
     specs += [_batch(arch, llama, DECODE, kv_dtype="float8_e4m3fn", dtype="float16")]
     specs += [_batch(arch, llama, PREFILL, kv_dtype="float8_e4m3fn", **modified)]
+    specs += [
+        _batch(arch, head_dims, rows, kv_dtype="float8_e4m3fn", kv_copy_bytes=8)
+        for head_dims, rows in ((llama, DECODE), ((72, 72), PREFILL))
+    ]
     one = choose(Variant(llama, kv_dtype="float8_e4m3fn"), DECODE, arch)
     return [*specs, Fa2Spec("bfloat16", "float32", *llama, split=True, kv_dtype="float8_e4m3fn", tile=one)]
 
@@ -99,8 +103,10 @@ def _batch(
     kv: str = "paged",
     dtype: str = "bfloat16",
     kv_dtype: str = "",
+    kv_copy_bytes: int = 16,
     **changes: Any,
 ) -> KernelSpec:
     tile = choose(Variant(head_dims, not changes, True, kv_dtype), rows, arch)
-    fields: dict[str, Any] = {"schedule": "items", "kv": kv, "kv_dtype": kv_dtype, "tile": tile, **changes}
+    fields: dict[str, Any] = {"schedule": "items", "kv": kv, "kv_dtype": kv_dtype, "kv_copy_bytes": kv_copy_bytes}
+    fields |= {"tile": tile, **changes}
     return Fa2Spec(dtype, dtype, *head_dims, **fields)

@@ -31,7 +31,7 @@ from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.fa2.parts.convert import Converted, Nvfp4, Stored
 from cute_attn.kernels.fa2.parts.epilogue import MergedWarps, WarpRows
 from cute_attn.kernels.fa2.parts.exchange import Exchange, SharedRows, SlicedRows, SlicedTile
-from cute_attn.kernels.fa2.parts.kv import DenseKV, NoScales, ScaleRows, Team, TokenRows
+from cute_attn.kernels.fa2.parts.kv import DenseKV, HalfChunks, NoScales, ScaleRows, Team, TokenRows, WholeChunks
 from cute_attn.kernels.fa2.parts.mma import Lanes, WarpTile
 from cute_attn.kernels.fa2.parts.paged_kv import PagedKV
 from cute_attn.kernels.fa2.parts.rope import NoRotation, Rotation
@@ -209,8 +209,9 @@ class Fa2Program:
 
     def make_kv(self, p: Fa2Params, work_tile: WorkTile, team: Team) -> DenseKV | PagedKV:
         spec, memory, head = self.spec, self.memory, Int64(work_tile.kv_head)
-        k = TokenRows(p.k + head * p.k_stride_h, p.k_stride_n, memory.k_bytes // CHUNK, memory.k_pitch)
-        v = TokenRows(p.v + head * p.v_stride_h, p.v_stride_n, memory.v_bytes // CHUNK, memory.v_pitch)
+        chunks = WholeChunks if spec.kv_copy_bytes == CHUNK else HalfChunks
+        k = TokenRows(p.k + head * p.k_stride_h, p.k_stride_n, chunks(memory.k_bytes), memory.k_pitch)
+        v = TokenRows(p.v + head * p.v_stride_h, p.v_stride_n, chunks(memory.v_bytes), memory.v_pitch)
         scales = self.make_scales(p, work_tile)
         if spec.kv == "paged":
             page_size = Divisor(p.page_size, p.page_multiplier, p.page_shift)

@@ -77,4 +77,5 @@ class Fa2Spec(KernelSpec):
     schedule: str = "grid"  # "grid": one request, work by position in the grid; "items": work items of a batch
     kv: str = "dense"  # "dense": tokens at a stride; "paged": pages in any order
     kv_dtype: str = ""  # of `KV_BITS`
+    kv_copy_bytes: int = 16  # of one copy of k or v: 8 for fp8 rows that do not start and end at multiples of 16 bytes
     tile: Tile = Tile(128, 64, 4, 1, 2)

@@ -1,9 +1,10 @@
-"""Faults in the exchange between warps that divide wide outputs, and at the ends of rows that share a tile."""
+"""Faults in the exchange between warps that divide wide outputs, and at the ends of rows."""
 
 from __future__ import annotations
 
 from tests.emulator.faults.fault import Fault, chosen
 
+HALVES = "tests/wrappers/test_half_aligned_rows.py", "-k", "test_batch and sm_90a and d24"
 WIDE = chosen("head_dims", "rise or (wide and q40-k100 and adversarial)")
 
 HEAD_DIM_FAULTS = (
@@ -48,6 +49,20 @@ HEAD_DIM_FAULTS = (
         "places = [i for i, column in self.layout.pairs(slot) if column < self.memory.head_dim_vo]",
         "places = [i for i, column in self.layout.pairs(slot)]",
         chosen("matrix", "d40x72 and sm_90a"),
+    ),
+    Fault(
+        "the half of a chunk that lies past the end of a row is read",
+        "fa2/parts/kv.py",
+        "-(-(self.row_bytes - line * LINE - start) // CHUNK)",
+        "-(-(self.row_bytes - line * LINE) // CHUNK)",
+        HALVES,
+    ),
+    Fault(
+        "the last half of a chunk is not converted",
+        "fa2/parts/convert.py",
+        "-(-memory.k_bytes // CHUNK), -(-memory.v_bytes // CHUNK)",
+        "memory.k_bytes // CHUNK, memory.v_bytes // CHUNK",
+        HALVES,
     ),
     Fault(
         "all lanes store the last chunks of a row",

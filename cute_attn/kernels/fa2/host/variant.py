@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cute_attn.kernels.fa2 import tiles
 from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
+from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.host.features import batched, combine_spec, kv_dtype, schedule, score_steps
 from cute_attn.problem import Features, Settings, short
 from cute_attn.runtime.arch import Arch
@@ -26,8 +27,16 @@ def spec(features: Features, tile: Tile, split: bool = False) -> Fa2Spec:
         schedule=schedule(features),
         kv="paged" if features.kv_source == "paged" else "dense",
         kv_dtype=kv_dtype(features),
+        kv_copy_bytes=kv_copy_bytes(features),
         tile=tile,
     )
+
+
+def kv_copy_bytes(features: Features) -> int:
+    """Returns `kv_copy_bytes` of a spec."""
+    bits = KV_BITS[kv_dtype(features)]
+    whole = not any(dim * bits % 128 for dim in (features.head_dim_qk, features.head_dim_vo))
+    return 16 if whole and not features.half_aligned_kv else 8
 
 
 def spec_of(settings: Settings, tile: Tile, split: bool) -> Fa2Spec:

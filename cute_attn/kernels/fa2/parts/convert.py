@@ -53,7 +53,7 @@ class Converted:
         memory = self.memory
         rows = memory.tile.team_cols
         row0 = team.index * rows
-        k_chunks, v_chunks = memory.k_bytes // CHUNK, memory.v_bytes // CHUNK
+        k_chunks, v_chunks = -(-memory.k_bytes // CHUNK), -(-memory.v_bytes // CHUNK)  # the last may be half zeros
         scales = slot + Int32(memory.scales_offset) + row0 * SCALES_PITCH
         parts = (
             Part(slot, memory.k_pitch, self.target, memory.qk_pitch, k_chunks, scales),
@@ -98,7 +98,7 @@ class Converted:
 
 @dataclass(frozen=True)
 class Part:
-    """Source and target of one tile's rows of K or V; a stored row has `chunks` x 16 bytes."""
+    """Source and target of one tile's rows of K or V; a stored row has `chunks` chunks of 16 bytes."""
 
     source: Int32
     source_pitch: int

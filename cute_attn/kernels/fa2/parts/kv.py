@@ -37,8 +37,37 @@ class Team:
 
 
 @dataclass(frozen=True)
+class WholeChunks:
+    """Copies rows of `row_bytes`, which start and end at multiples of 16 bytes, one chunk at a time."""
+
+    row_bytes: int
+
+    def copy(self, destination: Int32, offset: int, source: Int64, line: int, chunk: Int32, size: Int32) -> None:
+        """Copies chunk `chunk` of a 128-byte line of a row from `source`, which points at the chunk in line 0, to
+        `offset` bytes after `destination`. `size`: 16, or 0 for zeros.
+        """
+        left = self.row_bytes // CHUNK - line * 8
+        part = size if left >= 8 else ptx.select(chunk < left, size, Int32(0))
+        ptx.cp_async_16(destination, offset, source, line * LINE, part)
+
+
+@dataclass(frozen=True)
+class HalfChunks:
+    """Copies rows of `row_bytes`, which start and end at multiples of 8 bytes, half a chunk at a time."""
+
+    row_bytes: int
+
+    def copy(self, destination: Int32, offset: int, source: Int64, line: int, chunk: Int32, size: Int32) -> None:
+        """Copies as `WholeChunks.copy`; where a row ends in the middle of a chunk, the second half becomes zeros."""
+        for start in (0, CHUNK // 2):
+            left = -(-(self.row_bytes - line * LINE - start) // CHUNK)  # chunks that have this half
+            part = size >> 1 if left >= 8 else ptx.select(chunk < left, size >> 1, Int32(0))
+            ptx.cp_async_8(destination, offset + start, source, line * LINE + start, part)
+
+
+@dataclass(frozen=True)
 class TokenRows:
-    """K or V of one kv head: token t at base + t * stride, `chunks` x 16 bytes; in a tile, rows are `pitch` apart.
+    """K or V of one kv head: token t at base + t * stride; in a tile, rows are `pitch` apart.
 
     Eight adjacent threads copy a 128-byte line of a row. Nonexistent tokens and chunks past the head dim become zeros:
     a NaN there would survive 0 * V.
@@ -46,7 +75,7 @@ class TokenRows:
 
     base: Int64
     stride: Int64
-    chunks: int
+    chunks: WholeChunks | HalfChunks
     pitch: int
 
     def moved(self, tokens: Int32) -> "TokenRows":
@@ -70,9 +99,7 @@ class TokenRows:
         # row0 + row has the low bits of row0 xor those of `row`: row0 < row, both powers of two.
         destination = shared ^ Int32(row % 8 * CHUNK) if row % 8 else shared
         for line in range(self.pitch // LINE):
-            whole = (line + 1) * 8 <= self.chunks
-            part = size if whole else ptx.select(chunk < self.chunks - line * 8, size, Int32(0))
-            ptx.cp_async_16(destination, row * self.pitch + line * LINE, source, line * LINE, part)
+            self.chunks.copy(destination, row * self.pitch + line * LINE, source, line, chunk, size)
             yield
 
 
