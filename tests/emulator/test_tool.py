@@ -52,7 +52,7 @@ def test_waits_show_in_the_timeline() -> None:
 
 
 def test_imports() -> None:
-    """The core needs numpy alone; the adapter also torch and our own runtime."""
+    """The core needs numpy and the package's types of errors alone; the adapter also torch and our own runtime."""
     for path in PACKAGE.rglob("*.py"):
         allowed = {"numpy", "__future__", "cute_attn", *sys.stdlib_module_names}
         if path.name == "adapter.py":
@@ -64,7 +64,7 @@ def test_imports() -> None:
             for name in names:
                 assert name.split(".")[0] in allowed, (path.name, name)
                 if name.startswith("cute_attn") and path.name != "adapter.py":
-                    assert name.startswith("cute_attn.emulator"), (path.name, name)
+                    assert name.startswith(("cute_attn.emulator", "cute_attn.errors")), (path.name, name)
 
 
 def test_selection() -> None:

@@ -172,9 +172,9 @@ def result(kind: str, case: BatchCase, inputs: BatchInputs, backend: str) -> tup
 
 
 def refusals_of_call(kind: str, case: BatchCase, backend: str, device: str, arch: Arch | None) -> list[Refusal]:
-    """Refusals of the capability table, also of rows that only the tensors of a GPU call show to be half aligned."""
+    """Refusals of the capability table, also of rows that the tensors of a call show to be half aligned."""
     found = features(case, torch.device(device), dense=kind.startswith("single"))
-    odd = case.head_dim_qk % 16 != 0 and found.kv_dtype in FP8 and device == "cuda"
+    odd = case.head_dim_qk % 16 != 0 and found.kv_dtype in FP8
     found = found._replace(half_aligned_kv=odd)
     return select.reasons_against(capabilities.BY_NAME[backend], found, arch)
 
