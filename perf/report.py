@@ -106,7 +106,8 @@ def makespan_table(record: Record) -> str:
 def _host(entry: Record) -> str:
     if "reason" in entry:
         return entry["reason"]
-    return f"{entry['median_us']:.1f} ({entry['p20_us']:.1f}-{entry['p80_us']:.1f})"
+    spread = f" ({entry['p20_us']:.1f}-{entry['p80_us']:.1f})" if "p20_us" in entry else ""  # none of several processes
+    return f"{entry['median_us']:.1f}{spread}"
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
