@@ -5,6 +5,7 @@ from __future__ import annotations
 from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.kernels.fa2.spec import Fa2Spec
 from cute_attn.kernels.fa3.spec import Fa3Spec
+from cute_attn.kernels.fa4.spec import Fa4Spec
 from cute_attn.kernels.xqa.spec import XqaSpec
 from cute_attn.runtime.spec import KernelSpec, Program
 
@@ -17,6 +18,10 @@ def program(spec: KernelSpec, arch: str) -> Program:
         return Fa2Program(spec, arch)
     if isinstance(spec, Fa3Spec):
         return _fa3_program(spec, arch)
+    if isinstance(spec, Fa4Spec):
+        from cute_attn.kernels.fa4.kernel import Fa4Program
+
+        return Fa4Program(spec, arch)
     if isinstance(spec, CombineSpec):
         from cute_attn.kernels.combine.kernel import CombineProgram
 

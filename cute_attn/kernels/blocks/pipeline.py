@@ -61,6 +61,10 @@ class Ring:
     def wait_empty(self, state: PipelineState) -> None:
         tma.barrier_wait(self.empty(state), self.parity(state) ^ 1)
 
+    def wait_released(self, state: PipelineState) -> None:
+        """Waits until the readers have released what is in the slot now."""
+        tma.barrier_wait(self.empty(state), self.parity(state))
+
     @cute.jit
     def release(self, state: PipelineState, lane: Int32) -> None:
         """Arrives at the empty barrier, once per warp, after its last read of the slot."""

@@ -1,0 +1,169 @@
+"""PTX of data-centre Blackwell: products in tensor memory (tcgen05), tensor memory itself, arithmetic on pairs.
+
+Tensor memory has 128 lanes of 512 32-bit columns. An address is lane << 16 | column; warp w of a warpgroup reaches the
+lanes from 32 w. Products of one thread execute in order; all else needs a commit, a wait or a fence.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from cutlass import Boolean, Float32, Int32, Int64
+
+from cute_attn.kernels.blocks.ptx import asm
+
+TMEM_COLUMNS = 512
+LANE_SHIFT = 16
+WARP_LANES = 32 << LANE_SHIFT  # from the lanes of a warp to those of the next
+
+# Upper word of a matrix descriptor: 128-byte swizzle, version 1, 1024 bytes between blocks of eight lines.
+_DESCRIPTOR_HIGH = 2 << 29 | 1 << 14 | 1024 >> 4
+_OPERAND_TYPE = {"float16": 0, "bfloat16": 1, "float8_e4m3fn": 0, "float8_e5m2": 1}
+
+
+# --- products -------------------------------------------------------------------------------------------------------
+
+
+def instruction_descriptor(m: int, n: int, a_dtype: str, b_dtype: str, *, b_mn_major: bool = False) -> int:
+    """Returns the descriptor of D(m, n) in fp32 from A and B, K-major unless said otherwise."""
+    types = _OPERAND_TYPE[a_dtype] << 7 | _OPERAND_TYPE[b_dtype] << 10
+    return 1 << 4 | types | int(b_mn_major) << 16 | n >> 3 << 17 | m >> 4 << 24
+
+
+def matrix_descriptor(address: Int32, leading_bytes: int = 16) -> Int64:
+    """Returns the descriptor of an operand in shared memory, in lines of 128 bytes; adding bytes / 16 moves its start.
+
+    `leading_bytes`: of an MN-major operand, from one column of lines to the next.
+    """
+    low = (address >> 4) | Int32(leading_bytes >> 4 << 16)
+    return asm(f"mov.b64 $0, {{$1, {_DESCRIPTOR_HIGH}}};", [Int64], [low], pure=True)
+
+
+def kind_of(dtype: str) -> str:
+    return "f8f6f4" if dtype.startswith("float8") else "f16"
+
+
+def elect_one() -> Int32:
+    """Returns 1 in one thread of the warp, always the same, and 0 in the others."""
+    return asm("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.s32 $0, 1, 0, p;}", [Int32])
+
+
+def mma_smem(
+    kind: str, d: Int32, a: Int64, b: Int64, descriptor: int, steps: Sequence[tuple[int, int]], elected: Int32
+) -> None:
+    """Starts D = A B with both operands in shared memory; `steps`: (a, b) byte offsets of the parts of the sum.
+
+    Called by a converged warp; the elected thread issues.
+    """
+    lines = []
+    for i, (a_step, b_step) in enumerate(steps):
+        lines.append(f"add.s64 da, $1, {a_step >> 4}; add.s64 db, $2, {b_step >> 4};")
+        lines.append(f"@e tcgen05.mma.cta_group::1.kind::{kind} [$0], da, db, w, {'one' if i else 'zero'};")
+    declared = ".reg .b64 da, db; .reg .pred zero, one; setp.ne.s32 one, 1, 0; setp.ne.s32 zero, 0, 0;"
+    asm(_products(declared, "$3", descriptor, lines), [], [d, a, b, elected])
+
+
+def mma_tmem(
+    kind: str,
+    d: Int32,
+    a: Int32,
+    b: Int64,
+    descriptor: int,
+    steps: Sequence[tuple[int, int]],
+    accumulate: Boolean | bool,
+    elected: Int32,
+) -> None:
+    """Starts D (+)= A B with A in tensor memory; `steps`: (columns of A, byte offset in B)."""
+    lines = []
+    for i, (a_step, b_step) in enumerate(steps):
+        lines.append(f"add.s32 da, $1, {a_step}; add.s64 db, $2, {b_step >> 4};")
+        lines.append(f"@e tcgen05.mma.cta_group::1.kind::{kind} [$0], [da], db, w, {'one' if i else 'keep'};")
+    declared = ".reg .b32 da; .reg .b64 db; .reg .pred keep, one; setp.ne.s32 one, 1, 0; setp.ne.s32 keep, $3, 0;"
+    asm(_products(declared, "$4", descriptor, lines), [], [d, a, b, Int32(accumulate), elected])
+
+
+def _products(declared: str, elected: str, descriptor: int, lines: Sequence[str]) -> str:
+    prologue = f".reg .pred e; .reg .b32 w; setp.ne.s32 e, {elected}, 0; mov.b32 w, {descriptor};"
+    return f"{{{prologue} {declared}\n" + "\n".join(lines) + "}"
+
+
+def commit(barrier: Int32, elected: Int32) -> None:
+    """Arrives once all products that the elected thread has issued are complete; orders them before the arrival."""
+    text = (
+        "{.reg .pred e; setp.ne.s32 e, $1, 0;"
+        "@e tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [$0];}"
+    )
+    asm(text, [], [barrier, elected])
+
+
+# --- tensor memory --------------------------------------------------------------------------------------------------
+
+
+def allocate(address: Int32, columns: int) -> None:
+    """Allocates columns for the CTA, by a whole warp, and writes their address to shared memory."""
+    asm(f"tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [$0], {columns};", [], [address])
+    asm("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;")
+
+
+def deallocate(tmem: Int32, columns: int) -> None:
+    """Frees columns, by the warp that allocated them, after the last access of any warp."""
+    asm(f"tcgen05.dealloc.cta_group::1.sync.aligned.b32 $0, {columns};", [], [tmem])
+
+
+def load_columns(address: Int32, offset: int, count: int) -> list[Float32]:
+    """Starts loading `count` columns of this thread's lane. The registers may be used after `wait_loads`."""
+    registers = ", ".join(f"${i}" for i in range(count))
+    text = f"tcgen05.ld.sync.aligned.32x32b.x{count}.b32 {{{registers}}}, [${count}+{offset}];"
+    return asm(text, [Float32] * count, [address])
+
+
+def wait_loads(values: Sequence[Float32]) -> list[Float32]:
+    """Waits for all loads of this thread; returns `values`, so that their uses stay behind the wait."""
+    return asm("tcgen05.wait::ld.sync.aligned;", [Float32] * len(values), [], tied=values)
+
+
+def store_columns(address: Int32, offset: int, values: Sequence[Any]) -> None:
+    """Starts storing to columns of this thread's lane."""
+    registers = ", ".join(f"${i + 1}" for i in range(len(values)))
+    asm(f"tcgen05.st.sync.aligned.32x32b.x{len(values)}.b32 [$0+{offset}], {{{registers}}};", [], [address, *values])
+
+
+def wait_stores() -> None:
+    """Waits for all stores of this thread."""
+    asm("tcgen05.wait::st.sync.aligned;")
+
+
+def fence_before_sync() -> None:
+    """Orders this thread's tcgen05 operations before a later arrival or barrier."""
+    asm("tcgen05.fence::before_thread_sync;")
+
+
+def fence_after_sync() -> None:
+    """Orders this thread's later tcgen05 operations behind an earlier wait or barrier."""
+    asm("tcgen05.fence::after_thread_sync;")
+
+
+# --- arithmetic -----------------------------------------------------------------------------------------------------
+
+
+def pair(lo: Float32, hi: Float32) -> Int64:
+    return asm("mov.b64 $0, {$1, $2};", [Int64], [lo, hi], pure=True)
+
+
+def halves(x: Int64) -> list[Float32]:
+    return asm("mov.b64 {$0, $1}, $2;", [Float32, Float32], [x], pure=True)
+
+
+def fma_pair(a: Int64, b: Int64, c: Int64) -> Int64:
+    return asm("fma.rn.ftz.f32x2 $0, $1, $2, $3;", [Int64], [a, b, c], pure=True)
+
+
+def mul_pair(a: Int64, b: Int64) -> Int64:
+    return asm("mul.rn.ftz.f32x2 $0, $1, $2;", [Int64], [a, b], pure=True)
+
+
+def add_pair(a: Int64, b: Int64) -> Int64:
+    return asm("add.rn.ftz.f32x2 $0, $1, $2;", [Int64], [a, b], pure=True)
+
+
+def fmax3(a: Float32, b: Float32, c: Float32) -> Float32:
+    return asm("max.f32 $0, $1, $2, $3;", [Float32], [a, b, c], pure=True)

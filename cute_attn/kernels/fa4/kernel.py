@@ -1,0 +1,118 @@
+"""FlashAttention-4 for data-centre Blackwell (sm_100a, sm_103a): TMA, tcgen05, tensor memory and specialised warps.
+
+A persistent CTA processes work items of two query tiles of 128 packed rows each:
+
+    warp 0             producer: TMA copies of Q, K and V into rings of shared memory
+    warp 2             tail: clears rows of V past the keys of a request
+    warp 3             MMA: starts all products, S = Q K^T and O += P V, in tensor memory
+    warps 4-7, 8-11    softmax of query tile 0, 1: S to P, a row per thread
+    warps 12-15        epilogue: O to global memory, while the next work item is computed
+
+Named after the kernel of Dao-AILab's flash-attention for Blackwell, whose division of labour it shares.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cute_attn.kernels.blocks import ptx, sm100, tma
+from cute_attn.kernels.blocks.persistent import PersistentProgram
+from cute_attn.kernels.blocks.persistent_params import Maps, PersistentParams
+from cute_attn.kernels.blocks.pipeline import SmemRings
+from cute_attn.kernels.blocks.roles import WarpRole
+from cute_attn.kernels.blocks.softmax import OnlineSoftmax
+from cute_attn.kernels.blocks.tile_scheduler import QueryTile
+from cute_attn.kernels.fa4.epilogue_warps import EpilogueWarps
+from cute_attn.kernels.fa4.mma_warp import MmaWarp
+from cute_attn.kernels.fa4.parts.exp2 import PairExp2
+from cute_attn.kernels.fa4.parts.umma import TmemMap, UmmaTile
+from cute_attn.kernels.fa4.smem import BlackwellMemory
+from cute_attn.kernels.fa4.softmax_warps import SoftmaxWarps
+from cute_attn.kernels.fa4.spec import Fa4Spec
+from cute_attn.kernels.fa4.tail_warp import TailWarp
+
+TAIL_WARP, MMA_WARP = 2, 3
+
+
+class Fa4Program(PersistentProgram):
+    """Blackwell attention kernel for 16-bit q, k and v."""
+
+    spec: Fa4Spec
+    memory: BlackwellMemory
+    tile: UmmaTile
+
+    def __init__(self, spec: Fa4Spec, arch: str) -> None:
+        memory = BlackwellMemory.of(spec)
+        tile = UmmaTile(spec.dtype, memory)
+        super().__init__(spec, memory, tile)
+        self.tail = TailWarp(self, spec, memory)
+        self.mma = MmaWarp(self, spec, tile, self.tail.needed)
+        self.softmaxes = [SoftmaxWarps(self, spec, tile, i) for i in range(spec.tile.query_tiles)]
+        self.epilogue = EpilogueWarps(self, spec, tile)
+
+    @property
+    def roles(self) -> list[WarpRole]:
+        roles = [self.producer.role, self.mma.role, *(s.role for s in self.softmaxes), self.epilogue.role]
+        return [*roles, self.tail.role] if self.tail.needed else roles
+
+    @cute.jit
+    def run_warps(self, params: PersistentParams, maps: Maps, rings: SmemRings, thread: Int32) -> None:
+        warp = cute.arch.make_warp_uniform(thread >> 5)
+        tmem = TmemMap(ptx.ld_shared_b32(rings.scratch["tmem"]))
+        if warp < 4:
+            self.run_single_warps(params, maps, rings, tmem, warp)
+        elif warp < 4 + 4 * self.spec.tile.query_tiles:
+            tma.claim_registers(self.spec.registers[0])
+            self.run_softmax(params, rings, tmem, warp)
+        else:
+            tma.release_registers(self.spec.registers[1])
+            self.epilogue.run(params, rings, tmem)
+
+    @cute.jit
+    def run_single_warps(
+        self, params: PersistentParams, maps: Maps, rings: SmemRings, tmem: TmemMap, warp: Int32
+    ) -> None:
+        tma.release_registers(self.spec.registers[2])
+        if warp < self.producer.role.warps:
+            self.producer.run(params, maps, rings)
+        elif warp == MMA_WARP:
+            self.mma.run(params, rings, tmem)
+        elif warp == TAIL_WARP:
+            self.run_tail(params, rings)
+
+    def run_tail(self, params: PersistentParams, rings: SmemRings) -> None:
+        if self.tail.needed:
+            self.tail.run(params, rings)
+
+    @cute.jit
+    def run_softmax(self, params: PersistentParams, rings: SmemRings, tmem: TmemMap, warp: Int32) -> None:
+        if cutlass.const_expr(len(self.softmaxes) == 1):
+            self.softmaxes[0].run(params, rings, tmem)
+        else:
+            if warp < 8:
+                self.softmaxes[0].run(params, rings, tmem)
+            else:
+                self.softmaxes[1].run(params, rings, tmem)
+
+    @cute.jit
+    def allocate(self, rings: SmemRings, thread: Int32) -> None:
+        if cute.arch.make_warp_uniform(thread >> 5) == MMA_WARP:
+            sm100.allocate(rings.scratch["tmem"], sm100.TMEM_COLUMNS)
+        sm100.fence_before_sync()
+
+    def prepare(self) -> None:
+        sm100.fence_after_sync()
+
+    @cute.jit
+    def deallocate(self, rings: SmemRings, thread: Int32) -> None:
+        sm100.fence_before_sync()
+        ptx.sync_threads()
+        sm100.fence_after_sync()
+        if cute.arch.make_warp_uniform(thread >> 5) == MMA_WARP:
+            sm100.deallocate(ptx.ld_shared_b32(rings.scratch["tmem"]), sm100.TMEM_COLUMNS)
+
+    def softmax(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> OnlineSoftmax:
+        softmax = super().softmax(p, work, lanes, scale)
+        return OnlineSoftmax(softmax.layout, softmax.log2_scales, PairExp2(self.spec.tile.polynomial))

@@ -1,0 +1,88 @@
+"""Products of one query tile: S = Q K^T to tensor memory, and O += P V with P in tensor memory, where S was.
+
+Tensor memory: S of query tile 0 and 1, or of even and odd kv tiles, from columns 0 and 128; O from column 256.
+"""
+
+from dataclasses import dataclass
+
+from cutlass import Boolean, Float32, Int32
+
+from cute_attn.kernels.blocks import ptx, sm100
+from cute_attn.kernels.blocks.register_layout import RowLayout
+from cute_attn.kernels.fa4.smem import OUTPUT_COLUMN, SCORE_COLUMNS, BlackwellMemory
+from cute_attn.kernels.fa4.spec import QUERY_TILE_ROWS
+from cute_attn.kernels.formats import LINE
+
+CHUNK_COLUMNS = 32  # of S, which softmax processes at a time
+STEP_BYTES = 32  # of an operand's row per instruction
+
+
+@dataclass(frozen=True)
+class UmmaTile:
+    """Operands and products of query tiles of 128 rows."""
+
+    dtype: str
+    memory: BlackwellMemory
+
+    @property
+    def scores_layout(self) -> RowLayout:
+        """One thread's part of a chunk of scores."""
+        return RowLayout(CHUNK_COLUMNS)
+
+    @property
+    def chunks(self) -> range:
+        return range(self.memory.tile.cols // CHUNK_COLUMNS)
+
+    @property
+    def output_columns(self) -> int:
+        """Columns of O: a product has a multiple of 16."""
+        return -(-self.memory.head_dim_vo // 16) * 16
+
+    def scores(self, tmem: Int32, q: Int32, k: Int32, query_tile: int, elected: Int32) -> None:
+        """Starts S = Q K^T, from a slot of Q and one of K, to `tmem`."""
+        memory, rows, cols = self.memory, self.memory.tile.rows, self.memory.tile.cols
+        steps = []
+        for step in range(-(-memory.head_dim_qk * memory.item_bytes // STEP_BYTES)):
+            column, within = step // 4, step % 4 * STEP_BYTES
+            steps.append((column * rows * LINE + within, column * cols * LINE + within))
+        descriptor = sm100.instruction_descriptor(QUERY_TILE_ROWS, cols, self.dtype, self.dtype)
+        q_rows = sm100.matrix_descriptor(q + Int32(query_tile * QUERY_TILE_ROWS * LINE))
+        sm100.mma_smem(
+            sm100.kind_of(self.dtype), tmem, q_rows, sm100.matrix_descriptor(k), descriptor, steps, elected
+        )
+
+    def accumulate(self, o: Int32, p: Int32, v: Int32, accumulate: Boolean | bool, elected: Int32) -> None:
+        """Starts O (+)= P V, from P in tensor memory and a slot of V, which is MN-major as stored."""
+        cols, keys = self.memory.tile.cols, STEP_BYTES // self.memory.item_bytes
+        steps = [(i * STEP_BYTES // 4, i * keys * LINE) for i in range(cols // keys)]
+        descriptor = sm100.instruction_descriptor(
+            QUERY_TILE_ROWS, self.output_columns, self.dtype, self.dtype, b_mn_major=True
+        )
+        sm100.mma_tmem(
+            sm100.kind_of(self.dtype),
+            o,
+            p,
+            sm100.matrix_descriptor(v, cols * LINE),
+            descriptor,
+            steps,
+            accumulate,
+            elected,
+        )
+
+    def probabilities(self, s: list[Float32]) -> list[Int32]:
+        """Packs P: columns of tensor memory with two keys each."""
+        return [ptx.pack_16(self.dtype, s[i], s[i + 1]) for i in range(0, len(s), 2)]
+
+
+@dataclass(frozen=True)
+class TmemMap:
+    """Addresses in tensor memory, from that of the CTA's allocation."""
+
+    base: Int32
+
+    def scores(self, stage: Int32) -> Int32:
+        """Returns the address of a stage of S and of P."""
+        return self.base + stage * SCORE_COLUMNS
+
+    def output(self, query_tile: int) -> Int32:
+        return self.base + Int32(OUTPUT_COLUMN + query_tile * 128)

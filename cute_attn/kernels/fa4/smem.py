@@ -1,0 +1,58 @@
+"""Maps of shared and tensor memory of the Blackwell kernel. Plain numbers: the host needs them without the DSL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cute_attn.kernels.blocks.smem_map import RingLayout, Scratch, TileMemory
+from cute_attn.kernels.fa4.spec import QUERY_TILE_ROWS, BlackwellTile, Fa4Spec
+from cute_attn.kernels.formats import LINE
+
+STATS_BYTES = 2 * 4 * QUERY_TILE_ROWS  # shift and sum of each row of a query tile
+SCORE_COLUMNS = 128  # of tensor memory, of S and of P in its place
+OUTPUT_COLUMN = 256  # of tensor memory, the first of O
+
+
+@dataclass(frozen=True)
+class BlackwellMemory(TileMemory):
+    """Layout for 16-bit q, k and v.
+
+    Besides the operands, rings of no bytes hand over what lies in tensor memory: S of query tile i is filled by the
+    products and released by softmax as P ("s0", "s1"); O is filled by the last product and released by the epilogue
+    ("o0", "o1"). "tail" tells the products that the rows of V past the keys are cleared.
+    """
+
+    tile: BlackwellTile
+
+    @staticmethod
+    def of(spec: Fa4Spec) -> BlackwellMemory:
+        return BlackwellMemory(spec.tile, spec.head_dim_qk, spec.head_dim_vo)
+
+    @property
+    def rings(self) -> tuple[RingLayout, ...]:
+        tile = self.tile
+        operands = (
+            RingLayout("q", tile.q_stages, tile.rows * self.qk_columns * LINE),
+            RingLayout("k", tile.k_stages, tile.cols * self.qk_columns * LINE),
+            RingLayout("v", tile.v_stages, tile.cols * self.vo_columns * LINE),
+            RingLayout("tail", 1, 0),
+        )
+        score_stages = 3 - tile.query_tiles
+        handed_over = [
+            ring
+            for i in range(tile.query_tiles)
+            for ring in (
+                RingLayout(f"s{i}", score_stages, 0),
+                RingLayout(f"o{i}", 1, 0),
+                RingLayout(f"stats{i}", 1, STATS_BYTES),
+            )
+        ]
+        return (*operands, *handed_over)
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        return (Scratch("tmem", 16),)  # address of the allocation
+
+    def output_column(self, query_tile: int) -> int:
+        """Returns the first column of tensor memory of a query tile's O."""
+        return OUTPUT_COLUMN + query_tile * 128

@@ -1,0 +1,87 @@
+"""Compile key and tile of the Blackwell kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cute_attn.kernels.formats import FP8_DTYPES
+from cute_attn.runtime.spec import KernelSpec
+
+QUERY_TILE_ROWS = 128  # of a product: all lanes of tensor memory
+SOFTMAX_FORMS = ("anchored", "row_max")
+
+
+@dataclass(frozen=True)
+class BlackwellTile:
+    """Work of one CTA of the tcgen05 kernel: `query_tiles` tiles of 128 packed query rows by `cols` kv tokens.
+
+    `k_stages` and `v_stages` tiles are in flight. `softmax`: "anchored", exponents relative to anchors that trail the
+    maximum, which is not computed; or "row_max", with the maximum of every tile and correction warps that rescale the
+    output. `polynomial`: of every 16 pairs of exponentials, those computed on the FMA units instead of the MUFU.
+    """
+
+    query_tiles: int = 2
+    cols: int = 128
+    k_stages: int = 2
+    v_stages: int = 2
+    softmax: str = "anchored"
+    polynomial: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.query_tiles * QUERY_TILE_ROWS
+
+    @property
+    def q_stages(self) -> int:
+        return 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of the warpgroup of single warps, of one softmax warpgroup per query tile, and of the epilogue."""
+        return 128 * (2 + self.query_tiles)
+
+    def __post_init__(self) -> None:
+        rules = {
+            "query_tiles must be 1 or 2": self.query_tiles in (1, 2),
+            "cols must be 64 or 128": self.cols in (64, 128),
+            "k_stages and v_stages must be at least 1": min(self.k_stages, self.v_stages) >= 1,
+            f"softmax must be one of {SOFTMAX_FORMS}": self.softmax in SOFTMAX_FORMS,
+            "polynomial must be 0 to 16": 0 <= self.polynomial <= 16,
+        }
+        for rule, holds in rules.items():
+            if not holds:
+                raise ValueError(f"{self}: {rule}")
+
+
+@dataclass(frozen=True)
+class Fa4Spec(KernelSpec):
+    """Spec of the Blackwell attention kernel: TMA, tcgen05, tensor memory, specialised warps. The fields mean what they
+    do in `Fa3Spec`.
+    """
+
+    kernel: ClassVar[str] = "fa4"
+    dtype: str
+    out_dtype: str
+    head_dim_qk: int
+    head_dim_vo: int
+    mask: str = "stop"
+    scores: tuple[str, ...] = ()
+    split: bool = False
+    schedule: str = "grid"
+    kv: str = "dense"
+    kv_dtype: str = ""
+    tile: BlackwellTile = BlackwellTile()
+
+    @property
+    def fp8(self) -> bool:
+        return self.dtype in FP8_DTYPES
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        """Registers of a thread of the softmax warps, of the epilogue warps and of the single warps; their total is
+        what the CTA was launched with.
+        """
+        if self.tile.query_tiles == 1:
+            return (256, 128, 120)
+        return (192, 80, 48) if self.tile.softmax == "row_max" else (160, 96, 96)
