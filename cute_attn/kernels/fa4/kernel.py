@@ -48,14 +48,14 @@ class Fa4Program(PersistentProgram):
         tile = UmmaTile(spec.dtype, memory)
         super().__init__(spec, memory, tile)
         self.tail = TailWarp(self, spec, memory)
-        self.mma = MmaWarp(self, spec, tile, self.tail.needed)
+        self.mma = MmaWarp(self, spec, tile)
         self.softmaxes = [SoftmaxWarps(self, spec, tile, i) for i in range(spec.tile.query_tiles)]
         self.epilogue = EpilogueWarps(self, spec, tile)
 
     @property
     def roles(self) -> list[WarpRole]:
         roles = [self.producer.role, self.mma.role, *(s.role for s in self.softmaxes), self.epilogue.role]
-        return [*roles, self.tail.role] if self.tail.needed else roles
+        return [*roles, self.tail.role] if self.spec.clears_tail else roles
 
     @cute.jit
     def run_warps(self, params: PersistentParams, maps: Maps, rings: SmemRings, thread: Int32) -> None:
@@ -83,7 +83,7 @@ class Fa4Program(PersistentProgram):
             self.run_tail(params, rings)
 
     def run_tail(self, params: PersistentParams, rings: SmemRings) -> None:
-        if self.tail.needed:
+        if self.spec.clears_tail:
             self.tail.run(params, rings)
 
     @cute.jit

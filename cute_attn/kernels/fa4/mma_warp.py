@@ -59,10 +59,10 @@ class MmaContext:
 class MmaWarp:
     """Role of the warp of the products, for two query tiles."""
 
-    def __init__(self, program: PersistentProgram, spec: Fa4Spec, tile: UmmaTile, clears_tail: bool) -> None:
-        self.program, self.spec, self.tile, self.clears_tail = program, spec, tile, clears_tail
+    def __init__(self, program: PersistentProgram, spec: Fa4Spec, tile: UmmaTile) -> None:
+        self.program, self.spec, self.tile = program, spec, tile
         handed_over = {f"{ring}{i}": 1 for i in QUERY_TILES for ring in "so"}
-        reads = ("q", "k", "v", *(("tail",) if clears_tail else ()))
+        reads = ("q", "k", "v", *(("tail",) if spec.clears_tail else ()))
         self.role = WarpRole("MMA", 1, handed_over, reads, reads_records=True)
 
     @cute.jit
@@ -77,7 +77,7 @@ class MmaWarp:
             order = self.program.order(p, work)
             steps = KvSteps.of(p, work, order, self.spec.tile.query_tiles, self.spec.tile.cols)
             context = MmaContext(rings, tmem, rings.q.address(q), steps, elected)
-            if cutlass.const_expr(self.clears_tail):  # noqa: SIM102  (one when tracing, one at run time)
+            if cutlass.const_expr(self.spec.clears_tail):  # noqa: SIM102  (one when tracing, one at run time)
                 if cutlass.and_(order.total > 0, order.end * self.spec.tile.cols > work.kv_end):
                     rings.by_name["tail"].wait_full(tail)
                     rings.by_name["tail"].release(tail, lane)

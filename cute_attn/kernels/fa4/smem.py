@@ -23,10 +23,11 @@ class BlackwellMemory(TileMemory):
     """
 
     tile: BlackwellTile
+    clears_tail: bool = False
 
     @staticmethod
     def of(spec: Fa4Spec) -> BlackwellMemory:
-        return BlackwellMemory(spec.tile, spec.head_dim_qk, spec.head_dim_vo)
+        return BlackwellMemory(spec.tile, spec.head_dim_qk, spec.head_dim_vo, spec.clears_tail)
 
     @property
     def rings(self) -> tuple[RingLayout, ...]:
@@ -35,8 +36,8 @@ class BlackwellMemory(TileMemory):
             RingLayout("q", tile.q_stages, tile.rows * self.qk_columns * LINE),
             RingLayout("k", tile.k_stages, tile.cols * self.qk_columns * LINE),
             RingLayout("v", tile.v_stages, tile.cols * self.vo_columns * LINE),
-            RingLayout("tail", 1, 0),
         )
+        tail = (RingLayout("tail", 1, 0),) if self.clears_tail else ()
         score_stages = 3 - tile.query_tiles
         handed_over = [
             ring
@@ -47,7 +48,7 @@ class BlackwellMemory(TileMemory):
                 RingLayout(f"stats{i}", 1, STATS_BYTES),
             )
         ]
-        return (*operands, *handed_over)
+        return (*operands, *tail, *handed_over)
 
     @property
     def scratch(self) -> tuple[Scratch, ...]:

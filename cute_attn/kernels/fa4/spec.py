@@ -78,6 +78,11 @@ class Fa4Spec(KernelSpec):
         return self.dtype in FP8_DTYPES
 
     @property
+    def clears_tail(self) -> bool:
+        """Whether rows of the last V tile may belong to another request or to none."""
+        return self.schedule == "items" and self.kv != "gathered"
+
+    @property
     def registers(self) -> tuple[int, int, int]:
         """Registers of a thread of the softmax warps, of the epilogue warps and of the single warps; their total is
         what the CTA was launched with.

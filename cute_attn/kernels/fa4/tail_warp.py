@@ -24,7 +24,6 @@ class TailWarp:
 
     def __init__(self, program: PersistentProgram, spec: Fa4Spec, memory: BlackwellMemory) -> None:
         self.program, self.spec, self.memory = program, spec, memory
-        self.needed = spec.schedule == "items" and spec.kv != "gathered"
         self.role = WarpRole("tail", 1, fills={"tail": 1}, reads_records=True)
 
     @cute.jit
