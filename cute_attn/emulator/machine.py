@@ -46,7 +46,7 @@ class Policy:
     checks: bool = True
     schedule: Schedule = Schedule()
     events: bool = False
-    strict: bool = True  # a tcgen05.ld reads tensor memory until it is waited for
+    strict: bool = True  # tcgen05.wait::ld and tcgen05.fence are needed where the PTX ISA asks for them
 
 
 @dataclass
@@ -157,7 +157,8 @@ class Cluster:
     def __init__(self, grid: Grid, number: int, origin: Dim3) -> None:
         self.grid, self.number = grid, number
         size = int(np.prod(grid.cluster))
-        self.clocks = Clocks(size * grid.num_warps, grid.dependent) if grid.checks else None
+        fences = grid.strict and grid.program.uses_tensor_memory
+        self.clocks = Clocks(size * grid.num_warps, grid.dependent, fences) if grid.checks else None
         self.barrier: Any = None  # barrier.cluster
         self.cross: dict[int, dict[int, int]] = {}  # warp -> epochs seen of warps of other clusters
         cx, cy, _ = grid.cluster

@@ -46,6 +46,7 @@ class Program:
         self.blocks = self._cut()
         self.param_index = {param.name: i for i, param in enumerate(kernel.params)}
         self.files: dict[str, list[Inst | None]] = {}
+        self.uses_tensor_memory = any(isinstance(x, Inst) and x.op.startswith("tcgen05.") for x in kernel.body)
 
     def param_offsets(self) -> list[int]:
         """Default offsets of the parameters. A cubin may differ, for example begin with a gap."""

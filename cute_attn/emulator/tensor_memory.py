@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cute_attn.emulator.clocks import ORDER, PROXY, Clocks, Op, Shadow
+from cute_attn.emulator.clocks import FENCED, ORDER, PROXY, TMEM, Clocks, Op, Shadow
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import MemoryFault, Race, Uninitialised
 
@@ -36,13 +36,22 @@ class Stream:
         clocks.v[self.agent, ORDER, self.agent] += 1
         return Op(self.channel, epoch, clock, self.what, float(clocks.time[self.agent]))
 
+    def commit(self) -> Op:
+        """Close the epoch with an operation that publishes it, because tcgen05.commit implies fence::before."""
+        op = self.op()
+        if self.clocks.tensor_row == TMEM:
+            op.clock[FENCED] = op.clock[FENCED:].max(axis=0)
+        self.end()
+        return op
+
     def end(self) -> None:
         """Close the epoch: later operations belong to the next one."""
         self.clocks.latest[self.channel] += 1
 
     def wait(self) -> None:
         """Record that the warp has observed the completion of all operations so far."""
-        self.clocks.v[self.agent, (ORDER, PROXY), self.channel] = self.clocks.latest[self.channel]
+        rows = ORDER, PROXY, self.clocks.tensor_row
+        self.clocks.v[self.agent, rows, self.channel] = self.clocks.latest[self.channel]
         self.end()
 
 
@@ -60,7 +69,7 @@ class TensorMemory:
 
     def __post_init__(self) -> None:
         if self.clocks is not None:
-            self.shadow = Shadow(4 * (LANES // CELL_LANES) * COLUMNS, self.clocks)
+            self.shadow = Shadow(4 * (LANES // CELL_LANES) * COLUMNS, self.clocks, self.clocks.tensor_row)
 
     # --- allocation ---------------------------------------------------------------------------------------------------
 
@@ -86,7 +95,8 @@ class TensorMemory:
         self.owner[start : start + columns] = self.count
         self.valid[:, start : start + columns] = False
 
-    def free(self, address: int, columns: int) -> None:
+    def free(self, address: int, columns: int, agent: int) -> None:
+        """Deallocate columns, on behalf of warp `agent`."""
         self.check_count(columns, "tcgen05.dealloc")
         start = address & (COLUMNS * 2 - 1)
         number = int(self.owner[start]) if address < COLUMNS else 0
@@ -96,6 +106,16 @@ class TensorMemory:
                 f"tcgen05.dealloc of {columns} columns at {address:#x}, which is no allocation of that size"
             )
         self.owner[held] = 0
+        stream = self.stream(agent, "tcgen05.dealloc")
+        if stream is None or self.shadow is None:
+            return
+        op = stream.op()
+        if self.shadow.row == TMEM:  # it is not asynchronous: what others have published needs no fence::after
+            op.clock[TMEM] = op.clock[FENCED:].max(axis=0)
+        wrong = self.shadow.op_write(cells(np.arange(LANES), held), op)
+        if wrong is not None:
+            self.complain("tcgen05.dealloc", held, *wrong)
+        stream.wait()
 
     def leaked(self) -> int:
         """Number of columns that were not deallocated."""

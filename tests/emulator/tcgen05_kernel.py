@@ -15,6 +15,7 @@ from cute_attn.emulator.machine import Schedule
 from cute_attn.emulator.memory import SHARED_START, GlobalMemory
 
 BASE = SHARED_START  # where the shared image lies
+BEFORE, AFTER = "tcgen05.fence::before_thread_sync;", "tcgen05.fence::after_thread_sync;"
 _IN, _OUT, _SMEM, _REGS = 1 << 40, 2 << 40, 3 << 40, 4 << 40
 
 
@@ -82,7 +83,7 @@ class Kernel:
                 "ld.global.b32 %x0, [%a]; st.shared.b32 [%y], %x0; add.u64 %a, %a, 512; add.u32 %y, %y, 512;",
                 "setp.lt.u32 %p1, %y, %slot; @%p1 bra COPY;",
             ]
-        return lines + (["fence.proxy.async;"] if self.fence else []) + self._sync()
+        return [*lines, *(["fence.proxy.async;"] if self.fence else []), BEFORE, *self._sync(), AFTER]
 
     def _work(self) -> list[str]:
         mechanism = f"tcgen05.commit.cta_group::{self.group}.mbarrier::arrive::one.shared::cluster"
@@ -92,7 +93,7 @@ class Kernel:
             lines.append(("mov.b16 %mask, 3; " if self.group == 2 else "") + mechanism + multicast)
         lines += ["ISSUED:", "bar.warp.sync 0xffffffff;"]
         if self.commit:
-            lines += ["WAIT: mbarrier.try_wait.parity.shared.b64 %p1, [%bar], 0;", "@!%p1 bra WAIT;"]
+            lines += ["WAIT: mbarrier.try_wait.parity.shared.b64 %p1, [%bar], 0;", "@!%p1 bra WAIT;", AFTER]
         return [*lines, *self.warps]
 
     def _read(self) -> list[str]:
@@ -111,7 +112,7 @@ class Kernel:
 
     def _epilogue(self) -> list[str]:
         group = f"cta_group::{self.group}"
-        lines = [*self._sync(), "@!%p0 bra END;"]
+        lines = [BEFORE, *self._sync(), "@!%p0 bra END;"]
         if self.free:
             lines.append(f"ld.shared.b32 %y, [%slot]; tcgen05.dealloc.{group}.sync.aligned.b32 %y, 512;")
         return [*lines, f"tcgen05.relinquish_alloc_permit.{group}.sync.aligned;", "END: ret;", "}"]

@@ -154,13 +154,7 @@ def _dealloc(w: WarpBatch, mask: Array | None, address: Array, count: Array, gro
     memory = memory_of(w.cta)
     for lane in w.first_lanes(mask):
         start, columns = int(w.full(address)[lane]), int(w.full(count)[lane])
-        memory.free(start, columns)
-        if memory.shadow is not None:
-            span = np.arange(start, start + columns)
-            agents = w.lane_agents[lane : lane + 1]
-            wrong = memory.shadow.write(cells(np.arange(128), span)[None, :], agents)
-            if wrong is not None:
-                memory.complain("tcgen05.dealloc", span, wrong[2], wrong[1])
+        memory.free(start, columns, int(w.lane_agents[lane]))
 
 
 @form(
@@ -358,4 +352,14 @@ def _wait(w: WarpBatch, mask: Array | None, kind: str) -> None:
 
 @form("tcgen05.fence::{before|after}_thread_sync", since=100, only=ARCHS, conformance="order")
 def fence(e: Emitter, inst: Inst, which: str) -> None:
-    """Emit nothing: barriers between threads, which the emulator checks, order tensor memory too."""
+    e.call(_fence_before if which == "before" else _fence_after, [])
+
+
+def _fence_before(w: WarpBatch, mask: Array | None) -> None:
+    if w.cta.clocks is not None:
+        w.cta.clocks.fence_before(w.agents[w.row[w.first_lanes(mask)]])
+
+
+def _fence_after(w: WarpBatch, mask: Array | None) -> None:
+    if w.cta.clocks is not None:
+        w.cta.clocks.fence_after(w.agents[w.row[w.first_lanes(mask)]])

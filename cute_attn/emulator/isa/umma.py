@@ -313,9 +313,7 @@ def _commit(w: WarpBatch, mask: Array | None, group: int, address: Array, ctas: 
             ranks = [rank for rank in range(16) if int(w.full(ctas)[lane]) >> rank & 1]
         barriers = [mbarrier.at(w.cta, rank << RANK_SHIFT | at & OFFSET_MASK, cluster=True) for rank in ranks]
         stream = memory_of(w.cta).stream(agent, KIND)
-        op = None if stream is None else stream.op()
-        if stream is not None:
-            stream.end()
+        op = None if stream is None else stream.commit()
 
         def arrive(barriers: list[mbarrier.Mbarrier] = barriers, op: Op | None = op) -> None:
             for barrier in barriers:
