@@ -1,7 +1,7 @@
 """Tensor memory of one CTA: 128 lanes of 512 columns of 32 bits, allocated by columns.
 
-All accesses are asynchronous. A *stream* is a sequence of operations of one warp that complete together: products and
-copies at a commit, loads and stores at their wait.
+All accesses are asynchronous. A *stream* is a sequence of operations that complete together: products and copies of
+one thread at its commit, loads and stores of one warp at its wait.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ LANES, COLUMNS = 128, 512
 UNIT = 32  # columns; granularity of allocation
 CELL_LANES = 16  # race checks have cells of half a warp's lanes, because some layouts use every other half
 LANE_SHIFT = 16  # addresses: lane above column
+WARP = -1  # in place of a lane: a stream of the whole warp
 
 
 class Stream:
-    """Asynchronous operations of one warp, in order. Its channel always has an open, unobserved epoch."""
+    """Asynchronous operations of one warp or thread, in order. Its channel always has an open, unobserved epoch."""
 
     def __init__(self, clocks: Clocks, agent: int, what: str) -> None:
         self.clocks, self.agent, self.what = clocks, agent, what
@@ -65,7 +66,7 @@ class TensorMemory:
     count: int = 0
     last: int = COLUMNS  # columns of the latest allocation
     relinquished: bool = False
-    streams: dict[tuple[int, str], Stream] = field(default_factory=dict)
+    streams: dict[tuple[int, str, int], Stream] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.clocks is not None:
@@ -123,17 +124,18 @@ class TensorMemory:
 
     # --- access -------------------------------------------------------------------------------------------------------
 
-    def stream(self, agent: int, kind: str) -> Stream | None:
+    def stream(self, agent: int, kind: str, lane: int = WARP) -> Stream | None:
         if self.clocks is None:
             return None
-        found = self.streams.get((agent, kind))
+        found = self.streams.get((agent, kind, lane))
         if found is None:
-            name = f"{kind} of warp {(agent - 1) % self.clocks.warps}"
-            found = self.streams[agent, kind] = Stream(self.clocks, agent, name)
+            thread = "" if lane == WARP else f", lane {lane}"
+            name = f"{kind} of warp {(agent - 1) % self.clocks.warps}{thread}"
+            found = self.streams[agent, kind, lane] = Stream(self.clocks, agent, name)
         return found
 
-    def begin(self, agent: int, kind: str) -> Op | None:
-        stream = self.stream(agent, kind)
+    def begin(self, agent: int, kind: str, lane: int = WARP) -> Op | None:
+        stream = self.stream(agent, kind, lane)
         return None if stream is None else stream.op()
 
     def check(self, columns: Array, what: str) -> None:

@@ -98,17 +98,18 @@ class Kernel:
 
     def _read(self) -> list[str]:
         lines = [
+            "tcgen05.wait::ld.sync.aligned;",
             f"mad.lo.u32 %y, %rank, 128, %tid; mul.wide.u32 %a, %y, {4 * self.columns};",
             "ld.param.u64 %b, [p_out]; add.u64 %a, %a, %b;",
         ]
         for column in range(0, self.columns, 4):
             regs = "{%z0,%z1,%z2,%z3}"
             lines.append(f"tcgen05.ld.sync.aligned.32x32b.x4.b32 {regs}, [%taddr+{self.first + column}];")
+            lines.append("tcgen05.wait::ld.sync.aligned;")
             lines.append(f"st.global.v4.b32 [%a+{4 * column}], {regs};")
         lines.append(f"mad.lo.u32 %y, %rank, 128, %tid; mul.wide.u32 %a, %y, {4 * self.results};")
         lines.append("ld.param.u64 %b, [p_regs]; add.u64 %a, %a, %b;")
-        lines += [f"st.global.b32 [%a+{4 * i}], %x{i};" for i in range(self.results)]
-        return [*lines, "tcgen05.wait::ld.sync.aligned;"]
+        return lines + [f"st.global.b32 [%a+{4 * i}], %x{i};" for i in range(self.results)]
 
     def _epilogue(self) -> list[str]:
         group = f"cta_group::{self.group}"

@@ -15,7 +15,7 @@ from cute_attn.emulator.errors import LaunchFault, MemoryFault, PtxError
 from cute_attn.emulator.isa.mma import whole
 from cute_attn.emulator.isa.registry import form
 from cute_attn.emulator.ptx import Imm, Inst
-from cute_attn.emulator.tensor_memory import TensorMemory, cells, split_address
+from cute_attn.emulator.tensor_memory import WARP, TensorMemory, cells, split_address
 from cute_attn.emulator.warp_batch import Wait, WarpBatch
 
 if TYPE_CHECKING:
@@ -345,7 +345,7 @@ def _wait(w: WarpBatch, mask: Array | None, kind: str) -> None:
     whole(w, mask, "tcgen05.wait")
     memory = memory_of(w.cta)
     for lane in w.first_lanes(mask):
-        stream = memory.streams.get((int(w.lane_agents[lane]), kind))
+        stream = memory.streams.get((int(w.lane_agents[lane]), kind, WARP))
         if stream is not None:
             stream.wait()
 
