@@ -22,6 +22,7 @@ MODULES = (
     "wgmma",
     "clusters",
     "packed",
+    "setmaxnreg",
     "tmem",
     "umma",
     "launch_control",
