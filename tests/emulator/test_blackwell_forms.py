@@ -1,20 +1,22 @@
-"""Forms that Blackwell adds: the micro-kernels of `micro.blackwell` against the bytes that the PTX ISA asks for, under
+"""Forms that Blackwell adds: micro-kernels against the bytes that the PTX ISA asks for, under
 all schedules, and what is refused."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
 from cute_attn.emulator import Schedule
 from cute_attn.emulator.errors import Deadlock, EmulatorError, MemoryFault, UnknownForm
 from tests.emulator.micro import blackwell, emulate
-from tests.emulator.micro.blackwell import Known
+from tests.emulator.micro.blackwell import Known, memory_cases
+from tests.emulator.micro.blackwell_values import value_cases
 
 pytestmark = pytest.mark.emulator
 
-CASES = [pytest.param(known, id=known.id) for known in blackwell.memory_cases()]
+CASES = [pytest.param(known, id=known.id) for known in itertools.chain(memory_cases(), value_cases())]
 
 
 @pytest.mark.parametrize("known", CASES)

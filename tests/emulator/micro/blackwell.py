@@ -36,8 +36,8 @@ def memory_cases() -> Iterator[Known]:
     yield from _wide()
 
 
-def text(**options: Any) -> Text:
-    return Text(version=VERSION, target=TARGET, **options)
+def text(version: str = VERSION, **options: Any) -> Text:
+    return Text(version=version, target=TARGET, **options)
 
 
 # --- gather4, scatter4 ------------------------------------------------------------------------------------------------
