@@ -10,6 +10,7 @@ MODULES = (
     "approximate",
     "bits",
     "convert",
+    "stochastic",
     "control",
     "loads",
     "atomics",
@@ -24,6 +25,7 @@ MODULES = (
     "packed",
     "setmaxnreg",
     "tmem",
+    "tmem_reduce",
     "umma",
     "launch_control",
 )
