@@ -448,12 +448,14 @@ class _AllOf(Wait):
 
 
 @form(
-    f"cp.async.bulk{{.shared::cluster|.shared::cta}}.global.mbarrier::complete_tx::bytes{{|.multicast::cluster}}{_HINT}",
+    f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{_MULTICAST}{_HINT}",
+    f"cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes{_HINT}",
     since=90,
     golden="tma",
 )
-def bulk_load(e: Emitter, inst: Inst, space: str, multicast: str, hint: str) -> None:
+def bulk_load(e: Emitter, inst: Inst, *choices: str) -> None:
     target, source, size, barrier, *extra = inst.operands
+    multicast = ".multicast::cluster" in inst.op
     ctas = e.get(extra[0], "u4") if multicast else e.constant(0, "u4")
     arguments = [e.address(target, wide=False), e.address(source, wide=True), e.get(size, "u4")]
     e.call(_bulk_load, [*arguments, e.address(barrier, wide=False), ctas])

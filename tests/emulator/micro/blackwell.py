@@ -67,6 +67,7 @@ def _swizzled(at: int, swizzle: int) -> int:
 
 
 GATHER = "cp.async.bulk.tensor.2d{space}.global.tile::gather4.mbarrier::complete_tx::bytes{more}"
+TILE = "cp.async.bulk.tensor.2d{space}.global.tile.mbarrier::complete_tx::bytes{more}"
 PLACES = ((0, (3, 0, 49, 7)), (64, (9, 9, 2, 1)), (16, (-1, 50, 4, 1000)), (160, (5, 6, 7, 8)), (-32, (1, 2, 3, 4)))
 
 
@@ -85,9 +86,11 @@ def _gathers() -> Iterator[Known]:
         (".shared::cluster", ".L2::cache_hint.cta_group::2"),
     ):
         yield gather(f"gather4{space}{more}", tensor(3), 64, (9, 30, 2, 1), space, more)
-    yield _pair("gather4.pair", ".cta_group::2", "%h1")
-    yield _pair("gather4.multicast", ".multicast::cluster", "%h1")
-    yield _pair("gather4.multicast.pair", ".multicast::cluster.cta_group::2.L2::cache_hint", "%h1, %rd7")
+    yield _pair("gather4.pair", GATHER, ".cta_group::2")
+    yield _pair("gather4.multicast", GATHER, ".multicast::cluster")
+    yield _pair("gather4.multicast.pair", GATHER, ".multicast::cluster.cta_group::2.L2::cache_hint")
+    yield _pair("tile.pair", TILE, ".L2::cache_hint.cta_group::2")
+    yield _pair("tile.multicast.pair", TILE, ".multicast::cluster.cta_group::2")
 
 
 def _data(name: str) -> Array:
@@ -127,11 +130,11 @@ def _place(column: int, rows: tuple[int, ...]) -> str:
     return ", ".join(map(str, (column, *rows)))
 
 
-def _pair(name: str, more: str, extra: str) -> Known:
+def _pair(name: str, form: str, more: str) -> Known:
     """Two CTAs. Multicast: the odd one loads for both. Otherwise each loads rows of its own. With .cta_group::2 the
     bytes of both are counted by the even one's barrier, else by those of the receivers."""
     multicast, group = ".multicast" in more, ".cta_group::2" in more
-    nbytes, rows = 512, ((3, 1, 41, 5), (9, 30, 2, 1))
+    nbytes, rows = 512, ((3, 1, 41, 5), (9, 30, 2, 1)) if form == GATHER else ((3, 4, 5, 6), (48, 49, 50, 51))
     kernel = text(threads=128, smem=SMEM, maps=1, cluster=2).add(*_SETUP, "mov.u32 %r10, %cluster_ctarank;")
     kernel.add("setp.eq.u32 %p3, %r10, 0;", "setp.eq.u32 %p1, %me, 0;", "mov.b16 %h1, 3;", "mov.u32 %r12, %r9;")
     expected = (2 if group else 1) * nbytes
@@ -140,20 +143,21 @@ def _pair(name: str, more: str, extra: str) -> Known:
     kernel.add("@!%p1 bra SET;", "mbarrier.init.shared::cta.b64 [%r9], 1;", "fence.mbarrier_init.release.cluster;")
     kernel.add(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r9], {expected};", "fence.proxy.async;", "SET:")
     kernel.add("barrier.cluster.arrive;", "barrier.cluster.wait;")
-    form = GATHER.format(space=".shared::cluster", more=more)
-    operands = extra if multicast else extra.replace("%h1", "").removeprefix(", ")
-    tail = f", {operands}" if operands else ""
+    opcode = form.format(space=".shared::cluster", more=more)
+    extra = (", %h1" if multicast else "") + (", %rd7" if "cache_hint" in more else "")
     for rank in (1,) if multicast else (0, 1):
+        place = _place(32, rows[rank] if form == GATHER else rows[rank][:1])
         kernel.add(f"setp.eq.and.u32 %p4, %r10, {rank}, %p1;")
-        # with one barrier for both, the other CTA waits through the cluster's barrier
-        kernel.add(f"@%p4 {form} [%r8], [%rd1, {{{_place(32, rows[rank])}}}], [%r12]{tail};")
+        kernel.add(f"@%p4 {opcode} [%r8], [%rd1, {{{place}}}], [%r12]{extra};")
+    # with one barrier for both, the other CTA waits through the cluster's barrier
     kernel.add(*(["@!%p3 bra WAITED;"] if group else []), *_WAIT, "WAITED:")
     kernel.add("barrier.cluster.arrive;", "barrier.cluster.wait;", f"mul.wide.u32 %rd8, %r10, {nbytes};")
     kernel.add("add.u64 %dst, %dst, %rd8;").dump_shared(nbytes)
     data = _data(name)
     loaded = (rows[1], rows[1]) if multicast else rows
     want = b"".join(_image(data, 3, 64, own).tobytes() for own in loaded)
-    options: dict[str, Any] = {"threads": 128, "grid": 2, "cluster": 2, "maps": (tensor(3),)}
+    source = tensor(3, box_rows=1 if form == GATHER else 4)
+    options: dict[str, Any] = {"threads": 128, "grid": 2, "cluster": 2, "maps": (source,)}
     return Known(Case("gather4", name, kernel.ptx(), data.tobytes(), 2 * nbytes, "u1", **options), want)
 
 
