@@ -189,12 +189,21 @@ TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         cvt.rn.satfinite.e4m3x2.f16x2 h0, r1;
         cvt.rn.satfinite.relu.e5m2x2.f32 h0, f0, f1;
         ex2.approx.ftz.bf16x2 r1, r2;
+        tanh.approx.bf16x2 r1, r2;
         ex2.approx.f16x2 r1, r2;
         redux.sync.max.s32 r1, r2, 0xffffffff;
         """,
         ALL,
     ),
-    ("max.f32x2 l0, l1, l2;\nex2.approx.ftz.f16x2 r1, r2;\nredux.sync.add.f32 f0, f1, 0xffffffff;", ()),
+    (
+        """
+        max.f32x2 l0, l1, l2;
+        ex2.approx.ftz.f16x2 r1, r2;
+        ex2.approx.bf16x2 r1, r2;
+        redux.sync.add.f32 f0, f1, 0xffffffff;
+        """,
+        (),
+    ),
     (
         """
         redux.sync.max.f32 f0, f1, 0xffffffff;
@@ -241,6 +250,11 @@ TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         tcgen05.cp.cta_group::1.128x256b [r0], l1;
         tcgen05.cp.cta_group::1.32x128b.warpx4 [r0], l1;
         tcgen05.cp.cta_group::1.64x128b.warpx2::02_13 [r0], l1;
+        tcgen05.cp.cta_group::1.128x256b.b8x16.b4x16_p64 [r0], l1;
+        tcgen05.cp.cta_group::2.64x128b.warpx2::01_23.b8x16.b6x16_p32 [r0], l1;
+        tcgen05.mma.ws.cta_group::1.kind::f16 [r0], l1, l2, r1, p;
+        tcgen05.mma.ws.cta_group::1.kind::f16.collector::b3::lastuse [r0], [r1], l2, r1, p, l3;
+        tcgen05.mma.ws.cta_group::1.kind::f8f6f4.collector::b1::use [r0], l1, l2, r1, p;
         tcgen05.mma.cta_group::1.kind::f16 [r0], l1, l2, r1, p;
         tcgen05.mma.cta_group::1.kind::f16.collector::a::fill [r0], [r1], l2, r1, p;
         tcgen05.mma.cta_group::1.kind::f8f6f4 [r0], l1, l2, r1, p;
@@ -252,6 +266,39 @@ TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         SERVERS,
     ),
     ("tcgen05.mma.cta_group::1.kind::i8 [r0], l1, l2, r1, p;", B200),
+    ("tcgen05.mma.cta_group::2.kind::i8 [r0], [r2], l2, r1, p;", B200),
+    ("tcgen05.mma.ws.cta_group::1.kind::i8 [r0], l1, l2, r1, p;", B200),
+    ("tcgen05.mma.ws.cta_group::2.kind::f16 [r0], l1, l2, r1, p;", ()),
+    ("tcgen05.mma.cta_group::1.kind::mxf8f6f4 [r0], l1, l2, r1, [r2], [r3], p;", ()),
+    # --- tensor maps
+    (
+        """
+        tensormap.replace.tile.global_address.global.b1024.b64 [l0], l1;
+        tensormap.replace.tile.global_address.b1024.b64 [l0], l1;
+        tensormap.replace.tile.global_address.shared::cta.b1024.b64 [r0], l1;
+        tensormap.replace.tile.rank.shared::cta.b1024.b32 [r0], r1;
+        tensormap.replace.tile.box_dim.shared::cta.b1024.b32 [r0], 0, r1;
+        tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [r0], 4, r1;
+        tensormap.replace.tile.global_stride.shared::cta.b1024.b64 [r0], 3, l1;
+        tensormap.replace.tile.element_stride.global.b1024.b32 [l0], 0, r1;
+        tensormap.replace.tile.elemtype.shared::cta.b1024.b32 [r0], 10;
+        tensormap.replace.tile.interleave_layout.shared::cta.b1024.b32 [r0], 0;
+        tensormap.replace.tile.swizzle_mode.shared::cta.b1024.b32 [r0], 3;
+        tensormap.replace.tile.fill_mode.shared::cta.b1024.b32 [r0], 1;
+        tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [l0], [r0], 128;
+        fence.proxy.tensormap::generic.acquire.gpu [l0], 128;
+        fence.proxy.tensormap::generic.release.gpu;
+        """,
+        ALL,
+    ),
+    ("tensormap.replace.tile.swizzle_atomicity.shared::cta.b1024.b32 [r0], 0;", BLACKWELL),
+    (
+        """
+        tensormap.replace.tile.global_address.shared.b1024.b64 [r0], l1;
+        tensormap.replace.tile.global_stride.shared::cta.b1024.b32 [r0], 0, r1;
+        """,
+        (),
+    ),
     # --- of other architectures
     ("wgmma.fence.sync.aligned;\nwgmma.commit_group.sync.aligned;", ARCHS[:1]),
     (
@@ -262,3 +309,19 @@ TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         BLACKWELL,
     ),
 )
+
+# Forms that the emulator leaves out: ptxas takes them, the emulator names them as unknown.
+LEFT_OUT = """
+tcgen05.mma.sp.cta_group::1.kind::f16 [r0], l1, l2, [r2], r1, p;
+tcgen05.mma.ws.sp.cta_group::1.kind::f16 [r0], l1, l2, [r2], r1, p;
+tcgen05.mma.cta_group::1.kind::f16.ashift [r0], [r1], l2, r1, p;
+tcgen05.shift.cta_group::1.down [r0];
+tcgen05.cp.cta_group::1.4x256b [r0], l1;
+cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile::scatter4.bulk_group [l0, {r1,r2,r3,r4,r5}], [r6];
+cvt.rp.satfinite.ue8m0x2.bf16x2 h0, r1;
+cvt.rz.ue8m0x2.f32 h0, f0, f1;
+mma.sync.aligned.m16n8k32.row.col.kind::f8f6f4.f32.e4m3.e4m3.f32 {f0,f1,f2,f3}, {r0,r1,r2,r3}, {r4,r5}, {f4,f5,f6,f7};
+ldmatrix.sync.aligned.m16n16.x2.trans.shared.b8 {r1,r2,r3,r4}, [r0];
+multimem.ld_reduce.relaxed.gpu.global.add.f32 f0, [l0];
+ld.shared.b128 w0, [r0];
+""".strip().splitlines()

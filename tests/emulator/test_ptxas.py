@@ -10,7 +10,7 @@ from cute_attn.emulator.errors import UnknownForm
 from cute_attn.emulator.isa import load, registry
 from tests.emulator.micro.blackwell import memory_cases
 from tests.emulator.micro.blackwell_values import value_cases
-from tests.emulator.ptxas_table import ARCHS, rows
+from tests.emulator.ptxas_table import ARCHS, LEFT_OUT, rows
 
 ROWS = rows()
 
@@ -37,6 +37,16 @@ def _known(opcode: str, arch: str) -> bool:
     except UnknownForm:
         return False
     return True
+
+
+def test_what_is_left_out_exists() -> None:
+    from tests.support import ptxas
+
+    assert ptxas.refused(LEFT_OUT, "sm_100a") == set()
+    load()
+    for line in LEFT_OUT:
+        with pytest.raises(UnknownForm, match="does not know"):
+            registry.lookup(line.split()[0], 100)
 
 
 def test_every_new_form_has_a_micro_kernel() -> None:

@@ -43,12 +43,15 @@ class _Lines:
 
 
 def refused(lines: Sequence[str], arch: str) -> set[int]:
-    """Indices of the lines that ptxas refuses for `arch`. The others are compiled to machine code together."""
+    """Indices of the lines that ptxas refuses for `arch`. The others are compiled to machine code: those of tcgen05 for
+    pairs of CTAs, and all the rest, because a kernel must not mix pairs and single CTAs."""
     start, *named = sorted(_errors([f"{HEAD} tcgen05.no_such;", *lines, "}"], arch))  # marks where the lines begin
     found = {line - start - 1 for line in named}
     kept = [line for i, line in enumerate(lines) if i not in found]
-    if _errors([HEAD, *kept, "}"], arch):
-        raise AssertionError(f"ptxas takes lines for {arch} that it then does not compile")
+    pairs = [line for line in kept if line.startswith("tcgen05") and ".cta_group::2" in line]
+    for together in (pairs, [line for line in kept if line not in pairs]):
+        if _errors([HEAD, *together, "}"], arch):
+            raise AssertionError(f"ptxas takes lines for {arch} that it then does not compile")
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from cute_attn.emulator import access, tensormap
 from cute_attn.emulator.clocks import Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
-from cute_attn.emulator.errors import MemoryFault, PtxError
+from cute_attn.emulator.errors import MemoryFault, ProxyFault, PtxError
 from cute_attn.emulator.isa import floats, mbarrier
 from cute_attn.emulator.isa.registry import form
 from cute_attn.emulator.memory import GENERIC_PARAM, OFFSET_MASK, RANK_SHIFT, SharedMemory
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 LATENCY = 600  # of virtual time, for the timeline
 Boxes = Callable[[tensormap.TensorMap, list[int]], list[list[int]]]  # where the boxes of a tensor operand start
+STALE: Any = object()  # stands for a map that was changed and not acquired since
 _DIMS = "{.1d|.2d|.3d|.4d|.5d}"
 _HINT = "{|.L2::cache_hint}"
 _MULTICAST = "{|.multicast::cluster}"
@@ -114,6 +115,10 @@ def _map_at(w: WarpBatch, address: int) -> tensormap.TensorMap:
     """Decode the tensor map at an address in the parameters or in global memory."""
     cache: dict[int, tensormap.TensorMap] = w.cta.grid.tensor_maps
     found = cache.get(address)
+    if found is STALE:
+        raise ProxyFault(
+            f"the tensor map at {address:#x} was changed: no fence.proxy.tensormap::generic.acquire follows"
+        )
     if found is None:
         if address >> 56 == GENERIC_PARAM >> 56:
             start = address & ((1 << 56) - 1)

@@ -20,7 +20,7 @@ SMEM = 1024
 
 @dataclass(frozen=True)
 class Known:
-    """A case and its output."""
+    """A case and the beginning of its output, as far as it is known."""
 
     case: Case
     want: bytes
@@ -34,6 +34,7 @@ def memory_cases() -> Iterator[Known]:
     yield from _gathers()
     yield from _scatters()
     yield from _wide()
+    yield from _maps()
 
 
 def text(version: str = VERSION, **options: Any) -> Text:
@@ -262,3 +263,59 @@ def _wide() -> Iterator[Known]:
         ("st.global.v4.b64", (0, 3)),
     ):
         yield wide(form, sinks)
+
+
+# --- tensormap.replace ------------------------------------------------------------------------------------------------
+
+# What makes a map of boxes of 4 rows like `tensor(3, box_rows=4)`, but for its address.
+_FIELDS = (
+    ("elemtype", "", "10", "b32"),
+    ("swizzle_mode", "", "3", "b32"),
+    ("fill_mode", "", "0", "b32"),
+    ("interleave_layout", "", "0", "b32"),
+    ("rank", "", "1", "b32"),
+    ("box_dim", "0, ", "64", "b32"),
+    ("box_dim", "1, ", "%r7", "b32"),
+    ("global_dim", "0, ", f"{WIDTH // 2}", "b32"),
+    ("global_dim", "1, ", f"{ROWS}", "b32"),
+    ("global_stride", "0, ", "%rd3", "b64"),
+    ("element_stride", "1, ", "1", "b32"),
+    ("swizzle_atomicity", "", "0", "b32"),
+)
+MAP_AT = 64 * 1024  # of a map in the output, behind what the kernel writes there
+
+
+def changed_map(name: str, space: str, start: str, acquire: bool = True) -> Known:
+    """One thread makes a map, from zeros or from another map, in shared or in global memory; then a box is loaded."""
+    first = Map("uint8", (64, 8), (64,), (16, 2))
+    kernel = text(threads=128, smem=SMEM, maps=1).add(*_SETUP, "mov.b32 %r7, 4;", f"mov.b64 %rd3, {PITCH};")
+    kernel.add(f"add.u64 %rd4, %dst, {MAP_AT};", "mov.u32 %r13, sm;", "add.u32 %r13, %r13, 512;", "mov.b32 %r14, 0;")
+    kernel.add("cvt.u64.u32 %rd6, %r13;", "cvta.shared.u64 %rd6, %rd6;", "setp.ne.u32 %p1, %me, 0;")
+    kernel.add("@%p1 bra MADE;", "mov.b64 %rd5, p_map0;", "cvta.param.u64 %rd5, %rd5;")
+    for at in range(0, 128, 4):  # the map to begin with
+        source = f"ld.param.b32 %r14, [p_map0+{at}];" if start == "map" else ""
+        store = f"st.global.b32 [%rd4+{at}], %r14;" if space == ".global" else f"st.shared.b32 [%r13+{at}], %r14;"
+        kernel.add(source, store)
+    base = {".global": "%rd4", ".shared::cta": "%r13", "": "%rd6"}[space]
+    kernel.add(f"tensormap.replace.tile.global_address{space}.b1024.b64 [{base}], %src;")
+    kernel.add(*(f"tensormap.replace.tile.{f}{space}.b1024.{kind} [{base}], {o}{v};" for f, o, v, kind in _FIELDS))
+    kernel.add("mbarrier.init.shared::cta.b64 [%r9], 1;", "fence.mbarrier_init.release.cluster;", "fence.proxy.async;")
+    kernel.add("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r9], 512;", "MADE:", "bar.sync 0;")
+    kernel.add("setp.ge.u32 %p3, %me, 32;", "@%p3 bra READY;")
+    release = ".tensormap::generic.release.gpu.sync.aligned [%rd4], [%r13], 128;"
+    fence = "fence.proxy.tensormap::generic.release.gpu;"
+    kernel.add(fence if space == ".global" else f"tensormap.cp_fenceproxy.global.shared::cta{release}")
+    kernel.add("@%p1 bra READY;", "fence.proxy.tensormap::generic.acquire.gpu [%rd4], 128;" if acquire else "")
+    kernel.add(f"{TILE.format(space='.shared::cta', more='')} [%r8], [%rd4, {{32, 7}}], [%r9];")
+    kernel.add("READY:", "bar.sync 0;", *_WAIT).dump_shared(512)
+    data = _data(name)
+    out_bytes = MAP_AT + 128
+    want = _image(data, 3, 64, (7, 8, 9, 10)).tobytes()
+    case = Case("tensormap", name, kernel.ptx(), data.tobytes(), out_bytes, "u1", threads=128, maps=(first,))
+    return Known(case, want)
+
+
+def _maps() -> Iterator[Known]:
+    for space in (".global", ".shared::cta", ""):
+        for start in ("map", "zeros"):
+            yield changed_map(f"tensormap{space}.{start}", space, start)
