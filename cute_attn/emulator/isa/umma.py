@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 LATENCY = 300  # of virtual time, for the timeline
 KIND = "tcgen05.mma"  # the stream of products and copies of a warp
-_USES = ("fill", "use", "lastuse", "discard")
 SCALE_ADDRESS = (1 << 30) - 1  # bits above may select a byte of the word
-_WS_COLLECTOR = "{|" + "|".join(f".collector::b{i}::{use}" for i in range(4) for use in _USES) + "}"
 _COLLECTOR = "{|.collector::a::fill|.collector::a::use|.collector::a::lastuse|.collector::a::discard}"
+_USES = ("fill", "use", "lastuse", "discard")
+_WS_COLLECTOR = "{|" + "|".join(f".collector::b{i}::{use}" for i in range(4) for use in _USES) + "}"
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
