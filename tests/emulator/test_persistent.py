@@ -1,4 +1,4 @@
-"""Persistent kernels, fa3 and fa4, from their PTX, over their host code and tensor maps, against the reference in fp64."""
+"""Persistent kernels, fa3 and fa4, from their PTX, over their host code and tensor maps, against the reference."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_cut_pages(target: Target, schedule: Schedule, page_size: int) -> None:
 
 @pytest.mark.parametrize("target", TARGETS, ids=name)
 def test_the_kernels_of_auto(target: Target) -> None:
-    """Takes the backends of such a GPU: persistent kernels for many rows, fa2 for few; `kernels` overrides the choice."""
+    """Takes the backends of such a GPU: persistent kernels for many rows, fa2 for few; `kernels` overrides it."""
     own = target.kernels
     for qo_len, kernels, ran in ((65, "auto", own), (3, "auto", "fa2"), (3, own, own), (65, "fa2", "fa2")):
         problem = prefill(qo_len, 20, (1, 1))
