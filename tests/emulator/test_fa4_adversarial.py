@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,8 +28,8 @@ SEEDS = tuple(Schedule("adversarial", seed) for seed in range(3, 9))
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def by_turns(values: Any, schedules: tuple[Schedule, ...] = ALL_SCHEDULES) -> Iterator[tuple[Any, Schedule]]:
-    return zip(values, itertools.cycle(schedules), strict=False)
+def by_turns(values: Any, schedules: tuple[Schedule, ...] = ALL_SCHEDULES) -> list[tuple[Any, Schedule]]:
+    return list(zip(values, itertools.cycle(schedules), strict=False))
 
 
 def normal(qo_len: int, kv_len: int, head_dim: int = 64, num_heads: int = 1, seed: int = 0) -> Tensors:
