@@ -32,8 +32,8 @@ class RowStore:
 
     @cute.jit
     def write_columns(self, first: cutlass.Constexpr, values: list[Float32], factor: Float32) -> None:
-        """Stores the layout's columns, a multiple of eight, to the output's columns from `first`."""
-        row, values = self.lanes.row(0), [x * factor for x in self.layout.of_slot(values, 0)]
+        """Stores columns, a multiple of eight, to the output's columns from `first`."""
+        row, values = self.lanes.row(0), [x * factor for x in values]
         if self.rows.exists(row):
             address = self.target.row(self.rows, row) + Int64(first * self.target.element_bytes)
             for i in cutlass.range_constexpr(0, len(values), 8):
