@@ -31,6 +31,7 @@ from cute_attn.kernels.fa4.mma_warp import MmaWarp
 from cute_attn.kernels.fa4.parts.exp2 import PairExp2
 from cute_attn.kernels.fa4.parts.lanes import RowLanes
 from cute_attn.kernels.fa4.parts.row_masks import BandWords, MultiItemWords, PackedWords, StopWords
+from cute_attn.kernels.fa4.parts.row_scores import RowAlibi
 from cute_attn.kernels.fa4.parts.umma import TmemMap, UmmaTile
 from cute_attn.kernels.fa4.smem import BlackwellMemory
 from cute_attn.kernels.fa4.spec import Fa4Spec
@@ -109,6 +110,9 @@ class Fa4Program(PersistentProgram):
     def softmax(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> OnlineSoftmax:
         softmax = super().softmax(p, work, lanes, scale)
         return OnlineSoftmax(softmax.layout, softmax.log2_scales, PairExp2(self.spec.tile.polynomial))
+
+    def alibi_step(self, p: PersistentParams, work: QueryTile, lanes: RowLanes) -> RowAlibi:
+        return RowAlibi.of(work.rows(p), lanes.row(0), p.num_qo_heads)
 
     def mask(self, p: PersistentParams, work: QueryTile, lanes: RowLanes) -> StopWords:  # type: ignore[override]
         band, rows, row = work.band(p), work.rows(p), lanes.row(0)
