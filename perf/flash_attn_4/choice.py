@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from perf.flash_attn_4.kernel import Kernel
 
 HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
@@ -20,13 +22,17 @@ def choose(arch: str, head_dims: tuple[int, int], causal: bool) -> Kernel:
 
 
 def variants(arch: str, head_dims: tuple[int, int]) -> dict[str, Kernel]:
-    """Returns kernels of full attention, by name, that differ from the choice in one thing at a time: how often the
-    exponential is a polynomial, and one CTA a tile."""
+    """Returns kernels of full attention, by name, that are not the choice: CTAs of one tile, one CTA a tile, and other
+    shares of polynomials with it."""
     d, dv = head_dims
-    if arch == "sm_90a" or d != dv or d > 128:
+    if arch == "sm_90a":
         return {}
-    one = Kernel(arch, d, False, 1, 2, "s")
-    found = {} if d == 64 else {"1 CTA": one}
+    chosen = choose(arch, head_dims, False)
+    found = {"not persistent": dataclasses.replace(chosen, traits=chosen.traits.replace("s", ""))}
+    if d != dv or d > 128:
+        return found
+    if d > 64:
+        found["1 CTA"] = Kernel(arch, d, False, 1, 2, "s")
     found["1 CTA, no polynomial"] = Kernel(arch, d, False, 1, 2, "s", d, 0)
     found["1 CTA, every 8th group"] = Kernel(arch, d, False, 1, 2, "s", d, 8)
     return found

@@ -11,7 +11,7 @@ from cute_attn.runtime import cubin as cubins
 from perf.sass import clocks, lines
 from perf.sass.executed import Lines, tally
 from perf.sass.tools import Tools
-from perf.sass.units import RATES
+from perf.sass.units import QUARTERS, RATES
 from perf.sass.work import Roles, Work
 
 
@@ -58,27 +58,28 @@ class Counter:
 
     def steady(self) -> dict[str, Any]:
         """Returns the record of a unit of work that no mask touches."""
-        return self.between(SHORT * self.subject.keys, LONG * self.subject.keys)
+        return self.between(SHORT * self.subject.keys, LONG * self.subject.keys, self.subject.roles)
 
     def masked(self) -> dict[str, Any] | None:
         """Returns the record of a unit of work at the diagonal of a causal mask, None if it cannot be told.
 
         Where query tiles have as many rows as tiles have keys, their diagonals touch one tile each, and two with keys
-        that end in the middle of a tile: one masked step more. Row maxima that begin there are part of it.
+        that end inside a tile: one masked step more. With all but one key of it, the first row of a query tile alone
+        sees nothing of that step, and begins its maximum in the next: the warps of the last rows say what a mask costs.
         """
-        keys = self.subject.keys
+        keys, roles = self.subject.keys, self.subject.roles
         if self.subject.softmax_rows != keys:
             return None
-        return self.between(LONG * keys, LONG * keys + keys // 2)
+        return self.between(LONG * keys, (LONG + 1) * keys - 1, roles.on_quarter(QUARTERS - 1))
 
-    def between(self, short: int, long: int) -> dict[str, Any]:
+    def between(self, short: int, long: int, roles: Roles) -> dict[str, Any]:
         """Returns the record of a unit of work: what the problem of `long` keys executes beyond that of `short`."""
         subject = self.subject
         before, after = self._executed(short), self._executed(long)
         share = subject.ctas / (subject.units(long) - subject.units(short))
         per_unit = {line: (after[line] - before[line]) * share for line in after}
         found = lines.attribute(self.blocks, per_unit)
-        record = clocks.summary(found.opcodes, subject.roles, subject.work, RATES[subject.arch])
+        record = clocks.summary(found.opcodes, roles, subject.work, RATES[subject.arch])
         return record | {"checks": self._checks(found, per_unit)}
 
     def _executed(self, length: int) -> Lines:

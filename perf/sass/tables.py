@@ -16,10 +16,10 @@ def slot_lines(rows: Sequence[Row]) -> list[list[str]]:
     for row in rows:
         of_softmax = _of_softmax(row)
         rest = of_softmax["all"] - sum(of_softmax.get(name, 0) for name in UNITS)
-        masked = _of_softmax(row["masked"])["all"] if row.get("masked") else None
+        masked = _softmax_cell(row["masked"]) if row.get("masked") else "-"
         cells = [f"{100 * row['polynomial_share']:.2f} %", _softmax_cell(row), _number(_mma(row))]
         cells += [_number(of_softmax.get(name, 0)) for name in UNITS]
-        cells += [_number(rest), _number(masked), f"{row['registers']}, {row['stack_bytes']}"]
+        cells += [_number(rest), masked, f"{row['registers']}, {row['stack_bytes']}"]
         lines.append([row["name"], *cells])
     return lines
 

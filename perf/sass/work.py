@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from perf.sass.units import QUARTERS
+
 STEP = 128  # query rows and keys of a tile step
 
 
@@ -46,6 +48,11 @@ class Roles:
 
     warps: Mapping[str, tuple[int, ...]]
     math: tuple[str, ...]
+
+    def on_quarter(self, quarter: int) -> Roles:
+        """Returns the roles with their warps on one quarter of the SM, without those that have none there."""
+        kept = {role: tuple(w for w in warps if w % QUARTERS == quarter) for role, warps in self.warps.items()}
+        return Roles({role: warps for role, warps in kept.items() if warps}, self.math)
 
     @classmethod
     def parse(cls, text: str) -> Roles:
