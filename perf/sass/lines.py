@@ -15,6 +15,9 @@ from perf.sass.executed import Lines
 _LINE = re.compile(r"//## File .*, line (\d+)")
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(@!?U?P\w+ )?([A-Z][\w.]+)\s*(.*)")
 _LABEL = re.compile(r"(\.L_x_\d+):")
+_PADDING = re.compile(  # at the end of a kernel: an endless loop, then nothing
+    r"(\.L_x_\d+):\s*/\*[0-9a-f]+\*/\s+BRA `\(\1\)\s*;(?:\s*/\*[0-9a-f]+\*/\s+NOP\s*;)*"
+)
 _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 _ENDS = ("BRA", "EXIT", "RET", "BRX", "WARPSYNC.COLLECTIVE")
 _CONDITION = re.compile(r"!?U?P\w+,")  # of "BRA.U UP0, `(.L_x_1)"
@@ -43,7 +46,7 @@ def blocks(listing: str) -> list[Block]:
     targets = set(_TARGET.findall(listing))
     found: list[Block] = [[]]
     line = 0
-    for row in listing.splitlines():
+    for row in _PADDING.sub("", listing).splitlines():
         text = row.strip()
         if label := _LABEL.match(text):
             if label[1] in targets:
