@@ -10,6 +10,7 @@ MODULES = (
     "approximate",
     "bits",
     "convert",
+    "stochastic",
     "control",
     "loads",
     "atomics",
@@ -23,6 +24,7 @@ MODULES = (
     "clusters",
     "packed",
     "tmem",
+    "tmem_reduce",
     "umma",
     "launch_control",
 )
