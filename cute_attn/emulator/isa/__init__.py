@@ -23,6 +23,7 @@ MODULES = (
     "wgmma",
     "clusters",
     "packed",
+    "setmaxnreg",
     "tmem",
     "tmem_reduce",
     "umma",
