@@ -14,6 +14,7 @@ from cutlass.experimental.cuda.tensor_map import TensorMap, TensorMapSwizzle, cr
 
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, Target
+from cute_attn.kernels.blocks.gathered_kv import GatheredKV
 from cute_attn.kernels.blocks.masks import BandMask, PackedMask, StopMask, TileOrder
 from cute_attn.kernels.blocks.multi_item import KeyBounds, MultiItemMask
 from cute_attn.kernels.blocks.persistent_params import Maps, PersistentParams, PersistentSpec
@@ -34,13 +35,14 @@ class PersistentProgram:
     params = PersistentParams
     maps = Maps._fields
     rings_type = SmemRings
+    gathered_kv = GatheredKV  # source of 16-bit rows that warps gather
 
     def __init__(self, spec: PersistentSpec, memory: TileMemory, tile: Any) -> None:
         self.spec, self.memory, self.tile = spec, memory, tile
         schedule: type[TileSchedule] = GridTiles if spec.schedule == "grid" else ItemTiles
         self.block = (spec.tile.threads, 1, 1)
         self.smem_bytes = memory.bytes
-        self.producer = Producer(spec, memory, schedule(spec.tile.rows), self.order)
+        self.producer = Producer(spec, memory, schedule(spec.tile.rows), self.order, self.gathered_kv)
 
     @property
     def roles(self) -> list[WarpRole]:
