@@ -17,7 +17,7 @@ from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Pa
 from cute_attn.kernels.blocks.gathered_kv import GatheredKV
 from cute_attn.kernels.blocks.masks import BandMask, PackedMask, StopMask, TileOrder
 from cute_attn.kernels.blocks.multi_item import KeyBounds, MultiItemMask
-from cute_attn.kernels.blocks.persistent_params import Maps, PersistentParams
+from cute_attn.kernels.blocks.persistent_params import Maps, OutputMaps, PersistentParams
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 from cute_attn.kernels.blocks.pipeline import SmemRings
 from cute_attn.kernels.blocks.producer import Producer
@@ -64,7 +64,7 @@ class PersistentProgram:
         blank = create_tensor_map_tiled(
             params.o, BFloat16, sizes, strides, [64, 64, 1, 1], swizzle=TensorMapSwizzle.s128b
         )
-        self.kernel(blank, blank, blank, params).launch(
+        self.kernel(*[blank for _ in self.maps], params).launch(
             grid=[grid_x, grid_y, grid_z], block=list(self.block), smem=self.smem_bytes, min_blocks_per_mp=1
         )
 
@@ -76,7 +76,11 @@ class PersistentProgram:
         v_map: GridConstant[TensorMap],
         params: PersistentParams,
     ) -> None:
-        maps = Maps(*(tma.address_of(tensor_map) for tensor_map in (q_map, k_map, v_map)))
+        self.cta(Maps(*(tma.address_of(tensor_map) for tensor_map in (q_map, k_map, v_map))), params)
+
+    @cute.jit
+    def cta(self, maps: Maps | OutputMaps, params: PersistentParams) -> None:
+        """Runs a CTA: prologue, roles, end."""
         base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint().to(Int32)
         rings = self.rings_type.of(self.memory, base)
         thread = cute.arch.thread_idx()[0]

@@ -82,3 +82,12 @@ class Maps(NamedTuple):
     q: Int64
     k: Int64
     v: Int64
+
+
+class OutputMaps(NamedTuple):
+    """The same, and o [line, heads of a tile, tokens, blocks of heads], for kernels that store outputs by TMA."""
+
+    q: Int64
+    k: Int64
+    v: Int64
+    o_map: Int64
