@@ -76,10 +76,10 @@ class PersistentProgram:
         v_map: GridConstant[TensorMap],
         params: PersistentParams,
     ) -> None:
-        self.cta(Maps(*(tma.address_of(tensor_map) for tensor_map in (q_map, k_map, v_map))), params)
+        self.run_cta(Maps(*(tma.address_of(tensor_map) for tensor_map in (q_map, k_map, v_map))), params)
 
     @cute.jit
-    def cta(self, maps: Maps | OutputMaps, params: PersistentParams) -> None:
+    def run_cta(self, maps: Maps | OutputMaps, params: PersistentParams) -> None:
         """Runs a CTA: prologue, roles, end."""
         base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint().to(Int32)
         rings = self.rings_type.of(self.memory, base)
