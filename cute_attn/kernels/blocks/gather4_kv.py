@@ -5,7 +5,7 @@ of rows, and heads are either columns (NHD) or rows (HND). The lanes of the prod
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -13,7 +13,6 @@ from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.rows import Divisor
-from cute_attn.kernels.blocks.smem_map import LoadedRows
 from cute_attn.kernels.blocks.tma_kv import TmaOperand
 
 GROUP = 4  # rows of an instruction
@@ -22,12 +21,9 @@ NO_ROW = -1  # out of bounds in every map: TMA fills the row with zeros
 
 @dataclass(frozen=True)
 class Gather4Operand:
-    """K or V of one kv head: address of the tensor map, the rows' layout in shared memory, and the head's place in the
-    map.
-    """
+    """K or V of one kv head, which has its place in the map of `operand`."""
 
-    tensor_map: Int64
-    rows: LoadedRows
+    operand: TmaOperand
     page_rows: Int32  # of the map, from a page to the next
     first_row: Int32
     first_column: Int32
@@ -36,13 +32,7 @@ class Gather4Operand:
     def of(
         cls, operand: TmaOperand, kv_head: Int32, page_rows: Int64, head_rows: Int64, head_columns: Int64
     ) -> "Gather4Operand":
-        return cls(
-            operand.tensor_map,
-            operand.rows,
-            Int32(page_rows),
-            kv_head * Int32(head_rows),
-            kv_head * Int32(head_columns),
-        )
+        return cls(operand, Int32(page_rows), kv_head * Int32(head_rows), kv_head * Int32(head_columns))
 
 
 @dataclass(frozen=True)
@@ -58,6 +48,7 @@ class Gather4KV:
     page_size: Divisor
     k: Gather4Operand
     v: Gather4Operand
+    loads: Any
 
     @property
     def rounds(self) -> range:
@@ -81,26 +72,29 @@ class Gather4KV:
 
     @cute.jit
     def copy(
-        self, operand: cutlass.Constexpr, target: Int32, barrier: Int32, kv_tile: Int32, page_ids: list[Int32]
+        self, head: cutlass.Constexpr, target: Int32, barrier: Int32, kv_tile: Int32, page_ids: list[Int32]
     ) -> None:
+        operand = head.operand
+        pitch = operand.rows.pitch
         if self.lane == 0:
-            tma.barrier_expect(barrier, operand.rows.columns * self.cols * operand.rows.pitch)
+            self.loads.expect(barrier, operand.bytes)
         ptx.sync_warp()
         for i in cutlass.range_constexpr(len(self.rounds)):
             row = self.first_row(i)
-            if row < self.cols:
-                rows = self.map_rows(operand, kv_tile * self.cols + row, page_ids[GROUP * i : GROUP * i + GROUP])
+            slot_row = row - operand.first_key
+            if operand.in_part(slot_row, self.cols):
+                rows = self.map_rows(head, kv_tile * self.cols + row, page_ids[GROUP * i : GROUP * i + GROUP])
                 for column in cutlass.range_constexpr(operand.rows.columns):
-                    at = operand.first_column + Int32(column * operand.rows.items)
-                    box = target + row * operand.rows.pitch + Int32(column * self.cols * operand.rows.pitch)
-                    tma.gather4(box, operand.tensor_map, at, rows, barrier, tma.EVICT_LAST)
+                    at = head.first_column + operand.item(column)
+                    box = target + slot_row * pitch + Int32(column * operand.keys * pitch)
+                    self.loads.gather4(box, operand.tensor_map, at, rows, barrier, tma.EVICT_LAST)
 
-    def map_rows(self, operand: Gather4Operand, token: Int32, page_ids: list[Int32]) -> list[Int32]:
+    def map_rows(self, head: Gather4Operand, token: Int32, page_ids: list[Int32]) -> list[Int32]:
         """Returns the rows of the map that hold four tokens."""
         rows = []
         for j, page_id in enumerate(page_ids):
             within = token + Int32(j) - self.page_size.quotient(token + Int32(j)) * self.page_size.value
-            row = page_id * operand.page_rows + operand.first_row + within
+            row = page_id * head.page_rows + head.first_row + within
             rows.append(ptx.select(page_id < Int32(0), Int32(NO_ROW), row))
         return rows
 

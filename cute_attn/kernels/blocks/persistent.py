@@ -13,6 +13,7 @@ from cutlass import BFloat16, Float32, GridConstant, Int32, Int64
 from cutlass.experimental.cuda.tensor_map import TensorMap, TensorMapSwizzle, create_tensor_map_tiled
 
 from cute_attn.kernels.blocks import ptx, tma
+from cute_attn.kernels.blocks.cta import ONE_CTA, OneCta
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, Target
 from cute_attn.kernels.blocks.gathered_kv import GatheredKV
 from cute_attn.kernels.blocks.masks import BandMask, PackedMask, StopMask, TileOrder
@@ -38,12 +39,12 @@ class PersistentProgram:
     rings_type = SmemRings
     gathered_kv = GatheredKV  # source of 16-bit rows that warps gather
 
-    def __init__(self, spec: PersistentSpec, memory: TileMemory, tile: Any) -> None:
-        self.spec, self.memory, self.tile = spec, memory, tile
+    def __init__(self, spec: PersistentSpec, memory: TileMemory, tile: Any, cta: OneCta = ONE_CTA) -> None:
+        self.spec, self.memory, self.tile, self.cta = spec, memory, tile, cta
         schedule: type[TileSchedule] = GridTiles if spec.schedule == "grid" else ItemTiles
         self.block = (spec.tile.threads, 1, 1)
         self.smem_bytes = memory.bytes
-        self.producer = Producer(spec, memory, schedule(spec.tile.rows), self.order, self.gathered_kv)
+        self.producer = Producer(spec, memory, schedule(spec.tile.rows), self.order, self.gathered_kv, cta)
 
     @property
     def roles(self) -> list[WarpRole]:
@@ -65,7 +66,11 @@ class PersistentProgram:
             params.o, BFloat16, sizes, strides, [64, 64, 1, 1], swizzle=TensorMapSwizzle.s128b
         )
         self.kernel(*[blank for _ in self.maps], params).launch(
-            grid=[grid_x, grid_y, grid_z], block=list(self.block), smem=self.smem_bytes, min_blocks_per_mp=1
+            grid=[grid_x, grid_y, grid_z],
+            block=list(self.block),
+            cluster=self.cta.cluster,
+            smem=self.smem_bytes,
+            min_blocks_per_mp=1,
         )
 
     @cute.kernel

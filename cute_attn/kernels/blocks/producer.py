@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, tma
+from cute_attn.kernels.blocks.cta import OneCta
 from cute_attn.kernels.blocks.gather4_kv import Gather4KV, Gather4Operand
 from cute_attn.kernels.blocks.gathered_kv import GatheredFp8KV, GatheredKV, PageRows
 from cute_attn.kernels.blocks.masks import TileOrder
@@ -22,12 +23,11 @@ from cute_attn.kernels.blocks.smem import CHUNK
 from cute_attn.kernels.blocks.smem_map import TileMemory
 from cute_attn.kernels.blocks.tile_scheduler import (
     NO_TILE,
-    DynamicTileScheduler,
     QueryTile,
     TileSchedule,
     WarpgroupTileScheduler,
 )
-from cute_attn.kernels.blocks.tma_kv import DenseTmaKV, PagedTmaKV, TmaOperand
+from cute_attn.kernels.blocks.tma_kv import DenseTmaKV, PagedTmaKV
 from cute_attn.kernels.formats import KV_BITS, LINE
 
 PRODUCER_BARRIER = 8  # named barrier of a warpgroup that gathers; families use other numbers
@@ -45,8 +45,9 @@ class Producer:
         tiles: TileSchedule,
         order: Callable[[PersistentParams, QueryTile], TileOrder],
         gathered: type[GatheredKV],
+        cta: OneCta,
     ) -> None:
-        self.spec, self.memory, self.tiles, self.order = spec, memory, tiles, order
+        self.spec, self.memory, self.tiles, self.order, self.cta = spec, memory, tiles, order, cta
         self.source_type = source_type(spec, gathered)
         loaded = (memory.loaded_ring("k"), memory.loaded_ring("v"))
         fills = {"q": 1, **dict.fromkeys(loaded, self.source_type.arrivals)}
@@ -59,10 +60,10 @@ class Producer:
         scheduler = (
             WarpgroupTileScheduler(p.counters, thread, PRODUCER_BARRIER, 32 * self.role.warps)
             if self.role.warps > 1
-            else DynamicTileScheduler(p.counters, thread)
+            else self.cta.scheduler(p.counters, thread, rings)
         )
         q, k, v = start(), start(), start()
-        work = self.tiles.at(p, cute.arch.block_idx()[0])
+        work = self.tiles.at(p, scheduler.first())
         while work.head_block >= 0:
             order, source = self.order(p, work), self.source(p, maps, work)
             first = ptx.maximum(order.at(Int32(0)), Int32(0))  # -1 where there is no tile at all
@@ -85,7 +86,7 @@ class Producer:
                 self.load(rings.staged_v, v, source, source.v, order.at(order.total - 1), page_ids)
                 source.commit([rings.staged_v.full(v)])
                 v, k = rings.staged_v.next(v), rings.staged_k.next(k)
-            work, q = self.tiles.at(p, scheduler.broadcast_next(fetched, rings.record(q))), rings.q.next(q)
+            work, q = self.tiles.at(p, scheduler.broadcast_next(fetched, rings.record(q), q)), rings.q.next(q)
         scheduler.finish()
         ptx.grid_dependency_launch()
         rings.q.wait_empty(q)
@@ -107,12 +108,14 @@ class Producer:
         if thread == 0:
             work.store(rings.record(q))
             rows, barrier, target = work.rows(p), rings.q.full(q), rings.q.address(q)
-            tma.barrier_expect(barrier, rings.q.slot_bytes)
-            token = work.qo_start + rows.token(Int32(0))
-            for column in cutlass.range_constexpr(self.memory.qk_columns):
-                box = target + Int32(column * self.spec.tile.rows * LINE)
-                coordinates = [Int32(column * self.memory.line_items), Int32(0), token, work.head_block]
-                tma.load_4d(box, maps.q, coordinates, barrier, tma.EVICT_FIRST)
+            loads, column_rows = self.cta.loads(), self.cta.q_rows(self.spec.tile.rows)
+            loads.expect(barrier, rings.q.slot_bytes)
+            for row, slot_row in self.cta.q_boxes(self.spec.tile.rows):
+                token = work.qo_start + rows.token(row)
+                for column in cutlass.range_constexpr(self.memory.qk_columns):
+                    box = target + Int32((column * column_rows + slot_row) * LINE)
+                    coordinates = [Int32(column * self.memory.line_items), Int32(0), token, work.head_block]
+                    loads.load_4d(box, maps.q, coordinates, barrier, tma.EVICT_FIRST)
 
     def load(
         self, ring: Ring, state: PipelineState, source: KVSource, operand: Any, kv_tile: Int32, page_ids: list[Int32]
@@ -123,17 +126,18 @@ class Producer:
     def source(self, p: PersistentParams, maps: Maps, work: QueryTile) -> KVSource:
         cols, thread = self.spec.tile.cols, cute.arch.thread_idx()[0]
         kv_head = Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(work.head_block)
-        k, v = TmaOperand(maps.k, self.memory.loaded_k), TmaOperand(maps.v, self.memory.loaded_v)
+        k, v = self.cta.operands(maps, self.memory, cols)
         if self.source_type is DenseTmaKV:
-            return DenseTmaKV(cols, work.kv_start, kv_head, thread, k, v)
+            return DenseTmaKV(cols, work.kv_start, kv_head, thread, k, v, self.cta.loads())
         page_size = Divisor(p.page_size, p.page_multiplier, p.page_shift)
         table = p.kv_indices + Int64(work.kv_start) * Int64(4)
         if self.source_type is PagedTmaKV:
-            return PagedTmaKV(cols, kv_head, thread, work.kv_end, table, page_size, p.box_rows, k, v)
+            boxes = p.box_rows
+            return PagedTmaKV(cols, kv_head, thread, work.kv_end, table, page_size, boxes, k, v, self.cta.loads())
         if self.source_type is Gather4KV:
             k_rows = Gather4Operand.of(k, kv_head, p.k_page_stride, p.k_stride_h, p.k_stride_n)
             v_rows = Gather4Operand.of(v, kv_head, p.v_page_stride, p.v_stride_h, p.v_stride_n)
-            return Gather4KV(cols, thread, work.kv_end, table, page_size, k_rows, v_rows)
+            return Gather4KV(cols, thread, work.kv_end, table, page_size, k_rows, v_rows, self.cta.loads())
         assert issubclass(self.source_type, GatheredKV | GatheredFp8KV)
         k_base, v_base = p.k_address + Int64(kv_head) * p.k_stride_h, p.v_address + Int64(kv_head) * p.v_stride_h
         k_rows = PageRows(k_base, p.k_page_stride, p.k_stride_n, self.chunks(self.spec.head_dim_qk))
