@@ -63,7 +63,7 @@ class Fa4Spec(PersistentSpec):
     @property
     def clears_tail(self) -> bool:
         """Whether rows of the last V tile may belong to another request or to none."""
-        return self.schedule == "items" and self.kv != "gathered"
+        return self.schedule == "items" and self.kv in ("dense", "paged")
 
     @property
     def registers(self) -> tuple[int, int, int]:
