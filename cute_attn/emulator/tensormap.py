@@ -176,8 +176,8 @@ def encode_tiled(
 
 @dataclass(frozen=True)
 class Chunks:
-    """Pieces of one box, of equal size: the position of each in shared memory (bytes from the start of the box, before
-    swizzling) and in global memory, and whether it is inside the tensor."""
+    """Pieces of boxes, of equal size: the position of each in shared memory (bytes from the start of the first box,
+    before swizzling) and in global memory, and whether it is inside the tensor."""
 
     nbytes: int
     shared: Array
@@ -185,31 +185,38 @@ class Chunks:
     inside: Array
 
 
-def chunks(tensor: TensorMap, coordinates: Sequence[int], line_bytes: int) -> Chunks:
-    """Cut a box into pieces of 16 bytes, or into elements if `line_bytes`, the bound of the innermost dimension, cuts a
-    piece."""
+def chunks(tensor: TensorMap, places: Sequence[Sequence[int]], line_bytes: int) -> Chunks:
+    """Cut the boxes at `places`, which lie one behind another in shared memory and start at one innermost coordinate,
+    into pieces of 16 bytes, or into elements if `line_bytes`, the bound of the innermost dimension, cuts a piece."""
     row_bytes = tensor.box[0] * tensor.item_bytes
-    start = coordinates[0] * tensor.item_bytes
+    start = places[0][0] * tensor.item_bytes
     end = line_bytes - start
     nbytes = UNIT if end % UNIT == 0 or end >= row_bytes else tensor.item_bytes
-    per_row = row_bytes // nbytes
-    rows = int(np.prod(tensor.box[1:], dtype=np.int64))
-    inner = np.arange(per_row) * nbytes
+    inner = np.arange(row_bytes // nbytes) * nbytes
     inside = (inner + start >= 0) & (inner + start < line_bytes)
+    lines = [_lines(tensor, place) for place in places]
+    address = np.concatenate([addresses for addresses, _ in lines])
+    valid = np.concatenate([exist for _, exist in lines])
+    return Chunks(
+        nbytes,
+        (np.arange(len(address))[:, None] * row_bytes + inner).ravel(),
+        (address[:, None] + inner + start).ravel(),
+        (valid[:, None] & inside).ravel(),
+    )
+
+
+def _lines(tensor: TensorMap, place: Sequence[int]) -> tuple[Array, Array]:
+    """Address of each line of a box, at innermost coordinate 0, and whether it is inside the tensor."""
+    rows = int(np.prod(tensor.box[1:], dtype=np.int64))
     address = np.full(rows, tensor.address, np.int64)
     valid = np.ones(rows, np.bool_)
     index = np.arange(rows)
     for axis in range(1, tensor.rank):
-        position = index % tensor.box[axis] + coordinates[axis]
+        position = index % tensor.box[axis] + place[axis]
         index = index // tensor.box[axis]
         valid &= (position >= 0) & (position < tensor.dims[axis])
         address += position * tensor.strides[axis - 1]
-    return Chunks(
-        nbytes,
-        (np.arange(rows)[:, None] * row_bytes + inner).ravel(),
-        (address[:, None] + inner + start).ravel(),
-        (valid[:, None] & inside).ravel(),
-    )
+    return address, valid
 
 
 def swizzled(offsets: Array, swizzle: int) -> Array:

@@ -42,11 +42,38 @@ def _plus(amount: int) -> Callable[[str], str]:
     return change
 
 
+def _moved(bytes_or_columns: int) -> Callable[[str], str]:
+    """The address of an instruction, moved."""
+
+    def change(text: str) -> str:
+        return re.sub(
+            r"\[(%\w+)(?:\+(\d+))?\]", lambda m: f"[{m[1]}+{int(m[2] or 0) + bytes_or_columns}]", text, count=1
+        )
+
+    return change
+
+
+def _flipped(bit: int) -> Callable[[str], str]:
+    """A bit of the last number, inverted."""
+
+    def change(text: str) -> str:
+        return re.sub(r"(\d+)(\}?\s*;)$", lambda m: f"{int(m[1]) ^ 1 << bit}{m[2]}", text)
+
+    return change
+
+
+def _always(text: str) -> str:
+    """A product that adds to what is there."""
+    return re.sub(r", (?:zero|keep);$", ", one;", text)
+
+
 def _passed(text: str) -> str:
     """A wait that always succeeds at once."""
     predicate = text.split(None, 1)[1].split(",")[0]
     return f"setp.eq.u32 {predicate}, 0, 0;"
 
+
+INSTRUCTION = r"mov\.b32 w, \d+"  # descriptor of tcgen05.mma
 
 # (what it is called, instructions that it applies to, what becomes of them)
 MUTATIONS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
@@ -68,6 +95,18 @@ MUTATIONS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
     ("wgmma commit removed", r"wgmma\.commit_group", _removed),
     ("wait for bulk stores removed", r"cp\.async\.bulk\.wait_group", _removed),
     ("cluster barrier removed", r"barrier\.cluster\.wait", _removed),
+    ("tensor memory fence removed", r"tcgen05\.fence", _removed),
+    ("wait for tensor memory loads removed", r"tcgen05\.wait::ld", _removed),
+    ("wait for tensor memory stores removed", r"tcgen05\.wait::st", _removed),
+    ("commit of products removed", r"@e tcgen05\.commit", _removed),
+    ("commit to the next barrier", r"@e tcgen05\.commit", _moved(8)),
+    ("16 columns off", r"tcgen05\.(?:ld|st)", _moved(16)),
+    ("first product accumulates", r"@e tcgen05\.mma[^;]*, (?:zero|keep)", _always),
+    ("instruction descriptor with another N", INSTRUCTION, _flipped(17)),
+    ("instruction descriptor with another M", INSTRUCTION, _flipped(24)),
+    ("instruction descriptor with another order of B", INSTRUCTION, _flipped(16)),
+    ("matrix descriptor with another stride", r"mov\.b64 %\w+, \{%\w+, 1073\d+\}", _flipped(5)),
+    ("deallocation removed", r"tcgen05\.dealloc", _removed),
 )
 
 

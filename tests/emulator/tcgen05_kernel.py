@@ -15,6 +15,7 @@ from cute_attn.emulator.machine import Schedule
 from cute_attn.emulator.memory import SHARED_START, GlobalMemory
 
 BASE = SHARED_START  # where the shared image lies
+BEFORE, AFTER = "tcgen05.fence::before_thread_sync;", "tcgen05.fence::after_thread_sync;"
 _IN, _OUT, _SMEM, _REGS = 1 << 40, 2 << 40, 3 << 40, 4 << 40
 
 
@@ -82,7 +83,7 @@ class Kernel:
                 "ld.global.b32 %x0, [%a]; st.shared.b32 [%y], %x0; add.u64 %a, %a, 512; add.u32 %y, %y, 512;",
                 "setp.lt.u32 %p1, %y, %slot; @%p1 bra COPY;",
             ]
-        return lines + (["fence.proxy.async;"] if self.fence else []) + self._sync()
+        return [*lines, *(["fence.proxy.async;"] if self.fence else []), BEFORE, *self._sync(), AFTER]
 
     def _work(self) -> list[str]:
         mechanism = f"tcgen05.commit.cta_group::{self.group}.mbarrier::arrive::one.shared::cluster"
@@ -92,26 +93,27 @@ class Kernel:
             lines.append(("mov.b16 %mask, 3; " if self.group == 2 else "") + mechanism + multicast)
         lines += ["ISSUED:", "bar.warp.sync 0xffffffff;"]
         if self.commit:
-            lines += ["WAIT: mbarrier.try_wait.parity.shared.b64 %p1, [%bar], 0;", "@!%p1 bra WAIT;"]
+            lines += ["WAIT: mbarrier.try_wait.parity.shared.b64 %p1, [%bar], 0;", "@!%p1 bra WAIT;", AFTER]
         return [*lines, *self.warps]
 
     def _read(self) -> list[str]:
         lines = [
+            "tcgen05.wait::ld.sync.aligned;",
             f"mad.lo.u32 %y, %rank, 128, %tid; mul.wide.u32 %a, %y, {4 * self.columns};",
             "ld.param.u64 %b, [p_out]; add.u64 %a, %a, %b;",
         ]
         for column in range(0, self.columns, 4):
             regs = "{%z0,%z1,%z2,%z3}"
             lines.append(f"tcgen05.ld.sync.aligned.32x32b.x4.b32 {regs}, [%taddr+{self.first + column}];")
+            lines.append("tcgen05.wait::ld.sync.aligned;")
             lines.append(f"st.global.v4.b32 [%a+{4 * column}], {regs};")
         lines.append(f"mad.lo.u32 %y, %rank, 128, %tid; mul.wide.u32 %a, %y, {4 * self.results};")
         lines.append("ld.param.u64 %b, [p_regs]; add.u64 %a, %a, %b;")
-        lines += [f"st.global.b32 [%a+{4 * i}], %x{i};" for i in range(self.results)]
-        return [*lines, "tcgen05.wait::ld.sync.aligned;"]
+        return lines + [f"st.global.b32 [%a+{4 * i}], %x{i};" for i in range(self.results)]
 
     def _epilogue(self) -> list[str]:
         group = f"cta_group::{self.group}"
-        lines = [*self._sync(), "@!%p0 bra END;"]
+        lines = [BEFORE, *self._sync(), "@!%p0 bra END;"]
         if self.free:
             lines.append(f"ld.shared.b32 %y, [%slot]; tcgen05.dealloc.{group}.sync.aligned.b32 %y, 512;")
         return [*lines, f"tcgen05.relinquish_alloc_permit.{group}.sync.aligned;", "END: ret;", "}"]

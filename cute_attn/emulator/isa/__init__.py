@@ -10,6 +10,7 @@ MODULES = (
     "approximate",
     "bits",
     "convert",
+    "stochastic",
     "control",
     "loads",
     "atomics",
@@ -22,7 +23,9 @@ MODULES = (
     "wgmma",
     "clusters",
     "packed",
+    "setmaxnreg",
     "tmem",
+    "tmem_reduce",
     "umma",
     "launch_control",
 )

@@ -58,12 +58,18 @@ class Mbarrier:
 
     def arrive_by(self, op: Op | None, time: float) -> None:
         """Arrive on behalf of an asynchronous operation that has ended."""
+        self._join(op, time)
+        self._count(1)
+
+    def _join(self, op: Op | None, time: float) -> None:
         if op is not None and self.clock is not None:
-            if op.clock[ORDER, self.made_by] < self.made_at:
-                raise BarrierFault(f"{self.name} is used by {op.what} before its initialisation is visible to it")
+            if op.clock[PROXY, self.made_by] < self.made_at:
+                raise BarrierFault(
+                    f"{self.name} is used by {op.what}, to which its initialisation is not visible: "
+                    "fence.mbarrier_init or fence.proxy.async is missing"
+                )
             np.maximum(self.clock, op.clock, out=self.clock)
         self.time = max(self.time, time)
-        self._count(1)
 
     def _count(self, count: int) -> None:
         if count > self.pending:
@@ -78,14 +84,7 @@ class Mbarrier:
 
     def complete(self, num_bytes: int, op: Op | None, time: float) -> None:
         """Count bytes of an asynchronous operation that have arrived."""
-        if op is not None and self.clock is not None:
-            if op.clock[PROXY, self.made_by] < self.made_at:
-                raise BarrierFault(
-                    f"{self.name} is used by {op.what}, to which its initialisation is not visible: "
-                    "fence.mbarrier_init or fence.proxy.async is missing"
-                )
-            np.maximum(self.clock, op.clock, out=self.clock)
-        self.time = max(self.time, time)
+        self._join(op, time)
         self.tx -= num_bytes
         self.advance()
 
@@ -97,6 +96,11 @@ class Mbarrier:
         self.done_time = self.time
         if self.clock is not None and self.done is not None:
             np.maximum(self.done, self.clock, out=self.done)
+
+    @property
+    def partial(self) -> bool:
+        """Whether the current phase has begun: some of its arrivals or bytes have come, or bytes are expected."""
+        return self.pending != self.count or self.tx != 0
 
     def pass_(self, agents: Array) -> None:
         """Order these warps after the completed phase that they have observed."""
@@ -150,8 +154,25 @@ def _init(w: WarpBatch, mask: Array | None, address: Array, count: Array) -> Non
         agents = w.lane_agents[lane : lane + 1]
         w.cta.smem.store(offset, np.zeros(1, np.uint64), 8, agents, "mbarrier.init")
         w.cta.smem.valid.data[int(offset[0]) : int(offset[0]) + 8] = MBARRIER
+        if not w.cta.mbarriers and "mbarriers" not in w.cta.extra:
+            w.cta.extra["mbarriers"] = True
+            w.cta.closing.append(lambda: _check_phases(w.cta))
         name = f"mbarrier at shared {int(offset[0]):#x}"
         w.cta.mbarriers[int(offset[0])] = Mbarrier(w.cta.cluster, int(counts[lane]), int(agents[0]), name)
+
+
+def _check_phases(cta: Cta) -> None:
+    """Check that no barrier is left in the middle of a phase: an arrival or a transfer too many, or one too few.
+    While asynchronous work is pending, its arrivals are still to come."""
+    if cta.pending:
+        return
+    for barrier in cta.mbarriers.values():
+        if barrier.partial:
+            came = barrier.count - barrier.pending
+            raise BarrierFault(
+                f"CTA {cta.index} ends in the middle of a phase: {barrier.name} has {came} of {barrier.count} arrivals "
+                f"and {barrier.tx} bytes are missing, in phase {barrier.phase}"
+            )
 
 
 @form("mbarrier.inval{|.shared|.shared::cta}.b64", golden="mbarrier")
@@ -207,9 +228,16 @@ def _arrive(
     where, counts, bytes_ = w.full(address), w.full(count), w.full(tx)
     token = np.zeros(w.size, np.uint64)
     lanes = w.lanes(mask)
+    first: dict[tuple[int, int], int] = {}  # phase in which the first lane of a warp arrives at a barrier
     for lane in lanes:
         barrier = at(w.cta, int(where[lane]), cluster)
         token[lane] = barrier.phase
+        if first.setdefault((int(w.lane_agents[lane]), int(where[lane])), barrier.phase) != barrier.phase:
+            raise BarrierFault(
+                f"{barrier.name}: lanes of one warp arrive in phases {barrier.phase - 1} and {barrier.phase}, "
+                f"its count of {barrier.count} is too low",
+                int(lane),
+            )
         if drop:
             barrier.count -= 1
         barrier.arrive(int(w.lane_agents[lane]), int(counts[lane]), int(bytes_[lane]))

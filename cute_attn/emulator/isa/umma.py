@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cute_attn.emulator.machine import Cta
 
 LATENCY = 300  # of virtual time, for the timeline
-KIND = "tcgen05.mma"  # the stream of products and copies of a warp
+KIND = "tcgen05.mma"  # the stream of products and copies of a thread
 SCALE_ADDRESS = (1 << 30) - 1  # bits above may select a byte of the word
 _COLLECTOR = "{|.collector::a::fill|.collector::a::use|.collector::a::lastuse|.collector::a::discard}"
 
@@ -228,13 +228,13 @@ def _issue(
         lanes_off = sum(int(w.full(x)[lane]) << (32 * i) for i, x in enumerate(disabled))
         what = umma.decode(int(w.full(word)[lane]), kind)
         one = _Product(kind, what, at[0], at[1], in_tmem, at[2], bool(w.full(keep)[lane]), shift, lanes_off, *at[3:])
-        op = memory_of(w.cta).begin(int(w.lane_agents[lane]), KIND)
+        op = memory_of(w.cta).begin(int(w.lane_agents[lane]), KIND, int(w.lane[lane]))
         w.cta.post(lambda one=one, op=op: one.run(pair, op), _queue(w, int(lane)))  # type: ignore[misc]
 
 
 def _queue(w: WarpBatch, lane: int) -> str:
-    """Name of a warp's queue, which keeps its products, copies and commits in order."""
-    return f"{KIND} {int(w.lane_agents[lane])}"
+    """Name of a thread's queue, which keeps its products, copies and commits in order."""
+    return f"{KIND} {int(w.lane_agents[lane])} {int(w.lane[lane])}"
 
 
 # --- copies from shared memory ----------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def _copy(w: WarpBatch, mask: Array | None, shape: str, group: int, target: Arra
     pair = pair_of(w.cta, group)
     for lane in w.lanes(mask):
         address, descriptor = int(w.full(target)[lane]), int(w.full(source)[lane])
-        op = memory_of(w.cta).begin(int(w.lane_agents[lane]), KIND)
+        op = memory_of(w.cta).begin(int(w.lane_agents[lane]), KIND, int(w.lane[lane]))
 
         def run(address: int = address, descriptor: int = descriptor, op: Op | None = op) -> None:
             for cta in pair:
@@ -312,10 +312,8 @@ def _commit(w: WarpBatch, mask: Array | None, group: int, address: Array, ctas: 
         if ctas is not None:
             ranks = [rank for rank in range(16) if int(w.full(ctas)[lane]) >> rank & 1]
         barriers = [mbarrier.at(w.cta, rank << RANK_SHIFT | at & OFFSET_MASK, cluster=True) for rank in ranks]
-        stream = memory_of(w.cta).stream(agent, KIND)
-        op = None if stream is None else stream.op()
-        if stream is not None:
-            stream.end()
+        stream = memory_of(w.cta).stream(agent, KIND, int(w.lane[lane]))
+        op = None if stream is None else stream.commit()
 
         def arrive(barriers: list[mbarrier.Mbarrier] = barriers, op: Op | None = op) -> None:
             for barrier in barriers:

@@ -1,51 +1,8 @@
-"""What persistent kernels are told: the part of their specs that blocks read, kernel parameters, tensor maps."""
+"""What persistent kernels are told at launch: parameters and tensor maps."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from cutlass import Float32, Int32, Int64
-
-from cute_attn.kernels.blocks.smem_map import TileShape
-
-
-class PersistentTile(TileShape, Protocol):
-    """Work of one CTA, and its threads."""
-
-    @property
-    def threads(self) -> int: ...
-
-
-class PersistentSpec(Protocol):
-    """Spec of a persistent kernel; the fields mean what they do in `Fa3Spec`."""
-
-    @property
-    def out_dtype(self) -> str: ...
-
-    @property
-    def head_dim_qk(self) -> int: ...
-
-    @property
-    def head_dim_vo(self) -> int: ...
-
-    @property
-    def mask(self) -> str: ...
-
-    @property
-    def scores(self) -> tuple[str, ...]: ...
-
-    @property
-    def split(self) -> bool: ...
-
-    @property
-    def schedule(self) -> str: ...
-
-    @property
-    def kv(self) -> str: ...
-
-    @property
-    def kv_dtype(self) -> str: ...
-
-    @property
-    def tile(self) -> PersistentTile: ...
 
 
 class PersistentParams(NamedTuple):

@@ -12,7 +12,8 @@ from cutlass import Int32, Int64
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.gathered_kv import GatheredFp8KV, GatheredKV, PageRows
 from cute_attn.kernels.blocks.masks import TileOrder
-from cute_attn.kernels.blocks.persistent_params import Maps, PersistentParams, PersistentSpec
+from cute_attn.kernels.blocks.persistent_params import Maps, PersistentParams
+from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings, start
 from cute_attn.kernels.blocks.roles import WarpRole
 from cute_attn.kernels.blocks.rows import Divisor

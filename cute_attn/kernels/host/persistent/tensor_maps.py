@@ -1,4 +1,4 @@
-"""Tensor maps of the wgmma kernel, through which TMA reads q, k and v."""
+"""Tensor maps of persistent kernels, through which TMA reads q, k and v."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from cute_attn.kernels.fa3.spec import HopperTile
+from cute_attn.kernels.blocks.smem_map import TileShape
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.host.params import kv_axes
 from cute_attn.problem import Settings
@@ -23,7 +23,7 @@ Map = Callable[[int], bytes]  # from an address to a tensor map
 class TensorMaps:
     """Makes the maps of launches with the same settings and tile. `heads`: query heads whose rows share a tile."""
 
-    def __init__(self, settings: Settings, tile: HopperTile, heads: int) -> None:
+    def __init__(self, settings: Settings, tile: TileShape, heads: int) -> None:
         features = settings.features
         self.tile, self.heads, self.head_blocks = tile, heads, features.num_qo_heads // heads
         self.encoder = encoder(features.device.type)

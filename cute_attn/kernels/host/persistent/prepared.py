@@ -1,4 +1,4 @@
-"""Loaded wgmma kernels, and their parameters from settings, tile and tensors."""
+"""Loaded persistent kernels, and their parameters from settings, tile and tensors."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import functools
 
 import torch
 
-from cute_attn.kernels.fa3.host import variant
-from cute_attn.kernels.fa3.host.tensor_maps import TensorMaps
-from cute_attn.kernels.fa3.spec import HopperTile
 from cute_attn.kernels.host.batch import MAX_SETTINGS
 from cute_attn.kernels.host.combine import CombineKernel
 from cute_attn.kernels.host.fastdiv import magic
@@ -30,6 +27,8 @@ from cute_attn.kernels.host.params import (
     score_fields,
     two_addresses,
 )
+from cute_attn.kernels.host.persistent import variant
+from cute_attn.kernels.host.persistent.tensor_maps import TensorMaps
 from cute_attn.kernels.host.prepared import Replay
 from cute_attn.problem import BatchProblem, Problem, Settings
 from cute_attn.runtime import counters
@@ -55,10 +54,18 @@ class PreparedKernel:
     count as one head of partials.
     """
 
-    def __init__(self, settings: Settings, tile: HopperTile, heads: int, combine: bool, gpu: Gpu) -> None:
+    def __init__(
+        self,
+        kernels: variant.PersistentKernels[variant.T],
+        settings: Settings,
+        tile: variant.T,
+        heads: int,
+        combine: bool,
+        gpu: Gpu,
+    ) -> None:
         features = settings.features
         batch = batched(features)
-        kernel = variant.spec_of(settings, tile, combine and not batch)
+        kernel = kernels.spec_of(settings, tile, combine and not batch)
         self.output = OutputTarget(settings)
         self.attention = load(kernel, gpu.arch.name, gpu.device_index, gpu.pdl(settings))
         self.combine = CombineKernel(settings, heads, gpu) if combine else None
