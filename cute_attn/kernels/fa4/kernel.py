@@ -18,18 +18,21 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_attn.kernels.blocks import ptx, sm100, tma
+from cute_attn.kernels.blocks.multi_item import KeyBounds
 from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import Maps, PersistentParams
 from cute_attn.kernels.blocks.pipeline import SmemRings
 from cute_attn.kernels.blocks.roles import WarpRole
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
+from cute_attn.kernels.fa4.anchored import AnchoredSoftmax
 from cute_attn.kernels.fa4.epilogue_warps import EpilogueWarps
 from cute_attn.kernels.fa4.mma_warp import MmaWarp
 from cute_attn.kernels.fa4.parts.exp2 import PairExp2
+from cute_attn.kernels.fa4.parts.lanes import RowLanes
+from cute_attn.kernels.fa4.parts.row_masks import BandWords, MultiItemWords, PackedWords, StopWords
 from cute_attn.kernels.fa4.parts.umma import TmemMap, UmmaTile
 from cute_attn.kernels.fa4.smem import BlackwellMemory
-from cute_attn.kernels.fa4.softmax_warps import SoftmaxWarps
 from cute_attn.kernels.fa4.spec import Fa4Spec
 from cute_attn.kernels.fa4.tail_warp import TailWarp
 
@@ -49,12 +52,12 @@ class Fa4Program(PersistentProgram):
         super().__init__(spec, memory, tile)
         self.tail = TailWarp(self, spec, memory)
         self.mma = MmaWarp(self, spec, tile)
-        self.softmaxes = [SoftmaxWarps(self, spec, tile, i) for i in range(spec.tile.query_tiles)]
+        self.softmax_warps = AnchoredSoftmax(self, spec, tile)
         self.epilogue = EpilogueWarps(self, spec, tile)
 
     @property
     def roles(self) -> list[WarpRole]:
-        roles = [self.producer.role, self.mma.role, *(s.role for s in self.softmaxes), self.epilogue.role]
+        roles = [self.producer.role, self.mma.role, *self.softmax_warps.roles, self.epilogue.role]
         return [*roles, self.tail.role] if self.spec.clears_tail else roles
 
     @cute.jit
@@ -65,7 +68,7 @@ class Fa4Program(PersistentProgram):
             self.run_single_warps(params, maps, rings, tmem, warp)
         elif warp < 4 + 4 * self.spec.tile.query_tiles:
             tma.claim_registers(self.spec.registers[0])
-            self.run_softmax(params, rings, tmem, warp)
+            self.softmax_warps.run(params, rings, tmem, (warp >> 2) - 1)
         else:
             tma.release_registers(self.spec.registers[1])
             self.epilogue.run(params, rings, tmem)
@@ -87,16 +90,6 @@ class Fa4Program(PersistentProgram):
             self.tail.run(params, rings)
 
     @cute.jit
-    def run_softmax(self, params: PersistentParams, rings: SmemRings, tmem: TmemMap, warp: Int32) -> None:
-        if cutlass.const_expr(len(self.softmaxes) == 1):
-            self.softmaxes[0].run(params, rings, tmem)
-        else:
-            if warp < 8:
-                self.softmaxes[0].run(params, rings, tmem)
-            else:
-                self.softmaxes[1].run(params, rings, tmem)
-
-    @cute.jit
     def allocate(self, rings: SmemRings, thread: Int32) -> None:
         if cute.arch.make_warp_uniform(thread >> 5) == MMA_WARP:
             sm100.allocate(rings.scratch["tmem"], sm100.TMEM_COLUMNS)
@@ -116,3 +109,11 @@ class Fa4Program(PersistentProgram):
     def softmax(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> OnlineSoftmax:
         softmax = super().softmax(p, work, lanes, scale)
         return OnlineSoftmax(softmax.layout, softmax.log2_scales, PairExp2(self.spec.tile.polynomial))
+
+    def mask(self, p: PersistentParams, work: QueryTile, lanes: RowLanes) -> StopWords:  # type: ignore[override]
+        band, rows, row = work.band(p), work.rows(p), lanes.row(0)
+        if self.spec.mask == "packed":
+            return PackedWords(band, rows, row, p.mask + work.mask(), p.mask + p.mask_bytes, work.kv_len)
+        if self.spec.mask == "multi_item":
+            return MultiItemWords(band, rows, row, KeyBounds(p.mask, rows))
+        return (BandWords if self.spec.mask == "band" else StopWords)(band, rows, row)
