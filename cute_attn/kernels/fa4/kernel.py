@@ -33,6 +33,7 @@ from cute_attn.kernels.fa4.parts.lanes import RowLanes
 from cute_attn.kernels.fa4.parts.row_masks import BandWords, MultiItemWords, PackedWords, StopWords
 from cute_attn.kernels.fa4.parts.umma import TmemMap, UmmaTile
 from cute_attn.kernels.fa4.smem import BlackwellMemory
+from cute_attn.kernels.fa4.softmax_warps import SoftmaxWarps
 from cute_attn.kernels.fa4.spec import Fa4Spec
 from cute_attn.kernels.fa4.tail_warp import TailWarp
 
@@ -40,20 +41,24 @@ TAIL_WARP, MMA_WARP = 2, 3
 
 
 class Fa4Program(PersistentProgram):
-    """Blackwell attention kernel for 16-bit q, k and v."""
+    """Blackwell attention kernel for 16-bit q, k and v. Subclasses replace the tile, roles and composition."""
 
     spec: Fa4Spec
     memory: BlackwellMemory
     tile: UmmaTile
+    softmax_type: type[SoftmaxWarps] = AnchoredSoftmax
 
     def __init__(self, spec: Fa4Spec, arch: str) -> None:
         memory = BlackwellMemory.of(spec)
-        tile = UmmaTile(spec.dtype, memory)
+        tile = self.umma_tile(spec, memory)
         super().__init__(spec, memory, tile)
         self.tail = TailWarp(self, spec, memory)
         self.mma = MmaWarp(self, spec, tile)
-        self.softmax_warps = AnchoredSoftmax(self, spec, tile)
+        self.softmax_warps = self.softmax_type(self, spec, tile)
         self.epilogue = EpilogueWarps(self, spec, tile)
+
+    def umma_tile(self, spec: Fa4Spec, memory: Any) -> UmmaTile:
+        return UmmaTile(spec.dtype, memory)
 
     @property
     def roles(self) -> list[WarpRole]:

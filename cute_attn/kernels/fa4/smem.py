@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from cute_attn.kernels.blocks.smem_map import RingLayout, Scratch, TileMemory
 from cute_attn.kernels.fa4.spec import QUERY_TILE_ROWS, BlackwellTile, Fa4Spec
@@ -27,7 +28,8 @@ class BlackwellMemory(TileMemory):
 
     @staticmethod
     def of(spec: Fa4Spec) -> BlackwellMemory:
-        return BlackwellMemory(spec.tile, spec.head_dim_qk, spec.head_dim_vo, spec.clears_tail)
+        kind = Fp8Memory if spec.fp8 else BlackwellMemory
+        return kind(spec.tile, spec.head_dim_qk, spec.head_dim_vo, spec.clears_tail)
 
     @property
     def rings(self) -> tuple[RingLayout, ...]:
@@ -57,3 +59,10 @@ class BlackwellMemory(TileMemory):
     def output_column(self, query_tile: int) -> int:
         """Returns the first column of tensor memory of a query tile's O."""
         return OUTPUT_COLUMN + query_tile * 128
+
+
+@dataclass(frozen=True)
+class Fp8Memory(BlackwellMemory):
+    """Layout for q, k and v in fp8: as much as theirs in 16 bits, of twice the elements per line."""
+
+    item_bytes: ClassVar[int] = 1

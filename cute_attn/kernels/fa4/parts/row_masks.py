@@ -28,13 +28,13 @@ def columns_from(start: Int32) -> Int32:
     return ptx.asm("shl.b32 $0, -1, $1;", [Int32], [ptx.maximum(start, Int32(0))], pure=True)
 
 
-def hide(s: list[Float32], word: Int32) -> list[Float32]:
-    """Sets scores whose bit is not set to -inf. The tests stay where they are: moved out of a loop, each would take a
+def hide(s: list[Float32], word: Int32, value: Float32) -> list[Float32]:
+    """Sets scores whose bit is not set to `value`. The tests stay where they are: moved out of a loop, each would take a
     register or an instruction, where ptxas else makes seven predicates with one R2P.
     """
     word = ptx.asm("mov.b32 $0, $1;", [Int32], [word])
     bits = [word & Int32(1 << i if i < 31 else -(1 << 31)) for i in range(len(s))]
-    return [ptx.select(bit != Int32(0), x, Float32(ptx.NEG_INF)) for x, bit in zip(s, bits, strict=True)]
+    return [ptx.select(bit != Int32(0), x, value) for x, bit in zip(s, bits, strict=True)]
 
 
 @dataclass(frozen=True)
