@@ -15,7 +15,7 @@ from tests.emulator.test_tcgen05_mma import Case, Setup
 pytestmark = pytest.mark.emulator
 
 SCHEDULES = ("eager", "delayed", "adversarial")
-GROUPS = {1: Case(a_in_tmem=True, n=16), 2: Case(a_in_tmem=True, m=256, n=16, group=2)}
+GROUPS = {1: Case(a_in_tmem=True, n=16), 2: Case(a_in_tmem=True, m=256, n=32, group=2)}
 ORDERING = r"tcgen05\.(?:fence|wait)::[^;]*;|tcgen05\.commit[^;]*;"
 
 # What brings the kernel's data from step to step: filled by all warps, product of one thread, read by all, deallocated.
