@@ -123,7 +123,10 @@ def test_arithmetic_of_clocks() -> None:
     }
     assert clocks.binds(found) == ["MUFU"]
     assert clocks.binds(found | {"tensor": 799.0}) == ["tensor", "MUFU"]
-    assert clocks.polynomial_share(SYNTHETIC, ROLES_OF_16) == 2 * 4 * 2 / 128
+    assert clocks.polynomial_share(SYNTHETIC, ROLES_OF_16) == 28 / 128
+    with_factor = [*SYNTHETIC, ("MUFU.EX2", _times([0, 1, 2, 3], 1.0))]
+    assert clocks.polynomial_share(with_factor, ROLES_OF_16) == 28 / 128
+    assert clocks.polynomial_share([("MUFU.EX2", _times(range(8), 64.5))], ROLES_OF_16) == 0
     slots = clocks.slots(SYNTHETIC, ROLES_OF_16)
     assert slots["softmax"] == {"all": 132, "MUFU": 100, "FMA2": 8, "ALU": 20, "TMEM": 4}
     assert slots["correction"] == {"all": 10, "smem": 3, "FMA": 7}
