@@ -74,8 +74,8 @@ def counts(opcodes: Opcodes, roles: Roles) -> dict[str, dict[str, float]]:
 
 
 def polynomial_share(opcodes: Opcodes, roles: Roles) -> float:
-    """Returns the share of a tile step's exponentials that polynomials compute: pairs that the MUFU does not. An odd one
-    on the MUFU is the factor of a correction."""
+    """Returns the share of a tile step's exponentials that polynomials compute: pairs that the MUFU does not. An odd
+    one on the MUFU is the factor of a correction."""
     of_softmax = [warp for role in roles.math for warp in roles.warps[role]]
     on_mufu = _slots(opcodes, of_softmax, _exponentials)
     return max(0, 2 * math.ceil((STEP - on_mufu) / 2)) / STEP
