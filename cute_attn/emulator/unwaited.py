@@ -135,7 +135,11 @@ def _registers(operand: Operand) -> int:
 
 
 def _only(mask: int) -> tuple[int, ...]:
-    return tuple(i for i in range(mask.bit_length()) if mask >> i & 1)
+    found = []
+    while mask:
+        found.append((mask & -mask).bit_length() - 1)
+        mask &= mask - 1
+    return tuple(found)
 
 
 class _Trace(Emitter):

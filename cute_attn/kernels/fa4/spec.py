@@ -63,7 +63,7 @@ class Fa4Spec(PersistentSpec):
     @property
     def clears_tail(self) -> bool:
         """Whether rows of the last V tile may belong to another request or to none."""
-        return self.schedule == "items" and self.kv != "gathered"
+        return self.schedule == "items" and self.kv in ("dense", "paged")
 
     @property
     def registers(self) -> tuple[int, int, int]:
@@ -72,4 +72,4 @@ class Fa4Spec(PersistentSpec):
         """
         if self.tile.query_tiles == 1:
             return (256, 128, 120)
-        return (192, 80, 48) if self.tile.softmax == "row_max" else (160, 96, 96)
+        return (192, 80, 48) if self.tile.softmax == "row_max" else (168, 96, 80)
