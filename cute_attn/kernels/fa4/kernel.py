@@ -36,6 +36,7 @@ from cute_attn.kernels.fa4.parts.row_masks import BandWords, MultiItemWords, Pac
 from cute_attn.kernels.fa4.parts.row_scores import RowAlibi
 from cute_attn.kernels.fa4.parts.umma import TmemMap, UmmaTile
 from cute_attn.kernels.fa4.smem import BlackwellMemory
+from cute_attn.kernels.fa4.softmax_warps import SoftmaxWarps
 from cute_attn.kernels.fa4.spec import Fa4Spec
 from cute_attn.kernels.fa4.tail_warp import TailWarp
 
@@ -43,21 +44,22 @@ TAIL_WARP, MMA_WARP = 2, 3
 
 
 class Fa4Program(PersistentProgram):
-    """Blackwell attention kernel for 16-bit q, k and v."""
+    """Blackwell attention kernel for 16-bit q, k and v. Subclasses replace the tile, roles and composition."""
 
     spec: Fa4Spec
     memory: BlackwellMemory
     tile: UmmaTile
     maps = OutputMaps._fields
     gathered_kv = TwoWarpGatheredKV
+    softmax_type: type[SoftmaxWarps] = AnchoredSoftmax
 
     def __init__(self, spec: Fa4Spec, arch: str) -> None:
         memory = BlackwellMemory.of(spec)
-        tile = UmmaTile(spec.dtype, memory)
+        tile = self.umma_tile(spec, memory)
         super().__init__(spec, memory, tile)
         self.tail = TailWarp(self, spec, memory)
         self.mma = MmaWarp(self, spec, tile)
-        self.softmax_warps = AnchoredSoftmax(self, spec, tile)
+        self.softmax_warps = self.softmax_type(self, spec, tile)
         self.epilogue = EpilogueWarps(self, spec, tile)
 
     @cute.kernel
@@ -70,6 +72,9 @@ class Fa4Program(PersistentProgram):
         params: PersistentParams,
     ) -> None:
         self.run_cta(OutputMaps(*(tma.address_of(tensor_map) for tensor_map in (q_map, k_map, v_map, o_map))), params)
+
+    def umma_tile(self, spec: Fa4Spec, memory: Any) -> UmmaTile:
+        return UmmaTile(spec.dtype, memory)
 
     @property
     def roles(self) -> list[WarpRole]:
