@@ -139,5 +139,5 @@ class Fa4Program(PersistentProgram):
         if self.spec.mask == "packed":
             return PackedWords(band, rows, row, p.mask + work.mask(), p.mask + p.mask_bytes, work.kv_len)
         if self.spec.mask == "multi_item":
-            return MultiItemWords(band, rows, row, KeyBounds(p.mask, rows))
+            return MultiItemWords.of(band, rows, row, KeyBounds(p.mask, rows))
         return (BandWords if self.spec.mask == "band" else StopWords)(band, rows, row)
