@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,7 +98,7 @@ class Kernel:
 
     def _read(self) -> list[str]:
         lines = [
-            "tcgen05.wait::ld.sync.aligned;",
+            *(["tcgen05.wait::ld.sync.aligned;"] if self.results else []),
             f"mad.lo.u32 %y, %rank, 128, %tid; mul.wide.u32 %a, %y, {4 * self.columns};",
             "ld.param.u64 %b, [p_out]; add.u64 %a, %a, %b;",
         ]
@@ -118,8 +118,10 @@ class Kernel:
             lines.append(f"ld.shared.b32 %y, [%slot]; tcgen05.dealloc.{group}.sync.aligned.b32 %y, 512;")
         return [*lines, f"tcgen05.relinquish_alloc_permit.{group}.sync.aligned;", "END: ret;", "}"]
 
-    def run(self, schedule: str = "eager", strict: bool = True) -> tuple[Array, Array]:
-        """(tensor memory [ctas, 128, columns], registers [ctas, 128, results])"""
+    def run(
+        self, schedule: str = "eager", strict: bool = True, rewrite: Callable[[str], str] = str
+    ) -> tuple[Array, Array]:
+        """(tensor memory [ctas, 128, columns], registers [ctas, 128, results]). `rewrite` changes the text first."""
         memory = GlobalMemory()
         out = np.zeros((self.group, 128, self.columns), np.uint32)
         registers = np.zeros((self.group, 128, self.results), np.uint32)
@@ -136,7 +138,7 @@ class Kernel:
             "smem_bytes": self.smem.shape[1] + 1024,
             "params": struct.pack("<4Q", _IN, _SMEM, _OUT, _REGS),
         }
-        run.launch(self.text(), description, memory, schedule=Schedule(schedule, 3), strict=strict)
+        run.launch(rewrite(self.text()), description, memory, schedule=Schedule(schedule, 3), strict=strict)
         return out, registers
 
 

@@ -20,6 +20,7 @@ MODULES = (
     "barriers",
     "mbarrier",
     "tma",
+    "tensormaps",
     "wgmma",
     "clusters",
     "packed",

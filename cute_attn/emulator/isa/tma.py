@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from cute_attn.emulator import access, tensormap
 from cute_attn.emulator.clocks import Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
-from cute_attn.emulator.errors import MemoryFault, PtxError
+from cute_attn.emulator.errors import MemoryFault, ProxyFault, PtxError
 from cute_attn.emulator.isa import floats, mbarrier
 from cute_attn.emulator.isa.registry import form
 from cute_attn.emulator.memory import GENERIC_PARAM, OFFSET_MASK, RANK_SHIFT, SharedMemory
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 LATENCY = 600  # of virtual time, for the timeline
 Boxes = Callable[[tensormap.TensorMap, list[int]], list[list[int]]]  # where the boxes of a tensor operand start
+STALE: Any = object()  # stands for a map that was changed and not acquired since
 _DIMS = "{.1d|.2d|.3d|.4d|.5d}"
 _HINT = "{|.L2::cache_hint}"
 _MULTICAST = "{|.multicast::cluster}"
@@ -114,6 +115,10 @@ def _map_at(w: WarpBatch, address: int) -> tensormap.TensorMap:
     """Decode the tensor map at an address in the parameters or in global memory."""
     cache: dict[int, tensormap.TensorMap] = w.cta.grid.tensor_maps
     found = cache.get(address)
+    if found is STALE:
+        raise ProxyFault(
+            f"the tensor map at {address:#x} was changed: no fence.proxy.tensormap::generic.acquire follows"
+        )
     if found is None:
         if address >> 56 == GENERIC_PARAM >> 56:
             start = address & ((1 << 56) - 1)
@@ -448,12 +453,14 @@ class _AllOf(Wait):
 
 
 @form(
-    f"cp.async.bulk{{.shared::cluster|.shared::cta}}.global.mbarrier::complete_tx::bytes{{|.multicast::cluster}}{_HINT}",
+    f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{_MULTICAST}{_HINT}",
+    f"cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes{_HINT}",
     since=90,
     golden="tma",
 )
-def bulk_load(e: Emitter, inst: Inst, space: str, multicast: str, hint: str) -> None:
+def bulk_load(e: Emitter, inst: Inst, *choices: str) -> None:
     target, source, size, barrier, *extra = inst.operands
+    multicast = ".multicast::cluster" in inst.op
     ctas = e.get(extra[0], "u4") if multicast else e.constant(0, "u4")
     arguments = [e.address(target, wide=False), e.address(source, wide=True), e.get(size, "u4")]
     e.call(_bulk_load, [*arguments, e.address(barrier, wide=False), ctas])

@@ -133,15 +133,18 @@ class PersistentProgram:
         return kind(band, layout, rows, lanes)
 
     def scores(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> Scores:
-        makers: dict[str, Callable[[], Scale | RowScales | SoftCap | Alibi]] = {
+        makers: dict[str, Callable[[], Any]] = {
             "scale": lambda: self.scale_step(p, work, lanes, scale),
-            "alibi": lambda: Alibi(self.tile.scores_layout, work.rows(p), lanes, p.num_qo_heads),
+            "alibi": lambda: self.alibi_step(p, work, lanes),
             "soft_cap": lambda: SoftCap(p.soft_cap),
         }
         return Scores([makers[name]() for name in self.spec.scores])
 
     def scale_step(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> Scale | RowScales:
         return Scale(scale)
+
+    def alibi_step(self, p: PersistentParams, work: QueryTile, lanes: Any) -> Any:
+        return Alibi(self.tile.scores_layout, work.rows(p), lanes, p.num_qo_heads)
 
     def softmax(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> OnlineSoftmax:
         layout, log2_scale = self.tile.scores_layout, Float32(ptx.LOG2E) if self.spec.scores else scale

@@ -33,8 +33,10 @@ from cute_attn.kernels.fa4.mma_warp import MmaWarp
 from cute_attn.kernels.fa4.parts.exp2 import PairExp2
 from cute_attn.kernels.fa4.parts.lanes import RowLanes
 from cute_attn.kernels.fa4.parts.row_masks import BandWords, MultiItemWords, PackedWords, StopWords
+from cute_attn.kernels.fa4.parts.row_scores import RowAlibi
 from cute_attn.kernels.fa4.parts.umma import TmemMap, UmmaTile
 from cute_attn.kernels.fa4.smem import BlackwellMemory
+from cute_attn.kernels.fa4.softmax_warps import SoftmaxWarps
 from cute_attn.kernels.fa4.spec import Fa4Spec
 from cute_attn.kernels.fa4.tail_warp import TailWarp
 
@@ -42,21 +44,22 @@ TAIL_WARP, MMA_WARP = 2, 3
 
 
 class Fa4Program(PersistentProgram):
-    """Blackwell attention kernel for 16-bit q, k and v."""
+    """Blackwell attention kernel for 16-bit q, k and v. Subclasses replace the tile, roles and composition."""
 
     spec: Fa4Spec
     memory: BlackwellMemory
     tile: UmmaTile
     maps = OutputMaps._fields
     gathered_kv = TwoWarpGatheredKV
+    softmax_type: type[SoftmaxWarps] = AnchoredSoftmax
 
     def __init__(self, spec: Fa4Spec, arch: str) -> None:
         memory = BlackwellMemory.of(spec)
-        tile = UmmaTile(spec.dtype, memory)
+        tile = self.umma_tile(spec, memory)
         super().__init__(spec, memory, tile)
         self.tail = TailWarp(self, spec, memory)
         self.mma = MmaWarp(self, spec, tile)
-        self.softmax_warps = AnchoredSoftmax(self, spec, tile)
+        self.softmax_warps = self.softmax_type(self, spec, tile)
         self.epilogue = EpilogueWarps(self, spec, tile)
 
     @cute.kernel
@@ -69,6 +72,9 @@ class Fa4Program(PersistentProgram):
         params: PersistentParams,
     ) -> None:
         self.run_cta(OutputMaps(*(tma.address_of(tensor_map) for tensor_map in (q_map, k_map, v_map, o_map))), params)
+
+    def umma_tile(self, spec: Fa4Spec, memory: Any) -> UmmaTile:
+        return UmmaTile(spec.dtype, memory)
 
     @property
     def roles(self) -> list[WarpRole]:
@@ -124,6 +130,9 @@ class Fa4Program(PersistentProgram):
     def softmax(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> OnlineSoftmax:
         softmax = super().softmax(p, work, lanes, scale)
         return OnlineSoftmax(softmax.layout, softmax.log2_scales, PairExp2(self.spec.tile.polynomial))
+
+    def alibi_step(self, p: PersistentParams, work: QueryTile, lanes: RowLanes) -> RowAlibi:
+        return RowAlibi.of(work.rows(p), lanes.row(0), p.num_qo_heads)
 
     def mask(self, p: PersistentParams, work: QueryTile, lanes: RowLanes) -> StopWords:  # type: ignore[override]
         band, rows, row = work.band(p), work.rows(p), lanes.row(0)

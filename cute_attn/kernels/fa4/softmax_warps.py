@@ -70,7 +70,7 @@ class SoftmaxWarps:
             rings.q.release(q, lanes.lane)
             context = self.context(p, work, lanes, scale, tmem)
             s, state = self.mainloop(ring, context, s)
-            self.publish(stats_ring, stats, state, lanes)
+            self.publish(stats_ring, stats, state, RowLanes.of(query_tile))
             q, stats = rings.q.next(q), stats_ring.next(stats)
             head_block = rings.next_head_block(q)
 
@@ -128,9 +128,12 @@ class SoftmaxWarps:
         return sm100.load_columns(context.s + columns, 0, CHUNK_COLUMNS)
 
     def modified(self, context: SoftmaxContext, s: list[Float32], kv_start: Int32, word: Int32 | None) -> list[Float32]:
-        """Returns modified scores of a chunk, -inf for columns that `word` hides."""
+        """Returns modified scores of a chunk, those of columns that `word` hides such that exp2 makes 0 of them."""
         s = context.scores.apply(s, kv_start)
-        return s if word is None else hide(s, word)
+        return s if word is None else hide(s, word, self.hidden(context))
+
+    def hidden(self, context: SoftmaxContext) -> Float32:
+        return Float32(ptx.NEG_INF)
 
     def store(self, ring: Ring, context: SoftmaxContext, s: PipelineState, p: list[Int32]) -> None:
         """Stores P over S and releases it to the products."""

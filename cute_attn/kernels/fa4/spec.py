@@ -72,4 +72,4 @@ class Fa4Spec(PersistentSpec):
         """
         if self.tile.query_tiles == 1:
             return (256, 128, 120)
-        return (192, 80, 48) if self.tile.softmax == "row_max" else (160, 96, 96)
+        return (192, 80, 48) if self.tile.softmax == "row_max" else (168, 96, 80)

@@ -20,7 +20,7 @@ SMEM = 1024
 
 @dataclass(frozen=True)
 class Known:
-    """A case and its output."""
+    """A case and the beginning of its output, as far as it is known."""
 
     case: Case
     want: bytes
@@ -34,6 +34,7 @@ def memory_cases() -> Iterator[Known]:
     yield from _gathers()
     yield from _scatters()
     yield from _wide()
+    yield from _maps()
 
 
 def text(version: str = VERSION, **options: Any) -> Text:
@@ -67,6 +68,7 @@ def _swizzled(at: int, swizzle: int) -> int:
 
 
 GATHER = "cp.async.bulk.tensor.2d{space}.global.tile::gather4.mbarrier::complete_tx::bytes{more}"
+TILE = "cp.async.bulk.tensor.2d{space}.global.tile.mbarrier::complete_tx::bytes{more}"
 PLACES = ((0, (3, 0, 49, 7)), (64, (9, 9, 2, 1)), (16, (-1, 50, 4, 1000)), (160, (5, 6, 7, 8)), (-32, (1, 2, 3, 4)))
 
 
@@ -85,9 +87,11 @@ def _gathers() -> Iterator[Known]:
         (".shared::cluster", ".L2::cache_hint.cta_group::2"),
     ):
         yield gather(f"gather4{space}{more}", tensor(3), 64, (9, 30, 2, 1), space, more)
-    yield _pair("gather4.pair", ".cta_group::2", "%h1")
-    yield _pair("gather4.multicast", ".multicast::cluster", "%h1")
-    yield _pair("gather4.multicast.pair", ".multicast::cluster.cta_group::2.L2::cache_hint", "%h1, %rd7")
+    yield _pair("gather4.pair", GATHER, ".cta_group::2")
+    yield _pair("gather4.multicast", GATHER, ".multicast::cluster")
+    yield _pair("gather4.multicast.pair", GATHER, ".multicast::cluster.cta_group::2.L2::cache_hint")
+    yield _pair("tile.pair", TILE, ".L2::cache_hint.cta_group::2")
+    yield _pair("tile.multicast.pair", TILE, ".multicast::cluster.cta_group::2")
 
 
 def _data(name: str) -> Array:
@@ -105,7 +109,7 @@ def gather(
     policy = ", %rd7" if "cache_hint" in more else ""
     form = GATHER.format(space=space, more=more)
     kernel.add(f"{form} [%r8], [%rd1, {{{_place(start // item, rows)}}}], [%r9]{policy};")
-    kernel.add("READY:", "bar.sync 0;", *_WAIT).dump_shared(nbytes)
+    kernel.add("READY:", "bar.sync 0;", *WAIT).dump_shared(nbytes)
     data = _data(name)
     want = _image(data, source.swizzle, start, rows).tobytes()
     case = Case("gather4", name, kernel.ptx(), data.tobytes(), nbytes, "u1", threads=128, maps=(source,))
@@ -120,18 +124,18 @@ _SETUP = (
     "mov.b64 %rd7, 0;",
     "mov.u32 %r6, 0;",
 )
-_WAIT = ("WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r9], %r6;", "@!%p2 bra WAIT;")
+WAIT = ("WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r9], %r6;", "@!%p2 bra WAIT;")
 
 
 def _place(column: int, rows: tuple[int, ...]) -> str:
     return ", ".join(map(str, (column, *rows)))
 
 
-def _pair(name: str, more: str, extra: str) -> Known:
+def _pair(name: str, form: str, more: str) -> Known:
     """Two CTAs. Multicast: the odd one loads for both. Otherwise each loads rows of its own. With .cta_group::2 the
     bytes of both are counted by the even one's barrier, else by those of the receivers."""
     multicast, group = ".multicast" in more, ".cta_group::2" in more
-    nbytes, rows = 512, ((3, 1, 41, 5), (9, 30, 2, 1))
+    nbytes, rows = 512, ((3, 1, 41, 5), (9, 30, 2, 1)) if form == GATHER else ((3, 4, 5, 6), (48, 49, 50, 51))
     kernel = text(threads=128, smem=SMEM, maps=1, cluster=2).add(*_SETUP, "mov.u32 %r10, %cluster_ctarank;")
     kernel.add("setp.eq.u32 %p3, %r10, 0;", "setp.eq.u32 %p1, %me, 0;", "mov.b16 %h1, 3;", "mov.u32 %r12, %r9;")
     expected = (2 if group else 1) * nbytes
@@ -140,20 +144,21 @@ def _pair(name: str, more: str, extra: str) -> Known:
     kernel.add("@!%p1 bra SET;", "mbarrier.init.shared::cta.b64 [%r9], 1;", "fence.mbarrier_init.release.cluster;")
     kernel.add(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r9], {expected};", "fence.proxy.async;", "SET:")
     kernel.add("barrier.cluster.arrive;", "barrier.cluster.wait;")
-    form = GATHER.format(space=".shared::cluster", more=more)
-    operands = extra if multicast else extra.replace("%h1", "").removeprefix(", ")
-    tail = f", {operands}" if operands else ""
+    opcode = form.format(space=".shared::cluster", more=more)
+    extra = (", %h1" if multicast else "") + (", %rd7" if "cache_hint" in more else "")
     for rank in (1,) if multicast else (0, 1):
+        place = _place(32, rows[rank] if form == GATHER else rows[rank][:1])
         kernel.add(f"setp.eq.and.u32 %p4, %r10, {rank}, %p1;")
-        # with one barrier for both, the other CTA waits through the cluster's barrier
-        kernel.add(f"@%p4 {form} [%r8], [%rd1, {{{_place(32, rows[rank])}}}], [%r12]{tail};")
-    kernel.add(*(["@!%p3 bra WAITED;"] if group else []), *_WAIT, "WAITED:")
+        kernel.add(f"@%p4 {opcode} [%r8], [%rd1, {{{place}}}], [%r12]{extra};")
+    # with one barrier for both, the other CTA waits through the cluster's barrier
+    kernel.add(*(["@!%p3 bra WAITED;"] if group else []), *WAIT, "WAITED:")
     kernel.add("barrier.cluster.arrive;", "barrier.cluster.wait;", f"mul.wide.u32 %rd8, %r10, {nbytes};")
     kernel.add("add.u64 %dst, %dst, %rd8;").dump_shared(nbytes)
     data = _data(name)
     loaded = (rows[1], rows[1]) if multicast else rows
     want = b"".join(_image(data, 3, 64, own).tobytes() for own in loaded)
-    options: dict[str, Any] = {"threads": 128, "grid": 2, "cluster": 2, "maps": (tensor(3),)}
+    source = tensor(3, box_rows=1 if form == GATHER else 4)
+    options: dict[str, Any] = {"threads": 128, "grid": 2, "cluster": 2, "maps": (source,)}
     return Known(Case("gather4", name, kernel.ptx(), data.tobytes(), 2 * nbytes, "u1", **options), want)
 
 
@@ -258,3 +263,59 @@ def _wide() -> Iterator[Known]:
         ("st.global.v4.b64", (0, 3)),
     ):
         yield wide(form, sinks)
+
+
+# --- tensormap.replace ------------------------------------------------------------------------------------------------
+
+# What makes a map of boxes of 4 rows like `tensor(3, box_rows=4)`, but for its address.
+_FIELDS = (
+    ("elemtype", "", "10", "b32"),
+    ("swizzle_mode", "", "3", "b32"),
+    ("fill_mode", "", "0", "b32"),
+    ("interleave_layout", "", "0", "b32"),
+    ("rank", "", "1", "b32"),
+    ("box_dim", "0, ", "64", "b32"),
+    ("box_dim", "1, ", "%r7", "b32"),
+    ("global_dim", "0, ", f"{WIDTH // 2}", "b32"),
+    ("global_dim", "1, ", f"{ROWS}", "b32"),
+    ("global_stride", "0, ", "%rd3", "b64"),
+    ("element_stride", "1, ", "1", "b32"),
+    ("swizzle_atomicity", "", "0", "b32"),
+)
+MAP_AT = 64 * 1024  # of a map in the output, behind what the kernel writes there
+
+
+def changed_map(name: str, space: str, start: str, acquire: bool = True) -> Known:
+    """One thread makes a map, from zeros or from another map, in shared or in global memory; then a box is loaded."""
+    first = Map("uint8", (64, 8), (64,), (16, 2))
+    kernel = text(threads=128, smem=SMEM, maps=1).add(*_SETUP, "mov.b32 %r7, 4;", f"mov.b64 %rd3, {PITCH};")
+    kernel.add(f"add.u64 %rd4, %dst, {MAP_AT};", "mov.u32 %r13, sm;", "add.u32 %r13, %r13, 512;", "mov.b32 %r14, 0;")
+    kernel.add("cvt.u64.u32 %rd6, %r13;", "cvta.shared.u64 %rd6, %rd6;", "setp.ne.u32 %p1, %me, 0;")
+    kernel.add("@%p1 bra MADE;", "mov.b64 %rd5, p_map0;", "cvta.param.u64 %rd5, %rd5;")
+    for at in range(0, 128, 4):  # the map to begin with
+        source = f"ld.param.b32 %r14, [p_map0+{at}];" if start == "map" else ""
+        store = f"st.global.b32 [%rd4+{at}], %r14;" if space == ".global" else f"st.shared.b32 [%r13+{at}], %r14;"
+        kernel.add(source, store)
+    base = {".global": "%rd4", ".shared::cta": "%r13", "": "%rd6"}[space]
+    kernel.add(f"tensormap.replace.tile.global_address{space}.b1024.b64 [{base}], %src;")
+    kernel.add(*(f"tensormap.replace.tile.{f}{space}.b1024.{kind} [{base}], {o}{v};" for f, o, v, kind in _FIELDS))
+    kernel.add("mbarrier.init.shared::cta.b64 [%r9], 1;", "fence.mbarrier_init.release.cluster;", "fence.proxy.async;")
+    kernel.add("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r9], 512;", "MADE:", "bar.sync 0;")
+    kernel.add("setp.ge.u32 %p3, %me, 32;", "@%p3 bra READY;")
+    release = ".tensormap::generic.release.gpu.sync.aligned [%rd4], [%r13], 128;"
+    fence = "fence.proxy.tensormap::generic.release.gpu;"
+    kernel.add(fence if space == ".global" else f"tensormap.cp_fenceproxy.global.shared::cta{release}")
+    kernel.add("@%p1 bra READY;", "fence.proxy.tensormap::generic.acquire.gpu [%rd4], 128;" if acquire else "")
+    kernel.add(f"{TILE.format(space='.shared::cta', more='')} [%r8], [%rd4, {{32, 7}}], [%r9];")
+    kernel.add("READY:", "bar.sync 0;", *WAIT).dump_shared(512)
+    data = _data(name)
+    out_bytes = MAP_AT + 128
+    want = _image(data, 3, 64, (7, 8, 9, 10)).tobytes()
+    case = Case("tensormap", name, kernel.ptx(), data.tobytes(), out_bytes, "u1", threads=128, maps=(first,))
+    return Known(case, want)
+
+
+def _maps() -> Iterator[Known]:
+    for space in (".global", ".shared::cta", ""):
+        for start in ("map", "zeros"):
+            yield changed_map(f"tensormap{space}.{start}", space, start)
