@@ -36,7 +36,7 @@ KVSource = DenseTmaKV | PagedTmaKV | Gather4KV | GatheredKV | GatheredFp8KV
 
 
 class Producer:
-    """Producer warp, or the warps that gather 16-bit rows, as `gathered` says. `order`: the kv tiles of a query tile."""
+    """Producer warp, or the warps that gather 16-bit rows: those of `gathered`. `order`: kv tiles of a query tile."""
 
     def __init__(
         self,
