@@ -36,7 +36,7 @@ KVSource = DenseTmaKV | PagedTmaKV | Gather4KV | GatheredKV | GatheredFp8KV
 
 
 class Producer:
-    """Producer warp, or the warps that gather 16-bit rows, as `gathered` says. `order`: the kv tiles of a query tile."""
+    """Producer warp, or the warps that gather 16-bit rows: those of `gathered`. `order`: kv tiles of a query tile."""
 
     def __init__(
         self,
@@ -135,9 +135,9 @@ class Producer:
             boxes = p.box_rows
             return PagedTmaKV(cols, kv_head, thread, work.kv_end, table, page_size, boxes, k, v, self.cta.loads())
         if self.source_type is Gather4KV:
-            k_rows = Gather4Operand.of(k, kv_head, p.k_page_stride, p.k_stride_h, p.k_stride_n)
-            v_rows = Gather4Operand.of(v, kv_head, p.v_page_stride, p.v_stride_h, p.v_stride_n)
-            return Gather4KV(cols, thread, work.kv_end, table, page_size, k_rows, v_rows, self.cta.loads())
+            k_head = Gather4Operand.of(k, kv_head, p.k_page_stride, p.k_stride_h, p.k_stride_n)
+            v_head = Gather4Operand.of(v, kv_head, p.v_page_stride, p.v_stride_h, p.v_stride_n)
+            return Gather4KV(cols, thread, work.kv_end, table, page_size, k_head, v_head, self.cta.loads())
         assert issubclass(self.source_type, GatheredKV | GatheredFp8KV)
         k_base, v_base = p.k_address + Int64(kv_head) * p.k_stride_h, p.v_address + Int64(kv_head) * p.v_stride_h
         k_rows = PageRows(k_base, p.k_page_stride, p.k_stride_n, self.chunks(self.spec.head_dim_qk))

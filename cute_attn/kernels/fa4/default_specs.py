@@ -31,6 +31,7 @@ def default_specs(arch: str) -> list[KernelSpec]:
     specs += [_spec(arch, llama, **modified) for modified in MODIFIED[1:]]
     specs += [_spec(arch, llama, **MODIFIED[0], **ITEMS), _spec(arch, (192, 128), mask="band", **ITEMS)]
     specs += [_spec(arch, llama, mask="multi_item", **source) for source in (ITEMS, GATHERED)]
+    specs += [_spec(arch, llama, schedule="items", kv="gather4")]
     specs += [_spec(arch, llama, schedule="items"), _spec(arch, llama, dtype="float16", out_dtype="float16")]
     fp8: tuple[dict[str, Any], ...] = ({}, ITEMS, {"schedule": "items"}, {"mask": "band"}, {**MODIFIED[0], **ITEMS})
     for dims in FP8_HEAD_DIMS:

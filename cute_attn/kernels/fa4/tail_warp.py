@@ -39,6 +39,8 @@ class TailWarp:
             rings.q.release(q, lane)
             if cutlass.and_(order.total > 0, order.end * cols > work.kv_end):
                 ring.wait_empty(tail)
+                # With one stage, the V tile before may be in flight still, which has the parity of this one's wait.
+                rings.v.wait_empty(v)
                 rings.v.wait_full(v)
                 self.clear(rings.v.address(v), work.kv_end - (order.end - 1) * cols, lane)
                 tma.fence_async()
