@@ -34,6 +34,11 @@ class OneCta:
         return None
 
     @property
+    def producer_rings(self) -> tuple[str, ...]:
+        """Names of rings by which the producers of a cluster agree."""
+        return ()
+
+    @property
     def rings_type(self) -> type[SmemRings]:
         return SmemRings
 

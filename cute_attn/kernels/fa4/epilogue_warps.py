@@ -41,9 +41,9 @@ class EpilogueWarps:
         head_block = rings.next_head_block(q)
         while head_block >= 0:
             work = QueryTile.load(rings.record(q))
-            lanes = RowLanes.of(Int32(0))
+            lanes = RowLanes.of(0, self.spec.tile.ctas)
             order = self.program.order(p, work)
-            steps = KvSteps.of(p, work, order, len(self.query_tiles), self.spec.tile.cols)
+            steps = KvSteps.of(p, work, order, self.spec.tile)
             rings.q.release(q, lanes.lane)
             for i in cutlass.range_constexpr(len(self.query_tiles)):
                 active = steps.first[i] < order.total
@@ -64,7 +64,7 @@ class EpilogueWarps:
         active: cutlass.Boolean,
     ) -> Any:
         """Stores a query tile; where it has no visible key, O is not written, and zeros are stored."""
-        lanes = RowLanes.of(Int32(i))
+        lanes = RowLanes.of(i, self.spec.tile.ctas)
         shift, total = self.read_stats(rings.by_name[f"stats{i}"], stats, lanes)
         ring = rings.by_name[f"o{i}"]
         if active:

@@ -1,12 +1,15 @@
 """FlashAttention-4 for data-centre Blackwell (sm_100a, sm_103a): TMA, tcgen05, tensor memory and specialised warps.
 
-A persistent CTA processes work items of two query tiles of 128 packed rows each:
+A persistent CTA, or a pair of them (`pair`), processes work items of two query tiles of 128 packed rows each:
 
     warp 0             producer: TMA copies of Q, K and V into rings of shared memory
     warp 2             tail: clears rows of V past the keys of a request
     warp 3             MMA: starts all products, S = Q K^T and O += P V, in tensor memory
     warps 4-7, 8-11    softmax of query tile 0, 1: S to P, a row per thread
     warps 12-15        epilogue: O to global memory, while the next work item is computed
+
+Where O of a query tile fills half of the tensor memory (head dimension 256), a CTA has one query tile, of which two kv
+tiles are in flight, no warps 8-11, and the epilogue instead of them.
 
 Named after the kernel of Dao-AILab's flash-attention for Blackwell, whose division of labour it shares.
 """
@@ -18,6 +21,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_attn.kernels.blocks import ptx, sm100, tma
+from cute_attn.kernels.blocks.cta import ONE_CTA
 from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import Maps, PersistentParams
 from cute_attn.kernels.blocks.pipeline import SmemRings
@@ -25,13 +29,14 @@ from cute_attn.kernels.blocks.roles import WarpRole
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.fa4.epilogue_warps import EpilogueWarps
-from cute_attn.kernels.fa4.mma_warp import MmaWarp
+from cute_attn.kernels.fa4.mma_warp import OneTileMmaWarp, TwoTileMmaWarp
+from cute_attn.kernels.fa4.pair import CtaPair
 from cute_attn.kernels.fa4.parts.exp2 import PairExp2
 from cute_attn.kernels.fa4.parts.umma import TmemMap, UmmaTile
 from cute_attn.kernels.fa4.smem import BlackwellMemory
 from cute_attn.kernels.fa4.softmax_warps import SoftmaxWarps
 from cute_attn.kernels.fa4.spec import Fa4Spec
-from cute_attn.kernels.fa4.tail_warp import TailWarp
+from cute_attn.kernels.fa4.tail_warp import PairTailWarp, TailWarp
 
 TAIL_WARP, MMA_WARP = 2, 3
 
@@ -44,11 +49,12 @@ class Fa4Program(PersistentProgram):
     tile: UmmaTile
 
     def __init__(self, spec: Fa4Spec, arch: str) -> None:
-        memory = BlackwellMemory.of(spec)
+        memory, pairs = BlackwellMemory.of(spec), spec.tile.ctas == 2
         tile = UmmaTile(spec.dtype, memory)
-        super().__init__(spec, memory, tile)
-        self.tail = TailWarp(self, spec, memory)
-        self.mma = MmaWarp(self, spec, tile)
+        super().__init__(spec, memory, tile, CtaPair() if pairs else ONE_CTA)
+        self.rings_type, self.cluster = self.cta.rings_type, self.cta.cluster or (1, 1, 1)
+        self.tail = (PairTailWarp if pairs else TailWarp)(self, spec, memory)
+        self.mma = (TwoTileMmaWarp if spec.tile.query_tiles == 2 else OneTileMmaWarp)(self, spec, tile)
         self.softmaxes = [SoftmaxWarps(self, spec, tile, i) for i in range(spec.tile.query_tiles)]
         self.epilogue = EpilogueWarps(self, spec, tile)
 
@@ -78,7 +84,8 @@ class Fa4Program(PersistentProgram):
         if warp < self.producer.role.warps:
             self.producer.run(params, maps, rings)
         elif warp == MMA_WARP:
-            self.mma.run(params, rings, tmem)
+            if self.cta.leads():
+                self.mma.run(params, rings, tmem)
         elif warp == TAIL_WARP:
             self.run_tail(params, rings)
 
@@ -99,7 +106,7 @@ class Fa4Program(PersistentProgram):
     @cute.jit
     def allocate(self, rings: SmemRings, thread: Int32) -> None:
         if cute.arch.make_warp_uniform(thread >> 5) == MMA_WARP:
-            sm100.allocate(rings.scratch["tmem"], sm100.TMEM_COLUMNS)
+            sm100.allocate(rings.scratch["tmem"], sm100.TMEM_COLUMNS, self.spec.tile.ctas)
         sm100.fence_before_sync()
 
     def prepare(self) -> None:
@@ -108,10 +115,10 @@ class Fa4Program(PersistentProgram):
     @cute.jit
     def deallocate(self, rings: SmemRings, thread: Int32) -> None:
         sm100.fence_before_sync()
-        ptx.sync_threads()
+        self.cta.sync()
         sm100.fence_after_sync()
         if cute.arch.make_warp_uniform(thread >> 5) == MMA_WARP:
-            sm100.deallocate(ptx.ld_shared_b32(rings.scratch["tmem"]), sm100.TMEM_COLUMNS)
+            sm100.deallocate(ptx.ld_shared_b32(rings.scratch["tmem"]), sm100.TMEM_COLUMNS, self.spec.tile.ctas)
 
     def softmax(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> OnlineSoftmax:
         softmax = super().softmax(p, work, lanes, scale)

@@ -5,7 +5,7 @@ maximum. The sums show afterwards whether exponentials overflowed the slack; S i
 recomputed from it. So no row maximum, no hand-over of scale factors and no correction between S and P.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cutlass
@@ -24,8 +24,9 @@ from cute_attn.kernels.blocks.softmax import OnlineSoftmax, any_of
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.fa4.parts.lanes import RowLanes
 from cute_attn.kernels.fa4.parts.umma import CHUNK_COLUMNS, TmemMap, UmmaTile
+from cute_attn.kernels.fa4.smem import SCORE_COLUMNS
 from cute_attn.kernels.fa4.spec import Fa4Spec
-from cute_attn.kernels.fa4.work import KvSteps
+from cute_attn.kernels.fa4.work import CoveredProducts, KvSteps, OutstandingProducts
 
 WARPS = 4
 
@@ -48,6 +49,11 @@ class SoftmaxContext:
     first: Int32  # step
     s: Int32  # address in tensor memory, of the warp's lanes of stage 0
     o: Int32
+    products: CoveredProducts
+
+    def at(self, ring: Ring, s: PipelineState) -> "SoftmaxContext":
+        """Returns the context of the kv tile whose scores are at this state of their ring."""
+        return replace(self, s=self.s + ring.slot(s) * SCORE_COLUMNS, products=self.products.at(ring, s))
 
 
 class SoftmaxWarps:
@@ -71,9 +77,9 @@ class SoftmaxWarps:
         q, s, stats = start(), start(), start()
         head_block = rings.next_head_block(q)
         while head_block >= 0:
-            work, lanes = QueryTile.load(rings.record(q)), RowLanes.of(Int32(self.query_tile))
+            work, lanes = QueryTile.load(rings.record(q)), RowLanes.of(self.query_tile, self.spec.tile.ctas)
             rings.q.release(q, lanes.lane)
-            context = self.context(p, work, lanes, scale, tmem)
+            context = self.context(p, rings, work, lanes, scale, tmem)
             state = RowState(context.softmax.no_anchors(), context.softmax.zero_sums())
             s, state = self.mainloop(ring, context, s, state)
             self.publish(stats_ring, stats, state, lanes)
@@ -81,10 +87,10 @@ class SoftmaxWarps:
             head_block = rings.next_head_block(q)
 
     def context(
-        self, p: PersistentParams, work: QueryTile, lanes: RowLanes, scale: Any, tmem: TmemMap
+        self, p: PersistentParams, rings: SmemRings, work: QueryTile, lanes: RowLanes, scale: Any, tmem: TmemMap
     ) -> SoftmaxContext:
         order = self.program.order(p, work)
-        steps = KvSteps.of(p, work, order, self.spec.tile.query_tiles, self.spec.tile.cols)
+        steps = KvSteps.of(p, work, order, self.spec.tile)
         return SoftmaxContext(
             softmax=self.program.softmax(p, work, lanes, scale),
             scores=self.program.scores(p, work, lanes, scale),
@@ -93,6 +99,7 @@ class SoftmaxWarps:
             first=steps.first[self.query_tile],
             s=tmem.scores(Int32(self.query_tile)) + lanes.tmem,
             o=tmem.output(self.query_tile) + lanes.tmem,
+            products=CoveredProducts() if self.spec.tile.query_tiles == 2 else OutstandingProducts(rings.v),
         )
 
     @cute.jit
@@ -112,7 +119,7 @@ class SoftmaxWarps:
 
     def first_step(self, ring: Ring, context: SoftmaxContext, s: PipelineState, kv_tile: Int32) -> Any:
         """Processes the first kv tile, which may be masked, from its row maximum."""
-        softmax = context.softmax
+        softmax, context = context.softmax, context.at(ring, s)
         ring.wait_full(s)
         sm100.fence_after_sync()
         high = [Float32(ptx.NEG_INF)]
@@ -128,7 +135,7 @@ class SoftmaxWarps:
         self, ring: Ring, context: SoftmaxContext, s: PipelineState, state: RowState, kv_tile: Int32, masked: bool
     ) -> Any:
         """Processes a kv tile with the anchors of earlier ones."""
-        softmax = context.softmax
+        softmax, context = context.softmax, context.at(ring, s)
         ring.wait_full(s)
         sm100.fence_after_sync()
         shift = softmax.finite(state.shift) if masked else state.shift
@@ -173,10 +180,7 @@ class SoftmaxWarps:
         kv_tile: Int32,
         masked: cutlass.Constexpr,
     ) -> Any:
-        """Recomputes P and the sums with raised anchors where any thread of the warp needs it, and rescales O.
-
-        Products up to the kv tile before are complete: the commit of S covers them.
-        """
+        """Recomputes P and the sums with raised anchors where any thread of the warp needs it, and rescales O."""
         softmax, shift, total = context.softmax, state.shift, state.total
         if cute.arch.vote_any_sync(exceeds):
             high = [Float32(ptx.NEG_INF)]
@@ -187,6 +191,7 @@ class SoftmaxWarps:
             p, sums = self.probabilities(context, rescale.shift, kv_tile, masked, may_be_empty=masked)
             shift = rescale.shift
             total = [t * factor for t, factor in zip(total, rescale.factors, strict=True)]
+            context.products.wait()
             self.rescale_output(context.o, rescale.factors[0])
         return p, sums, RowState(shift, total)
 

@@ -5,24 +5,27 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks import cluster, ptx
 from cute_attn.kernels.blocks.sm100 import WARP_LANES
 from cute_attn.kernels.fa4.spec import QUERY_TILE_ROWS
 
 
 @dataclass(frozen=True)
 class RowLanes:
-    """Position of this thread among those of its warpgroup, which own the rows of `query_tile`."""
+    """Position of this thread among those of its warpgroup, which own the rows of `query_tile` of the work item."""
 
     query_tile: Int32
     warp: Int32  # within the warpgroup
     lane: Int32
 
     @classmethod
-    def of(cls, query_tile: Int32) -> "RowLanes":
-        """Reads the thread index at each call, so that values derived from it need not stay in registers in between."""
+    def of(cls, query_tile: int, ctas: int) -> "RowLanes":
+        """Returns the position of a thread that owns a row of the CTA's `query_tile`. Reads the thread index at each
+        call, so that values derived from it need not stay in registers in between.
+        """
         thread = ptx.asm("mov.u32 $0, %tid.x;", [Int32])
-        return cls(query_tile, cute.arch.make_warp_uniform((thread >> 5) & 3), thread & 31)
+        number = Int32(query_tile) if ctas == 1 else cluster.rank() + ctas * query_tile
+        return cls(number, cute.arch.make_warp_uniform((thread >> 5) & 3), thread & 31)
 
     @property
     def lane_row(self) -> Int32:
