@@ -90,6 +90,8 @@ class Producer:
         if thread == 0:
             QueryTile(*(Int32(x) for x in NO_TILE)).store(rings.record(q))
             tma.barrier_arrive(rings.q.full(q))
+        self.cta.drain(rings.staged_k, k)
+        self.cta.drain(rings.staged_v, v)
 
     @cute.jit
     def load_q(

@@ -6,6 +6,7 @@ What both CTAs have to release before the leader's next product, they release at
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
@@ -26,21 +27,31 @@ INDEX_BYTES = 4
 
 
 class LeaderRing(Ring):
-    """Ring whose slots the leader fills in both CTAs, and whose readers in both release them at the leader."""
+    """Ring whose slots the leader fills in both CTAs, and whose readers in both release them at the leader. `relaxed`:
+    the slots lie in tensor memory, whose fences the arrivals rely on.
+    """
+
+    relaxed: ClassVar[bool] = False
 
     def initialise(self, writers: int, readers: int) -> None:
         super().initialise(writers, CTAS * readers)
 
     def wait_empty(self, state: PipelineState) -> None:
-        cluster.barrier_wait(self.empty(state), self.parity(state) ^ 1)
+        cluster.barrier_wait(self.empty(state), self.parity(state) ^ 1, relaxed=self.relaxed)
 
     def wait_released(self, state: PipelineState) -> None:
-        cluster.barrier_wait(self.empty(state), self.parity(state))
+        cluster.barrier_wait(self.empty(state), self.parity(state), relaxed=self.relaxed)
 
     @cute.jit
     def release(self, state: PipelineState, lane: Int32) -> None:
         if lane == 0:
-            cluster.barrier_arrive(cluster.in_cta(self.empty(state), LEADER))
+            cluster.barrier_arrive(cluster.in_cta(self.empty(state), LEADER), relaxed=self.relaxed)
+
+
+class TmemLeaderRing(LeaderRing):
+    """Such a ring of tensor memory."""
+
+    relaxed = True
 
 
 @dataclass(frozen=True)
@@ -54,7 +65,8 @@ class PairRings(SmemRings):
         by_name = dict(rings.by_name)
         for name in memory.led_rings:
             ring = by_name[name]
-            by_name[name] = LeaderRing(ring.stages, ring.slot_bytes, ring.data, ring.barriers)
+            led = LeaderRing if ring.slot_bytes else TmemLeaderRing
+            by_name[name] = led(ring.stages, ring.slot_bytes, ring.data, ring.barriers)
         return cls(by_name, rings.staged_k, rings.staged_v, rings.records, rings.scratch)
 
 
@@ -151,6 +163,14 @@ class CtaPair(OneCta):
 
     def q_rows(self, rows: int) -> int:
         return rows // CTAS
+
+    def drain(self, ring: Ring, state: PipelineState) -> None:
+        """Waits until all slots are empty: the leader's commits still arrive here after it has started its last product,
+        and must not find that this CTA has left.
+        """
+        for _ in range(ring.stages):
+            ring.wait_empty(state)
+            state = ring.next(state)
 
     def scheduler(self, counters: Int64, thread: Int32, rings: SmemRings) -> DynamicTileScheduler:
         return PairTileScheduler(counters, thread, rings.by_name["next"])
