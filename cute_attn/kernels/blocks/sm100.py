@@ -59,8 +59,8 @@ def mma_smem(
 ) -> None:
     """Starts D = A B with both operands in shared memory; `steps`: (a, b) byte offsets of the parts of the sum.
 
-    Called by a converged warp; the elected thread issues. `ctas` 2: of the leader of a pair, whose CTAs hold half of the
-    rows of A and D, and half of the N of B, each at the same addresses.
+    Called by a converged warp; the elected thread issues. `ctas` 2: of the leader of a pair, whose CTAs hold half of
+    the rows of A and D, and half of the N of B, each at the same addresses.
     """
     lines = []
     for i, (a_step, b_step) in enumerate(steps):

@@ -197,15 +197,13 @@ class TwoTileMmaWarp(MmaWarp):
         context.ring("o", i).wait_empty(state.o(i))
         return self.next_output(context, state, i, accumulate)
 
-    def next_output(
-        self, context: MmaContext, state: TwoTileState, i: int, accumulate: Boolean | bool
-    ) -> TwoTileState:
+    def next_output(self, context: MmaContext, state: TwoTileState, i: int, accumulate: Boolean | bool) -> TwoTileState:
         return state._replace(**{f"s{i}": self.output(context, state.v, state.s(i), i, accumulate)})
 
 
 class OneTileState(NamedTuple):
-    """Pipeline states of the operands, of S that is to be started and of P that is to be read, and of O. Those of V and P
-    are up to two kv tiles behind K's and S's.
+    """Pipeline states of the operands, of S that is to be started and of P that is to be read, and of O. Those of V and
+    P are up to two kv tiles behind K's and S's.
     """
 
     k: PipelineState

@@ -165,7 +165,7 @@ class CtaPair(OneCta):
         return rows // CTAS
 
     def drain(self, ring: Ring, state: PipelineState) -> None:
-        """Waits until all slots are empty: the leader's commits still arrive here after it has started its last product,
+        """Waits until all slots are empty: the leader's commits still arrive here after its last product has started,
         and must not find that this CTA has left.
         """
         for _ in range(ring.stages):

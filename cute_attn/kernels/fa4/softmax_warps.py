@@ -99,7 +99,7 @@ class SoftmaxWarps:
             first=steps.first[self.query_tile],
             s=tmem.scores(Int32(self.query_tile)) + lanes.tmem,
             o=tmem.output(self.query_tile) + lanes.tmem,
-            products=CoveredProducts() if self.spec.tile.query_tiles == 2 else OutstandingProducts(rings.v),
+            products=CoveredProducts() if self.spec.tile.query_tiles == 2 else OutstandingProducts(rings.v, start()),
         )
 
     @cute.jit

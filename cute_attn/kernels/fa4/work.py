@@ -16,8 +16,8 @@ from cute_attn.kernels.fa4.spec import BlackwellTile
 @dataclass(frozen=True)
 class KvSteps:
     """Steps over the kv tiles of a work item. Query tile i takes part in the steps from `first[i]`: the right edge of
-    the mask comes first, and earlier rows see less of it. Without rows, or without a visible key, that is `order.total`.
-    Query tiles of the same number in the CTAs of a pair take part together.
+    the mask comes first, and earlier rows see less of it. Without rows or a visible key, that is `order.total`. Query
+    tiles of the same number in the CTAs of a pair take part together.
     """
 
     order: TileOrder
@@ -53,7 +53,7 @@ class OutstandingProducts(CoveredProducts):
     """
 
     v: Ring
-    before: PipelineState | None = None
+    before: PipelineState  # of the kv tile before
 
     def at(self, ring: Ring, s: PipelineState) -> "OutstandingProducts":
         return OutstandingProducts(self.v, ring.previous(s))
