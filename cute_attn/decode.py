@@ -91,7 +91,8 @@ def single_decode_with_kv_cache(
     sinks : floating-point `[num_qo_heads]`, natural-log domain, not scaled: one more term of the denominator. Finite,
         or -inf (none).
     lse_base : "log2" (FlashInfer's), or "ln": the lse is that above, times ln(2).
-    backend : "auto", "fa3", "xqa", "fa2", "reference" or "emulator". `cute_attn.explain` tells which supports what.
+    backend : "auto", "fa4", "fa3", "xqa", "fa2", "reference" or "emulator"; `cute_attn.explain` tells which supports
+        what.
 
     Returns
     -------

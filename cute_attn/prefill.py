@@ -104,7 +104,8 @@ def single_prefill_with_kv_cache(
     logits_soft_cap : soft cap of the logits; None, 0 or a negative number: none.
     rope_scale, rope_theta : > 0, default 1 and 1e4. Position p turns pair d by
         p * rope_theta^(-2 d / head_dim) / rope_scale. Read under ROPE_LLAMA only.
-    backend : "auto", "fa3", "xqa", "fa2", "reference" or "emulator". `cute_attn.explain` tells which supports what.
+    backend : "auto", "fa4", "fa3", "xqa", "fa2", "reference" or "emulator"; `cute_attn.explain` tells which supports
+        what.
     return_lse : return `(out, lse)`.
     kv_cache_sf : (k_sf, v_sf) for NVFP4 k and v, which are uint8 with two e2m1 values per byte, the first in
         the low bits: e4m3 (or its bytes as uint8), one scale per 16 values, `[..., head_dim / 16]`. Global scales are

@@ -21,10 +21,10 @@ from unittest import mock
 import torch
 
 from cute_attn.kernels.fa3 import tiles as fa3_tiles
-from cute_attn.kernels.fa3.host import batch as fa3_batch
-from cute_attn.kernels.fa3.host import variant as fa3_variant
 from cute_attn.kernels.fa3.smem import HopperMemory
 from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
+from cute_attn.kernels.host.persistent.batch import tiling
+from cute_attn.kernels.host.persistent.variant import PersistentKernels
 from cute_attn.kernels.programs import program
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.artifact import Artifact
@@ -92,12 +92,12 @@ def proposal(rates: Mapping[str, Rates]) -> HopperTile:
 @contextlib.contextmanager
 def force_tile(tile: HopperTile) -> Iterator[None]:
     """Makes plans take this tile; clears the tilings remembered before and afterwards."""
-    fa3_batch.tiling.cache_clear()
+    tiling.cache_clear()
     try:
-        with mock.patch.object(fa3_variant, "tile", return_value=tile):
+        with mock.patch.object(PersistentKernels, "tile", return_value=tile):
             yield
     finally:
-        fa3_batch.tiling.cache_clear()
+        tiling.cache_clear()
 
 
 def bind(tile: HopperTile, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:

@@ -18,7 +18,7 @@ SHARED_MODULES = ("problem", "errors")
 
 # Files of plain data, which need no DSL: of a kernel family, and of the blocks that families share.
 SPEC_FILES = ("spec", "tiles", "smem", "default_specs")
-BLOCK_DATA = ("smem_map",)
+BLOCK_DATA = ("smem_map", "persistent_spec")
 TYPES = {"problem", "errors"}
 SPECS = {f"kernels.{family}.spec" for family in FAMILIES}
 KERNELS = {f"kernels.{family}.kernel" for family in FAMILIES}
@@ -35,12 +35,12 @@ ALLOWED: dict[str, set[str]] = {
     "xqa": {"wrappers", "dispatch", "request", "reference", "runtime", *TYPES},
     "wrappers": {"dispatch", "kernels.host", "request", "schedule", "runtime", *TYPES},
     "dispatch": {"kernels.host", *HOSTS, *SPECS, "request", "schedule", "reference", "emulator", "runtime", *TYPES},
-    "kernels.host": {"kernels.programs", "kernels.formats", "kernels.combine.spec"}
+    "kernels.host": {"kernels.programs", "kernels.formats", "kernels.blocks.data", "kernels.combine.spec"}
     | {"request", "schedule", "emulator", "runtime", *TYPES},
     "kernels.catalog": {*SPECS, "kernels.formats", "runtime"},
     "kernels.programs": {*SPECS, *KERNELS, "runtime"},
     "kernels.blocks": {"kernels.blocks.data", "kernels.formats", "schedule", "runtime"},
-    "kernels.blocks.data": {"kernels.formats"},
+    "kernels.blocks.data": {"kernels.formats", "runtime"},
     "kernels.formats": set(),
     "request": {"schedule", *TYPES},
     "schedule": {*TYPES},

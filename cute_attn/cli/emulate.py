@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
         description="Exits 0 if no check fails and the result is that of the reference, else 1.",
     )
     parser.add_argument("--arch", default="sm_90a", help=f"one of {', '.join(archs.ARCHS)} (default sm_90a)")
-    parser.add_argument("--kernels", default="auto", help="auto (default: what such a GPU runs), fa2, fa3 or xqa")
+    parser.add_argument("--kernels", default="auto", help="auto (default: what such a GPU runs), fa2, fa3, fa4 or xqa")
     parser.add_argument("--qo-len", type=int, default=128, help="number of query tokens (default 128)")
     parser.add_argument("--kv-len", type=int, default=256, help="number of keys and values (default 256)")
     parser.add_argument("--num-qo-heads", type=int, default=1, help="number of query heads (default 1)")

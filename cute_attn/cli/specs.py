@@ -13,6 +13,7 @@ from cute_attn.errors import ArgumentError, ArtifactError
 from cute_attn.kernels.catalog import from_dict
 from cute_attn.kernels.fa2.spec import Tile
 from cute_attn.kernels.fa3.spec import HopperTile
+from cute_attn.kernels.fa4.spec import BlackwellTile
 from cute_attn.kernels.programs import program
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import artifacts
@@ -91,7 +92,7 @@ def label(spec: KernelSpec) -> str:
     words = [spec.kernel]
     for field in dataclasses.fields(spec):
         value = getattr(spec, field.name)
-        if value != field.default or isinstance(value, (Tile, HopperTile)):
+        if value != field.default or isinstance(value, (Tile, HopperTile, BlackwellTile)):
             words.append(_word(field.name, value))
     return " ".join(words)
 
@@ -101,6 +102,8 @@ def _word(name: str, value: Any) -> str:
         return f"{value.rows}x{value.cols}/{value.warps_rows}x{value.warps_cols}/{value.stages}"
     if isinstance(value, HopperTile):
         return f"{value.rows}x{value.cols}/{value.stages}+{value.q_stages}"
+    if isinstance(value, BlackwellTile):
+        return f"{value.rows}x{value.cols}/{value.k_stages}+{value.v_stages}"
     if isinstance(value, bool):
         return name
     if isinstance(value, tuple):

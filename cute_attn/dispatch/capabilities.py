@@ -29,7 +29,7 @@ class Backend:
     runs_on: str
     auto_on: tuple[str, ...]  # device types on which "auto" considers it
     capability: tuple[int, int] | None  # minimum compute capability; None: any device
-    only: str | None = None  # the one architecture that it is built for
+    only: tuple[str, ...] = ()  # the architectures that it is built for; empty: all from `capability` on
     min_rows: int = 0  # packed query rows per request (qo_len x heads per kv head) from which "auto" considers it
     max_kv_bytes: int = 2  # per element of k and v, up to which "auto" considers it
     # (head dimension, packed query rows up to which "auto" considers it), for all head dimensions that it considers;
@@ -57,7 +57,15 @@ class Backend:
 
 
 BACKENDS = (  # in the order in which "auto" considers them
-    Backend("fa3", "NVIDIA Hopper (compute capability 9.0)", ("cuda",), (9, 0), "sm_90a", 65),
+    Backend(
+        "fa4",
+        "NVIDIA data-centre Blackwell (compute capability 10.0, 10.3; emulated, not yet run on hardware)",
+        ("cuda",),
+        (10, 0),
+        ("sm_100a", "sm_103a"),
+        min_rows=65,  # as fa3
+    ),
+    Backend("fa3", "NVIDIA Hopper (compute capability 9.0)", ("cuda",), (9, 0), ("sm_90a",), min_rows=65),
     # Measured on an H200 (`perf.xqa`): over e4m3 1.1 to 1.6 times as fast as fa2; over bf16 as fast within 3 %, for one
     # request of 1024 tokens 12 % slower, and fa2 supports fixed_split_size and disable_split_kv.
     Backend(
@@ -83,13 +91,10 @@ EMULATOR = Backend("emulator", "CPU tensors, from the PTX of a GPU's kernels", (
 BY_NAME = {backend.name: backend for backend in (*BACKENDS, EMULATOR)}
 
 
-ELSEWHERE = {  # backends of FlashInfer that are not part of this library: (reason, instead)
-    "fa4": ("it is not built yet", 'backend="auto"'),
-    **dict.fromkeys(
-        ("cake", "cudnn", "cutlass", "cute-dsl", "fmha_v2", "trtllm-gen"),
-        ("it is not part of this library", 'backend="auto"'),
-    ),
-}
+ELSEWHERE = dict.fromkeys(  # backends of FlashInfer that are not part of this library: (reason, instead)
+    ("cake", "cudnn", "cutlass", "cute-dsl", "fmha_v2", "trtllm-gen"),
+    ("it is not part of this library", 'backend="auto"'),
+)
 
 
 class Unsupported(NamedTuple):
@@ -149,13 +154,20 @@ CAPABILITIES = (
     Capability(
         "q of an fp8 dtype",
         lambda f: f.q_dtype in FP8,
-        dict.fromkeys(("xqa", "fa2"), NO_FP8),
+        {
+            "fa4": Unsupported("its kernel for fp8 q, k and v is not built yet", _WIDEN),
+            **dict.fromkeys(("xqa", "fa2"), NO_FP8),
+        },
     ),
-    Capability("k and v of an fp8 dtype", lambda f: f.kv_dtype in FP8 and f.q_dtype in HALF),
+    Capability(
+        "k and v of an fp8 dtype",
+        lambda f: f.kv_dtype in FP8 and f.q_dtype in HALF,
+        {"fa4": Unsupported("its kernel that widens keys and values is not built yet", 'backend="fa2"')},
+    ),
     Capability(
         "NVFP4 k and v (kv_cache_sf)",
         lambda f: f.kv_block_scales,
-        {"fa3": Unsupported("it widens keys and values of 8 bits, no fewer", 'backend="fa2"')},
+        dict.fromkeys(("fa4", "fa3"), Unsupported("it widens keys and values of 8 bits, no fewer", 'backend="fa2"')),
     ),
     Capability(
         "NVFP4 k and v with a head dimension that is no multiple of 64",
@@ -183,7 +195,7 @@ CAPABILITIES = (
         "per-head scales beside q of float16 or bfloat16",
         lambda f: f.per_head_scales and f.q_dtype in HALF,
         dict.fromkeys(
-            ("fa3", "xqa", "fa2"), Unsupported("they belong to fp8 attention", "multiply them into q, k and v")
+            ("fa4", "fa3", "xqa", "fa2"), Unsupported("they belong to fp8 attention", "multiply them into q, k and v")
         ),
     ),
     Capability("output of float16 or bfloat16", lambda f: f.o_dtype in HALF),
@@ -196,14 +208,14 @@ CAPABILITIES = (
         "output of an fp8 dtype",
         lambda f: f.o_dtype in FP8 and not f.device_lengths,
         {
-            **dict.fromkeys(("fa3", "fa2"), Unsupported("its epilogue writes 16 or 32 bits", _CONVERT)),
+            **dict.fromkeys(("fa4", "fa3", "fa2"), Unsupported("its epilogue writes 16 or 32 bits", _CONVERT)),
             "xqa": Unsupported("a plan does not tell the scale of the output", "xqa_batch_decode_with_kv_cache"),
         },
     ),
     Capability(
         "output of float8_e4m3fn, lengths on the device",
         lambda f: f.o_dtype in FP8 and f.device_lengths,
-        dict.fromkeys(("fa3", "fa2"), Unsupported("its epilogue writes 16 or 32 bits", "a 16-bit out")),
+        dict.fromkeys(("fa4", "fa3", "fa2"), Unsupported("its epilogue writes 16 or 32 bits", "a 16-bit out")),
     ),
     Capability(
         "output of float8_e4m3fn, lengths on the device, before compute capability 9.0",
@@ -216,6 +228,7 @@ CAPABILITIES = (
         "head dimension 512",
         lambda f: _head_dims(f) == WIDE_HEAD_DIMS,
         {
+            "fa4": Unsupported("its output fills tensor memory, where scores lie too", 'backend="fa2"'),
             "fa3": Unsupported("its output exceeds the registers of an MMA warpgroup", 'backend="fa2"'),
         },
     ),
@@ -227,20 +240,20 @@ CAPABILITIES = (
         "other head dimensions",
         lambda f: tile_dims(_head_dims(f)) is None,
         dict.fromkeys(
-            ("fa3", "fa2"),
+            ("fa4", "fa3", "fa2"),
             Unsupported("it has no tiles for them", "pad q, k and v with zeros, and pass sm_scale"),
         ),
     ),
     Capability(
         "k and v of an fp8 dtype with a head dimension that is no multiple of 16",
         lambda f: f.kv_dtype in FP8 and _uncommon_head_dims(f) and not _multiples(f, 16),
-        {"fa3": Unsupported("it copies rows in units of 16 bytes", _HALF_ALIGNED)},
+        dict.fromkeys(("fa4", "fa3"), Unsupported("it copies rows in units of 16 bytes", _HALF_ALIGNED)),
     ),
     Capability(
         "k and v of an fp8 dtype with rows that start at multiples of 8 bytes, not all of 16",
         lambda f: f.half_aligned_kv,
         {
-            "fa3": Unsupported("it copies rows in units of 16 bytes", _HALF_ALIGNED),
+            **dict.fromkeys(("fa4", "fa3"), Unsupported("it copies rows in units of 16 bytes", _HALF_ALIGNED)),
             "xqa": Unsupported("it copies rows in units of 16 bytes", 'backend="fa2"'),
         },
     ),
@@ -289,7 +302,10 @@ CAPABILITIES = (
         "pos_encoding_mode ROPE_LLAMA",
         lambda f: f.pos_encoding_mode == "ROPE_LLAMA",
         {
-            "fa3": Unsupported("TMA brings q and k in unrotated", 'backend="fa2", or rotate q and k first'),
+            **dict.fromkeys(
+                ("fa4", "fa3"),
+                Unsupported("TMA brings q and k in unrotated", 'backend="fa2", or rotate q and k first'),
+            ),
             "xqa": Unsupported("it reads q and k as they are", 'backend="fa2", or rotate q and k first'),
         },
     ),
@@ -315,13 +331,16 @@ CAPABILITIES = (
     Capability(
         "lengths and page tables on the device, without a plan (xqa_batch_decode_with_kv_cache)",
         lambda f: f.device_lengths,
-        dict.fromkeys(("fa3", "fa2"), Unsupported("it schedules a batch from lengths on the host", "a batch wrapper")),
+        dict.fromkeys(
+            ("fa4", "fa3", "fa2"),
+            Unsupported("it schedules a batch from lengths on the host", "a batch wrapper"),
+        ),
     ),
     Capability(
         "tree masks of draft tokens",
         lambda f: f.draft_mask,
         dict.fromkeys(
-            ("fa3", "fa2"), Unsupported("its masks cover all keys", "custom_mask of a batch prefill wrapper")
+            ("fa4", "fa3", "fa2"), Unsupported("its masks cover all keys", "custom_mask of a batch prefill wrapper")
         ),
     ),
     Capability(
@@ -332,7 +351,7 @@ CAPABILITIES = (
     Capability(
         "expanded q, k or v (a stride of 0)",
         lambda f: f.expanded,
-        {"fa3": Unsupported("its tensor maps have strides of 16 bytes or more", 'backend="fa2"')},
+        dict.fromkeys(("fa4", "fa3"), Unsupported("its tensor maps have strides of 16 bytes or more", 'backend="fa2"')),
     ),
     Capability(
         "paged k or v that span 64 GiB or more",

@@ -76,7 +76,7 @@ def reasons_against(backend: Backend, features: Features, arch: Arch | None) -> 
         if arch is None:
             instead = 'backend="reference", or tensors on a GPU'
             refusals.append(Refusal(backend.name, f"{features.device.type} tensors", runs_on, instead))
-        elif arch.capability < backend.capability or backend.only not in (None, arch.name):
+        elif arch.capability < backend.capability or (backend.only and arch.name not in backend.only):
             refusals.append(Refusal(backend.name, arch.name, runs_on, 'backend="reference"'))
     compute_capability = None if arch is None else arch.capability
     for row in CAPABILITIES:

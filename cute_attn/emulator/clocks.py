@@ -7,6 +7,12 @@ launch).
 
 Every clock has two rows. `ORDER` is happens-before; `PROXY` is the part of it that a proxy fence has extended to the
 async proxy: an asynchronous operation may read a generic write of epoch e if its PROXY row has reached e.
+
+Clocks of kernels that use tensor memory have two more. `TMEM` is what the tcgen05 operations of a warp are ordered
+after: its own operations that it has waited for, and what tcgen05.fence::after_thread_sync adds. `FENCED` is what the
+warp's synchronisation publishes of it, since the last fence::before_thread_sync. A barrier hands on FENCED, not TMEM:
+
+    mma -> commit -> (FENCED) mbarrier -> fence::after (TMEM) -> ld -> wait::ld (TMEM) -> fence::before (FENCED) -> ...
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ import numpy as np
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import EmulatorError
 
-ORDER, PROXY = 0, 1
+ORDER, PROXY, FENCED, TMEM = range(4)
 BEFORE = 0  # agent of earlier launches
 CHANNELS = 1024  # three tiles of K and V with one TMA box per token take 768
 
@@ -29,7 +35,7 @@ class Op:
 
     agent: int
     epoch: int
-    clock: Array  # [2, agents]
+    clock: Array  # [rows, agents]
     what: str
     time: float = 0.0
 
@@ -37,10 +43,12 @@ class Op:
 class Clocks:
     """Clocks of the warps of one cluster. Row 0 of `v` is unused: agent 0 is no warp."""
 
-    def __init__(self, warps: int, dependent: bool) -> None:
+    def __init__(self, warps: int, dependent: bool, tensor_memory: bool = False) -> None:
         self.warps = warps
         self.capacity = 1 + warps + CHANNELS
-        self.v = np.zeros((1 + warps, 2, self.capacity), np.int32)
+        self.rows = 4 if tensor_memory else 2
+        self.tensor_row = TMEM if tensor_memory else ORDER  # orders accesses to tensor memory
+        self.v = np.zeros((1 + warps, self.rows, self.capacity), np.int32)
         agents = np.arange(1, 1 + warps)
         self.v[agents, ORDER, agents] = 1
         if not dependent:
@@ -51,7 +59,7 @@ class Clocks:
         self.time = np.zeros(1 + warps)  # virtual, in warp instructions: joins as clocks do
 
     def zero(self) -> Array:
-        return np.zeros((2, self.capacity), np.int32)
+        return np.zeros((self.rows, self.capacity), np.int32)
 
     def release(self, agents: Array) -> Array:
         """Joint clock of these warps. It does not cover what they do from now on."""
@@ -60,7 +68,18 @@ class Clocks:
         return joint
 
     def acquire(self, agents: Array, clock: Array) -> None:
-        self.v[agents] = np.maximum(self.v[agents], clock)
+        """Order these warps after `clock`, except for their TMEM rows."""
+        self.v[agents, :TMEM] = np.maximum(self.v[agents, :TMEM], clock[:TMEM])
+
+    def fence_before(self, agents: Array) -> None:
+        """Apply tcgen05.fence::before_thread_sync."""
+        if self.rows > TMEM:
+            self.v[agents, FENCED] = np.maximum(self.v[agents, FENCED], self.v[agents, TMEM])
+
+    def fence_after(self, agents: Array) -> None:
+        """Apply tcgen05.fence::after_thread_sync."""
+        if self.rows > TMEM:
+            self.v[agents, TMEM] = np.maximum(self.v[agents, FENCED], self.v[agents, TMEM])
 
     def proxy_fence(self, agents: Array) -> None:
         self.v[agents, PROXY] = self.v[agents, ORDER]
@@ -97,11 +116,11 @@ class Clocks:
 
 
 class Shadow:
-    """Shadow state of shared memory: the last writer and the readers of every 4-byte cell."""
+    """Shadow state of a memory: last writer and readers of every 4-byte cell. `row` of the clocks orders accesses."""
 
-    def __init__(self, nbytes: int, clocks: Clocks) -> None:
+    def __init__(self, nbytes: int, clocks: Clocks, row: int = ORDER) -> None:
         cells = (nbytes + 3) // 4
-        self.clocks = clocks
+        self.clocks, self.row = clocks, row
         self.writer = np.zeros(cells, np.int32)
         self.written = np.zeros(cells, np.int32)  # epoch; 0: never
         self.generic = np.zeros(cells, np.bool_)  # the last write went through the generic proxy
@@ -143,7 +162,7 @@ class Shadow:
     def op_read(self, cells: Array, op: Op) -> tuple[str, int] | None:
         """Record a read through the async proxy. Returns the fault ("race" or "proxy") and the other agent, or None."""
         writer, written = self.writer[cells], self.written[cells]
-        late = written > op.clock[ORDER, writer]
+        late = written > op.clock[self.row, writer]
         if late.any():
             return "race", int(writer[late][0])
         unfenced = self.generic[cells] & (written > op.clock[PROXY, writer])
@@ -155,12 +174,12 @@ class Shadow:
     def op_write(self, cells: Array, op: Op, generic: bool = False) -> tuple[str, int] | None:
         """Record a write by an asynchronous operation. `generic`: it uses the generic proxy, as cp.async does."""
         writer = self.writer[cells]
-        late = self.written[cells] > op.clock[ORDER, writer]
+        late = self.written[cells] > op.clock[self.row, writer]
         if late.any():
             return "write", int(writer[late][0])
         used = self.clocks.used
         last = self.reads[:used, cells].max(axis=1)
-        ahead = last > op.clock[ORDER, :used]
+        ahead = last > op.clock[self.row, :used]
         if ahead.any():
             return "read", int(np.argmax(ahead))
         self.writer[cells] = op.agent

@@ -67,6 +67,10 @@ class BarrierFault(EmulatorError):
     """Misuse of an mbarrier or a named barrier."""
 
 
+class RegisterFault(EmulatorError):
+    """Use of a register that an operation in flight owns, or more registers than a CTA has."""
+
+
 class Divergence(EmulatorError):
     """Warp-wide instruction that some of the lanes it names do not reach."""
 

@@ -1,4 +1,4 @@
-"""Tables of fp8, fp6 and fp4 formats: decoding by look-up, encoding to nearest with ties to even."""
+"""Tables of fp8, fp6 and fp4 formats: decoding by look-up, encoding to nearest with ties to even, or stochastically."""
 
 from __future__ import annotations
 
@@ -39,21 +39,32 @@ def decode(codes: Array, kind: str) -> Array:
 
 def encode(x: Array, kind: str, relu: bool = False) -> Array:
     """Encode float32: to nearest, ties to even, saturated to the largest finite value; NaN as on hardware."""
-    if relu:
-        x = np.where(np.isnan(x), x, np.maximum(x, np.float32(0)))
-    table = values(kind)
-    half = len(table) // 2
-    positive = table[:half]
+    above, share = _neighbours(x, kind)
+    return _coded(x, kind, relu, above, (share > 0.5) | ((share == 0.5) & (above % 2 == 0)))
+
+
+def encode_stochastic(x: Array, kind: str, relu: bool, random: Array, bits: int) -> Array:
+    """Encode float32: away from zero where the discarded part and a random number of `bits` bits, its most significant
+    one beside the discarded part's, carry. Saturated as `encode` does."""
+    above, share = _neighbours(x, kind)
+    return _coded(x, kind, relu, above, share + random.astype(np.float64) / (1 << bits) >= 1)
+
+
+def _neighbours(x: Array, kind: str) -> tuple[Array, Array]:
+    """Code of the next level of equal or larger size, saturated, and how far x has come to it from the one below."""
+    positive = values(kind)[: len(values(kind)) // 2]
     finite = int(np.isfinite(positive).sum())
     levels = positive[:finite].astype(np.float64)
     size = np.minimum(np.abs(x).astype(np.float64), levels[-1])
     size = np.where(np.isnan(size), 0.0, size)
     above = np.clip(np.searchsorted(levels, size, side="left"), 1, finite - 1)
-    low, high = levels[above - 1], levels[above]
-    down, up = size - low, high - size
-    code = np.where((up < down) | ((up == down) & (above % 2 == 0)), above, above - 1)
-    code = np.where(size == levels[-1], finite - 1, code)
-    code = code | np.where(np.signbit(x), half, 0)
+    return above, (size - levels[above - 1]) / (levels[above] - levels[above - 1])
+
+
+def _coded(x: Array, kind: str, relu: bool, above: Array, away: Array) -> Array:
+    half = len(values(kind)) // 2
+    code = np.where(away, above, above - 1)
+    code = np.where(x < 0, 0, code) if relu else code | np.where(np.signbit(x), half, 0)
     nan = {"e4m3": 0x7F, "e5m2": 0x7F}.get(kind, half - 1)  # formats without NaN take the largest value
     result: Array = np.where(np.isnan(x), nan, code).astype(np.uint8)
     return result

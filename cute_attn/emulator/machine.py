@@ -21,6 +21,7 @@ from cute_attn.emulator.warp_batch import WarpBatch
 
 Dim3 = tuple[int, int, int]
 
+SM_REGISTERS = 65536
 SMEM_LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103: 232448, 120: 101376, 121: 101376}
 
 
@@ -46,7 +47,7 @@ class Policy:
     checks: bool = True
     schedule: Schedule = Schedule()
     events: bool = False
-    strict: bool = True  # a tcgen05.ld reads tensor memory until it is waited for
+    strict: bool = True  # tcgen05.wait::ld and tcgen05.fence are needed where the PTX ISA asks for them
 
 
 @dataclass
@@ -157,7 +158,8 @@ class Cluster:
     def __init__(self, grid: Grid, number: int, origin: Dim3) -> None:
         self.grid, self.number = grid, number
         size = int(np.prod(grid.cluster))
-        self.clocks = Clocks(size * grid.num_warps, grid.dependent) if grid.checks else None
+        fences = grid.strict and grid.program.uses_tensor_memory
+        self.clocks = Clocks(size * grid.num_warps, grid.dependent, fences) if grid.checks else None
         self.barrier: Any = None  # barrier.cluster
         self.cross: dict[int, dict[int, int]] = {}  # warp -> epochs seen of warps of other clusters
         cx, cy, _ = grid.cluster
@@ -188,6 +190,7 @@ class Grid:
         self.param_offsets: list[int] = list(launch.get("param_offsets", program.param_offsets()))
         self.dependent = bool(launch.get("pdl"))
         self.num_warps = -(-int(np.prod(self.block)) // 32)
+        self.registers = self._registers(launch.get("registers"))
         self.happens_before = HappensBefore()
         self.tensor_maps: dict[int, Any] = {}  # decoded, by address
         self.rng = random.Random(self.schedule.seed)
@@ -197,6 +200,18 @@ class Grid:
         self._param_words: dict[tuple[int, str], Array] = {}
         self._check()
         self._lay_out_shared()
+
+    def _registers(self, compiled: int | None) -> int:
+        """Registers of a thread at launch, as they are allocated: in eights. Where the launch does not say, those of
+        .maxnreg, or as many as ptxas gives a kernel of this block."""
+        threads = 32 * self.num_warps
+        if compiled is None:
+            wanted = self.program.kernel.directives.get("maxnreg")
+            compiled = min(SM_REGISTERS // threads // 8 * 8, 255) if wanted is None else int(wanted)
+        registers = -(-compiled // 8) * 8
+        if registers * threads > SM_REGISTERS:
+            raise LaunchFault(f"{threads} threads of {registers} registers: an SM has {SM_REGISTERS} registers")
+        return registers
 
     def _check(self) -> None:
         if int(np.prod(self.block)) % 32:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cute_attn.emulator import isa, ptx
+from cute_attn.emulator import isa, ptx, unwaited
 from cute_attn.emulator.emit import NAMES, Emitter, homes
 from cute_attn.emulator.errors import EmulatorError, LaunchFault, PtxError
 from cute_attn.emulator.isa.registry import Form, lookup
@@ -46,6 +46,8 @@ class Program:
         self.blocks = self._cut()
         self.param_index = {param.name: i for i, param in enumerate(kernel.params)}
         self.files: dict[str, list[Inst | None]] = {}
+        self.uses_tensor_memory = any(isinstance(x, Inst) and x.op.startswith("tcgen05.") for x in kernel.body)
+        self.tests = unwaited.find(self)
 
     def param_offsets(self) -> list[int]:
         """Default offsets of the parameters. A cubin may differ, for example begin with a gap."""
@@ -93,6 +95,14 @@ class Program:
             found = block.functions[masked] = self._compile(block, masked)
         return found
 
+    def successors(self, block: Block) -> list[int]:
+        """Blocks that may follow; the kernel's end is none."""
+        inst = block.insts[-1][0]
+        found = [] if inst.op in ENDS and inst.guard is None else [block.index + 1]
+        if inst.op in ("bra", "bra.uni"):
+            found.append(self._target(inst.operands[0]))
+        return [following for following in found if following != EXIT and following < len(self.blocks)]
+
     def _compile(self, block: Block, masked: bool) -> Callable[..., Any]:
         emitter = Emitter(self.homes, self.names, self.param_index, masked)
         origin: list[Inst | None] = [None]
@@ -117,15 +127,24 @@ class Program:
 
     def _instruction(self, emitter: Emitter, inst: Inst, entry: Form, choices: tuple[str, ...]) -> None:
         if inst.guard is None:
-            entry.build(emitter, inst, *choices)
+            self._tested(emitter, inst, entry, choices)
             return
         guard = emitter.get(Not(inst.guard) if inst.negated else inst.guard, "p")
         emitter.line(f"q = w.full({guard}){' & m' if emitter.masked else ''}")
         emitter.line("if q.any():")
         outer = emitter.mask, emitter.indent
         emitter.mask, emitter.indent = "q", emitter.indent + "  "
-        entry.build(emitter, inst, *choices)
+        self._tested(emitter, inst, entry, choices)
         emitter.mask, emitter.indent = outer
+
+    def _tested(self, emitter: Emitter, inst: Inst, entry: Form, choices: tuple[str, ...]) -> None:
+        """Emit an instruction with the tests of registers around it."""
+        tests = self.tests.get(id(inst))
+        for function, registers in tests.before if tests else ():
+            emitter.call(function, [str(register) for register in registers])
+        entry.build(emitter, inst, *choices)
+        for function, registers in tests.after if tests else ():
+            emitter.call(function, [str(register) for register in registers])
 
     def _jump(self, emitter: Emitter, inst: Inst, following: int) -> str:
         target = EXIT if inst.op.startswith(("ret", "exit")) else self._target(inst.operands[0])

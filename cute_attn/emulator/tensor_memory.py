@@ -1,7 +1,7 @@
 """Tensor memory of one CTA: 128 lanes of 512 columns of 32 bits, allocated by columns.
 
-All accesses are asynchronous. A *stream* is a sequence of operations of one warp that complete together: products and
-copies at a commit, loads and stores at their wait.
+All accesses are asynchronous. A *stream* is a sequence of operations that complete together: products and copies of
+one thread at its commit, loads and stores of one warp at its wait.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cute_attn.emulator.clocks import ORDER, PROXY, Clocks, Op, Shadow
+from cute_attn.emulator.clocks import FENCED, ORDER, PROXY, TMEM, Clocks, Op, Shadow
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.errors import MemoryFault, Race, Uninitialised
 
@@ -18,10 +18,11 @@ LANES, COLUMNS = 128, 512
 UNIT = 32  # columns; granularity of allocation
 CELL_LANES = 16  # race checks have cells of half a warp's lanes, because some layouts use every other half
 LANE_SHIFT = 16  # addresses: lane above column
+WARP = -1  # in place of a lane: a stream of the whole warp
 
 
 class Stream:
-    """Asynchronous operations of one warp, in order. Its channel always has an open, unobserved epoch."""
+    """Asynchronous operations of one warp or thread, in order. Its channel always has an open, unobserved epoch."""
 
     def __init__(self, clocks: Clocks, agent: int, what: str) -> None:
         self.clocks, self.agent, self.what = clocks, agent, what
@@ -36,13 +37,22 @@ class Stream:
         clocks.v[self.agent, ORDER, self.agent] += 1
         return Op(self.channel, epoch, clock, self.what, float(clocks.time[self.agent]))
 
+    def commit(self) -> Op:
+        """Close the epoch with an operation that publishes it, because tcgen05.commit implies fence::before."""
+        op = self.op()
+        if self.clocks.tensor_row == TMEM:
+            op.clock[FENCED] = op.clock[FENCED:].max(axis=0)
+        self.end()
+        return op
+
     def end(self) -> None:
         """Close the epoch: later operations belong to the next one."""
         self.clocks.latest[self.channel] += 1
 
     def wait(self) -> None:
         """Record that the warp has observed the completion of all operations so far."""
-        self.clocks.v[self.agent, (ORDER, PROXY), self.channel] = self.clocks.latest[self.channel]
+        rows = ORDER, PROXY, self.clocks.tensor_row
+        self.clocks.v[self.agent, rows, self.channel] = self.clocks.latest[self.channel]
         self.end()
 
 
@@ -56,11 +66,11 @@ class TensorMemory:
     count: int = 0
     last: int = COLUMNS  # columns of the latest allocation
     relinquished: bool = False
-    streams: dict[tuple[int, str], Stream] = field(default_factory=dict)
+    streams: dict[tuple[int, str, int], Stream] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.clocks is not None:
-            self.shadow = Shadow(4 * (LANES // CELL_LANES) * COLUMNS, self.clocks)
+            self.shadow = Shadow(4 * (LANES // CELL_LANES) * COLUMNS, self.clocks, self.clocks.tensor_row)
 
     # --- allocation ---------------------------------------------------------------------------------------------------
 
@@ -86,7 +96,8 @@ class TensorMemory:
         self.owner[start : start + columns] = self.count
         self.valid[:, start : start + columns] = False
 
-    def free(self, address: int, columns: int) -> None:
+    def free(self, address: int, columns: int, agent: int) -> None:
+        """Deallocate columns, on behalf of warp `agent`."""
         self.check_count(columns, "tcgen05.dealloc")
         start = address & (COLUMNS * 2 - 1)
         number = int(self.owner[start]) if address < COLUMNS else 0
@@ -96,6 +107,16 @@ class TensorMemory:
                 f"tcgen05.dealloc of {columns} columns at {address:#x}, which is no allocation of that size"
             )
         self.owner[held] = 0
+        stream = self.stream(agent, "tcgen05.dealloc")
+        if stream is None or self.shadow is None:
+            return
+        op = stream.op()
+        if self.shadow.row == TMEM:  # it is not asynchronous: what others have published needs no fence::after
+            op.clock[TMEM] = op.clock[FENCED:].max(axis=0)
+        wrong = self.shadow.op_write(cells(np.arange(LANES), held), op)
+        if wrong is not None:
+            self.complain("tcgen05.dealloc", held, *wrong)
+        stream.wait()
 
     def leaked(self) -> int:
         """Number of columns that were not deallocated."""
@@ -103,17 +124,18 @@ class TensorMemory:
 
     # --- access -------------------------------------------------------------------------------------------------------
 
-    def stream(self, agent: int, kind: str) -> Stream | None:
+    def stream(self, agent: int, kind: str, lane: int = WARP) -> Stream | None:
         if self.clocks is None:
             return None
-        found = self.streams.get((agent, kind))
+        found = self.streams.get((agent, kind, lane))
         if found is None:
-            name = f"{kind} of warp {(agent - 1) % self.clocks.warps}"
-            found = self.streams[agent, kind] = Stream(self.clocks, agent, name)
+            thread = "" if lane == WARP else f", lane {lane}"
+            name = f"{kind} of warp {(agent - 1) % self.clocks.warps}{thread}"
+            found = self.streams[agent, kind, lane] = Stream(self.clocks, agent, name)
         return found
 
-    def begin(self, agent: int, kind: str) -> Op | None:
-        stream = self.stream(agent, kind)
+    def begin(self, agent: int, kind: str, lane: int = WARP) -> Op | None:
+        stream = self.stream(agent, kind, lane)
         return None if stream is None else stream.op()
 
     def check(self, columns: Array, what: str) -> None:

@@ -33,11 +33,13 @@ _ITEM_BYTES = {"f16": 2, "tf32": 4}
 
 @dataclass(frozen=True)
 class Kind:
-    """Properties given by the opcode. `vector`: items that share a scale factor, 0 without scales."""
+    """Properties given by the opcode. `vector`: items that share a scale factor, 0 without scales. `stationary`: .ws,
+    whose weights B may stay in a collector buffer."""
 
     name: str
     group: int
     vector: int = 0
+    stationary: bool = False
 
     @property
     def item_bytes(self) -> int:
@@ -65,6 +67,7 @@ class Instruction:
     scale_type: str = ""
     a_scale_id: int = 0
     b_scale_id: int = 0
+    stationary: bool = False
 
 
 @functools.lru_cache(256)
@@ -80,7 +83,7 @@ def decode(word: int, kind: Kind) -> Instruction:
         )
 
     scaled = kind.name in BLOCK_SCALED
-    reserved = {6: 1, 24: 3, 31: 1, 0: 2, 3: 1} if scaled else {0: 2, 6: 1, 23: 1, 29: 3}
+    reserved = {6: 1, 24: 3, 31: 1, 0: 2, 3: 1} if scaled else {0: 2, 6: 1, 23: 1, 29: 1 if kind.stationary else 3}
     if bits(2, 1):
         raise refuse("sparse matrices are not supported")
     for low, count in reserved.items():
@@ -105,6 +108,7 @@ def decode(word: int, kind: Kind) -> Instruction:
         scale_type=("ue4m3", "ue8m0")[bits(23, 1)] if scaled else "",
         a_scale_id=bits(29, 2) if scaled else 0,
         b_scale_id=bits(4, 2) if scaled else 0,
+        stationary=kind.stationary,
     )
     reason = _wrong(found, kind)
     if reason:
@@ -113,12 +117,16 @@ def decode(word: int, kind: Kind) -> Instruction:
 
 
 def _wrong(x: Instruction, kind: Kind) -> str:
-    sizes = {1: (128,), 2: (128, 256)} if kind.vector else {1: (64, 128), 2: (128, 256)}
+    sizes: dict[int, tuple[int, ...]] = {1: (128,) if kind.vector else (64, 128), 2: (128, 256)}
     step = 8 * kind.group
     if kind.name == "i8" and (x.n > 32 or kind.group == 2):
         step = 16 * kind.group
     if x.b_mn_major and kind.item_bytes == 1:
         step = max(step, 16 * kind.group)
+    if kind.stationary:
+        sizes[1] = (32, 64, 128)
+        if x.n not in (64, 128, 256):
+            return f"N={x.n}, a .ws product takes 64, 128 and 256"
     sub_byte = {t for t in (x.a_type, x.b_type) if t in ("e2m3", "e3m2", "e2m1")}
     if x.m not in sizes[kind.group]:
         return f"M={x.m}, accepted are {sizes[kind.group]}"
@@ -156,8 +164,9 @@ def rows_of(x: Instruction, group: int) -> int:
 
 
 def lanes_of(x: Instruction, group: int, lane: int) -> Array:
-    """Lanes of D in the order of the rows of `fold`. A single CTA with 64 rows uses half the lanes of each warp."""
-    if rows_of(x, group) == 64 and group == 1:
+    """Lanes of D in the order of the rows of `fold`. A single CTA with 64 rows uses half the lanes of each warp, unless
+    the weights are stationary."""
+    if rows_of(x, group) == 64 and group == 1 and not x.stationary:
         if lane not in (0, 16):
             raise PtxError(f"a product with M=64 at lane {lane} of tensor memory, accepted are 0 and 16")
         m = np.arange(64)
@@ -169,10 +178,27 @@ def lanes_of(x: Instruction, group: int, lane: int) -> Array:
 
 def fold(d: Array, x: Instruction, group: int) -> Array:
     """Arrange D of one CTA [rows, n] as in tensor memory: with 64 rows per CTA of a pair, the right half is below the
-    left."""
+    left. With stationary weights all lanes are used: 64 rows lie so too, 32 rows in quarters of the columns."""
+    if x.stationary:
+        return np.concatenate(np.split(d, 128 // x.m, axis=1))
     if rows_of(x, group) == 64 and group == 2:
         return np.concatenate([d[:, : x.n // 2], d[:, x.n // 2 :]])
     return d
+
+
+def check_tensor_memory(x: Instruction, kind: Kind, d: int, a: int | None) -> None:
+    """Check the addresses of D and, if it lies in tensor memory, of A. Their alignment is what a GB300 traps on
+    (measured by others), not a rule of the ISA; that of N is CUTLASS's."""
+    if d % 2:
+        raise PtxError(f"D at column {d & 0xFFFF} of tensor memory, a multiple of 2 is accepted")
+    if a is None:
+        return
+    if a % 4:
+        raise PtxError(f"A at column {a & 0xFFFF} of tensor memory, a multiple of 4 is accepted")
+    if kind.group == 2 and x.n % 32:
+        raise PtxError(f"N={x.n} with A in the tensor memory of two CTAs, a multiple of 32 is accepted")
+    if x.stationary and x.m != 128:
+        raise PtxError(f"a .ws product with M={x.m} and A in tensor memory is not supported")
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -193,15 +219,23 @@ def values(raw: Array, kind: Kind, type_: str) -> Array:
     if kind.name in PACKED4:
         codes = np.stack([raw & 15, raw >> 4], axis=-1).reshape(len(raw), -1)
     elif type_ == "e2m1":
-        codes = _unpadded(raw, 4)
+        codes = unpadded(raw, 4)
     elif type_ in ("e2m3", "e3m2"):
-        codes = _unpadded(raw, 6)
+        codes = unpadded(raw, 6)
     else:
         codes = raw
     return formats.decode(codes, type_)
 
 
-def _unpadded(raw: Array, width: int) -> Array:
+def contained(raw: Array, kind: Kind, type_: str) -> Array:
+    """Decode items from tensor memory, where those of 4 or 6 bits have a byte each: e2m1 in bits 2 to 5, the others in
+    bits 0 to 5. The ISA shows that in figures only."""
+    if kind.name in PACKED4 or type_ not in ("e2m1", "e2m3", "e3m2"):
+        return values(raw, kind, type_)
+    return formats.decode(raw >> 2 & 15 if type_ == "e2m1" else raw & 63, type_)
+
+
+def unpadded(raw: Array, width: int) -> Array:
     """Extract 16 items of `width` bits from the start of every 16 bytes."""
     units = np.ascontiguousarray(raw).reshape(len(raw), -1, 16)[..., : 2 * width]
     bits = np.unpackbits(units, axis=-1, bitorder="little").reshape(len(raw), -1, width)

@@ -59,6 +59,7 @@ class WarpBatch:
         self.wgmma_groups: list[list[Any]] = []  # committed groups, oldest first; the last is open
         self.wgmma_fenced: list[Any] | None = None  # registers at the last wgmma.fence
         self.wgmma_fenced_ids: set[int] | None = None
+        self.unwaited: dict[int, Array] = {}  # lanes that have not waited for a tcgen05.ld, by register
         self.before_split: Callable[[WarpBatch], None] | None = None  # finishes work that belongs to all its warps
         self.finished = False
         self._place(warps)
@@ -255,6 +256,7 @@ class WarpBatch:
         others = [self._piece(group) for group in everyone[1:]]
         keep = self._piece(everyone[0])
         self.R, self.pc, self.pcs, self.finished = keep.R, keep.pc, keep.pcs, keep.finished
+        self.unwaited = keep.unwaited
         self._place(keep.warps)
         self.cta.adopt([batch for batch in others if not batch.finished])
 
@@ -263,6 +265,7 @@ class WarpBatch:
         registers = [r if r.shape[0] == 1 else r[lanes] for r in self.R]
         piece = WarpBatch(self.cta, self.warps[rows], registers)
         piece.pc = self.pc
+        piece.unwaited = {register: waiting[lanes] for register, waiting in self.unwaited.items()}
         if self.pcs is not None:
             pcs = self.pcs[lanes]
             alive = pcs[pcs != EXIT]

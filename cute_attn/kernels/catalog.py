@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -12,12 +12,16 @@ from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
 from cute_attn.kernels.fa3.default_specs import default_specs as fa3_specs
 from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
 from cute_attn.kernels.fa3.tiles import ARCH as FA3_ARCH
+from cute_attn.kernels.fa4.default_specs import default_specs as fa4_specs
+from cute_attn.kernels.fa4.spec import BlackwellTile, Fa4Spec
+from cute_attn.kernels.fa4.tiles import ARCHS as FA4_ARCHS
 from cute_attn.kernels.xqa.default_specs import default_specs as xqa_specs
 from cute_attn.kernels.xqa.spec import XqaSpec
 from cute_attn.runtime.arch import named
 from cute_attn.runtime.spec import KernelSpec
 
-SPEC_TYPES: dict[str, type[KernelSpec]] = {cls.kernel: cls for cls in (Fa2Spec, Fa3Spec, CombineSpec, XqaSpec)}
+SPEC_TYPES: dict[str, type[KernelSpec]] = {cls.kernel: cls for cls in (Fa2Spec, Fa3Spec, Fa4Spec, CombineSpec, XqaSpec)}
+TILE_TYPES: dict[type[KernelSpec], Callable[..., Any]] = {Fa2Spec: Tile, Fa3Spec: HopperTile, Fa4Spec: BlackwellTile}
 
 
 def from_dict(data: dict[str, Any]) -> KernelSpec:
@@ -25,7 +29,7 @@ def from_dict(data: dict[str, Any]) -> KernelSpec:
     fields = dict(data)
     cls = SPEC_TYPES[fields.pop("kernel")]
     if "tile" in fields:
-        fields["tile"] = (HopperTile if cls is Fa3Spec else Tile)(**fields["tile"])
+        fields["tile"] = TILE_TYPES[cls](**fields["tile"])
     if isinstance(fields.get("scores"), Sequence):
         fields["scores"] = tuple(fields["scores"])
     return cls(**fields)
@@ -37,6 +41,8 @@ def default_specs(arch_name: str) -> list[KernelSpec]:
     specs = [*fa2_specs(arch), *combine_specs(), *xqa_specs(arch)]
     if arch_name == FA3_ARCH:
         specs += fa3_specs()
+    if arch_name in FA4_ARCHS:
+        specs += fa4_specs(arch_name)
     return list(dict.fromkeys(specs))
 
 

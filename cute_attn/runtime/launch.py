@@ -81,6 +81,7 @@ def describe(
         "block": artifact.block,
         "cluster": artifact.cluster,
         "smem_bytes": artifact.smem_bytes,
+        "registers": artifact.registers,
         "pdl": pdl,
         "param_offsets": [param.offset for param in artifact.params],
         "params": block.buffer.raw[: block.size],

@@ -23,7 +23,7 @@ class BlockSparseAttentionWrapper(BatchWrapper):
     Parameters
     ----------
     float_workspace_buffer : as for `BatchPrefillWithPagedKVCacheWrapper`.
-    backend : "auto" (default), "fa3", "fa2", "reference" or "emulator".
+    backend : "auto" (default), "fa4", "fa3", "fa2", "reference" or "emulator".
 
     Raises
     ------

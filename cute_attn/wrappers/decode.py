@@ -62,7 +62,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
     paged_kv_indptr_buffer, paged_kv_last_page_len_buffer : int32 `[batch_size + 1]` and `[batch_size]`. Required with
         `use_cuda_graph`, otherwise not used; so is the next.
     paged_kv_indices_buffer : int32, with at least as many elements as any plan has pages.
-    backend : "auto" (default), "fa3", "xqa", "fa2", "reference" or "emulator", as for
+    backend : "auto" (default), "fa4", "fa3", "xqa", "fa2", "reference" or "emulator", as for
         `BatchPrefillWithPagedKVCacheWrapper`.
     jit_args : refused unless None.
 

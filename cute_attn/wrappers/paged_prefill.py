@@ -48,9 +48,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
     custom_mask_buf, mask_indptr_buf (older name `qk_indptr_buf`) : uint8 with room for the packed bits of all requests,
         and int32 `[batch_size + 1]`, which receives their byte offsets. Required with `use_cuda_graph` if plans have
         custom masks.
-    backend : "auto" (default), "fa3", "xqa", "fa2", "reference" or "emulator"; `cute_attn.explain` tells which supports
-        what. If a run adds features that the planned backend refuses (an expanded cache), "auto" plans again for one
-        that supports them; a named backend, or `use_cuda_graph`, raises NotSupported.
+    backend : "auto" (default), "fa4", "fa3", "xqa", "fa2", "reference" or "emulator"; `cute_attn.explain` tells which
+        supports what. If a run adds features that the planned backend refuses (an expanded cache), "auto" plans again
+        for one that supports them; a named backend, or `use_cuda_graph`, raises NotSupported.
     jit_args, jit_kwargs : None, or those of FlashInfer's variant with attention sinks (its name starts with
         "batch_prefill_attention_sink"): plans must then name its dtypes and head dimensions, and `run` takes sinks and
         sm_scale by position. All others are refused.

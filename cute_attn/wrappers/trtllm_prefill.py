@@ -110,7 +110,8 @@ def trtllm_batch_context_with_kv_cache(
     return_lse : return `(out, lse)`. Default False.
     multi_ctas_kv_counter_buffer : a tensor, not used.
     use_fp16_softmax, uses_spcompress : refused unless None or False.
-    backend : "trtllm-gen" (default) or "auto": the best backend here; or "fa3", "fa2", "reference" or "emulator".
+    backend : "trtllm-gen" (default) or "auto": the best backend here; or "fa4", "fa3", "fa2", "reference" or
+        "emulator".
 
     Returns
     -------
@@ -226,7 +227,7 @@ def trtllm_fmha_v2_prefill(
     save_softmax_stats : return also float32 `[num_tokens, num_qo_heads, 2]`, a maximum m and a sum s of each row such
         that its natural-log lse is m + ln(s). Here m is that lse and s is 1, or 0 for a row that sees no key.
     skip_softmax_threshold_scale_factor : refused unless 0 (default) or None.
-    backend : "auto" (default), "fa3", "fa2", "reference" or "emulator".
+    backend : "auto" (default), "fa4", "fa3", "fa2", "reference" or "emulator".
 
     Returns
     -------

@@ -20,6 +20,7 @@ from cute_attn.errors import ArtifactError
 from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
 from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
+from cute_attn.kernels.fa4.spec import BlackwellTile, Fa4Spec
 from cute_attn.kernels.programs import program
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import ARCHS
@@ -240,10 +241,13 @@ def test_explain_names_backend_kernels_and_grid(capsys: Output) -> None:
     assert [spec["kernel"] for spec in printed] == ["fa2", "combine"]  # a long decode is split
     assert printed[0]["split"] is True
 
-    assert main(["explain", "--qo-len", "4096", "--kv-len", "4096", "--causal", "--arch", "sm_90a"]) == 0
-    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.strip().startswith("{")]
-    assert [spec["kernel"] for spec in printed] == ["fa3"]
-    assert printed[0]["split"] is False
+    for arch, kernel in (("sm_90a", "fa3"), ("sm_100a", "fa4"), ("sm_103a", "fa4"), ("sm_120a", "fa2")):
+        assert main(["explain", "--qo-len", "4096", "--kv-len", "4096", "--causal", "--arch", arch]) == 0
+        printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.strip().startswith("{")]
+        assert [spec["kernel"] for spec in printed] == [kernel]
+        assert printed[0]["split"] is False
+        spec = specs.from_dict(printed[0])
+        assert spec.asdict() == printed[0] | {"scores": ()}
 
 
 def test_explain_of_a_batch(capsys: Output) -> None:
@@ -362,6 +366,8 @@ def test_labels_leave_defaults_out() -> None:
     assert specs.label(rich) == "fa2 fp16 >fp32 qk192 vo128 packed scale+soft_cap rope split 16x64/1x4/2"
     hopper = Fa3Spec("bfloat16", "bfloat16", 256, 256, "band", kv="paged", tile=HopperTile(128, 64, 2, 1))
     assert specs.label(hopper) == "fa3 bf16 >bf16 qk256 vo256 band paged 128x64/2+1"
+    blackwell = Fa4Spec("bfloat16", "bfloat16", 192, 128, schedule="items", tile=BlackwellTile(v_stages=1))
+    assert specs.label(blackwell) == "fa4 bf16 >bf16 qk192 vo128 items 256x128/2+1"
 
 
 def test_tables_are_aligned() -> None:

@@ -24,8 +24,8 @@ from cute_attn.runtime.arch import ARCHS, Arch, named
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 CUDA = Features(torch.device("cuda:0"), BF16, BF16, BF16, 32, 8, 128, 128)
 CPU = CUDA._replace(device=torch.device("cpu"))
-HOPPER, AMPERE = named("sm_90a"), named("sm_80")
-FA2, FA3, XQA = (capabilities.BY_NAME[name] for name in ("fa2", "fa3", "xqa"))
+HOPPER, AMPERE, BLACKWELL = named("sm_90a"), named("sm_80"), named("sm_100a")
+FA2, FA3, FA4, XQA = (capabilities.BY_NAME[name] for name in ("fa2", "fa3", "fa4", "xqa"))
 REFERENCE = capabilities.BY_NAME["reference"]
 
 
@@ -46,20 +46,44 @@ def test_fa2_takes_every_16_bit_problem(arch: str, head_dims: tuple[int, int], d
 
 @pytest.mark.parametrize("kv_source", ["dense", "ragged", "paged"])
 @pytest.mark.parametrize("head_dims", [(64, 64), (80, 80), (112, 112), (192, 128), (48, 16), (256, 256)])
-def test_fa3_takes_many_rows_on_hopper(kv_source: str, head_dims: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("backend", "arch"), [("fa3", "sm_90a"), ("fa4", "sm_100a"), ("fa4", "sm_103a")], ids=lambda name: name
+)
+def test_persistent_kernels_take_many_rows(backend: str, arch: str, kv_source: str, head_dims: tuple[int, int]) -> None:
     features = CUDA._replace(head_dim_qk=head_dims[0], head_dim_vo=head_dims[1], kv_source=kv_source)
     changes: tuple[dict[str, Any], ...] = (
         {},
         {"custom_mask": True, "sinks": True, "soft_cap": True, "positive_scale": False, "o_dtype": torch.float32},
         {"pos_encoding_mode": "ALIBI", "num_qo_heads": 7, "num_kv_heads": 1},
-        *({"kv_dtype": dtype} for dtype in FP8),
+        {"multi_item": True},
     )
+    able, on = capabilities.BY_NAME[backend], named(arch)
     for asked in changes:
         wanted = features._replace(**asked)
-        assert select.choose(wanted, arch=HOPPER, rows=65) is FA3
-        assert select.choose(wanted, arch=HOPPER, rows=64) is FA2
-        assert select.choose(wanted, arch=named("sm_100a"), rows=65) is FA2
-        assert select.choose(wanted, "fa3", HOPPER, rows=1) is FA3
+        assert select.choose(wanted, arch=on, rows=65) is able
+        assert select.choose(wanted, arch=on, rows=64) is FA2
+        assert select.choose(wanted, arch=named("sm_120a"), rows=65) is FA2
+        assert select.choose(wanted, backend, on, rows=1) is able
+
+
+@pytest.mark.parametrize("kv_source", ["dense", "ragged", "paged"])
+@pytest.mark.parametrize("kv_dtype", FP8)
+def test_fa3_widens_8_bit_keys(kv_dtype: torch.dtype, kv_source: str) -> None:
+    features = CUDA._replace(kv_dtype=kv_dtype, kv_source=kv_source)
+    assert select.choose(features, arch=HOPPER, rows=65) is FA3
+    assert select.choose(features, arch=HOPPER, rows=64) is FA2
+
+
+@pytest.mark.parametrize("asked", [{"q_dtype": E4M3, "kv_dtype": E4M3}, {"kv_dtype": E4M3}])
+def test_what_fa4_has_no_kernels_for_yet(asked: dict[str, Any]) -> None:
+    with pytest.raises(NotSupported, match=r"fa4 refuses .* fp8 dtype: its kernel .* is not built yet"):
+        select.choose(CUDA._replace(**asked), "fa4", BLACKWELL)
+
+
+@pytest.mark.parametrize(("backend", "arch"), [("fa3", "sm_100a"), ("fa4", "sm_90a"), ("fa4", "sm_120a")])
+def test_kernels_of_one_architecture_run_nowhere_else(backend: str, arch: str) -> None:
+    with pytest.raises(NotSupported, match=f"{backend} refuses {arch}: it runs on NVIDIA"):
+        select.choose(CUDA, backend, named(arch))
 
 
 @pytest.mark.parametrize(
@@ -73,10 +97,11 @@ def test_fa3_takes_many_rows_on_hopper(kv_source: str, head_dims: tuple[int, int
         {"kv_dtype": E4M3, "half_aligned_kv": True},
     ],
 )
-def test_what_fa3_refuses_fa2_takes(asked: dict[str, Any]) -> None:
-    assert select.choose(CUDA._replace(**asked), arch=HOPPER) is FA2
-    with pytest.raises(NotSupported, match="fa3 refuses"):
-        select.choose(CUDA._replace(**asked), "fa3", HOPPER)
+@pytest.mark.parametrize(("backend", "arch"), [("fa3", "sm_90a"), ("fa4", "sm_100a")])
+def test_what_persistent_kernels_refuse_fa2_takes(backend: str, arch: str, asked: dict[str, Any]) -> None:
+    assert select.choose(CUDA._replace(**asked), arch=named(arch)) is FA2
+    with pytest.raises(NotSupported, match=f"{backend} refuses"):
+        select.choose(CUDA._replace(**asked), backend, named(arch))
 
 
 FP8_Q = CUDA._replace(q_dtype=E4M3, kv_dtype=E4M3)
@@ -221,7 +246,7 @@ def test_lengths_on_the_device_are_for_xqa(asked: dict[str, Any]) -> None:
         assert select.choose(features, arch=arch, rows=1000) is XQA
     assert select.rows_class(features, 1000) == 0
     assert select.choose(features._replace(device=torch.device("cpu"))) is REFERENCE
-    for name in ("fa2", "fa3"):
+    for name in ("fa2", "fa3", "fa4"):
         with pytest.raises(
             NotSupported, match=f"{name} refuses lengths and page tables on the device.*a batch wrapper"
         ):
@@ -233,7 +258,7 @@ def test_explain_of_lengths_on_the_device() -> None:
     assert lines[0].endswith("paged batch; device_lengths; draft_mask")
     assert "  xqa: chosen" in lines
     assert "  fa2: refused" in lines
-    assert sum("tree masks of draft tokens" in line for line in lines) == 2
+    assert sum("tree masks of draft tokens" in line for line in lines) == 3
 
 
 @pytest.mark.parametrize(
@@ -302,8 +327,11 @@ def test_all_reasons_are_listed() -> None:
     features = CUDA._replace(q_dtype=E4M3, kv_dtype=E4M3, per_head_scales=True, head_dim_vo=68)
     with pytest.raises(NotSupported) as error:
         select.choose(features, arch=HOPPER)
-    assert [refusal[0] for refusal in error.value.refusals] == ["fa3"] + ["xqa"] * 3 + ["fa2"] * 3
-    assert str(error.value).count("\n") == 6
+    assert [refusal[0] for refusal in error.value.refusals if refusal[0] != "fa4"] == ["fa3"] + ["xqa"] * 3 + [
+        "fa2"
+    ] * 3
+    assert ("fa4", "sm_90a") in [refusal[:2] for refusal in error.value.refusals]
+    assert str(error.value).count("\n") == len(error.value.refusals) - 1
 
 
 def test_arch() -> None:
@@ -337,7 +365,7 @@ def test_backends_of_flashinfer_that_are_not_here(backend: str) -> None:
 
 
 def test_unknown_backend() -> None:
-    choices = r"'auto', 'fa3', 'xqa', 'fa2', 'reference', 'emulator'"
+    choices = r"'auto', 'fa4', 'fa3', 'xqa', 'fa2', 'reference', 'emulator'"
     with pytest.raises(LayoutError, match=f"backend must be one of {choices}; got 'fa9'"):
         select.choose(CUDA, "fa9", HOPPER)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from cute_attn.emulator.machine import Schedule
 from cute_attn.emulator.memory import SHARED_START, GlobalMemory
 
 BASE = SHARED_START  # where the shared image lies
+BEFORE, AFTER = "tcgen05.fence::before_thread_sync;", "tcgen05.fence::after_thread_sync;"
 _IN, _OUT, _SMEM, _REGS = 1 << 40, 2 << 40, 3 << 40, 4 << 40
 
 
@@ -82,7 +83,7 @@ class Kernel:
                 "ld.global.b32 %x0, [%a]; st.shared.b32 [%y], %x0; add.u64 %a, %a, 512; add.u32 %y, %y, 512;",
                 "setp.lt.u32 %p1, %y, %slot; @%p1 bra COPY;",
             ]
-        return lines + (["fence.proxy.async;"] if self.fence else []) + self._sync()
+        return [*lines, *(["fence.proxy.async;"] if self.fence else []), BEFORE, *self._sync(), AFTER]
 
     def _work(self) -> list[str]:
         mechanism = f"tcgen05.commit.cta_group::{self.group}.mbarrier::arrive::one.shared::cluster"
@@ -92,32 +93,35 @@ class Kernel:
             lines.append(("mov.b16 %mask, 3; " if self.group == 2 else "") + mechanism + multicast)
         lines += ["ISSUED:", "bar.warp.sync 0xffffffff;"]
         if self.commit:
-            lines += ["WAIT: mbarrier.try_wait.parity.shared.b64 %p1, [%bar], 0;", "@!%p1 bra WAIT;"]
+            lines += ["WAIT: mbarrier.try_wait.parity.shared.b64 %p1, [%bar], 0;", "@!%p1 bra WAIT;", AFTER]
         return [*lines, *self.warps]
 
     def _read(self) -> list[str]:
         lines = [
+            *(["tcgen05.wait::ld.sync.aligned;"] if self.results else []),
             f"mad.lo.u32 %y, %rank, 128, %tid; mul.wide.u32 %a, %y, {4 * self.columns};",
             "ld.param.u64 %b, [p_out]; add.u64 %a, %a, %b;",
         ]
         for column in range(0, self.columns, 4):
             regs = "{%z0,%z1,%z2,%z3}"
             lines.append(f"tcgen05.ld.sync.aligned.32x32b.x4.b32 {regs}, [%taddr+{self.first + column}];")
+            lines.append("tcgen05.wait::ld.sync.aligned;")
             lines.append(f"st.global.v4.b32 [%a+{4 * column}], {regs};")
         lines.append(f"mad.lo.u32 %y, %rank, 128, %tid; mul.wide.u32 %a, %y, {4 * self.results};")
         lines.append("ld.param.u64 %b, [p_regs]; add.u64 %a, %a, %b;")
-        lines += [f"st.global.b32 [%a+{4 * i}], %x{i};" for i in range(self.results)]
-        return [*lines, "tcgen05.wait::ld.sync.aligned;"]
+        return lines + [f"st.global.b32 [%a+{4 * i}], %x{i};" for i in range(self.results)]
 
     def _epilogue(self) -> list[str]:
         group = f"cta_group::{self.group}"
-        lines = [*self._sync(), "@!%p0 bra END;"]
+        lines = [BEFORE, *self._sync(), "@!%p0 bra END;"]
         if self.free:
             lines.append(f"ld.shared.b32 %y, [%slot]; tcgen05.dealloc.{group}.sync.aligned.b32 %y, 512;")
         return [*lines, f"tcgen05.relinquish_alloc_permit.{group}.sync.aligned;", "END: ret;", "}"]
 
-    def run(self, schedule: str = "eager", strict: bool = True) -> tuple[Array, Array]:
-        """(tensor memory [ctas, 128, columns], registers [ctas, 128, results])"""
+    def run(
+        self, schedule: str = "eager", strict: bool = True, rewrite: Callable[[str], str] = str
+    ) -> tuple[Array, Array]:
+        """(tensor memory [ctas, 128, columns], registers [ctas, 128, results]). `rewrite` changes the text first."""
         memory = GlobalMemory()
         out = np.zeros((self.group, 128, self.columns), np.uint32)
         registers = np.zeros((self.group, 128, self.results), np.uint32)
@@ -134,7 +138,7 @@ class Kernel:
             "smem_bytes": self.smem.shape[1] + 1024,
             "params": struct.pack("<4Q", _IN, _SMEM, _OUT, _REGS),
         }
-        run.launch(self.text(), description, memory, schedule=Schedule(schedule, 3), strict=strict)
+        run.launch(rewrite(self.text()), description, memory, schedule=Schedule(schedule, 3), strict=strict)
         return out, registers
 
 

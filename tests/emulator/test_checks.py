@@ -9,7 +9,8 @@ import pytest
 
 from cute_attn.emulator import EmulatorError, GlobalMemory, Schedule, launch
 from cute_attn.emulator import errors as faults
-from cute_attn.emulator.isa.wgmma import RegisterFault, WarpgroupFault
+from cute_attn.emulator.errors import RegisterFault
+from cute_attn.emulator.isa.wgmma import WarpgroupFault
 from tests.emulator.micro.case import Text
 
 pytestmark = pytest.mark.emulator

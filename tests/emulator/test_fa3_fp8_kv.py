@@ -12,8 +12,11 @@ from cute_attn.emulator import Schedule, using
 from tests.support import batch_case, fp8_kv_cases
 from tests.support.batch_case import BatchCase
 from tests.support.case import LOG2E, Case
-from tests.support.fa3_emulated import (
+from tests.support.matrix import BF16, CAUSAL, E4M3, SMALL, prefill
+from tests.support.persistent_emulated import (
+    ALL_SCHEDULES,
     BATCHES,
+    FA3,
     GATHERED,
     LONG,
     SCHEDULES,
@@ -23,11 +26,8 @@ from tests.support.fa3_emulated import (
     solve_batch,
     solve_single,
 )
-from tests.support.matrix import BF16, CAUSAL, E4M3, SMALL, prefill
 
 pytestmark = pytest.mark.emulator
-
-ALL_SCHEDULES = (Schedule(), *SCHEDULES)
 
 
 def scheduled(problems: list[Case] | list[BatchCase]) -> list[tuple[Case | BatchCase, Schedule]]:
@@ -36,17 +36,17 @@ def scheduled(problems: list[Case] | list[BatchCase]) -> list[tuple[Case | Batch
 
 @pytest.mark.parametrize(("problem", "schedule"), scheduled(fp8_kv_cases.singles(SMALL)), ids=name)
 def test_single(problem: Case, schedule: Schedule) -> None:
-    solve_single(problem, schedule)
+    solve_single(FA3, problem, schedule)
 
 
 @pytest.mark.parametrize(("batch", "schedule"), scheduled(fp8_kv_cases.batches(batch_case.SMALL)), ids=name)
 def test_batch(batch: BatchCase, schedule: Schedule) -> None:
-    solve_batch(batch, schedule)
+    solve_batch(FA3, batch, schedule)
 
 
 @pytest.mark.parametrize(("problem", "schedule"), scheduled(fp8_kv_cases.singles(LONG)), ids=name)
 def test_long(problem: Case, schedule: Schedule) -> None:
-    emulation = solve_single(problem, schedule, sms=3)
+    emulation = solve_single(FA3, problem, schedule, sms=3)
     assert {record.spec["kv_dtype"] for record in emulation.records} == {problem.kv_dtype}
 
 
@@ -54,19 +54,19 @@ def test_long(problem: Case, schedule: Schedule) -> None:
 @pytest.mark.parametrize("batch", fp8_kv_cases.batches([*BATCHES, *GATHERED]), ids=name)
 def test_long_batches(batch: BatchCase, schedule: Schedule) -> None:
     """Ragged keys, boxes of pages, and small pages gathered by one warp."""
-    emulation = solve_batch(batch, schedule, sms=3)
+    emulation = solve_batch(FA3, batch, schedule, sms=3)
     assert {record.spec["kv_dtype"] for record in emulation.records} == {batch.kv_dtype}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=name)
 def test_cut_keys(schedule: Schedule) -> None:
-    assert_cut(solve_single(prefill(3, 900, (8, 2), 128, **E4M3, **CAUSAL), schedule, sms=16))
+    assert_cut(FA3, solve_single(FA3, prefill(3, 900, (8, 2), 128, **E4M3, **CAUSAL), schedule, sms=16))
 
 
 @pytest.mark.parametrize(("page_size", "kv"), [(1, "gathered"), (4, "gathered"), (8, "paged"), (64, "paged")])
 def test_pages_of_any_size(page_size: int, kv: str) -> None:
     """Pages of any size, on the backend that "auto" takes."""
-    assert_auto_runs(batch_case.paged((70,), (90,), page_size, **E4M3, **batch_case.dims(128)), kv)
+    assert_auto_runs(FA3, batch_case.paged((70,), (90,), page_size, **E4M3, **batch_case.dims(128)), kv)
 
 
 def codes(stored: torch.dtype) -> torch.Tensor:

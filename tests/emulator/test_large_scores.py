@@ -9,24 +9,28 @@ from cute_attn import emulator, single_decode_with_kv_cache, single_prefill_with
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("kernels", ["fa2", "fa3", "xqa"])
-def test_large_logits(kernels: str) -> None:
+@pytest.mark.parametrize(
+    ("kernels", "arch"), [("fa2", "sm_90a"), ("fa3", "sm_90a"), ("fa4", "sm_100a"), ("xqa", "sm_90a")]
+)
+def test_large_logits(kernels: str, arch: str) -> None:
     generator = torch.Generator().manual_seed(5)
     q, k, v = torch.randn(3, 70, 2, 64, generator=generator).bfloat16()
     q, k = q * 2.0**12, k * 2.0**12
     call, q = (single_decode_with_kv_cache, q[-1]) if kernels == "xqa" else (single_prefill_with_kv_cache, q)
     expected, expected_lse = call(q, k, v, return_lse=True, backend="reference")
     assert 5e7 < expected_lse.abs().max() < 5e8
-    with emulator.using("sm_90a", kernels=kernels):
+    with emulator.using(arch, kernels=kernels):
         out, lse = call(q, k, v, return_lse=True, backend="emulator")
     torch.testing.assert_close(out, expected, rtol=1.6e-2, atol=1.6e-2)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=0)
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("kernels", ["reference", "fa2", "fa3"])
+@pytest.mark.parametrize(
+    ("kernels", "arch"), [("reference", ""), ("fa2", "sm_90a"), ("fa3", "sm_90a"), ("fa4", "sm_100a")]
+)
 @pytest.mark.parametrize("factor", [2.0**30, 2.0**120])
-def test_larger_logits_of_one_row_leave_the_others_alone(kernels: str, factor: float) -> None:
+def test_larger_logits_of_one_row_leave_the_others_alone(kernels: str, arch: str, factor: float) -> None:
     """The second factor makes products beyond fp32; the reference computes them too."""
     generator = torch.Generator().manual_seed(5)
     q, k, v = torch.randn(3, 70, 2, 64, generator=generator).bfloat16()
@@ -35,7 +39,7 @@ def test_larger_logits_of_one_row_leave_the_others_alone(kernels: str, factor: f
     def call() -> torch.Tensor:
         if kernels == "reference":
             return single_prefill_with_kv_cache(q, k, v, backend="reference")
-        with emulator.using("sm_90a", kernels=kernels):
+        with emulator.using(arch, kernels=kernels):
             return single_prefill_with_kv_cache(q, k, v, backend="emulator")
 
     expected = call()

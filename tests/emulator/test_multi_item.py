@@ -20,6 +20,7 @@ from tests.support.batch_case import (
     call,
     check,
     dims,
+    features,
     heads,
     make,
     paged,
@@ -27,12 +28,13 @@ from tests.support.batch_case import (
     ragged,
     random_lengths,
 )
-from tests.support.fa3_emulated import SCHEDULES, name
 from tests.support.graphs import graph_wrapper
 from tests.support.matrix import BF16
+from tests.support.persistent_emulated import ALL_SCHEDULES, CUDA, SCHEDULES, TARGETS, Target, name
 
 pytestmark = pytest.mark.emulator
 
+KERNELS = (("fa2", "sm_90a"), ("fa3", "sm_90a"), ("fa4", "sm_100a"))
 GAPS: tuple[BatchCase, ...] = (
     ragged((140, 0, 37, 1), (700, 20, 64, 130), mask="items", **heads(2, 1)),
     paged((130, 9), (600, 200), page_size=64, mask="items", longest_item=40, **BF16, **dims(128)),
@@ -42,7 +44,6 @@ GAPS: tuple[BatchCase, ...] = (
     ragged((70, 20), (400, 160), mask="items", longest_item=300, slack=True, **dims(192, 128)),
     paged((70,), (400,), page_size=16, mask="items", **BF16, **dims(256)),
 )
-ALL_SCHEDULES = (Schedule(), *SCHEDULES)
 
 
 def solve(case: BatchCase, arch: str, kernels: str, schedule: Schedule, sms: int | None = 3) -> Emulation:
@@ -59,18 +60,27 @@ def solve(case: BatchCase, arch: str, kernels: str, schedule: Schedule, sms: int
 def products(emulation: Emulation) -> int:
     """Matrix instructions that ran."""
     counts = [count for record in emulation.records for count in record.stats.instructions.items()]
-    return sum(count for form, count in counts if form.startswith(("wgmma.mma_async", "mma.sync")))
+    return sum(count for form, count in counts if form.startswith(("wgmma.mma_async", "tcgen05.mma", "mma.sync")))
 
 
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
 @pytest.mark.parametrize("case", GAPS[:3], ids=name)
-def test_fa3(case: BatchCase, schedule: Schedule) -> None:
-    solve(case, "sm_90a", "fa3", schedule)
+@pytest.mark.parametrize("target", TARGETS, ids=name)
+def test_persistent(target: Target, case: BatchCase, schedule: Schedule) -> None:
+    solve(case, target.arch, target.kernels, schedule)
 
 
-@pytest.mark.parametrize(("case", "schedule"), list(zip(GAPS[3:], itertools.cycle(SCHEDULES), strict=False)), ids=name)
-def test_other_fa3_kernels(case: BatchCase, schedule: Schedule) -> None:
-    solve(case, "sm_90a", "fa3", schedule)
+OTHERS = [
+    (target, case, schedule)
+    for target in TARGETS
+    for case, schedule in zip(GAPS[3:], itertools.cycle(SCHEDULES), strict=False)
+    if target.takes(features(case, CUDA))
+]
+
+
+@pytest.mark.parametrize(("target", "case", "schedule"), OTHERS, ids=name)
+def test_other_persistent_kernels(target: Target, case: BatchCase, schedule: Schedule) -> None:
+    solve(case, target.arch, target.kernels, schedule)
 
 
 @pytest.mark.parametrize(("case", "schedule"), list(zip(GAPS, itertools.cycle(ALL_SCHEDULES), strict=False)), ids=name)
@@ -79,24 +89,24 @@ def test_fa2(arch: str, case: BatchCase, schedule: Schedule) -> None:
     solve(case, arch, "fa2", schedule)
 
 
-@pytest.mark.parametrize("kernels", ["fa2", "fa3"])
+@pytest.mark.parametrize(("kernels", "arch"), KERNELS)
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
-def test_splits(schedule: Schedule, kernels: str) -> None:
+def test_splits(schedule: Schedule, kernels: str, arch: str) -> None:
     """Several CTAs divide what a query tile sees, or, with a fixed size, some of them find nothing."""
     case = paged((30,), (2600,), page_size=16, mask="items", **heads(2, 1))
-    emulation = solve(case, "sm_90a", kernels, schedule, sms=16)
+    emulation = solve(case, arch, kernels, schedule, sms=16)
     assert [record.spec["kernel"] for record in emulation.records] == [kernels, "combine"]
-    solve(dataclasses.replace(case, qo_lens=(66,), kv_lens=(700,), fixed_split_size=8), "sm_90a", kernels, schedule)
+    solve(dataclasses.replace(case, qo_lens=(66,), kv_lens=(700,), fixed_split_size=8), arch, kernels, schedule)
 
 
-@pytest.mark.parametrize("kernels", ["fa2", "fa3"])
-def test_hidden_tiles_are_skipped(kernels: str) -> None:
+@pytest.mark.parametrize(("kernels", "arch"), KERNELS)
+def test_hidden_tiles_are_skipped(kernels: str, arch: str) -> None:
     """A custom mask of the same bits gives the same numbers with far more products."""
     kv_len = 1500
     items = multi_item.Items([100], [list(range(20)) * 70], [multi_item.visible(150, kv_len, 100, [*range(20)] * 70)])
     counts, outs = [], []
     for arguments in (items.arguments("cpu"), {"custom_mask": items.keep[0].flatten()}):
-        out, emulation = ragged_call(150, kv_len, kernels, Schedule(), arguments)
+        out, emulation = ragged_call(150, kv_len, (kernels, arch), Schedule(), arguments)
         counts.append(products(emulation))
         outs.append(out)
     torch.testing.assert_close(*outs, rtol=2e-3, atol=2e-3)
@@ -104,13 +114,18 @@ def test_hidden_tiles_are_skipped(kernels: str) -> None:
 
 
 def ragged_call(
-    qo_len: int, kv_len: int, kernels: str, schedule: Schedule, arguments: dict[str, Any], backend: str = "emulator"
+    qo_len: int,
+    kv_len: int,
+    on: tuple[str, str],
+    schedule: Schedule,
+    arguments: dict[str, Any],
+    backend: str = "emulator",
 ) -> tuple[torch.Tensor, Emulation]:
-    """One request; memory of k and v behind it is NaN."""
+    """One request on (kernels, arch); memory of k and v behind it is NaN."""
     q, k, v = (torch.randn(n, 1, 64, generator=torch.Generator().manual_seed(n)).half() for n in (qo_len, 1600, 1700))
     k[kv_len:], v[kv_len:] = torch.nan, torch.nan
     ends = (torch.tensor([0, n], dtype=torch.int32) for n in (qo_len, kv_len))
-    with using("sm_90a", kernels=kernels, schedule=schedule, sms=2) as emulation:
+    with using(on[1], kernels=on[0], schedule=schedule, sms=2) as emulation:
         made = BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 22, dtype=torch.uint8), backend=backend)
         made.plan(*ends, 1, 1, 64, **arguments)
         out, lse = made.run(q, k, v[:1600], return_lse=True)
@@ -133,24 +148,24 @@ EDGES: dict[str, tuple[int, int, int, Sequence[int]]] = {  # qo_len, kv_len, pre
 }
 
 
-@pytest.mark.parametrize("kernels", ["fa2", "fa3"])
+@pytest.mark.parametrize(("kernels", "arch"), KERNELS)
 @pytest.mark.parametrize(("edge", "schedule"), list(zip(EDGES, itertools.cycle(SCHEDULES), strict=False)), ids=str)
-def test_edges(edge: str, schedule: Schedule, kernels: str) -> None:
+def test_edges(edge: str, schedule: Schedule, kernels: str, arch: str) -> None:
     qo_len, kv_len, prefix_len, positions = EDGES[edge]
     keep = multi_item.visible(qo_len, kv_len, prefix_len, positions)
     items = multi_item.Items([prefix_len], [list(positions)], [keep])
-    out, _ = ragged_call(qo_len, kv_len, kernels, schedule, items.arguments("cpu"))
-    expected, _ = ragged_call(qo_len, kv_len, kernels, schedule, {"custom_mask": keep.flatten()}, "reference")
+    out, _ = ragged_call(qo_len, kv_len, (kernels, arch), schedule, items.arguments("cpu"))
+    expected, _ = ragged_call(qo_len, kv_len, (kernels, arch), schedule, {"custom_mask": keep.flatten()}, "reference")
     torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("kernels", ["fa2", "fa3"])
-def test_captured_plans(kernels: str) -> None:
+@pytest.mark.parametrize(("kernels", "arch"), KERNELS)
+def test_captured_plans(kernels: str, arch: str) -> None:
     """Plans of other lengths and items write their bounds where the first plan's are."""
     largest = paged((60, 20, 8), (300,) * 3, mask="items", **heads(2, 1))
     made: Any = graph_wrapper(largest, "cpu", 60, 0, backend="emulator")[0]
     addresses = set()
-    with using("sm_90a", kernels=kernels, sms=2):
+    with using(arch, kernels=kernels, sms=2):
         for case in (largest, *(random_lengths(largest, seed, 300) for seed in range(3))):
             inputs = make(case)
             made.plan(**plan_arguments(case, inputs))

@@ -140,7 +140,7 @@ def test_stores_are_waited_for(image: Array) -> None:
 
 
 def test_strictness_is_about_loads(image: Array) -> None:
-    code = [f"{LOAD}[%taddr];", STORE, "tcgen05.wait::st.sync.aligned;"]
+    code = [f"{LOAD}[%taddr];", STORE.replace("%x0", "%y"), "tcgen05.wait::st.sync.aligned;"]
     _raises(Race, "a read by tcgen05.ld", tmem=image, warps=code)
     Kernel(tmem=image, warps=code, commit=False).run(strict=False)
     waited = [code[0], "tcgen05.wait::ld.sync.aligned;", *code[1:]]

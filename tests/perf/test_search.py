@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from cute_attn.kernels.fa3 import tiles as fa3_tiles
-from cute_attn.kernels.fa3.host import batch as fa3_batch
+from cute_attn.kernels.fa3.host.family import KERNELS
 from cute_attn.kernels.fa3.smem import HopperMemory
 from cute_attn.kernels.fa3.spec import HopperTile
+from cute_attn.kernels.host.persistent.batch import tiling
 from perf import search
 from perf.search import Rates
 from tests.support.backend_problems import build
@@ -93,7 +94,7 @@ def test_plans_take_a_forced_tile() -> None:
     settings = build(ragged((9,), (40,), **dims(64))).problem.settings
 
     def planned() -> HopperTile:
-        return fa3_batch.tiling(settings, 64, 1024, 132).tile
+        return tiling(KERNELS, settings, 64, 1024, "sm_90a", 132).tile
 
     own = planned()
     for tile in (GOAL, START):

@@ -58,8 +58,13 @@ def divide(e: Emitter, inst: Inst, mode: str, ftz: str) -> None:
     e.set(d, "f4", f"{e.bind(floats.flush, 'flush')}({text})" if ftz else text)
 
 
-@form("{ex2|tanh}.approx{|.ftz}{.f16x2|.bf16x2}", conformance="approx")
-def function_of_two(e: Emitter, inst: Inst, op: str, ftz: str, kind: str) -> None:
+@form(
+    "{ex2|tanh}.approx{.f16x2}",
+    "{ex2}.approx.ftz{.bf16x2}",
+    "{tanh}.approx{.bf16x2}",
+    conformance="approx",
+)
+def function_of_two(e: Emitter, inst: Inst, op: str, kind: str) -> None:
     name = e.bind(_pairwise, "pairwise")
     e.set(inst.operands[0], "u4", f"{name}({e.get(inst.operands[1], 'u4')}, {op!r}, {kind!r})")
 

@@ -10,7 +10,7 @@ from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import PtxError
 from cute_attn.emulator.isa import floats
 from cute_attn.emulator.isa.registry import form
-from cute_attn.emulator.ptx import Inst
+from cute_attn.emulator.ptx import Inst, Operand
 
 _INTS = "{.u8|.s8|.u16|.s16|.u32|.s32|.u64|.s64}"
 _ROUND = {".rni": "np.rint", ".rzi": "np.trunc", ".rmi": "np.floor", ".rpi": "np.ceil"}
@@ -177,36 +177,91 @@ def to_fp6(e: Emitter, inst: Inst, relu: str, to: str) -> None:
     to_fp8(e, inst, relu, to, ".f32")
 
 
+@form(
+    "cvt.rn.satfinite{|.relu}{.e4m3x2|.e5m2x2}.bf16x2",
+    "cvt.rn.satfinite{|.relu}{.e2m3x2|.e3m2x2}{.f16x2|.bf16x2}",
+    since=100,
+    conformance="unverified",
+)
+def packed_to_small(e: Emitter, inst: Inst, relu: str, to: str, source: str = ".bf16x2") -> None:
+    d, a = inst.operands
+    pair = _unpacked(e, a, source)
+    e.set(d, "u2", f"{e.bind(_fp8_pair, 'fp8_pair')}({pair}, {to[1:5]!r}, {bool(relu)})")
+
+
+def _unpacked(e: Emitter, operand: Operand, source: str) -> str:
+    """Expression of the two halves of a register, as float32: (low, high)."""
+    return f"{e.bind(_halves if source == '.f16x2' else _bf16_halves, 'halves')}({e.get(operand, 'u4')})"
+
+
+def _bf16_halves(x: Array) -> tuple[Array, Array]:
+    wide = floats.bf16_to_f32(floats.unpack16(x))
+    return wide[:, 0], wide[:, 1]
+
+
 @form("cvt.rn{|.relu}.f16x2{.e2m3x2|.e3m2x2}", since=100, conformance="unverified")
 def from_fp6(e: Emitter, inst: Inst, relu: str, source: str) -> None:
     from_fp8(e, inst, relu, source)
+
+
+@form("cvt.rn{|.relu}.bf16x2{.e4m3x2|.e5m2x2|.e2m3x2|.e3m2x2}", since=100, conformance="unverified")
+def small_to_bf16(e: Emitter, inst: Inst, relu: str, source: str) -> None:
+    d, a = inst.operands
+    e.set(d, "u4", f"{e.bind(_small_to_bf16, 'small_to_bf16')}({e.get(a, 'u2')}, {source[1:5]!r}, {bool(relu)})")
+
+
+def _small_to_bf16(x: Array, kind: str, relu: bool) -> Array:
+    return _bf16_pair(formats.decode(np.ascontiguousarray(x).view(np.uint8), kind), relu)
+
+
+def _bf16_pair(wide: Array, relu: bool) -> Array:
+    """Pack neighbours into words."""
+    if relu:
+        wide = np.where(np.isnan(wide), wide, np.maximum(wide, np.float32(0)))
+    packed: Array = np.ascontiguousarray(floats.f32_to_bf16(wide)).reshape(-1).view(np.uint32)
+    return packed
 
 
 @form("cvt.rn.satfinite{|.relu}.e2m1x2.f32", since=100, conformance="unverified")
 def to_fp4(e: Emitter, inst: Inst, relu: str) -> None:
     """Convert a pair; operand a goes to the upper four bits."""
     d, a, b = inst.operands
-    name = e.bind(_fp4_pair, "fp4_pair")
-    e.set(d, "u1", f"{name}({e.get(b, 'f4')}, {e.get(a, 'f4')}, {bool(relu)})")
+    e.set(d, "u1", f"{e.bind(_fp4_pair, 'fp4_pair')}(({e.get(b, 'f4')}, {e.get(a, 'f4')}), {bool(relu)})")
 
 
-def _fp4_pair(low: Array, high: Array, relu: bool) -> Array:
+@form("cvt.rn.satfinite{|.relu}.e2m1x2{.f16x2|.bf16x2}", since=100, conformance="unverified")
+def packed_to_fp4(e: Emitter, inst: Inst, relu: str, source: str) -> None:
+    d, a = inst.operands
+    e.set(d, "u1", f"{e.bind(_fp4_pair, 'fp4_pair')}({_unpacked(e, a, source)}, {bool(relu)})")
+
+
+def _fp4_pair(pair: tuple[Array, Array], relu: bool) -> Array:
+    low, high = pair
     packed: Array = formats.encode(low, "e2m1", relu) | (formats.encode(high, "e2m1", relu) << np.uint8(4))
     return packed
 
 
-@form("cvt.rn{|.relu}.f16x2.e2m1x2", since=100, conformance="unverified")
-def from_fp4(e: Emitter, inst: Inst, relu: str) -> None:
+@form("cvt.rn{|.relu}{.f16x2|.bf16x2}.e2m1x2", since=100, conformance="unverified")
+def from_fp4(e: Emitter, inst: Inst, relu: str, to: str) -> None:
     d, a = inst.operands
-    e.set(d, "u4", f"{e.bind(_from_fp4, 'from_fp4')}({e.get(a, 'u1')}, {bool(relu)})")
+    function = _fp4_to_f16 if to == ".f16x2" else _fp4_to_bf16
+    e.set(d, "u4", f"{e.bind(function, 'from_fp4')}({e.get(a, 'u1')}, {bool(relu)})")
 
 
-def _from_fp4(x: Array, relu: bool) -> Array:
-    wide = formats.decode(np.stack([x & 15, x >> np.uint8(4)], axis=1), "e2m1")
+def _fp4_to_f16(x: Array, relu: bool) -> Array:
+    wide = _fp4_values(x)
     if relu:
         wide = np.maximum(wide, np.float32(0))
     packed: Array = np.ascontiguousarray(wide.astype(np.float16)).view(np.uint32)[:, 0]
     return packed
+
+
+def _fp4_to_bf16(x: Array, relu: bool) -> Array:
+    return _bf16_pair(_fp4_values(x), relu)
+
+
+def _fp4_values(x: Array) -> Array:
+    return formats.decode(np.stack([x & 15, x >> np.uint8(4)], axis=1), "e2m1")
 
 
 @form("cvt{.rz|.rp}.satfinite.ue8m0x2.f32", since=100, conformance="unverified")

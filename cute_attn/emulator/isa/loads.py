@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from cute_attn.emulator import access
 from cute_attn.emulator.dtypes import Array, tag
 from cute_attn.emulator.emit import Emitter
-from cute_attn.emulator.errors import PtxError
+from cute_attn.emulator.errors import MemoryFault, PtxError
 from cute_attn.emulator.isa import order
 from cute_attn.emulator.isa.registry import form
 from cute_attn.emulator.ptx import Addr, Inst, Sym
 from cute_attn.emulator.warp_batch import WarpBatch
 
 _TYPES = "{.b8|.u8|.s8|.b16|.u16|.s16|.b32|.u32|.s32|.f32|.b64|.u64|.s64|.f64}"
+_NARROW = ".b8|.u8|.s8|.b16|.u16|.s16|.b32|.u32|.s32|.f32"
+_PAIRS = f"{_TYPES[1:-1]}|.v2" + "|.v2".join(_TYPES[1:-1].split("|"))
+_SIZES = "{" + _PAIRS + "|.v4" + "|.v4".join(_NARROW.split("|")) + "}"  # up to 128 bits
+_WIDE = "{.v8.b32|.v8.u32|.v8.s32|.v8.f32|.v4.b64|.v4.u64|.v4.s64|.v4.f64}"  # 256 bits: global memory, from sm_100 on
 _CACHE = "{|.ca|.cg|.cs|.lu|.cv}"
-_EVICT = "{|.L1::no_allocate|.L1::evict_first|.L1::evict_last}{|.L2::64B|.L2::128B|.L2::256B}"
+_L1 = "{|.L1::no_allocate|.L1::evict_first|.L1::evict_last}"
+_PREFETCH = "{|.L2::64B|.L2::128B|.L2::256B}"
+_EVICT = f"{_L1}{_PREFETCH}"
+_L2 = "{|.L2::evict_normal|.L2::evict_first|.L2::evict_last}{|.L2::cache_hint}"
 _VEC = "{|.v2|.v4}"
-_WEAK = "{|.weak|.volatile|.relaxed.cta|.relaxed.cluster|.relaxed.gpu|.relaxed.sys}"
+_STRENGTHS = ".weak|.volatile|.relaxed.cta|.relaxed.cluster|.relaxed.gpu|.relaxed.sys"
+_WEAK = f"{{|{_STRENGTHS}}}"
 
 
 @form(f"ld.param{_VEC}{_TYPES}", golden="memory")
@@ -31,13 +41,10 @@ def ld_param(e: Emitter, inst: Inst, vec: str, kind: str) -> None:
         e.set(item, t, f"w.param({number}, {source.offset + i * int(t[1])}, {t!r})")
 
 
-@form(
-    f"ld{_WEAK}{{.shared|.shared::cta|.shared::cluster}}{_VEC}{_TYPES}",
-    golden="memory",
-)
-def ld_shared(e: Emitter, inst: Inst, strength: str, space: str, vec: str, kind: str) -> None:
+@form(f"ld{_WEAK}{{.shared|.shared::cta|.shared::cluster}}{_SIZES}", golden="memory")
+def ld_shared(e: Emitter, inst: Inst, strength: str, space: str, size: str) -> None:
     address = e.address(inst.operands[1], wide=False)
-    _load(e, inst, kind, _ld_shared, [address, str(space == ".shared::cluster")])
+    _load(e, inst, _item(size), _ld_shared, [address, str(space == ".shared::cluster")])
 
 
 def _ld_shared(w: WarpBatch, mask: Array | None, address: Array, cluster: bool, width: int, count: int) -> list[Array]:
@@ -45,17 +52,35 @@ def _ld_shared(w: WarpBatch, mask: Array | None, address: Array, cluster: bool, 
     return _columns(rows, width)
 
 
+def _item(size: str) -> str:
+    """Type of one item of ".v4.b32" or ".b32"."""
+    return "." + size.rpartition(".")[2]
+
+
 @form(
-    f"ld{_WEAK}.global{_CACHE}{_EVICT}{_VEC}{_TYPES}",
-    f"ld.global{{|.ca|.cg|.cs}}.nc{_EVICT}{_VEC}{_TYPES}",
-    f"ld{{|.volatile|.relaxed.gpu}}{{.v2|.v4|}}{_TYPES}",
+    f"ld{_WEAK}.global{_CACHE}{_EVICT}{_SIZES}",
+    f"ld.global{{|.ca|.cg|.cs}}.nc{_EVICT}{_SIZES}",
+    f"ld{{|.volatile|.relaxed.gpu}}{_SIZES}",
     golden="memory",
 )
 def ld_global(e: Emitter, inst: Inst, *choices: str) -> None:
     generic = ".global" not in inst.op
     strong = any(word in inst.op for word in (".relaxed", ".volatile"))
     function = _ld_generic if generic else _ld_strong if strong else _ld_global
-    _load(e, inst, choices[-1], function, [e.address(inst.operands[1], wide=True)])
+    _load(e, inst, _item(choices[-1]), function, [e.address(inst.operands[1], wide=True)])
+
+
+@form(
+    f"ld.global{{|.nc}}{_L1}{_L2}{_PREFETCH}{_WIDE}",
+    f"ld.global{{.ca|.cg|.cs|.lu|.cv}}{_WIDE}",
+    f"ld{{{_STRENGTHS}}}.global{_WIDE}",
+    f"ld{_WIDE}",
+    since=100,
+    conformance="unverified",
+)
+def ld_wide(e: Emitter, inst: Inst, *choices: str) -> None:
+    """Emit a load of 256 bits. Its address must be a multiple of 32, and cache policies change no values."""
+    ld_global(e, inst, *choices)
 
 
 @form("ld.acquire{.cta|.cluster|.gpu|.sys}{|.global}{.b32|.u32|.s32|.b64|.u64|.s64}", golden="memory")
@@ -82,6 +107,7 @@ def _ld_global(w: WarpBatch, mask: Array | None, address: Array, width: int, cou
 
 def _ld_generic(w: WarpBatch, mask: Array | None, address: Array, width: int, count: int) -> list[Array]:
     shared, others = access.generic_spaces(w, mask, address)
+    _check_wide(shared, width * count)
     rows: Array = np.zeros((w.size, width * count), np.uint8)
     if others.any():
         rows = access.load_global(w, others, address, width * count, "ld")
@@ -89,6 +115,11 @@ def _ld_generic(w: WarpBatch, mask: Array | None, address: Array, width: int, co
         low = w.full(address).astype(np.uint32)
         rows = np.where(shared[:, None], access.load_shared(w, shared, low, width * count, "ld", True), rows)
     return _columns(rows, width)
+
+
+def _check_wide(shared: Array, nbytes: int) -> None:
+    if nbytes > 16 and shared.any():
+        raise MemoryFault(f"{nbytes} bytes at a generic address of shared memory: only global memory takes 32 at once")
 
 
 def _columns(rows: Array, width: int) -> list[Array]:
@@ -106,13 +137,10 @@ def _load(e: Emitter, inst: Inst, kind: str, function: object, arguments: list[s
             e.set(item, t, f"t[{i}].view({t})")
 
 
-@form(
-    f"st{_WEAK}{{.shared|.shared::cta|.shared::cluster}}{_VEC}{_TYPES}",
-    golden="memory",
-)
-def st_shared(e: Emitter, inst: Inst, strength: str, space: str, vec: str, kind: str) -> None:
+@form(f"st{_WEAK}{{.shared|.shared::cta|.shared::cluster}}{_SIZES}", golden="memory")
+def st_shared(e: Emitter, inst: Inst, strength: str, space: str, size: str) -> None:
     address = e.address(inst.operands[0], wide=False)
-    e.call(_st_shared, [address, _sources(e, inst, kind), str(space == ".shared::cluster")])
+    e.call(_st_shared, [address, _sources(e, inst, _item(size)), str(space == ".shared::cluster")])
 
 
 def _st_shared(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...], cluster: bool) -> None:
@@ -120,14 +148,53 @@ def _st_shared(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[
 
 
 @form(
-    f"st{_WEAK}.global{{|.wb|.cg|.cs|.wt}}{{|.L1::no_allocate|.L1::evict_first|.L1::evict_last}}{_VEC}{_TYPES}",
-    f"st{{|.volatile|.relaxed.gpu}}{{.v2|.v4|}}{_TYPES}",
+    f"st{_WEAK}.global{{|.wb|.cg|.cs|.wt}}{_L1}{_SIZES}",
+    f"st{{|.volatile|.relaxed.gpu}}{_SIZES}",
     golden="memory",
 )
 def st_global(e: Emitter, inst: Inst, *choices: str) -> None:
-    strong = any(word in inst.op for word in (".relaxed", ".volatile"))
-    function = _st_generic if ".global" not in inst.op else _st_strong if strong else _st_global
-    e.call(function, [e.address(inst.operands[0], wide=True), _sources(e, inst, choices[-1])])
+    e.call(_storing(inst), [e.address(inst.operands[0], wide=True), _sources(e, inst, _item(choices[-1]))])
+
+
+def _storing(inst: Inst) -> Callable[..., None]:
+    if ".global" not in inst.op:
+        return _st_generic
+    return _st_strong if ".relaxed" in inst.op or ".volatile" in inst.op else _st_global
+
+
+@form(
+    f"st.global{_L1}{_L2}{_WIDE}",
+    f"st.global{{.wb|.cg|.cs|.wt}}{_WIDE}",
+    f"st{{{_STRENGTHS}}}.global{_WIDE}",
+    f"st{_WIDE}",
+    since=100,
+    conformance="unverified",
+)
+def st_wide(e: Emitter, inst: Inst, *choices: str) -> None:
+    """Emit a store of 256 bits: one row, or item by item where an item is `_`, whose bytes stay as they are."""
+    kind = _item(choices[-1])
+    kept = [i for i, item in enumerate(e.items(inst.operands[1])) if not (isinstance(item, Sym) and item.name == "_")]
+    address = e.address(inst.operands[0], wide=True)
+    if len(kept) == len(e.items(inst.operands[1])):
+        e.call(_storing(inst), [address, _sources(e, inst, kind)])
+        return
+    items = "".join(f"{e.get(e.items(inst.operands[1])[i], f'u{tag(kind)[1]}')}, " for i in kept)
+    e.call(_st_some, [e.bind(_storing(inst), "store"), address, f"({items})", repr(tuple(kept))])
+
+
+def _st_some(
+    w: WarpBatch,
+    mask: Array | None,
+    store: Callable[..., None],
+    address: Array,
+    sources: tuple[Array, ...],
+    places: tuple[int, ...],
+) -> None:
+    at = w.full(address)[w.lanes(mask)]
+    if (at % np.uint64(32)).any():
+        raise MemoryFault(f"st at {int(at[at % np.uint64(32) != 0][0]):#x} is not aligned to 32 bytes")
+    for place, source in zip(places, sources, strict=True):
+        store(w, mask, address + np.uint64(place * source.dtype.itemsize), (source,))
 
 
 @form("st.release{.cta|.cluster|.gpu|.sys}{|.global}{.b32|.u32|.s32|.b64|.u64|.s64}", golden="memory")
@@ -152,6 +219,7 @@ def _st_global(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[
 def _st_generic(w: WarpBatch, mask: Array | None, address: Array, sources: tuple[Array, ...]) -> None:
     shared, others = access.generic_spaces(w, mask, address)
     rows = _rows(w, sources)
+    _check_wide(shared, rows.shape[1])
     if others.any():
         access.store_global(w, others, address, rows, "st")
     if shared.any():

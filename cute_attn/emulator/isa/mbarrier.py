@@ -33,7 +33,9 @@ class Mbarrier:
         self.cluster, self.count, self.name = cluster, count, name
         self.pending, self.tx, self.phase = count, 0, 0
         self.time, self.done_time = 0.0, 0.0
-        self.agents: list[int] = []
+        self.agents: set[int] = set()  # warps that have arrived
+        self.arrivals: dict[int, int] = {}  # in this phase, by agent
+        self.last: dict[int, int] = {}  # in the phase before
         clocks = cluster.clocks
         self.clock = self.done = None
         if clocks is not None:
@@ -52,23 +54,30 @@ class Mbarrier:
         if clocks is not None and self.clock is not None:
             np.maximum(self.clock, clocks.v[agent], out=self.clock)
             self.time = max(self.time, float(clocks.time[agent]))
-            self.agents.append(agent)
+            self.agents.add(agent)
         self.add_tx(expect)
-        self._count(count)
+        self._count(count, agent)
 
     def arrive_by(self, op: Op | None, time: float) -> None:
         """Arrive on behalf of an asynchronous operation that has ended."""
+        self._join(op, time)
+        self._count(1, op.agent if op is not None else 0)
+
+    def _join(self, op: Op | None, time: float) -> None:
         if op is not None and self.clock is not None:
-            if op.clock[ORDER, self.made_by] < self.made_at:
-                raise BarrierFault(f"{self.name} is used by {op.what} before its initialisation is visible to it")
+            if op.clock[PROXY, self.made_by] < self.made_at:
+                raise BarrierFault(
+                    f"{self.name} is used by {op.what}, to which its initialisation is not visible: "
+                    "fence.mbarrier_init or fence.proxy.async is missing"
+                )
             np.maximum(self.clock, op.clock, out=self.clock)
         self.time = max(self.time, time)
-        self._count(1)
 
-    def _count(self, count: int) -> None:
+    def _count(self, count: int, agent: int) -> None:
         if count > self.pending:
             raise BarrierFault(f"{self.name}: {count} arrivals where {self.pending} of {self.count} are pending")
         self.pending -= count
+        self.arrivals[agent] = self.arrivals.get(agent, 0) + count
         self.advance()
 
     def add_tx(self, count: int) -> None:
@@ -78,14 +87,7 @@ class Mbarrier:
 
     def complete(self, num_bytes: int, op: Op | None, time: float) -> None:
         """Count bytes of an asynchronous operation that have arrived."""
-        if op is not None and self.clock is not None:
-            if op.clock[PROXY, self.made_by] < self.made_at:
-                raise BarrierFault(
-                    f"{self.name} is used by {op.what}, to which its initialisation is not visible: "
-                    "fence.mbarrier_init or fence.proxy.async is missing"
-                )
-            np.maximum(self.clock, op.clock, out=self.clock)
-        self.time = max(self.time, time)
+        self._join(op, time)
         self.tx -= num_bytes
         self.advance()
 
@@ -94,9 +96,19 @@ class Mbarrier:
             return
         self.phase += 1
         self.pending = self.count
+        self.last, self.arrivals = self.arrivals, {}
         self.done_time = self.time
         if self.clock is not None and self.done is not None:
             np.maximum(self.done, self.clock, out=self.done)
+
+    def unbalanced(self) -> bool:
+        """Whether the phase has a begin that phases of this barrier do not have, or bytes that nobody announced.
+
+        Kernels that are right end in the middle of a phase, too: one role arrives ahead of another that has no work
+        left, and tails of producers announce bytes that they do not send (CUTLASS's `producer_tail`).
+        """
+        strange = any(self.last.get(agent) != count for agent, count in self.arrivals.items())
+        return self.tx < 0 or (self.tx > 0 and not self.arrivals) or (strange and self.phase > 0)
 
     def pass_(self, agents: Array) -> None:
         """Order these warps after the completed phase that they have observed."""
@@ -105,7 +117,7 @@ class Mbarrier:
             clocks.acquire(agents, self.done)
             clocks.time[agents] = np.maximum(clocks.time[agents], self.done_time)
             if self.cluster.cross:
-                order.share(self.cluster, np.unique(np.concatenate([agents, np.array(self.agents, np.int64)])))
+                order.share(self.cluster, np.unique(np.concatenate([agents, np.array(sorted(self.agents), np.int64)])))
 
 
 def at(cta: Cta, address: int, cluster: bool = False) -> Mbarrier:
@@ -150,8 +162,25 @@ def _init(w: WarpBatch, mask: Array | None, address: Array, count: Array) -> Non
         agents = w.lane_agents[lane : lane + 1]
         w.cta.smem.store(offset, np.zeros(1, np.uint64), 8, agents, "mbarrier.init")
         w.cta.smem.valid.data[int(offset[0]) : int(offset[0]) + 8] = MBARRIER
+        if not w.cta.mbarriers and "mbarriers" not in w.cta.extra:
+            w.cta.extra["mbarriers"] = True
+            w.cta.closing.append(lambda: _check_phases(w.cta))
         name = f"mbarrier at shared {int(offset[0]):#x}"
         w.cta.mbarriers[int(offset[0])] = Mbarrier(w.cta.cluster, int(counts[lane]), int(agents[0]), name)
+
+
+def _check_phases(cta: Cta) -> None:
+    """Check that no barrier is left with arrivals or bytes that do not belong to its phase: its count is wrong.
+    While asynchronous work is pending, its arrivals are still to come."""
+    if cta.pending or cta.clocks is None:
+        return
+    for barrier in cta.mbarriers.values():
+        if barrier.unbalanced():
+            came = barrier.count - barrier.pending
+            raise BarrierFault(
+                f"CTA {cta.index} ends in the middle of a phase: {barrier.name} has {came} of {barrier.count} arrivals "
+                f"and {barrier.tx} bytes are missing in phase {barrier.phase}"
+            )
 
 
 @form("mbarrier.inval{|.shared|.shared::cta}.b64", golden="mbarrier")
@@ -200,6 +229,20 @@ def _arrive_form(e: Emitter, inst: Inst, space: str, expect: bool) -> None:
         e.call(_arrive, arguments, [(target, "u8")])
 
 
+_Phases = dict[tuple[int, int], int]  # the phase in which the first lane of a warp arrives, by warp and barrier
+
+
+def _check_straddling(w: WarpBatch, lane: int, barrier: Mbarrier, first: _Phases) -> None:
+    """Check that a lane arrives in the same phase as the lanes of its warp before it, in one instruction."""
+    phase = first.setdefault((int(w.lane_agents[lane]), id(barrier)), barrier.phase)
+    if phase != barrier.phase:
+        raise BarrierFault(
+            f"{barrier.name}: lanes of one warp arrive in phases {phase} and {barrier.phase}, "
+            f"its count of {barrier.count} is too low",
+            int(w.lane[lane]),
+        )
+
+
 def _arrive(
     w: WarpBatch, mask: Array | None, address: Array, cluster: bool, count: Array, tx: Array, drop: bool
 ) -> Array:
@@ -207,9 +250,11 @@ def _arrive(
     where, counts, bytes_ = w.full(address), w.full(count), w.full(tx)
     token = np.zeros(w.size, np.uint64)
     lanes = w.lanes(mask)
+    first: _Phases = {}
     for lane in lanes:
         barrier = at(w.cta, int(where[lane]), cluster)
         token[lane] = barrier.phase
+        _check_straddling(w, int(lane), barrier, first)
         if drop:
             barrier.count -= 1
         barrier.arrive(int(w.lane_agents[lane]), int(counts[lane]), int(bytes_[lane]))
@@ -247,8 +292,10 @@ def _copies_arrive(w: WarpBatch, mask: Array | None, address: Array, noinc: bool
 
     where, lanes, clocks = w.full(address), w.lanes(mask), w.cta.clocks
     copies = {int(row): outstanding(w, int(row)) for row in np.unique(w.row[lanes])}
+    first: _Phases = {}
     for lane in lanes:
         barrier = at(w.cta, int(where[lane]))
+        _check_straddling(w, int(lane), barrier, first)
         agent = int(w.lane_agents[lane])
         barrier.seen(agent)
         for op in copies[int(w.row[lane])]:

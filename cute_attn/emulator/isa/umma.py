@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from cute_attn.emulator.machine import Cta
 
 LATENCY = 300  # of virtual time, for the timeline
-KIND = "tcgen05.mma"  # the stream of products and copies of a warp
+KIND = "tcgen05.mma"  # the stream of products and copies of a thread
 SCALE_ADDRESS = (1 << 30) - 1  # bits above may select a byte of the word
 _COLLECTOR = "{|.collector::a::fill|.collector::a::use|.collector::a::lastuse|.collector::a::discard}"
+_USES = ("fill", "use", "lastuse", "discard")
+_WS_COLLECTOR = "{|" + "|".join(f".collector::b{i}::{use}" for i in range(4) for use in _USES) + "}"
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -82,8 +84,6 @@ class _Product:
 
     def _tmem_a(self, cta: Cta, op: Op | None) -> Array:
         x, group = self.what, self.kind.group
-        if self.kind.name not in umma.PACKED4 and x.a_type in ("e2m3", "e3m2", "e2m1"):
-            raise PtxError(f"A of {x.a_type} in tensor memory is not supported with .kind::{self.kind.name}")
         if x.a_mn_major:
             raise PtxError("A in tensor memory cannot be transposed")
         lane, column = split_address(self.a)
@@ -93,7 +93,7 @@ class _Product:
         if len(lanes) > rows and not (words[:rows] == words[rows:]).all():
             raise MemoryFault("A in tensor memory: lanes 64..127 must repeat lanes 0..63 where each CTA has 64 rows")
         raw = np.ascontiguousarray(words[:rows]).view(f"u{self.kind.item_bytes}")
-        return umma.values(raw, self.kind, x.a_type)
+        return umma.contained(raw, self.kind, x.a_type)
 
     def _write(self, cta: Cta, rank: int, product: Array, op: Op | None) -> None:
         x, group = self.what, self.kind.group
@@ -144,7 +144,7 @@ class _Product:
 
 
 @form(
-    f"tcgen05.mma{GROUP}{{.kind::f16|.kind::tf32|.kind::f8f6f4|.kind::i8}}{_COLLECTOR}",
+    f"tcgen05.mma{GROUP}{{.kind::f16|.kind::tf32|.kind::f8f6f4}}{_COLLECTOR}",
     since=100,
     only=ARCHS,
     conformance="unverified",
@@ -171,6 +171,42 @@ def product(e: Emitter, inst: Inst, group: str, kind: str, collector: str) -> No
         _issue,
         [*fixed, e.address(d, wide=False), left, e.get(b, "u8"), e.get(word, "u4"), e.get(rest[0], "p"), disabled],
     )
+
+
+@form(f"tcgen05.mma{GROUP}{{.kind::i8}}{_COLLECTOR}", since=100, only=(100,), conformance="unverified")
+def integer_product(e: Emitter, inst: Inst, group: str, kind: str, collector: str) -> None:
+    product(e, inst, group, kind, collector)
+
+
+@form(
+    f"tcgen05.mma.ws.cta_group::1{{.kind::f16|.kind::tf32|.kind::f8f6f4}}{_WS_COLLECTOR}",
+    since=100,
+    only=ARCHS,
+    conformance="unverified",
+)
+def stationary_product(e: Emitter, inst: Inst, kind: str, collector: str) -> None:
+    """Emit a product with stationary weights. The collector buffers, which may keep B, do not change values."""
+    d, a, b, word, keep, *zeros = inst.operands
+    how = umma.Kind(kind.removeprefix(".kind::"), 1, stationary=True)
+    in_tmem = isinstance(a, Addr)
+    left = e.address(a, wide=False) if in_tmem else e.get(a, "u8")
+    if zeros:
+        e.call(_check_zero_columns, [e.get(zeros[0], "u8")])
+    operands = [e.address(d, wide=False), left, e.get(b, "u8"), e.get(word, "u4"), e.get(keep, "p")]
+    e.call(_issue, [e.bind(how, "kind"), str(in_tmem), "0", *operands, "()"])
+
+
+@form(f"tcgen05.mma.ws.cta_group::1{{.kind::i8}}{_WS_COLLECTOR}", since=100, only=(100,), conformance="unverified")
+def stationary_integer_product(e: Emitter, inst: Inst, kind: str, collector: str) -> None:
+    stationary_product(e, inst, kind, collector)
+
+
+def _check_zero_columns(w: WarpBatch, mask: Array | None, descriptor: Array) -> None:
+    """Refuse zero-column masks, whose table and examples in the ISA contradict each other, and shifts."""
+    for lane in w.lanes(mask):
+        value = int(w.full(descriptor)[lane])
+        if value >> 39 & 1 or value >> 56 & 63:
+            raise PtxError(f"the zero-column mask descriptor {value:#x} is not supported, only that of no mask is")
 
 
 _VECTORS = {
@@ -227,14 +263,15 @@ def _issue(
         at = [int(w.full(x)[lane]) for x in (d, a, b, *scales)]
         lanes_off = sum(int(w.full(x)[lane]) << (32 * i) for i, x in enumerate(disabled))
         what = umma.decode(int(w.full(word)[lane]), kind)
+        umma.check_tensor_memory(what, kind, at[0], at[1] if in_tmem else None)
         one = _Product(kind, what, at[0], at[1], in_tmem, at[2], bool(w.full(keep)[lane]), shift, lanes_off, *at[3:])
-        op = memory_of(w.cta).begin(int(w.lane_agents[lane]), KIND)
+        op = memory_of(w.cta).begin(int(w.lane_agents[lane]), KIND, int(w.lane[lane]))
         w.cta.post(lambda one=one, op=op: one.run(pair, op), _queue(w, int(lane)))  # type: ignore[misc]
 
 
 def _queue(w: WarpBatch, lane: int) -> str:
-    """Name of a warp's queue, which keeps its products, copies and commits in order."""
-    return f"{KIND} {int(w.lane_agents[lane])}"
+    """Name of a thread's queue, which keeps its products, copies and commits in order."""
+    return f"{KIND} {int(w.lane_agents[lane])} {int(w.lane[lane])}"
 
 
 # --- copies from shared memory ----------------------------------------------------------------------------------------
@@ -249,39 +286,51 @@ _COPIES = {
 }
 
 
+_UNPACK = {
+    "": lambda units: units,
+    # 16 bytes each: 16 items of 4 or 6 bits, then padding. Where the ISA shows bytes in figures only, they are taken to
+    # be those that products take A from tensor memory in: e2m1 in bits 2 to 5, formats of 6 bits in bits 0 to 5.
+    ".b8x16.b4x16_p64": lambda units: umma.unpadded(units, 4) << 2,
+    ".b8x16.b6x16_p32": lambda units: umma.unpadded(units, 6),
+}
+
+
 @form(
-    f"tcgen05.cp{GROUP}{{.128x256b|.128x128b|.64x128b.warpx2::02_13|.64x128b.warpx2::01_23|.32x128b.warpx4}}",
+    f"tcgen05.cp{GROUP}{{.128x256b|.128x128b|.64x128b.warpx2::02_13|.64x128b.warpx2::01_23|.32x128b.warpx4}}"
+    "{|.b8x16.b4x16_p64|.b8x16.b6x16_p32}",
     since=100,
     only=ARCHS,
     conformance="unverified",
 )
-def copy(e: Emitter, inst: Inst, group: str, shape: str) -> None:
+def copy(e: Emitter, inst: Inst, group: str, shape: str, formats: str) -> None:
     target, source = inst.operands
-    e.call(_copy, [repr(shape), group[-1], e.address(target, wide=False), e.get(source, "u8")])
+    arguments = [repr(shape), repr(formats), group[-1], e.address(target, wide=False), e.get(source, "u8")]
+    e.call(_copy, arguments)
 
 
-def _copy(w: WarpBatch, mask: Array | None, shape: str, group: int, target: Array, source: Array) -> None:
+def _copy(w: WarpBatch, mask: Array | None, shape: str, formats: str, group: int, target: Array, source: Array) -> None:
     pair = pair_of(w.cta, group)
     for lane in w.lanes(mask):
         address, descriptor = int(w.full(target)[lane]), int(w.full(source)[lane])
-        op = memory_of(w.cta).begin(int(w.lane_agents[lane]), KIND)
+        op = memory_of(w.cta).begin(int(w.lane_agents[lane]), KIND, int(w.lane[lane]))
 
         def run(address: int = address, descriptor: int = descriptor, op: Op | None = op) -> None:
             for cta in pair:
-                _copy_one(cta, shape, address, descriptor, op)
+                _copy_one(cta, shape, formats, address, descriptor, op)
 
         w.cta.post(run, _queue(w, int(lane)))
 
 
-def _copy_one(cta: Cta, shape: str, address: int, descriptor: int, op: Op | None) -> None:
+def _copy_one(cta: Cta, shape: str, formats: str, address: int, descriptor: int, op: Op | None) -> None:
     rows, nbytes, place = _COPIES[shape]
     lane, column = split_address(address)
-    if lane:
-        raise PtxError(f"tcgen05.cp to lane {lane} of tensor memory")
+    if lane or column % 4:  # a GB300 traps on other columns (measured by others)
+        raise PtxError(f"tcgen05.cp to lane {lane}, column {column} of tensor memory: accepted are 0, multiples of 4")
     where = smem_matrix.offsets(smem_matrix.blackwell(descriptor, False), 0, rows, nbytes, 1)
     flat = where.ravel()
     cta.smem.check(flat, 16, 16, "tcgen05.cp")
-    words = cta.smem.op_load(flat, 16, op, "tcgen05.cp").view(np.uint32).reshape(rows, -1)
+    units = np.ascontiguousarray(cta.smem.op_load(flat, 16, op, "tcgen05.cp")).view(np.uint8).reshape(rows, -1)
+    words = np.ascontiguousarray(_UNPACK[formats](units), np.uint8).view(np.uint32)
     columns = column + np.arange(nbytes // 4)
     for lanes in zip(*(place(r) for r in range(rows)), strict=True):
         memory_of(cta).store(np.array(lanes), columns, words, op, "tcgen05.cp")
@@ -312,10 +361,8 @@ def _commit(w: WarpBatch, mask: Array | None, group: int, address: Array, ctas: 
         if ctas is not None:
             ranks = [rank for rank in range(16) if int(w.full(ctas)[lane]) >> rank & 1]
         barriers = [mbarrier.at(w.cta, rank << RANK_SHIFT | at & OFFSET_MASK, cluster=True) for rank in ranks]
-        stream = memory_of(w.cta).stream(agent, KIND)
-        op = None if stream is None else stream.op()
-        if stream is not None:
-            stream.end()
+        stream = memory_of(w.cta).stream(agent, KIND, int(w.lane[lane]))
+        op = None if stream is None else stream.commit()
 
         def arrive(barriers: list[mbarrier.Mbarrier] = barriers, op: Op | None = op) -> None:
             for barrier in barriers:

@@ -12,7 +12,7 @@ from cute_attn.emulator import narrow_sums, smem_matrix
 from cute_attn.emulator.clocks import ORDER, Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
-from cute_attn.emulator.errors import EmulatorError, PtxError
+from cute_attn.emulator.errors import EmulatorError, PtxError, RegisterFault
 from cute_attn.emulator.isa.floats import pack16
 from cute_attn.emulator.isa.mma import DECODERS, Decode, a_matrix, whole
 from cute_attn.emulator.isa.registry import form
@@ -21,10 +21,6 @@ from cute_attn.emulator.warp_batch import Split, WarpBatch
 
 _N = "{" + "|".join(f"n{n}" for n in range(8, 257, 8)) + "}"
 LATENCY = 128  # of virtual time, for the timeline
-
-
-class RegisterFault(EmulatorError):
-    """Use of a register while a product in flight owns it."""
 
 
 class InFlight:

@@ -1,51 +1,8 @@
-"""What persistent kernels are told: the part of their specs that blocks read, kernel parameters, tensor maps."""
+"""What persistent kernels are told at launch: parameters and tensor maps."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from cutlass import Float32, Int32, Int64
-
-from cute_attn.kernels.blocks.smem_map import TileShape
-
-
-class PersistentTile(TileShape, Protocol):
-    """Work of one CTA, and its threads."""
-
-    @property
-    def threads(self) -> int: ...
-
-
-class PersistentSpec(Protocol):
-    """Spec of a persistent kernel; the fields mean what they do in `Fa3Spec`."""
-
-    @property
-    def out_dtype(self) -> str: ...
-
-    @property
-    def head_dim_qk(self) -> int: ...
-
-    @property
-    def head_dim_vo(self) -> int: ...
-
-    @property
-    def mask(self) -> str: ...
-
-    @property
-    def scores(self) -> tuple[str, ...]: ...
-
-    @property
-    def split(self) -> bool: ...
-
-    @property
-    def schedule(self) -> str: ...
-
-    @property
-    def kv(self) -> str: ...
-
-    @property
-    def kv_dtype(self) -> str: ...
-
-    @property
-    def tile(self) -> PersistentTile: ...
 
 
 class PersistentParams(NamedTuple):
@@ -97,13 +54,14 @@ class PersistentParams(NamedTuple):
     o_partial: Int64
     lse_partial: Int64
     head_blocks: Int32
-    # kv "paged" and "gathered"
+    # all kv but "dense"
     page_size: Int32
     page_multiplier: Int32
     page_shift: Int32
     box_rows: Int32
     kv_indices: Int64
-    # kv "gathered"
+    # kv "gathered": bytes from a page, a token and a head to the next; kv "gather4": rows of the map from a page, columns
+    # and rows of the map from a head to the next, in this order
     k_page_stride: Int64
     k_stride_n: Int64
     k_stride_h: Int64
@@ -124,3 +82,12 @@ class Maps(NamedTuple):
     q: Int64
     k: Int64
     v: Int64
+
+
+class OutputMaps(NamedTuple):
+    """The same, and o [line, heads of a tile, tokens, blocks of heads], for kernels that store outputs by TMA."""
+
+    q: Int64
+    k: Int64
+    v: Int64
+    o_map: Int64

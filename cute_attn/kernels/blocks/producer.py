@@ -11,9 +11,11 @@ from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.cta import OneCta
+from cute_attn.kernels.blocks.gather4_kv import Gather4KV, Gather4Operand
 from cute_attn.kernels.blocks.gathered_kv import GatheredFp8KV, GatheredKV, PageRows
 from cute_attn.kernels.blocks.masks import TileOrder
-from cute_attn.kernels.blocks.persistent_params import Maps, PersistentParams, PersistentSpec
+from cute_attn.kernels.blocks.persistent_params import Maps, PersistentParams
+from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings, start
 from cute_attn.kernels.blocks.roles import WarpRole
 from cute_attn.kernels.blocks.rows import Divisor
@@ -30,11 +32,11 @@ from cute_attn.kernels.formats import KV_BITS, LINE
 
 PRODUCER_BARRIER = 8  # named barrier of a warpgroup that gathers; families use other numbers
 
-KVSource = DenseTmaKV | PagedTmaKV | GatheredKV | GatheredFp8KV
+KVSource = DenseTmaKV | PagedTmaKV | Gather4KV | GatheredKV | GatheredFp8KV
 
 
 class Producer:
-    """Producer warp, or the warpgroup that gathers 16-bit rows. `order`: the kv tiles of a query tile."""
+    """Producer warp, or the warps that gather 16-bit rows, as `gathered` says. `order`: the kv tiles of a query tile."""
 
     def __init__(
         self,
@@ -42,10 +44,11 @@ class Producer:
         memory: TileMemory,
         tiles: TileSchedule,
         order: Callable[[PersistentParams, QueryTile], TileOrder],
+        gathered: type[GatheredKV],
         cta: OneCta,
     ) -> None:
         self.spec, self.memory, self.tiles, self.order, self.cta = spec, memory, tiles, order, cta
-        self.source_type = source_type(spec)
+        self.source_type = source_type(spec, gathered)
         loaded = (memory.loaded_ring("k"), memory.loaded_ring("v"))
         fills = {"q": 1, **dict.fromkeys(loaded, self.source_type.arrivals), **dict.fromkeys(cta.producer_rings, 1)}
         self.role = WarpRole("producer", self.source_type.warps, fills, cta.producer_rings)
@@ -55,7 +58,7 @@ class Producer:
         """Loads all tiles into the rings, then the record `NO_TILE`."""
         thread = cute.arch.thread_idx()[0]
         scheduler = (
-            WarpgroupTileScheduler(p.counters, thread, PRODUCER_BARRIER)
+            WarpgroupTileScheduler(p.counters, thread, PRODUCER_BARRIER, 32 * self.role.warps)
             if self.role.warps > 1
             else self.cta.scheduler(p.counters, thread, rings)
         )
@@ -133,20 +136,27 @@ class Producer:
         if self.source_type is PagedTmaKV:
             boxes = p.box_rows
             return PagedTmaKV(cols, kv_head, thread, work.kv_end, table, page_size, boxes, k, v, self.cta.loads())
+        if self.source_type is Gather4KV:
+            k_rows = Gather4Operand.of(k, kv_head, p.k_page_stride, p.k_stride_h, p.k_stride_n)
+            v_rows = Gather4Operand.of(v, kv_head, p.v_page_stride, p.v_stride_h, p.v_stride_n)
+            return Gather4KV(cols, thread, work.kv_end, table, page_size, k_rows, v_rows, self.cta.loads())
         assert issubclass(self.source_type, GatheredKV | GatheredFp8KV)
         k_base, v_base = p.k_address + Int64(kv_head) * p.k_stride_h, p.v_address + Int64(kv_head) * p.v_stride_h
         k_rows = PageRows(k_base, p.k_page_stride, p.k_stride_n, self.chunks(self.spec.head_dim_qk))
         v_rows = PageRows(v_base, p.v_page_stride, p.v_stride_n, self.chunks(self.spec.head_dim_vo))
-        gathered = GatheredFp8KV if self.spec.kv_dtype else GatheredKV
-        return gathered(cols, thread, work.kv_end, table, page_size, k_rows, v_rows)
+        return self.source_type(cols, thread, work.kv_end, table, page_size, k_rows, v_rows)
 
     def chunks(self, head_dim: int) -> int:
         """Returns the 16-byte chunks of a stored row of K or V."""
         return head_dim * KV_BITS[self.spec.kv_dtype] // 8 // CHUNK
 
 
-def source_type(spec: PersistentSpec) -> type[KVSource]:
+def source_type(spec: PersistentSpec, gathered: type[GatheredKV]) -> type[KVSource]:
     """Returns how K and V tiles are loaded."""
-    if spec.kv == "gathered":
-        return GatheredFp8KV if spec.kv_dtype else GatheredKV
-    return DenseTmaKV if spec.kv == "dense" else PagedTmaKV
+    sources: dict[str, type[KVSource]] = {
+        "dense": DenseTmaKV,
+        "paged": PagedTmaKV,
+        "gather4": Gather4KV,
+        "gathered": GatheredFp8KV if spec.kv_dtype else gathered,
+    }
+    return sources[spec.kv]

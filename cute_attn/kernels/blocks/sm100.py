@@ -192,3 +192,8 @@ def add_pair(a: Int64, b: Int64) -> Int64:
 
 def fmax3(a: Float32, b: Float32, c: Float32) -> Float32:
     return asm("max.f32 $0, $1, $2, $3;", [Float32], [a, b, c], pure=True)
+
+
+def fmax3_nan(a: Float32, b: Float32, c: Float32) -> Float32:
+    """Returns the maximum, NaN if any is."""
+    return asm("max.NaN.f32 $0, $1, $2, $3;", [Float32], [a, b, c], pure=True)

@@ -192,15 +192,16 @@ class DynamicTileScheduler:
 
 @dataclass(frozen=True)
 class WarpgroupTileScheduler(DynamicTileScheduler):
-    """Dynamic scheduler of a warpgroup: its first thread fetches the index and passes it on in the tile's record. The
+    """Dynamic scheduler of several warps: their first thread fetches the index and passes it on in the tile's record. The
     word is only overwritten after other tiles, whose barriers all threads have passed.
     """
 
     barrier: int  # named
+    threads: int
 
     @cute.jit
     def broadcast_next(self, fetched: Int32, record: Int32, q: PipelineState) -> Int32:
         if self.thread == 0:
             ptx.st_shared_b32(record, 4 * NEXT_TILE_WORD, fetched + cute.arch.grid_dim()[0])
-        tma.named_sync(Int32(self.barrier), 128)
+        tma.named_sync(Int32(self.barrier), self.threads)
         return cute.arch.make_warp_uniform(ptx.ld_shared_b32(record + Int32(4 * NEXT_TILE_WORD)))

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.rows import Divisor
@@ -36,6 +36,12 @@ class TmaOperand:
     def item(self, column: int) -> Int32:
         """Returns the first element of a loaded column."""
         return (self.first_column + Int32(column)) * self.rows.items
+
+    def in_part(self, slot_row: Int32, cols: int) -> Boolean:
+        """Whether a row of the slot, for a tile of `cols` keys, belongs to the loaded part."""
+        if self.keys == cols:
+            return slot_row < cols
+        return cutlass.and_(slot_row >= 0, slot_row < self.keys)
 
 
 @dataclass(frozen=True)
@@ -116,19 +122,13 @@ class PagedTmaKV:
         for i in cutlass.range_constexpr(len(page_ids)):
             row = (self.lane + 32 * i) * self.box_rows
             slot_row = row - operand.first_key
-            if self.in_part(operand, slot_row):
+            if operand.in_part(slot_row, self.cols):
                 token = kv_tile * self.cols + row
                 within = token - self.page_size.quotient(token) * self.page_size.value
                 for column in cutlass.range_constexpr(operand.rows.columns):
                     coordinates = [operand.item(column), within, self.kv_head, page_ids[i]]
                     box = target + slot_row * operand.rows.pitch + Int32(column * operand.keys * operand.rows.pitch)
                     self.loads.load_4d(box, operand.tensor_map, coordinates, barrier, tma.EVICT_LAST)
-
-    def in_part(self, operand: TmaOperand, slot_row: Int32) -> cutlass.Boolean:
-        """Whether a box of the tile belongs to the loaded part."""
-        if operand.keys == self.cols:
-            return slot_row < self.cols
-        return cutlass.and_(slot_row >= 0, slot_row < operand.keys)
 
     def commit(self, barriers: list[Int32]) -> None:
         """Nothing to do: TMA counts its own bytes at the barriers."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cute_attn.kernels.formats import FP8_DTYPES
-from cute_attn.runtime.spec import KernelSpec
+from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 
 
 @dataclass(frozen=True)
@@ -54,28 +53,11 @@ class HopperTile:
 
 
 @dataclass(frozen=True)
-class Fa3Spec(KernelSpec):
-    """Spec of the Hopper attention kernel: TMA, wgmma, specialised warps. Causal and window bounds, GQA group, strides,
-    lengths and page size are run-time values.
-    """
+class Fa3Spec(PersistentSpec):
+    """Spec of the Hopper attention kernel: TMA, wgmma, specialised warps."""
 
     kernel: ClassVar[str] = "fa3"
-    dtype: str
-    out_dtype: str
-    head_dim_qk: int
-    head_dim_vo: int
-    mask: str = "stop"  # "stop": length and causal bounds; "band": the window's too; "packed": custom bits and the band
-    # ^ "multi_item": the band without the keys between a prefix and the row's own item
-    scores: tuple[str, ...] = ()  # in order of application, of "scale", "alibi", "soft_cap"
-    split: bool = False  # schedule "grid": fp32 partials for the combine kernel instead of the output
-    schedule: str = "grid"  # "grid": one request, tiles by arithmetic; "items": work items of a batch
-    kv: str = "dense"  # "dense": tokens at a stride; "paged": pages in any order, by TMA; "gathered": by row
-    kv_dtype: str = ""  # of `KV_BITS`, "" or of 8 bits
     tile: HopperTile = HopperTile(128, 128)
-
-    @property
-    def fp8(self) -> bool:
-        return self.dtype in FP8_DTYPES
 
     @property
     def registers(self) -> tuple[int, int]:

@@ -71,10 +71,12 @@ def tile_dims(head_dims: tuple[int, int], fp8: bool = False) -> tuple[int, int]:
     return next(dims for dims in tables if head_dims[0] <= dims[0] and head_dims[1] <= dims[1])
 
 
-def page_source(head_dims: tuple[int, int], page_size: int, fp8_kv: bool = False) -> str:
-    """Returns how pages of `page_size` tokens are loaded: `kv` of `Fa3Spec`."""
+def page_source(head_dims: tuple[int, int], page_size: int, *, fp8: bool = False, fp8_kv: bool = False) -> str:
+    """Returns how pages of `page_size` tokens are loaded: `kv` of `Fa3Spec`. With fp8 q, the warps that would gather
+    rows transpose V.
+    """
     min_rows = _MIN_FP8_BOX_ROWS if fp8_kv else _MIN_BOX_ROWS[tile_dims(head_dims)]
-    return "paged" if math.gcd(page_size, PAGE_ALIGNED) >= min_rows else "gathered"
+    return "paged" if fp8 or math.gcd(page_size, PAGE_ALIGNED) >= min_rows else "gathered"
 
 
 def choose(head_dims: tuple[int, int], plain: bool, kv: str, fp8: bool = False, fp8_kv: bool = False) -> HopperTile:

@@ -2,7 +2,7 @@
 
 A persistent CTA, or a pair of them (`pair`), processes work items of two query tiles of 128 packed rows each:
 
-    warp 0             producer: TMA copies of Q, K and V into rings of shared memory
+    warp 0 (and 1)     producer: TMA copies of Q, K and V into rings of shared memory; two warps where they gather rows
     warp 2             tail: clears rows of V past the keys of a request
     warp 3             MMA: starts all products, S = Q K^T and O += P V, in tensor memory
     warps 4-7, 8-11    softmax of query tile 0, 1: S to P, a row per thread
@@ -16,25 +16,30 @@ Named after the kernel of Dao-AILab's flash-attention for Blackwell, whose divis
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import GridConstant, Int32
+from cutlass.experimental.cuda.tensor_map import TensorMap
 
 from cute_attn.kernels.blocks import ptx, sm100, tma
 from cute_attn.kernels.blocks.cta import ONE_CTA
+from cute_attn.kernels.blocks.gathered_kv import TwoWarpGatheredKV
+from cute_attn.kernels.blocks.multi_item import KeyBounds
 from cute_attn.kernels.blocks.persistent import PersistentProgram
-from cute_attn.kernels.blocks.persistent_params import Maps, PersistentParams
+from cute_attn.kernels.blocks.persistent_params import OutputMaps, PersistentParams
 from cute_attn.kernels.blocks.pipeline import SmemRings
 from cute_attn.kernels.blocks.roles import WarpRole
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
+from cute_attn.kernels.fa4.anchored import AnchoredSoftmax
 from cute_attn.kernels.fa4.epilogue_warps import EpilogueWarps
 from cute_attn.kernels.fa4.mma_warp import OneTileMmaWarp, TwoTileMmaWarp
 from cute_attn.kernels.fa4.pair import CtaPair
 from cute_attn.kernels.fa4.parts.exp2 import PairExp2
+from cute_attn.kernels.fa4.parts.lanes import RowLanes
+from cute_attn.kernels.fa4.parts.row_masks import BandWords, MultiItemWords, PackedWords, StopWords
+from cute_attn.kernels.fa4.parts.row_scores import RowAlibi
 from cute_attn.kernels.fa4.parts.umma import TmemMap, UmmaTile
 from cute_attn.kernels.fa4.smem import BlackwellMemory
-from cute_attn.kernels.fa4.softmax_warps import SoftmaxWarps
 from cute_attn.kernels.fa4.spec import Fa4Spec
 from cute_attn.kernels.fa4.tail_warp import PairTailWarp, TailWarp
 
@@ -47,6 +52,8 @@ class Fa4Program(PersistentProgram):
     spec: Fa4Spec
     memory: BlackwellMemory
     tile: UmmaTile
+    maps = OutputMaps._fields
+    gathered_kv = TwoWarpGatheredKV
 
     def __init__(self, spec: Fa4Spec, arch: str) -> None:
         memory, pairs = BlackwellMemory.of(spec), spec.tile.ctas == 2
@@ -55,30 +62,41 @@ class Fa4Program(PersistentProgram):
         self.rings_type, self.cluster = self.cta.rings_type, self.cta.cluster or (1, 1, 1)
         self.tail = (PairTailWarp if pairs else TailWarp)(self, spec, memory)
         self.mma = (TwoTileMmaWarp if spec.tile.query_tiles == 2 else OneTileMmaWarp)(self, spec, tile)
-        self.softmaxes = [SoftmaxWarps(self, spec, tile, i) for i in range(spec.tile.query_tiles)]
+        self.softmax_warps = AnchoredSoftmax(self, spec, tile)
         self.epilogue = EpilogueWarps(self, spec, tile)
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_map: GridConstant[TensorMap],
+        k_map: GridConstant[TensorMap],
+        v_map: GridConstant[TensorMap],
+        o_map: GridConstant[TensorMap],
+        params: PersistentParams,
+    ) -> None:
+        self.run_cta(OutputMaps(*(tma.address_of(tensor_map) for tensor_map in (q_map, k_map, v_map, o_map))), params)
 
     @property
     def roles(self) -> list[WarpRole]:
-        roles = [self.producer.role, self.mma.role, *(s.role for s in self.softmaxes), self.epilogue.role]
+        roles = [self.producer.role, self.mma.role, *self.softmax_warps.roles, self.epilogue.role]
         return [*roles, self.tail.role] if self.spec.clears_tail else roles
 
     @cute.jit
-    def run_warps(self, params: PersistentParams, maps: Maps, rings: SmemRings, thread: Int32) -> None:
+    def run_warps(self, params: PersistentParams, maps: OutputMaps, rings: SmemRings, thread: Int32) -> None:
         warp = cute.arch.make_warp_uniform(thread >> 5)
         tmem = TmemMap(ptx.ld_shared_b32(rings.scratch["tmem"]))
         if warp < 4:
             self.run_single_warps(params, maps, rings, tmem, warp)
         elif warp < 4 + 4 * self.spec.tile.query_tiles:
             tma.claim_registers(self.spec.registers[0])
-            self.run_softmax(params, rings, tmem, warp)
+            self.softmax_warps.run(params, rings, tmem, (warp >> 2) - 1)
         else:
             tma.release_registers(self.spec.registers[1])
-            self.epilogue.run(params, rings, tmem)
+            self.epilogue.run(params, maps.o_map, rings, tmem)
 
     @cute.jit
     def run_single_warps(
-        self, params: PersistentParams, maps: Maps, rings: SmemRings, tmem: TmemMap, warp: Int32
+        self, params: PersistentParams, maps: OutputMaps, rings: SmemRings, tmem: TmemMap, warp: Int32
     ) -> None:
         tma.release_registers(self.spec.registers[2])
         if warp < self.producer.role.warps:
@@ -92,16 +110,6 @@ class Fa4Program(PersistentProgram):
     def run_tail(self, params: PersistentParams, rings: SmemRings) -> None:
         if self.spec.clears_tail:
             self.tail.run(params, rings)
-
-    @cute.jit
-    def run_softmax(self, params: PersistentParams, rings: SmemRings, tmem: TmemMap, warp: Int32) -> None:
-        if cutlass.const_expr(len(self.softmaxes) == 1):
-            self.softmaxes[0].run(params, rings, tmem)
-        else:
-            if warp < 8:
-                self.softmaxes[0].run(params, rings, tmem)
-            else:
-                self.softmaxes[1].run(params, rings, tmem)
 
     @cute.jit
     def allocate(self, rings: SmemRings, thread: Int32) -> None:
@@ -123,3 +131,14 @@ class Fa4Program(PersistentProgram):
     def softmax(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> OnlineSoftmax:
         softmax = super().softmax(p, work, lanes, scale)
         return OnlineSoftmax(softmax.layout, softmax.log2_scales, PairExp2(self.spec.tile.polynomial))
+
+    def alibi_step(self, p: PersistentParams, work: QueryTile, lanes: RowLanes) -> RowAlibi:
+        return RowAlibi.of(work.rows(p), lanes.row(0), p.num_qo_heads)
+
+    def mask(self, p: PersistentParams, work: QueryTile, lanes: RowLanes) -> StopWords:  # type: ignore[override]
+        band, rows, row = work.band(p), work.rows(p), lanes.row(0)
+        if self.spec.mask == "packed":
+            return PackedWords(band, rows, row, p.mask + work.mask(), p.mask + p.mask_bytes, work.kv_len)
+        if self.spec.mask == "multi_item":
+            return MultiItemWords(band, rows, row, KeyBounds(p.mask, rows))
+        return (BandWords if self.spec.mask == "band" else StopWords)(band, rows, row)

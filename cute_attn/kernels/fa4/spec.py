@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cute_attn.kernels.formats import FP8_DTYPES
-from cute_attn.runtime.spec import KernelSpec
+from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 
 QUERY_TILE_ROWS = 128  # of a product: all lanes of tensor memory
 SOFTMAX_FORMS = ("anchored", "row_max")
@@ -82,32 +81,16 @@ class BlackwellTile:
 
 
 @dataclass(frozen=True)
-class Fa4Spec(KernelSpec):
-    """Spec of the Blackwell attention kernel: TMA, tcgen05, tensor memory, specialised warps. The fields mean what they
-    do in `Fa3Spec`.
-    """
+class Fa4Spec(PersistentSpec):
+    """Spec of the Blackwell attention kernel: TMA, tcgen05, tensor memory, specialised warps."""
 
     kernel: ClassVar[str] = "fa4"
-    dtype: str
-    out_dtype: str
-    head_dim_qk: int
-    head_dim_vo: int
-    mask: str = "stop"
-    scores: tuple[str, ...] = ()
-    split: bool = False
-    schedule: str = "grid"
-    kv: str = "dense"
-    kv_dtype: str = ""
     tile: BlackwellTile = BlackwellTile()
-
-    @property
-    def fp8(self) -> bool:
-        return self.dtype in FP8_DTYPES
 
     @property
     def clears_tail(self) -> bool:
         """Whether rows of the last V tile may belong to another request or to none."""
-        return self.schedule == "items" and self.kv != "gathered"
+        return self.schedule == "items" and self.kv in ("dense", "paged")
 
     @property
     def registers(self) -> tuple[int, int, int]:
@@ -116,4 +99,4 @@ class Fa4Spec(KernelSpec):
         """
         if self.tile.query_tiles == 1:
             return (256, 128, 120)
-        return (192, 80, 48) if self.tile.softmax == "row_max" else (160, 96, 96)
+        return (192, 80, 48) if self.tile.softmax == "row_max" else (168, 96, 80)

@@ -47,7 +47,7 @@ class Schedule(Protocol):
 
 @dataclass
 class BatchSchedule(Generic[T_co]):
-    """Schedule of a batch with one work item per query tile and split: fa2 and fa3."""
+    """Schedule of a batch with one work item per query tile and split: fa2, fa3 and fa4."""
 
     tile: T_co
     params: SchedulerParams

@@ -1,4 +1,4 @@
-"""Interface of a kernel family to dispatch: fa2, fa3 and xqa offer the same functions."""
+"""Interface of a kernel family to dispatch: fa2, fa3, fa4 and xqa offer the same functions."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class KernelFamily(Protocol):
 
 @dataclass(frozen=True)
 class TiledFamily(Generic[T]):
-    """A family with one attention kernel per tile, and a combine kernel where keys are split: fa2 and fa3."""
+    """A family with one attention kernel per tile, and a combine kernel where keys are split: fa2, fa3 and fa4."""
 
     name: str
     specs: Callable[[Features, Arch], list[KernelSpec]]

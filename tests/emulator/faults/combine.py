@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.emulator.faults.fault import Fault, chosen
 
-CUTS = chosen("fa3", "test_cut")
+CUTS = chosen("persistent", "fa3 and (test_cut)")
 LOOPED = chosen("graph_combine", "fa3 and cut")
 
 COMBINING = (

@@ -69,6 +69,6 @@ HEAD_DIM_FAULTS = (
         "fa3/parts/epilogue.py",
         "if self.quad_lane < rest:",
         "if self.quad_lane < 4:",
-        chosen("fa3", "test_single and d72"),
+        chosen("persistent", "fa3 and (test_single and d72)"),
     ),
 )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from tests.emulator.faults.fault import Fault, chosen
 
-LEAPS = chosen("fa3", "one_row or (leap and 128 and bfloat16)")
-MIXED = chosen("fa3", "(long and causal and (400 or 300x100 or ragged)) or (long and q300)")
-RAGGED = chosen("fa3", "test_long_batches and ragged")
-GATHER = chosen("fa3", "test_gathered_pages and (70x260 or slack)")
-CUTS = chosen("fa3", "test_cut")
-SECTIONS = chosen("fa3", "test_batches_in_sections")
+LEAPS = chosen("persistent", "fa3 and (one_row or (leap and 128 and bfloat16))")
+MIXED = chosen("persistent", "fa3 and ((long and causal and (400 or 300x100 or ragged)) or (long and q300))")
+RAGGED = chosen("persistent", "fa3 and (test_long_batches and ragged)")
+GATHER = chosen("persistent", "fa3 and (test_gathered_pages and (70x260 or slack))")
+CUTS = chosen("persistent", "fa3 and (test_cut)")
+SECTIONS = chosen("persistent", "fa3 and (test_batches_in_sections)")
 
 RECOMPUTE = (
     Fault(
@@ -24,7 +24,7 @@ RECOMPUTE = (
         "blocks/softmax.py",
         "return [ptx.fmin(x, Float32(LARGEST)) for x in shift]",
         "return list(shift)",
-        chosen("fa3", "see_nothing_yet"),
+        chosen("persistent", "fa3 and (see_nothing_yet)"),
     ),
     Fault(
         "each warp votes alone",
@@ -161,28 +161,28 @@ TILES = (
         "blocks/persistent.py",
         'return PackedMask.all_masked(order) if self.spec.mask == "packed" else order',
         "return order",
-        chosen("fa3", "test_long and packed"),
+        chosen("persistent", "fa3 and (test_long and packed)"),
     ),
     Fault(
         "mask bits are those of the previous row",
         "blocks/masks.py",
         "bit = Int64(token) * Int64(self.kv_len) + Int64(col)",
         "bit = Int64(ptx.maximum(token - 1, Int32(0))) * Int64(self.kv_len) + Int64(col)",
-        chosen("fa3", "test_long and packed"),
+        chosen("persistent", "fa3 and (test_long and packed)"),
     ),
     Fault(
         "the window is one key too long",
         "blocks/masks.py",
         "token + self.band.left - first_col",
         "token + self.band.left - Int32(1) - first_col",
-        chosen("fa3", "test_long and q300-k300"),
+        chosen("persistent", "fa3 and (test_long and q300-k300)"),
     ),
     Fault(
         "a tile at the left edge counts as fully visible",
         "blocks/masks.py",
         "full_begin = (ptx.maximum(zero, high + self.left) + Int32(cols - 1)) // cols",
         "full_begin = ptx.maximum(zero, high + self.left) // cols",
-        chosen("fa3", "test_long and q300-k700"),
+        chosen("persistent", "fa3 and (test_long and q300-k700)"),
     ),
 )
 
@@ -234,7 +234,7 @@ PERSISTENT = (
         "blocks/tile_scheduler.py",
         "return self.section * p.section_heads + self.within - self.number * p.section_heads",
         "return self.within - self.number * p.section_heads",
-        chosen("fa3", "sections_of_single"),
+        chosen("persistent", "fa3 and (sections_of_single)"),
     ),
     Fault(
         "the last split reads past the last key",

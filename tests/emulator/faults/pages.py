@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.emulator.faults.fault import IN_STEP, Fault, chosen
 
-GATHER = chosen("fa3", "test_gathered_pages and (70x260 or slack)")
-BOXES = chosen("fa3", "test_long_batches and 130x500")
-RAGGED = chosen("fa3", "test_long_batches and ragged")
+GATHER = chosen("persistent", "fa3 and (test_gathered_pages and (70x260 or slack))")
+BOXES = chosen("persistent", "fa3 and (test_long_batches and 130x500)")
+RAGGED = chosen("persistent", "fa3 and (test_long_batches and ragged)")
 
 GATHERED = (
     Fault(
@@ -57,7 +57,7 @@ GATHERED = (
         "blocks/gathered_kv.py",
         "part = size if whole else ptx.select(chunk < rows.chunks - line * 8, size, Int32(0))",
         "part = size",
-        chosen("fa3", "test_gathered_pages and d96x96"),
+        chosen("persistent", "fa3 and (test_gathered_pages and d96x96)"),
     ),
     Fault(
         "page ids past the last one are read",
@@ -92,7 +92,7 @@ GATHERED = (
         "blocks/tma_kv.py",
         "exists = cutlass.and_(row < self.cols, token < self.kv_end)",
         "exists = row < self.cols",
-        chosen("fa3", "test_long_batches and 70x260"),
+        chosen("persistent", "fa3 and (test_long_batches and 70x260)"),
     ),
     Fault(
         "all requests begin at key 0",

@@ -65,6 +65,8 @@ class Text:
     smem: int = 0
     maps: int = 0
     cluster: int = 1
+    version: str = VERSION
+    target: str = TARGET
     lines: list[str] = field(default_factory=list)
 
     def add(self, *lines: str) -> Text:
@@ -119,7 +121,7 @@ class Text:
         cluster = f".explicitcluster\n.reqnctapercluster {self.cluster}, 1, 1\n" if self.cluster > 1 else ""
         body = "\n".join(self.lines)
         return (
-            f".version {VERSION}\n.target {TARGET}\n.address_size 64\n"
+            f".version {self.version}\n.target {self.target}\n.address_size 64\n"
             f".visible .entry micro({', '.join(params)})\n.reqntid {self.threads}, 1, 1\n{cluster}{{\n"
             ".reg .pred %p<16>;\n.reg .pred %fp;\n.reg .b16 %h<32>;\n.reg .b32 %r<256>;\n.reg .b64 %rd<64>;\n"
             ".reg .b32 %me, %fa, %fs, %f0, %f1, %f2, %f3;\n.reg .b64 %src, %dst, %fd;\n"

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from cute_attn.kernels.fa3.host.batch import batch_tiling
-from cute_attn.kernels.fa3.host.prepared import prepared_kernel
-from cute_attn.kernels.fa3.host.single import Scheduler
-from cute_attn.kernels.fa3.host.variant import spec_of, specs
-from cute_attn.kernels.fa3.spec import HopperTile
+from cute_attn.kernels.fa3 import tiles
+from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
 from cute_attn.kernels.host.family import TiledFamily
+from cute_attn.kernels.host.persistent.family import family
+from cute_attn.kernels.host.persistent.variant import PersistentKernels
 
-FAMILY: TiledFamily[HopperTile] = TiledFamily("fa3", specs, spec_of, Scheduler, batch_tiling, prepared_kernel)
+
+def choose(arch: str, head_dims: tuple[int, int], plain: bool, kv: str, *, fp8: bool, fp8_kv: bool) -> HopperTile:
+    """Returns the tile of a problem. There is one architecture."""
+    return tiles.choose(head_dims, plain, kv, fp8, fp8_kv)
+
+
+KERNELS: PersistentKernels[HopperTile] = PersistentKernels("fa3", Fa3Spec, tiles.page_source, choose)
+FAMILY: TiledFamily[HopperTile] = family(KERNELS)

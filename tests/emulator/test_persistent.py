@@ -1,9 +1,10 @@
-"""The Hopper kernels from their PTX, over fa3's host code and its tensor maps, against the reference in fp64."""
+"""Persistent kernels, fa3 and fa4, from their PTX, over their host code and tensor maps, against the reference."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,91 +12,123 @@ import torch
 
 from cute_attn import BatchPrefillWithRaggedKVCacheWrapper, LayoutError, NotSupported, single_prefill_with_kv_cache
 from cute_attn.emulator import Schedule, using
-from cute_attn.kernels.fa3.host import batch as fa3_batch
-from cute_attn.kernels.fa3.host import variant as fa3_variant
+from cute_attn.kernels.host.persistent import batch as persistent_batch
+from cute_attn.kernels.host.persistent import variant
 from cute_attn.schedule import batch as batch_schedule
 from tests.support import batch_case, case
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
 from tests.support.case import Case
-from tests.support.fa3_emulated import (
+from tests.support.matrix import BF16, CAUSAL, SMALL, prefill
+from tests.support.persistent_emulated import (
+    ALL_SCHEDULES,
     BATCHES,
+    CUDA,
     GATHERED,
     LONG,
     SCHEDULES,
+    TARGETS,
+    Target,
     assert_auto_runs,
     assert_cut,
-    assert_fa3,
+    assert_ran,
     name,
     solve_batch,
     solve_single,
 )
-from tests.support.fp8_kv_cases import CUDA, taken
-from tests.support.matrix import BF16, CAUSAL, SMALL, prefill
 
 pytestmark = pytest.mark.emulator
 
-SINGLE = [problem for problem in SMALL if taken(case.features(problem, CUDA))]
-BATCH = [batch for batch in batch_case.SMALL if taken(batch_case.features(batch, CUDA))]
+KERNELS = (("fa2", "sm_90a"), *((target.kernels, target.arch) for target in TARGETS))
+SINGLE = [
+    (target, problem, schedule)
+    for target in TARGETS
+    for problem in SMALL
+    for schedule in target.schedules
+    if target.takes(case.features(problem, CUDA))
+]
+BATCH = [
+    (target, batch, schedule)
+    for target in TARGETS
+    for batch in batch_case.SMALL
+    for schedule in target.schedules
+    if target.takes(batch_case.features(batch, CUDA))
+]
 
 
-@pytest.mark.parametrize("problem", SINGLE, ids=lambda problem: problem.id)
-def test_single(problem: Case) -> None:
-    solve_single(problem, Schedule())
+def scheduled(problems: Sequence[Any]) -> list[tuple[Target, Any, Schedule]]:
+    """Every problem on every target, with asynchronous schedules in turn."""
+    turns = list(zip(problems, itertools.cycle(SCHEDULES), strict=False))
+    return [(target, problem, schedule) for target in TARGETS for problem, schedule in turns]
 
 
-@pytest.mark.parametrize("batch", BATCH, ids=lambda batch: batch.id)
-def test_batch(batch: BatchCase) -> None:
-    solve_batch(batch, Schedule())
+@pytest.mark.parametrize(("target", "problem", "schedule"), SINGLE, ids=name)
+def test_single(target: Target, problem: Case, schedule: Schedule) -> None:
+    solve_single(target, problem, schedule)
 
 
-@pytest.mark.parametrize(("problem", "schedule"), list(zip(LONG, itertools.cycle(SCHEDULES), strict=False)), ids=name)
-def test_long(problem: Case, schedule: Schedule) -> None:
-    assert solve_single(problem, schedule, sms=3).records
+@pytest.mark.parametrize(("target", "batch", "schedule"), BATCH, ids=name)
+def test_batch(target: Target, batch: BatchCase, schedule: Schedule) -> None:
+    solve_batch(target, batch, schedule)
 
 
-@pytest.mark.parametrize(("batch", "schedule"), list(zip(BATCHES, itertools.cycle(SCHEDULES), strict=False)), ids=name)
-def test_long_batches(batch: BatchCase, schedule: Schedule) -> None:
-    assert solve_batch(batch, schedule, sms=3).records
+@pytest.mark.parametrize(("target", "problem", "schedule"), scheduled(LONG), ids=name)
+def test_long(target: Target, problem: Case, schedule: Schedule) -> None:
+    assert solve_single(target, problem, schedule, sms=3).records
 
 
-@pytest.mark.parametrize("schedule", [Schedule(), *SCHEDULES], ids=name)
+@pytest.mark.parametrize(("target", "batch", "schedule"), scheduled(BATCHES), ids=name)
+def test_long_batches(target: Target, batch: BatchCase, schedule: Schedule) -> None:
+    assert solve_batch(target, batch, schedule, sms=3).records
+
+
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
 @pytest.mark.parametrize("batch", GATHERED, ids=name)
-def test_gathered_pages(batch: BatchCase, schedule: Schedule) -> None:
-    emulation = solve_batch(batch, schedule, sms=3)
+@pytest.mark.parametrize("target", TARGETS, ids=name)
+def test_gathered_pages(target: Target, batch: BatchCase, schedule: Schedule) -> None:
+    emulation = solve_batch(target, batch, schedule, sms=3)
     assert {record.spec["kv"] for record in emulation.records} == {"gathered"}
 
 
-def products(
-    *qkv: torch.Tensor, schedule: Schedule | None = None, sms: int | None = None, near: float = 2e-3, **arguments: Any
+def recomputing(
+    target: Target,
+    *qkv: torch.Tensor,
+    schedule: Schedule | None = None,
+    sms: int | None = None,
+    near: float = 2e-3,
+    **arguments: Any,
 ) -> int:
-    """The number of wgmma instructions of a prefill call, whose result is as the reference has it."""
-    with using("sm_90a", kernels="fa3", schedule=schedule, sms=sms) as emulation:
+    """The number of instructions of a prefill call of which recomputed tiles run more. Its result is as the reference
+    has it.
+    """
+    with using(target.arch, kernels=target.kernels, schedule=schedule, sms=sms) as emulation:
         out, lse = single_prefill_with_kv_cache(*qkv, return_lse=True, backend="emulator", **arguments)
     expected = single_prefill_with_kv_cache(*qkv, return_lse=True, backend="reference", **arguments)
     torch.testing.assert_close(out, expected[0], rtol=near, atol=near)
     torch.testing.assert_close(lse, expected[1], rtol=1e-3, atol=1e-3)
     counts = [count for record in emulation.records for count in record.stats.instructions.items()]
-    return sum(count for form, count in counts if form.startswith("wgmma.mma_async"))
+    return sum(count for form, count in counts if form.startswith(target.recomputes))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("target", TARGETS, ids=name)
 @pytest.mark.parametrize(
     ("head_dim", "schedule"), [(64, SCHEDULES[0]), (128, SCHEDULES[1]), (256, SCHEDULES[0])], ids=name
 )
-def test_scores_that_leap(head_dim: int, schedule: Schedule, dtype: torch.dtype) -> None:
+def test_scores_that_leap(target: Target, head_dim: int, schedule: Schedule, dtype: torch.dtype) -> None:
     """Scores far above the anchors of earlier tiles, beyond fp32: the tile is recomputed, and only then."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(n, 1, head_dim, generator=generator).to(dtype) for n in (100, 700, 700))
     ran = []
     for scale in (1, 300):
         k[:100] *= scale  # seen last
-        ran.append(products(q, k, v, schedule=schedule, sms=2, near=2e-2, causal=True))
+        ran.append(recomputing(target, q, k, v, schedule=schedule, sms=2, near=2e-2, causal=True))
     assert ran[0] < ran[1]
 
 
+@pytest.mark.parametrize("target", TARGETS, ids=name)
 @pytest.mark.parametrize(("rise", "schedule"), [(17, SCHEDULES[1]), (60, Schedule())], ids=name)
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
-def test_one_row_that_rises(masked: bool, rise: int, schedule: Schedule) -> None:
+def test_one_row_that_rises(target: Target, masked: bool, rise: int, schedule: Schedule) -> None:
     """One row rises by powers of two that fit fp32 but not fp16, so that one warp of four sees it."""
     q, k, v = (torch.randn(n, 1, 64, generator=torch.Generator().manual_seed(n)) for n in (150, 500, 501))
     row = q[100] / q[100].norm()
@@ -108,38 +141,39 @@ def test_one_row_that_rises(masked: bool, rise: int, schedule: Schedule) -> None
     ran = []
     for scale in (0.01, 1):
         k[30] = (rise * math.log(2) * row * scale).half()
-        ran.append(products(q, k, v, schedule=schedule, sms=1, custom_mask=mask))
+        ran.append(recomputing(target, q, k, v, schedule=schedule, sms=1, custom_mask=mask))
     assert ran[0] < ran[1]
 
 
-def test_rows_that_see_nothing_yet() -> None:
+@pytest.mark.parametrize("target", TARGETS, ids=name)
+def test_rows_that_see_nothing_yet(target: Target) -> None:
     """Tiles that hide everything from some rows are not recomputed for them."""
     q, k, v = (torch.randn(n, 1, 64, generator=torch.Generator().manual_seed(n)).half() for n in (70, 400, 400))
     ran = []
     for hidden in ([], [7]):
         keep = torch.ones(70, 400, dtype=torch.bool)
         keep[hidden] = False
-        ran.append(products(q, k, v, custom_mask=keep))
+        ran.append(recomputing(target, q, k, v, custom_mask=keep))
     assert ran[0] == ran[1]
 
 
-@pytest.mark.parametrize("kernels", ["fa2", "fa3"])
+@pytest.mark.parametrize(("kernels", "arch"), KERNELS)
 @pytest.mark.parametrize("cap", [1e-50, 1e-39, 1e38])
-def test_caps_without_a_reciprocal(kernels: str, cap: float) -> None:
+def test_caps_without_a_reciprocal(kernels: str, arch: str, cap: float) -> None:
     """Soft caps whose inverse is infinite or 0 in fp32."""
     q, k, v = (torch.randn(n, 1, 64, generator=torch.Generator().manual_seed(n)).half() for n in (20, 70, 70))
     q[3] = 0.0
-    with using("sm_90a", kernels=kernels):
+    with using(arch, kernels=kernels):
         out = single_prefill_with_kv_cache(q, k, v, logits_soft_cap=cap, backend="emulator")
     expected = single_prefill_with_kv_cache(q, k, v, logits_soft_cap=cap, backend="reference")
     torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("kernels", ["fa2", "fa3"])
-def test_scale_below_fp32(kernels: str) -> None:
+@pytest.mark.parametrize(("kernels", "arch"), KERNELS)
+def test_scale_below_fp32(kernels: str, arch: str) -> None:
     """A scale that would be 0 as a factor of the exponent, and turn hidden scores into NaN."""
     q, k, v = (torch.randn(n, 1, 64, generator=torch.Generator().manual_seed(n)).half() for n in (70, 90, 90))
-    with using("sm_90a", kernels=kernels):
+    with using(arch, kernels=kernels):
         out = single_prefill_with_kv_cache(q, k, v, causal=True, sm_scale=1e-50, backend="emulator")
         planned = BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8), backend="emulator")
         planned.plan(*(torch.tensor([0, n], dtype=torch.int32) for n in (70, 90)), 1, 1, 64, causal=True)
@@ -156,71 +190,82 @@ SECTIONED = (
 )
 
 
-@pytest.mark.parametrize(
-    ("batch", "schedule"), list(zip(SECTIONED, itertools.cycle(SCHEDULES), strict=False)), ids=name
-)
-def test_batches_in_sections(batch: BatchCase, schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("target", "batch", "schedule"), scheduled(SECTIONED), ids=name)
+def test_batches_in_sections(
+    target: Target, batch: BatchCase, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Orders tiles by kv head, then by request."""
-    monkeypatch.setattr(fa3_variant, "SECTION_BYTES", 1 << 11)  # keys of a few tokens
+    monkeypatch.setattr(variant, "SECTION_BYTES", 1 << 11)  # keys of a few tokens
     monkeypatch.setattr(batch_schedule, "L2_ORDER_MIN_WAVES", 1)
-    fa3_batch.tiling.cache_clear()
+    persistent_batch.tiling.cache_clear()
     inputs = batch_case.make(batch)
-    with using("sm_90a", kernels="fa3", schedule=schedule, sms=2) as emulation:
+    with using(target.arch, kernels=target.kernels, schedule=schedule, sms=2) as emulation:
         planned = batch_case.wrapper(batch, inputs.q.device, backend="emulator")
         planned.plan(**batch_case.plan_arguments(batch, inputs))
         out, lse = batch_case.call(batch, inputs, planned)
-    fa3_batch.tiling.cache_clear()
+    persistent_batch.tiling.cache_clear()
     result = batch_case.check(batch, inputs, out, lse)
     assert result.ok, result.detail
-    assert_fa3(emulation)
+    assert_ran(target, emulation)
     plan = planned._planned().launch.planned.schedule
-    _, heads_per_section = fa3_batch.sections(plan.params, plan.work)
+    _, heads_per_section = persistent_batch.sections(plan.params, plan.work)
     assert heads_per_section < plan.params.num_kv_heads
 
 
-def test_sections_of_single_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fa3_variant, "SECTION_BYTES", 1)
-    solve_single(prefill(150, 200, (6, 3), 64, **CAUSAL, seed=1), Schedule(), sms=4)  # its schedule is not cached yet
+@pytest.mark.parametrize("target", TARGETS, ids=name)
+def test_sections_of_single_requests(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variant, "SECTION_BYTES", 1)
+    solve_single(
+        target, prefill(150, 200, (6, 3), 64, **CAUSAL, seed=1), Schedule(), sms=4
+    )  # its schedule is not cached yet
 
 
 @pytest.mark.parametrize("mask", ["causal", "none"])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=name)
-def test_cut_keys(schedule: Schedule, mask: str) -> None:
+@pytest.mark.parametrize("target", TARGETS, ids=name)
+def test_cut_keys(target: Target, schedule: Schedule, mask: str) -> None:
     """Short requests, whose heads share a tile, over keys that several CTAs divide."""
-    assert_cut(solve_single(prefill(3, 900, (8, 2), 128, **BF16, mask=mask), schedule, sms=16))
+    assert_cut(target, solve_single(target, prefill(3, 900, (8, 2), 128, **BF16, mask=mask), schedule, sms=16))
 
 
 @pytest.mark.parametrize(("page_size", "schedule"), list(zip((5, 16), SCHEDULES, strict=True)), ids=name)
-def test_cut_pages(schedule: Schedule, page_size: int) -> None:
-    assert_cut(solve_batch(paged((5,), (1100,), page_size, mask="causal", **heads(2, 1)), schedule, sms=16))
+@pytest.mark.parametrize("target", TARGETS, ids=name)
+def test_cut_pages(target: Target, schedule: Schedule, page_size: int) -> None:
+    assert_cut(
+        target, solve_batch(target, paged((5,), (1100,), page_size, mask="causal", **heads(2, 1)), schedule, sms=16)
+    )
 
 
-def test_the_kernels_of_auto() -> None:
-    """Takes the backends of a Hopper GPU: fa3 for many rows, fa2 for few; `kernels` overrides the choice."""
-    for qo_len, kernels, ran in ((65, "auto", "fa3"), (3, "auto", "fa2"), (3, "fa3", "fa3"), (65, "fa2", "fa2")):
+@pytest.mark.parametrize("target", TARGETS, ids=name)
+def test_the_kernels_of_auto(target: Target) -> None:
+    """Takes the backends of such a GPU: persistent kernels for many rows, fa2 for few; `kernels` overrides it."""
+    own = target.kernels
+    for qo_len, kernels, ran in ((65, "auto", own), (3, "auto", "fa2"), (3, own, own), (65, "fa2", "fa2")):
         problem = prefill(qo_len, 20, (1, 1))
-        with using("sm_90a", kernels=kernels) as emulation:
+        with using(target.arch, kernels=kernels) as emulation:
             case.call(problem, case.make(problem), backend="emulator")
         assert [record.spec["kernel"] for record in emulation.records] == [ran]
 
 
 @pytest.mark.parametrize(("page_size", "kv"), [(1, "gathered"), (5, "gathered"), (64, "paged")])
-def test_auto_takes_pages_of_any_size(page_size: int, kv: str) -> None:
-    assert_auto_runs(paged((70,), (90,), page_size, **dims(128)), kv)
+@pytest.mark.parametrize("target", TARGETS, ids=name)
+def test_auto_takes_pages_of_any_size(target: Target, page_size: int, kv: str) -> None:
+    assert_auto_runs(target, paged((70,), (90,), page_size, **dims(128)), kv)
 
 
-def test_expanded_keys() -> None:
+@pytest.mark.parametrize("target", TARGETS, ids=name)
+def test_expanded_keys(target: Target) -> None:
     """Tensor maps have no strides of 0: another backend takes expanded keys, and an existing plan refuses them."""
     q, kv = torch.randn(70, 4, 64).half(), torch.randn(70, 1, 64).half()
     k, v = kv.expand(70, 2, 64), kv.flip(0).expand(70, 2, 64)
-    with using("sm_90a") as emulation:
+    with using(target.arch) as emulation:
         out = single_prefill_with_kv_cache(q, k, v, backend="emulator")
     assert [record.spec["kernel"] for record in emulation.records] == ["fa2"]
     expected = single_prefill_with_kv_cache(q, k.contiguous(), v.contiguous(), backend="reference")
     torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
     ends = torch.tensor([0, 70], dtype=torch.int32)
     planned = BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8), backend="emulator")
-    with using("sm_90a", kernels="fa3"):
+    with using(target.arch, kernels=target.kernels):
         with pytest.raises(NotSupported, match="refuses expanded q, k or v"):
             single_prefill_with_kv_cache(q, k, v, backend="emulator")
         planned.plan(ends, ends, 4, 2, 64)

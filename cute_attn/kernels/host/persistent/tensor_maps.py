@@ -1,4 +1,4 @@
-"""Tensor maps of the wgmma kernel, through which TMA reads q, k and v."""
+"""Tensor maps of persistent kernels, through which TMA reads q, k and v."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Callable
 
 import torch
 
-from cute_attn.kernels.fa3.spec import HopperTile
+from cute_attn.kernels.blocks.smem_map import TileShape
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.host.params import kv_axes
 from cute_attn.problem import Settings
 from cute_attn.runtime import tensormap
 
 MAX_LAYOUTS, MAX_ADDRESSES = 256, 256  # of tensors: layers share layouts, and allocators repeat addresses
+OUTPUT_ROWS = 128  # packed rows that fa4 stores at a time
 
 Encoder = Callable[..., bytes]
 Map = Callable[[int], bytes]  # from an address to a tensor map
@@ -23,7 +24,7 @@ Map = Callable[[int], bytes]  # from an address to a tensor map
 class TensorMaps:
     """Makes the maps of launches with the same settings and tile. `heads`: query heads whose rows share a tile."""
 
-    def __init__(self, settings: Settings, tile: HopperTile, heads: int) -> None:
+    def __init__(self, settings: Settings, tile: TileShape, heads: int) -> None:
         features = settings.features
         self.tile, self.heads, self.head_blocks = tile, heads, features.num_qo_heads // heads
         self.encoder = encoder(features.device.type)
@@ -49,6 +50,21 @@ class TensorMaps:
             tensormap.SWIZZLE_128B,
         )
 
+    def o(self, out: torch.Tensor) -> Map:
+        """Returns the map [d, heads of a tile, tokens, blocks of heads] of `out`, with boxes of OUTPUT_ROWS rows:
+        whole tokens, or heads of one token.
+        """
+        tokens, head = (1 if out.dim() == 2 else out.shape[0]), out.stride(-2) * out.itemsize
+        token = 16 if out.dim() == 2 else out.stride(0) * out.itemsize
+        return tensor_maps(
+            self.encoder,
+            map_dtype(out.dtype),
+            (out.shape[-1], self.heads, tokens, self.head_blocks),
+            (head, token, head * self.heads),
+            (LINE // out.itemsize, min(self.heads, OUTPUT_ROWS), max(OUTPUT_ROWS // self.heads, 1), 1),
+            tensormap.SWIZZLE_128B,
+        )
+
     def kv(self, x: torch.Tensor) -> Map:
         """Returns the map [d, tokens, heads, pages] of k or v."""
         shape, strides = x.shape, [stride * self.kv_itemsize for stride in x.stride()]
@@ -64,6 +80,11 @@ class TensorMaps:
             (columns * self.line_items, self.box_rows, 1, 1),
             swizzle,
         )
+
+    def strides(self, x: torch.Tensor) -> tuple[int, int, int]:
+        """Returns the bytes from a page, a token and a head to the next."""
+        strides, size = x.stride(), self.kv_itemsize
+        return strides[0] * size, strides[self.token] * size, strides[self.head] * size
 
 
 def map_dtype(dtype: torch.dtype) -> str:

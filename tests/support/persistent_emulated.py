@@ -1,15 +1,53 @@
-"""Problems for the Hopper kernels on the emulator; solves them there and checks which kernels ran."""
+"""Problems for persistent kernels on the emulator; solves them there and checks which kernels ran."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from cute_attn.dispatch import capabilities, select
 from cute_attn.emulator import Schedule, using
 from cute_attn.emulator.settings import Emulation
+from cute_attn.problem import Features
+from cute_attn.runtime.arch import named
 from tests.support import batch_case, case
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
 from tests.support.case import Case
 from tests.support.matrix import BF16, CAUSAL, CUSTOM, HND, PACKED, prefill
 
+CUDA = torch.device("cuda")
 SCHEDULES = (Schedule("delayed", 1), Schedule("adversarial", 2))
+ALL_SCHEDULES = (Schedule(), *SCHEDULES)
+
+
+class Target(NamedTuple):
+    """A family of persistent kernels on an architecture. `schedules`: those of the whole matrix. `recomputes`: opcode
+    that a recomputed kv tile runs more often.
+    """
+
+    kernels: str
+    arch: str
+    schedules: tuple[Schedule, ...]
+    recomputes: str
+
+    def takes(self, features: Features) -> bool:
+        return not select.reasons_against(capabilities.BY_NAME[self.kernels], features, named(self.arch))
+
+
+FA3 = Target("fa3", "sm_90a", (Schedule(),), "wgmma.mma_async")  # the whole matrix runs on Hopper GPUs, too
+FA4 = Target("fa4", "sm_100a", ALL_SCHEDULES, "tcgen05.ld")
+TARGETS = (FA3, FA4)
+
+Value = TypeVar("Value")
+
+
+def on_targets(values: Iterable[Value], targets: tuple[Target, ...] = TARGETS) -> list[tuple[Target, Value]]:
+    """Returns every value with each target."""
+    values = list(values)
+    return [(target, value) for target in targets for value in values]
+
 
 # Several tiles per CTA, reuse of all stages of the rings, tiles that see no key, boxes of one token.
 LONG: tuple[Case, ...] = (
@@ -44,45 +82,47 @@ GATHERED: tuple[BatchCase, ...] = (
 )
 
 
-def name(value: Case | BatchCase | Schedule | int) -> str:
-    return value.kind if isinstance(value, Schedule) else str(value) if isinstance(value, int) else value.id
+def name(value: object) -> str:
+    if isinstance(value, Target):
+        return value.kernels
+    return value.kind if isinstance(value, Schedule) else str(getattr(value, "id", value))
 
 
-def assert_fa3(emulation: Emulation) -> None:
-    """What ran, if anything did, is the Hopper kernel, and the merge of its partials."""
-    assert {record.spec["kernel"] for record in emulation.records} - {"combine"} <= {"fa3"}
+def assert_ran(target: Target, emulation: Emulation) -> None:
+    """What ran, if anything did, is the target's kernel, and the merge of its partials."""
+    assert {record.spec["kernel"] for record in emulation.records} - {"combine"} <= {target.kernels}
 
 
-def solve_single(problem: Case, schedule: Schedule, sms: int | None = None) -> Emulation:
-    """Run a request on the emulated Hopper GPU and compare with the reference."""
-    with using("sm_90a", kernels="fa3", schedule=schedule, sms=sms) as emulation:
+def solve_single(target: Target, problem: Case, schedule: Schedule, sms: int | None = None) -> Emulation:
+    """Run a request on the emulated GPU and compare with the reference."""
+    with using(target.arch, kernels=target.kernels, schedule=schedule, sms=sms) as emulation:
         out, lse = case.call(problem, case.make(problem), backend="emulator")
     result = case.check(problem, out, lse)
     assert result.ok, result.detail
-    assert_fa3(emulation)
+    assert_ran(target, emulation)
     return emulation
 
 
-def solve_batch(batch: BatchCase, schedule: Schedule, sms: int | None = None) -> Emulation:
+def solve_batch(target: Target, batch: BatchCase, schedule: Schedule, sms: int | None = None) -> Emulation:
     """The same for a batch."""
     inputs = batch_case.make(batch)
-    with using("sm_90a", kernels="fa3", schedule=schedule, sms=sms) as emulation:
+    with using(target.arch, kernels=target.kernels, schedule=schedule, sms=sms) as emulation:
         out, lse = batch_case.call(batch, inputs, backend="emulator")
     result = batch_case.check(batch, inputs, out, lse)
     assert result.ok, result.detail
-    assert_fa3(emulation)
+    assert_ran(target, emulation)
     return emulation
 
 
-def assert_cut(emulation: Emulation) -> None:
+def assert_cut(target: Target, emulation: Emulation) -> None:
     """The keys were split, and the partials merged."""
-    assert [record.spec["kernel"] for record in emulation.records] == ["fa3", "combine"]
+    assert [record.spec["kernel"] for record in emulation.records] == [target.kernels, "combine"]
 
 
-def assert_auto_runs(batch: BatchCase, kv: str) -> None:
-    """As "auto" chooses on a Hopper GPU: the Hopper kernel, which reads its keys as `kv` says."""
+def assert_auto_runs(target: Target, batch: BatchCase, kv: str) -> None:
+    """As "auto" chooses on such a GPU: the target's kernel, which reads its keys as `kv` says."""
     inputs = batch_case.make(batch)
-    with using("sm_90a") as emulation:
+    with using(target.arch) as emulation:
         out, lse = batch_case.call(batch, inputs, backend="emulator")
     assert batch_case.check(batch, inputs, out, lse).ok
-    assert [(record.spec["kernel"], record.spec["kv"]) for record in emulation.records] == [("fa3", kv)]
+    assert [(record.spec["kernel"], record.spec["kv"]) for record in emulation.records] == [(target.kernels, kv)]

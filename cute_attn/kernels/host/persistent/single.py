@@ -1,26 +1,26 @@
-"""Schedules of single requests for the wgmma kernel: the order of tiles, and the split of the keys."""
+"""Schedules of single requests for persistent kernels: the order of tiles, and the split of the keys."""
 
 from __future__ import annotations
 
-from cute_attn.kernels.fa3.host import variant
-from cute_attn.kernels.fa3.host.prepared import order_values
-from cute_attn.kernels.fa3.spec import HopperTile
+from typing import Generic
+
 from cute_attn.kernels.host.fastdiv import magic
+from cute_attn.kernels.host.persistent import variant
+from cute_attn.kernels.host.persistent.prepared import order_values
 from cute_attn.kernels.host.single import SingleSchedule
 from cute_attn.problem import Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.schedule.split_kv import Split, ceil_div, min_split_tiles, split_kv, visible_tokens
 
 
-class Scheduler:
+class Scheduler(Generic[variant.T]):
     """Schedules requests with the same settings."""
 
-    def __init__(self, settings: Settings, arch: Arch, sms: int) -> None:
-        """`arch` is always sm_90a."""
+    def __init__(self, kernels: variant.PersistentKernels[variant.T], settings: Settings, arch: Arch, sms: int) -> None:
         self.settings, self.features, self.sms = settings, settings.features, sms
-        self.tile = variant.tile(self.features, settings.window_left >= 0)
+        self.tile = kernels.tile(self.features, arch.name, settings.window_left >= 0)
 
-    def __call__(self, qo_len: int, kv_len: int) -> SingleSchedule[HopperTile]:
+    def __call__(self, qo_len: int, kv_len: int) -> SingleSchedule[variant.T]:
         """Returns the schedule of a request with these lengths."""
         features, tile = self.features, self.tile
         heads = variant.heads_per_tile(features, qo_len, tile.rows)

@@ -1,14 +1,13 @@
-"""Tiles of batches for the wgmma kernel, and the order in which a launch takes them."""
+"""Tiles of batches for persistent kernels, and the order in which a launch takes them."""
 
 from __future__ import annotations
 
 import functools
 
-from cute_attn.kernels.fa3.host import variant
-from cute_attn.kernels.fa3.host.prepared import order_values
-from cute_attn.kernels.fa3.spec import HopperTile
 from cute_attn.kernels.host.batch import MAX_SETTINGS, Tiling
 from cute_attn.kernels.host.params import Values
+from cute_attn.kernels.host.persistent import variant
+from cute_attn.kernels.host.persistent.prepared import order_values
 from cute_attn.problem import BatchLengths, BatchLimits, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.schedule.batch import SchedulerParams, WorkList, orders_by_l2, typical_qo_len
@@ -16,21 +15,29 @@ from cute_attn.schedule.split_kv import min_split_tiles
 
 
 def batch_tiling(
-    settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
-) -> Tiling[HopperTile]:
-    """Returns the tiling of a batch on a GPU with `sms` multiprocessors. `arch` is always sm_90a."""
+    kernels: variant.PersistentKernels[variant.T],
+    settings: Settings,
+    lengths: BatchLengths,
+    limits: BatchLimits,
+    arch: Arch,
+    sms: int,
+) -> Tiling[variant.T]:
+    """Returns the tiling of a batch on a GPU with `sms` multiprocessors."""
     longest = 0 if limits.graph else int(lengths.kv_len.max(initial=0))  # captured: the number of items may change
     kv_len = 1 << (longest - 1).bit_length() if longest else 0
-    return tiling(settings, min(typical_qo_len(lengths, limits), variant.PACKED_TOKENS), kv_len, sms)
+    qo_len = min(typical_qo_len(lengths, limits), variant.PACKED_TOKENS)
+    return tiling(kernels, settings, qo_len, kv_len, arch.name, sms)
 
 
 @functools.lru_cache(MAX_SETTINGS)
-def tiling(settings: Settings, qo_len: int, kv_len: int, sms: int) -> Tiling[HopperTile]:
+def tiling(
+    kernels: variant.PersistentKernels[variant.T], settings: Settings, qo_len: int, kv_len: int, arch: str, sms: int
+) -> Tiling[variant.T]:
     """Returns the tiling for requests of `qo_len` query tokens and up to `kv_len` keys. To the scheduler, heads that
     share a tile are one group.
     """
     features = settings.features
-    tile = variant.tile(features, settings.window_left >= 0, settings.page_size)
+    tile = kernels.tile(features, arch, settings.window_left >= 0, settings.page_size)
     heads = variant.heads_per_tile(features, qo_len, tile.rows)
     section = variant.section_heads(features, heads, kv_len)
     kv_heads = max(1, section * heads * features.num_kv_heads // features.num_qo_heads)

@@ -1,0 +1,103 @@
+"""setmaxnreg: registers that the warps of a CTA give to a pool and take from it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cute_attn.emulator.dtypes import Array
+from cute_attn.emulator.emit import Emitter
+from cute_attn.emulator.errors import PtxError, RegisterFault
+from cute_attn.emulator.isa.mma import whole
+from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.ptx import Imm, Inst
+from cute_attn.emulator.warp_batch import Wait, WarpBatch
+
+if TYPE_CHECKING:
+    from cute_attn.emulator.machine import Cta
+
+
+class Pool:
+    """Registers of a CTA. The pool is empty at launch: it holds what setmaxnreg.dec has released."""
+
+    def __init__(self, num_warps: int, at_launch: int) -> None:
+        self.at_launch = at_launch  # of a thread
+        self.held = np.full(num_warps, at_launch)  # of a thread, by warp
+        self.total = 32 * num_warps * at_launch
+
+    @property
+    def free(self) -> int:
+        return self.total - 32 * int(self.held.sum())
+
+    def missing(self, warps: Array, count: int) -> int:
+        """Number of registers that the pool lacks for these warps to hold `count` a thread."""
+        return 32 * int((count - self.held[warps]).sum()) - self.free
+
+
+def pool_of(cta: Cta) -> Pool:
+    found: Pool | None = cta.extra.get("registers")
+    if found is None:
+        found = cta.extra["registers"] = Pool(cta.num_warps, cta.grid.registers)
+    return found
+
+
+class _Claim(Wait):
+    """Waits until the pool has enough registers for all warps of a batch."""
+
+    def __init__(self, pool: Pool, warps: Array, count: int) -> None:
+        super().__init__("")
+        self.pool, self.warps, self.count = pool, warps, count
+
+    def ready(self) -> bool:
+        missing = self.pool.missing(self.warps, self.count)
+        if missing <= 0:
+            self.pool.held[self.warps] = self.count
+            return True
+        pool = self.pool
+        self.what = (
+            f"setmaxnreg.inc to {self.count} lacks {missing} registers: {pool.free} of the CTA's {pool.total} "
+            f"({pool.at_launch} a thread at launch) are free, its warps hold {', '.join(map(str, pool.held))}"
+        )
+        return False
+
+
+def _count(inst: Inst) -> int:
+    operand = inst.operands[0]
+    if not isinstance(operand, Imm) or operand.value % 8 or not 24 <= operand.value <= 256:
+        raise PtxError(f"{inst.op} {operand}: a multiple of 8 between 24 and 256 is needed")
+    return operand.value
+
+
+@form("setmaxnreg.inc.sync.aligned.u32", since=90, solo=True, converges=True, conformance="order")
+def claim(e: Emitter, inst: Inst) -> None:
+    e.call(_claim, [str(_count(inst))])
+
+
+def _claim(w: WarpBatch, mask: Array | None, count: int) -> None:
+    warps, pool = _warps(w, mask, "setmaxnreg.inc"), pool_of(w.cta)
+    most = int(pool.held[warps].max())
+    if most > count:
+        raise RegisterFault(f"setmaxnreg.inc to {count} by a warp that holds {most} registers a thread")
+    waiting = _Claim(pool, warps, count)
+    if not waiting.ready():
+        w.wait = waiting
+
+
+@form("setmaxnreg.dec.sync.aligned.u32", since=90, converges=True, conformance="order")
+def release(e: Emitter, inst: Inst) -> None:
+    e.call(_release, [str(_count(inst))])
+
+
+def _release(w: WarpBatch, mask: Array | None, count: int) -> None:
+    warps, pool = _warps(w, mask, "setmaxnreg.dec"), pool_of(w.cta)
+    least = int(pool.held[warps].min())
+    if least < count:
+        raise RegisterFault(f"setmaxnreg.dec to {count} by a warp that holds {least} registers a thread")
+    pool.held[warps] = count
+
+
+def _warps(w: WarpBatch, mask: Array | None, what: str) -> Array:
+    whole(w, mask, what)
+    found: Array = w.warps[w.row[w.first_lanes(mask)]]
+    return found

@@ -1,0 +1,219 @@
+"""Registers of tcgen05.ld between the load and tcgen05.wait::ld, in which their values are undefined.
+
+Where one may be used too early is found once per kernel, by following the loads along all paths. Only there, and only
+in kernels that have such a place, does the generated code test which lanes have not waited. A mov hands the state on,
+because compilers tie registers to a wait by moves that may stand before it; any other use is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cute_attn.emulator.dtypes import Array
+from cute_attn.emulator.emit import NAMES, Emitter
+from cute_attn.emulator.errors import EmulatorError, RegisterFault
+from cute_attn.emulator.isa.registry import Form
+from cute_attn.emulator.ptx import Addr, Inst, Not, Operand, Pair, Reg, Vec
+
+if TYPE_CHECKING:
+    from cute_attn.emulator.program import Block, Program
+    from cute_attn.emulator.warp_batch import WarpBatch
+
+Call = tuple[Callable[..., None], tuple[int, ...]]
+LOAD, WAIT, MOVE, OTHER = "tcgen05.ld", "tcgen05.wait::ld", "mov", ""
+
+
+@dataclass
+class Tests:
+    """Calls that the generated code makes before and after an instruction, with the registers that they are about."""
+
+    before: list[Call] = field(default_factory=list)
+    after: list[Call] = field(default_factory=list)
+
+
+@dataclass
+class _Effect:
+    """What an instruction does to registers; sets of registers are bit masks."""
+
+    inst: Inst
+    kind: str
+    reads: int
+    writes: int
+
+    def after(self, unwaited: int) -> int:
+        """The registers that may be un-waited after the instruction."""
+        if self.kind == LOAD or (self.kind == MOVE and self.reads & unwaited):
+            return unwaited | self.writes
+        if self.inst.guard is not None:
+            return unwaited
+        return 0 if self.kind == WAIT else unwaited & ~self.writes
+
+
+def find(program: Program) -> dict[int, Tests]:
+    """Tests by id of the instruction; none in a kernel that waits for all loads before it uses their registers."""
+    insts = [inst for block in program.blocks for inst, _, _ in block.insts]
+    loads = [inst for inst in insts if inst.op.startswith(LOAD)]
+    if not loads:
+        return {}
+    relevant = _closure(loads, [inst for inst in insts if inst.op.startswith(MOVE)])
+    effects = [list(_effects(program, block, relevant)) for block in program.blocks]
+    entry = _flow(program, effects)
+    found: dict[int, Tests] = {}
+    for at_start, block_effects in zip(entry, effects, strict=True):
+        unwaited = at_start
+        for effect in block_effects:
+            found[id(effect.inst)] = _tests(effect, unwaited)
+            unwaited = effect.after(unwaited)
+    early = any(function is refuse for tests in found.values() for function, _ in tests.before)
+    return {key: tests for key, tests in found.items() if tests.before or tests.after} if early else {}
+
+
+def _tests(effect: _Effect, unwaited: int) -> Tests:
+    tests, early = Tests(), effect.reads & unwaited
+    if effect.kind == WAIT:
+        tests.after.append((wait, ()))
+    elif effect.kind == MOVE and early:
+        tests.after += [(move, (target, *_only(early))) for target in _only(effect.writes)]
+    else:
+        if early:
+            tests.before.append((refuse, _only(early)))
+        if effect.kind == LOAD:
+            tests.after.append((mark, _only(effect.writes)))
+        elif effect.writes & unwaited:
+            tests.after.append((overwrite, _only(effect.writes & unwaited)))
+    return tests
+
+
+def _flow(program: Program, effects: list[list[_Effect]]) -> list[int]:
+    """The registers that may be un-waited at the start of each block."""
+    entry = [0] * len(effects)
+    todo = list(range(len(effects)))
+    while todo:
+        at = todo.pop()
+        unwaited = entry[at]
+        for effect in effects[at]:
+            unwaited = effect.after(unwaited)
+        for following in program.successors(program.blocks[at]):
+            if unwaited & ~entry[following]:
+                entry[following] |= unwaited
+                todo.append(following)
+    return entry
+
+
+def _closure(loads: Sequence[Inst], moves: Sequence[Inst]) -> int:
+    """The registers that loads write, and those that moves copy them to."""
+    found = 0
+    for inst in loads:
+        found |= _registers(inst.operands[0])
+    pairs = [(_registers(inst.operands[0]), _registers(inst.operands[1])) for inst in moves]
+    size = -1
+    while size != found:
+        size = found
+        for target, source in pairs:
+            if source & found:
+                found |= target
+    return found
+
+
+def _registers(operand: Operand) -> int:
+    if isinstance(operand, Reg):
+        return 1 << operand.index
+    if isinstance(operand, Vec):
+        mask = 0
+        for item in operand.items:
+            mask |= _registers(item)
+        return mask
+    if isinstance(operand, Pair):
+        return _registers(operand.first) | _registers(operand.second)
+    if isinstance(operand, Addr):
+        return _registers(operand.base)
+    return _registers(operand.operand) if isinstance(operand, Not) else 0
+
+
+def _only(mask: int) -> tuple[int, ...]:
+    found = []
+    while mask:
+        found.append((mask & -mask).bit_length() - 1)
+        mask &= mask - 1
+    return tuple(found)
+
+
+class _Trace(Emitter):
+    """Emitter that notes which registers an instruction reads and writes."""
+
+    reads = writes = 0
+
+    def _register(self, register: Reg, kind: str) -> str:
+        self.reads |= 1 << register.index
+        return super()._register(register, kind)
+
+    def set(self, operand: Operand, kind: str, expression: str) -> None:
+        self.writes |= _registers(operand)
+        super().set(operand, kind, expression)
+
+
+def _effects(program: Program, block: Block, relevant: int) -> Iterator[_Effect]:
+    """Effects of a block's instructions on the relevant registers."""
+    for inst, entry, choices in block.insts:
+        kind = next((k for k in (LOAD, WAIT, MOVE) if inst.op.startswith(k)), OTHER)
+        mentioned = 0
+        for operand in inst.operands:
+            mentioned |= _registers(operand)
+        if kind == WAIT:
+            yield _Effect(inst, kind, 0, 0)
+        elif mentioned & relevant:
+            reads, writes = _trace(program, inst, entry, choices)
+            yield _Effect(inst, kind, reads & relevant, writes & relevant)
+
+
+def _trace(program: Program, inst: Inst, entry: Form, choices: tuple[str, ...]) -> tuple[int, int]:
+    trace = _Trace(program.homes, dict(NAMES), {}, masked=False)
+    try:
+        entry.build(trace, inst, *choices)
+    except EmulatorError:  # reported if the instruction is reached
+        return 0, 0
+    return trace.reads, trace.writes
+
+
+# --- while a kernel runs ----------------------------------------------------------------------------------------------
+
+
+def mark(w: WarpBatch, mask: Array | None, *registers: int) -> None:
+    """Note a load into these registers."""
+    if w.cta.grid.strict:
+        for register in registers:
+            w.unwaited[register] = w.active(mask) | w.unwaited.get(register, np.False_)
+
+
+def wait(w: WarpBatch, mask: Array | None) -> None:
+    overwrite(w, mask, *w.unwaited)
+
+
+def overwrite(w: WarpBatch, mask: Array | None, *registers: int) -> None:
+    """Note that the active lanes have other values in these registers, or have waited for them."""
+    for register in registers:
+        lanes = w.unwaited.pop(register, None)
+        if lanes is not None and mask is not None and (lanes & ~mask).any():
+            w.unwaited[register] = lanes & ~mask
+
+
+def move(w: WarpBatch, mask: Array | None, target: int, *sources: int) -> None:
+    """Note that `target` gets a value made of `sources`."""
+    held = [w.unwaited[source] for source in sources if source in w.unwaited]
+    lanes: Any = np.any(held, axis=0) & w.active(mask) if held else np.False_
+    overwrite(w, mask, target)
+    if lanes.any():
+        w.unwaited[target] = lanes | w.unwaited.get(target, np.False_)
+
+
+def refuse(w: WarpBatch, mask: Array | None, *registers: int) -> None:
+    """Raise if an active lane has not waited for one of these registers."""
+    for register in registers:
+        lanes = w.unwaited.get(register)
+        if lanes is not None and (lanes & w.active(mask)).any():
+            lane = int((lanes & w.active(mask)).argmax()) % 32
+            raise RegisterFault("a register of tcgen05.ld is used before tcgen05.wait::ld", lane)

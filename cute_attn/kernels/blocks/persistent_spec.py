@@ -1,0 +1,45 @@
+"""Compile key of persistent kernels with TMA and specialised warps, as far as their families share it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from cute_attn.kernels.blocks.smem_map import TileShape
+from cute_attn.kernels.formats import FP8_DTYPES
+from cute_attn.runtime.spec import KernelSpec
+
+
+class PersistentTile(TileShape, Protocol):
+    """Work of one CTA, and its threads."""
+
+    @property
+    def threads(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class PersistentSpec(KernelSpec):
+    """Spec of a persistent kernel; a family adds its `tile`. Causal and window bounds, GQA group, strides, lengths and
+    page size are run-time values.
+    """
+
+    dtype: str
+    out_dtype: str
+    head_dim_qk: int
+    head_dim_vo: int
+    mask: str = "stop"  # "stop": length and causal bounds; "band": the window's too; "packed": custom bits and the band
+    # ^ "multi_item": the band without the keys between a prefix and the row's own item
+    scores: tuple[str, ...] = ()  # in order of application, of "scale", "alibi", "soft_cap"
+    split: bool = False  # schedule "grid": fp32 partials for the combine kernel instead of the output
+    schedule: str = "grid"  # "grid": one request, tiles by arithmetic; "items": work items of a batch
+    kv: str = "dense"  # "dense": tokens at a stride; "paged": pages in any order, by TMA; "gathered": by row
+    # ^ "gather4": by row, by TMA
+    kv_dtype: str = ""  # of `KV_BITS`, "" or of 8 bits
+
+    @property
+    def tile(self) -> PersistentTile:
+        raise NotImplementedError
+
+    @property
+    def fp8(self) -> bool:
+        return self.dtype in FP8_DTYPES

@@ -1,0 +1,121 @@
+"""Softmax with anchors that trail the row's maximum, as in fa3: only the first kv tile is searched for its maximum.
+
+The sums show afterwards whether exponentials overflowed the slack; S is intact until then, and P is computed anew from
+it. So no row maximum, no hand-over of scale factors and no correction between S and P.
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from cute_attn.kernels.blocks import ptx, sm100
+from cute_attn.kernels.blocks.pipeline import PipelineState
+from cute_attn.kernels.fa4.parts.umma import CHUNK_COLUMNS
+from cute_attn.kernels.fa4.softmax_warps import RowState, SoftmaxContext, SoftmaxWarps
+
+RESCALED_COLUMNS = 16  # of O, at a time
+
+
+class AnchoredSoftmax(SoftmaxWarps):
+    """Softmax warps whose rows keep their anchors from tile to tile."""
+
+    @cute.jit
+    def step(
+        self,
+        ring: cutlass.Constexpr,
+        context: cutlass.Constexpr,
+        s: PipelineState,
+        state: RowState,
+        kv_tile: Int32,
+        first: Boolean,
+        masked: cutlass.Constexpr,
+    ) -> Any:
+        """Computes P with the anchors of earlier tiles, and again where that exceeds the slack. The first tile has none,
+        so it begins with raising them.
+        """
+        shift, total, context = state.shift, state.total, context.at(ring, s)
+        words = self.words(context, kv_tile) if masked else [None for _ in self.tile.chunks]
+        ring.wait_full(s)
+        sm100.fence_after_sync()
+        limit = Float32(2.0**context.softmax.slack * self.spec.tile.cols)
+        raises, pending = first, Boolean(True)
+        while pending:
+            if raises:
+                # At most once: even NaN and infinite scores do not exceed the limit then.
+                limit = Float32(float("inf"))
+                shift, total = self.raise_anchors(context, shift, total, kv_tile, first, masked)
+            p, tile_total = self.probabilities(context, shift, kv_tile, words, masked)
+            raises = cute.arch.vote_any_sync(tile_total > limit)
+            if not raises:
+                self.store(ring, context, s, p)
+                total = total + tile_total
+            pending = raises
+        return ring.next(s), RowState(shift, total)
+
+    def words(self, context: SoftmaxContext, kv_tile: Int32) -> list[Int32]:
+        """Returns the mask of a kv tile: computed, or loaded, while its S is."""
+        start = kv_tile * self.spec.tile.cols
+        return [context.mask.word(start + Int32(chunk * CHUNK_COLUMNS)) for chunk in self.tile.chunks]
+
+    def probabilities(
+        self, context: SoftmaxContext, shift: Float32, kv_tile: Int32, words: list[Int32 | None], masked: bool
+    ) -> tuple[list[Int32], Float32]:
+        """Computes P of the thread's row, packed, and its sum. A chunk is loaded while the one before is processed."""
+        softmax, p = context.softmax, []
+        exp2 = softmax.exp2
+        sums = exp2.zero_sums()
+        shifts = softmax.finite([shift]) if masked else [shift]
+        loaded = self.load(context, Int32(0))
+        for chunk, word in zip(self.tile.chunks, words, strict=True):
+            start = ptx.opaque(kv_tile * self.spec.tile.cols) + Int32(chunk * CHUNK_COLUMNS)
+            s = sm100.wait_loads(loaded)
+            if chunk + 1 in self.tile.chunks:
+                loaded = self.load(context, Int32((chunk + 1) * CHUNK_COLUMNS))
+            s = self.modified(context, s, start, word)
+            exponentials = softmax.exponentials(s, shifts, may_be_empty=False)
+            sums = exp2.add(sums, s, exponentials)
+            p += self.tile.probabilities(exponentials)
+        return p, exp2.sum(sums)
+
+    @cute.jit
+    def raise_anchors(
+        self,
+        context: cutlass.Constexpr,
+        shift: Float32,
+        total: Float32,
+        kv_tile: Int32,
+        first: Boolean,
+        masked: cutlass.Constexpr,
+    ) -> Any:
+        """Moves the anchors of rows whose maximum exceeds the slack to it; rescales sums, and outputs unless there is
+        none yet. A loop over small chunks, since it is rare.
+        """
+        softmax, high = context.softmax, Float32(ptx.NEG_INF)
+        for column in cutlass.range(0, self.spec.tile.cols, CHUNK_COLUMNS, unroll=1):
+            start = kv_tile * self.spec.tile.cols + column
+            word = context.mask.word(start) if masked else None
+            s = self.modified(context, sm100.wait_loads(self.load(context, column)), start, word)
+            for i in cutlass.range_constexpr(0, CHUNK_COLUMNS, 2):
+                high = sm100.fmax3_nan(high, s[i], s[i + 1])
+        (old,) = softmax.finite([shift])
+        new = softmax.anchor(high, 0)
+        new = ptx.select(high == Float32(float("inf")), Float32(float("nan")), new)
+        # The negation holds for NaN too, which spreads over the row.
+        exceeds = Boolean(ptx.fma(high, softmax.log2_scales[0], old) <= Float32(softmax.slack)) == Boolean(False)
+        factor = ptx.select(exceeds, ptx.exp2(new - old), Float32(1.0))
+        columns = ptx.select(first, Int32(0), Int32(self.tile.output_columns))
+        context.products.wait()
+        self.rescale_output(context.o, columns, factor)
+        return ptx.select(exceeds, new, shift), total * factor
+
+    @cute.jit
+    def rescale_output(self, o: Int32, columns: Int32, factor: Float32) -> None:
+        factors = sm100.pair(factor, factor)
+        for at in cutlass.range(0, columns, RESCALED_COLUMNS, unroll=1):
+            values, scaled = sm100.wait_loads(sm100.load_columns(o + at, 0, RESCALED_COLUMNS)), []
+            for i in cutlass.range_constexpr(0, RESCALED_COLUMNS, 2):
+                scaled += sm100.halves(sm100.mul_pair(sm100.pair(values[i], values[i + 1]), factors))
+            sm100.store_columns(o + at, 0, scaled)
+        sm100.wait_stores()

@@ -1,0 +1,41 @@
+"""Specs of the Blackwell kernel that the compile gate builds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cute_attn.kernels.fa4.spec import Fa4Spec
+from cute_attn.kernels.fa4.tiles import HEAD_DIMS, choose
+from cute_attn.runtime.spec import KernelSpec
+
+# Score and mask variants; the first needs more registers than any other.
+MODIFIED: tuple[dict[str, Any], ...] = (
+    {"mask": "packed", "scores": ("scale", "alibi", "soft_cap")},
+    {"mask": "packed"},
+    {"mask": "band"},
+    {"scores": ("scale", "soft_cap")},
+)
+ITEMS: dict[str, Any] = {"schedule": "items", "kv": "paged"}
+GATHERED: dict[str, Any] = {"schedule": "items", "kv": "gathered"}
+
+
+def default_specs(arch: str) -> list[KernelSpec]:
+    """Lists the specs to compile: all head dims in bf16, dense, paged and with the most demanding scores; the rest at
+    the commonest dims.
+    """
+    llama = (128, 128)
+    specs = [_spec(arch, dims, **source) for dims in HEAD_DIMS for source in ({}, ITEMS, GATHERED)]
+    specs += [_spec(arch, dims, split=True, out_dtype="float32") for dims in HEAD_DIMS]
+    specs += [_spec(arch, dims, **MODIFIED[0], **source) for dims in HEAD_DIMS for source in ({}, GATHERED)]
+    specs += [_spec(arch, llama, **modified) for modified in MODIFIED[1:]]
+    specs += [_spec(arch, llama, **MODIFIED[0], **ITEMS), _spec(arch, (192, 128), mask="band", **ITEMS)]
+    specs += [_spec(arch, llama, mask="multi_item", **source) for source in (ITEMS, GATHERED)]
+    return [*specs, _spec(arch, llama, schedule="items"), _spec(arch, llama, dtype="float16", out_dtype="float16")]
+
+
+def _spec(
+    arch: str, dims: tuple[int, int], *, dtype: str = "bfloat16", out_dtype: str = "bfloat16", **rest: Any
+) -> KernelSpec:
+    plain = rest.get("mask", "stop") == "stop" and not rest.get("scores")
+    tile = choose(arch, dims, plain, rest.get("kv", "dense"))
+    return Fa4Spec(dtype, out_dtype, *dims, tile=tile, **rest)

@@ -1,0 +1,99 @@
+"""Masks of threads that own a row: a word per chunk of 32 columns, bit i set where column i is hidden from the row.
+
+They compose as those of `blocks/masks.py` do, which compare every column: a word costs a few instructions per chunk,
+and ptxas turns tests of its bits for zero into predicates, seven or eight with one R2P.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.masks import Band, funnel_shift_right
+from cute_attn.kernels.blocks.multi_item import KeyBounds
+from cute_attn.kernels.blocks.rows import PackedRows
+
+COLUMNS = 32  # of a word
+
+
+def columns_before(stop: Int32) -> Int32:
+    """Returns the word of the columns below `stop`."""
+    return ~columns_from(stop)
+
+
+def columns_from(start: Int32) -> Int32:
+    """Returns the word of the columns from `start`. The shift clamps: nothing is left of 32 and more."""
+    return ptx.asm("shl.b32 $0, -1, $1;", [Int32], [ptx.maximum(start, Int32(0))], pure=True)
+
+
+def hide(s: list[Float32], hidden: Int32) -> list[Float32]:
+    """Sets the scores of hidden columns to -inf."""
+    word = ptx.opaque(hidden)  # hoisted out of a loop, each test would take an instruction of its own
+    bits = [word & Int32(1 << i if i < 31 else -(1 << 31)) for i in range(len(s))]
+    return [ptx.select(bit == Int32(0), x, Float32(ptx.NEG_INF)) for x, bit in zip(s, bits, strict=True)]
+
+
+@dataclass(frozen=True)
+class StopWords:
+    """Mask of a band without left bound: hides the columns from a row's stop."""
+
+    band: Band
+    rows: PackedRows
+    row: Int32
+
+    @property
+    def token(self) -> Int32:
+        return self.rows.token(self.row)
+
+    def word(self, kv_start: Int32) -> Int32:
+        """Returns the hidden ones of the columns from `kv_start`."""
+        return columns_from(self.band.stop(self.token) - kv_start)
+
+
+class BandWords(StopWords):
+    """Mask of a band with a left bound."""
+
+    def word(self, kv_start: Int32) -> Int32:
+        return super().word(kv_start) | columns_before(self.token + self.band.left - kv_start)
+
+
+@dataclass(frozen=True)
+class PackedWords(BandWords):
+    """Custom mask within the band: one bit per (token, kv) pair in little bit order, rows not padded."""
+
+    bits: Int64
+    bits_end: Int64
+    kv_len: Int32
+
+    def word(self, kv_start: Int32) -> Int32:
+        bit = Int64(self.token) * Int64(self.kv_len) + Int64(kv_start)
+        address = self.bits + (bit >> Int64(3))
+        aligned = address & Int64(-4)
+        shift = Int32((address & Int64(3)) * Int64(8) + (bit & Int64(7)))
+        low, high = self.load_word(aligned), self.load_word(aligned + Int64(4))
+        return super().word(kv_start) | ~funnel_shift_right(low, high, shift)
+
+    @cute.jit
+    def load_word(self, address: Int64) -> Int32:
+        """Loads four mask bytes; those past the end of the buffer are not accessed and read as zero."""
+        word = Int32(0)
+        if address + 4 <= self.bits_end:
+            word = ptx.ld_global_u32(address)
+        else:
+            for i in cutlass.range_constexpr(3):
+                if address + i < self.bits_end:
+                    word = word | (ptx.ld_global_u8(address + i) << (8 * i))
+        return word
+
+
+@dataclass(frozen=True)
+class MultiItemWords(BandWords):
+    """Band without the keys between the prefix and the row's item."""
+
+    bounds: KeyBounds
+
+    def word(self, kv_start: Int32) -> Int32:
+        prefix_end, item_start = (bound - kv_start for bound in self.bounds.of_token(self.token))
+        return super().word(kv_start) | (columns_from(prefix_end) & columns_before(item_start))

@@ -1,0 +1,70 @@
+"""Tile tables of the tcgen05 kernel: the tile of a problem by head dims and dtypes.
+
+Every row must compile to 0 bytes of stack and fit 227 KB of shared memory and 512 columns of tensor memory. Query tiles
+of 128 rows take 2 * 128 * head dim bytes each, kv tiles as many per 128 keys, in lines of 128 bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from cute_attn.kernels.fa4.spec import BlackwellTile
+
+ARCHS = ("sm_100a", "sm_103a")
+FAST_EXP2 = ("sm_103a",)  # whose MUFU has twice the rate: no exponential goes to the FMA units
+FP8_HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+PAGE_ALIGNED = 64  # tiles of paged keys are multiples of it, so that pages of any power of two need few boxes
+
+# `polynomial` as on sm_100a. It pays where the MUFU needs longer than the tensor cores: 1024 clocks per tile of 128 x
+# 128 against 8 per head dimension, qk and vo together half each (of fp8, half as many). A query tile of head dimension
+# 256 has 256 columns of output and two stages of scores: there is no room for a second one.
+_16_BIT = {
+    (64, 64): BlackwellTile(k_stages=4, v_stages=4, polynomial=5),
+    (96, 96): BlackwellTile(k_stages=2, v_stages=2, polynomial=4),
+    (128, 128): BlackwellTile(k_stages=2, v_stages=2, polynomial=3),
+    (192, 128): BlackwellTile(k_stages=2, v_stages=1),
+    (256, 256): BlackwellTile(query_tiles=1, cols=64, k_stages=3, v_stages=2),
+}
+_FP8 = {
+    (64, 64): BlackwellTile(k_stages=4, v_stages=4, polynomial=5),
+    (128, 128): BlackwellTile(k_stages=4, v_stages=4, polynomial=5),
+    (256, 256): BlackwellTile(query_tiles=1, k_stages=3, v_stages=2, polynomial=2),
+}
+
+# Minimum tokens per box with which pages are loaded by TMA instead of gathered, as on Hopper.
+_MIN_BOX_ROWS = {(64, 64): 16, (96, 96): 32, (128, 128): 32, (192, 128): 32, (256, 256): 32}
+_MIN_FP8_BOX_ROWS = 8  # of 8-bit rows under 16-bit q
+
+
+def tile_dims(head_dims: tuple[int, int], fp8: bool = False) -> tuple[int, int]:
+    """Returns the head dims whose tile these have: the smallest of the table that contain them. TMA fills columns past
+    the end with zeros; products and stores take the problem's own head dims.
+    """
+    table = FP8_HEAD_DIMS if fp8 else HEAD_DIMS
+    return next(dims for dims in table if head_dims[0] <= dims[0] and head_dims[1] <= dims[1])
+
+
+def page_source(head_dims: tuple[int, int], page_size: int, *, fp8: bool = False, fp8_kv: bool = False) -> str:
+    """Returns how pages of `page_size` tokens are loaded: `kv` of `Fa4Spec`. `fp8`: q, k and v are; `fp8_kv`: only k
+    and v are.
+    """
+    min_rows = _MIN_FP8_BOX_ROWS if fp8_kv else _MIN_BOX_ROWS[tile_dims(head_dims)]
+    return "paged" if fp8 or math.gcd(page_size, PAGE_ALIGNED) >= min_rows else "gathered"
+
+
+def choose(
+    arch: str, head_dims: tuple[int, int], plain: bool, kv: str, *, fp8: bool = False, fp8_kv: bool = False
+) -> BlackwellTile:
+    """Returns the tile of a problem on an architecture. `plain`: scores are not modified, nor masked but at the length
+    and the diagonal; `kv`: as in `Fa4Spec`. A row's scores lie in one thread, which has registers for any modification.
+    """
+    tile = (_FP8 if fp8 else _16_BIT)[tile_dims(head_dims, fp8)]
+    return dataclasses.replace(tile, polynomial=0) if arch in FAST_EXP2 else tile
+
+
+def candidates(arch: str, fp8: bool = False) -> dict[tuple[int, int], list[BlackwellTile]]:
+    """Lists every tile that `choose` may return, by head dims."""
+    dims = FP8_HEAD_DIMS if fp8 else HEAD_DIMS
+    return {head_dims: [choose(arch, head_dims, True, "dense", fp8=fp8)] for head_dims in dims}

@@ -1,0 +1,138 @@
+"""Specs and tiles of a family of persistent kernels, for problems of given settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from cute_attn.kernels.blocks.persistent_spec import PersistentSpec, PersistentTile
+from cute_attn.kernels.host.features import batched, combine_spec, kv_dtype, schedule, score_steps
+from cute_attn.problem import Features, Settings, short
+from cute_attn.runtime.arch import Arch
+from cute_attn.runtime.spec import KernelSpec
+
+SMALL_PAGE, LARGE_PAGE = 1, 128  # tokens: every page size has the kernels of one of these
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+SECTION_BYTES = 32 << 20  # keys and values of an L2 section
+PACKED_TOKENS = 64  # below so many query tokens per request, the heads of a group share tiles
+
+T = TypeVar("T", bound=PersistentTile)
+T_co = TypeVar("T_co", bound=PersistentTile, covariant=True)
+
+
+class PageSource(Protocol):
+    """Chooses how pages are loaded."""
+
+    def __call__(self, head_dims: tuple[int, int], page_size: int, *, fp8: bool, fp8_kv: bool) -> str:
+        """Returns `kv` of a spec. `fp8`: q, k and v are; `fp8_kv`: only k and v are."""
+
+
+class ChooseTile(Protocol[T_co]):
+    """Chooses tiles."""
+
+    def __call__(self, arch: str, head_dims: tuple[int, int], plain: bool, kv: str, *, fp8: bool, fp8_kv: bool) -> T_co:
+        """Returns the tile of a problem on an architecture. `plain`: scores are not modified, nor masked but at the
+        length and the diagonal; `kv`: as in the spec.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class PersistentKernels(Generic[T]):
+    """What the host code of persistent kernels asks a family. Compared by identity: it is part of keys."""
+
+    name: str
+    spec_type: Callable[..., PersistentSpec]
+    page_source: PageSource
+    choose_tile: ChooseTile[T]
+
+    def spec(
+        self, features: Features, window: bool, tile: T, split: bool = False, page_size: int = SMALL_PAGE
+    ) -> PersistentSpec:
+        """Returns the kernel that solves problems of these features with this tile. `window`: the mask has a left
+        bound. `split`: the keys of a single request are split. `page_size`: tokens per page of paged keys.
+        """
+        edges = "band" if window else "stop"
+        mask = "packed" if features.custom_mask else "multi_item" if features.multi_item else edges
+        return self.spec_type(
+            dtype=short(features.q_dtype),
+            out_dtype="float32" if split else short(features.o_dtype),
+            head_dim_qk=features.head_dim_qk,
+            head_dim_vo=features.head_dim_vo,
+            mask=mask,
+            scores=scores(features),
+            split=split,
+            schedule=schedule(features),
+            kv=self.kv_source(features, page_size),
+            kv_dtype=kv_dtype(features),
+            tile=tile,
+        )
+
+    def spec_of(self, settings: Settings, tile: T, split: bool) -> PersistentSpec:
+        """Returns the attention kernel of these settings and this tile."""
+        return self.spec(settings.features, settings.window_left >= 0, tile, split, settings.page_size)
+
+    def kv_source(self, features: Features, page_size: int) -> str:
+        """Returns `kv` of a spec."""
+        if features.kv_source != "paged":
+            return "dense"
+        return self.page_source(head_dims(features), page_size, fp8=features.q_dtype in FP8, fp8_kv=fp8_kv(features))
+
+    def tile(self, features: Features, arch: str, window: bool, page_size: int = SMALL_PAGE) -> T:
+        """Returns the tile of these features on an architecture; the other arguments are those of `spec`."""
+        masked = features.custom_mask or features.multi_item or window
+        plain = not masked and not scores(features)
+        kv, fp8 = self.kv_source(features, page_size), features.q_dtype in FP8
+        return self.choose_tile(arch, head_dims(features), plain, kv, fp8=fp8, fp8_kv=fp8_kv(features))
+
+    def specs(self, features: Features, arch: Arch) -> list[KernelSpec]:
+        """Returns every kernel that calls of these features may need, whatever their lengths."""
+        kernels: list[KernelSpec] = [
+            self.spec(features, window, self.tile(features, arch.name, window, page_size), split, page_size)
+            for window in (False, True)
+            for split in ((False,) if batched(features) else (False, True))
+            for page_size in (SMALL_PAGE, LARGE_PAGE)
+        ]
+        return [*dict.fromkeys(kernels), combine_spec(features)]
+
+
+def scores(features: Features) -> tuple[str, ...]:
+    """Returns `scores` of a spec. With fp8 q, a scale alone is no step whatever its sign: it is applied per row and by
+    softmax.
+    """
+    steps = score_steps(features)
+    return () if features.q_dtype in FP8 and steps == ("scale",) else steps
+
+
+def head_dims(features: Features) -> tuple[int, int]:
+    return features.head_dim_qk, features.head_dim_vo
+
+
+def fp8_kv(features: Features) -> bool:
+    """Tells whether keys and values have fewer bits than q."""
+    return features.kv_dtype != features.q_dtype
+
+
+def heads_per_tile(features: Features, qo_len: int, rows: int) -> int:
+    """Returns the number of query heads whose rows share a tile: a whole GQA group where requests are short and the
+    group size divides the tile's rows, else 1.
+    """
+    group = features.num_qo_heads // features.num_kv_heads
+    return group if qo_len < PACKED_TOKENS and rows % group == 0 else 1
+
+
+def section_heads(features: Features, heads: int, kv_len: int) -> int:
+    """Returns the blocks of `heads` query heads in an L2 section: those of as many kv heads as SECTION_BYTES holds, at
+    least one, rounded down to a divisor of all blocks.
+    """
+    head_blocks = features.num_qo_heads // heads
+    blocks_per_kv = features.num_qo_heads // features.num_kv_heads // heads
+    wanted = max(1, SECTION_BYTES // max(kv_len * token_bytes(features), 1)) * blocks_per_kv
+    return max(n for n in range(1, head_blocks + 1) if head_blocks % n == 0 and n <= wanted)
+
+
+def token_bytes(features: Features) -> int:
+    """Returns the bytes of keys and values of one token and head."""
+    return (features.head_dim_qk + features.head_dim_vo) * features.kv_dtype.itemsize

@@ -1,0 +1,171 @@
+"""Checks of mbarriers (phases that arrivals straddle, what is left at the end, visibility) and of setmaxnreg."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cute_attn.emulator import EmulatorError, GlobalMemory, Schedule, launch
+from cute_attn.emulator import errors as faults
+from tests.emulator.test_checks import ARRIVE, FENCE, IN, INIT, OUT, WAIT, kernel, run
+
+pytestmark = pytest.mark.emulator
+
+SCHEDULES = [Schedule(), Schedule("delayed", 3), Schedule("adversarial", 4)]
+
+
+def _initialised(count: int) -> tuple[str, ...]:
+    return tuple(line.replace("64;", f"{count};") if "mbarrier.init" in line else line for line in INIT)
+
+
+def _lead(*lines: str) -> tuple[str, ...]:
+    """Lines for thread 0."""
+    return ("setp.ne.u32 %p2, %me, 0;", "@%p2 bra LED;", *lines, "LED:")
+
+
+# --- phases -----------------------------------------------------------------------------------------------------------
+
+EACH_WARP = ("and.b32 %r10, %me, 31;", "setp.eq.u32 %p4, %r10, 0;", f"@%p4 {ARRIVE}", "bar.sync 0;")
+ANNOUNCE = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r8], 64;"
+
+# name -> (part of the message, lines)
+UNBALANCED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "a count that ends within a warp": (
+        "lanes of one warp arrive in phases 0 and 1, its count of 48 is too low [lane 16]",
+        (*_initialised(48), ARRIVE),
+    ),
+    "a count one too low": ("lanes of one warp arrive in phases 0 and 1", (*_initialised(127), ARRIVE)),
+    "arrivals of copies": (
+        "lanes of one warp arrive in phases 0 and 1, its count of 127 is too low",
+        (*_initialised(127), "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r8];"),
+    ),
+    "three of four warps a phase": (
+        "has 1 of 3 arrivals and 0 bytes are missing in phase 1",
+        (*_initialised(3), *EACH_WARP),
+    ),
+    "bytes that nobody announced": (
+        "and -16 bytes are missing in phase 0",
+        (*_initialised(1), *_lead("mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%r8], 16;")),
+    ),
+    "bytes announced without an arrival": (
+        "has 0 of 1 arrivals and 16 bytes are missing",
+        (*_initialised(1), *_lead("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r8], 16;")),
+    ),
+}
+
+BALANCED: dict[str, tuple[str, ...]] = {
+    "all arrive": (*_initialised(128), ARRIVE),
+    "arrivals of copies": (*_initialised(128), "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r8];", WAIT),
+    "one phase a warp": (*_initialised(32), ARRIVE),
+    "lanes of a warp arrive alone": (*_initialised(4), *EACH_WARP, *EACH_WARP),
+    "one role arrives ahead at the end": (
+        *(*_initialised(128), ARRIVE, WAIT),
+        *("setp.lt.u32 %p4, %me, 32;", f"@%p4 {ARRIVE}"),
+    ),
+    "a role that has no work": (*_initialised(128), "setp.lt.u32 %p4, %me, 32;", f"@%p4 {ARRIVE}"),
+    "bytes announced at the tail": (*_initialised(1), *_lead(ANNOUNCE)),
+    "invalidated": (
+        *(*_initialised(3), *EACH_WARP),
+        *_lead("mbarrier.inval.shared::cta.b64 [%r8];"),
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("name", UNBALANCED)
+def test_unbalanced_phases(name: str, schedule: Schedule) -> None:
+    message, lines = UNBALANCED[name]
+    with pytest.raises(faults.BarrierFault) as raised:
+        run(kernel(*lines, threads=128), schedule=schedule)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("name", BALANCED)
+def test_balanced_phases(name: str, schedule: Schedule) -> None:
+    run(kernel(*BALANCED[name], threads=128), schedule=schedule)
+
+
+# --- visibility -------------------------------------------------------------------------------------------------------
+
+BRING = (
+    "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r8], 256;",
+    "add.u32 %r11, %r8, 256;",
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r11], [%src], 256, [%r8];",
+)
+
+
+@pytest.mark.parametrize("fence", ["fence.mbarrier_init.release.cluster;", FENCE, ""])
+def test_barriers_of_copies_must_be_visible(fence: str) -> None:
+    init = [line + fence if "mbarrier.init" in line else line for line in _initialised(1)]
+    text = kernel(*init, *_lead(*BRING), WAIT)
+    if fence:
+        run(text)
+        return
+    with pytest.raises(faults.BarrierFault, match=r"fence\.mbarrier_init or fence\.proxy\.async is missing"):
+        run(text)
+
+
+def test_a_fence_is_about_the_barriers_of_its_thread() -> None:
+    """fence.mbarrier_init by another warp than the one that has initialised the barrier."""
+    late = ("setp.eq.u32 %p3, %me, 32;", "@%p3 fence.mbarrier_init.release.cluster;", "bar.sync 0;")
+    with pytest.raises(faults.BarrierFault, match=r"fence\.mbarrier_init or fence\.proxy\.async is missing"):
+        run(kernel(*_initialised(1), *late, *_lead(*BRING), WAIT))
+
+
+# --- setmaxnreg -------------------------------------------------------------------------------------------------------
+
+
+def _registers(at_launch: int | None, first: str, second: str, schedule: Schedule = SCHEDULES[0]) -> None:
+    """Two warpgroups, of which each executes one instruction."""
+    lines = ("setp.ge.u32 %p1, %me, 128;", "@%p1 bra SECOND;", first, "bra SKIP;", "SECOND:", second, "SKIP:")
+    memory = GlobalMemory()
+    memory.add("in", IN, 16, data=np.zeros(16, np.uint8))
+    memory.add("out", OUT, 16, data=np.zeros(16, np.uint8))
+    description = {
+        "symbol": "micro",
+        "grid": (1, 1, 1),
+        "block": (256, 1, 1),
+        "smem_bytes": 0,
+        "params": IN.to_bytes(8, "little") + OUT.to_bytes(8, "little"),
+    }
+    given = {} if at_launch is None else {"registers": at_launch}
+    launch(kernel(*lines, threads=256).ptx(), description | given, memory, schedule=schedule)
+
+
+def _set(direction: str, count: int) -> str:
+    return f"setmaxnreg.{direction}.sync.aligned.u32 {count};"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("order", [1, -1])
+def test_registers_that_are_released_can_be_claimed(schedule: Schedule, order: int) -> None:
+    _registers(128, *(_set("dec", 64), _set("inc", 192))[::order], schedule=schedule)
+    _registers(125, *(_set("dec", 64), _set("inc", 192))[::order], schedule=schedule)  # allocated in eights
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("order", [1, -1])
+def test_more_registers_than_are_released(schedule: Schedule, order: int) -> None:
+    with pytest.raises(faults.Deadlock, match=r"setmaxnreg\.inc to 200 lacks \d+ registers: \d+ of the CTA's 32768"):
+        _registers(128, *(_set("dec", 64), _set("inc", 200))[::order], schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    ("at_launch", "first", "second", "kind", "message"),
+    [
+        (128, _set("dec", 136), "", faults.RegisterFault, "dec to 136 by a warp that holds 128"),
+        (128, _set("inc", 120), "", faults.RegisterFault, "inc to 120 by a warp that holds 128"),
+        (128, _set("dec", 60), "", faults.PtxError, "a multiple of 8 between 24 and 256"),
+        (None, _set("inc", 256), _set("dec", 24), None, ""),  # 256 at launch: all that an SM has for 256 threads
+        (257, "", "", faults.LaunchFault, "256 threads of 264 registers: an SM has 65536"),
+    ],
+)
+def test_register_counts(
+    at_launch: int | None, first: str, second: str, kind: type[EmulatorError] | None, message: str
+) -> None:
+    if kind is None:
+        _registers(at_launch, first, second)
+        return
+    with pytest.raises(kind, match=message):
+        _registers(at_launch, first, second)

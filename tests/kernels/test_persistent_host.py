@@ -1,0 +1,266 @@
+"""Host code of persistent kernels, fa3 and fa4: tensor maps, parameter blocks, heads of a tile and the order of tiles.
+No GPU, no kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn import ArgumentError
+from cute_attn.emulator import using
+from cute_attn.emulator.tensormap import TensorMap, decode
+from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
+from cute_attn.kernels.combine.spec import CombineSpec
+from cute_attn.kernels.host import combine
+from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.persistent import batch as persistent_batch
+from cute_attn.kernels.host.persistent import prepared, variant
+from cute_attn.kernels.host.persistent.single import Scheduler
+from cute_attn.kernels.host.persistent.tensor_maps import TensorMaps
+from cute_attn.problem import Problem
+from cute_attn.request import single as single_request
+from cute_attn.runtime import counters, tensormap
+from cute_attn.runtime.launch import CPU
+from cute_attn.runtime.spec import KernelSpec
+from tests.support.backend_problems import build
+from tests.support.batch_case import dims, heads, make, paged, plan_arguments, ragged, wrapper
+from tests.support.fa2_contract import CombineParams
+from tests.support.persistent_host import TARGETS, Target, single
+
+
+@pytest.fixture
+def parameters(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, ...]]:
+    """Kernels that are nothing but their parameters' names, which are the result for the attention kernel."""
+    blocks = pytest.importorskip("cute_attn.kernels.blocks.persistent", reason="needs the DSL", exc_type=ImportError)
+    names = (*blocks.PersistentProgram.maps, *blocks.PersistentProgram.params._fields)
+
+    def load(spec: KernelSpec, *where: Any) -> Any:
+        fields = names if isinstance(spec, PersistentSpec) else CombineParams._fields
+        return SimpleNamespace(artifact=SimpleNamespace(params=[SimpleNamespace(name=name) for name in fields]))
+
+    for module in (prepared, combine):
+        monkeypatch.setattr(module, "load", load)
+    prepared.prepared_kernel.cache_clear()
+    yield names
+    prepared.prepared_kernel.cache_clear()
+
+
+@pytest.fixture(params=TARGETS, ids=lambda target: target.name)
+def target(request: pytest.FixtureRequest) -> Target:
+    return request.param
+
+
+def scheduler(target: Target, problem: Problem, sms: int = 132) -> Scheduler[Any]:
+    return Scheduler(target.kernels, problem.settings, target.arch, sms)
+
+
+def packed(target: Target, problem: Problem, names: tuple[str, ...]) -> dict[str, Any]:
+    """Parameters of the attention launch by name."""
+    schedule = scheduler(target, problem)(problem.qo_len, problem.kv_len)
+    kernel = prepared.PreparedKernel(
+        target.kernels, problem.settings, schedule.tile, schedule.heads, False, Gpu(target.arch, CPU, 132)
+    )
+    values = kernel.values(problem, kernel.output.of(problem), schedule.numbers, 0)
+    return dict(zip(names, values, strict=True))
+
+
+def maps(target: Target, problem: Problem, heads: int) -> tuple[TensorMap, TensorMap]:
+    of = TensorMaps(problem.settings, scheduler(target, problem).tile, heads)
+    return decode(of.q(problem.q)(problem.q.data_ptr())), decode(of.kv(problem.k)(problem.k.data_ptr()))
+
+
+def test_maps_of_a_single_request(target: Target) -> None:
+    problem = single(kv_layout="HND")
+    q, k = maps(target, problem, 4)
+    assert (q.address, k.address) == (problem.q.data_ptr(), problem.k.data_ptr())
+    assert q.dims == (64, 4, 100, 2)  # d, heads of a tile, tokens, blocks of heads
+    assert q.strides == (128, 8 * 128, 4 * 128)
+    assert q.box == (64, 4, scheduler(target, problem).tile.rows // 4, 1)
+    assert k.dims == (64, 300, 2, 1)
+    assert k.strides[:2] == (128, 300 * 128)
+    assert k.box == (64, scheduler(target, problem).tile.cols, 1, 1)
+    assert q.swizzle == k.swizzle == 3  # lines of 128 bytes
+
+
+@pytest.mark.parametrize(("page_size", "box"), [(16, 16), (5, 1), (256, 128), (12, 4)])
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_boxes_of_pages_do_not_leave_their_page(target: Target, page_size: int, box: int, kv_layout: str) -> None:
+    case = paged((1,) * 3, (40, 0, 300), page_size, kv_layout=kv_layout, cache="strided", **heads(6, 2), **dims(128))
+    problem = build(case).problem
+    tile = target.kernels.tile(problem.settings.features, target.arch.name, window=False)
+    k = decode(TensorMaps(problem.settings, tile, 1).kv(problem.k)(problem.k.data_ptr()))
+    assert page_size % box == tile.cols % box == 0
+    assert k.box == (64, box, 1, 1)
+    assert k.dims == (128, page_size, 2, problem.k.shape[0])
+    order = (1, 2) if kv_layout == "NHD" else (2, 1)
+    strides = problem.k.stride()
+    assert k.strides == (2 * strides[order[0]], 2 * strides[order[1]], 2 * strides[0])
+
+
+def test_empty_and_single_axes(target: Target) -> None:
+    """Strides of axes of size 1 are arbitrary, and a tensor without tokens is not read."""
+    problem = single(qo_len=1, kv_len=0, heads=(1, 1))
+    k = problem.k.as_strided((0, 1, 64), (64, 3, 1))
+    q, decoded = maps(target, problem._replace(k=k), 1)
+    assert q.dims == (64, 1, 1, 1)
+    assert decoded.dims == (64, 1, 1, 1)
+    assert decoded.strides == (16, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("address", "strides"), [(8, (128,)), (16, (24,)), (16, (-16,)), (16, (1 << 40,))], ids=lambda value: str(value)
+)
+def test_what_tensor_maps_cannot_hold(address: int, strides: tuple[int, ...]) -> None:
+    with pytest.raises(ArgumentError, match="TMA needs"):
+        tensormap.encode("float16", address, (64, 8), strides, (64, 8), tensormap.SWIZZLE_128B)
+
+
+def test_parameter_blocks_follow_the_kernel(target: Target, parameters: tuple[str, ...]) -> None:
+    problem = single()
+    named_values = packed(target, problem, parameters)
+    assert decode(named_values["k"]).address == named_values["k_address"] == problem.k.data_ptr()
+    assert named_values["counters"] == counters.of_device(CPU).address(0)
+    assert (named_values["qo_len"], named_values["kv_len"]) == (100, 300)
+    assert (named_values["num_qo_heads"], named_values["group"], named_values["kv_group"]) == (8, 1, 4)
+    assert named_values["box_rows"] == scheduler(target, problem).tile.cols
+    assert named_values["kv_indices"] == 0
+
+
+@pytest.mark.parametrize(
+    ("qo_len", "heads", "shared"), [(63, (8, 2), 4), (64, (8, 2), 1), (1, (6, 2), 1), (1, (9, 1), 1)]
+)
+def test_heads_of_a_tile(target: Target, qo_len: int, heads: tuple[int, int], shared: int) -> None:
+    """A group that does not divide the rows of a tile (128 or 256; 6 / 2 = 3, 9) has a tile a head."""
+    problem = single(qo_len, heads=heads, dim=128)
+    assert scheduler(target, problem)(qo_len, 300).heads == shared
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (12, 4), (7, 1)])
+@pytest.mark.parametrize("kv_len", [1, 300, 200_000])
+def test_the_grid_covers_every_tile_once(target: Target, kv_len: int, heads: tuple[int, int]) -> None:
+    problem = single(100, 1, heads, 128)
+    schedule = scheduler(target, problem)(100, kv_len)
+    numbers = dict(zip(prepared.ORDER_FIELDS + prepared.LENGTH_FIELDS, map(int, schedule.numbers), strict=True))
+    blocks, head_blocks = -(-100 * schedule.heads // schedule.tile.rows), heads[0] // schedule.heads
+    assert numbers["total_tiles"] == blocks * head_blocks * schedule.num_splits
+    assert schedule.grid == (min(132, numbers["total_tiles"]), 1, 1)
+    split_tokens, split_tiles = numbers["split_tokens"], numbers["split_tiles"]
+    section_tiles, section = numbers["section_tiles"], numbers["section_heads"]
+    assert split_tokens * schedule.num_splits >= kv_len > split_tokens * (schedule.num_splits - 1)
+    assert split_tiles == blocks * head_blocks
+    assert section_tiles == blocks * section
+    assert head_blocks % section == 0
+
+
+def test_launches(target: Target) -> None:
+    (main, grid), (merge, rows) = target.family.launches(single(3, 20_000), target.arch, 132)
+    assert isinstance(main, target.kernels.spec_type)
+    assert main.split
+    assert main.out_dtype == "float32"
+    assert 2 < grid[0] <= 132
+    assert merge == CombineSpec("float16", 64)
+    assert rows == (24, 1, 1)
+    assert target.family.launches(single(0), target.arch, 132) == []
+    ((alone, _),) = target.family.launches(single(3000, 300, window_left=5), target.arch, 132)
+    assert isinstance(alone, target.kernels.spec_type)
+    assert (alone.mask, alone.split, alone.out_dtype) == ("band", False, "float16")
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_launches_of_batches(target: Target, page_size: int) -> None:
+    lengths = (3, 2), (5000, 7000)
+    built = build(paged(*lengths, page_size, **heads(8, 2)) if page_size else ragged(*lengths, **heads(8, 2)))
+    settings = built.problem.settings
+    _, ((main, grid), (merge, _)) = target.family.batch_launches(
+        settings, built.lengths, built.limits, target.arch, 132
+    )
+    assert isinstance(main, target.kernels.spec_type)
+    assert (main.schedule, main.kv) == ("items", "paged" if page_size else "dense")
+    assert grid[0] <= 132
+    assert merge == CombineSpec("float16", 64, "items")
+    partials, records = target.family.workspace(settings, built.lengths, built.limits, target.arch, 132)
+    small = built.limits._replace(workspace_bytes=0)
+    assert target.family.workspace(settings, built.lengths, small, target.arch, 132) == (partials, records)
+    assert partials > 0
+
+
+@pytest.mark.parametrize(("sms", "kv_len", "resident"), [(4, 6000, 1), (4, 900, 5), (132, 6000, 16), (4, 0, 16)])
+def test_sections_of_a_batch(
+    target: Target, sms: int, kv_len: int, resident: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of as many heads as L2 holds the keys of, where there are waves enough; every tile belongs to one."""
+    monkeypatch.setattr(variant, "SECTION_BYTES", 5 * 1024 * 2 * 64 * 2)
+    persistent_batch.tiling.cache_clear()
+    built = build(ragged((700, 300), (kv_len, min(kv_len, 20)), **heads(16, 16)))
+    plan = target.family.schedule(built.problem.settings, built.lengths, built.limits, target.arch, sms)
+    persistent_batch.tiling.cache_clear()
+    tiles, found = persistent_batch.sections(plan.params, plan.work)
+    assert found == {1: 1, 5: 4, 16: 16}[resident]
+    places = set()
+    for index in range(plan.total_tiles):
+        section, within = divmod(index, tiles)
+        item, head = divmod(within, found)
+        places.add((item, section * found + head))
+    assert places == {(item, head) for item in range(plan.work.item_capacity) for head in range(16)}
+
+
+def test_fp8_tensor_maps_and_scales(target: Target, parameters: tuple[str, ...]) -> None:
+    """Lines of 128 bytes hold 128 elements; a number a head travels by address."""
+    q = torch.zeros(100, 8, 128).to(torch.float8_e4m3fn)
+    k, v = torch.zeros(2, 300, 2, 128).to(torch.float8_e4m3fn)
+    scale_q, scale_k, scale_v = torch.ones(8), torch.ones(2), torch.ones(2)
+    call = single_request.Call(q, k, v, return_lse=True, head_scales=(scale_q, scale_k, scale_v), sm_scale=-0.5)
+    problem = single_request.problem(call)
+    tile = scheduler(target, problem).tile
+    q_map, k_map = maps(target, problem, 4)
+    assert q_map.dims == (128, 4, 100, 2)
+    assert q_map.strides == (128, 8 * 128, 4 * 128)
+    assert q_map.box == (128, 4, tile.rows // 4, 1)
+    assert k_map.dims == (128, 300, 2, 1)
+    assert k_map.box == (128, tile.cols, 1, 1)
+    spec = target.kernels.spec_of(problem.settings, tile, split=False)
+    assert isinstance(spec, target.kernels.spec_type)
+    assert spec.dtype == "float8_e4m3fn"
+    assert spec.scores == ()  # whatever the sign of the scale: rows of q take it
+    values = packed(target, problem, parameters)
+    addresses = scale_q.data_ptr(), scale_k.data_ptr(), scale_v.data_ptr()
+    assert (values["scale_q"], values["scale_k"], values["scale_v"]) == addresses
+    assert values["scale"] == -0.5 * 1.4426950408889634
+
+
+@pytest.mark.parametrize(("dim", "line"), [(64, 64), (96, 128), (128, 128), (256, 256)])
+@pytest.mark.parametrize("page_size", [0, 16, 128])
+def test_tensor_maps_of_keys_to_be_widened(target: Target, dim: int, line: int, page_size: int) -> None:
+    """Bytes, whole rows in a box, not swizzled: the warps that widen them read them."""
+    kinds = {"dtype": "bfloat16", "kv_dtype": "float8_e5m2", "cache": "strided", **heads(6, 2), **dims(dim)}
+    lengths = (1,) * 3, (40, 0, 300)
+    problem = build(paged(*lengths, page_size, **kinds) if page_size else ragged(*lengths, **kinds)).problem
+    features = problem.settings.features
+    tile = target.kernels.tile(features, target.arch.name, False, page_size)
+    of = TensorMaps(problem.settings, tile, 1)
+    q, k = decode(of.q(problem.q)(problem.q.data_ptr())), decode(of.kv(problem.k)(problem.k.data_ptr()))
+    assert (q.swizzle, k.swizzle) == (3, 0)
+    assert (q.item_bytes, k.item_bytes) == (2, 1)
+    assert q.box[0] == 64
+    assert k.box == (line, min(page_size or tile.cols, tile.cols), 1, 1)
+    strides = problem.k.stride()
+    assert k.strides[:2] == ((strides[1], strides[2]) if page_size else (strides[0], strides[1]))
+    spec = target.kernels.spec(features, False, tile, page_size=page_size)
+    assert (spec.dtype, spec.kv_dtype) == ("bfloat16", "float8_e5m2")
+
+
+@pytest.mark.usefixtures("parameters")
+def test_a_plan_makes_its_counters(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first run may be captured in a CUDA graph, where memory cannot be made."""
+    made: list[int] = []
+    monkeypatch.setattr(counters, "of_device", made.append)
+    batch = paged((70, 3), (90, 33), page_size=4, **heads(4, 2))
+    inputs = make(batch)
+    with using(target.arch.name, kernels=target.name, sms=2):
+        wrapper(batch, inputs.q.device, backend="emulator").plan(**plan_arguments(batch, inputs))
+    assert made == [CPU]
