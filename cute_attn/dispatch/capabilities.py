@@ -154,10 +154,7 @@ CAPABILITIES = (
     Capability(
         "q of an fp8 dtype",
         lambda f: f.q_dtype in FP8,
-        {
-            "fa4": Unsupported("its kernel for fp8 q, k and v is not built yet", _WIDEN),
-            **dict.fromkeys(("xqa", "fa2"), NO_FP8),
-        },
+        dict.fromkeys(("xqa", "fa2"), NO_FP8),
     ),
     Capability(
         "k and v of an fp8 dtype",

@@ -19,9 +19,7 @@ def program(spec: KernelSpec, arch: str) -> Program:
     if isinstance(spec, Fa3Spec):
         return _fa3_program(spec, arch)
     if isinstance(spec, Fa4Spec):
-        from cute_attn.kernels.fa4.kernel import Fa4Program
-
-        return Fa4Program(spec, arch)
+        return _fa4_program(spec, arch)
     if isinstance(spec, CombineSpec):
         from cute_attn.kernels.combine.kernel import CombineProgram
 
@@ -45,3 +43,13 @@ def _fa3_program(spec: Fa3Spec, arch: str) -> Program:
     from cute_attn.kernels.fa3.kernel import Fa3Program
 
     return Fa3Program(spec, arch)
+
+
+def _fa4_program(spec: Fa4Spec, arch: str) -> Program:
+    if spec.fp8:
+        from cute_attn.kernels.fa4.fp8 import Fp8Program
+
+        return Fp8Program(spec, arch)
+    from cute_attn.kernels.fa4.kernel import Fa4Program
+
+    return Fa4Program(spec, arch)

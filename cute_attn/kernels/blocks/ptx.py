@@ -379,6 +379,15 @@ def e4m3x4_to_f16(word: Int32, native: bool) -> list[Int32]:
     return [multiply_16("float16", pair, Int32(0x5C005C00)) for pair in moved]
 
 
+def pack_e4m3(values: Sequence[Float32]) -> Int32:
+    """Rounds four numbers to nearest even, the first into the lowest byte; values beyond 448 become 448."""
+    text = (
+        "{.reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3;"
+        "mov.b32 $0, {l, h};}"
+    )
+    return asm(text, [Int32], values, pure=True)
+
+
 def e2m1x8_to_16(dtype: str, word: Int32) -> list[Int32]:
     """Converts eight e2m1 numbers, low nibble first: shifts exponent and mantissa, then fixes the bias by a product."""
     shift, mask, factor = {"float16": (3, 0x0E000E00, 0x74007400), "bfloat16": (6, 0x01C001C0, 0x7E807E80)}[dtype]
@@ -405,11 +414,6 @@ def opaque(x: Int32) -> Int32:
 def select(condition: Boolean, a: Any, b: Any) -> Any:
     """Returns a if the condition holds, else b; both scalars of one type."""
     return type(a)(select_(condition, a, b))
-
-
-def opaque(x: Int32) -> Int32:
-    """Returns x. What follows from it is computed here: not before, outside a loop, and kept in registers."""
-    return asm("mov.b32 $0, $1;", [Int32], [x])
 
 
 def bits(x: Float32) -> Int32:

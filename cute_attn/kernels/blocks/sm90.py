@@ -91,17 +91,8 @@ def stmatrix_x4(address: Int32, offset: int, values: Sequence[Int32]) -> None:
     asm(f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0+{offset}], {{$1, $2, $3, $4}};", [], [address, *values])
 
 
-def pack_e4m3(values: Sequence[Float32]) -> Int32:
-    """Rounds four numbers to nearest even, the first into the lowest byte; values beyond 448 become 448."""
-    text = (
-        "{.reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3;"
-        "mov.b32 $0, {l, h};}"
-    )
-    return asm(text, [Int32], values, pure=True)
-
-
 def pack_e4m3_16(pairs: Sequence[Int32]) -> Int32:
-    """Rounds two fp16 pairs as `pack_e4m3` does."""
+    """Rounds two fp16 pairs as `ptx.pack_e4m3` does."""
     text = (
         "{.reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f16x2 l, $1; cvt.rn.satfinite.e4m3x2.f16x2 h, $2;mov.b32 $0, {l, h};}"
     )

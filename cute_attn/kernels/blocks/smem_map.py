@@ -159,3 +159,34 @@ class TileMemory:
         """Name of the ring into which operand "k" or "v" is loaded: a staging ring where warps transform its tiles."""
         staged = f"staged_{operand}"
         return staged if any(ring.name == staged for ring in self.rings) else operand
+
+
+@dataclass(frozen=True)
+class StagedKvMemory(TileMemory):
+    """Shared memory of fp8 K and V under 16-bit q: whole rows are staged, of as many bytes as the 16-bit columns have
+    elements.
+    """
+
+    @property
+    def staged_k_pitch(self) -> int:
+        return self.qk_columns * self.line_items
+
+    @property
+    def staged_v_pitch(self) -> int:
+        return self.vo_columns * self.line_items
+
+    def staged_rings(self, stages: int) -> tuple[RingLayout, RingLayout]:
+        """Returns the rings of staged tiles."""
+        return (
+            RingLayout("staged_k", stages, self.tile.cols * self.staged_k_pitch),
+            RingLayout("staged_v", stages, self.tile.cols * self.staged_v_pitch),
+        )
+
+    @property
+    def loaded_k(self) -> LoadedRows:
+        """Whole rows: one piece."""
+        return LoadedRows(1, self.staged_k_pitch, self.staged_k_pitch)
+
+    @property
+    def loaded_v(self) -> LoadedRows:
+        return LoadedRows(1, self.staged_v_pitch, self.staged_v_pitch)

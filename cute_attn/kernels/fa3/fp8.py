@@ -18,27 +18,25 @@ from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue
+from cute_attn.kernels.blocks.fp8_scales import MIN_SCALE, ScaledPartialEpilogue, row_scale, scaled_epilogues
 from cute_attn.kernels.blocks.masks import BandMask
 from cute_attn.kernels.blocks.persistent_params import PersistentParams
 from cute_attn.kernels.blocks.pipeline import PipelineState, SmemRings
-from cute_attn.kernels.blocks.rows import Divisor
-from cute_attn.kernels.blocks.scalars import device_scale, head_scale
 from cute_attn.kernels.blocks.scores import RowScales, Scores
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
+from cute_attn.kernels.blocks.transform_warps import TransformWarps
 from cute_attn.kernels.fa3.kernel import Fa3Program
 from cute_attn.kernels.fa3.mainloop import MmaWarpgroups, MmaWork, State
-from cute_attn.kernels.fa3.parts.fp8 import Fp8Softmax, Fp8Store, Fp8Tile, ScaledPartialEpilogue, ThreadSums, VTranspose
+from cute_attn.kernels.fa3.parts.fp8 import Fp8Softmax, Fp8Store, Fp8Tile, ThreadSums, VTranspose
 from cute_attn.kernels.fa3.parts.wgmma import WARPGROUP_ROWS, AnyLanes, RematerializedLanes, WarpgroupLanes
 from cute_attn.kernels.fa3.smem import Fp8Memory
 from cute_attn.kernels.fa3.spec import Fa3Spec
-from cute_attn.kernels.fa3.transform_warps import TransformWarps
 from cute_attn.kernels.formats import LINE
 
 # Keys that the tensor cores accumulate between promotions. Values of mean 2 and deviation 1 come out too small by 1.0 %
 # with 768, by 0.4 % with 384, 2.4 % with 1536, 5 % with 3072; of mean 0.5 by 0.3, 0.1, 0.8 and 1.9 %.
 PROMOTION_KEYS = 768
 TRANSPOSE_BARRIER = 9
-MIN_SCALE = 1e-30  # of scores: 0 would turn hidden ones into NaN
 SIGNS = 0x80808080 - (1 << 32)
 
 
@@ -172,14 +170,9 @@ class Fp8Program(Fa3Program):
         """Returns the scales of scores, positive because `prepare_q` flips rows of negative scale."""
         rows, scales = work.rows(p), []
         for slot in self.tile.scores_layout.slots:
-            row_scale = self.row_scale(p, work, rows.head(lanes.row(slot)))
-            scales.append(ptx.fmax(ptx.magnitude(row_scale), Float32(MIN_SCALE)))
+            scale = row_scale(p, work, rows.head(lanes.row(slot)))
+            scales.append(ptx.fmax(ptx.magnitude(scale), Float32(MIN_SCALE)))
         return scales
-
-    def row_scale(self, p: PersistentParams, work: QueryTile, head: Int32) -> Float32:
-        """Computes the scale for every query tile: no register is free to hold it in between."""
-        scale = p.scale * device_scale(p.scale0) * device_scale(p.scale1)
-        return scale * head_scale(p.scale_k, self.kv_head(p, work)) * head_scale(p.scale_q, head)
 
     @cute.jit
     def prepare_q(
@@ -189,7 +182,7 @@ class Fp8Program(Fa3Program):
         rows of a warp for that warp alone, so a warp barrier suffices.
         """
         row = lanes.warp * 16 + lanes.lane // 2
-        negative = self.row_scale(p, work, work.rows(p).head(lanes.warpgroup * WARPGROUP_ROWS + row)) < Float32(0.0)
+        negative = row_scale(p, work, work.rows(p).head(lanes.warpgroup * WARPGROUP_ROWS + row)) < Float32(0.0)
         if cute.arch.vote_any_sync(negative):
             if negative:
                 half = q_rows + row * LINE + lanes.lane % 2 * (LINE // 2)
@@ -202,10 +195,5 @@ class Fp8Program(Fa3Program):
             ptx.sync_warp()
         return scale
 
-    def kv_head(self, p: PersistentParams, work: QueryTile) -> Int32:
-        return Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(work.head_block)
-
     def epilogues(self, p: PersistentParams, work: QueryTile) -> tuple[FinalEpilogue, ScaledPartialEpilogue]:
-        head = head_scale(p.scale_v, self.kv_head(p, work))
-        whole = FinalEpilogue(p.sinks, p.v_scale * device_scale(p.v_scale_ptr) * head, p.lse_scale)
-        return whole, ScaledPartialEpilogue(head)
+        return scaled_epilogues(p, work)

@@ -19,11 +19,11 @@ from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import Maps, PersistentParams
 from cute_attn.kernels.blocks.pipeline import SmemRings
 from cute_attn.kernels.blocks.roles import WarpRole
+from cute_attn.kernels.blocks.transform_warps import TransformWarps
 from cute_attn.kernels.fa3.mainloop import MmaWarpgroups
 from cute_attn.kernels.fa3.parts.wgmma import WarpgroupTile
 from cute_attn.kernels.fa3.smem import HopperMemory
 from cute_attn.kernels.fa3.spec import Fa3Spec
-from cute_attn.kernels.fa3.transform_warps import TransformWarps
 
 
 class Fa3Program(PersistentProgram):

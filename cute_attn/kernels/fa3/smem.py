@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cute_attn.kernels.blocks.smem_map import LoadedRows, RingLayout, Scratch, TileMemory
+from cute_attn.kernels.blocks.smem_map import RingLayout, Scratch, StagedKvMemory, TileMemory
 from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
 from cute_attn.kernels.formats import LINE
 
@@ -69,33 +69,9 @@ class Fp8Memory(HopperMemory):
 
 
 @dataclass(frozen=True)
-class Fp8KvMemory(HopperMemory):
-    """Layout for fp8 K and V under 16-bit q: their tiles are staged in rings of their own behind the other three, with
-    contiguous rows of as many bytes as the 16-bit columns have elements.
-    """
-
-    @property
-    def staged_k_pitch(self) -> int:
-        return self.qk_columns * self.line_items
-
-    @property
-    def staged_v_pitch(self) -> int:
-        return self.vo_columns * self.line_items
+class Fp8KvMemory(StagedKvMemory, HopperMemory):
+    """Layout for fp8 K and V under 16-bit q: their tiles are staged in rings of their own behind the other three."""
 
     @property
     def rings(self) -> tuple[RingLayout, ...]:
-        tile = self.tile
-        return (
-            *super().rings,
-            RingLayout("staged_k", tile.staged, tile.cols * self.staged_k_pitch),
-            RingLayout("staged_v", tile.staged, tile.cols * self.staged_v_pitch),
-        )
-
-    @property
-    def loaded_k(self) -> LoadedRows:
-        """Whole rows: one piece."""
-        return LoadedRows(1, self.staged_k_pitch, self.staged_k_pitch)
-
-    @property
-    def loaded_v(self) -> LoadedRows:
-        return LoadedRows(1, self.staged_v_pitch, self.staged_v_pitch)
+        return (*super().rings, *self.staged_rings(self.tile.staged))

@@ -12,6 +12,7 @@ from cutlass import Boolean, Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm100
 from cute_attn.kernels.blocks.pipeline import PipelineState
+from cute_attn.kernels.fa4.parts.exp2 import PairSums
 from cute_attn.kernels.fa4.parts.umma import CHUNK_COLUMNS
 from cute_attn.kernels.fa4.softmax_warps import RowState, SoftmaxContext, SoftmaxWarps
 
@@ -39,15 +40,15 @@ class AnchoredSoftmax(SoftmaxWarps):
         words = self.words(context, kv_tile) if masked else [None for _ in self.tile.chunks]
         ring.wait_full(s)
         sm100.fence_after_sync()
-        limit = Float32(2.0**context.softmax.slack * self.spec.tile.cols)
-        raises, pending = first, Boolean(True)
+        limit = Float32(self.limit(context))
+        raises, pending = self.raises_first(state, kv_tile, first), Boolean(True)
         while pending:
             if raises:
                 # At most once: even NaN and infinite scores do not exceed the limit then.
                 limit = Float32(float("inf"))
                 shift, total = self.raise_anchors(context, shift, total, kv_tile, first, masked)
-            p, tile_total = self.probabilities(context, shift, kv_tile, words, masked)
-            raises = cute.arch.vote_any_sync(tile_total > limit)
+            p, tile_total, level = self.probabilities(context, shift, kv_tile, words, masked)
+            raises = cute.arch.vote_any_sync(level > limit)
             if not raises:
                 self.store(ring, context, s, p)
                 total = total + tile_total
@@ -61,8 +62,10 @@ class AnchoredSoftmax(SoftmaxWarps):
 
     def probabilities(
         self, context: SoftmaxContext, shift: Float32, kv_tile: Int32, words: list[Int32 | None], masked: bool
-    ) -> tuple[list[Int32], Float32]:
-        """Computes P of the thread's row, packed, and its sum. A chunk is loaded while the one before is processed."""
+    ) -> tuple[list[Int32], Float32, Float32]:
+        """Computes P of the thread's row, packed, its sum, and what must not exceed `limit`. A chunk is loaded while
+        the one before is processed.
+        """
         softmax, p = context.softmax, []
         exp2 = softmax.exp2
         sums = exp2.zero_sums()
@@ -77,7 +80,20 @@ class AnchoredSoftmax(SoftmaxWarps):
             exponentials = softmax.exponentials(s, shifts, may_be_empty=False)
             sums = exp2.add(sums, s, exponentials)
             p += self.tile.probabilities(exponentials)
-        return p, exp2.sum(sums)
+        total = exp2.sum(sums)
+        return p, total, self.level(sums, total)
+
+    def limit(self, context: SoftmaxContext) -> float:
+        """Returns the largest `level` with which P is kept."""
+        return 2.0**context.softmax.slack * self.spec.tile.cols
+
+    def level(self, sums: PairSums, total: Float32) -> Float32:
+        """Returns what bounds the exponentials of a tile from above: their sum."""
+        return total
+
+    def raises_first(self, state: RowState, kv_tile: Int32, first: Boolean) -> Boolean:
+        """Returns whether a kv tile begins with raising the anchors, the same for all threads of the warp."""
+        return first
 
     @cute.jit
     def raise_anchors(
@@ -97,18 +113,30 @@ class AnchoredSoftmax(SoftmaxWarps):
             start = kv_tile * self.spec.tile.cols + column
             word = context.mask.word(start) if masked else None
             s = self.modified(context, sm100.wait_loads(self.load(context, column)), start, word)
+            s = self.ascending(context, s)
             for i in cutlass.range_constexpr(0, CHUNK_COLUMNS, 2):
                 high = sm100.fmax3_nan(high, s[i], s[i + 1])
+        new, factor = self.raised(context, high, shift, total, kv_tile)
+        columns = ptx.select(first, Int32(0), Int32(self.tile.output_columns))
+        context.products.wait()
+        self.rescale_output(context.o, columns, factor)
+        return new, total * factor
+
+    def raised(
+        self, context: SoftmaxContext, high: Float32, shift: Float32, total: Float32, kv_tile: Int32
+    ) -> tuple[Float32, Float32]:
+        """Returns the shift of a row whose largest score of the tile is `high`, and the factor for what was summed."""
+        softmax = context.softmax
         (old,) = softmax.finite([shift])
         new = softmax.anchor(high, 0)
         new = ptx.select(high == Float32(float("inf")), Float32(float("nan")), new)
         # The negation holds for NaN too, which spreads over the row.
-        exceeds = Boolean(ptx.fma(high, softmax.log2_scales[0], old) <= Float32(softmax.slack)) == Boolean(False)
-        factor = ptx.select(exceeds, ptx.exp2(new - old), Float32(1.0))
-        columns = ptx.select(first, Int32(0), Int32(self.tile.output_columns))
-        context.products.wait()
-        self.rescale_output(context.o, columns, factor)
-        return ptx.select(exceeds, new, shift), total * factor
+        exceeds = Boolean(softmax.exponent(high, old) <= Float32(softmax.slack)) == Boolean(False)
+        return ptx.select(exceeds, new, shift), ptx.select(exceeds, ptx.exp2(new - old), Float32(1.0))
+
+    def ascending(self, context: SoftmaxContext, s: list[Float32]) -> list[Float32]:
+        """Returns scores of which the largest has the largest exponential."""
+        return s
 
     @cute.jit
     def rescale_output(self, o: Int32, columns: Int32, factor: Float32) -> None:

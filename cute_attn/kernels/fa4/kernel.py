@@ -40,6 +40,7 @@ from cute_attn.kernels.fa4.parts.row_masks import BandWords, MultiItemWords, Pac
 from cute_attn.kernels.fa4.parts.row_scores import RowAlibi
 from cute_attn.kernels.fa4.parts.umma import TmemMap, UmmaTile
 from cute_attn.kernels.fa4.smem import BlackwellMemory
+from cute_attn.kernels.fa4.softmax_warps import SoftmaxWarps
 from cute_attn.kernels.fa4.spec import Fa4Spec
 from cute_attn.kernels.fa4.tail_warp import PairTailWarp, TailWarp
 
@@ -47,22 +48,23 @@ TAIL_WARP, MMA_WARP = 2, 3
 
 
 class Fa4Program(PersistentProgram):
-    """Blackwell attention kernel for 16-bit q, k and v."""
+    """Blackwell attention kernel for 16-bit q, k and v. Subclasses replace the tile, roles and composition."""
 
     spec: Fa4Spec
     memory: BlackwellMemory
     tile: UmmaTile
     maps = OutputMaps._fields
     gathered_kv = TwoWarpGatheredKV
+    softmax_type: type[SoftmaxWarps] = AnchoredSoftmax
 
     def __init__(self, spec: Fa4Spec, arch: str) -> None:
         memory, pairs = BlackwellMemory.of(spec), spec.tile.ctas == 2
-        tile = UmmaTile(spec.dtype, memory)
+        tile = self.umma_tile(spec, memory)
         super().__init__(spec, memory, tile, CtaPair() if pairs else ONE_CTA)
         self.rings_type, self.cluster = self.cta.rings_type, self.cta.cluster or (1, 1, 1)
         self.tail = (PairTailWarp if pairs else TailWarp)(self, spec, memory)
         self.mma = (TwoTileMmaWarp if spec.tile.query_tiles == 2 else OneTileMmaWarp)(self, spec, tile)
-        self.softmax_warps = AnchoredSoftmax(self, spec, tile)
+        self.softmax_warps = self.softmax_type(self, spec, tile)
         self.epilogue = EpilogueWarps(self, spec, tile)
 
     @cute.kernel
@@ -75,6 +77,9 @@ class Fa4Program(PersistentProgram):
         params: PersistentParams,
     ) -> None:
         self.run_cta(OutputMaps(*(tma.address_of(tensor_map) for tensor_map in (q_map, k_map, v_map, o_map))), params)
+
+    def umma_tile(self, spec: Fa4Spec, memory: Any) -> UmmaTile:
+        return UmmaTile(spec.dtype, memory)
 
     @property
     def roles(self) -> list[WarpRole]:

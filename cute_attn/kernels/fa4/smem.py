@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import ClassVar
 
 from cute_attn.kernels.blocks.smem_map import LoadedRows, RingLayout, Scratch, TileMemory
 from cute_attn.kernels.fa4.spec import QUERY_TILE_ROWS, BlackwellTile, Fa4Spec
@@ -34,7 +35,8 @@ class BlackwellMemory(TileMemory):
     @staticmethod
     def of(spec: Fa4Spec) -> BlackwellMemory:
         """Returns the layout of a spec; 16-bit outputs are staged where there is room."""
-        direct = BlackwellMemory(spec.tile, spec.head_dim_qk, spec.head_dim_vo, spec.clears_tail)
+        kind = Fp8Memory if spec.fp8 else BlackwellMemory
+        direct = kind(spec.tile, spec.head_dim_qk, spec.head_dim_vo, spec.clears_tail)
         staging = QUERY_TILE_ROWS * direct.output_columns * LINE if spec.out_dtype != "float32" else 0
         staged = dataclasses.replace(direct, staging_bytes=staging)
         return staged if staged.bytes <= named(ARCH).smem_limit else direct
@@ -88,3 +90,10 @@ class BlackwellMemory(TileMemory):
     def output_column(self, query_tile: int) -> int:
         """Returns the first column of tensor memory of a query tile's O."""
         return OUTPUT_COLUMN + query_tile * 128
+
+
+@dataclass(frozen=True)
+class Fp8Memory(BlackwellMemory):
+    """Layout for q, k and v in fp8: as much as theirs in 16 bits, of twice the elements per line."""
+
+    item_bytes: ClassVar[int] = 1

@@ -135,9 +135,12 @@ class SoftmaxWarps:
         return sm100.load_columns(context.s + columns, 0, CHUNK_COLUMNS)
 
     def modified(self, context: SoftmaxContext, s: list[Float32], kv_start: Int32, word: Int32 | None) -> list[Float32]:
-        """Returns modified scores of a chunk, -inf for columns that `word` hides."""
+        """Returns modified scores of a chunk, those of columns that `word` hides such that exp2 makes 0 of them."""
         s = context.scores.apply(s, kv_start)
-        return s if word is None else hide(s, word)
+        return s if word is None else hide(s, word, self.hidden(context))
+
+    def hidden(self, context: SoftmaxContext) -> Float32:
+        return Float32(ptx.NEG_INF)
 
     def store(self, ring: Ring, context: SoftmaxContext, s: PipelineState, p: list[Int32]) -> None:
         """Stores P over S and releases it to the products."""

@@ -12,7 +12,6 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, sm90, tma
-from cute_attn.kernels.blocks.epilogue import PartialEpilogue
 from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.fa3.parts.epilogue import WarpgroupStore
@@ -47,7 +46,7 @@ class Fp8Tile(WarpgroupTile):
         for n in range(0, layout.n_blocks, 2):
             for slot in layout.slots:
                 first, second = (layout.pairs(slot)[i][0] for i in (n, n + 1))
-                words.append(sm90.pack_e4m3([*s[first : first + 2], *s[second : second + 2]]))
+                words.append(ptx.pack_e4m3([*s[first : first + 2], *s[second : second + 2]]))
         return words
 
     def scaled(self, p: list[Int32], factors: list[Float32]) -> list[Int32]:
@@ -211,14 +210,3 @@ class Fp8Store(WarpgroupStore):
             for i, four in enumerate(self.adjacent(values)):
                 packed = [ptx.pack_16(self.target.dtype, four[j], four[j + 1]) for j in (0, 2)]
                 ptx.st_global_v2(address, i * 32, packed)
-
-
-@dataclass(frozen=True)
-class ScaledPartialEpilogue(PartialEpilogue):
-    """Row epilogue of partial outputs that applies the head's v scale, which the combine kernel does not know."""
-
-    v_scale: Float32
-
-    def row(self, maximum: Float32, total: Float32, head: Int32) -> tuple[Float32, Float32]:
-        factor, lse = super().row(maximum, total, head)
-        return factor * self.v_scale, lse

@@ -43,11 +43,15 @@ class PairExp2:
 
     def add(self, sums: PairSums, s: list[Float32], p: list[Float32]) -> PairSums:
         """Adds the exponentials `p` of scores `s`."""
-        pairs, high = range(0, len(p), 2), sums.high
-        for i in pairs:
+        pairs = [sm100.pair(p[i], p[i + 1]) for i in range(0, len(p), 2)]
+        return PairSums(tree(sm100.add_pair, [sums.pairs, *pairs]), self.largest_score(sums.high, s))
+
+    def largest_score(self, high: Float32, s: list[Float32]) -> Float32:
+        """Returns the largest of `high` and the scores on the FMA units."""
+        for i in range(0, len(s), 2):
             if self.on_fma_units(i // 2):
                 high = sm100.fmax3_nan(high, s[i], s[i + 1])
-        return PairSums(tree(sm100.add_pair, [sums.pairs, *(sm100.pair(p[i], p[i + 1]) for i in pairs)]), high)
+        return high
 
     def sum(self, sums: PairSums) -> Float32:
         """Returns the sum: NaN if a score is, which saturation makes 0 on the FMA units."""

@@ -28,11 +28,11 @@ def columns_from(start: Int32) -> Int32:
     return ptx.asm("shl.b32 $0, -1, $1;", [Int32], [ptx.maximum(start, Int32(0))], pure=True)
 
 
-def hide(s: list[Float32], hidden: Int32) -> list[Float32]:
-    """Sets the scores of hidden columns to -inf."""
+def hide(s: list[Float32], hidden: Int32, value: Float32) -> list[Float32]:
+    """Sets the scores of hidden columns to `value`."""
     word = ptx.opaque(hidden)  # hoisted out of a loop, each test would take an instruction of its own
     bits = [word & Int32(1 << i if i < 31 else -(1 << 31)) for i in range(len(s))]
-    return [ptx.select(bit == Int32(0), x, Float32(ptx.NEG_INF)) for x, bit in zip(s, bits, strict=True)]
+    return [ptx.select(bit == Int32(0), x, value) for x, bit in zip(s, bits, strict=True)]
 
 
 @dataclass(frozen=True)

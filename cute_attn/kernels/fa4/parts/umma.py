@@ -29,6 +29,10 @@ class UmmaTile:
         return self.memory.tile.ctas
 
     @property
+    def p_dtype(self) -> str:
+        return self.dtype
+
+    @property
     def scores_layout(self) -> RowLayout:
         """One thread's part of a chunk of scores."""
         return RowLayout(CHUNK_COLUMNS)
@@ -61,7 +65,7 @@ class UmmaTile:
         cols, keys = self.memory.tile.cols, STEP_BYTES // self.memory.item_bytes
         steps = [(i * STEP_BYTES // 4, i * keys * LINE) for i in range(cols // keys)]
         descriptor = sm100.instruction_descriptor(
-            self.memory.tile.product_rows, self.output_columns, self.dtype, self.dtype, b_mn_major=True
+            self.memory.tile.product_rows, self.output_columns, self.p_dtype, self.dtype, b_mn_major=True
         )
         sm100.mma_tmem(
             sm100.kind_of(self.dtype),

@@ -1,8 +1,8 @@
-"""Transform warps of the Hopper kernel, which produce wgmma operands from tiles as TMA loads them.
+"""Transform warps, which produce operands of the tensor cores from tiles as TMA loads them.
 
 producer          K0 Q V0 K1 V1 ...              (rings of staged tiles, or those of the operands)
 transform warps      K0' K1' V0' K2' V1' ...     (rings of operands)
-MMA warpgroups           S0 | S1 + O(P0 V0') ...
+MMA warps                S0 | S1 + O(P0 V0') ...
 """
 
 from typing import Any
@@ -17,13 +17,12 @@ from cute_attn.kernels.blocks.persistent_params import PersistentParams
 from cute_attn.kernels.blocks.pipeline import SmemRings, start
 from cute_attn.kernels.blocks.roles import WarpRole
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
-from cute_attn.kernels.fa3.spec import Fa3Spec
 
 
 class TransformWarps:
-    """Role of the transform warps: the rest of the producer's warpgroup, then the last warpgroup."""
+    """Role of the transform warps. `spec`: its tile has their number."""
 
-    def __init__(self, program: PersistentProgram, spec: Fa3Spec, memory: Any) -> None:
+    def __init__(self, program: PersistentProgram, spec: Any, memory: Any) -> None:
         self.program, self.spec, self.memory = program, spec, memory
         self.warps = spec.tile.transform_warps
         staged = {operand: memory.loaded_ring(operand) for operand in ("k", "v")}

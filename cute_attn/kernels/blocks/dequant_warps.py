@@ -1,0 +1,77 @@
+"""Transform warps that dequantize fp8 K and V under 16-bit q."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.dequant import Fp8
+from cute_attn.kernels.blocks.kv_dequant import OPERAND, Fp8KvDequant, StoredRows
+from cute_attn.kernels.blocks.pipeline import PipelineState, SmemRings, start
+from cute_attn.kernels.blocks.smem_map import StagedKvMemory
+from cute_attn.kernels.blocks.transform_warps import TransformWarps
+
+
+class OperandState(NamedTuple):
+    """Pipeline states of a K or V tile: in the ring of staged tiles, and in that of the operands made from them."""
+
+    staged: PipelineState
+    operand: PipelineState
+
+
+class KvState(NamedTuple):
+    """Pipeline states of both operands."""
+
+    k: OperandState
+    v: OperandState
+
+
+class DequantWarps(TransformWarps):
+    """Transform warps that dequantize K and V."""
+
+    memory: StagedKvMemory
+
+    def transform(self, warp: Int32, lane: Int32) -> Fp8KvDequant:
+        memory, stored = self.memory, self.spec.kv_dtype
+        k = StoredRows(memory.qk_columns, memory.staged_k_pitch, Fp8(OPERAND, stored, native=True))
+        v = StoredRows(memory.vo_columns, memory.staged_v_pitch, Fp8(OPERAND, stored, native=True))
+        return Fp8KvDequant(memory, warp, lane, self.warps, k, v)
+
+    def initial_state(self) -> KvState:
+        return KvState(OperandState(start(), start()), OperandState(start(), start()))
+
+    @cute.jit
+    def transform_tiles(
+        self, rings: SmemRings, transform: cutlass.Constexpr, at: KvState, total: Int32, valid: Int32
+    ) -> Any:
+        """Dequantizes K one tile ahead of V, in the order in which the products need them."""
+        k, v = at.k, at.v
+        if total > 0:
+            k = self.dequantize_k(rings, transform, k)
+            for step in cutlass.range(1, total, unroll=1):
+                k = self.dequantize_k(rings, transform, k)
+                v = self.dequantize_v(rings, transform, v, ptx.select(step == 1, valid, Int32(self.spec.tile.cols)))
+            v = self.dequantize_v(rings, transform, v, ptx.select(total == 1, valid, Int32(self.spec.tile.cols)))
+        return KvState(k, v)
+
+    def dequantize_k(self, rings: SmemRings, transform: Fp8KvDequant, at: OperandState) -> OperandState:
+        staged, ring = rings.staged_k, rings.k
+        staged.wait_full(at.staged)
+        ring.wait_empty(at.operand)
+        transform.run(transform.k, staged.address(at.staged), ring.address(at.operand))
+        self.publish_operand([staged.empty(at.staged), ring.full(at.operand)], transform.lane)
+        return OperandState(staged.next(at.staged), ring.next(at.operand))
+
+    @cute.jit
+    def dequantize_v(self, rings: SmemRings, transform: cutlass.Constexpr, at: OperandState, valid: Int32) -> Any:
+        staged, ring = rings.staged_v, rings.v
+        staged.wait_full(at.staged)
+        if cutlass.const_expr(self.spec.schedule == "items" and self.spec.kv != "gathered"):  # noqa: SIM102
+            if valid < self.spec.tile.cols:
+                transform.clear(transform.v, staged.address(at.staged), valid)
+        ring.wait_empty(at.operand)
+        transform.run(transform.v, staged.address(at.staged), ring.address(at.operand))
+        self.publish_operand([staged.empty(at.staged), ring.full(at.operand)], transform.lane)
+        return OperandState(staged.next(at.staged), ring.next(at.operand))

@@ -1,0 +1,106 @@
+"""Dequantization of fp8 K and V tiles, with contiguous rows as TMA writes them, to 16-bit operands of the tensor
+cores: 128-byte lines of all rows, one column of 64 elements after the other, swizzled.
+
+Converting fp8 to fp16 takes one instruction per pair, to bf16 four. So operands are fp16 whatever q is: P, which is
+below 2^15; and bf16 q, its rows multiplied by powers of two that bring their largest number to 2^14. The loss in q is
+below 2^-39 of that.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.dequant import Fp8
+from cute_attn.kernels.blocks.smem import CHUNK
+from cute_attn.kernels.blocks.smem_map import TileMemory
+from cute_attn.kernels.formats import LINE
+
+OPERAND = "float16"
+TARGET_EXPONENT = 14  # of a row's largest number
+MAX_EXPONENT = 100  # of a row's factor: reached by rows of zeros, or nearly so
+MIN_SCALE = 1e-30  # of scores: 0 would turn hidden ones into NaN
+SWIZZLE_ROWS = 8  # after which the swizzle repeats; a warp's four lanes per row read 64 elements
+
+
+def largest_magnitude(words: Sequence[Int32], largest: Int32) -> Int32:
+    """Returns the largest magnitude of bf16 pairs and `largest`, as fp32 with extra low bits."""
+    for word in words:
+        for number in (word, word << 16):
+            largest = ptx.maximum(largest, number & Int32(0x7FFFFFFF))
+    return largest
+
+
+def normalizing_factors(largest: Int32) -> tuple[Float32, Float32]:
+    """Returns the power of two that brings `largest` to 2^TARGET_EXPONENT, and its inverse."""
+    exponent = ptx.minimum(Int32(TARGET_EXPONENT + 127) - (largest >> 23), Int32(MAX_EXPONENT))
+    factor, inverse = (ptx.from_bits((127 + x) << 23) for x in (exponent, Int32(0) - exponent))
+    return factor, inverse
+
+
+def normalized(words: Sequence[Int32], factor: Float32) -> list[Int32]:
+    """Converts bf16 pairs, times `factor`, to fp16."""
+    pairs = []
+    for word in words:
+        low, high = ptx.unpack_16("bfloat16", word)
+        pairs.append(ptx.pack_16(OPERAND, low * factor, high * factor))
+    return pairs
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """Stored rows of K or V, and their converter."""
+
+    columns: int
+    pitch: int
+    converter: Fp8
+
+
+@dataclass(frozen=True)
+class Fp8KvDequant:
+    """Dequantization of staged tiles by the transform warps."""
+
+    memory: TileMemory
+    warp: Int32
+    lane: Int32
+    warps: int
+    k: StoredRows
+    v: StoredRows
+
+    @cute.jit
+    def run(self, rows: cutlass.Constexpr, source: Int32, target: Int32) -> None:
+        """Dequantizes a tile, eight rows at a time. Odd rows take an even number of columns in swapped order: 8
+        adjacent lanes then differ in bank, for reads and writes.
+        """
+        cols, columns, pitch = self.memory.tile.cols, rows.columns, rows.pitch
+        row, quarter = self.lane >> 2, self.lane & 3
+        read, write = source + row * pitch + quarter * CHUNK, target + row * LINE + ((2 * quarter) ^ row) * CHUNK
+        swapped = (row & 1) * (1 - columns % 2)
+        reads = [read + swapped * (sign * pitch // columns) for sign in (1, -1)]
+        writes = [write + swapped * (sign * cols * LINE) for sign in (1, -1)]
+        for i in cutlass.range(self.warp, cols // SWIZZLE_ROWS, self.warps, unroll=1):
+            words = [
+                ptx.ld_shared_v4(reads[c % 2] + i * (SWIZZLE_ROWS * pitch), c * pitch // columns)
+                for c in range(columns)
+            ]
+            for c in cutlass.range_constexpr(columns):
+                pairs = [pair for word in words[c] for pair in rows.converter.word(word)]
+                at = writes[c % 2] + i * (SWIZZLE_ROWS * LINE)
+                ptx.st_shared_v4(at, c * cols * LINE, pairs[:4])
+                ptx.st_shared_v4(at ^ Int32(CHUNK), c * cols * LINE, pairs[4:])
+
+    @cute.jit
+    def clear(self, rows: cutlass.Constexpr, source: Int32, first: Int32) -> None:
+        """Zeroes keys from `first`: they belong to another request or to none, and 0 * NaN is not 0. Each warp clears
+        the rows that it will read itself.
+        """
+        chunks = rows.pitch // CHUNK
+        for i in cutlass.range(self.warp, self.memory.tile.cols // SWIZZLE_ROWS, self.warps, unroll=1):
+            for j in cutlass.range_constexpr(SWIZZLE_ROWS * chunks // 32):
+                chunk = i * (SWIZZLE_ROWS * chunks) + 32 * j + self.lane
+                if chunk >= first * chunks:
+                    ptx.st_shared_v4(source + chunk * CHUNK, 0, [Int32(0) for _ in range(4)])
+        ptx.sync_warp()
