@@ -95,7 +95,7 @@ class PersistentProgram:
             rings.initialise(self.roles)
             tma.fence_barrier_init()
         self.allocate(rings, thread)
-        ptx.sync_threads()
+        self.cta.sync()
         self.prepare()
         ptx.grid_dependency_wait()
         self.run_warps(params, maps, rings, thread)

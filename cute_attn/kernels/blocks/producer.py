@@ -50,8 +50,8 @@ class Producer:
         self.spec, self.memory, self.tiles, self.order, self.cta = spec, memory, tiles, order, cta
         self.source_type = source_type(spec, gathered)
         loaded = (memory.loaded_ring("k"), memory.loaded_ring("v"))
-        fills = {"q": 1, **dict.fromkeys(loaded, self.source_type.arrivals)}
-        self.role = WarpRole("producer", self.source_type.warps, fills)
+        fills = {"q": 1, **dict.fromkeys(loaded, self.source_type.arrivals), **dict.fromkeys(cta.producer_rings, 1)}
+        self.role = WarpRole("producer", self.source_type.warps, fills, cta.producer_rings)
 
     @cute.jit
     def run(self, p: PersistentParams, maps: Maps, rings: SmemRings) -> None:
@@ -93,6 +93,8 @@ class Producer:
         if thread == 0:
             QueryTile(*(Int32(x) for x in NO_TILE)).store(rings.record(q))
             tma.barrier_arrive(rings.q.full(q))
+        self.cta.drain(rings.staged_k, k)
+        self.cta.drain(rings.staged_v, v)
 
     @cute.jit
     def load_q(
