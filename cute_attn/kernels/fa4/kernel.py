@@ -75,8 +75,12 @@ class Fa4Program(PersistentProgram):
             tma.claim_registers(self.spec.registers[0])
             self.softmax_warps.run(params, rings, tmem, (warp >> 2) - 1)
         else:
-            tma.release_registers(self.spec.registers[1])
-            self.epilogue.run(params, rings, tmem)
+            self.run_last_warps(params, rings, tmem, thread)
+
+    def run_last_warps(self, params: PersistentParams, rings: SmemRings, tmem: TmemMap, thread: Int32) -> None:
+        """Runs the warps behind those of softmax: the epilogue's."""
+        tma.release_registers(self.spec.registers[1])
+        self.epilogue.run(params, rings, tmem)
 
     @cute.jit
     def run_single_warps(
@@ -87,12 +91,15 @@ class Fa4Program(PersistentProgram):
             self.producer.run(params, maps, rings)
         elif warp == MMA_WARP:
             self.mma.run(params, rings, tmem)
-        elif warp == TAIL_WARP:
-            self.run_tail(params, rings)
+        else:
+            self.run_spare_warp(params, rings, warp)
 
-    def run_tail(self, params: PersistentParams, rings: SmemRings) -> None:
-        if self.spec.clears_tail:
-            self.tail.run(params, rings)
+    @cute.jit
+    def run_spare_warp(self, params: PersistentParams, rings: SmemRings, warp: Int32) -> None:
+        """Runs warp 1 or 2, of which the latter clears tails."""
+        if cutlass.const_expr(self.spec.clears_tail):  # noqa: SIM102  (one when tracing, one at run time)
+            if warp == TAIL_WARP:
+                self.tail.run(params, rings)
 
     @cute.jit
     def allocate(self, rings: SmemRings, thread: Int32) -> None:

@@ -62,7 +62,8 @@ class MmaWarp:
     def __init__(self, program: PersistentProgram, spec: Fa4Spec, tile: UmmaTile) -> None:
         self.program, self.spec, self.tile = program, spec, tile
         handed_over = {f"{ring}{i}": 1 for i in QUERY_TILES for ring in "so"}
-        reads = ("q", "k", "v", *(("tail",) if spec.clears_tail else ()))
+        told = {"tail": spec.clears_tail, "normalized": spec.normalizes_q}
+        reads = ("q", "k", "v", *(ring for ring, used in told.items() if used))
         self.role = WarpRole("MMA", 1, handed_over, reads, reads_records=True)
 
     @cute.jit
@@ -82,6 +83,9 @@ class MmaWarp:
                     rings.by_name["tail"].wait_full(tail)
                     rings.by_name["tail"].release(tail, lane)
                     tail = rings.by_name["tail"].next(tail)
+            if cutlass.const_expr(self.spec.normalizes_q):
+                rings.by_name["normalized"].wait_full(q)
+                rings.by_name["normalized"].release(q, lane)
             state = self.mainloop(context, state)
             sm100.commit(rings.q.empty(q), elected)
             state = self.last_outputs(context, state)

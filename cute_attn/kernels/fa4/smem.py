@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cute_attn.kernels.blocks.smem_map import RingLayout, Scratch, TileMemory
+from cute_attn.kernels.blocks.smem_map import RingLayout, Scratch, StagedKvMemory, TileMemory
 from cute_attn.kernels.fa4.spec import QUERY_TILE_ROWS, BlackwellTile, Fa4Spec
 from cute_attn.kernels.formats import LINE
 
@@ -28,8 +28,10 @@ class BlackwellMemory(TileMemory):
 
     @staticmethod
     def of(spec: Fa4Spec) -> BlackwellMemory:
-        kind = Fp8Memory if spec.fp8 else BlackwellMemory
-        return kind(spec.tile, spec.head_dim_qk, spec.head_dim_vo, spec.clears_tail)
+        shape = (spec.tile, spec.head_dim_qk, spec.head_dim_vo, spec.clears_tail)
+        if spec.kv_dtype:
+            return Fp8KvMemory(*shape, spec.normalizes_q)
+        return (Fp8Memory if spec.fp8 else BlackwellMemory)(*shape)
 
     @property
     def rings(self) -> tuple[RingLayout, ...]:
@@ -66,3 +68,17 @@ class Fp8Memory(BlackwellMemory):
     """Layout for q, k and v in fp8: as much as theirs in 16 bits, of twice the elements per line."""
 
     item_bytes: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
+class Fp8KvMemory(StagedKvMemory, BlackwellMemory):
+    """Layout for fp8 K and V under 16-bit q: their tiles are also staged as stored. "normalized" tells the products
+    that softmax has converted the rows of a slot of "q".
+    """
+
+    normalizes_q: bool = False
+
+    @property
+    def rings(self) -> tuple[RingLayout, ...]:
+        normalized = (RingLayout("normalized", self.tile.q_stages, 0),) if self.normalizes_q else ()
+        return (*super().rings, *normalized, *self.staged_rings(self.tile.staged))
