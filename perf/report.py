@@ -8,12 +8,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from perf.sass.tables import clock_lines, slot_lines
+
 Record = Mapping[str, Any]
+
+PROGRAMS = ("flash-attn-4", "flashinfer-python", "ptxas", "nvdisasm")
 
 
 def markdown(record: Record) -> str:
     """Returns the tables of one record, under a heading that says where and how it was measured."""
-    tables = overhead_tables(record) if "overhead" in record else speed_tables(record)
+    if "model" in record:
+        tables = model_tables(record)
+    else:
+        tables = overhead_tables(record) if "overhead" in record else speed_tables(record)
     if "makespan" in record:
         tables = [*tables, makespan_table(record)]
     return "\n\n".join([heading(record), *tables]) + "\n"
@@ -23,7 +30,7 @@ def heading(record: Record) -> str:
     env = record["environment"]
     parts = [f"**{env['gpu']}**, {env['date']}, commit {env['commit']}, driver {env['driver']}"]
     parts.append(f"torch {env['torch']} (CUDA {env['cuda']}, cuDNN {env['cudnn']})")
-    parts += [f"{name} {env[name]}" for name in ("flash-attn-4", "flashinfer-python") if name in env]
+    parts += [f"{name} {env[name]}" for name in PROGRAMS if name in env]
     if "host" in env:
         parts.append(f"host {env['host']}")
     text = "; ".join(parts) + f".\n`{record['command']}`"
@@ -91,6 +98,13 @@ def overhead_tables(record: Record) -> list[str]:
     """Returns the table of host microseconds per call, and of the parts of our calls."""
     calls = [[name, _host(entry)] for name, entry in record["overhead"].items()]
     return [table(["host µs per call", "median (p20-p80)"], calls)]
+
+
+def model_tables(record: Record) -> list[str]:
+    """Returns the tables of issue slots and of clocks of `perf.model`, then the reasons why rows are missing."""
+    both = (slot_lines(record["model"]), clock_lines(record["model"])) if record["model"] else ()
+    reasons = _reasons([], record["failed_rows"])
+    return [*(table(lines[0], lines[1:]) for lines in both), *([reasons] if reasons else [])]
 
 
 def makespan_table(record: Record) -> str:

@@ -108,7 +108,7 @@ def _closure(loads: Sequence[Inst], moves: Sequence[Inst]) -> int:
     """The registers that loads write, and those that moves copy them to."""
     found = 0
     for inst in loads:
-        found |= _registers(inst.operands[0])
+        found |= _loaded(inst)
     pairs = [(_registers(inst.operands[0]), _registers(inst.operands[1])) for inst in moves]
     size = -1
     while size != found:
@@ -117,6 +117,11 @@ def _closure(loads: Sequence[Inst], moves: Sequence[Inst]) -> int:
             if source & found:
                 found |= target
     return found
+
+
+def _loaded(inst: Inst) -> int:
+    """Registers that a tcgen05.ld writes: the second operand of one with a reduction is its result."""
+    return _registers(inst.operands[0]) | (_registers(inst.operands[1]) if ".red." in inst.op else 0)
 
 
 def _registers(operand: Operand) -> int:
@@ -135,7 +140,11 @@ def _registers(operand: Operand) -> int:
 
 
 def _only(mask: int) -> tuple[int, ...]:
-    return tuple(i for i in range(mask.bit_length()) if mask >> i & 1)
+    found = []
+    while mask:
+        found.append((mask & -mask).bit_length() - 1)
+        mask &= mask - 1
+    return tuple(found)
 
 
 class _Trace(Emitter):

@@ -12,7 +12,7 @@ from cute_attn.runtime.launch import load_driver
 BYTES = 128
 _ALIGNMENT = 64
 _STRIDE_LIMIT = 1 << 40
-_DATA_TYPES = {"uint8": 0, "float16": 6, "bfloat16": 9}
+_DATA_TYPES = {"uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}
 SWIZZLE_NONE, SWIZZLE_128B, L2_PROMOTION_256B = 0, 3, 3
 _INTERLEAVE_NONE, _FILL_ZEROS = 0, 0
 

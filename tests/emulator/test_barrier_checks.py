@@ -35,6 +35,10 @@ UNBALANCED: dict[str, tuple[str, tuple[str, ...]]] = {
         (*_initialised(48), ARRIVE),
     ),
     "a count one too low": ("lanes of one warp arrive in phases 0 and 1", (*_initialised(127), ARRIVE)),
+    "arrivals of copies": (
+        "lanes of one warp arrive in phases 0 and 1, its count of 127 is too low",
+        (*_initialised(127), "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r8];"),
+    ),
     "three of four warps a phase": (
         "has 1 of 3 arrivals and 0 bytes are missing in phase 1",
         (*_initialised(3), *EACH_WARP),
@@ -51,6 +55,7 @@ UNBALANCED: dict[str, tuple[str, tuple[str, ...]]] = {
 
 BALANCED: dict[str, tuple[str, ...]] = {
     "all arrive": (*_initialised(128), ARRIVE),
+    "arrivals of copies": (*_initialised(128), "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r8];", WAIT),
     "one phase a warp": (*_initialised(32), ARRIVE),
     "lanes of a warp arrive alone": (*_initialised(4), *EACH_WARP, *EACH_WARP),
     "one role arrives ahead at the end": (

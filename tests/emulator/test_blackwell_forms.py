@@ -8,11 +8,13 @@ import itertools
 
 import pytest
 
-from cute_attn.emulator import Schedule
-from cute_attn.emulator.errors import Deadlock, EmulatorError, MemoryFault, ProxyFault, UnknownForm
+from cute_attn.emulator import Schedule, tensormap
+from cute_attn.emulator.errors import Deadlock, EmulatorError, MemoryFault, ProxyFault, Race, UnknownForm
 from tests.emulator.micro import blackwell, emulate
 from tests.emulator.micro.blackwell import Known, memory_cases
 from tests.emulator.micro.blackwell_values import value_cases
+from tests.emulator.micro.catalogue import ADDRESS, maps
+from tests.emulator.test_goldens import recorded
 
 pytestmark = pytest.mark.emulator
 
@@ -44,6 +46,24 @@ def test_gather4_counts_the_bytes_of_all_rows() -> None:
     """A barrier that expects one row's bytes less never completes."""
     known = blackwell.gather("bytes", blackwell.tensor(3), 0, (1, 2, 3, 4))
     _refused(known, Deadlock, "-128 bytes missing", ptx=known.case.ptx.replace("[%r9], 512;", "[%r9], 384;"))
+
+
+def test_gathered_rows_are_waited_for() -> None:
+    known = blackwell.gather("wait", blackwell.tensor(3), 0, (1, 2, 3, 4))
+    _refused(known, Race, "a write by TMA load", ptx=known.case.ptx.replace("\n".join(blackwell.WAIT), ""))
+
+
+def test_scattered_rows_need_a_proxy_fence() -> None:
+    known = blackwell.scatter("fence", blackwell.tensor(3, where="out"), 0, (1, 2, 3, 4))
+    _refused(known, ProxyFault, "ordinary stores", ptx=known.case.ptx.replace("fence.proxy.async;", ""))
+
+
+def test_wide_stores_of_two_warps_race() -> None:
+    known = blackwell.wide("st.global.v8.b32")
+    both = known.case.ptx.replace("mad.wide.u32 %rd", "and.b32 %r9, %me, 31;\nmad.wide.u32 %rd").replace(
+        "%me, 32,", "%r9, 32,"
+    )
+    _refused(known, Race, "two warps write one address", ptx=both.replace(".reqntid 32", ".reqntid 64"), threads=64)
 
 
 @pytest.mark.parametrize("form", ["ld.global.v8.b32", "st.global.v4.b64", "st.global.v8.b32"])
@@ -82,3 +102,22 @@ def test_fields_that_are_not_supported(old: str, new: str) -> None:
     known = blackwell.changed_map("fields", ".global", "map")
     assert old in known.case.ptx
     _refused(known, MemoryFault, r"tensormap\.replace of", ptx=known.case.ptx.replace(old, new))
+
+
+def test_fields_make_the_maps_of_the_driver() -> None:
+    """Zeros become, field by field, the bytes that the driver's encoder was recorded to give."""
+    compared = 0
+    for wanted, row in zip(maps(), recorded("tensor_maps")["rows"], strict=True):
+        if wanted.l2:  # no field of tensormap.replace
+            continue
+        raw = bytes(tensormap.BYTES)
+        fields = [("global_address", 0, ADDRESS), ("rank", 0, len(wanted.dims) - 1)]
+        fields += [("elemtype", 0, tensormap.DTYPES.index(wanted.dtype)), ("swizzle_mode", 0, wanted.swizzle)]
+        fields += [("fill_mode", 0, int(wanted.nan_fill)), *(("box_dim", i, x) for i, x in enumerate(wanted.box))]
+        fields += [("global_dim", i, x) for i, x in enumerate(wanted.dims)]
+        fields += [("global_stride", i, x) for i, x in enumerate(wanted.strides)]
+        for field in fields:
+            raw = tensormap.replaced(raw, *field)
+        assert raw.hex() == row.tobytes().hex(), wanted
+        compared += 1
+    assert compared > 20

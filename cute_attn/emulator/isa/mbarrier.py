@@ -229,6 +229,20 @@ def _arrive_form(e: Emitter, inst: Inst, space: str, expect: bool) -> None:
         e.call(_arrive, arguments, [(target, "u8")])
 
 
+_Phases = dict[tuple[int, int], int]  # the phase in which the first lane of a warp arrives, by warp and barrier
+
+
+def _check_straddling(w: WarpBatch, lane: int, barrier: Mbarrier, first: _Phases) -> None:
+    """Check that a lane arrives in the same phase as the lanes of its warp before it, in one instruction."""
+    phase = first.setdefault((int(w.lane_agents[lane]), id(barrier)), barrier.phase)
+    if phase != barrier.phase:
+        raise BarrierFault(
+            f"{barrier.name}: lanes of one warp arrive in phases {phase} and {barrier.phase}, "
+            f"its count of {barrier.count} is too low",
+            int(w.lane[lane]),
+        )
+
+
 def _arrive(
     w: WarpBatch, mask: Array | None, address: Array, cluster: bool, count: Array, tx: Array, drop: bool
 ) -> Array:
@@ -236,16 +250,11 @@ def _arrive(
     where, counts, bytes_ = w.full(address), w.full(count), w.full(tx)
     token = np.zeros(w.size, np.uint64)
     lanes = w.lanes(mask)
-    first: dict[tuple[int, int], int] = {}  # phase in which the first lane of a warp arrives at a barrier
+    first: _Phases = {}
     for lane in lanes:
         barrier = at(w.cta, int(where[lane]), cluster)
         token[lane] = barrier.phase
-        if first.setdefault((int(w.lane_agents[lane]), int(where[lane])), barrier.phase) != barrier.phase:
-            raise BarrierFault(
-                f"{barrier.name}: lanes of one warp arrive in phases {barrier.phase - 1} and {barrier.phase}, "
-                f"its count of {barrier.count} is too low",
-                int(w.lane[lane]),
-            )
+        _check_straddling(w, int(lane), barrier, first)
         if drop:
             barrier.count -= 1
         barrier.arrive(int(w.lane_agents[lane]), int(counts[lane]), int(bytes_[lane]))
@@ -283,8 +292,10 @@ def _copies_arrive(w: WarpBatch, mask: Array | None, address: Array, noinc: bool
 
     where, lanes, clocks = w.full(address), w.lanes(mask), w.cta.clocks
     copies = {int(row): outstanding(w, int(row)) for row in np.unique(w.row[lanes])}
+    first: _Phases = {}
     for lane in lanes:
         barrier = at(w.cta, int(where[lane]))
+        _check_straddling(w, int(lane), barrier, first)
         agent = int(w.lane_agents[lane])
         barrier.seen(agent)
         for op in copies[int(w.row[lane])]:

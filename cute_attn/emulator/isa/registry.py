@@ -32,8 +32,10 @@ class Form:
     from there on.
 
     `conformance`: what the ISA defines of its result: "exact" (every bit), "approx" (an ulp bound), "order" (it has no
-    result). `golden`: the family of micro-kernels that compares it with hardware, "" if none does. `converges`: all
-    live lanes of a warp must execute it together. `solo`: it gets a block of its own and may wait or split the batch.
+    result); "unverified": read from the ISA alone, never compared with a GPU. Some opcodes of unverified forms occur in
+    published kernels that come out right (`EXERCISED` in tests/emulator/test_corpus.py). `golden`: the family of
+    micro-kernels that compares it with hardware, "" if none does. `converges`: all live lanes of a warp must execute it
+    together. `solo`: it gets a block of its own and may wait or split the batch.
     """
 
     template: str

@@ -309,11 +309,11 @@ def _store_action(
         pieces = tensormap.chunks(tensor, places, tensor.stored_line_bytes)
         offsets = tensormap.swizzled((source & OFFSET_MASK) + pieces.shared, tensor.swizzle)
         cta.smem.check(offsets, pieces.nbytes, pieces.nbytes, what)
-        words = cta.smem.op_load(offsets, pieces.nbytes, op, what)
-        rows = np.ascontiguousarray(words).view(np.uint8).reshape(-1, pieces.nbytes)[pieces.inside]
         addresses = pieces.addresses[pieces.inside]
         if len(addresses) == 0:
             return
+        words = cta.smem.op_load(offsets[pieces.inside], pieces.nbytes, op, what)  # the rest may be anything
+        rows = np.ascontiguousarray(words).view(np.uint8).reshape(-1, pieces.nbytes)
         if reduce:
             old = access.op_load_global(cta, addresses, pieces.nbytes, None, what)
             rows = _reduced(old, rows, reduce, tensormap.DTYPES[tensor.dtype])

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.register_layout import RegisterLayout
@@ -100,8 +100,17 @@ class Target:
         if self.dtype == "float32":
             store_8_f32(address, offset, values)
         else:
-            packed = [ptx.pack_16(self.dtype, values[i], values[i + 1]) for i in (0, 2, 4, 6)]
-            ptx.st_global_v4(address, offset, packed)
+            ptx.st_global_v4(address, offset, pack_pairs(self.dtype, values))
+
+    @property
+    def aligned_to_32(self) -> Boolean:
+        """Whether every row starts at a multiple of 32 bytes."""
+        return ((self.o | self.token_stride | self.head_stride) & Int64(31)) == Int64(0)
+
+    def store_32_bytes(self, address: Int64, offset: int, values: list[Float32], aligned: Boolean) -> None:
+        """Stores adjacent elements of a row that have 32 bytes (sm_100 and later)."""
+        words = values if self.dtype == "float32" else pack_pairs(self.dtype, values)
+        ptx.st_global_v8(address, offset, words, aligned)
 
 
 @dataclass(frozen=True)
@@ -123,6 +132,18 @@ class Partials:
 
     def store_8(self, address: Int64, offset: int, values: list[Float32]) -> None:
         store_8_f32(address, offset, values)
+
+    @property
+    def aligned_to_32(self) -> Boolean:
+        """Whether every row starts at a multiple of 32 bytes: rows are as long as eight elements, or several times."""
+        return (self.o & Int64(31)) == Int64(0)
+
+    def store_32_bytes(self, address: Int64, offset: int, values: list[Float32], aligned: Boolean) -> None:
+        ptx.st_global_v8(address, offset, values, aligned)
+
+
+def pack_pairs(dtype: str, values: list[Float32]) -> list[Int32]:
+    return [ptx.pack_16(dtype, values[i], values[i + 1]) for i in range(0, len(values), 2)]
 
 
 def store_8_f32(address: Int64, offset: int, values: list[Float32]) -> None:

@@ -1,8 +1,8 @@
 """K and V rows gathered with cp.async, for pages too small for TMA boxes.
 
 cp.async writes the layout that TMA would: 128-byte lines of all rows, one column of 64 elements after the other,
-swizzled. It writes through the generic proxy and wgmma reads through the async proxy, so every thread waits for its own
-copies and fences them before its warp arrives at the full barrier.
+swizzled. It writes through the generic proxy, and wgmma and tcgen05 read through the async proxy, so every thread waits
+for its own copies and fences them before its warp arrives at the full barrier.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,6 @@ from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.formats import LINE
 
-WARPS = 4
 ROWS_PER_PASS = 4  # of a warp, eight threads per row
 
 
@@ -33,14 +32,14 @@ class PageRows:
 
 @dataclass(frozen=True)
 class GatheredKV:
-    """Rows gathered by the producer warpgroup: a quarter of the tile per warp; each lane holds the page id of one row.
-    Rows past the end become zeros.
+    """Rows gathered by a warpgroup of producers: a part of the tile per warp, in rounds of one row per lane, whose page
+    ids the lanes hold. Rows past the end become zeros.
     """
 
-    warps: ClassVar[int] = WARPS
-    arrivals: ClassVar[int] = WARPS  # at a full barrier per tile
+    warps: ClassVar[int] = 4
+    arrivals: ClassVar[int] = 4  # at a full barrier per tile: one per warp
     cols: int
-    thread: Int32  # of the producer warpgroup
+    thread: Int32  # of the producer warps
     kv_end: Int32
     table: Int64  # address of the request's first page id
     page_size: Divisor
@@ -49,39 +48,55 @@ class GatheredKV:
 
     @property
     def warp_rows(self) -> int:
-        return self.cols // WARPS
+        return self.cols // self.warps
+
+    @property
+    def rounds(self) -> range:
+        return range(-(-self.warp_rows // 32))
+
+    @property
+    def round_rows(self) -> int:
+        return self.warp_rows // len(self.rounds)
 
     def prefetch_page_ids(self, kv_tile: Int32) -> list[Int32]:
-        """Loads the page id of this lane's row."""
-        assert self.warp_rows in range(ROWS_PER_PASS, 33, ROWS_PER_PASS)
-        row = self.thread & 31
-        token = self.token(kv_tile)
-        exists = cutlass.and_(row < self.warp_rows, token < self.kv_end)
-        return [ptx.ld_global_u32_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists)]
+        """Loads the page ids of this lane's rows."""
+        assert self.round_rows in range(ROWS_PER_PASS, 33, ROWS_PER_PASS)
+        page_ids = []
+        for i in self.rounds:
+            token = self.token(kv_tile, i)
+            exists = cutlass.and_(self.thread & 31 < self.round_rows, token < self.kv_end)
+            page_ids.append(ptx.ld_global_u32_if(self.table + Int64(self.page_size.quotient(token)) * Int64(4), exists))
+        return page_ids
 
-    def token(self, kv_tile: Int32) -> Int32:
-        """Token of this lane's row."""
-        return kv_tile * self.cols + (self.thread >> 5) * self.warp_rows + (self.thread & 31)
+    def token(self, kv_tile: Int32, i: int) -> Int32:
+        """Token of this lane's row of round i."""
+        first = kv_tile * self.cols + (self.thread >> 5) * self.warp_rows + (self.thread & 31)
+        return first + Int32(i * self.round_rows) if i else first
 
     def copy(self, rows: PageRows, target: Int32, barrier: Int32, kv_tile: Int32, page_ids: list[Int32]) -> None:
         """Issues the copies of a tile; `commit` must follow."""
-        token = self.token(kv_tile)
+        for i in self.rounds:
+            self.copy_round(rows, target, kv_tile, i, page_ids[i])
+        ptx.cp_async_commit()
+
+    def copy_round(self, rows: PageRows, target: Int32, kv_tile: Int32, i: int, page_id: Int32) -> None:
+        token = self.token(kv_tile, i)
         within = token - self.page_size.quotient(token) * self.page_size.value
-        address = ptx.mad_u32(within, rows.stride, ptx.mad_u32(page_ids[0], rows.page_stride, rows.base))
+        address = ptx.mad_u32(within, rows.stride, ptx.mad_u32(page_id, rows.page_stride, rows.base))
         lane = self.thread & 31
         row, chunk = lane >> 3, lane & 7  # in a pass
         left = self.kv_end - (token - lane + row)
         shared = target + swizzled((self.thread >> 5) * self.warp_rows + row, chunk, LINE)
-        for i in range(self.warp_rows // ROWS_PER_PASS):
-            source = ptx.shuffle_address(address, row + Int32(ROWS_PER_PASS * i)) + Int64(chunk * CHUNK)
-            size = ptx.select(left > Int32(ROWS_PER_PASS * i), Int32(CHUNK), Int32(0))
-            destination = shared ^ Int32(ROWS_PER_PASS * CHUNK) if i % 2 else shared
+        for j in range(self.round_rows // ROWS_PER_PASS):
+            first = i * self.round_rows + j * ROWS_PER_PASS
+            source = ptx.shuffle_address(address, row + Int32(ROWS_PER_PASS * j)) + Int64(chunk * CHUNK)
+            size = ptx.select(left > Int32(ROWS_PER_PASS * j), Int32(CHUNK), Int32(0))
+            destination = shared ^ Int32(ROWS_PER_PASS * CHUNK) if first // ROWS_PER_PASS % 2 else shared
             for line in range(-(-rows.chunks // 8)):
                 whole = (line + 1) * 8 <= rows.chunks
                 part = size if whole else ptx.select(chunk < rows.chunks - line * 8, size, Int32(0))
-                offset = line * self.cols * LINE + i * ROWS_PER_PASS * LINE
+                offset = line * self.cols * LINE + first * LINE
                 ptx.cp_async_16(destination, offset, source, line * LINE, part)
-        ptx.cp_async_commit()
 
     @cute.jit
     def commit(self, barriers: list[Int32]) -> None:
@@ -92,6 +107,13 @@ class GatheredKV:
         if self.thread & 31 == 0:
             for i in cutlass.range_constexpr(len(barriers)):
                 tma.barrier_arrive(barriers[i])
+
+
+class TwoWarpGatheredKV(GatheredKV):
+    """Rows gathered by two producer warps."""
+
+    warps: ClassVar[int] = 2
+    arrivals: ClassVar[int] = 2
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,12 @@ from cutlass import BFloat16, Float32, GridConstant, Int32, Int64
 from cutlass.experimental.cuda.tensor_map import TensorMap, TensorMapSwizzle, create_tensor_map_tiled
 
 from cute_attn.kernels.blocks import ptx, tma
+from cute_attn.kernels.blocks.cta import ONE_CTA, OneCta
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, Target
+from cute_attn.kernels.blocks.gathered_kv import GatheredKV
 from cute_attn.kernels.blocks.masks import BandMask, PackedMask, StopMask, TileOrder
 from cute_attn.kernels.blocks.multi_item import KeyBounds, MultiItemMask
-from cute_attn.kernels.blocks.persistent_params import Maps, PersistentParams
+from cute_attn.kernels.blocks.persistent_params import Maps, OutputMaps, PersistentParams
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 from cute_attn.kernels.blocks.pipeline import SmemRings
 from cute_attn.kernels.blocks.producer import Producer
@@ -35,13 +37,14 @@ class PersistentProgram:
     params = PersistentParams
     maps = Maps._fields
     rings_type = SmemRings
+    gathered_kv = GatheredKV  # source of 16-bit rows that warps gather
 
-    def __init__(self, spec: PersistentSpec, memory: TileMemory, tile: Any) -> None:
-        self.spec, self.memory, self.tile = spec, memory, tile
+    def __init__(self, spec: PersistentSpec, memory: TileMemory, tile: Any, cta: OneCta = ONE_CTA) -> None:
+        self.spec, self.memory, self.tile, self.cta = spec, memory, tile, cta
         schedule: type[TileSchedule] = GridTiles if spec.schedule == "grid" else ItemTiles
         self.block = (spec.tile.threads, 1, 1)
         self.smem_bytes = memory.bytes
-        self.producer = Producer(spec, memory, schedule(spec.tile.rows), self.order)
+        self.producer = Producer(spec, memory, schedule(spec.tile.rows), self.order, self.gathered_kv, cta)
 
     @property
     def roles(self) -> list[WarpRole]:
@@ -62,8 +65,12 @@ class PersistentProgram:
         blank = create_tensor_map_tiled(
             params.o, BFloat16, sizes, strides, [64, 64, 1, 1], swizzle=TensorMapSwizzle.s128b
         )
-        self.kernel(blank, blank, blank, params).launch(
-            grid=[grid_x, grid_y, grid_z], block=list(self.block), smem=self.smem_bytes, min_blocks_per_mp=1
+        self.kernel(*[blank for _ in self.maps], params).launch(
+            grid=[grid_x, grid_y, grid_z],
+            block=list(self.block),
+            cluster=self.cta.cluster,
+            smem=self.smem_bytes,
+            min_blocks_per_mp=1,
         )
 
     @cute.kernel
@@ -74,7 +81,11 @@ class PersistentProgram:
         v_map: GridConstant[TensorMap],
         params: PersistentParams,
     ) -> None:
-        maps = Maps(*(tma.address_of(tensor_map) for tensor_map in (q_map, k_map, v_map)))
+        self.run_cta(Maps(*(tma.address_of(tensor_map) for tensor_map in (q_map, k_map, v_map))), params)
+
+    @cute.jit
+    def run_cta(self, maps: Maps | OutputMaps, params: PersistentParams) -> None:
+        """Runs a CTA: prologue, roles, end."""
         base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint().to(Int32)
         rings = self.rings_type.of(self.memory, base)
         thread = cute.arch.thread_idx()[0]
@@ -122,15 +133,18 @@ class PersistentProgram:
         return kind(band, layout, rows, lanes)
 
     def scores(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> Scores:
-        makers: dict[str, Callable[[], Scale | RowScales | SoftCap | Alibi]] = {
+        makers: dict[str, Callable[[], Any]] = {
             "scale": lambda: self.scale_step(p, work, lanes, scale),
-            "alibi": lambda: Alibi(self.tile.scores_layout, work.rows(p), lanes, p.num_qo_heads),
+            "alibi": lambda: self.alibi_step(p, work, lanes),
             "soft_cap": lambda: SoftCap(p.soft_cap),
         }
         return Scores([makers[name]() for name in self.spec.scores])
 
     def scale_step(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> Scale | RowScales:
         return Scale(scale)
+
+    def alibi_step(self, p: PersistentParams, work: QueryTile, lanes: Any) -> Any:
+        return Alibi(self.tile.scores_layout, work.rows(p), lanes, p.num_qo_heads)
 
     def softmax(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> OnlineSoftmax:
         layout, log2_scale = self.tile.scores_layout, Float32(ptx.LOG2E) if self.spec.scores else scale

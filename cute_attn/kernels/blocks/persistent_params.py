@@ -54,13 +54,14 @@ class PersistentParams(NamedTuple):
     o_partial: Int64
     lse_partial: Int64
     head_blocks: Int32
-    # kv "paged" and "gathered"
+    # all kv but "dense"
     page_size: Int32
     page_multiplier: Int32
     page_shift: Int32
     box_rows: Int32
     kv_indices: Int64
-    # kv "gathered"
+    # kv "gathered": bytes from a page, a token and a head to the next; kv "gather4": rows of the map from a page, columns
+    # and rows of the map from a head to the next, in this order
     k_page_stride: Int64
     k_stride_n: Int64
     k_stride_h: Int64
@@ -81,3 +82,12 @@ class Maps(NamedTuple):
     q: Int64
     k: Int64
     v: Int64
+
+
+class OutputMaps(NamedTuple):
+    """The same, and o [line, heads of a tile, tokens, blocks of heads], for kernels that store outputs by TMA."""
+
+    q: Int64
+    k: Int64
+    v: Int64
+    o_map: Int64

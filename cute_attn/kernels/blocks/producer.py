@@ -10,6 +10,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, tma
+from cute_attn.kernels.blocks.cta import OneCta
+from cute_attn.kernels.blocks.gather4_kv import Gather4KV, Gather4Operand
 from cute_attn.kernels.blocks.gathered_kv import GatheredFp8KV, GatheredKV, PageRows
 from cute_attn.kernels.blocks.masks import TileOrder
 from cute_attn.kernels.blocks.persistent_params import Maps, PersistentParams
@@ -21,21 +23,20 @@ from cute_attn.kernels.blocks.smem import CHUNK
 from cute_attn.kernels.blocks.smem_map import TileMemory
 from cute_attn.kernels.blocks.tile_scheduler import (
     NO_TILE,
-    DynamicTileScheduler,
     QueryTile,
     TileSchedule,
     WarpgroupTileScheduler,
 )
-from cute_attn.kernels.blocks.tma_kv import DenseTmaKV, PagedTmaKV, TmaOperand
+from cute_attn.kernels.blocks.tma_kv import DenseTmaKV, PagedTmaKV
 from cute_attn.kernels.formats import KV_BITS, LINE
 
 PRODUCER_BARRIER = 8  # named barrier of a warpgroup that gathers; families use other numbers
 
-KVSource = DenseTmaKV | PagedTmaKV | GatheredKV | GatheredFp8KV
+KVSource = DenseTmaKV | PagedTmaKV | Gather4KV | GatheredKV | GatheredFp8KV
 
 
 class Producer:
-    """Producer warp, or the warpgroup that gathers 16-bit rows. `order`: the kv tiles of a query tile."""
+    """Producer warp, or the warps that gather 16-bit rows, as `gathered` says. `order`: the kv tiles of a query tile."""
 
     def __init__(
         self,
@@ -43,9 +44,11 @@ class Producer:
         memory: TileMemory,
         tiles: TileSchedule,
         order: Callable[[PersistentParams, QueryTile], TileOrder],
+        gathered: type[GatheredKV],
+        cta: OneCta,
     ) -> None:
-        self.spec, self.memory, self.tiles, self.order = spec, memory, tiles, order
-        self.source_type = source_type(spec)
+        self.spec, self.memory, self.tiles, self.order, self.cta = spec, memory, tiles, order, cta
+        self.source_type = source_type(spec, gathered)
         loaded = (memory.loaded_ring("k"), memory.loaded_ring("v"))
         fills = {"q": 1, **dict.fromkeys(loaded, self.source_type.arrivals)}
         self.role = WarpRole("producer", self.source_type.warps, fills)
@@ -55,12 +58,12 @@ class Producer:
         """Loads all tiles into the rings, then the record `NO_TILE`."""
         thread = cute.arch.thread_idx()[0]
         scheduler = (
-            WarpgroupTileScheduler(p.counters, thread, PRODUCER_BARRIER)
+            WarpgroupTileScheduler(p.counters, thread, PRODUCER_BARRIER, 32 * self.role.warps)
             if self.role.warps > 1
-            else DynamicTileScheduler(p.counters, thread)
+            else self.cta.scheduler(p.counters, thread, rings)
         )
         q, k, v = start(), start(), start()
-        work = self.tiles.at(p, cute.arch.block_idx()[0])
+        work = self.tiles.at(p, scheduler.first())
         while work.head_block >= 0:
             order, source = self.order(p, work), self.source(p, maps, work)
             first = ptx.maximum(order.at(Int32(0)), Int32(0))  # -1 where there is no tile at all
@@ -83,7 +86,7 @@ class Producer:
                 self.load(rings.staged_v, v, source, source.v, order.at(order.total - 1), page_ids)
                 source.commit([rings.staged_v.full(v)])
                 v, k = rings.staged_v.next(v), rings.staged_k.next(k)
-            work, q = self.tiles.at(p, scheduler.broadcast_next(fetched, rings.record(q))), rings.q.next(q)
+            work, q = self.tiles.at(p, scheduler.broadcast_next(fetched, rings.record(q), q)), rings.q.next(q)
         scheduler.finish()
         ptx.grid_dependency_launch()
         rings.q.wait_empty(q)
@@ -105,12 +108,14 @@ class Producer:
         if thread == 0:
             work.store(rings.record(q))
             rows, barrier, target = work.rows(p), rings.q.full(q), rings.q.address(q)
-            tma.barrier_expect(barrier, rings.q.slot_bytes)
-            token = work.qo_start + rows.token(Int32(0))
-            for column in cutlass.range_constexpr(self.memory.qk_columns):
-                box = target + Int32(column * self.spec.tile.rows * LINE)
-                coordinates = [Int32(column * self.memory.line_items), Int32(0), token, work.head_block]
-                tma.load_4d(box, maps.q, coordinates, barrier, tma.EVICT_FIRST)
+            loads, column_rows = self.cta.loads(), self.cta.q_rows(self.spec.tile.rows)
+            loads.expect(barrier, rings.q.slot_bytes)
+            for row, slot_row in self.cta.q_boxes(self.spec.tile.rows):
+                token = work.qo_start + rows.token(row)
+                for column in cutlass.range_constexpr(self.memory.qk_columns):
+                    box = target + Int32((column * column_rows + slot_row) * LINE)
+                    coordinates = [Int32(column * self.memory.line_items), Int32(0), token, work.head_block]
+                    loads.load_4d(box, maps.q, coordinates, barrier, tma.EVICT_FIRST)
 
     def load(
         self, ring: Ring, state: PipelineState, source: KVSource, operand: Any, kv_tile: Int32, page_ids: list[Int32]
@@ -121,27 +126,35 @@ class Producer:
     def source(self, p: PersistentParams, maps: Maps, work: QueryTile) -> KVSource:
         cols, thread = self.spec.tile.cols, cute.arch.thread_idx()[0]
         kv_head = Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(work.head_block)
-        k, v = TmaOperand(maps.k, self.memory.loaded_k), TmaOperand(maps.v, self.memory.loaded_v)
+        k, v = self.cta.operands(maps, self.memory, cols)
         if self.source_type is DenseTmaKV:
-            return DenseTmaKV(cols, work.kv_start, kv_head, thread, k, v)
+            return DenseTmaKV(cols, work.kv_start, kv_head, thread, k, v, self.cta.loads())
         page_size = Divisor(p.page_size, p.page_multiplier, p.page_shift)
         table = p.kv_indices + Int64(work.kv_start) * Int64(4)
         if self.source_type is PagedTmaKV:
-            return PagedTmaKV(cols, kv_head, thread, work.kv_end, table, page_size, p.box_rows, k, v)
+            boxes = p.box_rows
+            return PagedTmaKV(cols, kv_head, thread, work.kv_end, table, page_size, boxes, k, v, self.cta.loads())
+        if self.source_type is Gather4KV:
+            k_rows = Gather4Operand.of(k, kv_head, p.k_page_stride, p.k_stride_h, p.k_stride_n)
+            v_rows = Gather4Operand.of(v, kv_head, p.v_page_stride, p.v_stride_h, p.v_stride_n)
+            return Gather4KV(cols, thread, work.kv_end, table, page_size, k_rows, v_rows, self.cta.loads())
         assert issubclass(self.source_type, GatheredKV | GatheredFp8KV)
         k_base, v_base = p.k_address + Int64(kv_head) * p.k_stride_h, p.v_address + Int64(kv_head) * p.v_stride_h
         k_rows = PageRows(k_base, p.k_page_stride, p.k_stride_n, self.chunks(self.spec.head_dim_qk))
         v_rows = PageRows(v_base, p.v_page_stride, p.v_stride_n, self.chunks(self.spec.head_dim_vo))
-        gathered = GatheredFp8KV if self.spec.kv_dtype else GatheredKV
-        return gathered(cols, thread, work.kv_end, table, page_size, k_rows, v_rows)
+        return self.source_type(cols, thread, work.kv_end, table, page_size, k_rows, v_rows)
 
     def chunks(self, head_dim: int) -> int:
         """Returns the 16-byte chunks of a stored row of K or V."""
         return head_dim * KV_BITS[self.spec.kv_dtype] // 8 // CHUNK
 
 
-def source_type(spec: PersistentSpec) -> type[KVSource]:
+def source_type(spec: PersistentSpec, gathered: type[GatheredKV]) -> type[KVSource]:
     """Returns how K and V tiles are loaded."""
-    if spec.kv == "gathered":
-        return GatheredFp8KV if spec.kv_dtype else GatheredKV
-    return DenseTmaKV if spec.kv == "dense" else PagedTmaKV
+    sources: dict[str, type[KVSource]] = {
+        "dense": DenseTmaKV,
+        "paged": PagedTmaKV,
+        "gather4": Gather4KV,
+        "gathered": GatheredFp8KV if spec.kv_dtype else gathered,
+    }
+    return sources[spec.kv]

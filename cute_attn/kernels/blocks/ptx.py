@@ -201,6 +201,17 @@ def st_global_v4(address: Int64, offset: int, values: Sequence[Int32]) -> None:
     asm(f"st.global.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};", [], [address, *values])
 
 
+def st_global_v8(address: Int64, offset: int, values: Sequence[Any], aligned: Boolean) -> None:
+    """Stores 32 bytes, at once where `aligned` to as many says so, else in two parts (sm_100 and later)."""
+    registers = [f"${i + 2}" for i in range(8)]
+    whole, low, high = (", ".join(part) for part in (registers, registers[:4], registers[4:]))
+    text = (
+        f"{{.reg .pred p; setp.ne.b32 p, $1, 0; @p st.global.v8.b32 [$0+{offset}], {{{whole}}};"
+        f"@!p st.global.v4.b32 [$0+{offset}], {{{low}}}; @!p st.global.v4.b32 [$0+{offset + 16}], {{{high}}};}}"
+    )
+    asm(text, [], [address, select(aligned, Int32(1), Int32(0)), *values])
+
+
 def st_global_v2(address: Int64, offset: int, values: Sequence[Int32]) -> None:
     asm(f"st.global.v2.b32 [$0+{offset}], {{$1, $2}};", [], [address, *values])
 

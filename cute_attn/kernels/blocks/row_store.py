@@ -32,9 +32,17 @@ class RowStore:
 
     @cute.jit
     def write_columns(self, first: cutlass.Constexpr, values: list[Float32], factor: Float32) -> None:
-        """Stores the layout's columns, a multiple of eight, to the output's columns from `first`."""
-        row, values = self.lanes.row(0), [x * factor for x in self.layout.of_slot(values, 0)]
+        """Stores the layout's columns, or fewer, to the output's columns from `first`; all multiples of eight.
+
+        Rows of `out` need not start at multiples of 32 bytes, where the hardware would take 32 bytes at a time.
+        """
+        row, values, target = self.lanes.row(0), [x * factor for x in values], self.target
         if self.rows.exists(row):
-            address = self.target.row(self.rows, row) + Int64(first * self.target.element_bytes)
-            for i in cutlass.range_constexpr(0, len(values), 8):
-                self.target.store_8(address, i * self.target.element_bytes, values[i : i + 8])
+            size, aligned = target.element_bytes, target.aligned_to_32
+            address, at_once = target.row(self.rows, row) + Int64(first * size), 32 // size
+            for i in cutlass.range_constexpr(0, len(values), at_once):
+                part = values[i : i + at_once]
+                if cutlass.const_expr(len(part) == at_once):
+                    target.store_32_bytes(address, i * size, part, aligned)
+                else:
+                    target.store_8(address, i * size, part)

@@ -8,6 +8,7 @@ from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.masks import Band
+from cute_attn.kernels.blocks.pipeline import PipelineState
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.schedule.records import ITEM_INTS, Item
 
@@ -165,6 +166,10 @@ class DynamicTileScheduler:
     counters: Int64
     thread: Int32
 
+    def first(self) -> Int32:
+        """Returns the index of the first tile."""
+        return cute.arch.block_idx()[0]
+
     @cute.jit
     def fetch_next(self) -> Int32:
         fetched = Int32(0)
@@ -172,7 +177,8 @@ class DynamicTileScheduler:
             fetched = tma.atomic_increment(self.counters)
         return fetched
 
-    def broadcast_next(self, fetched: Int32, record: Int32) -> Int32:
+    def broadcast_next(self, fetched: Int32, record: Int32, q: PipelineState) -> Int32:
+        """Returns the index of the next tile to all threads. `record`, `q`: those of the tile before."""
         return ptx.shuffle_from(fetched, Int32(0)) + cute.arch.grid_dim()[0]
 
     @cute.jit
@@ -186,15 +192,16 @@ class DynamicTileScheduler:
 
 @dataclass(frozen=True)
 class WarpgroupTileScheduler(DynamicTileScheduler):
-    """Dynamic scheduler of a warpgroup: its first thread fetches the index and passes it on in the tile's record. The
+    """Dynamic scheduler of several warps: their first thread fetches the index and passes it on in the tile's record. The
     word is only overwritten after other tiles, whose barriers all threads have passed.
     """
 
     barrier: int  # named
+    threads: int
 
     @cute.jit
-    def broadcast_next(self, fetched: Int32, record: Int32) -> Int32:
+    def broadcast_next(self, fetched: Int32, record: Int32, q: PipelineState) -> Int32:
         if self.thread == 0:
             ptx.st_shared_b32(record, 4 * NEXT_TILE_WORD, fetched + cute.arch.grid_dim()[0])
-        tma.named_sync(Int32(self.barrier), 128)
+        tma.named_sync(Int32(self.barrier), self.threads)
         return cute.arch.make_warp_uniform(ptx.ld_shared_b32(record + Int32(4 * NEXT_TILE_WORD)))

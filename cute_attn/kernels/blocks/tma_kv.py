@@ -4,11 +4,11 @@ The lanes of the producer warp divide the boxes of a tile between them.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.rows import Divisor
@@ -19,10 +19,29 @@ NO_PAGE = -1  # out of bounds in every map: TMA fills the box with zeros
 
 @dataclass(frozen=True)
 class TmaOperand:
-    """K or V of TMA: address of the tensor map, whose boxes are one column of several tokens, and the rows' layout."""
+    """K or V of TMA: address of the tensor map, whose boxes are one column of several tokens, the rows' layout, and the
+    part of a kv tile that is loaded: `keys` keys from `first_key`, the columns from `first_column`.
+    """
 
     tensor_map: Int64
     rows: LoadedRows
+    keys: int
+    first_key: Int32 | int = 0
+    first_column: Int32 | int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.rows.columns * self.keys * self.rows.pitch
+
+    def item(self, column: int) -> Int32:
+        """Returns the first element of a loaded column."""
+        return (self.first_column + Int32(column)) * self.rows.items
+
+    def in_part(self, slot_row: Int32, cols: int) -> Boolean:
+        """Whether a row of the slot, for a tile of `cols` keys, belongs to the loaded part."""
+        if self.keys == cols:
+            return slot_row < cols
+        return cutlass.and_(slot_row >= 0, slot_row < self.keys)
 
 
 @dataclass(frozen=True)
@@ -39,6 +58,7 @@ class DenseTmaKV:
     lane: Int32
     k: TmaOperand
     v: TmaOperand
+    loads: Any
 
     def prefetch_page_ids(self, kv_tile: Int32) -> list[Int32]:
         return []
@@ -48,16 +68,12 @@ class DenseTmaKV:
         self, operand: cutlass.Constexpr, target: Int32, barrier: Int32, kv_tile: Int32, page_ids: list[Int32]
     ) -> None:
         if self.lane == 0:
-            tma.barrier_expect(barrier, operand.rows.columns * self.cols * operand.rows.pitch)
+            self.loads.expect(barrier, operand.bytes)
             for column in cutlass.range_constexpr(operand.rows.columns):
-                coordinates = [
-                    Int32(column * operand.rows.items),
-                    self.start + kv_tile * self.cols,
-                    self.kv_head,
-                    Int32(0),
-                ]
-                box = target + Int32(column * self.cols * operand.rows.pitch)
-                tma.load_4d(box, operand.tensor_map, coordinates, barrier, tma.EVICT_LAST)
+                token = self.start + kv_tile * self.cols + operand.first_key
+                coordinates = [operand.item(column), token, self.kv_head, Int32(0)]
+                box = target + Int32(column * operand.keys * operand.rows.pitch)
+                self.loads.load_4d(box, operand.tensor_map, coordinates, barrier, tma.EVICT_LAST)
 
     def commit(self, barriers: list[Int32]) -> None:
         """Nothing to do: TMA counts its own bytes at the barriers."""
@@ -80,6 +96,7 @@ class PagedTmaKV:
     box_rows: Int32
     k: TmaOperand
     v: TmaOperand
+    loads: Any
 
     def rounds(self) -> range:
         return range((self.cols + 31) // 32)
@@ -100,17 +117,18 @@ class PagedTmaKV:
         self, operand: cutlass.Constexpr, target: Int32, barrier: Int32, kv_tile: Int32, page_ids: list[Int32]
     ) -> None:
         if self.lane == 0:
-            tma.barrier_expect(barrier, operand.rows.columns * self.cols * operand.rows.pitch)
+            self.loads.expect(barrier, operand.bytes)
         ptx.sync_warp()
         for i in cutlass.range_constexpr(len(page_ids)):
             row = (self.lane + 32 * i) * self.box_rows
-            if row < self.cols:
+            slot_row = row - operand.first_key
+            if operand.in_part(slot_row, self.cols):
                 token = kv_tile * self.cols + row
                 within = token - self.page_size.quotient(token) * self.page_size.value
                 for column in cutlass.range_constexpr(operand.rows.columns):
-                    coordinates = [Int32(column * operand.rows.items), within, self.kv_head, page_ids[i]]
-                    box = target + row * operand.rows.pitch + Int32(column * self.cols * operand.rows.pitch)
-                    tma.load_4d(box, operand.tensor_map, coordinates, barrier, tma.EVICT_LAST)
+                    coordinates = [operand.item(column), within, self.kv_head, page_ids[i]]
+                    box = target + slot_row * operand.rows.pitch + Int32(column * operand.keys * operand.rows.pitch)
+                    self.loads.load_4d(box, operand.tensor_map, coordinates, barrier, tma.EVICT_LAST)
 
     def commit(self, barriers: list[Int32]) -> None:
         """Nothing to do: TMA counts its own bytes at the barriers."""

@@ -72,7 +72,7 @@ class AnchoredSoftmax(SoftmaxWarps):
         shifts = softmax.finite([shift]) if masked else [shift]
         loaded = self.load(context, Int32(0))
         for chunk, word in zip(self.tile.chunks, words, strict=True):
-            start = kv_tile * self.spec.tile.cols + Int32(chunk * CHUNK_COLUMNS)
+            start = ptx.opaque(kv_tile * self.spec.tile.cols) + Int32(chunk * CHUNK_COLUMNS)
             s = sm100.wait_loads(loaded)
             if chunk + 1 in self.tile.chunks:
                 loaded = self.load(context, Int32((chunk + 1) * CHUNK_COLUMNS))

@@ -1,10 +1,15 @@
-"""Epilogue warpgroup: normalises and stores the outputs of a work item while the next one is computed."""
+"""Epilogue warpgroup: normalises and stores the outputs of a work item while the next one is computed.
 
+16-bit rows of a query tile that all exist go through a staging buffer and TMA. Other query tiles, fp32 outputs and
+partials are stored by the threads that own the rows.
+"""
+
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, sm100
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, Target
@@ -16,12 +21,37 @@ from cute_attn.kernels.blocks.roles import WarpRole
 from cute_attn.kernels.blocks.row_store import RowStore
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.fa4.parts.lanes import RowLanes
+from cute_attn.kernels.fa4.parts.output_staging import OutputStaging
 from cute_attn.kernels.fa4.parts.umma import TmemMap, UmmaTile
-from cute_attn.kernels.fa4.spec import Fa4Spec
+from cute_attn.kernels.fa4.spec import QUERY_TILE_ROWS, Fa4Spec
 from cute_attn.kernels.fa4.work import KvSteps
 
 WARPS = 4
-COLUMNS = 16  # of O that are loaded at a time
+COLUMNS = 32  # of O that are loaded at a time, or the half where O ends
+
+
+@dataclass(frozen=True)
+class OutputTile:
+    """O of a query tile in tensor memory, and where its rows go."""
+
+    p: PersistentParams
+    work: QueryTile
+    lanes: RowLanes
+    ring: Ring
+    state: PipelineState
+    address: Int32  # of the warp's lanes
+    active: Boolean  # whether O was written: the query tile has a visible key
+    staging: OutputStaging | None
+    tensor_map: Int64
+
+    @property
+    def first_row(self) -> Int32:
+        return self.lanes.query_tile * QUERY_TILE_ROWS
+
+    @property
+    def whole(self) -> Boolean:
+        """Whether all rows exist: a box is clipped at the end of the tensor only."""
+        return self.work.rows(self.p).exists(self.first_row + Int32(QUERY_TILE_ROWS - 1))
 
 
 class EpilogueWarps:
@@ -34,7 +64,7 @@ class EpilogueWarps:
         self.role = WarpRole("epilogue", WARPS, fills={}, reads=reads, reads_records=True)
 
     @cute.jit
-    def run(self, p: PersistentParams, rings: SmemRings, tmem: TmemMap) -> None:
+    def run(self, p: PersistentParams, o_map: Int64, rings: SmemRings, tmem: TmemMap) -> None:
         """Stores the outputs of all work items of the CTA."""
         q, stats = start(), start()
         outputs = [start() for _ in self.query_tiles]
@@ -46,44 +76,46 @@ class EpilogueWarps:
             steps = KvSteps.of(p, work, order, len(self.query_tiles), self.spec.tile.cols)
             rings.q.release(q, lanes.lane)
             for i in cutlass.range_constexpr(len(self.query_tiles)):
-                active = steps.first[i] < order.total
-                outputs[i] = self.query_tile(p, rings, work, tmem.output(i) + lanes.tmem, i, stats, outputs[i], active)
+                lanes, ring = RowLanes.of(Int32(i)), rings.by_name[f"o{i}"]
+                active, address = steps.first[i] < order.total, tmem.output(i) + lanes.tmem
+                staging = self.staging(rings, lanes)
+                tile = OutputTile(p, work, lanes, ring, outputs[i], address, active, staging, o_map)
+                outputs[i] = self.query_tile(tile, rings.by_name[f"stats{i}"], stats)
             q, stats = rings.q.next(q), rings.by_name["stats0"].next(stats)
             head_block = rings.next_head_block(q)
+        self.finish(rings)
+
+    def staging(self, rings: SmemRings, lanes: RowLanes) -> OutputStaging | None:
+        memory = self.tile.memory
+        if not memory.staging_bytes:
+            return None
+        return OutputStaging(self.spec.out_dtype, memory.output_columns, rings.scratch["staging"], lanes)
+
+    def finish(self, rings: SmemRings) -> None:
+        """Keeps shared memory until it has been read."""
+        staging = self.staging(rings, RowLanes.of(Int32(0)))
+        if staging:
+            staging.drain()
 
     @cute.jit
-    def query_tile(
-        self,
-        p: PersistentParams,
-        rings: cutlass.Constexpr,
-        work: cutlass.Constexpr,
-        o: Int32,
-        i: cutlass.Constexpr,
-        stats: PipelineState,
-        output: PipelineState,
-        active: cutlass.Boolean,
-    ) -> Any:
+    def query_tile(self, tile: cutlass.Constexpr, stats_ring: cutlass.Constexpr, stats: PipelineState) -> Any:
         """Stores a query tile; where it has no visible key, O is not written, and zeros are stored."""
-        lanes = RowLanes.of(Int32(i))
-        shift, total = self.read_stats(rings.by_name[f"stats{i}"], stats, lanes)
-        ring = rings.by_name[f"o{i}"]
-        if active:
-            ring.wait_full(output)
+        shift, total = self.read_stats(stats_ring, stats, tile.lanes)
+        output = tile.state
+        if tile.active:
+            tile.ring.wait_full(output)
             sm100.fence_after_sync()
 
         def write(target: Target | Partials, epilogue: FinalEpilogue | PartialEpilogue) -> None:
-            store = RowStore(RowLayout(COLUMNS), lanes, work.rows(p), target, epilogue)
-            self.write(store, o, shift, total, active)
+            self.write(tile, target, epilogue, shift, total)
 
-        self.program.store(p, work, write)
-        if active:
-            sm100.fence_before_sync()
-            ptx.sync_warp()
-            ring.release(output, lanes.lane)
-            output = ring.next(output)
+        self.program.store(tile.p, tile.work, write)
+        if tile.active:
+            output = tile.ring.next(output)
         return output
 
     def read_stats(self, ring: Ring, stats: PipelineState, lanes: RowLanes) -> tuple[list[Float32], list[Float32]]:
+        """Waits for what softmax leaves of the thread's row: negated maximum and sum."""
         ring.wait_full(stats)
         shift, total = ptx.ld_shared_v2_f32(ring.address(stats) + lanes.lane_row * 8)
         ptx.sync_warp()
@@ -92,12 +124,59 @@ class EpilogueWarps:
 
     @cute.jit
     def write(
-        self, store: cutlass.Constexpr, o: Int32, shift: list[Float32], total: list[Float32], active: cutlass.Boolean
+        self,
+        tile: cutlass.Constexpr,
+        target: cutlass.Constexpr,
+        epilogue: cutlass.Constexpr,
+        shift: list[Float32],
+        total: list[Float32],
     ) -> None:
+        """Writes lse and output."""
+        store = RowStore(RowLayout(COLUMNS), tile.lanes, tile.work.rows(tile.p), target, epilogue)
         factor = store.write_lse(shift, total)
-        for first in cutlass.range_constexpr(0, self.spec.head_dim_vo, COLUMNS):
-            values = [Float32(0.0) for _ in range(COLUMNS)]
-            if active:
-                values = sm100.wait_loads(sm100.load_columns(o, first, COLUMNS))
-            count = min(COLUMNS, self.spec.head_dim_vo - first)
-            store.write_columns(first, values[:count], factor)
+        if cutlass.const_expr(tile.staging is not None and isinstance(target, Target)):
+            if tile.whole:
+                self.write_staged(tile, factor)
+            else:
+                self.write_rows(tile, store, factor)
+        else:
+            self.write_rows(tile, store, factor)
+
+    @cute.jit
+    def write_staged(self, tile: cutlass.Constexpr, factor: Float32) -> None:
+        staging = tile.staging
+        staging.acquire()
+        for first, count in self.pieces():
+            staging.write_columns(first, [x * factor for x in self.load(tile, first, count)])
+        self.release(tile)
+        rows = tile.work.rows(tile.p)
+        head = rows.head(tile.first_row) - rows.first_head  # not 0 where one token's heads fill more than a query tile
+        staging.store(tile.tensor_map, [head, rows.start + rows.token(tile.first_row), tile.work.head_block])
+
+    @cute.jit
+    def write_rows(self, tile: cutlass.Constexpr, store: cutlass.Constexpr, factor: Float32) -> None:
+        for first, count in self.pieces():
+            store.write_columns(first, self.load(tile, first, count), factor)
+        self.release(tile)
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """Lists (first column, columns) of O to process at a time."""
+        dims = self.spec.head_dim_vo
+        return [(first, min(COLUMNS, dims - first)) for first in range(0, dims, COLUMNS)]
+
+    @cute.jit
+    def load(self, tile: cutlass.Constexpr, first: cutlass.Constexpr, count: cutlass.Constexpr) -> list[Float32]:
+        """Loads `count` columns of O, a multiple of eight."""
+        values = [Float32(0.0) for _ in range(count)]
+        if tile.active:
+            loaded = COLUMNS if count > COLUMNS // 2 else COLUMNS // 2
+            values = sm100.wait_loads(sm100.load_columns(tile.address, first, loaded))[:count]
+        return values
+
+    @cute.jit
+    def release(self, tile: cutlass.Constexpr) -> None:
+        """Gives O back to the products, before its stores are complete."""
+        if tile.active:
+            sm100.fence_before_sync()
+            ptx.sync_warp()
+            tile.ring.release(tile.state, tile.lanes.lane)

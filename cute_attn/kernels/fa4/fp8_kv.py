@@ -105,14 +105,16 @@ class Fp8KvProgram(Fa4Program):
         self.transform.run(params, rings, cute.arch.thread_idx()[0] - 32)
 
     @cute.jit
-    def run_last_warps(self, params: PersistentParams, rings: SmemRings, tmem: TmemMap, thread: Int32) -> None:
+    def run_last_warps(
+        self, params: PersistentParams, maps: Any, rings: SmemRings, tmem: TmemMap, thread: Int32
+    ) -> None:
         """Runs the epilogue's warpgroup and, with more than two transform warps, the warpgroup of the rest."""
         if cutlass.const_expr(self.spec.tile.transform_warps == SPARE_WARPS):
-            super().run_last_warps(params, rings, tmem, thread)
+            super().run_last_warps(params, maps, rings, tmem, thread)
         else:
             first = self.spec.tile.threads - 128
             if thread < first:
-                super().run_last_warps(params, rings, tmem, thread)
+                super().run_last_warps(params, maps, rings, tmem, thread)
             else:
                 tma.release_registers(self.spec.registers[3])
                 self.transform.run(params, rings, thread - (first - 32 * SPARE_WARPS))

@@ -2,7 +2,7 @@
 
 A persistent CTA processes work items of two query tiles of 128 packed rows each:
 
-    warp 0             producer: TMA copies of Q, K and V into rings of shared memory
+    warp 0 (and 1)     producer: TMA copies of Q, K and V into rings of shared memory; two warps where they gather rows
     warp 2             tail: clears rows of V past the keys of a request
     warp 3             MMA: starts all products, S = Q K^T and O += P V, in tensor memory
     warps 4-7, 8-11    softmax of query tile 0, 1: S to P, a row per thread
@@ -15,12 +15,14 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import GridConstant, Int32
+from cutlass.experimental.cuda.tensor_map import TensorMap
 
 from cute_attn.kernels.blocks import ptx, sm100, tma
+from cute_attn.kernels.blocks.gathered_kv import TwoWarpGatheredKV
 from cute_attn.kernels.blocks.multi_item import KeyBounds
 from cute_attn.kernels.blocks.persistent import PersistentProgram
-from cute_attn.kernels.blocks.persistent_params import Maps, PersistentParams
+from cute_attn.kernels.blocks.persistent_params import OutputMaps, PersistentParams
 from cute_attn.kernels.blocks.pipeline import SmemRings
 from cute_attn.kernels.blocks.roles import WarpRole
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
@@ -31,6 +33,7 @@ from cute_attn.kernels.fa4.mma_warp import MmaWarp
 from cute_attn.kernels.fa4.parts.exp2 import PairExp2
 from cute_attn.kernels.fa4.parts.lanes import RowLanes
 from cute_attn.kernels.fa4.parts.row_masks import BandWords, MultiItemWords, PackedWords, StopWords
+from cute_attn.kernels.fa4.parts.row_scores import RowAlibi
 from cute_attn.kernels.fa4.parts.umma import TmemMap, UmmaTile
 from cute_attn.kernels.fa4.smem import BlackwellMemory
 from cute_attn.kernels.fa4.softmax_warps import SoftmaxWarps
@@ -46,6 +49,8 @@ class Fa4Program(PersistentProgram):
     spec: Fa4Spec
     memory: BlackwellMemory
     tile: UmmaTile
+    maps = OutputMaps._fields
+    gathered_kv = TwoWarpGatheredKV
     softmax_type: type[SoftmaxWarps] = AnchoredSoftmax
 
     def __init__(self, spec: Fa4Spec, arch: str) -> None:
@@ -57,6 +62,17 @@ class Fa4Program(PersistentProgram):
         self.softmax_warps = self.softmax_type(self, spec, tile)
         self.epilogue = EpilogueWarps(self, spec, tile)
 
+    @cute.kernel
+    def kernel(
+        self,
+        q_map: GridConstant[TensorMap],
+        k_map: GridConstant[TensorMap],
+        v_map: GridConstant[TensorMap],
+        o_map: GridConstant[TensorMap],
+        params: PersistentParams,
+    ) -> None:
+        self.run_cta(OutputMaps(*(tma.address_of(tensor_map) for tensor_map in (q_map, k_map, v_map, o_map))), params)
+
     def umma_tile(self, spec: Fa4Spec, memory: Any) -> UmmaTile:
         return UmmaTile(spec.dtype, memory)
 
@@ -66,7 +82,7 @@ class Fa4Program(PersistentProgram):
         return [*roles, self.tail.role] if self.spec.clears_tail else roles
 
     @cute.jit
-    def run_warps(self, params: PersistentParams, maps: Maps, rings: SmemRings, thread: Int32) -> None:
+    def run_warps(self, params: PersistentParams, maps: OutputMaps, rings: SmemRings, thread: Int32) -> None:
         warp = cute.arch.make_warp_uniform(thread >> 5)
         tmem = TmemMap(ptx.ld_shared_b32(rings.scratch["tmem"]))
         if warp < 4:
@@ -75,16 +91,18 @@ class Fa4Program(PersistentProgram):
             tma.claim_registers(self.spec.registers[0])
             self.softmax_warps.run(params, rings, tmem, (warp >> 2) - 1)
         else:
-            self.run_last_warps(params, rings, tmem, thread)
+            self.run_last_warps(params, maps, rings, tmem, thread)
 
-    def run_last_warps(self, params: PersistentParams, rings: SmemRings, tmem: TmemMap, thread: Int32) -> None:
+    def run_last_warps(
+        self, params: PersistentParams, maps: Any, rings: SmemRings, tmem: TmemMap, thread: Int32
+    ) -> None:
         """Runs the warps behind those of softmax: the epilogue's."""
         tma.release_registers(self.spec.registers[1])
-        self.epilogue.run(params, rings, tmem)
+        self.epilogue.run(params, maps.o_map, rings, tmem)
 
     @cute.jit
     def run_single_warps(
-        self, params: PersistentParams, maps: Maps, rings: SmemRings, tmem: TmemMap, warp: Int32
+        self, params: PersistentParams, maps: OutputMaps, rings: SmemRings, tmem: TmemMap, warp: Int32
     ) -> None:
         tma.release_registers(self.spec.registers[2])
         if warp < self.producer.role.warps:
@@ -121,6 +139,9 @@ class Fa4Program(PersistentProgram):
     def softmax(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> OnlineSoftmax:
         softmax = super().softmax(p, work, lanes, scale)
         return OnlineSoftmax(softmax.layout, softmax.log2_scales, PairExp2(self.spec.tile.polynomial))
+
+    def alibi_step(self, p: PersistentParams, work: QueryTile, lanes: RowLanes) -> RowAlibi:
+        return RowAlibi.of(work.rows(p), lanes.row(0), p.num_qo_heads)
 
     def mask(self, p: PersistentParams, work: QueryTile, lanes: RowLanes) -> StopWords:  # type: ignore[override]
         band, rows, row = work.band(p), work.rows(p), lanes.row(0)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
 from cute_attn.kernels.blocks.smem_map import RingLayout, Scratch, StagedKvMemory, TileMemory
 from cute_attn.kernels.fa4.spec import QUERY_TILE_ROWS, BlackwellTile, Fa4Spec
 from cute_attn.kernels.formats import LINE
+from cute_attn.runtime.arch import named
 
+ARCH = "sm_100a"  # sm_103a has as much shared memory
 STATS_BYTES = 2 * 4 * QUERY_TILE_ROWS  # shift and sum of each row of a query tile
 SCORE_COLUMNS = 128  # of tensor memory, of S and of P in its place
 OUTPUT_COLUMN = 256  # of tensor memory, the first of O
@@ -20,18 +23,29 @@ class BlackwellMemory(TileMemory):
 
     Besides the operands, rings of no bytes hand over what lies in tensor memory: S of query tile i is filled by the
     products and released by softmax as P ("s0", "s1"); O is filled by the last product and released by the epilogue
-    ("o0", "o1"). "tail" tells the products that the rows of V past the keys are cleared.
+    ("o0", "o1"). "tail" tells the products that the rows of V past the keys are cleared. "staging" holds a query tile of
+    outputs for TMA to store.
     """
 
     tile: BlackwellTile
     clears_tail: bool = False
+    staging_bytes: int = 0
 
     @staticmethod
     def of(spec: Fa4Spec) -> BlackwellMemory:
-        shape = (spec.tile, spec.head_dim_qk, spec.head_dim_vo, spec.clears_tail)
+        """Returns the layout of a spec; 16-bit outputs are staged where there is room."""
+        shape, kind = (spec.tile, spec.head_dim_qk, spec.head_dim_vo), Fp8Memory if spec.fp8 else BlackwellMemory
+        direct = kind(*shape, spec.clears_tail)
         if spec.kv_dtype:
-            return Fp8KvMemory(*shape, spec.normalizes_q)
-        return (Fp8Memory if spec.fp8 else BlackwellMemory)(*shape)
+            direct = Fp8KvMemory(*shape, normalizes_q=spec.normalizes_q)
+        staging = QUERY_TILE_ROWS * direct.output_columns * LINE if spec.out_dtype != "float32" else 0
+        staged = dataclasses.replace(direct, staging_bytes=staging)
+        return staged if staged.bytes <= named(ARCH).smem_limit else direct
+
+    @property
+    def output_columns(self) -> int:
+        """Lines of a 16-bit output row."""
+        return -(-2 * self.head_dim_vo // LINE)
 
     @property
     def rings(self) -> tuple[RingLayout, ...]:
@@ -56,7 +70,8 @@ class BlackwellMemory(TileMemory):
 
     @property
     def scratch(self) -> tuple[Scratch, ...]:
-        return (Scratch("tmem", 16),)  # address of the allocation
+        staging = (Scratch("staging", self.staging_bytes),) if self.staging_bytes else ()
+        return (*staging, Scratch("tmem", 16))  # address of the allocation
 
     def output_column(self, query_tile: int) -> int:
         """Returns the first column of tensor memory of a query tile's O."""

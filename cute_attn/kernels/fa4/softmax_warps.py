@@ -71,7 +71,7 @@ class SoftmaxWarps:
             rings.q.release(q, lanes.lane)
             context = self.context(p, work, lanes, row_scale, tmem)
             s, state = self.mainloop(ring, context, s)
-            self.publish(stats_ring, stats, state, lanes)
+            self.publish(stats_ring, stats, state, RowLanes.of(query_tile))
             q, stats = rings.q.next(q), stats_ring.next(stats)
             head_block = rings.next_head_block(q)
 

@@ -72,7 +72,7 @@ class Fa4Spec(PersistentSpec):
     @property
     def clears_tail(self) -> bool:
         """Whether rows of the last V tile may belong to another request or to none."""
-        return self.schedule == "items" and self.kv != "gathered" and not self.kv_dtype
+        return self.schedule == "items" and self.kv in ("dense", "paged") and not self.kv_dtype
 
     @property
     def normalizes_q(self) -> bool:
@@ -88,4 +88,4 @@ class Fa4Spec(PersistentSpec):
             return (160, 56, 48, 56)
         if self.tile.query_tiles == 1:
             return (256, 128, 120)
-        return (192, 80, 48) if self.tile.softmax == "row_max" else (160, 96, 96)
+        return (192, 80, 48) if self.tile.softmax == "row_max" else (168, 96, 80)

@@ -109,7 +109,7 @@ def gather(
     policy = ", %rd7" if "cache_hint" in more else ""
     form = GATHER.format(space=space, more=more)
     kernel.add(f"{form} [%r8], [%rd1, {{{_place(start // item, rows)}}}], [%r9]{policy};")
-    kernel.add("READY:", "bar.sync 0;", *_WAIT).dump_shared(nbytes)
+    kernel.add("READY:", "bar.sync 0;", *WAIT).dump_shared(nbytes)
     data = _data(name)
     want = _image(data, source.swizzle, start, rows).tobytes()
     case = Case("gather4", name, kernel.ptx(), data.tobytes(), nbytes, "u1", threads=128, maps=(source,))
@@ -124,7 +124,7 @@ _SETUP = (
     "mov.b64 %rd7, 0;",
     "mov.u32 %r6, 0;",
 )
-_WAIT = ("WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r9], %r6;", "@!%p2 bra WAIT;")
+WAIT = ("WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r9], %r6;", "@!%p2 bra WAIT;")
 
 
 def _place(column: int, rows: tuple[int, ...]) -> str:
@@ -151,7 +151,7 @@ def _pair(name: str, form: str, more: str) -> Known:
         kernel.add(f"setp.eq.and.u32 %p4, %r10, {rank}, %p1;")
         kernel.add(f"@%p4 {opcode} [%r8], [%rd1, {{{place}}}], [%r12]{extra};")
     # with one barrier for both, the other CTA waits through the cluster's barrier
-    kernel.add(*(["@!%p3 bra WAITED;"] if group else []), *_WAIT, "WAITED:")
+    kernel.add(*(["@!%p3 bra WAITED;"] if group else []), *WAIT, "WAITED:")
     kernel.add("barrier.cluster.arrive;", "barrier.cluster.wait;", f"mul.wide.u32 %rd8, %r10, {nbytes};")
     kernel.add("add.u64 %dst, %dst, %rd8;").dump_shared(nbytes)
     data = _data(name)
@@ -307,7 +307,7 @@ def changed_map(name: str, space: str, start: str, acquire: bool = True) -> Know
     kernel.add(fence if space == ".global" else f"tensormap.cp_fenceproxy.global.shared::cta{release}")
     kernel.add("@%p1 bra READY;", "fence.proxy.tensormap::generic.acquire.gpu [%rd4], 128;" if acquire else "")
     kernel.add(f"{TILE.format(space='.shared::cta', more='')} [%r8], [%rd4, {{32, 7}}], [%r9];")
-    kernel.add("READY:", "bar.sync 0;", *_WAIT).dump_shared(512)
+    kernel.add("READY:", "bar.sync 0;", *WAIT).dump_shared(512)
     data = _data(name)
     out_bytes = MAP_AT + 128
     want = _image(data, 3, 64, (7, 8, 9, 10)).tobytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -28,16 +29,15 @@ FORMATS = {
 FINITE = {"e4m3": 127, "e5m2": 124, "f16": 31 << 10, "bf16": 255 << 7}  # number of codes that are finite, of all codes
 
 
-def value_cases() -> Iterator[Known]:
-    yield from _stochastic()
-    yield from _narrowing()
-    yield from _widening()
-    yield from _reductions()
+@functools.cache
+def value_cases() -> tuple[Known, ...]:
+    return (*_stochastic(), *_narrowing(), *_widening(), *_reductions())
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def level(code: int, kind: str) -> Fraction:
     """The number that a code without sign stands for; beyond the finite ones, what the pattern continues to."""
     exponent_bits, mantissa_bits = FORMATS[kind]

@@ -1,7 +1,7 @@
-"""Masks of threads that own a row: a word per chunk of 32 columns, bit i set where the row sees column i.
+"""Masks of threads that own a row: a word per chunk of 32 columns, bit i set where column i is hidden from the row.
 
 They compose as those of `blocks/masks.py` do, which compare every column: a word costs a few instructions per chunk,
-and ptxas turns tests of its constant bits into predicates eight at a time.
+and ptxas turns tests of its bits for zero into predicates, seven or eight with one R2P.
 """
 
 from dataclasses import dataclass
@@ -28,18 +28,16 @@ def columns_from(start: Int32) -> Int32:
     return ptx.asm("shl.b32 $0, -1, $1;", [Int32], [ptx.maximum(start, Int32(0))], pure=True)
 
 
-def hide(s: list[Float32], word: Int32, value: Float32) -> list[Float32]:
-    """Sets scores whose bit is not set to `value`. The tests stay where they are: moved out of a loop, each would take a
-    register or an instruction, where ptxas else makes seven predicates with one R2P.
-    """
-    word = ptx.asm("mov.b32 $0, $1;", [Int32], [word])
+def hide(s: list[Float32], hidden: Int32, value: Float32) -> list[Float32]:
+    """Sets the scores of hidden columns to `value`."""
+    word = ptx.opaque(hidden)  # hoisted out of a loop, each test would take an instruction of its own
     bits = [word & Int32(1 << i if i < 31 else -(1 << 31)) for i in range(len(s))]
-    return [ptx.select(bit != Int32(0), x, value) for x, bit in zip(s, bits, strict=True)]
+    return [ptx.select(bit == Int32(0), x, value) for x, bit in zip(s, bits, strict=True)]
 
 
 @dataclass(frozen=True)
 class StopWords:
-    """Columns before a row's stop: its causal bound or the number of keys."""
+    """Mask of a band without left bound: hides the columns from a row's stop."""
 
     band: Band
     rows: PackedRows
@@ -50,15 +48,15 @@ class StopWords:
         return self.rows.token(self.row)
 
     def word(self, kv_start: Int32) -> Int32:
-        """Returns the word of the columns from `kv_start`."""
-        return columns_before(self.band.stop(self.token) - kv_start)
+        """Returns the hidden ones of the columns from `kv_start`."""
+        return columns_from(self.band.stop(self.token) - kv_start)
 
 
 class BandWords(StopWords):
-    """Columns within a band with a left bound."""
+    """Mask of a band with a left bound."""
 
     def word(self, kv_start: Int32) -> Int32:
-        return super().word(kv_start) & columns_from(self.token + self.band.left - kv_start)
+        return super().word(kv_start) | columns_before(self.token + self.band.left - kv_start)
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class PackedWords(BandWords):
         aligned = address & Int64(-4)
         shift = Int32((address & Int64(3)) * Int64(8) + (bit & Int64(7)))
         low, high = self.load_word(aligned), self.load_word(aligned + Int64(4))
-        return super().word(kv_start) & funnel_shift_right(low, high, shift)
+        return super().word(kv_start) | ~funnel_shift_right(low, high, shift)
 
     @cute.jit
     def load_word(self, address: Int64) -> Int32:
@@ -98,4 +96,4 @@ class MultiItemWords(BandWords):
 
     def word(self, kv_start: Int32) -> Int32:
         prefix_end, item_start = (bound - kv_start for bound in self.bounds.of_token(self.token))
-        return super().word(kv_start) & (columns_before(prefix_end) | columns_from(item_start))
+        return super().word(kv_start) | (columns_from(prefix_end) & columns_before(item_start))

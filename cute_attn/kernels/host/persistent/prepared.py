@@ -28,6 +28,7 @@ from cute_attn.kernels.host.params import (
     two_addresses,
 )
 from cute_attn.kernels.host.persistent import variant
+from cute_attn.kernels.host.persistent.gather4 import Gather4Maps
 from cute_attn.kernels.host.persistent.tensor_maps import TensorMaps
 from cute_attn.kernels.host.prepared import Replay
 from cute_attn.problem import BatchProblem, Problem, Settings
@@ -41,6 +42,7 @@ STRIDE_FIELDS = (  # of pages
     *("v_page_stride", "v_stride_n", "v_stride_h"),
 )
 HEAD_SCALE_FIELDS = ("scale_q", "scale_k", "scale_v")
+OUTPUT_MAP_FIELDS = ("o_map",)  # of kernels that store outputs by TMA
 REPLAY_FIELDS = (*ADDRESS_FIELDS, "k_address", "v_address", "counters")
 
 
@@ -70,7 +72,7 @@ class PreparedKernel:
         self.attention = load(kernel, gpu.arch.name, gpu.device_index, gpu.pdl(settings))
         self.combine = CombineKernel(settings, heads, gpu) if combine else None
         self.counters = counters.of_device(gpu.device_index)  # allocated now: the first run may be captured
-        self.maps = TensorMaps(settings, tile, heads)
+        self.maps = (Gather4Maps if kernel.kv == "gather4" else TensorMaps)(settings, tile, heads)
         self.paged = features.kv_source == "paged"
         head_blocks = features.num_qo_heads // heads
         static: Fields = {
@@ -88,10 +90,12 @@ class PreparedKernel:
         extras, absent = optional(
             {**mask_fields(settings), STRIDE_FIELDS: self.paged, HEAD_SCALE_FIELDS: features.per_head_scales}
         )
+        self.output_map = any(param.name in OUTPUT_MAP_FIELDS for param in self.attention.artifact.params)
+        output_fields = OUTPUT_MAP_FIELDS if self.output_map else ()
         numbers = ORDER_FIELDS + (batch_fields(settings) if batch else LENGTH_FIELDS)
-        dynamic = (*TENSOR_FIELDS, OUTPUT_FIELDS, numbers, extras)
+        dynamic = (*TENSOR_FIELDS, OUTPUT_FIELDS, numbers, (*extras, *output_fields))
         packer = ParamPacker.of(self.attention, static | absent, dynamic)
-        self.pack, self.rebinder = packer.values, packer.rebinder(REPLAY_FIELDS)
+        self.pack, self.rebinder = packer.values, packer.rebinder((*REPLAY_FIELDS, *output_fields))
 
     def values(self, problem: Problem | BatchProblem, target: Target, numbers: Values, stream: int) -> Values:
         """Returns the parameters of an attention launch. `numbers`: values of ORDER_FIELDS, then of LENGTH_FIELDS or
@@ -102,9 +106,11 @@ class PreparedKernel:
         scale0, scale1 = two_addresses(scales) if scales else (0, 0)
         extras: Values = () if mask is None else (mask.data_ptr(), mask.numel())
         if self.paged:
-            extras += self.strides(k) + self.strides(v)
+            extras += maps.strides(k) + maps.strides(v)
         if problem.head_scales is not None:
             extras += tuple(x.data_ptr() for x in problem.head_scales)
+        if self.output_map:
+            extras += (maps.o(problem.out)(problem.out.data_ptr()),)
         return self.pack(
             maps.q(q)(q.data_ptr()),
             maps.kv(k)(k_address),
@@ -119,16 +125,15 @@ class PreparedKernel:
             extras,
         )
 
-    def strides(self, x: torch.Tensor) -> tuple[int, int, int]:
-        """Returns the bytes from a page, a token and a head to the next."""
-        maps, strides = self.maps, x.stride()
-        size = maps.kv_itemsize
-        return strides[0] * size, strides[maps.token] * size, strides[maps.head] * size
-
     def replay(self, problem: BatchProblem, values: Values) -> Replay:
         """Returns a function that replaces the addresses of tensors and counters in `values`."""
         q_map, k_map, v_map = self.maps.q(problem.q), self.maps.kv(problem.k), self.maps.kv(problem.v)
         rebind, counter = self.rebinder.bind(values), self.counters.address
+        if self.output_map:
+            o_map = self.maps.o(problem.out)
+            return lambda q, k, v, out, lse, stream: rebind(
+                q_map(q), k_map(k), v_map(v), out, lse, k, v, counter(stream), o_map(out)
+            )
         return lambda q, k, v, out, lse, stream: rebind(q_map(q), k_map(k), v_map(v), out, lse, k, v, counter(stream))
 
 

@@ -15,6 +15,7 @@ from cute_attn.problem import Settings
 from cute_attn.runtime import tensormap
 
 MAX_LAYOUTS, MAX_ADDRESSES = 256, 256  # of tensors: layers share layouts, and allocators repeat addresses
+OUTPUT_ROWS = 128  # packed rows that fa4 stores at a time
 
 Encoder = Callable[..., bytes]
 Map = Callable[[int], bytes]  # from an address to a tensor map
@@ -49,6 +50,21 @@ class TensorMaps:
             tensormap.SWIZZLE_128B,
         )
 
+    def o(self, out: torch.Tensor) -> Map:
+        """Returns the map [d, heads of a tile, tokens, blocks of heads] of `out`, with boxes of OUTPUT_ROWS rows:
+        whole tokens, or heads of one token.
+        """
+        tokens, head = (1 if out.dim() == 2 else out.shape[0]), out.stride(-2) * out.itemsize
+        token = 16 if out.dim() == 2 else out.stride(0) * out.itemsize
+        return tensor_maps(
+            self.encoder,
+            map_dtype(out.dtype),
+            (out.shape[-1], self.heads, tokens, self.head_blocks),
+            (head, token, head * self.heads),
+            (LINE // out.itemsize, min(self.heads, OUTPUT_ROWS), max(OUTPUT_ROWS // self.heads, 1), 1),
+            tensormap.SWIZZLE_128B,
+        )
+
     def kv(self, x: torch.Tensor) -> Map:
         """Returns the map [d, tokens, heads, pages] of k or v."""
         shape, strides = x.shape, [stride * self.kv_itemsize for stride in x.stride()]
@@ -64,6 +80,11 @@ class TensorMaps:
             (columns * self.line_items, self.box_rows, 1, 1),
             swizzle,
         )
+
+    def strides(self, x: torch.Tensor) -> tuple[int, int, int]:
+        """Returns the bytes from a page, a token and a head to the next."""
+        strides, size = x.stride(), self.kv_itemsize
+        return strides[0] * size, strides[self.token] * size, strides[self.head] * size
 
 
 def map_dtype(dtype: torch.dtype) -> str:

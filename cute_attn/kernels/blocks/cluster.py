@@ -1,0 +1,49 @@
+"""PTX of clusters: addresses and barriers of other CTAs, and the barrier of all threads of a cluster."""
+
+from cutlass import Int32
+
+from cute_attn.kernels.blocks.ptx import asm
+
+
+def rank() -> Int32:
+    """Returns the rank of this CTA in its cluster."""
+    return asm("mov.u32 $0, %cluster_ctarank;", [Int32])
+
+
+def in_cta(address: Int32, cta: int) -> Int32:
+    """Returns the address of the same place in the shared memory of a CTA of the cluster."""
+    return asm(f"mapa.shared::cluster.u32 $0, $1, {cta};", [Int32], [address], pure=True)
+
+
+def sync() -> None:
+    """Waits for all threads of the cluster."""
+    asm("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
+
+
+def barrier_arrive(barrier: Int32) -> None:
+    """Arrives at a barrier of any CTA of the cluster."""
+    asm("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];", [], [barrier])
+
+
+def barrier_wait(barrier: Int32, phase: Int32) -> None:
+    """Waits at a barrier of this CTA, where threads of other CTAs arrive, for the phase of parity `phase`."""
+    text = (
+        "{ .reg .pred p;\nWAIT: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$0], $1;\n"
+        "@p bra DONE;\nbra WAIT;\nDONE: }"
+    )
+    asm(text, [], [barrier, phase])
+
+
+def store_async(address: Int32, value: Int32, barrier: Int32) -> None:
+    """Stores a word to a CTA of the cluster; its four bytes count towards the phase of a barrier of that CTA."""
+    text = "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [$0], $1, [$2];"
+    asm(text, [], [address, value, barrier])
+
+
+def st_shared_v4(address: Int32, offset: int, values: list[Int32]) -> None:
+    asm(f"st.shared::cluster.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};", [], [address, *values])
+
+
+def fence_async() -> None:
+    """Orders this thread's accesses of the cluster's shared memory before later ones by TMA and tcgen05."""
+    asm("fence.proxy.async.shared::cluster;")

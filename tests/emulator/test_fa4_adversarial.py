@@ -1,0 +1,239 @@
+"""What is hard on the Blackwell kernel: edges of tiles and rings, rows that see nothing, scores that rise, items of
+unequal length that overlap on one CTA. Against the reference, on every schedule.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn import single_prefill_with_kv_cache
+from cute_attn.emulator import Schedule, using
+from cute_attn.emulator.settings import Emulation
+from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
+from tests.support.matrix import BF16, CAUSAL, prefill
+from tests.support.persistent_emulated import ALL_SCHEDULES, FA4, SCHEDULES, name, solve_batch, solve_single
+
+pytestmark = pytest.mark.emulator
+
+TILE, CHUNK = 128, 32  # keys of a kv tile, and of what softmax processes at a time
+ROWS = 128  # of a query tile
+HEAD_DIMS = (64, 128, (192, 128), 256)
+SEEDS = tuple(Schedule("adversarial", seed) for seed in range(3, 9))
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def by_turns(values: Any, schedules: tuple[Schedule, ...] = ALL_SCHEDULES) -> list[tuple[Any, Schedule]]:
+    return list(zip(values, itertools.cycle(schedules), strict=False))
+
+
+def normal(qo_len: int, kv_len: int, head_dim: int = 64, num_heads: int = 1, seed: int = 0) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(n, num_heads, head_dim, generator=generator) for n in (qo_len, kv_len, kv_len))
+    return q, k, v
+
+
+def solve(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, schedule: Schedule | None = None, sms: int = 1, **options: Any
+) -> Emulation:
+    """Solves a request in bf16, NaN where the reference has it."""
+    q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
+    with using(FA4.arch, kernels=FA4.kernels, schedule=schedule, sms=sms) as emulation:
+        out, lse = single_prefill_with_kv_cache(q, k, v, return_lse=True, backend="emulator", **options)
+    expected, expected_lse = single_prefill_with_kv_cache(q, k, v, return_lse=True, backend="reference", **options)
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2, equal_nan=True)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=2e-3, equal_nan=True)
+    return emulation
+
+
+def loads(emulation: Emulation) -> int:
+    """Loads from tensor memory: a tile whose scores rise takes more."""
+    counts = [count for record in emulation.records for count in record.stats.instructions.items()]
+    return sum(count for form, count in counts if form.startswith(FA4.recomputes))
+
+
+# ---- tiles and rings
+
+
+@pytest.mark.parametrize("mask", ["none", "causal"])
+@pytest.mark.parametrize(("kv_len", "schedule"), by_turns((1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 384)), ids=name)
+def test_few_kv_tiles(kv_len: int, schedule: Schedule, mask: str) -> None:
+    solve_single(FA4, prefill(200, kv_len, (1, 1), 128, **BF16, mask=mask), schedule, sms=1)
+
+
+@pytest.mark.parametrize("qo_len", [1, 127, 128, 129, 255, 256, 257])
+def test_edges_of_query_tiles(qo_len: int) -> None:
+    solve_single(FA4, prefill(qo_len, 200, (1, 1), 64, **CAUSAL), SCHEDULES[1], sms=1)
+
+
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=str)
+def test_every_ring_wraps(head_dim: int | tuple[int, int], schedule: Schedule) -> None:
+    """Twice and by odd numbers of tiles: three heads of 11 kv tiles on one CTA."""
+    solve_single(FA4, prefill(130, 11 * TILE - 5, (3, 1), head_dim, **BF16), schedule, sms=1)
+
+
+# ---- rows that see nothing
+
+
+def keeping(hidden_rows: slice, hidden_keys: slice, qo_len: int, kv_len: int) -> torch.Tensor:
+    keep = torch.ones(qo_len, kv_len, dtype=torch.bool)
+    keep[hidden_rows, hidden_keys] = False
+    return keep
+
+
+HIDDEN = {
+    "first query tile, all keys": (slice(0, ROWS), slice(None)),
+    "second query tile, all keys": (slice(ROWS, None), slice(None)),
+    "everything": (slice(None), slice(None)),
+    "first kv tile": (slice(None), slice(0, TILE)),
+    "last kv tile": (slice(None), slice(2 * TILE, None)),
+    "last kv tile, one query tile": (slice(0, ROWS), slice(2 * TILE, None)),
+    "last kv tile, one row": (slice(70, 71), slice(2 * TILE, None)),
+    "two of three kv tiles, one row": (slice(200, 201), slice(TILE, None)),
+    "all but a chunk": (slice(30, 60), slice(CHUNK, None)),
+}
+
+
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_hidden_tiles(hidden: str, schedule: Schedule) -> None:
+    q, k, v = normal(256, 3 * TILE)
+    solve(q, k, v, schedule, custom_mask=keeping(*HIDDEN[hidden], 256, 3 * TILE))
+
+
+@pytest.mark.parametrize(("lengths", "schedule"), by_turns(((256, 128), (256, 100), (300, 20), (512, 300))), ids=name)
+def test_causal_rows_before_the_first_key(lengths: tuple[int, int], schedule: Schedule) -> None:
+    """A query tile of which no row, or only the last rows, see a key, beside a full one."""
+    solve_single(FA4, prefill(*lengths, (2, 1), 128, **BF16, **CAUSAL), schedule, sms=1)
+
+
+@pytest.mark.parametrize(("window", "schedule"), by_turns((0, 1, 31, 127, 128, 300)), ids=name)
+def test_windows(window: int, schedule: Schedule) -> None:
+    """Query tiles of one item begin and end at different kv tiles."""
+    solve_single(FA4, prefill(256, 700, (1, 1), 64, **CAUSAL, window_left=window), schedule, sms=1)
+
+
+# ---- scores
+
+
+def levels(kv_len: int, every: int) -> torch.Tensor:
+    """A number per key that grows by one every `every` keys, in the order of tiles: the last one comes first."""
+    key = torch.arange(kv_len)
+    tiles = -(-kv_len // TILE)
+    within = key % TILE // every
+    return ((tiles - 1 - key // TILE) * (TILE // every) + within).float()
+
+
+def with_scores(qo_len: int, scores: torch.Tensor, rows: slice = slice(None), seed: int = 0) -> Tensors:
+    """Queries and keys whose products are small but for `rows`, which see `scores` (in powers of two) beside them."""
+    q, k, v = normal(qo_len, len(scores), seed=seed)
+    q *= 0.1
+    q[..., 0], k[..., 0] = 0.0, scores[:, None] * math.log(2)
+    q[rows, :, 0] = 8.0  # 1 / sqrt(64) of it
+    return q, k, v
+
+
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
+@pytest.mark.parametrize("rise", [3, 9, 14, 40, 200])
+def test_scores_rise_in_every_chunk(rise: int, schedule: Schedule) -> None:
+    flat = loads(solve(*with_scores(200, torch.zeros(4 * TILE)), schedule))
+    risen = loads(solve(*with_scores(200, rise * levels(4 * TILE, CHUNK)), schedule))
+    assert risen > flat
+
+
+@pytest.mark.parametrize(("chunk", "schedule"), by_turns((0, 1, 2, 3), SCHEDULES), ids=name)
+@pytest.mark.parametrize("rise", [10, 100])
+def test_scores_rise_in_one_chunk(rise: int, chunk: int, schedule: Schedule) -> None:
+    """Of every tile: what the tile stored of P before is stored again."""
+    scores = rise * levels(4 * TILE, TILE)
+    scores[torch.arange(4 * TILE) % TILE // CHUNK != chunk] = 0.0
+    solve(*with_scores(200, scores), schedule)
+
+
+@pytest.mark.parametrize("tile", [0, 1, 2, 3])
+def test_one_tile_rises(tile: int) -> None:
+    """Before and after tiles that do not: outputs of the one are forgotten, those of the other count for nothing."""
+    scores = torch.zeros(4 * TILE)
+    scores[tile * TILE + 5] = 300.0
+    solve(*with_scores(200, scores), SCHEDULES[1])
+
+
+@pytest.mark.parametrize(("row", "schedule"), by_turns((0, 31, 37, 127, 128, 199), SCHEDULES), ids=name)
+@pytest.mark.parametrize("rise", [12, 60, 1000])
+def test_a_rise_in_one_lane(rise: int, row: int, schedule: Schedule) -> None:
+    """Of one warp, which rescales all its rows, by 1 but for this one."""
+    scores, rows = levels(3 * TILE, CHUNK), slice(row, row + 1)
+    ran = [loads(solve(*with_scores(200, x * scores, rows), schedule)) for x in (0, rise)]
+    assert ran[0] < ran[1]
+
+
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+def test_numbers_that_are_none_stay_in_their_row(value: float, masked: bool, schedule: Schedule) -> None:
+    q, k, v = normal(200, 300)
+    q[77] = value
+    solve(q, k, v, schedule, causal=masked)
+
+
+@pytest.mark.parametrize(("key", "schedule"), by_turns((3, 40, 130, 299)), ids=name)
+def test_keys_of_infinite_score(key: int, schedule: Schedule) -> None:
+    """+inf for some rows and -inf for the others, seen first, in the middle, or last."""
+    q, k, v = normal(200, 300)
+    q[:, :, 0] = torch.where(torch.arange(200) % 3 == 0, 1.0, -1.0)[:, None]
+    k[key, :, 0] = torch.inf
+    solve(q, k, v, schedule)
+
+
+@pytest.mark.parametrize(("tile", "schedule"), by_turns((0, 1, 2)), ids=name)
+def test_an_infinite_anchor_above_scores_of_minus_infinity(tile: int, schedule: Schedule) -> None:
+    """One score of +inf, and -inf in all other tiles."""
+    q, k, v = normal(200, 3 * TILE)
+    q[:, :, 0] = 1.0
+    k[:, :, 0] = -torch.inf
+    k[tile * TILE : (tile + 1) * TILE, :, 0] = 0.0
+    k[tile * TILE + 9, :, 0] = torch.inf
+    solve(q, k, v, schedule)
+
+
+@pytest.mark.parametrize(("tile", "schedule"), by_turns((0, 1, 2)), ids=name)
+def test_scores_of_minus_infinity(tile: int, schedule: Schedule) -> None:
+    """In a whole tile, without a mask."""
+    q, k, v = normal(200, 3 * TILE)
+    q[:, :, 0] = 1.0
+    k[tile * TILE : (tile + 1) * TILE, :, 0] = -torch.inf
+    solve(q, k, v, schedule)
+
+
+# ---- work items
+
+
+ITEMS: dict[str, BatchCase] = {
+    "no queries between others": ragged((150, 0, 37, 0, 1), (300, 20, 64, 0, 90), mask="causal", **heads(2, 1)),
+    "no keys between others": ragged((150, 20, 37, 130, 1), (300, 0, 64, 0, 90), **dims(128), **BF16),
+    "short after long": ragged((200, 150), (900, 40), **BF16, **dims(128)),
+    "long after short": ragged((150, 200), (40, 900), mask="causal", **dims(128)),
+    "one key each": ragged((130,) * 4, (1,) * 4, **heads(2, 1)),
+    "keys that end within a tile": ragged((60,) * 3, (129, 130, 257), slack=True, **dims(192, 128)),
+    "pages": paged((150, 0, 37, 260), (300, 20, 0, 515), 64, mask="causal", **BF16, **dims(128), **heads(2, 1)),
+    "wide": ragged((150, 0, 37), (200, 20, 64), mask="causal", **BF16, **dims(256)),
+}
+
+
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
+@pytest.mark.parametrize("items", ITEMS)
+def test_items_on_one_cta(items: str, schedule: Schedule) -> None:
+    solve_batch(FA4, ITEMS[items], schedule, sms=1)
+
+
+@pytest.mark.parametrize("schedule", SEEDS, ids=lambda schedule: f"{schedule.kind}-{schedule.seed}")
+@pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=str)
+def test_outputs_are_stored_under_the_next_products(head_dim: int | tuple[int, int], schedule: Schedule) -> None:
+    """Items of one and two kv tiles, whose epilogue takes longer than their products."""
+    solve_single(FA4, prefill(200, TILE + 1, (4, 2), head_dim, **BF16, **CAUSAL), schedule, sms=1)
