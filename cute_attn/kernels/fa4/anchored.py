@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm100
-from cute_attn.kernels.blocks.pipeline import PipelineState, Ring
+from cute_attn.kernels.blocks.pipeline import PipelineState
 from cute_attn.kernels.fa4.parts.exp2 import PairSums
 from cute_attn.kernels.fa4.parts.umma import CHUNK_COLUMNS
 from cute_attn.kernels.fa4.softmax_warps import RowState, SoftmaxContext, SoftmaxWarps
@@ -110,7 +110,7 @@ class AnchoredSoftmax(SoftmaxWarps):
 
         Products up to the kv tile before are complete: the commit of S covers them.
         """
-        softmax, high = context.softmax, Float32(ptx.NEG_INF)
+        high = Float32(ptx.NEG_INF)
         for column in cutlass.range(0, self.spec.tile.cols, CHUNK_COLUMNS, unroll=1):
             start = kv_tile * self.spec.tile.cols + column
             word = context.mask.word(start) if masked else None

@@ -1,9 +1,9 @@
 """Blackwell kernel for 16-bit q over fp8 K and V: transform warps dequantize every tile, products use fp16 operands.
 
-    producer            K0 Q V0 K1 V1 ...                      into the rings of staged tiles
-    softmax warps          q                                   rows of bf16 q to fp16, once per work item
-    transform warps        K0' K1' V0' K2' V1' ...
-    MMA warp                   S0 S1 | O0 += P0 V0', S0' | ...
+producer            K0 Q V0 K1 V1 ...                      into the rings of staged tiles
+softmax warps          q                                   rows of bf16 q to fp16, once per work item
+transform warps        K0' K1' V0' K2' V1' ...
+MMA warp                   S0 S1 | O0 += P0 V0', S0' | ...
 """
 
 from typing import Any
@@ -32,13 +32,11 @@ from cute_attn.kernels.fa4.anchored import AnchoredSoftmax
 from cute_attn.kernels.fa4.kernel import Fa4Program
 from cute_attn.kernels.fa4.parts.exp2 import PairExp2
 from cute_attn.kernels.fa4.parts.lanes import RowLanes
-from cute_attn.kernels.fa4.parts.umma import TmemMap, UmmaTile
+from cute_attn.kernels.fa4.parts.umma import UmmaTile
 from cute_attn.kernels.fa4.smem import Fp8KvMemory
 from cute_attn.kernels.fa4.softmax_warps import WARPS
 from cute_attn.kernels.fa4.spec import Fa4Spec
 from cute_attn.kernels.formats import LINE
-
-SPARE_WARPS = 2  # of the single warps, from warp 1
 
 
 class NormalizingSoftmax(AnchoredSoftmax):
@@ -84,6 +82,12 @@ class NormalizingSoftmax(AnchoredSoftmax):
         return inverse
 
 
+class SpareWarps(DequantWarps):
+    """Two transform warps, which have registers for more loads in flight than four or eight would."""
+
+    groups = 2
+
+
 class Fp8KvProgram(Fa4Program):
     """Blackwell kernel for 16-bit q over fp8 K and V."""
 
@@ -92,7 +96,7 @@ class Fp8KvProgram(Fa4Program):
 
     def __init__(self, spec: Fa4Spec, arch: str) -> None:
         super().__init__(spec, arch)
-        self.transform = DequantWarps(self, spec, self.memory)
+        self.transform = SpareWarps(self, spec, self.memory)
 
     def umma_tile(self, spec: Fa4Spec, memory: Fp8KvMemory) -> UmmaTile:
         return UmmaTile(OPERAND, memory)
@@ -103,21 +107,6 @@ class Fp8KvProgram(Fa4Program):
 
     def run_spare_warp(self, params: PersistentParams, rings: SmemRings, warp: Int32) -> None:
         self.transform.run(params, rings, cute.arch.thread_idx()[0] - 32)
-
-    @cute.jit
-    def run_last_warps(
-        self, params: PersistentParams, maps: Any, rings: SmemRings, tmem: TmemMap, thread: Int32
-    ) -> None:
-        """Runs the epilogue's warpgroup and, with more than two transform warps, the warpgroup of the rest."""
-        if cutlass.const_expr(self.spec.tile.transform_warps == SPARE_WARPS):
-            super().run_last_warps(params, maps, rings, tmem, thread)
-        else:
-            first = self.spec.tile.threads - 128
-            if thread < first:
-                super().run_last_warps(params, maps, rings, tmem, thread)
-            else:
-                tma.release_registers(self.spec.registers[3])
-                self.transform.run(params, rings, thread - (first - 32 * SPARE_WARPS))
 
     def softmax(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> OnlineSoftmax:
         if self.spec.scores:

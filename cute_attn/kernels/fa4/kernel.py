@@ -91,14 +91,8 @@ class Fa4Program(PersistentProgram):
             tma.claim_registers(self.spec.registers[0])
             self.softmax_warps.run(params, rings, tmem, (warp >> 2) - 1)
         else:
-            self.run_last_warps(params, maps, rings, tmem, thread)
-
-    def run_last_warps(
-        self, params: PersistentParams, maps: Any, rings: SmemRings, tmem: TmemMap, thread: Int32
-    ) -> None:
-        """Runs the warps behind those of softmax: the epilogue's."""
-        tma.release_registers(self.spec.registers[1])
-        self.epilogue.run(params, maps.o_map, rings, tmem)
+            tma.release_registers(self.spec.registers[1])
+            self.epilogue.run(params, maps.o_map, rings, tmem)
 
     @cute.jit
     def run_single_warps(

@@ -18,8 +18,7 @@ class BlackwellTile:
     `k_stages` and `v_stages` tiles are in flight. `softmax`: "anchored", exponents relative to anchors that trail the
     maximum, which is not computed; or "row_max", with the maximum of every tile and correction warps that rescale the
     output. `polynomial`: of every 16 pairs of exponentials, those computed on the FMA units instead of the MUFU.
-    With fp8 K and V under 16-bit q, `staged` tiles as stored are also in flight, and `transform_warps` make operands of
-    them: two spare single warps, with more than two also a warpgroup of their own.
+    With fp8 K and V under 16-bit q, `staged` tiles as stored are also in flight.
     """
 
     query_tiles: int = 2
@@ -29,7 +28,6 @@ class BlackwellTile:
     softmax: str = "anchored"
     polynomial: int = 0
     staged: int = 0
-    transform_warps: int = 0
 
     @property
     def rows(self) -> int:
@@ -41,10 +39,13 @@ class BlackwellTile:
 
     @property
     def threads(self) -> int:
-        """Threads of the warpgroup of single warps, of one softmax warpgroup per query tile, of the epilogue and, if any,
-        of the transform warps.
-        """
-        return 128 * (2 + self.query_tiles + (self.transform_warps > 2))
+        """Threads of the warpgroup of single warps, of one softmax warpgroup per query tile, and of the epilogue."""
+        return 128 * (2 + self.query_tiles)
+
+    @property
+    def transform_warps(self) -> int:
+        """Warps that make operands of staged tiles: those of the single warps that have no other task."""
+        return 2 if self.staged else 0
 
     def __post_init__(self) -> None:
         rules = {
@@ -53,9 +54,7 @@ class BlackwellTile:
             "k_stages and v_stages must be at least 1": min(self.k_stages, self.v_stages) >= 1,
             f"softmax must be one of {SOFTMAX_FORMS}": self.softmax in SOFTMAX_FORMS,
             "polynomial must be 0 to 16": 0 <= self.polynomial <= 16,
-            "staged must be 0 to 2": self.staged in (0, 1, 2),
-            "transform_warps must be 0, 2 or 6, the latter for two query tiles": self.transform_warps in (0, 2)
-            or (self.transform_warps == 6 and self.query_tiles == 2),
+            "staged must be 0 to 2": 0 <= self.staged <= 2,
         }
         for rule, holds in rules.items():
             if not holds:
@@ -80,12 +79,10 @@ class Fa4Spec(PersistentSpec):
         return bool(self.kv_dtype) and self.dtype == "bfloat16"
 
     @property
-    def registers(self) -> tuple[int, ...]:
-        """Registers of a thread of the softmax warps, of the epilogue warps, of the single warps and, if any, of the
-        transform warps; their total is what the CTA was launched with.
+    def registers(self) -> tuple[int, int, int]:
+        """Registers of a thread of the softmax warps, of the epilogue warps and of the single warps; their total is
+        what the CTA was launched with.
         """
-        if self.tile.transform_warps > 2:
-            return (160, 56, 48, 56)
         if self.tile.query_tiles == 1:
             return (256, 128, 120)
         return (192, 80, 48) if self.tile.softmax == "row_max" else (168, 96, 80)

@@ -34,11 +34,11 @@ _FP8 = {
 }
 # fp8 K and V under 16-bit q.
 _FP8_KV = {
-    (64, 64): BlackwellTile(k_stages=3, v_stages=3, polynomial=5, staged=2, transform_warps=2),
-    (96, 96): BlackwellTile(k_stages=2, v_stages=2, polynomial=4, staged=1, transform_warps=2),
-    (128, 128): BlackwellTile(k_stages=2, v_stages=2, polynomial=3, staged=1, transform_warps=2),
-    (192, 128): BlackwellTile(k_stages=1, v_stages=1, staged=1, transform_warps=2),
-    (256, 256): BlackwellTile(query_tiles=1, cols=64, k_stages=2, v_stages=2, staged=1, transform_warps=2),
+    (64, 64): BlackwellTile(k_stages=3, v_stages=3, polynomial=5, staged=2),
+    (96, 96): BlackwellTile(k_stages=2, v_stages=2, polynomial=4, staged=1),
+    (128, 128): BlackwellTile(k_stages=2, v_stages=2, polynomial=3, staged=1),
+    (192, 128): BlackwellTile(k_stages=1, v_stages=1, staged=1),
+    (256, 256): BlackwellTile(query_tiles=1, cols=64, k_stages=2, v_stages=2, staged=1),
 }
 
 # Minimum tokens per box with which pages are loaded by TMA instead of gathered, as on Hopper.
