@@ -23,8 +23,8 @@ class BlackwellMemory(TileMemory):
 
     Besides the operands, rings of no bytes hand over what lies in tensor memory: S of query tile i is filled by the
     products and released by softmax as P ("s0", "s1"); O is filled by the last product and released by the epilogue
-    ("o0", "o1"). "tail" tells the products that the rows of V past the keys are cleared. "staging" holds a query tile of
-    outputs for TMA to store.
+    ("o0", "o1"). "tail" tells the products that the rows of V past the keys are cleared. "staging" holds a query tile
+    of outputs for TMA to store.
     """
 
     tile: BlackwellTile
