@@ -74,12 +74,6 @@ def test_fa3_widens_8_bit_keys(kv_dtype: torch.dtype, kv_source: str) -> None:
     assert select.choose(features, arch=HOPPER, rows=64) is FA2
 
 
-@pytest.mark.parametrize("asked", [{"kv_dtype": E4M3}, {"kv_dtype": torch.float8_e5m2}])
-def test_what_fa4_has_no_kernels_for_yet(asked: dict[str, Any]) -> None:
-    with pytest.raises(NotSupported, match=r"fa4 refuses .* fp8 dtype: its kernel .* is not built yet"):
-        select.choose(CUDA._replace(**asked), "fa4", BLACKWELL)
-
-
 @pytest.mark.parametrize(("backend", "arch"), [("fa3", "sm_100a"), ("fa4", "sm_90a"), ("fa4", "sm_120a")])
 def test_kernels_of_one_architecture_run_nowhere_else(backend: str, arch: str) -> None:
     with pytest.raises(NotSupported, match=f"{backend} refuses {arch}: it runs on NVIDIA"):
