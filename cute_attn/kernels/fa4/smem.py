@@ -23,14 +23,9 @@ class BlackwellMemory(TileMemory):
 
     Besides the operands, rings of no bytes hand over what lies in tensor memory: S of query tile i is filled by the
     products and released by softmax as P ("s0", "s1"); O is filled by the last product and released by the epilogue
-<<<<<<< HEAD
     ("o0", "o1"). "tail" tells the products that the rows of V past the keys are cleared. "next" tells both CTAs of a
     pair the index of their next work item, one per slot of "q". "staging" holds a query tile of outputs for TMA to
     store.
-=======
-    ("o0", "o1"). "tail" tells the products that the rows of V past the keys are cleared. "staging" holds a query tile
-    of outputs for TMA to store.
->>>>>>> part-kv
     """
 
     tile: BlackwellTile
