@@ -47,9 +47,7 @@ class UmmaTile:
             steps.append((column * rows * LINE + within, column * cols * LINE + within))
         descriptor = sm100.instruction_descriptor(QUERY_TILE_ROWS, cols, self.dtype, self.dtype)
         q_rows = sm100.matrix_descriptor(q + Int32(query_tile * QUERY_TILE_ROWS * LINE))
-        sm100.mma_smem(
-            sm100.kind_of(self.dtype), tmem, q_rows, sm100.matrix_descriptor(k), descriptor, steps, elected
-        )
+        sm100.mma_smem(sm100.kind_of(self.dtype), tmem, q_rows, sm100.matrix_descriptor(k), descriptor, steps, elected)
 
     def accumulate(self, o: Int32, p: Int32, v: Int32, accumulate: Boolean | bool, elected: Int32) -> None:
         """Starts O (+)= P V, from P in tensor memory and a slot of V, which is MN-major as stored."""
