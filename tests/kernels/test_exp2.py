@@ -71,7 +71,8 @@ def test_out_of_range() -> None:
     assert (p[:5] == 0).all()
     assert (p[8:13] == 2.0**127).all()
     assert (sums[:5] == 0).all()
-    assert (sums[8:13] > 2.0**100).all()
+    assert sums[8].isnan()  # as in exact arithmetic: no anchor brings an infinite score into range
+    assert (sums[9:13] > 2.0**100).all()
 
 
 def test_nan_reaches_the_sum() -> None:

@@ -1,4 +1,4 @@
-"""A kernel whose threads compute exp2(x * scale + shift) of 32 scores each, and their sum, as Blackwell softmax does."""
+"""A kernel whose threads compute exp2(x * scale + shift) of 32 scores each, and their sum, as on Blackwell."""
 
 from typing import Any, NamedTuple
 

@@ -396,11 +396,6 @@ def select(condition: Boolean, a: Any, b: Any) -> Any:
     return type(a)(select_(condition, a, b))
 
 
-def opaque(x: Int32) -> Int32:
-    """Returns x. What follows from it is computed here: not before, outside a loop, and kept in registers."""
-    return asm("mov.b32 $0, $1;", [Int32], [x])
-
-
 def bits(x: Float32) -> Int32:
     return asm("mov.b32 $0, $1;", [Int32], [x], pure=True)
 

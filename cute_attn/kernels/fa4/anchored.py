@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm100
-from cute_attn.kernels.blocks.pipeline import PipelineState, Ring
+from cute_attn.kernels.blocks.pipeline import PipelineState
 from cute_attn.kernels.fa4.parts.umma import CHUNK_COLUMNS
 from cute_attn.kernels.fa4.softmax_warps import RowState, SoftmaxContext, SoftmaxWarps
 
@@ -32,8 +32,8 @@ class AnchoredSoftmax(SoftmaxWarps):
         first: Boolean,
         masked: cutlass.Constexpr,
     ) -> Any:
-        """Computes P with the anchors of earlier tiles, and again where that exceeds the slack. The first tile has none,
-        so it begins with raising them.
+        """Computes P with the anchors of earlier tiles, and again where that exceeds the slack. The first tile has
+        none, so it begins with raising them.
         """
         shift, total = state.shift, state.total
         words = self.words(context, kv_tile) if masked else [None for _ in self.tile.chunks]

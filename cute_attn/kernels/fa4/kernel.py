@@ -13,7 +13,6 @@ Named after the kernel of Dao-AILab's flash-attention for Blackwell, whose divis
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 

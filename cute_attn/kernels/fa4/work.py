@@ -15,7 +15,7 @@ from cute_attn.kernels.fa4.spec import QUERY_TILE_ROWS
 @dataclass(frozen=True)
 class KvSteps:
     """Steps over the kv tiles of a work item. Query tile i takes part in the steps from `first[i]`: the right edge of
-    the mask comes first, and earlier rows see less of it. Without rows, or without a visible key, that is `order.total`.
+    the mask comes first, and earlier rows see less of it. Without rows or a visible key, that is `order.total`.
     """
 
     order: TileOrder
