@@ -64,7 +64,7 @@ class AnchoredSoftmax(SoftmaxWarps):
     ) -> tuple[list[Int32], Float32]:
         """Computes P of the thread's row, packed, and its sum. A chunk is loaded while the one before is processed."""
         softmax, p = context.softmax, []
-        exp2 = softmax.exp2
+        exp2: Any = softmax.exp2  # of pairs
         sums = exp2.zero_sums()
         shifts = softmax.finite([shift]) if masked else [shift]
         loaded = self.load(context, Int32(0))

@@ -8,7 +8,7 @@ from typing import ClassVar
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 
 QUERY_TILE_ROWS = 128  # of a product: all lanes of tensor memory
-SOFTMAX_FORMS = ("anchored", "row_max")
+SOFTMAX_FORMS = ("anchored",)
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class BlackwellTile:
     """Work of one CTA of the tcgen05 kernel: `query_tiles` tiles of 128 packed query rows by `cols` kv tokens.
 
     `k_stages` and `v_stages` tiles are in flight. `softmax`: "anchored", exponents relative to anchors that trail the
-    maximum, which is not computed; or "row_max", with the maximum of every tile and correction warps that rescale the
-    output. `polynomial`: of every 16 pairs of exponentials, those computed on the FMA units instead of the MUFU.
+    maximum, which is not computed. `polynomial`: of every 16 pairs of exponentials, those computed on the FMA units
+    instead of the MUFU.
     """
 
     query_tiles: int = 2
@@ -72,6 +72,5 @@ class Fa4Spec(PersistentSpec):
         """
         if self.tile.query_tiles == 1:
             return (256, 128, 120)
-        if self.tile.softmax == "row_max":
-            return (192, 80, 48)
+        # Few enough for the epilogue and the producers, and such that ptxas does not spill.
         return (168, 80, 96) if self.mask == "multi_item" else (160, 96, 96)
