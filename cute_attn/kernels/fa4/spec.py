@@ -94,6 +94,10 @@ class Fa4Spec(PersistentSpec):
     kernel: ClassVar[str] = "fa4"
     tile: BlackwellTile = BlackwellTile()
 
+    def __post_init__(self) -> None:
+        if self.tile.ctas == 2 and (self.kv == "gathered" or self.kv_dtype):
+            raise ValueError(f"{self}: pairs of CTAs load K and V by TMA, in the dtype of q")
+
     @property
     def clears_tail(self) -> bool:
         """Whether rows of the last V tile may belong to another request or to none."""
