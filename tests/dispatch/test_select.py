@@ -68,16 +68,11 @@ def test_persistent_kernels_take_many_rows(backend: str, arch: str, kv_source: s
 
 @pytest.mark.parametrize("kv_source", ["dense", "ragged", "paged"])
 @pytest.mark.parametrize("kv_dtype", FP8)
-def test_fa3_widens_8_bit_keys(kv_dtype: torch.dtype, kv_source: str) -> None:
+def test_fa3_and_fa4_widen_8_bit_keys(kv_dtype: torch.dtype, kv_source: str) -> None:
     features = CUDA._replace(kv_dtype=kv_dtype, kv_source=kv_source)
-    assert select.choose(features, arch=HOPPER, rows=65) is FA3
-    assert select.choose(features, arch=HOPPER, rows=64) is FA2
-
-
-@pytest.mark.parametrize("asked", [{"kv_dtype": E4M3}, {"kv_dtype": torch.float8_e5m2}])
-def test_what_fa4_has_no_kernels_for_yet(asked: dict[str, Any]) -> None:
-    with pytest.raises(NotSupported, match=r"fa4 refuses .* fp8 dtype: its kernel .* is not built yet"):
-        select.choose(CUDA._replace(**asked), "fa4", BLACKWELL)
+    for arch, backend in ((HOPPER, FA3), (BLACKWELL, FA4)):
+        assert select.choose(features, arch=arch, rows=65) is backend
+        assert select.choose(features, arch=arch, rows=64) is FA2
 
 
 @pytest.mark.parametrize(("backend", "arch"), [("fa3", "sm_100a"), ("fa4", "sm_90a"), ("fa4", "sm_120a")])
