@@ -16,6 +16,7 @@ Named after the kernel of Dao-AILab's flash-attention for Blackwell, whose divis
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import GridConstant, Int32
 from cutlass.experimental.cuda.tensor_map import TensorMap

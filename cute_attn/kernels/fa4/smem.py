@@ -54,7 +54,7 @@ class BlackwellMemory(TileMemory):
         operands = (
             RingLayout("q", tile.q_stages, tile.cta_rows * self.qk_columns * LINE),
             RingLayout("k", tile.k_stages, tile.k_box_rows * self.qk_columns * LINE),
-            RingLayout("v", tile.v_stages, tile.cols * self.loaded_v.columns * LINE),
+            RingLayout("v", tile.v_stages, tile.cols * (self.vo_columns // tile.ctas) * LINE),
         )
         tail = (RingLayout("tail", 1, 0),) if self.clears_tail else ()
         drawn = (RingLayout("next", tile.q_stages, 0),) if tile.ctas == 2 else ()
