@@ -43,9 +43,10 @@ def default_specs(arch: str) -> list[KernelSpec]:
 def _fp8_kv_specs(arch: str) -> list[KernelSpec]:
     llama, (e4m3, e5m2) = (128, 128), FP8_DTYPES
     specs = [_spec(arch, dims, kv_dtype=e4m3, **source) for dims in HEAD_DIMS for source in ({}, ITEMS, GATHERED)]
-    specs += [_spec(arch, dims, kv_dtype=e4m3, **MODIFIED[0], **GATHERED) for dims in HEAD_DIMS]
-    specs += [_spec(arch, llama, kv_dtype=e4m3, split=True, out_dtype="float32"), _spec(arch, llama, kv_dtype=e5m2)]
-    specs.append(_spec(arch, llama, dtype="float16", out_dtype="float16", kv_dtype=e4m3))
+    specs += [_spec(arch, dims, kv_dtype=e4m3, **MODIFIED[0], **ITEMS) for dims in HEAD_DIMS]
+    specs += [_spec(arch, llama, kv_dtype=e4m3, split=True, out_dtype="float32")]
+    specs += [_spec(arch, llama, kv_dtype=e5m2, **ITEMS), _spec(arch, llama, kv_dtype=e4m3, **MODIFIED[0], **GATHERED)]
+    specs += [_spec(arch, llama, dtype="float16", out_dtype="float16", kv_dtype=stored) for stored in (e4m3, e5m2)]
     return specs
 
 
