@@ -4,6 +4,7 @@ The sums show afterwards whether exponentials overflowed the slack; S is intact 
 it. So no row maximum, no hand-over of scale factors and no correction between S and P.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -12,12 +13,13 @@ from cutlass import Boolean, Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm100
 from cute_attn.kernels.blocks.pipeline import PipelineState
+from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.fa4.parts.exp2 import PairSums
+from cute_attn.kernels.fa4.parts.row_masks import hide
 from cute_attn.kernels.fa4.parts.umma import CHUNK_COLUMNS
 from cute_attn.kernels.fa4.softmax_warps import RowState, SoftmaxContext, SoftmaxWarps
 
 RESCALED_COLUMNS = 16  # of O, at a time
-HIDDEN = -1  # word of a chunk of which a row sees nothing
 
 
 class AnchoredSoftmax(SoftmaxWarps):
@@ -67,48 +69,35 @@ class AnchoredSoftmax(SoftmaxWarps):
         """Computes P of the thread's row, packed, its sum, and what must not exceed `limit`. A chunk is loaded while
         the one before is processed.
         """
-        p, exp2 = [], self.exp2(context)
+        softmax, p = self.softmax_of(context, masked), []
+        exp2: Any = softmax.exp2  # of pairs
         sums = exp2.zero_sums()
-        shifts = context.softmax.finite([shift]) if masked else [shift]
+        shifts = softmax.finite([shift]) if masked else [shift]
         loaded = self.load(context, Int32(0))
         for chunk, word in zip(self.tile.chunks, words, strict=True):
             start = ptx.opaque(kv_tile * self.spec.tile.cols) + Int32(chunk * CHUNK_COLUMNS)
             s = sm100.wait_loads(loaded)
             if chunk + 1 in self.tile.chunks:
                 loaded = self.load(context, Int32((chunk + 1) * CHUNK_COLUMNS))
-            of_chunk = self.chunk if word is None else self.masked_chunk
-            packed, sums = of_chunk(context, s, shifts, sums, start, word)
-            p += packed
+            s = self.visible(context, self.modified(context, s, start, None), word)
+            exponentials = softmax.exponentials(s, shifts, may_be_empty=False)
+            sums = exp2.add(sums, s, exponentials)
+            p += self.tile.probabilities(exponentials)
         total = exp2.sum(sums)
         return p, total, self.level(sums, total)
 
-    def chunk(
-        self, context: SoftmaxContext, s: list[Float32], shifts: list[Float32], sums: Any, start: Int32, word: Any
-    ) -> tuple[list[Int32], Any]:
-        """Computes P of a chunk, packed, and adds its exponentials to the sums."""
-        s = self.modified(context, s, start, word)
-        exponentials = context.softmax.exponentials(s, shifts, may_be_empty=False)
-        return self.tile.probabilities(exponentials), self.exp2(context).add(sums, s, exponentials)
+    def softmax_of(self, context: SoftmaxContext, masked: bool) -> OnlineSoftmax:
+        """Returns the softmax of a masked or of another tile: masks take issue slots, and so do polynomials."""
+        softmax: Any = context.softmax
+        return replace(softmax, exp2=softmax.exp2.beside_masks()) if masked else softmax
 
     @cute.jit
-    def masked_chunk(
-        self,
-        context: cutlass.Constexpr,
-        s: list[Float32],
-        shifts: list[Float32],
-        sums: cutlass.Constexpr,
-        start: Int32,
-        word: Int32,
-    ) -> Any:
-        """Does the same unless the chunk is hidden from all rows of the warp: at the diagonal, on average 1.5 of 4."""
-        packed = [Int32(0) for _ in range(CHUNK_COLUMNS * self.tile.memory.item_bytes // 4)]
-        if cute.arch.vote_any_sync(word != Int32(HIDDEN)):
-            packed, sums = self.chunk(context, s, shifts, sums, start, word)
-        return packed, sums
-
-    def exp2(self, context: SoftmaxContext) -> Any:
-        """Returns the exponentials' strategy, of pairs."""
-        return context.softmax.exp2
+    def visible(self, context: cutlass.Constexpr, s: list[Float32], word: Int32 | None) -> Any:
+        """Hides columns of a chunk, unless all rows of the warp see all of it: at the diagonal, 1.5 of 4 on average."""
+        if cutlass.const_expr(word is not None):  # noqa: SIM102  (one when tracing, one at run time)
+            if cute.arch.vote_any_sync(word != Int32(0)):
+                s = hide(s, word, self.hidden(context))
+        return s
 
     def limit(self, context: SoftmaxContext) -> float:
         """Returns the largest `level` with which P is kept."""
