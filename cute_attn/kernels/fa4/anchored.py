@@ -15,7 +15,7 @@ from cute_attn.kernels.blocks import ptx, sm100
 from cute_attn.kernels.blocks.pipeline import PipelineState
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.fa4.parts.exp2 import PairSums
-from cute_attn.kernels.fa4.parts.row_masks import hide
+from cute_attn.kernels.fa4.parts.row_masks import Word, hide
 from cute_attn.kernels.fa4.parts.umma import CHUNK_COLUMNS
 from cute_attn.kernels.fa4.softmax_warps import RowState, SoftmaxContext, SoftmaxWarps
 
@@ -58,13 +58,13 @@ class AnchoredSoftmax(SoftmaxWarps):
             pending = raises
         return ring.next(s), RowState(shift, total)
 
-    def words(self, context: SoftmaxContext, kv_tile: Int32) -> list[Int32]:
-        """Returns the mask of a kv tile: computed, or loaded, while its S is."""
+    def words(self, context: SoftmaxContext, kv_tile: Int32) -> list[Word]:
+        """Returns the mask of a kv tile, of which what has to be loaded is loaded while S is computed."""
         start = kv_tile * self.spec.tile.cols
-        return [context.mask.word(start + Int32(chunk * CHUNK_COLUMNS)) for chunk in self.tile.chunks]
+        return context.mask.words([start + Int32(chunk * CHUNK_COLUMNS) for chunk in self.tile.chunks])
 
     def probabilities(
-        self, context: SoftmaxContext, shift: Float32, kv_tile: Int32, words: list[Int32 | None], masked: bool
+        self, context: SoftmaxContext, shift: Float32, kv_tile: Int32, words: list[Word | None], masked: bool
     ) -> tuple[list[Int32], Float32, Float32]:
         """Computes P of the thread's row, packed, its sum, and what must not exceed `limit`. A chunk is loaded while
         the one before is processed.
@@ -79,7 +79,8 @@ class AnchoredSoftmax(SoftmaxWarps):
             s = sm100.wait_loads(loaded)
             if chunk + 1 in self.tile.chunks:
                 loaded = self.load(context, Int32((chunk + 1) * CHUNK_COLUMNS))
-            s = self.visible(context, self.modified(context, s, start, None), word)
+            s = self.modified(context, s, start, None)
+            s = self.visible(context, s, word()) if word else s
             exponentials = softmax.exponentials(s, shifts, may_be_empty=False)
             sums = exp2.add(sums, s, exponentials)
             p += self.tile.probabilities(exponentials)
@@ -92,11 +93,10 @@ class AnchoredSoftmax(SoftmaxWarps):
         return replace(softmax, exp2=softmax.exp2.beside_masks()) if masked else softmax
 
     @cute.jit
-    def visible(self, context: cutlass.Constexpr, s: list[Float32], word: Int32 | None) -> Any:
+    def visible(self, context: cutlass.Constexpr, s: list[Float32], word: Int32) -> Any:
         """Hides columns of a chunk, unless all rows of the warp see all of it: at the diagonal, 1.5 of 4 on average."""
-        if cutlass.const_expr(word is not None):  # noqa: SIM102  (one when tracing, one at run time)
-            if cute.arch.vote_any_sync(word != Int32(0)):
-                s = hide(s, word, self.hidden(context))
+        if cute.arch.vote_any_sync(word != Int32(0)):
+            s = hide(s, word, self.hidden(context))
         return s
 
     def limit(self, context: SoftmaxContext) -> float:
