@@ -1,6 +1,6 @@
 """Mutates our kernels in one place at a time and reports whether the emulator detects it.
 
-    python -m tests.emulator.mutate [--arch sm_90a] [--out FILE]
+    python -m tests.emulator.mutate [--arch sm_90a] [--problem NAME] [--sample N] [--out FILE]
 
 A mutant removes or alters one barrier, wait, fence, arrival or count in the PTX. It is caught if a check raises or the
 result is wrong, on any of the schedules. Survivors are listed with the reason why they are equivalent, where one is
@@ -12,10 +12,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 from cute_attn.emulator import EmulatorError, Schedule, using
 from tests.support import batch_case, fp8_case
@@ -148,23 +151,29 @@ def applied(mutant: Mutant, ptx: str) -> str:
 @dataclass(frozen=True)
 class Problems:
     """Problems of one kernel, on few multiprocessors, so that keys are not split where they need not be: long enough
-    to reuse every stage of every ring, some with tiles that see no key. `kernels`: the backend that is mutated.
+    to reuse every stage of every ring, some with tiles that see no key; the cheapest first. `kernels`: the backend that
+    is mutated.
     """
 
+    arch: str
     kernels: str
     sms: int
     cases: tuple[Case | BatchCase | Fp8Case, ...]
 
 
 BF16 = {"dtype": "bfloat16"}
+ONE = heads(1, 1)
 PROBLEMS = {
     "prefill": Problems(
-        "fa2", 1, (prefill(140, 700, (2, 1), 64, mask="causal"), prefill(300, 40, (1, 1), 64, mask="causal"))
+        "sm_90a", "fa2", 1, (prefill(140, 700, (2, 1), 64, mask="causal"), prefill(300, 40, (1, 1), 64, mask="causal"))
     ),
-    "decode": Problems("fa2", 132, (decode(1500, (4, 1), 64),)),
-    "append": Problems("fa2", 1, (prefill(40, 300, (1, 1), 128, **BF16), prefill(40, 0, (1, 1), 128, **BF16))),
+    "decode": Problems("sm_90a", "fa2", 132, (decode(1500, (4, 1), 64),)),
+    "append": Problems(
+        "sm_90a", "fa2", 1, (prefill(40, 300, (1, 1), 128, **BF16), prefill(40, 0, (1, 1), 128, **BF16))
+    ),
     # Of Hopper's kernels: recomputed tiles (large scores), tiles that see no key.
     "ragged": Problems(
+        "sm_90a",
         "fa3",
         1,
         (
@@ -174,15 +183,17 @@ PROBLEMS = {
         ),
     ),
     "gathered": Problems(
+        "sm_90a",
         "fa3",
         1,
         (
-            paged((140, 20), (400, 40), 3, mask="causal", **heads(1, 1)),
-            paged((140,), (500,), 3, mask="causal", sm_scale=2.0, **heads(1, 1)),
-            paged((600, 20), (60, 20), 3, mask="causal", **heads(1, 1)),
+            paged((140, 20), (400, 40), 3, mask="causal", **ONE),
+            paged((140,), (500,), 3, mask="causal", sm_scale=2.0, **ONE),
+            paged((600, 20), (60, 20), 3, mask="causal", **ONE),
         ),
     ),
     "fp8": Problems(
+        "sm_90a",
         "fa3",
         1,
         (
@@ -191,11 +202,43 @@ PROBLEMS = {
             Fp8Case((600, 20), (60, 20), (1, 1), causal=True),
         ),
     ),
-    "xqa": Problems("xqa", 2, (batch_decode((300, 5, 0, 700), kv_dtype=E4M3, **heads(2, 1), **dims(128)),)),
+    "xqa": Problems("sm_90a", "xqa", 2, (batch_decode((300, 5, 0, 700), kv_dtype=E4M3, **heads(2, 1), **dims(128)),)),
+    # Of Blackwell's: the same, items without queries or keys, and query tiles that begin at different kv tiles.
+    "tcgen05": Problems(
+        "sm_100a",
+        "fa4",
+        1,
+        (
+            ragged((140, 0, 20), (200, 30, 60), mask="causal", **ONE),
+            ragged((260, 130), (300, 390), mask="causal", sm_scale=2.0, **ONE),
+            ragged((300, 20), (60, 20), mask="causal", **ONE),
+        ),
+    ),
+    "tcgen05 gathered": Problems(
+        "sm_100a",
+        "fa4",
+        1,
+        (
+            paged((140, 20), (200, 40), 3, mask="causal", **ONE),
+            paged((260, 130), (300, 390), 3, mask="causal", sm_scale=2.0, **ONE),
+            paged((300, 20), (60, 20), 3, mask="causal", **ONE),
+        ),
+    ),
+    "tcgen05 fp8": Problems(
+        "sm_100a",
+        "fa4",
+        1,
+        (
+            Fp8Case((140, 20), (200, 40), (1, 1), scales="signed", head_dim=64, causal=True, seed=2),
+            Fp8Case((260, 130), (300, 390), (1, 1), head_dim=64, causal=True, sm_scale=1.0),
+            Fp8Case((300, 20), (60, 20), (1, 1), head_dim=64, causal=True),
+        ),
+    ),
 }
+WORKSPACE = 1 << 20  # enough for these problems; every launch marks each byte of it
 
 
-def kernels(arch: str, name: str) -> list[str]:
+def kernels(name: str) -> list[str]:
     """PTX of the kernels that the problems of a name launch; none of them is reported or wrong."""
     seen: dict[str, None] = {}
 
@@ -205,7 +248,7 @@ def kernels(arch: str, name: str) -> list[str]:
 
     asked = PROBLEMS[name]
     for schedule in SCHEDULES:
-        with using(arch, schedule=schedule, rewrite=remember, sms=asked.sms, kernels=asked.kernels):
+        with using(asked.arch, schedule=schedule, rewrite=remember, sms=asked.sms, kernels=asked.kernels):
             result = "".join(solve(case) for case in asked.cases)
         assert result == "", f"the kernels themselves: {result}"
     return list(seen)
@@ -224,26 +267,29 @@ def solve(case: Case | BatchCase | Fp8Case) -> str:
         return check(case, out, lse).detail
     if isinstance(case, BatchCase):
         inputs = batch_case.make(case)
-        out, lse = batch_case.call(case, inputs, backend="emulator")
+        with mock.patch.object(batch_case, "WORKSPACE", WORKSPACE):
+            out, lse = batch_case.call(case, inputs, backend="emulator")
         return batch_case.check(case, inputs, out, lse).detail
     narrow = fp8_case.make(case, "cpu")
     try:
-        fp8_case.check(case, narrow, *fp8_case.call(case, narrow, "emulator"))
+        with mock.patch.object(fp8_case, "WORKSPACE", WORKSPACE):
+            results = fp8_case.call(case, narrow, "emulator")
+        fp8_case.check(case, narrow, *results)
     except AssertionError as wrong:
         return str(wrong) or "wrong"
     return ""
 
 
-def caught(arch: str, name: str, original: str, mutant: Mutant) -> str:
-    """What noticed the mutant of a kernel, or "" if it survived."""
+def caught(name: str, original: str, mutant: Mutant, more: bool = True) -> str:
+    """What noticed the mutant of a kernel, or "" if it survived all schedules, `more` of them than usual."""
 
     def rewrite(ptx: str) -> str:
         return applied(mutant, ptx) if ptx == original else ptx
 
     asked = PROBLEMS[name]
-    tries = (*itertools.product(asked.cases, SCHEDULES), *itertools.product(asked.cases, MORE))
-    for case, schedule in tries:
-        with using(arch, schedule=schedule, rewrite=rewrite, sms=asked.sms, kernels=asked.kernels):
+    tries = itertools.product(asked.cases, SCHEDULES)
+    for case, schedule in (*tries, *itertools.product(asked.cases if more else (), MORE)):
+        with using(asked.arch, schedule=schedule, rewrite=rewrite, sms=asked.sms, kernels=asked.kernels):
             try:
                 wrong = solve(case)
             except EmulatorError as err:
@@ -306,21 +352,26 @@ def excuse(ptx: str, mutant: Mutant) -> str:
     return ""
 
 
-def report(arch: str, names: list[str]) -> dict[str, object]:
+def report(names: list[str], sample: int | None = None, log: bool = False) -> dict[str, object]:
+    """Fates of all mutants, or of `sample` mutants of every kernel, chosen by a fixed seed."""
     tally: dict[str, list[int]] = {}
     survivors: list[dict[str, str]] = []
     for name in names:
-        for ptx in kernels(arch, name):
-            for mutant in mutants(symbol(ptx), ptx):
-                by = caught(arch, name, ptx, mutant)
-                why = "" if by else excuse(ptx, mutant)
+        for ptx in kernels(name):
+            tried = list(mutants(symbol(ptx), ptx))
+            if sample is not None and sample < len(tried):
+                tried = sorted(random.Random(0).sample(tried, sample), key=tried.index)
+            for mutant in tried:
+                why = excuse(ptx, mutant)
+                by = caught(name, ptx, mutant, more=not why)
                 row = tally.setdefault(mutant.mutation, [0, 0, 0])  # caught, equivalent, missed
                 row[0 if by else 1 if why else 2] += 1
                 if not by:
                     survivors.append({"problem": name, "mutant": str(mutant), "equivalent": why})
+                if log:
+                    print(f"{name}: {by or 'SURVIVED'}: {mutant} {'' if by else why}", file=sys.stderr, flush=True)
     found, equal, missed = (sum(row[i] for row in tally.values()) for i in range(3))
     return {
-        "arch": arch,
         "caught": found,
         "equivalent": equal,
         "missed": missed,
@@ -334,11 +385,13 @@ def report(arch: str, names: list[str]) -> dict[str, object]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", default="sm_90a")
-    parser.add_argument("--problem", choices=PROBLEMS, action="append")
+    parser.add_argument("--arch", default="sm_90a", choices=sorted({asked.arch for asked in PROBLEMS.values()}))
+    parser.add_argument("--problem", choices=PROBLEMS, action="append", help="instead of all of an architecture")
+    parser.add_argument("--sample", type=int, help="mutants of a kernel, instead of all")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found = report(options.arch, options.problem or list(PROBLEMS))
+    names = options.problem or [name for name, asked in PROBLEMS.items() if asked.arch == options.arch]
+    found = {"problems": names, "sample": options.sample, **report(names, options.sample, log=True)}
     text = json.dumps(found, indent=1)
     print(text)
     if options.out:
