@@ -29,7 +29,7 @@ from tests.support.fp8_case import Fp8Case
 from tests.support.matrix import decode, prefill
 
 SCHEDULES = (Schedule(), Schedule("delayed", 1), Schedule("adversarial", 2))
-MORE = tuple(Schedule("adversarial", seed) for seed in range(3, 9))  # for those that these do not catch
+MORE = tuple(Schedule("adversarial", seed) for seed in (3, 4, 5))  # for those that these do not catch
 
 
 def _removed(text: str) -> str:
@@ -210,8 +210,8 @@ PROBLEMS = {
         1,
         (
             ragged((140, 0, 20), (200, 30, 60), mask="causal", **ONE),
-            ragged((260, 130), (300, 390), mask="causal", sm_scale=2.0, **ONE),
-            ragged((300, 20), (60, 20), mask="causal", **ONE),
+            ragged((300, 130, 140), (60, 100, 90), mask="causal", **ONE),
+            ragged((130, 20), (700, 390), mask="causal", sm_scale=2.0, **ONE),
         ),
     ),
     "tcgen05 gathered": Problems(
@@ -220,8 +220,8 @@ PROBLEMS = {
         1,
         (
             paged((140, 20), (200, 40), 3, mask="causal", **ONE),
-            paged((260, 130), (300, 390), 3, mask="causal", sm_scale=2.0, **ONE),
-            paged((300, 20), (60, 20), 3, mask="causal", **ONE),
+            paged((300, 130, 140), (60, 100, 90), 3, mask="causal", **ONE),
+            paged((130, 20), (700, 390), 3, mask="causal", sm_scale=2.0, **ONE),
         ),
     ),
     "tcgen05 fp8": Problems(
@@ -230,8 +230,8 @@ PROBLEMS = {
         1,
         (
             Fp8Case((140, 20), (200, 40), (1, 1), scales="signed", head_dim=64, causal=True, seed=2),
-            Fp8Case((260, 130), (300, 390), (1, 1), head_dim=64, causal=True, sm_scale=1.0),
-            Fp8Case((300, 20), (60, 20), (1, 1), head_dim=64, causal=True),
+            Fp8Case((300, 130, 140), (60, 100, 90), (1, 1), head_dim=64, causal=True),
+            Fp8Case((130, 20), (700, 390), (1, 1), head_dim=64, causal=True, sm_scale=1.0),
         ),
     ),
 }
@@ -352,13 +352,13 @@ def excuse(ptx: str, mutant: Mutant) -> str:
     return ""
 
 
-def report(names: list[str], sample: int | None = None, log: bool = False) -> dict[str, object]:
-    """Fates of all mutants, or of `sample` mutants of every kernel, chosen by a fixed seed."""
+def report(names: list[str], sample: int | None = None, word: str = "", log: bool = False) -> dict[str, object]:
+    """Fates of the mutants described with `word`, or of `sample` of them of every kernel, chosen by a fixed seed."""
     tally: dict[str, list[int]] = {}
     survivors: list[dict[str, str]] = []
     for name in names:
         for ptx in kernels(name):
-            tried = list(mutants(symbol(ptx), ptx))
+            tried = [mutant for mutant in mutants(symbol(ptx), ptx) if word in str(mutant)]
             if sample is not None and sample < len(tried):
                 tried = sorted(random.Random(0).sample(tried, sample), key=tried.index)
             for mutant in tried:
@@ -388,10 +388,11 @@ def main() -> int:
     parser.add_argument("--arch", default="sm_90a", choices=sorted({asked.arch for asked in PROBLEMS.values()}))
     parser.add_argument("--problem", choices=PROBLEMS, action="append", help="instead of all of an architecture")
     parser.add_argument("--sample", type=int, help="mutants of a kernel, instead of all")
+    parser.add_argument("--only", default="", help="mutants whose description holds this")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     names = options.problem or [name for name, asked in PROBLEMS.items() if asked.arch == options.arch]
-    found = {"problems": names, "sample": options.sample, **report(names, options.sample, log=True)}
+    found = {"problems": names, "sample": options.sample, **report(names, options.sample, options.only, log=True)}
     text = json.dumps(found, indent=1)
     print(text)
     if options.out:
