@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from cute_attn.emulator.dtypes import Array
 from perf.sass.units import QUARTERS, Rates, columns, unit, words
-from perf.sass.work import Roles, Work
+from perf.sass.work import STEP, Roles, Work
 
 Opcodes = Sequence[tuple[str, Array]]  # of one unit of work: executions by [CTA rank, warp]
 Weight = Callable[[str], float]
@@ -72,12 +73,12 @@ def counts(opcodes: Opcodes, roles: Roles) -> dict[str, dict[str, float]]:
     return found
 
 
-def polynomial_share(opcodes: Opcodes, roles: Roles, keys: int = 128) -> float:
-    """Returns the share of exponentials that polynomials compute. Each rounds its argument down once, as nothing else
-    in a softmax does: by an addition with .RM."""
+def polynomial_share(opcodes: Opcodes, roles: Roles) -> float:
+    """Returns the share of a tile step's exponentials that polynomials compute: pairs that the MUFU does not. An odd
+    one on the MUFU is the factor of a correction."""
     of_softmax = [warp for role in roles.math for warp in roles.warps[role]]
-    rounded = _slots(opcodes, of_softmax, lambda op: _rounded_down(op))
-    return rounded / keys
+    on_mufu = _slots(opcodes, of_softmax, _exponentials)
+    return max(0, 2 * math.ceil((STEP - on_mufu) / 2)) / STEP
 
 
 def matrix_instructions(opcodes: Opcodes) -> float:
@@ -98,9 +99,8 @@ def summary(opcodes: Opcodes, roles: Roles, work: Work, rates: Rates) -> dict[st
     }
 
 
-def _rounded_down(op: str) -> float:
-    base, *modifiers = op.split(".")
-    return {"FADD2": 2, "FADD": 1}.get(base, 0) * ("RM" in modifiers)
+def _exponentials(op: str) -> float:
+    return (2 if "16x2" in op else 1) if op.startswith("MUFU.EX2") else 0
 
 
 def _of(name: str, rates: Rates) -> Weight:

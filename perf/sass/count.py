@@ -64,13 +64,15 @@ class Counter:
         """Returns the record of a unit of work at the diagonal of a causal mask, None if it cannot be told.
 
         Where query tiles have as many rows as tiles have keys, their diagonals touch one tile each, and two with keys
-        that end inside a tile: one masked step more. With all but one key of it, the first row of a query tile alone
-        sees nothing of that step, and begins its maximum in the next: the warps of the last rows say what a mask costs.
+        that end inside a tile: one masked step more; with half as many keys, three tiles instead of two. Rows that see
+        nothing of that step begin their maximum in the next one. With all but two keys of a tile these are the first
+        rows of a query tile: the warps of its last rows, on the last quarter, say what a mask costs. With one more the
+        first row would see all of the tile before it, which kernels that look closely do not mask.
         """
         keys, roles = self.subject.keys, self.subject.roles
-        if self.subject.softmax_rows != keys:
+        if self.subject.softmax_rows % keys:
             return None
-        return self.between(LONG * keys, (LONG + 1) * keys - 1, roles.on_quarter(QUARTERS - 1))
+        return self.between(LONG * keys, (LONG + 1) * keys - 2, roles.on_quarter(QUARTERS - 1))
 
     def between(self, short: int, long: int, roles: Roles) -> dict[str, Any]:
         """Returns the record of a unit of work: what the problem of `long` keys executes beyond that of `short`."""

@@ -70,7 +70,8 @@ class Roles:
 
 # By kernel and warps of a CTA.
 ROLES = {
-    ("fa4", 16): Roles.parse("softmax*=0-7,correction*=8-11,MMA=12,load=13-15"),
+    ("fa4", 12): Roles.parse("producer=0-1,tail=2,MMA=3,softmax*=4-7,epilogue*=8-11"),  # one query tile
+    ("fa4", 16): Roles.parse("producer=0-1,tail=2,MMA=3,softmax*=4-11,epilogue*=12-15"),
     ("fa3", 12): Roles.parse("producer=0-3,MMA*=4-11"),
     ("fa3", 16): Roles.parse("producer=0-3,MMA*=4-15"),
     ("flash-attn-4", 16): Roles.parse("softmax*=0-7,correction*=8-11,MMA=12,load=13-15"),

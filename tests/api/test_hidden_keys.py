@@ -19,7 +19,13 @@ from cute_attn.errors import ArgumentError
 from tests.support.executors import HAS_GPU, REFERENCE, Executor
 
 QO_HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 16
-GPU_MARKS = (pytest.mark.gpu, pytest.mark.sm90, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device"))
+GPU_MARKS = {
+    family: (pytest.mark.gpu, marker, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device"))
+    for family, marker in (
+        *((family, pytest.mark.sm90) for family in ("fa2", "fa3", "xqa")),
+        ("fa4", pytest.mark.sm100),
+    )
+}
 SPECIAL = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf}
 
 Keys = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -30,9 +36,10 @@ def executors(*families: str) -> list[Any]:
     found = [pytest.param(REFERENCE, id="reference")]
     for family in families:
         name = f"emulator-{family}"
-        emulated = Executor(name, "emulator", "cpu", "sm_90a", family)
+        emulated = Executor(name, "emulator", "cpu", "sm_100a" if family == "fa4" else "sm_90a", family)
         found.append(pytest.param(emulated, id=name, marks=pytest.mark.emulator))
-        found.append(pytest.param(Executor(f"cuda-{family}", family, "cuda"), id=f"cuda-{family}", marks=GPU_MARKS))
+        on_gpu = Executor(f"cuda-{family}", family, "cuda")
+        found.append(pytest.param(on_gpu, id=on_gpu.name, marks=GPU_MARKS[family]))
     return found
 
 
@@ -77,7 +84,7 @@ def seen(kv_len: int, key: int, kind: str) -> torch.Tensor:
     return torch.zeros(70, dtype=torch.bool)
 
 
-@pytest.mark.parametrize("on", executors("fa2", "fa3"), indirect=True)
+@pytest.mark.parametrize("on", executors("fa2", "fa3", "fa4"), indirect=True)
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize(
     ("kind", "key"), [("causal", 139), ("causal", 100), ("window", 40), ("mask", 139), ("mask", 5)]
@@ -93,7 +100,7 @@ def test_k_of_a_hidden_key_may_be_anything(on: Executor, special: str, kind: str
     assert torch.equal(out[unseen], clean[unseen])
 
 
-@pytest.mark.parametrize("on", executors("fa2", "fa3"), indirect=True)
+@pytest.mark.parametrize("on", executors("fa2", "fa3", "fa4"), indirect=True)
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize(("kind", "key"), [("causal", 139), ("window", 40), ("mask", 5)])
 def test_v_of_a_hidden_key_stays_within_its_kv_head(on: Executor, special: str, kind: str, key: int) -> None:
@@ -150,7 +157,7 @@ def paged_prefill(on: Executor, q: torch.Tensor, special: float, dtype: torch.dt
     return wrapper.run(q.to(on.device), cache.to(on.device)).float().cpu()
 
 
-@pytest.mark.parametrize("on", executors("fa2", "fa3"), indirect=True)
+@pytest.mark.parametrize("on", executors("fa2", "fa3", "fa4"), indirect=True)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("options", [{}, {"fixed_split_size": SPLIT}], ids=["whole", "split"])
 def test_padding_of_pages_may_be_anything(on: Executor, dtype: torch.dtype, options: dict[str, Any]) -> None:
@@ -164,7 +171,7 @@ def test_padding_of_pages_may_be_anything(on: Executor, dtype: torch.dtype, opti
     assert out[9:].isnan().all()
 
 
-@pytest.mark.parametrize("on", executors("fa2", "fa3"), indirect=True)
+@pytest.mark.parametrize("on", executors("fa2", "fa3", "fa4"), indirect=True)
 @pytest.mark.parametrize("special", SPECIAL)
 def test_other_requests_of_a_ragged_batch_may_hold_anything(on: Executor, special: str) -> None:
     q, k, v = tokens(40, 150)
@@ -223,7 +230,7 @@ def test_single_decode_hides_k(on: Executor, special: str) -> None:
 # ---- sinks
 
 
-@pytest.mark.parametrize("on", executors("fa2", "fa3"), indirect=True)
+@pytest.mark.parametrize("on", executors("fa2", "fa3", "fa4"), indirect=True)
 def test_a_sink_of_minus_infinity_is_none(on: Executor) -> None:
     q, k, v = tokens(70, 140)
     clean = prefill(on, q, k, v, causal=True)

@@ -74,7 +74,7 @@ def test_fa3_widens_8_bit_keys(kv_dtype: torch.dtype, kv_source: str) -> None:
     assert select.choose(features, arch=HOPPER, rows=64) is FA2
 
 
-@pytest.mark.parametrize("asked", [{"q_dtype": E4M3, "kv_dtype": E4M3}, {"kv_dtype": E4M3}])
+@pytest.mark.parametrize("asked", [{"kv_dtype": E4M3}, {"kv_dtype": torch.float8_e5m2}])
 def test_what_fa4_has_no_kernels_for_yet(asked: dict[str, Any]) -> None:
     with pytest.raises(NotSupported, match=r"fa4 refuses .* fp8 dtype: its kernel .* is not built yet"):
         select.choose(CUDA._replace(**asked), "fa4", BLACKWELL)
@@ -121,9 +121,10 @@ FP8_Q = CUDA._replace(q_dtype=E4M3, kv_dtype=E4M3)
         {"soft_cap": True, "pos_encoding_mode": "ALIBI"},
     ],
 )
-def test_fa3_takes_fp8_queries(asked: dict[str, Any]) -> None:
-    """fa3 is chosen however few the rows: no other backend supports fp8 q."""
-    assert select.choose(FP8_Q._replace(**asked), arch=HOPPER, rows=1).name == "fa3"
+@pytest.mark.parametrize(("backend", "arch"), [("fa3", "sm_90a"), ("fa4", "sm_100a"), ("fa4", "sm_103a")])
+def test_persistent_kernels_take_fp8_queries(backend: str, arch: str, asked: dict[str, Any]) -> None:
+    """However few the rows: no other backend supports fp8 q."""
+    assert select.choose(FP8_Q._replace(**asked), arch=named(arch), rows=1).name == backend
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""fa2 and fa3 on the same inputs, as in `tests/gpu/test_cross.py`, on the emulator: a few short problems."""
+"""fa2 and persistent kernels on the same inputs, as `tests/gpu/test_cross.py`, on the emulator: some short problems."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 
 from cute_attn.emulator import using
 from tests.support import batch_case, case, cross
+from tests.support.persistent_emulated import FA3, TARGETS, Target, name
 
 pytestmark = pytest.mark.emulator
 
@@ -14,12 +15,13 @@ SEEDS = (0, cross.A_KERNEL)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_batches(seed: int) -> None:
-    problem = cross.batch(seed, max_len=150)
+@pytest.mark.parametrize("target", TARGETS, ids=name)
+def test_batches(target: Target, seed: int) -> None:
+    problem = cross.batch(target, seed, max_len=150)
     inputs = batch_case.make(problem)
     answers = []
-    for backend in cross.BACKENDS:
-        with using("sm_90a", kernels=backend, sms=2) as emulation:
+    for backend in cross.backends(target):
+        with using(target.arch, kernels=backend, sms=2) as emulation:
             answers.append(batch_case.call(problem, inputs, backend="emulator"))
         assert {record.spec["kernel"] for record in emulation.records} - {"combine"} == {backend}
         result = batch_case.check(problem, inputs, *answers[-1])
@@ -28,12 +30,13 @@ def test_batches(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_single_requests(seed: int) -> None:
-    problem = cross.single(seed, max_len=150)
+@pytest.mark.parametrize("target", TARGETS, ids=name)
+def test_single_requests(target: Target, seed: int) -> None:
+    problem = cross.single(target, seed, max_len=150)
     inputs = case.make(problem)
     answers = []
-    for backend in cross.BACKENDS:
-        with using("sm_90a", kernels=backend, sms=2):
+    for backend in cross.backends(target):
+        with using(target.arch, kernels=backend, sms=2):
             answers.append(case.call(problem, inputs, backend="emulator"))
         result = case.check(problem, *answers[-1])
         assert result.ok, f"{backend}: {result.detail}"
@@ -41,7 +44,7 @@ def test_single_requests(seed: int) -> None:
 
 
 def test_differences_are_seen() -> None:
-    problem = cross.single(0)
+    problem = cross.single(FA3, 0)
     out, lse = torch.zeros(4, 2, 64), torch.zeros(4, 2)
     empty = torch.full_like(lse, -torch.inf)
     assert cross.differences(problem, (out, empty), (out, empty)) == ""

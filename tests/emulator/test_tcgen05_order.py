@@ -15,7 +15,7 @@ from tests.emulator.test_tcgen05_mma import Case, Setup
 pytestmark = pytest.mark.emulator
 
 SCHEDULES = ("eager", "delayed", "adversarial")
-GROUPS = {1: Case(a_in_tmem=True, n=16), 2: Case(a_in_tmem=True, m=256, n=16, group=2)}
+GROUPS = {1: Case(a_in_tmem=True, n=32), 2: Case(a_in_tmem=True, m=256, n=32, group=2)}
 ORDERING = r"tcgen05\.(?:fence|wait)::[^;]*;|tcgen05\.commit[^;]*;"
 
 # What brings the kernel's data from step to step: filled by all warps, product of one thread, read by all, deallocated.
@@ -26,7 +26,7 @@ STEPS: list[tuple[str, type[EmulatorError], str]] = [
     ("fence::after", Race, r"tcgen05\.mma .* a write by tcgen05\.st"),
     ("commit", EmulatorError, "nothing can move"),
     ("fence::after", Race, r"tcgen05\.ld.* a write by tcgen05\.mma"),
-    *[("wait::ld", RegisterFault, r"before tcgen05\.wait::ld")] * 4,
+    *[("wait::ld", RegisterFault, r"before tcgen05\.wait::ld")] * 8,
     ("fence::before", Race, r"tcgen05\.dealloc .* a read by tcgen05\.ld"),
 ]
 

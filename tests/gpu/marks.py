@@ -1,9 +1,12 @@
-"""The GPU that the tests of a module need: `pytestmark = marks.SM80`."""
+"""The GPU that the tests of a module need, `pytestmark = marks.SM80`, or that of each case, `marks.PERSISTENT`."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+
+from cute_attn.runtime import arch as archs
+from tests.support.persistent_emulated import FA3, FA4, Target
 
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 GPU = [pytest.mark.gpu, pytest.mark.skipif(CAPABILITY == (0, 0), reason="needs a CUDA device")]
@@ -12,3 +15,13 @@ SM80 = [
     pytest.mark.sm80,
     pytest.mark.skipif(CAPABILITY < (8, 0), reason="needs a CUDA device of compute capability 8.0 or later"),
 ]
+
+
+def _of(target: Target, marker: pytest.MarkDecorator) -> tuple[pytest.MarkDecorator, ...]:
+    """Marks of a case of persistent kernels, which needs a GPU that runs them."""
+    runs = CAPABILITY >= (8, 0) and target.runs_on(archs.for_capability(CAPABILITY))
+    return pytest.mark.gpu, marker, pytest.mark.skipif(not runs, reason=f"needs a GPU that runs {target.kernels}")
+
+
+FA3_GPU, FA4_GPU = _of(FA3, pytest.mark.sm90), _of(FA4, pytest.mark.sm100)
+PERSISTENT = [pytest.param(FA3, id="fa3", marks=FA3_GPU), pytest.param(FA4, id="fa4", marks=FA4_GPU)]

@@ -207,7 +207,7 @@ def far_apart(x: torch.Tensor, axis: int) -> torch.Tensor:
     return view
 
 
-@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+@pytest.mark.parametrize("backend", ["fa2", "fa3", "fa4"])
 @pytest.mark.parametrize(
     "case", [paged((40, 9), (65, 30)), paged((70, 9), (165, 30), 64), ragged((40, 9), (65, 30)), decode((65, 30))]
 )

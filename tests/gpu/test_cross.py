@@ -1,4 +1,4 @@
-"""The kernels of fa2 and fa3 on the same inputs: both right, and as close to each other as two right results are."""
+"""fa2 and persistent kernels on the same inputs: both right, and as close to each other as two right results are."""
 
 from __future__ import annotations
 
@@ -7,28 +7,22 @@ import os
 import pytest
 import torch
 
+from tests.gpu import marks
 from tests.support import batch_case, case, cross
 from tests.support.batch_case import BatchCase
 from tests.support.case import Case
 from tests.support.matrix import poisoned_memory
-
-HAS_SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.sm90,
-    pytest.mark.skipif(not HAS_SM90, reason="needs a CUDA device of compute capability 9.0"),
-]
+from tests.support.persistent_emulated import Target
 
 RANDOM = int(os.environ.get("CUTE_ATTN_TEST_CROSS", "320"))
 FIRST = int(os.environ.get("CUTE_ATTN_TEST_FIRST", "0"))
 SEEDS = range(FIRST, FIRST + RANDOM, cross.A_KERNEL)
 
 
-def solve_batch(problem: BatchCase) -> str:
+def solve_batch(target: Target, problem: BatchCase) -> str:
     inputs = batch_case.make(problem, "cuda")
     answers = []
-    for backend in cross.BACKENDS:
+    for backend in cross.backends(target):
         planned = batch_case.wrapper(problem, "cuda", backend=backend)
         arguments = batch_case.plan_arguments(problem, inputs)
         size = max(batch_case.WORKSPACE, planned.workspace_size(**arguments)[0])
@@ -42,10 +36,10 @@ def solve_batch(problem: BatchCase) -> str:
     return cross.differences(problem, *answers)
 
 
-def solve_single(problem: Case) -> str:
+def solve_single(target: Target, problem: Case) -> str:
     inputs = case.make(problem, "cuda")
     answers = []
-    for backend in cross.BACKENDS:
+    for backend in cross.backends(target):
         with poisoned_memory():
             answers.append(case.call(problem, inputs, backend=backend))
         result = case.check(problem, *answers[-1])
@@ -55,14 +49,16 @@ def solve_single(problem: Case) -> str:
 
 
 @pytest.mark.parametrize("first", SEEDS)
-def test_batches(first: int) -> None:
+@pytest.mark.parametrize("target", marks.PERSISTENT)
+def test_batches(target: Target, first: int) -> None:
     for seed in range(first, first + cross.A_KERNEL):
-        problem = cross.batch(seed)
-        assert not (wrong := solve_batch(problem)), f"seed {seed}, {problem}: {wrong}"
+        problem = cross.batch(target, seed)
+        assert not (wrong := solve_batch(target, problem)), f"seed {seed}, {problem}: {wrong}"
 
 
 @pytest.mark.parametrize("first", SEEDS)
-def test_single_requests(first: int) -> None:
+@pytest.mark.parametrize("target", marks.PERSISTENT)
+def test_single_requests(target: Target, first: int) -> None:
     for seed in range(first, first + cross.A_KERNEL):
-        problem = cross.single(seed)
-        assert not (wrong := solve_single(problem)), f"seed {seed}, {problem}: {wrong}"
+        problem = cross.single(target, seed)
+        assert not (wrong := solve_single(target, problem)), f"seed {seed}, {problem}: {wrong}"

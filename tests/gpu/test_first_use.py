@@ -37,7 +37,8 @@ DECODE = "cute_attn.single_decode_with_kv_cache(q[0], k, v, out=out[0], backend=
 @pytest.mark.parametrize(
     ("qo_len", "call"),
     [
-        pytest.param(300, PREFILL.format(backend="fa3"), id="fa3", marks=pytest.mark.sm90),
+        pytest.param(300, PREFILL.format(backend="fa3"), id="fa3", marks=marks.FA3_GPU),
+        pytest.param(300, PREFILL.format(backend="fa4"), id="fa4", marks=marks.FA4_GPU),
         pytest.param(300, PREFILL.format(backend="fa2"), id="fa2"),
         pytest.param(1, DECODE.format(backend="fa2"), id="fa2-split"),
         pytest.param(1, DECODE.format(backend="xqa"), id="xqa"),

@@ -34,7 +34,7 @@ from tests.support.matrix import BF16, poisoned_memory
 
 pytestmark = marks.SM80
 
-BACKENDS = ("fa2", "fa3", "auto")
+BACKENDS = ("fa2", "fa3", "fa4", "auto")
 LARGE = (
     paged((4000, 0, 700, 33), (6000, 12, 700, 900), mask="items", longest_item=40, **BF16, **heads(32, 8), **dims(128)),
     paged((1500, 64), (9000, 3000), 1, mask="items", longest_item=200, **BF16, **heads(8, 2), **dims(128)),
@@ -47,7 +47,7 @@ LARGE = (
 
 def skip_unless_taken(case: BatchCase, inputs: BatchInputs, backend: str) -> None:
     arch = archs.for_device(torch.cuda.current_device())
-    candidates = ("fa3", "fa2") if backend == "auto" else (backend,)
+    candidates = ("fa4", "fa3", "fa2") if backend == "auto" else (backend,)
     if all(refusals(case, inputs, name, arch) for name in candidates):
         pytest.skip(f"{backend} does not run this here")
 
@@ -78,7 +78,7 @@ def test_random(seed: int, backend: str) -> None:
     if case.kind == "decode":
         pytest.skip("decode wrappers have no items")
     case = dataclasses.replace(case, mask="items", longest_item=rng.choice((1, 10, 60, 400)))
-    if backend == "fa3":
+    if backend in ("fa3", "fa4"):
         case = dataclasses.replace(case, pos_encoding_mode="NONE")
     size = {"fixed_split_size": None} if case.fixed_split_size else {}  # the workspace may be too small
     assert_right(dataclasses.replace(case, **size), backend)

@@ -9,7 +9,7 @@ import pytest
 
 from cute_attn.cli.specs import failures, label
 from cute_attn.kernels import catalog
-from cute_attn.kernels.fa3.spec import Fa3Spec
+from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 from cute_attn.kernels.programs import program
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import ARCHS
@@ -21,10 +21,10 @@ CHUNK = 20  # kernels per test of the others: a kernel takes 1.6 s
 
 
 def family(spec: KernelSpec) -> str:
-    """Whose device code the kernel is; a file of fa3 counts as one."""
-    if not isinstance(spec, Fa3Spec):
+    """Whose device code the kernel is; a file of fa3 or fa4 counts as one."""
+    if not isinstance(spec, PersistentSpec):
         return spec.kernel
-    return "fa3 fp8" if spec.fp8 else "fa3 fp8-kv" if spec.kv_dtype else "fa3"
+    return f"{spec.kernel} fp8" if spec.fp8 else f"{spec.kernel} fp8-kv" if spec.kv_dtype else spec.kernel
 
 
 def sample(specs: list[KernelSpec]) -> list[KernelSpec]:

@@ -16,15 +16,17 @@ from cute_attn.runtime.arch import named
 @pytest.mark.parametrize("arch", tiles.ARCHS)
 def test_every_tile_is_a_default_kernel(arch: str) -> None:
     compiled = {(s.head_dim_qk, s.head_dim_vo, s.tile) for s in default_specs(arch) if isinstance(s, Fa4Spec)}
-    for (dim_qk, dim_vo), of_dims in tiles.candidates(arch).items():
-        assert {(dim_qk, dim_vo, tile) for tile in of_dims} <= compiled
+    for candidates in (tiles.candidates(arch), tiles.candidates(arch, fp8=True)):
+        for (dim_qk, dim_vo), of_dims in candidates.items():
+            assert {(dim_qk, dim_vo, tile) for tile in of_dims} <= compiled
 
 
 @pytest.mark.parametrize("arch", tiles.ARCHS)
-def test_tiles_fit_shared_memory(arch: str) -> None:
-    for dims, of_dims in tiles.candidates(arch).items():
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_tiles_fit_shared_memory(arch: str, dtype: str) -> None:
+    for dims, of_dims in tiles.candidates(arch, dtype != "bfloat16").items():
         for tile in of_dims:
-            memory = BlackwellMemory.of(Fa4Spec("bfloat16", "bfloat16", *dims, tile=tile))
+            memory = BlackwellMemory.of(Fa4Spec(dtype, "bfloat16", *dims, tile=tile))
             assert memory.bytes <= named(arch).smem_limit, (dims, tile)
 
 

@@ -71,7 +71,7 @@ def packed(target: Target, problem: Problem, names: tuple[str, ...]) -> dict[str
 
 def maps(target: Target, problem: Problem, heads: int) -> tuple[TensorMap, TensorMap]:
     of = TensorMaps(problem.settings, scheduler(target, problem).tile, heads)
-    return decode(of.q(problem.q)(problem.q.data_ptr())), decode(of.kv(problem.k)(problem.k.data_ptr()))
+    return decode(of.q(problem.q)(problem.q.data_ptr())), decode(of.k(problem.k)(problem.k.data_ptr()))
 
 
 def test_maps_of_a_single_request(target: Target) -> None:
@@ -93,7 +93,7 @@ def test_boxes_of_pages_do_not_leave_their_page(target: Target, page_size: int, 
     case = paged((1,) * 3, (40, 0, 300), page_size, kv_layout=kv_layout, cache="strided", **heads(6, 2), **dims(128))
     problem = build(case).problem
     tile = target.kernels.tile(problem.settings.features, target.arch.name, window=False)
-    k = decode(TensorMaps(problem.settings, tile, 1).kv(problem.k)(problem.k.data_ptr()))
+    k = decode(TensorMaps(problem.settings, tile, 1).k(problem.k)(problem.k.data_ptr()))
     assert page_size % box == tile.cols % box == 0
     assert k.box == (64, box, 1, 1)
     assert k.dims == (128, page_size, 2, problem.k.shape[0])
@@ -243,7 +243,7 @@ def test_tensor_maps_of_keys_to_be_widened(target: Target, dim: int, line: int, 
     features = problem.settings.features
     tile = target.kernels.tile(features, target.arch.name, False, page_size)
     of = TensorMaps(problem.settings, tile, 1)
-    q, k = decode(of.q(problem.q)(problem.q.data_ptr())), decode(of.kv(problem.k)(problem.k.data_ptr()))
+    q, k = decode(of.q(problem.q)(problem.q.data_ptr())), decode(of.k(problem.k)(problem.k.data_ptr()))
     assert (q.swizzle, k.swizzle) == (3, 0)
     assert (q.item_bytes, k.item_bytes) == (2, 1)
     assert q.box[0] == 64

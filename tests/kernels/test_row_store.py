@@ -92,11 +92,15 @@ def assert_rest_untouched(*outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("mask", ["band", "packed"])
+@pytest.mark.parametrize("gap", [0, 16], ids=["adjacent", "half-aligned"])  # bytes behind heads
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2**-8), (torch.float32, 1e-5)])
-def test_final_outputs(dtype: torch.dtype, tolerance: float, mask: str) -> None:
+def test_final_outputs(dtype: torch.dtype, tolerance: float, gap: int, mask: str) -> None:
+    """Rows start at multiples of 32 bytes, which are stored at once, or of 16."""
     inputs = Inputs.make(mask == "packed")
     tokens = BEFORE + QO_LEN + AFTER
-    o, lse = torch.full((tokens, HEADS, WIDTH), UNTOUCHED, dtype=dtype), torch.full((tokens, HEADS), UNTOUCHED)
+    whole = torch.full((tokens, HEADS, WIDTH + gap // dtype.itemsize), UNTOUCHED, dtype=dtype)
+    o = whole[..., :WIDTH]
+    lse = torch.full((tokens, HEADS), UNTOUCHED)
     run(RowSpec(str(dtype).removeprefix("torch."), mask), inputs, o, lse)
     heads = slice(KV_HEAD * GROUP, (KV_HEAD + 1) * GROUP)
     sink = inputs.sinks[heads].double()[None, :, None].expand(QO_LEN, GROUP, 1)
@@ -106,7 +110,7 @@ def test_final_outputs(dtype: torch.dtype, tolerance: float, mask: str) -> None:
     torch.testing.assert_close(found.double(), p, rtol=tolerance, atol=1e-6)
     expected_lse = torch.logsumexp(logits, -1) * LOG2E * LSE_SCALE
     torch.testing.assert_close(found_lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
-    assert_rest_untouched((o, found), (lse, found_lse))
+    assert_rest_untouched((whole, found), (lse, found_lse))
 
 
 def test_rows_that_see_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Random problems that both fa2 and fa3 solve, many of them with the same few kernels."""
+"""Random problems that both fa2 and a persistent kernel solve, many of them with the same few kernels."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ from tests.support import batch_case, case
 from tests.support.batch_case import BatchCase, random_batch_case
 from tests.support.case import LSE_ROUNDING, Case
 from tests.support.matrix import random_case
+from tests.support.persistent_emulated import CUDA, Target
 
-BACKENDS = ("fa2", "fa3")
 A_KERNEL = 16  # problems in a row that differ in lengths, strides and numbers only
-CUDA = torch.device("cuda")
 DISTANCE = 1_000_003  # between the seeds of kernels
 
 
-def solved_by_both(features: Features) -> bool:
-    arch = named("sm_90a")
-    return not any(select.reasons_against(capabilities.BY_NAME[backend], features, arch) for backend in BACKENDS)
+def backends(target: Target) -> tuple[str, str]:
+    return "fa2", target.kernels
 
 
-def batch(seed: int, max_len: int = 700) -> BatchCase:
+def solved_by_both(target: Target, features: Features) -> bool:
+    fa2 = select.reasons_against(capabilities.BY_NAME["fa2"], features, named(target.arch))
+    return not fa2 and target.takes(features)
+
+
+def batch(target: Target, seed: int, max_len: int = 700) -> BatchCase:
     drawn = (random_batch_case(DISTANCE * (seed // A_KERNEL) + n) for n in itertools.count())
-    kernel = next(b for b in drawn if b.rows and solved_by_both(batch_case.features(b, CUDA)))
+    kernel = next(b for b in drawn if b.rows and solved_by_both(target, batch_case.features(b, CUDA)))
     other = next(
         b
         for b in (random_batch_case(DISTANCE * seed + n + 1, max_len, 8) for n in itertools.count())
@@ -45,9 +48,9 @@ def batch(seed: int, max_len: int = 700) -> BatchCase:
     return dataclasses.replace(kernel, **changes, page_size=size, seed=seed)
 
 
-def single(seed: int, max_len: int = 1500) -> Case:
+def single(target: Target, seed: int, max_len: int = 1500) -> Case:
     drawn = (random_case(DISTANCE * (seed // A_KERNEL) + n) for n in itertools.count())
-    kernel = next(c for c in drawn if c.kind == "prefill" and solved_by_both(case.features(c, CUDA)))
+    kernel = next(c for c in drawn if c.kind == "prefill" and solved_by_both(target, case.features(c, CUDA)))
     others = (random_case(DISTANCE * seed + n + 1, max_len) for n in itertools.count())
     other = next(c for c in others if c.kind == "prefill" and c.storage != "expanded")
     same = ("qo_len", "kv_len", "num_qo_heads", "num_kv_heads", "kv_layout", "storage", "return_lse")

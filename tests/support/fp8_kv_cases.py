@@ -1,4 +1,4 @@
-"""The test matrices with 8-bit keys and values under 16-bit q, as far as the Hopper kernel supports them."""
+"""The test matrices with 8-bit keys and values under 16-bit q, as far as persistent kernels support them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import dataclasses
 import itertools
 from collections.abc import Iterable
 
-import torch
-
-from cute_attn.dispatch import capabilities, select
 from cute_attn.problem import Features
-from cute_attn.runtime.arch import named
-from tests.support import batch_case, case
+from tests.support import batch_case, case, persistent_emulated
 from tests.support.batch_case import BatchCase
 from tests.support.case import Case
+from tests.support.matrix import E4M3, prefill
+from tests.support.persistent_emulated import CUDA
 
-CUDA = torch.device("cuda")
 KV_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+LLAMA = case.features(prefill(70, 70, (1, 1), 128, **E4M3), CUDA)
+TARGETS = tuple(target for target in persistent_emulated.TARGETS if target.takes(LLAMA))
 
 
 def taken(features: Features) -> bool:
-    return not select.reasons_against(capabilities.BY_NAME["fa3"], features, named("sm_90a"))
+    return all(target.takes(features) for target in TARGETS)
 
 
 def singles(problems: Iterable[Case]) -> list[Case]:

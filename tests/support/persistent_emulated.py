@@ -11,7 +11,7 @@ from cute_attn.dispatch import capabilities, select
 from cute_attn.emulator import Schedule, using
 from cute_attn.emulator.settings import Emulation
 from cute_attn.problem import Features
-from cute_attn.runtime.arch import named
+from cute_attn.runtime.arch import Arch, named
 from tests.support import batch_case, case
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
 from tests.support.case import Case
@@ -34,6 +34,9 @@ class Target(NamedTuple):
 
     def takes(self, features: Features) -> bool:
         return not select.reasons_against(capabilities.BY_NAME[self.kernels], features, named(self.arch))
+
+    def runs_on(self, arch: Arch) -> bool:
+        return arch.name in capabilities.BY_NAME[self.kernels].only
 
 
 FA3 = Target("fa3", "sm_90a", (Schedule(),), "wgmma.mma_async")  # the whole matrix runs on Hopper GPUs, too

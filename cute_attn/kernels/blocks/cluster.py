@@ -20,15 +20,21 @@ def sync() -> None:
     asm("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
 
 
-def barrier_arrive(barrier: Int32) -> None:
-    """Arrives at a barrier of any CTA of the cluster."""
-    asm("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];", [], [barrier])
+def barrier_arrive(barrier: Int32, *, relaxed: bool = False) -> None:
+    """Arrives at a barrier of any CTA of the cluster. `relaxed`: without ordering this thread's accesses of memory,
+    which takes a fence for the whole GPU; those of tensor memory have fences of their own.
+    """
+    order = "relaxed" if relaxed else "release"
+    asm(f"mbarrier.arrive.{order}.cluster.shared::cluster.b64 _, [$0];", [], [barrier])
 
 
-def barrier_wait(barrier: Int32, phase: Int32) -> None:
-    """Waits at a barrier of this CTA, where threads of other CTAs arrive, for the phase of parity `phase`."""
+def barrier_wait(barrier: Int32, phase: Int32, *, relaxed: bool = False) -> None:
+    """Waits at a barrier of this CTA, where threads of other CTAs arrive, for the phase of parity `phase`. `relaxed`:
+    the other half of such arrivals; else L1 is invalidated.
+    """
+    order = "relaxed" if relaxed else "acquire"
     text = (
-        "{ .reg .pred p;\nWAIT: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$0], $1;\n"
+        f"{{ .reg .pred p;\nWAIT: mbarrier.try_wait.parity.{order}.cluster.shared::cta.b64 p, [$0], $1;\n"
         "@p bra DONE;\nbra WAIT;\nDONE: }"
     )
     asm(text, [], [barrier, phase])

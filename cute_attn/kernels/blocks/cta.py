@@ -7,7 +7,7 @@ from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.persistent_params import Maps
-from cute_attn.kernels.blocks.pipeline import SmemRings
+from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings
 from cute_attn.kernels.blocks.smem_map import TileMemory
 from cute_attn.kernels.blocks.tile_scheduler import DynamicTileScheduler
 from cute_attn.kernels.blocks.tma_kv import TmaOperand
@@ -39,6 +39,11 @@ class OneCta:
         return None
 
     @property
+    def producer_rings(self) -> tuple[str, ...]:
+        """Names of rings by which the producers of a cluster agree."""
+        return ()
+
+    @property
     def rings_type(self) -> type[SmemRings]:
         return SmemRings
 
@@ -64,6 +69,9 @@ class OneCta:
     def q_rows(self, rows: int) -> int:
         """Returns how many rows these are in all."""
         return rows
+
+    def drain(self, ring: Ring, state: PipelineState) -> None:
+        """Waits, after the last load, for releases that others may send until they exit."""
 
     def scheduler(self, counters: Int64, thread: Int32, rings: Any) -> DynamicTileScheduler:
         return DynamicTileScheduler(counters, thread)

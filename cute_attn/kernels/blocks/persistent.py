@@ -18,7 +18,7 @@ from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Pa
 from cute_attn.kernels.blocks.gathered_kv import GatheredKV
 from cute_attn.kernels.blocks.masks import BandMask, PackedMask, StopMask, TileOrder
 from cute_attn.kernels.blocks.multi_item import KeyBounds, MultiItemMask
-from cute_attn.kernels.blocks.persistent_params import Maps, OutputMaps, PersistentParams
+from cute_attn.kernels.blocks.persistent_params import Maps, PersistentParams
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 from cute_attn.kernels.blocks.pipeline import SmemRings
 from cute_attn.kernels.blocks.producer import Producer
@@ -35,7 +35,7 @@ class PersistentProgram:
     """Attention kernel of persistent CTAs with TMA and specialised warps."""
 
     params = PersistentParams
-    maps = Maps._fields
+    maps: tuple[str, ...] = Maps._fields
     rings_type = SmemRings
     gathered_kv = GatheredKV  # source of 16-bit rows that warps gather
 
@@ -51,7 +51,7 @@ class PersistentProgram:
         """All roles, whose warps together arrive at every barrier of the rings."""
         raise NotImplementedError
 
-    def run_warps(self, params: PersistentParams, maps: Maps, rings: SmemRings, thread: Int32) -> None:
+    def run_warps(self, params: PersistentParams, maps: Any, rings: SmemRings, thread: Int32) -> None:
         """Runs the role of this thread's warp."""
         raise NotImplementedError
 
@@ -84,8 +84,8 @@ class PersistentProgram:
         self.run_cta(Maps(*(tma.address_of(tensor_map) for tensor_map in (q_map, k_map, v_map))), params)
 
     @cute.jit
-    def run_cta(self, maps: Maps | OutputMaps, params: PersistentParams) -> None:
-        """Runs a CTA: prologue, roles, end."""
+    def run_cta(self, maps: Any, params: PersistentParams) -> None:
+        """Runs a CTA: prologue, roles, end. `maps`: a tuple with the names of `self.maps`."""
         base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint().to(Int32)
         rings = self.rings_type.of(self.memory, base)
         thread = cute.arch.thread_idx()[0]
@@ -95,7 +95,7 @@ class PersistentProgram:
             rings.initialise(self.roles)
             tma.fence_barrier_init()
         self.allocate(rings, thread)
-        ptx.sync_threads()
+        self.cta.sync()
         self.prepare()
         ptx.grid_dependency_wait()
         self.run_warps(params, maps, rings, thread)

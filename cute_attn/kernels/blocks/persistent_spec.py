@@ -11,7 +11,10 @@ from cute_attn.runtime.spec import KernelSpec
 
 
 class PersistentTile(TileShape, Protocol):
-    """Work of one CTA, and its threads."""
+    """Work item, the CTAs that share it, and the threads of each."""
+
+    @property
+    def ctas(self) -> int: ...
 
     @property
     def threads(self) -> int: ...

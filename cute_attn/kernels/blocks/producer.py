@@ -36,7 +36,7 @@ KVSource = DenseTmaKV | PagedTmaKV | Gather4KV | GatheredKV | GatheredFp8KV
 
 
 class Producer:
-    """Producer warp, or the warps that gather 16-bit rows, as `gathered` says. `order`: the kv tiles of a query tile."""
+    """Producer warp, or the warps that gather 16-bit rows: those of `gathered`. `order`: kv tiles of a query tile."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class Producer:
         self.spec, self.memory, self.tiles, self.order, self.cta = spec, memory, tiles, order, cta
         self.source_type = source_type(spec, gathered)
         loaded = (memory.loaded_ring("k"), memory.loaded_ring("v"))
-        fills = {"q": 1, **dict.fromkeys(loaded, self.source_type.arrivals)}
-        self.role = WarpRole("producer", self.source_type.warps, fills)
+        fills = {"q": 1, **dict.fromkeys(loaded, self.source_type.arrivals), **dict.fromkeys(cta.producer_rings, 1)}
+        self.role = WarpRole("producer", self.source_type.warps, fills, cta.producer_rings)
 
     @cute.jit
     def run(self, p: PersistentParams, maps: Maps, rings: SmemRings) -> None:
@@ -93,6 +93,8 @@ class Producer:
         if thread == 0:
             QueryTile(*(Int32(x) for x in NO_TILE)).store(rings.record(q))
             tma.barrier_arrive(rings.q.full(q))
+        self.cta.drain(rings.staged_k, k)
+        self.cta.drain(rings.staged_v, v)
 
     @cute.jit
     def load_q(
@@ -135,9 +137,9 @@ class Producer:
             boxes = p.box_rows
             return PagedTmaKV(cols, kv_head, thread, work.kv_end, table, page_size, boxes, k, v, self.cta.loads())
         if self.source_type is Gather4KV:
-            k_rows = Gather4Operand.of(k, kv_head, p.k_page_stride, p.k_stride_h, p.k_stride_n)
-            v_rows = Gather4Operand.of(v, kv_head, p.v_page_stride, p.v_stride_h, p.v_stride_n)
-            return Gather4KV(cols, thread, work.kv_end, table, page_size, k_rows, v_rows, self.cta.loads())
+            k_head = Gather4Operand.of(k, kv_head, p.k_page_stride, p.k_stride_h, p.k_stride_n)
+            v_head = Gather4Operand.of(v, kv_head, p.v_page_stride, p.v_stride_h, p.v_stride_n)
+            return Gather4KV(cols, thread, work.kv_end, table, page_size, k_head, v_head, self.cta.loads())
         assert issubclass(self.source_type, GatheredKV | GatheredFp8KV)
         k_base, v_base = p.k_address + Int64(kv_head) * p.k_stride_h, p.v_address + Int64(kv_head) * p.v_stride_h
         k_rows = PageRows(k_base, p.k_page_stride, p.k_stride_n, self.chunks(self.spec.head_dim_qk))

@@ -48,16 +48,24 @@ def elect_one() -> Int32:
 
 
 def mma_smem(
-    kind: str, d: Int32, a: Int64, b: Int64, descriptor: int, steps: Sequence[tuple[int, int]], elected: Int32
+    kind: str,
+    d: Int32,
+    a: Int64,
+    b: Int64,
+    descriptor: int,
+    steps: Sequence[tuple[int, int]],
+    elected: Int32,
+    ctas: int = 1,
 ) -> None:
     """Starts D = A B with both operands in shared memory; `steps`: (a, b) byte offsets of the parts of the sum.
 
-    Called by a converged warp; the elected thread issues.
+    Called by a converged warp; the elected thread issues. `ctas` 2: of the leader of a pair, whose CTAs hold half of
+    the rows of A and D, and half of the N of B, each at the same addresses.
     """
     lines = []
     for i, (a_step, b_step) in enumerate(steps):
         lines.append(f"add.s64 da, $1, {a_step >> 4}; add.s64 db, $2, {b_step >> 4};")
-        lines.append(f"@e tcgen05.mma.cta_group::1.kind::{kind} [$0], da, db, w, {'one' if i else 'zero'};")
+        lines.append(f"@e tcgen05.mma.cta_group::{ctas}.kind::{kind} [$0], da, db, w, {'one' if i else 'zero'};")
     declared = ".reg .b64 da, db; .reg .pred zero, one; setp.ne.s32 one, 1, 0; setp.ne.s32 zero, 0, 0;"
     asm(_products(declared, "$3", descriptor, lines), [], [d, a, b, elected])
 
@@ -71,12 +79,13 @@ def mma_tmem(
     steps: Sequence[tuple[int, int]],
     accumulate: Boolean | bool,
     elected: Int32,
+    ctas: int = 1,
 ) -> None:
     """Starts D (+)= A B with A in tensor memory; `steps`: (columns of A, byte offset in B)."""
     lines = []
     for i, (a_step, b_step) in enumerate(steps):
         lines.append(f"add.s32 da, $1, {a_step}; add.s64 db, $2, {b_step >> 4};")
-        lines.append(f"@e tcgen05.mma.cta_group::1.kind::{kind} [$0], [da], db, w, {'one' if i else 'keep'};")
+        lines.append(f"@e tcgen05.mma.cta_group::{ctas}.kind::{kind} [$0], [da], db, w, {'one' if i else 'keep'};")
     declared = ".reg .b32 da; .reg .b64 db; .reg .pred keep, one; setp.ne.s32 one, 1, 0; setp.ne.s32 keep, $3, 0;"
     asm(_products(declared, "$4", descriptor, lines), [], [d, a, b, Int32(accumulate), elected])
 
@@ -86,27 +95,54 @@ def _products(declared: str, elected: str, descriptor: int, lines: Sequence[str]
     return f"{{{prologue} {declared}\n" + "\n".join(lines) + "}"
 
 
-def commit(barrier: Int32, elected: Int32) -> None:
-    """Arrives once all products that the elected thread has issued are complete; orders them before the arrival."""
-    text = (
-        "{.reg .pred e; setp.ne.s32 e, $1, 0;"
-        "@e tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [$0];}"
-    )
-    asm(text, [], [barrier, elected])
+def commit(barrier: Int32, elected: Int32, ctas: int = 1) -> None:
+    """Arrives once all products that the elected thread has issued are complete; orders them before the arrival.
+
+    `ctas` 2: at the barriers at this address in both CTAs of a pair.
+    """
+    instruction = f"tcgen05.commit.cta_group::{ctas}.mbarrier::arrive::one.shared::cluster"
+    arrive = f"@e {instruction}.b64 [$0];" if ctas == 1 else f"@e {instruction}.multicast::cluster.b64 [$0], m;"
+    asm(f"{{.reg .pred e; .reg .b16 m; mov.b16 m, 3; setp.ne.s32 e, $1, 0; {arrive}}}", [], [barrier, elected])
 
 
 # --- tensor memory --------------------------------------------------------------------------------------------------
 
 
-def allocate(address: Int32, columns: int) -> None:
-    """Allocates columns for the CTA, by a whole warp, and writes their address to shared memory."""
-    asm(f"tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [$0], {columns};", [], [address])
-    asm("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;")
+def allocate(address: Int32, columns: int, ctas: int = 1) -> None:
+    """Allocates columns for the CTA, by a whole warp, and writes their address to shared memory. `ctas` 2: both CTAs of
+    a pair do so.
+    """
+    asm(f"tcgen05.alloc.cta_group::{ctas}.sync.aligned.shared::cta.b32 [$0], {columns};", [], [address])
+    asm(f"tcgen05.relinquish_alloc_permit.cta_group::{ctas}.sync.aligned;")
 
 
-def deallocate(tmem: Int32, columns: int) -> None:
+def deallocate(tmem: Int32, columns: int, ctas: int = 1) -> None:
     """Frees columns, by the warp that allocated them, after the last access of any warp."""
-    asm(f"tcgen05.dealloc.cta_group::1.sync.aligned.b32 $0, {columns};", [], [tmem])
+    asm(f"tcgen05.dealloc.cta_group::{ctas}.sync.aligned.b32 $0, {columns};", [], [tmem])
+
+
+def load_4d_to_pair(
+    shared: Int32, tensor_map: Int64, coordinates: Sequence[Int32], barrier: Int32, policy: int
+) -> None:
+    """Copies a box into this CTA's shared memory; its bytes count towards the phase of a barrier of either CTA of the
+    pair. For one thread.
+    """
+    text = (
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.cta_group::2.L2::cache_hint "
+        "[$0], [$1, {$2, $3, $4, $5}], [$6], $7;"
+    )
+    asm(text, [], [shared, tensor_map, *coordinates, barrier, Int64(policy)])
+
+
+def gather4_to_pair(
+    shared: Int32, tensor_map: Int64, column: Int32, rows: Sequence[Int32], barrier: Int32, policy: int
+) -> None:
+    """Copies a line of any four rows in the same way."""
+    text = (
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile::gather4.mbarrier::complete_tx::bytes.cta_group::2"
+        ".L2::cache_hint [$0], [$1, {$2, $3, $4, $5, $6}], [$7], $8;"
+    )
+    asm(text, [], [shared, tensor_map, column, *rows, barrier, Int64(policy)])
 
 
 def load_columns(address: Int32, offset: int, count: int) -> list[Float32]:

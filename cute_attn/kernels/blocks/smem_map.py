@@ -87,13 +87,19 @@ def barriers_of(ring: str) -> str:
 
 
 class TileShape(Protocol):
-    """Packed query rows by kv tokens of a CTA."""
+    """Packed query rows by kv tokens of a work item, and the rows of its TMA boxes of q and of k."""
 
     @property
     def rows(self) -> int: ...
 
     @property
     def cols(self) -> int: ...
+
+    @property
+    def q_box_rows(self) -> int: ...
+
+    @property
+    def k_box_rows(self) -> int: ...
 
 
 class LoadedRows(NamedTuple):

@@ -29,6 +29,18 @@ class HopperTile:
     q_registers: bool = False
 
     @property
+    def ctas(self) -> int:
+        return 1
+
+    @property
+    def q_box_rows(self) -> int:
+        return self.rows
+
+    @property
+    def k_box_rows(self) -> int:
+        return self.cols
+
+    @property
     def mma_warpgroups(self) -> int:
         return self.rows // 64
 

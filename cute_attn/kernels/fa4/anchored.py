@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm100
-from cute_attn.kernels.blocks.pipeline import PipelineState, Ring
+from cute_attn.kernels.blocks.pipeline import PipelineState
 from cute_attn.kernels.fa4.parts.exp2 import PairSums
 from cute_attn.kernels.fa4.parts.umma import CHUNK_COLUMNS
 from cute_attn.kernels.fa4.softmax_warps import RowState, SoftmaxContext, SoftmaxWarps
@@ -36,7 +36,7 @@ class AnchoredSoftmax(SoftmaxWarps):
         """Computes P with the anchors of earlier tiles, and again where that exceeds the slack. The first tile has none,
         so it begins with raising them.
         """
-        shift, total = state.shift, state.total
+        shift, total, context = state.shift, state.total, context.at(ring, s)
         words = self.words(context, kv_tile) if masked else [None for _ in self.tile.chunks]
         ring.wait_full(s)
         sm100.fence_after_sync()
@@ -107,8 +107,6 @@ class AnchoredSoftmax(SoftmaxWarps):
     ) -> Any:
         """Moves the anchors of rows whose maximum exceeds the slack to it; rescales sums, and outputs unless there is
         none yet. A loop over small chunks, since it is rare.
-
-        Products up to the kv tile before are complete: the commit of S covers them.
         """
         softmax, high = context.softmax, Float32(ptx.NEG_INF)
         for column in cutlass.range(0, self.spec.tile.cols, CHUNK_COLUMNS, unroll=1):
@@ -120,6 +118,7 @@ class AnchoredSoftmax(SoftmaxWarps):
                 high = sm100.fmax3_nan(high, s[i], s[i + 1])
         new, factor = self.raised(context, high, shift, total, kv_tile)
         columns = ptx.select(first, Int32(0), Int32(self.tile.output_columns))
+        context.products.wait()
         self.rescale_output(context.o, columns, factor)
         return new, total * factor
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from cute_attn.kernels.fa4.spec import Fa4Spec
-from cute_attn.kernels.fa4.tiles import HEAD_DIMS, choose
+from cute_attn.kernels.fa4.tiles import FP8_HEAD_DIMS, HEAD_DIMS, choose
+from cute_attn.kernels.formats import FP8_DTYPES
 from cute_attn.runtime.spec import KernelSpec
 
 # Score and mask variants; the first needs more registers than any other.
@@ -30,12 +31,18 @@ def default_specs(arch: str) -> list[KernelSpec]:
     specs += [_spec(arch, llama, **modified) for modified in MODIFIED[1:]]
     specs += [_spec(arch, llama, **MODIFIED[0], **ITEMS), _spec(arch, (192, 128), mask="band", **ITEMS)]
     specs += [_spec(arch, llama, mask="multi_item", **source) for source in (ITEMS, GATHERED)]
-    return [*specs, _spec(arch, llama, schedule="items"), _spec(arch, llama, dtype="float16", out_dtype="float16")]
+    specs += [_spec(arch, llama, schedule="items", kv="gather4")]
+    specs += [_spec(arch, llama, schedule="items"), _spec(arch, llama, dtype="float16", out_dtype="float16")]
+    fp8: tuple[dict[str, Any], ...] = ({}, ITEMS, {"schedule": "items"}, {"mask": "band"}, {**MODIFIED[0], **ITEMS})
+    for dims in FP8_HEAD_DIMS:
+        specs += [_spec(arch, dims, dtype="float8_e4m3fn", **source) for source in fp8]
+        specs.append(_spec(arch, dims, dtype="float8_e4m3fn", split=True, out_dtype="float32"))
+    return specs
 
 
 def _spec(
     arch: str, dims: tuple[int, int], *, dtype: str = "bfloat16", out_dtype: str = "bfloat16", **rest: Any
 ) -> KernelSpec:
     plain = rest.get("mask", "stop") == "stop" and not rest.get("scores")
-    tile = choose(arch, dims, plain, rest.get("kv", "dense"))
+    tile = choose(arch, dims, plain, rest.get("kv", "dense"), fp8=dtype in FP8_DTYPES)
     return Fa4Spec(dtype, out_dtype, *dims, tile=tile, **rest)

@@ -46,7 +46,7 @@ class OutputTile:
 
     @property
     def first_row(self) -> Int32:
-        return self.lanes.query_tile * QUERY_TILE_ROWS
+        return self.lanes.number * QUERY_TILE_ROWS
 
     @property
     def whole(self) -> Boolean:
@@ -71,12 +71,12 @@ class EpilogueWarps:
         head_block = rings.next_head_block(q)
         while head_block >= 0:
             work = QueryTile.load(rings.record(q))
-            lanes = RowLanes.of(Int32(0))
+            lanes = RowLanes.of(Int32(0), self.spec.tile.ctas)
             order = self.program.order(p, work)
-            steps = KvSteps.of(p, work, order, len(self.query_tiles), self.spec.tile.cols)
+            steps = KvSteps.of(p, work, order, self.spec.tile)
             rings.q.release(q, lanes.lane)
             for i in cutlass.range_constexpr(len(self.query_tiles)):
-                lanes, ring = RowLanes.of(Int32(i)), rings.by_name[f"o{i}"]
+                lanes, ring = RowLanes.of(Int32(i), self.spec.tile.ctas), rings.by_name[f"o{i}"]
                 active, address = steps.first[i] < order.total, tmem.output(i) + lanes.tmem
                 staging = self.staging(rings, lanes)
                 tile = OutputTile(p, work, lanes, ring, outputs[i], address, active, staging, o_map)
@@ -93,7 +93,7 @@ class EpilogueWarps:
 
     def finish(self, rings: SmemRings) -> None:
         """Keeps shared memory until it has been read."""
-        staging = self.staging(rings, RowLanes.of(Int32(0)))
+        staging = self.staging(rings, RowLanes.of(Int32(0), self.spec.tile.ctas))
         if staging:
             staging.drain()
 

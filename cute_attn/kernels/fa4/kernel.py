@@ -1,6 +1,6 @@
 """FlashAttention-4 for data-centre Blackwell (sm_100a, sm_103a): TMA, tcgen05, tensor memory and specialised warps.
 
-A persistent CTA processes work items of two query tiles of 128 packed rows each:
+A persistent CTA, or a pair of them (`pair`), processes work items of two query tiles of 128 packed rows each:
 
     warp 0 (and 1)     producer: TMA copies of Q, K and V into rings of shared memory; two warps where they gather rows
     warp 2             tail: clears rows of V past the keys of a request
@@ -8,17 +8,20 @@ A persistent CTA processes work items of two query tiles of 128 packed rows each
     warps 4-7, 8-11    softmax of query tile 0, 1: S to P, a row per thread
     warps 12-15        epilogue: O to global memory, while the next work item is computed
 
+Where O of a query tile fills half of the tensor memory (head dimension 256), a CTA has one query tile, of which two kv
+tiles are in flight, no warps 8-11, and the epilogue instead of them.
+
 Named after the kernel of Dao-AILab's flash-attention for Blackwell, whose division of labour it shares.
 """
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import GridConstant, Int32
 from cutlass.experimental.cuda.tensor_map import TensorMap
 
 from cute_attn.kernels.blocks import ptx, sm100, tma
+from cute_attn.kernels.blocks.cta import ONE_CTA
 from cute_attn.kernels.blocks.gathered_kv import TwoWarpGatheredKV
 from cute_attn.kernels.blocks.multi_item import KeyBounds
 from cute_attn.kernels.blocks.persistent import PersistentProgram
@@ -29,7 +32,8 @@ from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.fa4.anchored import AnchoredSoftmax
 from cute_attn.kernels.fa4.epilogue_warps import EpilogueWarps
-from cute_attn.kernels.fa4.mma_warp import MmaWarp
+from cute_attn.kernels.fa4.mma_warp import OneTileMmaWarp, TwoTileMmaWarp
+from cute_attn.kernels.fa4.pair import CtaPair
 from cute_attn.kernels.fa4.parts.exp2 import PairExp2
 from cute_attn.kernels.fa4.parts.lanes import RowLanes
 from cute_attn.kernels.fa4.parts.row_masks import BandWords, MultiItemWords, PackedWords, StopWords
@@ -38,7 +42,7 @@ from cute_attn.kernels.fa4.parts.umma import TmemMap, UmmaTile
 from cute_attn.kernels.fa4.smem import BlackwellMemory
 from cute_attn.kernels.fa4.softmax_warps import SoftmaxWarps
 from cute_attn.kernels.fa4.spec import Fa4Spec
-from cute_attn.kernels.fa4.tail_warp import TailWarp
+from cute_attn.kernels.fa4.tail_warp import PairTailWarp, TailWarp
 
 TAIL_WARP, MMA_WARP = 2, 3
 
@@ -54,11 +58,12 @@ class Fa4Program(PersistentProgram):
     softmax_type: type[SoftmaxWarps] = AnchoredSoftmax
 
     def __init__(self, spec: Fa4Spec, arch: str) -> None:
-        memory = BlackwellMemory.of(spec)
+        memory, pairs = BlackwellMemory.of(spec), spec.tile.ctas == 2
         tile = self.umma_tile(spec, memory)
-        super().__init__(spec, memory, tile)
-        self.tail = TailWarp(self, spec, memory)
-        self.mma = MmaWarp(self, spec, tile)
+        super().__init__(spec, memory, tile, CtaPair() if pairs else ONE_CTA)
+        self.rings_type, self.cluster = self.cta.rings_type, self.cta.cluster or (1, 1, 1)
+        self.tail = (PairTailWarp if pairs else TailWarp)(self, spec, memory)
+        self.mma = (TwoTileMmaWarp if spec.tile.query_tiles == 2 else OneTileMmaWarp)(self, spec, tile)
         self.softmax_warps = self.softmax_type(self, spec, tile)
         self.epilogue = EpilogueWarps(self, spec, tile)
 
@@ -102,7 +107,8 @@ class Fa4Program(PersistentProgram):
         if warp < self.producer.role.warps:
             self.producer.run(params, maps, rings)
         elif warp == MMA_WARP:
-            self.mma.run(params, rings, tmem)
+            if self.cta.leads():
+                self.mma.run(params, rings, tmem)
         elif warp == TAIL_WARP:
             self.run_tail(params, rings)
 
@@ -113,7 +119,7 @@ class Fa4Program(PersistentProgram):
     @cute.jit
     def allocate(self, rings: SmemRings, thread: Int32) -> None:
         if cute.arch.make_warp_uniform(thread >> 5) == MMA_WARP:
-            sm100.allocate(rings.scratch["tmem"], sm100.TMEM_COLUMNS)
+            sm100.allocate(rings.scratch["tmem"], sm100.TMEM_COLUMNS, self.spec.tile.ctas)
         sm100.fence_before_sync()
 
     def prepare(self) -> None:
@@ -122,10 +128,10 @@ class Fa4Program(PersistentProgram):
     @cute.jit
     def deallocate(self, rings: SmemRings, thread: Int32) -> None:
         sm100.fence_before_sync()
-        ptx.sync_threads()
+        self.cta.sync()
         sm100.fence_after_sync()
         if cute.arch.make_warp_uniform(thread >> 5) == MMA_WARP:
-            sm100.deallocate(ptx.ld_shared_b32(rings.scratch["tmem"]), sm100.TMEM_COLUMNS)
+            sm100.deallocate(ptx.ld_shared_b32(rings.scratch["tmem"]), sm100.TMEM_COLUMNS, self.spec.tile.ctas)
 
     def softmax(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> OnlineSoftmax:
         softmax = super().softmax(p, work, lanes, scale)
@@ -139,5 +145,5 @@ class Fa4Program(PersistentProgram):
         if self.spec.mask == "packed":
             return PackedWords(band, rows, row, p.mask + work.mask(), p.mask + p.mask_bytes, work.kv_len)
         if self.spec.mask == "multi_item":
-            return MultiItemWords(band, rows, row, KeyBounds(p.mask, rows))
+            return MultiItemWords.of(band, rows, row, KeyBounds(p.mask, rows))
         return (BandWords if self.spec.mask == "band" else StopWords)(band, rows, row)

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cute_attn.kernels.blocks.smem_map import RingLayout, Scratch, TileMemory
+from cute_attn.kernels.blocks.smem_map import LoadedRows, RingLayout, Scratch, TileMemory
 from cute_attn.kernels.fa4.spec import QUERY_TILE_ROWS, BlackwellTile, Fa4Spec
 from cute_attn.kernels.formats import LINE
 from cute_attn.runtime.arch import named
@@ -23,8 +23,9 @@ class BlackwellMemory(TileMemory):
 
     Besides the operands, rings of no bytes hand over what lies in tensor memory: S of query tile i is filled by the
     products and released by softmax as P ("s0", "s1"); O is filled by the last product and released by the epilogue
-    ("o0", "o1"). "tail" tells the products that the rows of V past the keys are cleared. "staging" holds a query tile of
-    outputs for TMA to store.
+    ("o0", "o1"). "tail" tells the products that the rows of V past the keys are cleared. "next" tells both CTAs of a
+    pair the index of their next work item, one per slot of "q". "staging" holds a query tile of outputs for TMA to
+    store.
     """
 
     tile: BlackwellTile
@@ -49,11 +50,12 @@ class BlackwellMemory(TileMemory):
     def rings(self) -> tuple[RingLayout, ...]:
         tile = self.tile
         operands = (
-            RingLayout("q", tile.q_stages, tile.rows * self.qk_columns * LINE),
-            RingLayout("k", tile.k_stages, tile.cols * self.qk_columns * LINE),
-            RingLayout("v", tile.v_stages, tile.cols * self.vo_columns * LINE),
+            RingLayout("q", tile.q_stages, tile.cta_rows * self.qk_columns * LINE),
+            RingLayout("k", tile.k_stages, tile.k_box_rows * self.qk_columns * LINE),
+            RingLayout("v", tile.v_stages, tile.cols * self.loaded_v.columns * LINE),
         )
         tail = (RingLayout("tail", 1, 0),) if self.clears_tail else ()
+        drawn = (RingLayout("next", tile.q_stages, 16),) if tile.ctas == 2 else ()
         score_stages = 3 - tile.query_tiles
         handed_over = [
             ring
@@ -64,7 +66,21 @@ class BlackwellMemory(TileMemory):
                 RingLayout(f"stats{i}", 1, STATS_BYTES),
             )
         ]
-        return (*operands, *tail, *handed_over)
+        return (*operands, *tail, *handed_over, *drawn)
+
+    @property
+    def led_rings(self) -> tuple[str, ...]:
+        """Names of the rings that a pair's leader fills in both CTAs."""
+        return ("next", *(f"{ring}{i}" for i in range(self.tile.query_tiles) for ring in "so"))
+
+    @property
+    def vo_columns(self) -> int:
+        """Columns of V in all CTAs, which have equal parts of it."""
+        return -(-super().vo_columns // self.tile.ctas) * self.tile.ctas
+
+    @property
+    def loaded_v(self) -> LoadedRows:
+        return LoadedRows(self.vo_columns // self.tile.ctas, self.line_items, LINE)
 
     @property
     def scratch(self) -> tuple[Scratch, ...]:

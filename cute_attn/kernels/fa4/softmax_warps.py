@@ -2,7 +2,7 @@
 how they turn S into P is the form's: `anchored.py` or `row_max.py`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import cutlass
@@ -22,8 +22,9 @@ from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.fa4.parts.lanes import RowLanes
 from cute_attn.kernels.fa4.parts.row_masks import StopWords, hide
 from cute_attn.kernels.fa4.parts.umma import CHUNK_COLUMNS, TmemMap, UmmaTile
+from cute_attn.kernels.fa4.smem import SCORE_COLUMNS
 from cute_attn.kernels.fa4.spec import Fa4Spec
-from cute_attn.kernels.fa4.work import KvSteps
+from cute_attn.kernels.fa4.work import CoveredProducts, KvSteps, OutstandingProducts
 
 WARPS = 4
 
@@ -44,8 +45,13 @@ class SoftmaxContext:
     mask: StopWords
     order: TileOrder
     first: Int32  # step
-    s: Int32  # address in tensor memory, of the warp's lanes
+    s: Int32  # address in tensor memory, of the warp's lanes of stage 0
     o: Int32
+    products: CoveredProducts
+
+    def at(self, ring: Ring, s: PipelineState) -> "SoftmaxContext":
+        """Returns the context of the kv tile whose scores are at this state of their ring."""
+        return replace(self, s=self.s + ring.slot(s) * SCORE_COLUMNS, products=self.products.at(ring, s))
 
 
 class SoftmaxWarps:
@@ -66,11 +72,11 @@ class SoftmaxWarps:
         q, s, stats = start(), start(), start()
         head_block = rings.next_head_block(q)
         while head_block >= 0:
-            work, lanes = QueryTile.load(rings.record(q)), RowLanes.of(query_tile)
+            work, lanes = QueryTile.load(rings.record(q)), RowLanes.of(query_tile, self.spec.tile.ctas)
             rings.q.release(q, lanes.lane)
-            context = self.context(p, work, lanes, scale, tmem)
+            context = self.context(p, rings, work, lanes, scale, tmem)
             s, state = self.mainloop(ring, context, s)
-            self.publish(stats_ring, stats, state, RowLanes.of(query_tile))
+            self.publish(stats_ring, stats, state, RowLanes.of(query_tile, self.spec.tile.ctas))
             q, stats = rings.q.next(q), stats_ring.next(stats)
             head_block = rings.next_head_block(q)
 
@@ -78,16 +84,16 @@ class SoftmaxWarps:
         """Returns the ring of a query tile, chosen at run time so that both tiles share one copy of the code."""
         own = [rings.by_name[f"{name}{i}"] for i in range(self.spec.tile.query_tiles)]
         data, barriers = (self.of_tile(query_tile, x) for x in ([r.data for r in own], [r.barriers for r in own]))
-        return Ring(own[0].stages, own[0].slot_bytes, data, barriers)
+        return replace(own[0], data=data, barriers=barriers)
 
     def of_tile(self, query_tile: Int32, values: Any) -> Any:
         return values[0] if len(values) == 1 else ptx.select(query_tile == Int32(0), values[0], values[1])
 
     def context(
-        self, p: PersistentParams, work: QueryTile, lanes: RowLanes, scale: Any, tmem: TmemMap
+        self, p: PersistentParams, rings: SmemRings, work: QueryTile, lanes: RowLanes, scale: Any, tmem: TmemMap
     ) -> SoftmaxContext:
         order = self.program.order(p, work)
-        steps = KvSteps.of(p, work, order, self.spec.tile.query_tiles, self.spec.tile.cols)
+        steps = KvSteps.of(p, work, order, self.spec.tile)
         return SoftmaxContext(
             softmax=self.program.softmax(p, work, lanes, scale),
             scores=self.program.scores(p, work, lanes, scale),
@@ -96,6 +102,7 @@ class SoftmaxWarps:
             first=self.of_tile(lanes.query_tile, steps.first),
             s=tmem.scores(lanes.query_tile) + lanes.tmem,
             o=tmem.output(lanes.query_tile) + lanes.tmem,
+            products=CoveredProducts() if self.spec.tile.query_tiles == 2 else OutstandingProducts(rings.v, start()),
         )
 
     @cute.jit

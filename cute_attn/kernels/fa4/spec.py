@@ -15,6 +15,8 @@ SOFTMAX_FORMS = ("anchored", "row_max")
 class BlackwellTile:
     """Work of one CTA of the tcgen05 kernel: `query_tiles` tiles of 128 packed query rows by `cols` kv tokens.
 
+    `ctas` 2: pairs of CTAs share work items. Each has its own query tiles, and half of every kv tile in shared memory,
+    which the products of both read; both wait for the rows that see most.
     `k_stages` and `v_stages` tiles are in flight. `softmax`: "anchored", exponents relative to anchors that trail the
     maximum, which is not computed; or "row_max", with the maximum of every tile and correction warps that rescale the
     output. `polynomial`: of every 16 pairs of exponentials, those computed on the FMA units instead of the MUFU.
@@ -26,10 +28,31 @@ class BlackwellTile:
     v_stages: int = 2
     softmax: str = "anchored"
     polynomial: int = 0
+    ctas: int = 1
 
     @property
     def rows(self) -> int:
+        """Rows of a work item."""
+        return self.ctas * self.cta_rows
+
+    @property
+    def cta_rows(self) -> int:
         return self.query_tiles * QUERY_TILE_ROWS
+
+    @property
+    def product_rows(self) -> int:
+        """Rows of a product: query tiles with the same number, one per CTA, are consecutive rows of a work item."""
+        return self.ctas * QUERY_TILE_ROWS
+
+    @property
+    def q_box_rows(self) -> int:
+        """Rows of a TMA box of q: those of a CTA, where they are consecutive."""
+        return self.cta_rows if self.ctas == 1 else QUERY_TILE_ROWS
+
+    @property
+    def k_box_rows(self) -> int:
+        """Keys of a kv tile whose K a CTA loads; of V it loads all."""
+        return self.cols // self.ctas
 
     @property
     def q_stages(self) -> int:
@@ -47,6 +70,10 @@ class BlackwellTile:
             "k_stages and v_stages must be at least 1": min(self.k_stages, self.v_stages) >= 1,
             f"softmax must be one of {SOFTMAX_FORMS}": self.softmax in SOFTMAX_FORMS,
             "polynomial must be 0 to 16": 0 <= self.polynomial <= 16,
+            "ctas must be 1 or 2": self.ctas in (1, 2),
+            "a pair needs 128 cols": self.ctas == 1 or self.cols == 128,
+            # The stages of V are numbered as those of S: softmax waits for the product of the kv tile before.
+            "one query tile needs two v_stages": self.query_tiles == 2 or self.v_stages == 2,
         }
         for rule, holds in rules.items():
             if not holds:
@@ -72,4 +99,6 @@ class Fa4Spec(PersistentSpec):
         """
         if self.tile.query_tiles == 1:
             return (256, 128, 120)
-        return (192, 80, 48) if self.tile.softmax == "row_max" else (168, 96, 80)
+        if self.tile.softmax == "row_max":
+            return (192, 80, 48)
+        return (168, 80, 96) if self.mask == "multi_item" else (160, 96, 96)

@@ -2,9 +2,10 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 
-from cute_attn.kernels.blocks import ptx, tma
+from cute_attn.kernels.blocks import cluster, ptx, tma
+from cute_attn.kernels.blocks.masks import TileOrder
 from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import PersistentParams
 from cute_attn.kernels.blocks.pipeline import PipelineState, SmemRings, start
@@ -37,11 +38,12 @@ class TailWarp:
             work = QueryTile.load(rings.record(q))
             order = self.program.order(p, work)
             rings.q.release(q, lane)
-            if cutlass.and_(order.total > 0, order.end * cols > work.kv_end):
+            if self.is_due(order, work):
                 ring.wait_empty(tail)
+                # With one stage, the V tile before may be in flight still, which has the parity of this one's wait.
+                rings.v.wait_empty(v)
                 rings.v.wait_full(v)
                 self.clear(rings.v.address(v), work.kv_end - (order.end - 1) * cols, lane)
-                tma.fence_async()
                 ptx.sync_warp()
                 if lane == 0:
                     tma.barrier_arrive(ring.full(tail))
@@ -50,16 +52,46 @@ class TailWarp:
             q = rings.q.next(q)
             head_block = rings.next_head_block(q)
 
+    def is_due(self, order: TileOrder, work: QueryTile) -> Boolean:
+        """Whether this warp clears the first V tile of a work item."""
+        return ends_inside(order, work, self.spec.tile.cols)
+
     @cute.jit
     def clear(self, slot: Int32, valid: Int32, lane: Int32) -> None:
         """Zeroes the rows of a V tile from `valid`."""
         cols = self.spec.tile.cols
         for chunk in cutlass.range(lane, (cols - valid) * (LINE // 16), 32, unroll=1):
-            for column in cutlass.range_constexpr(self.memory.vo_columns):
-                at = slot + valid * LINE + chunk * 16
-                ptx.st_shared_v4(at, column * cols * LINE, [Int32(0) for _ in range(4)])
+            for column in cutlass.range_constexpr(self.memory.loaded_v.columns):
+                self.store_zeros(slot + valid * LINE + chunk * 16, column * cols * LINE)
+        self.fence()
+
+    def store_zeros(self, address: Int32, offset: int) -> None:
+        ptx.st_shared_v4(address, offset, [Int32(0) for _ in range(4)])
+
+    def fence(self) -> None:
+        """Orders the zeros before the products."""
+        tma.fence_async()
 
     def after(self, rings: SmemRings, v: PipelineState, tiles: Int32) -> PipelineState:
         """Returns the pipeline state `tiles` later."""
         period = 2 * rings.v.stages
         return PipelineState((v.index_phase + tiles) % period)
+
+
+class PairTailWarp(TailWarp):
+    """The same in a pair: only the leader sees that V has arrived, and its warp clears both halves."""
+
+    def is_due(self, order: TileOrder, work: QueryTile) -> Boolean:
+        return cutlass.and_(super().is_due(order, work), self.program.cta.leads())
+
+    def store_zeros(self, address: Int32, offset: int) -> None:
+        for cta in range(self.spec.tile.ctas):
+            cluster.st_shared_v4(cluster.in_cta(address, cta), offset, [Int32(0) for _ in range(4)])
+
+    def fence(self) -> None:
+        cluster.fence_async()
+
+
+def ends_inside(order: TileOrder, work: QueryTile, cols: int) -> Boolean:
+    """Whether the first kv tile contains rows past the keys of the request."""
+    return cutlass.and_(order.total > 0, order.end * cols > work.kv_end)

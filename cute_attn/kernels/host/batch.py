@@ -82,7 +82,8 @@ class Tiling(Generic[T_co]):
 
     tile: T_co
     params: SchedulerParams
-    persistent_ctas: int | None = None  # the most CTAs of a launch; None: one CTA per tile
+    persistent_groups: int | None = None  # the most groups of CTAs of a launch; None: one per tile
+    ctas: int = 1  # of a group, which share tiles
     order: Callable[[SchedulerParams, WorkList], Values] | None = None  # values of the kernel's tile order fields
 
 
@@ -94,13 +95,14 @@ def schedule_batch(
     work = schedule(lengths, params, limits, allocate)
     rows_per_merge = min(params.rows, max_qo_len(lengths, limits) * params.group_size)
     total = work.item_capacity * params.num_kv_heads
+    groups = total if tiling.persistent_groups is None else min(total, tiling.persistent_groups)
     to_merge = work.merge_capacity * params.num_kv_heads * rows_per_merge
     return BatchSchedule(
         tile=tiling.tile,
         params=params,
         work=work,
         total_tiles=total,
-        grid=(total if tiling.persistent_ctas is None else min(total, tiling.persistent_ctas), 1, 1),
+        grid=(tiling.ctas * groups, 1, 1),
         combine_grid=(to_merge if limits.graph is None else min(to_merge, sms * COMBINE_CTAS), 1, 1),
         rows_per_merge=rows_per_merge,
         rows_to_merge=to_merge,

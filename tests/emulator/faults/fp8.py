@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.emulator.faults.fault import Fault, chosen
 
-SIGNED = chosen("fa3_fp8", "signed and (70x5 or 130)")
-EIGHT = chosen("fa3_fp8", "ragged-70x0")
-GATHERED = chosen("fa3_fp8_kv", "long_batches and 96x96 and eager")
+SIGNED = chosen("persistent_fp8", "fa3 and (signed and (70x5 or 130))")
+EIGHT = chosen("persistent_fp8", "fa3 and (ragged-70x0)")
+GATHERED = chosen("persistent_fp8_kv", "fa3 and (long_batches and 96x96 and eager)")
 FP8_FAULTS = (
     Fault(
         "odd dimensions are taken for even ones",
@@ -70,7 +70,7 @@ FP8_FAULTS = (
         "fa3/fp8.py",
         "scales.append(ptx.fmax(ptx.magnitude(scale), Float32(MIN_SCALE)))",
         "scales.append(ptx.magnitude(scale))",
-        chosen("fa3_fp8", "single-20-200"),
+        chosen("persistent_fp8", "fa3 and (single-20-200)"),
     ),
     Fault(
         "k's scale is that of the first head",
@@ -91,7 +91,7 @@ FP8_FAULTS = (
         "blocks/fp8_scales.py",
         "return factor * self.v_scale, lse",
         "return factor, lse",
-        chosen("fa3_fp8", "test_cut_keys and signed"),
+        chosen("persistent_fp8", "fa3 and (test_cut_keys and signed)"),
     ),
     Fault(
         "neighbouring dimensions are swapped",

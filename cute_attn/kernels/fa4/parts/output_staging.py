@@ -54,7 +54,9 @@ class OutputStaging:
         tma.named_sync(Int32(BARRIER), QUERY_TILE_ROWS)
         if self.storing:
             for column in cutlass.range_constexpr(self.columns):
-                tma.store_4d(tensor_map, [Int32(column * (LINE // 2)), *place], self.buffer + Int32(column * COLUMN_BYTES))
+                tma.store_4d(
+                    tensor_map, [Int32(column * (LINE // 2)), *place], self.buffer + Int32(column * COLUMN_BYTES)
+                )
             tma.store_commit()
 
     @cute.jit

@@ -92,8 +92,14 @@ class PackedWords(BandWords):
 class MultiItemWords(BandWords):
     """Band without the keys between the prefix and the row's item."""
 
-    bounds: KeyBounds
+    prefix_end: Int32
+    item_start: Int32
+
+    @classmethod
+    def of(cls, band: Band, rows: PackedRows, row: Int32, bounds: KeyBounds) -> "MultiItemWords":
+        """Loads the row's bounds, once per work item."""
+        return cls(band, rows, row, *bounds.of(row))
 
     def word(self, kv_start: Int32) -> Int32:
-        prefix_end, item_start = (bound - kv_start for bound in self.bounds.of_token(self.token))
-        return super().word(kv_start) | (columns_from(prefix_end) & columns_before(item_start))
+        gap = columns_from(self.prefix_end - kv_start) & columns_before(self.item_start - kv_start)
+        return super().word(kv_start) | gap

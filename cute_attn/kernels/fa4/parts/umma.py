@@ -25,6 +25,10 @@ class UmmaTile:
     memory: BlackwellMemory
 
     @property
+    def ctas(self) -> int:
+        return self.memory.tile.ctas
+
+    @property
     def p_dtype(self) -> str:
         return self.dtype
 
@@ -39,28 +43,29 @@ class UmmaTile:
 
     @property
     def output_columns(self) -> int:
-        """Columns of O: a product has a multiple of 16."""
+        """Columns of O: a product has a multiple of 16, that of a pair all that its CTAs have of V."""
+        if self.ctas == 2:
+            return self.memory.vo_columns * self.memory.line_items
         return -(-self.memory.head_dim_vo // 16) * 16
 
     def scores(self, tmem: Int32, q: Int32, k: Int32, query_tile: int, elected: Int32) -> None:
         """Starts S = Q K^T, from a slot of Q and one of K, to `tmem`."""
-        memory, rows, cols = self.memory, self.memory.tile.rows, self.memory.tile.cols
+        memory, shape = self.memory, self.memory.tile
         steps = []
         for step in range(-(-memory.head_dim_qk * memory.item_bytes // STEP_BYTES)):
             column, within = step // 4, step % 4 * STEP_BYTES
-            steps.append((column * rows * LINE + within, column * cols * LINE + within))
-        descriptor = sm100.instruction_descriptor(QUERY_TILE_ROWS, cols, self.dtype, self.dtype)
+            steps.append((column * shape.cta_rows * LINE + within, column * shape.k_box_rows * LINE + within))
+        descriptor = sm100.instruction_descriptor(shape.product_rows, shape.cols, self.dtype, self.dtype)
         q_rows = sm100.matrix_descriptor(q + Int32(query_tile * QUERY_TILE_ROWS * LINE))
-        sm100.mma_smem(
-            sm100.kind_of(self.dtype), tmem, q_rows, sm100.matrix_descriptor(k), descriptor, steps, elected
-        )
+        k_rows = sm100.matrix_descriptor(k)
+        sm100.mma_smem(sm100.kind_of(self.dtype), tmem, q_rows, k_rows, descriptor, steps, elected, self.ctas)
 
     def accumulate(self, o: Int32, p: Int32, v: Int32, accumulate: Boolean | bool, elected: Int32) -> None:
         """Starts O (+)= P V, from P in tensor memory and a slot of V, which is MN-major as stored."""
         cols, keys = self.memory.tile.cols, STEP_BYTES // self.memory.item_bytes
         steps = [(i * STEP_BYTES // 4, i * keys * LINE) for i in range(cols // keys)]
         descriptor = sm100.instruction_descriptor(
-            QUERY_TILE_ROWS, self.output_columns, self.p_dtype, self.dtype, b_mn_major=True
+            self.memory.tile.product_rows, self.output_columns, self.p_dtype, self.dtype, b_mn_major=True
         )
         sm100.mma_tmem(
             sm100.kind_of(self.dtype),
@@ -71,6 +76,7 @@ class UmmaTile:
             steps,
             accumulate,
             elected,
+            self.ctas,
         )
 
     def probabilities(self, s: list[Float32]) -> list[Int32]:

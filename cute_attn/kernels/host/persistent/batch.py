@@ -38,9 +38,10 @@ def tiling(
     """
     features = settings.features
     tile = kernels.tile(features, arch, settings.window_left >= 0, settings.page_size)
-    heads = variant.heads_per_tile(features, qo_len, tile.rows)
+    heads = variant.heads_per_tile(features, qo_len, tile.q_box_rows)
     section = variant.section_heads(features, heads, kv_len)
     kv_heads = max(1, section * heads * features.num_kv_heads // features.num_qo_heads)
+    groups = max(1, sms // tile.ctas)  # of CTAs that share work items
     params = SchedulerParams(
         rows=tile.rows,
         cols=tile.cols,
@@ -48,13 +49,13 @@ def tiling(
         num_kv_heads=features.num_qo_heads // heads,
         causal=settings.causal,
         window_left=settings.window_left,
-        resident_ctas=sms,
+        resident_ctas=groups,
         min_split_tiles=min_split_tiles(tile.rows, tile.cols, features.head_dim_qk, features.head_dim_vo),
         partial_row_bytes=4 * (features.head_dim_vo + 1),
         l2_section_heads=section,
         l2_kv_tokens=variant.SECTION_BYTES // (kv_heads * variant.token_bytes(features)),
     )
-    return Tiling(tile, params, persistent_ctas=sms, order=batch_order)
+    return Tiling(tile, params, persistent_groups=groups, ctas=tile.ctas, order=batch_order)
 
 
 def sections(params: SchedulerParams, work: WorkList) -> tuple[int, int]:

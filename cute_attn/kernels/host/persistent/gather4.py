@@ -54,7 +54,7 @@ class Gather4Maps(TensorMaps):
             raise ArgumentError(f"TMA cannot gather rows of a cache of shape {tuple(x.shape)} and strides {x.stride()}")
         return matrix
 
-    def kv(self, x: torch.Tensor) -> Map:
+    def kv(self, x: torch.Tensor, box_rows: int) -> Map:
         """Returns the map [columns, rows] of k or v."""
         matrix = self.matrix(x)
         return tensor_maps(

@@ -113,8 +113,8 @@ class PreparedKernel:
             extras += (maps.o(problem.out)(problem.out.data_ptr()),)
         return self.pack(
             maps.q(q)(q.data_ptr()),
-            maps.kv(k)(k_address),
-            maps.kv(v)(v_address),
+            maps.k(k)(k_address),
+            maps.v(v)(v_address),
             k_address,
             v_address,
             scale0,
@@ -127,7 +127,7 @@ class PreparedKernel:
 
     def replay(self, problem: BatchProblem, values: Values) -> Replay:
         """Returns a function that replaces the addresses of tensors and counters in `values`."""
-        q_map, k_map, v_map = self.maps.q(problem.q), self.maps.kv(problem.k), self.maps.kv(problem.v)
+        q_map, k_map, v_map = self.maps.q(problem.q), self.maps.k(problem.k), self.maps.v(problem.v)
         rebind, counter = self.rebinder.bind(values), self.counters.address
         if self.output_map:
             o_map = self.maps.o(problem.out)

@@ -17,13 +17,14 @@ class Scheduler(Generic[variant.T]):
     """Schedules requests with the same settings."""
 
     def __init__(self, kernels: variant.PersistentKernels[variant.T], settings: Settings, arch: Arch, sms: int) -> None:
-        self.settings, self.features, self.sms = settings, settings.features, sms
+        self.settings, self.features = settings, settings.features
         self.tile = kernels.tile(self.features, arch.name, settings.window_left >= 0)
+        self.groups = max(1, sms // self.tile.ctas)  # of CTAs that share work items
 
     def __call__(self, qo_len: int, kv_len: int) -> SingleSchedule[variant.T]:
         """Returns the schedule of a request with these lengths."""
         features, tile = self.features, self.tile
-        heads = variant.heads_per_tile(features, qo_len, tile.rows)
+        heads = variant.heads_per_tile(features, qo_len, tile.q_box_rows)
         blocks, head_blocks = ceil_div(qo_len * heads, tile.rows), features.num_qo_heads // heads
         num_splits, tiles = self.split(qo_len, kv_len, heads, blocks * head_blocks)
         section = variant.section_heads(features, heads, kv_len)
@@ -36,7 +37,7 @@ class Scheduler(Generic[variant.T]):
             tiles * tile.cols,
             *(blocks * head_blocks, *magic(blocks * head_blocks)),
         )
-        return SingleSchedule(tile, heads, num_splits, (min(total, self.sms), 1, 1), numbers)
+        return SingleSchedule(tile, heads, num_splits, (tile.ctas * min(total, self.groups), 1, 1), numbers)
 
     def split(self, qo_len: int, kv_len: int, heads: int, query_tiles: int) -> Split:
         """Returns the split of the keys."""
@@ -47,4 +48,4 @@ class Scheduler(Generic[variant.T]):
             visible = visible_tokens(qo_len, kv_len, tokens, settings.causal, settings.window_left)
             visible_tiles = ceil_div(visible, tile.cols)
         least = min_split_tiles(tile.rows, tile.cols, features.head_dim_qk, features.head_dim_vo)
-        return split_kv(kv_tiles, visible_tiles, query_tiles, self.sms, least)
+        return split_kv(kv_tiles, visible_tiles, query_tiles, self.groups, least)

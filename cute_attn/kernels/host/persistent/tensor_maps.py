@@ -33,7 +33,9 @@ class TensorMaps:
         self.line_items = LINE // self.itemsize
         self.paged = features.kv_source == "paged"
         self.token, self.head = kv_axes(settings)
-        self.box_rows = math.gcd(settings.page_size, tile.cols) if self.paged else tile.cols
+        self.box_rows = tile.k_box_rows  # of k
+        if self.paged:
+            self.box_rows = math.gcd(settings.page_size, tile.k_box_rows)
 
     def q(self, q: torch.Tensor) -> Map:
         """Returns the map [d, heads of a tile, tokens, blocks of heads] of q [tokens, heads, d], or [heads, d] of one
@@ -46,7 +48,7 @@ class TensorMaps:
             self.dtype,
             (q.shape[-1], self.heads, tokens, self.head_blocks),
             (head, token, head * self.heads),
-            (self.line_items, self.heads, self.tile.rows // self.heads, 1),
+            (self.line_items, self.heads, self.tile.q_box_rows // self.heads, 1),
             tensormap.SWIZZLE_128B,
         )
 
@@ -65,7 +67,13 @@ class TensorMaps:
             tensormap.SWIZZLE_128B,
         )
 
-    def kv(self, x: torch.Tensor) -> Map:
+    def k(self, k: torch.Tensor) -> Map:
+        return self.kv(k, self.box_rows)
+
+    def v(self, v: torch.Tensor) -> Map:
+        return self.kv(v, self.box_rows if self.paged else self.tile.cols)
+
+    def kv(self, x: torch.Tensor, box_rows: int) -> Map:
         """Returns the map [d, tokens, heads, pages] of k or v."""
         shape, strides = x.shape, [stride * self.kv_itemsize for stride in x.stride()]
         columns, swizzle = 1, tensormap.SWIZZLE_128B
@@ -77,7 +85,7 @@ class TensorMaps:
             self.kv_dtype,
             (shape[-1], shape[self.token], shape[self.head], pages),
             (strides[self.token], strides[self.head], page),
-            (columns * self.line_items, self.box_rows, 1, 1),
+            (columns * self.line_items, box_rows, 1, 1),
             swizzle,
         )
 

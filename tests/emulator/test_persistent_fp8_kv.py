@@ -1,4 +1,4 @@
-"""q of 16 bits over fp8 keys and values on the Hopper kernel: fa3's matrix, every fp8 number, agreement with fa2."""
+"""q of 16 bits over fp8 keys and values on persistent kernels: their matrix, every fp8 number, agreement with fa2."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.support.matrix import BF16, CAUSAL, E4M3, SMALL, prefill
 from tests.support.persistent_emulated import (
     ALL_SCHEDULES,
     BATCHES,
-    FA3,
     GATHERED,
     LONG,
     SCHEDULES,
+    Target,
     assert_auto_runs,
     assert_cut,
     name,
@@ -30,43 +30,48 @@ from tests.support.persistent_emulated import (
 pytestmark = pytest.mark.emulator
 
 
+@pytest.fixture(params=fp8_kv_cases.TARGETS, ids=name)
+def target(request: pytest.FixtureRequest) -> Target:
+    return request.param
+
+
 def scheduled(problems: list[Case] | list[BatchCase]) -> list[tuple[Case | BatchCase, Schedule]]:
     return list(zip(problems, itertools.cycle(ALL_SCHEDULES), strict=False))
 
 
 @pytest.mark.parametrize(("problem", "schedule"), scheduled(fp8_kv_cases.singles(SMALL)), ids=name)
-def test_single(problem: Case, schedule: Schedule) -> None:
-    solve_single(FA3, problem, schedule)
+def test_single(target: Target, problem: Case, schedule: Schedule) -> None:
+    solve_single(target, problem, schedule)
 
 
 @pytest.mark.parametrize(("batch", "schedule"), scheduled(fp8_kv_cases.batches(batch_case.SMALL)), ids=name)
-def test_batch(batch: BatchCase, schedule: Schedule) -> None:
-    solve_batch(FA3, batch, schedule)
+def test_batch(target: Target, batch: BatchCase, schedule: Schedule) -> None:
+    solve_batch(target, batch, schedule)
 
 
 @pytest.mark.parametrize(("problem", "schedule"), scheduled(fp8_kv_cases.singles(LONG)), ids=name)
-def test_long(problem: Case, schedule: Schedule) -> None:
-    emulation = solve_single(FA3, problem, schedule, sms=3)
+def test_long(target: Target, problem: Case, schedule: Schedule) -> None:
+    emulation = solve_single(target, problem, schedule, sms=3)
     assert {record.spec["kv_dtype"] for record in emulation.records} == {problem.kv_dtype}
 
 
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
 @pytest.mark.parametrize("batch", fp8_kv_cases.batches([*BATCHES, *GATHERED]), ids=name)
-def test_long_batches(batch: BatchCase, schedule: Schedule) -> None:
+def test_long_batches(target: Target, batch: BatchCase, schedule: Schedule) -> None:
     """Ragged keys, boxes of pages, and small pages gathered by one warp."""
-    emulation = solve_batch(FA3, batch, schedule, sms=3)
+    emulation = solve_batch(target, batch, schedule, sms=3)
     assert {record.spec["kv_dtype"] for record in emulation.records} == {batch.kv_dtype}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=name)
-def test_cut_keys(schedule: Schedule) -> None:
-    assert_cut(FA3, solve_single(FA3, prefill(3, 900, (8, 2), 128, **E4M3, **CAUSAL), schedule, sms=16))
+def test_cut_keys(target: Target, schedule: Schedule) -> None:
+    assert_cut(target, solve_single(target, prefill(3, 900, (8, 2), 128, **E4M3, **CAUSAL), schedule, sms=16))
 
 
 @pytest.mark.parametrize(("page_size", "kv"), [(1, "gathered"), (4, "gathered"), (8, "paged"), (64, "paged")])
-def test_pages_of_any_size(page_size: int, kv: str) -> None:
+def test_pages_of_any_size(target: Target, page_size: int, kv: str) -> None:
     """Pages of any size, on the backend that "auto" takes."""
-    assert_auto_runs(FA3, batch_case.paged((70,), (90,), page_size, **E4M3, **batch_case.dims(128)), kv)
+    assert_auto_runs(target, batch_case.paged((70,), (90,), page_size, **E4M3, **batch_case.dims(128)), kv)
 
 
 def codes(stored: torch.dtype) -> torch.Tensor:
@@ -75,12 +80,12 @@ def codes(stored: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("q_dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_every_number_is_exact(stored: torch.dtype, q_dtype: torch.dtype) -> None:
+def test_every_number_is_exact(target: Target, stored: torch.dtype, q_dtype: torch.dtype) -> None:
     """One request of one key per code: the lse is that number of K; o is a row of V, with all of its numbers."""
     v = codes(stored).expand(2, 1, 256).contiguous()
     q = torch.ones(70, 1, 256).to(q_dtype)
     zeros = torch.zeros(2, 1, 256).to(stored)
-    with using("sm_90a", kernels="fa3"):
+    with using(target.arch, kernels=target.kernels):
         out = single_prefill_with_kv_cache(q, zeros[:1], v[:1], backend="emulator")
     torch.testing.assert_close(out[:, 0], v[0, 0].to(q_dtype).expand(70, 256), rtol=0, atol=0, equal_nan=True)
     finite = codes(stored)[codes(stored).float().isfinite()]
@@ -89,7 +94,7 @@ def test_every_number_is_exact(stored: torch.dtype, q_dtype: torch.dtype) -> Non
     k[:, 0, ::37] = finite[:, None].expand(count, 4)
     ends = torch.arange(count + 1, dtype=torch.int32)
     planned = BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8), backend="emulator")
-    with using("sm_90a", kernels="fa3"):
+    with using(target.arch, kernels=target.kernels):
         planned.plan(ends, ends, 1, 1, 128, sm_scale=1.0, q_data_type=q_dtype, kv_data_type=stored)
         _, lse = planned.run(q[:1, :, :128].expand(count, 1, 128).contiguous(), k, k, return_lse=True)
     torch.testing.assert_close(lse[:, 0], 4 * LOG2E * finite.float(), rtol=1e-6, atol=0)
@@ -97,7 +102,7 @@ def test_every_number_is_exact(stored: torch.dtype, q_dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("cap", [0.0, 3.0])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_rows_of_any_size(head_dim: int, cap: float) -> None:
+def test_rows_of_any_size(target: Target, head_dim: int, cap: float) -> None:
     """q of bf16 becomes fp16: rows of zeros, of numbers below fp16's and above them, and rows that have both."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(n, 1, head_dim, generator=generator) for n in (140, 200, 200))
@@ -107,14 +112,14 @@ def test_rows_of_any_size(head_dim: int, cap: float) -> None:
     q[7], k[:] = 0.0, k * 2.0**-16
     q, k, v = q.bfloat16(), k.to(torch.float8_e5m2), v.to(torch.float8_e5m2)
     options = {"causal": True, "logits_soft_cap": cap, "sm_scale": 1.0, "return_lse": True}
-    with using("sm_90a", kernels="fa3"):
+    with using(target.arch, kernels=target.kernels):
         out, lse = single_prefill_with_kv_cache(q, k, v, backend="emulator", **options)
     expected = single_prefill_with_kv_cache(q, k, v, backend="reference", **options)
     torch.testing.assert_close(out, expected[0], rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=2e-3 if cap else 1e-5)
 
 
-def test_as_fa2() -> None:
+def test_as_fa2(target: Target) -> None:
     """Agrees with fa2: scales of q, k and v, windows, sinks and pages."""
     batch = batch_case.paged(
         *((70, 9), (100, 260)),
@@ -128,8 +133,8 @@ def test_as_fa2() -> None:
         sinks=True,
     )
     inputs, results = batch_case.make(batch), []
-    for kernels in ("fa2", "fa3"):
-        with using("sm_90a", kernels=kernels) as emulation:
+    for kernels in ("fa2", target.kernels):
+        with using(target.arch, kernels=kernels) as emulation:
             results.append(batch_case.call(batch, inputs, backend="emulator"))
         assert emulation.records[0].spec["kernel"] == kernels
     (o2, lse2), (o3, lse3) = results

@@ -1,0 +1,181 @@
+"""Pairs of CTAs that share work items: products of both (cta_group::2), started by the leader, which has rank 0.
+
+Each CTA loads its own query tiles, half of the keys of K and half of the columns of V. All bytes count at the leader's
+full barriers. Commits arrive at the same barrier in both CTAs: slots become free, S and O are ready, in both at once.
+What both CTAs have to release before the leader's next product, they release at the leader.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
+from cute_attn.kernels.blocks import cluster, ptx, sm100, tma
+from cute_attn.kernels.blocks.cta import CtaLoads, OneCta
+from cute_attn.kernels.blocks.persistent_params import Maps
+from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings
+from cute_attn.kernels.blocks.smem_map import TileMemory
+from cute_attn.kernels.blocks.tile_scheduler import DynamicTileScheduler
+from cute_attn.kernels.blocks.tma_kv import TmaOperand
+from cute_attn.kernels.fa4.smem import BlackwellMemory
+from cute_attn.kernels.fa4.spec import QUERY_TILE_ROWS
+
+CTAS = 2
+LEADER = 0
+INDEX_BYTES = 4
+
+
+class LeaderRing(Ring):
+    """Ring whose slots the leader fills in both CTAs, and whose readers in both release them at the leader. `relaxed`:
+    the slots lie in tensor memory, whose fences the arrivals rely on.
+    """
+
+    relaxed: ClassVar[bool] = False
+
+    def initialise(self, writers: int, readers: int) -> None:
+        super().initialise(writers, CTAS * readers)
+
+    def wait_empty(self, state: PipelineState) -> None:
+        cluster.barrier_wait(self.empty(state), self.parity(state) ^ 1, relaxed=self.relaxed)
+
+    def wait_released(self, state: PipelineState) -> None:
+        cluster.barrier_wait(self.empty(state), self.parity(state), relaxed=self.relaxed)
+
+    @cute.jit
+    def release(self, state: PipelineState, lane: Int32) -> None:
+        if lane == 0:
+            cluster.barrier_arrive(cluster.in_cta(self.empty(state), LEADER), relaxed=self.relaxed)
+
+
+class TmemLeaderRing(LeaderRing):
+    """Such a ring of tensor memory."""
+
+    relaxed = True
+
+
+@dataclass(frozen=True)
+class PairRings(SmemRings):
+    """Rings of a CTA of a pair."""
+
+    @classmethod
+    def of(cls, memory: TileMemory, base: Int32) -> "PairRings":
+        assert isinstance(memory, BlackwellMemory)
+        rings = SmemRings.of(memory, base)
+        by_name = dict(rings.by_name)
+        for name in memory.led_rings:
+            ring = by_name[name]
+            led = LeaderRing if ring.slot_bytes else TmemLeaderRing
+            by_name[name] = led(ring.stages, ring.slot_bytes, ring.data, ring.barriers)
+        return cls(by_name, rings.staged_k, rings.staged_v, rings.records, rings.scratch)
+
+
+class PairLoads(CtaLoads):
+    """TMA loads of both CTAs at the leader's barriers. The other CTA's own barriers only count its arrivals: its warps
+    wait for records, not for data.
+    """
+
+    def expect(self, barrier: Int32, num_bytes: int) -> None:
+        expected = ptx.select(cluster.rank() == LEADER, Int32(CTAS * num_bytes), Int32(0))
+        ptx.asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", [], [barrier, expected])
+
+    def load_4d(self, shared: Int32, tensor_map: Int64, place: list[Int32], barrier: Int32, policy: int) -> None:
+        sm100.load_4d_to_pair(shared, tensor_map, place, cluster.in_cta(barrier, LEADER), policy)
+
+    def gather4(
+        self, shared: Int32, tensor_map: Int64, column: Int32, rows: list[Int32], barrier: Int32, policy: int
+    ) -> None:
+        sm100.gather4_to_pair(shared, tensor_map, column, rows, cluster.in_cta(barrier, LEADER), policy)
+
+
+@dataclass(frozen=True)
+class PairTileScheduler(DynamicTileScheduler):
+    """Dynamic scheduler of pairs: the leader draws the index of the next work item and stores it to both CTAs."""
+
+    ring: Ring  # "next", whose slots are those of Q's ring
+
+    def first(self) -> Int32:
+        return cute.arch.block_idx()[0] // CTAS
+
+    @cute.jit
+    def fetch_next(self) -> Int32:
+        fetched = Int32(0)
+        if self.draws():
+            fetched = tma.atomic_increment(self.counters)
+        return fetched
+
+    @cute.jit
+    def broadcast_next(self, fetched: Int32, record: Int32, q: PipelineState) -> Int32:
+        ring = self.ring
+        if self.thread == 0:
+            tma.barrier_expect(ring.full(q), INDEX_BYTES)
+        if self.draws():
+            ring.wait_empty(q)
+            for cta in (0, 1):
+                slot, full = (cluster.in_cta(address, cta) for address in (ring.address(q), ring.full(q)))
+                cluster.store_async(slot, fetched, full)
+        ring.wait_full(q)
+        index = cute.arch.make_warp_uniform(ptx.ld_shared_b32(ring.address(q)))
+        ptx.sync_warp()
+        ring.release(q, self.thread)
+        return index + cute.arch.grid_dim()[0] // CTAS
+
+    @cute.jit
+    def finish(self) -> None:
+        if self.draws():
+            stopped = tma.atomic_increment(self.counters + Int64(4))
+            if stopped == cute.arch.grid_dim()[0] // CTAS - 1:
+                tma.st_global_u32(self.counters, Int32(0))
+                tma.st_global_u32(self.counters + Int64(4), Int32(0))
+
+    def draws(self) -> Boolean:
+        """Whether this thread draws for the pair."""
+        return (self.thread | cluster.rank()) == 0
+
+
+class CtaPair(OneCta):
+    """CTA of a pair. Query tile i of the CTA of rank r is number 2 i + r of the work item."""
+
+    @property
+    def cluster(self) -> tuple[int, int, int]:
+        return (CTAS, 1, 1)
+
+    @property
+    def producer_rings(self) -> tuple[str, ...]:
+        return ("next",)
+
+    @property
+    def rings_type(self) -> type[SmemRings]:
+        return PairRings
+
+    def leads(self) -> Boolean:
+        return cute.arch.make_warp_uniform(cluster.rank()) == LEADER
+
+    def sync(self) -> None:
+        cluster.sync()
+
+    def loads(self) -> CtaLoads:
+        return PairLoads()
+
+    def operands(self, maps: Maps, memory: TileMemory, cols: int) -> tuple[TmaOperand, TmaOperand]:
+        rank, keys, columns = cluster.rank(), cols // CTAS, memory.loaded_v.columns
+        k = TmaOperand(maps.k, memory.loaded_k, keys, first_key=rank * keys)
+        return k, TmaOperand(maps.v, memory.loaded_v, cols, first_column=rank * columns)
+
+    def q_boxes(self, rows: int) -> list[tuple[Int32, int]]:
+        first, query_tiles = cluster.rank() * QUERY_TILE_ROWS, rows // (CTAS * QUERY_TILE_ROWS)
+        return [(first + i * CTAS * QUERY_TILE_ROWS, i * QUERY_TILE_ROWS) for i in range(query_tiles)]
+
+    def q_rows(self, rows: int) -> int:
+        return rows // CTAS
+
+    def drain(self, ring: Ring, state: PipelineState) -> None:
+        """Waits until all slots are empty: the leader's commits still arrive here after its last product has started,
+        and must not find that this CTA has left.
+        """
+        for _ in range(ring.stages):
+            ring.wait_empty(state)
+            state = ring.next(state)
+
+    def scheduler(self, counters: Int64, thread: Int32, rings: SmemRings) -> DynamicTileScheduler:
+        return PairTileScheduler(counters, thread, rings.by_name["next"])

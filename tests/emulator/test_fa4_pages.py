@@ -1,0 +1,110 @@
+"""Pages of the Blackwell kernel by every source of keys, and outputs by both ways to global memory, on the emulator."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from cute_attn.emulator import Schedule, using
+from cute_attn.emulator.settings import Emulation
+from cute_attn.errors import ArgumentError
+from cute_attn.kernels.fa4.host.family import KERNELS
+from cute_attn.kernels.host.persistent import batch as tilings
+from cute_attn.kernels.host.persistent.prepared import prepared_kernel
+from tests.support import batch_case
+from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
+from tests.support.persistent_emulated import ALL_SCHEDULES, name
+
+pytestmark = pytest.mark.emulator
+
+LENGTHS = ((130, 0, 9, 70), (270, 33, 129, 0))  # whole query tiles, ragged ends, a request without keys
+# Heads are columns of the map (NHD) or rows of it (HND); NaN in the rest of pages, and behind rows and heads.
+PAGES: tuple[BatchCase, ...] = (
+    paged(*LENGTHS, 1, mask="causal", cache="one", **heads(4, 2)),
+    paged(*LENGTHS, 3, kv_layout="HND", cache="strided", slack=True, **heads(4, 2), **dims(128)),
+    paged(*LENGTHS, 4, mask="custom", cache="strided", dtype="bfloat16", **heads(2, 2), **dims(128)),
+    paged((60, 9), (270, 129), 1, mask="causal", kv_layout="HND", **heads(6, 2), **dims(192, 128)),
+    paged((60, 9), (270, 129), 5, window_left=100, cache="strided", **heads(3, 3), **dims(80)),
+)
+BOXES: tuple[BatchCase, ...] = (  # ends of requests within V tiles, which are cleared
+    paged(*LENGTHS, 16, mask="causal", cache="strided", **heads(4, 2)),
+    paged(*LENGTHS, 64, kv_layout="HND", cache="one", slack=True, **heads(2, 1), **dims(128)),
+    paged(*LENGTHS, 128, mask="custom", cache="strided", dtype="bfloat16", **heads(2, 2), **dims(80)),
+    paged((60, 9), (270, 129), 32, mask="causal", cache="strided", **heads(6, 2), **dims(192, 128)),  # one stage of V
+)
+OUTPUTS: tuple[tuple[BatchCase, bool], ...] = (  # and whether query tiles are stored by TMA
+    (ragged((300, 0, 129, 128), (270, 33, 400, 0), mask="causal", slack=True, **heads(2, 1), **dims(128)), True),
+    (ragged((40, 63, 16), (70, 33, 130), mask="causal", slack=True, **heads(8, 1), **dims(96)), True),  # packed heads
+    (ragged((130, 9), (200, 60), o_dtype="float32", **heads(2, 2)), False),
+    (ragged((130, 9), (200, 60), **heads(2, 2), **dims(192, 128)), False),  # no room for staging
+)
+CTAS = itertools.cycle((1, 2))
+
+
+def by_turns(values: tuple[BatchCase, ...]) -> list[tuple[BatchCase, Schedule, int]]:
+    """Gives every case one of the schedules, and several work items to a CTA."""
+    return list(zip(values, itertools.cycle(ALL_SCHEDULES), CTAS, strict=False))
+
+
+def solve(batch: BatchCase, schedule: Schedule, sms: int) -> Emulation:
+    inputs = batch_case.make(batch)
+    with using("sm_100a", kernels="fa4", schedule=schedule, sms=sms) as emulation:
+        out, lse = batch_case.call(batch, inputs, backend="emulator")
+    result = batch_case.check(batch, inputs, out, lse)
+    assert result.ok, result.detail
+    return emulation
+
+
+@pytest.fixture
+def source(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Makes the family load pages of any size by this source."""
+    chosen = KERNELS.page_source
+    object.__setattr__(KERNELS, "page_source", lambda *args, **options: request.param)
+    clear()
+    yield request.param
+    object.__setattr__(KERNELS, "page_source", chosen)
+    clear()
+
+
+def clear() -> None:
+    prepared_kernel.cache_clear()
+    tilings.tiling.cache_clear()
+
+
+@pytest.mark.parametrize("source", ["gather4", "gathered"], indirect=True)
+@pytest.mark.parametrize(("batch", "schedule", "sms"), by_turns(PAGES), ids=name)
+def test_pages(source: str, batch: BatchCase, schedule: Schedule, sms: int) -> None:
+    emulation = solve(batch, schedule, sms)
+    assert {record.spec["kv"] for record in emulation.records if record.spec["kernel"] == "fa4"} == {source}
+
+
+@pytest.mark.parametrize(("batch", "schedule"), zip(BOXES, (*ALL_SCHEDULES, ALL_SCHEDULES[-1]), strict=True), ids=name)
+def test_boxes(batch: BatchCase, schedule: Schedule) -> None:
+    assert solve(batch, schedule, 2).records[0].spec["kv"] == "paged"
+
+
+@pytest.mark.parametrize("source", ["gather4"], indirect=True)
+def test_rows_that_are_no_matrix(source: str) -> None:
+    """Pages that are no whole number of tokens apart."""
+    batch = paged((9,), (20,), 2)
+    inputs = batch_case.make(batch)
+    k, v = inputs.kv[0]
+    odd = torch.empty(k.shape[0], k[0].numel() + 8, dtype=k.dtype)
+    apart = odd[:, : k[0].numel()].view(k.shape)
+    apart.copy_(k)
+    with using("sm_100a", kernels="fa4"), pytest.raises(ArgumentError, match="cannot gather"):
+        batch_case.call(batch, dataclasses.replace(inputs, kv=((apart, v),)), backend="emulator")
+
+
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
+@pytest.mark.parametrize(("batch", "staged"), OUTPUTS, ids=name)
+def test_ways_of_outputs(batch: BatchCase, staged: bool, schedule: Schedule) -> None:
+    """Outputs of two work items per CTA; rows beside those of the requests are not written (`slack`)."""
+    emulation = solve(batch, schedule, 1)
+    counts = emulation.records[0].stats.instructions
+    stores = sum(count for form, count in counts.items() if form.startswith("cp.async.bulk.tensor.4d.global"))
+    assert (stores > 0) == staged

@@ -1,0 +1,50 @@
+"""fp8 on persistent kernels, from their PTX: every element within what the rounding of probabilities explains."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from cute_attn.emulator import Schedule, using
+from tests.support import fp8_case
+from tests.support.fp8_case import CUT, LONG, SMALL, VARIED, Fp8Case
+from tests.support.persistent_emulated import ALL_SCHEDULES, TARGETS, Target, name
+
+pytestmark = pytest.mark.emulator
+
+
+def solve(target: Target, case: Fp8Case, schedule: Schedule, sms: int) -> list[str]:
+    """The kernels that ran."""
+    inputs = fp8_case.make(case, "cpu")
+    with using(target.arch, kernels=target.kernels, schedule=schedule, sms=sms) as emulation:
+        out, lse = fp8_case.call(case, inputs, "emulator")
+    fp8_case.check(case, inputs, out, lse)
+    return [str(record.spec["kernel"]) for record in emulation.records]
+
+
+@pytest.mark.parametrize(
+    ("case", "schedule"),
+    list(zip((*SMALL, *VARIED), itertools.cycle(ALL_SCHEDULES), strict=False)),
+    ids=name,
+)
+@pytest.mark.parametrize("target", TARGETS, ids=name)
+def test_fp8(target: Target, case: Fp8Case, schedule: Schedule) -> None:
+    assert solve(target, case, schedule, sms=3) == [target.kernels]
+
+
+@pytest.mark.parametrize("case", LONG, ids=name)
+@pytest.mark.parametrize("target", TARGETS, ids=name)
+def test_many_tiles(target: Target, case: Fp8Case) -> None:
+    assert solve(target, case, Schedule(), sms=1) == [target.kernels]
+
+
+@pytest.mark.parametrize(
+    ("case", "schedule"),
+    list(zip(CUT, ALL_SCHEDULES, strict=True)),
+    ids=name,
+)
+@pytest.mark.parametrize("target", TARGETS, ids=name)
+def test_cut_keys(target: Target, case: Fp8Case, schedule: Schedule) -> None:
+    """Partial outputs hold the scale of their head; their merge applies what is left."""
+    assert solve(target, case, schedule, sms=16) == [target.kernels, "combine"]
