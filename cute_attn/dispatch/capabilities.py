@@ -156,11 +156,7 @@ CAPABILITIES = (
         lambda f: f.q_dtype in FP8,
         dict.fromkeys(("xqa", "fa2"), NO_FP8),
     ),
-    Capability(
-        "k and v of an fp8 dtype",
-        lambda f: f.kv_dtype in FP8 and f.q_dtype in HALF,
-        {"fa4": Unsupported("its kernel that widens keys and values is not built yet", 'backend="fa2"')},
-    ),
+    Capability("k and v of an fp8 dtype", lambda f: f.kv_dtype in FP8 and f.q_dtype in HALF),
     Capability(
         "NVFP4 k and v (kv_cache_sf)",
         lambda f: f.kv_block_scales,

@@ -50,6 +50,10 @@ def _fa4_program(spec: Fa4Spec, arch: str) -> Program:
         from cute_attn.kernels.fa4.fp8 import Fp8Program
 
         return Fp8Program(spec, arch)
+    if spec.kv_dtype:
+        from cute_attn.kernels.fa4.fp8_kv import Fp8KvProgram
+
+        return Fp8KvProgram(spec, arch)
     from cute_attn.kernels.fa4.kernel import Fa4Program
 
     return Fa4Program(spec, arch)

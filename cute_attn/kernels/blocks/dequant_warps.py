@@ -32,12 +32,13 @@ class DequantWarps(TransformWarps):
     """Transform warps that dequantize K and V."""
 
     memory: StagedKvMemory
+    groups = 1
 
     def transform(self, warp: Int32, lane: Int32) -> Fp8KvDequant:
         memory, stored = self.memory, self.spec.kv_dtype
         k = StoredRows(memory.qk_columns, memory.staged_k_pitch, Fp8(OPERAND, stored, native=True))
         v = StoredRows(memory.vo_columns, memory.staged_v_pitch, Fp8(OPERAND, stored, native=True))
-        return Fp8KvDequant(memory, warp, lane, self.warps, k, v)
+        return Fp8KvDequant(memory, warp, lane, self.warps, k, v, self.groups)
 
     def initial_state(self) -> KvState:
         return KvState(OperandState(start(), start()), OperandState(start(), start()))

@@ -69,6 +69,7 @@ class Fp8KvDequant:
     warps: int
     k: StoredRows
     v: StoredRows
+    groups: int = 1  # of eight rows, whose loads are in flight together
 
     @cute.jit
     def run(self, rows: cutlass.Constexpr, source: Int32, target: Int32) -> None:
@@ -81,16 +82,18 @@ class Fp8KvDequant:
         swapped = (row & 1) * (1 - columns % 2)
         reads = [read + swapped * (sign * pitch // columns) for sign in (1, -1)]
         writes = [write + swapped * (sign * cols * LINE) for sign in (1, -1)]
-        for i in cutlass.range(self.warp, cols // SWIZZLE_ROWS, self.warps, unroll=1):
+        pieces = [(g * SWIZZLE_ROWS * self.warps, c) for g in range(self.groups) for c in range(columns)]
+        for i in cutlass.range(self.warp, cols // SWIZZLE_ROWS, self.groups * self.warps, unroll=1):
             words = [
-                ptx.ld_shared_v4(reads[c % 2] + i * (SWIZZLE_ROWS * pitch), c * pitch // columns)
-                for c in range(columns)
+                ptx.ld_shared_v4(reads[c % 2] + i * (SWIZZLE_ROWS * pitch), first * pitch + c * pitch // columns)
+                for first, c in pieces
             ]
-            for c in cutlass.range_constexpr(columns):
-                pairs = [pair for word in words[c] for pair in rows.converter.word(word)]
-                at = writes[c % 2] + i * (SWIZZLE_ROWS * LINE)
-                ptx.st_shared_v4(at, c * cols * LINE, pairs[:4])
-                ptx.st_shared_v4(at ^ Int32(CHUNK), c * cols * LINE, pairs[4:])
+            for piece in cutlass.range_constexpr(len(pieces)):
+                first, c = pieces[piece]
+                pairs = [pair for word in words[piece] for pair in rows.converter.word(word)]
+                at, offset = writes[c % 2] + i * (SWIZZLE_ROWS * LINE), first * LINE + c * cols * LINE
+                ptx.st_shared_v4(at, offset, pairs[:4])
+                ptx.st_shared_v4(at ^ Int32(CHUNK), offset, pairs[4:])
 
     @cute.jit
     def clear(self, rows: cutlass.Constexpr, source: Int32, first: Int32) -> None:

@@ -108,7 +108,7 @@ class AnchoredSoftmax(SoftmaxWarps):
         """Moves the anchors of rows whose maximum exceeds the slack to it; rescales sums, and outputs unless there is
         none yet. A loop over small chunks, since it is rare.
         """
-        softmax, high = context.softmax, Float32(ptx.NEG_INF)
+        high = Float32(ptx.NEG_INF)
         for column in cutlass.range(0, self.spec.tile.cols, CHUNK_COLUMNS, unroll=1):
             start = kv_tile * self.spec.tile.cols + column
             word = context.mask.word(start) if masked else None

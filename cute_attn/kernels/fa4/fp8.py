@@ -1,6 +1,7 @@
 """Blackwell kernel for q, k and v in fp8: the roles and rings of the 16-bit kernel, at twice the products per clock.
 
-V is MN-major as stored, which tcgen05 takes of any type: nothing is transposed. O accumulates in fp32 without promotion.
+V is MN-major as stored, which tcgen05 takes of any type: nothing is transposed. O is not promoted: how many bits a fp8
+product accumulates in is not known of this chip.
 """
 
 from typing import Any

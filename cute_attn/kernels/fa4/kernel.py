@@ -16,6 +16,7 @@ Named after the kernel of Dao-AILab's flash-attention for Blackwell, whose divis
 
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import GridConstant, Int32
 from cutlass.experimental.cuda.tensor_map import TensorMap
@@ -109,12 +110,15 @@ class Fa4Program(PersistentProgram):
         elif warp == MMA_WARP:
             if self.cta.leads():
                 self.mma.run(params, rings, tmem)
-        elif warp == TAIL_WARP:
-            self.run_tail(params, rings)
+        else:
+            self.run_spare_warp(params, rings, warp)
 
-    def run_tail(self, params: PersistentParams, rings: SmemRings) -> None:
-        if self.spec.clears_tail:
-            self.tail.run(params, rings)
+    @cute.jit
+    def run_spare_warp(self, params: PersistentParams, rings: SmemRings, warp: Int32) -> None:
+        """Runs warp 1 or 2, of which the latter clears tails."""
+        if cutlass.const_expr(self.spec.clears_tail):  # noqa: SIM102  (one when tracing, one at run time)
+            if warp == TAIL_WARP:
+                self.tail.run(params, rings)
 
     @cute.jit
     def allocate(self, rings: SmemRings, thread: Int32) -> None:

@@ -48,7 +48,8 @@ class MmaWarp:
         self.program, self.spec, self.tile = program, spec, tile
         self.query_tiles = range(spec.tile.query_tiles)
         handed_over = {f"{ring}{i}": 1 for i in self.query_tiles for ring in "so"}
-        reads = ("q", "k", "v", *(("tail",) if spec.clears_tail else ()))
+        told = {"tail": spec.clears_tail, "normalized": spec.normalizes_q}
+        reads = ("q", "k", "v", *(ring for ring, used in told.items() if used))
         self.role = WarpRole("MMA", 1, handed_over, reads, reads_records=True)
 
     @cute.jit
@@ -68,6 +69,9 @@ class MmaWarp:
                     rings.by_name["tail"].wait_full(tail)
                     rings.by_name["tail"].release(tail, lane)
                     tail = rings.by_name["tail"].next(tail)
+            if cutlass.const_expr(self.spec.normalizes_q):
+                rings.by_name["normalized"].wait_full(q)
+                rings.by_name["normalized"].release(q, lane)
             state = self.mainloop(context, state)
             self.commit(context, rings.q.empty(q))
             state = self.last_outputs(context, state)

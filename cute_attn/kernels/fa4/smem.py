@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cute_attn.kernels.blocks.smem_map import LoadedRows, RingLayout, Scratch, TileMemory
+from cute_attn.kernels.blocks.smem_map import LoadedRows, RingLayout, Scratch, StagedKvMemory, TileMemory
 from cute_attn.kernels.fa4.spec import QUERY_TILE_ROWS, BlackwellTile, Fa4Spec
 from cute_attn.kernels.formats import LINE
 from cute_attn.runtime.arch import named
@@ -35,8 +35,10 @@ class BlackwellMemory(TileMemory):
     @staticmethod
     def of(spec: Fa4Spec) -> BlackwellMemory:
         """Returns the layout of a spec; 16-bit outputs are staged where there is room."""
-        kind = Fp8Memory if spec.fp8 else BlackwellMemory
-        direct = kind(spec.tile, spec.head_dim_qk, spec.head_dim_vo, spec.clears_tail)
+        shape, kind = (spec.tile, spec.head_dim_qk, spec.head_dim_vo), Fp8Memory if spec.fp8 else BlackwellMemory
+        direct = kind(*shape, spec.clears_tail)
+        if spec.kv_dtype:
+            direct = Fp8KvMemory(*shape, normalizes_q=spec.normalizes_q)
         staging = QUERY_TILE_ROWS * direct.output_columns * LINE if spec.out_dtype != "float32" else 0
         staged = dataclasses.replace(direct, staging_bytes=staging)
         return staged if staged.bytes <= named(ARCH).smem_limit else direct
@@ -97,3 +99,17 @@ class Fp8Memory(BlackwellMemory):
     """Layout for q, k and v in fp8: as much as theirs in 16 bits, of twice the elements per line."""
 
     item_bytes: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
+class Fp8KvMemory(StagedKvMemory, BlackwellMemory):
+    """Layout for fp8 K and V under 16-bit q: their tiles are also staged as stored. "normalized" tells the products
+    that softmax has converted the rows of a slot of "q".
+    """
+
+    normalizes_q: bool = False
+
+    @property
+    def rings(self) -> tuple[RingLayout, ...]:
+        normalized = (RingLayout("normalized", self.tile.q_stages, 0),) if self.normalizes_q else ()
+        return (*super().rings, *normalized, *self.staged_rings(self.tile.staged))

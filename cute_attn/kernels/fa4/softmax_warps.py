@@ -73,12 +73,17 @@ class SoftmaxWarps:
         head_block = rings.next_head_block(q)
         while head_block >= 0:
             work, lanes = QueryTile.load(rings.record(q)), RowLanes.of(query_tile, self.spec.tile.ctas)
+            row_scale = self.prepare_q(rings, q, lanes, scale)
             rings.q.release(q, lanes.lane)
-            context = self.context(p, rings, work, lanes, scale, tmem)
+            context = self.context(p, rings, work, lanes, row_scale, tmem)
             s, state = self.mainloop(ring, context, s)
             self.publish(stats_ring, stats, state, RowLanes.of(query_tile, self.spec.tile.ctas))
             q, stats = rings.q.next(q), stats_ring.next(stats)
             head_block = rings.next_head_block(q)
+
+    def prepare_q(self, rings: SmemRings, q: PipelineState, lanes: RowLanes, scale: Float32) -> Float32:
+        """Prepares the thread's row of q, for which 16-bit rows need nothing; returns the scale of its scores."""
+        return scale
 
     def ring(self, rings: SmemRings, name: str, query_tile: Int32) -> Ring:
         """Returns the ring of a query tile, chosen at run time so that both tiles share one copy of the code."""

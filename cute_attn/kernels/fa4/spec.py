@@ -20,6 +20,7 @@ class BlackwellTile:
     `k_stages` and `v_stages` tiles are in flight. `softmax`: "anchored", exponents relative to anchors that trail the
     maximum, which is not computed; or "row_max", with the maximum of every tile and correction warps that rescale the
     output. `polynomial`: of every 16 pairs of exponentials, those computed on the FMA units instead of the MUFU.
+    With fp8 K and V under 16-bit q, `staged` tiles as stored are also in flight.
     """
 
     query_tiles: int = 2
@@ -29,6 +30,7 @@ class BlackwellTile:
     softmax: str = "anchored"
     polynomial: int = 0
     ctas: int = 1
+    staged: int = 0
 
     @property
     def rows(self) -> int:
@@ -63,6 +65,11 @@ class BlackwellTile:
         """Threads of the warpgroup of single warps, of one softmax warpgroup per query tile, and of the epilogue."""
         return 128 * (2 + self.query_tiles)
 
+    @property
+    def transform_warps(self) -> int:
+        """Warps that make operands of staged tiles: those of the single warps that have no other task."""
+        return 2 if self.staged else 0
+
     def __post_init__(self) -> None:
         rules = {
             "query_tiles must be 1 or 2": self.query_tiles in (1, 2),
@@ -74,6 +81,7 @@ class BlackwellTile:
             "a pair needs 128 cols": self.ctas == 1 or self.cols == 128,
             # The stages of V are numbered as those of S: softmax waits for the product of the kv tile before.
             "one query tile needs two v_stages": self.query_tiles == 2 or self.v_stages == 2,
+            "staged must be 0 to 2": 0 <= self.staged <= 2,
         }
         for rule, holds in rules.items():
             if not holds:
@@ -90,7 +98,12 @@ class Fa4Spec(PersistentSpec):
     @property
     def clears_tail(self) -> bool:
         """Whether rows of the last V tile may belong to another request or to none."""
-        return self.schedule == "items" and self.kv in ("dense", "paged")
+        return self.schedule == "items" and self.kv in ("dense", "paged") and not self.kv_dtype
+
+    @property
+    def normalizes_q(self) -> bool:
+        """Whether rows of q are converted to the dtype of converted keys and values."""
+        return bool(self.kv_dtype) and self.dtype == "bfloat16"
 
     @property
     def registers(self) -> tuple[int, int, int]:

@@ -32,6 +32,14 @@ _FP8 = {
     (128, 128): BlackwellTile(k_stages=4, v_stages=4, polynomial=5),
     (256, 256): BlackwellTile(query_tiles=1, k_stages=3, v_stages=2, polynomial=2),
 }
+# fp8 K and V under 16-bit q.
+_FP8_KV = {
+    (64, 64): BlackwellTile(k_stages=3, v_stages=3, polynomial=5, staged=2),
+    (96, 96): BlackwellTile(k_stages=2, v_stages=2, polynomial=4, staged=1),
+    (128, 128): BlackwellTile(k_stages=2, v_stages=2, polynomial=3, staged=1),
+    (192, 128): BlackwellTile(k_stages=1, v_stages=1, staged=1),
+    (256, 256): BlackwellTile(query_tiles=1, cols=64, k_stages=2, v_stages=2, staged=1),
+}
 
 # Minimum tokens per box with which pages are loaded by TMA instead of gathered by cp.async. A box costs TMA some 45 clocks
 # beside its rows (measured on Hopper): K and V of 128 keys take 976 clocks in boxes of 16 rows at head dimension 64, and
@@ -63,11 +71,11 @@ def choose(
     """Returns the tile of a problem on an architecture. `plain`: scores are not modified, nor masked but at the length
     and the diagonal; `kv`: as in `Fa4Spec`. A row's scores lie in one thread, which has registers for any modification.
     """
-    tile = (_FP8 if fp8 else _16_BIT)[tile_dims(head_dims, fp8)]
+    tile = (_FP8 if fp8 else _FP8_KV if fp8_kv else _16_BIT)[tile_dims(head_dims, fp8)]
     return dataclasses.replace(tile, polynomial=0) if arch in FAST_EXP2 else tile
 
 
-def candidates(arch: str, fp8: bool = False) -> dict[tuple[int, int], list[BlackwellTile]]:
+def candidates(arch: str, *, fp8: bool = False, fp8_kv: bool = False) -> dict[tuple[int, int], list[BlackwellTile]]:
     """Lists every tile that `choose` may return, by head dims."""
     dims = FP8_HEAD_DIMS if fp8 else HEAD_DIMS
-    return {head_dims: [choose(arch, head_dims, True, "dense", fp8=fp8)] for head_dims in dims}
+    return {head_dims: [choose(arch, head_dims, True, "dense", fp8=fp8, fp8_kv=fp8_kv)] for head_dims in dims}

@@ -1,0 +1,118 @@
+"""Blackwell kernel for 16-bit q over fp8 K and V: transform warps dequantize every tile, products use fp16 operands.
+
+producer            K0 Q V0 K1 V1 ...                      into the rings of staged tiles
+softmax warps          q                                   rows of bf16 q to fp16, once per work item
+transform warps        K0' K1' V0' K2' V1' ...
+MMA warp                   S0 S1 | O0 += P0 V0', S0' | ...
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cute_attn.kernels.blocks import ptx, tma
+from cute_attn.kernels.blocks.dequant_warps import DequantWarps
+from cute_attn.kernels.blocks.kv_dequant import (
+    MIN_SCALE,
+    OPERAND,
+    largest_magnitude,
+    normalized,
+    normalizing_factors,
+)
+from cute_attn.kernels.blocks.persistent_params import PersistentParams
+from cute_attn.kernels.blocks.pipeline import PipelineState, SmemRings
+from cute_attn.kernels.blocks.roles import WarpRole
+from cute_attn.kernels.blocks.scores import RowScales
+from cute_attn.kernels.blocks.smem import CHUNK
+from cute_attn.kernels.blocks.softmax import OnlineSoftmax
+from cute_attn.kernels.blocks.tile_scheduler import QueryTile
+from cute_attn.kernels.fa4.anchored import AnchoredSoftmax
+from cute_attn.kernels.fa4.kernel import Fa4Program
+from cute_attn.kernels.fa4.parts.exp2 import PairExp2
+from cute_attn.kernels.fa4.parts.lanes import RowLanes
+from cute_attn.kernels.fa4.parts.umma import UmmaTile
+from cute_attn.kernels.fa4.smem import Fp8KvMemory
+from cute_attn.kernels.fa4.softmax_warps import WARPS
+from cute_attn.kernels.fa4.spec import Fa4Spec
+from cute_attn.kernels.formats import LINE
+
+
+class NormalizingSoftmax(AnchoredSoftmax):
+    """Softmax warps that convert their rows of bf16 q before the first product."""
+
+    tile: UmmaTile
+
+    def role(self, i: int) -> WarpRole:
+        role = super().role(i)
+        fills = {"normalized": WARPS} if self.spec.normalizes_q else {}
+        return WarpRole(role.name, role.warps, {**role.fills, **fills}, role.reads, role.reads_records)
+
+    def prepare_q(self, rings: SmemRings, q: PipelineState, lanes: RowLanes, scale: Float32) -> Float32:
+        if self.spec.normalizes_q:
+            ring = rings.by_name["normalized"]
+            scale = scale * self.normalize(rings.q.address(q), lanes.row(0))
+            tma.fence_async()
+            ptx.sync_warp()
+            self.arrive(ring, q, lanes)
+        return scale
+
+    @cute.jit
+    def arrive(self, ring: cutlass.Constexpr, q: PipelineState, lanes: RowLanes) -> None:
+        if lanes.lane == 0:
+            tma.barrier_arrive(ring.full(q))
+
+    def normalize(self, q: Int32, row: Int32) -> Float32:
+        """Normalizes a row of q in its slot; returns the factor for the row's scores. Threads start at different chunks
+        of their lines, so that eight adjacent ones differ in bank.
+        """
+        memory = self.tile.memory
+        at = (q + row * LINE) | ((row & 7) * CHUNK)
+        chunks = [at ^ Int32(i * CHUNK) for i in range(LINE // CHUNK)]
+        columns = [column * memory.tile.rows * LINE for column in range(memory.qk_columns)]
+        largest = Int32(0)
+        for column in columns:
+            for chunk in chunks:
+                largest = largest_magnitude(ptx.ld_shared_v4(chunk, column), largest)
+        factor, inverse = normalizing_factors(largest)
+        for column in columns:
+            for chunk in chunks:
+                ptx.st_shared_v4(chunk, column, normalized(ptx.ld_shared_v4(chunk, column), factor))
+        return inverse
+
+
+class SpareWarps(DequantWarps):
+    """Two transform warps, which have registers for more loads in flight than four or eight would."""
+
+    groups = 2
+
+
+class Fp8KvProgram(Fa4Program):
+    """Blackwell kernel for 16-bit q over fp8 K and V."""
+
+    memory: Fp8KvMemory
+    softmax_type = NormalizingSoftmax
+
+    def __init__(self, spec: Fa4Spec, arch: str) -> None:
+        super().__init__(spec, arch)
+        self.transform = SpareWarps(self, spec, self.memory)
+
+    def umma_tile(self, spec: Fa4Spec, memory: Fp8KvMemory) -> UmmaTile:
+        return UmmaTile(OPERAND, memory)
+
+    @property
+    def roles(self) -> list[WarpRole]:
+        return [*super().roles, self.transform.role]
+
+    def run_spare_warp(self, params: PersistentParams, rings: SmemRings, warp: Int32) -> None:
+        self.transform.run(params, rings, cute.arch.thread_idx()[0] - 32)
+
+    def softmax(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> OnlineSoftmax:
+        if self.spec.scores:
+            return super().softmax(p, work, lanes, scale)
+        scales = [ptx.fmax(scale, Float32(MIN_SCALE))]
+        return OnlineSoftmax(self.tile.scores_layout, scales, PairExp2(self.spec.tile.polynomial))
+
+    def scale_step(self, p: PersistentParams, work: QueryTile, lanes: RowLanes, scale: Any) -> RowScales:
+        return RowScales(self.tile.scores_layout, lambda: [scale])
