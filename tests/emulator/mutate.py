@@ -203,7 +203,8 @@ PROBLEMS = {
         ),
     ),
     "xqa": Problems("sm_90a", "xqa", 2, (batch_decode((300, 5, 0, 700), kv_dtype=E4M3, **heads(2, 1), **dims(128)),)),
-    # Of Blackwell's: the same, items without queries or keys, and query tiles that begin at different kv tiles.
+    # Of Blackwell's: the same, items without queries, query tiles that begin at different kv tiles, items of one kv tile
+    # and of more than a ring has stages, and partial results.
     "tcgen05": Problems(
         "sm_100a",
         "fa4",
@@ -212,6 +213,7 @@ PROBLEMS = {
             ragged((140, 0, 20), (200, 30, 60), mask="causal", **ONE),
             ragged((300, 130, 140), (60, 100, 200), mask="causal", **ONE),
             ragged((130, 20), (700, 390), mask="causal", sm_scale=2.0, **ONE),
+            ragged((130,), (200,), fixed_split_size=128, **ONE),
         ),
     ),
     "tcgen05 gathered": Problems(
@@ -232,6 +234,16 @@ PROBLEMS = {
             Fp8Case((140, 20), (200, 40), (1, 1), scales="signed", head_dim=64, causal=True, seed=2),
             Fp8Case((300, 130, 140), (60, 100, 200), (1, 1), head_dim=64, causal=True),
             Fp8Case((130, 20), (700, 390), (1, 1), head_dim=64, causal=True, sm_scale=1.0),
+        ),
+    ),
+    # One query tile per CTA, with S of two kv tiles in flight.
+    "tcgen05 wide": Problems(
+        "sm_100a",
+        "fa4",
+        1,
+        (
+            ragged((140, 0, 20), (200, 30, 60), mask="causal", **ONE, **dims(256)),
+            ragged((130, 20), (60, 390), mask="causal", sm_scale=2.0, **ONE, **dims(256)),
         ),
     ),
 }
