@@ -76,6 +76,7 @@ def _passed(text: str) -> str:
     return f"setp.eq.u32 {predicate}, 0, 0;"
 
 
+WAIT = r"mbarrier\.try_wait|mbarrier\.test_wait"
 INSTRUCTION = r"mov\.b32 w, \d+"  # descriptor of tcgen05.mma
 
 # (what it is called, instructions that it applies to, what becomes of them)
@@ -86,7 +87,7 @@ MUTATIONS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
     ("wait for copies one group late", r"cp\.async\.wait_group", _plus(1)),
     ("commit of copies removed", r"cp\.async\.commit_group", _removed),
     ("wait for earlier launches removed", r"griddepcontrol\.wait", _removed),
-    ("mbarrier wait removed", r"mbarrier\.try_wait|mbarrier\.test_wait", _passed),
+    ("mbarrier wait removed", WAIT, _passed),
     ("mbarrier arrival removed", r"mbarrier\.arrive(?!\.expect_tx)", _removed),
     ("mbarrier count one too high", r"mbarrier\.init", _plus(1)),
     ("16 bytes too many expected", r"mbarrier\.arrive\.expect_tx", _plus(16)),
@@ -203,8 +204,8 @@ PROBLEMS = {
         ),
     ),
     "xqa": Problems("sm_90a", "xqa", 2, (batch_decode((300, 5, 0, 700), kv_dtype=E4M3, **heads(2, 1), **dims(128)),)),
-    # Of Blackwell's: the same, items without queries, query tiles that begin at different kv tiles, items of one kv tile
-    # and of more than a ring has stages, and partial results.
+    # Of Blackwell's: the same, items without queries, query tiles that begin at different kv tiles, items of one kv
+    # tile and of more than a ring has stages, and partial results.
     "tcgen05": Problems(
         "sm_100a",
         "fa4",
@@ -311,6 +312,13 @@ def caught(name: str, original: str, mutant: Mutant, more: bool = True) -> str:
     return ""
 
 
+def clears(ptx: str) -> int:
+    """Index of the wait before the loop that clears rows of V in a Blackwell kernel, of all mbarrier waits; or -1."""
+    zeros = r"st\.shared\.v4\.b32 \[[^\]]+\], \{(%\w+), \1, \1, \1\};(?:(?!mbarrier)[\s\S])*?fence\.proxy\.async"
+    found = re.search(zeros, ptx)
+    return -1 if found is None else len(sites(ptx[: found.start()], WAIT)) - 1
+
+
 GATHERS = "cp.async.cg.shared.global"  # in the Hopper kernel for small pages
 
 # Survivors that break nothing: (mutation, pattern of what identifies the site) -> why.
@@ -353,6 +361,17 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
         lambda ptx, mutant: GATHERS in ptx and mutant.site in (7, 11, 13),
         "of gathered tiles the threads that bring a V bring the next K with it, for which was waited already; who "
         "passes over a tile waits for its V",
+    ),
+    (
+        "mbarrier wait removed",
+        lambda ptx, mutant: mutant.kernel.startswith("cute_attn_fa4") and clears(ptx) - mutant.site in (1, 2),
+        "Q of a work item is loaded after the products of the item before that read Q; these waited for its cleared "
+        "rows and for all V but the last, so with two stages or more neither can be behind",
+    ),
+    (
+        "tensor memory fence removed",
+        lambda ptx, mutant: sites(ptx, r"tcgen05\.fence")[mutant.site].start() < ptx.find("griddepcontrol.wait"),
+        "no asynchronous operation in tensor memory precedes: the allocation is complete when the warp goes on",
     ),
 )
 

@@ -317,6 +317,13 @@ OUTPUTS = (
         STAGED,
     ),
     Fault(
+        "the CTA leaves before its staged outputs have been read",
+        "fa4/epilogue_warps.py",
+        "            staging.drain()\n",
+        "            pass\n",
+        STAGED,
+    ),
+    Fault(
         "other threads reuse the staging buffer before it has been read",
         "fa4/parts/output_staging.py",
         "        self.drain()\n        tma.named_sync(Int32(BARRIER), QUERY_TILE_ROWS)\n",
