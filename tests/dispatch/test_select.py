@@ -24,8 +24,8 @@ from cute_attn.runtime.arch import ARCHS, Arch, named
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 CUDA = Features(torch.device("cuda:0"), BF16, BF16, BF16, 32, 8, 128, 128)
 CPU = CUDA._replace(device=torch.device("cpu"))
-HOPPER, AMPERE, BLACKWELL = named("sm_90a"), named("sm_80"), named("sm_100a")
-FA2, FA3, FA4, XQA = (capabilities.BY_NAME[name] for name in ("fa2", "fa3", "fa4", "xqa"))
+HOPPER, AMPERE = named("sm_90a"), named("sm_80")
+FA2, FA3, XQA = (capabilities.BY_NAME[name] for name in ("fa2", "fa3", "xqa"))
 REFERENCE = capabilities.BY_NAME["reference"]
 
 
@@ -68,16 +68,11 @@ def test_persistent_kernels_take_many_rows(backend: str, arch: str, kv_source: s
 
 @pytest.mark.parametrize("kv_source", ["dense", "ragged", "paged"])
 @pytest.mark.parametrize("kv_dtype", FP8)
-def test_fa3_widens_8_bit_keys(kv_dtype: torch.dtype, kv_source: str) -> None:
+@pytest.mark.parametrize(("backend", "arch"), [("fa3", "sm_90a"), ("fa4", "sm_100a")])
+def test_persistent_kernels_widen_8_bit_keys(backend: str, arch: str, kv_dtype: torch.dtype, kv_source: str) -> None:
     features = CUDA._replace(kv_dtype=kv_dtype, kv_source=kv_source)
-    assert select.choose(features, arch=HOPPER, rows=65) is FA3
-    assert select.choose(features, arch=HOPPER, rows=64) is FA2
-
-
-@pytest.mark.parametrize("asked", [{"kv_dtype": E4M3}, {"kv_dtype": torch.float8_e5m2}])
-def test_what_fa4_has_no_kernels_for_yet(asked: dict[str, Any]) -> None:
-    with pytest.raises(NotSupported, match=r"fa4 refuses .* fp8 dtype: its kernel .* is not built yet"):
-        select.choose(CUDA._replace(**asked), "fa4", BLACKWELL)
+    assert select.choose(features, arch=named(arch), rows=65).name == backend
+    assert select.choose(features, arch=named(arch), rows=64) is FA2
 
 
 @pytest.mark.parametrize(("backend", "arch"), [("fa3", "sm_100a"), ("fa4", "sm_90a"), ("fa4", "sm_120a")])

@@ -28,7 +28,8 @@ PAGES: tuple[BatchCase, ...] = (
     paged(*LENGTHS, 3, kv_layout="HND", cache="strided", slack=True, **heads(4, 2), **dims(128)),
     paged(*LENGTHS, 4, mask="custom", cache="strided", dtype="bfloat16", **heads(2, 2), **dims(128)),
     paged((60, 9), (270, 129), 1, mask="causal", kv_layout="HND", **heads(6, 2), **dims(192, 128)),
-    paged((60, 9), (270, 129), 5, window_left=100, cache="strided", **heads(3, 3), **dims(80)),
+    paged((60, 9), (270, 129), 5, window_left=100, **heads(3, 3), **dims(80)),
+    paged((60, 9), (270, 129), 5, kv_layout="HND", cache="strided", **heads(3, 3), **dims(72)),
 )
 BOXES: tuple[BatchCase, ...] = (  # ends of requests within V tiles, which are cleared
     paged(*LENGTHS, 16, mask="causal", cache="strided", **heads(4, 2)),
@@ -82,7 +83,9 @@ def test_pages(source: str, batch: BatchCase, schedule: Schedule, sms: int) -> N
     assert {record.spec["kv"] for record in emulation.records if record.spec["kernel"] == "fa4"} == {source}
 
 
-@pytest.mark.parametrize(("batch", "schedule"), zip(BOXES, (*ALL_SCHEDULES, ALL_SCHEDULES[-1]), strict=True), ids=name)
+@pytest.mark.parametrize(
+    ("batch", "schedule"), list(zip(BOXES, (*ALL_SCHEDULES, ALL_SCHEDULES[-1]), strict=True)), ids=name
+)
 def test_boxes(batch: BatchCase, schedule: Schedule) -> None:
     assert solve(batch, schedule, 2).records[0].spec["kv"] == "paged"
 

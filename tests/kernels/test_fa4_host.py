@@ -12,21 +12,28 @@ from cute_attn.kernels.fa4.smem import BlackwellMemory
 from cute_attn.kernels.fa4.spec import BlackwellTile, Fa4Spec
 from cute_attn.runtime.arch import named
 
+KINDS: dict[tuple[str, str], dict[str, bool]] = {  # dtype and kv_dtype of a spec, and the arguments of `candidates`
+    ("bfloat16", ""): {},
+    ("float8_e4m3fn", ""): {"fp8": True},
+    ("bfloat16", "float8_e4m3fn"): {"fp8_kv": True},
+}
+
 
 @pytest.mark.parametrize("arch", tiles.ARCHS)
 def test_every_tile_is_a_default_kernel(arch: str) -> None:
     compiled = {(s.head_dim_qk, s.head_dim_vo, s.tile) for s in default_specs(arch) if isinstance(s, Fa4Spec)}
-    for candidates in (tiles.candidates(arch), tiles.candidates(arch, fp8=True)):
+    for candidates in (tiles.candidates(arch, **kind) for kind in KINDS.values()):
         for (dim_qk, dim_vo), of_dims in candidates.items():
             assert {(dim_qk, dim_vo, tile) for tile in of_dims} <= compiled
 
 
 @pytest.mark.parametrize("arch", tiles.ARCHS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
-def test_tiles_fit_shared_memory(arch: str, dtype: str) -> None:
-    for dims, of_dims in tiles.candidates(arch, dtype != "bfloat16").items():
+@pytest.mark.parametrize("dtypes", KINDS)
+def test_tiles_fit_shared_memory(arch: str, dtypes: tuple[str, str]) -> None:
+    dtype, kv_dtype = dtypes
+    for dims, of_dims in tiles.candidates(arch, **KINDS[dtypes]).items():
         for tile in of_dims:
-            memory = BlackwellMemory.of(Fa4Spec(dtype, "bfloat16", *dims, tile=tile))
+            memory = BlackwellMemory.of(Fa4Spec(dtype, "bfloat16", *dims, kv_dtype=kv_dtype, tile=tile))
             assert memory.bytes <= named(arch).smem_limit, (dims, tile)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from cute_attn.kernels.host.persistent.gather4 import PageMatrix
 
-PAGES, DIM, GAP = 3, 32, 8
+PAGES, DIM, GAP = 3, 64, 8
 
 
 def cache(layout: str, page_size: int, heads: int, gap: int, pages: int = PAGES, dim: int = DIM) -> torch.Tensor:
@@ -43,9 +43,11 @@ def test_tokens_are_found(layout: str, page_size: int, heads: int, gap: int) -> 
         assert first + row * row_items + column == int(stored[0])
 
 
-def test_zeros_behind_heads_of_rows() -> None:
-    """A product reads 16 columns of K at a time: rows of heads that are columns would end in the next head."""
+def test_lines_that_end_in_the_next_head() -> None:
+    """A product reads 16 columns of K at a time, a box 64; nothing lies between adjacent heads."""
     assert PageMatrix.of(cache("NHD", 4, 2, 0, dim=72), *axes("NHD")) is None
+    assert PageMatrix.of(cache("NHD", 4, 2, 0, dim=80), *axes("NHD")) is not None
+    assert PageMatrix.of(cache("NHD", 4, 2, GAP, dim=80), *axes("NHD")) is None
     matrix = PageMatrix.of(cache("HND", 4, 2, 0, dim=72), *axes("HND"))
     assert matrix is not None
     assert matrix.columns == 72
@@ -61,9 +63,9 @@ def test_strides_of_single_elements_do_not_count() -> None:
 @pytest.mark.parametrize(
     ("shape", "strides"),
     [
-        ((3, 4, 1, 32), (4 * 32 + 8, 32, 32, 1)),  # pages that are no whole number of tokens apart
-        ((3, 4, 2, 32), (8 * 32, 16, 128, 1)),  # rows that overlap
-        ((1 << 24, 128, 2, 32), (2 * 128 * 32, 32, 128 * 32, 1)),  # more rows than coordinates
+        ((3, 4, 1, 64), (4 * 64 + 8, 64, 64, 1)),  # pages that are no whole number of tokens apart
+        ((3, 4, 2, 64), (8 * 64, 32, 256, 1)),  # rows that overlap
+        ((1 << 24, 128, 2, 64), (2 * 128 * 64, 64, 128 * 64, 1)),  # more rows than coordinates
     ],
 )
 def test_caches_that_are_no_matrix(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:

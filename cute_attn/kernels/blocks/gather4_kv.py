@@ -1,7 +1,7 @@
 """K and V rows gathered by TMA, for small pages: tile::gather4 loads a line of any four rows of a map [columns, rows].
 
 The map shows the tensor of all pages as a matrix: its rows are a token's stride apart, pages follow every whole number
-of rows, and heads are either columns (NHD) or rows (HND). The lanes of the producer warp divide the groups of four rows.
+of rows, and heads are either columns (NHD) or rows (HND). The lanes of the producer warp divide the groups of rows.
 """
 
 from dataclasses import dataclass

@@ -123,7 +123,7 @@ class PersistentProgram:
             return KeyBounds(p.mask, work.rows(p)).order(order, shape.cols)
         return PackedMask.all_masked(order) if self.spec.mask == "packed" else order
 
-    def mask(self, p: PersistentParams, work: QueryTile, lanes: Any) -> BandMask:
+    def mask(self, p: PersistentParams, work: QueryTile, lanes: Any) -> Any:
         band, rows, layout = work.band(p), work.rows(p), self.tile.scores_layout
         if self.spec.mask == "packed":
             return PackedMask(band, layout, rows, lanes, p.mask + work.mask(), p.mask + p.mask_bytes, work.kv_len)

@@ -192,8 +192,8 @@ class DynamicTileScheduler:
 
 @dataclass(frozen=True)
 class WarpgroupTileScheduler(DynamicTileScheduler):
-    """Dynamic scheduler of several warps: their first thread fetches the index and passes it on in the tile's record. The
-    word is only overwritten after other tiles, whose barriers all threads have passed.
+    """Dynamic scheduler of several warps: their first thread fetches the index and passes it on in the tile's record.
+    The word is only overwritten after other tiles, whose barriers all threads have passed.
     """
 
     barrier: int  # named

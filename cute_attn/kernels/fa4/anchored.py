@@ -33,8 +33,8 @@ class AnchoredSoftmax(SoftmaxWarps):
         first: Boolean,
         masked: cutlass.Constexpr,
     ) -> Any:
-        """Computes P with the anchors of earlier tiles, and again where that exceeds the slack. The first tile has none,
-        so it begins with raising them.
+        """Computes P with the anchors of earlier tiles, and again where that exceeds the slack. The first tile has
+        none, so it begins with raising them.
         """
         shift, total, context = state.shift, state.total, context.at(ring, s)
         words = self.words(context, kv_tile) if masked else [None for _ in self.tile.chunks]
@@ -67,7 +67,7 @@ class AnchoredSoftmax(SoftmaxWarps):
         the one before is processed.
         """
         softmax, p = context.softmax, []
-        exp2 = softmax.exp2
+        exp2: Any = softmax.exp2  # of pairs
         sums = exp2.zero_sums()
         shifts = softmax.finite([shift]) if masked else [shift]
         loaded = self.load(context, Int32(0))

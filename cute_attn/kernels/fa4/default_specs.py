@@ -37,6 +37,16 @@ def default_specs(arch: str) -> list[KernelSpec]:
     for dims in FP8_HEAD_DIMS:
         specs += [_spec(arch, dims, dtype="float8_e4m3fn", **source) for source in fp8]
         specs.append(_spec(arch, dims, dtype="float8_e4m3fn", split=True, out_dtype="float32"))
+    return specs + _fp8_kv_specs(arch)
+
+
+def _fp8_kv_specs(arch: str) -> list[KernelSpec]:
+    llama, (e4m3, e5m2) = (128, 128), FP8_DTYPES
+    specs = [_spec(arch, dims, kv_dtype=e4m3, **source) for dims in HEAD_DIMS for source in ({}, ITEMS, GATHERED)]
+    specs += [_spec(arch, dims, kv_dtype=e4m3, **MODIFIED[0], **ITEMS) for dims in HEAD_DIMS]
+    specs += [_spec(arch, llama, kv_dtype=e4m3, split=True, out_dtype="float32")]
+    specs += [_spec(arch, llama, kv_dtype=e5m2, **ITEMS), _spec(arch, llama, kv_dtype=e4m3, **MODIFIED[0], **GATHERED)]
+    specs += [_spec(arch, llama, dtype="float16", out_dtype="float16", kv_dtype=stored) for stored in (e4m3, e5m2)]
     return specs
 
 
@@ -44,5 +54,5 @@ def _spec(
     arch: str, dims: tuple[int, int], *, dtype: str = "bfloat16", out_dtype: str = "bfloat16", **rest: Any
 ) -> KernelSpec:
     plain = rest.get("mask", "stop") == "stop" and not rest.get("scores")
-    tile = choose(arch, dims, plain, rest.get("kv", "dense"), fp8=dtype in FP8_DTYPES)
+    tile = choose(arch, dims, plain, rest.get("kv", "dense"), fp8=dtype in FP8_DTYPES, fp8_kv="kv_dtype" in rest)
     return Fa4Spec(dtype, out_dtype, *dims, tile=tile, **rest)

@@ -139,12 +139,13 @@ class Fa4Program(PersistentProgram):
 
     def softmax(self, p: PersistentParams, work: QueryTile, lanes: Any, scale: Any) -> OnlineSoftmax:
         softmax = super().softmax(p, work, lanes, scale)
-        return OnlineSoftmax(softmax.layout, softmax.log2_scales, PairExp2(self.spec.tile.polynomial))
+        exp2: Any = PairExp2(self.spec.tile.polynomial)  # whose sums are of pairs
+        return OnlineSoftmax(softmax.layout, softmax.log2_scales, exp2)
 
     def alibi_step(self, p: PersistentParams, work: QueryTile, lanes: RowLanes) -> RowAlibi:
         return RowAlibi.of(work.rows(p), lanes.row(0), p.num_qo_heads)
 
-    def mask(self, p: PersistentParams, work: QueryTile, lanes: RowLanes) -> StopWords:  # type: ignore[override]
+    def mask(self, p: PersistentParams, work: QueryTile, lanes: RowLanes) -> StopWords:
         band, rows, row = work.band(p), work.rows(p), lanes.row(0)
         if self.spec.mask == "packed":
             return PackedWords(band, rows, row, p.mask + work.mask(), p.mask + p.mask_bytes, work.kv_len)

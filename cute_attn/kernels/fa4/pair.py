@@ -16,7 +16,7 @@ from cute_attn.kernels.blocks.cta import CtaLoads, OneCta
 from cute_attn.kernels.blocks.persistent_params import Maps
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings
 from cute_attn.kernels.blocks.smem_map import TileMemory
-from cute_attn.kernels.blocks.tile_scheduler import DynamicTileScheduler
+from cute_attn.kernels.blocks.tile_scheduler import NEXT_TILE_WORD, DynamicTileScheduler
 from cute_attn.kernels.blocks.tma_kv import TmaOperand
 from cute_attn.kernels.fa4.smem import BlackwellMemory
 from cute_attn.kernels.fa4.spec import QUERY_TILE_ROWS
@@ -62,11 +62,10 @@ class PairRings(SmemRings):
     def of(cls, memory: TileMemory, base: Int32) -> "PairRings":
         assert isinstance(memory, BlackwellMemory)
         rings = SmemRings.of(memory, base)
-        by_name = dict(rings.by_name)
-        for name in memory.led_rings:
+        by_name, led = dict(rings.by_name), {"next": LeaderRing, **dict.fromkeys(memory.tmem_rings, TmemLeaderRing)}
+        for name, ring_type in led.items():
             ring = by_name[name]
-            led = LeaderRing if ring.slot_bytes else TmemLeaderRing
-            by_name[name] = led(ring.stages, ring.slot_bytes, ring.data, ring.barriers)
+            by_name[name] = ring_type(ring.stages, ring.slot_bytes, ring.data, ring.barriers)
         return cls(by_name, rings.staged_k, rings.staged_v, rings.records, rings.scratch)
 
 
@@ -90,9 +89,11 @@ class PairLoads(CtaLoads):
 
 @dataclass(frozen=True)
 class PairTileScheduler(DynamicTileScheduler):
-    """Dynamic scheduler of pairs: the leader draws the index of the next work item and stores it to both CTAs."""
+    """Dynamic scheduler of pairs: the leader draws the index of the next work item and stores it to the records of both
+    CTAs.
+    """
 
-    ring: Ring  # "next", whose slots are those of Q's ring
+    ring: Ring  # "next", of as many slots as Q's ring, at the same state
 
     def first(self) -> Int32:
         return cute.arch.block_idx()[0] // CTAS
@@ -106,16 +107,16 @@ class PairTileScheduler(DynamicTileScheduler):
 
     @cute.jit
     def broadcast_next(self, fetched: Int32, record: Int32, q: PipelineState) -> Int32:
-        ring = self.ring
+        ring, word = self.ring, record + Int32(4 * NEXT_TILE_WORD)
         if self.thread == 0:
             tma.barrier_expect(ring.full(q), INDEX_BYTES)
         if self.draws():
             ring.wait_empty(q)
             for cta in (0, 1):
-                slot, full = (cluster.in_cta(address, cta) for address in (ring.address(q), ring.full(q)))
+                slot, full = (cluster.in_cta(address, cta) for address in (word, ring.full(q)))
                 cluster.store_async(slot, fetched, full)
         ring.wait_full(q)
-        index = cute.arch.make_warp_uniform(ptx.ld_shared_b32(ring.address(q)))
+        index = cute.arch.make_warp_uniform(ptx.ld_shared_b32(word))
         ptx.sync_warp()
         ring.release(q, self.thread)
         return index + cute.arch.grid_dim()[0] // CTAS

@@ -24,8 +24,8 @@ class BlackwellMemory(TileMemory):
     Besides the operands, rings of no bytes hand over what lies in tensor memory: S of query tile i is filled by the
     products and released by softmax as P ("s0", "s1"); O is filled by the last product and released by the epilogue
     ("o0", "o1"). "tail" tells the products that the rows of V past the keys are cleared. "next" tells both CTAs of a
-    pair the index of their next work item, one per slot of "q". "staging" holds a query tile of outputs for TMA to
-    store.
+    pair that the index of their next work item is in the record of this one. "staging" holds a query tile of outputs
+    for TMA to store.
     """
 
     tile: BlackwellTile
@@ -54,10 +54,10 @@ class BlackwellMemory(TileMemory):
         operands = (
             RingLayout("q", tile.q_stages, tile.cta_rows * self.qk_columns * LINE),
             RingLayout("k", tile.k_stages, tile.k_box_rows * self.qk_columns * LINE),
-            RingLayout("v", tile.v_stages, tile.cols * self.loaded_v.columns * LINE),
+            RingLayout("v", tile.v_stages, tile.cols * (self.vo_columns // tile.ctas) * LINE),
         )
         tail = (RingLayout("tail", 1, 0),) if self.clears_tail else ()
-        drawn = (RingLayout("next", tile.q_stages, 16),) if tile.ctas == 2 else ()
+        drawn = (RingLayout("next", tile.q_stages, 0),) if tile.ctas == 2 else ()
         score_stages = 3 - tile.query_tiles
         handed_over = [
             ring
@@ -71,9 +71,9 @@ class BlackwellMemory(TileMemory):
         return (*operands, *tail, *handed_over, *drawn)
 
     @property
-    def led_rings(self) -> tuple[str, ...]:
-        """Names of the rings that a pair's leader fills in both CTAs."""
-        return ("next", *(f"{ring}{i}" for i in range(self.tile.query_tiles) for ring in "so"))
+    def tmem_rings(self) -> tuple[str, ...]:
+        """Names of the rings whose slots lie in tensor memory."""
+        return tuple(f"{ring}{i}" for i in range(self.tile.query_tiles) for ring in "so")
 
     @property
     def vo_columns(self) -> int:

@@ -1,5 +1,5 @@
 """Softmax warpgroups: one per query tile, a row per thread, P in place of S in tensor memory. All run the same code;
-how they turn S into P is the form's: `anchored.py` or `row_max.py`.
+how they turn S into P is the form's (`anchored.py`).
 """
 
 from dataclasses import dataclass, replace

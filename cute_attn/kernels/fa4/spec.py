@@ -8,7 +8,7 @@ from typing import ClassVar
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 
 QUERY_TILE_ROWS = 128  # of a product: all lanes of tensor memory
-SOFTMAX_FORMS = ("anchored", "row_max")
+SOFTMAX_FORMS = ("anchored",)
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,8 @@ class BlackwellTile:
     `ctas` 2: pairs of CTAs share work items. Each has its own query tiles, and half of every kv tile in shared memory,
     which the products of both read; both wait for the rows that see most.
     `k_stages` and `v_stages` tiles are in flight. `softmax`: "anchored", exponents relative to anchors that trail the
-    maximum, which is not computed; or "row_max", with the maximum of every tile and correction warps that rescale the
-    output. `polynomial`: of every 16 pairs of exponentials, those computed on the FMA units instead of the MUFU.
-    With fp8 K and V under 16-bit q, `staged` tiles as stored are also in flight.
+    maximum, which is not computed. `polynomial`: of every 16 pairs of exponentials, those computed on the FMA units
+    instead of the MUFU. With fp8 K and V under 16-bit q, `staged` tiles as stored are also in flight.
     """
 
     query_tiles: int = 2
@@ -95,6 +94,10 @@ class Fa4Spec(PersistentSpec):
     kernel: ClassVar[str] = "fa4"
     tile: BlackwellTile = BlackwellTile()
 
+    def __post_init__(self) -> None:
+        if self.tile.ctas == 2 and (self.kv == "gathered" or self.kv_dtype):
+            raise ValueError(f"{self}: pairs of CTAs load K and V by TMA, in the dtype of q")
+
     @property
     def clears_tail(self) -> bool:
         """Whether rows of the last V tile may belong to another request or to none."""
@@ -112,6 +115,5 @@ class Fa4Spec(PersistentSpec):
         """
         if self.tile.query_tiles == 1:
             return (256, 128, 120)
-        if self.tile.softmax == "row_max":
-            return (192, 80, 48)
+        # Few enough for the epilogue and the producers, and such that ptxas does not spill.
         return (168, 80, 96) if self.mask == "multi_item" else (160, 96, 96)

@@ -27,6 +27,11 @@ _16_BIT = {
     (192, 128): BlackwellTile(k_stages=2, v_stages=1),
     (256, 256): BlackwellTile(query_tiles=1, cols=64, k_stages=3, v_stages=2),
 }
+# Of pairs of CTAs, where K and V are loaded by TMA. At head dimension 256 a CTA alone would wait for shared memory: the
+# products of 128 rows read more of it than the tensor cores take time for. That holds for all masks and lengths.
+_16_BIT_PAIRS = {
+    (256, 256): BlackwellTile(query_tiles=1, k_stages=2, v_stages=2, ctas=2),
+}
 _FP8 = {
     (64, 64): BlackwellTile(k_stages=4, v_stages=4, polynomial=5),
     (128, 128): BlackwellTile(k_stages=4, v_stages=4, polynomial=5),
@@ -41,10 +46,10 @@ _FP8_KV = {
     (256, 256): BlackwellTile(query_tiles=1, cols=64, k_stages=2, v_stages=2, staged=1),
 }
 
-# Minimum tokens per box with which pages are loaded by TMA instead of gathered by cp.async. A box costs TMA some 45 clocks
-# beside its rows (measured on Hopper): K and V of 128 keys take 976 clocks in boxes of 16 rows at head dimension 64, and
-# 1696 in boxes of 8, of the 1380 that two query tiles compute; at 128, boxes of 32 take 1232 of 2048, and boxes of 16 take
-# 1952. tile::gather4 needs 64 and 128 instructions, so it pays below 21 and 16 clocks for one.
+# Minimum tokens per box with which pages are loaded by TMA instead of gathered by cp.async. A box costs TMA some 45
+# clocks beside its rows (measured on Hopper): at head dimension 64, K and V of 128 keys take 976 clocks in boxes of 16
+# rows and 1696 in boxes of 8, of the 1380 that two query tiles compute; at 128, boxes of 32 take 1232 of 2048 clocks,
+# boxes of 16 take 1952. tile::gather4 needs 64 and 128 instructions, so it pays below 21 and 16 clocks for one.
 _MIN_BOX_ROWS = {(64, 64): 16, (96, 96): 32, (128, 128): 32, (192, 128): 32, (256, 256): 32}
 _MIN_FP8_BOX_ROWS = 8  # of 8-bit rows under 16-bit q
 
@@ -71,7 +76,10 @@ def choose(
     """Returns the tile of a problem on an architecture. `plain`: scores are not modified, nor masked but at the length
     and the diagonal; `kv`: as in `Fa4Spec`. A row's scores lie in one thread, which has registers for any modification.
     """
-    tile = (_FP8 if fp8 else _FP8_KV if fp8_kv else _16_BIT)[tile_dims(head_dims, fp8)]
+    dims = tile_dims(head_dims, fp8)
+    tile = (_FP8 if fp8 else _FP8_KV if fp8_kv else _16_BIT)[dims]
+    if not (fp8 or fp8_kv or kv == "gathered"):
+        tile = _16_BIT_PAIRS.get(dims, tile)
     return dataclasses.replace(tile, polynomial=0) if arch in FAST_EXP2 else tile
 
 

@@ -49,7 +49,7 @@ class OutputStaging:
 
     @cute.jit
     def store(self, tensor_map: Int64, place: list[Int32]) -> None:
-        """Starts storing the buffer to the rows from `place` (head, token, block of heads), after all threads' writes."""
+        """Starts storing the buffer to the rows from `place` (head, token, block of heads), after all writes."""
         tma.fence_async()
         tma.named_sync(Int32(BARRIER), QUERY_TILE_ROWS)
         if self.storing:

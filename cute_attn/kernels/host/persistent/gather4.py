@@ -11,7 +11,7 @@ from cute_attn.kernels.host.persistent.tensor_maps import Map, TensorMaps, tenso
 from cute_attn.runtime import tensormap
 
 MAX_ROWS = 1 << 31  # row numbers are coordinates
-PRODUCT_ITEMS = 16  # columns of K that a product reads at a time: past the head's last, they must be zeros
+LINE_ITEMS, PRODUCT_ITEMS = 64, 16  # columns of K that a box has, and that a product reads at a time
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,9 @@ class PageMatrix:
         by_rows = row > 0 and head_stride % row == 0
         head_rows, head_columns = (head_stride // row, 0) if by_rows else (0, head_stride)
         columns = head_columns * (heads - 1) + dims
-        if row < columns or page % row or (head_columns and dims % PRODUCT_ITEMS):
+        # Where heads are columns, boxes end in the next head: it must follow at once, and no product may read it.
+        ends_well = not head_columns or dims % (PRODUCT_ITEMS if head_columns == dims else LINE_ITEMS) == 0
+        if row < columns or page % row or not ends_well:
             return None
         rows = (pages - 1) * (page // row) + (heads - 1) * head_rows + page_size
         if rows > MAX_ROWS:

@@ -1,0 +1,49 @@
+"""A kernel whose threads compute exp2(x * scale + shift) of 32 scores each, and their sum, as on Blackwell."""
+
+from typing import Any, NamedTuple
+
+from cutlass import Float32, Int32, Int64, cute
+
+from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.scalars import zeros
+from cute_attn.kernels.fa4.parts.exp2 import PairExp2
+
+ROWS, COLUMNS = 128, 32
+
+
+class Params(NamedTuple):
+    x: Int64  # fp32 [ROWS, COLUMNS]
+    p: Int64  # fp32 [ROWS, COLUMNS]
+    sums: Int64  # fp32 [ROWS]
+    scale: Float32
+    shift: Float32
+
+
+class Exp2Program:
+    params: type = Params
+    smem_bytes = 0
+    block = (ROWS, 1, 1)
+
+    def __init__(self, polynomial: int) -> None:
+        self.exp2 = PairExp2(polynomial)
+
+    def compile_args(self) -> tuple[Any, ...]:
+        return zeros(Params), Int32(1), Int32(1), Int32(1)
+
+    @cute.kernel
+    def kernel(self, params: Params) -> None:
+        thread = cute.arch.thread_idx()[0]
+        offset = Int64(thread) * Int64(COLUMNS * 4)
+        x = [ptx.ld_global_f32(params.x + offset + Int64(4 * i)) for i in range(COLUMNS)]
+        p = self.exp2.exponentials(x, params.scale, params.shift)
+        sums = self.exp2.add(self.exp2.zero_sums(), x, p)
+        self.store(params.p + offset, p)
+        ptx.st_global_f32(params.sums + Int64(thread) * Int64(4), self.exp2.sum(sums))
+
+    def store(self, address: Int64, p: list[Float32]) -> None:
+        for i, x in enumerate(p):
+            ptx.st_global_f32(address + Int64(4 * i), x)
+
+    @cute.jit
+    def __call__(self, params: Params, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
+        self.kernel(params).launch(grid=[grid_x, grid_y, grid_z], block=list(self.block), smem=self.smem_bytes)
