@@ -212,7 +212,7 @@ PROBLEMS = {
         1,
         (
             ragged((140, 0, 20), (200, 30, 60), mask="causal", **ONE),
-            ragged((300, 130, 140), (60, 100, 200), mask="causal", **ONE),
+            ragged((400, 130, 140), (200, 100, 200), mask="causal", **ONE),
             ragged((130, 20), (700, 390), mask="causal", sm_scale=2.0, **ONE),
             ragged((130,), (200,), fixed_split_size=128, **ONE),
         ),
@@ -223,7 +223,7 @@ PROBLEMS = {
         1,
         (
             paged((140, 20), (200, 40), 3, mask="causal", **ONE),
-            paged((300, 130, 140), (60, 100, 200), 3, mask="causal", **ONE),
+            paged((400, 130, 140), (200, 100, 200), 3, mask="causal", **ONE),
             paged((130, 20), (700, 390), 3, mask="causal", sm_scale=2.0, **ONE),
         ),
     ),
@@ -233,7 +233,7 @@ PROBLEMS = {
         1,
         (
             Fp8Case((140, 20), (200, 40), (1, 1), scales="signed", head_dim=64, causal=True, seed=2),
-            Fp8Case((300, 130, 140), (60, 100, 200), (1, 1), head_dim=64, causal=True),
+            Fp8Case((400, 130, 140), (200, 100, 200), (1, 1), head_dim=64, causal=True),
             Fp8Case((130, 20), (700, 390), (1, 1), head_dim=64, causal=True, sm_scale=1.0),
         ),
     ),
