@@ -373,6 +373,12 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
         lambda ptx, mutant: sites(ptx, r"tcgen05\.fence")[mutant.site].start() < ptx.find("griddepcontrol.wait"),
         "no asynchronous operation in tensor memory precedes: the allocation is complete when the warp goes on",
     ),
+    (
+        "tensor memory fence removed",
+        lambda ptx, mutant: sites(ptx, r"tcgen05\.fence")[mutant.site].start() > ptx.rfind("mbarrier."),
+        "at the end no operation is outstanding: fences and waits of the last hand-overs have ordered all before the "
+        "deallocation, which is not asynchronous",
+    ),
 )
 
 
