@@ -319,6 +319,12 @@ def clears(ptx: str) -> int:
     return -1 if found is None else len(sites(ptx[: found.start()], WAIT)) - 1
 
 
+def waited_again(ptx: str, mutant: Mutant) -> bool:
+    """Whether the warp waits for its stores to tensor memory once more before it arrives anywhere."""
+    waits = sites(ptx, r"tcgen05\.wait::st")[mutant.site :]
+    return len(waits) > 1 and "mbarrier.arrive" not in ptx[waits[0].end() : waits[1].start()]
+
+
 GATHERS = "cp.async.cg.shared.global"  # in the Hopper kernel for small pages
 
 # Survivors that break nothing: (mutation, pattern of what identifies the site) -> why.
@@ -367,6 +373,11 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
         lambda ptx, mutant: mutant.kernel.startswith("cute_attn_fa4") and clears(ptx) - mutant.site in (1, 2),
         "Q of a work item is loaded after the products of the item before that read Q; these waited for its cleared "
         "rows and for all V but the last, so with two stages or more neither can be behind",
+    ),
+    (
+        "wait for tensor memory stores removed",
+        waited_again,
+        "rescaled outputs: the wait for P, which the warp stores next, covers them",
     ),
     (
         "tensor memory fence removed",
