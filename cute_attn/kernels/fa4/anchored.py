@@ -17,6 +17,7 @@ from cute_attn.kernels.fa4.parts.umma import CHUNK_COLUMNS
 from cute_attn.kernels.fa4.softmax_warps import RowState, SoftmaxContext, SoftmaxWarps
 
 RESCALED_COLUMNS = 16  # of O, at a time
+HIDDEN = -1  # word of a chunk of which a row sees nothing
 
 
 class AnchoredSoftmax(SoftmaxWarps):
@@ -66,22 +67,48 @@ class AnchoredSoftmax(SoftmaxWarps):
         """Computes P of the thread's row, packed, its sum, and what must not exceed `limit`. A chunk is loaded while
         the one before is processed.
         """
-        softmax, p = context.softmax, []
-        exp2: Any = softmax.exp2  # of pairs
+        p, exp2 = [], self.exp2(context)
         sums = exp2.zero_sums()
-        shifts = softmax.finite([shift]) if masked else [shift]
+        shifts = context.softmax.finite([shift]) if masked else [shift]
         loaded = self.load(context, Int32(0))
         for chunk, word in zip(self.tile.chunks, words, strict=True):
             start = ptx.opaque(kv_tile * self.spec.tile.cols) + Int32(chunk * CHUNK_COLUMNS)
             s = sm100.wait_loads(loaded)
             if chunk + 1 in self.tile.chunks:
                 loaded = self.load(context, Int32((chunk + 1) * CHUNK_COLUMNS))
-            s = self.modified(context, s, start, word)
-            exponentials = softmax.exponentials(s, shifts, may_be_empty=False)
-            sums = exp2.add(sums, s, exponentials)
-            p += self.tile.probabilities(exponentials)
+            of_chunk = self.chunk if word is None else self.masked_chunk
+            packed, sums = of_chunk(context, s, shifts, sums, start, word)
+            p += packed
         total = exp2.sum(sums)
         return p, total, self.level(sums, total)
+
+    def chunk(
+        self, context: SoftmaxContext, s: list[Float32], shifts: list[Float32], sums: Any, start: Int32, word: Any
+    ) -> tuple[list[Int32], Any]:
+        """Computes P of a chunk, packed, and adds its exponentials to the sums."""
+        s = self.modified(context, s, start, word)
+        exponentials = context.softmax.exponentials(s, shifts, may_be_empty=False)
+        return self.tile.probabilities(exponentials), self.exp2(context).add(sums, s, exponentials)
+
+    @cute.jit
+    def masked_chunk(
+        self,
+        context: cutlass.Constexpr,
+        s: list[Float32],
+        shifts: list[Float32],
+        sums: cutlass.Constexpr,
+        start: Int32,
+        word: Int32,
+    ) -> Any:
+        """Does the same unless the chunk is hidden from all rows of the warp: at the diagonal, on average 1.5 of 4."""
+        packed = [Int32(0) for _ in range(CHUNK_COLUMNS * self.tile.memory.item_bytes // 4)]
+        if cute.arch.vote_any_sync(word != Int32(HIDDEN)):
+            packed, sums = self.chunk(context, s, shifts, sums, start, word)
+        return packed, sums
+
+    def exp2(self, context: SoftmaxContext) -> Any:
+        """Returns the exponentials' strategy, of pairs."""
+        return context.softmax.exp2
 
     def limit(self, context: SoftmaxContext) -> float:
         """Returns the largest `level` with which P is kept."""

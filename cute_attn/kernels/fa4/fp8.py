@@ -39,10 +39,12 @@ class Fp8SoftmaxWarps(AnchoredSoftmax):
         return sums.largest
 
     def hidden(self, context: SoftmaxContext) -> Float32:
-        return context.softmax.hidden
+        softmax: Any = context.softmax
+        return softmax.hidden
 
     def ascending(self, context: SoftmaxContext, s: list[Float32]) -> list[Float32]:
-        return context.softmax.ascending(s)
+        softmax: Any = context.softmax
+        return softmax.ascending(s)
 
     def due(self, kv_tile: Int32) -> Boolean:
         return kv_tile % (RAISE_KEYS // self.spec.tile.cols) == Int32(0)

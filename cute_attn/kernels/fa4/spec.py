@@ -116,4 +116,4 @@ class Fa4Spec(PersistentSpec):
         if self.tile.query_tiles == 1:
             return (256, 128, 120)
         # Few enough for the epilogue and the producers, and such that ptxas does not spill.
-        return (168, 80, 96) if self.mask == "multi_item" else (160, 96, 96)
+        return (192, 64, 64) if self.mask == "multi_item" else (160, 96, 96)
