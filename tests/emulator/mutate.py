@@ -211,7 +211,7 @@ PROBLEMS = {
         "fa4",
         1,
         (
-            ragged((140, 0, 20), (200, 30, 60), mask="causal", **ONE),
+            ragged((140, 0, 20, 30), (200, 30, 60, 50), mask="causal", **ONE),
             ragged((400, 130, 140), (200, 100, 200), mask="causal", **ONE),
             ragged((130, 20), (700, 390), mask="causal", sm_scale=2.0, **ONE),
             ragged((130,), (200,), fixed_split_size=128, **ONE),
@@ -222,7 +222,7 @@ PROBLEMS = {
         "fa4",
         1,
         (
-            paged((140, 20), (200, 40), 3, mask="causal", **ONE),
+            paged((140, 20, 30), (200, 40, 50), 3, mask="causal", **ONE),
             paged((400, 130, 140), (200, 100, 200), 3, mask="causal", **ONE),
             paged((130, 20), (700, 390), 3, mask="causal", sm_scale=2.0, **ONE),
         ),
@@ -232,7 +232,7 @@ PROBLEMS = {
         "fa4",
         1,
         (
-            Fp8Case((140, 20), (200, 40), (1, 1), scales="signed", head_dim=64, causal=True, seed=2),
+            Fp8Case((140, 20, 30), (200, 40, 50), (1, 1), scales="signed", head_dim=64, causal=True, seed=2),
             Fp8Case((400, 130, 140), (200, 100, 200), (1, 1), head_dim=64, causal=True),
             Fp8Case((130, 20), (700, 390), (1, 1), head_dim=64, causal=True, sm_scale=1.0),
         ),
@@ -243,7 +243,7 @@ PROBLEMS = {
         "fa4",
         1,
         (
-            ragged((140, 0, 20), (200, 30, 60), mask="causal", **ONE, **dims(256)),
+            ragged((140, 0, 20, 30), (200, 30, 60, 50), mask="causal", **ONE, **dims(256)),
             ragged((130, 20), (60, 390), mask="causal", sm_scale=2.0, **ONE, **dims(256)),
         ),
     ),

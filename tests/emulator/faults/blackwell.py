@@ -7,12 +7,13 @@ from tests.emulator.faults.fault import Fault, chosen
 TILES = chosen("fa4_adversarial", "test_few_kv_tiles and (129 or 257)")
 RINGS = chosen("fa4_adversarial", "test_every_ring_wraps and 64-adversarial")
 ITEMS = chosen("fa4_adversarial", "test_items_on_one_cta and each")
-ENDS = chosen("fa4_adversarial", "test_items_on_one_cta and within")
+ENDS = chosen("fa4_adversarial", "test_items_on_one_cta and (within or after)")
 OVERLAP = chosen("fa4_adversarial", "test_outputs_are_stored_under_the_next_products and 64-adversarial")
 HIDDEN = chosen("fa4_adversarial", "test_hidden_tiles and query and all and delayed")
 EARLY = chosen("fa4_adversarial", "test_causal_rows_before_the_first_key")
 RISES = chosen("fa4_adversarial", "test_scores_rise_in_every_chunk and 40 and delayed")
 LANES = chosen("fa4_adversarial", "test_a_rise_in_one_lane and 60 and (37 or 199)")
+WIDE = chosen("fa4_adversarial", "test_items_on_one_cta and wide")
 STAGED = chosen("fa4_pages", "test_ways_of_outputs and 128x128")
 GATHER4 = chosen("fa4_pages", "test_pages and gather4 and (h4x2 or strided)")
 
@@ -122,13 +123,6 @@ PRODUCTS = (
         "        sm100.fence_before_sync()\n        sm100.fence_after_sync()\n",
         TILES,
     ),
-    Fault(
-        "tensor memory is not fenced before it is freed",
-        "fa4/kernel.py",
-        "        self.cta.sync()\n        sm100.fence_after_sync()\n",
-        "        self.cta.sync()\n",
-        TILES,
-    ),
 )
 
 SOFTMAX = (
@@ -170,7 +164,7 @@ SOFTMAX = (
         "fa4/softmax_warps.py",
         "        ring.wait_empty(stats)\n",
         "",
-        OVERLAP,
+        ITEMS,
     ),
     Fault(
         "the first kv tile without a mask has no anchors",
@@ -226,7 +220,7 @@ SOFTMAX = (
         "fa4/anchored.py",
         "for i in cutlass.range_constexpr(0, CHUNK_COLUMNS, 2):\n                high",
         "for i in cutlass.range_constexpr(0, CHUNK_COLUMNS // 2, 2):\n                high",
-        chosen("fa4_adversarial", "test_scores_rise_in_every_chunk and 200 and delayed or test_one_tile_rises"),
+        chosen("persistent", "fa4 and test_scores_that_leap and 64"),
     ),
     Fault(
         "a chunk that is hidden from one row is skipped for its warp",
@@ -254,7 +248,7 @@ SOFTMAX = (
         "fa4/parts/exp2.py",
         "mov.b64 c, 0x3f317afd3f317afd",
         "mov.b64 c, 0x3f337afd3f337afd",
-        TILES,
+        ("tests/kernels/test_exp2.py",),
     ),
 )
 
@@ -391,4 +385,28 @@ LOADS = (
     ),
 )
 
-BLACKWELL = (*PRODUCTS, *SOFTMAX, *OUTPUTS, *LOADS)
+PAIRS = (
+    Fault(
+        "commits of a pair arrive in the leader alone",
+        "blocks/sm100.py",
+        "mov.b16 m, 3;",
+        "mov.b16 m, 1;",
+        WIDE,
+    ),
+    Fault(
+        "the leader expects the bytes of one CTA",
+        "fa4/pair.py",
+        "Int32(CTAS * num_bytes)",
+        "Int32(num_bytes)",
+        WIDE,
+    ),
+    Fault(
+        "the second CTA of a pair leaves before the last commits arrive there",
+        "fa4/pair.py",
+        "            ring.wait_empty(state)\n            state = ring.next(state)\n",
+        "            state = ring.next(state)\n",
+        WIDE,
+    ),
+)
+
+BLACKWELL = (*PRODUCTS, *SOFTMAX, *OUTPUTS, *LOADS, *PAIRS)
