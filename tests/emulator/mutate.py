@@ -70,6 +70,11 @@ def _always(text: str) -> str:
     return re.sub(r", (?:zero|keep);$", ", one;", text)
 
 
+def _in_cta(rank: int) -> Callable[[str], str]:
+    """A commit that arrives in one CTA of a pair."""
+    return lambda text: text.replace("m, 3;", f"m, {1 << rank};")
+
+
 def _passed(text: str) -> str:
     """A wait that always succeeds at once."""
     predicate = text.split(None, 1)[1].split(",")[0]
@@ -77,6 +82,7 @@ def _passed(text: str) -> str:
 
 
 WAIT = r"mbarrier\.try_wait|mbarrier\.test_wait"
+PAIR_COMMIT = r"mov\.b16 m, 3;[^;]*;\s*@e tcgen05\.commit\.cta_group::2"
 INSTRUCTION = r"mov\.b32 w, \d+"  # descriptor of tcgen05.mma
 
 # (what it is called, instructions that it applies to, what becomes of them)
@@ -104,6 +110,8 @@ MUTATIONS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
     ("wait for tensor memory stores removed", r"tcgen05\.wait::st", _removed),
     ("commit of products removed", r"@e tcgen05\.commit", _removed),
     ("commit to the next barrier", r"@e tcgen05\.commit", _moved(8)),
+    ("commit in the leader alone", PAIR_COMMIT, _in_cta(0)),
+    ("commit in the other CTA alone", PAIR_COMMIT, _in_cta(1)),
     ("16 columns off", r"tcgen05\.(?:ld|st)", _moved(16)),
     ("first product accumulates", r"@e tcgen05\.mma[^;]*, (?:zero|keep)", _always),
     ("instruction descriptor with another N", INSTRUCTION, _flipped(17)),
