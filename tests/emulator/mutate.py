@@ -410,13 +410,16 @@ def excuse(ptx: str, mutant: Mutant) -> str:
 
 def report(names: list[str], sample: int | None = None, word: str = "", log: bool = False) -> dict[str, object]:
     """Fates of the mutants described with `word`, or of `sample` of them of every kernel, chosen by a fixed seed."""
+    problems: dict[str, dict[str, int]] = {}
     tally: dict[str, list[int]] = {}
     survivors: list[dict[str, str]] = []
     for name in names:
         for ptx in kernels(name):
-            tried = [mutant for mutant in mutants(symbol(ptx), ptx) if word in str(mutant)]
-            if sample is not None and sample < len(tried):
-                tried = sorted(random.Random(0).sample(tried, sample), key=tried.index)
+            found = tried = [mutant for mutant in mutants(symbol(ptx), ptx) if word in str(mutant)]
+            if sample is not None and sample < len(found):
+                tried = sorted(random.Random(0).sample(found, sample), key=found.index)
+            counts = problems.setdefault(name, {"tried": 0, "mutants": 0})
+            counts["tried"], counts["mutants"] = counts["tried"] + len(tried), counts["mutants"] + len(found)
             for mutant in tried:
                 why = excuse(ptx, mutant)
                 by = caught(name, ptx, mutant, more=not why)
@@ -426,12 +429,13 @@ def report(names: list[str], sample: int | None = None, word: str = "", log: boo
                     survivors.append({"problem": name, "mutant": str(mutant), "equivalent": why})
                 if log:
                     print(f"{name}: {by or 'SURVIVED'}: {mutant} {'' if by else why}", file=sys.stderr, flush=True)
-    found, equal, missed = (sum(row[i] for row in tally.values()) for i in range(3))
+    right, equal, missed = (sum(row[i] for row in tally.values()) for i in range(3))
     return {
-        "caught": found,
+        "problems": problems,
+        "caught": right,
         "equivalent": equal,
         "missed": missed,
-        "share": found / max(found + missed, 1),
+        "share": right / max(right + missed, 1),
         "mutations": {
             name: dict(zip(("caught", "equivalent", "missed"), row, strict=True)) for name, row in tally.items()
         },
@@ -448,8 +452,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     names = options.problem or [name for name, asked in PROBLEMS.items() if asked.arch == options.arch]
-    found = {"problems": names, "sample": options.sample, **report(names, options.sample, options.only, log=True)}
-    text = json.dumps(found, indent=1)
+    text = json.dumps(report(names, options.sample, options.only, log=True), indent=1)
     print(text)
     if options.out:
         options.out.write_text(text + "\n")
