@@ -82,6 +82,7 @@ def _passed(text: str) -> str:
 
 
 WAIT = r"mbarrier\.try_wait|mbarrier\.test_wait"
+ACCUMULATES = r"@e tcgen05\.mma[^;]*, (?:zero|keep)"
 PAIR_COMMIT = r"mov\.b16 m, 3;[^;]*;\s*@e tcgen05\.commit\.cta_group::2"
 INSTRUCTION = r"mov\.b32 w, \d+"  # descriptor of tcgen05.mma
 
@@ -113,7 +114,7 @@ MUTATIONS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
     ("commit in the leader alone", PAIR_COMMIT, _in_cta(0)),
     ("commit in the other CTA alone", PAIR_COMMIT, _in_cta(1)),
     ("16 columns off", r"tcgen05\.(?:ld|st)", _moved(16)),
-    ("first product accumulates", r"@e tcgen05\.mma[^;]*, (?:zero|keep)", _always),
+    ("first product accumulates", ACCUMULATES, _always),
     ("instruction descriptor with another N", INSTRUCTION, _flipped(17)),
     ("instruction descriptor with another M", INSTRUCTION, _flipped(24)),
     ("instruction descriptor with another order of B", INSTRUCTION, _flipped(16)),
@@ -333,6 +334,13 @@ def waited_again(ptx: str, mutant: Mutant) -> bool:
     return len(waits) > 1 and "mbarrier.arrive" not in ptx[waits[0].end() : waits[1].start()]
 
 
+def keeps_always(ptx: str, mutant: Mutant) -> bool:
+    """Whether the flag of a product that may begin a sum is the constant 1."""
+    at = sites(ptx, ACCUMULATES)[mutant.site]
+    flags = re.findall(r"setp\.ne\.s32 keep, (%\w+), 0;", ptx[: at.start()])
+    return at.group().endswith("keep;") and re.search(rf"mov\.b32\s+{flags[-1]}, 1;", ptx) is not None
+
+
 GATHERS = "cp.async.cg.shared.global"  # in the Hopper kernel for small pages
 
 # Survivors that break nothing: (mutation, pattern of what identifies the site) -> why.
@@ -381,6 +389,11 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
         lambda ptx, mutant: mutant.kernel.startswith("cute_attn_fa4") and clears(ptx) - mutant.site in (1, 2),
         "Q of a work item is loaded after the products of the item before that read Q; these waited for its cleared "
         "rows and for all V but the last, so with two stages or more neither can be behind",
+    ),
+    (
+        "first product accumulates",
+        keeps_always,
+        "it does already: of the steps in which both query tiles have an output",
     ),
     (
         "wait for tensor memory stores removed",
