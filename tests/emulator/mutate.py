@@ -170,6 +170,10 @@ class Problems:
     sms: int
     cases: tuple[Case | BatchCase | Fp8Case, ...]
 
+    def mutates(self, ptx: str) -> bool:
+        """Whether it is a kernel of the backend, or the merge of partial results beside fa2's."""
+        return self.kernels == "fa2" or symbol(ptx).startswith(f"cute_attn_{self.kernels}")
+
 
 BF16 = {"dtype": "bfloat16"}
 ONE = heads(1, 1)
@@ -273,7 +277,7 @@ def kernels(name: str, schedules: tuple[Schedule, ...] = SCHEDULES, cases: int |
         with using(asked.arch, schedule=schedule, rewrite=remember, sms=asked.sms, kernels=asked.kernels):
             result = "".join(solve(case) for case in asked.cases[:cases])
         assert result == "", f"the kernels themselves: {result}"
-    return list(seen)
+    return [ptx for ptx in seen if asked.mutates(ptx)]
 
 
 def symbol(ptx: str) -> str:
