@@ -250,7 +250,7 @@ PROBLEMS = {
             Fp8Case((130, 20), (700, 390), (1, 1), head_dim=64, causal=True, sm_scale=1.0),
         ),
     ),
-    # One query tile per CTA, with S of two kv tiles in flight.
+    # Pairs of CTAs with a query tile each, and S of two kv tiles in flight.
     "tcgen05 wide": Problems(
         "sm_100a",
         "fa4",
@@ -258,6 +258,7 @@ PROBLEMS = {
         (
             ragged((140, 0, 20, 30), (200, 30, 60, 50), mask="causal", **ONE, **dims(256)),
             ragged((130, 20), (60, 390), mask="causal", sm_scale=2.0, **ONE, **dims(256)),
+            ragged((130,), (200,), fixed_split_size=128, **ONE, **dims(256)),
         ),
     ),
 }
