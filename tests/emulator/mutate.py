@@ -238,6 +238,7 @@ PROBLEMS = {
             paged((140, 20, 30), (200, 40, 50), 3, mask="causal", **ONE),
             paged((400, 130, 140), (200, 100, 200), 3, mask="causal", **ONE),
             paged((130, 20), (700, 390), 3, mask="causal", sm_scale=2.0, **ONE),
+            paged((130,), (200,), 3, fixed_split_size=43, **ONE),
         ),
     ),
     "tcgen05 fp8": Problems(
