@@ -24,7 +24,7 @@ _16_BIT = {
     (64, 64): BlackwellTile(k_stages=4, v_stages=4, polynomial=6),
     (96, 96): BlackwellTile(k_stages=2, v_stages=2, polynomial=4),
     (128, 128): BlackwellTile(k_stages=2, v_stages=2, polynomial=3),
-    (192, 128): BlackwellTile(k_stages=2, v_stages=1),
+    (192, 128): BlackwellTile(k_stages=2, v_stages=1, polynomial=2),
     (256, 256): BlackwellTile(query_tiles=1, cols=64, k_stages=3, v_stages=2),
 }
 # Of pairs of CTAs, where K and V are loaded by TMA. At head dimension 256 a CTA alone would wait for shared memory: the
@@ -42,7 +42,7 @@ _FP8_KV = {
     (64, 64): BlackwellTile(k_stages=3, v_stages=3, polynomial=6, staged=2),
     (96, 96): BlackwellTile(k_stages=2, v_stages=2, polynomial=4, staged=1),
     (128, 128): BlackwellTile(k_stages=2, v_stages=2, polynomial=3, staged=1),
-    (192, 128): BlackwellTile(k_stages=1, v_stages=1, staged=1),
+    (192, 128): BlackwellTile(k_stages=1, v_stages=1, polynomial=2, staged=1),
     (256, 256): BlackwellTile(query_tiles=1, cols=64, k_stages=2, v_stages=2, staged=1),
 }
 
