@@ -41,7 +41,7 @@ def test_tiles_fit_shared_memory(arch: str, dtypes: tuple[str, str]) -> None:
 def test_the_fma_units_help_the_slower_mufu_only(dims: tuple[int, int]) -> None:
     slow, fast = (tiles.choose(arch, dims, True, "dense") for arch in tiles.ARCHS)
     assert fast == dataclasses.replace(slow, polynomial=0)
-    assert (slow.polynomial > 0) == (sum(dims) <= 256)  # tensor cores need no longer than the MUFU
+    assert (slow.polynomial > 0) == (sum(dims) < 512)  # from there on tensor cores need twice as long as the MUFU
 
 
 @pytest.mark.parametrize("dims", tiles.HEAD_DIMS)
@@ -51,6 +51,12 @@ def test_where_pages_come_from(dims: tuple[int, int]) -> None:
     assert [sources[size] for size in (64, 128, 192)] == ["paged"] * 3
     assert [sources[size] for size in (1, 3, 5, 8, 63, 100)] == ["gathered"] * 6
     assert tiles.choose("sm_100a", dims, True, "paged").cols % tiles.PAGE_ALIGNED == 0
+
+
+def test_pairs_where_all_rows_see_all_keys() -> None:
+    ctas = {full: tiles.choose("sm_100a", (192, 128), True, "dense", full=full).ctas for full in (False, True)}
+    assert ctas == {False: 1, True: 2}
+    assert tiles.choose("sm_100a", (192, 128), True, "gathered", full=True).ctas == 1
 
 
 @pytest.mark.parametrize(("dims", "runs_as"), [((32, 32), 64), ((72, 72), 96), ((112, 112), 128), ((192, 192), 256)])

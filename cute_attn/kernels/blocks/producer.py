@@ -148,7 +148,8 @@ class Producer:
 
     def chunks(self, head_dim: int) -> int:
         """Returns the 16-byte chunks of a stored row of K or V."""
-        return head_dim * KV_BITS[self.spec.kv_dtype] // 8 // CHUNK
+        bits = KV_BITS[self.spec.kv_dtype] if self.spec.kv_dtype else 8 * self.memory.item_bytes
+        return head_dim * bits // 8 // CHUNK
 
 
 def source_type(spec: PersistentSpec, gathered: type[GatheredKV]) -> type[KVSource]:

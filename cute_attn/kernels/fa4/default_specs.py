@@ -30,10 +30,12 @@ def default_specs(arch: str) -> list[KernelSpec]:
     specs += [_spec(arch, dims, **MODIFIED[0], **source) for dims in HEAD_DIMS for source in ({}, GATHERED)]
     specs += [_spec(arch, llama, **modified) for modified in MODIFIED[1:]]
     specs += [_spec(arch, llama, **MODIFIED[0], **ITEMS), _spec(arch, (192, 128), mask="band", **ITEMS)]
+    specs += [_spec(arch, (192, 128), full=True, **source) for source in ({}, ITEMS)]
     specs += [_spec(arch, llama, mask="multi_item", **source) for source in (ITEMS, GATHERED)]
     specs += [_spec(arch, llama, schedule="items", kv="gather4")]
     specs += [_spec(arch, llama, schedule="items"), _spec(arch, llama, dtype="float16", out_dtype="float16")]
-    fp8: tuple[dict[str, Any], ...] = ({}, ITEMS, {"schedule": "items"}, {"mask": "band"}, {**MODIFIED[0], **ITEMS})
+    fp8: tuple[dict[str, Any], ...] = ({}, ITEMS, GATHERED, {"schedule": "items"}, {"mask": "band"})
+    fp8 += ({**MODIFIED[0], **ITEMS},)
     for dims in FP8_HEAD_DIMS:
         specs += [_spec(arch, dims, dtype="float8_e4m3fn", **source) for source in fp8]
         specs.append(_spec(arch, dims, dtype="float8_e4m3fn", split=True, out_dtype="float32"))
@@ -51,8 +53,15 @@ def _fp8_kv_specs(arch: str) -> list[KernelSpec]:
 
 
 def _spec(
-    arch: str, dims: tuple[int, int], *, dtype: str = "bfloat16", out_dtype: str = "bfloat16", **rest: Any
+    arch: str,
+    dims: tuple[int, int],
+    *,
+    dtype: str = "bfloat16",
+    out_dtype: str = "bfloat16",
+    full: bool = False,
+    **rest: Any,
 ) -> KernelSpec:
     plain = rest.get("mask", "stop") == "stop" and not rest.get("scores")
-    tile = choose(arch, dims, plain, rest.get("kv", "dense"), fp8=dtype in FP8_DTYPES, fp8_kv="kv_dtype" in rest)
+    kinds = {"full": full, "fp8": dtype in FP8_DTYPES, "fp8_kv": "kv_dtype" in rest}
+    tile = choose(arch, dims, plain, rest.get("kv", "dense"), **kinds)
     return Fa4Spec(dtype, out_dtype, *dims, tile=tile, **rest)

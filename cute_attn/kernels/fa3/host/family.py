@@ -9,8 +9,10 @@ from cute_attn.kernels.host.persistent.family import family
 from cute_attn.kernels.host.persistent.variant import PersistentKernels
 
 
-def choose(arch: str, head_dims: tuple[int, int], plain: bool, kv: str, *, fp8: bool, fp8_kv: bool) -> HopperTile:
-    """Returns the tile of a problem. There is one architecture."""
+def choose(
+    arch: str, head_dims: tuple[int, int], plain: bool, kv: str, *, full: bool, fp8: bool, fp8_kv: bool
+) -> HopperTile:
+    """Returns the tile of a problem. There is one architecture, and causal problems have the tiles of others."""
     return tiles.choose(head_dims, plain, kv, fp8, fp8_kv)
 
 

@@ -37,7 +37,7 @@ def tiling(
     share a tile are one group.
     """
     features = settings.features
-    tile = kernels.tile(features, arch, settings.window_left >= 0, settings.page_size)
+    tile = kernels.tile_of(settings, arch, settings.page_size)
     heads = variant.heads_per_tile(features, qo_len, tile.q_box_rows)
     section = variant.section_heads(features, heads, kv_len)
     kv_heads = max(1, section * heads * features.num_kv_heads // features.num_qo_heads)

@@ -33,9 +33,11 @@ class PageSource(Protocol):
 class ChooseTile(Protocol[T_co]):
     """Chooses tiles."""
 
-    def __call__(self, arch: str, head_dims: tuple[int, int], plain: bool, kv: str, *, fp8: bool, fp8_kv: bool) -> T_co:
+    def __call__(
+        self, arch: str, head_dims: tuple[int, int], plain: bool, kv: str, *, full: bool, fp8: bool, fp8_kv: bool
+    ) -> T_co:
         """Returns the tile of a problem on an architecture. `plain`: scores are not modified, nor masked but at the
-        length and the diagonal; `kv`: as in the spec.
+        length and the diagonal; `full`: all rows see all keys; `kv`: as in the spec.
         """
 
 
@@ -80,18 +82,24 @@ class PersistentKernels(Generic[T]):
             return "dense"
         return self.page_source(head_dims(features), page_size, fp8=features.q_dtype in FP8, fp8_kv=fp8_kv(features))
 
-    def tile(self, features: Features, arch: str, window: bool, page_size: int = SMALL_PAGE) -> T:
+    def tile(self, features: Features, arch: str, window: bool, page_size: int = SMALL_PAGE, causal: bool = True) -> T:
         """Returns the tile of these features on an architecture; the other arguments are those of `spec`."""
         masked = features.custom_mask or features.multi_item or window
         plain = not masked and not scores(features)
         kv, fp8 = self.kv_source(features, page_size), features.q_dtype in FP8
-        return self.choose_tile(arch, head_dims(features), plain, kv, fp8=fp8, fp8_kv=fp8_kv(features))
+        full = not (masked or causal)
+        return self.choose_tile(arch, head_dims(features), plain, kv, full=full, fp8=fp8, fp8_kv=fp8_kv(features))
+
+    def tile_of(self, settings: Settings, arch: str, page_size: int = SMALL_PAGE) -> T:
+        """Returns the tile of these settings."""
+        return self.tile(settings.features, arch, settings.window_left >= 0, page_size, settings.causal)
 
     def specs(self, features: Features, arch: Arch) -> list[KernelSpec]:
         """Returns every kernel that calls of these features may need, whatever their lengths."""
         kernels: list[KernelSpec] = [
-            self.spec(features, window, self.tile(features, arch.name, window, page_size), split, page_size)
+            self.spec(features, window, self.tile(features, arch.name, window, page_size, causal), split, page_size)
             for window in (False, True)
+            for causal in (True, False)
             for split in ((False,) if batched(features) else (False, True))
             for page_size in (SMALL_PAGE, LARGE_PAGE)
         ]
