@@ -1,6 +1,6 @@
 """Mutates our kernels in one place at a time and reports whether the emulator detects it.
 
-    python -m tests.emulator.mutate [--arch sm_90a] [--out FILE]
+    python -m tests.emulator.mutate [--arch sm_90a] [--problem NAME] [--sample N] [--out FILE]
 
 A mutant removes or alters one barrier, wait, fence, arrival or count in the PTX. It is caught if a check raises or the
 result is wrong, on any of the schedules. Survivors are listed with the reason why they are equivalent, where one is
@@ -12,10 +12,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 from cute_attn.emulator import EmulatorError, Schedule, using
 from tests.support import batch_case, fp8_case
@@ -26,7 +29,7 @@ from tests.support.fp8_case import Fp8Case
 from tests.support.matrix import decode, prefill
 
 SCHEDULES = (Schedule(), Schedule("delayed", 1), Schedule("adversarial", 2))
-MORE = tuple(Schedule("adversarial", seed) for seed in range(3, 9))  # for those that these do not catch
+MORE = tuple(Schedule("adversarial", seed) for seed in (3, 4, 5))  # for those that these do not catch
 
 
 def _removed(text: str) -> str:
@@ -67,12 +70,20 @@ def _always(text: str) -> str:
     return re.sub(r", (?:zero|keep);$", ", one;", text)
 
 
+def _in_cta(rank: int) -> Callable[[str], str]:
+    """A commit that arrives in one CTA of a pair."""
+    return lambda text: text.replace("m, 3;", f"m, {1 << rank};")
+
+
 def _passed(text: str) -> str:
     """A wait that always succeeds at once."""
     predicate = text.split(None, 1)[1].split(",")[0]
     return f"setp.eq.u32 {predicate}, 0, 0;"
 
 
+WAIT = r"mbarrier\.try_wait|mbarrier\.test_wait"
+ACCUMULATES = r"@e tcgen05\.mma[^;]*, (?:zero|keep)"
+PAIR_COMMIT = r"mov\.b16 m, 3;[^;]*;\s*@e tcgen05\.commit\.cta_group::2"
 INSTRUCTION = r"mov\.b32 w, \d+"  # descriptor of tcgen05.mma
 
 # (what it is called, instructions that it applies to, what becomes of them)
@@ -83,7 +94,7 @@ MUTATIONS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
     ("wait for copies one group late", r"cp\.async\.wait_group", _plus(1)),
     ("commit of copies removed", r"cp\.async\.commit_group", _removed),
     ("wait for earlier launches removed", r"griddepcontrol\.wait", _removed),
-    ("mbarrier wait removed", r"mbarrier\.try_wait|mbarrier\.test_wait", _passed),
+    ("mbarrier wait removed", WAIT, _passed),
     ("mbarrier arrival removed", r"mbarrier\.arrive(?!\.expect_tx)", _removed),
     ("mbarrier count one too high", r"mbarrier\.init", _plus(1)),
     ("16 bytes too many expected", r"mbarrier\.arrive\.expect_tx", _plus(16)),
@@ -100,8 +111,10 @@ MUTATIONS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
     ("wait for tensor memory stores removed", r"tcgen05\.wait::st", _removed),
     ("commit of products removed", r"@e tcgen05\.commit", _removed),
     ("commit to the next barrier", r"@e tcgen05\.commit", _moved(8)),
+    ("commit in the leader alone", PAIR_COMMIT, _in_cta(0)),
+    ("commit in the other CTA alone", PAIR_COMMIT, _in_cta(1)),
     ("16 columns off", r"tcgen05\.(?:ld|st)", _moved(16)),
-    ("first product accumulates", r"@e tcgen05\.mma[^;]*, (?:zero|keep)", _always),
+    ("first product accumulates", ACCUMULATES, _always),
     ("instruction descriptor with another N", INSTRUCTION, _flipped(17)),
     ("instruction descriptor with another M", INSTRUCTION, _flipped(24)),
     ("instruction descriptor with another order of B", INSTRUCTION, _flipped(16)),
@@ -148,23 +161,33 @@ def applied(mutant: Mutant, ptx: str) -> str:
 @dataclass(frozen=True)
 class Problems:
     """Problems of one kernel, on few multiprocessors, so that keys are not split where they need not be: long enough
-    to reuse every stage of every ring, some with tiles that see no key. `kernels`: the backend that is mutated.
+    to reuse every stage of every ring, some with tiles that see no key; the cheapest first. `kernels`: the backend that
+    is mutated.
     """
 
+    arch: str
     kernels: str
     sms: int
     cases: tuple[Case | BatchCase | Fp8Case, ...]
 
+    def mutates(self, ptx: str) -> bool:
+        """Whether it is a kernel of the backend, or the merge of partial results beside fa2's."""
+        return self.kernels == "fa2" or symbol(ptx).startswith(f"cute_attn_{self.kernels}")
+
 
 BF16 = {"dtype": "bfloat16"}
+ONE = heads(1, 1)
 PROBLEMS = {
     "prefill": Problems(
-        "fa2", 1, (prefill(140, 700, (2, 1), 64, mask="causal"), prefill(300, 40, (1, 1), 64, mask="causal"))
+        "sm_90a", "fa2", 1, (prefill(140, 700, (2, 1), 64, mask="causal"), prefill(300, 40, (1, 1), 64, mask="causal"))
     ),
-    "decode": Problems("fa2", 132, (decode(1500, (4, 1), 64),)),
-    "append": Problems("fa2", 1, (prefill(40, 300, (1, 1), 128, **BF16), prefill(40, 0, (1, 1), 128, **BF16))),
+    "decode": Problems("sm_90a", "fa2", 132, (decode(1500, (4, 1), 64),)),
+    "append": Problems(
+        "sm_90a", "fa2", 1, (prefill(40, 300, (1, 1), 128, **BF16), prefill(40, 0, (1, 1), 128, **BF16))
+    ),
     # Of Hopper's kernels: recomputed tiles (large scores), tiles that see no key.
     "ragged": Problems(
+        "sm_90a",
         "fa3",
         1,
         (
@@ -174,15 +197,17 @@ PROBLEMS = {
         ),
     ),
     "gathered": Problems(
+        "sm_90a",
         "fa3",
         1,
         (
-            paged((140, 20), (400, 40), 3, mask="causal", **heads(1, 1)),
-            paged((140,), (500,), 3, mask="causal", sm_scale=2.0, **heads(1, 1)),
-            paged((600, 20), (60, 20), 3, mask="causal", **heads(1, 1)),
+            paged((140, 20), (400, 40), 3, mask="causal", **ONE),
+            paged((140,), (500,), 3, mask="causal", sm_scale=2.0, **ONE),
+            paged((600, 20), (60, 20), 3, mask="causal", **ONE),
         ),
     ),
     "fp8": Problems(
+        "sm_90a",
         "fa3",
         1,
         (
@@ -191,12 +216,58 @@ PROBLEMS = {
             Fp8Case((600, 20), (60, 20), (1, 1), causal=True),
         ),
     ),
-    "xqa": Problems("xqa", 2, (batch_decode((300, 5, 0, 700), kv_dtype=E4M3, **heads(2, 1), **dims(128)),)),
+    "xqa": Problems("sm_90a", "xqa", 2, (batch_decode((300, 5, 0, 700), kv_dtype=E4M3, **heads(2, 1), **dims(128)),)),
+    # Of Blackwell's: the same, items without queries, query tiles that begin at different kv tiles, items of one kv
+    # tile and of more than a ring has stages, and partial results.
+    "tcgen05": Problems(
+        "sm_100a",
+        "fa4",
+        1,
+        (
+            ragged((140, 0, 20, 30), (200, 30, 60, 50), mask="causal", **ONE),
+            ragged((400, 130, 140), (200, 100, 200), mask="causal", **ONE),
+            ragged((130, 20), (700, 390), mask="causal", sm_scale=2.0, **ONE),
+            ragged((130,), (200,), fixed_split_size=128, **ONE),
+        ),
+    ),
+    "tcgen05 gathered": Problems(
+        "sm_100a",
+        "fa4",
+        1,
+        (
+            paged((140, 20, 30), (200, 40, 50), 3, mask="causal", **ONE),
+            paged((400, 130, 140), (200, 100, 200), 3, mask="causal", **ONE),
+            paged((130, 20), (700, 390), 3, mask="causal", sm_scale=2.0, **ONE),
+            paged((130,), (200,), 3, fixed_split_size=43, **ONE),
+        ),
+    ),
+    "tcgen05 fp8": Problems(
+        "sm_100a",
+        "fa4",
+        1,
+        (
+            Fp8Case((140, 20, 30), (200, 40, 50), (1, 1), scales="signed", head_dim=64, causal=True, seed=2),
+            Fp8Case((400, 130, 140), (200, 100, 200), (1, 1), head_dim=64, causal=True),
+            Fp8Case((130, 20), (700, 390), (1, 1), head_dim=64, causal=True, sm_scale=1.0),
+        ),
+    ),
+    # Pairs of CTAs with a query tile each, and S of two kv tiles in flight.
+    "tcgen05 wide": Problems(
+        "sm_100a",
+        "fa4",
+        1,
+        (
+            ragged((140, 0, 20, 30), (200, 30, 60, 50), mask="causal", **ONE, **dims(256)),
+            ragged((130, 20), (60, 390), mask="causal", sm_scale=2.0, **ONE, **dims(256)),
+            ragged((130,), (200,), fixed_split_size=128, **ONE, **dims(256)),
+        ),
+    ),
 }
+WORKSPACE = 1 << 20  # enough for these problems; every launch marks each byte of it
 
 
-def kernels(arch: str, name: str) -> list[str]:
-    """PTX of the kernels that the problems of a name launch; none of them is reported or wrong."""
+def kernels(name: str, schedules: tuple[Schedule, ...] = SCHEDULES, cases: int | None = None) -> list[str]:
+    """PTX of the kernels that the problems of a name launch, or the first `cases` of them, which must be right."""
     seen: dict[str, None] = {}
 
     def remember(ptx: str) -> str:
@@ -204,11 +275,11 @@ def kernels(arch: str, name: str) -> list[str]:
         return ptx
 
     asked = PROBLEMS[name]
-    for schedule in SCHEDULES:
-        with using(arch, schedule=schedule, rewrite=remember, sms=asked.sms, kernels=asked.kernels):
-            result = "".join(solve(case) for case in asked.cases)
+    for schedule in schedules:
+        with using(asked.arch, schedule=schedule, rewrite=remember, sms=asked.sms, kernels=asked.kernels):
+            result = "".join(solve(case) for case in asked.cases[:cases])
         assert result == "", f"the kernels themselves: {result}"
-    return list(seen)
+    return [ptx for ptx in seen if asked.mutates(ptx)]
 
 
 def symbol(ptx: str) -> str:
@@ -224,26 +295,29 @@ def solve(case: Case | BatchCase | Fp8Case) -> str:
         return check(case, out, lse).detail
     if isinstance(case, BatchCase):
         inputs = batch_case.make(case)
-        out, lse = batch_case.call(case, inputs, backend="emulator")
+        with mock.patch.object(batch_case, "WORKSPACE", WORKSPACE):
+            out, lse = batch_case.call(case, inputs, backend="emulator")
         return batch_case.check(case, inputs, out, lse).detail
     narrow = fp8_case.make(case, "cpu")
     try:
-        fp8_case.check(case, narrow, *fp8_case.call(case, narrow, "emulator"))
+        with mock.patch.object(fp8_case, "WORKSPACE", WORKSPACE):
+            results = fp8_case.call(case, narrow, "emulator")
+        fp8_case.check(case, narrow, *results)
     except AssertionError as wrong:
         return str(wrong) or "wrong"
     return ""
 
 
-def caught(arch: str, name: str, original: str, mutant: Mutant) -> str:
-    """What noticed the mutant of a kernel, or "" if it survived."""
+def caught(name: str, original: str, mutant: Mutant, more: bool = True) -> str:
+    """What noticed the mutant of a kernel, or "" if it survived all schedules, `more` of them than usual."""
 
     def rewrite(ptx: str) -> str:
         return applied(mutant, ptx) if ptx == original else ptx
 
     asked = PROBLEMS[name]
-    tries = (*itertools.product(asked.cases, SCHEDULES), *itertools.product(asked.cases, MORE))
-    for case, schedule in tries:
-        with using(arch, schedule=schedule, rewrite=rewrite, sms=asked.sms, kernels=asked.kernels):
+    tries = itertools.product(asked.cases, SCHEDULES)
+    for case, schedule in (*tries, *itertools.product(asked.cases if more else (), MORE)):
+        with using(asked.arch, schedule=schedule, rewrite=rewrite, sms=asked.sms, kernels=asked.kernels):
             try:
                 wrong = solve(case)
             except EmulatorError as err:
@@ -251,6 +325,26 @@ def caught(arch: str, name: str, original: str, mutant: Mutant) -> str:
         if wrong:
             return "wrong result"
     return ""
+
+
+def clears(ptx: str) -> int:
+    """Index of the wait before the loop that clears rows of V in a Blackwell kernel, of all mbarrier waits; or -1."""
+    zeros = r"st\.shared\.v4\.b32 \[[^\]]+\], \{(%\w+), \1, \1, \1\};(?:(?!mbarrier)[\s\S])*?fence\.proxy\.async"
+    found = re.search(zeros, ptx)
+    return -1 if found is None else len(sites(ptx[: found.start()], WAIT)) - 1
+
+
+def waited_again(ptx: str, mutant: Mutant) -> bool:
+    """Whether the warp waits for its stores to tensor memory once more before it arrives anywhere."""
+    waits = sites(ptx, r"tcgen05\.wait::st")[mutant.site :]
+    return len(waits) > 1 and "mbarrier.arrive" not in ptx[waits[0].end() : waits[1].start()]
+
+
+def keeps_always(ptx: str, mutant: Mutant) -> bool:
+    """Whether the flag of a product that may begin a sum is the constant 1."""
+    at = sites(ptx, ACCUMULATES)[mutant.site]
+    flags = re.findall(r"setp\.ne\.s32 keep, (%\w+), 0;", ptx[: at.start()])
+    return at.group().endswith("keep;") and re.search(rf"mov\.b32\s+{flags[-1]}, 1;", ptx) is not None
 
 
 GATHERS = "cp.async.cg.shared.global"  # in the Hopper kernel for small pages
@@ -296,6 +390,33 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
         "of gathered tiles the threads that bring a V bring the next K with it, for which was waited already; who "
         "passes over a tile waits for its V",
     ),
+    (
+        "mbarrier wait removed",
+        lambda ptx, mutant: mutant.kernel.startswith("cute_attn_fa4") and clears(ptx) - mutant.site in (1, 2),
+        "Q of a work item is loaded after the products of the item before that read Q; these waited for its cleared "
+        "rows and for all V but the last, so with two stages or more neither can be behind",
+    ),
+    (
+        "first product accumulates",
+        keeps_always,
+        "it does already: of the steps in which both query tiles have an output",
+    ),
+    (
+        "wait for tensor memory stores removed",
+        waited_again,
+        "rescaled outputs: the wait for P, which the warp stores next, covers them",
+    ),
+    (
+        "tensor memory fence removed",
+        lambda ptx, mutant: sites(ptx, r"tcgen05\.fence")[mutant.site].start() < ptx.find("griddepcontrol.wait"),
+        "no asynchronous operation in tensor memory precedes: the allocation is complete when the warp goes on",
+    ),
+    (
+        "tensor memory fence removed",
+        lambda ptx, mutant: sites(ptx, r"tcgen05\.fence")[mutant.site].start() > ptx.rfind("mbarrier."),
+        "at the end no operation is outstanding: fences and waits of the last hand-overs have ordered all before the "
+        "deallocation, which is not asynchronous",
+    ),
 )
 
 
@@ -306,25 +427,34 @@ def excuse(ptx: str, mutant: Mutant) -> str:
     return ""
 
 
-def report(arch: str, names: list[str]) -> dict[str, object]:
+def report(names: list[str], sample: int | None = None, word: str = "", log: bool = False) -> dict[str, object]:
+    """Fates of the mutants described with `word`, or of `sample` of them of every kernel, chosen by a fixed seed."""
+    problems: dict[str, dict[str, int]] = {}
     tally: dict[str, list[int]] = {}
     survivors: list[dict[str, str]] = []
     for name in names:
-        for ptx in kernels(arch, name):
-            for mutant in mutants(symbol(ptx), ptx):
-                by = caught(arch, name, ptx, mutant)
-                why = "" if by else excuse(ptx, mutant)
+        for ptx in kernels(name):
+            found = tried = [mutant for mutant in mutants(symbol(ptx), ptx) if word in str(mutant)]
+            if sample is not None and sample < len(found):
+                tried = sorted(random.Random(0).sample(found, sample), key=found.index)
+            counts = problems.setdefault(name, {"tried": 0, "mutants": 0})
+            counts["tried"], counts["mutants"] = counts["tried"] + len(tried), counts["mutants"] + len(found)
+            for mutant in tried:
+                why = excuse(ptx, mutant)
+                by = caught(name, ptx, mutant, more=not why)
                 row = tally.setdefault(mutant.mutation, [0, 0, 0])  # caught, equivalent, missed
                 row[0 if by else 1 if why else 2] += 1
                 if not by:
                     survivors.append({"problem": name, "mutant": str(mutant), "equivalent": why})
-    found, equal, missed = (sum(row[i] for row in tally.values()) for i in range(3))
+                if log:
+                    print(f"{name}: {by or 'SURVIVED'}: {mutant} {'' if by else why}", file=sys.stderr, flush=True)
+    right, equal, missed = (sum(row[i] for row in tally.values()) for i in range(3))
     return {
-        "arch": arch,
-        "caught": found,
+        "problems": problems,
+        "caught": right,
         "equivalent": equal,
         "missed": missed,
-        "share": found / max(found + missed, 1),
+        "share": right / max(right + missed, 1),
         "mutations": {
             name: dict(zip(("caught", "equivalent", "missed"), row, strict=True)) for name, row in tally.items()
         },
@@ -334,12 +464,14 @@ def report(arch: str, names: list[str]) -> dict[str, object]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", default="sm_90a")
-    parser.add_argument("--problem", choices=PROBLEMS, action="append")
+    parser.add_argument("--arch", default="sm_90a", choices=sorted({asked.arch for asked in PROBLEMS.values()}))
+    parser.add_argument("--problem", choices=PROBLEMS, action="append", help="instead of all of an architecture")
+    parser.add_argument("--sample", type=int, help="mutants of a kernel, instead of all")
+    parser.add_argument("--only", default="", help="mutants whose description holds this")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found = report(options.arch, options.problem or list(PROBLEMS))
-    text = json.dumps(found, indent=1)
+    names = options.problem or [name for name, asked in PROBLEMS.items() if asked.arch == options.arch]
+    text = json.dumps(report(names, options.sample, options.only, log=True), indent=1)
     print(text)
     if options.out:
         options.out.write_text(text + "\n")

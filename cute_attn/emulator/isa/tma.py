@@ -381,10 +381,21 @@ class BulkGroups:
 
 
 def bulk_groups(w: WarpBatch, lane: int) -> BulkGroups:
-    table = w.cta.extra.setdefault("bulk groups", {})
+    cta = w.cta
+    if "bulk groups" not in cta.extra:
+        cta.extra["bulk groups"] = {}
+        cta.closing.append(lambda: _check_unread(cta))
+    table = cta.extra["bulk groups"]
     key = int(w.warps[w.row[lane]]) * 32 + int(w.lane[lane])
     found: BulkGroups = table.setdefault(key, BulkGroups())
     return found
+
+
+def _check_unread(cta: Cta) -> None:
+    """Shared memory must outlive the stores that read it, which only a wait shows."""
+    for thread, groups in cta.extra["bulk groups"].items():
+        if groups.open or any(groups.committed):
+            raise MemoryFault(f"the CTA ends while bulk stores of thread {thread} may still read its shared memory")
 
 
 @form("cp.async.bulk.commit_group", since=90, conformance="order", golden="tma")

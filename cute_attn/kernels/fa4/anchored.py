@@ -4,6 +4,7 @@ The sums show afterwards whether exponentials overflowed the slack; S is intact 
 it. So no row maximum, no hand-over of scale factors and no correction between S and P.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -12,8 +13,10 @@ from cutlass import Boolean, Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm100
 from cute_attn.kernels.blocks.pipeline import PipelineState
+from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.fa4.parts.exp2 import PairSums
 from cute_attn.kernels.fa4.parts.rescale import rescale
+from cute_attn.kernels.fa4.parts.row_masks import Word, hide
 from cute_attn.kernels.fa4.parts.umma import CHUNK_COLUMNS
 from cute_attn.kernels.fa4.softmax_warps import RowState, SoftmaxContext, SoftmaxWarps
 
@@ -55,12 +58,12 @@ class AnchoredSoftmax(SoftmaxWarps):
         return ring.next(s), state._replace(shift=shift, total=total)
 
     def probabilities(
-        self, context: SoftmaxContext, shift: Float32, kv_tile: Int32, words: list[Int32 | None], masked: bool
+        self, context: SoftmaxContext, shift: Float32, kv_tile: Int32, words: list[Word | None], masked: bool
     ) -> tuple[list[Int32], Float32, Float32]:
         """Computes P of the thread's row, packed, its sum, and what must not exceed `limit`. A chunk is loaded while
         the one before is processed.
         """
-        softmax, p = context.softmax, []
+        softmax, p = self.softmax_of(context, masked), []
         exp2: Any = softmax.exp2  # of pairs
         sums = exp2.zero_sums()
         shifts = softmax.finite([shift]) if masked else [shift]
@@ -70,12 +73,25 @@ class AnchoredSoftmax(SoftmaxWarps):
             s = sm100.wait_loads(loaded)
             if chunk + 1 in self.tile.chunks:
                 loaded = self.load(context, Int32((chunk + 1) * CHUNK_COLUMNS))
-            s = self.modified(context, s, start, word)
+            s = self.modified(context, s, start, None)
+            s = self.visible(context, s, word()) if word else s
             exponentials = softmax.exponentials(s, shifts, may_be_empty=False)
             sums = exp2.add(sums, s, exponentials)
             p += self.tile.probabilities(exponentials)
         total = exp2.sum(sums)
         return p, total, self.level(sums, total)
+
+    def softmax_of(self, context: SoftmaxContext, masked: bool) -> OnlineSoftmax:
+        """Returns the softmax of a masked or of another tile: masks take issue slots, and so do polynomials."""
+        softmax: Any = context.softmax
+        return replace(softmax, exp2=softmax.exp2.beside_masks()) if masked else softmax
+
+    @cute.jit
+    def visible(self, context: cutlass.Constexpr, s: list[Float32], word: Int32) -> Any:
+        """Hides columns of a chunk, unless all rows of the warp see all of it: at the diagonal, 1.5 of 4 on average."""
+        if cute.arch.vote_any_sync(word != Int32(0)):
+            s = hide(s, word, self.hidden(context))
+        return s
 
     def limit(self, context: SoftmaxContext) -> float:
         """Returns the largest `level` with which P is kept."""

@@ -13,6 +13,7 @@ from cutlass import Boolean, Float32, Int32
 from cute_attn.kernels.blocks import ptx, sm100, tma
 from cute_attn.kernels.blocks.pipeline import PipelineState
 from cute_attn.kernels.fa4.parts.lanes import RowLanes
+from cute_attn.kernels.fa4.parts.row_masks import Word
 from cute_attn.kernels.fa4.parts.umma import CHUNK_COLUMNS
 from cute_attn.kernels.fa4.softmax_warps import RowState, SoftmaxContext, SoftmaxWarps
 
@@ -46,7 +47,7 @@ class RowMaxSoftmax(SoftmaxWarps):
         return ring.next(s), RowState(shift, total, context.stats.next(state.stats))
 
     def scores(
-        self, context: SoftmaxContext, kv_tile: Int32, words: list[Int32 | None]
+        self, context: SoftmaxContext, kv_tile: Int32, words: list[Word | None]
     ) -> tuple[list[list[Float32]], Float32]:
         """Returns the thread's row by chunks, and its maximum, NaN if a score is. A chunk is loaded while the one
         before is searched.
@@ -58,7 +59,7 @@ class RowMaxSoftmax(SoftmaxWarps):
             s = sm100.wait_loads(loaded)
             if chunk + 1 in self.tile.chunks:
                 loaded = self.load(context, Int32((chunk + 1) * CHUNK_COLUMNS))
-            s = self.modified(context, s, start, word)
+            s = self.modified(context, s, start, word() if word else None)
             for i in range(0, CHUNK_COLUMNS, 2):
                 highs[i // 2 % 2] = sm100.fmax3_nan(highs[i // 2 % 2], s[i], s[i + 1])
             scores.append(s)

@@ -20,7 +20,7 @@ from cute_attn.kernels.blocks.scores import Scores
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.fa4.parts.lanes import RowLanes
-from cute_attn.kernels.fa4.parts.row_masks import StopWords, hide
+from cute_attn.kernels.fa4.parts.row_masks import StopWords, Word, hide
 from cute_attn.kernels.fa4.parts.umma import CHUNK_COLUMNS, TmemMap, UmmaTile
 from cute_attn.kernels.fa4.smem import SCORE_COLUMNS
 from cute_attn.kernels.fa4.spec import Fa4Spec
@@ -147,10 +147,10 @@ class SoftmaxWarps:
         """Turns S of a kv tile into P and updates the state."""
         raise NotImplementedError
 
-    def words(self, context: SoftmaxContext, kv_tile: Int32) -> list[Int32]:
-        """Returns the mask of a kv tile: computed, or loaded, while its S is."""
+    def words(self, context: SoftmaxContext, kv_tile: Int32) -> list[Word]:
+        """Returns the mask of a kv tile, of which what has to be loaded is loaded while S is computed."""
         start = kv_tile * self.spec.tile.cols
-        return [context.mask.word(start + Int32(chunk * CHUNK_COLUMNS)) for chunk in self.tile.chunks]
+        return context.mask.words([start + Int32(chunk * CHUNK_COLUMNS) for chunk in self.tile.chunks])
 
     def load(self, context: SoftmaxContext, columns: Int32) -> list[Float32]:
         """Starts loading a chunk of S from `columns`."""

@@ -21,10 +21,10 @@ PAGE_ALIGNED = 64  # tiles of paged keys are multiples of it, so that pages of a
 # 128 against 8 per head dimension, qk and vo together half each (of fp8, half as many). A query tile of head dimension
 # 256 has 256 columns of output and two stages of scores: there is no room for a second one.
 _16_BIT = {
-    (64, 64): BlackwellTile(k_stages=4, v_stages=4, polynomial=5),
+    (64, 64): BlackwellTile(k_stages=4, v_stages=4, polynomial=6),
     (96, 96): BlackwellTile(k_stages=2, v_stages=2, polynomial=4),
     (128, 128): BlackwellTile(k_stages=2, v_stages=2, polynomial=3),
-    (192, 128): BlackwellTile(k_stages=2, v_stages=1),
+    (192, 128): BlackwellTile(k_stages=2, v_stages=1, polynomial=2),
     (256, 256): BlackwellTile(query_tiles=1, cols=64, k_stages=3, v_stages=2),
 }
 # Of pairs of CTAs, where K and V are loaded by TMA. At head dimension 256 a CTA alone would wait for shared memory: the
@@ -33,16 +33,16 @@ _16_BIT_PAIRS = {
     (256, 256): BlackwellTile(query_tiles=1, k_stages=2, v_stages=2, ctas=2),
 }
 _FP8 = {
-    (64, 64): BlackwellTile(k_stages=4, v_stages=4, polynomial=5),
-    (128, 128): BlackwellTile(k_stages=4, v_stages=4, polynomial=5),
+    (64, 64): BlackwellTile(k_stages=4, v_stages=4, polynomial=6),
+    (128, 128): BlackwellTile(k_stages=4, v_stages=4, polynomial=6),
     (256, 256): BlackwellTile(query_tiles=1, k_stages=3, v_stages=2, polynomial=2),
 }
 # fp8 K and V under 16-bit q.
 _FP8_KV = {
-    (64, 64): BlackwellTile(k_stages=3, v_stages=3, polynomial=5, staged=2),
+    (64, 64): BlackwellTile(k_stages=3, v_stages=3, polynomial=6, staged=2),
     (96, 96): BlackwellTile(k_stages=2, v_stages=2, polynomial=4, staged=1),
     (128, 128): BlackwellTile(k_stages=2, v_stages=2, polynomial=3, staged=1),
-    (192, 128): BlackwellTile(k_stages=1, v_stages=1, staged=1),
+    (192, 128): BlackwellTile(k_stages=1, v_stages=1, polynomial=2, staged=1),
     (256, 256): BlackwellTile(query_tiles=1, cols=64, k_stages=2, v_stages=2, staged=1),
 }
 

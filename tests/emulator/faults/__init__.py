@@ -6,6 +6,7 @@ why.
 
 from __future__ import annotations
 
+from tests.emulator.faults.blackwell import BLACKWELL
 from tests.emulator.faults.combine import COMBINING
 from tests.emulator.faults.fault import Fault
 from tests.emulator.faults.fp8 import FP8_FAULTS
@@ -16,4 +17,5 @@ from tests.emulator.faults.xqa import XQA_FAULTS
 
 __all__ = ["FAULTS", "Fault"]
 
-FAULTS = (*RECOMPUTE, *TILES, *PERSISTENT, *GATHERED, *FP8_FAULTS, *XQA_FAULTS, *COMBINING, *HEAD_DIM_FAULTS)
+HOPPER = (*RECOMPUTE, *TILES, *PERSISTENT, *GATHERED, *FP8_FAULTS)
+FAULTS = (*HOPPER, *BLACKWELL, *XQA_FAULTS, *COMBINING, *HEAD_DIM_FAULTS)

@@ -218,7 +218,7 @@ PERSISTENT = (
     Fault(
         "a warpgroup reads the fetched tile before it is written",
         "blocks/tile_scheduler.py",
-        "        tma.named_sync(Int32(self.barrier), 128)\n",
+        "        tma.named_sync(Int32(self.barrier), self.threads)\n",
         "",
         GATHER,
     ),

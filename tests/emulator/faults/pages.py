@@ -34,7 +34,7 @@ GATHERED = (
     Fault(
         "rows past the end are copied",
         "blocks/gathered_kv.py",
-        "size = ptx.select(left > Int32(ROWS_PER_PASS * i), Int32(CHUNK), Int32(0))",
+        "size = ptx.select(left > Int32(ROWS_PER_PASS * j), Int32(CHUNK), Int32(0))",
         "size = Int32(CHUNK)",
         GATHER,
     ),
@@ -48,7 +48,7 @@ GATHERED = (
     Fault(
         "every second pass uses the swizzle of the first",
         "blocks/gathered_kv.py",
-        "destination = shared ^ Int32(ROWS_PER_PASS * CHUNK) if i % 2 else shared",
+        "destination = shared ^ Int32(ROWS_PER_PASS * CHUNK) if first // ROWS_PER_PASS % 2 else shared",
         "destination = shared",
         GATHER,
     ),
@@ -62,15 +62,15 @@ GATHERED = (
     Fault(
         "page ids past the last one are read",
         "blocks/gathered_kv.py",
-        "exists = cutlass.and_(row < self.warp_rows, token < self.kv_end)",
-        "exists = row < self.warp_rows",
+        "exists = cutlass.and_(self.thread & 31 < self.round_rows, token < self.kv_end)",
+        "exists = self.thread & 31 < self.round_rows",
         GATHER,
     ),
     Fault(
         "a row is copied from the next lane's page",
         "blocks/gathered_kv.py",
-        "source = ptx.shuffle_address(address, row + Int32(ROWS_PER_PASS * i))",
-        "source = ptx.shuffle_address(address, (row + Int32(ROWS_PER_PASS * i + 1)) & 31)",
+        "source = ptx.shuffle_address(address, row + Int32(ROWS_PER_PASS * j))",
+        "source = ptx.shuffle_address(address, (row + Int32(ROWS_PER_PASS * j + 1)) & 31)",
         GATHER,
     ),
     Fault(
@@ -97,8 +97,8 @@ GATHERED = (
     Fault(
         "all requests begin at key 0",
         "blocks/tma_kv.py",
-        "self.start + kv_tile * self.cols,",
-        "kv_tile * self.cols,",
+        "token = self.start + kv_tile * self.cols + operand.first_key",
+        "token = kv_tile * self.cols + operand.first_key",
         RAGGED,
     ),
 )

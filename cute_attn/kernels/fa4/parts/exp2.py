@@ -1,6 +1,6 @@
 """exp2 of pairs of scores: on the MUFU, or for some pairs by a polynomial on the FMA units."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cutlass import Float32, Int64
@@ -10,6 +10,7 @@ from cute_attn.kernels.blocks.ptx import asm
 from cute_attn.kernels.blocks.softmax import tree
 
 GROUP = 16  # pairs, of which some are computed by the polynomial
+MASKED_POLYNOMIAL = 4  # of a masked tile, at most: a mask takes some 80 issue slots of what they need
 LOWEST, HIGHEST = -127, 127  # exponents that the polynomial saturates to: 0, and more than every limit of a sum
 RANGE = HIGHEST - LOWEST
 
@@ -26,6 +27,10 @@ class PairExp2:
     """exp2 with pairs of registers; `polynomial`: of every 16 pairs, those on the FMA units."""
 
     polynomial: int
+
+    def beside_masks(self) -> "PairExp2":
+        """Returns the strategy of masked tiles."""
+        return replace(self, polynomial=min(self.polynomial, MASKED_POLYNOMIAL))
 
     def exponentials(self, s: list[Float32], scale: Float32, shift: Float32) -> list[Float32]:
         scales, shifts, p = sm100.pair(scale, scale), sm100.pair(shift, shift), []

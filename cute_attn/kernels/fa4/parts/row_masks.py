@@ -4,7 +4,9 @@ They compose as those of `blocks/masks.py` do, which compare every column: a wor
 and ptxas turns tests of its bits for zero into predicates, seven or eight with one R2P.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import cutlass
 import cutlass.cute as cute
@@ -16,6 +18,11 @@ from cute_attn.kernels.blocks.multi_item import KeyBounds
 from cute_attn.kernels.blocks.rows import PackedRows
 
 COLUMNS = 32  # of a word
+Word = Callable[[], Int32]
+
+
+def identity(word: Int32) -> Int32:
+    return word
 
 
 def columns_before(stop: Int32) -> Int32:
@@ -51,6 +58,10 @@ class StopWords:
         """Returns the hidden ones of the columns from `kv_start`."""
         return columns_from(self.band.stop(self.token) - kv_start)
 
+    def words(self, kv_starts: Sequence[Int32]) -> list[Word]:
+        """Returns the words of several chunks, computed where they are used: until then they take no registers."""
+        return [partial(self.word, kv_start) for kv_start in kv_starts]
+
 
 class BandWords(StopWords):
     """Mask of a band with a left bound."""
@@ -74,6 +85,10 @@ class PackedWords(BandWords):
         shift = Int32((address & Int64(3)) * Int64(8) + (bit & Int64(7)))
         low, high = self.load_word(aligned), self.load_word(aligned + Int64(4))
         return super().word(kv_start) | ~funnel_shift_right(low, high, shift)
+
+    def words(self, kv_starts: Sequence[Int32]) -> list[Word]:
+        """Returns the words of several chunks, loaded here."""
+        return [partial(identity, self.word(kv_start)) for kv_start in kv_starts]
 
     @cute.jit
     def load_word(self, address: Int64) -> Int32:
