@@ -4,6 +4,7 @@ The sums show afterwards whether exponentials overflowed the slack; S is intact 
 it. So no row maximum, no hand-over of scale factors and no correction between S and P.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,7 +59,7 @@ class AnchoredSoftmax(SoftmaxWarps):
         return ring.next(s), state._replace(shift=shift, total=total)
 
     def probabilities(
-        self, context: SoftmaxContext, shift: Float32, kv_tile: Int32, words: list[Word | None], masked: bool
+        self, context: SoftmaxContext, shift: Float32, kv_tile: Int32, words: Sequence[Word | None], masked: bool
     ) -> tuple[list[Int32], Float32, Float32]:
         """Computes P of the thread's row, packed, its sum, and what must not exceed `limit`. A chunk is loaded while
         the one before is processed.

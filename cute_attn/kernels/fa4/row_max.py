@@ -4,6 +4,7 @@ Anchors move only where the maximum exceeds them by the slack. The factors for O
 warps, one per row and step, before the exponentials are computed.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import cutlass
@@ -47,7 +48,7 @@ class RowMaxSoftmax(SoftmaxWarps):
         return ring.next(s), RowState(shift, total, context.stats.next(state.stats))
 
     def scores(
-        self, context: SoftmaxContext, kv_tile: Int32, words: list[Word | None]
+        self, context: SoftmaxContext, kv_tile: Int32, words: Sequence[Word | None]
     ) -> tuple[list[list[Float32]], Float32]:
         """Returns the thread's row by chunks, and its maximum, NaN if a score is. A chunk is loaded while the one
         before is searched.
