@@ -4,6 +4,7 @@ The sums show afterwards whether exponentials overflowed the slack; S is intact 
 it. So no row maximum, no hand-over of scale factors and no correction between S and P.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +16,10 @@ from cute_attn.kernels.blocks import ptx, sm100
 from cute_attn.kernels.blocks.pipeline import PipelineState
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.fa4.parts.exp2 import PairSums
+from cute_attn.kernels.fa4.parts.rescale import rescale
 from cute_attn.kernels.fa4.parts.row_masks import Word, hide
 from cute_attn.kernels.fa4.parts.umma import CHUNK_COLUMNS
 from cute_attn.kernels.fa4.softmax_warps import RowState, SoftmaxContext, SoftmaxWarps
-
-RESCALED_COLUMNS = 16  # of O, at a time
 
 
 class AnchoredSoftmax(SoftmaxWarps):
@@ -56,15 +56,10 @@ class AnchoredSoftmax(SoftmaxWarps):
                 self.store(ring, context, s, p)
                 total = total + tile_total
             pending = raises
-        return ring.next(s), RowState(shift, total)
-
-    def words(self, context: SoftmaxContext, kv_tile: Int32) -> list[Word]:
-        """Returns the mask of a kv tile, of which what has to be loaded is loaded while S is computed."""
-        start = kv_tile * self.spec.tile.cols
-        return context.mask.words([start + Int32(chunk * CHUNK_COLUMNS) for chunk in self.tile.chunks])
+        return ring.next(s), state._replace(shift=shift, total=total)
 
     def probabilities(
-        self, context: SoftmaxContext, shift: Float32, kv_tile: Int32, words: list[Word | None], masked: bool
+        self, context: SoftmaxContext, shift: Float32, kv_tile: Int32, words: Sequence[Word | None], masked: bool
     ) -> tuple[list[Int32], Float32, Float32]:
         """Computes P of the thread's row, packed, its sum, and what must not exceed `limit`. A chunk is loaded while
         the one before is processed.
@@ -135,31 +130,9 @@ class AnchoredSoftmax(SoftmaxWarps):
         new, factor = self.raised(context, high, shift, total, kv_tile)
         columns = ptx.select(first, Int32(0), Int32(self.tile.output_columns))
         context.products.wait()
-        self.rescale_output(context.o, columns, factor)
+        rescale(context.o, columns, factor)
         return new, total * factor
-
-    def raised(
-        self, context: SoftmaxContext, high: Float32, shift: Float32, total: Float32, kv_tile: Int32
-    ) -> tuple[Float32, Float32]:
-        """Returns the shift of a row whose largest score of the tile is `high`, and the factor for what was summed."""
-        softmax = context.softmax
-        (old,) = softmax.finite([shift])
-        new = softmax.anchor(high, 0)
-        new = ptx.select(high == Float32(float("inf")), Float32(float("nan")), new)
-        # The negation holds for NaN too, which spreads over the row.
-        exceeds = Boolean(softmax.exponent(high, old) <= Float32(softmax.slack)) == Boolean(False)
-        return ptx.select(exceeds, new, shift), ptx.select(exceeds, ptx.exp2(new - old), Float32(1.0))
 
     def ascending(self, context: SoftmaxContext, s: list[Float32]) -> list[Float32]:
         """Returns scores of which the largest has the largest exponential."""
         return s
-
-    @cute.jit
-    def rescale_output(self, o: Int32, columns: Int32, factor: Float32) -> None:
-        factors = sm100.pair(factor, factor)
-        for at in cutlass.range(0, columns, RESCALED_COLUMNS, unroll=1):
-            values, scaled = sm100.wait_loads(sm100.load_columns(o + at, 0, RESCALED_COLUMNS)), []
-            for i in cutlass.range_constexpr(0, RESCALED_COLUMNS, 2):
-                scaled += sm100.halves(sm100.mul_pair(sm100.pair(values[i], values[i + 1]), factors))
-            sm100.store_columns(o + at, 0, scaled)
-        sm100.wait_stores()

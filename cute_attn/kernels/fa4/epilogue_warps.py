@@ -66,8 +66,7 @@ class EpilogueWarps:
     @cute.jit
     def run(self, p: PersistentParams, o_map: Int64, rings: SmemRings, tmem: TmemMap) -> None:
         """Stores the outputs of all work items of the CTA."""
-        q, stats = start(), start()
-        outputs = [start() for _ in self.query_tiles]
+        q, outputs, stats = start(), [start() for _ in self.query_tiles], [start() for _ in self.query_tiles]
         head_block = rings.next_head_block(q)
         while head_block >= 0:
             work = QueryTile.load(rings.record(q))
@@ -75,15 +74,23 @@ class EpilogueWarps:
             order = self.program.order(p, work)
             steps = KvSteps.of(p, work, order, self.spec.tile)
             rings.q.release(q, lanes.lane)
+            stats = self.follow(rings, tmem, steps, stats)
             for i in cutlass.range_constexpr(len(self.query_tiles)):
                 lanes, ring = RowLanes.of(Int32(i), self.spec.tile.ctas), rings.by_name[f"o{i}"]
                 active, address = steps.first[i] < order.total, tmem.output(i) + lanes.tmem
                 staging = self.staging(rings, lanes)
                 tile = OutputTile(p, work, lanes, ring, outputs[i], address, active, staging, o_map)
-                outputs[i] = self.query_tile(tile, rings.by_name[f"stats{i}"], stats)
-            q, stats = rings.q.next(q), rings.by_name["stats0"].next(stats)
+                outputs[i] = self.query_tile(tile, rings.by_name[f"stats{i}"], stats[i])
+            q = rings.q.next(q)
+            stats = [rings.by_name[f"stats{i}"].next(state) for i, state in enumerate(stats)]
             head_block = rings.next_head_block(q)
         self.finish(rings)
+
+    def follow(
+        self, rings: SmemRings, tmem: TmemMap, steps: KvSteps, stats: list[PipelineState]
+    ) -> list[PipelineState]:
+        """Does what softmax needs of these warps in the steps of a work item: nothing, if it corrects O itself."""
+        return stats
 
     def staging(self, rings: SmemRings, lanes: RowLanes) -> OutputStaging | None:
         memory = self.tile.memory

@@ -4,7 +4,7 @@ V is MN-major as stored, which tcgen05 takes of any type: nothing is transposed.
 product accumulates in is not known of this chip.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -76,7 +76,7 @@ class Fp8Program(Fa4Program):
 
     memory: Fp8Memory
     tile: Fp8Tile
-    softmax_type = Fp8SoftmaxWarps
+    softmax_types: ClassVar = {"anchored": Fp8SoftmaxWarps}
 
     def umma_tile(self, spec: Fa4Spec, memory: Fp8Memory) -> Fp8Tile:
         return Fp8Tile(spec.dtype, memory)

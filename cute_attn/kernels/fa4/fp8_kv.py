@@ -6,7 +6,7 @@ transform warps        K0' K1' V0' K2' V1' ...
 MMA warp                   S0 S1 | O0 += P0 V0', S0' | ...
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -92,7 +92,7 @@ class Fp8KvProgram(Fa4Program):
     """Blackwell kernel for 16-bit q over fp8 K and V."""
 
     memory: Fp8KvMemory
-    softmax_type = NormalizingSoftmax
+    softmax_types: ClassVar = {"anchored": NormalizingSoftmax}
 
     def __init__(self, spec: Fa4Spec, arch: str) -> None:
         super().__init__(spec, arch)

@@ -1,5 +1,5 @@
 """Softmax warpgroups: one per query tile, a row per thread, P in place of S in tensor memory. All run the same code;
-how they turn S into P is the form's (`anchored.py`).
+how they turn S into P is the form's (`anchored.py`, `row_max.py`).
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from cute_attn.kernels.blocks.scores import Scores
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.fa4.parts.lanes import RowLanes
-from cute_attn.kernels.fa4.parts.row_masks import StopWords, hide
+from cute_attn.kernels.fa4.parts.row_masks import StopWords, Word, hide
 from cute_attn.kernels.fa4.parts.umma import CHUNK_COLUMNS, TmemMap, UmmaTile
 from cute_attn.kernels.fa4.smem import SCORE_COLUMNS
 from cute_attn.kernels.fa4.spec import Fa4Spec
@@ -30,10 +30,11 @@ WARPS = 4
 
 
 class RowState(NamedTuple):
-    """Shift (see `OnlineSoftmax`) and sum of a thread's row."""
+    """Shift (see `OnlineSoftmax`) and sum of a thread's row, and the state of the ring that hands them over."""
 
     shift: Float32
     total: Float32
+    stats: PipelineState
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class SoftmaxContext:
     s: Int32  # address in tensor memory, of the warp's lanes of stage 0
     o: Int32
     products: CoveredProducts
+    stats: Ring
 
     def at(self, ring: Ring, s: PipelineState) -> "SoftmaxContext":
         """Returns the context of the kv tile whose scores are at this state of their ring."""
@@ -75,10 +77,10 @@ class SoftmaxWarps:
             work, lanes = QueryTile.load(rings.record(q)), RowLanes.of(query_tile, self.spec.tile.ctas)
             row_scale = self.prepare_q(rings, q, lanes, scale)
             rings.q.release(q, lanes.lane)
-            context = self.context(p, rings, work, lanes, row_scale, tmem)
-            s, state = self.mainloop(ring, context, s)
-            self.publish(stats_ring, stats, state, RowLanes.of(query_tile, self.spec.tile.ctas))
-            q, stats = rings.q.next(q), stats_ring.next(stats)
+            context = self.context(p, rings, work, lanes, row_scale, tmem, stats_ring)
+            s, state = self.mainloop(ring, context, s, stats)
+            self.publish(stats_ring, state, RowLanes.of(query_tile, self.spec.tile.ctas))
+            q, stats = rings.q.next(q), stats_ring.next(state.stats)
             head_block = rings.next_head_block(q)
 
     def prepare_q(self, rings: SmemRings, q: PipelineState, lanes: RowLanes, scale: Float32) -> Float32:
@@ -95,7 +97,14 @@ class SoftmaxWarps:
         return values[0] if len(values) == 1 else ptx.select(query_tile == Int32(0), values[0], values[1])
 
     def context(
-        self, p: PersistentParams, rings: SmemRings, work: QueryTile, lanes: RowLanes, scale: Any, tmem: TmemMap
+        self,
+        p: PersistentParams,
+        rings: SmemRings,
+        work: QueryTile,
+        lanes: RowLanes,
+        scale: Any,
+        tmem: TmemMap,
+        stats: Ring,
     ) -> SoftmaxContext:
         order = self.program.order(p, work)
         steps = KvSteps.of(p, work, order, self.spec.tile)
@@ -108,14 +117,17 @@ class SoftmaxWarps:
             s=tmem.scores(lanes.query_tile) + lanes.tmem,
             o=tmem.output(lanes.query_tile) + lanes.tmem,
             products=CoveredProducts() if self.spec.tile.query_tiles == 2 else OutstandingProducts(rings.v, start()),
+            stats=stats,
         )
 
     @cute.jit
-    def mainloop(self, ring: cutlass.Constexpr, context: cutlass.Constexpr, s: PipelineState) -> Any:
+    def mainloop(
+        self, ring: cutlass.Constexpr, context: cutlass.Constexpr, s: PipelineState, stats: PipelineState
+    ) -> Any:
         """Turns S into P for all kv tiles of the query tile; the first one counts as masked."""
         order, first = context.order, context.first
         masked = ptx.minimum(ptx.maximum(order.masked, first + 1), order.total)
-        state = RowState(context.softmax.no_anchors()[0], Float32(0.0))
+        state = RowState(context.softmax.no_anchors()[0], Float32(0.0), stats)
         for step in cutlass.range(first, masked, unroll=1):
             s, state = self.step(ring, context, s, state, order.at(step), step == first, True)
         for step in cutlass.range(masked, order.total, unroll=1):
@@ -135,6 +147,11 @@ class SoftmaxWarps:
         """Turns S of a kv tile into P and updates the state."""
         raise NotImplementedError
 
+    def words(self, context: SoftmaxContext, kv_tile: Int32) -> list[Word]:
+        """Returns the mask of a kv tile, of which what has to be loaded is loaded while S is computed."""
+        start = kv_tile * self.spec.tile.cols
+        return context.mask.words([start + Int32(chunk * CHUNK_COLUMNS) for chunk in self.tile.chunks])
+
     def load(self, context: SoftmaxContext, columns: Int32) -> list[Float32]:
         """Starts loading a chunk of S from `columns`."""
         return sm100.load_columns(context.s + columns, 0, CHUNK_COLUMNS)
@@ -147,6 +164,18 @@ class SoftmaxWarps:
     def hidden(self, context: SoftmaxContext) -> Float32:
         return Float32(ptx.NEG_INF)
 
+    def raised(
+        self, context: SoftmaxContext, high: Float32, shift: Float32, total: Float32, kv_tile: Int32
+    ) -> tuple[Float32, Float32]:
+        """Returns the shift of a row whose largest score of the tile is `high`, and the factor for what was summed."""
+        softmax = context.softmax
+        (old,) = softmax.finite([shift])
+        new = softmax.anchor(high, 0)
+        new = ptx.select(high == Float32(float("inf")), Float32(float("nan")), new)
+        # The negation holds for NaN too, which spreads over the row.
+        exceeds = cutlass.Boolean(softmax.exponent(high, old) <= Float32(softmax.slack)) == cutlass.Boolean(False)
+        return ptx.select(exceeds, new, shift), ptx.select(exceeds, ptx.exp2(new - old), Float32(1.0))
+
     def store(self, ring: Ring, context: SoftmaxContext, s: PipelineState, p: list[Int32]) -> None:
         """Stores P over S and releases it to the products."""
         for i in range(0, len(p), 32):
@@ -157,10 +186,10 @@ class SoftmaxWarps:
         ring.release(s, cute.arch.thread_idx()[0] & 31)
 
     @cute.jit
-    def publish(self, ring: cutlass.Constexpr, stats: PipelineState, state: RowState, lanes: RowLanes) -> None:
+    def publish(self, ring: cutlass.Constexpr, state: RowState, lanes: RowLanes) -> None:
         """Hands shift and sum of every row to the epilogue."""
-        ring.wait_empty(stats)
-        ptx.st_shared_v2_f32(ring.address(stats) + lanes.lane_row * 8, 0, [state.shift, state.total])
+        ring.wait_empty(state.stats)
+        ptx.st_shared_v2_f32(ring.address(state.stats) + lanes.lane_row * 8, 0, [state.shift, state.total])
         ptx.sync_warp()
         if lanes.lane == 0:
-            tma.barrier_arrive(ring.full(stats))
+            tma.barrier_arrive(ring.full(state.stats))
