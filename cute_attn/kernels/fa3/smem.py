@@ -72,6 +72,8 @@ class Fp8Memory(HopperMemory):
 class Fp8KvMemory(StagedKvMemory, HopperMemory):
     """Layout for fp8 K and V under 16-bit q: their tiles are staged in rings of their own behind the other three."""
 
+    tile: HopperTile
+
     @property
     def rings(self) -> tuple[RingLayout, ...]:
         return (*super().rings, *self.staged_rings(self.tile.staged))

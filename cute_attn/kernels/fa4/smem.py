@@ -107,6 +107,7 @@ class Fp8KvMemory(StagedKvMemory, BlackwellMemory):
     that softmax has converted the rows of a slot of "q".
     """
 
+    tile: BlackwellTile
     normalizes_q: bool = False
 
     @property

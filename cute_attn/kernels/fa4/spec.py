@@ -124,4 +124,6 @@ class Fa4Spec(PersistentSpec):
         if self.tile.softmax == "row_max":  # which keeps a row of scores
             return (192, 80, 48)
         # Few enough for the epilogue and the producers, and such that ptxas does not spill.
-        return (192, 64, 64) if self.mask == "multi_item" else (160, 96, 96)
+        if self.mask == "multi_item":
+            return (192, 64, 64)
+        return (184, 72, 72) if self.mask == "packed" and self.scores else (160, 96, 96)

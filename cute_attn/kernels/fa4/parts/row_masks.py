@@ -70,8 +70,15 @@ class BandWords(StopWords):
         return super().word(kv_start) | columns_before(self.token + self.band.left - kv_start)
 
 
+class EarlyWords(BandWords):
+    """Base of masks whose words are loaded, or follow from many bounds: they are computed before S is waited for."""
+
+    def words(self, kv_starts: Sequence[Int32]) -> list[Word]:
+        return [partial(identity, self.word(kv_start)) for kv_start in kv_starts]
+
+
 @dataclass(frozen=True)
-class PackedWords(BandWords):
+class PackedWords(EarlyWords):
     """Custom mask within the band: one bit per (token, kv) pair in little bit order, rows not padded."""
 
     bits: Int64
@@ -85,10 +92,6 @@ class PackedWords(BandWords):
         shift = Int32((address & Int64(3)) * Int64(8) + (bit & Int64(7)))
         low, high = self.load_word(aligned), self.load_word(aligned + Int64(4))
         return super().word(kv_start) | ~funnel_shift_right(low, high, shift)
-
-    def words(self, kv_starts: Sequence[Int32]) -> list[Word]:
-        """Returns the words of several chunks, loaded here."""
-        return [partial(identity, self.word(kv_start)) for kv_start in kv_starts]
 
     @cute.jit
     def load_word(self, address: Int64) -> Int32:
@@ -104,7 +107,7 @@ class PackedWords(BandWords):
 
 
 @dataclass(frozen=True)
-class MultiItemWords(BandWords):
+class MultiItemWords(EarlyWords):
     """Band without the keys between the prefix and the row's item."""
 
     prefix_end: Int32
