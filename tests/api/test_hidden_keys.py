@@ -16,16 +16,11 @@ from cute_attn import (
     single_prefill_with_kv_cache,
 )
 from cute_attn.errors import ArgumentError
-from tests.support.executors import HAS_GPU, REFERENCE, Executor
+from tests.gpu import marks
+from tests.support.executors import REFERENCE, Executor
 
 QO_HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 16
-GPU_MARKS = {
-    family: (pytest.mark.gpu, marker, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device"))
-    for family, marker in (
-        *((family, pytest.mark.sm90) for family in ("fa2", "fa3", "xqa")),
-        ("fa4", pytest.mark.sm100),
-    )
-}
+GPU_MARKS = {"fa2": marks.SM80, "xqa": marks.SM80, "fa3": marks.FA3_GPU, "fa4": marks.FA4_GPU}
 SPECIAL = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf}
 
 Keys = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
