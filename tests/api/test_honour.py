@@ -34,14 +34,15 @@ def test_refusals_say_why_and_what_instead(
 ) -> None:
     case = base(kind, perturbation.after)
     wanted = features(case, torch.device("cuda:0"), dense=kind not in BATCH)
-    reasons = select.reasons_against(backend, wanted, named("sm_90a"))
+    arch = named(backend.only[0] if backend.only else "sm_90a")
+    reasons = select.reasons_against(backend, wanted, arch)
     rows = [row for row in capabilities.CAPABILITIES if backend.name in row.unsupported and row.needed(wanted)]
     assert [reason[1] for reason in reasons] == [row.feature for row in rows]
     if not reasons:
-        assert select.choose(wanted, backend.name, named("sm_90a")) is backend
+        assert select.choose(wanted, backend.name, arch) is backend
         return
     with pytest.raises(cute_attn.NotSupported) as error:
-        select.choose(wanted, backend.name, named("sm_90a"))
+        select.choose(wanted, backend.name, arch)
     for name, feature, reason, instead in error.value.refusals:
         assert name == backend.name
         assert all(text in str(error.value) for text in (feature, reason, instead))

@@ -103,7 +103,7 @@ MAKE = [
         "backend",
         {"backend": "fa9"},
         LayoutError,
-        ("one of 'auto', 'fa3', 'xqa', 'fa2', 'reference'", "'fa9'"),
+        ("one of 'auto', 'fa4', 'fa3', 'xqa', 'fa2', 'reference'", "'fa9'"),
     ),
     Row("backend elsewhere", {"backend": "trtllm-gen"}, NotSupported, ("trtllm-gen refuses", 'backend="auto"')),
     Row("jit", {"jit_args": ["x"]}, NotSupported, ("jit_args", "CUDA", "sinks")),
