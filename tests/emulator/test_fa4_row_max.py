@@ -5,14 +5,17 @@ against the reference, on every schedule, two query tiles of several work items 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from cute_attn.dispatch import backends
 from cute_attn.emulator import Schedule
 from cute_attn.emulator.settings import Emulation
 from cute_attn.kernels.fa4 import tiles
 from cute_attn.kernels.fa4.spec import BlackwellTile, Fa4Spec
+from cute_attn.kernels.host.persistent import batch
 from tests.emulator.test_fa4_adversarial import HIDDEN, TILE, keeping, levels, loads, normal, solve, with_scores
 from tests.support.batch_case import dims, heads, paged, ragged
 from tests.support.case import Case
@@ -34,10 +37,19 @@ REQUESTS: tuple[Case, ...] = (
 
 
 @pytest.fixture(autouse=True)
-def row_max(monkeypatch: pytest.MonkeyPatch) -> None:
+def row_max(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Puts the form into the table. What is remembered of settings holds tiles: it is forgotten before and after."""
     for head_dims in ((64, 64), (128, 128)):
         tile = dataclasses.replace(tiles._16_BIT[head_dims], softmax="row_max")
         monkeypatch.setitem(tiles._16_BIT, head_dims, tile)
+    forget_tiles()
+    yield
+    forget_tiles()
+
+
+def forget_tiles() -> None:
+    backends._prepared.cache_clear()
+    batch.tiling.cache_clear()
 
 
 def assert_row_max(emulation: Emulation) -> None:
@@ -53,8 +65,8 @@ def test_requests(request_: Case, schedule: Schedule) -> None:
 
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
 def test_items_on_one_cta(schedule: Schedule) -> None:
-    batch = ragged((150, 0, 37, 0, 1), (300, 20, 64, 0, 90), mask="causal", **heads(2, 1))
-    assert_row_max(solve_batch(FA4, batch, schedule, sms=1))
+    requests = ragged((150, 0, 37, 0, 1), (300, 20, 64, 0, 90), mask="causal", **heads(2, 1))
+    assert_row_max(solve_batch(FA4, requests, schedule, sms=1))
     pages = paged((150, 0, 37, 260), (300, 20, 0, 515), 64, mask="causal", **BF16, **dims(128), **heads(4, 2))
     assert_row_max(solve_batch(FA4, pages, schedule, sms=1))
 
