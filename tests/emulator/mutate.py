@@ -377,7 +377,7 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
     (
         "fence removed",
         lambda ptx, mutant: "fence.mbarrier_init" in ptx and mutant.site < 2,
-        "between the threads of a CTA its barrier is enough; how TMA comes to see new mbarriers is not modelled",
+        "the fence beside it is enough: either makes new mbarriers visible to TMA and to commits",
     ),
     (
         "wgmma fence removed",

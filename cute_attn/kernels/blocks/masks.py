@@ -145,22 +145,23 @@ class PackedMask(BandMask):
         address = self.bits + (bit >> Int64(3))
         aligned = address & Int64(-4)
         shift = Int32((address & Int64(3)) * Int64(8) + (bit & Int64(7)))
-        raw = [self.load_word(aligned + Int64(4 * i)) for i in range(count + 1)]
+        raw = [load_mask_word(aligned + Int64(4 * i), self.bits_end) for i in range(count + 1)]
         inner = self.lanes.lane_col()
         words = [funnel_shift_right(raw[i], raw[i + 1], shift) for i in range(count)]
         return [word >> inner for word in words]
 
-    @cute.jit
-    def load_word(self, address: Int64) -> Int32:
-        """Loads four mask bytes; those past the end of the buffer are not accessed and read as zero."""
-        word = Int32(0)
-        if address + 4 <= self.bits_end:
-            word = ptx.ld_global_u32(address)
-        else:
-            for i in cutlass.range_constexpr(3):
-                if address + i < self.bits_end:
-                    word = word | (ptx.ld_global_u8(address + i) << (8 * i))
-        return word
+
+@cute.jit
+def load_mask_word(address: Int64, end: Int64) -> Int32:
+    """Loads four mask bytes; those past the end of the buffer are not accessed and read as zero."""
+    word = Int32(0)
+    if address + 4 <= end:
+        word = ptx.ld_global_u32(address)
+    else:
+        for i in cutlass.range_constexpr(3):
+            if address + i < end:
+                word = word | (ptx.ld_global_u8(address + i) << (8 * i))
+    return word
 
 
 def _signed(bits: int) -> int:

@@ -89,10 +89,6 @@ class BlackwellMemory(TileMemory):
         staging = (Scratch("staging", self.staging_bytes),) if self.staging_bytes else ()
         return (*staging, Scratch("tmem", 16))  # address of the allocation
 
-    def output_column(self, query_tile: int) -> int:
-        """Returns the first column of tensor memory of a query tile's O."""
-        return OUTPUT_COLUMN + query_tile * 128
-
 
 @dataclass(frozen=True)
 class Fp8Memory(BlackwellMemory):

@@ -8,12 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import cutlass
-import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.masks import Band, funnel_shift_right
+from cute_attn.kernels.blocks.masks import Band, funnel_shift_right, load_mask_word
 from cute_attn.kernels.blocks.multi_item import KeyBounds
 from cute_attn.kernels.blocks.rows import PackedRows
 
@@ -90,20 +88,8 @@ class PackedWords(EarlyWords):
         address = self.bits + (bit >> Int64(3))
         aligned = address & Int64(-4)
         shift = Int32((address & Int64(3)) * Int64(8) + (bit & Int64(7)))
-        low, high = self.load_word(aligned), self.load_word(aligned + Int64(4))
+        low, high = (load_mask_word(aligned + Int64(4 * i), self.bits_end) for i in range(2))
         return super().word(kv_start) | ~funnel_shift_right(low, high, shift)
-
-    @cute.jit
-    def load_word(self, address: Int64) -> Int32:
-        """Loads four mask bytes; those past the end of the buffer are not accessed and read as zero."""
-        word = Int32(0)
-        if address + 4 <= self.bits_end:
-            word = ptx.ld_global_u32(address)
-        else:
-            for i in cutlass.range_constexpr(3):
-                if address + i < self.bits_end:
-                    word = word | (ptx.ld_global_u8(address + i) << (8 * i))
-        return word
 
 
 @dataclass(frozen=True)
