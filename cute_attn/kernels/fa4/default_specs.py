@@ -31,7 +31,14 @@ def default_specs(arch: str) -> list[KernelSpec]:
     specs += [_spec(arch, dims, **MODIFIED[0], **source) for dims in HEAD_DIMS for source in ({}, GATHERED)]
     specs += [_spec(arch, llama, **modified) for modified in MODIFIED[1:]]
     specs += [_spec(arch, llama, **MODIFIED[0], **ITEMS), _spec(arch, (192, 128), mask="band", **ITEMS)]
-    specs += [_spec(arch, (192, 128), full=True, **source) for source in ({}, ITEMS)]
+    specs += [_spec(arch, dims, full=True, **source) for dims in ((192, 128), llama) for source in ({}, ITEMS)]
+    modified_in_pairs: tuple[dict[str, Any], ...] = (
+        {"scores": MODIFIED[0]["scores"]},
+        {"scores": MODIFIED[0]["scores"], **ITEMS},
+        {"schedule": "items"},
+        {"split": True, "out_dtype": "float32"},
+    )
+    specs += [_spec(arch, llama, full=True, **rest) for rest in modified_in_pairs]
     specs += [_spec(arch, llama, mask="multi_item", **source) for source in (ITEMS, GATHERED)]
     specs += [_spec(arch, llama, schedule="items", kv="gather4")]
     specs += [_spec(arch, llama, schedule="items"), _spec(arch, llama, dtype="float16", out_dtype="float16")]
