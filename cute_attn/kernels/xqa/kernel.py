@@ -27,7 +27,7 @@ from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.masks import DraftMask
 from cute_attn.kernels.xqa.parts.merge import Merge
 from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages, chunk_offset
-from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition, Segment, Share, kv_split
+from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share, kv_split, make_partition
 from cute_attn.kernels.xqa.parts.queries import Queries, QueryRows
 from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax, Running
 from cute_attn.kernels.xqa.parts.team import make_team
@@ -162,7 +162,7 @@ class XqaProgram:
         if cutlass.const_expr(self.pdl):
             ptx.grid_dependency_wait()
             ptx.grid_dependency_launch()
-        partition = Partition(params, self.spec.cols)
+        partition = make_partition(self.spec, params)
         share, segment = partition.first_segment()
         merge, query_rows = self.merge_and_queries(params)
         words = query_rows.load(segment)
