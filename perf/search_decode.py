@@ -26,6 +26,7 @@ from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.host import grid
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
+from cute_attn.kernels.xqa.tiles import Segments
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import Arch
@@ -41,13 +42,13 @@ WARPS_PER_SM = (4, 16)
 SPEC_DTYPES = {"bfloat16": "", "e4m3": "float8_e4m3fn", "nvfp4": "nvfp4"}
 LENGTHS = "64x2048,256x1024,64x8192,8x8192"
 PEER = "FlashInfer XQA"
-GUESTS = {True: (0, 1), False: (0,)}  # with few pairs of a request and a kv head, and with many
-CTAS = {True: (1, 2), False: (1, 2, 3, 4, 6, 8)}
+GUESTS: dict[Segments, tuple[int, ...]] = {"few": (0, 1), "many": (0,)}
+CTAS: dict[Segments, tuple[int, ...]] = {"few": (1, 2), "many": (1, 2, 3, 4, 6, 8)}
 
 
-def rings(start: XqaSpec, few: bool, arch: Arch) -> list[XqaSpec]:
+def rings(start: XqaSpec, segments: Segments, arch: Arch) -> list[XqaSpec]:
     """Lists `start` with every ring that fits an SM of `arch`."""
-    grid_of = itertools.product((1, 2, 4, 8), (2, 3, 4, 6), (16, 32, 64), CTAS[few], GUESTS[few])
+    grid_of = itertools.product((1, 2, 4, 8), (2, 3, 4, 6), (16, 32, 64), CTAS[segments], GUESTS[segments])
     specs = [
         dataclasses.replace(start, warps=warps, stages=stages, cols=cols, ctas=ctas, guests=guests)
         for warps, stages, cols, ctas, guests in grid_of
@@ -100,14 +101,14 @@ def bind(spec: XqaSpec, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[C
         return batch_peers.ours("xqa", w, sets)
 
 
-def is_few(w: BatchWorkload) -> bool:
-    return len(w.kv_lens) * w.num_kv_heads <= tiles.FEW
+def segments(w: BatchWorkload) -> Segments:
+    return "few" if len(w.kv_lens) * w.num_kv_heads <= tiles.FEW else "many"
 
 
 def start_of(w: BatchWorkload, arch: Arch) -> XqaSpec:
     """Returns the kernel of a workload by the table."""
     rows = w.num_qo_heads // w.num_kv_heads
-    return tiles.choose(w.dtype, SPEC_DTYPES[w.kv_dtype], w.dtype, w.head_dim, rows, False, is_few(w), arch)
+    return tiles.choose(w.dtype, SPEC_DTYPES[w.kv_dtype], w.dtype, w.head_dim, rows, False, segments(w), arch)
 
 
 def time_all(w: BatchWorkload, specs: Sequence[XqaSpec], peers: bool, rounds: int) -> dict[str, Timing]:
@@ -129,7 +130,7 @@ def time_all(w: BatchWorkload, specs: Sequence[XqaSpec], peers: bool, rounds: in
 def search(w: BatchWorkload, arch: Arch, options: argparse.Namespace) -> dict[str, Any]:
     """Returns the record of a workload: microseconds of every ring, then of the fastest, timed for longer."""
     start = start_of(w, arch)
-    specs = {title(s): s for s in compiled(list(dict.fromkeys([start, *rings(start, is_few(w), arch)])), arch)}
+    specs = {title(s): s for s in compiled(list(dict.fromkeys([start, *rings(start, segments(w), arch)])), arch)}
     first = time_all(w, list(specs.values()), False, 3)
     fastest = sorted(first, key=lambda name: first[name].median_us)[: options.finalists]
     finalists = list(dict.fromkeys([title(start), *fastest]))

@@ -30,7 +30,7 @@ def workload(batch_size: int, kv_dtype: str) -> BatchWorkload:
 def test_rings_contain_that_of_the_table_and_fit(batch_size: int, kv_dtype: str) -> None:
     w = workload(batch_size, kv_dtype)
     start = search_decode.start_of(w, HOPPER)
-    found = search_decode.rings(start, search_decode.is_few(w), HOPPER)
+    found = search_decode.rings(start, search_decode.segments(w), HOPPER)
     assert start in found
     assert len({search_decode.title(spec) for spec in found}) == len(found) > 10
     for spec in found:
@@ -41,10 +41,10 @@ def test_rings_contain_that_of_the_table_and_fit(batch_size: int, kv_dtype: str)
 
 def test_a_forced_ring_is_launched() -> None:
     start = search_decode.start_of(workload(64, "e4m3"), HOPPER)
-    other = next(spec for spec in search_decode.rings(start, False, HOPPER) if spec.warps != start.warps)
+    other = next(spec for spec in search_decode.rings(start, "many", HOPPER) if spec.warps != start.warps)
 
     def launched() -> object:
-        return grid.choose_spec(FEATURES, 1, False, HOPPER)
+        return grid.choose_spec(FEATURES, 1, "many", HOPPER)
 
     assert launched() == start
     with search_decode.force_spec(other):
