@@ -58,6 +58,7 @@ def flash_attention_4(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Cal
 
 def flash_attention_4_paged(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
     require(w.kv_dtype == w.dtype, f"q is {w.dtype}, k and v are {w.kv_dtype}")
+    require(w.window_left < 0 and not w.sinks, "windows and sinks are not passed to it")
     fa4 = module("flash_attn.cute")
     lengths = torch.tensor(w.kv_lens, dtype=torch.int32, device=sets[0].q.device)
 
@@ -122,16 +123,18 @@ def paged_decode(library: Any, w: BatchWorkload, sets: Sequence[BatchInputs], **
             *(w.num_qo_heads, w.num_kv_heads, w.head_dim, w.page_size),
             q_data_type=w.torch_dtype,
             kv_data_type=w.torch_kv_dtype,
+            window_left=w.window_left,
         )
         wrappers.append(wrapper)
     return [
-        functools.partial(wrapper.run, x.q, (x.k, x.v), **scales(x)) for wrapper, x in zip(wrappers, sets, strict=True)
+        functools.partial(wrapper.run, x.q, (x.k, x.v), **extras(x)) for wrapper, x in zip(wrappers, sets, strict=True)
     ]
 
 
-def scales(x: BatchInputs) -> dict[str, Any]:
-    """Returns the arguments that only NVFP4 caches need."""
-    return {} if x.block_scales is None else {"kv_cache_sf": x.block_scales}
+def extras(x: BatchInputs) -> dict[str, Any]:
+    """Returns the arguments that only some workloads need: of NVFP4 caches, and sinks."""
+    found = {"kv_cache_sf": x.block_scales, "sinks": x.sinks}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def flashinfer_ragged(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
@@ -143,6 +146,7 @@ def flashinfer_paged(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]
 
 
 def flashinfer_decode(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    require(not w.sinks, "its decode wrapper ignores sinks")
     return paged_decode(flashinfer("flashinfer"), w, sets, use_tensor_cores=True)
 
 
@@ -163,7 +167,8 @@ def xqa(decode: Any, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call
 
     def call(x: BatchInputs, table: torch.Tensor) -> torch.Tensor:
         arguments = x.q, (x.k, x.v), workspace, table, lengths, longest
-        return cast(torch.Tensor, decode(*arguments, bmm1_scale=scale, kv_layout="NHD", **scales(x)))
+        options = {"bmm1_scale": scale, "window_left": w.window_left, "kv_layout": "NHD", **extras(x)}
+        return cast(torch.Tensor, decode(*arguments, **options))
 
     return [functools.partial(call, x, block_table(w, x)) for x in sets]
 

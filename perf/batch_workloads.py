@@ -33,11 +33,14 @@ class BatchInputs(NamedTuple):
     v: torch.Tensor
     indices: torch.Tensor | None
     block_scales: tuple[torch.Tensor, torch.Tensor] | None = None  # e4m3, of NVFP4 k and v
+    sinks: torch.Tensor | None = None  # fp32 [num_qo_heads]
 
 
 @dataclass(frozen=True)
 class BatchWorkload:
-    """Batch of requests of `qo_lens` and `kv_lens` tokens; causal is bottom-right aligned. `page_size` 0: ragged."""
+    """Batch of requests of `qo_lens` and `kv_lens` tokens; causal is bottom-right aligned. `page_size` 0: ragged.
+    `window_left` (-1: none) and `sinks` are those of decode.
+    """
 
     qo_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
@@ -48,10 +51,14 @@ class BatchWorkload:
     causal: bool = False
     dtype: str = "bfloat16"
     kv_dtype: str = "bfloat16"
+    window_left: int = -1
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "qo_lens", tuple(self.qo_lens))  # they are lists if they come from JSON
         object.__setattr__(self, "kv_lens", tuple(self.kv_lens))
+        if self.phase != "batch decode" and (self.window_left >= 0 or self.sinks):
+            raise ValueError(f"windows and sinks are those of decode, got {self.name}")
 
     @property
     def name(self) -> str:
@@ -60,7 +67,8 @@ class BatchWorkload:
         lengths = f"b{len(self.qo_lens)} q{_lengths(self.qo_lens)} kv{_lengths(self.kv_lens)}"
         mask = "causal" if self.causal else "full"
         kv = "" if self.kv_dtype == self.dtype else f" kv-{self.kv_dtype}"
-        return f"d{self.head_dim} {heads} {pages} {lengths} {mask} {self.dtype}{kv}"
+        window = f" window{self.window_left}" if self.window_left >= 0 else ""
+        return f"d{self.head_dim} {heads} {pages} {lengths} {mask} {self.dtype}{kv}{window}" + " sinks" * self.sinks
 
     @property
     def phase(self) -> str:
@@ -93,7 +101,7 @@ class BatchWorkload:
     def bytes(self) -> int:
         """Number of bytes if q, k and v are read once and o is written once."""
         bits = NVFP4_BITS if self.kv_dtype == "nvfp4" else 8 * self.torch_kv_dtype.itemsize
-        kv = round(2 * sum(self.kv_lens) * self.num_kv_heads * self.head_dim * bits / 8)
+        kv = round(2 * sum(map(self.seen, self.kv_lens)) * self.num_kv_heads * self.head_dim * bits / 8)
         return kv + 2 * sum(self.qo_lens) * self.num_qo_heads * self.head_dim * self.torch_dtype.itemsize
 
     @property
@@ -116,6 +124,10 @@ class BatchWorkload:
     def last_page_len(self) -> list[int]:
         return [(n - 1) % self.page_size + 1 for n in self.kv_lens]
 
+    def seen(self, kv_len: int) -> int:
+        """Returns how many keys of a request its query tokens see, masks but the window aside."""
+        return min(kv_len, self.window_left + 1) if self.window_left >= 0 else kv_len
+
     def pages(self, kv_len: int) -> int:
         return -(-kv_len // max(1, self.page_size))
 
@@ -135,21 +147,23 @@ class BatchWorkload:
         kv = (rows, *page, self.num_kv_heads, self.head_dim)
         indices = torch.randperm(rows, generator=generator, device=device, dtype=torch.int32) if page else None
         q = normal(self.qo_indptr[-1], self.num_qo_heads, self.head_dim, dtype=self.torch_dtype)
+        sinks = normal(self.num_qo_heads, dtype=torch.float32) if self.sinks else None
         if self.kv_dtype == "nvfp4":
             k, v = (codes(self.head_dim // 2, 0, 256) for _ in range(2))
             k_sf, v_sf = (codes(self.head_dim // NVFP4_BLOCK, *NVFP4_SCALES).view(torch.float8_e4m3fn) for _ in "kv")
-            return BatchInputs(q, k, v, indices, (k_sf, v_sf))
+            return BatchInputs(q, k, v, indices, (k_sf, v_sf), sinks)
         k, v = (normal(*kv, dtype=self.torch_kv_dtype) for _ in range(2))
-        return BatchInputs(q, k, v, indices)
+        return BatchInputs(q, k, v, indices, None, sinks)
 
     def tokens(self, x: BatchInputs, request: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns k and v of one request, `[kv_len, num_kv_heads, head_dim]` in fp64."""
+        """Returns k and v of one request that are seen, `[tokens, num_kv_heads, head_dim]` in fp64."""
         begin, end = self.kv_indptr[request], self.kv_indptr[request + 1]
         chosen = slice(begin, end) if x.indices is None else x.indices[begin:end].long()
 
         def rows(t: torch.Tensor) -> torch.Tensor:
             own = t.view(torch.uint8)[chosen].view(t.dtype) if t.element_size() == 1 else t[chosen]
-            return own.reshape(-1, self.num_kv_heads, t.shape[-1])[: self.kv_lens[request]]
+            tokens = own.reshape(-1, self.num_kv_heads, t.shape[-1])[: self.kv_lens[request]]
+            return tokens[len(tokens) - self.seen(len(tokens)) :]
 
         k, v = rows(x.k), rows(x.v)
         if x.block_scales is not None:
@@ -173,8 +187,10 @@ def _lengths(lengths: tuple[int, ...]) -> str:
 
 def equal(
     batch_size: int, qo_len: int, kv_len: int, heads: tuple[int, int], head_dim: int, page_size: int = 0,
-    causal: bool = False, kv_dtype: str = "bfloat16",
+    causal: bool = False, kv_dtype: str = "bfloat16", window_left: int = -1, sinks: bool = False,
 ) -> BatchWorkload:  # fmt: skip
     """Returns a batch of equal requests in bfloat16."""
     lengths = (qo_len,) * batch_size, (kv_len,) * batch_size
-    return BatchWorkload(*lengths, *heads, head_dim, page_size, causal, kv_dtype=kv_dtype)
+    return BatchWorkload(
+        *lengths, *heads, head_dim, page_size, causal, kv_dtype=kv_dtype, window_left=window_left, sinks=sinks
+    )

@@ -42,7 +42,7 @@ class Oracle:
         rows, answers = [], []
         for request in sorted({0, len(w.kv_lens) // 2, longest, len(w.kv_lens) - 1}):
             start, stop = w.qo_indptr[request], w.qo_indptr[request + 1]
-            own, o = _expected(w.requests[request], x.q[start:stop], *w.tokens(x, request))
+            own, o = _expected(w.requests[request], x.q[start:stop], *w.tokens(x, request), x.sinks)
             rows.append(own + start)
             answers.append(o)
         tolerance = FP8_TOLERANCE if w.torch_kv_dtype.itemsize == 1 else TOLERANCE[w.dtype]
@@ -63,14 +63,16 @@ class Oracle:
         return f"wrong: relative error {error:.2e} against the reference (allowed {self.tolerance:.1e})"
 
 
-def _expected(w: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _expected(
+    w: Workload, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the checked rows of one request, and the reference's output for them."""
     rows = torch.tensor(checked_rows(w.qo_len), device=q.device)
     keep = None
     if w.causal:
         last_key = rows[:, None] + w.kv_len - w.qo_len
-        keep = torch.arange(w.kv_len, device=q.device) <= last_key
-    o, _ = reference.attention(q[rows], k, v, mask=reference.Mask(keep=keep))
+        keep = torch.arange(len(k), device=q.device) <= last_key
+    o, _ = reference.attention(q[rows], k, v, mask=reference.Mask(keep=keep), sinks=sinks)
     return rows, o
 
 

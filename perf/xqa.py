@@ -30,7 +30,16 @@ HEAD_DIMS = [  # two warps that share a row, a narrow row, a padded row
     for batch_size, kv_len in ((1, 8192), (1, 131072), (64, 8192))
 ]
 
-WORKLOADS = [*ANCHORS, *SHORT, *EVEN_AND_UNEVEN, *NVFP4, *HEAD_DIMS]
+SHORT_WINDOWS = [  # half of gpt-oss's layers; and at head dim 128
+    equal(batch_size, 1, 8192, heads, head_dim, 16, kv_dtype=kv_dtype, window_left=window, sinks=True)
+    for kv_dtype in KV_DTYPES
+    for batch_size, heads, head_dim, window in (
+        *((8, GROUPED, 64, 127), (64, GROUPED, 64, 127), (256, GROUPED, 64, 127)),
+        (32, HEADS, 128, 511),
+    )
+]
+
+WORKLOADS = [*ANCHORS, *SHORT, *EVEN_AND_UNEVEN, *NVFP4, *HEAD_DIMS, *SHORT_WINDOWS]
 
 if __name__ == "__main__":
     raise SystemExit(main("xqa", WORKLOADS))

@@ -32,6 +32,16 @@ class Arch:
         """Whether it has thread block clusters."""
         return self.capability >= (9, 0)
 
+    @property
+    def converts_e4m3(self) -> bool:
+        """Whether it has an instruction from pairs of e4m3 to pairs of fp16."""
+        return self.capability >= (8, 9)
+
+    @property
+    def converts_e2m1(self) -> bool:
+        """Whether it has one from pairs of e2m1; then also from e2m1 and fp8 to bf16, with PTX ISA 9.2 and later."""
+        return self.capability >= (10, 0)
+
 
 ARCHS: dict[str, Arch] = {
     arch.name: arch

@@ -40,8 +40,10 @@ def decode(built: Built) -> tuple[torch.Tensor, torch.Tensor]:
 
 def solve(case: XqaCase, arch: str, sms: int, schedule: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """ "" if the kernel of `arch` solves the case on a GPU of so many SMs, else what is wrong. Kernels for few and for
-    many requests take turns."""
+    many requests take turns, and those that cut the keys of short windows with those that do not."""
     monkeypatch.setattr(tiles, "FEW", MANY if case.seed % 2 == 0 else 0)
+    if case.seed % 3 == 2:
+        monkeypatch.setattr(tiles, "SHORT", -1)
     built = build(case)
     with emulator.using(arch, sms=sms, schedule=Schedule(schedule, case.seed)) as emulation:
         out, lse = decode(built)
@@ -76,6 +78,12 @@ CASES = {
         (16, 16, 32, 32, 33, 34), q="fp16", kv="fp16", heads=(2, 2), q_len=16, q_lens=(2, 1, 1, 1, 2, 3), mask=True
     ),
     "a window inside a tile": XqaCase((500, 30), kv="e4m3", heads=(4, 2), window_left=5),
+    "short windows": XqaCase(
+        (500, 0, 1, 40, 33), q="fp16", kv="e4m3", heads=(16, 2), head_dim=64, window_left=40, sinks=True
+    ),
+    "short windows of drafts": XqaCase(
+        (700, 5, 90), kv="nvfp4", heads=(24, 2), q_len=5, window_left=30, mask=True, bmm1_scale=0.001
+    ),
     "a window beyond 32 bits": XqaCase((0, 40), heads=(2, 2), q_len=3, window_left=1 << 31),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,9 +14,10 @@ from cute_attn.emulator import using
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.xqa import tiles
-from cute_attn.kernels.xqa.host import prepared
+from cute_attn.kernels.xqa.host import prepared, variant
 from cute_attn.kernels.xqa.host.decode import DecodeRun
 from cute_attn.kernels.xqa.host.family import FAMILY
+from cute_attn.kernels.xqa.host.grid import launch_config
 from cute_attn.kernels.xqa.host.single import SingleRun
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec, is_head_dim
@@ -94,7 +95,7 @@ def decode_problem(**changes: Any) -> DecodeProblem:
     tables, seq_lens = torch.zeros(2, 3, dtype=torch.int32), torch.tensor([40, 3], dtype=torch.int32)
     buffer = torch.zeros(1 << 20, dtype=torch.uint8)
     scratch = Scratch(buffer, buffer, buffer.data_ptr(), buffer.data_ptr() + 4096, 4096, buffer.nbytes - 4096)
-    settings = Settings(FEATURES, sm_scale=0.5, window_left=7, page_size=16)
+    settings = Settings(FEATURES, sm_scale=0.5, window_left=700, page_size=16)
     problem = DecodeProblem(settings, 1, q, cache, cache, q.clone(), None, tables, seq_lens, 48, scratch)
     return problem._replace(**changes)
 
@@ -118,7 +119,7 @@ def test_a_call_without_a_plan_is_one_launch_that_reads_its_lengths_itself(fired
     assert numbers == {
         "capacity": 48,
         "scale": 0.5,
-        "window_left": 7,
+        "window_left": 700,
         "page_size": 16,
         "counters": scratch.counters,
         "partials": scratch.partials,
@@ -151,7 +152,7 @@ def test_addresses_of_one_call_are_not_those_of_the_next(fired: Fired) -> None:
 def test_a_buffer_that_is_too_small_is_not_used(fired: Fired, short: str, field: str) -> None:
     problem = decode_problem()
     runner = DecodeRun(problem.settings, GPU)
-    config = runner.kernel(1, True).config
+    config = runner.kernel(1, "few").config
     needed = problem.scratch._replace(counter_bytes=config.counter_bytes, partial_bytes=config.partial_bytes)
     runner(problem._replace(scratch=needed))
     runner(problem._replace(scratch=needed._replace(**{short: getattr(needed, short) - 1})))
@@ -164,7 +165,9 @@ def test_a_buffer_that_is_too_small_is_not_used(fired: Fired, short: str, field:
 def test_counters_of_a_launch_fit_those_of_a_stream(arch: str) -> None:
     """Also on the GPU with the most multiprocessors."""
     specs = FAMILY.specs(FEATURES, named(arch))
-    assert all(4 * max(TYPICAL_SMS.values()) * spec.ctas <= SEMAPHORES.bytes_per_launch for spec in specs)
+    assert all(
+        4 * max(TYPICAL_SMS.values()) * spec.ctas <= SEMAPHORES.bytes_per_launch for spec in specs if not spec.whole
+    )
 
 
 def test_launches_of_a_call_without_a_plan() -> None:
@@ -175,24 +178,39 @@ def test_launches_of_a_call_without_a_plan() -> None:
     assert FAMILY.launches(no_requests, named("sm_90a"), 4) == []
 
 
+@pytest.mark.parametrize("qo_len", [1, 5])
+def test_a_window_that_is_short_takes_a_cta_per_request_and_unit(qo_len: int, fired: Fired) -> None:
+    """And no memory for partial results: a workspace of no bytes will do."""
+    problem = decode_problem(qo_len=qo_len)
+    for window, segments in ((tiles.SHORT - qo_len, "short"), (tiles.SHORT - qo_len + 1, "few"), (-1, "few")):
+        settings = problem.settings._replace(window_left=window)
+        config = launch_config(settings, qo_len, variant.segments(2, settings, qo_len), GPU.arch, 132, 0)
+        assert config.spec.whole == (segments == "short")
+        if config.spec.whole:
+            assert config.grid_of(2) == (2, 2, 1)
+            assert config.partial_bytes == config.counter_bytes == 0
+            ((_, grid),) = FAMILY.launches(problem._replace(settings=settings), GPU.arch, 132)
+            assert grid == (2, 2, 1)
+
+
 @pytest.mark.parametrize("arch", [*map(named, ARCHS), for_capability((8, 6))], ids=lambda arch: f"{arch.capability}")
 def test_every_head_dim_has_a_kernel(arch: Arch) -> None:
     """In the shared memory of the GPU. Where that has 163 KB, partial scores take no slots of caches that are bound by
     memory: as many bytes are in flight at 512 as at 256.
     """
     in_flight = {}
-    for kv, rows, few in itertools.product(KV_BITS, (4, 8, 16), (True, False)):
+    for kv, rows, segments in itertools.product(KV_BITS, (4, 8, 16), get_args(tiles.Segments)):
         for head_dim in (dim for dim in range(8, 1024, 8) if is_head_dim(dim, KV_BITS[kv])):
-            spec = tiles.choose("bfloat16", kv, "bfloat16", head_dim, rows, True, few, arch)
+            spec = tiles.choose("bfloat16", kv, "bfloat16", head_dim, rows, True, segments, arch)
             memory = XqaMemory.of(spec)
             assert memory.bytes <= arch.smem_limit
             assert spec.team * spec.warp_dim == head_dim
             assert spec.warp_dim <= spec.tile_dim < 2 * max(32, spec.warp_dim)
-            in_flight[kv, rows, few, head_dim] = (
+            in_flight[kv, rows, segments, head_dim] = (
                 spec.warps * spec.ctas * memory.prefetch_distance * memory.cols * memory.source_bytes
             )
         if arch.smem_limit > 1 << 17 and KV_BITS[kv] > 4:
-            assert in_flight[kv, rows, few, 512] >= in_flight[kv, rows, few, 256]
+            assert in_flight[kv, rows, segments, 512] >= in_flight[kv, rows, segments, 256]
 
 
 def test_specs_whose_warps_are_no_whole_teams() -> None:

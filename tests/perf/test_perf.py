@@ -31,6 +31,7 @@ BATCHES = [
     equal(2, 40, 40, (4, 2), 64, causal=True),
     BatchWorkload((3, 20), (50, 20), 4, 2, 64, 16, causal=True),
     BatchWorkload((1, 1, 1), (50, 7, 16), 4, 2, 64, 16),
+    BatchWorkload((1, 1, 1), (50, 7, 16), 4, 2, 64, 16, window_left=15, sinks=True),
 ]
 CEILINGS = {"read": 4000.0, "copy": 4000.0, "gemm": 700.0}
 
@@ -56,6 +57,11 @@ def test_work_of_known_problems() -> None:
     assert decode.bytes == 2 * 131072 * 8 * 128 * 2 + 2 * 32 * 128 * 2
     assert decode.metric.unit == "GB/s"
     assert decode.metric.value(130.7) == pytest.approx(4107.6, rel=1e-3)  # bytes over microseconds, by hand
+    window = BatchWorkload((1, 1), (100, 9), 4, 2, 64, 16, window_left=15, sinks=True)
+    assert window.bytes == 2 * (16 + 9) * 2 * 64 * 2 + 2 * 2 * 4 * 64 * 2
+    assert window.name.endswith("full bfloat16 window15 sinks")
+    with pytest.raises(ValueError, match="windows and sinks are those of decode"):
+        BatchWorkload((2,), (100,), 4, 2, 64, window_left=15)
 
 
 def test_input_sets_exceed_twice_the_l2() -> None:

@@ -6,7 +6,7 @@ import itertools
 
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.xqa.spec import HEAD_DIMS, XqaSpec
-from cute_attn.kernels.xqa.tiles import choose
+from cute_attn.kernels.xqa.tiles import Segments, choose
 from cute_attn.runtime.arch import Arch
 
 ALL = tuple(itertools.product(HEAD_DIMS, KV_BITS, (8, 16)))
@@ -19,6 +19,7 @@ OTHERS = (
 
 def default_specs(arch: Arch) -> list[XqaSpec]:
     """Kernels that most programs need: bf16 queries over every cache dtype, without a tree."""
-    keys = itertools.product((*ALL, *OTHERS), (True, False))
-    specs = (choose("bfloat16", kv, "bfloat16", head_dim, rows, False, few, arch) for (head_dim, kv, rows), few in keys)
+    segments: tuple[Segments, ...] = ("few", "many", "short")
+    keys = itertools.product((*ALL, *OTHERS), segments)
+    specs = (choose("bfloat16", kv, "bfloat16", head_dim, rows, False, of, arch) for (head_dim, kv, rows), of in keys)
     return list(dict.fromkeys(specs))

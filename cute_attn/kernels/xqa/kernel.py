@@ -27,7 +27,7 @@ from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.masks import DraftMask
 from cute_attn.kernels.xqa.parts.merge import Merge
 from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages, chunk_offset
-from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition, Segment, Share, kv_split
+from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share, kv_split, make_partition
 from cute_attn.kernels.xqa.parts.queries import Queries, QueryRows
 from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax, Running
 from cute_attn.kernels.xqa.parts.team import make_team
@@ -138,7 +138,7 @@ class XqaProgram:
         self.spec = spec
         self.memory = XqaMemory.of(spec)
         self.team = make_team(spec, self.memory)
-        self.format = formats.make_format(spec, native=named(arch).capability >= (8, 9))
+        self.format = formats.make_format(spec, named(arch))
         self.block = (32 * spec.warps, 1, 1)
         self.smem_bytes = self.memory.bytes
         self.pdl = named(arch).pdl
@@ -162,7 +162,7 @@ class XqaProgram:
         if cutlass.const_expr(self.pdl):
             ptx.grid_dependency_wait()
             ptx.grid_dependency_launch()
-        partition = Partition(params, self.spec.cols)
+        partition = make_partition(self.spec, params)
         share, segment = partition.first_segment()
         merge, query_rows = self.merge_and_queries(params)
         words = query_rows.load(segment)
@@ -190,7 +190,7 @@ class XqaProgram:
         v_scale = p.v_scale * device_scale(p.v_scale_ptr) * Float32(self.format.dequant_factor)
         epilogue = FinalEpilogue(p.sinks, v_scale, p.lse_scale)
         merge = Merge(self.spec, self.memory, self.team, self.format, p, shared_memory(), epilogue)
-        return merge, QueryRows(self.spec, self.memory, self.team, p, scale)
+        return merge, QueryRows(self.spec, self.memory, self.team, self.format, p, scale)
 
     def ring_start(self) -> Int32:
         """Shared address of the first slot of this warp's ring."""
@@ -331,7 +331,8 @@ class XqaProgram:
     def _p_operand(self, p: list[Float32], index: int) -> list[Int32]:
         """P^T as a B operand: one transposed 8x8 matrix for each half of the 16 tokens."""
         four = p[4 * index : 4 * index + 4]
-        return [isa.movmatrix(ptx.pack_16(self.spec.mma_dtype, four[j], four[j + 1])) for j in (0, 2)]
+        pairs = [isa.movmatrix(ptx.pack_16(self.spec.mma_dtype, four[j], four[j + 1])) for j in (0, 2)]
+        return self.format.p_tokens(pairs)
 
     def _mma(self, acc: list[Float32], index: int, a: list[Int32], b: list[Int32]) -> None:
         i = 4 * index

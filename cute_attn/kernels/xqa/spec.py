@@ -52,6 +52,8 @@ class XqaSpec(KernelSpec):
     paired: bool = False  # NVFP4 with at most PAIRED_ROWS query rows, see `formats.Kv4Bit`
     guests: int = 0  # CTAs of the next launch that must fit beside them; ctas + guests bound the registers
 
+    whole: bool = False  # a CTA for every segment, see `partition.WholeSegments`
+
     def __post_init__(self) -> None:
         rules = {
             "head_dim must be that of whole chunks": is_head_dim(self.head_dim, self.kv_bits),

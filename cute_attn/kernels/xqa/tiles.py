@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.xqa.smem import XqaMemory
@@ -12,6 +12,9 @@ from cute_attn.runtime.arch import Arch
 REGISTER_DIMS = 256  # row blocks x columns of a warp; beyond it outputs and queries exceed a thread's registers
 RESERVED_SMEM = 1024  # bytes of shared memory that the system reserves per CTA
 FEW = 128  # (request, kv head) pairs: about one per SM
+SHORT = 512  # keys of a segment that one CTA processes alone, see `partition.WholeSegments`
+
+Segments = Literal["few", "many", "short"]  # of a launch: at most FEW pairs; more; those whose windows are SHORT
 
 
 class Ring(NamedTuple):
@@ -22,16 +25,22 @@ class Ring(NamedTuple):
     guests: int = 0  # see `XqaSpec`
 
 
-# By bits per element, in order of preference; the first that fits shared memory and registers is taken. Measured on an
-# H200. Few pairs are split many ways: one CTA per SM leaves the least to merge, many warps have the least to do after
-# their last bytes arrive, and room for a guest lets the next launch start meanwhile. With many pairs, several CTAs per
-# SM hide each other's prologues and epilogues, which matters most where a warp reads little.
-FEW_RINGS = {
-    16: (Ring(8, 2, 1, 8192),),
-    8: (Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096)),
-    4: (Ring(8, 6, 1, 2048, guests=1), Ring(8, 3, 1, 4096)),
-}
-MANY_RINGS = {16: (Ring(4, 3, 2, 8192),), 8: (Ring(4, 2, 3, 8192),), 4: (Ring(4, 3, 2, 4096),)}
+class RingTable(NamedTuple):
+    """Rings by bits per element, in order of preference; the first that fits shared memory and registers, and keeps
+    `in_flight` bytes on their way to an SM, is taken.
+
+    Few pairs are split many ways: one CTA per SM leaves the least to merge, many warps have the least to do after their
+    last bytes arrive, and room for a guest lets the next launch start meanwhile. With many pairs, several CTAs per SM
+    hide each other's prologues and epilogues, which matters most where a warp reads little. Short segments have a CTA
+    each: the more fit an SM, the fewer waves they take.
+    """
+
+    few: dict[int, tuple[Ring, ...]]
+    many: dict[int, tuple[Ring, ...]]
+    short: dict[int, tuple[Ring, ...]]
+    in_flight: int = 0
+
+
 OTHER_RINGS = (
     Ring(4, 3, 2, 8192),
     Ring(4, 2, 2, 8192),
@@ -39,27 +48,71 @@ OTHER_RINGS = (
     Ring(4, 2, 1, 8192),
     Ring(2, 2, 1, 8192),
 )
+SHORT_RINGS: dict[int, tuple[Ring, ...]] = {
+    16: (Ring(4, 2, 4, 4096), Ring(4, 3, 2, 8192)),
+    8: (Ring(2, 2, 8, 4096), Ring(4, 2, 2, 8192)),
+    4: (Ring(2, 2, 8, 2048), Ring(4, 2, 2, 4096)),
+}
+# Measured on H100 and H200 (`python -m perf.search_decode`).
+DEFAULT = RingTable(
+    few={
+        16: (Ring(8, 2, 1, 8192),),
+        8: (Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096)),
+        4: (Ring(8, 2, 1, 4096, guests=1), Ring(8, 3, 1, 4096)),
+    },
+    many={
+        16: (Ring(4, 3, 1, 8192),),
+        8: (Ring(8, 2, 1, 8192), Ring(4, 2, 3, 8192)),
+        4: (Ring(2, 2, 2, 8192), Ring(4, 3, 2, 4096)),
+    },
+    short=SHORT_RINGS,
+)
+# For 8 TB/s over 148 SMs, of which none has been measured: what arrives in 1 us is 54 KB. At that rate NVFP4 leaves 20
+# issue slots per token. Those that a tile takes whatever its size are spread over more tokens here.
+FAST_MEMORY = RingTable(
+    few={
+        16: (Ring(8, 3, 1, 8192), Ring(8, 2, 1, 8192)),
+        8: (Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096), Ring(8, 3, 1, 8192)),
+        4: (Ring(8, 3, 1, 8192), Ring(8, 3, 1, 4096)),
+    },
+    many={16: (Ring(4, 3, 2, 8192),), 8: (Ring(4, 2, 3, 8192), Ring(4, 3, 2, 8192)), 4: (Ring(4, 3, 2, 8192),)},
+    short=SHORT_RINGS,
+    in_flight=64 << 10,
+)
+# By major compute capability, which tells memory bandwidth and shared memory of an SM.
+TABLES = {10: FAST_MEMORY}
 
 
 def choose(
-    q_dtype: str, kv_dtype: str, out_dtype: str, head_dim: int, packed_rows: int, tree: bool, few: bool, arch: Arch
-) -> XqaSpec:
-    """Choose the kernel for `packed_rows` = q_len * group rows; `few`: at most FEW pairs of a request and a kv head."""
-    software = KV_BITS[kv_dtype] == 4 and arch.capability < (
-        8,
-        9,
-    )  # converting e4m3 scales in software takes registers too
+    q_dtype: str, kv_dtype: str, out_dtype: str, head_dim: int, packed_rows: int, tree: bool,
+    segments: Segments, arch: Arch,
+) -> XqaSpec:  # fmt: skip
+    """Choose the kernel for `packed_rows` = q_len * group rows and `segments`, pairs of a request and a kv head."""
+    software = KV_BITS[kv_dtype] == 4 and not arch.converts_e4m3  # scales: software takes registers too
     row_blocks = max(1, min(2, REGISTER_DIMS // (2 if software else 1) // padded_dim(head_dim), -(-packed_rows // 8)))
     paired = kv_dtype == "nvfp4" and packed_rows <= PAIRED_ROWS
-    preferred = (FEW_RINGS if few else MANY_RINGS)[KV_BITS[kv_dtype]]
+    table = TABLES.get(arch.capability[0], DEFAULT)
+    rings: dict[Segments, dict[int, tuple[Ring, ...]]] = {
+        "few": table.few,
+        "many": table.many,
+        "short": table.short,
+    }
     specs = [
         XqaSpec(
             q_dtype, kv_dtype, out_dtype, head_dim, tree, row_blocks,
-            _cols(kv_dtype, head_dim, row_blocks, r), r.warps, r.stages, r.ctas, paired, r.guests,
+            _cols(kv_dtype, head_dim, row_blocks, r), r.warps, r.stages, r.ctas, paired, r.guests, segments == "short",
         )
-        for r in (*preferred, *OTHER_RINGS)
+        for r in (*rings[segments][KV_BITS[kv_dtype]], *OTHER_RINGS)
     ]  # fmt: skip
-    return next(spec for spec in specs if _fits(spec, arch))
+    fitting = [spec for spec in specs if _fits(spec, arch)]
+    return next((spec for spec in fitting if in_flight(spec) >= table.in_flight), max(fitting, key=in_flight))
+
+
+def in_flight(spec: XqaSpec) -> int:
+    """Bytes of K, V and block scales on their way to an SM while its warps compute."""
+    memory = XqaMemory.of(spec)
+    token = 2 * (memory.source_bytes + memory.scale_bytes)
+    return spec.ctas * spec.warps * memory.prefetch_distance * spec.cols * token
 
 
 def _cols(kv_dtype: str, head_dim: int, row_blocks: int, ring: Ring) -> int:

@@ -14,7 +14,7 @@ from cute_attn.kernels.host.params import UNBOUNDED, Values
 from cute_attn.kernels.host.prepared import Grid
 from cute_attn.kernels.xqa.host.grid import LaunchConfig, launch_config, partial_bytes_per_cta
 from cute_attn.kernels.xqa.host.prepared import PreparedKernel, prepared_kernel
-from cute_attn.kernels.xqa.host.variant import is_few
+from cute_attn.kernels.xqa.host.variant import segments
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.staging import Staging
@@ -32,7 +32,7 @@ class XqaBatchSchedule(NamedTuple):
     @property
     def grid(self) -> Grid:
         """Grid of the launch; (0, 1, 1) where there are no requests."""
-        return self.config.grid if self.batch_size else (0, 1, 1)
+        return self.config.grid_of(self.batch_size) if self.batch_size else (0, 1, 1)
 
     def workspace(self) -> tuple[int, int]:
         """Returns the bytes of the workspace in use, and the bytes of the records."""
@@ -50,8 +50,8 @@ def schedule(
     """Returns the schedule of a batch on a GPU of `arch` with `sms` multiprocessors, with records from `allocate`."""
     qo_len, batch_size = limits.max_qo_len, len(lengths.kv_len)
     assert qo_len is not None  # given by decode wrappers
-    few = is_few(batch_size, settings.features)
-    config = launch_config(settings, qo_len, few, arch, sms, limits.workspace_bytes)
+    of = segments(batch_size, settings, qo_len)
+    config = launch_config(settings, qo_len, of, arch, sms, limits.workspace_bytes)
     records = allocate(2 * batch_size + config.ctas)
     records[:batch_size] = lengths.kv_len
     records[batch_size : 2 * batch_size] = lengths.kv_start

@@ -10,7 +10,8 @@ from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.single import MAX_LENGTHS
 from cute_attn.kernels.xqa.host.grid import launch_config
 from cute_attn.kernels.xqa.host.prepared import PreparedKernel
-from cute_attn.kernels.xqa.host.variant import is_few
+from cute_attn.kernels.xqa.host.variant import segments
+from cute_attn.kernels.xqa.tiles import Segments
 from cute_attn.problem import DecodeProblem, Request, Settings
 from cute_attn.runtime import counters
 from cute_attn.runtime.launch import current_stream
@@ -36,7 +37,7 @@ class DecodeRun:
             return
         tables, scratch, settings = problem.block_tables, problem.scratch, self.settings
         batch_size = tables.shape[0]
-        kernel = self.kernel(problem.qo_len, is_few(batch_size, settings.features))
+        kernel = self.kernel(problem.qo_len, segments(batch_size, settings, problem.qo_len))
         config, stream = kernel.config, current_stream(self.gpu.device_index)
         counted_at, partials_at = scratch.counters, scratch.partials
         if scratch.counter_bytes < config.counter_bytes:
@@ -57,9 +58,9 @@ class DecodeRun:
             partials_at,
         )
         values = kernel.values(problem, kernel.output.of(problem), numbers, stream)
-        kernel.attention.fire(values, config.grid, stream)
+        kernel.attention.fire(values, config.grid_of(batch_size), stream)
 
-    def _kernel(self, qo_len: int, few: bool) -> PreparedKernel:
+    def _kernel(self, qo_len: int, segments: Segments) -> PreparedKernel:
         """Returns the kernel for at most `qo_len` query tokens per request; `kernel` memoises it."""
-        config = launch_config(self.settings, qo_len, few, self.gpu.arch, self.gpu.sms)
+        config = launch_config(self.settings, qo_len, segments, self.gpu.arch, self.gpu.sms)
         return PreparedKernel(self.settings, config, self.gpu)

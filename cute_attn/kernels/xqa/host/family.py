@@ -10,7 +10,7 @@ from cute_attn.kernels.xqa.host.batch import XqaBatchRun, schedule
 from cute_attn.kernels.xqa.host.decode import DecodeRun
 from cute_attn.kernels.xqa.host.grid import launch_config
 from cute_attn.kernels.xqa.host.single import SingleRun
-from cute_attn.kernels.xqa.host.variant import is_few, specs
+from cute_attn.kernels.xqa.host.variant import segments, specs
 from cute_attn.problem import BatchLengths, BatchLimits, DecodeProblem, Features, Request, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
@@ -36,9 +36,9 @@ class XqaFamily:
         batch_size = len(problem.seq_lens) if isinstance(problem, DecodeProblem) else 1
         if not problem.qo_len or not batch_size:
             return []
-        few = is_few(batch_size, problem.features)
-        config = launch_config(problem.settings, problem.qo_len, few, arch, sms)
-        return [(config.spec, config.grid)]
+        of = segments(batch_size, problem.settings, problem.qo_len)
+        config = launch_config(problem.settings, problem.qo_len, of, arch, sms)
+        return [(config.spec, config.grid_of(batch_size))]
 
     def plan(
         self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging, gpu: Gpu

@@ -9,6 +9,7 @@ from cute_attn.kernels.host.batch import MAX_SETTINGS
 from cute_attn.kernels.host.prepared import Grid
 from cute_attn.kernels.xqa.host.variant import choose_spec
 from cute_attn.kernels.xqa.spec import XqaSpec
+from cute_attn.kernels.xqa.tiles import Segments
 from cute_attn.problem import Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.schedule.batch import UNLIMITED
@@ -23,22 +24,28 @@ class LaunchConfig(NamedTuple):
     spec: XqaSpec
     qo_len: int  # query tokens of every request, or the most of any
     row_blocks: int  # blocks of query rows per request and kv head
-    grid: Grid  # (CTA groups, CTAs per group, 1)
-    ctas: int  # CTAs of the grid, and some that are idle
+    grid: Grid  # (CTA groups, CTAs per group, 1); of whole segments (units, 1, 1), for one request
+    ctas: int  # CTAs of the grid, and some that are idle, that may leave partial results; 0 of whole segments
     counter_bytes: int
     partial_bytes: int  # 0 for one CTA, which leaves no partial results
+
+    def grid_of(self, batch_size: int) -> Grid:
+        """Returns the grid of a launch of `batch_size` requests."""
+        return (self.grid[0], batch_size, 1) if self.spec.whole else self.grid
 
 
 @functools.lru_cache(MAX_SETTINGS)
 def launch_config(
-    settings: Settings, qo_len: int, few: bool, arch: Arch, sms: int, workspace_bytes: int = UNLIMITED
+    settings: Settings, qo_len: int, segments: Segments, arch: Arch, sms: int, workspace_bytes: int = UNLIMITED
 ) -> LaunchConfig:
-    """Returns the kernel and grid for a GPU of `arch` with `sms` multiprocessors. `few`: as `variant.is_few` says.
-    `workspace_bytes`: room for partial results; fewer CTAs, down to one, need less.
+    """Returns the kernel and grid for a GPU of `arch` with `sms` multiprocessors. `segments`: as `variant.segments`
+    says. `workspace_bytes`: room for partial results; fewer CTAs, down to one, need less.
     """
     features = settings.features
-    spec = choose_spec(features, qo_len, few, arch)
+    spec = choose_spec(features, qo_len, segments, arch)
     row_blocks = ceil_div(qo_len * (features.num_qo_heads // features.num_kv_heads), spec.rows)
+    if spec.whole:
+        return LaunchConfig(spec, qo_len, row_blocks, (features.num_kv_heads * row_blocks, 1, 1), 0, 0, 0)
     ctas = max(1, min(sms * spec.ctas, workspace_bytes // partial_bytes_per_cta(spec)))
     groups = cta_group_count(features.num_kv_heads * row_blocks, ctas)
     partial_bytes = 0 if ctas == 1 else ctas * partial_bytes_per_cta(spec)

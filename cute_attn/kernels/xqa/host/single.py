@@ -11,7 +11,7 @@ from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.single import MAX_LENGTHS
 from cute_attn.kernels.xqa.host.grid import launch_config
 from cute_attn.kernels.xqa.host.prepared import CHUNK, ONE_PAGE, PreparedKernel
-from cute_attn.kernels.xqa.host.variant import is_few
+from cute_attn.kernels.xqa.host.variant import segments
 from cute_attn.problem import Problem, Request, Settings
 from cute_attn.runtime import capture, counters
 from cute_attn.runtime.launch import CPU, current_stream
@@ -34,7 +34,6 @@ class SingleRun:
 
     def __init__(self, settings: Settings, gpu: Gpu) -> None:
         self.settings, self.gpu = settings, gpu
-        self.few = is_few(1, settings.features)
         self.kernel = functools.lru_cache(MAX_LENGTHS)(self._kernel)
         self.counters = counters.of_device(gpu.device_index, counters.SEMAPHORES)
         self.records = one_page(gpu.device_index)
@@ -55,7 +54,8 @@ class SingleRun:
 
     def _kernel(self, qo_len: int) -> PreparedKernel:
         """Returns the kernel for requests of `qo_len` query tokens; `kernel` memoises it."""
-        config = launch_config(self.settings, qo_len, self.few, self.gpu.arch, self.gpu.sms)
+        of = segments(1, self.settings, qo_len)
+        config = launch_config(self.settings, qo_len, of, self.gpu.arch, self.gpu.sms)
         return PreparedKernel(self.settings, config, self.gpu)
 
 

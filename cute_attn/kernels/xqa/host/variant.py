@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from cute_attn.kernels.host.features import kv_dtype
 from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.spec import XqaSpec
-from cute_attn.problem import Features, short
+from cute_attn.kernels.xqa.tiles import Segments
+from cute_attn.problem import Features, Settings, short
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 
-
-def is_few(batch_size: int, features: Features) -> bool:
-    """Tells whether there are few pairs of a request and a kv head, whose keys are then split into many parts each."""
-    return batch_size * features.num_kv_heads <= tiles.FEW
+MAX_GRID_Y = 65535  # CTAs along the second axis of a grid
 
 
-def choose_spec(features: Features, qo_len: int, few: bool, arch: Arch) -> XqaSpec:
-    """Returns the kernel for `qo_len` query tokens per request. `few`: as `is_few` says."""
+def segments(batch_size: int, settings: Settings, qo_len: int) -> Segments:
+    """Returns what the pairs of a request and a kv head are: "short" where a window bounds them, else "few", whose keys
+    are split into many parts each, or "many".
+    """
+    window = settings.window_left
+    if 0 <= window <= tiles.SHORT - qo_len and batch_size <= MAX_GRID_Y:
+        return "short"
+    return "few" if batch_size * settings.features.num_kv_heads <= tiles.FEW else "many"
+
+
+def choose_spec(features: Features, qo_len: int, segments: Segments, arch: Arch) -> XqaSpec:
+    """Returns the kernel for `qo_len` query tokens per request."""
     rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
     dtypes = short(features.q_dtype), kv_dtype(features), short(features.o_dtype)
-    return tiles.choose(*dtypes, features.head_dim_qk, rows, features.draft_mask, few, arch)
+    return tiles.choose(*dtypes, features.head_dim_qk, rows, features.draft_mask, segments, arch)
 
 
 def specs(features: Features, arch: Arch) -> list[KernelSpec]:
     """Returns every kernel that calls of one query token and of these features may need."""
-    return list(dict.fromkeys(choose_spec(features, 1, few, arch) for few in (True, False)))
+    return list(dict.fromkeys(choose_spec(features, 1, of, arch) for of in get_args(Segments)))

@@ -13,9 +13,11 @@ loaded in the same permuted order (`queries`); rows of O^T come out permuted and
 Conversions are exact up to a power of two, the format's `dequant_factor`, which is folded into the scales.
 
 `k_scales` and `v_scales` read the block scales of 16 tokens, if the format has any; `k_operands` and `v_operands`
-convert the result of one ldmatrix.x4, 32 bytes of a row, to operands.
+convert the result of one ldmatrix.x4, 32 bytes of a row, to operands. `q_words` loads `q_bytes` bytes of a row of q in
+the order of K's operands, `p_tokens` brings P^T of 16 tokens into the order of V's.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import cutlass.cute as cute
@@ -24,21 +26,21 @@ from cutlass import Int32
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.softmax import SLACK
 from cute_attn.kernels.xqa.parts import instructions as isa
+from cute_attn.kernels.xqa.parts.e2m1 import HardwareE2m1, SpreadBits
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
+from cute_attn.runtime.arch import Arch
 
 E4M3_SHIFTED = 256.0
 
 Operand = list[Int32]
+LoadQ = Callable[[Int32, int, int], Operand]  # words from a lane's byte offset and a constant one on
 
 
 @dataclass(frozen=True)
-class Kv16Bit:
-    """fp16 and bf16, used without conversion."""
+class Unscaled:
+    """What formats without block scales have in common; P^T is used as it is."""
 
-    operands_per_load = 1
-    transposed_pairs = True  # V: the four 8x8 matrices are at (token, dim) = (0, 0), (0, 8), (8, 0), (8, 8)
-    dequant_factor = 1.0
     slack = SLACK
 
     def k_scales(self, slot: Int32, m: int) -> list[Operand]:
@@ -46,13 +48,29 @@ class Kv16Bit:
 
     v_scales = k_scales
 
+    def p_tokens(self, b: Operand) -> Operand:
+        return b
+
+    def p_operands(self, p: list[Operand], tile: int, scales: list[Operand]) -> list[Operand]:
+        return p
+
+
+@dataclass(frozen=True)
+class Kv16Bit(Unscaled):
+    """fp16 and bf16, used without conversion."""
+
+    operands_per_load = 1
+    transposed_pairs = True  # V: the four 8x8 matrices are at (token, dim) = (0, 0), (0, 8), (8, 0), (8, 8)
+    dequant_factor = 1.0
+    q_bytes = 32
+
+    def q_words(self, load: LoadQ, t: Int32) -> Operand:
+        return load(t * 4, 0, 1) + load(t * 4, 16, 1)
+
     def k_operands(self, loaded: Operand, pair: int, scales: list[Operand]) -> list[Operand]:
         return [loaded]
 
     v_operands = k_operands
-
-    def p_operands(self, p: list[Operand], tile: int, scales: list[Operand]) -> list[Operand]:
-        return p
 
     def output_dim(self, tile: int, g: Int32) -> tuple[Int32, int]:
         """Head dim of row g of output tile `tile`, and the distance from it to that of row g + 8."""
@@ -60,24 +78,22 @@ class Kv16Bit:
 
 
 @dataclass(frozen=True)
-class Kv8Bit:
+class Kv8Bit(Unscaled):
     """e4m3 and e5m2: four elements per register, two operands per ldmatrix."""
 
     dtype: str
-    native: bool  # the GPU has an instruction that converts e4m3 (sm_89 and later)
+    native: bool  # the GPU has an instruction that converts e4m3
 
     operands_per_load = 2
     transposed_pairs = False  # V: (token, chunk) = (0, 0), (8, 0), (0, 1), (8, 1), as for K
-    slack = SLACK
+    q_bytes = 32
 
     @property
     def dequant_factor(self) -> float:
         return E4M3_SHIFTED if self.dtype == "float8_e4m3fn" and not self.native else 1.0
 
-    def k_scales(self, slot: Int32, m: int) -> list[Operand]:
-        return []
-
-    v_scales = k_scales
+    def q_words(self, load: LoadQ, t: Int32) -> Operand:
+        return load(t * 8, 0, 2)
 
     def k_operands(self, loaded: Operand, pair: int, scales: list[Operand]) -> list[Operand]:
         """Use a lane's four bytes, dims 4t .. 4t + 3 of a token, as contraction indices 2t, 2t + 1, 2t + 8, 2t + 9."""
@@ -88,9 +104,6 @@ class Kv8Bit:
         """Regroup a lane's four bytes, dims 2g, 2g + 1 of token 2t and then of token 2t + 1, into token pairs."""
         halves = [self.halves(isa.permute(x, x, 0x3120)) for x in loaded]
         return [[halves[i][0], halves[i][1], halves[i + 1][0], halves[i + 1][1]] for i in (0, 2)]
-
-    def p_operands(self, p: list[Operand], tile: int, scales: list[Operand]) -> list[Operand]:
-        return p
 
     def output_dim(self, tile: int, g: Int32) -> tuple[Int32, int]:
         return g * 2 + 16 * tile, 1
@@ -106,8 +119,8 @@ class Kv8Bit:
 class Kv4Bit:
     """NVFP4: eight e2m1 elements per register, four operands per ldmatrix, one e4m3 scale per 16 elements.
 
-    The bits of e2m1 moved to those of fp16 (sign to 15, the rest to 11..9) read as 2^-14 times the number. The product
-    with the block scale is exact: six significant bits, never below the smallest subnormal fp16 number, 2^-24.
+    The product of an element and its block scale is exact: six significant bits, never below the smallest subnormal
+    fp16 number, 2^-24, even where elements come divided by 2^14.
 
     A chunk of 32 dims has two scale blocks; g decides to which of them a lane's rows of O^T belong. By default V is
     scaled, four registers per operand. Where four columns hold all query rows (`paired`), columns 4 to 7 repeat them
@@ -116,12 +129,20 @@ class Kv4Bit:
     """
 
     memory: XqaMemory
-    native: bool
+    e2m1: SpreadBits | HardwareE2m1
+    native: bool  # as for `Kv8Bit`
     paired: bool
 
     operands_per_load = 4
     transposed_pairs = False
-    dequant_factor = 16384.0
+    q_bytes = 64
+
+    @property
+    def dequant_factor(self) -> float:
+        return self.e2m1.factor
+
+    def q_words(self, load: LoadQ, t: Int32) -> Operand:
+        return self.e2m1.q_words(load(t * 16, 0, 4))
 
     def k_scales(self, slot: Int32, m: int) -> list[Operand]:
         """scales[pair]: f16x2 of the scales of two chunks, for token g and for token g + 8. A lane's eight dims,
@@ -137,16 +158,16 @@ class Kv4Bit:
         return [list(both) for both in zip(*halves, strict=True)]
 
     def v_scales(self, slot: Int32, m: int) -> list[Operand]:
-        """scales[chunk]: f16x2 for tokens (2t, 2t + 1) and for (2t + 8, 2t + 9). A lane's dims are 4g .. 4g + 3 of a
+        """scales[chunk]: f16x2 for the first pair of tokens and for the second. A lane's dims are 4g .. 4g + 3 of a
         chunk of 32."""
         lane = cute.arch.thread_idx()[0] & 31
         at = slot + (lane & 3) * (2 * self.memory.scale_bytes) + self.memory.v_scales
         # Interleaves the even or the odd scales of both tokens.
         selector = ptx.select(lane >> 4 == 0, Int32(0x6240), Int32(0x7351))
         halves = []
-        for start in (16 * m, 16 * m + 8):
-            even, odd = (self._words(at, start + i) for i in (0, 1))
-            pairs = [self._fp16(isa.permute_by(a, b, selector)) for a, b in zip(even, odd, strict=True)]
+        for tokens in self.e2m1.token_pairs:
+            first, second = (self._words(at, 16 * m + token) for token in tokens)
+            pairs = [self._fp16(isa.permute_by(a, b, selector)) for a, b in zip(first, second, strict=True)]
             halves.append(flatten(pairs))
         return [list(both) for both in zip(*halves, strict=True)]
 
@@ -163,7 +184,7 @@ class Kv4Bit:
         return [isa.mul_f16x2(half, Int32(0x5C005C00)) for half in e4m3_halves(x, False)]  # times E4M3_SHIFTED
 
     def k_operands(self, loaded: Operand, pair: int, scales: list[Operand]) -> list[Operand]:
-        """Use elements i and i + 4 of a lane's eight as contraction indices 2t, 2t + 1 (i even) or 2t + 8, 2t + 9."""
+        """Use a lane's pairs as contraction indices 2t, 2t + 1 (the first and third) or 2t + 8, 2t + 9."""
         operands = []
         for i in (0, 1):
             low, high = scales[pair]
@@ -172,20 +193,23 @@ class Kv4Bit:
         return operands
 
     def v_operands(self, loaded: Operand, pair: int, scales: list[Operand]) -> list[Operand]:
-        """Use elements i and i + 4, dim 4g + i of tokens 2t and 2t + 1, as the token pair that the MMA expects."""
+        """Use pairs of dims 4g and 4g + 1 as rows g and g + 8 of an operand, those of 4g + 2 and 4g + 3 of the next."""
         operands = []
         for i in (0, 1):
-            x, y = isa.e2m1_pairs(loaded[2 * i]), isa.e2m1_pairs(loaded[2 * i + 1])
+            x, y = self.e2m1.v_pairs(loaded[2 * i], loaded[2 * i + 1])
             a, b = (x, y) if self.paired else self._times((x, y), scales[2 * pair + i])
             operands += [[a[j], a[j + 1], b[j], b[j + 1]] for j in (0, 2)]
         return operands
 
     def _scaled(self, x: Int32, scales: Int32, half: int) -> list[Int32]:
-        """f16x2 of elements (i, i + 4), i = 0..3, times one of the two scales."""
-        return [isa.scale_f16x2(pair, scales, half) for pair in isa.e2m1_pairs(x)]
+        """Pairs of a word of K times one of the two scales."""
+        return [isa.scale_f16x2(pair, scales, half) for pair in self.e2m1.k_pairs(x)]
 
     def _times(self, words: tuple[Operand, ...], scales: Operand) -> tuple[Operand, ...]:
         return tuple([isa.mul_f16x2(x, scale) for x in pairs] for pairs, scale in zip(words, scales, strict=True))
+
+    def p_tokens(self, b: Operand) -> Operand:
+        return self.e2m1.p_tokens(b)
 
     def p_operands(self, p: list[Operand], tile: int, scales: list[Operand]) -> list[Operand]:
         """P^T as the B operand of output tile `tile`: scaled where V is not."""
@@ -200,6 +224,9 @@ class Kv4Bit:
 
     def output_dim(self, tile: int, g: Int32) -> tuple[Int32, int]:
         return g * 4 + (tile // 2 * 32 + tile % 2 * 2), 1
+
+
+Format = Kv16Bit | Kv8Bit | Kv4Bit
 
 
 def flatten(lists: list[list[Int32]]) -> list[Int32]:
@@ -219,7 +246,10 @@ def _shifted(x: Int32) -> Int32:
     return (x & Int32(-0x7FFF8000)) | (moved & Int32(0x3F803F80))
 
 
-def make_format(spec: XqaSpec, native: bool) -> Kv16Bit | Kv8Bit | Kv4Bit:
+def make_format(spec: XqaSpec, arch: Arch) -> Format:
     if spec.kv_bits == 16:
         return Kv16Bit()
-    return Kv8Bit(spec.kv_dtype, native) if spec.kv_bits == 8 else Kv4Bit(XqaMemory.of(spec), native, spec.paired)
+    if spec.kv_bits == 8:
+        return Kv8Bit(spec.kv_dtype, arch.converts_e4m3)
+    e2m1 = HardwareE2m1() if arch.converts_e2m1 else SpreadBits()
+    return Kv4Bit(XqaMemory.of(spec), e2m1, arch.converts_e4m3, spec.paired)

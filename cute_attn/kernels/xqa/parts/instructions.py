@@ -19,7 +19,7 @@ def permute_by(a: Int32, b: Int32, selector: Int32) -> Int32:
     return asm("prmt.b32 $0, $1, $2, $3;", [Int32], [a, b, selector], pure=True)
 
 
-def e2m1_pairs(x: Int32) -> list[Int32]:
+def e2m1_spread(x: Int32) -> list[Int32]:
     """Convert eight e2m1 numbers: elements i and i + 4 as f16x2, divided by 2^14, for i = 0..3.
 
     A number N = 8 sign + magnitude must become 2^15 sign + 2^9 magnitude. N * (2^12 + 2^9) puts both fields in place,
@@ -44,6 +44,32 @@ def _spread_top(x: Int32) -> Int32:
     """`_spread` for the uppermost numbers, whose sign is in place already: only the magnitude is shifted."""
     text = f"{{.reg .b32 m; shr.u32 m, $1, 3; lop3.b32 $0, $1, m, {E2M1_IN_FP16}, 0xA8;}}"  # ($1 | m) & bits
     return asm(text, [Int32], [x], pure=True)
+
+
+def e2m1_converted(x: Int32) -> list[Int32]:
+    """Eight e2m1 numbers: elements 2i and 2i + 1 as f16x2, for i = 0..3, with one instruction each (sm_100 and later).
+
+    All bytes of the word are named in one asm: then they are selectors of the conversions and take no instructions.
+    """
+    text = (
+        "{.reg .b8 a, b, c, d; mov.b32 {a, b, c, d}, $4; cvt.rn.f16x2.e2m1x2 $0, a; cvt.rn.f16x2.e2m1x2 $1, b;"
+        "cvt.rn.f16x2.e2m1x2 $2, c; cvt.rn.f16x2.e2m1x2 $3, d;}"
+    )
+    return asm(text, [Int32] * 4, [x], pure=True)
+
+
+def shift_left(x: Int32, count: int) -> Int32:
+    return asm(f"shl.b32 $0, $1, {count};", [Int32], [x], pure=True)
+
+
+def shift_right(x: Int32, count: int) -> Int32:
+    """Shift zeros in from above."""
+    return asm(f"shr.u32 $0, $1, {count};", [Int32], [x], pure=True)
+
+
+def select_bits(mask: int, a: Int32, b: Int32) -> Int32:
+    """Bits of `a` where the mask has ones, else those of `b`."""
+    return asm(f"lop3.b32 $0, $1, $2, {mask:#x}, 0xE4;", [Int32], [a, b], pure=True)
 
 
 def e4m3_pair(x: Int32, half: int) -> Int32:

@@ -22,6 +22,7 @@ from cutlass import Boolean, Int32, Int64
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.xqa.parts import instructions as isa
+from cute_attn.kernels.xqa.spec import XqaSpec
 
 
 class Share(NamedTuple):
@@ -146,6 +147,28 @@ class Partition:
             index = segment.index + 1
             following = Segment(index, self.cta_group, start, self.first_page(index), self.request(index))
         return following
+
+
+@dataclass(frozen=True)
+class WholeSegments(Partition):
+    """Partition where every segment is short: a CTA for each, which needs neither the other requests' lengths nor a
+    merge in global memory. The grid is [units, requests]."""
+
+    @cute.jit
+    def first_segment(self) -> tuple[Share, Segment]:
+        """The only segment of this CTA, and a share that is its own."""
+        unit, index = cute.arch.block_idx()[0], cute.arch.block_idx()[1]
+        request, first_page = self.request(index), self.first_page(index)
+        positions = request.tiles + self.p.overhead
+        return Share(Int32(0), positions, positions), Segment(index, unit, self.p.overhead, first_page, request)
+
+    def next_segment(self, segment: Segment) -> Segment:
+        """A segment beyond the share."""
+        return segment._replace(start=segment.start + segment.request.tiles + self.p.overhead)
+
+
+def make_partition(spec: XqaSpec, p: Any) -> Partition:
+    return WholeSegments(p, spec.cols) if spec.whole else Partition(p, spec.cols)
 
 
 class KvSplit(NamedTuple):

@@ -9,6 +9,7 @@ from cutlass import Float32, Int32, Int64
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.xqa.parts import instructions as isa
+from cute_attn.kernels.xqa.parts.formats import Format
 from cute_attn.kernels.xqa.parts.partition import Segment
 from cute_attn.kernels.xqa.parts.team import LoneWarp, WarpTeam
 from cute_attn.kernels.xqa.smem import XqaMemory
@@ -32,6 +33,7 @@ class QueryRows:
     spec: XqaSpec
     memory: XqaMemory
     team: LoneWarp | WarpTeam
+    format: Format
     p: Any  # XqaParams
     scale: Float32  # bmm1 scale x log2(e) x the format's dequant_factor
 
@@ -88,16 +90,12 @@ class QueryRows:
     def _words(self, address: Int64, exists: Any, t: Int32) -> list[Int32]:
         """Load b0, b1 of every step of 16 contraction indices, in the order of K's format (see `formats`)."""
         words: list[Int32] = []
-        bits = self.spec.kv_bits
-        for start in range(0, self.memory.loads * 512 // bits, 32 if bits > 4 else 64):  # bytes
-            if bits == 16:
-                at = address + Int64(t * 4)
-                words += self._load(exists, at, start, 1) + self._load(exists, at, start + 16, 1)
-            elif bits == 8:
-                words += self._load(exists, address + Int64(t * 8), start, 2)
-            else:
-                a, b, c, d = self._load(exists, address + Int64(t * 16), start, 4)
-                words += [isa.permute(*two, half) for two in ((a, c), (b, d)) for half in (0x5410, 0x7632)]
+        for start in range(0, self.memory.loads * 512 // self.spec.kv_bits, self.format.q_bytes):
+
+            def load(lane: Int32, offset: int, count: int, start: int = start) -> list[Int32]:
+                return self._load(exists, address + Int64(lane), start + offset, count)
+
+            words += self.format.q_words(load, t)
         return words
 
     def _load(self, exists: Any, address: Int64, start: int, words: int) -> list[Int32]:
