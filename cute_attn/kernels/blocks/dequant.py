@@ -67,6 +67,6 @@ def e2m1_converter(dtype: str, arch: Arch) -> E2m1:
 
 
 def _converts_to_bf16(arch: Arch) -> bool:
-    """Whether narrow numbers become bf16 in one instruction: needs PTX ISA 9.2, which the DSL's flavour for CUDA 12 does
-    not have."""
+    """Whether narrow numbers become bf16 in one instruction: needs PTX ISA 9.2, which the DSL's flavour for CUDA 12
+    lacks."""
     return arch.converts_e2m1 and dsl.cuda_major(dsl.version() or "") >= 13
