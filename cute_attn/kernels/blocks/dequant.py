@@ -1,10 +1,12 @@
-"""Conversion of fp8 pairs to 16-bit pairs in registers."""
+"""Conversion of narrow numbers to 16-bit pairs in registers, each with the instructions that an architecture has."""
 
 from dataclasses import dataclass
 
 from cutlass import Int32
 
 from cute_attn.kernels.blocks import ptx
+from cute_attn.runtime import dsl
+from cute_attn.runtime.arch import Arch
 
 
 @dataclass(frozen=True)
@@ -25,3 +27,46 @@ class Fp8:
         if self.dtype == "float16":
             return halves
         return [ptx.pack_16(self.dtype, *ptx.unpack_16("float16", pair)) for pair in halves]
+
+
+@dataclass(frozen=True)
+class Fp8ToBf16(Fp8):
+    """Converts fp8 to bf16 with one instruction per pair."""
+
+    def word(self, word: Int32) -> list[Int32]:
+        return ptx.fp8x4_to_bf16(self.stored, word)
+
+
+@dataclass(frozen=True)
+class E2m1:
+    """Converts e2m1 to `dtype` by shifts and a product."""
+
+    dtype: str
+
+    def word(self, word: Int32) -> list[Int32]:
+        """Converts 8 numbers, low nibble first, to 4 words."""
+        return ptx.e2m1x8_to_16(self.dtype, word)
+
+
+@dataclass(frozen=True)
+class NativeE2m1(E2m1):
+    """Converts e2m1 with one instruction per pair."""
+
+    def word(self, word: Int32) -> list[Int32]:
+        return ptx.cvt_e2m1x8(self.dtype, word)
+
+
+def fp8_converter(dtype: str, stored: str, arch: Arch) -> Fp8:
+    kind = Fp8ToBf16 if dtype == "bfloat16" and _converts_to_bf16(arch) else Fp8
+    return kind(dtype, stored, arch.converts_e4m3)
+
+
+def e2m1_converter(dtype: str, arch: Arch) -> E2m1:
+    native = _converts_to_bf16(arch) if dtype == "bfloat16" else arch.converts_e2m1
+    return NativeE2m1(dtype) if native else E2m1(dtype)
+
+
+def _converts_to_bf16(arch: Arch) -> bool:
+    """Whether narrow numbers become bf16 in one instruction: needs PTX ISA 9.2, which the DSL's flavour for CUDA 12
+    lacks."""
+    return arch.converts_e2m1 and dsl.cuda_major(dsl.version() or "") >= 13

@@ -379,6 +379,13 @@ def e4m3x4_to_f16(word: Int32, native: bool) -> list[Int32]:
     return [multiply_16("float16", pair, Int32(0x5C005C00)) for pair in moved]
 
 
+def fp8x4_to_bf16(stored: str, word: Int32) -> list[Int32]:
+    """Converts four fp8 numbers (sm_100 and later, PTX ISA 9.2)."""
+    kind = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}[stored]
+    text = f"{{.reg .b16 l, h; mov.b32 {{l, h}}, $2; cvt.rn.bf16x2.{kind}x2 $0, l; cvt.rn.bf16x2.{kind}x2 $1, h;}}"
+    return asm(text, [Int32, Int32], [word], pure=True)
+
+
 def pack_e4m3(values: Sequence[Float32]) -> Int32:
     """Rounds four numbers to nearest even, the first into the lowest byte; values beyond 448 become 448."""
     text = (
@@ -401,6 +408,17 @@ def e2m1x8_to_16(dtype: str, word: Int32) -> list[Int32]:
         pair = permute(word, upper, 0x1111 * byte + 0x0044)  # both nibbles in the top bits of their half
         result.append(multiply_16(dtype, asm(text, [Int32], [pair], pure=True), Int32(factor)))
     return result
+
+
+def cvt_e2m1x8(dtype: str, word: Int32) -> list[Int32]:
+    """Converts eight e2m1 numbers, low nibble first (sm_100 and later; bf16: PTX ISA 9.2).
+
+    All bytes are named in one asm: they then select within the word, and take no instructions of their own.
+    """
+    kind = {"float16": "f16x2", "bfloat16": "bf16x2"}[dtype]
+    converted = "".join(f"cvt.rn.{kind}.e2m1x2 ${i}, b{i};" for i in range(4))
+    text = f"{{.reg .b8 b0, b1, b2, b3; mov.b32 {{b0, b1, b2, b3}}, $4; {converted}}}"
+    return asm(text, [Int32] * 4, [word], pure=True)
 
 
 # --- choices without branches ---------------------------------------------------------------------------------------

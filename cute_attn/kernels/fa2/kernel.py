@@ -20,7 +20,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Float64, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.dequant import Fp8
+from cute_attn.kernels.blocks.dequant import e2m1_converter, fp8_converter
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, RowStats, Target
 from cute_attn.kernels.blocks.masks import Band, BandMask, PackedMask, TileOrder
 from cute_attn.kernels.blocks.multi_item import KeyBounds, MultiItemMask
@@ -143,8 +143,8 @@ class Fa2Program:
         self.schedule: GridSchedule | ItemSchedule = kind(spec.tile.rows, spec.tile.cols)
         self.block = (spec.tile.threads, 1, 1)
         self.smem_bytes = self.memory.bytes
-        self.pdl = named(arch).pdl
-        self.converts_fp8 = named(arch).capability >= (8, 9)
+        self.arch = named(arch)
+        self.pdl = self.arch.pdl
 
     def compile_args(self) -> tuple[Any, ...]:
         return (zeros(Fa2Params), Int32(1), Int32(1), Int32(1))
@@ -251,8 +251,9 @@ class Fa2Program:
         if not spec.kv_dtype:
             return Stored()
         if spec.kv_dtype == "nvfp4":
-            return Converted(self.memory, Nvfp4(spec.dtype, self.converts_fp8), target)
-        return Converted(self.memory, Fp8(spec.dtype, spec.kv_dtype, self.converts_fp8), target)
+            scales = fp8_converter(spec.dtype, "float8_e4m3fn", self.arch)
+            return Converted(self.memory, Nvfp4(spec.dtype, e2m1_converter(spec.dtype, self.arch), scales), target)
+        return Converted(self.memory, fp8_converter(spec.dtype, spec.kv_dtype, self.arch), target)
 
     def make_products(self, log2_scale: Float32, lanes: Lanes, base: Int32) -> OwnRows | SharedRows:
         tile, layout = self.tile, self.tile.scores_layout

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.dequant import Fp8
+from cute_attn.kernels.blocks.dequant import E2m1, Fp8
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.fa2.parts.kv import Team
 from cute_attn.kernels.fa2.smem import SCALES_PITCH, SharedMemory
@@ -118,13 +118,14 @@ class Nvfp4:
     """Converts e2m1 numbers, low nibble first, with one e4m3 scale per 16 numbers."""
 
     dtype: str
-    native: bool
+    e2m1: E2m1
+    e4m3: Fp8
 
     def pairs(self, words: list[Int32], scales: Int32) -> list[Int32]:
         """Converts 32 numbers to 16 words."""
-        both = Fp8(self.dtype, "float8_e4m3fn", self.native).word(ptx.ld_shared_u16(scales))[0]
+        both = self.e4m3.word(ptx.ld_shared_u16(scales))[0]
         result = []
         for i, word in enumerate(words):
             scale = ptx.permute(both, both, 0x1010 if i < 2 else 0x3232)
-            result += [ptx.multiply_16(self.dtype, pair, scale) for pair in ptx.e2m1x8_to_16(self.dtype, word)]
+            result += [ptx.multiply_16(self.dtype, pair, scale) for pair in self.e2m1.word(word)]
         return result

@@ -9,9 +9,11 @@ from typing import ClassVar
 
 from cutlass import Int32
 
+from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.xqa.parts import instructions as isa
 
 Words = list[Int32]
+MMA_DTYPE = "float16"
 LOW_NIBBLES = 0x0F0F0F0F
 
 
@@ -55,11 +57,11 @@ class HardwareE2m1:
         return words
 
     def k_pairs(self, word: Int32) -> Words:
-        return isa.e2m1_converted(word)
+        return ptx.cvt_e2m1x8(MMA_DTYPE, word)
 
     def v_pairs(self, x: Int32, y: Int32) -> tuple[Words, Words]:
-        even = isa.e2m1_converted(isa.select_bits(LOW_NIBBLES, x, isa.shift_left(y, 4)))
-        odd = isa.e2m1_converted(isa.select_bits(LOW_NIBBLES, isa.shift_right(x, 4), y))
+        even = ptx.cvt_e2m1x8(MMA_DTYPE, isa.select_bits(LOW_NIBBLES, x, isa.shift_left(y, 4)))
+        odd = ptx.cvt_e2m1x8(MMA_DTYPE, isa.select_bits(LOW_NIBBLES, isa.shift_right(x, 4), y))
         return [even[0], odd[0], even[1], odd[1]], [even[2], odd[2], even[3], odd[3]]
 
     def p_tokens(self, b: Words) -> Words:

@@ -46,18 +46,6 @@ def _spread_top(x: Int32) -> Int32:
     return asm(text, [Int32], [x], pure=True)
 
 
-def e2m1_converted(x: Int32) -> list[Int32]:
-    """Eight e2m1 numbers: elements 2i and 2i + 1 as f16x2, for i = 0..3, with one instruction each (sm_100 and later).
-
-    All bytes of the word are named in one asm: then they are selectors of the conversions and take no instructions.
-    """
-    text = (
-        "{.reg .b8 a, b, c, d; mov.b32 {a, b, c, d}, $4; cvt.rn.f16x2.e2m1x2 $0, a; cvt.rn.f16x2.e2m1x2 $1, b;"
-        "cvt.rn.f16x2.e2m1x2 $2, c; cvt.rn.f16x2.e2m1x2 $3, d;}"
-    )
-    return asm(text, [Int32] * 4, [x], pure=True)
-
-
 def shift_left(x: Int32, count: int) -> Int32:
     return asm(f"shl.b32 $0, $1, {count};", [Int32], [x], pure=True)
 

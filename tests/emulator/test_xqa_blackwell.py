@@ -1,0 +1,102 @@
+"""The decode kernel for Blackwell on the emulator: every format of K and V, with all that decides which keys a row
+sees, under all schedules."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+
+from cute_attn.emulator import Schedule, using
+from cute_attn.kernels.programs import program
+from cute_attn.kernels.xqa.tiles import choose
+from cute_attn.runtime import artifacts
+from cute_attn.runtime.arch import named
+from tests.emulator.test_xqa import SCHEDULES, solve
+from tests.support import batch_case
+from tests.support.batch_case import E5M2, BatchCase, decode, dims, heads
+from tests.support.xqa_case import XqaCase
+
+pytestmark = pytest.mark.emulator
+
+ARCHS = ("sm_100a", "sm_120a")
+EDGES = (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65)  # of tiles of all sizes
+# Kernels for few pairs of a request and a kv head where the seed is even, for many where it is odd.
+CASES = {
+    "bf16, edges": XqaCase(EDGES, heads=(4, 1), head_dim=64, sinks=True, seed=1),
+    "bf16, a window, drafts": XqaCase((150, 30, 2), heads=(4, 2), q_len=2, window_left=20, page_size=5),
+    "fp16, a tree, ragged q": XqaCase(
+        (40, 16, 0, 33), q="fp16", kv="fp16", heads=(2, 2), q_len=16, q_lens=(16, 1, 2, 3), mask=True, seed=1
+    ),
+    "e4m3, edges": XqaCase(EDGES, kv="e4m3", heads=(4, 1), head_dim=64),
+    "e4m3, a tree, fp8 output": XqaCase(
+        (70, 33), kv="e4m3", heads=(8, 2), q_len=3, mask=True, out="e4m3", o_scale=0.5, kv_layout="HND", seed=1
+    ),
+    "e5m2, a window, sinks, ragged q": XqaCase(
+        (200, 7, 64), kv="e5m2", q="fp16", heads=(6, 2), head_dim=80, q_len=4, q_lens=(1, 4, 2),
+        window_left=37, sinks=True,
+    ),
+    "NVFP4, edges": XqaCase(EDGES, kv="nvfp4", heads=(8, 1), bmm1_scale=0.001, sinks=True, seed=1),
+    "NVFP4, few": XqaCase((64, 150, 1), kv="nvfp4", q="fp16", heads=(8, 1), bmm1_scale=0.002, kv_layout="HND"),
+    "NVFP4, paired, a window, sinks": XqaCase(
+        (300, 7, 64, 65), kv="nvfp4", heads=(4, 1), bmm1_scale=0.001, window_left=70, sinks=True, page_size=5, seed=1
+    ),
+    "NVFP4, paired, few": XqaCase(EDGES, kv="nvfp4", heads=(2, 1), head_dim=64, bmm1_scale=0.002),
+    "NVFP4, a tree, ragged q": XqaCase(
+        (90, 16, 3), kv="nvfp4", heads=(6, 1), head_dim=64, q_len=3, q_lens=(3, 1, 2), mask=True,
+        bmm1_scale=0.002, seed=1,
+    ),
+    "NVFP4, wide, device scales": XqaCase(
+        (70, 33), kv="nvfp4", heads=(4, 1), head_dim=256, q_len=2, bmm1_scale=0.001, bmm2_scale=0.5, device_scales=True
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str, arch: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert solve(CASES[name], arch, 3, schedule, monkeypatch) == ""
+
+
+BATCHES = (
+    decode((65, 12, 0), kv_dtype=E5M2, kv_layout="HND", dtype="bfloat16", **heads(4, 2), **dims(128)),
+    decode((33, 40), kv_dtype="nvfp4", cache="one", page_size=3, q_len=3, **heads(4, 2)),
+    decode((90, 31, 32), page_size=5, cache="strided", window_left=20, sinks=True, **heads(6, 2)),
+)
+
+
+@pytest.mark.parametrize(
+    ("batch", "arch", "schedule"),
+    [(*case, schedule) for case, schedule in zip(itertools.product(BATCHES, ARCHS), SCHEDULES * 2, strict=True)],
+    ids=lambda x: getattr(x, "id", x),
+)
+def test_wrappers(batch: BatchCase, arch: str, schedule: str) -> None:
+    inputs = batch_case.make(batch)
+    with using(arch, kernels="xqa", schedule=Schedule(schedule, 1), sms=2) as emulation:
+        out, lse = batch_case.call(batch, inputs, backend="emulator")
+    result = batch_case.check(batch, inputs, out, lse)
+    assert result.ok, result.detail
+    assert {record.spec["kernel"] for record in emulation.records} == {"xqa"}
+
+
+@pytest.mark.parametrize("kv_dtype", ["nvfp4", "float8_e4m3fn", E5M2])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_fa2_converts(kv_dtype: str, dtype: str) -> None:
+    batch = decode((33, 1), kv_dtype=kv_dtype, dtype=dtype, **heads(2, 1))
+    inputs = batch_case.make(batch)
+    with using("sm_100a", kernels="fa2", sms=1) as emulation:
+        out, lse = batch_case.call(batch, inputs, backend="emulator")
+    result = batch_case.check(batch, inputs, out, lse)
+    assert result.ok, result.detail
+    assert "fa2" in {record.spec["kernel"] for record in emulation.records}
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a"])
+def test_nvfp4_is_converted_by_instructions_where_there_are_any(arch: str) -> None:
+    """One for each pair of elements that a lane has of K and V."""
+    spec = choose("bfloat16", "nvfp4", "bfloat16", 64, 8, False, False, named(arch))
+    ptx = artifacts.get(spec, arch, program).ptx
+    per_tile = 2 * spec.cols * spec.head_dim // 2 // 32
+    assert len(re.findall(r"cvt\.rn\.f16x2\.e2m1x2", ptx)) == (0 if arch == "sm_90a" else per_tile)
