@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from perf.sass.form_tables import comparison_lines, form_lines, kernel_lines
+from perf.sass.form_tables import choice_lines, comparison_lines, form_lines, kernel_lines
 from perf.sass.tables import clock_lines, slot_lines
 
 Record = Mapping[str, Any]
@@ -115,7 +115,7 @@ def form_tables(record: Record) -> list[str]:
     rows = record["softmax_forms"]
     forms = list(dict.fromkeys(row["form"] for row in rows))
     reasons = _reasons([], record["failed_rows"])
-    lines = comparison_lines(rows, forms), form_lines(rows), kernel_lines(record["kernels"])
+    lines = choice_lines(rows, forms), comparison_lines(rows, forms), form_lines(rows), kernel_lines(record["kernels"])
     return [*(table(found[0], found[1:]) for found in lines), *([reasons] if reasons else [])]
 
 

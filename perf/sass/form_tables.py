@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from perf.sass.clocks import BINDING
+from perf.sass.score_kinds import REALISTIC
 
 Row = Mapping[str, Any]
 
@@ -40,8 +42,26 @@ def comparison_lines(rows: Sequence[Row], forms: Sequence[str]) -> list[list[str
     for (tile, polynomial, scores), by_form in found.items():
         cells = [f"{tile} {polynomial}/16 {scores}"]
         for form in forms:
-            row = by_form.get(form)
-            cells += [_number(row["clocks"]["issue"]), _number(longest(row))] if row else ["-", "-"]
+            one = by_form.get(form)
+            cells += [_number(one["clocks"]["issue"]), _number(longest(one))] if one else ["-", "-"]
+        lines.append(cells)
+    return lines
+
+
+def choice_lines(rows: Sequence[Row], forms: Sequence[str]) -> list[list[str]]:
+    """Returns header and lines of the table by which a form is chosen: averages over the realistic kinds of scores."""
+    found: dict[tuple[str, int], dict[str, list[Row]]] = {}
+    for row in rows:
+        if row["scores"] in REALISTIC:
+            found.setdefault((row["row"], row["polynomial"]), {}).setdefault(row["form"], []).append(row)
+    lines = [["realistic scores", *(f"{form} {unit}" for form in forms for unit in ("slots", "clocks", "most clocks"))]]
+    for (tile, polynomial), by_form in found.items():
+        cells = [f"{tile} {polynomial}/16"]
+        for form in forms:
+            clocks = [longest(row) for row in by_form.get(form, [])]
+            slots = [float(row["clocks"]["issue"]) for row in by_form.get(form, [])]
+            shown = (fmean(slots), fmean(clocks), max(clocks)) if clocks else ()
+            cells += [_number(value) for value in shown] or ["-"] * 3
         lines.append(cells)
     return lines
 

@@ -27,16 +27,15 @@ class Rescales(NamedTuple):
 def executed(ptx: str, symbol: str, per_unit: Lines, math_warps: Sequence[int], output_columns: int) -> float:
     """Returns the rescales per warp and tile step, from the executions of PTX lines per tile step."""
     name = f"tcgen05.st.sync.aligned.32x32b.x{COLUMNS}."
-    lines = [
-        inst.line for block in program(ptx, symbol).blocks for inst, _, _ in block.insts if inst.op.startswith(name)
-    ]
-    times = sum(float(per_unit[line][:, list(math_warps)].sum()) / len(per_unit[line]) for line in lines)
+    instructions = (inst for block in program(ptx, symbol).blocks for inst, _, _ in block.insts)
+    stores = [per_unit[inst.line] for inst in instructions if inst.op.startswith(name)]
+    times = sum(float(by_warp[:, list(math_warps)].sum()) / len(by_warp) for by_warp in stores)
     return times / (output_columns / COLUMNS) / WARPS
 
 
 def anchored(exponents: torch.Tensor, cols: int) -> Rescales:
-    """Returns the rescales of trailing anchors. Where the sum of a row and tile shows that an exponential may exceed the
-    slack, all rows of the warp whose maximum does move.
+    """Returns the rescales of trailing anchors. Where a row's sum shows that an exponential may exceed the slack, all
+    rows of the warp move whose maximum does.
     """
     moved, anchor = [], exponents[:, :cols].amax(1)
     for tile in exponents.split(cols, 1)[1:]:

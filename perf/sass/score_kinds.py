@@ -18,7 +18,7 @@ from perf.sass.work import STEP
 LANES = 32
 SINK = 10.0  # log2 units of the first token
 RECENCY = 2**-6 * math.log2(math.e)  # log2 units per token: a slope of ALiBi's, of head 6 of 8
-LARGEST_VALUE = 3.0  # so that an output's rounding to bfloat16 stays small
+LARGEST_VALUE = 2.0  # so that an output's rounding to bfloat16 stays small
 
 Levels = Callable[[torch.Tensor, torch.Generator], torch.Tensor]  # age of the keys, 0 of the last: levels [LANES, keys]
 
@@ -28,7 +28,7 @@ def level(_age: torch.Tensor, _generator: torch.Generator) -> torch.Tensor:
 
 
 def ramp(slope: float) -> Levels:
-    """Returns levels that rise by `slope` log2 units with every earlier kv tile of 128 keys, so in the order of processing."""
+    """Returns levels that rise by `slope` log2 units with every earlier kv tile: so in the order of processing."""
     return lambda age, _: (age * (slope / STEP)).expand(LANES, -1)
 
 
@@ -81,10 +81,7 @@ class ScoreKind:
         noise, scale = d_qk - LANES, math.sqrt(d_qk)  # the inverse of sm_scale
         q = torch.nn.functional.one_hot(torch.arange(qo_len) % LANES, LANES).float()
         k = scale * math.log(2.0) * self.levels(torch.arange(kv_len).flip(0).float(), generator).T
-        q_noise, k_noise = (
-            torch.randn(qo_len, noise, generator=generator),
-            torch.randn(kv_len, noise, generator=generator),
-        )
+        q_noise, k_noise = (torch.randn(tokens, noise, generator=generator) for tokens in (qo_len, kv_len))
         q = torch.cat((q, q_noise * (self.deviation * scale / math.sqrt(noise))), 1)
         v = torch.randn(kv_len, d_vo, generator=generator).clamp(-LARGEST_VALUE, LARGEST_VALUE)
         k, v = torch.cat((k, k_noise), 1)[-keys:], v[-keys:]
