@@ -66,7 +66,7 @@ def kernels(arch: str, dims: tuple[int, int], forms: Sequence[str]) -> Iterator[
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
+class CountedKernel:
     """Kernel that is counted on several kinds of scores."""
 
     kernel: Kernel
@@ -75,7 +75,7 @@ class Subject:
     seeds: Sequence[int]
 
     @classmethod
-    def of(cls, kernel: Kernel, options: argparse.Namespace, tools: Tools) -> Subject:
+    def of(cls, kernel: Kernel, options: argparse.Namespace, tools: Tools) -> CountedKernel:
         fields = dataclasses.asdict(kernel.tile)
         subject = ours.subject(BACKEND, options.arch, kernel.dims, causal=False, tile_fields=fields)
         return cls(kernel, Counter.of(subject, tools), options.kv_len, range(1, options.seeds + 1))
@@ -194,16 +194,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def count(kernel: Kernel, options: argparse.Namespace, tools: Tools, record: Mapping[str, Any]) -> None:
     """Adds the rows of a kernel to a record, or the reasons why they are missing."""
     try:
-        subject = Subject.of(kernel, options, tools)
+        counted = CountedKernel.of(kernel, options, tools)
     except Exception as error:  # a kernel that does not compile must not end the run
         record["failed_rows"][kernel.name] = reason(error)
         print(kernel.name, record["failed_rows"][kernel.name], file=sys.stderr, flush=True)
         return
-    record["kernels"].append(subject.record())
+    record["kernels"].append(counted.record())
     for kind in options.scores:
         name = f"{kernel.name} {kind}"
         try:
-            record["softmax_forms"].append(subject.row(kind))
+            record["softmax_forms"].append(counted.row(kind))
         except Exception as error:  # a wrong result likewise
             record["failed_rows"][name] = reason(error)
         print(name, record["failed_rows"].get(name, ""), file=sys.stderr, flush=True)
