@@ -150,7 +150,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--kv-len", type=int, default=KV_LEN, help=f"keys, a multiple of {STEP}, at least two (default {KV_LEN})"
     )
-    parser.add_argument("--seeds", type=int, default=2, help="requests per kind of scores (default 2)")
+    parser.add_argument("--seeds", type=int, default=1, help="requests per kind of scores (default 1)")
     parser.add_argument("--tools", type=Path, help="folder where nvidia-cuda-nvcc and nvidia-cuda-nvdisasm are")
     parser.add_argument("--out", type=Path, help="JSON file for the record, written after every kernel")
     options = parser.parse_args(argv)
