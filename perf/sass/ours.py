@@ -50,7 +50,11 @@ def other_tiles(fields: TileFields) -> Iterator[None]:
 
 def _choosing(kernels: PersistentKernels[Any], fields: TileFields) -> PersistentKernels[Any]:
     def choose(*args: Any, **kwargs: Any) -> Any:
-        return dataclasses.replace(kernels.choose_tile(*args, **kwargs), **fields)
+        tile = kernels.choose_tile(*args, **kwargs)
+        known = [field.name for field in dataclasses.fields(tile)]
+        if unknown := fields.keys() - known:
+            raise CountError(f"tile: {sorted(unknown)} must be fields of {type(tile).__name__}: {', '.join(known)}")
+        return dataclasses.replace(tile, **fields)
 
     return dataclasses.replace(kernels, choose_tile=choose)
 
