@@ -66,7 +66,7 @@ def subjects(options: argparse.Namespace) -> Iterator[tuple[str, bool, Any]]:
         for dims in options.head_dim if backend != PEER else ():
             for causal in options.masks:
                 name = f"{backend} {title(dims)} {MASKS[causal]}"
-                arguments = backend, options.arch, dims, causal, options.roles
+                arguments = backend, options.arch, dims, causal, options.roles, options.tile
                 yield name, causal, lambda a=arguments: ours.subject(*a)
 
 
@@ -79,7 +79,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--head-dim",
         nargs="+",
-        type=_dims,
+        type=head_dims,
         default=list(choice.HEAD_DIMS),
         metavar="D",
         help="head dimensions, as 128 or 192/128 (default: 64 128 192/128 256)",
@@ -94,15 +94,29 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--roles", type=Roles.parse, help='warps of our kernel, as "softmax*=0-7,correction*=8-11,MMA=12,load=13-15"'
     )
+    parser.add_argument(
+        "--tile",
+        type=tile_fields,
+        default={},
+        metavar="FIELDS",
+        help='tile fields of our kernel (fa3, fa4) that differ from the table: "softmax=row_max,polynomial=0"',
+    )
     parser.add_argument("--tools", type=Path, help="folder where nvidia-cuda-nvcc and nvidia-cuda-nvdisasm are")
     parser.add_argument("--site", type=Path, help=f"folder where {PEER} is installed, if not in this environment")
     parser.add_argument("--out", type=Path, help="JSON file for the record, written after every row")
     return parser.parse_args(argv)
 
 
-def _dims(text: str) -> tuple[int, int]:
+def head_dims(text: str) -> tuple[int, int]:
+    """Returns the head dims that "128" or "192/128" names."""
     d_qk, _, d_vo = text.partition("/")
     return int(d_qk), int(d_vo or d_qk)
+
+
+def tile_fields(text: str) -> dict[str, int | str]:
+    """Returns the fields of a tile that "softmax=row_max,polynomial=0" names."""
+    named = (part.partition("=") for part in text.split(","))
+    return {name: int(value) if value.isdigit() else value for name, _, value in named}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from perf.sass.form_tables import choice_lines, comparison_lines, form_lines, kernel_lines
 from perf.sass.tables import clock_lines, slot_lines
 
 Record = Mapping[str, Any]
@@ -19,6 +20,8 @@ def markdown(record: Record) -> str:
     """Returns the tables of one record, under a heading that says where and how it was measured."""
     if "model" in record:
         tables = model_tables(record)
+    elif "softmax_forms" in record:
+        tables = form_tables(record)
     else:
         tables = overhead_tables(record) if "overhead" in record else speed_tables(record)
     if "makespan" in record:
@@ -105,6 +108,15 @@ def model_tables(record: Record) -> list[str]:
     both = (slot_lines(record["model"]), clock_lines(record["model"])) if record["model"] else ()
     reasons = _reasons([], record["failed_rows"])
     return [*(table(lines[0], lines[1:]) for lines in both), *([reasons] if reasons else [])]
+
+
+def form_tables(record: Record) -> list[str]:
+    """Returns the tables of `perf.softmax_forms`, then the reasons why rows are missing."""
+    rows = record["softmax_forms"]
+    forms = list(dict.fromkeys(row["form"] for row in rows))
+    reasons = _reasons([], record["failed_rows"])
+    lines = choice_lines(rows, forms), comparison_lines(rows, forms), form_lines(rows), kernel_lines(record["kernels"])
+    return [*(table(found[0], found[1:]) for found in lines), *([reasons] if reasons else [])]
 
 
 def makespan_table(record: Record) -> str:

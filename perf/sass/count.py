@@ -76,11 +76,18 @@ class Counter:
 
     def between(self, short: int, long: int, roles: Roles) -> dict[str, Any]:
         """Returns the record of a unit of work: what the problem of `long` keys executes beyond that of `short`."""
+        return self.record(self.per_unit(short, long), roles)
+
+    def per_unit(self, short: int, long: int) -> Lines:
+        """Returns the executions of PTX lines per unit of work of the problem of `long` keys beyond that of `short`."""
         subject = self.subject
         before, after = self._executed(short), self._executed(long)
         share = subject.ctas / (subject.units(long) - subject.units(short))
-        per_unit = {line: (after[line] - before[line]) * share for line in after}
-        found = lines.attribute(self.blocks, per_unit)
+        return {line: (after[line] - before[line]) * share for line in after}
+
+    def record(self, per_unit: Lines, roles: Roles) -> dict[str, Any]:
+        """Returns the record of a unit of work that executes PTX lines so often."""
+        found, subject = lines.attribute(self.blocks, per_unit), self.subject
         record = clocks.summary(found.opcodes, roles, subject.work, RATES[subject.arch])
         return record | {"checks": self._checks(found, per_unit)}
 
