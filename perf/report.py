@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from perf.sass import decode_tables
 from perf.sass.tables import clock_lines, slot_lines
 
 Record = Mapping[str, Any]
@@ -19,6 +20,8 @@ def markdown(record: Record) -> str:
     """Returns the tables of one record, under a heading that says where and how it was measured."""
     if "model" in record:
         tables = model_tables(record)
+    elif "decode_model" in record:
+        tables = decode_model_tables(record)
     else:
         tables = overhead_tables(record) if "overhead" in record else speed_tables(record)
     if "makespan" in record:
@@ -105,6 +108,16 @@ def model_tables(record: Record) -> list[str]:
     both = (slot_lines(record["model"]), clock_lines(record["model"])) if record["model"] else ()
     reasons = _reasons([], record["failed_rows"])
     return [*(table(lines[0], lines[1:]) for lines in both), *([reasons] if reasons else [])]
+
+
+def decode_model_tables(record: Record) -> list[str]:
+    """Returns the tables of `perf.decode_model`: clocks by GPU, slots, measured launches; then why rows are missing."""
+    rows = record["decode_model"]
+    found = [*decode_tables.clock_tables(rows), decode_tables.slot_lines(rows)]
+    if record["measured"]:
+        found.append(decode_tables.measured_lines(record["measured"]))
+    reasons = _reasons([], record["failed_rows"])
+    return [*(table(lines[0], lines[1:]) for lines in found), *([reasons] if reasons else [])]
 
 
 def makespan_table(record: Record) -> str:
