@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import multiprocessing
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from perf.harness import reason
 from perf.machine import command_line, environment
 from perf.sass import decode_clocks, measured
 from perf.sass.count import Counter, resources, same_code
-from perf.sass.decode import KV_BITS, Decode, Executions, kernel, subject
+from perf.sass.decode import KV_BITS, Decode, Executions, kernel, kernel_rows, subject
 from perf.sass.gpus import GPUS, of_arch
 from perf.sass.measured import Measured
 from perf.sass.tools import ToolError, Tools, find
@@ -76,16 +78,37 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--measured", nargs="*", type=Path, default=MEASURED, help="records of perf.xqa on an H200 (default: committed)"
     )
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--tools", type=Path, help="folder where nvidia-cuda-nvcc and nvidia-cuda-nvdisasm are")
-    parser.add_argument("--out", type=Path, help="JSON file for the record, written after every row")
+    parser.add_argument("--out", type=Path, help="JSON file for the record, written as rows are made")
     return parser.parse_args(argv)
 
 
 def cases(options: argparse.Namespace, launches: Sequence[Measured]) -> list[Decode]:
     """Returns what is counted: all combinations of the options, then other kernels that were measured."""
     keys = itertools.product(options.arch, options.kv_dtype, options.head_dim, options.rows, options.many)
-    chosen = [Decode(options.kernel, *key) for key in keys]
+    chosen = [Decode(options.kernel, a, kv, d, kernel_rows(kv, rows), many) for a, kv, d, rows, many in keys]
     return list(dict.fromkeys([*chosen, *measured.cases(launches)]))
+
+
+def groups(chosen: Sequence[Decode]) -> list[list[Decode]]:
+    """Returns cases that architectures may share PTX of, and those of few and many requests, together."""
+    found: dict[tuple[str, int, int], list[Decode]] = {}
+    for case in chosen:
+        found.setdefault((case.kv_dtype, case.head_dim, case.rows), []).append(case)
+    return list(found.values())
+
+
+def group_rows(group: Sequence[Decode], tools: Tools, roles: Roles | None) -> list[tuple[Decode, dict[str, Any] | str]]:
+    """Returns the records of a group, or why there is none."""
+    found: list[tuple[Decode, dict[str, Any] | str]] = []
+    executions = Executions()
+    for case in group:
+        try:
+            found.append((case, row(case, tools, executions, roles)))
+        except Exception as error:  # a kernel that cannot be counted must not end the run
+            found.append((case, reason(error)))
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,8 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     (gpu, *_) = of_arch("sm_90a")
-    launches = [m for path in options.measured for m in measured.measured(path, gpu)]
-    launches = launches if gpu.arch in options.arch and options.kernel == "xqa" else []
+    compared = gpu.arch in options.arch and options.kernel == "xqa"
+    launches = [m for path in options.measured for m in measured.measured(path, gpu)] if compared else []
     record: dict[str, Any] = {
         "command": command_line("decode_model", sys.argv[1:] if argv is None else argv),
         "environment": {**environment(), **tools.versions()},
@@ -107,17 +130,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         "measured": [],
         "failed_rows": {},
     }
-    executions = Executions()
-    rows: dict[Decode, Mapping[str, Any]] = {}
-    for case in cases(options, launches):
-        try:
-            rows[case] = row(case, tools, executions, options.roles)
-        except Exception as error:  # a kernel that cannot be counted must not end the run
-            record["failed_rows"][case.name] = reason(error)
-        print(case.name, record["failed_rows"].get(case.name, ""), file=sys.stderr, flush=True)
-        record["decode_model"] = list(rows.values())
-        if options.out:
-            save(record, options.out)
+    chosen = cases(options, launches)
+    rows: dict[Decode, dict[str, Any]] = {}
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("fork")) as pool:
+        pending = [pool.submit(group_rows, group, tools, options.roles) for group in groups(chosen)]
+        for done in as_completed(pending):
+            for case, found in done.result():
+                print(case.name, found if isinstance(found, str) else "", file=sys.stderr, flush=True)
+                if isinstance(found, str):
+                    record["failed_rows"][case.name] = found
+                else:
+                    rows[case] = found
+            record["decode_model"] = [rows[case] for case in chosen if case in rows]
+            if options.out:
+                save(record, options.out)
     record["measured"] = [measured.beside(m, rows[m.case], gpu) for m in launches if m.case in rows]
     publish(record, options.out)
     return 0

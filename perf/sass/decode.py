@@ -24,7 +24,7 @@ KV_BITS = {"bf16": 16, "e4m3": 8, "e5m2": 8, "nvfp4": 4}
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 SCALE_BLOCK = 16  # elements of NVFP4 that share a scale, of one byte
 PAGE = 16
-WORKSPACE_BYTES = 12 << 20
+WORKSPACE_BYTES = 64  # too few for anything: launches then use memory of their own, as the emulator sees it
 MIN_COLUMNS = 16  # of a matrix instruction of tcgen05 with 128 rows
 
 
@@ -50,6 +50,12 @@ class Decode:
         """Bytes of K, V and block scales of a token and kv head."""
         elements = 2 * self.head_dim
         return elements * KV_BITS[self.kv_dtype] / 8 + (elements / SCALE_BLOCK if self.kv_dtype == "nvfp4" else 0)
+
+
+def kernel_rows(kv_dtype: str, rows: int) -> int:
+    """Returns the most rows of the kernel for `rows`, up to 8: the columns of a matrix instruction. With NVFP4, 4 rows
+    have kernels of their own."""
+    return rows if kv_dtype == "nvfp4" else max(rows, 8)
 
 
 class Kernel(NamedTuple):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cute_attn.kernels.xqa import tiles
-from perf.sass.decode import Decode
+from perf.sass.decode import Decode, kernel_rows
 from perf.sass.decode_clocks import UNITS, on_gpu
 from perf.sass.gpus import Gpu
 from perf.sass.units import QUARTERS
@@ -43,8 +43,8 @@ def measured(path: Path, gpu: Gpu) -> list[Measured]:
             continue
         heads = w["num_kv_heads"]
         pairs = len(w["kv_lens"]) * heads
-        rows = w["num_qo_heads"] // heads
         kv_dtype = KV_DTYPES[w["kv_dtype"]]
+        rows = kernel_rows(kv_dtype, w["num_qo_heads"] // heads)
         case = Decode("xqa", gpu.arch, kv_dtype, w["head_dim"], rows, pairs > tiles.FEW)
         timing = entry["median_us"], row["sm_clock_mhz"], entry["share"], record["ceilings"]["read"]
         found.append(Measured(row["name"], case, pairs, sum(w["kv_lens"]) * heads, *timing, path.name))
