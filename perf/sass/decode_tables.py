@@ -45,10 +45,13 @@ def slot_lines(rows: Sequence[Row]) -> Table:
 
 
 def measured_lines(rows: Sequence[Row]) -> Table:
-    """Returns the table of measured launches beside the model."""
-    found = [["measured", "us", "SM MHz", "share of read ceiling", "allowed by the model", *UNITS[:-1], "fixed issue"]]
+    """Returns the table of measured launches beside the model: issue's share of memory's clocks by the model alone, and
+    how much of the measured clocks each unit works."""
+    found = [["measured", "us", "SM MHz", "share of read ceiling", "model: issue / memory", "allows", *UNITS[:-1]]]
+    found[0].append("fixed issue")
     for row in rows:
         cells = [row["name"], f"{row['microseconds']:.1f}", str(row["clock_mhz"]), percent(row["read_share"])]
+        cells += [percent(row["shares"]["issue"] / row["read_share"])]
         cells += [f"{percent(row['bound'])} ({row['largest'] if row['bound'] < 1 else 'memory'})"]
         cells += [percent(row["shares"].get(name, 0)) for name in UNITS[:-1]]
         found.append([*cells, percent(row["fixed"])])
