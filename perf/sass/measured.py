@@ -53,13 +53,16 @@ def measured(path: Path, gpu: Gpu) -> list[Measured]:
 
 def beside(found: Measured, row: Mapping[str, Any], gpu: Gpu) -> dict[str, Any]:
     """Returns the record of a measured launch: shares of its clocks in which each unit works, by the model's `row` of
-    the same kernel. "bound" is the largest share of the read ceiling that the model's units allow.
+    the same kernel. "bound" is the largest share of the read ceiling that the model's units allow, "fixed" the share
+    of issue that launches and requests take whatever their length, each CTA that of one request or a part of it.
     """
     clocks = found.microseconds * found.clock_mhz * gpu.sms / found.tokens
     units = {name: row["clocks"].get(name, 0.0) for name in UNITS}
     model = on_gpu(row, gpu, found.ceiling)
     units["tensor"] = model["tensor"]
     memory = model["memory"] * found.clock_mhz / (1000 * gpu.clock_ghz)
+    ctas = gpu.sms * row["spec"]["ctas"]
+    fixed = row["fixed"]["segment"] * max(found.pairs, ctas) + row["fixed"]["launch"] * ctas
     return {
         "name": found.name,
         "model": row["name"],
@@ -69,7 +72,7 @@ def beside(found: Measured, row: Mapping[str, Any], gpu: Gpu) -> dict[str, Any]:
         "clocks": round(clocks, 3),
         "read_share": round(found.share, 4),
         "shares": {name: round(value / clocks, 4) for name, value in units.items() if value},
-        "fixed": round(row["fixed"]["segment"] * found.pairs / QUARTERS / found.tokens / clocks, 4),
+        "fixed": round(fixed / QUARTERS / found.tokens / clocks, 4),
         "bound": round(memory / max(memory, *units.values()), 4),
         "largest": max(units, key=lambda name: units[name]),
     }

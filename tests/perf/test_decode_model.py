@@ -88,6 +88,7 @@ def _row(kv_dtype: str, issue: float, alu: float, num_bytes: float = 1000) -> di
     return {"kv_dtype": kv_dtype, "arch": "sm_90a", "bytes": num_bytes, "clocks": clocks, "flops": of_tensor} | {
         "name": f"a {kv_dtype} kernel",
         "fixed": fixed,
+        "spec": {"ctas": 2},
     }
 
 
@@ -146,7 +147,9 @@ def test_a_measured_launch_beside_the_model() -> None:
     found = measured.beside(launch, _row("nvfp4", 2.0, 3.0, num_bytes=62.5), gpu)
     assert found["clocks"] == 4  # 2000 clocks of 2 SMs, 1000 tokens
     assert found["shares"] == {"issue": 0.5, "tensor": 2.5, "MUFU": 0.125, "ALU": 0.75, "FMA": 0.25, "smem": 0.5}
-    assert found["fixed"] == 10 * 800 / 4 / 4000
+    assert found["fixed"] == (10 * 800 + 4 * 100) / 4 / 4000  # 10 requests and heads, 2 SMs of 2 CTAs
+    few = measured.beside(launch._replace(pairs=3), _row("nvfp4", 2.0, 3.0), gpu)
+    assert few["fixed"] == (4 * 800 + 4 * 100) / 4 / 4000  # each CTA computes a part
     assert (found["bound"], found["largest"]) == (0.25, "tensor")  # memory: 62.5 bytes at 25 a clock
 
 
