@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from perf.sass import decode_tables
 from perf.sass.form_tables import choice_lines, comparison_lines, form_lines, kernel_lines
 from perf.sass.tables import clock_lines, slot_lines
 
@@ -18,12 +19,7 @@ PROGRAMS = ("flash-attn-4", "flashinfer-python", "ptxas", "nvdisasm")
 
 def markdown(record: Record) -> str:
     """Returns the tables of one record, under a heading that says where and how it was measured."""
-    if "model" in record:
-        tables = model_tables(record)
-    elif "softmax_forms" in record:
-        tables = form_tables(record)
-    else:
-        tables = overhead_tables(record) if "overhead" in record else speed_tables(record)
+    tables = next((made for key, made in TABLES.items() if key in record), speed_tables)(record)
     if "makespan" in record:
         tables = [*tables, makespan_table(record)]
     return "\n\n".join([heading(record), *tables]) + "\n"
@@ -119,6 +115,26 @@ def form_tables(record: Record) -> list[str]:
     return [*(table(found[0], found[1:]) for found in lines), *([reasons] if reasons else [])]
 
 
+def decode_model_tables(record: Record) -> list[str]:
+    """Returns the tables of `perf.decode_model`: clocks by GPU, slots, measured launches; then why rows are missing."""
+    rows = record["decode_model"]
+    found = [*decode_tables.clock_tables(rows), decode_tables.slot_lines(rows)]
+    if record["measured"]:
+        found.append(decode_tables.measured_lines(record["measured"]))
+    reasons = _reasons([], record["failed_rows"])
+    return [*(table(lines[0], lines[1:]) for lines in found), *([reasons] if reasons else [])]
+
+
+def search_tables(record: Record) -> list[str]:
+    """Returns a table of `perf.search_decode` per workload: its fastest rings, and that of the table."""
+    found = []
+    for row in record["search"]:
+        names = sorted(row["speed"], key=row["speed"].__getitem__, reverse=True)
+        lines = [(name + (" (table)" if name == row["table"] else ""), f"{row['speed'][name]:.0f}") for name in names]
+        found.append(table((row["name"], "GB/s"), lines))
+    return found
+
+
 def makespan_table(record: Record) -> str:
     """Returns the table of ratios of makespans over random batches, by phase."""
     lines = [
@@ -140,6 +156,15 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Returns a Markdown table; the first column is left-aligned, the others right-aligned."""
     rule = ["---", *["---:"] * (len(header) - 1)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *lines))
+
+
+TABLES: dict[str, Callable[[Record], list[str]]] = {  # by a key that only records of one program have
+    "model": model_tables,
+    "softmax_forms": form_tables,
+    "decode_model": decode_model_tables,
+    "search": search_tables,
+    "overhead": overhead_tables,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

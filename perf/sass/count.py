@@ -44,17 +44,27 @@ TOLERANCE = 0.02  # of outputs below 4 in bfloat16
 SHORT, LONG = 6, 14  # tiles of keys, past the fill of any pipeline
 
 
+def executed(subject: Subject, length: int) -> Lines:
+    """Returns the executions of a problem of `length` keys."""
+    with tally() as counts:
+        error = subject.launch(length)
+    if not error < TOLERANCE:
+        raise CountError(f"{subject.name}: error {error} with {length} keys")
+    return counts.lines(subject.ptx, subject.symbol, subject.ctas, subject.warps)
+
+
 @dataclass(frozen=True)
 class Counter:
-    """Counts of one subject. The listing is made once."""
+    """Counts of one subject. The listing is made once. `execute` runs problems."""
 
     subject: Subject
     blocks: list[lines.Block]
+    execute: Callable[[Subject, int], Lines] = executed
 
     @classmethod
-    def of(cls, subject: Subject, tools: Tools) -> Counter:
+    def of(cls, subject: Subject, tools: Tools, execute: Callable[[Subject, int], Lines] = executed) -> Counter:
         listing = lines.blocks(tools.listing(subject.ptx, subject.arch))
-        return cls(subject, lines.without_retries(listing))
+        return cls(subject, lines.without_retries(listing), execute)
 
     def steady(self) -> dict[str, Any]:
         """Returns the record of a unit of work that no mask touches."""
@@ -78,26 +88,30 @@ class Counter:
         """Returns the record of a unit of work: what the problem of `long` keys executes beyond that of `short`."""
         return self.record(self.per_unit(short, long), roles)
 
+    def unit(self, short: int, long: int) -> tuple[lines.Attributed, dict[str, Any]]:
+        """Returns the opcodes of a unit of work, as `between`, and their checks."""
+        return self._attributed(self.per_unit(short, long))
+
     def per_unit(self, short: int, long: int) -> Lines:
         """Returns the executions of PTX lines per unit of work of the problem of `long` keys beyond that of `short`."""
         subject = self.subject
-        before, after = self._executed(short), self._executed(long)
+        before, after = self.execute(subject, short), self.execute(subject, long)
         share = subject.ctas / (subject.units(long) - subject.units(short))
         return {line: (after[line] - before[line]) * share for line in after}
 
     def record(self, per_unit: Lines, roles: Roles) -> dict[str, Any]:
         """Returns the record of a unit of work that executes PTX lines so often."""
-        found, subject = lines.attribute(self.blocks, per_unit), self.subject
-        record = clocks.summary(found.opcodes, roles, subject.work, RATES[subject.arch])
-        return record | {"checks": self._checks(found, per_unit)}
+        found, checks = self._attributed(per_unit)
+        return clocks.summary(found.opcodes, roles, self.subject.work, RATES[self.subject.arch]) | {"checks": checks}
 
-    def _executed(self, length: int) -> Lines:
-        subject = self.subject
-        with tally() as counts:
-            error = subject.launch(length)
-        if not error < TOLERANCE:
-            raise CountError(f"{subject.name}: error {error} with {length} keys")
-        return counts.lines(subject.ptx, subject.symbol, subject.ctas, subject.warps)
+    def _attributed(self, per_unit: Lines) -> tuple[lines.Attributed, dict[str, Any]]:
+        found = lines.attribute(self.blocks, per_unit)
+        return found, self._checks(found, per_unit)
+
+    def slots(self, length: int) -> float:
+        """Returns the issue slots of a whole problem of `length` keys, over all warps and CTAs."""
+        found = lines.attribute(self.blocks, self.execute(self.subject, length))
+        return float(sum(times.sum() for _, times in found.opcodes))
 
     def _checks(self, found: lines.Attributed, per_unit: Lines) -> dict[str, Any]:
         """Returns how far lines agree, and pairs of counts, by PTX and by SASS, that are equal if lines are mapped
@@ -111,7 +125,7 @@ class Counter:
         def by_sass(*prefixes: str) -> float:
             return sum(float(t.sum()) for op, t in found.opcodes if op.startswith(prefixes)) / self.subject.ctas
 
-        matrix = "HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA", "HMMA"
+        matrix = "HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA", "HMMA", "QMMA"
         return {
             "agreement": round(found.agreement, 4),
             "ex2": [round(by_ptx("ex2."), 3), round(by_sass("MUFU.EX2"), 3)],
