@@ -65,4 +65,5 @@ class HardwareE2m1:
         return [even[0], odd[0], even[1], odd[1]], [even[2], odd[2], even[3], odd[3]]
 
     def p_tokens(self, b: Words) -> Words:
-        return [isa.permute(*b, half) for half in (0x5410, 0x7632)]
+        first, second = b
+        return [isa.permute(first, second, half) for half in (0x5410, 0x7632)]
