@@ -29,10 +29,10 @@ class RingTable(NamedTuple):
     """Rings by bits per element, in order of preference; the first that fits shared memory and registers, and keeps
     `in_flight` bytes on their way to an SM, is taken.
 
-    Few pairs are split many ways: one CTA per SM leaves the least to merge, many warps have the least to do after their
-    last bytes arrive, and room for a guest lets the next launch start meanwhile. With many pairs, several CTAs per SM
-    hide each other's prologues and epilogues, which matters most where a warp reads little. Short segments have a CTA
-    each: the more fit an SM, the fewer waves they take.
+    One CTA per SM has the fewest segments to cut and to merge; several hide each other's prologues and epilogues, which
+    pays for NVFP4, whose warps compute longest. Few pairs are split many ways: many warps have the least to do after
+    their last bytes arrive, and room for a guest lets the next launch start meanwhile. Short segments have a CTA each:
+    the more fit an SM, the fewer waves they take.
     """
 
     few: dict[int, tuple[Ring, ...]]
@@ -75,7 +75,11 @@ FAST_MEMORY = RingTable(
         8: (Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096), Ring(8, 3, 1, 8192)),
         4: (Ring(8, 3, 1, 8192), Ring(8, 3, 1, 4096)),
     },
-    many={16: (Ring(4, 3, 2, 8192),), 8: (Ring(4, 2, 3, 8192), Ring(4, 3, 2, 8192)), 4: (Ring(4, 3, 2, 8192),)},
+    many={
+        16: (Ring(4, 3, 2, 8192),),
+        8: (Ring(8, 3, 1, 8192), Ring(4, 2, 3, 8192), Ring(4, 3, 2, 8192)),
+        4: (Ring(4, 3, 2, 8192),),
+    },
     short=SHORT_RINGS,
     in_flight=64 << 10,
 )
