@@ -1,0 +1,153 @@
+"""Append kernel: writes rows [nnz, heads, n] of keys and values to slots of paged caches, as they are or quantised.
+
+A thread writes one unit of a head's row (`units`): 16 bytes of a copy, or 16 elements. Grid y is 0 for keys, 1 for
+values; x counts (row, head, unit), units fastest, so that neighbouring threads access neighbouring memory.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cute_attn.kernels.append.slots import SLOTS
+from cute_attn.kernels.append.spec import THREADS, AppendSpec
+from cute_attn.kernels.append.units import Operand, Place, unit_of
+from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.rows import Divisor
+from cute_attn.kernels.blocks.scalars import zeros
+from cute_attn.runtime.arch import named
+
+
+_TYPES = {Int32: "b32", Int64: "b64", Float32: "f32"}
+
+
+class AppendParams(NamedTuple):
+    """Kernel parameters, in order. Addresses are Int64, 0 where absent; strides and steps are bytes."""
+
+    # keys
+    k_source: Int64
+    k_source_row: Int64
+    k_source_head: Int64
+    k_source_step: Int64
+    k_cache: Int64
+    k_cache_page: Int64
+    k_cache_token: Int64
+    k_cache_head: Int64
+    k_sf: Int64
+    k_sf_page: Int64
+    k_sf_token: Int64
+    k_sf_head: Int64
+    k_scale: Float32
+    k_scale_address: Int64
+    k_units: Int32  # of a head's row
+    k_units_multiplier: Int32
+    k_units_shift: Int32
+    # values, which may have another head dimension
+    v_source: Int64
+    v_source_row: Int64
+    v_source_head: Int64
+    v_source_step: Int64
+    v_cache: Int64
+    v_cache_page: Int64
+    v_cache_token: Int64
+    v_cache_head: Int64
+    v_sf: Int64
+    v_sf_page: Int64
+    v_sf_token: Int64
+    v_sf_head: Int64
+    v_scale: Float32
+    v_scale_address: Int64
+    v_units: Int32
+    v_units_multiplier: Int32
+    v_units_shift: Int32
+    # both
+    rows: Int32
+    heads: Int32
+    heads_multiplier: Int32
+    heads_shift: Int32
+    page_size: Int32
+    page_size_multiplier: Int32
+    page_size_shift: Int32
+    num_pages: Int32
+    # slots "pages"; of each tensor of indices its address, step, and whether it is of int64
+    batch_indices: Int64
+    batch_indices_step: Int32
+    batch_indices_wide: Int32
+    positions: Int64
+    positions_step: Int32
+    positions_wide: Int32
+    kv_indices: Int64
+    kv_indices_step: Int32
+    kv_indices_wide: Int32
+    kv_indptr: Int64
+    kv_indptr_step: Int32
+    kv_indptr_wide: Int32
+    batch_size: Int32
+    num_indices: Int32
+    # slots "mapped"
+    slot_mapping: Int64
+    slot_mapping_step: Int32
+    slot_mapping_wide: Int32
+    num_slots: Int32
+
+
+class AppendProgram:
+    params = AppendParams
+
+    def __init__(self, spec: AppendSpec, arch: str) -> None:
+        self.block = (THREADS, 1, 1)
+        self.smem_bytes = 0
+        self.slots = SLOTS[spec.slots]()
+        self.unit = unit_of(spec, arch)
+        self.pdl = named(arch).pdl
+
+    def compile_args(self) -> tuple[Any, ...]:
+        return (zeros(AppendParams), Int32(1), Int32(1), Int32(1))
+
+    @cute.jit
+    def __call__(self, params: AppendParams, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
+        self.kernel(params).launch(grid=[grid_x, grid_y, grid_z], block=list(self.block), smem=0)
+
+    @cute.kernel
+    def kernel(self, params: AppendParams) -> None:
+        if cutlass.const_expr(self.pdl):
+            ptx.grid_dependency_wait()
+            ptx.grid_dependency_launch()
+        x, y, _ = cute.arch.block_idx()
+        operand, units = of_operand(params, Int32(y))
+        index = x * Int32(THREADS) + cute.arch.thread_idx()[0]
+        token_head = units.quotient(index)
+        unit = index - token_head * units.value
+        row = Divisor(params.heads, params.heads_multiplier, params.heads_shift).quotient(token_head)
+        head = token_head - row * params.heads
+        if row < params.rows:
+            self.append(params, operand, row, head, unit)
+
+    @cute.jit
+    def append(
+        self, p: AppendParams, operand: cutlass.Constexpr, row: Int32, head: Int32, unit: Int32
+    ) -> None:
+        source = operand.row(row, head)
+        loaded = self.unit.load(operand, source, unit)  # before the indices, whose loads depend on each other
+        slot = self.slots.of(p, row)
+        if slot.exists:
+            self.unit.store(operand, source, unit, loaded, slot, head)
+
+
+def of_operand(p: AppendParams, is_v: Int32) -> tuple[Operand, Divisor]:
+    """Returns keys or values, and the divisor that counts units."""
+
+    def field(name: str) -> Any:
+        k, v = getattr(p, f"k_{name}"), getattr(p, f"v_{name}")
+        # Inline PTX: the compiler would turn a choice of two parameters into one load from a chosen address, which
+        # the emulator does not know.
+        text = f"{{.reg .pred p; setp.ne.s32 p, $3, 0; selp.{_TYPES[type(k)]} $0, $1, $2, p;}}"
+        return ptx.asm(text, [type(k)], [v, k, is_v], pure=True)
+
+    def place(name: str) -> Place:
+        return Place(*(field(name + suffix) for suffix in ("", "_page", "_token", "_head")))
+
+    source = [field("source" + suffix) for suffix in ("", "_row", "_head", "_step")]
+    operand = Operand(*source, place("cache"), place("sf"), field("scale"), field("scale_address"))
+    return operand, Divisor(field("units"), field("units_multiplier"), field("units_shift"))
