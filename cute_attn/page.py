@@ -1,6 +1,6 @@
 """Paged caches: appending to them, in their dtype or quantised to NVFP4, and the lengths of requests.
 
-On a CUDA device an append is one kernel launch. Nothing here synchronises the device, so that CUDA graphs can capture it.
+On a CUDA device an append is one kernel launch. Nothing here synchronises the device: CUDA graphs can capture it.
 """
 
 from __future__ import annotations
@@ -230,9 +230,7 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     _append(rows, caches, scale_caches, (k_scale, v_scale), page_table.SlotMapping(slot_mapping))
 
 
-def _append(
-    rows: Pair, caches: Pair, scale_caches: Pair, scales: tuple[Any, Any], slots: page_table.Slots
-) -> None:
+def _append(rows: Pair, caches: Pair, scale_caches: Pair, scales: tuple[Any, Any], slots: page_table.Slots) -> None:
     device = caches[0].device
     read = switches.is_on(switches.VALIDATE) and not _is_capturing(device)
     checked = tuple(

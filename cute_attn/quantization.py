@@ -9,8 +9,8 @@ A block's scale is the e4m3 number nearest to max|x| / (6 * global_scale), its e
 x / (block_scale * global_scale); in a tie the even code wins, too large a number becomes the largest. Both decisions
 are exact: they compare in fp64, which represents every product involved. Blocks whose scale rounds to 0 are 0.
 
-fp8: value = fp8 * scale, rounded in the same way. Inputs must be finite. On a CUDA device quantising is one kernel launch
-per tensor; everything else is torch operations. Docstrings tell which functions CUDA graphs can capture.
+fp8: value = fp8 * scale, rounded in the same way. Inputs must be finite. On a CUDA device one kernel launch
+quantises a tensor; everything else is torch operations. Docstrings tell which functions CUDA graphs can capture.
 """
 
 from __future__ import annotations

@@ -59,4 +59,3 @@ def own_rows(output: torch.Tensor) -> torch.Tensor:
 
 def _wide(scale: Scale) -> Scale:
     return scale.double() if isinstance(scale, torch.Tensor) else scale
-

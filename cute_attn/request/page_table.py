@@ -10,7 +10,6 @@ from cute_attn.errors import ArgumentError
 from cute_attn.request import checks
 from cute_attn.request.caches import BITS_DTYPES, cache_views
 
-
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
@@ -142,9 +141,7 @@ def check_same_rows(append_key: torch.Tensor, append_value: torch.Tensor) -> Non
         )
 
 
-def check_integers(
-    name: str, value: Any, size: int | None = None, device: torch.device | None = None
-) -> torch.Tensor:
+def check_integers(name: str, value: Any, size: int | None = None, device: torch.device | None = None) -> torch.Tensor:
     """Check 1-D integers, `size` of them, on `device`."""
     value = checks.tensor(name, value)
     if value.dim() != 1 or (size is not None and value.numel() != size):

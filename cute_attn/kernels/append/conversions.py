@@ -70,7 +70,8 @@ FP8 = {"float8_e4m3fn": E4M3, "float8_e5m2": E5M2}
 class Conversion(Protocol):
     """Converts quotients x * reciprocal to codes."""
 
-    format: Format
+    @property
+    def format(self) -> Format: ...
 
     def bounds(self, values: Sequence[Float32], reciprocal: Float32) -> tuple[Int32, Int32]:
         """Returns two words of codes with signs: at most the right ones, and at least. They differ by 1 or not."""
@@ -122,7 +123,7 @@ class IntegerConversion:
             sign = (ptx.bits(x) >> (32 - f.bits)) & Int32(1 << f.bits - 1)
             for j, offset in enumerate((half - MARGIN_UNITS, half + MARGIN_UNITS)):
                 code = ((aligned + Int32(offset)) >> f.shift) | sign
-                words[j] = words[j] | (code << (f.bits * i))
+                words[j] = words[j] + code * Int32(1 << f.bits * i if f.bits * i < 31 else -(1 << 31))
         return words[0], words[1]
 
     def below(self, value: Float32, reciprocal: Float32) -> Int32:

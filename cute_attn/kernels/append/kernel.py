@@ -18,7 +18,6 @@ from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.scalars import zeros
 from cute_attn.runtime.arch import named
 
-
 _TYPES = {Int32: "b32", Int64: "b64", Float32: "f32"}
 
 
@@ -125,9 +124,7 @@ class AppendProgram:
             self.append(params, operand, row, head, unit)
 
     @cute.jit
-    def append(
-        self, p: AppendParams, operand: cutlass.Constexpr, row: Int32, head: Int32, unit: Int32
-    ) -> None:
+    def append(self, p: AppendParams, operand: cutlass.Constexpr, row: Int32, head: Int32, unit: Int32) -> None:
         source = operand.row(row, head)
         loaded = self.unit.load(operand, source, unit)  # before the indices, whose loads depend on each other
         slot = self.slots.of(p, row)
@@ -148,6 +145,6 @@ def of_operand(p: AppendParams, is_v: Int32) -> tuple[Operand, Divisor]:
     def place(name: str) -> Place:
         return Place(*(field(name + suffix) for suffix in ("", "_page", "_token", "_head")))
 
-    source = [field("source" + suffix) for suffix in ("", "_row", "_head", "_step")]
-    operand = Operand(*source, place("cache"), place("sf"), field("scale"), field("scale_address"))
+    source, row, head, step = (field("source" + suffix) for suffix in ("", "_row", "_head", "_step"))
+    operand = Operand(source, row, head, step, place("cache"), place("sf"), field("scale"), field("scale_address"))
     return operand, Divisor(field("units"), field("units_multiplier"), field("units_shift"))

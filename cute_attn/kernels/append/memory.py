@@ -14,7 +14,9 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 def load(address: Int64, num_bytes: int) -> list[Int32]:
     words = max(num_bytes // 4, 1)
     registers = ", ".join(f"${i}" for i in range(words))
-    found = ptx.asm(f"ld.global.{_TYPES[num_bytes]} {_vector(registers, words)}, [${words}];", [Int32] * words, [address])
+    found = ptx.asm(
+        f"ld.global.{_TYPES[num_bytes]} {_vector(registers, words)}, [${words}];", [Int32] * words, [address]
+    )
     return found if words > 1 else [found]
 
 

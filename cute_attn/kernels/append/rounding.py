@@ -1,7 +1,7 @@
 """Exact rounding of x / (few * scale), where `few` has at most 4 significant bits and `scale` is any fp32 number.
 
-A midpoint of neighbouring codes times `few` is exact in fp32, so that one fma has the sign of x - midpoint * few * scale:
-it rounds once, and cannot underflow after `GlobalScale` has moved extreme scales.
+A midpoint of neighbouring codes times `few` is exact in fp32, so that one fma has the sign of
+x - midpoint * few * scale: it rounds once, and cannot underflow after `GlobalScale` has moved extreme scales.
 """
 
 from dataclasses import dataclass

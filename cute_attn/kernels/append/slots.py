@@ -5,7 +5,7 @@ indices go nowhere. No memory outside the index tensors and the cache is accesse
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import cutlass
 import cutlass.cute as cute
@@ -31,6 +31,13 @@ def index(address: Int64, step: Int32, wide: Int32, i: Int32) -> Int32:
     high = ptx.ld_global_u32_if(place + Int64(4), wide != Int32(0))
     fits = cutlass.or_(wide == Int32(0), high == (low >> 31))
     return ptx.select(fits, low, Int32(-1))
+
+
+class Slots(Protocol):
+    """Where the rows of a launch go."""
+
+    def of(self, p: Any, row: Int32) -> Slot:
+        """Returns the slot of a row."""
 
 
 class PageTableSlots:
@@ -72,4 +79,4 @@ class OwnRows:
         return Slot(Boolean(True), row, Int32(0))
 
 
-SLOTS = {"pages": PageTableSlots, "mapped": MappedSlots, "rows": OwnRows}
+SLOTS: dict[str, type[Slots]] = {"pages": PageTableSlots, "mapped": MappedSlots, "rows": OwnRows}

@@ -63,13 +63,15 @@ def run(append: Append, gpu: Gpu) -> None:
     """Launches the kernel on the current stream. The request must fit it, and have something to write."""
     chosen = spec(append)
     launch, pack = _prepared(chosen, gpu)
-    operands = [_operand(append, i, chosen.access) for i in range(len(append.rows))]
+    unit = chosen.access if append.stored == COPY else BLOCK * append.rows[0].itemsize
     nnz, heads = append.rows[0].shape[:2]
-    units = max(values[-3] for values in operands)
-    if not nnz * heads * units:
+    units = [x.shape[2] * x.itemsize // unit for x in append.rows]
+    items = nnz * heads * max(units)
+    if not items:
         return
+    operands = [_operand(append, i, chosen.access, units[i]) for i in range(len(units))]
     values = pack(operands, _shared(append), _indices(append))
-    launch.fire(values, (-(-nnz * heads * units // THREADS), len(operands), 1), current_stream(gpu.device_index))
+    launch.fire(values, (-(-items // THREADS), len(operands), 1), current_stream(gpu.device_index))
 
 
 def spec(append: Append) -> AppendSpec:
@@ -124,18 +126,13 @@ def _prepared(chosen: AppendSpec, gpu: Gpu) -> tuple[Launch, Callable[[list[Valu
     return launch, pack
 
 
-def _operand(append: Append, i: int, access: int) -> Values:
+def _operand(append: Append, i: int, access: int, units: int) -> Values:
+    """Returns the parameters of keys or of values, which have so many units per head."""
     rows, cache = append.rows[i], append.caches[i]
     size, (row, head, step) = rows.itemsize, rows.stride()
-    units = rows.shape[2] // BLOCK
-    step *= size
-    if append.stored == COPY:
-        units = rows.shape[2] * size // access
-        step = access if _unit_stride(rows) else step
-    scale, address = 1.0, 0
-    if append.stored != COPY:
-        given = append.scales[i]
-        scale, address = (given, 0) if not isinstance(given, torch.Tensor) else (1.0, given.data_ptr())
+    step = access if append.stored == COPY and _unit_stride(rows) else step * size
+    given = append.scales[i]
+    scale, address = (1.0, given.data_ptr()) if isinstance(given, torch.Tensor) else (given, 0)
     scales = _place(append.block_scales[i]) if append.block_scales else (0, 0, 0, 0)
     of_units = tuple(_divisor(max(units, 1)).values())[1:]
     return (rows.data_ptr(), row * size, head * size, step, *_place(cache), *scales, scale, address, units, *of_units)
