@@ -89,7 +89,7 @@ def quantised(rows: torch.Tensor, stored: str, scale: Any, run: Run) -> Codes:
 
 @dataclass(frozen=True)
 class AppendCase:
-    """A call of an append function. `kind`: "copy", "nvfp4" or "mapped"; `gap`: elements between rows, in caches too."""
+    """A call of an append function. `kind`: "copy", "nvfp4" or "mapped". `gap`: between rows and slots."""
 
     kind: str
     dtype: str
@@ -126,12 +126,12 @@ CASES = [
 ]
 
 
-def strided(shape: tuple[int, ...], dtype: torch.dtype, gap: int, step: int = 1, fill: Any = None) -> torch.Tensor:
-    """A tensor whose rows are `gap` elements apart, inside a larger one, with `step` between elements."""
-    wide = torch.zeros(*shape[:-1], gap + step * shape[-1]).to(dtype)
-    view = wide[..., gap : gap + step * shape[-1] : step] if shape[-1] else wide[..., :0]
-    if fill is not None:
-        view.copy_(fill)
+def strided(values: torch.Tensor, gap: int, device: str, step: int = 1) -> torch.Tensor:
+    """A copy whose rows are `gap` elements apart, inside a larger tensor, with `step` between elements."""
+    *outer, last = values.shape
+    wide = torch.zeros(*outer, gap + step * last, device=device).to(values.dtype)
+    view = wide[..., gap::step]
+    view.copy_(values)
     return view
 
 
@@ -141,21 +141,16 @@ def arguments(case: AppendCase, device: str = "cpu") -> tuple[Any, dict[str, Any
     dtype, batch, pages_each = DTYPES[case.dtype], 3, 2 if case.page_size > 1 else 4
     num_pages = batch * pages_each + 1
     in_page = (case.page_size, case.heads) if case.layout == "NHD" else (case.heads, case.page_size)
-    # The values of a copy have another head dimension, where the keys are 16 bytes apart.
+    # Values that are copied may have another head dimension than keys.
     dims = (case.head_dim, case.head_dim + (8 if case.kind == "copy" and not case.gap else 0))
-    rows = [strided((case.nnz, case.heads, d), dtype, case.gap, case.step, torch.randn(1).exp()) for d in dims]
-    for x in rows:
-        x.copy_(torch.randn(x.shape) * torch.randn(x.shape).exp())
+    shapes = [(case.nnz, case.heads, d) for d in dims]
+    values = [(torch.randn(shape) * torch.randn(shape).exp()).to(dtype) for shape in shapes]
+    rows = [strided(x, case.gap, device, case.step) for x in values]
     written: list[torch.Tensor] = []
 
     def cache(last: int, kind: torch.dtype) -> torch.Tensor:
-        noise = torch.randint(0, 100, (num_pages, *in_page, last)).to(kind)
-        view = strided(tuple(noise.shape), kind, case.gap, fill=noise).to(device)
-        if device != "cpu":
-            view = strided(tuple(noise.shape), kind, case.gap).to(device)
-            view.copy_(noise)
-        written.append(view)
-        return view
+        written.append(strided(torch.randint(0, 100, (num_pages, *in_page, last)).to(kind), case.gap, device))
+        return written[-1]
 
     given: dict[str, Any] = {"append_key": rows[0], "append_value": rows[1], "kv_layout": case.layout}
     if case.kind == "copy":

@@ -17,8 +17,8 @@ THREADS = 128
 class AppendSpec(KernelSpec):
     """Spec of a kernel that writes rows to slots.
 
-    `stored`: "copy", "nvfp4", "float8_e4m3fn" or "float8_e5m2". `dtype`: of rows that are quantised; "": any,
-    copied. `slots`: "pages" (requests, positions and a page table), "mapped" (a slot number per row) or "rows" (row t of the
+    `stored`: "copy", "nvfp4", "float8_e4m3fn" or "float8_e5m2". `dtype`: of rows that are quantised; "": any, copied.
+    `slots`: "pages" (requests, positions and a page table), "mapped" (a slot number per row) or "rows" (row t of an
     output). `access`: bytes per access of a copy; of rows that are quantised 16, or the size of an element.
     """
 
