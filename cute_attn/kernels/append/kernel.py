@@ -18,8 +18,6 @@ from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.scalars import zeros
 from cute_attn.runtime.arch import named
 
-_TYPES = {Int32: "b32", Int64: "b64", Float32: "f32"}
-
 
 class AppendParams(NamedTuple):
     """Kernel parameters, in order. Addresses are Int64, 0 where absent; strides and steps are bytes."""
@@ -71,22 +69,22 @@ class AppendParams(NamedTuple):
     num_pages: Int32
     # slots "pages"; of each tensor of indices its address, step, and whether it is of int64
     batch_indices: Int64
-    batch_indices_step: Int32
+    batch_indices_step: Int64
     batch_indices_wide: Int32
     positions: Int64
-    positions_step: Int32
+    positions_step: Int64
     positions_wide: Int32
     kv_indices: Int64
-    kv_indices_step: Int32
+    kv_indices_step: Int64
     kv_indices_wide: Int32
     kv_indptr: Int64
-    kv_indptr_step: Int32
+    kv_indptr_step: Int64
     kv_indptr_wide: Int32
     batch_size: Int32
     num_indices: Int32
     # slots "mapped"
     slot_mapping: Int64
-    slot_mapping_step: Int32
+    slot_mapping_step: Int64
     slot_mapping_wide: Int32
     num_slots: Int32
 
@@ -113,38 +111,36 @@ class AppendProgram:
         if cutlass.const_expr(self.pdl):
             ptx.grid_dependency_wait()
             ptx.grid_dependency_launch()
-        x, y, _ = cute.arch.block_idx()
-        operand, units = of_operand(params, Int32(y))
-        index = x * Int32(THREADS) + cute.arch.thread_idx()[0]
-        token_head = units.quotient(index)
-        unit = index - token_head * units.value
-        row = Divisor(params.heads, params.heads_multiplier, params.heads_shift).quotient(token_head)
-        head = token_head - row * params.heads
-        if row < params.rows:
-            self.append(params, operand, row, head, unit)
+        if cute.arch.block_idx()[1] == 0:
+            self.append(params, "k_")
+        else:
+            self.append(params, "v_")
 
     @cute.jit
-    def append(self, p: AppendParams, operand: cutlass.Constexpr, row: Int32, head: Int32, unit: Int32) -> None:
-        source = operand.row(row, head)
-        loaded = self.unit.load(operand, source, unit)  # before the indices, whose loads depend on each other
-        slot = self.slots.of(p, row)
-        if slot.exists:
-            self.unit.store(operand, source, unit, loaded, slot, head)
+    def append(self, p: AppendParams, side: cutlass.Constexpr) -> None:
+        """Writes this thread's unit of keys ("k_") or values ("v_")."""
+        units = Divisor(*fields(p, f"{side}units", ("", "_multiplier", "_shift")))
+        heads = Divisor(*fields(p, "heads", ("", "_multiplier", "_shift")))
+        operand = operand_of(p, side)
+        index = cute.arch.block_idx()[0] * Int32(THREADS) + cute.arch.thread_idx()[0]
+        token_head = units.quotient(index)
+        unit = index - token_head * units.value
+        row = heads.quotient(token_head)
+        head = token_head - row * heads.value
+        if row < p.rows:
+            source = operand.row(row, head)
+            loaded = self.unit.load(operand, source, unit)  # before the indices, whose loads depend on each other
+            slot = self.slots.of(p, row)
+            if slot.exists:
+                self.unit.store(operand, source, unit, loaded, slot, head)
 
 
-def of_operand(p: AppendParams, is_v: Int32) -> tuple[Operand, Divisor]:
-    """Returns keys or values, and the divisor that counts units."""
+def operand_of(p: AppendParams, side: str) -> Operand:
+    """Returns keys or values."""
+    source, row, head, step = fields(p, f"{side}source", ("", "_row", "_head", "_step"))
+    cache, block_scales = (Place(*fields(p, side + name, ("", "_page", "_token", "_head"))) for name in ("cache", "sf"))
+    return Operand(source, row, head, step, cache, block_scales, *fields(p, f"{side}scale", ("", "_address")))
 
-    def field(name: str) -> Any:
-        k, v = getattr(p, f"k_{name}"), getattr(p, f"v_{name}")
-        # Inline PTX: the compiler would turn a choice of two parameters into one load from a chosen address, which
-        # the emulator does not know.
-        text = f"{{.reg .pred p; setp.ne.s32 p, $3, 0; selp.{_TYPES[type(k)]} $0, $1, $2, p;}}"
-        return ptx.asm(text, [type(k)], [v, k, is_v], pure=True)
 
-    def place(name: str) -> Place:
-        return Place(*(field(name + suffix) for suffix in ("", "_page", "_token", "_head")))
-
-    source, row, head, step = (field("source" + suffix) for suffix in ("", "_row", "_head", "_step"))
-    operand = Operand(source, row, head, step, place("cache"), place("sf"), field("scale"), field("scale_address"))
-    return operand, Divisor(field("units"), field("units_multiplier"), field("units_shift"))
+def fields(p: AppendParams, stem: str, suffixes: tuple[str, ...]) -> list[Any]:
+    return [getattr(p, stem + suffix) for suffix in suffixes]

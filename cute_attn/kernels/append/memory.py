@@ -47,7 +47,7 @@ class Elements:
 
     def at(self, address: Int64, index: Int32) -> Float32:
         """Loads element `index` from `address`."""
-        (word,) = load(address + Int64(index) * self.step, ITEMSIZE[self.dtype])
+        (word,) = load(ptx.mad_u32(index, self.step, address), ITEMSIZE[self.dtype])
         return ptx.from_bits(word) if self.dtype == "float32" else ptx.unpack_16(self.dtype, word)[0]
 
     def block(self, address: Int64, vector: bool) -> list[Float32]:

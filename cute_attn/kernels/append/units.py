@@ -24,8 +24,8 @@ class Place:
     head: Int64
 
     def of(self, slot: Slot, head: Int32) -> Int64:
-        in_page = Int64(slot.offset) * self.token + Int64(head) * self.head
-        return self.address + Int64(slot.page) * self.page + in_page
+        page = ptx.mad_u32(slot.page, self.page, self.address)
+        return ptx.mad_u32(head, self.head, ptx.mad_u32(slot.offset, self.token, page))
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Operand:
     scale_address: Int64
 
     def row(self, row: Int32, head: Int32) -> Int64:
-        return self.source + Int64(row) * self.source_row + Int64(head) * self.source_head
+        return ptx.mad_u32(head, self.source_head, ptx.mad_u32(row, self.source_row, self.source))
 
 
 class CopyUnit:
@@ -55,7 +55,7 @@ class CopyUnit:
         self.access = spec.access
 
     def load(self, operand: Operand, row: Int64, unit: Int32) -> list[Int32]:
-        return load(row + Int64(unit) * operand.source_step, self.access)
+        return load(ptx.mad_u32(unit, operand.source_step, row), self.access)
 
     def store(self, operand: Operand, row: Int64, unit: Int32, loaded: list[Int32], slot: Slot, head: Int32) -> None:
         store(operand.cache.of(slot, head) + Int64(unit) * Int64(self.access), self.access, loaded)
@@ -73,7 +73,7 @@ class QuantisedUnit:
     def address(self, operand: Operand, row: Int64, unit: Int32) -> Int64:
         """Returns the address of a unit's first element."""
         step = Int64(ITEMSIZE[self.dtype]) if self.vector else operand.source_step
-        return row + Int64(unit) * (Int64(BLOCK) * step)
+        return ptx.mad_u32(unit * Int32(BLOCK), step, row)
 
     def block(self, operand: Operand, row: Int64, unit: Int32, power: Float32) -> Block:
         step = Int64(ITEMSIZE[self.dtype]) if self.vector else operand.source_step
