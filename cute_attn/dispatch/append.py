@@ -28,7 +28,7 @@ def run(append: Append) -> None:
         reference(append)
         return
     try:
-        _launch(append, gpu)
+        launch.run(append, gpu)
     except ArtifactError:
         if artifacts.can_compile():
             raise
@@ -49,12 +49,7 @@ def emulate(append: Append) -> None:
     outputs = {f"caches[{i}]": x for i, x in enumerate(append.caches)}
     outputs |= {f"block_scales[{i}]": x for i, x in enumerate(append.block_scales)}
     with adapter.visible(inputs, outputs):
-        _launch(append, Gpu(named(arch), CPU, TYPICAL_SMS[arch]))
-
-
-def _launch(append: Append, gpu: Gpu) -> None:
-    if append.caches[0].shape[0]:
-        launch.run(launch.with_index_dtypes(append), gpu)
+        launch.run(append, Gpu(named(arch), CPU, TYPICAL_SMS[arch]))
 
 
 @functools.cache

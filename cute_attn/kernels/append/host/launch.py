@@ -1,9 +1,13 @@
-"""Host code of the append kernel: from a request to a spec, its parameters and a grid."""
+"""Host code of the append kernel: from a request to a spec, its parameters and a grid.
+
+Everything but addresses and scales is memoised by the tensors' layouts.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -16,30 +20,48 @@ from cute_attn.request.page_table import OwnRows, PageTable, SlotMapping
 from cute_attn.runtime.launch import Launch, current_stream
 
 LARGEST = (1 << 31) - THREADS  # units of a launch, slots and indices: the kernel counts in 32 bits
-SLOTS = {PageTable: "pages", SlotMapping: "mapped", OwnRows: "rows"}
+MAX_LAYOUTS = 256
 KINDS = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 INDEX_DTYPES = (torch.int32, torch.int64)
+SLOTS = {PageTable: "pages", SlotMapping: "mapped", OwnRows: "rows"}
+# Tensors of indices that the kernel reads, in the order of the request's slots.
+INDICES = {"pages": ("batch_indices", "positions", "kv_indices", "kv_indptr"), "mapped": ("slot_mapping",), "rows": ()}
+SIDES = ("k_", "v_")
 
-_PLACE = ("", "_page", "_token", "_head")
-_OPERAND = (
-    *("source", "source_row", "source_head", "source_step"),
-    *("cache" + name for name in _PLACE),
-    *("sf" + name for name in _PLACE),
-    *("scale", "scale_address", "units", "units_multiplier", "units_shift"),
-)
-_SHARED = ("rows", "heads", "heads_multiplier", "heads_shift", "page_size", "page_size_multiplier", "page_size_shift")
-_PAGES = ("batch_indices", "positions", "kv_indices", "kv_indptr")
-_INDEX = ("", "_step", "_wide")
-NAMES = (
-    *(side + name for side in ("k_", "v_") for name in _OPERAND),
-    *(*_SHARED, "num_pages"),
-    *(name + suffix for name in _PAGES for suffix in _INDEX),
-    *("batch_size", "num_indices"),
-    *("slot_mapping" + suffix for suffix in _INDEX),
-    "num_slots",
-)
-ABSENT: Values = (0,) * 12 + (1.0, 0, 0, 0, 0)  # an operand without units
-NO_INDEX: Values = (0, 0, 0)
+
+class Layout(NamedTuple):
+    """What memory layout a tensor has. `low`: its address modulo 16."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    low: int
+
+    @property
+    def unit_stride(self) -> bool:
+        return self.strides[-1] == 1 or self.shape[-1] <= 1
+
+    @property
+    def alignment(self) -> int:
+        """Returns the largest power of two, at most 16, that divides the addresses of all rows of the last axis."""
+        bits = self.low | VECTOR
+        for extent, stride in zip(self.shape[:-1], self.strides[:-1], strict=True):
+            bits |= stride * self.dtype.itemsize if extent > 1 else 0
+        return bits & -bits
+
+    def stride_bytes(self, *axes: int) -> tuple[int, ...]:
+        return tuple(self.strides[axis] * self.dtype.itemsize for axis in axes)
+
+
+class Layouts(NamedTuple):
+    """Layouts of a request's tensors."""
+
+    stored: str
+    slots: str
+    rows: tuple[Layout, ...]
+    caches: tuple[Layout, ...]
+    block_scales: tuple[Layout, ...]
+    indices: tuple[Layout, ...]
 
 
 def fits(append: Append) -> bool:
@@ -52,125 +74,110 @@ def fits(append: Append) -> bool:
     num_slots = append.caches[0].shape[0] * append.caches[0].shape[1]
     elements = max(nnz * x.shape[1] * x.shape[2] for x in append.rows)
     if append.stored == COPY:
-        whole = all(map(_unit_stride, append.rows)) or len({x.itemsize for x in append.rows}) == 1
+        one_size = len({x.itemsize for x in append.rows}) == 1
+        whole = one_size or all(x.stride(-1) == 1 or x.shape[-1] <= 1 for x in append.rows)
     else:
         whole = all(x.shape[2] % BLOCK == 0 for x in append.rows)
-    indices = (x.numel() for x in append.slots if isinstance(x, torch.Tensor))
+    indices = (x.numel() for x in append.slots)
     return whole and max(elements, num_slots, *indices, 0) < LARGEST
 
 
 def run(append: Append, gpu: Gpu) -> None:
-    """Launches the kernel on the current stream. The request must fit it, and have something to write."""
-    chosen = spec(append)
-    launch, pack = _prepared(chosen, gpu)
-    unit = chosen.access if append.stored == COPY else BLOCK * append.rows[0].itemsize
-    nnz, heads = append.rows[0].shape[:2]
-    units = [x.shape[2] * x.itemsize // unit for x in append.rows]
+    """Launches the kernel on the current stream. The request must fit it."""
+    if not append.rows[0].shape[0] or not append.caches[0].shape[0]:
+        return
+    slots = SLOTS[type(append.slots)]
+    indices = [x if x.dtype in INDEX_DTYPES else x.int() for x in append.slots[: len(INDICES[slots])]]
+    groups = (append.rows, append.caches, append.block_scales, indices)
+    addresses = [[x.data_ptr() for x in group] for group in groups]
+    layouts = Layouts(
+        append.stored,
+        slots,
+        *(
+            tuple([Layout(x.shape, x.stride(), x.dtype, a & 15) for x, a in zip(group, places, strict=True)])
+            for group, places in zip(groups, addresses, strict=True)
+        ),
+    )
+    prepared = _prepared(layouts, gpu)
+    if prepared is None:
+        return
+    launch, grid, bind = prepared
+    scales = [x if not isinstance(x, torch.Tensor) else 1.0 for x in append.scales]
+    scale_addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else 0 for x in append.scales]
+    values = bind(*(x for places in addresses for x in places), *scales, *scale_addresses)
+    launch.fire(values, grid, current_stream(gpu.device_index))
+
+
+def spec(of: Layouts) -> AppendSpec:
+    """Returns the kernel of a request: the widest accesses that addresses and strides allow."""
+    pairs = list(zip(of.rows, of.caches, strict=True))
+    if of.stored == COPY:
+        return AppendSpec(slots=of.slots, access=min(_copy_access(*pair) for pair in pairs))
+    stored = BLOCK // 2 if of.stored == NVFP4 else BLOCK  # bytes of a block
+    vector = all(rows.unit_stride and rows.alignment == VECTOR and cache.alignment >= stored for rows, cache in pairs)
+    dtype = of.rows[0].dtype
+    return AppendSpec(of.stored, KINDS[dtype], of.slots, VECTOR if vector else dtype.itemsize)
+
+
+def _copy_access(rows: Layout, cache: Layout) -> int:
+    if not rows.unit_stride:
+        return rows.dtype.itemsize
+    row_bytes = rows.shape[2] * rows.dtype.itemsize
+    return min(rows.alignment, cache.alignment, row_bytes & -row_bytes or VECTOR)
+
+
+@functools.lru_cache(MAX_LAYOUTS)
+def _prepared(of: Layouts, gpu: Gpu) -> tuple[Launch, tuple[int, int, int], Callable[..., Values]] | None:
+    """Returns the loaded kernel, its grid, and a function from addresses and scales to all parameters: addresses of
+    rows, caches, block scales and indices, then numbers and addresses of scales. None: there is nothing to write.
+    """
+    chosen = spec(of)
+    unit = chosen.access if of.stored == COPY else BLOCK * of.rows[0].dtype.itemsize
+    units = [x.shape[2] * x.dtype.itemsize // unit for x in of.rows]
+    nnz, heads, _ = of.rows[0].shape
     items = nnz * heads * max(units)
     if not items:
-        return
-    operands = [_operand(append, i, chosen.access, units[i]) for i in range(len(units))]
-    values = pack(operands, _shared(append), _indices(append))
-    launch.fire(values, (-(-items // THREADS), len(operands), 1), current_stream(gpu.device_index))
-
-
-def spec(append: Append) -> AppendSpec:
-    """Returns the kernel of a request: the widest accesses that addresses and strides allow."""
-    slots = SLOTS[type(append.slots)]
-    if append.stored == COPY:
-        return AppendSpec(slots=slots, access=min(_copy_access(*pair) for pair in _pairs(append)))
-    kind = KINDS[append.rows[0].dtype]
-    stored = 8 if append.stored == NVFP4 else VECTOR  # bytes of a block
-    vector = all(
-        _unit_stride(rows) and _alignment(rows) >= VECTOR and _alignment(cache) >= stored
-        for rows, cache in _pairs(append)
-    )
-    return AppendSpec(append.stored, kind, slots, VECTOR if vector else append.rows[0].itemsize)
-
-
-def _pairs(append: Append) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return list(zip(append.rows, append.caches, strict=True))
-
-
-def _copy_access(rows: torch.Tensor, cache: torch.Tensor) -> int:
-    size = rows.itemsize
-    if not _unit_stride(rows):
-        return size
-    row_bytes = rows.shape[2] * size
-    return min(_alignment(rows), _alignment(cache), row_bytes & -row_bytes or VECTOR)
-
-
-def _unit_stride(x: torch.Tensor) -> bool:
-    return x.stride(-1) == 1 or x.shape[-1] <= 1
-
-
-def _alignment(x: torch.Tensor) -> int:
-    """Returns the largest power of two, at most 16, that divides the addresses of all rows of the last axis."""
-    bits, size = x.data_ptr() | VECTOR, x.itemsize
-    for extent, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
-        if extent > 1:
-            bits |= stride * size
-    return bits & -bits
-
-
-@functools.lru_cache(256)
-def _prepared(chosen: AppendSpec, gpu: Gpu) -> tuple[Launch, Callable[[list[Values], Values, Values], Values]]:
-    """Returns the loaded kernel, and a function that orders its parameters."""
+        return None
     launch = load(chosen, gpu.arch.name, gpu.device_index, gpu.arch.pdl)
-    packer = ParamPacker.of(launch, {}, (NAMES,))
+    names = [param.name for param in launch.artifact.params]
+    fields: Fields = {**dict.fromkeys(names, 0), "k_units": 1, "v_units": 1, **_shared(of)}
+    for i, side in enumerate(SIDES[: len(units)]):
+        fields |= {side + name: value for name, value in _operand(of, i, chosen.access, units[i]).items()}
+    sides = SIDES[: len(of.rows)]
+    bound = [side + "source" for side in sides] + [side + "cache" for side in sides]
+    bound += [side + "sf" for side in sides[: len(of.block_scales)]]
+    bound += INDICES[of.slots]
+    bound += [side + "scale" for side in sides] + [side + "scale_address" for side in sides]
+    bind = ParamPacker(names, fields, ()).rebinder(bound).bind(tuple(fields[name] for name in names))
+    return launch, (-(-items // THREADS), len(units), 1), bind
 
-    def pack(operands: list[Values], shared: Values, indices: Values) -> Values:
-        k, *others = operands
-        return packer.values((*k, *(others[0] if others else ABSENT), *shared, *indices))
 
-    return launch, pack
-
-
-def _operand(append: Append, i: int, access: int, units: int) -> Values:
+def _operand(of: Layouts, i: int, access: int, units: int) -> Fields:
     """Returns the parameters of keys or of values, which have so many units per head."""
-    rows, cache = append.rows[i], append.caches[i]
-    size, (row, head, step) = rows.itemsize, rows.stride()
-    step = access if append.stored == COPY and _unit_stride(rows) else step * size
-    given = append.scales[i]
-    scale, address = (1.0, given.data_ptr()) if isinstance(given, torch.Tensor) else (given, 0)
-    scales = _place(append.block_scales[i]) if append.block_scales else (0, 0, 0, 0)
-    of_units = tuple(_divisor(max(units, 1)).values())[1:]
-    return (rows.data_ptr(), row * size, head * size, step, *_place(cache), *scales, scale, address, units, *of_units)
+    rows = of.rows[i]
+    row, head, step = rows.stride_bytes(0, 1, 2)
+    step = access if of.stored == COPY and rows.unit_stride else step
+    fields: Fields = {"source_row": row, "source_head": head, "source_step": step}
+    fields |= _place("cache", of.caches[i])
+    if of.block_scales:
+        fields |= _place("sf", of.block_scales[i])
+    return fields | divisor("units", max(units, 1)) | {"units": units}
 
 
-def _place(cache: torch.Tensor) -> Values:
-    size, (page, token, head, _) = cache.itemsize, cache.stride()
-    return cache.data_ptr(), page * size, token * size, head * size
+def _place(name: str, cache: Layout) -> Fields:
+    suffixes = ("_page", "_token", "_head")
+    return {name + suffix: stride for suffix, stride in zip(suffixes, cache.stride_bytes(0, 1, 2), strict=True)}
 
 
-@functools.lru_cache(1024)
-def _divisor(value: int) -> Fields:
-    return divisor("n", value)
-
-
-def _shared(append: Append) -> Values:
-    nnz, heads = append.rows[0].shape[:2]
-    num_pages, page_size = append.caches[0].shape[:2]
-    return (nnz, *_divisor(max(heads, 1)).values(), *_divisor(page_size).values(), num_pages)
-
-
-def _indices(append: Append) -> Values:
-    """Returns the parameters that say where rows go."""
-    slots = append.slots
-    num_pages, page_size = append.caches[0].shape[:2]
-    if isinstance(slots, PageTable):
-        pages = (value for x in slots[:4] for value in _index(x))
-        return (*pages, slots.kv_indptr.shape[0] - 1, slots.kv_indices.shape[0], *NO_INDEX, 0)
-    mapping = _index(slots.slot_mapping) if isinstance(slots, SlotMapping) else NO_INDEX
-    return (*(NO_INDEX * len(_PAGES)), 0, 0, *mapping, num_pages * page_size)
-
-
-def _index(x: torch.Tensor) -> Values:
-    return x.data_ptr(), x.stride(0) * x.itemsize, int(x.dtype == torch.int64)
-
-
-def with_index_dtypes(append: Append) -> Append:
-    """Returns the request with indices that the kernel reads: int32 or int64."""
-    if all(x.dtype in INDEX_DTYPES for x in append.slots):
-        return append
-    return append._replace(slots=type(append.slots)(*(x if x.dtype in INDEX_DTYPES else x.int() for x in append.slots)))
+def _shared(of: Layouts) -> Fields:
+    """Returns the parameters that keys and values share."""
+    nnz, heads, _ = of.rows[0].shape
+    num_pages, page_size = of.caches[0].shape[:2]
+    fields = {"rows": nnz, "num_pages": num_pages, **divisor("heads", heads), **divisor("page_size", page_size)}
+    fields["num_slots"] = num_pages * page_size
+    for name, x in zip(INDICES[of.slots], of.indices, strict=True):
+        (fields[f"{name}_step"],) = x.stride_bytes(0)
+        fields[f"{name}_wide"] = int(x.dtype == torch.int64)
+    if of.slots == "pages":
+        fields |= {"num_indices": of.indices[2].shape[0], "batch_size": of.indices[3].shape[0] - 1}
+    return fields
