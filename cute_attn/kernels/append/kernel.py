@@ -1,7 +1,7 @@
 """Append kernel: writes rows [nnz, heads, n] of keys and values to slots of paged caches, as they are or quantised.
 
-A thread writes one unit of a head's row (`units`): 16 bytes of a copy, or 16 elements. Grid y is 0 for keys, 1 for
-values; x counts (row, head, unit), units fastest, so that neighbouring threads access neighbouring memory.
+A thread writes one or two units of a head's row (`units`): 16 bytes of a copy, or 16 elements. Grid y is 0 for keys, 1
+for values; x counts (row, head, unit), units fastest, so that neighbouring threads access neighbouring memory.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.append.slots import SLOTS
 from cute_attn.kernels.append.spec import THREADS, AppendSpec
-from cute_attn.kernels.append.units import Operand, Place, unit_of
+from cute_attn.kernels.append.units import Operand, Place, Source, unit_of
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.scalars import zeros
@@ -37,7 +37,7 @@ class AppendParams(NamedTuple):
     k_sf_head: Int64
     k_scale: Float32
     k_scale_address: Int64
-    k_units: Int32  # of a head's row
+    k_units: Int32  # of a head's row, for each thread's first: half of them where a thread has two
     k_units_multiplier: Int32
     k_units_shift: Int32
     # values, which may have another head dimension
@@ -97,6 +97,7 @@ class AppendProgram:
         self.smem_bytes = 0
         self.slots = SLOTS[spec.slots]()
         self.unit = unit_of(spec, arch)
+        self.per_thread = spec.per_thread
         self.pdl = named(arch).pdl
 
     def compile_args(self) -> tuple[Any, ...]:
@@ -118,7 +119,7 @@ class AppendProgram:
 
     @cute.jit
     def append(self, p: AppendParams, side: cutlass.Constexpr) -> None:
-        """Writes this thread's unit of keys ("k_") or values ("v_")."""
+        """Writes this thread's units of keys ("k_") or values ("v_"), `k_units` or `v_units` apart in a head's row."""
         units = Divisor(*fields(p, f"{side}units", ("", "_multiplier", "_shift")))
         heads = Divisor(*fields(p, "heads", ("", "_multiplier", "_shift")))
         operand = operand_of(p, side)
@@ -129,10 +130,14 @@ class AppendProgram:
         head = token_head - row * heads.value
         if row < p.rows:
             source = operand.row(row, head)
-            loaded = self.unit.load(operand, source, unit)  # before the indices, whose loads depend on each other
+            # First what is at known addresses: the loads of indices depend on each other.
+            mine = [unit + Int32(i) * units.value for i in range(self.per_thread)]
+            loaded = [self.unit.load(operand, source, u) for u in mine]
+            scale = self.unit.scale(operand)
             slot = self.slots.of(p, row)
             if slot.exists:
-                self.unit.store(operand, source, unit, loaded, slot, head)
+                for i in cutlass.range_constexpr(self.per_thread):
+                    self.unit.store(operand, scale, Source(source, mine[i], loaded[i]), slot, head)
 
 
 def operand_of(p: AppendParams, side: str) -> Operand:

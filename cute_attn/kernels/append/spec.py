@@ -20,6 +20,7 @@ class AppendSpec(KernelSpec):
     `stored`: "copy", "nvfp4", "float8_e4m3fn" or "float8_e5m2". `dtype`: of rows that are quantised; "": any, copied.
     `slots`: "pages" (requests, positions and a page table), "mapped" (a slot number per row) or "rows" (row t of an
     output). `access`: bytes per access of a copy; of rows that are quantised 16, or the size of an element.
+    `per_thread`: units of a head's row that a thread writes, 1 or 2: looking a slot up takes half as long as a unit.
     """
 
     kernel: ClassVar[str] = "append"
@@ -28,17 +29,19 @@ class AppendSpec(KernelSpec):
     dtype: str = ""
     slots: str = "pages"
     access: int = VECTOR
+    per_thread: int = 2
 
 
 def default_specs() -> list[KernelSpec]:
     """Lists the kernels of aligned bf16 rows, and one of each other kind."""
     return [
         AppendSpec(),
-        AppendSpec(access=2),
+        AppendSpec(access=2, per_thread=1),
+        AppendSpec(NVFP4, "bfloat16", per_thread=1),
         AppendSpec(NVFP4, "bfloat16"),
         AppendSpec(NVFP4, "bfloat16", "mapped"),
-        AppendSpec(NVFP4, "bfloat16", "rows"),
+        AppendSpec(NVFP4, "bfloat16", "rows", per_thread=1),
         AppendSpec(NVFP4, "float16"),
-        AppendSpec(NVFP4, "float32", "mapped", 4),
-        AppendSpec("float8_e4m3fn", "bfloat16", "rows"),
+        AppendSpec(NVFP4, "float32", "mapped", 4, 1),
+        AppendSpec("float8_e4m3fn", "bfloat16", "rows", per_thread=1),
     ]

@@ -1,6 +1,7 @@
 """What one thread writes: some bytes as they are, or 16 elements as NVFP4 or fp8."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -8,7 +9,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.append.conversions import E2M1, E4M3, FP8, conversion, multiply
 from cute_attn.kernels.append.memory import ITEMSIZE, Elements, load, store, store_words
-from cute_attn.kernels.append.rounding import Block, Divisor, codes, divisor, global_scale, nearest, scaled
+from cute_attn.kernels.append.rounding import Block, Divisor, GlobalScale, codes, divisor, global_scale, nearest, scaled
 from cute_attn.kernels.append.slots import Slot
 from cute_attn.kernels.append.spec import BLOCK, COPY, NVFP4, VECTOR, AppendSpec
 from cute_attn.kernels.blocks import ptx
@@ -48,6 +49,15 @@ class Operand:
         return ptx.mad_u32(head, self.source_head, ptx.mad_u32(row, self.source_row, self.source))
 
 
+@dataclass(frozen=True)
+class Source:
+    """A unit in memory, and what was loaded of it."""
+
+    row: Int64
+    unit: Int32
+    loaded: list[Any]
+
+
 class CopyUnit:
     """`access` bytes, copied."""
 
@@ -57,8 +67,11 @@ class CopyUnit:
     def load(self, operand: Operand, row: Int64, unit: Int32) -> list[Int32]:
         return load(ptx.mad_u32(unit, operand.source_step, row), self.access)
 
-    def store(self, operand: Operand, row: Int64, unit: Int32, loaded: list[Int32], slot: Slot, head: Int32) -> None:
-        store(operand.cache.of(slot, head) + Int64(unit) * Int64(self.access), self.access, loaded)
+    def scale(self, operand: Operand) -> None:
+        """Returns what `store` gets."""
+
+    def store(self, operand: Operand, scale: GlobalScale | None, source: Source, slot: Slot, head: Int32) -> None:
+        store(operand.cache.of(slot, head) + Int64(source.unit) * Int64(self.access), self.access, source.loaded)
 
 
 class QuantisedUnit:
@@ -75,9 +88,12 @@ class QuantisedUnit:
         step = Int64(ITEMSIZE[self.dtype]) if self.vector else operand.source_step
         return ptx.mad_u32(unit * Int32(BLOCK), step, row)
 
-    def block(self, operand: Operand, row: Int64, unit: Int32, power: Float32) -> Block:
+    def scale(self, operand: Operand) -> GlobalScale:
+        return global_scale(operand.scale, operand.scale_address)
+
+    def block(self, operand: Operand, source: Source, power: Float32) -> Block:
         step = Int64(ITEMSIZE[self.dtype]) if self.vector else operand.source_step
-        return Block(Elements(self.dtype, step), self.address(operand, row, unit), power)
+        return Block(Elements(self.dtype, step), self.address(operand, source.row, source.unit), power)
 
 
 class Nvfp4Unit(QuantisedUnit):
@@ -91,22 +107,20 @@ class Nvfp4Unit(QuantisedUnit):
     def store(
         self,
         operand: cutlass.Constexpr,
-        row: Int64,
-        unit: Int32,
-        loaded: list[Float32],
+        scale: cutlass.Constexpr,
+        source: cutlass.Constexpr,
         slot: cutlass.Constexpr,
         head: Int32,
     ) -> None:
-        largest = max_magnitude(loaded)
-        scale = global_scale(operand.scale, operand.scale_address)
-        values = scaled(replaced_nan(loaded, largest, 0), scale.power)
+        largest = max_magnitude(source.loaded)
+        values = scaled(replaced_nan(source.loaded, largest, 0), scale.power)
         largest = multiply(largest, scale.power)
         scale_code = nearest(self.e4m3, largest, divisor(Float32(E2M1.largest), scale.value))
         by = divisor(E4M3.value(scale_code), scale.value)
         by = Divisor(by.few, by.scale, ptx.select(scale_code == 0, Float32(0.0), by.reciprocal))
-        words = codes(self.e2m1, values, self.block(operand, row, unit, scale.power), by)
-        store_words(operand.cache.of(slot, head) + Int64(unit) * Int64(BLOCK // 2), words, self.vector)
-        store(operand.block_scales.of(slot, head) + Int64(unit), 1, [scale_code])
+        words = codes(self.e2m1, values, self.block(operand, source, scale.power), by)
+        store_words(operand.cache.of(slot, head) + Int64(source.unit) * Int64(BLOCK // 2), words, self.vector)
+        store(operand.block_scales.of(slot, head) + Int64(source.unit), 1, [scale_code])
 
 
 class Fp8Unit(QuantisedUnit):
@@ -120,17 +134,15 @@ class Fp8Unit(QuantisedUnit):
     def store(
         self,
         operand: cutlass.Constexpr,
-        row: Int64,
-        unit: Int32,
-        loaded: list[Float32],
+        scale: cutlass.Constexpr,
+        source: cutlass.Constexpr,
         slot: cutlass.Constexpr,
         head: Int32,
     ) -> None:
-        scale = global_scale(operand.scale, operand.scale_address)
-        values = scaled(replaced_nan(loaded, max_magnitude(loaded), 0x7F800000), scale.power)
+        values = scaled(replaced_nan(source.loaded, max_magnitude(source.loaded), 0x7F800000), scale.power)
         by = divisor(Float32(1.0), scale.value)
-        words = codes(self.fp8, values, self.block(operand, row, unit, scale.power), by)
-        store_words(operand.cache.of(slot, head) + Int64(unit) * Int64(BLOCK), words, self.vector)
+        words = codes(self.fp8, values, self.block(operand, source, scale.power), by)
+        store_words(operand.cache.of(slot, head) + Int64(source.unit) * Int64(BLOCK), words, self.vector)
 
 
 def unit_of(spec: AppendSpec, arch: str) -> CopyUnit | Nvfp4Unit | Fp8Unit:

@@ -112,11 +112,26 @@ def spec(of: Layouts) -> AppendSpec:
     """Returns the kernel of a request: the widest accesses that addresses and strides allow."""
     pairs = list(zip(of.rows, of.caches, strict=True))
     if of.stored == COPY:
-        return AppendSpec(slots=of.slots, access=min(_copy_access(*pair) for pair in pairs))
+        access = min(_copy_access(*pair) for pair in pairs)
+        return AppendSpec(slots=of.slots, access=access, per_thread=_per_thread(of, access))
     stored = BLOCK // 2 if of.stored == NVFP4 else BLOCK  # bytes of a block
     vector = all(rows.unit_stride and rows.alignment == VECTOR and cache.alignment >= stored for rows, cache in pairs)
     dtype = of.rows[0].dtype
-    return AppendSpec(of.stored, KINDS[dtype], of.slots, VECTOR if vector else dtype.itemsize)
+    access = VECTOR if vector else dtype.itemsize
+    return AppendSpec(of.stored, KINDS[dtype], of.slots, access, _per_thread(of, access))
+
+
+def _units(of: Layouts, access: int) -> list[int]:
+    """Returns the units of a head's row of keys and of values."""
+    unit = access if of.stored == COPY else BLOCK * of.rows[0].dtype.itemsize
+    return [x.shape[2] * x.dtype.itemsize // unit for x in of.rows]
+
+
+def _per_thread(of: Layouts, access: int) -> int:
+    """Returns 2 where threads look slots up and every head's row divides."""
+    if of.slots == "rows" or access < VECTOR or any(n % 2 for n in _units(of, access)):
+        return 1
+    return 2
 
 
 def _copy_access(rows: Layout, cache: Layout) -> int:
@@ -132,8 +147,7 @@ def _prepared(of: Layouts, gpu: Gpu) -> tuple[Launch, tuple[int, int, int], Call
     rows, caches, block scales and indices, then numbers and addresses of scales. None: there is nothing to write.
     """
     chosen = spec(of)
-    unit = chosen.access if of.stored == COPY else BLOCK * of.rows[0].dtype.itemsize
-    units = [x.shape[2] * x.dtype.itemsize // unit for x in of.rows]
+    units = [n // chosen.per_thread for n in _units(of, chosen.access)]
     nnz, heads, _ = of.rows[0].shape
     items = nnz * heads * max(units)
     if not items:
@@ -153,7 +167,7 @@ def _prepared(of: Layouts, gpu: Gpu) -> tuple[Launch, tuple[int, int, int], Call
 
 
 def _operand(of: Layouts, i: int, access: int, units: int) -> Fields:
-    """Returns the parameters of keys or of values, which have so many units per head."""
+    """Returns the parameters of keys or of values. `units`: of a head's row, for each thread's first."""
     rows = of.rows[i]
     row, head, step = rows.stride_bytes(0, 1, 2)
     step = access if of.stored == COPY and rows.unit_stride else step
