@@ -19,6 +19,9 @@ from cute_attn.kernels.blocks.scalars import zeros
 from cute_attn.runtime.arch import named
 
 
+MIN_CTAS = 8  # per multiprocessor: 64 registers per thread. Without a bound ptxas takes fewer, and spills
+
+
 class AppendParams(NamedTuple):
     """Kernel parameters, in order. Addresses are Int64, 0 where absent; strides and steps are bytes."""
 
@@ -105,7 +108,13 @@ class AppendProgram:
 
     @cute.jit
     def __call__(self, params: AppendParams, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
-        self.kernel(params).launch(grid=[grid_x, grid_y, grid_z], block=list(self.block), smem=0)
+        self.kernel(params).launch(
+            grid=[grid_x, grid_y, grid_z],
+            block=list(self.block),
+            smem=0,
+            min_blocks_per_mp=MIN_CTAS,
+            preferred_smem_carveout=0,  # without it the DSL asks a driver
+        )
 
     @cute.kernel
     def kernel(self, params: AppendParams) -> None:
