@@ -1,4 +1,4 @@
-"""Compiles, on a machine with or without a GPU, every kernel that the single-request matrix launches, XQA's tests, or appends.
+"""Compiles, with or without a GPU, every kernel that the single-request matrix launches, XQA's tests, or appends.
 
     python -m tests.gpu.bundle DIR [--arch sm_90a] [--random 200] [--jobs 2] [--xqa | --append]
 
@@ -30,7 +30,6 @@ from tests.support.matrix import FULL, SMALL, Case, random_case
 from tests.support.xqa_batches import CUDA, random_batches
 from tests.support.xqa_batches import SMALL as SMALL_BATCHES
 from tests.support.xqa_case import DTYPES, XqaCase
-
 
 QUANTISED = ("nvfp4", "float8_e4m3fn", "float8_e5m2")
 

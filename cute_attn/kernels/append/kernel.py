@@ -18,7 +18,6 @@ from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.blocks.scalars import zeros
 from cute_attn.runtime.arch import named
 
-
 MIN_CTAS = 8  # per multiprocessor: 64 registers per thread. Without a bound ptxas takes fewer, and spills
 
 
