@@ -1,6 +1,6 @@
 """Paged caches: appending to them, in their dtype or quantised to NVFP4, and the lengths of requests.
 
-All are torch operations that do not synchronise the device, so that CUDA graphs can capture them.
+On a CUDA device an append is one kernel launch. Nothing here synchronises the device: CUDA graphs can capture it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from cute_attn.dispatch import append
 from cute_attn.errors import ArgumentError
 from cute_attn.request import checks, nvfp4, page_table
+from cute_attn.request.append import Append
 from cute_attn.request.nvfp4 import Pair
 from cute_attn.runtime import switches
 
@@ -57,7 +59,8 @@ def append_paged_kv_cache(
     Raises
     ------
     ArgumentTypeError (not a tensor), LayoutError (kv_layout), ArgumentError (shape, dtype, device, strides; on the CPU
-    also rows that have no page). On a CUDA device the values of index tensors are not checked.
+    also rows that have no page). On a CUDA device the values of index tensors are not checked: rows that have no
+    page of the cache are not written.
     """
     k_cache, v_cache = page_table.writable_views("paged_kv_cache", paged_kv_cache, kv_layout)
     for name, rows, cache in (("append_key", append_key, k_cache), ("append_value", append_value, v_cache)):
@@ -65,9 +68,8 @@ def append_paged_kv_cache(
         checks.dtype(name, rows.dtype, (cache.dtype,))
     page_table.check_same_rows(append_key, append_value)
     table = page_table.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
-    destinations = table.destinations(append_key.shape[0], k_cache)
-    page_table.write_rows(k_cache, append_key, destinations)
-    page_table.write_rows(v_cache, append_value, destinations)
+    table.check(append_key.shape[0], k_cache)
+    append.run(Append((append_key, append_value), (k_cache, v_cache), table))
 
 
 def get_batch_indices_positions(
@@ -181,14 +183,14 @@ def nvfp4_quantize_append_paged_kv_cache(
     Raises
     ------
     ArgumentTypeError (not a tensor), LayoutError (kv_layout), ArgumentError (shape, dtype, device, strides, a scale
-    that is not positive and finite; on the CPU also rows that have no page). The values of index tensors on a CUDA
-    device are not checked, and those of scale tensors there only with `CUTE_ATTN_VALIDATE=1`.
+    that is not positive and finite; on the CPU also rows that have no page). On a CUDA device rows that
+    have no page are not written, and the values of scale tensors are checked only with `CUTE_ATTN_VALIDATE=1`.
     """
     caches, scale_caches = nvfp4.cache_pairs(paged_kv_cache, kv_cache_sf, kv_layout, page_table.writable_views)
     _check_append(append_key, append_value, caches)
     table = page_table.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
-    destinations = table.destinations(append_key.shape[0], caches[0])
-    _append((append_key, append_value), caches, scale_caches, (k_scale, v_scale), destinations)
+    table.check(append_key.shape[0], caches[0])
+    _append((append_key, append_value), caches, scale_caches, (k_scale, v_scale), table)
 
 
 def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
@@ -220,26 +222,22 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     _check_append(append_key, append_value, caches)
     if _is_capturing(caches[0].device):
         nvfp4.refuse_temporary_scales(caches[0].device, k_scale=k_scale, v_scale=v_scale)
-    destinations = page_table.slot_destinations(slot_mapping, caches[0])
+    page_table.check_integers("slot_mapping", slot_mapping, None, caches[0].device)
     nnz = slot_mapping.numel()
     if nnz > append_key.shape[0]:
         raise ArgumentError(f"append_key must have a row for each of {nnz} slots, got {checks.describe(append_key)}")
-    _append((append_key[:nnz], append_value[:nnz]), caches, scale_caches, (k_scale, v_scale), destinations)
+    rows = append_key[:nnz], append_value[:nnz]
+    _append(rows, caches, scale_caches, (k_scale, v_scale), page_table.SlotMapping(slot_mapping))
 
 
-def _append(
-    rows: Pair, caches: Pair, scale_caches: Pair, scales: tuple[Any, Any], destinations: page_table.Destinations | None
-) -> None:
+def _append(rows: Pair, caches: Pair, scale_caches: Pair, scales: tuple[Any, Any], slots: page_table.Slots) -> None:
     device = caches[0].device
     read = switches.is_on(switches.VALIDATE) and not _is_capturing(device)
-    checked = [
+    checked = tuple(
         nvfp4.decode_scale(name, scale, device, read)
         for name, scale in zip(("k_scale", "v_scale"), scales, strict=True)
-    ]
-    for values, cache, scale_cache, scale in zip(rows, caches, scale_caches, checked, strict=True):
-        data, block_scales = nvfp4.quantize(values, scale)
-        page_table.write_rows(cache, data, destinations)
-        page_table.write_rows(scale_cache, block_scales, destinations)
+    )
+    append.run(Append(rows, caches, slots, "nvfp4", scale_caches, checked))
 
 
 def _is_capturing(device: torch.device) -> bool:

@@ -9,8 +9,8 @@ A block's scale is the e4m3 number nearest to max|x| / (6 * global_scale), its e
 x / (block_scale * global_scale); in a tie the even code wins, too large a number becomes the largest. Both decisions
 are exact: they compare in fp64, which represents every product involved. Blocks whose scale rounds to 0 are 0.
 
-fp8: value = fp8 * scale, rounded in the same way. Inputs must be finite. Everything runs on any device in torch
-operations; docstrings tell which functions CUDA graphs can capture.
+fp8: value = fp8 * scale, rounded in the same way. Inputs must be finite. On a CUDA device one kernel launch
+quantises a tensor; everything else is torch operations. Docstrings tell which functions CUDA graphs can capture.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from typing import Any
 
 import torch
 
+from cute_attn.dispatch import append
 from cute_attn.errors import ArgumentError
+from cute_attn.problem import short
 from cute_attn.request import checks
+from cute_attn.request.append import Append, Scale, own_rows
 from cute_attn.request.bit_packing import packbits, segment_packbits
 from cute_attn.request.nvfp4 import (
     BLOCK,
@@ -33,12 +36,10 @@ from cute_attn.request.nvfp4 import (
     Pair,
     cache_pairs,
     e2m1_values,
-    nearest_fp8,
-    quantize,
     same_device,
     scale_of,
 )
-from cute_attn.request.page_table import integers
+from cute_attn.request.page_table import OwnRows, integers
 from cute_attn.request.settings import FP8, KV_LAYOUTS
 
 __all__ = [
@@ -74,7 +75,7 @@ def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> Pair:
         raise ArgumentError(f"input must have shape [M, K] with K % {BLOCK} == 0, got {checks.describe(input)}")
     checks.dtype("input", input.dtype, INPUTS)
     checks.tensor("global_scale", global_scale)
-    return quantize(input, scale_of("global_scale", global_scale, input.device))
+    return _quantised(input.unsqueeze(1), scale_of("global_scale", global_scale, input.device), input.shape[:-1])
 
 
 def nvfp4_kv_dequantize(
@@ -225,7 +226,7 @@ def nvfp4_quantize_paged_kv_cache(
             inverse = float(scale_of(f"{name}_global_sf", sf, cache.device))
             checks.positive(f"{name}_global_sf", inverse)
         scale = ctypes.c_float(1.0 / inverse).value
-        data, scales = quantize(cache, scale)
+        data, scales = _quantised(cache.flatten(1, 2), scale, cache.shape[:-1])
         quantised.append((data, scales.view(E4M3), scale))
     (k, k_sf, k_scale), (v, v_sf, v_scale) = quantised
     return (k, v), (k_sf, v_sf), k_scale, v_scale
@@ -264,9 +265,10 @@ def fp8_quantize_paged_kv_cache(
             number = ctypes.c_float(max(_amax(f"{name}_cache", cache), SMALLEST_AMAX) / torch.finfo(dtype).max).value
         else:
             number = checks.positive(f"{name}_scale", float(scale_of(f"{name}_scale", scale, cache.device)))
-        codes = nearest_fp8(cache.double().abs(), number, dtype)
-        codes |= torch.signbit(cache).to(torch.uint8) << 7
-        quantised.append((codes.view(dtype), number))
+        output = torch.empty(cache.shape, dtype=dtype, device=cache.device)
+        rows = cache.flatten(2)
+        append.run(Append((rows,), (own_rows(output.view(rows.shape)),), OwnRows(), short(dtype), scales=(number,)))
+        quantised.append((output, number))
     (k, k_number), (v, v_number) = quantised
     return (k, v), k_number, v_number
 
@@ -280,6 +282,15 @@ def _paged(name: str, cache: Any) -> torch.Tensor:
         raise ArgumentError(f"{name} must have 4 dimensions, got {checks.describe(cache)}")
     checks.dtype(name, cache.dtype, INPUTS)
     return cache
+
+
+def _quantised(rows: torch.Tensor, scale: Scale, shape: torch.Size) -> Pair:
+    """Quantise rows [n, heads, K] to NVFP4 with the outer axes `shape`."""
+    outer, size = rows.shape[:2], rows.shape[2]
+    data = rows.new_empty((*outer, size // 2), dtype=torch.uint8)
+    block_scales = rows.new_empty((*outer, size // BLOCK), dtype=torch.uint8)
+    append.run(Append((rows,), (own_rows(data),), OwnRows(), "nvfp4", (own_rows(block_scales),), (scale,)))
+    return data.view(*shape, size // 2), block_scales.view(*shape, size // BLOCK)
 
 
 def _amax(name: str, x: torch.Tensor) -> float:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
+from cute_attn.kernels.append.spec import AppendSpec
+from cute_attn.kernels.append.spec import default_specs as append_specs
 from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.kernels.fa2.default_specs import default_specs as fa2_specs
 from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
@@ -20,7 +22,9 @@ from cute_attn.kernels.xqa.spec import XqaSpec
 from cute_attn.runtime.arch import named
 from cute_attn.runtime.spec import KernelSpec
 
-SPEC_TYPES: dict[str, type[KernelSpec]] = {cls.kernel: cls for cls in (Fa2Spec, Fa3Spec, Fa4Spec, CombineSpec, XqaSpec)}
+SPEC_TYPES: dict[str, type[KernelSpec]] = {
+    cls.kernel: cls for cls in (Fa2Spec, Fa3Spec, Fa4Spec, CombineSpec, XqaSpec, AppendSpec)
+}
 TILE_TYPES: dict[type[KernelSpec], Callable[..., Any]] = {Fa2Spec: Tile, Fa3Spec: HopperTile, Fa4Spec: BlackwellTile}
 
 
@@ -38,7 +42,7 @@ def from_dict(data: dict[str, Any]) -> KernelSpec:
 def default_specs(arch_name: str) -> list[KernelSpec]:
     """Lists the specs that most programs need, and one of everything else, for one architecture."""
     arch = named(arch_name)
-    specs = [*fa2_specs(arch), *combine_specs(), *xqa_specs(arch)]
+    specs = [*fa2_specs(arch), *combine_specs(), *append_specs(), *xqa_specs(arch)]
     if arch_name == FA3_ARCH:
         specs += fa3_specs()
     if arch_name in FA4_ARCHS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cute_attn.kernels.append.spec import AppendSpec
 from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.kernels.fa2.spec import Fa2Spec
 from cute_attn.kernels.fa3.spec import Fa3Spec
@@ -28,6 +29,10 @@ def program(spec: KernelSpec, arch: str) -> Program:
         from cute_attn.kernels.xqa.kernel import XqaProgram
 
         return XqaProgram(spec, arch)
+    if isinstance(spec, AppendSpec):
+        from cute_attn.kernels.append.kernel import AppendProgram
+
+        return AppendProgram(spec, arch)
     raise TypeError(f"no program for {spec!r}")
 
 

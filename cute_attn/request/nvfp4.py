@@ -66,6 +66,13 @@ def nearest_fp8(magnitude: torch.Tensor, scale: float | torch.Tensor, dtype: tor
     return (below + (tie & below)).to(torch.uint8)
 
 
+def quantize_fp8(x: torch.Tensor, scale: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Quantise x to fp8 of the same shape."""
+    codes = nearest_fp8(x.double().abs(), scale, dtype)
+    codes |= torch.signbit(x).to(torch.uint8) << 7
+    return codes.view(dtype)
+
+
 def e2m1_values(codes: torch.Tensor) -> torch.Tensor:
     """Decode e2m1 to fp64, without a table: CUDA graphs could not capture its copy to the device."""
     exponent, mantissa = codes >> 1 & 3, codes & 1
@@ -92,7 +99,7 @@ def cache_pairs(paged_kv_cache: Any, kv_cache_sf: Any, kv_layout: Any, views: Vi
 
 
 def scale_of(name: str, value: Any, device: torch.device) -> float | torch.Tensor:
-    """Check a scale and return it as an fp32 number or a 0-d fp64 tensor on `device`. CUDA values are not read."""
+    """Check a scale and return it as an fp32 number or a 0-d fp32 tensor on `device`. CUDA values are not read."""
     if not isinstance(value, torch.Tensor):
         number = ctypes.c_float(checks.positive(name, value)).value
         return checks.positive(name, number)  # not rounded to 0
@@ -102,11 +109,11 @@ def scale_of(name: str, value: Any, device: torch.device) -> float | torch.Tenso
     same_device(name, value, device)
     if device.type == "cpu":
         checks.positive(name, value.item())
-    return value.reshape(()).double()
+    return value.reshape(())
 
 
 def decode_scale(name: str, value: Any, device: torch.device, read: bool) -> float | torch.Tensor:
-    """Check the global scale of an append and return it as an fp32 number or a 0-d fp64 tensor on `device`.
+    """Check the global scale of an append and return it as an fp32 number or a 0-d fp32 tensor on `device`.
 
     CPU tensors are numbers. Values of other tensors are read, which waits for the device, only if `read` says so.
     """
@@ -119,7 +126,7 @@ def decode_scale(name: str, value: Any, device: torch.device, read: bool) -> flo
             same_device(name, value, device)
         if on_host or read:
             _check_decode_scale(name, value.item())
-        return value.item() if on_host else value.reshape(()).double()
+        return value.item() if on_host else value.reshape(())
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ArgumentTypeError(f"{name} must be a number, got {checks.describe(value)}")
     return _check_decode_scale(name, float(value))

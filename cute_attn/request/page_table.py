@@ -10,6 +10,8 @@ from cute_attn.errors import ArgumentError
 from cute_attn.request import checks
 from cute_attn.request.caches import BITS_DTYPES, cache_views
 
+INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+
 
 class Destinations(NamedTuple):
     """Where rows are written. A row that is not to be written repeats another: same slot, same value."""
@@ -29,22 +31,26 @@ class PageTable(NamedTuple):
     kv_indptr: torch.Tensor
     kv_last_page_len: torch.Tensor
 
-    def destinations(self, nnz: int, cache: torch.Tensor) -> Destinations | None:
-        """Check and return where `nnz` rows go in a cache [num_pages, page_size, ...]; None: nothing to write."""
+    def check(self, nnz: int, cache: torch.Tensor) -> None:
+        """Check shapes, dtypes and devices for `nnz` rows to a cache [num_pages, page_size, ...]; on the CPU values."""
         device, page_size = cache.device, cache.shape[1]
-        request = integers("batch_indices", self.batch_indices, nnz, device)
-        position = integers("positions", self.positions, nnz, device)
-        pages = integers("kv_indices", self.kv_indices, None, device)
-        indptr = index_bounds("kv_indptr", self.kv_indptr, device)
-        integers("kv_last_page_len", self.kv_last_page_len, indptr.numel() - 1, device)
+        check_integers("batch_indices", self.batch_indices, nnz, device)
+        check_integers("positions", self.positions, nnz, device)
+        check_integers("kv_indices", self.kv_indices, None, device)
+        requests = check_bounds("kv_indptr", self.kv_indptr, device).numel() - 1
+        check_integers("kv_last_page_len", self.kv_last_page_len, requests, device)
         if device.type == "cpu":
             self._check_values(cache.shape[0], page_size)
-        if not nnz or not pages.numel() or not cache.shape[0] or indptr.numel() == 1:
+
+    def destinations(self, nnz: int, cache: torch.Tensor) -> Destinations | None:
+        """Return where `nnz` rows go in a cache [num_pages, page_size, ...]; None: nothing to write."""
+        page_size = cache.shape[1]
+        if not nnz or not self.kv_indices.numel() or not cache.shape[0] or self.kv_indptr.numel() == 1:
             return None
-        source, keep = _kept(request >= 0)
-        request, position = request[source].clamp(min=0), position[source]
-        entry = torch.where(keep, indptr[request] + position // page_size, 0)
-        page = torch.where(keep, pages[entry], 0)
+        source, keep = _kept(self.batch_indices >= 0)
+        request, position = self.batch_indices.long()[source].clamp(min=0), self.positions.long()[source]
+        entry = torch.where(keep, self.kv_indptr.long()[request] + position // page_size, 0)
+        page = torch.where(keep, self.kv_indices.long()[entry], 0)
         return Destinations(source, page, torch.where(keep, position % page_size, 0), keep.any())
 
     def _check_values(self, num_pages: int, page_size: int) -> None:
@@ -61,15 +67,27 @@ class PageTable(NamedTuple):
         _check_range("kv_indices", rows, self.kv_indices[entry].long(), num_pages, "pages of the cache")
 
 
-def slot_destinations(slot_mapping: torch.Tensor, cache: torch.Tensor) -> Destinations | None:
-    """Return the destinations of rows with slots `page * page_size + offset`; those outside the cache go nowhere."""
-    slots = integers("slot_mapping", slot_mapping, None, cache.device)
-    num_pages, page_size = cache.shape[:2]
-    if not slots.numel() or not num_pages:
-        return None
-    source, keep = _kept((slots >= 0) & (slots < num_pages * page_size))
-    slots = torch.where(keep, slots[source], 0)
-    return Destinations(source, slots // page_size, slots % page_size, keep.any())
+class SlotMapping(NamedTuple):
+    """Slots `page * page_size + offset`, one per row; those outside the cache go nowhere."""
+
+    slot_mapping: torch.Tensor
+
+    def destinations(self, nnz: int, cache: torch.Tensor) -> Destinations | None:
+        """Return where `nnz` rows go in a cache [num_pages, page_size, ...]; None: nothing to write."""
+        num_pages, page_size = cache.shape[:2]
+        if not nnz or not num_pages:
+            return None
+        slots = self.slot_mapping.long()
+        source, keep = _kept((slots >= 0) & (slots < num_pages * page_size))
+        slots = torch.where(keep, slots[source], 0)
+        return Destinations(source, slots // page_size, slots % page_size, keep.any())
+
+
+class OwnRows(NamedTuple):
+    """Row t goes to page t of an output with pages of one token."""
+
+
+Slots = PageTable | SlotMapping | OwnRows
 
 
 def _kept(keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,24 +141,34 @@ def check_same_rows(append_key: torch.Tensor, append_value: torch.Tensor) -> Non
         )
 
 
-def integers(name: str, value: Any, size: int | None, device: torch.device | None) -> torch.Tensor:
-    """Check 1-D integers, `size` of them, on `device`, and return them as int64."""
+def check_integers(name: str, value: Any, size: int | None = None, device: torch.device | None = None) -> torch.Tensor:
+    """Check 1-D integers, `size` of them, on `device`."""
     value = checks.tensor(name, value)
     if value.dim() != 1 or (size is not None and value.numel() != size):
         raise ArgumentError(f"{name} must have shape [{'n' if size is None else size}], got {checks.describe(value)}")
-    if value.dtype not in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8):
+    if value.dtype not in INTEGERS:
         raise ArgumentError(f"{name} must be of an integer dtype, got {checks.describe(value)}")
     if device is not None and value.device != device:
         raise ArgumentError(f"{name} must be on device {device}, got {checks.describe(value)}")
-    return value.long()
+    return value
+
+
+def integers(name: str, value: Any, size: int | None, device: torch.device | None) -> torch.Tensor:
+    """Check 1-D integers, `size` of them, on `device`, and return them as int64."""
+    return check_integers(name, value, size, device).long()
+
+
+def check_bounds(name: str, value: Any, device: torch.device | None) -> torch.Tensor:
+    """Check integers [batch_size + 1] on `device`."""
+    indptr = check_integers(name, value, None, device)
+    if not indptr.numel():
+        raise ArgumentError(f"{name} must have batch_size + 1 elements, got none")
+    return indptr
 
 
 def index_bounds(name: str, value: Any, device: torch.device | None) -> torch.Tensor:
     """Check integers [batch_size + 1] on `device` and return them as int64."""
-    indptr = integers(name, value, None, device)
-    if not indptr.numel():
-        raise ArgumentError(f"{name} must have batch_size + 1 elements, got none")
-    return indptr
+    return check_bounds(name, value, device).long()
 
 
 def _check_range(name: str, rows: torch.Tensor, values: torch.Tensor, stop: Any, what: str) -> None:

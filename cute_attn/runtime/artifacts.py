@@ -116,6 +116,11 @@ def _compile(spec: KernelSpec, arch: str, program_of: ProgramOf) -> Artifact:
     return artifact
 
 
+def can_compile() -> bool:
+    """Tells whether kernels that are in no bundle and not in the cache can be compiled here."""
+    return _why_no_jit() is None and dsl_import_error() is None
+
+
 def _why_no_jit() -> str | None:
     if switches.is_on(switches.DISABLE_JIT):
         return f"{switches.DISABLE_JIT} is set"

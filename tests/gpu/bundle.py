@@ -1,6 +1,6 @@
-"""Compiles, on a machine with or without a GPU, every kernel that the single-request matrix launches, or XQA's tests.
+"""Compiles, with or without a GPU, every kernel that the single-request matrix launches, XQA's tests, or appends.
 
-    python -m tests.gpu.bundle DIR [--arch sm_90a] [--random 200] [--jobs 2] [--xqa]
+    python -m tests.gpu.bundle DIR [--arch sm_90a] [--random 200] [--jobs 2] [--xqa | --append]
 
 Then, where the GPU is: CUTE_ATTN_BUNDLE=DIR CUTE_ATTN_DISABLE_JIT=1 python -m pytest tests/gpu
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from cute_attn.kernels.append.spec import AppendSpec
 from cute_attn.kernels.fa2.host import variant as fa2_variant
 from cute_attn.kernels.programs import program
 from cute_attn.kernels.xqa.host.variant import choose_spec, is_few
@@ -29,6 +30,8 @@ from tests.support.matrix import FULL, SMALL, Case, random_case
 from tests.support.xqa_batches import CUDA, random_batches
 from tests.support.xqa_batches import SMALL as SMALL_BATCHES
 from tests.support.xqa_case import DTYPES, XqaCase
+
+QUANTISED = ("nvfp4", "float8_e4m3fn", "float8_e5m2")
 
 
 def kernels(cases: Iterable[Case], arch: Arch) -> list[KernelSpec]:
@@ -67,6 +70,17 @@ def function_kernel(case: XqaCase, arch: Arch) -> KernelSpec:
     return choose_spec(asked, case.q_len, is_few(len(case.seq_lens), asked), arch)
 
 
+def append_kernels() -> list[KernelSpec]:
+    """Of `test_append.py`."""
+    specs: list[KernelSpec] = [AppendSpec(access=n, per_thread=1) for n in (1, 2, 4, 8, 16)]
+    specs.append(AppendSpec())
+    for dtype, size in (("float16", 2), ("bfloat16", 2), ("float32", 4)):
+        for stored, slots in (("nvfp4", "pages"), ("nvfp4", "mapped"), *((kind, "rows") for kind in QUANTISED)):
+            specs += [AppendSpec(stored, dtype, slots, access, 1) for access in (size, 16)]
+        specs += [AppendSpec("nvfp4", dtype, slots) for slots in ("pages", "mapped")]
+    return specs
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
@@ -74,9 +88,10 @@ def main() -> None:
     parser.add_argument("--random", type=int, default=200, help="random cases to cover, by seed")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--xqa", action="store_true", help="the kernels of XQA's tests instead")
+    parser.add_argument("--append", action="store_true", help="the kernels that append to caches instead")
     options = parser.parse_args()
-    if options.xqa:
-        specs = xqa_kernels(options.random, named(options.arch))
+    if options.xqa or options.append:
+        specs = append_kernels() if options.append else xqa_kernels(options.random, named(options.arch))
         print(f"{len(specs)} kernels")
         artifacts.write_bundle(options.directory, {options.arch: specs}, program, options.jobs, None)
         return

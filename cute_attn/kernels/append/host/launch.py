@@ -1,0 +1,197 @@
+"""Host code of the append kernel: from a request to a spec, its parameters and a grid.
+
+Everything but addresses and scales is memoised by the tensors' layouts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from cute_attn.kernels.append.spec import BLOCK, COPY, NVFP4, THREADS, VECTOR, AppendSpec
+from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.load import load
+from cute_attn.kernels.host.params import Fields, ParamPacker, Values, divisor
+from cute_attn.request.append import Append
+from cute_attn.request.page_table import OwnRows, PageTable, SlotMapping
+from cute_attn.runtime.launch import Launch, current_stream
+
+LARGEST = (1 << 31) - THREADS  # units of a launch, slots and indices: the kernel counts in 32 bits
+MAX_LAYOUTS = 256
+KINDS = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+INDEX_DTYPES = (torch.int32, torch.int64)
+SLOTS = {PageTable: "pages", SlotMapping: "mapped", OwnRows: "rows"}
+# Tensors of indices that the kernel reads, in the order of the request's slots.
+INDICES = {"pages": ("batch_indices", "positions", "kv_indices", "kv_indptr"), "mapped": ("slot_mapping",), "rows": ()}
+SIDES = ("k_", "v_")
+
+
+class Layout(NamedTuple):
+    """What memory layout a tensor has. `low`: its address modulo 16."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    low: int
+
+    @property
+    def unit_stride(self) -> bool:
+        return self.strides[-1] == 1 or self.shape[-1] <= 1
+
+    @property
+    def alignment(self) -> int:
+        """Returns the largest power of two, at most 16, that divides the addresses of all rows of the last axis."""
+        bits = self.low | VECTOR
+        for extent, stride in zip(self.shape[:-1], self.strides[:-1], strict=True):
+            bits |= stride * self.dtype.itemsize if extent > 1 else 0
+        return bits & -bits
+
+    def stride_bytes(self, *axes: int) -> tuple[int, ...]:
+        return tuple(self.strides[axis] * self.dtype.itemsize for axis in axes)
+
+
+class Layouts(NamedTuple):
+    """Layouts of a request's tensors."""
+
+    stored: str
+    slots: str
+    rows: tuple[Layout, ...]
+    caches: tuple[Layout, ...]
+    block_scales: tuple[Layout, ...]
+    indices: tuple[Layout, ...]
+
+
+def fits(append: Append) -> bool:
+    """Tells whether the kernel can run a request.
+
+    Quantised rows need whole blocks, counts must fit 32 bits, and rows with gaps between elements are copied element by
+    element, which must have the same size in keys and values.
+    """
+    nnz = append.rows[0].shape[0]
+    num_slots = append.caches[0].shape[0] * append.caches[0].shape[1]
+    elements = max(nnz * x.shape[1] * x.shape[2] for x in append.rows)
+    if append.stored == COPY:
+        one_size = len({x.itemsize for x in append.rows}) == 1
+        whole = one_size or all(x.stride(-1) == 1 or x.shape[-1] <= 1 for x in append.rows)
+    else:
+        whole = all(x.shape[2] % BLOCK == 0 for x in append.rows)
+    indices = (x.numel() for x in append.slots)
+    return whole and max(elements, num_slots, *indices, 0) < LARGEST
+
+
+def run(append: Append, gpu: Gpu) -> None:
+    """Launches the kernel on the current stream. The request must fit it."""
+    if not append.rows[0].shape[0] or not append.caches[0].shape[0]:
+        return
+    slots = SLOTS[type(append.slots)]
+    indices = [x if x.dtype in INDEX_DTYPES else x.int() for x in append.slots[: len(INDICES[slots])]]
+    groups = (append.rows, append.caches, append.block_scales, indices)
+    addresses = [[x.data_ptr() for x in group] for group in groups]
+    layouts = Layouts(
+        append.stored,
+        slots,
+        *(
+            tuple([Layout(x.shape, x.stride(), x.dtype, a & 15) for x, a in zip(group, places, strict=True)])
+            for group, places in zip(groups, addresses, strict=True)
+        ),
+    )
+    prepared = _prepared(layouts, gpu)
+    if prepared is None:
+        return
+    launch, grid, bind = prepared
+    scales = [x if not isinstance(x, torch.Tensor) else 1.0 for x in append.scales]
+    scale_addresses = [x.data_ptr() if isinstance(x, torch.Tensor) else 0 for x in append.scales]
+    values = bind(*(x for places in addresses for x in places), *scales, *scale_addresses)
+    launch.fire(values, grid, current_stream(gpu.device_index))
+
+
+def spec(of: Layouts) -> AppendSpec:
+    """Returns the kernel of a request: the widest accesses that addresses and strides allow."""
+    pairs = list(zip(of.rows, of.caches, strict=True))
+    if of.stored == COPY:
+        access = min(_copy_access(*pair) for pair in pairs)
+        return AppendSpec(slots=of.slots, access=access, per_thread=_per_thread(of, access))
+    stored = BLOCK // 2 if of.stored == NVFP4 else BLOCK  # bytes of a block
+    vector = all(rows.unit_stride and rows.alignment == VECTOR and cache.alignment >= stored for rows, cache in pairs)
+    dtype = of.rows[0].dtype
+    access = VECTOR if vector else dtype.itemsize
+    return AppendSpec(of.stored, KINDS[dtype], of.slots, access, _per_thread(of, access))
+
+
+def _units(of: Layouts, access: int) -> list[int]:
+    """Returns the units of a head's row of keys and of values."""
+    unit = access if of.stored == COPY else BLOCK * of.rows[0].dtype.itemsize
+    return [x.shape[2] * x.dtype.itemsize // unit for x in of.rows]
+
+
+def _per_thread(of: Layouts, access: int) -> int:
+    """Returns 2 where threads look slots up and every head's row divides."""
+    if of.slots == "rows" or access < VECTOR or any(n % 2 for n in _units(of, access)):
+        return 1
+    return 2
+
+
+def _copy_access(rows: Layout, cache: Layout) -> int:
+    if not rows.unit_stride:
+        return rows.dtype.itemsize
+    row_bytes = rows.shape[2] * rows.dtype.itemsize
+    return min(rows.alignment, cache.alignment, row_bytes & -row_bytes or VECTOR)
+
+
+@functools.lru_cache(MAX_LAYOUTS)
+def _prepared(of: Layouts, gpu: Gpu) -> tuple[Launch, tuple[int, int, int], Callable[..., Values]] | None:
+    """Returns the loaded kernel, its grid, and a function from addresses and scales to all parameters: addresses of
+    rows, caches, block scales and indices, then numbers and addresses of scales. None: there is nothing to write.
+    """
+    chosen = spec(of)
+    units = [n // chosen.per_thread for n in _units(of, chosen.access)]
+    nnz, heads, _ = of.rows[0].shape
+    items = nnz * heads * max(units)
+    if not items:
+        return None
+    launch = load(chosen, gpu.arch.name, gpu.device_index, gpu.arch.pdl)
+    names = [param.name for param in launch.artifact.params]
+    fields: Fields = {**dict.fromkeys(names, 0), "k_units": 1, "v_units": 1, **_shared(of)}
+    for i, side in enumerate(SIDES[: len(units)]):
+        fields |= {side + name: value for name, value in _operand(of, i, chosen.access, units[i]).items()}
+    sides = SIDES[: len(of.rows)]
+    bound = [side + "source" for side in sides] + [side + "cache" for side in sides]
+    bound += [side + "sf" for side in sides[: len(of.block_scales)]]
+    bound += INDICES[of.slots]
+    bound += [side + "scale" for side in sides] + [side + "scale_address" for side in sides]
+    bind = ParamPacker(names, fields, ()).rebinder(bound).bind(tuple(fields[name] for name in names))
+    return launch, (-(-items // THREADS), len(units), 1), bind
+
+
+def _operand(of: Layouts, i: int, access: int, units: int) -> Fields:
+    """Returns the parameters of keys or of values. `units`: of a head's row, for each thread's first."""
+    rows = of.rows[i]
+    row, head, step = rows.stride_bytes(0, 1, 2)
+    step = access if of.stored == COPY and rows.unit_stride else step
+    fields: Fields = {"source_row": row, "source_head": head, "source_step": step}
+    fields |= _place("cache", of.caches[i])
+    if of.block_scales:
+        fields |= _place("sf", of.block_scales[i])
+    return fields | divisor("units", max(units, 1)) | {"units": units}
+
+
+def _place(name: str, cache: Layout) -> Fields:
+    suffixes = ("_page", "_token", "_head")
+    return {name + suffix: stride for suffix, stride in zip(suffixes, cache.stride_bytes(0, 1, 2), strict=True)}
+
+
+def _shared(of: Layouts) -> Fields:
+    """Returns the parameters that keys and values share."""
+    nnz, heads, _ = of.rows[0].shape
+    num_pages, page_size = of.caches[0].shape[:2]
+    fields = {"rows": nnz, "num_pages": num_pages, **divisor("heads", heads), **divisor("page_size", page_size)}
+    fields["num_slots"] = num_pages * page_size
+    for name, x in zip(INDICES[of.slots], of.indices, strict=True):
+        (fields[f"{name}_step"],) = x.stride_bytes(0)
+        fields[f"{name}_wide"] = int(x.dtype == torch.int64)
+    if of.slots == "pages":
+        fields |= {"num_indices": of.indices[2].shape[0], "batch_size": of.indices[3].shape[0] - 1}
+    return fields

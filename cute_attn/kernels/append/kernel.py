@@ -1,0 +1,159 @@
+"""Append kernel: writes rows [nnz, heads, n] of keys and values to slots of paged caches, as they are or quantised.
+
+A thread writes one or two units of a head's row (`units`): 16 bytes of a copy, or 16 elements. Grid y is 0 for keys, 1
+for values; x counts (row, head, unit), units fastest, so that neighbouring threads access neighbouring memory.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cute_attn.kernels.append.slots import SLOTS
+from cute_attn.kernels.append.spec import THREADS, AppendSpec
+from cute_attn.kernels.append.units import Operand, Place, Source, unit_of
+from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.rows import Divisor
+from cute_attn.kernels.blocks.scalars import zeros
+from cute_attn.runtime.arch import named
+
+MIN_CTAS = 8  # per multiprocessor: 64 registers per thread. Without a bound ptxas takes fewer, and spills
+
+
+class AppendParams(NamedTuple):
+    """Kernel parameters, in order. Addresses are Int64, 0 where absent; strides and steps are bytes."""
+
+    # keys
+    k_source: Int64
+    k_source_row: Int64
+    k_source_head: Int64
+    k_source_step: Int64
+    k_cache: Int64
+    k_cache_page: Int64
+    k_cache_token: Int64
+    k_cache_head: Int64
+    k_sf: Int64
+    k_sf_page: Int64
+    k_sf_token: Int64
+    k_sf_head: Int64
+    k_scale: Float32
+    k_scale_address: Int64
+    k_units: Int32  # of a head's row, for each thread's first: half of them where a thread has two
+    k_units_multiplier: Int32
+    k_units_shift: Int32
+    # values, which may have another head dimension
+    v_source: Int64
+    v_source_row: Int64
+    v_source_head: Int64
+    v_source_step: Int64
+    v_cache: Int64
+    v_cache_page: Int64
+    v_cache_token: Int64
+    v_cache_head: Int64
+    v_sf: Int64
+    v_sf_page: Int64
+    v_sf_token: Int64
+    v_sf_head: Int64
+    v_scale: Float32
+    v_scale_address: Int64
+    v_units: Int32
+    v_units_multiplier: Int32
+    v_units_shift: Int32
+    # both
+    rows: Int32
+    heads: Int32
+    heads_multiplier: Int32
+    heads_shift: Int32
+    page_size: Int32
+    page_size_multiplier: Int32
+    page_size_shift: Int32
+    num_pages: Int32
+    # slots "pages"; of each tensor of indices its address, step, and whether it is of int64
+    batch_indices: Int64
+    batch_indices_step: Int64
+    batch_indices_wide: Int32
+    positions: Int64
+    positions_step: Int64
+    positions_wide: Int32
+    kv_indices: Int64
+    kv_indices_step: Int64
+    kv_indices_wide: Int32
+    kv_indptr: Int64
+    kv_indptr_step: Int64
+    kv_indptr_wide: Int32
+    batch_size: Int32
+    num_indices: Int32
+    # slots "mapped"
+    slot_mapping: Int64
+    slot_mapping_step: Int64
+    slot_mapping_wide: Int32
+    num_slots: Int32
+
+
+class AppendProgram:
+    params = AppendParams
+
+    def __init__(self, spec: AppendSpec, arch: str) -> None:
+        self.block = (THREADS, 1, 1)
+        self.smem_bytes = 0
+        self.slots = SLOTS[spec.slots]()
+        self.unit = unit_of(spec, arch)
+        self.per_thread = spec.per_thread
+        self.pdl = named(arch).pdl
+
+    def compile_args(self) -> tuple[Any, ...]:
+        return (zeros(AppendParams), Int32(1), Int32(1), Int32(1))
+
+    @cute.jit
+    def __call__(self, params: AppendParams, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
+        self.kernel(params).launch(
+            grid=[grid_x, grid_y, grid_z],
+            block=list(self.block),
+            smem=0,
+            min_blocks_per_mp=MIN_CTAS,
+            preferred_smem_carveout=0,  # without it the DSL asks a driver
+        )
+
+    @cute.kernel
+    def kernel(self, params: AppendParams) -> None:
+        if cutlass.const_expr(self.pdl):
+            ptx.grid_dependency_wait()
+            ptx.grid_dependency_launch()
+        if cute.arch.block_idx()[1] == 0:
+            self.append(params, "k_")
+        else:
+            self.append(params, "v_")
+
+    @cute.jit
+    def append(self, p: AppendParams, side: cutlass.Constexpr) -> None:
+        """Writes this thread's units of keys ("k_") or values ("v_"), `k_units` or `v_units` apart in a head's row."""
+        units = Divisor(*fields(p, f"{side}units", ("", "_multiplier", "_shift")))
+        heads = Divisor(*fields(p, "heads", ("", "_multiplier", "_shift")))
+        operand = operand_of(p, side)
+        index = cute.arch.block_idx()[0] * Int32(THREADS) + cute.arch.thread_idx()[0]
+        token_head = units.quotient(index)
+        unit = index - token_head * units.value
+        row = heads.quotient(token_head)
+        head = token_head - row * heads.value
+        if row < p.rows:
+            source = operand.row(row, head)
+            # First what is at known addresses: the loads of indices depend on each other.
+            mine = [unit + Int32(i) * units.value for i in range(self.per_thread)]
+            loaded = [self.unit.load(operand, source, u) for u in mine]
+            scale = self.unit.scale(operand)
+            slot = self.slots.of(p, row)
+            if slot.exists:
+                for i in cutlass.range_constexpr(self.per_thread):
+                    self.unit.store(operand, scale, Source(source, mine[i], loaded[i]), slot, head)
+
+
+def operand_of(p: AppendParams, side: str) -> Operand:
+    """Returns keys or values."""
+    source, row, head, step = fields(p, f"{side}source", ("", "_row", "_head", "_step"))
+    cache, block_scales = (Place(*fields(p, side + name, ("", "_page", "_token", "_head"))) for name in ("cache", "sf"))
+    return Operand(source, row, head, step, cache, block_scales, *fields(p, f"{side}scale", ("", "_address")))
+
+
+def fields(p: AppendParams, stem: str, suffixes: tuple[str, ...]) -> list[Any]:
+    return [getattr(p, stem + suffix) for suffix in suffixes]

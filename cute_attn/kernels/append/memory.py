@@ -1,0 +1,60 @@
+"""Accesses of 1 to 16 bytes, and elements of rows as floats."""
+
+from dataclasses import dataclass
+
+from cutlass import Float32, Int32, Int64
+
+from cute_attn.kernels.append.spec import BLOCK
+from cute_attn.kernels.blocks import ptx
+
+_TYPES = {1: "u8", 2: "u16", 4: "u32", 8: "v2.u32", 16: "v4.u32"}
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+def load(address: Int64, num_bytes: int) -> list[Int32]:
+    words = max(num_bytes // 4, 1)
+    registers = ", ".join(f"${i}" for i in range(words))
+    found = ptx.asm(
+        f"ld.global.{_TYPES[num_bytes]} {_vector(registers, words)}, [${words}];", [Int32] * words, [address]
+    )
+    return found if words > 1 else [found]
+
+
+def store(address: Int64, num_bytes: int, words: list[Int32]) -> None:
+    registers = ", ".join(f"${i + 1}" for i in range(len(words)))
+    ptx.asm(f"st.global.{_TYPES[num_bytes]} [$0], {_vector(registers, len(words))};", [], [address, *words])
+
+
+def _vector(registers: str, words: int) -> str:
+    return f"{{{registers}}}" if words > 1 else registers
+
+
+def store_words(address: Int64, words: list[Int32], whole: bool) -> None:
+    """Stores words at once, or byte by byte where nothing is known of the address."""
+    if whole:
+        store(address, 4 * len(words), words)
+        return
+    for i in range(4 * len(words)):
+        store(address + Int64(i), 1, [words[i // 4] >> (8 * (i % 4))])
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Elements of `dtype`, `step` bytes apart."""
+
+    dtype: str
+    step: Int64
+
+    def at(self, address: Int64, index: Int32) -> Float32:
+        """Loads element `index` from `address`."""
+        (word,) = load(ptx.mad_u32(index, self.step, address), ITEMSIZE[self.dtype])
+        return ptx.from_bits(word) if self.dtype == "float32" else ptx.unpack_16(self.dtype, word)[0]
+
+    def block(self, address: Int64, vector: bool) -> list[Float32]:
+        """Loads 16 elements, by 16 bytes if `vector` says that address and step allow it."""
+        if not vector:
+            return [self.at(address, Int32(i)) for i in range(BLOCK)]
+        words = [w for i in range(0, BLOCK * ITEMSIZE[self.dtype], 16) for w in load(address + Int64(i), 16)]
+        if self.dtype == "float32":
+            return [ptx.from_bits(word) for word in words]
+        return [x for word in words for x in ptx.unpack_16(self.dtype, word)]

@@ -1,0 +1,175 @@
+"""What one thread writes: some bytes as they are, or 16 elements as NVFP4 or fp8."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from cute_attn.kernels.append.conversions import E2M1, E4M3, FP8, conversion, multiply
+from cute_attn.kernels.append.memory import ITEMSIZE, Elements, load, store, store_words
+from cute_attn.kernels.append.rounding import Block, Divisor, GlobalScale, codes, divisor, global_scale, nearest, scaled
+from cute_attn.kernels.append.slots import Slot
+from cute_attn.kernels.append.spec import BLOCK, COPY, NVFP4, VECTOR, AppendSpec
+from cute_attn.kernels.blocks import ptx
+
+
+@dataclass(frozen=True)
+class Place:
+    """A head's row in a cache. Strides are bytes."""
+
+    address: Int64
+    page: Int64
+    token: Int64
+    head: Int64
+
+    def of(self, slot: Slot, head: Int32) -> Int64:
+        page = ptx.mad_u32(slot.page, self.page, self.address)
+        return ptx.mad_u32(head, self.head, ptx.mad_u32(slot.offset, self.token, page))
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Keys or values: where rows are, where they go, and their scale. Strides are bytes.
+
+    `source_step`: from an element to the next, or of a copy from one access to the next.
+    """
+
+    source: Int64
+    source_row: Int64
+    source_head: Int64
+    source_step: Int64
+    cache: Place
+    block_scales: Place
+    scale: Float32
+    scale_address: Int64
+
+    def row(self, row: Int32, head: Int32) -> Int64:
+        return ptx.mad_u32(head, self.source_head, ptx.mad_u32(row, self.source_row, self.source))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A unit in memory, and what was loaded of it."""
+
+    row: Int64
+    unit: Int32
+    loaded: list[Any]
+
+
+class CopyUnit:
+    """`access` bytes, copied."""
+
+    def __init__(self, spec: AppendSpec) -> None:
+        self.access = spec.access
+
+    def load(self, operand: Operand, row: Int64, unit: Int32) -> list[Int32]:
+        return load(ptx.mad_u32(unit, operand.source_step, row), self.access)
+
+    def scale(self, operand: Operand) -> None:
+        """Returns what `store` gets."""
+
+    def store(self, operand: Operand, scale: GlobalScale | None, source: Source, slot: Slot, head: Int32) -> None:
+        store(operand.cache.of(slot, head) + Int64(source.unit) * Int64(self.access), self.access, source.loaded)
+
+
+class QuantisedUnit:
+    """16 elements, quantised."""
+
+    def __init__(self, spec: AppendSpec) -> None:
+        self.dtype, self.vector = spec.dtype, spec.access == VECTOR
+
+    def load(self, operand: Operand, row: Int64, unit: Int32) -> list[Float32]:
+        return Elements(self.dtype, operand.source_step).block(self.address(operand, row, unit), self.vector)
+
+    def address(self, operand: Operand, row: Int64, unit: Int32) -> Int64:
+        """Returns the address of a unit's first element."""
+        step = Int64(ITEMSIZE[self.dtype]) if self.vector else operand.source_step
+        return ptx.mad_u32(unit * Int32(BLOCK), step, row)
+
+    def scale(self, operand: Operand) -> GlobalScale:
+        return global_scale(operand.scale, operand.scale_address)
+
+    def block(self, operand: Operand, source: Source, power: Float32) -> Block:
+        step = Int64(ITEMSIZE[self.dtype]) if self.vector else operand.source_step
+        return Block(Elements(self.dtype, step), self.address(operand, source.row, source.unit), power)
+
+
+class Nvfp4Unit(QuantisedUnit):
+    """A block of NVFP4: 8 bytes of e2m1 and one scale."""
+
+    def __init__(self, spec: AppendSpec, arch: str) -> None:
+        super().__init__(spec)
+        self.e2m1, self.e4m3 = conversion(E2M1, arch), conversion(E4M3, arch)
+
+    @cute.jit
+    def store(
+        self,
+        operand: cutlass.Constexpr,
+        scale: cutlass.Constexpr,
+        source: cutlass.Constexpr,
+        slot: cutlass.Constexpr,
+        head: Int32,
+    ) -> None:
+        largest = max_magnitude(source.loaded)
+        values = scaled(replaced_nan(source.loaded, largest, 0), scale.power)
+        largest = multiply(largest, scale.power)
+        scale_code = nearest(self.e4m3, largest, divisor(Float32(E2M1.largest), scale.value))
+        by = divisor(E4M3.value(scale_code), scale.value)
+        by = Divisor(by.few, by.scale, ptx.select(scale_code == 0, Float32(0.0), by.reciprocal))
+        words = codes(self.e2m1, values, self.block(operand, source, scale.power), by)
+        store_words(operand.cache.of(slot, head) + Int64(source.unit) * Int64(BLOCK // 2), words, self.vector)
+        store(operand.block_scales.of(slot, head) + Int64(source.unit), 1, [scale_code])
+
+
+class Fp8Unit(QuantisedUnit):
+    """16 numbers of fp8."""
+
+    def __init__(self, spec: AppendSpec, arch: str) -> None:
+        super().__init__(spec)
+        self.fp8 = conversion(FP8[spec.stored], arch)
+
+    @cute.jit
+    def store(
+        self,
+        operand: cutlass.Constexpr,
+        scale: cutlass.Constexpr,
+        source: cutlass.Constexpr,
+        slot: cutlass.Constexpr,
+        head: Int32,
+    ) -> None:
+        values = scaled(replaced_nan(source.loaded, max_magnitude(source.loaded), 0x7F800000), scale.power)
+        by = divisor(Float32(1.0), scale.value)
+        words = codes(self.fp8, values, self.block(operand, source, scale.power), by)
+        store_words(operand.cache.of(slot, head) + Int64(source.unit) * Int64(BLOCK), words, self.vector)
+
+
+def unit_of(spec: AppendSpec, arch: str) -> CopyUnit | Nvfp4Unit | Fp8Unit:
+    """Returns what a thread of this kernel writes."""
+    if spec.stored == COPY:
+        return CopyUnit(spec)
+    return Nvfp4Unit(spec, arch) if spec.stored == NVFP4 else Fp8Unit(spec, arch)
+
+
+def max_magnitude(values: list[Float32]) -> Float32:
+    """Returns the largest magnitude, NaN if any value is."""
+    rest = [ptx.magnitude(x) for x in values]
+    while len(rest) > 1:
+        pairs = zip(rest[::2], rest[1::2], strict=True)
+        rest = [ptx.asm("max.NaN.f32 $0, $1, $2;", [Float32], [a, b], pure=True) for a, b in pairs]
+    return rest[0]
+
+
+@cute.jit
+def replaced_nan(values: list[Float32], largest: Float32, magnitude: cutlass.Constexpr) -> list[Float32]:
+    """Replaces NaN by a number with these bits and NaN's sign: what the reference makes of it."""
+    if largest != largest:
+        values = [_replaced(x, magnitude) for x in values]
+    return values
+
+
+def _replaced(x: Float32, magnitude: int) -> Float32:
+    is_nan: Boolean = x != x
+    signed = (ptx.bits(x) & Int32(-(1 << 31))) | Int32(magnitude)
+    return ptx.select(is_nan, ptx.from_bits(signed), x)
