@@ -148,7 +148,8 @@ def test_the_grid_covers_every_tile_once(target: Target, kv_len: int, heads: tup
     numbers = dict(zip(prepared.ORDER_FIELDS + prepared.LENGTH_FIELDS, map(int, schedule.numbers), strict=True))
     blocks, head_blocks = -(-100 * schedule.heads // schedule.tile.rows), heads[0] // schedule.heads
     assert numbers["total_tiles"] == blocks * head_blocks * schedule.num_splits
-    assert schedule.grid == (min(132, numbers["total_tiles"]), 1, 1)
+    ctas = schedule.tile.ctas
+    assert schedule.grid == (ctas * min(132 // ctas, numbers["total_tiles"]), 1, 1)
     split_tokens, split_tiles = numbers["split_tokens"], numbers["split_tiles"]
     section_tiles, section = numbers["section_tiles"], numbers["section_heads"]
     assert split_tokens * schedule.num_splits >= kv_len > split_tokens * (schedule.num_splits - 1)
