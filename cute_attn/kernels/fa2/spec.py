@@ -85,3 +85,14 @@ class Fa2Spec(KernelSpec):
     def fp8(self) -> bool:
         """Whether q, k and v are fp8, multiplied as they are."""
         return self.dtype in FP8_DTYPES
+
+    def __post_init__(self) -> None:
+        rules = {
+            "cols must be a multiple of 32 for every warp column": self.tile.cols % (32 * self.tile.warps_cols) == 0,
+            "warps cannot exchange P": not self.tile.exchange,
+            "kv_dtype must be ''": not self.kv_dtype,
+            "pos_encoding must be 'none'": self.pos_encoding == "none",
+        }
+        for rule, holds in rules.items():
+            if self.fp8 and not holds:
+                raise ValueError(f"dtype {self.dtype}: {rule}, got {self}")

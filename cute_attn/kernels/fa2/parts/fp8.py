@@ -24,6 +24,7 @@ P_DTYPE = "float8_e4m3fn"
 P_MAX = 448.0  # of e4m3
 P_LOG2 = 7.0  # the largest P right after a rescale is 2^7; smaller ones have full precision down to 2^-6
 STEP = 32  # tokens of a product with V
+FENCE = 2  # blocks of 16 dimensions between fences
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Fp8WarpTile(WarpTile):
         """
         acc = list(out)
         for pair in range(self.d_blocks // 2):
+            if pair % FENCE == 0:
+                ptx.sync_warp()  # without it ptxas loads V far ahead, and spills
             for m, (even, odd) in enumerate(self.products(p, v, pair)):
                 upper, lower = ([even[i], odd[i], even[i + 1], odd[i + 1]] for i in (0, 2))
                 block, mate = (self.output_layout.block(m, 2 * pair + i) for i in (0, 1))
