@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from cute_attn.kernels.fa2.spec import Fa2Spec
@@ -18,6 +19,7 @@ from cute_attn.kernels.fa2.tiles import (
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 
+FP8_FROM = (12, 0)  # compute capability from which q may be fp8
 PREFILL, APPEND, DECODE = 1 << 20, APPEND_ROWS, DECODE_ROWS  # packed rows of a request
 
 VARIANTS: tuple[dict[str, Any], ...] = (
@@ -39,7 +41,25 @@ def default_specs(arch: Arch) -> list[KernelSpec]:
         specs += _variants(head_dims, VARIANTS if head_dims == (128, 128) else VARIANTS[-2:], arch)
     for head_dims in ((64, 64), (128, 128)):
         specs += _plain(head_dims, "float16", arch)
-    return specs + _batches(arch) + _wide(arch)
+    return specs + _batches(arch) + _wide(arch) + (_fp8(arch) if arch.capability >= FP8_FROM else [])
+
+
+def _fp8(arch: Arch) -> list[KernelSpec]:
+    """Lists fp8 q, k and v: every tile of all head dims, as single requests and batches, plain and most demanding."""
+    e4m3, specs = "float8_e4m3fn", list[KernelSpec]()
+    hardest = VARIANTS[-2]
+    for head_dims in HEAD_DIMS:
+        for rows in (DECODE, APPEND, PREFILL):
+            tile = choose(Variant(head_dims, fp8=True), rows, arch)
+            common: dict[str, Any] = {"head_dim_qk": head_dims[0], "head_dim_vo": head_dims[1], "tile": tile}
+            one = Fa2Spec(e4m3, "bfloat16", **common)
+            batch = replace(one, schedule="items", kv="paged")
+            specs += [one, replace(one, out_dtype="float32", split=True), batch]
+            specs += [replace(spec, **hardest) for spec in (one, batch)]
+            if head_dims == (128, 128):
+                specs += [replace(one, dtype="float8_e5m2"), replace(one, scores=("scale",)), replace(batch, kv="dense")]
+                specs += [replace(one, out_dtype="float16"), replace(batch, mask="multi_item", scores=hardest["scores"])]
+    return specs
 
 
 def _wide(arch: Arch) -> list[KernelSpec]:
