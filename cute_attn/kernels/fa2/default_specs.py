@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from cute_attn.kernels.fa2.spec import Fa2Spec
@@ -45,21 +46,18 @@ def default_specs(arch: Arch) -> list[KernelSpec]:
 
 
 def _fp8(arch: Arch) -> list[KernelSpec]:
-    """Lists fp8 q, k and v: every tile of all head dims, as single requests and batches, plain and most demanding."""
-    e4m3, specs = "float8_e4m3fn", list[KernelSpec]()
-    hardest = VARIANTS[-2]
-    for head_dims in HEAD_DIMS:
-        for rows in (DECODE, APPEND, PREFILL):
-            tile = choose(Variant(head_dims, fp8=True), rows, arch)
-            common: dict[str, Any] = {"head_dim_qk": head_dims[0], "head_dim_vo": head_dims[1], "tile": tile}
-            one = Fa2Spec(e4m3, "bfloat16", **common)
-            batch = replace(one, schedule="items", kv="paged")
-            specs += [one, replace(one, out_dtype="float32", split=True), batch]
-            specs += [replace(spec, **hardest) for spec in (one, batch)]
-            if head_dims == (128, 128):
-                specs += [replace(one, dtype="float8_e5m2"), replace(one, scores=("scale",)), replace(batch, kv="dense")]
-                specs += [replace(one, out_dtype="float16"), replace(batch, mask="multi_item", scores=hardest["scores"])]
-    return specs
+    """Lists fp8 q, k and v: every tile of all head dims, plain and most demanding; all else at 128."""
+    specs, hardest = list[KernelSpec](), VARIANTS[-2]
+    for head_dims, rows in product(HEAD_DIMS, (DECODE, APPEND, PREFILL)):
+        tile = choose(Variant(head_dims, fp8=True), rows, arch)
+        one = Fa2Spec("float8_e4m3fn", "bfloat16", *head_dims, tile=tile)
+        batch = replace(one, schedule="items", kv="paged")
+        specs += [one, replace(batch, **hardest)]
+        if rows == DECODE:
+            specs += [replace(one, out_dtype="float32", split=True)]
+        if head_dims == (128, 128):
+            specs += [batch, replace(batch, mask="multi_item", scores=hardest["scores"]), replace(one, scores=("scale",))]
+    return [*specs, replace(specs[0], dtype="float8_e5m2", out_dtype="float16"), replace(specs[0], kv_copy_bytes=8)]
 
 
 def _wide(arch: Arch) -> list[KernelSpec]:

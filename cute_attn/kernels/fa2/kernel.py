@@ -142,6 +142,7 @@ class Fa2Program:
 
     params = Fa2Params
     softmax_type = RunningSoftmax
+    min_ctas = 0  # per SM, that ptxas leaves registers for; 0: as it likes
 
     def __init__(self, spec: Fa2Spec, arch: str) -> None:
         self.spec = spec
@@ -162,7 +163,12 @@ class Fa2Program:
 
     @cute.jit
     def __call__(self, params: Fa2Params, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
-        self.kernel(params).launch(grid=[grid_x, grid_y, grid_z], block=list(self.block), smem=self.smem_bytes)
+        self.kernel(params).launch(
+            grid=[grid_x, grid_y, grid_z],
+            block=list(self.block),
+            smem=self.smem_bytes,
+            min_blocks_per_mp=self.min_ctas,
+        )
 
     @cute.kernel
     def kernel(self, params: Fa2Params) -> None:
