@@ -165,7 +165,11 @@ CAPABILITIES = (
     Capability(
         "q of an fp8 dtype with a head dimension that is no multiple of 16",
         lambda f: f.q_dtype in FP8 and _uncommon_head_dims(f) and not _multiples(f, 16),
-        {"fa2": Unsupported("it copies rows of q in units of 16 bytes", "pad q, k and v with zeros, and pass sm_scale")},
+        {
+            "fa2": Unsupported(
+                "it copies rows of q in units of 16 bytes", "pad q, k and v with zeros, and pass sm_scale"
+            )
+        },
     ),
     Capability(
         "q of an fp8 dtype with head dimension 512",

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from cute_attn import BatchPrefillWithRaggedKVCacheWrapper, single_prefill_with_kv_cache
-from cute_attn.emulator import Schedule, using
+from cute_attn.emulator import Schedule, narrow_sums, program, using
+from cute_attn.emulator.isa import mma
 from cute_attn.emulator.settings import Emulation
+from cute_attn.emulator.warp_batch import WarpBatch
 from tests.support import fp8_case, multi_item
 from tests.support.fp8_case import CUT, E4M3, LONG, SMALL, VARIED, Fp8Case
 from tests.support.persistent_emulated import ALL_SCHEDULES, name
@@ -44,7 +49,7 @@ def kernels(emulation: Emulation) -> list[object]:
     ids=name,
 )
 def test_fp8(case: Fp8Case, schedule: Schedule) -> None:
-    """"auto" takes fa2, and its products are those of 8 bits."""
+    """ "auto" takes fa2, and its products are those of 8 bits."""
     emulation = solve(case, schedule, sms=3)
     assert kernels(emulation) in (["fa2"], ["fa2", "combine"])
     forms = {form for record in emulation.records for form in record.stats.instructions if form.startswith("mma.sync")}
@@ -61,6 +66,32 @@ def test_cut_keys(case: Fp8Case, schedule: Schedule) -> None:
 @pytest.mark.parametrize("case", LONG, ids=name)
 def test_many_tiles(case: Fp8Case) -> None:
     assert kernels(solve(case, Schedule(), sms=1))[0] == "fa2"
+
+
+@pytest.fixture
+def translated_anew() -> Iterator[None]:
+    """Translates kernels for this test, and again for those after it."""
+    program._program.cache_clear()
+    yield
+    program._program.cache_clear()
+
+
+@pytest.mark.usefixtures("translated_anew")
+def test_sums_of_14_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What these chips' sums of fp8 products lose is not known; with as few bits as Hopper's, the bounds hold."""
+
+    def multiply_add(w: WarpBatch, mask: Any, how: Any, a: Any, b: Any, c: Any) -> np.ndarray:
+        left, right, warps = mma.a_matrix(w, a, how[0]), mma._b_matrix(w, b, how[1]), len(w.warps)
+        old = mma._stack(w, c).reshape(2, 2, warps, 8, 4).transpose(2, 0, 3, 4, 1).reshape(warps, 16, 8)
+        sums = [narrow_sums.multiply_add(left[i : i + 1], right[i], old[i : i + 1]) for i in range(warps)]
+        calls.append(warps)
+        found: np.ndarray = np.concatenate(sums).reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, w.size)
+        return found
+
+    calls: list[int] = []
+    monkeypatch.setattr(mma, "_mma", multiply_add)
+    solve(LONG[0], Schedule(), sms=1)
+    assert calls
 
 
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)

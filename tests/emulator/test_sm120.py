@@ -10,7 +10,7 @@ from cute_attn.emulator import Schedule, using
 from tests.support import batch_case, case
 from tests.support.batch_case import BatchCase, dims, heads, paged
 from tests.support.case import Case
-from tests.support.matrix import BF16, CAUSAL, CUSTOM, E4M3, ROPE, decode, prefill
+from tests.support.matrix import BF16, CAUSAL, CUSTOM, ROPE, decode, prefill
 from tests.support.persistent_emulated import ALL_SCHEDULES, name
 from tests.support.xqa_case import XqaCase, build
 

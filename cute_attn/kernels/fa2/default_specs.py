@@ -47,7 +47,7 @@ def default_specs(arch: Arch) -> list[KernelSpec]:
 
 def _fp8(arch: Arch) -> list[KernelSpec]:
     """Lists fp8 q, k and v: every tile of all head dims, plain and most demanding; all else at 128."""
-    specs, hardest = list[KernelSpec](), VARIANTS[-2]
+    specs, hardest = list[Fa2Spec](), VARIANTS[-2]
     for head_dims, rows in product(HEAD_DIMS, (DECODE, APPEND, PREFILL)):
         tile = choose(Variant(head_dims, fp8=True), rows, arch)
         one = Fa2Spec("float8_e4m3fn", "bfloat16", *head_dims, tile=tile)
@@ -56,7 +56,11 @@ def _fp8(arch: Arch) -> list[KernelSpec]:
         if rows == DECODE:
             specs += [replace(one, out_dtype="float32", split=True)]
         if head_dims == (128, 128):
-            specs += [batch, replace(batch, mask="multi_item", scores=hardest["scores"]), replace(one, scores=("scale",))]
+            specs += [
+                batch,
+                replace(batch, mask="multi_item", scores=hardest["scores"]),
+                replace(one, scores=("scale",)),
+            ]
     return [*specs, replace(specs[0], dtype="float8_e5m2", out_dtype="float16"), replace(specs[0], kv_copy_bytes=8)]
 
 

@@ -24,6 +24,7 @@ P_DTYPE = "float8_e4m3fn"
 P_MAX = 448.0  # of e4m3
 P_LOG2 = 7.0  # the largest P right after a rescale is 2^7; smaller ones have full precision down to 2^-6
 STEP = 32  # tokens of a product with V
+EVEN, ODD = 0x6420, 0x7531  # bytes of two words
 FENCE = 2  # blocks of 16 dimensions between fences
 
 
@@ -65,20 +66,18 @@ class Fp8WarpTile(WarpTile):
                     acc[at : at + 2] = [acc[at] + x[0], acc[at + 1] + x[1]]
         return acc
 
-    def products(
-        self, p: list[list[list[Int32]]], v: Int32, pair: int
-    ) -> list[tuple[list[Float32], list[Float32]]]:
+    def products(self, p: list[list[list[Int32]]], v: Int32, pair: int) -> list[list[list[Float32]]]:
         """Computes P V of 16 dimensions: per block of rows, accumulators of the even and of the odd ones."""
         v_at, v_offset = swizzled_offset(v, pair)
-        sums = [([Float32(0.0)] * 4, [Float32(0.0)] * 4) for _ in range(self.m_blocks)]
+        sums = [[[Float32(0.0)] * 4 for _ in range(2)] for _ in range(self.m_blocks)]
         for step in range(len(p[0])):
             a, b, c, d = ptx.ldmatrix_x4(v_at, step * STEP * self.memory.vo_pitch + v_offset, transpose=True)
-            even = [ptx.permute(a, b, 0x6420), ptx.permute(c, d, 0x6420)]
-            odd = [ptx.permute(a, b, 0x7531), ptx.permute(c, d, 0x7531)]
-            sums = [
-                tuple(ptx.mma_m16n8k32(P_DTYPE, self.dtype, rows[step], x, y) for x, y in zip((even, odd), acc))
-                for rows, acc in zip(p, sums, strict=True)
-            ]
+            columns = [[ptx.permute(x, y, bytes_) for x, y in ((a, b), (c, d))] for bytes_ in (EVEN, ODD)]
+            for rows, acc in zip(p, sums, strict=True):
+                acc[:] = [
+                    ptx.mma_m16n8k32(P_DTYPE, self.dtype, rows[step], column, old)
+                    for column, old in zip(columns, acc, strict=True)
+                ]
         return sums
 
     def probabilities(self, s: list[Float32]) -> list[list[list[Int32]]]:
