@@ -41,7 +41,7 @@ class Backend:
         `choose`.
         """
         if features.q_dtype in FP8 or features.device_lengths:
-            return None  # only one backend supports fp8 q, and only one lengths on the device
+            return None  # only one backend of a GPU supports fp8 q, and only one lengths on the device
         if rows is not None and rows < self.min_rows:
             return f"{rows} query rows per kv head are fewer than {self.min_rows}"
         if features.kv_dtype.itemsize > self.max_kv_bytes:
@@ -154,7 +154,27 @@ CAPABILITIES = (
     Capability(
         "q of an fp8 dtype",
         lambda f: f.q_dtype in FP8,
-        dict.fromkeys(("xqa", "fa2"), NO_FP8),
+        {"xqa": NO_FP8},
+    ),
+    Capability(
+        "q of an fp8 dtype, before compute capability 12.0",
+        lambda f: f.q_dtype in FP8,
+        {"fa2": Unsupported("mma.sync multiplies fp8 in hardware only from there on", _WIDEN)},
+        below=(12, 0),
+    ),
+    Capability(
+        "q of an fp8 dtype with a head dimension that is no multiple of 16",
+        lambda f: f.q_dtype in FP8 and _uncommon_head_dims(f) and not _multiples(f, 16),
+        {
+            "fa2": Unsupported(
+                "it copies rows of q in units of 16 bytes", "pad q, k and v with zeros, and pass sm_scale"
+            )
+        },
+    ),
+    Capability(
+        "q of an fp8 dtype with head dimension 512",
+        lambda f: f.q_dtype in FP8 and _head_dims(f) == WIDE_HEAD_DIMS,
+        {"fa2": Unsupported("its warps exchange P in 16 bits there", _WIDEN)},
     ),
     Capability("k and v of an fp8 dtype", lambda f: f.kv_dtype in FP8 and f.q_dtype in HALF),
     Capability(
@@ -182,7 +202,7 @@ CAPABILITIES = (
     Capability(
         "per-head scales (scale_q, scale_k, scale_v)",
         lambda f: f.per_head_scales,
-        dict.fromkeys(("xqa", "fa2"), Unsupported("they belong to fp8 attention", "multiply them into q, k and v")),
+        {"xqa": Unsupported("they belong to fp8 attention", "multiply them into q, k and v")},
     ),
     Capability(
         "per-head scales beside q of float16 or bfloat16",
@@ -285,7 +305,7 @@ CAPABILITIES = (
         lambda f: f.multi_item and f.q_dtype in FP8,
         {
             "fa3": Unsupported("its fp8 kernel has no registers left for the bounds of items", _WIDEN),
-            **dict.fromkeys(("xqa", "fa2"), NO_FP8),
+            "xqa": NO_FP8,
         },
     ),
     Capability(
@@ -306,6 +326,11 @@ CAPABILITIES = (
         "pos_encoding_mode ROPE_LLAMA with a head dimension that is no multiple of 16",
         lambda f: f.pos_encoding_mode == "ROPE_LLAMA" and _uncommon_head_dims(f) and f.head_dim_qk % 16 != 0,
         {"fa2": Unsupported("it rotates eight pairs of dimensions at a time", "rotate q and k first")},
+    ),
+    Capability(
+        "pos_encoding_mode ROPE_LLAMA with q of an fp8 dtype",
+        lambda f: f.pos_encoding_mode == "ROPE_LLAMA" and f.q_dtype in FP8,
+        {"fa2": Unsupported("it rotates tiles of 16 bits", "rotate q and k first")},
     ),
     Capability(
         "pos_encoding_mode ALIBI",

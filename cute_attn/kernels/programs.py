@@ -14,9 +14,7 @@ from cute_attn.runtime.spec import KernelSpec, Program
 def program(spec: KernelSpec, arch: str) -> Program:
     """The traceable kernel of `spec` for `arch` ("sm_90a", ...). TypeError for a spec of no family."""
     if isinstance(spec, Fa2Spec):
-        from cute_attn.kernels.fa2.kernel import Fa2Program
-
-        return Fa2Program(spec, arch)
+        return _fa2_program(spec, arch)
     if isinstance(spec, Fa3Spec):
         return _fa3_program(spec, arch)
     if isinstance(spec, Fa4Spec):
@@ -34,6 +32,16 @@ def program(spec: KernelSpec, arch: str) -> Program:
 
         return AppendProgram(spec, arch)
     raise TypeError(f"no program for {spec!r}")
+
+
+def _fa2_program(spec: Fa2Spec, arch: str) -> Program:
+    if spec.fp8:
+        from cute_attn.kernels.fa2.fp8 import Fp8Program
+
+        return Fp8Program(spec, arch)
+    from cute_attn.kernels.fa2.kernel import Fa2Program
+
+    return Fa2Program(spec, arch)
 
 
 def _fa3_program(spec: Fa3Spec, arch: str) -> Program:

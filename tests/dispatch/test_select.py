@@ -116,10 +116,34 @@ FP8_Q = CUDA._replace(q_dtype=E4M3, kv_dtype=E4M3)
         {"soft_cap": True, "pos_encoding_mode": "ALIBI"},
     ],
 )
-@pytest.mark.parametrize(("backend", "arch"), [("fa3", "sm_90a"), ("fa4", "sm_100a"), ("fa4", "sm_103a")])
-def test_persistent_kernels_take_fp8_queries(backend: str, arch: str, asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("backend", "arch"),
+    [("fa3", "sm_90a"), ("fa4", "sm_100a"), ("fa4", "sm_103a"), ("fa2", "sm_120a"), ("fa2", "sm_121a")],
+)
+def test_one_backend_takes_fp8_queries(backend: str, arch: str, asked: dict[str, Any]) -> None:
     """However few the rows: no other backend supports fp8 q."""
     assert select.choose(FP8_Q._replace(**asked), arch=named(arch), rows=1).name == backend
+    assert select.choose(FP8_Q._replace(**asked), arch=named(arch), rows=1000).name == backend
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+def test_fa2_refuses_fp8_queries_without_instructions_for_them(arch: str) -> None:
+    with pytest.raises(NotSupported, match=r"fa2 refuses q of an fp8 dtype, before compute capability 12\.0"):
+        select.choose(FP8_Q, "fa2", named(arch))
+
+
+@pytest.mark.parametrize(
+    ("asked", "feature"),
+    [
+        ({"head_dim_vo": 72}, "q of an fp8 dtype with a head dimension that is no multiple of 16"),
+        ({"head_dim_qk": 512, "head_dim_vo": 512}, "q of an fp8 dtype with head dimension 512"),
+        ({"pos_encoding_mode": "ROPE_LLAMA"}, "pos_encoding_mode ROPE_LLAMA with q of an fp8 dtype"),
+        ({"o_dtype": E4M3}, "output of an fp8 dtype"),
+    ],
+)
+def test_what_fa2_refuses_of_fp8_queries(asked: dict[str, Any], feature: str) -> None:
+    with pytest.raises(NotSupported, match=f"fa2 refuses {feature}"):
+        select.choose(FP8_Q._replace(**asked), arch=named("sm_120a"))
 
 
 @pytest.mark.parametrize(
@@ -287,12 +311,12 @@ def test_fa2_takes_nvfp4(kv_source: str, head_dims: tuple[int, int]) -> None:
 
 
 REFUSED_BY_FA2: list[tuple[dict[str, Any], str]] = [
-    ({"q_dtype": E4M3, "kv_dtype": E4M3}, "q of an fp8 dtype"),
+    ({"q_dtype": E4M3, "kv_dtype": E4M3}, "q of an fp8 dtype, before compute capability 12.0"),
     (
         {"kv_dtype": torch.uint8, "kv_block_scales": True, "head_dim_qk": 80, "head_dim_vo": 80},
         "NVFP4 k and v with a head dimension that is no multiple of 64",
     ),
-    ({"per_head_scales": True}, "per-head scales (scale_q, scale_k, scale_v)"),
+    ({"per_head_scales": True}, "per-head scales beside q of float16 or bfloat16"),
     ({"o_dtype": E4M3}, "output of an fp8 dtype"),
     (
         {"kv_dtype": torch.uint8, "kv_block_scales": True, "head_dim_qk": 512, "head_dim_vo": 512},
@@ -325,7 +349,7 @@ def test_all_reasons_are_listed() -> None:
         select.choose(features, arch=HOPPER)
     assert [refusal[0] for refusal in error.value.refusals if refusal[0] != "fa4"] == ["fa3"] + ["xqa"] * 3 + [
         "fa2"
-    ] * 3
+    ] * 2
     assert ("fa4", "sm_90a") in [refusal[:2] for refusal in error.value.refusals]
     assert str(error.value).count("\n") == len(error.value.refusals) - 1
 

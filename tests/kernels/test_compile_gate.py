@@ -10,6 +10,7 @@ import pytest
 from cute_attn.cli.specs import failures, label
 from cute_attn.kernels import catalog
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
+from cute_attn.kernels.fa2.spec import Fa2Spec
 from cute_attn.kernels.programs import program
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import ARCHS
@@ -21,7 +22,9 @@ CHUNK = 20  # kernels per test of the others: a kernel takes 1.6 s
 
 
 def family(spec: KernelSpec) -> str:
-    """Whose device code the kernel is; a file of fa3 or fa4 counts as one."""
+    """Whose device code the kernel is; a file of fa3 or fa4 counts as one, and so do fp8 operands of fa2."""
+    if isinstance(spec, Fa2Spec) and spec.fp8:
+        return "fa2 fp8"
     if not isinstance(spec, PersistentSpec):
         return spec.kernel
     return f"{spec.kernel} fp8" if spec.fp8 else f"{spec.kernel} fp8-kv" if spec.kv_dtype else spec.kernel

@@ -88,6 +88,9 @@ class Fa2Params(NamedTuple):
     v_scales_stride_page: int
     v_scales_stride_n: int
     v_scales_stride_h: int
+    scale_q: int
+    scale_k: int
+    scale_v: int
 
 
 class CombineParams(NamedTuple):

@@ -27,6 +27,11 @@ class FragmentStore:
     def quad_lane(self) -> Int32:
         return MmaFragmentLayout.quad_lane(self.lanes.lane)
 
+    @property
+    def first_col(self) -> Int32:
+        """Column of the thread's first register."""
+        return self.layout.lane_col(self.lanes.lane)
+
     @cute.jit
     def store_lse(self, row: Int32, lse: Float32) -> None:
         if cutlass.and_(self.quad_lane == 0, self.rows.exists(row)):
@@ -34,8 +39,8 @@ class FragmentStore:
 
     @cute.jit
     def store_pairs(self, row: Int32, pairs: cutlass.Constexpr) -> None:
-        """Stores a row slot as fp32, from an iterable of register pairs: those of a quad are 32 contiguous bytes."""
+        """Stores a row slot as fp32, from an iterable of register pairs, one per block of the layout."""
         if self.rows.exists(row):
-            address = self.target.row(self.rows, row) + Int64(self.quad_lane * 8)
-            for i, pair in enumerate(pairs):
-                ptx.st_global_v2_f32(address, i * 32, pair)
+            address = self.target.row(self.rows, row) + Int64(self.first_col * 4)
+            for n, pair in enumerate(pairs):
+                ptx.st_global_v2_f32(address, self.layout.column(n) * 4, pair)

@@ -92,10 +92,15 @@ class MmaFragmentLayout(RegisterLayout):
         """Returns the first register of a block."""
         return 4 * (m * self.n_blocks + n)
 
+    @staticmethod
+    def column(n: int) -> int:
+        """Returns the thread's first column of block n."""
+        return 8 * n
+
     def pairs(self, slot: int) -> list[tuple[int, int]]:
         """Returns (register, column) of the first of every two registers with adjacent columns."""
         m, lower = divmod(slot, 2)
-        return [(self.block(m, n) + 2 * lower, 8 * n) for n in range(self.n_blocks)]
+        return [(self.block(m, n) + 2 * lower, self.column(n)) for n in range(self.n_blocks)]
 
     def places(self, slot: int) -> list[tuple[int, int]]:
         return [(register + j, column + j) for register, column in self.pairs(slot) for j in (0, 1)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from cute_attn.kernels.fa2.spec import Fa2Spec
@@ -18,6 +20,7 @@ from cute_attn.kernels.fa2.tiles import (
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 
+FP8_FROM = (12, 0)  # compute capability from which q may be fp8
 PREFILL, APPEND, DECODE = 1 << 20, APPEND_ROWS, DECODE_ROWS  # packed rows of a request
 
 VARIANTS: tuple[dict[str, Any], ...] = (
@@ -39,7 +42,26 @@ def default_specs(arch: Arch) -> list[KernelSpec]:
         specs += _variants(head_dims, VARIANTS if head_dims == (128, 128) else VARIANTS[-2:], arch)
     for head_dims in ((64, 64), (128, 128)):
         specs += _plain(head_dims, "float16", arch)
-    return specs + _batches(arch) + _wide(arch)
+    return specs + _batches(arch) + _wide(arch) + (_fp8(arch) if arch.capability >= FP8_FROM else [])
+
+
+def _fp8(arch: Arch) -> list[KernelSpec]:
+    """Lists fp8 q, k and v: every tile of all head dims, plain and most demanding; all else at 128."""
+    specs, hardest = list[Fa2Spec](), VARIANTS[-2]
+    for head_dims, rows in product(HEAD_DIMS, (DECODE, APPEND, PREFILL)):
+        tile = choose(Variant(head_dims, fp8=True), rows, arch)
+        one = Fa2Spec("float8_e4m3fn", "bfloat16", *head_dims, tile=tile)
+        batch = replace(one, schedule="items", kv="paged")
+        specs += [one, replace(batch, **hardest)]
+        if rows == DECODE:
+            specs += [replace(one, out_dtype="float32", split=True)]
+        if head_dims == (128, 128):
+            specs += [
+                batch,
+                replace(batch, mask="multi_item", scores=hardest["scores"]),
+                replace(one, scores=("scale",)),
+            ]
+    return [*specs, replace(specs[0], dtype="float8_e5m2", out_dtype="float16"), replace(specs[0], kv_copy_bytes=8)]
 
 
 def _wide(arch: Arch) -> list[KernelSpec]:

@@ -26,7 +26,7 @@ from cute_attn.kernels.blocks.masks import Band, BandMask, PackedMask, TileOrder
 from cute_attn.kernels.blocks.multi_item import KeyBounds, MultiItemMask
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, zeros
-from cute_attn.kernels.blocks.scores import Alibi, Scale, Scores, SoftCap
+from cute_attn.kernels.blocks.scores import Alibi, RowScales, Scale, Scores, SoftCap
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.fa2.parts.convert import Converted, Nvfp4, Stored
 from cute_attn.kernels.fa2.parts.epilogue import MergedWarps, WarpRows
@@ -104,6 +104,10 @@ class Fa2Params(NamedTuple):
     v_scales_stride_page: Int64
     v_scales_stride_n: Int64
     v_scales_stride_h: Int64
+    # dtype fp8: scales per head
+    scale_q: Int64
+    scale_k: Int64
+    scale_v: Int64
 
 
 class State(NamedTuple):
@@ -122,6 +126,7 @@ class Work:
     lanes: Lanes
     team: Team
     rows: PackedRows
+    kv_head: Int32
     kv: DenseKV | PagedKV
     source: Stored | Converted
     mask: BandMask
@@ -133,12 +138,16 @@ class Work:
 
 
 class Fa2Program:
+    """Kernel for 16-bit q; `fp8.Fp8Program` replaces what operands of 8 bits change."""
+
     params = Fa2Params
+    softmax_type = RunningSoftmax
+    min_ctas = 0  # per SM, that ptxas leaves registers for; 0: as it likes
 
     def __init__(self, spec: Fa2Spec, arch: str) -> None:
         self.spec = spec
         self.memory = SharedMemory.of(spec)
-        self.tile = (SlicedTile if spec.tile.exchange else WarpTile)(spec.dtype, self.memory)
+        self.tile = self.warp_tile()
         kind = GridSchedule if spec.schedule == "grid" else ItemSchedule
         self.schedule: GridSchedule | ItemSchedule = kind(spec.tile.rows, spec.tile.cols)
         self.block = (spec.tile.threads, 1, 1)
@@ -146,12 +155,20 @@ class Fa2Program:
         self.arch = named(arch)
         self.pdl = self.arch.pdl
 
+    def warp_tile(self) -> WarpTile:
+        return (SlicedTile if self.spec.tile.exchange else WarpTile)(self.spec.dtype, self.memory)
+
     def compile_args(self) -> tuple[Any, ...]:
         return (zeros(Fa2Params), Int32(1), Int32(1), Int32(1))
 
     @cute.jit
     def __call__(self, params: Fa2Params, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
-        self.kernel(params).launch(grid=[grid_x, grid_y, grid_z], block=list(self.block), smem=self.smem_bytes)
+        self.kernel(params).launch(
+            grid=[grid_x, grid_y, grid_z],
+            block=list(self.block),
+            smem=self.smem_bytes,
+            min_blocks_per_mp=self.min_ctas,
+        )
 
     @cute.kernel
     def kernel(self, params: Fa2Params) -> None:
@@ -197,10 +214,11 @@ class Fa2Program:
             lanes=lanes,
             team=team,
             rows=rows,
+            kv_head=work_tile.kv_head,
             kv=self.make_kv(p, work_tile, team),
             source=self.make_source(base),
             mask=mask,
-            scores=self.make_scores(p, scale, rows, lanes),
+            scores=self.make_scores(p, scale, work_tile.kv_head, rows, lanes),
             products=self.make_products(Float32(ptx.LOG2E) if self.spec.scores else scale, lanes, base),
             rotation=self.make_rotation(p, base),
             order=mask.tiles(self.spec.tile.rows, self.spec.tile.cols, work_tile.first_tile, work_tile.last_tile),
@@ -257,7 +275,7 @@ class Fa2Program:
 
     def make_products(self, log2_scale: Float32, lanes: Lanes, base: Int32) -> OwnRows | SharedRows:
         tile, layout = self.tile, self.tile.scores_layout
-        softmax = RunningSoftmax(layout, [log2_scale for _ in layout.slots], output=tile.output_layout)
+        softmax = self.softmax_type(layout, [log2_scale for _ in layout.slots], output=tile.output_layout)
         if isinstance(tile, SlicedTile):
             return SharedRows(tile, softmax, Exchange(self.memory, base, lanes, layout))
         return OwnRows(tile, softmax, lanes)
@@ -270,13 +288,18 @@ class Fa2Program:
             return MultiItemMask(band, layout, rows, lanes, KeyBounds(p.mask, rows))
         return BandMask(band, layout, rows, lanes)
 
-    def make_scores(self, p: Fa2Params, scale: Float32, rows: PackedRows, lanes: Lanes) -> Scores:
-        makers: dict[str, Callable[[], Scale | SoftCap | Alibi]] = {
-            "scale": lambda: Scale(scale),
+    def make_scores(self, p: Fa2Params, scale: Float32, kv_head: Int32, rows: PackedRows, lanes: Lanes) -> Scores:
+        makers: dict[str, Callable[[], Scale | RowScales | SoftCap | Alibi]] = {
+            "scale": lambda: self.scale_step(p, scale, kv_head, rows, lanes),
             "alibi": lambda: Alibi(self.tile.scores_layout, rows, lanes, p.num_qo_heads),
             "soft_cap": lambda: SoftCap(p.soft_cap),
         }
         return Scores([makers[name]() for name in self.spec.scores])
+
+    def scale_step(
+        self, p: Fa2Params, scale: Float32, kv_head: Int32, rows: PackedRows, lanes: Lanes
+    ) -> Scale | RowScales:
+        return Scale(scale)
 
     def make_rotation(self, p: Fa2Params, base: Int32) -> NoRotation | Rotation:
         if self.spec.pos_encoding == "none":
@@ -294,9 +317,9 @@ class Fa2Program:
             slab = Int64(cute.arch.block_idx()[2]) * Int64(p.qo_len) * Int64(p.num_qo_heads)
             o, lse = p.o + slab * (self.spec.head_dim_vo * 4), p.lse + slab * 4
             partial = Target("float32", o, p.o_stride_n, p.o_stride_h, lse, p.num_qo_heads)
-            self.write(work.rows, partial, PartialEpilogue(), work, base, out, stats)
+            self.write(work.rows, partial, self.partial_epilogue(p, work.kv_head), work, base, out, stats)
         else:
-            self.write_whole(p, work.rows, work, base, out, stats)
+            self.write_whole(p, work.rows, work.kv_head, work, base, out, stats)
 
     @cute.jit
     def store_item(
@@ -305,15 +328,21 @@ class Fa2Program:
         work_tile = self.schedule.work_tile(p)
         rows = packed_rows(p, work_tile)
         if work_tile.partial == NO_PARTIAL:
-            self.write_whole(p, rows, work, base, out, stats)
+            self.write_whole(p, rows, work_tile.kv_head, work, base, out, stats)
         else:
             slot = Int64(work_tile.partial) * Int64(p.num_kv_heads) + Int64(work_tile.kv_head)
             first = slot * Int64(self.spec.tile.rows)
             partials = Partials(p.o_partial, p.lse_partial, first, self.spec.head_dim_vo)
-            self.write(rows, partials, PartialEpilogue(), work, base, out, stats)
+            self.write(rows, partials, self.partial_epilogue(p, work_tile.kv_head), work, base, out, stats)
 
-    def write_whole(self, p, rows, work, base, out, stats) -> None:  # type: ignore[no-untyped-def]
-        epilogue = FinalEpilogue(p.sinks, p.v_scale * device_scale(p.v_scale_ptr), p.lse_scale)
+    def final_epilogue(self, p: Fa2Params, kv_head: Int32) -> FinalEpilogue:
+        return FinalEpilogue(p.sinks, p.v_scale * device_scale(p.v_scale_ptr), p.lse_scale)
+
+    def partial_epilogue(self, p: Fa2Params, kv_head: Int32) -> PartialEpilogue:
+        return PartialEpilogue()
+
+    def write_whole(self, p, rows, kv_head, work, base, out, stats) -> None:  # type: ignore[no-untyped-def]
+        epilogue = self.final_epilogue(p, kv_head)
         target = Target(self.spec.out_dtype, p.o, p.o_stride_n, p.o_stride_h, p.lse, p.num_qo_heads)
         self.write(rows, target, epilogue, work, base, out, stats)
 
@@ -335,7 +364,7 @@ class Fa2Program:
     @cute.jit
     def load_q(self, p: Fa2Params, work_tile: cutlass.Constexpr, work: cutlass.Constexpr, base: Int32) -> None:
         """Copies Q rows into shared memory, by all threads in one cp.async group; nonexistent rows become zeros."""
-        thread, pitch, chunks = cute.arch.thread_idx()[0], self.memory.qk_pitch, self.spec.head_dim_qk // 8
+        thread, pitch, chunks = cute.arch.thread_idx()[0], self.memory.qk_pitch, self.memory.q_bytes // CHUNK
         chunk = thread % 8
         work.rotation.prepare()
         for row in cutlass.range(thread // 8, self.spec.tile.rows, self.block[0] // 8, unroll=1):

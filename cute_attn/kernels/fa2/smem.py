@@ -22,27 +22,44 @@ class SharedMemory:
     head_dim_vo: int
     rope: bool
     kv_dtype: str = ""
+    fp8: bool = False  # operands of 8 bits, else of 16
 
     @classmethod
     def of(cls, spec: Fa2Spec) -> SharedMemory:
-        return cls(spec.tile, spec.head_dim_qk, spec.head_dim_vo, spec.pos_encoding == "rope", spec.kv_dtype)
+        rope = spec.pos_encoding == "rope"
+        return cls(spec.tile, spec.head_dim_qk, spec.head_dim_vo, rope, spec.kv_dtype, spec.fp8)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an element of the operands."""
+        return 1 if self.fp8 else 2
+
+    @property
+    def stored_bits(self) -> int:
+        """Bits of an element of K and V as stored."""
+        return KV_BITS[self.kv_dtype] if self.kv_dtype else 8 * self.item_bytes
+
+    @property
+    def q_bytes(self) -> int:
+        """Bytes of a row of Q."""
+        return self.head_dim_qk * self.item_bytes
 
     @property
     def qk_pitch(self) -> int:
-        return -(-self.head_dim_qk * 2 // LINE) * LINE
+        return -(-self.q_bytes // LINE) * LINE
 
     @property
     def vo_pitch(self) -> int:
-        return -(-self.head_dim_vo * 2 // LINE) * LINE
+        return -(-self.head_dim_vo * self.item_bytes // LINE) * LINE
 
     @property
     def k_bytes(self) -> int:
         """Bytes of a stored row of K."""
-        return self.head_dim_qk * KV_BITS[self.kv_dtype] // 8
+        return self.head_dim_qk * self.stored_bits // 8
 
     @property
     def v_bytes(self) -> int:
-        return self.head_dim_vo * KV_BITS[self.kv_dtype] // 8
+        return self.head_dim_vo * self.stored_bits // 8
 
     @property
     def k_pitch(self) -> int:
@@ -55,12 +72,12 @@ class SharedMemory:
     @property
     def ring(self) -> int:
         """Start of the K/V ring, after Q."""
-        return self.tile.rows * self.staging_pitch
+        return self.tile.rows * self.qk_pitch
 
     @property
     def staging_pitch(self) -> int:
-        """Pitch of 16-bit output rows, which are staged in place of Q."""
-        return max(self.qk_pitch, self.vo_pitch)
+        """Pitch of 16-bit output rows, which are staged in place of Q and of the drained ring."""
+        return max(self.qk_pitch, -(-self.head_dim_vo * 2 // LINE) * LINE)
 
     @property
     def v_offset(self) -> int:
@@ -136,4 +153,4 @@ class SharedMemory:
         total = self.rope_table + (self.head_dim_qk // 2 * 8 if self.rope else 0)
         if not self.tile.one_team:
             total = max(total, self.merge_outputs + self.tile.warps_cols * self.tile.rows * self.merge_pitch)
-        return total
+        return max(total, self.tile.rows * self.staging_pitch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from cute_attn.kernels.formats import FP8_DTYPES
 from cute_attn.runtime.spec import KernelSpec
 
 
@@ -79,3 +80,19 @@ class Fa2Spec(KernelSpec):
     kv_dtype: str = ""  # of `KV_BITS`
     kv_copy_bytes: int = 16  # of one copy of k or v: 8 for fp8 rows that do not start and end at multiples of 16 bytes
     tile: Tile = Tile(128, 64, 4, 1, 2)
+
+    @property
+    def fp8(self) -> bool:
+        """Whether q, k and v are fp8, multiplied as they are."""
+        return self.dtype in FP8_DTYPES
+
+    def __post_init__(self) -> None:
+        rules = {
+            "cols must be a multiple of 32 for every warp column": self.tile.cols % (32 * self.tile.warps_cols) == 0,
+            "warps cannot exchange P": not self.tile.exchange,
+            "kv_dtype must be ''": not self.kv_dtype,
+            "pos_encoding must be 'none'": self.pos_encoding == "none",
+        }
+        for rule, holds in rules.items():
+            if self.fp8 and not holds:
+                raise ValueError(f"dtype {self.dtype}: {rule}, got {self}")

@@ -90,6 +90,11 @@ class Variant(NamedTuple):
     plain: bool = True
     batch: bool = False
     kv_dtype: str = ""  # of `spec.KV_BITS`
+    fp8: bool = False  # q, k and v are
+
+    def memory(self, tile: Tile, rope: bool) -> SharedMemory:
+        """Returns the shared memory of this variant's kernels with a tile."""
+        return SharedMemory(tile, *self.head_dims, rope=rope, kv_dtype=self.kv_dtype, fp8=self.fp8)
 
 
 def tile_dims(head_dims: tuple[int, int]) -> tuple[int, int] | None:
@@ -107,6 +112,8 @@ def tile_dims(head_dims: tuple[int, int]) -> tuple[int, int] | None:
 
 def choose(variant: Variant, packed_rows: int, arch: Arch) -> Tile:
     """Returns the tile for `packed_rows` = qo_len * group rows."""
+    if variant.fp8:
+        return _fp8(variant, packed_rows, arch)
     if variant.head_dims == WIDE_HEAD_DIMS:
         return _wide(variant, packed_rows, arch)
     if packed_rows <= DECODE_ROWS:
@@ -124,7 +131,7 @@ def candidates(variant: Variant, arch: Arch) -> list[Tile]:
 
 def resident_ctas(tile: Tile, variant: Variant, arch: Arch) -> int:
     """Returns the CTAs resident per SM. Prefill tiles use all registers of a thread, decode tiles up to 168."""
-    memory = SharedMemory(tile, *variant.head_dims, rope=False, kv_dtype=variant.kv_dtype)
+    memory = variant.memory(tile, rope=False)
     by_smem = (arch.smem_limit + RESERVED_SMEM) // (memory.bytes + RESERVED_SMEM)
     by_registers = REGISTERS // (tile.threads * (256 if tile.warps_cols == 1 else 168))
     return max(1, min(by_smem, by_registers))
@@ -187,11 +194,27 @@ def _decode_converted(variant: Variant, arch: Arch) -> Tile:
             stages = 5
             while stages > 1:
                 tile = Tile(DECODE_ROWS, cols, 1, warps, stages)
-                memory = SharedMemory(tile, *variant.head_dims, rope=True, kv_dtype=variant.kv_dtype)
+                memory = variant.memory(tile, rope=True)
                 if memory.bytes <= room and ctas * (stages - 1) * memory.slot_bytes >= IN_FLIGHT:
                     return tile
                 stages -= 1
     raise AssertionError(f"no decode tile for {variant} on {arch}")
+
+
+def _fp8(variant: Variant, packed_rows: int, arch: Arch) -> Tile:
+    """Returns a tile of 8-bit operands. A product with V takes 32 tokens, so every warp of a decode tile has as many;
+    two CTAs per SM then have a tile of 16 KB each in flight at d 128: three times what GDDR7 needs (1.8 TB/s for 170
+    SMs, 1 us).
+    """
+    dims = tile_dims(variant.head_dims)
+    assert dims is not None
+    if packed_rows <= DECODE_ROWS:
+        tiles = [Tile(DECODE_ROWS, 64, 1, 2, stages) for stages in (3, 2)]
+        room = (arch.smem_limit + RESERVED_SMEM) // 2 - RESERVED_SMEM
+        fitting = [tile for tile in tiles if variant.memory(tile, rope=False).bytes <= room]
+        return [*fitting, tiles[-1]][0]
+    cols = {64: 128, 256: 32}.get(dims[0], 64)
+    return Tile(APPEND_ROWS, cols, 4, 1, 2) if packed_rows <= APPEND_ROWS else Tile(128, cols, 8, 1, 2)
 
 
 def _wide(variant: Variant, packed_rows: int, arch: Arch) -> Tile:
@@ -203,7 +226,7 @@ def _wide(variant: Variant, packed_rows: int, arch: Arch) -> Tile:
     decode = [Tile(DECODE_ROWS, cols, 1, 2 if small else 4, stages, exchange=True) for stages in (4, 3, 2)]
     prefill = [Tile(32 * n, cols, 2 * n, 2, 2, exchange=True) for n in ((1,) if small else (2, 1))]
     for tile in decode if packed_rows <= DECODE_ROWS else prefill + decode:
-        memory = SharedMemory(tile, *variant.head_dims, rope=not variant.plain, kv_dtype=variant.kv_dtype)
+        memory = variant.memory(tile, rope=not variant.plain)
         if memory.bytes <= arch.smem_limit:
             return tile
     raise AssertionError(f"no tile for {variant} on {arch}")

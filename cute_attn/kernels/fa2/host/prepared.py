@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import math
 
-from cute_attn.kernels.fa2.host.variant import spec
+from cute_attn.kernels.fa2.host.variant import scores, spec
 from cute_attn.kernels.fa2.spec import Tile
 from cute_attn.kernels.host.batch import MAX_SETTINGS
 from cute_attn.kernels.host.combine import CombineKernel
-from cute_attn.kernels.host.features import batched, score_steps
+from cute_attn.kernels.host.features import batched
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
 from cute_attn.kernels.host.output import OUTPUT_FIELDS, OutputTarget, Target
@@ -42,6 +42,7 @@ BLOCK_SCALE_FIELDS = (
     *("k_scales", "k_scales_stride_page", "k_scales_stride_n", "k_scales_stride_h"),
     *("v_scales", "v_scales_stride_page", "v_scales_stride_n", "v_scales_stride_h"),
 )
+HEAD_SCALE_FIELDS = ("scale_q", "scale_k", "scale_v")
 
 
 class PreparedKernel:
@@ -63,7 +64,7 @@ class PreparedKernel:
             "num_qo_heads": features.num_qo_heads,
             **divisor("num_kv_heads", features.num_kv_heads, stem="kv_heads"),
             **divisor("page_size", settings.page_size, stem="page"),
-            **score_fields(settings, score_steps(features)),
+            **score_fields(settings, scores(features)),
             "rope_base": 1.0 / (2.0 * math.pi * settings.rope_scale),
             "rope_ratio": settings.rope_theta ** (-2.0 / features.head_dim_qk),
             "lse_scale": settings.lse_scale,
@@ -77,6 +78,7 @@ class PreparedKernel:
                 **mask_fields(settings),
                 PAGE_FIELDS: self.paged,
                 BLOCK_SCALE_FIELDS: features.kv_block_scales,
+                HEAD_SCALE_FIELDS: features.per_head_scales,
             }
         )
         dynamic = (*TENSOR_FIELDS, OUTPUT_FIELDS, batch_fields(settings) if batch else LENGTH_FIELDS, extras)
@@ -94,6 +96,8 @@ class PreparedKernel:
             extras += k_strides[0] * kv_itemsize, v_strides[0] * kv_itemsize
         if problem.block_scales is not None:
             extras += block_scale_values(problem.block_scales, self.paged, token, head)
+        if problem.head_scales is not None:
+            extras += tuple(x.data_ptr() for x in problem.head_scales)
         return self.pack(
             q.data_ptr(),
             k.data_ptr(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cute_attn.kernels.fa2 import tiles
 from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
-from cute_attn.kernels.formats import KV_BITS
+from cute_attn.kernels.formats import FP8_DTYPES, KV_BITS
 from cute_attn.kernels.host.features import batched, combine_spec, kv_dtype, schedule, score_steps
 from cute_attn.problem import Features, Settings, short
 from cute_attn.runtime.arch import Arch
@@ -21,7 +21,7 @@ def spec(features: Features, tile: Tile, split: bool = False) -> Fa2Spec:
         head_dim_qk=features.head_dim_qk,
         head_dim_vo=features.head_dim_vo,
         mask="packed" if features.custom_mask else "multi_item" if features.multi_item else "band",
-        scores=score_steps(features),
+        scores=scores(features),
         pos_encoding="rope" if features.pos_encoding_mode == "ROPE_LLAMA" else "none",
         split=split,
         schedule=schedule(features),
@@ -30,6 +30,12 @@ def spec(features: Features, tile: Tile, split: bool = False) -> Fa2Spec:
         kv_copy_bytes=kv_copy_bytes(features),
         tile=tile,
     )
+
+
+def scores(features: Features) -> tuple[str, ...]:
+    """Returns `scores` of a spec. Scales per head may have any sign, and are a step."""
+    steps = score_steps(features)
+    return ("scale",) if features.per_head_scales and not steps else steps
 
 
 def kv_copy_bytes(features: Features) -> int:
@@ -47,8 +53,9 @@ def spec_of(settings: Settings, tile: Tile, split: bool) -> Fa2Spec:
 def variant(features: Features) -> tiles.Variant:
     """Returns the part of the features that the choice of a tile depends on."""
     masked = features.custom_mask or features.multi_item
-    plain = not masked and features.pos_encoding_mode != "ROPE_LLAMA" and not score_steps(features)
-    return tiles.Variant((features.head_dim_qk, features.head_dim_vo), plain, batched(features), kv_dtype(features))
+    plain = not masked and features.pos_encoding_mode != "ROPE_LLAMA" and not scores(features)
+    head_dims, fp8 = (features.head_dim_qk, features.head_dim_vo), short(features.q_dtype) in FP8_DTYPES
+    return tiles.Variant(head_dims, plain, batched(features), kv_dtype(features), fp8)
 
 
 def specs(features: Features, arch: Arch) -> list[KernelSpec]:

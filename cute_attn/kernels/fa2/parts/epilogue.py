@@ -41,18 +41,19 @@ class WarpRows(FragmentStore):
     def store_staged(self, out: list[Float32], factors: list[Float32]) -> None:
         """Stores 16-bit rows in 16-byte chunks, staged in this warp's own rows of the Q tile.
 
-        The CTA barrier is needed for query tiles without any kv tile: no other barrier separates the copies of Q, which
-        other warps made, from these stores.
+        The CTA barrier separates these stores from the copies of Q that other warps made, if there was no kv tile, and
+        from their last reads of the ring, into which rows wider than those of Q extend.
         """
         memory = self.memory
         pitch, chunks = memory.staging_pitch, memory.head_dim_vo // 8
         ptx.sync_threads()
         for slot in cutlass.range_constexpr(len(self.layout.slots)):
-            address = self.base + swizzled(self.lanes.row(slot), Int32(0), pitch) + self.quad_lane * 4
+            chunk, within = self.first_col >> 3, self.first_col & 7
+            address = self.base + swizzled(self.lanes.row(slot), chunk, pitch) + within * 2
             for i, column in self.layout.pairs(slot):
                 pair = ptx.pack_16(self.target.dtype, out[i] * factors[slot], out[i + 1] * factors[slot])
                 destination, offset = swizzled_offset(address, column // 8)
-                ptx.st_shared_b32(destination, offset, pair)
+                ptx.st_shared_b32(destination, offset + column % 8 * 2, pair)
         ptx.sync_warp()
         rows_per_warp = memory.tile.rows // memory.tile.warps_rows
         first = self.lanes.warp_row * rows_per_warp + self.lanes.lane // 8
@@ -103,7 +104,7 @@ class MergedWarps(FragmentStore):
             row = self.lanes.row(slot)
             if self.quad_lane == 0:
                 ptx.st_shared_v2_f32(stats_at + row * 8, 0, [stats.maximum[slot], stats.total[slot]])
-            address = out_at + row * memory.merge_pitch + self.quad_lane * 8
+            address = out_at + row * memory.merge_pitch + self.first_col * 4
             for i, column in self.layout.pairs(slot):
                 ptx.st_shared_v2_f32(address, column * 4, out[i : i + 2])
 

@@ -54,7 +54,7 @@ class WarpTile:
         pitch = self.memory.qk_pitch
         layout = self.scores_layout
         acc = layout.zeros()
-        steps = -(-self.memory.head_dim_qk // 16)
+        steps = -(-self.memory.q_bytes // 32)  # of 16 numbers of 16 bits, or of 32 of 8
         for step in range(steps):
             (q_at, q_offset), (k_at, k_offset) = swizzled_offset(q, 2 * step), swizzled_offset(k, 2 * step)
             a = [ptx.ldmatrix_x4(q_at, m * 16 * pitch + q_offset) for m in range(self.m_blocks)]
@@ -122,7 +122,9 @@ class Lanes:
         else:  # B from K, whose rows are the product's columns: (0-7, 0), (0-7, 8), (8-15, 0), (8-15, 8)
             k = swizzled(col0 + lane % 8 + lane // 16 * 8, lane // 8 % 2, memory.qk_pitch)
         # B from V, transposed on the way: lanes 0-15 tokens at d 0, lanes 16-31 the same tokens at d 8.
-        if tile.exchange:
+        if memory.fp8:  # 32 tokens at d 0
+            v = swizzled(col0 + lane, Int32(0), memory.vo_pitch)
+        elif tile.exchange:
             v = swizzled(lane % 16, warp * (memory.slice_bytes // CHUNK) + lane // 16, memory.vo_pitch)
         else:
             v = swizzled(col0 + lane % 16, lane // 16, memory.vo_pitch)

@@ -1,0 +1,124 @@
+"""fa2 with q, k and v in fp8, from its PTX: every element within what the rounding of probabilities explains."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cute_attn import BatchPrefillWithRaggedKVCacheWrapper, single_prefill_with_kv_cache
+from cute_attn.emulator import Schedule, narrow_sums, program, using
+from cute_attn.emulator.isa import mma
+from cute_attn.emulator.settings import Emulation
+from cute_attn.emulator.warp_batch import WarpBatch
+from tests.support import fp8_case, multi_item
+from tests.support.fp8_case import CUT, E4M3, LONG, SMALL, VARIED, Fp8Case
+from tests.support.persistent_emulated import ALL_SCHEDULES, name
+
+pytestmark = pytest.mark.emulator
+
+ARCH = "sm_120a"
+# Decode tiles, whose warps merge; a key far above all others in every tile of a row
+DECODE: tuple[Fp8Case, ...] = (
+    Fp8Case((1,) * 4, (300, 20, 64, 129), (8, 2), 16, scales="signed"),
+    Fp8Case((1, 1, 0), (130, 70, 9), (4, 1), head_dim=64, dtype=fp8_case.E5M2, sinks=True),
+    Fp8Case((3,), (200,), (2, 1), single=True, head_dim=256, causal=True, o_dtype=torch.float32),
+    Fp8Case((70,), (400,), (4, 4), spike=100.0, causal=True, sm_scale=1.0),
+)
+
+
+def solve(case: Fp8Case, schedule: Schedule, sms: int) -> Emulation:
+    inputs = fp8_case.make(case, "cpu")
+    with using(ARCH, schedule=schedule, sms=sms) as emulation:
+        out, lse = fp8_case.call(case, inputs, "emulator")
+    fp8_case.check(case, inputs, out, lse)
+    return emulation
+
+
+def kernels(emulation: Emulation) -> list[object]:
+    return [record.spec["kernel"] for record in emulation.records]
+
+
+@pytest.mark.parametrize(
+    ("case", "schedule"),
+    list(zip((*DECODE, *SMALL, *VARIED), itertools.cycle(ALL_SCHEDULES), strict=False)),
+    ids=name,
+)
+def test_fp8(case: Fp8Case, schedule: Schedule) -> None:
+    """ "auto" takes fa2, and its products are those of 8 bits."""
+    emulation = solve(case, schedule, sms=3)
+    assert kernels(emulation) in (["fa2"], ["fa2", "combine"])
+    forms = {form for record in emulation.records for form in record.stats.instructions if form.startswith("mma.sync")}
+    assert forms
+    assert all(".m16n8k32." in form for form in forms)
+
+
+@pytest.mark.parametrize(("case", "schedule"), list(zip(CUT, ALL_SCHEDULES, strict=True)), ids=name)
+def test_cut_keys(case: Fp8Case, schedule: Schedule) -> None:
+    """Partial outputs hold the scale of their head; their merge applies what is left."""
+    assert kernels(solve(case, schedule, sms=16)) == ["fa2", "combine"]
+
+
+@pytest.mark.parametrize("case", LONG, ids=name)
+def test_many_tiles(case: Fp8Case) -> None:
+    assert kernels(solve(case, Schedule(), sms=1))[0] == "fa2"
+
+
+@pytest.fixture
+def translated_anew() -> Iterator[None]:
+    """Translates kernels for this test, and again for those after it."""
+    program._program.cache_clear()
+    yield
+    program._program.cache_clear()
+
+
+@pytest.mark.usefixtures("translated_anew")
+def test_sums_of_14_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What these chips' sums of fp8 products lose is not known; with as few bits as Hopper's, the bounds hold."""
+
+    def multiply_add(w: WarpBatch, mask: Any, how: Any, a: Any, b: Any, c: Any) -> np.ndarray:
+        left, right, warps = mma.a_matrix(w, a, how[0]), mma._b_matrix(w, b, how[1]), len(w.warps)
+        old = mma._stack(w, c).reshape(2, 2, warps, 8, 4).transpose(2, 0, 3, 4, 1).reshape(warps, 16, 8)
+        sums = [narrow_sums.multiply_add(left[i : i + 1], right[i], old[i : i + 1]) for i in range(warps)]
+        calls.append(warps)
+        found: np.ndarray = np.concatenate(sums).reshape(warps, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, w.size)
+        return found
+
+    calls: list[int] = []
+    monkeypatch.setattr(mma, "_mma", multiply_add)
+    solve(LONG[0], Schedule(), sms=1)
+    assert calls
+
+
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
+def test_multi_item(schedule: Schedule) -> None:
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(n, 2, 64, generator=generator).to(E4M3) for n in (100, 140, 140))
+    items = multi_item.draw((100,), (140,), longest_item=30, seed=1)
+    with using(ARCH, schedule=schedule, sms=3) as emulation:
+        wrapper = BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8), backend="emulator")
+        indptr = (torch.tensor([0, n], dtype=torch.int32) for n in (100, 140))
+        types = {"q_data_type": E4M3, "kv_data_type": E4M3}
+        wrapper.plan(*indptr, 2, 2, 64, causal=True, **types, **items.arguments("cpu"))
+        out = wrapper.run(q, k, v)
+    assert [record.spec["mask"] for record in emulation.records] == ["multi_item"]
+    expected = single_prefill_with_kv_cache(q, k, v, custom_mask=items.keep[0], backend="reference")
+    torch.testing.assert_close(out.float(), expected.float(), rtol=0.07, atol=0.07)
+
+
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
+def test_hidden_and_misaligned_keys(schedule: Schedule) -> None:
+    """Hidden keys of K may be NaN; rows of k and v may start at multiples of 8 bytes."""
+    generator = torch.Generator().manual_seed(4)
+    q = torch.randn(70, 2, 64, generator=generator).to(E4M3)
+    k, v = (torch.randn(200, 2, 72, generator=generator).to(E4M3)[..., :64] for _ in range(2))
+    expected = single_prefill_with_kv_cache(q, k, v, causal=True, window_left=50, backend="reference")
+    k[:79] = torch.nan  # the first row sees the keys from 80 on
+    with using(ARCH, schedule=schedule, sms=3) as emulation:
+        out = single_prefill_with_kv_cache(q, k, v, causal=True, window_left=50, backend="emulator")
+    assert {record.spec.get("kv_copy_bytes", 8) for record in emulation.records} == {8}
+    torch.testing.assert_close(out.float(), expected.float(), rtol=0.07, atol=0.07)

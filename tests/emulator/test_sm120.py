@@ -1,0 +1,67 @@
+"""Kernels for GPUs with 99 KB of shared memory, whose tiles and splits are their own, on every schedule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cute_attn import xqa_batch_decode_with_kv_cache
+from cute_attn.emulator import Schedule, using
+from tests.support import batch_case, case
+from tests.support.batch_case import BatchCase, dims, heads, paged
+from tests.support.case import Case
+from tests.support.matrix import BF16, CAUSAL, CUSTOM, ROPE, decode, prefill
+from tests.support.persistent_emulated import ALL_SCHEDULES, name
+from tests.support.xqa_case import XqaCase, build
+
+pytestmark = pytest.mark.emulator
+
+ARCH = "sm_120a"
+SINGLE: tuple[Case, ...] = (
+    prefill(130, 150, (2, 1), 128, **BF16, **CAUSAL),  # eight warps of 16 rows
+    prefill(50, 200, (1, 1), 64, **CUSTOM, o_dtype="float32"),
+    prefill(70, 70, (1, 1), 256, **BF16, **ROPE),
+    prefill(33, 65, (2, 1), (192, 128), **CAUSAL, logits_soft_cap=30.0),
+    decode(300, (8, 1), 128, **BF16),  # two warps, split keys
+)
+BATCHES: tuple[BatchCase, ...] = (
+    paged((130, 9), (300, 200), page_size=5, **BF16, **dims(128), **heads(2, 1)),
+    paged((1, 1, 1), (300, 7, 70), page_size=16, kv_dtype="float8_e4m3fn", **dims(256), **heads(4, 1)),
+)
+DECODE: tuple[XqaCase, ...] = (
+    XqaCase((300, 7, 0, 33), heads=(8, 1), head_dim=128),
+    XqaCase((290, 7), kv="e4m3", heads=(8, 1), head_dim=128, q_len=2),
+    XqaCase((200, 35), kv="nvfp4", heads=(4, 1), head_dim=128, bmm1_scale=0.001),
+)
+
+
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
+@pytest.mark.parametrize("problem", SINGLE, ids=name)
+def test_single(problem: Case, schedule: Schedule) -> None:
+    with using(ARCH, kernels="fa2", schedule=schedule, sms=4):
+        out, lse = case.call(problem, case.make(problem), backend="emulator")
+    result = case.check(problem, out, lse)
+    assert result.ok, result.detail
+
+
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
+@pytest.mark.parametrize("problem", BATCHES, ids=name)
+def test_batch(problem: BatchCase, schedule: Schedule) -> None:
+    inputs = batch_case.make(problem)
+    with using(ARCH, kernels="fa2", schedule=schedule, sms=4):
+        out, lse = batch_case.call(problem, inputs, backend="emulator")
+    result = batch_case.check(problem, inputs, out, lse)
+    assert result.ok, result.detail
+
+
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
+@pytest.mark.parametrize("problem", DECODE, ids=lambda x: x.kv)
+def test_decode(problem: XqaCase, schedule: Schedule) -> None:
+    built = build(problem)
+    workspace = torch.zeros(10 << 20, dtype=torch.uint8)
+    with using(ARCH, schedule=schedule, sms=3) as emulation:
+        out, lse = xqa_batch_decode_with_kv_cache(
+            **built.arguments | {"workspace_buffer": workspace, "backend": "emulator"}
+        )
+    assert [record.spec["kernel"] for record in emulation.records] == ["xqa"]
+    assert built.check(out, lse) == ""
