@@ -225,7 +225,7 @@ def test_sections_of_single_requests(target: Target, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("target", TARGETS, ids=name)
 def test_cut_keys(target: Target, schedule: Schedule, mask: str) -> None:
     """Short requests, whose heads share a tile, over keys that several CTAs divide."""
-    assert_cut(target, solve_single(target, prefill(3, 900, (8, 2), 128, **BF16, mask=mask), schedule, sms=32))
+    assert_cut(target, solve_single(target, prefill(3, 1500, (8, 2), 128, **BF16, mask=mask), schedule, sms=16))
 
 
 @pytest.mark.parametrize(("page_size", "schedule"), list(zip((5, 16), SCHEDULES, strict=True)), ids=name)
