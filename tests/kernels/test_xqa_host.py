@@ -216,11 +216,11 @@ def test_every_head_dim_has_a_kernel(arch: Arch) -> None:
 @pytest.mark.parametrize("arch", [named("sm_100a"), named("sm_103a")], ids=lambda arch: arch.name)
 def test_rings_that_hold_what_fast_memory_delivers(arch: Arch) -> None:
     """8 TB/s over 148 SMs for 1 us, and some more; rows of 16 bytes are padded to twice that."""
-    for kv, rows, few, tree in itertools.product(KV_BITS, (4, 8, 16), (True, False), (True, False)):
+    for kv, rows, segments, tree in itertools.product(KV_BITS, (4, 8, 16), get_args(tiles.Segments), (True, False)):
         for head_dim in (dim for dim in range(8, 1024, 8) if is_head_dim(dim, KV_BITS[kv])):
-            spec = tiles.choose("bfloat16", kv, "bfloat16", head_dim, rows, tree, few, arch)
+            spec = tiles.choose("bfloat16", kv, "bfloat16", head_dim, rows, tree, segments, arch)
             padded = head_dim * KV_BITS[kv] == 128
-            assert tiles.in_flight(spec) >= (32 << 10 if padded else 64 << 10), (kv, rows, few, tree, head_dim)
+            assert tiles.in_flight(spec) >= (32 << 10 if padded else 64 << 10), (kv, rows, segments, tree, head_dim)
 
 
 def test_specs_whose_warps_are_no_whole_teams() -> None:
