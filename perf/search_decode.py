@@ -42,8 +42,8 @@ WARPS_PER_SM = (4, 16)
 SPEC_DTYPES = {"bfloat16": "", "e4m3": "float8_e4m3fn", "nvfp4": "nvfp4"}
 LENGTHS = "64x2048,256x1024,64x8192,8x8192"
 PEER = "FlashInfer XQA"
-GUESTS: dict[Segments, tuple[int, ...]] = {"few": (0, 1), "many": (0,)}
-CTAS: dict[Segments, tuple[int, ...]] = {"few": (1, 2), "many": (1, 2, 3, 4, 6, 8)}
+GUESTS: dict[Segments, tuple[int, ...]] = {"few": (0, 1), "many": (0,), "short": (0,)}
+CTAS: dict[Segments, tuple[int, ...]] = {"few": (1, 2), "many": (1, 2, 3, 4, 6, 8), "short": (2, 3, 4, 6, 8, 16)}
 
 
 def rings(start: XqaSpec, segments: Segments, arch: Arch) -> list[XqaSpec]:
@@ -102,6 +102,9 @@ def bind(spec: XqaSpec, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[C
 
 
 def segments(w: BatchWorkload) -> Segments:
+    """Returns what `variant.segments` says of the workload."""
+    if 0 <= w.window_left < tiles.SHORT:
+        return "short"
     return "few" if len(w.kv_lens) * w.num_kv_heads <= tiles.FEW else "many"
 
 
@@ -152,7 +155,17 @@ def workloads(options: argparse.Namespace) -> list[BatchWorkload]:
     heads = [tuple(map(int, text.split("/"))) for text in options.heads]
     sizes = [tuple(map(int, text.split("x"))) for text in options.lengths.split(",")]
     return [
-        equal(b, 1, n, (h[0], h[1]), options.head_dim, options.page_size, kv_dtype=options.kv_dtype)
+        equal(
+            b,
+            1,
+            n,
+            (h[0], h[1]),
+            options.head_dim,
+            options.page_size,
+            kv_dtype=options.kv_dtype,
+            window_left=options.window_left,
+            sinks=options.window_left >= 0,
+        )
         for h in heads
         for b, n in sizes
     ]
@@ -164,6 +177,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=128, help="default: 128")
     parser.add_argument("--heads", nargs="+", default=["32/8"], help="query and kv heads (default: 32/8)")
     parser.add_argument("--page-size", type=int, default=16, help="default: 16")
+    parser.add_argument("--window-left", type=int, default=-1, help="with sinks (default: no window)")
     parser.add_argument("--lengths", default=LENGTHS, help=f"requests x tokens (default: {LENGTHS})")
     parser.add_argument("--finalists", type=int, default=6, help="rings that are timed for longer (default: 6)")
     parser.add_argument("--rounds", type=int, default=15, help="number of timed rounds of those (default: 15)")
