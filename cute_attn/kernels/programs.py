@@ -7,6 +7,7 @@ from cute_attn.kernels.fa2.spec import Fa2Spec
 from cute_attn.kernels.fa3.spec import Fa3Spec
 from cute_attn.kernels.fa4.spec import Fa4Spec
 from cute_attn.kernels.xqa.spec import XqaSpec
+from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.runtime.spec import KernelSpec, Program
 
 
@@ -28,6 +29,10 @@ def program(spec: KernelSpec, arch: str) -> Program:
         from cute_attn.kernels.xqa.kernel import XqaProgram
 
         return XqaProgram(spec, arch)
+    if isinstance(spec, XqaUmmaSpec):
+        from cute_attn.kernels.xqa.umma.kernel import XqaUmmaProgram
+
+        return XqaUmmaProgram(spec, arch)
     raise TypeError(f"no program for {spec!r}")
 
 

@@ -1,0 +1,145 @@
+"""Producer warps: Q of a segment, then its K and V by token, with cp.async.
+
+The copies themselves arrive at the full barriers. They write through the generic proxy, and the products read through
+the async proxy: the MMA warp fences between its wait and its products.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
+from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, start
+from cute_attn.kernels.blocks.roles import WarpRole
+from cute_attn.kernels.blocks.rows import Divisor, PackedRows
+from cute_attn.kernels.blocks.smem import CHUNK, swizzled
+from cute_attn.kernels.formats import LINE
+from cute_attn.kernels.xqa.parts import instructions as isa
+from cute_attn.kernels.xqa.parts.partition import Partition, Segment, kv_split
+from cute_attn.kernels.xqa.umma.smem import ITEM_BYTES
+from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
+from cute_attn.kernels.xqa.umma.work import first_tile, tile_count
+
+WARPS = 4
+PASS_ROWS = 4  # rows that a warp copies at once: eight lanes each
+
+
+class TokenPage(NamedTuple):
+    """Cache position of this lane's token of a tile."""
+
+    page: Int32
+    offset: Int32  # within the page
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """K and V of one request and kv head by token, of which each warp copies 32 of a tile. Tokens outside [first_token,
+    kv_len) are not read but zero-filled: a NaN there would survive 0 * V.
+    """
+
+    spec: XqaUmmaSpec
+    p: Any  # XqaParams
+    segment: Segment
+    table: Int64  # page ids of the request
+    head: Int32
+    thread: Int32  # of the producer warps
+
+    @property
+    def warp_rows(self) -> int:
+        return self.spec.cols // WARPS
+
+    def pages(self, tile: Int32, wanted: Boolean) -> TokenPage:
+        """Reads the page id of this lane's token; an unwanted tile reads nothing."""
+        request, p = self.segment.request, self.p
+        token = tile * self.spec.cols + self.thread
+        index = Divisor(p.page_size, p.page_multiplier, p.page_shift).quotient(token)
+        readable = isa.less_unsigned(token - request.first_token, request.kv_len - request.first_token)
+        exists = isa.all_of([wanted, readable])
+        page = isa.load_if(exists, self.table + Int64(index) * Int64(4), 0, 1)[0]
+        return TokenPage(page, token - index * p.page_size)
+
+    def copy(self, operand: str, piece: int, tile: Int32, pages: TokenPage, slot: Int32) -> None:
+        """Copies the warp's rows of a piece of K or V to a slot."""
+        p, request, lane = self.p, self.segment.request, self.thread & 31
+        head_stride, page_stride, stride = (getattr(p, f"{operand}_stride_{name}") for name in ("h", "page", "n"))
+        row, chunk = lane >> 3, lane & 7
+        first = (self.thread >> 5) * self.warp_rows + row
+        start = getattr(p, operand) + Int64(self.head) * head_stride + Int64(chunk * CHUNK)
+        place = pages.page * page_stride + pages.offset * stride
+        token = tile * self.spec.cols + first - request.first_token
+        length = request.kv_len - request.first_token
+        target = slot + swizzled(first, chunk, LINE)
+        for i in range(0, self.warp_rows, PASS_ROWS):
+            source = isa.mad_wide(isa.shuffle(place, row + i), Int32(CHUNK), start)
+            size = ptx.select(isa.less_unsigned(token + i, length), Int32(CHUNK), Int32(0))
+            shared = target ^ Int32(PASS_ROWS * CHUNK) if i // PASS_ROWS % 2 else target
+            for line in range(self.spec.piece_dim * ITEM_BYTES // LINE):
+                offset = piece * self.spec.piece_dim * ITEM_BYTES + line * LINE
+                ptx.cp_async_16(shared, line * self.spec.cols * LINE + i * LINE, source, offset, size)
+
+
+class ProducerWarps:
+    """Role of the producer warps."""
+
+    def __init__(self, spec: XqaUmmaSpec) -> None:
+        self.spec = spec
+        self.role = WarpRole("producer", WARPS, fills={"kv": 32 * WARPS, "q": 32 * WARPS})
+
+    @cute.jit
+    def run(self, p: Any, shared: cutlass.Constexpr, thread: Int32) -> None:
+        """Fills "q" and "kv" for all segments of the CTA."""
+        partition = Partition(p, self.spec.cols)
+        share, segment = partition.first_segment()
+        q, kv = start(), start()
+        while partition.overlaps(segment, share):
+            split = kv_split(segment, share)
+            if split.begin < split.end:
+                q = self.load_queries(p, shared.ring("q"), q, partition.rows(segment, self.spec.rows), thread)
+                table = isa.mad_wide(segment.first_page, Int32(4), p.table)
+                rows = TokenRows(self.spec, p, segment, table, partition.head(segment), thread)
+                first = first_tile(segment, split, self.spec.cols)
+                kv = self.load_split(rows, shared.ring("kv"), kv, first, tile_count(split))
+            segment = partition.next_segment(segment)
+
+    @cute.jit
+    def load_split(
+        self, rows: cutlass.Constexpr, ring: cutlass.Constexpr, kv: PipelineState, first: Int32, count: Int32
+    ) -> PipelineState:
+        """Copies tiles from `first`: K of one, then K of the next and V of this one in turn."""
+        pages, following = rows.pages(first, Boolean(True)), rows.pages(first + 1, count > 1)
+        kv = self.load(rows, ring, kv, "k", first, pages)
+        for i in cutlass.range(0, count, unroll=1):
+            tile = first + i
+            ahead = rows.pages(tile + 2, i + 2 < count)
+            if i + 1 < count:
+                kv = self.load(rows, ring, kv, "k", tile + 1, following)
+            kv = self.load(rows, ring, kv, "v", tile, pages)
+            pages, following = following, ahead
+        return kv
+
+    def load(
+        self, rows: TokenRows, ring: Ring, kv: PipelineState, operand: str, tile: Int32, pages: TokenPage
+    ) -> PipelineState:
+        for piece in range(self.spec.pieces):
+            ring.wait_empty(kv)
+            rows.copy(operand, piece, tile, pages, ring.address(kv))
+            ptx.cp_async_arrive(ring.full(kv))
+            kv = ring.next(kv)
+        return kv
+
+    def load_queries(self, p: Any, ring: Ring, q: PipelineState, rows: PackedRows, thread: Int32) -> PipelineState:
+        """Copies the rows of a segment; those that do not exist become zeros."""
+        ring.wait_empty(q)
+        slot, chunk = ring.address(q), thread & 7
+        for first in range(0, self.spec.rows, PASS_ROWS * WARPS):
+            row = (thread >> 3) + first
+            size = ptx.select(rows.exists(row), Int32(CHUNK), Int32(0))
+            source = rows.address(p.q, row, p.q_stride_n, p.q_stride_h) + Int64(chunk * CHUNK)
+            target = slot + swizzled(row, chunk, LINE)
+            for line in range(self.spec.head_dim * ITEM_BYTES // LINE):
+                ptx.cp_async_16(target, line * self.spec.rows * LINE, source, line * LINE, size)
+        ptx.cp_async_arrive(ring.full(q))
+        return ring.next(q)

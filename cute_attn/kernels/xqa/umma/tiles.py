@@ -1,0 +1,31 @@
+"""Tile table of the decode kernel on tcgen05: rows of a CTA, and slots of K and V."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from cute_attn.kernels.formats import KV_BITS
+from cute_attn.kernels.xqa.umma.smem import UmmaMemory
+from cute_attn.kernels.xqa.umma.spec import HEAD_DIMS, ROWS, XqaUmmaSpec
+from cute_attn.runtime.arch import Arch
+
+ARCHS = ("sm_100a", "sm_103a")
+MIN_ROWS = 16  # packed rows from which it is taken
+MAX_ROWS = {64: 64, 128: 64, 256: 32}  # by head dim: more rows leave fewer slots
+MAX_STAGES = 8
+
+
+def supports(kv_dtype: str, head_dim: int, packed_rows: int, arch: Arch) -> bool:
+    """Whether the kernel is taken for `packed_rows` = q_len * group rows."""
+    return arch.name in ARCHS and KV_BITS[kv_dtype] == 16 and head_dim in HEAD_DIMS and packed_rows >= MIN_ROWS
+
+
+def choose(
+    q_dtype: str, kv_dtype: str, out_dtype: str, head_dim: int, packed_rows: int, tree: bool, arch: Arch
+) -> XqaUmmaSpec:
+    """Choose the kernel: the fewest rows that hold all, or blocks of the most, and all slots that fit."""
+    most = MAX_ROWS[head_dim]
+    rows = next((rows for rows in ROWS if packed_rows <= rows <= most), most)
+    least = XqaUmmaSpec(q_dtype, kv_dtype, out_dtype, head_dim, tree, rows, 4)
+    specs = [dataclasses.replace(least, stages=stages) for stages in range(MAX_STAGES, 3, -1)]
+    return next(spec for spec in specs if UmmaMemory(spec).bytes <= arch.smem_limit)
