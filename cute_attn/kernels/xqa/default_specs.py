@@ -7,6 +7,9 @@ import itertools
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.xqa.spec import HEAD_DIMS, XqaSpec
 from cute_attn.kernels.xqa.tiles import choose
+from cute_attn.kernels.xqa.umma import tiles as umma_tiles
+from cute_attn.kernels.xqa.umma.spec import HEAD_DIMS as UMMA_HEAD_DIMS
+from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.runtime.arch import Arch
 
 ALL = tuple(itertools.product(HEAD_DIMS, KV_BITS, (8, 16)))
@@ -17,8 +20,16 @@ OTHERS = (
 )
 
 
-def default_specs(arch: Arch) -> list[XqaSpec]:
-    """Kernels that most programs need: bf16 queries over every cache dtype, without a tree."""
+def default_specs(arch: Arch) -> list[XqaSpec | XqaUmmaSpec]:
+    """Kernels that most programs need: bf16 queries over every cache dtype, without a tree, of many rows with one."""
     keys = itertools.product((*ALL, *OTHERS), (True, False))
     specs = (choose("bfloat16", kv, "bfloat16", head_dim, rows, False, few, arch) for (head_dim, kv, rows), few in keys)
-    return list(dict.fromkeys(specs))
+    return list(dict.fromkeys([*specs, *umma_specs(arch)]))
+
+
+def umma_specs(arch: Arch) -> list[XqaUmmaSpec]:
+    """Kernels on tcgen05, where an architecture has it."""
+    if arch.name not in umma_tiles.ARCHS:
+        return []
+    keys = itertools.product(UMMA_HEAD_DIMS, umma_tiles.KV_DTYPES, (16, 32, 64), (False, True))
+    return [umma_tiles.choose("bfloat16", kv, "bfloat16", dim, rows, tree, arch) for dim, kv, rows, tree in keys]

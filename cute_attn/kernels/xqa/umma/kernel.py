@@ -5,7 +5,7 @@ head dims are the M of the products, packed rows their N. A CTA has one ring of 
 
     warps 0-3    softmax, a token per thread; the output of a segment, and its merge (`softmax_warps`)
     warp 4       products (`mma_warp`)
-    warps 5-8    producers: cp.async by token (`producer_warps`)
+    warps 5, 6   producers: cp.async by token (`producer_warps`)
 """
 
 from typing import Any

@@ -23,20 +23,20 @@ from cute_attn.kernels.xqa.umma.smem import ITEM_BYTES
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.kernels.xqa.umma.work import first_tile, tile_count
 
-WARPS = 4
+WARPS = 2  # with the others no more than eight, which leaves 255 registers for a thread
 PASS_ROWS = 4  # rows that a warp copies at once: eight lanes each
 
 
-class TokenPage(NamedTuple):
-    """Cache position of this lane's token of a tile."""
+class TokenPages(NamedTuple):
+    """Cache positions of a tile's tokens: lane l holds those of the warp's tokens l and l + 32."""
 
-    page: Int32
-    offset: Int32  # within the page
+    pages: list[Int32]
+    offsets: list[Int32]  # of the tokens, within their pages
 
 
 @dataclass(frozen=True)
 class TokenRows:
-    """K and V of one request and kv head by token, of which each warp copies 32 of a tile. Tokens outside [first_token,
+    """K and V of one request and kv head by token, of which each warp copies 64 of a tile. Tokens outside [first_token,
     kv_len) are not read but zero-filled: a NaN there would survive 0 * V.
     """
 
@@ -51,29 +51,32 @@ class TokenRows:
     def warp_rows(self) -> int:
         return self.spec.cols // WARPS
 
-    def pages(self, tile: Int32, wanted: Boolean) -> TokenPage:
-        """Reads the page id of this lane's token; an unwanted tile reads nothing."""
-        request, p = self.segment.request, self.p
-        token = tile * self.spec.cols + self.thread
-        index = Divisor(p.page_size, p.page_multiplier, p.page_shift).quotient(token)
-        readable = isa.less_unsigned(token - request.first_token, request.kv_len - request.first_token)
-        exists = isa.all_of([wanted, readable])
-        page = isa.load_if(exists, self.table + Int64(index) * Int64(4), 0, 1)[0]
-        return TokenPage(page, token - index * p.page_size)
+    def pages(self, tile: Int32, wanted: Boolean) -> TokenPages:
+        """Reads the page ids of this lane's tokens; an unwanted tile reads nothing."""
+        request, p, lane = self.segment.request, self.p, self.thread & 31
+        pages, offsets = [], []
+        for i in range(0, self.warp_rows, 32):
+            token = tile * self.spec.cols + (self.thread >> 5) * self.warp_rows + lane + i
+            index = Divisor(p.page_size, p.page_multiplier, p.page_shift).quotient(token)
+            readable = isa.less_unsigned(token - request.first_token, request.kv_len - request.first_token)
+            exists = isa.all_of([wanted, readable])
+            pages.append(isa.load_if(exists, self.table + Int64(index) * Int64(4), 0, 1)[0])
+            offsets.append(token - index * p.page_size)
+        return TokenPages(pages, offsets)
 
-    def copy(self, operand: str, piece: int, tile: Int32, pages: TokenPage, slot: Int32) -> None:
+    def copy(self, operand: str, piece: int, tile: Int32, pages: TokenPages, slot: Int32) -> None:
         """Copies the warp's rows of a piece of K or V to a slot."""
         p, request, lane = self.p, self.segment.request, self.thread & 31
         head_stride, page_stride, stride = (getattr(p, f"{operand}_stride_{name}") for name in ("h", "page", "n"))
         row, chunk = lane >> 3, lane & 7
         first = (self.thread >> 5) * self.warp_rows + row
         start = getattr(p, operand) + Int64(self.head) * head_stride + Int64(chunk * CHUNK)
-        place = pages.page * page_stride + pages.offset * stride
+        places = [page * page_stride + offset * stride for page, offset in zip(pages.pages, pages.offsets, strict=True)]
         token = tile * self.spec.cols + first - request.first_token
         length = request.kv_len - request.first_token
         target = slot + swizzled(first, chunk, LINE)
         for i in range(0, self.warp_rows, PASS_ROWS):
-            source = isa.mad_wide(isa.shuffle(place, row + i), Int32(CHUNK), start)
+            source = isa.mad_wide(isa.shuffle(places[i // 32], row + i % 32), Int32(CHUNK), start)
             size = ptx.select(isa.less_unsigned(token + i, length), Int32(CHUNK), Int32(0))
             shared = target ^ Int32(PASS_ROWS * CHUNK) if i // PASS_ROWS % 2 else target
             for line in range(self.spec.piece_dim * ITEM_BYTES // LINE):
@@ -121,7 +124,7 @@ class ProducerWarps:
         return kv
 
     def load(
-        self, rows: TokenRows, ring: Ring, kv: PipelineState, operand: str, tile: Int32, pages: TokenPage
+        self, rows: TokenRows, ring: Ring, kv: PipelineState, operand: str, tile: Int32, pages: TokenPages
     ) -> PipelineState:
         for piece in range(self.spec.pieces):
             ring.wait_empty(kv)

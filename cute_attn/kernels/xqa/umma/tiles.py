@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.xqa.umma.smem import UmmaMemory
 from cute_attn.kernels.xqa.umma.spec import HEAD_DIMS, ROWS, XqaUmmaSpec
 from cute_attn.runtime.arch import Arch
 
 ARCHS = ("sm_100a", "sm_103a")
+KV_DTYPES = ("",)
 MIN_ROWS = 16  # packed rows from which it is taken
 MAX_ROWS = {64: 64, 128: 64, 256: 32}  # by head dim: more rows leave fewer slots
 MAX_STAGES = 8
@@ -17,7 +17,7 @@ MAX_STAGES = 8
 
 def supports(kv_dtype: str, head_dim: int, packed_rows: int, arch: Arch) -> bool:
     """Whether the kernel is taken for `packed_rows` = q_len * group rows."""
-    return arch.name in ARCHS and KV_BITS[kv_dtype] == 16 and head_dim in HEAD_DIMS and packed_rows >= MIN_ROWS
+    return arch.name in ARCHS and kv_dtype in KV_DTYPES and head_dim in HEAD_DIMS and packed_rows >= MIN_ROWS
 
 
 def choose(
