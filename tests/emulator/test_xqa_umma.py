@@ -27,13 +27,13 @@ def solve(built: Built, sms: int, schedule: str) -> str:
     return built.check(out, lse)
 
 
-# SMs and case. Rows of kv head: 16 with one query, so that all are packed.
+# SMs and case, of more than 16 packed rows.
 CASES = {
-    "lengths at the edges of tiles": (3, XqaCase((0, 1, 127, 128, 129, 256, 0), heads=(16, 1), seed=1)),
+    "lengths at the edges of tiles": (3, XqaCase((0, 1, 127, 128, 129, 256, 0), heads=(20, 1), seed=1)),
     "head dim 64, pages of a token": (
         2, XqaCase((300, 70, 1), "fp16", "fp16", (20, 1), 64, page_size=1, sinks=True)
     ),
-    "head dim 256, scores that raise anchors": (3, XqaCase((300, 70), heads=(24, 1), head_dim=256, bmm1_scale=-3.0)),
+    "head dim 256, scores that raise anchors": (3, XqaCase((300, 70), heads=(12, 1), head_dim=256, bmm1_scale=-3.0)),
     "scores that raise anchors of 64 rows": (2, XqaCase((700,), heads=(64, 1), page_size=3, bmm1_scale=5.0)),
     "blocks of rows, strided caches": (
         7, XqaCase((260, 90), heads=(80, 2), q_len=2, kv_layout="HND", form="tensor", page_size=64)
@@ -45,10 +45,10 @@ CASES = {
     "a tree beyond a tile, a window": (1, XqaCase((300, 40), heads=(2, 1), q_len=33, mask=True, window_left=50)),
     "a window that begins at a tile": (3, XqaCase((512, 383, 257), heads=(8, 1), q_len=4, window_left=127, sinks=True)),
     "a window of the row's own token": (2, XqaCase((500, 129), heads=(8, 1), q_len=4, window_left=0)),
-    "more requests than lanes": (5, XqaCase(tuple(range(1, 40)), heads=(16, 1), head_dim=64)),
-    "nothing to see": (2, XqaCase((0, 0), heads=(16, 1), sinks=True)),
+    "more requests than lanes": (5, XqaCase(tuple(range(1, 40)), heads=(17, 1), head_dim=64)),
+    "nothing to see": (2, XqaCase((0, 0), heads=(20, 1), sinks=True)),
     "fp8 outputs, scales on the device": (
-        3, XqaCase((400, 3), heads=(16, 2), q_len=2, bmm1_scale=0.0, out="e4m3", device_scales=True, bmm2_scale=-3.0)
+        3, XqaCase((400, 3), heads=(16, 2), q_len=3, bmm1_scale=0.0, out="e4m3", device_scales=True, bmm2_scale=-3.0)
     ),
 }  # fmt: skip
 
@@ -66,7 +66,7 @@ def test_case(name: str, schedule: str) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_keys_that_no_row_sees(schedule: str) -> None:
     """K of a draft token that a tree hides from all rows may hold anything."""
-    case = XqaCase((300,), heads=(4, 1), q_len=4, mask=True, page_size=1, seed=2)
+    case = XqaCase((300,), heads=(8, 1), q_len=4, mask=True, page_size=1, seed=2)
     built = build(case)
     assert built.mask_bits is not None
     built.mask_bits[:, 2] = False
@@ -80,7 +80,7 @@ def test_keys_that_no_row_sees(schedule: str) -> None:
 @pytest.mark.emulator
 def test_scores_that_rise_from_tile_to_tile() -> None:
     """Outputs and sums of all tiles before are rescaled, in some columns only."""
-    built = build(XqaCase((640,), heads=(16, 1), page_size=128, seed=4))
+    built = build(XqaCase((640,), heads=(20, 1), page_size=128, seed=4))
     k, table = built.arguments["kv_cache"][0], built.arguments["block_tables"][0]
     for tile in range(5):
         k[table[tile]] *= 4**tile
@@ -101,7 +101,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_reported(fault: str) -> None:
     old, new, message = FAULTS[fault]
-    built = build(XqaCase((300,), heads=(16, 1)))
+    built = build(XqaCase((300,), heads=(20, 1)))
     with emulator.using(ARCH, sms=1, rewrite=lambda ptx: ptx.replace(old, new)), pytest.raises(EmulatorError) as error:
         decode(built)
     assert message in str(error.value)
@@ -109,7 +109,7 @@ def test_faults_are_reported(fault: str) -> None:
 
 @pytest.mark.emulator
 def test_other_problems_run_on_the_other_kernel() -> None:
-    for case in (XqaCase((40,), heads=(8, 1)), XqaCase((40,), heads=(16, 1), head_dim=80)):
+    for case in (XqaCase((40,), heads=(16, 1)), XqaCase((40,), heads=(20, 1), head_dim=80)):
         built = build(case)
         with emulator.using(ARCH, sms=2) as emulation:
             assert built.check(*decode(built)) == ""

@@ -32,4 +32,8 @@ def umma_specs(arch: Arch) -> list[XqaUmmaSpec]:
     if arch.name not in umma_tiles.ARCHS:
         return []
     keys = itertools.product(UMMA_HEAD_DIMS, umma_tiles.KV_DTYPES, (16, 32, 64), (False, True))
-    return [umma_tiles.choose("bfloat16", kv, "bfloat16", dim, rows, tree, arch) for dim, kv, rows, tree in keys]
+    return [
+        umma_tiles.choose("bfloat16", kv, "bfloat16", dim, rows, tree, arch)
+        for dim, kv, rows, tree in keys
+        if umma_tiles.supports(kv, dim, rows, arch) and rows <= umma_tiles.MAX_ROWS[dim]
+    ]

@@ -19,6 +19,7 @@ class XqaUmmaSpec(KernelSpec):
 
     kernel: ClassVar[str] = "xqa_umma"
     cols: ClassVar[int] = 128  # tokens of a tile: the M of S^T = K Q^T
+    segment_overhead: ClassVar[int] = 2  # cost of starting and finishing a segment, in tiles (not measured)
     ctas: ClassVar[int] = 1  # per SM
     teams: ClassVar[int] = 1  # tiles that a CTA processes at once
     warps: ClassVar[int] = 1  # softmax states of a CTA

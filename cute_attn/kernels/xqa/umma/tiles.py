@@ -10,14 +10,18 @@ from cute_attn.runtime.arch import Arch
 
 ARCHS = ("sm_100a", "sm_103a")
 KV_DTYPES = ("",)
-MIN_ROWS = 16  # packed rows from which it is taken
+# Packed rows with which the kernel on mma.sync reads the keys once. Beyond, it reads them again for every block of as many
+# rows: at head dim 128 it takes 14 issue slots per token and block, this kernel 10 to 17 in all; HBM takes 70.
+ONE_READ_ROWS = {64: 16, 128: 16, 256: 8}
 MAX_ROWS = {64: 64, 128: 64, 256: 32}  # by head dim: more rows leave fewer slots
 MAX_STAGES = 8
 
 
 def supports(kv_dtype: str, head_dim: int, packed_rows: int, arch: Arch) -> bool:
     """Whether the kernel is taken for `packed_rows` = q_len * group rows."""
-    return arch.name in ARCHS and kv_dtype in KV_DTYPES and head_dim in HEAD_DIMS and packed_rows >= MIN_ROWS
+    return (
+        arch.name in ARCHS and kv_dtype in KV_DTYPES and head_dim in HEAD_DIMS and packed_rows > ONE_READ_ROWS[head_dim]
+    )
 
 
 def choose(
