@@ -10,8 +10,8 @@ from cute_attn.runtime.arch import Arch
 
 ARCHS = ("sm_100a", "sm_103a")
 KV_DTYPES = ("",)
-# Packed rows with which the kernel on mma.sync reads the keys once. Beyond, it reads them again for every block of as many
-# rows: at head dim 128 it takes 14 issue slots per token and block, this kernel 10 to 17 in all; HBM takes 70.
+# Packed rows with which the kernel on mma.sync reads the keys once. Beyond, it reads them again for every block of as
+# many rows: at head dim 128 it takes 14 issue slots per token and block, this kernel 10 to 17 in all; HBM takes 70.
 ONE_READ_ROWS = {64: 16, 128: 16, 256: 8}
 MAX_ROWS = {64: 64, 128: 64, 256: 32}  # by head dim: more rows leave fewer slots
 MAX_STAGES = 8
