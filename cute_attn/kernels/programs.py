@@ -30,10 +30,18 @@ def program(spec: KernelSpec, arch: str) -> Program:
 
         return XqaProgram(spec, arch)
     if isinstance(spec, XqaUmmaSpec):
-        from cute_attn.kernels.xqa.umma.kernel import XqaUmmaProgram
-
-        return XqaUmmaProgram(spec, arch)
+        return _xqa_umma_program(spec, arch)
     raise TypeError(f"no program for {spec!r}")
+
+
+def _xqa_umma_program(spec: XqaUmmaSpec, arch: str) -> Program:
+    if spec.staged:
+        from cute_attn.kernels.xqa.umma.fp8 import Fp8UmmaProgram
+
+        return Fp8UmmaProgram(spec, arch)
+    from cute_attn.kernels.xqa.umma.kernel import XqaUmmaProgram
+
+    return XqaUmmaProgram(spec, arch)
 
 
 def _fa3_program(spec: Fa3Spec, arch: str) -> Program:

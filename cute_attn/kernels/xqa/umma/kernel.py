@@ -26,6 +26,7 @@ from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.kernels.xqa.umma.work import UmmaShared
 
 MMA_WARP = SOFTMAX_WARPS
+PRODUCER_WARP = MMA_WARP + 1
 
 
 class XqaUmmaProgram:
@@ -38,13 +39,17 @@ class XqaUmmaProgram:
         self.memory = UmmaMemory(spec)
         self.softmax = SoftmaxWarps(spec, self.memory)
         self.mma = MmaWarp(spec, self.memory)
-        self.producer = ProducerWarps(spec)
-        self.block = (32 * sum(role.warps for role in self.roles), 1, 1)
+        self.producer = ProducerWarps(spec, self.memory)
+        self.block = (32 * self.warps, 1, 1)
         self.smem_bytes = self.memory.bytes
 
     @property
     def roles(self) -> list[WarpRole]:
         return [self.softmax.role, self.mma.role, self.producer.role]
+
+    @property
+    def warps(self) -> int:
+        return sum(role.warps for role in self.roles)
 
     def compile_args(self) -> tuple[Any, ...]:
         return (zeros(XqaParams), Int32(1), Int32(1), Int32(1))
@@ -68,17 +73,22 @@ class XqaUmmaProgram:
         ptx.grid_dependency_wait()
         ptx.grid_dependency_launch()
         tmem = ptx.ld_shared_b32(shared.scratch("tmem"))
-        if warp < MMA_WARP:
-            self.softmax.run(params, shared, tmem)
-        elif warp == MMA_WARP:
-            self.mma.run(params, shared, tmem)
-        else:
-            self.producer.run(params, shared, thread - Int32(32 * (MMA_WARP + 1)))
+        self.run_warps(params, shared, tmem, thread)
         sm100.fence_before_sync()
         ptx.sync_threads()
         sm100.fence_after_sync()
         if warp == MMA_WARP:
             sm100.deallocate(tmem, self.memory.tmem_columns)
+
+    @cute.jit
+    def run_warps(self, params: XqaParams, shared: cutlass.Constexpr, tmem: Int32, thread: Int32) -> None:
+        warp = cute.arch.make_warp_uniform(thread >> 5)
+        if warp < MMA_WARP:
+            self.softmax.run(params, shared, tmem)
+        elif warp == MMA_WARP:
+            self.mma.run(params, shared, tmem)
+        else:
+            self.producer.run(params, shared, thread - Int32(32 * PRODUCER_WARP))
 
     @cute.jit
     def prepare(self, shared: cutlass.Constexpr, thread: Int32, warp: Int32) -> None:

@@ -51,7 +51,8 @@ class MmaWarp:
 
     def __init__(self, spec: XqaUmmaSpec, memory: UmmaMemory) -> None:
         self.spec, self.memory = spec, memory
-        self.role = WarpRole("MMA", 1, fills={"s": 1, "o": 1}, reads=("kv", "q", "p"))
+        normalized = ("normalized",) if spec.normalizes_q else ()
+        self.role = WarpRole("MMA", 1, fills={"s": 1, "o": 1}, reads=("kv", "q", "p", *normalized))
 
     @cute.jit
     def run(self, p: Any, shared: cutlass.Constexpr, tmem: Int32) -> None:
@@ -70,7 +71,7 @@ class MmaWarp:
     def run_split(self, context: cutlass.Constexpr, state: MmaState, count: Int32) -> MmaState:
         """Starts all products of a split; each has its own Q and its own O."""
         q, o = context.shared.ring("q"), context.shared.ring("o")
-        q.wait_full(state.q)
+        self.wait_queries(context, state.q)
         state = self.scores(context, state)
         o.wait_empty(state.o)
         for i in cutlass.range(1, count, unroll=1):
@@ -81,11 +82,19 @@ class MmaWarp:
         context.commit(o.full(state.o))
         return state._replace(q=q.next(state.q), o=o.next(state.o))
 
+    def wait_queries(self, context: MmaContext, q: PipelineState) -> None:
+        if self.spec.normalizes_q:
+            normalized = context.shared.ring("normalized")
+            normalized.wait_full(q)
+            normalized.release(q, cute.arch.thread_idx()[0] & 31)
+        else:
+            context.shared.ring("q").wait_full(q)
+
     def scores(self, context: MmaContext, state: MmaState) -> MmaState:
         """Starts S^T of the next tile of K."""
         spec, (kv, q, s) = self.spec, (context.shared.ring(name) for name in ("kv", "q", "s"))
         s.wait_empty(state.s)
-        descriptor = sm100.instruction_descriptor(spec.cols, spec.rows, spec.dtype, spec.dtype)
+        descriptor = sm100.instruction_descriptor(spec.cols, spec.rows, spec.operand, spec.operand)
         target = context.tmem + s.slot(state.s) * spec.rows
         ring_state = state.kv
         for piece in range(spec.pieces):
@@ -107,7 +116,7 @@ class MmaWarp:
         spec, kv, p = self.spec, context.shared.ring("kv"), context.shared.ring("p")
         p.wait_full(state.p)
         descriptor = sm100.instruction_descriptor(
-            spec.piece_dim, spec.rows, spec.dtype, spec.dtype, a_mn_major=True, b_mn_major=True
+            spec.piece_dim, spec.rows, spec.operand, spec.operand, a_mn_major=True, b_mn_major=True
         )
         steps = [(i * LINE, i * LINE) for i in range(0, spec.cols, STEP_ITEMS)]
         ring_state = state.kv
@@ -122,7 +131,7 @@ class MmaWarp:
         return state._replace(kv=ring_state, p=p.next(state.p))
 
     def wait_loaded(self, kv: Any, state: PipelineState) -> None:
-        """Waits for a slot. Its copies went through the generic proxy, as those of Q did before them. Also orders the
+        """Waits for a slot. Copies into it go through the generic proxy, as those of Q did before them. Also orders the
         products behind what softmax has done with tensor memory.
         """
         kv.wait_full(state)

@@ -5,7 +5,7 @@ the async proxy: the MMA warp fences between its wait and its products.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -19,12 +19,13 @@ from cute_attn.kernels.blocks.smem import CHUNK, swizzled
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.partition import Partition, Segment, kv_split
-from cute_attn.kernels.xqa.umma.smem import ITEM_BYTES
+from cute_attn.kernels.xqa.umma.smem import ITEM_BYTES, UmmaMemory
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.kernels.xqa.umma.work import first_tile, tile_count
 
 WARPS = 2  # with the others no more than eight, which leaves 255 registers for a thread
-PASS_ROWS = 4  # rows that a warp copies at once: eight lanes each
+LINE_CHUNKS = LINE // CHUNK
+PASS_ROWS = 32 // LINE_CHUNKS  # rows that a warp copies at once, eight lanes each
 
 
 class TokenPages(NamedTuple):
@@ -32,6 +33,58 @@ class TokenPages(NamedTuple):
 
     pages: list[Int32]
     offsets: list[Int32]  # of the tokens, within their pages
+
+
+@dataclass(frozen=True)
+class OperandLines:
+    """Slot of 16-bit rows as the products read them: columns of lines of all rows, swizzled."""
+
+    spec: XqaUmmaSpec
+    lanes: ClassVar[int] = LINE_CHUNKS  # that copy a row together, a chunk each
+    pitch: ClassVar[int] = LINE  # between rows
+
+    @property
+    def lines(self) -> int:
+        """Lines of a row."""
+        return self.spec.piece_dim * ITEM_BYTES // LINE
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.spec.piece_dim * ITEM_BYTES
+
+    def offset(self, row: Int32, chunk: Int32) -> Int32:
+        return swizzled(row, chunk, LINE)
+
+    def flipped(self, rows: int) -> int:
+        """Bits of an offset that differ `rows` rows later, a multiple of four, besides the pitch."""
+        return PASS_ROWS * CHUNK if rows // PASS_ROWS % 2 else 0
+
+
+@dataclass(frozen=True)
+class StagedRows:
+    """Slot of 8-bit rows, one behind the other."""
+
+    spec: XqaUmmaSpec
+    lines: ClassVar[int] = 1
+
+    @property
+    def lanes(self) -> int:
+        return self.pitch // CHUNK
+
+    @property
+    def pitch(self) -> int:
+        return self.spec.piece_dim
+
+    @property
+    def row_bytes(self) -> int:
+        return self.spec.piece_dim
+
+    def offset(self, row: Int32, chunk: Int32) -> Int32:
+        return row * self.pitch + chunk * CHUNK
+
+    def flipped(self, rows: int) -> int:
+        return 0
 
 
 @dataclass(frozen=True)
@@ -46,6 +99,7 @@ class TokenRows:
     table: Int64  # page ids of the request
     head: Int32
     thread: Int32  # of the producer warps
+    layout: OperandLines | StagedRows
 
     @property
     def warp_rows(self) -> int:
@@ -66,34 +120,35 @@ class TokenRows:
 
     def copy(self, operand: str, piece: int, tile: Int32, pages: TokenPages, slot: Int32) -> None:
         """Copies the warp's rows of a piece of K or V to a slot."""
-        p, request, lane = self.p, self.segment.request, self.thread & 31
+        p, request, lane, layout = self.p, self.segment.request, self.thread & 31, self.layout
         head_stride, page_stride, stride = (getattr(p, f"{operand}_stride_{name}") for name in ("h", "page", "n"))
-        row, chunk = lane >> 3, lane & 7
+        row, chunk = lane // layout.lanes, lane % layout.lanes
         first = (self.thread >> 5) * self.warp_rows + row
         start = getattr(p, operand) + Int64(self.head) * head_stride + Int64(chunk * CHUNK)
         places = [page * page_stride + offset * stride for page, offset in zip(pages.pages, pages.offsets, strict=True)]
         token = tile * self.spec.cols + first - request.first_token
         length = request.kv_len - request.first_token
-        target = slot + swizzled(first, chunk, LINE)
-        for i in range(0, self.warp_rows, PASS_ROWS):
+        target = slot + layout.offset(first, chunk)
+        for i in range(0, self.warp_rows, 32 // layout.lanes):
             source = isa.mad_wide(isa.shuffle(places[i // 32], row + i % 32), Int32(CHUNK), start)
             size = ptx.select(isa.less_unsigned(token + i, length), Int32(CHUNK), Int32(0))
-            shared = target ^ Int32(PASS_ROWS * CHUNK) if i // PASS_ROWS % 2 else target
-            for line in range(self.spec.piece_dim * ITEM_BYTES // LINE):
-                offset = piece * self.spec.piece_dim * ITEM_BYTES + line * LINE
-                ptx.cp_async_16(shared, line * self.spec.cols * LINE + i * LINE, source, offset, size)
+            shared = target ^ Int32(layout.flipped(i)) if layout.flipped(i) else target
+            for line in range(layout.lines):
+                offset = piece * layout.row_bytes + line * LINE
+                ptx.cp_async_16(shared, line * self.spec.cols * LINE + i * layout.pitch, source, offset, size)
 
 
 class ProducerWarps:
     """Role of the producer warps."""
 
-    def __init__(self, spec: XqaUmmaSpec) -> None:
-        self.spec = spec
-        self.role = WarpRole("producer", WARPS, fills={"kv": 32 * WARPS, "q": 32 * WARPS})
+    def __init__(self, spec: XqaUmmaSpec, memory: UmmaMemory) -> None:
+        self.spec, self.memory = spec, memory
+        self.layout = (StagedRows if spec.staged else OperandLines)(spec)
+        self.role = WarpRole("producer", WARPS, fills={memory.loaded_ring: 32 * WARPS, "q": 32 * WARPS})
 
     @cute.jit
     def run(self, p: Any, shared: cutlass.Constexpr, thread: Int32) -> None:
-        """Fills "q" and "kv" for all segments of the CTA."""
+        """Loads Q, K and V of all segments of the CTA."""
         partition = Partition(p, self.spec.cols)
         share, segment = partition.first_segment()
         q, kv = start(), start()
@@ -102,9 +157,9 @@ class ProducerWarps:
             if split.begin < split.end:
                 q = self.load_queries(p, shared.ring("q"), q, partition.rows(segment, self.spec.rows), thread)
                 table = isa.mad_wide(segment.first_page, Int32(4), p.table)
-                rows = TokenRows(self.spec, p, segment, table, partition.head(segment), thread)
+                rows = TokenRows(self.spec, p, segment, table, partition.head(segment), thread, self.layout)
                 first = first_tile(segment, split, self.spec.cols)
-                kv = self.load_split(rows, shared.ring("kv"), kv, first, tile_count(split))
+                kv = self.load_split(rows, shared.ring(self.memory.loaded_ring), kv, first, tile_count(split))
             segment = partition.next_segment(segment)
 
     @cute.jit

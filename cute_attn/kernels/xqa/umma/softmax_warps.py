@@ -40,6 +40,7 @@ class SoftmaxState(NamedTuple):
     s: PipelineState
     p: PipelineState
     o: PipelineState
+    q: PipelineState
     totals: list[Float32]
     unset: Boolean
     search: Boolean
@@ -65,7 +66,8 @@ class SoftmaxWarps:
 
     def __init__(self, spec: XqaUmmaSpec, memory: UmmaMemory) -> None:
         self.spec, self.memory = spec, memory
-        self.role = WarpRole("softmax", SOFTMAX_WARPS, fills={"p": SOFTMAX_WARPS}, reads=("s", "o"))
+        normalized = ("normalized",) if spec.normalizes_q else ()
+        self.role = WarpRole("softmax", SOFTMAX_WARPS, fills={"p": SOFTMAX_WARPS}, reads=("s", "o", *normalized))
 
     @property
     def chunks(self) -> range:
@@ -90,7 +92,8 @@ class SoftmaxWarps:
             split = kv_split(segment, share)
             if split.active:
                 rows = partition.rows(segment, self.spec.rows)
-                context = SoftmaxContext(shared, tmem, scale, TokenMask(p, rows, segment, self.spec))
+                factor = self.score_factor(shared, state, split)
+                context = SoftmaxContext(shared, tmem, scale * factor, TokenMask(p, rows, segment, self.spec))
                 first = first_tile(segment, split, self.spec.cols)
                 for i in cutlass.range(0, tile_count(split), unroll=1):
                     state = self.step(context, state, (first + i) * self.spec.cols, i > 0)
@@ -105,13 +108,27 @@ class SoftmaxWarps:
 
     def start(self) -> SoftmaxState:
         totals = [Float32(0.0) for _ in range(self.spec.rows)]
-        return SoftmaxState(start(), start(), start(), totals, Boolean(True), Boolean(True))
+        return SoftmaxState(start(), start(), start(), start(), totals, Boolean(True), Boolean(True))
 
     def next_segment(self, shared: UmmaShared, state: SoftmaxState, split: KvSplit) -> SoftmaxState:
-        o = PipelineState(
-            ptx.select(tile_count(split) > 0, shared.ring("o").next(state.o).index_phase, state.o.index_phase)
+        o, q = (
+            PipelineState(ptx.select(tile_count(split) > 0, ring.next(at).index_phase, at.index_phase))
+            for ring, at in ((shared.ring("o"), state.o), (shared.ring("q"), state.q))
         )
-        return self.start()._replace(s=state.s, p=state.p, o=o)
+        return self.start()._replace(s=state.s, p=state.p, o=o, q=q)
+
+    @cute.jit
+    def score_factor(self, shared: cutlass.Constexpr, state: SoftmaxState, split: KvSplit) -> Float32:
+        """Returns the factor from products to scores of a segment."""
+        factor = Float32(1.0)
+        if cutlass.const_expr(self.spec.normalizes_q):  # noqa: SIM102  (one when tracing, one at run time)
+            if split.begin < split.end:
+                ring = shared.ring("normalized")
+                ring.wait_full(state.q)
+                factor = ptx.ld_shared_f32(shared.scratch("q_factors") + ring.slot(state.q) * 4)
+                ptx.sync_warp()
+                ring.release(state.q, thread_index() & 31)
+        return factor
 
     @cute.jit
     def clear_shifts(self, shared: cutlass.Constexpr) -> None:
@@ -184,7 +201,7 @@ class SoftmaxWarps:
         """Stores this token's probabilities to its line."""
         line = slot + swizzled(thread_index(), Int32(0), LINE)
         for i in range(0, len(p), 8):
-            words = [ptx.pack_16(self.spec.dtype, p[j], p[j + 1]) for j in range(i, i + 8, 2)]
+            words = [ptx.pack_16(self.spec.operand, p[j], p[j + 1]) for j in range(i, i + 8, 2)]
             ptx.st_shared_v4(line ^ Int32(i // 8 * CHUNK), 0, words)
 
     # --- anchors ----------------------------------------------------------------------------------------------------

@@ -25,23 +25,39 @@ class XqaUmmaSpec(KernelSpec):
     warps: ClassVar[int] = 1  # softmax states of a CTA
     team: ClassVar[int] = 1
     dtype: str  # of q
-    kv_dtype: str  # "": that of q
+    kv_dtype: str  # "": that of q; or of 8 bits
     out_dtype: str
     head_dim: int
     tree: bool = False  # mask bits decide which draft tokens a row sees, instead of causality
     rows: int = 16
-    stages: int = 4  # slots of K and V: 128 tokens of up to 128 head dims each
+    stages: int = 4  # slots of operands of K and V: 128 tokens of up to 128 head dims each
+    staged: int = 0  # slots of the same as stored, with 8 bits
 
     def __post_init__(self) -> None:
         rules = {
             f"head_dim must be one of {HEAD_DIMS}": self.head_dim in HEAD_DIMS,
             f"rows must be one of {ROWS}": self.rows in ROWS,
-            "k and v must have the dtype of q": KV_BITS[self.kv_dtype] == 16,
-            "stages must hold a tile of K and one of V": self.stages >= 2 * self.pieces,
+            "k and v must have 16 or 8 bits": self.kv_bits in (16, 8),
+            "stages must be 2 or more": self.stages >= 2,
+            "k and v of 8 bits are staged, others are not": (self.staged > 0) == (self.kv_bits == 8),
         }
         for rule, holds in rules.items():
             if not holds:
                 raise ValueError(f"{self}: {rule}")
+
+    @property
+    def kv_bits(self) -> int:
+        return KV_BITS[self.kv_dtype]
+
+    @property
+    def operand(self) -> str:
+        """Dtype of the operands: fp8 becomes fp16, which takes one instruction per pair; to bf16 it would be four."""
+        return self.dtype if self.kv_bits == 16 else "float16"
+
+    @property
+    def normalizes_q(self) -> bool:
+        """Whether rows of q are converted to the dtype of the operands."""
+        return self.dtype != self.operand
 
     @property
     def piece_dim(self) -> int:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from cute_attn.kernels.xqa.umma.smem import UmmaMemory
 from cute_attn.kernels.xqa.umma.spec import HEAD_DIMS, ROWS, XqaUmmaSpec
 from cute_attn.runtime.arch import Arch
 
 ARCHS = ("sm_100a", "sm_103a")
-KV_DTYPES = ("",)
+KV_DTYPES = ("", "float8_e4m3fn", "float8_e5m2")
 # Packed rows with which the kernel on mma.sync reads the keys once. Beyond, it reads them again for every block of as
 # many rows: at head dim 128 it takes 14 issue slots per token and block, this kernel 10 to 17 in all; HBM takes 70.
 ONE_READ_ROWS = {64: 16, 128: 16, 256: 8}
@@ -30,6 +28,7 @@ def choose(
     """Choose the kernel: the fewest rows that hold all, or blocks of the most, and all slots that fit."""
     most = MAX_ROWS[head_dim]
     rows = next((rows for rows in ROWS if packed_rows <= rows <= most), most)
-    least = XqaUmmaSpec(q_dtype, kv_dtype, out_dtype, head_dim, tree, rows, 4)
-    specs = [dataclasses.replace(least, stages=stages) for stages in range(MAX_STAGES, 3, -1)]
+    counts = range(MAX_STAGES, 0, -1)
+    slots = [(2, staged) for staged in counts] if kv_dtype else [(stages, 0) for stages in counts[:-1]]
+    specs = [XqaUmmaSpec(q_dtype, kv_dtype, out_dtype, head_dim, tree, rows, *numbers) for numbers in slots]
     return next(spec for spec in specs if UmmaMemory(spec).bytes <= arch.smem_limit)
