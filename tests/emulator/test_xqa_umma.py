@@ -49,6 +49,15 @@ CASES = {
     "fp8 outputs, scales on the device": (
         3, XqaCase((400, 3), heads=(16, 2), q_len=3, bmm1_scale=0.0, out="e4m3", device_scales=True, bmm2_scale=-3.0)
     ),
+    "fp8 caches, rows of q to fp16": (
+        3, XqaCase((300, 7, 0, 129), kv="e4m3", heads=(40, 2), window_left=150, sinks=True)
+    ),
+    "fp8 caches, head dim 64, fp16 q": (1, XqaCase((300, 130), "e5m2", "fp16", (20, 1), 64, page_size=1, seed=2)),
+    "fp8 caches, head dim 256": (3, XqaCase((300, 129), kv="e4m3", heads=(24, 1), head_dim=256, bmm1_scale=-3.0)),
+    "fp8 caches, 64 rows under a tree": (
+        3, XqaCase((400, 150), kv="e4m3", heads=(8, 1), q_len=9, mask=True, page_size=3, bmm1_scale=-2.0)
+    ),
+    "fp8 caches, more requests than lanes": (2, XqaCase(tuple(range(1, 40)), kv="e4m3", heads=(17, 1), head_dim=64)),
 }  # fmt: skip
 
 
@@ -117,9 +126,11 @@ def test_other_problems_run_on_the_other_kernel() -> None:
 
 @pytest.mark.parametrize("arch", tiles.ARCHS)
 def test_rows_of_the_tile_table(arch: str) -> None:
-    """Few rows are padded, many are cut into blocks; slots leave 64 KB in flight while a tile is computed."""
+    """Few rows are padded, many are cut into blocks; slots leave 64 KB in flight while K of a tile is read."""
     for head_dim, most in tiles.MAX_ROWS.items():
         for packed_rows in (16, 17, 33, 65, 1000):
             spec = tiles.choose("bfloat16", "", "bfloat16", head_dim, packed_rows, False, named(arch))
-            assert min(packed_rows, most) <= spec.rows <= most
+            fp8 = tiles.choose("bfloat16", "float8_e4m3fn", "bfloat16", head_dim, packed_rows, False, named(arch))
+            assert min(packed_rows, most) <= spec.rows == fp8.rows <= most
             assert (spec.stages - spec.pieces) * 128 * spec.piece_dim * 2 >= 64 << 10
+            assert fp8.staged * 128 * spec.piece_dim >= 64 << 10

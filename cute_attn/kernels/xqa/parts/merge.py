@@ -22,6 +22,8 @@ from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share
 from cute_attn.kernels.xqa.parts.team import LoneWarp, WarpTeam
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
+from cute_attn.kernels.xqa.umma.smem import UmmaMemory
+from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 
 VECTOR_WIDTH = 4  # output dims that a thread merges at once
 VECTORS_PER_LANE = 4  # of a partial, loaded at once by a lane: 4 x 16 bytes, for two partials
@@ -56,8 +58,8 @@ def merge_states(parts: list[SoftmaxState]) -> SoftmaxState:
 class Merge:
     """Merge of one segment's warps and KV splits, and its epilogue."""
 
-    spec: XqaSpec
-    memory: XqaMemory
+    spec: XqaSpec | XqaUmmaSpec
+    memory: XqaMemory | UmmaMemory
     team: LoneWarp | WarpTeam
     p: Any  # XqaParams
     base: Int32  # shared memory
@@ -199,9 +201,8 @@ class Merge:
 
     @property
     def vectors_per_lane(self) -> int:
-        crowded = self.spec.warps * (self.spec.ctas + self.spec.guests) > 8  # leaves fewer registers per thread
-        vectors = VECTORS_PER_LANE if crowded or self.team.size > 1 else 2 * VECTORS_PER_LANE
-        return min(vectors, self.spec.rows * self.vectors_per_row // self.lanes)
+        """Vectors of a partial that a lane loads at once."""
+        raise NotImplementedError
 
     @cute.jit
     def reduce_partials(self, rows: PackedRows, first: Int32, count: Int32, start: Int32) -> None:

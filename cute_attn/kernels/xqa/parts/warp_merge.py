@@ -9,14 +9,18 @@ from cutlass import Float32, Int32
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.formats import Kv4Bit, Kv8Bit, Kv16Bit
-from cute_attn.kernels.xqa.parts.merge import Merge
+from cute_attn.kernels.xqa.parts.merge import VECTORS_PER_LANE, Merge
 from cute_attn.kernels.xqa.parts.softmax import Running, reduce_column
+from cute_attn.kernels.xqa.smem import XqaMemory
+from cute_attn.kernels.xqa.spec import XqaSpec
 
 
 @dataclass(frozen=True)
 class WarpMerge(Merge):
     """Merge of states in registers, which warps publish first."""
 
+    spec: XqaSpec
+    memory: XqaMemory
     format: Kv16Bit | Kv8Bit | Kv4Bit
 
     @cute.jit
@@ -56,3 +60,9 @@ class WarpMerge(Merge):
             for slot in cutlass.range_constexpr(2 * self.spec.row_blocks):
                 row = lane * 2 + (slot // 2 * 8 + slot % 2)
                 ptx.st_shared_v2_f32(stats + row * 8, 0, [maximum[slot], totals[slot]])
+
+    @property
+    def vectors_per_lane(self) -> int:
+        crowded = self.spec.warps * (self.spec.ctas + self.spec.guests) > 8  # leaves fewer registers per thread
+        vectors = VECTORS_PER_LANE if crowded or self.team.size > 1 else 2 * VECTORS_PER_LANE
+        return min(vectors, self.spec.rows * self.vectors_per_row // self.lanes)

@@ -35,7 +35,7 @@ WARPS = 4
 THREADS = 32 * WARPS
 TRANSFORM_WARP = 8
 BARRIER = 3  # named, of the transform warps
-SOFTMAX_REGISTERS, OTHER_REGISTERS = 232, 136  # of a thread; a launch of 12 warps gives each 168
+SOFTMAX_REGISTERS, OTHER_REGISTERS = 248, 128  # of a thread; a launch of 12 warps gives each 168
 
 
 class TransformWarps:
@@ -55,7 +55,7 @@ class TransformWarps:
         rows = StoredRows(
             self.spec.piece_dim * 2 // 128, self.spec.piece_dim, Fp8(self.spec.operand, self.spec.kv_dtype, native=True)
         )
-        dequant = Fp8KvDequant(self.memory, warp, lane, WARPS, rows, rows)
+        dequant = Fp8KvDequant(self.spec.cols, warp, lane, WARPS, rows, rows)
         staged, kv, q = start(), start(), start()
         while partition.overlaps(segment, share):
             count = tile_count(kv_split(segment, share))

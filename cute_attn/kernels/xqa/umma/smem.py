@@ -54,11 +54,6 @@ class UmmaMemory:
         return SmemMap(rings, scratch)
 
     @property
-    def tile(self) -> XqaUmmaSpec:
-        """What has the tokens of a tile, as `Fp8KvDequant` reads them."""
-        return self.spec
-
-    @property
     def loaded_ring(self) -> str:
         """Ring into which K and V are loaded."""
         return "staged" if self.spec.staged else "kv"
