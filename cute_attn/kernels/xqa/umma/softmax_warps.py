@@ -35,15 +35,23 @@ OUTPUT_COLUMNS = 16  # of O^T that are loaded at a time
 class SoftmaxState(NamedTuple):
     """Pipeline states, this thread's sums per column, whether the column of this thread's number has no anchor yet, and
     whether any has none.
+
+    Rings of one slot move on with a ring of two: their states take no registers.
     """
 
     s: PipelineState
-    p: PipelineState
-    o: PipelineState
     q: PipelineState
     totals: list[Float32]
     unset: Boolean
     search: Boolean
+
+    @property
+    def p(self) -> PipelineState:
+        return PipelineState(self.s.index_phase & 1)
+
+    @property
+    def o(self) -> PipelineState:
+        return PipelineState(self.q.index_phase & 1)
 
 
 @dataclass(frozen=True)
@@ -83,11 +91,11 @@ class SoftmaxWarps:
         """Processes all segments of the CTA."""
         partition = Partition(p, self.spec.cols)
         share, segment = partition.first_segment()
-        scale, merge = log2_scale(p, 1.0), self.merge(p, shared)
+        scale = log2_scale(p, 1.0)
         tmem = tmem + cute.arch.make_warp_uniform(thread_index() >> 5) * sm100.WARP_LANES
         state = self.start()
         self.clear_shifts(shared)
-        merge.sync()
+        tma.named_sync(Int32(SYNC_BARRIER), THREADS)
         while partition.overlaps(segment, share):
             split = kv_split(segment, share)
             if split.active:
@@ -97,6 +105,7 @@ class SoftmaxWarps:
                 first = first_tile(segment, split, self.spec.cols)
                 for i in cutlass.range(0, tile_count(split), unroll=1):
                     state = self.step(context, state, (first + i) * self.spec.cols, i > 0)
+                merge = self.merge(p, shared)  # here, so that its scale is in no register before
                 self.publish(context, merge, state, split)
                 merge.write(rows, segment, share, split)
                 merge.sync()  # before the next segment's outputs
@@ -108,14 +117,12 @@ class SoftmaxWarps:
 
     def start(self) -> SoftmaxState:
         totals = [Float32(0.0) for _ in range(self.spec.rows)]
-        return SoftmaxState(start(), start(), start(), start(), totals, Boolean(True), Boolean(True))
+        return SoftmaxState(start(), start(), totals, Boolean(True), Boolean(True))
 
     def next_segment(self, shared: UmmaShared, state: SoftmaxState, split: KvSplit) -> SoftmaxState:
-        o, q = (
-            PipelineState(ptx.select(tile_count(split) > 0, ring.next(at).index_phase, at.index_phase))
-            for ring, at in ((shared.ring("o"), state.o), (shared.ring("q"), state.q))
-        )
-        return self.start()._replace(s=state.s, p=state.p, o=o, q=q)
+        following = shared.ring("q").next(state.q)
+        index_phase = ptx.select(tile_count(split) > 0, following.index_phase, state.q.index_phase)
+        return self.start()._replace(s=state.s, q=PipelineState(index_phase))
 
     @cute.jit
     def score_factor(self, shared: cutlass.Constexpr, state: SoftmaxState, split: KvSplit) -> Float32:
@@ -168,7 +175,7 @@ class SoftmaxWarps:
         ptx.sync_warp()
         if thread_index() & 31 == 0:
             tma.barrier_arrive(p.full(state.p))
-        return state._replace(s=s.next(state.s), p=p.next(state.p), totals=totals)
+        return state._replace(s=s.next(state.s), totals=totals)
 
     @cute.jit
     def exponents(self, context: cutlass.Constexpr, s: PipelineState, first_token: Int32) -> list[Float32]:
