@@ -13,6 +13,8 @@ from cute_attn.emulator.machine import Schedule
 from cute_attn.kernels.xqa.umma import tiles
 from cute_attn.runtime.arch import named
 from tests.emulator.test_xqa import SCHEDULES, decode
+from tests.support import batch_case
+from tests.support.batch_case import E4M3, BatchCase, heads
 from tests.support.xqa_case import Built, XqaCase, build
 
 ARCH = "sm_100a"
@@ -96,6 +98,24 @@ def test_scores_that_rise_from_tile_to_tile() -> None:
     built.arguments["query"][:, ::2] /= 64
     built.query[:, ::2] /= 64
     assert solve(built, 1, "adversarial") == ""
+
+
+BATCHES = (
+    batch_case.decode((300, 33, 0), page_size=5, cache="strided", window_left=200, sinks=True, **heads(34, 2)),
+    batch_case.decode((200, 2), kv_dtype=E4M3, q_len=5, k_scale=1.5, v_scale=-1.25, tensor_scales=True, **heads(8, 2)),
+)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: batch.id)
+def test_batch_wrapper(batch: BatchCase) -> None:
+    inputs = batch_case.make(batch)
+    with emulator.using(ARCH, kernels="xqa", schedule=Schedule("adversarial", 1), sms=3) as emulation:
+        planned = batch_case.wrapper(batch, inputs.q.device, backend="emulator")
+        planned.plan(**batch_case.plan_arguments(batch, inputs))
+        out, lse = batch_case.call(batch, inputs, planned)
+    assert batch_case.check(batch, inputs, out, lse).ok
+    assert [record.spec["kernel"] for record in emulation.records] == ["xqa_umma"]
 
 
 FAULTS = {
