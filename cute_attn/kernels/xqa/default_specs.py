@@ -21,7 +21,7 @@ OTHERS = (
 
 
 def default_specs(arch: Arch) -> list[XqaSpec | XqaUmmaSpec]:
-    """Kernels that most programs need: bf16 queries over every cache dtype, without a tree, and of many rows with one."""
+    """Kernels that most programs need: bf16 queries over every cache dtype, without a tree; of many rows with one."""
     keys = itertools.product((*ALL, *OTHERS), (True, False))
     specs = (choose("bfloat16", kv, "bfloat16", head_dim, rows, False, few, arch) for (head_dim, kv, rows), few in keys)
     return list(dict.fromkeys([*specs, *umma_specs(arch)]))
