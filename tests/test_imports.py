@@ -74,7 +74,7 @@ def folder(module: str) -> str:
         return "kernels.blocks.data"
     if parts[1] not in FAMILIES or len(parts) == 2:
         return ".".join(parts[:2])
-    kind = "spec" if parts[2] in SPEC_FILES else parts[2] if parts[2] in ("parts", "host") else "kernel"
+    kind = parts[2] if parts[2] in ("parts", "host") else "spec" if parts[-1] in SPEC_FILES else "kernel"
     return f"kernels.{parts[1]}.{kind}"
 
 

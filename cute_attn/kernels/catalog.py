@@ -19,12 +19,12 @@ from cute_attn.kernels.fa4.spec import BlackwellTile, Fa4Spec
 from cute_attn.kernels.fa4.tiles import ARCHS as FA4_ARCHS
 from cute_attn.kernels.xqa.default_specs import default_specs as xqa_specs
 from cute_attn.kernels.xqa.spec import XqaSpec
+from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.runtime.arch import named
 from cute_attn.runtime.spec import KernelSpec
 
-SPEC_TYPES: dict[str, type[KernelSpec]] = {
-    cls.kernel: cls for cls in (Fa2Spec, Fa3Spec, Fa4Spec, CombineSpec, XqaSpec, AppendSpec)
-}
+_SPECS = (Fa2Spec, Fa3Spec, Fa4Spec, CombineSpec, XqaSpec, XqaUmmaSpec, AppendSpec)
+SPEC_TYPES: dict[str, type[KernelSpec]] = {cls.kernel: cls for cls in _SPECS}
 TILE_TYPES: dict[type[KernelSpec], Callable[..., Any]] = {Fa2Spec: Tile, Fa3Spec: HopperTile, Fa4Spec: BlackwellTile}
 
 

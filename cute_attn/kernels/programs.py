@@ -8,6 +8,7 @@ from cute_attn.kernels.fa2.spec import Fa2Spec
 from cute_attn.kernels.fa3.spec import Fa3Spec
 from cute_attn.kernels.fa4.spec import Fa4Spec
 from cute_attn.kernels.xqa.spec import XqaSpec
+from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.runtime.spec import KernelSpec, Program
 
 
@@ -31,6 +32,8 @@ def program(spec: KernelSpec, arch: str) -> Program:
         from cute_attn.kernels.append.kernel import AppendProgram
 
         return AppendProgram(spec, arch)
+    if isinstance(spec, XqaUmmaSpec):
+        return _xqa_umma_program(spec, arch)
     raise TypeError(f"no program for {spec!r}")
 
 
@@ -42,6 +45,16 @@ def _fa2_program(spec: Fa2Spec, arch: str) -> Program:
     from cute_attn.kernels.fa2.kernel import Fa2Program
 
     return Fa2Program(spec, arch)
+
+
+def _xqa_umma_program(spec: XqaUmmaSpec, arch: str) -> Program:
+    if spec.staged:
+        from cute_attn.kernels.xqa.umma.fp8 import Fp8UmmaProgram
+
+        return Fp8UmmaProgram(spec, arch)
+    from cute_attn.kernels.xqa.umma.kernel import XqaUmmaProgram
+
+    return XqaUmmaProgram(spec, arch)
 
 
 def _fa3_program(spec: Fa3Spec, arch: str) -> Program:

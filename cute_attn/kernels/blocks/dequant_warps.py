@@ -38,7 +38,7 @@ class DequantWarps(TransformWarps):
         memory, stored = self.memory, self.spec.kv_dtype
         k = StoredRows(memory.qk_columns, memory.staged_k_pitch, Fp8(OPERAND, stored, native=True))
         v = StoredRows(memory.vo_columns, memory.staged_v_pitch, Fp8(OPERAND, stored, native=True))
-        return Fp8KvDequant(memory, warp, lane, self.warps, k, v, self.groups)
+        return Fp8KvDequant(memory.tile.cols, warp, lane, self.warps, k, v, self.groups)
 
     def initial_state(self) -> KvState:
         return KvState(OperandState(start(), start()), OperandState(start(), start()))

@@ -16,7 +16,6 @@ from cutlass import Float32, Int32
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.dequant import Fp8
 from cute_attn.kernels.blocks.smem import CHUNK
-from cute_attn.kernels.blocks.smem_map import TileMemory
 from cute_attn.kernels.formats import LINE
 
 OPERAND = "float16"
@@ -63,7 +62,7 @@ class StoredRows:
 class Fp8KvDequant:
     """Dequantization of staged tiles by the transform warps."""
 
-    memory: TileMemory
+    cols: int  # rows of a tile
     warp: Int32
     lane: Int32
     warps: int
@@ -76,7 +75,7 @@ class Fp8KvDequant:
         """Dequantizes a tile, eight rows at a time. Odd rows take an even number of columns in swapped order: 8
         adjacent lanes then differ in bank, for reads and writes.
         """
-        cols, columns, pitch = self.memory.tile.cols, rows.columns, rows.pitch
+        cols, columns, pitch = self.cols, rows.columns, rows.pitch
         row, quarter = self.lane >> 2, self.lane & 3
         read, write = source + row * pitch + quarter * CHUNK, target + row * LINE + ((2 * quarter) ^ row) * CHUNK
         swapped = (row & 1) * (1 - columns % 2)
@@ -101,7 +100,7 @@ class Fp8KvDequant:
         the rows that it will read itself.
         """
         chunks = rows.pitch // CHUNK
-        for i in cutlass.range(self.warp, self.memory.tile.cols // SWIZZLE_ROWS, self.warps, unroll=1):
+        for i in cutlass.range(self.warp, self.cols // SWIZZLE_ROWS, self.warps, unroll=1):
             for j in cutlass.range_constexpr(SWIZZLE_ROWS * chunks // 32):
                 chunk = i * (SWIZZLE_ROWS * chunks) + 32 * j + self.lane
                 if chunk >= first * chunks:

@@ -9,7 +9,7 @@ from cutlass import Int32
 
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.roles import WarpRole, empty_arrivals, full_arrivals
-from cute_attn.kernels.blocks.smem_map import RECORD_BYTES, TileMemory
+from cute_attn.kernels.blocks.smem_map import RECORD_BYTES, SmemMap, TileMemory
 
 
 class PipelineState(NamedTuple):
@@ -79,6 +79,19 @@ class Ring:
         return PipelineState(ptx.select(state.index_phase == 0, Int32(2 * self.stages), state.index_phase) - 1)
 
 
+def rings_at(layout: SmemMap, base: Int32) -> dict[str, Ring]:
+    """Returns the rings of shared memory from `base`, by name."""
+    return {
+        ring.name: Ring(
+            ring.stages,
+            ring.slot_bytes,
+            base + Int32(layout.offset(ring.name)),
+            base + Int32(layout.barriers(ring.name)),
+        )
+        for ring in layout.rings
+    }
+
+
 @dataclass(frozen=True)
 class SmemRings:
     """Rings of a CTA by name, the records of its query tiles and its scratch regions."""
@@ -92,15 +105,7 @@ class SmemRings:
     @classmethod
     def of(cls, memory: TileMemory, base: Int32) -> "SmemRings":
         layout = memory.map
-        rings = {
-            ring.name: Ring(
-                ring.stages,
-                ring.slot_bytes,
-                base + Int32(layout.offset(ring.name)),
-                base + Int32(layout.barriers(ring.name)),
-            )
-            for ring in layout.rings
-        }
+        rings = rings_at(layout, base)
         staged_k, staged_v = (rings[memory.loaded_ring(operand)] for operand in ("k", "v"))
         records = base + Int32(layout.offset("records"))
         scratch = {part.name: base + Int32(layout.offset(part.name)) for part in layout.scratch}

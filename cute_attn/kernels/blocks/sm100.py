@@ -23,10 +23,12 @@ _OPERAND_TYPE = {"float16": 0, "bfloat16": 1, "float8_e4m3fn": 0, "float8_e5m2":
 # --- products -------------------------------------------------------------------------------------------------------
 
 
-def instruction_descriptor(m: int, n: int, a_dtype: str, b_dtype: str, *, b_mn_major: bool = False) -> int:
+def instruction_descriptor(
+    m: int, n: int, a_dtype: str, b_dtype: str, *, a_mn_major: bool = False, b_mn_major: bool = False
+) -> int:
     """Returns the descriptor of D(m, n) in fp32 from A and B, K-major unless said otherwise."""
     types = _OPERAND_TYPE[a_dtype] << 7 | _OPERAND_TYPE[b_dtype] << 10
-    return 1 << 4 | types | int(b_mn_major) << 16 | n >> 3 << 17 | m >> 4 << 24
+    return 1 << 4 | types | int(a_mn_major) << 15 | int(b_mn_major) << 16 | n >> 3 << 17 | m >> 4 << 24
 
 
 def matrix_descriptor(address: Int32, leading_bytes: int = 16) -> Int64:
@@ -56,8 +58,9 @@ def mma_smem(
     steps: Sequence[tuple[int, int]],
     elected: Int32,
     ctas: int = 1,
+    accumulate: Boolean | bool = False,
 ) -> None:
-    """Starts D = A B with both operands in shared memory; `steps`: (a, b) byte offsets of the parts of the sum.
+    """Starts D (+)= A B with both operands in shared memory; `steps`: (a, b) byte offsets of the parts of the sum.
 
     Called by a converged warp; the elected thread issues. `ctas` 2: of the leader of a pair, whose CTAs hold half of
     the rows of A and D, and half of the N of B, each at the same addresses.
@@ -66,8 +69,11 @@ def mma_smem(
     for i, (a_step, b_step) in enumerate(steps):
         lines.append(f"add.s64 da, $1, {a_step >> 4}; add.s64 db, $2, {b_step >> 4};")
         lines.append(f"@e tcgen05.mma.cta_group::{ctas}.kind::{kind} [$0], da, db, w, {'one' if i else 'zero'};")
-    declared = ".reg .b64 da, db; .reg .pred zero, one; setp.ne.s32 one, 1, 0; setp.ne.s32 zero, 0, 0;"
-    asm(_products(declared, "$3", descriptor, lines), [], [d, a, b, elected])
+    known = isinstance(accumulate, bool)
+    first = str(int(accumulate)) if known else "$4"
+    declared = f".reg .b64 da, db; .reg .pred zero, one; setp.ne.s32 one, 1, 0; setp.ne.s32 zero, {first}, 0;"
+    operands = [d, a, b, elected] if known else [d, a, b, elected, Int32(accumulate)]
+    asm(_products(declared, "$3", descriptor, lines), [], operands)
 
 
 def mma_tmem(

@@ -13,11 +13,12 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm100
+from cute_attn.kernels.blocks.column_words import hide
 from cute_attn.kernels.blocks.pipeline import PipelineState
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.fa4.parts.exp2 import PairSums
 from cute_attn.kernels.fa4.parts.rescale import rescale
-from cute_attn.kernels.fa4.parts.row_masks import Word, hide
+from cute_attn.kernels.fa4.parts.row_masks import Word
 from cute_attn.kernels.fa4.parts.umma import CHUNK_COLUMNS
 from cute_attn.kernels.fa4.softmax_warps import RowState, SoftmaxContext, SoftmaxWarps
 

@@ -7,6 +7,9 @@ import itertools
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.xqa.spec import HEAD_DIMS, XqaSpec
 from cute_attn.kernels.xqa.tiles import Segments, choose
+from cute_attn.kernels.xqa.umma import tiles as umma_tiles
+from cute_attn.kernels.xqa.umma.spec import HEAD_DIMS as UMMA_HEAD_DIMS
+from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.runtime.arch import Arch
 
 ALL = tuple(itertools.product(HEAD_DIMS, KV_BITS, (8, 16)))
@@ -17,9 +20,21 @@ OTHERS = (
 )
 
 
-def default_specs(arch: Arch) -> list[XqaSpec]:
-    """Kernels that most programs need: bf16 queries over every cache dtype, without a tree."""
+def default_specs(arch: Arch) -> list[XqaSpec | XqaUmmaSpec]:
+    """Kernels that most programs need: bf16 queries over every cache dtype, without a tree; of many rows with one."""
     segments: tuple[Segments, ...] = ("few", "many", "short")
     keys = itertools.product((*ALL, *OTHERS), segments)
     specs = (choose("bfloat16", kv, "bfloat16", head_dim, rows, False, of, arch) for (head_dim, kv, rows), of in keys)
-    return list(dict.fromkeys(specs))
+    return list(dict.fromkeys([*specs, *umma_specs(arch)]))
+
+
+def umma_specs(arch: Arch) -> list[XqaUmmaSpec]:
+    """Kernels on tcgen05, where an architecture has it."""
+    if arch.name not in umma_tiles.ARCHS:
+        return []
+    keys = itertools.product(UMMA_HEAD_DIMS, ("", "float8_e4m3fn"), (16, 32, 64), (False, True))
+    return [
+        umma_tiles.choose("bfloat16", kv, "bfloat16", dim, rows, tree, arch)
+        for dim, kv, rows, tree in keys
+        if umma_tiles.supports(kv, dim, rows, arch) and rows <= umma_tiles.MAX_ROWS[dim]
+    ]

@@ -18,9 +18,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.epilogue import FinalEpilogue
-from cute_attn.kernels.blocks.rows import Divisor, PackedRows
-from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, zeros
+from cute_attn.kernels.blocks.rows import PackedRows
+from cute_attn.kernels.blocks.scalars import shared_memory, zeros
 from cute_attn.kernels.blocks.smem import swizzled_offset
 from cute_attn.kernels.xqa.parts import formats
 from cute_attn.kernels.xqa.parts import instructions as isa
@@ -29,8 +28,10 @@ from cute_attn.kernels.xqa.parts.merge import Merge
 from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages, chunk_offset
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share, kv_split, make_partition
 from cute_attn.kernels.xqa.parts.queries import Queries, QueryRows
+from cute_attn.kernels.xqa.parts.scales import final_epilogue, log2_scale
 from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax, Running
 from cute_attn.kernels.xqa.parts.team import make_team
+from cute_attn.kernels.xqa.parts.warp_merge import WarpMerge
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
 from cute_attn.runtime.arch import named
@@ -184,12 +185,10 @@ class XqaProgram:
 
     # --- components -------------------------------------------------------------------------------------------------
 
-    def merge_and_queries(self, p: XqaParams) -> tuple[Merge, QueryRows]:
-        device_scales = device_scale(p.scale_ptr) * device_scale(p.more_scale_ptr)
-        scale = p.scale * device_scales * Float32(ptx.LOG2E * self.format.dequant_factor)
-        v_scale = p.v_scale * device_scale(p.v_scale_ptr) * Float32(self.format.dequant_factor)
-        epilogue = FinalEpilogue(p.sinks, v_scale, p.lse_scale)
-        merge = Merge(self.spec, self.memory, self.team, self.format, p, shared_memory(), epilogue)
+    def merge_and_queries(self, p: XqaParams) -> tuple[WarpMerge, QueryRows]:
+        scale = log2_scale(p, self.format.dequant_factor)
+        epilogue = final_epilogue(p, self.format.dequant_factor)
+        merge = WarpMerge(self.spec, self.memory, self.team, p, shared_memory(), epilogue, self.format)
         return merge, QueryRows(self.spec, self.memory, self.team, self.format, p, scale)
 
     def ring_start(self) -> Int32:
@@ -206,7 +205,7 @@ class XqaProgram:
         return WarpTiles(split, first + segment.request.first_token // self.spec.cols, count)
 
     def paged_kv(self, p: XqaParams, segment: Segment) -> PagedKv:
-        head = Divisor(p.row_blocks, p.row_blocks_multiplier, p.row_blocks_shift).quotient(segment.unit)
+        head = make_partition(self.spec, p).head(segment)
         table = isa.mad_wide(segment.first_page, Int32(4), p.table)
         return PagedKv(self.memory, self.team, p, table, head, segment.request.first_token, segment.request.kv_len)
 
@@ -270,7 +269,7 @@ class XqaProgram:
         return ptx.select(moved >= self.ring_start() + self.memory.ring_bytes, moved - self.memory.ring_bytes, moved)
 
     @cute.jit
-    def publish(self, merge: Merge, split: KvSplit, running: Running) -> None:
+    def publish(self, merge: WarpMerge, split: KvSplit, running: Running) -> None:
         """Store a warp's outputs in the last slots of its ring. All lanes are done with those slots, and
         `load_prologue` leaves them free."""
         if split.active:

@@ -39,6 +39,7 @@ class XqaSpec(KernelSpec):
     """Compile key. GQA group, page size, strides, lengths, window, scales and sinks are run-time values."""
 
     kernel: ClassVar[str] = "xqa"
+    segment_overhead: ClassVar[int] = 4  # cost of starting and finishing a segment, in tiles
     dtype: str  # of q
     kv_dtype: str  # a key of KV_BITS; "" means that of q
     out_dtype: str

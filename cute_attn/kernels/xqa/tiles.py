@@ -31,13 +31,11 @@ class RingTable(NamedTuple):
 
     One CTA per SM has the fewest segments to cut and to merge; several hide each other's prologues and epilogues, which
     pays for NVFP4, whose warps compute longest. Few pairs are split many ways: many warps have the least to do after
-    their last bytes arrive, and room for a guest lets the next launch start meanwhile. Short segments have a CTA each:
-    the more fit an SM, the fewer waves they take.
+    their last bytes arrive, and room for a guest lets the next launch start meanwhile.
     """
 
     few: dict[int, tuple[Ring, ...]]
     many: dict[int, tuple[Ring, ...]]
-    short: dict[int, tuple[Ring, ...]]
     in_flight: int = 0
 
 
@@ -48,11 +46,8 @@ OTHER_RINGS = (
     Ring(4, 2, 1, 8192),
     Ring(2, 2, 1, 8192),
 )
-SHORT_RINGS: dict[int, tuple[Ring, ...]] = {
-    16: (Ring(4, 2, 4, 4096), Ring(4, 3, 2, 8192)),
-    8: (Ring(2, 2, 8, 4096), Ring(4, 2, 2, 8192)),
-    4: (Ring(2, 2, 8, 2048), Ring(4, 2, 2, 4096)),
-}
+# Of short segments, by the most bytes of a row of K (`python -m perf.search_decode --window-left`).
+SHORT_RINGS = {32: Ring(2, 2, 8, 2048), 64: Ring(2, 2, 8, 4096), 128: Ring(4, 2, 4, 4096), 1024: Ring(4, 3, 2, 8192)}
 # Measured on H100 and H200 (`python -m perf.search_decode`).
 DEFAULT = RingTable(
     few={
@@ -65,7 +60,6 @@ DEFAULT = RingTable(
         8: (Ring(8, 2, 1, 8192), Ring(4, 2, 3, 8192)),
         4: (Ring(2, 2, 2, 8192), Ring(4, 3, 2, 4096)),
     },
-    short=SHORT_RINGS,
 )
 # For 8 TB/s over 148 SMs, of which none has been measured: what arrives in 1 us is 54 KB. At that rate NVFP4 leaves 20
 # issue slots per token. Those that a tile takes whatever its size are spread over more tokens here.
@@ -80,7 +74,6 @@ FAST_MEMORY = RingTable(
         8: (Ring(8, 3, 1, 8192), Ring(4, 2, 3, 8192), Ring(4, 3, 2, 8192)),
         4: (Ring(4, 3, 2, 8192),),
     },
-    short=SHORT_RINGS,
     in_flight=64 << 10,
 )
 # By major compute capability, which tells memory bandwidth and shared memory of an SM.
@@ -96,20 +89,22 @@ def choose(
     row_blocks = max(1, min(2, REGISTER_DIMS // (2 if software else 1) // padded_dim(head_dim), -(-packed_rows // 8)))
     paired = kv_dtype == "nvfp4" and packed_rows <= PAIRED_ROWS
     table = TABLES.get(arch.capability[0], DEFAULT)
-    rings: dict[Segments, dict[int, tuple[Ring, ...]]] = {
-        "few": table.few,
-        "many": table.many,
-        "short": table.short,
-    }
     specs = [
         XqaSpec(
             q_dtype, kv_dtype, out_dtype, head_dim, tree, row_blocks,
             _cols(kv_dtype, head_dim, row_blocks, r), r.warps, r.stages, r.ctas, paired, r.guests, segments == "short",
         )
-        for r in (*rings[segments][KV_BITS[kv_dtype]], *OTHER_RINGS)
+        for r in (*_preferred(table, segments, kv_dtype, head_dim), *OTHER_RINGS)
     ]  # fmt: skip
     fitting = [spec for spec in specs if _fits(spec, arch)]
     return next((spec for spec in fitting if in_flight(spec) >= table.in_flight), max(fitting, key=in_flight))
+
+
+def _preferred(table: RingTable, segments: Segments, kv_dtype: str, head_dim: int) -> tuple[Ring, ...]:
+    bits = KV_BITS[kv_dtype]
+    if segments == "short":
+        return (next(ring for size, ring in SHORT_RINGS.items() if head_dim * bits // 8 <= size),)
+    return (table.few if segments == "few" else table.many)[bits]
 
 
 def in_flight(spec: XqaSpec) -> int:

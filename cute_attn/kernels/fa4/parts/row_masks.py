@@ -1,43 +1,24 @@
 """Masks of threads that own a row: a word per chunk of 32 columns, bit i set where column i is hidden from the row.
 
-They compose as those of `blocks/masks.py` do, which compare every column: a word costs a few instructions per chunk,
-and ptxas turns tests of its bits for zero into predicates, seven or eight with one R2P.
+They compose as those of `blocks/masks.py` do, which compare every column.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32, Int64
 
-from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.column_words import columns_before, columns_from
 from cute_attn.kernels.blocks.masks import Band, funnel_shift_right, load_mask_word
 from cute_attn.kernels.blocks.multi_item import KeyBounds
 from cute_attn.kernels.blocks.rows import PackedRows
 
-COLUMNS = 32  # of a word
 Word = Callable[[], Int32]
 
 
 def identity(word: Int32) -> Int32:
     return word
-
-
-def columns_before(stop: Int32) -> Int32:
-    """Returns the word of the columns below `stop`."""
-    return ~columns_from(stop)
-
-
-def columns_from(start: Int32) -> Int32:
-    """Returns the word of the columns from `start`. The shift clamps: nothing is left of 32 and more."""
-    return ptx.asm("shl.b32 $0, -1, $1;", [Int32], [ptx.maximum(start, Int32(0))], pure=True)
-
-
-def hide(s: list[Float32], hidden: Int32, value: Float32) -> list[Float32]:
-    """Sets the scores of hidden columns to `value`."""
-    word = ptx.opaque(hidden)  # hoisted out of a loop, each test would take an instruction of its own
-    bits = [word & Int32(1 << i if i < 31 else -(1 << 31)) for i in range(len(s))]
-    return [ptx.select(bit == Int32(0), x, value) for x, bit in zip(s, bits, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from cute_attn.kernels.host.prepared import Grid
 from cute_attn.kernels.xqa.host.variant import choose_spec
 from cute_attn.kernels.xqa.spec import XqaSpec
 from cute_attn.kernels.xqa.tiles import Segments
+from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.problem import Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.schedule.batch import UNLIMITED
@@ -21,7 +22,7 @@ MAX_IDLE = 1 / 32  # of all CTAs
 class LaunchConfig(NamedTuple):
     """Kernel and grid of launches with the same settings and number of query tokens per request."""
 
-    spec: XqaSpec
+    spec: XqaSpec | XqaUmmaSpec
     qo_len: int  # query tokens of every request, or the most of any
     row_blocks: int  # blocks of query rows per request and kv head
     grid: Grid  # (CTA groups, CTAs per group, 1); of whole segments (units, 1, 1), for one request
@@ -52,7 +53,7 @@ def launch_config(
     return LaunchConfig(spec, qo_len, row_blocks, (groups, ctas // groups, 1), ctas, 4 * ctas, partial_bytes)
 
 
-def partial_bytes_per_cta(spec: XqaSpec) -> int:
+def partial_bytes_per_cta(spec: XqaSpec | XqaUmmaSpec) -> int:
     """Returns the bytes of two partial results: a CTA may end one segment and begin another."""
     return 2 * spec.rows * (spec.head_dim + 2) * 4
 

@@ -28,7 +28,6 @@ from cute_attn.problem import BatchProblem, Request, Settings, draft_mask_bytes
 
 CHUNK = 16  # bytes; page and token strides of k and v count chunks
 ONE_PAGE = 1 << 30  # page size of keys that are not paged: more tokens than any request has
-SEGMENT_OVERHEAD = 4  # cost of starting and finishing a segment, in tiles
 
 TENSOR_FIELDS = (
     *("q", "k", "v", "scale_ptr", "more_scale_ptr"),
@@ -69,7 +68,7 @@ class PreparedKernel:
             "shares_shift": shares_shift,
             **divisor("group", features.num_qo_heads // features.num_kv_heads),
             **divisor("page_size", settings.page_size if self.paged else ONE_PAGE, stem="page"),
-            "overhead": SEGMENT_OVERHEAD,
+            "overhead": spec.segment_overhead,
             "min_share": spec.teams,  # one tile per team of warps
             "scale": settings.sm_scale,
             "lse_scale": settings.lse_scale,

@@ -8,6 +8,8 @@ from cute_attn.kernels.host.features import kv_dtype
 from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.spec import XqaSpec
 from cute_attn.kernels.xqa.tiles import Segments
+from cute_attn.kernels.xqa.umma import tiles as umma_tiles
+from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.problem import Features, Settings, short
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
@@ -25,10 +27,12 @@ def segments(batch_size: int, settings: Settings, qo_len: int) -> Segments:
     return "few" if batch_size * settings.features.num_kv_heads <= tiles.FEW else "many"
 
 
-def choose_spec(features: Features, qo_len: int, segments: Segments, arch: Arch) -> XqaSpec:
+def choose_spec(features: Features, qo_len: int, segments: Segments, arch: Arch) -> XqaSpec | XqaUmmaSpec:
     """Returns the kernel for `qo_len` query tokens per request."""
     rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
     dtypes = short(features.q_dtype), kv_dtype(features), short(features.o_dtype)
+    if umma_tiles.supports(dtypes[1], features.head_dim_qk, rows, arch):
+        return umma_tiles.choose(*dtypes, features.head_dim_qk, rows, features.draft_mask, arch)
     return tiles.choose(*dtypes, features.head_dim_qk, rows, features.draft_mask, segments, arch)
 
 

@@ -11,7 +11,6 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.partition import Segment
-from cute_attn.kernels.xqa.spec import XqaSpec
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class DraftMask:
     p: Any  # XqaParams
     rows: PackedRows
     segment: Segment
-    spec: XqaSpec
+    spec: Any  # XqaSpec, XqaUmmaSpec
 
     @property
     def prefix(self) -> Int32:

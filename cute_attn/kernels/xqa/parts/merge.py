@@ -18,12 +18,12 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.parts.formats import Kv4Bit, Kv8Bit, Kv16Bit
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share
-from cute_attn.kernels.xqa.parts.softmax import Running, reduce_column
 from cute_attn.kernels.xqa.parts.team import LoneWarp, WarpTeam
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
+from cute_attn.kernels.xqa.umma.smem import UmmaMemory
+from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 
 VECTOR_WIDTH = 4  # output dims that a thread merges at once
 VECTORS_PER_LANE = 4  # of a partial, loaded at once by a lane: 4 x 16 bytes, for two partials
@@ -58,10 +58,9 @@ def merge_states(parts: list[SoftmaxState]) -> SoftmaxState:
 class Merge:
     """Merge of one segment's warps and KV splits, and its epilogue."""
 
-    spec: XqaSpec
-    memory: XqaMemory
+    spec: XqaSpec | XqaUmmaSpec
+    memory: XqaMemory | UmmaMemory
     team: LoneWarp | WarpTeam
-    format: Kv16Bit | Kv8Bit | Kv4Bit
     p: Any  # XqaParams
     base: Int32  # shared memory
     finish: FinalEpilogue
@@ -71,49 +70,25 @@ class Merge:
         """Vectors of a warp's columns of a row, padding included."""
         return self.spec.tile_dim // VECTOR_WIDTH
 
-    # --- warps of a CTA ---------------------------------------------------------------------------------------------
+    # --- states of a CTA --------------------------------------------------------------------------------------------
 
-    @cute.jit
-    def publish(self, running: Running, warp: Int32) -> None:
-        """Store a warp's outputs as fp32 [row, dim] in the free slots of its ring, dims swizzled by `swizzled_dim`."""
-        lane = cute.arch.thread_idx()[0] & 31
-        totals = [reduce_column(lambda a, b: a + b, x) for x in running.total]
-        outputs = self.base + warp * self.memory.ring_bytes + self.memory.outputs
-        stats = self.base + self.memory.stats + warp * (self.memory.rows * 8)
-        self.publish_stats(stats, [Float32(0.0) - x for x in running.shift], totals)
-        if cutlass.const_expr(self.spec.paired):
-            if lane >> 4 == (lane >> 1 & 1):  # columns that carry the scales of the block of this lane's rows
-                self.publish_outputs(running, outputs, lane)
-        else:
-            self.publish_outputs(running, outputs, lane)
+    @property
+    def lanes(self) -> int:
+        """Threads that have one state: those of a warp."""
+        return 32
 
-    def publish_outputs(self, running: Running, outputs: Int32, lane: Int32) -> None:
-        g, t = lane >> 2, lane & 3
-        for i in range(0, len(running.out), 4):
-            tile, block = i // 4 // self.spec.row_blocks, i // 4 % self.spec.row_blocks
-            dim, distance = self.format.output_dim(tile, g)
-            for column in (0, 1):
-                row = self.spec.row(t * 2 + column) + 8 * block
-                at = outputs + row * (self.spec.tile_dim * 4) + self.swizzled_dim(dim, row) * 4
-                upper, lower = running.out[i + column], running.out[i + column + 2]
-                if distance == 1:
-                    ptx.st_shared_v2_f32(at, 0, [upper, lower])
-                else:  # row g + 8 differs in bit 3, which the swizzle may flip
-                    far = outputs + row * (self.spec.tile_dim * 4) + self.swizzled_dim(dim + distance, row) * 4
-                    isa.st_shared_f32(at, 0, upper)
-                    isa.st_shared_f32(far, 0, lower)
+    def state_and_lane(self) -> tuple[Int32, Int32]:
+        """State of this thread, and the thread's index among those that have it."""
+        thread = cute.arch.thread_idx()[0]
+        return thread >> 5, thread & 31
+
+    def sync(self) -> None:
+        """Barrier of all threads that merge."""
+        ptx.sync_threads()
 
     def swizzled_dim(self, dim: Int32, row: Int32) -> Int32:
         """XOR dims with bits of the row: the lanes of a quad store rows 2t, 2t + 1 and must differ in bank."""
         return dim ^ ((row >> 1 & 3) << 3)
-
-    @cute.jit
-    def publish_stats(self, stats: Int32, maximum: list[Float32], totals: list[Float32]) -> None:
-        lane = cute.arch.thread_idx()[0] & 31
-        if lane < 4:
-            for slot in cutlass.range_constexpr(2 * self.spec.row_blocks):
-                row = lane * 2 + (slot // 2 * 8 + slot % 2)
-                ptx.st_shared_v2_f32(stats + row * 8, 0, [maximum[slot], totals[slot]])
 
     def merge_warps(self, row: Int32, dim: Int32) -> SoftmaxState:
         """Merge the states of the CTA's teams for one vector of a row."""
@@ -140,7 +115,7 @@ class Merge:
     @cute.jit
     def write(self, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
         """Write outputs, or this CTA's partial, by all threads. A barrier after `publish` must come before."""
-        thread, threads = self.team.thread(), 32 * self.spec.teams
+        thread, threads = self.team.thread(), self.lanes * self.spec.teams
         first = isa.divide(segment.start, share.size)
         last = isa.divide(segment.start + segment.request.tiles - 1, share.size)
         # Computed here, not after the barriers, where every thread would wait for the divisions.
@@ -208,17 +183,17 @@ class Merge:
         thread = cute.arch.thread_idx()[0]
         counter = self.p.counters + Int64(self.cta_index(first)) * Int64(4)
         ticket = self.base + Int32(self.memory.ticket)
-        ptx.sync_threads()
+        self.sync()
         if thread == 0:
             ptx.st_shared_b32(ticket, 0, isa.add_arrival(counter))
-        ptx.sync_threads()
+        self.sync()
         if isa.ld_shared_b32(ticket) == count - 1:
             if thread == 0:
                 isa.st_global_b32(counter, Int32(0))
-            for start in cutlass.range(0, self.num_vectors(rows), 32 * self.vectors_per_lane, unroll=1):
+            for start in cutlass.range(0, self.num_vectors(rows), self.lanes * self.vectors_per_lane, unroll=1):
                 self.reduce_partials(rows, first, count, start)
-            ptx.sync_threads()
-            threads = 32 * self.spec.teams
+            self.sync()
+            threads = self.lanes * self.spec.teams
             for item in cutlass.range(self.team.thread(), self.num_vectors(rows), threads, unroll=1):
                 row, dim = self.row_and_dim(item)
                 if self.has_columns(dim):
@@ -226,25 +201,23 @@ class Merge:
 
     @property
     def vectors_per_lane(self) -> int:
-        crowded = self.spec.warps * (self.spec.ctas + self.spec.guests) > 8  # leaves fewer registers per thread
-        vectors = VECTORS_PER_LANE if crowded or self.team.size > 1 else 2 * VECTORS_PER_LANE
-        return min(vectors, self.spec.rows * self.vectors_per_row // 32)
+        """Vectors of a partial that a lane loads at once."""
+        raise NotImplementedError
 
     @cute.jit
     def reduce_partials(self, rows: PackedRows, first: Int32, count: Int32, start: Int32) -> None:
-        """Merge one warp's share of the partials into its ring, for 32 * vectors_per_lane vectors of its columns from
+        """Merge a state's share of the partials into it, for lanes * vectors_per_lane vectors of its columns from
         vector `start` on."""
-        thread = cute.arch.thread_idx()[0]
-        warp, lane = thread >> 5, thread & 31
+        state, lane = self.state_and_lane()
         empty = SoftmaxState(Float32(ptx.NEG_INF), Float32(0.0), [Float32(0.0) for _ in range(VECTOR_WIDTH)])
         sums = [empty for _ in range(self.vectors_per_lane)]
-        positions = [self.row_and_dim(start + (lane + 32 * i)) for i in range(self.vectors_per_lane)]
-        for index in cutlass.range(self.team.number(warp), count, self.spec.teams, unroll=2):
+        positions = [self.row_and_dim(start + (lane + self.lanes * i)) for i in range(self.vectors_per_lane)]
+        for index in cutlass.range(self.team.number(state), count, self.spec.teams, unroll=2):
             partial = self.cta_index(first + index) * 2 + ptx.select(index == 0, Int32(1), Int32(0))
             loaded = [self.load_partial(partial, rows, row, dim) for row, dim in positions]
             sums = [merge_states([old, new]) for old, new in zip(sums, loaded, strict=True)]
-        stats = self.base + self.memory.stats + warp * (self.memory.rows * 8)
-        outputs = self.base + warp * self.memory.ring_bytes + self.memory.outputs
+        stats = self.base + self.memory.stats + state * (self.memory.rows * 8)
+        outputs = self.base + state * self.memory.ring_bytes + self.memory.outputs
         for i in cutlass.range_constexpr(self.vectors_per_lane):
             row, dim = positions[i]
             ptx.st_shared_v4_f32(

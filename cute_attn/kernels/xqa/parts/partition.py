@@ -20,7 +20,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.rows import Divisor
+from cute_attn.kernels.blocks.rows import Divisor, PackedRows
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.spec import XqaSpec
 
@@ -80,6 +80,20 @@ class Partition:
         first_token = ptx.maximum(kv_len - qo_len - p.window_left, Int32(0))
         tiles = (kv_len + (self.cols - 1)) // self.cols - first_token // self.cols
         return Request(kv_len, first_token, tiles, qo_start, qo_len)
+
+    def head(self, segment: Segment) -> Int32:
+        """Kv head of a segment."""
+        p = self.p
+        return Divisor(p.row_blocks, p.row_blocks_multiplier, p.row_blocks_shift).quotient(segment.unit)
+
+    def rows(self, segment: Segment, rows: int) -> PackedRows:
+        """Packed rows of a segment, `rows` of a block: the query heads of a GQA group, token by token."""
+        p = self.p
+        head = self.head(segment)
+        block = segment.unit - head * p.row_blocks
+        group = Divisor(p.group, p.group_multiplier, p.group_shift)
+        count, start = segment.request.qo_len * p.group, segment.request.qo_start
+        return PackedRows(block * rows, count, group, head * p.group, start)
 
     @cute.jit
     def first_page(self, index: Int32) -> Int32:

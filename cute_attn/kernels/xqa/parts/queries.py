@@ -7,10 +7,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.rows import Divisor, PackedRows
+from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.formats import Format
-from cute_attn.kernels.xqa.parts.partition import Segment
+from cute_attn.kernels.xqa.parts.partition import Partition, Segment
 from cute_attn.kernels.xqa.parts.team import LoneWarp, WarpTeam
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
@@ -39,16 +39,7 @@ class QueryRows:
 
     def rows(self, segment: Segment) -> PackedRows:
         """Packed rows of a segment: the query heads of a GQA group, token by token."""
-        p = self.p
-        head = self.head(segment)
-        block = segment.unit - head * p.row_blocks
-        group = Divisor(p.group, p.group_multiplier, p.group_shift)
-        count, start = segment.request.qo_len * p.group, segment.request.qo_start
-        return PackedRows(block * self.spec.rows, count, group, head * p.group, start)
-
-    def head(self, segment: Segment) -> Int32:
-        p = self.p
-        return Divisor(p.row_blocks, p.row_blocks_multiplier, p.row_blocks_shift).quotient(segment.unit)
+        return Partition(self.p, self.spec.cols).rows(segment, self.spec.rows)
 
     def load(self, segment: Segment) -> list[Int32]:
         """Issue the loads of a segment's rows. This must precede the copies of its first tiles: every warp needs Q

@@ -1,0 +1,49 @@
+"""Merge where all softmax warps of a CTA have one state, which lies in shared memory."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cute_attn.kernels.blocks import tma
+from cute_attn.kernels.blocks.epilogue import FinalEpilogue
+from cute_attn.kernels.xqa.parts.merge import VECTORS_PER_LANE, Merge
+from cute_attn.kernels.xqa.parts.team import LoneWarp
+from cute_attn.kernels.xqa.umma.smem import UmmaMemory
+from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
+
+
+@dataclass(frozen=True)
+class UmmaMerge(Merge):
+    """Merge by `threads` threads from the first of the CTA, which meet at a named barrier."""
+
+    barrier: int
+    threads: int
+
+    @classmethod
+    def of(
+        cls,
+        spec: XqaUmmaSpec,
+        memory: UmmaMemory,
+        p: Any,
+        base: Int32,
+        finish: FinalEpilogue,
+        barrier: int,
+        threads: int,
+    ) -> "UmmaMerge":
+        return cls(spec, memory, LoneWarp(), p, base, finish, barrier, threads)
+
+    @property
+    def lanes(self) -> int:
+        return self.threads
+
+    def state_and_lane(self) -> tuple[Int32, Int32]:
+        return Int32(0), cute.arch.thread_idx()[0]
+
+    def sync(self) -> None:
+        tma.named_sync(Int32(self.barrier), self.threads)
+
+    @property
+    def vectors_per_lane(self) -> int:
+        return min(2 * VECTORS_PER_LANE, self.spec.rows * self.vectors_per_row // self.lanes)

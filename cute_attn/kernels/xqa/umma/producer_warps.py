@@ -1,0 +1,203 @@
+"""Producer warps: Q of a segment, then its K and V by token, with cp.async.
+
+The copies themselves arrive at the full barriers. They write through the generic proxy, and the products read through
+the async proxy: the MMA warp fences between its wait and its products.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+
+from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, start
+from cute_attn.kernels.blocks.roles import WarpRole
+from cute_attn.kernels.blocks.rows import Divisor, PackedRows
+from cute_attn.kernels.blocks.smem import CHUNK, swizzled
+from cute_attn.kernels.formats import LINE
+from cute_attn.kernels.xqa.parts import instructions as isa
+from cute_attn.kernels.xqa.parts.partition import Partition, Segment, kv_split
+from cute_attn.kernels.xqa.umma.smem import ITEM_BYTES, UmmaMemory
+from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
+from cute_attn.kernels.xqa.umma.work import first_tile, tile_count
+
+WARPS = 2  # with the others no more than eight, which leaves 255 registers for a thread
+LINE_CHUNKS = LINE // CHUNK
+PASS_ROWS = 32 // LINE_CHUNKS  # rows that a warp copies at once, eight lanes each
+
+
+class TokenPages(NamedTuple):
+    """Cache positions of a tile's tokens: lane l holds those of the warp's tokens l and l + 32."""
+
+    pages: list[Int32]
+    offsets: list[Int32]  # of the tokens, within their pages
+
+
+@dataclass(frozen=True)
+class OperandLines:
+    """Slot of 16-bit rows as the products read them: columns of lines of all rows, swizzled."""
+
+    spec: XqaUmmaSpec
+    lanes: ClassVar[int] = LINE_CHUNKS  # that copy a row together, a chunk each
+    pitch: ClassVar[int] = LINE  # between rows
+
+    @property
+    def lines(self) -> int:
+        """Lines of a row."""
+        return self.spec.piece_dim * ITEM_BYTES // LINE
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.spec.piece_dim * ITEM_BYTES
+
+    def offset(self, row: Int32, chunk: Int32) -> Int32:
+        return swizzled(row, chunk, LINE)
+
+    def flipped(self, rows: int) -> int:
+        """Bits of an offset that differ `rows` rows later, a multiple of four, besides the pitch."""
+        return PASS_ROWS * CHUNK if rows // PASS_ROWS % 2 else 0
+
+
+@dataclass(frozen=True)
+class StagedRows:
+    """Slot of 8-bit rows, one behind the other."""
+
+    spec: XqaUmmaSpec
+    lines: ClassVar[int] = 1
+
+    @property
+    def lanes(self) -> int:
+        return self.pitch // CHUNK
+
+    @property
+    def pitch(self) -> int:
+        return self.spec.piece_dim
+
+    @property
+    def row_bytes(self) -> int:
+        return self.spec.piece_dim
+
+    def offset(self, row: Int32, chunk: Int32) -> Int32:
+        return row * self.pitch + chunk * CHUNK
+
+    def flipped(self, rows: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """K and V of one request and kv head by token, of which each warp copies 64 of a tile. Tokens outside [first_token,
+    kv_len) are not read but zero-filled: a NaN there would survive 0 * V.
+    """
+
+    spec: XqaUmmaSpec
+    p: Any  # XqaParams
+    segment: Segment
+    table: Int64  # page ids of the request
+    head: Int32
+    thread: Int32  # of the producer warps
+    layout: OperandLines | StagedRows
+
+    @property
+    def warp_rows(self) -> int:
+        return self.spec.cols // WARPS
+
+    def pages(self, tile: Int32, wanted: Boolean) -> TokenPages:
+        """Reads the page ids of this lane's tokens; an unwanted tile reads nothing."""
+        request, p, lane = self.segment.request, self.p, self.thread & 31
+        pages, offsets = [], []
+        for i in range(0, self.warp_rows, 32):
+            token = tile * self.spec.cols + (self.thread >> 5) * self.warp_rows + lane + i
+            index = Divisor(p.page_size, p.page_multiplier, p.page_shift).quotient(token)
+            readable = isa.less_unsigned(token - request.first_token, request.kv_len - request.first_token)
+            exists = isa.all_of([wanted, readable])
+            pages.append(isa.load_if(exists, self.table + Int64(index) * Int64(4), 0, 1)[0])
+            offsets.append(token - index * p.page_size)
+        return TokenPages(pages, offsets)
+
+    def copy(self, operand: str, piece: int, tile: Int32, pages: TokenPages, slot: Int32) -> None:
+        """Copies the warp's rows of a piece of K or V to a slot."""
+        p, request, lane, layout = self.p, self.segment.request, self.thread & 31, self.layout
+        head_stride, page_stride, stride = (getattr(p, f"{operand}_stride_{name}") for name in ("h", "page", "n"))
+        row, chunk = lane // layout.lanes, lane % layout.lanes
+        first = (self.thread >> 5) * self.warp_rows + row
+        start = getattr(p, operand) + Int64(self.head) * head_stride + Int64(chunk * CHUNK)
+        places = [page * page_stride + offset * stride for page, offset in zip(pages.pages, pages.offsets, strict=True)]
+        token = tile * self.spec.cols + first - request.first_token
+        length = request.kv_len - request.first_token
+        target = slot + layout.offset(first, chunk)
+        for i in range(0, self.warp_rows, 32 // layout.lanes):
+            source = isa.mad_wide(isa.shuffle(places[i // 32], row + i % 32), Int32(CHUNK), start)
+            size = ptx.select(isa.less_unsigned(token + i, length), Int32(CHUNK), Int32(0))
+            shared = target ^ Int32(layout.flipped(i)) if layout.flipped(i) else target
+            for line in range(layout.lines):
+                offset = piece * layout.row_bytes + line * LINE
+                ptx.cp_async_16(shared, line * self.spec.cols * LINE + i * layout.pitch, source, offset, size)
+
+
+class ProducerWarps:
+    """Role of the producer warps."""
+
+    def __init__(self, spec: XqaUmmaSpec, memory: UmmaMemory) -> None:
+        self.spec, self.memory = spec, memory
+        self.layout = (StagedRows if spec.staged else OperandLines)(spec)
+        self.role = WarpRole("producer", WARPS, fills={memory.loaded_ring: 32 * WARPS, "q": 32 * WARPS})
+
+    @cute.jit
+    def run(self, p: Any, shared: cutlass.Constexpr, thread: Int32) -> None:
+        """Loads Q, K and V of all segments of the CTA."""
+        partition = Partition(p, self.spec.cols)
+        share, segment = partition.first_segment()
+        q, kv = start(), start()
+        while partition.overlaps(segment, share):
+            split = kv_split(segment, share)
+            if split.begin < split.end:
+                q = self.load_queries(p, shared.ring("q"), q, partition.rows(segment, self.spec.rows), thread)
+                table = isa.mad_wide(segment.first_page, Int32(4), p.table)
+                rows = TokenRows(self.spec, p, segment, table, partition.head(segment), thread, self.layout)
+                first = first_tile(segment, split, self.spec.cols)
+                kv = self.load_split(rows, shared.ring(self.memory.loaded_ring), kv, first, tile_count(split))
+            segment = partition.next_segment(segment)
+
+    @cute.jit
+    def load_split(
+        self, rows: cutlass.Constexpr, ring: cutlass.Constexpr, kv: PipelineState, first: Int32, count: Int32
+    ) -> PipelineState:
+        """Copies tiles from `first`: K of one, then K of the next and V of this one in turn."""
+        pages, following = rows.pages(first, Boolean(True)), rows.pages(first + 1, count > 1)
+        kv = self.load(rows, ring, kv, "k", first, pages)
+        for i in cutlass.range(0, count, unroll=1):
+            tile = first + i
+            ahead = rows.pages(tile + 2, i + 2 < count)
+            if i + 1 < count:
+                kv = self.load(rows, ring, kv, "k", tile + 1, following)
+            kv = self.load(rows, ring, kv, "v", tile, pages)
+            pages, following = following, ahead
+        return kv
+
+    def load(
+        self, rows: TokenRows, ring: Ring, kv: PipelineState, operand: str, tile: Int32, pages: TokenPages
+    ) -> PipelineState:
+        for piece in range(self.spec.pieces):
+            ring.wait_empty(kv)
+            rows.copy(operand, piece, tile, pages, ring.address(kv))
+            ptx.cp_async_arrive(ring.full(kv))
+            kv = ring.next(kv)
+        return kv
+
+    def load_queries(self, p: Any, ring: Ring, q: PipelineState, rows: PackedRows, thread: Int32) -> PipelineState:
+        """Copies the rows of a segment; those that do not exist become zeros."""
+        ring.wait_empty(q)
+        slot, chunk = ring.address(q), thread & 7
+        for first in range(0, self.spec.rows, PASS_ROWS * WARPS):
+            row = (thread >> 3) + first
+            size = ptx.select(rows.exists(row), Int32(CHUNK), Int32(0))
+            source = rows.address(p.q, row, p.q_stride_n, p.q_stride_h) + Int64(chunk * CHUNK)
+            target = slot + swizzled(row, chunk, LINE)
+            for line in range(self.spec.head_dim * ITEM_BYTES // LINE):
+                ptx.cp_async_16(target, line * self.spec.rows * LINE, source, line * LINE, size)
+        ptx.cp_async_arrive(ring.full(q))
+        return ring.next(q)

@@ -1,0 +1,325 @@
+"""Softmax warps: a token per thread, query rows are the columns of S^T. They also write the output of a segment.
+
+Columns have anchors that trail their maxima, as in the other kernels: a tile is searched for maxima only where a score
+exceeds an anchor by 2^SLACK, or where some column has seen no token yet. Most tiles need one vote of all warps.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+from cute_attn.kernels.blocks import ptx, sm100, tma
+from cute_attn.kernels.blocks.pipeline import PipelineState, start
+from cute_attn.kernels.blocks.roles import WarpRole
+from cute_attn.kernels.blocks.smem import CHUNK, swizzled
+from cute_attn.kernels.blocks.softmax import SLACK, add, tree
+from cute_attn.kernels.formats import LINE
+from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition, kv_split
+from cute_attn.kernels.xqa.parts.scales import final_epilogue, log2_scale
+from cute_attn.kernels.xqa.umma.columns import reduce_columns
+from cute_attn.kernels.xqa.umma.masks import TokenMask
+from cute_attn.kernels.xqa.umma.merge import UmmaMerge
+from cute_attn.kernels.xqa.umma.smem import SOFTMAX_WARPS, UmmaMemory
+from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
+from cute_attn.kernels.xqa.umma.work import UmmaShared, first_tile, tile_count
+
+THREADS = 32 * SOFTMAX_WARPS
+VOTE_BARRIER, SYNC_BARRIER = 1, 2  # named
+CHUNK_COLUMNS = 32  # that are reduced at a time
+OUTPUT_COLUMNS = 16  # of O^T that are loaded at a time
+
+
+class SoftmaxState(NamedTuple):
+    """Pipeline states, this thread's sums per column, whether the column of this thread's number has no anchor yet, and
+    whether any has none.
+
+    Rings of one slot move on with a ring of two: their states take no registers.
+    """
+
+    s: PipelineState
+    q: PipelineState
+    totals: list[Float32]
+    unset: Boolean
+    search: Boolean
+
+    @property
+    def p(self) -> PipelineState:
+        return PipelineState(self.s.index_phase & 1)
+
+    @property
+    def o(self) -> PipelineState:
+        return PipelineState(self.q.index_phase & 1)
+
+
+@dataclass(frozen=True)
+class SoftmaxContext:
+    """What the tiles of a segment have in common. `tmem`: address of the warp's lanes."""
+
+    shared: UmmaShared
+    tmem: Int32
+    scale: Float32
+    mask: TokenMask
+
+
+def thread_index() -> Int32:
+    """Reads the thread index at each call, so that values derived from it need not stay in registers in between."""
+    return ptx.asm("mov.u32 $0, %tid.x;", [Int32])
+
+
+class SoftmaxWarps:
+    """Role of the softmax warps, the first of the CTA."""
+
+    def __init__(self, spec: XqaUmmaSpec, memory: UmmaMemory) -> None:
+        self.spec, self.memory = spec, memory
+        normalized = ("normalized",) if spec.normalizes_q else ()
+        self.role = WarpRole("softmax", SOFTMAX_WARPS, fills={"p": SOFTMAX_WARPS}, reads=("s", "o", *normalized))
+
+    @property
+    def chunks(self) -> range:
+        """First columns of the chunks of a tile's columns."""
+        return range(0, self.spec.rows, CHUNK_COLUMNS)
+
+    @property
+    def chunk_columns(self) -> int:
+        return min(self.spec.rows, CHUNK_COLUMNS)
+
+    @cute.jit
+    def run(self, p: Any, shared: cutlass.Constexpr, tmem: Int32) -> None:
+        """Processes all segments of the CTA."""
+        partition = Partition(p, self.spec.cols)
+        share, segment = partition.first_segment()
+        scale = log2_scale(p, 1.0)
+        tmem = tmem + cute.arch.make_warp_uniform(thread_index() >> 5) * sm100.WARP_LANES
+        state = self.start()
+        self.clear_shifts(shared)
+        tma.named_sync(Int32(SYNC_BARRIER), THREADS)
+        while partition.overlaps(segment, share):
+            split = kv_split(segment, share)
+            if split.active:
+                rows = partition.rows(segment, self.spec.rows)
+                factor = self.score_factor(shared, state, split)
+                context = SoftmaxContext(shared, tmem, scale * factor, TokenMask(p, rows, segment, self.spec))
+                first = first_tile(segment, split, self.spec.cols)
+                for i in cutlass.range(0, tile_count(split), unroll=1):
+                    state = self.step(context, state, (first + i) * self.spec.cols, i > 0)
+                merge = self.merge(p, shared)  # here, so that its scale is in no register before
+                self.publish(context, merge, state, split)
+                merge.write(rows, segment, share, split)
+                merge.sync()  # before the next segment's outputs
+                state = self.next_segment(shared, state, split)
+            segment = partition.next_segment(segment)
+
+    def merge(self, p: Any, shared: UmmaShared) -> UmmaMerge:
+        return UmmaMerge.of(self.spec, self.memory, p, shared.base, final_epilogue(p, 1.0), SYNC_BARRIER, THREADS)
+
+    def start(self) -> SoftmaxState:
+        totals = [Float32(0.0) for _ in range(self.spec.rows)]
+        return SoftmaxState(start(), start(), totals, Boolean(True), Boolean(True))
+
+    def next_segment(self, shared: UmmaShared, state: SoftmaxState, split: KvSplit) -> SoftmaxState:
+        following = shared.ring("q").next(state.q)
+        index_phase = ptx.select(tile_count(split) > 0, following.index_phase, state.q.index_phase)
+        return self.start()._replace(s=state.s, q=PipelineState(index_phase))
+
+    @cute.jit
+    def score_factor(self, shared: cutlass.Constexpr, state: SoftmaxState, split: KvSplit) -> Float32:
+        """Returns the factor from products to scores of a segment."""
+        factor = Float32(1.0)
+        if cutlass.const_expr(self.spec.normalizes_q):  # noqa: SIM102  (one when tracing, one at run time)
+            if split.begin < split.end:
+                ring = shared.ring("normalized")
+                ring.wait_full(state.q)
+                factor = ptx.ld_shared_f32(shared.scratch("q_factors") + ring.slot(state.q) * 4)
+                ptx.sync_warp()
+                ring.release(state.q, thread_index() & 31)
+        return factor
+
+    @cute.jit
+    def clear_shifts(self, shared: cutlass.Constexpr) -> None:
+        thread = thread_index()
+        if thread < self.spec.rows:
+            ptx.st_shared_f32(shared.scratch("shifts") + thread * 4, Float32(0.0))
+
+    # --- a tile -----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def step(
+        self, context: cutlass.Constexpr, state: SoftmaxState, first_token: Int32, has_output: Boolean
+    ) -> SoftmaxState:
+        """Computes P of the tile from `first_token`; `has_output`: O^T has the tiles before."""
+        shared = context.shared
+        s, p = shared.ring("s"), shared.ring("p")
+        s.wait_full(state.s)
+        sm100.fence_after_sync()
+        x = [Float32(0.0) for _ in range(self.spec.rows)]
+        limit, search, pending = Float32(SLACK), state.search, Boolean(True)
+        while pending:
+            x = self.exponents(context, state.s, first_token)
+            exceeds = tree(ptx.fmax, x) > limit
+            pending = tma.any_of_warpgroup(Int32(VOTE_BARRIER), cutlass.or_(exceeds, search))
+            if pending:
+                state = self.raise_anchors(context, state, x, has_output)
+                # At most once: even infinite scores do not exceed the limit then.
+                limit, search = Float32(float("inf")), Boolean(False)
+        sm100.fence_before_sync()
+        ptx.sync_warp()
+        s.release(state.s, thread_index() & 31)
+        probabilities = [ptx.exp2(value) for value in x]
+        totals = self.add(state.totals, probabilities)
+        p.wait_empty(state.p)
+        self.store(p.address(state.p), probabilities)
+        tma.fence_async()
+        ptx.sync_warp()
+        if thread_index() & 31 == 0:
+            tma.barrier_arrive(p.full(state.p))
+        return state._replace(s=s.next(state.s), totals=totals)
+
+    @cute.jit
+    def exponents(self, context: cutlass.Constexpr, s: PipelineState, first_token: Int32) -> list[Float32]:
+        """Returns the base-2 exponents of this token's probabilities, -inf where rows do not see it."""
+        shared, size = context.shared, self.chunk_columns
+        scores = context.tmem + shared.ring("s").slot(s) * self.spec.rows
+        loaded = []
+        for first in cutlass.range_constexpr(0, self.spec.rows, CHUNK_COLUMNS):
+            loaded += sm100.load_columns(scores, first, size)
+        x, scale = sm100.wait_loads(loaded), sm100.pair(context.scale, context.scale)
+        exponents = []
+        for first in cutlass.range_constexpr(0, self.spec.rows, 4):
+            shifts = ptx.ld_shared_v4_f32(shared.scratch("shifts"), first * 4)
+            for i in cutlass.range_constexpr(0, 4, 2):
+                scores_pair = sm100.pair(x[first + i], x[first + i + 1])
+                shift = sm100.pair(shifts[i], shifts[i + 1])
+                exponents += sm100.halves(sm100.fma_pair(scores_pair, scale, shift))
+        if context.mask.masks_part_of(first_token):
+            exponents = context.mask.apply(exponents, first_token + thread_index())
+        return exponents
+
+    def add(self, totals: list[Float32], p: list[Float32]) -> list[Float32]:
+        sums = []
+        for i in range(0, len(p), 2):
+            pairs = sm100.pair(totals[i], totals[i + 1]), sm100.pair(p[i], p[i + 1])
+            sums += sm100.halves(sm100.add_pair(*pairs))
+        return sums
+
+    def store(self, slot: Int32, p: list[Float32]) -> None:
+        """Stores this token's probabilities to its line."""
+        line = slot + swizzled(thread_index(), Int32(0), LINE)
+        for i in range(0, len(p), 8):
+            words = [ptx.pack_16(self.spec.operand, p[j], p[j + 1]) for j in range(i, i + 8, 2)]
+            ptx.st_shared_v4(line ^ Int32(i // 8 * CHUNK), 0, words)
+
+    # --- anchors ----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def raise_anchors(
+        self, context: cutlass.Constexpr, state: SoftmaxState, x: list[Float32], has_output: Boolean
+    ) -> SoftmaxState:
+        """Moves the anchors of columns whose maximum exceeds the slack, or which have none, to the maximum of the tile;
+        rescales sums and outputs.
+        """
+        shared, thread = context.shared, thread_index()
+        self.share_columns(shared, ptx.fmax, x)
+        unset = cutlass.and_(state.unset, thread < self.spec.rows)
+        if thread < self.spec.rows:
+            high = tree(ptx.fmax, self.shared_columns(shared, thread))
+            first = cutlass.and_(unset, high > Float32(ptx.NEG_INF))
+            moves = cutlass.or_(high > Float32(SLACK), first)
+            delta = ptx.select(moves, Float32(0.0) - high, Float32(0.0))
+            at = thread * 4
+            shift = ptx.ld_shared_f32(shared.scratch("shifts") + at)
+            ptx.st_shared_f32(shared.scratch("shifts") + at, shift + delta)
+            # Before the first token there is nothing to rescale, but the factor might be infinite.
+            factor = ptx.select(unset, Float32(1.0), ptx.exp2(delta))
+            ptx.st_shared_f32(shared.scratch("factors") + at, factor)
+            unset = cutlass.and_(unset, first == Boolean(False))
+        search = tma.any_of_warpgroup(Int32(VOTE_BARRIER), unset)  # the factors are visible, too
+        totals = []
+        for first_column in cutlass.range_constexpr(0, self.spec.rows, 4):
+            factors = ptx.ld_shared_v4_f32(shared.scratch("factors"), first_column * 4)
+            for i in cutlass.range_constexpr(4):
+                totals += [state.totals[first_column + i] * factors[i]]
+        if has_output:
+            shared.ring("p").wait_empty(state.p)  # of one slot: the product of the tile before is complete
+            sm100.fence_after_sync()
+            self.rescale(context)
+        return state._replace(totals=totals, unset=unset, search=search)
+
+    def rescale(self, context: SoftmaxContext) -> None:
+        """Multiplies O^T by the factors of its columns."""
+        for first in range(0, self.spec.pieces * self.spec.rows, OUTPUT_COLUMNS):
+            at = context.tmem + Int32(self.memory.output_column + first)
+            values, scaled = sm100.wait_loads(sm100.load_columns(at, 0, OUTPUT_COLUMNS)), []
+            for i in range(0, OUTPUT_COLUMNS, 4):
+                offset = (first % self.spec.rows + i) * 4
+                factors = ptx.ld_shared_v4_f32(context.shared.scratch("factors"), offset)
+                scaled += [x * factor for x, factor in zip(values[i : i + 4], factors, strict=True)]
+            sm100.store_columns(at, 0, scaled)
+        sm100.wait_stores()
+
+    def share_columns(self, shared: UmmaShared, op: Any, x: list[Float32]) -> None:
+        """Reduces all columns over the tokens of each warp, to shared memory."""
+        thread, size = thread_index(), self.chunk_columns
+        columns = shared.scratch("columns") + (thread >> 5) * (self.spec.rows * 4) + thread % size * 4
+        for first in self.chunks:
+            value = reduce_columns(op, x[first : first + size], thread & 31)
+            ptx.st_shared_f32(columns + first * 4, value)
+        tma.named_sync(Int32(SYNC_BARRIER), THREADS)
+
+    def shared_columns(self, shared: UmmaShared, column: Int32) -> list[Float32]:
+        """Returns what the warps have of a column."""
+        at = shared.scratch("columns") + column * 4
+        return [ptx.ld_shared_f32(at + Int32(warp * self.spec.rows * 4)) for warp in range(SOFTMAX_WARPS)]
+
+    # --- the end of a segment ---------------------------------------------------------------------------------------
+
+    @cute.jit
+    def publish(
+        self, context: cutlass.Constexpr, merge: cutlass.Constexpr, state: SoftmaxState, split: KvSplit
+    ) -> None:
+        """Stores outputs and statistics to shared memory for the merge, and clears the anchors."""
+        shared, o = context.shared, context.shared.ring("o")
+        self.share_columns(shared, add, state.totals)
+        if split.begin < split.end:
+            o.wait_full(state.o)
+            sm100.fence_after_sync()
+            self.publish_outputs(context, merge)
+            sm100.fence_before_sync()
+            ptx.sync_warp()
+            o.release(state.o, thread_index() & 31)
+        else:
+            self.publish_zeros(shared)
+        thread = thread_index()
+        if thread < self.spec.rows:
+            total = tree(add, self.shared_columns(shared, thread))
+            shift = ptx.ld_shared_f32(shared.scratch("shifts") + thread * 4)
+            maximum = ptx.select(total == Float32(0.0), Float32(ptx.NEG_INF), Float32(0.0) - shift)
+            ptx.st_shared_v2_f32(shared.scratch("stats") + thread * 8, 0, [maximum, total])
+        self.clear_shifts(shared)
+        merge.sync()
+
+    @cute.jit
+    def publish_outputs(self, context: cutlass.Constexpr, merge: cutlass.Constexpr) -> None:
+        """Stores this lane's dims of O^T. A product of 64 dims has the first 16 lanes of each warp."""
+        thread, spec = thread_index(), self.spec
+        lane, warp = thread & 31, thread >> 5
+        warp_dims = spec.piece_dim // SOFTMAX_WARPS
+        outputs = context.shared.scratch("outputs")
+        for piece in cutlass.range_constexpr(spec.pieces):
+            dim = warp * warp_dims + lane + piece * spec.piece_dim
+            for first in cutlass.range_constexpr(0, spec.rows, OUTPUT_COLUMNS):
+                at = context.tmem + Int32(self.memory.output_column + piece * spec.rows + first)
+                values = sm100.wait_loads(sm100.load_columns(at, 0, OUTPUT_COLUMNS))
+                if lane < warp_dims:
+                    for i in cutlass.range_constexpr(OUTPUT_COLUMNS):
+                        row = first + i
+                        where = outputs + merge.swizzled_dim(dim, Int32(row)) * 4
+                        ptx.st_shared_f32(where + Int32(row * spec.head_dim * 4), values[i])
+
+    @cute.jit
+    def publish_zeros(self, shared: cutlass.Constexpr) -> None:
+        outputs, zeros = shared.scratch("outputs"), [Float32(0.0) for _ in range(4)]
+        for i in cutlass.range(thread_index(), self.spec.rows * self.spec.head_dim // 4, THREADS, unroll=1):
+            ptx.st_shared_v4_f32(outputs + i * 16, 0, zeros)

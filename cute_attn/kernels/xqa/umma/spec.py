@@ -1,0 +1,80 @@
+"""Compile key of the decode kernel on tcgen05."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cute_attn.kernels.formats import KV_BITS
+from cute_attn.runtime.spec import KernelSpec
+
+HEAD_DIMS = (64, 128, 256)
+ROWS = (16, 32, 64)  # packed query rows of a CTA: the N of all products
+PIECE_DIM = 128  # head dims of a slot of K or V: the largest M of a product
+
+
+@dataclass(frozen=True)
+class XqaUmmaSpec(KernelSpec):
+    """Compile key. GQA group, page size, strides, lengths, window, scales and sinks are run-time values."""
+
+    kernel: ClassVar[str] = "xqa_umma"
+    cols: ClassVar[int] = 128  # tokens of a tile: the M of S^T = K Q^T
+    segment_overhead: ClassVar[int] = 2  # cost of starting and finishing a segment, in tiles (not measured)
+    ctas: ClassVar[int] = 1  # per SM
+    whole: ClassVar[bool] = False  # segments are cut between CTAs
+    teams: ClassVar[int] = 1  # tiles that a CTA processes at once
+    warps: ClassVar[int] = 1  # softmax states of a CTA
+    team: ClassVar[int] = 1
+    dtype: str  # of q
+    kv_dtype: str  # "": that of q; or of 8 bits
+    out_dtype: str
+    head_dim: int
+    tree: bool = False  # mask bits decide which draft tokens a row sees, instead of causality
+    rows: int = 16
+    stages: int = 4  # slots of operands of K and V: 128 tokens of up to 128 head dims each
+    staged: int = 0  # slots of the same as stored, with 8 bits
+
+    def __post_init__(self) -> None:
+        rules = {
+            f"head_dim must be one of {HEAD_DIMS}": self.head_dim in HEAD_DIMS,
+            f"rows must be one of {ROWS}": self.rows in ROWS,
+            "k and v must have 16 or 8 bits": self.kv_bits in (16, 8),
+            "stages must be 2 or more": self.stages >= 2,
+            "k and v of 8 bits are staged, others are not": (self.staged > 0) == (self.kv_bits == 8),
+        }
+        for rule, holds in rules.items():
+            if not holds:
+                raise ValueError(f"{self}: {rule}")
+
+    @property
+    def kv_bits(self) -> int:
+        return KV_BITS[self.kv_dtype]
+
+    @property
+    def operand(self) -> str:
+        """Dtype of the operands: fp8 becomes fp16, which takes one instruction per pair; to bf16 it would be four."""
+        return self.dtype if self.kv_bits == 16 else "float16"
+
+    @property
+    def normalizes_q(self) -> bool:
+        """Whether rows of q are converted to the dtype of the operands."""
+        return self.dtype != self.operand
+
+    @property
+    def piece_dim(self) -> int:
+        """Head dims of a slot."""
+        return min(self.head_dim, PIECE_DIM)
+
+    @property
+    def pieces(self) -> int:
+        """Slots of a tile of K, and of V."""
+        return self.head_dim // self.piece_dim
+
+    @property
+    def tile_dim(self) -> int:
+        """Columns of an output row in shared memory."""
+        return self.head_dim
+
+    @property
+    def warp_dim(self) -> int:
+        return self.head_dim

@@ -1,0 +1,156 @@
+"""The decode kernel on tcgen05, on the emulator: few SMs, so that segments are cut, joined and shared."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from cute_attn import emulator
+from cute_attn.emulator import EmulatorError
+from cute_attn.emulator.machine import Schedule
+from cute_attn.kernels.xqa.umma import tiles
+from cute_attn.runtime.arch import named
+from tests.emulator.test_xqa import SCHEDULES, decode
+from tests.support import batch_case
+from tests.support.batch_case import E4M3, BatchCase, heads
+from tests.support.xqa_case import Built, XqaCase, build
+
+ARCH = "sm_100a"
+
+
+def solve(built: Built, sms: int, schedule: str) -> str:
+    """ "" if the kernel solves the case on a GPU of so many SMs, else what is wrong."""
+    with emulator.using(ARCH, sms=sms, schedule=Schedule(schedule, built.case.seed)) as emulation:
+        out, lse = decode(built)
+    assert [record.spec["kernel"] for record in emulation.records] == ["xqa_umma"]  # one launch
+    return built.check(out, lse)
+
+
+# SMs and case, of more than 16 packed rows.
+CASES = {
+    "lengths at the edges of tiles": (3, XqaCase((0, 1, 127, 128, 129, 256, 0), heads=(20, 1), seed=1)),
+    "head dim 64, pages of a token": (
+        2, XqaCase((300, 70, 1), "fp16", "fp16", (20, 1), 64, page_size=1, sinks=True)
+    ),
+    "head dim 256, scores that raise anchors": (3, XqaCase((300, 70), heads=(12, 1), head_dim=256, bmm1_scale=-3.0)),
+    "scores that raise anchors of 64 rows": (2, XqaCase((700,), heads=(64, 1), page_size=3, bmm1_scale=5.0)),
+    "blocks of rows, strided caches": (
+        7, XqaCase((260, 90), heads=(80, 2), q_len=2, kv_layout="HND", form="tensor", page_size=64)
+    ),
+    "drafts longer than the keys": (3, XqaCase((300, 131, 3), heads=(4, 1), q_len=5, seed=3)),
+    "ragged drafts under a tree": (
+        3, XqaCase((300, 131, 129, 5), heads=(8, 2), q_len=5, q_lens=(5, 1, 3, 0), mask=True, seed=3)
+    ),
+    "a tree beyond a tile, a window": (1, XqaCase((300, 40), heads=(2, 1), q_len=33, mask=True, window_left=50)),
+    "a window that begins at a tile": (3, XqaCase((512, 383, 257), heads=(8, 1), q_len=4, window_left=127, sinks=True)),
+    "a window of the row's own token": (2, XqaCase((500, 129), heads=(8, 1), q_len=4, window_left=0)),
+    "more requests than lanes": (5, XqaCase(tuple(range(1, 40)), heads=(17, 1), head_dim=64)),
+    "nothing to see": (2, XqaCase((0, 0), heads=(20, 1), sinks=True)),
+    "fp8 outputs, scales on the device": (
+        3, XqaCase((400, 3), heads=(16, 2), q_len=3, bmm1_scale=0.0, out="e4m3", device_scales=True, bmm2_scale=-3.0)
+    ),
+    "fp8 caches, rows of q to fp16": (
+        3, XqaCase((300, 7, 0, 129), kv="e4m3", heads=(40, 2), window_left=150, sinks=True)
+    ),
+    "fp8 caches, head dim 64, fp16 q": (1, XqaCase((300, 130), "e5m2", "fp16", (20, 1), 64, page_size=1, seed=2)),
+    "fp8 caches, head dim 256": (3, XqaCase((300, 129), kv="e4m3", heads=(24, 1), head_dim=256, bmm1_scale=-3.0)),
+    "fp8 caches, 64 rows under a tree": (
+        3, XqaCase((400, 150), kv="e4m3", heads=(8, 1), q_len=9, mask=True, page_size=3, bmm1_scale=-2.0)
+    ),
+    "fp8 caches, more requests than lanes": (2, XqaCase(tuple(range(1, 40)), kv="e4m3", heads=(17, 1), head_dim=64)),
+}  # fmt: skip
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    ("name", "schedule"), [(name, SCHEDULES[(i + j) % 3]) for i, name in enumerate(CASES) for j in (0, 1)]
+)
+def test_case(name: str, schedule: str) -> None:
+    sms, case = CASES[name]
+    assert solve(build(case), sms, schedule) == ""
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_keys_that_no_row_sees(schedule: str) -> None:
+    """K of a draft token that a tree hides from all rows may hold anything."""
+    case = XqaCase((300,), heads=(8, 1), q_len=4, mask=True, page_size=1, seed=2)
+    built = build(case)
+    assert built.mask_bits is not None
+    built.mask_bits[:, 2] = False
+    bits = built.arguments["mask"].view(torch.int16)
+    bits[:] = bits & ~0b100
+    page = int(built.arguments["block_tables"][0, 298])
+    built.arguments["kv_cache"][0][page] = math.nan
+    assert solve(built, 2, schedule) == ""
+
+
+@pytest.mark.emulator
+def test_scores_that_rise_from_tile_to_tile() -> None:
+    """Outputs and sums of all tiles before are rescaled, in some columns only."""
+    built = build(XqaCase((640,), heads=(20, 1), page_size=128, seed=4))
+    k, table = built.arguments["kv_cache"][0], built.arguments["block_tables"][0]
+    for tile in range(5):
+        k[table[tile]] *= 4**tile
+        built.keys[0][128 * tile : 128 * (tile + 1)] *= 4**tile
+    built.arguments["query"][:, ::2] /= 64
+    built.query[:, ::2] /= 64
+    assert solve(built, 1, "adversarial") == ""
+
+
+BATCHES = (
+    batch_case.decode((300, 33, 0), page_size=5, cache="strided", window_left=200, sinks=True, **heads(34, 2)),
+    batch_case.decode((200, 2), kv_dtype=E4M3, q_len=5, k_scale=1.5, v_scale=-1.25, tensor_scales=True, **heads(8, 2)),
+)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: batch.id)
+def test_batch_wrapper(batch: BatchCase) -> None:
+    inputs = batch_case.make(batch)
+    with emulator.using(ARCH, kernels="xqa", schedule=Schedule("adversarial", 1), sms=3) as emulation:
+        planned = batch_case.wrapper(batch, inputs.q.device, backend="emulator")
+        planned.plan(**batch_case.plan_arguments(batch, inputs))
+        out, lse = batch_case.call(batch, inputs, planned)
+    assert batch_case.check(batch, inputs, out, lse).ok
+    assert [record.spec["kernel"] for record in emulation.records] == ["xqa_umma"]
+
+
+FAULTS = {
+    "products read K and V of the generic proxy": ("fence.proxy.async.shared::cta;", "", "proxy"),
+    "scores are overwritten while they are read": ("tcgen05.fence::before_thread_sync;", "", "tensor memory"),
+    "scores are read before they are complete": ("tcgen05.wait::ld.sync.aligned;", "", "wait::ld"),
+}
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_reported(fault: str) -> None:
+    old, new, message = FAULTS[fault]
+    built = build(XqaCase((300,), heads=(20, 1)))
+    with emulator.using(ARCH, sms=1, rewrite=lambda ptx: ptx.replace(old, new)), pytest.raises(EmulatorError) as error:
+        decode(built)
+    assert message in str(error.value)
+
+
+@pytest.mark.emulator
+def test_other_problems_run_on_the_other_kernel() -> None:
+    for case in (XqaCase((40,), heads=(16, 1)), XqaCase((40,), heads=(20, 1), head_dim=80)):
+        built = build(case)
+        with emulator.using(ARCH, sms=2) as emulation:
+            assert built.check(*decode(built)) == ""
+        assert [record.spec["kernel"] for record in emulation.records] == ["xqa"]
+
+
+@pytest.mark.parametrize("arch", tiles.ARCHS)
+def test_rows_of_the_tile_table(arch: str) -> None:
+    """Few rows are padded, many are cut into blocks; slots leave 64 KB in flight while K of a tile is read."""
+    for head_dim, most in tiles.MAX_ROWS.items():
+        for packed_rows in (16, 17, 33, 65, 1000):
+            spec = tiles.choose("bfloat16", "", "bfloat16", head_dim, packed_rows, False, named(arch))
+            fp8 = tiles.choose("bfloat16", "float8_e4m3fn", "bfloat16", head_dim, packed_rows, False, named(arch))
+            assert min(packed_rows, most) <= spec.rows == fp8.rows <= most
+            assert (spec.stages - spec.pieces) * 128 * spec.piece_dim * 2 >= 64 << 10
+            assert fp8.staged * 128 * spec.piece_dim >= 64 << 10
