@@ -158,7 +158,8 @@ class Cluster:
     def __init__(self, grid: Grid, number: int, origin: Dim3) -> None:
         self.grid, self.number = grid, number
         size = int(np.prod(grid.cluster))
-        fences = grid.strict and grid.program.uses_tensor_memory
+        self.lax = grid.program.uses_tensor_memory and not grid.strict  # barriers alone order tensor memory
+        fences = grid.program.uses_tensor_memory and not self.lax
         self.clocks = Clocks(size * grid.num_warps, grid.dependent, fences) if grid.checks else None
         self.barrier: Any = None  # barrier.cluster
         self.cross: dict[int, dict[int, int]] = {}  # warp -> epochs seen of warps of other clusters
