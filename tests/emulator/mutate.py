@@ -1,23 +1,29 @@
 """Mutates our kernels in one place at a time and reports whether the emulator detects it.
 
-    python -m tests.emulator.mutate [--arch sm_90a] [--problem NAME] [--sample N] [--out FILE]
+    python -m tests.emulator.mutate [--arch sm_90a] [--problem NAME] [--sample N] [--jobs 2] [--fates FILE] [--out FILE]
 
 A mutant removes or alters one barrier, wait, fence, arrival or count in the PTX. It is caught if a check raises or the
 result is wrong, on any of the schedules. Survivors are listed with the reason why they are equivalent, where one is
-known (`EQUIVALENT`), or as missed.
+known (`EQUIVALENT`), or as missed. Mutants are tried in an order drawn from a fixed seed, those of all problems by
+turns, and `--out` is written as they are: what a run has tried when it is stopped is a sample. With `--fates`, the next
+run begins with those mutants of the same kernels whose fates the file knows.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
+import multiprocessing
 import random
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from cute_attn.emulator import EmulatorError, Schedule, using
@@ -238,7 +244,7 @@ PROBLEMS = {
             paged((140, 20, 30), (200, 40, 50), 3, mask="causal", **ONE),
             paged((400, 130, 140), (200, 100, 200), 3, mask="causal", **ONE),
             paged((130, 20), (700, 390), 3, mask="causal", sm_scale=2.0, **ONE),
-            paged((130,), (200,), 3, fixed_split_size=43, **ONE),
+            paged((130,), (200,), 3, fixed_split_size=42, **ONE),
         ),
     ),
     "tcgen05 fp8": Problems(
@@ -249,6 +255,7 @@ PROBLEMS = {
             Fp8Case((140, 20, 30), (200, 40, 50), (1, 1), scales="signed", head_dim=64, causal=True, seed=2),
             Fp8Case((400, 130, 140), (200, 100, 200), (1, 1), head_dim=64, causal=True),
             Fp8Case((130, 20), (700, 390), (1, 1), head_dim=64, causal=True, sm_scale=1.0),
+            Fp8Case((130,), (200,), (1, 1), head_dim=64, fixed_split_size=128),
         ),
     ),
     # Pairs of CTAs with a query tile each, and S of two kv tiles in flight.
@@ -314,9 +321,8 @@ def caught(name: str, original: str, mutant: Mutant, more: bool = True) -> str:
     def rewrite(ptx: str) -> str:
         return applied(mutant, ptx) if ptx == original else ptx
 
-    asked = PROBLEMS[name]
-    tries = itertools.product(asked.cases, SCHEDULES)
-    for case, schedule in (*tries, *itertools.product(asked.cases if more else (), MORE)):
+    asked = PROBLEMS[name]  # on the eager schedule first, which is the fastest
+    for schedule, case in itertools.product((*SCHEDULES, *(MORE if more else ())), asked.cases):
         with using(asked.arch, schedule=schedule, rewrite=rewrite, sms=asked.sms, kernels=asked.kernels):
             try:
                 wrong = solve(case)
@@ -427,28 +433,101 @@ def excuse(ptx: str, mutant: Mutant) -> str:
     return ""
 
 
-def report(names: list[str], sample: int | None = None, word: str = "", log: bool = False) -> dict[str, object]:
-    """Fates of the mutants described with `word`, or of `sample` of them of every kernel, chosen by a fixed seed."""
-    problems: dict[str, dict[str, int]] = {}
-    tally: dict[str, list[int]] = {}
-    survivors: list[dict[str, str]] = []
+@dataclass
+class Fate:
+    """What became of a mutant: `by` what it was caught, "" if it survived."""
+
+    problem: str
+    mutant: Mutant
+    why: str  # it is equivalent, if it survives
+    by: str = ""
+
+    def row(self) -> list[int]:
+        """Whether it is caught, equivalent, missed."""
+        return [bool(self.by), not self.by and bool(self.why), not self.by and not self.why]
+
+
+class Fates:
+    """Fates by problem, kernel and mutant, in a file of JSON lines."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        self.known: dict[str, str] = dict(json.loads(line) for line in lines)
+
+    def key(self, problem: str, ptx: str, mutant: Mutant) -> str:
+        return f"{problem} {hashlib.sha256(ptx.encode()).hexdigest()[:16]} {mutant.site} {mutant}"
+
+    def add(self, key: str, by: str) -> None:
+        self.known[key] = by
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(json.dumps([key, by]) + "\n")
+
+
+_Task = tuple[str, str, Mutant]  # problem, PTX of the kernel, mutant
+
+
+def _try(task: _Task) -> tuple[_Task, str]:
+    name, ptx, mutant = task
+    return task, caught(name, ptx, mutant, more=not excuse(ptx, mutant))
+
+
+def fates(tasks: list[_Task], known: Fates, jobs: int) -> Iterator[Fate]:
+    """Fates of mutants, in any order. Processes are forked, so that they share what has been compiled."""
+    new = [task for task in tasks if known.key(*task) not in known.known]
+    for task in tasks:
+        if known.key(*task) in known.known:
+            yield Fate(task[0], task[2], excuse(*task[1:]), known.known[known.key(*task)])
+    with multiprocessing.get_context("fork").Pool(jobs) if jobs > 1 else nullcontext() as pool:
+        for task, by in map(_try, new) if pool is None else pool.imap_unordered(_try, new):
+            known.add(known.key(*task), by)
+            yield Fate(task[0], task[2], excuse(*task[1:]), by)
+
+
+def report(
+    names: list[str],
+    sample: int | None = None,
+    word: str = "",
+    *,
+    jobs: int = 1,
+    known: Path | None = None,
+    watch: Callable[[Fate, Report], None] | None = None,
+) -> Report:
+    """Fates of the mutants described with `word`, or of `sample` of them of every kernel, chosen by a fixed seed.
+    `watch` is called after every mutant.
+    """
+    chosen: list[list[_Task]] = []
+    counts: dict[str, int] = {}
     for name in names:
         for ptx in kernels(name):
-            found = tried = [mutant for mutant in mutants(symbol(ptx), ptx) if word in str(mutant)]
-            if sample is not None and sample < len(found):
-                tried = sorted(random.Random(0).sample(found, sample), key=found.index)
-            counts = problems.setdefault(name, {"tried": 0, "mutants": 0})
-            counts["tried"], counts["mutants"] = counts["tried"] + len(tried), counts["mutants"] + len(found)
-            for mutant in tried:
-                why = excuse(ptx, mutant)
-                by = caught(name, ptx, mutant, more=not why)
-                row = tally.setdefault(mutant.mutation, [0, 0, 0])  # caught, equivalent, missed
-                row[0 if by else 1 if why else 2] += 1
-                if not by:
-                    survivors.append({"problem": name, "mutant": str(mutant), "equivalent": why})
-                if log:
-                    print(f"{name}: {by or 'SURVIVED'}: {mutant} {'' if by else why}", file=sys.stderr, flush=True)
+            found = [(name, ptx, mutant) for mutant in mutants(symbol(ptx), ptx) if word in str(mutant)]
+            counts[name] = counts.get(name, 0) + len(found)
+            random.Random(0).shuffle(found)
+            chosen.append(found[:sample])
+    tasks = [task for turn in itertools.zip_longest(*chosen) for task in turn if task is not None]
+    done: list[Fate] = []
+    for fate in fates(tasks, Fates(known), jobs):
+        done.append(fate)
+        if watch is not None:
+            watch(fate, summary(counts, done))
+    return summary(counts, done)
+
+
+Report = dict[str, Any]
+
+
+def summary(counts: dict[str, int], done: list[Fate]) -> Report:
+    """The fates that are known of `counts` mutants of the problems."""
+    order = [name for name, *_ in MUTATIONS]
+    done = sorted(done, key=lambda fate: (list(counts).index(fate.problem), order.index(fate.mutant.mutation)))
+    problems = {name: {"tried": sum(x.problem == name for x in done), "mutants": n} for name, n in counts.items()}
+    tally: dict[str, list[int]] = {}  # caught, equivalent, missed
+    for fate in done:
+        row = tally.setdefault(fate.mutant.mutation, [0, 0, 0])
+        row[:] = (a + b for a, b in zip(row, fate.row(), strict=True))
     right, equal, missed = (sum(row[i] for row in tally.values()) for i in range(3))
+    survivors = [fate for fate in done if not fate.by]
     return {
         "problems": problems,
         "caught": right,
@@ -458,7 +537,7 @@ def report(names: list[str], sample: int | None = None, word: str = "", log: boo
         "mutations": {
             name: dict(zip(("caught", "equivalent", "missed"), row, strict=True)) for name, row in tally.items()
         },
-        "survivors": survivors,
+        "survivors": [{"problem": x.problem, "mutant": str(x.mutant), "equivalent": x.why} for x in survivors],
     }
 
 
@@ -468,13 +547,19 @@ def main() -> int:
     parser.add_argument("--problem", choices=PROBLEMS, action="append", help="instead of all of an architecture")
     parser.add_argument("--sample", type=int, help="mutants of a kernel, instead of all")
     parser.add_argument("--only", default="", help="mutants whose description holds this")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--fates", type=Path, help="JSON lines with what became of mutants, read and extended")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     names = options.problem or [name for name, asked in PROBLEMS.items() if asked.arch == options.arch]
-    text = json.dumps(report(names, options.sample, options.only, log=True), indent=1)
-    print(text)
-    if options.out:
-        options.out.write_text(text + "\n")
+
+    def watch(fate: Fate, found: Report) -> None:
+        print(f"{fate.problem}: {fate.by or 'SURVIVED'}: {fate.mutant} {'' if fate.by else fate.why}", file=sys.stderr)
+        if options.out:
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+    found = report(names, options.sample, options.only, jobs=options.jobs, known=options.fates, watch=watch)
+    print(json.dumps(found, indent=1))
     return 0
 
 

@@ -19,7 +19,7 @@ from cute_attn.emulator.ptx import Inst, Sym
 from cute_attn.emulator.warp_batch import WarpBatch
 
 if TYPE_CHECKING:
-    from cute_attn.emulator.machine import Cluster, Cta
+    from cute_attn.emulator.machine import Cta
 
 MAX_COUNT = (1 << 20) - 1
 MAX_TX = (1 << 20) - 1
@@ -30,11 +30,12 @@ _SEM = "{|.release|.relaxed}{|.cta|.cluster}"
 @dataclass
 class Remote:
     """Use of a barrier by another CTA: by warp `agent` at its epoch, or (0) by an asynchronous operation. `phase`: the
-    one that it belongs to, once it has arrived.
+    one that it belongs to, once it has arrived. `in_order`: operations of its channel arrive one after another.
     """
 
     what: str
     op: Op | None = None
+    in_order: bool = False
     agent: int = 0
     epoch: int = 0
     phase: int | None = None
@@ -64,8 +65,8 @@ class Mbarrier:
         if clocks is not None and clocks.v[agent, ORDER, self.made_by] < self.made_at:
             raise BarrierFault(f"{self.name} is used before its initialisation is visible to the warp")
 
-    def used_by(self, cta: Cta, what: str, op: Op | None = None, agent: int = 0) -> None:
-        """Record a use by a CTA, which is to end before the barrier's own CTA does. `op` has yet to arrive."""
+    def used_by(self, cta: Cta, what: str, op: Op | None = None, in_order: bool = False, agent: int = 0) -> None:
+        """Record a use by a CTA, which must come before the end of the barrier's own CTA. `op` has yet to arrive."""
         clocks = self.cluster.clocks
         if cta is self.cta or clocks is None or (op is None and not agent):
             return
@@ -73,9 +74,10 @@ class Mbarrier:
         if not self.cta.running:
             raise BarrierFault(f"{what} at {self.name} of CTA {self.cta.index}, which has ended")
         if op is not None:
-            self.remote.append(Remote(what, op))
+            self.remote.append(Remote(what, op, in_order))
         else:
-            self.remote.append(Remote(what, None, agent, int(clocks.v[agent, ORDER, agent]), self.phase))
+            epoch = int(clocks.v[agent, ORDER, agent])
+            self.remote.append(Remote(what, agent=agent, epoch=epoch, phase=self.phase))
 
     def arrive(self, agent: int, count: int, expect: int = 0, relaxed: bool = False) -> None:
         self.seen(agent)
@@ -146,8 +148,7 @@ class Mbarrier:
         """Order these warps after the completed phase that they have observed."""
         clocks = self.cluster.clocks
         if clocks is not None and self.done is not None:
-            if self.remote:
-                self.remote = [use for use in self.remote if use.phase is None or use.phase >= self.phase]
+            self._see()
             clocks.time[agents] = np.maximum(clocks.time[agents], self.done_time)
             if relaxed:
                 order.passed(self.cluster, agents, self.done)
@@ -155,6 +156,14 @@ class Mbarrier:
             clocks.acquire(agents, self.done)
             if self.cluster.cross:
                 order.share(self.cluster, np.unique(np.concatenate([agents, np.array(sorted(self.agents), np.int64)])))
+
+    def _see(self) -> None:
+        """Forget the uses by other CTAs in phases that a warp has seen complete, but for the latest in an order."""
+        latest = self.cta.extra.setdefault("seen of other CTAs", {})
+        for use in self.remote:
+            if use.in_order and use.op is not None and use.phase is not None and use.phase < self.phase:
+                latest[use.op.agent] = max(use.op.epoch, latest.get(use.op.agent, 0))
+        self.remote = [use for use in self.remote if use.phase is None or use.phase >= self.phase]
 
 
 def at(cta: Cta, address: int, cluster: bool = False) -> Mbarrier:
@@ -171,10 +180,10 @@ def at(cta: Cta, address: int, cluster: bool = False) -> Mbarrier:
     return barrier
 
 
-def target(cta: Cta, address: int, op: Op | None, what: str) -> Mbarrier:
+def target(cta: Cta, address: int, op: Op | None, what: str, in_order: bool = False) -> Mbarrier:
     """Look up the barrier at which an operation that `cta` has issued will arrive, in any CTA of the cluster."""
     barrier = at(cta, address, cluster=True)
-    barrier.used_by(cta, what, op)
+    barrier.used_by(cta, what, op, in_order)
     return barrier
 
 
@@ -229,14 +238,19 @@ def _check_phases(cta: Cta) -> None:
 
 def _check_remote(cta: Cta) -> None:
     """Check that what other CTAs do at barriers of this one comes before its end, on every schedule: a warp of it has
-    seen the phase complete; of arrivals by warps, it is enough that they happen before.
+    seen the phase complete, or that of a later commit of the same thread. Arrivals of warps need only happen before.
     """
     if cta.clocks is None:
         return
     seen = cta.clocks.v[cta.first_agent : cta.first_agent + cta.num_warps, ORDER].max(axis=0)
+    latest = cta.extra.get("seen of other CTAs", {})
     for barrier in cta.mbarriers.values():
         for use in barrier.remote:
-            if not use.epoch or seen[use.agent] < use.epoch:
+            if use.op is None:
+                before = seen[use.agent] >= use.epoch
+            else:
+                before = use.in_order and latest.get(use.op.agent, 0) >= use.op.epoch
+            if not before:
                 raise BarrierFault(
                     f"CTA {cta.index} may end before {use.what} at {barrier.name}: none of its warps has waited for "
                     f"phase {barrier.phase if use.phase is None else use.phase}"
@@ -395,9 +409,7 @@ def wait(e: Emitter, inst: Inst, op: str, parity: str, sem: str, scope: str, spa
     e.call(_test, [address, e.get(inst.operands[2], kind), *flags], [(inst.operands[0], "p")])
 
 
-def _test(
-    w: WarpBatch, mask: Array | None, address: Array, expected: Array, parity: bool, relaxed: bool
-) -> Array:
+def _test(w: WarpBatch, mask: Array | None, address: Array, expected: Array, parity: bool, relaxed: bool) -> Array:
     where, wanted = w.full(address), w.full(expected)
     lanes = w.lanes(mask)
     clocks = w.cta.clocks

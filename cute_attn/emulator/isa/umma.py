@@ -363,7 +363,7 @@ def _commit(w: WarpBatch, mask: Array | None, group: int, address: Array, ctas: 
         stream = memory_of(w.cta).stream(agent, KIND, int(w.lane[lane]))
         op = None if stream is None else stream.commit()
         places = [rank << RANK_SHIFT | at & OFFSET_MASK for rank in ranks]
-        barriers = [mbarrier.target(w.cta, place, op, "tcgen05.commit") for place in places]
+        barriers = [mbarrier.target(w.cta, place, op, "tcgen05.commit", in_order=True) for place in places]
 
         def arrive(barriers: list[mbarrier.Mbarrier] = barriers, op: Op | None = op) -> None:
             for barrier in barriers:
