@@ -7,7 +7,6 @@ import hashlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import Any
 
 from cute_attn.emulator import isa, ptx, unwaited
@@ -122,7 +121,7 @@ class Program:
         source = "\n".join(["def block(w, R, m):", *emitter.lines])
         self.files[name] = origin
         space: dict[str, Any] = {}
-        exec(_code(source, name), self.names, space)
+        exec(compile(source, name, "exec"), self.names, space)
         function: Callable[..., Any] = space["block"]
         return function
 
@@ -163,11 +162,6 @@ class Program:
         """The instruction from which a line of code was generated."""
         origin = self.files.get(file)
         return origin[line - 1] if origin and 0 < line <= len(origin) else None
-
-
-@functools.lru_cache(4096)  # texts that differ in one place share most of their blocks
-def _code(source: str, name: str) -> CodeType:
-    return compile(source, name, "exec")
 
 
 @functools.lru_cache(64)

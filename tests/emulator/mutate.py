@@ -27,6 +27,7 @@ from typing import Any
 from unittest import mock
 
 from cute_attn.emulator import EmulatorError, Schedule, using
+from tests.emulator.patched import sharing
 from tests.support import batch_case, fp8_case
 from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
 from tests.support.batch_case import decode as batch_decode
@@ -39,7 +40,8 @@ MORE = tuple(Schedule("adversarial", seed) for seed in (3, 4, 5))  # for those t
 
 
 def _removed(text: str) -> str:
-    return ""
+    """An instruction that does nothing on the emulator, in the place of another one."""
+    return "griddepcontrol.launch_dependents;"
 
 
 def _plus(amount: int) -> Callable[[str], str]:
@@ -317,19 +319,21 @@ def solve(case: Case | BatchCase | Fp8Case) -> str:
 
 def caught(name: str, original: str, mutant: Mutant, more: bool = True) -> str:
     """What noticed the mutant of a kernel, or "" if it survived all schedules, `more` of them than usual."""
+    changed, asked = applied(mutant, original), PROBLEMS[name]
 
     def rewrite(ptx: str) -> str:
-        return applied(mutant, ptx) if ptx == original else ptx
+        return changed if ptx == original else ptx
 
-    asked = PROBLEMS[name]  # on the eager schedule first, which is the fastest
-    for schedule, case in itertools.product((*SCHEDULES, *(MORE if more else ())), asked.cases):
-        with using(asked.arch, schedule=schedule, rewrite=rewrite, sms=asked.sms, kernels=asked.kernels):
-            try:
-                wrong = solve(case)
-            except EmulatorError as err:
-                return type(err).__name__
-        if wrong:
-            return "wrong result"
+    with sharing(original, changed):
+        # On the eager schedule first, which is the fastest.
+        for schedule, case in itertools.product((*SCHEDULES, *(MORE if more else ())), asked.cases):
+            with using(asked.arch, schedule=schedule, rewrite=rewrite, sms=asked.sms, kernels=asked.kernels):
+                try:
+                    wrong = solve(case)
+                except EmulatorError as err:
+                    return type(err).__name__
+            if wrong:
+                return "wrong result"
     return ""
 
 
@@ -433,6 +437,9 @@ def excuse(ptx: str, mutant: Mutant) -> str:
     return ""
 
 
+Report = dict[str, Any]
+
+
 @dataclass
 class Fate:
     """What became of a mutant: `by` what it was caught, "" if it survived."""
@@ -512,9 +519,6 @@ def report(
         if watch is not None:
             watch(fate, summary(counts, done))
     return summary(counts, done)
-
-
-Report = dict[str, Any]
 
 
 def summary(counts: dict[str, int], done: list[Fate]) -> Report:
