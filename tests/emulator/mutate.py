@@ -4,7 +4,7 @@
 
 A mutant removes or alters one barrier, wait, fence, arrival or count in the PTX. It is caught if a check raises or the
 result is wrong, on any of the schedules. Survivors are listed with the reason why they are equivalent, where one is
-known (`EQUIVALENT`), or as missed. Mutants are tried in an order drawn from a fixed seed, those of all problems by
+known (`EQUIVALENT`; these are tried on the eager schedule alone), or as missed. Mutants are tried in an order drawn from a fixed seed, those of all problems by
 turns, and `--out` is written as they are: what a run has tried when it is stopped is a sample. With `--fates`, the next
 run begins with those mutants of the same kernels whose fates the file knows.
 """
@@ -317,16 +317,15 @@ def solve(case: Case | BatchCase | Fp8Case) -> str:
     return ""
 
 
-def caught(name: str, original: str, mutant: Mutant, more: bool = True) -> str:
-    """What noticed the mutant of a kernel, or "" if it survived all schedules, `more` of them than usual."""
+def caught(name: str, original: str, mutant: Mutant, schedules: tuple[Schedule, ...] = SCHEDULES + MORE) -> str:
+    """What noticed the mutant of a kernel, or "" if it survived all schedules."""
     changed, asked = applied(mutant, original), PROBLEMS[name]
 
     def rewrite(ptx: str) -> str:
         return changed if ptx == original else ptx
 
     with sharing(original, changed):
-        # On the eager schedule first, which is the fastest.
-        for schedule, case in itertools.product((*SCHEDULES, *(MORE if more else ())), asked.cases):
+        for schedule, case in itertools.product(schedules, asked.cases):
             with using(asked.arch, schedule=schedule, rewrite=rewrite, sms=asked.sms, kernels=asked.kernels):
                 try:
                     wrong = solve(case)
@@ -355,6 +354,13 @@ def keeps_always(ptx: str, mutant: Mutant) -> bool:
     at = sites(ptx, ACCUMULATES)[mutant.site]
     flags = re.findall(r"setp\.ne\.s32 keep, (%\w+), 0;", ptx[: at.start()])
     return at.group().endswith("keep;") and re.search(rf"mov\.b32\s+{flags[-1]}, 1;", ptx) is not None
+
+
+def drained_later(ptx: str, mutant: Mutant) -> bool:
+    """Whether the second CTA of a pair waits, at its end, for slots that become free later than this one."""
+    waits = sites(ptx, WAIT)[mutant.site :]
+    between = ptx[waits[0].end() : waits[1].start()] if len(waits) > 1 else ""
+    return "cta_group::2" in ptx and between != "" and re.search(r"mbarrier|cp\.async|tcgen05|\bld\.", between) is None
 
 
 GATHERS = "cp.async.cg.shared.global"  # in the Hopper kernel for small pages
@@ -405,6 +411,11 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
         lambda ptx, mutant: mutant.kernel.startswith("cute_attn_fa4") and clears(ptx) - mutant.site in (1, 2),
         "Q of a work item is loaded after the products of the item before that read Q; these waited for its cleared "
         "rows and for all V but the last, so with two stages or more neither can be behind",
+    ),
+    (
+        "mbarrier wait removed",
+        drained_later,
+        "commits of one thread arrive in order: the wait for the last slot of V covers those for the others",
     ),
     (
         "first product accumulates",
@@ -477,7 +488,11 @@ _Task = tuple[str, str, Mutant]  # problem, PTX of the kernel, mutant
 
 def _try(task: _Task) -> tuple[_Task, str]:
     name, ptx, mutant = task
-    return task, caught(name, ptx, mutant, more=not excuse(ptx, mutant))
+    return task, caught(name, ptx, mutant, schedules=SCHEDULES[:1] if excuse(ptx, mutant) else SCHEDULES + MORE)
+
+
+def _prove(name: str) -> list[str]:
+    return kernels(name, SCHEDULES[1:])
 
 
 def fates(tasks: list[_Task], known: Fates, jobs: int) -> Iterator[Fate]:
@@ -487,7 +502,9 @@ def fates(tasks: list[_Task], known: Fates, jobs: int) -> Iterator[Fate]:
         if known.key(*task) in known.known:
             yield Fate(task[0], task[2], excuse(*task[1:]), known.known[known.key(*task)])
     with multiprocessing.get_context("fork").Pool(jobs) if jobs > 1 else nullcontext() as pool:
-        for task, by in map(_try, new) if pool is None else pool.imap_unordered(_try, new):
+        run = map if pool is None else pool.imap_unordered
+        list(run(_prove, dict.fromkeys(name for name, *_ in new)))
+        for task, by in run(_try, new):
             known.add(known.key(*task), by)
             yield Fate(task[0], task[2], excuse(*task[1:]), by)
 
@@ -507,7 +524,7 @@ def report(
     chosen: list[list[_Task]] = []
     counts: dict[str, int] = {}
     for name in names:
-        for ptx in kernels(name):
+        for ptx in kernels(name, SCHEDULES[:1]):
             found = [(name, ptx, mutant) for mutant in mutants(symbol(ptx), ptx) if word in str(mutant)]
             counts[name] = counts.get(name, 0) + len(found)
             random.Random(0).shuffle(found)

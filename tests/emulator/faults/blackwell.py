@@ -40,14 +40,13 @@ PRODUCTS = (
         ITEMS,
     ),
     Fault(
-        "the commit for V's slot arrives at K's barrier and the other way round",
+        "K is released before the second query tile's product",
         "fa4/mma_warp.py",
-        "        v = self.release_v(context, state.v)\n"
         "        self.scores(context, state.k, state.s1, 1)\n"
         "        return state._replace(k=self.release_k(context, state.k), v=v)",
         "        k = self.release_k(context, state.k)\n"
         "        self.scores(context, state.k, state.s1, 1)\n"
-        "        return state._replace(k=k, v=self.release_v(context, state.v))",
+        "        return state._replace(k=k, v=v)",
         RINGS,
     ),
     Fault(
