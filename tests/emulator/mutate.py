@@ -4,9 +4,11 @@
 
 A mutant removes or alters one barrier, wait, fence, arrival or count in the PTX. It is caught if a check raises or the
 result is wrong, on any of the schedules. Survivors are listed with the reason why they are equivalent, where one is
-known (`EQUIVALENT`; these are tried on the eager schedule alone), or as missed. Mutants are tried in an order drawn from a fixed seed, those of all problems by
-turns, and `--out` is written as they are: what a run has tried when it is stopped is a sample. With `--fates`, the next
-run begins with those mutants of the same kernels whose fates the file knows.
+known (`EQUIVALENT`; these are tried on the eager schedule alone), or as missed.
+
+Mutants are tried in an order drawn from a fixed seed, those of all problems by turns, and `--out` is written as they
+are: what a run has tried when it is stopped is a sample. With `--fates`, the next run begins with those mutants of the
+same kernels whose fates the file knows.
 """
 
 from __future__ import annotations
@@ -357,10 +359,17 @@ def keeps_always(ptx: str, mutant: Mutant) -> bool:
 
 
 def drained_later(ptx: str, mutant: Mutant) -> bool:
-    """Whether the second CTA of a pair waits, at its end, for slots that become free later than this one."""
-    waits = sites(ptx, WAIT)[mutant.site :]
-    between = ptx[waits[0].end() : waits[1].start()] if len(waits) > 1 else ""
-    return "cta_group::2" in ptx and between != "" and re.search(r"mbarrier|cp\.async|tcgen05|\bld\.", between) is None
+    """Whether a CTA of a pair waits, at its end, for slots that become free later than this one: of all waits that
+    follow on each other at once, those for slots of K and V are the only four or more.
+    """
+    waits = sites(ptx, WAIT)
+    others = re.compile(r"mbarrier|cp\.async|tcgen05|\bld\.|\$L_|@%p")
+    ends = [
+        i for i in range(len(waits)) if i + 1 == len(waits) or others.search(ptx, waits[i].end(), waits[i + 1].start())
+    ]
+    last = next(i for i in ends if i >= mutant.site)
+    first = max((i + 1 for i in ends if i < mutant.site), default=0)
+    return "cta_group::2" in ptx and last - first >= 3 and mutant.site < last
 
 
 GATHERS = "cp.async.cg.shared.global"  # in the Hopper kernel for small pages
