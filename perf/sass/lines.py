@@ -66,18 +66,24 @@ def blocks(listing: str) -> list[Block]:
 def without_retries(found: Sequence[Block]) -> list[Block]:
     """Returns the blocks but those that repeat a failed test of a barrier.
 
-    Where ptxas peels the first test of a loop, it moves the others out of line: moves, the test with a NANOSLEEP, and a
-    branch back. All have the lines of the first test, which alone counts. A loop that is fallen into is not peeled.
+    Where ptxas peels the first test of a loop, it moves the others out of line: moves, the test, with a NANOSLEEP where
+    PTX gives a time to wait for, and a branch back. All have the lines of the first test, which alone counts. A loop
+    that is fallen into is not peeled.
     """
     cold: set[int] = set()
     for i, block in enumerate(found):
-        if not any(inst.opcode.startswith("NANOSLEEP") for inst in block):
+        back = i + 1 < len(found) and [inst.opcode for inst in found[i + 1]] == ["BRA"]
+        sleeps = any(inst.opcode.startswith("NANOSLEEP") for inst in block)
+        if not (sleeps or (back and _only_tests(block))):
             continue
         landing = i - 1 if i > 0 and all(inst.opcode.startswith(_MOVES) for inst in found[i - 1]) else i
         if landing > 0 and found[landing - 1][-1].leaves:
-            back = i + 1 < len(found) and [inst.opcode for inst in found[i + 1]] == ["BRA"]
             cold |= {landing, i, *([i + 1] if back else [])}
     return [block for i, block in enumerate(found) if i not in cold]
+
+
+def _only_tests(block: Block) -> bool:
+    return len(block) == 2 and block[0].opcode.startswith("SYNCS.PHASECHK") and block[1].opcode == "BRA"
 
 
 def attribute(found: Sequence[Block], lines: Lines) -> Attributed:

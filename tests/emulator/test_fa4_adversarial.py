@@ -223,6 +223,7 @@ ITEMS: dict[str, BatchCase] = {
     "one key each": ragged((130,) * 4, (1,) * 4, **heads(2, 1)),
     "keys that end within a tile": ragged((60,) * 3, (129, 130, 257), slack=True, **dims(192, 128)),
     "pages": paged((150, 0, 37, 260), (300, 20, 0, 515), 64, mask="causal", **BF16, **dims(128), **heads(2, 1)),
+    "pages of a pair": paged((150, 0, 37, 260), (300, 20, 0, 515), 64, **BF16, **dims(128), **heads(4, 1)),
     "wide": ragged((150, 0, 37), (200, 20, 64), mask="causal", **BF16, **dims(256)),
 }
 

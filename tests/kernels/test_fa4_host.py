@@ -53,10 +53,12 @@ def test_where_pages_come_from(dims: tuple[int, int]) -> None:
     assert tiles.choose("sm_100a", dims, True, "paged").cols % tiles.PAGE_ALIGNED == 0
 
 
-def test_pairs_where_all_rows_see_all_keys() -> None:
-    ctas = {full: tiles.choose("sm_100a", (192, 128), True, "dense", full=full).ctas for full in (False, True)}
+@pytest.mark.parametrize("dims", [(112, 112), (128, 128), (192, 128)])
+def test_pairs_where_all_rows_see_all_keys(dims: tuple[int, int]) -> None:
+    ctas = {full: tiles.choose("sm_100a", dims, True, "dense", full=full).ctas for full in (False, True)}
     assert ctas == {False: 1, True: 2}
-    assert tiles.choose("sm_100a", (192, 128), True, "gathered", full=True).ctas == 1
+    assert tiles.choose("sm_100a", dims, True, "gathered", full=True).ctas == 1
+    assert tiles.choose("sm_100a", (128, 128), True, "dense", full=True, fp8=True).ctas == 1
 
 
 @pytest.mark.parametrize(("dims", "runs_as"), [((32, 32), 64), ((72, 72), 96), ((112, 112), 128), ((192, 192), 256)])

@@ -7,7 +7,7 @@ from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.persistent_params import Maps
-from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings
+from cute_attn.kernels.blocks.pipeline import PipelineState, Ring
 from cute_attn.kernels.blocks.smem_map import TileMemory
 from cute_attn.kernels.blocks.tile_scheduler import DynamicTileScheduler
 from cute_attn.kernels.blocks.tma_kv import TmaOperand
@@ -42,10 +42,6 @@ class OneCta:
     def producer_rings(self) -> tuple[str, ...]:
         """Names of rings by which the producers of a cluster agree."""
         return ()
-
-    @property
-    def rings_type(self) -> type[SmemRings]:
-        return SmemRings
 
     def leads(self) -> Boolean:
         """Whether this CTA does what is done once per work item."""

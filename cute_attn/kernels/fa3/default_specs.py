@@ -4,24 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from cute_attn.kernels.blocks.default_specs import GATHERED, ITEMS, MODIFIED
+from cute_attn.kernels.blocks.tiles import FP8_HEAD_DIMS, HEAD_DIMS
 from cute_attn.kernels.fa3.spec import Fa3Spec
-from cute_attn.kernels.fa3.tiles import FP8_HEAD_DIMS, HEAD_DIMS, choose
+from cute_attn.kernels.fa3.tiles import choose
 from cute_attn.kernels.formats import FP8_DTYPES
 from cute_attn.runtime.spec import KernelSpec
-
-# Score and mask variants; the first needs more registers than any other.
-MODIFIED: tuple[dict[str, Any], ...] = (
-    {"mask": "packed", "scores": ("scale", "alibi", "soft_cap")},
-    {"mask": "packed"},
-    {"mask": "band"},
-    {"scores": ("scale", "soft_cap")},
-)
-
-
-ITEMS: dict[str, Any] = {"schedule": "items", "kv": "paged"}
-
-
-GATHERED: dict[str, Any] = {"schedule": "items", "kv": "gathered"}
 
 
 def default_specs() -> list[KernelSpec]:

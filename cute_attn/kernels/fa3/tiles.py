@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import math
 
+from cute_attn.kernels.blocks.tiles import HEAD_DIMS, PAGE_ALIGNED, tile_dims
 from cute_attn.kernels.fa3.spec import HopperTile
 
 ARCH = "sm_90a"
-FP8_HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
-HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
-PAGE_ALIGNED = 64  # tiles of paged keys are multiples of it, so that pages of any power of two need few boxes
 
 _PLAIN = {
     (64, 64): HopperTile(192, 128, 3, 2),
@@ -61,14 +59,6 @@ _FP8_KV_MODIFIED = {
 # clocks beside its rows; a gathered row costs the memory system more than its share of a box.
 _MIN_BOX_ROWS = {(64, 64): 16, (96, 96): 32, (128, 128): 32, (192, 128): 32, (256, 256): 32}
 _MIN_FP8_BOX_ROWS = 8  # of 8-bit rows, which one warp gathers
-
-
-def tile_dims(head_dims: tuple[int, int], fp8: bool = False) -> tuple[int, int]:
-    """Returns the head dims whose tile these have: the smallest of the tables that contain them. TMA fills columns past
-    the end with zeros; products and stores take the problem's own head dims.
-    """
-    tables = FP8_HEAD_DIMS if fp8 else HEAD_DIMS
-    return next(dims for dims in tables if head_dims[0] <= dims[0] and head_dims[1] <= dims[1])
 
 
 def page_source(head_dims: tuple[int, int], page_size: int, *, fp8: bool = False, fp8_kv: bool = False) -> str:

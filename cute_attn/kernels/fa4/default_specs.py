@@ -5,20 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from cute_attn.kernels.blocks.default_specs import GATHERED, ITEMS, MODIFIED
+from cute_attn.kernels.blocks.tiles import FP8_HEAD_DIMS, HEAD_DIMS
 from cute_attn.kernels.fa4.spec import Fa4Spec
-from cute_attn.kernels.fa4.tiles import FP8_HEAD_DIMS, HEAD_DIMS, choose
+from cute_attn.kernels.fa4.tiles import choose
 from cute_attn.kernels.formats import FP8_DTYPES
 from cute_attn.runtime.spec import KernelSpec
-
-# Score and mask variants; the first needs more registers than any other.
-MODIFIED: tuple[dict[str, Any], ...] = (
-    {"mask": "packed", "scores": ("scale", "alibi", "soft_cap")},
-    {"mask": "packed"},
-    {"mask": "band"},
-    {"scores": ("scale", "soft_cap")},
-)
-ITEMS: dict[str, Any] = {"schedule": "items", "kv": "paged"}
-GATHERED: dict[str, Any] = {"schedule": "items", "kv": "gathered"}
 
 
 def default_specs(arch: str) -> list[KernelSpec]:
@@ -31,7 +23,14 @@ def default_specs(arch: str) -> list[KernelSpec]:
     specs += [_spec(arch, dims, **MODIFIED[0], **source) for dims in HEAD_DIMS for source in ({}, GATHERED)]
     specs += [_spec(arch, llama, **modified) for modified in MODIFIED[1:]]
     specs += [_spec(arch, llama, **MODIFIED[0], **ITEMS), _spec(arch, (192, 128), mask="band", **ITEMS)]
-    specs += [_spec(arch, (192, 128), full=True, **source) for source in ({}, ITEMS)]
+    specs += [_spec(arch, dims, full=True, **source) for dims in ((192, 128), llama) for source in ({}, ITEMS)]
+    modified_in_pairs: tuple[dict[str, Any], ...] = (
+        {"scores": MODIFIED[0]["scores"]},
+        {"scores": MODIFIED[0]["scores"], **ITEMS},
+        {"schedule": "items"},
+        {"split": True, "out_dtype": "float32"},
+    )
+    specs += [_spec(arch, llama, full=True, **rest) for rest in modified_in_pairs]
     specs += [_spec(arch, llama, mask="multi_item", **source) for source in (ITEMS, GATHERED)]
     specs += [_spec(arch, llama, schedule="items", kv="gather4")]
     specs += [_spec(arch, llama, schedule="items"), _spec(arch, llama, dtype="float16", out_dtype="float16")]

@@ -37,12 +37,13 @@ from cute_attn.kernels.fa4.anchored import AnchoredSoftmax
 from cute_attn.kernels.fa4.correction_warps import CorrectionWarps
 from cute_attn.kernels.fa4.epilogue_warps import EpilogueWarps
 from cute_attn.kernels.fa4.mma_warp import OneTileMmaWarp, TwoTileMmaWarp
-from cute_attn.kernels.fa4.pair import CtaPair
+from cute_attn.kernels.fa4.pair import CtaPair, PairRings
 from cute_attn.kernels.fa4.parts.exp2 import PairExp2
 from cute_attn.kernels.fa4.parts.lanes import RowLanes
 from cute_attn.kernels.fa4.parts.row_masks import BandWords, MultiItemWords, PackedWords, StopWords
 from cute_attn.kernels.fa4.parts.row_scores import RowAlibi
 from cute_attn.kernels.fa4.parts.umma import TmemMap, UmmaTile
+from cute_attn.kernels.fa4.rings import BlackwellRings
 from cute_attn.kernels.fa4.row_max import RowMaxSoftmax
 from cute_attn.kernels.fa4.smem import BlackwellMemory
 from cute_attn.kernels.fa4.softmax_warps import SoftmaxWarps
@@ -70,7 +71,7 @@ class Fa4Program(PersistentProgram):
         memory, pairs = BlackwellMemory.of(spec), spec.tile.ctas == 2
         tile = self.umma_tile(spec, memory)
         super().__init__(spec, memory, tile, CtaPair() if pairs else ONE_CTA)
-        self.rings_type, self.cluster = self.cta.rings_type, self.cta.cluster or (1, 1, 1)
+        self.rings_type, self.cluster = (PairRings if pairs else BlackwellRings), self.cta.cluster or (1, 1, 1)
         self.tail = (PairTailWarp if pairs else TailWarp)(self, spec, memory)
         self.mma = (TwoTileMmaWarp if spec.tile.query_tiles == 2 else OneTileMmaWarp)(self, spec, tile)
         self.softmax_warps = self.softmax_types[spec.tile.softmax](self, spec, tile)

@@ -206,34 +206,34 @@ class TwoTileMmaWarp(MmaWarp):
 
 
 class OneTileState(NamedTuple):
-    """Pipeline states of the operands, of S that is to be started and of P that is to be read, and of O. Those of V and
-    P are up to two kv tiles behind K's and S's.
-    """
+    """Pipeline states of K, of P, and of O. V has as many stages as P and is read with it: its state is that of P."""
 
     k: PipelineState
-    v: PipelineState
-    s: PipelineState
     p: PipelineState
     o: PipelineState
 
 
 class OneTileMmaWarp(MmaWarp):
-    """Order of the products of one query tile, with S of two kv tiles in flight."""
+    """Order of the products of one query tile. S is as many kv tiles ahead of P as there are stages: it is started
+    where P has just been read.
+    """
 
     state_type = OneTileState
 
     @cute.jit
     def mainloop(self, context: cutlass.Constexpr, state: cutlass.Constexpr) -> Any:
         """Starts all S, and O += P V of all but the last kv tiles."""
-        total = context.steps.order.total
+        total, s = context.steps.order.total, state.p
         ahead = ptx.minimum(total, Int32(context.ring("s", 0).stages))
         for _step in cutlass.range(0, ahead, unroll=1):
-            state = self.next_scores(context, state)
+            state = self.next_scores(context, state, s)
+            s = context.ring("s", 0).next(s)
         if total > 0:
             context.ring("o", 0).wait_empty(state.o)
         for step in cutlass.range(ahead, total, unroll=1):
+            p = state.p
             state = self.next_output(context, state, step > ahead)
-            state = self.next_scores(context, state)
+            state = self.next_scores(context, state, p)
         return state
 
     @cute.jit
@@ -247,12 +247,13 @@ class OneTileMmaWarp(MmaWarp):
             state = state._replace(o=self.publish_output(context, state.o, 0))
         return state
 
-    def next_scores(self, context: MmaContext, state: OneTileState) -> OneTileState:
+    def next_scores(self, context: MmaContext, state: OneTileState, s: PipelineState) -> OneTileState:
         context.rings.k.wait_full(state.k)
-        self.scores(context, state.k, state.s, 0)
-        return state._replace(k=self.release_k(context, state.k), s=context.ring("s", 0).next(state.s))
+        self.scores(context, state.k, s, 0)
+        return state._replace(k=self.release_k(context, state.k))
 
     def next_output(self, context: MmaContext, state: OneTileState, accumulate: Boolean) -> OneTileState:
-        context.rings.v.wait_full(state.v)
-        p = self.output(context, state.v, state.p, 0, accumulate)
-        return state._replace(v=self.release_v(context, state.v), p=p)
+        context.rings.v.wait_full(state.p)
+        p = self.output(context, state.p, state.p, 0, accumulate)
+        self.release_v(context, state.p)
+        return state._replace(p=p)

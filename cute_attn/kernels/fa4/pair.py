@@ -5,6 +5,7 @@ full barriers. Commits arrive at the same barrier in both CTAs: slots become fre
 What both CTAs have to release before the leader's next product, they release at the leader.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,7 +19,7 @@ from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings
 from cute_attn.kernels.blocks.smem_map import TileMemory
 from cute_attn.kernels.blocks.tile_scheduler import NEXT_TILE_WORD, DynamicTileScheduler
 from cute_attn.kernels.blocks.tma_kv import TmaOperand
-from cute_attn.kernels.fa4.smem import BlackwellMemory
+from cute_attn.kernels.fa4.rings import BlackwellRings, TmemRing
 from cute_attn.kernels.fa4.spec import QUERY_TILE_ROWS
 
 CTAS = 2
@@ -48,25 +49,18 @@ class LeaderRing(Ring):
             cluster.barrier_arrive(cluster.in_cta(self.empty(state), LEADER), relaxed=self.relaxed)
 
 
-class TmemLeaderRing(LeaderRing):
+class TmemLeaderRing(LeaderRing, TmemRing):
     """Such a ring of tensor memory."""
 
     relaxed = True
 
 
 @dataclass(frozen=True)
-class PairRings(SmemRings):
+class PairRings(BlackwellRings):
     """Rings of a CTA of a pair."""
 
-    @classmethod
-    def of(cls, memory: TileMemory, base: Int32) -> "PairRings":
-        assert isinstance(memory, BlackwellMemory)
-        rings = SmemRings.of(memory, base)
-        by_name, led = dict(rings.by_name), {"next": LeaderRing, **dict.fromkeys(memory.tmem_rings, TmemLeaderRing)}
-        for name, ring_type in led.items():
-            ring = by_name[name]
-            by_name[name] = ring_type(ring.stages, ring.slot_bytes, ring.data, ring.barriers)
-        return cls(by_name, rings.staged_k, rings.staged_v, rings.records, rings.scratch)
+    tmem_ring = TmemLeaderRing
+    shared: ClassVar[Mapping[str, type[Ring]]] = {"next": LeaderRing}
 
 
 class PairLoads(CtaLoads):
@@ -144,10 +138,6 @@ class CtaPair(OneCta):
     @property
     def producer_rings(self) -> tuple[str, ...]:
         return ("next",)
-
-    @property
-    def rings_type(self) -> type[SmemRings]:
-        return PairRings
 
     def leads(self) -> Boolean:
         return cute.arch.make_warp_uniform(cluster.rank()) == LEADER

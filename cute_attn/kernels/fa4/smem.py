@@ -14,6 +14,7 @@ from cute_attn.runtime.arch import named
 ARCH = "sm_100a"  # sm_103a has as much shared memory
 STATS_BYTES = 2 * 4 * QUERY_TILE_ROWS  # shift and sum of each row of a query tile
 SCORE_COLUMNS = 128  # of tensor memory, of S and of P in its place
+Q_STAGES = 1  # shared memory has no room for the query tiles of two work items
 OUTPUT_COLUMN = 256  # of tensor memory, the first of O
 
 
@@ -52,12 +53,12 @@ class BlackwellMemory(TileMemory):
     def rings(self) -> tuple[RingLayout, ...]:
         tile = self.tile
         operands = (
-            RingLayout("q", tile.q_stages, tile.cta_rows * self.qk_columns * LINE),
+            RingLayout("q", Q_STAGES, tile.cta_rows * self.qk_columns * LINE),
             RingLayout("k", tile.k_stages, tile.k_box_rows * self.qk_columns * LINE),
             RingLayout("v", tile.v_stages, tile.cols * (self.vo_columns // tile.ctas) * LINE),
         )
         tail = (RingLayout("tail", 1, 0),) if self.clears_tail else ()
-        drawn = (RingLayout("next", tile.q_stages, 0),) if tile.ctas == 2 else ()
+        drawn = (RingLayout("next", Q_STAGES, 0),) if tile.ctas == 2 else ()
         score_stages = 3 - tile.query_tiles
         handed_over = [
             ring
@@ -108,5 +109,5 @@ class Fp8KvMemory(StagedKvMemory, BlackwellMemory):
 
     @property
     def rings(self) -> tuple[RingLayout, ...]:
-        normalized = (RingLayout("normalized", self.tile.q_stages, 0),) if self.normalizes_q else ()
+        normalized = (RingLayout("normalized", Q_STAGES, 0),) if self.normalizes_q else ()
         return (*super().rings, *normalized, *self.staged_rings(self.tile.staged))

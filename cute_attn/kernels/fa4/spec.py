@@ -57,10 +57,6 @@ class BlackwellTile:
         return self.cols // self.ctas
 
     @property
-    def q_stages(self) -> int:
-        return 1
-
-    @property
     def threads(self) -> int:
         """Threads of the warpgroup of single warps, of one softmax warpgroup per query tile, and of the epilogue."""
         return 128 * (2 + self.query_tiles)

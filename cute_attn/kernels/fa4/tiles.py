@@ -9,13 +9,11 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from cute_attn.kernels.blocks.tiles import FP8_HEAD_DIMS, HEAD_DIMS, PAGE_ALIGNED, tile_dims
 from cute_attn.kernels.fa4.spec import BlackwellTile
 
 ARCHS = ("sm_100a", "sm_103a")
 FAST_EXP2 = ("sm_103a",)  # whose MUFU has twice the rate: no exponential goes to the FMA units
-FP8_HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
-HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
-PAGE_ALIGNED = 64  # tiles of paged keys are multiples of it, so that pages of any power of two need few boxes
 
 # `polynomial` as on sm_100a. It pays where the MUFU needs longer than the tensor cores: 1024 clocks per tile of 128 x
 # 128 against 8 per head dimension, qk and vo together half each (of fp8, half as many). A query tile of head dimension
@@ -33,9 +31,11 @@ _16_BIT_PAIRS = {
     (256, 256): BlackwellTile(query_tiles=1, k_stages=2, v_stages=2, ctas=2),
 }
 # The same where all rows see all keys: under a causal mask both CTAs of a pair wait for the rows that see most, 3 % of
-# the work at 4096 tokens. At (192, 128) shared memory takes 1344 clocks per tile of 128 x 128 in a CTA alone, 872 in a
-# pair, the tensor cores 1280. At (128, 128) both take 1024: a pair gains nothing that the model shows.
+# the work at 4096 tokens. At (192, 128) shared memory takes 1344 clocks per tile of 128 x 128 in a CTA alone, 784 in a
+# pair, the tensor cores 1280. At (128, 128) both take 1024 in a CTA alone, shared memory 576 in a pair, whose leader
+# also starts the products of both: half the issue slots.
 _FULL_PAIRS = {
+    (128, 128): BlackwellTile(k_stages=4, v_stages=4, polynomial=3, ctas=2),
     (192, 128): BlackwellTile(k_stages=3, v_stages=3, polynomial=2, ctas=2),
 }
 _FP8 = {
@@ -58,14 +58,6 @@ _FP8_KV = {
 # boxes of 16 take 1952. tile::gather4 needs 64 and 128 instructions, so it pays below 21 and 16 clocks for one.
 _MIN_BOX_ROWS = {(64, 64): 16, (96, 96): 32, (128, 128): 32, (192, 128): 32, (256, 256): 32}
 _MIN_FP8_BOX_ROWS = 8  # of 8-bit rows under 16-bit q
-
-
-def tile_dims(head_dims: tuple[int, int], fp8: bool = False) -> tuple[int, int]:
-    """Returns the head dims whose tile these have: the smallest of the table that contain them. TMA fills columns past
-    the end with zeros; products and stores take the problem's own head dims.
-    """
-    table = FP8_HEAD_DIMS if fp8 else HEAD_DIMS
-    return next(dims for dims in table if head_dims[0] <= dims[0] and head_dims[1] <= dims[1])
 
 
 def page_source(head_dims: tuple[int, int], page_size: int, *, fp8: bool = False, fp8_kv: bool = False) -> str:
