@@ -358,18 +358,17 @@ def keeps_always(ptx: str, mutant: Mutant) -> bool:
     return at.group().endswith("keep;") and re.search(rf"mov\.b32\s+{flags[-1]}, 1;", ptx) is not None
 
 
-def drained_later(ptx: str, mutant: Mutant) -> bool:
-    """Whether a CTA of a pair waits, at its end, for slots that become free later than this one: of all waits that
-    follow on each other at once, those for slots of K and V are the only four or more.
+def drains(ptx: str, mutant: Mutant) -> bool:
+    """Whether a CTA of a pair waits, at its end, for a slot to become free: of all waits that follow on each other at
+    once, those for slots of K and V are the only four or more.
     """
     waits = sites(ptx, WAIT)
     others = re.compile(r"mbarrier|cp\.async|tcgen05|\bld\.|\$L_|@%p")
-    ends = [
-        i for i in range(len(waits)) if i + 1 == len(waits) or others.search(ptx, waits[i].end(), waits[i + 1].start())
-    ]
-    last = next(i for i in ends if i >= mutant.site)
+    gaps = zip(waits, waits[1:], strict=False)
+    ends = [i for i, (one, following) in enumerate(gaps) if others.search(ptx, one.end(), following.start())]
     first = max((i + 1 for i in ends if i < mutant.site), default=0)
-    return "cta_group::2" in ptx and last - first >= 3 and mutant.site < last
+    last = next((i for i in ends if i >= mutant.site), len(waits) - 1)
+    return "cta_group::2" in ptx and last - first >= 3
 
 
 GATHERS = "cp.async.cg.shared.global"  # in the Hopper kernel for small pages
@@ -423,8 +422,8 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
     ),
     (
         "mbarrier wait removed",
-        drained_later,
-        "commits of one thread arrive in order: the wait for the last slot of V covers those for the others",
+        drains,
+        "commits of one thread arrive in order: of one query tile, that of O is the last, and both epilogues wait for it",
     ),
     (
         "first product accumulates",

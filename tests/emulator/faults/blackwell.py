@@ -14,6 +14,7 @@ EARLY = chosen("fa4_adversarial", "test_causal_rows_before_the_first_key")
 RISES = chosen("fa4_adversarial", "test_scores_rise_in_every_chunk and 40 and delayed")
 LANES = chosen("fa4_adversarial", "test_a_rise_in_one_lane and 60 and (37 or 199)")
 WIDE = chosen("fa4_adversarial", "test_items_on_one_cta and wide")
+PAIR_OF_TWO = chosen("fa4_adversarial", "test_items_on_one_cta and within")
 STAGED = chosen("fa4_pages", "test_ways_of_outputs and 128x128")
 GATHER4 = chosen("fa4_pages", "test_pages and gather4 and (h4x2 or strided)")
 
@@ -404,7 +405,7 @@ PAIRS = (
         "fa4/pair.py",
         "            ring.wait_empty(state)\n            state = ring.next(state)\n",
         "            state = ring.next(state)\n",
-        WIDE,
+        PAIR_OF_TWO,  # of one query tile, O's commit is the last
     ),
 )
 
