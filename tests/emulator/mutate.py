@@ -364,7 +364,7 @@ def drains(ptx: str, mutant: Mutant) -> bool:
     """
     waits = sites(ptx, WAIT)
     others = re.compile(r"mbarrier|cp\.async|tcgen05|\bld\.|\$L_|@%p")
-    gaps = zip(waits, waits[1:], strict=False)
+    gaps = itertools.pairwise(waits)
     ends = [i for i, (one, following) in enumerate(gaps) if others.search(ptx, one.end(), following.start())]
     first = max((i + 1 for i in ends if i < mutant.site), default=0)
     last = next((i for i in ends if i >= mutant.site), len(waits) - 1)
@@ -423,7 +423,7 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
     (
         "mbarrier wait removed",
         drains,
-        "commits of one thread arrive in order: of one query tile, that of O is the last, and both epilogues wait for it",
+        "commits of one thread arrive in order: of one query tile, O's is the last, and both epilogues wait for it",
     ),
     (
         "first product accumulates",
