@@ -197,6 +197,22 @@ def test_a_cta_outlives_what_others_do_at_its_barriers(use: str, waits: bool, me
         run(text, grid=2, schedule=schedule)
 
 
+# --- schedules --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("arrivals", [1, 2])
+def test_a_warp_that_lags(arrivals: int, seed: int) -> None:
+    """Warp 1 waits for the first phase, and may come when the second is over, too."""
+    lead = ("setp.eq.u32 %p4, %me, 0;", *[f"@%p4 {ARRIVE}"] * arrivals)
+    text = kernel(*_initialised(1), *lead, "setp.lt.u32 %p5, %me, 32;", "@%p5 bra ENDED;", WAIT, "ENDED:")
+    if arrivals == 1:
+        run(text, schedule=Schedule("lagging", seed))
+    elif seed == 1:
+        with pytest.raises(faults.Deadlock):
+            run(text, schedule=Schedule("lagging", seed))
+
+
 # --- setmaxnreg -------------------------------------------------------------------------------------------------------
 
 
