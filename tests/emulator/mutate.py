@@ -375,6 +375,15 @@ def drains(ptx: str, mutant: Mutant) -> bool:
 
 GATHERS = "cp.async.cg.shared.global"  # in the Hopper kernel for small pages
 
+
+def brought_with_v(ptx: str, mutant: Mutant) -> bool:
+    """Whether a Blackwell kernel that gathers waits for K between the products of the V before it."""
+    waits = sites(ptx, WAIT)[max(mutant.site - 1, 0) : mutant.site + 1]
+    between = ptx[waits[0].end() : waits[-1].start()]
+    gathers = mutant.kernel.startswith("cute_attn_fa4") and GATHERS in ptx
+    return gathers and ", keep;" in between and "tcgen05.commit" not in between
+
+
 # Survivors that break nothing: (mutation, pattern of what identifies the site) -> why.
 EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
     (
@@ -421,6 +430,11 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
         lambda ptx, mutant: mutant.kernel.startswith("cute_attn_fa4") and clears(ptx) - mutant.site in (1, 2),
         "Q of a work item is loaded after the products of the item before that read Q; these waited for its cleared "
         "rows and for all V but the last, so with two stages or more neither can be behind",
+    ),
+    (
+        "mbarrier wait removed",
+        brought_with_v,
+        "the threads that bring a V bring the next K with it, and arrive for both behind the copies of both",
     ),
     (
         "mbarrier wait removed",
