@@ -41,7 +41,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--pos-encoding-mode", default="NONE", help="NONE (default), ROPE_LLAMA or ALIBI")
     parser.add_argument(
         "--schedule",
-        choices=("eager", "delayed", "adversarial"),
+        choices=("eager", "delayed", "adversarial", "lagging"),
         default="eager",
         help="order in which warps run and asynchronous operations complete (default eager)",
     )

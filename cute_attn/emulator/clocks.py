@@ -125,6 +125,7 @@ class Shadow:
         self.written = np.zeros(cells, np.int32)  # epoch; 0: never
         self.generic = np.zeros(cells, np.bool_)  # the last write went through the generic proxy
         self.reads = np.zeros((clocks.capacity, cells), np.int32)
+        self.readers = np.zeros(clocks.capacity, np.bool_)  # agents whose row of `reads` is not 0 throughout
 
     def read(self, cells: Array, agents: Array) -> tuple[int, int] | None:
         """Record generic reads, row i of `cells` by warp agents[i]. Returns position and writer of a race, or None."""
@@ -133,6 +134,7 @@ class Shadow:
         rows = agents[:, None]
         late = self.written[cells] > order[rows, writer]
         self.reads[rows, cells] = order[rows, rows]
+        self.readers[agents] = True
         return _first(late, writer)
 
     def write(self, cells: Array, agents: Array) -> tuple[int, int, str] | None:
@@ -143,20 +145,20 @@ class Shadow:
         late = _first(self.written[cells] > order[rows, writer], writer)
         if late is not None:
             return *late, "write"
-        used = self.clocks.used
+        readers = np.flatnonzero(self.readers)[:, None]
         flat = cells.ravel()
         owners = np.repeat(agents, cells.shape[1])
-        ahead = self.reads[:used, flat] > order[owners, :used].T
+        ahead = self.reads[readers, flat] > order[owners, readers]
         if ahead.any():
             agent, position = np.argwhere(ahead)[0]
-            return int(position) // cells.shape[1], int(agent), "read"
+            return int(position) // cells.shape[1], int(readers[agent, 0]), "read"
         self.writer[cells] = rows
         both = self.writer[cells] != rows  # another warp of the batch wrote it in the same instruction
         if both.any():
             return *_somewhere(both, self.writer[cells]), "write"
         self.written[cells] = order[rows, rows]
         self.generic[cells] = True
-        self.reads[:used, flat] = 0
+        self.reads[readers, flat] = 0
         return None
 
     def op_read(self, cells: Array, op: Op) -> tuple[str, int] | None:
@@ -169,6 +171,7 @@ class Shadow:
         if unfenced.any():
             return "proxy", int(writer[unfenced][0])
         self.reads[op.agent, cells] = op.epoch
+        self.readers[op.agent] = True
         return None
 
     def op_write(self, cells: Array, op: Op, generic: bool = False) -> tuple[str, int] | None:
@@ -177,15 +180,14 @@ class Shadow:
         late = self.written[cells] > op.clock[self.row, writer]
         if late.any():
             return "write", int(writer[late][0])
-        used = self.clocks.used
-        last = self.reads[:used, cells].max(axis=1)
-        ahead = last > op.clock[self.row, :used]
+        readers = np.flatnonzero(self.readers)
+        ahead = self.reads[readers[:, None], cells].max(axis=1) > op.clock[self.row, readers]
         if ahead.any():
-            return "read", int(np.argmax(ahead))
+            return "read", int(readers[np.argmax(ahead)])
         self.writer[cells] = op.agent
         self.written[cells] = op.epoch
         self.generic[cells] = generic
-        self.reads[:used, cells] = 0
+        self.reads[readers[:, None], cells] = 0
         return None
 
 

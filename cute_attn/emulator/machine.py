@@ -29,15 +29,20 @@ SMEM_LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103:
 class Schedule:
     """Order of turns and of completions. "eager": asynchronous work completes at once, and all warps of a CTA start as
     one batch. "delayed": it completes late, in a random order drawn from `seed`. "adversarial": also, every warp runs
-    on its own, and turns are in random order.
+    on its own, and turns are in random order. "lagging": the same, and warp `seed` of a cluster, counted over its CTAs,
+    runs only where nothing else in the cluster can.
     """
 
     kind: str = "eager"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("eager", "delayed", "adversarial"):
-            raise LaunchFault(f"schedule {self.kind!r} is not eager, delayed or adversarial")
+        if self.kind not in ("eager", "delayed", "adversarial", "lagging"):
+            raise LaunchFault(f"schedule {self.kind!r} is not eager, delayed, adversarial or lagging")
+
+    @property
+    def warps_apart(self) -> bool:
+        return self.kind in ("adversarial", "lagging")
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,8 @@ class Cluster:
     def __init__(self, grid: Grid, number: int, origin: Dim3) -> None:
         self.grid, self.number = grid, number
         size = int(np.prod(grid.cluster))
-        fences = grid.strict and grid.program.uses_tensor_memory
+        self.lax = grid.program.uses_tensor_memory and not grid.strict  # barriers alone order tensor memory
+        fences = grid.program.uses_tensor_memory and not self.lax
         self.clocks = Clocks(size * grid.num_warps, grid.dependent, fences) if grid.checks else None
         self.barrier: Any = None  # barrier.cluster
         self.cross: dict[int, dict[int, int]] = {}  # warp -> epochs seen of warps of other clusters
@@ -194,7 +200,7 @@ class Grid:
         self.happens_before = HappensBefore()
         self.tensor_maps: dict[int, Any] = {}  # decoded, by address
         self.rng = random.Random(self.schedule.seed)
-        self.slice = 400 if self.schedule.kind != "adversarial" else 20
+        self.slice = 20 if self.schedule.warps_apart else 400
         self.stats = Stats()
         self.home_dtypes = {h: program.names[h] for h in set(program.homes)}
         self._param_words: dict[tuple[int, str], Array] = {}
@@ -251,7 +257,7 @@ class Grid:
     def initial_batches(self) -> list[Array]:
         """Warps of each batch at the start of a CTA."""
         warps = np.arange(self.num_warps)
-        return [warps[i : i + 1] for i in warps] if self.schedule.kind == "adversarial" else [warps]
+        return [warps[i : i + 1] for i in warps] if self.schedule.warps_apart else [warps]
 
     def param(self, number: int, offset: int, dtype: Any) -> Array:
         """Read a word of a kernel parameter."""
@@ -310,21 +316,29 @@ class Grid:
 
     def _turn(self, cluster: Cluster) -> bool:
         """Run every batch of a cluster until it yields. Returns whether any made progress."""
-        moved = False
+        moved, last = False, []
         for cta in cluster.ctas:
             entries = list(cta.running.values())
-            if self.schedule.kind == "adversarial":
+            if self.schedule.warps_apart:
                 self.rng.shuffle(entries)
             for batch, steps in entries:
-                before = batch.wait, batch.spinning
-                if next(steps, self) is self:
-                    del cta.running[id(batch)]
-                    self._leave(batch)
-                    moved = True
-                elif (batch.wait is None and not batch.spinning) or (batch.wait, batch.spinning) != before:
-                    moved = True
+                if self.schedule.kind == "lagging" and batch.agents[0] == 1 + self.schedule.seed:
+                    last.append((batch, steps))
+                else:
+                    moved = self._step(batch, steps) or moved
             moved = self.complete(cta) or moved
+        for batch, steps in last if not moved else ():
+            moved = self._step(batch, steps)
         return moved
+
+    def _step(self, batch: WarpBatch, steps: Iterator[None]) -> bool:
+        """Run a batch until it yields. Returns whether it made progress."""
+        before = batch.wait, batch.spinning
+        if next(steps, self) is self:
+            del batch.cta.running[id(batch)]
+            self._leave(batch)
+            return True
+        return (batch.wait is None and not batch.spinning) or (batch.wait, batch.spinning) != before
 
     def complete(self, cta: Cta) -> bool:
         """Complete one piece of a CTA's asynchronous work, chosen by the schedule. Returns whether there was one."""

@@ -1,26 +1,36 @@
 """Mutates our kernels in one place at a time and reports whether the emulator detects it.
 
-    python -m tests.emulator.mutate [--arch sm_90a] [--problem NAME] [--sample N] [--out FILE]
+    python -m tests.emulator.mutate [--arch sm_90a] [--problem NAME] [--sample N] [--jobs 2] [--fates FILE] [--out FILE]
 
 A mutant removes or alters one barrier, wait, fence, arrival or count in the PTX. It is caught if a check raises or the
 result is wrong, on any of the schedules. Survivors are listed with the reason why they are equivalent, where one is
-known (`EQUIVALENT`), or as missed.
+known (`EQUIVALENT`; these are tried on the eager schedule alone), or as missed.
+
+Mutants are tried in an order drawn from a fixed seed, those of all problems by turns, and `--out` is written as they
+are: what a run has tried when it is stopped is a sample. With `--fates`, the next run begins with those mutants of the
+same kernels whose fates the file knows.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
+import multiprocessing
 import random
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from cute_attn.emulator import EmulatorError, Schedule, using
+from tests.emulator.mutations import ACCUMULATES, MUTATIONS, WAIT, Mutant, applied, mutants, sites
+from tests.emulator.patched import sharing
 from tests.support import batch_case, fp8_case
 from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
 from tests.support.batch_case import decode as batch_decode
@@ -30,129 +40,7 @@ from tests.support.matrix import decode, prefill
 
 SCHEDULES = (Schedule(), Schedule("delayed", 1), Schedule("adversarial", 2))
 MORE = tuple(Schedule("adversarial", seed) for seed in (3, 4, 5))  # for those that these do not catch
-
-
-def _removed(text: str) -> str:
-    return ""
-
-
-def _plus(amount: int) -> Callable[[str], str]:
-    """The last number of an instruction, changed."""
-
-    def change(text: str) -> str:
-        return re.sub(r"(\d+)(\s*;)$", lambda m: f"{int(m[1]) + amount}{m[2]}", text)
-
-    return change
-
-
-def _moved(bytes_or_columns: int) -> Callable[[str], str]:
-    """The address of an instruction, moved."""
-
-    def change(text: str) -> str:
-        return re.sub(
-            r"\[(%\w+)(?:\+(\d+))?\]", lambda m: f"[{m[1]}+{int(m[2] or 0) + bytes_or_columns}]", text, count=1
-        )
-
-    return change
-
-
-def _flipped(bit: int) -> Callable[[str], str]:
-    """A bit of the last number, inverted."""
-
-    def change(text: str) -> str:
-        return re.sub(r"(\d+)(\}?\s*;)$", lambda m: f"{int(m[1]) ^ 1 << bit}{m[2]}", text)
-
-    return change
-
-
-def _always(text: str) -> str:
-    """A product that adds to what is there."""
-    return re.sub(r", (?:zero|keep);$", ", one;", text)
-
-
-def _in_cta(rank: int) -> Callable[[str], str]:
-    """A commit that arrives in one CTA of a pair."""
-    return lambda text: text.replace("m, 3;", f"m, {1 << rank};")
-
-
-def _passed(text: str) -> str:
-    """A wait that always succeeds at once."""
-    predicate = text.split(None, 1)[1].split(",")[0]
-    return f"setp.eq.u32 {predicate}, 0, 0;"
-
-
-WAIT = r"mbarrier\.try_wait|mbarrier\.test_wait"
-ACCUMULATES = r"@e tcgen05\.mma[^;]*, (?:zero|keep)"
-PAIR_COMMIT = r"mov\.b16 m, 3;[^;]*;\s*@e tcgen05\.commit\.cta_group::2"
-INSTRUCTION = r"mov\.b32 w, \d+"  # descriptor of tcgen05.mma
-
-# (what it is called, instructions that it applies to, what becomes of them)
-MUTATIONS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
-    ("barrier removed", r"bar(?:rier)?(?:\.cta)?\.sync(?!\.)", _removed),
-    ("arrival at a barrier removed", r"bar\.arrive", _removed),
-    ("wait for copies removed", r"cp\.async\.wait_group|cp\.async\.wait_all", _removed),
-    ("wait for copies one group late", r"cp\.async\.wait_group", _plus(1)),
-    ("commit of copies removed", r"cp\.async\.commit_group", _removed),
-    ("wait for earlier launches removed", r"griddepcontrol\.wait", _removed),
-    ("mbarrier wait removed", WAIT, _passed),
-    ("mbarrier arrival removed", r"mbarrier\.arrive(?!\.expect_tx)", _removed),
-    ("mbarrier count one too high", r"mbarrier\.init", _plus(1)),
-    ("16 bytes too many expected", r"mbarrier\.arrive\.expect_tx", _plus(16)),
-    ("16 bytes too few expected", r"mbarrier\.arrive\.expect_tx", _plus(-16)),
-    ("fence removed", r"fence\.", _removed),
-    ("wgmma fence removed", r"wgmma\.fence", _removed),
-    ("wgmma wait removed", r"wgmma\.wait_group", _removed),
-    ("wgmma wait one group late", r"wgmma\.wait_group", _plus(1)),
-    ("wgmma commit removed", r"wgmma\.commit_group", _removed),
-    ("wait for bulk stores removed", r"cp\.async\.bulk\.wait_group", _removed),
-    ("cluster barrier removed", r"barrier\.cluster\.wait", _removed),
-    ("tensor memory fence removed", r"tcgen05\.fence", _removed),
-    ("wait for tensor memory loads removed", r"tcgen05\.wait::ld", _removed),
-    ("wait for tensor memory stores removed", r"tcgen05\.wait::st", _removed),
-    ("commit of products removed", r"@e tcgen05\.commit", _removed),
-    ("commit to the next barrier", r"@e tcgen05\.commit", _moved(8)),
-    ("commit in the leader alone", PAIR_COMMIT, _in_cta(0)),
-    ("commit in the other CTA alone", PAIR_COMMIT, _in_cta(1)),
-    ("16 columns off", r"tcgen05\.(?:ld|st)", _moved(16)),
-    ("first product accumulates", ACCUMULATES, _always),
-    ("instruction descriptor with another N", INSTRUCTION, _flipped(17)),
-    ("instruction descriptor with another M", INSTRUCTION, _flipped(24)),
-    ("instruction descriptor with another order of B", INSTRUCTION, _flipped(16)),
-    ("matrix descriptor with another stride", r"mov\.b64 %\w+, \{%\w+, 1073\d+\}", _flipped(5)),
-    ("deallocation removed", r"tcgen05\.dealloc", _removed),
-)
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """The `site`-th place of a kernel that a mutation applies to."""
-
-    kernel: str  # prefix of the symbol
-    mutation: str
-    site: int
-    line: int
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.kernel}, {self.mutation}, line {self.line}: {self.text}"
-
-
-def sites(ptx: str, pattern: str) -> list[re.Match[str]]:
-    return list(re.finditer(rf"(?<![\w.])(?:{pattern})[^;]*;", ptx))
-
-
-def mutants(kernel: str, ptx: str) -> Iterator[Mutant]:
-    for name, pattern, _ in MUTATIONS:
-        for i, match in enumerate(sites(ptx, pattern)):
-            yield Mutant(kernel, name, i, ptx[: match.start()].count("\n") + 1, " ".join(match.group().split()))
-
-
-def applied(mutant: Mutant, ptx: str) -> str:
-    _, pattern, change = next(m for m in MUTATIONS if m[0] == mutant.mutation)
-    match = sites(ptx, pattern)[mutant.site]
-    changed = change(match.group())
-    assert changed != match.group(), mutant
-    return ptx[: match.start()] + changed + ptx[match.end() :]
+LAGGING = Schedule("lagging", 12)  # the producer of the second CTA of a pair
 
 
 # --- problems ---------------------------------------------------------------------------------------------------------
@@ -238,7 +126,7 @@ PROBLEMS = {
             paged((140, 20, 30), (200, 40, 50), 3, mask="causal", **ONE),
             paged((400, 130, 140), (200, 100, 200), 3, mask="causal", **ONE),
             paged((130, 20), (700, 390), 3, mask="causal", sm_scale=2.0, **ONE),
-            paged((130,), (200,), 3, fixed_split_size=43, **ONE),
+            paged((130,), (200,), 3, fixed_split_size=42, **ONE),
         ),
     ),
     "tcgen05 fp8": Problems(
@@ -249,6 +137,7 @@ PROBLEMS = {
             Fp8Case((140, 20, 30), (200, 40, 50), (1, 1), scales="signed", head_dim=64, causal=True, seed=2),
             Fp8Case((400, 130, 140), (200, 100, 200), (1, 1), head_dim=64, causal=True),
             Fp8Case((130, 20), (700, 390), (1, 1), head_dim=64, causal=True, sm_scale=1.0),
+            Fp8Case((130,), (200,), (1, 1), head_dim=64, fixed_split_size=128),
         ),
     ),
     # Pairs of CTAs with a query tile each, and S of two kv tiles in flight.
@@ -260,6 +149,7 @@ PROBLEMS = {
             ragged((140, 0, 20, 30), (200, 30, 60, 50), mask="causal", **ONE, **dims(256)),
             ragged((130, 20), (60, 390), mask="causal", sm_scale=2.0, **ONE, **dims(256)),
             ragged((130,), (200,), fixed_split_size=128, **ONE, **dims(256)),
+            ragged((140, 20, 20, 20, 30), (200, 0, 0, 0, 60), mask="causal", **ONE, **dims(256)),
         ),
     ),
 }
@@ -308,29 +198,29 @@ def solve(case: Case | BatchCase | Fp8Case) -> str:
     return ""
 
 
-def caught(name: str, original: str, mutant: Mutant, more: bool = True) -> str:
-    """What noticed the mutant of a kernel, or "" if it survived all schedules, `more` of them than usual."""
+def caught(name: str, original: str, mutant: Mutant, schedules: tuple[Schedule, ...] = SCHEDULES) -> str:
+    """What noticed the mutant of a kernel, or "" if it survived all schedules."""
+    changed, asked = applied(mutant, original), PROBLEMS[name]
 
     def rewrite(ptx: str) -> str:
-        return applied(mutant, ptx) if ptx == original else ptx
+        return changed if ptx == original else ptx
 
-    asked = PROBLEMS[name]
-    tries = itertools.product(asked.cases, SCHEDULES)
-    for case, schedule in (*tries, *itertools.product(asked.cases if more else (), MORE)):
-        with using(asked.arch, schedule=schedule, rewrite=rewrite, sms=asked.sms, kernels=asked.kernels):
-            try:
-                wrong = solve(case)
-            except EmulatorError as err:
-                return type(err).__name__
-        if wrong:
-            return "wrong result"
+    with sharing(original, changed):
+        for schedule, case in itertools.product(schedules, asked.cases):
+            with using(asked.arch, schedule=schedule, rewrite=rewrite, sms=asked.sms, kernels=asked.kernels):
+                try:
+                    wrong = solve(case)
+                except EmulatorError as err:
+                    return type(err).__name__
+            if wrong:
+                return "wrong result"
     return ""
 
 
 def clears(ptx: str) -> int:
     """Index of the wait before the loop that clears rows of V in a Blackwell kernel, of all mbarrier waits; or -1."""
-    zeros = r"st\.shared\.v4\.b32 \[[^\]]+\], \{(%\w+), \1, \1, \1\};(?:(?!mbarrier)[\s\S])*?fence\.proxy\.async"
-    found = re.search(zeros, ptx)
+    zeros = r"st\.shared(?:::cluster)?\.v4\.b32 \[[^\]]+\], \{(%\w+), \1, \1, \1\};"
+    found = re.search(zeros + r"(?:(?!mbarrier)[\s\S])*?fence\.proxy\.async", ptx)
     return -1 if found is None else len(sites(ptx[: found.start()], WAIT)) - 1
 
 
@@ -347,7 +237,29 @@ def keeps_always(ptx: str, mutant: Mutant) -> bool:
     return at.group().endswith("keep;") and re.search(rf"mov\.b32\s+{flags[-1]}, 1;", ptx) is not None
 
 
+def drains(ptx: str, mutant: Mutant) -> bool:
+    """Whether a CTA of a pair waits, at its end, for a slot to become free: of all waits that follow on each other at
+    once, those for slots of K and V are the only four or more.
+    """
+    waits = sites(ptx, WAIT)
+    others = re.compile(r"mbarrier|cp\.async|tcgen05|\bld\.|\$L_|@%p")
+    gaps = itertools.pairwise(waits)
+    ends = [i for i, (one, following) in enumerate(gaps) if others.search(ptx, one.end(), following.start())]
+    first = max((i + 1 for i in ends if i < mutant.site), default=0)
+    last = next((i for i in ends if i >= mutant.site), len(waits) - 1)
+    return "cta_group::2" in ptx and last - first >= 3
+
+
 GATHERS = "cp.async.cg.shared.global"  # in the Hopper kernel for small pages
+
+
+def brought_with_v(ptx: str, mutant: Mutant) -> bool:
+    """Whether a Blackwell kernel that gathers waits for K between the products of the V before it."""
+    waits = sites(ptx, WAIT)[max(mutant.site - 1, 0) : mutant.site + 1]
+    between = ptx[waits[0].end() : waits[-1].start()]
+    gathers = mutant.kernel.startswith("cute_attn_fa4") and GATHERS in ptx
+    return gathers and ", keep;" in between and "tcgen05.commit" not in between
+
 
 # Survivors that break nothing: (mutation, pattern of what identifies the site) -> why.
 EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
@@ -397,6 +309,16 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
         "rows and for all V but the last, so with two stages or more neither can be behind",
     ),
     (
+        "mbarrier wait removed",
+        brought_with_v,
+        "the threads that bring a V bring the next K with it, and arrive for both behind the copies of both",
+    ),
+    (
+        "mbarrier wait removed",
+        drains,
+        "commits of one thread arrive in order: of one query tile, O's is the last, and both epilogues wait for it",
+    ),
+    (
         "first product accumulates",
         keeps_always,
         "it does already: of the steps in which both query tiles have an output",
@@ -427,28 +349,109 @@ def excuse(ptx: str, mutant: Mutant) -> str:
     return ""
 
 
-def report(names: list[str], sample: int | None = None, word: str = "", log: bool = False) -> dict[str, object]:
-    """Fates of the mutants described with `word`, or of `sample` of them of every kernel, chosen by a fixed seed."""
-    problems: dict[str, dict[str, int]] = {}
-    tally: dict[str, list[int]] = {}
-    survivors: list[dict[str, str]] = []
+Report = dict[str, Any]
+
+
+@dataclass
+class Fate:
+    """What became of a mutant: `by` what it was caught, "" if it survived."""
+
+    problem: str
+    mutant: Mutant
+    why: str  # it is equivalent, if it survives
+    by: str = ""
+
+    def row(self) -> list[int]:
+        """Whether it is caught, equivalent, missed."""
+        return [bool(self.by), not self.by and bool(self.why), not self.by and not self.why]
+
+
+class Fates:
+    """Fates by problem, kernel and mutant, in a file of JSON lines."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        self.known: dict[str, str] = dict(json.loads(line) for line in lines)
+
+    def key(self, problem: str, ptx: str, mutant: Mutant) -> str:
+        return f"{problem} {hashlib.sha256(ptx.encode()).hexdigest()[:16]} {mutant.site} {mutant}"
+
+    def add(self, key: str, by: str) -> None:
+        self.known[key] = by
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(json.dumps([key, by]) + "\n")
+
+
+_Task = tuple[str, str, Mutant]  # problem, PTX of the kernel, mutant
+
+
+def _try(task: _Task) -> tuple[_Task, str]:
+    name, ptx, mutant = task
+    return task, caught(
+        name, ptx, mutant, schedules=SCHEDULES[:1] if excuse(ptx, mutant) else (*SCHEDULES, *MORE, LAGGING)
+    )
+
+
+def _prove(name: str) -> list[str]:
+    return kernels(name, SCHEDULES[1:])
+
+
+def fates(tasks: list[_Task], known: Fates, jobs: int) -> Iterator[Fate]:
+    """Fates of mutants, in any order. Processes are forked, so that they share what has been compiled."""
+    new = [task for task in tasks if known.key(*task) not in known.known]
+    for task in tasks:
+        if known.key(*task) in known.known:
+            yield Fate(task[0], task[2], excuse(*task[1:]), known.known[known.key(*task)])
+    with multiprocessing.get_context("fork").Pool(jobs) if jobs > 1 else nullcontext() as pool:
+        run = map if pool is None else pool.imap_unordered
+        list(run(_prove, dict.fromkeys(name for name, *_ in new)))
+        for task, by in run(_try, new):
+            known.add(known.key(*task), by)
+            yield Fate(task[0], task[2], excuse(*task[1:]), by)
+
+
+def report(
+    names: list[str],
+    sample: int | None = None,
+    word: str = "",
+    *,
+    jobs: int = 1,
+    known: Path | None = None,
+    watch: Callable[[Fate, Report], None] | None = None,
+) -> Report:
+    """Fates of the mutants described with `word`, or of `sample` of them of every kernel, chosen by a fixed seed.
+    `watch` is called after every mutant.
+    """
+    chosen: list[list[_Task]] = []
+    counts: dict[str, int] = {}
     for name in names:
-        for ptx in kernels(name):
-            found = tried = [mutant for mutant in mutants(symbol(ptx), ptx) if word in str(mutant)]
-            if sample is not None and sample < len(found):
-                tried = sorted(random.Random(0).sample(found, sample), key=found.index)
-            counts = problems.setdefault(name, {"tried": 0, "mutants": 0})
-            counts["tried"], counts["mutants"] = counts["tried"] + len(tried), counts["mutants"] + len(found)
-            for mutant in tried:
-                why = excuse(ptx, mutant)
-                by = caught(name, ptx, mutant, more=not why)
-                row = tally.setdefault(mutant.mutation, [0, 0, 0])  # caught, equivalent, missed
-                row[0 if by else 1 if why else 2] += 1
-                if not by:
-                    survivors.append({"problem": name, "mutant": str(mutant), "equivalent": why})
-                if log:
-                    print(f"{name}: {by or 'SURVIVED'}: {mutant} {'' if by else why}", file=sys.stderr, flush=True)
+        for ptx in kernels(name, SCHEDULES[:1]):
+            found = [(name, ptx, mutant) for mutant in mutants(symbol(ptx), ptx) if word in str(mutant)]
+            counts[name] = counts.get(name, 0) + len(found)
+            random.Random(0).shuffle(found)
+            chosen.append(found[:sample])
+    tasks = [task for turn in itertools.zip_longest(*chosen) for task in turn if task is not None]
+    done: list[Fate] = []
+    for fate in fates(tasks, Fates(known), jobs):
+        done.append(fate)
+        if watch is not None:
+            watch(fate, summary(counts, done))
+    return summary(counts, done)
+
+
+def summary(counts: dict[str, int], done: list[Fate]) -> Report:
+    """The fates that are known of `counts` mutants of the problems."""
+    order = [name for name, *_ in MUTATIONS]
+    done = sorted(done, key=lambda fate: (list(counts).index(fate.problem), order.index(fate.mutant.mutation)))
+    problems = {name: {"tried": sum(x.problem == name for x in done), "mutants": n} for name, n in counts.items()}
+    tally: dict[str, list[int]] = {}  # caught, equivalent, missed
+    for fate in done:
+        row = tally.setdefault(fate.mutant.mutation, [0, 0, 0])
+        row[:] = (a + b for a, b in zip(row, fate.row(), strict=True))
     right, equal, missed = (sum(row[i] for row in tally.values()) for i in range(3))
+    survivors = [fate for fate in done if not fate.by]
     return {
         "problems": problems,
         "caught": right,
@@ -458,7 +461,7 @@ def report(names: list[str], sample: int | None = None, word: str = "", log: boo
         "mutations": {
             name: dict(zip(("caught", "equivalent", "missed"), row, strict=True)) for name, row in tally.items()
         },
-        "survivors": survivors,
+        "survivors": [{"problem": x.problem, "mutant": str(x.mutant), "equivalent": x.why} for x in survivors],
     }
 
 
@@ -468,13 +471,19 @@ def main() -> int:
     parser.add_argument("--problem", choices=PROBLEMS, action="append", help="instead of all of an architecture")
     parser.add_argument("--sample", type=int, help="mutants of a kernel, instead of all")
     parser.add_argument("--only", default="", help="mutants whose description holds this")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--fates", type=Path, help="JSON lines with what became of mutants, read and extended")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     names = options.problem or [name for name, asked in PROBLEMS.items() if asked.arch == options.arch]
-    text = json.dumps(report(names, options.sample, options.only, log=True), indent=1)
-    print(text)
-    if options.out:
-        options.out.write_text(text + "\n")
+
+    def watch(fate: Fate, found: Report) -> None:
+        print(f"{fate.problem}: {fate.by or 'SURVIVED'}: {fate.mutant} {'' if fate.by else fate.why}", file=sys.stderr)
+        if options.out:
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+    found = report(names, options.sample, options.only, jobs=options.jobs, known=options.fates, watch=watch)
+    print(json.dumps(found, indent=1))
     return 0
 
 

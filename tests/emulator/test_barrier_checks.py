@@ -1,4 +1,6 @@
-"""Checks of mbarriers (phases that arrivals straddle, what is left at the end, visibility) and of setmaxnreg."""
+"""Checks of mbarriers (phases that arrivals straddle, what is left at the end, visibility, uses by other CTAs) and of
+setmaxnreg.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import pytest
 
 from cute_attn.emulator import EmulatorError, GlobalMemory, Schedule, launch
 from cute_attn.emulator import errors as faults
+from tests.emulator.micro.case import Text
 from tests.emulator.test_checks import ARRIVE, FENCE, IN, INIT, OUT, WAIT, kernel, run
 
 pytestmark = pytest.mark.emulator
@@ -111,6 +114,103 @@ def test_a_fence_is_about_the_barriers_of_its_thread() -> None:
     late = ("setp.eq.u32 %p3, %me, 32;", "@%p3 fence.mbarrier_init.release.cluster;", "bar.sync 0;")
     with pytest.raises(faults.BarrierFault, match=r"fence\.mbarrier_init or fence\.proxy\.async is missing"):
         run(kernel(*_initialised(1), *late, *_lead(*BRING), WAIT))
+
+
+# --- other CTAs of the cluster ----------------------------------------------------------------------------------------
+
+MEET = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
+THERE = ("mov.u32 %r12, %cluster_ctarank;", "mapa.shared::cluster.u32 %r13, %r8, 0;", "add.u32 %r14, %r13, 512;")
+ACQ_REL = "fence.acq_rel.cluster;"
+
+
+def _pair(first: tuple[str, ...], second: tuple[str, ...], end: str, count: int = 1) -> Text:
+    """Thread 0 of either CTA executes lines, with the address of a barrier of the first CTA in %r13."""
+    init = [line + "fence.mbarrier_init.release.cluster;" if "init" in line else line for line in _initialised(count)]
+    lead = ("setp.ne.u32 %p2, %me, 0;", "@%p2 bra LED;", "setp.ne.u32 %p3, %r12, 0;", "@%p3 bra SECOND;")
+    return kernel(*init, *THERE, MEET, *lead, *first, "bra LED;", "SECOND:", *second, "LED:", end, cluster=2)
+
+
+def _wait(how: str = "") -> str:
+    return WAIT.replace(".parity", f".parity{how}")
+
+
+def _arrive(how: str = ".release") -> str:
+    return f"mbarrier.arrive{how}.cluster.shared::cluster.b64 _, [%r13];"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize(
+    ("arrival", "wait", "ordered"),
+    [
+        ((_arrive(),), (_wait(".acquire.cluster"),), True),
+        ((_arrive(".relaxed"),), (_wait(".acquire.cluster"),), False),
+        ((_arrive(),), (_wait(".relaxed.cluster"),), False),
+        ((ACQ_REL, _arrive(".relaxed")), (_wait(".acquire.cluster"),), True),
+        ((_arrive(),), (_wait(".relaxed.cluster"), ACQ_REL), True),
+        ((ACQ_REL, _arrive(".relaxed")), (_wait(".relaxed.cluster"), ACQ_REL), True),
+    ],
+    ids=["release", "relaxed arrival", "relaxed wait", "fence before", "fence behind", "fences"],
+)
+def test_relaxed_arrivals_need_fences(
+    arrival: tuple[str, ...], wait: tuple[str, ...], ordered: bool, schedule: Schedule
+) -> None:
+    """The second CTA stores to the first, which reads."""
+    store, load = "st.shared::cluster.b32 [%r14], %me;", "ld.shared.b32 %r2, [%r8+512];"
+    text = _pair((*wait, load), (store, *arrival), MEET)
+    if ordered:
+        run(text, grid=2, schedule=schedule)
+        return
+    with pytest.raises(faults.Race):
+        run(text, grid=2, schedule=schedule)
+
+
+MULTICAST = (
+    "mov.b16 %h1, 1;",
+    "add.u32 %r11, %r8, 256;",
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+    "[%r11], [%src], 256, [%r8], %h1;",
+)
+USES = {
+    "an arrival": ((), (_arrive(),)),
+    "a relaxed arrival": ((), (_arrive(".relaxed"),)),
+    "a bulk load": ((ANNOUNCE.replace("64;", "256;"),), MULTICAST),
+    "st.async": (
+        (ANNOUNCE.replace("64;", "4;"),),
+        ("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r14], %me, [%r13];",),
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize("meets", [False, True], ids=["alone", "cluster barrier"])
+@pytest.mark.parametrize("waits", [False, True], ids=["leaves", "waits"])
+@pytest.mark.parametrize("use", USES)
+def test_a_cta_outlives_what_others_do_at_its_barriers(use: str, waits: bool, meets: bool, schedule: Schedule) -> None:
+    """A barrier of the cluster behind an arrival is as good as a wait for it; not behind asynchronous operations."""
+    first, second = USES[use]
+    text = _pair((*first, WAIT) if waits else first, second, MEET if meets else "")
+    if waits or (meets and "arrival" in use):
+        run(text, grid=2, schedule=schedule)
+        return
+    what = use.replace("a relaxed", "an")
+    with pytest.raises(faults.BarrierFault, match=rf"CTA \(0, 0, 0\) may end before {what} of CTA|which has ended"):
+        run(text, grid=2, schedule=schedule)
+
+
+# --- schedules --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("arrivals", [1, 2])
+def test_a_warp_that_lags(arrivals: int, seed: int) -> None:
+    """Warp 1 waits for the first phase, and may come when the second is over, too."""
+    lead = ("setp.eq.u32 %p4, %me, 0;", *[f"@%p4 {ARRIVE}"] * arrivals)
+    text = kernel(*_initialised(1), *lead, "setp.lt.u32 %p5, %me, 32;", "@%p5 bra ENDED;", WAIT, "ENDED:")
+    if arrivals == 1:
+        run(text, schedule=Schedule("lagging", seed))
+    elif seed == 1:
+        with pytest.raises(faults.Deadlock):
+            run(text, schedule=Schedule("lagging", seed))
 
 
 # --- setmaxnreg -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.emulator.mutate import PROBLEMS, SCHEDULES, caught, excuse, kernels, mutants, report, symbol
+from cute_attn.emulator.program import Program, program
+from cute_attn.emulator.ptx import parse
+from tests.emulator.mutate import PROBLEMS, SCHEDULES, caught, excuse, kernels, report, symbol
+from tests.emulator.mutations import applied, mutants
+from tests.emulator.patched import like
 
 pytestmark = pytest.mark.emulator
 
@@ -30,7 +34,21 @@ def test_mutants_are_caught(name: str, sample: int | None) -> None:
 def test_order_in_tensor_memory_is_needed(mutation: str) -> None:
     (ptx,) = kernels("tcgen05", SCHEDULES[:1], cases=1)
     mutant = next(found for found in mutants(symbol(ptx), ptx) if found.mutation == mutation and not excuse(ptx, found))
-    assert caught("tcgen05", ptx, mutant, more=False)
+    assert caught("tcgen05", ptx, mutant, SCHEDULES)
+
+
+def test_programs_of_mutants() -> None:
+    """With the code of another program they are those of their own texts: instructions, and tests of registers."""
+    (ptx,) = kernels("tcgen05", SCHEDULES[:1], cases=1)
+    name, found = symbol(ptx), list(mutants(symbol(ptx), ptx))
+    for mutation in ("wait for tensor memory loads removed", "mbarrier wait removed", "16 columns off"):
+        kernel = parse(applied(next(mutant for mutant in found if mutant.mutation == mutation), ptx))[name]
+        assert flat(like(program(ptx, name), kernel)) == flat(Program(kernel))
+
+
+def flat(found: Program) -> list[tuple[object, ...]]:
+    insts = [(inst, form) for block in found.blocks for inst, form, _ in block.insts]
+    return [(inst.text, inst.op, inst.operands, form, found.tests.get(id(inst))) for inst, form in insts]
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

@@ -53,6 +53,7 @@ class Fp8Case:
     sinks: bool = False
     spike: float = 0.0  # how far one key stands out for the first query
     spike_key: int = 5  # the kernel comes to the last keys first
+    fixed_split_size: int | None = None  # of a batch: tokens, or pages
     seed: int = 0
 
     @property
@@ -146,6 +147,7 @@ def _batch(case: Fp8Case, inputs: Inputs, backend: str) -> Any:
     workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
     options = {"causal": case.causal, "window_left": case.window_left, "sm_scale": case.sm_scale}
     options |= {"logits_soft_cap": case.soft_cap, "pos_encoding_mode": case.pos_encoding}
+    options |= {"fixed_split_size": case.fixed_split_size}
     options |= {"q_data_type": case.dtype, "kv_data_type": case.dtype, "o_data_type": case.o_dtype}
     tensors: tuple[Any, ...]
     if case.page_size:

@@ -183,8 +183,7 @@ def _fence_proxy(w: WarpBatch, mask: Array | None) -> None:
     conformance="order",
 )
 def fence(e: Emitter, inst: Inst, *choices: str) -> None:
-    if choices[-1] in (".gpu", ".sys", ".gl"):
-        e.call(order.fence, [])
+    e.call(order.fence, [str(choices[-1] in (".gpu", ".sys", ".gl"))])
 
 
 @form("griddepcontrol.wait", since=90, conformance="order", golden="barriers")

@@ -108,5 +108,5 @@ def _st_async(w: WarpBatch, mask: Array | None, target: Array, values: tuple[Arr
         memory.check(where, data.shape[1], data.shape[1], "st.async")
         op = w.begin_op(int(w.row[lane]), "st.async")
         memory.op_store(where, access.words_of(data), data.shape[1], op, "st.async", generic=False)
-        waiting = mbarrier.at(w.cta, int(barriers[lane]), cluster=True)
+        waiting = mbarrier.target(w.cta, int(barriers[lane]), op, "st.async")
         waiting.complete(data.shape[1], op, op.time if op else 0.0)

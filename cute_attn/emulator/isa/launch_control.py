@@ -68,7 +68,8 @@ def _try_cancel(w: WarpBatch, mask: Array | None, address: Array, barrier: Array
         at, bar = (int(w.full(x)[lane]) & OFFSET_MASK for x in (address, barrier))
         ctas = w.cta.cluster.ctas if multicast else [w.cta]
         op = w.begin_op(int(w.row[lane]), "clusterlaunchcontrol.try_cancel")
-        waiting = [mbarrier.at(w.cta, cta.rank << RANK_SHIFT | bar, cluster=True) for cta in ctas]
+        places = [cta.rank << RANK_SHIFT | bar for cta in ctas]
+        waiting = [mbarrier.target(w.cta, place, op, "clusterlaunchcontrol.try_cancel") for place in places]
 
         w.cta.post(functools.partial(_answer, ctas, waiting, at, response, op))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +19,7 @@ from cute_attn.emulator.ptx import Inst, Sym
 from cute_attn.emulator.warp_batch import WarpBatch
 
 if TYPE_CHECKING:
-    from cute_attn.emulator.machine import Cluster, Cta
+    from cute_attn.emulator.machine import Cta
 
 MAX_COUNT = (1 << 20) - 1
 MAX_TX = (1 << 20) - 1
@@ -26,16 +27,32 @@ _SPACE = "{|.shared|.shared::cta|.shared::cluster}"
 _SEM = "{|.release|.relaxed}{|.cta|.cluster}"
 
 
+@dataclass
+class Remote:
+    """Use of a barrier by another CTA: by warp `agent` at its epoch, or (0) by an asynchronous operation. `phase`: the
+    one that it belongs to, once it has arrived. `in_order`: operations of its channel arrive one after another.
+    """
+
+    what: str
+    op: Op | None = None
+    in_order: bool = False
+    agent: int = 0
+    epoch: int = 0
+    phase: int | None = None
+
+
 class Mbarrier:
     """State of one mbarrier. `phase` counts completed phases."""
 
-    def __init__(self, cluster: Cluster, count: int, agent: int, name: str) -> None:
-        self.cluster, self.count, self.name = cluster, count, name
+    def __init__(self, cta: Cta, count: int, agent: int, name: str) -> None:
+        self.cta, self.cluster, self.count, self.name = cta, cta.cluster, count, name
+        cluster = cta.cluster
         self.pending, self.tx, self.phase = count, 0, 0
         self.time, self.done_time = 0.0, 0.0
         self.agents: set[int] = set()  # warps that have arrived
         self.arrivals: dict[int, int] = {}  # in this phase, by agent
         self.last: dict[int, int] = {}  # in the phase before
+        self.remote: list[Remote] = []  # uses by other CTAs in phases that no warp has seen complete
         clocks = cluster.clocks
         self.clock = self.done = None
         if clocks is not None:
@@ -48,11 +65,25 @@ class Mbarrier:
         if clocks is not None and clocks.v[agent, ORDER, self.made_by] < self.made_at:
             raise BarrierFault(f"{self.name} is used before its initialisation is visible to the warp")
 
-    def arrive(self, agent: int, count: int, expect: int = 0) -> None:
+    def used_by(self, cta: Cta, what: str, op: Op | None = None, in_order: bool = False, agent: int = 0) -> None:
+        """Record a use by a CTA, which must come before the end of the barrier's own CTA. `op` has yet to arrive."""
+        clocks = self.cluster.clocks
+        if cta is self.cta or clocks is None or (op is None and not agent):
+            return
+        what = f"{what} of CTA {cta.index}"
+        if not self.cta.running:
+            raise BarrierFault(f"{what} at {self.name} of CTA {self.cta.index}, which has ended")
+        if op is not None:
+            self.remote.append(Remote(what, op, in_order))
+        else:
+            epoch = int(clocks.v[agent, ORDER, agent])
+            self.remote.append(Remote(what, agent=agent, epoch=epoch, phase=self.phase))
+
+    def arrive(self, agent: int, count: int, expect: int = 0, relaxed: bool = False) -> None:
         self.seen(agent)
         clocks = self.cluster.clocks
         if clocks is not None and self.clock is not None:
-            np.maximum(self.clock, clocks.v[agent], out=self.clock)
+            np.maximum(self.clock, order.published(self.cluster, agent, relaxed), out=self.clock)
             self.time = max(self.time, float(clocks.time[agent]))
             self.agents.add(agent)
         self.add_tx(expect)
@@ -71,6 +102,9 @@ class Mbarrier:
                     "fence.mbarrier_init or fence.proxy.async is missing"
                 )
             np.maximum(self.clock, op.clock, out=self.clock)
+            coming = next((use for use in self.remote if use.op is op and use.phase is None), None)
+            if coming is not None:
+                coming.phase = self.phase
         self.time = max(self.time, time)
 
     def _count(self, count: int, agent: int) -> None:
@@ -110,14 +144,26 @@ class Mbarrier:
         strange = any(self.last.get(agent) != count for agent, count in self.arrivals.items())
         return self.tx < 0 or (self.tx > 0 and not self.arrivals) or (strange and self.phase > 0)
 
-    def pass_(self, agents: Array) -> None:
+    def pass_(self, agents: Array, relaxed: bool = False) -> None:
         """Order these warps after the completed phase that they have observed."""
         clocks = self.cluster.clocks
         if clocks is not None and self.done is not None:
-            clocks.acquire(agents, self.done)
+            self._see()
             clocks.time[agents] = np.maximum(clocks.time[agents], self.done_time)
+            if relaxed:
+                order.passed(self.cluster, agents, self.done)
+                return
+            clocks.acquire(agents, self.done)
             if self.cluster.cross:
                 order.share(self.cluster, np.unique(np.concatenate([agents, np.array(sorted(self.agents), np.int64)])))
+
+    def _see(self) -> None:
+        """Forget the uses by other CTAs in phases that a warp has seen complete, but for the latest in an order."""
+        latest = self.cta.extra.setdefault("seen of other CTAs", {})
+        for use in self.remote:
+            if use.in_order and use.op is not None and use.phase is not None and use.phase < self.phase:
+                latest[use.op.agent] = max(use.op.epoch, latest.get(use.op.agent, 0))
+        self.remote = [use for use in self.remote if use.phase is None or use.phase >= self.phase]
 
 
 def at(cta: Cta, address: int, cluster: bool = False) -> Mbarrier:
@@ -131,6 +177,13 @@ def at(cta: Cta, address: int, cluster: bool = False) -> Mbarrier:
     if found is None:
         raise BarrierFault(f"no mbarrier was initialised at shared {offset:#x}")
     barrier: Mbarrier = found
+    return barrier
+
+
+def target(cta: Cta, address: int, op: Op | None, what: str, in_order: bool = False) -> Mbarrier:
+    """Look up the barrier at which an operation that `cta` has issued will arrive, in any CTA of the cluster."""
+    barrier = at(cta, address, cluster=True)
+    barrier.used_by(cta, what, op, in_order)
     return barrier
 
 
@@ -164,9 +217,9 @@ def _init(w: WarpBatch, mask: Array | None, address: Array, count: Array) -> Non
         w.cta.smem.valid.data[int(offset[0]) : int(offset[0]) + 8] = MBARRIER
         if not w.cta.mbarriers and "mbarriers" not in w.cta.extra:
             w.cta.extra["mbarriers"] = True
-            w.cta.closing.append(lambda: _check_phases(w.cta))
+            w.cta.closing += [lambda: _check_phases(w.cta), lambda: _check_remote(w.cta)]
         name = f"mbarrier at shared {int(offset[0]):#x}"
-        w.cta.mbarriers[int(offset[0])] = Mbarrier(w.cta.cluster, int(counts[lane]), int(agents[0]), name)
+        w.cta.mbarriers[int(offset[0])] = Mbarrier(w.cta, int(counts[lane]), int(agents[0]), name)
 
 
 def _check_phases(cta: Cta) -> None:
@@ -181,6 +234,27 @@ def _check_phases(cta: Cta) -> None:
                 f"CTA {cta.index} ends in the middle of a phase: {barrier.name} has {came} of {barrier.count} arrivals "
                 f"and {barrier.tx} bytes are missing in phase {barrier.phase}"
             )
+
+
+def _check_remote(cta: Cta) -> None:
+    """Check that what other CTAs do at barriers of this one comes before its end, on every schedule: a warp of it has
+    seen the phase complete, or that of a later commit of the same thread. Arrivals of warps need only happen before.
+    """
+    if cta.clocks is None:
+        return
+    seen = cta.clocks.v[cta.first_agent : cta.first_agent + cta.num_warps, ORDER].max(axis=0)
+    latest = cta.extra.get("seen of other CTAs", {})
+    for barrier in cta.mbarriers.values():
+        for use in barrier.remote:
+            if use.op is None:
+                before = seen[use.agent] >= use.epoch
+            else:
+                before = use.in_order and latest.get(use.op.agent, 0) >= use.op.epoch
+            if not before:
+                raise BarrierFault(
+                    f"CTA {cta.index} may end before {use.what} at {barrier.name}: none of its warps has waited for "
+                    f"phase {barrier.phase if use.phase is None else use.phase}"
+                )
 
 
 @form("mbarrier.inval{|.shared|.shared::cta}.b64", golden="mbarrier")
@@ -203,7 +277,7 @@ def _inval(w: WarpBatch, mask: Array | None, address: Array) -> None:
 
 @form(f"mbarrier.arrive{_SEM}{_SPACE}.b64", f"mbarrier.arrive_drop{_SEM}{_SPACE}.b64", golden="mbarrier")
 def arrive(e: Emitter, inst: Inst, sem: str, scope: str, space: str) -> None:
-    _arrive_form(e, inst, space, expect=False)
+    _arrive_form(e, inst, space, sem, expect=False)
 
 
 @form(
@@ -213,16 +287,16 @@ def arrive(e: Emitter, inst: Inst, sem: str, scope: str, space: str) -> None:
     golden="mbarrier",
 )
 def arrive_expect(e: Emitter, inst: Inst, sem: str, scope: str, space: str) -> None:
-    _arrive_form(e, inst, space, expect=True)
+    _arrive_form(e, inst, space, sem, expect=True)
 
 
-def _arrive_form(e: Emitter, inst: Inst, space: str, expect: bool) -> None:
+def _arrive_form(e: Emitter, inst: Inst, space: str, sem: str, expect: bool) -> None:
     target, _, *rest = inst.operands
     address, cluster = _shared_address(e, inst, 1, space)
     number = e.get(rest[0], "u4") if rest else e.constant(1, "u4")
     count, tx = (e.constant(1, "u4"), number) if expect else (number, e.constant(0, "u4"))
     drop = str("arrive_drop" in inst.op)
-    arguments = [address, cluster, count, tx, drop]
+    arguments = [address, cluster, count, tx, drop, str(sem == ".relaxed")]
     if isinstance(target, Sym):
         e.call(_arrive, arguments)
     else:
@@ -244,7 +318,14 @@ def _check_straddling(w: WarpBatch, lane: int, barrier: Mbarrier, first: _Phases
 
 
 def _arrive(
-    w: WarpBatch, mask: Array | None, address: Array, cluster: bool, count: Array, tx: Array, drop: bool
+    w: WarpBatch,
+    mask: Array | None,
+    address: Array,
+    cluster: bool,
+    count: Array,
+    tx: Array,
+    drop: bool,
+    relaxed: bool,
 ) -> Array:
     """Arrive. The token is the number of the current phase."""
     where, counts, bytes_ = w.full(address), w.full(count), w.full(tx)
@@ -257,7 +338,9 @@ def _arrive(
         _check_straddling(w, int(lane), barrier, first)
         if drop:
             barrier.count -= 1
-        barrier.arrive(int(w.lane_agents[lane]), int(counts[lane]), int(bytes_[lane]))
+        agent = int(w.lane_agents[lane])
+        barrier.used_by(w.cta, "an arrival", agent=agent)
+        barrier.arrive(agent, int(counts[lane]), int(bytes_[lane]), relaxed)
     if w.cta.clocks is not None:
         agents = np.unique(w.lane_agents[lanes])
         w.cta.clocks.v[agents, ORDER, agents] += 1
@@ -274,7 +357,9 @@ def _transaction(w: WarpBatch, mask: Array | None, address: Array, cluster: bool
     where, counts = w.full(address), w.full(count)
     for lane in w.lanes(mask):
         barrier = at(w.cta, int(where[lane]), cluster)
-        barrier.seen(int(w.lane_agents[lane]))
+        agent = int(w.lane_agents[lane])
+        barrier.seen(agent)
+        barrier.used_by(w.cta, "a change of the expected bytes", agent=agent)
         barrier.add_tx(int(counts[lane]) if expect else -int(counts[lane]))
         if not expect:
             barrier.advance()
@@ -320,10 +405,11 @@ def _copies_arrive(w: WarpBatch, mask: Array | None, address: Array, noinc: bool
 def wait(e: Emitter, inst: Inst, op: str, parity: str, sem: str, scope: str, space: str) -> None:
     address, _ = _shared_address(e, inst, 1, space)
     kind = "u4" if parity else "u8"
-    e.call(_test, [address, e.get(inst.operands[2], kind), str(bool(parity))], [(inst.operands[0], "p")])
+    flags = [str(bool(parity)), str(sem == ".relaxed")]
+    e.call(_test, [address, e.get(inst.operands[2], kind), *flags], [(inst.operands[0], "p")])
 
 
-def _test(w: WarpBatch, mask: Array | None, address: Array, expected: Array, parity: bool) -> Array:
+def _test(w: WarpBatch, mask: Array | None, address: Array, expected: Array, parity: bool, relaxed: bool) -> Array:
     where, wanted = w.full(address), w.full(expected)
     lanes = w.lanes(mask)
     clocks = w.cta.clocks
@@ -341,7 +427,7 @@ def _test(w: WarpBatch, mask: Array | None, address: Array, expected: Array, par
         want = int(wanted[some[0]])
         passed = (barrier.phase & 1) != (want & 1) if parity else barrier.phase > want
         if passed:
-            barrier.pass_(agents)
+            barrier.pass_(agents, relaxed)
             done[some] = True
         else:
             w.spin_since = 0.0 if clocks is None else float(clocks.time[w.agents].max())

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cute_attn.emulator.access import CLUSTER_SHIFT
+from cute_attn.emulator.clocks import FENCED, TMEM
 from cute_attn.emulator.dtypes import Array
 
 if TYPE_CHECKING:
@@ -31,11 +32,14 @@ class Message:
 @dataclass
 class HappensBefore:
     """Releases of one grid: by address, the messages released there; by warp, the message of its last fence and the
-    messages that it has read since."""
+    messages that it has read since. Of mbarriers with relaxed semantics, by warp: the clock of its last fence of any
+    scope (`near`), and that of the phases that it has seen complete since (`relaxed`)."""
 
     released: dict[int, list[Message]] = field(default_factory=dict)
     fenced: dict[tuple[int, int], Message] = field(default_factory=dict)
     observed: dict[tuple[int, int], list[Message]] = field(default_factory=dict)
+    near: dict[tuple[int, int], Array] = field(default_factory=dict)
+    relaxed: dict[tuple[int, int], Array] = field(default_factory=dict)
 
 
 def publish(w: WarpBatch, mask: Array | None, address: Array, release: bool) -> None:
@@ -66,15 +70,50 @@ def observe(w: WarpBatch, mask: Array | None, address: Array, acquire: bool) -> 
             relation.observed.setdefault((cluster.number, agent), []).extend(messages)
 
 
-def fence(w: WarpBatch, mask: Array | None) -> None:
-    """Apply fence.acq_rel, fence.sc or membar of gpu or wider scope."""
+def fence(w: WarpBatch, mask: Array | None, wide: bool) -> None:
+    """Apply fence.acq_rel, fence.sc or membar. `wide`: of gpu or sys scope; else only mbarriers hand it on."""
     cluster, relation = w.cta.cluster, w.cta.grid.happens_before
     if cluster.clocks is None:
         return
     for lane in w.first_lanes(mask):
         agent = int(w.lane_agents[lane])
-        _acquire(cluster, agent, relation.observed.pop((cluster.number, agent), []))
-        relation.fenced[cluster.number, agent] = _message(cluster, agent)
+        warp = cluster.number, agent
+        if warp in relation.relaxed:
+            cluster.clocks.acquire(np.array([agent]), relation.relaxed.pop(warp))
+        if wide:
+            _acquire(cluster, agent, relation.observed.pop(warp, []))
+            relation.fenced[warp] = _message(cluster, agent)
+        relation.near[warp] = relation.fenced[warp].clock if wide else cluster.clocks.release(np.array([agent]))
+
+
+def published(cluster: Cluster, agent: int, relaxed: bool) -> Array:
+    """Clock that an arrival at an mbarrier hands on. A relaxed one: that of the warp's last fence, and what
+    tcgen05.fence::before_thread_sync has published.
+    """
+    clocks = cluster.clocks
+    assert clocks is not None
+    whole: Array = clocks.v[agent]
+    if not relaxed or cluster.lax:
+        return whole
+    found = cluster.grid.happens_before.near.get((cluster.number, agent))
+    part = clocks.zero() if found is None else found.copy()
+    part[FENCED:TMEM] = np.maximum(part[FENCED:TMEM], whole[FENCED:TMEM])
+    return part
+
+
+def passed(cluster: Cluster, agents: Array, clock: Array) -> None:
+    """Order warps after a phase of an mbarrier that they have seen complete with relaxed semantics."""
+    clocks = cluster.clocks
+    assert clocks is not None
+    if cluster.lax:
+        clocks.acquire(agents, clock)
+        return
+    clocks.v[agents, FENCED:TMEM] = np.maximum(clocks.v[agents, FENCED:TMEM], clock[FENCED:TMEM])
+    relation = cluster.grid.happens_before
+    for agent in agents:
+        warp = cluster.number, int(agent)
+        found = relation.relaxed.get(warp)
+        relation.relaxed[warp] = clock.copy() if found is None else np.maximum(found, clock)
 
 
 def share(cluster: Cluster, agents: Array) -> None:

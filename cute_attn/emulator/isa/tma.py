@@ -187,7 +187,7 @@ class _Load:
     def post(self, barrier: int) -> None:
         if self.target % 128:
             raise MemoryFault(f"TMA load to shared {self.target:#x}, which is not aligned to 128 bytes")
-        waiting = mbarrier.at(self.cta, barrier, cluster=True)
+        waiting = mbarrier.target(self.cta, barrier, self.op, "a TMA load")
 
         def arrive() -> None:
             self.run()
@@ -488,7 +488,7 @@ def _bulk_load(
         wanted = [r for r in range(16) if int(masks[lane]) >> r & 1] or [at >> RANK_SHIFT]
         for rank in wanted:
             own = bar if len(wanted) == 1 and not masks[lane] else (bar & OFFSET_MASK) | rank << RANK_SHIFT
-            waiting = mbarrier.at(w.cta, own, cluster=True)
+            waiting = mbarrier.target(w.cta, own, op, "a bulk load")
             memory = w.cta.cluster.ctas[rank].smem
             w.cta.post(_bulk_action(w.cta, memory, at & OFFSET_MASK, start, nbytes, op, waiting))
 
@@ -524,7 +524,7 @@ def _bulk_between(w: WarpBatch, mask: Array | None, target: Array, source: Array
         at, start, nbytes = int(targets[lane]), int(sources[lane]), int(sizes[lane])
         _sixteen(at, start, nbytes)
         op = w.begin_op(int(w.row[lane]), "bulk copy between CTAs")
-        waiting = mbarrier.at(w.cta, int(barriers[lane]), cluster=True)
+        waiting = mbarrier.target(w.cta, int(barriers[lane]), op, "a bulk copy")
         memory = w.cta.cluster.ctas[at >> RANK_SHIFT].smem
 
         def run(memory=memory, at=at, start=start, nbytes=nbytes, op=op, waiting=waiting) -> None:  # type: ignore[no-untyped-def]

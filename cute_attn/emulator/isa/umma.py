@@ -360,9 +360,10 @@ def _commit(w: WarpBatch, mask: Array | None, group: int, address: Array, ctas: 
         ranks = [at >> RANK_SHIFT]
         if ctas is not None:
             ranks = [rank for rank in range(16) if int(w.full(ctas)[lane]) >> rank & 1]
-        barriers = [mbarrier.at(w.cta, rank << RANK_SHIFT | at & OFFSET_MASK, cluster=True) for rank in ranks]
         stream = memory_of(w.cta).stream(agent, KIND, int(w.lane[lane]))
         op = None if stream is None else stream.commit()
+        places = [rank << RANK_SHIFT | at & OFFSET_MASK for rank in ranks]
+        barriers = [mbarrier.target(w.cta, place, op, "tcgen05.commit", in_order=True) for place in places]
 
         def arrive(barriers: list[mbarrier.Mbarrier] = barriers, op: Op | None = op) -> None:
             for barrier in barriers:

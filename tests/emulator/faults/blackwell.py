@@ -14,6 +14,7 @@ EARLY = chosen("fa4_adversarial", "test_causal_rows_before_the_first_key")
 RISES = chosen("fa4_adversarial", "test_scores_rise_in_every_chunk and 40 and delayed")
 LANES = chosen("fa4_adversarial", "test_a_rise_in_one_lane and 60 and (37 or 199)")
 WIDE = chosen("fa4_adversarial", "test_items_on_one_cta and wide")
+PAIR_OF_TWO = chosen("fa4_adversarial", "test_items_on_one_cta and within")
 STAGED = chosen("fa4_pages", "test_ways_of_outputs and 128x128")
 GATHER4 = chosen("fa4_pages", "test_pages and gather4 and (h4x2 or strided)")
 
@@ -40,14 +41,13 @@ PRODUCTS = (
         ITEMS,
     ),
     Fault(
-        "the commit for V's slot arrives at K's barrier and the other way round",
+        "K is released before the second query tile's product",
         "fa4/mma_warp.py",
-        "        v = self.release_v(context, state.v)\n"
         "        self.scores(context, state.k, state.s1, 1)\n"
         "        return state._replace(k=self.release_k(context, state.k), v=v)",
         "        k = self.release_k(context, state.k)\n"
         "        self.scores(context, state.k, state.s1, 1)\n"
-        "        return state._replace(k=k, v=self.release_v(context, state.v))",
+        "        return state._replace(k=k, v=v)",
         RINGS,
     ),
     Fault(
@@ -405,7 +405,7 @@ PAIRS = (
         "fa4/pair.py",
         "            ring.wait_empty(state)\n            state = ring.next(state)\n",
         "            state = ring.next(state)\n",
-        WIDE,
+        PAIR_OF_TWO,  # of one query tile, O's commit is the last
     ),
 )
 
