@@ -152,6 +152,35 @@ PROBLEMS = {
             ragged((140, 20, 20, 20, 30), (200, 0, 0, 0, 60), mask="causal", **ONE, **dims(256)),
         ),
     ),
+    # Decode with hardware conversions; four query rows, so that all warps write a partial result.
+    "decode nvfp4": Problems(
+        "sm_100a",
+        "xqa",
+        3,
+        (
+            batch_decode((300, 5, 0, 700), kv_dtype="nvfp4", **heads(4, 1), **dims(64)),
+            batch_decode((1500, 5, 0, 70), kv_dtype="nvfp4", **heads(4, 1), **dims(64)),
+        ),
+    ),
+    "decode sm_120a": Problems(
+        "sm_120a",
+        "xqa",
+        2,
+        (
+            batch_decode((300, 5, 0, 700), kv_dtype="nvfp4", **heads(4, 1), **dims(64)),
+            batch_decode((300, 5, 0, 700), kv_dtype=E4M3, **heads(4, 1), **dims(128)),
+        ),
+    ),
+    # Decode on tcgen05: a segment of less than a tile, cut ones, whole ones, and none.
+    "decode umma": Problems(
+        "sm_100a",
+        "xqa",
+        3,
+        (
+            batch_decode((300, 5, 0, 700), **heads(20, 1), **dims(64)),
+            batch_decode((1500, 5, 0, 1200), sm_scale=2.0, **heads(20, 1), **dims(64)),
+        ),
+    ),
 }
 WORKSPACE = 1 << 20  # enough for these problems; every launch marks each byte of it
 
