@@ -63,7 +63,11 @@ def test_every_capability_has_a_call() -> None:
     scaled = cases[0]._replace(per_head_scales=True)
     fp8 = scaled._replace(q_dtype=torch.float8_e4m3fn, o_dtype=torch.float8_e5m2, head_dim_qk=96, head_dim_vo=96)
     strides = cases[0]._replace(expanded=True, large_cache=True, loose_scales=True, half_aligned_kv=True)
+    fp8_dims = [fp8._replace(head_dim_qk=dim, head_dim_vo=dim) for dim in (72, 512)]
+    rotated = fp8._replace(pos_encoding_mode="ROPE_LLAMA")
     items = fp8._replace(multi_item=True)
     drafts = cases[0]._replace(device_lengths=True, draft_mask=True, o_dtype=torch.float8_e4m3fn)
     for row in capabilities.CAPABILITIES:
-        assert any(row.needed(case) for case in (*cases, scaled, fp8, items, strides, drafts)), row.feature
+        assert any(row.needed(case) for case in (*cases, scaled, fp8, *fp8_dims, rotated, items, strides, drafts)), (
+            row.feature
+        )

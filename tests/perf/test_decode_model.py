@@ -159,7 +159,7 @@ def test_a_measured_launch_beside_the_model() -> None:
 def test_a_token_executes_the_products_of_its_shapes() -> None:
     """On the emulator alone: K Q^T and V^T P^T of 16 tokens are d / 16 instructions each for 8 rows."""
     executions = Executions()
-    case = Decode("xqa", "sm_90a", "e4m3", 64, 8, True)
+    case = Decode("xqa", "sm_100a", "bfloat16", 64, 8, True)
     launched = kernel(case)
     one = subject(case, launched)
     execute = executions.of(case, 1)
@@ -174,7 +174,7 @@ def test_a_token_executes_the_products_of_its_shapes() -> None:
     assert launched.ctas > 1
     assert tokens == 512 * launched.ctas
     assert executed / tokens == 2 * 64 / 16 / 16
-    other = dataclasses.replace(one, arch="sm_100a", ptx=one.ptx.replace(".target sm_90a", ".target sm_100a"))
+    other = dataclasses.replace(one, arch="sm_103a", ptx=one.ptx.replace(".target sm_100a", ".target sm_103a"))
     assert other.ptx != one.ptx
     assert execute(other, 512) is short  # not run again
 

@@ -87,7 +87,8 @@ def test_rules_of_rescales() -> None:
 
 def test_kernels_of_the_table() -> None:
     found = dict(softmax_forms.kernels("sm_100a", (128, 128), SOFTMAX_FORMS))
-    assert [kernel.tile.softmax for kernel in found if not isinstance(kernel, str)] == ["anchored", "row_max"] * 2
+    rows = [(kernel.row, kernel.tile.softmax) for kernel in found if not isinstance(kernel, str)]
+    assert rows == [("d128", "anchored"), ("d128", "row_max")] * 2 + [("d128, 2 CTA", "anchored")] * 2
     refused = {name: why for name, why in softmax_forms.kernels("sm_100a", (256, 256), SOFTMAX_FORMS) if why}
     assert refused == {
         "d256, 2 CTA row_max 0/16": "row_max needs two query tiles of one CTA",
