@@ -12,8 +12,8 @@ KV_DTYPES = ("", "float8_e4m3fn", "float8_e5m2")
 # Packed rows with which the kernel on mma.sync reads the keys once. Beyond, it reads them again for every block of as
 # many rows: at head dim 128 it takes 14 issue slots per token and block, this kernel 10 to 17 in all; HBM takes 70.
 ONE_READ_ROWS = {64: 16, 128: 16, 256: 8}
-# Reads up to which that kernel is the better one. Keys of 8 bits pass through shared memory four times here, which takes
-# 12 clocks per token, 4.4 per read there; HBM takes 9 (head dim 128, `python -m perf.decode_model`).
+# Reads up to which that kernel is the better one. Keys of 8 bits pass through shared memory four times here, which
+# takes 12 clocks per token, 4.4 per read there; HBM takes 9 (head dim 128, `python -m perf.decode_model`).
 FEW_READS = {16: 1, 8: 2}
 MAX_ROWS = {64: 64, 128: 64, 256: 32}  # by head dim: more rows leave fewer slots
 MAX_STAGES = 8
