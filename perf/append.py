@@ -187,7 +187,7 @@ def main() -> int:
         return 2
     device = torch.device("cuda", torch.cuda.current_device())
     rows: list[dict[str, Any]] = []
-    record = {"command": command_line("append", sys.argv[1:]), "environment": environment(), "rows": rows}
+    record = {"command": command_line("append", sys.argv[1:]), "environment": environment(), "append": rows}
     for w in WORKLOADS:
         rows.append(measured(w, device, options.rounds))
         cells = [

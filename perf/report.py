@@ -135,6 +135,19 @@ def search_tables(record: Record) -> list[str]:
     return found
 
 
+def append_tables(record: Record) -> list[str]:
+    """Returns the table of `perf.append`: microseconds of each candidate, then why some have none."""
+    names = list(record["append"][0]["candidates"])
+    lines = []
+    for row in record["append"]:
+        found = row["candidates"]
+        lines.append(
+            (row["name"], *(f"{found[n]['median_us']:.2f}" if "median_us" in found[n] else "-" for n in names))
+        )
+    reasons = _reasons(record["append"], {})
+    return [table(("us", *names), lines), *([reasons] if reasons else [])]
+
+
 def makespan_table(record: Record) -> str:
     """Returns the table of ratios of makespans over random batches, by phase."""
     lines = [
@@ -164,6 +177,7 @@ TABLES: dict[str, Callable[[Record], list[str]]] = {  # by a key that only recor
     "decode_model": decode_model_tables,
     "search": search_tables,
     "overhead": overhead_tables,
+    "append": append_tables,
 }
 
 
