@@ -32,8 +32,7 @@ from perf.sass.work import Roles
 
 ARCHS = tuple(dict.fromkeys(gpu.arch for gpu in GPUS))
 RESULTS = Path(__file__).parent / "results"
-MEASURED = [RESULTS / f"{name}.json" for name in ("2026-11-21_h200_xqa", "2026-11-21_h200_xqa_nvfp4")]
-MEASURED.append(RESULTS / "2026-11-22_h200_xqa_d512.json")
+MEASURED = [RESULTS / f"2026-11-22_h200_xqa_{rows}.json" for rows in ("8192", "131072", "e4m3")]
 SHORT, LONG = 512, 1024  # keys: whole turns of every warp, past a row's first maximum
 
 

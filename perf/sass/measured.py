@@ -13,7 +13,7 @@ from perf.sass.decode_clocks import UNITS, on_gpu
 from perf.sass.gpus import Gpu
 from perf.sass.units import QUARTERS
 
-CANDIDATE = "cute_attn xqa"
+CANDIDATES = ("cute_attn xqa", "cute_attn xqa function")  # the first that a row has
 KV_DTYPES = {"bfloat16": "bf16", "e4m3": "e4m3", "nvfp4": "nvfp4"}
 
 
@@ -32,14 +32,19 @@ class Measured(NamedTuple):
 
 
 def measured(path: Path, gpu: Gpu) -> list[Measured]:
-    """Returns the rows of a record of `perf.xqa` with bf16 queries that the decode kernel ran on `gpu`."""
+    """Returns the rows of a record of `perf.xqa`, without windows and with bf16 queries, that the decode kernel ran on
+    `gpu`.
+    """
     record = json.loads(path.read_text())
     if gpu.name not in record["environment"]["gpu"]:
         raise ValueError(f"{path}: measured on {record['environment']['gpu']}, wanted {gpu.name}")
     found = []
     for row in record["rows"]:
-        entry, w = row["candidates"].get(CANDIDATE, {}), row["workload"]
-        if "speed" not in entry or set(w["qo_lens"]) != {1} or w["dtype"] != "bfloat16" or not row["sm_clock_mhz"]:
+        entries, w = row["candidates"], row["workload"]
+        entry = next((entries[name] for name in CANDIDATES if "speed" in entries.get(name, {})), None)
+        if entry is None or set(w["qo_lens"]) != {1} or w["dtype"] != "bfloat16" or not row["sm_clock_mhz"]:
+            continue
+        if w.get("window_left", -1) >= 0:
             continue
         heads = w["num_kv_heads"]
         pairs = len(w["kv_lens"]) * heads
