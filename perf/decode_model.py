@@ -32,7 +32,7 @@ from perf.sass.work import Roles
 
 ARCHS = tuple(dict.fromkeys(gpu.arch for gpu in GPUS))
 RESULTS = Path(__file__).parent / "results"
-MEASURED = [RESULTS / f"2026-11-22_h200_xqa_{rows}.json" for rows in ("8192", "131072", "e4m3")]
+MEASURED = [RESULTS / f"2026-11-22_h200_xqa_{rows}.json" for rows in ("8192", "131072")]
 SHORT, LONG = 512, 1024  # keys: whole turns of every warp, past a row's first maximum
 
 
@@ -48,7 +48,7 @@ def row(case: Decode, tools: Tools, executions: Executions, roles: Roles | None 
         **dataclasses.asdict(case),
         "spec": launched.artifact.spec,
         "bytes": case.token_bytes,
-        **decode_clocks.summary(per_token.opcodes, one.roles, one.work, case.arch, one.warps),
+        **decode_clocks.summary(per_token.opcodes, one.roles, one.work, case.arch, one.warps, launched.ctas),
     }
     found["fixed"] = fixed(counter.slots(SHORT), twice.slots(SHORT), found["slots"] * SHORT, launched.ctas)
     found["on"] = decode_clocks.on_gpus(found)
@@ -68,7 +68,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--arch", nargs="+", choices=ARCHS, default=list(ARCHS), help="default: all")
     parser.add_argument("--kv-dtype", nargs="+", choices=KV_BITS, default=list(KV_BITS), help="default: all")
     parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128, 256], help="default: 64 128 256")
-    parser.add_argument("--rows", nargs="+", type=int, default=[4, 8, 16], help="query rows of a kv head (4 8 16)")
+    parser.add_argument(
+        "--rows", nargs="+", type=int, default=[4, 8, 16, 32], help="query rows of a kv head (4 8 16 32)"
+    )
     pairs = parser.add_mutually_exclusive_group()
     pairs.add_argument("--few", dest="many", action="store_const", const=[False], help="few requests only")
     pairs.add_argument("--many", dest="many", action="store_const", const=[True], help="many requests only")

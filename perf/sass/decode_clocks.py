@@ -7,21 +7,25 @@ from typing import Any
 
 from perf.sass.clocks import Opcodes, Weight, clocks, slots
 from perf.sass.gpus import Gpu, of_arch
-from perf.sass.units import RATES, flops, unit, words
+from perf.sass.units import QUARTERS, RATES, flops, unit, words
 from perf.sass.work import Roles, Work
 
 UNITS = ("issue", "tensor", "MUFU", "ALU", "FMA", "smem", "TMEM")  # whose clocks are set against those of memory
+BY_QUARTER = ("issue", "MUFU", "ALU", "FMA", "uniform")
 LIMIT = 0.7  # of the clocks of memory, for every unit: 30 % to spare
 NVFP4_LIMIT = 0.75  # for issue
 
 
-def summary(opcodes: Opcodes, roles: Roles, work: Work, arch: str, warps: int) -> dict[str, Any]:
+def summary(opcodes: Opcodes, roles: Roles, work: Work, arch: str, warps: int, ctas: int = 1) -> dict[str, Any]:
     """Returns the record of a token and kv head. "issue" is that of the fullest quarter of the SM; slots are of all
-    warps. "flops" are those of the tensor cores, in terms of 16-bit operands."""
+    warps. "flops" are those of the tensor cores, in terms of 16-bit operands. `ctas` per SM of fewer than four warps
+    are taken to share the quarters evenly."""
     rates = RATES[arch]
     every_warp = Roles({"all": tuple(range(warps))}, ("all",))
     found = clocks(opcodes, every_warp, work, rates)
     found["issue"] = found.pop("fullest quarter")
+    for name in BY_QUARTER:
+        found[name] *= min(warps, QUARTERS) / min(warps * ctas, QUARTERS)
     found["smem"] += _of_all_warps(opcodes, copied_bytes) / rates.smem_bytes
     named = dict.fromkeys(unit(op) for op, _ in opcodes)
     return {

@@ -81,6 +81,13 @@ def test_summary_of_a_token() -> None:
     assert found["roles"] == {"softmax": 4.375, "load": 2.25}
 
 
+def test_small_ctas_share_the_quarters_of_an_sm() -> None:
+    roles, work = Roles.parse("all*=0-1"), Work("token", 100, 256)
+    halves = [(op, times[:, :2]) for op, times in SYNTHETIC]
+    one, two, four = (decode_clocks.summary(halves, roles, work, "sm_100a", 2, ctas)["clocks"] for ctas in (1, 2, 4))
+    assert two == four == {name: n / (1 if name in ("smem", "TMEM") else 2) for name, n in one.items()}
+
+
 def _row(kv_dtype: str, issue: float, alu: float, num_bytes: float = 1000) -> dict[str, Any]:
     clocks = {"issue": issue, "ALU": alu, "MUFU": 0.5, "FMA": 1.0, "smem": 2.0}
     of_tensor = {"mma.sync": 4000.0, "tcgen05": 0.0}
@@ -207,7 +214,7 @@ def test_options() -> None:
     ]
     launch = measured.Measured("launch", NVFP4, 10, 1000, 2.0, 1000, 0.5, 50.0, "file")
     assert decode_model.cases(options, [launch, launch])[-1] == NVFP4
-    assert len(decode_model.cases(decode_model.parse([]), [])) == 5 * 3 * 2 * (3 * 2 + 3)  # 4 rows are of NVFP4 alone
+    assert len(decode_model.cases(decode_model.parse([]), [])) == 5 * 3 * 2 * (3 * 3 + 4)  # 4 rows are of NVFP4 alone
 
 
 # ---- the record
@@ -238,7 +245,7 @@ def test_record_has_every_kernel_and_the_tables_of_the_model() -> None:
     assert not record["failed_rows"]
     options = decode_model.parse(record["command"].split()[3:])
     assert {"sm_90a", "sm_100a", "sm_120a"} <= set(options.arch)
-    assert {*options.kv_dtype, *options.head_dim, *options.rows} == {*KV_BITS, 64, 128, 256, 4, 8, 16}
+    assert {*options.kv_dtype, *options.head_dim, *options.rows} == {*KV_BITS, 64, 128, 256, 4, 8, 16, 32}
     launches = [m for path in decode_model.MEASURED for m in measured.measured(path, H200)]
     assert [row["name"] for row in ROWS] == [case.name for case in decode_model.cases(options, launches)]
     assert len(record["measured"]) == len(launches)
