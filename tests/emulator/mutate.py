@@ -29,7 +29,24 @@ from typing import Any
 from unittest import mock
 
 from cute_attn.emulator import EmulatorError, Schedule, using
-from tests.emulator.mutations import ACCUMULATES, MUTATIONS, WAIT, Mutant, applied, mutants, sites
+from tests.emulator.mutations import (
+    ACCUMULATES,
+    MUTATIONS,
+    O_EMPTY,
+    P_FULL,
+    Q_FULL,
+    S_EMPTY,
+    WAIT,
+    Mutant,
+    applied,
+    arrives_at,
+    clears_outputs,
+    ends_segment,
+    mutants,
+    sites,
+    starts_scores,
+    waits_at,
+)
 from tests.emulator.patched import sharing
 from tests.support import batch_case, fp8_case
 from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
@@ -294,49 +311,6 @@ def brought_with_v(ptx: str, mutant: Mutant) -> bool:
     return gathers and ", keep;" in between and "tcgen05.commit" not in between
 
 
-UMMA = "cute_attn_xqa_umma"
-# Barriers of decode on tcgen05 over 16-bit caches, from the last one that is initialised.
-O_EMPTY, S_EMPTY, P_FULL, Q_FULL = -1, -5, -8, -12
-
-
-def at_barrier(ptx: str, register: str, which: int) -> bool:
-    """Whether a register has the address of a barrier of decode on tcgen05, or of the first slot of its ring and the
-    distance to another one, in a kernel whose producers' copies fill the rings of K and V and of Q alike.
-    """
-    inits = re.findall(r"add\.s32\s+%r\d+, %r\d+, (\d+);\s*(?://.*\s*)?mbarrier\.init\S+ \[%r\d+\], (\d+);", ptx)
-    found = re.findall(rf"add\.s32\s+{re.escape(register)}, %r\d+, (\d+);", ptx)
-    return len(inits) >= -Q_FULL and inits[Q_FULL][1] == inits[0][1] == "64" and found == [inits[which][0]]
-
-
-def waits_at(which: int) -> Callable[[str, Mutant], bool]:
-    """Whether a warp of decode on tcgen05 waits at a barrier."""
-
-    def applies(ptx: str, mutant: Mutant) -> bool:
-        register = re.search(r"\[(%r\d+)\]", mutant.text)
-        return mutant.kernel.startswith(UMMA) and register is not None and at_barrier(ptx, register[1], which)
-
-    return applies
-
-
-def arrives_at(which: int, fence: str, pattern: str) -> Callable[[str, Mutant], bool]:
-    """Whether a fence of decode on tcgen05 precedes an arrival at a barrier; `pattern` is that of its mutation."""
-
-    def applies(ptx: str, mutant: Mutant) -> bool:
-        if not mutant.kernel.startswith(UMMA) or fence not in mutant.text:
-            return False
-        following = re.compile(r"mbarrier\.[^;]*;|tcgen05\.[^;]*;").search(ptx, sites(ptx, pattern)[mutant.site].end())
-        arrival = following and re.fullmatch(r"mbarrier\.arrive\.\S+ _, \[(%r\d+)\];", following[0])
-        return bool(arrival) and at_barrier(ptx, arrival[1], which)
-
-    return applies
-
-
-def clears_outputs(ptx: str, place: re.Match[str], mutant: Mutant) -> bool:
-    """Whether a place in decode on tcgen05 is between the zeros for O^T and the start of the roles."""
-    zeros = ptx.find("tcgen05.st")
-    return mutant.kernel.startswith(UMMA) and 0 <= zeros < place.start() < ptx.find("griddepcontrol.wait")
-
-
 # Survivors that break nothing: (mutation, pattern of what identifies the site) -> why.
 EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
     (
@@ -428,6 +402,16 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
             ("barrier removed", r"bar(?:rier)?(?:\.cta)?\.sync(?!\.)"),
             ("tensor memory fence removed", r"tcgen05\.fence"),
         )
+    ),
+    (
+        "barrier removed",
+        ends_segment,
+        "the next segment writes what the merge reads (outputs, statistics, ticket) behind the barrier of its sums",
+    ),
+    (
+        "tensor memory fence removed",
+        starts_scores,
+        "the MMA warp has fenced behind its wait for a P that follows the release of these scores",
     ),
     (
         "mbarrier wait removed",
