@@ -29,7 +29,24 @@ from typing import Any
 from unittest import mock
 
 from cute_attn.emulator import EmulatorError, Schedule, using
-from tests.emulator.mutations import ACCUMULATES, MUTATIONS, WAIT, Mutant, applied, mutants, sites
+from tests.emulator.mutations import (
+    ACCUMULATES,
+    MUTATIONS,
+    O_EMPTY,
+    P_FULL,
+    Q_FULL,
+    S_EMPTY,
+    WAIT,
+    Mutant,
+    applied,
+    arrives_at,
+    clears_outputs,
+    ends_segment,
+    mutants,
+    sites,
+    starts_scores,
+    waits_at,
+)
 from tests.emulator.patched import sharing
 from tests.support import batch_case, fp8_case
 from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
@@ -65,6 +82,8 @@ class Problems:
 
 BF16 = {"dtype": "bfloat16"}
 ONE = heads(1, 1)
+# Segments whose tiles wrap the ring of K and V, as the segments of a CTA wrap that of Q.
+MANY = (300, 140, 700, 200, 390, 130, 5, 650, 150, 300, 260, 40, 700, 300, 200)
 PROBLEMS = {
     "prefill": Problems(
         "sm_90a", "fa2", 1, (prefill(140, 700, (2, 1), 64, mask="causal"), prefill(300, 40, (1, 1), 64, mask="causal"))
@@ -171,7 +190,7 @@ PROBLEMS = {
             batch_decode((300, 5, 0, 700), kv_dtype=E4M3, **heads(4, 1), **dims(128)),
         ),
     ),
-    # Decode on tcgen05: a segment of less than a tile, cut ones, whole ones, and none.
+    # Decode on tcgen05: a segment of less than a tile, cut ones, whole ones, and none; CTAs of many segments.
     "decode umma": Problems(
         "sm_100a",
         "xqa",
@@ -179,6 +198,7 @@ PROBLEMS = {
         (
             batch_decode((300, 5, 0, 700), **heads(20, 1), **dims(64)),
             batch_decode((1500, 5, 0, 1200), sm_scale=2.0, **heads(20, 1), **dims(64)),
+            batch_decode(MANY, **heads(20, 1), **dims(64)),
         ),
     ),
 }
@@ -256,7 +276,8 @@ def clears(ptx: str) -> int:
 def waited_again(ptx: str, mutant: Mutant) -> bool:
     """Whether the warp waits for its stores to tensor memory once more before it arrives anywhere."""
     waits = sites(ptx, r"tcgen05\.wait::st")[mutant.site :]
-    return len(waits) > 1 and "mbarrier.arrive" not in ptx[waits[0].end() : waits[1].start()]
+    between = ptx[waits[0].end() : waits[1].start()] if len(waits) > 1 else "mbarrier.arrive"
+    return "mbarrier.arrive" not in between and "griddepcontrol.wait" not in between
 
 
 def keeps_always(ptx: str, mutant: Mutant) -> bool:
@@ -327,7 +348,7 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
     ),
     (
         "mbarrier wait removed",
-        lambda ptx, mutant: GATHERS in ptx and mutant.site in (7, 11, 13),
+        lambda ptx, mutant: mutant.kernel.startswith("cute_attn_fa3") and GATHERS in ptx and mutant.site in (7, 11, 13),
         "of gathered tiles the threads that bring a V bring the next K with it, for which was waited already; who "
         "passes over a tile waits for its V",
     ),
@@ -359,7 +380,10 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
     ),
     (
         "tensor memory fence removed",
-        lambda ptx, mutant: sites(ptx, r"tcgen05\.fence")[mutant.site].start() < ptx.find("griddepcontrol.wait"),
+        lambda ptx, mutant: (
+            (at := sites(ptx, r"tcgen05\.fence")[mutant.site].start()) < ptx.find("griddepcontrol.wait")
+            and "tcgen05.st" not in ptx[:at]
+        ),
         "no asynchronous operation in tensor memory precedes: the allocation is complete when the warp goes on",
     ),
     (
@@ -367,6 +391,56 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
         lambda ptx, mutant: sites(ptx, r"tcgen05\.fence")[mutant.site].start() > ptx.rfind("mbarrier."),
         "at the end no operation is outstanding: fences and waits of the last hand-overs have ordered all before the "
         "deallocation, which is not asynchronous",
+    ),
+    *(
+        (
+            mutation,
+            lambda ptx, mutant, pattern=pattern: clears_outputs(ptx, sites(ptx, pattern)[mutant.site], mutant),
+            "the warps that clear O^T hand over P, with fences, before the first product that writes O^T",
+        )
+        for mutation, pattern in (
+            ("barrier removed", r"bar(?:rier)?(?:\.cta)?\.sync(?!\.)"),
+            ("tensor memory fence removed", r"tcgen05\.fence"),
+        )
+    ),
+    (
+        "barrier removed",
+        ends_segment,
+        "the next segment writes what the merge reads (outputs, statistics, ticket) behind the barrier of its sums",
+    ),
+    (
+        "tensor memory fence removed",
+        starts_scores,
+        "the MMA warp has fenced behind its wait for a P that follows the release of these scores",
+    ),
+    (
+        "mbarrier wait removed",
+        waits_at(Q_FULL),
+        "the threads that copy Q copy the first K behind it, and copies arrive when all earlier ones of the thread are "
+        "complete: who waits for that K has Q",
+    ),
+    (
+        "mbarrier wait removed",
+        waits_at(S_EMPTY),
+        "softmax releases the scores of a tile before it arrives with P, and the MMA warp has waited for P of the tile "
+        "two before, or of the last one of the segment before",
+    ),
+    (
+        "mbarrier wait removed",
+        waits_at(O_EMPTY),
+        "softmax warps read O^T of a segment before they arrive with P of the next, for which its first product waits",
+    ),
+    (
+        "tensor memory fence removed",
+        arrives_at(O_EMPTY, "before_thread_sync", r"tcgen05\.fence"),
+        "the next product that writes O^T waits for P, before which the same warps fence again; the end of the kernel "
+        "has its own",
+    ),
+    (
+        "fence removed",
+        arrives_at(P_FULL, "fence.proxy.async", r"fence\."),
+        "the MMA warp fences between its waits for P and V and their product, as it must for the copies of V: a proxy "
+        "fence on the path between write and read is enough",
     ),
 )
 

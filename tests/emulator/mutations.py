@@ -129,3 +129,65 @@ def applied(mutant: Mutant, ptx: str) -> str:
     changed = change(match.group())
     assert changed != match.group(), mutant
     return ptx[: match.start()] + changed + ptx[match.end() :]
+
+
+# --- places in decode on tcgen05 --------------------------------------------------------------------------------------
+
+UMMA = "cute_attn_xqa_umma"
+# Barriers of decode on tcgen05 over 16-bit caches, from the last one that is initialised.
+O_EMPTY, S_EMPTY, P_FULL, Q_FULL = -1, -5, -8, -12
+
+
+def at_barrier(ptx: str, register: str, which: int) -> bool:
+    """Whether a register has the address of a barrier of decode on tcgen05, or of the first slot of its ring and the
+    distance to another one, in a kernel whose producers' copies fill the rings of K and V and of Q alike.
+    """
+    inits = re.findall(r"add\.s32\s+%r\d+, %r\d+, (\d+);\s*(?://.*\s*)?mbarrier\.init\S+ \[%r\d+\], (\d+);", ptx)
+    found = re.findall(rf"add\.s32\s+{re.escape(register)}, %r\d+, (\d+);", ptx)
+    return len(inits) >= -Q_FULL and inits[Q_FULL][1] == inits[0][1] == "64" and found == [inits[which][0]]
+
+
+def waits_at(which: int) -> Callable[[str, Mutant], bool]:
+    """Whether a warp of decode on tcgen05 waits at a barrier."""
+
+    def applies(ptx: str, mutant: Mutant) -> bool:
+        register = re.search(r"\[(%r\d+)\]", mutant.text)
+        return mutant.kernel.startswith(UMMA) and register is not None and at_barrier(ptx, register[1], which)
+
+    return applies
+
+
+def arrives_at(which: int, fence: str, pattern: str) -> Callable[[str, Mutant], bool]:
+    """Whether a fence of decode on tcgen05 precedes an arrival at a barrier; `pattern` is that of its mutation."""
+
+    def applies(ptx: str, mutant: Mutant) -> bool:
+        if not mutant.kernel.startswith(UMMA) or fence not in mutant.text:
+            return False
+        following = re.compile(r"mbarrier\.[^;]*;|tcgen05\.[^;]*;").search(ptx, sites(ptx, pattern)[mutant.site].end())
+        arrival = following and re.fullmatch(r"mbarrier\.arrive\.\S+ _, \[(%r\d+)\];", following[0])
+        return bool(arrival) and at_barrier(ptx, arrival[1], which)
+
+    return applies
+
+
+def starts_scores(ptx: str, mutant: Mutant) -> bool:
+    """Whether a fence of decode on tcgen05 is behind waits for a free slot of scores and for K."""
+    place = sites(ptx, r"tcgen05\.fence")[mutant.site]
+    waits = [wait for wait in sites(ptx, WAIT) if wait.start() < place.start()][-2:]
+    registers = [re.search(r"\[(%r\d+)\]", wait.group()) for wait in waits]
+    first = registers[0] if registers else None
+    behind = len(waits) == 2 and not re.search(r"tcgen05|mbarrier\.arrive", ptx[waits[0].end() : place.start()])
+    return mutant.kernel.startswith(UMMA) and behind and first is not None and at_barrier(ptx, first[1], S_EMPTY)
+
+
+def ends_segment(ptx: str, mutant: Mutant) -> bool:
+    """Whether a barrier is the last one of the softmax warps of decode on tcgen05."""
+    barriers = sites(ptx, r"bar(?:rier)?(?:\.cta)?\.sync(?!\.)")
+    last = max((i for i, barrier in enumerate(barriers) if barrier.group().endswith(", 128;")), default=-1)
+    return mutant.kernel.startswith(UMMA) and mutant.site == last
+
+
+def clears_outputs(ptx: str, place: re.Match[str], mutant: Mutant) -> bool:
+    """Whether a place in decode on tcgen05 is between the zeros for O^T and the start of the roles."""
+    zeros = ptx.find("tcgen05.st")
+    return mutant.kernel.startswith(UMMA) and 0 <= zeros < place.start() < ptx.find("griddepcontrol.wait")
