@@ -96,6 +96,7 @@ EXERCISED = {
     *(f"clusterlaunchcontrol.query_cancel.get_first_ctaid::{axis}.b32.b128" for axis in "xyz"),
     "clusterlaunchcontrol.query_cancel.is_canceled.pred.b128",
     "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.multicast::cluster::all.b128",
+    "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint.cta_group::2",
     *(f"tcgen05.alloc.cta_group::{group}.sync.aligned.shared::cta.b32" for group in (1, 2)),
     *(f"tcgen05.dealloc.cta_group::{group}.sync.aligned.b32" for group in (1, 2)),
     *(f"tcgen05.relinquish_alloc_permit.cta_group::{group}.sync.aligned" for group in (1, 2)),
