@@ -26,10 +26,10 @@ demo: $(READY)
 	$(BIN)/python -m cute_attn demo $(ARGS)
 
 test: lint
-	$(PYTEST) -m 'not long and not corpus' $(ARGS)
+	$(PYTEST) -m 'not long and not corpus and not engines' $(ARGS)
 
 test-long: $(READY)
-	$(PYTEST) -m 'long and not corpus' $(ARGS)
+	$(PYTEST) -m 'long and not corpus and not engines' $(ARGS)
 
 test-all: lint
 	$(PYTEST) $(ARGS)

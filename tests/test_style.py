@@ -16,7 +16,7 @@ MAX_FUNCTION_LINES = 80
 MAX_PARAMETERS = 12
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted(path for folder in ("cute_attn", "perf", "tests") for path in (ROOT / folder).rglob("*.py"))
+FILES = sorted(path for folder in ("cute_attn", "examples", "perf", "tests") for path in (ROOT / folder).rglob("*.py"))
 IDS = [str(path.relative_to(ROOT)) for path in FILES]
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -1,0 +1,4 @@
+"""Adapters that let other libraries call cute_attn: transformers, torch, vLLM, SGLang, torch.distributed.
+
+Each module is imported only when asked for, and needs the library that it is named after.
+"""
