@@ -31,10 +31,9 @@ class Backend:
     capability: tuple[int, int] | None  # minimum compute capability; None: any device
     only: tuple[str, ...] = ()  # the architectures that it is built for; empty: all from `capability` on
     min_rows: int = 0  # packed query rows per request (qo_len x heads per kv head) from which "auto" considers it
-    max_kv_bytes: int = 2  # per element of k and v, up to which "auto" considers it
-    # (head dimension, packed query rows up to which "auto" considers it), for all head dimensions that it considers;
-    # empty: no such limits.
-    max_rows: tuple[tuple[int, int], ...] = ()
+    # (bytes per element of k and v, head dimension): packed query rows up to which "auto" considers it, for all that it
+    # considers; empty: no such limits.
+    max_rows: Mapping[tuple[int, int], int] = field(default_factory=dict, hash=False)
 
     def auto_skip_reason(self, features: Features, rows: int | None) -> str | None:
         """Return why "auto" prefers others to this backend although it supports `features`, or None. `rows`: as in
@@ -44,13 +43,12 @@ class Backend:
             return None  # only one backend of a GPU supports fp8 q, and only one lengths on the device
         if rows is not None and rows < self.min_rows:
             return f"{rows} query rows per kv head are fewer than {self.min_rows}"
-        if features.kv_dtype.itemsize > self.max_kv_bytes:
-            return f"an element of k and v has more than {8 * self.max_kv_bytes} bits"
         if not self.max_rows:
             return None
-        most = dict(self.max_rows).get(features.head_dim_qk)
+        kv_bytes = features.kv_dtype.itemsize
+        most = self.max_rows.get((kv_bytes, features.head_dim_qk))
         if most is None:
-            return f"head dimension {features.head_dim_qk} is padded"
+            return f"head dimension {features.head_dim_qk} in {8 * kv_bytes} bits"
         if rows is not None and rows > most:
             return f"{rows} query rows per kv head are more than {most}"
         return None
@@ -66,22 +64,27 @@ BACKENDS = (  # in the order in which "auto" considers them
         min_rows=65,  # as fa3
     ),
     Backend("fa3", "NVIDIA Hopper (compute capability 9.0)", ("cuda",), (9, 0), ("sm_90a",), min_rows=65),
-    # Measured on an H200 (`perf.xqa`): over e4m3 1.1 to 1.6 times as fast as fa2; over bf16 as fast within 3 %, for one
-    # request of 1024 tokens 12 % slower, and fa2 supports fixed_split_size and disable_split_kv.
+    # Measured on an H100 and an H200 (`perf.xqa_choice`) beside fa2. Over e4m3 1.1 to 1.6 times as fast. Over bf16 0.98
+    # to 1.2 times at head dimension 64; at 128 1.03 times for one request of 8192 tokens, but 0.83 to 0.92 for 1024 and
+    # 0.74 where there is one kv head; at 256 0.85 to 0.99.
     Backend(
         "xqa",
         "NVIDIA GPUs from compute capability 8.0, decode",
         ("cuda",),
         (8, 0),
-        max_kv_bytes=1,
-        max_rows=((32, 16), (64, 16), (128, 16), (256, 8), (512, 8)),  # that share one read of the keys
+        # Rows that share one read of the keys.
+        max_rows={
+            **{(1, head_dim): 16 for head_dim in (32, 64, 80, 96, 112, 128)},
+            **{(1, head_dim): 8 for head_dim in (256, 512)},
+            (2, 64): 16,
+        },
     ),
     Backend("fa2", "NVIDIA GPUs from compute capability 8.0", ("cuda",), (8, 0)),
     Backend("reference", "any device, in torch", ("cpu",), None),
 )
 
 
-ROWS_CLASSES = {backend.min_rows for backend in BACKENDS} | {most + 1 for b in BACKENDS for _, most in b.max_rows}
+ROWS_CLASSES = {backend.min_rows for backend in BACKENDS} | {n + 1 for b in BACKENDS for n in b.max_rows.values()}
 
 
 # Not in the support table: it supports what the GPU backend supports whose kernels it runs.

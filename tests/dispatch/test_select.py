@@ -211,10 +211,15 @@ def test_head_dims_of_xqa(head_dim: int, kv_dtype: torch.dtype, taken: bool) -> 
     assert (not select.reasons_against(XQA, features, HOPPER)) == taken
 
 
-def test_auto_leaves_padded_heads_to_others() -> None:
-    features = DECODE._replace(head_dim_qk=96, head_dim_vo=96)
-    assert select.choose(features, arch=HOPPER, rows=4) is FA2
-    assert "xqa: able, passed over: head dimension 96 is padded" in explain(features, HOPPER, rows=4)
+@pytest.mark.parametrize(
+    ("head_dim", "kv_dtype", "taken"), [(96, E4M3, True), (48, E4M3, False), (64, BF16, True), (128, BF16, False)]
+)
+def test_auto_takes_xqa_where_it_was_measured_to_be_faster(head_dim: int, kv_dtype: torch.dtype, taken: bool) -> None:
+    features = DECODE._replace(kv_dtype=kv_dtype, head_dim_qk=head_dim, head_dim_vo=head_dim)
+    assert select.choose(features, arch=HOPPER, rows=4) is (XQA if taken else FA2)
+    bits = 8 * kv_dtype.itemsize
+    passed_over = f"xqa: able, passed over: head dimension {head_dim} in {bits} bits" in explain(features, HOPPER, rows=4)
+    assert passed_over is not taken
 
 
 def test_auto_takes_a_backend_that_it_passes_over_if_no_other_is_able(monkeypatch: pytest.MonkeyPatch) -> None:
