@@ -33,6 +33,7 @@ def dense(w: BatchWorkload, x: BatchInputs) -> tuple[torch.Tensor, torch.Tensor,
 
 def sdpa(backend: SDPBackend, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
     require(not w.causal or w.qo_lens == w.kv_lens, "torch aligns a causal mask top-left")
+    require(w.window_left < 0 and not w.sinks, "its flash kernels take no window and no sinks")
     bound = [dense(w, x) for x in sets]
     grouped = w.num_qo_heads != w.num_kv_heads
 
@@ -48,12 +49,15 @@ def sdpa(backend: SDPBackend, w: BatchWorkload, sets: Sequence[BatchInputs]) -> 
 def flash_attention_4(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
     bound = [dense(w, x) for x in sets]
     fa4 = module("flash_attn.cute")
+    window = {"window_size": (w.window_left, 0)} if w.window_left >= 0 else {}
 
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        o = fa4.flash_attn_func(q, k, v, causal=w.causal)
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+        options = window if sinks is None else {**window, "learnable_sink": sinks}
+        o = fa4.flash_attn_func(q, k, v, causal=w.causal, **options)
         return cast(torch.Tensor, o[0] if isinstance(o, tuple) else o)
 
-    return [functools.partial(call, *x) for x in bound]
+    sinks = [None if x.sinks is None else x.sinks.bfloat16() for x in sets]
+    return [functools.partial(call, *x, own) for x, own in zip(bound, sinks, strict=True)]
 
 
 def flash_attention_4_paged(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
@@ -78,9 +82,10 @@ def ragged_prefill(library: Any, backend: str, w: BatchWorkload, sets: Sequence[
         *(_ints(w.qo_indptr), _ints(w.kv_indptr)),
         *(w.num_qo_heads, w.num_kv_heads, w.head_dim),
         causal=w.causal,
+        window_left=w.window_left,
         **_types(w),
     )
-    return [functools.partial(wrapper.run, x.q, x.k, x.v, *_head_scales(w, x)) for x in sets]
+    return [functools.partial(wrapper.run, x.q, x.k, x.v, *_head_scales(w, x), **extras(x)) for x in sets]
 
 
 def paged_prefill(library: Any, backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
@@ -91,11 +96,12 @@ def paged_prefill(library: Any, backend: str, w: BatchWorkload, sets: Sequence[B
             *(_ints(w.qo_indptr), _ints(w.kv_indptr), x.indices, _ints(w.last_page_len)),
             *(w.num_qo_heads, w.num_kv_heads, w.head_dim, w.page_size),
             causal=w.causal,
+            window_left=w.window_left,
             **_types(w),
         )
         wrappers.append(wrapper)
     pairs = zip(wrappers, sets, strict=True)
-    return [functools.partial(wrapper.run, x.q, (x.k, x.v), *_head_scales(w, x)) for wrapper, x in pairs]
+    return [functools.partial(wrapper.run, x.q, (x.k, x.v), *_head_scales(w, x), **extras(x)) for wrapper, x in pairs]
 
 
 def _types(w: BatchWorkload) -> dict[str, torch.dtype]:
@@ -138,10 +144,12 @@ def extras(x: BatchInputs) -> dict[str, Any]:
 
 
 def flashinfer_ragged(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    require(not w.sinks, "its prefill wrappers take sinks by JIT variants alone")
     return ragged_prefill(flashinfer("flashinfer"), backend, w, sets)
 
 
 def flashinfer_paged(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    require(not w.sinks, "its prefill wrappers take sinks by JIT variants alone")
     return paged_prefill(flashinfer("flashinfer"), backend, w, sets)
 
 

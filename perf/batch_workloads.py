@@ -39,7 +39,7 @@ class BatchInputs(NamedTuple):
 @dataclass(frozen=True)
 class BatchWorkload:
     """Batch of requests of `qo_lens` and `kv_lens` tokens; causal is bottom-right aligned. `page_size` 0: ragged.
-    `window_left` (-1: none) and `sinks` are those of decode.
+    `window_left`: -1, none, or the bound of decode and of causal prefill.
     """
 
     qo_lens: tuple[int, ...]
@@ -57,8 +57,8 @@ class BatchWorkload:
     def __post_init__(self) -> None:
         object.__setattr__(self, "qo_lens", tuple(self.qo_lens))  # they are lists if they come from JSON
         object.__setattr__(self, "kv_lens", tuple(self.kv_lens))
-        if self.phase != "batch decode" and (self.window_left >= 0 or self.sinks):
-            raise ValueError(f"windows and sinks are those of decode, got {self.name}")
+        if self.phase != "batch decode" and self.window_left >= 0 and not self.causal:
+            raise ValueError(f"windows of prefill are those of causal rows, got {self.name}")
 
     @property
     def name(self) -> str:
@@ -78,7 +78,8 @@ class BatchWorkload:
 
     @property
     def requests(self) -> list[Workload]:
-        one = (self.num_qo_heads, self.num_kv_heads, self.head_dim, self.head_dim, self.causal, self.dtype)
+        window = self.window_left if self.causal else -1
+        one = (self.num_qo_heads, self.num_kv_heads, self.head_dim, self.head_dim, self.causal, self.dtype, window)
         return [Workload(qo_len, kv_len, *one) for qo_len, kv_len in zip(self.qo_lens, self.kv_lens, strict=True)]
 
     @property
@@ -125,8 +126,9 @@ class BatchWorkload:
         return [(n - 1) % self.page_size + 1 for n in self.kv_lens]
 
     def seen(self, kv_len: int) -> int:
-        """Returns how many keys of a request its query tokens see, masks but the window aside."""
-        return min(kv_len, self.window_left + 1) if self.window_left >= 0 else kv_len
+        """Returns how many keys of a request its query tokens see, masks but the window of decode aside."""
+        decode = self.window_left >= 0 and not self.causal
+        return min(kv_len, self.window_left + 1) if decode else kv_len
 
     def pages(self, kv_len: int) -> int:
         return -(-kv_len // max(1, self.page_size))

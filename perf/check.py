@@ -71,7 +71,10 @@ def _expected(
     keep = None
     if w.causal:
         last_key = rows[:, None] + w.kv_len - w.qo_len
-        keep = torch.arange(len(k), device=q.device) <= last_key
+        keys = torch.arange(len(k), device=q.device)
+        keep = keys <= last_key
+        if w.window_left >= 0:
+            keep &= keys >= last_key - w.window_left
     o, _ = reference.attention(q[rows], k, v, mask=reference.Mask(keep=keep), sinks=sinks)
     return rows, o
 

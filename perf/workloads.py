@@ -22,7 +22,9 @@ class Metric(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """One request of dense attention. Lengths are in tokens; causal is bottom-right aligned."""
+    """One request of dense attention. Lengths are in tokens; causal is bottom-right aligned. `window_left` (-1: none)
+    bounds causal rows.
+    """
 
     qo_len: int
     kv_len: int
@@ -32,6 +34,7 @@ class Workload:
     head_dim_vo: int
     causal: bool = False
     dtype: str = "bfloat16"
+    window_left: int = -1
 
     @property
     def name(self) -> str:
@@ -52,9 +55,14 @@ class Workload:
 
     @property
     def pairs(self) -> int:
-        """Number of (query, key) pairs per head: row i sees min(kv_len, max(0, i + kv_len - qo_len + 1)) keys."""
+        """Number of (query, key) pairs per head: row i sees min(kv_len, max(0, i + kv_len - qo_len + 1)) keys, and
+        window_left + 1 at most.
+        """
         if not self.causal:
             return self.qo_len * self.kv_len
+        if self.window_left >= 0:
+            lasts = range(self.kv_len - self.qo_len, self.kv_len)
+            return sum(max(0, min(last, self.window_left) + 1) for last in lasts)
         rows = min(self.qo_len, self.kv_len)  # if kv_len < qo_len, the first rows see no keys
         return rows * (self.kv_len - rows) + rows * (rows + 1) // 2
 

@@ -60,7 +60,7 @@ def test_work_of_known_problems() -> None:
     window = BatchWorkload((1, 1), (100, 9), 4, 2, 64, 16, window_left=15, sinks=True)
     assert window.bytes == 2 * (16 + 9) * 2 * 64 * 2 + 2 * 2 * 4 * 64 * 2
     assert window.name.endswith("full bfloat16 window15 sinks")
-    with pytest.raises(ValueError, match="windows and sinks are those of decode"):
+    with pytest.raises(ValueError, match="windows of prefill are those of causal rows"):
         BatchWorkload((2,), (100,), 4, 2, 64, window_left=15)
 
 

@@ -70,7 +70,8 @@ class PersistentProgram:
             block=list(self.block),
             cluster=self.cta.cluster,
             smem=self.smem_bytes,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=self.spec.tile.per_sm,
+            preferred_smem_carveout=100,  # percent; the default asks the driver, which compiles need not have
         )
 
     @cute.kernel

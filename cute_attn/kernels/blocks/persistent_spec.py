@@ -11,10 +11,13 @@ from cute_attn.runtime.spec import KernelSpec
 
 
 class PersistentTile(TileShape, Protocol):
-    """Work item, the CTAs that share it, and the threads of each."""
+    """Work item, the CTAs that share it, those that an SM runs at a time, and the threads of each."""
 
     @property
     def ctas(self) -> int: ...
+
+    @property
+    def per_sm(self) -> int: ...
 
     @property
     def threads(self) -> int: ...

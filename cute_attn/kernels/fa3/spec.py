@@ -16,7 +16,7 @@ class HopperTile:
     `ping_pong`: MMA warpgroups take turns at issuing products, so that the softmax of one overlaps products of another.
     `transform_warps`: warps that produce operands from staged tiles; with more than three they have a warpgroup of
     their own. `q_registers`: MMA threads hold q in registers, which leaves more shared memory bandwidth to the
-    transform warps.
+    transform warps. `per_sm`: CTAs that an SM runs at a time.
     """
 
     rows: int
@@ -27,6 +27,7 @@ class HopperTile:
     staged: int = 0
     transform_warps: int = 3
     q_registers: bool = False
+    per_sm: int = 1
 
     @property
     def ctas(self) -> int:
@@ -51,11 +52,14 @@ class HopperTile:
 
     def __post_init__(self) -> None:
         rules = {
-            "rows must be 128 or 192": self.rows in (128, 192),
+            "rows must be 64, 128 or 192": self.rows in (64, 128, 192),
             "cols must be a multiple of 16 up to 256": self.cols % 16 == 0 and 0 < self.cols <= 256,
             "stages must be at least 2": self.stages >= 2,
             "q_stages must be 1 or 2": self.q_stages in (1, 2),
             "staged must be 0 to 2": self.staged in (0, 1, 2),
+            "ping_pong takes two MMA warpgroups": self.rows > 64 or not self.ping_pong,
+            "per_sm must be 1, or up to 3 with one MMA warpgroup": self.per_sm == 1
+            or (self.rows == 64 and self.per_sm in (2, 3)),
             "transform_warps must be 3 or 7, the latter with two MMA warpgroups": self.transform_warps == 3
             or (self.transform_warps == 7 and self.mma_warpgroups == 2),
         }
@@ -76,6 +80,8 @@ class Fa3Spec(PersistentSpec):
         """Registers of a producer and of an MMA thread; their total is what the CTA was launched with."""
         if self.tile.transform_warps > 3:
             return (32, 224) if self.tile.q_registers else (40, 216)
+        if self.tile.per_sm > 1:
+            return (24, 232) if self.tile.per_sm == 2 else (24, 136)
         if self.tile.mma_warpgroups == 3:
             return (56, 152) if self.kv == "gathered" else (32, 160)
         return (24, 240) if self.kv == "dense" and not self.kv_dtype and not self.fp8 else (40, 232)

@@ -33,6 +33,11 @@ class BlackwellTile:
     staged: int = 0
 
     @property
+    def per_sm(self) -> int:
+        """CTAs that an SM runs at a time: tensor memory is one's."""
+        return 1
+
+    @property
     def rows(self) -> int:
         """Rows of a work item."""
         return self.ctas * self.cta_rows

@@ -19,7 +19,7 @@ class Scheduler(Generic[variant.T]):
     def __init__(self, kernels: variant.PersistentKernels[variant.T], settings: Settings, arch: Arch, sms: int) -> None:
         self.settings, self.features = settings, settings.features
         self.tile = kernels.tile_of(settings, arch.name)
-        self.groups = max(1, sms // self.tile.ctas)  # of CTAs that share work items
+        self.groups = max(1, sms * self.tile.per_sm // self.tile.ctas)  # of CTAs that share work items
 
     def __call__(self, qo_len: int, kv_len: int) -> SingleSchedule[variant.T]:
         """Returns the schedule of a request with these lengths."""
