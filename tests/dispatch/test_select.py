@@ -218,7 +218,9 @@ def test_auto_takes_xqa_where_it_was_measured_to_be_faster(head_dim: int, kv_dty
     features = DECODE._replace(kv_dtype=kv_dtype, head_dim_qk=head_dim, head_dim_vo=head_dim)
     assert select.choose(features, arch=HOPPER, rows=4) is (XQA if taken else FA2)
     bits = 8 * kv_dtype.itemsize
-    passed_over = f"xqa: able, passed over: head dimension {head_dim} in {bits} bits" in explain(features, HOPPER, rows=4)
+    passed_over = f"xqa: able, passed over: head dimension {head_dim} in {bits} bits" in explain(
+        features, HOPPER, rows=4
+    )
     assert passed_over is not taken
 
 

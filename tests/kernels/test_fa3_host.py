@@ -34,8 +34,19 @@ def test_where_pages_come_from(dims: tuple[int, int]) -> None:
 def test_tiles_of_paged_keys_take_whole_pages() -> None:
     for head_dims in fa3_tiles.HEAD_DIMS:
         assert fa3_tiles.choose(head_dims, plain=True, kv="paged").cols % fa3_tiles.PAGE_ALIGNED == 0
-    with pytest.raises(ValueError, match="rows must be 128 or 192"):
-        dataclasses.replace(fa3_tiles.choose((64, 64), plain=True, kv="dense"), rows=64)
+    with pytest.raises(ValueError, match="rows must be 64, 128 or 192"):
+        dataclasses.replace(fa3_tiles.choose((64, 64), plain=True, kv="dense"), rows=256)
+
+
+def test_tiles_of_windows() -> None:
+    """CTAs that share an SM fit it; a long window at head dim 128 has the tile of other masks."""
+    for dims in ((64, 64), (128, 128)):
+        narrow = fa3_tiles.choose(dims, plain=False, kv="paged", window_left=127)
+        bytes_ = HopperMemory.of(Fa3Spec("float16", "float16", *dims, kv="paged", tile=narrow)).bytes
+        assert narrow.per_sm * (bytes_ + 1024) <= 228 << 10
+        assert fa3_tiles.choose(dims, plain=False, kv="gathered", window_left=127).mma_warpgroups == 2
+    modified = fa3_tiles.choose((128, 128), plain=False, kv="paged")
+    assert fa3_tiles.choose((128, 128), plain=False, kv="paged", window_left=1023) == modified != narrow
 
 
 def test_tiles_that_wait_to_be_widened_fit_shared_memory() -> None:

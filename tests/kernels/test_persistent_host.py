@@ -92,7 +92,7 @@ def test_maps_of_a_single_request(target: Target) -> None:
 def test_boxes_of_pages_do_not_leave_their_page(target: Target, page_size: int, box: int, kv_layout: str) -> None:
     case = paged((1,) * 3, (40, 0, 300), page_size, kv_layout=kv_layout, cache="strided", **heads(6, 2), **dims(128))
     problem = build(case).problem
-    tile = target.kernels.tile(problem.settings.features, target.arch.name, window=False)
+    tile = target.kernels.tile(problem.settings.features, target.arch.name)
     k = decode(TensorMaps(problem.settings, tile, 1).k(problem.k)(problem.k.data_ptr()))
     assert page_size % box == tile.cols % box == 0
     assert k.box == (64, box, 1, 1)
@@ -242,7 +242,7 @@ def test_tensor_maps_of_keys_to_be_widened(target: Target, dim: int, line: int, 
     lengths = (1,) * 3, (40, 0, 300)
     problem = build(paged(*lengths, page_size, **kinds) if page_size else ragged(*lengths, **kinds)).problem
     features = problem.settings.features
-    tile = target.kernels.tile(features, target.arch.name, False, page_size)
+    tile = target.kernels.tile(features, target.arch.name, page_size=page_size)
     of = TensorMaps(problem.settings, tile, 1)
     q, k = decode(of.q(problem.q)(problem.q.data_ptr())), decode(of.k(problem.k)(problem.k.data_ptr()))
     assert (q.swizzle, k.swizzle) == (3, 0)

@@ -23,6 +23,8 @@ def default_specs() -> list[KernelSpec]:
     specs += [_spec(dims, **MODIFIED[0], **GATHERED) for dims in HEAD_DIMS]
     specs += [_spec(llama, **modified) for modified in MODIFIED[1:]]
     specs += [_spec(llama, mask="multi_item", **source) for source in (ITEMS, GATHERED)]
+    narrow = [(dims, source) for dims in ((64, 64), llama) for source in ({}, ITEMS)]
+    specs += [_spec(dims, mask="band", window_left=0, **source) for dims, source in narrow]
     specs += [_spec(llama, schedule="items"), _spec(llama, dtype="float16", out_dtype="float16")]
     fp8: tuple[dict[str, Any], ...] = ({}, ITEMS, {"schedule": "items"}, {"mask": "band"}, {**MODIFIED[0], **ITEMS})
     for dims in FP8_HEAD_DIMS:
@@ -40,7 +42,9 @@ def _fp8_kv_specs() -> list[KernelSpec]:
     return specs
 
 
-def _spec(dims: tuple[int, int], *, dtype: str = "bfloat16", out_dtype: str = "bfloat16", **rest: Any) -> KernelSpec:
+def _spec(
+    dims: tuple[int, int], *, dtype: str = "bfloat16", out_dtype: str = "bfloat16", window_left: int = -1, **rest: Any
+) -> KernelSpec:
     plain = rest.get("mask", "stop") == "stop" and not rest.get("scores")
-    tile = choose(dims, plain, rest.get("kv", "dense"), dtype in FP8_DTYPES, "kv_dtype" in rest)
+    tile = choose(dims, plain, rest.get("kv", "dense"), dtype in FP8_DTYPES, "kv_dtype" in rest, window_left)
     return Fa3Spec(dtype, out_dtype, *dims, tile=tile, **rest)

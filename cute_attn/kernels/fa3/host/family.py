@@ -10,10 +10,18 @@ from cute_attn.kernels.host.persistent.variant import PersistentKernels
 
 
 def choose(
-    arch: str, head_dims: tuple[int, int], plain: bool, kv: str, *, full: bool, fp8: bool, fp8_kv: bool
+    arch: str,
+    head_dims: tuple[int, int],
+    plain: bool,
+    kv: str,
+    *,
+    full: bool,
+    fp8: bool,
+    fp8_kv: bool,
+    window_left: int,
 ) -> HopperTile:
     """Returns the tile of a problem. There is one architecture, and causal problems have the tiles of others."""
-    return tiles.choose(head_dims, plain, kv, fp8, fp8_kv)
+    return tiles.choose(head_dims, plain, kv, fp8, fp8_kv, window_left)
 
 
 KERNELS: PersistentKernels[HopperTile] = PersistentKernels("fa3", Fa3Spec, tiles.page_source, choose)

@@ -8,5 +8,21 @@ from cute_attn.kernels.host.family import TiledFamily
 from cute_attn.kernels.host.persistent.family import family
 from cute_attn.kernels.host.persistent.variant import PersistentKernels
 
-KERNELS: PersistentKernels[BlackwellTile] = PersistentKernels("fa4", Fa4Spec, tiles.page_source, tiles.choose)
+
+def choose(
+    arch: str,
+    head_dims: tuple[int, int],
+    plain: bool,
+    kv: str,
+    *,
+    full: bool,
+    fp8: bool,
+    fp8_kv: bool,
+    window_left: int,
+) -> BlackwellTile:
+    """Returns the tile of a problem. Windows of all sizes have the same."""
+    return tiles.choose(arch, head_dims, plain, kv, full=full, fp8=fp8, fp8_kv=fp8_kv)
+
+
+KERNELS: PersistentKernels[BlackwellTile] = PersistentKernels("fa4", Fa4Spec, tiles.page_source, choose)
 FAMILY: TiledFamily[BlackwellTile] = family(KERNELS)

@@ -11,12 +11,14 @@ import torch
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec, PersistentTile
 from cute_attn.kernels.host.features import batched, combine_spec, kv_dtype, schedule, score_steps
 from cute_attn.problem import Features, Settings, short
+from cute_attn.request.settings import MAX_KV_LEN
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 
 SMALL_PAGE, LARGE_PAGE = 1, 128  # tokens: every page size has the kernels of one of these
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SECTION_BYTES = 32 << 20  # keys and values of an L2 section
+WINDOWS = (-1, 0, MAX_KV_LEN)  # none, the shortest and the longest: every window has the tile of one of them
 PACKED_TOKENS = 64  # below so many query tokens per request, the heads of a group share tiles
 
 T = TypeVar("T", bound=PersistentTile)
@@ -34,10 +36,12 @@ class ChooseTile(Protocol[T_co]):
     """Chooses tiles."""
 
     def __call__(
-        self, arch: str, head_dims: tuple[int, int], plain: bool, kv: str, *, full: bool, fp8: bool, fp8_kv: bool
-    ) -> T_co:
+        self, arch: str, head_dims: tuple[int, int], plain: bool, kv: str,
+        *, full: bool, fp8: bool, fp8_kv: bool, window_left: int,
+    ) -> T_co:  # fmt: skip
         """Returns the tile of a problem on an architecture. `plain`: scores are not modified, nor masked but at the
-        length and the diagonal; `full`: all rows see all keys; `kv`: as in the spec.
+        length and the diagonal; `full`: all rows see all keys; `kv`: as in the spec; `window_left`: that of causal rows
+        where nothing else masks keys or modifies scores, else -1.
         """
 
 
@@ -82,23 +86,36 @@ class PersistentKernels(Generic[T]):
             return "dense"
         return self.page_source(head_dims(features), page_size, fp8=features.q_dtype in FP8, fp8_kv=fp8_kv(features))
 
-    def tile(self, features: Features, arch: str, window: bool, page_size: int = SMALL_PAGE, causal: bool = True) -> T:
-        """Returns the tile of these features on an architecture; the other arguments are those of `spec`."""
-        masked = features.custom_mask or features.multi_item or window
-        plain = not masked and not scores(features)
-        kv, fp8 = self.kv_source(features, page_size), features.q_dtype in FP8
-        full = not (masked or causal)
-        return self.choose_tile(arch, head_dims(features), plain, kv, full=full, fp8=fp8, fp8_kv=fp8_kv(features))
+    def tile(
+        self, features: Features, arch: str, window_left: int = -1, page_size: int = SMALL_PAGE, causal: bool = True
+    ) -> T:
+        """Returns the tile of these features on an architecture. `window_left`: -1, no window; `page_size`: as in
+        `spec`.
+        """
+        modified = features.custom_mask or features.multi_item or bool(scores(features))
+        window = window_left >= 0
+        return self.choose_tile(
+            arch,
+            head_dims(features),
+            not (modified or window),
+            self.kv_source(features, page_size),
+            full=not (features.custom_mask or features.multi_item or window or causal),
+            fp8=features.q_dtype in FP8,
+            fp8_kv=fp8_kv(features),
+            window_left=window_left if causal and not modified else -1,
+        )
 
     def tile_of(self, settings: Settings, arch: str, page_size: int = SMALL_PAGE) -> T:
         """Returns the tile of these settings."""
-        return self.tile(settings.features, arch, settings.window_left >= 0, page_size, settings.causal)
+        return self.tile(settings.features, arch, settings.window_left, page_size, settings.causal)
 
     def specs(self, features: Features, arch: Arch) -> list[KernelSpec]:
         """Returns every kernel that calls of these features may need, whatever their lengths."""
         kernels: list[KernelSpec] = [
-            self.spec(features, window, self.tile(features, arch.name, window, page_size, causal), split, page_size)
-            for window in (False, True)
+            self.spec(
+                features, window >= 0, self.tile(features, arch.name, window, page_size, causal), split, page_size
+            )
+            for window in WINDOWS
             for causal in (True, False)
             for split in ((False,) if batched(features) else (False, True))
             for page_size in (SMALL_PAGE, LARGE_PAGE)
