@@ -6,9 +6,11 @@ import math
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from cute_attn.dispatch import backends, select
 from cute_attn.errors import ArgumentError, ArgumentTypeError
+from cute_attn.ops import declare, fakes, trace
 from cute_attn.problem import DecodeProblem
 from cute_attn.request import checks, decode_values, kv_tables, trtllm_options
 from cute_attn.request.decode import (
@@ -30,6 +32,7 @@ RAGGED_NAMES = {"q_cu_seq_lens": "cum_seq_lens_q", "q_len_per_req": "max_q_len"}
 LSE_LAYOUTS = ("NH", "HN")
 
 
+@declare.operator("trtllm_batch_decode", fakes.trtllm)
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: Cache,
@@ -123,6 +126,16 @@ def trtllm_batch_decode_with_kv_cache(
     is no dtype; LayoutError for an unknown `backend`; NotSupported for everything that is refused above, and for
     FlashInfer's other backends.
     """
+    if is_dynamo_compiling():
+        values = (
+            query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale,
+            window_left, out, out_dtype, o_sf_scale, o_sf_vec_size, sinks, kv_layout, enable_pdl, backend,
+            q_len_per_req, o_scale, mask, max_q_len, cum_seq_lens_q, skip_softmax_threshold_scale_factor, kv_cache_sf,
+            uses_shared_paged_kv_idx, lse, return_lse, bmm1_scale_log2, multi_ctas_kv_counter_buffer,
+            enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global, bf16q_fp8kv_transform_mode,
+            request_order, request_order_plan, lse_layout, uniform_q_len,
+        )  # fmt: skip
+        return trace.attention("trtllm_batch_decode", values, out, lse, return_lse)
     backend_here = _backend_here(backend)
     given = trtllm_options.refuse_nvfp4_output(out, out_dtype, o_sf_scale, o_sf_vec_size)
     _refuse_other_masks(enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global)
