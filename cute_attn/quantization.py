@@ -165,8 +165,8 @@ def nvfp4_kv_dequantize_paged(
     themselves or the caches; on the CPU also a scale <= 0 and lengths outside 0..max_seq_len).
     """
     if is_dynamo_compiling():
-        values = paged_kv_cache, kv_cache_sf, block_tables, seq_lens, k_scale, v_scale
-        trace.call("nvfp4_dequantize_paged", *values, output_k, output_v, kv_layout)
+        cached = paged_kv_cache, kv_cache_sf, block_tables, seq_lens, k_scale, v_scale
+        trace.call("nvfp4_dequantize_paged", *cached, output_k, output_v, kv_layout)
         return
     caches, block_scales = cache_pairs(paged_kv_cache, kv_cache_sf, kv_layout)
     device = caches[0].device

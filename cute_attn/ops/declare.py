@@ -1,7 +1,7 @@
 """Declarations of operators: the public function, its fake results and what it writes.
 
-The schema follows from the annotations of the function: `PARAMETERS` maps each to what an operator takes. A union of a
-number and a tensor becomes two arguments, one of them None; a cache a list of one tensor or two.
+The schema follows from the annotations of the function, by the table `TYPES`. A union of a number and a tensor becomes
+two arguments, one of them None, the second with an underscore; a cache a list of one tensor or two.
 """
 
 from __future__ import annotations
@@ -13,55 +13,45 @@ from typing import Any, NamedTuple, TypeVar
 F = TypeVar("F", bound=Callable[..., Any])
 Fake = Callable[[dict[str, Any]], Any]
 
-# Kinds of parameters, and the arguments of an operator for one: `{}` stands for the name.
-PLAIN, TENSOR, TENSORS, NUMBER, DTYPE, UNUSED = "plain", "tensor", "tensors", "number", "dtype", "unused"
-ARGUMENTS = {
-    TENSOR: ("Tensor? {}",),
-    TENSORS: ("Tensor[]? {}",),
-    NUMBER: ("float? {}", "Tensor? {}_tensor"),
-    DTYPE: ("ScalarType? {}", "str? {}_name"),
-    UNUSED: (),
+# Kinds of parameters, and for each annotation, without " | None", the types of the operator's arguments.
+PLAIN, TENSORS, NUMBER, DTYPE, UNUSED = "plain", "tensors", "number", "dtype", "unused"
+TYPES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "bool": (PLAIN, ("bool",)),
+    "int": (PLAIN, ("SymInt",)),
+    "float": (PLAIN, ("float",)),
+    "str": (PLAIN, ("str",)),
+    "torch.dtype": (PLAIN, ("ScalarType",)),
+    "torch.dtype | str": (DTYPE, ("ScalarType?", "str?")),
+    "torch.Tensor": (PLAIN, ("Tensor",)),
+    "torch.Tensor | FP4Tensor": (PLAIN, ("Tensor",)),  # an FP4Tensor is refused
+    "float | torch.Tensor": (NUMBER, ("float?", "Tensor?")),
+    "Scale": (NUMBER, ("float?", "Tensor?")),
+    "Cache": (TENSORS, ("Tensor[]",)),
+    "torch.Tensor | Pair": (TENSORS, ("Tensor[]",)),
+    "torch.Tensor | list[torch.Tensor]": (TENSORS, ("Tensor[]",)),
+    "torch.Tensor | tuple[torch.Tensor, torch.Tensor]": (TENSORS, ("Tensor[]",)),
+    "tuple[torch.Tensor, torch.Tensor]": (TENSORS, ("Tensor[]",)),
+    "Any": (UNUSED, ()),  # refused unless None
 }
-PARAMETERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "bool": (PLAIN, ("bool {}",)),
-    "bool | None": (PLAIN, ("bool? {}",)),
-    "int": (PLAIN, ("SymInt {}",)),
-    "int | None": (PLAIN, ("SymInt? {}",)),
-    "float": (PLAIN, ("float {}",)),
-    "float | None": (PLAIN, ("float? {}",)),
-    "str": (PLAIN, ("str {}",)),
-    "str | None": (PLAIN, ("str? {}",)),
-    "torch.dtype": (PLAIN, ("ScalarType {}",)),
-    "torch.dtype | None": (PLAIN, ("ScalarType? {}",)),
-    "torch.dtype | str | None": (DTYPE, ARGUMENTS[DTYPE]),
-    "Any": (UNUSED, ARGUMENTS[UNUSED]),
-}
-for _kind, _annotations in {
-    TENSOR: ("torch.Tensor", "torch.Tensor | None", "torch.Tensor | FP4Tensor | None"),
-    TENSORS: (
-        *("Cache", "Cache | None", "torch.Tensor | Pair", "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"),
-        *("tuple[torch.Tensor, torch.Tensor] | None", "torch.Tensor | list[torch.Tensor] | None"),
-    ),
-    NUMBER: ("float | torch.Tensor", "float | torch.Tensor | None", "Scale", "Scale | None"),
-}.items():
-    PARAMETERS |= dict.fromkeys(_annotations, (_kind, ARGUMENTS[_kind]))
 
 
 class Parameter(NamedTuple):
-    """A parameter of a public function and the arguments of the operator for it."""
+    """A parameter of a public function, and the arguments of the operator for it."""
 
     name: str
     kind: str
-    arguments: tuple[str, ...]  # with a name in place of `{}`
-    default: Any
+    arguments: tuple[str, ...]
 
     @classmethod
-    def of(cls, parameter: inspect.Parameter, mutable: int | None) -> Parameter:
-        """Return the parameter of a signature; `mutable`: number of its alias set, if it is written."""
-        kind, arguments = PARAMETERS[parameter.annotation]
-        if mutable is not None:
-            arguments = tuple(text.replace("Tensor", f"Tensor(a{mutable}!)") for text in arguments)
-        return cls(parameter.name, kind, tuple(text.format(parameter.name) for text in arguments), parameter.default)
+    def of(cls, parameter: inspect.Parameter, alias: int | None) -> Parameter:
+        """Return a parameter of a signature. `alias`: a number of its own if it is written."""
+        name, annotation = parameter.name, parameter.annotation
+        kind, types = TYPES[annotation.removesuffix(" | None")]
+        if annotation.endswith(" | None") and len(types) == 1:
+            types = (f"{types[0]}?",)
+        if alias is not None:
+            types = tuple(text.replace("Tensor", f"Tensor(a{alias}!)") for text in types)
+        return cls(name, kind, tuple(f"{text} {name}{'_' * i}" for i, text in enumerate(types)))
 
 
 class Declaration(NamedTuple):

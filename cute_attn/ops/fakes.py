@@ -25,7 +25,7 @@ def single(arguments: Arguments) -> Pair:
 
 def paged(arguments: Arguments) -> Pair:
     """Of runs over a paged cache, which is under the name `paged_kv_cache` or `kv_cache`."""
-    cache = arguments.get("paged_kv_cache", arguments.get("kv_cache"))
+    cache: Any = arguments.get("paged_kv_cache", arguments.get("kv_cache"))
     v = cache if isinstance(cache, torch.Tensor) else cache[1]
     return _attention(arguments, arguments["q"], _head_dim(v), arguments["o_dtype"])
 
