@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,19 @@ from cute_attn.xqa import xqa_batch_decode_with_kv_cache
 WORKSPACE_BYTES = 128 << 20  # enough for every batch
 MAX_WORKSPACES = 16  # streams with a workspace of their own
 NAME = "cute_attn under torch's scaled_dot_product_attention and varlen_attn"
+
+
+class Operands(NamedTuple):
+    """Tensors of a call, with the same order of axes."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+
+    def each(self, view: Callable[[torch.Tensor], torch.Tensor]) -> Operands:
+        """Return the same view of every tensor."""
+        return Operands(*map(view, self))
 
 
 class Band(NamedTuple):
@@ -74,7 +88,7 @@ def scaled_dot_product_flash_attention(
     """
     _check(dropout_p, return_debug_mask, query=query, key=key, value=value)
     out = torch.empty_like(query)
-    lse = dense(query, key, value, out, Band(is_causal, -1), scale)
+    lse = dense(Operands(query, key, value, out), Band(is_causal, -1), scale)
     return out, lse, None, None, query.shape[2], key.shape[2], *_unused(query)
 
 
@@ -95,7 +109,7 @@ def flash_attention_forward(
 
     Parameters
     ----------
-    query, key, value : `[batch_size, tokens, heads, head_dim]` without `cum_seq_q`, with it `[tokens, heads, head_dim]`.
+    query, key, value : `[batch_size, tokens, heads, head_dim]`, or with `cum_seq_q` `[tokens, heads, head_dim]`.
     cum_seq_q, cum_seq_k : None, or int32 `[batch_size + 1]`: where the tokens of each request start. They are read on
         the host: a synchronisation per call, which no CUDA graph can capture.
     max_q, max_k : the longest request.
@@ -140,18 +154,18 @@ def flash_attention_into(
     dropout_p, is_causal, return_debug_mask = flags
     _check(dropout_p, return_debug_mask, query=query, key=key, value=value)
     options = {name: option for name, option in options.items() if option is not None and name != "num_splits"}
-    scale = options.pop("scale", None)
+    operands, scale = Operands(query, key, value, out), options.pop("scale", None)
     band = Band.of(is_causal, options.pop("window_size_left", None), options.pop("window_size_right", None))
     seq_lens, tables = options.pop("seqused_k", None), options.pop("block_table", None)
     for name in options:
         _refuse(name, "the kernels here have no such argument", "a call without it")
     if tables is not None and seq_lens is not None and cum_seq_q is not None:
-        return _paged((query, key, value, out), (cum_seq_q, tables, seq_lens), (max_q, max_k), band, scale)
+        return _paged(operands, (cum_seq_q, tables, seq_lens), (max_q, max_k), band, scale)
     if tables is not None or seq_lens is not None:
         _refuse("seqused_k or block_table alone", "keys are ragged, or paged", "cum_seq_q, seqused_k and block_table")
     if cum_seq_q is None:
-        return dense(*(x.transpose(1, 2) for x in (query, key, value, out)), band, scale)
-    return _ragged((query, key, value, out), cum_seq_q, cum_seq_k, band, scale)
+        return dense(operands.each(lambda x: x.transpose(1, 2)), band, scale)
+    return _ragged(operands, cum_seq_q, cum_seq_k, band, scale)
 
 
 def refuse_backward(*args: Any, **kwargs: Any) -> Any:
@@ -162,37 +176,30 @@ def refuse_backward(*args: Any, **kwargs: Any) -> Any:
 # ---- layouts
 
 
-def dense(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    band: Band,
-    scale: float | None,
-) -> torch.Tensor:
-    """Write the attention of a batch of equal lengths to `out` and return the lse; all are `[batch, heads, tokens, d]`.
+def dense(operands: Operands, band: Band, scale: float | None) -> torch.Tensor:
+    """Write the attention of a batch `[batch, heads, tokens, head_dim]` of equal lengths to out; return the lse.
 
     Where the batch and the heads of every tensor are one axis of equal steps, the batch is one request with all those
     heads: a launch without a plan. Where the batch and the tokens of q and out are one, it is a ragged batch, or, for k
     and v of other strides, a paged one with a page per request. Otherwise every request is a launch.
     """
+    q, out = operands.q, operands.out
     batch, heads, qo_len, _ = q.shape
     lse = q.new_empty((batch, heads, qo_len), dtype=torch.float32)
-    if all(_is_one_axis(x, 1) for x in (q, k, v, out)):
-        rows = _single(*(x.flatten(0, 1) for x in (q, k, v, out)), band, scale)
+    if all(_is_one_axis(x, 1) for x in operands):
+        rows = _single(operands.each(lambda x: x.flatten(0, 1)), band, scale)
         return _natural(rows.view(qo_len, batch, heads).permute(1, 2, 0), lse)
     if _is_one_axis(q, 2) and _is_one_axis(out, 2) and not _is_capturing(q):
-        rows = _tokens(*(x.transpose(1, 2) for x in (q, k, v, out)), band, scale)
+        rows = _tokens(operands.each(lambda x: x.transpose(1, 2)), band, scale)
         return _natural(rows.view(batch, qo_len, heads).transpose(1, 2), lse)
-    for i in range(batch):
-        _natural(_single(q[i], k[i], v[i], out[i], band, scale).t(), lse[i])
+    for request, part in zip(zip(*operands, strict=True), lse, strict=True):
+        _natural(_single(Operands(*request), band, scale).t(), part)
     return lse
 
 
-def _single(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, band: Band, scale: float | None
-) -> torch.Tensor:
+def _single(operands: Operands, band: Band, scale: float | None) -> torch.Tensor:
     """Compute one request of `[heads, tokens, head_dim]`; return the base-2 lse `[qo_len, heads]`."""
+    q, k, v, out = operands
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
     single_prefill_with_kv_cache(
         q.transpose(0, 1),
@@ -208,10 +215,9 @@ def _single(
     return lse
 
 
-def _tokens(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, band: Band, scale: float | None
-) -> torch.Tensor:
+def _tokens(operands: Operands, band: Band, scale: float | None) -> torch.Tensor:
     """Compute a batch of `[batch, tokens, heads, head_dim]`; return the base-2 lse `[batch * qo_len, heads]`."""
+    q, k, v, out = operands
     (batch, qo_len), kv_len = q.shape[:2], k.shape[1]
     lengths = Lengths(*_uniform_lengths(batch, qo_len, kv_len))
     if all(_is_one_axis(x, 1) for x in (k, v)):
@@ -222,14 +228,14 @@ def _tokens(
 
 
 def _ragged(
-    tensors: tuple[torch.Tensor, ...],
+    operands: Operands,
     cum_seq_q: torch.Tensor,
     cum_seq_k: torch.Tensor | None,
     band: Band,
     scale: float | None,
 ) -> torch.Tensor:
     """Compute a ragged batch of `[tokens, heads, head_dim]`; return the lse `[heads, tokens]`."""
-    q, k, v, out = tensors
+    q, k, v, out = operands
     if cum_seq_k is None:
         _refuse("cum_seq_k=None without block_table", "it says where the keys of a request are", "cum_seq_k")
     trtllm_prefill.refuse_capture("varlen_attn", q.device)
@@ -245,14 +251,14 @@ def _ragged(
 
 
 def _paged(
-    tensors: tuple[torch.Tensor, ...],
+    operands: Operands,
     tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     longest: tuple[int, int],
     band: Band,
     scale: float | None,
 ) -> torch.Tensor:
     """Compute a ragged batch over a paged cache without reading lengths on the host; return the lse."""
-    (q, k, v, out), (cum_seq_q, block_table, seq_lens), (max_q, max_k) = tensors, tables, longest
+    (q, k, v, out), (cum_seq_q, block_table, seq_lens), (max_q, max_k) = operands, tables, longest
     if max_q > 1 and not band.causal:
         _refuse("block_table without a causal mask", "several query tokens see keys up to their own", "window (-1, 0)")
     lse = q.new_full((q.shape[0], q.shape[1]), -math.inf, dtype=torch.float32)
