@@ -221,7 +221,7 @@ def batch_attention_run(device: str) -> Call:
 
 
 def tables(device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return ints(device, [5, 1], [2, 0], [3, 0]), ints(device, *KV_LENS)
+    return ints(device, [4, 1], [2, 0], [3, 0]), ints(device, *KV_LENS)
 
 
 @case
@@ -332,11 +332,16 @@ def append_nvfp4_slots(device: str) -> Call:
 
 @case
 def nvfp4_quantize(device: str) -> Call:
-    def function(x: Any, scale: Any) -> Any:
-        packed, block_scales = cute_attn.nvfp4_kv_quantize(x, scale)
-        return packed, block_scales, cute_attn.nvfp4_kv_dequantize(packed, block_scales, scale, torch.float16)
+    return Call(cute_attn.nvfp4_kv_quantize, (random(device, 6, 64), torch.tensor([0.01], device=device)))
 
-    return Call(function, (random(device, 6, 64), torch.tensor([0.01], device=device)))
+
+@case
+def nvfp4_dequantize(device: str) -> Call:
+    def function(packed: Any, block_scales: Any, scale: Any) -> Any:
+        return cute_attn.nvfp4_kv_dequantize(packed, block_scales, scale, torch.float16)
+
+    scale = torch.tensor([0.01], device=device)
+    return Call(function, (*cute_attn.nvfp4_kv_quantize(random(device, 6, 64), scale), scale))
 
 
 @case
