@@ -1,12 +1,9 @@
 """torch's `scaled_dot_product_attention` and `varlen_attn` on the kernels of cute_attn, forward only.
 
-    >>> import torch
-    >>> import cute_attn.integrations.sdpa
-    >>> torch.nn.attention.activate_flash_attention_impl("cute_attn")  # torch 2.11 and later  # doctest: +SKIP
-    >>> cute_attn.integrations.sdpa.activate()  # any torch  # doctest: +SKIP
-
-Afterwards every call that torch sends to its flash backend on a CUDA device runs here; what torch sends elsewhere
-(masks, head dimensions above 256, the math backend) stays there. `torch.nn.attention.sdpa_kernel` works as before.
+`activate()`, or where torch has a registry of implementations (2.13 has) with this module imported
+`torch.nn.attention.activate_flash_attention_impl("cute_attn")`. Afterwards every call that torch sends to its flash
+backend on a CUDA device runs here; what torch sends elsewhere (masks, head dimensions above 256, the math backend)
+stays there. `torch.nn.attention.sdpa_kernel` works as before. `docs/torch.md` has the limits.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import attention
 
 from cute_attn.integrations import aten_flash
 
@@ -83,12 +81,10 @@ def is_active() -> bool:
 
 def _registry(name: str) -> Any:
     """Return a function of torch's registry; None where this torch has not all of it."""
-    from torch.nn import attention
-
     names = "register", "activate", "restore", "current"
     complete = all(hasattr(attention, f"{verb}_flash_attention_impl") for verb in names)
     return getattr(attention, name) if complete else None
 
 
-if _registry("register_flash_attention_impl") is not None:
-    _registry("register_flash_attention_impl")(NAME, register_fn=Override)
+if hasattr(attention, "register_flash_attention_impl"):
+    attention.register_flash_attention_impl(NAME, register_fn=Override)
