@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from cute_attn.dispatch import backends
+from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import checks, single
 from cute_attn.request.settings import Call
 from cute_attn.wrappers.decode import (
@@ -24,6 +26,7 @@ __all__ = [
 ]
 
 
+@declare.operator("single_decode", fakes.single)
 def single_decode_with_kv_cache(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -112,6 +115,13 @@ def single_decode_with_kv_cache(
     >>> single_decode_with_kv_cache(q, k, v).shape
     torch.Size([32, 128])
     """
+    if is_dynamo_compiling():
+        values = (
+            q, k, v, kv_layout, pos_encoding_mode, use_tensor_cores, q_scale, k_scale, v_scale, window_left,
+            logits_soft_cap, sm_scale, rope_scale, rope_theta, return_lse, out, lse, enable_pdl, sinks, backend,
+            lse_base,
+        )  # fmt: skip
+        return trace.attention("single_decode", values, out, lse, return_lse)
     checks.boolean("use_tensor_cores", use_tensor_cores)
     call = Call(  # by position: keywords would cost 0.7 us
         q, k, v, True,

@@ -8,9 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from cute_attn.dispatch import append
 from cute_attn.errors import ArgumentError
+from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import checks, nvfp4, page_table
 from cute_attn.request.append import Append
 from cute_attn.request.nvfp4 import Pair
@@ -25,6 +27,7 @@ __all__ = [
 ]
 
 
+@declare.operator("append", fakes.nothing, mutates=("paged_kv_cache",), returns="()")
 def append_paged_kv_cache(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -62,6 +65,10 @@ def append_paged_kv_cache(
     also rows that have no page). On a CUDA device the values of index tensors are not checked: rows that have no
     page of the cache are not written.
     """
+    if is_dynamo_compiling():
+        values = append_key, append_value, batch_indices, positions
+        trace.call("append", *values, paged_kv_cache, kv_indices, kv_indptr, kv_last_page_len, kv_layout)
+        return
     k_cache, v_cache = page_table.writable_views("paged_kv_cache", paged_kv_cache, kv_layout)
     for name, rows, cache in (("append_key", append_key, k_cache), ("append_value", append_value, v_cache)):
         page_table.check_rows(name, rows, cache, cache.shape[3], "paged_kv_cache")
@@ -154,6 +161,7 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     return lens if torch.int64 in (kv_indptr.dtype, kv_last_page_len.dtype) else lens.int()
 
 
+@declare.operator("append_nvfp4", fakes.nothing, mutates=("paged_kv_cache", "kv_cache_sf"), returns="()")
 def nvfp4_quantize_append_paged_kv_cache(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -186,6 +194,13 @@ def nvfp4_quantize_append_paged_kv_cache(
     that is not positive and finite; on the CPU also rows that have no page). On a CUDA device rows that
     have no page are not written, and the values of scale tensors are checked only with `CUTE_ATTN_VALIDATE=1`.
     """
+    if is_dynamo_compiling():
+        trace.call(
+            "append_nvfp4",
+            *(append_key, append_value, batch_indices, positions, paged_kv_cache, kv_cache_sf),
+            *(kv_indices, kv_indptr, kv_last_page_len, k_scale, v_scale, kv_layout),
+        )
+        return
     caches, scale_caches = nvfp4.cache_pairs(paged_kv_cache, kv_cache_sf, kv_layout, page_table.writable_views)
     _check_append(append_key, append_value, caches)
     table = page_table.PageTable(batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
@@ -193,6 +208,7 @@ def nvfp4_quantize_append_paged_kv_cache(
     _append((append_key, append_value), caches, scale_caches, (k_scale, v_scale), table)
 
 
+@declare.operator("append_nvfp4_slots", fakes.nothing, mutates=("paged_kv_cache", "kv_cache_sf"), returns="()")
 def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -218,6 +234,10 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     ------
     The errors of `nvfp4_quantize_append_paged_kv_cache`; ArgumentError also for another scale during capture.
     """
+    if is_dynamo_compiling():
+        values = append_key, append_value, slot_mapping, paged_kv_cache
+        trace.call("append_nvfp4_slots", *values, kv_cache_sf, k_scale, v_scale, kv_layout)
+        return
     caches, scale_caches = nvfp4.cache_pairs(paged_kv_cache, kv_cache_sf, kv_layout, page_table.writable_views)
     _check_append(append_key, append_value, caches)
     if _is_capturing(caches[0].device):

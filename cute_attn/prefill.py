@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from cute_attn.dispatch import backends
+from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import checks, single
 from cute_attn.request.settings import Call
 from cute_attn.wrappers.legacy_args import accepts_legacy_order, with_return_lse
@@ -24,6 +26,7 @@ __all__ = [
 
 
 @accepts_legacy_order
+@declare.operator("single_prefill", fakes.single)
 def single_prefill_with_kv_cache(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -142,6 +145,14 @@ def single_prefill_with_kv_cache(
     >>> out.shape, lse.shape
     (torch.Size([128, 32, 128]), torch.Size([128, 32]))
     """
+    if is_dynamo_compiling():
+        values = (
+            q, k, v, scale_q, scale_k, scale_v, o_dtype, custom_mask, packed_custom_mask, causal, kv_layout,
+            pos_encoding_mode, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta,
+            backend, return_lse, kv_cache_sf, k_scale, v_scale, allow_fp16_qk_reduction, out, lse, sinks, enable_pdl,
+            lse_base,
+        )  # fmt: skip
+        return trace.attention("single_prefill", values, out, lse, return_lse)
     checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
     call = Call(  # by position: keywords would cost 0.7 us
         q, k, v, False,

@@ -20,9 +20,11 @@ import math
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from cute_attn.dispatch import append
 from cute_attn.errors import ArgumentError
+from cute_attn.ops import declare, fakes, trace
 from cute_attn.problem import short
 from cute_attn.request import checks
 from cute_attn.request.append import Append, Scale, own_rows
@@ -53,6 +55,7 @@ __all__ = [
 ]
 
 
+@declare.operator("nvfp4_quantize", fakes.nvfp4, mutates=())
 def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> Pair:
     """Quantise to NVFP4 with linear block scales. Can be captured by CUDA graphs.
 
@@ -70,6 +73,9 @@ def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> Pair:
     ------
     ArgumentTypeError (not a tensor), ArgumentError (shape, dtype, device; global_scale <= 0 on the CPU).
     """
+    if is_dynamo_compiling():
+        quantised: Pair = trace.call("nvfp4_quantize", input, global_scale)
+        return quantised
     input = checks.tensor("input", input)
     if input.dim() != 2 or input.shape[1] % BLOCK:
         raise ArgumentError(f"input must have shape [M, K] with K % {BLOCK} == 0, got {checks.describe(input)}")
@@ -78,6 +84,7 @@ def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> Pair:
     return _quantised(input.unsqueeze(1), scale_of("global_scale", global_scale, input.device), input.shape[:-1])
 
 
+@declare.operator("nvfp4_dequantize", fakes.dequantized, mutates=(), returns="Tensor")
 def nvfp4_kv_dequantize(
     fp4_data: torch.Tensor,
     block_scales: torch.Tensor,
@@ -103,6 +110,9 @@ def nvfp4_kv_dequantize(
     ------
     ArgumentTypeError (not a tensor), ArgumentError (shape, dtype, device; global_scale <= 0 on the CPU).
     """
+    if is_dynamo_compiling():
+        values: torch.Tensor = trace.call("nvfp4_dequantize", fp4_data, block_scales, global_scale, output_dtype)
+        return values
     fp4_data = checks.tensor("fp4_data", fp4_data)
     checks.dtype("fp4_data", fp4_data.dtype, (torch.uint8,))
     if fp4_data.dim() < 1 or fp4_data.shape[-1] % (BLOCK // 2):
@@ -120,6 +130,7 @@ def nvfp4_kv_dequantize(
     return _dequantized(fp4_data, scales.view(E4M3), scale).to(output_dtype)
 
 
+@declare.operator("nvfp4_dequantize_paged", fakes.nothing, mutates=("output_k", "output_v"), returns="()")
 def nvfp4_kv_dequantize_paged(
     paged_kv_cache: torch.Tensor | Pair,
     kv_cache_sf: torch.Tensor | Pair,
@@ -153,6 +164,10 @@ def nvfp4_kv_dequantize_paged(
     ArgumentTypeError (not a tensor), LayoutError (kv_layout), ArgumentError (shape, dtype, device; outputs that overlap
     themselves or the caches; on the CPU also a scale <= 0 and lengths outside 0..max_seq_len).
     """
+    if is_dynamo_compiling():
+        cached = paged_kv_cache, kv_cache_sf, block_tables, seq_lens, k_scale, v_scale
+        trace.call("nvfp4_dequantize_paged", *cached, output_k, output_v, kv_layout)
+        return
     caches, block_scales = cache_pairs(paged_kv_cache, kv_cache_sf, kv_layout)
     device = caches[0].device
     outputs = _check_dequantized(caches, output_k, output_v)

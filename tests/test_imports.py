@@ -30,11 +30,12 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
     "cli": {"cute_attn", "public", "xqa", "dispatch", "kernels.catalog", "kernels.programs", "kernels.host", *SPECS}
     | {"request", "schedule", "reference", "emulator", "runtime", *TYPES},
-    "integrations": {"cute_attn", "public", "xqa", "wrappers", "dispatch", "request", *TYPES},
+    "integrations": {"cute_attn", "public", "xqa", "wrappers", "ops", "dispatch", "request", *TYPES},
     "cute_attn": {"public", "xqa", "dispatch", *TYPES},
-    "public": {"xqa", "wrappers", "dispatch", "request", "reference", "runtime", *TYPES},
-    "xqa": {"wrappers", "dispatch", "request", "reference", "runtime", *TYPES},
-    "wrappers": {"dispatch", "kernels.host", "request", "schedule", "runtime", *TYPES},
+    "public": {"xqa", "wrappers", "ops", "dispatch", "request", "reference", "runtime", *TYPES},
+    "xqa": {"wrappers", "ops", "dispatch", "request", "reference", "runtime", *TYPES},
+    "wrappers": {"ops", "dispatch", "kernels.host", "request", "schedule", "runtime", *TYPES},
+    "ops": {"runtime", *TYPES},
     "dispatch": {"kernels.host", *HOSTS, *SPECS, "request", "schedule", "reference", "emulator", "runtime", *TYPES},
     "kernels.host": {"kernels.programs", "kernels.formats", "kernels.blocks.data", "kernels.combine.spec"}
     | {"request", "schedule", "emulator", "runtime", *TYPES},

@@ -21,6 +21,7 @@ import torch
 
 from cute_attn.dispatch import backends, capabilities, select
 from cute_attn.errors import ArgumentError, NotPlannedError, NotSupported, Refusal, RuntimeArgumentError
+from cute_attn.ops import handles
 from cute_attn.problem import BatchLimits, BatchPlan, Features, GraphLimits, Settings, Tokens
 from cute_attn.request import batch_plan, batch_run, checks, page_ids
 from cute_attn.request.batch_plan import Mask, PlanContext, PlanOptions, Splits
@@ -97,6 +98,8 @@ class BatchWrapper(PlannedState, StrideVariants):
         self._use_cuda_graph = checks.boolean("use_cuda_graph", use_cuda_graph)
         self._backend = select.checked_name(backend)
         self._fixed_batch_size = 0
+        self._handle = handles.new(self)
+        self._o_dtype: torch.dtype | None = None  # of the plan in force, for traced runs
         self._replaced: list[Variants] = []  # records that graphs captured under earlier workspaces read
         self._lock = threading.RLock()  # of planning, which a first run may need; a replay takes none
 
@@ -180,6 +183,7 @@ class BatchWrapper(PlannedState, StrideVariants):
             for target, source, non_blocking in copies:
                 target.copy_(source, non_blocking=non_blocking)
             self._request, self._graph_invariants = request, graph
+            self._o_dtype = settings.features.o_dtype
             self._variants, self._current = variants, variants.base
             self._forget_copies()
             self._plan = variants.base.plan

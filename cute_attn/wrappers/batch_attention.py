@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from cute_attn.errors import ArgumentError
+from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import batch_plan, checks, page_lengths
 from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, PlanRequest, Scale
@@ -99,6 +101,7 @@ class BatchAttention(BatchWrapper):
         mask = batch_plan.no_mask(tokens)
         self._make_plan(PlanRequest(options=options, tokens=tokens, mask=mask, splits=splits, page_size=page_size))
 
+    @declare.operator("batch_attention_run", fakes.batch_attention, is_method=True)
     def run(
         self,
         q: torch.Tensor,
@@ -133,6 +136,12 @@ class BatchAttention(BatchWrapper):
         NotPlannedError (a RuntimeError: no plan yet), ArgumentError (a ValueError: shape, dtype, device, strides or
         value), ArgumentTypeError (a TypeError), NotSupported (a NotImplementedError).
         """
+        if is_dynamo_compiling():
+            values = q, kv_cache, out, lse, k_scale, v_scale, logits_soft_cap, profiler_buffer, kv_cache_sf
+            pair: tuple[torch.Tensor, torch.Tensor] = trace.run(
+                "batch_attention_run", self, (), values, (out, lse, True)
+            )
+            return pair
         batch_plan.refuse("profiler_buffer", profiler_buffer, NO_PROFILER, "profiler_buffer=None")
         if logits_soft_cap is not None and logits_soft_cap != 0:
             self._check_soft_cap(logits_soft_cap)

@@ -9,8 +9,10 @@ from typing import Any, ParamSpec
 
 import numpy as np
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
+from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import batch_plan, checks
 from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.batch_run import RunArguments
@@ -224,6 +226,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
 
     begin_forward = plan
 
+    @declare.operator("paged_decode_run", fakes.paged, is_method=True)
     def run(
         self,
         q: torch.Tensor,
@@ -285,6 +288,12 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         value), ArgumentTypeError (a TypeError), NotSupported (a NotImplementedError: the planned backend, or every
         backend, refuses what this run adds).
         """
+        if is_dynamo_compiling():
+            values = (
+                q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, enable_pdl, window_left, sinks,
+                q_len_per_req, skip_softmax_threshold_scale_factor, kv_cache_sf,
+            )  # fmt: skip
+            return trace.run("paged_decode_run", self, args, values, (out, lse, return_lse))
         if skip_softmax_threshold_scale_factor is not None:
             batch_plan.refuse_all(
                 "softmax is exact", skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor
@@ -301,6 +310,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
 
     run_return_lse = with_return_lse(run)
 
+    @declare.operator("paged_decode_forward", fakes.paged, mutates=(), is_method=True)
     def forward(
         self,
         q: torch.Tensor,
@@ -338,6 +348,12 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         ------
         NotPlannedError (no plan yet), and the errors of `plan` and `run`.
         """
+        if is_dynamo_compiling():
+            values = (
+                q, paged_kv_cache, pos_encoding_mode, q_scale, k_scale, v_scale, window_left, logits_soft_cap, sm_scale,
+                rope_scale, rope_theta, return_lse,
+            )  # fmt: skip
+            return trace.run("paged_decode_forward", self, (), values, (None, None, return_lse))
         self._replan(ForwardOptions(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta))
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from cute_attn.errors import ArgumentError
+from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import checks
 
 V_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 S_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+@declare.operator("merge_state", fakes.merged_pair, mutates=())
 def merge_state(
     v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,12 +35,16 @@ def merge_state(
     ------
     ArgumentTypeError (not a tensor), ArgumentError (shape, dtype, device).
     """
+    if is_dynamo_compiling():
+        merged: tuple[torch.Tensor, torch.Tensor] = trace.call("merge_state", v_a, s_a, v_b, s_b)
+        return merged
     _check(("v_a", v_a), ("s_a", s_a), ("v_b", v_b), ("s_b", s_b))
     weights, s = _weights(torch.stack((s_a.float(), s_b.float())), 0)
     v = _weighted(v_a, weights[0]) + _weighted(v_b, weights[1])
     return v.to(v_a.dtype), s
 
 
+@declare.operator("merge_state_in_place", fakes.nothing, mutates=("v", "s"), returns="()")
 def merge_state_in_place(
     v: torch.Tensor,
     s: torch.Tensor,
@@ -63,6 +70,9 @@ def merge_state_in_place(
     ------
     ArgumentTypeError (not a tensor), ArgumentError (shape, dtype, device; v or s overlap themselves).
     """
+    if is_dynamo_compiling():
+        trace.call("merge_state_in_place", v, s, v_other, s_other, mask)
+        return
     _check(("v", v), ("s", s), ("v_other", v_other), ("s_other", s_other))
     checks.dtype("s", s.dtype, (torch.float32,))
     checks.dense("v", v)
@@ -80,6 +90,7 @@ def merge_state_in_place(
     s.copy_(merged_s)
 
 
+@declare.operator("merge_states", fakes.merged_states, mutates=())
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge any number of attention states of the same queries over disjoint keys.
 
@@ -98,6 +109,9 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     ------
     ArgumentTypeError (not a tensor), ArgumentError (shape, dtype, device).
     """
+    if is_dynamo_compiling():
+        state: tuple[torch.Tensor, torch.Tensor] = trace.call("merge_states", v, s)
+        return state
     _check_state("v", v, "s", s, ("n", "num_states", "num_heads"))
     weights, merged = _weights(s.float(), 1)
     return _weighted(v, weights).sum(1).to(v.dtype), merged

@@ -8,8 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from cute_attn.errors import ArgumentTypeError
+from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import batch_plan, checks, sink_variant
 from cute_attn.request.batch_plan import PlanOptions, RepeatedLengths
 from cute_attn.request.batch_run import RunArguments
@@ -242,6 +244,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
 
     begin_forward = plan
 
+    @declare.operator("paged_prefill_run", fakes.paged, is_method=True)
     def run(
         self,
         q: torch.Tensor,
@@ -311,6 +314,16 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         value), ArgumentTypeError (a TypeError), NotSupported (a NotImplementedError: the planned backend, or every
         backend, refuses what this run adds).
         """
+        if is_dynamo_compiling():
+            if args and self._sink_variant is None:
+                k_scale, v_scale, return_lse, head_scales = paged_run_positionals(args, k_scale, v_scale, return_lse)
+                args = head_scales or ()
+            values = (
+                q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, return_lse, lse_base, lse_layout, enable_pdl,
+                window_left, sinks, kv_cache_sf, skip_softmax_threshold_scale_factor, use_fp16_softmax,
+                uses_spcompress,
+            )  # fmt: skip
+            return trace.run("paged_prefill_run", self, args, values, (out, lse, return_lse))
         if not (skip_softmax_threshold_scale_factor is use_fp16_softmax is uses_spcompress is None):
             batch_plan.refuse_all(
                 "softmax is exact and in fp32",
@@ -343,6 +356,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
     run_return_lse = with_return_lse(run)
 
     @accepts_legacy_names
+    @declare.operator("paged_prefill_forward", fakes.paged, mutates=(), is_method=True)
     def forward(
         self,
         q: torch.Tensor,
@@ -383,6 +397,12 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         ------
         NotPlannedError (no plan yet), and the errors of `plan` and `run`.
         """
+        if is_dynamo_compiling():
+            values = (
+                q, paged_kv_cache, causal, pos_encoding_mode, use_fp16_qk_reduction, k_scale, v_scale, window_left,
+                logits_soft_cap, sm_scale, rope_scale, rope_theta, return_lse,
+            )  # fmt: skip
+            return trace.run("paged_prefill_forward", self, (), values, (None, None, return_lse))
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
         options = ForwardOptions(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
         self._replan(options, causal=causal)

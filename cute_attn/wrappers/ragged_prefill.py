@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import batch_plan, batch_run, checks, sink_variant
 from cute_attn.request.batch_plan import PlanOptions, RepeatedLengths
 from cute_attn.request.batch_run import RunArguments
@@ -190,6 +192,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
 
     begin_forward = plan
 
+    @declare.operator("ragged_prefill_run", fakes.ragged, is_method=True)
     def run(
         self,
         q: torch.Tensor,
@@ -254,6 +257,15 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         value), ArgumentTypeError (a TypeError), NotSupported (a NotImplementedError: the planned backend, or every
         backend, refuses what this run adds).
         """
+        if is_dynamo_compiling():
+            if args and self._sink_variant is None:
+                return_lse, head_scales = ragged_run_positionals(args, return_lse)
+                args = head_scales or ()
+            values = (
+                q, k, v, q_scale, k_scale, v_scale, o_scale, out, lse, return_lse, lse_base, lse_layout, enable_pdl,
+                sinks, kv_cache_sf,
+            )  # fmt: skip
+            return trace.run("ragged_prefill_run", self, args, values, (out, lse, return_lse))
         head_scales = None
         if self._sink_variant is not None:
             planned_scale = self._planned().settings.sm_scale
@@ -281,6 +293,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
     run_return_lse = with_return_lse(run)
 
     @accepts_legacy_names
+    @declare.operator("ragged_prefill_forward", fakes.ragged, mutates=(), is_method=True)
     def forward(
         self,
         q: torch.Tensor,
@@ -317,6 +330,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         ------
         NotPlannedError (no plan yet), and the errors of `plan` and `run`.
         """
+        if is_dynamo_compiling():
+            values = (
+                q, k, v, causal, pos_encoding_mode, use_fp16_qk_reduction, window_left, logits_soft_cap, sm_scale,
+                rope_scale, rope_theta, return_lse,
+            )  # fmt: skip
+            return trace.run("ragged_prefill_forward", self, (), values, (None, None, return_lse))
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
         options = ForwardOptions(pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta)
         self._replan(options, causal=causal)

@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from cute_attn.dispatch import backends
 from cute_attn.errors import ArgumentError
+from cute_attn.ops import declare, fakes, trace
 from cute_attn.problem import DecodeProblem
 from cute_attn.request import checks, decode_values
 from cute_attn.request.decode import (
@@ -40,6 +42,7 @@ LOW_LEVEL_NAMES = {  # arguments of `xqa` and what they are called here
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
+@declare.operator("xqa_batch_decode", fakes.xqa)
 def xqa_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: Cache,
@@ -160,6 +163,13 @@ def xqa_batch_decode_with_kv_cache(
     >>> xqa_batch_decode_with_kv_cache(query, kv_cache, workspace, tables, seq_lens, 48, 128**-0.5).shape
     torch.Size([2, 32, 128])
     """
+    if is_dynamo_compiling():
+        values = (
+            query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale,
+            window_left, out, sinks, kv_layout, enable_pdl, q_len_per_req, o_scale, mask, kv_cache_sf, q_cu_seq_lens,
+            lse, return_lse, backend,
+        )  # fmt: skip
+        return trace.attention("xqa_batch_decode", values, out, lse, return_lse)
     max_seq_len = longest(max_seq_len)
     k, v = cache_pair(kv_cache, kv_layout)
     block_scales = None if kv_cache_sf is None else block_scale_pair(kv_cache_sf, kv_layout, k, v)

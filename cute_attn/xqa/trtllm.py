@@ -6,9 +6,11 @@ import math
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from cute_attn.dispatch import backends, select
 from cute_attn.errors import ArgumentError, ArgumentTypeError
+from cute_attn.ops import declare, fakes, trace
 from cute_attn.problem import DecodeProblem
 from cute_attn.request import checks, decode_values, kv_tables, trtllm_options
 from cute_attn.request.decode import (
@@ -30,6 +32,7 @@ RAGGED_NAMES = {"q_cu_seq_lens": "cum_seq_lens_q", "q_len_per_req": "max_q_len"}
 LSE_LAYOUTS = ("NH", "HN")
 
 
+@declare.operator("trtllm_batch_decode", fakes.trtllm)
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: Cache,
@@ -123,39 +126,43 @@ def trtllm_batch_decode_with_kv_cache(
     is no dtype; LayoutError for an unknown `backend`; NotSupported for everything that is refused above, and for
     FlashInfer's other backends.
     """
+    if is_dynamo_compiling():
+        values = (
+            query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale,
+            window_left, out, out_dtype, o_sf_scale, o_sf_vec_size, sinks, kv_layout, enable_pdl, backend,
+            q_len_per_req, o_scale, mask, max_q_len, cum_seq_lens_q, skip_softmax_threshold_scale_factor, kv_cache_sf,
+            uses_shared_paged_kv_idx, lse, return_lse, bmm1_scale_log2, multi_ctas_kv_counter_buffer,
+            enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global, bf16q_fp8kv_transform_mode,
+            request_order, request_order_plan, lse_layout, uniform_q_len,
+        )  # fmt: skip
+        return trace.attention("trtllm_batch_decode", values, out, lse, return_lse)
     backend_here = _backend_here(backend)
     given = trtllm_options.refuse_nvfp4_output(out, out_dtype, o_sf_scale, o_sf_vec_size)
     _refuse_other_masks(enable_block_sparse_attention, cp_world, cp_rank, causal_seqlens_kv_global)
     _refuse_request_order(request_order, request_order_plan)
-    trtllm_options.refuse_skipped_softmax(skip_softmax_threshold_scale_factor)
-    _check_unused(bf16q_fp8kv_transform_mode, multi_ctas_kv_counter_buffer)
+    _check_hints(skip_softmax_threshold_scale_factor, bf16q_fp8kv_transform_mode, multi_ctas_kv_counter_buffer)
     ragged = _ragged(q_len_per_req, max_q_len, cum_seq_lens_q, uniform_q_len)
     dtype = trtllm_options.output_dtype(given, out_dtype)
-    max_seq_len = longest(max_seq_len)
-    k, v = cache_pair(kv_cache, kv_layout)
+    max_seq_len, (k, v) = longest(max_seq_len), cache_pair(kv_cache, kv_layout)
     if not checks.boolean("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx):
-        if kv_cache_sf is not None:
-            trtllm_options.refuse("pages of their own for NVFP4 values", "scales have one table", "one table")
-        k, v, block_tables = kv_tables.joined(kv_tables.Paged(k, v, block_tables), seq_lens, k.shape[1])
+        k, v, block_tables = _joined(kv_tables.Paged(k, v, block_tables), seq_lens, kv_cache_sf)
     block_scales = None if kv_cache_sf is None else _block_scales(kv_cache_sf, kv_layout, (k, v), backend)
     in_rows = lse_layout == "NH" or checks.choice("lse_layout", lse_layout, LSE_LAYOUTS) == "NH"
+    wants_lse = return_lse if in_rows or lse is None else True
     problem = decode_problem(
         DecodeTensors(
             *(query, k, v, block_scales, block_tables, seq_lens, cum_seq_lens_q, mask),
             *(trtllm_options.one_sink(sinks), given, lse if in_rows else None),
         ),
         _scales(bmm1_scale, bmm1_scale_log2, bmm2_scale, o_scale),
-        DecodeOptions(
-            *(window_left, max_q_len if ragged else q_len_per_req, enable_pdl),
-            *(return_lse if in_rows or lse is None else True, dtype),
-        ),
+        DecodeOptions(window_left, max_q_len if ragged else q_len_per_req, enable_pdl, wants_lse, dtype),
         shared_scratch(workspace_buffer),
     )
     columns = None if in_rows else _columns(lse, problem)
     if looks_at_values(problem):
         scales = ("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale), ("bmm1_scale_log2", bmm1_scale_log2)
-        said = Said(max_seq_len, out is not None, scales, RAGGED_NAMES if ragged else {})
-        decode_values.before_launch(problem, said)
+        names = RAGGED_NAMES if ragged else {}
+        decode_values.before_launch(problem, Said(max_seq_len, out is not None, scales, names))
     backends.run(problem, backend_here)
     return _results(problem, given, columns, return_lse)
 
@@ -182,8 +189,16 @@ def _backend_here(backend: Any) -> str:
     return select.checked_name(backend)
 
 
-def _check_unused(bf16q_fp8kv_transform_mode: Any, multi_ctas_kv_counter_buffer: Any) -> None:
+def _joined(paged: kv_tables.Paged, seq_lens: Any, kv_cache_sf: Any) -> kv_tables.Paged:
+    """Return keys and values of separate page tables under one."""
+    if kv_cache_sf is not None:
+        trtllm_options.refuse("pages of their own for NVFP4 values", "scales have one table", "one table")
+    return kv_tables.joined(paged, seq_lens, paged.k.shape[1])
+
+
+def _check_hints(skip_softmax: Any, bf16q_fp8kv_transform_mode: Any, multi_ctas_kv_counter_buffer: Any) -> None:
     """Check arguments that change nothing here."""
+    trtllm_options.refuse_skipped_softmax(skip_softmax)
     if bf16q_fp8kv_transform_mode is not None:
         checks.choice("bf16q_fp8kv_transform_mode", bf16q_fp8kv_transform_mode, ("k_only", "separate_kv"))
     trtllm_options.check_counters(multi_ctas_kv_counter_buffer)

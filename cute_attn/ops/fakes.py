@@ -1,0 +1,103 @@
+"""Shapes and dtypes of what operators return, from the arguments of the public functions, by name.
+
+Outputs that the caller gave, and an lse that nobody asked for, are empty tensors. Axes that are unknown while a graph
+is traced stay symbolic: nothing here looks at a number that may be one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+Arguments = dict[str, Any]
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def single(arguments: Arguments) -> Pair:
+    """Of `single_prefill_with_kv_cache` and `single_decode_with_kv_cache`."""
+    q, v = arguments["q"], arguments["v"]
+    default = torch.bfloat16 if q.dtype in FP8 else q.dtype
+    return _attention(arguments, q, _head_dim(v), arguments.get("o_dtype") or default)
+
+
+def paged(arguments: Arguments) -> Pair:
+    """Of runs over a paged cache, which is under the name `paged_kv_cache` or `kv_cache`."""
+    cache: Any = arguments.get("paged_kv_cache", arguments.get("kv_cache"))
+    v = cache if isinstance(cache, torch.Tensor) else cache[1]
+    return _attention(arguments, arguments["q"], _head_dim(v), arguments["o_dtype"])
+
+
+def ragged(arguments: Arguments) -> Pair:
+    """Of runs over ragged keys and values."""
+    return _attention(arguments, arguments["q"], _head_dim(arguments["v"]), arguments["o_dtype"])
+
+
+def batch_attention(arguments: Arguments) -> Pair:
+    """Of `BatchAttention.run`, which always returns lse."""
+    return paged({**arguments, "return_lse": True})
+
+
+def xqa(arguments: Arguments) -> Pair:
+    """Of `xqa_batch_decode_with_kv_cache`: a new out has an axis of query tokens where there are several."""
+    query = arguments["query"]
+    out, lse = _attention(arguments, query, query.shape[-1], query.dtype)
+    q_len = arguments["q_len_per_req"]
+    if arguments["out"] is None and arguments["q_cu_seq_lens"] is None and q_len is not None and q_len > 1:
+        out = out.unflatten(0, (-1, q_len))
+    return out, lse
+
+
+def trtllm(arguments: Arguments) -> Pair:
+    """Of `trtllm_batch_decode_with_kv_cache`."""
+    query, dtype = arguments["query"], arguments["out_dtype"]
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype)
+    return _attention(arguments, query, query.shape[-1], dtype or query.dtype)
+
+
+def nothing(arguments: Arguments) -> None:
+    """Of functions that only write."""
+
+
+def merged_pair(arguments: Arguments) -> Pair:
+    """Of `merge_state`."""
+    v, s = arguments["v_a"], arguments["s_a"]
+    return v.new_empty(v.shape), s.new_empty(s.shape, dtype=torch.float32)
+
+
+def merged_states(arguments: Arguments) -> Pair:
+    """Of `merge_states`."""
+    v, s = arguments["v"], arguments["s"]
+    return v.new_empty(v.shape[:1] + v.shape[2:]), s.new_empty(s.shape[:1] + s.shape[2:], dtype=torch.float32)
+
+
+def nvfp4(arguments: Arguments) -> Pair:
+    """Of `nvfp4_kv_quantize`: two numbers per byte, and a scale per 16 numbers."""
+    rows, size = arguments["input"].shape
+    new = arguments["input"].new_empty
+    return new((rows, size // 2), dtype=torch.uint8), new((rows, size // 16), dtype=torch.uint8)
+
+
+def dequantized(arguments: Arguments) -> torch.Tensor:
+    """Of `nvfp4_kv_dequantize`."""
+    packed = arguments["fp4_data"]
+    result: torch.Tensor = packed.new_empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=arguments["output_dtype"])
+    return result
+
+
+def _head_dim(v: torch.Tensor) -> Any:
+    """Return the head dimension of values; those of NVFP4 share a byte by two."""
+    return 2 * v.shape[-1] if v.dtype == torch.uint8 else v.shape[-1]
+
+
+def _attention(arguments: Arguments, q: torch.Tensor, head_dim: Any, dtype: torch.dtype) -> Pair:
+    """Return out and lse for query rows `[..., num_qo_heads, head_dim]`."""
+    rows = q.shape[:-1]
+    out = q.new_empty(0 if arguments.get("out") is not None else (*rows, head_dim), dtype=dtype)
+    if arguments.get("lse") is not None or not arguments["return_lse"]:
+        return out, q.new_empty(0, dtype=torch.float32)
+    by_heads = arguments.get("lse_layout") == "HN"
+    return out, q.new_empty(tuple(reversed(rows)) if by_heads else rows, dtype=torch.float32)

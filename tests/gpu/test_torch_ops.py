@@ -1,0 +1,73 @@
+"""Public calls under torch.compile on a GPU: eager numbers, CUDA graphs of inductor."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+import cute_attn
+from tests.gpu import marks
+from tests.support import torch_ops
+from tests.support.torch_ops import CASES
+
+pytestmark = marks.SM80
+NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="inductor needs triton")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=NEEDS_TRITON)])
+def test_compiled_calls_are_eager_calls(name: str, backend: str) -> None:
+    call = CASES[name]("cuda")
+    expected_tensors, tensors = call.with_own_tensors(), call.with_own_tensors()
+    expected = call.function(*expected_tensors)
+    result = torch.compile(call.function, fullgraph=True, backend=backend)(*tensors)
+    pairs = zip([*tree_leaves(expected), *expected_tensors], [*tree_leaves(result), *tensors], strict=True)
+    for want, got in ((want, got) for want, got in pairs if want is not None):
+        assert (want.dtype, want.shape) == (got.dtype, got.shape)
+        torch.testing.assert_close(got.float(), want.float(), rtol=2**-7, atol=1e-3, equal_nan=True)
+
+
+@NEEDS_TRITON
+def test_cuda_graphs_of_inductor_see_new_plans() -> None:
+    """mode="reduce-overhead" captures a run; its replays compute what the wrapper is planned for then."""
+    batch, pages = len(torch_ops.KV_LENS), sum(torch_ops.page_counts())
+    buffers = [torch.zeros(n, dtype=torch.int32, device="cuda") for n in (batch + 1, pages, batch)]
+    wrapper = cute_attn.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(torch_ops.workspace("cuda"), *buffers)
+    heads = torch_ops.HEADS, torch_ops.KV_HEADS, torch_ops.DIM, torch_ops.PAGE
+    indptr, indices, last = torch_ops.page_arguments("cuda")
+    q, cache = torch_ops.queries("cuda", batch), torch_ops.pages("cuda")
+    plain = torch_ops.planned_decode("cuda")
+    wrapper.plan(indptr, indices, last, *heads, q_data_type=torch_ops.BF16)
+    wrapper.run(q, cache)  # a run before any capture
+    function = torch.compile(lambda q: wrapper.run(q * 2, cache) + 1, fullgraph=True, mode="reduce-overhead")
+    for step in range(6):
+        lengths = (last - step % 3).clamp(min=1)
+        wrapper.plan(indptr, indices, lengths, *heads, q_data_type=torch_ops.BF16)
+        plain.plan(indptr, indices, lengths, *heads, q_data_type=torch_ops.BF16)
+        torch.compiler.cudagraph_mark_step_begin()
+        got = function(q).clone()
+        torch.testing.assert_close(got, plain.run(q * 2, cache) + 1, rtol=2**-7, atol=1e-3)
+
+
+def test_a_wrapper_without_cuda_graphs_is_not_captured() -> None:
+    wrapper = torch_ops.planned_decode("cuda")
+    q, cache = torch_ops.queries("cuda", len(torch_ops.KV_LENS)), torch_ops.pages("cuda")
+    function: Any = torch.compile(lambda q: wrapper.run(q, cache), fullgraph=True, backend="eager")
+    function(q)
+    with (
+        pytest.raises(cute_attn.RuntimeArgumentError, match="make the wrapper with use_cuda_graph=True"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        function(q)

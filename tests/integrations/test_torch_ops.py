@@ -1,0 +1,238 @@
+"""Public calls under torch.compile, as operators of torch.library, on CPU tensors."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+import cute_attn
+from cute_attn.ops import register, trace
+from cute_attn.ops.declare import DECLARED
+from tests.support import torch_ops
+from tests.support.torch_ops import CASES, Call
+
+OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Recorder:
+    """A backend of torch.compile that keeps the operators of cute_attn that a graph calls, with their arguments."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        calls = self.calls
+
+        class Interpreter(torch.fx.Interpreter):
+            def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+                if getattr(target, "namespace", "") == "cute_attn":
+                    calls.append((target, copy.deepcopy(args)))
+                return super().call_function(target, args, kwargs)
+
+        return lambda *values: Interpreter(graph).run(*values)
+
+
+def compiled(function: Callable[..., Any], backend: Any = "aot_eager", **options: Any) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, backend=backend, **options)
+
+
+def assert_same(call: Call, function: Callable[..., Any]) -> None:
+    """A compiled function gives the numbers of the eager one, and writes the same."""
+    expected_tensors, tensors = call.with_own_tensors(), call.with_own_tensors()
+    expected, result = call.function(*expected_tensors), function(*tensors)
+    for want, got in zip([*tree_leaves(expected), *expected_tensors], [*tree_leaves(result), *tensors], strict=True):
+        if want is None:
+            assert got is None
+            continue
+        assert (want.dtype, want.shape) == (got.dtype, got.shape)
+        assert torch.equal(want.flatten().view(torch.uint8), got.flatten().view(torch.uint8))
+
+
+# ---- all operators
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_calls_are_eager_calls(name: str) -> None:
+    call = CASES[name]("cpu")
+    assert_same(call, compiled(call.function))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_opcheck(name: str) -> None:
+    call, recorder = CASES[name]("cpu"), Recorder()
+    assert_same(call, compiled(call.function, recorder))
+    names = {operator._schema.name.removeprefix("cute_attn::") for operator, _ in recorder.calls}
+    assert name in names if name in DECLARED else names
+    for operator, arguments in recorder.calls:
+        floats8 = any(x.dtype == torch_ops.E4M3 for x in tree_leaves(arguments) if isinstance(x, torch.Tensor))
+        checks = OPCHECKS[1:] if floats8 else OPCHECKS  # torch compares no fp8 tensors
+        torch.library.opcheck(operator, arguments, test_utils=checks)
+
+
+def test_every_operator_has_a_case() -> None:
+    assert set(DECLARED) <= set(CASES)
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_arguments_are_passed_in_the_order_of_the_signature(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator gets exactly the arguments of the public function: each is a string of its own name here."""
+    function = inspect.unwrap(DECLARED[name].function)
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_POSITIONAL]
+    seen: list[tuple[Any, ...]] = []
+
+    class Seen(Exception):
+        pass
+
+    def stop(kinds: Any, values: tuple[Any, ...]) -> Any:
+        seen.append(values)
+        raise Seen
+
+    monkeypatch.setitem(function.__globals__, "is_dynamo_compiling", lambda: True)
+    monkeypatch.setattr(trace, "_flat", stop)
+    with pytest.raises(Seen):
+        function(**{p.name: p.name for p in parameters})
+    expected = tuple(p.name for p in parameters if p.name != "self")
+    assert seen == [expected] == [tuple(parameter for parameter, _ in register.KINDS[name])]
+
+
+def test_nothing_is_registered_before_a_trace() -> None:
+    code = (
+        "import sys, cute_attn, torch; assert 'cute_attn.ops.register' not in sys.modules; "
+        "assert 'torch._dynamo' not in sys.modules; assert not hasattr(torch.ops.cute_attn, 'single_prefill')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- what a graph keeps and what it does not
+
+
+def test_new_plans_need_no_new_graph() -> None:
+    q, k, v = torch_ops.operands("cpu", 6, 10)
+    wrapper = cute_attn.BatchPrefillWithRaggedKVCacheWrapper(torch_ops.workspace("cpu"))
+
+    def plan(qo_lens: list[int], kv_lens: list[int], **options: Any) -> None:
+        heads = torch_ops.HEADS, torch_ops.KV_HEADS, torch_ops.DIM
+        lengths = torch_ops.starts(qo_lens), torch_ops.starts(kv_lens)
+        wrapper.plan(*lengths, *heads, causal=True, q_data_type=torch.bfloat16, **options)
+
+    counter = torch._dynamo.testing.CompileCounter()
+    function = compiled(lambda q, k, v: wrapper.run_return_lse(q, k, v), counter)
+    for qo_lens, kv_lens in (([2, 4], [5, 5]), ([1, 5], [2, 8]), ([3, 2, 1], [4, 5, 1])):
+        plan(qo_lens, kv_lens)
+        for got, want in zip(function(q, k, v), wrapper.run_return_lse(q, k, v), strict=True):
+            assert torch.equal(got, want)
+    assert counter.frame_count == 1
+    plan([2, 4], [5, 5], o_data_type=torch.float32)  # another dtype of results: another graph
+    assert function(q, k, v)[0].dtype == torch.float32
+    assert counter.frame_count == 2
+
+
+def test_lengths_may_be_dynamic() -> None:
+    counter = torch._dynamo.testing.CompileCounter()
+    function = compiled(lambda q, k, v: cute_attn.single_prefill_with_kv_cache(q, k, v, return_lse=True), counter)
+    for qo_len, kv_len in ((5, 9), (7, 12), (2, 30)):
+        tensors = torch_ops.operands("cpu", qo_len, kv_len)
+        for tensor in tensors:
+            torch._dynamo.mark_dynamic(tensor, 0)
+        for got, want in zip(
+            function(*tensors), cute_attn.single_prefill_with_kv_cache(*tensors, return_lse=True), strict=True
+        ):
+            assert torch.equal(got, want)
+    assert counter.frame_count == 1
+
+
+def test_dynamic_batches_of_decode() -> None:
+    def function(q: Any, cache: Any, scratch: Any, tables: Any, lens: Any, longest: int) -> Any:
+        return cute_attn.xqa_batch_decode_with_kv_cache(q, cache, scratch, tables, lens, longest, return_lse=True)
+
+    traced = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
+    cache, scratch = torch_ops.pages("cpu"), torch_ops.workspace("cpu")
+    for batch, longest in ((3, 32), (2, 31)):
+        tables, lens = (x[:batch] for x in torch_ops.tables("cpu"))
+        tensors = torch_ops.queries("cpu", batch), cache, scratch, tables, lens, longest
+        for got, want in zip(traced(*tensors), function(*tensors), strict=True):
+            assert torch.equal(got, want)
+
+
+def test_an_append_is_seen_by_the_run_after_it() -> None:
+    wrapper = torch_ops.planned_decode("cpu")
+
+    def step(q: Any, k: Any, v: Any, batch: Any, positions: Any, cache: Any, *pages: Any) -> Any:
+        cute_attn.append_paged_kv_cache(k, v, batch, positions, cache, *pages)
+        return wrapper.run(q * 2, cache) + 1
+
+    arguments = (*torch_ops.appended("cpu"), torch_ops.pages("cpu"), *torch_ops.on("cpu"))
+    call = Call(step, (torch_ops.queries("cpu", 3), *arguments))
+    assert_same(call, compiled(step))
+    untouched = wrapper.run(call.tensors[0] * 2, call.tensors[5]) + 1
+    assert not torch.equal(step(*call.with_own_tensors()), untouched)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor() -> None:
+    def layer(q: Any, k: Any, v: Any, out: Any) -> Any:
+        first, lse = cute_attn.single_prefill_with_kv_cache(q.neg(), k, v, return_lse=True)
+        cute_attn.single_prefill_with_kv_cache(first, k, v, out=out)
+        return lse, out + 1
+
+    q, k, v = torch_ops.operands("cpu")
+    results = [torch.zeros_like(q) for _ in range(2)]
+    want, got = layer(q, k, v, results[0]), compiled(layer, "inductor")(q, k, v, results[1])
+    assert all(map(torch.equal, [*want, results[0]], [*got, results[1]]))
+
+
+# ---- errors
+
+
+def test_gradients_are_refused() -> None:
+    q, k, v = torch_ops.operands("cpu")
+    function = compiled(cute_attn.single_prefill_with_kv_cache)
+    with pytest.raises(Exception, match="q requires grad, and no gradients are computed"):
+        function(q.requires_grad_(), k, v)
+    with torch.no_grad():
+        assert torch.equal(function(q, k, v), cute_attn.single_prefill_with_kv_cache(q, k, v))
+
+
+def test_a_run_needs_a_plan() -> None:
+    wrapper = cute_attn.BatchDecodeWithPagedKVCacheWrapper(torch_ops.workspace("cpu"))
+    with pytest.raises(Exception, match=r"plan\(\) must come before run\(\) is traced"):
+        compiled(wrapper.run)(torch_ops.queries("cpu", 3), torch_ops.pages("cpu"))
+
+
+def test_errors_of_the_call_are_those_of_the_eager_call() -> None:
+    q, k, v = torch_ops.operands("cpu")
+    with pytest.raises(cute_attn.NotSupported, match="fa3 refuses"):
+        compiled(cute_attn.single_prefill_with_kv_cache)(q, k, v, backend="fa3")
+
+
+def test_a_handle_does_not_keep_its_wrapper() -> None:
+    wrapper = torch_ops.planned_decode("cpu")
+    handle, o_dtype = wrapper._handle, wrapper._o_dtype
+    run = register.OPERATORS["paged_decode_run"]
+    kinds = [kind for _, kind in register.KINDS["paged_decode_run"]]
+    assert kinds.count("tensors") == 2
+    q, cache = torch_ops.queries("cpu", 3), torch_ops.pages("cpu")
+    flat = [q, [cache], *[None] * 8, False, None, None, None, None, None, None]
+    expected = wrapper.run(q, cache)
+    assert torch.equal(run(handle, o_dtype, [], None, *flat)[0], expected)
+    del wrapper
+    gc.collect()
+    with pytest.raises(cute_attn.RuntimeArgumentError, match=f"handle {handle} stands for no batch wrapper"):
+        run(handle, o_dtype, [], None, *flat)

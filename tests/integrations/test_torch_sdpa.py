@@ -1,0 +1,219 @@
+"""aten's flash attention operators on cute_attn: numbers, strides and refusals on CPU tensors.
+
+The operators have no CPU kernels of torch's own; here ours are registered for the CPU too, so that calls pass torch's
+dispatcher as they do on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import cute_attn
+from cute_attn.integrations import aten_flash, sdpa
+
+aten = torch.ops.aten
+BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 32
+TOLERANCE = {"rtol": 1 / 128, "atol": 1 / 128}
+
+
+@pytest.fixture
+def _on_cpu() -> Iterator[None]:
+    override = sdpa.Override("CPU")
+    yield
+    override.remove()
+
+
+def by_heads(heads: int, tokens: int) -> torch.Tensor:
+    return torch.randn(BATCH, heads, tokens, DIM).bfloat16()
+
+
+def by_tokens(heads: int, tokens: int) -> torch.Tensor:
+    return torch.randn(BATCH, tokens, heads, DIM).bfloat16().transpose(1, 2)
+
+
+def some_heads(heads: int, tokens: int) -> torch.Tensor:
+    """Neither heads nor tokens are one axis with the batch."""
+    return torch.randn(BATCH, heads + 1, tokens, DIM).bfloat16()[:, :heads]
+
+
+def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, **band: Any) -> tuple[Any, Any]:
+    """Attention of `[..., heads, tokens, head_dim]` in fp64, and the natural-log lse."""
+    group = q.shape[-3] // k.shape[-3]
+    k, v = (x.double().repeat_interleave(group, -3) for x in (k, v))
+    scores = q.double() @ k.mT * (band.get("scale") or DIM**-0.5)
+    distance = torch.arange(q.shape[-2])[:, None] + k.shape[-2] - q.shape[-2] - torch.arange(k.shape[-2])
+    hidden = (distance < 0) & causal | (distance > band.get("left", 1 << 20))
+    scores = scores.masked_fill(hidden, -math.inf)
+    return torch.softmax(scores, -1) @ v, scores.logsumexp(-1)
+
+
+def steps(x: torch.Tensor) -> list[int]:
+    """Strides of the axes that are longer than 1."""
+    return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+
+
+@pytest.mark.usefixtures("_on_cpu")
+@pytest.mark.parametrize("make_q", [by_heads, by_tokens, some_heads])
+@pytest.mark.parametrize("make_kv", [by_heads, by_tokens, some_heads])
+@pytest.mark.parametrize(("qo_len", "causal", "scale"), [(5, True, None), (1, False, 0.3)])
+def test_dense(make_q: Any, make_kv: Any, qo_len: int, causal: bool, scale: float | None) -> None:
+    q, k, v = make_q(HEADS, qo_len), make_kv(KV_HEADS, 9), make_kv(KV_HEADS, 9)
+    results = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+    out, lse = expected(q, k, v, causal, scale=scale)
+    torch.testing.assert_close(results[0].double(), out, **TOLERANCE)
+    torch.testing.assert_close(results[1].double(), lse, rtol=1e-5, atol=1e-5)
+    assert results[2:6] == (None, None, qo_len, 9)
+    with FakeTensorMode() as mode:  # what torch.compile expects
+        fakes = aten._scaled_dot_product_flash_attention(*map(mode.from_tensor, (q, k, v)), 0.0, causal)
+    for real, fake in ((results[i], fakes[i]) for i in (0, 1, 6, 7, 8)):
+        assert (real.shape, steps(real), real.dtype) == (fake.shape, steps(fake), fake.dtype)
+
+
+@pytest.mark.usefixtures("_on_cpu")
+def test_no_layout_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """q, k and v reach the kernels where they are."""
+    q, k, v = by_tokens(HEADS, 5), by_heads(KV_HEADS, 9), by_heads(KV_HEADS, 9)
+    seen: list[int] = []
+    run = aten_flash.planned_prefill.run
+
+    def record(workspace: Any, structure: Any, query: Any, keys: Any, *rest: Any) -> Any:
+        seen.extend(x.data_ptr() for x in (query, keys.k, keys.v))
+        return run(workspace, structure, query, keys, *rest)
+
+    monkeypatch.setattr(aten_flash.planned_prefill, "run", record)
+    aten._scaled_dot_product_flash_attention(q, k, v)
+    assert seen == [x.data_ptr() for x in (q, k, v)]
+
+
+@pytest.mark.usefixtures("_on_cpu")
+@pytest.mark.parametrize(("left", "right"), [(-1, -1), (-1, 0), (2, 0)])
+def test_varlen(left: int, right: int) -> None:
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    q, k, v = (torch.randn(rows, heads, DIM).half() for rows, heads in ((9, HEADS), (12, KV_HEADS), (12, KV_HEADS)))
+    cum_q, cum_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 8], [0, 5, 12]))  # row 8 is in no request
+    options = {"window_size": (left, right), "enable_gqa": True, "scale": 0.2, "return_aux": AuxRequest(lse=True)}
+    out, lse = varlen_attn(q, k, v, cum_q, cum_k, 5, 7, **options)
+    for i in range(2):
+        rows, keys = slice(cum_q[i], cum_q[i + 1]), slice(cum_k[i], cum_k[i + 1])
+        band = {"scale": 0.2, **({} if left < 0 else {"left": left})}
+        want, want_lse = expected(*(x.transpose(0, 1) for x in (q[rows], k[keys], v[keys])), right == 0, **band)
+        torch.testing.assert_close(out[rows].transpose(0, 1).double(), want, **TOLERANCE)
+        torch.testing.assert_close(lse[:, rows].double(), want_lse, rtol=1e-5, atol=1e-5)
+    assert not out[8].any()
+    assert (lse[:, 8] == -math.inf).all()
+
+
+@pytest.mark.usefixtures("_on_cpu")
+def test_varlen_over_pages() -> None:
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
+
+    q, cache = torch.randn(8, HEADS, DIM).bfloat16(), torch.randn(2, 6, 4, KV_HEADS, DIM).bfloat16()
+    cum_q, lens = torch.tensor([0, 3, 8], dtype=torch.int32), torch.tensor([6, 8], dtype=torch.int32)
+    tables = torch.tensor([[3, 1], [0, 5]], dtype=torch.int32)
+    options = {"window_size": (-1, 0), "enable_gqa": True, "seqused_k": lens, "block_table": tables}
+    out, lse = varlen_attn(q, *cache, cum_q, None, 5, 8, return_aux=AuxRequest(lse=True), **options)
+    for i, pages in enumerate(tables.long()):
+        rows = slice(cum_q[i], cum_q[i + 1])
+        k, v = cache[:, pages].flatten(1, 2)[:, : lens[i]].transpose(1, 2)
+        want, want_lse = expected(q[rows].transpose(0, 1), k, v, True)
+        torch.testing.assert_close(out[rows].transpose(0, 1).double(), want, **TOLERANCE)
+        torch.testing.assert_close(lse[:, rows].double(), want_lse, rtol=1e-5, atol=1e-5)
+    given = torch.empty_like(q)
+    assert varlen_attn_out(given, q, *cache, cum_q, None, 5, 8, **options) is given
+    assert torch.equal(given, out)
+    with pytest.raises(cute_attn.NotSupported, match="block_table without a causal mask"):
+        varlen_attn(q, *cache, cum_q, None, 5, 8, enable_gqa=True, seqused_k=lens, block_table=tables)
+
+
+@pytest.mark.usefixtures("_on_cpu")
+def test_the_lse_is_what_context_parallel_merges() -> None:
+    """Results over two halves of the keys, merged by torch's own code, are those over all keys."""
+    attention = pytest.importorskip("torch.distributed.tensor.experimental._context_parallel._attention")
+    q, k, v = by_heads(HEADS, 5), by_heads(HEADS, 12), by_heads(HEADS, 12)
+    merger = attention._SDPAMerger(True, seq_dim=2)
+    for half in (slice(0, 4), slice(4, 12)):
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k[:, :, half], v[:, :, half])
+        merger.step(out, lse, False)
+    out, lse = merger.results()
+    want, want_lse = expected(q, k, v, False)
+    torch.testing.assert_close(out.double(), want, **TOLERANCE)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_on_cpu")
+def test_compiled() -> None:
+    def function(q: Any, k: Any, v: Any) -> Any:
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0] + 1
+
+    tensors = by_tokens(HEADS, 5), by_heads(KV_HEADS, 9), by_heads(KV_HEADS, 9)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*tensors), function(*tensors))
+
+
+@pytest.mark.usefixtures("_on_cpu")
+def test_refusals() -> None:
+    q, k, v = by_heads(HEADS, 5), by_heads(KV_HEADS, 9), by_heads(KV_HEADS, 9)
+    flash = aten._scaled_dot_product_flash_attention
+    with pytest.raises(cute_attn.NotSupported, match=r"dropout_p=0.5.*the kernels are for inference"):
+        flash(q, k, v, 0.5)
+    with pytest.raises(cute_attn.NotSupported, match="return_debug_mask"):
+        flash(q, k, v, 0.0, False, True)
+    with pytest.raises(cute_attn.ArgumentError, match="query requires grad, and cute_attn computes no gradients"):
+        flash(q.clone().requires_grad_(), k, v)
+    with torch.no_grad():
+        flash(q.clone().requires_grad_(), k, v)
+    dense = *(x.transpose(1, 2) for x in (q, k, v)), None, None, 5, 9, 0.0, False, False
+    assert torch.equal(aten._flash_attention_forward(*dense)[0].transpose(1, 2), flash(q, k, v)[0])
+    for name, value in (("window_size_right", 3), ("alibi_slopes", torch.ones(HEADS)), ("seqused_k", torch.ones(2))):
+        with pytest.raises(cute_attn.NotSupported, match=name):
+            aten._flash_attention_forward(*dense, **{name: value})
+    out, lse, *_, seed, offset, _ = flash(q, k, v)
+    backward = aten._scaled_dot_product_flash_attention_backward
+    with pytest.raises(cute_attn.NotSupported, match="the backward pass"):
+        backward(out, q, k, v, out, lse, seed, seed, 5, 9, 0.0, False, seed, offset)
+
+
+def replaced() -> set[str]:
+    """The operators that have a kernel for CUDA; this torch has none of its own without a GPU build."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return {name for name in sdpa.OVERRIDES if hasattr(aten, name) and has_kernel(f"aten::{name}", "CUDA")}
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA kernels of its own")
+@pytest.mark.parametrize("has_registry", [True, False])
+def test_activate_and_deactivate(has_registry: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn import attention
+
+    if not has_registry:  # an older torch
+        monkeypatch.delattr(attention, "restore_flash_attention_impl", raising=False)
+    before = replaced()
+    for _ in range(2):
+        sdpa.activate()
+        sdpa.activate()
+        assert sdpa.is_active()
+        assert replaced() == {name for name in sdpa.OVERRIDES if hasattr(aten, name)}
+        sdpa.deactivate()
+        sdpa.deactivate()
+        assert not sdpa.is_active()
+        assert replaced() == before
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.nn.attention, "restore_flash_attention_impl"), reason="this torch has no registry"
+)
+def test_torch_knows_the_name() -> None:
+    from torch.nn import attention
+
+    assert sdpa.NAME in attention.list_flash_attention_impls()
+    attention.activate_flash_attention_impl("cute_attn")
+    assert attention.current_flash_attention_impl() == "cute_attn"
+    assert sdpa.is_active()
+    attention.restore_flash_attention_impl()
+    assert not sdpa.is_active()
