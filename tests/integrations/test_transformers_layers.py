@@ -237,8 +237,9 @@ def test_register_refuses_bad_names_and_old_releases(monkeypatch):
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("padding", [None, padded(40, (7, 40), (0, 40))])
-@pytest.mark.parametrize("q_len", [1, 33])
+@pytest.mark.parametrize(
+    ("q_len", "padding"), [(1, None), (1, padded(40, (7, 40), (0, 40))), (33, padded(40, (7, 40), (0, 40)))]
+)
 def test_kernels_read_caches_in_place(q_len, padding, monkeypatch):
     """Hopper's kernels on the emulator: a page per request, and pages of one token, in a static cache of 48 tokens."""
     monkeypatch.setattr(plans, "_plans", plans.Plans())

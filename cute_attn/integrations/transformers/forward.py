@@ -209,7 +209,7 @@ def run_decode(operands: Operands, lengths: torch.Tensor, tables: torch.Tensor) 
 @functools.lru_cache(16)
 def _no_workspace(device: torch.device) -> torch.Tensor:
     """Return a workspace too small for any launch, which then takes memory of its own stream, or of its graph."""
-    return torch.empty(16, dtype=torch.uint8, device=device)
+    return torch.zeros(16, dtype=torch.uint8, device=device)
 
 
 def _planned_decode(operands: Operands, mask: torch.Tensor) -> Rows | torch.Tensor:

@@ -128,8 +128,8 @@ def _decode_lengths(pattern: Pattern, extent: Extent, kept: torch.Tensor | None)
     if extent.chunked(pattern) or 0 < pattern.window < extent.kv_len or pattern.segment_ids is not None:
         return None
     if pattern.causal:
-        stop = torch.as_tensor(extent.q_offset, device=extent.device) - extent.kv_offset + 1
-        stop = stop.clamp(max=extent.kv_len).expand(extent.batch_size)
+        stop = torch.full((extent.batch_size,), 1 - extent.kv_offset, device=extent.device) + extent.q_offset
+        stop = stop.clamp(max=extent.kv_len)
     else:
         stop = torch.full((extent.batch_size,), extent.kv_len, device=extent.device)
     if kept is None:
