@@ -140,7 +140,9 @@ def test_decode_of_a_static_cache_makes_no_plan_and_copies_nothing(planned, monk
         for more in (10, 11):
             padding = tiny.left_padding(ids.repeat(1, 2)[:, :more], 2, 4)
             model(ids[:, :1], past_key_values=cache, attention_mask=padding)
-    own = [[layer.keys.untyped_storage().data_ptr(), layer.values.untyped_storage().data_ptr()] for layer in cache.layers]
+    own = [
+        [layer.keys.untyped_storage().data_ptr(), layer.values.untyped_storage().data_ptr()] for layer in cache.layers
+    ]
     assert seen == own * 2
     assert len(planned) == 1
 
