@@ -261,7 +261,8 @@ def run_family(label: str, device: torch.device, sizes: Sizes, rounds: int) -> d
         if name in excluded:
             _say(f"{label}: {name}: {excluded[name]}")
             continue
-        speeds = row["speed"][name] = {}
+        speeds: dict[str, float] = {}
+        row["speed"][name] = speeds
         try:
             speeds |= prefill_speeds(model, name, sizes, rounds)
             cache = cache or filled_cache(model, sizes, rounds)

@@ -4,7 +4,7 @@ Models, `generate` and compiled graphs pass masks on as 4-D tensors and do not l
 is in the tensor's values. Three kinds, told apart by dtype and shape:
 
 - `Rows`: int32 `[1, 1, 1 + n, 5]` on the CPU. Runs of query rows, each over a range of keys; lengths for a plan.
-- `Decode`: int32 `[1, 1, 1, batch * (1 + width)]` on the model's device. One query token per request: its number of
+- `Decode`: int32 `[batch * (1 + width), 1, 1, 1]` on the model's device. One query token per request: its number of
   visible keys, then with width > 1 their indices, with width 1 the request's number: it sees the first keys.
 - an exact mask, boolean or additive, `[batch or 1, 1, q_len, kv_len]`.
 """
@@ -20,6 +20,7 @@ from cute_attn.errors import ArgumentError
 
 FIELDS = 5
 MEMO = "_cute_attn"  # attribute of a mask: its version, and what the first layer of a forward pass computed from it
+MARK = -0x5EE  # of a `Rows`, in a place where an integer mask of a caller has 0 or 1
 HIDDEN = -1e4  # transformers adds the dtype's least number, -65504 in float16
 
 
@@ -48,13 +49,15 @@ class Rows(NamedTuple):
 
     def pack(self) -> torch.Tensor:
         """Return the descriptor."""
-        head = (int(self.causal), self.window_left, 0, 0, 0)
+        head = (int(self.causal), self.window_left, 0, 0, MARK)
         return torch.tensor([head, *self.runs], dtype=torch.int32).view(1, 1, -1, FIELDS)
 
     @classmethod
     def unpack(cls, mask: torch.Tensor) -> Rows:
         """Return what `pack` was given."""
         head, *runs = mask[0, 0].tolist()
+        if head[4] != MARK:
+            raise ArgumentError("attention_mask of dtype int32 must be one that cute_attn made: pass a boolean mask")
         return cls(bool(head[0]), head[1], tuple(map(Run._make, runs)))
 
 
@@ -66,18 +69,18 @@ def whole(batch_size: int, q_len: int, kv_lens: Sequence[int], causal: bool, win
 
 def is_rows(mask: torch.Tensor) -> bool:
     """Tell whether a mask describes runs of query rows."""
-    return mask.dtype == torch.int32 and mask.shape[2] > 1
+    return mask.dtype == torch.int32 and mask.shape[:2] == (1, 1) and mask.shape[2] > 1 and mask.shape[3] == FIELDS
 
 
 def is_decode(mask: torch.Tensor) -> bool:
     """Tell whether a mask describes one query token per request."""
-    return mask.dtype == torch.int32 and mask.shape[2] == 1
+    return mask.dtype == torch.int32 and mask.shape[0] > 1 and mask.shape[1:] == (1, 1, 1)
 
 
 def decode_of_lengths(kv_lens: torch.Tensor) -> torch.Tensor:
     """Return the descriptor of requests that see their first `kv_lens` `[batch]` keys."""
     requests = torch.arange(kv_lens.shape[0], dtype=torch.int32, device=kv_lens.device)
-    return torch.cat((kv_lens.to(torch.int32), requests)).view(1, 1, 1, -1)
+    return torch.cat((kv_lens.to(torch.int32), requests)).view(-1, 1, 1, 1)
 
 
 def decode_of_mask(mask: torch.Tensor) -> torch.Tensor:
@@ -91,7 +94,7 @@ def decode_of_mask(mask: torch.Tensor) -> torch.Tensor:
     table = table.scatter(
         1, torch.where(mask, places - 1, kv_len), indices
     )  # hidden keys go to the column past the end
-    return torch.cat((places[:, -1].to(torch.int32), table[:, :-1].reshape(-1))).view(1, 1, 1, -1)
+    return torch.cat((places[:, -1].to(torch.int32), table[:, :-1].reshape(-1))).view(-1, 1, 1, 1)
 
 
 def split_decode(mask: torch.Tensor, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:

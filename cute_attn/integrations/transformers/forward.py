@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
@@ -86,7 +87,8 @@ def attention(
         return ops.traced(operands, attention_mask, causal, window_left), None
     if packed is not None and (attention_mask is None or descriptors.is_rows(attention_mask)):
         if attention_mask is not None:
-            causal, window_left, _ = Rows.unpack(attention_mask)
+            given = attention_mask
+            causal, window_left, _ = _kept(given, "rows", True, lambda: Rows.unpack(given))
         rows = _kept(packed, (causal, window_left), True, lambda: _packed(operands, packed, causal, window_left))
         return plans.run_rows(operands, rows), None
     return run(operands, attention_mask, causal, window_left), None
@@ -103,7 +105,8 @@ def run(
     if mask is None:
         return _run_unmasked(operands, causal, window_left)
     if descriptors.is_rows(mask):
-        rows = _kept(mask, "rows", keep, lambda: Rows.unpack(mask))
+        packed = mask
+        rows = _kept(packed, "rows", keep, lambda: Rows.unpack(packed))
         _check_extent(rows, operands)
         return plans.run_rows(operands, rows)
     if not descriptors.is_decode(mask):
@@ -142,7 +145,7 @@ def _packed(operands: Operands, cu_seq_lens: torch.Tensor, causal: bool, window_
             f"cu_seq_lens_q must go from 0 to the tokens of one row, {q_len}, without cached keys, got {bounds} for "
             f"query {list(operands.q.shape)} and key {list(operands.k.shape)}"
         )
-    runs = (Run(a, b - a, 0, a, b - a) for a, b in zip(bounds, bounds[1:], strict=False))
+    runs = (Run(a, b - a, 0, a, b - a) for a, b in itertools.pairwise(bounds))
     return Rows(causal, window_left, tuple(runs))
 
 
@@ -237,7 +240,7 @@ def _kept(tensor: torch.Tensor, key: Hashable, keep: bool, make: Callable[[], T]
 
     Inference tensors do not count their changes: of them only those keep anything that the mask function has marked.
     """
-    memo = getattr(tensor, descriptors.MEMO, None)
+    memo: tuple[int, dict[Hashable, Any]] | None = getattr(tensor, descriptors.MEMO, None)
     version = 0 if tensor.is_inference() else tensor._version
     if not keep or (memo is None and tensor.is_inference()):
         return make()

@@ -14,11 +14,11 @@ from cute_attn.integrations.transformers.patterns import Pattern
 
 
 class Padding(NamedTuple):
-    """Keys of each request that a 2-D attention mask keeps: `first:stop`, without gaps if `count` says so."""
+    """Keys of each request that a 2-D attention mask keeps: `first:stop`, without gaps if they are `kept` in number."""
 
     first: torch.Tensor
     stop: torch.Tensor
-    count: torch.Tensor
+    kept: torch.Tensor
 
     @classmethod
     def of(cls, kept: torch.Tensor) -> Padding:
@@ -66,7 +66,7 @@ def attention_mask(
     options.pop("allow_is_bidirectional_skip", None)
 
     def exact() -> torch.Tensor:
-        mask: torch.Tensor = masking_utils.sdpa_mask(
+        mask: torch.Tensor | None = masking_utils.sdpa_mask(
             batch_size=batch_size,
             kv_length=kv_length,
             kv_offset=kv_offset,
@@ -78,6 +78,7 @@ def attention_mask(
             **asked,
             **options,
         )
+        assert mask is not None  # no skip is allowed
         return mask
 
     extent = Extent(batch_size, q_length, kv_length, q_offset, kv_offset, torch.device(device))
@@ -135,7 +136,7 @@ def _decode_lengths(pattern: Pattern, extent: Extent, kept: torch.Tensor | None)
     if kept is None:
         return stop
     padding = Padding.of(kept)
-    if not bool(((padding.first == 0) & (padding.count == padding.stop)).all()):  # the one synchronisation
+    if not bool(((padding.first == 0) & (padding.kept == padding.stop)).all()):  # the one synchronisation
         return None
     return torch.minimum(stop, padding.stop)
 

@@ -14,7 +14,7 @@ import torch
 
 
 class TokenPages(NamedTuple):
-    """k and v as pages of one token `[pages, kv_heads, 1, head_dim]`: token s of request b is page b*request + s*token."""
+    """k and v as `[pages, kv_heads, 1, head_dim]`: token s of request b is page b * request + s * token."""
 
     k: torch.Tensor
     v: torch.Tensor

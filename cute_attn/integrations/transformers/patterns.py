@@ -1,7 +1,7 @@
 """Which tokens see which, read from the mask functions that transformers builds, without making a mask of them.
 
-transformers describes a mask by nested closures: `and_masks(sliding_window_overlay(w), causal_mask_function)`. A closure
-is recognised by comparing its code objects with those of a template that transformers makes here, and a template counts
+transformers describes a mask by nested closures: `and_masks(sliding_window_overlay(w), causal_mask_function)`. They are
+recognised by comparing their code objects with those of a template that transformers makes here, and a template counts
 only where its values on a small grid are the ones that `Pattern` stands for. What is not recognised, because a model
 adds something or because another release builds masks differently, is computed from the exact boolean mask.
 """
@@ -77,10 +77,15 @@ def _same(value: Any, template: Any, found: dict[str, Any], name: str = "") -> b
     if not callable(template):
         found[name] = value
         return type(value) is type(template)
-    code = getattr(template, "__code__", None)
+    code: Any = getattr(template, "__code__", None)
     if code is None or getattr(value, "__code__", None) is not code:
         return False
-    cells = zip(code.co_freevars, value.__closure__ or (), template.__closure__ or (), strict=True)
+    cells = zip(
+        getattr(code, "co_freevars", ()),
+        getattr(value, "__closure__", None) or (),
+        getattr(template, "__closure__", None) or (),
+        strict=True,
+    )
     return all(_same(cell.cell_contents, other.cell_contents, found, name) for name, cell, other in cells)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -143,9 +143,18 @@ class Operands(NamedTuple):
         device = self.q.device
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         return Structure(
-            *(device, stream, self.backend),
-            *(self.q.shape[1], self.k.shape[1], self.q.shape[3], self.v.shape[3], self.q.dtype),
-            *(causal, window_left, self.soft_cap, masked),
+            device=device,
+            stream=stream,
+            backend=self.backend,
+            num_qo_heads=self.q.shape[1],
+            num_kv_heads=self.k.shape[1],
+            head_dim_qk=self.q.shape[3],
+            head_dim_vo=self.v.shape[3],
+            dtype=self.q.dtype,
+            causal=causal,
+            window_left=window_left,
+            logits_soft_cap=self.soft_cap,
+            masked=masked,
         )
 
     def run(self, session: Session, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
