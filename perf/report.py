@@ -148,6 +148,22 @@ def append_tables(record: Record) -> list[str]:
     return [table(("us", *names), lines), *([reasons] if reasons else [])]
 
 
+def transformers_tables(record: Record) -> list[str]:
+    """Returns tokens/s per model and shape, then errors of logits, then why results are missing."""
+    rows = record["transformers"]
+    names = list(dict.fromkeys(name for row in rows for name in (*row["speed"], *row["error"])))
+    speeds = [
+        [row["name"], key, *(f"{of[key]:.0f}" if key in of else "-" for of in (row["speed"].get(n, {}) for n in names))]
+        for row in rows
+        for key in dict.fromkeys(key for of in row["speed"].values() for key in of)
+    ]
+    off = [[row["name"], *(f"{row['error'][n]:.1e}" if n in row["error"] else "-" for n in names)] for row in rows]
+    missing = [f"- {row['name']}, {name}: {why}" for row in rows for name, why in row["reasons"].items()]
+    missing += [f"- {name}: {why}" for name, why in record["failed_rows"].items()]
+    tables = [table(["model", "tokens/s", *names], speeds), table(["error of logits against fp32", *names], off)]
+    return [*tables, "\n".join(missing)] if missing else tables
+
+
 def makespan_table(record: Record) -> str:
     """Returns the table of ratios of makespans over random batches, by phase."""
     lines = [
@@ -178,6 +194,7 @@ TABLES: dict[str, Callable[[Record], list[str]]] = {  # by a key that only recor
     "search": search_tables,
     "overhead": overhead_tables,
     "append": append_tables,
+    "transformers": transformers_tables,
 }
 
 

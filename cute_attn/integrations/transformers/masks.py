@@ -1,0 +1,190 @@
+"""The mask function: called once per layer type and forward pass, it describes what the layers of that type see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from transformers import masking_utils
+
+from cute_attn.integrations.transformers import descriptors, patterns
+from cute_attn.integrations.transformers.descriptors import Rows, Run
+from cute_attn.integrations.transformers.patterns import Pattern
+
+
+class Padding(NamedTuple):
+    """Keys of each request that a 2-D attention mask keeps: `first:stop`, without gaps if they are `kept` in number."""
+
+    first: torch.Tensor
+    stop: torch.Tensor
+    kept: torch.Tensor
+
+    @classmethod
+    def of(cls, kept: torch.Tensor) -> Padding:
+        """Reduce a boolean `[batch, kv_len]`."""
+        indices = torch.arange(kept.shape[1], device=kept.device)
+        first = torch.where(kept, indices, kept.shape[1]).amin(1)
+        stop = torch.where(kept, indices + 1, 0).amax(1)
+        return cls(torch.minimum(first, stop), stop, kept.sum(1))
+
+
+def attention_mask(
+    batch_size: int,
+    kv_length: int,
+    q_length: int | None = None,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    device: torch.device | str | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Describe which keys the queries of a forward pass see, in one of the forms of `descriptors`.
+
+    Called by transformers. Costs one synchronisation where there is a 2-D attention mask or a static cache, as `sdpa`'s
+    mask does, and none while a graph is traced.
+
+    Parameters
+    ----------
+    batch_size, q_length, kv_length : sizes of the attention; kv_length is that of the keys a layer gets.
+    q_offset, kv_offset : positions of the first query and of the first key; q_offset is a tensor with static caches.
+    mask_function : transformers' function of (batch, head, query, key) indices.
+    attention_mask : boolean `[batch_size, seen tokens]` or None.
+    device : of the model's inputs.
+    options : further arguments of transformers' own mask functions.
+    """
+    positions = options.pop("cache_position", None)  # transformers before q_length and q_offset
+    asked: dict[str, Any] = {"q_length": q_length, "q_offset": q_offset}
+    if q_length is None and positions is not None:
+        q_length, q_offset = len(positions), positions[0]
+        asked, device = {"cache_position": positions}, positions.device
+    assert q_length is not None
+    if device is None:
+        device = attention_mask.device if attention_mask is not None else "cpu"
+    options.pop("allow_is_causal_skip", None)
+    options.pop("allow_is_bidirectional_skip", None)
+
+    def exact() -> torch.Tensor:
+        mask: torch.Tensor | None = masking_utils.sdpa_mask(
+            batch_size=batch_size,
+            kv_length=kv_length,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False,
+            device=device,
+            **asked,
+            **options,
+        )
+        assert mask is not None  # no skip is allowed
+        return mask
+
+    extent = Extent(batch_size, q_length, kv_length, q_offset, kv_offset, torch.device(device))
+    kept = None if attention_mask is None else _local(attention_mask, kv_length, kv_offset)
+    if torch.compiler.is_compiling():
+        plain = mask_function is masking_utils.causal_mask_function and q_length == 1 and kept is None
+        return _described(Pattern(True) if plain else None, extent, kept, exact)
+    return descriptors.marked(_described(patterns.recognise(mask_function), extent, kept, exact))
+
+
+class Extent(NamedTuple):
+    """Sizes and positions of an attention."""
+
+    batch_size: int
+    q_len: int
+    kv_len: int
+    q_offset: int | torch.Tensor
+    kv_offset: int
+    device: torch.device
+
+    def chunked(self, pattern: Pattern) -> bool:
+        """Tell whether keys lie before the chunk of a query. Left padding only moves chunks further."""
+        return pattern.chunk > 0 and self.kv_offset + self.kv_len > pattern.chunk
+
+
+def _described(
+    pattern: Pattern | None, extent: Extent, kept: torch.Tensor | None, exact: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    """Return the shortest description of a mask. `kept`: keys that are not padding; `exact` makes the boolean mask."""
+    if extent.q_len == 1:
+        lengths = None if pattern is None else _decode_lengths(pattern, extent, kept)
+        if lengths is not None:
+            return descriptors.decode_of_lengths(lengths)
+        return descriptors.decode_of_mask(exact()[:, 0, 0, :].expand(extent.batch_size, -1))
+    rows = None if pattern is None else _rows(pattern, extent, kept)
+    return exact() if rows is None else rows.pack()
+
+
+def _local(attention_mask: torch.Tensor, kv_len: int, kv_offset: int) -> torch.Tensor:
+    """Return the columns of a 2-D mask that belong to the keys; tokens past its end are hidden."""
+    kept = attention_mask[:, kv_offset : kv_offset + kv_len].bool()
+    missing = kv_len - kept.shape[1]
+    return torch.nn.functional.pad(kept, (0, missing)) if missing > 0 else kept
+
+
+def _decode_lengths(pattern: Pattern, extent: Extent, kept: torch.Tensor | None) -> torch.Tensor | None:
+    """Return how many of its first keys each request sees; None where that does not say it."""
+    if extent.chunked(pattern) or 0 < pattern.window < extent.kv_len or pattern.segment_ids is not None:
+        return None
+    if pattern.causal:
+        stop = torch.full((extent.batch_size,), 1 - extent.kv_offset, device=extent.device) + extent.q_offset
+        stop = stop.clamp(max=extent.kv_len)
+    else:
+        stop = torch.full((extent.batch_size,), extent.kv_len, device=extent.device)
+    if kept is None:
+        return stop
+    padding = Padding.of(kept)
+    if not bool(((padding.first == 0) & (padding.kept == padding.stop)).all()):  # the one synchronisation
+        return None
+    return torch.minimum(stop, padding.stop)
+
+
+def _rows(pattern: Pattern, extent: Extent, kept: torch.Tensor | None) -> Rows | None:
+    """Return the runs of query rows; None where only the exact mask describes what they see."""
+    if extent.chunked(pattern):
+        return None
+    window_left = pattern.window - 1 if pattern.window else -1
+    if pattern.segment_ids is not None:
+        return None if kept is not None else _packed(pattern.segment_ids, extent, pattern.causal, window_left)
+    batch_size, q_len, kv_len = extent.batch_size, extent.q_len, extent.kv_len
+    ranges = [(0, kv_len)] * batch_size
+    if kept is not None:
+        padding = Padding.of(kept)
+        columns = torch.stack(padding, 1).tolist()
+        if any(count != stop - first for first, stop, count in columns):
+            return None
+        ranges = [(first, stop) for first, stop, _ in columns]
+    if not pattern.causal:
+        runs = [Run(b * q_len, q_len, b, first, stop - first) for b, (first, stop) in enumerate(ranges)]
+        return Rows(False, -1, tuple(runs))
+    offset = int(extent.q_offset) - extent.kv_offset
+    causal: list[Run] = []
+    for b, (first, stop) in enumerate(ranges):
+        causal += _causal_runs(b, b * q_len, q_len, offset, first, min(stop, offset + q_len))
+    return Rows(True, window_left, tuple(causal))
+
+
+def _causal_runs(request: int, q_start: int, q_len: int, offset: int, first: int, stop: int) -> list[Run]:
+    """Return the runs of a request whose query i has position offset + i, over keys first:stop.
+
+    Queries at or past `stop` are padding on the right; they see nothing, and their output is zero.
+    """
+    live = min(max(stop - offset, 0), q_len)
+    runs = [Run(q_start, live, request, first, max(stop - first, 0))] if live else []
+    if live < q_len:
+        runs.append(Run(q_start + live, q_len - live, request, 0, 0))
+    return runs
+
+
+def _packed(segment_ids: torch.Tensor, extent: Extent, causal: bool, window_left: int) -> Rows | None:
+    """Return a run per segment of each batch row. Packing has no cache: queries and keys are the same tokens."""
+    if extent.q_len != extent.kv_len or not causal or tuple(segment_ids.shape) != (extent.batch_size, extent.q_len):
+        return None
+    runs = []
+    for b, ids in enumerate(segment_ids.tolist()):
+        starts = [0] + [i for i in range(1, len(ids)) if ids[i] != ids[i - 1]]
+        for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
+            runs.append(Run(b * extent.q_len + start, stop - start, b, start, stop - start))
+    return Rows(True, window_left, tuple(runs))

@@ -1,0 +1,74 @@
+"""Custom ops, so that a layer is one node of a graph that torch.compile traces.
+
+`decode` reads lengths and pages on the device and may be captured in a CUDA graph. `planned` reads them on the host, in
+every layer; inductor leaves it out of CUDA graphs (from torch 2.9 on: the tag `cudagraph_unsafe`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cute_attn.integrations.transformers import checks, descriptors, forward
+from cute_attn.integrations.transformers.plans import Operands
+
+NAMESPACE = "cute_attn_transformers"
+UNSAFE = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None)
+
+
+def _decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: torch.Tensor,
+    tables: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    backend: str,
+) -> torch.Tensor:
+    """Run one query token per request: `forward.run_decode`."""
+    return forward.run_decode(Operands(q, k, v, sinks, scale, 0.0, backend), lengths, tables)
+
+
+def _planned(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scale: float,
+    soft_cap: float,
+    causal: bool,
+    window_left: int,
+    backend: str,
+) -> torch.Tensor:
+    """Run any layer: `forward.run`. A graph may reuse the memory of its masks, so that nothing is kept on them."""
+    operands = Operands(q, k, v, sinks, scale, soft_cap, backend)
+    return forward.run(operands, mask, causal, window_left, keep=False)
+
+
+def _output(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
+    """Return what a layer allocates: `[batch, q_len, heads, head_dim_vo]`, without gaps."""
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+
+for _name, _function, _tags in (("decode", _decode, ()), ("planned", _planned, UNSAFE)):
+    _op = f"{NAMESPACE}::{_name}"
+    torch.library.define(_op, torch.library.infer_schema(_function, mutates_args=()), tags=_tags)
+    torch.library.impl(_op, "CompositeExplicitAutograd", _function)
+    torch.library.register_fake(_op, _output)
+_ops = getattr(torch.ops, NAMESPACE)
+
+
+def traced(operands: Operands, mask: torch.Tensor | None, causal: bool, window_left: int) -> torch.Tensor:
+    """Return the node of a layer."""
+    q, k, v, sinks, scale, soft_cap, backend = operands
+    if mask is not None and q.shape[2] == 1 and forward.runs_on_xqa(operands):
+        if mask.dtype == torch.bool:
+            checks.check_mask(mask, q, k)
+            mask = forward.as_decode(mask, q.shape[0])
+        if descriptors.is_decode(mask):
+            lengths, tables = forward.decode_tables(operands, mask)
+            out: torch.Tensor = _ops.decode(q, k, v, lengths, tables, sinks, scale, backend)
+            return out
+    out = _ops.planned(q, k, v, mask, sinks, scale, soft_cap, causal, window_left, backend)
+    return out

@@ -1,0 +1,131 @@
+"""Which tokens see which, read from the mask functions that transformers builds, without making a mask of them.
+
+transformers describes a mask by nested closures: `and_masks(sliding_window_overlay(w), causal_mask_function)`. They are
+recognised by comparing their code objects with those of a template that transformers makes here, and a template counts
+only where its values on a small grid are the ones that `Pattern` stands for. What is not recognised, because a model
+adds something or because another release builds masks differently, is computed from the exact boolean mask.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from transformers import masking_utils
+
+GRID = 8  # tokens of the masks that templates are tested on
+SIZE = 3  # their window or chunk
+
+
+class Pattern(NamedTuple):
+    """Key j is seen from position i if j <= i (causal), j > i - window and j // chunk == i // chunk; 0: no limit."""
+
+    causal: bool
+    window: int = 0
+    chunk: int = 0
+    segment_ids: torch.Tensor | None = None  # [batch, tokens]; positions count within a segment, which sees only itself
+
+
+class _Any:
+    """A placeholder in a template for a function that is recognised on its own."""
+
+    def __call__(self, *_: Any) -> Any:
+        raise AssertionError("a placeholder is not called")
+
+
+class Template(NamedTuple):
+    """A mask function whose parameters are to be found in another one of the same code."""
+
+    function: Callable[..., Any]
+    size: str  # the name of the window or chunk among the parameters
+    kind: str  # the field of `Pattern` that it fills
+
+
+def recognise(function: Callable[..., Any]) -> Pattern | None:
+    """Return the pattern of a mask function; None: it has to be evaluated."""
+    if function is masking_utils.causal_mask_function:
+        return Pattern(True)
+    if function is masking_utils.bidirectional_mask_function:
+        return Pattern(False)
+    for template in _templates():
+        found: dict[str, Any] = {}
+        if _same(function, template.function, found) and isinstance(found.get(template.size), int):
+            return Pattern(True)._replace(**{template.kind: found[template.size]})
+    packed = _packed_template()
+    found = {}
+    if packed is not None and _same(function, packed, found):
+        inner = recognise(found["mask_function"])
+        ids = found.get("packed_sequence_mask")
+        if inner is not None and inner.segment_ids is None and isinstance(ids, torch.Tensor):
+            return inner._replace(segment_ids=ids)
+    return None
+
+
+def _same(value: Any, template: Any, found: dict[str, Any], name: str = "") -> bool:
+    """Compare a mask function with a template by code; put what their cells hold otherwise into `found`."""
+    if isinstance(template, _Any):
+        found[name] = value
+        return callable(value)
+    if isinstance(template, tuple):
+        return (
+            isinstance(value, tuple)
+            and len(value) == len(template)
+            and all(_same(a, b, found, name) for a, b in zip(value, template, strict=True))
+        )
+    if not callable(template):
+        found[name] = value
+        return type(value) is type(template)
+    code: Any = getattr(template, "__code__", None)
+    if code is None or getattr(value, "__code__", None) is not code:
+        return False
+    cells = zip(
+        getattr(code, "co_freevars", ()),
+        getattr(value, "__closure__", None) or (),
+        getattr(template, "__closure__", None) or (),
+        strict=True,
+    )
+    return all(_same(cell.cell_contents, other.cell_contents, found, name) for name, cell, other in cells)
+
+
+@functools.cache
+def _templates() -> tuple[Template, ...]:
+    i, j = torch.arange(GRID)[:, None], torch.arange(GRID)[None, :]
+    causal = j <= i
+    made = (
+        ("sliding_window_causal_mask_function", (), "sliding_window", "window", causal & (j > i - SIZE)),
+        (
+            "chunked_causal_mask_function",
+            (torch.zeros(1, dtype=torch.long),),
+            "chunk_size",
+            "chunk",
+            causal & (i // SIZE == j // SIZE),
+        ),
+    )
+    templates = []
+    for name, more, size, kind, expected in made:
+        try:
+            function = getattr(masking_utils, name)(SIZE, *more)
+            values = function(torch.zeros(1, 1, dtype=torch.long), 0, i, j)
+            as_expected = torch.equal(values.expand(GRID, GRID), expected)
+        except (AttributeError, TypeError):  # another release of transformers
+            continue
+        if as_expected:
+            templates.append(Template(function, size, kind))
+    return tuple(templates)
+
+
+@functools.cache
+def _packed_template() -> Callable[..., Any] | None:
+    ids = torch.tensor([[0, 0, 1, 1]])
+    positions = torch.tensor([[0, 1, 0, 1]])
+    i, j = torch.arange(4)[:, None], torch.arange(4)[None, :]
+    make = getattr(masking_utils, "packed_sequence_compatibility_function", None)
+    if make is None:
+        return None
+    values = make(masking_utils.causal_mask_function, positions, ids)(torch.zeros(1, 1, dtype=torch.long), 0, i, j)
+    if not torch.equal(values, (j <= i) & (ids[0][:, None] == ids[0])):
+        return None
+    function: Callable[..., Any] = make(_Any(), positions, ids)
+    return function

@@ -1,0 +1,233 @@
+"""Plans of batch wrappers that the layers of a forward pass share.
+
+A plan is looked up by what it depends on: the runs of query rows (or the mask), and the structure of the layer's
+tensors. The first layer of a type makes it, the others find it; so does the next forward pass of the same lengths.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from cute_attn.integrations.transformers import descriptors
+from cute_attn.integrations.transformers.descriptors import Rows
+from cute_attn.integrations.transformers.pages import TokenPages, token_pages
+from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
+
+WORKSPACE_BYTES = 128 << 20  # enough for every plan without `fixed_split_size`
+MAX_STRUCTURES = 32
+PLANS_PER_STRUCTURE = 2  # encoder and decoder, or two models, may differ in lengths only
+
+
+class Structure(NamedTuple):
+    """What a plan depends on besides lengths and masks."""
+
+    device: torch.device
+    stream: int
+    backend: str
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
+    dtype: torch.dtype
+    causal: bool
+    window_left: int
+    logits_soft_cap: float
+    masked: bool
+
+
+class Content(NamedTuple):
+    """What else it depends on. `identity` stands for the runs, or for a mask."""
+
+    identity: Hashable
+    page_size: int
+    numbering: tuple[int, int]  # of pages of one token
+
+
+class Session:
+    """A wrapper and what it is planned for."""
+
+    def __init__(self, workspace: torch.Tensor, backend: str) -> None:
+        self.wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=backend)
+        self.content: Content | None = None
+
+
+class Lengths(NamedTuple):
+    """The index arrays of a plan; the numbers of pages on the CPU, in int32."""
+
+    qo_indptr: np.ndarray
+    kv_indptr: np.ndarray
+    kv_indices: np.ndarray
+    last_page_len: np.ndarray
+
+
+def whole_pages(rows: Rows) -> bool:
+    """Tell whether every run sees the first keys of its request."""
+    return all(run.kv_start == 0 for run in rows.runs)
+
+
+def lengths_of_pages(rows: Rows) -> Lengths:
+    """Return the arrays of a batch in which a request's keys are one page."""
+    q_len, request, kv_len = (np.array([getattr(r, f) for r in rows.runs]) for f in ("q_len", "request", "kv_len"))
+    live = kv_len > 0
+    return Lengths(_bounds(q_len), _bounds(live), request[live], np.maximum(kv_len, 1))
+
+
+def lengths_of_tokens(rows: Rows, pages: TokenPages) -> Lengths:
+    """Return the arrays of a batch in which every key is a page."""
+    q_len, kv_len = (np.array([getattr(r, f) for r in rows.runs]) for f in ("q_len", "kv_len"))
+    indices = [
+        r.request * pages.request + np.arange(r.kv_start, r.kv_start + r.kv_len) * pages.token for r in rows.runs
+    ]
+    return Lengths(_bounds(q_len), _bounds(kv_len), np.concatenate(indices), np.ones(len(rows.runs), np.int64))
+
+
+def _bounds(counts: np.ndarray) -> np.ndarray:
+    return np.concatenate(([0], np.cumsum(counts)))
+
+
+class Plans:
+    """Planned wrappers, the least recently used of which are planned again. One thread at a time uses them."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.sessions: OrderedDict[Structure, list[Session]] = OrderedDict()
+        self.workspaces: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+    def session(self, structure: Structure, content: Content) -> Session:
+        """Return the session planned for `content`, or the least recently used one, whose `content` is then None."""
+        sessions = self.sessions.setdefault(structure, [])
+        self.sessions.move_to_end(structure)
+        if len(self.sessions) > MAX_STRUCTURES:
+            self.sessions.popitem(last=False)
+        for i, session in enumerate(sessions):
+            if session.content == content:
+                sessions.append(sessions.pop(i))
+                return session
+        if len(sessions) < PLANS_PER_STRUCTURE:
+            sessions.append(Session(self._workspace(structure), structure.backend))
+        else:
+            sessions.append(sessions.pop(0))
+        sessions[-1].content = None
+        return sessions[-1]
+
+    def _workspace(self, structure: Structure) -> torch.Tensor:
+        """Return the partial results' memory of a stream: its launches run one after the other."""
+        place = structure.device, structure.stream
+        if place not in self.workspaces:
+            self.workspaces[place] = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=structure.device)
+        return self.workspaces[place]
+
+
+_plans = Plans()
+
+
+class Operands(NamedTuple):
+    """The tensors of a layer as transformers gives them, and its options."""
+
+    q: torch.Tensor  # [batch, heads, q_len, head_dim]
+    k: torch.Tensor  # [batch, kv_heads, kv_len, head_dim]
+    v: torch.Tensor
+    sinks: torch.Tensor | None
+    scale: float
+    soft_cap: float
+    backend: str
+
+    def structure(self, causal: bool, window_left: int, masked: bool) -> Structure:
+        """Return what a plan for them depends on."""
+        device = self.q.device
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        return Structure(
+            device=device,
+            stream=stream,
+            backend=self.backend,
+            num_qo_heads=self.q.shape[1],
+            num_kv_heads=self.k.shape[1],
+            head_dim_qk=self.q.shape[3],
+            head_dim_vo=self.v.shape[3],
+            dtype=self.q.dtype,
+            causal=causal,
+            window_left=window_left,
+            logits_soft_cap=self.soft_cap,
+            masked=masked,
+        )
+
+    def run(self, session: Session, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Run a planned wrapper; returns `[batch, q_len, heads, head_dim]`."""
+        batch, heads, q_len, width = self.q.shape
+        query = self.q.transpose(1, 2).reshape(batch * q_len, heads, width)
+        out = session.wrapper.run(query, (k, v), q_scale=self.scale, sinks=self.sinks)
+        assert isinstance(out, torch.Tensor)
+        return out.view(batch, q_len, heads, -1)
+
+
+def run_rows(operands: Operands, rows: Rows) -> torch.Tensor:
+    """Compute runs of query rows over ranges of keys."""
+    k, v = operands.k, operands.v
+    whole, page_size, numbers = whole_pages(rows), k.shape[2], (0, 0)
+    if not whole:
+        pages = token_pages(k, v)
+        k, v, page_size, numbers = pages.k, pages.v, 1, (pages.request, pages.token)
+    structure = operands.structure(rows.causal, rows.window_left, masked=False)
+    with _plans.lock:
+        content = Content(rows.runs, page_size, numbers)
+        session = _plans.session(structure, content)
+        if session.content is None:
+            lengths = lengths_of_pages(rows) if whole else lengths_of_tokens(rows, pages)
+            _plan(session, structure, lengths, page_size)
+            session.content = content
+        return operands.run(session, k, v)
+
+
+def run_mask(operands: Operands, mask: torch.Tensor, identity: Hashable) -> torch.Tensor:
+    """Compute attention under a boolean mask `[batch or 1, 1, q_len, kv_len]`.
+
+    `identity`: a hashable that stands for the mask's values; None plans anew.
+    """
+    k, v = operands.k, operands.v
+    batch, _, q_len, _ = operands.q.shape
+    page_size = k.shape[2]
+    structure = operands.structure(causal=False, window_left=-1, masked=True)
+    with _plans.lock:
+        content = Content(identity, page_size, (batch, q_len))
+        session = _plans.session(structure, content)
+        if session.content is None or identity is None:
+            rows = descriptors.whole(batch, q_len, [page_size] * batch, causal=False, window_left=-1)
+            flat = descriptors.visible(mask).expand(batch, 1, q_len, page_size).reshape(-1)
+            _plan(session, structure, lengths_of_pages(rows), page_size, flat)
+            session.content = content
+        return operands.run(session, k, v)
+
+
+def _plan(
+    session: Session, structure: Structure, lengths: Lengths, page_size: int, mask: torch.Tensor | None = None
+) -> None:
+    """Plan a wrapper. Scales are factors of a run, so that layers of different scales share a plan."""
+    indices = _ints(lengths.kv_indices).to(structure.device, non_blocking=True)
+    session.wrapper.plan(
+        _ints(lengths.qo_indptr),
+        _ints(lengths.kv_indptr),
+        indices,
+        _ints(lengths.last_page_len),
+        structure.num_qo_heads,
+        structure.num_kv_heads,
+        structure.head_dim_qk,
+        page_size,
+        head_dim_vo=structure.head_dim_vo,
+        custom_mask=mask,
+        causal=structure.causal,
+        sm_scale=1.0,
+        window_left=structure.window_left,
+        logits_soft_cap=structure.logits_soft_cap,
+        q_data_type=structure.dtype,
+        kv_data_type=structure.dtype,
+    )
+
+
+def _ints(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.int32))

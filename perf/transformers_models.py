@@ -1,0 +1,327 @@
+"""Tokens per second of transformers' models with cute_attn and other attention implementations:
+`python -m perf.transformers_models --out perf/results/transformers.json`.
+
+Models have the shapes of published ones, few layers and random weights. Before anything is timed, an implementation's
+logits after a padded prefill and a decode step are compared with those of eager attention in fp32: one that is further
+away than twice eager's bf16 is not timed. Prefill runs eagerly. Decode runs over a static cache, step by step from
+Python ("eager") and, where the step can be captured, as a CUDA graph ("graph").
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.metadata
+import importlib.util
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from perf.bench import save
+from perf.harness import reason
+from perf.machine import command_line, environment, why_no_gpu
+from perf.report import markdown
+
+OURS = "cute_attn"
+IMPLEMENTATIONS = (OURS, "sdpa", "flash_attention_2", "eager")
+PROGRAM = "transformers_models"
+WORSE = 2.0  # times the error of eager bf16
+ROUNDS = 9
+WARM_ROUNDS = 3
+LAYERS = 4
+
+
+class Family(NamedTuple):
+    """A model: names of its classes in transformers, and the keywords of its configuration."""
+
+    model: str
+    config: str
+    options: dict[str, Any]
+
+
+class Sizes(NamedTuple):
+    """How much is run. Lengths in tokens."""
+
+    prefill: tuple[tuple[int, int], ...] = ((1, 8192), (4, 2048))  # batch, length
+    decode: tuple[int, int] = (32, 4096)
+    check: tuple[int, int] = (4, 300)
+
+
+FAMILIES = {
+    "Llama-3-8B": Family(
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_hidden_layers": LAYERS,
+        },
+    ),
+    "gpt-oss-20b, 4 experts": Family(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "num_hidden_layers": LAYERS,
+            "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+            "num_local_experts": 4,  # all of them active, as many as are active of the model's 32
+            "num_experts_per_tok": 4,
+        },
+    ),
+    "Gemma-3-12B": Family(
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {
+            "hidden_size": 3840,
+            "intermediate_size": 15360,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 1024,
+            "num_hidden_layers": LAYERS,
+            "layer_types": ["sliding_attention"] * (LAYERS - 1) + ["full_attention"],
+        },
+    ),
+}
+COMMON = {"vocab_size": 4096, "max_position_embeddings": 16384, "pad_token_id": 0}
+
+Step = Callable[[], Any]
+
+
+def build(family: Family, device: torch.device) -> Any:
+    """Returns a model in bf16 with random weights."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, family.config)(**{**COMMON, **family.options})
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with device:
+            return getattr(transformers, family.model)(config).eval().to(device, torch.bfloat16)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def tokens(model: Any, *shape: int) -> torch.Tensor:
+    """Returns random token numbers."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(1, model.config.vocab_size, shape, generator=generator).to(model.device)
+
+
+def select(model: Any, name: str) -> None:
+    """Has the model use an implementation; raises where that is not installed or the model refuses it."""
+    if name == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        raise ImportError("flash_attn is not installed")
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        raise ValueError(f"the model runs {model.config._attn_implementation} instead")
+
+
+# ---- correctness
+
+
+def check_logits(model: Any, name: str, sizes: Sizes) -> torch.Tensor:
+    """Returns the logits of live tokens after a prefill with padding on the left, then of one decode step, in fp32."""
+    import transformers
+
+    select(model, name)
+    ids = tokens(model, *sizes.check)
+    batch, length = ids.shape
+    mask = torch.ones_like(ids)
+    mask[0, : length // 3] = 0
+    mask[-1, :7] = 0
+    cache = transformers.StaticCache(model.config, max_cache_len=length + 8)
+    prefill = model(ids, attention_mask=mask, past_key_values=cache).logits
+    more = torch.cat((mask, mask.new_ones(batch, 1)), 1)
+    step = model(ids[:, :1], attention_mask=more, past_key_values=cache).logits
+    return torch.cat((prefill[mask.bool()], step[:, 0])).float()
+
+
+def errors(model: Any, sizes: Sizes) -> tuple[dict[str, float], dict[str, str]]:
+    """Returns the relative error of each implementation's logits against fp32, and why others are excluded."""
+    exact_model = copy.deepcopy(model).float()
+    exact = check_logits(exact_model, "eager", sizes)
+    del exact_model
+    found: dict[str, float] = {}
+    excluded: dict[str, str] = {}
+    for name in reversed(IMPLEMENTATIONS):  # eager first
+        try:
+            found[name] = float((check_logits(model, name, sizes) - exact).norm() / exact.norm())
+        except Exception as error:  # what one cannot do must not end the run
+            excluded[name] = reason(error)
+            continue
+        if not found[name] <= WORSE * found["eager"]:
+            excluded[name] = f"logits are off by {found[name]:.2e}, eager bf16's by {found['eager']:.2e}"
+    return found, excluded
+
+
+# ---- speed
+
+
+def milliseconds(step: Step, device: torch.device) -> float:
+    """Returns the time of a call from Python until its result is there."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) * 1e3
+
+
+def median_ms(step: Step, device: torch.device, rounds: int) -> float:
+    """Returns the median of several calls, after some to warm up."""
+    for _ in range(WARM_ROUNDS):
+        step()
+    return statistics.median(milliseconds(step, device) for _ in range(rounds))
+
+
+def prefill_speeds(model: Any, name: str, sizes: Sizes, rounds: int) -> dict[str, float]:
+    """Returns tokens/s by shape."""
+    select(model, name)
+    speeds = {}
+    for batch, length in sizes.prefill:
+        ids = tokens(model, batch, length)
+        step = _prefill(model, ids)
+        speeds[f"prefill {batch} x {length}"] = ids.numel() * 1e3 / median_ms(step, model.device, rounds)
+    return speeds
+
+
+def _prefill(model: Any, ids: torch.Tensor) -> Step:
+    return lambda: model(ids, use_cache=False, logits_to_keep=1)
+
+
+def filled_cache(model: Any, sizes: Sizes, rounds: int) -> Any:
+    """Returns a static cache with the context, and room for what is timed. cute_attn fills it for all."""
+    import transformers
+
+    batch, length = sizes.decode
+    select(model, OURS)
+    room = 8 * (rounds + WARM_ROUNDS + 8) * len(IMPLEMENTATIONS)
+    cache = transformers.StaticCache(model.config, max_cache_len=length + room)
+    ids = tokens(model, batch, length)
+    for part in ids.split(max(1, 8192 // batch), 1):  # of activations for 8192 tokens at a time
+        model(part, past_key_values=cache, logits_to_keep=1)
+    return cache
+
+
+def decode_speeds(model: Any, name: str, cache: Any, sizes: Sizes, rounds: int) -> tuple[dict[str, float], str | None]:
+    """Returns tokens/s of steps from Python and of a graph, and why there is none of a graph."""
+    select(model, name)
+    batch, length = sizes.decode
+    ids = tokens(model, batch, 1)
+
+    def step() -> Any:
+        return model(ids, past_key_values=cache).logits
+
+    row = f"decode {batch} x {length}"
+    speeds = {f"{row} eager": batch * 1e3 / median_ms(step, model.device, rounds)}
+    if model.device.type != "cuda":
+        return speeds, "no CUDA device"
+    try:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        speeds[f"{row} graph"] = batch * 1e3 / median_ms(graph.replay, model.device, rounds)
+    except Exception as error:  # the cache of a sliding layer copies from the host
+        return speeds, reason(error)
+    return speeds, None
+
+
+# ---- record
+
+
+def run_family(label: str, device: torch.device, sizes: Sizes, rounds: int) -> dict[str, Any]:
+    """Measures one model and prints what it finds as it goes."""
+    model = build(FAMILIES[label], device)
+    found, excluded = errors(model, sizes)
+    row: dict[str, Any] = {"name": label, "error": found, "reasons": excluded, "speed": {}}
+    _say(f"{label}: error of logits " + ", ".join(f"{name} {value:.2e}" for name, value in found.items()))
+    cache: Any = None
+    for name in IMPLEMENTATIONS:
+        if name in excluded:
+            _say(f"{label}: {name}: {excluded[name]}")
+            continue
+        speeds: dict[str, float] = {}
+        row["speed"][name] = speeds
+        try:
+            speeds |= prefill_speeds(model, name, sizes, rounds)
+            cache = cache or filled_cache(model, sizes, rounds)
+            decoded, why = decode_speeds(model, name, cache, sizes, rounds)
+            speeds |= decoded
+        except Exception as error:  # out of memory, or a kernel failed: other implementations stay valid
+            why = reason(error)
+        if why is not None:
+            row["reasons"][f"{name}, {'decode graph' if speeds else 'speed'}"] = why
+        _say(f"{label}: {name} " + ", ".join(f"{key}: {value:.0f} tokens/s" for key, value in speeds.items()))
+    return row
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the options of the command line."""
+    parser = argparse.ArgumentParser(prog=f"python -m perf.{PROGRAM}", description=__doc__)
+    parser.add_argument("--out", type=Path, help="JSON file for the record, written after every model")
+    parser.add_argument("--only", nargs="+", default=list(FAMILIES), metavar="MODEL", help="models (default: all)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"timed calls per number (default {ROUNDS})")
+    return parser.parse_args(argv)
+
+
+@torch.no_grad()
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line. Returns 0, or 2 if nothing can be measured."""
+    options = parse(argv)
+    absent = why_no_gpu()
+    if absent is None and importlib.util.find_spec("transformers") is None:
+        absent = "transformers is not installed"
+    if absent:
+        print(f"Nothing can be measured: {absent}.", file=sys.stderr)
+        return 2
+    from cute_attn.integrations.transformers import register
+
+    register()
+    device = torch.device("cuda", torch.cuda.current_device())
+    versions = {"transformers": importlib.metadata.version("transformers")}
+    record: dict[str, Any] = {
+        "command": command_line(PROGRAM, sys.argv[1:] if argv is None else argv),
+        "environment": {**environment(), **versions},
+        "transformers": [],
+        "failed_rows": {},
+    }
+    for label in (name for name in FAMILIES if name in options.only):
+        try:
+            record["transformers"].append(run_family(label, device, Sizes(), options.rounds))
+        except Exception as error:  # rows of other models stay valid
+            record["failed_rows"][label] = reason(error)
+            _say(f"{label}: {record['failed_rows'][label]}")
+        torch.cuda.empty_cache()
+        if options.out:
+            save(record, options.out)
+    print(markdown(record))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

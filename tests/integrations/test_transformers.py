@@ -1,0 +1,177 @@
+"""transformers' own models on cute_attn: as close to fp32 as eager bf16 is, with every cache and kind of padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from cute_attn.integrations.transformers import forward, plans, register
+from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
+from tests.support import tiny_transformers as tiny
+
+OURS = "cute_attn"
+CLOSE = 1.1  # times the error of eager bf16
+TIE = 0.1  # a margin of logits, of standard deviation 1.2, that rounding to bf16 may turn
+PACKED = (5, 1, 12, 3)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> None:
+    register()
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
+    """The options of every plan that the test makes, after those of other tests are forgotten."""
+    calls: list[dict] = []
+    plan = BatchPrefillWithPagedKVCacheWrapper.plan
+
+    def counted(self, *args, **options):
+        calls.append(options)
+        return plan(self, *args, **options)
+
+    monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "plan", counted)
+    monkeypatch.setattr(plans, "_plans", plans.Plans())
+    return calls
+
+
+def padding_of(kind: str, ids: torch.Tensor) -> torch.Tensor | None:
+    """An attention mask with padding on one side, or with holes."""
+    if kind == "none":
+        return None
+    mask = tiny.left_padding(ids, 5, 0, 11)
+    if kind == "right":
+        return mask.flip(1)
+    if kind == "holes":
+        mask[:, 13] = 0
+        mask[1, 4:7] = 0
+    return mask
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right", "holes"])
+@pytest.mark.parametrize("name", tiny.MAKERS)
+def test_logits_are_as_close_to_fp32_as_those_of_eager_bf16(name, padding):
+    model, ids = tiny.pair(name), tiny.tokens(8, 21)
+    mask = padding_of(padding, ids)
+    options, live = ({}, slice(None)) if mask is None else ({"attention_mask": mask}, mask.bool())
+    exact = tiny.logits(model.exact, "eager", ids, **options)[live]
+    eager, ours = (tiny.logits(model.half, how, ids, **options)[live] for how in ("eager", OURS))
+    assert tiny.error(ours, exact) <= CLOSE * tiny.error(eager, exact)
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", tiny.DECODERS)
+def test_greedy_tokens_are_those_of_fp32_wherever_those_of_eager_bf16_are(name, cache, padding):
+    model, ids, new = tiny.pair(name), tiny.tokens(12, 15), 8  # windows and chunks of 8 end on the way
+    mask = padding_of(padding, ids)
+    options = {} if mask is None else {"attention_mask": mask}
+    if cache == "static":
+        options |= {"cache_implementation": "static", "disable_compile": True}
+    exact = tiny.greedy(model.exact, "eager", ids, new, **options)
+    eager, ours = (tiny.greedy(model.half, how, ids, new, **options).tokens for how in ("eager", OURS))
+    unsettled = (eager != exact.tokens) | (exact.margins < TIE)
+    settled = unsettled.cumsum(1) == 0  # what follows another token has no meaning
+    assert settled.sum() >= new
+    assert torch.equal(ours[settled], exact.tokens[settled])
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "llama4"])
+def test_packed_sequences_do_not_see_each_other(name):
+    model, ids = tiny.pair(name), tiny.tokens(4, sum(PACKED))
+    positions = torch.cat([torch.arange(n) for n in PACKED]).expand(4, -1)
+    parts = ids.split(PACKED, 1)
+    exact = torch.cat([tiny.logits(model.exact, "eager", part) for part in parts], 1)
+    eager = torch.cat([tiny.logits(model.half, "eager", part) for part in parts], 1)
+    ours = tiny.logits(model.half, OURS, ids, position_ids=positions, use_cache=False)
+    assert tiny.error(ours, exact) <= CLOSE * tiny.error(eager, exact)
+
+
+def test_cu_seq_lens_part_a_row_of_tokens():
+    model, ids = tiny.pair("llama"), tiny.tokens(1, sum(PACKED))
+    bounds = torch.tensor([0, *PACKED]).cumsum(0).int()
+    one = tiny.logits(model.half, OURS, ids[:, 6:18])  # the third sequence; rope sees only differences of positions
+    row = tiny.logits(model.half, OURS, ids, cu_seq_lens_q=bounds, use_cache=False)[:, 6:18]
+    whole = tiny.logits(model.half, OURS, ids, use_cache=False)[:, 6:18]
+    assert tiny.error(row, one) < 0.02 < tiny.error(whole, one)
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q must go from 0 to the tokens of one row, 21"):
+        tiny.logits(model.half, OURS, ids, cu_seq_lens_q=bounds[:-1], use_cache=False)
+
+
+def test_one_plan_per_layer_type_and_forward_pass(planned):
+    """Gemma 2 has 2 sliding and 2 full layers, and a soft cap, for which decode plans too."""
+    model, ids = tiny.pair("gemma2").half, tiny.tokens(2, 15)
+    model.set_attn_implementation(OURS)
+    with torch.no_grad():
+        cache = model(ids, attention_mask=tiny.left_padding(ids, 3), use_cache=True).past_key_values
+        assert sorted(call["window_left"] for call in planned) == [-1, 7]
+        model(ids[:, :1], attention_mask=tiny.left_padding(ids.repeat(1, 2)[:, :16], 3), past_key_values=cache)
+    assert len(planned) == 4
+    planned.clear()
+    tiny.logits(model, OURS, tiny.tokens(2, 15, seed=2), attention_mask=tiny.left_padding(ids, 3))
+    assert not planned  # lengths of an earlier forward pass
+
+
+def test_one_exact_mask_per_layer_type_and_forward_pass(planned):
+    """Llama 4 has 2 chunked and 2 full layers; a chunk needs the exact mask."""
+    model = tiny.pair("llama4").half
+    tiny.logits(model, OURS, tiny.tokens(2, 15))
+    assert sorted(call["custom_mask"] is not None for call in planned) == [False, True]
+    tiny.logits(model, OURS, tiny.tokens(2, 15))
+    assert len(planned) == 3  # an exact mask is a new one in each forward pass
+
+
+def test_decode_of_a_static_cache_makes_no_plan_and_copies_nothing(planned, monkeypatch):
+    seen = []
+    run = forward.xqa_batch_decode_with_kv_cache
+
+    def noted(query, kv_cache, *args, **options):
+        seen.append([x.untyped_storage().data_ptr() for x in kv_cache])
+        return run(query, kv_cache, *args, **options)
+
+    monkeypatch.setattr(forward, "xqa_batch_decode_with_kv_cache", noted)
+    model, ids = tiny.pair("llama").half, tiny.tokens(3, 9)
+    cache = transformers.StaticCache(model.config, max_cache_len=16)
+    model.set_attn_implementation(OURS)
+    with torch.no_grad():
+        model(ids, past_key_values=cache, attention_mask=tiny.left_padding(ids, 2, 4))
+        assert len(planned) == 1
+        for more in (10, 11):
+            padding = tiny.left_padding(ids.repeat(1, 2)[:, :more], 2, 4)
+            model(ids[:, :1], past_key_values=cache, attention_mask=padding)
+    own = [
+        [layer.keys.untyped_storage().data_ptr(), layer.values.untyped_storage().data_ptr()] for layer in cache.layers
+    ]
+    assert seen == own * 2
+    assert len(planned) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_generate_with_a_static_cache_under_torch_compile():
+    """Every decode step is a graph without breaks, and gives the tokens of the same steps without a graph."""
+    model, ids = tiny.pair("llama").half, tiny.tokens(2, 9)
+    config = transformers.CompileConfig(backend="aot_eager", fullgraph=True, mode=None)
+    config._compile_all_devices = True  # on the CPU `generate` does not compile unless asked to
+    options = {"cache_implementation": "static", "attention_mask": tiny.left_padding(ids, 3)}
+    plain = tiny.greedy(model, OURS, ids, 5, disable_compile=True, **options)
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    traced = tiny.greedy(model, OURS, ids, 5, compile_config=config, **options)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+    assert torch.equal(plain.tokens, traced.tokens)
+    assert torch.equal(plain.margins, traced.margins)
+
+
+def test_the_mask_of_a_caller_is_obeyed():
+    """A boolean and an additive 4-D mask: the prompt is a prefix that all of its tokens see."""
+    model, ids = tiny.pair("llama"), tiny.tokens(2, 12)
+    i, j = torch.arange(12)[:, None], torch.arange(12)
+    seen = ((j <= i) | (j < 5))[None, None]
+    added = torch.zeros(1, 1, 12, 12).masked_fill(~seen, torch.finfo(torch.float32).min)
+    exact = tiny.logits(model.exact, "eager", ids, attention_mask=added)
+    eager = tiny.logits(model.half, "eager", ids, attention_mask=added.bfloat16())
+    for mask in (seen, added.bfloat16()):
+        ours = tiny.logits(model.half, OURS, ids, attention_mask=mask)
+        assert tiny.error(ours, exact) <= CLOSE * tiny.error(eager, exact)
+    assert tiny.error(tiny.logits(model.half, OURS, ids), exact) > 0.1

@@ -1,0 +1,251 @@
+"""The attention and mask functions of the transformers integration on single layers."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from transformers import masking_utils
+
+from cute_attn.emulator.settings import using
+from cute_attn.errors import NotSupported
+from cute_attn.integrations.transformers import forward, masks, ops, patterns, plans, register
+
+MODULE = SimpleNamespace(is_causal=True, training=False)
+CLOSE = 2**-7  # of bf16 outputs of order 1
+
+
+def layer(batch=2, heads=4, kv_heads=2, q_len=5, kv_len=12, dims=(16, 16), order="heads", seed=0):
+    """q, k and v of a layer; `order` "tokens": k and v in memory as [batch, tokens, heads, head_dim]."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(tokens, heads, width):
+        x = torch.randn(batch, tokens, heads, width, generator=generator).bfloat16().transpose(1, 2)
+        return x if order == "tokens" else x.contiguous()
+
+    return random(q_len, heads, dims[0]), random(kv_len, kv_heads, dims[0]), random(kv_len, kv_heads, dims[1])
+
+
+def expected(q, k, v, seen, scale=None, soft_cap=None, sinks=None):
+    """Attention in fp64 under a boolean mask `[batch, q_len, kv_len]`; rows that see nothing are zero."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    weights = torch.where(seen[:, None], scores, -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + sinks.double().exp()[:, None, None]
+    return (weights / total.clamp(min=1e-300) @ v).transpose(1, 2)
+
+
+def described(kv_len, q_len, q_offset, attention_mask=None, function=masking_utils.causal_mask_function, **more):
+    """What the mask function returns, and the boolean mask `[batch, q_len, kv_len]` that transformers makes."""
+    common = {
+        "batch_size": 2,
+        "q_length": q_len,
+        "kv_length": kv_len,
+        "q_offset": q_offset,
+        "mask_function": function,
+        "attention_mask": attention_mask,
+        **more,
+    }
+    exact = masking_utils.sdpa_mask(**common, allow_is_causal_skip=False)
+    return masks.attention_mask(**common), exact.expand(2, 1, -1, -1)[:, 0]
+
+
+def padded(kv_len, *ranges):
+    kept = torch.zeros(2, kv_len, dtype=torch.bool)
+    for row, (first, stop) in zip(kept, ranges, strict=True):
+        row[first:stop] = True
+    return kept
+
+
+MASKS = {
+    "causal": {},
+    "static cache": {"q_offset": torch.tensor(4)},
+    "left padding": {"attention_mask": padded(12, (3, 12), (0, 12))},
+    "static and left padding": {"q_offset": torch.tensor(4), "attention_mask": padded(9, (3, 9), (1, 9))},
+    "holes": {"attention_mask": padded(12, (3, 12), (0, 12)) & (torch.arange(12) != 8)},
+    "window": {"function": masking_utils.sliding_window_causal_mask_function(4)},
+    "window and padding": {
+        "function": masking_utils.sliding_window_causal_mask_function(4),
+        "attention_mask": padded(12, (9, 12), (0, 12)),
+    },
+    "chunks": {"function": masking_utils.chunked_causal_mask_function(5, torch.tensor([2, 0]))},
+    "short of a chunk": {"function": masking_utils.chunked_causal_mask_function(64, torch.tensor([0, 0]))},
+    "bidirectional": {"function": masking_utils.bidirectional_mask_function},
+    "bidirectional and padding": {
+        "function": masking_utils.bidirectional_mask_function,
+        "attention_mask": padded(12, (2, 12), (0, 7)),
+    },
+    "both sides": {"function": masking_utils.sliding_window_bidirectional_mask_function(3)},
+    "prefix": {
+        "function": masking_utils.or_masks(masking_utils.causal_mask_function, lambda b, h, i, j: j < 9),
+        "use_vmap": True,
+    },
+}
+
+
+@pytest.mark.parametrize("q_len", [5, 1])
+@pytest.mark.parametrize("order", ["heads", "tokens"])
+@pytest.mark.parametrize("name", MASKS)
+def test_a_layer_sees_what_the_mask_of_sdpa_says(name, order, q_len):
+    """With caps (which decode plans for) and without, sinks, values of another width."""
+    case = {"q_offset": 12 - q_len, **MASKS[name]}
+    mask, seen = described(12, q_len, **case)
+    for more, dims in (({}, (16, 16)), ({"soft_cap": 2.0}, (16, 16)), ({"scale": 0.3}, (24, 16)), ({}, (512, 512))):
+        q, k, v = layer(q_len=q_len, dims=dims, order=order)
+        sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]) if dims[0] == 24 else None
+        out, weights = forward.attention(
+            MODULE, q, k, v, mask, scaling=more.get("scale"), softcap=more.get("soft_cap"), s_aux=sinks
+        )
+        assert weights is None
+        assert (out - expected(q, k, v, seen, sinks=sinks, **more)).abs().max() < 2 * CLOSE
+
+
+def test_right_padding_gives_zeros_where_a_query_is_padding():
+    mask, seen = described(12, 12, 0, padded(12, (0, 12), (0, 7)))
+    q, k, v = layer(q_len=12)
+    out, _ = forward.attention(MODULE, q, k, v, mask)
+    reference = expected(q, k, v, seen)
+    assert (out[0] - reference[0]).abs().max() < CLOSE
+    assert (out[1, :7] - reference[1, :7]).abs().max() < CLOSE
+    assert (out[1, 7:] == 0).all()
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 4), (False, None), (False, 4)])
+def test_without_a_mask_the_layer_says_what_is_seen(causal, window):
+    q, k, v = layer()
+    i, j = torch.arange(7, 12)[:, None], torch.arange(12)
+    seen = (j <= i) if causal else torch.ones(5, 12, dtype=torch.bool)
+    if window:
+        seen = seen & ((i - j).abs() < window)
+    out, _ = forward.attention(MODULE, q, k, v, None, is_causal=causal, sliding_window=window)
+    assert (out - expected(q, k, v, seen.expand(2, -1, -1))).abs().max() < CLOSE
+
+
+def test_patterns_are_recognised_and_unknown_functions_are_not():
+    make = masking_utils
+    assert patterns.recognise(make.sliding_window_causal_mask_function(9)) == patterns.Pattern(True, window=9)
+    chunked = make.chunked_causal_mask_function(9, torch.zeros(2, dtype=torch.long))
+    assert patterns.recognise(chunked) == patterns.Pattern(True, chunk=9)
+    ids = torch.tensor([[0, 0, 1]])
+    packed = make.packed_sequence_compatibility_function(make.sliding_window_causal_mask_function(9), ids, ids)
+    found = patterns.recognise(packed)
+    assert (found.window, found.segment_ids is ids) == (9, True)
+    blocks = make.or_masks(make.causal_mask_function, make.blockwise_overlay(ids))
+    added = make.and_masks(make.causal_mask_function, lambda b, h, i, j: j != 0)
+    assert patterns.recognise(blocks) is patterns.recognise(added) is None
+
+
+@pytest.mark.parametrize("kind", ["decode", "soft cap", "exact", "unmasked"])
+def test_layers_are_traced_without_breaks(kind):
+    mask, seen = described(12, 1 if kind in ("decode", "soft cap") else 5, 7, padded(12, (3, 12), (0, 12)))
+    q, k, v = layer(q_len=1 if kind in ("decode", "soft cap") else 5)
+    cap = 2.0 if kind == "soft cap" else None
+    if kind == "exact":
+        mask = seen[:, None]
+    if kind == "unmasked":
+        mask, seen = None, (torch.arange(12) <= torch.arange(7, 12)[:, None]).expand(2, -1, -1)
+
+    def run(q, k, v):
+        return forward.attention(MODULE, q, k, v, mask, softcap=cap)[0] * 2
+
+    out = torch.compile(run, backend="aot_eager", fullgraph=True)(q, k, v)
+    assert torch.equal(out, run(q, k, v))
+    assert (out - 2 * expected(q, k, v, seen, soft_cap=cap)).abs().max() < 4 * CLOSE
+
+
+def test_ops_pass_opcheck():
+    q, k, v = layer(q_len=1)
+    lengths, tables = torch.tensor([3, 12], dtype=torch.int32), torch.tensor([[0], [1]], dtype=torch.int32)
+    namespace = getattr(torch.ops, ops.NAMESPACE)
+    torch.library.opcheck(namespace.decode.default, (q, k, v, lengths, tables, None, 0.25, "auto"))
+    q = layer(q_len=5)[0]
+    torch.library.opcheck(namespace.planned.default, (q, k, v, None, None, 0.25, 0.0, True, -1, "auto"))
+
+
+def test_a_changed_mask_is_read_again():
+    q, k, v = layer()
+    mask = described(12, 5, 7)[1][:, None].clone()
+    forward.attention(MODULE, q, k, v, mask)
+    mask[:, :, :, :6] = False
+    out, _ = forward.attention(MODULE, q, k, v, mask)
+    assert (out - expected(q, k, v, mask[:, 0])).abs().max() < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"dropout": 0.1}, NotSupported, r"dropout = 0.1: the kernels are for inference.*model.eval\(\)"),
+        ({"output_attentions": True}, NotSupported, r"output_attentions=True.*eager"),
+        ({"head_mask": torch.ones(4)}, NotSupported, "head_mask.*eager"),
+        ({"position_bias": torch.ones(4)}, NotSupported, "position_bias.*eager"),
+        ({"cache": object()}, NotSupported, r"paged cache of continuous batching.*generate"),
+        ({"attention_mask": torch.ones(2, 4, 5, 12) > 0}, ValueError, r"\[2, 1, 5, 12\], the same for all heads"),
+        ({"attention_mask": torch.full((1, 1, 5, 12), -2.0)}, ValueError, "the kernels add no bias.*eager"),
+    ],
+)
+def test_what_is_refused_says_why_and_what_to_use(options, error, says):
+    with pytest.raises(error, match=says):
+        forward.attention(MODULE, *layer(), **{"attention_mask": None, **options})
+
+
+def test_gradients_and_other_dtypes_are_refused():
+    q, k, v = layer()
+    with pytest.raises(NotSupported, match=r"with gradients: no backward pass exists.*torch.no_grad\(\)"):
+        forward.attention(MODULE, q.requires_grad_(), k, v, None)
+    with torch.no_grad():
+        forward.attention(MODULE, q, k, v, None)
+        with pytest.raises(NotSupported, match=r"torch.float32.*dtype=torch.bfloat16"):
+            forward.attention(MODULE, q.float(), k.float(), v.float(), None)
+        with pytest.raises(ValueError, match="one dtype"):
+            forward.attention(MODULE, q, k.half(), v, None)
+
+
+def test_the_mask_of_another_call_is_refused():
+    q, k, v = layer()
+    with pytest.raises(ValueError, match="a layer was given the mask of another call"):
+        forward.attention(MODULE, q[:, :, :4], k, v, described(12, 5, 7)[0])
+
+
+def test_register_refuses_bad_names_and_old_releases(monkeypatch):
+    register()
+    register()
+    assert transformers.AttentionInterface()["cute_attn"] is forward.attention
+    for name in ("cute_flash_attn", "a|b", "a/b", ""):
+        with pytest.raises(ValueError, match="name must be without"):
+            register(name)
+    for name in ("sdpa", "eager"):
+        with pytest.raises(ValueError, match="name must not be that of another implementation"):
+            register(name)
+    with pytest.raises(TypeError, match="name must be a str"):
+        register(3)
+    with pytest.raises(KeyError, match="backend"):
+        register(backend="fastest")
+    monkeypatch.setattr(transformers, "__version__", "4.57.1")
+    with pytest.raises(ImportError, match=r"needs transformers 5.0 or later, found 4.57.1"):
+        register()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install cute_attn\[transformers\]"):
+        register()
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    ("q_len", "padding"), [(1, None), (1, padded(40, (7, 40), (0, 40))), (33, padded(40, (7, 40), (0, 40)))]
+)
+def test_kernels_read_caches_in_place(q_len, padding, monkeypatch):
+    """Hopper's kernels on the emulator: a page per request, and pages of one token, in a static cache of 48 tokens."""
+    monkeypatch.setattr(plans, "_plans", plans.Plans())
+    kept = None if padding is None else torch.nn.functional.pad(padding, (0, 8))
+    mask, seen = described(48, q_len, torch.tensor(40 - q_len), kept)
+    q, k, v = layer(heads=2, kv_heads=1, q_len=q_len, kv_len=48, dims=(64, 64))
+    with using("sm_90a"):
+        out, _ = forward.attention(MODULE, q, k, v, mask, backend="emulator")
+    assert (out - expected(q, k, v, seen)).abs().max() < CLOSE
