@@ -41,7 +41,7 @@ class Ranks(NamedTuple):
     def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> None:
         """Gather the contiguous `own` of every rank into `gathered`, in order of ranks."""
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(raw(gathered), raw(own), group=self.group)
+        gather(raw(gathered).view(-1), raw(own).view(-1), group=self.group)
 
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, receive_sizes: Sequence[int], send_sizes: Sequence[int]
