@@ -125,7 +125,7 @@ def _around_the_ring(
     o, lse = None, None
     for step in range(ranks.world_size):
         # Sent and received before the step's attention is launched: its CTAs would keep the messages from the SMs.
-        messages, arriving = _exchange(kv, plan, step) if step + 1 < ranks.world_size else ([], kv)
+        messages, arriving = exchange(kv, plan, step) if step + 1 < ranks.world_size else ([], kv)
         if o is None or lse is None:
             o, lse = attend(everything, everything, kv, causal=plan.causal, sinks=sinks)
         else:
@@ -140,7 +140,7 @@ def _around_the_ring(
     return o, lse
 
 
-def _exchange(kv: tuple[torch.Tensor, ...], plan: Plan, step: int) -> tuple[list[Any], tuple[torch.Tensor, ...]]:
+def exchange(kv: tuple[torch.Tensor, ...], plan: Plan, step: int) -> tuple[list[Any], tuple[torch.Tensor, ...]]:
     """Start to send keys and values to the next rank and to receive those of the previous one. Nothing is empty."""
     ranks = plan.ranks
     tokens = plan.tokens(ranks.rank - step - 1)
