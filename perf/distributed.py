@@ -1,8 +1,8 @@
 """Attention over several GPUs of a host beside one GPU that does everything: `python -m perf.distributed`.
 
 Starts a process per GPU, NCCL between them. Every result is compared with the reference before its time counts. Decode
-over round-robin pages runs in CUDA graphs (and without, for the host's share), prefill by plain calls. The columns after
-the candidates time the parts of a ring step: one exchange of keys and values, and the merge of all rows of a rank.
+over round-robin pages runs in CUDA graphs (and without, for the host's share), prefill by plain calls. Two parts of a
+ring step are timed alone: one exchange of keys and values, and the merge of all rows of a rank.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ def prefill(case: Case, device: torch.device) -> tuple[Candidates, dict[str, flo
     zigzag = [distributed.shard_zigzag(part) for part in x]
     tokens = case.tokens // dist.get_world_size()
     consecutive = [part[dist.get_rank() * tokens :][:tokens] for part in x]
-    calls: dict[str, Callable[[], torch.Tensor]] = {
-        ONE: lambda: cute_attn.single_prefill_with_kv_cache(*x, causal=True),  # type: ignore[return-value]
-        "ring": lambda: distributed.ring_prefill(*zigzag),  # type: ignore[return-value]
+    calls: dict[str, Callable[[], Any]] = {
+        ONE: lambda: cute_attn.single_prefill_with_kv_cache(*x, causal=True),
+        "ring": lambda: distributed.ring_prefill(*zigzag),
         "ulysses": lambda: distributed.ulysses_attention(*consecutive),
     }
     errors = {

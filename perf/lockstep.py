@@ -1,7 +1,7 @@
 """Timing of calls that all ranks of a process group make together.
 
-A call starts on all ranks at once, behind a barrier; its time is that of the slowest rank. Candidates alternate within a
-round, in an order that all ranks share.
+A call starts on all ranks at once, behind a barrier; its time is that of the slowest rank. Candidates alternate within
+a round, in an order that all ranks share.
 """
 
 from __future__ import annotations

@@ -89,9 +89,7 @@ def _launch(
 
 
 @functools.lru_cache(MAX_LAYOUTS)
-def _prepared(
-    layout: tuple[int, int, int, float], out_dtype: str, gpu: Gpu
-) -> tuple[Launch, Callable[..., Values]]:
+def _prepared(layout: tuple[int, int, int, float], out_dtype: str, gpu: Gpu) -> tuple[Launch, Callable[..., Values]]:
     """Returns the loaded kernel, and a function from addresses to all parameters. Every row counts as a token with one
     head: rows of `out` are contiguous, and nothing depends on the head.
     """

@@ -23,5 +23,5 @@ def test_on_ranks(case: str, outcomes: dict[str, str]) -> None:
 
 def test_without_process_group() -> None:
     x = torch.zeros(2, 1, 64, dtype=torch.bfloat16)
-    with pytest.raises(ArgumentError, match="call torch.distributed.init_process_group first"):
+    with pytest.raises(ArgumentError, match=r"call torch\.distributed\.init_process_group first"):
         distributed.ring_prefill(x, x, x)

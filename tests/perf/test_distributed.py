@@ -48,5 +48,5 @@ def test_cases_are_measured_and_reported(tmp_path: Path, monkeypatch: pytest.Mon
 def test_wrong_results_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     case = dataclasses.replace(distributed.CASES[-1], num_qo_heads=2, num_kv_heads=2, head_dim=64, tokens=8)
     monkeypatch.setattr(distributed.distributed, "ring_prefill", lambda q, k, v: v)
-    with pytest.raises(RuntimeError, match="errors against the reference above 1.6e-02: {'ring'"):
+    with pytest.raises(RuntimeError, match=r"errors against the reference above 1\.6e-02: {'ring'"):
         distributed.measured(case, CPU, HostStopwatch(), 1)

@@ -1,7 +1,8 @@
 """Runs cases on the ranks of a process group, each rank a process on this machine: gloo on CPUs, NCCL on GPUs.
 
-`run` starts one fresh interpreter, which imports everything once and then forks the ranks: imports cost seconds. A rank
-stops at its first failure, and the others at what they then miss; later cases count as not run.
+`run` starts one fresh interpreter, which imports everything once and then forks the ranks: imports cost seconds. CUDA
+does not survive a fork: ranks on GPUs import for themselves. A rank stops at its first failure, and the others at what
+they then miss; later cases count as not run.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tests.support import subprocesses
 
 PASSED = "passed"
 SECONDS = 60  # that a rank waits for another one
+ALL_SECONDS = 500  # of all cases; a GPU's kernels may have to be compiled
 
 Case = Callable[[torch.device], None]  # called by every rank
 
@@ -30,10 +32,13 @@ Case = Callable[[torch.device], None]  # called by every rank
 def run(module: str, world_size: int, device_type: str) -> dict[str, str]:
     """Run the `CASES` of a module; return what became of each: PASSED, or tracebacks by rank."""
     with tempfile.TemporaryDirectory() as folder:
-        code = f"from tests.support import process_group; process_group.fork({module!r}, {world_size}, {device_type!r}, "
-        subprocesses.run(f"{code}{folder!r})", env={"OMP_NUM_THREADS": "1"})
+        arguments = f"{module!r}, {world_size}, {device_type!r}, {folder!r}"
+        code = f"from tests.support import process_group; process_group.start_ranks({arguments})"
+        process = subprocesses.start(code, env={"OMP_NUM_THREADS": "1"})
+        _, errors = process.communicate(timeout=ALL_SECONDS)
+        assert process.returncode == 0, errors
         reports = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("rank*.json"))]
-    assert len(reports) == world_size
+    assert len(reports) == world_size, errors
     names = list(dict.fromkeys(name for report in reports for name in report))
     return {name: _outcome([report.get(name, "not run") for report in reports]) for name in names}
 
@@ -43,11 +48,11 @@ def _outcome(by_rank: list[str]) -> str:
     return "\n".join(failed) or PASSED
 
 
-def fork(module: str, world_size: int, device_type: str, folder: str) -> None:
-    """Fork the ranks and wait for them. Called in an interpreter of its own."""
-    cases = importlib.import_module(module).CASES
-    context = multiprocessing.get_context("fork")
-    arguments = (cases, world_size, device_type, folder)
+def start_ranks(module: str, world_size: int, device_type: str, folder: str) -> None:
+    """Start the ranks and wait for them. Called in an interpreter of its own."""
+    importlib.import_module(module)
+    context = multiprocessing.get_context("spawn" if device_type == "cuda" else "fork")
+    arguments = (module, world_size, device_type, folder)
     ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(world_size)]
     for process in ranks:
         process.start()
@@ -55,7 +60,8 @@ def fork(module: str, world_size: int, device_type: str, folder: str) -> None:
         process.join()
 
 
-def _rank(rank: int, cases: Mapping[str, Case], world_size: int, device_type: str, folder: str) -> None:
+def _rank(rank: int, module: str, world_size: int, device_type: str, folder: str) -> None:
+    cases: Mapping[str, Case] = importlib.import_module(module).CASES
     torch.set_num_threads(1)
     device = torch.device(device_type)
     if device_type == "cuda":

@@ -85,39 +85,35 @@ class ShardedBatchDecodeWithPagedKVCacheWrapper:
         head_dim: int,
         page_size: int,
         *,
-        pos_encoding_mode: str = "NONE",
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
         q_data_type: DType | None = None,
         kv_data_type: DType | None = None,
         o_data_type: DType | None = None,
         data_type: DType | None = None,
-        sm_scale: float | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-        q_len_per_req: int = 1,
         lse_base: str = "log2",
+        **options: Any,
     ) -> None:
-        """Schedule a batch: of request i this rank holds the pages `indices[indptr[i]:indptr[i + 1]]`. No communication.
+        """Schedule a batch: this rank holds the pages `indices[indptr[i]:indptr[i + 1]]` of request i.
 
-        All ranks plan the same number of requests, heads, dimensions and output dtype; pages are their own.
+        All ranks plan the same number of requests, heads, dimensions and output dtype; pages are their own. Nothing is
+        communicated.
 
         Parameters
         ----------
-        indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, logits_soft_cap, q_data_type,
-            kv_data_type, data_type, sm_scale, fixed_split_size, disable_split_kv : as for
-            `BatchDecodeWithPagedKVCacheWrapper.plan`, of this rank's cache.
-        pos_encoding_mode, window_left, q_len_per_req : refused unless "NONE", negative and 1: a rank knows its tokens,
-            but not their positions. A sliding window holds few tokens: keep them on every rank.
+        indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type, kv_data_type,
+            data_type : as for `BatchDecodeWithPagedKVCacheWrapper.plan`, of this rank's cache.
         o_data_type : float16, bfloat16 or float32, of the merged output. Default: q's dtype, bfloat16 for fp8 q.
         lse_base : "log2" (default) or "ln", of the lse that `run` returns.
+        options : others of `BatchDecodeWithPagedKVCacheWrapper.plan`: `sm_scale`, `logits_soft_cap`, `seq_lens` (of this
+            rank), and so on. `pos_encoding_mode`, `window_left` and `q_len_per_req` are refused unless "NONE", negative
+            and 1: a rank knows its tokens, but not their positions. A sliding window holds few tokens: keep them on
+            every rank.
 
         Raises
         ------
         NotSupported (positions), and the errors of `BatchDecodeWithPagedKVCacheWrapper.plan`. After an error the
         previous plan is still in force.
         """
-        _refuse_positions(pos_encoding_mode, window_left, q_len_per_req)
+        _refuse_positions(**options)
         q_dtype = _torch_dtype(q_data_type or data_type or "float16")
         kv_dtype = _torch_dtype(kv_data_type or data_type or q_dtype)
         sixteen = q_dtype if q_dtype.itemsize == 2 else torch.bfloat16
@@ -133,13 +129,10 @@ class ShardedBatchDecodeWithPagedKVCacheWrapper:
             num_kv_heads,
             head_dim,
             page_size,
-            logits_soft_cap=logits_soft_cap,
             q_data_type=q_dtype,
             kv_data_type=kv_dtype,
             o_data_type=partial_dtype,
-            sm_scale=sm_scale,
-            fixed_split_size=fixed_split_size,
-            disable_split_kv=disable_split_kv,
+            **options,
         )
         shape = (indptr.numel() - 1, num_qo_heads, head_dim)
         if self._partials is None or self._partials.key != (shape, partial_dtype):
@@ -247,7 +240,9 @@ def _check_output(
         )
 
 
-def _refuse_positions(pos_encoding_mode: Any, window_left: Any, q_len_per_req: Any) -> None:
+def _refuse_positions(
+    pos_encoding_mode: Any = "NONE", window_left: Any = -1, q_len_per_req: Any = 1, **others: Any
+) -> None:
     """Refuse what depends on the positions of tokens in their request."""
     checks.choice("pos_encoding_mode", pos_encoding_mode, POS_ENCODING_MODES)
     whole = "BatchDecodeWithPagedKVCacheWrapper over a cache that is not sharded"

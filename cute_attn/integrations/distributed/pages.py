@@ -45,9 +45,7 @@ def shard_kv_lens(kv_lens: torch.Tensor, page_size: int, rank: int, world_size: 
     return kv_lens // round_of_pages * page_size + rest.clamp(0, page_size)
 
 
-def shard_positions(
-    positions: torch.Tensor, page_size: int, world_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def shard_positions(positions: torch.Tensor, page_size: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Find the rank that holds each token of a request, and the token's position among those of that rank.
 
     Parameters

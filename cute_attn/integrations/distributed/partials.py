@@ -20,9 +20,7 @@ class Partials:
     that one all-gather moves both. It is as long as a whole number of rows of o: the merge kernel counts in these.
     """
 
-    def __init__(
-        self, shape: tuple[int, int, int], dtype: torch.dtype, ranks: Ranks, device: torch.device
-    ) -> None:
+    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, ranks: Ranks, device: torch.device) -> None:
         """`shape`: [tokens, heads, head_dim]. `dtype`: of `o`, which is converted where it is not fp32."""
         self.key, self.ranks = (shape, dtype), ranks
         tokens, heads, head_dim = shape

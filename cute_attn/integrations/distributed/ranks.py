@@ -26,12 +26,11 @@ class Ranks(NamedTuple):
             raise ArgumentError(
                 f"group={checks.shown(group)} needs torch.distributed: call torch.distributed.init_process_group first"
             )
-        if group is not None and not isinstance(group, (dist.ProcessGroup, int)):
-            raise ArgumentTypeError(f"group must be a torch.distributed.ProcessGroup, got {checks.describe(group)}")
-        rank = dist.get_rank(group)
-        if rank < 0:
+        if group == dist.GroupMember.NON_GROUP_MEMBER:  # what `new_group` returns to those who are not in it
             raise ArgumentError(f"group must contain this process (rank {dist.get_rank()}), which it does not")
-        return cls(group, rank, dist.get_world_size(group))
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise ArgumentTypeError(f"group must be a torch.distributed.ProcessGroup, got {checks.describe(group)}")
+        return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
     def peer(self, rank: int) -> int:
         """Return the global rank of a member, whose rank in the group is taken modulo the world size."""

@@ -65,8 +65,8 @@ def ring_prefill(
     backend : as for `single_prefill_with_kv_cache`.
     group : process group, which must support messages on q's device. Default: all ranks.
 
-    Sliding windows and position encodings are not offered: positions are known to the whole ring only. `ulysses_attention`
-    has windows; rotate q and k first, at the positions of `zigzag_positions`.
+    Sliding windows and position encodings are not offered: the attention of a step knows no positions in the sequence.
+    `ulysses_attention` has windows; rotate q and k first, at the positions of `zigzag_positions`.
 
     Returns
     -------
@@ -81,7 +81,7 @@ def ring_prefill(
     ranks, causal = Ranks.of(group), checks.boolean("causal", causal)
     length = _checked_length(q, k, v, seq_len, ranks)
     chunks = chunk_lengths(length, ranks.world_size)
-    options = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "backend": backend}
+    options: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "backend": backend}
     out_dtype = _out_dtype(q, o_dtype)
 
     def attend(rows: slice, keys: slice, kv: tuple[torch.Tensor, ...], **own: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,7 +108,7 @@ class Plan(NamedTuple):
         return sum(halves(self.chunks, rank % self.ranks.world_size))
 
     def visible(self, source: int) -> tuple[slice, slice]:
-        """Return the query tokens of this rank that see keys of another one, and the keys that they see, all of them."""
+        """Return the query tokens of this rank that see keys of another one, and the keys that all of them see."""
         everything = slice(None)
         if not self.causal:
             return everything, everything

@@ -59,7 +59,7 @@ def ulysses_attention(
     errors of the attention call.
     """
     ranks = Ranks.of(group)
-    options = {
+    options: dict[str, Any] = {
         "causal": causal,
         "window_left": window_left,
         "sm_scale": sm_scale,
@@ -77,7 +77,7 @@ def ulysses_attention(
         if sinks is not None:
             checks.shape("sinks", checks.tensor("sinks", sinks), (q.shape[1],), "[num_qo_heads]")
             options["sinks"] = sinks[ranks.rank * heads : (ranks.rank + 1) * heads]
-        out = single_prefill_with_kv_cache(*shared, **options)  # type: ignore[arg-type, assignment]
+        out = single_prefill_with_kv_cache(*shared, **options)  # type: ignore[assignment]
     return heads_to_tokens(out, tokens_per_rank=tokens_per_rank, group=group)
 
 
@@ -152,7 +152,8 @@ def heads_to_tokens(
         raise ArgumentError(f"out must have shape [tokens, num_heads, head_dim], got {checks.describe(out)}")
     if tokens_per_rank is None and out.shape[0] % ranks.world_size:
         raise ArgumentError(
-            f"out must have as many tokens of each of {ranks.world_size} ranks, got {out.shape[0]}: pass tokens_per_rank"
+            f"out must have as many tokens of each of {ranks.world_size} ranks, got {out.shape[0]}: "
+            "pass tokens_per_rank"
         )
     local = out.shape[0] // ranks.world_size if tokens_per_rank is None else None
     tokens = _tokens(tokens_per_rank, local, ranks, "out")

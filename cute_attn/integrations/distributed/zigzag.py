@@ -44,9 +44,7 @@ def resolved_length(seq_len: Any, local: int, ranks: Ranks, name: str) -> int:
     return seq_len
 
 
-def zigzag_positions(
-    seq_len: int, *, device: torch.device | str | None = None, group: Any = None
-) -> torch.Tensor:
+def zigzag_positions(seq_len: int, *, device: torch.device | str | None = None, group: Any = None) -> torch.Tensor:
     """Compute the positions in the sequence of the tokens that this rank holds, for rotary embeddings.
 
     Parameters
@@ -92,9 +90,7 @@ def shard_zigzag(x: torch.Tensor, *, dim: int = 0, group: Any = None) -> torch.T
     return torch.cat((chunks[ranks.rank], chunks[-1 - ranks.rank]), dim)
 
 
-def unshard_zigzag(
-    x: torch.Tensor, *, dim: int = 0, seq_len: int | None = None, group: Any = None
-) -> torch.Tensor:
+def unshard_zigzag(x: torch.Tensor, *, dim: int = 0, seq_len: int | None = None, group: Any = None) -> torch.Tensor:
     """Collect the tokens of all ranks in order: the inverse of `shard_zigzag`, on every rank. One all-gather.
 
     Parameters
