@@ -196,6 +196,11 @@ def decode_replayed(device: torch.device, group: Any) -> None:
         close(out, o, 2**-8 + of_kernels(device))
         close(lse, s, 2**-16)
 
+    with pytest.raises(ArgumentError, match="o_data_type must stay 'bfloat16' with use_cuda_graph=True, got 'float32'"):
+        batches[0].plan(wrapper, o_data_type="float32")
+    with pytest.raises(ArgumentError, match="the batch size must stay 3"):
+        Shards(device, group, "round robin", [4, 4]).plan(wrapper)
+
 
 def captured(run: Any) -> Any:
     torch.cuda.synchronize()

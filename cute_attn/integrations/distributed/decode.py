@@ -10,6 +10,7 @@ from cute_attn.decode import BatchDecodeWithPagedKVCacheWrapper
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotPlannedError, NotSupported, Refusal
 from cute_attn.integrations.distributed.partials import Partials
 from cute_attn.integrations.distributed.ranks import Ranks
+from cute_attn.problem import short
 from cute_attn.request import checks
 from cute_attn.request.settings import POS_ENCODING_MODES
 from cute_attn.request.single import ALIGNMENT
@@ -68,7 +69,7 @@ class ShardedBatchDecodeWithPagedKVCacheWrapper:
             backend=backend,
         )
         self._partials: Partials | None = None
-        self._o_dtype = torch.bfloat16
+        self._o_dtype, self._lse_base = torch.bfloat16, "log2"  # of the plan in force
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -103,15 +104,16 @@ class ShardedBatchDecodeWithPagedKVCacheWrapper:
             data_type : as for `BatchDecodeWithPagedKVCacheWrapper.plan`, of this rank's cache.
         o_data_type : float16, bfloat16 or float32, of the merged output. Default: q's dtype, bfloat16 for fp8 q.
         lse_base : "log2" (default) or "ln", of the lse that `run` returns.
-        options : others of `BatchDecodeWithPagedKVCacheWrapper.plan`: `sm_scale`, `logits_soft_cap`, `seq_lens` (of this
-            rank), and so on. `pos_encoding_mode`, `window_left` and `q_len_per_req` are refused unless "NONE", negative
+        options : others of `BatchDecodeWithPagedKVCacheWrapper.plan`: `sm_scale`, `logits_soft_cap`, `seq_lens` of this
+            rank, and so on. `pos_encoding_mode`, `window_left` and `q_len_per_req` are refused unless "NONE", negative
             and 1: a rank knows its tokens, but not their positions. A sliding window holds few tokens: keep them on
             every rank.
 
         Raises
         ------
-        NotSupported (positions), and the errors of `BatchDecodeWithPagedKVCacheWrapper.plan`. After an error the
-        previous plan is still in force.
+        NotSupported (positions), ArgumentError (with `use_cuda_graph`, another o_data_type or lse_base than in the first
+        plan), and the errors of `BatchDecodeWithPagedKVCacheWrapper.plan`. After an error the previous plan is still in
+        force.
         """
         _refuse_positions(**options)
         q_dtype = _torch_dtype(q_data_type or data_type or "float16")
@@ -120,6 +122,9 @@ class ShardedBatchDecodeWithPagedKVCacheWrapper:
         o_dtype = sixteen if o_data_type is None else _torch_dtype(o_data_type)
         checks.dtype("o_data_type", o_dtype, (torch.float16, torch.bfloat16, torch.float32))
         checks.choice("lse_base", lse_base, ("log2", "ln"))
+        if self.is_cuda_graph_enabled and self._partials is not None:
+            _check_kept("o_data_type", short(o_dtype), short(self._o_dtype))
+            _check_kept("lse_base", lse_base, self._lse_base)
         partial_dtype = torch.float32 if kv_dtype.itemsize == 2 else sixteen
         self._local.plan(
             indptr,
@@ -238,6 +243,12 @@ def _check_output(
             f"{name} must be contiguous and start at a multiple of {ALIGNMENT} bytes, got strides {given.stride()} and "
             f"address % {ALIGNMENT} = {given.data_ptr() % ALIGNMENT}"
         )
+
+
+def _check_kept(name: str, value: str, before: str) -> None:
+    """Refuse what a captured merge would not follow."""
+    if value != before:
+        raise ArgumentError(f"{name} must stay {before!r} with use_cuda_graph=True, got {value!r}")
 
 
 def _refuse_positions(
