@@ -19,7 +19,7 @@ def outcomes() -> dict[str, str]:
     return process_group.run(distributed_cases.__name__, 2, "cuda")
 
 
-@pytest.mark.parametrize("case", distributed_cases.CASES)
+@pytest.mark.parametrize("case", distributed_cases.cases("cuda"))
 def test_on_ranks(case: str, outcomes: dict[str, str]) -> None:
     if outcomes[case] != process_group.PASSED:
         pytest.fail(outcomes[case], pytrace=False)

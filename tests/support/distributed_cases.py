@@ -15,6 +15,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, experimental
+from torch.distributed.tensor.experimental._attention import context_parallel_unshard
 
 import cute_attn
 from cute_attn import ArgumentError, ArgumentTypeError, NotPlannedError, NotSupported
@@ -367,6 +370,44 @@ def ulysses_errors(device: torch.device, group: Any) -> None:
         run(q, k, k, window_left=3, attention=print)
 
 
+# ---- torch's context_parallel
+
+
+def context_parallel(device: torch.device, group: Any) -> None:
+    """torch's own ring calls the aten flash operator once a step: with our function as its kernel, it is right.
+
+    Through `F.scaled_dot_product_attention` it does not run on a CPU, whose operator has no rule for shards.
+    """
+    shape = (2, 4, 8 * dist.get_world_size(), 64)
+    q, k, v = (randn(*shape, device=device, seed=i) for i in range(3))
+    keep = band(shape[2], True)
+    rows = [attention(*(x[b].transpose(0, 1) for x in (q, k, v)), keep)[0] for b in range(shape[0])]
+    expected = torch.stack([torch.as_tensor(o).transpose(0, 1) for o in rows])
+    shapes = []
+
+    def flash(q: Any, k: Any, v: Any, dropout_p: float = 0.0, is_causal: bool = False, **options: Any) -> Any:
+        shapes.append((q.shape[2], k.shape[2], is_causal))
+        out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
+        for b in range(q.shape[0]):
+            o, s = cute_attn.single_prefill_with_kv_cache(
+                *(x[b].transpose(0, 1) for x in (q, k, v)), causal=is_causal, return_lse=True, lse_base="ln"
+            )
+            out[b], lse[b] = o.transpose(0, 1), s.t()
+        seed = torch.empty(2, dtype=torch.uint64)
+        return out, lse, None, None, q.shape[2], k.shape[2], seed, seed[0], torch.empty(0)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_flash_attention", flash, "CPU")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with torch.no_grad(), experimental.context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+        shards = [DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in (q, k, v)]
+        own = torch.ops.aten._scaled_dot_product_flash_attention(*shards, is_causal=True)[0].to_local()
+        (out,) = context_parallel_unshard(mesh, [own], [2])
+    close(out, expected, 2**-7)  # every partial output is rounded to bf16
+    rank = dist.get_rank()
+    assert shapes == [(8, 8, True), *[(8, 4, False)] * rank, *[(4, 8, False)] * (dist.get_world_size() - 1 - rank)]
+
+
 CASES = {
     "pages dealt out": of_all(page_shards),
     **{
@@ -400,3 +441,10 @@ CASES = {
     "ulysses, ragged wrapper": of_all(ulysses_callable),
     "ulysses, errors": of_all(ulysses_errors),
 }
+
+CPU_CASES = {"torch's context_parallel": of_all(context_parallel)}
+
+
+def cases(device_type: str) -> dict[str, Any]:
+    """Return the cases that run on a type of device."""
+    return CASES | CPU_CASES if device_type == "cpu" else CASES

@@ -30,7 +30,7 @@ Case = Callable[[torch.device], None]  # called by every rank
 
 
 def run(module: str, world_size: int, device_type: str) -> dict[str, str]:
-    """Run the `CASES` of a module; return what became of each: PASSED, or tracebacks by rank."""
+    """Run what `cases` of a module returns; return what became of each: PASSED, or tracebacks by rank."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = f"{module!r}, {world_size}, {device_type!r}, {folder!r}"
         code = f"from tests.support import process_group; process_group.start_ranks({arguments})"
@@ -61,7 +61,7 @@ def start_ranks(module: str, world_size: int, device_type: str, folder: str) -> 
 
 
 def _rank(rank: int, module: str, world_size: int, device_type: str, folder: str) -> None:
-    cases: Mapping[str, Case] = importlib.import_module(module).CASES
+    cases: Mapping[str, Case] = importlib.import_module(module).cases(device_type)
     torch.set_num_threads(1)
     device = torch.device(device_type)
     if device_type == "cuda":

@@ -112,8 +112,8 @@ class ShardedBatchDecodeWithPagedKVCacheWrapper:
         Raises
         ------
         NotSupported (positions), ArgumentError (with `use_cuda_graph`, another o_data_type or lse_base than the first
-        plan had), and the errors of `BatchDecodeWithPagedKVCacheWrapper.plan`. After an error the previous plan is still in
-        force.
+        plan had), and the errors of `BatchDecodeWithPagedKVCacheWrapper.plan`. After an error the previous plan is
+        still in force.
         """
         _refuse_positions(**options)
         q_dtype = _torch_dtype(q_data_type or data_type or "float16")
