@@ -140,7 +140,7 @@ def decode(device: torch.device, group: Any, *, placement: str, dtype: torch.dty
     for given in (None, sinks):
         for o_dtype in (torch.bfloat16, torch.float32):
             shards.plan(wrapper, o_data_type=o_dtype)
-            out, lse = wrapper.run(shards.q, shards.cache, sinks=given, return_lse=True)
+            out, lse = wrapper.run_return_lse(shards.q, shards.cache, sinks=given)
             o, s = shards.expected(given)
             assert out.dtype == o_dtype
             close(out, o, ROUNDING[o_dtype] + rounding)

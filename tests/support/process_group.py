@@ -11,6 +11,7 @@ import datetime
 import importlib
 import json
 import multiprocessing
+import os
 import sys
 import tempfile
 import traceback
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from tests.support import subprocesses
 
 PASSED = "passed"
-SECONDS = 60  # that a rank waits for another one
+SECONDS = 120  # that a rank waits for another one
 ALL_SECONDS = 500  # of all cases; a GPU's kernels may have to be compiled
 
 Case = Callable[[torch.device], None]  # called by every rank
@@ -65,6 +66,7 @@ def _rank(rank: int, module: str, world_size: int, device_type: str, folder: str
     torch.set_num_threads(1)
     device = torch.device(device_type)
     if device_type == "cuda":
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast is not to be had on every host
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     report = dict.fromkeys(cases, "not run")

@@ -14,6 +14,7 @@ from cute_attn.problem import short
 from cute_attn.request import checks
 from cute_attn.request.settings import POS_ENCODING_MODES
 from cute_attn.request.single import ALIGNMENT
+from cute_attn.wrappers.legacy_args import with_return_lse
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor]
 DType = torch.dtype | str
@@ -170,7 +171,7 @@ class ShardedBatchDecodeWithPagedKVCacheWrapper:
             planned output dtype, 16-byte aligned.
         lse : written instead of a new tensor: contiguous float32 `[batch_size, num_qo_heads]`. Returned if
             `return_lse`.
-        return_lse : return `(out, lse)`. Default False.
+        return_lse : return `(out, lse)`. Default False. `run_return_lse` is `run` with True as the default.
         sinks : floating-point `[num_qo_heads]`, natural-log domain, given by every rank: one more term of each
             denominator, which rank 0 adds.
 
@@ -209,6 +210,8 @@ class ShardedBatchDecodeWithPagedKVCacheWrapper:
             return out
         assert lse is not None
         return out, lse
+
+    run_return_lse = with_return_lse(run)
 
     def _outputs(
         self,
