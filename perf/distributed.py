@@ -23,9 +23,8 @@ import torch.distributed as dist
 
 import cute_attn
 from cute_attn.integrations import distributed
-from cute_attn.integrations.distributed import ring
+from cute_attn.integrations.distributed import ring, travel
 from cute_attn.integrations.distributed.ranks import Ranks
-from cute_attn.integrations.distributed.zigzag import chunk_lengths
 from perf.bench import save
 from perf.check import TOLERANCE, Oracle
 from perf.harness import Timing
@@ -133,7 +132,7 @@ def prefill(case: Case, device: torch.device) -> tuple[Candidates, dict[str, flo
         "ulysses": oracle.error(_in_order(calls["ulysses"]())),
     }
     candidates = {name: Candidate(call) for name, call in calls.items()}
-    return candidates | _parts(zigzag, case.tokens), errors
+    return candidates | _parts(zigzag), errors
 
 
 def _in_order(own: torch.Tensor) -> torch.Tensor:
@@ -143,15 +142,14 @@ def _in_order(own: torch.Tensor) -> torch.Tensor:
     return gathered.flatten(0, 1)
 
 
-def _parts(own: Sequence[torch.Tensor], tokens: int) -> Candidates:
+def _parts(own: Sequence[torch.Tensor]) -> Candidates:
     """Returns an exchange of keys and values, and a merge of all rows, which a ring makes after its first step."""
     q, k, v = own
-    plan = ring.Plan(Ranks.of(None), chunk_lengths(tokens, dist.get_world_size()), True)
+    arriving = torch.empty_like(k), torch.empty_like(v)
     o, lse = torch.zeros(2, *q.shape, device=q.device), torch.zeros(2, *q.shape[:2], device=q.device)
 
     def exchange() -> None:
-        messages, _ = ring.exchange((k, v), plan, 0)
-        for message in messages:
+        for message in travel.exchange((k, v), arriving, Ranks.of(None)):
             message.wait()
 
     merge = Candidate(lambda: ring.merge_in_place(o[0], lse[0], o[1], lse[1]))

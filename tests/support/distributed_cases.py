@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from torch.distributed.tensor.experimental._attention import context_parallel_un
 import cute_attn
 from cute_attn import ArgumentError, ArgumentTypeError, NotPlannedError, NotSupported
 from cute_attn.integrations import distributed
+from cute_attn.integrations.distributed import travel
 from tests.support.dense_attention import attention
 
 LN2 = math.log(2)
@@ -281,6 +283,11 @@ def ring(device: torch.device, group: Any, *, causal: bool, length: int, **optio
     close(unshard(run(o_dtype=torch.float32)), o, 2**-18 + of_kernels(device))
 
 
+def ring_reuses_buffers(device: torch.device, group: Any) -> None:
+    with mock.patch.object(travel, "BUFFERS", 2):
+        ring(device, group, causal=True, length=43)
+
+
 def ring_strided(device: torch.device, group: Any) -> None:
     """q, k and v are views of one tensor, and seq_len is left out."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -431,6 +438,7 @@ CASES = {
     "ring, sinks and soft cap": of_all(
         functools.partial(ring, causal=True, length=40, sinks=True, logits_soft_cap=3.0)
     ),
+    "ring, buffers used again": of_all(ring_reuses_buffers),
     "ring, strides": of_all(ring_strided),
     "ring, errors": of_all(ring_errors),
     "ulysses, 2 ranks": in_pair(functools.partial(ulysses, shape=(8, 4, 64, 64))),

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from cute_attn.errors import ArgumentError
-from cute_attn.integrations.distributed.ranks import Ranks, raw
+from cute_attn.integrations.distributed.ranks import Ranks
+from cute_attn.integrations.distributed.travel import KV, around_the_ring
 from cute_attn.integrations.distributed.zigzag import chunk_lengths, halves, resolved_length
 from cute_attn.prefill import single_prefill_with_kv_cache
 from cute_attn.request import checks
@@ -45,8 +45,8 @@ def ring_prefill(
     """Compute the attention of this rank's query tokens over the keys of all ranks. One request, no gradients.
 
     Tokens are sharded as by `shard_zigzag`: rank r holds chunks r and 2 * world_size - 1 - r of the sequence, one after
-    the other. Keys and values travel around the ring as they are, in batches of point-to-point messages that run on
-    NCCL's stream beside the attention of the step. Partial results are fp32, and so is their merging (`lerp` of the
+    the other. Keys and values travel around the ring as they are, in batches of point-to-point messages from a stream
+    of their own, beside the attention of the step. Partial results are fp32, and so is their merging (`lerp` of the
     outputs): the result is rounded once, to `o_dtype`.
 
     Parameters
@@ -84,14 +84,14 @@ def ring_prefill(
     options: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap, "backend": backend}
     out_dtype = _out_dtype(q, o_dtype)
 
-    def attend(rows: slice, keys: slice, kv: tuple[torch.Tensor, ...], **own: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(rows: slice, keys: slice, kv: KV, **own: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return single_prefill_with_kv_cache(  # type: ignore[return-value]
             q[rows], kv[0][keys], kv[1][keys], o_dtype=torch.float32, return_lse=True, **options, **own
         )
 
     nothing = slice(0, 0)
     attend(nothing, nothing, (k, v), causal=causal, sinks=sinks)  # raises what is wrong before messages are under way
-    o, lse = _around_the_ring(attend, (k.contiguous(), v.contiguous()), Plan(ranks, chunks, causal), sinks)
+    o, lse = _attend_to_all(attend, (k.contiguous(), v.contiguous()), Plan(ranks, chunks, causal), sinks)
     out = o.to(out_dtype)
     return (out, lse) if return_lse else out
 
@@ -103,10 +103,6 @@ class Plan(NamedTuple):
     chunks: list[int]
     causal: bool
 
-    def tokens(self, rank: int) -> int:
-        """Return the tokens that a rank holds."""
-        return sum(halves(self.chunks, rank % self.ranks.world_size))
-
     def visible(self, source: int) -> tuple[slice, slice]:
         """Return the query tokens of this rank that see keys of another one, and the keys that all of them see."""
         everything = slice(None)
@@ -117,38 +113,17 @@ class Plan(NamedTuple):
         return slice(self.chunks[self.ranks.rank], None), everything
 
 
-def _around_the_ring(
-    attend: Attend, kv: tuple[torch.Tensor, ...], plan: Plan, sinks: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend_to_all(attend: Attend, kv: KV, plan: Plan, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to the keys of every rank, own first, and merge. A sink is a key of value 0: the first step has it."""
     ranks, everything = plan.ranks, slice(None)
-    o, lse = None, None
-    for step in range(ranks.world_size):
-        # Sent and received before the step's attention is launched: its CTAs would keep the messages from the SMs.
-        messages, arriving = exchange(kv, plan, step) if step + 1 < ranks.world_size else ([], kv)
-        if o is None or lse is None:
-            o, lse = attend(everything, everything, kv, causal=plan.causal, sinks=sinks)
-        else:
-            rows, keys = plan.visible((ranks.rank - step) % ranks.world_size)
-            if o[rows].shape[0] and kv[0][keys].shape[0]:
-                merge_in_place(o[rows], lse[rows], *attend(rows, keys, kv))
-        for message in messages:
-            message.wait()  # on a GPU: the stream waits, not the host
-        kv = arriving
-    assert o is not None
-    assert lse is not None
+    tokens = [sum(halves(plan.chunks, rank)) for rank in range(ranks.world_size)]
+    steps = around_the_ring(kv, tokens, ranks)
+    o, lse = attend(everything, everything, next(steps), causal=plan.causal, sinks=sinks)
+    for step, held in enumerate(steps, 1):
+        rows, keys = plan.visible((ranks.rank - step) % ranks.world_size)
+        if o[rows].shape[0] and held[0][keys].shape[0]:
+            merge_in_place(o[rows], lse[rows], *attend(rows, keys, held))
     return o, lse
-
-
-def exchange(kv: tuple[torch.Tensor, ...], plan: Plan, step: int) -> tuple[list[Any], tuple[torch.Tensor, ...]]:
-    """Start to send keys and values to the next rank and to receive those of the previous one. Nothing is empty."""
-    ranks = plan.ranks
-    tokens = plan.tokens(ranks.rank - step - 1)
-    arriving = tuple(x.new_empty(tokens, *x.shape[1:]) for x in kv)
-    group, following, before = ranks.group, ranks.peer(ranks.rank + 1), ranks.peer(ranks.rank - 1)
-    operations = [dist.P2POp(dist.isend, raw(x), following, group, tag) for tag, x in enumerate(kv) if x.numel()]
-    operations += [dist.P2POp(dist.irecv, raw(x), before, group, tag) for tag, x in enumerate(arriving) if x.numel()]
-    return dist.batch_isend_irecv(operations) if operations else [], arriving
 
 
 def merge_in_place(o: torch.Tensor, lse: torch.Tensor, o_other: torch.Tensor, lse_other: torch.Tensor) -> None:
