@@ -52,8 +52,8 @@ def ring_prefill(
     Parameters
     ----------
     q : `[tokens, num_qo_heads, head_dim_qk]`, tokens of this rank, as for `single_prefill_with_kv_cache`.
-    k, v : `[tokens, num_kv_heads, head_dim]`, the same tokens. Strides, dtypes and heads must be the same on every
-        rank; tensors that are not contiguous are copied.
+    k, v : `[tokens, num_kv_heads, head_dim]`, the same tokens; dtype and heads as on every other rank. Tensors that
+        are not contiguous are copied.
     causal : default True: a token sees the keys up to its own position in the sequence. False: all keys.
     seq_len : tokens of all ranks. Default: as many on every rank, in two chunks of the same length. It is needed where
         2 * world_size does not divide it: chunks then differ by one token.
