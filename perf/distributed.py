@@ -163,6 +163,8 @@ def measured(case: Case, device: torch.device, stopwatch: Stopwatch, rounds: int
     wrong = {name: error for name, error in errors.items() if not error <= tolerance}
     if wrong:
         raise RuntimeError(f"{case.name}: errors against the reference above {tolerance:.1e}: {wrong}")
+    if dist.get_rank() == 0:
+        print(f"{case.name}: errors {', '.join(f'{name} {error:.1e}' for name, error in errors.items())}", flush=True)
     timings = measure(candidates, stopwatch, rounds)
     entries = {name: _entry(name, timings, errors) for name in timings}
     return {"name": case.name, "workload": asdict(case), "candidates": entries}

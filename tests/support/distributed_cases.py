@@ -111,7 +111,7 @@ class Shards:
             for start in range(0, len(tokens), self.page_size):
                 page = int(self.indices[int(self.indptr[i]) + start // self.page_size])
                 held = tokens[start : start + self.page_size]
-                cache[page, :, : len(held)] = self.keys[i][:, held]
+                cache[page, :, : len(held)] = self.keys[i][:, held[0] : held[-1] + 1]  # pages hold consecutive tokens
         self.cache = cache
 
     def plan(self, wrapper: Any, **options: Any) -> None:
