@@ -164,6 +164,22 @@ def transformers_tables(record: Record) -> list[str]:
     return [*tables, "\n".join(missing)] if missing else tables
 
 
+def distributed_tables(record: Record) -> list[str]:
+    """Returns the table of `perf.distributed`: microseconds of each candidate and, in brackets, how many times as fast
+    as one GPU it is.
+    """
+    rows = record["distributed"]
+    names = list(dict.fromkeys(name for row in rows for name in row["candidates"]))
+    lines = [(row["name"], *(_beside_one_gpu(row["candidates"].get(name, {})) for name in names)) for row in rows]
+    return [table((f"us on {record['environment']['gpus']} GPUs", *names), lines)]
+
+
+def _beside_one_gpu(entry: Record) -> str:
+    if not entry:
+        return "-"
+    return f"{entry['median_us']:.1f}" + (f" ({entry['speedup']:.2f}x)" if "speedup" in entry else "")
+
+
 def makespan_table(record: Record) -> str:
     """Returns the table of ratios of makespans over random batches, by phase."""
     lines = [
@@ -195,6 +211,7 @@ TABLES: dict[str, Callable[[Record], list[str]]] = {  # by a key that only recor
     "overhead": overhead_tables,
     "append": append_tables,
     "transformers": transformers_tables,
+    "distributed": distributed_tables,
 }
 
 

@@ -1,0 +1,122 @@
+"""Merging of partial results that callers hold, by the kernel that merges split-KV partials."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from cute_attn.emulator import adapter, settings
+from cute_attn.errors import ArgumentError, ArtifactError
+from cute_attn.kernels.combine.spec import CombineSpec
+from cute_attn.kernels.host import gpu as gpus
+from cute_attn.kernels.host.combine import NO_MERGES
+from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.load import load
+from cute_attn.kernels.host.params import ParamPacker, Values
+from cute_attn.problem import short
+from cute_attn.request.settings import HALF
+from cute_attn.runtime import artifacts
+from cute_attn.runtime.arch import TYPICAL_SMS, named
+from cute_attn.runtime.launch import CPU, Launch, current_stream
+
+MAX_LAYOUTS = 256
+OUT_DTYPES = (*HALF, torch.float32)
+FIELDS = ("o_partial", "lse_partial", "o", "lse")
+
+
+def run(o: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, merged: torch.Tensor | None, lse_scale: float) -> bool:
+    """Merges states of the same rows over disjoint keys in one launch; tells False, having done nothing, where there
+    is no kernel for them.
+
+    `o`: fp32 `[num_states, rows, head_dim]`, `lse`: fp32 base 2 `[num_states, rows]`; rows of each are contiguous, and
+    states of both as many rows apart. `out`: contiguous `[rows, head_dim]` of 16 or 32 bits. `merged`: contiguous fp32
+    `[rows]`, written as base-2 lse times `lse_scale`, or None.
+    """
+    gpu = _gpu(out.device.index) if out.device.type == "cuda" and fits(o, lse, out) else None
+    if gpu is None:
+        return False
+    try:
+        _launch(o, lse, out, merged, lse_scale, gpu)
+    except ArtifactError:
+        if artifacts.can_compile():
+            raise
+        return False
+    return True
+
+
+def emulate(
+    o: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, merged: torch.Tensor | None, lse_scale: float
+) -> None:
+    """Runs the kernel for CPU tensors on the architecture that is emulated now. For tests.
+
+    Raises ArgumentError for states that do not fit the kernel.
+    """
+    if not fits(o, lse, out):
+        raise ArgumentError(f"the combine kernel cannot merge states of shape {tuple(o.shape)}")
+    arch = settings.current().arch
+    outputs = {"out": out} if merged is None else {"out": out, "merged": merged}
+    with adapter.visible({"o": o, "lse": lse}, outputs):
+        _launch(o, lse, out, merged, lse_scale, Gpu(named(arch), CPU, TYPICAL_SMS[arch]))
+
+
+def fits(o: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> bool:
+    """Tells whether the kernel can merge these states: at most 128 of them, rows of whole chunks of 16 bytes."""
+    num_states, _, head_dim = o.shape
+    step = lse.stride(0)
+    return (
+        1 <= num_states <= CombineSpec.max_splits
+        and head_dim % 8 == 0
+        and out.dtype in OUT_DTYPES
+        and o.stride() == (step * head_dim, head_dim, 1)
+        and lse.stride(1) == 1
+        and out.is_contiguous()
+        and (o.data_ptr() | out.data_ptr()) % 16 == 0
+    )
+
+
+def _launch(
+    o: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, merged: torch.Tensor | None, lse_scale: float, gpu: Gpu
+) -> None:
+    num_states, rows, head_dim = o.shape
+    if rows == 0:
+        return
+    layout = (num_states, lse.stride(0), head_dim, lse_scale)
+    launch, bind = _prepared(layout, short(out.dtype), gpu)
+    addresses = [0 if x is None else x.data_ptr() for x in (o, lse, out, merged)]
+    launch.fire(bind(*addresses), (rows, 1, 1), current_stream(gpu.device_index))
+
+
+@functools.lru_cache(MAX_LAYOUTS)
+def _prepared(layout: tuple[int, int, int, float], out_dtype: str, gpu: Gpu) -> tuple[Launch, Callable[..., Values]]:
+    """Returns the loaded kernel, and a function from addresses to all parameters. Every row counts as a token with one
+    head: rows of `out` are contiguous, and nothing depends on the head.
+    """
+    num_states, step, head_dim, lse_scale = layout
+    launch = load(CombineSpec(out_dtype, head_dim), gpu.arch.name, gpu.device_index, gpu.arch.pdl)
+    row_bytes = head_dim * getattr(torch, out_dtype).itemsize
+    static: dict[str, int | float] = {
+        "qo_len": step,
+        "num_qo_heads": 1,
+        "num_splits": num_states,
+        "o_stride_n": row_bytes,
+        "o_stride_h": row_bytes,
+        "v_scale": 1.0,
+        "v_scale_ptr": 0,
+        "sinks": 0,
+        "lse_scale": lse_scale,
+        "num_kv_heads": 1,
+        "group": 1,
+        **NO_MERGES,
+    }
+    return launch, ParamPacker.of(launch, static, FIELDS).values
+
+
+@functools.cache
+def _gpu(index: int) -> Gpu | None:
+    """Returns a CUDA device; None for one that no kernel runs on."""
+    try:
+        return gpus.of_device(index)
+    except ArgumentError:
+        return None

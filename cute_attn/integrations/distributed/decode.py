@@ -1,0 +1,281 @@
+"""Decode over a KV cache that is sharded by tokens: `ShardedBatchDecodeWithPagedKVCacheWrapper`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cute_attn.decode import BatchDecodeWithPagedKVCacheWrapper
+from cute_attn.errors import ArgumentError, ArgumentTypeError, NotPlannedError, NotSupported, Refusal
+from cute_attn.integrations.distributed.partials import Partials
+from cute_attn.integrations.distributed.ranks import Ranks
+from cute_attn.problem import short
+from cute_attn.request import checks
+from cute_attn.request.settings import POS_ENCODING_MODES
+from cute_attn.request.single import ALIGNMENT
+from cute_attn.wrappers.legacy_args import with_return_lse
+
+Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor]
+DType = torch.dtype | str
+Scale = float | torch.Tensor
+
+
+class ShardedBatchDecodeWithPagedKVCacheWrapper:
+    """Decode attention of a batch over paged caches of several ranks, each of which holds some tokens of each request.
+
+    Every rank plans its own pages and runs with the same queries. It computes a partial output and its lse over its
+    tokens; one all-gather exchanges them, packed in one buffer; one launch merges them. All ranks return the same bits.
+    The newest token of a request sees every key, so that any placement of tokens will do: round-robin pages
+    (`shard_kv_lens`, `shard_positions`), contiguous parts, or others. A rank may hold no token of a request.
+
+    Partial outputs are exchanged and merged in fp32. Over a cache of 16 bits they are computed so; over narrower ones
+    they are rounded to q's dtype (bfloat16 for fp8 q) first, because the kernels that are fastest there write 16 bits.
+
+    Parameters
+    ----------
+    float_workspace_buffer, kv_layout, use_cuda_graph, paged_kv_indptr_buffer, paged_kv_indices_buffer,
+        paged_kv_last_page_len_buffer, backend : as for `BatchDecodeWithPagedKVCacheWrapper`, of this rank's cache.
+    group : process group. Default: all ranks.
+
+    `run` allocates nothing but what it returns: the buffer of the exchange is made by `plan`, and with `use_cuda_graph`
+    keeps its address across plans. With NCCL, `run` can be captured in a CUDA graph, by all ranks, after a run outside
+    (which sets up NCCL's connections); each replay is a collective call.
+
+    Raises
+    ------
+    The errors of `BatchDecodeWithPagedKVCacheWrapper`, and ArgumentTypeError and ArgumentError (group).
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        paged_kv_indptr_buffer: torch.Tensor | None = None,
+        paged_kv_indices_buffer: torch.Tensor | None = None,
+        paged_kv_last_page_len_buffer: torch.Tensor | None = None,
+        backend: str = "auto",
+        *,
+        group: Any = None,
+    ) -> None:
+        self._ranks = Ranks.of(group)
+        self._local = BatchDecodeWithPagedKVCacheWrapper(
+            float_workspace_buffer,
+            kv_layout,
+            use_cuda_graph,
+            paged_kv_indptr_buffer=paged_kv_indptr_buffer,
+            paged_kv_indices_buffer=paged_kv_indices_buffer,
+            paged_kv_last_page_len_buffer=paged_kv_last_page_len_buffer,
+            backend=backend,
+        )
+        self._partials: Partials | None = None
+        self._o_dtype, self._lse_base = torch.bfloat16, "log2"  # of the plan in force
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether the wrapper was made with `use_cuda_graph=True`."""
+        return self._local.is_cuda_graph_enabled
+
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        q_data_type: DType | None = None,
+        kv_data_type: DType | None = None,
+        o_data_type: DType | None = None,
+        data_type: DType | None = None,
+        lse_base: str = "log2",
+        **options: Any,
+    ) -> None:
+        """Schedule a batch: this rank holds the pages `indices[indptr[i]:indptr[i + 1]]` of request i.
+
+        All ranks plan the same number of requests, heads, dimensions and output dtype; pages are their own. Nothing is
+        communicated.
+
+        Parameters
+        ----------
+        indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type, kv_data_type,
+            data_type : as for `BatchDecodeWithPagedKVCacheWrapper.plan`, of this rank's cache.
+        o_data_type : float16, bfloat16 or float32, of the merged output. Default: q's dtype, bfloat16 for fp8 q.
+        lse_base : "log2" (default) or "ln", of the lse that `run` returns.
+        options : others of `BatchDecodeWithPagedKVCacheWrapper.plan`: `sm_scale`, `logits_soft_cap`, `seq_lens` of this
+            rank, and so on. `pos_encoding_mode`, `window_left` and `q_len_per_req` are refused unless "NONE", negative
+            and 1: a rank knows its tokens, but not their positions. A sliding window holds few tokens: keep them on
+            every rank.
+
+        Raises
+        ------
+        NotSupported (positions), ArgumentError (with `use_cuda_graph`, another o_data_type or lse_base than the first
+        plan had), and the errors of `BatchDecodeWithPagedKVCacheWrapper.plan`. After an error the previous plan is
+        still in force.
+        """
+        _refuse_positions(**options)
+        q_dtype = _torch_dtype(q_data_type or data_type or "float16")
+        kv_dtype = _torch_dtype(kv_data_type or data_type or q_dtype)
+        sixteen = q_dtype if q_dtype.itemsize == 2 else torch.bfloat16
+        o_dtype = sixteen if o_data_type is None else _torch_dtype(o_data_type)
+        checks.dtype("o_data_type", o_dtype, (torch.float16, torch.bfloat16, torch.float32))
+        checks.choice("lse_base", lse_base, ("log2", "ln"))
+        if self.is_cuda_graph_enabled and self._partials is not None:
+            _check_kept("o_data_type", short(o_dtype), short(self._o_dtype))
+            _check_kept("lse_base", lse_base, self._lse_base)
+        partial_dtype = torch.float32 if kv_dtype.itemsize == 2 else sixteen
+        self._local.plan(
+            indptr,
+            indices,
+            last_page_len,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            q_data_type=q_dtype,
+            kv_data_type=kv_dtype,
+            o_data_type=partial_dtype,
+            **options,
+        )
+        shape = (indptr.numel() - 1, num_qo_heads, head_dim)
+        if self._partials is None or self._partials.key != (shape, partial_dtype):
+            self._partials = Partials(shape, partial_dtype, self._ranks, self._local.device)
+        self._o_dtype, self._lse_base = o_dtype, lse_base
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: Cache,
+        *,
+        q_scale: Scale | None = None,
+        k_scale: Scale | None = None,
+        v_scale: Scale | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        sinks: torch.Tensor | None = None,
+        kv_cache_sf: Cache | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Compute the attention of the planned batch over the caches of all ranks. One all-gather.
+
+        Parameters
+        ----------
+        q : `[batch_size, num_qo_heads, head_dim]`, the same on every rank.
+        paged_kv_cache, q_scale, k_scale, v_scale, enable_pdl, kv_cache_sf : as for
+            `BatchDecodeWithPagedKVCacheWrapper.run`, of this rank's cache.
+        out : written and returned instead of a new tensor: contiguous `[batch_size, num_qo_heads, head_dim]` of the
+            planned output dtype, 16-byte aligned.
+        lse : written instead of a new tensor: contiguous float32 `[batch_size, num_qo_heads]`. Returned if
+            `return_lse`.
+        return_lse : return `(out, lse)`. Default False. `run_return_lse` is `run` with True as the default.
+        sinks : floating-point `[num_qo_heads]`, natural-log domain, given by every rank: one more term of each
+            denominator, which rank 0 adds.
+
+        Returns
+        -------
+        out `[batch_size, num_qo_heads, head_dim]`, or with `return_lse` the pair of it and the float32 lse
+        `[batch_size, num_qo_heads]`. A request without keys on all ranks has out 0 and lse -inf.
+
+        Raises
+        ------
+        NotPlannedError (no plan yet), and the errors of `BatchDecodeWithPagedKVCacheWrapper.run`. All are raised before
+        the exchange; on one rank only, they leave the others waiting.
+        """
+        partials = self._partials
+        if partials is None:
+            raise NotPlannedError(f"{type(self).__name__}.plan() must come before run()")
+        out, lse = self._outputs(partials, q, out, lse, return_lse)
+        if sinks is not None:
+            checks.shape("sinks", checks.tensor("sinks", sinks), (partials.o.shape[1],), "[num_qo_heads]")
+        self._local.run(
+            q,
+            paged_kv_cache,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            out=partials.o,
+            lse=partials.lse,
+            return_lse=True,
+            enable_pdl=enable_pdl,
+            sinks=sinks if self._ranks.rank == 0 else None,
+            kv_cache_sf=kv_cache_sf,
+        )
+        partials.exchange()
+        partials.merge(out, lse, self._lse_base)
+        if not return_lse:
+            return out
+        assert lse is not None
+        return out, lse
+
+    run_return_lse = with_return_lse(run)
+
+    def _outputs(
+        self,
+        partials: Partials,
+        q: torch.Tensor,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        return_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the tensors that the merge writes: those of the caller, checked, or new ones."""
+        shape, device = tuple(partials.o.shape), self._local.device
+        if out is None:
+            out = torch.empty(shape, dtype=self._o_dtype, device=device)
+        else:
+            _check_output("out", out, (shape, self._o_dtype, device), "[batch_size, num_qo_heads, head_dim]")
+        if lse is not None:
+            _check_output("lse", lse, (shape[:-1], torch.float32, device), "[batch_size, num_qo_heads]")
+        elif return_lse:
+            lse = torch.empty(shape[:-1], dtype=torch.float32, device=device)
+        return out, lse
+
+
+def _check_output(
+    name: str, given: Any, expected: tuple[tuple[int, ...], torch.dtype, torch.device], axes: str
+) -> None:
+    shape, dtype, device = expected
+    checks.shape(name, checks.tensor(name, given), shape, axes)
+    checks.dtype(name, given.dtype, (dtype,))
+    checks.device(name, given, device)
+    if not given.is_contiguous() or given.data_ptr() % ALIGNMENT:
+        raise ArgumentError(
+            f"{name} must be contiguous and start at a multiple of {ALIGNMENT} bytes, got strides {given.stride()} and "
+            f"address % {ALIGNMENT} = {given.data_ptr() % ALIGNMENT}"
+        )
+
+
+def _check_kept(name: str, value: str, before: str) -> None:
+    """Refuse what a captured merge would not follow."""
+    if value != before:
+        raise ArgumentError(f"{name} must stay {before!r} with use_cuda_graph=True, got {value!r}")
+
+
+def _refuse_positions(
+    pos_encoding_mode: Any = "NONE", window_left: Any = -1, q_len_per_req: Any = 1, **others: Any
+) -> None:
+    """Refuse what depends on the positions of tokens in their request."""
+    checks.choice("pos_encoding_mode", pos_encoding_mode, POS_ENCODING_MODES)
+    whole = "BatchDecodeWithPagedKVCacheWrapper over a cache that is not sharded"
+    refusals = [
+        Refusal("sharded decode", feature, "a rank knows its tokens, but not their positions", instead)
+        for feature, used, instead in (
+            (f"pos_encoding_mode={pos_encoding_mode!r}", pos_encoding_mode != "NONE", "rotated q and k"),
+            (f"window_left={window_left!r}", checks.integer("window_left", window_left) >= 0, whole),
+            (f"q_len_per_req={q_len_per_req!r}", checks.integer("q_len_per_req", q_len_per_req) != 1, whole),
+        )
+        if used
+    ]
+    if refusals:
+        raise NotSupported(refusals)
+
+
+def _torch_dtype(value: DType) -> torch.dtype:
+    """Return a dtype given as itself or by name; the local plan refuses what is neither."""
+    named = getattr(torch, value, None) if isinstance(value, str) else value
+    if not isinstance(named, torch.dtype):
+        raise ArgumentTypeError(f"dtypes must be torch dtypes or their names, got {checks.describe(value)}")
+    return named

@@ -1,0 +1,241 @@
+"""Attention over several GPUs of a host beside one GPU that does everything: `python -m perf.distributed`.
+
+Starts a process per GPU, NCCL between them. Every result is compared with the reference before its time counts. Decode
+over round-robin pages runs in CUDA graphs (and without, for the host's share), prefill by plain calls. Two parts of a
+ring step are timed alone: one exchange of keys and values, and the merge of all rows of a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import cute_attn
+from cute_attn.integrations import distributed
+from cute_attn.integrations.distributed import ring, travel
+from cute_attn.integrations.distributed.ranks import Ranks
+from perf.bench import save
+from perf.check import TOLERANCE, Oracle
+from perf.harness import Timing
+from perf.lockstep import Candidate, CudaStopwatch, Stopwatch, measure
+from perf.machine import command_line, environment, why_no_gpu
+from perf.workloads import Inputs, Workload
+
+ONE = "one GPU"
+WORKSPACE_BYTES = 128 << 20
+GRAPH_LAUNCHES = 20
+PAGE_SIZE = 16
+TIMEOUT = datetime.timedelta(seconds=150)  # that a rank waits for another one
+Candidates = dict[str, Candidate]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Requests of one length, of one query token each or causal prefill of all tokens."""
+
+    kind: str  # "decode" or "prefill"
+    requests: int
+    tokens: int  # of each request
+    num_qo_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.requests}x{self.tokens} h{self.num_qo_heads}/{self.num_kv_heads} d{self.head_dim}"
+
+    @property
+    def request(self) -> Workload:
+        """Returns the problem of one request."""
+        prefill = self.kind == "prefill"
+        heads = self.num_qo_heads, self.num_kv_heads, self.head_dim, self.head_dim
+        return Workload(self.tokens if prefill else 1, self.tokens, *heads, causal=prefill)
+
+
+CASES = [
+    Case("decode", 1, 262144),
+    Case("decode", 2, 131072),
+    Case("decode", 1, 131072),
+    Case("prefill", 1, 65536),
+]
+
+
+def decode(case: Case, device: torch.device) -> tuple[Candidates, dict[str, float]]:
+    """Returns the candidates of a decode case, and the errors of their results."""
+    inputs = [case.request.inputs(device, seed) for seed in range(case.requests)]
+    oracles = [Oracle.of(case.request, x) for x in inputs]
+    q = torch.cat([x.q for x in inputs])
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    lens = torch.full((case.requests,), case.tokens)
+    own_lens = distributed.shard_kv_lens(lens, PAGE_SIZE, rank, ranks)
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    whole = cute_attn.BatchDecodeWithPagedKVCacheWrapper(workspace)
+    sharded = distributed.ShardedBatchDecodeWithPagedKVCacheWrapper(workspace)
+    calls = {
+        ONE: _planned(whole, case, q, lens, _cache(inputs, 0, 1)),
+        "sharded": _planned(sharded, case, q, own_lens, _cache(inputs, rank, ranks)),
+    }
+    errors = {}
+    for name, call in calls.items():
+        o = call()
+        errors[name] = max(oracle.error(o[i : i + 1]) for i, oracle in enumerate(oracles))
+    candidates = {name: Candidate(call, GRAPH_LAUNCHES, graph=True) for name, call in calls.items()}
+    return {**candidates, "sharded, no graph": Candidate(calls["sharded"], GRAPH_LAUNCHES)}, errors
+
+
+def _cache(inputs: Sequence[Inputs], rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the pages of a rank, those of request 0 first."""
+
+    def pages(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(0, (-1, PAGE_SIZE))[rank::ranks]
+
+    return torch.cat([pages(x.k) for x in inputs]), torch.cat([pages(x.v) for x in inputs])
+
+
+def _planned(
+    wrapper: Any, case: Case, q: torch.Tensor, lens: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor]
+) -> Callable[[], torch.Tensor]:
+    pages = -(-lens // PAGE_SIZE)
+    indptr = torch.cat((torch.zeros(1, dtype=lens.dtype), pages.cumsum(0))).int()
+    indices = torch.arange(int(indptr[-1]), dtype=torch.int32, device=q.device)
+    heads = case.num_qo_heads, case.num_kv_heads, case.head_dim
+    wrapper.plan(indptr, indices, ((lens - 1) % PAGE_SIZE + 1).int(), *heads, PAGE_SIZE, data_type=q.dtype)
+    return lambda: wrapper.run(q, cache)
+
+
+def prefill(case: Case, device: torch.device) -> tuple[Candidates, dict[str, float]]:
+    """Returns the candidates of a prefill case and the parts of a ring step, and the errors of results."""
+    x = case.request.inputs(device)
+    oracle = Oracle.of(case.request, x)
+    zigzag = [distributed.shard_zigzag(part) for part in x]
+    tokens = case.tokens // dist.get_world_size()
+    consecutive = [part[dist.get_rank() * tokens :][:tokens] for part in x]
+    calls: dict[str, Callable[[], Any]] = {
+        ONE: lambda: cute_attn.single_prefill_with_kv_cache(*x, causal=True),
+        "ring": lambda: distributed.ring_prefill(*zigzag),
+        "ulysses": lambda: distributed.ulysses_attention(*consecutive),
+    }
+    errors = {
+        ONE: oracle.error(calls[ONE]()),
+        "ring": oracle.error(distributed.unshard_zigzag(calls["ring"]())),
+        "ulysses": oracle.error(_in_order(calls["ulysses"]())),
+    }
+    candidates = {name: Candidate(call) for name, call in calls.items()}
+    return candidates | _parts(zigzag), errors
+
+
+def _in_order(own: torch.Tensor) -> torch.Tensor:
+    """Returns the consecutive parts of all ranks."""
+    gathered = own.new_empty(dist.get_world_size(), *own.shape)
+    Ranks.of(None).all_gather(gathered, own.contiguous())
+    return gathered.flatten(0, 1)
+
+
+def _parts(own: Sequence[torch.Tensor]) -> Candidates:
+    """Returns an exchange of keys and values, and a merge of all rows, which a ring makes after its first step."""
+    q, k, v = own
+    arriving = torch.empty_like(k), torch.empty_like(v)
+    o, lse = torch.zeros(2, *q.shape, device=q.device), torch.zeros(2, *q.shape[:2], device=q.device)
+
+    def exchange() -> None:
+        for message in travel.exchange((k, v), arriving, Ranks.of(None)):
+            message.wait()
+
+    merge = Candidate(lambda: ring.merge_in_place(o[0], lse[0], o[1], lse[1]))
+    return {"merge": merge, **({"exchange": Candidate(exchange)} if dist.get_world_size() > 1 else {})}
+
+
+def measured(case: Case, device: torch.device, stopwatch: Stopwatch, rounds: int) -> dict[str, Any]:
+    """Returns the record of a case. Raises if a result is wrong."""
+    candidates, errors = (decode if case.kind == "decode" else prefill)(case, device)
+    tolerance = TOLERANCE[case.request.dtype]
+    wrong = {name: error for name, error in errors.items() if not error <= tolerance}
+    if wrong:
+        raise RuntimeError(f"{case.name}: errors against the reference above {tolerance:.1e}: {wrong}")
+    if dist.get_rank() == 0:
+        print(f"{case.name}: errors {', '.join(f'{name} {error:.1e}' for name, error in errors.items())}", flush=True)
+    timings = measure(candidates, stopwatch, rounds)
+    entries = {name: _entry(name, timings, errors) for name in timings}
+    return {"name": case.name, "workload": asdict(case), "candidates": entries}
+
+
+def _entry(name: str, timings: Mapping[str, Timing], errors: Mapping[str, float]) -> dict[str, Any]:
+    entry: dict[str, Any] = dict(timings[name]._asdict())
+    if name in errors:
+        entry["error"] = errors[name]
+    if name in errors and name != ONE:
+        entry["speedup"] = timings[ONE].median_us / timings[name].median_us
+    return entry
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """Returns one row as a line of text."""
+    cells = []
+    for name, entry in row["candidates"].items():
+        speedup = f" ({entry['speedup']:.2f}x)" if "speedup" in entry else ""
+        cells.append(f"{name} {entry['median_us']:.1f} us{speedup}")
+    return f"{row['name']}: {', '.join(cells)}"
+
+
+def run_rank(rank: int, world_size: int, folder: str, options: argparse.Namespace, command: str) -> None:
+    """Measures all cases on one rank; rank 0 prints and records them."""
+    start = time.perf_counter()
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast is not to be had on every host, and not needed
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=TIMEOUT,
+        device_id=device,
+    )
+    rows: list[dict[str, Any]] = []
+    record = {"command": command, "environment": environment() | {"gpus": str(world_size)}, "distributed": rows}
+    for case in CASES:
+        if not all(word in case.name for word in options.only):
+            continue
+        rows.append(measured(case, device, CudaStopwatch(), options.rounds))
+        torch.cuda.empty_cache()
+        if rank == 0:
+            print(f"{line(rows[-1])} [{time.perf_counter() - start:.0f} s]", flush=True)
+            if options.out:
+                save(record, options.out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m perf.distributed", description=__doc__)
+    parser.add_argument("--out", type=Path, help="JSON file for the record, written after every row")
+    parser.add_argument("--gpus", type=int, default=2, help="number of GPUs (default 2)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="only rows whose names contain these")
+    parser.add_argument("--rounds", type=int, default=11, help="number of timed rounds (default 11)")
+    options = parser.parse_args()
+    absent = why_no_gpu()
+    if absent is None and torch.cuda.device_count() < options.gpus:
+        absent = f"torch sees {torch.cuda.device_count()} of {options.gpus} GPUs"
+    if absent:
+        print(f"Nothing can be measured: {absent}.", file=sys.stderr)
+        return 2
+    command = command_line("distributed", sys.argv[1:])
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (options.gpus, folder, options, command)
+        torch.multiprocessing.spawn(run_rank, args=arguments, nprocs=options.gpus)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,103 @@
+"""Merging of partial results that callers hold, by the combine kernel on the emulator."""
+
+from __future__ import annotations
+
+import math
+from unittest import mock
+
+import pytest
+import torch
+
+from cute_attn import ArgumentError, emulator
+from cute_attn.dispatch import merge
+from cute_attn.integrations.distributed.partials import Partials
+from cute_attn.integrations.distributed.ranks import Ranks
+
+pytestmark = pytest.mark.emulator
+
+ROUNDING = {torch.float32: 2**-20, torch.bfloat16: 2**-8, torch.float16: 2**-10}
+
+
+def states(num_states: int, rows: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs and lse of the same rows: one state has none of their keys, and row 1 has no key at all."""
+    generator = torch.Generator().manual_seed(rows)
+    o = torch.randn(num_states, rows, head_dim, generator=generator)
+    lse = torch.randn(num_states, rows, generator=generator) * 4
+    lse[num_states // 2] = lse[:, 1] = -torch.inf
+    o[lse == -torch.inf] = 0
+    return o, lse
+
+
+def expected(o: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    weights = torch.exp2(lse.double())
+    total = weights.sum(0)
+    merged = (weights[..., None] * o.double()).sum(0) / total.clamp(min=1e-300)[..., None]
+    return merged, total.log2()
+
+
+def padded(x: torch.Tensor, step: int) -> torch.Tensor:
+    """The same values, with states `step` rows apart."""
+    made = torch.full((x.shape[0], step, *x.shape[2:]), torch.nan)
+    made[:, : x.shape[1]] = x
+    return made[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize(("num_states", "head_dim"), [(2, 128), (5, 72), (1, 64), (33, 256)])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_states_a_step_apart(arch: str, num_states: int, head_dim: int, dtype: torch.dtype) -> None:
+    o, lse = states(num_states, 6, head_dim)
+    out, merged = torch.empty(6, head_dim, dtype=dtype), torch.empty(6)
+    with emulator.using(arch):
+        merge.emulate(padded(o, 8), padded(lse, 8), out, merged, math.log(2))
+    want, s = expected(o, lse)
+    torch.testing.assert_close(out.double(), want, rtol=ROUNDING[dtype], atol=2**-20)
+    torch.testing.assert_close(merged.double(), s * math.log(2), rtol=2**-20, atol=2**-20)
+
+
+class LoneRank(Ranks):
+    """A rank whose peers are played by the test: the parts of others are in the buffer already."""
+
+    def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> None:
+        assert gathered[self.rank].data_ptr() == own.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_partials_of_ranks(dtype: torch.dtype) -> None:
+    """The buffer of the exchange is laid out as the kernel reads it."""
+    tokens, heads, head_dim, ranks = 3, 5, 64, 4
+    o, lse = states(ranks, tokens * heads, head_dim)
+    o = o.to(dtype).float()
+    parts = [
+        Partials((tokens, heads, head_dim), dtype, LoneRank(None, r, ranks), torch.device("cpu")) for r in range(4)
+    ]
+    for r, part in enumerate(parts):
+        part.o.copy_(o[r].view(part.o.shape))
+        part.lse.copy_(lse[r].view(part.lse.shape))
+        part.exchange()
+        parts[0]._gathered[r] = part._own  # what rank 0 receives
+    out, merged = torch.empty(tokens, heads, head_dim), torch.empty(tokens, heads)
+    with emulator.using("sm_90a") as emulation, mock.patch.object(merge, "run", emulated):
+        parts[0].merge(out, merged, "log2")
+    assert len(emulation.records) == 1
+    want, s = expected(o, lse)
+    torch.testing.assert_close(out.view(-1, head_dim).double(), want, rtol=2**-20, atol=2**-20)
+    torch.testing.assert_close(merged.view(-1).double(), s, rtol=2**-20, atol=2**-20)
+
+
+def emulated(*arguments: object) -> bool:
+    merge.emulate(*arguments)  # type: ignore[arg-type]
+    return True
+
+
+def test_states_that_do_not_fit() -> None:
+    o, lse = states(2, 4, 64)
+    out = torch.empty(4, 64)
+    assert merge.fits(o, lse, out)
+    assert not merge.fits(o, padded(lse, 5), out)  # o and lse are not as many rows apart
+    assert not merge.fits(*states(129, 4, 64), out)
+    assert not merge.fits(*states(2, 4, 60), torch.empty(4, 60))
+    assert not merge.fits(o, lse, torch.empty(64, 4).t())
+    assert not merge.run(o, lse, out, None, 1.0)  # not on a GPU
+    with pytest.raises(ArgumentError, match="cannot merge states of shape"):
+        merge.emulate(o, padded(lse, 5), out, None, 1.0)

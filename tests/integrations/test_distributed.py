@@ -1,0 +1,50 @@
+"""`integrations.distributed` on four ranks over gloo, of which some cases use two."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cute_attn import ArgumentError
+from cute_attn.integrations import distributed
+from cute_attn.integrations.distributed import ring
+from cute_attn.integrations.distributed.ranks import Ranks
+from cute_attn.integrations.distributed.zigzag import chunk_lengths
+from tests.support import distributed_cases, process_group
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    return process_group.run(distributed_cases.__name__, 4, "cpu")
+
+
+@pytest.mark.parametrize("case", distributed_cases.cases("cpu"))
+def test_on_ranks(case: str, outcomes: dict[str, str]) -> None:
+    if outcomes[case] != process_group.PASSED:
+        pytest.fail(outcomes[case], pytrace=False)
+
+
+@pytest.mark.parametrize("length", [48, 41, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_steps_of_a_ring_cover_the_causal_mask(world_size: int, length: int) -> None:
+    """Every visible pair of tokens is computed once; with equal chunks, every step is the same work on every rank."""
+    chunks = chunk_lengths(length, world_size)
+    parts = torch.arange(length).split(chunks)
+    tokens = [torch.cat((parts[r], parts[-1 - r])) for r in range(world_size)]
+    computed = torch.zeros(length, length, dtype=torch.int32)
+    work = set()
+    for r in range(world_size):
+        computed[tokens[r][:, None], tokens[r]] += torch.ones(len(tokens[r]), len(tokens[r])).tril().int()
+        for source in set(range(world_size)) - {r}:
+            rows, keys = ring.Plan(Ranks(None, r, world_size), chunks, causal=True).visible(source)
+            pairs = tokens[r][rows][:, None], tokens[source][keys]
+            computed[pairs] += 1
+            work.add(len(pairs[0]) * len(pairs[1]))
+    assert torch.equal(computed, torch.ones(length, length, dtype=torch.int32).tril())
+    assert len(work) <= 1 or length % (2 * world_size)
+
+
+def test_without_process_group() -> None:
+    x = torch.zeros(2, 1, 64, dtype=torch.bfloat16)
+    with pytest.raises(ArgumentError, match=r"call torch\.distributed\.init_process_group first"):
+        distributed.ring_prefill(x, x, x)

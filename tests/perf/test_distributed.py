@@ -1,0 +1,52 @@
+"""`perf.distributed` on a CPU: every case small, on one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from perf import bench, distributed, report
+from perf.lockstep import HostStopwatch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_cases_are_measured_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "GRAPH_LAUNCHES", 2)
+    small = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 64, "tokens": 64}
+    cases = [dataclasses.replace(case, **small) for case in (distributed.CASES[1], distributed.CASES[-1])]
+    rows = [distributed.measured(case, CPU, HostStopwatch(), 2) for case in cases]
+    assert [row["name"] for row in rows] == ["decode 2x64 h4/2 d64", "prefill 1x64 h4/2 d64"]
+    for row, name in zip(rows, ("sharded", "ring"), strict=True):
+        entry, one = row["candidates"][name], row["candidates"]["one GPU"]
+        assert entry["speedup"] == one["median_us"] / entry["median_us"]
+        assert 0 < entry["error"] < 1e-2
+        assert "speedup" not in one
+        assert name in distributed.line(row)
+    record = {"command": "", "environment": distributed.environment() | {"gpus": "1"}, "distributed": rows}
+    bench.save(record, tmp_path / "record.json")
+    shown = report.markdown(json.loads((tmp_path / "record.json").read_text()))
+    assert "| us on 1 GPUs | one GPU | sharded | sharded, no graph | ring | ulysses | merge |" in shown
+    assert "x) |" in shown
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_wrong_results_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = dataclasses.replace(distributed.CASES[-1], num_qo_heads=2, num_kv_heads=2, head_dim=64, tokens=8)
+    monkeypatch.setattr(distributed.distributed, "ring_prefill", lambda q, k, v: v)
+    with pytest.raises(RuntimeError, match=r"errors against the reference above 1\.6e-02: {'ring'"):
+        distributed.measured(case, CPU, HostStopwatch(), 1)

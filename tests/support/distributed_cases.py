@@ -1,0 +1,473 @@
+"""Cases of `cute_attn.integrations.distributed`, called by every rank, on CPUs and on GPUs.
+
+Every rank makes the whole problem from the same seed, and compares its part of the result with the fp64 oracle over the
+problem that is not sharded.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, experimental
+from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+
+import cute_attn
+from cute_attn import ArgumentError, ArgumentTypeError, NotPlannedError, NotSupported, emulator
+from cute_attn.integrations import distributed
+from cute_attn.integrations.distributed import travel
+from tests.support.dense_attention import attention
+
+LN2 = math.log(2)
+ROUNDING = {torch.float32: 2**-20, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def randn(*shape: int, device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).to(device, dtype)
+
+
+def of_kernels(device: torch.device) -> float:
+    """Rounding of probabilities to q's dtype, which the CPU's reference does not do."""
+    return 2**-8 if device.type == "cuda" else 0.0
+
+
+def close(found: torch.Tensor, expected: Any, rounding: float) -> None:
+    """Compare element by element; `rounding`: relative, of the largest magnitude that is rounded."""
+    expected = torch.as_tensor(expected)
+    scale = max(1.0, float(expected[expected.isfinite()].abs().max())) if expected.numel() else 1.0
+    torch.testing.assert_close(found.cpu().double(), expected.double(), rtol=0, atol=rounding * scale)
+
+
+def band(length: int, causal: bool, window_left: int = -1) -> torch.Tensor:
+    i, j = torch.arange(length)[:, None], torch.arange(length)
+    keep = (j <= i) if causal else torch.ones(length, length, dtype=torch.bool)
+    return keep & (j >= i - window_left) if window_left >= 0 else keep
+
+
+@functools.lru_cache
+def group_of_two() -> Any:
+    return dist.new_group([0, 1])
+
+
+def in_pair(case: Any) -> Any:
+    """A case for ranks 0 and 1 alone; `group` is None where they are all ranks."""
+
+    def run(device: torch.device) -> None:
+        group = None if dist.get_world_size() == 2 else group_of_two()  # which all ranks must make
+        if dist.get_rank() < 2:
+            case(device, group)
+
+    return run
+
+
+def of_all(case: Any) -> Any:
+    return lambda device: case(device, None)
+
+
+# ---- sharded decode
+
+
+def shard_pages(lengths: list[int], page_size: int, ranks: int, placement: str) -> list[list[list[int]]]:
+    """Positions of the tokens of each request on each rank."""
+    if placement == "round robin":
+        pages = [[list(range(n))[i : i + page_size] for i in range(0, n, page_size)] for n in lengths]
+        return [[list(itertools.chain(*of_request[r::ranks])) for of_request in pages] for r in range(ranks)]
+    if placement == "contiguous":
+        return [
+            [part.tolist() for part in (np.array_split(np.arange(n), ranks)[r] for n in lengths)] for r in range(ranks)
+        ]
+    assert placement == "all on the last rank"
+    return [[list(range(n)) if r == ranks - 1 else [] for n in lengths] for r in range(ranks)]
+
+
+class Shards:
+    """A batch whose keys are spread over ranks, and this rank's paged cache of them."""
+
+    def __init__(self, device: torch.device, group: Any, placement: str, lengths: list[int], **options: Any) -> None:
+        self.heads, self.kv_heads, self.head_dim = options.pop("shape", (4, 2, 64))
+        self.page_size, self.lengths = options.pop("page_size", 4), lengths
+        dtype = options.pop("dtype", torch.bfloat16)
+        make = functools.partial(randn, device=device, dtype=torch.bfloat16)
+        seed = options.pop("seed", 0)
+        self.q = make(len(lengths), self.heads, self.head_dim, seed=seed)
+        self.keys = [make(2, n, self.kv_heads, self.head_dim, seed=seed + i).to(dtype) for i, n in enumerate(lengths)]
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.own = shard_pages(lengths, self.page_size, ranks, placement)[rank]
+        counts = [-(-len(tokens) // self.page_size) for tokens in self.own]
+        self.indptr = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
+        self.indices = torch.randperm(sum(counts), dtype=torch.int32).to(device)
+        self.last = torch.tensor([(len(t) - 1) % self.page_size + 1 for t in self.own], dtype=torch.int32)
+        cache = torch.zeros(sum(counts) + 1, 2, self.page_size, self.kv_heads, self.head_dim, device=device).to(dtype)
+        for i, tokens in enumerate(self.own):
+            for start in range(0, len(tokens), self.page_size):
+                page = int(self.indices[int(self.indptr[i]) + start // self.page_size])
+                held = tokens[start : start + self.page_size]
+                cache[page, :, : len(held)] = self.keys[i][:, held[0] : held[-1] + 1]  # pages hold consecutive tokens
+        self.cache = cache
+
+    def plan(self, wrapper: Any, **options: Any) -> None:
+        wrapper.plan(
+            *(self.indptr, self.indices, self.last, self.heads, self.kv_heads, self.head_dim, self.page_size),
+            **{"q_data_type": self.q.dtype, "kv_data_type": self.cache.dtype, **options},
+        )
+
+    def expected(self, sinks: torch.Tensor | None = None, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = [
+            attention(q[None], *keys, torch.ones(1, n, dtype=torch.bool), sinks=sinks, **options)
+            for q, keys, n in zip(self.q, self.keys, self.lengths, strict=True)
+        ]
+        o, lse = (torch.cat([torch.as_tensor(x) for x in part]) for part in zip(*rows, strict=True))
+        return o, lse
+
+
+def wrapper_on(device: torch.device, group: Any, **options: Any) -> Any:
+    workspace = torch.zeros(32 << 20, dtype=torch.uint8, device=device)
+    return distributed.ShardedBatchDecodeWithPagedKVCacheWrapper(workspace, group=group, **options)
+
+
+def decode(device: torch.device, group: Any, *, placement: str, dtype: torch.dtype = torch.bfloat16) -> None:
+    shards = Shards(device, group, placement, [37, 1, 8, 0, 100], dtype=dtype)
+    wrapper = wrapper_on(device, group)
+    sinks = randn(4, device=device, dtype=torch.float32) * 3
+    rounding = of_kernels(device) + (0 if dtype == torch.bfloat16 else 2**-8)  # of partial outputs
+    for given in (None, sinks):
+        for o_dtype in (torch.bfloat16, torch.float32):
+            shards.plan(wrapper, o_data_type=o_dtype)
+            out, lse = wrapper.run_return_lse(shards.q, shards.cache, sinks=given)
+            o, s = shards.expected(given)
+            assert out.dtype == o_dtype
+            close(out, o, ROUNDING[o_dtype] + rounding)
+            close(lse, s, 2**-16)
+
+
+def decode_options(device: torch.device, group: Any) -> None:
+    """Soft cap, scale, natural lse, scales of the run, and outputs of the caller."""
+    shards = Shards(device, group, "round robin", [30, 9], shape=(6, 1, 72), page_size=1)
+    wrapper = wrapper_on(device, group)
+    shards.plan(wrapper, logits_soft_cap=2.0, sm_scale=0.3, lse_base="ln", o_data_type="float32")
+    out = torch.full((2, 6, 72), torch.nan, device=device)
+    lse = torch.full((2, 6), torch.nan, device=device)
+    assert wrapper.run(shards.q, shards.cache, v_scale=0.5, out=out, lse=lse) is out
+    o, s = shards.expected(sm_scale=0.3, soft_cap=2.0)
+    close(out, o / 2, 2**-18 + of_kernels(device))
+    close(lse, s * LN2, 2**-16)
+
+
+def decode_same_bits(device: torch.device, group: Any) -> None:
+    """All ranks return the same bits, also after a plan of other requests."""
+    wrapper = wrapper_on(device, group)
+    for lengths in ([70, 3], [5, 64, 2]):
+        shards = Shards(device, group, "contiguous", lengths)
+        shards.plan(wrapper)
+        out = wrapper.run(shards.q, shards.cache)
+        others = [torch.empty_like(out) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(others, out, group=group)
+        assert all(torch.equal(out, other) for other in others)
+        close(out, shards.expected()[0], 2**-8 + of_kernels(device))
+
+
+def decode_replayed(device: torch.device, group: Any) -> None:
+    """A run that is captured once, on a GPU, and replayed after plans of other lengths; on a CPU it runs again."""
+    batches = [
+        Shards(device, group, "round robin", lengths, seed=7) for lengths in ([60, 2, 9], [1, 77, 0], [8, 8, 90])
+    ]
+    pages = max(shards.cache.shape[0] for shards in batches)
+    ints = functools.partial(torch.zeros, dtype=torch.int32, device=device)
+    buffers = {"indptr": ints(4), "indices": ints(pages), "last_page_len": ints(3)}
+    wrapper = wrapper_on(
+        device, group, use_cuda_graph=True, **{f"paged_kv_{name}_buffer": x for name, x in buffers.items()}
+    )
+    q, cache = torch.zeros_like(batches[0].q), torch.zeros(pages, *batches[0].cache.shape[1:], device=device).bfloat16()
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
+    run = functools.partial(wrapper.run, q, cache, out=out, lse=lse)
+    for i, shards in enumerate(batches):
+        shards.plan(wrapper)
+        q.copy_(shards.q)
+        cache[: len(shards.cache)] = shards.cache
+        if i == 0:
+            run()
+            run = captured(run) if device.type == "cuda" else run
+        run()
+        o, s = shards.expected()
+        close(out, o, 2**-8 + of_kernels(device))
+        close(lse, s, 2**-16)
+
+    with pytest.raises(ArgumentError, match="o_data_type must stay 'bfloat16' with use_cuda_graph=True, got 'float32'"):
+        batches[0].plan(wrapper, o_data_type="float32")
+    with pytest.raises(ArgumentError, match="the batch size must stay 3"):
+        Shards(device, group, "round robin", [4, 4]).plan(wrapper)
+
+
+def captured(run: Any) -> Any:
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog queries events meanwhile
+        run()
+    return graph.replay
+
+
+def decode_errors(device: torch.device, group: Any) -> None:
+    shards = Shards(device, group, "contiguous", [9, 4])
+    wrapper = wrapper_on(device, group)
+    with pytest.raises(NotPlannedError, match=r"plan\(\) must come before run\(\)"):
+        wrapper.run(shards.q, shards.cache)
+    for option, value in (("window_left", 3), ("q_len_per_req", 2), ("pos_encoding_mode", "ALIBI")):
+        with pytest.raises(NotSupported, match=f"refuses {option}={value!r}: a rank knows its tokens"):
+            shards.plan(wrapper, **{option: value})
+    with pytest.raises(ArgumentError, match="o_data_type must have dtype float16 or bfloat16 or float32"):
+        shards.plan(wrapper, o_data_type="float8_e4m3fn")
+    shards.plan(wrapper)
+    with pytest.raises(ArgumentError, match="out must have dtype bfloat16"):
+        wrapper.run(shards.q, shards.cache, out=torch.empty(2, 4, 64, device=device))
+    with pytest.raises(ArgumentError, match="lse must be contiguous"):
+        wrapper.run(shards.q, shards.cache, lse=torch.empty(4, 2, device=device).t())
+    with pytest.raises(ArgumentError, match=r"sinks must have shape \[num_qo_heads\]"):
+        wrapper.run(shards.q, shards.cache, sinks=torch.zeros(3, device=device))
+    with pytest.raises(ArgumentTypeError, match="group must be a"):
+        wrapper_on(device, "all")
+
+
+def page_shards(device: torch.device, group: Any) -> None:
+    """Counts and places of round-robin pages are those of pages dealt out one by one."""
+    lengths = torch.tensor([0, 1, 4, 5, 8, 9, 31, 97], device=device)
+    for world_size in (1, 2, 3):
+        dealt = shard_pages(lengths.tolist(), 4, world_size, "round robin")
+        for rank in range(world_size):
+            counts = distributed.shard_kv_lens(lengths, 4, rank, world_size)
+            assert counts.tolist() == [len(tokens) for tokens in dealt[rank]]
+        owner, place = distributed.shard_positions(torch.arange(97, device=device), 4, world_size)
+        assert all(dealt[r][-1][i] == t for t, (r, i) in enumerate(zip(owner.tolist(), place.tolist(), strict=True)))
+    with pytest.raises(ArgumentError, match=r"rank must be in 0\.\.1, got 2"):
+        distributed.shard_kv_lens(lengths, 4, 2, 2)
+
+
+# ---- ring prefill
+
+
+def zigzag(device: torch.device, group: Any) -> None:
+    ranks = dist.get_world_size(group)
+    for length in (0, 1, 2 * ranks, 2 * ranks + 1, 41):
+        x = torch.arange(3 * length, device=device).reshape(3, length).to(torch.bfloat16)
+        own = distributed.shard_zigzag(x, dim=1, group=group)
+        positions = distributed.zigzag_positions(length, device=device, group=group)
+        assert torch.equal(own, x[:, positions])
+        assert torch.equal(distributed.unshard_zigzag(own, dim=1, seq_len=length, group=group), x)
+
+
+def ring(device: torch.device, group: Any, *, causal: bool, length: int, **options: Any) -> None:
+    heads, kv_heads, dim, dim_v = options.pop("shape", (4, 2, 64, 64))
+    dtype = options.pop("dtype", torch.bfloat16)
+    rounding = options.pop("rounding", of_kernels(device))
+    if options.pop("sinks", False):
+        options["sinks"] = randn(heads, device=device, dtype=torch.float32) * 3
+    q = randn(length, heads, dim, device=device, dtype=dtype)
+    k = randn(length, kv_heads, dim, device=device, dtype=dtype, seed=1)
+    v = randn(length, kv_heads, dim_v, device=device, dtype=dtype, seed=2)
+    cap = options.get("logits_soft_cap", 0.0)
+    o, s = attention(q, k, v, band(length, causal), soft_cap=cap, sinks=options.get("sinks"))
+    own = [distributed.shard_zigzag(x, group=group) for x in (q, k, v)]
+    run = functools.partial(distributed.ring_prefill, *own, causal=causal, seq_len=length, group=group, **options)
+    out, lse = run(return_lse=True)
+    unshard = functools.partial(distributed.unshard_zigzag, seq_len=length, group=group)
+    assert out.dtype == dtype
+    close(unshard(out), o, ROUNDING[dtype] + rounding)
+    close(unshard(lse), s, 2**-16)
+    close(unshard(run(o_dtype=torch.float32)), o, 2**-18 + rounding)
+
+
+def ring_reuses_buffers(device: torch.device, group: Any) -> None:
+    with mock.patch.object(travel, "BUFFERS", 2):
+        ring(device, group, causal=True, length=43)
+
+
+def kernels_of_a_gpu(device: torch.device, group: Any) -> None:
+    """Partial results by fa2's kernels on the emulator, in the places where the exchange and the merge expect them."""
+    with emulator.using("sm_80", kernels="fa2", sms=4):
+        ring(device, group, causal=True, length=36, shape=(2, 1, 64, 64), backend="emulator", rounding=2**-8)
+        shards = Shards(device, group, "round robin", [70, 3], shape=(2, 1, 64))
+        wrapper = wrapper_on(device, group, backend="emulator")
+        shards.plan(wrapper)
+        sinks = randn(2, device=device, dtype=torch.float32)
+        close(wrapper.run(shards.q, shards.cache, sinks=sinks), shards.expected(sinks)[0], 2**-7)
+
+
+def ring_strided(device: torch.device, group: Any) -> None:
+    """q, k and v are views of one tensor, and seq_len is left out."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    qkv = randn(ranks * 8, 8, 64, device=device)
+    own = distributed.shard_zigzag(qkv, group=group)
+    q, k, v = own.split([4, 2, 2], 1)
+    assert not k.is_contiguous()
+    out = distributed.ring_prefill(q, k, v, group=group)
+    o, _ = attention(*qkv.split([4, 2, 2], 1), band(ranks * 8, True))
+    positions = distributed.zigzag_positions(ranks * 8, group=group)
+    assert positions.tolist() == [
+        *range(4 * rank, 4 * rank + 4),
+        *range(8 * ranks - 4 * rank - 4, 8 * ranks - 4 * rank),
+    ]
+    close(out, torch.as_tensor(o)[positions], 2**-7)
+
+
+def ring_errors(device: torch.device, group: Any) -> None:
+    q, k = randn(6, 4, 64, device=device), randn(6, 2, 64, device=device)
+    run = functools.partial(distributed.ring_prefill, group=group)
+    with pytest.raises(ArgumentError, match="k must have q's 6 tokens"):
+        run(q, k[:5], k)
+    with pytest.raises(ArgumentError, match="q must have an even number of tokens"):
+        run(q[:5], k[:5], k[:5])
+    with pytest.raises(ArgumentError, match=r"q must have the 5 tokens that rank \d of \d holds of seq_len"):
+        run(q, k, k, seq_len=5 * dist.get_world_size(group))
+    with pytest.raises(ArgumentError, match="o_dtype must have dtype"):
+        run(q, k, k, o_dtype=torch.int8)
+    with pytest.raises(ArgumentError, match="q and k must have the same head dimension"):  # of the attention call
+        run(q[..., :32], k, k)
+    with pytest.raises(ArgumentTypeError, match="causal must be True or False"):
+        run(q, k, k, causal=1)
+
+
+# ---- Ulysses
+
+
+def ulysses(device: torch.device, group: Any, *, shape: tuple[int, ...], uneven: bool = False, **options: Any) -> None:
+    heads, kv_heads, dim, dim_v = shape
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    tokens = [7, 0, 12, 3][:ranks] if uneven else [6] * ranks
+    length = sum(tokens)
+    if options.pop("sinks", False):
+        options["sinks"] = randn(heads, device=device, dtype=torch.float32) * 3
+    q = randn(length, heads, dim, device=device)
+    k = randn(length, kv_heads, dim, device=device, seed=1)
+    v = randn(length, kv_heads, dim_v, device=device, seed=2)
+    start = sum(tokens[:rank])
+    own = [x[start : start + tokens[rank]] for x in (q, k, v)]
+    per_rank = tokens if uneven else None
+    out = distributed.ulysses_attention(*own, tokens_per_rank=per_rank, group=group, **options)
+    keep = band(length, options.get("causal", True), options.get("window_left", -1))
+    o, _ = attention(q, k, v, keep, sinks=options.get("sinks"))
+    close(out, torch.as_tensor(o)[start : start + tokens[rank]], 2**-7)
+
+
+def ulysses_callable(device: torch.device, group: Any) -> None:
+    """A ragged wrapper over two requests attends between the exchanges."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    length = 6 * ranks
+    q, k = randn(length, 8, 64, device=device), randn(length, 4, 64, device=device)
+    ends = torch.tensor([0, 7, length], dtype=torch.int32)
+    ragged = cute_attn.BatchPrefillWithRaggedKVCacheWrapper(torch.zeros(32 << 20, dtype=torch.uint8, device=device))
+    ragged.plan(ends, ends, 8 // ranks, 4 // ranks, 64, causal=True, q_data_type=torch.bfloat16)
+    own = slice(6 * rank, 6 * rank + 6)
+    out = distributed.ulysses_attention(q[own], k[own], k[own], attention=ragged.run, group=group)
+    keep = band(length, True)
+    keep[7:, :7] = False
+    close(out, torch.as_tensor(attention(q, k, k, keep)[0])[own], 2**-7)
+
+
+def ulysses_errors(device: torch.device, group: Any) -> None:
+    ranks = dist.get_world_size(group)
+    q, k = randn(6, 4, 64, device=device), randn(6, 2, 64, device=device)
+    run = functools.partial(distributed.ulysses_attention, group=group)
+    with pytest.raises(NotSupported, match=f"refuses num_qo_heads={ranks + 1}: {ranks} ranks cannot"):
+        run(q[:, :1].expand(6, ranks + 1, 64), k[:, :1], k[:, :1])
+    with pytest.raises(NotSupported, match=f"refuses num_kv_heads=3: the query heads of one of {ranks} ranks"):
+        run(q[:, :1].expand(6, 12, 64), k[:, :1].expand(6, 3, 64), k[:, :1].expand(6, 3, 64))
+    with pytest.raises(ArgumentError, match="k must have q's tokens and dtype"):
+        run(q, k[:5], k)
+    with pytest.raises(ArgumentError, match=f"tokens_per_rank must have a number >= 0 for each of {ranks} ranks"):
+        run(q, k, k, tokens_per_rank=[6])
+    with pytest.raises(ArgumentError, match="q must have tokens_per_rank"):
+        run(q, k, k, tokens_per_rank=[5] * ranks)
+    with pytest.raises(ArgumentError, match="window_left must not be given beside attention"):
+        run(q, k, k, window_left=3, attention=print)
+
+
+# ---- torch's context_parallel
+
+
+def context_parallel(device: torch.device, group: Any) -> None:
+    """torch's own ring calls the aten flash operator once a step: with our function as its kernel, it is right.
+
+    Through `F.scaled_dot_product_attention` it does not run on a CPU, whose operator has no rule for shards.
+    """
+    shape = (2, 4, 8 * dist.get_world_size(), 64)
+    q, k, v = (randn(*shape, device=device, seed=i) for i in range(3))
+    keep = band(shape[2], True)
+    rows = [attention(*(x[b].transpose(0, 1) for x in (q, k, v)), keep)[0] for b in range(shape[0])]
+    expected = torch.stack([torch.as_tensor(o).transpose(0, 1) for o in rows])
+    shapes = []
+
+    def flash(q: Any, k: Any, v: Any, dropout_p: float = 0.0, is_causal: bool = False, **options: Any) -> Any:
+        shapes.append((q.shape[2], k.shape[2], is_causal))
+        out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
+        for b in range(q.shape[0]):
+            o, s = cute_attn.single_prefill_with_kv_cache(
+                *(x[b].transpose(0, 1) for x in (q, k, v)), causal=is_causal, return_lse=True, lse_base="ln"
+            )
+            out[b], lse[b] = o.transpose(0, 1), s.t()
+        seed = torch.empty(2, dtype=torch.uint64)
+        return out, lse, None, None, q.shape[2], k.shape[2], seed, seed[0], torch.empty(0)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_flash_attention", flash, "CPU")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with torch.no_grad(), experimental.context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+        shards = [DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in (q, k, v)]
+        own = torch.ops.aten._scaled_dot_product_flash_attention(*shards, is_causal=True)[0].to_local()
+        (out,) = context_parallel_unshard(mesh, [own], [2])
+    close(out, expected, 2**-7)  # every partial output is rounded to bf16
+    rank = dist.get_rank()
+    assert shapes == [(8, 8, True), *[(8, 4, False)] * rank, *[(4, 8, False)] * (dist.get_world_size() - 1 - rank)]
+
+
+CASES = {
+    "pages dealt out": of_all(page_shards),
+    **{
+        f"decode, {placement}, {size}": wrap(functools.partial(decode, placement=placement))
+        for placement in ("round robin", "contiguous", "all on the last rank")
+        for size, wrap in (("2 ranks", in_pair), ("4 ranks", of_all))
+    },
+    "decode, fp8 cache": in_pair(functools.partial(decode, placement="round robin", dtype=torch.float8_e4m3fn)),
+    "decode, options": in_pair(decode_options),
+    "decode, replayed": in_pair(decode_replayed),
+    "decode, same bits": of_all(decode_same_bits),
+    "decode, errors": in_pair(decode_errors),
+    "zig-zag, 2 ranks": in_pair(zigzag),
+    "zig-zag, 4 ranks": of_all(zigzag),
+    "ring, 2 ranks": in_pair(functools.partial(ring, causal=True, length=96)),
+    "ring, 4 ranks": of_all(functools.partial(ring, causal=True, length=96, dtype=torch.float16)),
+    "ring, all keys": of_all(functools.partial(ring, causal=False, length=64)),
+    "ring, uneven": of_all(functools.partial(ring, causal=True, length=45, shape=(6, 1, 64, 72))),
+    "ring, uneven, all keys": in_pair(functools.partial(ring, causal=False, length=37)),
+    "ring, empty chunks": of_all(functools.partial(ring, causal=True, length=5)),
+    "ring, sinks and soft cap": of_all(
+        functools.partial(ring, causal=True, length=40, sinks=True, logits_soft_cap=3.0)
+    ),
+    "ring, buffers used again": of_all(ring_reuses_buffers),
+    "ring, strides": of_all(ring_strided),
+    "ring, errors": of_all(ring_errors),
+    "ulysses, 2 ranks": in_pair(functools.partial(ulysses, shape=(8, 4, 64, 64))),
+    "ulysses, replicated kv heads": of_all(functools.partial(ulysses, shape=(8, 2, 64, 72), causal=False)),
+    "ulysses, uneven, window and sinks": of_all(
+        functools.partial(ulysses, shape=(4, 1, 64, 64), uneven=True, window_left=5, sinks=True)
+    ),
+    "ulysses, ragged wrapper": of_all(ulysses_callable),
+    "ulysses, errors": of_all(ulysses_errors),
+}
+
+CPU_CASES = {
+    "torch's context_parallel": of_all(context_parallel),
+    "kernels on the emulator": in_pair(kernels_of_a_gpu),
+}
+
+
+def cases(device_type: str) -> dict[str, Any]:
+    """Return the cases that run on a type of device."""
+    return CASES | CPU_CASES if device_type == "cpu" else CASES
