@@ -27,7 +27,7 @@ class Request:
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
         self.cached = 0
-        self.pages = torch.empty(0, dtype=torch.int32)
+        self.pages = ints([])  # of the cache, from its admission by the engine on
 
     @property
     def remaining(self) -> int:
@@ -60,8 +60,12 @@ class Batch(NamedTuple):
     @classmethod
     def of(cls, chunks: Sequence[Chunk], cache: PagedCache, padding: int = 0) -> Batch:
         """Describe the chunks, and `padding` more requests of one token each that have no pages."""
-        tokens, owners, positions, pages = [0] * 0, [0] * 0, [0] * 0, [torch.empty(0, dtype=torch.int32)]
-        qo_indptr, kv_indptr, last_page_len = [0], [0], [0] * 0
+        tokens: list[int] = []
+        owners: list[int] = []
+        positions: list[int] = []
+        pages = [ints([])]
+        qo_indptr, kv_indptr = [0], [0]
+        last_page_len: list[int] = []
         for i, (request, count) in enumerate(chunks):
             kv_len = request.cached + count  # the new tokens are keys too: each attends to itself and those before
             used = cache.pages_for(kv_len)

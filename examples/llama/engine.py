@@ -98,9 +98,7 @@ class Engine:
                 room -= prefill[-1].count
         return prefill, decode
 
-    def _advance(
-        self, chunks: Sequence[Chunk], forward: Callable[[Sequence[Chunk]], list[int]], speed: Speed
-    ) -> int:
+    def _advance(self, chunks: Sequence[Chunk], forward: Callable[[Sequence[Chunk]], list[int]], speed: Speed) -> int:
         """Run a forward pass. Return the number of new tokens: a chunk that ends within a prompt gives none."""
         start, new_tokens = time.perf_counter(), 0
         for (request, count), token in zip(chunks, forward(chunks), strict=True):
@@ -118,7 +116,9 @@ def padded_sizes(max_batch: int) -> list[int]:
     return [1 << i for i in range((max_batch - 1).bit_length())] + [max_batch]
 
 
-def serve(engine: Engine, requests: Sequence[Request], progress: Callable[[int], None] = lambda new_tokens: None) -> int:
+def serve(
+    engine: Engine, requests: Sequence[Request], progress: Callable[[int], None] = lambda new_tokens: None
+) -> int:
     """Run requests to their end, each from its arrival on. Return the number of steps.
 
     `progress` is called after every step with its number of new tokens.
@@ -127,6 +127,8 @@ def serve(engine: Engine, requests: Sequence[Request], progress: Callable[[int],
     while coming or engine.busy:
         while coming and coming[0].arrival <= steps:
             engine.add(coming.popleft())
-        progress(engine.step())
+        new_tokens = engine.step()
         steps += 1
+        if progress is not None:
+            progress(new_tokens)
     return steps

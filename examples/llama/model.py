@@ -15,7 +15,7 @@ Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of a model. `hidden` is a multiple of `heads`, `heads` of `kv_heads`."""
+    """Sizes of a model. Raises ValueError for sizes that do not fit together."""
 
     layers: int
     hidden: int
@@ -23,6 +23,12 @@ class Config:
     kv_heads: int
     vocab: int
     rope_theta: float = 500_000.0
+
+    def __post_init__(self) -> None:
+        if self.hidden % (2 * self.heads):
+            raise ValueError(f"hidden must be a multiple of twice the {self.heads} heads, got {self.hidden}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads must be a multiple of the {self.kv_heads} kv_heads, got {self.heads}")
 
     @property
     def head_dim(self) -> int:
@@ -63,11 +69,11 @@ class Llama(nn.Module):
         return self.head(hidden).float()
 
     def _randomize(self, generator: torch.Generator) -> None:
-        """Draw weights that keep activations near 1. Queries and keys are larger, so that attention is selective."""
+        """Draw weights that keep activations near 1; q, k and v are larger, so that attention decides the tokens."""
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 size = 1.0 if "embedding" in name else weight.shape[1] ** -0.5
-                weight.normal_(0, 2 * size if "qkv" in name else size, generator=generator)
+                weight.normal_(0, 1.5 * size if "qkv" in name else size, generator=generator)
 
 
 class Layer(nn.Module):
