@@ -81,7 +81,7 @@ def report(verdict: Verdict) -> int:
     """Print how the tokens compare with those of eager attention. Return the exit code."""
     print(f"check: {verdict.equal} of {verdict.tokens} tokens are those of eager attention", end="")
     if verdict.equal < verdict.tokens:
-        print(f", whose logits of the others are at most {verdict.worst:.1e} from its largest", end="")
+        print(f", the others within {verdict.worst:.1e} of its largest logit", end="")
     print(f": {'ok' if verdict.passed else 'WRONG'}")
     return 0 if verdict.passed else 1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,14 +42,16 @@ class Request:
         return len(self.output) == self.new_tokens
 
 
-class Chunk(NamedTuple):
+@dataclass(frozen=True)
+class Chunk:
     """The next `count` tokens of a request."""
 
     request: Request
     count: int
 
 
-class Batch(NamedTuple):
+@dataclass(frozen=True)
+class Batch:
     """The arrays of one forward pass. They are on the CPU, where planning reads them without waiting for the GPU."""
 
     tokens: Tensor  # int64 [num_tokens]
@@ -66,7 +67,8 @@ class Batch(NamedTuple):
         pages = [ints([])]
         qo_indptr, kv_indptr = [0], [0]
         last_page_len: list[int] = []
-        for i, (request, count) in enumerate(chunks):
+        for i, chunk in enumerate(chunks):
+            request, count = chunk.request, chunk.count
             kv_len = request.cached + count  # the new tokens are keys too: each attends to itself and those before
             used = cache.pages_for(kv_len)
             tokens += request.tokens[request.cached : kv_len]

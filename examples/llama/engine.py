@@ -89,7 +89,10 @@ class Engine:
         return self.cache.pages_for(len(request.prompt) + request.new_tokens - 1)
 
     def _schedule(self) -> tuple[list[Chunk], list[Chunk]]:
-        """Choose what goes through the model: chunks of prompts, and the newest tokens of the other requests."""
+        """Choose what goes through the model: chunks of prompts, and single tokens of the requests that decode.
+
+        The last token of a prompt may be left for a decode step, which is all that a prompt of one token needs.
+        """
         decode = [Chunk(request, 1) for request in self.running if request.remaining == 1]
         prefill, room = [], self.chunk_tokens
         for request in self.running:
@@ -101,10 +104,10 @@ class Engine:
     def _advance(self, chunks: Sequence[Chunk], forward: Callable[[Sequence[Chunk]], list[int]], speed: Speed) -> int:
         """Run a forward pass. Return the number of new tokens: a chunk that ends within a prompt gives none."""
         start, new_tokens = time.perf_counter(), 0
-        for (request, count), token in zip(chunks, forward(chunks), strict=True):
-            request.cached += count
-            if request.remaining == 0:
-                request.tokens.append(token)
+        for chunk, token in zip(chunks, forward(chunks), strict=True):
+            chunk.request.cached += chunk.count
+            if chunk.request.remaining == 0:
+                chunk.request.tokens.append(token)
                 new_tokens += 1
         speed.seconds += time.perf_counter() - start
         speed.tokens += sum(chunk.count for chunk in chunks)

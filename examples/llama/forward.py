@@ -45,10 +45,11 @@ class Prefill:
     def __call__(self, chunks: Sequence[Chunk]) -> list[int]:
         """Return the token that follows each chunk."""
         batch, config, device = Batch.of(chunks, self.cache), self.model.config, self.cache.device
-        self.wrapper.plan(
+        index = PageIndex(*(array.to(device, non_blocking=True) for array in batch.index))
+        self.wrapper.plan(  # lengths are read on the CPU, page numbers by the kernels
             batch.qo_indptr,
             batch.index.kv_indptr,
-            batch.index.kv_indices,
+            index.kv_indices,
             batch.index.last_page_len,
             config.heads,
             config.kv_heads,
@@ -58,7 +59,6 @@ class Prefill:
             q_data_type=self.model.dtype,
             kv_data_type=self.cache.dtype,
         )
-        index = PageIndex(*(array.to(device, non_blocking=True) for array in batch.index))
         attention = PagedAttention(self.cache, self.wrapper, index)
         hidden = self.model(batch.tokens.to(device, non_blocking=True), index.positions, attention)
         last = (batch.qo_indptr[1:] - 1).to(device, non_blocking=True)
