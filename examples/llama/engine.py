@@ -39,7 +39,7 @@ class Engine:
         self.cache, self.max_batch, self.chunk_tokens = cache, max_batch, chunk_tokens
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=cache.device)  # passes take turns with it
         self.prefill = Prefill(model, cache, workspace)
-        self.decode = [Decode(model, cache, workspace, size, graphs) for size in padded_sizes(max_batch)]
+        self.decodes = [Decode(model, cache, workspace, size, graphs) for size in padded_sizes(max_batch)]  # ascending
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.prefilled, self.decoded = Speed(), Speed()
@@ -64,7 +64,7 @@ class Engine:
         if prefill:
             new_tokens += self._advance(prefill, self.prefill, self.prefilled)
         if decode:
-            forward = next(forward for forward in self.decode if forward.batch_size >= len(decode))
+            forward = next(forward for forward in self.decodes if forward.batch_size >= len(decode))
             new_tokens += self._advance(decode, forward, self.decoded)
         for request in [request for request in self.running if request.finished]:
             self.running.remove(request)
