@@ -51,9 +51,9 @@ class ProgressBar:
         if self.shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
-    def step(self, label: str) -> None:
-        """Counts one more finished item, named by `label`."""
-        self.done += 1
+    def step(self, label: str, items: int = 1) -> None:
+        """Counts finished items, one by default, and shows `label`."""
+        self.done += items
         self._draw(label)
 
     def _draw(self, label: str) -> None:

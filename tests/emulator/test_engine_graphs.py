@@ -11,8 +11,10 @@ import pytest
 from cute_attn.dispatch.emulator import EmulatedBatchRun
 from cute_attn.emulator.settings import using
 from cute_attn.wrappers import run_cache
-from tests.support.batch_case import BatchCase, decode, heads, paged, ragged
+from tests.support.batch_case import BatchCase, decode, heads, make, paged, plan_arguments, ragged
+from tests.support.engine_case import workspace
 from tests.support.engine_graphs import LAYERS, CapturedLayers
+from tests.support.graphs import Captured
 
 pytestmark = pytest.mark.emulator
 
@@ -44,3 +46,18 @@ def test_layers_of_one_plan(case: BatchCase) -> None:
     with using("sm_90a", kernels="fa2", sms=1):
         captured = CapturedLayers(case, "cpu", capture, LAYERS[1:3], backend="emulator")
         captured.replay(dataclasses.replace(case, kv_lens=(7, 18), seed=3))
+
+
+@pytest.mark.parametrize("kernels", ["fa2", "xqa"])
+def test_a_plan_of_padding_alone_is_captured(kernels: str) -> None:
+    """Engines capture decode before there is a request: no request of the first plan has keys."""
+    case = decode((37, 9, 20), page_size=4, **heads(4, 2))
+    nobody = dataclasses.replace(case, kv_lens=(0, 0, 0))
+    with using("sm_90a", kernels=kernels, sms=2):
+        captured = Captured(case, "cpu", capture, backend="emulator")
+        captured.wrapper.reset_workspace_buffer(workspace("cpu"))  # the next plan is a first one
+        captured.wrapper.plan(**plan_arguments(nobody, make(nobody)))
+        captured.run()
+        (captured.out, captured.lse), captured.again = capture(captured.run)
+        for kv_lens in (case.kv_lens, (0, 36, 1)):
+            captured.replay(dataclasses.replace(case, kv_lens=kv_lens, seed=sum(kv_lens)))

@@ -1,0 +1,53 @@
+"""Every script in `examples/` runs as a newcomer would run it, on the CPU, from the root of a checkout."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 120  # a hang, not a measure of speed: an example takes a few seconds
+
+
+class Example(NamedTuple):
+    """Arguments that keep a script small on a CPU, and what it must print."""
+
+    arguments: tuple[str, ...] = ()
+    output: str = r"\S"  # a pattern that stdout contains
+    stderr: bool = True  # whether it may write there, as other packages do
+
+
+EXAMPLES = {  # scripts that are not here run without arguments, and must print something
+    "llama": Example(("--check",), r"check: \d+ of 128 tokens are those of eager attention.*: ok", stderr=False),
+}
+
+
+def commands() -> dict[str, list[str]]:
+    """Return the command of every script and of every folder with a `__main__.py`, by name."""
+    scripts = {path.stem: [str(path.relative_to(ROOT))] for path in sorted((ROOT / "examples").glob("*.py"))}
+    folders = [path.parent.name for path in sorted((ROOT / "examples").glob("*/__main__.py"))]
+    return {**scripts, **{name: ["-m", f"examples.{name}"] for name in folders}}
+
+
+def test_every_line_of_the_table_has_a_script() -> None:
+    assert set(EXAMPLES) <= set(commands())
+
+
+@pytest.mark.parametrize("name", commands())
+def test_example(name: str) -> None:
+    example = EXAMPLES.get(name, Example())
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # this checkout's package
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *commands()[name], *example.arguments],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(example.output, done.stdout), done.stdout + done.stderr
+    assert example.stderr or not done.stderr  # progress bars are for terminals
