@@ -192,17 +192,18 @@ class Session:
 
 
 class Sessions:
-    """The wrappers of a KV cache group: one for each type of its layers."""
+    """The wrappers of a KV cache group: one for each type of its layers. `backend`: of every call, "auto" by default."""
 
-    def __init__(self, workspaces: Workspaces) -> None:
+    def __init__(self, workspaces: Workspaces, backend: str = "auto") -> None:
         self.workspaces = workspaces
+        self.backend = backend
         self._by_type: dict[LayerType, Session] = {}
 
     def of(self, layer: LayerType) -> Session:
         """Return the session of a layer type, made by its first layer."""
         session = self._by_type.get(layer)
         if session is None:
-            wrapper = BatchPrefillWithPagedKVCacheWrapper(self.workspaces.planned, KV_LAYOUT)
+            wrapper = BatchPrefillWithPagedKVCacheWrapper(self.workspaces.planned, KV_LAYOUT, backend=self.backend)
             session = self._by_type[layer] = Session(wrapper)
         return session
 
