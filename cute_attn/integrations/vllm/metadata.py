@@ -192,7 +192,7 @@ class Session:
 
 
 class Sessions:
-    """The wrappers of a KV cache group: one for each type of its layers. `backend`: of every call, "auto" by default."""
+    """The wrappers of a KV cache group: one for each type of its layers. `backend`: of all calls, "auto" by default."""
 
     def __init__(self, workspaces: Workspaces, backend: str = "auto") -> None:
         self.workspaces = workspaces
