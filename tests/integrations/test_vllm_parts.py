@@ -118,11 +118,11 @@ def test_nvfp4_cache(memory_order: str, device: str) -> None:
 @pytest.mark.emulator
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "nvfp4"])
 def test_kernels_read_and_write_the_cache(kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """XQA, fa3 (16 bits) or fa2, and the append kernel take the strides of vLLM's cache."""
+    """XQA, fa3 or (NVFP4) fa2, and the append kernel take the strides of vLLM's cache."""
     monkeypatch.setattr(append, "run", append.emulate)
     layer = Layer(4, 64, 0.125, 2, kv_cache_dtype=kv_cache_dtype)
     scales = (1.0, 1.0) if kv_cache_dtype == "auto" else (0.5, 0.25)
-    case = Step([(1, 20), (33, 33) if kv_cache_dtype == "auto" else (3, 19)], layer, scales=scales)
+    case = Step([(1, 20), (3, 19) if kv_cache_dtype == "nvfp4" else (33, 33)], layer, scales=scales)
     attention, step = case.attention(), case.metadata("emulator")
     with emulator.using("sm_90a"):
         case.fill(attention)

@@ -95,7 +95,11 @@ class Step:
             count, tokens, starts.to(self.device), starts, seq_lens.to(self.device), self.tables.to(self.device)
         )
         decodes = split_decodes(starts, count, tokens, max(lengths), self.threshold)
-        return StepMetadata(batch, decodes, Sessions(Workspaces.on(torch.device(self.device)), backend))
+        if backend == "emulator":  # it keeps a record of every byte
+            workspaces = Workspaces(torch.empty(1 << 20, dtype=torch.uint8), torch.zeros(1 << 20, dtype=torch.uint8))
+        else:
+            workspaces = Workspaces.on(torch.device(self.device))
+        return StepMetadata(batch, decodes, Sessions(workspaces, backend))
 
     def attention(self) -> LayerAttention:
         """The layer."""
