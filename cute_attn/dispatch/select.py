@@ -112,6 +112,18 @@ def emulated(features: Features, arch: Arch, qo_len: int | None = None) -> Backe
         raise NotSupported([Refusal(EMULATOR.name, *refusal[1:]) for refusal in err.refusals]) from None
 
 
+def refusals(features: Features, capability: tuple[int, int]) -> tuple[Refusal, ...]:
+    """Return why no backend takes `features` on GPUs of a compute capability; empty if one does. Needs no GPU.
+
+    Raises ArgumentError for a capability that no kernel runs on.
+    """
+    try:
+        choose(features._replace(device=torch.device("cuda")), arch=archs.for_capability(capability))
+    except NotSupported as error:
+        return error.refusals
+    return ()
+
+
 def explain(asked: Features | Request, arch: Arch | None = None, rows: int | None = None) -> str:
     """Explain what "auto" chooses, and for every backend why it is chosen, skipped or refused.
 

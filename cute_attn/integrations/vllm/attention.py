@@ -1,0 +1,192 @@
+"""The attention of one layer over vLLM's paged cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cute_attn.errors import ArgumentError
+from cute_attn.integrations.vllm import cache, support
+from cute_attn.integrations.vllm.cache import CacheFormat, CacheViews
+from cute_attn.integrations.vllm.metadata import KV_LAYOUT, LayerType, StepMetadata
+from cute_attn.integrations.vllm.support import COPY, Asked
+from cute_attn.xqa.decode import xqa_batch_decode_with_kv_cache
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What is known of a layer when its model is made."""
+
+    num_heads: int
+    head_size: int
+    scale: float
+    num_kv_heads: int
+    kv_cache_dtype: str = "auto"
+    window_left: int = -1  # keys before a token's own that it sees; -1: all
+    soft_cap: float = 0.0
+    alibi: bool = False
+    sinks: bool = False
+
+    def asked(self, dtype: torch.dtype) -> Asked:
+        """Return the question to the capabilities table for queries of `dtype`."""
+        return Asked(
+            self.head_size, dtype, self.kv_cache_dtype, self.sinks, soft_cap=self.soft_cap > 0, alibi=self.alibi
+        )
+
+
+def has_standard_slopes(slopes: list[float] | None, num_heads: int) -> bool:
+    """Tell whether a layer has ALiBi. NotImplementedError for slopes that are not those of `num_heads` heads."""
+    if slopes is None:
+        return False
+    n = 1 << (num_heads.bit_length() - 1)
+    exponents = [8 * i / n for i in range(1, n + 1)] + [4 * (2 * j - 1) / n for j in range(1, num_heads - n + 1)]
+    if len(slopes) != num_heads or any(abs(x * 2**e - 1) > 1e-5 for x, e in zip(slopes, exponents, strict=True)):
+        raise NotImplementedError(
+            f"alibi_slopes must be the standard ones of {num_heads} heads, which kernels compute: not scaled, and not "
+            "those of a tensor-parallel rank"
+        )
+    return True
+
+
+class LayerAttention:
+    """Computes a layer's attention and writes its cache.
+
+    Parameters
+    ----------
+    layer : numbers of the layer.
+    dtype : of the model: float16 or bfloat16.
+    capability : compute capability of the GPU; None: CPU tensors.
+    """
+
+    def __init__(self, layer: Layer, dtype: torch.dtype, capability: tuple[int, int] | None) -> None:
+        self.layer = layer
+        self.stored = support.stored_as(layer.kv_cache_dtype)
+        self.format = CacheFormat(layer.num_kv_heads, layer.head_size, self.stored)
+        asked = layer.asked(dtype)
+        if capability is not None and (reason := support.reason(asked, capability)):
+            raise NotImplementedError(reason)
+        self.plans_decode = not support.decodes_without_plan(asked, capability)
+        self.sinks: torch.Tensor | None = None
+        self._seen: torch.Tensor | None = None  # the cache that `_views` are of
+        self._views: CacheViews
+        self._types: dict[tuple[torch.dtype, int], LayerType] = {}
+
+    def views(self, kv_cache: torch.Tensor) -> CacheViews:
+        """Return views of the layer's cache, made when it is first seen: vLLM binds one tensor to a layer."""
+        if kv_cache is not self._seen:
+            self._views, self._seen = cache.views(kv_cache, self.format), kv_cache
+        return self._views
+
+    def write(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        scales: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Write keys and values `[tokens, kv_heads, head_size]` to their slots; `scales`: of keys and of values."""
+        if kv_cache.numel():
+            cache.write((key, value), slot_mapping, self.views(kv_cache), self.stored, scales)
+
+    def run(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        step: StepMetadata,
+        output: torch.Tensor,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> None:
+        """Compute the attention of a step over the cache, which has the step's keys already, into `output`.
+
+        Parameters
+        ----------
+        query, output : `[tokens, heads, head_size]`; rows past the step's tokens are padding.
+        kv_cache : the layer's cache.
+        step : the step's requests.
+        k_scale, v_scale : what quantised keys and values are multiplied by. Default 1.
+        """
+        if query.dtype not in support.DTYPES or output.dtype != query.dtype:
+            raise ArgumentError(
+                f"query and output must both be float16 or bfloat16, got {query.dtype} and {output.dtype}"
+            )
+        caches = self.views(kv_cache)
+        if self.stored == COPY:
+            k_scale = v_scale = 1.0
+        if self.plans_decode:
+            self._run_plan(query, caches, step, output, (k_scale, v_scale))
+            return
+        if step.decodes.num_reqs:
+            self._decode(query, caches, step, output, (k_scale, v_scale))
+        if step.has_prefills:
+            self._run_plan(query, caches, step, output, (k_scale, v_scale))
+
+    def _decode(
+        self,
+        query: torch.Tensor,
+        caches: CacheViews,
+        step: StepMetadata,
+        output: torch.Tensor,
+        scales: tuple[float, float],
+    ) -> None:
+        decodes, tables = step.decodes, step.decode_tables
+        rows = decodes.num_tokens
+        xqa_batch_decode_with_kv_cache(
+            query if query.shape[0] == rows else query[:rows],
+            caches.pair,
+            step.sessions.workspaces.decode,
+            tables,
+            step.decode_seq_lens,
+            tables.shape[1] * caches.block_size,
+            bmm1_scale=self.layer.scale * scales[0],
+            bmm2_scale=scales[1],
+            window_left=self.layer.window_left,
+            out=output if output.shape[0] == rows else output[:rows],
+            sinks=self.sinks,
+            kv_layout=KV_LAYOUT,
+            q_len_per_req=decodes.q_len,
+            kv_cache_sf=caches.block_scales,
+            q_cu_seq_lens=step.decode_starts,
+            backend=step.sessions.backend,
+        )
+
+    def _run_plan(
+        self,
+        query: torch.Tensor,
+        caches: CacheViews,
+        step: StepMetadata,
+        output: torch.Tensor,
+        scales: tuple[float, float],
+    ) -> None:
+        session = step.planned(self._type(query.dtype, caches))
+        rows = session.rows
+        session.wrapper.run(
+            query[rows],
+            caches.pair,
+            q_scale=self.layer.scale,
+            k_scale=scales[0],
+            v_scale=scales[1],
+            out=output[rows],
+            sinks=self.sinks,
+            kv_cache_sf=caches.block_scales,
+        )
+
+    def _type(self, q_dtype: torch.dtype, caches: CacheViews) -> LayerType:
+        key = q_dtype, caches.block_size
+        if key not in self._types:
+            layer = self.layer
+            self._types[key] = LayerType(
+                layer.num_heads,
+                layer.num_kv_heads,
+                layer.head_size,
+                caches.block_size,
+                q_dtype,
+                caches.pair[0].dtype,
+                layer.window_left,
+                layer.soft_cap,
+                "ALIBI" if layer.alibi else "NONE",
+                self.plans_decode,
+            )
+        return self._types[key]

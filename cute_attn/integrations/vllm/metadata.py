@@ -1,0 +1,258 @@
+"""What one step of vLLM tells the layers of a KV cache group: where its requests are, and how they are computed.
+
+Decodes come first in vLLM's batch. They run without a plan, from the block tables and lengths on the device, so that
+CUDA graphs can contain them. The other requests, and all of them in layers whose decode needs a plan (soft cap, ALiBi),
+run a plan, made by the first layer of a type in a step and used by all others of that type.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from cute_attn.errors import NotSupported, Refusal
+from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
+from cute_attn.request.trtllm_prefill import page_list
+
+KV_LAYOUT = "HND"  # of the views of `cache.py`
+PLAN_WORKSPACE = 128 << 20  # bytes that hold the partial results of any batch
+DECODE_WORKSPACE = 32 << 20  # 8 MiB of semaphores, then partial results
+
+
+class Workspaces(NamedTuple):
+    """Scratch memory of a device. Steps that overlap in time must not share it."""
+
+    planned: torch.Tensor
+    decode: torch.Tensor
+
+    @classmethod
+    def on(cls, device: torch.device) -> Workspaces:
+        """Allocate new ones."""
+        return cls(
+            torch.empty(PLAN_WORKSPACE, dtype=torch.uint8, device=device),
+            torch.zeros(DECODE_WORKSPACE, dtype=torch.uint8, device=device),
+        )
+
+
+@functools.cache
+def shared_workspaces(device: torch.device) -> Workspaces:
+    """Return the workspaces that all KV cache groups of a device share."""
+    return Workspaces.on(device)
+
+
+class LayerType(NamedTuple):
+    """What a plan depends on besides lengths and pages. Layers that differ in scales share a plan."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_size: int
+    page_size: int
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    window_left: int
+    soft_cap: float
+    pos_encoding_mode: str
+    decodes_too: bool  # all requests of the step, not only those after the decodes
+
+    def options(self) -> dict[str, Any]:
+        """Return the keywords of a wrapper's `plan`."""
+        return {
+            "num_qo_heads": self.num_qo_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim_qk": self.head_size,
+            "page_size": self.page_size,
+            "causal": True,
+            "pos_encoding_mode": self.pos_encoding_mode,
+            "sm_scale": 1.0,
+            "window_left": self.window_left,
+            "logits_soft_cap": self.soft_cap,
+            "q_data_type": self.q_dtype,
+            "kv_data_type": self.kv_dtype,
+        }
+
+
+class Decodes(NamedTuple):
+    """The decodes of a step: the first `num_reqs` requests."""
+
+    num_reqs: int
+    num_tokens: int  # rows of the query: theirs, and where all have as many, those of padding requests
+    q_len: int  # the most query tokens of a request
+    uniform: bool  # every request has q_len rows of the query; padding requests may not use theirs
+
+
+def split_decodes(
+    query_start_loc: torch.Tensor, num_reqs: int, num_tokens: int, max_query_len: int, threshold: int
+) -> Decodes:
+    """Return the decodes of a batch, which come first: requests of at most `threshold` query tokens.
+
+    Parameters
+    ----------
+    query_start_loc : int32 `[num_reqs + 1]` on the CPU. Padding requests, at the end, have no tokens.
+    num_reqs, num_tokens : of the batch, padding included.
+    max_query_len : the longest request's, in tokens.
+    threshold : >= 1, in tokens.
+    """
+    if max_query_len <= 1 and num_tokens == num_reqs:
+        return Decodes(num_reqs, num_tokens, 1, True)
+    starts = query_start_loc[: num_reqs + 1].numpy()
+    lengths = starts[1:] - starts[:-1]
+    longer = lengths > threshold
+    count = int(longer.argmax()) if longer.any() else num_reqs
+    tokens = num_tokens if count == num_reqs else int(starts[count])
+    if count == 0:
+        return Decodes(0, 0, 1, True)
+    lengths = lengths[:count]
+    q_len = max(int(lengths.max()), 1)
+    real = int(np.count_nonzero(lengths))
+    uniform = tokens == count * q_len and bool((lengths[:real] == q_len).all())
+    return Decodes(count, tokens if uniform else int(starts[count]), q_len, uniform)
+
+
+@dataclass
+class Batch:
+    """A step's requests as vLLM describes them, padding included."""
+
+    num_reqs: int
+    num_tokens: int
+    query_start_loc: torch.Tensor  # int32 [num_reqs + 1] on the device
+    query_start_loc_cpu: torch.Tensor  # the same on the host
+    seq_lens: torch.Tensor  # int32 [num_reqs] on the device: keys, those of this step included
+    block_table: torch.Tensor  # int32 [num_reqs, width] on the device
+    host_seq_lens: torch.Tensor | None = None  # an upper bound of seq_lens on the CPU
+    exact: torch.Tensor | bool = False  # where the bound is the length: for all requests, or bool [num_reqs] on the CPU
+    sync: Callable[[], AbstractContextManager[Any]] = nullcontext  # around a copy that waits for the device
+
+    def lengths(self, first: int) -> np.ndarray:
+        """Return the keys of the requests from `first` on, on the host; 0 where they have no query tokens.
+
+        Where vLLM knows no more than a bound (requests whose number of accepted drafts is still on the device), this
+        waits for the device: once a step.
+        """
+        rows = slice(first, self.num_reqs)
+        used = np.diff(self.query_start_loc_cpu[first : self.num_reqs + 1].numpy()) > 0
+        if self.host_seq_lens is not None and self._bound_is_exact(rows, used):
+            lengths = self.host_seq_lens[rows].numpy()
+        else:
+            with self.sync():
+                lengths = self.seq_lens[rows].cpu().numpy()
+        return np.where(used, lengths, 0).astype(np.int64)
+
+    def _bound_is_exact(self, rows: slice, used: np.ndarray) -> bool:
+        if isinstance(self.exact, bool):
+            return self.exact
+        return bool(self.exact[rows].numpy()[used].all())
+
+
+class Pages(NamedTuple):
+    """Index arrays of a plan: all on the host but `indices`."""
+
+    qo_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    indices: torch.Tensor
+    last_page_len: torch.Tensor
+
+
+def pages(batch: Batch, first: int, page_size: int) -> Pages:
+    """Return the index arrays of the requests from `first` on.
+
+    The page numbers are gathered from the block table on the device: positions go there in one copy from pinned memory,
+    and nothing waits.
+    """
+    lengths = batch.lengths(first)
+    tables = batch.block_table[first : batch.num_reqs]
+    if tables.stride(0) != tables.shape[1]:
+        tables = tables.contiguous()
+    counts, positions = page_list(tables, lengths, page_size)
+    where = torch.from_numpy(positions)
+    if tables.is_cuda:
+        where = where.pin_memory().to(tables.device, non_blocking=True)
+    indices = tables.view(-1).index_select(0, where)
+    starts = batch.query_start_loc_cpu[first : batch.num_reqs + 1]
+    return Pages(
+        starts - starts[0],
+        torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int32)),
+        indices,
+        torch.from_numpy((lengths - np.maximum(counts - 1, 0) * page_size).astype(np.int32)),
+    )
+
+
+class Session:
+    """A wrapper that is kept between steps, and the step that it is planned for."""
+
+    def __init__(self, wrapper: BatchPrefillWithPagedKVCacheWrapper) -> None:
+        self.wrapper = wrapper
+        self.step: StepMetadata | None = None
+        self.rows = slice(0)  # of the query, that the step's plan is for
+
+
+class Sessions:
+    """The wrappers of a KV cache group: one for each type of its layers. `backend`: of all calls, "auto" by default."""
+
+    def __init__(self, workspaces: Workspaces, backend: str = "auto") -> None:
+        self.workspaces = workspaces
+        self.backend = backend
+        self._by_type: dict[LayerType, Session] = {}
+
+    def of(self, layer: LayerType) -> Session:
+        """Return the session of a layer type, made by its first layer."""
+        session = self._by_type.get(layer)
+        if session is None:
+            wrapper = BatchPrefillWithPagedKVCacheWrapper(self.workspaces.planned, KV_LAYOUT, backend=self.backend)
+            session = self._by_type[layer] = Session(wrapper)
+        return session
+
+
+@dataclass(eq=False)
+class StepMetadata:
+    """What the layers of a KV cache group share in one step."""
+
+    batch: Batch
+    decodes: Decodes
+    sessions: Sessions
+    # Slices that every layer would make.
+    decode_tables: torch.Tensor = field(init=False)
+    decode_seq_lens: torch.Tensor = field(init=False)
+    decode_starts: torch.Tensor | None = field(init=False)
+    _pages: dict[tuple[int, int], Pages] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        n = self.decodes.num_reqs
+        self.decode_tables = self.batch.block_table[:n]
+        self.decode_seq_lens = self.batch.seq_lens[:n]
+        self.decode_starts = None if self.decodes.uniform else self.batch.query_start_loc[: n + 1]
+
+    @property
+    def has_prefills(self) -> bool:
+        """Whether there are requests after the decodes."""
+        return self.decodes.num_reqs < self.batch.num_reqs
+
+    def planned(self, layer: LayerType) -> Session:
+        """Return the session of a layer type, planned for this step: by the first layer of the type.
+
+        NotSupported while a CUDA graph is captured: a plan needs lengths on the host.
+        """
+        session = self.sessions.of(layer)
+        if session.step is not self:
+            first = 0 if layer.decodes_too else self.decodes.num_reqs
+            session.step = None
+            self._plan(session.wrapper, layer, first)
+            starts = self.batch.query_start_loc_cpu
+            session.rows = slice(int(starts[first]), int(starts[self.batch.num_reqs]))
+            session.step = self
+        return session
+
+    def _plan(self, wrapper: BatchPrefillWithPagedKVCacheWrapper, layer: LayerType, first: int) -> None:
+        if self.batch.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():
+            feature = "capture in a CUDA graph of requests that need a plan"
+            reason = "it reads lengths on the host and schedules by them"
+            raise NotSupported([Refusal("CUTE_ATTN", feature, reason, "cudagraph_mode PIECEWISE")])
+        key = first, layer.page_size
+        if key not in self._pages:
+            self._pages[key] = pages(self.batch, first, layer.page_size)
+        wrapper.plan(*self._pages[key], **layer.options())

@@ -1,0 +1,337 @@
+"""The parts of the vLLM backend that need no vLLM: cache views and writes, the split of a batch, layers, refusals.
+
+Attention is compared with its formula in fp64, on caches in both of vLLM's memory orders.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn import emulator
+from cute_attn.dispatch import append
+from cute_attn.errors import ArgumentError
+from cute_attn.integrations import vllm as plugin
+from cute_attn.integrations.vllm import support
+from cute_attn.integrations.vllm.attention import Layer, LayerAttention, has_standard_slopes
+from cute_attn.integrations.vllm.cache import CacheFormat, views
+from cute_attn.integrations.vllm.metadata import Batch, split_decodes
+from cute_attn.integrations.vllm.support import Asked
+from tests.support.executors import GPU_MARKS
+from tests.support.vllm_case import CACHE_DTYPES, Step
+
+BF16 = torch.bfloat16
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU_MARKS)]
+LLAMA = Layer(4, 64, 0.125, 2)
+MIXED = [(1, 37), (1, 5), (20, 20), (7, 50)]  # two decodes, a prefill, an extension
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+
+
+def assert_near(out: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-2)
+
+
+# ---- layers
+
+STEPS = {
+    "mixed": {"requests": MIXED, "layer": LLAMA},
+    "hnd_window": {"requests": MIXED, "layer": Layer(4, 64, 0.125, 2, window_left=8), "memory_order": "HND"},
+    "soft_cap": {"requests": MIXED, "layer": Layer(4, 64, 0.5, 2, soft_cap=3.0)},
+    "alibi": {"requests": MIXED, "layer": Layer(4, 64, 0.125, 2, alibi=True), "slopes": (0.25, 0.0625, 2**-6, 2**-8)},
+    "sinks": {"requests": MIXED, "layer": Layer(4, 64, 0.125, 2, sinks=True), "memory_order": "HND"},
+    "only_decodes": {"requests": [(1, 33), (1, 1), (1, 16)], "layer": Layer(8, 128, 0.1, 1)},
+    "only_prefills": {"requests": [(9, 9), (40, 41)], "layer": LLAMA, "block_size": 32},
+    "drafts": {"requests": [(3, 40), (3, 3), (3, 17)], "layer": LLAMA, "threshold": 3},
+    "drafts_of_many_lengths": {"requests": [(3, 40), (1, 9), (2, 17), (4, 30)], "layer": LLAMA, "threshold": 3},
+    "padded_graph": {"requests": [(2, 40), (2, 9)], "layer": LLAMA, "threshold": 2, "padding": 2, "padded_tokens": 4},
+    "padded_requests": {"requests": [(1, 40), (1, 9)], "layer": LLAMA, "padding": 1},
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", STEPS)
+def test_layer_matches_the_formula(name: str, device: str) -> None:
+    case = Step(**STEPS[name], device=device)  # type: ignore[arg-type]
+    attention, step = case.attention(), case.metadata()
+    case.fill(attention)
+    assert_near(case.output(attention, step), case.expected(case.k, case.v))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("memory_order", ["NHD", "HND"])
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_fp8_cache(kv_cache_dtype: str, memory_order: str, device: str) -> None:
+    """The cache contains rows divided by the scales, rounded, and attention reads what is there."""
+    layer = Layer(4, 64, 0.125, 2, kv_cache_dtype=kv_cache_dtype)
+    case = Step(MIXED, layer, memory_order=memory_order, scales=(0.5, 0.25), device=device)
+    attention, step = case.attention(), case.metadata()
+    case.fill(attention)
+    stored = []
+    for i, (rows, scale) in enumerate(zip((case.k, case.v), case.scales, strict=True)):
+        rounded = [(x.float() / scale).to(CACHE_DTYPES[kv_cache_dtype]) for x in rows]
+        blocks, offsets = case.slots() // case.block_size, case.slots() % case.block_size
+        content = case.cache[blocks, :, offsets].view(CACHE_DTYPES[kv_cache_dtype])[..., i * 64 : (i + 1) * 64]
+        assert torch.equal(content.cpu().float(), torch.cat(rounded).float())
+        stored.append([x.double() * scale for x in rounded])
+    assert_near(case.output(attention, step), case.expected(*stored))
+
+
+def nvfp4_rows(case: Step, side: int) -> list[torch.Tensor]:
+    """Decode an NVFP4 cache from the bytes of its blocks: keys, their scales, values, their scales."""
+    heads, dim, size = case.layer.num_kv_heads, case.layer.head_size, case.block_size
+    cells = heads * size
+    found = []
+    for i, (_, kv_len) in enumerate(case.requests):
+        tokens = []
+        for block in case.tables[i, : -(-kv_len // size)].tolist():
+            inner = case.cache[block].transpose(0, 1) if case.memory_order == "NHD" else case.cache[block]
+            page = inner.cpu().contiguous().view(2, -1)[side]
+            codes, scales = page[: cells * dim // 2], page[cells * dim // 2 :].view(torch.float8_e4m3fn)
+            nibbles = torch.stack((codes & 15, codes >> 4), -1).view(cells, dim)
+            values = E2M1[(nibbles & 7).long()] * torch.where(nibbles >= 8, -1.0, 1.0)
+            values *= scales.double().view(cells, dim // 16).repeat_interleave(16, 1) * case.scales[side]
+            shape = (size, heads, dim) if case.memory_order == "NHD" else (heads, size, dim)
+            values = values.view(shape)
+            tokens.append(values if case.memory_order == "NHD" else values.transpose(0, 1))
+        found.append(torch.cat(tokens)[:kv_len])
+    return found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("memory_order", ["NHD", "HND"])
+def test_nvfp4_cache(memory_order: str, device: str) -> None:
+    layer = Layer(4, 64, 0.125, 2, kv_cache_dtype="nvfp4")
+    case = Step(MIXED, layer, memory_order=memory_order, scales=(0.01, 0.02), device=device)
+    attention, step = case.attention(), case.metadata()
+    case.fill(attention)
+    keys, values = nvfp4_rows(case, 0), nvfp4_rows(case, 1)
+    for rows, given in ((keys, case.k), (values, case.v)):
+        error = (torch.cat(rows) - torch.cat(given).double()).norm() / torch.cat(given).double().norm()
+        assert error < 0.12  # of 4-bit numbers with a scale per 16
+    assert_near(case.output(attention, step), case.expected(keys, values))
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "nvfp4"])
+def test_kernels_read_and_write_the_cache(kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XQA, fa3 or (NVFP4) fa2, and the append kernel take the strides of vLLM's cache."""
+    monkeypatch.setattr(append, "run", append.emulate)
+    layer = Layer(4, 64, 0.125, 2, kv_cache_dtype=kv_cache_dtype)
+    scales = (1.0, 1.0) if kv_cache_dtype == "auto" else (0.5, 0.25)
+    case = Step([(1, 20), (3, 19) if kv_cache_dtype == "nvfp4" else (33, 33)], layer, scales=scales)
+    attention, step = case.attention(), case.metadata("emulator")
+    with emulator.using("sm_90a"):
+        case.fill(attention)
+        out = case.output(attention, step)
+    stored = case.k, case.v
+    if kv_cache_dtype == "fp8":
+        rows = zip(stored, scales, strict=True)
+        stored = tuple([(x.float() / s).to(torch.float8_e4m3fn).double() * s for x in part] for part, s in rows)
+    elif kv_cache_dtype == "nvfp4":
+        stored = nvfp4_rows(case, 0), nvfp4_rows(case, 1)
+    assert_near(out, case.expected(*stored))
+
+
+def test_layers_of_a_type_share_a_plan_and_layers_of_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Step(MIXED, LLAMA)
+    step = case.metadata()
+    plans: list[int] = []
+    planned = type(step)._plan
+    monkeypatch.setattr(type(step), "_plan", lambda self, *a: (plans.append(1), planned(self, *a))[1])
+    for window_left, scale in ((-1, 0.125), (-1, 0.3), (8, 0.125), (-1, 0.125)):
+        layer = Layer(4, 64, scale, 2, window_left=window_left)
+        attention = LayerAttention(layer, BF16, None)
+        case.fill(attention)
+        case.layer = layer
+        assert_near(case.output(attention, step), case.expected(case.k, case.v))
+    assert len(plans) == 2
+    other = Step([(1, 9), (30, 60)], LLAMA, seed=1)
+    after = other.metadata()
+    after.sessions = step.sessions  # the next step of the same group
+    attention = LayerAttention(LLAMA, BF16, None)
+    other.fill(attention)
+    assert_near(other.output(attention, after), other.expected(other.k, other.v))
+    case.layer = LLAMA
+    attention = LayerAttention(LLAMA, BF16, None)
+    assert_near(case.output(attention, step), case.expected(case.k, case.v))  # planned again, not with other lengths
+    assert len(plans) == 4
+
+
+# ---- the cache
+
+
+def test_views_copy_nothing_and_write_only_their_slots() -> None:
+    case = Step(MIXED, LLAMA)
+    before = case.cache.clone()
+    attention = case.attention()
+    case.fill(attention)
+    of = attention.views(case.cache)
+    k, v = of.pair
+    assert k.data_ptr() == case.cache.data_ptr()
+    assert v.data_ptr() == case.cache.data_ptr() + 64 * 2
+    assert k.stride() == v.stride() == case.cache.stride()
+    assert attention.views(case.cache) is of
+    slots = case.slots()
+    kept = torch.ones(case.cache.shape[0] * 16, dtype=torch.bool)
+    kept[slots] = False
+    tokens = case.cache.transpose(1, 2).reshape(-1, 2, 128)
+    assert torch.equal(tokens[slots], torch.cat((torch.cat(case.k), torch.cat(case.v)), -1))
+    untouched = before.transpose(1, 2).reshape(-1, 2, 128)[kept]
+    assert torch.equal(tokens[kept].view(torch.int16), untouched.view(torch.int16))
+
+
+def test_caches_of_another_packing_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"kv_cache must have shape \[blocks, 2, block_size, 128\]"):
+        views(torch.zeros(3, 2, 16, 64), CacheFormat(2, 64, support.COPY))
+    with pytest.raises(ArgumentError, match="NVFP4 kv_cache must have shape"):
+        views(torch.zeros(3, 2, 16, 36, dtype=torch.uint8), CacheFormat(2, 64, support.NVFP4))
+    with pytest.raises(ArgumentError, match="must be dense"):
+        views(torch.zeros(3, 4, 32, 36, dtype=torch.uint8)[:, :, ::2], CacheFormat(2, 64, support.NVFP4))
+    case = Step(MIXED, LLAMA)
+    with pytest.raises(ArgumentError, match="float16 or bfloat16"):
+        case.attention().run(torch.zeros(4, 4, 64), case.cache, case.metadata(), torch.zeros(4, 4, 64))
+
+
+# ---- the batch
+
+
+def starts(*lengths: int) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tokens", "threshold", "expected"),
+    [
+        ((1, 1, 1), 3, 1, (3, 3, 1, True)),
+        ((1, 1, 5, 1), 8, 1, (2, 2, 1, True)),
+        ((5, 1), 6, 1, (0, 0, 1, True)),
+        ((3, 3), 6, 3, (2, 6, 3, True)),
+        ((3, 1, 2), 6, 3, (3, 6, 3, False)),  # as many tokens as requests times 2, but not so distributed
+        ((2, 2, 0, 0), 8, 2, (4, 8, 2, True)),  # padded for a graph
+        ((2, 2, 0, 0), 4, 2, (4, 4, 2, False)),
+        ((1, 1, 0), 2, 1, (3, 2, 1, False)),
+        ((3, 2, 9, 4), 18, 3, (2, 5, 3, False)),
+    ],
+)
+def test_split(lengths: tuple[int, ...], tokens: int, threshold: int, expected: tuple[Any, ...]) -> None:
+    assert split_decodes(starts(*lengths), len(lengths), tokens, max(lengths), threshold) == expected
+
+
+def test_lengths_come_from_the_host_where_the_bound_is_exact() -> None:
+    on_device, bound = torch.tensor([5, 9, 12], dtype=torch.int32), torch.tensor([7, 9, 12], dtype=torch.int32)
+    waits: list[int] = []
+
+    class Sync:
+        def __enter__(self) -> None:
+            waits.append(1)
+
+        def __exit__(self, *_: object) -> None: ...
+
+    def lengths(first: int, exact: Any, padding: int = 0) -> list[int]:
+        loc = starts(2, 4, 6 - padding)
+        if padding:
+            loc[3] = loc[2]
+        batch = Batch(3, 12, loc, loc, on_device, torch.zeros(3, 1, dtype=torch.int32), bound, exact, Sync)
+        return batch.lengths(first).tolist()
+
+    prefilling = torch.tensor([False, True, True])
+    assert lengths(1, prefilling) == [9, 12]
+    assert lengths(0, True) == [7, 9, 12]
+    assert not waits
+    assert lengths(0, prefilling) == [5, 9, 12]
+    assert lengths(0, False) == [5, 9, 12]
+    assert len(waits) == 2
+    assert lengths(1, torch.tensor([False, True, False]), padding=6) == [9, 0]  # padding has no query tokens
+    assert len(waits) == 2
+
+
+# ---- what is supported
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (Asked(128, BF16, "fp8", sinks=True), None),
+        (Asked(256, torch.float16, "nvfp4", soft_cap=True), None),
+        (Asked(80, BF16, "auto", alibi=True), None),
+        (Asked(320, BF16), "other head dimensions"),
+        (Asked(512, BF16, "nvfp4"), "NVFP4 k and v with head dimension 512"),
+        (Asked(72, BF16, "fp8"), "blocks of 16 elements, got head_size 72"),
+        (Asked(128, BF16, "float16"), "must have the model's dtype torch.bfloat16"),
+        (Asked(128, BF16, "int8_per_token_head"), "kv_cache_dtype must be one of auto, float16"),
+    ],
+)
+def test_reasons(asked: Asked, words: str | None) -> None:
+    reason = support.reason(asked, (9, 0))
+    assert reason is None if words is None else words in str(reason)
+
+
+def test_compute_capabilities() -> None:
+    assert support.compute_capability_reason(9, 0) is support.compute_capability_reason(8, 6) is None
+    assert "7.5 is not supported" in str(support.compute_capability_reason(7, 5))
+    assert "11.0 is not supported" in str(support.reason(Asked(128, BF16), (11, 0)))
+
+
+@pytest.mark.parametrize(
+    ("asked", "without_plan"),
+    [(Asked(128, BF16), True), (Asked(128, BF16, soft_cap=True), False), (Asked(128, BF16, alibi=True), False)],
+)
+def test_which_layers_decode_without_a_plan(asked: Asked, without_plan: bool) -> None:
+    assert support.decodes_without_plan(asked, None) is support.decodes_without_plan(asked, (9, 0)) is without_plan
+
+
+def test_layers_that_no_kernel_supports_are_refused_when_they_are_made() -> None:
+    with pytest.raises(NotImplementedError, match="other head dimensions"):
+        LayerAttention(Layer(4, 320, 0.1, 2), BF16, (9, 0))
+    with pytest.raises(NotImplementedError, match="kv_cache_dtype must be one of"):
+        LayerAttention(Layer(4, 64, 0.1, 2, kv_cache_dtype="int4_per_token_head"), BF16, None)
+
+
+def test_slopes() -> None:
+    assert not has_standard_slopes(None, 4)
+    assert has_standard_slopes([2**-2.0, 2**-4.0, 2**-6.0, 2**-8.0, 2**-1.0, 2**-3.0], 6)
+    for slopes in ([0.25, 0.0625], [0.5, 0.125, 2**-5, 2**-7]):
+        with pytest.raises(NotImplementedError, match="standard ones of 4 heads"):
+            has_standard_slopes(slopes, 4)
+
+
+# ---- registration
+
+
+def registry(monkeypatch: pytest.MonkeyPatch, register: Any, names: dict[str, Any]) -> None:
+    """Put a stand-in of vLLM's registry in place."""
+    path = "vllm.v1.attention.backends.registry"
+    for i in range(path.count(".") + 1):
+        name = path.rsplit(".", i)[0]
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    module: Any = sys.modules[path]
+    module.register_backend = register
+    module.AttentionBackendEnum = types.SimpleNamespace(__members__=names)
+
+
+def test_registration_happens_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: dict[str, Any] = {}
+
+    def register(name: str, path: str) -> None:
+        assert name not in names
+        names[name] = path
+
+    registry(monkeypatch, register, names)
+    plugin.register()
+    plugin.register()
+    assert names == {"CUTE_ATTN": "cute_attn.integrations.vllm.backend.CuteAttnBackend"}
+
+
+def test_registration_never_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def register(name: str, path: str) -> None:
+        raise ValueError("reserved")
+
+    registry(monkeypatch, register, {})
+    plugin.register()
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", None)
+    plugin.register()
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
