@@ -355,12 +355,13 @@ def server_facts(runner: Any) -> ServerFacts:
 
 def _own_recipe(pool: Any) -> str | None:
     """Return the name of a pool's quantisation where it is more than a cast, else None."""
-    if isinstance(pool, MLATokenToKVPool | NoOpMHATokenToKVPool):
-        return type(pool).__name__
-    if getattr(pool, "k_scale_buffer", None) is not None or hasattr(pool, "get_kv_scale_buffer"):
-        return type(pool).__name__
     name = getattr(pool.get_kv_cache_quant_method(), "name", "unquantized")
-    return None if name == "unquantized" else name
+    if name != "unquantized":
+        return str(name)
+    scaled = getattr(pool, "k_scale_buffer", None) is not None or hasattr(pool, "get_kv_scale_buffer")
+    if scaled or isinstance(pool, MLATokenToKVPool | NoOpMHATokenToKVPool):
+        return type(pool).__name__
+    return None
 
 
 def _longest(batch: Any) -> int | None:

@@ -94,7 +94,7 @@ class PageTables:
     def block_tables(
         self, requests: torch.Tensor, num_pages: int | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return int32 `[len(requests), num_pages]`, the pages of each request in order; entries past its keys are stale.
+        """Return int32 `[len(requests), num_pages]`, the pages of each request; entries past its keys are stale.
 
         `requests`: rows of the table. `num_pages`: default as many as a row can have. `out`: written instead of a new
         tensor.
