@@ -99,7 +99,9 @@ def gathered(runner: Runner, layer: Any, request: int, kv_len: int) -> tuple[tor
     return tuple(buffer[slots] for buffer in pool.get_kv_buffer(layer.layer_id))
 
 
-def expected(runner: Runner, layer: Any, batch: Any, q: torch.Tensor, q_lens: list[int], **options: Any) -> torch.Tensor:
+def expected(
+    runner: Runner, layer: Any, batch: Any, q: torch.Tensor, q_lens: list[int], **options: Any
+) -> torch.Tensor:
     """The oracle of a causal batch whose pool already holds the new keys."""
     rows, first = [], 0
     for i, q_len in enumerate(q_lens):
