@@ -3,9 +3,10 @@
 Opt-in (`pytest -m engines`): docs/integrations/sglang.md has the environment.
 """
 
+# ruff: noqa: E402  (imports of sglang follow the check that it is there)
+
 from __future__ import annotations
 
-import importlib.util
 import logging
 import math
 from collections.abc import Iterator
@@ -19,8 +20,7 @@ from cute_attn.errors import NotSupported
 
 pytestmark = pytest.mark.engines
 
-if importlib.util.find_spec("sglang") is None:
-    pytest.skip("sglang is not installed; docs/integrations/sglang.md has the environment", allow_module_level=True)
+pytest.importorskip("sglang", reason="needs SGLang: docs/integrations/sglang.md")
 
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
@@ -74,7 +74,7 @@ def attend(
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """fp64 attention of one request: q `[rows, heads, dim]`, keys `[kv_len, kv_heads, dim]`, visible `[rows, kv_len]`."""
+    """fp64 attention of a request: q `[rows, heads, dim]`, keys `[kv_len, kv_heads, dim]`, visible `[rows, kv_len]`."""
     group = NUM_HEADS // NUM_KV_HEADS
     keys, values = (x.double().repeat_interleave(group, 1) for x in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * HEAD_DIM**-0.5
@@ -228,17 +228,13 @@ def test_head_major_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runner.token_to_kv_pool.kv_cache_layout == "hnd"
     monkeypatch.delenv("SGLANG_USE_HND_KVCACHE")
     plain = Runner([layer], 16)
-    for ours, reference in (
+    backend, torch_backend = CuteAttnBackend(runner), TorchNativeAttnBackend(plain)
+    for ours, theirs in (
         (runner.extend([1, 2], [40, 3]), plain.extend([1, 2], [40, 3])),
         (runner.decode([2, 1]), plain.decode([2, 1])),
     ):
         qkv = new_tokens(ours)
-        expected_out = forward(TorchNativeAttnBackend(plain), layer, reference, qkv)
-        if ours.forward_mode.is_decode():
-            backend = backend_of_runner
-        else:
-            backend = backend_of_runner = CuteAttnBackend(runner)
-        assert_close(forward(backend, layer, ours, qkv), expected_out)
+        assert_close(forward(backend, layer, ours, qkv), forward(torch_backend, layer, theirs, qkv))
 
 
 # ---- what reaches the kernels

@@ -1,9 +1,10 @@
-"""The parts of the SGLang plug-in that need no SGLang: tables, lengths, masks, plans, refusals; against an fp64 oracle."""
+"""The parts of the SGLang plug-in that need no SGLang: tables, lengths, masks, plans, refusals; with an fp64 oracle."""
 
 from __future__ import annotations
 
 import builtins
 import dataclasses
+import itertools
 import logging
 import math
 import sys
@@ -143,7 +144,7 @@ def test_page_tables(page_size: int) -> None:
             assert [row[: len(want)].tolist() for row, want in zip(table, moved, strict=True)] == moved
         flat = pages.page_indices(server.requests, server.seq_lens, sum(map(len, expected)))
         assert flat.dtype == torch.int32
-        assert flat.tolist() == sum(moved, [])
+        assert flat.tolist() == list(itertools.chain(*moved))
 
 
 def test_lengths() -> None:
