@@ -326,6 +326,7 @@ def test_a_plain_server_is_served() -> None:
         ({"decode_context_parallel": 2}, {}, "--dcp-size 2"),
         ({"translated_slots": True}, {}, "--enable-unified-memory"),
         ({"diffusion": True}, {}, "diffusion"),
+        ({"full_prefill_graphs": True}, {}, "--cuda-graph-backend-prefill full"),
         ({"speculative": "EAGLE"}, {"soft_cap": 30.0}, "has no soft cap"),
         ({"speculative": "EAGLE", "deterministic": True}, {}, "splits depend on the batch"),
         ({"speculative": "EAGLE", "draft_trees": True}, {"window_left": 20}, "draft trees with sliding windows"),

@@ -15,6 +15,7 @@ from sglang.srt.layers.attention.verify_mask import VerifyMask, tree_mask_numel
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MLATokenToKVPool, NoOpMHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode, default_tree_mask_mode
 
@@ -164,7 +165,7 @@ class CuteAttnBackend(AttentionBackend):
         return self._verify_mask
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Prepare a capture or a replay: plans, and masks, whose addresses change."""
+        """Prepare a capture or a replay of decode or of verification: plans, and masks, whose addresses change."""
         _check_mode(forward_batch)
         batch_size, spec_info = forward_batch.batch_size, forward_batch.spec_info
         if self._plans_decode:
@@ -289,7 +290,7 @@ class CuteAttnBackend(AttentionBackend):
             kind = self._kinds[layer] = self._checked_kind(layer)
         step = self.forward_metadata
         assert step is not None, "init_forward_metadata describes a batch before its first layer"
-        q = q.view(-1, kind.num_qo_heads, kind.head_dim)
+        q = q.reshape(-1, kind.num_qo_heads, kind.head_dim)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         rows, tokens = len(q), step.num_tokens
         if tokens < rows:
@@ -347,6 +348,7 @@ def server_facts(runner: Any) -> ServerFacts:
         decode_context_parallel=parallel.attn_dcp_size,
         translated_slots=translator is not None and translator.is_translating,
         diffusion=get_exec().dllm.dllm_algorithm is not None,
+        full_prefill_graphs=check_cuda_graph_backend(Phase.PREFILL, Backend.FULL),
         deterministic=get_exec().deterministic.enable_deterministic_inference,
         speculative=None if algorithm is None else str(algorithm),
         draft_trees=algorithm is not None and (spec.speculative_eagle_topk or 0) > 1,

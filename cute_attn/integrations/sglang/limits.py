@@ -31,6 +31,7 @@ class ServerFacts(NamedTuple):
     decode_context_parallel: int = 1
     translated_slots: bool = False  # the unified memory pool
     diffusion: bool = False
+    full_prefill_graphs: bool = False
     deterministic: bool = False
     speculative: str | None = None  # the algorithm
     draft_trees: bool = False  # drafts may branch
@@ -118,6 +119,9 @@ def _of_server(server: ServerFacts) -> Iterator[Refusal]:
         yield _no(f"--dcp-size {server.decode_context_parallel}", "caches are not sharded by tokens", "--dcp-size 1")
     if server.diffusion:
         yield _no("diffusion language models", "their block mask is not implemented")
+    if server.full_prefill_graphs:
+        reason = "plans of captured extends would need a bound on every length"
+        yield _no("--cuda-graph-backend-prefill full", reason, "--cuda-graph-backend-prefill breakable")
 
 
 def _of_pool(server: ServerFacts) -> Iterator[Refusal]:

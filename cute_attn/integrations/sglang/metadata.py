@@ -99,8 +99,10 @@ class PageTables:
         `requests`: rows of the table. `num_pages`: default as many as a row can have. `out`: written instead of a new
         tensor.
         """
-        slots = self._first_slots[:, :num_pages].index_select(0, requests)
-        return self._pages(slots, out)
+        first_slots = self._first_slots[:, :num_pages]
+        if out is not None and self.page_size == 1 and self._translate is None:
+            return torch.index_select(first_slots, 0, requests, out=out)
+        return self._pages(first_slots.index_select(0, requests), out)
 
     def page_indices(self, requests: torch.Tensor, kv_lens: torch.Tensor, num_pages: int) -> torch.Tensor:
         """Return int32 `[num_pages]`, the pages of all requests one after another.
