@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import builtins
-import dataclasses
 import itertools
 import logging
-import math
 import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
@@ -19,105 +17,28 @@ import cute_attn.integrations.sglang as plugin
 from cute_attn.errors import NotSupported
 from cute_attn.integrations.sglang import limits, planned
 from cute_attn.integrations.sglang.limits import LayerFacts, ServerFacts
-from cute_attn.integrations.sglang.metadata import LayerKind, PageTables, as_pages, draft_mask, lengths
-from cute_attn.integrations.sglang.planned import CacheFormat, GraphBuffers, PlannedAttention, Step
+from cute_attn.integrations.sglang.metadata import PageTables, as_pages, draft_mask, lengths
+from cute_attn.integrations.sglang.planned import CacheFormat, GraphBuffers, PlannedAttention
 from cute_attn.integrations.sglang.tables import GraphTables, TableAttention
+from tests.support.executors import GPU_MARKS
+from tests.support.sglang_case import (
+    BF16,
+    DIM,
+    HEADS,
+    KINDS,
+    KV_HEADS,
+    MAX_CONTEXT,
+    Layer,
+    Server,
+    assert_close,
+    begin,
+    queries,
+)
 
-BF16 = torch.bfloat16
-HEADS, KV_HEADS, DIM = 4, 2, 64
-MAX_CONTEXT = 128
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU_MARKS)])
+E4M3 = torch.float8_e4m3fn
 SERVER = ServerFacts(BF16, BF16)
 LAYER = LayerFacts(0, DIM, DIM)
-
-
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """What is read of a RadixAttention."""
-
-    layer_id: int = 0
-    tp_q_head_num: int = HEADS
-    tp_k_head_num: int = KV_HEADS
-    qk_head_dim: int = DIM
-    v_head_dim: int = DIM
-    scaling: float = DIM**-0.5
-    logit_cap: float = 0.0
-    sliding_window_size: int | None = -1
-    attn_type: Any = "decoder"
-    is_cross_attention: bool = False
-    pos_encoding_mode: str = "NONE"
-    logit_capping_method: str = "tanh"
-    xai_temperature_len: int = -1
-
-
-class Server:
-    """A pool with random contents and a table of slots as SGLang fills it."""
-
-    def __init__(self, page_size: int, kv_lens: list[int], dtype: torch.dtype = BF16) -> None:
-        generator = torch.Generator().manual_seed(page_size)
-        self.page_size, self.kv_lens = page_size, kv_lens
-        pages = torch.randperm(512 // page_size, generator=generator) + 1
-        self.slots = torch.full((8, MAX_CONTEXT), -1, dtype=torch.int32)
-        self.requests = torch.tensor([5, 2, 7][: len(kv_lens)])
-        for request, kv_len in zip(self.requests.tolist(), kv_lens, strict=True):
-            count = -(-kv_len // page_size)
-            own, pages = pages[:count], pages[count:]
-            slots = (own[:, None] * page_size + torch.arange(page_size)).flatten()
-            self.slots[request, :kv_len] = slots[:kv_len].int()
-        size = 512 + page_size
-        self.buffers = tuple(torch.randn(size, KV_HEADS, DIM, generator=generator).to(dtype) for _ in range(2))
-
-    @property
-    def seq_lens(self) -> torch.Tensor:
-        return torch.tensor(self.kv_lens)
-
-    def cache(self) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self.buffers
-        return as_pages(keys, self.page_size, "NHD"), as_pages(values, self.page_size, "NHD")
-
-    def expected(self, q: torch.Tensor, q_lens: list[int], kind: LayerKind, **options: Any) -> torch.Tensor:
-        """fp64 attention, slot by slot. `among`: which drafts see which; `k_scale`, `v_scale`, `sinks`."""
-        rows, first = [], 0
-        for request, kv_len, q_len in zip(self.requests.tolist(), self.kv_lens, q_lens, strict=True):
-            slots = self.slots[request, :kv_len].long()
-            part = q[first : first + q_len].double()
-            rows.append(attend(part, *(buffer[slots].double() for buffer in self.buffers), kind, **options))
-            first += q_len
-        return torch.cat(rows)
-
-
-def attend(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    kind: LayerKind,
-    among: torch.Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    q_len, kv_len = len(q), len(keys)
-    keys, values = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (keys * k_scale, values * v_scale))
-    z = torch.einsum("qhd,khd->hqk", q, keys) * kind.sm_scale
-    if kind.soft_cap:
-        z = kind.soft_cap * torch.tanh(z / kind.soft_cap)
-    position, key = torch.arange(kv_len - q_len, kv_len)[:, None], torch.arange(kv_len)
-    visible = (key <= position) if kind.causal else torch.ones(q_len, kv_len, dtype=torch.bool)
-    if among is not None:
-        visible = torch.cat((torch.ones(q_len, kv_len - q_len, dtype=torch.bool), among), 1)
-    if kind.window_left >= 0:
-        visible = visible & (key >= position - kind.window_left)
-    z = z.masked_fill(~visible, -math.inf)
-    if sinks is not None:
-        z = torch.cat((z, sinks.double()[:, None, None].expand(-1, q_len, 1)), -1)
-    return torch.einsum("hqk,khd->qhd", z.softmax(-1)[..., :kv_len], values)
-
-
-def queries(tokens: int) -> torch.Tensor:
-    return torch.randn(tokens, HEADS, DIM, generator=torch.Generator().manual_seed(tokens)).to(BF16)
-
-
-def assert_close(out: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(out.double(), expected, rtol=1 / 128, atol=1 / 128)
 
 
 # ---- tables and lengths
@@ -190,116 +111,149 @@ def test_masks_of_drafts(q_len: int, with_prefix: bool) -> None:
 # ---- attention
 
 
-KINDS = {
-    "full": LayerKind.of(Layer()),
-    "window": LayerKind.of(Layer(sliding_window_size=10)),
-    "capped": LayerKind.of(Layer(logit_cap=2.0)),
-    "encoder": LayerKind.of(Layer(attn_type=SimpleNamespace(value="encoder_only"))),
-}
+def workspace(device: str) -> torch.Tensor:
+    return torch.empty(planned.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
-def started(server: Server, q_lens: list[int], attention: PlannedAttention, **options: Any) -> Step:
-    pages = PageTables(server.slots, server.page_size)
-    counted = lengths(q_lens, server.kv_lens, server.page_size)
-    step = Step(counted, lambda _: pages.page_indices(server.requests, server.seq_lens, counted.num_pages))
-    attention.begin(step, **options)
-    return step
-
-
+@DEVICES
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_extend(name: str, page_size: int) -> None:
+def test_extend(name: str, page_size: int, device: str) -> None:
     """Two steps of one set of wrappers; the second has cached prefixes."""
-    workspace = torch.empty(planned.WORKSPACE_BYTES, dtype=torch.uint8)
-    attention = PlannedAttention(workspace, CacheFormat(BF16, BF16, "NHD", page_size, False), decode=False)
+    attention = PlannedAttention(workspace(device), CacheFormat(BF16, BF16, "NHD", page_size, False), decode=False)
     kind = KINDS[name]
     for kv_lens, q_lens in (([37, 5], [37, 5]), ([40, 1, 90], [3, 1, 20])):
-        server = Server(page_size, kv_lens)
-        started(server, q_lens, attention)
-        q = queries(sum(q_lens))
+        server = Server(page_size, kv_lens, device)
+        begin(server, q_lens, attention)
+        q = queries(sum(q_lens), device)
         out = torch.empty_like(q)
         attention.run(kind, q, server.cache(), out, None, None, None)
         assert_close(out, server.expected(q, q_lens, kind))
 
 
+@DEVICES
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_planned_decode_in_buffers_of_a_graph(deterministic: bool) -> None:
-    indices = torch.zeros(3 * MAX_CONTEXT, dtype=torch.int32)
-    buffers = GraphBuffers(torch.zeros(4, dtype=torch.int32), indices, torch.zeros(3, dtype=torch.int32))
-    workspace = torch.empty(planned.WORKSPACE_BYTES, dtype=torch.uint8)
+def test_planned_decode_in_buffers_of_a_graph(deterministic: bool, device: str) -> None:
+    def zeros(size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int32, device=device)
+
+    buffers = GraphBuffers(zeros(4), zeros(3 * MAX_CONTEXT), zeros(3))
     attention = PlannedAttention(
-        workspace, CacheFormat(BF16, BF16, "NHD", 1, deterministic), decode=True, graph_buffers=lambda _: buffers
+        workspace(device),
+        CacheFormat(BF16, BF16, "NHD", 1, deterministic),
+        decode=True,
+        graph_buffers=lambda _: buffers,
     )
-    kind, sinks = KINDS["capped"], torch.randn(HEADS)
+    kind, sinks = KINDS["capped"], torch.randn(HEADS, device=device)
     for kv_lens in ([37, 5, 1], [2, 90, 1]):
-        server = Server(1, kv_lens)
-        started(server, [1, 1, 1], attention, kinds=[kind])
-        assert buffers.indptr.tolist() == [0, *torch.tensor(kv_lens).cumsum(0).tolist()]
-        q = queries(3)
+        server = Server(1, kv_lens, device)
+        begin(server, [1, 1, 1], attention, kinds=[kind])
+        assert buffers.indptr.tolist() == [0, *itertools.accumulate(kv_lens)]
+        q = queries(3, device)
         out = torch.empty_like(q)
         attention.run(kind, q, server.cache(), out, None, None, sinks)
-        assert_close(out, server.expected(q, [1, 1, 1], kind, sinks=sinks))
+        assert_close(out, server.expected(q, [1, 1, 1], kind, sinks=sinks.cpu()))
 
 
-def test_deterministic_results_do_not_depend_on_the_batch() -> None:
-    """The plan must forbid splits: of captured launches too, whose splits would follow from their capacity."""
-    seen: list[dict[str, Any]] = []
+def test_deterministic_plans_forbid_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits would make results depend on the rest of the batch."""
+    seen: list[bool] = []
 
     class Recorded(planned.BatchPrefillWithPagedKVCacheWrapper):
         def plan(self, *args: Any, **options: Any) -> None:
-            seen.append(options)
+            seen.append(options["disable_split_kv"])
             super().plan(*args, **options)
 
-    server = Server(16, [37, 5])
-    workspace = torch.empty(planned.WORKSPACE_BYTES, dtype=torch.uint8)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planned, "BatchPrefillWithPagedKVCacheWrapper", Recorded)
-        for deterministic in (False, True):
-            fmt = CacheFormat(BF16, BF16, "NHD", 16, deterministic)
-            attention = PlannedAttention(workspace, fmt, decode=False)
-            started(server, [3, 1], attention, kinds=[KINDS["full"], KINDS["window"]])
-    assert [options["disable_split_kv"] for options in seen] == [False, False, True, True]
+    monkeypatch.setattr(planned, "BatchPrefillWithPagedKVCacheWrapper", Recorded)
+    for deterministic in (False, True):
+        form = CacheFormat(BF16, BF16, "NHD", 16, deterministic)
+        attention = PlannedAttention(workspace("cpu"), form, decode=False)
+        begin(Server(16, [37, 5]), [3, 1], attention, kinds=[KINDS["full"], KINDS["window"]])
+    assert seen == [False, False, True, True]
 
 
+@DEVICES
 @pytest.mark.parametrize("name", ["full", "window"])
-@pytest.mark.parametrize("kv_dtype", [BF16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_decode_by_tables(name: str, kv_dtype: torch.dtype, as_tensor: bool) -> None:
-    kind, server, scales = KINDS[name], Server(16, [37, 5, 90], kv_dtype), (None, None)
-    if kv_dtype != BF16:
-        scales = (torch.tensor(0.5), torch.tensor(2.0)) if as_tensor else (0.5, 2.0)
-    attention = TableAttention("cpu", "NHD", PageTables(server.slots, 16), None, MAX_CONTEXT)
-    sinks = torch.randn(HEADS)
+@pytest.mark.parametrize(("kv_dtype", "as_tensor"), [(BF16, False), (E4M3, False), (E4M3, True)])
+def test_decode_by_tables(name: str, kv_dtype: torch.dtype, as_tensor: bool, device: str) -> None:
+    kind, server = KINDS[name], Server(16, [37, 5, 90], device, kv_dtype)
+    numbers = {} if kv_dtype == BF16 else {"k_scale": 0.5, "v_scale": 2.0}
+    scales = [numbers.get(x) for x in ("k_scale", "v_scale")]
+    if as_tensor:
+        scales = [torch.tensor(x, device=device) for x in scales]
+    attention = TableAttention(device, "NHD", PageTables(server.slots, 16), None, MAX_CONTEXT)
+    sinks = torch.randn(HEADS, device=device)
     for longest in (None, 90):
         step = attention.step(server.requests, server.seq_lens, longest)
         assert step.num_tokens == 3
-        q = queries(3)
+        q = queries(3, device)
         out = torch.empty_like(q)
         attention.run(step, kind, q, server.cache(), out, *scales, sinks)
-        numbers = {} if scales[0] is None else {"k_scale": 0.5, "v_scale": 2.0}
-        assert_close(out, server.expected(q, [1, 1, 1], kind, sinks=sinks, **numbers))
+        assert_close(out, server.expected(q, [1, 1, 1], kind, sinks=sinks.cpu(), **numbers))
 
 
-def test_drafts_in_buffers_of_a_graph() -> None:
-    """A captured batch keeps its addresses; a padded request has one key."""
-    q_len, server = 3, Server(16, [37, 5])
-    among = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
+AMONG = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)  # which drafts see which
+DRAFTS = len(AMONG)
+
+
+def fill(graph: GraphTables, server: Server, requests: torch.Tensor, before: torch.Tensor) -> None:
+    """What a replay does before the layers: the host sets the mask, then the graph reads tables and lengths."""
+    visible = AMONG.flatten().repeat(2).to(server.device)
+    graph.set_mask(visible, before, DRAFTS, with_prefix=False)
+    graph.fill(requests, before, DRAFTS)
+
+
+@DEVICES
+def test_drafts_in_buffers_of_a_graph(device: str) -> None:
+    """A captured batch keeps its addresses; a request that pads it has few keys."""
+    server = Server(16, [37, 5], device)
     pages = PageTables(server.slots.clamp_min(0), 16)
-    attention = TableAttention("cpu", "NHD", pages, None, MAX_CONTEXT)
-    graph = GraphTables(4, pages, None, "cpu")
-    first = graph.view(3, q_len, with_mask=True)
-    addresses = [x.data_ptr() for x in (first.tables, first.seq_lens, first.mask)]
-    requests = torch.tensor([*server.requests.tolist(), 0])
-    before = torch.tensor([37 - q_len, 5 - q_len, 1])
-    graph.set_mask(among.flatten().repeat(2), before, q_len, with_prefix=False)
-    graph.fill(requests, before, q_len)
-    step = graph.view(3, q_len, with_mask=True)
-    assert [x.data_ptr() for x in (step.tables, step.seq_lens, step.mask)] == addresses
-    assert step.seq_lens.tolist() == [37, 5, 1 + q_len]
-    q = queries(3 * q_len)
+    attention = TableAttention(device, "NHD", pages, None, MAX_CONTEXT)
+    graph = GraphTables(4, pages, None, device)
+    first = graph.view(3, DRAFTS, with_mask=True)
+    requests = torch.cat((server.requests, torch.zeros_like(server.requests[:1])))
+    before = torch.tensor([37 - DRAFTS, 5 - DRAFTS, 1], device=device)
+    fill(graph, server, requests, before)
+    step = graph.view(3, DRAFTS, with_mask=True)
+    for name in ("tables", "seq_lens", "mask"):
+        assert getattr(step, name).data_ptr() == getattr(first, name).data_ptr()
+    assert step.seq_lens.tolist() == [37, 5, 1 + DRAFTS]
+    q = queries(3 * DRAFTS, device)
     out = torch.empty_like(q)
     attention.run(step, KINDS["full"], q, server.cache(), out, None, None, None)
-    assert_close(out[: 2 * q_len], server.expected(q[: 2 * q_len], [q_len, q_len], KINDS["full"], among=among))
+    real = q[: 2 * DRAFTS]
+    assert_close(out[: 2 * DRAFTS], server.expected(real, [DRAFTS, DRAFTS], KINDS["full"], among=AMONG))
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU_MARKS)])
+def test_a_captured_step_reads_new_tables(device: str) -> None:
+    """The graph holds what `init_forward_metadata_in_graph` does, and a layer; replays follow the token table."""
+    servers = [Server(16, kv_lens, device, seed=i) for i, kv_lens in enumerate(([37, 5], [4, 90]))]
+    slots = servers[0].slots.clone()
+    pages = PageTables(slots, 16)
+    attention = TableAttention(device, "NHD", pages, None, MAX_CONTEXT)
+    tables, kind = GraphTables(2, pages, None, device), KINDS["full"]
+    requests, seq_lens = servers[0].requests.clone(), servers[0].seq_lens.clone()
+    keys, values = (torch.zeros_like(buffer) for buffer in servers[0].buffers)
+    cache = as_pages(keys, 16, "NHD"), as_pages(values, 16, "NHD")
+    q = queries(2, device)
+    out = torch.empty_like(q)
+
+    def layer() -> None:
+        tables.fill(requests, seq_lens, 0)
+        attention.run(tables.view(2, 1, with_mask=False), kind, q, cache, out, None, None, None)
+
+    layer()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer()
+    for server in servers:
+        slots.copy_(server.slots)
+        seq_lens.copy_(server.seq_lens)
+        for static, buffer in zip((keys, values), server.buffers, strict=True):
+            static.copy_(buffer)
+        graph.replay()
+        assert_close(out, server.expected(q, [1, 1], kind))
 
 
 # ---- refusals
