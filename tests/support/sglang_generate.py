@@ -21,7 +21,6 @@ def run(engine: Any, prompts: list[list[int]]) -> list[dict[str, Any]]:
         sampling_params={"temperature": 0, "max_new_tokens": NEW_TOKENS},
         return_logprob=True,
         logprob_start_len=[len(prompt) - 1 for prompt in prompts],
-        return_text_in_logprobs=False,
     )
     return [
         {
