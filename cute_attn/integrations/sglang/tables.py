@@ -63,22 +63,15 @@ class TableAttention:
         self._window_tables = window_tables
         self._max_context = max_context
 
-    def step(
-        self,
-        requests: torch.Tensor,
-        seq_lens: torch.Tensor,
-        longest: int | None,
-        q_len: int = 1,
-        mask: torch.Tensor | None = None,
-    ) -> TableStep:
+    def step(self, requests: torch.Tensor, seq_lens: torch.Tensor, longest: int | None, q_len: int = 1) -> TableStep:
         """Describe a batch in new tensors.
 
-        `seq_lens`: keys without those of the q_len query tokens if q_len tokens are drafts, with them otherwise; the
-        caller adds. `longest`: the longest of them if the host knows it, which makes tables narrower.
+        `requests`: rows of the token table. `seq_lens`: keys of each request, those of its q_len query tokens included.
+        `longest`: the most of them if the host knows it, which makes tables narrower.
         """
         pages = None if longest is None else -(-longest // self._tables.page_size)
         window = None if self._window_tables is None else self._window_tables.block_tables(requests, pages)
-        return TableStep(self._tables.block_tables(requests, pages), window, seq_lens.to(torch.int32), q_len, mask)
+        return TableStep(self._tables.block_tables(requests, pages), window, seq_lens.to(torch.int32), q_len)
 
     def run(
         self,
