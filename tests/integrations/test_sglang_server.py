@@ -69,7 +69,7 @@ def test_the_engine_generates(tmp_path: Path) -> None:
         )
     text = log.read_text()
     assert result.exists(), text[-4000:]
-    assert "Executed general plugin: cute_attn" in text or "'attention_backend': 'cute_attn'" in text
+    assert "reference for cpu" in text, "the worker's log names what ran this library's calls"
     answers = json.loads(result.read_text())
     assert answers[1]["cached"] == 32, "two pages of the second prompt are those of the first"
     for prompt, answer in zip(PROMPTS, answers, strict=True):

@@ -48,6 +48,7 @@ def main(model: str, result: str) -> None:
         max_running_requests=4,
         sampling_backend="pytorch",
         grammar_backend="none",
+        log_level="info",
     )
     try:
         Path(result).write_text(json.dumps(run(engine, [PROMPT]) + run(engine, [SHARED, PROMPT[:5]])))
