@@ -1,0 +1,182 @@
+"""What the SGLang backend refuses, with reasons: pure functions of facts about server and model. Needs torch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_attn.errors import NotSupported, Refusal
+
+BACKEND = "cute_attn's SGLang backend"
+QUERY_DTYPES = (torch.bfloat16, torch.float16)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+LAYOUTS = ("nhd", "hnd")
+OTHER_BACKEND = "another --attention-backend"
+
+
+class ServerFacts(NamedTuple):
+    """What decides whether the backend can serve a model, read from SGLang's runner and settings."""
+
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    kv_layouts: tuple[str, ...] = ("nhd",)  # of the pool, or of its parts
+    quantized_pool: str | None = None  # name of a pool's own 4-bit or block-scaled recipe
+    mla: bool = False
+    encoder_decoder: bool = False
+    attention_chunk_size: int | None = None
+    draft_worker: bool = False
+    context_parallel: int = 1
+    decode_context_parallel: int = 1
+    translated_slots: bool = False  # the unified memory pool
+    diffusion: bool = False
+    full_prefill_graphs: bool = False
+    deterministic: bool = False
+    speculative: str | None = None  # the algorithm
+    draft_trees: bool = False  # drafts may branch
+
+
+class LayerFacts(NamedTuple):
+    """What decides whether the backend can run one attention layer."""
+
+    layer_id: int
+    head_dim: int
+    v_head_dim: int
+    window_left: int = -1
+    soft_cap: float = 0.0
+    attn_type: str = "decoder"
+    cross_attention: bool = False
+    pos_encoding_mode: str = "NONE"
+    capping_method: str = "tanh"
+    temperature_len: int = -1
+
+
+def layer_facts(layer: Any) -> LayerFacts:
+    """Read the facts of a RadixAttention layer."""
+    return LayerFacts(
+        layer_id=layer.layer_id,
+        head_dim=layer.qk_head_dim,
+        v_head_dim=layer.v_head_dim,
+        window_left=window_of(layer),
+        soft_cap=soft_cap_of(layer),
+        attn_type=str(getattr(layer.attn_type, "value", layer.attn_type)),
+        cross_attention=bool(layer.is_cross_attention),
+        pos_encoding_mode=layer.pos_encoding_mode,
+        capping_method=layer.logit_capping_method,
+        temperature_len=layer.xai_temperature_len,
+    )
+
+
+def window_of(layer: Any) -> int:
+    """Return window_left: SGLang's layers see the keys from q - sliding_window_size on, and none of -1 or None."""
+    window = layer.sliding_window_size
+    return -1 if window is None or window < 0 else int(window)
+
+
+def soft_cap_of(layer: Any) -> float:
+    """Return the soft cap of a layer's logits, 0 for none."""
+    cap = layer.logit_cap
+    return 0.0 if cap is None or cap <= 0 else float(cap)
+
+
+def check(server: ServerFacts, layers: Iterable[LayerFacts]) -> None:
+    """Raise NotSupported with all reasons against serving a model, if there are any."""
+    layers = tuple(layers)
+    refusals = [*_of_server(server), *_of_pool(server), *_of_speculation(server, layers)]
+    for layer in layers:
+        refusals += [refusal for refusal in _of_layer(layer) if refusal not in refusals]
+    if refusals:
+        raise NotSupported(refusals)
+
+
+def _no(feature: str, reason: str, instead: str = OTHER_BACKEND) -> Refusal:
+    return Refusal(BACKEND, feature, reason, instead)
+
+
+def _of_server(server: ServerFacts) -> Iterator[Refusal]:
+    if server.dtype not in QUERY_DTYPES:
+        yield _no(f"--dtype {_name(server.dtype)}", "queries are 16-bit", "--dtype bfloat16 or float16")
+    if server.mla:
+        yield _no("multi-head latent attention", "there is no kernel for it", "flashmla or flashinfer")
+    if server.encoder_decoder:
+        yield _no("encoder-decoder models", "cross attention is not implemented")
+    if server.attention_chunk_size is not None:
+        yield _no(
+            f"attention_chunk_size {server.attention_chunk_size}",
+            "the mask of chunked attention is not implemented",
+            "fa3",
+        )
+    if server.draft_worker:
+        yield _no(
+            "the draft model of speculative decoding",
+            "SGLang builds the backends of draft steps from a list of its own",
+            "--speculative-draft-attention-backend triton or fa3; the target model may use cute_attn",
+        )
+    if server.context_parallel > 1:
+        yield _no(f"--attn-cp-size {server.context_parallel}", "sequences are not sharded", "--attn-cp-size 1")
+    if server.decode_context_parallel > 1:
+        yield _no(f"--dcp-size {server.decode_context_parallel}", "caches are not sharded by tokens", "--dcp-size 1")
+    if server.diffusion:
+        yield _no("diffusion language models", "their block mask is not implemented")
+    if server.full_prefill_graphs:
+        reason = "plans of captured extends would need a bound on every length"
+        yield _no("--cuda-graph-backend-prefill full", reason, "--cuda-graph-backend-prefill breakable")
+
+
+def _of_pool(server: ServerFacts) -> Iterator[Refusal]:
+    if server.translated_slots:
+        yield _no("--enable-unified-memory", "its slots must be translated on every read", "the default pools")
+    if server.quantized_pool is not None:
+        yield _no(
+            f"the KV cache recipe {server.quantized_pool}",
+            "SGLang allocates its block scales only for backends that it names itself",
+            "--kv-cache-dtype fp8_e4m3, fp8_e5m2 or auto",
+        )
+    elif server.kv_dtype not in (server.dtype, *FP8_DTYPES):
+        yield _no(
+            f"a KV cache of {_name(server.kv_dtype)} under {_name(server.dtype)}",
+            "caches have the model's dtype or fp8",
+            "--kv-cache-dtype auto, fp8_e4m3 or fp8_e5m2",
+        )
+    for layout in server.kv_layouts:
+        if layout not in LAYOUTS:
+            yield _no(f"the pool layout {layout!r}", "its pages are not rows of tokens", "the default layout")
+
+
+def _of_speculation(server: ServerFacts, layers: tuple[LayerFacts, ...]) -> Iterator[Refusal]:
+    if server.speculative is None:
+        return
+    verified = f"verification of drafts ({server.speculative})"
+    if any(layer.soft_cap for layer in layers):
+        yield _no(f"{verified} with a logit soft cap", "the kernel that verifies drafts has no soft cap")
+    if server.deterministic:
+        yield _no(f"{verified} with --enable-deterministic-inference", "its splits depend on the batch", "fa3")
+    if server.draft_trees and any(layer.window_left >= 0 for layer in layers):
+        yield _no(
+            "draft trees with sliding windows",
+            "the window would count draft tokens in their order instead of along branches",
+            "--speculative-eagle-topk 1",
+        )
+
+
+def _of_layer(layer: LayerFacts) -> Iterator[Refusal]:
+    if layer.cross_attention:
+        yield _no("cross attention", "it is not implemented")
+    if layer.attn_type not in ("decoder", "encoder_only"):
+        yield _no(f"attention of type {layer.attn_type}", "its mask depends on the server's mode", "triton")
+    if layer.v_head_dim != layer.head_dim:
+        yield _no(
+            f"value heads of dimension {layer.v_head_dim} under keys of {layer.head_dim}",
+            "the decode kernels have one head dimension",
+        )
+    if layer.pos_encoding_mode != "NONE":
+        yield _no(f"pos_encoding_mode {layer.pos_encoding_mode!r}", "the cache holds keys already rotated")
+    if layer.soft_cap and layer.capping_method != "tanh":
+        yield _no(f"logit_capping_method {layer.capping_method!r}", "the soft cap is a tanh")
+    if layer.temperature_len > 0:
+        yield _no("a temperature by position (xai_temperature_len)", "it is not implemented", "triton")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,155 @@
+"""Decode and verification of drafts without a plan: lengths and page tables stay on the device. Needs torch alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from cute_attn.decode import xqa_batch_decode_with_kv_cache
+from cute_attn.integrations.sglang.metadata import WORD_BITS, LayerKind, PageTables, draft_mask
+
+WORKSPACE_BYTES = 32 << 20  # 8 MiB of counters, which must start as 0, and partial results
+
+Scale = float | torch.Tensor | None
+
+
+class TableStep(NamedTuple):
+    """A batch whose requests have the same number of query tokens each."""
+
+    tables: torch.Tensor  # int32 [batch_size, max_pages]
+    window_tables: torch.Tensor | None  # the same in the pool of sliding-window layers
+    seq_lens: torch.Tensor  # int32 [batch_size], the query tokens' own keys included
+    q_len: int = 1
+    mask: torch.Tensor | None = None  # of drafts that branch; None: causal
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of the batch."""
+        return self.seq_lens.numel() * self.q_len
+
+    def with_mask(self, visible: torch.Tensor, seq_lens: torch.Tensor, with_prefix: bool) -> TableStep:
+        """Return the batch with a mask of its drafts; arguments as for `metadata.draft_mask`."""
+        return self._replace(mask=draft_mask(visible, seq_lens, self.q_len, with_prefix))
+
+    def write_mask(self, visible: torch.Tensor, seq_lens: torch.Tensor, with_prefix: bool) -> None:
+        """Replace the contents of the mask of drafts; arguments as for `metadata.draft_mask`."""
+        draft_mask(visible, seq_lens, self.q_len, with_prefix, out=self.mask)
+
+
+class TableAttention:
+    """Attention of batches that are described by block tables.
+
+    Parameters
+    ----------
+    device : of the pool.
+    layout : "NHD" or "HND", of the pool.
+    tables : page tables of the pool.
+    window_tables : None, or those of the pool of sliding-window layers.
+    max_context : an upper bound of the keys of a request.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        layout: str,
+        tables: PageTables,
+        window_tables: PageTables | None,
+        max_context: int,
+    ) -> None:
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._layout = layout
+        self._tables = tables
+        self._window_tables = window_tables
+        self._max_context = max_context
+
+    def step(self, requests: torch.Tensor, seq_lens: torch.Tensor, longest: int | None, q_len: int = 1) -> TableStep:
+        """Describe a batch in new tensors.
+
+        `requests`: rows of the token table. `seq_lens`: keys of each request, those of its q_len query tokens included.
+        `longest`: the most of them if the host knows it, which makes tables narrower.
+        """
+        pages = None if longest is None else -(-longest // self._tables.page_size)
+        window = None if self._window_tables is None else self._window_tables.block_tables(requests, pages)
+        return TableStep(self._tables.block_tables(requests, pages), window, seq_lens.to(torch.int32), q_len)
+
+    def run(
+        self,
+        step: TableStep,
+        kind: LayerKind,
+        q: torch.Tensor,
+        kv_cache: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        k_scale: Scale,
+        v_scale: Scale,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        """Compute a layer's attention into `out`, `[num_tokens, heads, head_dim]` like q."""
+        tables = step.tables
+        if kind.in_window_pool:
+            assert step.window_tables is not None
+            tables = step.window_tables
+        xqa_batch_decode_with_kv_cache(
+            q,
+            kv_cache,
+            self._workspace,
+            tables,
+            step.seq_lens,
+            self._max_context,
+            kind.sm_scale if k_scale is None else kind.sm_scale * k_scale,
+            1.0 if v_scale is None else v_scale,
+            kind.window_left,
+            out=out,
+            sinks=sinks,
+            kv_layout=self._layout,
+            q_len_per_req=step.q_len,
+            mask=step.mask,
+        )
+
+
+class GraphTables:
+    """The buffers of a captured batch, whose addresses stay: page tables, lengths, masks.
+
+    `fill` is made of operations that a CUDA graph records; `set_mask` reads a mask whose address changes with every
+    batch, and runs before a replay.
+    """
+
+    def __init__(
+        self, max_batch: int, tables: PageTables, window_tables: PageTables | None, device: torch.device | str
+    ):
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self._sources = tables, window_tables
+        self._tables = zeros(max_batch, tables.max_pages)
+        self._window_tables = None if window_tables is None else zeros(max_batch, window_tables.max_pages)
+        self._seq_lens = zeros(max_batch)
+        self._masks: dict[int, torch.Tensor] = {}  # by draft tokens per request
+        self._max_batch = max_batch
+        self._device = device
+
+    def view(self, batch_size: int, q_len: int, with_mask: bool) -> TableStep:
+        """Return the buffers of the first requests. Entries are those of the latest `fill` and `set_mask`."""
+        window = None if self._window_tables is None else self._window_tables[:batch_size]
+        mask = self._mask(q_len)[: batch_size * q_len] if with_mask else None
+        return TableStep(self._tables[:batch_size], window, self._seq_lens[:batch_size], q_len, mask)
+
+    def fill(self, requests: torch.Tensor, seq_lens: torch.Tensor, drafts: int) -> None:
+        """Write tables and lengths of a batch; `drafts` query tokens per request are added to its `seq_lens`."""
+        batch_size = len(requests)
+        tables, window_tables = self._sources
+        tables.block_tables(requests, out=self._tables[:batch_size])
+        if window_tables is not None:
+            assert self._window_tables is not None
+            window_tables.block_tables(requests, out=self._window_tables[:batch_size])
+        torch.add(seq_lens, drafts, out=self._seq_lens[:batch_size])
+
+    def set_mask(self, visible: torch.Tensor, seq_lens: torch.Tensor, q_len: int, with_prefix: bool) -> None:
+        """Write the mask of drafts; arguments as for `metadata.draft_mask`."""
+        draft_mask(visible, seq_lens, q_len, with_prefix, out=self._mask(q_len)[: len(seq_lens) * q_len])
+
+    def _mask(self, q_len: int) -> torch.Tensor:
+        if q_len not in self._masks:
+            words = -(-q_len // WORD_BITS)
+            self._masks[q_len] = torch.zeros(self._max_batch * q_len, words, dtype=torch.int32, device=self._device)
+        return self._masks[q_len]

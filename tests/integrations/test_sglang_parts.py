@@ -1,0 +1,359 @@
+"""The parts of the SGLang plug-in that need no SGLang: tables, lengths, masks, plans, refusals; with an fp64 oracle."""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import logging
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import cute_attn.integrations.sglang as plugin
+from cute_attn.errors import NotSupported
+from cute_attn.integrations.sglang import limits, planned
+from cute_attn.integrations.sglang.limits import LayerFacts, ServerFacts
+from cute_attn.integrations.sglang.metadata import PageTables, as_pages, draft_mask, lengths
+from cute_attn.integrations.sglang.planned import CacheFormat, GraphBuffers, PlannedAttention
+from cute_attn.integrations.sglang.tables import GraphTables, TableAttention
+from tests.support.executors import GPU_MARKS
+from tests.support.sglang_case import (
+    BF16,
+    DIM,
+    HEADS,
+    KINDS,
+    KV_HEADS,
+    MAX_CONTEXT,
+    Layer,
+    Server,
+    assert_close,
+    begin,
+    queries,
+)
+
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU_MARKS)])
+E4M3 = torch.float8_e4m3fn
+SERVER = ServerFacts(BF16, BF16)
+LAYER = LayerFacts(0, DIM, DIM)
+
+
+# ---- tables and lengths
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_page_tables(page_size: int) -> None:
+    """Pages in order, of the full pool and of one whose slots are translated."""
+    server = Server(page_size, [37, 1, 100])
+    expected = [
+        [int(server.slots[request, i]) // page_size for i in range(0, kv_len, page_size)]
+        for request, kv_len in zip(server.requests.tolist(), server.kv_lens, strict=True)
+    ]
+    for shift, translate in ((0, None), (2, lambda slots: slots.long() + 2 * page_size)):
+        pages = PageTables(server.slots, page_size, translate)
+        wide = pages.block_tables(server.requests)
+        assert wide.dtype == torch.int32
+        assert wide.shape == (3, MAX_CONTEXT // page_size)
+        narrow = pages.block_tables(server.requests, num_pages=-(-100 // page_size))
+        out = torch.zeros(3, MAX_CONTEXT // page_size, dtype=torch.int32)
+        assert pages.block_tables(server.requests, out=out).data_ptr() == out.data_ptr()
+        moved = [[page + shift for page in row] for row in expected]
+        for table in (wide, narrow, out):
+            assert [row[: len(want)].tolist() for row, want in zip(table, moved, strict=True)] == moved
+        flat = pages.page_indices(server.requests, server.seq_lens, sum(map(len, expected)))
+        assert flat.dtype == torch.int32
+        assert flat.tolist() == list(itertools.chain(*moved))
+
+
+def test_lengths() -> None:
+    found = lengths([3, 1, 0, 16], torch.tensor([20, 16, 0, 33]), 16)
+    assert found.qo_indptr.tolist() == [0, 3, 4, 4, 20]
+    assert found.kv_indptr.tolist() == [0, 2, 3, 3, 6]
+    assert found.last_page_len.tolist() == [4, 16, 0, 1]
+    assert (found.num_tokens, found.num_pages) == (20, 6)
+    assert all(x.dtype == torch.int32 for x in found[:3])
+
+
+def test_pages_are_views() -> None:
+    fused = torch.zeros(2, 80, KV_HEADS, DIM)
+    values = fused[1, :72]  # a pool whose last page is not whole
+    pages = as_pages(values, 16, "NHD")
+    assert pages.shape == (4, 16, KV_HEADS, DIM)
+    assert pages.data_ptr() == values.data_ptr()
+    assert pages.stride() == (16 * KV_HEADS * DIM, *values.stride())
+    head_major = torch.zeros(5, KV_HEADS, 16, DIM)
+    assert as_pages(head_major, 16, "HND") is head_major
+
+
+@pytest.mark.parametrize("q_len", [3, 32, 45])
+@pytest.mark.parametrize("with_prefix", [False, True])
+def test_masks_of_drafts(q_len: int, with_prefix: bool) -> None:
+    """Every bit, of rows longer than a word too; a batch padded past the mask reads nothing outside it."""
+    before = [5, 0, 9]
+    among = torch.rand(2, q_len, q_len, generator=torch.Generator().manual_seed(q_len)) < 0.5
+    parts = []
+    for i in range(2):
+        prefix = torch.ones(q_len, before[i] if with_prefix else 0, dtype=torch.bool)
+        parts.append(torch.cat((prefix, among[i]), 1).flatten())
+    words = draft_mask(torch.cat(parts), torch.tensor(before), q_len, with_prefix)
+    assert words.shape == (3 * q_len, -(-q_len // 32))
+    assert words.dtype == torch.int32
+    for i in range(2):
+        for row in range(q_len):
+            bits = [(int(word) & 0xFFFFFFFF) >> j & 1 for word in words[i * q_len + row] for j in range(32)]
+            assert bits[:q_len] == among[i, row].int().tolist()
+            assert not any(bits[q_len:])
+
+
+# ---- attention
+
+
+def workspace(device: str) -> torch.Tensor:
+    return torch.empty(planned.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
+@DEVICES
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_extend(name: str, page_size: int, device: str) -> None:
+    """Two steps of one set of wrappers; the second has cached prefixes."""
+    attention = PlannedAttention(workspace(device), CacheFormat(BF16, BF16, "NHD", page_size, False), decode=False)
+    kind = KINDS[name]
+    for kv_lens, q_lens in (([37, 5], [37, 5]), ([40, 1, 90], [3, 1, 20])):
+        server = Server(page_size, kv_lens, device)
+        begin(server, q_lens, attention)
+        q = queries(sum(q_lens), device)
+        out = torch.empty_like(q)
+        attention.run(kind, q, server.cache(), out, None, None, None)
+        assert_close(out, server.expected(q, q_lens, kind))
+
+
+@DEVICES
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_planned_decode_in_buffers_of_a_graph(deterministic: bool, device: str) -> None:
+    def zeros(size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int32, device=device)
+
+    buffers = GraphBuffers(zeros(4), zeros(3 * MAX_CONTEXT), zeros(3))
+    attention = PlannedAttention(
+        workspace(device),
+        CacheFormat(BF16, BF16, "NHD", 1, deterministic),
+        decode=True,
+        graph_buffers=lambda _: buffers,
+    )
+    kind, sinks = KINDS["capped"], torch.randn(HEADS, device=device)
+    for kv_lens in ([37, 5, 1], [2, 90, 1]):
+        server = Server(1, kv_lens, device)
+        begin(server, [1, 1, 1], attention, kinds=[kind])
+        assert buffers.indptr.tolist() == [0, *itertools.accumulate(kv_lens)]
+        q = queries(3, device)
+        out = torch.empty_like(q)
+        attention.run(kind, q, server.cache(), out, None, None, sinks)
+        assert_close(out, server.expected(q, [1, 1, 1], kind, sinks=sinks.cpu()))
+
+
+def test_deterministic_plans_forbid_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits would make results depend on the rest of the batch."""
+    seen: list[bool] = []
+
+    class Recorded(planned.BatchPrefillWithPagedKVCacheWrapper):
+        def plan(self, *args: Any, **options: Any) -> None:
+            seen.append(options["disable_split_kv"])
+            super().plan(*args, **options)
+
+    monkeypatch.setattr(planned, "BatchPrefillWithPagedKVCacheWrapper", Recorded)
+    for deterministic in (False, True):
+        form = CacheFormat(BF16, BF16, "NHD", 16, deterministic)
+        attention = PlannedAttention(workspace("cpu"), form, decode=False)
+        begin(Server(16, [37, 5]), [3, 1], attention, kinds=[KINDS["full"], KINDS["window"]])
+    assert seen == [False, False, True, True]
+
+
+@DEVICES
+@pytest.mark.parametrize("name", ["full", "window"])
+@pytest.mark.parametrize(("kv_dtype", "as_tensor"), [(BF16, False), (E4M3, False), (E4M3, True)])
+def test_decode_by_tables(name: str, kv_dtype: torch.dtype, as_tensor: bool, device: str) -> None:
+    kind, server = KINDS[name], Server(16, [37, 5, 90], device, kv_dtype)
+    numbers = {} if kv_dtype == BF16 else {"k_scale": 0.5, "v_scale": 2.0}
+    scales = [numbers.get(x) for x in ("k_scale", "v_scale")]
+    if as_tensor:
+        scales = [torch.tensor(x, device=device) for x in scales]
+    attention = TableAttention(device, "NHD", PageTables(server.slots, 16), None, MAX_CONTEXT)
+    sinks = torch.randn(HEADS, device=device)
+    for longest in (None, 90):
+        step = attention.step(server.requests, server.seq_lens, longest)
+        assert step.num_tokens == 3
+        q = queries(3, device)
+        out = torch.empty_like(q)
+        attention.run(step, kind, q, server.cache(), out, *scales, sinks)
+        assert_close(out, server.expected(q, [1, 1, 1], kind, sinks=sinks.cpu(), **numbers))
+
+
+AMONG = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)  # which drafts see which
+DRAFTS = len(AMONG)
+
+
+def fill(graph: GraphTables, server: Server, requests: torch.Tensor, before: torch.Tensor) -> None:
+    """What a replay does before the layers: the host sets the mask, then the graph reads tables and lengths."""
+    visible = AMONG.flatten().repeat(2).to(server.device)
+    graph.set_mask(visible, before, DRAFTS, with_prefix=False)
+    graph.fill(requests, before, DRAFTS)
+
+
+@DEVICES
+def test_drafts_in_buffers_of_a_graph(device: str) -> None:
+    """A captured batch keeps its addresses; a request that pads it has few keys."""
+    server = Server(16, [37, 5], device)
+    pages = PageTables(server.slots.clamp_min(0), 16)
+    attention = TableAttention(device, "NHD", pages, None, MAX_CONTEXT)
+    graph = GraphTables(4, pages, None, device)
+    first = graph.view(3, DRAFTS, with_mask=True)
+    requests = torch.cat((server.requests, torch.zeros_like(server.requests[:1])))
+    before = torch.tensor([37 - DRAFTS, 5 - DRAFTS, 1], device=device)
+    fill(graph, server, requests, before)
+    step = graph.view(3, DRAFTS, with_mask=True)
+    for name in ("tables", "seq_lens", "mask"):
+        assert getattr(step, name).data_ptr() == getattr(first, name).data_ptr()
+    assert step.seq_lens.tolist() == [37, 5, 1 + DRAFTS]
+    q = queries(3 * DRAFTS, device)
+    out = torch.empty_like(q)
+    attention.run(step, KINDS["full"], q, server.cache(), out, None, None, None)
+    real = q[: 2 * DRAFTS]
+    assert_close(out[: 2 * DRAFTS], server.expected(real, [DRAFTS, DRAFTS], KINDS["full"], among=AMONG))
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU_MARKS)])
+def test_a_captured_step_reads_new_tables(device: str) -> None:
+    """The graph holds what `init_forward_metadata_in_graph` does, and a layer; replays follow the token table."""
+    servers = [Server(16, kv_lens, device, seed=i) for i, kv_lens in enumerate(([37, 5], [4, 90]))]
+    slots = servers[0].slots.clone()
+    pages = PageTables(slots, 16)
+    attention = TableAttention(device, "NHD", pages, None, MAX_CONTEXT)
+    tables, kind = GraphTables(2, pages, None, device), KINDS["full"]
+    requests, seq_lens = servers[0].requests.clone(), servers[0].seq_lens.clone()
+    keys, values = (torch.zeros_like(buffer) for buffer in servers[0].buffers)
+    cache = as_pages(keys, 16, "NHD"), as_pages(values, 16, "NHD")
+    q = queries(2, device)
+    out = torch.empty_like(q)
+
+    def layer() -> None:
+        tables.fill(requests, seq_lens, 0)
+        attention.run(tables.view(2, 1, with_mask=False), kind, q, cache, out, None, None, None)
+
+    layer()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer()
+    for server in servers:
+        slots.copy_(server.slots)
+        seq_lens.copy_(server.seq_lens)
+        for static, buffer in zip((keys, values), server.buffers, strict=True):
+            static.copy_(buffer)
+        graph.replay()
+        assert_close(out, server.expected(q, [1, 1], kind))
+
+
+# ---- refusals
+
+
+def test_a_plain_server_is_served() -> None:
+    limits.check(SERVER, [LAYER, LAYER._replace(window_left=20, soft_cap=30.0)])
+    limits.check(SERVER._replace(kv_dtype=torch.float8_e5m2, kv_layouts=("hnd",)), [LAYER])
+    limits.check(SERVER._replace(speculative="EAGLE", draft_trees=True), [LAYER])
+
+
+@pytest.mark.parametrize(
+    ("server", "layer", "reason"),
+    [
+        ({"dtype": torch.float32, "kv_dtype": torch.float32}, {}, "queries are 16-bit"),
+        ({"kv_dtype": torch.float16}, {}, "a KV cache of float16 under bfloat16"),
+        ({"kv_dtype": torch.uint8, "quantized_pool": "nvfp4"}, {}, "the KV cache recipe nvfp4"),
+        ({"kv_layouts": ("vectorized_5d",)}, {}, "vectorized_5d"),
+        ({"mla": True}, {}, "multi-head latent attention"),
+        ({"encoder_decoder": True}, {}, "encoder-decoder"),
+        ({"attention_chunk_size": 8192}, {}, "chunked attention"),
+        ({"draft_worker": True}, {}, "--speculative-draft-attention-backend"),
+        ({"context_parallel": 2}, {}, "--attn-cp-size 2"),
+        ({"decode_context_parallel": 2}, {}, "--dcp-size 2"),
+        ({"translated_slots": True}, {}, "--enable-unified-memory"),
+        ({"diffusion": True}, {}, "diffusion"),
+        ({"full_prefill_graphs": True}, {}, "--cuda-graph-backend-prefill full"),
+        ({"speculative": "EAGLE"}, {"soft_cap": 30.0}, "has no soft cap"),
+        ({"speculative": "EAGLE", "deterministic": True}, {}, "splits depend on the batch"),
+        ({"speculative": "EAGLE", "draft_trees": True}, {"window_left": 20}, "draft trees with sliding windows"),
+        ({}, {"cross_attention": True}, "cross attention"),
+        ({}, {"attn_type": "decoder_bidirectional"}, "decoder_bidirectional"),
+        ({}, {"v_head_dim": 32}, "value heads of dimension 32"),
+        ({}, {"pos_encoding_mode": "ALIBI"}, "ALIBI"),
+        ({}, {"soft_cap": 30.0, "capping_method": "tanh-shifted"}, "tanh-shifted"),
+        ({}, {"temperature_len": 1024}, "xai_temperature_len"),
+    ],
+)
+def test_refusals(server: dict[str, Any], layer: dict[str, Any], reason: str) -> None:
+    with pytest.raises(NotSupported, match=reason) as caught:
+        limits.check(SERVER._replace(**server), [LAYER, LAYER._replace(layer_id=1, **layer)])
+    assert len(caught.value.refusals) == 1, "a reason is named once, and no other"
+    assert "Instead: " in str(caught.value)
+
+
+def test_all_reasons_are_named_at_once() -> None:
+    with pytest.raises(NotSupported) as caught:
+        limits.check(SERVER._replace(mla=True, diffusion=True), [LAYER._replace(cross_attention=True)] * 3)
+    assert len(caught.value.refusals) == 3
+
+
+def test_facts_of_a_layer() -> None:
+    facts = limits.layer_facts(Layer(sliding_window_size=None, logit_cap=0.0))
+    assert facts == LAYER
+    facts = limits.layer_facts(Layer(sliding_window_size=20, logit_cap=30.0, attn_type=SimpleNamespace(value="x")))
+    assert facts == LAYER._replace(window_left=20, soft_cap=30.0, attn_type="x")
+
+
+# ---- registration
+
+
+def installed(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Callable[..., Any]]]:
+    """A stand-in for the modules of SGLang that `register` uses."""
+    backends: dict[str, Callable[..., Any]] = {}
+    known, repeatable = ["triton"], ["triton"]
+    choices = SimpleNamespace(
+        ATTENTION_BACKEND_CHOICES=known,
+        add_attention_backend_choices=known.extend,
+        DETERMINISTIC_ATTENTION_BACKEND_CHOICES=repeatable,
+        add_deterministic_attention_backend_choices=repeatable.extend,
+    )
+    registry = SimpleNamespace(register_attention_backend=lambda name: lambda fn: backends.setdefault(name, fn))
+    names = "sglang", "sglang.srt", "sglang.srt.arg_groups", "sglang.srt.layers", "sglang.srt.layers.attention"
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["sglang.srt.arg_groups"].choices = choices  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sglang.srt.layers.attention.attention_registry", registry)  # type: ignore[arg-type]
+    return choices, backends
+
+
+def test_register_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    choices, backends = installed(monkeypatch)
+    plugin.register()
+    plugin.register()
+    assert choices.ATTENTION_BACKEND_CHOICES == ["triton", "cute_attn"]
+    assert choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES == ["triton", "cute_attn"]
+    assert backends == {"cute_attn": plugin.build}
+
+
+def test_register_without_the_extension_points(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    original = builtins.__import__
+
+    def no_sglang(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("sglang"):
+            raise ImportError(f"no module {name}")
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", no_sglang)
+    with caplog.at_level(logging.WARNING):
+        plugin.register()
+    assert "tested with SGLang 0.5.23" in caplog.text
