@@ -1,14 +1,14 @@
 """Timing of calls that all ranks of a process group make together.
 
-A call starts on all ranks at once, behind a barrier; its time is that of the slowest rank. Candidates alternate within
-a round, in an order that all ranks share.
+A call starts on all ranks at once, behind a barrier; its time is that of the slowest rank, unless a candidate says
+otherwise. Candidates alternate within a round, in an order that all ranks share.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,6 +27,7 @@ class Candidate(NamedTuple):
     call: Call
     launches: int = 1  # calls that are timed as one
     graph: bool = False  # captured into a CUDA graph
+    of_ranks: Callable[[Sequence[float]], float] = max  # the time that counts: of the slowest rank
 
 
 class Stopwatch(Protocol):
@@ -83,7 +84,9 @@ def measure(candidates: Mapping[str, Candidate], stopwatch: Stopwatch, rounds: i
             microseconds = stopwatch.microseconds(calls[name]) / candidates[name].launches
             if i >= WARM_ROUNDS:
                 samples[name].append(microseconds)
-    return {name: timing(_slowest(values), candidates[name].launches) for name, values in samples.items()}
+    return {
+        name: timing(_gathered(values, candidates[name]), candidates[name].launches) for name, values in samples.items()
+    }
 
 
 def _repeated(candidate: Candidate, stopwatch: Stopwatch) -> Call:
@@ -95,8 +98,8 @@ def _repeated(candidate: Candidate, stopwatch: Stopwatch) -> Call:
     return stopwatch.capture(repeated) if candidate.graph else repeated
 
 
-def _slowest(values: list[float]) -> list[float]:
-    """Returns for each round the time of the slowest rank."""
+def _gathered(values: list[float], candidate: Candidate) -> list[float]:
+    """Returns for each round the time that counts."""
     gathered: list[list[float]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, values)
-    return [max(of_ranks) for of_ranks in zip(*gathered, strict=True)]
+    return [candidate.of_ranks(times) for times in zip(*gathered, strict=True)]

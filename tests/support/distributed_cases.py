@@ -16,9 +16,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, experimental
-from torch.distributed.tensor.experimental._attention import context_parallel_unshard
 
 import cute_attn
 from cute_attn import ArgumentError, ArgumentTypeError, NotPlannedError, NotSupported, emulator
@@ -397,6 +394,10 @@ def context_parallel(device: torch.device, group: Any) -> None:
 
     Through `F.scaled_dot_product_attention` it does not run on a CPU, whose operator has no rule for shards.
     """
+    from torch.distributed.device_mesh import init_device_mesh  # experimental: their places change with torch
+    from torch.distributed.tensor import DTensor, Shard, experimental
+    from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+
     shape = (2, 4, 8 * dist.get_world_size(), 64)
     q, k, v = (randn(*shape, device=device, seed=i) for i in range(3))
     keep = band(shape[2], True)

@@ -26,7 +26,7 @@ class Partials:
         tokens, heads, head_dim = shape
         rows = tokens * heads
         step = rows + -(-rows // head_dim)
-        self._gathered = torch.zeros(ranks.world_size, step, head_dim, dtype=torch.float32, device=device)
+        self._gathered = torch.empty(ranks.world_size, step, head_dim, dtype=torch.float32, device=device)
         self._own = self._gathered[ranks.rank]
         self._o_of_all = self._gathered[:, :rows]
         self._lse_of_all = self._gathered.flatten(1)[:, rows * head_dim :][:, :rows]
