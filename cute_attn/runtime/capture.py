@@ -1,9 +1,12 @@
-"""First use of a kernel during the capture of a CUDA graph: memory that it makes stays out of the graph."""
+"""First use of a kernel during the capture of a CUDA graph, or a warm-up for it: memory that it makes stays out of the
+graph and of its pool.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 
@@ -11,15 +14,25 @@ from cute_attn.runtime.launch import relaxed_capture
 
 STREAMS = 32  # of one priority in torch's pool, which hands them out in turn
 
+T = TypeVar("T")
 
-@contextlib.contextmanager
-def outside(device_index: int) -> Iterator[None]:
-    """Has torch work on a stream of the device that is not captured. At the end the work is done, so that any stream
-    may use what it made. That memory must stay allocated: graphs do not know of it.
+
+def outside(device_index: int, make: Callable[[], T]) -> T:
+    """Return `make()`, whose work on the device is done, so that any stream may use what it made. That memory must stay
+    allocated: graphs do not know of it.
+
+    It is called on a stream that is not captured, and in a thread of its own: torch.compile's warm-ups for CUDA graphs
+    have torch allocate whatever their thread asks for from the graphs' pool, where nothing may stay.
     """
-    with relaxed_capture(), torch.cuda.stream(_uncaptured_stream(device_index)):
-        yield
-        torch.cuda.current_stream(device_index).synchronize()
+
+    def call() -> T:
+        with torch.cuda.device(device_index), relaxed_capture(), torch.cuda.stream(_uncaptured_stream(device_index)):
+            made = make()
+            torch.cuda.current_stream(device_index).synchronize()
+            return made
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(call).result()
 
 
 def _uncaptured_stream(device_index: int) -> torch.cuda.Stream:

@@ -38,8 +38,8 @@ class DeviceCounters:
 
     def __init__(self, device_index: int, size: PoolSize) -> None:
         self.size, words = size, (size.streams + size.captured) * size.bytes_per_launch // 4
-        with capture.outside(device_index):
-            self.memory = torch.zeros(words, dtype=torch.int32, device=f"cuda:{device_index}")
+        zeros = functools.partial(torch.zeros, words, dtype=torch.int32, device=f"cuda:{device_index}")
+        self.memory: torch.Tensor = capture.outside(device_index, zeros)
         self._base = self.memory.data_ptr()
         self._index_of_stream: dict[int, int] = {}  # at most `size.streams`
         self._lock = threading.Lock()

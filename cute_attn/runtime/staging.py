@@ -4,12 +4,14 @@ still in flight.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from cute_attn.errors import RuntimeArgumentError
+from cute_attn.runtime import capture
 
 MIN_CAPACITY = 4096  # int32 numbers of a buffer that may grow
 
@@ -31,6 +33,9 @@ class Copies(Protocol):
     def buffer(self, size: int) -> torch.Tensor:
         """Allocates int32 host memory that a copy may read while the host continues."""
 
+    def target(self, size: int) -> torch.Tensor:
+        """Allocates int32 device memory, zeros."""
+
     def start(self, target: torch.Tensor, source: torch.Tensor) -> Event:
         """Starts a copy on the device's current stream. `source` must not change before the event."""
 
@@ -43,6 +48,13 @@ class CudaCopies:
 
     def buffer(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.int32, pin_memory=True)
+
+    def target(self, size: int) -> torch.Tensor:
+        zeros = functools.partial(torch.zeros, size, dtype=torch.int32, device=self.device)
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        memory = capture.outside(index, zeros)
+        memory.record_stream(torch.cuda.current_stream(self.device))  # where uploads and kernels use it
+        return memory
 
     def start(self, target: torch.Tensor, source: torch.Tensor) -> Event:
         stream = torch.cuda.current_stream(self.device)
@@ -62,6 +74,9 @@ class HostCopies:
 
     def buffer(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.int32)
+
+    def target(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int32)
 
     def start(self, target: torch.Tensor, source: torch.Tensor) -> Event:
         target.copy_(source)
@@ -113,7 +128,7 @@ class Staging:
     def __init__(self, device: torch.device, copies: Copies | None = None) -> None:
         if copies is None:
             copies = CudaCopies(device) if device.type == "cuda" else HostCopies()
-        self.device = device
+        self.device, self._copies = device, copies
         self._buffers = [_HostBuffer(copies), _HostBuffer(copies)]
         self._device_buffer = torch.empty(0, dtype=torch.int32, device=device)
         self._fixed = False
@@ -135,7 +150,7 @@ class Staging:
         if self._fixed:
             self._check_capacity(ints)
             return
-        self._device_buffer = torch.zeros(ints, dtype=torch.int32, device=self.device)
+        self._device_buffer = self._copies.target(ints)
         self._fixed = True
 
     def reserve(self, size: int) -> np.ndarray:
@@ -150,7 +165,7 @@ class Staging:
         """
         if ints.size > self._device_buffer.numel():
             self._check_capacity(ints.size)
-            self._device_buffer = torch.empty(_capacity(ints.size), dtype=torch.int32, device=self.device)
+            self._device_buffer = self._copies.target(_capacity(ints.size))
         target = self._device_buffer[: ints.size]
         if ints.size:
             if ints is not self._reserved:

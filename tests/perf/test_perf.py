@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend
 
-from perf import batch_peers, bench, check, harness, report, warm, xqa, xqa_choice
+from perf import batch_peers, bench, check, harness, report, warm, windows, xqa, xqa_choice
 from perf.batch_workloads import BatchWorkload, equal
 from perf.ceilings import ceilings
 from perf.optional import UnavailableError
@@ -427,7 +427,7 @@ def test_rows_are_selected_by_words() -> None:
 
     names = [w.name for w in prefill.WORKLOADS]
     assert len(set(names)) == len(names)
-    for workloads in (head_dims.WORKLOADS, xqa.WORKLOADS, xqa_choice.WORKLOADS):
+    for workloads in (head_dims.WORKLOADS, xqa.WORKLOADS, xqa_choice.WORKLOADS, windows.WORKLOADS):
         assert len({w.name for w in workloads}) == len(workloads)
     options = bench.parse("prefill", ["--only", "d128", "causal", "h32/8"])
     assert len(bench.select(prefill.WORKLOADS, options.only)) == 2
@@ -440,3 +440,21 @@ def test_the_reason_is_given_without_a_gpu(module: str) -> None:
     assert done.returncode == 2
     assert "Nothing can be measured" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_windows_of_prefill() -> None:
+    """Pairs by counting, and the reference's rows by a mask written out."""
+    w = BatchWorkload((5, 3), (9, 3), 2, 1, 64, causal=True, window_left=2)
+    seen = [[max(0, min(last, 2) + 1) for last in range(kv - qo, kv)] for qo, kv in ((5, 9), (3, 3))]
+    assert w.flops == sum(map(sum, seen)) * 4 * 64 * 2
+    x = w.inputs(torch.device("cpu"))
+    truth = check.oracle(w, x)
+    rows, start = [], 0
+    for request, (qo, kv) in enumerate(((5, 9), (3, 3))):
+        k, v = (t.repeat_interleave(2, 1).transpose(0, 1) for t in w.tokens(x, request))
+        q = x.q[start : start + qo].double().transpose(0, 1)
+        last = torch.arange(kv - qo, kv)[:, None]
+        keep = (torch.arange(kv) <= last) & (torch.arange(kv) >= last - 2)
+        rows.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep).transpose(0, 1))
+        start += qo
+    assert truth.error(torch.cat(rows)) < 1e-12

@@ -21,7 +21,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Pools are on the CPU; the last element says whether the current stream is being captured."""
     state = [False]
     zeros = torch.zeros
-    monkeypatch.setattr(counters.capture, "outside", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(counters.capture, "outside", lambda index, make: make())
     monkeypatch.setattr(counters.torch, "zeros", lambda *size, dtype, device: zeros(*size, dtype=dtype))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state[-1])
     return state
@@ -143,7 +143,7 @@ def test_work_outside_a_capture_avoids_the_captured_stream(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "stream", use)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: streams[current[-1]])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1] == "captured")
-    with capture.outside(0):
-        assert current[-1] == "other"
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    assert capture.outside(0, lambda: current[-1]) == "other"
     assert waited == ["other"]
     assert current == ["captured"]

@@ -27,6 +27,9 @@ class LateCopies:
         self.buffers.append(torch.full((size,), -7, dtype=torch.int32))
         return self.buffers[-1]
 
+    def target(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int32)
+
     def start(self, target: torch.Tensor, source: torch.Tensor) -> LateEvent:
         event = LateEvent(self)
         self.pending.append((event, target, source))

@@ -25,8 +25,7 @@ def one_page(device_index: int) -> torch.Tensor:
     table = torch.tensor([[0], [ONE_PAGE]], dtype=torch.int32)
     if device_index == CPU:
         return table
-    with capture.outside(device_index):
-        return table.to(f"cuda:{device_index}")
+    return capture.outside(device_index, functools.partial(table.to, f"cuda:{device_index}"))
 
 
 class SingleRun:

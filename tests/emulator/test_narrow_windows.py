@@ -1,0 +1,34 @@
+"""Tiles of one MMA warpgroup, several CTAs of which share an SM: causal rows under windows, on the wgmma kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cute_attn.emulator import Schedule
+from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
+from tests.support.persistent_emulated import ALL_SCHEDULES, TARGETS, solve_batch
+
+pytestmark = pytest.mark.emulator
+
+FA3 = next(target for target in TARGETS if target.kernels == "fa3")
+LENGTHS = (70, 3, 0, 200), (150, 40, 9, 200)
+BATCHES = [
+    ragged(*LENGTHS, mask="causal", window_left=40, sinks=True, **heads(8, 1), **dims(64)),
+    paged(*LENGTHS, 32, mask="causal", window_left=0, **heads(4, 2), **dims(128)),
+    paged((65, 130), (300, 130), 64, mask="causal", window_left=127, kv_layout="HND", **heads(2, 1), **dims(64)),
+]
+
+
+def row(batch: BatchCase) -> dict[str, Any]:
+    """What the table of tiles has for the batch."""
+    return {"rows": 64, "per_sm": 3 if batch.head_dim_qk == 64 else 2}
+
+
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES)
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
+def test_narrow_windows(batch: BatchCase, schedule: Schedule) -> None:
+    emulation = solve_batch(FA3, batch, schedule, sms=2)
+    (record,) = (record for record in emulation.records if record.spec["kernel"] == "fa3")
+    assert {field: record.spec["tile"][field] for field in ("rows", "per_sm")} == row(batch)
