@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import itertools
 import logging
 import sys
@@ -14,8 +15,9 @@ import pytest
 import torch
 
 import cute_attn.integrations.sglang as plugin
+from cute_attn import emulator
 from cute_attn.errors import NotSupported
-from cute_attn.integrations.sglang import limits, planned
+from cute_attn.integrations.sglang import limits, planned, tables
 from cute_attn.integrations.sglang.limits import LayerFacts, ServerFacts
 from cute_attn.integrations.sglang.metadata import PageTables, as_pages, draft_mask, lengths
 from cute_attn.integrations.sglang.planned import CacheFormat, GraphBuffers, PlannedAttention
@@ -192,6 +194,22 @@ def test_decode_by_tables(name: str, kv_dtype: torch.dtype, as_tensor: bool, dev
         assert_close(out, server.expected(q, [1, 1, 1], kind, sinks=sinks.cpu(), **numbers))
 
 
+@pytest.mark.emulator
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_decode_on_a_kernel(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reads the pool through its views; table entries past a request's keys are -1."""
+    decode = functools.partial(tables.xqa_batch_decode_with_kv_cache, backend="emulator")
+    monkeypatch.setattr(tables, "xqa_batch_decode_with_kv_cache", decode)
+    server, kind = Server(page_size, [37, 5]), KINDS["window"]
+    attention = TableAttention("cpu", "NHD", PageTables(server.slots, page_size), None, MAX_CONTEXT)
+    step = attention.step(server.requests, server.seq_lens, longest=None)
+    q = queries(2)
+    out = torch.empty_like(q)
+    with emulator.using("sm_90a"):
+        attention.run(step, kind, q, server.cache(), out, None, None, None)
+    assert_close(out, server.expected(q, [1, 1], kind))
+
+
 AMONG = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)  # which drafts see which
 DRAFTS = len(AMONG)
 
@@ -232,7 +250,7 @@ def test_a_captured_step_reads_new_tables(device: str) -> None:
     slots = servers[0].slots.clone()
     pages = PageTables(slots, 16)
     attention = TableAttention(device, "NHD", pages, None, MAX_CONTEXT)
-    tables, kind = GraphTables(2, pages, None, device), KINDS["full"]
+    buffers, kind = GraphTables(2, pages, None, device), KINDS["full"]
     requests, seq_lens = servers[0].requests.clone(), servers[0].seq_lens.clone()
     keys, values = (torch.zeros_like(buffer) for buffer in servers[0].buffers)
     cache = as_pages(keys, 16, "NHD"), as_pages(values, 16, "NHD")
@@ -240,8 +258,8 @@ def test_a_captured_step_reads_new_tables(device: str) -> None:
     out = torch.empty_like(q)
 
     def layer() -> None:
-        tables.fill(requests, seq_lens, 0)
-        attention.run(tables.view(2, 1, with_mask=False), kind, q, cache, out, None, None, None)
+        buffers.fill(requests, seq_lens, 0)
+        attention.run(buffers.view(2, 1, with_mask=False), kind, q, cache, out, None, None, None)
 
     layer()
     graph = torch.cuda.CUDAGraph()
