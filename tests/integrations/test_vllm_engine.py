@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM (docs/integrations/vllm.md)"),
 ]
 ROOT = Path(__file__).parents[2]
+SOURCES = os.environ.get("CUTE_ATTN_VLLM_SOURCES", "")  # where another release of vLLM is unpacked
 VOCABULARY = 512
 PROMPTS = (5, 90, 33, 150, 2)  # tokens; 64 fit into a step, so that two prompts are cut and steps are mixed
 COMMON = {
@@ -69,23 +70,33 @@ def run(folder: Path, ours: bool, **changes: Any) -> dict[str, Any]:
     request |= {"engine": engine, **changes}
     paths = folder / "request.json", folder / "result.json"
     paths[0].write_text(json.dumps(request))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
-    command = [sys.executable, "-m", "tests.support.vllm_run", *map(str, paths)]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    process("tests.support.vllm_run", *map(str, paths))
     result: dict[str, Any] = json.loads(paths[1].read_text())
     return result
 
 
+def process(module: str, *arguments: str, first_path: str = "") -> str:
+    """Run a module in a process of its own, and return what it prints."""
+    places = (first_path, str(ROOT), os.environ.get("PYTHONPATH", ""))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    return done.stdout
+
+
 def errors(result: dict[str, Any], reference: Any) -> torch.Tensor:
-    """Differences of all logprobs, of prompts and of generated tokens, to the reference's over the same tokens."""
+    """Differences of logprobs, of generated tokens and where there are any of prompts, to the reference's over the same
+    tokens.
+    """
     found = []
     for prompt, request in zip(prompts(), result["requests"], strict=True):
         tokens = torch.tensor(prompt + request["tokens"])
         with torch.no_grad():
             logprobs = reference(tokens[None]).logits[0].double().log_softmax(-1)
         expected = logprobs[:-1].gather(1, tokens[1:, None])[:, 0]
-        found.append(torch.tensor(request["prompt_logprobs"] + request["logprobs"]) - expected)
+        given = torch.tensor(request["prompt_logprobs"] + request["logprobs"])
+        found.append(given - expected[-len(given) :])
     return torch.cat(found)
 
 
@@ -102,3 +113,33 @@ def test_logprobs_are_as_close_to_fp32_as_those_of_vllms_own_attention(name: str
     assert any(decodes > 1 and not others for decodes, others, _ in steps)
     assert any(not decodes and others for decodes, others, _ in steps)
     assert not own["steps"]
+
+
+def test_drafts_are_verified_as_decodes(tmp_path: Path) -> None:
+    """With drafts from the prompt, requests verify several tokens at once; greedy tokens have fp32's logprobs."""
+    reference = model("llama", tmp_path)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    options = {"max_tokens": 24, "prompt_logprobs": None}
+    result = run(tmp_path, ours=True, engine={"speculative_config": drafts}, **options)
+    found = errors(result, reference)
+    assert len(found) == 24 * len(PROMPTS)
+    assert found.square().mean().sqrt() < 0.15
+    assert any(decodes and several for decodes, _, several in result["steps"])
+
+
+def test_fp8_cache(tmp_path: Path) -> None:
+    """Logprobs are no farther from fp32 than with vLLM's own attention over an fp8 cache."""
+    reference = model("llama", tmp_path)
+    theirs, ours = (errors(run(tmp_path, ours=x, engine={"kv_cache_dtype": "fp8"}), reference) for x in (False, True))
+    print(f"fp8: rms {theirs.square().mean().sqrt():.4f} (vLLM), {ours.square().mean().sqrt():.4f} (ours)")
+    assert ours.square().mean() <= 1.1**2 * theirs.square().mean()
+
+
+def test_interfaces_of_the_installed_vllm() -> None:
+    assert process("tests.support.vllm_interfaces").split()
+
+
+@pytest.mark.skipif(not SOURCES, reason="CUTE_ATTN_VLLM_SOURCES names no folder with an unpacked wheel of vLLM")
+def test_interfaces_of_another_vllm() -> None:
+    printed = process("tests.support.vllm_interfaces", first_path=SOURCES).split()
+    assert list(Path(SOURCES).glob(f"vllm-{printed[-1]}*.dist-info"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,14 +15,14 @@ import torch
 
 from cute_attn import emulator
 from cute_attn.dispatch import append
-from cute_attn.errors import ArgumentError
+from cute_attn.errors import ArgumentError, NotSupported
 from cute_attn.integrations import vllm as plugin
 from cute_attn.integrations.vllm import support
 from cute_attn.integrations.vllm.attention import Layer, LayerAttention, has_standard_slopes
 from cute_attn.integrations.vllm.cache import CacheFormat, views
 from cute_attn.integrations.vllm.metadata import Batch, split_decodes
 from cute_attn.integrations.vllm.support import Asked
-from tests.support.executors import GPU_MARKS
+from tests.support.executors import GPU_MARKS, HAS_GPU
 from tests.support.vllm_case import CACHE_DTYPES, Step
 
 BF16 = torch.bfloat16
@@ -159,6 +160,59 @@ def test_layers_of_a_type_share_a_plan_and_layers_of_others_do_not(monkeypatch: 
     attention = LayerAttention(LLAMA, BF16, None)
     assert_near(case.output(attention, step), case.expected(case.k, case.v))  # planned again, not with other lengths
     assert len(plans) == 4
+
+
+# ---- CUDA graphs
+
+
+def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+@pytest.mark.gpu
+@pytest.mark.sm80
+@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("q_len", [1, 2])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_a_graph_writes_the_cache_and_decodes_with_the_lengths_of_its_replay(kv_cache_dtype: str, q_len: int) -> None:
+    layer = Layer(4, 64, 0.125, 2, kv_cache_dtype=kv_cache_dtype)
+    case = Step([(q_len, n) for n in (37, 5, 50)], layer, threshold=q_len, device="cuda")
+    attention, step = case.attention(), case.metadata()
+    query = torch.cat(case.q).cuda()
+    rows = [torch.cat(x).cuda() for x in (case.k, case.v)]
+    scales, slots, out = (torch.ones((), device="cuda"),) * 2, case.slots(), torch.empty_like(query)
+
+    def run() -> None:
+        attention.write(rows[0], rows[1], case.cache, slots, scales)
+        attention.run(query, case.cache, step, out)
+
+    graph = captured(run)
+    lengths = (20, 4, 33)
+    step.batch.seq_lens.copy_(torch.tensor(lengths))
+    rows[1].mul_(-1)
+    graph.replay()
+    stored = (case.k, [-x for x in case.v])
+    keys, values = ([x[:n] for x, n in zip(part, lengths, strict=True)] for part in stored)
+    if kv_cache_dtype == "fp8":
+        keys, values = ([x.to(torch.float8_e4m3fn).to(BF16) for x in part] for part in (keys, values))
+    assert_near(out.cpu(), case.expected(keys, values))
+
+
+@pytest.mark.gpu
+@pytest.mark.sm80
+@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+def test_a_plan_is_refused_while_a_graph_is_captured() -> None:
+    case = Step([(1, 9)], Layer(4, 64, 0.125, 2, soft_cap=3.0), device="cuda")
+    attention, step, query = case.attention(), case.metadata(), torch.cat(case.q).cuda()
+    case.fill(attention)
+    torch.cuda.synchronize()
+    with pytest.raises(NotSupported, match="capture in a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        attention.run(query, case.cache, step, torch.empty_like(query))
 
 
 # ---- the cache

@@ -1,4 +1,6 @@
-"""A run of vLLM's engine on the CPU in a process of its own: `python -m tests.support.vllm_run REQUEST.json RESULT.json`.
+"""A run of vLLM's engine on the CPU in a process of its own.
+
+`python -m tests.support.vllm_run REQUEST RESULT`, the names of two JSON files.
 
 vLLM's CPU platform ignores `--attention-backend` and looks CPU_ATTN up in its registry: there the backend is put in its
 place, under that name.
@@ -46,7 +48,6 @@ def take_the_cpus_place() -> list[tuple[int, int, bool]]:
             steps.append((decodes.num_reqs, count - decodes.num_reqs, decodes.q_len > 1))
             return step
 
-    @register_backend(AttentionBackendEnum.CPU_ATTN)
     class AsCpuAttention(backend.CuteAttnBackend):
         @staticmethod
         def get_name() -> str:
@@ -56,9 +57,8 @@ def take_the_cpus_place() -> list[tuple[int, int, bool]]:
         def get_builder_cls() -> type[Builder]:
             return Builder
 
-    vars(sys.modules[__name__])["AsCpuAttention"] = AsCpuAttention
-    qualified = f"{__name__}.AsCpuAttention"
-    register_backend(AttentionBackendEnum.CPU_ATTN, qualified)
+    globals()[AsCpuAttention.__name__] = AsCpuAttention  # where the registry looks it up
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{AsCpuAttention.__name__}")
     return steps
 
 
