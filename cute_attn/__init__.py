@@ -3,139 +3,39 @@
 Everything that users call is here; `cute_attn.prefill`, `.decode`, `.attention`, `.cascade`, `.sparse`, `.page`,
 `.quantization` and `.utils` hold it under the names of FlashInfer's modules. CPU tensors run the same calls on a torch
 reference.
+
+The first use of a name loads the library: engines import every plug-in that is installed, whether they use it or not.
 """
 
-try:
-    from cute_attn.attention import (
-        BatchAttention,
-        BatchAttentionWithAttentionSinkWrapper,
-        BatchPrefillWithCausalBidirectionalRangesWrapper,
-    )
-    from cute_attn.cascade import (
-        BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
-        BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
-        MultiLevelCascadeAttentionWrapper,
-        merge_state,
-        merge_state_in_place,
-        merge_states,
-    )
-    from cute_attn.decode import (
-        BatchDecodeWithPagedKVCacheWrapper,
-        CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
-        fast_decode_plan,
-        single_decode_with_kv_cache,
-    )
-    from cute_attn.dispatch.select import explain
-    from cute_attn.errors import (
-        ArgumentError,
-        ArgumentTypeError,
-        ArtifactError,
-        LayoutError,
-        NotPlannedError,
-        NotSupported,
-        Refusal,
-        RuntimeArgumentError,
-        WorkspaceError,
-    )
-    from cute_attn.page import (
-        append_paged_kv_cache,
-        get_batch_indices_positions,
-        get_seq_lens,
-        nvfp4_quantize_append_paged_kv_cache,
-        nvfp4_quantize_append_paged_kv_cache_with_slot_mapping,
-    )
-    from cute_attn.prefill import (
-        BatchPrefillWithPagedKVCacheWrapper,
-        BatchPrefillWithRaggedKVCacheWrapper,
-        fast_prefill_plan,
-        single_prefill_with_kv_cache,
-        single_prefill_with_kv_cache_return_lse,
-        trtllm_batch_context_with_kv_cache,
-        trtllm_fmha_v2_prefill,
-    )
-    from cute_attn.problem import Features
-    from cute_attn.quantization import (
-        fp8_quantize_paged_kv_cache,
-        nvfp4_kv_dequantize,
-        nvfp4_kv_dequantize_paged,
-        nvfp4_kv_quantize,
-        nvfp4_quantize_paged_kv_cache,
-        packbits,
-        segment_packbits,
-    )
-    from cute_attn.sparse import (
-        BlockSparseAttentionWrapper,
-        VariableBlockSparseAttentionWrapper,
-        convert_bsr_mask_layout,
-    )
-    from cute_attn.utils import (
-        FP4Tensor,
-        get_device_sm_count,
-        get_trtllm_gen_multi_ctas_kv_counter_bytes,
-    )
-    from cute_attn.xqa import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
-except ImportError as error:
-    # Without torch there is no API, but `python -m cute_attn doctor` must run to say so, and artifacts are plain data.
-    _import_error = error
+import importlib
+from typing import TYPE_CHECKING, Any
 
-    def __getattr__(name: str) -> None:
-        if name in __all__:
-            raise ImportError(f"cute_attn.{name} is not available: {_import_error}") from _import_error
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
+if TYPE_CHECKING:
+    from cute_attn.exports import *  # noqa: F403
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "ArgumentError",
-    "ArgumentTypeError",
-    "ArtifactError",
-    "BatchAttention",
-    "BatchAttentionWithAttentionSinkWrapper",
-    "BatchDecodeWithPagedKVCacheWrapper",
-    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
-    "BatchPrefillWithCausalBidirectionalRangesWrapper",
-    "BatchPrefillWithPagedKVCacheWrapper",
-    "BatchPrefillWithRaggedKVCacheWrapper",
-    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
-    "BlockSparseAttentionWrapper",
-    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
-    "FP4Tensor",
-    "Features",
-    "LayoutError",
-    "MultiLevelCascadeAttentionWrapper",
-    "NotPlannedError",
-    "NotSupported",
-    "Refusal",
-    "RuntimeArgumentError",
-    "VariableBlockSparseAttentionWrapper",
-    "WorkspaceError",
-    "append_paged_kv_cache",
-    "convert_bsr_mask_layout",
-    "explain",
-    "fast_decode_plan",
-    "fast_prefill_plan",
-    "fp8_quantize_paged_kv_cache",
-    "get_batch_indices_positions",
-    "get_device_sm_count",
-    "get_seq_lens",
-    "get_trtllm_gen_multi_ctas_kv_counter_bytes",
-    "merge_state",
-    "merge_state_in_place",
-    "merge_states",
-    "nvfp4_kv_dequantize",
-    "nvfp4_kv_dequantize_paged",
-    "nvfp4_kv_quantize",
-    "nvfp4_quantize_append_paged_kv_cache",
-    "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping",
-    "nvfp4_quantize_paged_kv_cache",
-    "packbits",
-    "segment_packbits",
-    "single_decode_with_kv_cache",
-    "single_prefill_with_kv_cache",
-    "single_prefill_with_kv_cache_return_lse",
-    "trtllm_batch_context_with_kv_cache",
-    "trtllm_batch_decode_with_kv_cache",
-    "trtllm_fmha_v2_prefill",
-    "xqa_batch_decode_with_kv_cache",
-]
+_MODULES = ("attention", "cascade", "decode", "page", "prefill", "quantization", "sparse", "utils", "xqa")
+
+
+def __getattr__(name: str) -> Any:
+    """Load the public modules, and return a name of theirs, or one of them."""
+    unknown = AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name.startswith("__") and name != "__all__":  # importers and `inspect` ask for these
+        raise unknown
+    try:
+        exports = importlib.import_module("cute_attn.exports")
+    except ImportError as error:
+        # Without torch there is no API, but `python -m cute_attn doctor` must run to say so, and artifacts are plain data.
+        raise ImportError(f"cute_attn.{name} is not available: {error}") from error
+    names = {exported: getattr(exports, exported) for exported in getattr(exports, "__all__", ())}  # (): being loaded
+    globals().update(names, __all__=list(names))
+    if name in _MODULES:
+        return importlib.import_module(f"cute_attn.{name}")
+    if name not in globals():
+        raise unknown
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__"), *_MODULES})
