@@ -165,7 +165,7 @@ def test_ops_pass_opcheck():
     q, k, v = layer(q_len=1)
     lengths, tables = torch.tensor([3, 12], dtype=torch.int32), torch.tensor([[0], [1]], dtype=torch.int32)
     namespace = getattr(torch.ops, ops.NAMESPACE)
-    torch.library.opcheck(namespace.decode.default, (q, k, v, lengths, tables, None, 0.25, "auto"))
+    torch.library.opcheck(namespace.decode.default, (q, k, v, lengths, tables, [], None, 0.25, "auto"))
     q = layer(q_len=5)[0]
     torch.library.opcheck(namespace.planned.default, (q, k, v, None, None, 0.25, 0.0, True, -1, "auto"))
 
@@ -228,7 +228,7 @@ def test_register_refuses_bad_names_and_old_releases(monkeypatch):
         register(3)
     with pytest.raises(KeyError, match="backend"):
         register(backend="fastest")
-    monkeypatch.setattr(transformers, "__version__", "4.57.1")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.1")
     with pytest.raises(ImportError, match=r"needs transformers 5.0 or later, found 4.57.1"):
         register()
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -9,10 +9,19 @@ from __future__ import annotations
 import torch
 
 from cute_attn.integrations.transformers import checks, descriptors, forward
+from cute_attn.integrations.transformers.pages import token_pages
 from cute_attn.integrations.transformers.plans import Operands
 
 NAMESPACE = "cute_attn_transformers"
-UNSAFE = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None)
+
+
+def _tags(*names: str) -> tuple[torch.Tag, ...]:
+    """Return those tags that this release of torch has."""
+    return tuple(getattr(torch.Tag, name) for name in names if hasattr(torch.Tag, name))
+
+
+STRIDES = _tags("needs_exact_strides") or _tags("needs_fixed_stride_order")  # caches are read in place
+UNSAFE = _tags("cudagraph_unsafe")
 
 
 def _decode(
@@ -21,11 +30,14 @@ def _decode(
     v: torch.Tensor,
     lengths: torch.Tensor,
     tables: torch.Tensor,
+    numbering: list[int],
     sinks: torch.Tensor | None,
     scale: float,
     backend: str,
 ) -> torch.Tensor:
-    """Run one query token per request: `forward.run_decode`."""
+    """Run one query token per request: `forward.run_decode`. `numbering`: of the pages that tables of tokens count."""
+    if numbering and numbering != page_numbering(k, v):
+        raise RuntimeError("a graph gave keys or values other strides than it was traced with: report this")
     return forward.run_decode(Operands(q, k, v, sinks, scale, 0.0, backend), lengths, tables)
 
 
@@ -46,14 +58,20 @@ def _planned(
     return forward.run(operands, mask, causal, window_left, keep=False)
 
 
+def page_numbering(k: torch.Tensor, v: torch.Tensor) -> list[int]:
+    """Return the distances, in pages of one token, from a request and from a token to the next."""
+    pages = token_pages(k, v)
+    return [pages.request, pages.token]
+
+
 def _output(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
     """Return what a layer allocates: `[batch, q_len, heads, head_dim_vo]`, without gaps."""
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
-for _name, _function, _tags in (("decode", _decode, ()), ("planned", _planned, UNSAFE)):
+for _name, _function, _marks in (("decode", _decode, STRIDES), ("planned", _planned, (*STRIDES, *UNSAFE))):
     _op = f"{NAMESPACE}::{_name}"
-    torch.library.define(_op, torch.library.infer_schema(_function, mutates_args=()), tags=_tags)
+    torch.library.define(_op, torch.library.infer_schema(_function, mutates_args=()), tags=_marks)
     torch.library.impl(_op, "CompositeExplicitAutograd", _function)
     torch.library.register_fake(_op, _output)
 _ops = getattr(torch.ops, NAMESPACE)
@@ -68,7 +86,8 @@ def traced(operands: Operands, mask: torch.Tensor | None, causal: bool, window_l
             mask = forward.as_decode(mask, q.shape[0])
         if descriptors.is_decode(mask):
             lengths, tables = forward.decode_tables(operands, mask)
-            out: torch.Tensor = _ops.decode(q, k, v, lengths, tables, sinks, scale, backend)
+            numbering = page_numbering(k, v) if tables.shape[1] > 1 else []
+            out: torch.Tensor = _ops.decode(q, k, v, lengths, tables, numbering, sinks, scale, backend)
             return out
     out = _ops.planned(q, k, v, mask, sinks, scale, soft_cap, causal, window_left, backend)
     return out
