@@ -87,7 +87,8 @@ def choose(
     """Choose the kernel for `packed_rows` = q_len * group rows and `segments`, pairs of a request and a kv head."""
     software = KV_BITS[kv_dtype] == 4 and not arch.converts_e4m3  # scales: software takes registers too
     row_blocks = max(1, min(2, REGISTER_DIMS // (2 if software else 1) // padded_dim(head_dim), -(-packed_rows // 8)))
-    paired = kv_dtype == "nvfp4" and packed_rows <= PAIRED_ROWS
+    # Blocks that lanes read whole take fewer instructions than pairs.
+    paired = kv_dtype == "nvfp4" and packed_rows <= PAIRED_ROWS and not (arch.converts_e2m1 and head_dim >= 128)
     table = TABLES.get(arch.capability[0], DEFAULT)
     specs = [
         XqaSpec(

@@ -10,6 +10,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.xqa.parts import instructions as isa
+from cute_attn.kernels.xqa.parts.layouts import TileLayout
 from cute_attn.kernels.xqa.parts.partition import Segment
 
 
@@ -23,6 +24,7 @@ class DraftMask:
     rows: PackedRows
     segment: Segment
     spec: Any  # XqaSpec, XqaUmmaSpec
+    layout: TileLayout | None = None  # which tokens a lane's scores belong to; None where `apply` is another
 
     @property
     def prefix(self) -> Int32:
@@ -48,7 +50,7 @@ class DraftMask:
                 for m in cutlass.range_constexpr(self.spec.cols // 16):
                     for half in cutlass.range_constexpr(2):
                         i = 4 * (m * self.spec.row_blocks + block) + 2 * half + column
-                        kv = start + (lane >> 2) + (16 * m + 8 * half)
+                        kv = start + self.layout.lane_token(lane >> 2) + self.layout.token(m, half)
                         visible = self.visible(kv, position, token)
                         kept[i] = ptx.select(visible, kept[i], Float32(ptx.NEG_INF))
         return kept
