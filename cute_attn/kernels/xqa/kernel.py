@@ -138,7 +138,8 @@ class XqaProgram:
         self.spec = spec
         self.memory = XqaMemory.of(spec)
         self.team = make_team(spec, self.memory)
-        self.layout, self.reads, self.format = tile_forms(spec, self.memory, named(arch))
+        self.forms = tile_forms(spec, self.memory, named(arch))
+        self.layout, self.reads, self.format = self.forms.layout, self.forms.reads, self.forms.format
         self.block = (32 * spec.warps, 1, 1)
         self.smem_bytes = self.memory.bytes
         self.pdl = named(arch).pdl
@@ -217,7 +218,7 @@ class XqaProgram:
             kv=self.paged_kv(p, segment),
             mask=DraftMask(p, rows, segment, self.spec, self.layout),
             queries=queries,
-            softmax=ColumnSoftmax(
+            softmax=self.forms.softmax(
                 self.spec.row_blocks,
                 self.memory.loads * self.format.operands_per_load,
                 self.team.score_scale(queries.log2_scale),

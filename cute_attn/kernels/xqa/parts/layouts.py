@@ -8,7 +8,6 @@ holds those of rows 2t, 2t + 1, 2t + 8 and 2t + 9, t = lane % 4. Which tokens of
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from cutlass import Int32
 
@@ -37,8 +36,6 @@ class TileLayout:
     """
 
     row_bytes: int
-
-    multiplies: ClassVar[bool] = False  # see `PagedKv.copies`
 
     @property
     def chunks_per_line(self) -> int:
@@ -74,14 +71,7 @@ class TileLayout:
 
 
 @dataclass(frozen=True)
-class MultipliedLayout(TileLayout):
-    """Addresses come from one multiplication instead of a shift and an addition of two words each."""
-
-    multiplies: ClassVar[bool] = True
-
-
-@dataclass(frozen=True)
-class BlockLayout(MultipliedLayout):
+class BlockLayout(TileLayout):
     """Rows of NVFP4 as `block_reads` reads them: with ordinary loads, each lane whole blocks of 16 elements.
 
     Rows of 128 bytes are as ever. Of rows of 64 bytes two make a line, and what a warp reads together are only even or

@@ -84,7 +84,6 @@ class PagedKv:
             (page * p.k_stride_page + token * p.k_stride_n, page * p.v_stride_page + token * p.v_stride_n)
             for page, token in zip(token_pages.pages, token_pages.offsets, strict=True)
         ]
-        unit = self._unit()
         for i in range(self.copy_steps):
             first = i * layout.rows_per_step
             k_place, v_place = (isa.shuffle(x, row + first % 32) for x in places[first // 32])
@@ -92,7 +91,7 @@ class PagedKv:
             size = ptx.select(exists, Int32(CHUNK), Int32(0))
             bits = layout.step_bits(first)
             target = shared ^ Int32(bits) if bits else shared
-            k_at, v_at = isa.mad_wide(k_place, unit, k), isa.mad_wide(v_place, unit, v)
+            k_at, v_at = isa.mad_wide(k_place, Int32(CHUNK), k), isa.mad_wide(v_place, Int32(CHUNK), v)
             for right in range(0, layout.chunks_per_line * self.lines_per_row, layout.lanes_per_row):
                 to, within = swizzled_offset(target, right)
                 at = first * memory.row_bytes + within
@@ -102,10 +101,6 @@ class PagedKv:
             if i == 0:
                 self._copy_scales(token_pages, start, wanted, slot)
             yield
-
-    def _unit(self) -> Int32:
-        """Bytes of the unit of places. A constant would make ptxas shift and add the two words of an address."""
-        return isa.shuffle(Int32(CHUNK), Int32(0)) if self.layout.multiplies else Int32(CHUNK)
 
     def _present(self, chunk: Int32, right: int, size: Int32) -> Int32:
         """Bytes to read of the chunk `right` chunks behind a lane's first: `size`, or none beyond the last column,

@@ -5,8 +5,10 @@ from typing import NamedTuple
 from cute_attn.kernels.xqa.parts.block_format import Kv4BitBlocks
 from cute_attn.kernels.xqa.parts.e2m1 import HardwareE2m1, SpreadBits
 from cute_attn.kernels.xqa.parts.formats import Kv4Bit, Kv8Bit, Kv16Bit
-from cute_attn.kernels.xqa.parts.layouts import BlockLayout, MultipliedLayout, TileLayout
+from cute_attn.kernels.xqa.parts.layouts import BlockLayout, TileLayout
+from cute_attn.kernels.xqa.parts.packed_softmax import PackedColumnSoftmax
 from cute_attn.kernels.xqa.parts.reads import BlockReads, MatrixReads
+from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
 from cute_attn.runtime.arch import Arch
@@ -18,16 +20,18 @@ class TileForms(NamedTuple):
     layout: TileLayout
     reads: MatrixReads | BlockReads
     format: Format
+    softmax: type[ColumnSoftmax]
 
 
 def tile_forms(spec: XqaSpec, memory: XqaMemory, arch: Arch) -> TileForms:
     if spec.reads_blocks(arch):
         blocks = BlockLayout(memory.row_bytes)
-        return TileForms(blocks, BlockReads(memory, blocks), Kv4BitBlocks(memory, blocks, HardwareE2m1()))
+        return TileForms(blocks, BlockReads(memory, blocks), Kv4BitBlocks(memory, blocks, HardwareE2m1()), PackedColumnSoftmax)
     form = _format(spec, memory, arch)
-    multiplied = spec.kv_bits == 4 and arch.converts_e2m1
-    layout = MultipliedLayout(memory.row_bytes) if multiplied else TileLayout(memory.row_bytes)
-    return TileForms(layout, MatrixReads(memory, layout, form.transposed_pairs), form)
+    layout = TileLayout(memory.row_bytes)
+    packed = spec.kv_bits == 4 and arch.converts_e2m1
+    softmax = PackedColumnSoftmax if packed else ColumnSoftmax
+    return TileForms(layout, MatrixReads(memory, layout, form.transposed_pairs), form, softmax)
 
 
 def _format(spec: XqaSpec, memory: XqaMemory, arch: Arch) -> Kv16Bit | Kv8Bit | Kv4Bit:
