@@ -23,6 +23,7 @@ class Ring(NamedTuple):
     ctas: int  # per SM
     slot: int  # approximate bytes of K and V per tile
     guests: int = 0  # see `XqaSpec`
+    most: int = 64  # tokens of a tile
 
 
 class RingTable(NamedTuple):
@@ -72,7 +73,7 @@ FAST_MEMORY = RingTable(
     many={
         16: (Ring(4, 3, 2, 8192),),
         8: (Ring(8, 3, 1, 8192), Ring(4, 2, 3, 8192), Ring(4, 3, 2, 8192)),
-        4: (Ring(4, 3, 2, 8192),),
+        4: (Ring(4, 3, 2, 8192, most=128),),
     },
     in_flight=64 << 10,
 )
@@ -122,7 +123,7 @@ def _cols(kv_dtype: str, head_dim: int, row_blocks: int, ring: Ring) -> int:
     outputs = 8 * row_blocks * columns * 4
     wanted = max(ring.slot * 3 // 4, outputs // max(1, ring.stages - 2))
     cols = 16
-    while cols < 64 and cols * token < wanted:
+    while cols < ring.most and cols * token < wanted:
         cols *= 2
     return cols
 
