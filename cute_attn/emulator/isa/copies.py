@@ -85,7 +85,8 @@ def _lanes(w: WarpBatch, mask: Array | None, words: Array) -> Array:
 )
 def ldmatrix_bytes(e: Emitter, inst: Inst, count: str, space: str) -> None:
     d, address = inst.operands
-    e.line(f"t = {e.bind(_ldmatrix_bytes, 'ldmatrix_bytes')}(w, {e.mask}, {e.address(address, wide=False)}, {_COUNT[count]})")
+    arguments = f"w, {e.mask}, {e.address(address, wide=False)}, {_COUNT[count]}"
+    e.line(f"t = {e.bind(_ldmatrix_bytes, 'ldmatrix_bytes')}({arguments})")
     for i, item in enumerate(e.items(d)):
         e.set(item, "u4", f"t[{i}]")
 

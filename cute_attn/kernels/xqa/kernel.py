@@ -21,7 +21,7 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import shared_memory, zeros
 from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.parts.masks import DraftMask
+from cute_attn.kernels.xqa.parts.masks import TileMask
 from cute_attn.kernels.xqa.parts.merge import Merge
 from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share, kv_split, make_partition
@@ -124,7 +124,7 @@ class SegmentWork:
 
     warp_tiles: WarpTiles
     kv: PagedKv
-    mask: DraftMask
+    mask: TileMask
     queries: Queries
     softmax: ColumnSoftmax
 
@@ -216,7 +216,7 @@ class XqaProgram:
         return SegmentWork(
             warp_tiles=self.warp_tiles(segment, share),
             kv=self.paged_kv(p, segment),
-            mask=DraftMask(p, rows, segment, self.spec, self.layout),
+            mask=TileMask(p, rows, segment, self.spec, self.layout),
             queries=queries,
             softmax=self.forms.softmax(
                 self.spec.row_blocks,

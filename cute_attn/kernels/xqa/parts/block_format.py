@@ -75,12 +75,13 @@ class Kv4BitBlocks:
         """Use neighbouring dims as rows g and g + 8 of an operand."""
         operands = []
         for i in (0, 1):
-            pairs = [
-                [isa.mul_f16x2(x, scale) for x in flatten([*self.e2m1.v_pairs(loaded[4 * j + i], loaded[4 * j + 2 + i])])]
-                for j, scale in enumerate(scales[group])
-            ]
-            operands += [[pairs[0][d], pairs[0][d + 1], pairs[1][d], pairs[1][d + 1]] for d in range(0, 8, 2)]
+            a, b = (self._scaled_pairs(loaded[j + i], loaded[j + i + 2], scales[group][j // 4]) for j in (0, 4))
+            operands += [[a[d], a[d + 1], b[d], b[d + 1]] for d in range(0, 8, 2)]
         return operands
+
+    def _scaled_pairs(self, x: Int32, y: Int32, scales: Int32) -> Operand:
+        """Eight dims of two tokens, a pair each, times the tokens' scales."""
+        return [isa.mul_f16x2(pair, scales) for pairs in self.e2m1.v_pairs(x, y) for pair in pairs]
 
     def p_tokens(self, b: Operand) -> Operand:
         return b

@@ -99,8 +99,8 @@ class BlockLayout(TileLayout):
         return 0  # steps are whole periods of the swizzle
 
     def lane_token(self, g: Int32) -> Int32:
-        """As `token`: with two tokens to a line, lane t holds tokens 2t + 8 r of P^T, r = 0..3: every fourth line, since
-        one `ldmatrix` gives a lane the scales of four lines, of even and of odd tokens."""
+        """With two tokens to a line, lane t holds tokens 2t + 8 r of P^T, r = 0..3, of every fourth line: one
+        `ldmatrix` gives a lane the scales of four lines, of even and of odd tokens."""
         return (g >> 1) * 2 + (g & 1) * 8 if self.two_per_line else g
 
     def token(self, m: int, half: int) -> int:
@@ -115,8 +115,8 @@ class BlockLayout(TileLayout):
         return r * 8 + t * 2 if self.two_per_line else (r & 1) + (r >> 1) * 8 + t * 2
 
     def moved(self, address: Int32, tokens: int, chunks: int = 0) -> tuple[Int32, int]:
-        """Returns (register, immediate) of what is `tokens` rows of `token` or `p_token` below an address, and `chunks`
-        to the right: none of them has bits in common with those of the address, so the swizzle of the sum is the XOR."""
+        """Returns (register, immediate) of what is `tokens` (of `token` or `p_token`) below an address and `chunks` to
+        the right. Neither has bits in common with what the address stands for, so the swizzle of the sum is the XOR."""
         if self.two_per_line:
             bits, lines = ((tokens ^ tokens >> 3) & 1) * self.row_bytes, tokens // 2
         else:

@@ -24,7 +24,6 @@ class DraftMask:
     rows: PackedRows
     segment: Segment
     spec: Any  # XqaSpec, XqaUmmaSpec
-    layout: TileLayout | None = None  # which tokens a lane's scores belong to; None where `apply` is another
 
     @property
     def prefix(self) -> Int32:
@@ -37,6 +36,28 @@ class DraftMask:
         window_start = self.prefix + request.qo_len - 1 - self.p.window_left  # first token that the last row sees
         common = 0 if self.spec.tree else 1  # draft tokens that all rows see: a tree may hide even the first
         return cutlass.or_(start + self.spec.cols > self.prefix + common, start < window_start)
+
+    def visible(self, kv: Int32, position: Int32, token: Int32) -> Boolean:
+        inside = [kv < self.segment.request.kv_len, kv >= position - self.p.window_left]
+        if not self.spec.tree:
+            return isa.all_of([*inside, kv <= position])
+        draft = kv - self.prefix
+        return isa.all_of([*inside, self.mask_bit(token, draft) != Int32(0)])
+
+    def mask_bit(self, token: Int32, draft: Int32) -> Int32:
+        """Mask bit of a draft token; 1 for tokens before the draft."""
+        request = self.segment.request
+        wanted = isa.all_of([draft >= 0, draft < request.qo_len, token < request.qo_len])
+        row = self.p.mask + Int64(request.qo_start + token) * Int64(self.p.mask_row_bytes)
+        word = isa.load_if(wanted, row + Int64((draft >> 5) * 4), 0, 1)[0]
+        return ptx.select(draft < 0, Int32(1), (word >> (draft & 31)) & 1)
+
+
+@dataclass(frozen=True)
+class TileMask(DraftMask):
+    """Mask of one segment for scores in the layout of mma.sync."""
+
+    layout: TileLayout  # which tokens they are of
 
     @cute.jit
     def apply(self, s: list[Float32], start: Int32) -> list[Float32]:
@@ -54,18 +75,3 @@ class DraftMask:
                         visible = self.visible(kv, position, token)
                         kept[i] = ptx.select(visible, kept[i], Float32(ptx.NEG_INF))
         return kept
-
-    def visible(self, kv: Int32, position: Int32, token: Int32) -> Boolean:
-        inside = [kv < self.segment.request.kv_len, kv >= position - self.p.window_left]
-        if not self.spec.tree:
-            return isa.all_of([*inside, kv <= position])
-        draft = kv - self.prefix
-        return isa.all_of([*inside, self.mask_bit(token, draft) != Int32(0)])
-
-    def mask_bit(self, token: Int32, draft: Int32) -> Int32:
-        """Mask bit of a draft token; 1 for tokens before the draft."""
-        request = self.segment.request
-        wanted = isa.all_of([draft >= 0, draft < request.qo_len, token < request.qo_len])
-        row = self.p.mask + Int64(request.qo_start + token) * Int64(self.p.mask_row_bytes)
-        word = isa.load_if(wanted, row + Int64((draft >> 5) * 4), 0, 1)[0]
-        return ptx.select(draft < 0, Int32(1), (word >> (draft & 31)) & 1)

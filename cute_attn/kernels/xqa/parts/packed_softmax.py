@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from cutlass import Float32, Int64
 
 from cute_attn.kernels.blocks import ptx, sm100
-from cute_attn.kernels.blocks.softmax import INFINITY
+from cute_attn.kernels.blocks.softmax import INFINITY, tree
 from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax
 
 
@@ -30,9 +30,7 @@ class PackedColumnSoftmax(ColumnSoftmax):
         pairs, found = self._pairs(p), self._pairs(total)
         for block in range(self.row_blocks):
             mine = [x for i, x in enumerate(pairs) if self.slot(2 * i) // 2 == block]
-            while len(mine) > 1:
-                mine = [sm100.add_pair(*mine[i : i + 2]) if i + 1 < len(mine) else mine[i] for i in range(0, len(mine), 2)]
-            found[block] = sm100.add_pair(mine[0], found[block])
+            found[block] = sm100.add_pair(tree(sm100.add_pair, mine), found[block])
         return [x for two in found for x in sm100.halves(two)]
 
     def _pairs(self, values: list[Float32]) -> list[Int64]:

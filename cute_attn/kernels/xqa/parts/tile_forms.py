@@ -26,7 +26,9 @@ class TileForms(NamedTuple):
 def tile_forms(spec: XqaSpec, memory: XqaMemory, arch: Arch) -> TileForms:
     if spec.reads_blocks(arch):
         blocks = BlockLayout(memory.row_bytes)
-        return TileForms(blocks, BlockReads(memory, blocks), Kv4BitBlocks(memory, blocks, HardwareE2m1()), PackedColumnSoftmax)
+        return TileForms(
+            blocks, BlockReads(memory, blocks), Kv4BitBlocks(memory, blocks, HardwareE2m1()), PackedColumnSoftmax
+        )
     form = _format(spec, memory, arch)
     layout = TileLayout(memory.row_bytes)
     packed = spec.kv_bits == 4 and arch.converts_e2m1
