@@ -29,7 +29,6 @@ class Kv4BitBlocks:
     e2m1: HardwareE2m1
 
     operands_per_load = 4  # of 32 bytes of a row
-    transposed_pairs = False
     dequant_factor = 1.0
     slack = SLACK
 
