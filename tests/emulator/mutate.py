@@ -171,7 +171,7 @@ PROBLEMS = {
             ragged((140, 20, 20, 20, 30), (200, 0, 0, 0, 60), mask="causal", **ONE, **dims(256)),
         ),
     ),
-    # Decode with hardware conversions; four query rows, so that all warps write a partial result.
+    # Decode with hardware conversions; four query rows, so that all warps write a partial result. Head dim 128: blocks.
     "decode nvfp4": Problems(
         "sm_100a",
         "xqa",
@@ -179,6 +179,7 @@ PROBLEMS = {
         (
             batch_decode((300, 5, 0, 700), kv_dtype="nvfp4", **heads(4, 1), **dims(64)),
             batch_decode((1500, 5, 0, 70), kv_dtype="nvfp4", **heads(4, 1), **dims(64)),
+            batch_decode((1500, 5, 0, 70), kv_dtype="nvfp4", **heads(4, 1), **dims(128)),
         ),
     ),
     "decode sm_120a": Problems(

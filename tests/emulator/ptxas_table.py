@@ -299,6 +299,21 @@ TABLE: tuple[tuple[str, tuple[str, ...]], ...] = (
         """,
         (),
     ),
+    (
+        """
+        ldmatrix.sync.aligned.m16n16.x1.trans.shared.b8 {r1,r2}, [r0];
+        ldmatrix.sync.aligned.m16n16.x2.trans.shared.b8 {r1,r2,r3,r4}, [r0];
+        ldmatrix.sync.aligned.m16n16.x2.trans.shared::cta.b8 {r1,r2,r3,r4}, [r0];
+        """,
+        BLACKWELL,
+    ),
+    (
+        """
+        ldmatrix.sync.aligned.m16n16.x4.trans.shared.b8 {r1,r2,r3,r4}, [r0];
+        ldmatrix.sync.aligned.m16n16.x2.shared.b8 {r1,r2,r3,r4}, [r0];
+        """,
+        (),
+    ),
     # --- of other architectures
     ("wgmma.fence.sync.aligned;\nwgmma.commit_group.sync.aligned;", ARCHS[:1]),
     (
@@ -321,7 +336,7 @@ cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile::scatter4.bulk_group 
 cvt.rp.satfinite.ue8m0x2.bf16x2 h0, r1;
 cvt.rz.ue8m0x2.f32 h0, f0, f1;
 mma.sync.aligned.m16n8k32.row.col.kind::f8f6f4.f32.e4m3.e4m3.f32 {f0,f1,f2,f3}, {r0,r1,r2,r3}, {r4,r5}, {f4,f5,f6,f7};
-ldmatrix.sync.aligned.m16n16.x2.trans.shared.b8 {r1,r2,r3,r4}, [r0];
+ldmatrix.sync.aligned.m16n16.x2.trans.shared.b8x16.b4x16_p64 {r1,r2,r3,r4}, [r0];
 multimem.ld_reduce.relaxed.gpu.global.add.f32 f0, [l0];
 ld.shared.b128 w0, [r0];
 """.strip().splitlines()

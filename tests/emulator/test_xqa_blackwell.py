@@ -47,6 +47,11 @@ CASES = {
         (90, 16, 3), kv="nvfp4", heads=(6, 1), head_dim=64, q_len=3, q_lens=(3, 1, 2), mask=True,
         bmm1_scale=0.002, seed=1,
     ),
+    "NVFP4, blocks, a tree, a window": XqaCase(
+        (150, 64, 7), kv="nvfp4", heads=(6, 1), q_len=3, q_lens=(3, 1, 2), mask=True, window_left=90,
+        bmm1_scale=0.001, page_size=5, sinks=True, seed=1,
+    ),
+    "NVFP4, two warps": XqaCase((70, 33), kv="nvfp4", heads=(4, 1), head_dim=512, bmm1_scale=0.001),
     "NVFP4, wide, device scales": XqaCase(
         (70, 33), kv="nvfp4", heads=(4, 1), head_dim=256, q_len=2, bmm1_scale=0.001, bmm2_scale=0.5, device_scales=True
     ),

@@ -39,19 +39,7 @@ def _row_addresses(w: WarpBatch, address: Array, count: int) -> Array:
 
 
 def _ldmatrix(w: WarpBatch, mask: Array | None, address: Array, count: int, trans: bool) -> Array:
-    whole(w, mask, "ldmatrix")
-    rows = _row_addresses(w, address, count)
-    if mask is not None:
-        rows = rows[mask.reshape(-1, 32)[:, 0]]
-        agents = w.agents[mask.reshape(-1, 32)[:, 0]]
-    else:
-        agents = w.agents
-    at = rows.ravel()
-    (memory, _), *_ = access.shared_of(w, at, "ldmatrix")
-    offsets = access.offsets_of(at)
-    memory.check(offsets, 16, 16, "ldmatrix")
-    data = memory.load(offsets, 16, np.repeat(agents, 8 * count), "ldmatrix")
-    warps = len(agents)
+    data, warps = _matrix_rows(w, mask, address, count, "ldmatrix")
     if trans:
         # lane l gets rows 2 (l % 4) and + 1 of column l / 4
         items = data.view(np.uint16).reshape(warps, count, 4, 2, 8).transpose(1, 0, 4, 2, 3)
@@ -60,11 +48,54 @@ def _ldmatrix(w: WarpBatch, mask: Array | None, address: Array, count: int, tran
         words = np.ascontiguousarray(data.view(np.uint32).reshape(warps, count, 32).transpose(1, 0, 2)).reshape(
             count, -1
         )
+    return _lanes(w, mask, words)
+
+
+def _matrix_rows(w: WarpBatch, mask: Array | None, address: Array, count: int, what: str) -> tuple[Array, int]:
+    """Returns the bytes of 8 * count rows of 16 bytes for each active warp, and the number of those warps."""
+    whole(w, mask, what)
+    rows = _row_addresses(w, address, count)
+    if mask is not None:
+        rows = rows[mask.reshape(-1, 32)[:, 0]]
+        agents = w.agents[mask.reshape(-1, 32)[:, 0]]
+    else:
+        agents = w.agents
+    at = rows.ravel()
+    (memory, _), *_ = access.shared_of(w, at, what)
+    offsets = access.offsets_of(at)
+    memory.check(offsets, 16, 16, what)
+    data: Array = memory.load(offsets, 16, np.repeat(agents, 8 * count), what)
+    return data, len(agents)
+
+
+def _lanes(w: WarpBatch, mask: Array | None, words: Array) -> Array:
+    """Words of the lanes of active warps as those of all lanes."""
     if mask is None:
         return words
-    out = np.zeros((count, w.size), np.uint32)
+    out = np.zeros((len(words), w.size), np.uint32)
     out[:, mask] = words
     return out
+
+
+@form(
+    f"ldmatrix.sync.aligned.m16n16{{.x1|.x2}}.trans{_SHARED}.b8",
+    since=100,
+    conformance="unverified",
+    converges=True,
+)
+def ldmatrix_bytes(e: Emitter, inst: Inst, count: str, space: str) -> None:
+    d, address = inst.operands
+    arguments = f"w, {e.mask}, {e.address(address, wide=False)}, {_COUNT[count]}"
+    e.line(f"t = {e.bind(_ldmatrix_bytes, 'ldmatrix_bytes')}({arguments})")
+    for i, item in enumerate(e.items(d)):
+        e.set(item, "u4", f"t[{i}]")
+
+
+def _ldmatrix_bytes(w: WarpBatch, mask: Array | None, address: Array, count: int) -> Array:
+    """Lane l gets bytes l / 4 and l / 4 + 8 of rows 4 (l % 4) + 0..3 of each matrix."""
+    data, warps = _matrix_rows(w, mask, address, 2 * count, "ldmatrix")
+    items = data.view(np.uint8).reshape(warps, count, 4, 4, 2, 8).transpose(1, 4, 0, 5, 2, 3)
+    return _lanes(w, mask, np.ascontiguousarray(items).view(np.uint32).reshape(2 * count, -1))
 
 
 @form(f"stmatrix.sync.aligned.m8n8{{.x1|.x2|.x4}}{{|.trans}}{_SHARED}.b16", since=90, converges=True, golden="matrix")

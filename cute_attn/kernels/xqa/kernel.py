@@ -20,17 +20,16 @@ from cutlass import Float32, Int32, Int64
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import shared_memory, zeros
-from cute_attn.kernels.blocks.smem import swizzled_offset
-from cute_attn.kernels.xqa.parts import formats
 from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.parts.masks import DraftMask
+from cute_attn.kernels.xqa.parts.masks import TileMask
 from cute_attn.kernels.xqa.parts.merge import Merge
-from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages, chunk_offset
+from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share, kv_split, make_partition
 from cute_attn.kernels.xqa.parts.queries import Queries, QueryRows
 from cute_attn.kernels.xqa.parts.scales import final_epilogue, log2_scale
 from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax, Running
 from cute_attn.kernels.xqa.parts.team import make_team
+from cute_attn.kernels.xqa.parts.tile_forms import tile_forms
 from cute_attn.kernels.xqa.parts.warp_merge import WarpMerge
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
@@ -125,7 +124,7 @@ class SegmentWork:
 
     warp_tiles: WarpTiles
     kv: PagedKv
-    mask: DraftMask
+    mask: TileMask
     queries: Queries
     softmax: ColumnSoftmax
 
@@ -139,7 +138,8 @@ class XqaProgram:
         self.spec = spec
         self.memory = XqaMemory.of(spec)
         self.team = make_team(spec, self.memory)
-        self.format = formats.make_format(spec, named(arch))
+        self.forms = tile_forms(spec, self.memory, named(arch))
+        self.layout, self.reads, self.format = self.forms.layout, self.forms.reads, self.forms.format
         self.block = (32 * spec.warps, 1, 1)
         self.smem_bytes = self.memory.bytes
         self.pdl = named(arch).pdl
@@ -207,7 +207,8 @@ class XqaProgram:
     def paged_kv(self, p: XqaParams, segment: Segment) -> PagedKv:
         head = make_partition(self.spec, p).head(segment)
         table = isa.mad_wide(segment.first_page, Int32(4), p.table)
-        return PagedKv(self.memory, self.team, p, table, head, segment.request.first_token, segment.request.kv_len)
+        request = segment.request
+        return PagedKv(self.memory, self.layout, self.team, p, table, head, request.first_token, request.kv_len)
 
     def segment_work(
         self, p: XqaParams, segment: Segment, share: Share, queries: Queries, rows: PackedRows
@@ -215,9 +216,9 @@ class XqaProgram:
         return SegmentWork(
             warp_tiles=self.warp_tiles(segment, share),
             kv=self.paged_kv(p, segment),
-            mask=DraftMask(p, rows, segment, self.spec),
+            mask=TileMask(p, rows, segment, self.spec, self.layout),
             queries=queries,
-            softmax=ColumnSoftmax(
+            softmax=self.forms.softmax(
                 self.spec.row_blocks,
                 self.memory.loads * self.format.operands_per_load,
                 self.team.score_scale(queries.log2_scale),
@@ -286,42 +287,34 @@ class XqaProgram:
     # --- matrix products --------------------------------------------------------------------------------------------
 
     def gemm_qk(self, queries: Queries, slot: Int32, copies: Any, count: int) -> list[Float32]:
-        memory, blocks = self.memory, self.spec.row_blocks
-        lane = cute.arch.thread_idx()[0] & 31
-        at = slot + chunk_offset(lane & 15, lane >> 4, memory.row_bytes)
+        memory, blocks, reads = self.memory, self.spec.row_blocks, self.reads
+        at = reads.k_address(slot)
         acc = [Float32(0.0) for _ in range(4 * blocks * (memory.cols // 16))]
-        pairs, done = memory.loads, 0
         scales = [self.format.k_scales(slot, m) for m in range(memory.cols // 16)]
-        for pair in range(pairs):
-            k_at, offset = swizzled_offset(at, 2 * pair)
-            for m in range(memory.cols // 16):
-                loaded = ptx.ldmatrix_x4(k_at, offset + m * 16 * memory.row_bytes)
-                for u, a in enumerate(self.format.k_operands(loaded, pair, scales[m])):
-                    step = pair * self.format.operands_per_load + u
+        done = 0
+        for i, turn in enumerate(reads.k_turns):
+            for group, m in turn:
+                operands = self.format.k_operands(reads.k_words(at, group, m), group, scales[m])
+                for u, a in enumerate(operands):
+                    step = group * len(operands) + u
                     for block in range(blocks):
                         self._mma(acc, m * blocks + block, a, queries.fragments[block][step])
-            while done < count * (pair + 1) // pairs:
+            while done < count * (i + 1) // len(reads.k_turns):
                 next(copies)
                 done += 1
         return acc
 
     def gemm_pv(self, out: list[Float32], p: list[Float32], slot: Int32) -> list[Float32]:
-        memory, blocks = self.memory, self.spec.row_blocks
-        v_tile = slot + Int32(memory.v)
-        lane = cute.arch.thread_idx()[0] & 31
-        if self.format.transposed_pairs:
-            at = v_tile + chunk_offset((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1, memory.row_bytes)
-        else:
-            at = v_tile + chunk_offset(lane & 15, lane >> 4, memory.row_bytes)
-        acc = list(out)
+        memory, blocks, reads = self.memory, self.spec.row_blocks, self.reads
+        at = reads.v_address(slot)
+        acc, scales_of = list(out), self.format.v_scales(slot)
         for m in range(memory.cols // 16):
             b = [self._p_operand(p, m * blocks + block) for block in range(blocks)]
-            scales = self.format.v_scales(slot, m)
-            for pair in range(memory.loads):
-                v_at, offset = swizzled_offset(at, 2 * pair)
-                loaded = ptx.ldmatrix_x4(v_at, offset + m * 16 * memory.row_bytes, transpose=True)
-                for u, a in enumerate(self.format.v_operands(loaded, pair, scales)):
-                    tile = pair * self.format.operands_per_load + u
+            scales = scales_of(m)
+            for group in range(reads.groups):
+                operands = self.format.v_operands(reads.v_words(at, group, m), group, scales)
+                for u, a in enumerate(operands):
+                    tile = group * len(operands) + u
                     p_scaled = self.format.p_operands(b, tile, scales)
                     for block in range(blocks):
                         self._mma(acc, tile * blocks + block, a, p_scaled[block])

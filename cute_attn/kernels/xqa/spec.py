@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cute_attn.kernels.formats import KV_BITS
+from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 
 SCALE_BLOCK = 16  # elements of NVFP4 that share an e4m3 scale
@@ -93,6 +94,12 @@ class XqaSpec(KernelSpec):
     def row(self, column: Any) -> Any:
         """Query row of a column of S^T and O^T."""
         return column & (PAIRED_ROWS - 1) if self.paired else column
+
+    def reads_blocks(self, arch: Arch) -> bool:
+        """Whether lanes of a warp read whole scale blocks of NVFP4, see `parts.reads.BlockReads`: these need 16 rows of
+        16 bytes of scales."""
+        scales = self.cols * self.warp_dim // SCALE_BLOCK
+        return self.kv_bits == 4 and arch.converts_e2m1 and not self.paired and self.warp_dim >= 128 and scales >= 256
 
     @property
     def kv_bits(self) -> int:

@@ -23,6 +23,7 @@ class Ring(NamedTuple):
     ctas: int  # per SM
     slot: int  # approximate bytes of K and V per tile
     guests: int = 0  # see `XqaSpec`
+    most: int = 64  # tokens of a tile
 
 
 class RingTable(NamedTuple):
@@ -72,7 +73,7 @@ FAST_MEMORY = RingTable(
     many={
         16: (Ring(4, 3, 2, 8192),),
         8: (Ring(8, 3, 1, 8192), Ring(4, 2, 3, 8192), Ring(4, 3, 2, 8192)),
-        4: (Ring(4, 3, 2, 8192),),
+        4: (Ring(4, 3, 2, 8192, most=128),),
     },
     in_flight=64 << 10,
 )
@@ -87,7 +88,8 @@ def choose(
     """Choose the kernel for `packed_rows` = q_len * group rows and `segments`, pairs of a request and a kv head."""
     software = KV_BITS[kv_dtype] == 4 and not arch.converts_e4m3  # scales: software takes registers too
     row_blocks = max(1, min(2, REGISTER_DIMS // (2 if software else 1) // padded_dim(head_dim), -(-packed_rows // 8)))
-    paired = kv_dtype == "nvfp4" and packed_rows <= PAIRED_ROWS
+    # Blocks that lanes read whole take fewer instructions than pairs.
+    paired = kv_dtype == "nvfp4" and packed_rows <= PAIRED_ROWS and not (arch.converts_e2m1 and head_dim >= 128)
     table = TABLES.get(arch.capability[0], DEFAULT)
     specs = [
         XqaSpec(
@@ -121,7 +123,7 @@ def _cols(kv_dtype: str, head_dim: int, row_blocks: int, ring: Ring) -> int:
     outputs = 8 * row_blocks * columns * 4
     wanted = max(ring.slot * 3 // 4, outputs // max(1, ring.stages - 2))
     cols = 16
-    while cols < 64 and cols * token < wanted:
+    while cols < ring.most and cols * token < wanted:
         cols *= 2
     return cols
 

@@ -124,7 +124,7 @@ XQA_FAULTS = (
     Fault(
         "what lies behind a row is copied",
         "xqa/parts/pages.py",
-        "return size if chunks >= self.lanes_per_row else ptx.select(chunk < chunks, size, Int32(0))",
+        "return size if chunks >= self.layout.lanes_per_row else ptx.select(chunk < chunks, size, Int32(0))",
         "return size",
         HEAD_DIMS,
     ),
@@ -162,5 +162,12 @@ XQA_FAULTS = (
         "selector = ptx.select(lane >> 1 & 1 == 0, Int32(0x6420), Int32(0x7531))",
         "selector = Int32(0x6420)",
         MANY,
+    ),
+    Fault(
+        "scales of V's first tokens serve all",
+        "xqa/parts/block_format.py",
+        "words[m * groups : (m + 1) * groups]",
+        "words[:groups]",
+        chosen("xqa_blackwell", "test_case and blocks"),
     ),
 )

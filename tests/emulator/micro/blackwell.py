@@ -34,6 +34,7 @@ def memory_cases() -> Iterator[Known]:
     yield from _gathers()
     yield from _scatters()
     yield from _wide()
+    yield from _transposed_bytes()
     yield from _maps()
 
 
@@ -263,6 +264,32 @@ def _wide() -> Iterator[Known]:
         ("st.global.v4.b64", (0, 3)),
     ):
         yield wide(form, sinks)
+
+
+# --- ldmatrix of bytes -----------------------------------------------------------------------------------------------
+
+
+def _transposed_bytes() -> Iterator[Known]:
+    """Rows of 16 bytes at addresses in a shuffled order: 16 of each matrix, lane l % 16 naming row l % 16."""
+    for count in (1, 2):
+        name = f"ldmatrix.m16n16.x{count}"
+        rows = rng(name).permutation(64)[:32].astype(np.uint32)
+        kernel = text(threads=32, smem=2048).fill_shared(1024)
+        kernel.add("mad.wide.u32 %rd1, %me, 4, %src;", "ld.global.b32 %r9, [%rd1+1024];", "mov.u32 %r8, sm;")
+        words = [f"%r{i}" for i in range(2 * count)]
+        kernel.add(
+            "mad.lo.u32 %r9, %r9, 16, %r8;",
+            f"ldmatrix.sync.aligned.m16n16.x{count}.trans.shared.b8 {{{', '.join(words)}}}, [%r9];",
+            f"mad.wide.u32 %rd2, %me, {8 * count}, %dst;",
+            *(f"st.global.b32 [%rd2+{4 * i}], {word};" for i, word in enumerate(words)),
+        )
+        data = rng(name).integers(0, 256, 1024).astype(np.uint8)
+        want = np.zeros((32, 2 * count, 4), np.uint8)
+        for lane, word, byte in np.ndindex(want.shape):
+            row = rows[word // 2 * 16 + lane % 4 * 4 + byte]
+            want[lane, word, byte] = data[row * 16 + lane // 4 + word % 2 * 8]
+        case = Case("matrix", name, kernel.ptx(), data.tobytes() + rows.tobytes(), want.size)
+        yield Known(case, want.tobytes())
 
 
 # --- tensormap.replace ------------------------------------------------------------------------------------------------

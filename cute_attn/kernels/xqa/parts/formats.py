@@ -28,12 +28,11 @@ from cute_attn.kernels.blocks.softmax import SLACK
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.e2m1 import HardwareE2m1, SpreadBits
 from cute_attn.kernels.xqa.smem import XqaMemory
-from cute_attn.kernels.xqa.spec import XqaSpec
-from cute_attn.runtime.arch import Arch
 
 E4M3_SHIFTED = 256.0
 
 Operand = list[Int32]
+ScalesOf = Callable[[int], list[Operand]]  # of operand m, 16 tokens
 LoadQ = Callable[[Int32, int, int], Operand]  # words from a lane's byte offset and a constant one on
 
 
@@ -46,7 +45,8 @@ class Unscaled:
     def k_scales(self, slot: Int32, m: int) -> list[Operand]:
         return []
 
-    v_scales = k_scales
+    def v_scales(self, slot: Int32) -> ScalesOf:
+        return lambda m: []
 
     def p_tokens(self, b: Operand) -> Operand:
         return b
@@ -157,9 +157,12 @@ class Kv4Bit:
             halves.append(flatten([self._fp16(isa.permute_by(low, high, selector)) for low, high in fours]))
         return [list(both) for both in zip(*halves, strict=True)]
 
-    def v_scales(self, slot: Int32, m: int) -> list[Operand]:
+    def v_scales(self, slot: Int32) -> ScalesOf:
         """scales[chunk]: f16x2 for the first pair of tokens and for the second. A lane's dims are 4g .. 4g + 3 of a
         chunk of 32."""
+        return lambda m: self._v_scales(slot, m)
+
+    def _v_scales(self, slot: Int32, m: int) -> list[Operand]:
         lane = cute.arch.thread_idx()[0] & 31
         at = slot + (lane & 3) * (2 * self.memory.scale_bytes) + self.memory.v_scales
         # Interleaves the even or the odd scales of both tokens.
@@ -226,9 +229,6 @@ class Kv4Bit:
         return g * 4 + (tile // 2 * 32 + tile % 2 * 2), 1
 
 
-Format = Kv16Bit | Kv8Bit | Kv4Bit
-
-
 def flatten(lists: list[list[Int32]]) -> list[Int32]:
     return [x for part in lists for x in part]
 
@@ -244,12 +244,3 @@ def e4m3_halves(x: Int32, native: bool) -> list[Int32]:
 def _shifted(x: Int32) -> Int32:
     moved = isa.asm("shr.u32 $0, $1, 1;", [Int32], [x], pure=True)
     return (x & Int32(-0x7FFF8000)) | (moved & Int32(0x3F803F80))
-
-
-def make_format(spec: XqaSpec, arch: Arch) -> Format:
-    if spec.kv_bits == 16:
-        return Kv16Bit()
-    if spec.kv_bits == 8:
-        return Kv8Bit(spec.kv_dtype, arch.converts_e4m3)
-    e2m1 = HardwareE2m1() if arch.converts_e2m1 else SpreadBits()
-    return Kv4Bit(XqaMemory.of(spec), e2m1, arch.converts_e4m3, spec.paired)

@@ -192,6 +192,23 @@ def ld_shared_v2(address: Int32, offset: int = 0) -> list[Int32]:
     return asm(f"ld.shared.v2.b32 {{$0, $1}}, [$2+{offset}];", [Int32] * 2, [address])
 
 
+def ld_shared_u16(address: Int32, offset: int = 0) -> Int32:
+    text = f"{{.reg .b16 h; ld.shared.u16 h, [$1+{offset}]; cvt.u32.u16 $0, h;}}"
+    return asm(text, [Int32], [address])
+
+
+def ld_shared_v4(address: Int32, offset: int = 0) -> list[Int32]:
+    return asm(f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];", [Int32] * 4, [address])
+
+
+def ldmatrix_bytes(address: Int32, offset: int, count: int) -> list[Int32]:
+    """Load one or two matrices of 16 rows of 16 bytes, transposed (sm_100 and later). Lane l gives the address of row
+    l % 16 of matrix l // 16 and gets two words of each: bytes l // 4 and l // 4 + 8 of rows 4 (l % 4) + 0..3."""
+    registers = ", ".join(f"${i}" for i in range(2 * count))
+    text = f"ldmatrix.sync.aligned.m16n16.x{count}.trans.shared.b8 {{{registers}}}, [${2 * count}+{offset}];"
+    return asm(text, [Int32] * (2 * count), [address])
+
+
 def st_shared_f32(address: Int32, offset: int, value: Float32) -> None:
     asm(f"st.shared.f32 [$0+{offset}], $1;", [], [address, value])
 

@@ -10,6 +10,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.xqa.parts import instructions as isa
+from cute_attn.kernels.xqa.parts.layouts import TileLayout
 from cute_attn.kernels.xqa.parts.partition import Segment
 
 
@@ -36,23 +37,6 @@ class DraftMask:
         common = 0 if self.spec.tree else 1  # draft tokens that all rows see: a tree may hide even the first
         return cutlass.or_(start + self.spec.cols > self.prefix + common, start < window_start)
 
-    @cute.jit
-    def apply(self, s: list[Float32], start: Int32) -> list[Float32]:
-        lane = ptx.opaque(cute.arch.thread_idx()[0]) & 31
-        kept = list(s)
-        for block in cutlass.range_constexpr(self.spec.row_blocks):
-            for column in cutlass.range_constexpr(2):
-                row = self.spec.row((lane & 3) * 2 + column) + 8 * block
-                token = self.rows.token(row)
-                position = self.prefix + token
-                for m in cutlass.range_constexpr(self.spec.cols // 16):
-                    for half in cutlass.range_constexpr(2):
-                        i = 4 * (m * self.spec.row_blocks + block) + 2 * half + column
-                        kv = start + (lane >> 2) + (16 * m + 8 * half)
-                        visible = self.visible(kv, position, token)
-                        kept[i] = ptx.select(visible, kept[i], Float32(ptx.NEG_INF))
-        return kept
-
     def visible(self, kv: Int32, position: Int32, token: Int32) -> Boolean:
         inside = [kv < self.segment.request.kv_len, kv >= position - self.p.window_left]
         if not self.spec.tree:
@@ -67,3 +51,27 @@ class DraftMask:
         row = self.p.mask + Int64(request.qo_start + token) * Int64(self.p.mask_row_bytes)
         word = isa.load_if(wanted, row + Int64((draft >> 5) * 4), 0, 1)[0]
         return ptx.select(draft < 0, Int32(1), (word >> (draft & 31)) & 1)
+
+
+@dataclass(frozen=True)
+class TileMask(DraftMask):
+    """Mask of one segment for scores in the layout of mma.sync."""
+
+    layout: TileLayout  # which tokens they are of
+
+    @cute.jit
+    def apply(self, s: list[Float32], start: Int32) -> list[Float32]:
+        lane = ptx.opaque(cute.arch.thread_idx()[0]) & 31
+        kept = list(s)
+        for block in cutlass.range_constexpr(self.spec.row_blocks):
+            for column in cutlass.range_constexpr(2):
+                row = self.spec.row((lane & 3) * 2 + column) + 8 * block
+                token = self.rows.token(row)
+                position = self.prefix + token
+                for m in cutlass.range_constexpr(self.spec.cols // 16):
+                    for half in cutlass.range_constexpr(2):
+                        i = 4 * (m * self.spec.row_blocks + block) + 2 * half + column
+                        kv = start + self.layout.lane_token(lane >> 2) + self.layout.token(m, half)
+                        visible = self.visible(kv, position, token)
+                        kept[i] = ptx.select(visible, kept[i], Float32(ptx.NEG_INF))
+        return kept

@@ -9,24 +9,12 @@ from cutlass import Boolean, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import Divisor
+from cute_attn.kernels.blocks.smem import swizzled_offset
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.xqa.parts import instructions as isa
+from cute_attn.kernels.xqa.parts.layouts import CHUNK, TileLayout
 from cute_attn.kernels.xqa.parts.team import LoneWarp, WarpTeam
 from cute_attn.kernels.xqa.smem import XqaMemory
-
-CHUNK = 16  # bytes of one cp.async
-
-
-def swizzle(row: Int32, row_bytes: int) -> Int32:
-    """Bits that are XORed into the chunk indices of a row, so that the eight rows of an ldmatrix differ in bank."""
-    per_line = max(1, LINE // row_bytes)
-    chunks = min(row_bytes, LINE) // CHUNK
-    return (row >> (per_line.bit_length() - 1)) & (chunks - 1)
-
-
-def chunk_offset(row: Int32, chunk: Int32, row_bytes: int) -> Int32:
-    """Byte offset in a tile of a 16-byte chunk in the first 128-byte line of a row."""
-    return row * row_bytes + ((chunk ^ swizzle(row, row_bytes)) * CHUNK)
 
 
 class TokenPages(NamedTuple):
@@ -42,17 +30,13 @@ class PagedKv:
     kv_len) are not read but zero-filled: a NaN there would survive 0 * V."""
 
     memory: XqaMemory
+    layout: TileLayout
     team: LoneWarp | WarpTeam
     p: Any  # XqaParams
     table: Int64  # page ids of the request
     head: Int32
     first_token: Int32
     kv_len: Int32
-
-    @property
-    def lanes_per_row(self) -> int:
-        """Number of lanes that copy a row together, one chunk each."""
-        return min(self.memory.row_bytes, LINE) // CHUNK
 
     @property
     def lines_per_row(self) -> int:
@@ -62,7 +46,7 @@ class PagedKv:
     @property
     def copy_steps(self) -> int:
         """Steps of `copies`, each of which copies as many rows as the warp can at once."""
-        return self.memory.cols * self.lanes_per_row // 32
+        return self.memory.cols // self.layout.rows_per_step
 
     def readable(self, token: Int32) -> Boolean:
         return isa.less_unsigned(token - self.first_token, self.kv_len - self.first_token)
@@ -87,47 +71,42 @@ class PagedKv:
     def copies(self, token_pages: TokenPages, tile: Int32, wanted: Boolean, slot: Int32) -> Iterator[None]:
         """Copy a tile into the ring slot at shared address `slot`, one step per `next`, so that the caller can
         interleave copies with MMAs. An unwanted tile copies nothing."""
-        memory, p = self.memory, self.p
+        memory, layout, p = self.memory, self.layout, self.p
         lane = ptx.opaque(cute.arch.thread_idx()[0]) & 31
-        row, chunk = lane // self.lanes_per_row, lane % self.lanes_per_row
+        row, chunk = lane // layout.lanes_per_row, lane % layout.lanes_per_row
         offset = self.team.shifted(Int64(chunk * CHUNK), memory.source_bytes)
         k = p.k + Int64(self.head) * p.k_stride_h + offset
         v = p.v + Int64(self.head) * p.v_stride_h + offset
-        shared = slot + chunk_offset(row, chunk, memory.row_bytes)
+        shared = slot + layout.offset(row, chunk)
         start = tile * memory.cols
         left = self.kv_len - self.first_token
-        step = 32 // self.lanes_per_row
         places = [
             (page * p.k_stride_page + token * p.k_stride_n, page * p.v_stride_page + token * p.v_stride_n)
             for page, token in zip(token_pages.pages, token_pages.offsets, strict=True)
         ]
         for i in range(self.copy_steps):
-            first = i * step
+            first = i * layout.rows_per_step
             k_place, v_place = (isa.shuffle(x, row + first % 32) for x in places[first // 32])
             exists = isa.less_unsigned(start + row + (first - self.first_token), left)
             size = ptx.select(exists, Int32(CHUNK), Int32(0))
-            # `row` and `first` have no bits in common, so the swizzle of row + first is the XOR of both swizzles.
-            bits = self._swizzle_bits(first)
+            bits = layout.step_bits(first)
             target = shared ^ Int32(bits) if bits else shared
             k_at, v_at = isa.mad_wide(k_place, Int32(CHUNK), k), isa.mad_wide(v_place, Int32(CHUNK), v)
-            for line in range(self.lines_per_row):
-                at = first * memory.row_bytes + line * LINE
-                present = self._present(chunk, line, size)
-                isa.copy_if(wanted, target, at, k_at, line * LINE, present)
-                isa.copy_if(wanted, target, memory.v + at, v_at, line * LINE, present)
+            for right in range(0, layout.chunks_per_line * self.lines_per_row, layout.lanes_per_row):
+                to, within = swizzled_offset(target, right)
+                at = first * memory.row_bytes + within
+                present = self._present(chunk, right, size)
+                isa.copy_if(wanted, to, at, k_at, right * CHUNK, present)
+                isa.copy_if(wanted, to, memory.v + at, v_at, right * CHUNK, present)
             if i == 0:
                 self._copy_scales(token_pages, start, wanted, slot)
             yield
 
-    def _present(self, chunk: Int32, line: int, size: Int32) -> Int32:
-        """Bytes to read of a lane's chunk in a line: `size`, or none beyond the last column, where zeros are filled in:
-        an ldmatrix may read them."""
-        chunks = self.memory.source_bytes // CHUNK - line * self.lanes_per_row
-        return size if chunks >= self.lanes_per_row else ptx.select(chunk < chunks, size, Int32(0))
-
-    def _swizzle_bits(self, first: int) -> int:
-        per_line = max(1, LINE // self.memory.row_bytes)
-        return ((first // per_line) & (self.lanes_per_row - 1)) * CHUNK
+    def _present(self, chunk: Int32, right: int, size: Int32) -> Int32:
+        """Bytes to read of the chunk `right` chunks behind a lane's first: `size`, or none beyond the last column,
+        where zeros are filled in: an ldmatrix may read them."""
+        chunks = self.memory.source_bytes // CHUNK - right
+        return size if chunks >= self.layout.lanes_per_row else ptx.select(chunk < chunks, size, Int32(0))
 
     def _copy_scales(self, token_pages: TokenPages, start: Int32, wanted: Boolean, slot: Int32) -> None:
         """Copy block scales: one cp.async per token and tensor, issued by the token's lane."""

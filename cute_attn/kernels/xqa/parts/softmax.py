@@ -50,9 +50,12 @@ class ColumnSoftmax:
     def of_slot(self, values: list[Float32], slot: int) -> list[Float32]:
         return [x for i, x in enumerate(values) if self.slot(i) == slot]
 
+    def largest(self, values: list[Float32]) -> Float32:
+        return tree(ptx.fmax, values)
+
     @cute.jit
     def rescale_if_needed(self, running: Running, s: list[Float32]) -> Running:
-        maxima = [tree(ptx.fmax, self.of_slot(s, slot)) for slot in self.slots]
+        maxima = [self.largest(self.of_slot(s, slot)) for slot in self.slots]
         rises = self.exceeds_slack(running, maxima)
         any_rise = rises[0]
         for rise in rises[1:]:

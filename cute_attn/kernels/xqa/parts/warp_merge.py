@@ -8,9 +8,9 @@ from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.parts.formats import Kv4Bit, Kv8Bit, Kv16Bit
 from cute_attn.kernels.xqa.parts.merge import VECTORS_PER_LANE, Merge
 from cute_attn.kernels.xqa.parts.softmax import Running, reduce_column
+from cute_attn.kernels.xqa.parts.tile_forms import Format
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
 
@@ -21,7 +21,7 @@ class WarpMerge(Merge):
 
     spec: XqaSpec
     memory: XqaMemory
-    format: Kv16Bit | Kv8Bit | Kv4Bit
+    format: Format
 
     @cute.jit
     def publish(self, running: Running, warp: Int32) -> None:

@@ -1,0 +1,125 @@
+"""Where a tile's tokens and chunks of 16 bytes are: in shared memory, and in the operands of a warp's products.
+
+A copy of a row into shared memory is divided among lanes, each of which finds the row's address for itself. Chunks of a
+row are swizzled, so that what a warp reads together differs in bank.
+
+An operand of S^T has 16 tokens as rows: lanes with the same g = lane // 4 hold those of rows g and g + 8. In P^T a lane
+holds those of rows 2t, 2t + 1, 2t + 8 and 2t + 9, t = lane % 4. Which tokens of a tile they are is free.
+"""
+
+from dataclasses import dataclass
+
+from cutlass import Int32
+
+from cute_attn.kernels.formats import LINE
+
+CHUNK = 16  # bytes of one cp.async
+
+
+def swizzle(row: Int32, row_bytes: int) -> Int32:
+    """Bits that are XORed into the chunk indices of a row, so that the eight rows of an ldmatrix differ in bank."""
+    per_line = max(1, LINE // row_bytes)
+    chunks = min(row_bytes, LINE) // CHUNK
+    return (row >> (per_line.bit_length() - 1)) & (chunks - 1)
+
+
+def chunk_offset(row: Int32, chunk: Int32, row_bytes: int) -> Int32:
+    """Byte offset in a tile of a 16-byte chunk in the first 128-byte line of a row."""
+    return row * row_bytes + ((chunk ^ swizzle(row, row_bytes)) * CHUNK)
+
+
+@dataclass(frozen=True)
+class TileLayout:
+    """Rows as `ldmatrix` reads them, tokens in their order. A lane copies one chunk of a line.
+
+    `row_bytes`: distance of two tokens in K or V.
+    """
+
+    row_bytes: int
+
+    @property
+    def chunks_per_line(self) -> int:
+        return min(self.row_bytes, LINE) // CHUNK
+
+    @property
+    def lanes_per_row(self) -> int:
+        """Number of lanes that copy a row together."""
+        return self.chunks_per_line
+
+    @property
+    def rows_per_step(self) -> int:
+        """Number of rows that a warp copies at once."""
+        return 32 // self.lanes_per_row
+
+    def offset(self, row: Int32, chunk: Int32) -> Int32:
+        """Byte offset of a chunk in the first line of a row."""
+        return chunk_offset(row, chunk, self.row_bytes)
+
+    def step_bits(self, first: int) -> int:
+        """Bits to XOR into the offset of a row below `rows_per_step` for the row `first` further on: the two have no
+        bits in common, so the swizzle of their sum is the XOR of both swizzles."""
+        per_line = max(1, LINE // self.row_bytes)
+        return ((first // per_line) & (self.chunks_per_line - 1)) * CHUNK
+
+    def lane_token(self, g: Int32) -> Int32:
+        """Token of row g of the first operand, in its tile."""
+        return g
+
+    def token(self, m: int, half: int) -> int:
+        """Distance from there to the token of row g + 8 * half of operand m."""
+        return 16 * m + 8 * half
+
+
+@dataclass(frozen=True)
+class BlockLayout(TileLayout):
+    """Rows of NVFP4 as `block_reads` reads them: with ordinary loads, each lane whole blocks of 16 elements.
+
+    Rows of 128 bytes are as ever. Of rows of 64 bytes two make a line, and what a warp reads together are only even or
+    only odd tokens, which would all be in one half of their lines: there lines 1 and 4 apart exchange their halves.
+    A lane copies two chunks, half a row apart, so that every access still takes whole sectors of 32 bytes.
+    """
+
+    @property
+    def two_per_line(self) -> bool:
+        return self.row_bytes < LINE
+
+    @property
+    def lanes_per_row(self) -> int:
+        return self.chunks_per_line // 2
+
+    def offset(self, row: Int32, chunk: Int32) -> Int32:
+        offset = chunk_offset(row, chunk, self.row_bytes)
+        return offset ^ (self.exchanged(row >> 1) * self.row_bytes) if self.two_per_line else offset
+
+    def exchanged(self, line: Int32) -> Int32:
+        """1 if the halves of a line are exchanged, else 0."""
+        return (line ^ line >> 2) & 1
+
+    def step_bits(self, first: int) -> int:
+        return 0  # steps are whole periods of the swizzle
+
+    def lane_token(self, g: Int32) -> Int32:
+        """With two tokens to a line, lane t holds tokens 2t + 8 r of P^T, r = 0..3, of every fourth line: one
+        `ldmatrix` gives a lane the scales of four lines, of even and of odd tokens."""
+        return (g >> 1) * 2 + (g & 1) * 8 if self.two_per_line else g
+
+    def token(self, m: int, half: int) -> int:
+        return 16 * half + m % 2 + 32 * (m // 2) if self.two_per_line else 16 * m + 8 * half
+
+    def p_token(self, m: int, r: int) -> int:
+        """Distance from token 2t to the one that is contraction index r = 0..3 of lane t in operand m of P^T."""
+        return self.token(m, r // 2) + r % 2 * (8 if self.two_per_line else 1)
+
+    def p_lane_token(self, r: Int32, t: Int32) -> Int32:
+        """Token of contraction index r of lane t in the first operand of P^T."""
+        return r * 8 + t * 2 if self.two_per_line else (r & 1) + (r >> 1) * 8 + t * 2
+
+    def moved(self, address: Int32, tokens: int, chunks: int = 0) -> tuple[Int32, int]:
+        """Returns (register, immediate) of what is `tokens` (of `token` or `p_token`) below an address and `chunks` to
+        the right. Neither has bits in common with what the address stands for, so the swizzle of the sum is the XOR."""
+        if self.two_per_line:
+            bits, lines = ((tokens ^ tokens >> 3) & 1) * self.row_bytes, tokens // 2
+        else:
+            bits, lines = tokens % 8 * CHUNK, tokens
+        bits ^= chunks * CHUNK
+        return (address ^ Int32(bits) if bits else address), lines * LINE

@@ -1,0 +1,57 @@
+"""Layouts of the decode kernel's tiles: every chunk and token has its place, and what a warp reads at once differs in
+bank."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+pytest.importorskip("cutlass.cute", reason="needs the DSL", exc_type=ImportError)
+
+from cute_attn.kernels.xqa.parts.layouts import CHUNK, LINE, BlockLayout, TileLayout
+
+COLS = 64
+LAYOUTS = [TileLayout(32), TileLayout(64), TileLayout(128), TileLayout(512), BlockLayout(64), BlockLayout(128)]
+BLOCKS = [layout for layout in LAYOUTS if isinstance(layout, BlockLayout)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_chunks_have_places_of_their_own(layout: TileLayout) -> None:
+    """Also where a step of the copies finds them: below the offset of a row of the first step."""
+    steps, lines = range(0, COLS, layout.rows_per_step), range(0, layout.row_bytes, LINE)
+    places = set()
+    for first, row, chunk in itertools.product(steps, range(layout.rows_per_step), range(layout.chunks_per_line)):
+        place = layout.offset(first + row, chunk)
+        moved = layout.offset(row, chunk) ^ layout.step_bits(first)
+        assert place == moved + first * layout.row_bytes
+        places |= {place + line for line in lines}
+    assert places == set(range(0, COLS * layout.row_bytes, CHUNK))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_operands_hold_every_token_once(layout: TileLayout) -> None:
+    rows = itertools.product(range(COLS // 16), (0, 1), range(8))
+    assert sorted(layout.lane_token(g) + layout.token(m, half) for m, half, g in rows) == list(range(COLS))
+
+
+@pytest.mark.parametrize("layout", BLOCKS, ids=str)
+def test_products_agree_on_tokens(layout: BlockLayout) -> None:
+    """Lane t gets columns 2t, 2t + 1 of both halves of transposed scores; scales come by fours of lane addresses."""
+    for m, r, t in itertools.product(range(COLS // 16), range(4), range(4)):
+        token = layout.lane_token(2 * t + r % 2) + layout.token(m, r // 2)
+        assert token == 2 * t + layout.p_token(m, r) == layout.p_lane_token(r, t) + layout.token(m, 0)
+
+
+@pytest.mark.parametrize("layout", BLOCKS, ids=str)
+def test_reads_differ_in_bank(layout: BlockLayout) -> None:
+    """Of K, 8 lanes at a time read 16 bytes; of V, 16 lanes 8 bytes."""
+    groups = layout.row_bytes // 64
+    for m, half, group, lanes in itertools.product(range(4), (0, 1), range(groups), range(0, 32, 8)):
+        tokens = [(layout.lane_token(x >> 2) + layout.token(m, half), x & 3) for x in range(lanes, lanes + 8)]
+        places = [layout.offset(token, t * groups + group) for token, t in tokens]
+        assert len({place % LINE for place in places}) == 8
+    for m, r, group, lanes in itertools.product(range(4), range(4), range(groups), (0, 16)):
+        tokens = [(2 * (x & 3) + layout.p_token(m, r), x >> 2) for x in range(lanes, lanes + 16)]
+        places = [layout.offset(token, (g >> 1) + 4 * group) + g % 2 * 8 for token, g in tokens]
+        assert len({place % LINE for place in places}) == 16
