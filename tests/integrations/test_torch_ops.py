@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import runpy
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.utils._pytree import tree_leaves
 
 import cute_attn
@@ -133,7 +136,7 @@ def test_new_plans_need_no_new_graph() -> None:
         lengths = torch_ops.starts(qo_lens), torch_ops.starts(kv_lens)
         wrapper.plan(*lengths, *heads, causal=True, q_data_type=torch.bfloat16, **options)
 
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     function = compiled(lambda q, k, v: wrapper.run_return_lse(q, k, v), counter)
     for qo_lens, kv_lens in (([2, 4], [5, 5]), ([1, 5], [2, 8]), ([3, 2, 1], [4, 5, 1])):
         plan(qo_lens, kv_lens)
@@ -146,7 +149,7 @@ def test_new_plans_need_no_new_graph() -> None:
 
 
 def test_lengths_may_be_dynamic() -> None:
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     function = compiled(lambda q, k, v: cute_attn.single_prefill_with_kv_cache(q, k, v, return_lse=True), counter)
     for qo_len, kv_len in ((5, 9), (7, 12), (2, 30)):
         tensors = torch_ops.operands("cpu", qo_len, kv_len)
@@ -184,6 +187,11 @@ def test_an_append_is_seen_by_the_run_after_it() -> None:
     assert_same(call, compiled(step))
     untouched = wrapper.run(call.tensors[0] * 2, call.tensors[5]) + 1
     assert not torch.equal(step(*call.with_own_tensors()), untouched)
+
+
+def test_the_example() -> None:
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "torch_compile.py"))
+    assert example["main"]("cpu", steps=4, start=14) == (1, 0.0)  # from one page to two
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
