@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
     try:
         exports = importlib.import_module("cute_attn.exports")
     except ImportError as error:
-        # Without torch there is no API, but `python -m cute_attn doctor` must run to say so, and artifacts are plain data.
+        # Without torch there is no API, but `python -m cute_attn doctor` must say so, and artifacts are plain data.
         raise ImportError(f"cute_attn.{name} is not available: {error}") from error
     names = {exported: getattr(exports, exported) for exported in getattr(exports, "__all__", ())}  # (): being loaded
     globals().update(names, __all__=list(names))

@@ -23,7 +23,7 @@ from cute_attn.wrappers.planned_prefill import Keys, RunOptions, Structure
 from cute_attn.xqa import xqa_batch_decode_with_kv_cache
 
 WORKSPACE_BYTES = 128 << 20  # enough for every batch
-MAX_WORKSPACES = 16  # streams with a workspace of their own
+MAX_WORKSPACES = 8  # streams with a workspace of their own
 NAME = "cute_attn under torch's scaled_dot_product_attention and varlen_attn"
 
 

@@ -114,4 +114,5 @@ def _registered() -> dict[str, Any]:
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 OPERATORS = _registered()
-KINDS = {name: tuple((p.name, p.kind) for p in declaration.parameters()) for name, declaration in DECLARED.items()}
+# "name:kind" of every parameter. A string, because Dynamo guards it as one value in every call of a compiled function.
+KINDS = {name: " ".join(f"{p.name}:{p.kind}" for p in DECLARED[name].parameters()) for name in DECLARED}

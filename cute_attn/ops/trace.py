@@ -50,10 +50,11 @@ def _results(fresh: Any, out: Any, lse: Any, return_lse: Any) -> Any:
     return result
 
 
-def _flat(kinds: tuple[tuple[str, str], ...], values: tuple[Any, ...]) -> list[Any]:
+def _flat(kinds: str, values: tuple[Any, ...]) -> list[Any]:
     """Return the arguments of an operator for those of a public function."""
     flat: list[Any] = []
-    for (name, kind), value in zip(kinds, values, strict=True):
+    for parameter, value in zip(kinds.split(" "), values, strict=True):
+        name, kind = parameter.split(":")
         is_tensor = isinstance(value, torch.Tensor)
         if is_tensor and torch.is_grad_enabled() and value.requires_grad:
             raise ArgumentError(f"{name} requires grad, and no gradients are computed: use torch.no_grad() or detach()")

@@ -41,13 +41,16 @@ def _active() -> Iterator[None]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The adapters that are called."""
     seen: list[str] = []
+
+    def spy(name: str, function: Any) -> Any:
+        def called(*args: Any) -> Any:
+            seen.append(name)
+            return function(*args)
+
+        return called
+
     for name in ("dense", "_ragged", "_paged"):
-
-        def spy(*args: Any, _name: str = name, _function: Any = getattr(aten_flash, name)) -> Any:
-            seen.append(_name)
-            return _function(*args)
-
-        monkeypatch.setattr(aten_flash, name, spy)
+        monkeypatch.setattr(aten_flash, name, spy(name, getattr(aten_flash, name)))
     return seen
 
 
