@@ -117,6 +117,6 @@ class XqaUmmaProgram:
         if warp < SOFTMAX_WARPS:
             at = ptx.ld_shared_b32(shared.scratch("tmem")) + warp * sm100.WARP_LANES
             zeros = [Float32(0.0) for _ in range(self.spec.rows)]
-            for term in range(self.spec.p_terms):
+            for term in cutlass.range_constexpr(self.spec.p_terms):
                 sm100.store_columns(at, self.memory.output_column + term * self.spec.rows, zeros)
             sm100.wait_stores()
