@@ -73,8 +73,7 @@ class MmaWarp:
     def run_split(self, context: cutlass.Constexpr, state: MmaState, count: Int32) -> MmaState:
         """Starts all products of a split; each has its own Q and its own O."""
         q, o = context.shared.ring("q"), context.shared.ring("o")
-        if cutlass.const_expr(self.spec.q_terms > 1):  # else the producers copy Q before K
-            q.wait_full(state.q)
+        q.wait_full(state.q)
         state = self.scores(context, state)
         for i in cutlass.range(1, count, unroll=1):
             state = self.scores(context, state)

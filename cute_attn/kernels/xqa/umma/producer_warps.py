@@ -118,9 +118,11 @@ class TokenRows:
 class ProducerWarps:
     """Role of the producer warps."""
 
+    fills: ClassVar[tuple[str, ...]] = ("kv",)
+
     def __init__(self, spec: XqaUmmaSpec, memory: UmmaMemory) -> None:
         self.spec, self.memory = spec, memory
-        self.role = WarpRole("producer", WARPS, fills={"kv": 32 * WARPS})
+        self.role = WarpRole("producer", WARPS, fills=dict.fromkeys(self.fills, 32 * WARPS))
 
     @cute.jit
     def run(self, p: Any, shared: cutlass.Constexpr, thread: Int32) -> None:
@@ -170,7 +172,9 @@ class ProducerWarps:
 
 
 class QkvProducerWarps(ProducerWarps):
-    """The same, with Q. That it is complete follows from K, whose barriers wait for all copies before, too."""
+    """The same, with Q."""
+
+    fills = ("kv", "q")
 
     def load_queries(self, p: Any, ring: Ring, q: PipelineState, rows: PackedRows, thread: Int32) -> PipelineState:
         """Copies the rows of a segment; those that do not exist become zeros."""
@@ -184,4 +188,5 @@ class QkvProducerWarps(ProducerWarps):
             target = slot + in_lines(row, chunk, line)
             for within in range(0, self.spec.head_dim * self.spec.item_bytes, line):
                 ptx.cp_async_16(target, within * self.spec.rows, source, within, size)
+        ptx.cp_async_arrive(ring.full(q))
         return ring.next(q)
