@@ -17,6 +17,7 @@ from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.smem import CHUNK
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.partition import Partition, kv_split
+from cute_attn.kernels.xqa.parts.scales import log2_scale
 from cute_attn.kernels.xqa.umma.operands import e4m3_terms, in_lines
 from cute_attn.kernels.xqa.umma.smem import UmmaMemory
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
@@ -52,7 +53,7 @@ class QueryWarp:
         """Converts Q of all segments of the CTA."""
         partition = Partition(p, self.spec.cols)
         share, segment = partition.first_segment()
-        ring, q = shared.ring("q"), start()
+        ring, q, scale = shared.ring("q"), start(), log2_scale(p, 1.0)
         lane = cute.arch.thread_idx()[0] & 31
         while partition.overlaps(segment, share):
             if tile_count(kv_split(segment, share)) > 0:
@@ -60,7 +61,7 @@ class QueryWarp:
                 ring.wait_empty(q)
                 factor, inverse = self.factors(p, rows, lane)
                 self.convert(p, rows, ring.address(q), factor, lane)
-                self.publish(shared, ring.slot(q), ring.full(q), inverse, lane)
+                self.publish(shared, ring.slot(q), ring.full(q), scale * inverse, lane)
                 q = ring.next(q)
             segment = partition.next_segment(segment)
 
@@ -108,11 +109,11 @@ class QueryWarp:
         return [[x for word in words for x in ptx.unpack_16(self.spec.dtype, word)] for words in chunks]
 
     @cute.jit
-    def publish(self, shared: cutlass.Constexpr, slot: Int32, full: Int32, inverse: Float32, lane: Int32) -> None:
-        """Hands Q on, with the factor from products to scores."""
+    def publish(self, shared: cutlass.Constexpr, slot: Int32, full: Int32, scale: Float32, lane: Int32) -> None:
+        """Hands Q on, with the factor from products to base-2 exponents."""
         tma.fence_async()
         if lane == 0:
-            ptx.st_shared_f32(shared.scratch("q_factors") + slot * 4, inverse)
+            ptx.st_shared_f32(shared.scratch("q_scales") + slot * 4, scale)
         ptx.sync_warp()
         if lane == 0:
             tma.barrier_arrive(full)

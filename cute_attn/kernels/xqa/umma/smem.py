@@ -40,7 +40,7 @@ class UmmaMemory:
             Scratch("shifts", spec.rows * 4),  # negated anchors in log2 units
             Scratch("factors", spec.rows * 4),  # of outputs and sums where anchors move
             Scratch("columns", SOFTMAX_WARPS * spec.rows * 4),  # what a column has in each warp
-            *((Scratch("q_factors", 16),) if spec.q_terms > 1 else ()),  # from products to scores, by slot of q
+            *((Scratch("q_scales", 16),) if spec.q_terms > 1 else ()),  # from products to exponents, by slot of q
             Scratch("ticket", 16),
             Scratch("tmem", 16),
         )

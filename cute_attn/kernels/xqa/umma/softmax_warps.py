@@ -95,7 +95,7 @@ class SoftmaxWarps:
         """Processes all segments of the CTA."""
         partition = Partition(p, self.spec.cols)
         share, segment = partition.first_segment()
-        scale = log2_scale(p, 1.0)
+        scale = self.launch_scale(p)
         tmem = tmem + cute.arch.make_warp_uniform(thread_index() >> 5) * sm100.WARP_LANES
         state = self.start()
         self.clear_shifts(shared)
@@ -104,8 +104,8 @@ class SoftmaxWarps:
             split = kv_split(segment, share)
             if split.active:
                 rows = partition.rows(segment, self.spec.rows)
-                factor = self.score_factor(shared, state, split)
-                context = SoftmaxContext(shared, tmem, scale * factor, TokenMask(p, rows, segment, self.spec))
+                mask = TokenMask(p, rows, segment, self.spec)
+                context = SoftmaxContext(shared, tmem, self.score_scale(shared, state, split, scale), mask)
                 first = first_tile(segment, split, self.spec.cols)
                 for i in cutlass.range(0, tile_count(split), unroll=1):
                     state = self.step(context, state, (first + i) * self.spec.cols, i > 0)
@@ -128,18 +128,23 @@ class SoftmaxWarps:
         index_phase = ptx.select(tile_count(split) > 0, following.index_phase, state.q.index_phase)
         return self.start()._replace(s=state.s, q=PipelineState(index_phase))
 
+    def launch_scale(self, p: Any) -> Float32:
+        """Returns the scale of all segments' scores, if there is one."""
+        return log2_scale(p, 1.0) if self.spec.q_terms == 1 else Float32(1.0)
+
     @cute.jit
-    def score_factor(self, shared: cutlass.Constexpr, state: SoftmaxState, split: KvSplit) -> Float32:
-        """Returns the factor from products to scores of a segment."""
-        factor = Float32(1.0)
+    def score_scale(
+        self, shared: cutlass.Constexpr, state: SoftmaxState, split: KvSplit, scale: Float32
+    ) -> Float32:
+        """Returns the factor from products to base-2 exponents of a segment."""
         if cutlass.const_expr(self.spec.q_terms > 1):  # noqa: SIM102  (one when tracing, one at run time)
             if split.begin < split.end:
                 ring = shared.ring("q")
                 ring.wait_full(state.q)
-                factor = ptx.ld_shared_f32(shared.scratch("q_factors") + ring.slot(state.q) * 4)
+                scale = ptx.ld_shared_f32(shared.scratch("q_scales") + ring.slot(state.q) * 4)
                 ptx.sync_warp()
                 ring.release(state.q, thread_index() & 31)
-        return factor
+        return scale
 
     @cute.jit
     def clear_shifts(self, shared: cutlass.Constexpr) -> None:
