@@ -108,6 +108,7 @@ class MmaWarp:
         """Starts O^T (+)= V^T P of the tile of V that follows."""
         spec, columns, kv, p = self.spec, self.memory.output_columns, context.shared.ring("kv"), context.shared.ring("p")
         p.wait_full(state.p)
+        sm100.fence_after_sync()  # what softmax has read of tensor memory: these products and the next scores replace it
         descriptor = sm100.instruction_descriptor(
             spec.piece_dim, columns, spec.kv_operand, spec.p_operand, a_mn_major=True, b_mn_major=True
         )
@@ -125,9 +126,7 @@ class MmaWarp:
         return state._replace(kv=ring_state, p=p.next(state.p))
 
     def wait_loaded(self, kv: Any, state: PipelineState) -> None:
-        """Waits for a slot. Copies into it go through the generic proxy, as those of Q by the same threads before. Also
-        orders the products behind what softmax has done with tensor memory.
+        """Waits for a slot. Copies into it go through the generic proxy, as those of Q by the same threads before.
         """
         kv.wait_full(state)
         tma.fence_async()
-        sm100.fence_after_sync()

@@ -177,8 +177,8 @@ class SoftmaxWarps:
         totals = self.add(state.totals, values)
         p.wait_empty(state.p)
         self.store(p.address(state.p), values)
-        tma.fence_async()
         sm100.fence_before_sync()
+        tma.fence_async()
         ptx.sync_warp()
         if thread_index() & 31 == 0:
             tma.barrier_arrive(p.full(state.p))
