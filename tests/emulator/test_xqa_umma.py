@@ -144,9 +144,9 @@ def test_scores_over_fp8_caches(strain: str) -> None:
     if keys is one_above:  # values of one sign, whose errors would add up
         built.arguments["query"][:] = built.query[:] = 1.0
         cache = built.arguments["kv_cache"][1]
-        cache.view(torch.uint8)[:] = torch.where(cache.float().isnan(), math.nan, cache.float().abs()).to(
-            cache.dtype
-        ).view(torch.uint8)
+        cache.view(torch.uint8)[:] = (
+            torch.where(cache.float().isnan(), math.nan, cache.float().abs()).to(cache.dtype).view(torch.uint8)
+        )
         built.values[0] = abs(built.values[0])
     assert solve(rewritten(built, keys, factor), 2, "adversarial") == ""
 

@@ -106,7 +106,12 @@ class MmaWarp:
 
     def output(self, context: MmaContext, state: MmaState, accumulate: Boolean) -> MmaState:
         """Starts O^T (+)= V^T P of the tile of V that follows."""
-        spec, columns, kv, p = self.spec, self.memory.output_columns, context.shared.ring("kv"), context.shared.ring("p")
+        spec, columns, kv, p = (
+            self.spec,
+            self.memory.output_columns,
+            context.shared.ring("kv"),
+            context.shared.ring("p"),
+        )
         p.wait_full(state.p)
         sm100.fence_after_sync()  # what softmax has read of tensor memory: these products and the next scores replace it
         descriptor = sm100.instruction_descriptor(
@@ -126,7 +131,6 @@ class MmaWarp:
         return state._replace(kv=ring_state, p=p.next(state.p))
 
     def wait_loaded(self, kv: Any, state: PipelineState) -> None:
-        """Waits for a slot. Copies into it go through the generic proxy, as those of Q by the same threads before.
-        """
+        """Waits for a slot. Copies into it go through the generic proxy, as those of Q by the same threads before."""
         kv.wait_full(state)
         tma.fence_async()

@@ -133,9 +133,7 @@ class SoftmaxWarps:
         return log2_scale(p, 1.0) if self.spec.q_terms == 1 else Float32(1.0)
 
     @cute.jit
-    def score_scale(
-        self, shared: cutlass.Constexpr, state: SoftmaxState, split: KvSplit, scale: Float32
-    ) -> Float32:
+    def score_scale(self, shared: cutlass.Constexpr, state: SoftmaxState, split: KvSplit, scale: Float32) -> Float32:
         """Returns the factor from products to base-2 exponents of a segment."""
         if cutlass.const_expr(self.spec.q_terms > 1):  # noqa: SIM102  (one when tracing, one at run time)
             if split.begin < split.end:
