@@ -6,8 +6,6 @@ warps 5, 6   producers: K and V
 warp 7       terms of Q, once per segment
 """
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32

@@ -106,14 +106,11 @@ class MmaWarp:
 
     def output(self, context: MmaContext, state: MmaState, accumulate: Boolean) -> MmaState:
         """Starts O^T (+)= V^T P of the tile of V that follows."""
-        spec, columns, kv, p = (
-            self.spec,
-            self.memory.output_columns,
-            context.shared.ring("kv"),
-            context.shared.ring("p"),
-        )
+        spec, columns = self.spec, self.memory.output_columns
+        kv, p = context.shared.ring("kv"), context.shared.ring("p")
         p.wait_full(state.p)
-        sm100.fence_after_sync()  # what softmax has read of tensor memory: these products and the next scores replace it
+        # Behind what softmax has read of tensor memory, which this product and the next scores replace.
+        sm100.fence_after_sync()
         descriptor = sm100.instruction_descriptor(
             spec.piece_dim, columns, spec.kv_operand, spec.p_operand, a_mn_major=True, b_mn_major=True
         )

@@ -21,7 +21,7 @@ from cute_attn.kernels.xqa.parts.scales import log2_scale
 from cute_attn.kernels.xqa.umma.operands import e4m3_terms, in_lines
 from cute_attn.kernels.xqa.umma.smem import UmmaMemory
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
-from cute_attn.kernels.xqa.umma.work import UmmaShared, tile_count
+from cute_attn.kernels.xqa.umma.work import tile_count
 
 LANE_ITEMS = 8  # of q, 16 bytes, that a lane converts at once
 LOADS = 4  # in flight

@@ -1,7 +1,8 @@
 """Softmax warps: a token per thread, query rows are the columns of S^T. They also write the output of a segment.
 
 Columns have anchors that trail their maxima, as in the other kernels: a tile is searched for maxima only where a score
-exceeds an anchor by 2^SLACK (`blocks.softmax`), or where some column has seen no token yet. Most tiles need one vote of all warps.
+exceeds an anchor by 2^SLACK (`blocks.softmax`), or where some column has seen no token yet. Most tiles need one vote of
+all warps.
 """
 
 from dataclasses import dataclass
@@ -35,8 +36,8 @@ HELD_ROWS = 32  # up to which a thread holds all anchors in registers
 
 
 class SoftmaxState(NamedTuple):
-    """Pipeline states, this thread's sums per column, negated anchors of up to `HELD_ROWS` columns, whether the column of
-    this thread's number has no anchor yet, and whether any has none.
+    """Pipeline states, this thread's sums per column, negated anchors of up to `HELD_ROWS` columns, whether the column
+    of this thread's number has no anchor yet, and whether any has none.
 
     Rings of one slot move on with a ring of two: their states take no registers.
     """

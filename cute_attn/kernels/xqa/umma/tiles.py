@@ -34,6 +34,6 @@ def choose(
 
 
 def max_rows(q_dtype: str, kv_dtype: str, head_dim: int) -> int:
-    """Most rows of a CTA. fp16 q over keys of 8 bits is three operands, whose scores of 64 rows exceed tensor memory."""
+    """Most rows of a CTA. fp16 q over keys of 8 bits has three terms, whose scores of 64 rows exceed tensor memory."""
     most = MAX_ROWS[head_dim]
     return min(most, 32) if kv_dtype and q_dtype == "float16" else most
