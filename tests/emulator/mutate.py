@@ -407,7 +407,7 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
         (
             "fence removed",
             arrives_at(ring, "fence.proxy.async", r"fence\."),
-            "the MMA warp fences between its waits for Q or P and for K or V, and their product, as it must for copies: "
+            "the MMA warp fences between its waits for Q or P and for K or V, and the product, as it must for copies: "
             "a proxy fence on the path between write and read is enough",
         )
         for ring in (P_FULL, Q_FULL)

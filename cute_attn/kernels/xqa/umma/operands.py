@@ -32,7 +32,7 @@ def e4m3_terms(values: Sequence[Float32], terms: int) -> list[Int32]:
     """
     rest, words = [ptx.pack_16("float16", *values[i : i + 2]) for i in (0, 2)], []
     for term in range(terms):
-        words.append(ptx.e4m3_of_f16(*rest))
+        words.append(ptx.e4m3_of_f16(rest[0], rest[1]))
         if term < terms - 1:
             rounded = ptx.e4m3x4_to_f16(words[-1], native=True)
             rest = [ptx.subtract_f16(x, y) for x, y in zip(rest, rounded, strict=True)]
@@ -72,9 +72,9 @@ class E5m2Probabilities(Probabilities):
         """Returns the terms of four probabilities, a word each."""
         rest, words = [ptx.pack_16("float16", *p[i : i + 2]) for i in (0, 2)], []
         for _ in range(self.spec.p_terms - 1):
-            words.append(ptx.permute(*rest, UPPER_OF_TWO))
+            words.append(ptx.permute(rest[0], rest[1], UPPER_OF_TWO))
             rest = [ptx.subtract_f16(x, x & Int32(UPPER_BYTES)) for x in rest]
-        return [*words, ptx.e5m2_of_f16(*rest)]
+        return [*words, ptx.e5m2_of_f16(rest[0], rest[1])]
 
 
 def probabilities(spec: XqaUmmaSpec) -> Probabilities:
