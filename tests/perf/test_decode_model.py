@@ -233,7 +233,7 @@ def _is_consistent(row: Mapping[str, Any]) -> None:
         flops = {"mma.sync": 4096 * products, "tcgen05": 0}
         assert "other" not in row["units"]
     assert checks["ex2"][0] == checks["ex2"][1]
-    assert checks["matrix"] == pytest.approx([products, products], abs=5e-4)
+    assert checks["matrix"] == pytest.approx([products, products], abs=6e-4)  # of three decimals
     assert row["flops"] == flops
     assert checks["agreement"] > 0.95
     assert row["same_code_as_the_dsl"]
