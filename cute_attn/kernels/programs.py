@@ -48,7 +48,7 @@ def _fa2_program(spec: Fa2Spec, arch: str) -> Program:
 
 
 def _xqa_umma_program(spec: XqaUmmaSpec, arch: str) -> Program:
-    if spec.staged:
+    if spec.kv_bits == 8:
         from cute_attn.kernels.xqa.umma.fp8 import Fp8UmmaProgram
 
         return Fp8UmmaProgram(spec, arch)

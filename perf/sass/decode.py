@@ -25,6 +25,7 @@ FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 SCALE_BLOCK = 16  # elements of NVFP4 that share a scale, of one byte
 PAGE = 16
 WORKSPACE_BYTES = 64  # too few for anything: launches then use memory of their own, as the emulator sees it
+FP8_TERMS = 5  # of Q and P in e4m3 and e5m2, which stand for bf16
 MIN_COLUMNS = 16  # of a matrix instruction of tcgen05 with 128 rows
 
 
@@ -98,12 +99,14 @@ def subject(case: Decode, found: Kernel, requests: int = 1, roles: Roles | None 
 
 def work(case: Decode, ptx: str) -> Work:
     """Returns what the instructions of a token and kv head do not tell: the copies of TMA into shared memory, and with
-    tcgen05, whose operand of 128 tokens is in shared memory, its reads and its operations."""
+    tcgen05, whose operand of 128 tokens is in shared memory, its reads and its operations. Operands of 8 bits count as
+    half: over keys of 8 bits, K Q^T has two columns of them per row, and V^T P three."""
     copied = case.token_bytes if "cp.async.bulk" in ptx else 0
     if "tcgen05.mma" not in ptx:
         return Work("token and kv head", 0, copied)
     columns = -(-case.rows // MIN_COLUMNS) * MIN_COLUMNS
-    return Work("token and kv head", 4 * case.head_dim * columns, copied + case.token_bytes)
+    products = 2 if KV_BITS[case.kv_dtype] == 16 else FP8_TERMS / 2
+    return Work("token and kv head", 2 * case.head_dim * columns * products, copied + case.token_bytes)
 
 
 class Executions:

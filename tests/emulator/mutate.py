@@ -32,20 +32,15 @@ from cute_attn.emulator import EmulatorError, Schedule, using
 from tests.emulator.mutations import (
     ACCUMULATES,
     MUTATIONS,
-    O_EMPTY,
     P_FULL,
     Q_FULL,
-    S_EMPTY,
     WAIT,
     Mutant,
     applied,
     arrives_at,
-    clears_outputs,
-    ends_segment,
     mutants,
     sites,
-    starts_scores,
-    waits_at,
+    waits_for_copied_queries,
 )
 from tests.emulator.patched import sharing
 from tests.support import batch_case, fp8_case
@@ -200,6 +195,16 @@ PROBLEMS = {
             batch_decode((300, 5, 0, 700), **heads(20, 1), **dims(64)),
             batch_decode((1500, 5, 0, 1200), sm_scale=2.0, **heads(20, 1), **dims(64)),
             batch_decode(MANY, **heads(20, 1), **dims(64)),
+        ),
+    ),
+    "decode umma fp8": Problems(
+        "sm_100a",
+        "xqa",
+        3,
+        (
+            batch_decode((300, 5, 0, 700), kv_dtype=E4M3, **heads(20, 1), **dims(64)),
+            batch_decode((1500, 5, 0, 1200), kv_dtype=E4M3, sm_scale=2.0, **heads(20, 1), **dims(64)),
+            batch_decode(MANY, kv_dtype=E4M3, **heads(20, 1), **dims(64)),
         ),
     ),
 }
@@ -393,55 +398,20 @@ EQUIVALENT: tuple[tuple[str, Callable[[str, Mutant], bool], str], ...] = (
         "at the end no operation is outstanding: fences and waits of the last hand-overs have ordered all before the "
         "deallocation, which is not asynchronous",
     ),
-    *(
-        (
-            mutation,
-            lambda ptx, mutant, pattern=pattern: clears_outputs(ptx, sites(ptx, pattern)[mutant.site], mutant),
-            "the warps that clear O^T hand over P, with fences, before the first product that writes O^T",
-        )
-        for mutation, pattern in (
-            ("barrier removed", r"bar(?:rier)?(?:\.cta)?\.sync(?!\.)"),
-            ("tensor memory fence removed", r"tcgen05\.fence"),
-        )
-    ),
-    (
-        "barrier removed",
-        ends_segment,
-        "the next segment writes what the merge reads (outputs, statistics, ticket) behind the barrier of its sums",
-    ),
-    (
-        "tensor memory fence removed",
-        starts_scores,
-        "the MMA warp has fenced behind its wait for a P that follows the release of these scores",
-    ),
     (
         "mbarrier wait removed",
-        waits_at(Q_FULL),
+        waits_for_copied_queries,
         "the threads that copy Q copy the first K behind it, and copies arrive when all earlier ones of the thread are "
         "complete: who waits for that K has Q",
     ),
-    (
-        "mbarrier wait removed",
-        waits_at(S_EMPTY),
-        "softmax releases the scores of a tile before it arrives with P, and the MMA warp has waited for P of the tile "
-        "two before, or of the last one of the segment before",
-    ),
-    (
-        "mbarrier wait removed",
-        waits_at(O_EMPTY),
-        "softmax warps read O^T of a segment before they arrive with P of the next, for which its first product waits",
-    ),
-    (
-        "tensor memory fence removed",
-        arrives_at(O_EMPTY, "before_thread_sync", r"tcgen05\.fence"),
-        "the next product that writes O^T waits for P, before which the same warps fence again; the end of the kernel "
-        "has its own",
-    ),
-    (
-        "fence removed",
-        arrives_at(P_FULL, "fence.proxy.async", r"fence\."),
-        "the MMA warp fences between its waits for P and V and their product, as it must for the copies of V: a proxy "
-        "fence on the path between write and read is enough",
+    *(
+        (
+            "fence removed",
+            arrives_at(ring, "fence.proxy.async", r"fence\."),
+            "the MMA warp fences between its waits for Q or P and for K or V, and the product, as it must for copies: "
+            "a proxy fence on the path between write and read is enough",
+        )
+        for ring in (P_FULL, Q_FULL)
     ),
 )
 

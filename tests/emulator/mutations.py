@@ -94,7 +94,7 @@ MUTATIONS: tuple[tuple[str, str, Callable[[str], str]], ...] = (
     ("instruction descriptor with another N", INSTRUCTION, _flipped(17)),
     ("instruction descriptor with another M", INSTRUCTION, _flipped(24)),
     ("instruction descriptor with another order of B", INSTRUCTION, _flipped(16)),
-    ("matrix descriptor with another stride", r"mov\.b64 %\w+, \{%\w+, 1073\d+\}", _flipped(5)),
+    ("matrix descriptor with another stride", r"mov\.b64 %\w+, \{%\w+, (?:1073|2147)\d+\}", _flipped(5)),
     ("deallocation removed", r"tcgen05\.dealloc", _removed),
 )
 
@@ -134,27 +134,24 @@ def applied(mutant: Mutant, ptx: str) -> str:
 # --- places in decode on tcgen05 --------------------------------------------------------------------------------------
 
 UMMA = "cute_attn_xqa_umma"
-# Barriers of decode on tcgen05 over 16-bit caches, from the last one that is initialised.
-O_EMPTY, S_EMPTY, P_FULL, Q_FULL = -1, -5, -8, -12
+# Barriers of decode on tcgen05 from the last one that is initialised: of the first slots.
+P_FULL, Q_FULL = -5, -9
+COPIED = "64"  # arrivals where the producers' copies fill a slot
 
 
-def at_barrier(ptx: str, register: str, which: int) -> bool:
+def at_barrier(ptx: str, register: str, which: int, arrivals: str = "") -> bool:
     """Whether a register has the address of a barrier of decode on tcgen05, or of the first slot of its ring and the
-    distance to another one, in a kernel whose producers' copies fill the rings of K and V and of Q alike.
+    distance to another one, in a kernel where it takes so many arrivals, if that matters.
     """
     inits = re.findall(r"add\.s32\s+%r\d+, %r\d+, (\d+);\s*(?://.*\s*)?mbarrier\.init\S+ \[%r\d+\], (\d+);", ptx)
     found = re.findall(rf"add\.s32\s+{re.escape(register)}, %r\d+, (\d+);", ptx)
-    return len(inits) >= -Q_FULL and inits[Q_FULL][1] == inits[0][1] == "64" and found == [inits[which][0]]
+    return len(inits) >= -Q_FULL and found == [inits[which][0]] and arrivals in ("", inits[which][1])
 
 
-def waits_at(which: int) -> Callable[[str, Mutant], bool]:
-    """Whether a warp of decode on tcgen05 waits at a barrier."""
-
-    def applies(ptx: str, mutant: Mutant) -> bool:
-        register = re.search(r"\[(%r\d+)\]", mutant.text)
-        return mutant.kernel.startswith(UMMA) and register is not None and at_barrier(ptx, register[1], which)
-
-    return applies
+def waits_for_copied_queries(ptx: str, mutant: Mutant) -> bool:
+    """Whether a warp of decode on tcgen05 waits for Q that the producers copy."""
+    register = re.search(r"\[(%r\d+)\]", mutant.text)
+    return mutant.kernel.startswith(UMMA) and register is not None and at_barrier(ptx, register[1], Q_FULL, COPIED)
 
 
 def arrives_at(which: int, fence: str, pattern: str) -> Callable[[str, Mutant], bool]:
@@ -168,26 +165,3 @@ def arrives_at(which: int, fence: str, pattern: str) -> Callable[[str, Mutant], 
         return bool(arrival) and at_barrier(ptx, arrival[1], which)
 
     return applies
-
-
-def starts_scores(ptx: str, mutant: Mutant) -> bool:
-    """Whether a fence of decode on tcgen05 is behind waits for a free slot of scores and for K."""
-    place = sites(ptx, r"tcgen05\.fence")[mutant.site]
-    waits = [wait for wait in sites(ptx, WAIT) if wait.start() < place.start()][-2:]
-    registers = [re.search(r"\[(%r\d+)\]", wait.group()) for wait in waits]
-    first = registers[0] if registers else None
-    behind = len(waits) == 2 and not re.search(r"tcgen05|mbarrier\.arrive", ptx[waits[0].end() : place.start()])
-    return mutant.kernel.startswith(UMMA) and behind and first is not None and at_barrier(ptx, first[1], S_EMPTY)
-
-
-def ends_segment(ptx: str, mutant: Mutant) -> bool:
-    """Whether a barrier is the last one of the softmax warps of decode on tcgen05."""
-    barriers = sites(ptx, r"bar(?:rier)?(?:\.cta)?\.sync(?!\.)")
-    last = max((i for i, barrier in enumerate(barriers) if barrier.group().endswith(", 128;")), default=-1)
-    return mutant.kernel.startswith(UMMA) and mutant.site == last
-
-
-def clears_outputs(ptx: str, place: re.Match[str], mutant: Mutant) -> bool:
-    """Whether a place in decode on tcgen05 is between the zeros for O^T and the start of the roles."""
-    zeros = ptx.find("tcgen05.st")
-    return mutant.kernel.startswith(UMMA) and 0 <= zeros < place.start() < ptx.find("griddepcontrol.wait")

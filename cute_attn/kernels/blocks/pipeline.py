@@ -32,10 +32,11 @@ class Ring:
     barriers: Int32
 
     def initialise(self, writers: int, readers: int) -> None:
-        """Initialises the barriers with their numbers of arrivals."""
+        """Initialises the barriers with their numbers of arrivals; those at which nobody arrives are not used."""
         for i in range(self.stages):
-            tma.barrier_init(self.barriers + Int32(8 * i), writers)
-            tma.barrier_init(self.barriers + Int32(8 * (self.stages + i)), readers)
+            for barrier, arrivals in ((i, writers), (self.stages + i, readers)):
+                if arrivals:
+                    tma.barrier_init(self.barriers + Int32(8 * barrier), arrivals)
 
     def slot(self, state: PipelineState) -> Int32:
         if self.stages & (self.stages - 1) == 0:

@@ -145,6 +145,10 @@ def st_shared_v4(address: Int32, offset: int, values: Sequence[Int32]) -> None:
     asm(f"st.shared.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};", [], [address, *values])
 
 
+def st_shared_v2(address: Int32, offset: int, values: Sequence[Int32]) -> None:
+    asm(f"st.shared.v2.b32 [$0+{offset}], {{$1, $2}};", [], [address, *values])
+
+
 def ld_shared_f32(address: Int32, offset: int = 0) -> Float32:
     return asm(f"ld.shared.f32 $0, [$1+{offset}];", [Float32], [address])
 
@@ -407,6 +411,26 @@ def pack_e4m3(values: Sequence[Float32]) -> Int32:
         "mov.b32 $0, {l, h};}"
     )
     return asm(text, [Int32], values, pure=True)
+
+
+def _narrowed(kind: str, low: Int32, high: Int32) -> Int32:
+    text = f"cvt.rn.satfinite.{kind}x2.f16x2 l, $1; cvt.rn.satfinite.{kind}x2.f16x2 h, $2;"
+    return asm(f"{{.reg .b16 l, h; {text} mov.b32 $0, {{l, h}};}}", [Int32], [low, high], pure=True)
+
+
+def e4m3_of_f16(low: Int32, high: Int32) -> Int32:
+    """Rounds two fp16 pairs to nearest even; values beyond 448 become 448 (sm_89 and later)."""
+    return _narrowed("e4m3", low, high)
+
+
+def e5m2_of_f16(low: Int32, high: Int32) -> Int32:
+    """Rounds two fp16 pairs to nearest even; values beyond 57344 become 57344 (sm_89 and later)."""
+    return _narrowed("e5m2", low, high)
+
+
+def subtract_f16(a: Int32, b: Int32) -> Int32:
+    """Subtracts fp16 pairs."""
+    return asm("sub.rn.f16x2 $0, $1, $2;", [Int32], [a, b], pure=True)
 
 
 def e2m1x8_to_16(dtype: str, word: Int32) -> list[Int32]:

@@ -15,8 +15,7 @@ TMEM_COLUMNS = 512
 LANE_SHIFT = 16
 WARP_LANES = 32 << LANE_SHIFT  # from the lanes of a warp to those of the next
 
-# Upper word of a matrix descriptor: 128-byte swizzle, version 1, 1024 bytes between blocks of eight lines.
-_DESCRIPTOR_HIGH = 2 << 29 | 1 << 14 | 1024 >> 4
+_SWIZZLE = {128: 2, 64: 4}  # by bytes of a line
 _OPERAND_TYPE = {"float16": 0, "bfloat16": 1, "float8_e4m3fn": 0, "float8_e5m2": 1}
 
 
@@ -31,13 +30,15 @@ def instruction_descriptor(
     return 1 << 4 | types | int(a_mn_major) << 15 | int(b_mn_major) << 16 | n >> 3 << 17 | m >> 4 << 24
 
 
-def matrix_descriptor(address: Int32, leading_bytes: int = 16) -> Int64:
-    """Returns the descriptor of an operand in shared memory, in lines of 128 bytes; adding bytes / 16 moves its start.
+def matrix_descriptor(address: Int32, leading_bytes: int = 16, line: int = 128) -> Int64:
+    """Returns the descriptor of an operand in shared memory, in swizzled lines of 128 or 64 bytes; adding bytes / 16
+    moves its start.
 
     `leading_bytes`: of an MN-major operand, from one column of lines to the next.
     """
     low = (address >> 4) | Int32(leading_bytes >> 4 << 16)
-    return asm(f"mov.b64 $0, {{$1, {_DESCRIPTOR_HIGH}}};", [Int64], [low], pure=True)
+    high = _SWIZZLE[line] << 29 | 1 << 14 | 8 * line >> 4  # version 1, bytes between blocks of eight lines
+    return asm(f"mov.b64 $0, {{$1, {high}}};", [Int64], [low], pure=True)
 
 
 def kind_of(dtype: str) -> str:

@@ -8,7 +8,7 @@ head dims are the M of the products, packed rows their N. A CTA has one ring of 
     warps 5, 6   producers: cp.async by token (`producer_warps`)
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -19,7 +19,7 @@ from cute_attn.kernels.blocks.roles import WarpRole, empty_arrivals, full_arriva
 from cute_attn.kernels.blocks.scalars import zeros
 from cute_attn.kernels.xqa.kernel import XqaParams
 from cute_attn.kernels.xqa.umma.mma_warp import MmaWarp
-from cute_attn.kernels.xqa.umma.producer_warps import ProducerWarps
+from cute_attn.kernels.xqa.umma.producer_warps import ProducerWarps, QkvProducerWarps
 from cute_attn.kernels.xqa.umma.smem import SOFTMAX_WARPS, UmmaMemory
 from cute_attn.kernels.xqa.umma.softmax_warps import SoftmaxWarps
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
@@ -33,13 +33,14 @@ class XqaUmmaProgram:
     """The decode kernel of one spec."""
 
     params = XqaParams
+    producers: ClassVar[type[ProducerWarps]] = QkvProducerWarps
 
     def __init__(self, spec: XqaUmmaSpec, arch: str) -> None:
         self.spec = spec
         self.memory = UmmaMemory(spec)
         self.softmax = SoftmaxWarps(spec, self.memory)
         self.mma = MmaWarp(spec, self.memory)
-        self.producer = ProducerWarps(spec, self.memory)
+        self.producer = self.producers(spec, self.memory)
         self.block = (32 * self.warps, 1, 1)
         self.smem_bytes = self.memory.bytes
 
@@ -88,7 +89,12 @@ class XqaUmmaProgram:
         elif warp == MMA_WARP:
             self.mma.run(params, shared, tmem)
         else:
-            self.producer.run(params, shared, thread - Int32(32 * PRODUCER_WARP))
+            self.run_others(params, shared, thread)
+
+    @cute.jit
+    def run_others(self, params: XqaParams, shared: cutlass.Constexpr, thread: Int32) -> None:
+        """Runs the warps from `PRODUCER_WARP`."""
+        self.producer.run(params, shared, thread - Int32(32 * PRODUCER_WARP))
 
     @cute.jit
     def prepare(self, shared: cutlass.Constexpr, thread: Int32, warp: Int32) -> None:
@@ -107,11 +113,10 @@ class XqaUmmaProgram:
 
     @cute.jit
     def clear_outputs(self, shared: cutlass.Constexpr, warp: Int32) -> None:
-        """Writes lanes of O^T that no product writes, but that are loaded with the others."""
+        """Writes lanes of O^T that no product writes, but that are loaded with the others by the same warps."""
         if warp < SOFTMAX_WARPS:
             at = ptx.ld_shared_b32(shared.scratch("tmem")) + warp * sm100.WARP_LANES
-            sm100.store_columns(at, self.memory.output_column, [Float32(0.0) for _ in range(self.spec.rows)])
+            zeros = [Float32(0.0) for _ in range(self.spec.rows)]
+            for term in cutlass.range_constexpr(self.spec.p_terms):
+                sm100.store_columns(at, self.memory.output_column + term * self.spec.rows, zeros)
             sm100.wait_stores()
-        sm100.fence_before_sync()
-        ptx.sync_threads()
-        sm100.fence_after_sync()

@@ -1,9 +1,12 @@
 """Warp of the products, with the operands swapped: tokens or head dims are the M of a product, query rows its N.
 
-    S^T [128 tokens, rows] = K Q^T        A: K as stored, K-major; B: Q
-    O^T [dims, rows]      += V^T P        A: V as stored, MN-major; B: P with a line per token, MN-major
+    S^T [128 tokens, terms of rows] = K Q^T        A: K as stored, K-major; B: Q
+    O^T [dims, terms of rows]      += V^T P        A: V as stored, MN-major; B: P with lines per token, MN-major
 
 S^T of a tile is started before O^T of the tile before, so that it is ready when softmax is.
+
+A slot of scores needs no barrier of its own to be free again: P of its tile is full, for which the product before has
+waited. Nor do the outputs: P of the first tile of a segment follows the end of the segment before.
 """
 
 from dataclasses import dataclass
@@ -18,12 +21,11 @@ from cute_attn.kernels.blocks.pipeline import PipelineState, start
 from cute_attn.kernels.blocks.roles import WarpRole
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.xqa.parts.partition import Partition, kv_split
-from cute_attn.kernels.xqa.umma.smem import ITEM_BYTES, UmmaMemory
+from cute_attn.kernels.xqa.umma.smem import UmmaMemory
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.kernels.xqa.umma.work import UmmaShared, tile_count
 
 STEP_BYTES = 32  # of an operand's row per instruction
-STEP_ITEMS = STEP_BYTES // ITEM_BYTES
 
 
 class MmaState(NamedTuple):
@@ -51,8 +53,8 @@ class MmaWarp:
 
     def __init__(self, spec: XqaUmmaSpec, memory: UmmaMemory) -> None:
         self.spec, self.memory = spec, memory
-        normalized = ("normalized",) if spec.normalizes_q else ()
-        self.role = WarpRole("MMA", 1, fills={"s": 1, "o": 1}, reads=("kv", "q", "p", *normalized))
+        self.kind = sm100.kind_of(spec.kv_operand)
+        self.role = WarpRole("MMA", 1, fills={"s": 1, "o": 1}, reads=("kv", "q", "p"))
 
     @cute.jit
     def run(self, p: Any, shared: cutlass.Constexpr, tmem: Int32) -> None:
@@ -71,9 +73,8 @@ class MmaWarp:
     def run_split(self, context: cutlass.Constexpr, state: MmaState, count: Int32) -> MmaState:
         """Starts all products of a split; each has its own Q and its own O."""
         q, o = context.shared.ring("q"), context.shared.ring("o")
-        self.wait_queries(context, state.q)
+        q.wait_full(state.q)
         state = self.scores(context, state)
-        o.wait_empty(state.o)
         for i in cutlass.range(1, count, unroll=1):
             state = self.scores(context, state)
             state = self.output(context, state, i > 1)
@@ -82,30 +83,22 @@ class MmaWarp:
         context.commit(o.full(state.o))
         return state._replace(q=q.next(state.q), o=o.next(state.o))
 
-    def wait_queries(self, context: MmaContext, q: PipelineState) -> None:
-        if self.spec.normalizes_q:
-            normalized = context.shared.ring("normalized")
-            normalized.wait_full(q)
-            normalized.release(q, cute.arch.thread_idx()[0] & 31)
-        else:
-            context.shared.ring("q").wait_full(q)
-
     def scores(self, context: MmaContext, state: MmaState) -> MmaState:
         """Starts S^T of the next tile of K."""
-        spec, (kv, q, s) = self.spec, (context.shared.ring(name) for name in ("kv", "q", "s"))
-        s.wait_empty(state.s)
-        descriptor = sm100.instruction_descriptor(spec.cols, spec.rows, spec.operand, spec.operand)
-        target = context.tmem + s.slot(state.s) * spec.rows
-        ring_state = state.kv
+        spec, columns, line = self.spec, self.memory.score_columns, self.spec.line
+        kv, q, s = (context.shared.ring(name) for name in ("kv", "q", "s"))
+        descriptor = sm100.instruction_descriptor(spec.cols, columns, spec.kv_operand, spec.q_operand)
+        target = context.tmem + s.slot(state.s) * columns
+        piece_bytes, ring_state = spec.piece_dim * spec.item_bytes, state.kv
         for piece in range(spec.pieces):
             self.wait_loaded(kv, ring_state)
             steps = []
-            for step in range(spec.piece_dim // STEP_ITEMS):
-                column, within = step * STEP_BYTES // LINE, step * STEP_BYTES % LINE
-                q_column = piece * spec.piece_dim * ITEM_BYTES // LINE + column
-                steps.append((column * spec.cols * LINE + within, q_column * spec.rows * LINE + within))
-            a, b = (sm100.matrix_descriptor(x) for x in (kv.address(ring_state), q.address(state.q)))
-            sm100.mma_smem("f16", target, a, b, descriptor, steps, context.elected, accumulate=piece > 0)
+            for step in range(0, piece_bytes, STEP_BYTES):
+                column, within = step // line, step % line
+                q_column = piece * piece_bytes // line + column
+                steps.append((column * spec.cols * line + within, q_column * columns * line + within))
+            a, b = (sm100.matrix_descriptor(x, line=line) for x in (kv.address(ring_state), q.address(state.q)))
+            sm100.mma_smem(self.kind, target, a, b, descriptor, steps, context.elected, accumulate=piece > 0)
             context.commit(kv.empty(ring_state))
             ring_state = kv.next(ring_state)
         context.commit(s.full(state.s))
@@ -113,27 +106,28 @@ class MmaWarp:
 
     def output(self, context: MmaContext, state: MmaState, accumulate: Boolean) -> MmaState:
         """Starts O^T (+)= V^T P of the tile of V that follows."""
-        spec, kv, p = self.spec, context.shared.ring("kv"), context.shared.ring("p")
+        spec, columns = self.spec, self.memory.output_columns
+        kv, p = context.shared.ring("kv"), context.shared.ring("p")
         p.wait_full(state.p)
+        # Behind what softmax has read of tensor memory, which this product and the next scores replace.
+        sm100.fence_after_sync()
         descriptor = sm100.instruction_descriptor(
-            spec.piece_dim, spec.rows, spec.operand, spec.operand, a_mn_major=True, b_mn_major=True
+            spec.piece_dim, columns, spec.kv_operand, spec.p_operand, a_mn_major=True, b_mn_major=True
         )
-        steps = [(i * LINE, i * LINE) for i in range(0, spec.cols, STEP_ITEMS)]
+        steps = [(i * spec.line, i * LINE) for i in range(0, spec.cols, STEP_BYTES // spec.item_bytes)]
         ring_state = state.kv
         for piece in range(spec.pieces):
             self.wait_loaded(kv, ring_state)
-            target = context.tmem + Int32(self.memory.output_column + piece * spec.rows)
-            a, b = (sm100.matrix_descriptor(x, spec.cols * LINE) for x in (kv.address(ring_state), p.address(state.p)))
-            sm100.mma_smem("f16", target, a, b, descriptor, steps, context.elected, accumulate=accumulate)
+            target = context.tmem + Int32(self.memory.output_column + piece * columns)
+            a = sm100.matrix_descriptor(kv.address(ring_state), spec.cols * spec.line, spec.line)
+            b = sm100.matrix_descriptor(p.address(state.p), spec.cols * LINE)
+            sm100.mma_smem(self.kind, target, a, b, descriptor, steps, context.elected, accumulate=accumulate)
             context.commit(kv.empty(ring_state))
             ring_state = kv.next(ring_state)
         context.commit(p.empty(state.p))
         return state._replace(kv=ring_state, p=p.next(state.p))
 
     def wait_loaded(self, kv: Any, state: PipelineState) -> None:
-        """Waits for a slot. Copies into it go through the generic proxy, as those of Q did before them. Also orders the
-        products behind what softmax has done with tensor memory.
-        """
+        """Waits for a slot. Copies into it go through the generic proxy, as those of Q by the same threads before."""
         kv.wait_full(state)
         tma.fence_async()
-        sm100.fence_after_sync()

@@ -1,4 +1,4 @@
-"""Producer warps: Q of a segment, then its K and V by token, with cp.async.
+"""Producer warps: K and V of a segment by token, with cp.async; before them Q, where it has the dtype of K and V.
 
 The copies themselves arrive at the full barriers. They write through the generic proxy, and the products read through
 the async proxy: the MMA warp fences between its wait and its products.
@@ -15,17 +15,15 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, start
 from cute_attn.kernels.blocks.roles import WarpRole
 from cute_attn.kernels.blocks.rows import Divisor, PackedRows
-from cute_attn.kernels.blocks.smem import CHUNK, swizzled
-from cute_attn.kernels.formats import LINE
+from cute_attn.kernels.blocks.smem import CHUNK
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.partition import Partition, Segment, kv_split
-from cute_attn.kernels.xqa.umma.smem import ITEM_BYTES, UmmaMemory
+from cute_attn.kernels.xqa.umma.operands import in_lines
+from cute_attn.kernels.xqa.umma.smem import UmmaMemory
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.kernels.xqa.umma.work import first_tile, tile_count
 
 WARPS = 2  # with the others no more than eight, which leaves 255 registers for a thread
-LINE_CHUNKS = LINE // CHUNK
-PASS_ROWS = 32 // LINE_CHUNKS  # rows that a warp copies at once, eight lanes each
 
 
 class TokenPages(NamedTuple):
@@ -37,54 +35,34 @@ class TokenPages(NamedTuple):
 
 @dataclass(frozen=True)
 class OperandLines:
-    """Slot of 16-bit rows as the products read them: columns of lines of all rows, swizzled."""
+    """Rows of a slot as the products read them: columns of lines of all rows, swizzled. A lane copies a chunk of each
+    line, `lanes` of them a row.
+    """
 
     spec: XqaUmmaSpec
-    lanes: ClassVar[int] = LINE_CHUNKS  # that copy a row together, a chunk each
-    pitch: ClassVar[int] = LINE  # between rows
 
     @property
-    def lines(self) -> int:
-        """Lines of a row."""
-        return self.spec.piece_dim * ITEM_BYTES // LINE
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return self.spec.piece_dim * ITEM_BYTES
-
-    def offset(self, row: Int32, chunk: Int32) -> Int32:
-        return swizzled(row, chunk, LINE)
-
-    def flipped(self, rows: int) -> int:
-        """Bits of an offset that differ `rows` rows later, a multiple of four, besides the pitch."""
-        return PASS_ROWS * CHUNK if rows // PASS_ROWS % 2 else 0
-
-
-@dataclass(frozen=True)
-class StagedRows:
-    """Slot of 8-bit rows, one behind the other."""
-
-    spec: XqaUmmaSpec
-    lines: ClassVar[int] = 1
+    def line(self) -> int:
+        return self.spec.line
 
     @property
     def lanes(self) -> int:
-        return self.pitch // CHUNK
+        return self.line // CHUNK
 
     @property
-    def pitch(self) -> int:
-        return self.spec.piece_dim
+    def rows(self) -> int:
+        """Rows that a warp copies at once."""
+        return 32 // self.lanes
 
     @property
-    def row_bytes(self) -> int:
-        return self.spec.piece_dim
+    def piece_bytes(self) -> int:
+        return self.spec.piece_dim * self.spec.item_bytes
 
-    def offset(self, row: Int32, chunk: Int32) -> Int32:
-        return row * self.pitch + chunk * CHUNK
-
-    def flipped(self, rows: int) -> int:
-        return 0
+    def flipped(self, row: int) -> int:
+        """Bits of an offset that differ `row` rows later, a multiple of `rows`, besides the distance of lines. The
+        swizzle repeats after eight rows.
+        """
+        return self.rows * CHUNK if row % 8 else 0
 
 
 @dataclass(frozen=True)
@@ -99,7 +77,6 @@ class TokenRows:
     table: Int64  # page ids of the request
     head: Int32
     thread: Int32  # of the producer warps
-    layout: OperandLines | StagedRows
 
     @property
     def warp_rows(self) -> int:
@@ -120,7 +97,7 @@ class TokenRows:
 
     def copy(self, operand: str, piece: int, tile: Int32, pages: TokenPages, slot: Int32) -> None:
         """Copies the warp's rows of a piece of K or V to a slot."""
-        p, request, lane, layout = self.p, self.segment.request, self.thread & 31, self.layout
+        p, request, lane, layout = self.p, self.segment.request, self.thread & 31, OperandLines(self.spec)
         head_stride, page_stride, stride = (getattr(p, f"{operand}_stride_{name}") for name in ("h", "page", "n"))
         row, chunk = lane // layout.lanes, lane % layout.lanes
         first = (self.thread >> 5) * self.warp_rows + row
@@ -128,23 +105,24 @@ class TokenRows:
         places = [page * page_stride + offset * stride for page, offset in zip(pages.pages, pages.offsets, strict=True)]
         token = tile * self.spec.cols + first - request.first_token
         length = request.kv_len - request.first_token
-        target = slot + layout.offset(first, chunk)
-        for i in range(0, self.warp_rows, 32 // layout.lanes):
+        target = slot + in_lines(first, chunk, layout.line)
+        for i in range(0, self.warp_rows, layout.rows):
             source = isa.mad_wide(isa.shuffle(places[i // 32], row + i % 32), Int32(CHUNK), start)
             size = ptx.select(isa.less_unsigned(token + i, length), Int32(CHUNK), Int32(0))
             shared = target ^ Int32(layout.flipped(i)) if layout.flipped(i) else target
-            for line in range(layout.lines):
-                offset = piece * layout.row_bytes + line * LINE
-                ptx.cp_async_16(shared, line * self.spec.cols * LINE + i * layout.pitch, source, offset, size)
+            for within in range(0, layout.piece_bytes, layout.line):
+                offset = piece * layout.piece_bytes + within
+                ptx.cp_async_16(shared, within * self.spec.cols + i * layout.line, source, offset, size)
 
 
 class ProducerWarps:
     """Role of the producer warps."""
 
+    fills: ClassVar[tuple[str, ...]] = ("kv",)
+
     def __init__(self, spec: XqaUmmaSpec, memory: UmmaMemory) -> None:
         self.spec, self.memory = spec, memory
-        self.layout = (StagedRows if spec.staged else OperandLines)(spec)
-        self.role = WarpRole("producer", WARPS, fills={memory.loaded_ring: 32 * WARPS, "q": 32 * WARPS})
+        self.role = WarpRole("producer", WARPS, fills=dict.fromkeys(self.fills, 32 * WARPS))
 
     @cute.jit
     def run(self, p: Any, shared: cutlass.Constexpr, thread: Int32) -> None:
@@ -157,9 +135,9 @@ class ProducerWarps:
             if split.begin < split.end:
                 q = self.load_queries(p, shared.ring("q"), q, partition.rows(segment, self.spec.rows), thread)
                 table = isa.mad_wide(segment.first_page, Int32(4), p.table)
-                rows = TokenRows(self.spec, p, segment, table, partition.head(segment), thread, self.layout)
+                rows = TokenRows(self.spec, p, segment, table, partition.head(segment), thread)
                 first = first_tile(segment, split, self.spec.cols)
-                kv = self.load_split(rows, shared.ring(self.memory.loaded_ring), kv, first, tile_count(split))
+                kv = self.load_split(rows, shared.ring("kv"), kv, first, tile_count(split))
             segment = partition.next_segment(segment)
 
     @cute.jit
@@ -189,15 +167,26 @@ class ProducerWarps:
         return kv
 
     def load_queries(self, p: Any, ring: Ring, q: PipelineState, rows: PackedRows, thread: Int32) -> PipelineState:
+        """Loads Q of a segment, unless another warp does."""
+        return q
+
+
+class QkvProducerWarps(ProducerWarps):
+    """The same, with Q."""
+
+    fills = ("kv", "q")
+
+    def load_queries(self, p: Any, ring: Ring, q: PipelineState, rows: PackedRows, thread: Int32) -> PipelineState:
         """Copies the rows of a segment; those that do not exist become zeros."""
         ring.wait_empty(q)
-        slot, chunk = ring.address(q), thread & 7
-        for first in range(0, self.spec.rows, PASS_ROWS * WARPS):
-            row = (thread >> 3) + first
+        layout = OperandLines(self.spec)
+        slot, chunk, line = ring.address(q), thread % layout.lanes, layout.line
+        for first in range(0, self.spec.rows, layout.rows * WARPS):
+            row = thread // layout.lanes + first
             size = ptx.select(rows.exists(row), Int32(CHUNK), Int32(0))
             source = rows.address(p.q, row, p.q_stride_n, p.q_stride_h) + Int64(chunk * CHUNK)
-            target = slot + swizzled(row, chunk, LINE)
-            for line in range(self.spec.head_dim * ITEM_BYTES // LINE):
-                ptx.cp_async_16(target, line * self.spec.rows * LINE, source, line * LINE, size)
+            target = slot + in_lines(row, chunk, line)
+            for within in range(0, self.spec.head_dim * self.spec.item_bytes, line):
+                ptx.cp_async_16(target, within * self.spec.rows, source, within, size)
         ptx.cp_async_arrive(ring.full(q))
         return ring.next(q)

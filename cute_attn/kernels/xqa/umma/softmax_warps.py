@@ -1,7 +1,8 @@
 """Softmax warps: a token per thread, query rows are the columns of S^T. They also write the output of a segment.
 
 Columns have anchors that trail their maxima, as in the other kernels: a tile is searched for maxima only where a score
-exceeds an anchor by 2^SLACK, or where some column has seen no token yet. Most tiles need one vote of all warps.
+exceeds an anchor by 2^SLACK (`blocks.softmax`), or where some column has seen no token yet. Most tiles need one vote of
+all warps.
 """
 
 from dataclasses import dataclass
@@ -15,13 +16,14 @@ from cute_attn.kernels.blocks import ptx, sm100, tma
 from cute_attn.kernels.blocks.pipeline import PipelineState, start
 from cute_attn.kernels.blocks.roles import WarpRole
 from cute_attn.kernels.blocks.smem import CHUNK, swizzled
-from cute_attn.kernels.blocks.softmax import SLACK, add, tree
+from cute_attn.kernels.blocks.softmax import add, tree
 from cute_attn.kernels.formats import LINE
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Partition, kv_split
 from cute_attn.kernels.xqa.parts.scales import final_epilogue, log2_scale
 from cute_attn.kernels.xqa.umma.columns import reduce_columns
 from cute_attn.kernels.xqa.umma.masks import TokenMask
 from cute_attn.kernels.xqa.umma.merge import UmmaMerge
+from cute_attn.kernels.xqa.umma.operands import probabilities
 from cute_attn.kernels.xqa.umma.smem import SOFTMAX_WARPS, UmmaMemory
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.kernels.xqa.umma.work import UmmaShared, first_tile, tile_count
@@ -30,11 +32,12 @@ THREADS = 32 * SOFTMAX_WARPS
 VOTE_BARRIER, SYNC_BARRIER = 1, 2  # named
 CHUNK_COLUMNS = 32  # that are reduced at a time
 OUTPUT_COLUMNS = 16  # of O^T that are loaded at a time
+HELD_ROWS = 32  # up to which a thread holds all anchors in registers
 
 
 class SoftmaxState(NamedTuple):
-    """Pipeline states, this thread's sums per column, whether the column of this thread's number has no anchor yet, and
-    whether any has none.
+    """Pipeline states, this thread's sums per column, negated anchors of up to `HELD_ROWS` columns, whether the column
+    of this thread's number has no anchor yet, and whether any has none.
 
     Rings of one slot move on with a ring of two: their states take no registers.
     """
@@ -42,6 +45,7 @@ class SoftmaxState(NamedTuple):
     s: PipelineState
     q: PipelineState
     totals: list[Float32]
+    shifts: list[Float32]
     unset: Boolean
     search: Boolean
 
@@ -74,8 +78,9 @@ class SoftmaxWarps:
 
     def __init__(self, spec: XqaUmmaSpec, memory: UmmaMemory) -> None:
         self.spec, self.memory = spec, memory
-        normalized = ("normalized",) if spec.normalizes_q else ()
-        self.role = WarpRole("softmax", SOFTMAX_WARPS, fills={"p": SOFTMAX_WARPS}, reads=("s", "o", *normalized))
+        self.probabilities = probabilities(spec)
+        reads = ("q",) if spec.q_terms > 1 else ()
+        self.role = WarpRole("softmax", SOFTMAX_WARPS, fills={"p": SOFTMAX_WARPS}, reads=reads)
 
     @property
     def chunks(self) -> range:
@@ -91,7 +96,7 @@ class SoftmaxWarps:
         """Processes all segments of the CTA."""
         partition = Partition(p, self.spec.cols)
         share, segment = partition.first_segment()
-        scale = log2_scale(p, 1.0)
+        scale = self.launch_scale(p)
         tmem = tmem + cute.arch.make_warp_uniform(thread_index() >> 5) * sm100.WARP_LANES
         state = self.start()
         self.clear_shifts(shared)
@@ -100,15 +105,14 @@ class SoftmaxWarps:
             split = kv_split(segment, share)
             if split.active:
                 rows = partition.rows(segment, self.spec.rows)
-                factor = self.score_factor(shared, state, split)
-                context = SoftmaxContext(shared, tmem, scale * factor, TokenMask(p, rows, segment, self.spec))
+                mask = TokenMask(p, rows, segment, self.spec)
+                context = SoftmaxContext(shared, tmem, self.score_scale(shared, state, split, scale), mask)
                 first = first_tile(segment, split, self.spec.cols)
                 for i in cutlass.range(0, tile_count(split), unroll=1):
                     state = self.step(context, state, (first + i) * self.spec.cols, i > 0)
                 merge = self.merge(p, shared)  # here, so that its scale is in no register before
                 self.publish(context, merge, state, split)
                 merge.write(rows, segment, share, split)
-                merge.sync()  # before the next segment's outputs
                 state = self.next_segment(shared, state, split)
             segment = partition.next_segment(segment)
 
@@ -117,25 +121,29 @@ class SoftmaxWarps:
 
     def start(self) -> SoftmaxState:
         totals = [Float32(0.0) for _ in range(self.spec.rows)]
-        return SoftmaxState(start(), start(), totals, Boolean(True), Boolean(True))
+        shifts = [Float32(0.0) for _ in range(self.spec.rows if self.spec.rows <= HELD_ROWS else 0)]
+        return SoftmaxState(start(), start(), totals, shifts, Boolean(True), Boolean(True))
 
     def next_segment(self, shared: UmmaShared, state: SoftmaxState, split: KvSplit) -> SoftmaxState:
         following = shared.ring("q").next(state.q)
         index_phase = ptx.select(tile_count(split) > 0, following.index_phase, state.q.index_phase)
         return self.start()._replace(s=state.s, q=PipelineState(index_phase))
 
+    def launch_scale(self, p: Any) -> Float32:
+        """Returns the scale of all segments' scores, if there is one."""
+        return log2_scale(p, 1.0) if self.spec.q_terms == 1 else Float32(1.0)
+
     @cute.jit
-    def score_factor(self, shared: cutlass.Constexpr, state: SoftmaxState, split: KvSplit) -> Float32:
-        """Returns the factor from products to scores of a segment."""
-        factor = Float32(1.0)
-        if cutlass.const_expr(self.spec.normalizes_q):  # noqa: SIM102  (one when tracing, one at run time)
+    def score_scale(self, shared: cutlass.Constexpr, state: SoftmaxState, split: KvSplit, scale: Float32) -> Float32:
+        """Returns the factor from products to base-2 exponents of a segment."""
+        if cutlass.const_expr(self.spec.q_terms > 1):  # noqa: SIM102  (one when tracing, one at run time)
             if split.begin < split.end:
-                ring = shared.ring("normalized")
+                ring = shared.ring("q")
                 ring.wait_full(state.q)
-                factor = ptx.ld_shared_f32(shared.scratch("q_factors") + ring.slot(state.q) * 4)
+                scale = ptx.ld_shared_f32(shared.scratch("q_scales") + ring.slot(state.q) * 4)
                 ptx.sync_warp()
                 ring.release(state.q, thread_index() & 31)
-        return factor
+        return scale
 
     @cute.jit
     def clear_shifts(self, shared: cutlass.Constexpr) -> None:
@@ -155,22 +163,20 @@ class SoftmaxWarps:
         s.wait_full(state.s)
         sm100.fence_after_sync()
         x = [Float32(0.0) for _ in range(self.spec.rows)]
-        limit, search, pending = Float32(SLACK), state.search, Boolean(True)
+        limit, search, pending = Float32(self.probabilities.limit), state.search, Boolean(True)
         while pending:
-            x = self.exponents(context, state.s, first_token)
+            x = self.exponents(context, state, first_token)
             exceeds = tree(ptx.fmax, x) > limit
             pending = tma.any_of_warpgroup(Int32(VOTE_BARRIER), cutlass.or_(exceeds, search))
             if pending:
                 state = self.raise_anchors(context, state, x, has_output)
                 # At most once: even infinite scores do not exceed the limit then.
                 limit, search = Float32(float("inf")), Boolean(False)
-        sm100.fence_before_sync()
-        ptx.sync_warp()
-        s.release(state.s, thread_index() & 31)
-        probabilities = [ptx.exp2(value) for value in x]
-        totals = self.add(state.totals, probabilities)
+        values = [ptx.exp2(value) for value in x]
+        totals = self.add(state.totals, values)
         p.wait_empty(state.p)
-        self.store(p.address(state.p), probabilities)
+        self.store(p.address(state.p), values)
+        sm100.fence_before_sync()
         tma.fence_async()
         ptx.sync_warp()
         if thread_index() & 31 == 0:
@@ -178,17 +184,12 @@ class SoftmaxWarps:
         return state._replace(s=s.next(state.s), totals=totals)
 
     @cute.jit
-    def exponents(self, context: cutlass.Constexpr, s: PipelineState, first_token: Int32) -> list[Float32]:
+    def exponents(self, context: cutlass.Constexpr, state: SoftmaxState, first_token: Int32) -> list[Float32]:
         """Returns the base-2 exponents of this token's probabilities, -inf where rows do not see it."""
-        shared, size = context.shared, self.chunk_columns
-        scores = context.tmem + shared.ring("s").slot(s) * self.spec.rows
-        loaded = []
-        for first in cutlass.range_constexpr(0, self.spec.rows, CHUNK_COLUMNS):
-            loaded += sm100.load_columns(scores, first, size)
-        x, scale = sm100.wait_loads(loaded), sm100.pair(context.scale, context.scale)
-        exponents = []
+        scale, exponents = sm100.pair(context.scale, context.scale), []
+        x = self.scores(context, state.s)
         for first in cutlass.range_constexpr(0, self.spec.rows, 4):
-            shifts = ptx.ld_shared_v4_f32(shared.scratch("shifts"), first * 4)
+            shifts = self.shifts(context.shared, state, first)
             for i in cutlass.range_constexpr(0, 4, 2):
                 scores_pair = sm100.pair(x[first + i], x[first + i + 1])
                 shift = sm100.pair(shifts[i], shifts[i + 1])
@@ -196,6 +197,25 @@ class SoftmaxWarps:
         if context.mask.masks_part_of(first_token):
             exponents = context.mask.apply(exponents, first_token + thread_index())
         return exponents
+
+    def scores(self, context: SoftmaxContext, s: PipelineState) -> list[Float32]:
+        """Loads this token's scores; the terms of Q have columns of their own."""
+        rows, size, terms = self.spec.rows, self.chunk_columns, range(self.spec.q_terms)
+        at = context.tmem + context.shared.ring("s").slot(s) * self.memory.score_columns
+        x: list[Float32] = []
+        for first in self.chunks:
+            loaded = sm100.wait_loads([y for term in terms for y in sm100.load_columns(at, term * rows + first, size)])
+            chunk = loaded[:size]
+            for term in terms[1:]:
+                chunk = self.add(chunk, loaded[term * size : (term + 1) * size])
+            x += chunk
+        return x
+
+    def shifts(self, shared: UmmaShared, state: SoftmaxState, first: int) -> list[Float32]:
+        """Returns the negated anchors of four columns."""
+        if state.shifts:
+            return state.shifts[first : first + 4]
+        return ptx.ld_shared_v4_f32(shared.scratch("shifts"), first * 4)
 
     def add(self, totals: list[Float32], p: list[Float32]) -> list[Float32]:
         sums = []
@@ -205,11 +225,11 @@ class SoftmaxWarps:
         return sums
 
     def store(self, slot: Int32, p: list[Float32]) -> None:
-        """Stores this token's probabilities to its line."""
-        line = slot + swizzled(thread_index(), Int32(0), LINE)
-        for i in range(0, len(p), 8):
-            words = [ptx.pack_16(self.spec.operand, p[j], p[j + 1]) for j in range(i, i + 8, 2)]
-            ptx.st_shared_v4(line ^ Int32(i // 8 * CHUNK), 0, words)
+        """Stores this token's probabilities to its lines."""
+        line, line_chunks = slot + swizzled(thread_index(), Int32(0), LINE), LINE // CHUNK
+        for chunk, words in self.probabilities.chunks(p):
+            column = chunk // line_chunks * (self.spec.cols * LINE)
+            ptx.st_shared_v4(line ^ Int32(chunk % line_chunks * CHUNK), column, words)
 
     # --- anchors ----------------------------------------------------------------------------------------------------
 
@@ -217,8 +237,8 @@ class SoftmaxWarps:
     def raise_anchors(
         self, context: cutlass.Constexpr, state: SoftmaxState, x: list[Float32], has_output: Boolean
     ) -> SoftmaxState:
-        """Moves the anchors of columns whose maximum exceeds the slack, or which have none, to the maximum of the tile;
-        rescales sums and outputs.
+        """Moves the anchors of columns whose maximum exceeds the slack, or which have none, to the maximum of the tile
+        less `offset`; rescales sums and outputs.
         """
         shared, thread = context.shared, thread_index()
         self.share_columns(shared, ptx.fmax, x)
@@ -226,8 +246,8 @@ class SoftmaxWarps:
         if thread < self.spec.rows:
             high = tree(ptx.fmax, self.shared_columns(shared, thread))
             first = cutlass.and_(unset, high > Float32(ptx.NEG_INF))
-            moves = cutlass.or_(high > Float32(SLACK), first)
-            delta = ptx.select(moves, Float32(0.0) - high, Float32(0.0))
+            moves = cutlass.or_(high > Float32(self.probabilities.limit), first)
+            delta = ptx.select(moves, Float32(self.probabilities.offset) - high, Float32(0.0))
             at = thread * 4
             shift = ptx.ld_shared_f32(shared.scratch("shifts") + at)
             ptx.st_shared_f32(shared.scratch("shifts") + at, shift + delta)
@@ -245,11 +265,15 @@ class SoftmaxWarps:
             shared.ring("p").wait_empty(state.p)  # of one slot: the product of the tile before is complete
             sm100.fence_after_sync()
             self.rescale(context)
-        return state._replace(totals=totals, unset=unset, search=search)
+        shifts = []
+        if cutlass.const_expr(len(state.shifts) > 0):
+            for first_column in cutlass.range_constexpr(0, self.spec.rows, 4):
+                shifts += ptx.ld_shared_v4_f32(shared.scratch("shifts"), first_column * 4)
+        return state._replace(totals=totals, shifts=shifts, unset=unset, search=search)
 
     def rescale(self, context: SoftmaxContext) -> None:
         """Multiplies O^T by the factors of its columns."""
-        for first in range(0, self.spec.pieces * self.spec.rows, OUTPUT_COLUMNS):
+        for first in range(0, self.spec.pieces * self.memory.output_columns, OUTPUT_COLUMNS):
             at = context.tmem + Int32(self.memory.output_column + first)
             values, scaled = sm100.wait_loads(sm100.load_columns(at, 0, OUTPUT_COLUMNS)), []
             for i in range(0, OUTPUT_COLUMNS, 4):
@@ -286,9 +310,6 @@ class SoftmaxWarps:
             o.wait_full(state.o)
             sm100.fence_after_sync()
             self.publish_outputs(context, merge)
-            sm100.fence_before_sync()
-            ptx.sync_warp()
-            o.release(state.o, thread_index() & 31)
         else:
             self.publish_zeros(shared)
         thread = thread_index()
@@ -310,13 +331,22 @@ class SoftmaxWarps:
         for piece in cutlass.range_constexpr(spec.pieces):
             dim = warp * warp_dims + lane + piece * spec.piece_dim
             for first in cutlass.range_constexpr(0, spec.rows, OUTPUT_COLUMNS):
-                at = context.tmem + Int32(self.memory.output_column + piece * spec.rows + first)
-                values = sm100.wait_loads(sm100.load_columns(at, 0, OUTPUT_COLUMNS))
+                values = self.outputs(context, piece, first)
                 if lane < warp_dims:
                     for i in cutlass.range_constexpr(OUTPUT_COLUMNS):
                         row = first + i
                         where = outputs + merge.swizzled_dim(dim, Int32(row)) * 4
                         ptx.st_shared_f32(where + Int32(row * spec.head_dim * 4), values[i])
+
+    def outputs(self, context: SoftmaxContext, piece: int, first: int) -> list[Float32]:
+        """Loads columns of O^T; the terms of P have columns of their own."""
+        at, size = context.tmem + Int32(self.memory.output_column + piece * self.memory.output_columns), OUTPUT_COLUMNS
+        loads = [sm100.load_columns(at, term * self.spec.rows + first, size) for term in range(self.spec.p_terms)]
+        loaded = sm100.wait_loads([x for load in loads for x in load])
+        values = loaded[:size]
+        for i in range(size, len(loaded), size):
+            values = self.add(values, loaded[i : i + size])
+        return values
 
     @cute.jit
     def publish_zeros(self, shared: cutlass.Constexpr) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cute_attn.kernels.formats import KV_BITS
+from cute_attn.kernels.formats import KV_BITS, LINE
 from cute_attn.runtime.spec import KernelSpec
 
 HEAD_DIMS = (64, 128, 256)
 ROWS = (16, 32, 64)  # packed query rows of a CTA: the N of all products
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+P_TERMS = 3  # in e5m2, of 3 significant bits each
 PIECE_DIM = 128  # head dims of a slot of K or V: the largest M of a product
 
 
@@ -31,8 +33,7 @@ class XqaUmmaSpec(KernelSpec):
     head_dim: int
     tree: bool = False  # mask bits decide which draft tokens a row sees, instead of causality
     rows: int = 16
-    stages: int = 4  # slots of operands of K and V: 128 tokens of up to 128 head dims each
-    staged: int = 0  # slots of the same as stored, with 8 bits
+    stages: int = 4  # slots of K and V: 128 tokens of up to 128 head dims each
 
     def __post_init__(self) -> None:
         rules = {
@@ -40,7 +41,6 @@ class XqaUmmaSpec(KernelSpec):
             f"rows must be one of {ROWS}": self.rows in ROWS,
             "k and v must have 16 or 8 bits": self.kv_bits in (16, 8),
             "stages must be 2 or more": self.stages >= 2,
-            "k and v of 8 bits are staged, others are not": (self.staged > 0) == (self.kv_bits == 8),
         }
         for rule, holds in rules.items():
             if not holds:
@@ -51,14 +51,38 @@ class XqaUmmaSpec(KernelSpec):
         return KV_BITS[self.kv_dtype]
 
     @property
-    def operand(self) -> str:
-        """Dtype of the operands: fp8 becomes fp16, which takes one instruction per pair; to bf16 it would be four."""
-        return self.dtype if self.kv_bits == 16 else "float16"
+    def item_bytes(self) -> int:
+        """Bytes of an element of all operands."""
+        return self.kv_bits // 8
 
     @property
-    def normalizes_q(self) -> bool:
-        """Whether rows of q are converted to the dtype of the operands."""
-        return self.dtype != self.operand
+    def kv_operand(self) -> str:
+        return self.kv_dtype or self.dtype
+
+    @property
+    def q_operand(self) -> str:
+        return E4M3 if self.kv_bits == 8 else self.dtype
+
+    @property
+    def p_operand(self) -> str:
+        return E5M2 if self.kv_bits == 8 else self.dtype
+
+    @property
+    def q_terms(self) -> int:
+        """Operands that add up to q: e4m3 has 4 significant bits, bf16 8, fp16 11."""
+        if self.kv_bits == 16:
+            return 1
+        return {"bfloat16": 2, "float16": 3}[self.dtype]
+
+    @property
+    def p_terms(self) -> int:
+        """Operands that add up to P."""
+        return 1 if self.kv_bits == 16 else P_TERMS
+
+    @property
+    def line(self) -> int:
+        """Bytes of a line of K, V and Q in shared memory, which is swizzled."""
+        return min(self.piece_dim * self.item_bytes, LINE)
 
     @property
     def piece_dim(self) -> int:

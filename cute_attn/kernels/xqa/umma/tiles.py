@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.xqa.umma.smem import UmmaMemory
 from cute_attn.kernels.xqa.umma.spec import HEAD_DIMS, ROWS, XqaUmmaSpec
 from cute_attn.runtime.arch import Arch
@@ -10,29 +9,34 @@ from cute_attn.runtime.arch import Arch
 ARCHS = ("sm_100a", "sm_103a")
 KV_DTYPES = ("", "float8_e4m3fn", "float8_e5m2")
 # Packed rows with which the kernel on mma.sync reads the keys once. Beyond, it reads them again for every block of as
-# many rows: at head dim 128 it takes 14 issue slots per token and block, this kernel 10 to 17 in all; HBM takes 70.
+# many rows, which takes more of shared memory and issue slots than HBM leaves (`python -m perf.decode_model`).
 ONE_READ_ROWS = {64: 16, 128: 16, 256: 8}
-# Reads up to which that kernel is the better one. Keys of 8 bits pass through shared memory four times here, which
-# takes 12 clocks per token, 4.4 per read there; HBM takes 9 (head dim 128, `python -m perf.decode_model`).
-FEW_READS = {16: 1, 8: 2}
 MAX_ROWS = {64: 64, 128: 64, 256: 32}  # by head dim: more rows leave fewer slots
-MAX_STAGES = 8
+MAX_STAGES = 16
 
 
 def supports(kv_dtype: str, head_dim: int, packed_rows: int, arch: Arch) -> bool:
     """Whether the kernel is taken for `packed_rows` = q_len * group rows."""
     if arch.name not in ARCHS or kv_dtype not in KV_DTYPES or head_dim not in HEAD_DIMS:
         return False
-    return packed_rows > FEW_READS[KV_BITS[kv_dtype]] * ONE_READ_ROWS[head_dim]
+    return packed_rows > ONE_READ_ROWS[head_dim]
 
 
 def choose(
     q_dtype: str, kv_dtype: str, out_dtype: str, head_dim: int, packed_rows: int, tree: bool, arch: Arch
 ) -> XqaUmmaSpec:
     """Choose the kernel: the fewest rows that hold all, or blocks of the most, and all slots that fit."""
-    most = MAX_ROWS[head_dim]
+    most = max_rows(q_dtype, kv_dtype, head_dim, tree, arch)
     rows = next((rows for rows in ROWS if packed_rows <= rows <= most), most)
-    counts = range(MAX_STAGES, 0, -1)
-    slots = [(2, staged) for staged in counts] if kv_dtype else [(stages, 0) for stages in counts[:-1]]
-    specs = [XqaUmmaSpec(q_dtype, kv_dtype, out_dtype, head_dim, tree, rows, *numbers) for numbers in slots]
+    counts = range(MAX_STAGES, 1, -1)
+    specs = [XqaUmmaSpec(q_dtype, kv_dtype, out_dtype, head_dim, tree, rows, stages) for stages in counts]
     return next(spec for spec in specs if UmmaMemory(spec).bytes <= arch.smem_limit)
+
+
+def max_rows(q_dtype: str, kv_dtype: str, head_dim: int, tree: bool, arch: Arch) -> int:
+    """Most rows of a CTA. Over keys of 8 bits fp16 q has three terms, whose scores of 64 rows exceed tensor memory; and
+    for sm_103a ptxas spills two registers of 64 rows under a tree.
+    """
+    most = MAX_ROWS[head_dim]
+    limited = q_dtype == "float16" or (tree and arch.name == "sm_103a")
+    return min(most, 32) if kv_dtype and limited else most
