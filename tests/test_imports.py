@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
     "cli": {"cute_attn", "public", "xqa", "dispatch", "kernels.catalog", "kernels.programs", "kernels.host", *SPECS}
     | {"request", "schedule", "reference", "emulator", "runtime", *TYPES},
-    "integrations": {"cute_attn", "public", "xqa", "wrappers", "ops", "dispatch", "request", *TYPES},
+    "integrations": {"runtime", "cute_attn", "public", "xqa", "wrappers", "ops", "dispatch", "request", *TYPES},
     "cute_attn": {"exports"},
     "exports": {"public", "xqa", "dispatch", *TYPES},
     "public": {"xqa", "wrappers", "ops", "dispatch", "request", "reference", "runtime", *TYPES},

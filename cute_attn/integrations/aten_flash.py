@@ -18,6 +18,7 @@ from cute_attn.errors import ArgumentError, NotSupported, Refusal
 from cute_attn.prefill import single_prefill_with_kv_cache
 from cute_attn.request import trtllm_prefill
 from cute_attn.request.trtllm_prefill import Lengths
+from cute_attn.runtime import capture
 from cute_attn.wrappers import planned_prefill
 from cute_attn.wrappers.planned_prefill import Keys, RunOptions, Structure
 from cute_attn.xqa import xqa_batch_decode_with_kv_cache
@@ -318,7 +319,9 @@ def _workspace_of(device: torch.device) -> torch.Tensor:
 @functools.lru_cache(MAX_WORKSPACES)
 def _workspace(device: torch.device, stream: int) -> torch.Tensor:
     """Return the memory for partial results of a stream."""
-    return torch.empty(WORKSPACE_BYTES if device.type == "cuda" else 1 << 10, dtype=torch.uint8, device=device)
+    if device.type != "cuda":
+        return torch.empty(1 << 10, dtype=torch.uint8)
+    return _kept(device, functools.partial(torch.empty, WORKSPACE_BYTES, dtype=torch.uint8, device=device))
 
 
 @functools.lru_cache(64)
@@ -333,7 +336,13 @@ def _starts(batch: int, length: int) -> Any:
 
 @functools.lru_cache(64)
 def _page_per_request(batch: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(batch, dtype=torch.int32, device=device)[:, None]
+    pages = functools.partial(torch.arange, batch, dtype=torch.int32, device=device)
+    return (_kept(device, pages) if device.type == "cuda" else pages())[:, None]
+
+
+def _kept(device: torch.device, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return device memory that outlives the call, and any CUDA graph during whose capture or warm-up it is made."""
+    return capture.outside(torch.cuda.current_device() if device.index is None else device.index, make)
 
 
 def _is_one_axis(x: torch.Tensor, axis: int) -> bool:

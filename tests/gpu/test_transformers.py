@@ -27,7 +27,7 @@ def padded(ids: torch.Tensor, padding: str) -> dict[str, torch.Tensor]:
     """The options of a call."""
     if padding == "none":
         return {}
-    mask = tiny.left_padding(ids, 37, 0, 90)
+    mask = tiny.left_padding(ids, *(37, 0, 90)[: len(ids)])
     return {"attention_mask": mask if padding == "left" else mask.flip(1)}
 
 
