@@ -64,19 +64,21 @@ BACKENDS = (  # in the order in which "auto" considers them
         min_rows=65,  # as fa3
     ),
     Backend("fa3", "NVIDIA Hopper (compute capability 9.0)", ("cuda",), (9, 0), ("sm_90a",), min_rows=65),
-    # Measured on an H100 and an H200 (`perf.xqa_choice`) beside fa2. Over e4m3 1.1 to 1.6 times as fast. Over bf16 0.98
-    # to 1.2 times at head dimension 64; at 128 1.03 times for one request of 8192 tokens, but 0.83 to 0.92 for 1024 and
-    # 0.74 where there is one kv head; at 256 0.85 to 0.99.
+    # Measured on an H100 and an H200 (`perf.xqa_choice`) beside fa2. Over e4m3 1.1 to 2.2 times as fast, but 0.85 for
+    # one request of one kv head. Over bf16 1.1 to 1.2 times at head dimension 32, 0.97 to 1.2 at 64, 0.97 to 1.17 at 96
+    # and 112; at 128 0.93 to 1.03 from 8192 keys on, but 0.82 for 1024 and 0.71 for one kv head; at 256 and 512 0.26 to
+    # 1.03.
     Backend(
         "xqa",
         "NVIDIA GPUs from compute capability 8.0, decode",
         ("cuda",),
         (8, 0),
-        # Rows that share one read of the keys.
+        # Rows that share one read of the keys, but for 16 at head dimension 512.
         max_rows={
             **{(1, head_dim): 16 for head_dim in (32, 64, 80, 96, 112, 128)},
-            **{(1, head_dim): 8 for head_dim in (256, 512)},
-            (2, 64): 16,
+            (1, 256): 8,
+            (1, 512): 16,
+            **{(2, head_dim): 16 for head_dim in (32, 64, 96, 112)},
         },
     ),
     Backend("fa2", "NVIDIA GPUs from compute capability 8.0", ("cuda",), (8, 0)),

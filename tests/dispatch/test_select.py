@@ -182,7 +182,7 @@ def test_xqa_takes_decode_over_narrow_keys(arch: str, kv_source: str, kv_dtype: 
     assert select.choose(wide, "xqa", named(arch)) is XQA
 
 
-@pytest.mark.parametrize(("head_dim", "most"), [(32, 16), (512, 8)])
+@pytest.mark.parametrize(("head_dim", "most"), [(32, 16), (512, 16)])
 @pytest.mark.parametrize("kv_dtype", [BF16, *FP8])
 def test_xqa_takes_narrow_and_wide_heads(head_dim: int, most: int, kv_dtype: torch.dtype) -> None:
     features = DECODE._replace(kv_dtype=kv_dtype, head_dim_qk=head_dim, head_dim_vo=head_dim)
@@ -212,7 +212,8 @@ def test_head_dims_of_xqa(head_dim: int, kv_dtype: torch.dtype, taken: bool) -> 
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "kv_dtype", "taken"), [(96, E4M3, True), (48, E4M3, False), (64, BF16, True), (128, BF16, False)]
+    ("head_dim", "kv_dtype", "taken"),
+    [(96, E4M3, True), (48, E4M3, False), (64, BF16, True), (112, BF16, True), (128, BF16, False)],
 )
 def test_auto_takes_xqa_where_it_was_measured_to_be_faster(head_dim: int, kv_dtype: torch.dtype, taken: bool) -> None:
     features = DECODE._replace(kv_dtype=kv_dtype, head_dim_qk=head_dim, head_dim_vo=head_dim)

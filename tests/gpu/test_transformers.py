@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
+from transformers.masking_utils import create_chunked_causal_mask  # noqa: E402
 
 from cute_attn.integrations.transformers import register  # noqa: E402
 from tests.gpu import marks  # noqa: E402
@@ -48,6 +51,10 @@ def test_logits_are_as_close_to_fp32_as_those_of_eager_bf16(name, padding):
 def test_greedy_tokens_are_those_of_fp32_wherever_those_of_eager_bf16_are(name, cache, padding):
     model, ids, new = tiny.pair(name, DEVICE), tiny.tokens(8, 150, device=DEVICE), 8
     options = padded(ids, padding)
+    if (name, cache) == ("llama4", "static") and "block_sequence_ids" not in signature(
+        create_chunked_causal_mask
+    ).parameters:
+        pytest.skip("this release of transformers passes its chunked mask an argument that it does not take")
     if cache == "static":
         options |= {"cache_implementation": "static", "disable_compile": True}
     exact = tiny.greedy(model.exact, "eager", ids, new, **options)
