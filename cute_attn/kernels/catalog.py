@@ -46,7 +46,7 @@ def default_specs(arch_name: str) -> list[KernelSpec]:
     if arch_name == FA3_ARCH:
         specs += fa3_specs()
     if arch_name in FA4_ARCHS:
-        specs += fa4_specs(arch_name)
+        specs += fa4_specs(arch)
     return list(dict.fromkeys(specs))
 
 

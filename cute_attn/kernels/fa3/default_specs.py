@@ -19,6 +19,7 @@ def default_specs() -> list[KernelSpec]:
     llama = (128, 128)
     specs = [_spec(dims, **source) for dims in HEAD_DIMS for source in ({}, ITEMS, GATHERED)]
     specs += [_spec(dims, split=True, out_dtype="float32") for dims in HEAD_DIMS]
+    specs.append(_spec(llama, out_dtype="float32"))  # of a step of ring prefill
     specs += [_spec(dims, **MODIFIED[0], **(ITEMS if dims == llama else {})) for dims in HEAD_DIMS]
     specs += [_spec(dims, **MODIFIED[0], **GATHERED) for dims in HEAD_DIMS]
     specs += [_spec(llama, **modified) for modified in MODIFIED[1:]]

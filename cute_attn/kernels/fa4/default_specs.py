@@ -10,16 +10,19 @@ from cute_attn.kernels.blocks.tiles import FP8_HEAD_DIMS, HEAD_DIMS
 from cute_attn.kernels.fa4.spec import Fa4Spec
 from cute_attn.kernels.fa4.tiles import choose
 from cute_attn.kernels.formats import FP8_DTYPES
+from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 
 
-def default_specs(arch: str) -> list[KernelSpec]:
+def default_specs(gpu: Arch) -> list[KernelSpec]:
     """Lists the specs to compile: all head dims in bf16, dense, paged and with the most demanding scores; the rest at
     the commonest dims.
     """
+    arch = gpu.name
     llama = (128, 128)
     specs = [_spec(arch, dims, **source) for dims in HEAD_DIMS for source in ({}, ITEMS, GATHERED)]
     specs += [_spec(arch, dims, split=True, out_dtype="float32") for dims in HEAD_DIMS]
+    specs.append(_spec(arch, llama, out_dtype="float32"))  # of a step of ring prefill
     specs += [_spec(arch, dims, **MODIFIED[0], **source) for dims in HEAD_DIMS for source in ({}, GATHERED)]
     specs += [_spec(arch, llama, **modified) for modified in MODIFIED[1:]]
     specs += [_spec(arch, llama, **MODIFIED[0], **ITEMS), _spec(arch, (192, 128), mask="band", **ITEMS)]
