@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from cute_attn.emulator import Schedule
+from cute_attn.kernels.fa3.host.family import KERNELS
+from tests.support.backend_problems import build
 from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
 from tests.support.persistent_emulated import ALL_SCHEDULES, TARGETS, solve_batch
 
@@ -32,3 +34,13 @@ def test_narrow_windows(batch: BatchCase, schedule: Schedule) -> None:
     emulation = solve_batch(FA3, batch, schedule, sms=2)
     (record,) = (record for record in emulation.records if record.spec["kernel"] == "fa3")
     assert {field: record.spec["tile"][field] for field in ("rows", "per_sm")} == row(batch)
+
+
+def test_heads_of_a_group_share_tiles_under_windows() -> None:
+    """At head dim 256, whatever the number of query tokens: their rows are packed token by token."""
+    batch = ragged((70, 3), (100, 40), mask="causal", window_left=30, sinks=True, **heads(4, 2), **dims(256))
+    solve_batch(FA3, batch, Schedule("adversarial", seed=1), sms=2)
+    settings = build(batch).problem.settings
+    assert [KERNELS.heads_per_tile(settings, qo_len, 128) for qo_len in (3, 70)] == [2, 2]
+    for change in ({"window_left": -1}, {"window_left": 4095}, {"causal": False}):
+        assert KERNELS.heads_per_tile(settings._replace(**change), 70, 128) == 1

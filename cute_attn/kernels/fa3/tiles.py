@@ -48,6 +48,10 @@ _NARROW = {
     (128, 128): Narrow(384, HopperTile(64, 64, 2, 1, ping_pong=False, per_sm=2)),
 }
 
+# At head dim 256, where tiles stay those of other masks, the heads of a group share a tile instead: 1.02 to 1.09 times
+# as fast under windows of 512 and 1024, the same under 4096 (H100, 4 x 4096 and 1 x 16384 tokens).
+PACKED_WINDOWS = {256: 1024}
+
 _FP8 = {
     (64, 64): HopperTile(192, 128, 2, 2, ping_pong=False),
     (128, 128): HopperTile(192, 96, 2, 2, ping_pong=False),

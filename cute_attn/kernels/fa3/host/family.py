@@ -24,5 +24,7 @@ def choose(
     return tiles.choose(head_dims, plain, kv, fp8, fp8_kv, window_left)
 
 
-KERNELS: PersistentKernels[HopperTile] = PersistentKernels("fa3", Fa3Spec, tiles.page_source, choose)
+KERNELS: PersistentKernels[HopperTile] = PersistentKernels(
+    "fa3", Fa3Spec, tiles.page_source, choose, tiles.PACKED_WINDOWS
+)
 FAMILY: TiledFamily[HopperTile] = family(KERNELS)

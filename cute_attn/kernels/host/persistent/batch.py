@@ -38,7 +38,7 @@ def tiling(
     """
     features = settings.features
     tile = kernels.tile_of(settings, arch, settings.page_size)
-    heads = variant.heads_per_tile(features, qo_len, tile.q_box_rows)
+    heads = kernels.heads_per_tile(settings, qo_len, tile.q_box_rows)
     section = variant.section_heads(features, heads, kv_len)
     kv_heads = max(1, section * heads * features.num_kv_heads // features.num_qo_heads)
     groups = max(1, sms * tile.per_sm // tile.ctas)  # of CTAs that share work items

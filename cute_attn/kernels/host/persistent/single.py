@@ -17,14 +17,14 @@ class Scheduler(Generic[variant.T]):
     """Schedules requests with the same settings."""
 
     def __init__(self, kernels: variant.PersistentKernels[variant.T], settings: Settings, arch: Arch, sms: int) -> None:
-        self.settings, self.features = settings, settings.features
+        self.kernels, self.settings, self.features = kernels, settings, settings.features
         self.tile = kernels.tile_of(settings, arch.name)
         self.groups = max(1, sms * self.tile.per_sm // self.tile.ctas)  # of CTAs that share work items
 
     def __call__(self, qo_len: int, kv_len: int) -> SingleSchedule[variant.T]:
         """Returns the schedule of a request with these lengths."""
         features, tile = self.features, self.tile
-        heads = variant.heads_per_tile(features, qo_len, tile.q_box_rows)
+        heads = self.kernels.heads_per_tile(self.settings, qo_len, tile.q_box_rows)
         blocks, head_blocks = ceil_div(qo_len * heads, tile.rows), features.num_qo_heads // heads
         num_splits, tiles = self.split(qo_len, kv_len, heads, blocks * head_blocks)
         section = variant.section_heads(features, heads, kv_len)

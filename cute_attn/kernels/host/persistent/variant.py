@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -53,6 +53,8 @@ class PersistentKernels(Generic[T]):
     spec_type: Callable[..., PersistentSpec]
     page_source: PageSource
     choose_tile: ChooseTile[T]
+    # By head dim of q and k: `window_left` up to which heads share tiles of long causal requests too.
+    packed_windows: Mapping[int, int] = field(default_factory=dict)
 
     def spec(
         self, features: Features, window: bool, tile: T, split: bool = False, page_size: int = SMALL_PAGE
@@ -109,6 +111,16 @@ class PersistentKernels(Generic[T]):
         """Returns the tile of these settings."""
         return self.tile(settings.features, arch, settings.window_left, page_size, settings.causal)
 
+    def heads_per_tile(self, settings: Settings, qo_len: int, rows: int) -> int:
+        """Returns the number of query heads whose rows share a tile: a whole GQA group where requests are short, or see
+        few keys, and the group size divides the tile's rows, else 1.
+        """
+        features = settings.features
+        group = features.num_qo_heads // features.num_kv_heads
+        widest = self.packed_windows.get(features.head_dim_qk, -1) if settings.causal else -1
+        few_keys = 0 <= settings.window_left <= widest
+        return group if (qo_len < PACKED_TOKENS or few_keys) and rows % group == 0 else 1
+
     def specs(self, features: Features, arch: Arch) -> list[KernelSpec]:
         """Returns every kernel that calls of these features may need, whatever their lengths."""
         kernels: list[KernelSpec] = [
@@ -138,14 +150,6 @@ def head_dims(features: Features) -> tuple[int, int]:
 def fp8_kv(features: Features) -> bool:
     """Tells whether keys and values have fewer bits than q."""
     return features.kv_dtype != features.q_dtype
-
-
-def heads_per_tile(features: Features, qo_len: int, rows: int) -> int:
-    """Returns the number of query heads whose rows share a tile: a whole GQA group where requests are short and the
-    group size divides the tile's rows, else 1.
-    """
-    group = features.num_qo_heads // features.num_kv_heads
-    return group if qo_len < PACKED_TOKENS and rows % group == 0 else 1
 
 
 def section_heads(features: Features, heads: int, kv_len: int) -> int:
