@@ -155,8 +155,8 @@ def test_a_smaller_workspace_means_fewer_ctas() -> None:
 
 
 def test_what_auto_takes() -> None:
-    """XQA where it was measured to be faster: keys of 8 bits or fewer where a request's rows share one read of them, keys
-    of 16 bits at some head dims; of splits, fa2 has its own.
+    """XQA where it was measured to be faster: keys of 8 bits or fewer where a request's rows share one read of them,
+    keys of 16 bits at some head dims; of splits, fa2 has its own.
     """
     plain = decode((20, 7), kv_dtype=E4M3, dtype="bfloat16", **heads(8, 1))
     for changes, ran in (
