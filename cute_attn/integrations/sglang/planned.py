@@ -6,7 +6,7 @@ A step is planned once per kind of layer, by the first layer of that kind; the o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -134,37 +134,24 @@ class PlannedAttention:
         return self._indices[in_window_pool]
 
     def _plan_decode(self, wrapper: BatchDecodeWithPagedKVCacheWrapper, kind: LayerKind, lengths: Lengths) -> None:
-        wrapper.plan(
-            lengths.kv_indptr,
-            self._page_indices(kind.in_window_pool),
-            lengths.last_page_len,
-            kind.num_qo_heads,
-            kind.num_kv_heads,
-            kind.head_dim,
-            self._format.page_size,
-            window_left=kind.window_left,
-            logits_soft_cap=kind.soft_cap,
-            sm_scale=kind.sm_scale,
-            q_data_type=self._format.q_dtype,
-            kv_data_type=self._format.kv_dtype,
-            disable_split_kv=self._format.deterministic,
-        )
+        wrapper.plan(lengths.kv_indptr, *self._pages_and_heads(kind, lengths), **self._options(kind))
 
     def _plan_extend(self, wrapper: BatchPrefillWithPagedKVCacheWrapper, kind: LayerKind, lengths: Lengths) -> None:
-        wrapper.plan(
-            lengths.qo_indptr,
-            lengths.kv_indptr,
-            self._page_indices(kind.in_window_pool),
-            lengths.last_page_len,
-            kind.num_qo_heads,
-            kind.num_kv_heads,
-            kind.head_dim,
-            self._format.page_size,
-            causal=kind.causal,
-            window_left=kind.window_left,
-            logits_soft_cap=kind.soft_cap,
-            sm_scale=kind.sm_scale,
-            q_data_type=self._format.q_dtype,
-            kv_data_type=self._format.kv_dtype,
-            disable_split_kv=self._format.deterministic,
-        )
+        pages_and_heads = self._pages_and_heads(kind, lengths)
+        wrapper.plan(lengths.qo_indptr, lengths.kv_indptr, *pages_and_heads, causal=kind.causal, **self._options(kind))
+
+    def _pages_and_heads(self, kind: LayerKind, lengths: Lengths) -> tuple[Any, ...]:
+        """Return the arguments of a plan behind its indptrs."""
+        pages = self._page_indices(kind.in_window_pool), lengths.last_page_len
+        return *pages, kind.num_qo_heads, kind.num_kv_heads, kind.head_dim, self._format.page_size
+
+    def _options(self, kind: LayerKind) -> dict[str, Any]:
+        """Return the options that plans of decode and of extends share."""
+        return {
+            "window_left": kind.window_left,
+            "logits_soft_cap": kind.soft_cap,
+            "sm_scale": kind.sm_scale,
+            "q_data_type": self._format.q_dtype,
+            "kv_data_type": self._format.kv_dtype,
+            "disable_split_kv": self._format.deterministic,
+        }
