@@ -9,7 +9,7 @@
 
 VENV   ?= .venv
 PYTHON ?= python3
-JOBS   ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
+JOBS   ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 
 # Without CUDA in sight the CPU build of torch is enough: a plain `torch` brings gigabytes of CUDA libraries.
 CUDA  := $(shell { command -v nvidia-smi || ldconfig -p | grep -m1 'libcuda\.so\.1'; } 2>/dev/null)
