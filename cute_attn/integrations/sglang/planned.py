@@ -140,7 +140,9 @@ class PlannedAttention:
         pages_and_heads = self._pages_and_heads(kind, lengths)
         wrapper.plan(lengths.qo_indptr, lengths.kv_indptr, *pages_and_heads, causal=kind.causal, **self._options(kind))
 
-    def _pages_and_heads(self, kind: LayerKind, lengths: Lengths) -> tuple[Any, ...]:
+    def _pages_and_heads(
+        self, kind: LayerKind, lengths: Lengths
+    ) -> tuple[torch.Tensor, torch.Tensor, int, int, int, int]:
         """Return the arguments of a plan behind its indptrs."""
         pages = self._page_indices(kind.in_window_pool), lengths.last_page_len
         return *pages, kind.num_qo_heads, kind.num_kv_heads, kind.head_dim, self._format.page_size
