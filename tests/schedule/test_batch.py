@@ -155,9 +155,10 @@ def check_order(work: WorkList, lengths: BatchLengths, params: SchedulerParams) 
     first, equal ones by request and query tile.
     """
     groups, tokens = {}, 0
+    group_tokens = max(params.l2_kv_tokens, -(-int(lengths.kv_len.sum()) // 256))
     for request in sorted(range(len(lengths.kv_len)), key=lambda i: -lengths.kv_len[i]):
         tokens += int(lengths.kv_len[request])
-        groups[request] = max(tokens - 1, 0) // params.l2_kv_tokens if params.l2_kv_tokens else 0
+        groups[request] = max(tokens - 1, 0) // group_tokens if params.l2_kv_tokens else 0
     if len(items_of(work)) * params.num_kv_heads < 4 * params.resident_ctas:
         groups = dict.fromkeys(groups, 0)
     keys = [
@@ -335,3 +336,10 @@ def test_longest_first_is_stable(top: int) -> None:
     cost = np.random.default_rng(top).integers(0, 5, 500) * (top // 4)
     order = longest_first(cost)
     assert order.tolist() == sorted(range(500), key=lambda i: (-cost[i], i))
+
+
+def test_longest_first_rounds_to_a_256th_of_the_longest() -> None:
+    cost = np.random.default_rng(0).integers(0, 100_000, 5000)
+    sorted_cost = cost[longest_first(cost)]
+    assert (sorted_cost[1:] - sorted_cost[:-1] <= 100_000 / 256).all()
+    assert not (sorted_cost[1:] <= sorted_cost[:-1]).all()
