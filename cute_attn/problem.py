@@ -137,6 +137,20 @@ class BatchLengths(NamedTuple):
     # ^ prefix and the first key of its item, which does not decrease within a request; the keys between are hidden
 
 
+class DeviceLengths(NamedTuple):
+    """Where the tokens of each request are: contiguous int32 tensors on the device, which the host does not read."""
+
+    qo_indptr: torch.Tensor | None  # [batch_size + 1]; None: every request has `q_len` query tokens
+    kv_indptr: torch.Tensor  # [batch_size + 1]
+    last_page_len: torch.Tensor | None  # paged: [batch_size]
+    max_kv: int  # rows of ragged k and v, or entries of kv_indices
+    q_len: int = 0
+
+    @property
+    def batch_size(self) -> int:
+        return self.kv_indptr.shape[0] - 1
+
+
 class Tokens(NamedTuple):
     """Where the tokens of a batch are, on the host and on the device."""
 

@@ -34,7 +34,7 @@ SHARE_DENOMINATOR = 64
 CANDIDATES = len(LONGEST_DIVISORS) + len(SHARE_FACTORS)
 ITEM_TIME, COMBINE_TIME = UNIT * ITEM_COST, UNIT * COMBINE_COST
 EMPTY_TILE_TIME = UNIT // 2  # a query tile that sees no keys is still one item
-IMPOSSIBLE = 1 << 62  # makespan of a candidate that exceeds the capacity
+IMPOSSIBLE = 1 << 55  # makespan of a candidate that exceeds the capacity
 
 _BIN_INDEX = np.arange(BINS)
 _BIN_OFFSETS = np.arange(CANDIDATES)[:, None] * BINS

@@ -1,0 +1,132 @@
+"""Host code of the planner kernel, which schedules batches whose lengths are on the device.
+
+The host knows no length, only what bounds them (`BatchLimits.graph`): the sizes of launches follow from these, and the
+schedule may be any that fits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.load import load
+from cute_attn.kernels.host.params import Fields
+from cute_attn.kernels.plan.spec import PlanSpec
+from cute_attn.problem import BatchLimits, DeviceLengths, GraphLimits
+from cute_attn.request.settings import MAX_KV_LEN
+from cute_attn.runtime.launch import current_stream
+from cute_attn.schedule.batch import SchedulerParams, cost_device, max_fixed_size_splits, max_query_tiles, record_capacity
+from cute_attn.schedule.cost_model import Capacity
+from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS
+from cute_attn.schedule.split_kv import MAX_SPLITS, ceil_div
+
+MAX_TILES = 1 << 24  # query tiles and records: the kernel sums several of them in 32 bits
+MAX_PRODUCT = (1 << 31) - 1  # of items and kv heads
+COUNTS = 4  # int32 numbers behind the records: items and merges of the schedule, two unused
+
+
+class Layout(NamedTuple):
+    """Where arrays begin in the planner's memory, in int32 numbers: what launches read, then scratch."""
+
+    merges: int
+    counts: int
+    first_tile: int
+    groups: int
+    order: int
+    tiles: int
+    splits: int
+    end: int
+
+    @classmethod
+    def of(cls, capacity: Capacity, max_tiles: int, batch_size: int) -> Layout:
+        sizes = (
+            capacity.items * ITEM_INTS,
+            capacity.merges * MERGE_INTS,
+            COUNTS,
+            batch_size + 1,
+            batch_size,
+            max(capacity.items, batch_size),
+            4 * max_tiles,
+            4 * capacity.items,
+        )
+        ends = []
+        for size in sizes:
+            ends.append((ends[-1] if ends else 0) + -(-size // 4) * 4)  # 16-byte alignment
+        return cls(*ends)
+
+
+def refusal(params: SchedulerParams, limits: BatchLimits) -> str | None:
+    """Returns why the kernel cannot schedule batches within these limits; None if it can."""
+    assert limits.graph is not None
+    graph, capacity = limits.graph, record_capacity(params, limits)
+    if max(max_query_tiles(graph, params), capacity.items) > MAX_TILES:
+        return f"it may need more than {MAX_TILES} work items"
+    if capacity.items * params.num_kv_heads > MAX_PRODUCT:
+        return "it may need more work items than a launch counts"
+    if ceil_div(_longest(graph), params.cols) * MAX_SPLITS > MAX_PRODUCT:
+        return "a request may have more keys than its splits count"
+    if limits.fixed_split_size is None or limits.disable_split_kv:
+        return None
+    chunk = max(1, ceil_div(limits.fixed_split_size, params.cols))
+    if ceil_div(ceil_div(graph.max_kv_tokens, params.cols), chunk) > MAX_SPLITS:
+        return f"fixed_split_size may split a request into more than {MAX_SPLITS} parts"
+    if max_fixed_size_splits(graph, params, chunk) > capacity.partials and capacity.partials:
+        return "fixed_split_size may need more than the float workspace"
+    return None
+
+
+def _longest(graph: GraphLimits) -> int:
+    return min(graph.max_kv_tokens, MAX_KV_LEN)
+
+
+class Planner:
+    """The planner kernel with the parameters of one tiling and of one set of limits, which it must not refuse."""
+
+    def __init__(self, params: SchedulerParams, limits: BatchLimits, page_size: int, gpu: Gpu) -> None:
+        assert limits.graph is not None
+        graph = limits.graph
+        self.capacity = record_capacity(params, limits)
+        max_tiles = max_query_tiles(graph, params)
+        self.layout = Layout.of(self.capacity, max_tiles, graph.batch_size)
+        self.launch = load(PlanSpec(), gpu.arch.name, gpu.device_index, False)
+        self.device_index = gpu.device_index
+        fixed = limits.fixed_split_size if not limits.disable_split_kv else None
+        kv_tiles = ceil_div(_longest(graph), params.cols)
+        self.fields: Fields = {
+            "batch_size": graph.batch_size,
+            "max_rows": graph.max_rows,
+            "max_pages": max(_longest(graph) // page_size, 1),
+            "page_size": page_size,
+            "rows": params.rows,
+            "cols": params.cols,
+            "group_size": params.group_size,
+            "num_kv_heads": params.num_kv_heads,
+            "causal": int(params.causal),
+            "window_left": max(-1, min(params.window_left, 1 << 30)),
+            "resident_ctas": params.resident_ctas,
+            "min_split_tiles": params.min_split_tiles,
+            "partial_cost": cost_device(params).partial_cost,
+            "fixed_chunk": 0 if fixed is None else min(ceil_div(fixed, params.cols), kv_tiles + 1),
+            "l2_kv_tokens": min(params.l2_kv_tokens, MAX_PRODUCT),
+            "max_tiles": max_tiles,
+            "item_capacity": self.capacity.items,
+            "merge_capacity": self.capacity.merges,
+            "partial_capacity": min(self.capacity.partials, MAX_PRODUCT),
+        }
+
+    def __call__(self, lengths: DeviceLengths, memory: torch.Tensor) -> None:
+        """Launches the kernel on the current stream. `memory`: `layout.end` numbers, zeros before the first launch."""
+        base, at = memory.data_ptr(), self.layout
+        addresses = {name: base + 4 * place for name, place in at._asdict().items() if name != "end"}
+        fields = self.fields | addresses | {
+            "items": base,
+            "qo_indptr": 0 if lengths.qo_indptr is None else lengths.qo_indptr.data_ptr(),
+            "kv_indptr": lengths.kv_indptr.data_ptr(),
+            "last_page_len": 0 if lengths.last_page_len is None else lengths.last_page_len.data_ptr(),
+            "q_len": lengths.q_len,
+            "max_kv": lengths.max_kv,
+        }
+        values = [fields[param.name] for param in self.launch.artifact.params]
+        self.launch.fire(values, (1, 1, 1), current_stream(self.device_index))

@@ -1,0 +1,118 @@
+"""Planner kernel: one CTA reads the lengths of a batch in device memory and writes its schedule.
+
+The schedule is that of `cute_attn.schedule.batch`, bit by bit, of a launch of fixed size: items, then zeros up to where
+the schedule before it ended. Stages, with a barrier between them:
+
+    query tiles   of every request, and the kv tiles that they see
+    split size    by the cost model: a warp per candidate
+    splits        in the order of tiles, and the merge records
+    records       of items, by a stable counting sort
+"""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.scalars import shared_memory, zeros
+from cute_attn.kernels.plan.parts.arithmetic import (
+    add_shared_wide,
+    least,
+    load_shared_wide,
+    raise_shared,
+    warp_max,
+    warp_sum,
+)
+from cute_attn.kernels.plan.parts.cta import Cta, PlanParams, Smem
+from cute_attn.kernels.plan.parts.records import Records
+from cute_attn.kernels.plan.parts.split_size import SplitSize
+from cute_attn.kernels.plan.spec import PlanSpec
+from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS
+
+
+class PlanProgram:
+    params = PlanParams
+
+    def __init__(self, spec: PlanSpec, arch: str) -> None:
+        self.block = (spec.threads, 1, 1)
+        self.warps = spec.threads // 32
+        self.smem_bytes = Smem.bytes(self.warps)
+
+    def compile_args(self) -> tuple[Any, ...]:
+        return (zeros(PlanParams), Int32(1), Int32(1), Int32(1))
+
+    @cute.jit
+    def __call__(self, params: PlanParams, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
+        self.kernel(params).launch(
+            grid=[grid_x, grid_y, grid_z],
+            block=list(self.block),
+            smem=self.smem_bytes,
+            min_blocks_per_mp=1,
+            preferred_smem_carveout=0,  # without it the DSL asks a driver
+        )
+
+    @cute.kernel
+    def kernel(self, params: PlanParams) -> None:
+        self.plan(params)
+
+    @cute.jit
+    def plan(self, p: PlanParams) -> None:
+        cta = Cta(p, shared_memory(), Int32(cute.arch.thread_idx()[0]), self.warps)
+        old_items = ptx.ld_global_u32(p.counts)
+        old_merges = ptx.ld_global_u32(p.counts + Int64(4))
+        if cta.thread < Smem.accumulators // 4:
+            ptx.st_shared_b32(cta.base + cta.thread * 4, 0, Int32(0))
+        ptx.sync_threads()
+
+        num_tiles, keys, longest_kv = cta.count_tiles()
+        self.reduce(cta, Smem.longest_kv, longest_kv)
+        self.add(cta, Smem.total_kv, keys)
+        ptx.sync_threads()
+        longest, total = cta.make_tiles(num_tiles)
+        self.reduce(cta, Smem.longest, longest)
+        self.add(cta, Smem.total, total)
+        ptx.sync_threads()
+
+        chunk = Int32(0)
+        if p.fixed_chunk == 0:
+            longest = ptx.ld_shared_b32(cta.base + Int32(Smem.longest))
+            chunk = SplitSize(cta, longest, load_shared_wide(cta.base + Int32(Smem.total))).find(num_tiles)
+        records = Records(cta, chunk)
+        num_items, num_merges, longest_item = records.make_splits(num_tiles)
+        self.reduce(cta, Smem.longest_item, longest_item)
+        ptx.sync_threads()
+        num_items, num_merges = least(num_items, p.item_capacity), least(num_merges, p.merge_capacity)
+        records.write_items(
+            num_items,
+            ptx.ld_shared_b32(cta.base + Int32(Smem.longest_item)),
+            ptx.ld_shared_b32(cta.base + Int32(Smem.longest_kv)),
+            load_shared_wide(cta.base + Int32(Smem.total_kv)),
+        )
+        self.clear(cta, p.items, ITEM_INTS, num_items, least(old_items, p.item_capacity))
+        self.clear(cta, p.merges, MERGE_INTS, num_merges, least(old_merges, p.merge_capacity))
+        if cta.thread == 0:
+            ptx.st_global_v2(p.counts, 0, [num_items, num_merges])
+
+    @cute.jit
+    def reduce(self, cta: cutlass.Constexpr, offset: cutlass.Constexpr, x: Int32) -> None:
+        """Adds numbers of all threads to a maximum in shared memory."""
+        x = warp_max(x)
+        if cta.lane == 0:
+            raise_shared(cta.base + Int32(offset), x)
+
+    @cute.jit
+    def add(self, cta: cutlass.Constexpr, offset: cutlass.Constexpr, x: Int64) -> None:
+        """Adds numbers of all threads to a sum in shared memory."""
+        x = warp_sum(x)
+        if cta.lane == 0:
+            add_shared_wide(cta.base + Int32(offset), x)
+
+    @cute.jit
+    def clear(self, cta: cutlass.Constexpr, records: Int64, ints: cutlass.Constexpr, used: Int32, old: Int32) -> None:
+        """Zeroes the records [used, old), which the schedule before has left."""
+        word, end, zero = used * Int32(ints // 4) + cta.thread, old * Int32(ints // 4), Int32(0)
+        while word < end:
+            ptx.st_global_v4(records + Int64(word) * Int64(16), 0, [zero, zero, zero, zero])
+            word = word + Int32(cta.threads)

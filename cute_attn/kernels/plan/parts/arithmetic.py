@@ -1,0 +1,111 @@
+"""Integer arithmetic, shared-memory atomics and warp operations of the planner."""
+
+from typing import Any
+
+from cutlass import Int32, Int64
+
+from cute_attn.kernels.blocks import ptx
+
+
+def quotient(a: Int32, b: Int32) -> Int32:
+    """Divides 0 <= a < 2^32 by b > 0, rounding down."""
+    return ptx.asm("div.u32 $0, $1, $2;", [Int32], [a, b], pure=True)
+
+
+def quotient_up(a: Int32, b: Int32) -> Int32:
+    return quotient(a + b - Int32(1), b)
+
+
+def wide_quotient(a: Int64, b: Int64) -> Int64:
+    """Divides a >= 0 by b > 0, rounding down."""
+    return ptx.asm("div.u64 $0, $1, $2;", [Int64], [a, b], pure=True)
+
+
+def add_shared(address: Int32, value: Int32) -> None:
+    ptx.asm("red.shared.add.u32 [$0], $1;", [], [address, value])
+
+
+def add_shared_wide(address: Int32, value: Int64) -> None:
+    ptx.asm("red.shared.add.u64 [$0], $1;", [], [address, value])
+
+
+def raise_shared(address: Int32, value: Int32) -> None:
+    """Stores the larger of the number in memory and `value`; both are >= 0."""
+    ptx.asm("red.shared.max.u32 [$0], $1;", [], [address, value])
+
+
+def load_shared_wide(address: Int32) -> Int64:
+    return ptx.asm("ld.shared.b64 $0, [$1];", [Int64], [address])
+
+
+def store_shared_wide(address: Int32, value: Int64) -> None:
+    ptx.asm("st.shared.b64 [$0], $1;", [], [address, value])
+
+
+def store_global(address: Int64, value: Int32) -> None:
+    ptx.asm("st.global.b32 [$0], $1;", [], [address, value])
+
+
+def equal_lanes(x: Int32) -> Int32:
+    """Returns the mask of the lanes that hold the same number."""
+    return ptx.asm("match.any.sync.b32 $0, $1, 0xffffffff;", [Int32], [x])
+
+
+def bit_count(x: Int32) -> Int32:
+    return ptx.asm("popc.b32 $0, $1;", [Int32], [x], pure=True)
+
+
+def _shuffled(mode: str, x: Any, distance: int) -> Any:
+    """Reads a scalar of 32 or 64 bits from another lane."""
+    clamp = 0 if mode == "up" else 31
+    if isinstance(x, Int32):
+        return ptx.asm(f"shfl.sync.{mode}.b32 $0, $1, {distance}, {clamp}, 0xffffffff;", [Int32], [x])
+    text = (
+        "{.reg .b32 l, h; mov.b64 {l, h}, $1;"
+        f"shfl.sync.{mode}.b32 l, l, {distance}, {clamp}, 0xffffffff;"
+        f"shfl.sync.{mode}.b32 h, h, {distance}, {clamp}, 0xffffffff; mov.b64 $0, {{l, h}};}}"
+    )
+    return ptx.asm(text, [Int64], [x])
+
+
+def from_lane(x: Any, lane: Int32) -> Any:
+    """Reads a scalar of 32 or 64 bits of another lane."""
+    return ptx.shuffle_from(x, lane) if isinstance(x, Int32) else ptx.shuffle_address(x, lane)
+
+
+def lane_before(x: Any, lane: Int32) -> Any:
+    """Returns the number of the lane before; 0 in the first."""
+    return ptx.select(lane >= 1, _shuffled("up", x, 1), type(x)(0))
+
+
+def inclusive_sum(x: Any, lane: Int32, most: Any) -> Any:
+    """Returns the sum up to each lane, at most `most`, of numbers between 0 and that."""
+    for distance in (1, 2, 4, 8, 16):
+        before = ptx.select(lane >= distance, _shuffled("up", x, distance), type(x)(0))
+        x = least(x + before, most)
+    return x
+
+
+def warp_sum(x: Any) -> Any:
+    for distance in (1, 2, 4, 8, 16):
+        x = x + _shuffled("bfly", x, distance)
+    return x
+
+
+def warp_max(x: Any) -> Any:
+    for distance in (1, 2, 4, 8, 16):
+        x = most(x, _shuffled("bfly", x, distance))
+    return x
+
+
+def least(a: Any, b: Any) -> Any:
+    return ptx.select(a < b, a, b)
+
+
+def most(a: Any, b: Any) -> Any:
+    return ptx.select(a > b, a, b)
+
+
+def clamp(x: Int32, low: Int32, high: Int32) -> Int32:
+    """Returns `x` within [low, high]."""
+    return least(most(x, low), high)

@@ -1,0 +1,200 @@
+"""Splits of query tiles, their order, and the records of items and merges: `schedule.batch` on the device."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.plan.parts.arithmetic import (
+    inclusive_sum,
+    lane_before,
+    least,
+    most,
+    quotient,
+    quotient_up,
+    store_global,
+    warp_max,
+    warp_sum,
+    wide_quotient,
+)
+from cute_attn.kernels.plan.parts.cta import Cta, Smem
+from cute_attn.kernels.plan.parts.sort import sort
+from cute_attn.schedule.batch import L2_ORDER_MIN_WAVES, SORT_BINS
+from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL
+
+NO_LIMIT = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class Records:
+    """`chunk`: kv tiles of the longest split by the cost model; 0: none, or `fixed_chunk` splits."""
+
+    cta: Cta
+    chunk: Int32
+
+    def splits_of(self, begin: Int32, end: Int32) -> Int32:
+        """Returns the number of splits of a query tile that sees the kv tiles [begin, end)."""
+        fixed = self.cta.p.fixed_chunk
+        size = most(ptx.select(fixed != 0, fixed, self.chunk), Int32(1))
+        whole = ptx.select(fixed != 0, quotient_up(end, size) - quotient(begin, size), quotient_up(end - begin, size))
+        none = cutlass.and_(fixed == 0, self.chunk == 0)
+        return ptx.select(none, Int32(1), most(whole, Int32(1)))
+
+    @cute.jit
+    def make_splits(self, num_tiles: Int32) -> tuple[Int32, Int32, Int32]:
+        """Stores kv tiles, query tile and partial of every item, in the order of tiles, and writes the merge records. Returns
+        the number of items and of merges, and the kv tiles of this thread's longest item.
+        """
+        cta, p = self.cta, self.cta.p
+        begin, end = cta.segment(num_tiles)
+        items, partials, merges = Int32(0), Int32(0), Int32(0)
+        tile = begin + cta.lane
+        while tile < end:
+            first, last = ptx.ld_global_v2(p.tiles + Int64(tile) * Int64(16), 8)
+            splits = self.splits_of(first, last)
+            items = items + splits
+            partials = partials + ptx.select(splits > 1, splits, Int32(0))
+            merges = merges + ptx.select(splits > 1, Int32(1), Int32(0))
+            tile = tile + Int32(32)
+        item, num_items = self.before_warp(items)
+        partial, _ = self.before_warp(partials)
+        merge, num_merges = self.before_warp(merges)
+        longest = Int32(0)
+        while begin < end:
+            tile = begin + cta.lane
+            splits, i, first_row, first, last = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+            if tile < end:
+                i, first_row, first, last = ptx.ld_global_v4(p.tiles + Int64(tile) * Int64(16), 0)
+                splits = self.splits_of(first, last)
+            several = ptx.select(splits > 1, Int32(1), Int32(0))
+            items = item + inclusive_sum(splits, cta.lane, Int32(NO_LIMIT))
+            partials = partial + inclusive_sum(splits * several, cta.lane, Int32(NO_LIMIT))
+            merges = merge + inclusive_sum(several, cta.lane, Int32(NO_LIMIT))
+            my_item, my_partial, my_merge = items - splits, partials - splits * several, merges - several
+            my_partial = most(least(my_partial, p.partial_capacity - splits), Int32(0))
+            if cutlass.and_(splits > 1, my_merge < p.merge_capacity):
+                self.write_merge(my_merge, i, first_row, my_partial, splits)
+            j = Int32(0)
+            while j < splits:
+                slot = ptx.select(splits > 1, my_partial + j, Int32(NO_PARTIAL))
+                cost = self.store_split(my_item + j, tile, first, last, j, splits, slot)
+                longest = most(longest, cost)
+                j = j + Int32(1)
+            item = ptx.shuffle_from(items, Int32(31))
+            partial = ptx.shuffle_from(partials, Int32(31))
+            merge = ptx.shuffle_from(merges, Int32(31))
+            begin = begin + Int32(32)
+        return num_items, num_merges, longest
+
+    def before_warp(self, x: Int32) -> tuple[Int32, Int32]:
+        """Returns the sum over the threads of the warps before this one, and over all threads."""
+        before, total = self.cta.exclusive_sum(x, Int32(NO_LIMIT))
+        return ptx.shuffle_from(before, Int32(0)), total
+
+    @cute.jit
+    def store_split(
+        self, item: Int32, tile: Int32, first: Int32, last: Int32, j: Int32, splits: Int32, slot: Int32
+    ) -> Int32:
+        """Stores split j of a query tile that sees the kv tiles [first, last). Returns its kv tiles."""
+        p = self.cta.p
+        visible = last - first
+        begin = first + quotient(j * visible, splits)
+        end = first + quotient((j + Int32(1)) * visible, splits)
+        size = most(p.fixed_chunk, Int32(1))
+        start = (quotient(first, size) + j) * size
+        fixed = p.fixed_chunk != 0
+        begin = ptx.select(fixed, most(start, first), begin)
+        end = ptx.select(fixed, least(start + size, last), end)
+        if item < p.item_capacity:
+            ptx.st_global_v4(p.splits + Int64(item) * Int64(16), 0, [begin, end, tile, slot])
+        return end - begin
+
+    def write_merge(self, merge: Int32, i: Int32, first_row: Int32, partial: Int32, splits: Int32) -> None:
+        request, zero = self.cta.request(i), Int32(0)
+        record = self.cta.p.merges + Int64(merge) * Int64(4 * MERGE_INTS)
+        ptx.st_global_v4(record, 0, [request.qo_start, request.qo_len, first_row, partial])
+        ptx.st_global_v4(record, 16, [splits, zero, zero, zero])
+
+    def write_item(self, split: Int32, position: Int32) -> None:
+        """Writes the record of a split."""
+        p, zero = self.cta.p, Int32(0)
+        begin, end, tile, slot = ptx.ld_global_v4(p.splits + Int64(split) * Int64(16), 0)
+        i, first_row = ptx.ld_global_v2(p.tiles + Int64(tile) * Int64(16), 0)
+        request = self.cta.request(i)
+        record = p.items + Int64(position) * Int64(4 * ITEM_INTS)
+        kv_begin, kv_end = begin * p.cols, least(end * p.cols, request.kv_len)
+        ptx.st_global_v4(record, 0, [request.qo_start, request.qo_len, request.kv_start, request.kv_len])
+        ptx.st_global_v4(record, 16, [first_row, kv_begin, kv_end, slot])
+        ptx.st_global_v4(record, 32, [zero, zero, i, zero])
+        ptx.st_global_v4(record, 48, [zero, zero, zero, zero])
+
+    # ---- order
+
+    @cute.jit
+    def write_items(self, count: Int32, longest: Int32, longest_kv: Int32, total_kv: Int64) -> None:
+        """Writes the records of all items: longest first, within groups of requests that share L2 where these matter.
+
+        `longest`: kv tiles of the longest item. `longest_kv`, `total_kv`: tokens of the longest request, and of all.
+        """
+        cta, p = self.cta, self.cta.p
+        width = quotient(longest, Int32(SORT_BINS)) + Int32(1)
+
+        def cost_key(split: Int32) -> Int32:
+            begin, end = ptx.ld_global_v2(p.splits + Int64(split) * Int64(16), 0)
+            return Int32(SORT_BINS - 1) - quotient(end - begin, width)
+
+        many = Int64(count) * Int64(p.num_kv_heads) >= Int64(p.resident_ctas) * Int64(L2_ORDER_MIN_WAVES)
+        grouped = cutlass.and_(p.l2_kv_tokens != 0, total_kv > Int64(p.l2_kv_tokens))
+        if cutlass.and_(many, grouped):
+            self.write_groups(longest_kv, total_kv)
+            sort(cta, count, cost_key, self.store_order)
+            ptx.sync_threads()
+            sort(cta, count, self.group_of, self.write_ordered)
+        else:
+            sort(cta, count, cost_key, self.write_item)
+
+    def store_order(self, i: Int32, position: Int32) -> None:
+        store_global(self.cta.p.order + Int64(position) * Int64(4), i)
+
+    def ordered(self, i: Int32) -> Int32:
+        return ptx.ld_global_u32(self.cta.p.order + Int64(i) * Int64(4))
+
+    def group_of(self, i: Int32) -> Int32:
+        p = self.cta.p
+        tile = ptx.ld_global_u32(p.splits + Int64(self.ordered(i)) * Int64(16) + Int64(8))
+        request = ptx.ld_global_u32(p.tiles + Int64(tile) * Int64(16))
+        return ptx.ld_global_u32(p.groups + Int64(request) * Int64(4))
+
+    def write_ordered(self, i: Int32, position: Int32) -> None:
+        self.write_item(self.ordered(i), position)
+
+    @cute.jit
+    def write_groups(self, longest_kv: Int32, total_kv: Int64) -> None:
+        """Writes the L2 group of every request: `schedule.batch.l2_groups`."""
+        cta, p = self.cta, self.cta.p
+        width = quotient(longest_kv, Int32(SORT_BINS)) + Int32(1)
+
+        def length_key(i: Int32) -> Int32:
+            return Int32(SORT_BINS - 1) - quotient(cta.request(i).kv_len, width)
+
+        sort(cta, p.batch_size, length_key, self.store_order)
+        ptx.sync_threads()
+        least_tokens = wide_quotient(total_kv - Int64(1), Int64(SORT_BINS)) + Int64(1)
+        tokens = most(Int64(p.l2_kv_tokens), least_tokens)
+        carry, first = Int64(0), Int32(0)
+        while first < p.batch_size:
+            position = first + cta.thread
+            kv_len, i = Int64(0), Int32(0)
+            if position < p.batch_size:
+                i = self.ordered(position)
+                kv_len = Int64(cta.request(i).kv_len)
+            before, total = cta.exclusive_sum(kv_len, Int64(1 << 60))
+            if position < p.batch_size:
+                end = most(carry + before + kv_len - Int64(1), Int64(0))
+                store_global(p.groups + Int64(i) * Int64(4), Int32(wide_quotient(end, tokens)))
+            carry = carry + total
+            first = first + Int32(cta.threads)
+        ptx.sync_threads()

@@ -1,0 +1,209 @@
+"""The split size of a batch by the cost model: `schedule.cost_model`, whose numbers these are bit by bit."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.plan.parts.arithmetic import (
+    add_shared,
+    least,
+    load_shared_wide,
+    most,
+    quotient,
+    quotient_up,
+    raise_shared,
+    inclusive_sum,
+    store_shared_wide,
+    warp_max,
+    warp_sum,
+    wide_quotient,
+)
+from cute_attn.kernels.plan.parts.cta import Cta, Smem
+from cute_attn.schedule.cost_model import (
+    BALANCED,
+    BINS,
+    CANDIDATES,
+    COMBINE_TIME,
+    EMPTY_TILE_TIME,
+    IMPOSSIBLE,
+    ITEM_TIME,
+    LONGEST_DIVISORS,
+    SHARE_DENOMINATOR,
+    SHARE_FACTORS,
+    UNIT,
+    WORTHWHILE,
+)
+from cute_attn.schedule.split_kv import MAX_SPLITS
+
+STEPS = BINS // 32  # of a warp over all bins
+NO_LIMIT = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class SplitSize:
+    """The search of one batch. `longest`, `total`: visible kv tiles of a query tile, and of all."""
+
+    cta: Cta
+    longest: Int32
+    total: Int64
+
+    @cute.jit
+    def find(self, num_tiles: Int32) -> Int32:
+        """Returns the kv tiles of the longest split; 0 where no split pays. For all threads."""
+        p = self.cta.p
+        more, of = BALANCED
+        fits = least(p.merge_capacity, p.partial_capacity >> 1) >= 1
+        long = self.longest >= p.min_split_tiles + p.min_split_tiles
+        mine = Int64(self.longest) * Int64(p.resident_ctas) * Int64(of)
+        few_waves = mine > self.total * Int64(p.num_kv_heads) * Int64(more - of)
+        chunk = Int32(0)
+        if cutlass.and_(cutlass.and_(fits, long), few_waves):
+            self.fill_bins(num_tiles)
+            if self.cta.warp == self.cta.warps - 1:
+                self.unsplit()
+            index = self.cta.warp
+            while index < CANDIDATES:
+                self.estimate(index)
+                index = index + Int32(self.cta.warps)
+            ptx.sync_threads()
+            chunk = self.best()
+            ptx.sync_threads()  # before others write where histograms are
+        return chunk
+
+    @cute.jit
+    def fill_bins(self, num_tiles: Int32) -> None:
+        """Writes the candidates, and sizes and counts of the bins of query tiles."""
+        cta = self.cta
+        word = cta.thread
+        while word < BINS * (CANDIDATES + 2):
+            ptx.st_shared_b32(cta.base + Int32(Smem.histograms) + word * 4, 0, Int32(0))
+            word = word + Int32(cta.threads)
+        if cta.thread < CANDIDATES:
+            ptx.st_shared_b32(cta.base + Int32(Smem.chunks) + cta.thread * 4, 0, self.candidate(cta.thread))
+        ptx.sync_threads()
+        width = quotient(self.longest, Int32(BINS)) + Int32(1)
+        tile = cta.thread
+        while tile < num_tiles:
+            begin, end = ptx.ld_global_v2(cta.p.tiles + Int64(tile) * Int64(16), 8)
+            place = cta.base + quotient(end - begin, width) * 4
+            raise_shared(place + Int32(Smem.sizes), end - begin)
+            add_shared(place + Int32(Smem.bin_counts), Int32(1))
+            tile = tile + Int32(cta.threads)
+        ptx.sync_threads()
+
+    def candidate(self, index: Int32) -> Int32:
+        """Returns candidate `index` for the split size."""
+        p = self.cta.p
+        number = Int32(1)
+        for i, constant in enumerate((*LONGEST_DIVISORS, *SHARE_FACTORS)):
+            number = ptx.select(index == i, Int32(constant), number)
+        whole = Int64(p.resident_ctas) * Int64(SHARE_DENOMINATOR)
+        work = self.total * Int64(p.num_kv_heads) * Int64(number) + whole - Int64(1)
+        of_share = Int32(least(wide_quotient(work, whole), Int64(self.longest)))
+        size = ptx.select(index < len(LONGEST_DIVISORS), quotient_up(self.longest, number), of_share)
+        smallest = most(p.min_split_tiles, quotient_up(self.longest, Int32(MAX_SPLITS)))
+        return least(most(size, smallest), self.longest)
+
+    def bin(self, step: Int32) -> tuple[Int32, Int32]:
+        """Returns size and count of this lane's bin in a step."""
+        place = self.cta.base + (step * 32 + self.cta.lane) * 4
+        return ptx.ld_shared_b32(place + Int32(Smem.sizes)), ptx.ld_shared_b32(place + Int32(Smem.bin_counts))
+
+    def share_of(self, work: Int64) -> Int64:
+        p = self.cta.p
+        return wide_quotient(work * Int64(p.num_kv_heads), Int64(p.resident_ctas))
+
+    def waves(self, items: Int32) -> Int64:
+        p = self.cta.p
+        return Int64(quotient_up(items * p.num_kv_heads, p.resident_ctas))
+
+    @cute.jit
+    def unsplit(self) -> None:
+        """Writes the makespan of a launch without splits, and one CTA's equal share of its work. For one warp."""
+        lane = self.cta.lane
+        work, fullest, carry = Int64(0), Int64(0), Int32(0)
+        for step in cutlass.range(STEPS, unroll=1):
+            place = self.cta.base + (Int32(BINS - 1) - (step * 32 + lane)) * 4  # longest first
+            size = ptx.ld_shared_b32(place + Int32(Smem.sizes))
+            count = ptx.ld_shared_b32(place + Int32(Smem.bin_counts))
+            cost = Int64(most(size * UNIT, Int32(EMPTY_TILE_TIME)) + Int32(ITEM_TIME))
+            at_least = carry + inclusive_sum(count, lane, Int32(NO_LIMIT))
+            fullest = most(fullest, self.waves(at_least) * cost)
+            work = work + cost * Int64(count)
+            carry = ptx.shuffle_from(at_least, Int32(31))
+        share = self.share_of(warp_sum(work))
+        fullest = warp_max(fullest)
+        if lane == 0:
+            store_shared_wide(self.cta.base + Int32(Smem.unsplit), most(share, fullest))
+            store_shared_wide(self.cta.base + Int32(Smem.share), share)
+
+    @cute.jit
+    def estimate(self, index: Int32) -> None:
+        """Writes the makespan with candidate `index`. For one warp."""
+        p, lane = self.cta.p, self.cta.lane
+        chunk = ptx.ld_shared_b32(self.cta.base + Int32(Smem.chunks) + index * 4)
+        histogram = self.cta.base + Int32(Smem.candidates) + index * Int32(4 * BINS)
+        items, partials, merges, tiles = Int32(0), Int32(0), Int32(0), Int64(0)
+        longest = Int32(0)
+        for step in cutlass.range(STEPS, unroll=1):
+            size, count = self.bin(step)
+            splits, cost = self.item(size, chunk)
+            longest = most(longest, cost)
+            items = items + splits * count
+            partials = partials + ptx.select(splits > 1, splits * count, Int32(0))
+            merges = merges + ptx.select(splits > 1, count, Int32(0))
+            tiles = tiles + Int64(most(size * UNIT, Int32(EMPTY_TILE_TIME))) * Int64(count)
+        longest, items, partials = warp_max(longest), warp_sum(items), warp_sum(partials)
+        merges, tiles = warp_sum(merges), warp_sum(tiles)
+        width = quotient(longest, Int32(BINS)) + Int32(1)
+        for step in cutlass.range(STEPS, unroll=1):
+            size, count = self.bin(step)
+            splits, cost = self.item(size, chunk)
+            add_shared(histogram + quotient(cost, width) * 4, splits * count)
+        ptx.sync_warp()
+        fullest = self.fullest(histogram, width)
+        work = tiles + Int64(items) * Int64(ITEM_TIME) + Int64(partials) * Int64(p.partial_cost)
+        result = most(most(self.share_of(work), fullest), Int64(longest))
+        merging = Int64(COMBINE_TIME) + self.share_of(Int64(partials) * Int64(p.partial_cost))
+        result = result + ptx.select(partials > 0, merging, Int64(0))
+        over = cutlass.or_(partials > p.partial_capacity, items > p.item_capacity)
+        result = ptx.select(cutlass.or_(over, merges > p.merge_capacity), Int64(IMPOSSIBLE), result)
+        if lane == 0:
+            store_shared_wide(self.cta.base + Int32(Smem.estimates) + index * 8, result)
+
+    def item(self, size: Int32, chunk: Int32) -> tuple[Int32, Int32]:
+        """Returns the splits of a query tile that sees `size` kv tiles, and the time of the longest."""
+        splits = most(quotient_up(size, chunk), Int32(1))
+        cost = most(quotient_up(size, splits), Int32(1)) * Int32(UNIT) + Int32(ITEM_TIME)
+        return splits, cost + ptx.select(splits > 1, self.cta.p.partial_cost, Int32(0))
+
+    @cute.jit
+    def fullest(self, histogram: Int32, width: Int32) -> Int64:
+        """Returns the time of the fullest CTA, of items whose times are in bins of `width`."""
+        lane = self.cta.lane
+        found, carry = Int64(0), Int32(0)
+        for step in cutlass.range(STEPS, unroll=1):
+            index = Int32(BINS - 1) - (step * 32 + lane)  # longest first
+            count = ptx.ld_shared_b32(histogram + index * 4)
+            at_least = carry + inclusive_sum(count, lane, Int32(NO_LIMIT))
+            found = most(found, self.waves(at_least) * Int64(index) * Int64(width))
+            carry = ptx.shuffle_from(at_least, Int32(31))
+        return warp_max(found)
+
+    def best(self) -> Int32:
+        """Returns the first of the candidates with the shortest makespan; 0 if it is hardly shorter than unsplit."""
+        base = self.cta.base
+        estimates: list[Any] = [load_shared_wide(base + Int32(Smem.estimates + 8 * i)) for i in range(CANDIDATES)]
+        shortest, chunk = estimates[0], ptx.ld_shared_b32(base + Int32(Smem.chunks))
+        for i in range(1, CANDIDATES):
+            shorter = estimates[i] < shortest
+            shortest = ptx.select(shorter, estimates[i], shortest)
+            chunk = ptx.select(shorter, ptx.ld_shared_b32(base + Int32(Smem.chunks + 4 * i)), chunk)
+        unsplit, share = (load_shared_wide(base + Int32(at)) for at in (Smem.unsplit, Smem.share))
+        unbalanced = unsplit * Int64(BALANCED[1]) > share * Int64(BALANCED[0])
+        pays = shortest * Int64(WORTHWHILE[1]) <= unsplit * Int64(WORTHWHILE[0])
+        return ptx.select(cutlass.and_(unbalanced, pays), chunk, Int32(0))
