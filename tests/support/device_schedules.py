@@ -1,0 +1,159 @@
+"""Random batches, and the schedules that the planner kernel makes of them beside those of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from cute_attn.emulator import adapter
+from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.planner import Planner, refusal
+from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, GraphLimits
+from cute_attn.runtime.launch import CPU
+from cute_attn.schedule.batch import SchedulerParams, WorkList, partial_bytes, schedule
+
+DECODE = SchedulerParams(16, 64, 4, 8, False, -1, 264, 2, 4 * 129)
+
+
+class Case(NamedTuple):
+    """A batch, the tile of its launch and its limits. `page_size` 0: ragged. `q_len`: of every request, or 0."""
+
+    qo_len: np.ndarray
+    kv_len: np.ndarray
+    page_size: int
+    q_len: int
+    params: SchedulerParams
+    limits: BatchLimits
+
+    def __str__(self) -> str:
+        return f"{self.params} {self.limits} page {self.page_size} q {self.qo_len.tolist()} kv {self.kv_len.tolist()}"
+
+
+class Arrays(NamedTuple):
+    """The index arrays of a batch, on the host."""
+
+    qo_indptr: np.ndarray
+    kv_indptr: np.ndarray
+    last_page_len: np.ndarray | None
+
+    @classmethod
+    def of(cls, case: Case) -> Arrays:
+        qo_indptr = np.cumsum([0, *case.qo_len])
+        if not case.page_size:
+            return cls(qo_indptr, np.cumsum([0, *case.kv_len]), None)
+        pages = -(-case.kv_len // case.page_size)
+        last = case.kv_len - (np.maximum(pages, 1) - 1) * case.page_size
+        return cls(qo_indptr, np.cumsum([0, *pages]), last)
+
+
+def random_case(rng: np.random.Generator, most_requests: int = 300) -> Case:
+    """Returns a batch of any kind: decode, prefill or mixed, even or skewed, of short and long requests."""
+    size = int(np.exp(rng.uniform(0, np.log(most_requests + 1)))) - (rng.random() < 0.02)
+    top = int(np.exp(rng.uniform(np.log(2), np.log(100_000))))
+    kv_len = [
+        np.full(size, top),
+        rng.integers(0, top + 1, size),
+        np.exp(rng.uniform(0, np.log(top + 1), size)).astype(np.int64),
+        np.where(rng.random(size) < 0.1, top, top // 32),
+    ][rng.integers(4)]
+    q_len = int(rng.choice([0, 0, 1, 1, 4]))
+    longest = int(np.exp(rng.uniform(0, np.log(max(2, min(3000, 40_000 // max(size, 1)))))))
+    qo_len = np.full(size, q_len) if q_len else rng.integers(0, longest + 1, size)
+    rows, cols = ((16, 64), (128, 64), (128, 128), (192, 128), (64, 176), (16, 256))[rng.integers(6)]
+    num_kv_heads = int(rng.choice([1, 2, 4, 8, 32]))
+    params = SchedulerParams(
+        rows=rows,
+        cols=cols,
+        group_size=int(rng.choice([1, 2, 3, 4, 8, 20])),
+        num_kv_heads=num_kv_heads,
+        causal=bool(rng.random() < 0.5),
+        window_left=int(rng.choice([-1, -1, 0, 127, 4096])),
+        resident_ctas=int(rng.choice([16, 132, 264, 296])),
+        min_split_tiles=int(rng.integers(1, 6)),
+        partial_row_bytes=4 * 129,
+        l2_kv_tokens=int(rng.choice([0, 1, 1000, 50_000])),
+    )
+    slots = int(rng.choice([0, 1, 5, 100, 100_000]))
+    split = rng.random()
+    limits = BatchLimits(
+        workspace_bytes=slots * partial_bytes(params),
+        fixed_split_size=int(rng.integers(max(top // 100, 1), top + 2)) if split < 0.2 else None,
+        disable_split_kv=bool(split > 0.95),
+    )
+    return Case(qo_len, kv_len.astype(np.int64), int(rng.choice([0, 1, 16, 64])), q_len, params, limits)
+
+
+def bounded(case: Case, spare: int) -> Case:
+    """Returns the case with limits of a captured launch, in which `spare` more rows, keys or pages would fit."""
+    arrays = Arrays.of(case)
+    rows, kv = int(arrays.qo_indptr[-1]) + spare, int(arrays.kv_indptr[-1]) + spare
+    graph = GraphLimits(len(case.kv_len), rows, kv * (case.page_size or 1), case.q_len or None)
+    return case._replace(limits=case.limits._replace(graph=graph, max_qo_len=case.q_len or None))
+
+
+def cases(count: int, seed: int, most_requests: int = 300) -> Iterator[Case]:
+    """Yields batches that the planner does not refuse."""
+    rng = np.random.default_rng(seed)
+    made = 0
+    while made < count:
+        case = bounded(random_case(rng, most_requests), int(rng.choice([0, 3, 1000])))
+        if refusal(case.params, case.limits) is None:
+            made += 1
+            yield case
+
+
+def on_host(case: Case) -> WorkList:
+    """Returns the schedule of the host."""
+    arrays = Arrays.of(case)
+    lengths = BatchLengths(
+        arrays.qo_indptr, arrays.kv_indptr[:-1], case.kv_len, np.zeros(len(case.kv_len), np.int64)
+    )
+    return schedule(lengths, case.params, case.limits)
+
+
+def device_lengths(arrays: Arrays, q_len: int, max_kv: int, device: str) -> DeviceLengths:
+    def on_device(array: np.ndarray | None) -> torch.Tensor | None:
+        return None if array is None else torch.from_numpy(array.astype(np.int32)).to(device)
+
+    kv_indptr = on_device(arrays.kv_indptr)
+    assert kv_indptr is not None
+    qo_indptr = None if q_len else on_device(arrays.qo_indptr)
+    return DeviceLengths(qo_indptr, kv_indptr, on_device(arrays.last_page_len), max_kv, q_len)
+
+
+def launch(planner: Planner, lengths: DeviceLengths, memory: torch.Tensor) -> None:
+    """Runs the planner on a GPU, or on the emulator where it was made for that."""
+    if planner.device_index != CPU:
+        planner(lengths, memory)
+        return
+    inputs = {name: x for name, x in lengths._asdict().items() if isinstance(x, torch.Tensor)}
+    with adapter.visible({**inputs, "memory": memory}, {"memory": memory}):
+        planner(lengths, memory)
+
+
+def planner_of(case: Case, gpu: Gpu) -> Planner:
+    return Planner(case.params, case.limits, case.page_size or 1, gpu)
+
+
+def max_kv(case: Case) -> int:
+    assert case.limits.graph is not None
+    return case.limits.graph.max_kv_tokens // (case.page_size or 1)
+
+
+def difference(case: Case, gpu: Gpu, device: str, memory: torch.Tensor | None = None) -> str | None:
+    """Returns how the schedule of the device differs from that of the host; None if they are equal."""
+    work, planner = on_host(case), planner_of(case, gpu)
+    if memory is None:
+        memory = torch.zeros(planner.layout.end, dtype=torch.int32, device=device)
+    launch(planner, device_lengths(Arrays.of(case), case.q_len, max_kv(case), device), memory)
+    found = memory[: planner.layout.counts + 2].cpu().numpy()
+    counts = [int((x[:, 1] > 0).sum()) for x in (work.items, work.merges)]
+    if found[planner.layout.counts :].tolist() != counts:
+        return f"counts {found[planner.layout.counts :].tolist()}, not {counts}: {case}"
+    if not np.array_equal(found[: work.ints.size], work.ints):
+        at = int((found[: work.ints.size] != work.ints).argmax())
+        return f"number {at} of {work.ints.size} is {found[at]}, not {work.ints[at]}: {case}"
+    return None
