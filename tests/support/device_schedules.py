@@ -124,14 +124,26 @@ def device_lengths(arrays: Arrays, q_len: int, max_kv: int, device: str) -> Devi
     return DeviceLengths(qo_indptr, kv_indptr, on_device(arrays.last_page_len), max_kv, q_len)
 
 
-def launch(planner: Planner, lengths: DeviceLengths, memory: torch.Tensor) -> None:
+class Memory(NamedTuple):
+    """Memory of a planner."""
+
+    records: torch.Tensor
+    scratch: torch.Tensor
+
+    @classmethod
+    def of(cls, planner: Planner, device: str) -> Memory:
+        at = planner.layout
+        return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in (at.records, at.end)))
+
+
+def launch(planner: Planner, lengths: DeviceLengths, memory: Memory) -> None:
     """Runs the planner on a GPU, or on the emulator where it was made for that."""
     if planner.device_index != CPU:
-        planner(lengths, memory)
+        planner(lengths, *memory)
         return
     inputs = {name: x for name, x in lengths._asdict().items() if isinstance(x, torch.Tensor)}
-    with adapter.visible({**inputs, "memory": memory}, {"memory": memory}):
-        planner(lengths, memory)
+    with adapter.visible({**inputs, **memory._asdict()}, memory._asdict()):
+        planner(lengths, *memory)
 
 
 def planner_of(case: Case, gpu: Gpu) -> Planner:
@@ -143,17 +155,16 @@ def max_kv(case: Case) -> int:
     return case.limits.graph.max_kv_tokens // (case.page_size or 1)
 
 
-def difference(case: Case, gpu: Gpu, device: str, memory: torch.Tensor | None = None) -> str | None:
+def difference(case: Case, gpu: Gpu, device: str, memory: Memory | None = None) -> str | None:
     """Returns how the schedule of the device differs from that of the host; None if they are equal."""
     work, planner = on_host(case), planner_of(case, gpu)
-    if memory is None:
-        memory = torch.zeros(planner.layout.end, dtype=torch.int32, device=device)
+    memory = memory or Memory.of(planner, device)
     launch(planner, device_lengths(Arrays.of(case), case.q_len, max_kv(case), device), memory)
-    found = memory[: planner.layout.counts + 2].cpu().numpy()
-    counts = [int((x[:, 1] > 0).sum()) for x in (work.items, work.merges)]
-    if found[planner.layout.counts :].tolist() != counts:
-        return f"counts {found[planner.layout.counts :].tolist()}, not {counts}: {case}"
-    if not np.array_equal(found[: work.ints.size], work.ints):
-        at = int((found[: work.ints.size] != work.ints).argmax())
+    found, counts = memory.records.cpu().numpy(), memory.scratch[:2].tolist()
+    expected = [int((x[:, 1] > 0).sum()) for x in (work.items, work.merges)]
+    if counts != expected:
+        return f"counts {counts}, not {expected}: {case}"
+    if not np.array_equal(found, work.ints):
+        at = int((found != work.ints).argmax())
         return f"number {at} of {work.ints.size} is {found[at]}, not {work.ints[at]}: {case}"
     return None

@@ -17,22 +17,31 @@ from cute_attn.kernels.plan.spec import PlanSpec
 from cute_attn.problem import BatchLimits, DeviceLengths, GraphLimits
 from cute_attn.request.settings import MAX_KV_LEN
 from cute_attn.runtime.launch import current_stream
-from cute_attn.schedule.batch import SchedulerParams, cost_device, max_fixed_size_splits, max_query_tiles, record_capacity
+from cute_attn.schedule.batch import (
+    SchedulerParams,
+    cost_device,
+    max_fixed_size_splits,
+    max_query_tiles,
+    partial_bytes,
+    record_capacity,
+)
 from cute_attn.schedule.cost_model import Capacity
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS
 from cute_attn.schedule.split_kv import MAX_SPLITS, ceil_div
 
 MAX_TILES = 1 << 24  # query tiles and records: the kernel sums several of them in 32 bits
 MAX_PRODUCT = (1 << 31) - 1  # of items and kv heads
-COUNTS = 4  # int32 numbers behind the records: items and merges of the schedule, two unused
+COUNTS = 4  # int32 numbers: items and merges of the schedule, two unused
 
 
 class Layout(NamedTuple):
-    """Where arrays begin in the planner's memory, in int32 numbers: what launches read, then scratch."""
+    """Where arrays begin, in int32 numbers: records, which launches read, and in other memory what the planner keeps
+    for itself.
+    """
 
-    merges: int
-    counts: int
-    first_tile: int
+    merges: int  # behind the items
+    records: int  # their end
+    first_tile: int  # behind the counts
     groups: int
     order: int
     tiles: int
@@ -41,9 +50,8 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, capacity: Capacity, max_tiles: int, batch_size: int) -> Layout:
+        merges = capacity.items * ITEM_INTS
         sizes = (
-            capacity.items * ITEM_INTS,
-            capacity.merges * MERGE_INTS,
             COUNTS,
             batch_size + 1,
             batch_size,
@@ -51,10 +59,10 @@ class Layout(NamedTuple):
             4 * max_tiles,
             4 * capacity.items,
         )
-        ends = []
+        ends: list[int] = []
         for size in sizes:
-            ends.append((ends[-1] if ends else 0) + -(-size // 4) * 4)  # 16-byte alignment
-        return cls(*ends)
+            ends.append(sum(ends[-1:]) + -(-size // 4) * 4)  # 16-byte alignment
+        return cls(merges, merges + capacity.merges * MERGE_INTS, *ends)
 
 
 def refusal(params: SchedulerParams, limits: BatchLimits) -> str | None:
@@ -70,9 +78,10 @@ def refusal(params: SchedulerParams, limits: BatchLimits) -> str | None:
     if limits.fixed_split_size is None or limits.disable_split_kv:
         return None
     chunk = max(1, ceil_div(limits.fixed_split_size, params.cols))
-    if ceil_div(ceil_div(graph.max_kv_tokens, params.cols), chunk) > MAX_SPLITS:
+    parts = ceil_div(ceil_div(graph.max_kv_tokens, params.cols), chunk)
+    if parts > MAX_SPLITS:
         return f"fixed_split_size may split a request into more than {MAX_SPLITS} parts"
-    if max_fixed_size_splits(graph, params, chunk) > capacity.partials and capacity.partials:
+    if parts > 1 and max_fixed_size_splits(graph, params, chunk) > limits.workspace_bytes // partial_bytes(params):
         return "fixed_split_size may need more than the float workspace"
     return None
 
@@ -116,17 +125,25 @@ class Planner:
             "partial_capacity": min(self.capacity.partials, MAX_PRODUCT),
         }
 
-    def __call__(self, lengths: DeviceLengths, memory: torch.Tensor) -> None:
-        """Launches the kernel on the current stream. `memory`: `layout.end` numbers, zeros before the first launch."""
-        base, at = memory.data_ptr(), self.layout
-        addresses = {name: base + 4 * place for name, place in at._asdict().items() if name != "end"}
-        fields = self.fields | addresses | {
-            "items": base,
+    def __call__(self, lengths: DeviceLengths, records: torch.Tensor, scratch: torch.Tensor) -> None:
+        """Launches the kernel on the current stream. `records`, `scratch`: `layout.records` and `layout.end` numbers,
+        zeros before the first launch.
+        """
+        items, counts, at = records.data_ptr(), scratch.data_ptr(), self.layout
+        fields = self.fields | {
             "qo_indptr": 0 if lengths.qo_indptr is None else lengths.qo_indptr.data_ptr(),
             "kv_indptr": lengths.kv_indptr.data_ptr(),
             "last_page_len": 0 if lengths.last_page_len is None else lengths.last_page_len.data_ptr(),
             "q_len": lengths.q_len,
             "max_kv": lengths.max_kv,
+            "items": items,
+            "merges": items + 4 * at.merges,
+            "counts": counts,
+            "first_tile": counts + 4 * at.first_tile,
+            "groups": counts + 4 * at.groups,
+            "order": counts + 4 * at.order,
+            "tiles": counts + 4 * at.tiles,
+            "splits": counts + 4 * at.splits,
         }
         values = [fields[param.name] for param in self.launch.artifact.params]
         self.launch.fire(values, (1, 1, 1), current_stream(self.device_index))
