@@ -9,8 +9,9 @@ stay on the device.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -174,6 +175,62 @@ class Tokens(NamedTuple):
     def batch_size(self) -> int:
         return len(self.lengths.kv_len)
 
+    @property
+    def first_row(self) -> int:
+        """Rows before it belong to no request."""
+        return int(self.lengths.qo_indptr[0])
+
+    @property
+    def multi_item(self) -> bool:
+        return self.lengths.key_bounds is not None
+
+
+@dataclass(eq=False)  # tensors compare by a launch
+class DeviceTokens:
+    """`Tokens` whose lengths are on the device, for plans that do not read them. What needs them on the host reads them
+    there, once, with a synchronisation: `host`.
+
+    `rows`: of q, None until a run tells; rows past those of requests belong to none, and so do those before.
+    """
+
+    device: DeviceLengths
+    kv_indices: torch.Tensor | None
+    q_len: int | None
+    rows: int | None
+    read: Callable[[], Tokens]  # checks the lengths, and raises what `plan` raises of them
+
+    multi_item = False
+    first_row = 0
+
+    @functools.cached_property
+    def host(self) -> Tokens:
+        """The lengths on the host."""
+        return self.read()._replace(kv_indices=self.kv_indices, q_len=self.q_len)
+
+    @property
+    def lengths(self) -> BatchLengths:
+        return self.host.lengths
+
+    @property
+    def kv_indptr(self) -> np.ndarray:
+        return self.host.kv_indptr
+
+    @property
+    def last_page_len(self) -> np.ndarray | None:
+        return self.host.last_page_len
+
+    @property
+    def kv_end(self) -> int:
+        """Most rows of ragged k and v, or entries of kv_indices, that launches read."""
+        return self.device.max_kv
+
+    @property
+    def batch_size(self) -> int:
+        return self.device.batch_size
+
+    def _replace(self, **changes: Any) -> DeviceTokens:
+        return replace(self, **changes)
+
 
 class GraphLimits(NamedTuple):
     """Sizes that a captured launch has room for."""
@@ -206,7 +263,7 @@ class BatchPlan:
     """What a plan leaves for its runs: the settings, the launch, and caches of what earlier runs were checked for."""
 
     settings: Settings
-    tokens: Tokens
+    tokens: Tokens | DeviceTokens
     limits: BatchLimits
     launch: Callable[[BatchProblem], None]
     check_supported: Callable[[Features], None]  # raises if the planned backend refuses features that a run adds
@@ -226,7 +283,8 @@ class BatchPlan:
     elements_per_byte: int = field(init=False)  # of k and v: 2 for NVFP4
 
     def __post_init__(self) -> None:
-        self.rows, self.first_row = self.tokens.rows, int(self.tokens.lengths.qo_indptr[0])
+        assert self.tokens.rows is not None  # a plan is made once they are known
+        self.rows, self.first_row = self.tokens.rows, self.tokens.first_row
         self.elements_per_byte = 2 if self.settings.features.kv_block_scales else 1
 
 

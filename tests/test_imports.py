@@ -38,7 +38,13 @@ ALLOWED: dict[str, set[str]] = {
     "wrappers": {"ops", "dispatch", "kernels.host", "request", "schedule", "runtime", *TYPES},
     "ops": {"runtime", *TYPES},
     "dispatch": {"kernels.host", *HOSTS, *SPECS, "request", "schedule", "reference", "emulator", "runtime", *TYPES},
-    "kernels.host": {"kernels.programs", "kernels.formats", "kernels.blocks.data", "kernels.combine.spec", "kernels.plan.spec"}
+    "kernels.host": {
+        "kernels.programs",
+        "kernels.formats",
+        "kernels.blocks.data",
+        "kernels.combine.spec",
+        "kernels.plan.spec",
+    }
     | {"request", "schedule", "emulator", "runtime", *TYPES},
     "kernels.catalog": {*SPECS, "kernels.formats", "runtime"},
     "kernels.programs": {*SPECS, *KERNELS, "runtime"},

@@ -12,9 +12,9 @@ from cute_attn.dispatch.capabilities import Backend
 from cute_attn.dispatch.families import FAMILIES
 from cute_attn.dispatch.select import CACHE_SIZE, choose, chosen, rows_class
 from cute_attn.kernels.host import gpu
-from cute_attn.kernels.host.family import KernelFamily, KernelLaunch
+from cute_attn.kernels.host.family import KernelFamily, KernelLaunch, TiledFamily
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Request, Settings
+from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DeviceLengths, Request, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.staging import Staging
 
@@ -94,6 +94,25 @@ def plan(
     device.
     """
     return IMPLEMENTATIONS[backend.name].plan(settings, lengths, limits, staging)
+
+
+def plan_on_device(
+    backend: Backend,
+    settings: Settings,
+    lengths: DeviceLengths,
+    limits: BatchLimits,
+    staging: Staging,
+    keeps_address: bool,
+) -> Callable[[BatchProblem], None] | None:
+    """Returns a callable that runs batches whose lengths the host does not read; None where the backend needs them
+    there, for all batches or within these limits. `keeps_address`: of the records, as captured launches need it.
+    """
+    if backend.name == "emulator":
+        return emulator.plan_on_device(settings, lengths, limits, staging, keeps_address)
+    family = FAMILIES.get(backend.name)
+    if not isinstance(family, TiledFamily):
+        return None
+    return family.plan_on_device(settings, lengths, limits, staging, _gpu_of(settings), keeps_address)
 
 
 def workspace(backend: Backend, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:

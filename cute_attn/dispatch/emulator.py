@@ -15,9 +15,19 @@ from cute_attn.emulator import adapter, settings
 from cute_attn.emulator.errors import LaunchFault
 from cute_attn.errors import ArgumentError
 from cute_attn.kernels.host.batch import Repeat, Tensors
-from cute_attn.kernels.host.family import BatchRunner, KernelFamily, KernelLaunch
+from cute_attn.kernels.host.device_batch import NO_LENGTHS
+from cute_attn.kernels.host.family import BatchRunner, KernelFamily, KernelLaunch, TiledFamily
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DecodeProblem, Request, Scratch, Settings
+from cute_attn.problem import (
+    BatchLengths,
+    BatchLimits,
+    BatchProblem,
+    DecodeProblem,
+    DeviceLengths,
+    Request,
+    Scratch,
+    Settings,
+)
 from cute_attn.request.single import ALIGNMENT, FP8_ALIGNMENT, aligned
 from cute_attn.runtime import counters
 from cute_attn.runtime.arch import TYPICAL_SMS, Arch, named
@@ -50,6 +60,22 @@ def plan(
     gpu = _gpu()
     family = _family(batch_settings, gpu.arch, typical_qo_len(lengths, limits))
     return EmulatedBatchRun(family.plan(batch_settings, lengths, limits, staging, gpu))
+
+
+def plan_on_device(
+    batch_settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging, keeps_address: bool
+) -> Callable[[BatchProblem], None] | None:
+    """Returns a callable that runs batches whose lengths only kernels read, or None: `backends.plan_on_device`."""
+    gpu = _gpu()
+    family = _family(batch_settings, gpu.arch, typical_qo_len(NO_LENGTHS, limits))
+    if not isinstance(family, TiledFamily):
+        return None
+    written = {"records": staging.memory, "planner's memory": staging.scratch}
+    written = {name: x for name, x in written.items() if x.numel()}
+    inputs = {name: x for name, x in lengths._asdict().items() if isinstance(x, torch.Tensor) and x.numel()}
+    with adapter.visible({**inputs, **written}, written):
+        planned = family.plan_on_device(batch_settings, lengths, limits, staging, gpu, keeps_address)
+    return None if planned is None else EmulatedBatchRun(planned)
 
 
 def workspace(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:

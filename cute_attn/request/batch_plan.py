@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal, RuntimeArgumentError
-from cute_attn.problem import BatchLengths, Settings, Tokens
+from cute_attn.problem import BatchLengths, DeviceTokens, Settings, Tokens
 from cute_attn.request import checks, page_ids
 from cute_attn.request.bit_packing import pack_segments
 from cute_attn.request.settings import (
@@ -309,8 +309,14 @@ def _lengths(qo_indptr: np.ndarray, kv_start: np.ndarray, kv_len: np.ndarray) ->
     return BatchLengths(qo_indptr, kv_start, kv_len, np.zeros(len(kv_len), np.int64))
 
 
-def check_rows(tokens: Tokens, num_qo_heads: int) -> None:
+def uniform_indptr(batch_size: int, q_len: int) -> np.ndarray:
+    """Return the index array of requests with `q_len` tokens each."""
+    return np.arange(batch_size + 1, dtype=np.int64) * q_len
+
+
+def check_rows(tokens: Tokens | DeviceTokens, num_qo_heads: int) -> None:
     """Refuse more rows of q (tokens x heads) than kernels can count."""
+    assert tokens.rows is not None
     if tokens.rows * num_qo_heads > MAX_ROWS:
         raise ArgumentError(f"q must have at most {MAX_ROWS} rows (tokens x heads), got {tokens.rows} x {num_qo_heads}")
 
@@ -350,7 +356,7 @@ class HostLengths(NamedTuple):
         return torch.from_numpy(lengths - np.maximum(pages - 1, 0) * page_size)
 
 
-def uniform_q_len(value: Any, tokens: Tokens) -> int | None:
+def uniform_q_len(value: Any, tokens: Tokens | DeviceTokens) -> int | None:
     """Check a promise about the query tokens of every request. None: no promise, or a warning that it is not true."""
     if value is None or (value := checks.integer("uniform_q_len", value)) <= 0:
         return None
@@ -374,8 +380,10 @@ class RepeatedLengths(NamedTuple):
     max_sequence_kv: Any
 
 
-def check_repeated_lengths(tokens: Tokens, repeated: RepeatedLengths) -> None:
-    """Check the lengths and bounds that a prefill `plan` receives besides the index arrays."""
+def check_repeated_lengths(tokens: Tokens | DeviceTokens, repeated: RepeatedLengths) -> None:
+    """Check the lengths and bounds that a prefill `plan` receives besides the index arrays, if these are read here."""
+    if isinstance(tokens, DeviceTokens):
+        return
     seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv = repeated
     if seq_lens is seq_lens_q is max_token_per_sequence is max_sequence_kv is None:
         return
@@ -413,12 +421,12 @@ def _check_known_bound(name: str, value: Any, lengths: np.ndarray) -> None:
 # ---- masks
 
 
-def no_mask(tokens: Tokens) -> Mask:
+def no_mask(tokens: Tokens | DeviceTokens) -> Mask:
     """Return the `Mask` of a batch without custom masks."""
     return Mask(None, np.zeros(tokens.batch_size + 1, np.int64))
 
 
-def mask(custom_mask: Any, packed_custom_mask: Any, tokens: Tokens, device: torch.device) -> Mask:
+def mask(custom_mask: Any, packed_custom_mask: Any, tokens: Tokens | DeviceTokens, device: torch.device) -> Mask:
     """Pack the masks of all requests, each from a new byte on. `packed_custom_mask` takes precedence."""
     if custom_mask is packed_custom_mask is None:
         return no_mask(tokens)

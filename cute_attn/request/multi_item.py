@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError
-from cute_attn.problem import BatchLengths, Tokens
+from cute_attn.problem import BatchLengths, DeviceTokens, Tokens
 from cute_attn.request import checks
 from cute_attn.request.batch_plan import Mask
 from cute_attn.request.settings import DEVICES
@@ -24,7 +24,7 @@ class MultiItemScoring(NamedTuple):
     token_pos_in_items_len: Any
     max_item_len_ptr: Any
 
-    def bound_keys(self, tokens: Tokens, mask: Mask) -> Tokens:
+    def bound_keys(self, tokens: Tokens | DeviceTokens, mask: Mask) -> Tokens | DeviceTokens:
         """Return `tokens` with key bounds; unchanged without `prefix_len_ptr`."""
         stride = checks.integer("token_pos_in_items_len", self.token_pos_in_items_len)
         if self.prefix_len_ptr is None:
@@ -36,6 +36,7 @@ class MultiItemScoring(NamedTuple):
             return tokens
         if mask.packed is not None:
             raise ArgumentError("a custom mask and prefix_len_ptr contradict: give one of them")
+        assert isinstance(tokens, Tokens)  # with `prefix_len_ptr` plans read the lengths
         if self.token_pos_in_items_ptr is None:
             raise ArgumentError("token_pos_in_items_ptr must come with prefix_len_ptr, got None")
         if stride < 0:

@@ -133,6 +133,10 @@ class Staging:
         self._device_buffer = torch.empty(0, dtype=torch.int32, device=device)
         self._fixed = False
         self._reserved: np.ndarray | None = None
+        self.scratch = torch.empty(
+            0, dtype=torch.int32, device=device
+        )  # of the planner kernel; see `written_on_device`
+        self._layout: object = None  # of the numbers, if the planner kernel has written them
 
     @property
     def memory(self) -> torch.Tensor:
@@ -166,6 +170,7 @@ class Staging:
         if ints.size > self._device_buffer.numel():
             self._check_capacity(ints.size)
             self._device_buffer = self._copies.target(_capacity(ints.size))
+        self._layout = None
         target = self._device_buffer[: ints.size]
         if ints.size:
             if ints is not self._reserved:
@@ -174,6 +179,21 @@ class Staging:
             self._buffers.reverse()
         self._reserved = None
         return target
+
+    def written_on_device(self, size: int, scratch: int, layout: object) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns memory for `size` numbers, and for `scratch` numbers that no launch but their writer's reads: zeros,
+        or what a writer of the same layout has left in both.
+        """
+        if size > self._device_buffer.numel():
+            self._check_capacity(size)
+            self._device_buffer, self._layout = self._copies.target(_capacity(size)), None
+        if scratch > self.scratch.numel():
+            self.scratch, self._layout = self._copies.target(_capacity(scratch)), None
+        if self._layout != layout:
+            self._device_buffer.zero_()
+            self.scratch.zero_()
+            self._layout = layout
+        return self._device_buffer[:size], self.scratch[:scratch]
 
     def _check_capacity(self, ints: int) -> None:
         capacity = self._device_buffer.numel()

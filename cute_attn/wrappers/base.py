@@ -22,7 +22,7 @@ import torch
 from cute_attn.dispatch import backends, capabilities, select
 from cute_attn.errors import ArgumentError, NotPlannedError, NotSupported, Refusal, RuntimeArgumentError
 from cute_attn.ops import handles
-from cute_attn.problem import BatchLimits, BatchPlan, Features, GraphLimits, Settings, Tokens
+from cute_attn.problem import BatchLimits, BatchPlan, DeviceTokens, Features, GraphLimits, Settings, Tokens
 from cute_attn.request import batch_plan, batch_run, checks, page_ids
 from cute_attn.request.batch_plan import Mask, PlanContext, PlanOptions, Splits
 from cute_attn.request.batch_run import RunArguments
@@ -30,7 +30,7 @@ from cute_attn.request.settings import KV_LAYOUTS, MAX_INDEX
 from cute_attn.runtime import switches
 from cute_attn.runtime.staging import Staging, is_capturing
 from cute_attn.schedule import batch as batch_schedule
-from cute_attn.wrappers import run_cache
+from cute_attn.wrappers import device_plan, run_cache
 from cute_attn.wrappers.graph_invariants import GraphInvariants, check_sizes, check_unchanged
 from cute_attn.wrappers.planned_state import PlannedState
 from cute_attn.wrappers.stride_variants import StrideVariants
@@ -46,7 +46,7 @@ class PlanRequest(NamedTuple):
     """The checked arguments of a `plan`."""
 
     options: PlanOptions
-    tokens: Tokens
+    tokens: Tokens | DeviceTokens
     mask: Mask
     splits: Splits
     page_size: int
@@ -170,9 +170,12 @@ class BatchWrapper(PlannedState, StrideVariants):
     def _make_plan(self, request: PlanRequest) -> None:
         """Schedule a batch: what ran under the previous plan, if its settings are the same, else as the plan says."""
         with self._lock:
+            request = device_plan.bounded(self, request)
             settings, graph = self._checked(request)
             request, copies = self._placed(request)
             variants, due = self._variants.following(settings, keep=self._use_cuda_graph)
+            if device_plan.is_open(request):
+                request, due = device_plan.leave_open(self, request), []
             limits = None if graph is None else graph.graph
             for i, variant in enumerate(due):
                 try:
@@ -196,7 +199,12 @@ class BatchWrapper(PlannedState, StrideVariants):
         """
         request = request._replace(options=request.options._replace(**variant.overrides))
         settings, backend, limits = self._resolve(request, graph, variant.backend, features)
-        launch = backends.plan(backend, settings, request.tokens.lengths, limits, variant.staging)
+        if isinstance(request.tokens, DeviceTokens):
+            launch = device_plan.launch(self, request.tokens, settings, backend, limits, variant)
+            if launch is None:
+                return self._scheduled(variant, device_plan.on_host(request), graph, features)
+        else:
+            launch = backends.plan(backend, settings, request.tokens.lengths, limits, variant.staging)
         if graph is not None:
             variant.backend = backend.name
         return BatchPlan(
@@ -230,6 +238,8 @@ class BatchWrapper(PlannedState, StrideVariants):
         anything is written.
         """
         tokens, mask = request.tokens, request.mask
+        if isinstance(tokens, DeviceTokens):
+            return device_plan.placed(self, request)
         copies: list[Copy] = []
         if mask.packed is not None:
             tokens = tokens._replace(lengths=tokens.lengths._replace(mask_offset=mask.offsets[:-1]))
@@ -285,7 +295,7 @@ class BatchWrapper(PlannedState, StrideVariants):
                 page_size,
                 tokens.q_len is not None,
                 own_splits,
-                tokens.lengths.key_bounds is not None,
+                tokens.multi_item,
             ),
         )
 
@@ -299,8 +309,10 @@ class BatchWrapper(PlannedState, StrideVariants):
         """Return settings, backend and limits. `backend`: its name, if it is already settled."""
         settings = self._settings(request)
         batch_plan.check_rows(request.tokens, settings.features.num_qo_heads)
+        graph = device_plan.limits_of(request, graph)
         limits = BatchLimits(self._workspace.numel(), *request.splits, graph=graph, max_qo_len=request.q_len)
-        rows = select.rows_class(settings.features, batch_schedule.typical_qo_len(request.tokens.lengths, limits))
+        lengths = device_plan.choice_lengths(request.tokens)
+        rows = select.rows_class(settings.features, batch_schedule.typical_qo_len(lengths, limits))
         return settings, select.chosen(features or settings.features, backend or self._backend, rows), limits
 
     @functools.cached_property
@@ -322,20 +334,25 @@ class BatchWrapper(PlannedState, StrideVariants):
                 f"the batch size must stay {self._fixed_batch_size} with use_cuda_graph=True (the size of the index "
                 f"buffers), got {tokens.batch_size}"
             )
-        if tokens.kv_indices is not None and tokens.kv_end > self._indices_buffer().numel():
+        if device_plan.is_open(request):
+            return settings, None
+        host_lengths = isinstance(tokens, Tokens)
+        if host_lengths and tokens.kv_indices is not None and tokens.kv_end > self._indices_buffer().numel():
             raise ArgumentError(
                 f"the paged kv indices must fit the {self._indices_buffer().numel()} elements of their buffer, "
                 f"got {tokens.kv_end}"
             )
         self._check_mask_buffers(request.mask)
-        invariants, first_row = self._graph_invariants, int(tokens.lengths.qo_indptr[0])
+        invariants, first_row = self._graph_invariants, tokens.first_row
         if invariants is None:
+            assert tokens.rows is not None
             most_keys = tokens.kv_end
             if tokens.kv_indices is not None:
                 most_keys = self._indices_buffer().numel() * settings.page_size
             graph = GraphLimits(tokens.batch_size, tokens.rows, most_keys, request.q_len)
             return settings, GraphInvariants(settings, request.splits, graph, first_row)
         check_sizes(invariants.graph, request.tokens, request.q_len)
+        first_row = first_row if host_lengths else invariants.first_row
         check_unchanged(invariants, GraphInvariants(settings, request.splits, invariants.graph, first_row))
         return settings, invariants
 
@@ -353,19 +370,29 @@ class BatchWrapper(PlannedState, StrideVariants):
 
     # ---- run
 
-    def _planned(self) -> BatchPlan:
-        """Return the plan of the current variant, scheduled if it is not yet."""
+    def _planned(self, arguments: RunArguments | None = None) -> BatchPlan:
+        """Return the plan of the current variant, scheduled if it is not yet. `arguments`: those of a run."""
         if self._request is None:
             raise NotPlannedError(
                 f"{type(self).__name__}.plan() must come before run(), and again after reset_workspace_buffer()"
             )
         self._follow_copies()
+        self._close_plan(arguments)
         plan = self._current.plan or self._plan_of(self._current)
         self._plan = None if self._copies else plan
         return plan
 
+    def _close_plan(self, arguments: RunArguments | None) -> None:
+        """Settle what a plan with lengths on the device left to its first run."""
+        with self._lock:
+            if device_plan.is_open(self._request):
+                assert self._request is not None
+                request = device_plan.close(self._request, arguments, self._kv_layout)
+                _, self._graph_invariants = self._checked(request)
+                self._request = request
+
     def _run(self, arguments: RunArguments) -> Result:
-        plan = self._plan or self._planned()
+        plan = self._plan or self._planned(arguments)
         if (replayed := run_cache.try_replay(plan, arguments)) is not None:
             out, lse = replayed
             return out if lse is None or not arguments.return_lse else (out, lse)
@@ -394,7 +421,7 @@ class BatchWrapper(PlannedState, StrideVariants):
 
     def _run_with_lse(self, arguments: RunArguments, lse_base: Any, lse_layout: Any) -> Result:
         """Run, and convert lse to another base or to `[num_qo_heads, rows]` (layout "HN") by a torch operation."""
-        plan = self._plan or self._planned()
+        plan = self._plan or self._planned(arguments)
         form = batch_run.lse_form(plan, arguments, lse_base, lse_layout)
         if form is None:
             return self._run(arguments)
@@ -446,7 +473,7 @@ class BatchWrapper(PlannedState, StrideVariants):
 
     def _replan(self, forward: ForwardOptions, **changed: Any) -> None:
         """Replace options of the plan for this run and those after it: those of `forward`, all of them."""
-        if self._request is None or self._copies:
+        if self._request is None or (self._copies and not device_plan.is_open(self._request)):
             self._planned()
         values = (*forward, *changed.values())
         key = values, tuple(map(type, values))  # types too: 1 == True
@@ -457,7 +484,9 @@ class BatchWrapper(PlannedState, StrideVariants):
         if variant is None:
             variant = self._variant({**forward._asdict(), **changed})
             self._variants.by_options[key] = variant
-        plan = variant.plan or self._plan_of(variant)
+        plan = variant.plan
+        if plan is None and not device_plan.is_open(self._request):
+            plan = self._plan_of(variant)
         self._current, self._plan = variant, None if self._copies else plan
 
     # ---- members of every wrapper
@@ -488,6 +517,7 @@ class BatchWrapper(PlannedState, StrideVariants):
         sizes: list[tuple[int, int]] = []
 
         def measure(request: PlanRequest) -> None:
+            request = device_plan.on_host(request)
             _, invariants = self._checked(request)
             graph = None if invariants is None else invariants.graph
             settings, backend, limits = self._resolve(request, graph, self._variants.base.backend)

@@ -7,15 +7,16 @@ import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
-import numpy as np
 import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.ops import declare, fakes, trace
+from cute_attn.problem import Tokens
 from cute_attn.request import batch_plan, checks
 from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.batch_run import RunArguments
+from cute_attn.wrappers import device_plan
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, ForwardOptions, PlanRequest, Result, Scale
 from cute_attn.wrappers.legacy_args import positionals_to_keywords, with_return_lse
 from cute_attn.wrappers.legacy_args_batch import head_scale_positionals
@@ -196,11 +197,10 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
                 "a prefill wrapper",
             )
         page_size = batch_plan.page_size(page_size)
-        batch_size = max(0, checks.tensor("indptr", indptr).numel() - 1)
-        qo_indptr = np.arange(batch_size + 1, dtype=np.int64) * q_len
         pages = batch_plan.Pages(indptr, indices, last_page_len)
-        tokens = batch_plan.paged(qo_indptr, pages, page_size, NAMES)
-        batch_plan.check_known_lengths("seq_lens", seq_lens, tokens.lengths.kv_len)
+        tokens = device_plan.decode_tokens(self, q_len, pages, page_size, NAMES)
+        if isinstance(tokens, Tokens):
+            batch_plan.check_known_lengths("seq_lens", seq_lens, tokens.lengths.kv_len)
         if block_tables is not None:
             checks.tensor("block_tables", block_tables)
         q_dtype = data_type if q_data_type is None else q_data_type
@@ -221,7 +221,7 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
             lse_base=lse_base,
         )
         splits = batch_plan.splits(fixed_split_size, disable_split_kv, page_size)
-        tokens, mask = tokens._replace(q_len=q_len), batch_plan.no_mask(tokens)
+        mask = batch_plan.no_mask(tokens)
         self._make_plan(PlanRequest(options, tokens, mask, splits, page_size))
 
     begin_forward = plan

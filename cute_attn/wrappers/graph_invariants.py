@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from cute_attn.errors import ArgumentError, RuntimeArgumentError
-from cute_attn.problem import Features, GraphLimits, Settings, Tokens
+from cute_attn.problem import DeviceTokens, Features, GraphLimits, Settings, Tokens
 from cute_attn.request.batch_plan import Splits
 
 
@@ -18,8 +18,9 @@ class GraphInvariants(NamedTuple):
     first_row: int  # `run` fills the rows of out and lse before it with torch
 
 
-def check_sizes(graph: GraphLimits, tokens: Tokens, q_len: int | None) -> None:
+def check_sizes(graph: GraphLimits, tokens: Tokens | DeviceTokens, q_len: int | None) -> None:
     """Refuse a plan for which captured launches have no room."""
+    assert tokens.rows is not None
     if graph.max_qo_len != q_len:
         name = "uniform_q_len" if tokens.q_len is None else "q_len_per_req"
         raise RuntimeArgumentError(

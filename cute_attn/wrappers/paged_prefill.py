@@ -16,6 +16,7 @@ from cute_attn.request import batch_plan, checks, sink_variant
 from cute_attn.request.batch_plan import PlanOptions, RepeatedLengths
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.multi_item import MultiItemScoring
+from cute_attn.wrappers import device_plan
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, ForwardOptions, PlanRequest, Result, Scale
 from cute_attn.wrappers.legacy_args import with_return_lse
 from cute_attn.wrappers.legacy_args_batch import (
@@ -209,9 +210,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
         checks.boolean("non_blocking", non_blocking)
         page_size = batch_plan.page_size(page_size)
-        q_bounds = batch_plan.indptr("qo_indptr", qo_indptr)
         pages = batch_plan.Pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
-        tokens = batch_plan.paged(q_bounds, pages, page_size, PAGED_NAMES)
+        host_only = device_plan.HostOnly(custom_mask, packed_custom_mask, prefix_len_ptr, uniform_q_len)
+        tokens = device_plan.paged_tokens(self, qo_indptr, pages, page_size, PAGED_NAMES, host_only)
         lengths = RepeatedLengths(seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
         batch_plan.check_repeated_lengths(tokens, lengths)
         if block_tables is not None:

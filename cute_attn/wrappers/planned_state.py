@@ -17,7 +17,8 @@ from cute_attn.request import batch_plan
 from cute_attn.runtime.staging import is_capturing
 
 if TYPE_CHECKING:
-    from cute_attn.problem import BatchPlan, Features, Settings, Tokens
+    from cute_attn.problem import BatchPlan, DeviceTokens, Features, Settings, Tokens
+    from cute_attn.request.batch_run import RunArguments
     from cute_attn.wrappers.base import GraphInvariants, PlanRequest
     from cute_attn.wrappers.variants import Variant, Variants
 
@@ -50,7 +51,7 @@ class PlannedState:
 
         def _settings(self, request: PlanRequest) -> Settings: ...
 
-        def _planned(self) -> BatchPlan: ...
+        def _planned(self, arguments: RunArguments | None = None) -> BatchPlan: ...
 
         def _make_plan(self, request: PlanRequest) -> None: ...
 
@@ -144,7 +145,7 @@ class PlannedState:
 
     @property
     def _qo_indptr_last(self) -> int:
-        return self._in_force().tokens.rows
+        return int(self._in_force().tokens.lengths.qo_indptr[-1])
 
     @property
     def _max_q_len(self) -> int:
@@ -248,7 +249,7 @@ class PlannedState:
             )
         with self._lock:
             assert self._request is not None
-            if self._request.mask.packed is not None or self._request.tokens.lengths.key_bounds is not None:
+            if self._request.mask.packed is not None or self._request.tokens.multi_item:
                 raise RuntimeArgumentError(f"{written[0]} must not be written: the mask belongs to the planned lengths")
             copies, overrides = self._copies, self._current.overrides
             self._make_plan(self._request._replace(tokens=_rewritten(self._request, copies)))
@@ -256,7 +257,7 @@ class PlannedState:
             self._copies = {name: IndexCopy(tensor, tensor._version) for name, (tensor, _) in copies.items()}
 
 
-def _planned_lengths(name: str, tokens: Tokens) -> np.ndarray | None:
+def _planned_lengths(name: str, tokens: Tokens | DeviceTokens) -> np.ndarray | None:
     """Return what a buffer holds; None for a buffer that wrappers of this kind do not have."""
     if name == "_qo_indptr_buf":
         return tokens.lengths.qo_indptr

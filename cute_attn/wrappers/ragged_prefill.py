@@ -15,6 +15,7 @@ from cute_attn.request import batch_plan, batch_run, checks, sink_variant
 from cute_attn.request.batch_plan import PlanOptions, RepeatedLengths
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.multi_item import MultiItemScoring
+from cute_attn.wrappers import device_plan
 from cute_attn.wrappers.base import BatchWrapper, DType, ForwardOptions, PlanRequest, Result, Scale
 from cute_attn.wrappers.legacy_args import with_return_lse
 from cute_attn.wrappers.legacy_args_batch import (
@@ -161,7 +162,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         batch_plan.refuse_all("v is indexed like k, and out like q", v_indptr=v_indptr, o_indptr=o_indptr)
         checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
         checks.boolean("non_blocking", non_blocking)
-        tokens = batch_plan.ragged(qo_indptr, kv_indptr)
+        host_only = device_plan.HostOnly(custom_mask, packed_custom_mask, prefix_len_ptr, uniform_q_len)
+        tokens = device_plan.ragged_tokens(self, qo_indptr, kv_indptr, host_only)
         lengths = RepeatedLengths(seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
         batch_plan.check_repeated_lengths(tokens, lengths)
         options = PlanOptions(

@@ -108,9 +108,7 @@ def cases(count: int, seed: int, most_requests: int = 300) -> Iterator[Case]:
 def on_host(case: Case) -> WorkList:
     """Returns the schedule of the host."""
     arrays = Arrays.of(case)
-    lengths = BatchLengths(
-        arrays.qo_indptr, arrays.kv_indptr[:-1], case.kv_len, np.zeros(len(case.kv_len), np.int64)
-    )
+    lengths = BatchLengths(arrays.qo_indptr, arrays.kv_indptr[:-1], case.kv_len, np.zeros(len(case.kv_len), np.int64))
     return schedule(lengths, case.params, case.limits)
 
 
@@ -141,8 +139,9 @@ def launch(planner: Planner, lengths: DeviceLengths, memory: Memory) -> None:
     if planner.device_index != CPU:
         planner(lengths, *memory)
         return
-    inputs = {name: x for name, x in lengths._asdict().items() if isinstance(x, torch.Tensor)}
-    with adapter.visible({**inputs, **memory._asdict()}, memory._asdict()):
+    inputs = {name: x for name, x in lengths._asdict().items() if isinstance(x, torch.Tensor) and x.numel()}
+    written = {name: x for name, x in memory._asdict().items() if x.numel()}
+    with adapter.visible({**inputs, **written}, written):
         planner(lengths, *memory)
 
 

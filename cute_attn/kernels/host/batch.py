@@ -91,8 +91,14 @@ def schedule_batch(
     tiling: Tiling[T_co], lengths: BatchLengths, limits: BatchLimits, sms: int, allocate: AllocateInts
 ) -> BatchSchedule[T_co]:
     """Returns the schedule of a batch for a GPU with `sms` multiprocessors, with records from `allocate`."""
+    return sized(tiling, schedule(lengths, tiling.params, limits, allocate), lengths, limits, sms)
+
+
+def sized(
+    tiling: Tiling[T_co], work: WorkList, lengths: BatchLengths, limits: BatchLimits, sms: int
+) -> BatchSchedule[T_co]:
+    """Returns the schedule with the launches of a work list. `lengths` are read only without `limits.graph`."""
     params = tiling.params
-    work = schedule(lengths, params, limits, allocate)
     rows_per_merge = min(params.rows, max_qo_len(lengths, limits) * params.group_size)
     total = work.item_capacity * params.num_kv_heads
     groups = total if tiling.persistent_groups is None else min(total, tiling.persistent_groups)
@@ -133,9 +139,13 @@ class BatchRun:
         self.grid, self.kernel, self.device_index = schedule.grid, kernel, device_index
         self.prepared = kernel(settings)  # first: where a kernel is missing, the records of the previous plan stay
         self.latest = settings, self.prepared  # one attribute: threads that share a plan must not mix two runs
+        self.records = self.placed(schedule, staging)
+
+    def placed(self, schedule: Schedule, staging: Staging) -> torch.Tensor:
+        """Returns the records in device memory."""
         if schedule.keeps_address:
             staging.fix_capacity(schedule.records.size)
-        self.records = staging.upload(schedule.records)
+        return staging.upload(schedule.records)
 
     def partials(self, problem: BatchProblem) -> tuple[int, ...]:
         """Returns the addresses of partial results."""

@@ -9,11 +9,22 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from cute_attn.kernels.host.batch import BatchSchedule, Repeat, SplitKvBatchRun, Tiling, schedule_batch
+from cute_attn.kernels.host.device_batch import NO_LENGTHS, DevicePlannedRun, schedule_on_device
 from cute_attn.kernels.host.features import combine_spec
 from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.planner import Planner, refusal
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel
 from cute_attn.kernels.host.single import Scheduler, SingleRun
-from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Features, Problem, Request, Settings
+from cute_attn.problem import (
+    BatchLengths,
+    BatchLimits,
+    BatchProblem,
+    DeviceLengths,
+    Features,
+    Problem,
+    Request,
+    Settings,
+)
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 from cute_attn.runtime.staging import Staging
@@ -128,6 +139,30 @@ class TiledFamily(Generic[T]):
             return self.kernel(settings, tile, heads, merges, gpu)
 
         return SplitKvBatchRun(settings, schedule, kernel, staging, gpu.device_index)
+
+    def plan_on_device(
+        self,
+        settings: Settings,
+        lengths: DeviceLengths,
+        limits: BatchLimits,
+        staging: Staging,
+        gpu: Gpu,
+        keeps_address: bool,
+    ) -> DevicePlannedRun | None:
+        """Returns a callable that runs batches of these settings, whose lengths stay on the device; None where the
+        planner kernel cannot schedule every batch within `limits.graph`.
+        """
+        tiling = self.tiling(settings, NO_LENGTHS, limits, gpu.arch, gpu.sms)
+        if refusal(tiling.params, limits) is not None:
+            return None
+        schedule = schedule_on_device(tiling, limits, gpu.sms, keeps_address)
+        tile, heads, merges = schedule.tile, schedule.params.group_size, schedule.merges
+
+        def kernel(settings: Settings) -> PreparedKernel:
+            return self.kernel(settings, tile, heads, merges, gpu)
+
+        planner = Planner(tiling.params, limits, settings.page_size, gpu)
+        return DevicePlannedRun(settings, schedule, kernel, staging, gpu.device_index, planner, lengths)
 
     def workspace(
         self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int

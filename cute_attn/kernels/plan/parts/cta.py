@@ -7,7 +7,6 @@ the index arrays hold.
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 

@@ -1,7 +1,6 @@
 """Splits of query tiles, their order, and the records of items and merges: `schedule.batch` on the device."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -10,17 +9,14 @@ from cutlass import Int32, Int64
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.plan.parts.arithmetic import (
     inclusive_sum,
-    lane_before,
     least,
     most,
     quotient,
     quotient_up,
     store_global,
-    warp_max,
-    warp_sum,
     wide_quotient,
 )
-from cute_attn.kernels.plan.parts.cta import Cta, Smem
+from cute_attn.kernels.plan.parts.cta import Cta
 from cute_attn.kernels.plan.parts.sort import sort
 from cute_attn.schedule.batch import L2_ORDER_MIN_WAVES, SORT_BINS
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL

@@ -4,24 +4,20 @@ Every warp takes a segment of the input in order. The first pass counts its keys
 segment's numbers of each key begin; the second pass places them, 32 at a time.
 """
 
-from collections.abc import Callable
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.plan.parts.arithmetic import add_shared, bit_count, equal_lanes
-from cute_attn.kernels.plan.parts.cta import Cta, Smem
+from cute_attn.kernels.plan.parts.cta import Smem
 from cute_attn.schedule.cost_model import BINS
 
 NO_LIMIT = (1 << 31) - 1
 
 
 @cute.jit
-def sort(
-    cta: cutlass.Constexpr, count: Int32, key: cutlass.Constexpr, place: cutlass.Constexpr
-) -> None:
+def sort(cta: cutlass.Constexpr, count: Int32, key: cutlass.Constexpr, place: cutlass.Constexpr) -> None:
     """Calls `place(i, position)` for every i < count; positions ascend by `key(i)`, then by i.
 
     The caller synchronises before (what keys read) and after (what places write).

@@ -10,13 +10,13 @@ from cutlass import Int32, Int64
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.plan.parts.arithmetic import (
     add_shared,
+    inclusive_sum,
     least,
     load_shared_wide,
     most,
     quotient,
     quotient_up,
     raise_shared,
-    inclusive_sum,
     store_shared_wide,
     warp_max,
     warp_sum,

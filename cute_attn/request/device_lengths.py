@@ -1,0 +1,79 @@
+"""Index arrays on the device, of which `plan` checks what it can without reading them: types, shapes and places.
+
+What else `batch_plan` checks needs their values. With CUTE_ATTN_VALIDATE=1 plans read them (`wrappers.device_plan`);
+without it the planner kernel keeps within the memory of q, the index arrays and the plan, whatever they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cute_attn.errors import ArgumentError
+from cute_attn.problem import DeviceLengths, DeviceTokens
+from cute_attn.request import batch_plan, checks
+from cute_attn.request.batch_plan import INDEX_DTYPES, Pages
+from cute_attn.request.settings import MAX_INDEX
+
+
+def ragged(qo_indptr: Any, kv_indptr: Any) -> DeviceTokens:
+    """Check the index arrays of a ragged batch."""
+    _index_array("qo_indptr", qo_indptr, 1)
+    _index_array("kv_indptr", kv_indptr, 1)
+    _check_batch("kv_indptr", kv_indptr, len(qo_indptr), "one element more than requests, as qo_indptr")
+    lengths = DeviceLengths(_int32(qo_indptr), _int32(kv_indptr), None, 0)
+    return DeviceTokens(lengths, None, None, None, lambda: batch_plan.ragged(qo_indptr, kv_indptr))
+
+
+def paged(qo_indptr: Any, q_len: int, pages: Pages, page_size: int, names: Sequence[str]) -> DeviceTokens:
+    """Check the index arrays of a paged batch. `qo_indptr`: None if every request has `q_len` query tokens. `names`: the
+    caller's names of it and of the arrays of `pages`.
+    """
+    _index_array(names[1], pages.indptr, 1)
+    if qo_indptr is not None:
+        _index_array(names[0], qo_indptr, 1)
+        _check_batch(names[1], pages.indptr, len(qo_indptr), f"one element more than requests, as {names[0]}")
+    _index_array(names[3], pages.last_page_len, 0)
+    batch_size = len(pages.indptr) - 1
+    _check_batch(names[3], pages.last_page_len, batch_size, "one element per request")
+    _index_array(names[2], pages.indices, 0)
+    numbers = DeviceLengths(
+        None if qo_indptr is None else _int32(qo_indptr),
+        _int32(pages.indptr),
+        _int32(pages.last_page_len),
+        min(len(pages.indices), MAX_INDEX),
+        q_len,
+    )
+
+    def read() -> Any:
+        if qo_indptr is None:
+            bounds = batch_plan.uniform_indptr(batch_size, q_len)
+        else:
+            bounds = batch_plan.indptr(names[0], qo_indptr)
+        return batch_plan.paged(bounds, pages, page_size, names)
+
+    rows = None if qo_indptr is not None else batch_size * q_len
+    return DeviceTokens(numbers, pages.indices, q_len or None, rows, read)
+
+
+def _index_array(name: str, value: Any, least: int) -> None:
+    checks.tensor(name, value)
+    checks.dtype(name, value.dtype, INDEX_DTYPES)
+    if value.dim() != 1:
+        raise ArgumentError(f"{name} must have 1 dimension, got {checks.describe(value)}")
+    if len(value) < least:
+        raise ArgumentError(f"{name} must have shape [batch_size + 1], got no element")
+
+
+def _check_batch(name: str, value: torch.Tensor, size: int, what: str) -> None:
+    if len(value) != size:
+        raise ArgumentError(f"{name} must have {what}: {size}, got {len(value)} elements")
+
+
+def _int32(value: torch.Tensor) -> torch.Tensor:
+    """Return an index array as the planner reads it; numbers beyond int32 become the largest one."""
+    if value.dtype == torch.int64:
+        value = value.clamp(0, MAX_INDEX).int()
+    return value.contiguous()

@@ -1,0 +1,210 @@
+"""Plans whose lengths stay on the device: no call of `plan` waits for it.
+
+The planner kernel makes the schedule; the host knows bounds. Of a prefill batch that is the number of rows of q, which
+the first run tells: it launches the planner, on copies of the index arrays that `plan` made. A decode plan, and one of
+a wrapper with CUDA graphs whose bounds are settled, launches it at once, so that a captured plan schedules again
+whatever the index arrays hold in a replay.
+
+Plans that need lengths on the host read them there, with a synchronisation: custom masks, multi-item scoring,
+`uniform_q_len`, CUTE_ATTN_VALIDATE=1, backends without a schedule of work items, and `fixed_split_size` where some
+batch within the bounds would not fit the workspace.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from cute_attn.dispatch import backends, capabilities, select
+from cute_attn.errors import RuntimeArgumentError
+from cute_attn.kernels.host.device_batch import NO_LENGTHS
+from cute_attn.problem import BatchLengths, BatchLimits, DeviceLengths, DeviceTokens, GraphLimits, Settings, Tokens
+from cute_attn.request import batch_plan, checks, device_lengths
+from cute_attn.request.batch_plan import Pages
+from cute_attn.request.batch_run import RunArguments
+from cute_attn.runtime import switches
+from cute_attn.runtime.staging import is_capturing
+
+if TYPE_CHECKING:
+    from cute_attn.wrappers.base import BatchWrapper, Copy, PlanRequest
+    from cute_attn.wrappers.variants import Variant
+
+
+class HostOnly(NamedTuple):
+    """Arguments of a prefill `plan` that need lengths on the host, if any is given."""
+
+    custom_mask: Any
+    packed_custom_mask: Any
+    prefix_len_ptr: Any
+    uniform_q_len: Any
+
+
+def _is_on(device: torch.device, value: Any) -> bool:
+    """Tell whether a tensor is on the GPU of a wrapper."""
+    return isinstance(value, torch.Tensor) and value.is_cuda and value.device == device
+
+
+def stays_on_device(wrapper: BatchWrapper, arrays: tuple[Any, ...], host_only: HostOnly | None = None) -> bool:
+    """Tell whether a plan leaves its lengths on the device: all `arrays` are there, and nothing needs them here."""
+    if not all(_is_on(wrapper.device, array) for array in arrays) or wrapper._backend in ("reference", "xqa"):
+        return False
+    if host_only is not None and any(value is not None for value in host_only):
+        return False
+    return not switches.is_on(switches.VALIDATE)
+
+
+def paged_tokens(
+    wrapper: BatchWrapper,
+    qo_indptr: Any,
+    pages: Pages,
+    page_size: int,
+    names: tuple[str, str, str, str],
+    host_only: HostOnly,
+) -> Tokens | DeviceTokens:
+    """Check the index arrays of a paged prefill batch, where they are if the plan leaves them there."""
+    if stays_on_device(wrapper, (qo_indptr, *pages), host_only):
+        return device_lengths.paged(qo_indptr, 0, pages, page_size, names)
+    return batch_plan.paged(batch_plan.indptr(names[0], qo_indptr), pages, page_size, names)
+
+
+def ragged_tokens(wrapper: BatchWrapper, qo_indptr: Any, kv_indptr: Any, host_only: HostOnly) -> Tokens | DeviceTokens:
+    """Check the index arrays of a ragged batch, where they are if the plan leaves them there."""
+    if stays_on_device(wrapper, (qo_indptr, kv_indptr), host_only):
+        return device_lengths.ragged(qo_indptr, kv_indptr)
+    return batch_plan.ragged(qo_indptr, kv_indptr)
+
+
+def decode_tokens(
+    wrapper: BatchWrapper, q_len: int, pages: Pages, page_size: int, names: tuple[str, str, str, str]
+) -> Tokens | DeviceTokens:
+    """Check the index arrays of a decode batch, where they are if the plan leaves them there."""
+    if stays_on_device(wrapper, tuple(pages)):
+        return device_lengths.paged(None, q_len, pages, page_size, names)
+    batch_size = max(0, checks.tensor(names[1], pages.indptr).numel() - 1)
+    bounds = batch_plan.uniform_indptr(batch_size, q_len)
+    return batch_plan.paged(bounds, pages, page_size, names)._replace(q_len=q_len)
+
+
+# ---- plan
+
+
+def choice_lengths(tokens: Tokens | DeviceTokens) -> BatchLengths:
+    """Return the lengths by which tiles and backends are chosen; of a plan with device lengths its limits decide."""
+    return NO_LENGTHS if isinstance(tokens, DeviceTokens) else tokens.lengths
+
+
+def limits_of(request: PlanRequest, graph: GraphLimits | None) -> GraphLimits | None:
+    """Return the sizes that launches of a plan have room for; None if they follow from lengths on the host."""
+    tokens = request.tokens
+    if graph is not None or not isinstance(tokens, DeviceTokens):
+        return graph
+    assert tokens.rows is not None
+    keys = tokens.kv_end * (request.page_size if tokens.kv_indices is not None else 1)
+    return GraphLimits(tokens.batch_size, tokens.rows, keys, request.q_len)
+
+
+def launch(
+    wrapper: BatchWrapper,
+    tokens: DeviceTokens,
+    settings: Settings,
+    backend: capabilities.Backend,
+    limits: BatchLimits,
+    variant: Variant,
+) -> Any:
+    """Launch the planner and return what runs the batch; None if the plan needs the lengths on the host."""
+    fixed = wrapper._use_cuda_graph
+    planned = backends.plan_on_device(backend, settings, tokens.device, limits, variant.staging, fixed)
+    if planned is None and is_capturing(wrapper.device):
+        raise RuntimeArgumentError(
+            f"a plan of the {backend.name} backend with these options reads the index arrays, which the capture of a "
+            "CUDA graph cannot: call plan() before the capture"
+        )
+    return planned
+
+
+def on_host(request: PlanRequest) -> PlanRequest:
+    """Return the request with its lengths on the host."""
+    tokens = request.tokens
+    return request._replace(tokens=tokens.host) if isinstance(tokens, DeviceTokens) else request
+
+
+def placed(wrapper: BatchWrapper, request: PlanRequest) -> tuple[PlanRequest, list[Copy]]:
+    """Return the request with index arrays where launches read them, and the copies into the buffers of CUDA graphs."""
+    from cute_attn.wrappers.base import Copy, _same_memory  # `base` imports this module
+
+    tokens = request.tokens
+    assert isinstance(tokens, DeviceTokens)
+    if not wrapper._use_cuda_graph:
+        if tokens.kv_indices is not None:
+            tokens = tokens._replace(kv_indices=wrapper._indices_on_device(tokens.kv_indices))
+        return request._replace(tokens=tokens), []
+    copies: list[Copy] = []
+    for name, buffer in wrapper._index_buffers.items():
+        if "indices" in name:
+            continue
+        source = _source(name, tokens.device)
+        if source is not None and not _same_memory(source, buffer):
+            copies.append(Copy(buffer, wrapper._aside(source), True))
+    if tokens.kv_indices is not None:
+        buffer = wrapper._indices_buffer()
+        used = min(len(tokens.kv_indices), len(buffer))
+        if not _same_memory(tokens.kv_indices, buffer):
+            copies.append(Copy(buffer[:used], wrapper._aside(tokens.kv_indices[:used]), True))
+        tokens = tokens._replace(kv_indices=buffer, device=tokens.device._replace(max_kv=used))
+    return request._replace(tokens=tokens), copies
+
+
+def _source(name: str, lengths: DeviceLengths) -> torch.Tensor | None:
+    if "last_page_len" in name:
+        return lengths.last_page_len
+    return lengths.qo_indptr if name.startswith("qo") else lengths.kv_indptr
+
+
+def is_open(request: PlanRequest | None) -> bool:
+    """Tell whether a plan waits for its first run to tell the number of rows."""
+    return request is not None and isinstance(request.tokens, DeviceTokens) and request.tokens.rows is None
+
+
+def bounded(wrapper: BatchWrapper, request: PlanRequest) -> PlanRequest:
+    """Return the request with the bounds of a wrapper's captured launches, if they are settled."""
+    invariants, tokens = wrapper._graph_invariants, request.tokens
+    if invariants is None or not isinstance(tokens, DeviceTokens) or tokens.rows is not None:
+        return request
+    return request._replace(tokens=_with_bounds(tokens, invariants.graph.max_rows, invariants.graph.max_kv_tokens))
+
+
+def leave_open(wrapper: BatchWrapper, request: PlanRequest) -> PlanRequest:
+    """Return the request with copies of its index arrays, which the caller may overwrite before the first run. Raises
+    what no run could do.
+    """
+    tokens = request.tokens
+    assert isinstance(tokens, DeviceTokens)
+    if is_capturing(wrapper.device):
+        raise RuntimeArgumentError(
+            "plan() must come before the capture of a CUDA graph, and a run, which tells the number of rows"
+        )
+    settings = wrapper._settings(request)
+    select.chosen(settings.features, wrapper._backend, select.rows_class(settings.features, 1))
+    copied = {name: x.clone() for name, x in tokens.device._asdict().items() if isinstance(x, torch.Tensor)}
+    tokens = tokens._replace(device=tokens.device._replace(**copied))
+    return request._replace(tokens=tokens)
+
+
+def close(request: PlanRequest, arguments: RunArguments | None, kv_layout: str) -> PlanRequest:
+    """Return an open request with the bounds that the tensors of its first run tell; without a run lengths are read."""
+    tokens = request.tokens
+    assert isinstance(tokens, DeviceTokens)
+    if arguments is None:
+        return request._replace(tokens=_with_bounds(tokens, tokens.host.rows, tokens.host.kv_end))
+    q, keys = checks.tensor("q", arguments.q), 0
+    if tokens.kv_indices is None:
+        k = checks.tensor("k", arguments.kv_cache[0])
+        keys = k.shape[1 if kv_layout == "HND" else 0] if k.dim() == 3 else 0
+    return request._replace(tokens=_with_bounds(tokens, q.shape[0] if q.dim() else 0, keys))
+
+
+def _with_bounds(tokens: DeviceTokens, rows: int, keys: int) -> DeviceTokens:
+    """Return tokens with bounds. `keys`: rows of ragged k and v."""
+    device = tokens.device if tokens.kv_indices is not None else tokens.device._replace(max_kv=keys)
+    return tokens._replace(rows=rows, device=device)
