@@ -28,8 +28,8 @@ def ragged(qo_indptr: Any, kv_indptr: Any) -> DeviceTokens:
 
 
 def paged(qo_indptr: Any, q_len: int, pages: Pages, page_size: int, names: Sequence[str]) -> DeviceTokens:
-    """Check the index arrays of a paged batch. `qo_indptr`: None if every request has `q_len` query tokens. `names`: the
-    caller's names of it and of the arrays of `pages`.
+    """Check the index arrays of a paged batch. `qo_indptr`: None if every request has `q_len` query tokens. `names`:
+    the caller's names of it and of the arrays of `pages`.
     """
     _index_array(names[1], pages.indptr, 1)
     if qo_indptr is not None:

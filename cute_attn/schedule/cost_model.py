@@ -19,8 +19,8 @@ from cute_attn.schedule.split_kv import MAX_SPLITS, ceil_div
 
 UNIT = 16  # of the model's time, per kv tile
 
-# Estimates in kv tiles, not tuned on hardware. An item starts, reads its query rows and writes its result; the combine launch waits
-# for the last item and then works for a while.
+# Estimates in kv tiles, not tuned on hardware. An item starts, reads its query rows and writes its result; the combine
+# launch waits for the last item and then works for a while.
 ITEM_COST = 2
 COMBINE_COST = 3
 BINS = 256  # lengths and costs are rounded to this fraction of the largest

@@ -121,7 +121,7 @@ class Cta:
         return self.thread >> 5
 
     def segment(self, count: Int32) -> tuple[Int32, Int32]:
-        """Returns the range of `count` numbers that this warp takes, in order of warps; a multiple of 32 but the last."""
+        """Returns the range of `count` numbers that this warp takes, in order of warps; a multiple of 32 but one."""
         size = quotient_up(count, Int32(self.threads)) * Int32(32)
         begin = least(self.warp * size, count)
         return begin, least(begin + size, count)

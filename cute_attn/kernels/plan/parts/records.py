@@ -41,8 +41,8 @@ class Records:
 
     @cute.jit
     def make_splits(self, num_tiles: Int32) -> tuple[Int32, Int32, Int32]:
-        """Stores kv tiles, query tile and partial of every item, in the order of tiles, and writes the merge records. Returns
-        the number of items and of merges, and the kv tiles of this thread's longest item.
+        """Stores kv tiles, query tile and partial of every item, in the order of tiles, and writes the merge records.
+        Returns the number of items and of merges, and the kv tiles of this thread's longest item.
         """
         cta, p = self.cta, self.cta.p
         begin, end = cta.segment(num_tiles)
