@@ -1,0 +1,131 @@
+"""The planner kernel on the emulator: its schedules are those of the host, and it keeps within its memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from cute_attn.emulator.settings import using
+from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.planner import refusal
+from cute_attn.problem import BatchLimits, DeviceLengths
+from cute_attn.runtime.arch import named
+from cute_attn.runtime.launch import CPU
+from cute_attn.schedule.records import NO_PARTIAL, Item, Merge
+from tests.support import device_schedules
+from tests.support.device_schedules import DECODE, Case, Memory, bounded, cases, difference
+
+pytestmark = pytest.mark.emulator
+
+LIMITS = BatchLimits(workspace_bytes=128 << 20)
+PREFILL = DECODE._replace(rows=128, causal=True, min_split_tiles=4)
+L2 = DECODE._replace(l2_kv_tokens=40_000, resident_ctas=40)
+
+
+def emulated(arch: str) -> Gpu:
+    return Gpu(named(arch), CPU, 132)
+
+
+def case(qo_len: object, kv_len: object, params: object = DECODE, limits: BatchLimits = LIMITS, page: int = 16) -> Case:
+    qo, kv = np.asarray(qo_len, np.int64), np.asarray(kv_len, np.int64)
+    return bounded(Case(qo, kv, page, 0, params, limits), 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("arch", "seed", "count"), [("sm_90a", 0, 70), ("sm_80", 1, 8), ("sm_100a", 2, 8)])
+def test_schedules_are_those_of_the_host(arch: str, seed: int, count: int) -> None:
+    with using(arch, checks=False):
+        for drawn in cases(count, seed, most_requests=100):
+            assert difference(drawn, emulated(arch), "cpu") is None
+
+
+RNG = np.random.default_rng(3)
+SHAPES = {
+    "no request": case([], []),
+    "no queries": case([0, 0, 0], [5, 0, 70]),
+    "no keys": case([1, 3], [0, 0]),
+    "one token": case([1], [1], page=0),
+    "one long request": case([1], [1 << 20]),
+    "longer than any histogram has bins": case(np.ones(30), RNG.integers(1, 200_000, 30)),
+    "4096 requests": case(np.ones(4096), RNG.integers(0, 900, 4096)),
+    "4096 requests in L2 groups": case(np.ones(4096), RNG.integers(0, 5000, 4096), L2),
+    "20000 items": case([100_000, 300, 0, 60_000], [100_000, 9000, 5, 200_000], PREFILL._replace(rows=32)),
+    "a batch of an engine": case([*np.ones(63), 900], [*RNG.integers(100, 9000, 63), 3000], PREFILL),
+    "no room for partials": case(np.ones(8), np.full(8, 9000), limits=LIMITS._replace(workspace_bytes=0)),
+    "splits of a fixed size": case([1, 30, 0], [5000, 9000, 0], limits=LIMITS._replace(fixed_split_size=777)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_sizes_at_their_ends(name: str) -> None:
+    with using("sm_90a", checks=False):
+        assert difference(SHAPES[name], emulated("sm_90a"), "cpu") is None
+
+
+def test_without_races() -> None:
+    with using("sm_90a"):
+        for name in ("one long request", "a batch of an engine"):
+            assert difference(SHAPES[name], emulated("sm_90a"), "cpu") is None
+        few = case(np.ones(40), RNG.integers(1, 5000, 40), L2._replace(resident_ctas=16))
+        assert difference(few, emulated("sm_90a"), "cpu") is None
+
+
+def test_schedules_follow_one_another_in_the_same_memory() -> None:
+    """Records that a schedule leaves behind do not reach the next one."""
+    largest = case(np.full(6, 40), [9000, 9000, 5000, 20, 300, 9000], PREFILL)
+    memory = Memory.of(device_schedules.planner_of(largest, emulated("sm_90a")), "cpu")
+    counts = []
+    with using("sm_90a", checks=False):
+        for kv_len in ([9000, 9000, 5000, 20, 300, 9000], [1, 0, 0, 2, 3, 4], [20_000, 0, 0, 0, 5, 9000]):
+            now = largest._replace(kv_len=np.asarray(kv_len), qo_len=np.asarray([40, 0, 40, 40, 1, 40]))
+            assert difference(now, emulated("sm_90a"), "cpu", memory) is None
+            counts.append(memory.scratch[0].item())
+    assert counts[1] < min(counts[0], counts[2])
+
+
+WRONG = {
+    "decreasing": ([0, 40, 20, 80, 3], [0, 30, 10, 60, 2], [3, 99, -5, 16]),
+    "negative": ([-5, -3, -9, 4, 9], [-100, -1, 20, -4, 7], [0, 0, 0, 0]),
+    "huge": ([0, 1 << 30, 5, (1 << 31) - 1, 80], [0, (1 << 31) - 1, 0, 1 << 30, 9], [1 << 30, -(1 << 31), 16, 1]),
+    "overlapping": ([0, 80, 0, 80, 0], [0, 60, 0, 60, 0], [16, 16, 16, 16]),
+}
+
+
+@pytest.mark.parametrize("limits", [LIMITS, LIMITS._replace(fixed_split_size=128)], ids=["free", "fixed"])
+@pytest.mark.parametrize("name", WRONG)
+def test_index_arrays_that_are_wrong_reach_no_other_memory(name: str, limits: BatchLimits) -> None:
+    """The emulator faults on accesses elsewhere; records only name rows, pages and partials that exist."""
+    valid = bounded(Case(*(np.full(4, n) for n in (20, 240)), 16, 0, PREFILL._replace(rows=16), limits), 0)
+    assert refusal(valid.params, valid.limits) is None
+    gpu = emulated("sm_90a")
+    planner = device_schedules.planner_of(valid, gpu)
+    memory = Memory.of(planner, "cpu")
+    qo_indptr, kv_indptr, last = (torch.tensor(x, dtype=torch.int64).int() for x in WRONG[name])
+    with using("sm_90a"):
+        device_schedules.launch(planner, DeviceLengths(qo_indptr, kv_indptr, last, 60), memory)
+    split = planner.layout.merges
+    for row in memory.records[:split].view(-1, 16).tolist():
+        item = Item(*row[: len(Item._fields)])
+        if item.qo_len:
+            assert 0 <= item.qo_start < item.qo_start + item.qo_len <= 80
+            assert 0 <= item.first_row < item.qo_len * valid.params.group_size
+            assert 0 <= item.kv_begin <= item.kv_end <= item.kv_len
+            assert 0 <= item.kv_start <= item.kv_start + -(-item.kv_len // 16) <= 60
+            assert NO_PARTIAL <= item.partial < planner.capacity.partials
+            assert 0 <= item.request < 4
+    for row in memory.records[split:].view(-1, 8).tolist():
+        merge = Merge(*row[: len(Merge._fields)])
+        assert 0 <= merge.first_partial <= merge.first_partial + merge.num_splits <= planner.capacity.partials
+        assert merge.qo_start + merge.qo_len <= 80
+
+
+def test_it_refuses_what_it_cannot_count() -> None:
+    longest = case([1], [1 << 20])
+    graph = longest.limits.graph
+    assert graph is not None
+    fixed = longest.limits._replace(fixed_split_size=64)
+    assert "more than 128 parts" in str(refusal(DECODE, fixed))
+    small = longest.limits._replace(fixed_split_size=1 << 19, workspace_bytes=1000)
+    assert "workspace" in str(refusal(DECODE, small))
+    many = longest.limits._replace(graph=graph._replace(batch_size=1 << 25, max_rows=1 << 25))
+    assert "work items" in str(refusal(DECODE, many))

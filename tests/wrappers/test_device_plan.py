@@ -1,0 +1,134 @@
+"""Plans whose lengths stay on the device, on the emulator: results, what is read, graphs, and what plans refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn.emulator.settings import using
+from cute_attn.problem import DeviceTokens
+from tests.support.batch_case import BatchCase, call, check, make, plan_arguments, wrapper
+from tests.support.device_plan import DECODE, PAGED, RAGGED, emulated_device, moved
+from tests.support.graphs import graph_wrapper
+
+pytestmark = pytest.mark.emulator
+
+KINDS = [PAGED, RAGGED, DECODE]
+IDS = ["paged", "ragged", "decode"]
+TARGETS = [("sm_80", "fa2"), ("sm_90a", "fa3")]
+
+
+def compare(case: BatchCase, inputs: Any, planned: Any) -> None:
+    result = check(case, inputs, *call(case, inputs, planned))
+    assert result.ok, f"{case}: {result.detail}"
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target[1])
+@pytest.mark.parametrize("cases", KINDS, ids=IDS)
+def test_results_without_lengths_on_the_host(cases: list[BatchCase], target: tuple[str, str]) -> None:
+    arch, kernels = target
+    if cases is DECODE and kernels == "fa3":
+        pytest.skip("fa3 has no kernels for decode")
+    with using(arch, kernels=kernels, sms=2, checks=False), emulated_device():
+        planned = wrapper(cases[0], backend="emulator")
+        for case in cases:
+            inputs = make(case)
+            arguments = moved(case, inputs, "cpu")
+            planned.plan(**arguments)
+            if case.kind != "decode":  # the first run schedules: the caller may overwrite its arrays before
+                for name in ("qo_indptr", "kv_indptr", "paged_kv_indptr", "paged_kv_last_page_len"):
+                    if name in arguments:
+                        arguments[name].fill_(-1)
+            compare(case, inputs, planned)
+            assert isinstance(planned._plan_info.tokens, DeviceTokens)
+
+
+@pytest.mark.parametrize("cases", KINDS, ids=IDS)
+def test_the_schedule_is_that_of_the_host(cases: list[BatchCase]) -> None:
+    case = dataclasses.replace(cases[0], indices="int64")
+    inputs = make(case)
+    with using("sm_80", kernels="fa2", sms=2):
+        found = []
+        for lengths in ("host", "device"):
+            planned, _ = graph_wrapper(case, "cpu", 16, 0, backend="emulator")
+            if lengths == "host":
+                planned.plan(**plan_arguments(case, inputs))
+                compare(case, inputs, planned)
+            else:
+                with emulated_device():
+                    planned.plan(**moved(case, inputs, "cpu"))
+                    compare(case, inputs, planned)
+            found.append(planned._plan_info.launch.planned.records)
+        assert torch.equal(*found)
+        assert found[0].any()
+
+
+@pytest.mark.parametrize("cases", KINDS, ids=IDS)
+def test_a_graph_wrapper_keeps_its_records_in_place(cases: list[BatchCase]) -> None:
+    """Plans of lengths on the device and on the host follow one another, as captured launches read them."""
+    with using("sm_80", kernels="fa2", sms=2, checks=False):
+        planned, buffers = graph_wrapper(cases[0], "cpu", 16, 0, backend="emulator")
+        places = set()
+        for i, case in enumerate([*cases, *cases]):
+            inputs = make(case)
+            if i % 3 == 2:
+                planned.plan(**plan_arguments(case, inputs))
+                compare(case, inputs, planned)
+            else:
+                with emulated_device():
+                    planned.plan(**moved(case, inputs, "cpu"))
+                    compare(case, inputs, planned)
+            places.add(planned._plan_info.launch.planned.records.data_ptr())
+            for name, buffer in buffers.items():
+                if "indptr" in name:
+                    expected = inputs.qo_indptr if name.startswith("qo") else inputs.kv_indptr
+                    assert torch.equal(buffer.long(), expected.long())
+        assert len(places) == 1
+
+
+def test_forward_schedules_what_it_replaces() -> None:
+    case = PAGED[0]
+    inputs, other = make(case), dataclasses.replace(case, window_left=20)
+    with using("sm_80", kernels="fa2", sms=2, checks=False), emulated_device():
+        planned = wrapper(case, backend="emulator")
+        planned.plan(**moved(case, inputs, "cpu"))
+        for now in (other, case):
+            out, lse = planned.forward(inputs.q, *inputs.kv, causal=True, window_left=now.window_left, return_lse=True)
+            result = check(now, inputs, out, lse)
+            assert result.ok, result.detail
+
+
+def test_lengths_are_read_where_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, inputs = PAGED[0], make(PAGED[0])
+    with using("sm_80", kernels="fa2", sms=2, checks=False), emulated_device():
+        planned = wrapper(case, backend="emulator")
+        planned.plan(**moved(case, inputs, "cpu"))
+        with pytest.raises(AssertionError, match="read on the host"):
+            _ = planned._max_kv_len
+        compare(case, inputs, planned)
+        monkeypatch.setenv("CUTE_ATTN_VALIDATE", "1")
+        wrong = moved(case, inputs, "cpu")
+        wrong["paged_kv_indptr"] = wrong["paged_kv_indptr"].flip(0)
+        with pytest.raises(RuntimeError, match="paged_kv_indptr must not decrease"):
+            planned.plan(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"qo_indptr": torch.zeros(3, dtype=torch.int32)}, "paged_kv_indptr must have one element more .*: 3, got 5"),
+        ({"paged_kv_indptr": torch.zeros(5)}, "paged_kv_indptr must have dtype"),
+        ({"paged_kv_last_page_len": torch.zeros(3, dtype=torch.int32)}, "must have one element per request: 4, got 3"),
+        ({"paged_kv_indices": torch.zeros(3, 3, dtype=torch.int32)}, "paged_kv_indices must have 1 dimension"),
+        ({"num_kv_heads": 3}, "num_qo_heads"),
+    ],
+)
+def test_what_needs_no_lengths_is_checked(changed: dict[str, Any], message: str) -> None:
+    inputs = make(PAGED[0])
+    with using("sm_80", kernels="fa2"), emulated_device():
+        planned = wrapper(PAGED[0], backend="emulator")
+        with pytest.raises((ValueError, TypeError), match=message):
+            planned.plan(**{**moved(PAGED[0], inputs, "cpu"), **changed})
