@@ -6,8 +6,8 @@ a wrapper with CUDA graphs whose bounds are settled, launches it at once, so tha
 whatever the index arrays hold in a replay.
 
 Plans that need lengths on the host read them there, with a synchronisation: custom masks, multi-item scoring,
-`uniform_q_len`, CUTE_ATTN_VALIDATE=1, backends without a schedule of work items, and `fixed_split_size` where some
-batch within the bounds would not fit the workspace.
+`uniform_q_len`, CUTE_ATTN_VALIDATE=1, backends without a schedule of work items, more page numbers than the buffer of
+CUDA graphs holds, and `fixed_split_size` where some batch within the bounds would not fit the workspace.
 """
 
 from __future__ import annotations
@@ -54,6 +54,14 @@ def stays_on_device(wrapper: BatchWrapper, arrays: tuple[Any, ...], host_only: H
     return not switches.is_on(switches.VALIDATE)
 
 
+def _fits_buffer(wrapper: BatchWrapper, pages: Pages) -> bool:
+    """Tell whether all page numbers fit the buffer of CUDA graphs; else lengths tell whether those in use do."""
+    indices = pages.indices
+    if not wrapper._use_cuda_graph or not isinstance(indices, torch.Tensor):
+        return True
+    return indices.numel() <= wrapper._indices_buffer().numel()
+
+
 def paged_tokens(
     wrapper: BatchWrapper,
     qo_indptr: Any,
@@ -63,7 +71,7 @@ def paged_tokens(
     host_only: HostOnly,
 ) -> Tokens | DeviceTokens:
     """Check the index arrays of a paged prefill batch, where they are if the plan leaves them there."""
-    if stays_on_device(wrapper, (qo_indptr, *pages), host_only):
+    if _fits_buffer(wrapper, pages) and stays_on_device(wrapper, (qo_indptr, *pages), host_only):
         return device_lengths.paged(qo_indptr, 0, pages, page_size, names)
     return batch_plan.paged(batch_plan.indptr(names[0], qo_indptr), pages, page_size, names)
 
@@ -79,7 +87,7 @@ def decode_tokens(
     wrapper: BatchWrapper, q_len: int, pages: Pages, page_size: int, names: tuple[str, str, str, str]
 ) -> Tokens | DeviceTokens:
     """Check the index arrays of a decode batch, where they are if the plan leaves them there."""
-    if stays_on_device(wrapper, tuple(pages)):
+    if _fits_buffer(wrapper, pages) and stays_on_device(wrapper, tuple(pages)):
         return device_lengths.paged(None, q_len, pages, page_size, names)
     batch_size = max(0, checks.tensor(names[1], pages.indptr).numel() - 1)
     bounds = batch_plan.uniform_indptr(batch_size, q_len)
@@ -148,9 +156,9 @@ def placed(wrapper: BatchWrapper, request: PlanRequest) -> tuple[PlanRequest, li
             copies.append(Copy(buffer, wrapper._aside(source), True))
     if tokens.kv_indices is not None:
         buffer = wrapper._indices_buffer()
-        used = min(len(tokens.kv_indices), len(buffer))
+        used = len(tokens.kv_indices)
         if not _same_memory(tokens.kv_indices, buffer):
-            copies.append(Copy(buffer[:used], wrapper._aside(tokens.kv_indices[:used]), True))
+            copies.append(Copy(buffer[:used], wrapper._aside(tokens.kv_indices), True))
         tokens = tokens._replace(kv_indices=buffer, device=tokens.device._replace(max_kv=used))
     return request._replace(tokens=tokens), copies
 

@@ -53,7 +53,7 @@ def test_the_schedule_is_that_of_the_host(cases: list[BatchCase]) -> None:
     with using("sm_80", kernels="fa2", sms=2):
         found = []
         for lengths in ("host", "device"):
-            planned, _ = graph_wrapper(case, "cpu", 16, 0, backend="emulator")
+            planned, _ = graph_wrapper(case, "cpu", 20, 0, backend="emulator")
             if lengths == "host":
                 planned.plan(**plan_arguments(case, inputs))
                 compare(case, inputs, planned)
@@ -70,7 +70,7 @@ def test_the_schedule_is_that_of_the_host(cases: list[BatchCase]) -> None:
 def test_a_graph_wrapper_keeps_its_records_in_place(cases: list[BatchCase]) -> None:
     """Plans of lengths on the device and on the host follow one another, as captured launches read them."""
     with using("sm_80", kernels="fa2", sms=2, checks=False):
-        planned, buffers = graph_wrapper(cases[0], "cpu", 16, 0, backend="emulator")
+        planned, buffers = graph_wrapper(cases[0], "cpu", 20, 0, backend="emulator")
         places = set()
         for i, case in enumerate([*cases, *cases]):
             inputs = make(case)
