@@ -1,0 +1,157 @@
+"""Plans whose lengths stay on the GPU: schedules of the host, no synchronisation, and graphs that plan again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from cute_attn.kernels.host import gpu
+from cute_attn.problem import DeviceTokens
+from tests.gpu import marks
+from tests.support.batch_case import BatchCase, call, check, decode, heads, make, paged, ragged, random_lengths, wrapper
+from tests.support.device_plan import moved
+from tests.support.device_schedules import cases, difference
+from tests.support.graphs import blank, cuda_graph, graph_wrapper
+
+pytestmark = marks.SM80
+
+BATCHES = 1000
+LARGEST = [
+    paged((300, 5, 40, 1), (900, 700, 333, 1200), mask="causal", **heads(4, 2)),
+    ragged((300, 5, 40, 1), (900, 700, 333, 1200), mask="causal", **heads(4, 2)),
+    decode((900, 700, 333, 1200), **heads(4, 1)),
+    decode((900, 700, 333, 1200), q_len=4, page_size=1, window_left=200, **heads(8, 2)),
+]
+IDS = ["paged", "ragged", "decode", "verify"]
+
+
+def backends(case: BatchCase) -> list[str]:
+    return ["fa2", "fa3"] if marks.CAPABILITY == (9, 0) and case.kind != "decode" else ["fa2"]
+
+
+def smaller(case: BatchCase, count: int) -> Iterator[BatchCase]:
+    """Batches for which the tensors of `case` have room."""
+    seed, made = 0, 0
+    while made < count:
+        seed += 1
+        other = random_lengths(dataclasses.replace(case, seed=seed), seed, max(case.kv_lens))
+        if num_pages(other) <= num_pages(case) and other.rows <= case.rows:
+            made += 1
+            yield other
+
+
+def num_pages(case: BatchCase) -> int:
+    return sum(-(-n // case.page_size) for n in case.kv_lens)
+
+
+def test_schedules_are_those_of_the_host() -> None:
+    here = gpu.of_device(torch.cuda.current_device())
+    wrong = [found for case in cases(BATCHES, seed=11) if (found := difference(case, here, "cuda"))]
+    assert not wrong, f"{len(wrong)} of {BATCHES}: {wrong[0]}"
+
+
+@pytest.mark.parametrize("case", LARGEST, ids=IDS)
+def test_plans_make_no_synchronising_call(case: BatchCase) -> None:
+    """torch raises for its own; calls that copy to the host are counted besides, and so are reads of lengths."""
+    for backend in backends(case):
+        planned = wrapper(case, "cuda", backend=backend)
+        first = make(case, "cuda")
+        planned.plan(**moved(case, first, "cuda"))  # allocates memory and loads kernels, which may wait
+        call(case, first, planned)
+        batches = [(other, make(other, "cuda")) for other in smaller(case, 5)]
+        arguments = [moved(other, inputs, "cuda") for other, inputs in batches]
+        torch.cuda.synchronize()
+        results, calls = [], []
+
+        def counted(name: str, calls: list[str] = calls) -> Any:
+            original = getattr(torch.Tensor, name)
+            return mock.patch.object(torch.Tensor, name, lambda x, *rest: calls.append(name) or original(x, *rest))
+
+        with counted("cpu"), counted("item"), counted("tolist"), counted("numpy"):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                for (other, inputs), plan in zip(batches, arguments, strict=True):
+                    planned.plan(**plan)
+                    results.append(call(other, inputs, planned))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        assert calls == []
+        assert isinstance(planned._plan_info.tokens, DeviceTokens)
+        for (other, inputs), (out, lse) in zip(batches, results, strict=True):
+            result = check(other, inputs, out, lse)
+            assert result.ok, f"{backend} {other}: {result.detail}"
+
+
+class Replanned:
+    """A graph of `plan` and `run`, whose index arrays change between replays."""
+
+    def __init__(self, case: BatchCase, backend: str) -> None:
+        inputs = make(case, "cuda")
+        self.case, self.q = case, torch.full_like(inputs.q, torch.nan)
+        self.halves = [torch.empty_like(x) for x in self.of(inputs)]
+        pages = num_pages(case)
+        self.wrapper, _ = graph_wrapper(case, "cuda", pages, 0, backend=backend)
+        self.plan = moved(case, inputs, "cuda")
+        for name, x in self.plan.items():
+            if name.endswith("indices"):
+                self.plan[name] = torch.zeros(pages, dtype=torch.int32, device="cuda")
+                self.plan[name][: len(x)] = x
+        self.step()
+        (self.out, self.lse), self.again = cuda_graph(self.step)
+
+    def of(self, inputs: Any) -> Any:
+        return inputs.kv if self.case.kind == "ragged" else inputs.kv[0]
+
+    def step(self) -> Any:
+        self.wrapper.plan(**self.plan)
+        kv = self.halves if self.case.kind == "ragged" else (tuple(self.halves),)
+        return self.wrapper.run(self.q, *kv, return_lse=True)
+
+    def replay(self, case: BatchCase) -> str:
+        """Returns what is wrong with a batch; "" if nothing is."""
+        inputs = make(case, "cuda")
+        self.q[: case.rows].copy_(inputs.q)
+        for target, source in zip(self.halves, self.of(inputs), strict=True):
+            blank(target)
+            target[: len(source)].copy_(source)
+        for name, x in moved(case, inputs, "cuda").items():
+            if isinstance(x, torch.Tensor):
+                self.plan[name][: len(x)].copy_(x)
+        self.out.fill_(torch.nan)
+        self.again()
+        result = check(case, inputs, self.out[: case.rows], self.lse[: case.rows])
+        return "" if result.ok and self.out[case.rows :].isnan().all() else f"{case}: {result.detail}"
+
+
+@pytest.mark.parametrize("case", LARGEST, ids=IDS)
+def test_a_captured_plan_follows_its_index_arrays(case: BatchCase) -> None:
+    """Over all cases and backends, 0 wrong in 1,000 batches."""
+    for backend in backends(case):
+        captured = Replanned(case, backend)
+        count = BATCHES // 5 if marks.CAPABILITY == (9, 0) and case.kind != "decode" else BATCHES // 4
+        wrong = [found for other in smaller(case, count) if (found := captured.replay(other))]
+        assert not wrong, f"{backend}: {len(wrong)} of {count}: {wrong[0]}"
+
+
+@pytest.mark.parametrize("case", LARGEST, ids=IDS)
+def test_plans_between_replays_of_a_run(case: BatchCase) -> None:
+    """Graphs that hold the run alone, with plans of lengths on the GPU between replays."""
+    for backend in backends(case):
+        captured = Replanned(case, backend)
+        kv = captured.halves if case.kind == "ragged" else (tuple(captured.halves),)
+        (captured.out, captured.lse), run = cuda_graph(
+            lambda c=captured, kv=kv: c.wrapper.run(c.q, *kv, return_lse=True)
+        )
+
+        def again(captured: Replanned = captured, run: Any = run) -> None:
+            captured.wrapper.plan(**captured.plan)
+            run()
+
+        captured.again = again
+        wrong = [found for other in smaller(case, 50) if (found := captured.replay(other))]
+        assert not wrong, f"{backend}: {len(wrong)} of 50: {wrong[0]}"
