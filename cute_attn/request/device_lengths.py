@@ -18,19 +18,22 @@ from cute_attn.request.batch_plan import INDEX_DTYPES, Pages
 from cute_attn.request.settings import MAX_INDEX
 
 
-def ragged(qo_indptr: Any, kv_indptr: Any) -> DeviceTokens:
-    """Check the index arrays of a ragged batch."""
+def ragged(device: torch.device, qo_indptr: Any, kv_indptr: Any) -> DeviceTokens:
+    """Check the index arrays of a ragged batch; those on the CPU are copied to the device."""
     _index_array("qo_indptr", qo_indptr, 1)
     _index_array("kv_indptr", kv_indptr, 1)
     _check_batch("kv_indptr", kv_indptr, len(qo_indptr), "one element more than requests, as qo_indptr")
-    lengths = DeviceLengths(_int32(qo_indptr), _int32(kv_indptr), None, 0)
+    lengths = DeviceLengths(_int32(qo_indptr, device), _int32(kv_indptr, device), None, 0)
     return DeviceTokens(lengths, None, None, None, lambda: batch_plan.ragged(qo_indptr, kv_indptr))
 
 
-def paged(qo_indptr: Any, q_len: int, pages: Pages, page_size: int, names: Sequence[str]) -> DeviceTokens:
-    """Check the index arrays of a paged batch. `qo_indptr`: None if every request has `q_len` query tokens. `names`:
-    the caller's names of it and of the arrays of `pages`.
+def paged(
+    device: torch.device, queries: tuple[Any, int], pages: Pages, page_size: int, names: Sequence[str]
+) -> DeviceTokens:
+    """Check the index arrays of a paged batch; those on the CPU are copied to the device. `queries`: `qo_indptr`, or
+    None and the query tokens of every request. `names`: the caller's names of it and of the arrays of `pages`.
     """
+    qo_indptr, q_len = queries
     _index_array(names[1], pages.indptr, 1)
     if qo_indptr is not None:
         _index_array(names[0], qo_indptr, 1)
@@ -40,9 +43,9 @@ def paged(qo_indptr: Any, q_len: int, pages: Pages, page_size: int, names: Seque
     _check_batch(names[3], pages.last_page_len, batch_size, "one element per request")
     _index_array(names[2], pages.indices, 0)
     numbers = DeviceLengths(
-        None if qo_indptr is None else _int32(qo_indptr),
-        _int32(pages.indptr),
-        _int32(pages.last_page_len),
+        None if qo_indptr is None else _int32(qo_indptr, device),
+        _int32(pages.indptr, device),
+        _int32(pages.last_page_len, device),
         min(len(pages.indices), MAX_INDEX),
         q_len,
     )
@@ -72,8 +75,10 @@ def _check_batch(name: str, value: torch.Tensor, size: int, what: str) -> None:
         raise ArgumentError(f"{name} must have {what}: {size}, got {len(value)} elements")
 
 
-def _int32(value: torch.Tensor) -> torch.Tensor:
+def _int32(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return an index array as the planner reads it; numbers beyond int32 become the largest one."""
     if value.dtype == torch.int64:
         value = value.clamp(0, MAX_INDEX).int()
+    if value.is_cpu:  # from pinned memory the copy must end before `plan` returns: the caller may then overwrite it
+        value = value.to(device, non_blocking=not value.is_pinned())
     return value.contiguous()

@@ -12,6 +12,7 @@ CUDA graphs holds, and `fixed_split_size` where some batch within the bounds wou
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -46,8 +47,12 @@ def _is_on(device: torch.device, value: Any) -> bool:
 
 
 def stays_on_device(wrapper: BatchWrapper, arrays: tuple[Any, ...], host_only: HostOnly | None = None) -> bool:
-    """Tell whether a plan leaves its lengths on the device: all `arrays` are there, and nothing needs them here."""
-    if not all(_is_on(wrapper.device, array) for array in arrays) or wrapper._backend in ("reference", "xqa"):
+    """Tell whether a plan leaves its lengths on the device: an array of `arrays` is there and no other GPU has one, and
+    nothing needs them on the host.
+    """
+    there = [_is_on(wrapper.device, array) for array in arrays]
+    here = [isinstance(array, torch.Tensor) and array.is_cpu for array in arrays]
+    if not any(there) or not all(map(operator.or_, there, here)) or wrapper._backend in ("reference", "xqa"):
         return False
     if host_only is not None and any(value is not None for value in host_only):
         return False
@@ -71,15 +76,16 @@ def paged_tokens(
     host_only: HostOnly,
 ) -> Tokens | DeviceTokens:
     """Check the index arrays of a paged prefill batch, where they are if the plan leaves them there."""
-    if _fits_buffer(wrapper, pages) and stays_on_device(wrapper, (qo_indptr, *pages), host_only):
-        return device_lengths.paged(qo_indptr, 0, pages, page_size, names)
+    arrays = qo_indptr, pages.indptr, pages.last_page_len
+    if _fits_buffer(wrapper, pages) and stays_on_device(wrapper, arrays, host_only):
+        return device_lengths.paged(wrapper.device, (qo_indptr, 0), pages, page_size, names)
     return batch_plan.paged(batch_plan.indptr(names[0], qo_indptr), pages, page_size, names)
 
 
 def ragged_tokens(wrapper: BatchWrapper, qo_indptr: Any, kv_indptr: Any, host_only: HostOnly) -> Tokens | DeviceTokens:
     """Check the index arrays of a ragged batch, where they are if the plan leaves them there."""
     if stays_on_device(wrapper, (qo_indptr, kv_indptr), host_only):
-        return device_lengths.ragged(qo_indptr, kv_indptr)
+        return device_lengths.ragged(wrapper.device, qo_indptr, kv_indptr)
     return batch_plan.ragged(qo_indptr, kv_indptr)
 
 
@@ -87,8 +93,8 @@ def decode_tokens(
     wrapper: BatchWrapper, q_len: int, pages: Pages, page_size: int, names: tuple[str, str, str, str]
 ) -> Tokens | DeviceTokens:
     """Check the index arrays of a decode batch, where they are if the plan leaves them there."""
-    if _fits_buffer(wrapper, pages) and stays_on_device(wrapper, tuple(pages)):
-        return device_lengths.paged(None, q_len, pages, page_size, names)
+    if _fits_buffer(wrapper, pages) and stays_on_device(wrapper, (pages.indptr, pages.last_page_len)):
+        return device_lengths.paged(wrapper.device, (None, q_len), pages, page_size, names)
     batch_size = max(0, checks.tensor(names[1], pages.indptr).numel() - 1)
     bounds = batch_plan.uniform_indptr(batch_size, q_len)
     return batch_plan.paged(bounds, pages, page_size, names)._replace(q_len=q_len)

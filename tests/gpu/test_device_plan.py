@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -144,9 +145,8 @@ def test_plans_between_replays_of_a_run(case: BatchCase) -> None:
     for backend in backends(case):
         captured = Replanned(case, backend)
         kv = captured.halves if case.kind == "ragged" else (tuple(captured.halves),)
-        (captured.out, captured.lse), run = cuda_graph(
-            lambda c=captured, kv=kv: c.wrapper.run(c.q, *kv, return_lse=True)
-        )
+        run_once = functools.partial(captured.wrapper.run, captured.q, *kv, return_lse=True)
+        (captured.out, captured.lse), run = cuda_graph(run_once)
 
         def again(captured: Replanned = captured, run: Any = run) -> None:
             captured.wrapper.plan(**captured.plan)
