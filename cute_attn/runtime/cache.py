@@ -26,7 +26,7 @@ from cute_attn.runtime.spec import KernelSpec
 
 _PACKAGE = Path(__file__).parents[1]
 _SOURCES = (
-    *("kernels/**/*.py", "schedule/records.py"),
+    *("kernels/**/*.py", "schedule/records.py", "schedule/constants.py"),
     *("runtime/spec.py", "runtime/compile.py", "runtime/cubin.py", "runtime/artifact.py"),
 )
 # Files and folders of kernels/ that only choose specs and parameters.

@@ -17,6 +17,7 @@ import numpy as np
 from cute_attn.errors import RuntimeArgumentError, WorkspaceError
 from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits
 from cute_attn.schedule import cost_model
+from cute_attn.schedule.constants import L2_ORDER_MIN_WAVES, SORT_BINS
 from cute_attn.schedule.cost_model import Capacity
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL, Item, Merge
 from cute_attn.schedule.split_kv import MAX_SPLITS, ceil_div
@@ -25,8 +26,6 @@ AllocateInts = Callable[[int], np.ndarray]  # allocates a flat int32 array of th
 
 UNLIMITED = 1 << 62
 LONG_QO_LEN = 1 << 20  # query tokens: more than any tile holds
-L2_ORDER_MIN_WAVES = 4  # waves of items from which on the order considers what is in L2
-SORT_BINS = 256  # of costs, where items are ordered, and the most groups of requests that share L2
 EXTRA_WAVES = 2  # waves of items that splits may add to a launch of fixed size
 MERGE_ROWS = 16384  # rows of a combine launch of fixed size, unless one wave of items needs more
 

@@ -200,9 +200,13 @@ def leave_open(wrapper: BatchWrapper, request: PlanRequest) -> PlanRequest:
         )
     settings = wrapper._settings(request)
     select.chosen(settings.features, wrapper._backend, select.rows_class(settings.features, 1))
-    copied = {name: x.clone() for name, x in tokens.device._asdict().items() if isinstance(x, torch.Tensor)}
-    tokens = tokens._replace(device=tokens.device._replace(**copied))
-    return request._replace(tokens=tokens)
+    qo_indptr, kv_indptr, last = tokens.device[:3]
+    device = tokens.device._replace(
+        qo_indptr=None if qo_indptr is None else qo_indptr.clone(),
+        kv_indptr=kv_indptr.clone(),
+        last_page_len=None if last is None else last.clone(),
+    )
+    return request._replace(tokens=tokens._replace(device=device))
 
 
 def close(request: PlanRequest, arguments: RunArguments | None, kv_layout: str) -> PlanRequest:

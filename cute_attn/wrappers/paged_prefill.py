@@ -141,8 +141,14 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
     ) -> None:
         """Schedule a batch. Request i has the query tokens `qo_indptr[i]:qo_indptr[i + 1]`.
 
-        Index arrays are int32 or int64. On a GPU each costs a synchronisation, on the CPU none. The arguments after
-        `page_size` may also follow, by position, FlashInfer's older argument order (`custom_mask, packed_custom_mask,
+        Index arrays are int32 or int64. No plan waits for the GPU: of index arrays there, the kernel `plan` makes the
+        schedule, of those on the CPU the host. The former is launched by the first run, whose q tells the number of
+        rows (rows of q that belong to no request keep what out and lse hold); with `use_cuda_graph`, every plan after
+        that run launches it, and may be captured: replays read the index arrays again. Values on the GPU are not
+        checked; wrong ones give wrong results, but reach no other memory. Arguments that need lengths on the host cost
+        a synchronisation per index array: masks, `prefix_len_ptr`, `uniform_q_len`, and `fixed_split_size` where some
+        batch might not fit; so does CUTE_ATTN_VALIDATE=1, which checks values. The arguments after `page_size` may also
+        follow, by position, FlashInfer's older argument order (`custom_mask, packed_custom_mask,
         causal, pos_encoding_mode, ...`); where their types do not tell the order, the call is refused.
 
         Parameters
@@ -177,7 +183,7 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
         non_blocking : a hint; copies are ordered on the current stream either way.
         seq_lens, seq_lens_q : `[batch_size]`, the lengths of keys and queries; on the CPU they are checked against the
             index arrays, on a GPU they are not read.
-        max_token_per_sequence, max_sequence_kv : upper bounds of the lengths of queries and keys; checked.
+        max_token_per_sequence, max_sequence_kv : upper bounds of the lengths of queries and keys; checked on the CPU.
         block_tables : a tensor with the pages of each request; not read.
         prefix_len_ptr : multi-item scoring, where a request is a prefix followed by items that do not see each other:
             `[batch_size]`, the keys of each prefix; None (default): none. A token at position p = i + kv_len - qo_len

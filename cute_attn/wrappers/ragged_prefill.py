@@ -112,7 +112,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         """Schedule a batch: request i has the query tokens `qo_indptr[i]:qo_indptr[i + 1]` and the keys
         `kv_indptr[i]:kv_indptr[i + 1]`.
 
-        Index arrays are int32 or int64. On a GPU each costs a synchronisation, on the CPU none. The arguments after
+        Index arrays are int32 or int64, on the GPU or the CPU, as for `BatchPrefillWithPagedKVCacheWrapper.plan`: no
+        plan waits for the GPU. With arrays there, the first run also tells the rows of k. The arguments after
         `head_dim_qk` may also follow, by position, FlashInfer's older argument order (`custom_mask, packed_custom_mask,
         causal, pos_encoding_mode, ...`); where their types do not tell the order, the call is refused.
 
@@ -147,7 +148,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
             on the rest of the batch either.
         seq_lens, seq_lens_q : `[batch_size]`, the lengths of keys and queries; on the CPU they are checked against the
             index arrays, on a GPU they are not read.
-        max_token_per_sequence, max_sequence_kv : upper bounds of the lengths of queries and keys; checked.
+        max_token_per_sequence, max_sequence_kv : upper bounds of the lengths of queries and keys; checked on the CPU.
         v_indptr, o_indptr : refused unless None: v is indexed like k, and out like q.
         uniform_q_len : with `use_cuda_graph` a promise that every request has that many query tokens, in this plan and
             all later ones, which makes captured launches smaller. None (default), 0 or less: no promise. A first plan

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cute_attn.schedule.batch import schedule
-from cute_attn.schedule.cost_model import COMBINE_COST, ITEM_COST
+from cute_attn.schedule.constants import COMBINE_COST, ITEM_COST
 from perf import makespan, plan
 from perf.makespan import DECODE, LIMITS, PREFILL, lengths_of, quality, random_batches, simulate, split_evenly
 

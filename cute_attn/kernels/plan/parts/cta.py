@@ -21,7 +21,7 @@ from cute_attn.kernels.plan.parts.arithmetic import (
     quotient,
     quotient_up,
 )
-from cute_attn.schedule.cost_model import BINS, CANDIDATES
+from cute_attn.schedule.constants import BINS, CANDIDATES
 
 MOST_WARPS = 32
 
@@ -77,9 +77,7 @@ class Smem:
     estimates = 48
     chunks = estimates + 8 * CANDIDATES
     warp_sums = -(-(chunks + 4 * CANDIDATES) // 16) * 16  # 64 bits per warp
-    more_sums = warp_sums + 8 * MOST_WARPS  # and two numbers more of 32 bits
-    key_starts = more_sums + 8 * MOST_WARPS
-    histograms = key_starts + 4 * BINS
+    histograms = warp_sums + 8 * MOST_WARPS
     sizes = histograms  # of the cost model: sizes and counts of bins, then a histogram per candidate
     bin_counts = sizes + 4 * BINS
     candidates = bin_counts + 4 * BINS

@@ -18,7 +18,7 @@ from cute_attn.kernels.plan.parts.arithmetic import (
 )
 from cute_attn.kernels.plan.parts.cta import Cta
 from cute_attn.kernels.plan.parts.sort import sort
-from cute_attn.schedule.batch import L2_ORDER_MIN_WAVES, SORT_BINS
+from cute_attn.schedule.constants import L2_ORDER_MIN_WAVES, SORT_BINS
 from cute_attn.schedule.records import ITEM_INTS, MERGE_INTS, NO_PARTIAL
 
 NO_LIMIT = (1 << 31) - 1

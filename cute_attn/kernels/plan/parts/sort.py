@@ -11,7 +11,7 @@ from cutlass import Int32
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.plan.parts.arithmetic import add_shared, bit_count, equal_lanes
 from cute_attn.kernels.plan.parts.cta import Smem
-from cute_attn.schedule.cost_model import BINS
+from cute_attn.schedule.constants import SORT_BINS
 
 NO_LIMIT = (1 << 31) - 1
 
@@ -22,14 +22,14 @@ def sort(cta: cutlass.Constexpr, count: Int32, key: cutlass.Constexpr, place: cu
 
     The caller synchronises before (what keys read) and after (what places write).
     """
-    counts = cta.base + Int32(Smem.histograms) + cta.warp * Int32(4 * BINS)
+    counts = cta.base + Int32(Smem.histograms) + cta.warp * Int32(4 * SORT_BINS)
     _count_keys(cta, count, key, counts)
     _start_positions(cta)
     begin, end = cta.segment(count)
     while begin < end:
         i = begin + cta.lane
         exists = i < end
-        mine = Int32(BINS)  # of lanes past the end
+        mine = Int32(SORT_BINS)  # of lanes past the end
         if exists:
             mine = key(i)
         equal = equal_lanes(mine)
@@ -48,7 +48,7 @@ def sort(cta: cutlass.Constexpr, count: Int32, key: cutlass.Constexpr, place: cu
 
 @cute.jit
 def _count_keys(cta: cutlass.Constexpr, count: Int32, key: cutlass.Constexpr, counts: Int32) -> None:
-    for step in cutlass.range(BINS // 32, unroll=1):
+    for step in cutlass.range(SORT_BINS // 32, unroll=1):
         ptx.st_shared_b32(counts + (step * 32 + cta.lane) * 4, 0, Int32(0))
     ptx.sync_warp()
     begin, end = cta.segment(count)
@@ -64,13 +64,13 @@ def _start_positions(cta: cutlass.Constexpr) -> None:
     """Replaces the counts of every warp by the positions of its first numbers."""
     column = cta.base + Int32(Smem.histograms) + cta.thread * 4
     total = Int32(0)
-    if cta.thread < BINS:
+    if cta.thread < SORT_BINS:
         for warp in cutlass.range(cta.warps, unroll=4):
-            total = total + ptx.ld_shared_b32(column + warp * Int32(4 * BINS))
+            total = total + ptx.ld_shared_b32(column + warp * Int32(4 * SORT_BINS))
     start, _ = cta.exclusive_sum(total, Int32(NO_LIMIT))
-    if cta.thread < BINS:
+    if cta.thread < SORT_BINS:
         for warp in cutlass.range(cta.warps, unroll=4):
-            here = column + warp * Int32(4 * BINS)
+            here = column + warp * Int32(4 * SORT_BINS)
             count = ptx.ld_shared_b32(here)
             ptx.st_shared_b32(here, 0, start)
             start = start + count

@@ -23,7 +23,7 @@ from cute_attn.kernels.plan.parts.arithmetic import (
     wide_quotient,
 )
 from cute_attn.kernels.plan.parts.cta import Cta, Smem
-from cute_attn.schedule.cost_model import (
+from cute_attn.schedule.constants import (
     BALANCED,
     BINS,
     CANDIDATES,
@@ -37,7 +37,7 @@ from cute_attn.schedule.cost_model import (
     UNIT,
     WORTHWHILE,
 )
-from cute_attn.schedule.split_kv import MAX_SPLITS
+from cute_attn.schedule.records import MAX_SPLITS
 
 STEPS = BINS // 32  # of a warp over all bins
 NO_LIMIT = (1 << 31) - 1
