@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,7 +18,7 @@ from cute_attn.errors import ArgumentError
 from cute_attn.kernels.host.batch import Repeat, Tensors
 from cute_attn.kernels.host.family import BatchRunner, KernelFamily, KernelLaunch
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DecodeProblem, Request, Scratch, Settings
+from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DecodeProblem, Problem, Request, Scratch, Settings
 from cute_attn.request.single import ALIGNMENT, FP8_ALIGNMENT, aligned
 from cute_attn.runtime import counters
 from cute_attn.runtime.arch import TYPICAL_SMS, Arch, named
@@ -85,6 +86,23 @@ class EmulatedRun:
         problem = _placed(problem)
         with _visible(problem, run):
             run(problem)
+
+    def repeat(self, problem: Problem) -> Repeat:
+        """Returns a function that repeats the run of `problem` with other addresses, on the GPU emulated at that time."""
+        operands, qo_len = ("q", "k", "v", "out", "lse"), problem.qo_len
+        others: Any = problem._replace(**dict.fromkeys(operands))  # type: ignore[arg-type]  # keeps no tensor alive
+
+        def shown(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
+            gpu = _gpu()
+            run: Any = self.run_on(gpu, _family(self.settings, gpu.arch, qo_len).name)
+            now = _placed(others._replace(**dict(zip(operands, tensors, strict=True))))
+            with _visible(now, run):
+                if run not in repeats:
+                    repeats[run] = run.repeat(now)
+                repeats[run](now.q.data_ptr(), k, v, out, lse, (now.q, *tensors[1:]))
+
+        repeats: weakref.WeakKeyDictionary[Any, Repeat] = weakref.WeakKeyDictionary()
+        return shown
 
     def _prepare(self, gpu: Gpu, family_name: str) -> Callable[[Request], None]:
         """Returns what runs the requests on a GPU; `run_on` memoises it."""

@@ -77,6 +77,7 @@ class PreparedKernel:
         dynamic = (*TENSOR_FIELDS, OUTPUT_FIELDS, REQUEST_FIELDS + SCRATCH_FIELDS, extras)
         packer = ParamPacker.of(self.attention, static | absent, dynamic)
         self.pack, self.rebinder = packer.values, packer.rebinder(ADDRESS_FIELDS, unused=["stream"])
+        self.single_rebinder = packer.rebinder((*ADDRESS_FIELDS, *SCRATCH_FIELDS))  # of calls without a plan
 
     def values(self, problem: Request | BatchProblem, target: Target, numbers: Values, stream: int) -> Values:
         """Returns the parameters of a launch. `numbers`: values of REQUEST_FIELDS, then of SCRATCH_FIELDS. A field that
