@@ -176,7 +176,7 @@ class BatchWrapper(PlannedState, StrideVariants):
             limits = None if graph is None else graph.graph
             for i, variant in enumerate(due):
                 try:
-                    variant.plan = self._scheduled(variant, request, limits)
+                    variant.plan = self._scheduled(variant, request, limits, settings=settings)
                 except Exception:
                     self._schedule_again(due[:i])
                     raise
@@ -189,13 +189,19 @@ class BatchWrapper(PlannedState, StrideVariants):
             self._plan = variants.base.plan
 
     def _scheduled(
-        self, variant: Variant, request: PlanRequest, graph: GraphLimits | None, features: Features | None = None
+        self,
+        variant: Variant,
+        request: PlanRequest,
+        graph: GraphLimits | None,
+        features: Features | None = None,
+        settings: Settings | None = None,
     ) -> BatchPlan:
         """Schedule a request with what the variant replaces. `features`: what the backend must support, if runs add to
-        what the plan says.
+        what the plan says; `settings`: of the request without the variant, if they are known.
         """
-        request = request._replace(options=request.options._replace(**variant.overrides))
-        settings, backend, limits = self._resolve(request, graph, variant.backend, features)
+        if variant.overrides:
+            request, settings = request._replace(options=request.options._replace(**variant.overrides)), None
+        settings, backend, limits = self._resolve(request, graph, variant.backend, features, settings)
         launch = backends.plan(backend, settings, request.tokens.lengths, limits, variant.staging)
         if graph is not None:
             variant.backend = backend.name
@@ -208,7 +214,7 @@ class BatchWrapper(PlannedState, StrideVariants):
             kv_indices=request.tokens.kv_indices,
             packed_mask=request.mask.packed,
             workspace=self._workspace,
-            validate=switches.is_on(switches.VALIDATE) and self.kv_source == "paged",
+            validate=self.kv_source == "paged" and switches.validates(),
             page_axes=self._page_axes,
             backend=backend.name,
         )
@@ -295,9 +301,10 @@ class BatchWrapper(PlannedState, StrideVariants):
         graph: GraphLimits | None,
         backend: str | None = None,
         features: Features | None = None,
+        settings: Settings | None = None,
     ) -> tuple[Settings, capabilities.Backend, BatchLimits]:
-        """Return settings, backend and limits. `backend`: its name, if it is already settled."""
-        settings = self._settings(request)
+        """Return settings, backend and limits. `backend`: its name, if it is already settled; so `settings`."""
+        settings = settings or self._settings(request)
         batch_plan.check_rows(request.tokens, settings.features.num_qo_heads)
         limits = BatchLimits(self._workspace.numel(), *request.splits, graph=graph, max_qo_len=request.q_len)
         rows = select.rows_class(settings.features, batch_schedule.typical_qo_len(request.tokens.lengths, limits))
