@@ -18,7 +18,16 @@ from cute_attn.errors import ArgumentError
 from cute_attn.kernels.host.batch import Repeat, Tensors
 from cute_attn.kernels.host.family import BatchRunner, KernelFamily, KernelLaunch
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DecodeProblem, Problem, Request, Scratch, Settings
+from cute_attn.problem import (
+    BatchLengths,
+    BatchLimits,
+    BatchProblem,
+    DecodeProblem,
+    Problem,
+    Request,
+    Scratch,
+    Settings,
+)
 from cute_attn.request.single import ALIGNMENT, FP8_ALIGNMENT, aligned
 from cute_attn.runtime import counters
 from cute_attn.runtime.arch import TYPICAL_SMS, Arch, named
@@ -50,7 +59,7 @@ def plan(
     """
     gpu = _gpu()
     family = _family(batch_settings, gpu.arch, typical_qo_len(lengths, limits))
-    return EmulatedBatchRun(family.plan(batch_settings, lengths, limits, staging, gpu))
+    return EmulatedBatchRun(family.plan(batch_settings, lengths, limits, staging, gpu), (gpu, family.name))
 
 
 def workspace(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
@@ -112,8 +121,16 @@ class EmulatedRun:
 class EmulatedBatchRun:
     """Runs batches of one plan, with the plan's records in the emulated global memory."""
 
-    def __init__(self, planned: BatchRunner) -> None:
-        self.planned = planned
+    def __init__(self, planned: BatchRunner, on: tuple[Gpu, str]) -> None:
+        self.planned, self.on = planned, on
+
+    def again(self, lengths: BatchLengths) -> bool:
+        """Replaces the lengths of the requests, if the kernels can, and the same GPU is emulated; tells whether."""
+        replace: Callable[[BatchLengths], bool] | None = getattr(self.planned, "again", None)
+        gpu, name = self.on
+        emulation = settings.current()
+        same = _gpu() == gpu and emulation.kernels in ("auto", name)
+        return replace is not None and same and replace(lengths)
 
     def __call__(self, problem: BatchProblem) -> None:
         """Emulates the launches of one run."""

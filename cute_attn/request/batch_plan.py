@@ -431,7 +431,7 @@ def _check_known_bound(name: str, value: Any, lengths: np.ndarray) -> None:
 
 def no_mask(tokens: Tokens) -> Mask:
     """Return the `Mask` of a batch without custom masks."""
-    return Mask(None, np.zeros(tokens.batch_size + 1, np.int64))
+    return Mask(None, np.zeros(len(tokens.lengths.kv_len) + 1, np.int64))
 
 
 def mask(custom_mask: Any, packed_custom_mask: Any, tokens: Tokens, device: torch.device) -> Mask:

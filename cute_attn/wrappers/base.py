@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -170,8 +171,11 @@ class BatchWrapper(PlannedState, StrideVariants):
     def _make_plan(self, request: PlanRequest) -> None:
         """Schedule a batch: what ran under the previous plan, if its settings are the same, else as the plan says."""
         with self._lock:
-            settings, graph = self._checked(request)
+            known = None if self._request is None or _differ(self._request, request) else self._variants.settings
+            settings, graph = self._checked(request, known)
             request, copies = self._placed(request)
+            if known is not None and self._lengths_replaced(request, copies):
+                return
             variants, due = self._variants.following(settings, keep=self._use_cuda_graph)
             limits = None if graph is None else graph.graph
             for i, variant in enumerate(due):
@@ -180,13 +184,27 @@ class BatchWrapper(PlannedState, StrideVariants):
                 except Exception:
                     self._schedule_again(due[:i])
                     raise
-            for target, source, non_blocking in copies:
-                target.copy_(source, non_blocking=non_blocking)
+            _make(copies)
             self._request, self._graph_invariants = request, graph
             self._o_dtype = settings.features.o_dtype
             self._variants, self._current = variants, variants.base
             self._forget_copies()
             self._plan = variants.base.plan
+
+    def _lengths_replaced(self, request: PlanRequest, copies: list[Copy]) -> bool:
+        """Replace the lengths of the plan in force, if nothing else changes and its launch can; tell whether."""
+        plan, variants, kv_indices = self._plan, self._variants, request.tokens.kv_indices
+        if plan is None or plan is not variants.base.plan or len(variants.by_settings) > 1 or kv_indices is None:
+            return False
+        again = getattr(plan.launch, "again", None)
+        if again is None or plan.validate != switches.validates() or not again(request.tokens.lengths):
+            return False
+        _make(copies)
+        before, plan.kv_indices, plan.tokens, plan.protected = plan.kv_indices, kv_indices, request.tokens, None
+        if before is None or before.data_ptr() != kv_indices.data_ptr() or before.shape != kv_indices.shape:
+            plan.cached_runs.clear()
+        self._request, variants.base.used = request, variants.base.used and self._use_cuda_graph
+        return True
 
     def _scheduled(
         self,
@@ -316,11 +334,13 @@ class BatchWrapper(PlannedState, StrideVariants):
         axes = (tokens, "num_kv_heads") if self._kv_layout == "NHD" else ("num_kv_heads", tokens)
         return (*axes, "head_dim")
 
-    def _checked(self, request: PlanRequest) -> tuple[Settings, GraphInvariants | None]:
+    def _checked(
+        self, request: PlanRequest, settings: Settings | None = None
+    ) -> tuple[Settings, GraphInvariants | None]:
         """Return the settings of a plan and, with CUDA graphs, the invariants of the first plan, which may be this one.
-        Raises every error except those of the backend.
+        Raises every error except those of the backend. `settings`: if they are known.
         """
-        settings = self._settings(request)
+        settings = settings or self._settings(request)
         if not self._use_cuda_graph:
             return settings, None
         tokens = request.tokens
@@ -544,6 +564,24 @@ class BatchWrapper(PlannedState, StrideVariants):
 
     def end_forward(self) -> None:
         """Do nothing. Callers of FlashInfer's older `begin_forward` and `forward` end with it."""
+
+
+def _differ(before: PlanRequest, now: PlanRequest) -> bool:
+    """Tell whether two plans differ in more than lengths. Types count: 1 == 1.0 == True."""
+    old, new = before.tokens, now.tokens
+    return (
+        any(map(operator.is_not, map(type, before.options), map(type, now.options)))
+        or before.options != now.options
+        or before[3:] != now[3:]  # splits, page size and promises
+        or old.q_len != new.q_len
+        or len(old.lengths.kv_len) != len(new.lengths.kv_len)
+        or not (before.mask.packed is now.mask.packed is old.lengths.key_bounds is new.lengths.key_bounds is None)
+    )
+
+
+def _make(copies: Sequence[Copy]) -> None:
+    for target, source, non_blocking in copies:
+        target.copy_(source, non_blocking=non_blocking)
 
 
 def _check_unused(buffers: dict[str, Any]) -> None:

@@ -204,22 +204,11 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         if block_tables is not None:
             checks.tensor("block_tables", block_tables)
         q_dtype = data_type if q_data_type is None else q_data_type
-        options = PlanOptions(
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim_qk=head_dim,
-            q_data_type="float16" if q_dtype is None else q_dtype,
-            kv_data_type=data_type if kv_data_type is None else kv_data_type,
-            o_data_type=o_data_type,
-            pos_encoding_mode=pos_encoding_mode,
-            causal=q_len > 1,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-            lse_base=lse_base,
-        )
+        options = PlanOptions._make((  # 1 us faster than keywords
+            num_qo_heads, num_kv_heads, head_dim, None,
+            "float16" if q_dtype is None else q_dtype, data_type if kv_data_type is None else kv_data_type, o_data_type,
+            pos_encoding_mode, q_len > 1, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base,
+        ))  # fmt: skip
         splits = batch_plan.splits(fixed_split_size, disable_split_kv, page_size)
         tokens, mask = tokens._replace(q_len=q_len), batch_plan.no_mask(tokens)
         self._make_plan(PlanRequest(options, tokens, mask, splits, page_size))

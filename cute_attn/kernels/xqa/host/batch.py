@@ -67,11 +67,21 @@ class XqaBatchRun(BatchRun):
             return prepared_kernel(settings, schedule.config, gpu)
 
         super().__init__(settings, schedule, kernel, staging, gpu.device_index)
+        self.staging, self.batch_size = staging, schedule.batch_size
         uploaded, size = self.records, schedule.batch_size
         self.records, self.counters = uploaded[: 2 * size], uploaded[2 * size :]
         seq_lens, page_starts = self.records.data_ptr(), self.records[size:].data_ptr()
         # Values of REQUEST_FIELDS but for `table`, then the address of the counters.
         self.requests = 0, page_starts, seq_lens, 0, 0, size, UNBOUNDED, self.counters.data_ptr()
+
+    def again(self, lengths: BatchLengths) -> bool:
+        """Replaces the lengths of the requests, whose number stays; launches are the same otherwise. Returns True."""
+        size = self.batch_size
+        records = self.staging.reserve(2 * size)  # every launch leaves its counters at zero
+        records[:size] = lengths.kv_len
+        records[size:] = lengths.kv_start
+        self.staging.upload(records)
+        return True
 
     def partials(self, problem: BatchProblem) -> tuple[int, ...]:
         """Returns the address of partial results."""
