@@ -9,6 +9,7 @@ stay on the device.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -137,11 +138,51 @@ class BatchLengths(NamedTuple):
     # ^ prefix and the first key of its item, which does not decrease within a request; the keys between are hidden
 
 
+class DeviceLengths:
+    """Lengths of paged decode requests on the device. Kernels that need no schedule read them there; whoever asks for
+    those on the host, the fields of `BatchLengths`, waits for the device.
+    """
+
+    key_bounds = None
+
+    def __init__(
+        self,
+        qo_indptr: np.ndarray,
+        pages: tuple[torch.Tensor, torch.Tensor],
+        page_size: int,
+        num_indices: int,
+        read: Callable[[], Tokens],
+    ) -> None:
+        """`pages`: indptr and last_page_len. `read` checks them on the host and returns what they say."""
+        self.qo_indptr, self.page_size, self.num_indices = qo_indptr, page_size, num_indices
+        self.indptr, self.last_page_len = pages
+        self.batch_size = len(qo_indptr) - 1
+        self._read = read
+
+    @functools.cached_property
+    def on_host(self) -> Tokens:
+        """What the plan would be from lengths on the host."""
+        return self._read()
+
+    @property
+    def kv_start(self) -> np.ndarray:
+        return self.on_host.lengths.kv_start
+
+    @property
+    def kv_len(self) -> np.ndarray:
+        return self.on_host.lengths.kv_len
+
+    @property
+    def mask_offset(self) -> np.ndarray:
+        return self.on_host.lengths.mask_offset
+
+
 class Tokens(NamedTuple):
     """Where the tokens of a batch are, on the host and on the device."""
 
-    lengths: BatchLengths
-    kv_indptr: np.ndarray  # [batch_size + 1]: rows of ragged k and v, or indices into kv_indices
+    lengths: BatchLengths | DeviceLengths
+    kv_indptr: np.ndarray | None  # [batch_size + 1]: rows of ragged k and v, or indices into kv_indices
+    # ^ None: on the device, with `DeviceLengths`
     last_page_len: np.ndarray | None = None  # paged: [batch_size]
     kv_indices: torch.Tensor | None = None  # paged: int32 on the device once the wrapper has copied it there
     q_len: int | None = None  # query tokens of every request, where the plan fixes them (decode)
@@ -149,6 +190,9 @@ class Tokens(NamedTuple):
     @property
     def kv_end(self) -> int:
         """Number of rows that ragged k and v must have, or of entries that kv_indices must have."""
+        if self.kv_indptr is None:
+            assert self.kv_indices is not None
+            return self.kv_indices.numel()  # the host knows no better
         return int(self.kv_indptr[-1])
 
     @property
@@ -158,7 +202,14 @@ class Tokens(NamedTuple):
 
     @property
     def batch_size(self) -> int:
-        return len(self.lengths.kv_len)
+        return len(self.lengths.qo_indptr) - 1
+
+    @property
+    def on_host(self) -> Tokens:
+        """The same with lengths on the host. Waits for the device if they are not there."""
+        if isinstance(self.lengths, DeviceLengths):
+            return self.lengths.on_host._replace(kv_indices=self.kv_indices, q_len=self.q_len)
+        return self
 
 
 class GraphLimits(NamedTuple):

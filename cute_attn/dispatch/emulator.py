@@ -23,6 +23,7 @@ from cute_attn.problem import (
     BatchLimits,
     BatchProblem,
     DecodeProblem,
+    DeviceLengths,
     Problem,
     Request,
     Scratch,
@@ -52,14 +53,29 @@ def prepare(request_settings: Settings) -> Callable[[Request], None]:
 
 
 def plan(
-    batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging
+    batch_settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, staging: Staging
 ) -> Callable[[BatchProblem], None]:
     """Returns a callable that runs batches of these settings and lengths on the architecture that is emulated now, even
     if another one is emulated later.
     """
     gpu = _gpu()
     family = _family(batch_settings, gpu.arch, typical_qo_len(lengths, limits))
+    if isinstance(lengths, DeviceLengths):
+        with _written(lengths, staging):
+            return EmulatedBatchRun(family.plan(batch_settings, lengths, limits, staging, gpu), (gpu, family.name))
     return EmulatedBatchRun(family.plan(batch_settings, lengths, limits, staging, gpu), (gpu, family.name))
+
+
+def kernels_of(request_settings: Settings, qo_len: int) -> str:
+    """Returns the backend whose kernels run requests of `qo_len` query tokens on the GPU that is emulated."""
+    return _family(request_settings, _gpu().arch, qo_len).name
+
+
+@contextlib.contextmanager
+def _written(lengths: DeviceLengths, staging: Staging) -> Iterator[None]:
+    """Makes visible to emulated kernels: lengths, and the records that are made of them."""
+    with adapter.visible({"indptr": lengths.indptr, "last": lengths.last_page_len}, {"records": staging.memory}):
+        yield
 
 
 def workspace(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
@@ -124,13 +140,17 @@ class EmulatedBatchRun:
     def __init__(self, planned: BatchRunner, on: tuple[Gpu, str]) -> None:
         self.planned, self.on = planned, on
 
-    def again(self, lengths: BatchLengths) -> bool:
+    def again(self, lengths: BatchLengths | DeviceLengths) -> bool:
         """Replaces the lengths of the requests, if the kernels can, and the same GPU is emulated; tells whether."""
-        replace: Callable[[BatchLengths], bool] | None = getattr(self.planned, "again", None)
+        replace: Callable[[Any], bool] | None = getattr(self.planned, "again", None)
         gpu, name = self.on
         emulation = settings.current()
-        same = _gpu() == gpu and emulation.kernels in ("auto", name)
-        return replace is not None and same and replace(lengths)
+        if replace is None or _gpu() != gpu or emulation.kernels not in ("auto", name):
+            return False
+        if isinstance(lengths, DeviceLengths):
+            with _written(lengths, self.planned.staging):  # type: ignore[attr-defined]
+                return replace(lengths)
+        return replace(lengths)
 
     def __call__(self, problem: BatchProblem) -> None:
         """Emulates the launches of one run."""

@@ -242,11 +242,11 @@ def paged(q_bounds: np.ndarray, pages: Pages, page_size: int, names: Sequence[st
             raise ArgumentError(f"{names[3]} must be within 1..{page_size}, the page size; request {i} has {last[i]}")
         kv_len = np.where(counts > 0, kv_len, 0)
     first, end = kv_bounds.item(0), kv_bounds.item(-1)
-    _check_indices(names, pages.indices, first, end)
+    check_indices(names, pages.indices, first, end)
     return Tokens(_lengths(q_bounds, kv_bounds[:-1], kv_len, (end - first) * page_size), kv_bounds, last, pages.indices)
 
 
-def _check_indices(names: Sequence[str], indices: Any, first: int, end: int) -> None:
+def check_indices(names: Sequence[str], indices: Any, first: int, end: int) -> None:
     """Check the page numbers, of which plans read those from `first` to `end`."""
     checks.tensor(names[2], indices)
     dtype = indices.dtype
@@ -431,7 +431,7 @@ def _check_known_bound(name: str, value: Any, lengths: np.ndarray) -> None:
 
 def no_mask(tokens: Tokens) -> Mask:
     """Return the `Mask` of a batch without custom masks."""
-    return Mask(None, np.zeros(len(tokens.lengths.kv_len) + 1, np.int64))
+    return Mask(None, np.zeros(tokens.batch_size + 1, np.int64))
 
 
 def mask(custom_mask: Any, packed_custom_mask: Any, tokens: Tokens, device: torch.device) -> Mask:

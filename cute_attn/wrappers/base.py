@@ -23,7 +23,7 @@ import torch
 from cute_attn.dispatch import backends, capabilities, select
 from cute_attn.errors import ArgumentError, NotPlannedError, NotSupported, Refusal, RuntimeArgumentError
 from cute_attn.ops import handles
-from cute_attn.problem import BatchLimits, BatchPlan, Features, GraphLimits, Settings, Tokens
+from cute_attn.problem import BatchLimits, BatchPlan, DeviceLengths, Features, GraphLimits, Settings, Tokens
 from cute_attn.request import batch_plan, batch_run, checks, page_ids
 from cute_attn.request.batch_plan import Mask, PlanContext, PlanOptions, Splits
 from cute_attn.request.batch_run import RunArguments
@@ -173,6 +173,8 @@ class BatchWrapper(PlannedState, StrideVariants):
         with self._lock:
             known = None if self._request is None or _differ(self._request, request) else self._variants.settings
             settings, graph = self._checked(request, known)
+            if request.tokens.kv_indptr is None and not self._plans_on_device(settings, request):
+                request = request._replace(tokens=request.tokens.on_host)
             request, copies = self._placed(request)
             if known is not None and self._lengths_replaced(request, copies):
                 return
@@ -190,6 +192,15 @@ class BatchWrapper(PlannedState, StrideVariants):
             self._variants, self._current = variants, variants.base
             self._forget_copies()
             self._plan = variants.base.plan
+
+    def _plans_on_device(self, settings: Settings, request: PlanRequest) -> bool:
+        """Tell whether lengths may stay on the device: the backend makes no schedule of them."""
+        assert request.q_len is not None  # of decode
+        variants = self._variants
+        settled = variants.base.backend if settings == variants.settings else None
+        rows = select.rows_class(settings.features, request.q_len)
+        backend = select.chosen(settings.features, settled or self._backend, rows)
+        return backends.plans_on_device(backend, settings, request.q_len)
 
     def _lengths_replaced(self, request: PlanRequest, copies: list[Copy]) -> bool:
         """Replace the lengths of the plan in force, if nothing else changes and its launch can; tell whether."""
@@ -262,15 +273,23 @@ class BatchWrapper(PlannedState, StrideVariants):
                 tokens = tokens._replace(kv_indices=self._indices_on_device(tokens.kv_indices))
             return request._replace(tokens=tokens), copies
         for name, buffer in self._index_buffers.items():
+            if isinstance(tokens.lengths, DeviceLengths):
+                source = tokens.lengths.last_page_len if "last_page_len" in name else tokens.lengths.indptr
+                if "indices" not in name and not _same_memory(source, buffer):
+                    copies.append(Copy(buffer, self._aside(source), True))
+                continue
             numbers = _index_values(name, tokens)
             if numbers is not None:
                 copies.append(Copy(buffer, torch.from_numpy(numbers.astype(np.int32)), True))
         if tokens.kv_indices is not None:
             buffer = self._indices_buffer()
+            end = min(tokens.kv_end, buffer.numel())
             if not _same_memory(tokens.kv_indices, buffer):
-                used = self._aside(tokens.kv_indices[: tokens.kv_end])
+                used = self._aside(tokens.kv_indices[:end])
                 # A copy from pinned memory must end before `plan` returns: the caller may then overwrite it.
-                copies.append(Copy(buffer[: tokens.kv_end], used, not used.is_pinned()))
+                copies.append(Copy(buffer[:end], used, used.is_cuda or not used.is_pinned()))
+            if isinstance(tokens.lengths, DeviceLengths):
+                tokens.lengths.num_indices = end
             tokens = tokens._replace(kv_indices=buffer)
         if mask.packed is not None and self._mask_buffers is not None:
             bits, bounds = self._mask_buffers
@@ -349,7 +368,8 @@ class BatchWrapper(PlannedState, StrideVariants):
                 f"the batch size must stay {self._fixed_batch_size} with use_cuda_graph=True (the size of the index "
                 f"buffers), got {tokens.batch_size}"
             )
-        if tokens.kv_indices is not None and tokens.kv_end > self._indices_buffer().numel():
+        on_host = tokens.kv_indices is not None and tokens.kv_indptr is not None
+        if on_host and tokens.kv_end > self._indices_buffer().numel():
             raise ArgumentError(
                 f"the paged kv indices must fit the {self._indices_buffer().numel()} elements of their buffer, "
                 f"got {tokens.kv_end}"
@@ -574,7 +594,7 @@ def _differ(before: PlanRequest, now: PlanRequest) -> bool:
         or before.options != now.options
         or before[3:] != now[3:]  # splits, page size and promises
         or old.q_len != new.q_len
-        or len(old.lengths.kv_len) != len(new.lengths.kv_len)
+        or old.batch_size != new.batch_size
         or not (before.mask.packed is now.mask.packed is old.lengths.key_bounds is new.lengths.key_bounds is None)
     )
 

@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import batch_plan, checks
+from cute_attn.request import batch_plan, checks, device_lengths
 from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, ForwardOptions, PlanRequest, Result, Scale
@@ -199,8 +199,12 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         batch_size = max(0, checks.tensor("indptr", indptr).numel() - 1)
         qo_indptr = np.arange(batch_size + 1, dtype=np.int64) * q_len
         pages = batch_plan.Pages(indptr, indices, last_page_len)
-        tokens = batch_plan.paged(qo_indptr, pages, page_size, NAMES)
-        batch_plan.check_known_lengths("seq_lens", seq_lens, tokens.lengths.kv_len)
+        on_device = device_lengths.paged(qo_indptr, pages, page_size, NAMES, self.device)
+        tokens = on_device or batch_plan.paged(qo_indptr, pages, page_size, NAMES)
+        if on_device is None:
+            batch_plan.check_known_lengths("seq_lens", seq_lens, tokens.lengths.kv_len)
+        elif seq_lens is not None:
+            checks.tensor("seq_lens", seq_lens)
         if block_tables is not None:
             checks.tensor("block_tables", block_tables)
         q_dtype = data_type if q_data_type is None else q_data_type

@@ -220,7 +220,7 @@ class PlannedState:
                 return self._index_buffers[parameter]
         if name in self._copies:
             return self._copies[name].tensor
-        if self._request is None or (numbers := _planned_lengths(name, self._request.tokens)) is None:
+        if self._request is None or (numbers := _planned_lengths(name, self._request.tokens.on_host)) is None:
             return None
         tensor = self._on_device(numbers)
         if self._use_cuda_graph or (self._request.tokens.q_len is not None and name == "_qo_indptr_buf"):
@@ -272,7 +272,7 @@ def _rewritten(request: PlanRequest, copies: dict[str, IndexCopy]) -> Tokens:
     def lengths(name: str) -> torch.Tensor:
         if name in copies:
             return copies[name].tensor
-        numbers = _planned_lengths(name, request.tokens)
+        numbers = _planned_lengths(name, request.tokens.on_host)
         assert numbers is not None
         return torch.from_numpy(numbers)
 

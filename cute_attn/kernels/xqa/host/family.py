@@ -11,7 +11,7 @@ from cute_attn.kernels.xqa.host.decode import DecodeRun
 from cute_attn.kernels.xqa.host.grid import launch_config
 from cute_attn.kernels.xqa.host.single import SingleRun
 from cute_attn.kernels.xqa.host.variant import segments, specs
-from cute_attn.problem import BatchLengths, BatchLimits, DecodeProblem, Features, Request, Settings
+from cute_attn.problem import BatchLengths, BatchLimits, DecodeProblem, DeviceLengths, Features, Request, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 from cute_attn.runtime.staging import Staging
@@ -41,11 +41,17 @@ class XqaFamily:
         return [(config.spec, config.grid_of(batch_size))]
 
     def plan(
-        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging, gpu: Gpu
+        self,
+        settings: Settings,
+        lengths: BatchLengths | DeviceLengths,
+        limits: BatchLimits,
+        staging: Staging,
+        gpu: Gpu,
     ) -> XqaBatchRun:
         """Returns a callable that runs batches of these settings and lengths."""
         planned = schedule(settings, lengths, limits, gpu.arch, gpu.sms, staging.reserve)
-        return XqaBatchRun(settings, planned, staging, gpu)
+        on_device = lengths if isinstance(lengths, DeviceLengths) else None
+        return XqaBatchRun(settings, planned, staging, gpu, on_device)
 
     def workspace(
         self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
