@@ -138,26 +138,32 @@ class BatchLengths(NamedTuple):
     # ^ prefix and the first key of its item, which does not decrease within a request; the keys between are hidden
 
 
-class DeviceLengths:
+class DeviceLengths(BatchLengths):
     """Lengths of paged decode requests on the device. Kernels that need no schedule read them there; whoever asks for
-    those on the host, the fields of `BatchLengths`, waits for the device.
+    the numbers on the host, which are those of `on_host`, waits for the device.
     """
 
-    key_bounds = None
+    page_size: int
+    num_indices: int  # entries of kv_indices that requests may have
+    indptr: torch.Tensor
+    last_page_len: torch.Tensor
+    _read: Callable[[], Tokens]
 
-    def __init__(
-        self,
+    @classmethod
+    def of(
+        cls,
         qo_indptr: np.ndarray,
         pages: tuple[torch.Tensor, torch.Tensor],
         page_size: int,
         num_indices: int,
         read: Callable[[], Tokens],
-    ) -> None:
+    ) -> DeviceLengths:
         """`pages`: indptr and last_page_len. `read` checks them on the host and returns what they say."""
-        self.qo_indptr, self.page_size, self.num_indices = qo_indptr, page_size, num_indices
-        self.indptr, self.last_page_len = pages
-        self.batch_size = len(qo_indptr) - 1
-        self._read = read
+        none = np.empty(0, np.int64)
+        lengths = cls(qo_indptr, none, none, none)
+        lengths.indptr, lengths.last_page_len = pages
+        lengths.page_size, lengths.num_indices, lengths._read = page_size, num_indices, read
+        return lengths
 
     @functools.cached_property
     def on_host(self) -> Tokens:
@@ -165,24 +171,24 @@ class DeviceLengths:
         return self._read()
 
     @property
-    def kv_start(self) -> np.ndarray:
+    def kv_start(self) -> np.ndarray:  # type: ignore[override]
         return self.on_host.lengths.kv_start
 
     @property
-    def kv_len(self) -> np.ndarray:
+    def kv_len(self) -> np.ndarray:  # type: ignore[override]
         return self.on_host.lengths.kv_len
 
     @property
-    def mask_offset(self) -> np.ndarray:
+    def mask_offset(self) -> np.ndarray:  # type: ignore[override]
         return self.on_host.lengths.mask_offset
 
 
 class Tokens(NamedTuple):
     """Where the tokens of a batch are, on the host and on the device."""
 
-    lengths: BatchLengths | DeviceLengths
-    kv_indptr: np.ndarray | None  # [batch_size + 1]: rows of ragged k and v, or indices into kv_indices
-    # ^ None: on the device, with `DeviceLengths`
+    lengths: BatchLengths
+    kv_indptr: np.ndarray  # [batch_size + 1]: rows of ragged k and v, or indices into kv_indices. Empty with
+    # ^ `DeviceLengths`
     last_page_len: np.ndarray | None = None  # paged: [batch_size]
     kv_indices: torch.Tensor | None = None  # paged: int32 on the device once the wrapper has copied it there
     q_len: int | None = None  # query tokens of every request, where the plan fixes them (decode)
@@ -190,9 +196,8 @@ class Tokens(NamedTuple):
     @property
     def kv_end(self) -> int:
         """Number of rows that ragged k and v must have, or of entries that kv_indices must have."""
-        if self.kv_indptr is None:
-            assert self.kv_indices is not None
-            return self.kv_indices.numel()  # the host knows no better
+        if isinstance(self.lengths, DeviceLengths):
+            return self.lengths.num_indices  # the host knows no better
         return int(self.kv_indptr[-1])
 
     @property

@@ -1,7 +1,8 @@
+# ruff: noqa: N802  (the driver's names)
 """A GPU that takes launches and does nothing: host code of GPU backends on CPU tensors, to be timed without a GPU.
 
-Kernels are compiled for the architecture as on a machine with one, so that parameter blocks are the real ones. Plans are
-copied within host memory, and torch allocates on the CPU: both are cheaper than on a GPU.
+Kernels are compiled for the architecture as on a machine with one, so that parameter blocks are the real ones. Plans
+are copied within host memory, and torch allocates on the CPU: both are cheaper than on a GPU.
 """
 
 from __future__ import annotations
@@ -56,16 +57,19 @@ def pretended_gpu(arch_name: str) -> Iterator[NullDriver]:
     def chosen(features: Features, backend: str = "auto", *_: Any, rows: int | None = None) -> Backend:
         return choose(features._replace(device=DEVICE), backend, arch, rows)
 
+    def gpu_of(_: object) -> Gpu:
+        return gpu
+
     patches = (
-        mock.patch.object(launch, "load_driver", lambda: driver),
-        mock.patch.object(launch, "_primary_context", lambda index: CONTEXT),
-        mock.patch.object(launch, "_function", lambda *_: 1),
-        mock.patch.object(launch, "_config", lambda *_: SimpleNamespace()),
-        mock.patch.object(archs, "for_device", lambda index: arch),
+        mock.patch.object(launch, "load_driver", return_value=driver),
+        mock.patch.object(launch, "_primary_context", return_value=CONTEXT),
+        mock.patch.object(launch, "_function", return_value=1),
+        mock.patch.object(launch, "_config", side_effect=lambda *_: SimpleNamespace()),
+        mock.patch.object(archs, "for_device", return_value=arch),
         mock.patch.object(adapter, "EmulatedLaunch", functools.partial(launch.Launch, device_index=0)),
         mock.patch.object(select, "choose", chosen),
-        mock.patch.object(select, "arch_for", lambda device, assumed: arch),
-        mock.patch.object(backends, "_gpu_of", lambda settings: gpu),
+        mock.patch.object(select, "arch_for", return_value=arch),
+        mock.patch.object(backends, "_gpu_of", gpu_of),
     )
     with contextlib.ExitStack() as stack:
         for patch in patches:

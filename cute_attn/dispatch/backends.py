@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from cute_attn.dispatch import emulator, reference
 from cute_attn.dispatch.capabilities import Backend
@@ -20,9 +20,6 @@ from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.staging import Staging
 
 
-AnyLengths = Any  # BatchLengths, or DeviceLengths where `plans_on_device` says so
-
-
 class Implementation(Protocol):
     """Interface of every backend: see the functions of this module with the same names."""
 
@@ -31,7 +28,7 @@ class Implementation(Protocol):
     def launches(self, problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]: ...
 
     def plan(
-        self, settings: Settings, lengths: AnyLengths, limits: BatchLimits, staging: Staging
+        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging
     ) -> Callable[[BatchProblem], None]: ...
 
     def workspace(self, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]: ...
@@ -52,7 +49,7 @@ class OnGpu:
         return self.family.launches(problem, arch, sms)
 
     def plan(
-        self, settings: Settings, lengths: AnyLengths, limits: BatchLimits, staging: Staging
+        self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging
     ) -> Callable[[BatchProblem], None]:
         """Returns a callable that runs batches of these settings and lengths."""
         return self.family.plan(settings, lengths, limits, staging, _gpu_of(settings))
@@ -106,7 +103,7 @@ def plans_on_device(backend: Backend, settings: Settings, qo_len: int) -> bool:
 
 
 def plan(
-    backend: Backend, settings: Settings, lengths: AnyLengths, limits: BatchLimits, staging: Staging
+    backend: Backend, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging
 ) -> Callable[[BatchProblem], None]:
     """Returns a callable that runs batches of these settings and lengths. `staging` copies the plan's records to the
     device.

@@ -53,7 +53,7 @@ def prepare(request_settings: Settings) -> Callable[[Request], None]:
 
 
 def plan(
-    batch_settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, staging: Staging
+    batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging
 ) -> Callable[[BatchProblem], None]:
     """Returns a callable that runs batches of these settings and lengths on the architecture that is emulated now, even
     if another one is emulated later.
@@ -113,7 +113,7 @@ class EmulatedRun:
             run(problem)
 
     def repeat(self, problem: Problem) -> Repeat:
-        """Returns a function that repeats the run of `problem` with other addresses, on the GPU emulated at that time."""
+        """Returns a function that repeats the run of `problem` with other addresses, on the GPU emulated then."""
         operands, qo_len = ("q", "k", "v", "out", "lse"), problem.qo_len
         others: Any = problem._replace(**dict.fromkeys(operands))  # type: ignore[arg-type]  # keeps no tensor alive
 
@@ -140,7 +140,7 @@ class EmulatedBatchRun:
     def __init__(self, planned: BatchRunner, on: tuple[Gpu, str]) -> None:
         self.planned, self.on = planned, on
 
-    def again(self, lengths: BatchLengths | DeviceLengths) -> bool:
+    def again(self, lengths: BatchLengths) -> bool:
         """Replaces the lengths of the requests, if the kernels can, and the same GPU is emulated; tells whether."""
         replace: Callable[[Any], bool] | None = getattr(self.planned, "again", None)
         gpu, name = self.on

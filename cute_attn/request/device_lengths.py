@@ -24,8 +24,8 @@ def is_on(device: torch.device, x: torch.Tensor) -> bool:
 def paged(
     qo_indptr: np.ndarray, pages: Pages, page_size: int, names: Sequence[str], device: torch.device
 ) -> Tokens | None:
-    """Check all but the numbers of the page arrays of a batch. None: the lengths are not on the wrapper's GPU, or are to
-    be checked. Arguments: those of `batch_plan.paged`.
+    """Check all but the numbers of the page arrays of a batch. None: they are not on the wrapper's GPU, or the numbers
+    are to be checked. Arguments: those of `batch_plan.paged`.
     """
     indptr, last = pages.indptr, pages.last_page_len
     for name, x in ((names[1], indptr), (names[3], last)):
@@ -51,5 +51,5 @@ def paged(
             )
         return batch_plan.paged(qo_indptr, pages, page_size, names)
 
-    lengths = DeviceLengths(qo_indptr, (indptr, last), page_size, pages.indices.numel(), read)
-    return Tokens(lengths, None, None, pages.indices)
+    lengths = DeviceLengths.of(qo_indptr, (indptr, last), page_size, pages.indices.numel(), read)
+    return Tokens(lengths, np.empty(0, np.int64), None, pages.indices)

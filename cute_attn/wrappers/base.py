@@ -173,7 +173,7 @@ class BatchWrapper(PlannedState, StrideVariants):
         with self._lock:
             known = None if self._request is None or _differ(self._request, request) else self._variants.settings
             settings, graph = self._checked(request, known)
-            if request.tokens.kv_indptr is None and not self._plans_on_device(settings, request):
+            if isinstance(request.tokens.lengths, DeviceLengths) and not self._plans_on_device(settings, request):
                 request = request._replace(tokens=request.tokens.on_host)
             request, copies = self._placed(request)
             if known is not None and self._lengths_replaced(request, copies):
@@ -368,8 +368,8 @@ class BatchWrapper(PlannedState, StrideVariants):
                 f"the batch size must stay {self._fixed_batch_size} with use_cuda_graph=True (the size of the index "
                 f"buffers), got {tokens.batch_size}"
             )
-        on_host = tokens.kv_indices is not None and tokens.kv_indptr is not None
-        if on_host and tokens.kv_end > self._indices_buffer().numel():
+        known = tokens.kv_indices is not None and not isinstance(tokens.lengths, DeviceLengths)
+        if known and tokens.kv_end > self._indices_buffer().numel():
             raise ArgumentError(
                 f"the paged kv indices must fit the {self._indices_buffer().numel()} elements of their buffer, "
                 f"got {tokens.kv_end}"

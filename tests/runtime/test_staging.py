@@ -177,11 +177,11 @@ def test_cuda_copies_are_followed_by_an_event_on_the_stream_of_their_device(capt
     """Records the driver's calls: in the context of the copies' device, first the copy, then the event."""
     device, driver, source, target = torch.device("cuda", 1), EventDriver(current), torch.arange(5), torch.zeros(5)
     with (
-        mock.patch.object(launch, "load_driver", lambda: driver),
+        mock.patch.object(launch, "load_driver", return_value=driver),
         mock.patch.object(launch, "_primary_context", lambda index: f"context {index}"),
         mock.patch.object(launch, "current_stream", lambda index: 70 + index),
         mock.patch.multiple(torch.cuda, Event=driver.new_event, current_stream=str, device=driver.make_current),
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: capturing),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=capturing),
     ):
         copies = CudaCopies(device)
         if capturing:

@@ -39,11 +39,12 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def pages_of(lengths: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns indptr, indices and last_page_len."""
     counts = [-(-n // PAGE_SIZE) for n in lengths]
+    last = [n - (c - 1) * PAGE_SIZE if n else 7 for n, c in zip(lengths, counts, strict=True)]
+    indices = torch.randperm(20, generator=torch.Generator().manual_seed(sum(lengths)))[: sum(counts)]
     indptr = torch.tensor([0, *np.cumsum(counts)], dtype=dtype)
-    last = torch.tensor([n - (c - 1) * PAGE_SIZE if n else 7 for n, c in zip(lengths, counts, strict=True)], dtype=dtype)
-    generator = torch.Generator().manual_seed(sum(lengths))
-    return indptr, torch.randperm(20, generator=generator, dtype=torch.int64)[: sum(counts)].to(dtype), last
+    return indptr, indices.to(dtype), torch.tensor(last, dtype=dtype)
 
 
 def expected(q: torch.Tensor, cache: torch.Tensor, lengths: tuple[int, ...], indices: torch.Tensor) -> torch.Tensor:
@@ -51,7 +52,9 @@ def expected(q: torch.Tensor, cache: torch.Tensor, lengths: tuple[int, ...], ind
     out, first = torch.zeros(q.shape, dtype=torch.float64), 0
     for i, n in enumerate(lengths):
         count = -(-n // PAGE_SIZE)
-        k, v = (x.reshape(-1, *x.shape[2:])[:n].double() for x in cache[indices[first : first + count].long()].unbind(1))
+        k, v = (
+            x.reshape(-1, *x.shape[2:])[:n].double() for x in cache[indices[first : first + count].long()].unbind(1)
+        )
         first += count
         if n:
             group = HEADS[0] // HEADS[1]

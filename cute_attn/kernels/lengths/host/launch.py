@@ -21,8 +21,9 @@ FIELDS = (
 
 
 def write(lengths: DeviceLengths, seq_lens: int, page_starts: int, gpu: Gpu) -> None:
-    """Launches the kernel on the current stream. `seq_lens`, `page_starts`: addresses of int32 numbers, one per request."""
-    batch, indptr, last = lengths.batch_size, lengths.indptr, lengths.last_page_len
+    """Launches the kernel on the current stream. `seq_lens`, `page_starts`: addresses of an int32 number
+    per request."""
+    batch, indptr, last = len(lengths.qo_indptr) - 1, lengths.indptr, lengths.last_page_len
     if not batch:
         return
     launch, pack = _prepared(gpu)

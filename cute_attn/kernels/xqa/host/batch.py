@@ -42,7 +42,7 @@ class XqaBatchSchedule(NamedTuple):
 
 def schedule(
     settings: Settings,
-    lengths: BatchLengths | DeviceLengths,
+    lengths: BatchLengths,
     limits: BatchLimits,
     arch: Arch,
     sms: int,
@@ -75,6 +75,7 @@ class XqaBatchRun(BatchRun):
         on_device: DeviceLengths | None = None,
     ) -> None:
         """`on_device`: lengths that the schedule's records do not contain."""
+
         def kernel(settings: Settings) -> PreparedKernel:
             return prepared_kernel(settings, schedule.config, gpu)
 
@@ -89,7 +90,7 @@ class XqaBatchRun(BatchRun):
         if on_device is not None:
             self.again(on_device)
 
-    def again(self, lengths: BatchLengths | DeviceLengths) -> bool:
+    def again(self, lengths: BatchLengths) -> bool:
         """Replaces the lengths of the requests, whose number stays; launches are the same otherwise. Returns True."""
         if isinstance(lengths, DeviceLengths):
             _, page_starts, seq_lens, *_ = self.requests

@@ -43,7 +43,7 @@ class XqaFamily:
     def plan(
         self,
         settings: Settings,
-        lengths: BatchLengths | DeviceLengths,
+        lengths: BatchLengths,
         limits: BatchLimits,
         staging: Staging,
         gpu: Gpu,
