@@ -27,6 +27,7 @@ from cute_attn.kernels.xqa.host import prepared as xqa
 from cute_attn.problem import Features
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import launch
+from cute_attn.wrappers import single_calls
 
 DEVICE = torch.device("cuda", 0)
 CONTEXT = 1
@@ -74,6 +75,8 @@ def pretended_gpu(arch_name: str) -> Iterator[NullDriver]:
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
+        single_calls.forget()
+        stack.callback(single_calls.forget)
         for memo in (
             *(backends._prepared, select.chosen, load.load),
             *(family.prepared_kernel for family in (fa2, persistent, xqa)),

@@ -43,6 +43,12 @@ _cached: dict[Any, CachedCall] = {}
 _seen: set[int] = set()  # hashes of keys that came once: less to collect than keys, where every call is a new one
 
 
+def forget() -> None:
+    """Forget all calls."""
+    _cached.clear()
+    _seen.clear()
+
+
 def try_replay(q: Any, k: Any, v: Any, out: Any, lse: Any, numbers: Numbers, names: Names) -> Result | None:
     """Launch a call like a cached one and return its result; None if there is none, or an address does not qualify."""
     try:
