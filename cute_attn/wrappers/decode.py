@@ -138,8 +138,11 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
     ) -> None:
         """Schedule a batch: request i has the pages `indices[indptr[i]:indptr[i + 1]]`.
 
-        Index arrays are int32 or int64. On a GPU `indptr` and `last_page_len` cost a synchronisation each, on the CPU
-        none. The arguments from `pos_encoding_mode` on, without `window_right`, are also accepted by position, which is
+        Index arrays are int32 or int64. Where XQA runs the batch, which needs no schedule, `indptr` and `last_page_len`
+        on the wrapper's GPU are read there: the plan waits for nothing, and once a plan has been made it may be made
+        again within a captured CUDA graph. Their numbers are not checked then, unless `CUTE_ATTN_VALIDATE=1`; a request
+        whose pages are not within `indices` gets none. Other backends read them on the host, which costs a
+        synchronisation each; on the CPU none. The arguments from `pos_encoding_mode` on, without `window_right`, are also accepted by position, which is
         deprecated.
 
         Parameters
@@ -165,8 +168,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         rope_scale, rope_theta : > 0, default 1 and 1e4. Read under ROPE_LLAMA only.
         non_blocking : a hint; copies are ordered on the current stream either way.
         block_tables : a tensor with the pages of each request; not read.
-        seq_lens : `[batch_size]`, the lengths of the keys; on the CPU they are checked against the index arrays, on a
-            GPU they are not read.
+        seq_lens : `[batch_size]`, the lengths of the keys; on the CPU they are checked against index arrays that the
+            host reads, on a GPU they are not read.
         fixed_split_size : pages per split of the keys. The results of a request then do not depend on the rest of the
             batch, bit for bit. Default None, which -1 stands for: splits fill the GPU.
         disable_split_kv : default False. True: no splits, whatever `fixed_split_size` says; results then do not depend
@@ -423,8 +426,8 @@ def fast_decode_plan(
     ----------
     wrapper : a BatchDecodeWithPagedKVCacheWrapper.
     indptr, last_page_len : arguments of `BatchDecodeWithPagedKVCacheWrapper.plan`. On a GPU each costs a
-        synchronisation, unless it is not read: `indptr` with `global_override_indptr_cpu`, `last_page_len` with a page
-        size of 1.
+        synchronisation where that method says so, unless it is not read: `indptr` with `global_override_indptr_cpu`,
+        `last_page_len` with a page size of 1.
     global_override_indptr_cpu : int32 or int64 `[batch_size + 1]` on the CPU, replaces `indptr`. Default None.
     indices, num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, logits_soft_cap,
         q_data_type, kv_data_type, data_type, sm_scale, rope_scale, rope_theta, non_blocking, fixed_split_size,
@@ -440,7 +443,8 @@ def fast_decode_plan(
     if global_override_indptr_cpu is not None:
         indptr = checks.tensor("global_override_indptr_cpu", global_override_indptr_cpu)
     if batch_plan.page_size(page_size) == 1:
-        last_page_len = torch.ones(max(0, checks.tensor("indptr", indptr).numel() - 1), dtype=torch.int32)
+        batch_size = max(0, checks.tensor("indptr", indptr).numel() - 1)
+        last_page_len = torch.ones(batch_size, dtype=torch.int32, device=indptr.device)
     kept = {} if wrapper._request is None else wrapper._request.options._asdict()
     BatchDecodeWithPagedKVCacheWrapper.plan(  # the attributes of the wrapper may have been replaced by this function
         wrapper,
