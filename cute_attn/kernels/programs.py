@@ -7,7 +7,7 @@ from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.kernels.fa2.spec import Fa2Spec
 from cute_attn.kernels.fa3.spec import Fa3Spec
 from cute_attn.kernels.fa4.spec import Fa4Spec
-from cute_attn.kernels.lengths.spec import LengthsSpec
+from cute_attn.kernels.xqa.lengths.spec import LengthsSpec
 from cute_attn.kernels.xqa.spec import XqaSpec
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.runtime.spec import KernelSpec, Program
@@ -34,7 +34,7 @@ def program(spec: KernelSpec, arch: str) -> Program:
 
         return AppendProgram(spec, arch)
     if isinstance(spec, LengthsSpec):
-        from cute_attn.kernels.lengths.kernel import LengthsProgram
+        from cute_attn.kernels.xqa.lengths.kernel import LengthsProgram
 
         return LengthsProgram(spec, arch)
     if isinstance(spec, XqaUmmaSpec):

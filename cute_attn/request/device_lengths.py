@@ -13,7 +13,6 @@ from cute_attn.errors import ArgumentError, RuntimeArgumentError
 from cute_attn.problem import DeviceLengths, Tokens
 from cute_attn.request import batch_plan, checks
 from cute_attn.request.batch_plan import INDEX_DTYPES, Pages
-from cute_attn.runtime import switches
 
 
 def is_on(device: torch.device, x: torch.Tensor) -> bool:
@@ -24,9 +23,7 @@ def is_on(device: torch.device, x: torch.Tensor) -> bool:
 def paged(
     qo_indptr: np.ndarray, pages: Pages, page_size: int, names: Sequence[str], device: torch.device
 ) -> Tokens | None:
-    """Check all but the numbers of the page arrays of a batch. None: they are not on the wrapper's GPU, or the numbers
-    are to be checked. Arguments: those of `batch_plan.paged`.
-    """
+    """Check all but the numbers of the page arrays of a batch. None: they are not on the wrapper's GPU. Arguments: those of `batch_plan.paged`."""
     indptr, last = pages.indptr, pages.last_page_len
     for name, x in ((names[1], indptr), (names[3], last)):
         checks.tensor(name, x)
@@ -35,7 +32,7 @@ def paged(
         checks.dtype(name, x.dtype, INDEX_DTYPES)
         if x.dim() != 1:
             raise ArgumentError(f"{name} must have 1 dimension, got {checks.describe(x)}")
-    if switches.validates() or indptr.numel() == 0:
+    if indptr.numel() == 0:
         return None
     batch_size = indptr.numel() - 1
     if last.numel() != batch_size:

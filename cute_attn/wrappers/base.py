@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import operator
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -23,9 +22,9 @@ import torch
 from cute_attn.dispatch import backends, capabilities, select
 from cute_attn.errors import ArgumentError, NotPlannedError, NotSupported, Refusal, RuntimeArgumentError
 from cute_attn.ops import handles
-from cute_attn.problem import BatchLimits, BatchPlan, DeviceLengths, Features, GraphLimits, Settings, Tokens
+from cute_attn.problem import BatchLimits, BatchPlan, DeviceLengths, Features, GraphLimits, Settings
 from cute_attn.request import batch_plan, batch_run, checks, page_ids
-from cute_attn.request.batch_plan import Mask, PlanContext, PlanOptions, Splits
+from cute_attn.request.batch_plan import Mask, PlanContext
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.settings import KV_LAYOUTS, MAX_INDEX
 from cute_attn.runtime import switches
@@ -33,6 +32,7 @@ from cute_attn.runtime.staging import Staging, is_capturing
 from cute_attn.schedule import batch as batch_schedule
 from cute_attn.wrappers import run_cache
 from cute_attn.wrappers.graph_invariants import GraphInvariants, check_sizes, check_unchanged
+from cute_attn.wrappers.plan_request import Copy, PlanRequest, differ, index_values, make, same_memory
 from cute_attn.wrappers.planned_state import PlannedState
 from cute_attn.wrappers.stride_variants import StrideVariants
 from cute_attn.wrappers.variants import Variant, Variants
@@ -41,30 +41,6 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor]
 DType = torch.dtype | str
 Scale = float | torch.Tensor
-
-
-class PlanRequest(NamedTuple):
-    """The checked arguments of a `plan`."""
-
-    options: PlanOptions
-    tokens: Tokens
-    mask: Mask
-    splits: Splits
-    page_size: int
-    uniform_q_len: int | None = None  # query tokens of every request, if a prefill plan says so
-
-    @property
-    def q_len(self) -> int | None:
-        """Query tokens of every request, where the plan fixes them."""
-        return self.uniform_q_len if self.tokens.q_len is None else self.tokens.q_len
-
-
-class Copy(NamedTuple):
-    """A copy into a buffer that captured launches read, to be made once nothing can fail."""
-
-    target: torch.Tensor
-    source: torch.Tensor
-    non_blocking: bool = False
 
 
 class ForwardOptions(NamedTuple):
@@ -171,7 +147,7 @@ class BatchWrapper(PlannedState, StrideVariants):
     def _make_plan(self, request: PlanRequest) -> None:
         """Schedule a batch: what ran under the previous plan, if its settings are the same, else as the plan says."""
         with self._lock:
-            known = None if self._request is None or _differ(self._request, request) else self._variants.settings
+            known = None if self._request is None or differ(self._request, request) else self._variants.settings
             settings, graph = self._checked(request, known)
             if isinstance(request.tokens.lengths, DeviceLengths) and not self._plans_on_device(settings, request):
                 request = request._replace(tokens=request.tokens.on_host)
@@ -186,7 +162,7 @@ class BatchWrapper(PlannedState, StrideVariants):
                 except Exception:
                     self._schedule_again(due[:i])
                     raise
-            _make(copies)
+            make(copies)
             self._request, self._graph_invariants = request, graph
             self._o_dtype = settings.features.o_dtype
             self._variants, self._current = variants, variants.base
@@ -210,7 +186,7 @@ class BatchWrapper(PlannedState, StrideVariants):
         again = getattr(plan.launch, "again", None)
         if again is None or plan.validate != switches.validates() or not again(request.tokens.lengths):
             return False
-        _make(copies)
+        make(copies)
         before, plan.kv_indices, plan.tokens, plan.protected = plan.kv_indices, kv_indices, request.tokens, None
         if before is None or before.data_ptr() != kv_indices.data_ptr() or before.shape != kv_indices.shape:
             plan.cached_runs.clear()
@@ -275,16 +251,16 @@ class BatchWrapper(PlannedState, StrideVariants):
         for name, buffer in self._index_buffers.items():
             if isinstance(tokens.lengths, DeviceLengths):
                 source = tokens.lengths.last_page_len if "last_page_len" in name else tokens.lengths.indptr
-                if "indices" not in name and not _same_memory(source, buffer):
+                if "indices" not in name and not same_memory(source, buffer):
                     copies.append(Copy(buffer, self._aside(source), True))
                 continue
-            numbers = _index_values(name, tokens)
+            numbers = index_values(name, tokens)
             if numbers is not None:
                 copies.append(Copy(buffer, torch.from_numpy(numbers.astype(np.int32)), True))
         if tokens.kv_indices is not None:
             buffer = self._indices_buffer()
             end = min(tokens.kv_end, buffer.numel())
-            if not _same_memory(tokens.kv_indices, buffer):
+            if not same_memory(tokens.kv_indices, buffer):
                 used = self._aside(tokens.kv_indices[:end])
                 # A copy from pinned memory must end before `plan` returns: the caller may then overwrite it.
                 copies.append(Copy(buffer[:end], used, used.is_cuda or not used.is_pinned()))
@@ -586,24 +562,6 @@ class BatchWrapper(PlannedState, StrideVariants):
         """Do nothing. Callers of FlashInfer's older `begin_forward` and `forward` end with it."""
 
 
-def _differ(before: PlanRequest, now: PlanRequest) -> bool:
-    """Tell whether two plans differ in more than lengths. Types count: 1 == 1.0 == True."""
-    old, new = before.tokens, now.tokens
-    return (
-        any(map(operator.is_not, map(type, before.options), map(type, now.options)))
-        or before.options != now.options
-        or before[3:] != now[3:]  # splits, page size and promises
-        or old.q_len != new.q_len
-        or old.batch_size != new.batch_size
-        or not (before.mask.packed is now.mask.packed is old.lengths.key_bounds is new.lengths.key_bounds is None)
-    )
-
-
-def _make(copies: Sequence[Copy]) -> None:
-    for target, source, non_blocking in copies:
-        target.copy_(source, non_blocking=non_blocking)
-
-
 def _check_unused(buffers: dict[str, Any]) -> None:
     for name, value in buffers.items():
         if value is not None:
@@ -614,17 +572,3 @@ def _check_supported(backend: capabilities.Backend, features: Features) -> None:
     refusals = select.reasons_against(backend, features, select.arch_for(features.device, None))
     if refusals:
         raise UnsupportedByPlan(refusals, features)
-
-
-def _same_memory(indices: torch.Tensor, buffer: torch.Tensor) -> bool:
-    """Tell whether page numbers are where their buffer starts, in its dtype and without gaps."""
-    return indices.data_ptr() == buffer.data_ptr() and indices.dtype == buffer.dtype and indices.is_contiguous()
-
-
-def _index_values(name: str, tokens: Tokens) -> np.ndarray | None:
-    """Return what an index buffer receives; None for the buffer of page numbers, which is copied on the device."""
-    if "last_page_len" in name:
-        return tokens.last_page_len
-    if "indices" in name:
-        return None
-    return tokens.lengths.qo_indptr if name.startswith("qo") else tokens.kv_indptr

@@ -16,9 +16,11 @@ from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import batch_plan, checks, device_lengths
 from cute_attn.request.batch_plan import PlanOptions
 from cute_attn.request.batch_run import RunArguments
-from cute_attn.wrappers.base import BatchWrapper, Cache, DType, ForwardOptions, PlanRequest, Result, Scale
+from cute_attn.runtime import switches
+from cute_attn.wrappers.base import BatchWrapper, Cache, DType, ForwardOptions, Result, Scale
 from cute_attn.wrappers.legacy_args import positionals_to_keywords, with_return_lse
 from cute_attn.wrappers.legacy_args_batch import head_scale_positionals
+from cute_attn.wrappers.plan_request import PlanRequest
 
 P = ParamSpec("P")
 
@@ -202,7 +204,9 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         batch_size = max(0, checks.tensor("indptr", indptr).numel() - 1)
         qo_indptr = np.arange(batch_size + 1, dtype=np.int64) * q_len
         pages = batch_plan.Pages(indptr, indices, last_page_len)
-        on_device = device_lengths.paged(qo_indptr, pages, page_size, NAMES, self.device)
+        on_device = None
+        if not switches.validates():
+            on_device = device_lengths.paged(qo_indptr, pages, page_size, NAMES, self.device)
         tokens = on_device or batch_plan.paged(qo_indptr, pages, page_size, NAMES)
         if on_device is None:
             batch_plan.check_known_lengths("seq_lens", seq_lens, tokens.lengths.kv_len)

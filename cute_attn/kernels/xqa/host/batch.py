@@ -12,7 +12,7 @@ from cute_attn.kernels.host.batch import BatchRun
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.params import UNBOUNDED, Values
 from cute_attn.kernels.host.prepared import Grid
-from cute_attn.kernels.lengths.host import launch as device_lengths
+from cute_attn.kernels.xqa.host import lengths as device_lengths
 from cute_attn.kernels.xqa.host.grid import LaunchConfig, launch_config, partial_bytes_per_cta
 from cute_attn.kernels.xqa.host.prepared import PreparedKernel, prepared_kernel
 from cute_attn.kernels.xqa.host.variant import segments

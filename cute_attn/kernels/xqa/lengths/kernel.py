@@ -13,7 +13,7 @@ from cutlass import Int32, Int64
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.indices import index
 from cute_attn.kernels.blocks.scalars import zeros
-from cute_attn.kernels.lengths.spec import THREADS, LengthsSpec
+from cute_attn.kernels.xqa.lengths.spec import THREADS, LengthsSpec
 from cute_attn.runtime.arch import named
 
 

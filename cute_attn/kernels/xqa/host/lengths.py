@@ -10,7 +10,7 @@ import torch
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
 from cute_attn.kernels.host.params import ParamPacker, Values
-from cute_attn.kernels.lengths.spec import THREADS, LengthsSpec
+from cute_attn.kernels.xqa.lengths.spec import THREADS, LengthsSpec
 from cute_attn.problem import DeviceLengths
 from cute_attn.runtime.launch import Launch, current_stream
 
