@@ -165,7 +165,8 @@ def peers(device: torch.device) -> dict[str, Callable[[], dict[str, Call]]]:
         return {name: bound(w, [w.inputs(device)])[0]}
 
     found: dict[str, Callable[[], dict[str, Call]]] = {}
-    for peer, w in itertools.product(PEERS, (PREFILL, DECODE, *BATCHES)):
+    workloads: tuple[Workload | BatchWorkload, ...] = PREFILL, DECODE, *BATCHES
+    for peer, w in itertools.product(PEERS, workloads):
         if peer.name in PEER_NAMES and w.phase in peer.phases:
             name = f"{peer.name}, {w.phase}{' wrapper, run' if w in BATCHES else ''}"
             found.setdefault(name, functools.partial(bind, peer, w, name))

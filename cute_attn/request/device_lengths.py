@@ -23,7 +23,9 @@ def is_on(device: torch.device, x: torch.Tensor) -> bool:
 def paged(
     qo_indptr: np.ndarray, pages: Pages, page_size: int, names: Sequence[str], device: torch.device
 ) -> Tokens | None:
-    """Check all but the numbers of the page arrays of a batch. None: they are not on the wrapper's GPU. Arguments: those of `batch_plan.paged`."""
+    """Check all but the numbers of the page arrays of a batch; None if they are not on the wrapper's GPU. Arguments:
+    those of `batch_plan.paged`.
+    """
     indptr, last = pages.indptr, pages.last_page_len
     for name, x in ((names[1], indptr), (names[3], last)):
         checks.tensor(name, x)

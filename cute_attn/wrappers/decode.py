@@ -144,8 +144,8 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         on the wrapper's GPU are read there: the plan waits for nothing, and once a plan has been made it may be made
         again within a captured CUDA graph. Their numbers are not checked then, unless `CUTE_ATTN_VALIDATE=1`; a request
         whose pages are not within `indices` gets none. Other backends read them on the host, which costs a
-        synchronisation each; on the CPU none. The arguments from `pos_encoding_mode` on, without `window_right`, are also accepted by position, which is
-        deprecated.
+        synchronisation each; on the CPU none. The arguments from `pos_encoding_mode` on, without `window_right`, are
+        also accepted by position, which is deprecated.
 
         Parameters
         ----------
