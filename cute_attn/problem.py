@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from cute_attn.errors import RuntimeArgumentError
+
 MemoryRange = tuple[str, tuple[int, int]]  # a name for messages; addresses of the first byte and past the last
 
 
@@ -173,7 +175,7 @@ class Tokens(NamedTuple):
 
     @property
     def batch_size(self) -> int:
-        return len(self.lengths.kv_len)
+        return len(self.lengths.qo_indptr) - 1
 
     @property
     def first_row(self) -> int:
@@ -197,15 +199,31 @@ class DeviceTokens:
     kv_indices: torch.Tensor | None
     q_len: int | None
     rows: int | None
-    read: Callable[[], Tokens]  # checks the lengths, and raises what `plan` raises of them
+    read: Callable[[DeviceLengths], Tokens]  # checks the lengths, and raises what `plan` raises of them
 
     multi_item = False
     first_row = 0
 
+    def __post_init__(self) -> None:
+        self._versions = self._current_versions()
+
+    def _current_versions(self) -> list[int]:
+        tensors = (x for x in self.device[:3] if isinstance(x, torch.Tensor))
+        return [x._version for x in tensors if not x.is_inference()]  # inference tensors count no versions
+
+    def check_unchanged(self) -> None:
+        """Refuse to read index arrays that were written after the plan."""
+        if self._versions != self._current_versions():
+            raise RuntimeArgumentError(
+                "index arrays on the GPU must not be written after plan() if what comes then reads them: a schedule "
+                "for other heads or options, or an attribute of the wrapper"
+            )
+
     @functools.cached_property
     def host(self) -> Tokens:
         """The lengths on the host."""
-        return self.read()._replace(kv_indices=self.kv_indices, q_len=self.q_len)
+        self.check_unchanged()
+        return self.read(self.device)._replace(kv_indices=self.kv_indices, q_len=self.q_len)
 
     @property
     def lengths(self) -> BatchLengths:

@@ -1,16 +1,21 @@
 """Host time per call in microseconds: `python -m perf.overhead --out perf/results/overhead.json`.
 
 Calls on tiny problems are issued back to back without waiting for the GPU, few enough that its queue never fills:
-wall time divided by the number of calls is host time. The parts of our own calls are timed in the same way.
+wall time divided by the number of calls is host time. Rounds of our calls and of the peers' take turns in random order,
+because clocks of the host drift. The parts of our own calls are timed in the same way.
+
+`--pretend sm_90a` needs no GPU: it times our host code alone, in CPU time, with a driver that does nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
+import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,15 +27,19 @@ from cute_attn.dispatch import backends
 from cute_attn.request import single as single_request
 from cute_attn.runtime.launch import Launch, current_stream
 from perf import batch_peers
-from perf.batch_workloads import equal
+from perf.batch_workloads import BatchWorkload, equal
 from perf.bench import publish
 from perf.harness import Call, Timing, reason, timing
 from perf.machine import command_line, environment, why_no_gpu
+from perf.optional import flashinfer
 from perf.peers import PEERS, Peer
+from perf.plan_calls import plan_calls
+from perf.pretended_gpu import pretended_gpu
 from perf.workloads import Inputs, Workload
 
 CALLS = 200  # of at most two kernels: the launch queue holds about 1000
 REPEATS = 31
+PLANS = 40  # of a round: an upload waits for the second before it
 PREFILL = Workload(64, 64, 32, 8, 128, 128, causal=True)
 DECODE = Workload(1, 256, 32, 8, 128, 128)
 LONG = Workload(1, 8192, 32, 8, 128, 128)  # split-KV: two launches and a workspace, 13 us on an H200
@@ -39,7 +48,6 @@ BATCHES = (
     equal(2, 64, 64, (32, 8), 128, 16),
     equal(4, 1, 64, (32, 8), 128, 16),
 )
-REQUESTS = 256
 PEER_NAMES = ("torch flash", "FlashInfer fa2", "FlashInfer decode", "FlashInfer decode tc")
 
 
@@ -62,6 +70,28 @@ def host_time(
     return timing(samples[1:], calls)  # the first repeat loads and compiles
 
 
+def host_times(
+    calls: Mapping[str, Call],
+    wait: Callable[[], None],
+    clock: Callable[[], int] = time.perf_counter_ns,
+    repeats: int = REPEATS,
+) -> dict[str, Timing]:
+    """Returns `host_time` of each call, with their rounds in random order."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    order, generator = list(calls), random.Random(0)
+    for _ in range(repeats + 1):
+        generator.shuffle(order)
+        for name in order:
+            call, number = calls[name], PLANS if "plan" in name else CALLS
+            wait()
+            start = clock()
+            for _ in range(number):
+                call()
+            samples[name].append((clock() - start) / 1e3 / number)
+    wait()
+    return {name: timing(found[1:], PLANS if "plan" in name else CALLS) for name, found in samples.items()}
+
+
 class GrowingCache:
     """Decode with one more token of the cache in each call, as a serving loop does, including its two slices."""
 
@@ -75,25 +105,9 @@ class GrowingCache:
 
 
 def batch_calls(device: torch.device) -> dict[str, Call]:
-    """Returns a run of each wrapper, and plans of 256 requests from lengths on the host."""
-    calls: dict[str, Call] = {}
-    for w in BATCHES:
-        calls[f"{w.phase} wrapper, run"] = batch_peers.ours("auto", w, [w.inputs(device)])[0]
-    generator = torch.Generator().manual_seed(0)
-    pages = torch.randint(7, 500, (REQUESTS,), generator=generator)
-    kv_indptr = torch.cat((torch.zeros(1, dtype=torch.int64), pages.cumsum(0))).int()
-    indices = torch.zeros(int(kv_indptr[-1]), dtype=torch.int32, device=device)
-    last_page_len = torch.full((REQUESTS,), 16, dtype=torch.int32)
-    workspace = torch.empty(batch_peers.WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    decode = cute_attn.BatchDecodeWithPagedKVCacheWrapper(workspace)
-    prefill = cute_attn.BatchPrefillWithPagedKVCacheWrapper(workspace)
-    shape, dtype = (32, 8, 128, 16), torch.bfloat16
-    few = torch.arange(REQUESTS + 1, dtype=torch.int32) * 100
-    paged = kv_indptr, indices, last_page_len
-    return calls | {
-        "plan, decode of 256 requests": lambda: decode.plan(*paged, *shape, q_data_type=dtype),
-        "plan, prefill of 256 requests": lambda: prefill.plan(few, *paged, *shape, causal=True, q_data_type=dtype),
-    }
+    """Returns a run of each wrapper, and plans."""
+    runs = {f"{w.phase} wrapper, run": batch_peers.ours("auto", w, [w.inputs(device)])[0] for w in BATCHES}
+    return runs | plan_calls(cute_attn, device, {}, {})
 
 
 def calls(device: torch.device) -> dict[str, Call]:
@@ -143,38 +157,72 @@ def recorded_launches(call: Call) -> list[tuple[Launch, tuple[Any, ...]]]:
     return fired
 
 
-def peers(device: torch.device) -> dict[str, Callable[[], Call]]:
+def peers(device: torch.device) -> dict[str, Callable[[], dict[str, Call]]]:
     """Returns the same problems for peers; bound later, since binding may fail."""
-    pairs = [(p, w) for p in PEERS if p.name in PEER_NAMES for w in (PREFILL, DECODE) if w.phase in p.phases]
 
-    def bind(peer: Peer, w: Workload) -> Call:
-        return peer.bind(w, [w.inputs(device)])[0]
+    def bind(peer: Peer, w: Workload | BatchWorkload, name: str) -> dict[str, Call]:
+        bound: Any = peer.bind
+        return {name: bound(w, [w.inputs(device)])[0]}
 
-    return {f"{p.name}, {w.phase}": functools.partial(bind, p, w) for p, w in pairs}
+    found: dict[str, Callable[[], dict[str, Call]]] = {}
+    workloads: tuple[Workload | BatchWorkload, ...] = PREFILL, DECODE, *BATCHES
+    for peer, w in itertools.product(PEERS, workloads):
+        if peer.name in PEER_NAMES and w.phase in peer.phases:
+            name = f"{peer.name}, {w.phase}{' wrapper, run' if w in BATCHES else ''}"
+            found.setdefault(name, functools.partial(bind, peer, w, name))
+
+    def plans() -> dict[str, Call]:
+        library = flashinfer("flashinfer")
+        calls = plan_calls(library, device, {"use_tensor_cores": True}, {"backend": "fa2"})
+        return {f"FlashInfer fa2, {name}": call for name, call in calls.items()}
+
+    return {**found, "FlashInfer fa2, plan": plans}
 
 
 def measure_all(device: torch.device) -> dict[str, Any]:
     """Returns the timing, or the reason why there is none, by name."""
-    results: dict[str, Any] = {}
-
-    def add(name: str, bind: Callable[[], Call]) -> None:
+    bindings: dict[str, Callable[[], dict[str, Call]]] = {
+        "ours": lambda: {**calls(device), **batch_calls(device), **parts(device)},
+        **peers(device),
+    }
+    ready: dict[str, Call] = {}
+    failed: dict[str, Any] = {}
+    for name, bind in bindings.items():
         try:
-            results[name] = host_time(bind(), torch.cuda.synchronize)._asdict()
+            bound = bind()
         except Exception as error:  # a failing peer must not end the run
-            results[name] = {"reason": reason(error)}
-        print(name, results[name], file=sys.stderr, flush=True)
+            bound, failed[name] = {}, {"reason": reason(error)}
+        for each, call in bound.items():
+            try:
+                call()
+                ready[each] = call
+            except Exception as error:
+                failed[each] = {"reason": reason(error)}
+    timed = {name: found._asdict() for name, found in host_times(ready, torch.cuda.synchronize).items()}
+    for name, found in {**timed, **failed}.items():
+        print(name, found, file=sys.stderr, flush=True)
+    return {**timed, **failed}
 
-    for name, call in {**calls(device), **batch_calls(device), **parts(device)}.items():
-        add(name, lambda call=call: call)  # type: ignore[misc]
-    for name, bind in peers(device).items():
-        add(name, bind)
-    return results
+
+def pretend(arch: str) -> None:
+    """Prints the CPU time of our calls on a GPU that does nothing."""
+    device = torch.device("cpu")
+    with pretended_gpu(arch) as driver:
+        ours = {**calls(device), **batch_calls(device)}
+        for name, found in host_times(ours, lambda: None, time.thread_time_ns, 9).items():
+            before = driver.launches
+            ours[name]()
+            print(f"{name:66} {found.median_us:8.1f} us, {driver.launches - before} launches")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m perf.overhead", description=__doc__)
     parser.add_argument("--out", type=Path, help="JSON file for the record")
+    parser.add_argument("--pretend", metavar="ARCH", help="time our calls without a GPU")
     options = parser.parse_args(argv)
+    if options.pretend:
+        pretend(options.pretend)
+        return 0
     if absent := why_no_gpu():
         print(f"Nothing can be measured: {absent}.", file=sys.stderr)
         return 2

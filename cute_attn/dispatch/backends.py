@@ -12,9 +12,10 @@ from cute_attn.dispatch.capabilities import Backend
 from cute_attn.dispatch.families import FAMILIES
 from cute_attn.dispatch.select import CACHE_SIZE, choose, chosen, rows_class
 from cute_attn.kernels.host import gpu
-from cute_attn.kernels.host.family import KernelFamily, KernelLaunch, TiledFamily
+from cute_attn.kernels.host.batch import Repeat
+from cute_attn.kernels.host.family import KernelFamily, KernelLaunch
 from cute_attn.kernels.host.gpu import Gpu
-from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DeviceLengths, Request, Settings
+from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DeviceLengths, Problem, Request, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.staging import Staging
 
@@ -77,6 +78,15 @@ def run(problem: Request, backend: str = "auto") -> None:
     _prepared(problem.settings, backend, rows_class(problem.features, problem.qo_len))(problem)
 
 
+def repeat(problem: Problem, backend: str) -> Repeat | None:
+    """Returns a function that repeats the run of `problem` with other addresses of q, k, v, out and lse; None where the
+    backend does not repeat runs. `problem` has none of the optional tensors.
+    """
+    run = _prepared(problem.settings, backend, rows_class(problem.features, problem.qo_len))
+    of: Callable[[Problem], Repeat | None] | None = getattr(run, "repeat", None)
+    return None if of is None else of(problem)
+
+
 @functools.lru_cache(CACHE_SIZE)
 def _prepared(settings: Settings, backend: str, rows: int) -> Callable[[Request], None]:
     return prepare(chosen(settings.features, backend, rows), settings)
@@ -110,7 +120,7 @@ def plan_on_device(
     if backend.name == "emulator":
         return emulator.plan_on_device(settings, lengths, limits, staging, keeps_address)
     family = FAMILIES.get(backend.name)
-    if not isinstance(family, TiledFamily):
+    if family is None:
         return None
     return family.plan_on_device(settings, lengths, limits, staging, _gpu_of(settings), keeps_address)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,7 +17,7 @@ from cute_attn.emulator.errors import LaunchFault
 from cute_attn.errors import ArgumentError
 from cute_attn.kernels.host.batch import Repeat, Tensors
 from cute_attn.kernels.host.device_batch import NO_LENGTHS
-from cute_attn.kernels.host.family import BatchRunner, KernelFamily, KernelLaunch, TiledFamily
+from cute_attn.kernels.host.family import BatchRunner, KernelFamily, KernelLaunch
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.problem import (
     BatchLengths,
@@ -24,6 +25,7 @@ from cute_attn.problem import (
     BatchProblem,
     DecodeProblem,
     DeviceLengths,
+    Problem,
     Request,
     Scratch,
     Settings,
@@ -59,7 +61,17 @@ def plan(
     """
     gpu = _gpu()
     family = _family(batch_settings, gpu.arch, typical_qo_len(lengths, limits))
-    return EmulatedBatchRun(family.plan(batch_settings, lengths, limits, staging, gpu))
+    return EmulatedBatchRun(family.plan(batch_settings, lengths, limits, staging, gpu), (gpu, family.name))
+
+
+@contextlib.contextmanager
+def _written(lengths: DeviceLengths, staging: Staging) -> Iterator[None]:
+    """Makes visible to emulated kernels: lengths, and the records that are made of them."""
+    written = {"records": staging.memory, "planner's memory": staging.scratch}
+    written = {name: x for name, x in written.items() if x.numel()}
+    inputs = {name: x for name, x in lengths._asdict().items() if isinstance(x, torch.Tensor) and x.numel()}
+    with adapter.visible({**inputs, **written}, written):
+        yield
 
 
 def plan_on_device(
@@ -68,14 +80,9 @@ def plan_on_device(
     """Returns a callable that runs batches whose lengths only kernels read, or None: `backends.plan_on_device`."""
     gpu = _gpu()
     family = _family(batch_settings, gpu.arch, typical_qo_len(NO_LENGTHS, limits))
-    if not isinstance(family, TiledFamily):
-        return None
-    written = {"records": staging.memory, "planner's memory": staging.scratch}
-    written = {name: x for name, x in written.items() if x.numel()}
-    inputs = {name: x for name, x in lengths._asdict().items() if isinstance(x, torch.Tensor) and x.numel()}
-    with adapter.visible({**inputs, **written}, written):
+    with _written(lengths, staging):
         planned = family.plan_on_device(batch_settings, lengths, limits, staging, gpu, keeps_address)
-    return None if planned is None else EmulatedBatchRun(planned)
+    return None if planned is None else EmulatedBatchRun(planned, (gpu, family.name))
 
 
 def workspace(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
@@ -112,6 +119,23 @@ class EmulatedRun:
         with _visible(problem, run):
             run(problem)
 
+    def repeat(self, problem: Problem) -> Repeat:
+        """Returns a function that repeats the run of `problem` with other addresses, on the GPU emulated then."""
+        operands, qo_len = ("q", "k", "v", "out", "lse"), problem.qo_len
+        others: Any = problem._replace(**dict.fromkeys(operands))  # type: ignore[arg-type]  # keeps no tensor alive
+
+        def shown(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
+            gpu = _gpu()
+            run: Any = self.run_on(gpu, _family(self.settings, gpu.arch, qo_len).name)
+            now = _placed(others._replace(**dict(zip(operands, tensors, strict=True))))
+            with _visible(now, run):
+                if run not in repeats:
+                    repeats[run] = run.repeat(now)
+                repeats[run](now.q.data_ptr(), k, v, out, lse, (now.q, *tensors[1:]))
+
+        repeats: weakref.WeakKeyDictionary[Any, Repeat] = weakref.WeakKeyDictionary()
+        return shown
+
     def _prepare(self, gpu: Gpu, family_name: str) -> Callable[[Request], None]:
         """Returns what runs the requests on a GPU; `run_on` memoises it."""
         return FAMILIES[family_name].prepare(self.settings, gpu)
@@ -120,8 +144,20 @@ class EmulatedRun:
 class EmulatedBatchRun:
     """Runs batches of one plan, with the plan's records in the emulated global memory."""
 
-    def __init__(self, planned: BatchRunner) -> None:
-        self.planned = planned
+    def __init__(self, planned: BatchRunner, on: tuple[Gpu, str]) -> None:
+        self.planned, self.on = planned, on
+
+    def again(self, lengths: BatchLengths | DeviceLengths) -> bool:
+        """Replaces the lengths of the requests, if the kernels can, and the same GPU is emulated; tells whether."""
+        replace: Callable[[Any], bool] | None = getattr(self.planned, "again", None)
+        gpu, name = self.on
+        emulation = settings.current()
+        if replace is None or _gpu() != gpu or emulation.kernels not in ("auto", name):
+            return False
+        if isinstance(lengths, DeviceLengths):
+            with _written(lengths, self.planned.staging):  # type: ignore[attr-defined]
+                return replace(lengths)
+        return replace(lengths)
 
     def __call__(self, problem: BatchProblem) -> None:
         """Emulates the launches of one run."""

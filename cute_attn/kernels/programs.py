@@ -8,6 +8,7 @@ from cute_attn.kernels.fa2.spec import Fa2Spec
 from cute_attn.kernels.fa3.spec import Fa3Spec
 from cute_attn.kernels.fa4.spec import Fa4Spec
 from cute_attn.kernels.plan.spec import PlanSpec
+from cute_attn.kernels.xqa.lengths.spec import LengthsSpec
 from cute_attn.kernels.xqa.spec import XqaSpec
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.runtime.spec import KernelSpec, Program
@@ -37,6 +38,10 @@ def program(spec: KernelSpec, arch: str) -> Program:
         from cute_attn.kernels.plan.kernel import PlanProgram
 
         return PlanProgram(spec, arch)
+    if isinstance(spec, LengthsSpec):
+        from cute_attn.kernels.xqa.lengths.kernel import LengthsProgram
+
+        return LengthsProgram(spec, arch)
     if isinstance(spec, XqaUmmaSpec):
         return _xqa_umma_program(spec, arch)
     raise TypeError(f"no program for {spec!r}")

@@ -228,62 +228,77 @@ def paged(q_bounds: np.ndarray, pages: Pages, page_size: int, names: Sequence[st
 
     `q_bounds`: `indptr` of the query tokens. `names`: the caller's names of the query array and the three of `pages`.
     """
-    kv_bounds = indptr(names[1], pages.indptr)
+    kv_bounds, counts, fewest = _bounds(names[1], pages.indptr)
     _check_same_batch(names[0], q_bounds, names[1], kv_bounds)
     last = _integers(names[3], pages.last_page_len)
-    counts = kv_bounds[1:] - kv_bounds[:-1]
     if len(last) != len(counts):
         raise ArgumentError(f"{names[3]} must have shape [batch_size] = ({len(counts)},), got {len(last)} elements")
     kv_len = (counts - 1) * page_size + last
-    # The common case costs no array operations.
-    if len(last) and not (least(last) >= 1 and most(last) <= page_size and least(counts) >= 1):
+    # The common case costs three array operations.
+    if len(last) and not (least(last) >= 1 and most(last) <= page_size and fewest >= 1):
         wrong = (counts > 0) & ((last < 1) | (last > page_size))
         if wrong.any():
             i = int(wrong.argmax())
             raise ArgumentError(f"{names[3]} must be within 1..{page_size}, the page size; request {i} has {last[i]}")
         kv_len = np.where(counts > 0, kv_len, 0)
-    indices = checks.tensor(names[2], pages.indices)
-    checks.dtype(names[2], indices.dtype, INDEX_DTYPES)
+    first, end = kv_bounds.item(0), kv_bounds.item(-1)
+    check_indices(names, pages.indices, first, end)
+    return Tokens(_lengths(q_bounds, kv_bounds[:-1], kv_len, (end - first) * page_size), kv_bounds, last, pages.indices)
+
+
+def check_indices(names: Sequence[str], indices: Any, first: int, end: int) -> None:
+    """Check the page numbers, of which plans read those from `first` to `end`."""
+    checks.tensor(names[2], indices)
+    dtype = indices.dtype
+    if dtype not in INDEX_DTYPES:
+        checks.dtype(names[2], dtype, INDEX_DTYPES)
     _check_device(names[2], indices)
     if indices.dim() != 1:
         raise ArgumentError(f"{names[2]} must have 1 dimension, got {checks.describe(indices)}")
-    if indices.numel() < kv_bounds[-1]:
-        raise ArgumentError(
-            f"{names[2]} must have the {kv_bounds[-1]} entries that {names[1]} counts, got {indices.numel()}"
-        )
-    if indices.dtype == torch.int64 and indices.is_cpu:
-        page_ids.check_host_range(names[2], indices, slice(int(kv_bounds[0]), int(kv_bounds[-1])))
-    return Tokens(_lengths(q_bounds, kv_bounds[:-1], kv_len), kv_bounds, last, indices)
+    if indices.numel() < end:
+        raise ArgumentError(f"{names[2]} must have the {end} entries that {names[1]} counts, got {indices.numel()}")
+    if dtype == torch.int64 and indices.is_cpu:
+        page_ids.check_host_range(names[2], indices, slice(first, end))
 
 
 def ragged(qo_indptr: Any, kv_indptr: Any) -> Tokens:
     """Check the index arrays of a ragged batch."""
     q_bounds, kv_bounds = indptr("qo_indptr", qo_indptr), indptr("kv_indptr", kv_indptr)
     _check_same_batch("qo_indptr", q_bounds, "kv_indptr", kv_bounds)
-    return Tokens(_lengths(q_bounds, kv_bounds[:-1], kv_bounds[1:] - kv_bounds[:-1]), kv_bounds)
+    most_keys = kv_bounds.item(-1) - kv_bounds.item(0)
+    return Tokens(_lengths(q_bounds, kv_bounds[:-1], kv_bounds[1:] - kv_bounds[:-1], most_keys), kv_bounds)
 
 
 def indptr(name: str, value: Any) -> np.ndarray:
     """Check an index array [batch_size + 1] and return it as int64 on the host."""
+    return _bounds(name, value)[0]
+
+
+def _bounds(name: str, value: Any) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return `indptr`, its steps, and the smallest of them (0 where there is none)."""
     bounds = _integers(name, value)
     if len(bounds) == 0:
         raise ArgumentError(f"{name} must have shape [batch_size + 1], got no element")
     steps = bounds[1:] - bounds[:-1]
-    if len(steps) and least(steps) < 0:
+    smallest = least(steps) if len(steps) else 0
+    if smallest < 0:
         i = int((steps < 0).argmax())
         raise RuntimeArgumentError(f"{name} must not decrease, got {bounds[i + 1]} after {bounds[i]} (request {i})")
-    if bounds[0] < 0 or bounds[-1] > MAX_INDEX:
+    if bounds.item(0) < 0 or bounds.item(-1) > MAX_INDEX:
         raise ArgumentError(f"{name} must stay within 0..{MAX_INDEX}, got {bounds[0]}..{bounds[-1]}")
-    return bounds
+    return bounds, steps, smallest
 
 
 def _integers(name: str, value: Any) -> np.ndarray:
-    value = checks.tensor(name, value)
-    checks.dtype(name, value.dtype, INDEX_DTYPES)
+    checks.tensor(name, value)
+    if value.dtype not in INDEX_DTYPES:
+        checks.dtype(name, value.dtype, INDEX_DTYPES)
     if value.dim() != 1:
         raise ArgumentError(f"{name} must have 1 dimension, got {checks.describe(value)}")
-    _check_device(name, value)
-    host: np.ndarray = value.cpu().numpy().astype(np.int64)
+    if not value.is_cpu:
+        _check_device(name, value)
+        value = value.cpu()
+    host: np.ndarray = value.numpy().astype(np.int64)
     return host
 
 
@@ -302,8 +317,9 @@ def _check_same_batch(q_name: str, q_bounds: np.ndarray, kv_name: str, kv_bounds
         )
 
 
-def _lengths(qo_indptr: np.ndarray, kv_start: np.ndarray, kv_len: np.ndarray) -> BatchLengths:
-    if len(kv_len) and most(kv_len) > MAX_KV_LEN:
+def _lengths(qo_indptr: np.ndarray, kv_start: np.ndarray, kv_len: np.ndarray, bound: int) -> BatchLengths:
+    """Return lengths; `bound`: no request has more keys."""
+    if bound > MAX_KV_LEN and len(kv_len) and most(kv_len) > MAX_KV_LEN:
         i = int(kv_len.argmax())
         raise ArgumentError(f"a request must have at most {MAX_KV_LEN} keys, request {i} has {kv_len[i]}")
     return BatchLengths(qo_indptr, kv_start, kv_len, np.zeros(len(kv_len), np.int64))

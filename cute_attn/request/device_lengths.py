@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cute_attn.errors import ArgumentError
-from cute_attn.problem import DeviceLengths, DeviceTokens
+from cute_attn.problem import DeviceLengths, DeviceTokens, Tokens
 from cute_attn.request import batch_plan, checks
 from cute_attn.request.batch_plan import INDEX_DTYPES, Pages
 from cute_attn.request.settings import MAX_INDEX
@@ -22,9 +22,9 @@ def ragged(device: torch.device, qo_indptr: Any, kv_indptr: Any) -> DeviceTokens
     """Check the index arrays of a ragged batch; those on the CPU are copied to the device."""
     _index_array("qo_indptr", qo_indptr, 1)
     _index_array("kv_indptr", kv_indptr, 1)
-    _check_batch("kv_indptr", kv_indptr, len(qo_indptr), "one element more than requests, as qo_indptr")
+    _check_batch("kv_indptr", kv_indptr, len(qo_indptr), "as many elements as qo_indptr")
     lengths = DeviceLengths(_int32(qo_indptr, device), _int32(kv_indptr, device), None, 0)
-    return DeviceTokens(lengths, None, None, None, lambda: batch_plan.ragged(qo_indptr, kv_indptr))
+    return DeviceTokens(lengths, None, None, None, lambda now: batch_plan.ragged(now.qo_indptr, now.kv_indptr))
 
 
 def paged(
@@ -37,10 +37,10 @@ def paged(
     _index_array(names[1], pages.indptr, 1)
     if qo_indptr is not None:
         _index_array(names[0], qo_indptr, 1)
-        _check_batch(names[1], pages.indptr, len(qo_indptr), f"one element more than requests, as {names[0]}")
+        _check_batch(names[1], pages.indptr, len(qo_indptr), f"as many elements as {names[0]}")
     _index_array(names[3], pages.last_page_len, 0)
     batch_size = len(pages.indptr) - 1
-    _check_batch(names[3], pages.last_page_len, batch_size, "one element per request")
+    _check_batch(names[3], pages.last_page_len, batch_size, "shape [batch_size]")
     _index_array(names[2], pages.indices, 0)
     numbers = DeviceLengths(
         None if qo_indptr is None else _int32(qo_indptr, device),
@@ -50,12 +50,13 @@ def paged(
         q_len,
     )
 
-    def read() -> Any:
-        if qo_indptr is None:
+    def read(now: DeviceLengths) -> Tokens:
+        if now.qo_indptr is None:
             bounds = batch_plan.uniform_indptr(batch_size, q_len)
         else:
-            bounds = batch_plan.indptr(names[0], qo_indptr)
-        return batch_plan.paged(bounds, pages, page_size, names)
+            bounds = batch_plan.indptr(names[0], now.qo_indptr)
+        read_pages = Pages(now.kv_indptr, pages.indices, now.last_page_len)
+        return batch_plan.paged(bounds, read_pages, page_size, names)
 
     rows = None if qo_indptr is not None else batch_size * q_len
     return DeviceTokens(numbers, pages.indices, q_len or None, rows, read)
@@ -72,7 +73,7 @@ def _index_array(name: str, value: Any, least: int) -> None:
 
 def _check_batch(name: str, value: torch.Tensor, size: int, what: str) -> None:
     if len(value) != size:
-        raise ArgumentError(f"{name} must have {what}: {size}, got {len(value)} elements")
+        raise ArgumentError(f"{name} must have {what} = ({size},), got {len(value)} elements")
 
 
 def _int32(value: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -184,6 +184,16 @@ def _primary_context(device_index: int) -> Any:
     return checked("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(device))
 
 
+def is_current(device_index: int) -> bool:
+    """Tells whether this thread uses the context of a device: another device may be current, or none yet."""
+    return bool(load_driver().cuCtxGetCurrent()[1] == _primary_context(device_index))
+
+
+def entered(device_index: int) -> contextlib.AbstractContextManager[None]:
+    """Makes the context of a device current meanwhile."""
+    return _current(_primary_context(device_index))
+
+
 @contextlib.contextmanager
 def _current(context: Any) -> Iterator[None]:
     driver = load_driver()

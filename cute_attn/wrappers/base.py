@@ -24,7 +24,7 @@ from cute_attn.errors import ArgumentError, NotPlannedError, NotSupported, Refus
 from cute_attn.ops import handles
 from cute_attn.problem import BatchLimits, BatchPlan, DeviceTokens, Features, GraphLimits, Settings, Tokens
 from cute_attn.request import batch_plan, batch_run, checks, page_ids
-from cute_attn.request.batch_plan import Mask, PlanContext, PlanOptions, Splits
+from cute_attn.request.batch_plan import Mask, PlanContext
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.settings import KV_LAYOUTS, MAX_INDEX
 from cute_attn.runtime import switches
@@ -32,6 +32,7 @@ from cute_attn.runtime.staging import Staging, is_capturing
 from cute_attn.schedule import batch as batch_schedule
 from cute_attn.wrappers import device_plan, run_cache
 from cute_attn.wrappers.graph_invariants import GraphInvariants, check_sizes, check_unchanged
+from cute_attn.wrappers.plan_request import Copy, PlanRequest, differ, index_values, make, same_memory
 from cute_attn.wrappers.planned_state import PlannedState
 from cute_attn.wrappers.stride_variants import StrideVariants
 from cute_attn.wrappers.variants import Variant, Variants
@@ -40,30 +41,6 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | list[torch.Tensor]
 DType = torch.dtype | str
 Scale = float | torch.Tensor
-
-
-class PlanRequest(NamedTuple):
-    """The checked arguments of a `plan`."""
-
-    options: PlanOptions
-    tokens: Tokens | DeviceTokens
-    mask: Mask
-    splits: Splits
-    page_size: int
-    uniform_q_len: int | None = None  # query tokens of every request, if a prefill plan says so
-
-    @property
-    def q_len(self) -> int | None:
-        """Query tokens of every request, where the plan fixes them."""
-        return self.uniform_q_len if self.tokens.q_len is None else self.tokens.q_len
-
-
-class Copy(NamedTuple):
-    """A copy into a buffer that captured launches read, to be made once nothing can fail."""
-
-    target: torch.Tensor
-    source: torch.Tensor
-    non_blocking: bool = False
 
 
 class ForwardOptions(NamedTuple):
@@ -171,38 +148,61 @@ class BatchWrapper(PlannedState, StrideVariants):
         """Schedule a batch: what ran under the previous plan, if its settings are the same, else as the plan says."""
         with self._lock:
             request = device_plan.bounded(self, request)
-            settings, graph = self._checked(request)
+            known = None if self._request is None or differ(self._request, request) else self._variants.settings
+            settings, graph = self._checked(request, known)
             request, copies = self._placed(request)
+            if known is not None and self._lengths_replaced(request, copies):
+                return
             variants, due = self._variants.following(settings, keep=self._use_cuda_graph)
             if device_plan.is_open(request):
                 request, due = device_plan.leave_open(self, request), []
             limits = None if graph is None else graph.graph
             for i, variant in enumerate(due):
                 try:
-                    variant.plan = self._scheduled(variant, request, limits)
+                    variant.plan = self._scheduled(variant, request, limits, settings=settings)
                 except Exception:
                     self._schedule_again(due[:i])
                     raise
-            for target, source, non_blocking in copies:
-                target.copy_(source, non_blocking=non_blocking)
+            make(copies)
             self._request, self._graph_invariants = request, graph
             self._o_dtype = settings.features.o_dtype
             self._variants, self._current = variants, variants.base
             self._forget_copies()
             self._plan = variants.base.plan
 
+    def _lengths_replaced(self, request: PlanRequest, copies: list[Copy]) -> bool:
+        """Replace the lengths of the plan in force, if nothing else changes and its launch can; tell whether."""
+        plan, variants, kv_indices = self._plan, self._variants, request.tokens.kv_indices
+        if plan is None or plan is not variants.base.plan or len(variants.by_settings) > 1 or kv_indices is None:
+            return False
+        again = getattr(plan.launch, "again", None)
+        if again is None or plan.validate != switches.validates() or not again(device_plan.lengths_of(request.tokens)):
+            return False
+        make(copies)
+        before, plan.kv_indices, plan.tokens, plan.protected = plan.kv_indices, kv_indices, request.tokens, None
+        if before is None or before.data_ptr() != kv_indices.data_ptr() or before.shape != kv_indices.shape:
+            plan.cached_runs.clear()
+        self._request, variants.base.used = request, variants.base.used and self._use_cuda_graph
+        return True
+
     def _scheduled(
-        self, variant: Variant, request: PlanRequest, graph: GraphLimits | None, features: Features | None = None
+        self,
+        variant: Variant,
+        request: PlanRequest,
+        graph: GraphLimits | None,
+        features: Features | None = None,
+        settings: Settings | None = None,
     ) -> BatchPlan:
         """Schedule a request with what the variant replaces. `features`: what the backend must support, if runs add to
-        what the plan says.
+        what the plan says; `settings`: of the request without the variant, if they are known.
         """
-        request = request._replace(options=request.options._replace(**variant.overrides))
-        settings, backend, limits = self._resolve(request, graph, variant.backend, features)
+        if variant.overrides:
+            request, settings = request._replace(options=request.options._replace(**variant.overrides)), None
+        settings, backend, limits = self._resolve(request, graph, variant.backend, features, settings)
         if isinstance(request.tokens, DeviceTokens):
             launch = device_plan.launch(self, request.tokens, settings, backend, limits, variant)
             if launch is None:
-                return self._scheduled(variant, device_plan.on_host(request), graph, features)
+                return self._scheduled(variant, device_plan.on_host(request), graph, features, settings)
         else:
             launch = backends.plan(backend, settings, request.tokens.lengths, limits, variant.staging)
         if graph is not None:
@@ -216,7 +216,7 @@ class BatchWrapper(PlannedState, StrideVariants):
             kv_indices=request.tokens.kv_indices,
             packed_mask=request.mask.packed,
             workspace=self._workspace,
-            validate=switches.is_on(switches.VALIDATE) and self.kv_source == "paged",
+            validate=self.kv_source == "paged" and switches.validates(),
             page_axes=self._page_axes,
             backend=backend.name,
         )
@@ -248,15 +248,15 @@ class BatchWrapper(PlannedState, StrideVariants):
                 tokens = tokens._replace(kv_indices=self._indices_on_device(tokens.kv_indices))
             return request._replace(tokens=tokens), copies
         for name, buffer in self._index_buffers.items():
-            numbers = _index_values(name, tokens)
+            numbers = index_values(name, tokens)
             if numbers is not None:
                 copies.append(Copy(buffer, torch.from_numpy(numbers.astype(np.int32)), True))
         if tokens.kv_indices is not None:
             buffer = self._indices_buffer()
-            if not _same_memory(tokens.kv_indices, buffer):
+            if not same_memory(tokens.kv_indices, buffer):
                 used = self._aside(tokens.kv_indices[: tokens.kv_end])
                 # A copy from pinned memory must end before `plan` returns: the caller may then overwrite it.
-                copies.append(Copy(buffer[: tokens.kv_end], used, not used.is_pinned()))
+                copies.append(Copy(buffer[: tokens.kv_end], used, used.is_cuda or not used.is_pinned()))
             tokens = tokens._replace(kv_indices=buffer)
         if mask.packed is not None and self._mask_buffers is not None:
             bits, bounds = self._mask_buffers
@@ -305,9 +305,10 @@ class BatchWrapper(PlannedState, StrideVariants):
         graph: GraphLimits | None,
         backend: str | None = None,
         features: Features | None = None,
+        settings: Settings | None = None,
     ) -> tuple[Settings, capabilities.Backend, BatchLimits]:
-        """Return settings, backend and limits. `backend`: its name, if it is already settled."""
-        settings = self._settings(request)
+        """Return settings, backend and limits. `backend`: its name, if it is already settled; so `settings`."""
+        settings = settings or self._settings(request)
         batch_plan.check_rows(request.tokens, settings.features.num_qo_heads)
         graph = device_plan.limits_of(request, graph)
         limits = BatchLimits(self._workspace.numel(), *request.splits, graph=graph, max_qo_len=request.q_len)
@@ -321,11 +322,13 @@ class BatchWrapper(PlannedState, StrideVariants):
         axes = (tokens, "num_kv_heads") if self._kv_layout == "NHD" else ("num_kv_heads", tokens)
         return (*axes, "head_dim")
 
-    def _checked(self, request: PlanRequest) -> tuple[Settings, GraphInvariants | None]:
+    def _checked(
+        self, request: PlanRequest, settings: Settings | None = None
+    ) -> tuple[Settings, GraphInvariants | None]:
         """Return the settings of a plan and, with CUDA graphs, the invariants of the first plan, which may be this one.
-        Raises every error except those of the backend.
+        Raises every error except those of the backend. `settings`: if they are known.
         """
-        settings = self._settings(request)
+        settings = settings or self._settings(request)
         if not self._use_cuda_graph:
             return settings, None
         tokens = request.tokens
@@ -579,17 +582,3 @@ def _check_supported(backend: capabilities.Backend, features: Features) -> None:
     refusals = select.reasons_against(backend, features, select.arch_for(features.device, None))
     if refusals:
         raise UnsupportedByPlan(refusals, features)
-
-
-def _same_memory(indices: torch.Tensor, buffer: torch.Tensor) -> bool:
-    """Tell whether page numbers are where their buffer starts, in its dtype and without gaps."""
-    return indices.data_ptr() == buffer.data_ptr() and indices.dtype == buffer.dtype and indices.is_contiguous()
-
-
-def _index_values(name: str, tokens: Tokens) -> np.ndarray | None:
-    """Return what an index buffer receives; None for the buffer of page numbers, which is copied on the device."""
-    if "last_page_len" in name:
-        return tokens.last_page_len
-    if "indices" in name:
-        return None
-    return tokens.lengths.qo_indptr if name.startswith("qo") else tokens.kv_indptr

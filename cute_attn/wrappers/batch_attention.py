@@ -11,7 +11,8 @@ from cute_attn.errors import ArgumentError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.request import batch_plan, checks, page_lengths
 from cute_attn.request.batch_plan import PlanOptions
-from cute_attn.wrappers.base import BatchWrapper, Cache, DType, PlanRequest, Scale
+from cute_attn.wrappers.base import BatchWrapper, Cache, DType, Scale
+from cute_attn.wrappers.plan_request import PlanRequest
 from cute_attn.wrappers.run_options import run_arguments
 
 WORKSPACE_BYTES = 128 << 20  # enough for every batch

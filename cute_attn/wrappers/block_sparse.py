@@ -6,7 +6,8 @@ import torch
 
 from cute_attn.request import batch_plan, block_sparse, checks
 from cute_attn.request.batch_plan import PlanOptions
-from cute_attn.wrappers.base import BatchWrapper, DType, ForwardOptions, PlanRequest, Result
+from cute_attn.wrappers.base import BatchWrapper, DType, ForwardOptions, Result
+from cute_attn.wrappers.plan_request import PlanRequest
 from cute_attn.wrappers.run_options import run_arguments
 
 BSR_INSTEAD = "indptr and indices, or VariableBlockSparseAttentionWrapper"

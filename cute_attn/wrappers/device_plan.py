@@ -6,7 +6,7 @@ a wrapper with CUDA graphs whose bounds are settled, launches it at once, so tha
 whatever the index arrays hold in a replay.
 
 Plans that need lengths on the host read them there, with a synchronisation: custom masks, multi-item scoring,
-`uniform_q_len`, CUTE_ATTN_VALIDATE=1, backends without a schedule of work items, more page numbers than the buffer of
+`uniform_q_len`, CUTE_ATTN_VALIDATE=1, the reference, more page numbers than the buffer of
 CUDA graphs holds, and `fixed_split_size` where some batch within the bounds would not fit the workspace.
 """
 
@@ -26,9 +26,10 @@ from cute_attn.request.batch_plan import Pages
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.runtime import switches
 from cute_attn.runtime.staging import is_capturing
+from cute_attn.wrappers.plan_request import Copy, PlanRequest, same_memory
 
 if TYPE_CHECKING:
-    from cute_attn.wrappers.base import BatchWrapper, Copy, PlanRequest
+    from cute_attn.wrappers.base import BatchWrapper
     from cute_attn.wrappers.variants import Variant
 
 
@@ -52,11 +53,11 @@ def stays_on_device(wrapper: BatchWrapper, arrays: tuple[Any, ...], host_only: H
     """
     there = [_is_on(wrapper.device, array) for array in arrays]
     here = [isinstance(array, torch.Tensor) and array.is_cpu for array in arrays]
-    if not any(there) or not all(map(operator.or_, there, here)) or wrapper._backend in ("reference", "xqa"):
+    if not any(there) or not all(map(operator.or_, there, here)) or wrapper._backend == "reference":
         return False
     if host_only is not None and any(value is not None for value in host_only):
         return False
-    return not switches.is_on(switches.VALIDATE)
+    return not switches.validates()
 
 
 def _fits_buffer(wrapper: BatchWrapper, pages: Pages) -> bool:
@@ -103,6 +104,11 @@ def decode_tokens(
 # ---- plan
 
 
+def lengths_of(tokens: Tokens | DeviceTokens) -> BatchLengths | DeviceLengths:
+    """Return the lengths where they are."""
+    return tokens.device if isinstance(tokens, DeviceTokens) else tokens.lengths
+
+
 def choice_lengths(tokens: Tokens | DeviceTokens) -> BatchLengths:
     """Return the lengths by which tiles and backends are chosen; of a plan with device lengths its limits decide."""
     return NO_LENGTHS if isinstance(tokens, DeviceTokens) else tokens.lengths
@@ -126,7 +132,8 @@ def launch(
     limits: BatchLimits,
     variant: Variant,
 ) -> Any:
-    """Launch the planner and return what runs the batch; None if the plan needs the lengths on the host."""
+    """Launch what reads the lengths and return what runs the batch; None if the plan needs the lengths on the host."""
+    tokens.check_unchanged()
     fixed = wrapper._use_cuda_graph
     planned = backends.plan_on_device(backend, settings, tokens.device, limits, variant.staging, fixed)
     if planned is None and is_capturing(wrapper.device):
@@ -145,8 +152,6 @@ def on_host(request: PlanRequest) -> PlanRequest:
 
 def placed(wrapper: BatchWrapper, request: PlanRequest) -> tuple[PlanRequest, list[Copy]]:
     """Return the request with index arrays where launches read them, and the copies into the buffers of CUDA graphs."""
-    from cute_attn.wrappers.base import Copy, _same_memory  # `base` imports this module
-
     tokens = request.tokens
     assert isinstance(tokens, DeviceTokens)
     if not wrapper._use_cuda_graph:
@@ -158,12 +163,12 @@ def placed(wrapper: BatchWrapper, request: PlanRequest) -> tuple[PlanRequest, li
         if "indices" in name:
             continue
         source = _source(name, tokens.device)
-        if source is not None and not _same_memory(source, buffer):
+        if source is not None and not same_memory(source, buffer):
             copies.append(Copy(buffer, wrapper._aside(source), True))
     if tokens.kv_indices is not None:
         buffer = wrapper._indices_buffer()
         used = len(tokens.kv_indices)
-        if not _same_memory(tokens.kv_indices, buffer):
+        if not same_memory(tokens.kv_indices, buffer):
             copies.append(Copy(buffer[:used], wrapper._aside(tokens.kv_indices), True))
         tokens = tokens._replace(kv_indices=buffer, device=tokens.device._replace(max_kv=used))
     return request._replace(tokens=tokens), copies

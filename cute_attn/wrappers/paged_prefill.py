@@ -17,7 +17,7 @@ from cute_attn.request.batch_plan import PlanOptions, RepeatedLengths
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.multi_item import MultiItemScoring
 from cute_attn.wrappers import device_plan
-from cute_attn.wrappers.base import BatchWrapper, Cache, DType, ForwardOptions, PlanRequest, Result, Scale
+from cute_attn.wrappers.base import BatchWrapper, Cache, DType, ForwardOptions, Result, Scale
 from cute_attn.wrappers.legacy_args import with_return_lse
 from cute_attn.wrappers.legacy_args_batch import (
     LEGACY_PAGED_PLAN_ORDER,
@@ -25,6 +25,7 @@ from cute_attn.wrappers.legacy_args_batch import (
     accepts_legacy_plan_order,
     paged_run_positionals,
 )
+from cute_attn.wrappers.plan_request import PlanRequest
 
 PAGED_NAMES = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
 

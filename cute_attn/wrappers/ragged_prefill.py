@@ -16,7 +16,7 @@ from cute_attn.request.batch_plan import PlanOptions, RepeatedLengths
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.multi_item import MultiItemScoring
 from cute_attn.wrappers import device_plan
-from cute_attn.wrappers.base import BatchWrapper, DType, ForwardOptions, PlanRequest, Result, Scale
+from cute_attn.wrappers.base import BatchWrapper, DType, ForwardOptions, Result, Scale
 from cute_attn.wrappers.legacy_args import with_return_lse
 from cute_attn.wrappers.legacy_args_batch import (
     LEGACY_RAGGED_PLAN_ORDER,
@@ -24,6 +24,7 @@ from cute_attn.wrappers.legacy_args_batch import (
     accepts_legacy_plan_order,
     ragged_run_positionals,
 )
+from cute_attn.wrappers.plan_request import PlanRequest
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):

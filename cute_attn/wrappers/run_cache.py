@@ -7,6 +7,7 @@ addresses and passes them to the launch. Any other run takes the full path (`req
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +53,8 @@ def try_replay(plan: BatchPlan, arguments: RunArguments) -> tuple[Tensor, Tensor
         return None
     if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None
-    if not (out is lse is None or _outputs_qualify(cached, (q_start, k_start, v_start), out, lse)):
+    starts = q_start, k_start, v_start
+    if not (out is lse is None or outputs_qualify(cached.spans, starts, out, lse, cached.protected)):
         return None
     if out is None:
         rows, heads, head_dim, dtype = cached.out
@@ -113,18 +115,23 @@ def _cache_key(arguments: RunArguments) -> Any:
     types = tuple(map(type, numbers))
     if not sinks is sf is head_scales is None or not PLAIN_TYPES.issuperset(types):
         return None
-    return key, numbers, types, _buffer_key(out), _buffer_key(lse)
+    return key, numbers, types, buffer_key(out), buffer_key(lse)
 
 
-def _buffer_key(buffer: Tensor | None) -> Any:
+def buffer_key(buffer: Tensor | None) -> Any:
+    """Return what equal buffers of callers have in common besides addresses."""
     return None if buffer is None else (buffer.shape, buffer.stride(), buffer.dtype, buffer.device)
 
 
-def _outputs_qualify(cached: CachedRun, starts: tuple[int, int, int], out: Any, lse: Any) -> bool:
-    """Tell whether the caller's buffers are aligned, need no gradient, and overlap nothing that the launch uses."""
-    of_q, of_k, of_v, of_out, of_lse = cached.spans
+def outputs_qualify(
+    spans: Sequence[int], starts: tuple[int, int, int], out: Any, lse: Any, protected: Sequence[checks.Extent] = ()
+) -> bool:
+    """Tell whether the caller's buffers are aligned, need no gradient, and overlap nothing that the launch uses.
+    `spans`: bytes that q, k, v, out and lse cover; `starts`: addresses of q, k and v; `protected`: memory of the plan.
+    """
+    of_q, of_k, of_v, of_out, of_lse = spans
     taken = [(start, start + span) for start, span in zip(starts, (of_q, of_k, of_v), strict=True)]
-    taken += cached.protected
+    taken += protected
     for buffer, span in ((out, of_out), (lse, of_lse)):
         if buffer is None:
             continue

@@ -22,6 +22,7 @@ from cute_attn.kernels.host.single import SingleRun
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import launch
 from cute_attn.runtime.artifact import Artifact, Param
+from cute_attn.wrappers import single_calls
 from tests.support.fa2_contract import Fa2Params
 from tests.support.stub_driver import StubDriver, forget_loaded
 
@@ -105,10 +106,10 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubDriver]:
     prepare = lambda backend, settings: FAMILY.prepare(settings, Gpu(archs.named("sm_90a"), 0, 132))  # noqa: E731
     monkeypatch.setattr(backends, "prepare", prepare)
     memos = backends._prepared, select.chosen, loading.load, prepared_kernel
-    for forget in (forget_loaded, *(memo.cache_clear for memo in memos)):
+    for forget in (single_calls.forget, forget_loaded, *(memo.cache_clear for memo in memos)):
         forget()
     yield driver
-    for forget in (forget_loaded, *(memo.cache_clear for memo in memos)):
+    for forget in (single_calls.forget, forget_loaded, *(memo.cache_clear for memo in memos)):
         forget()
 
 
@@ -125,8 +126,8 @@ def test_calls_on_a_gpu(call: Call, stub: StubDriver) -> None:
     assert counts[SingleRun] <= select.CACHE_SIZE
     assert counts[launch.Launch] <= loading.MAX_KERNELS
     assert len([call for call in stub.calls if call[0] == "load"]) == len(launch._libraries)
-    for memo in (backends._prepared, prepared_kernel):
-        memo.cache_clear()
+    for forget in (single_calls.forget, backends._prepared.cache_clear, prepared_kernel.cache_clear):
+        forget()
     gc.collect()
     assert SingleRun not in set(map(type, gc.get_objects()))
 

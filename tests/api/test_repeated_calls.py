@@ -30,6 +30,7 @@ from cute_attn.request.settings import Call
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import launch
 from cute_attn.runtime.artifact import Artifact, Param
+from cute_attn.wrappers import single_calls
 from tests.support.error_rows import TABLE, Row
 from tests.support.fa2_contract import Fa2Params, InterpretedLaunch, interpret
 from tests.support.stub_driver import StubDriver, forget_loaded
@@ -41,11 +42,11 @@ HALF, FLOAT = torch.float16, torch.float32
 def forget() -> Iterator[None]:
     """Empty memos before and after each test."""
     caches = (request_settings._cached_settings, backends._prepared, select.chosen, loading.load, prepared_kernel)
-    for cache in caches:
-        cache.cache_clear()
+    for forget in (single_calls.forget, *(cache.cache_clear for cache in caches)):
+        forget()
     yield
-    for cache in caches:
-        cache.cache_clear()
+    for forget in (single_calls.forget, *(cache.cache_clear for cache in caches)):
+        forget()
 
 
 @pytest.fixture

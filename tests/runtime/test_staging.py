@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 import torch
 
 from cute_attn.errors import RuntimeArgumentError
+from cute_attn.runtime import launch
 from cute_attn.runtime.staging import MIN_CAPACITY, CudaCopies, Staging
 
 CPU = torch.device("cpu")
@@ -131,29 +135,62 @@ def test_a_fixed_capacity_keeps_the_address() -> None:
         staging.fix_capacity(30)
 
 
+class EventDriver:
+    """Records copies and events with the context in which they are made."""
+
+    def __init__(self, current: int) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.contexts = [f"context {current}"]
+
+    def cuCtxGetCurrent(self) -> tuple[int, str]:  # noqa: N802
+        return 0, self.contexts[-1]
+
+    def cuCtxPushCurrent(self, context: str) -> tuple[int]:  # noqa: N802
+        self.contexts.append(context)
+        return (0,)
+
+    def cuCtxPopCurrent(self) -> tuple[int, str]:  # noqa: N802
+        return 0, self.contexts.pop()
+
+    def cuMemcpyHtoDAsync(self, *arguments: int) -> tuple[int]:  # noqa: N802
+        self.calls.append((self.contexts[-1], "copy", *arguments))
+        return (0,)
+
+    def cuEventRecord(self, *arguments: int) -> tuple[int]:  # noqa: N802
+        self.calls.append((self.contexts[-1], "record", *arguments))
+        return (0,)
+
+    def new_event(self) -> Any:
+        def record(stream: str) -> None:
+            self.calls.append((self.contexts[-1], "record", stream))
+
+        return SimpleNamespace(cuda_event=5, record=record)
+
+    def make_current(self, index: int) -> Any:
+        assert index == 1
+        return contextlib.nullcontext()
+
+
 @pytest.mark.parametrize("capturing", [False, True])
-def test_cuda_copies_record_an_event_on_the_stream_of_their_device(capturing: bool) -> None:
-    """Records the calls of torch.cuda: first the copy, then the event on that device's current stream."""
-    device, calls = torch.device("cuda", 1), mock.MagicMock()
-    calls.is_current_stream_capturing.return_value = capturing
-    calls.current_stream.side_effect = lambda of: f"stream of {of}"
-    with mock.patch.multiple(
-        torch.cuda,
-        Event=calls.Event,
-        current_stream=calls.current_stream,
-        device=calls.device,
-        is_current_stream_capturing=calls.is_current_stream_capturing,
+@pytest.mark.parametrize("current", [0, 1])
+def test_cuda_copies_are_followed_by_an_event_on_the_stream_of_their_device(capturing: bool, current: int) -> None:
+    """Records the driver's calls: in the context of the copies' device, first the copy, then the event."""
+    device, driver, source, target = torch.device("cuda", 1), EventDriver(current), torch.arange(5), torch.zeros(5)
+    with (
+        mock.patch.object(launch, "load_driver", return_value=driver),
+        mock.patch.object(launch, "_primary_context", lambda index: f"context {index}"),
+        mock.patch.object(launch, "current_stream", lambda index: 70 + index),
+        mock.patch.multiple(torch.cuda, Event=driver.new_event, current_stream=str, device=driver.make_current),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=capturing),
     ):
+        copies = CudaCopies(device)
         if capturing:
             with pytest.raises(RuntimeError, match="must not be captured"):
-                CudaCopies(device).start(calls.target, calls.source)
-            assert not calls.target.copy_.called
+                copies.start(target, source)
+            assert driver.calls == []
             return
-        event = CudaCopies(device).start(calls.target, calls.source)
-    assert event is calls.Event.return_value
-    names = [name for name, *_ in calls.mock_calls]
-    inside = names[names.index("device().__enter__") : names.index("device().__exit__")]
-    assert calls.device.call_args == mock.call(device)
-    assert inside.index("target.copy_") < inside.index("Event().record")
-    assert calls.target.copy_.call_args == mock.call(calls.source, non_blocking=True)
-    assert calls.Event.return_value.record.call_args == mock.call("stream of cuda:1")
+        assert copies.start(target, source) is copies.start(target, source)
+    copy = "copy", target.data_ptr(), source.data_ptr(), target.nbytes, 71
+    on = "context 1"
+    assert driver.calls == [(on, *copy), (on, "record", "cuda:1"), (on, *copy), (on, "record", 5, 71)]
+    assert driver.contexts == [f"context {current}"]

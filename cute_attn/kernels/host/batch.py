@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.batch import AllocateInts, SchedulerParams, WorkList, max_qo_len, partial_bytes, schedule
 from cute_attn.schedule.records import ITEM_INTS
 
-Tensors = tuple[torch.Tensor | None, ...]  # q, k, v, out, lse, or the tensors of which these are views
+Tensors = tuple[Any, ...]  # q, k, v, out, lse, or the tensors of which these are views
 Repeat = Callable[[int, int, int, int, int, Tensors], None]  # a run with other addresses of q, k, v, out and lse
 
 COMBINE_CTAS = 16  # CTAs of 128 threads resident per SM: a larger grid only starts and ends where few rows are merged

@@ -74,6 +74,19 @@ class KernelFamily(Protocol):
         device.
         """
 
+    def plan_on_device(
+        self,
+        settings: Settings,
+        lengths: DeviceLengths,
+        limits: BatchLimits,
+        staging: Staging,
+        gpu: Gpu,
+        keeps_address: bool,
+    ) -> BatchRunner | None:
+        """Returns a callable that runs batches of these settings, whose lengths stay on the device; None where the
+        host must know them. `keeps_address`: of the records, as captured launches need it.
+        """
+
     def workspace(
         self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int
     ) -> tuple[int, int]:

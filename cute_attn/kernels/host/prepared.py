@@ -25,7 +25,7 @@ class PreparedKernel(Protocol):
     def values(self, problem: Problem | BatchProblem, target: Target, numbers: Values, stream: int) -> Values:
         """Returns the parameters of an attention launch. `numbers`: values of the kernel's schedule fields."""
 
-    def replay(self, problem: BatchProblem, values: Values) -> Replay:
+    def replay(self, problem: Problem | BatchProblem, values: Values) -> Replay:
         """Returns a function that computes the parameters of a launch that differs in addresses only from the launch
         of `problem`, whose parameters are `values`.
         """

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from cute_attn.kernels.host.batch import Repeat, Tensors
 from cute_attn.kernels.host.params import Values
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel
 from cute_attn.problem import Problem, Request, Settings
@@ -65,10 +66,42 @@ class SingleRun(Generic[T]):
             kernel.attention.fire(kernel.values(problem, target, numbers, stream), grid, stream)
             return
         rows = qo_len * self.num_qo_heads
-        workspace = self._workspace(problem, rows * num_splits)
+        workspace = self._workspace(problem.q, rows * num_splits)
         partial = kernel.output.partials(workspace, rows * num_splits)
         kernel.attention.fire(kernel.values(problem, partial, numbers, stream), grid, stream)
         combine.launch.fire(combine.values(target, partial[:2], (qo_len, num_splits)), (rows, 1, 1), stream)
+
+    def repeat(self, problem: Problem) -> Repeat | None:
+        """Returns a function that repeats the run of `problem` with other addresses; None without query tokens."""
+        qo_len, index = problem.qo_len, self.device_index
+        if qo_len == 0:
+            return None
+        kernel, grid, numbers, num_splits = self.launch(qo_len, problem.kv_len)
+        attention, combine, stream_of = kernel.attention, kernel.combine, current_stream
+        if combine is None:
+            first = kernel.values(problem, kernel.output.of(problem), numbers, stream_of(index))
+            values = kernel.replay(problem, first)
+
+            def run(q: int, k: int, v: int, out: int, lse: int, _: Tensors) -> None:
+                stream = stream_of(index)
+                attention.fire(values(q, k, v, out, lse, stream), grid, stream)
+
+            return run
+        rows = qo_len * self.num_qo_heads
+        partial_rows, lse_offset = rows * num_splits, 4 * rows * num_splits * self.head_dim_vo
+        target, workspace = kernel.output.of(problem), self._workspace
+        partial = kernel.output.partials(workspace(problem.q, partial_rows), partial_rows)
+        split_values = kernel.replay(problem, kernel.values(problem, partial, numbers, stream_of(index)))
+        merge, merge_grid = combine.launch, (rows, 1, 1)
+        merge_values = combine.single_rebinder.bind(combine.values(target, partial[:2], (qo_len, num_splits)))
+
+        def run_and_combine(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
+            stream, memory = stream_of(index), workspace(tensors[0], partial_rows)
+            o = memory.data_ptr()
+            attention.fire(split_values(q, k, v, o, o + lse_offset, stream), grid, stream)
+            merge.fire(merge_values(out, lse, o, o + lse_offset), merge_grid, stream)
+
+        return run_and_combine
 
     def _launch(self, qo_len: int, kv_len: int) -> SingleLaunch:
         """Returns the launch of a request of these lengths; `launch` memoises it."""
@@ -76,6 +109,6 @@ class SingleRun(Generic[T]):
         kernel = self.kernel(schedule.tile, schedule.heads, schedule.num_splits > 1)
         return kernel, schedule.grid, schedule.numbers, schedule.num_splits
 
-    def _workspace(self, problem: Problem, rows: int) -> torch.Tensor:
+    def _workspace(self, q: torch.Tensor, rows: int) -> torch.Tensor:
         """Allocates the partials of a split launch. The caching allocator keeps them with a captured graph."""
-        return problem.q.new_empty(rows * (self.head_dim_vo + 1), dtype=torch.float32)
+        return q.new_empty(rows * (self.head_dim_vo + 1), dtype=torch.float32)

@@ -115,7 +115,7 @@ class PreparedKernel:
             extras,
         )
 
-    def replay(self, problem: BatchProblem, values: Values) -> Replay:
+    def replay(self, problem: Problem | BatchProblem, values: Values) -> Replay:
         """Returns a function that replaces the addresses of tensors in `values`."""
         return self.rebinder.bind(values)
 

@@ -123,7 +123,7 @@ class PreparedKernel:
             extras,
         )
 
-    def replay(self, problem: BatchProblem, values: Values) -> Replay:
+    def replay(self, problem: Problem | BatchProblem, values: Values) -> Replay:
         """Returns a function that replaces the addresses of tensors and counters in `values`."""
         q_map, k_map, v_map = self.maps.q(problem.q), self.maps.k(problem.k), self.maps.v(problem.v)
         rebind, counter = self.rebinder.bind(values), self.counters.address

@@ -12,10 +12,11 @@ from cute_attn.kernels.host.batch import BatchRun
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.params import UNBOUNDED, Values
 from cute_attn.kernels.host.prepared import Grid
+from cute_attn.kernels.xqa.host import lengths as device_lengths
 from cute_attn.kernels.xqa.host.grid import LaunchConfig, launch_config, partial_bytes_per_cta
 from cute_attn.kernels.xqa.host.prepared import PreparedKernel, prepared_kernel
 from cute_attn.kernels.xqa.host.variant import segments
-from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Settings
+from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DeviceLengths, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.batch import AllocateInts, allocate_ints
@@ -41,37 +42,68 @@ class XqaBatchSchedule(NamedTuple):
 
 def schedule(
     settings: Settings,
-    lengths: BatchLengths,
+    lengths: BatchLengths | DeviceLengths,
     limits: BatchLimits,
     arch: Arch,
     sms: int,
     allocate: AllocateInts = allocate_ints,
 ) -> XqaBatchSchedule:
     """Returns the schedule of a batch on a GPU of `arch` with `sms` multiprocessors, with records from `allocate`."""
-    qo_len, batch_size = limits.max_qo_len, len(lengths.kv_len)
+    qo_len = limits.max_qo_len
+    batch_size = lengths.batch_size if isinstance(lengths, DeviceLengths) else len(lengths.kv_len)
     assert qo_len is not None  # given by decode wrappers
     of = segments(batch_size, settings, qo_len)
     config = launch_config(settings, qo_len, of, arch, sms, limits.workspace_bytes)
     records = allocate(2 * batch_size + config.ctas)
-    records[:batch_size] = lengths.kv_len
-    records[batch_size : 2 * batch_size] = lengths.kv_start
     records[2 * batch_size :] = 0
+    if isinstance(lengths, DeviceLengths):
+        records[: 2 * batch_size] = 0  # until `XqaBatchRun.again`
+    else:
+        records[:batch_size] = lengths.kv_len
+        records[batch_size : 2 * batch_size] = lengths.kv_start
     return XqaBatchSchedule(config, batch_size, records, limits.graph is not None)
 
 
 class XqaBatchRun(BatchRun):
     """Runs batches of one plan."""
 
-    def __init__(self, settings: Settings, schedule: XqaBatchSchedule, staging: Staging, gpu: Gpu) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        schedule: XqaBatchSchedule,
+        staging: Staging,
+        gpu: Gpu,
+        on_device: DeviceLengths | None = None,
+    ) -> None:
+        """`on_device`: lengths that the schedule's records do not contain."""
+
         def kernel(settings: Settings) -> PreparedKernel:
             return prepared_kernel(settings, schedule.config, gpu)
 
         super().__init__(settings, schedule, kernel, staging, gpu.device_index)
+        self.staging, self.batch_size, self.gpu = staging, schedule.batch_size, gpu
+        self.page_size = settings.page_size
         uploaded, size = self.records, schedule.batch_size
         self.records, self.counters = uploaded[: 2 * size], uploaded[2 * size :]
         seq_lens, page_starts = self.records.data_ptr(), self.records[size:].data_ptr()
         # Values of REQUEST_FIELDS but for `table`, then the address of the counters.
         self.requests = 0, page_starts, seq_lens, 0, 0, size, UNBOUNDED, self.counters.data_ptr()
+
+        if on_device is not None:
+            self.again(on_device)
+
+    def again(self, lengths: BatchLengths | DeviceLengths) -> bool:
+        """Replaces the lengths of the requests, whose number stays; launches are the same otherwise. Returns True."""
+        if isinstance(lengths, DeviceLengths):
+            _, page_starts, seq_lens, *_ = self.requests
+            device_lengths.write(lengths, self.page_size, (seq_lens, page_starts), self.gpu)
+            return True
+        size = self.batch_size
+        records = self.staging.reserve(2 * size)  # every launch leaves its counters at zero
+        records[:size] = lengths.kv_len
+        records[size:] = lengths.kv_start
+        self.staging.upload(records)
+        return True
 
     def partials(self, problem: BatchProblem) -> tuple[int, ...]:
         """Returns the address of partial results."""

@@ -11,7 +11,7 @@ from cute_attn.kernels.xqa.host.decode import DecodeRun
 from cute_attn.kernels.xqa.host.grid import launch_config
 from cute_attn.kernels.xqa.host.single import SingleRun
 from cute_attn.kernels.xqa.host.variant import segments, specs
-from cute_attn.problem import BatchLengths, BatchLimits, DecodeProblem, Features, Request, Settings
+from cute_attn.problem import BatchLengths, BatchLimits, DecodeProblem, DeviceLengths, Features, Request, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 from cute_attn.runtime.staging import Staging
@@ -46,6 +46,19 @@ class XqaFamily:
         """Returns a callable that runs batches of these settings and lengths."""
         planned = schedule(settings, lengths, limits, gpu.arch, gpu.sms, staging.reserve)
         return XqaBatchRun(settings, planned, staging, gpu)
+
+    def plan_on_device(
+        self,
+        settings: Settings,
+        lengths: DeviceLengths,
+        limits: BatchLimits,
+        staging: Staging,
+        gpu: Gpu,
+        keeps_address: bool,
+    ) -> XqaBatchRun:
+        """Returns a callable that runs batches of these settings, whose lengths stay on the device."""
+        planned = schedule(settings, lengths, limits, gpu.arch, gpu.sms, staging.reserve)
+        return XqaBatchRun(settings, planned._replace(keeps_address=keeps_address), staging, gpu, lengths)
 
     def workspace(
         self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int

@@ -24,7 +24,7 @@ from cute_attn.kernels.host.params import (
 )
 from cute_attn.kernels.host.prepared import Replay
 from cute_attn.kernels.xqa.host.grid import LaunchConfig
-from cute_attn.problem import BatchProblem, Request, Settings, draft_mask_bytes
+from cute_attn.problem import BatchProblem, Problem, Request, Settings, draft_mask_bytes
 
 CHUNK = 16  # bytes; page and token strides of k and v count chunks
 ONE_PAGE = 1 << 30  # page size of keys that are not paged: more tokens than any request has
@@ -77,6 +77,7 @@ class PreparedKernel:
         dynamic = (*TENSOR_FIELDS, OUTPUT_FIELDS, REQUEST_FIELDS + SCRATCH_FIELDS, extras)
         packer = ParamPacker.of(self.attention, static | absent, dynamic)
         self.pack, self.rebinder = packer.values, packer.rebinder(ADDRESS_FIELDS, unused=["stream"])
+        self.single_rebinder = packer.rebinder((*ADDRESS_FIELDS, *SCRATCH_FIELDS))  # of calls without a plan
 
     def values(self, problem: Request | BatchProblem, target: Target, numbers: Values, stream: int) -> Values:
         """Returns the parameters of a launch. `numbers`: values of REQUEST_FIELDS, then of SCRATCH_FIELDS. A field that
@@ -109,7 +110,7 @@ class PreparedKernel:
             extras,
         )
 
-    def replay(self, problem: BatchProblem, values: Values) -> Replay:
+    def replay(self, problem: Problem | BatchProblem, values: Values) -> Replay:
         """Returns a function that replaces the addresses of tensors in `values`."""
         return self.rebinder.bind(values)
 

@@ -7,6 +7,7 @@ import functools
 import torch
 
 from cute_attn.errors import ArgumentError
+from cute_attn.kernels.host.batch import Repeat, Tensors
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.single import MAX_LENGTHS
 from cute_attn.kernels.xqa.host.grid import launch_config
@@ -50,6 +51,22 @@ class SingleRun:
         numbers = *self.request, problem.kv_len, self.counters.address(stream), partials.data_ptr()
         values = kernel.values(problem, kernel.output.of(problem), numbers, stream)
         kernel.attention.fire(values, kernel.config.grid, stream)
+
+    def repeat(self, problem: Problem) -> Repeat | None:
+        """Returns a function that repeats the run of `problem` with other addresses; None without query tokens."""
+        if problem.qo_len == 0:
+            return None
+        kernel, index, counters = self.kernel(problem.qo_len), self.gpu.device_index, self.counters.address
+        numbers = *self.request, problem.kv_len, 0, 0  # SCRATCH_FIELDS: of each launch
+        values = kernel.single_rebinder.bind(kernel.values(problem, kernel.output.of(problem), numbers, 0))
+        attention, grid, num_bytes = kernel.attention, kernel.config.grid, kernel.config.partial_bytes
+
+        def run(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
+            stream = current_stream(index)
+            partials = tensors[0].new_empty(num_bytes, dtype=torch.uint8)
+            attention.fire(values(q, k, v, out, lse, counters(stream), partials.data_ptr()), grid, stream)
+
+        return run
 
     def _kernel(self, qo_len: int) -> PreparedKernel:
         """Returns the kernel for requests of `qo_len` query tokens; `kernel` memoises it."""

@@ -1,0 +1,76 @@
+"""Lengths kernel: keys and first page of every paged request, from `indptr` and `last_page_len` in device memory.
+
+A thread computes one request. Whatever the numbers are, a request gets no more pages than there are entries of page
+numbers, and no more keys than its pages hold.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.indices import index
+from cute_attn.kernels.blocks.scalars import zeros
+from cute_attn.kernels.xqa.lengths.spec import THREADS, LengthsSpec
+from cute_attn.runtime.arch import named
+
+
+class LengthsParams(NamedTuple):
+    """Kernel parameters, in order. Steps are bytes from a number to the next; `wide` is not 0 for int64."""
+
+    indptr: Int64
+    indptr_step: Int64
+    last_page_len: Int64
+    last_page_len_step: Int64
+    seq_lens: Int64  # int32, written
+    page_starts: Int64  # int32, written
+    indptr_wide: Int32
+    last_page_len_wide: Int32
+    batch: Int32
+    page_size: Int32
+    num_indices: Int32
+
+
+class LengthsProgram:
+    params = LengthsParams
+
+    def __init__(self, spec: LengthsSpec, arch: str) -> None:
+        self.block = (THREADS, 1, 1)
+        self.smem_bytes = 0
+        self.pdl = named(arch).pdl
+
+    def compile_args(self) -> tuple[Any, ...]:
+        return (zeros(LengthsParams), Int32(1), Int32(1), Int32(1))
+
+    @cute.jit
+    def __call__(self, params: LengthsParams, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
+        self.kernel(params).launch(
+            grid=[grid_x, grid_y, grid_z],
+            block=list(self.block),
+            smem=0,
+            min_blocks_per_mp=1,
+            preferred_smem_carveout=0,  # without it the DSL asks a driver
+        )
+
+    @cute.kernel
+    def kernel(self, p: LengthsParams) -> None:
+        if cutlass.const_expr(self.pdl):
+            ptx.grid_dependency_wait()  # also for the launch before that reads what is written here
+            ptx.grid_dependency_launch()
+        request = cute.arch.block_idx()[0] * Int32(THREADS) + cute.arch.thread_idx()[0]
+        if request < p.batch:
+            begin = index(p.indptr, p.indptr_step, p.indptr_wide, request)
+            end = index(p.indptr, p.indptr_step, p.indptr_wide, request + 1)
+            last = index(p.last_page_len, p.last_page_len_step, p.last_page_len_wide, request)
+            last = ptx.select(last < Int32(1), Int32(1), ptx.select(last > p.page_size, p.page_size, last))
+            has_pages = cutlass.and_(cutlass.and_(begin >= 0, begin < end), end <= p.num_indices)
+            keys = (end - begin - 1) * p.page_size + last
+            place = Int64(request) * Int64(4)
+            store(p.seq_lens + place, ptx.select(has_pages, keys, Int32(0)))
+            store(p.page_starts + place, ptx.select(has_pages, begin, Int32(0)))
+
+
+def store(address: Int64, value: Int32) -> None:
+    ptx.asm("st.global.u32 [$0], $1;", [], [address, value])

@@ -1,0 +1,72 @@
+"""The checked arguments of a plan, and the copies into buffers that captured launches read."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from cute_attn.problem import DeviceTokens, Tokens
+from cute_attn.request.batch_plan import Mask, PlanOptions, Splits
+
+
+class PlanRequest(NamedTuple):
+    """The checked arguments of a `plan`."""
+
+    options: PlanOptions
+    tokens: Tokens | DeviceTokens
+    mask: Mask
+    splits: Splits
+    page_size: int
+    uniform_q_len: int | None = None  # query tokens of every request, if a prefill plan says so
+
+    @property
+    def q_len(self) -> int | None:
+        """Query tokens of every request, where the plan fixes them."""
+        return self.uniform_q_len if self.tokens.q_len is None else self.tokens.q_len
+
+
+class Copy(NamedTuple):
+    """A copy into a buffer that captured launches read, to be made once nothing can fail."""
+
+    target: torch.Tensor
+    source: torch.Tensor
+    non_blocking: bool = False
+
+
+def differ(before: PlanRequest, now: PlanRequest) -> bool:
+    """Tell whether two plans differ in more than lengths. Types count: 1 == 1.0 == True."""
+    old, new = before.tokens, now.tokens
+    return (
+        any(map(operator.is_not, map(type, before.options), map(type, now.options)))
+        or before.options != now.options
+        or before[3:] != now[3:]  # splits, page size and promises
+        or old.q_len != new.q_len
+        or old.batch_size != new.batch_size
+        or not (before.mask.packed is now.mask.packed is None)
+        or old.multi_item
+        or new.multi_item
+    )
+
+
+def make(copies: Sequence[Copy]) -> None:
+    """Make the copies, on the current stream."""
+    for target, source, non_blocking in copies:
+        target.copy_(source, non_blocking=non_blocking)
+
+
+def same_memory(indices: torch.Tensor, buffer: torch.Tensor) -> bool:
+    """Tell whether page numbers are where their buffer starts, in its dtype and without gaps."""
+    return indices.data_ptr() == buffer.data_ptr() and indices.dtype == buffer.dtype and indices.is_contiguous()
+
+
+def index_values(name: str, tokens: Tokens) -> np.ndarray | None:
+    """Return what an index buffer receives; None for the buffer of page numbers, which is copied on the device."""
+    if "last_page_len" in name:
+        return tokens.last_page_len
+    if "indices" in name:
+        return None
+    return tokens.lengths.qo_indptr if name.startswith("qo") else tokens.kv_indptr

@@ -1,0 +1,120 @@
+"""Single-request calls, and replays of them: a call that differs from earlier ones only in addresses skips the checks.
+
+The layers of a model call with tensors of the same shapes, strides and dtypes, and with the same options. The second
+such call leaves a `CachedCall`; later ones check their addresses and pass them to the launch. Calls with masks, sinks,
+or scales that are tensors always take the full path (`request.single.problem`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, empty_like, is_grad_enabled
+
+from cute_attn.dispatch import backends
+from cute_attn.kernels.host.batch import Repeat
+from cute_attn.problem import Problem
+from cute_attn.request import checks, single
+from cute_attn.request.settings import Call
+from cute_attn.request.single import ALIGNMENT, FP8_ALIGNMENT
+from cute_attn.wrappers.run_cache import PLAIN_TYPES, buffer_key, outputs_qualify
+
+CACHE_SIZE = 512  # calls: prompts of any length must not fill memory
+
+Result = Tensor | tuple[Tensor, Tensor]
+Numbers = tuple[Any, ...]  # options whose values may be equal although their types differ: 1 == 1.0 == True
+Names = tuple[Any, ...]  # all other options
+
+
+class CachedCall(NamedTuple):
+    """A call that passed every check, and how to launch it again."""
+
+    repeat: Repeat
+    like_q: bool  # out has q's shape and dtype, and q is contiguous
+    out_shape: tuple[int, ...]
+    out_dtype: torch.dtype
+    return_lse: bool
+    kv_alignment: int  # bytes: the launch reads k and v at multiples of it
+    spans: tuple[int, int, int, int, int]  # bytes that q, k, v, out and lse cover
+
+
+_cached: dict[Any, CachedCall] = {}
+_seen: set[int] = set()  # hashes of keys that came once: less to collect than keys, where every call is a new one
+
+
+def forget() -> None:
+    """Forget all calls."""
+    _cached.clear()
+    _seen.clear()
+
+
+def try_replay(q: Any, k: Any, v: Any, out: Any, lse: Any, numbers: Numbers, names: Names) -> Result | None:
+    """Launch a call like a cached one and return its result; None if there is none, or an address does not qualify."""
+    try:
+        cached = _cached.get(_key(q, k, v, out, lse, numbers, names))
+    except (TypeError, AttributeError, RuntimeError):  # no hash, no tensor, or a sparse one: the full path says so
+        return None
+    if cached is None:
+        return None
+    repeat, like_q, shape, dtype, return_lse, kv_alignment, spans = cached
+    q_start, k_start, v_start = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    if q_start % ALIGNMENT or (k_start | v_start) % kv_alignment or q.is_neg() or k.is_neg() or v.is_neg():
+        return None
+    if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return None
+    if not (out is lse is None or outputs_qualify(spans, (q_start, k_start, v_start), out, lse)):
+        return None
+    if out is None:
+        out = empty_like(q) if like_q else q.new_empty(shape, dtype=dtype)
+    if lse is None and return_lse:
+        lse = q.new_empty(shape[:-1], dtype=torch.float32)
+    repeat(q_start, k_start, v_start, out.data_ptr(), 0 if lse is None else lse.data_ptr(), (q, k, v, out, lse))
+    return (out, lse) if return_lse else out
+
+
+def run(call: Call, backend: Any, numbers: Numbers | None, names: Names) -> Result:
+    """Check and launch a call. `numbers`: None for a call that must not be replayed."""
+    problem = single.problem(call)
+    backends.run(problem, backend)
+    if numbers is not None and problem.q is call.q and PLAIN_TYPES.issuperset(map(type, numbers)):
+        _cache(call, backend, problem, _key(call.q, call.k, call.v, call.out, call.lse, numbers, names))
+    if call.return_lse:
+        assert problem.lse is not None
+        return problem.out, problem.lse
+    return problem.out
+
+
+def _cache(call: Call, backend: str, problem: Problem, key: Any) -> None:
+    """Cache a call that comes for the second time, if its launch can be repeated."""
+    if (number := hash(key)) not in _seen:
+        if len(_seen) >= CACHE_SIZE:
+            _seen.clear()
+        _seen.add(number)
+        return
+    if len(_cached) >= CACHE_SIZE:
+        _cached.clear()
+    q, k, v, out, lse = problem.q, problem.k, problem.v, problem.out, problem.lse
+    repeat = backends.repeat(problem, backend)
+    if repeat is None:
+        return
+    extents = [(0, 0) if x is None else checks.extent(x) for x in (q, k, v, out, lse)]
+    of_q, of_k, of_v, of_out, of_lse = (stop - start for start, stop in extents)
+    _cached[key] = CachedCall(
+        repeat,
+        q.is_contiguous() and q.shape == out.shape and q.dtype == out.dtype,
+        tuple(out.shape),
+        out.dtype,
+        call.return_lse,
+        FP8_ALIGNMENT if problem.features.half_aligned_kv else ALIGNMENT,
+        (of_q, of_k, of_v, of_out, of_lse),
+    )
+
+
+def _key(q: Any, k: Any, v: Any, out: Any, lse: Any, numbers: Numbers, names: Names) -> Any:
+    """Return what equal calls have in common besides addresses."""
+    key = (
+        *(q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device),
+        *(v.shape, v.stride(), v.dtype, v.device, tuple(map(type, numbers)), numbers, names),
+    )
+    return key if out is lse is None else (key, buffer_key(out), buffer_key(lse))

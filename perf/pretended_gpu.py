@@ -1,0 +1,86 @@
+# ruff: noqa: N802  (the driver's names)
+"""A GPU that takes launches and does nothing: host code of GPU backends on CPU tensors, to be timed without a GPU.
+
+Kernels are compiled for the architecture as on a machine with one, so that parameter blocks are the real ones. Plans
+are copied within host memory, and torch allocates on the CPU: both are cheaper than on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from cute_attn.dispatch import backends, select
+from cute_attn.dispatch.capabilities import Backend
+from cute_attn.emulator import adapter
+from cute_attn.kernels.fa2.host import prepared as fa2
+from cute_attn.kernels.host import load
+from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.persistent import prepared as persistent
+from cute_attn.kernels.xqa.host import prepared as xqa
+from cute_attn.problem import Features
+from cute_attn.runtime import arch as archs
+from cute_attn.runtime import launch
+from cute_attn.wrappers import single_calls
+
+DEVICE = torch.device("cuda", 0)
+CONTEXT = 1
+
+
+class NullDriver:
+    """The driver's functions that a launch calls."""
+
+    launches = 0
+
+    def cuDriverGetVersion(self) -> tuple[int, int]:
+        return 0, 1 << 20
+
+    def cuCtxGetCurrent(self) -> tuple[int, int]:
+        return 0, CONTEXT
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, params: int, extra: int) -> tuple[int]:
+        self.launches += 1
+        return (0,)
+
+
+@contextlib.contextmanager
+def pretended_gpu(arch_name: str) -> Iterator[NullDriver]:
+    """Send calls with CPU tensors to the kernels that "auto" takes on such a GPU, whose driver does nothing."""
+    arch, driver, choose = archs.named(arch_name), NullDriver(), select.choose
+    gpu = Gpu(arch, launch.CPU, archs.TYPICAL_SMS[arch_name])
+
+    def chosen(features: Features, backend: str = "auto", *_: Any, rows: int | None = None) -> Backend:
+        return choose(features._replace(device=DEVICE), backend, arch, rows)
+
+    def gpu_of(_: object) -> Gpu:
+        return gpu
+
+    patches = (
+        mock.patch.object(launch, "load_driver", return_value=driver),
+        mock.patch.object(launch, "_primary_context", return_value=CONTEXT),
+        mock.patch.object(launch, "_function", return_value=1),
+        mock.patch.object(launch, "_config", side_effect=lambda *_: SimpleNamespace()),
+        mock.patch.object(archs, "for_device", return_value=arch),
+        mock.patch.object(adapter, "EmulatedLaunch", functools.partial(launch.Launch, device_index=0)),
+        mock.patch.object(select, "choose", chosen),
+        mock.patch.object(select, "arch_for", return_value=arch),
+        mock.patch.object(backends, "_gpu_of", gpu_of),
+    )
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        single_calls.forget()
+        stack.callback(single_calls.forget)
+        for memo in (
+            *(backends._prepared, select.chosen, load.load),
+            *(family.prepared_kernel for family in (fa2, persistent, xqa)),
+        ):
+            memo.cache_clear()
+            stack.callback(memo.cache_clear)
+        yield driver

@@ -1,0 +1,128 @@
+"""Plans and replays that the host does not wait for: lengths on the GPU, and captured graphs that plan again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache, single_prefill_with_kv_cache
+from tests.gpu import marks
+
+PAGE_SIZE, HEADS, HEAD_DIM, BATCH, PAGES = 16, (8, 2), 128, 37, 700
+E4M3 = torch.float8_e4m3fn
+
+pytestmark = marks.GPU
+
+
+@contextlib.contextmanager
+def waits_are_errors(active: bool) -> Iterator[None]:
+    """Calls of torch that wait for the GPU raise an error."""
+    torch.cuda.set_sync_debug_mode("error" if active else "default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns indptr, page numbers and last_page_len of a random batch, on the CPU. Some requests have no page."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.randint(0, PAGES // BATCH, (BATCH,), generator=generator)
+    indptr = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
+    last = torch.randint(1, PAGE_SIZE + 1, (BATCH,), generator=generator)
+    return indptr.int(), torch.randperm(PAGES, generator=generator).int(), last.int()
+
+
+def cache() -> torch.Tensor:
+    return torch.randn(PAGES, 2, PAGE_SIZE, HEADS[1], HEAD_DIM, device="cuda").to(E4M3)
+
+
+def expected(arrays: Any, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    """Returns what the reference computes on the CPU."""
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.empty(1024, dtype=torch.uint8))
+    wrapper.plan(*arrays, *HEADS, HEAD_DIM, PAGE_SIZE, q_data_type=q.dtype, kv_data_type=kv.dtype)
+    return wrapper.run(q.cpu(), kv.cpu())
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found.cpu(), wanted, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_plan_from_lengths_on_the_gpu_does_not_wait(dtype: torch.dtype) -> None:
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.empty(64 << 20, dtype=torch.uint8, device="cuda"))
+    kv, q = cache(), torch.randn(BATCH, HEADS[0], HEAD_DIM, device="cuda").bfloat16()
+    options = {"q_data_type": q.dtype, "kv_data_type": E4M3}
+    for seed in range(5):
+        arrays = batch(seed)
+        on_gpu = [x.to("cuda", dtype) if x is not arrays[1] else x.cuda() for x in arrays]
+        with waits_are_errors(seed > 0):  # the first plan loads kernels
+            wrapper.plan(*on_gpu, *HEADS, HEAD_DIM, PAGE_SIZE, **options)
+            out = wrapper.run(q, kv)
+        assert wrapper.resolved_backend == "xqa"
+        close(out, expected(arrays, q, kv))
+
+
+def test_a_captured_graph_plans_again() -> None:
+    """A graph of plan and run computes the batch that its tensors describe at each replay."""
+    arrays, kv = [x.cuda() for x in batch(0)], cache()
+    q = torch.randn(BATCH, HEADS[0], HEAD_DIM, device="cuda").bfloat16()
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(64 << 20, dtype=torch.uint8, device="cuda"),
+        use_cuda_graph=True,
+        paged_kv_indptr_buffer=torch.zeros(BATCH + 1, dtype=torch.int32, device="cuda"),
+        paged_kv_indices_buffer=torch.zeros(PAGES, dtype=torch.int32, device="cuda"),
+        paged_kv_last_page_len_buffer=torch.zeros(BATCH, dtype=torch.int32, device="cuda"),
+    )
+
+    def step() -> torch.Tensor:
+        wrapper.plan(*arrays, *HEADS, HEAD_DIM, PAGE_SIZE, q_data_type=q.dtype, kv_data_type=E4M3)
+        return wrapper.run(q, kv)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for seed in range(1, 50):
+        now = batch(seed)
+        for target, source in zip(arrays, now, strict=True):
+            target.copy_(source)
+        q.copy_(torch.randn_like(q))
+        graph.replay()
+        close(out, expected(now, q, kv))
+
+
+@pytest.mark.parametrize("qo_len", [None, 1, 300])
+@pytest.mark.parametrize("kv_len", [300, 20_000])
+def test_single_calls_are_replayed_and_captured(qo_len: int | None, kv_len: int) -> None:
+    """Later calls with other tensors, on a second stream too, then a captured one whose inputs change."""
+    function = single_decode_with_kv_cache if qo_len is None else single_prefill_with_kv_cache
+
+    def inputs() -> list[torch.Tensor]:
+        q = torch.randn(*(() if qo_len is None else (qo_len,)), *(HEADS[0], HEAD_DIM), device="cuda").bfloat16()
+        return [q, *torch.randn(2, kv_len, HEADS[1], HEAD_DIM, device="cuda").bfloat16()]
+
+    def check(out: torch.Tensor, x: list[torch.Tensor]) -> None:
+        close(out, function(*(y.cpu() for y in x)))
+
+    kept = inputs()
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    for i in range(4):
+        streams[i % 2].wait_stream(streams[(i + 1) % 2])
+        with torch.cuda.stream(streams[i % 2]):
+            x = inputs()
+            out = function(*x)
+        streams[i % 2].synchronize()
+        check(out, x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = function(*kept)
+    for _ in range(2):
+        for target, source in zip(kept, inputs(), strict=True):
+            target.copy_(source)
+        graph.replay()
+        check(out, kept)

@@ -1,0 +1,203 @@
+"""Replays of single calls: the numbers of a call that is checked in full, and an error wherever that raises one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn import ArgumentError, ArgumentTypeError, single_decode_with_kv_cache, single_prefill_with_kv_cache
+from cute_attn.emulator.settings import using
+from cute_attn.request import single
+from cute_attn.wrappers import single_calls
+
+HEADS, HEAD_DIM = (4, 2), 64
+CASES = {
+    "fa2 prefill": ("sm_90a", "fa2", 5, 40, {"causal": True, "return_lse": True}),
+    "fa2 split": ("sm_90a", "fa2", 1, 700, {"return_lse": True}),
+    "fa3 prefill": ("sm_90a", "fa3", 40, 70, {"causal": True, "kv_layout": "HND"}),
+    "fa2 decode": ("sm_80", "fa2", None, 300, {"window_left": 30}),
+    "xqa decode": ("sm_90a", "xqa", None, 300, {"return_lse": True, "q_scale": 0.5}),
+}
+
+
+@pytest.fixture(autouse=True)
+def full_checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The calls that were checked in full; no call is cached before and after."""
+    taken: list[Any] = []
+    problem = single.problem
+
+    def counted(call: Any) -> Any:
+        taken.append(call)
+        return problem(call)
+
+    monkeypatch.setattr(single, "problem", counted)
+    single_calls.forget()
+    yield taken
+    single_calls.forget()
+
+
+def operands(qo_len: int | None, kv_len: int, layout: str = "NHD", dtype: torch.dtype = torch.float16) -> Any:
+    q = torch.randn(*(() if qo_len is None else (qo_len,)), HEADS[0], HEAD_DIM).to(dtype)
+    k, v = torch.randn(2, kv_len, HEADS[1], HEAD_DIM).to(dtype)
+    return (q, k, v) if layout == "NHD" else (q, k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous())
+
+
+def compare(found: Any, wanted: Any) -> None:
+    for x, y in zip(*((r if isinstance(r, tuple) else (r,)) for r in (found, wanted)), strict=True):
+        assert x.dtype == y.dtype
+        torch.testing.assert_close(x, y, atol=4e-3, rtol=4e-3)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("name", CASES)
+def test_replays_compute_what_full_calls_do(name: str, full_checks: list[Any]) -> None:
+    """Four calls with other tensors, of which some take the memory of earlier ones, and buffers of the caller."""
+    arch, kernels, qo_len, kv_len, options = CASES[name]
+    function = single_decode_with_kv_cache if qo_len is None else single_prefill_with_kv_cache
+    torch.manual_seed(0)
+    with using(arch, kernels=kernels, sms=4):
+        for i in range(4):
+            x = operands(qo_len, kv_len, options.get("kv_layout", "NHD"))
+            wanted = function(*x, backend="reference", **options)
+            full_checks.clear()
+            compare(function(*x, backend="emulator", **options), wanted)
+            assert len(full_checks) == (i < 2)
+        for i in range(3):
+            out = torch.empty_like(x[0])
+            full_checks.clear()
+            found = function(*x, backend="emulator", out=out, **options)
+            assert (found[0] if isinstance(found, tuple) else found) is out
+            compare(found, wanted)
+            assert len(full_checks) == (i < 2)
+
+
+@pytest.mark.emulator
+def test_a_replay_runs_on_the_gpu_that_is_emulated() -> None:
+    x = operands(3, 20)
+    for arch in ("sm_80", "sm_80", "sm_80", "sm_90a", "sm_80"):
+        with using(arch, kernels="fa2") as emulation:
+            single_prefill_with_kv_cache(*x, backend="emulator")
+        assert [record.arch for record in emulation.records] == [arch]
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Calls on the reference are repeated by a function that records addresses and writes ones."""
+    repeats: list[tuple[int, ...]] = []
+
+    def repeat(problem: Any, backend: str) -> Any:
+        def run(*arguments: Any) -> None:
+            *addresses, tensors = arguments
+            repeats.append(tuple(addresses))
+            tensors[3].fill_(1)
+
+        return run
+
+    monkeypatch.setattr(single_calls.backends, "repeat", repeat)
+    return repeats
+
+
+def cached(x: Any, **options: Any) -> None:
+    """Makes a call three times: the third is a replay."""
+    for _ in range(3):
+        result = single_prefill_with_kv_cache(*x, **options)
+    assert (result[0] if isinstance(result, tuple) else result).eq(1).all()
+
+
+@pytest.mark.parametrize(
+    "options", [{"causal": 1}, {"return_lse": 0}, {"use_fp16_qk_reduction": 0}, {"window_left": -1.0}]
+)
+def test_options_of_equal_value_but_another_type_are_refused(options: dict[str, Any], replayed: Any) -> None:
+    x = operands(3, 20)
+    cached(x, causal=True)
+    cached(x, causal=False)
+    with pytest.raises(ArgumentTypeError):
+        single_prefill_with_kv_cache(*x, **options)
+
+
+def test_what_addresses_and_tensors_decide_is_checked_in_every_call(
+    replayed: list[Any], full_checks: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = operands(3, 20)
+    cached((q, k, v))
+    monkeypatch.setattr(single, "KERNEL_DEVICES", ("cpu",))
+    replayed.clear()
+    shifted = torch.empty(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape).copy_(q)
+    single_prefill_with_kv_cache(shifted, k, v)  # is copied
+    with pytest.raises(ArgumentError, match="k must start at a multiple of 16 bytes"):
+        single_prefill_with_kv_cache(q, torch.empty(k.numel() + 1, dtype=k.dtype)[1:].view(k.shape), v)
+    with pytest.raises(ArgumentError, match="v requires grad"):
+        single_prefill_with_kv_cache(q, k, v.clone().requires_grad_())
+    with pytest.raises(ArgumentError, match="q must not be a negative view"):
+        single_prefill_with_kv_cache(torch._neg_view(q), k, v)
+    with pytest.raises(ArgumentTypeError, match="q must be a torch"):
+        single_prefill_with_kv_cache(None, k, v)  # type: ignore[arg-type]
+    assert not replayed
+    with torch.no_grad():
+        single_prefill_with_kv_cache(q, k, v.clone().requires_grad_())
+    assert len(replayed) == 1
+
+
+def test_the_callers_buffers_are_checked_in_every_call(replayed: list[Any]) -> None:
+    x = operands(3, 20)
+    memory = torch.zeros(2, *x[0].shape, dtype=torch.float16)
+    memory[0] = x[0]
+    cached((memory[0], *x[1:]), out=memory[1])
+    replayed.clear()
+    with pytest.raises(ArgumentError, match="out must not share memory with q"):
+        single_prefill_with_kv_cache(memory[0], *x[1:], out=memory[0])
+    with pytest.raises(ArgumentError, match="out must have dtype"):
+        single_prefill_with_kv_cache(memory[0], *x[1:], out=memory[1].float())
+    assert not replayed
+
+
+def test_layouts_dtypes_and_tensors_as_options_are_no_replays(replayed: list[Any], full_checks: list[Any]) -> None:
+    q, k, v = operands(3, 20)
+    cached((q, k, v))
+    full_checks.clear()
+    wide = torch.empty(3, HEADS[0], 2 * HEAD_DIM, dtype=q.dtype)[..., :HEAD_DIM].copy_(q)
+    for call in (
+        lambda: single_prefill_with_kv_cache(wide, k, v),
+        lambda: single_prefill_with_kv_cache(q.bfloat16(), k.bfloat16(), v.bfloat16()),
+        lambda: single_prefill_with_kv_cache(q, k[:7], v[:7]),
+        lambda: single_prefill_with_kv_cache(q, k, v, sinks=torch.zeros(HEADS[0])),
+        lambda: single_prefill_with_kv_cache(q, k, v, custom_mask=torch.ones(3, 20, dtype=torch.bool)),
+        lambda: single_prefill_with_kv_cache(q, k, v, lse_base="ln"),
+    ):
+        call()
+    assert len(full_checks) == 6
+    for _ in range(4):  # a tensor's hash is its address
+        single_prefill_with_kv_cache(q, k, v, k_scale=torch.tensor(0.5))
+    assert len(full_checks) == 10
+
+
+def test_calls_are_bounded_in_number(replayed: list[Any]) -> None:
+    q, k, v = operands(3, 20)
+    for i in range(single_calls.CACHE_SIZE + 9):
+        for _ in range(2):
+            single_prefill_with_kv_cache(q[:1], k[:2], v[:2], sm_scale=1.0 + i)
+        assert len(single_calls._cached) <= single_calls.CACHE_SIZE
+        assert len(single_calls._seen) <= single_calls.CACHE_SIZE
+    assert single_calls._cached
+
+
+def test_threads_share_replays(replayed: list[Any]) -> None:
+    x = operands(3, 20)
+    cached(x)
+    replayed.clear()
+
+    def work() -> None:
+        for _ in range(200):
+            q = x[0].clone()
+            assert single_prefill_with_kv_cache(q, *x[1:]).data_ptr() != q.data_ptr()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(replayed) == 800
