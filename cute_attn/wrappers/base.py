@@ -441,10 +441,13 @@ class BatchWrapper(PlannedState, StrideVariants):
 
     def _plan_of(self, variant: Variant, features: Features | None = None) -> BatchPlan:
         """Schedule a variant for the plan in force. An error if a CUDA graph is being captured, whose replays would
-        repeat the upload.
+        repeat the upload; the planner kernel may be captured.
         """
         assert self._request is not None
+        request = self._request
         if is_capturing(self.device):
+            request = device_plan.captured(self, request)
+        if is_capturing(self.device) and isinstance(request.tokens, Tokens):
             settled = ", ".join(f"{name}={checks.shown(value)}" for name, value in variant.overrides.items())
             raise RuntimeArgumentError(
                 f"a run must precede its capture in a CUDA graph, which cannot hold the upload of a schedule: run once "
@@ -454,7 +457,7 @@ class BatchWrapper(PlannedState, StrideVariants):
             if variant.plan is not None and features is None:  # another thread was first
                 return variant.plan
             graph = None if self._graph_invariants is None else self._graph_invariants.graph
-            variant.plan = self._scheduled(variant, self._request, graph, features)
+            variant.plan = self._scheduled(variant, request, graph, features)
             if variant is self._current and not self._copies:
                 self._plan = variant.plan
             return variant.plan

@@ -175,6 +175,22 @@ def _source(name: str, lengths: DeviceLengths) -> torch.Tensor | None:
     return lengths.qo_indptr if name.startswith("qo") else lengths.kv_indptr
 
 
+def captured(wrapper: BatchWrapper, request: PlanRequest) -> PlanRequest:
+    """Return the request of a planner launch that a run captures: with CUDA graphs its replays read the index buffers,
+    which hold the lengths of the latest plan.
+    """
+    tokens, buffers = request.tokens, wrapper._index_buffers
+    if not isinstance(tokens, DeviceTokens) or not wrapper._use_cuda_graph:
+        return request
+    queries = [buffer for name, buffer in buffers.items() if name.startswith("qo")]
+    (keys,) = (buffer for name, buffer in buffers.items() if "kv_indptr" in name)
+    last = [buffer for name, buffer in buffers.items() if "last_page_len" in name]
+    device = tokens.device._replace(
+        qo_indptr=queries[0] if queries else None, kv_indptr=keys, last_page_len=last[0] if last else None
+    )
+    return request._replace(tokens=tokens._replace(device=device))
+
+
 def is_open(request: PlanRequest | None) -> bool:
     """Tell whether a plan waits for its first run to tell the number of rows."""
     return request is not None and isinstance(request.tokens, DeviceTokens) and request.tokens.rows is None
