@@ -199,12 +199,9 @@ class BatchWrapper(PlannedState, StrideVariants):
         """
         request = request._replace(options=request.options._replace(**variant.overrides))
         settings, backend, limits = self._resolve(request, graph, variant.backend, features)
-        if isinstance(request.tokens, DeviceTokens):
-            launch = device_plan.launch(self, request.tokens, settings, backend, limits, variant)
-            if launch is None:
-                return self._scheduled(variant, device_plan.on_host(request), graph, features)
-        else:
-            launch = backends.plan(backend, settings, request.tokens.lengths, limits, variant.staging)
+        launch = device_plan.launch(self, request.tokens, settings, backend, limits, variant)
+        if launch is None:
+            return self._scheduled(variant, device_plan.on_host(request), graph, features)
         if graph is not None:
             variant.backend = backend.name
         return BatchPlan(
@@ -377,19 +374,10 @@ class BatchWrapper(PlannedState, StrideVariants):
                 f"{type(self).__name__}.plan() must come before run(), and again after reset_workspace_buffer()"
             )
         self._follow_copies()
-        self._close_plan(arguments)
+        device_plan.close(self, arguments)
         plan = self._current.plan or self._plan_of(self._current)
         self._plan = None if self._copies else plan
         return plan
-
-    def _close_plan(self, arguments: RunArguments | None) -> None:
-        """Settle what a plan with lengths on the device left to its first run."""
-        with self._lock:
-            if device_plan.is_open(self._request):
-                assert self._request is not None
-                request = device_plan.close(self._request, arguments, self._kv_layout)
-                _, self._graph_invariants = self._checked(request)
-                self._request = request
 
     def _run(self, arguments: RunArguments) -> Result:
         plan = self._plan or self._planned(arguments)
@@ -444,9 +432,7 @@ class BatchWrapper(PlannedState, StrideVariants):
         repeat the upload; the planner kernel may be captured.
         """
         assert self._request is not None
-        request = self._request
-        if is_capturing(self.device):
-            request = device_plan.captured(self, request)
+        request = device_plan.captured(self, self._request)
         if is_capturing(self.device) and isinstance(request.tokens, Tokens):
             settled = ", ".join(f"{name}={checks.shown(value)}" for name, value in variant.overrides.items())
             raise RuntimeArgumentError(
@@ -487,9 +473,7 @@ class BatchWrapper(PlannedState, StrideVariants):
         if variant is None:
             variant = self._variant({**forward._asdict(), **changed})
             self._variants.by_options[key] = variant
-        plan = variant.plan
-        if plan is None and not device_plan.is_open(self._request):
-            plan = self._plan_of(variant)
+        plan = variant.plan or (None if device_plan.is_open(self._request) else self._plan_of(variant))
         self._current, self._plan = variant, None if self._copies else plan
 
     # ---- members of every wrapper

@@ -139,12 +139,12 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
     ) -> None:
         """Schedule a batch: request i has the pages `indices[indptr[i]:indptr[i + 1]]`.
 
-        Index arrays are int32 or int64. On fa2 no plan waits for the GPU: of index arrays there, the kernel `plan` makes
+        Index arrays are int32 or int64. On fa2 no plan waits for the GPU: of index arrays there, a kernel makes
         the schedule, and with `use_cuda_graph` a plan after the first may be captured: replays read the index arrays
         again. Values on the GPU are not checked; wrong ones give wrong results, but reach no other memory of the plan.
         On xqa, with `fixed_split_size` where some batch might not fit, and with CUTE_ATTN_VALIDATE=1, `indptr` and
-        `last_page_len` on a GPU cost a synchronisation each. The arguments from `pos_encoding_mode` on, without `window_right`, are also accepted by position, which is
-        deprecated.
+        `last_page_len` on a GPU cost a synchronisation each. The arguments from `pos_encoding_mode` on, without
+        `window_right`, are also accepted by position, which is deprecated.
 
         Parameters
         ----------
