@@ -15,6 +15,7 @@ from cute_attn.errors import RuntimeArgumentError
 from cute_attn.runtime import capture, launch
 
 MIN_CAPACITY = 4096  # int32 numbers of a buffer that may grow
+DEVICE_CAPACITY = 1 << 18  # of one that the planner kernel writes: the host waits where it grows
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -206,9 +207,9 @@ class Staging:
         """
         if size > self._device_buffer.numel():
             self._check_capacity(size)
-            self._device_buffer, self._layout = self._copies.target(_capacity(size)), None
+            self._device_buffer, self._layout = self._copies.target(_capacity(max(size, DEVICE_CAPACITY))), None
         if scratch > self.scratch.numel():
-            self.scratch, self._layout = self._copies.target(_capacity(scratch)), None
+            self.scratch, self._layout = self._copies.target(_capacity(max(scratch, DEVICE_CAPACITY))), None
         if self._layout != layout:
             self._device_buffer.zero_()
             self.scratch.zero_()

@@ -199,12 +199,9 @@ class BatchWrapper(PlannedState, StrideVariants):
         if variant.overrides:
             request, settings = request._replace(options=request.options._replace(**variant.overrides)), None
         settings, backend, limits = self._resolve(request, graph, variant.backend, features, settings)
-        if isinstance(request.tokens, DeviceTokens):
-            launch = device_plan.launch(self, request.tokens, settings, backend, limits, variant)
-            if launch is None:
-                return self._scheduled(variant, device_plan.on_host(request), graph, features, settings)
-        else:
-            launch = backends.plan(backend, settings, request.tokens.lengths, limits, variant.staging)
+        launch = device_plan.launch(self, request.tokens, settings, backend, limits, variant)
+        if launch is None:
+            return self._scheduled(variant, device_plan.on_host(request), graph, features, settings)
         if graph is not None:
             variant.backend = backend.name
         return BatchPlan(
@@ -380,19 +377,10 @@ class BatchWrapper(PlannedState, StrideVariants):
                 f"{type(self).__name__}.plan() must come before run(), and again after reset_workspace_buffer()"
             )
         self._follow_copies()
-        self._close_plan(arguments)
+        device_plan.close(self, arguments)
         plan = self._current.plan or self._plan_of(self._current)
         self._plan = None if self._copies else plan
         return plan
-
-    def _close_plan(self, arguments: RunArguments | None) -> None:
-        """Settle what a plan with lengths on the device left to its first run."""
-        with self._lock:
-            if device_plan.is_open(self._request):
-                assert self._request is not None
-                request = device_plan.close(self._request, arguments, self._kv_layout)
-                _, self._graph_invariants = self._checked(request)
-                self._request = request
 
     def _run(self, arguments: RunArguments) -> Result:
         plan = self._plan or self._planned(arguments)
@@ -444,10 +432,11 @@ class BatchWrapper(PlannedState, StrideVariants):
 
     def _plan_of(self, variant: Variant, features: Features | None = None) -> BatchPlan:
         """Schedule a variant for the plan in force. An error if a CUDA graph is being captured, whose replays would
-        repeat the upload.
+        repeat the upload; the planner kernel may be captured.
         """
         assert self._request is not None
-        if is_capturing(self.device):
+        request = device_plan.captured(self, self._request)
+        if is_capturing(self.device) and isinstance(request.tokens, Tokens):
             settled = ", ".join(f"{name}={checks.shown(value)}" for name, value in variant.overrides.items())
             raise RuntimeArgumentError(
                 f"a run must precede its capture in a CUDA graph, which cannot hold the upload of a schedule: run once "
@@ -457,7 +446,7 @@ class BatchWrapper(PlannedState, StrideVariants):
             if variant.plan is not None and features is None:  # another thread was first
                 return variant.plan
             graph = None if self._graph_invariants is None else self._graph_invariants.graph
-            variant.plan = self._scheduled(variant, self._request, graph, features)
+            variant.plan = self._scheduled(variant, request, graph, features)
             if variant is self._current and not self._copies:
                 self._plan = variant.plan
             return variant.plan
@@ -487,9 +476,7 @@ class BatchWrapper(PlannedState, StrideVariants):
         if variant is None:
             variant = self._variant({**forward._asdict(), **changed})
             self._variants.by_options[key] = variant
-        plan = variant.plan
-        if plan is None and not device_plan.is_open(self._request):
-            plan = self._plan_of(variant)
+        plan = variant.plan or (None if device_plan.is_open(self._request) else self._plan_of(variant))
         self._current, self._plan = variant, None if self._copies else plan
 
     # ---- members of every wrapper

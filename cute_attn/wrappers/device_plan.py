@@ -126,13 +126,17 @@ def limits_of(request: PlanRequest, graph: GraphLimits | None) -> GraphLimits | 
 
 def launch(
     wrapper: BatchWrapper,
-    tokens: DeviceTokens,
+    tokens: Tokens | DeviceTokens,
     settings: Settings,
     backend: capabilities.Backend,
     limits: BatchLimits,
     variant: Variant,
 ) -> Any:
-    """Launch what reads the lengths and return what runs the batch; None if the plan needs the lengths on the host."""
+    """Return what runs the batch: its schedule uploaded, or lengths read on the device. None if the plan needs the lengths
+    on the host.
+    """
+    if isinstance(tokens, Tokens):
+        return backends.plan(backend, settings, tokens.lengths, limits, variant.staging)
     tokens.check_unchanged()
     fixed = wrapper._use_cuda_graph
     planned = backends.plan_on_device(backend, settings, tokens.device, limits, variant.staging, fixed)
@@ -180,6 +184,22 @@ def _source(name: str, lengths: DeviceLengths) -> torch.Tensor | None:
     return lengths.qo_indptr if name.startswith("qo") else lengths.kv_indptr
 
 
+def captured(wrapper: BatchWrapper, request: PlanRequest) -> PlanRequest:
+    """Return the request of a planner launch. In a capture its replays read the wrapper's index buffers, which hold the
+    lengths of the latest plan.
+    """
+    tokens, buffers = request.tokens, wrapper._index_buffers
+    if not isinstance(tokens, DeviceTokens) or not wrapper._use_cuda_graph or not is_capturing(wrapper.device):
+        return request
+    queries = [buffer for name, buffer in buffers.items() if name.startswith("qo")]
+    (keys,) = (buffer for name, buffer in buffers.items() if "kv_indptr" in name)
+    last = [buffer for name, buffer in buffers.items() if "last_page_len" in name]
+    device = tokens.device._replace(
+        qo_indptr=queries[0] if queries else None, kv_indptr=keys, last_page_len=last[0] if last else None
+    )
+    return request._replace(tokens=tokens._replace(device=device))
+
+
 def is_open(request: PlanRequest | None) -> bool:
     """Tell whether a plan waits for its first run to tell the number of rows."""
     return request is not None and isinstance(request.tokens, DeviceTokens) and request.tokens.rows is None
@@ -214,8 +234,18 @@ def leave_open(wrapper: BatchWrapper, request: PlanRequest) -> PlanRequest:
     return request._replace(tokens=tokens._replace(device=device))
 
 
-def close(request: PlanRequest, arguments: RunArguments | None, kv_layout: str) -> PlanRequest:
-    """Return an open request with the bounds that the tensors of its first run tell; without a run lengths are read."""
+def close(wrapper: BatchWrapper, arguments: RunArguments | None) -> None:
+    """Settle what a plan left to its first run; without one its lengths are read."""
+    with wrapper._lock:
+        if is_open(wrapper._request):
+            assert wrapper._request is not None
+            request = _closed(wrapper._request, arguments, wrapper._kv_layout)
+            _, wrapper._graph_invariants = wrapper._checked(request)
+            wrapper._request = request
+
+
+def _closed(request: PlanRequest, arguments: RunArguments | None, kv_layout: str) -> PlanRequest:
+    """Return an open request with the bounds that the tensors of its first run tell."""
     tokens = request.tokens
     assert isinstance(tokens, DeviceTokens)
     if arguments is None:

@@ -19,18 +19,16 @@ INDEX_ARRAYS = (
 )
 # Of one batch size, number of query tokens and number of pages each, so that captured plans may follow one another.
 PAGED = [
-    paged((30, 0, 5, 33), (165, 40, 0, 33), mask="causal", **heads(4, 2)),
-    paged((1, 60, 6, 1), (40, 70, 60, 68), mask="causal", **heads(4, 2)),
-    paged((68, 0, 0, 0), (238, 0, 0, 0), mask="causal", **heads(4, 2)),
+    paged((30, 0, 5, 9), (165, 40, 0, 33), mask="causal", **heads(4, 2)),
+    paged((1, 36, 6, 1), (40, 70, 60, 68), mask="causal", **heads(4, 2)),
 ]
 RAGGED = [
-    ragged((30, 0, 5, 33), (165, 40, 0, 33), mask="causal", **heads(4, 2)),
-    ragged((1, 60, 6, 1), (40, 70, 60, 68), mask="causal", **heads(4, 2)),
+    ragged((30, 0, 5, 9), (165, 40, 0, 33), mask="causal", **heads(4, 2)),
+    ragged((1, 36, 6, 1), (40, 70, 60, 68), mask="causal", **heads(4, 2)),
 ]
 DECODE = [
     decode((165, 40, 0, 33), **heads(4, 1)),
     decode((0, 238, 0, 0), **heads(4, 1)),
-    decode((60, 60, 60, 58), **heads(4, 1)),
 ]
 
 

@@ -10,6 +10,7 @@ import torch
 
 from cute_attn.emulator.settings import using
 from cute_attn.problem import DeviceTokens
+from cute_attn.wrappers import base, device_plan
 from tests.support.batch_case import BatchCase, call, check, make, plan_arguments, wrapper
 from tests.support.device_plan import DECODE, PAGED, RAGGED, emulated_device, moved
 from tests.support.graphs import graph_wrapper
@@ -72,9 +73,9 @@ def test_a_graph_wrapper_keeps_its_records_in_place(cases: list[BatchCase]) -> N
     with using("sm_80", kernels="fa2", sms=2, checks=False):
         planned, buffers = graph_wrapper(cases[0], "cpu", 20, 0, backend="emulator")
         places = set()
-        for i, case in enumerate([*cases, *cases]):
+        for i, case in enumerate([cases[0], cases[1], cases[1], cases[0]]):
             inputs = make(case)
-            if i % 3 == 2:
+            if i == 2:
                 planned.plan(**plan_arguments(case, inputs))
                 compare(case, inputs, planned)
             else:
@@ -132,3 +133,28 @@ def test_what_needs_no_lengths_is_checked(changed: dict[str, Any], message: str)
         planned = wrapper(PAGED[0], backend="emulator")
         with pytest.raises((ValueError, TypeError), match=message):
             planned.plan(**{**moved(PAGED[0], inputs, "cpu"), **changed})
+
+
+@pytest.mark.parametrize("cases", KINDS, ids=IDS)
+def test_a_captured_first_run_reads_the_index_buffers(cases: list[BatchCase], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays of its planner launch follow later plans, whose lengths these hold."""
+    case, other = cases[:2]
+    inputs, later = make(case), make(other)
+    with using("sm_80", kernels="fa2", sms=2, checks=False), emulated_device():
+        planned, buffers = graph_wrapper(case, "cpu", 20, 0, backend="emulator")
+        planned.plan(**moved(case, inputs, "cpu"))
+        with monkeypatch.context() as patch:
+            for module in (base, device_plan):
+                patch.setattr(module, "is_capturing", lambda device: True)
+            heads = {"num_qo_heads": case.num_qo_heads // 2, "num_kv_heads": case.num_kv_heads}
+            variant = planned._variant({} if case.kind != "decode" else heads)
+            if case.kind != "decode":
+                compare(case, inputs, planned)
+            else:
+                planned._plan_of(variant)
+        assert variant.plan is not None
+        run = variant.plan.launch.planned
+        places = {x.data_ptr() for x in run.lengths if isinstance(x, torch.Tensor)}
+        assert places == {x.data_ptr() for name, x in buffers.items() if "indices" not in name}
+        planned.plan(**moved(other, later, "cpu"))
+        compare(other, later, planned)
