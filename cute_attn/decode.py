@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.compiler import is_dynamo_compiling
 
@@ -123,13 +125,15 @@ def single_decode_with_kv_cache(
         )  # fmt: skip
         return trace.attention("single_decode", values, out, lse, return_lse)
     names = kv_layout, pos_encoding_mode, None, backend, lse_base
-    numbers = None
+    key: Any = None
+    numbers: tuple[Any, ...] = ()
     if sinks is None:
         numbers = (
             use_tensor_cores, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, return_lse, q_scale,
             k_scale, v_scale, enable_pdl,
         )  # fmt: skip
-        if (replayed := single_calls.try_replay(q, k, v, out, lse, numbers, names)) is not None:
+        key = single_calls.key_of(q, k, v, out, lse, numbers, names)
+        if (replayed := single_calls.try_replay(key, q, k, v, out, lse)) is not None:
             return replayed
     checks.boolean("use_tensor_cores", use_tensor_cores)
     call = Call(  # by position: keywords would cost 0.7 us
@@ -138,4 +142,4 @@ def single_decode_with_kv_cache(
         kv_layout, pos_encoding_mode, False, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta,
         q_scale, k_scale, v_scale, None, return_lse, enable_pdl, lse_base,
     )  # fmt: skip
-    return single_calls.run(call, backend, numbers, names)
+    return single_calls.run(call, backend, key, numbers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.compiler import is_dynamo_compiling
 
@@ -154,13 +156,15 @@ def single_prefill_with_kv_cache(
         )  # fmt: skip
         return trace.attention("single_prefill", values, out, lse, return_lse)
     names = kv_layout, pos_encoding_mode, o_dtype, backend, lse_base
-    numbers = None
+    key: Any = None
+    numbers: tuple[Any, ...] = ()
     if custom_mask is packed_custom_mask is scale_q is scale_k is scale_v is kv_cache_sf is sinks is None:
         numbers = (
             causal, use_fp16_qk_reduction, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta, return_lse,
             k_scale, v_scale, enable_pdl,
         )  # fmt: skip
-        if (replayed := single_calls.try_replay(q, k, v, out, lse, numbers, names)) is not None:
+        key = single_calls.key_of(q, k, v, out, lse, numbers, names)
+        if (replayed := single_calls.try_replay(key, q, k, v, out, lse)) is not None:
             return replayed
     checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
     call = Call(  # by position: keywords would cost 0.7 us
@@ -169,7 +173,7 @@ def single_prefill_with_kv_cache(
         kv_layout, pos_encoding_mode, causal, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta,
         None, k_scale, v_scale, o_dtype, return_lse, enable_pdl, lse_base,
     )  # fmt: skip
-    return single_calls.run(call, backend, numbers, names)
+    return single_calls.run(call, backend, key, numbers)
 
 
 single_prefill_with_kv_cache_return_lse = with_return_lse(single_prefill_with_kv_cache)

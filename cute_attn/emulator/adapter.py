@@ -27,6 +27,8 @@ class EmulatedLaunch(Launch):
     def __init__(self, artifact: Artifact, *, pdl: bool) -> None:
         self.artifact, self.pdl, self.device_index = artifact, pdl, CPU
 
+    bound = None  # type: ignore[assignment]  # `kernels.host.bound` fires
+
     def fire(self, values: Sequence[int | float | bytes], grid: Dim3, stream: int) -> None:
         memory, emulation = _memory.get(), settings.current()
         if memory is None:

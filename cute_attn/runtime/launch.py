@@ -9,9 +9,10 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import itertools
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +56,27 @@ class ParamBlock:
             self._struct.pack_into(self.buffer, 0, *values)
         except (struct.error, OverflowError, TypeError) as err:
             raise ArgumentError(self._mismatch(values)) from err
+
+    def writer(self, fields: Sequence[str]) -> Callable[..., None]:
+        """Returns a function that stores values of these fields, in this order, and leaves all others."""
+        numbers = {param.name: i for i, param in enumerate(self._params)}
+        if len({*fields} & {*numbers}) < len(fields):
+            raise ValueError(f"fields to write must be distinct parameters of the kernel, got {list(fields)}")
+        space: dict[str, Any] = {"buffer": self.buffer}
+        lines = list[str]()
+        in_order = sorted(fields, key=numbers.__getitem__)
+        for _, run in itertools.groupby(enumerate(in_order), lambda pair: numbers[pair[1]] - pair[0]):  # adjacent ones
+            names = [name for _, name in run]
+            params = [self._params[numbers[name]] for name in names]
+            layout, start, end = "=", params[0].offset, params[0].offset
+            for param in params:
+                layout += f"{param.offset - end}x{_STRUCT_CODES[param.kind]}"
+                end = param.offset + param.size
+            space[f"pack{len(lines)}"] = struct.Struct(layout).pack_into
+            lines.append(f" pack{len(lines)}(buffer, {start}, {', '.join(names)})")
+        exec(f"def write({', '.join(fields)}):\n" + "\n".join(lines), space)
+        write: Callable[..., None] = space["write"]
+        return write
 
     def _mismatch(self, values: Sequence[int | float | bytes]) -> str:
         if len(values) != len(self._params):
@@ -106,7 +128,7 @@ class Launch:
         _check_driver(artifact, checked("cuDriverGetVersion", self._driver.cuDriverGetVersion()))
         self._context = _primary_context(device_index)
         self._function = _function(artifact.cubin, artifact.symbol, artifact.smem_bytes, device_index)
-        self._config = _config(self._driver, artifact, pdl)
+        self._config = self._build()
         self._configured: tuple[Dim3, int] | None = None  # grid and stream of the previous launch
         self._block = ParamBlock(artifact.params)
         self._lock = threading.Lock()
@@ -127,6 +149,36 @@ class Launch:
                     status = driver.cuLaunchKernelEx(config, self._function, self._block.address, 0)[0]
         if status:
             raise RuntimeError(f"launching {self.artifact.symbol} with grid {grid} failed: {status.name}")
+
+    def bound(self, values: Sequence[int | float | bytes], grid: Dim3, fields: Sequence[str]) -> Callable[..., None]:
+        """Returns a function of a stream and values of `fields` that launches with this grid and, for all other fields,
+        these values. It has parameter storage and a configuration of its own, where it writes no other field: this
+        takes 1 to 2 us less than `fire`. Threads may share it.
+        """
+        block, config, driver, lock = ParamBlock(self.artifact.params), self._build(), self._driver, threading.Lock()
+        block.pack(values)
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.hStream = latest = 0
+        write, context, function = block.writer(fields), self._context, self._function
+
+        def launch(stream: int, *changed: int | bytes) -> None:
+            nonlocal latest
+            with lock:
+                write(*changed)
+                if stream != latest:
+                    config.hStream = latest = stream
+                if driver.cuCtxGetCurrent()[1] == context:
+                    status = driver.cuLaunchKernelEx(config, function, block.address, 0)[0]
+                else:
+                    with _current(context):
+                        status = driver.cuLaunchKernelEx(config, function, block.address, 0)[0]
+            if status:
+                raise RuntimeError(f"launching {self.artifact.symbol} with grid {grid} failed: {status.name}")
+
+        return launch
+
+    def _build(self) -> Any:
+        return _config(self._driver, self.artifact, self.pdl)
 
     def describe(self, values: Sequence[int | float | bytes], grid: Dim3) -> dict[str, Any]:
         """Returns the plain data of a launch: see the function `describe`."""

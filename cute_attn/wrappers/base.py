@@ -159,7 +159,7 @@ class BatchWrapper(PlannedState, StrideVariants):
             limits = None if graph is None else graph.graph
             for i, variant in enumerate(due):
                 try:
-                    variant.plan = self._scheduled(variant, request, limits, settings=settings)
+                    variant.plan = self._scheduled(variant, request, limits, None, settings)
                 except Exception:
                     self._schedule_again(due[:i])
                     raise

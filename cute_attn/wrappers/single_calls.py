@@ -49,11 +49,23 @@ def forget() -> None:
     _seen.clear()
 
 
-def try_replay(q: Any, k: Any, v: Any, out: Any, lse: Any, numbers: Numbers, names: Names) -> Result | None:
+def key_of(q: Any, k: Any, v: Any, out: Any, lse: Any, numbers: Numbers, names: Names) -> Any:
+    """Return what equal calls have in common besides addresses; None for a call that the full path must look at."""
+    try:
+        key = (
+            *(q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device),
+            *(v.shape, v.stride(), v.dtype, v.device, tuple(map(type, numbers)), numbers, names),
+        )
+        return key if out is lse is None else (key, buffer_key(out), buffer_key(lse))
+    except (AttributeError, RuntimeError):  # no tensor, or a sparse one
+        return None
+
+
+def try_replay(key: Any, q: Any, k: Any, v: Any, out: Any, lse: Any) -> Result | None:
     """Launch a call like a cached one and return its result; None if there is none, or an address does not qualify."""
     try:
-        cached = _cached.get(_key(q, k, v, out, lse, numbers, names))
-    except (TypeError, AttributeError, RuntimeError):  # no hash, no tensor, or a sparse one: the full path says so
+        cached = _cached.get(key)
+    except TypeError:  # an option has no hash: the full path says what is wrong with it
         return None
     if cached is None:
         return None
@@ -73,12 +85,12 @@ def try_replay(q: Any, k: Any, v: Any, out: Any, lse: Any, numbers: Numbers, nam
     return (out, lse) if return_lse else out
 
 
-def run(call: Call, backend: Any, numbers: Numbers | None, names: Names) -> Result:
-    """Check and launch a call. `numbers`: None for a call that must not be replayed."""
+def run(call: Call, backend: Any, key: Any, numbers: Numbers) -> Result:
+    """Check and launch a call. `key`: that of its replays, or None; `numbers`: part of it."""
     problem = single.problem(call)
     backends.run(problem, backend)
-    if numbers is not None and problem.q is call.q and PLAIN_TYPES.issuperset(map(type, numbers)):
-        _cache(call, backend, problem, _key(call.q, call.k, call.v, call.out, call.lse, numbers, names))
+    if key is not None and problem.q is call.q and PLAIN_TYPES.issuperset(map(type, numbers)):
+        _cache(call, backend, problem, key)
     if call.return_lse:
         assert problem.lse is not None
         return problem.out, problem.lse
@@ -109,12 +121,3 @@ def _cache(call: Call, backend: str, problem: Problem, key: Any) -> None:
         FP8_ALIGNMENT if problem.features.half_aligned_kv else ALIGNMENT,
         (of_q, of_k, of_v, of_out, of_lse),
     )
-
-
-def _key(q: Any, k: Any, v: Any, out: Any, lse: Any, numbers: Numbers, names: Names) -> Any:
-    """Return what equal calls have in common besides addresses."""
-    key = (
-        *(q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device),
-        *(v.shape, v.stride(), v.dtype, v.device, tuple(map(type, numbers)), numbers, names),
-    )
-    return key if out is lse is None else (key, buffer_key(out), buffer_key(lse))

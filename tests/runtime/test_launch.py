@@ -85,6 +85,30 @@ def test_second_launch_replaces_all_values(driver: StubDriver) -> None:
     assert (last["grid"], last["stream"], last["params"]) == ((9, 1, 1), 0, expected_params(other))
 
 
+def test_a_bound_launch_replaces_the_fields_that_it_is_given(driver: StubDriver) -> None:
+    """Beside another of the same kernel, on another stream, and from a thread that has not touched CUDA."""
+    kernel = Launch(toy(), 0)
+    names = [param.name for param in kernel.artifact.params]
+    some = kernel.bound(VALUES, (4, 3, 2), [names[4], names[0]])
+    every = kernel.bound(VALUES, (9, 1, 1), names)
+    some(0xABC0, -7, 32)
+    every(0, 16, 7, -0.5, 1e300, -1)
+    driver.contexts = [real.CUcontext(0)]
+    some(5, -8, 48)
+    found = [(launch["grid"], launch["stream"], launch["context"], launch["params"]) for launch in driver.launches]
+    assert found == [
+        ((4, 3, 2), 0xABC0, 0x1000, expected_params((32, *VALUES[1:4], -7))),
+        ((9, 1, 1), 0, 0x1000, expected_params((16, 7, -0.5, 1e300, -1))),
+        ((4, 3, 2), 5, 0x1000, expected_params((48, *VALUES[1:4], -8))),
+    ]
+    assert [int(context) for context in driver.contexts] == [0]
+    driver.launch_status = real.CUresult.CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
+        some(0, -7, 32)
+    with pytest.raises(ValueError, match="distinct parameters"):
+        kernel.bound(VALUES, (1, 1, 1), ["nothing"])
+
+
 def test_describe_is_what_the_driver_gets(driver: StubDriver) -> None:
     kernel = Launch(toy(), 0, pdl=True)
     kernel.fire(VALUES, (4, 3, 2), 0)

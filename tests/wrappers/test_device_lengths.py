@@ -11,7 +11,7 @@ import torch
 
 from cute_attn import BatchDecodeWithPagedKVCacheWrapper
 from cute_attn.emulator.settings import using
-from cute_attn.errors import ArgumentError, RuntimeArgumentError
+from cute_attn.errors import ArgumentError, ArgumentTypeError, RuntimeArgumentError
 from cute_attn.problem import DeviceTokens
 from cute_attn.wrappers import device_plan
 
@@ -93,6 +93,32 @@ def test_lengths_are_computed_on_the_device(graph: bool, on_gpu: list[int]) -> N
         last += 0
         with pytest.raises(RuntimeArgumentError, match="must not be written after plan"):
             _ = wrapper._max_kv_len
+
+
+def test_a_plan_of_other_lengths_keeps_the_launch_and_the_replays() -> None:
+    """Lengths on the host: the records are replaced, and replays remain as long as the page numbers stay in place."""
+    torch.manual_seed(0)
+    cache, kept = torch.randn(20, 2, PAGE_SIZE, HEADS[1], HEAD_DIM).half(), torch.zeros(20, dtype=torch.int32)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 24, dtype=torch.uint8), backend="emulator")
+    plans, replays = [], []
+    with using("sm_90a", kernels="xqa", sms=2):
+        for i, (lengths, _) in enumerate((*BATCHES, BATCHES[0])):
+            indptr, indices, last = pages_of(lengths, torch.int32)
+            kept[: len(indices)] = indices
+            q, used = torch.randn(3, HEADS[0], HEAD_DIM).half(), kept if i < 3 else kept.clone()
+            wrapper.plan(indptr, used, last, *HEADS, HEAD_DIM, PAGE_SIZE)
+            plans.append(wrapper._plan)
+            replays.append(len(wrapper._plan.cached_runs))
+            wanted = expected(q, cache, lengths, indices)
+            for _ in range(2):
+                torch.testing.assert_close(wrapper.run(q, cache).double(), wanted, atol=2e-3, rtol=2e-3)
+            assert wrapper._max_kv_len == max(lengths)
+        wrapper.plan(indptr, used, last, *HEADS, HEAD_DIM, PAGE_SIZE, sm_scale=0.5)
+    assert len({id(plan) for plan in plans}) == 1
+    assert replays == [0, 1, 1, 0]
+    assert wrapper._plan is not plans[0]
+    with pytest.raises(ArgumentTypeError):
+        wrapper.plan(indptr, used, last, *HEADS, HEAD_DIM, PAGE_SIZE, sm_scale=True)
 
 
 def test_a_request_gets_no_pages_that_are_not_there(on_gpu: list[int]) -> None:

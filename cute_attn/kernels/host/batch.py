@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
+from cute_attn.kernels.host.bound import bound
 from cute_attn.kernels.host.params import Values
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Settings
@@ -178,22 +179,22 @@ class BatchRun:
             return launch_nothing
         target, partials = prepared.output.of(problem), self.partials(problem)
         first = prepared.values(problem, target, self.numbers(problem, partials), current_stream(index))
-        values = prepared.replay(problem, first)
-        attention, combine = prepared.attention, prepared.combine
+        values, fields = prepared.replay(problem), prepared.replay_fields
+        fire, combine = bound(prepared.attention, first, grid, fields), prepared.combine
         if combine is None:
 
             def run(q: int, k: int, v: int, out: int, lse: int, _: Tensors) -> None:
                 stream = current_stream(index)
-                attention.fire(values(q, k, v, out, lse, stream), grid, stream)
+                fire(stream, *values(q, k, v, out, lse, stream))
 
             return run
-        merge, combine_grid = combine.launch, self.combine_grid
-        merge_values = combine.rebinder.bind(combine.values(target, partials, self.merges))
+        merged = combine.values(target, partials, self.merges)
+        merge = bound(combine.launch, merged, self.combine_grid, ("o", "lse"))
 
         def run_and_combine(q: int, k: int, v: int, out: int, lse: int, _: Tensors) -> None:
             stream = current_stream(index)
-            attention.fire(values(q, k, v, out, lse, stream), grid, stream)
-            merge.fire(merge_values(out, lse), combine_grid, stream)
+            fire(stream, *values(q, k, v, out, lse, stream))
+            merge(stream, out, lse)
 
         return run_and_combine
 

@@ -30,8 +30,6 @@ class CombineKernel:
             **absent,
         }
         self.packer = ParamPacker.of(self.launch, static, (OUTPUT_FIELDS, PARTIAL_FIELDS, numbers))
-        self.rebinder = self.packer.rebinder(("o", "lse"))
-        self.single_rebinder = self.packer.rebinder(("o", "lse", *PARTIAL_FIELDS))  # partials: where torch allocates
 
     def values(self, target: Target, partials: tuple[int, ...], numbers: tuple[int, ...]) -> Values:
         """Returns the parameters of a launch. `partials`: addresses of o and lse. `numbers`: values of LENGTH_FIELDS,

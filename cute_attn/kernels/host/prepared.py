@@ -12,7 +12,8 @@ from cute_attn.problem import BatchProblem, Problem
 from cute_attn.runtime.launch import Launch
 
 Grid = tuple[int, int, int]
-Replay = Callable[[int, int, int, int, int, int], Values]  # from addresses of q, k, v, out and lse, and a stream
+Replay = Callable[[int, int, int, int, int, int], Values]  # from addresses of q, k, v, out and lse, and a stream, to
+# ^ values of `PreparedKernel.replay_fields`
 
 
 class PreparedKernel(Protocol):
@@ -21,11 +22,12 @@ class PreparedKernel(Protocol):
     attention: Launch
     combine: CombineKernel | None  # None: the attention kernel leaves no partials to combine
     output: OutputTarget
+    replay_fields: tuple[str, ...]
 
     def values(self, problem: Problem | BatchProblem, target: Target, numbers: Values, stream: int) -> Values:
         """Returns the parameters of an attention launch. `numbers`: values of the kernel's schedule fields."""
 
-    def replay(self, problem: Problem | BatchProblem, values: Values) -> Replay:
-        """Returns a function that computes the parameters of a launch that differs in addresses only from the launch
-        of `problem`, whose parameters are `values`.
+    def replay(self, problem: Problem | BatchProblem) -> Replay:
+        """Returns a function that computes the parameters in which a launch differs from that of `problem`, if its
+        tensors differ in addresses only.
         """

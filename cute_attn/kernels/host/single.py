@@ -10,7 +10,8 @@ from typing import Generic, TypeVar
 import torch
 
 from cute_attn.kernels.host.batch import Repeat, Tensors
-from cute_attn.kernels.host.params import Values
+from cute_attn.kernels.host.bound import bound
+from cute_attn.kernels.host.params import PARTIAL_FIELDS, Values
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel
 from cute_attn.problem import Problem, Request, Settings
 from cute_attn.runtime.launch import current_stream
@@ -77,29 +78,33 @@ class SingleRun(Generic[T]):
         if qo_len == 0:
             return None
         kernel, grid, numbers, num_splits = self.launch(qo_len, problem.kv_len)
-        attention, combine, stream_of = kernel.attention, kernel.combine, current_stream
+        attention, combine, fields, values = (
+            kernel.attention,
+            kernel.combine,
+            kernel.replay_fields,
+            kernel.replay(problem),
+        )
+        target, stream_of, workspace = kernel.output.of(problem), current_stream, self._workspace
         if combine is None:
-            first = kernel.values(problem, kernel.output.of(problem), numbers, stream_of(index))
-            values = kernel.replay(problem, first)
+            fire = bound(attention, kernel.values(problem, target, numbers, stream_of(index)), grid, fields)
 
             def run(q: int, k: int, v: int, out: int, lse: int, _: Tensors) -> None:
                 stream = stream_of(index)
-                attention.fire(values(q, k, v, out, lse, stream), grid, stream)
+                fire(stream, *values(q, k, v, out, lse, stream))
 
             return run
         rows = qo_len * self.num_qo_heads
         partial_rows, lse_offset = rows * num_splits, 4 * rows * num_splits * self.head_dim_vo
-        target, workspace = kernel.output.of(problem), self._workspace
         partial = kernel.output.partials(workspace(problem.q, partial_rows), partial_rows)
-        split_values = kernel.replay(problem, kernel.values(problem, partial, numbers, stream_of(index)))
-        merge, merge_grid = combine.launch, (rows, 1, 1)
-        merge_values = combine.single_rebinder.bind(combine.values(target, partial[:2], (qo_len, num_splits)))
+        split = bound(attention, kernel.values(problem, partial, numbers, stream_of(index)), grid, fields)
+        merged = combine.values(target, partial[:2], (qo_len, num_splits))
+        merge = bound(combine.launch, merged, (rows, 1, 1), ("o", "lse", *PARTIAL_FIELDS))
 
         def run_and_combine(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             stream, memory = stream_of(index), workspace(tensors[0], partial_rows)
             o = memory.data_ptr()
-            attention.fire(split_values(q, k, v, o, o + lse_offset, stream), grid, stream)
-            merge.fire(merge_values(out, lse, o, o + lse_offset), merge_grid, stream)
+            split(stream, *values(q, k, v, o, o + lse_offset, stream))
+            merge(stream, out, lse, o, o + lse_offset)
 
         return run_and_combine
 

@@ -93,7 +93,8 @@ class PreparedKernel:
         numbers = ORDER_FIELDS + (batch_fields(settings) if batch else LENGTH_FIELDS)
         dynamic = (*TENSOR_FIELDS, OUTPUT_FIELDS, numbers, (*extras, *output_fields))
         packer = ParamPacker.of(self.attention, static | absent, dynamic)
-        self.pack, self.rebinder = packer.values, packer.rebinder((*REPLAY_FIELDS, *output_fields))
+        self.pack = packer.values
+        self.replay_fields: tuple[str, ...] = (*REPLAY_FIELDS, *output_fields)
 
     def values(self, problem: Problem | BatchProblem, target: Target, numbers: Values, stream: int) -> Values:
         """Returns the parameters of an attention launch. `numbers`: values of ORDER_FIELDS, then of LENGTH_FIELDS or
@@ -123,16 +124,16 @@ class PreparedKernel:
             extras,
         )
 
-    def replay(self, problem: Problem | BatchProblem, values: Values) -> Replay:
-        """Returns a function that replaces the addresses of tensors and counters in `values`."""
+    def replay(self, problem: Problem | BatchProblem) -> Replay:
+        """Returns a function that computes tensor maps, addresses and counters."""
         q_map, k_map, v_map = self.maps.q(problem.q), self.maps.k(problem.k), self.maps.v(problem.v)
-        rebind, counter = self.rebinder.bind(values), self.counters.address
+        counter = self.counters.address
         if self.output_map:
             o_map = self.maps.o(problem.out)
-            return lambda q, k, v, out, lse, stream: rebind(
-                q_map(q), k_map(k), v_map(v), out, lse, k, v, counter(stream), o_map(out)
+            return lambda q, k, v, out, lse, stream: (
+                *(q_map(q), k_map(k), v_map(v), out, lse, k, v, counter(stream), o_map(out)),
             )
-        return lambda q, k, v, out, lse, stream: rebind(q_map(q), k_map(k), v_map(v), out, lse, k, v, counter(stream))
+        return lambda q, k, v, out, lse, stream: (q_map(q), k_map(k), v_map(v), out, lse, k, v, counter(stream))
 
 
 prepared_kernel = functools.lru_cache(MAX_SETTINGS)(PreparedKernel)

@@ -8,10 +8,12 @@ import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.kernels.host.batch import Repeat, Tensors
+from cute_attn.kernels.host.bound import bound
 from cute_attn.kernels.host.gpu import Gpu
+from cute_attn.kernels.host.params import ADDRESS_FIELDS
 from cute_attn.kernels.host.single import MAX_LENGTHS
 from cute_attn.kernels.xqa.host.grid import launch_config
-from cute_attn.kernels.xqa.host.prepared import CHUNK, ONE_PAGE, PreparedKernel
+from cute_attn.kernels.xqa.host.prepared import CHUNK, ONE_PAGE, SCRATCH_FIELDS, PreparedKernel
 from cute_attn.kernels.xqa.host.variant import segments
 from cute_attn.problem import Problem, Request, Settings
 from cute_attn.runtime import capture, counters
@@ -58,13 +60,14 @@ class SingleRun:
             return None
         kernel, index, counters = self.kernel(problem.qo_len), self.gpu.device_index, self.counters.address
         numbers = *self.request, problem.kv_len, 0, 0  # SCRATCH_FIELDS: of each launch
-        values = kernel.single_rebinder.bind(kernel.values(problem, kernel.output.of(problem), numbers, 0))
-        attention, grid, num_bytes = kernel.attention, kernel.config.grid, kernel.config.partial_bytes
+        first = kernel.values(problem, kernel.output.of(problem), numbers, 0)
+        fire = bound(kernel.attention, first, kernel.config.grid, (*ADDRESS_FIELDS, *SCRATCH_FIELDS))
+        num_bytes = kernel.config.partial_bytes
 
         def run(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             stream = current_stream(index)
             partials = tensors[0].new_empty(num_bytes, dtype=torch.uint8)
-            attention.fire(values(q, k, v, out, lse, counters(stream), partials.data_ptr()), grid, stream)
+            fire(stream, q, k, v, out, lse, counters(stream), partials.data_ptr())
 
         return run
 
