@@ -226,9 +226,14 @@ CAPABILITIES = (
         "output of an fp8 dtype",
         lambda f: f.o_dtype in FP8 and not f.device_lengths,
         {
-            **dict.fromkeys(("fa4", "fa3", "fa2"), Unsupported("its epilogue writes 16 or 32 bits", _CONVERT)),
+            **dict.fromkeys(("fa4", "fa2"), Unsupported("its epilogue writes 16 or 32 bits", _CONVERT)),
             "xqa": Unsupported("a plan does not tell the scale of the output", "xqa_batch_decode_with_kv_cache"),
         },
+    ),
+    Capability(
+        "output of an fp8 dtype with a head dimension that is no multiple of 16",
+        lambda f: f.o_dtype in FP8 and not f.device_lengths and f.head_dim_vo % 16 != 0,
+        {"fa3": Unsupported("it stores rows in units of 16 bytes", _CONVERT)},
     ),
     Capability(
         "output of float8_e4m3fn, lengths on the device",

@@ -152,7 +152,7 @@ def test_what_fa2_refuses_of_fp8_queries(asked: dict[str, Any], feature: str) ->
         {"head_dim_vo": 72},
         {"head_dim_qk": 512, "head_dim_vo": 512},
         {"pos_encoding_mode": "ROPE_LLAMA"},
-        {"o_dtype": E4M3},
+        {"o_dtype": E4M3, "head_dim_vo": 72},
     ],
 )
 def test_what_fa3_refuses_of_fp8_queries(asked: dict[str, Any]) -> None:
@@ -309,6 +309,19 @@ def test_fp8_output_needs_a_plan_less_call_and_compute_capability_9() -> None:
         select.choose(features, arch=AMPERE)
     with pytest.raises(NotSupported, match="xqa_batch_decode_with_kv_cache"):
         select.choose(features._replace(device_lengths=False), "xqa", HOPPER)
+
+
+@pytest.mark.parametrize("o_dtype", FP8)
+def test_fp8_output_is_for_fa3(o_dtype: torch.dtype) -> None:
+    """However few the rows: no other backend writes it after a plan."""
+    for asked in ({}, {"q_dtype": E4M3, "kv_dtype": E4M3}, {"kv_dtype": E4M3}, {"kv_source": "paged", "sinks": True}):
+        features = CUDA._replace(o_dtype=o_dtype, **asked)  # type: ignore[arg-type]
+        for rows in (1, 1000):
+            assert select.choose(features, arch=HOPPER, rows=rows).name == "fa3"
+        with pytest.raises(NotSupported, match="fa2 refuses output of an fp8 dtype"):
+            select.choose(features, arch=AMPERE)
+    with pytest.raises(NotSupported, match="fa3 refuses output of an fp8 dtype with a head dimension"):
+        select.choose(CUDA._replace(o_dtype=o_dtype, head_dim_qk=72, head_dim_vo=72), "fa3", HOPPER)
 
 
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])

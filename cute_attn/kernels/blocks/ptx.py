@@ -207,6 +207,10 @@ def st_global_f32(address: Int64, value: Float32) -> None:
     asm("st.global.f32 [$0], $1;", [], [address, value])
 
 
+def st_global_b32(address: Int64, value: Int32) -> None:
+    asm("st.global.b32 [$0], $1;", [], [address, value])
+
+
 def st_global_v2_f32(address: Int64, offset: int, values: Sequence[Float32]) -> None:
     asm(f"st.global.v2.f32 [$0+{offset}], {{$1, $2}};", [], [address, *values])
 
@@ -408,6 +412,18 @@ def pack_e4m3(values: Sequence[Float32]) -> Int32:
     """Rounds four numbers to nearest even, the first into the lowest byte; values beyond 448 become 448."""
     text = (
         "{.reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3;"
+        "mov.b32 $0, {l, h};}"
+    )
+    return asm(text, [Int32], values, pure=True)
+
+
+def pack_8(dtype: str, values: Sequence[Float32]) -> Int32:
+    """Rounds four numbers to an fp8 dtype, to nearest even, the first into the lowest byte; values beyond the largest
+    become it (sm_89 and later).
+    """
+    kind = {"float8_e4m3fn": "e4m3x2", "float8_e5m2": "e5m2x2"}[dtype]
+    text = (
+        f"{{.reg .b16 l, h; cvt.rn.satfinite.{kind}.f32 l, $2, $1; cvt.rn.satfinite.{kind}.f32 h, $4, $3;"
         "mov.b32 $0, {l, h};}"
     )
     return asm(text, [Int32], values, pure=True)

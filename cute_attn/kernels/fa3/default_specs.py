@@ -31,6 +31,10 @@ def default_specs() -> list[KernelSpec]:
     for dims in FP8_HEAD_DIMS:
         specs += [_spec(dims, dtype="float8_e4m3fn", **source) for source in fp8]
         specs.append(_spec(dims, dtype="float8_e4m3fn", split=True, out_dtype="float32"))
+    specs += [_spec(dims, out_dtype=FP8_DTYPES[0]) for dims in HEAD_DIMS]
+    specs += [_spec(llama, out_dtype=FP8_DTYPES[1], **ITEMS), _spec(llama, out_dtype=FP8_DTYPES[0], **GATHERED)]
+    specs += [_spec(dims, dtype=FP8_DTYPES[0], out_dtype=FP8_DTYPES[0], **ITEMS) for dims in FP8_HEAD_DIMS]
+    specs.append(_spec(llama, kv_dtype=FP8_DTYPES[0], out_dtype=FP8_DTYPES[0], **ITEMS))
     return specs + _fp8_kv_specs()
 
 

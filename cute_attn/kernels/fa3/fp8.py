@@ -27,7 +27,14 @@ from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.blocks.transform_warps import TransformWarps
 from cute_attn.kernels.fa3.kernel import Fa3Program
 from cute_attn.kernels.fa3.mainloop import MmaWarpgroups, MmaWork, State
-from cute_attn.kernels.fa3.parts.fp8 import Fp8Softmax, Fp8Store, Fp8Tile, ThreadSums, VTranspose
+from cute_attn.kernels.fa3.parts.fp8 import (
+    Fp8Softmax,
+    Fp8Store,
+    Fp8Tile,
+    NarrowFp8Store,
+    ThreadSums,
+    VTranspose,
+)
 from cute_attn.kernels.fa3.parts.wgmma import WARPGROUP_ROWS, AnyLanes, RematerializedLanes, WarpgroupLanes
 from cute_attn.kernels.fa3.smem import Fp8Memory
 from cute_attn.kernels.fa3.spec import Fa3Spec
@@ -76,7 +83,7 @@ class Fp8MmaWarpgroups(MmaWarpgroups):
 
     memory: Fp8Memory
     tile: Fp8Tile
-    store_type = Fp8Store
+    store_type, narrow_store_type = Fp8Store, NarrowFp8Store
 
     @cute.jit
     def mainloop(self, rings: SmemRings, mma: cutlass.Constexpr, k: PipelineState) -> Any:
