@@ -185,14 +185,17 @@ CAPABILITIES = (
     Capability(
         "NVFP4 k and v (kv_cache_sf)",
         lambda f: f.kv_block_scales,
-        dict.fromkeys(("fa4", "fa3"), Unsupported("it widens keys and values of 8 bits, no fewer", 'backend="fa2"')),
+        {"fa4": Unsupported("it widens keys and values of 8 bits, no fewer", 'backend="fa2"')},
     ),
     Capability(
         "NVFP4 k and v with a head dimension that is no multiple of 64",
         lambda f: f.kv_block_scales and not _multiples(f, 64),
         {
-            "fa2": Unsupported(
-                "a token's block scales are no whole words of 4 bytes", "dequantise k and v to q's dtype first"
+            **dict.fromkeys(
+                ("fa3", "fa2"),
+                Unsupported(
+                    "a token's block scales are no whole words of 4 bytes", "dequantise k and v to q's dtype first"
+                ),
             ),
             "xqa": Unsupported(
                 "a warp copies a token's block scales as 4, 8 or 16 bytes", "dequantise k and v to q's dtype first"

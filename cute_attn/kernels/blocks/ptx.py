@@ -137,6 +137,10 @@ def ld_shared_v4_f32(address: Int32, offset: int = 0) -> list[Float32]:
     return asm(f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{offset}];", [Float32] * 4, [address])
 
 
+def ld_shared_v2(address: Int32, offset: int = 0) -> list[Int32]:
+    return asm(f"ld.shared.v2.b32 {{$0, $1}}, [$2+{offset}];", [Int32] * 2, [address])
+
+
 def ld_shared_v2_f32(address: Int32, offset: int = 0) -> list[Float32]:
     return asm(f"ld.shared.v2.f32 {{$0, $1}}, [$2+{offset}];", [Float32] * 2, [address])
 
@@ -462,6 +466,16 @@ def e2m1x8_to_16(dtype: str, word: Int32) -> list[Int32]:
         pair = permute(word, upper, 0x1111 * byte + 0x0044)  # both nibbles in the top bits of their half
         result.append(multiply_16(dtype, asm(text, [Int32], [pair], pure=True), Int32(factor)))
     return result
+
+
+def e2m1x8_to_f16_scaled(word: Int32) -> list[Int32]:
+    """Converts eight e2m1 numbers, low nibble first, to fp16 times 2^-14: exponent and mantissa shifted, the bias not
+    fixed.
+    """
+    text = "{.reg .b32 s, x; and.b32 s, $1, 0x80008000; shr.u32 x, $1, 3; and.b32 x, x, 0x0E000E00; or.b32 $0, x, s;}"
+    upper = word << 4  # the low nibble of every byte in its high half
+    pairs = [permute(word, upper, 0x1111 * byte + 0x0044) for byte in range(4)]
+    return [asm(text, [Int32], [pair], pure=True) for pair in pairs]
 
 
 def cvt_e2m1x8(dtype: str, word: Int32) -> list[Int32]:

@@ -13,7 +13,7 @@ from cutlass import Int32
 
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.persistent import PersistentProgram
-from cute_attn.kernels.blocks.persistent_params import PersistentParams
+from cute_attn.kernels.blocks.persistent_params import AnyParams
 from cute_attn.kernels.blocks.pipeline import SmemRings, start
 from cute_attn.kernels.blocks.roles import WarpRole
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
@@ -44,7 +44,7 @@ class TransformWarps:
         return start()
 
     @cute.jit
-    def run(self, p: PersistentParams, rings: SmemRings, thread: Int32) -> None:
+    def run(self, p: AnyParams, rings: SmemRings, thread: Int32) -> None:
         """Transforms the kv tiles of all query tiles, in the order of loading. `thread`: index among the transform
         warps.
         """

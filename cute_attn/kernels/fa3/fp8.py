@@ -20,7 +20,7 @@ from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue
 from cute_attn.kernels.blocks.fp8_scales import MIN_SCALE, ScaledPartialEpilogue, row_scale, scaled_epilogues
 from cute_attn.kernels.blocks.masks import BandMask
-from cute_attn.kernels.blocks.persistent_params import PersistentParams
+from cute_attn.kernels.blocks.persistent_params import AnyParams, PersistentParams
 from cute_attn.kernels.blocks.pipeline import PipelineState, SmemRings
 from cute_attn.kernels.blocks.scores import RowScales, Scores
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
@@ -183,7 +183,7 @@ class Fp8Program(Fa3Program):
 
     @cute.jit
     def prepare_q(
-        self, p: PersistentParams, work: cutlass.Constexpr, lanes: WarpgroupLanes, q_rows: Int32, scale: Float32
+        self, p: AnyParams, work: cutlass.Constexpr, lanes: WarpgroupLanes, q_rows: Int32, scale: Float32
     ) -> Float32:
         """Flips the sign of q rows whose scale is negative, since softmax needs positive scales. wgmma reads the 16
         rows of a warp for that warp alone, so a warp barrier suffices.

@@ -16,7 +16,7 @@ from cute_attn.kernels.blocks import ptx, sm90, tma
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, Target
 from cute_attn.kernels.blocks.masks import BandMask, TileOrder
 from cute_attn.kernels.blocks.persistent import PersistentProgram
-from cute_attn.kernels.blocks.persistent_params import PersistentParams
+from cute_attn.kernels.blocks.persistent_params import AnyParams, PersistentParams
 from cute_attn.kernels.blocks.pipeline import PipelineState, SmemRings, start
 from cute_attn.kernels.blocks.roles import WarpRole
 from cute_attn.kernels.blocks.rows import PackedRows
@@ -75,7 +75,7 @@ class MmaWarpgroups:
         return self.spec.schedule == "items" and self.spec.kv != "gathered" and loads_operand
 
     @cute.jit
-    def run(self, p: PersistentParams, rings: SmemRings) -> None:
+    def run(self, p: AnyParams, rings: SmemRings) -> None:
         """Processes all query tiles of the CTA."""
         lanes = WarpgroupLanes.of()
         scale = p.scale * device_scale(p.scale0) * device_scale(p.scale1)
