@@ -328,22 +328,26 @@ CAPABILITIES = (
         "pos_encoding_mode ROPE_LLAMA",
         lambda f: f.pos_encoding_mode == "ROPE_LLAMA",
         {
-            **dict.fromkeys(
-                ("fa4", "fa3"),
-                Unsupported("TMA brings q and k in unrotated", 'backend="fa2", or rotate q and k first'),
-            ),
+            "fa4": Unsupported("TMA brings q and k in unrotated", 'backend="fa2", or rotate q and k first'),
             "xqa": Unsupported("it reads q and k as they are", 'backend="fa2", or rotate q and k first'),
         },
     ),
     Capability(
+        "pos_encoding_mode ROPE_LLAMA with k and v of fewer bits than q",
+        lambda f: f.pos_encoding_mode == "ROPE_LLAMA" and (f.kv_dtype in FP8 or f.kv_block_scales),
+        {"fa3": Unsupported("its transform warps either rotate or convert", 'backend="fa2"')},
+    ),
+    Capability(
         "pos_encoding_mode ROPE_LLAMA with a head dimension that is no multiple of 16",
         lambda f: f.pos_encoding_mode == "ROPE_LLAMA" and _uncommon_head_dims(f) and f.head_dim_qk % 16 != 0,
-        {"fa2": Unsupported("it rotates eight pairs of dimensions at a time", "rotate q and k first")},
+        dict.fromkeys(
+            ("fa3", "fa2"), Unsupported("it rotates eight pairs of dimensions at a time", "rotate q and k first")
+        ),
     ),
     Capability(
         "pos_encoding_mode ROPE_LLAMA with q of an fp8 dtype",
         lambda f: f.pos_encoding_mode == "ROPE_LLAMA" and f.q_dtype in FP8,
-        {"fa2": Unsupported("it rotates tiles of 16 bits", "rotate q and k first")},
+        dict.fromkeys(("fa3", "fa2"), Unsupported("it rotates tiles of 16 bits", "rotate q and k first")),
     ),
     Capability(
         "pos_encoding_mode ALIBI",

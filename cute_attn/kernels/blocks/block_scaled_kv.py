@@ -137,7 +137,7 @@ class BlockScaledKV:
         for i in cutlass.range_constexpr(len(self.rounds)):
             row = self.lane + self.rounds[i]
             token = kv_tile * self.cols + row
-            page = page_ids[i] if page_ids else Int32(0)
+            page = page_ids[i] if cutlass.const_expr(len(page_ids) > 0) else Int32(0)
             address = self.tokens.address(scales, token, page)
             size = ptx.select(token < self.kv_end, Int32(WORD), Int32(0))
             if cutlass.const_expr(self.rounds[i] + LANES <= self.cols):

@@ -38,7 +38,7 @@ class PersistentProgram:
     maps: tuple[str, ...] = Maps._fields
     rings_type = SmemRings
     gathered_kv = GatheredKV  # source of 16-bit rows that warps gather
-    producer_type = Producer
+    producer_type: type[Producer] = Producer
 
     def __init__(self, spec: PersistentSpec, memory: TileMemory, tile: Any, cta: OneCta = ONE_CTA) -> None:
         self.spec, self.memory, self.tile, self.cta = spec, memory, tile, cta

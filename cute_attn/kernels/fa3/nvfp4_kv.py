@@ -1,6 +1,5 @@
 """The Hopper kernel for 16-bit q over NVFP4 K and V: as over fp8, with block scales beside the staged rows."""
 
-
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks.block_scaled_kv import BlockScaledParams, BlockScaledProducer

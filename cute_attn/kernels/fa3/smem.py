@@ -21,7 +21,7 @@ class HopperMemory(TileMemory):
     @staticmethod
     def of(spec: Fa3Spec) -> HopperMemory:
         narrow = Nvfp4KvMemory if spec.kv_dtype == "nvfp4" else Fp8KvMemory if spec.kv_dtype else HopperMemory
-        kind = Fp8Memory if spec.fp8 else narrow
+        kind = Fp8Memory if spec.fp8 else RopeMemory if spec.pos_encoding == "rope" else narrow
         return kind(spec.tile, spec.head_dim_qk, spec.head_dim_vo)
 
     @property
@@ -116,3 +116,19 @@ class Nvfp4KvMemory(Fp8KvMemory):
         ends = (scales.offset + 4 * scales.words * self.tile.cols for scales in (self.k_scales, self.v_scales))
         k, v = (-(-end // LINE) * LINE for end in ends)
         return RingLayout("staged_k", stages, k), RingLayout("staged_v", stages, v)
+
+
+@dataclass(frozen=True)
+class RopeMemory(HopperMemory):
+    """Layout for 16-bit K that is rotated: its tiles are staged behind the rings of operands, in the same layout. A
+    (hi, lo) pair of fp32 frequencies per pair of dimensions follows.
+    """
+
+    @property
+    def rings(self) -> tuple[RingLayout, ...]:
+        k = RingLayout("staged_k", self.tile.staged, self.tile.cols * self.qk_columns * LINE)
+        return (*super().rings, k)
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        return (Scratch("frequencies", self.head_dim_qk // 2 * 8),)

@@ -23,6 +23,7 @@ from cute_attn.kernels.host.params import (
     mask_bounds,
     mask_fields,
     optional,
+    rope_fields,
     score_fields,
     two_addresses,
 )
@@ -90,6 +91,8 @@ class PreparedKernel:
             "box_rows": self.maps.box_rows,
         }
         static |= dict.fromkeys(LENGTH_FIELDS, 0) if batch else NO_BATCH
+        if variant.rotates(features):
+            static |= rope_fields(settings)
         extras, absent = optional(
             {**mask_fields(settings), STRIDE_FIELDS: self.paged, HEAD_SCALE_FIELDS: features.per_head_scales}
         )
