@@ -48,7 +48,8 @@ def _fp8_kv_specs() -> list[KernelSpec]:
 
 
 def _nvfp4_specs() -> list[KernelSpec]:
-    llama, packed, nvfp4 = (128, 128), (dims for dims in HEAD_DIMS if dims[0] % 64 == 0), {"kv_dtype": "nvfp4"}
+    llama, packed = (128, 128), (dims for dims in HEAD_DIMS if dims[0] % 64 == 0)
+    nvfp4: dict[str, Any] = {"kv_dtype": "nvfp4"}
     specs = [_spec(dims, **nvfp4, **source) for dims in packed for source in ({}, ITEMS)]
     specs += [_spec(llama, **nvfp4, **GATHERED), _spec((256, 256), **nvfp4, **MODIFIED[0], **GATHERED)]
     specs += [_spec(llama, **nvfp4, **MODIFIED[0], **ITEMS), _spec(llama, **nvfp4, split=True, out_dtype="float32")]
@@ -56,7 +57,7 @@ def _nvfp4_specs() -> list[KernelSpec]:
 
 
 def _rope_specs() -> list[KernelSpec]:
-    rope = {"pos_encoding": "rope"}
+    rope: dict[str, Any] = {"pos_encoding": "rope"}
     specs = [_spec(dims, **rope, **source) for dims in HEAD_DIMS for source in ({}, ITEMS)]
     specs += [_spec(dims, **rope, **MODIFIED[0], **ITEMS) for dims in ((128, 128), (256, 256))]
     specs += [_spec((128, 128), **rope, split=True, out_dtype="float32")]
