@@ -468,14 +468,19 @@ def e2m1x8_to_16(dtype: str, word: Int32) -> list[Int32]:
     return result
 
 
-def e2m1x8_to_f16_scaled(word: Int32) -> list[Int32]:
-    """Converts eight e2m1 numbers, low nibble first, to fp16 times 2^-14: exponent and mantissa shifted, the bias not
-    fixed.
+def e2m1x8_to_f16(word: Int32) -> list[Int32]:
+    """Converts eight e2m1 numbers, low nibble first, to fp16, whose upper byte is all that they need: `prmt` looks four
+    up at a time. 13 instructions; `e2m1x8_to_16` takes 21.
     """
-    text = "{.reg .b32 s, x; and.b32 s, $1, 0x80008000; shr.u32 x, $1, 3; and.b32 x, x, 0x0E000E00; or.b32 $0, x, s;}"
-    upper = word << 4  # the low nibble of every byte in its high half
-    pairs = [permute(word, upper, 0x1111 * byte + 0x0044) for byte in range(4)]
-    return [asm(text, [Int32], [pair], pure=True) for pair in pairs]
+    magnitudes = word & Int32(0x77777777)  # bit 3 of a selector would replicate a sign
+    low, high = Int32(0x3E3C3800), Int32(0x46444240)  # of 0, 0.5, 1, 1.5, and of 2, 3, 4, 6
+    evens = word << 4  # signs of even numbers in the top bits of the bytes, as those of odd ones are in `word`
+    pairs = []
+    for selectors, bytes_ in ((magnitudes, 0x5140), (magnitudes >> 16, 0x7362)):
+        text = "{.reg .b32 m, s; prmt.b32 m, $1, $2, $3; prmt.b32 s, $4, $5, $6; lop3.b32 $0, m, s, 0x80808080, 0xF8;}"
+        signed = asm(text, [Int32], [low, high, selectors, evens, word, Int32(bytes_)], pure=True)
+        pairs += [permute(signed, Int32(0), selector) for selector in (0x1404, 0x3424)]
+    return pairs
 
 
 def cvt_e2m1x8(dtype: str, word: Int32) -> list[Int32]:

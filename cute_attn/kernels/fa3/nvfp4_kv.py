@@ -1,17 +1,11 @@
 """The Hopper kernel for 16-bit q over NVFP4 K and V: as over fp8, with block scales beside the staged rows."""
 
-from cutlass import Float32, Int32
+from cutlass import Int32
 
 from cute_attn.kernels.blocks.block_scaled_kv import BlockScaledParams, BlockScaledProducer
 from cute_attn.kernels.blocks.dequant_warps import DequantWarps
-from cute_attn.kernels.blocks.epilogue import FinalEpilogue
-from cute_attn.kernels.blocks.fp8_scales import ScaledPartialEpilogue
-from cute_attn.kernels.blocks.persistent_params import PersistentParams
-from cute_attn.kernels.blocks.scalars import device_scale
-from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.fa3.fp8_kv import Fp8KvProgram
-from cute_attn.kernels.fa3.parts.nvfp4 import GAIN, Nvfp4KvDequant, PackedRows
-from cute_attn.kernels.fa3.parts.wgmma import WarpgroupLanes
+from cute_attn.kernels.fa3.parts.nvfp4 import Nvfp4KvDequant, PackedRows
 from cute_attn.kernels.fa3.smem import Nvfp4KvMemory
 
 
@@ -35,12 +29,3 @@ class Nvfp4KvProgram(Fp8KvProgram):
     memory: Nvfp4KvMemory
     transform_type = Nvfp4Warps
     producer_type = BlockScaledProducer
-
-    def prepare_q(
-        self, p: PersistentParams, work: QueryTile, lanes: WarpgroupLanes, q_rows: Int32, scale: Float32
-    ) -> list[Float32]:
-        return [x * Float32(GAIN) for x in super().prepare_q(p, work, lanes, q_rows, scale)]
-
-    def epilogues(self, p: PersistentParams, work: QueryTile) -> tuple[FinalEpilogue, ScaledPartialEpilogue]:
-        v_scale = p.v_scale * device_scale(p.v_scale_ptr) * Float32(GAIN)
-        return FinalEpilogue(p.sinks, v_scale, p.lse_scale), ScaledPartialEpilogue(Float32(GAIN))
