@@ -19,7 +19,9 @@ pytestmark = pytest.mark.emulator
 
 
 def scheduled(batches: list[BatchCase]) -> list[tuple[BatchCase, Schedule]]:
-    return list(zip(batches, itertools.cycle(ALL_SCHEDULES), strict=False))
+    """The first on all schedules, the others on one each."""
+    in_turn = zip(batches[1:], itertools.cycle(ALL_SCHEDULES), strict=False)
+    return [*((batches[0], schedule) for schedule in ALL_SCHEDULES), *in_turn]
 
 
 @pytest.mark.parametrize(("batch", "schedule"), scheduled(transformed_kv.NVFP4_BATCHES), ids=name)
@@ -33,13 +35,6 @@ def test_rope(batch: BatchCase, schedule: Schedule) -> None:
     emulation = solve_batch(FA3, batch, schedule, sms=3)
     specs = [record.spec for record in emulation.records]
     assert {spec["pos_encoding"] for spec in specs if spec["kernel"] == "fa3"} == {"rope"}
-
-
-@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=name)
-@pytest.mark.parametrize("batch", [transformed_kv.NVFP4_BATCHES[1], transformed_kv.ROPE_BATCHES[1]], ids=name)
-def test_schedules(batch: BatchCase, schedule: Schedule) -> None:
-    """Causal pages of 16 tokens, bf16 at head dimension 128."""
-    solve_batch(FA3, batch, schedule, sms=2)
 
 
 @pytest.mark.parametrize("q_dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -65,9 +60,9 @@ def test_every_number_is_exact(q_dtype: torch.dtype) -> None:
     assert torch.equal(out, numbers.expand(256, 1, 256))
 
 
-def test_rope_at_position_2_to_the_20() -> None:
-    """Angles of a million radians, at keys that the window shows."""
-    length, near, dim = 1 << 20, 256, 64
+def test_rope_at_position_2_to_the_17() -> None:
+    """Angles of 130,000 radians, at keys that the window shows."""
+    length, near, dim = 1 << 17, 256, 64
     generator = torch.Generator().manual_seed(0)
     q, k_near, v_near = (torch.randn(n, 1, dim, generator=generator).half() for n in (70, near, near))
     k, v = (torch.zeros(length, 1, dim, dtype=torch.float16) for _ in "kv")

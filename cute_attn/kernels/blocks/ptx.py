@@ -333,6 +333,24 @@ def double_to_float_pair(x: Float64) -> tuple[Float32, Float32]:
     return hi, lo
 
 
+def fraction_words(x: Float64) -> tuple[Int32, Int32]:
+    """Returns (upper, lower) with upper + lower * 2^-32 = (x - floor(x)) * 2^32; upper is unsigned, lower signed."""
+    scale = "0d41F0000000000000"  # 2^32
+    text = (
+        "{.reg .f64 a, b; cvt.rmi.f64.f64 a, $2; sub.rn.f64 a, $2, a;"
+        f"mul.rn.f64 a, a, {scale}; cvt.rni.u32.f64 $0, a; cvt.rn.f64.u32 b, $0; sub.rn.f64 a, a, b;"
+        f"mul.rn.f64 a, a, {scale}; cvt.rni.s32.f64 $1, a;}}"
+    )
+    upper, lower = asm(text, [Int32, Int32], [x], pure=True)
+    return upper, lower
+
+
+def scaled_fraction(n: Int32, upper: Int32, lower: Int32) -> Float32:
+    """Returns n times the fraction of `fraction_words` without whole turns: units of 2^-32, from -2^31 to 2^31."""
+    text = "{.reg .b32 t; mul.lo.u32 t, $1, $2; mad.hi.s32 t, $1, $3, t; cvt.rn.f32.s32 $0, t;}"
+    return asm(text, [Float32], [n, upper, lower], pure=True)
+
+
 def shuffle_xor(x: Float32, lane_mask: int) -> Float32:
     return asm(f"shfl.sync.bfly.b32 $0, $1, {lane_mask}, 31, 0xffffffff;", [Float32], [x])
 

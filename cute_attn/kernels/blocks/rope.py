@@ -1,11 +1,12 @@
 """Rotary embedding of pairs (d, d + D/2) (NeoX order; Su et al. 2021).
 
-The angle is position * theta^(-2i/D) / rope_scale. In fp32 that product loses whole radians at position 10^5, so it is
+In `RotaryTable`, the angle is position * theta^(-2i/D) / rope_scale. In fp32 that product loses whole radians at position 10^5, so it is
 formed in units of turns with the frequency as a (hi, lo) pair, reduced to half a turn exactly, and only then scaled by
 2 pi. Rotated values are rounded back to 16 bits, which the matrix units need.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -42,8 +43,11 @@ class RotaryTable:
                 for bit in cutlass.range_constexpr(self.power_bits):  # ratio^pair by squaring
                     frequency = ptx.select((pair >> bit) % 2 == 1, frequency * power, frequency)
                     power = power * power
-                hi, lo = ptx.double_to_float_pair(frequency)
-                ptx.st_shared_v2_f32(self.table + pair * 8, 0, [hi, lo])
+                ptx.st_shared_v2_f32(self.table + pair * 8, 0, self.entry(frequency))
+
+    def entry(self, frequency: Float64) -> list[Float32]:
+        """Returns what the table holds of a frequency."""
+        return [*ptx.double_to_float_pair(frequency)]
 
     def rotate_chunk(self, low_at: Int32, high_at: Int32, table: Int32, position: Float32) -> None:
         """Rotates eight dimensions with their eight partners half a row to the right, in place."""
@@ -52,7 +56,7 @@ class RotaryTable:
         ptx.st_shared_v4(high_at, 0, high)
 
     def rotated(
-        self, low: list[Int32], high: list[Int32], table: Int32, position: Float32
+        self, low: list[Int32], high: list[Int32], table: Int32, position: Any
     ) -> tuple[list[Int32], list[Int32]]:
         """Rotates eight dimensions and their partners. `table`: address of the frequency of the first."""
         new_low, new_high = [], []
@@ -64,10 +68,14 @@ class RotaryTable:
             new_high.append(ptx.pack_16(self.dtype, turned[0][1], turned[1][1]))
         return new_low, new_high
 
-    def turn(self, a: Float32, b: Float32, position: Float32, hi: Float32, lo: Float32) -> tuple[Float32, Float32]:
+    def turn(self, a: Float32, b: Float32, position: Any, hi: Float32, lo: Float32) -> tuple[Float32, Float32]:
+        angle = self.angle(position, hi, lo)
+        sin, cos = ptx.sin(angle), ptx.cos(angle)
+        return a * cos - b * sin, b * cos + a * sin
+
+    def angle(self, position: Any, hi: Float32, lo: Float32) -> Float32:
+        """Returns the angle in radians, within half a turn."""
         product = position * hi
         error = ptx.fma(position, hi, Float32(0.0) - product)
         turns = (product - ptx.round_to_integer(product)) + ptx.fma(position, lo, error)
-        angle = turns * Float32(TWO_PI)
-        sin, cos = ptx.sin(angle), ptx.cos(angle)
-        return a * cos - b * sin, b * cos + a * sin
+        return turns * Float32(TWO_PI)

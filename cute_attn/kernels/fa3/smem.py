@@ -120,8 +120,8 @@ class Nvfp4KvMemory(Fp8KvMemory):
 
 @dataclass(frozen=True)
 class RopeMemory(HopperMemory):
-    """Layout for 16-bit K that is rotated: its tiles are staged behind the rings of operands, in the same layout. A
-    (hi, lo) pair of fp32 frequencies per pair of dimensions follows.
+    """Layout for 16-bit K that is rotated: its tiles are staged behind the rings of operands, in the same layout.
+    Frequencies of 8 bytes per pair of dimensions follow.
     """
 
     @property
