@@ -31,6 +31,8 @@ class Backend:
     capability: tuple[int, int] | None  # minimum compute capability; None: any device
     only: tuple[str, ...] = ()  # the architectures that it is built for; empty: all from `capability` on
     min_rows: int = 0  # packed query rows per request (qo_len x heads per kv head) from which "auto" considers it
+    # The same where the kernel prepares the keys: by "nvfp4", or by pos_encoding_mode.
+    min_rows_of: Mapping[str, int] = field(default_factory=dict, hash=False)
     # (bytes per element of k and v, head dimension): packed query rows up to which "auto" considers it, for all that it
     # considers; empty: no such limits.
     max_rows: Mapping[tuple[int, int], int] = field(default_factory=dict, hash=False)
@@ -41,8 +43,9 @@ class Backend:
         """
         if features.q_dtype in FP8 or features.device_lengths:
             return None  # only one backend of a GPU supports fp8 q, and only one lengths on the device
-        if rows is not None and rows < self.min_rows:
-            return f"{rows} query rows per kv head are fewer than {self.min_rows}"
+        least = self.least_rows(features)
+        if rows is not None and rows < least:
+            return f"{rows} query rows per kv head are fewer than {least}"
         if not self.max_rows:
             return None
         kv_bytes = features.kv_dtype.itemsize
@@ -52,6 +55,11 @@ class Backend:
         if rows is not None and rows > most:
             return f"{rows} query rows per kv head are more than {most}"
         return None
+
+    def least_rows(self, features: Features) -> int:
+        """Return `min_rows` of problems with these features."""
+        kinds = ("nvfp4" if features.kv_block_scales else "", features.pos_encoding_mode)
+        return max((self.min_rows_of[kind] for kind in kinds if kind in self.min_rows_of), default=self.min_rows)
 
 
 BACKENDS = (  # in the order in which "auto" considers them
@@ -63,7 +71,15 @@ BACKENDS = (  # in the order in which "auto" considers them
         ("sm_100a", "sm_103a"),
         min_rows=65,  # as fa3
     ),
-    Backend("fa3", "NVIDIA Hopper (compute capability 9.0)", ("cuda",), (9, 0), ("sm_90a",), min_rows=65),
+    Backend(
+        "fa3",
+        "NVIDIA Hopper (compute capability 9.0)",
+        ("cuda",),
+        (9, 0),
+        ("sm_90a",),
+        min_rows=65,
+        min_rows_of={"nvfp4": 65, "ROPE_LLAMA": 65},  # by counts of instructions; not measured yet
+    ),
     # Measured on an H100 and an H200 (`perf.xqa_choice`) beside fa2. Over e4m3 1.1 to 2.2 times as fast, but 0.85 for
     # one request of one kv head. Over bf16 1.1 to 1.2 times at head dimension 32, 0.97 to 1.2 at 64, 0.97 to 1.17 at 96
     # and 112; at 128 0.93 to 1.03 from 8192 keys on, but 0.82 for 1024 and 0.71 for one kv head; at 256 and 512 0.26 to
@@ -86,7 +102,10 @@ BACKENDS = (  # in the order in which "auto" considers them
 )
 
 
-ROWS_CLASSES = {backend.min_rows for backend in BACKENDS} | {n + 1 for b in BACKENDS for n in b.max_rows.values()}
+ROWS_CLASSES = {
+    *(rows for backend in BACKENDS for rows in (backend.min_rows, *backend.min_rows_of.values())),
+    *(rows + 1 for backend in BACKENDS for rows in backend.max_rows.values()),
+}
 
 
 # Not in the support table: it supports what the GPU backend supports whose kernels it runs.

@@ -1,8 +1,8 @@
 """Rotary embedding of pairs (d, d + D/2) (NeoX order; Su et al. 2021).
 
-In `RotaryTable`, the angle is position * theta^(-2i/D) / rope_scale. In fp32 that product loses whole radians at position 10^5, so it is
-formed in units of turns with the frequency as a (hi, lo) pair, reduced to half a turn exactly, and only then scaled by
-2 pi. Rotated values are rounded back to 16 bits, which the matrix units need.
+In `RotaryTable`, the angle is position * theta^(-2i/D) / rope_scale. In fp32 that product loses whole radians at
+position 10^5, so it is formed in units of turns with the frequency as a (hi, lo) pair, reduced to half a turn exactly,
+and only then scaled by 2 pi. Rotated values are rounded back to 16 bits, which the matrix units need.
 """
 
 from dataclasses import dataclass
