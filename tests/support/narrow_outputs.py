@@ -22,11 +22,11 @@ SINGLES: tuple[Case, ...] = (
     prefill(70, 100, (1, 1), 80, **CAUSAL, **NARROW),
     prefill(70, 100, (1, 1), 256, **PACKED, **BF16, **NARROW_5),
     prefill(70, 100, (1, 1), 128, **BF16, **E4M3, **CAUSAL, **NARROW),
-    prefill(3, 900, (8, 2), 128, **CAUSAL, **NARROW),  # few rows: keys are split
+    prefill(3, 500, (2, 1), 128, **CAUSAL, **NARROW),  # few rows: keys are split
 )
 BATCHES: tuple[BatchCase, ...] = (
-    paged((70, 9), (100, 260), page_size=3, sinks=True, v_scale=-1.25, **NARROW_5, **dims(112)),
-    ragged((3, 40), (900, 129), fixed_split_size=128, **NARROW, **heads(4, 2)),
+    paged((70, 9), (60, 140), page_size=3, sinks=True, v_scale=-1.25, **NARROW_5, **dims(112)),
+    ragged((3, 20), (300, 60), fixed_split_size=128, **NARROW, **heads(2, 1)),
 )
 
 

@@ -19,7 +19,7 @@ _BATCHES = (
     paged((70, 9), (100, 140), page_size=3, mask="packed", sinks=True, o_dtype="float32", seed=39),
     paged((70,), (140,), page_size=7, kv_layout="HND", cache="strided", seed=29, **BF16, **dims(256), **heads(1, 1)),
     paged((70,), (140,), page_size=64, window_left=30, **dims(192, 128)),
-    ragged((3, 20), (500, 129), fixed_split_size=128, v_scale=0.5, **heads(4, 2)),
+    ragged((3, 20), (300, 60), fixed_split_size=128, v_scale=0.5, **heads(2, 1)),
     ragged((70, 9), (100, 140), mask="causal", cache="strided", **dims(80), **heads(1, 1)),
 )
 
