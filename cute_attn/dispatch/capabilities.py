@@ -31,6 +31,8 @@ class Backend:
     capability: tuple[int, int] | None  # minimum compute capability; None: any device
     only: tuple[str, ...] = ()  # the architectures that it is built for; empty: all from `capability` on
     min_rows: int = 0  # packed query rows per request (qo_len x heads per kv head) from which "auto" considers it
+    # The same where the kernel prepares the keys: by "nvfp4", or by pos_encoding_mode.
+    min_rows_of: Mapping[str, int] = field(default_factory=dict, hash=False)
     # (bytes per element of k and v, head dimension): packed query rows up to which "auto" considers it, for all that it
     # considers; empty: no such limits.
     max_rows: Mapping[tuple[int, int], int] = field(default_factory=dict, hash=False)
@@ -41,8 +43,9 @@ class Backend:
         """
         if features.q_dtype in FP8 or features.device_lengths:
             return None  # only one backend of a GPU supports fp8 q, and only one lengths on the device
-        if rows is not None and rows < self.min_rows:
-            return f"{rows} query rows per kv head are fewer than {self.min_rows}"
+        least = self.least_rows(features)
+        if rows is not None and rows < least:
+            return f"{rows} query rows per kv head are fewer than {least}"
         if not self.max_rows:
             return None
         kv_bytes = features.kv_dtype.itemsize
@@ -52,6 +55,11 @@ class Backend:
         if rows is not None and rows > most:
             return f"{rows} query rows per kv head are more than {most}"
         return None
+
+    def least_rows(self, features: Features) -> int:
+        """Return `min_rows` of problems with these features."""
+        kinds = ("nvfp4" if features.kv_block_scales else "", features.pos_encoding_mode)
+        return max((self.min_rows_of[kind] for kind in kinds if kind in self.min_rows_of), default=self.min_rows)
 
 
 BACKENDS = (  # in the order in which "auto" considers them
@@ -63,7 +71,15 @@ BACKENDS = (  # in the order in which "auto" considers them
         ("sm_100a", "sm_103a"),
         min_rows=65,  # as fa3
     ),
-    Backend("fa3", "NVIDIA Hopper (compute capability 9.0)", ("cuda",), (9, 0), ("sm_90a",), min_rows=65),
+    Backend(
+        "fa3",
+        "NVIDIA Hopper (compute capability 9.0)",
+        ("cuda",),
+        (9, 0),
+        ("sm_90a",),
+        min_rows=65,
+        min_rows_of={"nvfp4": 65, "ROPE_LLAMA": 65},  # by counts of instructions; not measured yet
+    ),
     # Measured on an H100 and an H200 (`perf.xqa_choice`) beside fa2. Over e4m3 1.1 to 2.2 times as fast, but 0.85 for
     # one request of one kv head. Over bf16 1.1 to 1.2 times at head dimension 32, 0.97 to 1.2 at 64, 0.97 to 1.17 at 96
     # and 112; at 128 0.93 to 1.03 from 8192 keys on, but 0.82 for 1024 and 0.71 for one kv head; at 256 and 512 0.26 to
@@ -86,7 +102,10 @@ BACKENDS = (  # in the order in which "auto" considers them
 )
 
 
-ROWS_CLASSES = {backend.min_rows for backend in BACKENDS} | {n + 1 for b in BACKENDS for n in b.max_rows.values()}
+ROWS_CLASSES = {
+    *(rows for backend in BACKENDS for rows in (backend.min_rows, *backend.min_rows_of.values())),
+    *(rows + 1 for backend in BACKENDS for rows in backend.max_rows.values()),
+}
 
 
 # Not in the support table: it supports what the GPU backend supports whose kernels it runs.
@@ -185,14 +204,17 @@ CAPABILITIES = (
     Capability(
         "NVFP4 k and v (kv_cache_sf)",
         lambda f: f.kv_block_scales,
-        dict.fromkeys(("fa4", "fa3"), Unsupported("it widens keys and values of 8 bits, no fewer", 'backend="fa2"')),
+        {"fa4": Unsupported("it widens keys and values of 8 bits, no fewer", 'backend="fa2"')},
     ),
     Capability(
         "NVFP4 k and v with a head dimension that is no multiple of 64",
         lambda f: f.kv_block_scales and not _multiples(f, 64),
         {
-            "fa2": Unsupported(
-                "a token's block scales are no whole words of 4 bytes", "dequantise k and v to q's dtype first"
+            **dict.fromkeys(
+                ("fa3", "fa2"),
+                Unsupported(
+                    "a token's block scales are no whole words of 4 bytes", "dequantise k and v to q's dtype first"
+                ),
             ),
             "xqa": Unsupported(
                 "a warp copies a token's block scales as 4, 8 or 16 bytes", "dequantise k and v to q's dtype first"
@@ -226,9 +248,14 @@ CAPABILITIES = (
         "output of an fp8 dtype",
         lambda f: f.o_dtype in FP8 and not f.device_lengths,
         {
-            **dict.fromkeys(("fa4", "fa3", "fa2"), Unsupported("its epilogue writes 16 or 32 bits", _CONVERT)),
+            **dict.fromkeys(("fa4", "fa2"), Unsupported("its epilogue writes 16 or 32 bits", _CONVERT)),
             "xqa": Unsupported("a plan does not tell the scale of the output", "xqa_batch_decode_with_kv_cache"),
         },
+    ),
+    Capability(
+        "output of an fp8 dtype with a head dimension that is no multiple of 16",
+        lambda f: f.o_dtype in FP8 and not f.device_lengths and f.head_dim_vo % 16 != 0,
+        {"fa3": Unsupported("it stores rows in units of 16 bytes", _CONVERT)},
     ),
     Capability(
         "output of float8_e4m3fn, lengths on the device",
@@ -320,22 +347,26 @@ CAPABILITIES = (
         "pos_encoding_mode ROPE_LLAMA",
         lambda f: f.pos_encoding_mode == "ROPE_LLAMA",
         {
-            **dict.fromkeys(
-                ("fa4", "fa3"),
-                Unsupported("TMA brings q and k in unrotated", 'backend="fa2", or rotate q and k first'),
-            ),
+            "fa4": Unsupported("TMA brings q and k in unrotated", 'backend="fa2", or rotate q and k first'),
             "xqa": Unsupported("it reads q and k as they are", 'backend="fa2", or rotate q and k first'),
         },
     ),
     Capability(
+        "pos_encoding_mode ROPE_LLAMA with k and v of fewer bits than q",
+        lambda f: f.pos_encoding_mode == "ROPE_LLAMA" and (f.kv_dtype in FP8 or f.kv_block_scales),
+        {"fa3": Unsupported("its transform warps either rotate or convert", 'backend="fa2"')},
+    ),
+    Capability(
         "pos_encoding_mode ROPE_LLAMA with a head dimension that is no multiple of 16",
         lambda f: f.pos_encoding_mode == "ROPE_LLAMA" and _uncommon_head_dims(f) and f.head_dim_qk % 16 != 0,
-        {"fa2": Unsupported("it rotates eight pairs of dimensions at a time", "rotate q and k first")},
+        dict.fromkeys(
+            ("fa3", "fa2"), Unsupported("it rotates eight pairs of dimensions at a time", "rotate q and k first")
+        ),
     ),
     Capability(
         "pos_encoding_mode ROPE_LLAMA with q of an fp8 dtype",
         lambda f: f.pos_encoding_mode == "ROPE_LLAMA" and f.q_dtype in FP8,
-        {"fa2": Unsupported("it rotates tiles of 16 bits", "rotate q and k first")},
+        dict.fromkeys(("fa3", "fa2"), Unsupported("it rotates tiles of 16 bits", "rotate q and k first")),
     ),
     Capability(
         "pos_encoding_mode ALIBI",

@@ -47,7 +47,7 @@ def default_specs(arch_name: str) -> list[KernelSpec]:
     arch = named(arch_name)
     specs = [*fa2_specs(arch), *combine_specs(), *append_specs(), *plan_specs(), LengthsSpec(), *xqa_specs(arch)]
     if arch_name == FA3_ARCH:
-        specs += fa3_specs()
+        specs += [*fa3_specs(), *(CombineSpec("float8_e4m3fn", 128, schedule) for schedule in ("grid", "items"))]
     if arch_name in FA4_ARCHS:
         specs += fa4_specs(arch)
     return list(dict.fromkeys(specs))

@@ -72,6 +72,14 @@ def _fa3_program(spec: Fa3Spec, arch: str) -> Program:
         from cute_attn.kernels.fa3.fp8 import Fp8Program
 
         return Fp8Program(spec, arch)
+    if spec.pos_encoding == "rope":
+        from cute_attn.kernels.fa3.rope import RopeProgram
+
+        return RopeProgram(spec, arch)
+    if spec.kv_dtype == "nvfp4":
+        from cute_attn.kernels.fa3.nvfp4_kv import Nvfp4KvProgram
+
+        return Nvfp4KvProgram(spec, arch)
     if spec.kv_dtype:
         from cute_attn.kernels.fa3.fp8_kv import Fp8KvProgram
 

@@ -84,8 +84,8 @@ def test_kernels_of_one_architecture_run_nowhere_else(backend: str, arch: str) -
 @pytest.mark.parametrize(
     "asked",
     [
-        {"pos_encoding_mode": "ROPE_LLAMA"},
-        {"kv_dtype": torch.uint8, "kv_block_scales": True},
+        {"pos_encoding_mode": "ROPE_LLAMA", "kv_dtype": E4M3},
+        {"pos_encoding_mode": "ROPE_LLAMA", "kv_dtype": torch.uint8, "kv_block_scales": True},
         {"head_dim_qk": 512, "head_dim_vo": 512},
         {"expanded": True},
         {"kv_dtype": E4M3, "head_dim_vo": 72},
@@ -97,6 +97,27 @@ def test_what_persistent_kernels_refuse_fa2_takes(backend: str, arch: str, asked
     assert select.choose(CUDA._replace(**asked), arch=named(arch)) is FA2
     with pytest.raises(NotSupported, match=f"{backend} refuses"):
         select.choose(CUDA._replace(**asked), backend, named(arch))
+
+
+@pytest.mark.parametrize("kv_source", ["dense", "ragged", "paged"])
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize(
+    "asked",
+    [{"pos_encoding_mode": "ROPE_LLAMA"}, {"kv_dtype": torch.uint8, "kv_block_scales": True, "soft_cap": True}],
+)
+def test_fa3_takes_many_rows_that_its_transform_warps_prepare(
+    asked: dict[str, Any], head_dims: tuple[int, int], kv_source: str
+) -> None:
+    features = CUDA._replace(head_dim_qk=head_dims[0], head_dim_vo=head_dims[1], kv_source=kv_source, **asked)
+    least = capabilities.BY_NAME["fa3"].min_rows_of["nvfp4" if "kv_block_scales" in asked else "ROPE_LLAMA"]
+    assert select.choose(features, arch=HOPPER, rows=least).name == "fa3"
+    assert select.choose(features, arch=HOPPER, rows=least - 1) is FA2
+    assert least in capabilities.ROWS_CLASSES
+    for arch in ("sm_80", "sm_100a", "sm_120a"):
+        assert select.choose(features, arch=named(arch), rows=65) is FA2
+    for refused in ({"head_dim_qk": 72, "head_dim_vo": 72}, {"head_dim_qk": 512, "head_dim_vo": 512}):
+        with pytest.raises(NotSupported, match="fa3 refuses"):
+            select.choose(features._replace(**refused), "fa3", HOPPER)
 
 
 FP8_Q = CUDA._replace(q_dtype=E4M3, kv_dtype=E4M3)
@@ -152,7 +173,7 @@ def test_what_fa2_refuses_of_fp8_queries(asked: dict[str, Any], feature: str) ->
         {"head_dim_vo": 72},
         {"head_dim_qk": 512, "head_dim_vo": 512},
         {"pos_encoding_mode": "ROPE_LLAMA"},
-        {"o_dtype": E4M3},
+        {"o_dtype": E4M3, "head_dim_vo": 72},
     ],
 )
 def test_what_fa3_refuses_of_fp8_queries(asked: dict[str, Any]) -> None:
@@ -311,11 +332,26 @@ def test_fp8_output_needs_a_plan_less_call_and_compute_capability_9() -> None:
         select.choose(features._replace(device_lengths=False), "xqa", HOPPER)
 
 
+@pytest.mark.parametrize("o_dtype", FP8)
+def test_fp8_output_is_for_fa3(o_dtype: torch.dtype) -> None:
+    """However few the rows: no other backend writes it after a plan."""
+    for asked in ({}, {"q_dtype": E4M3, "kv_dtype": E4M3}, {"kv_dtype": E4M3}, {"kv_source": "paged", "sinks": True}):
+        features = CUDA._replace(o_dtype=o_dtype, **asked)  # type: ignore[arg-type]
+        for rows in (1, 1000):
+            assert select.choose(features, arch=HOPPER, rows=rows).name == "fa3"
+        with pytest.raises(NotSupported, match="fa2 refuses output of an fp8 dtype"):
+            select.choose(features, arch=AMPERE)
+    with pytest.raises(NotSupported, match="fa3 refuses output of an fp8 dtype with a head dimension"):
+        select.choose(CUDA._replace(o_dtype=o_dtype, head_dim_qk=72, head_dim_vo=72), "fa3", HOPPER)
+
+
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("kv_source", ["dense", "ragged", "paged"])
 def test_fa2_takes_nvfp4(kv_source: str, head_dims: tuple[int, int]) -> None:
     features = CUDA._replace(head_dim_qk=head_dims[0], head_dim_vo=head_dims[1], kv_source=kv_source)
-    assert select.choose(features._replace(kv_dtype=torch.uint8, kv_block_scales=True), arch=HOPPER) is FA2
+    features = features._replace(kv_dtype=torch.uint8, kv_block_scales=True)
+    assert select.choose(features, arch=AMPERE) is FA2
+    assert select.choose(features, "fa2", HOPPER) is FA2
 
 
 REFUSED_BY_FA2: list[tuple[dict[str, Any], str]] = [

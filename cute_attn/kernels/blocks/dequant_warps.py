@@ -34,7 +34,12 @@ class DequantWarps(TransformWarps):
     memory: StagedKvMemory
     groups = 1
 
-    def transform(self, warp: Int32, lane: Int32) -> Fp8KvDequant:
+    @property
+    def clears_tail(self) -> bool:
+        """Whether rows past the end hold another request's values, or anything."""
+        return self.spec.schedule == "items" and self.spec.kv != "gathered"
+
+    def transform(self, warp: Int32, lane: Int32) -> Any:
         memory, stored = self.memory, self.spec.kv_dtype
         k = StoredRows(memory.qk_columns, memory.staged_k_pitch, Fp8(OPERAND, stored, native=True))
         v = StoredRows(memory.vo_columns, memory.staged_v_pitch, Fp8(OPERAND, stored, native=True))
@@ -69,7 +74,7 @@ class DequantWarps(TransformWarps):
     def dequantize_v(self, rings: SmemRings, transform: cutlass.Constexpr, at: OperandState, valid: Int32) -> Any:
         staged, ring = rings.staged_v, rings.v
         staged.wait_full(at.staged)
-        if cutlass.const_expr(self.spec.schedule == "items" and self.spec.kv != "gathered"):  # noqa: SIM102
+        if cutlass.const_expr(self.clears_tail):  # noqa: SIM102
             if valid < self.spec.tile.cols:
                 transform.clear(transform.v, staged.address(at.staged), valid)
         ring.wait_empty(at.operand)

@@ -18,7 +18,7 @@ from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Pa
 from cute_attn.kernels.blocks.gathered_kv import GatheredKV
 from cute_attn.kernels.blocks.masks import BandMask, PackedMask, StopMask, TileOrder
 from cute_attn.kernels.blocks.multi_item import KeyBounds, MultiItemMask
-from cute_attn.kernels.blocks.persistent_params import Maps, PersistentParams
+from cute_attn.kernels.blocks.persistent_params import AnyParams, Maps, PersistentParams
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 from cute_attn.kernels.blocks.pipeline import SmemRings
 from cute_attn.kernels.blocks.producer import Producer
@@ -34,17 +34,18 @@ from cute_attn.schedule.records import NO_PARTIAL
 class PersistentProgram:
     """Attention kernel of persistent CTAs with TMA and specialised warps."""
 
-    params = PersistentParams
+    params: Any = PersistentParams  # or `extended` ones
     maps: tuple[str, ...] = Maps._fields
     rings_type = SmemRings
     gathered_kv = GatheredKV  # source of 16-bit rows that warps gather
+    producer_type: type[Producer] = Producer
 
     def __init__(self, spec: PersistentSpec, memory: TileMemory, tile: Any, cta: OneCta = ONE_CTA) -> None:
         self.spec, self.memory, self.tile, self.cta = spec, memory, tile, cta
         schedule: type[TileSchedule] = GridTiles if spec.schedule == "grid" else ItemTiles
         self.block = (spec.tile.threads, 1, 1)
         self.smem_bytes = memory.bytes
-        self.producer = Producer(spec, memory, schedule(spec.tile.rows), self.order, self.gathered_kv, cta)
+        self.producer = self.producer_type(spec, memory, schedule(spec.tile.rows), self.order, self.gathered_kv, cta)
 
     @property
     def roles(self) -> list[WarpRole]:
@@ -56,10 +57,10 @@ class PersistentProgram:
         raise NotImplementedError
 
     def compile_args(self) -> tuple[Any, ...]:
-        return (zeros(PersistentParams), Int32(1), Int32(1), Int32(1))
+        return (zeros(self.params), Int32(1), Int32(1), Int32(1))
 
     @cute.jit
-    def __call__(self, params: PersistentParams, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
+    def __call__(self, params: AnyParams, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
         # Launches pass their own tensor maps; this one only gives the parameters their type.
         sizes, strides = [Int32(64)] * 4, [Int64(128)] * 3
         blank = create_tensor_map_tiled(
@@ -80,12 +81,12 @@ class PersistentProgram:
         q_map: GridConstant[TensorMap],
         k_map: GridConstant[TensorMap],
         v_map: GridConstant[TensorMap],
-        params: PersistentParams,
+        params: AnyParams,
     ) -> None:
         self.run_cta(Maps(*(tma.address_of(tensor_map) for tensor_map in (q_map, k_map, v_map))), params)
 
     @cute.jit
-    def run_cta(self, maps: Any, params: PersistentParams) -> None:
+    def run_cta(self, maps: Any, params: AnyParams) -> None:
         """Runs a CTA: prologue, roles, end. `maps`: a tuple with the names of `self.maps`."""
         base = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint().to(Int32)
         rings = self.rings_type.of(self.memory, base)
@@ -156,7 +157,7 @@ class PersistentProgram:
         return scale
 
     @cute.jit
-    def store(self, p: PersistentParams, work: cutlass.Constexpr, write: cutlass.Constexpr) -> None:
+    def store(self, p: AnyParams, work: cutlass.Constexpr, write: cutlass.Constexpr) -> None:
         """Calls `write(target, epilogue)` with the rows that the query tile's results go to."""
         final_epilogue, partial_epilogue = self.epilogues(p, work)
         whole = Target(self.spec.out_dtype, p.o, p.o_stride_n, p.o_stride_h, p.lse, p.num_qo_heads)

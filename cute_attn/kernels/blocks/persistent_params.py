@@ -1,6 +1,7 @@
 """What persistent kernels are told at launch: parameters and tensor maps."""
 
-from typing import NamedTuple
+import typing
+from typing import Any, NamedTuple
 
 from cutlass import Float32, Int32, Int64
 
@@ -74,6 +75,9 @@ class PersistentParams(NamedTuple):
     scale_v: Int64
 
 
+AnyParams = Any  # `PersistentParams` or `extended` ones: the DSL compares annotations of traced functions exactly
+
+
 class Maps(NamedTuple):
     """Generic addresses of the tensor maps: q [line, heads of a tile, tokens, blocks of heads], k and v [line, tokens,
     kv heads, pages].
@@ -91,3 +95,8 @@ class OutputMaps(NamedTuple):
     k: Int64
     v: Int64
     o_map: Int64
+
+
+def extended(name: str, fields: dict[str, type]) -> Any:
+    """Returns the NamedTuple class of these parameters and, behind them, `fields`: name to scalar type."""
+    return NamedTuple(name, [*typing.get_type_hints(PersistentParams).items(), *fields.items()])  # type: ignore[misc]

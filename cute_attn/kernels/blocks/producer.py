@@ -14,7 +14,7 @@ from cute_attn.kernels.blocks.cta import OneCta
 from cute_attn.kernels.blocks.gather4_kv import Gather4KV, Gather4Operand
 from cute_attn.kernels.blocks.gathered_kv import GatheredFp8KV, GatheredKV, PageRows
 from cute_attn.kernels.blocks.masks import TileOrder
-from cute_attn.kernels.blocks.persistent_params import Maps, PersistentParams
+from cute_attn.kernels.blocks.persistent_params import AnyParams, Maps, PersistentParams
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings, start
 from cute_attn.kernels.blocks.roles import WarpRole
@@ -54,7 +54,7 @@ class Producer:
         self.role = WarpRole("producer", self.source_type.warps, fills, cta.producer_rings)
 
     @cute.jit
-    def run(self, p: PersistentParams, maps: Maps, rings: SmemRings) -> None:
+    def run(self, p: AnyParams, maps: Maps, rings: SmemRings) -> None:
         """Loads all tiles into the rings, then the record `NO_TILE`."""
         thread = cute.arch.thread_idx()[0]
         scheduler = (
@@ -99,7 +99,7 @@ class Producer:
     @cute.jit
     def load_q(
         self,
-        p: PersistentParams,
+        p: AnyParams,
         maps: Maps,
         rings: SmemRings,
         q: PipelineState,

@@ -12,8 +12,9 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_attn.kernels.blocks import ptx, tma
+from cute_attn.kernels.blocks.masks import TileOrder
 from cute_attn.kernels.blocks.persistent import PersistentProgram
-from cute_attn.kernels.blocks.persistent_params import PersistentParams
+from cute_attn.kernels.blocks.persistent_params import AnyParams
 from cute_attn.kernels.blocks.pipeline import SmemRings, start
 from cute_attn.kernels.blocks.roles import WarpRole
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
@@ -40,11 +41,15 @@ class TransformWarps:
         """
         raise NotImplementedError
 
+    def transform_query(self, rings: SmemRings, transform: Any, at: Any, order: TileOrder, valid: Int32) -> Any:
+        """Produces the operands of a query tile's kv tiles, as `transform_tiles`."""
+        return self.transform_tiles(rings, transform, at, order.total, valid)
+
     def initial_state(self) -> Any:
         return start()
 
     @cute.jit
-    def run(self, p: PersistentParams, rings: SmemRings, thread: Int32) -> None:
+    def run(self, p: AnyParams, rings: SmemRings, thread: Int32) -> None:
         """Transforms the kv tiles of all query tiles, in the order of loading. `thread`: index among the transform
         warps.
         """
@@ -57,7 +62,7 @@ class TransformWarps:
             order = self.program.order(p, query)
             rings.q.release(q, lane)
             valid = query.kv_end - (order.end - 1) * self.spec.tile.cols  # keys of the first tile in the order
-            at = self.transform_tiles(rings, transform, at, order.total, valid)
+            at = self.transform_query(rings, transform, at, order, valid)
             q = rings.q.next(q)
             head_block = rings.next_head_block(q)
 

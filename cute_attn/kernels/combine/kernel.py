@@ -16,6 +16,7 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue
 from cute_attn.kernels.blocks.scalars import device_scale, shared_memory, zeros
 from cute_attn.kernels.combine.spec import CombineSpec
+from cute_attn.kernels.formats import FP8_DTYPES
 from cute_attn.runtime.arch import named
 from cute_attn.schedule.records import MERGE_INTS, Merge
 
@@ -197,6 +198,8 @@ class CombineProgram:
             destination = p.o + Int64(row.token) * p.o_stride_n + Int64(row.head) * p.o_stride_h
             if cutlass.const_expr(self.spec.out_dtype == "float32"):
                 ptx.st_global_v4_f32(destination + Int64(dim) * Int64(4), 0, values)
+            elif cutlass.const_expr(self.spec.out_dtype in FP8_DTYPES):
+                ptx.st_global_b32(destination + Int64(dim), ptx.pack_8(self.spec.out_dtype, values))
             else:
                 pairs = [ptx.pack_16(self.spec.out_dtype, values[i], values[i + 1]) for i in (0, 2)]
                 ptx.st_global_v2(destination + Int64(dim) * Int64(2), 0, pairs)

@@ -306,7 +306,7 @@ class Fa2Program:
             return NoRotation()
         table = base + Int32(self.memory.rope_table)
         pitch = self.memory.qk_pitch
-        return Rotation(self.spec.dtype, self.spec.head_dim_qk, pitch, table, p.rope_base, p.rope_ratio, self.block[0])
+        return Rotation(self.spec.dtype, self.spec.head_dim_qk, table, p.rope_base, p.rope_ratio, self.block[0], pitch)
 
     # --- output -----------------------------------------------------------------------------------------------------
 

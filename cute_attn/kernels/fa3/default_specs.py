@@ -7,7 +7,7 @@ from typing import Any
 from cute_attn.kernels.blocks.default_specs import GATHERED, ITEMS, MODIFIED
 from cute_attn.kernels.blocks.tiles import FP8_HEAD_DIMS, HEAD_DIMS
 from cute_attn.kernels.fa3.spec import Fa3Spec
-from cute_attn.kernels.fa3.tiles import choose
+from cute_attn.kernels.fa3.tiles import choose, rope_tile
 from cute_attn.kernels.formats import FP8_DTYPES
 from cute_attn.runtime.spec import KernelSpec
 
@@ -31,7 +31,11 @@ def default_specs() -> list[KernelSpec]:
     for dims in FP8_HEAD_DIMS:
         specs += [_spec(dims, dtype="float8_e4m3fn", **source) for source in fp8]
         specs.append(_spec(dims, dtype="float8_e4m3fn", split=True, out_dtype="float32"))
-    return specs + _fp8_kv_specs()
+    specs += [_spec(dims, out_dtype=FP8_DTYPES[0]) for dims in HEAD_DIMS]
+    specs += [_spec(llama, out_dtype=FP8_DTYPES[1], **ITEMS), _spec(llama, out_dtype=FP8_DTYPES[0], **GATHERED)]
+    specs += [_spec(dims, dtype=FP8_DTYPES[0], out_dtype=FP8_DTYPES[0], **ITEMS) for dims in FP8_HEAD_DIMS]
+    specs.append(_spec(llama, kv_dtype=FP8_DTYPES[0], out_dtype=FP8_DTYPES[0], **ITEMS))
+    return [*specs, *_fp8_kv_specs(), *_nvfp4_specs(), *_rope_specs()]
 
 
 def _fp8_kv_specs() -> list[KernelSpec]:
@@ -43,9 +47,28 @@ def _fp8_kv_specs() -> list[KernelSpec]:
     return specs
 
 
+def _nvfp4_specs() -> list[KernelSpec]:
+    llama, packed = (128, 128), (dims for dims in HEAD_DIMS if dims[0] % 64 == 0)
+    nvfp4: dict[str, Any] = {"kv_dtype": "nvfp4"}
+    specs = [_spec(dims, **nvfp4, **source) for dims in packed for source in ({}, ITEMS)]
+    specs += [_spec(llama, **nvfp4, **GATHERED), _spec((256, 256), **nvfp4, **MODIFIED[0], **GATHERED)]
+    specs += [_spec(llama, **nvfp4, **MODIFIED[0], **ITEMS), _spec(llama, **nvfp4, split=True, out_dtype="float32")]
+    return specs
+
+
+def _rope_specs() -> list[KernelSpec]:
+    rope: dict[str, Any] = {"pos_encoding": "rope"}
+    specs = [_spec(dims, **rope, **source) for dims in HEAD_DIMS for source in ({}, ITEMS)]
+    specs += [_spec(dims, **rope, **MODIFIED[0], **ITEMS) for dims in ((128, 128), (256, 256))]
+    specs += [_spec((128, 128), **rope, split=True, out_dtype="float32")]
+    return specs
+
+
 def _spec(
     dims: tuple[int, int], *, dtype: str = "bfloat16", out_dtype: str = "bfloat16", window_left: int = -1, **rest: Any
 ) -> KernelSpec:
     plain = rest.get("mask", "stop") == "stop" and not rest.get("scores")
+    if rest.get("pos_encoding") == "rope":
+        return Fa3Spec(dtype, out_dtype, *dims, tile=rope_tile(dims), **rest)
     tile = choose(dims, plain, rest.get("kv", "dense"), dtype in FP8_DTYPES, "kv_dtype" in rest, window_left)
     return Fa3Spec(dtype, out_dtype, *dims, tile=tile, **rest)

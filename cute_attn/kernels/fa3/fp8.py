@@ -20,14 +20,21 @@ from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue
 from cute_attn.kernels.blocks.fp8_scales import MIN_SCALE, ScaledPartialEpilogue, row_scale, scaled_epilogues
 from cute_attn.kernels.blocks.masks import BandMask
-from cute_attn.kernels.blocks.persistent_params import PersistentParams
+from cute_attn.kernels.blocks.persistent_params import AnyParams, PersistentParams
 from cute_attn.kernels.blocks.pipeline import PipelineState, SmemRings
 from cute_attn.kernels.blocks.scores import RowScales, Scores
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.blocks.transform_warps import TransformWarps
 from cute_attn.kernels.fa3.kernel import Fa3Program
 from cute_attn.kernels.fa3.mainloop import MmaWarpgroups, MmaWork, State
-from cute_attn.kernels.fa3.parts.fp8 import Fp8Softmax, Fp8Store, Fp8Tile, ThreadSums, VTranspose
+from cute_attn.kernels.fa3.parts.fp8 import (
+    Fp8Softmax,
+    Fp8Store,
+    Fp8Tile,
+    NarrowFp8Store,
+    ThreadSums,
+    VTranspose,
+)
 from cute_attn.kernels.fa3.parts.wgmma import WARPGROUP_ROWS, AnyLanes, RematerializedLanes, WarpgroupLanes
 from cute_attn.kernels.fa3.smem import Fp8Memory
 from cute_attn.kernels.fa3.spec import Fa3Spec
@@ -76,7 +83,7 @@ class Fp8MmaWarpgroups(MmaWarpgroups):
 
     memory: Fp8Memory
     tile: Fp8Tile
-    store_type = Fp8Store
+    store_type, narrow_store_type = Fp8Store, NarrowFp8Store
 
     @cute.jit
     def mainloop(self, rings: SmemRings, mma: cutlass.Constexpr, k: PipelineState) -> Any:
@@ -176,7 +183,7 @@ class Fp8Program(Fa3Program):
 
     @cute.jit
     def prepare_q(
-        self, p: PersistentParams, work: cutlass.Constexpr, lanes: WarpgroupLanes, q_rows: Int32, scale: Float32
+        self, p: AnyParams, work: cutlass.Constexpr, lanes: WarpgroupLanes, q_rows: Int32, scale: Float32
     ) -> Float32:
         """Flips the sign of q rows whose scale is negative, since softmax needs positive scales. wgmma reads the 16
         rows of a warp for that warp alone, so a warp barrier suffices.

@@ -16,7 +16,7 @@ from cutlass import Int32
 
 from cute_attn.kernels.blocks import tma
 from cute_attn.kernels.blocks.persistent import PersistentProgram
-from cute_attn.kernels.blocks.persistent_params import Maps, PersistentParams
+from cute_attn.kernels.blocks.persistent_params import AnyParams, Maps, PersistentParams
 from cute_attn.kernels.blocks.pipeline import SmemRings
 from cute_attn.kernels.blocks.roles import WarpRole
 from cute_attn.kernels.blocks.transform_warps import TransformWarps
@@ -49,7 +49,7 @@ class Fa3Program(PersistentProgram):
         return [*roles, self.transform.role] if self.transform else roles
 
     @cute.jit
-    def run_warps(self, params: PersistentParams, maps: Maps, rings: SmemRings, thread: Int32) -> None:
+    def run_warps(self, params: AnyParams, maps: Maps, rings: SmemRings, thread: Int32) -> None:
         if thread < 128:
             tma.release_registers(self.spec.registers[0])
             if thread < 32 * self.producer.role.warps:
@@ -60,7 +60,7 @@ class Fa3Program(PersistentProgram):
             self.consumer_warpgroups(params, rings, thread)
 
     @cute.jit
-    def consumer_warpgroups(self, params: PersistentParams, rings: SmemRings, thread: Int32) -> None:
+    def consumer_warpgroups(self, params: AnyParams, rings: SmemRings, thread: Int32) -> None:
         """Runs the MMA warpgroups and, if the spec has more than three transform warps, the warpgroup of the rest."""
         if cutlass.const_expr(self.spec.tile.threads == 128 + self.mma.threads):
             self.run_mma(params, rings)

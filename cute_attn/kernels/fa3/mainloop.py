@@ -16,7 +16,7 @@ from cute_attn.kernels.blocks import ptx, sm90, tma
 from cute_attn.kernels.blocks.epilogue import FinalEpilogue, PartialEpilogue, Partials, Target
 from cute_attn.kernels.blocks.masks import BandMask, TileOrder
 from cute_attn.kernels.blocks.persistent import PersistentProgram
-from cute_attn.kernels.blocks.persistent_params import PersistentParams
+from cute_attn.kernels.blocks.persistent_params import AnyParams, PersistentParams
 from cute_attn.kernels.blocks.pipeline import PipelineState, SmemRings, start
 from cute_attn.kernels.blocks.roles import WarpRole
 from cute_attn.kernels.blocks.rows import PackedRows
@@ -24,10 +24,10 @@ from cute_attn.kernels.blocks.scalars import device_scale
 from cute_attn.kernels.blocks.scores import Scores
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
-from cute_attn.kernels.fa3.parts.epilogue import WarpgroupStore
+from cute_attn.kernels.fa3.parts.epilogue import NarrowStore, WarpgroupStore
 from cute_attn.kernels.fa3.parts.wgmma import WARPGROUP_ROWS, WarpgroupLanes, WarpgroupTile
 from cute_attn.kernels.fa3.spec import Fa3Spec
-from cute_attn.kernels.formats import LINE
+from cute_attn.kernels.formats import FP8_DTYPES, LINE
 
 MMA_BARRIER = 4  # named barrier of all MMA threads; 1 to 3 are the warp scheduler barriers of their warpgroups
 VOTE_BARRIER = 5  # and the following, one per MMA warpgroup
@@ -60,7 +60,8 @@ class MmaWork:
 class MmaWarpgroups:
     """Role of the MMA warpgroups: products, softmax and output."""
 
-    store_type = WarpgroupStore
+    store_type: type[WarpgroupStore] = WarpgroupStore
+    narrow_store_type: type[WarpgroupStore] = NarrowStore  # of fp8 outputs
 
     def __init__(self, program: PersistentProgram, spec: Fa3Spec, tile: WarpgroupTile) -> None:
         self.program, self.spec, self.tile, self.memory = program, spec, tile, tile.memory
@@ -74,7 +75,7 @@ class MmaWarpgroups:
         return self.spec.schedule == "items" and self.spec.kv != "gathered" and loads_operand
 
     @cute.jit
-    def run(self, p: PersistentParams, rings: SmemRings) -> None:
+    def run(self, p: AnyParams, rings: SmemRings) -> None:
         """Processes all query tiles of the CTA."""
         lanes = WarpgroupLanes.of()
         scale = p.scale * device_scale(p.scale0) * device_scale(p.scale1)
@@ -282,8 +283,9 @@ class MmaWarpgroups:
         total: list[Float32],
     ) -> None:
         rows = work.rows(p)
+        kind = self.narrow_store_type if self.spec.out_dtype in FP8_DTYPES else self.store_type
 
         def write(target: Target | Partials, epilogue: FinalEpilogue | PartialEpilogue) -> None:
-            self.store_type(self.tile.output_layout, lanes, rows, target, epilogue).write(out, shift, total)
+            kind(self.tile.output_layout, lanes, rows, target, epilogue).write(out, shift, total)
 
         self.program.store(p, work, write)

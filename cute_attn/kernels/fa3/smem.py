@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from cute_attn.kernels.blocks.smem_map import RingLayout, Scratch, StagedKvMemory, TileMemory
 from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
 from cute_attn.kernels.formats import LINE
+
+PACKED_PIECE = 64  # bytes of packed e2m1 that rows are multiples of
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,8 @@ class HopperMemory(TileMemory):
 
     @staticmethod
     def of(spec: Fa3Spec) -> HopperMemory:
-        kind = Fp8Memory if spec.fp8 else Fp8KvMemory if spec.kv_dtype else HopperMemory
+        narrow = Nvfp4KvMemory if spec.kv_dtype == "nvfp4" else Fp8KvMemory if spec.kv_dtype else HopperMemory
+        kind = Fp8Memory if spec.fp8 else RopeMemory if spec.pos_encoding == "rope" else narrow
         return kind(spec.tile, spec.head_dim_qk, spec.head_dim_vo)
 
     @property
@@ -77,3 +80,55 @@ class Fp8KvMemory(StagedKvMemory, HopperMemory):
     @property
     def rings(self) -> tuple[RingLayout, ...]:
         return (*super().rings, *self.staged_rings(self.tile.staged))
+
+
+class BlockScales(NamedTuple):
+    """Block scales in a slot of staged rows: 4-byte words per row, and their offset."""
+
+    words: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Nvfp4KvMemory(Fp8KvMemory):
+    """Layout for NVFP4 K and V under 16-bit q: a slot of a staging ring holds packed rows, in pieces of 64 bytes, and
+    behind them the block scales of all rows.
+    """
+
+    @property
+    def staged_k_pitch(self) -> int:
+        return PACKED_PIECE * -(-self.head_dim_qk // (2 * PACKED_PIECE))
+
+    @property
+    def staged_v_pitch(self) -> int:
+        return PACKED_PIECE * -(-self.head_dim_vo // (2 * PACKED_PIECE))
+
+    @property
+    def k_scales(self) -> BlockScales:
+        return BlockScales(self.head_dim_qk // 64, self.tile.cols * self.staged_k_pitch)
+
+    @property
+    def v_scales(self) -> BlockScales:
+        return BlockScales(self.head_dim_vo // 64, self.tile.cols * self.staged_v_pitch)
+
+    def staged_rings(self, stages: int) -> tuple[RingLayout, RingLayout]:
+        """Returns the rings of staged tiles, whose slots start at multiples of 128 bytes, as TMA needs."""
+        ends = (scales.offset + 4 * scales.words * self.tile.cols for scales in (self.k_scales, self.v_scales))
+        k, v = (-(-end // LINE) * LINE for end in ends)
+        return RingLayout("staged_k", stages, k), RingLayout("staged_v", stages, v)
+
+
+@dataclass(frozen=True)
+class RopeMemory(HopperMemory):
+    """Layout for 16-bit K that is rotated: its tiles are staged behind the rings of operands, in the same layout.
+    Frequencies of 8 bytes per pair of dimensions follow.
+    """
+
+    @property
+    def rings(self) -> tuple[RingLayout, ...]:
+        k = RingLayout("staged_k", self.tile.staged, self.tile.cols * self.qk_columns * LINE)
+        return (*super().rings, k)
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        return (Scratch("frequencies", self.head_dim_qk // 2 * 8),)

@@ -74,6 +74,7 @@ class Fa3Spec(PersistentSpec):
 
     kernel: ClassVar[str] = "fa3"
     tile: HopperTile = HopperTile(128, 128)
+    pos_encoding: str = "none"  # "none" or "rope": q and k are rotated, with 16-bit k and v
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -84,4 +85,5 @@ class Fa3Spec(PersistentSpec):
             return (24, 232) if self.tile.per_sm == 2 else (24, 136)
         if self.tile.mma_warpgroups == 3:
             return (56, 152) if self.kv == "gathered" else (32, 160)
-        return (24, 240) if self.kv == "dense" and not self.kv_dtype and not self.fp8 else (40, 232)
+        transforms = self.kv_dtype or self.fp8 or self.pos_encoding == "rope"
+        return (24, 240) if self.kv == "dense" and not transforms else (40, 232)

@@ -79,6 +79,15 @@ _FP8_KV_MODIFIED = {
     (128, 128): HopperTile(128, 128, 2, 1, ping_pong=False, staged=2, transform_warps=7),
 }
 
+# Rotated q and k, whatever the mask and the scores.
+ROPE = {
+    (64, 64): HopperTile(128, 128, 2, 2, ping_pong=False, staged=2, transform_warps=7),
+    (96, 96): HopperTile(128, 128, 2, 1, staged=1, transform_warps=7),
+    (128, 128): HopperTile(128, 128, 2, 1, ping_pong=False, staged=1, transform_warps=7),
+    (192, 128): HopperTile(128, 64, 2, 1, staged=1, transform_warps=7),
+    (256, 256): HopperTile(128, 64, 2, 1, ping_pong=False, staged=1),
+}
+
 # Minimum tokens per box with which pages are loaded by TMA instead of gathered by a warpgroup. A box costs TMA some 45
 # clocks beside its rows; a gathered row costs the memory system more than its share of a box.
 _MIN_BOX_ROWS = {(64, 64): 16, (96, 96): 32, (128, 128): 32, (192, 128): 32, (256, 256): 32}
@@ -113,6 +122,11 @@ def choose(
     if (kv == "paged" and not aligned) or (kv == "gathered" and not roomy):
         return modified_tiles[head_dims]
     return tile
+
+
+def rope_tile(head_dims: tuple[int, int]) -> HopperTile:
+    """Returns the tile of a problem whose q and k are rotated."""
+    return ROPE[tile_dims(head_dims)]
 
 
 def candidates(fp8_kv: bool = False) -> dict[tuple[int, int], list[HopperTile]]:

@@ -144,6 +144,14 @@ def score_fields(settings: Settings, scores: tuple[str, ...]) -> Fields:
     return {"scale": settings.sm_scale * (1.0 if scores else LOG2E), "soft_cap": settings.logits_soft_cap}
 
 
+def rope_fields(settings: Settings) -> Fields:
+    """Returns the turns per position of pair 0, and the factor from a pair's to the next one's."""
+    return {
+        "rope_base": 1.0 / (2.0 * math.pi * settings.rope_scale),
+        "rope_ratio": settings.rope_theta ** (-2.0 / settings.features.head_dim_qk),
+    }
+
+
 def kv_axes(settings: Settings) -> tuple[int, int]:
     """Returns the axes of tokens and of heads in k and v."""
     paged = int(settings.features.kv_source == "paged")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 
 from cute_attn.kernels.fa2.host.variant import scores, spec
 from cute_attn.kernels.fa2.spec import Tile
@@ -26,6 +25,7 @@ from cute_attn.kernels.host.params import (
     mask_bounds,
     mask_fields,
     optional,
+    rope_fields,
     score_fields,
     two_addresses,
 )
@@ -65,8 +65,7 @@ class PreparedKernel:
             **divisor("num_kv_heads", features.num_kv_heads, stem="kv_heads"),
             **divisor("page_size", settings.page_size, stem="page"),
             **score_fields(settings, scores(features)),
-            "rope_base": 1.0 / (2.0 * math.pi * settings.rope_scale),
-            "rope_ratio": settings.rope_theta ** (-2.0 / features.head_dim_qk),
+            **rope_fields(settings),
             "lse_scale": settings.lse_scale,
         }
         if batch:  # every item has lengths of its own

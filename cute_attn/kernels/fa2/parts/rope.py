@@ -1,21 +1,14 @@
-"""Rotary embedding of rows in shared memory (NeoX pairs (d, d + D/2); Su et al. 2021).
-
-The angle is position * theta^(-2i/D) / rope_scale. In fp32 that product loses whole radians at position 10^5, so it is
-formed in units of turns with the frequency as a (hi, lo) pair, reduced to half a turn exactly, and only then scaled by
-2 pi. Rotated values are rounded back to 16 bits, which the matrix units need.
-"""
+"""Rotary embedding of rows in shared memory."""
 
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Float64, Int32
+from cutlass import Float32, Int32
 
-from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.rope import RotaryTable
 from cute_attn.kernels.blocks.smem import swizzled
 from cute_attn.kernels.fa2.parts.kv import Team
-
-TWO_PI = 6.283185307179586
 
 
 @dataclass(frozen=True)
@@ -30,34 +23,10 @@ class NoRotation:
 
 
 @dataclass(frozen=True)
-class Rotation:
-    """RoPE of rows in shared memory, with a table of frequencies there."""
+class Rotation(RotaryTable):
+    """RoPE of rows in shared memory, `pitch` bytes apart."""
 
-    dtype: str
-    head_dim: int
     pitch: int
-    table: Int32  # shared address of (hi, lo) frequencies
-    base: Float64  # turns per position of pair 0: 1 / (2 pi rope_scale)
-    ratio: Float64  # theta^(-2 / head_dim)
-    threads: int  # of the CTA
-
-    @property
-    def power_bits(self) -> int:
-        """Bits of an index of a pair."""
-        return max(7, (self.head_dim // 2 - 1).bit_length())
-
-    @cute.jit
-    def prepare(self) -> None:
-        """Writes the frequency table; a barrier must follow."""
-        for first in cutlass.range_constexpr(0, self.head_dim // 2, self.threads):
-            pair = cute.arch.thread_idx()[0] + first
-            if pair < self.head_dim // 2:
-                frequency, power = self.base, self.ratio
-                for bit in cutlass.range_constexpr(self.power_bits):  # ratio^pair by squaring
-                    frequency = ptx.select((pair >> bit) % 2 == 1, frequency * power, frequency)
-                    power = power * power
-                hi, lo = ptx.double_to_float_pair(frequency)
-                ptx.st_shared_v2_f32(self.table + pair * 8, 0, [hi, lo])
 
     @cute.jit
     def rotate_rows(self, team: Team, target: Int32, rows: cutlass.Constexpr, position: cutlass.Constexpr) -> None:
@@ -70,24 +39,3 @@ class Rotation:
                 low = target + swizzled(row, chunk, self.pitch)
                 high = target + swizzled(row, chunk + pairs, self.pitch)
                 self.rotate_chunk(low, high, self.table + chunk * 64, Float32(position(row)))
-
-    def rotate_chunk(self, low_at: Int32, high_at: Int32, table: Int32, position: Float32) -> None:
-        """Rotates eight dimensions with their eight partners half a row to the right."""
-        low, high = ptx.ld_shared_v4(low_at), ptx.ld_shared_v4(high_at)
-        new_low, new_high = [], []
-        for word in range(4):
-            a, b = ptx.unpack_16(self.dtype, low[word]), ptx.unpack_16(self.dtype, high[word])
-            turns = ptx.ld_shared_v4_f32(table, word * 16)
-            turned = [self.turn(a[j], b[j], position, turns[2 * j], turns[2 * j + 1]) for j in (0, 1)]
-            new_low.append(ptx.pack_16(self.dtype, turned[0][0], turned[1][0]))
-            new_high.append(ptx.pack_16(self.dtype, turned[0][1], turned[1][1]))
-        ptx.st_shared_v4(low_at, 0, new_low)
-        ptx.st_shared_v4(high_at, 0, new_high)
-
-    def turn(self, a: Float32, b: Float32, position: Float32, hi: Float32, lo: Float32) -> tuple[Float32, Float32]:
-        product = position * hi
-        error = ptx.fma(position, hi, Float32(0.0) - product)
-        turns = (product - ptx.round_to_integer(product)) + ptx.fma(position, lo, error)
-        angle = turns * Float32(TWO_PI)
-        sin, cos = ptx.sin(angle), ptx.cos(angle)
-        return a * cos - b * sin, b * cos + a * sin

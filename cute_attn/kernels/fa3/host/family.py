@@ -25,6 +25,6 @@ def choose(
 
 
 KERNELS: PersistentKernels[HopperTile] = PersistentKernels(
-    "fa3", Fa3Spec, tiles.page_source, choose, tiles.PACKED_WINDOWS
+    "fa3", Fa3Spec, tiles.page_source, choose, tiles.PACKED_WINDOWS, tiles.rope_tile
 )
 FAMILY: TiledFamily[HopperTile] = family(KERNELS)

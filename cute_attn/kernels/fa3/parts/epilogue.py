@@ -40,6 +40,13 @@ class WarpgroupStore(FragmentStore):
         whole, rest = divmod(len(packed), 4)
         packed += [Int32(0)] * (-len(packed) % 4)
         chunks = [self.transposed(packed[i : i + 4]) for i in range(0, len(packed), 4)]
+        self.store_quad_chunks(row, chunks, whole, rest)
+
+    @cute.jit
+    def store_quad_chunks(
+        self, row: Int32, chunks: cutlass.Constexpr, whole: cutlass.Constexpr, rest: cutlass.Constexpr
+    ) -> None:
+        """Stores 16 bytes per lane of `whole` pieces of 64 bytes, and with the first `rest` lanes of another."""
         if self.rows.exists(row):
             address = self.target.row(self.rows, row) + Int64(self.quad_lane * 16)
             for i in cutlass.range_constexpr(whole):
@@ -59,3 +66,28 @@ class WarpgroupStore(FragmentStore):
                     got = ptx.shuffle_xor_b32(ptx.select(upper, mine[low], mine[high]), bit)
                     mine[low], mine[high] = ptx.select(upper, got, mine[low]), ptx.select(upper, mine[high], got)
         return mine
+
+
+@dataclass(frozen=True)
+class NarrowStore(WarpgroupStore):
+    """Store of a warpgroup's outputs in fp8."""
+
+    def packed(self, values: list[Float32]) -> list[Int32]:
+        """Packs a row slot: two columns of a block of eight and two of the next per word."""
+        return [ptx.pack_8(self.target.dtype, values[i : i + 4]) for i in range(0, len(values), 4)]
+
+    def in_order(self, words: list[Int32]) -> list[Int32]:
+        """Orders the bytes of four transposed words, each of two blocks of eight columns, by column."""
+        a, b, c, d = words
+        return [ptx.permute(x, y, selector) for selector in (0x5410, 0x7632) for x, y in ((a, b), (c, d))]
+
+    @cute.jit
+    def store_chunks(self, row: Int32, values: list[Float32]) -> None:
+        """Stores 8-bit rows: of every 64 columns, a lane stores sixteen, those of index `quad_lane`. Of fewer at the
+        end, the first lanes do.
+        """
+        packed = self.packed(values)
+        whole, rest = divmod(len(packed), 4)
+        packed += [Int32(0)] * (-len(packed) % 4)
+        chunks = [self.in_order(self.transposed(packed[i : i + 4])) for i in range(0, len(packed), 4)]
+        self.store_quad_chunks(row, chunks, whole, rest)

@@ -14,7 +14,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cute_attn.kernels.blocks import ptx, sm90, tma
 from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
-from cute_attn.kernels.fa3.parts.epilogue import WarpgroupStore
+from cute_attn.kernels.fa3.parts.epilogue import NarrowStore, WarpgroupStore
 from cute_attn.kernels.fa3.parts.wgmma import WarpgroupTile
 from cute_attn.kernels.fa3.smem import Fp8Memory
 from cute_attn.kernels.formats import LINE
@@ -189,8 +189,8 @@ class VTranspose:
 
 @dataclass(frozen=True)
 class Fp8Store(WarpgroupStore):
-    """Store of fp8 outputs. Blocks 2 b and 2 b + 1 hold even and odd dimensions: a lane has four adjacent ones of every
-    16.
+    """Store of outputs of fp8 products. Blocks 2 b and 2 b + 1 hold even and odd dimensions: a lane has four adjacent
+    ones of every 16.
     """
 
     def adjacent(self, values: list[Float32]) -> list[list[Float32]]:
@@ -210,3 +210,14 @@ class Fp8Store(WarpgroupStore):
             for i, four in enumerate(self.adjacent(values)):
                 packed = [ptx.pack_16(self.target.dtype, four[j], four[j + 1]) for j in (0, 2)]
                 ptx.st_global_v2(address, i * 32, packed)
+
+
+@dataclass(frozen=True)
+class NarrowFp8Store(NarrowStore, Fp8Store):
+    """Store of fp8 outputs of fp8 products: words hold adjacent dimensions."""
+
+    def packed(self, values: list[Float32]) -> list[Int32]:
+        return [ptx.pack_8(self.target.dtype, four) for four in self.adjacent(values)]
+
+    def in_order(self, words: list[Int32]) -> list[Int32]:
+        return words

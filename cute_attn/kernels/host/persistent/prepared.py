@@ -18,10 +18,12 @@ from cute_attn.kernels.host.params import (
     ParamPacker,
     Values,
     batch_fields,
+    block_scale_values,
     divisor,
     mask_bounds,
     mask_fields,
     optional,
+    rope_fields,
     score_fields,
     two_addresses,
 )
@@ -40,6 +42,10 @@ STRIDE_FIELDS = (  # of pages
     *("v_page_stride", "v_stride_n", "v_stride_h"),
 )
 HEAD_SCALE_FIELDS = ("scale_q", "scale_k", "scale_v")
+BLOCK_SCALE_FIELDS = (  # of kernels for NVFP4 k and v
+    *("k_scales", "k_scales_stride_page", "k_scales_stride_n", "k_scales_stride_h"),
+    *("v_scales", "v_scales_stride_page", "v_scales_stride_n", "v_scales_stride_h"),
+)
 OUTPUT_MAP_FIELDS = ("o_map",)  # of kernels that store outputs by TMA
 REPLAY_FIELDS = (*ADDRESS_FIELDS, "k_address", "v_address", "counters")
 
@@ -85,9 +91,13 @@ class PreparedKernel:
             "box_rows": self.maps.box_rows,
         }
         static |= dict.fromkeys(LENGTH_FIELDS, 0) if batch else NO_BATCH
+        if variant.rotates(features):
+            static |= rope_fields(settings)
         extras, absent = optional(
             {**mask_fields(settings), STRIDE_FIELDS: self.paged, HEAD_SCALE_FIELDS: features.per_head_scales}
         )
+        if features.kv_block_scales:
+            extras += BLOCK_SCALE_FIELDS
         self.output_map = any(param.name in OUTPUT_MAP_FIELDS for param in self.attention.artifact.params)
         output_fields = OUTPUT_MAP_FIELDS if self.output_map else ()
         numbers = ORDER_FIELDS + (batch_fields(settings) if batch else LENGTH_FIELDS)
@@ -108,6 +118,8 @@ class PreparedKernel:
             extras += maps.strides(k) + maps.strides(v)
         if problem.head_scales is not None:
             extras += tuple(x.data_ptr() for x in problem.head_scales)
+        if problem.block_scales is not None:
+            extras += block_scale_values(problem.block_scales, self.paged, maps.token, maps.head)
         if self.output_map:
             extras += (maps.o(problem.out)(problem.out.data_ptr()),)
         return self.pack(

@@ -55,6 +55,7 @@ class PersistentKernels(Generic[T]):
     choose_tile: ChooseTile[T]
     # By head dim of q and k: `window_left` up to which heads share tiles of long causal requests too.
     packed_windows: Mapping[int, int] = field(default_factory=dict)
+    rope_tile: Callable[[tuple[int, int]], T] | None = None  # by head dims, of kernels that rotate q and k
 
     def spec(
         self, features: Features, window: bool, tile: T, split: bool = False, page_size: int = SMALL_PAGE
@@ -76,6 +77,7 @@ class PersistentKernels(Generic[T]):
             kv=self.kv_source(features, page_size),
             kv_dtype=kv_dtype(features),
             tile=tile,
+            **({"pos_encoding": "rope"} if rotates(features) else {}),
         )
 
     def spec_of(self, settings: Settings, tile: T, split: bool) -> PersistentSpec:
@@ -86,6 +88,8 @@ class PersistentKernels(Generic[T]):
         """Returns `kv` of a spec."""
         if features.kv_source != "paged":
             return "dense"
+        if rotates(features):  # the warps that would gather rows rotate them
+            return "paged"
         return self.page_source(head_dims(features), page_size, fp8=features.q_dtype in FP8, fp8_kv=fp8_kv(features))
 
     def tile(
@@ -94,6 +98,9 @@ class PersistentKernels(Generic[T]):
         """Returns the tile of these features on an architecture. `window_left`: -1, no window; `page_size`: as in
         `spec`.
         """
+        if rotates(features):
+            assert self.rope_tile
+            return self.rope_tile(head_dims(features))
         modified = features.custom_mask or features.multi_item or bool(scores(features))
         window = window_left >= 0
         return self.choose_tile(
@@ -141,6 +148,11 @@ def scores(features: Features) -> tuple[str, ...]:
     """
     steps = score_steps(features)
     return () if features.q_dtype in FP8 and steps == ("scale",) else steps
+
+
+def rotates(features: Features) -> bool:
+    """Tells whether q and k are rotated."""
+    return features.pos_encoding_mode == "ROPE_LLAMA"
 
 
 def head_dims(features: Features) -> tuple[int, int]:

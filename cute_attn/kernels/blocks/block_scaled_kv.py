@@ -1,0 +1,186 @@
+"""K and V tiles with block scales: rows as another source loads them, and behind them in the slot the scales of every
+row, copied by the lanes of the producer warp.
+
+A token's scales may start at any multiple of 4 bytes, which TMA does not take. Each lane copies those of the rows
+`lane`, `lane` + 32, ... with `cp.async`; rows past the end get zeros, which hides what their elements hold.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.gathered_kv import GatheredFp8KV
+from cute_attn.kernels.blocks.persistent_params import Maps, extended
+from cute_attn.kernels.blocks.producer import Producer
+from cute_attn.kernels.blocks.rows import Divisor
+from cute_attn.kernels.blocks.tile_scheduler import QueryTile
+from cute_attn.kernels.blocks.tma_kv import DenseTmaKV
+
+LANES = 32
+WORD = 4
+
+BlockScaledParams = extended(
+    "BlockScaledParams",
+    {
+        **{
+            f"{operand}_scales{part}": Int64
+            for operand in "kv"
+            for part in ("", "_stride_page", "_stride_n", "_stride_h")
+        }
+    },
+)
+
+
+@dataclass(frozen=True)
+class ScaleRows:
+    """Block scales of K or V of one kv head: address of token 0, of page 0, strides in bytes, 4-byte words per row, and
+    their offset in a slot.
+    """
+
+    base: Int64
+    page_stride: Int64
+    stride: Int64
+    words: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class ScaledOperand:
+    """K or V: its rows, as the source of these takes them, and their scales."""
+
+    rows: Any
+    scales: ScaleRows
+
+
+@dataclass(frozen=True)
+class DenseTokens:
+    """Tokens of contiguous keys, of which token 0 is row `start`."""
+
+    start: Int32
+
+    def page_ids(self, first: Int32, rows: list[int]) -> list[Int32]:
+        return []
+
+    def address(self, scales: ScaleRows, token: Int32, page: Int32) -> Int64:
+        return scales.base + Int64(self.start + token) * scales.stride
+
+
+@dataclass(frozen=True)
+class PageTokens:
+    """Tokens of paged keys."""
+
+    table: Int64  # address of the request's first page id
+    page_size: Divisor
+    kv_end: Int32
+
+    def page_ids(self, first: Int32, rows: list[int]) -> list[Int32]:
+        """Loads the page ids of the tokens `rows` behind `first`."""
+        pages = [self.page_size.quotient(first + row) for row in rows]
+        return [
+            ptx.ld_global_u32_if(self.table + Int64(page) * Int64(4), first + row < self.kv_end)
+            for page, row in zip(pages, rows, strict=True)
+        ]
+
+    def address(self, scales: ScaleRows, token: Int32, page: Int32) -> Int64:
+        within = token - self.page_size.quotient(token) * self.page_size.value
+        return ptx.mad_u32(within, scales.stride, ptx.mad_u32(page, scales.page_stride, scales.base))
+
+
+@dataclass(frozen=True)
+class BlockScaledKV:
+    """Source of K and V with block scales. `source` loads their rows."""
+
+    cols: int
+    lane: Int32
+    kv_end: Int32
+    tokens: DenseTokens | PageTokens
+    source: Any
+    k: ScaledOperand
+    v: ScaledOperand
+
+    @property
+    def rounds(self) -> list[int]:
+        return list(range(0, self.cols, LANES))
+
+    @property
+    def by_lanes(self) -> bool:
+        """Whether the source's lanes load rows too, by the page ids that scales need, and arrive at the barrier."""
+        return isinstance(self.source, GatheredFp8KV)
+
+    def prefetch_page_ids(self, kv_tile: Int32) -> list[Int32]:
+        """Loads the page ids of the source, then those of this lane's rows."""
+        if self.by_lanes:
+            return self.source.prefetch_page_ids(kv_tile)
+        return [
+            *self.source.prefetch_page_ids(kv_tile),
+            *self.tokens.page_ids(kv_tile * self.cols + self.lane, self.rounds),
+        ]
+
+    def copy(
+        self, operand: ScaledOperand, target: Int32, barrier: Int32, kv_tile: Int32, page_ids: list[Int32]
+    ) -> None:
+        count = len(self.rounds) if isinstance(self.tokens, PageTokens) else 0
+        self.copy_scales(operand.scales, target, kv_tile, page_ids[len(page_ids) - count :])
+        if self.by_lanes:
+            self.source.copy(operand.rows, target, barrier, kv_tile, page_ids)  # its arrivals cover the scales
+        else:
+            self.source.copy(operand.rows, target, barrier, kv_tile, page_ids[: len(page_ids) - count])
+            ptx.cp_async_arrive(barrier)
+
+    @cute.jit
+    def copy_scales(self, scales: cutlass.Constexpr, target: Int32, kv_tile: Int32, page_ids: list[Int32]) -> None:
+        pitch = scales.words * WORD
+        for i in cutlass.range_constexpr(len(self.rounds)):
+            row = self.lane + self.rounds[i]
+            token = kv_tile * self.cols + row
+            page = page_ids[i] if cutlass.const_expr(len(page_ids) > 0) else Int32(0)
+            address = self.tokens.address(scales, token, page)
+            size = ptx.select(token < self.kv_end, Int32(WORD), Int32(0))
+            if cutlass.const_expr(self.rounds[i] + LANES <= self.cols):
+                self.copy_row(scales, target + scales.offset + row * pitch, address, size)
+            else:
+                if row < self.cols:
+                    self.copy_row(scales, target + scales.offset + row * pitch, address, size)
+
+    def copy_row(self, scales: ScaleRows, target: Int32, address: Int64, size: Int32) -> None:
+        for word in range(scales.words):
+            ptx.cp_async_4(target + WORD * word, address + Int64(WORD * word), size)
+
+    def commit(self, barriers: list[Int32]) -> None:
+        """Nothing to do: the copies themselves arrive at the barriers."""
+
+
+class BlockScaledProducer(Producer):
+    """Producer of K and V with block scales: TMA and all lanes, or these alone, arrive at full barriers."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        arrivals = LANES if self.source_type is GatheredFp8KV else LANES + self.source_type.arrivals
+        loaded = (self.memory.loaded_ring("k"), self.memory.loaded_ring("v"))
+        self.role = replace(self.role, fills={**self.role.fills, **dict.fromkeys(loaded, arrivals)})
+
+    def source(self, p: Any, maps: Maps, work: QueryTile) -> Any:
+        source = super().source(p, maps, work)
+        kv_head = Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(work.head_block)
+        cols, lane = self.spec.tile.cols, cute.arch.thread_idx()[0]
+        k, v = (
+            ScaledOperand(
+                rows,
+                ScaleRows(
+                    getattr(p, f"{name}_scales") + Int64(kv_head) * getattr(p, f"{name}_scales_stride_h"),
+                    getattr(p, f"{name}_scales_stride_page"),
+                    getattr(p, f"{name}_scales_stride_n"),
+                    *getattr(self.memory, f"{name}_scales"),
+                ),
+            )
+            for name, rows in (("k", source.k), ("v", source.v))
+        )
+        tokens: DenseTokens | PageTokens = DenseTokens(work.kv_start)
+        if self.source_type is not DenseTmaKV:
+            page_size = Divisor(p.page_size, p.page_multiplier, p.page_shift)
+            tokens = PageTokens(p.kv_indices + Int64(work.kv_start) * Int64(4), page_size, work.kv_end)
+        return BlockScaledKV(cols, lane, work.kv_end, tokens, source, k, v)

@@ -1,0 +1,159 @@
+"""The Hopper kernel that rotates q and k (RoPE): transform warps rotate every K tile on its way from the staging ring
+to the operands, MMA warps the rows of q that they multiply, once per query tile.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Float64, Int32
+
+from cute_attn.kernels.blocks import ptx, tma
+from cute_attn.kernels.blocks.persistent_params import AnyParams, Maps, extended
+from cute_attn.kernels.blocks.pipeline import SmemRings, start
+from cute_attn.kernels.blocks.rope import TWO_PI, RotaryTable
+from cute_attn.kernels.blocks.smem import swizzled
+from cute_attn.kernels.blocks.transform_warps import TransformWarps
+from cute_attn.kernels.fa3.kernel import Fa3Program
+from cute_attn.kernels.fa3.parts.wgmma import WARPGROUP_ROWS, WarpgroupLanes
+from cute_attn.kernels.fa3.smem import RopeMemory
+from cute_attn.kernels.formats import LINE
+
+RopeParams = extended("RopeParams", {"rope_base": Float64, "rope_ratio": Float64})
+
+
+@dataclass(frozen=True)
+class Rotation(RotaryTable):
+    """Rotation of rows in columns of 128-byte lines, as TMA writes them. Positions are integers, so that whole turns
+    of a frequency do not count: frequencies are fractions of 64 bits, and the upper 32 of their product with a position
+    are the angle. Seven instructions per angle, none on the unit of `sin` but the two.
+    """
+
+    def entry(self, frequency: Float64) -> list[Float32]:
+        return [ptx.from_bits(word) for word in ptx.fraction_words(frequency)]
+
+    def angle(self, position: Int32, hi: Float32, lo: Float32) -> Float32:
+        turns = ptx.scaled_fraction(position, ptx.bits(hi), ptx.bits(lo))
+        return turns * Float32(TWO_PI / 2**32)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of 16-byte chunks of a row."""
+        return self.head_dim // 16
+
+    @property
+    def lanes(self) -> int:
+        """Adjacent lanes per row: a power of two."""
+        return min(1 << (self.pairs - 1).bit_length(), 8)
+
+    def offset(self, row: Int32, chunk: Int32, tile_rows: int) -> Int32:
+        return (chunk >> 3) * (tile_rows * LINE) + swizzled(row, chunk & 7, LINE)
+
+    @cute.jit
+    def rotate(
+        self,
+        lane: Int32,
+        row: Int32,
+        source: Int32,
+        target: Int32,
+        tile_rows: cutlass.Constexpr,
+        position: Int32,
+    ) -> None:
+        """Rotates the chunks of `row` that this lane has, from the tile at `source` to that at `target`."""
+        for first in cutlass.range_constexpr(0, self.pairs, self.lanes):
+            chunk = first + lane % self.lanes
+            if cutlass.const_expr(first + self.lanes <= self.pairs):
+                self.rotate_chunks(row, chunk, source, target, tile_rows, position)
+            else:
+                if chunk < self.pairs:
+                    self.rotate_chunks(row, chunk, source, target, tile_rows, position)
+
+    def rotate_chunks(
+        self, row: Int32, chunk: Int32, source: Int32, target: Int32, tile_rows: int, position: Int32
+    ) -> None:
+        low, high = (self.offset(row, chunk + half, tile_rows) for half in (0, self.pairs))
+        words = ptx.ld_shared_v4(source + low), ptx.ld_shared_v4(source + high)
+        new_low, new_high = self.rotated(*words, self.table + chunk * 64, position)
+        ptx.st_shared_v4(target + low, 0, new_low)
+        ptx.st_shared_v4(target + high, 0, new_high)
+
+
+@dataclass(frozen=True)
+class KRotation:
+    """Rotation of K tiles by one of the transform warps."""
+
+    rotation: Rotation
+    warp: Int32
+    lane: Int32
+    warps: int
+    cols: int
+
+    @cute.jit
+    def run(self, source: Int32, target: Int32, first: Int32) -> None:
+        """Rotates a tile whose row 0 is token `first`."""
+        lanes = self.rotation.lanes
+        rows = 32 // lanes  # of a warp
+        for i in cutlass.range(self.warp, self.cols // rows, self.warps, unroll=1):
+            row = i * rows + self.lane // lanes
+            self.rotation.rotate(self.lane, row, source, target, self.cols, first + row)
+
+
+class RotationWarps(TransformWarps):
+    """Transform warps that rotate K."""
+
+    program: "RopeProgram"
+    memory: RopeMemory
+
+    def transform(self, warp: Int32, lane: Int32) -> KRotation:
+        return KRotation(self.program.rotation, warp, lane, self.warps, self.spec.tile.cols)
+
+    def initial_state(self) -> Any:
+        return start(), start()
+
+    @cute.jit
+    def transform_query(
+        self, rings: SmemRings, transform: cutlass.Constexpr, at: Any, order: cutlass.Constexpr, valid: Int32
+    ) -> Any:
+        staged, k = at
+        for step in cutlass.range(0, order.total, unroll=1):
+            rings.staged_k.wait_full(staged)
+            rings.k.wait_empty(k)
+            first = order.at(step) * self.spec.tile.cols
+            transform.run(rings.staged_k.address(staged), rings.k.address(k), first)
+            self.publish_operand([rings.staged_k.empty(staged), rings.k.full(k)], transform.lane)
+            staged, k = rings.staged_k.next(staged), rings.k.next(k)
+        return staged, k
+
+
+class RopeProgram(Fa3Program):
+    """Hopper kernel that rotates q and k."""
+
+    params = RopeParams
+    memory: RopeMemory
+    transform_type = RotationWarps
+    rotation: Rotation
+
+    def run_warps(self, params: Any, maps: Maps, rings: SmemRings, thread: Int32) -> None:
+        spec, table = self.spec, rings.scratch["frequencies"]
+        self.rotation = Rotation(
+            spec.dtype, spec.head_dim_qk, table, params.rope_base, params.rope_ratio, spec.tile.threads
+        )
+        self.rotation.prepare()
+        ptx.sync_threads()
+        super().run_warps(params, maps, rings, thread)
+
+    @cute.jit
+    def prepare_q(
+        self, p: AnyParams, work: cutlass.Constexpr, lanes: WarpgroupLanes, q_rows: Int32, scale: Float32
+    ) -> Float32:
+        """Rotates this warp's 16 rows of q in place. wgmma reads them for that warp alone: a warp barrier suffices."""
+        rotation, rows, shift = self.rotation, work.rows(p), work.kv_len - work.qo_len
+        per_pass = 32 // rotation.lanes
+        for i in cutlass.range(16 // per_pass, unroll=1):
+            row = lanes.warp * 16 + i * per_pass + lanes.lane // rotation.lanes
+            position = rows.token(lanes.warpgroup * WARPGROUP_ROWS + row) + shift
+            rotation.rotate(lanes.lane, row, q_rows, q_rows, self.spec.tile.rows, position)
+        tma.fence_async()
+        ptx.sync_warp()
+        return scale

@@ -1,0 +1,45 @@
+"""Outputs in fp8: cases, and the exact expectation: what the same kernel writes in fp32, rounded once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from tests.support import batch_case, case
+from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
+from tests.support.case import Case
+from tests.support.matrix import BF16, CAUSAL, E4M3, PACKED, prefill
+
+NARROW = {"o_dtype": "float8_e4m3fn"}
+NARROW_5 = {"o_dtype": "float8_e5m2"}
+FP8_Q = {"dtype": "float8_e4m3fn", "kv_dtype": "float8_e4m3fn"}
+
+# v_scale 300: outputs beyond the largest number of e4m3, which they become.
+SINGLES: tuple[Case, ...] = (
+    prefill(70, 150, (2, 1), 128, **BF16, **CAUSAL, **NARROW, v_scale=300.0),
+    prefill(70, 150, (2, 1), 64, **NARROW_5),
+    prefill(70, 100, (1, 1), 80, **CAUSAL, **NARROW),
+    prefill(70, 100, (1, 1), 256, **PACKED, **BF16, **NARROW_5),
+    prefill(70, 100, (1, 1), 128, **BF16, **E4M3, **CAUSAL, **NARROW),
+    prefill(3, 500, (2, 1), 128, **CAUSAL, **NARROW),  # few rows: keys are split
+)
+BATCHES: tuple[BatchCase, ...] = (
+    paged((70, 9), (60, 140), page_size=3, sinks=True, v_scale=-1.25, **NARROW_5, **dims(112)),
+    ragged((3, 20), (300, 60), fixed_split_size=128, **NARROW, **heads(2, 1)),
+)
+
+
+def assert_rounded(problem: Case | BatchCase, device: str, backend: str) -> None:
+    """The output is right, and the fp32 output of the same kernel rounded to nearest even and saturated."""
+    of = batch_case if isinstance(problem, BatchCase) else case
+    inputs = of.make(problem, device)  # type: ignore[arg-type]
+    out, lse = of.call(problem, inputs, backend=backend)  # type: ignore[arg-type]
+    verdict = of.check(problem, *((inputs,) if isinstance(problem, BatchCase) else ()), out, lse)  # type: ignore[arg-type]
+    beyond = problem.v_scale == 300.0
+    assert beyond or verdict.ok, verdict.detail
+    wide, wide_lse = of.call(dataclasses.replace(problem, o_dtype="float32"), inputs, backend=backend)  # type: ignore[arg-type]
+    largest = torch.finfo(out.dtype).max
+    assert not beyond or float(wide.abs().max()) > largest
+    assert torch.equal(wide.clamp(-largest, largest).to(out.dtype).view(torch.uint8), out.view(torch.uint8))
+    assert (lse is None and wide_lse is None) or torch.equal(lse, wide_lse)
