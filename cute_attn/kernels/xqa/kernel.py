@@ -24,12 +24,13 @@ from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.masks import TileMask
 from cute_attn.kernels.xqa.parts.merge import Merge
 from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages
-from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share, kv_split, make_partition
+from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share, make_partition
 from cute_attn.kernels.xqa.parts.queries import Queries, QueryRows
 from cute_attn.kernels.xqa.parts.scales import final_epilogue, log2_scale
 from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax, Running
 from cute_attn.kernels.xqa.parts.team import make_team
 from cute_attn.kernels.xqa.parts.tile_forms import tile_forms
+from cute_attn.kernels.xqa.parts.cluster_merge import ClusterMerge
 from cute_attn.kernels.xqa.parts.warp_merge import WarpMerge
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
@@ -142,6 +143,7 @@ class XqaProgram:
         self.layout, self.reads, self.format = self.forms.layout, self.forms.reads, self.forms.format
         self.block = (32 * spec.warps, 1, 1)
         self.smem_bytes = self.memory.bytes
+        self.cluster = (1, spec.cluster, 1)
         self.pdl = named(arch).pdl
 
     def compile_args(self) -> tuple[Any, ...]:
@@ -154,6 +156,7 @@ class XqaProgram:
             grid=grid,
             block=block,
             smem=self.smem_bytes,
+            cluster=self.cluster if self.spec.cluster > 1 else None,
             min_blocks_per_mp=self.spec.ctas + self.spec.guests,
             preferred_smem_carveout=100,  # without it the DSL asks a driver
         )
@@ -167,18 +170,25 @@ class XqaProgram:
         share, segment = partition.first_segment()
         merge, query_rows = self.merge_and_queries(params)
         words = query_rows.load(segment)
-        token_pages = self.load_prologue(self.paged_kv(params, segment), self.warp_tiles(segment, share))
+        token_pages = self.load_prologue(params, segment, share)
         while partition.overlaps(segment, share):
+            merge.enter()
             work = self.segment_work(params, segment, share, query_rows.operands(words), query_rows.rows(segment))
             state = LoopState(work.softmax.start(), self.ring_start(), token_pages)
+            if cutlass.const_expr(self.spec.lookahead):
+                following = partition.next_segment(segment)
+                page_ids = self.page_ids(params, following, share)
+            else:
+                page_ids = []
             for i in cutlass.range(0, work.warp_tiles.count, unroll=1):
                 state = self.mainloop_step(work, state, i)
             self.publish(merge, work.warp_tiles.split, state.running)
-            following = partition.next_segment(segment)
+            if cutlass.const_expr(not self.spec.lookahead):
+                following = partition.next_segment(segment)
             words, token_pages = query_rows.no_words(), work.kv.no_pages()
             if partition.overlaps(following, share):
                 words = query_rows.load(following)
-                token_pages = self.load_prologue(self.paged_kv(params, following), self.warp_tiles(following, share))
+                token_pages = self.load_prologue(params, following, share, page_ids)
             self.write_output(merge, query_rows.rows(segment), segment, share, work.warp_tiles.split)
             segment = following
         ptx.cp_async_wait(0)
@@ -188,7 +198,8 @@ class XqaProgram:
     def merge_and_queries(self, p: XqaParams) -> tuple[WarpMerge, QueryRows]:
         scale = log2_scale(p, self.format.dequant_factor)
         epilogue = final_epilogue(p, self.format.dequant_factor)
-        merge = WarpMerge(self.spec, self.memory, self.team, p, shared_memory(), epilogue, self.format)
+        kind = ClusterMerge if self.spec.cluster > 1 else WarpMerge
+        merge = kind(self.spec, self.memory, self.team, p, shared_memory(), epilogue, self.format)
         return merge, QueryRows(self.spec, self.memory, self.team, self.format, p, scale)
 
     def ring_start(self) -> Int32:
@@ -198,8 +209,8 @@ class XqaProgram:
     def warp(self) -> Int32:
         return cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] >> 5)
 
-    def warp_tiles(self, segment: Segment, share: Share) -> WarpTiles:
-        split = kv_split(segment, share)
+    def warp_tiles(self, p: XqaParams, segment: Segment, share: Share) -> WarpTiles:
+        split = make_partition(self.spec, p).split(segment, share)
         first = split.begin + self.team.number(self.warp())
         count = ptx.maximum(split.end - first + (self.spec.teams - 1), Int32(0)) // self.spec.teams
         return WarpTiles(split, first + segment.request.first_token // self.spec.cols, count)
@@ -214,7 +225,7 @@ class XqaProgram:
         self, p: XqaParams, segment: Segment, share: Share, queries: Queries, rows: PackedRows
     ) -> SegmentWork:
         return SegmentWork(
-            warp_tiles=self.warp_tiles(segment, share),
+            warp_tiles=self.warp_tiles(p, segment, share),
             kv=self.paged_kv(p, segment),
             mask=TileMask(p, rows, segment, self.spec, self.layout),
             queries=queries,
@@ -231,15 +242,23 @@ class XqaProgram:
     def kv_tile(self, tiles: WarpTiles, i: Int32 | int) -> Int32:
         return tiles.first + i * self.spec.teams
 
-    def load_prologue(self, kv: PagedKv, tiles: WarpTiles) -> TokenPages:
+    def page_ids(self, p: XqaParams, segment: Segment, share: Share) -> list[TokenPages]:
+        """Start reading the page ids of the first tiles of a segment, and of the one that follows."""
+        kv, tiles = self.paged_kv(p, segment), self.warp_tiles(p, segment, share)
+        numbers = range(self.memory.prefetch_distance + 1)
+        return [kv.prefetch_page_ids(self.kv_tile(tiles, i), i < tiles.count) for i in numbers]
+
+    def load_prologue(
+        self, p: XqaParams, segment: Segment, share: Share, page_ids: list[TokenPages] | None = None
+    ) -> TokenPages:
         """Start copying the first tiles of a segment, one cp.async group per tile. Empty groups are committed too, so
         that counting groups counts tiles. Returns the page ids of the tile that follows."""
         ahead = self.memory.prefetch_distance
-        numbers = [self.kv_tile(tiles, i) for i in range(ahead + 1)]
-        token_pages = [kv.prefetch_page_ids(number, i < tiles.count) for i, number in enumerate(numbers)]
+        kv, tiles = self.paged_kv(p, segment), self.warp_tiles(p, segment, share)
+        token_pages = page_ids or self.page_ids(p, segment, share)
         for i in range(ahead):
             slot = self.ring_start() + i * self.memory.slot_bytes
-            for _ in kv.copies(token_pages[i], numbers[i], i < tiles.count, slot):
+            for _ in kv.copies(token_pages[i], self.kv_tile(tiles, i), i < tiles.count, slot):
                 pass
             ptx.cp_async_commit()
         return token_pages[ahead]

@@ -45,8 +45,15 @@ def launch_config(
     features = settings.features
     spec = choose_spec(features, qo_len, segments, arch)
     row_blocks = ceil_div(qo_len * (features.num_qo_heads // features.num_kv_heads), spec.rows)
+    units = features.num_kv_heads * row_blocks
     if spec.whole:
-        return LaunchConfig(spec, qo_len, row_blocks, (features.num_kv_heads * row_blocks, 1, 1), 0, 0, 0)
+        return LaunchConfig(spec, qo_len, row_blocks, (units, 1, 1), 0, 0, 0)
+    if spec.cluster > 1:
+        ctas = min(sms * spec.ctas, workspace_bytes // partial_bytes_per_cta(spec))
+        clusters = max(1, ctas // (units * spec.cluster))
+        grid = (units, clusters * spec.cluster, 1)
+        ctas = units * clusters * spec.cluster if clusters > 1 else 0  # one merges in shared memory alone
+        return LaunchConfig(spec, qo_len, row_blocks, grid, ctas, 4 * ctas, ctas * partial_bytes_per_cta(spec))
     ctas = max(1, min(sms * spec.ctas, workspace_bytes // partial_bytes_per_cta(spec)))
     groups = cta_group_count(features.num_kv_heads * row_blocks, ctas)
     partial_bytes = 0 if ctas == 1 else ctas * partial_bytes_per_cta(spec)
