@@ -163,10 +163,12 @@ class XqaProgram:
 
     @cute.kernel
     def kernel(self, params: XqaParams) -> None:
+        partition = make_partition(self.spec, params)
+        if cutlass.const_expr(self.spec.warm):
+            partition.warm()
         if cutlass.const_expr(self.pdl):
             ptx.grid_dependency_wait()
             ptx.grid_dependency_launch()
-        partition = make_partition(self.spec, params)
         share, segment = partition.first_segment()
         merge, query_rows = self.merge_and_queries(params)
         words = query_rows.load(segment)
@@ -182,13 +184,17 @@ class XqaProgram:
                 page_ids = []
             for i in cutlass.range(0, work.warp_tiles.count, unroll=1):
                 state = self.mainloop_step(work, state, i)
-            self.publish(merge, work.warp_tiles.split, state.running)
-            if cutlass.const_expr(not self.spec.lookahead):
+            if cutlass.const_expr(self.spec.lookahead):
+                ptx.sync_warp()  # all lanes are done with the slots that are filled next
+            else:
+                self.publish(merge, work.warp_tiles.split, state.running)
                 following = partition.next_segment(segment)
             words, token_pages = query_rows.no_words(), work.kv.no_pages()
             if partition.overlaps(following, share):
                 words = query_rows.load(following)
                 token_pages = self.load_prologue(params, following, share, page_ids)
+            if cutlass.const_expr(self.spec.lookahead):
+                self.publish(merge, work.warp_tiles.split, state.running)
             self.write_output(merge, query_rows.rows(segment), segment, share, work.warp_tiles.split)
             segment = following
         ptx.cp_async_wait(0)
