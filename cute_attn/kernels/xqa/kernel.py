@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import PackedRows
@@ -255,7 +255,7 @@ class XqaProgram:
         return [kv.prefetch_page_ids(self.kv_tile(tiles, i), i < tiles.count) for i in numbers]
 
     def load_prologue(
-        self, p: XqaParams, segment: Segment, share: Share, page_ids: list[TokenPages] | None = None
+        self, p: XqaParams, segment: Segment, share: Share, page_ids: list[TokenPages] | None = None, start: Any = None
     ) -> TokenPages:
         """Start copying the first tiles of a segment, one cp.async group per tile. Empty groups are committed too, so
         that counting groups counts tiles. Returns the page ids of the tile that follows."""
@@ -263,11 +263,15 @@ class XqaProgram:
         kv, tiles = self.paged_kv(p, segment), self.warp_tiles(p, segment, share)
         token_pages = page_ids or self.page_ids(p, segment, share)
         for i in range(ahead):
-            slot = self.ring_start() + i * self.memory.slot_bytes
+            slot = self.ring_start() + i * self.memory.slot_bytes if start is None else self.advance(start, i)
             for _ in kv.copies(token_pages[i], self.kv_tile(tiles, i), i < tiles.count, slot):
                 pass
             ptx.cp_async_commit()
         return token_pages[ahead]
+
+    def source(self, work: SegmentWork, i: Int32) -> tuple[PagedKv, Int32, Boolean]:
+        """Tile `i` of a warp's tiles: of which keys it is, its number, and whether to copy it."""
+        return work.kv, self.kv_tile(work.warp_tiles, i), i < work.warp_tiles.count
 
     @cute.jit
     def mainloop_step(self, work: SegmentWork, state: LoopState, i: Int32) -> LoopState:
@@ -275,11 +279,12 @@ class XqaProgram:
         ahead, tiles = self.memory.prefetch_distance, work.warp_tiles
         ptx.cp_async_wait(ahead - 1)
         ptx.sync_warp()  # makes the tile visible; every lane is also done with the slot filled next
-        next_copy, wanted = self.kv_tile(tiles, i + ahead), i + ahead < tiles.count
-        copies = work.kv.copies(state.token_pages, next_copy, wanted, self.advance(state.slot, ahead))
+        kv, next_copy, wanted = self.source(work, i + ahead)
+        copies = kv.copies(state.token_pages, next_copy, wanted, self.advance(state.slot, ahead))
         s = self.gemm_qk(work.queries, state.slot, copies, work.kv.copy_steps)
         ptx.cp_async_commit()
-        token_pages = work.kv.prefetch_page_ids(self.kv_tile(tiles, i + ahead + 1), i + ahead + 1 < tiles.count)
+        kv, next_copy, wanted = self.source(work, i + ahead + 1)
+        token_pages = kv.prefetch_page_ids(next_copy, wanted)
         s = self.team.total_scores(s, work.queries.log2_scale, i)
         start = self.kv_tile(tiles, i) * self.spec.cols
         if work.mask.masks_part_of(start):

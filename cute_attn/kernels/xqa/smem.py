@@ -26,6 +26,7 @@ class XqaMemory:
     kv_bits: int
     team: int
     cluster: int = 1
+    stream: bool = False
 
     def __post_init__(self) -> None:
         if self.prefetch_distance < 1:
@@ -35,7 +36,7 @@ class XqaMemory:
     def of(cls, spec: XqaSpec) -> XqaMemory:
         return cls(
             spec.rows, spec.cols, spec.warps, spec.stages, spec.warp_dim, spec.tile_dim, spec.kv_bits, spec.team,
-            spec.cluster,
+            spec.cluster, spec.stream,
         )  # fmt: skip
 
     @property
@@ -113,9 +114,14 @@ class XqaMemory:
         return self.rows * self.cols * 4 if self.team > 1 else 0
 
     @property
+    def places(self) -> int:
+        """Offset of a word per warp: where its outputs are."""
+        return self.partial_scores + 2 * self.warps * self.score_bytes
+
+    @property
     def inbox(self) -> int:
         """Offset of the states that the CTAs of a cluster send to this one: output vectors, then their statistics."""
-        return self.partial_scores + 2 * self.warps * self.score_bytes
+        return self.places + (4 * self.warps + 15) // 16 * 16 * self.stream
 
     @property
     def inbox_vectors(self) -> int:

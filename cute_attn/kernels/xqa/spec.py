@@ -56,6 +56,7 @@ class XqaSpec(KernelSpec):
 
     whole: bool = False  # a CTA for every segment, see `partition.WholeSegments`
     cluster: int = 1  # CTAs that share a segment's tiles and merge in shared memory, see `partition.ClusterSegments`
+    stream: bool = False  # copies run on into the next segment, see `streaming`
     warm: bool = False  # lengths are fetched into L2 before the preceding kernel has ended
     lookahead: bool = False  # page ids of the next segment are read while the tiles of this one are computed
 
