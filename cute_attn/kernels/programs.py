@@ -26,9 +26,8 @@ def program(spec: KernelSpec, arch: str) -> Program:
         return CombineProgram(spec, arch)
     if isinstance(spec, XqaSpec):
         from cute_attn.kernels.xqa.kernel import XqaProgram
-        from cute_attn.kernels.xqa.streaming import StreamProgram
 
-        return StreamProgram(spec, arch) if spec.stream else XqaProgram(spec, arch)
+        return XqaProgram(spec, arch)
     if isinstance(spec, AppendSpec):
         from cute_attn.kernels.append.kernel import AppendProgram
 

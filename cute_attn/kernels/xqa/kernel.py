@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import shared_memory, zeros
 from cute_attn.kernels.xqa.parts import instructions as isa
+from cute_attn.kernels.xqa.parts.cluster_merge import ClusterMerge
 from cute_attn.kernels.xqa.parts.masks import TileMask
 from cute_attn.kernels.xqa.parts.merge import Merge
 from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages
@@ -30,7 +31,6 @@ from cute_attn.kernels.xqa.parts.scales import final_epilogue, log2_scale
 from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax, Running
 from cute_attn.kernels.xqa.parts.team import make_team
 from cute_attn.kernels.xqa.parts.tile_forms import tile_forms
-from cute_attn.kernels.xqa.parts.cluster_merge import ClusterMerge
 from cute_attn.kernels.xqa.parts.warp_merge import WarpMerge
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
@@ -164,37 +164,27 @@ class XqaProgram:
     @cute.kernel
     def kernel(self, params: XqaParams) -> None:
         partition = make_partition(self.spec, params)
-        if cutlass.const_expr(self.spec.warm):
-            partition.warm()
         if cutlass.const_expr(self.pdl):
+            partition.prefetch_lengths()
             ptx.grid_dependency_wait()
             ptx.grid_dependency_launch()
         share, segment = partition.first_segment()
         merge, query_rows = self.merge_and_queries(params)
         words = query_rows.load(segment)
-        token_pages = self.load_prologue(params, segment, share)
+        token_pages = self.load_prologue(self.paged_kv(params, segment), self.warp_tiles(params, segment, share))
         while partition.overlaps(segment, share):
             merge.enter()
             work = self.segment_work(params, segment, share, query_rows.operands(words), query_rows.rows(segment))
             state = LoopState(work.softmax.start(), self.ring_start(), token_pages)
-            if cutlass.const_expr(self.spec.lookahead):
-                following = partition.next_segment(segment)
-                page_ids = self.page_ids(params, following, share)
-            else:
-                page_ids = []
             for i in cutlass.range(0, work.warp_tiles.count, unroll=1):
                 state = self.mainloop_step(work, state, i)
-            if cutlass.const_expr(self.spec.lookahead):
-                ptx.sync_warp()  # all lanes are done with the slots that are filled next
-            else:
-                self.publish(merge, work.warp_tiles.split, state.running)
-                following = partition.next_segment(segment)
+            self.publish(merge, work.warp_tiles.split, state.running)
+            following = partition.next_segment(segment)
             words, token_pages = query_rows.no_words(), work.kv.no_pages()
             if partition.overlaps(following, share):
                 words = query_rows.load(following)
-                token_pages = self.load_prologue(params, following, share, page_ids)
-            if cutlass.const_expr(self.spec.lookahead):
-                self.publish(merge, work.warp_tiles.split, state.running)
+                kv_tiles = self.paged_kv(params, following), self.warp_tiles(params, following, share)
+                token_pages = self.load_prologue(*kv_tiles)
             self.write_output(merge, query_rows.rows(segment), segment, share, work.warp_tiles.split)
             segment = following
         ptx.cp_async_wait(0)
@@ -248,30 +238,18 @@ class XqaProgram:
     def kv_tile(self, tiles: WarpTiles, i: Int32 | int) -> Int32:
         return tiles.first + i * self.spec.teams
 
-    def page_ids(self, p: XqaParams, segment: Segment, share: Share) -> list[TokenPages]:
-        """Start reading the page ids of the first tiles of a segment, and of the one that follows."""
-        kv, tiles = self.paged_kv(p, segment), self.warp_tiles(p, segment, share)
-        numbers = range(self.memory.prefetch_distance + 1)
-        return [kv.prefetch_page_ids(self.kv_tile(tiles, i), i < tiles.count) for i in numbers]
-
-    def load_prologue(
-        self, p: XqaParams, segment: Segment, share: Share, page_ids: list[TokenPages] | None = None, start: Any = None
-    ) -> TokenPages:
+    def load_prologue(self, kv: PagedKv, tiles: WarpTiles) -> TokenPages:
         """Start copying the first tiles of a segment, one cp.async group per tile. Empty groups are committed too, so
         that counting groups counts tiles. Returns the page ids of the tile that follows."""
         ahead = self.memory.prefetch_distance
-        kv, tiles = self.paged_kv(p, segment), self.warp_tiles(p, segment, share)
-        token_pages = page_ids or self.page_ids(p, segment, share)
+        numbers = [self.kv_tile(tiles, i) for i in range(ahead + 1)]
+        token_pages = [kv.prefetch_page_ids(number, i < tiles.count) for i, number in enumerate(numbers)]
         for i in range(ahead):
-            slot = self.ring_start() + i * self.memory.slot_bytes if start is None else self.advance(start, i)
-            for _ in kv.copies(token_pages[i], self.kv_tile(tiles, i), i < tiles.count, slot):
+            slot = self.ring_start() + i * self.memory.slot_bytes
+            for _ in kv.copies(token_pages[i], numbers[i], i < tiles.count, slot):
                 pass
             ptx.cp_async_commit()
         return token_pages[ahead]
-
-    def source(self, work: SegmentWork, i: Int32) -> tuple[PagedKv, Int32, Boolean]:
-        """Tile `i` of a warp's tiles: of which keys it is, its number, and whether to copy it."""
-        return work.kv, self.kv_tile(work.warp_tiles, i), i < work.warp_tiles.count
 
     @cute.jit
     def mainloop_step(self, work: SegmentWork, state: LoopState, i: Int32) -> LoopState:
@@ -279,12 +257,11 @@ class XqaProgram:
         ahead, tiles = self.memory.prefetch_distance, work.warp_tiles
         ptx.cp_async_wait(ahead - 1)
         ptx.sync_warp()  # makes the tile visible; every lane is also done with the slot filled next
-        kv, next_copy, wanted = self.source(work, i + ahead)
-        copies = kv.copies(state.token_pages, next_copy, wanted, self.advance(state.slot, ahead))
+        next_copy, wanted = self.kv_tile(tiles, i + ahead), i + ahead < tiles.count
+        copies = work.kv.copies(state.token_pages, next_copy, wanted, self.advance(state.slot, ahead))
         s = self.gemm_qk(work.queries, state.slot, copies, work.kv.copy_steps)
         ptx.cp_async_commit()
-        kv, next_copy, wanted = self.source(work, i + ahead + 1)
-        token_pages = kv.prefetch_page_ids(next_copy, wanted)
+        token_pages = work.kv.prefetch_page_ids(self.kv_tile(tiles, i + ahead + 1), i + ahead + 1 < tiles.count)
         s = self.team.total_scores(s, work.queries.log2_scale, i)
         start = self.kv_tile(tiles, i) * self.spec.cols
         if work.mask.masks_part_of(start):

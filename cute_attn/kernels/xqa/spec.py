@@ -55,10 +55,7 @@ class XqaSpec(KernelSpec):
     guests: int = 0  # CTAs of the next launch that must fit beside them; ctas + guests bound the registers
 
     whole: bool = False  # a CTA for every segment, see `partition.WholeSegments`
-    cluster: int = 1  # CTAs that share a segment's tiles and merge in shared memory, see `partition.ClusterSegments`
-    stream: bool = False  # copies run on into the next segment, see `streaming`
-    warm: bool = False  # lengths are fetched into L2 before the preceding kernel has ended
-    lookahead: bool = False  # page ids of the next segment are read while the tiles of this one are computed
+    cluster: int = 1  # CTAs of a cluster that merge in shared memory, see `partition.ClusterSegments`
 
     def __post_init__(self) -> None:
         rules = {

@@ -144,6 +144,7 @@ def load_if(condition: Boolean, address: Int64, offset: int, words: int) -> list
 
 
 def prefetch_l2(address: Int64) -> None:
+    """Fetch the line of an address into L2; no value is read."""
     asm("prefetch.global.L2 [$0];", [], [address])
 
 

@@ -105,10 +105,6 @@ class Merge:
             parts.append(SoftmaxState(maximum, total, values))
         return merge_states(parts)
 
-    def outputs_of(self, state: Int32) -> Int32:
-        """Shared address of the outputs of a state."""
-        return self.base + state * self.memory.ring_bytes + self.memory.outputs
-
     def has_columns(self, dim: Int32) -> Boolean | bool:
         """Whether a vector is no padding."""
         return dim < self.spec.warp_dim if self.spec.warp_dim < self.spec.tile_dim else True
@@ -224,7 +220,7 @@ class Merge:
             loaded = [self.load_partial(partial, rows, row, dim) for row, dim in positions]
             sums = [merge_states([old, new]) for old, new in zip(sums, loaded, strict=True)]
         stats = self.base + self.memory.stats + state * (self.memory.rows * 8)
-        outputs = self.outputs_of(state)
+        outputs = self.base + state * self.memory.ring_bytes + self.memory.outputs
         for i in cutlass.range_constexpr(self.vectors_per_lane):
             row, dim = positions[i]
             ptx.st_shared_v4_f32(

@@ -124,20 +124,19 @@ class Partition:
             first = isa.load_if(isa.less_unsigned(index, p.batch), p.page_starts + Int64(index) * Int64(4), 0, 1)[0]
         return first
 
-    @property
-    def first_request(self) -> Int32:
-        return Int32(0)
+    def prefetch_lengths(self) -> None:
+        """Fetch into L2 what this CTA reads first, before the preceding kernel has ended, which may still write it.
+        Nothing, where CTAs read the lengths of many requests."""
 
     @cute.jit
-    def warm(self) -> None:
-        """Fetch this CTA's lengths into L2, where the preceding kernel may still write them."""
-        p, index = self.p, Int64(self.first_request) * Int64(4)
+    def prefetch_request(self, index: Int32) -> None:
+        p, offset = self.p, Int64(index) * Int64(4)
         if cute.arch.thread_idx()[0] == 0:
-            isa.prefetch_l2(p.seq_lens + index)
+            isa.prefetch_l2(p.seq_lens + offset)
             if p.page_starts != Int64(0):
-                isa.prefetch_l2(p.page_starts + index)
+                isa.prefetch_l2(p.page_starts + offset)
             else:
-                isa.prefetch_l2(p.table + index * Int64(p.table_stride))
+                isa.prefetch_l2(p.table + offset * Int64(p.table_stride))
 
     def cost(self, index: Int32) -> Int32:
         """Number of positions that a request takes in the sequence of the CTA group."""
@@ -206,9 +205,8 @@ class WholeSegments(Partition):
     """Partition where every segment is short: a CTA for each, which needs neither the other requests' lengths nor a
     merge in global memory. The grid is [units, requests]."""
 
-    @property
-    def first_request(self) -> Int32:
-        return cute.arch.block_idx()[1]
+    def prefetch_lengths(self) -> None:
+        self.prefetch_request(cute.arch.block_idx()[1])
 
     @cute.jit
     def first_segment(self) -> tuple[Share, Segment]:
@@ -233,6 +231,9 @@ class ClusterSegments(Partition):
     behind the last tile are idle."""
 
     cluster: int
+
+    def prefetch_lengths(self) -> None:
+        self.prefetch_request(Int32(0))
 
     @cute.jit
     def first_segment(self) -> tuple[Share, Segment]:

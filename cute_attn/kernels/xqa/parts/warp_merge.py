@@ -28,7 +28,7 @@ class WarpMerge(Merge):
         """Store a warp's outputs as fp32 [row, dim] in the free slots of its ring, dims swizzled by `swizzled_dim`."""
         lane = cute.arch.thread_idx()[0] & 31
         totals = [reduce_column(lambda a, b: a + b, x) for x in running.total]
-        outputs = self.outputs_of(warp)
+        outputs = self.base + warp * self.memory.ring_bytes + self.memory.outputs
         stats = self.base + self.memory.stats + warp * (self.memory.rows * 8)
         self.publish_stats(stats, [Float32(0.0) - x for x in running.shift], totals)
         if cutlass.const_expr(self.spec.paired):
