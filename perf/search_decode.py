@@ -44,7 +44,9 @@ LENGTHS = "64x2048,256x1024,64x8192,8x8192"
 PEER = "FlashInfer XQA"
 GUESTS: dict[Segments, tuple[int, ...]] = {"one": (0, 1), "few": (0, 1), "many": (0,), "short": (0,)}
 CTAS: dict[Segments, tuple[int, ...]] = {
-    **{"one": (1, 2), "few": (1, 2), "many": (1, 2, 3, 4, 6, 8)},
+    "one": (1, 2),
+    "few": (1, 2),
+    "many": (1, 2, 3, 4, 6, 8),
     "short": (2, 3, 4, 6, 8, 16),
 }
 

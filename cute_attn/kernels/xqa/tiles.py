@@ -42,7 +42,7 @@ class RingTable(NamedTuple):
 
     few: dict[int, tuple[Ring, ...]]
     many: dict[int, tuple[Ring, ...]]
-    one: dict[int, tuple[Ring, ...]] = {}  # where GPUs have clusters; else as `few`
+    one: dict[int, tuple[Ring, ...]] | None = None  # with clusters; None: as `few`
     in_flight: int = 0
 
 
@@ -119,8 +119,8 @@ def _preferred(table: RingTable, segments: Segments, kv_dtype: str, head_dim: in
     bits = KV_BITS[kv_dtype]
     if segments == "short":
         return (next(ring for size, ring in SHORT_RINGS.items() if head_dim * bits // 8 <= size),)
-    if segments == "one" and head_dim <= WARP_DIM:
-        return table.one.get(bits, table.few[bits])
+    if segments == "one" and table.one is not None and head_dim <= WARP_DIM:
+        return table.one[bits]
     return (table.many if segments == "many" else table.few)[bits]
 
 

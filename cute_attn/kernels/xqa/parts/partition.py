@@ -262,5 +262,3 @@ def make_partition(spec: XqaSpec, p: Any) -> Partition:
     if spec.cluster > 1:
         return ClusterSegments(p, spec.cols, spec.cluster)
     return WholeSegments(p, spec.cols) if spec.whole else Partition(p, spec.cols)
-
-
