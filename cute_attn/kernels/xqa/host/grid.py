@@ -59,7 +59,7 @@ def launch_config(
     return LaunchConfig(spec, qo_len, row_blocks, (groups, ctas // groups, 1), ctas, 4 * ctas, partial_bytes)
 
 
-def clustered(spec: XqaSpec, units: int, sms: int, workspace_bytes: int) -> tuple[Grid, int, int, int]:
+def clustered(spec: XqaSpec | XqaUmmaSpec, units: int, sms: int, workspace_bytes: int) -> tuple[Grid, int, int, int]:
     """Returns the grid of one request, whose units have as many clusters each, and the CTAs, counter_bytes and
     partial_bytes of its `LaunchConfig`: none for one cluster a unit, which merges in shared memory alone."""
     ctas = min(int(sms * CLUSTERED), workspace_bytes // partial_bytes_per_cta(spec))
