@@ -10,6 +10,7 @@ import ctypes
 import functools
 import hashlib
 import itertools
+import math
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from cute_attn.runtime import dsl
 from cute_attn.runtime.artifact import Artifact, Param
 
 Dim3 = tuple[int, int, int]
+PORTABLE_CLUSTER = 8  # CTAs that every GPU with clusters can run together
 CPU = -1  # device index of CPU tensors, whose kernels run on the emulator
 _STRUCT_CODES = {"i32": "i", "i64": "q", "f32": "f", "f64": "d", "map": "128s"}
 
@@ -127,7 +129,7 @@ class Launch:
         self._driver = load_driver()
         _check_driver(artifact, checked("cuDriverGetVersion", self._driver.cuDriverGetVersion()))
         self._context = _primary_context(device_index)
-        self._function = _function(artifact.cubin, artifact.symbol, artifact.smem_bytes, device_index)
+        self._function = _function(artifact, device_index)
         self._config = self._build()
         self._configured: tuple[Dim3, int] | None = None  # grid and stream of the previous launch
         self._block = ParamBlock(artifact.params)
@@ -286,23 +288,27 @@ def _library(digest: bytes, cubin: bytes) -> Any:
     return _libraries[digest]
 
 
-def _function(cubin: bytes, symbol: str, smem_bytes: int, device_index: int) -> Any:
+def _function(artifact: Artifact, device_index: int) -> Any:
     """Returns the kernel's function in the primary context of a device, and loads it there."""
-    digest = hashlib.sha256(cubin).digest()
-    key = digest, symbol, device_index
+    digest = hashlib.sha256(artifact.cubin).digest()
+    key = digest, artifact.symbol, device_index
     with _loading:
         if key not in _functions:
             with relaxed_capture():
-                _functions[key] = _load_function(_library(digest, cubin), symbol, smem_bytes, device_index)
+                _functions[key] = _load_function(_library(digest, artifact.cubin), artifact, device_index)
         return _functions[key]
 
 
-def _load_function(library: Any, symbol: str, smem_bytes: int, device_index: int) -> Any:
+def _load_function(library: Any, artifact: Artifact, device_index: int) -> Any:
     driver = load_driver()
-    kernel = checked("cuLibraryGetKernel", driver.cuLibraryGetKernel(library, symbol.encode()))
-    limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    kernel = checked("cuLibraryGetKernel", driver.cuLibraryGetKernel(library, artifact.symbol.encode()))
+    ids = driver.CUfunction_attribute
+    attributes = {ids.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: artifact.smem_bytes}
+    if math.prod(artifact.cluster) > PORTABLE_CLUSTER:
+        attributes[ids.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED] = 1
     device = checked("cuDeviceGet", driver.cuDeviceGet(device_index))
-    checked("cuKernelSetAttribute", driver.cuKernelSetAttribute(limit, smem_bytes, kernel, device))
+    for attribute, value in attributes.items():
+        checked("cuKernelSetAttribute", driver.cuKernelSetAttribute(attribute, value, kernel, device))
     with _current(_primary_context(device_index)):
         function = checked("cuKernelGetFunction", driver.cuKernelGetFunction(kernel))
         checked("cuFuncLoad", driver.cuFuncLoad(function))

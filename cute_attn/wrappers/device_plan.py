@@ -132,8 +132,8 @@ def launch(
     limits: BatchLimits,
     variant: Variant,
 ) -> Any:
-    """Return what runs the batch: its schedule uploaded, or lengths read on the device. None if the plan needs the lengths
-    on the host.
+    """Return what runs the batch, with its schedule uploaded, or lengths read on the device. None if the plan needs
+    them on the host.
     """
     if isinstance(tokens, Tokens):
         return backends.plan(backend, settings, tokens.lengths, limits, variant.staging)

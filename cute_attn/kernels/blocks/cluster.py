@@ -10,6 +10,11 @@ def rank() -> Int32:
     return asm("mov.u32 $0, %cluster_ctarank;", [Int32])
 
 
+def in_cta_of(address: Int32, cta: Int32) -> Int32:
+    """`in_cta` for a rank known at run time only."""
+    return asm("mapa.shared::cluster.u32 $0, $1, $2;", [Int32], [address, cta], pure=True)
+
+
 def in_cta(address: Int32, cta: int) -> Int32:
     """Returns the address of the same place in the shared memory of a CTA of the cluster."""
     return asm(f"mapa.shared::cluster.u32 $0, $1, {cta};", [Int32], [address], pure=True)
@@ -18,6 +23,16 @@ def in_cta(address: Int32, cta: int) -> Int32:
 def sync() -> None:
     """Waits for all threads of the cluster."""
     asm("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
+
+
+def arrive_relaxed() -> None:
+    """Arrives at the barrier of all threads of the cluster without ordering this thread's accesses of memory."""
+    asm("barrier.cluster.arrive.relaxed.aligned;")
+
+
+def wait() -> None:
+    """Waits until all threads of the cluster have arrived."""
+    asm("barrier.cluster.wait.acquire.aligned;")
 
 
 def barrier_arrive(barrier: Int32, *, relaxed: bool = False) -> None:
@@ -48,6 +63,10 @@ def store_async(address: Int32, value: Int32, barrier: Int32) -> None:
 
 def st_shared_v4(address: Int32, offset: int, values: list[Int32]) -> None:
     asm(f"st.shared::cluster.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};", [], [address, *values])
+
+
+def st_shared_v2(address: Int32, offset: int, values: list[Int32]) -> None:
+    asm(f"st.shared::cluster.v2.b32 [$0+{offset}], {{$1, $2}};", [], [address, *values])
 
 
 def fence_async() -> None:

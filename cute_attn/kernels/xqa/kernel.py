@@ -21,10 +21,11 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import shared_memory, zeros
 from cute_attn.kernels.xqa.parts import instructions as isa
+from cute_attn.kernels.xqa.parts.cluster_merge import ClusterMerge
 from cute_attn.kernels.xqa.parts.masks import TileMask
 from cute_attn.kernels.xqa.parts.merge import Merge
 from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages
-from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share, kv_split, make_partition
+from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share, make_partition
 from cute_attn.kernels.xqa.parts.queries import Queries, QueryRows
 from cute_attn.kernels.xqa.parts.scales import final_epilogue, log2_scale
 from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax, Running
@@ -142,6 +143,7 @@ class XqaProgram:
         self.layout, self.reads, self.format = self.forms.layout, self.forms.reads, self.forms.format
         self.block = (32 * spec.warps, 1, 1)
         self.smem_bytes = self.memory.bytes
+        self.cluster = (1, spec.cluster, 1)
         self.pdl = named(arch).pdl
 
     def compile_args(self) -> tuple[Any, ...]:
@@ -154,21 +156,24 @@ class XqaProgram:
             grid=grid,
             block=block,
             smem=self.smem_bytes,
+            cluster=self.cluster if self.spec.cluster > 1 else None,
             min_blocks_per_mp=self.spec.ctas + self.spec.guests,
             preferred_smem_carveout=100,  # without it the DSL asks a driver
         )
 
     @cute.kernel
     def kernel(self, params: XqaParams) -> None:
+        partition = make_partition(self.spec, params)
         if cutlass.const_expr(self.pdl):
+            partition.prefetch_lengths()
             ptx.grid_dependency_wait()
             ptx.grid_dependency_launch()
-        partition = make_partition(self.spec, params)
         share, segment = partition.first_segment()
         merge, query_rows = self.merge_and_queries(params)
         words = query_rows.load(segment)
-        token_pages = self.load_prologue(self.paged_kv(params, segment), self.warp_tiles(segment, share))
+        token_pages = self.load_prologue(self.paged_kv(params, segment), self.warp_tiles(params, segment, share))
         while partition.overlaps(segment, share):
+            merge.enter()
             work = self.segment_work(params, segment, share, query_rows.operands(words), query_rows.rows(segment))
             state = LoopState(work.softmax.start(), self.ring_start(), token_pages)
             for i in cutlass.range(0, work.warp_tiles.count, unroll=1):
@@ -178,7 +183,8 @@ class XqaProgram:
             words, token_pages = query_rows.no_words(), work.kv.no_pages()
             if partition.overlaps(following, share):
                 words = query_rows.load(following)
-                token_pages = self.load_prologue(self.paged_kv(params, following), self.warp_tiles(following, share))
+                kv_tiles = self.paged_kv(params, following), self.warp_tiles(params, following, share)
+                token_pages = self.load_prologue(*kv_tiles)
             self.write_output(merge, query_rows.rows(segment), segment, share, work.warp_tiles.split)
             segment = following
         ptx.cp_async_wait(0)
@@ -188,7 +194,8 @@ class XqaProgram:
     def merge_and_queries(self, p: XqaParams) -> tuple[WarpMerge, QueryRows]:
         scale = log2_scale(p, self.format.dequant_factor)
         epilogue = final_epilogue(p, self.format.dequant_factor)
-        merge = WarpMerge(self.spec, self.memory, self.team, p, shared_memory(), epilogue, self.format)
+        kind = ClusterMerge if self.spec.cluster > 1 else WarpMerge
+        merge = kind(self.spec, self.memory, self.team, p, shared_memory(), epilogue, self.format)
         return merge, QueryRows(self.spec, self.memory, self.team, self.format, p, scale)
 
     def ring_start(self) -> Int32:
@@ -198,8 +205,8 @@ class XqaProgram:
     def warp(self) -> Int32:
         return cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] >> 5)
 
-    def warp_tiles(self, segment: Segment, share: Share) -> WarpTiles:
-        split = kv_split(segment, share)
+    def warp_tiles(self, p: XqaParams, segment: Segment, share: Share) -> WarpTiles:
+        split = make_partition(self.spec, p).split(segment, share)
         first = split.begin + self.team.number(self.warp())
         count = ptx.maximum(split.end - first + (self.spec.teams - 1), Int32(0)) // self.spec.teams
         return WarpTiles(split, first + segment.request.first_token // self.spec.cols, count)
@@ -214,7 +221,7 @@ class XqaProgram:
         self, p: XqaParams, segment: Segment, share: Share, queries: Queries, rows: PackedRows
     ) -> SegmentWork:
         return SegmentWork(
-            warp_tiles=self.warp_tiles(segment, share),
+            warp_tiles=self.warp_tiles(p, segment, share),
             kv=self.paged_kv(p, segment),
             mask=TileMask(p, rows, segment, self.spec, self.layout),
             queries=queries,

@@ -11,7 +11,7 @@ from cute_attn.kernels.xqa.spec import SCALE_BLOCK, XqaSpec
 @dataclass(frozen=True)
 class XqaMemory:
     """Byte offsets in shared memory: a ring of `stages` slots per warp, the statistics of the merge, then the partial
-    scores that the warps of a team exchange.
+    scores that the warps of a team exchange, or the states that the CTAs of a cluster send each other.
 
     A slot holds a warp's columns of K and V of `cols` tokens, then their block scales, if any. Between two segments the
     last slots of each warp's ring are free and hold the warp's outputs for the merge.
@@ -25,6 +25,7 @@ class XqaMemory:
     tile_dim: int
     kv_bits: int
     team: int
+    cluster: int = 1
 
     def __post_init__(self) -> None:
         if self.prefetch_distance < 1:
@@ -32,7 +33,8 @@ class XqaMemory:
 
     @classmethod
     def of(cls, spec: XqaSpec) -> XqaMemory:
-        return cls(spec.rows, spec.cols, spec.warps, spec.stages, spec.warp_dim, spec.tile_dim, spec.kv_bits, spec.team)
+        shape = spec.rows, spec.cols, spec.warps, spec.stages, spec.warp_dim, spec.tile_dim
+        return cls(*shape, spec.kv_bits, spec.team, spec.cluster)
 
     @property
     def row_bytes(self) -> int:
@@ -109,5 +111,21 @@ class XqaMemory:
         return self.rows * self.cols * 4 if self.team > 1 else 0
 
     @property
-    def bytes(self) -> int:
+    def inbox(self) -> int:
+        """Offset of the output vectors that the CTAs of a cluster send to this one, which are followed by their
+        statistics."""
         return self.partial_scores + 2 * self.warps * self.score_bytes
+
+    @property
+    def inbox_vectors(self) -> int:
+        """Vectors of four outputs that a CTA of a cluster merges, of which every CTA sends it its own."""
+        return -(-self.output_bytes // 16 // self.cluster)
+
+    @property
+    def inbox_stats(self) -> int:
+        """Offset of (maximum, sum) of every vector sent."""
+        return self.inbox + self.cluster * self.inbox_vectors * 16
+
+    @property
+    def bytes(self) -> int:
+        return self.inbox_stats + self.cluster * self.inbox_vectors * 8 if self.cluster > 1 else self.inbox

@@ -55,12 +55,14 @@ class XqaSpec(KernelSpec):
     guests: int = 0  # CTAs of the next launch that must fit beside them; ctas + guests bound the registers
 
     whole: bool = False  # a CTA for every segment, see `partition.WholeSegments`
+    cluster: int = 1  # CTAs of a cluster that merge in shared memory, see `partition.ClusterSegments`
 
     def __post_init__(self) -> None:
         rules = {
             "head_dim must be that of whole chunks": is_head_dim(self.head_dim, self.kv_bits),
             "warps must be whole teams": self.warps % self.team == 0,
             "cols must be 16 or a multiple of 32": self.cols == 16 or self.cols % 32 == 0,
+            "clusters need columns that a warp holds": self.cluster == 1 or (self.team == 1 and not self.whole),
             "paired needs NVFP4 and one block of rows": not self.paired or (self.kv_bits, self.row_blocks) == (4, 1),
         }
         for rule, holds in rules.items():

@@ -6,15 +6,19 @@ from typing import Literal, NamedTuple
 
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.xqa.smem import XqaMemory
-from cute_attn.kernels.xqa.spec import PAIRED_ROWS, SCALE_BLOCK, XqaSpec, padded_dim
+from cute_attn.kernels.xqa.spec import PAIRED_ROWS, SCALE_BLOCK, WARP_DIM, XqaSpec, padded_dim
 from cute_attn.runtime.arch import Arch
 
 REGISTER_DIMS = 256  # row blocks x columns of a warp; beyond it outputs and queries exceed a thread's registers
 RESERVED_SMEM = 1024  # bytes of shared memory that the system reserves per CTA
 FEW = 128  # (request, kv head) pairs: about one per SM
+MOST_ROWS = 16  # of a unit
+ONE = 4  # units of one request, of which each has clusters of its own
 SHORT = 512  # keys of a segment that one CTA processes alone, see `partition.WholeSegments`
 
-Segments = Literal["few", "many", "short"]  # of a launch: at most FEW pairs; more; those whose windows are SHORT
+# Of a launch: one request of at most ONE units; at most FEW pairs of a request and a kv head; more; those whose windows
+# are SHORT.
+Segments = Literal["one", "few", "many", "short"]
 
 
 class Ring(NamedTuple):
@@ -24,6 +28,7 @@ class Ring(NamedTuple):
     slot: int  # approximate bytes of K and V per tile
     guests: int = 0  # see `XqaSpec`
     most: int = 64  # tokens of a tile
+    cluster: int = 1
 
 
 class RingTable(NamedTuple):
@@ -37,6 +42,7 @@ class RingTable(NamedTuple):
 
     few: dict[int, tuple[Ring, ...]]
     many: dict[int, tuple[Ring, ...]]
+    one: dict[int, tuple[Ring, ...]] | None = None  # with clusters; None: as `few`
     in_flight: int = 0
 
 
@@ -77,8 +83,15 @@ FAST_MEMORY = RingTable(
     },
     in_flight=64 << 10,
 )
+HOPPER = DEFAULT._replace(
+    one={
+        16: (Ring(8, 3, 1, 8192, cluster=8), Ring(8, 2, 1, 8192, cluster=8), Ring(4, 3, 1, 8192, cluster=8)),
+        8: (Ring(8, 4, 1, 4096, cluster=8), Ring(8, 3, 1, 4096, cluster=8)),
+        4: (Ring(8, 3, 1, 4096, cluster=8),),
+    },
+)
 # By major compute capability, which tells memory bandwidth and shared memory of an SM.
-TABLES = {10: FAST_MEMORY}
+TABLES = {9: HOPPER, 10: FAST_MEMORY}
 
 
 def choose(
@@ -93,8 +106,8 @@ def choose(
     table = TABLES.get(arch.capability[0], DEFAULT)
     specs = [
         XqaSpec(
-            q_dtype, kv_dtype, out_dtype, head_dim, tree, row_blocks,
-            _cols(kv_dtype, head_dim, row_blocks, r), r.warps, r.stages, r.ctas, paired, r.guests, segments == "short",
+            q_dtype, kv_dtype, out_dtype, head_dim, tree, row_blocks, _cols(kv_dtype, head_dim, row_blocks, r),
+            r.warps, r.stages, r.ctas, paired, r.guests, segments == "short", r.cluster,
         )
         for r in (*_preferred(table, segments, kv_dtype, head_dim), *OTHER_RINGS)
     ]  # fmt: skip
@@ -106,7 +119,9 @@ def _preferred(table: RingTable, segments: Segments, kv_dtype: str, head_dim: in
     bits = KV_BITS[kv_dtype]
     if segments == "short":
         return (next(ring for size, ring in SHORT_RINGS.items() if head_dim * bits // 8 <= size),)
-    return (table.few if segments == "few" else table.many)[bits]
+    if segments == "one" and table.one is not None and head_dim <= WARP_DIM:
+        return table.one[bits]
+    return (table.many if segments == "many" else table.few)[bits]
 
 
 def in_flight(spec: XqaSpec) -> int:

@@ -69,7 +69,7 @@ class PreparedKernel:
             **divisor("group", features.num_qo_heads // features.num_kv_heads),
             **divisor("page_size", settings.page_size if self.paged else ONE_PAGE, stem="page"),
             "overhead": spec.segment_overhead,
-            "min_share": spec.teams,  # one tile per team of warps
+            "min_share": 1 if spec.cluster == grid[1] else spec.teams,  # one tile per team of warps
             "scale": settings.sm_scale,
             "lse_scale": settings.lse_scale,
         }

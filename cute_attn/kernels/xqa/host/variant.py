@@ -13,18 +13,22 @@ from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.problem import Features, Settings, short
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
+from cute_attn.schedule.split_kv import ceil_div
 
 MAX_GRID_Y = 65535  # CTAs along the second axis of a grid
 
 
 def segments(batch_size: int, settings: Settings, qo_len: int) -> Segments:
-    """Returns what the pairs of a request and a kv head are: "short" where a window bounds them, else "few", whose keys
-    are split into many parts each, or "many".
+    """Returns what the pairs of a request and a kv head are: "short" where a window bounds them, else those of "one"
+    request, "few", whose keys are split into many parts each, or "many".
     """
-    window = settings.window_left
+    window, features = settings.window_left, settings.features
     if 0 <= window <= tiles.SHORT - qo_len and batch_size <= MAX_GRID_Y:
         return "short"
-    return "few" if batch_size * settings.features.num_kv_heads <= tiles.FEW else "many"
+    rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
+    if batch_size == 1 and features.num_kv_heads * ceil_div(rows, tiles.MOST_ROWS) <= tiles.ONE:
+        return "one"
+    return "few" if batch_size * features.num_kv_heads <= tiles.FEW else "many"
 
 
 def choose_spec(features: Features, qo_len: int, segments: Segments, arch: Arch) -> XqaSpec | XqaUmmaSpec:

@@ -143,6 +143,11 @@ def load_if(condition: Boolean, address: Int64, offset: int, words: int) -> list
     return _load("ld.global", Int32, condition, address, offset, words)
 
 
+def prefetch_l2(address: Int64) -> None:
+    """Fetch the line of an address into L2; no value is read."""
+    asm("prefetch.global.L2 [$0];", [], [address])
+
+
 def ld_l2_if(condition: Boolean, address: Int64, words: int) -> list[Float32]:
     """`load_if` that bypasses L1, for words that other CTAs wrote since this one started."""
     return _load("ld.global.cg", Float32, condition, address, 0, words)

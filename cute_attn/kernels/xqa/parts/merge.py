@@ -82,6 +82,9 @@ class Merge:
         thread = cute.arch.thread_idx()[0]
         return thread >> 5, thread & 31
 
+    def enter(self) -> None:
+        """What must precede the tiles of a segment."""
+
     def sync(self) -> None:
         """Barrier of all threads that merge."""
         ptx.sync_threads()

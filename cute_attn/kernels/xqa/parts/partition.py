@@ -54,6 +54,26 @@ class Segment(NamedTuple):
     request: Request
 
 
+class KvSplit(NamedTuple):
+    """Tiles [begin, end) of a segment that one CTA processes, counted from the segment's first tile."""
+
+    begin: Int32
+    end: Int32
+    whole: Boolean  # the split is the whole segment, perhaps empty: this CTA writes the output itself
+    active: Boolean  # has tiles, or must write zeros for a request without keys
+
+
+def kv_split(segment: Segment, share: Share) -> KvSplit:
+    tiles = segment.request.tiles
+    begin = ptx.maximum(share.begin - segment.start, Int32(0))
+    end = ptx.minimum(share.end - segment.start, tiles)
+    # A segment without tiles belongs to the share that has its last position of overhead.
+    last = segment.start - 1
+    empty = isa.all_of([tiles == 0, share.begin <= last, last < share.end])
+    whole = cutlass.or_(isa.all_of([begin == 0, end == tiles, tiles > 0]), empty)
+    return KvSplit(begin, end, whole, cutlass.or_(begin < end, empty))
+
+
 @dataclass(frozen=True)
 class Partition:
     """Device-side partition; `cols` is the number of tokens of a tile."""
@@ -104,6 +124,20 @@ class Partition:
             first = isa.load_if(isa.less_unsigned(index, p.batch), p.page_starts + Int64(index) * Int64(4), 0, 1)[0]
         return first
 
+    def prefetch_lengths(self) -> None:
+        """Fetch into L2 what this CTA reads first, before the preceding kernel has ended, which may still write it.
+        Nothing, where CTAs read the lengths of many requests."""
+
+    @cute.jit
+    def prefetch_request(self, index: Int32) -> None:
+        p, offset = self.p, Int64(index) * Int64(4)
+        if cute.arch.thread_idx()[0] == 0:
+            isa.prefetch_l2(p.seq_lens + offset)
+            if p.page_starts != Int64(0):
+                isa.prefetch_l2(p.page_starts + offset)
+            else:
+                isa.prefetch_l2(p.table + offset * Int64(p.table_stride))
+
     def cost(self, index: Int32) -> Int32:
         """Number of positions that a request takes in the sequence of the CTA group."""
         cost = (self.request(index).tiles + self.p.overhead) * self.p.units_per_cta_group
@@ -151,6 +185,9 @@ class Partition:
     def overlaps(self, segment: Segment, share: Share) -> Boolean:
         return segment.start - self.p.overhead < share.end
 
+    def split(self, segment: Segment, share: Share) -> KvSplit:
+        return kv_split(segment, share)
+
     @cute.jit
     def next_segment(self, segment: Segment) -> Segment:
         """The next segment in the sequence of the CTA group."""
@@ -168,6 +205,9 @@ class WholeSegments(Partition):
     """Partition where every segment is short: a CTA for each, which needs neither the other requests' lengths nor a
     merge in global memory. The grid is [units, requests]."""
 
+    def prefetch_lengths(self) -> None:
+        self.prefetch_request(cute.arch.block_idx()[1])
+
     @cute.jit
     def first_segment(self) -> tuple[Share, Segment]:
         """The only segment of this CTA, and a share that is its own."""
@@ -181,25 +221,44 @@ class WholeSegments(Partition):
         return segment._replace(start=segment.start + segment.request.tiles + self.p.overhead)
 
 
+BEYOND = 1 << 30  # position of no tile
+
+
+@dataclass(frozen=True)
+class ClusterSegments(Partition):
+    """Partition of one request: all CTAs of a unit share its tiles equally, and each cluster of them merges its partial
+    results in shared memory. The grid is [units, clusters of a unit x CTAs of a cluster]. Positions are tiles; clusters
+    behind the last tile are idle."""
+
+    cluster: int
+
+    def prefetch_lengths(self) -> None:
+        self.prefetch_request(Int32(0))
+
+    @cute.jit
+    def first_segment(self) -> tuple[Share, Segment]:
+        p, cta = self.p, cute.arch.block_idx()[1]
+        request, first_page = self.request(Int32(0)), self.first_page(Int32(0))
+        ctas = cute.arch.grid_dim()[1]
+        divisor = Divisor(ctas, p.shares_multiplier, p.shares_shift)
+        size = ptx.maximum(p.min_share, divisor.quotient(request.tiles + ctas - 1))
+        begin = cta * size
+        share = Share(begin, ptx.minimum(begin + size, request.tiles), size)
+        return share, Segment(Int32(0), cute.arch.block_idx()[0], Int32(0), first_page, request)
+
+    def overlaps(self, segment: Segment, share: Share) -> Boolean:
+        cluster = cute.arch.block_idx()[1] // self.cluster
+        return segment.start + cluster * (share.size * self.cluster) < ptx.maximum(segment.request.tiles, Int32(1))
+
+    def split(self, segment: Segment, share: Share) -> KvSplit:
+        return KvSplit(share.begin, share.end, Boolean(False), Boolean(True))
+
+    def next_segment(self, segment: Segment) -> Segment:
+        """No segment."""
+        return segment._replace(start=Int32(BEYOND))
+
+
 def make_partition(spec: XqaSpec, p: Any) -> Partition:
+    if spec.cluster > 1:
+        return ClusterSegments(p, spec.cols, spec.cluster)
     return WholeSegments(p, spec.cols) if spec.whole else Partition(p, spec.cols)
-
-
-class KvSplit(NamedTuple):
-    """Tiles [begin, end) of a segment that one CTA processes, counted from the segment's first tile."""
-
-    begin: Int32
-    end: Int32
-    whole: Boolean  # the split is the whole segment, perhaps empty: this CTA writes the output itself
-    active: Boolean  # has tiles, or must write zeros for a request without keys
-
-
-def kv_split(segment: Segment, share: Share) -> KvSplit:
-    tiles = segment.request.tiles
-    begin = ptx.maximum(share.begin - segment.start, Int32(0))
-    end = ptx.minimum(share.end - segment.start, tiles)
-    # A segment without tiles belongs to the share that has its last position of overhead.
-    last = segment.start - 1
-    empty = isa.all_of([tiles == 0, share.begin <= last, last < share.end])
-    whole = cutlass.or_(isa.all_of([begin == 0, end == tiles, tiles > 0]), empty)
-    return KvSplit(begin, end, whole, cutlass.or_(begin < end, empty))

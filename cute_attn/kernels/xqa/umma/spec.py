@@ -24,6 +24,7 @@ class XqaUmmaSpec(KernelSpec):
     segment_overhead: ClassVar[int] = 2  # cost of starting and finishing a segment, in tiles (not measured)
     ctas: ClassVar[int] = 1  # per SM
     whole: ClassVar[bool] = False  # segments are cut between CTAs
+    cluster: ClassVar[int] = 1  # CTAs of a cluster
     teams: ClassVar[int] = 1  # tiles that a CTA processes at once
     warps: ClassVar[int] = 1  # softmax states of a CTA
     team: ClassVar[int] = 1

@@ -1,0 +1,120 @@
+"""Merge of the CTAs of a cluster: they send each other their partial results, so that each merges a slice of the rows.
+
+    warps -> state of the CTA | slice of every CTA to the CTA that has the slice | cluster barrier | merge, store
+
+Where several clusters share a segment, the CTAs that have the same slice leave it in global memory, and the one that
+arrives last merges those: `count` reads of a few vectors each, in all CTAs of the last clusters at once.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from cute_attn.kernels.blocks import cluster, ptx
+from cute_attn.kernels.blocks.rows import PackedRows
+from cute_attn.kernels.xqa.parts import instructions as isa
+from cute_attn.kernels.xqa.parts.merge import VECTOR_WIDTH, SoftmaxState, merge_states
+from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share
+from cute_attn.kernels.xqa.parts.warp_merge import WarpMerge
+
+
+@dataclass(frozen=True)
+class ClusterMerge(WarpMerge):
+    """Merge of a segment that clusters of CTAs share (`partition.ClusterSegments`)."""
+
+    def enter(self) -> None:
+        """Arrive: nothing may be sent to a CTA that has not started."""
+        cluster.arrive_relaxed()
+
+    @cute.jit
+    def write(self, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
+        """Write this CTA's slice of the outputs, by all threads. A barrier after `publish` must come before."""
+        tiles = share.size * self.spec.cluster
+        count = ptx.maximum(isa.divide(segment.request.tiles + tiles - 1, tiles), Int32(1))
+        count = ptx.opaque(count)  # computed here, not after the barriers
+        cluster.wait()
+        for item in cutlass.range(cute.arch.thread_idx()[0], self.num_vectors(rows), self.threads, unroll=1):
+            row, dim = self.row_and_dim(item)
+            if self.has_columns(dim):
+                self.send(item, self.merge_warps(row, dim))
+        ptx.sync_warp()
+        cluster.sync()
+        for index in cutlass.range(cute.arch.thread_idx()[0], self.memory.inbox_vectors, self.threads, unroll=1):
+            row, dim, wanted = self.slice(rows, index)
+            if wanted:
+                result = merge_states([self.received(index, cta) for cta in range(self.spec.cluster)])
+                if count == 1:
+                    self.store(rows, row, dim, result)
+                else:
+                    self.store_slice(index, row, dim, result)
+        if count > 1:
+            self.merge_clusters(rows, count)
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.spec.warps
+
+    def slice(self, rows: PackedRows, index: Int32) -> tuple[Int32, Int32, Boolean]:
+        """Row and dimension of a vector of this CTA's slice, and whether it exists."""
+        item = cluster.rank() * self.memory.inbox_vectors + index
+        row, dim = self.row_and_dim(item)
+        wanted = item < self.num_vectors(rows)
+        if self.has_columns(dim) is not True:
+            wanted = isa.all_of([wanted, self.has_columns(dim)])
+        return row, dim, wanted
+
+    # --- CTAs of a cluster ------------------------------------------------------------------------------------------
+
+    def send(self, item: Int32, state: SoftmaxState) -> None:
+        """Send a vector to the CTA that has it in its slice."""
+        vectors = self.memory.inbox_vectors
+        to = item // vectors
+        place = cluster.rank() * vectors + (item - to * vectors)
+        inbox = cluster.in_cta_of(self.base, to)
+        values = [ptx.bits(x) for x in state.values]
+        cluster.st_shared_v4(inbox + place * 16, self.memory.inbox, values)
+        stats = [ptx.bits(state.maximum), ptx.bits(state.total)]
+        cluster.st_shared_v2(inbox + place * 8, self.memory.inbox_stats, stats)
+
+    def received(self, index: Int32, cta: int) -> SoftmaxState:
+        """Vector `index` of this CTA's slice, from a CTA of the cluster."""
+        place = cta * self.memory.inbox_vectors
+        maximum, total = ptx.ld_shared_v2_f32(self.base + index * 8, self.memory.inbox_stats + place * 8)
+        values = ptx.ld_shared_v4_f32(self.base + index * 16, self.memory.inbox + place * 16)
+        return SoftmaxState(maximum, total, values)
+
+    # --- clusters of a segment --------------------------------------------------------------------------------------
+
+    @cute.jit
+    def store_slice(self, index: Int32, row: Int32, dim: Int32, result: SoftmaxState) -> None:
+        """Leave a vector in this CTA's partial, and once per row its statistics."""
+        stats, outputs = self.partial_address(self.cta_index(cute.arch.block_idx()[1]), row)
+        if cutlass.or_(dim == 0, index == 0):
+            ptx.st_global_v2_f32(stats, 0, [result.maximum, result.total])
+        ptx.st_global_v4_f32(outputs + Int64(dim * 4), 0, result.values)
+
+    @cute.jit
+    def merge_clusters(self, rows: PackedRows, count: Int32) -> None:
+        """Count this CTA as done with its slice, one of `count`. The last merges all and resets the counter."""
+        thread = cute.arch.thread_idx()[0]
+        counter = self.p.counters + Int64(self.cta_index(cluster.rank())) * Int64(4)
+        ticket = self.base + Int32(self.memory.ticket)
+        self.sync()
+        if thread == 0:
+            ptx.st_shared_b32(ticket, 0, isa.add_arrival(counter))
+        self.sync()
+        if isa.ld_shared_b32(ticket) == count - 1:
+            if thread == 0:
+                isa.st_global_b32(counter, Int32(0))
+            for index in cutlass.range(thread, self.memory.inbox_vectors, self.threads, unroll=1):
+                row, dim, wanted = self.slice(rows, index)
+                if wanted:
+                    state = SoftmaxState(
+                        Float32(ptx.NEG_INF), Float32(0.0), [Float32(0.0) for _ in range(VECTOR_WIDTH)]
+                    )
+                    for number in cutlass.range(0, count, unroll=4):
+                        cta = self.cta_index(number * self.spec.cluster + cluster.rank())
+                        state = merge_states([state, self.load_partial(cta, rows, row, dim)])
+                    self.store(rows, row, dim, state)
