@@ -51,7 +51,7 @@ class WarpgroupTile:
         tile, steps = self.memory.tile, []
         for step in range(-(-self.memory.head_dim_qk * self.memory.item_bytes // 32)):
             column, within = step // 4, step % 4 * 32
-            steps.append((column * tile.rows * LINE + within, column * tile.cols * LINE + within))
+            steps.append((column * tile.cta_rows * LINE + within, column * tile.cols * LINE + within))
         return sm90.wgmma_from_shared(self.dtype, tile.cols, q, k, steps)
 
     def accumulate(self, out: list[Float32], p: list[Int32], v: Int32) -> list[Float32]:
@@ -78,8 +78,13 @@ class WarpgroupLanes:
         warp = cute.arch.make_warp_uniform(thread >> 5)
         return cls((warp >> 2) - Int32(1), warp & 3, thread & 31)
 
+    @property
+    def first_row(self) -> Int32:
+        """Returns the warpgroup's first row of the work item."""
+        return self.warpgroup * WARPGROUP_ROWS
+
     def row(self, slot: int) -> Int32:
-        first = self.warpgroup * WARPGROUP_ROWS + self.warp * 16 + MmaFragmentLayout.lane_row(self.lane)
+        first = self.first_row + self.warp * 16 + MmaFragmentLayout.lane_row(self.lane)
         return first + MmaFragmentLayout.row(slot)
 
     def first_col(self) -> Int32:
