@@ -21,8 +21,11 @@ from cute_attn.kernels.blocks.tile_scheduler import DynamicTileScheduler
 from cute_attn.kernels.blocks.tma_kv import TmaOperand
 from cute_attn.kernels.fa3.kernel import Fa3Program
 from cute_attn.kernels.fa3.mainloop import MmaWarpgroups
-from cute_attn.kernels.fa3.parts.wgmma import WARPGROUP_ROWS, WarpgroupLanes
+from cute_attn.kernels.fa3.parts.wgmma import WARPGROUP_ROWS, WarpgroupLanes, WarpgroupTile
+from cute_attn.kernels.fa3.smem import HopperMemory
 from cute_attn.kernels.fa3.spec import Fa3Spec
+
+CTA_ADDRESS = (1 << 18) - 1  # bits of an address within a CTA
 
 
 class SharedRing(Ring):
@@ -117,6 +120,13 @@ class SharingLanes(WarpgroupLanes):
         return (ctas_rows + self.warpgroup) * WARPGROUP_ROWS
 
 
+@dataclass(frozen=True)
+class SharingTile(WarpgroupTile):
+    def in_cta(self, address: Int32) -> Int32:
+        """Removes the rank of the CTA."""
+        return address & Int32(CTA_ADDRESS)
+
+
 class SharingMmaWarpgroups(MmaWarpgroups):
     lanes_type = SharingLanes
 
@@ -133,6 +143,9 @@ class SharingProgram(Fa3Program):
 
     def cta_of(self, spec: Fa3Spec) -> OneCta:
         return SharingCta()
+
+    def warpgroup_tile(self, spec: Fa3Spec, memory: HopperMemory) -> WarpgroupTile:
+        return SharingTile(spec.dtype, memory)
 
     def deallocate(self, rings: SmemRings, thread: Int32) -> None:
         """Keeps this CTA's shared memory until the other one, which writes it and arrives there, has finished too."""

@@ -37,14 +37,18 @@ class WarpgroupTile:
         return self.k_operand(address)
 
     def k_operand(self, address: Int32) -> Int32:
-        return cute.arch.make_warp_uniform(sm90.descriptor(address, 0))
+        return cute.arch.make_warp_uniform(sm90.descriptor(self.in_cta(address), 0))
+
+    def in_cta(self, address: Int32) -> Int32:
+        """Returns an address within the CTA, as descriptors have it."""
+        return address
 
     def rematerialize(self, q: Any) -> Any:
         """Recomputes the operand, so that values derived from it need not stay in registers."""
         return cute.arch.make_warp_uniform(q)
 
     def v_operand(self, address: Int32) -> Int32:
-        return cute.arch.make_warp_uniform(sm90.descriptor(address, self.memory.tile.cols * LINE))
+        return cute.arch.make_warp_uniform(sm90.descriptor(self.in_cta(address), self.memory.tile.cols * LINE))
 
     def scores(self, q: Any, k: Int32) -> list[Float32]:
         """Starts S = Q K^T."""
