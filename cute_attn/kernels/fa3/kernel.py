@@ -22,6 +22,7 @@ from cute_attn.kernels.blocks.pipeline import SmemRings
 from cute_attn.kernels.blocks.roles import WarpRole
 from cute_attn.kernels.blocks.transform_warps import TransformWarps
 from cute_attn.kernels.fa3.mainloop import MmaWarpgroups
+from cute_attn.kernels.fa3.parts.register_q import RegisterQTile
 from cute_attn.kernels.fa3.parts.wgmma import WarpgroupTile
 from cute_attn.kernels.fa3.smem import HopperMemory
 from cute_attn.kernels.fa3.spec import Fa3Spec
@@ -45,7 +46,7 @@ class Fa3Program(PersistentProgram):
         return ONE_CTA
 
     def warpgroup_tile(self, spec: Fa3Spec, memory: Any) -> WarpgroupTile:
-        return WarpgroupTile(spec.dtype, memory)
+        return (RegisterQTile if spec.tile.q_columns else WarpgroupTile)(spec.dtype, memory)
 
     @property
     def roles(self) -> list[WarpRole]:

@@ -21,6 +21,7 @@ from cute_attn.kernels.blocks.tile_scheduler import DynamicTileScheduler
 from cute_attn.kernels.blocks.tma_kv import TmaOperand
 from cute_attn.kernels.fa3.kernel import Fa3Program
 from cute_attn.kernels.fa3.mainloop import MmaWarpgroups
+from cute_attn.kernels.fa3.parts.register_q import RegisterQTile
 from cute_attn.kernels.fa3.parts.wgmma import WARPGROUP_ROWS, WarpgroupLanes, WarpgroupTile
 from cute_attn.kernels.fa3.smem import HopperMemory
 from cute_attn.kernels.fa3.spec import Fa3Spec
@@ -127,6 +128,10 @@ class SharingTile(WarpgroupTile):
         return address & Int32(CTA_ADDRESS)
 
 
+class SharingRegisterQTile(SharingTile, RegisterQTile):
+    """Such a tile with columns of q in registers."""
+
+
 class SharingMmaWarpgroups(MmaWarpgroups):
     lanes_type = SharingLanes
 
@@ -145,7 +150,7 @@ class SharingProgram(Fa3Program):
         return SharingCta()
 
     def warpgroup_tile(self, spec: Fa3Spec, memory: HopperMemory) -> WarpgroupTile:
-        return SharingTile(spec.dtype, memory)
+        return (SharingRegisterQTile if spec.tile.q_columns else SharingTile)(spec.dtype, memory)
 
     def deallocate(self, rings: SmemRings, thread: Int32) -> None:
         """Keeps this CTA's shared memory until the other one, which writes it and arrives there, has finished too."""

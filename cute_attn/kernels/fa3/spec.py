@@ -30,6 +30,7 @@ class HopperTile:
     q_registers: bool = False
     per_sm: int = 1
     ctas: int = 1
+    q_columns: int = 0
 
     @property
     def cta_rows(self) -> int:
