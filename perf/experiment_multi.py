@@ -115,7 +115,8 @@ def main():
             winners[w] = max(speed, key=speed.__getitem__)
             winner_binds[w] = binds[winners[w]]
         del sets, calls, m
-        torch.cuda.empty_cache()    if not os.environ.get("PEERS"):
+        torch.cuda.empty_cache()
+    if not os.environ.get("PEERS"):
         return
     for w in winners:
         if time.monotonic() - START > LIMIT - 8:

@@ -39,6 +39,9 @@ SINGLE: tuple[tuple[Case, HopperTile], ...] = (
     (prefill(400, 400, (2, 1), 128, **CAUSAL, **BF16), TWO_QUERY_TILES),
     (prefill(300, 130, (1, 1), 256), TILE),
     (prefill(70, 700, (1, 1), 128), TWO_QUERY_TILES),
+    (prefill(200, 200, (1, 1), 256, **CAUSAL), HopperTile(256, 64, 2, 1, ping_pong=False, ctas=2, q_columns=2)),
+    (prefill(200, 300, (1, 1), 128, **CAUSAL, **BF16), HopperTile(256, 64, 2, 1, ping_pong=False, ctas=2, q_columns=2)),
+    (prefill(200, 300, (1, 1), 64, **CAUSAL, **BF16), HopperTile(128, 64, 2, 1, ping_pong=True, q_columns=1)),
 )
 BATCHES: tuple[tuple[BatchCase, HopperTile], ...] = (
     (ragged((300, 0, 37, 1), (300, 20, 64, 0), mask="causal", **dims(128), **heads(2, 1)), TWO_QUERY_TILES),
@@ -52,7 +55,7 @@ def test_single(single: tuple[Case, HopperTile], schedule: Schedule) -> None:
     problem, tile = single
     with forced(tile):
         emulation = solve_single(FA3, problem, schedule, sms=4)
-    assert emulation.records[0].spec["tile"]["ctas"] == 2
+    assert emulation.records[0].spec["tile"]["ctas"] == tile.ctas
 
 
 @pytest.mark.parametrize("schedule", (*ALL_SCHEDULES, *LAGGING), ids=lambda s: f"{s.kind}{s.seed}")
@@ -60,4 +63,4 @@ def test_single(single: tuple[Case, HopperTile], schedule: Schedule) -> None:
 def test_batch(batch: tuple[BatchCase, HopperTile], schedule: Schedule) -> None:
     with forced(batch[1]):
         emulation = solve_batch(FA3, batch[0], schedule, sms=4)
-    assert emulation.records[0].spec["tile"]["ctas"] == 2
+    assert emulation.records[0].spec["tile"]["ctas"] == batch[1].ctas
