@@ -19,6 +19,7 @@ def choose(
     fp8: bool,
     fp8_kv: bool,
     window_left: int,
+    long: bool,
 ) -> HopperTile:
     """Returns the tile of a problem. There is one architecture, and causal problems have the tiles of others."""
     return tiles.choose(head_dims, plain, kv, fp8, fp8_kv, window_left)

@@ -25,7 +25,7 @@ def batch_tiling(
     """Returns the tiling of a batch on a GPU with `sms` multiprocessors."""
     longest = 0 if limits.graph else int(lengths.kv_len.max(initial=0))  # captured: the number of items may change
     kv_len = 1 << (longest - 1).bit_length() if longest else 0
-    qo_len = min(typical_qo_len(lengths, limits), variant.PACKED_TOKENS)
+    qo_len = variant.token_class(typical_qo_len(lengths, limits))
     return tiling(kernels, settings, qo_len, kv_len, arch.name, sms)
 
 
@@ -33,11 +33,11 @@ def batch_tiling(
 def tiling(
     kernels: variant.PersistentKernels[variant.T], settings: Settings, qo_len: int, kv_len: int, arch: str, sms: int
 ) -> Tiling[variant.T]:
-    """Returns the tiling for requests of `qo_len` query tokens and up to `kv_len` keys. To the scheduler, heads that
+    """Returns the tiling for requests of at least `qo_len` query tokens, a `token_class`, and up to `kv_len` keys. To the scheduler, heads that
     share a tile are one group.
     """
     features = settings.features
-    tile = kernels.tile_of(settings, arch, settings.page_size)
+    tile = kernels.tile_of(settings, arch, qo_len, settings.page_size)
     heads = kernels.heads_per_tile(settings, qo_len, tile.q_box_rows)
     section = variant.section_heads(features, heads, kv_len)
     kv_heads = max(1, section * heads * features.num_kv_heads // features.num_qo_heads)
