@@ -15,30 +15,40 @@ from perf import batch_peers, bench, search
 from perf.batch_workloads import equal
 from perf.harness import CudaGraphTimer, measure
 
-def T(rows, cols, stages=2, q=1, pp=False, sm=1, c=1, qc=0):
-    return HopperTile(rows, cols, stages, q, ping_pong=pp, per_sm=sm, ctas=c, q_columns=qc)
+def T(rows, cols, stages=2, q=1, pp=False, sm=1, qr=False):
+    return HopperTile(rows, cols, stages, q, ping_pong=pp, per_sm=sm, q_registers=qr)
 
-MB = 1 << 20
-D256 = [T(256,64,c=2), T(256,80,c=2), T(128,80), T(256,48,3,c=2), T(256,64,pp=True,c=2), T(128,64,qc=1), T(128,64,qc=2), T(256,64,c=2,qc=2), T(256,80,c=2,qc=1), T(256,48,3,c=2,qc=2)]
-D128L = [T(256,128,2,2,c=2), T(256,128,2,2,pp=True,c=2), T(256,160,c=2), T(256,176,c=2), T(192,80,3,pp=True), T(384,64,4,pp=True,c=2), T(128,128,2,2,qc=2), T(128,144,qc=2), T(256,128,2,2,c=2,qc=2), T(256,160,c=2,qc=1), T(256,144,c=2,qc=2), 8*MB, 16*MB]
-D128S = [T(256,128,2,2,c=2), T(64,64,sm=2), T(64,80,sm=2), T(64,96,sm=2), T(128,80,sm=2,c=2), T(128,96,sm=2,c=2), T(128,64,4,2), T(128,96,2,2), T(192,80,3,pp=True), T(128,128,2,2,qc=2), T(64,80,sm=2,qc=2), T(128,96,sm=2,c=2,qc=2)]
-D64S = [T(128,128,3,2,pp=True), T(128,128,3,2), T(192,96,3,2,pp=True), T(192,64,4,2,pp=True), T(64,64,3,2,sm=3), T(64,128,sm=2), T(64,96,sm=3), T(128,64,4,2,pp=True), T(128,128,3,2,pp=True,qc=1), T(64,64,3,2,sm=3,qc=1)]
+OLD = {64: T(192,128,3,2,pp=True), 128: T(128,128,2,2), 256: T(128,64)}
+NARROW = {64: T(64,64,3,2,sm=3), 128: T(64,64,sm=2)}
+LONG = [T(192,80,3,pp=True), T(192,80,3,2,pp=True), T(192,80,4,pp=True), T(192,80,3), T(192,64,4,pp=True), T(192,64,4,2,pp=True)]
+L2 = LONG[:1] + LONG[4:5]
+S64 = [T(64,64,3,2,sm=3,qr=True), T(64,64,4,2,sm=3,qr=True)]
+F128 = [T(64,64,sm=2), T(64,64,2,2,sm=2), T(64,64,sm=2,qr=True)]
 ROWS = [
-    (equal(1,16384,16384,(8,8),256,causal=False), D256, True),
-    (equal(1,1000,1000,(32,8),128,causal=True), D128S, True),
-    (equal(1,16384,16384,(32,8),128,causal=False), D128L, True),
-    (equal(4,4096,4096,(8,8),256,causal=False), D256, False),
-    (equal(16,1024,1024,(32,32),64,causal=True), D64S, False),
-    (equal(16,1024,1024,(16,16),128,causal=True), D128S, False),
-    (equal(1,16384,16384,(8,8),256,causal=True), D256, False),
-    (equal(1,16384,16384,(32,8),128,causal=True), D128L, False),
+    (equal(4,4096,4096,(32,8),128,causal=True), LONG, False),
+    (equal(4,4096,4096,(32,8),128,causal=False), LONG, False),
+    (equal(16,1024,1024,(32,32),64,causal=True), S64, True),
+    (equal(1,1000,1000,(32,8),128,causal=True), F128, True),
+    (equal(1,16384,16384,(32,8),128,causal=True), LONG, True),
+    (equal(4,4096,4096,(16,16),128,causal=True), L2, False),
+    (equal(16,1024,1024,(32,32),64,causal=False), S64, False),
+    (equal(4,4096,4096,(32,32),64,causal=True), S64[:1], False),
+    (equal(1,1000,1000,(32,8),128,causal=False), F128[:1], False),
+    (equal(1,512,512,(32,8),128,causal=True), F128[:1], False),
+    (equal(1,2048,2048,(32,8),128,causal=True), [*F128[:1], *L2], False),
+    (equal(1,1000,1000,(32,32),64,causal=True), S64[:1], False),
+    (equal(4,4096,4096,(64,8),64,causal=True,window_left=127,sinks=True), S64[:1], False),
+    (equal(4,4096,4096,(32,8),128,causal=True,window_left=127), [F128[2]], False),
+    (equal(8,2048,2048,(64,8),128,causal=True), L2, False),
+    (equal(1,16384,16384,(16,16),128,causal=False), L2, False),
+    (equal(1,16384,16384,(32,8),128,causal=False), L2, False),
 ]
 
-def default(dim):
-    return tiles.choose((dim, dim), True, "dense")
+def default(w):
+    return (OLD if w.window_left < 0 else NARROW)[w.head_dim]
 
 def bind(what, w, sets):
-    tile = what if isinstance(what, HopperTile) else default(w.head_dim)
+    tile = what if isinstance(what, HopperTile) else default(w)
     section = what if isinstance(what, int) else variant.SECTION_BYTES
     tiling.cache_clear()
     try:
@@ -50,15 +60,15 @@ def bind(what, w, sets):
 def name(what):
     if isinstance(what, int):
         return f"default, section {what // MB} MiB"
-    return f"{what.rows}x{what.cols} st{what.stages} q{what.q_stages}" + " pp" * what.ping_pong + f" sm{what.per_sm}" * (what.per_sm > 1) + f" qregs{what.q_columns}" * (what.q_columns > 0) + " PAIR" * (what.ctas > 1)
+    return f"{what.rows}x{what.cols} st{what.stages} q{what.q_stages}" + " pp" * what.ping_pong + f" sm{what.per_sm}" * (what.per_sm > 1) + " qregs" * what.q_registers
 
 def main():
     compile_only = "--compile" in sys.argv
     specs = {}
     for w, table, _ in ROWS:
-        for what in [default(w.head_dim), *table]:
+        for what in [default(w), *table]:
             if isinstance(what, HopperTile):
-                specs[w.head_dim, what] = Fa3Spec("bfloat16", "bfloat16", w.head_dim, w.head_dim, schedule="items", tile=what)
+                specs[w.head_dim, w.window_left >= 0, what] = Fa3Spec("bfloat16", "bfloat16", w.head_dim, w.head_dim, schedule="items", mask="band" if w.window_left >= 0 else "stop", tile=what)
     made = artifacts.get_many({"sm_90a": list(specs.values())}, program)
     bad = set()
     for key, spec in specs.items():
@@ -70,23 +80,6 @@ def main():
     if compile_only:
         return
     device = torch.device("cuda")
-    if "--smoke" in sys.argv:
-        for w in (equal(2,700,700,(4,2),256,causal=True), equal(2,1000,1000,(4,2),128,causal=True), equal(2,3000,3000,(8,8),128,causal=False)):
-            sets = [w.inputs(device, 0)]
-            for tile in dict.fromkeys(what for _, table, _ in ROWS for what in table if isinstance(what, HopperTile) and what.ctas > 1):
-                if (w.head_dim, tile) in specs and (w.head_dim, tile) not in bad:
-                    _, entries = bench.prepare(w, {"x": functools.partial(bind, tile)}, sets)
-                    torch.cuda.synchronize()
-                    print("smoke", w.name, name(tile), entries["x"], flush=True)
-        return
-    import subprocess
-    try:
-        smoke = subprocess.run([sys.executable, __file__, "--smoke"], timeout=50, capture_output=True, text=True)
-        print("\n".join(smoke.stdout.splitlines()[1:]), smoke.stderr[-600:] if smoke.returncode else "")
-        pairs_work = smoke.returncode == 0
-    except subprocess.TimeoutExpired as hung:
-        print("SMOKE HANGS:", (hung.stdout or b"")[-1500:])
-        pairs_work = False
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     print(torch.cuda.get_device_name(0))
     winners, winner_binds = {}, {}
@@ -95,10 +88,10 @@ def main():
             print("no time for", w.name)
             continue
         sets = [w.inputs(device, seed) for seed in range(w.num_sets(l2))]
-        base = default(w.head_dim)
+        base = default(w)
         binds = {"default": functools.partial(bind, base)}
         for what in table:
-            if not isinstance(what, HopperTile) or ((w.head_dim, what) not in bad and (pairs_work or what.ctas == 1)):
+            if not isinstance(what, HopperTile) or (w.head_dim, w.window_left >= 0, what) not in bad:
                 binds[name(what)] = functools.partial(bind, what)
         calls, entries = bench.prepare(w, binds, sets)
         m = measure(calls, CudaGraphTimer(), 7 if w.qo_lens[0] > 8000 else 11)
@@ -122,7 +115,7 @@ def main():
         if time.monotonic() - START > LIMIT - 8:
             break
         sets = [w.inputs(device, seed) for seed in range(w.num_sets(l2))]
-        binds = {"default": functools.partial(bind, default(w.head_dim)), "best " + winners[w]: winner_binds[w], "FA4": batch_peers.flash_attention_4}
+        binds = {"default": functools.partial(bind, default(w)), "best " + winners[w]: winner_binds[w], "FA4": batch_peers.flash_attention_4}
         calls, entries = bench.prepare(w, binds, sets)
         m = measure(calls, CudaGraphTimer(), 7)
         print(w.name, {n: round(w.metric.value(t.median_us), 1) if not isinstance(t, str) else t for n, t in m.timings.items()}, f"{time.monotonic() - START:.0f} s", entries["FA4"].get("reason", ""), flush=True)

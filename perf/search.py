@@ -36,7 +36,6 @@ from perf.machine import why_no_gpu
 SMEM_LIMIT = 227 << 10
 # Registers per thread for accumulators and probabilities, by number of MMA warpgroups.
 REGISTERS = {2: 212, 3: 132}
-Q_COLUMN_REGISTERS = 16  # per thread, of a column of 64 elements of q
 MIN_GAIN = 1.004  # less is noise
 LENGTHS = "1x16384,4x4096,16x1024"
 
@@ -44,22 +43,20 @@ Rates = Mapping[HopperTile, float]  # TFLOP/s of the tiles that work
 
 
 def fits(head_dim: int, tile: HopperTile) -> bool:
-    """Tells whether a tile fits shared memory, and S, P, O and q the registers."""
-    registers = tile.cols // 2 + tile.cols // 4 + head_dim // 2 + Q_COLUMN_REGISTERS * tile.q_columns
+    """Tells whether a tile fits shared memory, and S, P, O and q, where it is there, the registers."""
+    registers = tile.cols // 2 + tile.cols // 4 + head_dim // 2 + head_dim // 4 * tile.q_registers
     return HopperMemory(tile, head_dim, head_dim).bytes <= SMEM_LIMIT and registers <= REGISTERS[tile.mma_warpgroups]
 
 
 def neighbours(head_dim: int, tile: HopperTile) -> list[HopperTile]:
-    """Returns the tiles that differ in one field and fit; pairs of CTAs have the rows of two."""
-    columns, ctas = -(-head_dim // 64), 3 - tile.ctas
+    """Returns the tiles that differ in one field and fit."""
     changes: list[dict[str, int | bool]] = [
-        {"rows": (320 - tile.cta_rows) * tile.ctas},
-        *({"rows": tile.cta_rows * ctas, "ctas": ctas} for _ in range(columns % 2 == 0)),
-        *({"q_columns": tile.q_columns + step} for step in (-1, 1) if 0 <= tile.q_columns + step <= columns),
+        {"rows": 320 - tile.rows},
         *({"cols": tile.cols + step} for step in (-32, -16, 16, 32) if 0 < tile.cols + step <= 256),
         *({"stages": tile.stages + step} for step in (-1, 1) if tile.stages + step >= 2),
         {"q_stages": 3 - tile.q_stages},
         {"ping_pong": not tile.ping_pong},
+        {"q_registers": not tile.q_registers},
     ]
     tiles = [dataclasses.replace(tile, **change) for change in changes]  # type: ignore[arg-type]
     return [found for found in tiles if fits(head_dim, found)]

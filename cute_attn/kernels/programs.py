@@ -66,10 +66,6 @@ def _fa3_program(spec: Fa3Spec, arch: str) -> Program:
         from cute_attn.kernels.fa3.fp8_kv import Fp8KvProgram
 
         return Fp8KvProgram(spec, arch)
-    if spec.tile.ctas == 2:
-        from cute_attn.kernels.fa3.pair import SharingProgram
-
-        return SharingProgram(spec, arch)
     from cute_attn.kernels.fa3.kernel import Fa3Program
 
     return Fa3Program(spec, arch)

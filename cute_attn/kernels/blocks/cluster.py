@@ -10,19 +10,9 @@ def rank() -> Int32:
     return asm("mov.u32 $0, %cluster_ctarank;", [Int32])
 
 
-def threads() -> Int32:
-    """Returns the number of threads of this CTA."""
-    return asm("mov.u32 $0, %ntid.x;", [Int32], pure=True)
-
-
 def in_cta(address: Int32, cta: int) -> Int32:
     """Returns the address of the same place in the shared memory of a CTA of the cluster."""
     return asm(f"mapa.shared::cluster.u32 $0, $1, {cta};", [Int32], [address], pure=True)
-
-
-def in_each(address: Int32, cta: Int32) -> Int32:
-    """Returns the address of the same place in the shared memory of a CTA of the cluster, known at run time."""
-    return asm("mapa.shared::cluster.u32 $0, $1, $2;", [Int32], [address, cta], pure=True)
 
 
 def sync() -> None:
@@ -36,13 +26,6 @@ def barrier_arrive(barrier: Int32, *, relaxed: bool = False) -> None:
     """
     order = "relaxed" if relaxed else "release"
     asm(f"mbarrier.arrive.{order}.cluster.shared::cluster.b64 _, [$0];", [], [barrier])
-
-
-def barrier_arrive_cta(barrier: Int32) -> None:
-    """Arrives at a barrier of any CTA of the cluster, ordered as arrivals within a CTA are: after this thread's accesses
-    by wgmma that it has waited for, which a copy by TMA may then overwrite. No fence for the whole GPU.
-    """
-    asm("mbarrier.arrive.shared::cluster.b64 _, [$0];", [], [barrier])
 
 
 def barrier_wait(barrier: Int32, phase: Int32, *, relaxed: bool = False) -> None:

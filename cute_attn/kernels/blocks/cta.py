@@ -52,12 +52,7 @@ class OneCta:
         ptx.sync_threads()
 
     def loads(self) -> CtaLoads:
-        """Returns the loads of Q."""
         return CtaLoads()
-
-    def kv_loads(self) -> CtaLoads:
-        """Returns the loads of K and V."""
-        return self.loads()
 
     def operands(self, maps: Maps, memory: TileMemory, cols: int) -> tuple[TmaOperand, TmaOperand]:
         """Returns the parts of K and V that this CTA loads of every kv tile."""

@@ -130,16 +130,16 @@ class Producer:
         kv_head = Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(work.head_block)
         k, v = self.cta.operands(maps, self.memory, cols)
         if self.source_type is DenseTmaKV:
-            return DenseTmaKV(cols, work.kv_start, kv_head, thread, k, v, self.cta.kv_loads())
+            return DenseTmaKV(cols, work.kv_start, kv_head, thread, k, v, self.cta.loads())
         page_size = Divisor(p.page_size, p.page_multiplier, p.page_shift)
         table = p.kv_indices + Int64(work.kv_start) * Int64(4)
         if self.source_type is PagedTmaKV:
             boxes = p.box_rows
-            return PagedTmaKV(cols, kv_head, thread, work.kv_end, table, page_size, boxes, k, v, self.cta.kv_loads())
+            return PagedTmaKV(cols, kv_head, thread, work.kv_end, table, page_size, boxes, k, v, self.cta.loads())
         if self.source_type is Gather4KV:
             k_head = Gather4Operand.of(k, kv_head, p.k_page_stride, p.k_stride_h, p.k_stride_n)
             v_head = Gather4Operand.of(v, kv_head, p.v_page_stride, p.v_stride_h, p.v_stride_n)
-            return Gather4KV(cols, thread, work.kv_end, table, page_size, k_head, v_head, self.cta.kv_loads())
+            return Gather4KV(cols, thread, work.kv_end, table, page_size, k_head, v_head, self.cta.loads())
         assert issubclass(self.source_type, GatheredKV | GatheredFp8KV)
         k_base, v_base = p.k_address + Int64(kv_head) * p.k_stride_h, p.v_address + Int64(kv_head) * p.v_stride_h
         k_rows = PageRows(k_base, p.k_page_stride, p.k_stride_n, self.chunks(self.spec.head_dim_qk))

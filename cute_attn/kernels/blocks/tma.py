@@ -38,17 +38,6 @@ def load_4d(shared: Int32, tensor_map: Int64, coordinates: Sequence[Int32], barr
     asm(text, [], [shared, tensor_map, *coordinates, barrier, Int64(policy)])
 
 
-def load_4d_to_pair(
-    shared: Int32, tensor_map: Int64, coordinates: Sequence[Int32], barrier: Int32, policy: int
-) -> None:
-    """Copies a box to the same place in both CTAs of a pair; its bytes count at the barrier of each. For one thread."""
-    text = (
-        "{ .reg .b16 ctas; mov.b16 ctas, 3; cp.async.bulk.tensor.4d.shared::cluster.global.tile"
-        ".mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [$0], [$1, {$2, $3, $4, $5}], [$6], ctas, $7; }"
-    )
-    asm(text, [], [shared, tensor_map, *coordinates, barrier, Int64(policy)])
-
-
 def gather4(
     shared: Int32, tensor_map: Int64, column: Int32, rows: Sequence[Int32], barrier: Int32, policy: int
 ) -> None:

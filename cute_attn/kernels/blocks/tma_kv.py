@@ -37,10 +37,6 @@ class TmaOperand:
         """Returns the first element of a loaded column."""
         return (self.first_column + Int32(column)) * self.rows.items
 
-    def place(self, column: int) -> Int32:
-        """Returns where a loaded column goes, in bytes from the slot's address."""
-        return Int32(column * self.keys * self.rows.pitch)
-
     def in_part(self, slot_row: Int32, cols: int) -> Boolean:
         """Whether a row of the slot, for a tile of `cols` keys, belongs to the loaded part."""
         if self.keys == cols:
@@ -76,7 +72,7 @@ class DenseTmaKV:
             for column in cutlass.range_constexpr(operand.rows.columns):
                 token = self.start + kv_tile * self.cols + operand.first_key
                 coordinates = [operand.item(column), token, self.kv_head, Int32(0)]
-                box = target + operand.place(column)
+                box = target + Int32(column * operand.keys * operand.rows.pitch)
                 self.loads.load_4d(box, operand.tensor_map, coordinates, barrier, tma.EVICT_LAST)
 
     def commit(self, barriers: list[Int32]) -> None:
@@ -131,7 +127,7 @@ class PagedTmaKV:
                 within = token - self.page_size.quotient(token) * self.page_size.value
                 for column in cutlass.range_constexpr(operand.rows.columns):
                     coordinates = [operand.item(column), within, self.kv_head, page_ids[i]]
-                    box = target + slot_row * operand.rows.pitch + operand.place(column)
+                    box = target + slot_row * operand.rows.pitch + Int32(column * operand.keys * operand.rows.pitch)
                     self.loads.load_4d(box, operand.tensor_map, coordinates, barrier, tma.EVICT_LAST)
 
     def commit(self, barriers: list[Int32]) -> None:

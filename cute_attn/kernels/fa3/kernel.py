@@ -15,7 +15,6 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_attn.kernels.blocks import tma
-from cute_attn.kernels.blocks.cta import ONE_CTA, OneCta
 from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import Maps, PersistentParams
 from cute_attn.kernels.blocks.pipeline import SmemRings
@@ -38,15 +37,12 @@ class Fa3Program(PersistentProgram):
     def __init__(self, spec: Fa3Spec, arch: str) -> None:
         memory = HopperMemory.of(spec)
         tile = self.warpgroup_tile(spec, memory)
-        super().__init__(spec, memory, tile, self.cta_of(spec))
+        super().__init__(spec, memory, tile)
         self.mma = self.mma_type(self, spec, tile)
         self.transform = self.transform_type(self, spec, memory) if self.transform_type else None
 
-    def cta_of(self, spec: Fa3Spec) -> OneCta:
-        return ONE_CTA
-
     def warpgroup_tile(self, spec: Fa3Spec, memory: Any) -> WarpgroupTile:
-        return (RegisterQTile if spec.tile.q_columns else WarpgroupTile)(spec.dtype, memory)
+        return (RegisterQTile if spec.tile.q_registers else WarpgroupTile)(spec.dtype, memory)
 
     @property
     def roles(self) -> list[WarpRole]:

@@ -61,7 +61,6 @@ class MmaWarpgroups:
     """Role of the MMA warpgroups: products, softmax and output."""
 
     store_type = WarpgroupStore
-    lanes_type = WarpgroupLanes
 
     def __init__(self, program: PersistentProgram, spec: Fa3Spec, tile: WarpgroupTile) -> None:
         self.program, self.spec, self.tile, self.memory = program, spec, tile, tile.memory
@@ -77,7 +76,7 @@ class MmaWarpgroups:
     @cute.jit
     def run(self, p: PersistentParams, rings: SmemRings) -> None:
         """Processes all query tiles of the CTA."""
-        lanes = self.lanes_type.of()
+        lanes = WarpgroupLanes.of()
         scale = p.scale * device_scale(p.scale0) * device_scale(p.scale1)
         if cutlass.const_expr(self.spec.tile.ping_pong):  # noqa: SIM102  (one when tracing, one at run time)
             if lanes.warpgroup == self.spec.tile.mma_warpgroups - 1:
@@ -85,7 +84,7 @@ class MmaWarpgroups:
         q, k = start(), start()
         head_block = rings.next_head_block(q)
         while head_block >= 0:
-            lanes = self.lanes_type.of()
+            lanes = WarpgroupLanes.of()
             q_rows = rings.q.address(q) + lanes.warpgroup * (WARPGROUP_ROWS * LINE)
             q_scale = self.program.prepare_q(p, QueryTile.load(rings.record(q)), lanes, q_rows, scale)
             q_operand = self.tile.q_operand(q_rows)
@@ -101,7 +100,7 @@ class MmaWarpgroups:
                 shift, total, k = state.shift, state.total, state.k
             else:
                 rings.q.release(q, lanes.lane)
-            self.store(p, QueryTile.load(rings.record(q)), self.lanes_type.of(), out, shift, total)
+            self.store(p, QueryTile.load(rings.record(q)), WarpgroupLanes.of(), out, shift, total)
             q = rings.q.next(q)
             head_block = rings.next_head_block(q)
 
@@ -116,7 +115,7 @@ class MmaWarpgroups:
             mask=self.program.mask(p, work, lanes),
             order=order,
             skipped=self.skipped(
-                rows, band.stop(rows.last_token_from(lanes.first_row, WARPGROUP_ROWS)), order, lanes
+                rows, band.stop(rows.last_token_from(lanes.warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)), order, lanes
             ),
             kv_end=work.kv_end,
             q=q,
@@ -127,7 +126,7 @@ class MmaWarpgroups:
         cols = self.spec.tile.cols
         end = (ptx.maximum(stop, Int32(0)) + Int32(cols - 1)) // cols
         beyond = ptx.minimum(ptx.maximum(order.end - end, Int32(0)), order.end - order.full_end)
-        idle = cutlass.or_(end <= order.begin, rows.exists(lanes.first_row) == cutlass.Boolean(False))
+        idle = cutlass.or_(end <= order.begin, rows.exists(lanes.warpgroup * WARPGROUP_ROWS) == cutlass.Boolean(False))
         return ptx.select(idle, order.total, beyond)
 
     @cute.jit

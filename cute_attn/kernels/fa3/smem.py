@@ -12,9 +12,7 @@ from cute_attn.kernels.formats import LINE
 
 @dataclass(frozen=True)
 class HopperMemory(TileMemory):
-    """Layout for 16-bit q, k and v: rings of operands, and of no bytes "next", which tells both CTAs of a pair that the
-    index of their next work item is in the record of this one.
-    """
+    """Layout for 16-bit q, k and v: rings of operands only."""
 
     tile: HopperTile
 
@@ -26,12 +24,10 @@ class HopperMemory(TileMemory):
     @property
     def rings(self) -> tuple[RingLayout, ...]:
         tile = self.tile
-        drawn = (RingLayout("next", tile.q_stages, 0),) if tile.ctas == 2 else ()
         return (
-            RingLayout("q", tile.q_stages, tile.cta_rows * self.qk_columns * LINE),
+            RingLayout("q", tile.q_stages, tile.rows * self.qk_columns * LINE),
             RingLayout("k", tile.stages, tile.cols * self.qk_columns * LINE),
             RingLayout("v", tile.stages, self.v_bytes),
-            *drawn,
         )
 
     @property

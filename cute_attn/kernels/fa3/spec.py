@@ -15,9 +15,8 @@ class HopperTile:
     `stages` K and V tiles and `q_stages` query tiles are in flight; with fp8 K and V, also `staged` tiles as stored.
     `ping_pong`: MMA warpgroups take turns at issuing products, so that the softmax of one overlaps products of another.
     `transform_warps`: warps that produce operands from staged tiles; with more than three they have a warpgroup of
-    their own. `q_registers`: MMA threads hold q in registers, which leaves more shared memory bandwidth to the
-    transform warps. `per_sm`: CTAs that an SM runs at a time. `ctas` 2: pairs of CTAs on two SMs share work items; each
-    has half of the rows, and loads half of every kv tile into the shared memory of both.
+    their own. `q_registers`: MMA threads hold q in registers, which leaves more shared memory bandwidth to other
+    operands and the transform warps. `per_sm`: CTAs that an SM runs at a time.
     """
 
     rows: int
@@ -29,17 +28,14 @@ class HopperTile:
     transform_warps: int = 3
     q_registers: bool = False
     per_sm: int = 1
-    ctas: int = 1
-    q_columns: int = 0
 
     @property
-    def cta_rows(self) -> int:
-        """Packed query rows of one CTA."""
-        return self.rows // self.ctas
+    def ctas(self) -> int:
+        return 1
 
     @property
     def q_box_rows(self) -> int:
-        return self.cta_rows
+        return self.rows
 
     @property
     def k_box_rows(self) -> int:
@@ -47,7 +43,7 @@ class HopperTile:
 
     @property
     def mma_warpgroups(self) -> int:
-        return self.cta_rows // 64
+        return self.rows // 64
 
     @property
     def threads(self) -> int:
@@ -56,15 +52,14 @@ class HopperTile:
 
     def __post_init__(self) -> None:
         rules = {
-            "ctas must be 1 or 2": self.ctas in (1, 2),
-            "rows must be 64, 128 or 192 per CTA": self.rows % self.ctas == 0 and self.cta_rows in (64, 128, 192),
+            "rows must be 64, 128 or 192": self.rows in (64, 128, 192),
             "cols must be a multiple of 16 up to 256": self.cols % 16 == 0 and 0 < self.cols <= 256,
             "stages must be at least 2": self.stages >= 2,
             "q_stages must be 1 or 2": self.q_stages in (1, 2),
             "staged must be 0 to 2": self.staged in (0, 1, 2),
-            "ping_pong takes two MMA warpgroups": self.cta_rows > 64 or not self.ping_pong,
+            "ping_pong takes two MMA warpgroups": self.rows > 64 or not self.ping_pong,
             "per_sm must be 1, or up to 3 with one MMA warpgroup": self.per_sm == 1
-            or (self.cta_rows == 64 and self.per_sm in (2, 3)),
+            or (self.rows == 64 and self.per_sm in (2, 3)),
             "transform_warps must be 3 or 7, the latter with two MMA warpgroups": self.transform_warps == 3
             or (self.transform_warps == 7 and self.mma_warpgroups == 2),
         }
@@ -79,15 +74,6 @@ class Fa3Spec(PersistentSpec):
 
     kernel: ClassVar[str] = "fa3"
     tile: HopperTile = HopperTile(128, 128)
-
-    def __post_init__(self) -> None:
-        if self.tile.ctas == 2 and (self.kv == "gathered" or self.kv_dtype or self.fp8 or self.odd_columns):
-            raise ValueError(f"{self}: pairs of CTAs load halves of 16-bit K and V, an even number of columns, by TMA")
-
-    @property
-    def odd_columns(self) -> bool:
-        """Whether K or V tiles have an odd number of columns of 64 elements."""
-        return any(-(-head_dim // 64) % 2 for head_dim in (self.head_dim_qk, self.head_dim_vo))
 
     @property
     def registers(self) -> tuple[int, int]:

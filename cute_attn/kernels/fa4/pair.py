@@ -12,16 +12,42 @@ from typing import ClassVar
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from cute_attn.kernels.blocks import cluster, ptx, sm100
+from cute_attn.kernels.blocks import cluster, ptx, sm100, tma
 from cute_attn.kernels.blocks.cta import CtaLoads, OneCta
-from cute_attn.kernels.blocks.pairs import CTAS, LEADER, LeaderRing, PairTileScheduler
 from cute_attn.kernels.blocks.persistent_params import Maps
 from cute_attn.kernels.blocks.pipeline import PipelineState, Ring, SmemRings
 from cute_attn.kernels.blocks.smem_map import TileMemory
-from cute_attn.kernels.blocks.tile_scheduler import DynamicTileScheduler
+from cute_attn.kernels.blocks.tile_scheduler import NEXT_TILE_WORD, DynamicTileScheduler
 from cute_attn.kernels.blocks.tma_kv import TmaOperand
 from cute_attn.kernels.fa4.rings import BlackwellRings, TmemRing
 from cute_attn.kernels.fa4.spec import QUERY_TILE_ROWS
+
+CTAS = 2
+LEADER = 0
+INDEX_BYTES = 4
+
+
+class LeaderRing(Ring):
+    """Ring whose slots the leader fills in both CTAs, and whose readers in both release them at the leader. `relaxed`:
+    the slots lie in tensor memory, whose fences the arrivals rely on.
+    """
+
+    relaxed: ClassVar[bool] = False
+
+    def initialise(self, writers: int, readers: int) -> None:
+        super().initialise(writers, CTAS * readers)
+
+    def wait_empty(self, state: PipelineState) -> None:
+        cluster.barrier_wait(self.empty(state), self.parity(state) ^ 1, relaxed=self.relaxed)
+
+    def wait_released(self, state: PipelineState) -> None:
+        cluster.barrier_wait(self.empty(state), self.parity(state), relaxed=self.relaxed)
+
+    @cute.jit
+    def release(self, state: PipelineState, lane: Int32) -> None:
+        if lane == 0:
+            cluster.barrier_arrive(cluster.in_cta(self.empty(state), LEADER), relaxed=self.relaxed)
+
 
 class TmemLeaderRing(LeaderRing, TmemRing):
     """Such a ring of tensor memory."""
@@ -53,6 +79,53 @@ class PairLoads(CtaLoads):
         self, shared: Int32, tensor_map: Int64, column: Int32, rows: list[Int32], barrier: Int32, policy: int
     ) -> None:
         sm100.gather4_to_pair(shared, tensor_map, column, rows, cluster.in_cta(barrier, LEADER), policy)
+
+
+@dataclass(frozen=True)
+class PairTileScheduler(DynamicTileScheduler):
+    """Dynamic scheduler of pairs: the leader draws the index of the next work item and stores it to the records of both
+    CTAs.
+    """
+
+    ring: Ring  # "next", of as many slots as Q's ring, at the same state
+
+    def first(self) -> Int32:
+        return cute.arch.block_idx()[0] // CTAS
+
+    @cute.jit
+    def fetch_next(self) -> Int32:
+        fetched = Int32(0)
+        if self.draws():
+            fetched = tma.atomic_increment(self.counters)
+        return fetched
+
+    @cute.jit
+    def broadcast_next(self, fetched: Int32, record: Int32, q: PipelineState) -> Int32:
+        ring, word = self.ring, record + Int32(4 * NEXT_TILE_WORD)
+        if self.thread == 0:
+            tma.barrier_expect(ring.full(q), INDEX_BYTES)
+        if self.draws():
+            ring.wait_empty(q)
+            for cta in (0, 1):
+                slot, full = (cluster.in_cta(address, cta) for address in (word, ring.full(q)))
+                cluster.store_async(slot, fetched, full)
+        ring.wait_full(q)
+        index = cute.arch.make_warp_uniform(ptx.ld_shared_b32(word))
+        ptx.sync_warp()
+        ring.release(q, self.thread)
+        return index + cute.arch.grid_dim()[0] // CTAS
+
+    @cute.jit
+    def finish(self) -> None:
+        if self.draws():
+            stopped = tma.atomic_increment(self.counters + Int64(4))
+            if stopped == cute.arch.grid_dim()[0] // CTAS - 1:
+                tma.st_global_u32(self.counters, Int32(0))
+                tma.st_global_u32(self.counters + Int64(4), Int32(0))
+
+    def draws(self) -> Boolean:
+        """Whether this thread draws for the pair."""
+        return (self.thread | cluster.rank()) == 0
 
 
 class CtaPair(OneCta):

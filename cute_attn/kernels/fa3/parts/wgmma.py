@@ -37,25 +37,21 @@ class WarpgroupTile:
         return self.k_operand(address)
 
     def k_operand(self, address: Int32) -> Int32:
-        return cute.arch.make_warp_uniform(sm90.descriptor(self.in_cta(address), 0))
-
-    def in_cta(self, address: Int32) -> Int32:
-        """Returns an address within the CTA, as descriptors have it."""
-        return address
+        return cute.arch.make_warp_uniform(sm90.descriptor(address, 0))
 
     def rematerialize(self, q: Any) -> Any:
         """Recomputes the operand, so that values derived from it need not stay in registers."""
         return cute.arch.make_warp_uniform(q)
 
     def v_operand(self, address: Int32) -> Int32:
-        return cute.arch.make_warp_uniform(sm90.descriptor(self.in_cta(address), self.memory.tile.cols * LINE))
+        return cute.arch.make_warp_uniform(sm90.descriptor(address, self.memory.tile.cols * LINE))
 
     def scores(self, q: Any, k: Int32) -> list[Float32]:
         """Starts S = Q K^T."""
         tile, steps = self.memory.tile, []
         for step in range(-(-self.memory.head_dim_qk * self.memory.item_bytes // 32)):
             column, within = step // 4, step % 4 * 32
-            steps.append((column * tile.cta_rows * LINE + within, column * tile.cols * LINE + within))
+            steps.append((column * tile.rows * LINE + within, column * tile.cols * LINE + within))
         return sm90.wgmma_from_shared(self.dtype, tile.cols, q, k, steps)
 
     def accumulate(self, out: list[Float32], p: list[Int32], v: Int32) -> list[Float32]:
@@ -82,13 +78,8 @@ class WarpgroupLanes:
         warp = cute.arch.make_warp_uniform(thread >> 5)
         return cls((warp >> 2) - Int32(1), warp & 3, thread & 31)
 
-    @property
-    def first_row(self) -> Int32:
-        """Returns the warpgroup's first row of the work item."""
-        return self.warpgroup * WARPGROUP_ROWS
-
     def row(self, slot: int) -> Int32:
-        first = self.first_row + self.warp * 16 + MmaFragmentLayout.lane_row(self.lane)
+        first = self.warpgroup * WARPGROUP_ROWS + self.warp * 16 + MmaFragmentLayout.lane_row(self.lane)
         return first + MmaFragmentLayout.row(slot)
 
     def first_col(self) -> Int32:
