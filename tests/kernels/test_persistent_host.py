@@ -22,6 +22,7 @@ from cute_attn.kernels.host.persistent import batch as persistent_batch
 from cute_attn.kernels.host.persistent import prepared, variant
 from cute_attn.kernels.host.persistent.single import Scheduler
 from cute_attn.kernels.host.persistent.tensor_maps import TensorMaps
+from cute_attn.kernels.host.persistent.variant import launch_size
 from cute_attn.problem import Problem
 from cute_attn.request import single as single_request
 from cute_attn.runtime import counters, tensormap
@@ -60,7 +61,9 @@ def scheduler(target: Target, problem: Problem, sms: int = 132) -> Scheduler[Any
 
 
 def tile_of(target: Target, problem: Problem) -> Any:
-    return target.kernels.tile_of(problem.settings, target.arch.name, problem.qo_len)
+    rows = problem.qo_len * problem.settings.features.num_qo_heads
+    size = launch_size(rows, 132, problem.qo_len, problem.kv_len)
+    return target.kernels.tile_of(problem.settings, target.arch.name, size)
 
 
 def packed(target: Target, problem: Problem, names: tuple[str, ...]) -> dict[str, Any]:

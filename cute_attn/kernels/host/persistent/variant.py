@@ -20,7 +20,10 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SECTION_BYTES = 32 << 20  # keys and values of an L2 section
 WINDOWS = (-1, 0, MAX_KV_LEN)  # none, the shortest and the longest: every window has the tile of one of them
 PACKED_TOKENS = 64  # below so many query tokens per request, the heads of a group share tiles
-LONG_TOKENS = 2048  # from so many on, requests may have other tiles
+LONG_TOKENS = 8192  # query tokens per request from which a launch is "long"
+SHORT_KEYS = 1024  # keys per request up to which a launch is "short", or "few":
+FEW_ROWS = 2 * 128  # query rows per SM up to which a launch of such requests is "few"
+SIZES = ("few", "short", "medium", "long")  # of launches, by which tiles may differ
 
 T = TypeVar("T", bound=PersistentTile)
 T_co = TypeVar("T_co", bound=PersistentTile, covariant=True)
@@ -38,11 +41,11 @@ class ChooseTile(Protocol[T_co]):
 
     def __call__(
         self, arch: str, head_dims: tuple[int, int], plain: bool, kv: str,
-        *, full: bool, fp8: bool, fp8_kv: bool, window_left: int, long: bool,
+        *, full: bool, fp8: bool, fp8_kv: bool, window_left: int, size: str,
     ) -> T_co:  # fmt: skip
         """Returns the tile of a problem on an architecture. `plain`: scores are not modified, nor masked but at the
         length and the diagonal; `full`: all rows see all keys; `kv`: as in the spec; `window_left`: that of causal rows
-        where nothing else masks keys or modifies scores, else -1; `long`: requests have LONG_TOKENS query tokens.
+        where nothing else masks keys or modifies scores, else -1; `size`: one of SIZES, of the launch.
         """
 
 
@@ -96,10 +99,10 @@ class PersistentKernels(Generic[T]):
         window_left: int = -1,
         page_size: int = SMALL_PAGE,
         causal: bool = True,
-        long: bool = False,
+        size: str = "medium",
     ) -> T:
         """Returns the tile of these features on an architecture. `window_left`: -1, no window; `page_size`: as in
-        `spec`; `long`: requests have LONG_TOKENS query tokens.
+        `spec`; `size`: one of SIZES, of the launch.
         """
         modified = features.custom_mask or features.multi_item or bool(scores(features))
         window = window_left >= 0
@@ -112,13 +115,12 @@ class PersistentKernels(Generic[T]):
             fp8=features.q_dtype in FP8,
             fp8_kv=fp8_kv(features),
             window_left=window_left if causal and not modified else -1,
-            long=long,
+            size=size,
         )
 
-    def tile_of(self, settings: Settings, arch: str, qo_len: int, page_size: int = SMALL_PAGE) -> T:
-        """Returns the tile of these settings for requests of `qo_len` query tokens."""
-        long = qo_len >= LONG_TOKENS
-        return self.tile(settings.features, arch, settings.window_left, page_size, settings.causal, long)
+    def tile_of(self, settings: Settings, arch: str, size: str, page_size: int = SMALL_PAGE) -> T:
+        """Returns the tile of these settings for a launch of a size."""
+        return self.tile(settings.features, arch, settings.window_left, page_size, settings.causal, size)
 
     def heads_per_tile(self, settings: Settings, qo_len: int, rows: int) -> int:
         """Returns the number of query heads whose rows share a tile: a whole GQA group where requests are short, or see
@@ -134,10 +136,10 @@ class PersistentKernels(Generic[T]):
         """Returns every kernel that calls of these features may need, whatever their lengths."""
         kernels: list[KernelSpec] = [
             self.spec(
-                features, window >= 0, self.tile(features, arch.name, window, page_size, causal, long), split, page_size
+                features, window >= 0, self.tile(features, arch.name, window, page_size, causal, size), split, page_size
             )
             for window in WINDOWS
-            for long in (False, True)
+            for size in SIZES
             for causal in (True, False)
             for split in ((False,) if batched(features) else (False, True))
             for page_size in (SMALL_PAGE, LARGE_PAGE)
@@ -145,9 +147,13 @@ class PersistentKernels(Generic[T]):
         return [*dict.fromkeys(kernels), combine_spec(features)]
 
 
-def token_class(qo_len: int) -> int:
-    """Returns the query tokens by which requests of `qo_len` are told apart from shorter ones."""
-    return max(tokens for tokens in (0, PACKED_TOKENS, LONG_TOKENS) if tokens <= qo_len)
+def launch_size(rows: int, sms: int, qo_len: int, kv_len: int) -> str:
+    """Returns which of SIZES a launch has. `rows`: query rows of all heads and requests; `qo_len`: query tokens of a
+    typical request; `kv_len`: keys of the longest.
+    """
+    if kv_len <= SHORT_KEYS:
+        return "few" if rows <= FEW_ROWS * sms else "short"
+    return "long" if qo_len >= LONG_TOKENS else "medium"
 
 
 def scores(features: Features) -> tuple[str, ...]:
