@@ -60,9 +60,9 @@ class Sized(NamedTuple):
     causal_only: bool
 
 
-# Launches of long requests, of few short ones, and of more short ones. TFLOP/s of this tile and of that in _PLAIN (H100,
-# causal unless said otherwise): d 128, 32/8 heads, 1 x 16384 729 and 714, full 745 and 702; 1 x 1000 385 and 362; d 64,
-# 32/32 heads, 16 x 1024 337 and 323.
+# Launches of long requests, of few short ones, and of more short ones. TFLOP/s of this tile and of that in _PLAIN,
+# causal unless said otherwise (H100): d 128, 32/8 heads, 1 x 16384 729 and 714, full 745 and 702; 1 x 1000 385 and 362;
+# d 64, 32/32 heads, 16 x 1024 337 and 323.
 SIZED = {
     ("long", (128, 128)): Sized(HopperTile(192, 80, 3, 1), causal_only=False),
     ("few", (128, 128)): Sized(HopperTile(64, 64, 2, 1, ping_pong=False, per_sm=2), causal_only=True),
