@@ -1,4 +1,4 @@
-"""Tiles that the wgmma kernel takes by the size of a launch, with every number of rows and keys that their edges meet."""
+"""Tiles that the wgmma kernel takes by the size of a launch: rows and keys that end within a tile."""
 
 from __future__ import annotations
 
