@@ -43,8 +43,8 @@ Rates = Mapping[HopperTile, float]  # TFLOP/s of the tiles that work
 
 
 def fits(head_dim: int, tile: HopperTile) -> bool:
-    """Tells whether a tile fits shared memory, and S, P and O the registers."""
-    registers = tile.cols // 2 + tile.cols // 4 + head_dim // 2
+    """Tells whether a tile fits shared memory, and S, P, O and q, where it is there, the registers."""
+    registers = tile.cols // 2 + tile.cols // 4 + head_dim // 2 + head_dim // 4 * tile.q_registers
     return HopperMemory(tile, head_dim, head_dim).bytes <= SMEM_LIMIT and registers <= REGISTERS[tile.mma_warpgroups]
 
 
@@ -56,6 +56,7 @@ def neighbours(head_dim: int, tile: HopperTile) -> list[HopperTile]:
         *({"stages": tile.stages + step} for step in (-1, 1) if tile.stages + step >= 2),
         {"q_stages": 3 - tile.q_stages},
         {"ping_pong": not tile.ping_pong},
+        {"q_registers": not tile.q_registers},
     ]
     tiles = [dataclasses.replace(tile, **change) for change in changes]  # type: ignore[arg-type]
     return [found for found in tiles if fits(head_dim, found)]

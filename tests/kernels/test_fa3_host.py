@@ -10,6 +10,7 @@ from cute_attn.kernels.fa3 import tiles as fa3_tiles
 from cute_attn.kernels.fa3.default_specs import default_specs
 from cute_attn.kernels.fa3.smem import Fp8KvMemory, HopperMemory
 from cute_attn.kernels.fa3.spec import Fa3Spec
+from cute_attn.kernels.host.persistent.variant import launch_size
 
 
 def test_every_tile_is_a_default_kernel() -> None:
@@ -47,6 +48,27 @@ def test_tiles_of_windows() -> None:
         assert fa3_tiles.choose(dims, plain=False, kv="gathered", window_left=127).mma_warpgroups == 2
     modified = fa3_tiles.choose((128, 128), plain=False, kv="paged")
     assert fa3_tiles.choose((128, 128), plain=False, kv="paged", window_left=1023) == modified != narrow
+
+
+def test_tiles_follow_the_size_of_the_launch() -> None:
+    """For rows whose scores are not modified; gathered pages, pages and masks keep theirs."""
+    sizes = {
+        (4000, 1000): "few",
+        (32_000, 1000): "few",
+        (34_000, 1000): "short",
+        (32_000, 1025): "medium",
+        (8192 * 32, 8192): "long",
+        (8191 * 32, 8191): "medium",
+    }
+    for (rows, tokens), size in sizes.items():
+        assert launch_size(rows, 132, tokens, tokens) == size
+    for (size, dims), (tile, causal_only) in fa3_tiles.SIZED.items():
+        usual = fa3_tiles.choose(dims, plain=True, kv="dense")
+        assert fa3_tiles.choose(dims, plain=True, kv="dense", size=size) == tile != usual
+        assert (fa3_tiles.choose(dims, plain=True, kv="dense", size=size, causal=False) == usual) == causal_only
+        for kv in ("paged", "gathered"):
+            assert fa3_tiles.choose(dims, True, kv, size=size) == fa3_tiles.choose(dims, True, kv)
+        assert fa3_tiles.choose(dims, False, "dense", size=size) == fa3_tiles.choose(dims, False, "dense")
 
 
 def test_tiles_that_wait_to_be_widened_fit_shared_memory() -> None:

@@ -22,6 +22,7 @@ from cute_attn.kernels.host.persistent import batch as persistent_batch
 from cute_attn.kernels.host.persistent import prepared, variant
 from cute_attn.kernels.host.persistent.single import Scheduler
 from cute_attn.kernels.host.persistent.tensor_maps import TensorMaps
+from cute_attn.kernels.host.persistent.variant import launch_size
 from cute_attn.problem import Problem
 from cute_attn.request import single as single_request
 from cute_attn.runtime import counters, tensormap
@@ -59,6 +60,12 @@ def scheduler(target: Target, problem: Problem, sms: int = 132) -> Scheduler[Any
     return Scheduler(target.kernels, problem.settings, target.arch, sms)
 
 
+def tile_of(target: Target, problem: Problem) -> Any:
+    rows = problem.qo_len * problem.settings.features.num_qo_heads
+    size = launch_size(rows, 132, problem.qo_len, problem.kv_len)
+    return target.kernels.tile_of(problem.settings, target.arch.name, size)
+
+
 def packed(target: Target, problem: Problem, names: tuple[str, ...]) -> dict[str, Any]:
     """Parameters of the attention launch by name."""
     schedule = scheduler(target, problem)(problem.qo_len, problem.kv_len)
@@ -70,7 +77,7 @@ def packed(target: Target, problem: Problem, names: tuple[str, ...]) -> dict[str
 
 
 def maps(target: Target, problem: Problem, heads: int) -> tuple[TensorMap, TensorMap]:
-    of = TensorMaps(problem.settings, scheduler(target, problem).tile, heads)
+    of = TensorMaps(problem.settings, tile_of(target, problem), heads)
     return decode(of.q(problem.q)(problem.q.data_ptr())), decode(of.k(problem.k)(problem.k.data_ptr()))
 
 
@@ -80,10 +87,10 @@ def test_maps_of_a_single_request(target: Target) -> None:
     assert (q.address, k.address) == (problem.q.data_ptr(), problem.k.data_ptr())
     assert q.dims == (64, 4, 100, 2)  # d, heads of a tile, tokens, blocks of heads
     assert q.strides == (128, 8 * 128, 4 * 128)
-    assert q.box == (64, 4, scheduler(target, problem).tile.rows // 4, 1)
+    assert q.box == (64, 4, tile_of(target, problem).rows // 4, 1)
     assert k.dims == (64, 300, 2, 1)
     assert k.strides[:2] == (128, 300 * 128)
-    assert k.box == (64, scheduler(target, problem).tile.cols, 1, 1)
+    assert k.box == (64, tile_of(target, problem).cols, 1, 1)
     assert q.swizzle == k.swizzle == 3  # lines of 128 bytes
 
 
@@ -127,7 +134,7 @@ def test_parameter_blocks_follow_the_kernel(target: Target, parameters: tuple[st
     assert named_values["counters"] == counters.of_device(CPU).address(0)
     assert (named_values["qo_len"], named_values["kv_len"]) == (100, 300)
     assert (named_values["num_qo_heads"], named_values["group"], named_values["kv_group"]) == (8, 1, 4)
-    assert named_values["box_rows"] == scheduler(target, problem).tile.cols
+    assert named_values["box_rows"] == tile_of(target, problem).cols
     assert named_values["kv_indices"] == 0
 
 
@@ -217,7 +224,7 @@ def test_fp8_tensor_maps_and_scales(target: Target, parameters: tuple[str, ...])
     scale_q, scale_k, scale_v = torch.ones(8), torch.ones(2), torch.ones(2)
     call = single_request.Call(q, k, v, return_lse=True, head_scales=(scale_q, scale_k, scale_v), sm_scale=-0.5)
     problem = single_request.problem(call)
-    tile = scheduler(target, problem).tile
+    tile = tile_of(target, problem)
     q_map, k_map = maps(target, problem, 4)
     assert q_map.dims == (128, 4, 100, 2)
     assert q_map.strides == (128, 8 * 128, 4 * 128)

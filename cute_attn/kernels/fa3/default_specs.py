@@ -7,7 +7,7 @@ from typing import Any
 from cute_attn.kernels.blocks.default_specs import GATHERED, ITEMS, MODIFIED
 from cute_attn.kernels.blocks.tiles import FP8_HEAD_DIMS, HEAD_DIMS
 from cute_attn.kernels.fa3.spec import Fa3Spec
-from cute_attn.kernels.fa3.tiles import choose, rope_tile
+from cute_attn.kernels.fa3.tiles import SIZED, choose, rope_tile
 from cute_attn.kernels.formats import FP8_DTYPES
 from cute_attn.runtime.spec import KernelSpec
 
@@ -26,6 +26,9 @@ def default_specs() -> list[KernelSpec]:
     specs += [_spec(llama, mask="multi_item", **source) for source in (ITEMS, GATHERED)]
     narrow = [(dims, source) for dims in ((64, 64), llama) for source in ({}, ITEMS)]
     specs += [_spec(dims, mask="band", window_left=0, **source) for dims, source in narrow]
+    for size, dims in SIZED:
+        specs += [_spec(dims, size=size), _spec(dims, size=size, schedule="items")]
+        specs.append(_spec(dims, size=size, split=True, out_dtype="float32"))
     specs += [_spec(llama, schedule="items"), _spec(llama, dtype="float16", out_dtype="float16")]
     fp8: tuple[dict[str, Any], ...] = ({}, ITEMS, {"schedule": "items"}, {"mask": "band"}, {**MODIFIED[0], **ITEMS})
     for dims in FP8_HEAD_DIMS:
@@ -65,10 +68,16 @@ def _rope_specs() -> list[KernelSpec]:
 
 
 def _spec(
-    dims: tuple[int, int], *, dtype: str = "bfloat16", out_dtype: str = "bfloat16", window_left: int = -1, **rest: Any
+    dims: tuple[int, int],
+    *,
+    dtype: str = "bfloat16",
+    out_dtype: str = "bfloat16",
+    window_left: int = -1,
+    size: str = "",
+    **rest: Any,
 ) -> KernelSpec:
     plain = rest.get("mask", "stop") == "stop" and not rest.get("scores")
     if rest.get("pos_encoding") == "rope":
         return Fa3Spec(dtype, out_dtype, *dims, tile=rope_tile(dims), **rest)
-    tile = choose(dims, plain, rest.get("kv", "dense"), dtype in FP8_DTYPES, "kv_dtype" in rest, window_left)
+    tile = choose(dims, plain, rest.get("kv", "dense"), dtype in FP8_DTYPES, "kv_dtype" in rest, window_left, size)
     return Fa3Spec(dtype, out_dtype, *dims, tile=tile, **rest)

@@ -15,7 +15,8 @@ from cute_attn.kernels.blocks.scores import RowScales
 from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.fa3.kernel import Fa3Program
-from cute_attn.kernels.fa3.parts.dequant import QNormalization, RegisterQTile
+from cute_attn.kernels.fa3.parts.dequant import QNormalization
+from cute_attn.kernels.fa3.parts.register_q import RegisterQTile
 from cute_attn.kernels.fa3.parts.wgmma import AnyLanes, WarpgroupLanes, WarpgroupTile
 from cute_attn.kernels.fa3.smem import Fp8KvMemory
 from cute_attn.kernels.fa3.spec import Fa3Spec

@@ -15,8 +15,8 @@ class HopperTile:
     `stages` K and V tiles and `q_stages` query tiles are in flight; with fp8 K and V, also `staged` tiles as stored.
     `ping_pong`: MMA warpgroups take turns at issuing products, so that the softmax of one overlaps products of another.
     `transform_warps`: warps that produce operands from staged tiles; with more than three they have a warpgroup of
-    their own. `q_registers`: MMA threads hold q in registers, which leaves more shared memory bandwidth to the
-    transform warps. `per_sm`: CTAs that an SM runs at a time.
+    their own. `q_registers`: MMA threads hold q in registers, which leaves more shared memory bandwidth to other
+    operands and the transform warps. `per_sm`: CTAs that an SM runs at a time.
     """
 
     rows: int

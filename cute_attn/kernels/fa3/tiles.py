@@ -52,6 +52,23 @@ _NARROW = {
 # as fast under windows of 512 and 1024, the same under 4096 (H100, 4 x 4096 and 1 x 16384 tokens).
 PACKED_WINDOWS = {256: 1024}
 
+
+class Sized(NamedTuple):
+    """Tile of unmodified rows of 16 bits in launches of a size; `causal_only`: not where all rows see all keys."""
+
+    tile: HopperTile
+    causal_only: bool
+
+
+# Launches of long requests, of few short ones, and of more short ones. TFLOP/s of this tile and of that in _PLAIN,
+# causal unless said otherwise (H100): d 128, 32/8 heads, 1 x 16384 729 and 714, full 745 and 702; 1 x 1000 385 and 362;
+# d 64, 32/32 heads, 16 x 1024 337 and 323.
+SIZED = {
+    ("long", (128, 128)): Sized(HopperTile(192, 80, 3, 1), causal_only=False),
+    ("few", (128, 128)): Sized(HopperTile(64, 64, 2, 1, ping_pong=False, per_sm=2), causal_only=True),
+    ("short", (64, 64)): Sized(HopperTile(64, 64, 3, 2, ping_pong=False, q_registers=True, per_sm=3), causal_only=True),
+}
+
 _FP8 = {
     (64, 64): HopperTile(192, 128, 2, 2, ping_pong=False),
     (128, 128): HopperTile(192, 96, 2, 2, ping_pong=False),
@@ -103,11 +120,19 @@ def page_source(head_dims: tuple[int, int], page_size: int, *, fp8: bool = False
 
 
 def choose(
-    head_dims: tuple[int, int], plain: bool, kv: str, fp8: bool = False, fp8_kv: bool = False, window_left: int = -1
+    head_dims: tuple[int, int],
+    plain: bool,
+    kv: str,
+    fp8: bool = False,
+    fp8_kv: bool = False,
+    window_left: int = -1,
+    size: str = "",
+    causal: bool = True,
 ) -> HopperTile:
     """Returns the tile of a problem. `kv`: as in `Fa3Spec`; `fp8`: q, k and v are; `fp8_kv`: only k and v are;
-    `window_left`: that of causal rows whose scores are not modified, else -1. Threads that gather need registers, which
-    neither three MMA warpgroups leave nor those that hold q nor several CTAs.
+    `window_left`: that of causal rows whose scores are not modified, else -1; `size`: of the launch, one of SIZES in
+    `host.persistent.variant`, or "" for the tile of `_PLAIN`. Threads that gather need registers, which neither three
+    MMA warpgroups leave nor those that hold q nor several CTAs.
     """
     head_dims = tile_dims(head_dims, fp8)
     if fp8:
@@ -115,6 +140,9 @@ def choose(
     narrow = _NARROW.get(head_dims)
     if narrow and 0 <= window_left <= narrow.window_left and kv != "gathered" and not fp8_kv:
         return narrow.tile
+    sized = SIZED.get((size, head_dims))
+    if sized and plain and kv == "dense" and not fp8_kv and (causal or not sized.causal_only):
+        return sized.tile
     plain_tiles, modified_tiles = (_FP8_KV, _FP8_KV_MODIFIED) if fp8_kv else (_PLAIN, _MODIFIED)
     tile = (plain_tiles if plain else modified_tiles)[head_dims]
     aligned = fp8_kv or tile.cols % PAGE_ALIGNED == 0
@@ -136,4 +164,6 @@ def candidates(fp8_kv: bool = False) -> dict[tuple[int, int], list[HopperTile]]:
     if not fp8_kv:
         for dims, narrow in _NARROW.items():
             found[dims].append(narrow.tile)
+        for (_, dims), sized in SIZED.items():
+            found[dims].append(sized.tile)
     return found

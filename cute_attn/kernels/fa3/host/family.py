@@ -19,9 +19,10 @@ def choose(
     fp8: bool,
     fp8_kv: bool,
     window_left: int,
+    size: str,
 ) -> HopperTile:
-    """Returns the tile of a problem. There is one architecture, and causal problems have the tiles of others."""
-    return tiles.choose(head_dims, plain, kv, fp8, fp8_kv, window_left)
+    """Returns the tile of a problem. There is one architecture."""
+    return tiles.choose(head_dims, plain, kv, fp8, fp8_kv, window_left, size, causal=not full)
 
 
 KERNELS: PersistentKernels[HopperTile] = PersistentKernels(

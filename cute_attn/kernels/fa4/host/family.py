@@ -19,8 +19,9 @@ def choose(
     fp8: bool,
     fp8_kv: bool,
     window_left: int,
+    size: str,
 ) -> BlackwellTile:
-    """Returns the tile of a problem. Windows of all sizes have the same."""
+    """Returns the tile of a problem. Windows and launches of all sizes have the same."""
     return tiles.choose(arch, head_dims, plain, kv, full=full, fp8=fp8, fp8_kv=fp8_kv)
 
 

@@ -25,19 +25,36 @@ def batch_tiling(
     """Returns the tiling of a batch on a GPU with `sms` multiprocessors."""
     longest = 0 if limits.graph else int(lengths.kv_len.max(initial=0))  # captured: the number of items may change
     kv_len = 1 << (longest - 1).bit_length() if longest else 0
-    qo_len = min(typical_qo_len(lengths, limits), variant.PACKED_TOKENS)
-    return tiling(kernels, settings, qo_len, kv_len, arch.name, sms)
+    qo_len = typical_qo_len(lengths, limits)
+    size = launch_size(settings, lengths, limits, qo_len, sms)
+    return tiling(kernels, settings, min(qo_len, variant.PACKED_TOKENS), kv_len, arch.name, sms, size)
+
+
+def launch_size(settings: Settings, lengths: BatchLengths, limits: BatchLimits, qo_len: int, sms: int) -> str:
+    """Returns which of `variant.SIZES` a batch has. It does not depend on lengths where results or captured launches
+    must not. `qo_len`: query tokens of a typical request.
+    """
+    if limits.graph or limits.fixed_split_size is not None or limits.disable_split_kv:
+        return "medium"
+    rows = int(lengths.qo_indptr[-1] - lengths.qo_indptr[0]) * settings.features.num_qo_heads
+    return variant.launch_size(rows, sms, qo_len, int(lengths.kv_len.max(initial=0)))
 
 
 @functools.lru_cache(MAX_SETTINGS)
 def tiling(
-    kernels: variant.PersistentKernels[variant.T], settings: Settings, qo_len: int, kv_len: int, arch: str, sms: int
+    kernels: variant.PersistentKernels[variant.T],
+    settings: Settings,
+    qo_len: int,
+    kv_len: int,
+    arch: str,
+    sms: int,
+    size: str = "medium",
 ) -> Tiling[variant.T]:
-    """Returns the tiling for requests of `qo_len` query tokens and up to `kv_len` keys. To the scheduler, heads that
-    share a tile are one group.
+    """Returns the tiling for a launch of a size with requests of `qo_len` query tokens and up to `kv_len` keys. To the
+    scheduler, heads that share a tile are one group.
     """
     features = settings.features
-    tile = kernels.tile_of(settings, arch, settings.page_size)
+    tile = kernels.tile_of(settings, arch, size, settings.page_size)
     heads = kernels.heads_per_tile(settings, qo_len, tile.q_box_rows)
     section = variant.section_heads(features, heads, kv_len)
     kv_heads = max(1, section * heads * features.num_kv_heads // features.num_qo_heads)

@@ -18,15 +18,17 @@ class Scheduler(Generic[variant.T]):
 
     def __init__(self, kernels: variant.PersistentKernels[variant.T], settings: Settings, arch: Arch, sms: int) -> None:
         self.kernels, self.settings, self.features = kernels, settings, settings.features
-        self.tile = kernels.tile_of(settings, arch.name)
-        self.groups = max(1, sms * self.tile.per_sm // self.tile.ctas)  # of CTAs that share work items
+        self.arch, self.sms = arch.name, sms
 
     def __call__(self, qo_len: int, kv_len: int) -> SingleSchedule[variant.T]:
         """Returns the schedule of a request with these lengths."""
-        features, tile = self.features, self.tile
+        features = self.features
+        size = variant.launch_size(qo_len * features.num_qo_heads, self.sms, qo_len, kv_len)
+        tile = self.kernels.tile_of(self.settings, self.arch, size)
+        groups = max(1, self.sms * tile.per_sm // tile.ctas)  # of CTAs that share work items
         heads = self.kernels.heads_per_tile(self.settings, qo_len, tile.q_box_rows)
         blocks, head_blocks = ceil_div(qo_len * heads, tile.rows), features.num_qo_heads // heads
-        num_splits, tiles = self.split(qo_len, kv_len, heads, blocks * head_blocks)
+        num_splits, tiles = self.split(tile, (qo_len, kv_len), heads, blocks * head_blocks, groups)
         section = variant.section_heads(features, heads, kv_len)
         total = num_splits * blocks * head_blocks
         numbers = (
@@ -37,15 +39,15 @@ class Scheduler(Generic[variant.T]):
             tiles * tile.cols,
             *(blocks * head_blocks, *magic(blocks * head_blocks)),
         )
-        return SingleSchedule(tile, heads, num_splits, (tile.ctas * min(total, self.groups), 1, 1), numbers)
+        return SingleSchedule(tile, heads, num_splits, (tile.ctas * min(total, groups), 1, 1), numbers)
 
-    def split(self, qo_len: int, kv_len: int, heads: int, query_tiles: int) -> Split:
-        """Returns the split of the keys."""
-        features, tile, settings = self.features, self.tile, self.settings
+    def split(self, tile: variant.T, lengths: tuple[int, int], heads: int, query_tiles: int, groups: int) -> Split:
+        """Returns the split of the keys. `groups`: of CTAs that run at a time."""
+        features, settings, (qo_len, kv_len) = self.features, self.settings, lengths
         kv_tiles = visible_tiles = ceil_div(kv_len, tile.cols)
         if settings.window_left >= 0:
             tokens = (tile.rows - 1) // heads + 2  # that one query tile can touch
             visible = visible_tokens(qo_len, kv_len, tokens, settings.causal, settings.window_left)
             visible_tiles = ceil_div(visible, tile.cols)
         least = min_split_tiles(tile.rows, tile.cols, features.head_dim_qk, features.head_dim_vo)
-        return split_kv(kv_tiles, visible_tiles, query_tiles, self.groups, least)
+        return split_kv(kv_tiles, visible_tiles, query_tiles, groups, least)

@@ -20,6 +20,10 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SECTION_BYTES = 32 << 20  # keys and values of an L2 section
 WINDOWS = (-1, 0, MAX_KV_LEN)  # none, the shortest and the longest: every window has the tile of one of them
 PACKED_TOKENS = 64  # below so many query tokens per request, the heads of a group share tiles
+LONG_TOKENS = 8192  # query tokens per request from which a launch is "long"
+SHORT_KEYS = 1024  # keys per request up to which a launch is "short", or "few":
+FEW_ROWS = 2 * 128  # query rows per SM up to which a launch of such requests is "few"
+SIZES = ("few", "short", "medium", "long")  # of launches, by which tiles may differ
 
 T = TypeVar("T", bound=PersistentTile)
 T_co = TypeVar("T_co", bound=PersistentTile, covariant=True)
@@ -37,11 +41,11 @@ class ChooseTile(Protocol[T_co]):
 
     def __call__(
         self, arch: str, head_dims: tuple[int, int], plain: bool, kv: str,
-        *, full: bool, fp8: bool, fp8_kv: bool, window_left: int,
+        *, full: bool, fp8: bool, fp8_kv: bool, window_left: int, size: str,
     ) -> T_co:  # fmt: skip
         """Returns the tile of a problem on an architecture. `plain`: scores are not modified, nor masked but at the
         length and the diagonal; `full`: all rows see all keys; `kv`: as in the spec; `window_left`: that of causal rows
-        where nothing else masks keys or modifies scores, else -1.
+        where nothing else masks keys or modifies scores, else -1; `size`: one of SIZES, of the launch.
         """
 
 
@@ -93,10 +97,16 @@ class PersistentKernels(Generic[T]):
         return self.page_source(head_dims(features), page_size, fp8=features.q_dtype in FP8, fp8_kv=fp8_kv(features))
 
     def tile(
-        self, features: Features, arch: str, window_left: int = -1, page_size: int = SMALL_PAGE, causal: bool = True
+        self,
+        features: Features,
+        arch: str,
+        window_left: int = -1,
+        page_size: int = SMALL_PAGE,
+        causal: bool = True,
+        size: str = "medium",
     ) -> T:
         """Returns the tile of these features on an architecture. `window_left`: -1, no window; `page_size`: as in
-        `spec`.
+        `spec`; `size`: one of SIZES, of the launch.
         """
         if rotates(features):
             assert self.rope_tile
@@ -112,11 +122,12 @@ class PersistentKernels(Generic[T]):
             fp8=features.q_dtype in FP8,
             fp8_kv=fp8_kv(features),
             window_left=window_left if causal and not modified else -1,
+            size=size,
         )
 
-    def tile_of(self, settings: Settings, arch: str, page_size: int = SMALL_PAGE) -> T:
-        """Returns the tile of these settings."""
-        return self.tile(settings.features, arch, settings.window_left, page_size, settings.causal)
+    def tile_of(self, settings: Settings, arch: str, size: str, page_size: int = SMALL_PAGE) -> T:
+        """Returns the tile of these settings for a launch of a size."""
+        return self.tile(settings.features, arch, settings.window_left, page_size, settings.causal, size)
 
     def heads_per_tile(self, settings: Settings, qo_len: int, rows: int) -> int:
         """Returns the number of query heads whose rows share a tile: a whole GQA group where requests are short, or see
@@ -132,14 +143,24 @@ class PersistentKernels(Generic[T]):
         """Returns every kernel that calls of these features may need, whatever their lengths."""
         kernels: list[KernelSpec] = [
             self.spec(
-                features, window >= 0, self.tile(features, arch.name, window, page_size, causal), split, page_size
+                features, window >= 0, self.tile(features, arch.name, window, page_size, causal, size), split, page_size
             )
             for window in WINDOWS
+            for size in SIZES
             for causal in (True, False)
             for split in ((False,) if batched(features) else (False, True))
             for page_size in (SMALL_PAGE, LARGE_PAGE)
         ]
         return [*dict.fromkeys(kernels), combine_spec(features)]
+
+
+def launch_size(rows: int, sms: int, qo_len: int, kv_len: int) -> str:
+    """Returns which of SIZES a launch has. `rows`: query rows of all heads and requests; `qo_len`: query tokens of a
+    typical request; `kv_len`: keys of the longest.
+    """
+    if kv_len <= SHORT_KEYS:
+        return "few" if rows <= FEW_ROWS * sms else "short"
+    return "long" if qo_len >= LONG_TOKENS else "medium"
 
 
 def scores(features: Features) -> tuple[str, ...]:

@@ -1,0 +1,53 @@
+"""Tiles that the wgmma kernel takes by the size of a launch: rows and keys that end within a tile."""
+
+from __future__ import annotations
+
+import dataclasses
+from unittest import mock
+
+import pytest
+
+from cute_attn.emulator import Schedule
+from cute_attn.emulator.settings import Emulation
+from cute_attn.kernels.blocks.tiles import tile_dims
+from cute_attn.kernels.fa3.tiles import SIZED
+from cute_attn.kernels.host.persistent import variant
+from tests.support.batch_case import BatchCase, dims, heads, ragged
+from tests.support.case import Case
+from tests.support.matrix import BF16, CAUSAL, prefill
+from tests.support.persistent_emulated import ALL_SCHEDULES, FA3, solve_batch, solve_single
+
+pytestmark = pytest.mark.emulator
+
+# The last has half a step of sums in registers.
+SINGLE: tuple[tuple[str, Case], ...] = (
+    ("long", prefill(400, 500, (1, 1), 128, **CAUSAL, **BF16)),
+    ("few", prefill(150, 200, (2, 1), 128, **CAUSAL)),
+    ("short", prefill(150, 200, (2, 2), 56, **CAUSAL, **BF16)),
+)
+LENGTHS = (200, 0, 37, 1), (300, 20, 64, 0)
+BATCHES: tuple[tuple[str, BatchCase], ...] = (
+    ("long", ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(128))),
+    ("short", ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(64))),
+)
+
+
+def assert_tile(size: str, emulation: Emulation) -> None:
+    spec = emulation.records[0].spec
+    tile = SIZED[size, tile_dims((spec["head_dim_qk"], spec["head_dim_vo"]))].tile
+    assert spec["tile"] == dataclasses.asdict(tile)
+
+
+@pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=lambda schedule: schedule.kind)
+@pytest.mark.parametrize(("size", "problem"), SINGLE, ids=[size for size, _ in SINGLE])
+def test_single(size: str, problem: Case, schedule: Schedule) -> None:
+    with mock.patch.object(variant, "launch_size", return_value=size):
+        emulation = solve_single(FA3, problem, schedule, sms=2)
+    assert_tile(size, emulation)
+
+
+@pytest.mark.parametrize(("size", "batch"), BATCHES, ids=[size for size, _ in BATCHES])
+def test_batch(size: str, batch: BatchCase) -> None:
+    with mock.patch.object(variant, "launch_size", return_value=size):
+        emulation = solve_batch(FA3, batch, Schedule("adversarial", 1), sms=2)
+    assert_tile(size, emulation)
