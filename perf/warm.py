@@ -1,9 +1,11 @@
-"""Builds the peers that compile on first use, in parallel, to save a run minutes of waiting.
+"""Builds what compiles on first use, in parallel, to save a run minutes of waiting.
 
-    python -m perf.prefill --warm-peers &     (likewise perf.decode)
+    python -m perf.prefill --warm-peers &     (likewise every benchmark with a table of workloads)
 
-Each peer is built in its own process, which solves a short version of the workload:
-    python -m perf.warm PEER Workload '{"qo_len": 256, ...}'
+FlashInfer's modules take nvcc a minute or more each: one process per module, which solves a short version of the
+workload. Finished ones are noted in FlashInfer's cache, so that a run with a time limit can leave out the others. Our
+own kernels take seconds: some processes that share the workloads. A process is started as
+    python -m perf.warm '[["CANDIDATE", "Workload", {"qo_len": 256, ...}], ...]'
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,18 +25,21 @@ import torch
 from perf.batch_workloads import BatchWorkload
 from perf.harness import reason
 from perf.optional import UnavailableError
-from perf.peers import PEERS
+from perf.peers import PEERS, Bind
 from perf.workloads import Workload
 
 SHORT = 256
 PARALLEL_BUILDS = 10
 BUILD_JOBS = "4"  # compiler processes per build
+MOST_PROCESSES = 12  # each has a context and the inputs of a workload on the GPU
+FA4_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  # with 1, flash-attn-4 keeps its kernels on disk
 
 AnyWorkload = Workload | BatchWorkload
+Job = tuple[str, AnyWorkload]
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Workload, BatchWorkload)}
 
 
-def builds(workloads: Sequence[AnyWorkload], names: Sequence[str] | None = None) -> list[tuple[str, AnyWorkload]]:
+def builds(workloads: Sequence[AnyWorkload], names: Sequence[str] | None = None) -> list[Job]:
     """Returns (peer, short workload) of every distinct build; masks and lengths do not change what is built."""
     short = dict.fromkeys(w.short(SHORT) for w in workloads)
     peers = [peer for peer in PEERS if peer.builds and (names is None or peer.name in names)]
@@ -42,33 +48,84 @@ def builds(workloads: Sequence[AnyWorkload], names: Sequence[str] | None = None)
 
 def warm(workloads: Sequence[AnyWorkload], names: Sequence[str] | None = None) -> None:
     """Runs the builds of all peers, or of the named ones. Each prints its result; a failure does not stop others."""
+    _in_processes([[job] for job in builds(workloads, names)], PARALLEL_BUILDS)
+
+
+def compile_ours(workloads: Sequence[tuple[AnyWorkload, Sequence[str]]]) -> None:
+    """Runs each workload once with the named backends of ours, and with flash-attn-4 if that keeps its kernels, in
+    some processes: afterwards the kernels are in the caches on disk.
+    """
+    jobs: list[Job] = []
+    for w, backends in workloads:
+        names = [name for name in binds(w, backends) if name.startswith("cute_attn")]
+        if os.environ.get(FA4_CACHE) == "1" and "flash-attn-4" in binds(w, backends):
+            names.append("flash-attn-4")
+        jobs += [(name, w) for name in names]
+    count = max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) - 1, len(jobs)))
+    _in_processes([jobs[i::count] for i in range(count)], count)
+
+
+def binds(w: AnyWorkload, backends: Sequence[str]) -> Mapping[str, Bind]:
+    from perf.bench import candidates  # which imports this module
+
+    return candidates(w.phase, backends)
+
+
+def _in_processes(groups: Sequence[Sequence[Job]], parallel: int) -> None:
     env = {"MAX_JOBS": BUILD_JOBS, **os.environ}
 
-    def spawn(job: tuple[str, AnyWorkload]) -> None:
-        name, workload = job
-        subprocess.run(
-            [sys.executable, "-m", "perf.warm", name, type(workload).__name__, json.dumps(asdict(workload))], env=env
-        )
+    def spawn(jobs: Sequence[Job]) -> None:
+        text = json.dumps([(name, type(w).__name__, asdict(w)) for name, w in jobs])
+        subprocess.run([sys.executable, "-m", "perf.warm", text], env=env)
 
-    with ThreadPoolExecutor(PARALLEL_BUILDS) as pool:
-        list(pool.map(spawn, builds(workloads, names)))
+    with ThreadPoolExecutor(parallel) as pool:
+        list(pool.map(spawn, groups))
 
 
 def build(name: str, workload: AnyWorkload) -> str:
-    """Binds the peer, runs it once and returns the result in words."""
-    peer = next(p for p in PEERS if p.name == name and workload.phase in p.phases)
+    """Binds the candidate, runs it once and returns the result in words."""
+    backend = name.removeprefix("cute_attn").strip() or "auto"
     try:
-        for call in peer.bind(workload, [workload.inputs(torch.device("cuda"))]):
+        bind = binds(workload, () if backend == "xqa function" else (backend,))[name]
+        for call in bind(workload, [workload.inputs(torch.device("cuda"))]):
             call()
         torch.cuda.synchronize()
     except UnavailableError as error:
         return f"unavailable: {error}"
-    except Exception as error:  # the failure of a peer is a line of the log
+    except Exception as error:  # the failure of a candidate is a line of the log
         return f"failed: {reason(error)}"
+    if any(peer.name == name and peer.builds for peer in PEERS):
+        _note(name, workload)
     return "ready"
 
 
+def built(name: str, w: AnyWorkload) -> bool:
+    """Tells whether a build of this peer for such a workload has finished on this machine."""
+    path = _notes()
+    return path.exists() and _line(name, w.short(SHORT)) in path.read_text().splitlines()
+
+
+def _note(name: str, w: AnyWorkload) -> None:
+    path = _notes()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as notes:
+        notes.write(_line(name, w.short(SHORT)) + "\n")  # one write: other processes append, too
+
+
+def _notes() -> Path:
+    base = os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home()
+    return Path(base) / ".cache" / "flashinfer" / "built_for_cute_attn_perf.txt"
+
+
+def _line(name: str, w: AnyWorkload) -> str:
+    return f"{name}: {w.name}"
+
+
+def main(text: str) -> None:
+    for name, kind, fields in json.loads(text):
+        workload = KINDS[kind](**fields)
+        print(f"{name}, {workload.name}: {build(name, workload)}", flush=True)
+
+
 if __name__ == "__main__":
-    _, peer_name, kind, text = sys.argv
-    problem = KINDS[kind](**json.loads(text))
-    print(f"{peer_name}, {problem.name}: {build(peer_name, problem)}", flush=True)
+    main(sys.argv[1])
