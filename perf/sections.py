@@ -176,7 +176,9 @@ def run(program: str, sections: Mapping[str, Section], options: argparse.Namespa
             start, rounds = time.monotonic(), pace.next()
             if rounds:
                 binds = chosen_binds(w, backends, options.peers)
-                _measure(record, name, lambda: run_row(w, binds, timer, record["ceilings"], device, l2_bytes, rounds), w)  # noqa: B023
+                _measure(
+                    record, name, lambda: run_row(w, binds, timer, record["ceilings"], device, l2_bytes, rounds), w
+                )  # noqa: B023
                 pace.finished(time.monotonic() - start, rounds)
             else:
                 record["failed_rows"][f"{name}: {w.name}"] = f"the budget of {options.budget:.0f} s was spent"

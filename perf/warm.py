@@ -40,10 +40,23 @@ KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Workload, BatchWorkloa
 
 
 def builds(workloads: Sequence[AnyWorkload], names: Sequence[str] | None = None) -> list[Job]:
-    """Returns (peer, short workload) of every distinct build; masks and lengths do not change what is built."""
-    short = dict.fromkeys(w.short(SHORT) for w in workloads)
+    """Returns (peer, short workload) for every module that is built."""
     peers = [peer for peer in PEERS if peer.builds and (names is None or peer.name in names)]
-    return [(peer.name, w) for w in short for peer in peers if w.phase in peer.phases]
+    pairs = [(peer.name, w) for w in workloads for peer in peers if w.phase in peer.phases]
+    found = {module_of(name, w): (name, w.short(SHORT)) for name, w in pairs}
+    return sorted(found.values(), key=lambda job: job[0] != "FlashInfer fa3")  # the longest first: three minutes each
+
+
+def module_of(name: str, w: AnyWorkload) -> str:
+    """Returns what distinguishes FlashInfer's modules: neither masks nor lengths, and head counts for XQA alone."""
+    dims = w.head_dim if isinstance(w, BatchWorkload) else f"{w.head_dim_qk}/{w.head_dim_vo} {w.phase}"
+    kv_dtype = w.kv_dtype if isinstance(w, BatchWorkload) else w.dtype
+    parts = [name, w.dtype, kv_dtype, f"d{dims}", "window" if w.window_left >= 0 else "no window"]
+    if name == "FlashInfer XQA" and isinstance(w, BatchWorkload):
+        parts += [f"page{w.page_size}", f"group{w.num_qo_heads // w.num_kv_heads}", f"q{max(w.qo_lens)}"]
+    if isinstance(w, BatchWorkload) and w.sinks:
+        parts.append("sinks")  # which most refuse: a build must not stand for one without
+    return ", ".join(parts)
 
 
 def warm(workloads: Sequence[AnyWorkload], names: Sequence[str] | None = None) -> None:
@@ -102,23 +115,19 @@ def build(name: str, workload: AnyWorkload) -> str:
 def built(name: str, w: AnyWorkload) -> bool:
     """Tells whether a build of this peer for such a workload has finished on this machine."""
     path = _notes()
-    return path.exists() and _line(name, w.short(SHORT)) in path.read_text().splitlines()
+    return path.exists() and module_of(name, w) in path.read_text().splitlines()
 
 
 def _note(name: str, w: AnyWorkload) -> None:
     path = _notes()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as notes:
-        notes.write(_line(name, w.short(SHORT)) + "\n")  # one write: other processes append, too
+        notes.write(module_of(name, w) + "\n")  # one write: other processes append, too
 
 
 def _notes() -> Path:
     base = os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home()
     return Path(base) / ".cache" / "flashinfer" / "built_for_cute_attn_perf.txt"
-
-
-def _line(name: str, w: AnyWorkload) -> str:
-    return f"{name}: {w.name}"
 
 
 def main(text: str) -> None:
