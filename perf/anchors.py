@@ -11,7 +11,7 @@ from perf.sections import DECODE_BACKENDS, Section, main
 HEADS, GROUPED = (32, 8), (64, 8)
 KV_DTYPES = ("bfloat16", "e4m3")
 MANY_LENGTHS = tuple(217 + (3946 - 217) * i // 23 for i in range(24))
-UNEVEN = tuple(622 + 169 * i for i in range(31)) + (5856,)
+UNEVEN = (*(622 + 169 * i for i in range(31)), 5856)
 
 BEHIND_PREFILL = [
     equal(4, 4096, 4096, GROUPED, 64, causal=True, window_left=127, sinks=True),

@@ -7,6 +7,7 @@ first, by several processes. FlashInfer's modules are never built here: `--warm-
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import statistics
 import sys
@@ -176,9 +177,8 @@ def run(program: str, sections: Mapping[str, Section], options: argparse.Namespa
             start, rounds = time.monotonic(), pace.next()
             if rounds:
                 binds = chosen_binds(w, backends, options.peers)
-                _measure(
-                    record, name, lambda: run_row(w, binds, timer, record["ceilings"], device, l2_bytes, rounds), w
-                )  # noqa: B023
+                machine = timer, record["ceilings"], device, l2_bytes
+                _measure(record, name, w, functools.partial(run_row, w, binds, *machine, rounds))
                 pace.finished(time.monotonic() - start, rounds)
             else:
                 record["failed_rows"][f"{name}: {w.name}"] = f"the budget of {options.budget:.0f} s was spent"
@@ -189,7 +189,7 @@ def run(program: str, sections: Mapping[str, Section], options: argparse.Namespa
     return record
 
 
-def _measure(record: Row, section: str, row_of: Callable[[], Row], w: AnyWorkload) -> None:
+def _measure(record: Row, section: str, w: AnyWorkload, row_of: Callable[[], Row]) -> None:
     """Adds the row, or the reason why there is none, and the summary of its section."""
     try:
         row = {"section": section, **row_of()}

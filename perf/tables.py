@@ -65,9 +65,9 @@ def label(row: Row) -> str:
     """Returns the problem of a row as a reader would say it."""
     w = row["workload"]
     if "qo_lens" not in w:
-        lengths, dims = f"1 × {_length([w['qo_len']], [w['kv_len']])}", _dims(w["head_dim_qk"], w["head_dim_vo"])
+        lengths, dims = f"1 x {_length([w['qo_len']], [w['kv_len']])}", _dims(w["head_dim_qk"], w["head_dim_vo"])
     else:
-        lengths, dims = f"{len(w['qo_lens'])} × {_length(w['qo_lens'], w['kv_lens'])}", _dims(w["head_dim"])
+        lengths, dims = f"{len(w['qo_lens'])} x {_length(w['qo_lens'], w['kv_lens'])}", _dims(w["head_dim"])
     parts = [lengths, f"{w['num_qo_heads']}/{w['num_kv_heads']} heads", dims]
     if max(w.get("qo_lens", [w.get("qo_len", 1)])) > 1:
         parts.append("causal" if w["causal"] else "full")
