@@ -85,7 +85,8 @@ def binds(w: AnyWorkload, backends: Sequence[str]) -> Mapping[str, Bind]:
 
 
 def _in_processes(groups: Sequence[Sequence[Job]], parallel: int) -> None:
-    env = {"MAX_JOBS": BUILD_JOBS, **os.environ}
+    paths = str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")  # where `perf` is, whatever the directory
+    env = {"MAX_JOBS": BUILD_JOBS, **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
     def spawn(jobs: Sequence[Job]) -> None:
         text = json.dumps([(name, type(w).__name__, asdict(w)) for name, w in jobs])

@@ -152,7 +152,9 @@ def test_a_stopped_run_has_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def run_row(w: BatchWorkload, *rest: Any) -> dict[str, Any]:
         if w == bad:
             raise RuntimeError("out of memory")
-        return {**row(w.name, 1.5, cute_attn=3.0), "unit": "GB/s", "sm_clock_mhz": 1, "best_peer": "p"}
+        own = {"speed": 3.0, "median_us": 1.0, "p20_us": 1.0, "p80_us": 1.0, "share": 0.5, "error": 0.0}
+        measured = {"unit": "GB/s", "sm_clock_mhz": 1, "best_peer": "p", "candidates": {"cute_attn": own}}
+        return {**row(w.name, 1.5), **measured}
 
     for name, value in {
         "compile_ours": lambda jobs: None,
