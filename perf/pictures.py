@@ -255,22 +255,28 @@ def cold_start(theme: Theme, results: Path) -> Any | None:
     if not chosen:
         return None
     from matplotlib import pyplot
+    from matplotlib.ticker import NullLocator
 
     count = max(map(len, chosen.values()))
-    size = (WIDTH, 0.26 * count + 0.8)
+    size = (WIDTH, 0.26 * count + 0.9)
     figure, grid = pyplot.subplots(1, len(chosen), figsize=size, squeeze=False, layout="constrained")
+    longest = max(seconds for bars_of_gpu in chosen.values() for _, seconds in bars_of_gpu)
     for (gpu, bars_of_gpu), axes in zip(chosen.items(), grid[0], strict=True):
         names, seconds = zip(*bars_of_gpu, strict=True)
         places = range(len(names), 0, -1)
-        colours = [theme.lines[family_of_condition(name)] for name in names]
-        axes.barh(places, seconds, color=colours, height=0.62)
+        axes.barh(places, seconds, color=[theme.lines[library_of(name)] for name in names], height=0.62)
         for place, value in zip(places, seconds, strict=True):
-            axes.annotate(f"{value:.2g} s", (value, place), (3, 0), textcoords="offset points", va="center")
+            text = f"{value:.0f} s" if value >= 10 else f"{value:.2g} s"
+            axes.annotate(text, (value, place), (3, 0), textcoords="offset points", va="center")
         axes.set_xscale("log")
-        axes.set_xlim(min(seconds) / 2, max(seconds) * 4)
-        axes.set_yticks(places, names)
+        axes.set_xlim(0.05, longest * 5)
+        ticks = [tick for tick in (0.1, 1, 10, 100) if tick <= longest]
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_yticks(places, names if axes is grid[0][0] else [""] * len(names))
         axes.grid(axis="y", visible=False)
-        axes.set_title(f"{GPUS[gpu]}: seconds from the import to the first prefill")
+        axes.set_title(GPUS[gpu])
+        axes.set_xlabel("seconds from the import to the first prefill")
     return figure
 
 
@@ -283,7 +289,7 @@ def _seconds(pair: tuple[str, Mapping[str, Any]]) -> tuple[str, float]:
     return pair[0], pair[1]["import_s"] + pair[1]["prefill_s"]
 
 
-def family_of_condition(name: str) -> str:
+def library_of(name: str) -> str:
     """Returns the library of a condition: "FlashInfer, warm" is FlashInfer's."""
     library = name.partition(",")[0]
     return {"flash-attn-4": "FA4"}.get(library, library)
