@@ -17,6 +17,7 @@ from perf.harness import Call
 from perf.optional import flashinfer, module, require
 
 WORKSPACE_BYTES = 512 << 20
+FLASHINFER_DIMS = (64, 128, 256)  # of prefill; dense fa2 of 80, 112 and 160 broke the CUDA context of an H200
 
 Bind = Callable[[BatchWorkload, Sequence[BatchInputs]], list[Call]]
 
@@ -156,11 +157,13 @@ def extras(x: BatchInputs) -> dict[str, Any]:
 
 
 def flashinfer_ragged(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    require(w.head_dim in FLASHINFER_DIMS, "its kernels of other head dims than 64, 128, 256 end in illegal accesses")
     require(not w.sinks, "its prefill wrappers take sinks by JIT variants alone")
     return ragged_prefill(flashinfer("flashinfer"), backend, w, sets)
 
 
 def flashinfer_paged(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    require(w.head_dim in FLASHINFER_DIMS, "its kernels of other head dims than 64, 128, 256 end in illegal accesses")
     require(not w.sinks, "its prefill wrappers take sinks by JIT variants alone")
     return paged_prefill(flashinfer("flashinfer"), backend, w, sets)
 

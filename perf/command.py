@@ -111,7 +111,7 @@ def _settings(options: argparse.Namespace, part: str, names: Sequence[str]) -> a
     budget = options.budget or (None if options.routine else SUMMARY_SECONDS)
     if budget is not None and not options.routine:
         budget *= (CURVES_SECONDS if part == "curves" else SUMMARY_SECONDS - CURVES_SECONDS) / SUMMARY_SECONDS
-    return argparse.Namespace(budget=budget, rounds=rounds, peers=names, out=None)
+    return argparse.Namespace(budget=budget, rounds=rounds, peers=names, out=None, resume=False)
 
 
 def missing(options: argparse.Namespace, names: Sequence[str]) -> list[str]:

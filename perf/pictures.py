@@ -53,7 +53,7 @@ def style(theme: Theme) -> Iterator[Any]:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    settings = {
+    settings: dict[str, Any] = {
         "svg.fonttype": "path",
         "svg.hashsalt": "cute_attn",
         "font.family": "DejaVu Sans",
@@ -78,7 +78,8 @@ def style(theme: Theme) -> Iterator[Any]:
         "lines.linewidth": 1.6,
         "lines.markersize": 4.5,
     }
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "Agg", **settings}):
+    defaults: dict[str, Any] = {**matplotlib.rcParamsDefault, "backend": "Agg"}
+    with matplotlib.rc_context({**defaults, **settings}):  # type: ignore[arg-type, unused-ignore]  # keys are literals
         yield pyplot
 
 

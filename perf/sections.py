@@ -7,11 +7,15 @@ first, by several processes. FlashInfer's modules are never built here: `--warm-
 from __future__ import annotations
 
 import argparse
-import functools
+import contextlib
+import importlib
+import json
 import math
+import os
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +35,7 @@ from perf.warm import built, compile_ours, warm
 # Without the slower of two kernels of one library: torch's flash-attention 2 and FlashInfer's decode of one request.
 PEER_NAMES = ("torch cuDNN", "flash-attn-4", "FlashInfer fa2", "FlashInfer fa3", "FlashInfer XQA")
 FEWEST_ROUNDS = 5
+SPENT = "was spent"
 DECODE_BACKENDS = ("auto", "fa2", "xqa")
 Row = dict[str, Any]
 
@@ -50,7 +55,7 @@ class Pace:
     ) -> None:
         self.left, self.rounds, self.clock = rows, rounds, clock
         self.deadline = None if budget is None else clock() + budget
-        self.costs: list[float] = []  # seconds of each row at all rounds
+        self.costs: list[tuple[float, float]] = []  # of each row: seconds of a round, and seconds of all else
 
     def next(self) -> int:
         """Returns the rounds of the next row, and 0 once the budget is spent."""
@@ -59,13 +64,23 @@ class Pace:
         remaining = self.deadline - self.clock()
         if remaining <= 0:
             return 0
-        expected = statistics.fmean(self.costs) * self.left if self.costs else 0.0
-        return self.rounds if expected <= remaining else max(FEWEST_ROUNDS, int(self.rounds * remaining / expected))
+        if not self.costs:
+            return self.rounds
+        # Medians: the first row of a kernel also compiles, which says nothing of those to come.
+        per_round, fixed = (statistics.median(costs) for costs in zip(*self.costs, strict=True))
+        possible = (remaining / self.left - fixed) / max(per_round, 1e-6)
+        return max(FEWEST_ROUNDS, min(self.rounds, int(possible)))
 
-    def finished(self, seconds: float, rounds: int) -> None:
-        """Counts a row that took `seconds` with this number of rounds."""
+    def finished(self, seconds: float, rounds: int, per_round: float) -> None:
+        """Counts a row that took `seconds`, of which each of its rounds `per_round`."""
         self.left -= 1
-        self.costs.append(seconds * self.rounds / rounds)
+        self.costs.append((per_round, seconds - rounds * per_round))
+
+
+def seconds_of_round(row: Mapping[str, Any]) -> float:
+    """Returns how long one replay of every candidate takes."""
+    timed = [entry for entry in row["candidates"].values() if "median_us" in entry]
+    return float(sum(entry["median_us"] * entry["launches"] for entry in timed)) / 1e6
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -119,6 +134,7 @@ def parse(
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="fewer rounds where time gets short")
     parser.add_argument("--rounds", type=int, default=rounds, help=f"timed rounds of a row (default {rounds})")
     parser.add_argument("--peers", nargs="*", default=PEER_NAMES, help=f"default: {', '.join(PEER_NAMES)}")
+    parser.add_argument("--resume", action="store_true", help="continue the record of --out, after a run was stopped")
     parser.add_argument("--warm-peers", action="store_true", help="only build FlashInfer's modules, measure nothing")
     return parser.parse_args(argv)
 
@@ -157,47 +173,98 @@ def main(
 def run(program: str, sections: Mapping[str, Section], options: argparse.Namespace) -> Row:
     """Measures the ceilings and every row on the current device, and returns the record."""
     began = time.monotonic()
+    warnings.filterwarnings("ignore", message="Argument aux_data")  # flash-attn-4's, at every compile
     device = torch.device("cuda", torch.cuda.current_device())
-    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    compile_ours([(w, section.backends) for section in sections.values() for w in section.workloads])
-    timer = CudaGraphTimer()
-    record: Row = {
-        "command": command_line(program, sys.argv[1:]),
-        "environment": environment(),
-        "ceilings": ceilings(timer, device),
-        "summary": {},
-        "rows": [],
-        "failed_rows": {},
-    }
     jobs = [(name, section.backends, w) for name, section in sections.items() for w in section.workloads]
-    budget = None if options.budget is None else options.budget - (time.monotonic() - began)
-    pace = Pace(len(jobs), options.rounds, budget)
+    if options.resume and options.out.exists():
+        record: Row = json.loads(options.out.read_text())
+        record["failed_rows"] = {key: why for key, why in record["failed_rows"].items() if not why.endswith(SPENT)}
+        began -= record["seconds"]
+    else:
+        compile_ours([(w, backends) for _, backends, w in jobs], meanwhile=import_peers)
+        record = {
+            "command": command_line(program, sys.argv[1:]),
+            "environment": environment(),
+            "ceilings": ceilings(CudaGraphTimer(), device),
+            "summary": {},
+            "rows": [],
+            "failed_rows": {},
+            "broke": {},
+            "seconds": 0.0,
+        }
+    done = {(row["section"], row["name"]) for row in record["rows"]}
+    jobs = [
+        job for job in jobs if (job[0], job[2].name) not in done and key_of(job[0], job[2]) not in record["failed_rows"]
+    ]
+    pace = Pace(
+        len(jobs), options.rounds, None if options.budget is None else options.budget + began - time.monotonic()
+    )
     with ProgressBar(len(jobs)) as bar:
         for name, backends, w in jobs:
-            start, rounds = time.monotonic(), pace.next()
-            if rounds:
-                binds = chosen_binds(w, backends, options.peers)
-                machine = timer, record["ceilings"], device, l2_bytes
-                _measure(record, name, w, functools.partial(run_row, w, binds, *machine, rounds))
-                pace.finished(time.monotonic() - start, rounds)
+            if rounds := pace.next():
+                start = time.monotonic()
+                row = _measured(record, name, w, chosen_binds(w, backends, options.peers), rounds)
+                pace.finished(time.monotonic() - start, rounds, seconds_of_round(row) if row else 0.0)
             else:
-                record["failed_rows"][f"{name}: {w.name}"] = f"the budget of {options.budget:.0f} s was spent"
+                record["failed_rows"][key_of(name, w)] = f"the budget of {options.budget:.0f} s {SPENT}"
             record["seconds"] = round(time.monotonic() - began, 1)
             if options.out:
                 save(record, options.out)
+                if context_is_broken():
+                    start_again()
             bar.step(w.name)
     return record
 
 
-def _measure(record: Row, section: str, w: AnyWorkload, row_of: Callable[[], Row]) -> None:
-    """Adds the row, or the reason why there is none, and the summary of its section."""
+def key_of(section: str, w: AnyWorkload) -> str:
+    return f"{section}: {w.name}"
+
+
+def import_peers() -> None:
+    """Imports what takes seconds, while other processes compile."""
+    for name in ("flash_attn.cute", "flashinfer"):
+        with contextlib.suppress(Exception):  # each row says what is wrong with a peer
+            importlib.import_module(name)
+
+
+def _measured(record: Row, section: str, w: AnyWorkload, binds: Mapping[str, Bind], rounds: int) -> Row | None:
+    """Adds the row, or the reason why there is none, and the summary of its section. Returns the row."""
+    key, device = key_of(section, w), torch.device("cuda", torch.cuda.current_device())
+    broke = record["broke"].get(key, [])
+    harmless = {name: bind for name, bind in binds.items() if name not in broke}
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     try:
-        row = {"section": section, **row_of()}
+        row = {
+            "section": section,
+            **run_row(w, harmless, CudaGraphTimer(), record["ceilings"], device, l2_bytes, rounds),
+        }
     except Exception as error:  # out of memory, or a peer broke the CUDA context: earlier rows stay valid
-        record["failed_rows"][f"{section}: {w.name}"] = reason(error)
+        record["failed_rows"][key] = reason(error)
         print(f"{w.name}: {reason(error)}", file=sys.stderr, flush=True)
-        return
+        return None
+    if context_is_broken():
+        failed = next((name for name, e in row["candidates"].items() if "CUDA" in e.get("reason", "")), "")
+        record["broke"][key] = [*broke, failed]
+        return None
+    row["candidates"] |= {name: {"reason": "it broke the CUDA context"} for name in broke}
     record["rows"].append(row)
     record["summary"][section] = summary([r for r in record["rows"] if r["section"] == section])
     if not sys.stderr.isatty():
         print(progress(row), file=sys.stderr, flush=True)
+    return row
+
+
+def context_is_broken() -> bool:
+    """Tells whether a kernel has failed, after which this process can launch nothing more."""
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return True
+    return False
+
+
+def start_again() -> None:
+    """Replaces this process by one that continues the record."""
+    print("The CUDA context is broken; a new process continues.", file=sys.stderr, flush=True)
+    again = [argument for argument in sys.orig_argv[1:] if argument != "--resume"]
+    os.execv(sys.executable, [sys.executable, *again, "--resume"])

@@ -10,11 +10,12 @@ own kernels take seconds: some processes that share the workloads. A process is 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -32,7 +33,7 @@ SHORT = 256
 PARALLEL_BUILDS = 10
 BUILD_JOBS = "4"  # compiler processes per build
 MOST_PROCESSES = 12  # each has a context and the inputs of a workload on the GPU
-FA4_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"  # with 1, flash-attn-4 keeps its kernels on disk
+COMPILE_SECONDS = 120.0  # after which the rows compile what is missing
 
 AnyWorkload = Workload | BatchWorkload
 Job = tuple[str, AnyWorkload]
@@ -64,18 +65,16 @@ def warm(workloads: Sequence[AnyWorkload], names: Sequence[str] | None = None) -
     _in_processes([[job] for job in builds(workloads, names)], PARALLEL_BUILDS)
 
 
-def compile_ours(workloads: Sequence[tuple[AnyWorkload, Sequence[str]]]) -> None:
-    """Runs each workload once with the named backends of ours, and with flash-attn-4 if that keeps its kernels, in
-    some processes: afterwards the kernels are in the caches on disk.
+def compile_ours(workloads: Sequence[tuple[AnyWorkload, Sequence[str]]], meanwhile: Callable[[], None]) -> None:
+    """Runs each workload once with the named backends of ours, in some processes: afterwards the kernels are in the
+    cache on disk. This process calls `meanwhile`.
     """
-    jobs: list[Job] = []
-    for w, backends in workloads:
-        names = [name for name in binds(w, backends) if name.startswith("cute_attn")]
-        if os.environ.get(FA4_CACHE) == "1" and "flash-attn-4" in binds(w, backends):
-            names.append("flash-attn-4")
-        jobs += [(name, w) for name in names]
+    jobs = [(name, w) for w, backends in workloads for name in binds(w, backends) if name.startswith("cute_attn")]
     count = max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) - 1, len(jobs)))
-    _in_processes([jobs[i::count] for i in range(count)], count)
+    with ThreadPoolExecutor(1) as pool:
+        compiled = pool.submit(_in_processes, [jobs[i::count] for i in range(count)], count, COMPILE_SECONDS)
+        meanwhile()
+        compiled.result()
 
 
 def binds(w: AnyWorkload, backends: Sequence[str]) -> Mapping[str, Bind]:
@@ -84,13 +83,15 @@ def binds(w: AnyWorkload, backends: Sequence[str]) -> Mapping[str, Bind]:
     return candidates(w.phase, backends)
 
 
-def _in_processes(groups: Sequence[Sequence[Job]], parallel: int) -> None:
+def _in_processes(groups: Sequence[Sequence[Job]], parallel: int, limit: float | None = None) -> None:
+    """Runs each group of jobs in a process of its own, which ends after `limit` seconds."""
     paths = str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")  # where `perf` is, whatever the directory
     env = {"MAX_JOBS": BUILD_JOBS, **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
     def spawn(jobs: Sequence[Job]) -> None:
         text = json.dumps([(name, type(w).__name__, asdict(w)) for name, w in jobs])
-        subprocess.run([sys.executable, "-m", "perf.warm", text], env=env)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run([sys.executable, "-m", "perf.warm", text], env=env, timeout=limit)
 
     with ThreadPoolExecutor(parallel) as pool:
         list(pool.map(spawn, groups))

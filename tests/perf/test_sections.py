@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import types
 from pathlib import Path
@@ -102,15 +101,20 @@ def test_rounds_shrink_when_time_gets_short_and_stop_when_it_is_spent() -> None:
     now = [0.0]
     pace = Pace(10, 20, 60.0, clock=lambda: now[0])
     assert pace.next() == 20  # nothing is known yet
-    now[0] = 12.0
-    pace.finished(12.0, 20)
-    assert pace.next() == int(20 * 48 / (9 * 12))
+    now[0] = 10.5
+    pace.finished(10.5, 20, per_round=0.5)
+    assert pace.next() == int((49.5 / 9 - 0.5) / 0.5)
     now[0] = 59.0
-    pace.finished(2.0, 8)
+    pace.finished(2.0, 8, per_round=0.2)
     assert pace.next() == sections.FEWEST_ROUNDS
     now[0] = 60.0
     assert pace.next() == 0
     assert Pace(10, 20, None).next() == 20
+
+
+def test_a_row_of_many_rounds_knows_what_one_costs() -> None:
+    entries = {"a": {"median_us": 100.0, "launches": 50}, "b": {"median_us": 10.0, "launches": 20}, "c": {"reason": ""}}
+    assert sections.seconds_of_round({"candidates": entries}) == pytest.approx(0.0052)
 
 
 def row(name: str, ratio: float | None, **speeds: float) -> dict[str, Any]:
@@ -144,44 +148,73 @@ def test_modules_that_are_not_built_are_reasons(tmp_path: Path, monkeypatch: pyt
     assert not warm.built("FlashInfer fa2", equal(2, 1, 64, (4, 2), 128, 16))
 
 
-def test_a_stopped_run_has_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The record is whole after every row: ones that failed, and ones that no time was left for."""
-    good, bad, late = (equal(2, n, n, (4, 2), 64, causal=True) for n in (8, 9, 10))
-    written: list[dict[str, Any]] = []
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A GPU that measures nothing; its state."""
+    state: dict[str, Any] = {"broken": False, "rounds": iter((7,) * 9), "written": []}
 
-    def run_row(w: BatchWorkload, *rest: Any) -> dict[str, Any]:
-        if w == bad:
+    def run_row(w: BatchWorkload, binds: Any, *rest: Any) -> dict[str, Any]:
+        own = {"speed": 3.0, "median_us": 1.0, "p20_us": 1.0, "p80_us": 1.0, "share": 0.5, "error": 0.0, "launches": 1}
+        entries = {"cute_attn": own}
+        if w.kv_lens[0] == 9:
             raise RuntimeError("out of memory")
-        own = {"speed": 3.0, "median_us": 1.0, "p20_us": 1.0, "p80_us": 1.0, "share": 0.5, "error": 0.0}
-        measured = {"unit": "GB/s", "sm_clock_mhz": 1, "best_peer": "p", "candidates": {"cute_attn": own}}
-        return {**row(w.name, 1.5), **measured}
+        if w.kv_lens[0] == 11 and "flash-attn-4" in binds:
+            state["broken"] = True
+            entries["flash-attn-4"] = {"reason": "AcceleratorError: CUDA error: illegal memory access"}
+        more = {"unit": "GB/s", "sm_clock_mhz": 1, "best_peer": "p", "candidates": entries}
+        return {**row(w.name, 1.5), **more}
 
+    class Again(Exception):
+        """Where a new process would start."""
+
+    def start_again() -> None:
+        raise Again
+
+    state["again"] = Again
+    pace = types.SimpleNamespace(next=lambda: next(state["rounds"]), finished=lambda *a: None)
     for name, value in {
-        "compile_ours": lambda jobs: None,
-        "CudaGraphTimer": lambda: None,
+        "compile_ours": lambda jobs, meanwhile: None,
         "ceilings": lambda *a: {"read": 1.0, "copy": 1.0, "gemm": 1.0},
-        "environment": dict,
+        "environment": lambda: dict.fromkeys(("gpu", "date", "commit", "driver", "torch", "cuda", "cudnn"), "?"),
         "run_row": run_row,
-        "save": lambda record, path: written.append(json.loads(json.dumps(record))),
+        "Pace": lambda *a: pace,
+        "context_is_broken": lambda: state["broken"],
+        "start_again": start_again,
     }.items():
         monkeypatch.setattr(sections, name, value)
+    save = sections.save
+    monkeypatch.setattr(sections, "save", lambda r, path: (state["written"].append(len(r["rows"])), save(r, path)))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    properties = types.SimpleNamespace(L2_cache_size=1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    rounds = iter((7, 7, 0))
-    pace = types.SimpleNamespace(next=lambda: next(rounds), finished=lambda seconds, rounds: None)
-    monkeypatch.setattr(sections, "Pace", lambda *a: pace)
-    options = argparse.Namespace(budget=100.0, rounds=7, peers=(), out=tmp_path / "x.json")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(L2_cache_size=1))
+    return state
+
+
+def test_a_stopped_run_has_its_rows(machine: dict[str, Any], tmp_path: Path) -> None:
+    """The record is whole after every row: ones that failed, and ones that no time was left for."""
+    good, bad, late = (equal(2, n, n, (4, 2), 64, causal=True) for n in (8, 9, 10))
+    machine["rounds"] = iter((7, 7, 0))
+    options = argparse.Namespace(budget=100.0, rounds=7, peers=(), out=tmp_path / "x.json", resume=False)
     record = sections.run("anchors", {"one": Section([good, bad, late])}, options)
-    assert [len(r["rows"]) + len(r["failed_rows"]) for r in written] == [1, 2, 3]
+    assert machine["written"] == [1, 1, 1]
     assert [r["name"] for r in record["rows"]] == [good.name]
     assert record["failed_rows"] == {
         f"one: {bad.name}": "RuntimeError: out of memory",
         f"one: {late.name}": "the budget of 100 s was spent",
     }
-    assert record["summary"]["one"]["mean"] == pytest.approx(1.5)
-    environment = dict.fromkeys(("gpu", "date", "commit", "driver", "torch", "cuda", "cudnn"), "?")
-    assert "| one | 1 of 1 | 1.500 |" in report.markdown({**record, "environment": environment})
+    assert "| one | 1 of 1 | 1.500 |" in report.markdown(record)
+
+
+def test_a_peer_that_breaks_the_context_costs_its_own_result_alone(machine: dict[str, Any], tmp_path: Path) -> None:
+    rows = [equal(2, n, n, (4, 2), 64, causal=True) for n in (8, 11, 12)]
+    options = argparse.Namespace(budget=None, rounds=7, peers=("flash-attn-4",), out=tmp_path / "x.json", resume=False)
+    with pytest.raises(machine["again"]):
+        sections.run("anchors", {"one": Section(rows)}, options)
+    machine["broken"] = False  # a new process
+    options.resume = True
+    record = sections.run("anchors", {"one": Section(rows)}, options)
+    assert [r["name"] for r in record["rows"]] == [w.name for w in rows]
+    assert record["rows"][1]["candidates"]["flash-attn-4"] == {"reason": "it broke the CUDA context"}
+    assert record["failed_rows"] == {}
 
 
 def test_sections_of_the_anchors() -> None:
