@@ -78,8 +78,9 @@ def style(theme: Theme) -> Iterator[Any]:
         "lines.linewidth": 1.6,
         "lines.markersize": 4.5,
     }
-    defaults: dict[str, Any] = {**matplotlib.rcParamsDefault, "backend": "Agg"}
-    with matplotlib.rc_context({**defaults, **settings}):  # type: ignore[arg-type, unused-ignore]  # keys are literals
+    complete: Any = dict(matplotlib.rcParamsDefault)
+    complete |= {**settings, "backend": "Agg"}
+    with matplotlib.rc_context(complete):
         yield pyplot
 
 

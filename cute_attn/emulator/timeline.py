@@ -35,7 +35,7 @@ _TASKS = {  # by the instructions that only warps of this task execute
     "exponentials": ("ex2",),
     "stores": ("st.global",),
 }
-ROW, LEFT, WIDTH, GAP, TEXT = 18, 160, 1040, 10, "#768390"
+ROW, LEFT, WIDTH, HEAD, TEXT = 18, 150, 1050, 22, "#768390"
 
 
 @dataclass
@@ -73,6 +73,10 @@ class Recorder:
             what = self.waits.get(id(batch), "another CTA")
             self.events.append(Event(batch.cta.index, tuple(map(int, batch.warps)), start, now, "wait", what, 0))
             self.ends[id(batch)] = now
+
+    def start(self, batch: WarpBatch) -> float:
+        """Return where the next event of a batch starts: where its last one ended, or now if it has just split off."""
+        return self.ends.get(id(batch), _time(batch))
 
     def after(self, batch: WarpBatch, block: Block, start: float) -> None:
         """Record that a batch ran `block` from `start` on."""
@@ -170,13 +174,11 @@ def picture(events: Sequence[Event], title: str, barriers: Mapping[int, str] | N
     """Draw events as an HTML page as wide as its window: one row per warp, a tooltip on every bar, which says what a
     pause waited for. `barriers`: names by address in shared memory.
     """
-    legend = " ".join(f'<span style="background:{c}">&nbsp;&nbsp;&nbsp;</span> {k}' for k, c in COLOURS.items())
     return (
         f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title>"
         "<style>:root{color-scheme:light dark}body{font:13px sans-serif;margin:16px}svg{width:100%;height:auto}"
         "rect:hover{stroke:currentColor}</style>"
-        f"<h3>{html.escape(title)}</h3><p>{legend} &nbsp; 0 to {_end(events):.0f}, "
-        "in warp instructions</p>"
+        f"<h3>{html.escape(title)}</h3>"
         f"{drawing(events, barriers, most_ctas)}\n"
     )
 
@@ -187,12 +189,12 @@ def drawing(events: Sequence[Event], barriers: Mapping[int, str] | None = None, 
     shown = [e for e in events if e.cta in ctas]
     names = {cta: roles([e for e in shown if e.cta == cta]) for cta in ctas}
     rows = sorted({(e.cta, warp) for e in shown for warp in e.warps})
-    place = {row: ROW * i + GAP * ctas.index(row[0]) + 4 for i, row in enumerate(rows)}
+    place = {row: ROW * i + HEAD * (ctas.index(row[0]) + 1) for i, row in enumerate(rows)}
     scale = WIDTH / _end(shown)
-    parts = []
+    heads = {cta: min(y for row, y in place.items() if row[0] == cta) - 6 for cta in ctas}
+    parts = [f'<text x="{LEFT}" y="{y}" fill="{TEXT}">CTA {_index(cta)}</text>' for cta, y in heads.items()]
     for (cta, warp), y in place.items():
-        several = f"CTA {_index(cta)}, " if len(ctas) > 1 else ""
-        label = f"{several}{names[cta][warp]}, warp {warp}"
+        label = f"{names[cta][warp]}, warp {warp}"
         parts.append(f'<text x="{LEFT - 8}" y="{y + 12}" text-anchor="end" fill="{TEXT}">{label}</text>')
     for e in _merged(shown):
         what = _named(e.what, barriers or {})
@@ -204,8 +206,14 @@ def drawing(events: Sequence[Event], barriers: Mapping[int, str] | None = None, 
                 f'<rect x="{x:.1f}" y="{place[e.cta, warp]}" width="{width:.1f}" height="{ROW - 3}" '
                 f'fill="{COLOURS[e.kind]}"><title>{names[e.cta][warp]}, {tip}</title></rect>'
             )
-    height = ROW * len(rows) + GAP * len(ctas) + 4
-    box = f'viewBox="0 0 {LEFT + WIDTH + 4} {height}" font-family="sans-serif" font-size="11"'
+    foot = ROW * len(rows) + HEAD * len(ctas) + 6
+    for i, (kind, colour) in enumerate(COLOURS.items()):
+        parts.append(f'<rect x="{LEFT + 90 * i}" y="{foot}" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{LEFT + 90 * i + 18}" y="{foot + 11}" fill="{TEXT}">{kind}</text>')
+    scale_text = f"virtual time: 0 to {_end(shown):.0f} warp instructions"
+    parts.append(f'<text x="{LEFT + WIDTH}" y="{foot + 11}" text-anchor="end" fill="{TEXT}">{scale_text}</text>')
+    height = foot + 18
+    box = f'viewBox="0 0 {LEFT + WIDTH + 4} {height}" font-family="sans-serif" font-size="12"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {box}>{"".join(parts)}</svg>'
 
 

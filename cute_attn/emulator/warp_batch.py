@@ -189,7 +189,7 @@ class WarpBatch:
         if recorder is not None:
             recorder.before(self)
         function = self.cta.grid.program.function(block, mask is not None)
-        start = 0.0 if recorder is None else recorder.ends.get(id(self), 0.0)
+        start = 0.0 if recorder is None else recorder.start(self)
         try:
             following = function(self, self.R, mask)
         except Split as split:
