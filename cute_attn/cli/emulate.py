@@ -95,7 +95,6 @@ def drawn(records: Sequence[Record], svg: bool) -> str:
 def barrier_names(record: Record) -> dict[int, str]:
     """Returns names of mbarriers by address in shared memory: "k full 0". Empty for families without rings."""
     from cute_attn.emulator.memory import SHARED_START
-    from cute_attn.kernels.blocks.smem_map import BARRIER_BYTES
     from cute_attn.kernels.catalog import from_dict
     from cute_attn.kernels.fa3.smem import HopperMemory
     from cute_attn.kernels.fa3.spec import Fa3Spec
@@ -111,10 +110,9 @@ def barrier_names(record: Record) -> dict[int, str]:
         return {}
     found = {}
     for ring in smem.rings:
-        first = SHARED_START + smem.barriers(ring.name)
-        for i, state in enumerate(("full", "empty")):
-            for stage in range(ring.stages):
-                found[first + (i * ring.stages + stage) * BARRIER_BYTES] = f"{ring.name} {state} {stage}"
+        names = [f"{ring.name} {state} {stage}" for state in ("full", "empty") for stage in range(ring.stages)]
+        for i, name in enumerate(names):
+            found[SHARED_START + smem.barriers(ring.name) + i * ring.barrier_bytes // len(names)] = name
     return found
 
 
