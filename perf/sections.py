@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
 import math
 import os
@@ -27,7 +26,7 @@ from perf.bench import OURS, AnyWorkload, candidates, progress, run_row, save, s
 from perf.ceilings import ceilings
 from perf.harness import ROUNDS, Call, CudaGraphTimer, reason
 from perf.machine import command_line, environment, why_no_gpu
-from perf.optional import UnavailableError
+from perf.optional import UnavailableError, flashinfer, module
 from perf.peers import PEERS, Bind
 from perf.report import markdown
 from perf.warm import built, compile_ours, warm
@@ -222,9 +221,9 @@ def key_of(section: str, w: AnyWorkload) -> str:
 
 def import_peers() -> None:
     """Imports what takes seconds, while other processes compile."""
-    for name in ("flash_attn.cute", "flashinfer"):
+    for load, name in ((module, "flash_attn.cute"), (flashinfer, "flashinfer")):
         with contextlib.suppress(Exception):  # each row says what is wrong with a peer
-            importlib.import_module(name)
+            load(name)
 
 
 def _measured(record: Row, section: str, w: AnyWorkload, binds: Mapping[str, Bind], rounds: int) -> Row | None:
