@@ -3,6 +3,8 @@
 #   make test       lint, types and the quick tests: minutes       make test-long   the long tests alone
 #   make test-all   lint, types and every test: what CI runs       (tests/README.md says which tests are long)
 #
+#   make bench      speed of this machine's GPU beside other libraries: under 8 minutes; says what is missing
+#
 #   VENV   where the environment lives            JOBS      test workers
 #   PYTHON the interpreter it is made with        PIP_ARGS  extra arguments of pip install (an index of your own, ...)
 #   TORCH  the torch requirement to install       ARGS      extra arguments of the command (pytest, demo)
@@ -20,10 +22,13 @@ READY := $(VENV)/.ready
 
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-long test-all lint format clean
+.PHONY: demo bench test test-long test-all lint format clean
 
 demo: $(READY)
 	$(BIN)/python -m cute_attn demo $(ARGS)
+
+bench: $(READY)
+	$(BIN)/python -m cute_attn bench $(ARGS)
 
 test: lint
 	$(PYTEST) -m 'not long and not corpus and not engines' $(ARGS)

@@ -17,6 +17,7 @@ from perf.harness import Call
 from perf.optional import flashinfer, module, require
 
 WORKSPACE_BYTES = 512 << 20
+FLASHINFER_DIMS = (64, 128, 256)  # of prefill; dense fa2 of 80, 112 and 160 broke the CUDA context of an H200
 
 Bind = Callable[[BatchWorkload, Sequence[BatchInputs]], list[Call]]
 
@@ -47,32 +48,44 @@ def sdpa(backend: SDPBackend, w: BatchWorkload, sets: Sequence[BatchInputs]) -> 
 
 
 def flash_attention_4(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
-    bound = [dense(w, x) for x in sets]
-    fa4 = module("flash_attn.cute")
-    window = {"window_size": (w.window_left, 0)} if w.window_left >= 0 else {}
-
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-        options = window if sinks is None else {**window, "learnable_sink": sinks}
-        o = fa4.flash_attn_func(q, k, v, causal=w.causal, **options)
-        return cast(torch.Tensor, o[0] if isinstance(o, tuple) else o)
-
-    sinks = [None if x.sinks is None else x.sinks.bfloat16() for x in sets]
-    return [functools.partial(call, *x, own) for x, own in zip(bound, sinks, strict=True)]
-
-
-def flash_attention_4_paged(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    """Binds the dense function for ragged batches of equal requests, else the function of varied lengths."""
     require(w.kv_dtype == w.dtype, f"q is {w.dtype}, k and v are {w.kv_dtype}")
-    require(w.window_left < 0 and not w.sinks, "windows and sinks are not passed to it")
     fa4 = module("flash_attn.cute")
-    lengths = torch.tensor(w.kv_lens, dtype=torch.int32, device=sets[0].q.device)
+    calls = []
+    for x in sets:
+        options: dict[str, Any] = {"causal": w.causal or w.window_left >= 0}
+        if w.window_left >= 0:
+            options |= {"window_size": (w.window_left, 0)}
+        if x.sinks is not None:
+            options |= {"learnable_sink": x.sinks.bfloat16()}
+        if w.equal and not w.page_size:
+            calls.append(functools.partial(fa4.flash_attn_func, *dense(w, x), **options))
+        else:
+            q, lengths = _varied(w, x)
+            calls.append(functools.partial(fa4.flash_attn_varlen_func, q, x.k, x.v, **lengths, **options))
+    return [functools.partial(_first, call) for call in calls]
 
-    def call(x: BatchInputs, table: torch.Tensor) -> torch.Tensor:
-        o = fa4.flash_attn_varlen_func(
-            x.q[:, None], x.k, x.v, seqused_k=lengths, page_table=table, max_seqlen_k=max(w.kv_lens)
-        )
-        return cast(torch.Tensor, o[0] if isinstance(o, tuple) else o)
 
-    return [functools.partial(call, x, block_table(w, x)) for x in sets]
+def _first(call: Call) -> torch.Tensor:
+    o = call()
+    return cast(torch.Tensor, o[0] if isinstance(o, tuple) else o)
+
+
+def _varied(w: BatchWorkload, x: BatchInputs) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Returns q and the arguments that say which tokens belong to which request."""
+
+    def ints(values: Sequence[int]) -> torch.Tensor:
+        return _ints(values).to(x.q.device)
+
+    bounds: dict[str, Any] = {"max_seqlen_q": max(w.qo_lens), "max_seqlen_k": max(w.kv_lens)}
+    if w.page_size:
+        bounds |= {"seqused_k": ints(w.kv_lens), "page_table": block_table(w, x)}
+    else:
+        bounds["cu_seqlens_k"] = ints(w.kv_indptr)
+    if w.equal:
+        del bounds["max_seqlen_q"]
+        return x.q.view(len(w.qo_lens), -1, *x.q.shape[1:]), bounds
+    return x.q, {**bounds, "cu_seqlens_q": ints(w.qo_indptr)}
 
 
 def ragged_prefill(library: Any, backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
@@ -144,11 +157,13 @@ def extras(x: BatchInputs) -> dict[str, Any]:
 
 
 def flashinfer_ragged(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    require(w.head_dim in FLASHINFER_DIMS, "its kernels of other head dims than 64, 128, 256 end in illegal accesses")
     require(not w.sinks, "its prefill wrappers take sinks by JIT variants alone")
     return ragged_prefill(flashinfer("flashinfer"), backend, w, sets)
 
 
 def flashinfer_paged(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    require(w.head_dim in FLASHINFER_DIMS, "its kernels of other head dims than 64, 128, 256 end in illegal accesses")
     require(not w.sinks, "its prefill wrappers take sinks by JIT variants alone")
     return paged_prefill(flashinfer("flashinfer"), backend, w, sets)
 
@@ -168,17 +183,28 @@ def our_xqa(w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
 
 def xqa(decode: Any, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
     """Binds `xqa_batch_decode_with_kv_cache` of FlashInfer or ours."""
+    require(w.equal or max(w.qo_lens) == 1, "requests differ in query tokens")
     device = sets[0].q.device
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
     lengths = torch.tensor(w.kv_lens, dtype=torch.int32, device=device).view(torch.uint32)
     longest, scale = max(w.kv_lens), w.head_dim**-0.5
+    drafts: dict[str, Any] = {}
+    if (q_len := w.qo_lens[0]) > 1:
+        drafts = {"q_len_per_req": q_len, "mask": _draft_mask(len(w.qo_lens), q_len).to(device)}
 
     def call(x: BatchInputs, table: torch.Tensor) -> torch.Tensor:
         arguments = x.q, (x.k, x.v), workspace, table, lengths, longest
-        options = {"bmm1_scale": scale, "window_left": w.window_left, "kv_layout": "NHD", **extras(x)}
+        options = {"bmm1_scale": scale, "window_left": w.window_left, "kv_layout": "NHD", **drafts, **extras(x)}
         return cast(torch.Tensor, decode(*arguments, **options))
 
     return [functools.partial(call, x, block_table(w, x)) for x in sets]
+
+
+def _draft_mask(requests: int, q_len: int) -> torch.Tensor:
+    """Returns causal bits of the query tokens: uint16 `[requests, q_len, 2 * ceil(q_len / 32)]`."""
+    words = 2 * -(-q_len // 32)
+    rows = [[((2 << row) - 1) >> (16 * word) & 0xFFFF for word in range(words)] for row in range(q_len)]
+    return torch.tensor(rows, dtype=torch.int32).to(torch.uint16).expand(requests, -1, -1).contiguous()
 
 
 def block_table(w: BatchWorkload, x: BatchInputs) -> torch.Tensor:
@@ -191,7 +217,7 @@ def block_table(w: BatchWorkload, x: BatchInputs) -> torch.Tensor:
 
 
 def ours(backend: str, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
-    """Binds our wrapper for the phase of the workload."""
+    """Binds our wrapper for the phase of the workload; that of prefill also for speculative decoding."""
     if w.phase == "batch decode":
         return paged_decode(cute_attn, w, sets, backend=backend)
     return (paged_prefill if w.page_size else ragged_prefill)(cute_attn, backend, w, sets)

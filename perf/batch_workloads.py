@@ -19,6 +19,7 @@ DTYPES = {
     "nvfp4": torch.uint8,
 }
 NVFP4_BITS, NVFP4_BLOCK = 4.5, 16  # bits per element with its share of the block scale; elements per block
+MOST_DRAFTS = 16  # query tokens per request of speculative decoding; beyond that it is a prefill
 NVFP4_SCALES = (0x20, 0x30)  # e4m3 codes of 1/8 to 1/2: values about as large as normally distributed ones
 
 
@@ -74,6 +75,8 @@ class BatchWorkload:
     def phase(self) -> str:
         if max(self.qo_lens) == 1:
             return "batch decode"
+        if self.page_size and self.causal and self.equal and self.qo_lens[0] <= MOST_DRAFTS:
+            return "speculative decode"
         return "paged prefill" if self.page_size else "ragged prefill"
 
     @property
@@ -108,7 +111,7 @@ class BatchWorkload:
     @property
     def metric(self) -> Metric:
         """Speed and its ceiling: read bandwidth for decode, the bf16 GEMM for prefill."""
-        if self.phase == "batch decode":
+        if self.phase.endswith("decode"):
             return Metric("GB/s", self.bytes / 1e9, "read")
         return Metric("TFLOP/s", self.flops / 1e12, "gemm")
 

@@ -22,6 +22,7 @@ from perf.ceilings import ceilings
 from perf.check import oracle
 from perf.harness import ROUNDS, Call, CudaGraphTimer, Timer, measure, reason
 from perf.machine import command_line, environment, why_no_gpu
+from perf.optional import require
 from perf.peers import PEERS, Bind
 from perf.report import markdown
 from perf.warm import warm
@@ -31,6 +32,7 @@ AnyWorkload = Workload | BatchWorkload
 AnyInputs = Inputs | BatchInputs
 
 OURS = "cute_attn"  # prefix of the names of our candidates
+SAME = "it is what auto runs"
 
 
 def bind_ours(backend: str, w: Workload, sets: Sequence[Inputs]) -> list[Call]:
@@ -50,7 +52,7 @@ def candidates(phase: str, backends: Sequence[str]) -> dict[str, Bind]:
     """Returns ours by backend, the XQA function (which needs no plan), then every peer with a kernel for the phase."""
     bind = bind_ours if phase in ("prefill", "decode") else batch_peers.ours
     ours: dict[str, Bind] = {OURS if b == "auto" else f"{OURS} {b}": functools.partial(bind, b) for b in backends}
-    if phase == "batch decode":
+    if phase in ("batch decode", "speculative decode"):
         ours[f"{OURS} xqa function"] = batch_peers.our_xqa
     return {**ours, **{peer.name: peer.bind for peer in PEERS if phase in peer.phases}}
 
@@ -99,6 +101,9 @@ def prepare(
         entry = entries[name] = {}
         try:
             bound = bind(w, sets)
+            if backend := planned_backend(bound):
+                entry["backend"] = backend
+                require(name != f"{OURS} {backend}" or entries.get(OURS, {}).get("backend") != backend, SAME)
             outputs = [call() for call in bound]  # every one: lazy initialisation must not happen during a capture
             error = truth.error(outputs[0])
         except Exception as failure:  # a failing peer must not end the run
@@ -110,6 +115,12 @@ def prepare(
             entry["error"] = error
             calls[name] = bound
     return calls, entries
+
+
+def planned_backend(calls: Sequence[Call]) -> str | None:
+    """Returns the backend that the plan of one of our wrappers chose; None for other calls."""
+    owner = getattr(getattr(calls[0], "func", None), "__self__", None)
+    return getattr(owner, "resolved_backend", None)
 
 
 def compare_with_peers(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

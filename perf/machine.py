@@ -17,6 +17,12 @@ import torch
 import cute_attn
 
 PACKAGES = ("torch", "nvidia-cutlass-dsl", "cuda-bindings", "flash-attn-4", "flashinfer-python")
+QUERIED = {
+    "driver": "driver_version",
+    "max_sm_clock_mhz": "clocks.max.sm",
+    "max_memory_clock_mhz": "clocks.max.mem",
+    "power_limit_w": "power.limit",
+}
 
 
 def why_no_gpu() -> str | None:
@@ -50,7 +56,10 @@ def _device() -> dict[str, str]:
     return {
         "gpu": properties.name,
         "compute_capability": f"{properties.major}.{properties.minor}",
-        "driver": nvidia_smi("driver_version") or "unknown",
+        "sms": str(properties.multi_processor_count),
+        "l2_bytes": str(properties.L2_cache_size),
+        "memory_bytes": str(properties.total_memory),
+        **{name: nvidia_smi(field) or "unknown" for name, field in QUERIED.items()},
     }
 
 

@@ -23,6 +23,7 @@ from perf.workloads import Inputs, Workload
 Bind = Callable[[Any, Sequence[Any]], list[Call]]  # takes a workload and its input sets
 
 PAGE_SIZE = 16
+PAGED = ("paged prefill", "speculative decode", "batch decode")
 WORKSPACE_BYTES = 256 << 20
 
 
@@ -127,12 +128,11 @@ PEERS: tuple[Peer, ...] = (
     Peer("FlashInfer paged fa2", _flashinfer_paged_decode, ("decode",), builds=True),
     Peer("FlashInfer XQA", _flashinfer_xqa, ("decode",), builds=True),
     Peer("torch cuDNN", functools.partial(batch_peers.sdpa, SDPBackend.CUDNN_ATTENTION), ("ragged prefill",)),
-    Peer("flash-attn-4", batch_peers.flash_attention_4, ("ragged prefill",)),
+    Peer("flash-attn-4", batch_peers.flash_attention_4, ("ragged prefill", *PAGED)),
     Peer("FlashInfer fa2", functools.partial(batch_peers.flashinfer_ragged, "fa2"), ("ragged prefill",), builds=True),
     Peer("FlashInfer fa3", functools.partial(batch_peers.flashinfer_ragged, "fa3"), ("ragged prefill",), builds=True),
-    Peer("FlashInfer fa2", functools.partial(batch_peers.flashinfer_paged, "fa2"), ("paged prefill",), builds=True),
-    Peer("FlashInfer fa3", functools.partial(batch_peers.flashinfer_paged, "fa3"), ("paged prefill",), builds=True),
-    Peer("flash-attn-4", batch_peers.flash_attention_4_paged, ("batch decode",)),
+    Peer("FlashInfer fa2", functools.partial(batch_peers.flashinfer_paged, "fa2"), PAGED[:2], builds=True),
+    Peer("FlashInfer fa3", functools.partial(batch_peers.flashinfer_paged, "fa3"), PAGED[:2], builds=True),
     Peer("FlashInfer fa2", batch_peers.flashinfer_decode, ("batch decode",), builds=True),
-    Peer("FlashInfer XQA", batch_peers.flashinfer_xqa, ("batch decode",), builds=True),
+    Peer("FlashInfer XQA", batch_peers.flashinfer_xqa, PAGED[1:], builds=True),
 )

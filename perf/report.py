@@ -50,6 +50,23 @@ def speed_tables(record: Record) -> list[str]:
     return [*tables, reasons] if reasons else tables
 
 
+def summary_tables(record: Record) -> list[str]:
+    """Returns the summary of the sections of `perf.sections`, then the tables of their rows."""
+    lines = []
+    for name, found in record["summary"].items():
+        own = [f"{found[key]:.3f}" if key in found else "-" for key in ("mean", "lowest", "auto")]
+        lines.append([name, f"{found['compared']} of {found['rows']}", *own, found.get("lowest_row", "-")])
+    header = ["section", "compared with peers", "geometric mean", "lowest", "auto to our best, lowest", "lowest row"]
+    return [table(header, lines), *speed_tables(record)]
+
+
+def cold_start_tables(record: Record) -> list[str]:
+    """Returns the table of `perf.coldstart`."""
+    from perf.tables import cold_start_lines  # which imports this module
+
+    return [cold_start_lines(record)]
+
+
 def _speed_table(rows: Sequence[Record], unit: str) -> str:
     names = list(dict.fromkeys(name for row in rows for name, e in row["candidates"].items() if "speed" in e))
     ours = [name for name in names if name.startswith("cute_attn")]
@@ -212,6 +229,8 @@ TABLES: dict[str, Callable[[Record], list[str]]] = {  # by a key that only recor
     "append": append_tables,
     "transformers": transformers_tables,
     "distributed": distributed_tables,
+    "summary": summary_tables,
+    "coldstart": cold_start_tables,
 }
 
 

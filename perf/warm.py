@@ -1,20 +1,24 @@
-"""Builds the peers that compile on first use, in parallel, to save a run minutes of waiting.
+"""Builds what compiles on first use, in parallel, to save a run minutes of waiting.
 
-    python -m perf.prefill --warm-peers &     (likewise perf.decode)
+    python -m perf.prefill --warm-peers &     (likewise every benchmark with a table of workloads)
 
-Each peer is built in its own process, which solves a short version of the workload:
-    python -m perf.warm PEER Workload '{"qo_len": 256, ...}'
+FlashInfer's modules take nvcc a minute or more each: one process per module, which solves a short version of the
+workload. Finished ones are noted in FlashInfer's cache, so that a run with a time limit can leave out the others. Our
+own kernels take seconds: some processes that share the workloads. A process is started as
+    python -m perf.warm '[["CANDIDATE", "Workload", {"qo_len": 256, ...}], ...]'
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,53 +26,117 @@ import torch
 from perf.batch_workloads import BatchWorkload
 from perf.harness import reason
 from perf.optional import UnavailableError
-from perf.peers import PEERS
+from perf.peers import PEERS, Bind
 from perf.workloads import Workload
 
 SHORT = 256
 PARALLEL_BUILDS = 10
 BUILD_JOBS = "4"  # compiler processes per build
+MOST_PROCESSES = 12  # each has a context and the inputs of a workload on the GPU
+COMPILE_SECONDS = 120.0  # after which the rows compile what is missing
 
 AnyWorkload = Workload | BatchWorkload
+Job = tuple[str, AnyWorkload]
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Workload, BatchWorkload)}
 
 
-def builds(workloads: Sequence[AnyWorkload], names: Sequence[str] | None = None) -> list[tuple[str, AnyWorkload]]:
-    """Returns (peer, short workload) of every distinct build; masks and lengths do not change what is built."""
-    short = dict.fromkeys(w.short(SHORT) for w in workloads)
+def builds(workloads: Sequence[AnyWorkload], names: Sequence[str] | None = None) -> list[Job]:
+    """Returns (peer, short workload) for every module that is built."""
     peers = [peer for peer in PEERS if peer.builds and (names is None or peer.name in names)]
-    return [(peer.name, w) for w in short for peer in peers if w.phase in peer.phases]
+    pairs = [(peer.name, w) for w in workloads for peer in peers if w.phase in peer.phases]
+    found = {module_of(name, w): (name, w.short(SHORT)) for name, w in pairs}
+    return sorted(found.values(), key=lambda job: job[0] != "FlashInfer fa3")  # the longest first: three minutes each
+
+
+def module_of(name: str, w: AnyWorkload) -> str:
+    """Returns what distinguishes FlashInfer's modules: neither masks nor lengths, and head counts for XQA alone."""
+    dims = w.head_dim if isinstance(w, BatchWorkload) else f"{w.head_dim_qk}/{w.head_dim_vo} {w.phase}"
+    kv_dtype = w.kv_dtype if isinstance(w, BatchWorkload) else w.dtype
+    parts = [name, w.dtype, kv_dtype, f"d{dims}", "window" if w.window_left >= 0 else "no window"]
+    if name == "FlashInfer XQA" and isinstance(w, BatchWorkload):
+        parts += [f"page{w.page_size}", f"group{w.num_qo_heads // w.num_kv_heads}", f"q{max(w.qo_lens)}"]
+    if isinstance(w, BatchWorkload) and w.sinks:
+        parts.append("sinks")  # which most refuse: a build must not stand for one without
+    return ", ".join(parts)
 
 
 def warm(workloads: Sequence[AnyWorkload], names: Sequence[str] | None = None) -> None:
     """Runs the builds of all peers, or of the named ones. Each prints its result; a failure does not stop others."""
-    env = {"MAX_JOBS": BUILD_JOBS, **os.environ}
+    _in_processes([[job] for job in builds(workloads, names)], PARALLEL_BUILDS)
 
-    def spawn(job: tuple[str, AnyWorkload]) -> None:
-        name, workload = job
-        subprocess.run(
-            [sys.executable, "-m", "perf.warm", name, type(workload).__name__, json.dumps(asdict(workload))], env=env
-        )
 
-    with ThreadPoolExecutor(PARALLEL_BUILDS) as pool:
-        list(pool.map(spawn, builds(workloads, names)))
+def compile_ours(workloads: Sequence[tuple[AnyWorkload, Sequence[str]]], meanwhile: Callable[[], None]) -> None:
+    """Runs each workload once with the named backends of ours, in some processes: afterwards the kernels are in the
+    cache on disk. This process calls `meanwhile`.
+    """
+    jobs = [(name, w) for w, backends in workloads for name in binds(w, backends) if name.startswith("cute_attn")]
+    count = max(1, min(MOST_PROCESSES, (os.cpu_count() or 1) - 1, len(jobs)))
+    with ThreadPoolExecutor(1) as pool:
+        compiled = pool.submit(_in_processes, [jobs[i::count] for i in range(count)], count, COMPILE_SECONDS)
+        meanwhile()
+        compiled.result()
+
+
+def binds(w: AnyWorkload, backends: Sequence[str]) -> Mapping[str, Bind]:
+    from perf.bench import candidates  # which imports this module
+
+    return candidates(w.phase, backends)
+
+
+def _in_processes(groups: Sequence[Sequence[Job]], parallel: int, limit: float | None = None) -> None:
+    """Runs each group of jobs in a process of its own, which ends after `limit` seconds."""
+    paths = str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")  # where `perf` is, whatever the directory
+    env = {"MAX_JOBS": BUILD_JOBS, **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+    def spawn(jobs: Sequence[Job]) -> None:
+        text = json.dumps([(name, type(w).__name__, asdict(w)) for name, w in jobs])
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run([sys.executable, "-m", "perf.warm", text], env=env, timeout=limit)
+
+    with ThreadPoolExecutor(parallel) as pool:
+        list(pool.map(spawn, groups))
 
 
 def build(name: str, workload: AnyWorkload) -> str:
-    """Binds the peer, runs it once and returns the result in words."""
-    peer = next(p for p in PEERS if p.name == name and workload.phase in p.phases)
+    """Binds the candidate, runs it once and returns the result in words."""
+    backend = name.removeprefix("cute_attn").strip() or "auto"
     try:
-        for call in peer.bind(workload, [workload.inputs(torch.device("cuda"))]):
+        bind = binds(workload, () if backend == "xqa function" else (backend,))[name]
+        for call in bind(workload, [workload.inputs(torch.device("cuda"))]):
             call()
         torch.cuda.synchronize()
     except UnavailableError as error:
         return f"unavailable: {error}"
-    except Exception as error:  # the failure of a peer is a line of the log
+    except Exception as error:  # the failure of a candidate is a line of the log
         return f"failed: {reason(error)}"
+    if any(peer.name == name and peer.builds for peer in PEERS):
+        _note(name, workload)
     return "ready"
 
 
+def built(name: str, w: AnyWorkload) -> bool:
+    """Tells whether a build of this peer for such a workload has finished on this machine."""
+    path = _notes()
+    return path.exists() and module_of(name, w) in path.read_text().splitlines()
+
+
+def _note(name: str, w: AnyWorkload) -> None:
+    path = _notes()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as notes:
+        notes.write(module_of(name, w) + "\n")  # one write: other processes append, too
+
+
+def _notes() -> Path:
+    base = os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home()
+    return Path(base) / ".cache" / "flashinfer" / "built_for_cute_attn_perf.txt"
+
+
+def main(text: str) -> None:
+    for name, kind, fields in json.loads(text):
+        workload = KINDS[kind](**fields)
+        print(f"{name}, {workload.name}: {build(name, workload)}", flush=True)
+
+
 if __name__ == "__main__":
-    _, peer_name, kind, text = sys.argv
-    problem = KINDS[kind](**json.loads(text))
-    print(f"{peer_name}, {problem.name}: {build(peer_name, problem)}", flush=True)
+    main(sys.argv[1])

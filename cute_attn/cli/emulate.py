@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,11 @@ def add(commands: Any) -> None:
         help="order in which warps run and asynchronous operations complete (default eager)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the inputs and of the schedule (default 0)")
-    parser.add_argument("--timeline", type=Path, help="write an HTML timeline of what each warp waited for")
+    parser.add_argument(
+        "--timeline",
+        type=Path,
+        help="write a timeline of what each warp waited for: HTML, or for a name in .svg a picture of the first launch",
+    )
     parser.add_argument("--trace", type=Path, help="write one line per basic block that a warp ran")
     parser.set_defaults(run=run)
 
@@ -70,11 +75,45 @@ def run(options: argparse.Namespace) -> int:
     accurate = error <= TOLERANCE[options.dtype]
     print(f"{seconds:.2f} s; largest error against fp64 {error:.1e}: {'ok' if accurate else 'WRONG'}")
     if options.timeline is not None:
-        pages = [timeline.picture(r.stats.events, f"{r.symbol} on {r.arch}, grid {r.grid}") for r in emulation.records]
-        options.timeline.write_text("".join(pages))
+        options.timeline.write_text(drawn(emulation.records, options.timeline.suffix == ".svg"))
     if options.trace is not None:
         options.trace.write_text("".join(timeline.trace(r.stats.events) for r in emulation.records))
     return 0 if accurate else 1
+
+
+def drawn(records: Sequence[Record], svg: bool) -> str:
+    """Draws timelines: of the first launch as SVG, or of all launches as HTML."""
+    from cute_attn.emulator import timeline
+
+    if svg:
+        return timeline.drawing(records[0].stats.events, barrier_names(records[0])) + "\n"
+    titles = [f"{r.symbol} on {r.arch}, grid {' x '.join(map(str, r.grid))}" for r in records]
+    pages = zip(records, titles, strict=True)
+    return "".join(timeline.picture(r.stats.events, title, barrier_names(r)) for r, title in pages)
+
+
+def barrier_names(record: Record) -> dict[int, str]:
+    """Returns names of mbarriers by address in shared memory: "k full 0". Empty for families without rings."""
+    from cute_attn.emulator.memory import SHARED_START
+    from cute_attn.kernels.catalog import from_dict
+    from cute_attn.kernels.fa3.smem import HopperMemory
+    from cute_attn.kernels.fa3.spec import Fa3Spec
+    from cute_attn.kernels.fa4.smem import BlackwellMemory
+    from cute_attn.kernels.fa4.spec import Fa4Spec
+
+    spec = from_dict(record.spec)
+    if isinstance(spec, Fa3Spec):
+        smem = HopperMemory.of(spec).map
+    elif isinstance(spec, Fa4Spec):
+        smem = BlackwellMemory.of(spec).map
+    else:
+        return {}
+    found = {}
+    for ring in smem.rings:
+        names = [f"{ring.name} {state} {stage}" for state in ("full", "empty") for stage in range(ring.stages)]
+        for i, name in enumerate(names):
+            found[SHARED_START + smem.barriers(ring.name) + i * ring.barrier_bytes // len(names)] = name
+    return found
 
 
 def max_error(options: argparse.Namespace) -> float:

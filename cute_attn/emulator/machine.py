@@ -16,6 +16,7 @@ from cute_attn.emulator.errors import Deadlock, LaunchFault, PtxError
 from cute_attn.emulator.isa.order import HappensBefore
 from cute_attn.emulator.memory import GENERIC_PARAM, RANK_SHIFT, SHARED_START, GlobalMemory, SharedMemory
 from cute_attn.emulator.program import Block, Program
+from cute_attn.emulator.schedule import Schedule
 from cute_attn.emulator.timeline import Event, Recorder
 from cute_attn.emulator.warp_batch import WarpBatch
 
@@ -26,31 +27,11 @@ SMEM_LIMITS = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 103:
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """Order of turns and of completions. "eager": asynchronous work completes at once, and all warps of a CTA start as
-    one batch. "delayed": it completes late, in a random order drawn from `seed`. "adversarial": also, every warp runs
-    on its own, and turns are in random order. "lagging": the same, and warp `seed` of a cluster, counted over its CTAs,
-    runs only where nothing else in the cluster can.
-    """
-
-    kind: str = "eager"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("eager", "delayed", "adversarial", "lagging"):
-            raise LaunchFault(f"schedule {self.kind!r} is not eager, delayed, adversarial or lagging")
-
-    @property
-    def warps_apart(self) -> bool:
-        return self.kind in ("adversarial", "lagging")
-
-
-@dataclass(frozen=True)
 class Policy:
     """Options of a launch: what is checked and recorded, and the schedule."""
 
     checks: bool = True
-    schedule: Schedule = Schedule()
+    schedule: Schedule = field(default_factory=Schedule)
     events: bool = False
     strict: bool = True  # tcgen05.wait::ld and tcgen05.fence are needed where the PTX ISA asks for them
 

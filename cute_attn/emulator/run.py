@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from cute_attn.emulator.machine import Grid, Policy, Schedule, Stats
+from cute_attn.emulator.machine import Grid, Policy, Stats
 from cute_attn.emulator.memory import GlobalMemory
 from cute_attn.emulator.program import program
+from cute_attn.emulator.schedule import Schedule
 
 
 def launch(

@@ -7,10 +7,13 @@ import contextvars
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cute_attn.emulator.machine import Schedule, Stats
+from cute_attn.emulator.schedule import Schedule
 from cute_attn.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from cute_attn.emulator.machine import Stats
 
 DEFAULT_ARCH = "sm_90a"
 

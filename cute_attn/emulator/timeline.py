@@ -7,18 +7,35 @@ held. It shows which warp waits for which, not how long anything takes on a GPU.
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cute_attn.emulator.program import Block
     from cute_attn.emulator.warp_batch import WarpBatch
 
-COLOURS = {"matrix": "#3b6fb6", "copy": "#4d9a6a", "other": "#8d8d8d", "wait": "#f0d9c8"}
+COLOURS = {"matrix": "#3b76c4", "copy": "#3f9e63", "other": "#8d96a0", "wait": "#e0a96d"}  # legible on light and dark
 _MATRIX = ("mma.", "wgmma.mma", "tcgen05.mma")
 _COPY = ("cp.async", "cp.reduce", "ldmatrix", "stmatrix")
-ROW, LEFT, WIDTH = 16, 150, 1500
+_WAITS = (
+    "mbarrier.test_wait",
+    "mbarrier.try_wait",
+    "wgmma.wait",
+    "cp.async.wait",
+    "cp.async.bulk.wait",
+    "tcgen05.wait",
+)
+_TASKS = {  # by the instructions that only warps of this task execute
+    "warpgroup products": ("wgmma.mma",),
+    "products": ("tcgen05.mma",),
+    "warp products": ("mma.",),
+    "loads": ("cp.async.bulk.tensor", "cp.async.cg", "cp.async.ca", "cp.async.bulk.shared"),
+    "exponentials": ("ex2",),
+    "stores": ("st.global",),
+}
+ROW, LEFT, WIDTH, HEAD, TEXT = 18, 150, 1050, 22, "#768390"
 
 
 @dataclass
@@ -33,6 +50,7 @@ class Event:
     kind: str
     what: str
     line: int
+    tasks: frozenset[str] = frozenset()  # what the instructions of a block are for
 
 
 class Recorder:
@@ -42,6 +60,7 @@ class Recorder:
         self.events: list[Event] = []
         self.ends: dict[int, float] = {}  # where each batch's last event ended
         self.kinds: dict[int, str] = {}
+        self.tasks: dict[int, frozenset[str]] = {}
         self.waits: dict[int, str] = {}
 
     def before(self, batch: WarpBatch) -> None:
@@ -55,6 +74,10 @@ class Recorder:
             self.events.append(Event(batch.cta.index, tuple(map(int, batch.warps)), start, now, "wait", what, 0))
             self.ends[id(batch)] = now
 
+    def start(self, batch: WarpBatch) -> float:
+        """Return where the next event of a batch starts: where its last one ended, or now if it has just split off."""
+        return self.ends.get(id(batch), _time(batch))
+
     def after(self, batch: WarpBatch, block: Block, start: float) -> None:
         """Record that a batch ran `block` from `start` on."""
         if batch.spin_since is not None:
@@ -65,8 +88,11 @@ class Recorder:
         paused = now - block.count - start
         warps = tuple(map(int, batch.warps))
         if paused > 0:
-            self.events.append(Event(batch.cta.index, warps, start, start + paused, "wait", inst.text, inst.line))
-        self.events.append(Event(batch.cta.index, warps, start + paused, now, self._kind(block), inst.text, inst.line))
+            waiting = next((i for i, _, _ in block.insts if i.op.startswith(_WAITS)), inst)
+            what = batch.passed if waiting.op.startswith("mbarrier") and batch.passed else waiting.text
+            self.events.append(Event(batch.cta.index, warps, start, start + paused, "wait", what, waiting.line))
+        own = self._kind(block), inst.text, inst.line, self._tasks(block)
+        self.events.append(Event(batch.cta.index, warps, start + paused, now, *own))
         self.ends[id(batch)] = now
         if batch.wait is not None:
             self.waits[id(batch)] = batch.wait.what
@@ -82,6 +108,14 @@ class Recorder:
                 if any(op.startswith(prefixes) for op in opcodes):
                     found = kind
             self.kinds[block.index] = found
+        return found
+
+    def _tasks(self, block: Block) -> frozenset[str]:
+        found = self.tasks.get(block.index)
+        if found is None:
+            opcodes = [inst.op for inst, _, _ in block.insts]
+            found = frozenset(t for t, prefixes in _TASKS.items() if any(op.startswith(prefixes) for op in opcodes))
+            self.tasks[block.index] = found
         return found
 
 
@@ -100,35 +134,99 @@ def trace(events: Sequence[Event]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def picture(events: Sequence[Event], title: str, most_ctas: int = 4) -> str:
-    """Draw events as an HTML page: one row per warp, time to the right, a tooltip on every bar."""
-    ctas = sorted({e.cta for e in events})[:most_ctas]
-    shown = [e for e in events if e.cta in ctas]
-    end = max((e.end for e in shown), default=1.0)
-    rows = sorted({(e.cta, warp) for e in shown for warp in e.warps})
-    place = {row: i for i, row in enumerate(rows)}
-    scale = WIDTH / end
-    bars, labels = [], []
-    for (cta, warp), i in place.items():
-        y = ROW * (i + 1) + 12 * ctas.index(cta)
-        labels.append(f'<text x="{LEFT - 8}" y="{y + 11}" text-anchor="end">CTA {_index(cta)} warp {warp}</text>')
-    for e in _merged(shown):
+def roles(events: Sequence[Event]) -> dict[int, str]:
+    """Returns what each warp of a CTA does, by the instructions that it ran: "producer", "math group 0", "softmax 1".
+
+    Warpgroups that do the same are numbered, and so are warps that multiply on their own.
+    """
+    tasks: dict[int, set[str]] = {}
+    for e in events:
         for warp in e.warps:
-            y = ROW * (place[e.cta, warp] + 1) + 12 * ctas.index(e.cta)
-            text = html.escape(f"{e.start:.0f} to {e.end:.0f}: {e.kind}, {e.what}")
-            x, width = LEFT + e.start * scale, max((e.end - e.start) * scale, 0.5)
-            bars.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{ROW - 3}" fill="{COLOURS[e.kind]}">'
-                f"<title>{text}</title></rect>"
-            )
-    height = ROW * (len(rows) + 3) + 12 * len(ctas)
-    legend = " ".join(f'<span style="background:{c}">&nbsp;&nbsp;&nbsp;</span> {k}' for k, c in COLOURS.items())
+            tasks.setdefault(warp, set()).update(e.tasks)
+    names = {warp: _role(own) for warp, own in tasks.items()}
+    found: dict[int, str] = {}
+    for warp, name in sorted(names.items()):
+        if name in ("math group", "softmax"):
+            groups = sorted({w // 4 for w, other in names.items() if other == name})
+            found[warp] = f"{name} {groups.index(warp // 4)}"
+        elif name == "math warp":
+            found[warp] = f"{name} {sorted(w for w, other in names.items() if other == name).index(warp)}"
+        else:
+            found[warp] = name
+    return found
+
+
+def _role(tasks: Collection[str]) -> str:
+    for task, name in {
+        "warpgroup products": "math group",
+        "products": "MMA",
+        "warp products": "math warp",
+        "exponentials": "softmax",
+        "loads": "producer",
+        "stores": "epilogue",
+    }.items():
+        if task in tasks:
+            return name
+    return "idle"
+
+
+def picture(events: Sequence[Event], title: str, barriers: Mapping[int, str] | None = None, most_ctas: int = 4) -> str:
+    """Draw events as an HTML page as wide as its window: one row per warp, a tooltip on every bar, which says what a
+    pause waited for. `barriers`: names by address in shared memory.
+    """
     return (
         f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title>"
-        "<style>body{font:13px sans-serif;margin:20px}text{font:11px sans-serif}</style>"
-        f"<h3>{html.escape(title)}</h3><p>{legend} &nbsp; virtual time 0 to {end:.0f}, in warp instructions</p>"
-        f'<svg width="{LEFT + WIDTH + 20}" height="{height}">{"".join(labels)}{"".join(bars)}</svg>\n'
+        "<style>:root{color-scheme:light dark}body{font:13px sans-serif;margin:16px}svg{width:100%;height:auto}"
+        "rect:hover{stroke:currentColor}</style>"
+        f"<h3>{html.escape(title)}</h3>"
+        f"{drawing(events, barriers, most_ctas)}\n"
     )
+
+
+def drawing(events: Sequence[Event], barriers: Mapping[int, str] | None = None, most_ctas: int = 4) -> str:
+    """Draw events as SVG that fits any width, in colours for light and dark pages."""
+    ctas = sorted({e.cta for e in events})[:most_ctas]
+    shown = [e for e in events if e.cta in ctas]
+    names = {cta: roles([e for e in shown if e.cta == cta]) for cta in ctas}
+    rows = sorted({(e.cta, warp) for e in shown for warp in e.warps})
+    place = {row: ROW * i + HEAD * (ctas.index(row[0]) + 1) for i, row in enumerate(rows)}
+    scale = WIDTH / _end(shown)
+    heads = {cta: min(y for row, y in place.items() if row[0] == cta) - 6 for cta in ctas}
+    parts = [f'<text x="{LEFT}" y="{y}" fill="{TEXT}">CTA {_index(cta)}</text>' for cta, y in heads.items()]
+    for (cta, warp), y in place.items():
+        label = f"{names[cta][warp]}, warp {warp}"
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 12}" text-anchor="end" fill="{TEXT}">{label}</text>')
+    for e in _merged(shown):
+        what = _named(e.what, barriers or {})
+        text = f"waited for {what}" if e.kind == "wait" else f"{e.kind}, from {what}"
+        tip = html.escape(f"{e.start:.0f} to {e.end:.0f}: {text}" + (f" (PTX line {e.line})" if e.line else ""))
+        x, width = LEFT + e.start * scale, max((e.end - e.start) * scale, 0.5)
+        for warp in e.warps:
+            parts.append(
+                f'<rect x="{x:.1f}" y="{place[e.cta, warp]}" width="{width:.1f}" height="{ROW - 3}" '
+                f'fill="{COLOURS[e.kind]}"><title>{names[e.cta][warp]}, {tip}</title></rect>'
+            )
+    foot = ROW * len(rows) + HEAD * len(ctas) + 6
+    for i, (kind, colour) in enumerate(COLOURS.items()):
+        parts.append(f'<rect x="{LEFT + 90 * i}" y="{foot}" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{LEFT + 90 * i + 18}" y="{foot + 11}" fill="{TEXT}">{kind}</text>')
+    scale_text = f"virtual time: 0 to {_end(shown):.0f} warp instructions"
+    parts.append(f'<text x="{LEFT + WIDTH}" y="{foot + 11}" text-anchor="end" fill="{TEXT}">{scale_text}</text>')
+    height = foot + 18
+    box = f'viewBox="0 0 {LEFT + WIDTH + 4} {height}" font-family="sans-serif" font-size="12"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {box}>{"".join(parts)}</svg>'
+
+
+def _end(events: Sequence[Event]) -> float:
+    return max((e.end for e in events), default=1.0)
+
+
+def _named(what: str, barriers: Mapping[int, str]) -> str:
+    """Puts the name of a barrier in front of its address, and shortens lists of registers."""
+    short = re.sub(r"\{[^}]{24,}\}", "{...}", what)
+    found = re.match(r"mbarrier at shared (0x[0-9a-f]+)", short)
+    name = barriers.get(int(found[1], 16)) if found else None
+    return f"{name}: {short}" if name else short
 
 
 def _index(cta: tuple[int, int, int]) -> str:
@@ -144,7 +242,7 @@ def _merged(events: Sequence[Event]) -> list[Event]:
         if before is not None and before.kind == e.kind != "wait" and before.end == e.start:
             before.end = e.end
             continue
-        copy = Event(e.cta, e.warps, e.start, e.end, e.kind, e.what, e.line)
+        copy = replace(e)
         last[e.cta, e.warps] = copy
         found.append(copy)
     return found

@@ -54,6 +54,7 @@ class WarpBatch:
         self.pcs: Array | None = None  # block of each lane, while they differ
         self.wait: Wait | None = None
         self.spinning = ""  # what the last failed test was for
+        self.passed = ""  # the barrier whose test succeeded last
         self.spin_since: float | None = None  # virtual time of the first of the tests that failed in a row
         self.turns: dict[int, int] = {}
         self.wgmma_groups: list[list[Any]] = []  # committed groups, oldest first; the last is open
@@ -188,7 +189,7 @@ class WarpBatch:
         if recorder is not None:
             recorder.before(self)
         function = self.cta.grid.program.function(block, mask is not None)
-        start = 0.0 if recorder is None else recorder.ends.get(id(self), 0.0)
+        start = 0.0 if recorder is None else recorder.start(self)
         try:
             following = function(self, self.R, mask)
         except Split as split:

@@ -83,6 +83,12 @@ def write_bundle(
     bundle.write(Path(directory), pairs)
 
 
+def held() -> list[tuple[KernelSpec, Artifact]]:
+    """Returns the artifacts in memory, of all architectures: what this process has used so far."""
+    with _memory_lock:
+        return [(spec, artifact) for (spec, _), artifact in _memory.items()]
+
+
 def _remember(spec: KernelSpec, arch: str, artifact: Artifact) -> Artifact:
     """Keeps an artifact in memory, in place of the oldest if there are too many. Returns the one that is kept."""
     with _memory_lock:

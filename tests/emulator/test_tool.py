@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import re
 import sys
 from pathlib import Path
 
@@ -48,7 +49,33 @@ def test_waits_show_in_the_timeline() -> None:
     for warp in range(2):  # what a warp does follows one another
         own = [event for event in stats.events if event.warps == (warp,)]
         assert all(a.end <= b.start for a, b in itertools.pairwise(own))
-    assert "wait, barrier 0" in timeline.picture(stats.events, "title")
+    assert "waited for barrier 0" in timeline.picture(stats.events, "title")
+
+
+def test_a_timeline_names_roles_and_barriers(tmp_path: Path) -> None:
+    """Of fa3 on Hopper: the warps that load, the warpgroups that multiply, the rings that they meet at."""
+    path = tmp_path / "t.svg"
+    argv = ["emulate", "--kernels", "fa3", "--qo-len", "65", "--kv-len", "65", "--schedule", "delayed"]
+    assert main([*argv, "--timeline", str(path)]) == 0
+    rows = re.findall(r">([^<>]+), warp (\d+)</text>", path.read_text())
+    names = {int(warp): name for name, warp in rows}
+    assert names[0] == "producer"
+    assert names[1] == "idle"
+    assert {names[warp] for warp in range(4, 12)} == {"math group 0", "math group 1"}
+    assert "waited for q full 0: mbarrier at shared" in path.read_text()
+
+
+def test_roles_follow_from_instructions() -> None:
+    def ran(warp: int, *tasks: str) -> timeline.Event:
+        return timeline.Event((0, 0, 0), (warp,), 0.0, 1.0, "other", "", 1, frozenset(tasks))
+
+    events = [ran(0, "loads"), ran(3, "products"), ran(4, "exponentials"), ran(8, "exponentials"), ran(12, "stores")]
+    found = timeline.roles([*events, ran(1)])
+    assert found == {0: "producer", 1: "idle", 3: "MMA", 4: "softmax 0", 8: "softmax 1", 12: "epilogue"}
+    assert timeline.roles([ran(5, "loads", "warp products"), ran(7, "warp products")]) == {
+        5: "math warp 0",
+        7: "math warp 1",
+    }
 
 
 def test_imports() -> None:

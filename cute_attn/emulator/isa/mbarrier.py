@@ -428,6 +428,7 @@ def _test(w: WarpBatch, mask: Array | None, address: Array, expected: Array, par
         passed = (barrier.phase & 1) != (want & 1) if parity else barrier.phase > want
         if passed:
             barrier.pass_(agents, relaxed)
+            w.passed = barrier.name
             done[some] = True
         else:
             w.spin_since = 0.0 if clocks is None else float(clocks.time[w.agents].max())

@@ -1,0 +1,155 @@
+"""Seconds from nothing to the first results, each in a fresh process, beside FlashInfer and FlashAttention-4:
+`python -m perf.coldstart --out perf/results/coldstart.json`.
+
+A process imports torch, makes the inputs and waits for the GPU; then the clock starts: import of the library, first
+prefill, first decode, each with its compile, until the result is there. "cold": empty caches; "warm": those that a cold
+process left on disk; "bundle": kernels from a bundle, compiling forbidden. FlashInfer cold takes minutes of nvcc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from perf.bench import save
+from perf.first_calls import BUNDLE, LIBRARIES
+from perf.machine import command_line, environment, why_no_gpu
+
+REPEATS = 3
+LIMIT = 600.0  # seconds of one process
+
+# Distributions without torch; a library that compiles needs its compiler, too. FlashInfer's is the CUDA toolkit.
+DSL = ("nvidia-cutlass-dsl", *(f"nvidia-cutlass-dsl-libs-{part}" for part in ("base", "core", "cu12", "cu13")))
+CUDA = ("cuda-python", "cuda-bindings", "cuda-core", "cuda-pathfinder")
+INSTALLED = {
+    "cute_attn": ("cute_attn",),
+    "cute_attn with the compiler": ("cute_attn", *DSL, *CUDA, "filelock"),
+    "flash-attn-4 with the compiler": ("flash-attn-4", "quack-kernels", "apache-tvm-ffi", *DSL, *CUDA),
+    "FlashInfer without nvcc": ("flashinfer-python", "flashinfer-cubin", "apache-tvm-ffi", *DSL),
+}
+
+
+def fresh(library: str, env: dict[str, str], limit: float) -> dict[str, Any]:
+    """Returns what a new process measures, or the reason why it could not."""
+    command = [sys.executable, "-m", "perf.first_calls", library]
+    try:
+        done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return {"reason": f"not finished after {limit:.0f} s"}
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        return {"reason": lines[-1][:300] if lines else f"exit status {done.returncode}"}
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def conditions(library: str, directory: Path) -> dict[str, dict[str, str]]:
+    """Returns the environments of a library's processes, by name, in the order in which they must run."""
+    cache, bundle = str(directory / "cache"), str(directory / "bundle")
+    if library == "cute_attn":
+        common = {"CUTE_ATTN_CACHE_DIR": cache, "CUTE_ATTN_BUNDLE": "", "CUTE_ATTN_DISABLE_JIT": ""}
+        frozen = {"CUTE_ATTN_CACHE_DIR": str(directory / "none"), "CUTE_ATTN_BUNDLE": bundle}
+        return {
+            "cute_attn, cold": {**common, BUNDLE: bundle},
+            "cute_attn, warm": common,
+            "cute_attn, bundle": {**frozen, "CUTE_ATTN_DISABLE_JIT": "1"},
+        }
+    if library == "FlashInfer":
+        return {f"FlashInfer, {state}": {"FLASHINFER_WORKSPACE_BASE": cache} for state in ("cold", "warm")}
+    off = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}
+    on = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": cache}
+    return {"flash-attn-4, cold": off, "flash-attn-4, its cache empty": on, "flash-attn-4, warm": on}
+
+
+def measured(library: str, repeats: int, limit: float) -> dict[str, dict[str, Any]]:
+    """Returns the medians over `repeats` rounds, by condition; a library that fails once is not tried again."""
+    samples: dict[str, list[dict[str, Any]]] = {}
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory(prefix="cute_attn-coldstart-") as name:
+            for condition, env in conditions(library, Path(name)).items():
+                if any("reason" in sample for sample in samples.get(condition, ())):
+                    continue
+                samples.setdefault(condition, []).append(fresh(library, env, limit))
+                print(f"{condition}: {samples[condition][-1]}", file=sys.stderr, flush=True)
+    return {condition: _medians(found) for condition, found in samples.items()}
+
+
+def _medians(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    failed = [sample for sample in samples if "reason" in sample]
+    if failed:
+        return failed[0]
+    return {
+        **{key: round(statistics.median(s[key] for s in samples), 4) for key in samples[0]},
+        "processes": len(samples),
+    }
+
+
+def install_sizes() -> dict[str, dict[str, Any]]:
+    """Returns the bytes of installed files, by set of distributions, and which of them are not installed."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, distributions in INSTALLED.items():
+        sizes = {d: size for d in distributions if (size := _bytes_of(d)) is not None}
+        if distributions[0] not in sizes:
+            found[name] = {"reason": f"{distributions[0]} is not installed"}
+            continue
+        found[name] = {"bytes": sum(sizes.values()), "distributions": sizes}
+    return found
+
+
+def _bytes_of(distribution: str) -> int | None:
+    if distribution == "cute_attn":  # which may be a checkout
+        package = importlib.util.find_spec("cute_attn")
+        assert package is not None
+        assert package.origin is not None
+        return sum(path.stat().st_size for path in Path(package.origin).parent.rglob("*.py"))
+    try:
+        files = importlib.metadata.files(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    total = 0
+    for path in files:
+        if path.suffix != ".pyc":
+            with contextlib.suppress(OSError):
+                total += Path(str(path.locate())).stat().st_size
+    return total
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m perf.coldstart", description=__doc__)
+    parser.add_argument("--out", type=Path, help="JSON file for the record, written after every library")
+    parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES), metavar="NAME")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help=f"processes per condition (default {REPEATS})")
+    parser.add_argument("--limit", type=float, default=LIMIT, help=f"seconds of one process (default {LIMIT:.0f})")
+    options = parser.parse_args(argv)
+    record: dict[str, Any] = {
+        "command": command_line("coldstart", sys.argv[1:]),
+        "environment": environment(),
+        "install": install_sizes(),
+        "coldstart": {},
+    }
+    if absent := why_no_gpu():
+        record["not_measured"] = f"first calls, for {absent}; imports alone"
+        print(f"First calls are not measured: {absent}.", file=sys.stderr)
+    for library in options.libraries:
+        repeats = 1 if library == "FlashInfer" else options.repeats  # minutes each
+        record["coldstart"] |= measured(library, repeats, options.limit)
+        if options.out:
+            save(record, options.out)
+    from perf.tables import cold_start_lines
+
+    print(cold_start_lines(record))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

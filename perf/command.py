@@ -1,0 +1,209 @@
+"""What `python -m cute_attn bench` runs, and its outputs: a table, JSON, CSV, PNG."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.util
+import itertools
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cute_attn.cli.bench import DTYPES, PEERS, ROUTINES
+from cute_attn.cli.bench import OURS as OURS_NAMES
+from cute_attn.cli.terminal import table
+from cute_attn.errors import ArgumentError
+from perf import anchors, curves, sections
+from perf.batch_workloads import BatchWorkload
+from perf.bench import AnyWorkload, save
+from perf.harness import ROUNDS
+from perf.machine import why_no_gpu
+from perf.optional import module
+from perf.sections import Section
+from perf.tables import label
+from perf.warm import warm
+from perf.workloads import Workload
+
+SUMMARY_SECONDS = 400.0
+CURVES_SECONDS = 60.0
+LIBRARIES = {"flash-attn-4": "flash_attn.cute", "FlashInfer": "flashinfer"}  # by the first word of a peer's name
+COLUMNS = ("case_tag", "routine", "backend", "median_ms", "tflops", "gb_per_s", "share_of_ceiling", "error", "reason")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the benchmark that the command line asks for. Returns 0, or 2 with what is missing on stderr."""
+    jobs = chosen_sections(options)
+    names = [PEERS[name] for name in options.backends if name in PEERS]
+    if lines := missing(options, names):
+        print("\n".join(lines), file=sys.stderr)
+    if why_no_gpu():
+        rows = sum(len(section.workloads) for _, section, _ in jobs)
+        print(f"Nothing was measured; {rows} rows would have been.", file=sys.stderr)
+        return 2
+    if options.warm_peers:
+        warm([w for _, section, _ in jobs for w in section.workloads], names)
+    record: dict[str, Any] = {}
+    for part in dict.fromkeys(part for _, _, part in jobs):
+        chosen = {name: section for name, section, own in jobs if own == part}
+        merge(record, sections.run("bench", chosen, _settings(options, part, names)))
+    record["command"] = " ".join(["python -m cute_attn", *sys.argv[1:]])
+    print(text(record))
+    for path in options.output_path:
+        write(record, path, options.case_tag, options.routine or "")
+    return 0
+
+
+def chosen_sections(options: argparse.Namespace) -> list[tuple[str, Section, str]]:
+    """Returns (name, section, part): those of the routine, or of the summary, whose curves are a part of their own."""
+    if options.routine:
+        ours = tuple(name for name in options.backends if name in OURS_NAMES)
+        return [("bench", Section(workloads(options), ours), "rows")]
+    whole = [(name, anchors.SECTIONS[name], "rows") for name in ("prefill", "decode")]
+    return [*whole, *((name, section, "curves") for name, section in curves.SECTIONS.items())]
+
+
+def workloads(options: argparse.Namespace) -> list[AnyWorkload]:
+    """Returns a problem for every batch size and length of the options."""
+    decode = ROUTINES[options.routine] == "decode"
+    found: list[AnyWorkload] = []
+    for batch_size, s_kv in itertools.product(options.batch_size, options.s_kv):
+        for s_qo in options.s_qo or ([1] if decode else [s_kv]):
+            if min(batch_size, s_kv, s_qo) < 1:
+                raise ArgumentError("--batch_size, --s_qo and --s_kv must be at least 1")
+            found.append(_workload(options, batch_size, s_qo, s_kv))
+    return found
+
+
+def _workload(options: argparse.Namespace, batch_size: int, s_qo: int, s_kv: int) -> AnyWorkload:
+    decode, ragged = ROUTINES[options.routine] == "decode", "Ragged" in options.routine
+    q_dtype, kv_dtype = DTYPES[options.q_dtype], DTYPES[options.kv_dtype or options.q_dtype]
+    heads = options.num_qo_heads, options.num_kv_heads
+    qk, vo = options.head_dim_qk, options.head_dim_vo or options.head_dim_qk
+    if qk != vo:
+        if batch_size > 1 or not ragged or kv_dtype != q_dtype or options.window_left >= 0 or options.sinks:
+            raise ArgumentError("--head_dim_vo other than --head_dim_qk is measured for one plain ragged request")
+        return Workload(s_qo, s_kv, *heads, qk, vo, options.causal, q_dtype)
+    lengths = (s_qo,) * batch_size, (s_kv,) * batch_size
+    if options.random_actual_seq_len:
+        lengths = _random_lengths(options.random_seed, batch_size, s_qo, s_kv)
+    causal = s_qo > 1 if decode else options.causal
+    page_size, window = 0 if ragged else options.page_size, options.window_left
+    try:
+        return BatchWorkload(*lengths, *heads, qk, page_size, causal, q_dtype, kv_dtype, window, options.sinks)
+    except ValueError as error:
+        raise ArgumentError(f"--window_left of a prefill needs --causal: {error}") from error
+
+
+def _random_lengths(seed: int, batch_size: int, s_qo: int, s_kv: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns lengths up to the given ones; those of keys are not below those of queries."""
+    draw = random.Random(seed)
+    qo = [draw.randint(1, s_qo) for _ in range(batch_size)]
+    kv = qo if s_qo == s_kv else [draw.randint(min(own, s_kv), s_kv) for own in qo]
+    return tuple(qo), tuple(kv)
+
+
+def _settings(options: argparse.Namespace, part: str, names: Sequence[str]) -> argparse.Namespace:
+    """Returns what `perf.sections` needs to know."""
+    rounds = options.num_iters or (curves.ROUNDS if part == "curves" else ROUNDS)
+    budget = options.budget or (None if options.routine else SUMMARY_SECONDS)
+    if budget is not None and not options.routine:
+        budget *= (CURVES_SECONDS if part == "curves" else SUMMARY_SECONDS - CURVES_SECONDS) / SUMMARY_SECONDS
+    return argparse.Namespace(budget=budget, rounds=rounds, peers=names, out=None, resume=False)
+
+
+def missing(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """Returns what this machine lacks of what was asked for, one line each."""
+    lines = []
+    if absent := why_no_gpu():
+        lines.append(f"No GPU to measure on: {absent}.")
+    for first, package in LIBRARIES.items():
+        if any(name.startswith(first) for name in names) and importlib.util.find_spec(package.split(".")[0]) is None:
+            lines.append(f"Without {first}: {package.split('.')[0]} is not installed.")
+    if any(path.suffix == ".png" for path in options.output_path) and importlib.util.find_spec("matplotlib") is None:
+        lines.append("Without pictures: matplotlib is not installed (pip install 'cute_attn[bench]').")
+    return lines
+
+
+def merge(record: dict[str, Any], part: Mapping[str, Any]) -> None:
+    """Adds the rows of one run to those of the runs before."""
+    if not record:
+        record.update(part)
+        return
+    record["rows"] += part["rows"]
+    record["failed_rows"] |= part["failed_rows"]
+    record["summary"] |= part["summary"]
+    record["seconds"] += part["seconds"]
+
+
+def text(record: Mapping[str, Any]) -> str:
+    """Returns the tables of a run, for a terminal: one per unit, and the means of its sections."""
+    ceilings = f"read {record['ceilings']['read']:.0f} GB/s, bf16 GEMM {record['ceilings']['gemm']:.0f} TFLOP/s"
+    parts = [f"{record['environment']['gpu']}, {ceilings}; speeds are medians"]
+    for unit in dict.fromkeys(row["unit"] for row in record["rows"]):
+        rows = [row for row in record["rows"] if row["unit"] == unit]
+        names = list(dict.fromkeys(n for row in rows for n, e in row["candidates"].items() if "speed" in e))
+        lines = [[label(row), *(_speed(row["candidates"].get(n, {})) for n in names), _ratio(row)] for row in rows]
+        parts.append(table([unit, *names, "to best peer"], lines))
+    means = [
+        [name, found["compared"], f"{found['mean']:.3f}", f"{found['lowest']:.3f}"]
+        for name, found in record["summary"].items()
+        if "mean" in found
+    ]
+    if means:
+        parts.append(table(["to the best peer", "rows", "geometric mean", "lowest"], means))
+    parts += [f"{name}: {why}" for name, why in record["failed_rows"].items()]
+    return "\n\n".join([*parts, *_reasons(record["rows"])])
+
+
+def _speed(entry: Mapping[str, Any]) -> str:
+    return f"{entry['speed']:.0f}" if "speed" in entry else "-"
+
+
+def _ratio(row: Mapping[str, Any]) -> str:
+    return f"{row['ratio']:.2f}" if row["ratio"] else "-"
+
+
+def _reasons(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    found = {(n, e["reason"]) for row in rows for n, e in row["candidates"].items() if "reason" in e}
+    return ["\n".join(f"- {name}: {why}" for name, why in sorted(found))] if found else []
+
+
+def write(record: Mapping[str, Any], path: Path, tag: str, routine: str) -> None:
+    """Writes a file in the format that its name asks for."""
+    if path.suffix == ".json":
+        save(record, path)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [*COLUMNS, "problem"])
+            writer.writeheader()
+            writer.writerows(csv_lines(record, tag, routine))
+    else:
+        module("matplotlib")
+        from perf.pictures import bars
+
+        bars(record, path)
+
+
+def csv_lines(record: Mapping[str, Any], tag: str, routine: str) -> list[dict[str, Any]]:
+    """Returns one line per row and candidate."""
+    lines = []
+    for row in record["rows"]:
+        for name, entry in row["candidates"].items():
+            of = {"TFLOP/s": "tflops", "GB/s": "gb_per_s"}[row["unit"]]
+            lines.append(
+                {
+                    "case_tag": tag,
+                    "routine": routine or row.get("section", ""),
+                    "backend": name,
+                    "median_ms": entry["median_us"] / 1e3 if "median_us" in entry else "",
+                    of: entry.get("speed", ""),
+                    "share_of_ceiling": entry.get("share", ""),
+                    "error": entry.get("error", ""),
+                    "reason": entry.get("reason", ""),
+                    "problem": row["name"],
+                }
+            )
+    return lines

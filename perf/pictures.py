@@ -1,0 +1,359 @@
+"""Draws the pictures of the documents from the committed records: `python -m perf.pictures [--out docs/pictures]`.
+
+Each is two SVG files, for light and for dark pages, and the same bytes wherever it is drawn with the matplotlib that
+pyproject.toml pins: text as paths of DejaVu Sans, fixed ids, no date. A picture without a record is not drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from perf.tables import GPUS, OURS, RESULTS, Record, Row, best, find, rows
+
+PICTURES = Path(__file__).parents[1] / "docs/pictures"
+WIDTH = 8.3  # inches; some 800 pixels where SVG is shown at its own size
+PANEL = 2.15  # height of a row of panels
+Points = list[tuple[float, float]]
+
+
+class Theme(NamedTuple):
+    """Colours of text, of lines behind the data, and of candidates."""
+
+    text: str
+    grid: str
+    lines: Mapping[str, str]
+
+
+THEMES = {
+    "light": Theme(
+        "#1f2328",
+        "#d1d9e0",
+        {OURS: "#c2410c", "FA4": "#2563a8", "cuDNN": "#4d7c0f", "FlashInfer": "#7c3aad", "ceiling": "#6e7781"},
+    ),
+    "dark": Theme(
+        "#e6edf3",
+        "#3d444d",
+        {OURS: "#ff8a4c", "FA4": "#6cb6ff", "cuDNN": "#a5d65a", "FlashInfer": "#cf9bff", "ceiling": "#9198a1"},
+    ),
+}
+MARKERS = {OURS: "o", "FA4": "s", "cuDNN": "^", "FlashInfer": "D"}
+FAMILIES = {"flash-attn-4": "FA4", "torch cuDNN": "cuDNN"}  # the others are FlashInfer's kernels
+HEADS = {64: (32, 32), 128: (16, 16), 256: (8, 8)}
+
+
+@contextmanager
+def style(theme: Theme) -> Iterator[Any]:
+    """Yields pyplot with the settings that make files equal bytes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    settings: dict[str, Any] = {
+        "svg.fonttype": "path",
+        "svg.hashsalt": "cute_attn",
+        "font.family": "DejaVu Sans",
+        "font.size": 8.5,
+        "text.color": theme.text,
+        "axes.labelcolor": theme.text,
+        "axes.edgecolor": theme.grid,
+        "axes.facecolor": "none",
+        "figure.facecolor": "none",
+        "savefig.facecolor": "none",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": theme.grid,
+        "grid.linewidth": 0.6,
+        "xtick.color": theme.text,
+        "ytick.color": theme.text,
+        "axes.titlesize": 9.5,
+        "axes.titleweight": "bold",
+        "legend.frameon": False,
+        "lines.linewidth": 1.6,
+        "lines.markersize": 4.5,
+    }
+    complete: Any = dict(matplotlib.rcParamsDefault)
+    complete |= {**settings, "backend": "Agg"}
+    with matplotlib.rc_context(complete):
+        yield pyplot
+
+
+def family(name: str) -> str:
+    """Returns the library that a candidate belongs to."""
+    return OURS if name.startswith(OURS) else FAMILIES.get(name, "FlashInfer")
+
+
+def lines_of(chosen: Sequence[Row], x: Callable[[Mapping[str, Any]], float]) -> dict[str, Points]:
+    """Returns for each library its points: the fastest of its kernels in every row."""
+    found: dict[str, Points] = {}
+    for row in sorted(chosen, key=lambda row: x(row["workload"])):
+        speeds: dict[str, float] = {}
+        for name, entry in row["candidates"].items():
+            if "speed" in entry:
+                speeds[family(name)] = max(speeds.get(family(name), 0.0), entry["speed"])
+        for name, speed in speeds.items():
+            found.setdefault(name, []).append((x(row["workload"]), speed))
+    return found
+
+
+def _longest(w: Mapping[str, Any]) -> float:
+    return float(max(w["kv_lens"]))
+
+
+def _requests(w: Mapping[str, Any]) -> float:
+    return float(len(w["kv_lens"]))
+
+
+def prefill_lines(gpu: str, head_dim: int, results: Path) -> dict[str, Points]:
+    """Returns TFLOP/s over length of causal prefill, from `perf.curves` or else from the anchors."""
+    if found := rows(gpu, f"curve-d{head_dim}", results):
+        return lines_of(found[1], _longest)
+    anchors = rows(gpu, "prefill", results)
+    heads = list(HEADS[head_dim])
+
+    def wanted(w: Mapping[str, Any]) -> bool:
+        return w["head_dim"] == head_dim and w["causal"] and [w["num_qo_heads"], w["num_kv_heads"]] == heads
+
+    return lines_of([row for row in anchors[1] if wanted(row["workload"])], _longest) if anchors else {}
+
+
+def decode_lines(gpu: str, kv_dtype: str, results: Path) -> dict[str, Points]:
+    """Returns GB/s over batch size, from `perf.curves` or else from the anchors of 8192 keys."""
+    if found := rows(gpu, f"curve-decode-{kv_dtype}", results):
+        return lines_of(found[1], _requests)
+    anchors = rows(gpu, "decode", results)
+
+    def wanted(w: Mapping[str, Any]) -> bool:
+        return w["kv_dtype"] == kv_dtype and w["page_size"] == 16 and _longest(w) == 8192
+
+    return lines_of([row for row in anchors[1] if wanted(row["workload"])], _requests) if anchors else {}
+
+
+def prefill(theme: Theme, results: Path) -> Any | None:
+    """Draws TFLOP/s over length: a row of panels per GPU, a panel per head dimension."""
+    lines = {(gpu, d): prefill_lines(gpu, d, results) for gpu in GPUS for d in HEADS}
+    titles = {d: f"head dim {d}" for d in HEADS}
+    return panels(theme, lines, titles, ("sequence length, causal prefill", "TFLOP/s"), {})
+
+
+def decode(theme: Theme, results: Path) -> Any | None:
+    """Draws GB/s over batch size: a row of panels per GPU, a panel per dtype of the cache."""
+    dtypes = {"bfloat16": "bf16 cache", "e4m3": "fp8 (e4m3) cache"}
+    lines = {(gpu, dtype): decode_lines(gpu, dtype, results) for gpu in GPUS for dtype in dtypes}
+    ceilings = {}
+    for gpu in GPUS:
+        if found := rows(gpu, "curve-decode-bfloat16", results) or rows(gpu, "decode", results):
+            ceilings[gpu] = found[0]["ceilings"]["read"]
+    return panels(theme, lines, dtypes, ("requests in the batch, decode", "GB/s"), ceilings)
+
+
+def panels(
+    theme: Theme,
+    lines: Mapping[tuple[str, Any], dict[str, Points]],
+    titles: Mapping[Any, str],
+    labels: tuple[str, str],
+    ceilings: Mapping[str, float],
+) -> Any | None:
+    """Draws a row of panels per GPU that has lines. `ceilings`: a dashed line per GPU."""
+    gpus = [gpu for gpu in GPUS if any(lines[gpu, column] for column in titles)]
+    if not gpus:
+        return None
+    from matplotlib import pyplot
+
+    size = (WIDTH, PANEL * len(gpus) + 0.55)
+    figure, grid = pyplot.subplots(len(gpus), len(titles), figsize=size, squeeze=False, layout="constrained")
+    shown: dict[str, Any] = {}
+    for gpu, line_of_panels in zip(gpus, grid, strict=True):
+        top = max(speed for column in titles for points in lines[gpu, column].values() for _, speed in points)
+        for (column, title), axes in zip(titles.items(), line_of_panels, strict=True):
+            for name in (n for n in MARKERS if n in lines[gpu, column]):
+                x, y = zip(*lines[gpu, column][name], strict=True)
+                order = 3 if name == OURS else 2
+                (shown[name],) = axes.plot(x, y, color=theme.lines[name], marker=MARKERS[name], zorder=order)
+            if gpu in ceilings:
+                colour = theme.lines["ceiling"]
+                shown["read ceiling"] = axes.axhline(ceilings[gpu], color=colour, linestyle="--", linewidth=1)
+            axes.set_title(f"{GPUS[gpu]}, {title}")
+            axes.set_ylim(0, max(top, ceilings.get(gpu, 0.0)) * 1.05)
+            _powers(axes, sorted({x for points in lines[gpu, column].values() for x, _ in points}))
+            if gpu == gpus[-1]:
+                axes.set_xlabel(labels[0])
+        line_of_panels[0].set_ylabel(labels[1])
+    figure.legend(shown.values(), shown.keys(), loc="outside upper center", ncols=len(shown))
+    return figure
+
+
+def _powers(axes: Any, values: Sequence[float]) -> None:
+    """Labels powers of two as readers write them: 512, 1k, 16k."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(values, [f"{v / 1024:.0f}k" if v >= 1024 else f"{v:.0f}" for v in values])
+    axes.minorticks_off()
+
+
+def roofline(theme: Theme, results: Path) -> Any | None:
+    """Draws ours and the best peer's share of the ceilings: prefill of the bf16 GEMM, decode of the read bandwidth."""
+    gpus = [gpu for gpu in GPUS if rows(gpu, "prefill", results) and rows(gpu, "decode", results)]
+    if not gpus:
+        return None
+    from matplotlib import pyplot
+
+    columns = {"prefill": "share of the bf16 GEMM", "decode": "share of the read bandwidth"}
+    chosen = {(gpu, kind): shares(gpu, kind, results) for gpu in gpus for kind in columns}
+    count = max(map(len, chosen.values()))
+    size = (WIDTH, 0.155 * count * len(gpus) + 0.75 * len(gpus) + 0.3)
+    figure, grid = pyplot.subplots(len(gpus), len(columns), figsize=size, squeeze=False, layout="constrained")
+    for gpu, line_of_panels in zip(gpus, grid, strict=True):
+        for (kind, title), axes in zip(columns.items(), line_of_panels, strict=True):
+            names, own, peer = zip(*chosen[gpu, kind], strict=True)
+            places = range(len(names), 0, -1)
+            axes.hlines(places, 0, own, color=theme.lines[OURS], linewidth=1, alpha=0.5)
+            mine = axes.scatter(own, places, color=theme.lines[OURS], s=16, zorder=3)
+            pairs = [(share, place) for share, place in zip(peer, places, strict=True) if share is not None]
+            other = axes.scatter(*zip(*pairs, strict=True), color=theme.lines["FA4"], marker="|", s=44, zorder=4)
+            axes.set_yticks(places, names, fontsize=7)
+            axes.set_ylim(0.2, len(names) + 0.8)
+            axes.set_xlim(0, 1.15)
+            axes.grid(axis="y", visible=False)
+            axes.set_title(f"{GPUS[gpu]}, {kind}")
+            axes.set_xlabel(title)
+    figure.legend([mine, other], [OURS, "best peer"], loc="outside upper center", ncols=2)
+    return figure
+
+
+def shares(gpu: str, kind: str, results: Path) -> list[tuple[str, float, float | None]]:
+    """Returns (label, our share of the ceiling, the best peer's) of the anchors of prefill or decode."""
+    found = rows(gpu, kind, results)
+    assert found is not None
+    triples = []
+    for row in found[1]:
+        own, peer = best(row, ours=True), best(row, ours=False)
+        if own is not None:
+            entries = row["candidates"]
+            triples.append((short_label(row), entries[own[0]]["share"], entries[peer[0]]["share"] if peer else None))
+    return triples
+
+
+def short_label(row: Row) -> str:
+    """Returns a problem in few words."""
+    w = row["workload"]
+    heads = f"{w['num_qo_heads']}/{w['num_kv_heads']}"
+    lengths = f"{len(w['kv_lens'])} x {max(w['kv_lens'])}"
+    if max(w["qo_lens"]) > 1:
+        return f"d {w['head_dim']}, {heads}, {lengths} {'causal' if w['causal'] else 'full'}"
+    return f"{'fp8' if w['kv_dtype'] == 'e4m3' else 'bf16'}, {heads}, {lengths}"
+
+
+def cold_start(theme: Theme, results: Path) -> Any | None:
+    """Draws seconds from the import to the first prefill, on a logarithmic axis: a panel per GPU."""
+    records = {gpu: record for gpu in GPUS if (record := find(gpu, "coldstart", results))}
+    chosen = {gpu: [*map(_seconds, timed(record))] for gpu, record in records.items()}
+    chosen = {gpu: bars for gpu, bars in chosen.items() if bars}
+    if not chosen:
+        return None
+    from matplotlib import pyplot
+    from matplotlib.ticker import NullLocator
+
+    count = max(map(len, chosen.values()))
+    size = (WIDTH, 0.26 * count + 0.9)
+    figure, grid = pyplot.subplots(1, len(chosen), figsize=size, squeeze=False, layout="constrained")
+    longest = max(seconds for bars_of_gpu in chosen.values() for _, seconds in bars_of_gpu)
+    for (gpu, bars_of_gpu), axes in zip(chosen.items(), grid[0], strict=True):
+        names, seconds = zip(*bars_of_gpu, strict=True)
+        places = range(len(names), 0, -1)
+        axes.barh(places, seconds, color=[theme.lines[library_of(name)] for name in names], height=0.62)
+        for place, value in zip(places, seconds, strict=True):
+            text = f"{value:.0f} s" if value >= 10 else f"{value:.2g} s"
+            axes.annotate(text, (value, place), (3, 0), textcoords="offset points", va="center")
+        axes.set_xscale("log")
+        axes.set_xlim(0.05, longest * 5)
+        ticks = [tick for tick in (0.1, 1, 10, 100) if tick <= longest]
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_yticks(places, names if axes is grid[0][0] else [""] * len(names))
+        axes.grid(axis="y", visible=False)
+        axes.set_title(GPUS[gpu])
+        axes.set_xlabel("seconds from the import to the first prefill")
+    return figure
+
+
+def timed(record: Record) -> list[tuple[str, Mapping[str, Any]]]:
+    """Returns the conditions of a record of `perf.coldstart` that have a first prefill."""
+    return [(name, entry) for name, entry in record["coldstart"].items() if "prefill_s" in entry]
+
+
+def _seconds(pair: tuple[str, Mapping[str, Any]]) -> tuple[str, float]:
+    return pair[0], pair[1]["import_s"] + pair[1]["prefill_s"]
+
+
+def library_of(name: str) -> str:
+    """Returns the library of a condition: "FlashInfer, warm" is FlashInfer's."""
+    library = name.partition(",")[0]
+    return {"flash-attn-4": "FA4"}.get(library, library)
+
+
+PICTURES_OF: dict[str, Callable[[Theme, Path], Any | None]] = {
+    "prefill": prefill,
+    "decode": decode,
+    "roofline": roofline,
+    "cold_start": cold_start,
+}
+
+
+def draw(out: Path, results: Path = RESULTS) -> list[Path]:
+    """Writes every picture that has a record into `out`, for both themes, and returns the files."""
+    files = []
+    out.mkdir(parents=True, exist_ok=True)
+    for name, picture in PICTURES_OF.items():
+        for title, theme in THEMES.items():
+            with style(theme) as pyplot:
+                figure = picture(theme, results)
+                if figure is None:
+                    continue
+                path = out / f"{name}_{title}.svg"
+                figure.savefig(path, metadata={"Date": None, "Creator": None})
+                pyplot.close(figure)
+                files.append(path)
+    return files
+
+
+def bars(record: Record, path: Path) -> None:
+    """Draws the rows of a run of `python -m cute_attn bench` into a PNG: a group of bars per row."""
+    theme = THEMES["light"]
+    chosen = [row for row in record["rows"] if any("speed" in entry for entry in row["candidates"].values())]
+    names = list(dict.fromkeys(n for row in chosen for n, e in row["candidates"].items() if "speed" in e))
+    with style(theme) as pyplot:
+        size = (WIDTH, 0.16 * len(chosen) * (len(names) + 1) + 1.0)
+        figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+        for i, name in enumerate(names):
+            places = [-(row * (len(names) + 1) + i) for row in range(len(chosen))]
+            shares_of_name = [row["candidates"].get(name, {}).get("share", 0.0) for row in chosen]
+            shade = 0.5 + 0.5 / (1 + sum(family(n) == family(name) for n in names[:i]))
+            axes.barh(places, shares_of_name, color=theme.lines[family(name)], alpha=shade, label=name)
+        middles = [-(row * (len(names) + 1) + (len(names) - 1) / 2) for row in range(len(chosen))]
+        axes.set_yticks(middles, [row["name"] for row in chosen], fontsize=7)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("share of the ceiling: bf16 GEMM of prefill, read bandwidth of decode")
+        axes.set_title(record["environment"]["gpu"])
+        figure.legend(loc="outside upper center", ncols=3)
+        figure.savefig(path, dpi=150, facecolor="white")
+        pyplot.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m perf.pictures", description=__doc__)
+    parser.add_argument("--out", type=Path, default=PICTURES, help="folder of the files (default docs/pictures)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the records (default perf/results)")
+    options = parser.parse_args(argv)
+    for path in draw(options.out, options.results):
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

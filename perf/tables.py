@@ -1,0 +1,265 @@
+"""Markdown tables for documents, made from the committed records: `python -m perf.tables [TABLE] [GPU]`.
+
+A record is found by its name, `DATE_GPU_PROGRAM.json` in `perf/results/`; the newest date counts. Before a GPU has a
+record of `perf.anchors`, its anchors come from records of `perf.dense` and `perf.xqa`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from perf.report import table
+
+Record = Mapping[str, Any]
+Row = Mapping[str, Any]
+
+RESULTS = Path(__file__).parent / "results"
+GPUS = {"h100": "H100", "h200": "H200"}
+OURS = "cute_attn"
+PEERS = {  # by the names of candidates
+    "flash-attn-4": "FA4",
+    "torch cuDNN": "cuDNN",
+    "FlashInfer fa3": "FlashInfer fa3",
+    "FlashInfer fa2": "FlashInfer fa2",
+    "FlashInfer XQA": "FlashInfer XQA",
+}
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "e4m3": "fp8", "nvfp4": "NVFP4"}
+README_ROWS = (  # use, record it may come from, name of the row
+    ("Prefill", "prefill", "d64 h32/32 ragged b1 q16384 kv16384 causal bfloat16"),
+    ("Prefill", "prefill", "d128 h32/8 ragged b4 q4096 kv4096 causal bfloat16"),
+    ("Prefill", "prefill", "d128 h32/8 ragged b16 q1024 kv1024 causal bfloat16"),
+    ("Prefill", "prefill", "d256 h8/8 ragged b1 q16384 kv16384 full bfloat16"),
+    ("Decode", "decode", "d128 h32/8 page16 b1 q1 kv8192 full bfloat16"),
+    ("Decode", "decode", "d128 h32/8 page16 b64 q1 kv8192 full bfloat16"),
+    ("Decode", "decode", "d128 h32/8 page16 b64 q1 kv8192 full bfloat16 kv-e4m3"),
+    ("Decode", "decode", "d128 h64/8 page64 b256 q1 kv1024 full bfloat16 kv-e4m3"),
+)
+FALLBACK = {"prefill": "dense", "decode": "xqa"}
+NONE = "-"
+
+
+def find(gpu: str, program: str, results: Path = RESULTS) -> Record | None:
+    """Returns the newest record of `perf.PROGRAM` on a GPU ("h100", "h200"), or None."""
+    found = [path for path in results.glob("*.json") if path.stem.split("_", 2)[1:] == [gpu, program]]
+    return json.loads(max(found).read_text()) if found else None
+
+
+def rows(gpu: str, section: str, results: Path = RESULTS) -> tuple[Record, list[Row]] | None:
+    """Returns the record that has the section's rows on this GPU, and these rows; None if there is none."""
+    for program in ("anchors", "models", "curves"):
+        record = find(gpu, program, results)
+        if record and (own := [row for row in record["rows"] if row["section"] == section]):
+            return record, own
+    record = find(gpu, FALLBACK.get(section, ""), results)
+    if record is None:
+        return None
+    anchors = record["rows"][:24]  # the records of `perf.xqa` begin with the anchors, those of `perf.dense` are them
+    return record, anchors
+
+
+def label(row: Row) -> str:
+    """Returns the problem of a row as a reader would say it."""
+    w = row["workload"]
+    if "qo_lens" not in w:
+        lengths, dims = f"1 x {_length([w['qo_len']], [w['kv_len']])}", _dims(w["head_dim_qk"], w["head_dim_vo"])
+    else:
+        lengths, dims = f"{len(w['qo_lens'])} x {_length(w['qo_lens'], w['kv_lens'])}", _dims(w["head_dim"])
+    parts = [lengths, f"{w['num_qo_heads']}/{w['num_kv_heads']} heads", dims]
+    if max(w.get("qo_lens", [w.get("qo_len", 1)])) > 1:
+        parts.append("causal" if w["causal"] else "full")
+    if w.get("window_left", -1) >= 0:
+        parts.append(f"window {w['window_left'] + 1}")
+    if w.get("sinks"):
+        parts.append("sinks")
+    if w.get("page_size"):
+        parts.append(f"page {w['page_size']}")
+    return f"{_dtype(w)}, {', '.join(parts)}"
+
+
+def _dims(qk: int, vo: int | None = None) -> str:
+    return f"d {qk}" if vo in (None, qk) else f"d {qk}/{vo}"
+
+
+def _dtype(w: Mapping[str, Any]) -> str:
+    own, kv = DTYPES[w["dtype"]], DTYPES[w.get("kv_dtype", w["dtype"])]
+    return kv if own == kv else f"{own} q, {kv} cache"
+
+
+def _length(qo_lens: Sequence[int], kv_lens: Sequence[int]) -> str:
+    def span(values: Sequence[int]) -> str:
+        return str(values[0]) if min(values) == max(values) else f"{min(values)} to {max(values)}"
+
+    if max(qo_lens) == 1 or list(qo_lens) == list(kv_lens):
+        return span(kv_lens)
+    return f"{span(qo_lens)} over {span(kv_lens)}"
+
+
+def best(row: Row, ours: bool) -> tuple[str, float] | None:
+    """Returns name and speed of our fastest candidate, or of the fastest peer; None if none was timed."""
+    speeds = {
+        name: entry["speed"]
+        for name, entry in row["candidates"].items()
+        if "speed" in entry and name.startswith(OURS) == ours
+    }
+    return max(speeds.items(), key=lambda item: item[1]) if speeds else None
+
+
+def source(record: Record) -> str:
+    """Returns one line that says on what, when, with which versions and by which command a record was made."""
+    env = record["environment"]
+    versions = [f"torch {env['torch']}"]
+    versions += [f"{p} {env[p]}" for p in ("flash-attn-4", "flashinfer-python") if env.get(p, NONE) not in (NONE, "?")]
+    return f"{env['gpu']}, {env['date']}, commit {env['commit']}, {', '.join(versions)}; `{record['command']}`"
+
+
+def speed_table(own: Sequence[Row]) -> str:
+    """Returns a table of these rows: ours, each peer that has a kernel, ratio of our best to the best peer."""
+    units = list(dict.fromkeys(row["unit"] for row in own))
+    names = [n for n in PEERS if any("speed" in row["candidates"].get(n, {}) for row in own)]
+    lines = []
+    for row in own:
+        mine = best(row, ours=True)
+        speeds = [row["candidates"].get(name, {}).get("speed") for name in names]
+        unit = [] if len(units) == 1 else [row["unit"]]
+        ratio = f"{row['ratio']:.2f}" if row["ratio"] else NONE
+        lines.append([label(row), *unit, _number(mine[1] if mine else None), *map(_number, speeds), ratio])
+    head = [units[0]] if len(units) == 1 else ["", "unit"]
+    return table([*head, OURS, *(PEERS[name] for name in names), "ratio to the best peer"], lines)
+
+
+def _number(value: float | None) -> str:
+    return NONE if value is None else f"{value:.0f}"
+
+
+def section_table(gpu: str, *sections: str, results: Path = RESULTS) -> str | None:
+    """Returns where the sections' rows on this GPU come from, and their table; None if there is no record."""
+    found = [pair for section in sections if (pair := rows(gpu, section, results))]
+    if not found:
+        return None
+    tables = [source(found[0][0]) + ".", speed_table([row for _, own in found for row in own])]
+    return "\n\n".join(tables) + "\n"
+
+
+def prefill_table(gpu: str, results: Path = RESULTS) -> str | None:
+    """Returns the table of the 24 anchors of prefill."""
+    return section_table(gpu, "prefill", results=results)
+
+
+def decode_table(gpu: str, results: Path = RESULTS) -> str | None:
+    """Returns the table of the 24 anchors of decode."""
+    return section_table(gpu, "decode", results=results)
+
+
+def other_table(gpu: str, results: Path = RESULTS) -> str | None:
+    """Returns the table of the other shapes of `perf.anchors`."""
+    sections = ("behind-prefill", "other-prefill", "behind-decode", "other-decode")
+    return section_table(gpu, *sections, results=results)
+
+
+def models_table(gpu: str, results: Path = RESULTS) -> str | None:
+    """Returns the table of `perf.models`."""
+    from perf.models import SECTIONS
+
+    return section_table(gpu, *SECTIONS, results=results)
+
+
+def host_table(gpu: str, results: Path = RESULTS) -> str | None:
+    """Returns the table of host microseconds per call; None if there is no record."""
+    record = find(gpu, "overhead", results)
+    if record is None:
+        return None
+    timed = {name.strip(): entry for name, entry in record["overhead"].items() if "median_us" in entry}
+    lines = [[name, f"{entry['median_us']:.1f}"] for name, entry in timed.items()]
+    return f"{source(record)}, host {record['environment'].get('host', '?')}.\n\n{table(['call', 'host µs'], lines)}\n"
+
+
+def cold_start_table(gpu: str, results: Path = RESULTS) -> str | None:
+    """Returns the table of `perf.coldstart`: seconds to the first results in fresh processes, install sizes."""
+    record = find(gpu, "coldstart", results)
+    if record is None:
+        return None
+    return f"{source(record)}, host {record['environment'].get('host', '?')}.\n\n{cold_start_lines(record)}\n"
+
+
+def cold_start_lines(record: Record) -> str:
+    """Returns the table of a record of `perf.coldstart`."""
+    columns = {"import": "import_s", "first prefill": "prefill_s", "first decode": "decode_s"}
+    lines = [
+        [name, *(f"{entry[key]:.2f}" if key in entry else NONE for key in columns.values())]
+        for name, entry in record["coldstart"].items()
+    ]
+    sizes = [f"{name} {entry['bytes'] / 1e6:.0f} MB" for name, entry in record["install"].items() if "bytes" in entry]
+    missing = [f"- {name}: {entry['reason']}" for name, entry in record["coldstart"].items() if "reason" in entry]
+    tables = [table(["seconds", *columns], lines), f"Installed: {', '.join(sizes)}." if sizes else ""]
+    return "\n\n".join(part for part in (*tables, "\n".join(missing)) if part)
+
+
+def summary_table(results: Path = RESULTS) -> str:
+    """Returns the geometric means and lowest ratios to the best peer of both GPUs' anchors."""
+    from perf.sections import summary
+
+    lines = []
+    for gpu, title in GPUS.items():
+        for section in ("prefill", "decode"):
+            if found := rows(gpu, section, results):
+                numbers = summary(found[1])
+                if "mean" in numbers:
+                    lines.append(
+                        [f"{title}, {section}", str(numbers["compared"]), *(f"{numbers[k]:.2f}" for k in MEANS)]
+                    )
+    return table(["to the best peer", "rows", "geometric mean", "lowest"], lines) + "\n"
+
+
+MEANS = ("mean", "lowest")
+
+
+def readme_table(results: Path = RESULTS) -> str:
+    """Returns eight rows: our speed beside the best peer's on every measured GPU."""
+    measured = [gpu for gpu in GPUS if any(rows(gpu, section, results) for section in FALLBACK)]
+    lines = []
+    for use, section, name in README_ROWS:
+        cells: list[str] = []
+        shown = None
+        for gpu in measured:
+            found = rows(gpu, section, results)
+            row = next((row for row in found[1] if row["name"] == name), None) if found else None
+            shown = shown or row
+            cells += _beside_peer(row)
+        if shown is not None:
+            lines.append([f"{use}, {label(shown)}, {shown['unit']}", *cells])
+    heads = [f"{GPUS[gpu]}: {what}" for gpu in measured for what in (OURS, "best peer", "ratio")]
+    return table(["", *heads], lines) + "\n"
+
+
+def _beside_peer(row: Row | None) -> list[str]:
+    mine, other = (best(row, True), best(row, False)) if row else (None, None)
+    peer = f"{other[1]:.0f} ({PEERS.get(other[0], other[0])})" if other else NONE
+    return [_number(mine[1] if mine else None), peer, f"{row['ratio']:.2f}" if row and row["ratio"] else NONE]
+
+
+TABLES: dict[str, Callable[[str], str | None]] = {
+    "prefill": prefill_table,
+    "decode": decode_table,
+    "other": other_table,
+    "models": models_table,
+    "host": host_table,
+    "cold_start": cold_start_table,
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    names, gpus = arguments[:1] or [*TABLES], arguments[1:] or [*GPUS]
+    print(readme_table())
+    print(summary_table())
+    for name in names:
+        for gpu in gpus:
+            print(f"### {name}, {GPUS[gpu]}\n\n{TABLES[name](gpu) or 'Not measured.'}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,165 @@
+"""`python -m cute_attn bench` and `perf.coldstart` on a CPU."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn.cli import bench as cli
+from cute_attn.cli import main
+from cute_attn.errors import ArgumentError, ArtifactError
+from perf import coldstart, command, first_calls, machine
+from perf.batch_workloads import BatchWorkload, equal
+from perf.workloads import Workload
+
+ROOT = Path(__file__).parents[2]
+DECODE, RAGGED, PAGED = (
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+)
+
+
+def parsed(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    cli.add(parser.add_subparsers())
+    return parser.parse_args(["bench", *argv])
+
+
+def asked(routine: str, *argv: str) -> list[Any]:
+    return command.workloads(parsed("--routine", routine, *argv))
+
+
+def test_flags_become_the_problem() -> None:
+    heads = ("--num_qo_heads", "64", "--num_kv_heads", "8", "--head_dim_qk", "64")
+    more = ("--window_left", "127", "--sinks", "--kv_dtype", "fp8_e4m3", "--page_size", "32")
+    (w,) = asked(DECODE, "--batch_size", "4", "--s_kv", "300", *heads, *more)
+    assert w == equal(4, 1, 300, (64, 8), 64, 32, kv_dtype="e4m3", window_left=127, sinks=True)
+    (w,) = asked(PAGED, "--s_qo", "100", "--s_kv", "300", "--causal", "--q_dtype", "float16")
+    assert w == BatchWorkload((100,), (300,), 32, 8, 128, 16, True, "float16", "float16")
+    (w,) = asked(RAGGED, "--s_kv", "300", "--batch_size", "2")
+    assert w == equal(2, 300, 300, (32, 8), 128)
+    (w,) = asked(DECODE, "--s_qo", "3", "--s_kv", "64")
+    assert w.phase == "speculative decode"
+    (w,) = asked(RAGGED, "--s_kv", "64", "--head_dim_qk", "192", "--head_dim_vo", "128", "--causal")
+    assert w == Workload(64, 64, 32, 8, 192, 128, causal=True)
+
+
+def test_several_values_make_several_rows() -> None:
+    found = asked(DECODE, "--batch_size", "1", "8", "--s_kv", "64", "128", "256")
+    assert [(len(w.kv_lens), w.kv_lens[0]) for w in found] == [(b, n) for b in (1, 8) for n in (64, 128, 256)]
+    (w,) = asked(PAGED, "--batch_size", "50", "--s_qo", "9", "--s_kv", "30", "--causal", "--random_actual_seq_len")
+    assert max(w.qo_lens) <= 9
+    assert max(w.kv_lens) <= 30
+    assert len(set(w.kv_lens)) > 5
+    assert all(qo <= kv for qo, kv in zip(w.qo_lens, w.kv_lens, strict=True))
+    (again,) = asked(PAGED, "--batch_size", "50", "--s_qo", "9", "--s_kv", "30", "--causal", "--random_actual_seq_len")
+    assert again == w
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        ((RAGGED, "--head_dim_vo", "64", "--batch_size", "2"), "--head_dim_vo"),
+        ((RAGGED, "--window_left", "9"), "--causal"),
+        ((DECODE, "--s_kv", "0"), "at least 1"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(argv: tuple[str, ...], why: str) -> None:
+    with pytest.raises(ArgumentError, match=why):
+        asked(*argv)
+
+
+def test_without_a_checkout_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli.cute_attn, "__file__", str(tmp_path / "cute_attn/__init__.py"))
+    with pytest.raises(ArtifactError, match="not a checkout"):
+        cli.run(parsed())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="checks the message on a machine without a GPU")
+def test_without_a_gpu_it_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--routine", DECODE, "--batch_size", "1", "2"]) == 2
+    told = capsys.readouterr().err
+    assert "No GPU to measure on" in told
+    assert "2 rows would have been" in told
+    assert main(["bench", "--output_path", "speeds.txt"]) == 2
+    assert "must end in .json, .csv, .png" in capsys.readouterr().err
+
+
+def record() -> dict[str, Any]:
+    entry = {"median_us": 500.0, "speed": 1234.4, "share": 0.5, "error": 1e-3}
+    w = equal(2, 1, 64, (4, 2), 64, 16)
+    row = {
+        "name": w.name,
+        "section": "bench",
+        "workload": {**vars(w)},
+        "unit": "GB/s",
+        "ratio": 1.5,
+        "candidates": {"cute_attn": entry, "FlashInfer XQA": {"reason": "not built"}},
+    }
+    environment = {"gpu": "some GPU"}
+    summary = {"bench": {"compared": 1, "rows": 1, "mean": 1.5, "lowest": 1.5}}
+    ceilings = {"read": 3000.0, "gemm": 700.0}
+    return {"environment": environment, "ceilings": ceilings, "rows": [row], "failed_rows": {}, "summary": summary}
+
+
+def test_outputs_have_the_numbers(tmp_path: Path) -> None:
+    text = command.text(record())
+    assert "1234" in text
+    assert "some GPU" in text
+    assert "FlashInfer XQA: not built" in text
+    for name in ("a.json", "a.csv", "a.png"):
+        command.write(record(), tmp_path / name, "tag", DECODE)
+    assert json.loads((tmp_path / "a.json").read_text())["rows"][0]["ratio"] == 1.5
+    with (tmp_path / "a.csv").open() as file:
+        ours, peer = csv.DictReader(file)
+    assert (ours["routine"], ours["case_tag"], ours["median_ms"], ours["gb_per_s"]) == (DECODE, "tag", "0.5", "1234.4")
+    assert (peer["backend"], peer["reason"], peer["gb_per_s"]) == ("FlashInfer XQA", "not built", "")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_fresh_process_times_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: torch and the import, nothing else; the module itself loads no library before the clock starts."""
+    code = "import sys, perf.first_calls; print([m for m in ('torch', 'numpy', 'cute_attn') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert list(first_calls.measure("cute_attn")) == ["torch_s", "import_s"]
+
+
+def test_cold_starts_are_medians_or_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter((3.0, 1.0, 2.0))
+    started: list[tuple[str, str]] = []
+
+    def fresh(library: str, env: dict[str, str], limit: float) -> dict[str, Any]:
+        cold = first_calls.BUNDLE in env
+        started.append((env["CUTE_ATTN_CACHE_DIR"], "cold" if cold else "later"))
+        return {"import_s": next(seconds)} if cold else {"reason": "broken"}
+
+    monkeypatch.setattr(coldstart, "fresh", fresh)
+    found = coldstart.measured("cute_attn", 3, 1.0)
+    assert found["cute_attn, cold"] == {"import_s": 2.0, "processes": 3}
+    assert found["cute_attn, warm"] == {"reason": "broken"}
+    assert len(started) == 3 + 2, "a condition that failed is not tried again"
+    assert len({cache for cache, when in started if when == "cold"}) == 3, "every cold process has an empty cache"
+
+
+def test_sizes_of_installs() -> None:
+    found = coldstart.install_sizes()
+    on_disk = sum(path.stat().st_size for path in (ROOT / "cute_attn").rglob("*.py"))
+    assert found["cute_attn"]["bytes"] == on_disk
+    assert found["cute_attn with the compiler"]["bytes"] > on_disk
+
+
+def test_records_name_the_machine() -> None:
+    env = machine.environment()
+    assert {"gpu", "host", "torch", "date", "commit"} <= env.keys()
+    assert all(isinstance(value, str) for value in env.values())
