@@ -2,6 +2,7 @@
 #
 #   make test       lint, types and the quick tests: minutes       make test-long   the long tests alone
 #   make test-all   lint, types and every test: what CI runs       (tests/README.md says which tests are long)
+#   make docs       the documents as one site, in build/site
 #
 #   VENV   where the environment lives            JOBS      test workers
 #   PYTHON the interpreter it is made with        PIP_ARGS  extra arguments of pip install (an index of your own, ...)
@@ -20,7 +21,7 @@ READY := $(VENV)/.ready
 
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-long test-all lint format clean
+.PHONY: demo test test-long test-all docs lint format clean
 
 demo: $(READY)
 	$(BIN)/python -m cute_attn demo $(ARGS)
@@ -34,6 +35,11 @@ test-long: $(READY)
 test-all: lint
 	$(PYTEST) $(ARGS)
 
+# The site in build/site. Warnings, such as broken links, are errors.
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -44,7 +50,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 
 # torch first, in a command of its own: the project's requirement is then met and pip leaves the chosen build alone.
 $(READY): pyproject.toml

@@ -69,6 +69,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     def followed(path: str) -> str:
         where = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        where = f"{where}/README.md" if (ROOT / where).is_dir() else where
         where = moved.get(where, where.removeprefix("docs/"))
         return posixpath.relpath(where, posixpath.dirname(target) or ".")
 
