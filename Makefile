@@ -18,6 +18,7 @@ TORCH ?= $(if $(CUDA),torch,torch==2.13.0)
 
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
+TOOLS := $(VENV)/.tools
 
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
@@ -29,7 +30,7 @@ demo: $(READY)
 test: lint
 	$(PYTEST) -m 'not long and not corpus and not engines' $(ARGS)
 
-test-long: $(READY)
+test-long: $(TOOLS)
 	$(PYTEST) -m 'long and not corpus and not engines' $(ARGS)
 
 test-all: lint
@@ -40,12 +41,12 @@ docs: $(READY)
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-lint: $(READY)
+lint: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(READY)
+format: $(TOOLS)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -56,5 +57,10 @@ clean:
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) '$(TORCH)'
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[cu13]'
+	touch $@
+
+# What tests and checks need beyond it.
+$(TOOLS): $(READY)
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[test,cu13]'
 	touch $@

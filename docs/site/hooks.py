@@ -1,7 +1,7 @@
 """Hooks of mkdocs: files outside of docs/ become pages, and links to them follow.
 
 On GitHub every page is read where it lies, so links are relative to files. The site has no files outside of docs/:
-README.md becomes its first page, CONTRIBUTING.md and CHANGELOG.md pages beside it, and examples pages with their source.
+README.md becomes its first page, CONTRIBUTING.md and CHANGELOG.md pages beside it, examples pages with their source.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGEL
 LANGUAGES = {".py": "python", "": "dockerfile"}
 
 LINK = re.compile(r"(?P<before>\]\()(?P<path>[^)#\s:]+)(?P<after>#[^)\s]*)?(?=\))")
-PICTURE = re.compile(r'<picture>.*?srcset="(?P<dark>[^"]+)".*?alt="(?P<alt>[^"]*)" src="(?P<light>[^"]+)".*?</picture>', re.S)
+PICTURE = re.compile(
+    r'<picture>.*?srcset="(?P<dark>[^"]+)".*?alt="(?P<alt>[^"]*)" src="(?P<light>[^"]+)".*?</picture>', re.S
+)
 
 
 def examples() -> dict[str, str]:
@@ -54,7 +56,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     for source, page in examples().items():
         path = ROOT / source
-        text = f"# {source}\n\n```{LANGUAGES[path.suffix]}\n{path.read_text()}```\n"
+        text = f"---\ntitle: {source}\n---\n\n# `{source}`\n\n```{LANGUAGES[path.suffix]}\n{path.read_text()}```\n"
         files.append(File.generated(config, page, content=text))
     return files
 

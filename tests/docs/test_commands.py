@@ -22,7 +22,8 @@ REAL = ("explain", "support", "doctor")  # of `python -m cute_attn`: cheap, so t
 STARTS = re.compile(r"^(import argparse|from perf\.bench import main|from cute_attn\.cli import main)", re.M)
 UNCHECKED = ("docker", "vllm", "git", "compute-sanitizer", "torchrun")
 PROJECT = (ROOT / "pyproject.toml").read_text()
-EXTRAS = set(re.findall(r"^(\w+) = \[", PROJECT.partition("[project.optional-dependencies]")[2].partition("\n[")[0], re.M))
+OPTIONAL = PROJECT.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+EXTRAS = set(re.findall(r"^(\w+) = \[", OPTIONAL, re.M))
 MARKERS = set(re.findall(r'^  "(\w+): ', PROJECT.partition("\nmarkers = [")[2], re.M))
 
 
@@ -69,8 +70,8 @@ def check_make(words: list[str]) -> None:
 
 
 def check_pip(words: list[str]) -> None:
-    extras = {extra for word in words for group in re.findall(r"^(?:\.|cute_attn)\[(.+)\]", word) for extra in group.split(",")}
-    assert extras <= EXTRAS
+    groups = [group for word in words for group in re.findall(r"^(?:\.|cute_attn)\[(.+)\]", word)]
+    assert {extra for group in groups for extra in group.split(",")} <= EXTRAS
 
 
 def check_pytest(words: list[str]) -> None:

@@ -26,7 +26,8 @@ def before(block: Block) -> list[Block]:
     """Return the blocks that a block continues, first one first."""
     if block.note != "continues":
         return []
-    previous = max((other for other in BLOCKS if other.path == block.path and other.line < block.line), key=lambda b: b.line)
+    earlier = [other for other in BLOCKS if other.path == block.path and other.line < block.line]
+    previous = max(earlier, key=lambda other: other.line)
     return [*before(previous), previous]
 
 
