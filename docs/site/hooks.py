@@ -39,7 +39,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     others = sorted(path.relative_to(docs).as_posix() for path in docs.rglob("*.md"))
     for name in others:
         if name not in named:
-            sections["Kernels" if name.startswith("kernels/") else "Internals"].append(name)
+            sections["Kernels" if name.startswith("kernels/") else "Start"].append(name)
     sections["Guide"].append({"Examples": list(examples().values())})
     return config
 
