@@ -9,7 +9,7 @@ import runpy
 import shlex
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -100,14 +100,21 @@ def parse(module: str, arguments: list[str]) -> None:
     assert spec is not None, f"there is no module {module}"
     if not STARTS.search(Path(spec.origin or "").read_text()):
         return
-    parse_args = argparse.ArgumentParser.parse_args
+    parse_known = argparse.ArgumentParser.parse_known_args
+    depth = 0  # a parser of commands calls those of its commands
 
-    def stop(parser: argparse.ArgumentParser, given: list[str] | None = None, _: object = None) -> argparse.Namespace:
-        parse_args(parser, given)
+    def stop(parser: argparse.ArgumentParser, *given: Any, **named: Any) -> tuple[Any, list[str]]:
+        nonlocal depth
+        depth += 1
+        found, unknown = parse_known(parser, *given, **named)
+        depth -= 1
+        if depth:
+            return found, unknown
+        assert not unknown, f"{module} has no {unknown}"
         raise Parsed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(argparse.ArgumentParser, "parse_args", stop)
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
         patch.setattr(sys, "argv", [module, *arguments])
         with pytest.raises(Parsed):
             runpy.run_module(module, run_name="__main__")
