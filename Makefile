@@ -22,7 +22,7 @@ TOOLS := $(VENV)/.tools
 
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-long test-all docs lint format clean
+.PHONY: demo test test-long test-all lint format clean
 
 demo: $(READY)
 	$(BIN)/python -m cute_attn demo $(ARGS)
@@ -37,6 +37,7 @@ test-all: lint
 	$(PYTEST) $(ARGS)
 
 # The site in build/site. Warnings, such as broken links, are errors.
+.PHONY: docs
 docs: $(READY)
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
