@@ -39,7 +39,7 @@ test-all: lint
 # The site in build/site. Warnings, such as broken links, are errors.
 .PHONY: docs
 docs: $(READY)
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[docs]'
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[docs]' ruff  # ruff lays out signatures
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 lint: $(TOOLS)
