@@ -17,6 +17,7 @@ from perf import report, tables
 from tests.docs.pages import ROOT, pages
 
 PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.S)
+SPREAD = re.compile(r" \([\d.]+-[\d.]+\)")
 SECTIONS = {  # of docs/performance.md: title and table, for each GPU that has a record
     "Prefill, {}": tables.prefill_table,
     "Decode, {}": tables.decode_table,
@@ -47,12 +48,13 @@ def speed() -> str:
 
 
 def records() -> str:
-    """Return the tables of single records."""
+    """Return the tables of single records, without spread and without the reasons why candidates are missing."""
     parts = []
     for title, name in RECORDS.items():
         record = json.loads((tables.RESULTS / f"{name}.json").read_text())
         made = next((table for key, table in report.TABLES.items() if key in record), report.speed_tables)(record)
-        parts.append(f"### {title}\n\n{tables.source(record)}.\n\n" + "\n\n".join(made) + "\n")
+        shown = [SPREAD.sub("", table) for table in made if table.startswith("|")]
+        parts.append(f"### {title}\n\n{tables.source(record)}.\n\n" + "\n\n".join(shown) + "\n")
     return "\n".join(parts)
 
 
