@@ -32,6 +32,8 @@ RECORDS = {  # title, record in perf/results
     "Prefill of batches through the wrappers": "2026-11-21_h200_batch_prefill",
     "fp8 attention": "2026-11-21_h200_fp8",
     "q in bfloat16 over e4m3 keys and values": "2026-11-21_h200_fp8_kv",
+    "The same at head dimension 256": "2026-11-21_h200_fp8_kv_d256",
+    "Decode of batches, uneven lengths among them": "2026-11-21_h200_xqa",
     "NVFP4 caches": "2026-11-21_h200_xqa_nvfp4",
     "Other head dimensions": "2026-11-22_h200_head_dims",
     "Decode at head dimension 512": "2026-11-22_h200_xqa_d512",
