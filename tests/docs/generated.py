@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cute_attn.cli import support
-from cute_attn.runtime import switches
 from perf import report, tables
 from tests.docs.pages import ROOT, pages
 
@@ -73,7 +72,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "tables": speed,
     "records": records,
     "support": support.markdown,
-    "variables": switches.markdown,
 }
 
 
