@@ -34,7 +34,7 @@ def test_every_page_is_reached_from_the_readme() -> None:
     seen, todo = set(), [ROOT / "README.md"]
     while todo:
         path = todo.pop()
-        if path in seen or path.suffix != ".md":
+        if path in seen or path.suffix != ".md" or not path.exists():  # missing ones: test_links
             continue
         seen.add(path)
         targets = (target.partition("#")[0] for _, target in links(path) if not ELSEWHERE.match(target))
