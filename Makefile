@@ -2,6 +2,7 @@
 #
 #   make test       lint, types and the quick tests: minutes       make test-long   the long tests alone
 #   make test-all   lint, types and every test: what CI runs       (tests/README.md says which tests are long)
+#   make docs       the documents as one site, in build/site
 #
 #   make bench      speed of this machine's GPU beside other libraries: under 8 minutes; says what is missing
 #
@@ -19,6 +20,7 @@ TORCH ?= $(if $(CUDA),torch,torch==2.13.0)
 
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
+TOOLS := $(VENV)/.tools
 
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
@@ -33,27 +35,38 @@ bench: $(READY)
 test: lint
 	$(PYTEST) -m 'not long and not corpus and not engines' $(ARGS)
 
-test-long: $(READY)
+test-long: $(TOOLS)
 	$(PYTEST) -m 'long and not corpus and not engines' $(ARGS)
 
 test-all: lint
 	$(PYTEST) $(ARGS)
 
-lint: $(READY)
+# The site in build/site. Warnings, such as broken links, are errors.
+.PHONY: docs
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[docs]' ruff  # ruff lays out signatures
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+lint: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(READY)
+format: $(TOOLS)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 
 # torch first, in a command of its own: the project's requirement is then met and pip leaves the chosen build alone.
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) '$(TORCH)'
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[cu13]'
+	touch $@
+
+# What tests and checks need beyond it.
+$(TOOLS): $(READY)
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --editable '.[test,cu13]'
 	touch $@

@@ -1,0 +1,97 @@
+"""Rewrite the parts of documents that are made from records and tables: `python -m tests.docs.generated`.
+
+Such a part stands between `<!-- generated: NAME -->` and `<!-- end -->`; `PARTS` says what makes it. A test compares
+what is committed with what would be written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from cute_attn.cli import support
+from perf import report, tables
+from tests.docs.pages import ROOT, pages
+
+PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.S)
+SPREAD = re.compile(r" \([\d.]+-[\d.]+\)")
+SECTIONS = {  # of docs/performance.md: title and table, for each GPU that has a record
+    "Prefill, {}": tables.prefill_table,
+    "Decode, {}": tables.decode_table,
+    "Other shapes, {}": tables.other_table,
+    "Models, {}": tables.models_table,
+    "Cold start, {}": tables.cold_start_table,
+    "Host time, {}": tables.host_table,
+}
+RECORDS = {  # title, record in perf/results
+    "Prefill with kernels of mma.sync": "2026-11-21_h200_prefill",
+    "Decode of single requests": "2026-11-21_h200_decode",
+    "Prefill of batches through the wrappers": "2026-11-21_h200_batch_prefill",
+    "fp8 attention": "2026-11-21_h200_fp8",
+    "q in bfloat16 over e4m3 keys and values": "2026-11-21_h200_fp8_kv",
+    "The same at head dimension 256": "2026-11-21_h200_fp8_kv_d256",
+    "Decode of batches, uneven lengths among them": "2026-11-21_h200_xqa",
+    "NVFP4 caches": "2026-11-21_h200_xqa_nvfp4",
+    "Other head dimensions": "2026-11-22_h200_head_dims",
+    "Decode at head dimension 512": "2026-11-22_h200_xqa_d512",
+    "Sliding windows": "2026-11-23_h200_windows",
+    "Hugging Face transformers": "2026-11-23_h200_transformers",
+    "Several GPUs": "2026-11-23_h200x2_distributed",
+}
+
+
+def speed() -> str:
+    """Return a section per GPU and kind of table; no line for what has not been measured."""
+    made = [(title.format(name), table(gpu)) for gpu, name in tables.GPUS.items() for title, table in SECTIONS.items()]
+    return "\n".join(f"## {title}\n\n{table}" for title, table in made if table)
+
+
+def records() -> str:
+    """Return the tables of single records, without spread and without the reasons why candidates are missing."""
+    parts = []
+    for title, name in RECORDS.items():
+        record = json.loads((tables.RESULTS / f"{name}.json").read_text())
+        made = next((table for key, table in report.TABLES.items() if key in record), report.speed_tables)(record)
+        shown = [SPREAD.sub("", table) for table in made if table.startswith("|")]
+        parts.append(f"### {title}\n\n{tables.source(record)}.\n\n" + "\n\n".join(shown) + "\n")
+    return "\n".join(parts)
+
+
+def cold_start() -> str:
+    """Return the cold start on the first GPU that has a record."""
+    made = (tables.cold_start_table(gpu) for gpu in reversed(tables.GPUS))
+    return next((table for table in made if table), "Not measured.\n")
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "readme": tables.readme_table,
+    "cold_start": cold_start,
+    "summary": tables.summary_table,
+    "tables": speed,
+    "records": records,
+    "support": support.markdown,
+}
+
+
+def rewritten(text: str) -> str:
+    """Return the text of a document with its generated parts made anew."""
+    return PART.sub(lambda match: f"{match[1]}\n{PARTS[match[2]]()}\n{match[3]}", text)
+
+
+def named(path: Path) -> list[str]:
+    """Return the names of the generated parts of a document."""
+    return [match[2] for match in PART.finditer(path.read_text())]
+
+
+def main() -> None:
+    for path in pages():
+        old = path.read_text()
+        if (new := rewritten(old)) != old:
+            path.write_text(new)
+            print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
