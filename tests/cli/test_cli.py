@@ -16,7 +16,6 @@ import torch
 import cute_attn
 from cute_attn.cli import demo, doctor, main, specs
 from cute_attn.cli.terminal import ProgressBar, format_bytes, table
-from cute_attn.dispatch import capabilities
 from cute_attn.errors import ArtifactError
 from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
@@ -230,7 +229,7 @@ def test_bundle_runs_where_nothing_can_be_compiled(tmp_path: Path, capsys: Outpu
     assert "CUTE_ATTN_DISABLE_JIT is set" in out
 
 
-# ---- explain, support
+# ---- explain
 
 
 def test_explain_names_backend_kernels_and_grid(capsys: Output) -> None:
@@ -323,13 +322,6 @@ def test_explain_gives_the_reasons_of_a_refusal(capsys: Output) -> None:
 def test_explain_checks_its_arguments(argv: list[str], named: str, capsys: Output) -> None:
     assert main(["explain", *argv]) == 2
     assert named in capsys.readouterr().err
-
-
-def test_readme_has_the_current_support_table(capsys: Output) -> None:
-    assert main(["support"]) == 0
-    printed = capsys.readouterr().out
-    assert printed == capabilities.support_table()
-    assert printed in (subprocesses.ROOT / "README.md").read_text()
 
 
 # ---- demo

@@ -434,17 +434,6 @@ def test_explain_names_every_backend_and_reason() -> None:
 # ---- the table itself
 
 
-def test_support_table_says_what_the_table_does() -> None:
-    lines = capabilities.support_table().splitlines()
-    assert len(lines) == 2 + len(capabilities.CAPABILITIES)
-    for row, line in zip(capabilities.CAPABILITIES, lines[2:], strict=True):
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        assert cells[0] == row.feature
-        for backend, cell in zip(capabilities.BACKENDS, cells[1:], strict=True):
-            no = row.unsupported.get(backend.name)
-            assert cell == ("yes" if no is None else f"no: {no.reason}")
-
-
 def test_rows_name_known_backends_and_say_why() -> None:
     assert len({row.feature for row in capabilities.CAPABILITIES}) == len(capabilities.CAPABILITIES)
     for row in capabilities.CAPABILITIES:
