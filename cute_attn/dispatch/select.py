@@ -1,12 +1,13 @@
 """Selection of the backend of a problem, by one table of what each backend refuses.
 
-The table drives `choose`, the messages of `NotSupported`, `explain` and the support table of the README.
+The table drives `choose`, the messages of `NotSupported`, `explain` and the support table (`cute_attn support`).
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import warnings
 from typing import Any
 
 import torch
@@ -28,7 +29,43 @@ CACHE_SIZE = 256  # settings: more than the layers of a model have
 @functools.lru_cache(CACHE_SIZE)
 def chosen(features: Features, backend: str, rows: int) -> Backend:
     """Return the result of `choose`, memoised."""
-    return choose(features, backend, rows=rows)
+    found = choose(features, backend, rows=rows)
+    if backend == "auto" and features.device.type == "cpu":
+        _warn_of_cpu_only(features)
+    return found
+
+
+_warned_of_cpu_only = False
+
+
+def _warn_of_cpu_only(features: Features) -> None:
+    """Warn, once per process, if CPU tensors ask for what every backend of a GPU refuses."""
+    global _warned_of_cpu_only
+    if _warned_of_cpu_only:
+        return
+    reason = _refusal_of_gpus(features)
+    if reason is not None:
+        _warned_of_cpu_only = True
+        warnings.warn(
+            f"these CPU tensors run on the reference, but no backend runs such a problem on a GPU: {reason} "
+            "`python -m cute_attn explain --arch sm_90a ...` tells what a GPU takes, and backend=\"emulator\" runs a "
+            "GPU's kernels on CPU tensors.",
+            stacklevel=2,
+        )
+
+
+def _refusal_of_gpus(features: Features) -> Refusal | None:
+    """Return a reason of fa2, which runs on every GPU, if no backend takes `features` on any architecture."""
+    on_gpu, reason = features._replace(device=torch.device("cuda")), None
+    for arch in archs.ARCHS.values():
+        for backend in BACKENDS:
+            if "cuda" not in backend.auto_on:
+                continue
+            reasons = reasons_against(backend, on_gpu, arch)
+            if not reasons:
+                return None
+            reason = reasons[-1] if backend.name == "fa2" else reason
+    return reason
 
 
 def rows_class(features: Features, qo_len: int) -> int:

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from cute_attn.runtime.compile import Outcome, Progress, compile_many, compile_s
 from cute_attn.runtime.spec import KernelSpec, ProgramOf
 
 MAX_ARTIFACTS = 256  # in memory, of some 0.3 MB each: loaded kernels hold their own
+
+logger = logging.getLogger(__name__)
 
 _memory: dict[tuple[KernelSpec, str], Artifact] = {}
 _memory_lock = threading.Lock()
@@ -92,9 +96,13 @@ def _remember(spec: KernelSpec, arch: str, artifact: Artifact) -> Artifact:
 
 
 def _stored(spec: KernelSpec, arch: str) -> Artifact | None:
-    found = bundle.find(spec, arch)
+    source, found = "a bundle", bundle.find(spec, arch)
     key = cache.cache_key(spec, arch)
-    return _cached(key, spec, arch) if found is None and key else found
+    if found is None and key:
+        source, found = "the cache", _cached(key, spec, arch)
+    if found is not None:
+        logger.debug("%s for %s comes from %s: %s", spec.kernel, arch, source, spec.key())
+    return found
 
 
 def _cached(key: str, spec: KernelSpec, arch: str) -> Artifact | None:
@@ -111,8 +119,11 @@ def _compile(spec: KernelSpec, arch: str, program_of: ProgramOf) -> Artifact:
     with cache.locked(key):
         artifact = _cached(key, spec, arch)  # another process may have compiled it while this one waited
         if artifact is None:
+            start = time.perf_counter()
             artifact = compile_spec(spec, arch, program_of)
             cache.store(key, artifact)
+            seconds = time.perf_counter() - start
+            logger.info("compiled %s for %s in %.2f s: %s", spec.kernel, arch, seconds, spec.key())
     return artifact
 
 
