@@ -9,10 +9,19 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from cute_attn.cli import bundle, demo, doctor, emulate, explain, kernels, support
+from cute_attn.cli import bundle, demo, doctor, emulate, explain, kernels, replay, support
 from cute_attn.errors import ArtifactError
 
-COMMANDS = (demo, doctor, explain, emulate, kernels, bundle, support)
+COMMANDS = (
+    demo,
+    doctor,
+    explain,
+    emulate,
+    replay,
+    kernels,
+    bundle,
+    support,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
