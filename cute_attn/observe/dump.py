@@ -6,6 +6,7 @@ A file is a zip of `call.json` and the memory of the tensors. It holds data only
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import itertools
 import json
@@ -25,7 +26,7 @@ import torch
 
 import cute_attn
 from cute_attn.observe.hooks import Call
-from cute_attn.observe.snapshot import REPR_LENGTH, Snapshot
+from cute_attn.observe.snapshot import PLAIN, REPR_LENGTH, Snapshot
 from cute_attn.runtime import dsl, switches
 from cute_attn.runtime.staging import is_capturing
 
@@ -152,27 +153,32 @@ def _capturing(call: Call) -> bool:
 
 
 def _encoded(call: Call, snapshot: Snapshot, scratch: bool = False) -> dict[str, Any]:
-    """Returns a call as JSON, without the wrapper. Workspaces keep their size only."""
+    """Returns a call as JSON, without the wrapper, and without keywords at their defaults: operators pass all keywords,
+    of which some exclude each other. Workspaces keep their size only.
+    """
     first = 1 if call.owner is not None or call.function in PLANS else 0
+    module = importlib.import_module(f"cute_attn.{call.module}")
+    parameters = inspect.signature(getattr(call.owner or module, call.function)).parameters
+    names = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+    def encode(name: str, value: Any) -> Any:
+        return snapshot.encode(value, name, scratch or "workspace" in name)
+
     args = call.args[first:]
-    names = _parameter_names(call, first)
-    named = [*zip((*names, *("*",) * len(args)), args, strict=False)]
+    positional = zip((*names[first:], *("*",) * len(args)), args, strict=False)
+    given = {key: value for key, value in call.kwargs.items() if not _is_default(parameters.get(key), value)}
     return {
         "module": call.module,
         "owner": None if call.owner is None else call.owner.__name__,
         "function": call.function,
-        "args": [snapshot.encode(value, name, scratch or "workspace" in name) for name, value in named],
-        "kwargs": {
-            name: snapshot.encode(value, name, scratch or "workspace" in name) for name, value in call.kwargs.items()
-        },
+        "args": [encode(name, value) for name, value in positional],
+        "kwargs": {name: encode(name, value) for name, value in given.items()},
     }
 
 
-def _parameter_names(call: Call, first: int) -> list[str]:
-    module = __import__(f"cute_attn.{call.module}", fromlist=["_"])
-    function = getattr(call.owner or module, call.function)
-    parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][first:]
+def _is_default(parameter: inspect.Parameter | None, value: Any) -> bool:
+    plain = type(value) in PLAIN and parameter is not None
+    return plain and type(parameter.default) is type(value) and bool(parameter.default == value)
 
 
 def _described(error: Exception) -> dict[str, Any]:
