@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cute_attn.exports import *  # noqa: F403
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = ("attention", "cascade", "decode", "page", "prefill", "quantization", "sparse", "utils", "xqa")
 
@@ -43,4 +43,4 @@ def __dir__() -> list[str]:
 
 
 if os.environ.get("CUTE_ATTN_DUMP") or os.environ.get("CUTE_ATTN_NVTX"):  # before any module takes a function by name
-    importlib.import_module("cute_attn.observe").install()
+    importlib.import_module("cute_attn.observe").install(__version__)

@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from cute_attn.cli import bundle, demo, doctor, emulate, explain, kernels, replay, support
+from cute_attn.cli import bundle, cache, demo, doctor, emulate, explain, kernels, replay, support
 from cute_attn.errors import ArtifactError
 
 COMMANDS = (
@@ -20,6 +20,7 @@ COMMANDS = (
     replay,
     kernels,
     bundle,
+    cache,
     support,
 )
 

@@ -1,6 +1,6 @@
 """Selection of the backend of a problem, by one table of what each backend refuses.
 
-The table drives `choose`, the messages of `NotSupported`, `explain` and the support table (`cute_attn support`).
+The table drives `choose`, the messages of `NotSupported`, `explain.py` and the support table (`cute_attn support`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from cute_attn.dispatch.capabilities import BACKENDS, BY_NAME, CAPABILITIES, ELSEWHERE, EMULATOR, ROWS_CLASSES, Backend
 from cute_attn.emulator import settings
 from cute_attn.errors import LayoutError, NotSupported, Refusal
-from cute_attn.problem import Features, Request, short
+from cute_attn.problem import Features, short
 from cute_attn.request.checks import describe
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime.arch import Arch
@@ -94,10 +94,10 @@ def choose(features: Features, backend: str = "auto", arch: Arch | None = None, 
     """
     arch = arch_for(features.device, arch)
     refusals: list[Refusal] = []
-    for candidate in _candidates(features, backend, rows):
+    for candidate in candidates(features, backend, rows):
         reasons = reasons_against(candidate, features, arch)
         if not reasons:
-            logger.info("%s: %s for %s", backend, candidate.name, _title(features, arch))
+            logger.info("%s: %s for %s", backend, candidate.name, title(features, arch))
             return candidate
         refusals += reasons
     raise NotSupported(refusals)
@@ -161,43 +161,7 @@ def refusals(features: Features, capability: tuple[int, int]) -> tuple[Refusal, 
     return ()
 
 
-def explain(asked: Features | Request, arch: Arch | None = None, rows: int | None = None) -> str:
-    """Explain what "auto" chooses, and for every backend why it is chosen, skipped or refused.
-
-    Parameters
-    ----------
-    asked : the features, or a problem.
-    arch : architecture to assume for a CUDA device; no GPU is needed then. Default: that of the device.
-    rows : packed query rows per request of a batch (qo_len times the query heads per kv head), where known. Not read
-        with a problem, which knows them.
-
-    Returns
-    -------
-    A title line, then one line per backend and, indented, the reasons of refusals.
-    """
-    features = asked if isinstance(asked, Features) else asked.features
-    if not isinstance(asked, Features):
-        rows = asked.qo_len * (features.num_qo_heads // features.num_kv_heads)
-    arch = arch_for(features.device, arch)
-    lines = [_title(features, arch)]
-    able = [b for b in _candidates(features, "auto", rows) if not reasons_against(b, features, arch)]
-    for backend in (*BACKENDS, EMULATOR):
-        reasons = reasons_against(backend, features, arch)
-        automatic = features.device.type in backend.auto_on
-        if reasons:
-            lines += [f"  {backend.name}: refused"] + [f"    {reason}" for reason in reasons]
-        elif backend in able[:1]:
-            lines.append(f"  {backend.name}: chosen")
-        elif automatic and (why := backend.auto_skip_reason(features, rows)):
-            lines.append(f"  {backend.name}: able, passed over: {why}, which is faster elsewhere")
-        else:
-            lines.append(f'  {backend.name}: able, taken only with backend="{backend.name}"')
-    if not able:
-        lines.append("  no backend takes this problem")
-    return "\n".join(lines)
-
-
-def _candidates(features: Features, backend: Any, rows: int | None) -> tuple[Backend, ...]:
+def candidates(features: Features, backend: Any, rows: int | None) -> tuple[Backend, ...]:
     """Return the backends that may run `features`, best first."""
     if checked_name(backend) == "auto":
         automatic = [b for b in BACKENDS if features.device.type in b.auto_on]
@@ -223,7 +187,7 @@ def arch_for(device: torch.device, assumed: Arch | None) -> Arch | None:
     return archs.for_device(torch.cuda.current_device() if device.index is None else device.index)
 
 
-def _title(features: Features, arch: Arch | None) -> str:
+def title(features: Features, arch: Arch | None) -> str:
     """Describe the features in one line."""
     f = features
     parts = [

@@ -11,9 +11,9 @@ import os
 from cute_attn.runtime import switches
 
 
-def install() -> None:
-    """Loads the public modules, and observes their calls as the environment says. Without torch, does nothing: the use
-    of a name tells why.
+def install(version: str) -> None:
+    """Loads the public modules, and observes their calls as the environment says. `version`: of the library, for dumps.
+    Without torch, does nothing: the use of a name tells why.
     """
     try:
         from cute_attn.observe import dump, hooks, nvtx
@@ -21,7 +21,7 @@ def install() -> None:
         return
     observers: list[hooks.Observer] = []
     if text := os.environ.get(switches.DUMP):
-        observers.append(dump.from_environment(text))
+        observers.append(dump.from_environment(text, version))
     if switches.is_on(switches.NVTX) and nvtx.available():
         observers.append(nvtx.ranges)
     hooks.install(observers)

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-import cute_attn
 from cute_attn.observe.hooks import Call
 from cute_attn.observe.snapshot import PLAIN, REPR_LENGTH, Snapshot
 from cute_attn.runtime import dsl, switches
@@ -39,11 +38,11 @@ logger = logging.getLogger(__name__)
 _numbers = itertools.count(1)
 
 
-def from_environment(text: str) -> Dumper:
-    """Returns the observer for the value of `CUTE_ATTN_DUMP`."""
+def from_environment(text: str, version: str) -> Dumper:
+    """Returns the observer for the value of `CUTE_ATTN_DUMP`. `version`: of the library."""
     directory, colon, mode = text.rpartition(":")
     every = bool(colon) and mode == "all"
-    return Dumper(Path(directory if every else text), every, _max_bytes())
+    return Dumper(Path(directory if every else text), every, _max_bytes(), version)
 
 
 def _max_bytes() -> int:
@@ -64,8 +63,8 @@ class State:
 class Dumper:
     """Observer that writes files into `directory`, with at most `max_bytes` of values in each."""
 
-    def __init__(self, directory: Path, every: bool, max_bytes: int) -> None:
-        self.directory, self.every, self.max_bytes = directory, every, max_bytes
+    def __init__(self, directory: Path, every: bool, max_bytes: int, version: str) -> None:
+        self.directory, self.every, self.max_bytes, self.version = directory, every, max_bytes, version
         self.states: weakref.WeakKeyDictionary[Any, State] = weakref.WeakKeyDictionary()
 
     def __call__(self, call: Call, proceed: Callable[[], Any]) -> Any:
@@ -127,7 +126,7 @@ class Dumper:
         document = {
             "format": FORMAT,
             "error": None if error is None else _described(error),
-            "versions": versions(),
+            "versions": {"cute_attn": self.version, **versions()},
             "parts": {name: {**part["call"], "memory": part["snapshot"].index()} for name, part in parts.items()},
         }
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -190,9 +189,8 @@ def _described(error: Exception) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Returns versions of what computes, and the GPU."""
+    """Returns versions of what the library runs on, and the GPU."""
     found = {
-        "cute_attn": cute_attn.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "dsl": dsl.version() or "not installed",

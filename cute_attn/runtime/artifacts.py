@@ -77,14 +77,33 @@ def write_bundle(
     program_of: ProgramOf,
     jobs: int | None = None,
     progress: Progress | None = None,
-) -> None:
-    """Makes `directory` a bundle of these specs, compiling the missing ones. An ArtifactError lists all failures."""
-    outcomes = get_many(specs_by_arch, program_of, jobs, progress)
-    failures = [str(outcome) for outcome in outcomes.values() if isinstance(outcome, ArtifactError)]
-    if failures:
-        raise ArtifactError(f"no bundle written, {len(failures)} artifacts failed:\n" + "\n".join(failures))
-    pairs = [(spec, outcome) for (_, spec), outcome in outcomes.items() if isinstance(outcome, Artifact)]
-    bundle.write(Path(directory), pairs)
+) -> int:
+    """Makes `directory` a bundle of these specs, compiling the missing ones, and returns how many it had already.
+
+    Artifacts are written as they are ready, so that the same call goes on after an interruption. An ArtifactError lists
+    all failures; no bundle is written then. `progress` is not called for artifacts that the directory had.
+    """
+    writer = bundle.Writer(Path(directory))
+    missing = {arch: [spec for spec in specs if not writer.resume(spec, arch)] for arch, specs in specs_by_arch.items()}
+    failures: list[str] = []
+
+    def finished(spec: KernelSpec, arch: str, outcome: Outcome) -> None:
+        if isinstance(outcome, Artifact):
+            writer.add(spec, outcome)
+        else:
+            failures.append(str(outcome))
+        if progress:
+            progress(spec, arch, outcome)
+
+    try:
+        get_many(missing, program_of, jobs, finished)
+        if failures:
+            raise ArtifactError(f"no bundle written, {len(failures)} artifacts failed:\n" + "\n".join(failures))
+    except ArtifactError:
+        writer.discard()
+        raise
+    writer.finish()
+    return sum(map(len, specs_by_arch.values())) - sum(map(len, missing.values()))
 
 
 def _remember(spec: KernelSpec, arch: str, artifact: Artifact) -> Artifact:

@@ -233,7 +233,7 @@ def test_bundle_runs_where_nothing_can_be_compiled(tmp_path: Path, capsys: Outpu
 
 
 def test_explain_names_backend_kernels_and_grid(capsys: Output) -> None:
-    assert main(["explain", "--kv-len", "131072", "--arch", "sm_90a"]) == 0
+    assert main(["explain", "--kv-len", "131072", "--arch", "sm_90a", "--specs"]) == 0
     out = capsys.readouterr().out
     assert "fa2: chosen" in out
     assert "on 132 multiprocessors of sm_90a" in out
@@ -242,7 +242,7 @@ def test_explain_names_backend_kernels_and_grid(capsys: Output) -> None:
     assert printed[0]["split"] is True
 
     for arch, kernel in (("sm_90a", "fa3"), ("sm_100a", "fa4"), ("sm_103a", "fa4"), ("sm_120a", "fa2")):
-        assert main(["explain", "--qo-len", "4096", "--kv-len", "4096", "--causal", "--arch", arch]) == 0
+        assert main(["explain", "--qo-len", "4096", "--kv-len", "4096", "--causal", "--arch", arch, "--specs"]) == 0
         printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.strip().startswith("{")]
         assert [spec["kernel"] for spec in printed] == [kernel]
         assert printed[0]["split"] is False

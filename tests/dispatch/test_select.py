@@ -284,7 +284,7 @@ def test_lengths_on_the_device_are_for_xqa(asked: dict[str, Any]) -> None:
 def test_explain_of_lengths_on_the_device() -> None:
     lines = explain(ON_DEVICE._replace(kv_dtype=BF16, draft_mask=True), HOPPER, rows=1000).splitlines()
     assert lines[0].endswith("paged batch; device_lengths; draft_mask")
-    assert "  xqa: chosen" in lines
+    assert "  xqa: chosen: no other backend of this GPU takes it" in lines
     assert "  fa2: refused" in lines
     assert sum("tree masks of draft tokens" in line for line in lines) == 3
 
