@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import inspect
 import json
 import logging
@@ -69,6 +68,8 @@ def run(options: argparse.Namespace) -> int:
         document = read(options.file, archive)
         call = document["parts"]["call"]
         target = target_of(options, call)
+        if target.backend == "emulator" and not takes_backend(call):
+            raise ArgumentError(f"{_name(call)} takes no backend, so that the emulator cannot run it: --backend gpu")
         print(f"{_name(call)} of cute_attn {document['versions'].get('cute_attn')}, recorded with", end=" ")
         print(", ".join(f"{name} {value}" for name, value in document["versions"].items() if name != "cute_attn"))
         if document["error"]:
@@ -152,6 +153,11 @@ def target_of(options: argparse.Namespace, call: dict[str, Any]) -> Target:
     return Target(backend, archs.named(options.arch or "sm_90a").name if backend == "emulator" else "")
 
 
+def takes_backend(call: dict[str, Any]) -> bool:
+    """Tells whether a function, or the constructor of a wrapper, has an argument that names the backend."""
+    return "backend" in inspect.signature(public(call["module"], call["owner"] or call["function"])).parameters
+
+
 def execute(document: dict[str, Any], archive: zipfile.ZipFile, target: Target) -> Outcome:
     """Makes and plans the wrapper, if there is one, and runs the call."""
     from cute_attn.observe import snapshot
@@ -208,7 +214,7 @@ def public(module: Any, name: Any) -> Any:
     """Returns a public function or class; ArgumentError for any other name."""
     from cute_attn.observe.hooks import MODULES
 
-    found = importlib.import_module(f"cute_attn.{module}") if module in MODULES else None
+    found = MODULES.get(module) if isinstance(module, str) else None
     if found is None or name not in found.__all__:
         raise ArgumentError(f"the file names {module}.{name}, which is no public function of cute_attn")
     return getattr(found, name)

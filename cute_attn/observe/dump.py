@@ -6,7 +6,6 @@ A file is a zip of `call.json` and the memory of the tensors. It holds data only
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import itertools
 import json
@@ -156,8 +155,7 @@ def _encoded(call: Call, snapshot: Snapshot, scratch: bool = False) -> dict[str,
     of which some exclude each other. Workspaces keep their size only.
     """
     first = 1 if call.owner is not None or call.function in PLANS else 0
-    module = importlib.import_module(f"cute_attn.{call.module}")
-    parameters = inspect.signature(getattr(call.owner or module, call.function)).parameters
+    parameters = inspect.signature(call.target).parameters
     names = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
     def encode(name: str, value: Any) -> Any:

@@ -7,7 +7,6 @@ operators that stand for them are, each time a compiled function runs.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,20 +14,39 @@ from typing import Any, NamedTuple
 
 from torch.compiler import is_dynamo_compiling
 
+import cute_attn.attention
+import cute_attn.cascade
+import cute_attn.decode
+import cute_attn.exports
+import cute_attn.page
+import cute_attn.prefill
+import cute_attn.quantization
+import cute_attn.sparse
+import cute_attn.xqa
 from cute_attn.ops import declare
 
 # Modules under FlashInfer's names, which hold all that is public. `utils` only describes devices.
-MODULES = ("attention", "cascade", "decode", "page", "prefill", "quantization", "sparse", "xqa")
+MODULES = {
+    "attention": cute_attn.attention,
+    "cascade": cute_attn.cascade,
+    "decode": cute_attn.decode,
+    "page": cute_attn.page,
+    "prefill": cute_attn.prefill,
+    "quantization": cute_attn.quantization,
+    "sparse": cute_attn.sparse,
+    "xqa": cute_attn.xqa,
+}
 
 
 class Call(NamedTuple):
-    """A public call. `owner`: the public class of a method, else None."""
+    """A public call. `owner`: the public class of a method, else None. `target`: the function itself."""
 
     module: str  # "decode": the public module of function or class
     owner: type | None
     function: str
     args: tuple[Any, ...]  # with the wrapper first, for a method
     kwargs: dict[str, Any]
+    target: Callable[..., Any]
 
     @property
     def name(self) -> str:
@@ -49,8 +67,7 @@ _depth = _Depth()
 def public_names() -> Iterator[tuple[str, str, Any]]:
     """Yields (module, name, object) of every public function and class, each once."""
     seen: set[int] = set()
-    for module_name in MODULES:
-        module = importlib.import_module(f"cute_attn.{module_name}")
+    for module_name, module in MODULES.items():
         for name in module.__all__:
             member = getattr(module, name)
             if callable(member) and id(member) not in seen:
@@ -104,7 +121,7 @@ def _observed(
     def observed(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling() or _depth.inside:
             return function(*args, **kwargs)
-        call = Call(*place(args), name, args, kwargs)
+        call = Call(*place(args), name, args, kwargs, function)
         proceed = functools.partial(function, *args, **kwargs)
         for observer in observers:
             proceed = functools.partial(observer, call, proceed)
@@ -119,8 +136,7 @@ def _observed(
 
 def _replace_functions(observed: dict[int, Callable[..., Any]]) -> None:
     """Puts observed functions where the originals are: in the public modules."""
-    for module_name in ("exports", *MODULES):
-        module = importlib.import_module(f"cute_attn.{module_name}")
+    for module in (cute_attn.exports, *MODULES.values()):
         for name, member in list(vars(module).items()):
             if not inspect.isclass(member) and id(member) in observed:
                 setattr(module, name, observed[id(member)])

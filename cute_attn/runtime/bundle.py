@@ -7,6 +7,7 @@ never skipped silently.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import json
@@ -40,6 +41,13 @@ def find(spec: KernelSpec, arch: str) -> Artifact | None:
         if file is not None:
             return _read(directory / file, spec, arch)
     return None
+
+
+def counts(directory: Path) -> dict[str, int]:
+    """Returns the number of kernels of a bundle by architecture; ArtifactError for one that cannot be used."""
+    _contents(directory)
+    manifest = json.loads((directory / MANIFEST).read_text())
+    return collections.Counter(str(entry.get("arch", "?")) for entry in manifest["artifacts"].values())
 
 
 @functools.lru_cache(MAX_BUNDLES)
