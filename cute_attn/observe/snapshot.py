@@ -39,7 +39,9 @@ class Memory:
 
 
 class Snapshot:
-    """Encodes values, and collects the memory of their tensors. `copy` reads it, at most once."""
+    """Encodes values, and collects the memory of their tensors. `copy` reads it, once and last: it completes what
+    `encode` has returned.
+    """
 
     def __init__(self) -> None:
         self.memories: list[Memory] = []
@@ -90,8 +92,8 @@ class Snapshot:
         self.memories.append(Memory(begin, end, tensor, str(tensor.device)))
         return self.memories[-1]
 
-    def copy(self, budget: int) -> int:
-        """Copies memory to the host, small ranges first, and returns what is left of a budget in bytes."""
+    def copy(self, budget: int) -> None:
+        """Copies memory to the host, at most `budget` bytes, small ranges first."""
         for record, tensor in self._tensors:
             if record["memory"] >= 0:
                 record["offset"] = tensor.data_ptr() - self.memories[record["memory"]].start
@@ -108,7 +110,6 @@ class Snapshot:
                 budget -= memory.num_bytes
             except RuntimeError as error:  # after a fault of the GPU
                 memory.why = f"could not be read: {str(error).splitlines()[0]}"
-        return budget
 
     def index(self) -> list[dict[str, Any]]:
         """Returns what JSON says about the memory."""
