@@ -28,7 +28,17 @@ HOSTS = {f"kernels.{family}.host" for family in FAMILIES}
 # (`SPEC_FILES`), `parts`, `kernel` (its other files) and `host`.
 ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
-    "cli": {"cute_attn", "observe", "public", "xqa", "dispatch", "kernels.catalog", "kernels.programs", "kernels.host", *SPECS}
+    "cli": {
+        "cute_attn",
+        "observe",
+        "public",
+        "xqa",
+        "dispatch",
+        "kernels.catalog",
+        "kernels.programs",
+        "kernels.host",
+        *SPECS,
+    }
     | {"request", "schedule", "reference", "emulator", "runtime", *TYPES},
     "integrations": {"runtime", "cute_attn", "public", "xqa", "wrappers", "ops", "dispatch", "request", *TYPES},
     "cute_attn": {"exports", "observe"},

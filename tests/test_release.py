@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -87,9 +88,10 @@ def test_the_wheel_works_with_the_oldest_requirements(tmp_path: Path) -> None:
     older builds for the CPU only with CUDA. Also compiles a kernel with the oldest DSL.
     """
     environment, wheel = Environment(tmp_path), wheels.built(tmp_path)
-    found = importlib.metadata.distribution("cute_attn").requires or []
-    declared = [re.match(r"([\w-]+)>=([\d.]+)$", line.strip()) for line in found if ";" not in line]
-    oldest = {match[1]: match[2] for match in declared if match}
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        found = re.findall(r"^Requires-Dist: ([\w-]+)>=([\d.]+)$", archive.read(name).decode(), flags=re.MULTILINE)
+    oldest = dict(found)
     assert {"nvidia-cutlass-dsl", "cuda-python", "numpy", "filelock", "torch"} <= set(oldest)
     oldest["torch"] = importlib.metadata.version("torch").split("+")[0]
     environment.pip(*(f"{name}=={version}" for name, version in oldest.items()))

@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("action", nargs="?", choices=("show", "verify", "clear"), default="show")
     parser.add_argument("--arch", metavar="ARCH", help=f"only of this architecture: one of {', '.join(archs.ARCHS)}")
-    parser.add_argument("--family", metavar="NAME", help="only of this family: fa2, fa3, fa4, xqa, combine, append, ...")
+    parser.add_argument("--family", metavar="NAME", help="only of this family: fa2, fa3, xqa, combine, ...")
     parser.add_argument("--stale", action="store_true", help="only those of other kernel sources or another DSL")
     parser.add_argument("--yes", action="store_true", help="clear: remove them")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

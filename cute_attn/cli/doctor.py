@@ -23,7 +23,14 @@ from cute_attn.runtime.dsl import version as dsl_version
 
 ENVIRONMENT = (*switches.VARIABLES, "CUDA_VISIBLE_DEVICES")
 PACKAGES = {"numpy": "nothing runs without it", "filelock": "kernels cannot be compiled without it"}
-PREVENTING = (*PACKAGES, "torch", "CUDA driver", "CuTe DSL", "cuda-python", "bundle")  # lines without which no kernel runs
+PREVENTING = (
+    *PACKAGES,
+    "torch",
+    "CUDA driver",
+    "CuTe DSL",
+    "cuda-python",
+    "bundle",
+)  # lines without which no kernel runs
 OLDEST_DRIVER = 12040  # has cuFuncLoad
 MAJOR_ATTRIBUTE, MINOR_ATTRIBUTE = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 
@@ -59,7 +66,9 @@ def add(commands: Any) -> None:
         ),
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.add_argument("--variables", action="store_true", help="print the environment variables, as Markdown, instead")
+    parser.add_argument(
+        "--variables", action="store_true", help="print the environment variables, as Markdown, instead"
+    )
     parser.set_defaults(run=run)
 
 

@@ -105,7 +105,9 @@ def answer(
                     "backend": each.backend,
                     "verdict": each.verdict,
                     "why": each.why,
-                    "refusals": [dict(zip(("feature", "reason", "instead"), r[1:], strict=True)) for r in each.refusals],
+                    "refusals": [
+                        dict(zip(("feature", "reason", "instead"), r[1:], strict=True)) for r in each.refusals
+                    ],
                 }
                 for each in found
             ],

@@ -128,9 +128,7 @@ def targets(text: str | None) -> list[Arch]:
     return list({arch.name: arch for arch in map(archs.for_device, indices)}.values())
 
 
-def needed(
-    shape: Shape, kv_dtype: str, sources: Sequence[str], arch: Arch
-) -> tuple[list[KernelSpec], list[str]]:
+def needed(shape: Shape, kv_dtype: str, sources: Sequence[str], arch: Arch) -> tuple[list[KernelSpec], list[str]]:
     """Returns the kernels that "auto" may choose for a shape, and why it finds none for some calls."""
     from cute_attn.dispatch import select
     from cute_attn.dispatch.capabilities import ROWS_CLASSES

@@ -48,7 +48,7 @@ def _warn_of_cpu_only(features: Features) -> None:
         _warned_of_cpu_only = True
         warnings.warn(
             f"these CPU tensors run on the reference, but no backend runs such a problem on a GPU: {reason} "
-            "`python -m cute_attn explain --arch sm_90a ...` tells what a GPU takes, and backend=\"emulator\" runs a "
+            '`python -m cute_attn explain --arch sm_90a ...` tells what a GPU takes, and backend="emulator" runs a '
             "GPU's kernels on CPU tensors.",
             stacklevel=2,
         )

@@ -114,7 +114,13 @@ class Snapshot:
     def index(self) -> list[dict[str, Any]]:
         """Returns what JSON says about the memory."""
         return [
-            {"bytes": m.num_bytes, "address": m.start % ALIGNMENT, "device": m.device, "names": m.names, "left_out": m.why}
+            {
+                "bytes": m.num_bytes,
+                "address": m.start % ALIGNMENT,
+                "device": m.device,
+                "names": m.names,
+                "left_out": m.why,
+            }
             | {"stored": m.data is not None, "zeros": m.zeros}
             for m in self.memories
         ]

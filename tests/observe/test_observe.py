@@ -78,6 +78,7 @@ def test_every_outermost_call_is_seen_once(dumped: tuple[list[Path], list[str]])
     assert ranges[1::2] == ["end"] * len(NAMES)
 
 
+@pytest.mark.emulator
 @pytest.mark.parametrize("number", [0, 1, 4])
 def test_replay_on_the_emulator_agrees(dumped: tuple[list[Path], list[str]], number: int, capsys: Output) -> None:
     assert main(["replay", str(dumped[0][number]), "--arch", "sm_90a"]) == 0
@@ -169,9 +170,7 @@ def rewritten(path: Path, change: Any) -> Path:
     return other
 
 
-def test_values_beyond_the_limit_are_left_out(
-    tmp_path: Path, capsys: Output, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_values_beyond_the_limit_are_left_out(tmp_path: Path, capsys: Output, caplog: pytest.LogCaptureFixture) -> None:
     file = dump(tmp_path, max_bytes=1000)
     assert "values of k, v (0.0 MB) are left out: larger than what was left of the limit" in caplog.text
     assert file.stat().st_size < 10_000
