@@ -81,14 +81,14 @@ def selected(options: argparse.Namespace, verify: bool) -> list[cache.Entry]:
     return found
 
 
-def groups(found: Sequence[cache.Entry]) -> list[tuple[str, str, int, int, int]]:
+def groups(found: Sequence[cache.Entry]) -> list[tuple[Any, ...]]:
     """Returns (architecture, family, kernels, bytes, current kernels), sorted."""
     sums: dict[tuple[str, str], list[int]] = {}
     for entry in found:
         numbers = sums.setdefault((entry.arch, entry.kernel), [0, 0, 0])
         for i, number in enumerate((1, entry.num_bytes, int(entry.current))):
             numbers[i] += number
-    return [(*key, *numbers) for key, numbers in sorted(sums.items())]
+    return [(arch, kernel, *numbers) for (arch, kernel), numbers in sorted(sums.items())]
 
 
 def report(found: Sequence[cache.Entry]) -> str:

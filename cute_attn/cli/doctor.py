@@ -23,14 +23,8 @@ from cute_attn.runtime.dsl import version as dsl_version
 
 ENVIRONMENT = (*switches.VARIABLES, "CUDA_VISIBLE_DEVICES")
 PACKAGES = {"numpy": "nothing runs without it", "filelock": "kernels cannot be compiled without it"}
-PREVENTING = (
-    *PACKAGES,
-    "torch",
-    "CUDA driver",
-    "CuTe DSL",
-    "cuda-python",
-    "bundle",
-)  # lines without which no kernel runs
+# Lines without which no kernel runs.
+PREVENTING = (*PACKAGES, "torch", "CUDA driver", "CuTe DSL", "cuda-python", "bundle")
 OLDEST_DRIVER = 12040  # has cuFuncLoad
 MAJOR_ATTRIBUTE, MINOR_ATTRIBUTE = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -55,7 +55,7 @@ class Division:
     title: str
     samples: Callable[[Features], Iterator[Sample]]  # from a plain problem
     row_of: Callable[[Features, archs.Arch], str]
-    archs: dict[str, Sequence[str]] = field(default_factory=dict)  # other than those of the samples, by backend
+    archs: Mapping[str, Sequence[str]] = field(default_factory=dict)  # other than those of the samples, by backend
     decode: bool = True  # xqa is asked about decode problems only
 
 
@@ -128,7 +128,8 @@ def markdown() -> str:
 
     lines = [
         "Written by `python -m cute_attn support`, which asks the selection of backends. Rows of a table exclude each",
-        "other: find your problem in every table; a backend takes it if no table says no. -: it does not run on such GPUs.",
+        "other: find your problem in every table; a backend takes it if no table says no. A dash: it does not run on",
+        "such GPUs.",
         "",
         *(f"- `{name}`: {BY_NAME[name].runs_on}" for name in ORDER),
         "",

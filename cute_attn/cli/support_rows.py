@@ -143,7 +143,7 @@ def _row_of_phases(f: Features, arch: Arch) -> str:
 
 
 def _options(q: torch.dtype) -> tuple[Callable[..., Any], Callable[[Features, Arch], str]]:
-    masks = (
+    masks: tuple[tuple[str, dict[str, Any]], ...] = (
         ("causal mask, sliding window, any lengths; no option of the rows below", {}),
         ("`logits_soft_cap`", {"soft_cap": True}),
         ("`pos_encoding_mode` ALIBI", {"pos_encoding_mode": "ALIBI"}),

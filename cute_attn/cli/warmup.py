@@ -154,10 +154,11 @@ def needed(shape: Shape, kv_dtype: str, sources: Sequence[str], arch: Arch) -> t
 
 def _appends(dtype: str, kv_dtype: str) -> list[KernelSpec]:
     """Returns the kernels that write rows of `dtype` to caches of `kv_dtype`."""
-    from cute_attn.kernels.append.spec import COPY, default_specs
+    from cute_attn.kernels.append.spec import COPY, AppendSpec, default_specs
 
     stored = kv_dtype if kv_dtype == "nvfp4" else COPY
-    return [spec for spec in default_specs() if spec.stored == stored and spec.dtype in ("", dtype)]
+    specs = (spec for spec in default_specs() if isinstance(spec, AppendSpec))
+    return [spec for spec in specs if spec.stored == stored and spec.dtype in ("", dtype)]
 
 
 def in_cache(spec: KernelSpec, arch: str) -> bool:

@@ -18,8 +18,9 @@ import traceback
 import weakref
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,12 +52,19 @@ def _max_bytes() -> int:
     return (int(text) if text.isdigit() else DEFAULT_MB) << 20
 
 
-class State:
-    """How a wrapper came to be: the calls of its constructor and its latest plan, as JSON, and their memory."""
+class Part(NamedTuple):
+    """A call as JSON, and the memory of its arguments."""
 
-    def __init__(self, made: dict[str, Any]) -> None:
-        self.made = made
-        self.planned: dict[str, Any] | None = None
+    call: dict[str, Any]
+    snapshot: Snapshot
+
+
+@dataclass
+class State:
+    """How a wrapper came to be: the calls of its constructor and of its latest plan."""
+
+    made: Part
+    planned: Part | None = None
 
 
 class Dumper:
@@ -90,16 +98,15 @@ class Dumper:
             return None
         return call.args[0] if call.args and call.function != "__init__" else None
 
-    def _recorded(self, call: Call) -> dict[str, Any]:
+    def _recorded(self, call: Call) -> Part:
         """Returns a call that makes or plans a wrapper, with the memory of its arguments on the host."""
-        snapshot = Snapshot()
-        encoded = _encoded(call, snapshot, scratch=call.function == "__init__")
-        snapshot.copy(0 if _capturing(call) else STATE_BYTES)
-        return {"call": encoded, "snapshot": snapshot}
+        part = _encoded(call, scratch=call.function == "__init__")
+        part.snapshot.copy(0 if _capturing() else STATE_BYTES)
+        return part
 
     def _write_safely(self, call: Call, wrapper: Any, error: Exception | None) -> None:
         """Writes a file. What goes wrong is logged: a dump must not change what the program does."""
-        if _capturing(call):
+        if _capturing():
             logger.warning("%s is not dumped: it is being captured in a CUDA graph", call.name)
             return
         try:
@@ -114,19 +121,19 @@ class Dumper:
             logger.warning("%s: values of %s (%.1f MB) are left out: %s", path, names, size, entry["left_out"])
 
     def _write(self, call: Call, wrapper: Any, error: Exception | None) -> tuple[Path, list[dict[str, Any]]]:
-        snapshot = Snapshot()
-        parts = {"call": {"call": _encoded(call, snapshot), "snapshot": snapshot}}
-        snapshot.copy(self.max_bytes)
+        parts = {"call": _encoded(call)}
+        parts["call"].snapshot.copy(self.max_bytes)
         state = self.states.get(wrapper) if wrapper is not None else None
         if state is not None:
             parts["made"] = state.made
             if state.planned is not None and call.function not in PLANS:
                 parts["planned"] = state.planned
+        memory = {name: part.snapshot.index() for name, part in parts.items()}
         document = {
             "format": FORMAT,
             "error": None if error is None else _described(error),
             "versions": {"cute_attn": self.version, **versions()},
-            "parts": {name: {**part["call"], "memory": part["snapshot"].index()} for name, part in parts.items()},
+            "parts": {name: {**part.call, "memory": memory[name]} for name, part in parts.items()},
         }
         self.directory.mkdir(parents=True, exist_ok=True)
         stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{next(_numbers)}"
@@ -136,24 +143,25 @@ class Dumper:
             with os.fdopen(handle, "wb") as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
                 archive.writestr("call.json", json.dumps(document, indent=1))
                 for name, part in parts.items():
-                    for i, memory in enumerate(part["snapshot"].memories):
-                        if memory.data is not None:
-                            archive.writestr(f"{name}/{i}.bin", memoryview(memory.data.numpy()))
+                    for i, found in enumerate(part.snapshot.memories):
+                        if found.data is not None:
+                            archive.writestr(f"{name}/{i}.bin", memoryview(found.data.numpy()))
             os.replace(temporary, path)
         except BaseException:
             os.unlink(temporary)
             raise
-        return path, [entry for part in document["parts"].values() for entry in part["memory"] if entry["left_out"]]
+        return path, [entry for entries in memory.values() for entry in entries if entry["left_out"]]
 
 
-def _capturing(call: Call) -> bool:
+def _capturing() -> bool:
     return torch.cuda.is_available() and is_capturing(torch.device("cuda", torch.cuda.current_device()))
 
 
-def _encoded(call: Call, snapshot: Snapshot, scratch: bool = False) -> dict[str, Any]:
-    """Returns a call as JSON, without the wrapper, and without keywords at their defaults: operators pass all keywords,
+def _encoded(call: Call, scratch: bool = False) -> Part:
+    """Returns a call without the wrapper, and without keywords at their defaults: operators pass all keywords,
     of which some exclude each other. Workspaces keep their size only.
     """
+    snapshot = Snapshot()
     first = 1 if call.owner is not None or call.function in PLANS else 0
     parameters = inspect.signature(call.target).parameters
     names = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -164,18 +172,20 @@ def _encoded(call: Call, snapshot: Snapshot, scratch: bool = False) -> dict[str,
     args = call.args[first:]
     positional = zip((*names[first:], *("*",) * len(args)), args, strict=False)
     given = {key: value for key, value in call.kwargs.items() if not _is_default(parameters.get(key), value)}
-    return {
+    document = {
         "module": call.module,
         "owner": None if call.owner is None else call.owner.__name__,
         "function": call.function,
         "args": [encode(name, value) for name, value in positional],
         "kwargs": {name: encode(name, value) for name, value in given.items()},
     }
+    return Part(document, snapshot)
 
 
 def _is_default(parameter: inspect.Parameter | None, value: Any) -> bool:
-    plain = type(value) in PLAIN and parameter is not None
-    return plain and type(parameter.default) is type(value) and bool(parameter.default == value)
+    if parameter is None or type(value) not in PLAIN:
+        return False
+    return type(parameter.default) is type(value) and bool(parameter.default == value)
 
 
 def _described(error: Exception) -> dict[str, Any]:

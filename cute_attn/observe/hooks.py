@@ -147,7 +147,7 @@ def _replace_operators(observers: Sequence[Observer], places: Sequence[tuple[Cal
     public = {id(function) for function, _, _ in places}
     inner: dict[int, tuple[Place, str]] = {}
     for function, place, name in places:
-        layer = function
+        layer: Callable[..., Any] | None = function
         while layer is function or (layer is not None and id(layer) not in public):
             inner.setdefault(id(layer), (place, name))
             layer = getattr(layer, "__wrapped__", None)

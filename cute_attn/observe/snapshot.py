@@ -99,14 +99,14 @@ class Snapshot:
                 record["offset"] = tensor.data_ptr() - self.memories[record["memory"]].start
         self._tensors.clear()
         for memory in sorted(self.memories, key=lambda memory: memory.num_bytes):
-            tensor, memory.tensor = memory.tensor, None  # a wrapper's state must not keep memory of the GPU alive
-            if memory.zeros or tensor is None:
+            source, memory.tensor = memory.tensor, None  # a wrapper's state must not keep memory of the GPU alive
+            if memory.zeros or source is None:
                 continue
             if memory.num_bytes > budget:
                 memory.why = f"larger than what was left of the limit ({budget} bytes)"
                 continue
             try:
-                memory.data = _bytes(tensor.untyped_storage(), memory)
+                memory.data = _bytes(source.untyped_storage(), memory)
                 budget -= memory.num_bytes
             except RuntimeError as error:  # after a fault of the GPU
                 memory.why = f"could not be read: {str(error).splitlines()[0]}"
@@ -129,7 +129,7 @@ class Snapshot:
 def _bytes(storage: torch.UntypedStorage, memory: Memory) -> torch.Tensor:
     """Returns a copy of a range of a storage on the host."""
     view = torch.empty(0, dtype=torch.uint8, device=memory.device)
-    view.set_(storage, memory.start - storage.data_ptr(), (memory.num_bytes,))
+    view.set_(storage, memory.start - storage.data_ptr(), (memory.num_bytes,), (1,))
     return view.cpu().clone()
 
 

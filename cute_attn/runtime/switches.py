@@ -58,7 +58,8 @@ def unknown() -> dict[str, str | None]:
     for name in sorted(os.environ):
         if not name.startswith(PREFIX) or name in VARIABLES or name.startswith(TESTS_PREFIX) or name in OF_TESTS:
             continue
-        found[name] = next(iter(difflib.get_close_matches(name, VARIABLES, 1)), None)
+        words = {known.removeprefix(PREFIX): known for known in VARIABLES}
+        found[name] = next((words[word] for word in difflib.get_close_matches(name[len(PREFIX) :], words, 1)), None)
     return found
 
 

@@ -42,7 +42,8 @@ wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.ui
 wrapper.plan(bounds, i32(5, 1, 2, 0), i32(3, 16, 1), 4, 2, 64, 16, q_data_type=torch.bfloat16)
 bounds.zero_()
 wrapper.run(x, cache)
-cute_attn.append_paged_kv_cache(x[:, :2], x[:, 2:], i32(0, 0, 1), i32(0, 1, 2), cache, i32(5, 1), i32(0, 1, 2), i32(3, 4))
+pages = i32(5, 1), i32(0, 1, 2), i32(3, 4)
+cute_attn.append_paged_kv_cache(x[:, :2], x[:, 2:], i32(0, 0, 1), i32(0, 1, 2), cache, *pages)
 try:
     wrapper.run(x[:, :3], cache)
 except ValueError:
