@@ -118,7 +118,8 @@ def _agreed(label: str, cells: dict[str, set[Cell]]) -> dict[str, Cell]:
         ran = found - {Cell("-")}
         if len({cell.verdict for cell in ran}) > 1:
             raise ValueError(f"row {label!r} is too coarse: {name} supports some of its problems and refuses others")
-        agreed[name] = min(ran, default=Cell("-"))
+        reasons = sorted({cell.reason for cell in ran})
+        agreed[name] = Cell(min(ran).verdict, ". Or: ".join(reasons)) if ran else Cell("-")
     return agreed
 
 

@@ -55,6 +55,10 @@ def _common(f: Features) -> tuple[int, bool]:
     return max(f.head_dim_qk, f.head_dim_vo), f.head_dim_qk == f.head_dim_vo
 
 
+def _head_dims(f: Features) -> tuple[int, int]:
+    return f.head_dim_qk, f.head_dim_vo
+
+
 def _multiples(f: Features, n: int) -> bool:
     return f.head_dim_qk % n == 0 and f.head_dim_vo % n == 0
 
@@ -97,7 +101,7 @@ def _row_of_fp8_dims(f: Features, arch: Arch) -> str:
     most, _ = _common(f)
     if _multiples(f, 8) and most <= 256:
         return "multiples of 16 up to 256, equal or not" if _multiples(f, 16) else "other multiples of 8 up to 256"
-    return OTHERS
+    return "(512, 512)" if _head_dims(f) == (512, 512) else OTHERS
 
 
 def _outputs(base: Features) -> Iterator[Sample]:

@@ -145,7 +145,7 @@ class Dumper:
                 for name, part in parts.items():
                     for i, found in enumerate(part.snapshot.memories):
                         if found.data is not None:
-                            archive.writestr(f"{name}/{i}.bin", memoryview(found.data.numpy()))
+                            archive.writestr(f"{name}/{i}.bin", found.data.numpy().data)
             os.replace(temporary, path)
         except BaseException:
             os.unlink(temporary)
