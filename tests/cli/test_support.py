@@ -34,7 +34,11 @@ def test_every_capability_that_a_backend_lacks_shows_in_a_cell() -> None:
     for capability in CAPABILITIES:
         for backend, why in capability.unsupported.items():
             shown = any(f"{why.reason}; instead: {why.instead}" in reason for reason in reasons)
-            assert shown, (backend, capability.feature)
+            assert shown or capability.feature in AFTER_OTHERS, (backend, capability.feature)
+
+
+# A cell has the first refusal; draft tokens come only with lengths on the device.
+AFTER_OTHERS = ("tree masks of draft tokens",)
 
 
 def verdicts(title: str, feature: str) -> list[str]:
