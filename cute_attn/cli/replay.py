@@ -150,7 +150,7 @@ def target_of(options: argparse.Namespace, call: dict[str, Any]) -> Target:
         raise ArgumentError(f"--arch belongs to the emulator, but --backend is {backend}")
     if backend == "gpu" and not torch.cuda.is_available():
         raise ArgumentError("--backend gpu: torch finds no GPU here; --arch sm_90a runs the kernels on the emulator")
-    return Target(backend, archs.named(options.arch or "sm_90a").name if backend == "emulator" else "")
+    return Target(backend, archs.of_gpu(options.arch or "sm_90a").name if backend == "emulator" else "")
 
 
 def takes_backend(call: dict[str, Any]) -> bool:
