@@ -278,3 +278,44 @@ def test_all_kinds_of_values() -> None:
 def test_indices_whose_values_are_left_out_are_refused() -> None:
     with pytest.raises(ArgumentError, match="does not hold the values of x"):
         read_back(torch.arange(100), budget=8)
+
+
+# ---- on a GPU
+
+GPU_PROGRAM = """
+import torch, cute_attn
+torch.manual_seed(0)
+q, (k, v) = torch.randn(3, 4, 64).bfloat16().cuda(), torch.randn(2, 50, 2, 64).bfloat16().cuda()
+cute_attn.single_prefill_with_kv_cache(q, k, v, causal=True, return_lse=True)
+i32 = lambda *numbers: torch.tensor(numbers, dtype=torch.int32, device="cuda")
+wrapper = cute_attn.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8, device="cuda"))
+wrapper.plan(i32(0, 1, 3, 4), i32(5, 1, 2, 0), i32(3, 16, 1), 4, 2, 64, 16, q_data_type=torch.bfloat16)
+cache = torch.randn(6, 2, 16, 2, 64).bfloat16().cuda()
+out = wrapper.run(q, cache)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    wrapper.run(q, cache, out=out)
+cute_attn.merge_state(out, torch.zeros(3, 4, device="cuda"), out, torch.zeros(3, 4, device="cuda"))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.sm80
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_calls_of_a_gpu_replay_there_and_on_the_emulator(tmp_path: Path, capsys: Output) -> None:
+    process = subprocesses.start(GPU_PROGRAM, env={"CUTE_ATTN_DUMP": f"{tmp_path}:all", "CUTE_ATTN_NVTX": "1"})
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert "run is not dumped: it is being captured in a CUDA graph" in err
+    files = sorted(tmp_path.iterdir(), key=lambda file: int(file.name.split("-")[3]))
+    names = [file.name.split("-", 4)[4].removesuffix(".zip") for file in files]
+    calls = [f"BatchDecodeWithPagedKVCacheWrapper.{name}" for name in ("__init__", "plan", "run")]
+    assert names == ["single_prefill_with_kv_cache", *calls, "merge_state"]
+    for file in files:
+        assert main(["replay", str(file)]) == 0
+        out = capsys.readouterr().out
+        assert "gpu NVIDIA" in out
+        assert "\ngpu: " in out
+    for number in (0, 3):
+        assert main(["replay", str(files[number]), "--arch", "sm_90a"]) == 0
+        assert "emulator (sm_90a): result 0 (bfloat16): max abs error" in capsys.readouterr().out
