@@ -8,12 +8,13 @@ The first use of a name loads the library: engines import every plug-in that is 
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cute_attn.exports import *  # noqa: F403
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = ("attention", "cascade", "decode", "page", "prefill", "quantization", "sparse", "utils", "xqa")
 
@@ -39,3 +40,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__getattr__("__all__"), *_MODULES})
+
+
+if os.environ.get("CUTE_ATTN_DUMP") or os.environ.get("CUTE_ATTN_NVTX"):  # before any module takes a function by name
+    importlib.import_module("cute_attn.observe").install(__version__)

@@ -19,7 +19,7 @@ from cute_attn.decode import (
     fast_decode_plan,
     single_decode_with_kv_cache,
 )
-from cute_attn.dispatch.select import explain
+from cute_attn.dispatch.explain import explain
 from cute_attn.errors import (
     ArgumentError,
     ArgumentTypeError,

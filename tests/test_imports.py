@@ -28,10 +28,21 @@ HOSTS = {f"kernels.{family}.host" for family in FAMILIES}
 # (`SPEC_FILES`), `parts`, `kernel` (its other files) and `host`.
 ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
-    "cli": {"cute_attn", "public", "xqa", "dispatch", "kernels.catalog", "kernels.programs", "kernels.host", *SPECS}
+    "cli": {
+        "cute_attn",
+        "observe",
+        "public",
+        "xqa",
+        "dispatch",
+        "kernels.catalog",
+        "kernels.programs",
+        "kernels.host",
+        *SPECS,
+    }
     | {"request", "schedule", "reference", "emulator", "runtime", *TYPES},
     "integrations": {"runtime", "cute_attn", "public", "xqa", "wrappers", "ops", "dispatch", "request", *TYPES},
-    "cute_attn": {"exports"},
+    "cute_attn": {"exports", "observe"},
+    "observe": {"exports", "public", "xqa", "ops", "runtime", *TYPES},
     "exports": {"public", "xqa", "dispatch", *TYPES},
     "public": {"xqa", "wrappers", "ops", "dispatch", "request", "reference", "runtime", *TYPES},
     "xqa": {"wrappers", "ops", "dispatch", "request", "reference", "runtime", *TYPES},

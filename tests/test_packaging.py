@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import email
-import os
-import shutil
-import subprocess
-import sys
 import zipfile
 from email.message import Message
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+import cute_attn
+from tests.support import wheels
+from tests.support.wheels import ROOT
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel, built from a copy: setuptools writes into the source tree."""
-    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree / name)
-    shutil.copytree(ROOT / "cute_attn", tree / "cute_attn", ignore=shutil.ignore_patterns("__pycache__"))
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([sys.executable, "-c", BUILD, out], cwd=tree, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (path,) = out.glob("*.whl")
-    return zipfile.ZipFile(path)
+    return zipfile.ZipFile(wheels.built(tmp_path_factory.mktemp("build")))
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +48,10 @@ def test_flavours_of_the_dsl(metadata: Message) -> None:
     assert "nvidia-cutlass-dsl>=4.8.0" in requirements(metadata, "cu12")
     assert "nvidia-cutlass-dsl[cu13]>=4.8.0" in requirements(metadata, "cu13")
     assert {"cu12", "cu13", "test"} <= {*metadata.get_all("Provides-Extra", [])}
+
+
+def test_the_version_is_that_of_the_package(metadata: Message) -> None:
+    assert metadata["Version"] == cute_attn.__version__
 
 
 def test_classifiers(metadata: Message) -> None:

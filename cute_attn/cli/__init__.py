@@ -1,18 +1,33 @@
 """Command line: one module per command, each with `add(commands)` and `run(options)`.
 
-`run` returns the exit code: 0 success, 1 a check failed, 2 invalid arguments.
+`run` returns the exit code: 0 success, 1 a check failed, 2 invalid arguments; 130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
-from cute_attn.cli import bench, bundle, demo, doctor, emulate, explain, kernels, support
+from cute_attn.cli import bench, bundle, cache, demo, doctor, emulate, explain, kernels, replay, support, warmup
 from cute_attn.errors import ArtifactError
+from cute_attn.runtime import log
 
-COMMANDS = (demo, doctor, explain, emulate, kernels, bundle, support, bench)
+COMMANDS = (
+    demo,
+    bench,
+    doctor,
+    explain,
+    emulate,
+    replay,
+    kernels,
+    bundle,
+    cache,
+    warmup,
+    support,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add(commands)
-    options = parser.parse_args(argv)
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        _refuse(commands.choices[options.command], unknown)
+    log.configure()
     try:
         return options.run(options)
     except ArtifactError as error:
@@ -32,3 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:  # base of all errors about arguments: see cute_attn.errors
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _refuse(command: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
+    """Prints the usage of a command and what may have been meant; exits with 2."""
+    flags = [flag for action in command._actions for flag in action.option_strings]
+    meant = [match for text in unknown for match in difflib.get_close_matches(text.split("=")[0], flags, 1)]
+    advice = f" (did you mean {', '.join(meant)}?)" if meant else ""
+    command.error(f"unknown arguments: {' '.join(unknown)}{advice}")

@@ -6,23 +6,25 @@ import argparse
 import ctypes
 import importlib
 import importlib.metadata
+import json
 import os
 import platform
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import cute_attn
 from cute_attn.cli.terminal import format_bytes, table
-from cute_attn.errors import ArgumentError
+from cute_attn.errors import ArgumentError, ArtifactError
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime import bundle, cache, switches
 from cute_attn.runtime.compile import dsl_import_error
 from cute_attn.runtime.dsl import version as dsl_version
 
-ENVIRONMENT = (
-    *("CUTE_ATTN_CACHE_DIR", "CUTE_ATTN_BUNDLE", "CUTE_ATTN_EMULATE_ARCH"),
-    *(switches.DISABLE_JIT, switches.VALIDATE, "CUDA_VISIBLE_DEVICES"),
-)
+ENVIRONMENT = (*switches.VARIABLES, "CUDA_VISIBLE_DEVICES")
 PACKAGES = {"numpy": "nothing runs without it", "filelock": "kernels cannot be compiled without it"}
+# Lines without which no kernel runs.
+PREVENTING = (*PACKAGES, "torch", "CUDA driver", "CuTe DSL", "cuda-python", "bundle")
 OLDEST_DRIVER = 12040  # has cuFuncLoad
 MAJOR_ATTRIBUTE, MINOR_ATTRIBUTE = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 
@@ -57,12 +59,20 @@ def add(commands: Any) -> None:
             "Exits 1 if something that this machine needs is broken (lines marked !!), else 0."
         ),
     )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument(
+        "--variables", action="store_true", help="print the environment variables, as Markdown, instead"
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.variables:
+        print(switches.markdown(), end="")
+        return 0
     driver = probe_driver()
     installed = [
+        Finding("ok", "cute_attn", cute_attn.__version__),
         python(),
         torch(driver),
         *map(package, PACKAGES),
@@ -73,8 +83,14 @@ def run(options: argparse.Namespace) -> int:
     ]
     installed += [cache_line(), *environment()]
     runs = [reference_line(), *kernel_lines(driver, installed), compile_line()]
-    print("Installed\n" + _table(installed) + "\n\nRuns\n" + _table(runs))
-    return 1 if any(line.state == "!!" for line in (*installed, *runs)) else 0
+    broken = any(line.state == "!!" for line in (*installed, *runs))
+    if options.json:
+        parts = {"installed": installed, "runs": runs}
+        document = {part: [line._asdict() for line in lines] for part, lines in parts.items()}
+        print(json.dumps({"broken": broken, **document}, indent=1))
+    else:
+        print("Installed\n" + _table(installed) + "\n\nRuns\n" + _table(runs))
+    return 1 if broken else 0
 
 
 def _table(findings: Sequence[Finding]) -> str:
@@ -198,7 +214,20 @@ def cache_line() -> Finding:
 
 
 def environment() -> list[Finding]:
-    return [Finding("ok", name, os.environ[name]) for name in ENVIRONMENT if name in os.environ]
+    """Returns the variables that are set, the bundles that one of them names, and variables that nobody knows."""
+    lines = [Finding("ok", name, os.environ[name]) for name in ENVIRONMENT if os.environ.get(name)]
+    lines += [bundle_line(directory) for directory in bundle.directories()]
+    return lines + [Finding("!!", name, switches.advice(name, meant)) for name, meant in switches.unknown().items()]
+
+
+def bundle_line(directory: Path) -> Finding:
+    """Tells whether a bundle can be used, and for which architectures it has kernels."""
+    try:
+        counts = bundle.counts(directory)
+    except ArtifactError as error:
+        return Finding("!!", "bundle", str(error))
+    kernels = ", ".join(f"{count} kernels for {arch}" for arch, count in sorted(counts.items()))
+    return Finding("ok", "bundle", f"{directory}: {kernels or 'no kernels'}")
 
 
 def reference_line() -> Finding:
@@ -213,7 +242,7 @@ def kernel_lines(driver: Driver, installed: Sequence[Finding]) -> list[Finding]:
     """Tells for each GPU whether kernels run on it; the lines of `installed` that prevent it are named."""
     if not driver.gpus:
         return [Finding("--", "GPU tensors", f"no: {driver.problem or 'the driver finds no GPU'}")]
-    broken = [line.name for line in installed if line.state == "!!" and line.name != "cache"]
+    broken = [line.name for line in installed if line.state == "!!" and line.name in PREVENTING]
     lines = []
     for index, gpu in enumerate(driver.gpus):
         try:

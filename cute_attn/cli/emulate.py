@@ -26,7 +26,9 @@ def add(commands: Any) -> None:
         help="run one problem on the emulator: check it, count instructions, draw a timeline",
         description="Exits 0 if no check fails and the result is that of the reference, else 1.",
     )
-    parser.add_argument("--arch", default="sm_90a", help=f"one of {', '.join(archs.ARCHS)} (default sm_90a)")
+    parser.add_argument(
+        "--arch", default="sm_90a", help=f"one of {', '.join(archs.ARCHS)}, or a GPU's name (default sm_90a)"
+    )
     parser.add_argument("--kernels", default="auto", help="auto (default: what such a GPU runs), fa2, fa3, fa4 or xqa")
     parser.add_argument("--qo-len", type=int, default=128, help="number of query tokens (default 128)")
     parser.add_argument("--kv-len", type=int, default=256, help="number of keys and values (default 256)")
@@ -59,7 +61,7 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     from cute_attn.emulator import EmulatorError, Schedule, timeline, using
 
-    archs.named(options.arch)
+    options.arch = archs.of_gpu(options.arch).name
     schedule = Schedule(options.schedule, options.seed)
     events = options.timeline is not None or options.trace is not None
     with using(options.arch, schedule=schedule, events=events, kernels=options.kernels) as emulation:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cute_attn.cli import explain_batch, specs
-from cute_attn.errors import ArgumentError, NotSupported
+from cute_attn.errors import ArgumentError
 from cute_attn.runtime import arch as archs
+from cute_attn.runtime.spec import KernelSpec
 
 if TYPE_CHECKING:
+    from cute_attn.problem import Features
     from cute_attn.request.single import Call
 
 CPU = "cpu"
@@ -44,15 +48,18 @@ def add(commands: Any) -> None:
     parser.add_argument("--logits-soft-cap", type=float, help="soft cap of the logits (default: none)")
     parser.add_argument("--sinks", action="store_true", help="attention sinks")
     parser.add_argument(
-        "--arch", help=f"{CPU}, or one of {', '.join(archs.ARCHS)} (default: the GPU of this machine, else sm_90a)"
+        "--arch",
+        help=f"{CPU}, one of {', '.join(archs.ARCHS)}, or a GPU's name such as h100 (default: the GPU of this machine, "
+        "else sm_90a)",
     )
     parser.add_argument("--sms", type=int, help="number of multiprocessors (default: that of a typical GPU of --arch)")
+    parser.add_argument("--specs", action="store_true", help="print the spec of each kernel as JSON too")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON instead of text")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     from cute_attn.cli import planned
-    from cute_attn.dispatch import select
     from cute_attn.request import single as single_request
 
     arch, sms = target(options)
@@ -60,16 +67,59 @@ def run(options: argparse.Namespace) -> int:
         return explain_batch.run(options, arch, sms)
     call = make_call(options)
     problem = single_request.problem(call) if arch is None else planned.on_gpu(call)
-    print(select.explain(problem, arch))
-    try:
-        select.choose(problem.features, "auto", arch)
-    except NotSupported:
-        return 1
-    if arch is None:
-        return 0
-    print(f"\nqo_len {problem.qo_len}, kv_len {problem.kv_len} on {sms} multiprocessors of {arch.name}:")
-    print(specs.launched(planned.launches(problem, arch, sms)))
-    return 0
+    features = problem.features
+    rows = problem.qo_len * (features.num_qo_heads // features.num_kv_heads)
+    title = f"qo_len {problem.qo_len}, kv_len {problem.kv_len} on {sms} multiprocessors of {arch and arch.name}"
+
+    def launches() -> Planned:
+        assert arch is not None
+        return "", planned.launches(problem, arch, sms)
+
+    return answer(options, features, arch, rows, title, launches)
+
+
+Launches = Sequence[tuple[KernelSpec, tuple[int, int, int]]]
+Planned = tuple[str, Launches]  # the schedule in words, and kernels and grids
+
+
+def answer(
+    options: argparse.Namespace,
+    features: Features,
+    arch: archs.Arch | None,
+    rows: int,
+    title: str,
+    launches: Callable[[], Planned],
+) -> int:
+    """Prints verdicts, and where a backend of a GPU takes the problem what it would run; returns the exit code."""
+    from cute_attn.dispatch import explain, select
+
+    found = explain.verdicts(features, arch, rows)
+    chosen = next((each.backend for each in found if each.verdict == explain.CHOSEN), None)
+    schedule, planned = launches() if chosen is not None and arch is not None else ("", [])
+    if options.json:
+        document = {
+            "problem": select.title(features, arch),
+            "chosen": chosen,
+            "backends": [
+                {
+                    "backend": each.backend,
+                    "verdict": each.verdict,
+                    "why": each.why,
+                    "refusals": [
+                        dict(zip(("feature", "reason", "instead"), r[1:], strict=True)) for r in each.refusals
+                    ],
+                }
+                for each in found
+            ],
+            "launches": [{"spec": spec.asdict(), "grid": grid} for spec, grid in planned],
+        }
+        print(json.dumps(document, indent=1))
+    else:
+        print(explain.text(features, arch, rows))
+        if planned or schedule:
+            print(f"\n{title}:")
+            print("\n".join(filter(None, (schedule, specs.launched(planned, options.specs)))))
+    return 0 if chosen is not None else 1
 
 
 def target(options: argparse.Namespace) -> tuple[archs.Arch | None, int]:
@@ -86,38 +136,15 @@ def target(options: argparse.Namespace) -> tuple[archs.Arch | None, int]:
         index = torch.cuda.current_device()
         sms = torch.cuda.get_device_properties(index).multi_processor_count
         return archs.for_device(index), options.sms or sms
-    arch = archs.named(options.arch or "sm_90a")
+    arch = archs.of_gpu(options.arch or "sm_90a")
     return arch, options.sms or planned.TYPICAL_SMS[arch.name]
 
 
 def make_call(options: argparse.Namespace) -> Call:
-    """Returns the call that the options describe. Its tensors are never read or written, so they take no memory."""
-    import torch
-
-    from cute_attn.request.single import Call
+    """Returns the call that the options describe."""
+    from cute_attn.dispatch import explain
 
     for name in ("qo_len", "kv_len", "num_qo_heads", "num_kv_heads", "head_dim"):
         if getattr(options, name) < 0:
             raise ArgumentError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(options, name)}")
-    head_dim_vo = options.head_dim if options.head_dim_vo is None else options.head_dim_vo
-    kv_dtype = getattr(torch, options.kv_dtype or options.dtype)
-    kv_shape = (options.kv_len, options.num_kv_heads)
-    if options.kv_layout == "HND":
-        kv_shape = kv_shape[::-1]
-    mask_bytes = (options.qo_len * options.kv_len + 7) // 8
-    decode = options.qo_len == 1 and not (options.causal or options.custom_mask or options.o_dtype)
-    tokens = () if decode else (options.qo_len,)
-    return Call(
-        torch.empty(*tokens, options.num_qo_heads, options.head_dim, dtype=getattr(torch, options.dtype)),
-        torch.empty(*kv_shape, options.head_dim, dtype=kv_dtype),
-        torch.empty(*kv_shape, head_dim_vo, dtype=kv_dtype),
-        decode,
-        kv_layout=options.kv_layout,
-        pos_encoding_mode=options.pos_encoding_mode,
-        causal=options.causal,
-        packed_custom_mask=torch.empty(mask_bytes, dtype=torch.uint8) if options.custom_mask else None,
-        window_left=options.window_left,
-        logits_soft_cap=options.logits_soft_cap,
-        o_dtype=getattr(torch, options.o_dtype) if options.o_dtype else None,
-        sinks=torch.zeros(options.num_qo_heads) if options.sinks else None,
-    )
+    return explain.described(explain.Described(*(getattr(options, name) for name in explain.Described._fields)))

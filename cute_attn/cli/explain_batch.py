@@ -6,8 +6,7 @@ import argparse
 import itertools
 from typing import TYPE_CHECKING
 
-from cute_attn.cli import specs
-from cute_attn.errors import ArgumentError, NotSupported
+from cute_attn.errors import ArgumentError
 from cute_attn.runtime.arch import Arch
 
 if TYPE_CHECKING:
@@ -24,6 +23,7 @@ def wanted(options: argparse.Namespace) -> bool:
 
 def run(options: argparse.Namespace, arch: Arch | None, sms: int) -> int:
     """Exit codes as those of single requests."""
+    from cute_attn.cli import explain
     from cute_attn.dispatch import select
     from cute_attn.dispatch.families import FAMILIES
     from cute_attn.problem import BatchLimits
@@ -36,20 +36,18 @@ def run(options: argparse.Namespace, arch: Arch | None, sms: int) -> int:
     features = settings.features
     qo_len = batch_schedule.typical_qo_len(batch.lengths, limits)
     rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
-    print(select.explain(features, arch, rows))
-    try:
-        backend = select.choose(features, "auto", arch, rows)
-    except NotSupported:
-        return 1
-    if arch is None:
-        return 0
     keys = f"{int(batch.lengths.kv_len.sum())} keys"
     where = f"{keys} in pages of {options.page_size}" if options.page_size else keys
-    print(f"\n{batch.batch_size} requests, {batch.rows} query tokens, {where} on {sms} multiprocessors of {arch.name}:")
-    plan, launches = FAMILIES[backend.name].batch_launches(settings, batch.lengths, limits, arch, sms)
-    print(schedule(plan) if plan else "  no schedule: CTAs find equal shares of all keys")
-    print(specs.launched(launches))
-    return 0
+    on = f"on {sms} multiprocessors of {arch and arch.name}"
+
+    def launches() -> explain.Planned:
+        assert arch is not None
+        backend = select.choose(features, "auto", arch, rows)
+        plan, found = FAMILIES[backend.name].batch_launches(settings, batch.lengths, limits, arch, sms)
+        return schedule(plan) if plan else "  no schedule: CTAs find equal shares of all keys", found
+
+    title = f"{batch.batch_size} requests, {batch.rows} query tokens, {where} {on}"
+    return explain.answer(options, features, arch, rows, title, launches)
 
 
 def schedule(plan: BatchSchedule[object]) -> str:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from cute_attn.cli.terminal import ProgressBar
+from cute_attn.cli.terminal import ProgressBar, interruptible
 from cute_attn.errors import ArgumentError, ArtifactError
 from cute_attn.kernels.catalog import from_dict
 from cute_attn.kernels.fa2.spec import Tile
@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--arch",
         default="sm_90a,sm_100a",
         metavar="A,B",
-        help=f"comma-separated list of {', '.join(archs.ARCHS)} (default: sm_90a,sm_100a)",
+        help=f"comma-separated list of {', '.join(archs.ARCHS)}, or of GPUs such as h100 (default: sm_90a,sm_100a)",
     )
     parser.add_argument(
         "--spec",
@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def selected(options: argparse.Namespace) -> dict[str, list[KernelSpec]]:
     """Returns the selected specs by architecture."""
     names = [name.strip() for name in options.arch.split(",")]
-    return {archs.named(name).name: _specs(name, options.spec) for name in names}
+    return {arch.name: _specs(arch.name, options.spec) for arch in map(archs.of_gpu, names)}
 
 
 def _specs(arch: str, texts: list[str] | None) -> list[KernelSpec]:
@@ -66,7 +66,7 @@ def _parse(text: str) -> KernelSpec:
 def compile_all(specs_by_arch: dict[str, list[KernelSpec]], jobs: int | None) -> dict[tuple[str, KernelSpec], Outcome]:
     """Returns every artifact, from the cache or compiled, and shows a progress bar; failures are values."""
     total = sum(len(specs) for specs in specs_by_arch.values())
-    with ProgressBar(total) as bar:
+    with interruptible(), ProgressBar(total) as bar:
         return artifacts.get_many(
             specs_by_arch, program, jobs, lambda spec, arch, outcome: bar.step(f"{arch} {label(spec)}")
         )
@@ -126,9 +126,10 @@ def summary(outcome: Artifact) -> dict[str, Any]:
     }
 
 
-def launched(launches: Sequence[tuple[KernelSpec, tuple[int, int, int]]]) -> str:
-    """Returns kernels and grids as text, two lines each."""
+def launched(launches: Sequence[tuple[KernelSpec, tuple[int, int, int]]], with_specs: bool) -> str:
+    """Returns kernels and grids as text, a line each, and with their specs another."""
     lines = []
     for spec, grid in launches:
-        lines += [f"  {label(spec)}, grid {grid[0]} x {grid[1]} x {grid[2]}", f"    {spec.key()}"]
+        lines.append(f"  {label(spec)}, grid {grid[0]} x {grid[1]} x {grid[2]}")
+        lines += [f"    {spec.key()}"] if with_specs else []
     return "\n".join(lines)

@@ -1,18 +1,173 @@
-"""`support`: prints the support table of the README, generated from the table that dispatch uses."""
+"""`support`: prints what each backend supports, as selection answers it.
+
+A group of rows divides samples of problems between its rows, so that rows are disjoint; a cell is what selection says
+about every sample of its row.
+"""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cute_attn.runtime import arch as archs
+
+if TYPE_CHECKING:
+    from cute_attn.dispatch.capabilities import Backend
+    from cute_attn.problem import Features
+
+ORDER = ("fa4", "fa3", "xqa", "fa2", "reference")
+ALL_ARCHS = tuple(archs.ARCHS)
+
+
+class Cell(NamedTuple):
+    """A verdict: "yes", "no" with the reason, or "-" if the backend does not run on the GPUs of the row."""
+
+    verdict: str
+    reason: str = ""
+
+
+class Row(NamedTuple):
+    feature: str
+    cells: dict[str, Cell]  # by backend
+
+
+class Group(NamedTuple):
+    """Rows that exclude each other."""
+
+    title: str
+    rows: list[Row]
+
+
+class Sample(NamedTuple):
+    """Features, and the architectures on which backends are asked about them."""
+
+    features: Features
+    archs: Sequence[str] = ALL_ARCHS
+
+
+@dataclass(frozen=True)
+class Division:
+    """A group before anybody was asked: `row_of` says in which row a sample belongs."""
+
+    title: str
+    samples: Callable[[Features], Iterator[Sample]]  # from a plain problem
+    row_of: Callable[[Features, archs.Arch], str]
+    archs: Mapping[str, Sequence[str]] = field(default_factory=dict)  # other than those of the samples, by backend
+    decode: bool = True  # xqa is asked about decode problems only
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser("support", help="print the support table as Markdown")
+    parser = commands.add_parser(
+        "support",
+        help="print what each backend supports, as Markdown",
+        description="Prints one table per group of problems. Rows of a table exclude each other.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    from cute_attn.dispatch import capabilities
-
-    print(capabilities.support_table(), end="")
+    if options.json:
+        print(json.dumps(document(), indent=1))
+    else:
+        print(markdown(), end="")
     return 0
+
+
+def groups() -> list[Group]:
+    """Returns all tables. ValueError: a backend supports some samples of a row, and refuses others."""
+    from cute_attn.cli.support_rows import DIVISIONS, plain
+
+    return [_group(division, plain()) for division in DIVISIONS]
+
+
+def _group(division: Division, plain: Features) -> Group:
+    """Asks every backend about every sample."""
+    from cute_attn.dispatch.capabilities import BY_NAME
+
+    rows: dict[str, dict[str, set[Cell]]] = {}
+    for sample in division.samples(plain):
+        for name in ORDER:
+            asked = sample.features
+            if name == "xqa" and division.decode:
+                asked = asked._replace(decode=True)
+            for arch in map(archs.named, division.archs.get(name, sample.archs)):
+                cells = rows.setdefault(division.row_of(sample.features, arch), {name: set() for name in ORDER})
+                cells[name].add(_ask(BY_NAME[name], asked, arch))
+    agreed = [Row(label, _agreed(label, cells)) for label, cells in rows.items()]
+    return Group(division.title, sorted(agreed, key=lambda row: -sum(c.verdict == "yes" for c in row.cells.values())))
+
+
+def _ask(backend: Backend, features: Features, arch: archs.Arch) -> Cell:
+    from cute_attn.dispatch import select
+
+    if backend.capability is not None and (
+        arch.capability < backend.capability or (backend.only and arch.name not in backend.only)
+    ):
+        return Cell("-")
+    refusals = select.reasons_against(backend, features, arch)
+    return Cell("no", f"{refusals[0][2]}; instead: {refusals[0][3]}") if refusals else Cell("yes")
+
+
+def _agreed(label: str, cells: dict[str, set[Cell]]) -> dict[str, Cell]:
+    agreed = {}
+    for name, found in cells.items():
+        ran = found - {Cell("-")}
+        if len({cell.verdict for cell in ran}) > 1:
+            raise ValueError(f"row {label!r} is too coarse: {name} supports some of its problems and refuses others")
+        reasons = sorted({cell.reason for cell in ran})
+        agreed[name] = Cell(min(ran).verdict, ". Or: ".join(reasons)) if ran else Cell("-")
+    return agreed
+
+
+def markdown() -> str:
+    """Returns one table per group, each with the reasons of its refusals."""
+    from cute_attn.dispatch.capabilities import BY_NAME
+
+    lines = [
+        "Written by `python -m cute_attn support`, which asks the selection of backends. Rows of a table exclude each",
+        "other: find your problem in every table; a backend takes it if no table says no. A dash: it does not run on",
+        "such GPUs.",
+        "",
+        *(f"- `{name}`: {BY_NAME[name].runs_on}" for name in ORDER),
+        "",
+    ]
+    for group in groups():
+        lines += [f"### {group.title}", "", *_table(group), ""]
+    return "\n".join(lines[:-1]) + "\n"
+
+
+def _table(group: Group) -> list[str]:
+    notes: dict[str, list[str]] = {}  # backends by reason
+    for row in group.rows:
+        for name, cell in row.cells.items():
+            if cell.reason and name not in notes.setdefault(cell.reason, []):
+                notes[cell.reason].append(name)
+    number = {reason: index for index, reason in enumerate(notes, 1)}
+    lines = ["| | " + " | ".join(f"`{name}`" for name in ORDER) + " |", "|---" + "|:---:" * len(ORDER) + "|"]
+    for row in group.rows:
+        cells = (cell.verdict + (f" ({number[cell.reason]})" if cell.reason else "") for cell in row.cells.values())
+        lines.append(f"| {row.feature} | " + " | ".join(cells) + " |")
+    reasons = [f"{number[reason]}. {_listed(names)}: {reason}" for reason, names in notes.items()]
+    return [*lines, "", *reasons] if reasons else lines
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def document() -> list[dict[str, Any]]:
+    """Returns the tables as data."""
+    return [
+        {
+            "title": group.title,
+            "rows": [
+                {"feature": row.feature, "backends": {name: cell._asdict() for name, cell in row.cells.items()}}
+                for row in group.rows
+            ],
+        }
+        for group in groups()
+    ]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
+import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 
@@ -32,13 +37,23 @@ def format_bytes(num_bytes: int) -> str:
     return f"{value:.1f} GB"
 
 
+def format_seconds(seconds: float) -> str:
+    """Formats a duration: "8 s", "2 min 5 s", "1 h 2 min"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
 class ProgressBar:
-    """Progress bar on stderr; silent if stderr is not a terminal."""
+    """Progress bar on stderr, with an estimate of the time left; silent if stderr is not a terminal."""
 
     WIDTH = 30
+    INSTANT = 0.05  # seconds: items that come faster were there before, and say nothing of those to come
 
     def __init__(self, total: int) -> None:
-        self.total, self.done, self.started = total, 0, time.monotonic()
+        self.total, self.done, self.instant = total, 0, 0
+        self.started = self.latest = time.monotonic()
         self.shown = sys.stderr.isatty()
 
     def __enter__(self) -> ProgressBar:
@@ -51,16 +66,49 @@ class ProgressBar:
         if self.shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.started
+
     def step(self, label: str, items: int = 1) -> None:
         """Counts finished items, one by default, and shows `label`."""
-        self.done += items
+        now = time.monotonic()
+        self.instant += items if now - self.latest < self.INSTANT else 0
+        self.done, self.latest = self.done + items, now
         self._draw(label)
+
+    def seconds_left(self) -> float | None:
+        """Returns the estimate; None while there is nothing to go by."""
+        timed = self.done - self.instant
+        return None if timed < 1 else self.seconds / timed * (self.total - self.done)
 
     def _draw(self, label: str) -> None:
         if not self.shown:
             return
         filled = self.WIDTH * self.done // max(self.total, 1)
         bar = "#" * filled + "." * (self.WIDTH - filled)
-        seconds = time.monotonic() - self.started
-        line = f"[{bar}] {self.done}/{self.total} {seconds:4.0f} s  {label}"
-        print(f"\r\x1b[K{line[:110]}", end="", file=sys.stderr, flush=True)
+        left = self.seconds_left()
+        times = format_seconds(self.seconds) + ("" if left is None else f", {format_seconds(left)} left")
+        line = f"[{bar}] {self.done}/{self.total} {times}  {label}"
+        print(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Lets Ctrl-C end compile processes without their tracebacks: they inherit the handler."""
+    parent = os.getpid()
+
+    def end(number: int, frame: object) -> None:
+        if os.getpid() != parent:
+            os._exit(130)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""Table of the features that each backend supports: used by selection, errors, `explain` and the support table."""
+"""Table of the features that each backend supports: used by selection, errors and `explain`."""
 
 from __future__ import annotations
 
@@ -418,18 +418,3 @@ CAPABILITIES = (
         {"xqa": Unsupported("it copies them as one", 'backend="fa2"')},
     ),
 )
-
-
-def support_table() -> str:
-    """Return the table as Markdown: one row per feature, one column per backend."""
-    lines = [
-        "| | " + " | ".join(f"`{backend.name}`: {backend.runs_on}" for backend in BACKENDS) + " |",
-        "|---" * (len(BACKENDS) + 1) + "|",
-    ]
-    for capability in CAPABILITIES:
-        cells = [
-            f"no: {capability.unsupported[b.name].reason}" if b.name in capability.unsupported else "yes"
-            for b in BACKENDS
-        ]
-        lines.append(f"| {capability.feature} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"

@@ -209,7 +209,10 @@ def _visible(problem: Request | BatchProblem, run: object) -> Iterator[None]:
             yield
         for counter in memory:
             if counter.any():
-                raise LaunchFault(f"a launch left its counters at {counter.tolist()}")
+                i = int(counter.flatten().nonzero()[0])
+                raise LaunchFault(
+                    f"a launch left counter {i} of {counter.numel()} at {int(counter.flatten()[i])}, not 0"
+                )
     finally:
         for counter in memory:
             counter.zero_()  # a launch that failed leaves others

@@ -1,12 +1,13 @@
 """Selection of the backend of a problem, by one table of what each backend refuses.
 
-The table drives `choose`, the messages of `NotSupported`, `explain` and the support table of the README.
+The table drives `choose`, the messages of `NotSupported`, `explain.py` and the support table (`cute_attn support`).
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import warnings
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from cute_attn.dispatch.capabilities import BACKENDS, BY_NAME, CAPABILITIES, ELSEWHERE, EMULATOR, ROWS_CLASSES, Backend
 from cute_attn.emulator import settings
 from cute_attn.errors import LayoutError, NotSupported, Refusal
-from cute_attn.problem import Features, Request, short
+from cute_attn.problem import Features, short
 from cute_attn.request.checks import describe
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime.arch import Arch
@@ -28,7 +29,43 @@ CACHE_SIZE = 256  # settings: more than the layers of a model have
 @functools.lru_cache(CACHE_SIZE)
 def chosen(features: Features, backend: str, rows: int) -> Backend:
     """Return the result of `choose`, memoised."""
-    return choose(features, backend, rows=rows)
+    found = choose(features, backend, rows=rows)
+    if backend == "auto" and features.device.type == "cpu":
+        _warn_of_cpu_only(features)
+    return found
+
+
+_warned_of_cpu_only = False
+
+
+def _warn_of_cpu_only(features: Features) -> None:
+    """Warn, once per process, if CPU tensors ask for what every backend of a GPU refuses."""
+    global _warned_of_cpu_only
+    if _warned_of_cpu_only:
+        return
+    reason = _refusal_of_gpus(features)
+    if reason is not None:
+        _warned_of_cpu_only = True
+        warnings.warn(
+            f"these CPU tensors run on the reference, but no backend runs such a problem on a GPU: {reason} "
+            '`python -m cute_attn explain --arch sm_90a ...` tells what a GPU takes, and backend="emulator" runs a '
+            "GPU's kernels on CPU tensors.",
+            stacklevel=2,
+        )
+
+
+def _refusal_of_gpus(features: Features) -> Refusal | None:
+    """Return a reason of fa2, which runs on every GPU, if no backend takes `features` on any architecture."""
+    on_gpu, reason = features._replace(device=torch.device("cuda")), None
+    for arch in archs.ARCHS.values():
+        for backend in BACKENDS:
+            if "cuda" not in backend.auto_on:
+                continue
+            reasons = reasons_against(backend, on_gpu, arch)
+            if not reasons:
+                return None
+            reason = reasons[-1] if backend.name == "fa2" else reason
+    return reason
 
 
 def rows_class(features: Features, qo_len: int) -> int:
@@ -57,10 +94,10 @@ def choose(features: Features, backend: str = "auto", arch: Arch | None = None, 
     """
     arch = arch_for(features.device, arch)
     refusals: list[Refusal] = []
-    for candidate in _candidates(features, backend, rows):
+    for candidate in candidates(features, backend, rows):
         reasons = reasons_against(candidate, features, arch)
         if not reasons:
-            logger.info("%s: %s for %s", backend, candidate.name, _title(features, arch))
+            logger.info("%s: %s for %s", backend, candidate.name, title(features, arch))
             return candidate
         refusals += reasons
     raise NotSupported(refusals)
@@ -124,43 +161,7 @@ def refusals(features: Features, capability: tuple[int, int]) -> tuple[Refusal, 
     return ()
 
 
-def explain(asked: Features | Request, arch: Arch | None = None, rows: int | None = None) -> str:
-    """Explain what "auto" chooses, and for every backend why it is chosen, skipped or refused.
-
-    Parameters
-    ----------
-    asked : the features, or a problem.
-    arch : architecture to assume for a CUDA device; no GPU is needed then. Default: that of the device.
-    rows : packed query rows per request of a batch (qo_len times the query heads per kv head), where known. Not read
-        with a problem, which knows them.
-
-    Returns
-    -------
-    A title line, then one line per backend and, indented, the reasons of refusals.
-    """
-    features = asked if isinstance(asked, Features) else asked.features
-    if not isinstance(asked, Features):
-        rows = asked.qo_len * (features.num_qo_heads // features.num_kv_heads)
-    arch = arch_for(features.device, arch)
-    lines = [_title(features, arch)]
-    able = [b for b in _candidates(features, "auto", rows) if not reasons_against(b, features, arch)]
-    for backend in (*BACKENDS, EMULATOR):
-        reasons = reasons_against(backend, features, arch)
-        automatic = features.device.type in backend.auto_on
-        if reasons:
-            lines += [f"  {backend.name}: refused"] + [f"    {reason}" for reason in reasons]
-        elif backend in able[:1]:
-            lines.append(f"  {backend.name}: chosen")
-        elif automatic and (why := backend.auto_skip_reason(features, rows)):
-            lines.append(f"  {backend.name}: able, passed over: {why}, which is faster elsewhere")
-        else:
-            lines.append(f'  {backend.name}: able, taken only with backend="{backend.name}"')
-    if not able:
-        lines.append("  no backend takes this problem")
-    return "\n".join(lines)
-
-
-def _candidates(features: Features, backend: Any, rows: int | None) -> tuple[Backend, ...]:
+def candidates(features: Features, backend: Any, rows: int | None) -> tuple[Backend, ...]:
     """Return the backends that may run `features`, best first."""
     if checked_name(backend) == "auto":
         automatic = [b for b in BACKENDS if features.device.type in b.auto_on]
@@ -186,7 +187,7 @@ def arch_for(device: torch.device, assumed: Arch | None) -> Arch | None:
     return archs.for_device(torch.cuda.current_device() if device.index is None else device.index)
 
 
-def _title(features: Features, arch: Arch | None) -> str:
+def title(features: Features, arch: Arch | None) -> str:
     """Describe the features in one line."""
     f = features
     parts = [

@@ -121,7 +121,11 @@ def _segment_bounds(indptr: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         raise RuntimeArgumentError(f"indptr must be on x's device {x.device}, got {indptr.device}")
     bounds = indptr.to(torch.int64)
     if bounds[0] < 0 or bounds[-1] > x.numel() or (bounds.diff() < 0).any():
+        wrong = (bounds < 0) | (bounds > x.numel())
+        wrong[1:] |= bounds.diff() < 0
+        i = int(wrong.nonzero()[0])
         raise ArgumentError(
-            f"indptr must not decrease and must stay within 0..{x.numel()}, the elements of x; got {indptr.tolist()}"
+            f"indptr must not decrease and must stay within 0..{x.numel()}, the elements of x; got indptr[{i}] = "
+            f"{int(bounds[i])}" + (f" after {int(bounds[i - 1])}" if i else "")
         )
     return bounds

@@ -56,6 +56,25 @@ ARCHS: dict[str, Arch] = {
 }
 # Multiprocessors of A100, H100/H200 SXM, B200, B300, RTX 5090 and GB10: they decide how many kv splits there are.
 TYPICAL_SMS = {"sm_80": 108, "sm_90a": 132, "sm_100a": 148, "sm_103a": 148, "sm_120a": 170, "sm_121a": 48}
+# Compute capabilities of GPUs by their names in lower case, without spaces.
+GPUS = {
+    "a100": (8, 0),
+    "a10": (8, 6),
+    "rtx3090": (8, 6),
+    "l4": (8, 9),
+    "l40s": (8, 9),
+    "rtx4090": (8, 9),
+    "h100": (9, 0),
+    "h200": (9, 0),
+    "gh200": (9, 0),
+    "b200": (10, 0),
+    "gb200": (10, 0),
+    "b300": (10, 3),
+    "gb300": (10, 3),
+    "rtx5090": (12, 0),
+    "rtxpro6000": (12, 0),
+    "gb10": (12, 1),
+}
 _BY_CAPABILITY = {arch.capability: arch for arch in ARCHS.values()}
 
 
@@ -63,6 +82,18 @@ def named(name: str) -> Arch:
     """Returns the architecture called `name`; otherwise an ArgumentError lists the accepted names."""
     if name not in ARCHS:
         raise ArgumentError(f"arch must be one of {', '.join(ARCHS)}, got {name!r}")
+    return ARCHS[name]
+
+
+def of_gpu(name: str) -> Arch:
+    """Returns the architecture called `name` ("sm_90a"), or that of a GPU ("h100", "RTX 5090"); otherwise an
+    ArgumentError lists both kinds of names.
+    """
+    capability = GPUS.get(name.lower().replace(" ", ""))
+    if capability is not None:
+        return for_capability(capability)
+    if name not in ARCHS:
+        raise ArgumentError(f"arch must be one of {', '.join(ARCHS)}, or a GPU of {', '.join(GPUS)}; got {name!r}")
     return ARCHS[name]
 
 

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from cute_attn.runtime.compile import Outcome, Progress, compile_many, compile_s
 from cute_attn.runtime.spec import KernelSpec, ProgramOf
 
 MAX_ARTIFACTS = 256  # in memory, of some 0.3 MB each: loaded kernels hold their own
+
+logger = logging.getLogger(__name__)
 
 _memory: dict[tuple[KernelSpec, str], Artifact] = {}
 _memory_lock = threading.Lock()
@@ -73,14 +77,33 @@ def write_bundle(
     program_of: ProgramOf,
     jobs: int | None = None,
     progress: Progress | None = None,
-) -> None:
-    """Makes `directory` a bundle of these specs, compiling the missing ones. An ArtifactError lists all failures."""
-    outcomes = get_many(specs_by_arch, program_of, jobs, progress)
-    failures = [str(outcome) for outcome in outcomes.values() if isinstance(outcome, ArtifactError)]
-    if failures:
-        raise ArtifactError(f"no bundle written, {len(failures)} artifacts failed:\n" + "\n".join(failures))
-    pairs = [(spec, outcome) for (_, spec), outcome in outcomes.items() if isinstance(outcome, Artifact)]
-    bundle.write(Path(directory), pairs)
+) -> int:
+    """Makes `directory` a bundle of these specs, compiling the missing ones, and returns how many it had already.
+
+    Artifacts are written as they are ready, so that the same call goes on after an interruption. An ArtifactError lists
+    all failures; no bundle is written then. `progress` is not called for artifacts that the directory had.
+    """
+    writer = bundle.Writer(Path(directory))
+    missing = {arch: [spec for spec in specs if not writer.resume(spec, arch)] for arch, specs in specs_by_arch.items()}
+    failures: list[str] = []
+
+    def finished(spec: KernelSpec, arch: str, outcome: Outcome) -> None:
+        if isinstance(outcome, Artifact):
+            writer.add(spec, outcome)
+        else:
+            failures.append(str(outcome))
+        if progress:
+            progress(spec, arch, outcome)
+
+    try:
+        get_many(missing, program_of, jobs, finished)
+        if failures:
+            raise ArtifactError(f"no bundle written, {len(failures)} artifacts failed:\n" + "\n".join(failures))
+    except ArtifactError:
+        writer.discard()
+        raise
+    writer.finish()
+    return sum(map(len, specs_by_arch.values())) - sum(map(len, missing.values()))
 
 
 def held() -> list[tuple[KernelSpec, Artifact]]:
@@ -98,9 +121,13 @@ def _remember(spec: KernelSpec, arch: str, artifact: Artifact) -> Artifact:
 
 
 def _stored(spec: KernelSpec, arch: str) -> Artifact | None:
-    found = bundle.find(spec, arch)
+    source, found = "a bundle", bundle.find(spec, arch)
     key = cache.cache_key(spec, arch)
-    return _cached(key, spec, arch) if found is None and key else found
+    if found is None and key:
+        source, found = "the cache", _cached(key, spec, arch)
+    if found is not None:
+        logger.debug("%s for %s comes from %s: %s", spec.kernel, arch, source, spec.key())
+    return found
 
 
 def _cached(key: str, spec: KernelSpec, arch: str) -> Artifact | None:
@@ -117,8 +144,11 @@ def _compile(spec: KernelSpec, arch: str, program_of: ProgramOf) -> Artifact:
     with cache.locked(key):
         artifact = _cached(key, spec, arch)  # another process may have compiled it while this one waited
         if artifact is None:
+            start = time.perf_counter()
             artifact = compile_spec(spec, arch, program_of)
             cache.store(key, artifact)
+            seconds = time.perf_counter() - start
+            logger.info("compiled %s for %s in %.2f s: %s", spec.kernel, arch, seconds, spec.key())
     return artifact
 
 

@@ -7,14 +7,17 @@ never skipped silently.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import functools
 import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from cute_attn.errors import ArtifactError
-from cute_attn.runtime import cache
+from cute_attn.runtime import cache, dsl, switches
 from cute_attn.runtime.artifact import Artifact
 from cute_attn.runtime.spec import KernelSpec
 
@@ -24,7 +27,7 @@ MAX_BUNDLES = 16  # whose manifests are kept
 
 def directories() -> list[Path]:
     """Returns the bundles named by `CUTE_ATTN_BUNDLE`, separated like PATH."""
-    return [Path(part) for part in os.environ.get("CUTE_ATTN_BUNDLE", "").split(os.pathsep) if part]
+    return [Path(part) for part in os.environ.get(switches.BUNDLE, "").split(os.pathsep) if part]
 
 
 def find(spec: KernelSpec, arch: str) -> Artifact | None:
@@ -38,6 +41,13 @@ def find(spec: KernelSpec, arch: str) -> Artifact | None:
         if file is not None:
             return _read(directory / file, spec, arch)
     return None
+
+
+def counts(directory: Path) -> dict[str, int]:
+    """Returns the number of kernels of a bundle by architecture; ArtifactError for one that cannot be used."""
+    _contents(directory)
+    manifest = json.loads((directory / MANIFEST).read_text())
+    return collections.Counter(str(entry.get("arch", "?")) for entry in manifest["artifacts"].values())
 
 
 @functools.lru_cache(MAX_BUNDLES)
@@ -74,23 +84,85 @@ def _read(path: Path, spec: KernelSpec, arch: str) -> Artifact:
     return artifact
 
 
+class Writer:
+    """Makes a directory a bundle, artifact by artifact. What an interrupted one has written is found again.
+
+    The manifest comes last: it makes the artifacts visible.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.entries: dict[str, dict[str, Any]] = {}
+        self._versions: set[str] = set()
+        self._written: list[Path] = []
+        self._made_directory = False
+
+    def resume(self, spec: KernelSpec, arch: str) -> bool:
+        """Tells whether the directory has this artifact, from these sources and this DSL; then it becomes part of the
+        bundle.
+        """
+        version = dsl.version()
+        if version is None:
+            return False
+        key = cache.key_of(spec, arch, version)
+        try:
+            artifact = Artifact.from_bytes((self.directory / _file_name(spec, arch, key)).read_bytes())
+        except (OSError, ArtifactError):
+            return False
+        if not artifact.is_of(spec, arch) or artifact.dsl != version:
+            return False
+        self._enter(key, spec, artifact)
+        return True
+
+    def add(self, spec: KernelSpec, artifact: Artifact) -> None:
+        """Writes an artifact. ArtifactError: another version or flavour of the DSL compiled it than those before."""
+        if self._versions - {artifact.dsl}:
+            versions = sorted({*self._versions, artifact.dsl})
+            raise ArtifactError(f"a bundle must come from one version and flavour of the DSL, got {versions}")
+        self._made_directory |= not self.directory.exists()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        key = cache.key_of(spec, artifact.arch, artifact.dsl)
+        path = self.directory / _file_name(spec, artifact.arch, key)
+        cache.write_atomically(path, artifact.to_bytes())
+        self._written.append(path)
+        self._enter(key, spec, artifact)
+
+    def _enter(self, key: str, spec: KernelSpec, artifact: Artifact) -> None:
+        self._versions.add(artifact.dsl)
+        name = _file_name(spec, artifact.arch, key)
+        self.entries[key] = {"file": name, "arch": artifact.arch, "spec": artifact.spec}
+
+    def finish(self) -> None:
+        """Writes the manifest."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        version = next(iter(self._versions), "")
+        manifest = {"sources": cache.source_fingerprint(), "dsl": version, "artifacts": self.entries}
+        cache.write_atomically(self.directory / MANIFEST, json.dumps(manifest, indent=1).encode())
+        _contents.cache_clear()
+
+    def discard(self) -> None:
+        """Removes what this writer has written, and the directory if it made it."""
+        for path in self._written:
+            path.unlink(missing_ok=True)
+        if self._made_directory:
+            with contextlib.suppress(OSError):  # somebody else put something there
+                self.directory.rmdir()
+
+
+def _file_name(spec: KernelSpec, arch: str, key: str) -> str:
+    return f"{spec.symbol}-{arch}-{key[:16]}.artifact"
+
+
 def write(directory: Path, artifacts: Iterable[tuple[KernelSpec, Artifact]]) -> None:
-    """Writes a bundle: first the artifacts, last the manifest that makes them visible.
+    """Writes a bundle.
 
     Raises ArtifactError unless one version and flavour of the DSL compiled all of them.
     """
-    artifacts = list(artifacts)
-    versions = {artifact.dsl for _, artifact in artifacts}
-    if len(versions) > 1:
-        raise ArtifactError(f"a bundle must come from one version and flavour of the DSL, got {sorted(versions)}")
-    dsl_version = versions.pop() if versions else ""
-    directory.mkdir(parents=True, exist_ok=True)
-    entries = {}
-    for spec, artifact in artifacts:
-        key = cache.key_of(spec, artifact.arch, dsl_version)
-        name = f"{spec.symbol}-{artifact.arch}-{key[:16]}.artifact"
-        cache.write_atomically(directory / name, artifact.to_bytes())
-        entries[key] = {"file": name, "arch": artifact.arch, "spec": artifact.spec}
-    manifest = {"sources": cache.source_fingerprint(), "dsl": dsl_version, "artifacts": entries}
-    cache.write_atomically(directory / MANIFEST, json.dumps(manifest, indent=1).encode())
-    _contents.cache_clear()
+    writer = Writer(directory)
+    try:
+        for spec, artifact in artifacts:
+            writer.add(spec, artifact)
+    except ArtifactError:
+        writer.discard()
+        raise
+    writer.finish()

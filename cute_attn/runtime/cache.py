@@ -12,15 +12,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import json
 import os
 import stat
 import tempfile
 import warnings
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from cute_attn.errors import ArtifactError
-from cute_attn.runtime import dsl
+from cute_attn.runtime import artifact, dsl, switches
 from cute_attn.runtime.artifact import Artifact
 from cute_attn.runtime.spec import KernelSpec
 
@@ -57,7 +60,7 @@ def source_fingerprint() -> str:
 
 def directory() -> Path:
     """Returns the absolute path of the cache, which need not exist yet."""
-    chosen = os.environ.get("CUTE_ATTN_CACHE_DIR")
+    chosen = os.environ.get(switches.CACHE_DIR)
     if not chosen:
         base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         if base.startswith("~"):  # a user without a home: expanduser changes nothing
@@ -68,7 +71,11 @@ def directory() -> Path:
 
 def key_of(spec: KernelSpec, arch: str, dsl_version: str) -> str:
     """Returns the key of an artifact that this version and flavour of the DSL compiles from the package's sources."""
-    return hashlib.sha256("\0".join((spec.key(), arch, source_fingerprint(), dsl_version)).encode()).hexdigest()
+    return _key(spec.key(), arch, dsl_version)
+
+
+def _key(spec_text: str, arch: str, dsl_version: str) -> str:
+    return hashlib.sha256("\0".join((spec_text, arch, source_fingerprint(), dsl_version)).encode()).hexdigest()
 
 
 def cache_key(spec: KernelSpec, arch: str) -> str | None:
@@ -95,6 +102,71 @@ def load(key: str) -> Artifact | None:
     return None
 
 
+class Entry(NamedTuple):
+    """A file of the cache. `current`: made from the present kernel sources by the installed DSL; others are never read
+    again, unless sources or DSL come back.
+    """
+
+    path: Path
+    num_bytes: int
+    arch: str
+    kernel: str
+    dsl: str
+    current: bool
+    problem: str  # why it cannot be loaded, or ""
+
+
+def entries(verify: bool = False) -> Iterator[Entry]:
+    """Yields the artifacts of the cache, in the order of their names. `verify`: read each whole, and check that nobody
+    else could have written it; else only what it says of itself is read.
+    """
+    for path in sorted(directory().glob("*.artifact")):
+        try:
+            yield _entry(path, verify)
+        except FileNotFoundError:  # removed meanwhile
+            continue
+
+
+def _entry(path: Path, verify: bool) -> Entry:
+    found = path.stat()
+    try:
+        header = _header(path)
+        arch, spec, version = header["arch"], header["spec"], header.get("dsl", "")
+        kernel = spec["kernel"]
+        text = json.dumps(spec, sort_keys=True, separators=(",", ":"))
+        current = version == dsl.version() and path.stem == _key(text, arch, version)
+        if verify:
+            check_private(path, found)
+            Artifact.from_bytes(path.read_bytes())
+    except FileNotFoundError:
+        raise
+    except (OSError, ArtifactError, ValueError, KeyError, TypeError, AttributeError, zlib.error) as error:
+        return Entry(path, found.st_size, "?", "?", "", False, str(error) or repr(error))
+    return Entry(path, found.st_size, arch, kernel, version, current, "")
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """Reads the header of an artifact's file, without its code."""
+    with open(path, "rb") as file:
+        start = file.read(len(artifact._MAGIC) + artifact._DIGEST_BYTES)
+        if not start.startswith(artifact._MAGIC):
+            raise ArtifactError("not an artifact file")
+        inflate, raw = zlib.decompressobj(), b""
+        while len(raw) < 8 or len(raw) < 8 + int.from_bytes(raw[:8], "little"):
+            block = file.read(4096)
+            if not block:
+                raise ArtifactError("the file is incomplete")
+            raw += inflate.decompress(block)
+    return dict(json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")]))
+
+
+def remove(chosen: Iterable[Entry]) -> None:
+    """Removes artifacts and their lock files. A process that compiles one meanwhile may leave another."""
+    for entry in chosen:
+        entry.path.unlink(missing_ok=True)
+        entry.path.with_suffix(".lock").unlink(missing_ok=True)
+
+
 def check_private(path: Path, found: os.stat_result) -> None:
     """Raises NotPrivate unless `path` belongs to this user or root and nobody else may write to it."""
     if found.st_uid not in _trusted_users():
@@ -107,11 +179,11 @@ def _trusted_users() -> tuple[int, ...]:
     return os.geteuid(), 0
 
 
-def store(key: str, artifact: Artifact) -> None:
-    """Puts `artifact` into the cache. Readers see the whole file or none."""
+def store(key: str, made: Artifact) -> None:
+    """Puts an artifact into the cache. Readers see the whole file or none."""
     try:
         _make_directory()
-        write_atomically(path_of(key), artifact.to_bytes())
+        write_atomically(path_of(key), made.to_bytes())
     except OSError as err:
         _warn_once(err)
 

@@ -16,14 +16,13 @@ import torch
 import cute_attn
 from cute_attn.cli import demo, doctor, main, specs
 from cute_attn.cli.terminal import ProgressBar, format_bytes, table
-from cute_attn.dispatch import capabilities
 from cute_attn.errors import ArtifactError
 from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.kernels.fa2.spec import Fa2Spec, Tile
 from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
 from cute_attn.kernels.fa4.spec import BlackwellTile, Fa4Spec
 from cute_attn.kernels.programs import program
-from cute_attn.runtime import artifacts
+from cute_attn.runtime import artifacts, switches
 from cute_attn.runtime.arch import ARCHS
 from cute_attn.runtime.spec import KernelSpec, Program
 from tests.support import subprocesses
@@ -136,6 +135,45 @@ def test_doctor_counts_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert doctor.Finding("ok", "CUTE_ATTN_CACHE_DIR", str(tmp_path)) in doctor.environment()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="describes a machine without a GPU")
+def test_doctor_as_data(capsys: Output) -> None:
+    assert main(["doctor", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["broken"] is False
+    assert {"state": "ok", "name": "cute_attn", "text": cute_attn.__version__} in document["installed"]
+    assert {line["name"] for line in document["runs"]} == {"CPU tensors", "GPU tensors", "compiling"}
+
+
+def test_doctor_reports_what_has_no_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    """A bundle that is not there, and a misspelled variable."""
+    assert main(["bundle", str(tmp_path / "good"), "--arch", "sm_90a", "--spec", COMBINE.key()]) == 0
+    monkeypatch.setenv("CUTE_ATTN_BUNDLE", f"{tmp_path / 'good'}:{tmp_path / 'nowhere'}")
+    monkeypatch.setenv("CUTE_ATTN_DISABLEJIT", "1")
+    capsys.readouterr()
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert f"{tmp_path / 'good'}: 1 kernels for sm_90a" in out
+    assert re.search(rf"!!  bundle +CUTE_ATTN_BUNDLE names {tmp_path}/nowhere, which is not a readable bundle", out)
+    assert re.search(r"!!  CUTE_ATTN_DISABLEJIT .*did you mean CUTE_ATTN_DISABLE_JIT", out)
+
+
+def test_doctor_lists_the_variables(capsys: Output) -> None:
+    assert main(["doctor", "--variables"]) == 0
+    assert capsys.readouterr().out == switches.markdown()
+
+
+# ---- flags
+
+
+def test_a_misspelled_flag_prints_the_usage_of_its_command(capsys: Output) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["explain", "--kv-leng", "7", "--causal"])
+    assert exit_.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith("usage: python -m cute_attn explain [-h]")
+    assert "unknown arguments: --kv-leng 7 (did you mean --kv-len?)" in err
+
+
 # ---- kernels
 
 
@@ -230,20 +268,21 @@ def test_bundle_runs_where_nothing_can_be_compiled(tmp_path: Path, capsys: Outpu
     assert "CUTE_ATTN_DISABLE_JIT is set" in out
 
 
-# ---- explain, support
+# ---- explain
 
 
 def test_explain_names_backend_kernels_and_grid(capsys: Output) -> None:
-    assert main(["explain", "--kv-len", "131072", "--arch", "sm_90a"]) == 0
+    assert main(["explain", "--kv-len", "131072", "--arch", "sm_90a", "--specs"]) == 0
     out = capsys.readouterr().out
-    assert "fa2: chosen" in out
+    assert "fa2: chosen: the first of fa4, fa3, xqa, fa2 that takes it and is not passed over" in out
+    assert "Instead" not in out
     assert "on 132 multiprocessors of sm_90a" in out
     printed = [json.loads(line) for line in out.splitlines() if line.strip().startswith("{")]
     assert [spec["kernel"] for spec in printed] == ["fa2", "combine"]  # a long decode is split
     assert printed[0]["split"] is True
 
     for arch, kernel in (("sm_90a", "fa3"), ("sm_100a", "fa4"), ("sm_103a", "fa4"), ("sm_120a", "fa2")):
-        assert main(["explain", "--qo-len", "4096", "--kv-len", "4096", "--causal", "--arch", arch]) == 0
+        assert main(["explain", "--qo-len", "4096", "--kv-len", "4096", "--causal", "--arch", arch, "--specs"]) == 0
         printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.strip().startswith("{")]
         assert [spec["kernel"] for spec in printed] == [kernel]
         assert printed[0]["split"] is False
@@ -294,11 +333,26 @@ def test_explain_of_equal_requests(capsys: Output) -> None:
     assert "reference: chosen" in capsys.readouterr().out
 
 
+def test_explain_prints_specs_only_if_asked(capsys: Output) -> None:
+    assert main(["explain", "--kv-len", "131072", "--arch", "h100"]) == 0
+    out = capsys.readouterr().out
+    assert "  fa2 bf16 >fp32 qk128 vo128 split" in out
+    assert "{" not in out
+    assert main(["explain", "--kv-len", "131072", "--arch", "h100", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["chosen"] == "fa2"
+    assert [launch["spec"]["kernel"] for launch in document["launches"]] == ["fa2", "combine"]
+    (refused,) = (each["refusals"] for each in document["backends"] if each["backend"] == "fa4")
+    assert refused[0]["feature"] == "sm_90a"
+    assert main(["explain", "--batch", "4", "--page-size", "16", "--head-dim", "100", "--arch", "a100", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["launches"] == []
+
+
 def test_explain_gives_the_reasons_of_a_refusal(capsys: Output) -> None:
     assert main(["explain", "--head-dim", "600", "--arch", "sm_90a"]) == 1
     out = capsys.readouterr().out
     assert "fa2: refused" in out
-    assert "no tiles" in out
+    assert "no tiles for them. Instead: pad q, k and v" in out
     assert main(["explain", "--head-dim", "600", "--arch", "cpu"]) == 0
     assert "reference: chosen" in capsys.readouterr().out
 
@@ -323,13 +377,6 @@ def test_explain_gives_the_reasons_of_a_refusal(capsys: Output) -> None:
 def test_explain_checks_its_arguments(argv: list[str], named: str, capsys: Output) -> None:
     assert main(["explain", *argv]) == 2
     assert named in capsys.readouterr().err
-
-
-def test_readme_has_the_current_support_table(capsys: Output) -> None:
-    assert main(["support"]) == 0
-    printed = capsys.readouterr().out
-    assert printed == capabilities.support_table()
-    assert printed in (subprocesses.ROOT / "README.md").read_text()
 
 
 # ---- demo

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import Any
 
 import pytest
 import torch
 
 from cute_attn import (
+    ArgumentError,
     BatchPrefillWithRaggedKVCacheWrapper,
     LayoutError,
     NotSupported,
@@ -305,7 +307,7 @@ def test_lengths_on_the_device_are_for_xqa(asked: dict[str, Any]) -> None:
 def test_explain_of_lengths_on_the_device() -> None:
     lines = explain(ON_DEVICE._replace(kv_dtype=BF16, draft_mask=True), HOPPER, rows=1000).splitlines()
     assert lines[0].endswith("paged batch; device_lengths; draft_mask")
-    assert "  xqa: chosen" in lines
+    assert "  xqa: chosen: no other backend of this GPU takes it" in lines
     assert "  fa2: refused" in lines
     assert sum("tree masks of draft tokens" in line for line in lines) == 3
 
@@ -467,18 +469,62 @@ def test_explain_names_every_backend_and_reason() -> None:
     assert "reference: chosen" in text
 
 
+def test_explain_takes_tensors_words_and_names_of_gpus() -> None:
+    q, k = torch.zeros(4096, 8, 64).half(), torch.zeros(4096, 2, 64).half()
+    features = CUDA._replace(q_dtype=q.dtype, kv_dtype=q.dtype, o_dtype=q.dtype, num_qo_heads=8, num_kv_heads=2)
+    expected = explain(features._replace(head_dim_qk=64, head_dim_vo=64), HOPPER, rows=4 * 4096)
+    assert explain((q, k, k), "h100", causal=True) == expected
+    words = {"qo_len": 4096, "num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": "float16"}
+    assert explain(**words, arch="sm_90a", causal=True) == expected
+    decode = explain((q[0], k, k), "H200").splitlines()
+    assert "  fa3: able, passed over: 4 query rows per kv head are fewer than 65, which is faster elsewhere" in decode
+    assert explain((q, k, k)).startswith("cpu; q float16")
+    assert explain(**words, arch="cpu").startswith("cpu; q float16")
+    assert "sinks" in explain((q, k, k), "RTX 5090", sinks=True, logits_soft_cap=3.0).splitlines()[0]
+    assert "  fa3: chosen" in explain(CUDA, "h100")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"arch": "h1000"}, "arch must be one of sm_80, .*a GPU of a100, .*h100.*got 'h1000'"),
+        ({"arch": 90}, "arch must be a name such as 'sm_90a'"),
+        ({"asked": torch.zeros(3)}, r"asked must be Features, tensors \(q, k, v\) or None, got a float32 tensor"),
+        ({"asked": (torch.zeros(2, 2, 64).half(),) * 3, "head_dim": 65}, "head_dim must not be given with tensors"),
+        ({"asked": CUDA, "causal": True}, "causal must not be given with Features"),
+        ({"dtype": "bf16"}, "dtype must be a dtype or its name, got 'bf16'"),
+        ({"qo_len": -1}, "qo_len must be an int >= 0"),
+    ],
+)
+def test_explain_checks_its_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        explain(**arguments)
+
+
+def test_chosen_has_a_reason() -> None:
+    assert "fa2: chosen: no other backend of this GPU takes it" in explain(CUDA, AMPERE)
+    assert "reference: chosen: CPU tensors run on it" in explain(CPU)
+    text = explain(CUDA._replace(pos_encoding_mode="ROPE_LLAMA"), HOPPER)
+    assert "Instead" not in text
+    assert "fa3 refuses pos_encoding_mode ROPE_LLAMA: TMA brings q and k in unrotated." in text
+
+
+def test_cpu_tensors_that_no_gpu_takes_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "_warned_of_cpu_only", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for features in (CPU, CPU._replace(num_qo_heads=8, q_dtype=E4M3, kv_dtype=E4M3)):  # fp8: from Hopper on
+            select.chosen.__wrapped__(features, "auto", 1)
+        select.chosen.__wrapped__(CPU._replace(head_dim_qk=100), "reference", 1)  # asked for by name
+    odd = CPU._replace(head_dim_qk=100, head_dim_vo=100)
+    with pytest.warns(UserWarning, match='fa2 refuses other head dimensions.*backend="emulator"'):
+        select.chosen.__wrapped__(odd, "auto", 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        select.chosen.__wrapped__(odd, "auto", 1)
+
+
 # ---- the table itself
-
-
-def test_support_table_says_what_the_table_does() -> None:
-    lines = capabilities.support_table().splitlines()
-    assert len(lines) == 2 + len(capabilities.CAPABILITIES)
-    for row, line in zip(capabilities.CAPABILITIES, lines[2:], strict=True):
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        assert cells[0] == row.feature
-        for backend, cell in zip(capabilities.BACKENDS, cells[1:], strict=True):
-            no = row.unsupported.get(backend.name)
-            assert cell == ("yes" if no is None else f"no: {no.reason}")
 
 
 def test_rows_name_known_backends_and_say_why() -> None:

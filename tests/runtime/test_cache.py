@@ -15,6 +15,8 @@ import pytest
 from cute_attn.errors import ArtifactError
 from cute_attn.runtime import artifacts, bundle, cache, dsl
 from cute_attn.runtime.artifact import Artifact
+from cute_attn.runtime.compile import Outcome
+from cute_attn.runtime.spec import KernelSpec
 from tests.support import subprocesses
 from tests.support.toy_spec import BrokenSpec, ToySpec, toy_program
 
@@ -261,6 +263,75 @@ def test_bundle_with_a_failure_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"no bundle written, 1 artifacts failed:\n.*toy of iron"):
         artifacts.write_bundle(tmp_path / "bundle", {ARCH: [SPEC, BrokenSpec()]}, toy_program, jobs=1)
     assert not (tmp_path / "bundle").exists()
+
+
+def test_an_interrupted_bundle_goes_on(
+    tmp_path: Path, forget: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs = [SPEC, ToySpec(threads=64), ToySpec(threads=32)]
+
+    def interrupt(spec: KernelSpec, arch: str, outcome: Outcome) -> None:
+        if spec == specs[1]:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        artifacts.write_bundle(tmp_path / "bundle", {ARCH: specs}, toy_program, jobs=1, progress=interrupt)
+    assert not (tmp_path / "bundle/manifest.json").exists()
+    found = list((tmp_path / "bundle").iterdir())
+    assert len(found) == 2
+    found[0].write_bytes(b"damaged")
+    forget()
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path / "other"))  # the bundle alone has them
+    assert artifacts.write_bundle(tmp_path / "bundle", {ARCH: specs}, toy_program, jobs=1) == 1
+    assert compiles(tmp_path) == 4  # the damaged one again, and the third
+    assert bundle.counts(tmp_path / "bundle") == {ARCH: 3}
+    forget()
+    monkeypatch.setenv("CUTE_ATTN_BUNDLE", str(tmp_path / "bundle"))
+    for spec in specs:
+        assert artifacts.get(spec, ARCH, toy_program).is_of(spec, ARCH)
+    assert compiles(tmp_path) == 4
+
+
+# ---- what is in the cache
+
+
+def test_entries_tell_what_is_there(
+    tmp_path: Path, forget: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = artifacts.get(SPEC, ARCH, toy_program)
+    artifacts.get(SPEC, "sm_80", toy_program)
+    monkeypatch.setattr(cache, "source_fingerprint", lambda: "0" * 64)
+    forget()
+    artifacts.get(SPEC, ARCH, toy_program)
+    monkeypatch.undo()
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path / "cache"))
+    entries = list(cache.entries())
+    assert sorted((entry.arch, entry.kernel, entry.current) for entry in entries) == [
+        ("sm_80", "toy", True),
+        (ARCH, "toy", False),
+        (ARCH, "toy", True),
+    ]
+    assert {entry.num_bytes for entry in entries if entry.arch == ARCH} == {len(made.to_bytes())}
+    assert {entry.dsl for entry in entries} == {made.dsl}
+    assert not any(entry.problem for entry in cache.entries(verify=True))
+    cache.remove(entry for entry in entries if not entry.current)
+    assert len(list(cache.entries())) == 2
+
+
+def test_verification_reads_files_whole(tmp_path: Path) -> None:
+    artifacts.get(SPEC, ARCH, toy_program)
+    ((entry, path),) = [(entry, entry.path) for entry in cache.entries()]
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    assert next(cache.entries()).problem == ""
+    assert "not an intact artifact file" in next(cache.entries(verify=True)).problem
+    path.write_bytes(content)
+    path.chmod(0o622)
+    assert "other users may write" in next(cache.entries(verify=True)).problem
+    for junk in (b"", b"junk", content[:60], content[:53] + b"x" * 200):
+        path.write_bytes(junk)
+        assert next(cache.entries()).problem
+    assert entry.kernel == "toy"
 
 
 # ---- what is loaded is what was asked for, and nobody else could have put it there

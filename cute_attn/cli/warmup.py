@@ -1,0 +1,166 @@
+"""`warmup`: compiles all kernels that a model's attention may need into the cache, in parallel."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from cute_attn.cli import specs, warmup_shapes
+from cute_attn.cli.terminal import format_seconds
+from cute_attn.cli.warmup_shapes import KV_DTYPES, SOURCES, Shape
+from cute_attn.errors import ArgumentError, ArtifactError
+from cute_attn.runtime import arch as archs
+from cute_attn.runtime import cache
+from cute_attn.runtime.arch import Arch
+from cute_attn.runtime.spec import KernelSpec
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "warmup",
+        help="compile all kernels for a model's shapes into the cache",
+        description=(
+            "Compiles the kernels of every backend that auto may choose for the model, so that no call has to: "
+            "prefill and decode of any length, any page size, with and without sliding windows, and copies into paged "
+            "caches. Kernels that are in the cache stay there. Exits 1 if no backend takes the model, or a kernel does "
+            "not compile."
+        ),
+    )
+    warmup_shapes.add_options(parser)
+    parser.add_argument(
+        "--kv-dtype",
+        default="auto",
+        metavar="A,B",
+        help=f"dtypes of k and v: auto (default: that of q), {', '.join(KV_DTYPES)}",
+    )
+    parser.add_argument(
+        "--kv-source",
+        default=",".join(SOURCES),
+        metavar="A,B",
+        help="where k and v are: paged, ragged (batch wrappers), dense (single requests); default all",
+    )
+    parser.add_argument(
+        "--arch",
+        metavar="A,B",
+        help=f"{', '.join(archs.ARCHS)}, or GPUs such as h100 (default: the GPU of this machine)",
+    )
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="number of compile processes (default: one per CPU, at most 8)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    shapes = warmup_shapes.shapes(options)
+    kv_dtypes = _listed("--kv-dtype", options.kv_dtype, ("auto", *KV_DTYPES))
+    sources = _listed("--kv-source", options.kv_source, SOURCES)
+    chosen: dict[str, list[KernelSpec]] = {}
+    refused: list[str] = []
+    for arch in targets(options.arch):
+        found: list[KernelSpec] = []
+        for shape in shapes:
+            for kv_dtype in kv_dtypes:
+                kernels, reasons = needed(shape, shape.dtype if kv_dtype == "auto" else kv_dtype, sources, arch)
+                found += kernels
+                refused += reasons
+        chosen[arch.name] = list(dict.fromkeys(found))
+    before = sum(in_cache(spec, arch) for arch, found in chosen.items() for spec in found)
+    start = time.monotonic()
+    outcomes = specs.compile_all(chosen, options.jobs)
+    failures = [str(outcome) for outcome in outcomes.values() if isinstance(outcome, ArtifactError)]
+    report(options, shapes, chosen, refused, before, failures, time.monotonic() - start)
+    return 1 if failures or not outcomes else 0
+
+
+def report(
+    options: argparse.Namespace,
+    shapes: Sequence[Shape],
+    chosen: dict[str, list[KernelSpec]],
+    refused: Sequence[str],
+    before: int,
+    failures: Sequence[str],
+    seconds: float,
+) -> None:
+    total = sum(map(len, chosen.values()))
+    if options.json:
+        document = {
+            "shapes": [shape._asdict() for shape in shapes],
+            "kernels": {arch: [spec.asdict() for spec in found] for arch, found in chosen.items()},
+            "before": before,
+            "failures": list(failures),
+            "refused": list(refused),
+            "seconds": round(seconds, 3),
+        }
+        print(json.dumps(document, indent=1))
+        return
+    for shape in shapes:
+        print(f"attention of one GPU: {shape}")
+    for line in refused:
+        print(f"no backend: {line}")
+    for line in failures:
+        print(f"failed: {line}")
+    where = ", ".join(f"{len(found)} for {arch}" for arch, found in chosen.items())
+    print(f"{total} kernels ({where}), {before} of them there before, {len(failures)} failed", end="")
+    print(f", in {format_seconds(seconds)}; cache: {cache.directory()}")
+
+
+def _listed(name: str, text: str, choices: Sequence[str]) -> list[str]:
+    found = [part.strip() for part in text.split(",")]
+    for part in found:
+        if part not in choices:
+            raise ArgumentError(f"{name} must list some of {', '.join(choices)}, got {part!r}")
+    return list(dict.fromkeys(found))
+
+
+def targets(text: str | None) -> list[Arch]:
+    """Returns the architectures to compile for."""
+    if text is not None:
+        return [archs.of_gpu(name.strip()) for name in text.split(",")]
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ArgumentError("torch finds no GPU here: say with --arch for which one to compile, for example sm_90a")
+    indices = range(torch.cuda.device_count())
+    return list({arch.name: arch for arch in map(archs.for_device, indices)}.values())
+
+
+def needed(shape: Shape, kv_dtype: str, sources: Sequence[str], arch: Arch) -> tuple[list[KernelSpec], list[str]]:
+    """Returns the kernels that "auto" may choose for a shape, and why it finds none for some calls."""
+    from cute_attn.dispatch import select
+    from cute_attn.dispatch.capabilities import ROWS_CLASSES
+    from cute_attn.dispatch.families import FAMILIES
+    from cute_attn.errors import NotSupported
+
+    found: list[KernelSpec] = []
+    reasons = []
+    for source in sources:
+        for decode in (False, True):
+            asked = shape.features(kv_dtype, source, decode)
+            calls = [asked, asked._replace(device_lengths=True)] if decode and source == "paged" else [asked]
+            for features in calls:
+                try:
+                    backends = {select.choose(features, "auto", arch, rows).name for rows in sorted(ROWS_CLASSES)}
+                except NotSupported as error:
+                    reasons.append(f"{select.title(features, arch)}: {error.refusals[-1]}")
+                    continue
+                for name in sorted(backends):
+                    found += FAMILIES[name].specs(features, arch)
+    return found + (_appends(shape.dtype, kv_dtype) if "paged" in sources and found else []), reasons
+
+
+def _appends(dtype: str, kv_dtype: str) -> list[KernelSpec]:
+    """Returns the kernels that write rows of `dtype` to caches of `kv_dtype`."""
+    from cute_attn.kernels.append.spec import COPY, AppendSpec, default_specs
+
+    stored = kv_dtype if kv_dtype == "nvfp4" else COPY
+    specs = (spec for spec in default_specs() if isinstance(spec, AppendSpec))
+    return [spec for spec in specs if spec.stored == stored and spec.dtype in ("", dtype)]
+
+
+def in_cache(spec: KernelSpec, arch: str) -> bool:
+    key = cache.cache_key(spec, arch)
+    return key is not None and cache.path_of(key).exists()

@@ -1,0 +1,256 @@
+"""What selection says of a problem, in words: `cute_attn.explain` and the command of that name."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_attn.dispatch import select
+from cute_attn.dispatch.capabilities import BACKENDS, EMULATOR, Backend
+from cute_attn.errors import ArgumentError, Refusal
+from cute_attn.problem import DecodeProblem, Features, Problem, Request
+from cute_attn.request import checks, single
+from cute_attn.request.settings import Call
+from cute_attn.runtime import arch as archs
+from cute_attn.runtime.arch import Arch
+
+CHOSEN, PASSED_OVER, ABLE, REFUSED = "chosen", "passed over", "able", "refused"
+
+
+class Verdict(NamedTuple):
+    """What selection says of a backend. `why`: the reason, empty for a refusal, which has `refusals`."""
+
+    backend: str
+    verdict: str
+    why: str
+    refusals: tuple[Refusal, ...] = ()
+
+
+class Described(NamedTuple):
+    """A single request in words, and the options of a call with tensors. Defaults: a decode step of Llama-3-8B."""
+
+    qo_len: int = 1
+    kv_len: int = 4096
+    num_qo_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    head_dim_vo: int | None = None
+    dtype: torch.dtype | str = "bfloat16"
+    kv_dtype: torch.dtype | str | None = None
+    o_dtype: torch.dtype | str | None = None
+    kv_layout: str = "NHD"
+    causal: bool = False
+    custom_mask: bool = False
+    window_left: int = -1
+    pos_encoding_mode: str = "NONE"
+    logits_soft_cap: float | None = None
+    sinks: bool = False
+
+    def changed(self) -> list[str]:
+        """Names of the fields that are not at their defaults."""
+        return [name for name, value in self._asdict().items() if value != self._field_defaults[name]]
+
+
+OF_TENSORS = Described._fields[:8]  # what tensors say themselves
+
+
+def explain(
+    asked: Features | Request | tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    arch: str | Arch | None = None,
+    rows: int | None = None,
+    *,
+    qo_len: int = 1,
+    kv_len: int = 4096,
+    num_qo_heads: int = 32,
+    num_kv_heads: int = 8,
+    head_dim: int = 128,
+    head_dim_vo: int | None = None,
+    dtype: torch.dtype | str = "bfloat16",
+    kv_dtype: torch.dtype | str | None = None,
+    o_dtype: torch.dtype | str | None = None,
+    kv_layout: str = "NHD",
+    causal: bool = False,
+    custom_mask: bool = False,
+    window_left: int = -1,
+    pos_encoding_mode: str = "NONE",
+    logits_soft_cap: float | None = None,
+    sinks: bool = False,
+) -> str:
+    """Explain what "auto" chooses, and for every backend why it is chosen, passed over or refused. Nothing is run.
+
+    Parameters
+    ----------
+    asked : tensors (q, k, v) of a single request, shaped as `single_prefill_with_kv_cache` or, with a q of two axes,
+        `single_decode_with_kv_cache` takes them; or `Features`. Default: the request that the keywords describe.
+    arch : GPU to explain for, which need not be here: "sm_90a", or a name such as "h100", "b200" or "rtx5090"; "cpu".
+        Default: the device of the tensors or features; for a described request the GPU of this machine, else "sm_90a".
+    rows : packed query rows per request of a batch (qo_len times the query heads per kv head), where known. Read with
+        `Features` only.
+    qo_len, kv_len : tokens of a described request. Default 1 (decode) and 4096.
+    num_qo_heads, num_kv_heads : of a described request. Default 32 and 8.
+    head_dim, head_dim_vo : of q and k, and of v and the output (default: `head_dim`), of a described request.
+        Default 128.
+    dtype, kv_dtype : dtypes of q, and of k and v (default: `dtype`), of a described request: "bfloat16" (default),
+        "float16", "float8_e4m3fn", ...
+    o_dtype : dtype of the output. Default: that of q.
+    kv_layout, causal, window_left, pos_encoding_mode, logits_soft_cap : as in `single_prefill_with_kv_cache`.
+    custom_mask : whether there is a custom mask. Default False.
+    sinks : whether there are attention sinks. Default False.
+
+    Returns
+    -------
+    A title line, then a line per backend and, indented, the reasons of refusals.
+
+    Raises
+    ------
+    ArgumentError (a ValueError: an unknown `arch`, keywords that `asked` makes meaningless, or arguments that no call
+    accepts).
+
+    Examples
+    --------
+    >>> print(explain(qo_len=4096, causal=True, arch="h100").splitlines()[2])
+      fa3: chosen: the first of fa4, fa3, xqa, fa2 that takes it and is not passed over
+    """
+    options = Described(
+        *(qo_len, kv_len, num_qo_heads, num_kv_heads, head_dim, head_dim_vo, dtype, kv_dtype, o_dtype, kv_layout),
+        *(causal, custom_mask, window_left, pos_encoding_mode, logits_soft_cap, sinks),
+    )
+    found = _arch(arch)
+    if isinstance(asked, (Features, Problem, DecodeProblem)):
+        _refuse_keywords(options.changed(), "Features")
+        features = asked if isinstance(asked, Features) else asked.features
+        qo_len = 0 if isinstance(asked, Features) else asked.qo_len
+        rows = rows if isinstance(asked, Features) else qo_len * (features.num_qo_heads // features.num_kv_heads)
+    else:
+        call = described(options) if asked is None else _with_tensors(asked, options)
+        problem = single.problem(call)
+        features = problem.features
+        rows = problem.qo_len * (features.num_qo_heads // features.num_kv_heads)
+        if asked is None and arch is None:
+            found = archs.for_device(torch.cuda.current_device()) if torch.cuda.is_available() else _arch("sm_90a")
+    if found is not None:
+        features = features._replace(device=torch.device("cuda"))
+    elif arch is not None:
+        features = features._replace(device=torch.device("cpu"))
+    return text(features, found, rows)
+
+
+def _arch(arch: Any) -> Arch | None:
+    """Return the architecture of a name; None for the CPU, and for the device of the request."""
+    if arch is None or isinstance(arch, Arch):
+        return arch
+    if not isinstance(arch, str):
+        raise ArgumentError(f"arch must be a name such as 'sm_90a' or 'h100', got {checks.describe(arch)}")
+    return None if arch == "cpu" else archs.of_gpu(arch)
+
+
+def _refuse_keywords(names: list[str], asked: str) -> None:
+    if names:
+        raise ArgumentError(f"{', '.join(names)} must not be given with {asked}, which already tell")
+
+
+def _with_tensors(asked: Any, options: Described) -> Call:
+    """Return the call of tensors (q, k, v) with options."""
+    if not (isinstance(asked, (tuple, list)) and len(asked) == 3 and all(isinstance(x, torch.Tensor) for x in asked)):
+        raise ArgumentError(f"asked must be Features, tensors (q, k, v) or None, got {checks.describe(asked)}")
+    _refuse_keywords([name for name in options.changed() if name in OF_TENSORS], "tensors")
+    q, k, v = asked
+    qo_len = q.shape[0] if q.dim() == 3 else 1
+    kv_len = k.shape[1 if options.kv_layout == "HND" else 0] if k.dim() == 3 else 0
+    return _call(q, k, v, q.dim() == 2, (qo_len, kv_len), options)
+
+
+def described(options: Described) -> Call:
+    """Return a call as described. Its tensors are never read or written, so they take no memory."""
+    for name in ("qo_len", "kv_len", "num_qo_heads", "num_kv_heads", "head_dim"):
+        value = getattr(options, name)
+        if type(value) is not int or value < 0:
+            raise ArgumentError(f"{name} must be an int >= 0, got {value!r}")
+    head_dim_vo = options.head_dim if options.head_dim_vo is None else options.head_dim_vo
+    q_dtype = _dtype("dtype", options.dtype)
+    kv_dtype = q_dtype if options.kv_dtype is None else _dtype("kv_dtype", options.kv_dtype)
+    kv_shape = (options.kv_len, options.num_kv_heads)
+    if options.kv_layout == "HND":
+        kv_shape = kv_shape[::-1]
+    decode = options.qo_len == 1 and not (options.causal or options.custom_mask or options.o_dtype)
+    tokens = () if decode else (options.qo_len,)
+    q = torch.empty(*tokens, options.num_qo_heads, options.head_dim, dtype=q_dtype)
+    k = torch.empty(*kv_shape, options.head_dim, dtype=kv_dtype)
+    v = torch.empty(*kv_shape, head_dim_vo, dtype=kv_dtype)
+    return _call(q, k, v, decode, (options.qo_len, options.kv_len), options)
+
+
+def _call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decode: bool, lengths: tuple[int, int], options: Described
+) -> Call:
+    mask_bytes = (lengths[0] * lengths[1] + 7) // 8
+    return Call(
+        *(q, k, v, decode),
+        kv_layout=options.kv_layout,
+        pos_encoding_mode=options.pos_encoding_mode,
+        causal=options.causal,
+        packed_custom_mask=torch.empty(mask_bytes, dtype=torch.uint8, device=q.device) if options.custom_mask else None,
+        window_left=options.window_left,
+        logits_soft_cap=options.logits_soft_cap,
+        o_dtype=None if options.o_dtype is None else _dtype("o_dtype", options.o_dtype),
+        sinks=torch.zeros(q.shape[-2], device=q.device) if options.sinks else None,
+    )
+
+
+def _dtype(name: str, value: torch.dtype | str) -> torch.dtype:
+    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
+    if not isinstance(found, torch.dtype):
+        raise ArgumentError(f"{name} must be a dtype or its name, got {checks.describe(value)}")
+    return found
+
+
+def verdicts(features: Features, arch: Arch | None, rows: int | None) -> list[Verdict]:
+    """Return what selection says of every backend. `arch` None: that of the features' device."""
+    arch = select.arch_for(features.device, arch)
+    candidates = select.candidates(features, "auto", rows)
+    able = [b for b in candidates if not select.reasons_against(b, features, arch)]
+    found = []
+    for backend in (*BACKENDS, EMULATOR):
+        if refusals := select.reasons_against(backend, features, arch):
+            found.append(Verdict(backend.name, REFUSED, "", tuple(refusals)))
+        elif backend in able[:1]:
+            found.append(Verdict(backend.name, CHOSEN, _why_chosen(backend, features, rows, able)))
+        elif features.device.type in backend.auto_on and (why := backend.auto_skip_reason(features, rows)):
+            found.append(Verdict(backend.name, PASSED_OVER, f"{why}, which is faster elsewhere"))
+        else:
+            found.append(Verdict(backend.name, ABLE, f'taken only with backend="{backend.name}"'))
+    return found
+
+
+def _why_chosen(backend: Backend, features: Features, rows: int | None, able: list[Backend]) -> str:
+    if len(able) == 1:
+        return "CPU tensors run on it" if features.device.type == "cpu" else "no other backend of this GPU takes it"
+    if backend.auto_skip_reason(features, rows):
+        return "all that take it are passed over for others where they can, and it comes first"
+    order = ", ".join(b.name for b in BACKENDS if features.device.type in b.auto_on)
+    return f"the first of {order} that takes it and is not passed over"
+
+
+def text(features: Features, arch: Arch | None, rows: int | None) -> str:
+    """Return the verdicts as text. What to use instead of a refused feature is said only if nothing is chosen."""
+    arch = select.arch_for(features.device, arch)
+    found = verdicts(features, arch, rows)
+    chosen = any(each.verdict == CHOSEN for each in found)
+    lines = [select.title(features, arch)]
+    for each in found:
+        if each.verdict == REFUSED:
+            lines.append(f"  {each.backend}: refused")
+            lines += [f"    {_reason(refusal) if chosen else refusal}" for refusal in each.refusals]
+        elif each.verdict == PASSED_OVER:
+            lines.append(f"  {each.backend}: able, passed over: {each.why}")
+        else:
+            lines.append(f"  {each.backend}: {each.verdict}{',' if each.verdict == ABLE else ':'} {each.why}")
+    if not chosen:
+        lines.append("  no backend takes this problem")
+    return "\n".join(lines)
+
+
+def _reason(refusal: Refusal) -> str:
+    backend, feature, reason, _ = refusal
+    return f"{backend} refuses {feature}: {reason}."

@@ -1,0 +1,158 @@
+"""Puts observers around public functions and the methods of public classes.
+
+Only the outermost call is observed: public functions and wrappers use each other. Calls that Dynamo traces are not; the
+operators that stand for them are, each time a compiled function runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch.compiler import is_dynamo_compiling
+
+import cute_attn.attention
+import cute_attn.cascade
+import cute_attn.decode
+import cute_attn.exports
+import cute_attn.page
+import cute_attn.prefill
+import cute_attn.quantization
+import cute_attn.sparse
+import cute_attn.xqa
+from cute_attn.ops import declare
+
+# Modules under FlashInfer's names, which hold all that is public. `utils` only describes devices.
+MODULES = {
+    "attention": cute_attn.attention,
+    "cascade": cute_attn.cascade,
+    "decode": cute_attn.decode,
+    "page": cute_attn.page,
+    "prefill": cute_attn.prefill,
+    "quantization": cute_attn.quantization,
+    "sparse": cute_attn.sparse,
+    "xqa": cute_attn.xqa,
+}
+
+
+class Call(NamedTuple):
+    """A public call. `owner`: the public class of a method, else None. `target`: the function itself."""
+
+    module: str  # "decode": the public module of function or class
+    owner: type | None
+    function: str
+    args: tuple[Any, ...]  # with the wrapper first, for a method
+    kwargs: dict[str, Any]
+    target: Callable[..., Any]
+
+    @property
+    def name(self) -> str:
+        return self.function if self.owner is None else f"{self.owner.__name__}.{self.function}"
+
+
+Place = Callable[[tuple[Any, ...]], tuple[str, type | None]]  # from arguments to the module and owner of a call
+Observer = Callable[[Call, Callable[[], Any]], Any]  # runs the second argument, and returns what it returns
+
+
+class _Depth(threading.local):
+    inside = False
+
+
+_depth = _Depth()
+
+
+def public_names() -> Iterator[tuple[str, str, Any]]:
+    """Yields (module, name, object) of every public function and class, each once."""
+    seen: set[int] = set()
+    for module_name, module in MODULES.items():
+        for name in module.__all__:
+            member = getattr(module, name)
+            if callable(member) and id(member) not in seen:
+                seen.add(id(member))
+                yield module_name, name, member
+
+
+def install(observers: Sequence[Observer]) -> None:
+    """Observes all public calls from now on."""
+    if not observers:
+        return
+    names = list(public_names())
+    classes = {member: module for module, _, member in names if inspect.isclass(member)}
+    places: list[tuple[Callable[..., Any], Place, str]] = []  # of every function: module and owner of a call, and name
+    for module, name, member in names:
+        if not inspect.isclass(member):
+            places.append((member, functools.partial(_module, module), name))
+    methods = [(cls, name, method) for cls in classes for name, method in _methods(cls, set(classes))]
+    places += [(method, functools.partial(_owner, classes), name) for _, name, method in methods]
+    observed = {id(function): _observed(function, observers, place, name) for function, place, name in places}
+    for cls, name, method in methods:
+        setattr(cls, name, _observed(method, observers, functools.partial(_owner, classes), name))
+    _replace_functions(observed)
+    _replace_operators(observers, places)
+
+
+def _methods(cls: type, public: set[type]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yields constructor and public methods of a class, without those that it inherits from another public class."""
+    for name, method in inspect.getmembers(cls, inspect.isfunction):
+        if name.startswith("_") and name != "__init__":
+            continue
+        source = next(base for base in cls.__mro__ if name in base.__dict__)
+        if source is cls or source not in public:
+            yield name, method
+
+
+def _module(module: str, args: tuple[Any, ...]) -> tuple[str, None]:
+    return module, None
+
+
+def _owner(classes: dict[type, str], args: tuple[Any, ...]) -> tuple[str, type]:
+    """Returns the public class of a wrapper (users may derive from it), and its module."""
+    owner = next(cls for cls in type(args[0]).__mro__ if cls in classes)
+    return classes[owner], owner
+
+
+def _observed(
+    function: Callable[..., Any], observers: Sequence[Observer], place: Place, name: str
+) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling() or _depth.inside:
+            return function(*args, **kwargs)
+        call = Call(*place(args), name, args, kwargs, function)
+        proceed = functools.partial(function, *args, **kwargs)
+        for observer in observers:
+            proceed = functools.partial(observer, call, proceed)
+        _depth.inside = True
+        try:
+            return proceed()
+        finally:
+            _depth.inside = False
+
+    return observed
+
+
+def _replace_functions(observed: dict[int, Callable[..., Any]]) -> None:
+    """Puts observed functions where the originals are: in the public modules."""
+    for module in (cute_attn.exports, *MODULES.values()):
+        for name, member in list(vars(module).items()):
+            if not inspect.isclass(member) and id(member) in observed:
+                setattr(module, name, observed[id(member)])
+
+
+def _replace_operators(observers: Sequence[Observer], places: Sequence[tuple[Callable[..., Any], Place, str]]) -> None:
+    """Observes what the operators of torch.compile run: public functions, some without their outer decorators."""
+    public = {id(function) for function, _, _ in places}
+    inner: dict[int, tuple[Place, str]] = {}
+    for function, place, name in places:
+        layer: Callable[..., Any] | None = function
+        while layer is function or (layer is not None and id(layer) not in public):
+            inner.setdefault(id(layer), (place, name))
+            layer = getattr(layer, "__wrapped__", None)
+    for operator, declaration in declare.DECLARED.items():
+        if id(declaration.function) in inner:
+            place, name = inner[id(declaration.function)]
+            function = _observed(declaration.function, observers, place, name)
+            declare.DECLARED[operator] = declaration._replace(function=function)

@@ -1,0 +1,215 @@
+"""`warmup`, `cache` and `bundle`: kernels of a model, in a cache and in a directory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn.cli import main, terminal, warmup, warmup_shapes
+from cute_attn.cli.terminal import ProgressBar
+from cute_attn.cli.warmup_shapes import Shape
+from cute_attn.dispatch import select
+from cute_attn.dispatch.families import FAMILIES
+from cute_attn.errors import ArgumentError
+from cute_attn.kernels.combine.spec import CombineSpec
+from cute_attn.problem import BatchLimits, Settings
+from cute_attn.request import batch_plan
+from cute_attn.runtime import artifacts
+from cute_attn.runtime.arch import TYPICAL_SMS, named
+from cute_attn.schedule.batch import typical_qo_len
+
+Output = pytest.CaptureFixture[str]
+COMBINE = [CombineSpec("bfloat16", 128), CombineSpec("float16", 64)]
+LLAMA = Shape(32, 8, 128, 128, "bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(artifacts, "_memory", {})
+
+
+# ---- which kernels a model needs
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120a"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn", "nvfp4"])
+def test_no_batch_of_the_model_needs_another_kernel(arch: str, kv_dtype: str) -> None:
+    """Whatever its lengths, pages and windows."""
+    kernels, _ = warmup.needed(LLAMA, kv_dtype, ["paged", "ragged"], named(arch))
+    for decode, qo_lens in ((True, (1,)), (False, (1, 7, 60, 4096))):
+        for qo_len in qo_lens:
+            for kv_len, batch in ((qo_len, 3), (20000, 1), (5000, 64)):
+                for page_size, window in ((16, -1), (128, 1023), (1, 0)):
+                    features = LLAMA.features(kv_dtype, "paged", decode)
+                    settings = Settings(features, causal=not decode, window_left=window, page_size=page_size)
+                    launches = batch_launches(settings, [qo_len] * batch, [max(kv_len, qo_len)] * batch, arch)
+                    assert {spec for spec, _ in launches} <= set(kernels)
+
+
+def batch_launches(settings: Settings, qo_lens: list[int], kv_lens: list[int], arch: str) -> list[Any]:
+    def bounds(lengths: list[int]) -> torch.Tensor:
+        return torch.tensor([0, *lengths]).cumsum(0)
+
+    size = settings.page_size
+    pages = torch.tensor([-(-n // size) for n in kv_lens])
+    last = torch.tensor(kv_lens) - (pages - 1) * size
+    table = batch_plan.Pages(bounds(pages.tolist()), torch.arange(int(pages.sum())), last)
+    names = ("a", "b", "c", "d")
+    lengths = batch_plan.paged(batch_plan.indptr("a", bounds(qo_lens)), table, size, names).lengths
+    limits = BatchLimits(128 << 20, max_qo_len=1 if settings.features.decode else None)
+    rows = typical_qo_len(lengths, limits) * 4
+    backend = select.choose(settings.features, "auto", named(arch), rows)
+    return FAMILIES[backend.name].batch_launches(settings, lengths, limits, named(arch), TYPICAL_SMS[arch])[1]
+
+
+def options(**given: Any) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    warmup_shapes.add_options(parser)
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    return parser.parse_args(flags)
+
+
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "dtype": "bfloat16",
+}
+GEMMA2 = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "attn_logit_softcapping": 50.0}
+OLD = {"num_attention_heads": 12, "hidden_size": 768, "torch_dtype": "float16"}
+GLOBAL = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512}
+
+
+@pytest.mark.parametrize(
+    ("config", "tp", "expected"),
+    [
+        (GPT_OSS, 1, [Shape(64, 8, 64, 64, "bfloat16", sinks=True)]),
+        (GPT_OSS, 16, [Shape(4, 1, 64, 64, "bfloat16", sinks=True)]),
+        ({"text_config": GEMMA2, "torch_dtype": "float32"}, 2, [Shape(4, 2, 256, 256, "bfloat16", soft_cap=True)]),
+        (OLD, 1, [Shape(12, 12, 64, 64, "float16")]),
+        (GLOBAL, 1, [Shape(8, 4, 256, 256, "bfloat16"), Shape(8, 4, 512, 512, "bfloat16")]),
+    ],
+)
+def test_shapes_of_models(config: dict[str, Any], tp: int, expected: list[Shape], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert warmup_shapes.shapes(options(model_config=tmp_path, tp=tp)) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "needs --model-config"),
+        ({"num_qo_heads": 6, "num_kv_heads": 4, "head_dim": 64}, "6 query heads are no multiple of 4"),
+        ({"num_qo_heads": 6, "num_kv_heads": 2, "head_dim": 64, "tp": 4}, "--tp 4 does not divide 6"),
+        ({"model_config": "/nowhere"}, "/nowhere is not a readable config.json"),
+    ],
+)
+def test_bad_shapes(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        warmup_shapes.shapes(options(**given))
+
+
+def test_latent_attention_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="multi-head latent attention"):
+        warmup_shapes.of_config({"num_attention_heads": 8, "kv_lora_rank": 512}, None)
+
+
+# ---- commands
+
+
+def test_warmup_fills_the_cache(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    monkeypatch.setattr(warmup, "needed", lambda *asked: (COMBINE, []))
+    argv = ["warmup", "--num-qo-heads", "32", "--num-kv-heads", "8", "--head-dim", "128", "--arch", "h100"]
+    assert main([*argv, "--jobs", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "attention of one GPU: 32/8 heads, head dim 128, bfloat16" in out
+    assert "2 kernels (2 for sm_90a), 0 of them there before, 0 failed" in out
+    assert main([*argv, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["before"] == 2
+    assert document["kernels"]["sm_90a"] == [spec.asdict() for spec in COMBINE]
+    assert main([*argv, "--kv-dtype", "int8"]) == 2
+    assert "--kv-dtype must list some of auto, bfloat16" in capsys.readouterr().err
+
+
+def test_warmup_says_what_no_backend_takes(capsys: Output) -> None:
+    argv = ["warmup", "--num-qo-heads", "8", "--head-dim", "100", "--arch", "sm_90a", "--kv-source", "paged"]
+    assert main(argv) == 1
+    out = capsys.readouterr().out
+    assert "no backend: sm_90a; q bfloat16" in out
+    assert "0 kernels" in out
+
+
+def test_cache_shows_verifies_and_clears(tmp_path: Path, capsys: Output) -> None:
+    for arch in ("sm_80", "sm_90a"):
+        assert main(["kernels", "--arch", arch, "--spec", COMBINE[0].key()]) == 0
+    capsys.readouterr()
+    assert main(["cache"]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[:3] for line in out.splitlines()[2:4]] == [
+        ["sm_80", "combine", "1"],
+        ["sm_90a", "combine", "1"],
+    ]
+    assert f"2 kernels, {terminal.format_bytes(size(tmp_path))}, in {tmp_path / 'cache'}" in out
+    assert main(["cache", "verify"]) == 0
+    assert "2 of 2 files are intact" in capsys.readouterr().out
+    assert main(["cache", "clear", "--arch", "sm_80"]) == 0
+    assert "nothing was removed: add --yes" in capsys.readouterr().out
+    assert main(["cache", "clear", "--stale", "--yes"]) == 0
+    assert main(["cache", "clear", "--arch", "sm_80", "--yes"]) == 0
+    (left,) = (tmp_path / "cache").glob("*.artifact")
+    left.write_bytes(left.read_bytes()[:-1])
+    capsys.readouterr()
+    assert main(["cache", "verify", "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert (document["kernels"], document["damaged"][0]["file"]) == (1, str(left))
+    assert main(["cache", "clear", "--yes"]) == 0
+    assert not list((tmp_path / "cache").glob("*.artifact"))
+    assert main(["cache", "show", "--json"]) == 0
+
+
+def size(tmp_path: Path) -> int:
+    return sum(path.stat().st_size for path in (tmp_path / "cache").glob("*.artifact"))
+
+
+def test_bundle_tells_what_it_had(tmp_path: Path, capsys: Output) -> None:
+    argv = ["bundle", str(tmp_path / "bundle"), "--arch", "h100", "--spec", COMBINE[0].key()]
+    assert main(argv) == 0
+    assert "1 kernels for sm_90a" in capsys.readouterr().out
+    assert main([*argv, "--spec", COMBINE[1].key(), "--jobs", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "2 kernels for sm_90a" in out
+    assert "1 of them there before, in " in out
+
+
+def test_an_interruption_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    def interrupted(*arguments: Any) -> int:
+        arguments[-1](COMBINE[0], "sm_90a", None)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(artifacts, "write_bundle", interrupted)
+    argv = ["bundle", str(tmp_path / "bundle"), "--arch", "sm_90a", *(f"--spec={spec.key()}" for spec in COMBINE)]
+    assert main(argv) == 130
+    assert "interrupted after 1 of 2 kernels: the same command goes on" in capsys.readouterr().err
+
+
+def test_the_estimate_leaves_out_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    bar = ProgressBar(10)
+    for seconds in (0.01, 0.02, 0.03):  # from the cache
+        now[0] = seconds
+        bar.step("")
+    assert bar.seconds_left() is None
+    for seconds in (2.0, 4.0):
+        now[0] = seconds
+        bar.step("")
+    assert bar.seconds_left() == pytest.approx(10.0)
+    assert [terminal.format_seconds(s) for s in (0.4, 59, 125, 3725)] == ["0 s", "59 s", "2 min 5 s", "1 h 2 min"]

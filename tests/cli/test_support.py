@@ -1,0 +1,87 @@
+"""The support table: rows exclude each other, and cells are what selection says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from cute_attn.cli import main, support, support_rows
+from cute_attn.dispatch import select
+from cute_attn.dispatch.capabilities import BACKENDS, BY_NAME, CAPABILITIES
+from cute_attn.runtime.arch import named
+
+Output = pytest.CaptureFixture[str]
+GROUPS = {group.title: group for group in support.groups()}
+DIMS = "Head dimensions (qk, vo) of fp16 and bf16"
+
+
+def test_every_backend_has_a_column() -> None:
+    assert set(support.ORDER) == {backend.name for backend in BACKENDS}
+    for group in GROUPS.values():
+        assert len({row.feature for row in group.rows}) == len(group.rows) > 1
+        for row in group.rows:
+            assert tuple(row.cells) == support.ORDER
+            assert all(bool(cell.reason) == (cell.verdict == "no") for cell in row.cells.values())
+            assert row.cells["reference"].verdict == "yes"
+
+
+def test_every_capability_that_a_backend_lacks_shows_in_a_cell() -> None:
+    """So that a new row of the table of capabilities needs one here."""
+    reasons = {cell.reason for group in GROUPS.values() for row in group.rows for cell in row.cells.values()}
+    for capability in CAPABILITIES:
+        for backend, why in capability.unsupported.items():
+            shown = any(f"{why.reason}; instead: {why.instead}" in reason for reason in reasons)
+            assert shown or capability.feature in AFTER_OTHERS, (backend, capability.feature)
+
+
+# A cell has the first refusal; draft tokens come only with lengths on the device.
+AFTER_OTHERS = ("tree masks of draft tokens",)
+
+
+def verdicts(title: str, feature: str) -> list[str]:
+    (row,) = (row for row in GROUPS[title].rows if row.feature == feature)
+    return [row.cells[name].verdict for name in support.ORDER]
+
+
+def test_what_contradicted_itself() -> None:
+    """Independent of the samples: (80, 80) on fa3, NVFP4, and XQA."""
+    plain = support_rows.plain()
+    features = plain._replace(head_dim_qk=80, head_dim_vo=80)
+    division = next(each for each in support_rows.DIVISIONS if each.title == DIMS)
+    label = division.row_of(features, named("sm_90a"))
+    asked = [features._replace(decode=name == "xqa") for name in support.ORDER]
+    archs = {"fa4": "sm_100a"}
+    found = [
+        "no" if select.reasons_against(BY_NAME[name], each, named(archs.get(name, "sm_90a"))) else "yes"
+        for name, each in zip(support.ORDER, asked, strict=True)
+    ]
+    assert verdicts(DIMS, label) == found == ["yes"] * 5
+    nvfp4 = "Head dimensions of NVFP4 k and v"
+    assert verdicts(nvfp4, "(64, 64), (128, 128) and (256, 256)") == ["no", "no", "yes", "yes", "yes"]
+    assert verdicts(nvfp4, "(512, 512)") == ["no", "no", "yes", "no", "yes"]
+    assert verdicts("Prefill and decode", "prefill") == ["yes", "yes", "no", "yes", "yes"]
+
+
+def test_a_row_that_is_too_coarse_is_an_error() -> None:
+    division = next(each for each in support_rows.DIVISIONS if each.title == DIMS)
+    coarse = dataclasses.replace(division, row_of=lambda features, arch: "any head dimensions")
+    with pytest.raises(ValueError, match="row 'any head dimensions' is too coarse: fa4 supports some"):
+        support._group(coarse, support_rows.plain())
+
+
+def test_markdown_and_json(capsys: Output) -> None:
+    assert main(["support"]) == 0
+    text = capsys.readouterr().out
+    assert text == support.markdown()
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(lines) == sum(len(group.rows) + 2 for group in GROUPS.values())
+    assert main(["support", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [group["title"] for group in document] == list(GROUPS)
+    row = next(row for row in document[1]["rows"] if "NVFP4" in row["feature"])
+    assert row["backends"]["fa3"]["verdict"] == "no"
+    assert row["backends"]["fa3"]["reason"].startswith("it widens keys and values of 8 bits")
+    assert torch.float8_e4m3fn in support_rows.FP8

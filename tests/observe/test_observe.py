@@ -1,0 +1,321 @@
+"""Dumps, replay, NVTX ranges: what they record of calls, and that nothing is there where nobody asked for it."""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cute_attn
+from cute_attn.cli import main, replay
+from cute_attn.errors import ArgumentError
+from cute_attn.observe.dump import Dumper, from_environment
+from cute_attn.observe.hooks import Call
+from cute_attn.observe.snapshot import ALIGNMENT, Reader, Snapshot
+from tests.support import subprocesses
+
+Output = pytest.CaptureFixture[str]
+MB = 1 << 20
+
+# Every kind of public call, with NVTX ranges noted down. Plans' arguments change after the plan, as engines do it.
+PROGRAM = """
+import torch
+ranges = []
+torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop = ranges.append, lambda: ranges.append("end")
+import cute_attn
+from cute_attn.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
+
+torch.manual_seed(0)
+i32 = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)
+k, v = torch.randn(2, 50, 2, 64).bfloat16()
+q, x = torch.randn(4, 64).bfloat16(), torch.randn(3, 4, 64).bfloat16()
+single_decode_with_kv_cache(q, k, v, sm_scale=0.5)
+prefill = lambda q: cute_attn.single_prefill_with_kv_cache(q, k, v, causal=True, return_lse=True)
+torch.compile(prefill, fullgraph=True, backend="eager")(x)
+cache, bounds = torch.randn(6, 2, 16, 2, 64).bfloat16(), i32(0, 1, 3, 4)
+wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+wrapper.plan(bounds, i32(5, 1, 2, 0), i32(3, 16, 1), 4, 2, 64, 16, q_data_type=torch.bfloat16)
+bounds.zero_()
+wrapper.run(x, cache)
+pages = i32(5, 1), i32(0, 1, 2), i32(3, 4)
+cute_attn.append_paged_kv_cache(x[:, :2], x[:, 2:], i32(0, 0, 1), i32(0, 1, 2), cache, *pages)
+try:
+    wrapper.run(x[:, :3], cache)
+except ValueError:
+    pass
+print(ranges[2:])  # without the trial
+"""
+
+
+@pytest.fixture(scope="module")
+def dumped(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[str]]:
+    """Files of every call of the program, in the order of the calls, and its NVTX ranges."""
+    directory = tmp_path_factory.mktemp("dumps")
+    out = subprocesses.run(PROGRAM, env={"CUTE_ATTN_DUMP": f"{directory}:all", "CUTE_ATTN_NVTX": "1"})
+    files = sorted(directory.iterdir(), key=lambda file: int(file.name.split("-")[3]))
+    return files, json.loads(out.replace("'", '"'))
+
+
+NAMES = (
+    "single_decode_with_kv_cache",
+    "single_prefill_with_kv_cache",
+    "BatchDecodeWithPagedKVCacheWrapper.__init__",
+    "BatchDecodeWithPagedKVCacheWrapper.plan",
+    "BatchDecodeWithPagedKVCacheWrapper.run",
+    "append_paged_kv_cache",
+    "BatchDecodeWithPagedKVCacheWrapper.run",
+)
+
+
+def test_every_outermost_call_is_seen_once(dumped: tuple[list[Path], list[str]]) -> None:
+    files, ranges = dumped
+    assert [file.name.split("-", 4)[4] for file in files] == [f"{name}.zip" for name in NAMES]
+    assert [name for name in ranges if name != "end"] == [f"cute_attn.{name}" for name in NAMES]
+    assert ranges[1::2] == ["end"] * len(NAMES)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("number", [0, 1, 4])
+def test_replay_on_the_emulator_agrees(dumped: tuple[list[Path], list[str]], number: int, capsys: Output) -> None:
+    assert main(["replay", str(dumped[0][number]), "--arch", "sm_90a"]) == 0
+    out = capsys.readouterr().out
+    assert "for sm_90a" in out
+    error = float(out.split("max abs error ")[1].split()[0])
+    assert 0 < error < 2e-2  # bf16 results of the kernel and of the reference differ in some last bits
+    assert out.count(": ok") == (2 if number == 1 else 1)
+
+
+def test_replay_on_the_reference(dumped: tuple[list[Path], list[str]], capsys: Output) -> None:
+    for file in dumped[0][:6]:
+        assert main(["replay", str(file), "--backend", "reference"]) == 0
+        assert capsys.readouterr().out.endswith("reference: runs\n")
+    assert main(["replay", str(dumped[0][5]), "--arch", "sm_90a"]) == 2
+    assert "append_paged_kv_cache takes no backend" in capsys.readouterr().err
+    assert main(["replay", str(dumped[0][6])]) == 1
+    assert "raises ArgumentError: q must have shape" in capsys.readouterr().out
+
+
+def test_replayed_results_are_those_of_the_call(dumped: tuple[list[Path], list[str]]) -> None:
+    """Though the plan's arguments were overwritten after it."""
+    with replay.opened(dumped[0][4]) as archive:
+        document = replay.read(dumped[0][4], archive)
+        (found,) = replay.execute(document, archive, replay.Target("reference")).results
+    torch.manual_seed(0)
+    torch.randn(2, 50, 2, 64), torch.randn(4, 64)
+    x, cache = torch.randn(3, 4, 64).bfloat16(), torch.randn(6, 2, 16, 2, 64).bfloat16()
+    for row, pages, last in ((0, [5], 3), (1, [1, 2], 16), (2, [0], 1)):
+        k, v = (cache[pages, side].flatten(0, 1)[: 16 * (len(pages) - 1) + last].double() for side in (0, 1))
+        scores = torch.einsum("hd,nhd->hn", x[row].double(), k.repeat_interleave(2, 1)) / 8
+        expected = torch.einsum("hn,nhd->hd", scores.softmax(-1), v.repeat_interleave(2, 1))
+        assert torch.allclose(found[row].double(), expected, atol=2e-2)
+
+
+def test_a_call_that_raises_leaves_a_file(tmp_path: Path, capsys: Output) -> None:
+    code = (
+        "import torch, cute_attn\n"
+        "q = torch.randn(3, 2, 64).half()\n"
+        "cute_attn.single_prefill_with_kv_cache(q, q, q)\n"
+        "cute_attn.single_prefill_with_kv_cache(q, q, q, window_left='all')\n"
+    )
+    process = subprocesses.start(code, env={"CUTE_ATTN_DUMP": str(tmp_path)})
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 1
+    (file,) = tmp_path.iterdir()
+    assert f"replay {file}" in err
+    assert "window_left must be an int" in err
+    assert main(["replay", str(file)]) == 1
+    out = capsys.readouterr().out
+    assert "recorded error: ArgumentTypeError: window_left must be an int, got 'all'" in out
+    assert "reference: raises ArgumentTypeError" in out
+
+
+def test_nothing_is_loaded_where_nobody_asks() -> None:
+    """Calls pay nothing: what observes them is not even imported."""
+    code = (
+        "import sys, torch, cute_attn\n"
+        "q = torch.randn(3, 2, 64).half()\n"
+        "cute_attn.single_prefill_with_kv_cache(q, q, q)\n"
+        "print([name for name in sys.modules if name.startswith('cute_attn.observe')])\n"
+    )
+    assert subprocesses.run(code, env={"CUTE_ATTN_DUMP": "", "CUTE_ATTN_NVTX": ""}).strip() == "[]"
+
+
+# ---- files
+
+
+def dump(directory: Path, max_bytes: int = MB, **kwargs: Any) -> Path:
+    """A file of a decode call with these keywords."""
+    function = cute_attn.single_decode_with_kv_cache
+    q, (k, v) = torch.randn(4, 64).half(), torch.randn(2, 50, 2, 64).half()
+    call = Call("decode", None, "single_decode_with_kv_cache", (q, k, v), kwargs, function)
+    Dumper(directory, True, max_bytes, "0")(call, lambda: function(*call.args, **call.kwargs))
+    (path,) = directory.glob("*.zip")
+    return path
+
+
+def rewritten(path: Path, change: Any) -> Path:
+    """A copy of a file with another document."""
+    with zipfile.ZipFile(path) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    document = json.loads(entries["call.json"])
+    change(document)
+    other = path.with_name("other.zip")
+    with zipfile.ZipFile(other, "w") as archive:
+        for name, content in (entries | {"call.json": json.dumps(document).encode()}).items():
+            archive.writestr(name, content)
+    return other
+
+
+def test_values_beyond_the_limit_are_left_out(tmp_path: Path, capsys: Output, caplog: pytest.LogCaptureFixture) -> None:
+    file = dump(tmp_path, max_bytes=1000)
+    assert "values of k, v (0.0 MB) are left out: larger than what was left of the limit" in caplog.text
+    assert file.stat().st_size < 10_000
+    assert main(["replay", str(file)]) == 0
+    assert "random numbers stand for values that the file leaves out: k, v\n" in capsys.readouterr().out
+
+
+def test_files_run_nothing_but_public_functions(tmp_path: Path, capsys: Output) -> None:
+    file = dump(tmp_path)
+
+    def call(document: dict[str, Any]) -> dict[str, Any]:
+        return document["parts"]["call"]
+
+    changes = {
+        "no public function": lambda d: call(d).update(module="os", function="system"),
+        "is no public function of cute_attn": lambda d: call(d).update(function="_layout"),
+        "which is no dtype": lambda d: call(d)["args"][0]["tensor"].update(dtype="load"),
+        "has format 99": lambda d: d.update(format=99),
+        "no data for a value": lambda d: call(d)["args"].__setitem__(0, {"other": "Module: <x>"}),
+    }
+    for message, change in changes.items():
+        code = main(["replay", str(rewritten(file, change))])
+        captured = capsys.readouterr()
+        assert message in captured.out + captured.err
+        assert code in (1, 2)
+    (tmp_path / "junk.zip").write_bytes(b"junk")
+    assert main(["replay", str(tmp_path / "junk.zip")]) == 2
+    assert main(["replay", str(file), "--backend", "reference", "--arch", "sm_90a"]) == 2
+
+
+def test_a_wrong_result_is_exit_code_1(capsys: Output) -> None:
+    target, truth = replay.Target("emulator", "sm_90a"), torch.tensor([1.0, -math.inf, 0.5]).half()
+    assert replay.compared(target, [truth.clone()], [truth]) == 0
+    assert "max abs error 0.00e+00" in capsys.readouterr().out
+    for wrong in (math.nan, math.inf, 1.2):
+        assert replay.compared(target, [truth.where(truth != 1, wrong)], [truth]) == 1
+        assert "WRONG" in capsys.readouterr().out
+    assert replay.errors(torch.tensor([1.25]), torch.tensor([1.0])) == (0.25, 0.125)
+
+
+def test_a_dump_that_fails_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    dumper = Dumper(tmp_path / "file", True, MB, "0")
+    function = cute_attn.get_seq_lens
+    args = (torch.tensor([0, 1]), torch.tensor([1]), 16)
+    call = Call("page", None, "get_seq_lens", args, {}, function)
+    assert dumper(call, lambda: function(*args)).tolist() == [1]
+    assert "could not be dumped" in caplog.text
+
+
+def test_directory_and_mode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUTE_ATTN_DUMP_MAX_MB", "3")
+    every, raising = from_environment(f"{tmp_path}:all", "0"), from_environment(str(tmp_path), "0")
+    assert (every.directory, every.every, every.max_bytes) == (tmp_path, True, 3 * MB)
+    assert (raising.directory, raising.every) == (tmp_path, False)
+
+
+# ---- values
+
+
+def read_back(*values: Any, budget: int = MB) -> list[Any]:
+    snapshot = Snapshot()
+    encoded = [snapshot.encode(value, "x") for value in values]
+    snapshot.copy(budget)
+    encoded = json.loads(json.dumps(encoded))
+    data = [memory.data for memory in snapshot.memories]
+    index = json.loads(json.dumps(snapshot.index()))
+
+    def content(number: int) -> bytes:
+        found = data[number]
+        assert found is not None
+        return bytes(found.tolist())
+
+    reader = Reader(index, content, torch.device)
+    return [reader.decode(value) for value in encoded]
+
+
+def test_tensors_keep_values_strides_alignment_and_shared_memory() -> None:
+    base = torch.randn(7, 11, 6)
+    k, v = base[1:, ::2, :3], base[1:, 1::2, 2:]
+    again_k, again_v = read_back(k, v)
+    assert torch.equal(again_k, k)
+    assert torch.equal(again_v, v)
+    assert again_k.stride() == k.stride()
+    assert again_k.data_ptr() % ALIGNMENT == k.data_ptr() % ALIGNMENT
+    assert again_v.data_ptr() - again_k.data_ptr() == v.data_ptr() - k.data_ptr()
+
+
+def test_all_kinds_of_values() -> None:
+    for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.int64, torch.bool, torch.uint8):
+        x = torch.arange(6).to(dtype).reshape(2, 3)
+        (again,) = read_back(x)
+        assert again.dtype == dtype
+        assert torch.equal(again.to(torch.float64), x.to(torch.float64))
+    plain = (None, True, 3, "a", 1e300, -math.inf, (1, [2.5]), {"a": torch.float16}, torch.device("cpu"))
+    assert read_back(*plain) == [*plain]
+    assert all(type(a) is type(b) for a, b in zip(read_back(*plain), plain, strict=True))
+    (empty,) = read_back(torch.empty(0, 4))
+    assert empty.shape == (0, 4)
+    (nan,) = read_back(math.nan)
+    assert math.isnan(nan)
+
+
+def test_indices_whose_values_are_left_out_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="does not hold the values of x"):
+        read_back(torch.arange(100), budget=8)
+
+
+# ---- on a GPU
+
+GPU_PROGRAM = """
+import torch, cute_attn
+torch.manual_seed(0)
+q, (k, v) = torch.randn(3, 4, 64).bfloat16().cuda(), torch.randn(2, 50, 2, 64).bfloat16().cuda()
+cute_attn.single_prefill_with_kv_cache(q, k, v, causal=True, return_lse=True)
+i32 = lambda *numbers: torch.tensor(numbers, dtype=torch.int32, device="cuda")
+wrapper = cute_attn.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8, device="cuda"))
+wrapper.plan(i32(0, 1, 3, 4), i32(5, 1, 2, 0), i32(3, 16, 1), 4, 2, 64, 16, q_data_type=torch.bfloat16)
+cache = torch.randn(6, 2, 16, 2, 64).bfloat16().cuda()
+out = wrapper.run(q, cache)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    wrapper.run(q, cache, out=out)
+cute_attn.merge_state(out, torch.zeros(3, 4, device="cuda"), out, torch.zeros(3, 4, device="cuda"))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.sm80
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_calls_of_a_gpu_replay_there_and_on_the_emulator(tmp_path: Path, capsys: Output) -> None:
+    process = subprocesses.start(GPU_PROGRAM, env={"CUTE_ATTN_DUMP": f"{tmp_path}:all", "CUTE_ATTN_NVTX": "1"})
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert "run is not dumped: it is being captured in a CUDA graph" in err
+    files = sorted(tmp_path.iterdir(), key=lambda file: int(file.name.split("-")[3]))
+    names = [file.name.split("-", 4)[4].removesuffix(".zip") for file in files]
+    calls = [f"BatchDecodeWithPagedKVCacheWrapper.{name}" for name in ("__init__", "plan", "run")]
+    assert names == ["single_prefill_with_kv_cache", *calls, "merge_state"]
+    for file in files:
+        assert main(["replay", str(file)]) == 0
+        out = capsys.readouterr().out
+        assert "gpu NVIDIA" in out
+        assert "\ngpu: " in out
+    for number in (0, 3):
+        assert main(["replay", str(files[number]), "--arch", "sm_90a"]) == 0
+        assert "emulator (sm_90a): result 0 (bfloat16): max abs error" in capsys.readouterr().out
