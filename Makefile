@@ -29,7 +29,7 @@ PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(JO
 demo: $(READY)
 	$(BIN)/python -m cute_attn demo $(ARGS)
 
-bench: $(READY)
+bench: $(TOOLS)
 	$(BIN)/python -m cute_attn bench $(ARGS)
 
 test: lint
