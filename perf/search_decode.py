@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 
+from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.programs import program
 from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.host import grid
@@ -42,8 +43,9 @@ WARPS_PER_SM = (4, 16)
 SPEC_DTYPES = {"bfloat16": "", "e4m3": "float8_e4m3fn", "nvfp4": "nvfp4"}
 LENGTHS = "64x2048,256x1024,64x8192,8x8192"
 PEER = "FlashInfer XQA"
-GUESTS: dict[Segments, tuple[int, ...]] = {"one": (0, 1), "few": (0, 1), "many": (0,), "short": (0,)}
+GUESTS: dict[Segments, tuple[int, ...]] = {"alone": (0, 1), "one": (0, 1), "few": (0, 1), "many": (0,), "short": (0,)}
 CTAS: dict[Segments, tuple[int, ...]] = {
+    "alone": (1, 2),
     "one": (1, 2),
     "few": (1, 2),
     "many": (1, 2, 3, 4, 6, 8),
@@ -110,8 +112,8 @@ def segments(w: BatchWorkload) -> Segments:
     """Returns what `variant.segments` says of the workload."""
     if 0 <= w.window_left < tiles.SHORT:
         return "short"
-    if len(w.kv_lens) == 1 and w.num_kv_heads <= tiles.ONE:
-        return "one"
+    if len(w.kv_lens) == 1 and w.num_kv_heads <= tiles.ONE[KV_BITS[SPEC_DTYPES[w.kv_dtype]]]:
+        return "alone" if w.num_kv_heads == 1 else "one"
     return "few" if len(w.kv_lens) * w.num_kv_heads <= tiles.FEW else "many"
 
 

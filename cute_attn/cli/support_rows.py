@@ -106,11 +106,14 @@ def _row_of_fp8_dims(f: Features, arch: Arch) -> str:
 
 def _outputs(base: Features) -> Iterator[Sample]:
     for out in (*HALF, torch.float32, *FP8):
-        yield Sample(base._replace(o_dtype=out))
+        for dim in (64, 72, 128):
+            yield Sample(base._replace(o_dtype=out, head_dim_qk=dim, head_dim_vo=dim))
 
 
 def _row_of_outputs(f: Features, arch: Arch) -> str:
-    return "fp16 or bf16" if f.o_dtype in HALF else "fp32" if f.o_dtype == torch.float32 else "fp8"
+    if f.o_dtype in FP8:
+        return "fp8, head dimensions " + ("that are multiples of 16" if _multiples(f, 16) else "that are not")
+    return "fp16 or bf16" if f.o_dtype in HALF else "fp32"
 
 
 def _device_outputs(base: Features) -> Iterator[Sample]:

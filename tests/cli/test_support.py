@@ -60,7 +60,7 @@ def test_what_contradicted_itself() -> None:
     ]
     assert verdicts(DIMS, label) == found == ["yes"] * 5
     nvfp4 = "Head dimensions of NVFP4 k and v"
-    assert verdicts(nvfp4, "(64, 64), (128, 128) and (256, 256)") == ["no", "no", "yes", "yes", "yes"]
+    assert verdicts(nvfp4, "(64, 64), (128, 128) and (256, 256)") == ["no", "yes", "yes", "yes", "yes"]
     assert verdicts(nvfp4, "(512, 512)") == ["no", "no", "yes", "no", "yes"]
     assert verdicts("Prefill and decode", "prefill") == ["yes", "yes", "no", "yes", "yes"]
 
@@ -82,6 +82,6 @@ def test_markdown_and_json(capsys: Output) -> None:
     document = json.loads(capsys.readouterr().out)
     assert [group["title"] for group in document] == list(GROUPS)
     row = next(row for row in document[1]["rows"] if "NVFP4" in row["feature"])
-    assert row["backends"]["fa3"]["verdict"] == "no"
-    assert row["backends"]["fa3"]["reason"].startswith("it widens keys and values of 8 bits")
+    assert row["backends"]["fa4"]["verdict"] == "no"
+    assert row["backends"]["fa4"]["reason"].startswith("it widens keys and values of 8 bits")
     assert torch.float8_e4m3fn in support_rows.FP8

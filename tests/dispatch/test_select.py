@@ -506,7 +506,7 @@ def test_chosen_has_a_reason() -> None:
     assert "reference: chosen: CPU tensors run on it" in explain(CPU)
     text = explain(CUDA._replace(pos_encoding_mode="ROPE_LLAMA"), HOPPER)
     assert "Instead" not in text
-    assert "fa3 refuses pos_encoding_mode ROPE_LLAMA: TMA brings q and k in unrotated." in text
+    assert "fa4 refuses pos_encoding_mode ROPE_LLAMA: TMA brings q and k in unrotated." in text
 
 
 def test_cpu_tensors_that_no_gpu_takes_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,27 +13,28 @@ from tests.support.xqa_case import XqaCase, build
 
 pytestmark = pytest.mark.emulator
 
-# (case, SMs, grid): three quarters of the SMs take clusters of 8.
+# (case, SMs, CTAs of a cluster, grid): three quarters of the SMs take clusters.
 CASES = {
-    "one cluster a unit": (XqaCase((700,), heads=(8, 2)), 22, (2, 8, 1)),
-    "clusters that leave slices to each other": (XqaCase((1500,), heads=(8, 2)), 44, (2, 16, 1)),
-    "clusters without tiles": (XqaCase((40,), kv="e4m3", heads=(4, 1)), 33, (1, 24, 1)),
-    "no keys": (XqaCase((0,), heads=(4, 1), sinks=True), 33, (1, 24, 1)),
+    "one cluster a unit": (XqaCase((700,), heads=(8, 2)), 22, 6, (2, 6, 1)),
+    "clusters that leave slices to each other": (XqaCase((1500,), heads=(8, 2)), 44, 6, (2, 12, 1)),
+    "clusters without tiles": (XqaCase((40,), kv="e4m3", heads=(4, 1)), 33, 8, (1, 24, 1)),
+    "no keys": (XqaCase((0,), heads=(4, 1), sinks=True), 33, 8, (1, 24, 1)),
     "drafts and padded rows": (
         XqaCase((1400,), kv="e4m3", heads=(8, 1), head_dim=80, q_len=3, q_lens=(2,), mask=True),
         22,
+        8,
         (2, 8, 1),
     ),
-    "a long window, two blocks of rows": (XqaCase((1300,), heads=(12, 1), window_left=900), 22, (1, 16, 1)),
+    "a long window, two blocks of rows": (XqaCase((1300,), heads=(12, 1), window_left=900), 22, 8, (1, 16, 1)),
 }
 
 
 @pytest.mark.parametrize(("name", "schedule"), list(zip(CASES, itertools.cycle(SCHEDULES), strict=False)))
 def test_one_request(name: str, schedule: str) -> None:
-    case, sms, grid = CASES[name]
+    case, sms, cluster, grid = CASES[name]
     built = build(case)
     with emulator.using("sm_90a", sms=sms, schedule=Schedule(schedule, 1)) as emulation:
         out, lse = decode(built)
     (record,) = emulation.records
-    assert (record.spec["cluster"], record.grid) == (8, grid)
+    assert (record.spec["cluster"], record.grid) == (cluster, grid)
     assert built.check(out, lse) == ""

@@ -57,8 +57,8 @@ def test_tiles_follow_the_size_of_the_launch() -> None:
         (32_000, 1000): "few",
         (34_000, 1000): "short",
         (32_000, 1025): "medium",
-        (8192 * 32, 8192): "long",
-        (8191 * 32, 8191): "medium",
+        (4096 * 32, 4096): "long",
+        (4095 * 32, 4095): "medium",
     }
     for (rows, tokens), size in sizes.items():
         assert launch_size(rows, 132, tokens, tokens) == size

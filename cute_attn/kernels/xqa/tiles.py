@@ -13,12 +13,12 @@ REGISTER_DIMS = 256  # row blocks x columns of a warp; beyond it outputs and que
 RESERVED_SMEM = 1024  # bytes of shared memory that the system reserves per CTA
 FEW = 128  # (request, kv head) pairs: about one per SM
 MOST_ROWS = 16  # of a unit
-ONE = 4  # units of one request, of which each has clusters of its own
+ONE = {16: 8, 8: 4, 4: 4}  # units of one request, by bits of the cache, of which each has clusters of its own
 SHORT = 512  # keys of a segment that one CTA processes alone, see `partition.WholeSegments`
 
-# Of a launch: one request of at most ONE units; at most FEW pairs of a request and a kv head; more; those whose windows
-# are SHORT.
-Segments = Literal["one", "few", "many", "short"]
+# Of a launch: one request of one unit ("alone"); of at most ONE units; at most FEW pairs of a request and a kv head;
+# more; those whose windows are SHORT.
+Segments = Literal["alone", "one", "few", "many", "short"]
 
 
 class Ring(NamedTuple):
@@ -43,6 +43,7 @@ class RingTable(NamedTuple):
     few: dict[int, tuple[Ring, ...]]
     many: dict[int, tuple[Ring, ...]]
     one: dict[int, tuple[Ring, ...]] | None = None  # with clusters; None: as `few`
+    alone: dict[int, tuple[Ring, ...]] | None = None
     in_flight: int = 0
 
 
@@ -83,12 +84,14 @@ FAST_MEMORY = RingTable(
     },
     in_flight=64 << 10,
 )
+_CLUSTERS_OF_8 = {
+    16: (Ring(8, 2, 1, 8192, cluster=8), Ring(4, 3, 1, 8192, cluster=8)),
+    8: (Ring(8, 4, 1, 4096, cluster=8), Ring(8, 3, 1, 4096, cluster=8)),
+    4: (Ring(8, 3, 1, 4096, cluster=8),),
+}
+# Of 6 CTAs more clusters run at once than of 8, whose GPC leaves SMs over.
 HOPPER = DEFAULT._replace(
-    one={
-        16: (Ring(8, 3, 1, 8192, cluster=8), Ring(8, 2, 1, 8192, cluster=8), Ring(4, 3, 1, 8192, cluster=8)),
-        8: (Ring(8, 4, 1, 4096, cluster=8), Ring(8, 3, 1, 4096, cluster=8)),
-        4: (Ring(8, 3, 1, 4096, cluster=8),),
-    },
+    one=_CLUSTERS_OF_8 | {16: (Ring(8, 2, 1, 8192, cluster=6), Ring(4, 3, 1, 8192, cluster=6))}, alone=_CLUSTERS_OF_8
 )
 # By major compute capability, which tells memory bandwidth and shared memory of an SM.
 TABLES = {9: HOPPER, 10: FAST_MEMORY}
@@ -119,8 +122,9 @@ def _preferred(table: RingTable, segments: Segments, kv_dtype: str, head_dim: in
     bits = KV_BITS[kv_dtype]
     if segments == "short":
         return (next(ring for size, ring in SHORT_RINGS.items() if head_dim * bits // 8 <= size),)
-    if segments == "one" and table.one is not None and head_dim <= WARP_DIM:
-        return table.one[bits]
+    clustered = {"alone": table.alone, "one": table.one}.get(segments)
+    if clustered is not None and head_dim <= WARP_DIM:
+        return clustered[bits]
     return (table.many if segments == "many" else table.few)[bits]
 
 

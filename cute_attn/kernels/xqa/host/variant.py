@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
+from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.host.features import kv_dtype
 from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.spec import XqaSpec
@@ -20,14 +21,14 @@ MAX_GRID_Y = 65535  # CTAs along the second axis of a grid
 
 def segments(batch_size: int, settings: Settings, qo_len: int) -> Segments:
     """Returns what the pairs of a request and a kv head are: "short" where a window bounds them, else those of "one"
-    request, "few", whose keys are split into many parts each, or "many".
+    request ("alone": with one unit), "few", whose keys are split into many parts each, or "many".
     """
     window, features = settings.window_left, settings.features
     if 0 <= window <= tiles.SHORT - qo_len and batch_size <= MAX_GRID_Y:
         return "short"
-    rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
-    if batch_size == 1 and features.num_kv_heads * ceil_div(rows, tiles.MOST_ROWS) <= tiles.ONE:
-        return "one"
+    units = features.num_kv_heads * ceil_div(qo_len * (features.num_qo_heads // features.num_kv_heads), tiles.MOST_ROWS)
+    if batch_size == 1 and units <= tiles.ONE[KV_BITS[kv_dtype(features)]]:
+        return "alone" if units == 1 else "one"
     return "few" if batch_size * features.num_kv_heads <= tiles.FEW else "many"
 
 
