@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
         assert arch is not None
         return "", planned.launches(problem, arch, sms)
 
-    return answer(options, features, arch, rows, title, launches)
+    return answer(options, features, arch, (rows, True), title, launches)
 
 
 Launches = Sequence[tuple[KernelSpec, tuple[int, int, int]]]
@@ -86,14 +86,16 @@ def answer(
     options: argparse.Namespace,
     features: Features,
     arch: archs.Arch | None,
-    rows: int,
+    load: tuple[int, bool],
     title: str,
     launches: Callable[[], Planned],
 ) -> int:
-    """Prints verdicts, and where a backend of a GPU takes the problem what it would run; returns the exit code."""
+    """Prints verdicts, and where a backend of a GPU takes the problem what it would run; returns the exit code. `load`:
+    packed query rows per request, and whether there is one request alone.
+    """
     from cute_attn.dispatch import explain, select
 
-    found = explain.verdicts(features, arch, rows)
+    found = explain.verdicts(features, arch, *load)
     chosen = next((each.backend for each in found if each.verdict == explain.CHOSEN), None)
     schedule, planned = launches() if chosen is not None and arch is not None else ("", [])
     if options.json:
@@ -115,7 +117,7 @@ def answer(
         }
         print(json.dumps(document, indent=1))
     else:
-        print(explain.text(features, arch, rows))
+        print(explain.text(features, arch, *load))
         if planned or schedule:
             print(f"\n{title}:")
             print("\n".join(filter(None, (schedule, specs.launched(planned, options.specs)))))

@@ -42,12 +42,12 @@ def run(options: argparse.Namespace, arch: Arch | None, sms: int) -> int:
 
     def launches() -> explain.Planned:
         assert arch is not None
-        backend = select.choose(features, "auto", arch, rows)
+        backend = select.choose(features, "auto", arch, rows, batch.batch_size == 1)
         plan, found = FAMILIES[backend.name].batch_launches(settings, batch.lengths, limits, arch, sms)
         return schedule(plan) if plan else "  no schedule: CTAs find equal shares of all keys", found
 
     title = f"{batch.batch_size} requests, {batch.rows} query tokens, {where} {on}"
-    return explain.answer(options, features, arch, rows, title, launches)
+    return explain.answer(options, features, arch, (rows, batch.batch_size == 1), title, launches)
 
 
 def schedule(plan: BatchSchedule[object]) -> str:

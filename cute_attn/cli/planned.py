@@ -23,4 +23,4 @@ def on_gpu(call: single_request.Call) -> Problem:
 def launches(problem: Problem, arch: Arch, sms: int) -> list[KernelLaunch]:
     """Kernels and grids of the backend that "auto" chooses; NotSupported if there is none."""
     rows = problem.qo_len * (problem.features.num_qo_heads // problem.features.num_kv_heads)
-    return backends.launches(select.choose(problem.features, "auto", arch, rows), problem, arch, sms)
+    return backends.launches(select.choose(problem.features, "auto", arch, rows, True), problem, arch, sms)

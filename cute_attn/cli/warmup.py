@@ -6,6 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 from cute_attn.cli import specs, warmup_shapes
@@ -143,7 +144,8 @@ def needed(shape: Shape, kv_dtype: str, sources: Sequence[str], arch: Arch) -> t
             calls = [asked, asked._replace(device_lengths=True)] if decode and source == "paged" else [asked]
             for features in calls:
                 try:
-                    backends = {select.choose(features, "auto", arch, rows).name for rows in sorted(ROWS_CLASSES)}
+                    loads = product(sorted(ROWS_CLASSES), (False, True))
+                    backends = {select.choose(features, "auto", arch, *load).name for load in loads}
                 except NotSupported as error:
                     reasons.append(f"{select.title(features, arch)}: {error.refusals[-1]}")
                     continue

@@ -75,21 +75,22 @@ def run(problem: Request, backend: str = "auto") -> None:
     """Computes `out` and `lse` of `problem` on `backend`."""
     if not isinstance(backend, str):
         choose(problem.features, backend)
-    _prepared(problem.settings, backend, rows_class(problem.features, problem.qo_len))(problem)
+    rows = rows_class(problem.features, problem.qo_len)
+    _prepared(problem.settings, backend, rows, isinstance(problem, Problem))(problem)
 
 
 def repeat(problem: Problem, backend: str) -> Repeat | None:
     """Returns a function that repeats the run of `problem` with other addresses of q, k, v, out and lse; None where the
     backend does not repeat runs. `problem` has none of the optional tensors.
     """
-    run = _prepared(problem.settings, backend, rows_class(problem.features, problem.qo_len))
+    run = _prepared(problem.settings, backend, rows_class(problem.features, problem.qo_len), True)
     of: Callable[[Problem], Repeat | None] | None = getattr(run, "repeat", None)
     return None if of is None else of(problem)
 
 
 @functools.lru_cache(CACHE_SIZE)
-def _prepared(settings: Settings, backend: str, rows: int) -> Callable[[Request], None]:
-    return prepare(chosen(settings.features, backend, rows), settings)
+def _prepared(settings: Settings, backend: str, rows: int, one_request: bool) -> Callable[[Request], None]:
+    return prepare(chosen(settings.features, backend, rows, one_request), settings)
 
 
 def prepare(backend: Backend, settings: Settings) -> Callable[[Request], None]:

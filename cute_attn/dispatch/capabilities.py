@@ -12,6 +12,7 @@ from cute_attn.kernels.fa2.tiles import WIDE_HEAD_DIMS, tile_dims
 from cute_attn.kernels.xqa.spec import is_head_dim
 from cute_attn.problem import Features
 from cute_attn.request.settings import FP8, HALF
+from cute_attn.runtime.arch import Arch
 
 COMMON_HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
 
@@ -19,6 +20,9 @@ COMMON_HEAD_DIMS = ((64, 64), (128, 128), (256, 256))
 XQA_HEAD_DIMS = (
     "multiples of 8 (of 16 with 8-bit k and v) from 16 to 256 and of twice that to 512; with NVFP4 64, 128, 256 and 512"
 )
+
+
+ROWS_OF_A_READ = 16  # packed query rows that share one read of the keys in XQA
 
 
 @dataclass(frozen=True)
@@ -36,10 +40,15 @@ class Backend:
     # (bytes per element of k and v, head dimension): packed query rows up to which "auto" considers it, for all that it
     # considers; empty: no such limits.
     max_rows: Mapping[tuple[int, int], int] = field(default_factory=dict, hash=False)
+    # (architecture, bytes per element of k and v, head dimension): kv heads up to which "auto" considers it for one
+    # request of at most `ROWS_OF_A_READ` rows as well.
+    one_request: Mapping[tuple[str, int, int], int] = field(default_factory=dict, hash=False)
 
-    def auto_skip_reason(self, features: Features, rows: int | None) -> str | None:
-        """Return why "auto" prefers others to this backend although it supports `features`, or None. `rows`: as in
-        `choose`.
+    def auto_skip_reason(
+        self, features: Features, rows: int | None, arch: Arch | None = None, one_request: bool = False
+    ) -> str | None:
+        """Return why "auto" prefers others to this backend although it supports `features`, or None. `rows`,
+        `one_request`: as in `choose`.
         """
         if features.q_dtype in FP8 or features.device_lengths:
             return None  # only one backend of a GPU supports fp8 q, and only one lengths on the device
@@ -49,6 +58,10 @@ class Backend:
         if not self.max_rows:
             return None
         kv_bytes = features.kv_dtype.itemsize
+        if one_request and arch is not None and rows is not None and rows <= ROWS_OF_A_READ:
+            kv_heads = self.one_request.get((arch.name, kv_bytes, features.head_dim_qk), 0)
+            if features.num_kv_heads <= kv_heads:
+                return None
         most = self.max_rows.get((kv_bytes, features.head_dim_qk))
         if most is None:
             return f"head dimension {features.head_dim_qk} in {8 * kv_bytes} bits"
@@ -96,6 +109,8 @@ BACKENDS = (  # in the order in which "auto" considers them
             (1, 512): 16,
             **{(2, head_dim): 16 for head_dim in (32, 64, 96, 112)},
         },
+        # Clusters share it: 1.08 to 1.9 times as fast as fa2 (`perf.anchors`; docs/kernels/xqa.md).
+        one_request={("sm_90a", 2, 128): 8, ("sm_90a", 2, 256): 4},
     ),
     Backend("fa2", "NVIDIA GPUs from compute capability 8.0", ("cuda",), (8, 0)),
     Backend("reference", "any device, in torch", ("cpu",), None),

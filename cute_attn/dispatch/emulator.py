@@ -45,7 +45,7 @@ Placed = TypeVar("Placed", Request, BatchProblem)
 
 def launches(problem: Request, arch: Arch, sms: int) -> list[KernelLaunch]:
     """Returns kernels and grids of `problem` on the emulated backend."""
-    return _family(problem.settings, arch, problem.qo_len).launches(problem, arch, sms)
+    return _family(problem.settings, arch, problem.qo_len, isinstance(problem, Problem)).launches(problem, arch, sms)
 
 
 def prepare(request_settings: Settings) -> Callable[[Request], None]:
@@ -60,7 +60,7 @@ def plan(
     if another one is emulated later.
     """
     gpu = _gpu()
-    family = _family(batch_settings, gpu.arch, typical_qo_len(lengths, limits))
+    family = _family(batch_settings, gpu.arch, typical_qo_len(lengths, limits), len(lengths.kv_len) == 1)
     return EmulatedBatchRun(family.plan(batch_settings, lengths, limits, staging, gpu), (gpu, family.name))
 
 
@@ -79,7 +79,7 @@ def plan_on_device(
 ) -> Callable[[BatchProblem], None] | None:
     """Returns a callable that runs batches whose lengths only kernels read, or None: `backends.plan_on_device`."""
     gpu = _gpu()
-    family = _family(batch_settings, gpu.arch, typical_qo_len(NO_LENGTHS, limits))
+    family = _family(batch_settings, gpu.arch, typical_qo_len(NO_LENGTHS, limits), lengths.batch_size == 1)
     with _written(lengths, staging):
         planned = family.plan_on_device(batch_settings, lengths, limits, staging, gpu, keeps_address)
     return None if planned is None else EmulatedBatchRun(planned, (gpu, family.name))
@@ -88,7 +88,7 @@ def plan_on_device(
 def workspace(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
     """Returns the bytes that a plan uses of a workspace of unlimited size, and the bytes of its records."""
     gpu = _gpu()
-    family = _family(batch_settings, gpu.arch, typical_qo_len(lengths, limits))
+    family = _family(batch_settings, gpu.arch, typical_qo_len(lengths, limits), len(lengths.kv_len) == 1)
     return family.workspace(batch_settings, lengths, limits, gpu.arch, gpu.sms)
 
 
@@ -98,9 +98,9 @@ def _gpu() -> Gpu:
     return Gpu(named(emulation.arch), CPU, emulation.sms or TYPICAL_SMS[emulation.arch])
 
 
-def _family(request_settings: Settings, arch: Arch, qo_len: int) -> KernelFamily:
+def _family(request_settings: Settings, arch: Arch, qo_len: int, one_request: bool) -> KernelFamily:
     """Returns the family whose kernels run requests of `qo_len` query tokens."""
-    return FAMILIES[emulated(request_settings.features, arch, qo_len).name]
+    return FAMILIES[emulated(request_settings.features, arch, qo_len, one_request).name]
 
 
 class EmulatedRun:
@@ -113,7 +113,7 @@ class EmulatedRun:
     def __call__(self, problem: Request) -> None:
         """Emulates the launches of `problem`."""
         gpu = _gpu()
-        family = _family(self.settings, gpu.arch, problem.qo_len)
+        family = _family(self.settings, gpu.arch, problem.qo_len, isinstance(problem, Problem))
         run = self.run_on(gpu, family.name)
         problem = _placed(problem)
         with _visible(problem, run):
@@ -126,7 +126,7 @@ class EmulatedRun:
 
         def shown(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             gpu = _gpu()
-            run: Any = self.run_on(gpu, _family(self.settings, gpu.arch, qo_len).name)
+            run: Any = self.run_on(gpu, _family(self.settings, gpu.arch, qo_len, True).name)
             now = _placed(others._replace(**dict(zip(operands, tensors, strict=True))))
             with _visible(now, run):
                 if run not in repeats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -121,19 +122,20 @@ def explain(
         _refuse_keywords(options.changed(), "Features")
         features = asked if isinstance(asked, Features) else asked.features
         qo_len = 0 if isinstance(asked, Features) else asked.qo_len
-        rows = rows if isinstance(asked, Features) else qo_len * (features.num_qo_heads // features.num_kv_heads)
+        one_request = not isinstance(asked, Features)
+        rows = qo_len * (features.num_qo_heads // features.num_kv_heads) if one_request else rows
     else:
         call = described(options) if asked is None else _with_tensors(asked, options)
         problem = single.problem(call)
         features = problem.features
-        rows = problem.qo_len * (features.num_qo_heads // features.num_kv_heads)
+        rows, one_request = problem.qo_len * (features.num_qo_heads // features.num_kv_heads), True
         if asked is None and arch is None:
             found = archs.for_device(torch.cuda.current_device()) if torch.cuda.is_available() else _arch("sm_90a")
     if found is not None:
         features = features._replace(device=torch.device("cuda"))
     elif arch is not None:
         features = features._replace(device=torch.device("cpu"))
-    return text(features, found, rows)
+    return text(features, found, rows, one_request)
 
 
 def _arch(arch: Any) -> Arch | None:
@@ -205,37 +207,38 @@ def _dtype(name: str, value: torch.dtype | str) -> torch.dtype:
     return found
 
 
-def verdicts(features: Features, arch: Arch | None, rows: int | None) -> list[Verdict]:
+def verdicts(features: Features, arch: Arch | None, rows: int | None, one_request: bool = False) -> list[Verdict]:
     """Return what selection says of every backend. `arch` None: that of the features' device."""
     arch = select.arch_for(features.device, arch)
-    candidates = select.candidates(features, "auto", rows)
+    candidates = select.candidates(features, "auto", rows, arch, one_request)
+    skipped = {b.name: b.auto_skip_reason(features, rows, arch, one_request) for b in candidates}
     able = [b for b in candidates if not select.reasons_against(b, features, arch)]
     found = []
     for backend in (*BACKENDS, EMULATOR):
         if refusals := select.reasons_against(backend, features, arch):
             found.append(Verdict(backend.name, REFUSED, "", tuple(refusals)))
         elif backend in able[:1]:
-            found.append(Verdict(backend.name, CHOSEN, _why_chosen(backend, features, rows, able)))
-        elif features.device.type in backend.auto_on and (why := backend.auto_skip_reason(features, rows)):
+            found.append(Verdict(backend.name, CHOSEN, _why_chosen(backend, features, skipped, able)))
+        elif why := skipped.get(backend.name):
             found.append(Verdict(backend.name, PASSED_OVER, f"{why}, which is faster elsewhere"))
         else:
             found.append(Verdict(backend.name, ABLE, f'taken only with backend="{backend.name}"'))
     return found
 
 
-def _why_chosen(backend: Backend, features: Features, rows: int | None, able: list[Backend]) -> str:
+def _why_chosen(backend: Backend, features: Features, skipped: Mapping[str, str | None], able: list[Backend]) -> str:
     if len(able) == 1:
         return "CPU tensors run on it" if features.device.type == "cpu" else "no other backend of this GPU takes it"
-    if backend.auto_skip_reason(features, rows):
+    if skipped[backend.name]:
         return "all that take it are passed over for others where they can, and it comes first"
     order = ", ".join(b.name for b in BACKENDS if features.device.type in b.auto_on)
     return f"the first of {order} that takes it and is not passed over"
 
 
-def text(features: Features, arch: Arch | None, rows: int | None) -> str:
+def text(features: Features, arch: Arch | None, rows: int | None, one_request: bool = False) -> str:
     """Return the verdicts as text. What to use instead of a refused feature is said only if nothing is chosen."""
     arch = select.arch_for(features.device, arch)
-    found = verdicts(features, arch, rows)
+    found = verdicts(features, arch, rows, one_request)
     chosen = any(each.verdict == CHOSEN for each in found)
     lines = [select.title(features, arch)]
     for each in found:

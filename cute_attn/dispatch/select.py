@@ -27,9 +27,9 @@ CACHE_SIZE = 256  # settings: more than the layers of a model have
 
 
 @functools.lru_cache(CACHE_SIZE)
-def chosen(features: Features, backend: str, rows: int) -> Backend:
+def chosen(features: Features, backend: str, rows: int, one_request: bool = False) -> Backend:
     """Return the result of `choose`, memoised."""
-    found = choose(features, backend, rows=rows)
+    found = choose(features, backend, rows=rows, one_request=one_request)
     if backend == "auto" and features.device.type == "cpu":
         _warn_of_cpu_only(features)
     return found
@@ -85,16 +85,22 @@ def checked_name(backend: Any) -> str:
     return _named(backend).name
 
 
-def choose(features: Features, backend: str = "auto", arch: Arch | None = None, rows: int | None = None) -> Backend:
+def choose(
+    features: Features,
+    backend: str = "auto",
+    arch: Arch | None = None,
+    rows: int | None = None,
+    one_request: bool = False,
+) -> Backend:
     """Return the backend for `features`; NotSupported lists every refusal if there is none.
 
     `arch`: architecture to assume for a CUDA device; by default that of `features.device`. `rows`: packed query rows
-    per request, where known; "auto" takes backends that are slower for so many or so few only if no other supports
-    the features.
+    per request, where known; `one_request`: whether there is one request alone. "auto" takes backends that are slower
+    for such a batch only if no other supports the features.
     """
     arch = arch_for(features.device, arch)
     refusals: list[Refusal] = []
-    for candidate in candidates(features, backend, rows):
+    for candidate in candidates(features, backend, rows, arch, one_request):
         reasons = reasons_against(candidate, features, arch)
         if not reasons:
             logger.info("%s: %s for %s", backend, candidate.name, title(features, arch))
@@ -134,7 +140,7 @@ def _reasons_against_emulator(features: Features) -> list[Refusal]:
     return []
 
 
-def emulated(features: Features, arch: Arch, qo_len: int | None = None) -> Backend:
+def emulated(features: Features, arch: Arch, qo_len: int | None = None, one_request: bool = False) -> Backend:
     """Return the backend whose kernels the emulator runs for `features` on a GPU of `arch`.
 
     NotSupported is raised as by `choose`, but in the emulator's name. `qo_len`: query tokens per request, where known.
@@ -144,7 +150,7 @@ def emulated(features: Features, arch: Arch, qo_len: int | None = None) -> Backe
         raise LayoutError(f"kernels of an emulation must be 'auto' or a GPU's backend, got {kernels!r}")
     rows = None if qo_len is None else qo_len * (features.num_qo_heads // features.num_kv_heads)
     try:
-        return choose(features._replace(device=torch.device("cuda")), kernels, arch, rows)
+        return choose(features._replace(device=torch.device("cuda")), kernels, arch, rows, one_request)
     except NotSupported as err:
         raise NotSupported([Refusal(EMULATOR.name, *refusal[1:]) for refusal in err.refusals]) from None
 
@@ -161,11 +167,13 @@ def refusals(features: Features, capability: tuple[int, int]) -> tuple[Refusal, 
     return ()
 
 
-def candidates(features: Features, backend: Any, rows: int | None) -> tuple[Backend, ...]:
+def candidates(
+    features: Features, backend: Any, rows: int | None, arch: Arch | None = None, one_request: bool = False
+) -> tuple[Backend, ...]:
     """Return the backends that may run `features`, best first."""
     if checked_name(backend) == "auto":
         automatic = [b for b in BACKENDS if features.device.type in b.auto_on]
-        return tuple(sorted(automatic, key=lambda b: b.auto_skip_reason(features, rows) is not None))
+        return tuple(sorted(automatic, key=lambda b: b.auto_skip_reason(features, rows, arch, one_request) is not None))
     return (_named(backend),)
 
 

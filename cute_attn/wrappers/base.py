@@ -311,7 +311,9 @@ class BatchWrapper(PlannedState, StrideVariants):
         limits = BatchLimits(self._workspace.numel(), *request.splits, graph=graph, max_qo_len=request.q_len)
         lengths = device_plan.choice_lengths(request.tokens)
         rows = select.rows_class(settings.features, batch_schedule.typical_qo_len(lengths, limits))
-        return settings, select.chosen(features or settings.features, backend or self._backend, rows), limits
+        asked = features or settings.features
+        found = select.chosen(asked, backend or self._backend, rows, request.tokens.batch_size == 1)
+        return settings, found, limits
 
     @functools.cached_property
     def _page_axes(self) -> tuple[str, ...]:

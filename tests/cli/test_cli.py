@@ -272,7 +272,7 @@ def test_bundle_runs_where_nothing_can_be_compiled(tmp_path: Path, capsys: Outpu
 
 
 def test_explain_names_backend_kernels_and_grid(capsys: Output) -> None:
-    assert main(["explain", "--kv-len", "131072", "--arch", "sm_90a", "--specs"]) == 0
+    assert main(["explain", "--kv-len", "131072", "--num-kv-heads", "16", "--arch", "sm_90a", "--specs"]) == 0
     out = capsys.readouterr().out
     assert "fa2: chosen: the first of fa4, fa3, xqa, fa2 that takes it and is not passed over" in out
     assert "Instead" not in out
@@ -334,11 +334,11 @@ def test_explain_of_equal_requests(capsys: Output) -> None:
 
 
 def test_explain_prints_specs_only_if_asked(capsys: Output) -> None:
-    assert main(["explain", "--kv-len", "131072", "--arch", "h100"]) == 0
+    assert main(["explain", "--kv-len", "131072", "--num-kv-heads", "16", "--arch", "h100"]) == 0
     out = capsys.readouterr().out
     assert "  fa2 bf16 >fp32 qk128 vo128 split" in out
     assert "{" not in out
-    assert main(["explain", "--kv-len", "131072", "--arch", "h100", "--json"]) == 0
+    assert main(["explain", "--kv-len", "131072", "--num-kv-heads", "16", "--arch", "h100", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["chosen"] == "fa2"
     assert [launch["spec"]["kernel"] for launch in document["launches"]] == ["fa2", "combine"]

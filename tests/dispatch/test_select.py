@@ -255,6 +255,23 @@ def test_auto_takes_a_backend_that_it_passes_over_if_no_other_is_able(monkeypatc
     assert "  xqa: chosen" in explain(features, AMPERE, rows=100)
 
 
+def test_one_request_of_few_kv_heads_is_for_clusters() -> None:
+    """On Hopper, where the kernel has clusters of CTAs, and with rows that share one read of the keys."""
+    features = DECODE._replace(kv_dtype=BF16, num_qo_heads=32, num_kv_heads=8, head_dim_qk=128, head_dim_vo=128)
+    for changes, arch, rows, taken in (
+        ({}, HOPPER, 4, XQA),
+        ({}, HOPPER, 17, FA2),
+        ({}, named("sm_80"), 4, FA2),
+        ({"num_kv_heads": 16}, HOPPER, 2, FA2),
+        ({"head_dim_qk": 256, "head_dim_vo": 256}, HOPPER, 4, FA2),
+        ({"head_dim_qk": 256, "head_dim_vo": 256, "num_kv_heads": 4}, HOPPER, 8, XQA),
+        ({"head_dim_qk": 80, "head_dim_vo": 80}, HOPPER, 4, FA2),
+    ):
+        asked = features._replace(**changes)
+        assert select.choose(asked, arch=arch, rows=rows, one_request=True) is taken, (changes, arch.name, rows)
+        assert select.choose(asked, arch=arch, rows=rows) is FA2
+
+
 def test_classes_of_rows_tell_what_auto_tells() -> None:
     for features in (CUDA, DECODE, DECODE._replace(head_dim_qk=256, head_dim_vo=256)):
         group = features.num_qo_heads // features.num_kv_heads
