@@ -11,6 +11,7 @@ All arithmetic is in integers, and every division is of numbers >= 0 and rounds 
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,9 @@ from cute_attn.schedule.constants import (
     WORTHWHILE,
 )
 from cute_attn.schedule.split_kv import MAX_SPLITS, ceil_div
+
+FEW_TILES = 64  # query tiles, of which the search for a split size takes longer than all else of a schedule
+REMEMBERED = 256  # results of that search
 
 _BIN_INDEX = np.arange(BINS)
 _BIN_OFFSETS = np.arange(CANDIDATES)[:, None] * BINS
@@ -66,6 +70,17 @@ def num_splits(visible: np.ndarray, device: Device, capacity: Capacity) -> np.nd
     more, of = BALANCED
     if longest * device.resident_ctas * of <= (more - of) * total * device.ctas_per_item:
         return None  # so many waves that longest-first order fills the last one well
+    if len(visible) <= FEW_TILES:
+        size = _remembered_split_size(visible.astype(np.int32).tobytes(), device, capacity)
+    else:
+        size = _split_size(visible, device, capacity)
+    return None if size is None else -(-visible // np.int32(size))
+
+
+def _split_size(visible: np.ndarray, device: Device, capacity: Capacity) -> int | None:
+    """Returns the best split size in kv tiles; None where no split pays."""
+    longest, total = int(visible.max()), int(visible.sum(dtype=np.int64))
+    more, of = BALANCED
     sizes, counts = _histogram(visible, longest)
     unsplit, share = _unsplit_makespan(sizes, counts, device)
     if unsplit * of <= share * more:
@@ -75,7 +90,13 @@ def num_splits(visible: np.ndarray, device: Device, capacity: Capacity) -> np.nd
     best = int(estimates.argmin())
     if int(estimates[best]) * WORTHWHILE[1] > unsplit * WORTHWHILE[0]:
         return None
-    return -(-visible // np.int32(chunks[best]))
+    return int(chunks[best])
+
+
+@functools.lru_cache(REMEMBERED)
+def _remembered_split_size(visible: bytes, device: Device, capacity: Capacity) -> int | None:
+    """Returns `_split_size`. The steps of an engine differ in kv tiles once in 64 tokens of a request or so."""
+    return _split_size(np.frombuffer(visible, np.int32), device, capacity)
 
 
 def candidates(longest: int, total: int, device: Device) -> np.ndarray:
