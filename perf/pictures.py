@@ -90,14 +90,19 @@ def family(name: str) -> str:
 
 
 def lines_of(chosen: Sequence[Row], x: Callable[[Mapping[str, Any]], float]) -> dict[str, Points]:
-    """Returns for each library its points: the fastest of its kernels in every row."""
+    """Returns for each library its points: the fastest of its kernels in every row. A library of which a kernel was not
+    built for the run has none there: that may be its fastest.
+    """
     found: dict[str, Points] = {}
     for row in sorted(chosen, key=lambda row: x(row["workload"])):
         speeds: dict[str, float] = {}
         for name, entry in row["candidates"].items():
             if "speed" in entry:
                 speeds[family(name)] = max(speeds.get(family(name), 0.0), entry["speed"])
+        unbuilt = {family(name) for name, entry in row["candidates"].items() if "not built" in entry.get("reason", "")}
         for name, speed in speeds.items():
+            if name in unbuilt:
+                continue
             found.setdefault(name, []).append((x(row["workload"]), speed))
     return found
 
