@@ -136,7 +136,7 @@ def test_a_fresh_process_times_the_import(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_cold_starts_are_medians_or_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter((3.0, 1.0, 2.0))
+    seconds = iter((9.0, 3.0, 1.0, 2.0))  # the first process writes byte code and does not count
     started: list[tuple[str, str]] = []
 
     def fresh(library: str, env: dict[str, str], limit: float) -> dict[str, Any]:
@@ -148,8 +148,8 @@ def test_cold_starts_are_medians_or_reasons(monkeypatch: pytest.MonkeyPatch) -> 
     found = coldstart.measured("cute_attn", 3, 1.0)
     assert found["cute_attn, cold"] == {"import_s": 2.0, "processes": 3}
     assert found["cute_attn, warm"] == {"reason": "broken"}
-    assert len(started) == 3 + 2, "a condition that failed is not tried again"
-    assert len({cache for cache, when in started if when == "cold"}) == 3, "every cold process has an empty cache"
+    assert len(started) == 1 + 3 + 2, "a condition that failed is not tried again"
+    assert len({cache for cache, when in started if when == "cold"}) == 4, "every cold process has an empty cache"
 
 
 def test_sizes_of_installs() -> None:
