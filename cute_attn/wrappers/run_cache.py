@@ -51,6 +51,8 @@ def try_replay(plan: BatchPlan, arguments: RunArguments) -> tuple[Tensor, Tensor
     q_start = q.data_ptr()
     if q_start % ALIGNMENT or (k_start | v_start) % cached.kv_alignment:
         return None
+    if q.is_neg() or k.is_neg() or v.is_neg():
+        return None
     if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None
     starts = q_start, k_start, v_start

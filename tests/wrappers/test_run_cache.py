@@ -175,6 +175,11 @@ def shifted(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(x.numel() + 8, dtype=x.dtype)[1 : x.numel() + 1].view(x.shape)
 
 
+def negated(x: torch.Tensor) -> torch.Tensor:
+    """A view whose numbers are those in memory times -1."""
+    return torch._neg_view(x)
+
+
 def grad(x: torch.Tensor) -> torch.Tensor:
     return x.clone().requires_grad_()
 
@@ -185,6 +190,8 @@ WRONG: dict[str, Callable[[BatchInputs], dict[str, Any]]] = {
     "k of another dtype": with_cache(lambda x: x.bfloat16(), 0),
     "v of another shape": with_cache(lambda x: x[:, :, :1], 1),
     "v needs grad": with_cache(grad, 1),
+    "k is a negative view": with_cache(negated, 0),
+    "q is a negative view": lambda inputs: {"q": negated(inputs.q)},
     "no tensor": lambda inputs: {"paged_kv_cache": (inputs.kv[0][0], None)},
     "three halves": lambda inputs: {"paged_kv_cache": (*inputs.kv[0], inputs.kv[0][0])},
     "q needs grad": lambda inputs: {"q": grad(inputs.q)},
