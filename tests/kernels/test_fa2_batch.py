@@ -56,7 +56,7 @@ def on_fa2(monkeypatch: pytest.MonkeyPatch) -> None:
         fa2_batch, "tiles", types.SimpleNamespace(choose=lambda *args: TILE, resident_ctas=lambda *args: 2)
     )
     monkeypatch.setattr(gpus, "of_device", lambda index: GPU)
-    monkeypatch.setattr(select, "chosen", lambda features, name, rows: capabilities.BY_NAME["fa2"])
+    monkeypatch.setattr(select, "chosen", lambda features, name, *load: capabilities.BY_NAME["fa2"])
     monkeypatch.setattr(select, "reasons_against", lambda *args: [])
 
 
