@@ -55,8 +55,8 @@ def pretended_gpu(arch_name: str) -> Iterator[NullDriver]:
     arch, driver, choose = archs.named(arch_name), NullDriver(), select.choose
     gpu = Gpu(arch, launch.CPU, archs.TYPICAL_SMS[arch_name])
 
-    def chosen(features: Features, backend: str = "auto", *_: Any, rows: int | None = None) -> Backend:
-        return choose(features._replace(device=DEVICE), backend, arch, rows)
+    def chosen(features: Features, backend: str = "auto", *_: Any, **load: Any) -> Backend:
+        return choose(features._replace(device=DEVICE), backend, arch, **load)
 
     def gpu_of(_: object) -> Gpu:
         return gpu
