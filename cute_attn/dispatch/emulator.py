@@ -119,8 +119,12 @@ class EmulatedRun:
         with _visible(problem, run):
             run(problem)
 
-    def repeat(self, problem: Problem) -> Repeat:
-        """Returns a function that repeats the run of `problem` with other addresses, on the GPU emulated then."""
+    def repeat(self, problem: Problem) -> Repeat | None:
+        """Returns a function that repeats the run of `problem` with other addresses, on the GPU emulated then; None
+        without query tokens.
+        """
+        if problem.qo_len == 0:
+            return None
         operands, qo_len = ("q", "k", "v", "out", "lse"), problem.qo_len
         others: Any = problem._replace(**dict.fromkeys(operands))  # type: ignore[arg-type]  # keeps no tensor alive
 

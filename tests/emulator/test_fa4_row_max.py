@@ -16,6 +16,7 @@ from cute_attn.emulator.settings import Emulation
 from cute_attn.kernels.fa4 import tiles
 from cute_attn.kernels.fa4.spec import BlackwellTile, Fa4Spec
 from cute_attn.kernels.host.persistent import batch
+from cute_attn.wrappers import single_calls
 from tests.emulator.test_fa4_adversarial import HIDDEN, TILE, keeping, levels, loads, normal, solve, with_scores
 from tests.support.batch_case import dims, heads, paged, ragged
 from tests.support.case import Case
@@ -49,6 +50,7 @@ def row_max(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def forget_tiles() -> None:
     backends._prepared.cache_clear()
+    single_calls.forget()
     batch.tiling.cache_clear()
 
 

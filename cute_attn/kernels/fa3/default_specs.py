@@ -53,9 +53,9 @@ def _fp8_kv_specs() -> list[KernelSpec]:
 def _nvfp4_specs() -> list[KernelSpec]:
     llama, packed = (128, 128), (dims for dims in HEAD_DIMS if dims[0] % 64 == 0)
     nvfp4: dict[str, Any] = {"kv_dtype": "nvfp4"}
-    specs = [_spec(dims, **nvfp4, **source) for dims in packed for source in ({}, ITEMS)]
-    specs += [_spec(llama, **nvfp4, **GATHERED), _spec((256, 256), **nvfp4, **MODIFIED[0], **GATHERED)]
-    specs += [_spec(llama, **nvfp4, **MODIFIED[0], **ITEMS), _spec(llama, **nvfp4, split=True, out_dtype="float32")]
+    specs = [_spec(dims, **nvfp4, **source) for dims in packed for source in ({}, GATHERED)]
+    specs += [_spec(dims, **nvfp4, **MODIFIED[0], **GATHERED) for dims in (llama, (256, 256))]
+    specs += [_spec(llama, **nvfp4, split=True, out_dtype="float32")]
     return specs
 
 

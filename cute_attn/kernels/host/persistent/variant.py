@@ -94,6 +94,8 @@ class PersistentKernels(Generic[T]):
             return "dense"
         if rotates(features):  # the warps that would gather rows rotate them
             return "paged"
+        if features.kv_block_scales:  # with boxes of TMA as well as copies of scales the producer spills registers
+            return "gathered"
         return self.page_source(head_dims(features), page_size, fp8=features.q_dtype in FP8, fp8_kv=fp8_kv(features))
 
     def tile(
