@@ -76,8 +76,10 @@ def test_regions_of_every_kernel(memory: HopperMemory) -> None:
     for before, after in itertools.pairwise(regions):
         assert before.offset + before.bytes <= after.offset
     for ring in smem_map.rings:
-        assert smem_map.offset(ring.name) % 1024 == 0
-        assert ring.slot_bytes % (128 if isinstance(memory, Nvfp4KvMemory) and "staged" in ring.name else 1024) == 0
+        packed = isinstance(memory, Nvfp4KvMemory) and ring.name.startswith("staged")
+        slot_alignment = 128 if packed else 1024
+        assert smem_map.offset(ring.name) % slot_alignment == 0
+        assert ring.slot_bytes % slot_alignment == 0
         assert smem_map.barriers(ring.name) % 8 == 0
     assert smem_map.offset("records") % 64 == 0
     assert memory.bytes <= named("sm_90a").smem_limit
