@@ -17,10 +17,10 @@ from unittest import mock
 import torch
 
 from cute_attn.dispatch import backends, select
-from cute_attn.dispatch.capabilities import Backend
+from cute_attn.dispatch.capabilities import UNKNOWN_LOAD, Backend, Load
 from cute_attn.emulator import adapter
 from cute_attn.kernels.fa2.host import prepared as fa2
-from cute_attn.kernels.host import load
+from cute_attn.kernels.host import load as loader
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.persistent import prepared as persistent
 from cute_attn.kernels.xqa.host import prepared as xqa
@@ -55,8 +55,8 @@ def pretended_gpu(arch_name: str) -> Iterator[NullDriver]:
     arch, driver, choose = archs.named(arch_name), NullDriver(), select.choose
     gpu = Gpu(arch, launch.CPU, archs.TYPICAL_SMS[arch_name])
 
-    def chosen(features: Features, backend: str = "auto", *_: Any, **load: Any) -> Backend:
-        return choose(features._replace(device=DEVICE), backend, arch, **load)
+    def chosen(features: Features, backend: str = "auto", _: object = None, load: Load = UNKNOWN_LOAD) -> Backend:
+        return choose(features._replace(device=DEVICE), backend, arch, load)
 
     def gpu_of(_: object) -> Gpu:
         return gpu
@@ -78,7 +78,7 @@ def pretended_gpu(arch_name: str) -> Iterator[NullDriver]:
         single_calls.forget()
         stack.callback(single_calls.forget)
         for memo in (
-            *(backends._prepared, select.chosen, load.load),
+            *(backends._prepared, select.chosen, loader.load),
             *(family.prepared_kernel for family in (fa2, persistent, xqa)),
         ):
             memo.cache_clear()

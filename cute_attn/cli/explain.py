@@ -13,6 +13,7 @@ from cute_attn.runtime import arch as archs
 from cute_attn.runtime.spec import KernelSpec
 
 if TYPE_CHECKING:
+    from cute_attn.dispatch.capabilities import Load
     from cute_attn.problem import Features
     from cute_attn.request.single import Call
 
@@ -60,6 +61,7 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from cute_attn.cli import planned
+    from cute_attn.dispatch import select
     from cute_attn.request import single as single_request
 
     arch, sms = target(options)
@@ -68,14 +70,14 @@ def run(options: argparse.Namespace) -> int:
     call = make_call(options)
     problem = single_request.problem(call) if arch is None else planned.on_gpu(call)
     features = problem.features
-    rows = problem.qo_len * (features.num_qo_heads // features.num_kv_heads)
+    load = select.load_of(features, problem.qo_len, one_request=True)
     title = f"qo_len {problem.qo_len}, kv_len {problem.kv_len} on {sms} multiprocessors of {arch and arch.name}"
 
     def launches() -> Planned:
         assert arch is not None
         return "", planned.launches(problem, arch, sms)
 
-    return answer(options, features, arch, (rows, True), title, launches)
+    return answer(options, features, arch, load, title, launches)
 
 
 Launches = Sequence[tuple[KernelSpec, tuple[int, int, int]]]
@@ -86,16 +88,14 @@ def answer(
     options: argparse.Namespace,
     features: Features,
     arch: archs.Arch | None,
-    load: tuple[int, bool],
+    load: Load,
     title: str,
     launches: Callable[[], Planned],
 ) -> int:
-    """Prints verdicts, and where a backend of a GPU takes the problem what it would run; returns the exit code. `load`:
-    packed query rows per request, and whether there is one request alone.
-    """
+    """Prints verdicts, and where a backend of a GPU takes the problem what it would run; returns the exit code."""
     from cute_attn.dispatch import explain, select
 
-    found = explain.verdicts(features, arch, *load)
+    found = explain.verdicts(features, arch, load)
     chosen = next((each.backend for each in found if each.verdict == explain.CHOSEN), None)
     schedule, planned = launches() if chosen is not None and arch is not None else ("", [])
     if options.json:
@@ -117,7 +117,7 @@ def answer(
         }
         print(json.dumps(document, indent=1))
     else:
-        print(explain.text(features, arch, *load))
+        print(explain.text(features, arch, load))
         if planned or schedule:
             print(f"\n{title}:")
             print("\n".join(filter(None, (schedule, specs.launched(planned, options.specs)))))

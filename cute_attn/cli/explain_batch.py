@@ -35,19 +35,19 @@ def run(options: argparse.Namespace, arch: Arch | None, sms: int) -> int:
     limits = BatchLimits(WORKSPACE_BYTES, max_qo_len=1 if decode else None)
     features = settings.features
     qo_len = batch_schedule.typical_qo_len(batch.lengths, limits)
-    rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
+    load = select.load_of(features, qo_len, batch.batch_size == 1)
     keys = f"{int(batch.lengths.kv_len.sum())} keys"
     where = f"{keys} in pages of {options.page_size}" if options.page_size else keys
     on = f"on {sms} multiprocessors of {arch and arch.name}"
 
     def launches() -> explain.Planned:
         assert arch is not None
-        backend = select.choose(features, "auto", arch, rows, batch.batch_size == 1)
+        backend = select.choose(features, "auto", arch, load)
         plan, found = FAMILIES[backend.name].batch_launches(settings, batch.lengths, limits, arch, sms)
         return schedule(plan) if plan else "  no schedule: CTAs find equal shares of all keys", found
 
     title = f"{batch.batch_size} requests, {batch.rows} query tokens, {where} {on}"
-    return explain.answer(options, features, arch, (rows, batch.batch_size == 1), title, launches)
+    return explain.answer(options, features, arch, load, title, launches)
 
 
 def schedule(plan: BatchSchedule[object]) -> str:

@@ -22,5 +22,5 @@ def on_gpu(call: single_request.Call) -> Problem:
 
 def launches(problem: Problem, arch: Arch, sms: int) -> list[KernelLaunch]:
     """Kernels and grids of the backend that "auto" chooses; NotSupported if there is none."""
-    rows = problem.qo_len * (problem.features.num_qo_heads // problem.features.num_kv_heads)
-    return backends.launches(select.choose(problem.features, "auto", arch, rows, True), problem, arch, sms)
+    load = select.load_of(problem.features, problem.qo_len, one_request=True)
+    return backends.launches(select.choose(problem.features, "auto", arch, load), problem, arch, sms)

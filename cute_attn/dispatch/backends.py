@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cute_attn.dispatch import emulator, reference
-from cute_attn.dispatch.capabilities import Backend
+from cute_attn.dispatch.capabilities import Backend, Load
 from cute_attn.dispatch.families import FAMILIES
-from cute_attn.dispatch.select import CACHE_SIZE, choose, chosen, rows_class
+from cute_attn.dispatch.select import CACHE_SIZE, choose, chosen, load_class
 from cute_attn.kernels.host import gpu
 from cute_attn.kernels.host.batch import Repeat
 from cute_attn.kernels.host.family import KernelFamily, KernelLaunch
@@ -75,22 +75,22 @@ def run(problem: Request, backend: str = "auto") -> None:
     """Computes `out` and `lse` of `problem` on `backend`."""
     if not isinstance(backend, str):
         choose(problem.features, backend)
-    rows = rows_class(problem.features, problem.qo_len)
-    _prepared(problem.settings, backend, rows, isinstance(problem, Problem))(problem)
+    load = load_class(problem.features, problem.qo_len, isinstance(problem, Problem))
+    _prepared(problem.settings, backend, load)(problem)
 
 
 def repeat(problem: Problem, backend: str) -> Repeat | None:
     """Returns a function that repeats the run of `problem` with other addresses of q, k, v, out and lse; None where the
     backend does not repeat runs. `problem` has none of the optional tensors.
     """
-    run = _prepared(problem.settings, backend, rows_class(problem.features, problem.qo_len), True)
+    run = _prepared(problem.settings, backend, load_class(problem.features, problem.qo_len, True))
     of: Callable[[Problem], Repeat | None] | None = getattr(run, "repeat", None)
     return None if of is None else of(problem)
 
 
 @functools.lru_cache(CACHE_SIZE)
-def _prepared(settings: Settings, backend: str, rows: int, one_request: bool) -> Callable[[Request], None]:
-    return prepare(chosen(settings.features, backend, rows, one_request), settings)
+def _prepared(settings: Settings, backend: str, load: Load) -> Callable[[Request], None]:
+    return prepare(chosen(settings.features, backend, load), settings)
 
 
 def prepare(backend: Backend, settings: Settings) -> Callable[[Request], None]:

@@ -25,6 +25,16 @@ XQA_HEAD_DIMS = (
 ROWS_OF_A_READ = 16  # packed query rows that share one read of the keys in XQA
 
 
+class Load(NamedTuple):
+    """What selection knows of the size of a problem beside its features; by default nothing."""
+
+    rows: int | None = None  # packed query rows per request (qo_len x heads per kv head); None: not known
+    one_request: bool = False  # whether there is one request alone
+
+
+UNKNOWN_LOAD = Load()
+
+
 @dataclass(frozen=True)
 class Backend:
     """A backend, and where "auto" considers it."""
@@ -42,32 +52,31 @@ class Backend:
     max_rows: Mapping[tuple[int, int], int] = field(default_factory=dict, hash=False)
     # (architecture, bytes per element of k and v, head dimension): kv heads up to which "auto" considers it for one
     # request of at most `ROWS_OF_A_READ` rows as well.
-    one_request: Mapping[tuple[str, int, int], int] = field(default_factory=dict, hash=False)
+    kv_heads_of_one_request: Mapping[tuple[str, int, int], int] = field(default_factory=dict, hash=False)
 
-    def auto_skip_reason(
-        self, features: Features, rows: int | None, arch: Arch | None = None, one_request: bool = False
-    ) -> str | None:
-        """Return why "auto" prefers others to this backend although it supports `features`, or None. `rows`,
-        `one_request`: as in `choose`.
-        """
+    def auto_skip_reason(self, features: Features, load: Load, arch: Arch | None) -> str | None:
+        """Return why "auto" prefers others to this backend on `arch` although it supports `features`, or None."""
         if features.q_dtype in FP8 or features.device_lengths:
             return None  # only one backend of a GPU supports fp8 q, and only one lengths on the device
-        least = self.least_rows(features)
+        rows, least = load.rows, self.least_rows(features)
         if rows is not None and rows < least:
             return f"{rows} query rows per kv head are fewer than {least}"
-        if not self.max_rows:
+        if not self.max_rows or self.is_for_one_request(features, load, arch):
             return None
         kv_bytes = features.kv_dtype.itemsize
-        if one_request and arch is not None and rows is not None and rows <= ROWS_OF_A_READ:
-            kv_heads = self.one_request.get((arch.name, kv_bytes, features.head_dim_qk), 0)
-            if features.num_kv_heads <= kv_heads:
-                return None
         most = self.max_rows.get((kv_bytes, features.head_dim_qk))
         if most is None:
             return f"head dimension {features.head_dim_qk} in {8 * kv_bytes} bits"
         if rows is not None and rows > most:
             return f"{rows} query rows per kv head are more than {most}"
         return None
+
+    def is_for_one_request(self, features: Features, load: Load, arch: Arch | None) -> bool:
+        """Tell whether `load` is one request that "auto" gives to this backend on `arch` whatever `max_rows` says."""
+        if not load.one_request or arch is None or load.rows is None or load.rows > ROWS_OF_A_READ:
+            return False
+        key = arch.name, features.kv_dtype.itemsize, features.head_dim_qk
+        return features.num_kv_heads <= self.kv_heads_of_one_request.get(key, 0)
 
     def least_rows(self, features: Features) -> int:
         """Return `min_rows` of problems with these features."""
@@ -111,17 +120,19 @@ BACKENDS = (  # in the order in which "auto" considers them
             **{(2, head_dim): 16 for head_dim in (32, 64, 96, 112)},
         },
         # Clusters share it: 1.08 to 1.9 times as fast as fa2 (`perf.anchors`; docs/kernels/xqa.md).
-        one_request={("sm_90a", 2, 128): 8, ("sm_90a", 2, 256): 4},
+        kv_heads_of_one_request={("sm_90a", 2, 128): 8, ("sm_90a", 2, 256): 4},
     ),
     Backend("fa2", "NVIDIA GPUs from compute capability 8.0", ("cuda",), (8, 0)),
     Backend("reference", "any device, in torch", ("cpu",), None),
 )
 
 
-ROWS_CLASSES = {
-    *(rows for backend in BACKENDS for rows in (backend.min_rows, *backend.min_rows_of.values())),
-    *(rows + 1 for backend in BACKENDS for rows in backend.max_rows.values()),
-}
+ROWS_CLASSES = sorted(  # numbers of rows from which on selection may differ
+    {
+        *(rows for backend in BACKENDS for rows in (backend.min_rows, *backend.min_rows_of.values())),
+        *(rows + 1 for backend in BACKENDS for rows in backend.max_rows.values()),
+    }
+)
 
 
 # Not in the support table: it supports what the GPU backend supports whose kernels it runs.

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from cute_attn.dispatch.families import FAMILIES
-from cute_attn.dispatch.select import emulated
+from cute_attn.dispatch.select import emulated, load_of
 from cute_attn.emulator import adapter, settings
 from cute_attn.emulator.errors import LaunchFault
 from cute_attn.errors import ArgumentError
@@ -100,7 +100,8 @@ def _gpu() -> Gpu:
 
 def _family(request_settings: Settings, arch: Arch, qo_len: int, one_request: bool) -> KernelFamily:
     """Returns the family whose kernels run requests of `qo_len` query tokens."""
-    return FAMILIES[emulated(request_settings.features, arch, qo_len, one_request).name]
+    features = request_settings.features
+    return FAMILIES[emulated(features, arch, load_of(features, qo_len, one_request)).name]
 
 
 class EmulatedRun:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_attn.dispatch import select
-from cute_attn.dispatch.capabilities import BACKENDS, EMULATOR, Backend
+from cute_attn.dispatch.capabilities import BACKENDS, EMULATOR, Backend, Load
 from cute_attn.errors import ArgumentError, Refusal
 from cute_attn.problem import DecodeProblem, Features, Problem, Request
 from cute_attn.request import checks, single
@@ -121,21 +121,19 @@ def explain(
     if isinstance(asked, (Features, Problem, DecodeProblem)):
         _refuse_keywords(options.changed(), "Features")
         features = asked if isinstance(asked, Features) else asked.features
-        qo_len = 0 if isinstance(asked, Features) else asked.qo_len
-        one_request = not isinstance(asked, Features)
-        rows = qo_len * (features.num_qo_heads // features.num_kv_heads) if one_request else rows
+        load = Load(rows) if isinstance(asked, Features) else select.load_of(features, asked.qo_len, one_request=True)
     else:
         call = described(options) if asked is None else _with_tensors(asked, options)
         problem = single.problem(call)
         features = problem.features
-        rows, one_request = problem.qo_len * (features.num_qo_heads // features.num_kv_heads), True
+        load = select.load_of(features, problem.qo_len, one_request=True)
         if asked is None and arch is None:
             found = archs.for_device(torch.cuda.current_device()) if torch.cuda.is_available() else _arch("sm_90a")
     if found is not None:
         features = features._replace(device=torch.device("cuda"))
     elif arch is not None:
         features = features._replace(device=torch.device("cpu"))
-    return text(features, found, rows, one_request)
+    return text(features, found, load)
 
 
 def _arch(arch: Any) -> Arch | None:
@@ -207,11 +205,11 @@ def _dtype(name: str, value: torch.dtype | str) -> torch.dtype:
     return found
 
 
-def verdicts(features: Features, arch: Arch | None, rows: int | None, one_request: bool = False) -> list[Verdict]:
+def verdicts(features: Features, arch: Arch | None, load: Load) -> list[Verdict]:
     """Return what selection says of every backend. `arch` None: that of the features' device."""
     arch = select.arch_for(features.device, arch)
-    candidates = select.candidates(features, "auto", rows, arch, one_request)
-    skipped = {b.name: b.auto_skip_reason(features, rows, arch, one_request) for b in candidates}
+    candidates = select.candidates(features, "auto", load, arch)
+    skipped = {b.name: b.auto_skip_reason(features, load, arch) for b in candidates}
     able = [b for b in candidates if not select.reasons_against(b, features, arch)]
     found = []
     for backend in (*BACKENDS, EMULATOR):
@@ -235,10 +233,10 @@ def _why_chosen(backend: Backend, features: Features, skipped: Mapping[str, str 
     return f"the first of {order} that takes it and is not passed over"
 
 
-def text(features: Features, arch: Arch | None, rows: int | None, one_request: bool = False) -> str:
+def text(features: Features, arch: Arch | None, load: Load) -> str:
     """Return the verdicts as text. What to use instead of a refused feature is said only if nothing is chosen."""
     arch = select.arch_for(features.device, arch)
-    found = verdicts(features, arch, rows, one_request)
+    found = verdicts(features, arch, load)
     chosen = any(each.verdict == CHOSEN for each in found)
     lines = [select.title(features, arch)]
     for each in found:

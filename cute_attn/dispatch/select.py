@@ -5,6 +5,7 @@ The table drives `choose`, the messages of `NotSupported`, `explain.py` and the 
 
 from __future__ import annotations
 
+import bisect
 import functools
 import logging
 import warnings
@@ -12,7 +13,17 @@ from typing import Any
 
 import torch
 
-from cute_attn.dispatch.capabilities import BACKENDS, BY_NAME, CAPABILITIES, ELSEWHERE, EMULATOR, ROWS_CLASSES, Backend
+from cute_attn.dispatch.capabilities import (
+    BACKENDS,
+    BY_NAME,
+    CAPABILITIES,
+    ELSEWHERE,
+    EMULATOR,
+    ROWS_CLASSES,
+    UNKNOWN_LOAD,
+    Backend,
+    Load,
+)
 from cute_attn.emulator import settings
 from cute_attn.errors import LayoutError, NotSupported, Refusal
 from cute_attn.problem import Features, short
@@ -27,9 +38,9 @@ CACHE_SIZE = 256  # settings: more than the layers of a model have
 
 
 @functools.lru_cache(CACHE_SIZE)
-def chosen(features: Features, backend: str, rows: int, one_request: bool = False) -> Backend:
-    """Return the result of `choose`, memoised."""
-    found = choose(features, backend, rows=rows, one_request=one_request)
+def chosen(features: Features, backend: str, load: Load) -> Backend:
+    """Return the result of `choose`, memoised. `load`: one of `load_class`."""
+    found = choose(features, backend, load=load)
     if backend == "auto" and features.device.type == "cpu":
         _warn_of_cpu_only(features)
     return found
@@ -68,14 +79,19 @@ def _refusal_of_gpus(features: Features) -> Refusal | None:
     return reason
 
 
-def rows_class(features: Features, qo_len: int) -> int:
-    """Return the largest threshold of `ROWS_CLASSES` that the packed query rows of a request reach: selection depends
-    on nothing finer, and the cache of `chosen` stays small.
+def load_of(features: Features, qo_len: int, one_request: bool) -> Load:
+    """Return the load of requests of `qo_len` query tokens."""
+    return Load(qo_len * (features.num_qo_heads // features.num_kv_heads), one_request)
+
+
+def load_class(features: Features, qo_len: int, one_request: bool) -> Load:
+    """Return `load_of` with its rows lowered to the largest threshold of `ROWS_CLASSES` that they reach: selection
+    depends on nothing finer, and the cache of `chosen` stays small.
     """
     if features.device_lengths:
-        return 0  # one backend takes them, however many rows
+        return Load(0)  # one backend takes them, however many rows
     rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
-    return max(least for least in ROWS_CLASSES if least <= rows)
+    return Load(ROWS_CLASSES[bisect.bisect(ROWS_CLASSES, rows) - 1], one_request)
 
 
 def checked_name(backend: Any) -> str:
@@ -85,22 +101,15 @@ def checked_name(backend: Any) -> str:
     return _named(backend).name
 
 
-def choose(
-    features: Features,
-    backend: str = "auto",
-    arch: Arch | None = None,
-    rows: int | None = None,
-    one_request: bool = False,
-) -> Backend:
+def choose(features: Features, backend: str = "auto", arch: Arch | None = None, load: Load = UNKNOWN_LOAD) -> Backend:
     """Return the backend for `features`; NotSupported lists every refusal if there is none.
 
-    `arch`: architecture to assume for a CUDA device; by default that of `features.device`. `rows`: packed query rows
-    per request, where known; `one_request`: whether there is one request alone. "auto" takes backends that are slower
-    for such a batch only if no other supports the features.
+    `arch`: architecture to assume for a CUDA device; by default that of `features.device`. "auto" takes backends that
+    are slower for such a `load` only if no other supports the features.
     """
     arch = arch_for(features.device, arch)
     refusals: list[Refusal] = []
-    for candidate in candidates(features, backend, rows, arch, one_request):
+    for candidate in candidates(features, backend, load, arch):
         reasons = reasons_against(candidate, features, arch)
         if not reasons:
             logger.info("%s: %s for %s", backend, candidate.name, title(features, arch))
@@ -140,17 +149,16 @@ def _reasons_against_emulator(features: Features) -> list[Refusal]:
     return []
 
 
-def emulated(features: Features, arch: Arch, qo_len: int | None = None, one_request: bool = False) -> Backend:
+def emulated(features: Features, arch: Arch, load: Load = UNKNOWN_LOAD) -> Backend:
     """Return the backend whose kernels the emulator runs for `features` on a GPU of `arch`.
 
-    NotSupported is raised as by `choose`, but in the emulator's name. `qo_len`: query tokens per request, where known.
+    NotSupported is raised as by `choose`, but in the emulator's name.
     """
     kernels = settings.current().kernels
     if kernels != "auto" and _named(kernels).capability is None:
         raise LayoutError(f"kernels of an emulation must be 'auto' or a GPU's backend, got {kernels!r}")
-    rows = None if qo_len is None else qo_len * (features.num_qo_heads // features.num_kv_heads)
     try:
-        return choose(features._replace(device=torch.device("cuda")), kernels, arch, rows, one_request)
+        return choose(features._replace(device=torch.device("cuda")), kernels, arch, load)
     except NotSupported as err:
         raise NotSupported([Refusal(EMULATOR.name, *refusal[1:]) for refusal in err.refusals]) from None
 
@@ -167,13 +175,11 @@ def refusals(features: Features, capability: tuple[int, int]) -> tuple[Refusal, 
     return ()
 
 
-def candidates(
-    features: Features, backend: Any, rows: int | None, arch: Arch | None = None, one_request: bool = False
-) -> tuple[Backend, ...]:
+def candidates(features: Features, backend: Any, load: Load, arch: Arch | None) -> tuple[Backend, ...]:
     """Return the backends that may run `features`, best first."""
     if checked_name(backend) == "auto":
         automatic = [b for b in BACKENDS if features.device.type in b.auto_on]
-        return tuple(sorted(automatic, key=lambda b: b.auto_skip_reason(features, rows, arch, one_request) is not None))
+        return tuple(sorted(automatic, key=lambda b: b.auto_skip_reason(features, load, arch) is not None))
     return (_named(backend),)
 
 

@@ -310,9 +310,9 @@ class BatchWrapper(PlannedState, StrideVariants):
         graph = device_plan.limits_of(request, graph)
         limits = BatchLimits(self._workspace.numel(), *request.splits, graph=graph, max_qo_len=request.q_len)
         lengths = device_plan.choice_lengths(request.tokens)
-        rows = select.rows_class(settings.features, batch_schedule.typical_qo_len(lengths, limits))
-        asked = features or settings.features
-        found = select.chosen(asked, backend or self._backend, rows, request.tokens.batch_size == 1)
+        qo_len, alone = batch_schedule.typical_qo_len(lengths, limits), request.tokens.batch_size == 1
+        load = select.load_class(settings.features, qo_len, alone)
+        found = select.chosen(features or settings.features, backend or self._backend, load)
         return settings, found, limits
 
     @functools.cached_property

@@ -224,7 +224,7 @@ def leave_open(wrapper: BatchWrapper, request: PlanRequest) -> PlanRequest:
             "plan() must come before the capture of a CUDA graph, and a run, which tells the number of rows"
         )
     settings = wrapper._settings(request)
-    select.chosen(settings.features, wrapper._backend, select.rows_class(settings.features, 1))
+    select.chosen(settings.features, wrapper._backend, select.load_class(settings.features, 1, False))
     qo_indptr, kv_indptr, last = tokens.device[:3]
     device = tokens.device._replace(
         qo_indptr=None if qo_indptr is None else qo_indptr.clone(),

@@ -14,6 +14,7 @@ from cute_attn.cli import main, terminal, warmup, warmup_shapes
 from cute_attn.cli.terminal import ProgressBar
 from cute_attn.cli.warmup_shapes import Shape
 from cute_attn.dispatch import select
+from cute_attn.dispatch.capabilities import Load
 from cute_attn.dispatch.families import FAMILIES
 from cute_attn.errors import ArgumentError
 from cute_attn.kernels.combine.spec import CombineSpec
@@ -64,7 +65,7 @@ def batch_launches(settings: Settings, qo_lens: list[int], kv_lens: list[int], a
     lengths = batch_plan.paged(batch_plan.indptr("a", bounds(qo_lens)), table, size, names).lengths
     limits = BatchLimits(128 << 20, max_qo_len=1 if settings.features.decode else None)
     rows = typical_qo_len(lengths, limits) * 4
-    backend = select.choose(settings.features, "auto", named(arch), rows)
+    backend = select.choose(settings.features, "auto", named(arch), Load(rows))
     return FAMILIES[backend.name].batch_launches(settings, lengths, limits, named(arch), TYPICAL_SMS[arch])[1]
 
 

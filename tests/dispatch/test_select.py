@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import warnings
 from typing import Any
@@ -19,6 +20,7 @@ from cute_attn import (
     single_prefill_with_kv_cache,
 )
 from cute_attn.dispatch import backends, capabilities, select
+from cute_attn.dispatch.capabilities import Load
 from cute_attn.problem import Features, Problem, Settings
 from cute_attn.request.settings import FP8, HALF, KV_DTYPES, OUT_DTYPES, Q_DTYPES
 from cute_attn.runtime.arch import ARCHS, Arch, named
@@ -43,7 +45,7 @@ def test_fa2_takes_every_16_bit_problem(arch: str, head_dims: tuple[int, int], d
         {"pos_encoding_mode": "ALIBI", "num_qo_heads": 7, "num_kv_heads": 1},
         {"kv_dtype": torch.float8_e5m2},
     ):
-        assert select.choose(features._replace(**asked), arch=named(arch), rows=1) is FA2
+        assert select.choose(features._replace(**asked), arch=named(arch), load=Load(1)) is FA2
 
 
 @pytest.mark.parametrize("kv_source", ["dense", "ragged", "paged"])
@@ -62,10 +64,10 @@ def test_persistent_kernels_take_many_rows(backend: str, arch: str, kv_source: s
     able, on = capabilities.BY_NAME[backend], named(arch)
     for asked in changes:
         wanted = features._replace(**asked)
-        assert select.choose(wanted, arch=on, rows=65) is able
-        assert select.choose(wanted, arch=on, rows=64) is FA2
-        assert select.choose(wanted, arch=named("sm_120a"), rows=65) is FA2
-        assert select.choose(wanted, backend, on, rows=1) is able
+        assert select.choose(wanted, arch=on, load=Load(65)) is able
+        assert select.choose(wanted, arch=on, load=Load(64)) is FA2
+        assert select.choose(wanted, arch=named("sm_120a"), load=Load(65)) is FA2
+        assert select.choose(wanted, backend, on, load=Load(1)) is able
 
 
 @pytest.mark.parametrize("kv_source", ["dense", "ragged", "paged"])
@@ -73,8 +75,8 @@ def test_persistent_kernels_take_many_rows(backend: str, arch: str, kv_source: s
 @pytest.mark.parametrize(("backend", "arch"), [("fa3", "sm_90a"), ("fa4", "sm_100a")])
 def test_persistent_kernels_widen_8_bit_keys(backend: str, arch: str, kv_dtype: torch.dtype, kv_source: str) -> None:
     features = CUDA._replace(kv_dtype=kv_dtype, kv_source=kv_source)
-    assert select.choose(features, arch=named(arch), rows=65).name == backend
-    assert select.choose(features, arch=named(arch), rows=64) is FA2
+    assert select.choose(features, arch=named(arch), load=Load(65)).name == backend
+    assert select.choose(features, arch=named(arch), load=Load(64)) is FA2
 
 
 @pytest.mark.parametrize(("backend", "arch"), [("fa3", "sm_100a"), ("fa4", "sm_90a"), ("fa4", "sm_120a")])
@@ -112,11 +114,11 @@ def test_fa3_takes_many_rows_that_its_transform_warps_prepare(
 ) -> None:
     features = CUDA._replace(head_dim_qk=head_dims[0], head_dim_vo=head_dims[1], kv_source=kv_source, **asked)
     least = capabilities.BY_NAME["fa3"].min_rows_of["nvfp4" if "kv_block_scales" in asked else "ROPE_LLAMA"]
-    assert select.choose(features, arch=HOPPER, rows=least).name == "fa3"
-    assert select.choose(features, arch=HOPPER, rows=least - 1) is FA2
+    assert select.choose(features, arch=HOPPER, load=Load(least)).name == "fa3"
+    assert select.choose(features, arch=HOPPER, load=Load(least - 1)) is FA2
     assert least in capabilities.ROWS_CLASSES
     for arch in ("sm_80", "sm_100a", "sm_120a"):
-        assert select.choose(features, arch=named(arch), rows=65) is FA2
+        assert select.choose(features, arch=named(arch), load=Load(65)) is FA2
     for refused in ({"head_dim_qk": 72, "head_dim_vo": 72}, {"head_dim_qk": 512, "head_dim_vo": 512}):
         with pytest.raises(NotSupported, match="fa3 refuses"):
             select.choose(features._replace(**refused), "fa3", HOPPER)
@@ -145,8 +147,8 @@ FP8_Q = CUDA._replace(q_dtype=E4M3, kv_dtype=E4M3)
 )
 def test_one_backend_takes_fp8_queries(backend: str, arch: str, asked: dict[str, Any]) -> None:
     """However few the rows: no other backend supports fp8 q."""
-    assert select.choose(FP8_Q._replace(**asked), arch=named(arch), rows=1).name == backend
-    assert select.choose(FP8_Q._replace(**asked), arch=named(arch), rows=1000).name == backend
+    assert select.choose(FP8_Q._replace(**asked), arch=named(arch), load=Load(1)).name == backend
+    assert select.choose(FP8_Q._replace(**asked), arch=named(arch), load=Load(1000)).name == backend
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
@@ -196,12 +198,12 @@ def test_xqa_takes_decode_over_narrow_keys(arch: str, kv_source: str, kv_dtype: 
     narrow = DECODE._replace(kv_source=kv_source, kv_dtype=kv_dtype, kv_block_scales=kv_dtype == torch.uint8)
     for head_dim, most in ((64, 16), (128, 16), (256, 8)):
         features = narrow._replace(head_dim_qk=head_dim, head_dim_vo=head_dim, sinks=True, positive_scale=False)
-        assert select.choose(features, arch=named(arch), rows=most) is XQA
-        assert select.choose(features, arch=named(arch), rows=most + 1) is FA2
-        assert select.choose(features, "xqa", named(arch), rows=100) is XQA
-    assert select.choose(narrow._replace(decode=False), arch=named(arch), rows=1) is FA2
+        assert select.choose(features, arch=named(arch), load=Load(most)) is XQA
+        assert select.choose(features, arch=named(arch), load=Load(most + 1)) is FA2
+        assert select.choose(features, "xqa", named(arch), load=Load(100)) is XQA
+    assert select.choose(narrow._replace(decode=False), arch=named(arch), load=Load(1)) is FA2
     wide = narrow._replace(kv_dtype=BF16, kv_block_scales=False)
-    assert select.choose(wide, arch=named(arch), rows=1) is FA2
+    assert select.choose(wide, arch=named(arch), load=Load(1)) is FA2
     assert select.choose(wide, "xqa", named(arch)) is XQA
 
 
@@ -211,9 +213,9 @@ def test_xqa_takes_narrow_and_wide_heads(head_dim: int, most: int, kv_dtype: tor
     features = DECODE._replace(kv_dtype=kv_dtype, head_dim_qk=head_dim, head_dim_vo=head_dim)
     for arch in map(named, ARCHS):
         assert select.choose(features, "xqa", arch) is XQA
-        assert select.choose(features._replace(device_lengths=True), arch=arch, rows=1000) is XQA
+        assert select.choose(features._replace(device_lengths=True), arch=arch, load=Load(1000)) is XQA
         if kv_dtype in FP8:
-            assert select.choose(features, arch=arch, rows=most) is XQA
+            assert select.choose(features, arch=arch, load=Load(most)) is XQA
 
 
 @pytest.mark.parametrize(
@@ -240,7 +242,7 @@ def test_head_dims_of_xqa(head_dim: int, kv_dtype: torch.dtype, taken: bool) -> 
 )
 def test_auto_takes_xqa_where_it_was_measured_to_be_faster(head_dim: int, kv_dtype: torch.dtype, taken: bool) -> None:
     features = DECODE._replace(kv_dtype=kv_dtype, head_dim_qk=head_dim, head_dim_vo=head_dim)
-    assert select.choose(features, arch=HOPPER, rows=4) is (XQA if taken else FA2)
+    assert select.choose(features, arch=HOPPER, load=Load(4)) is (XQA if taken else FA2)
     bits = 8 * kv_dtype.itemsize
     passed_over = f"xqa: able, passed over: head dimension {head_dim} in {bits} bits" in explain(
         features, HOPPER, rows=4
@@ -251,7 +253,7 @@ def test_auto_takes_xqa_where_it_was_measured_to_be_faster(head_dim: int, kv_dty
 def test_auto_takes_a_backend_that_it_passes_over_if_no_other_is_able(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "BACKENDS", (FA3, XQA, REFERENCE))
     features = DECODE._replace(kv_dtype=BF16, pos_encoding_mode="NONE", head_dim_qk=512, head_dim_vo=512)
-    assert select.choose(features, arch=AMPERE, rows=100) is XQA
+    assert select.choose(features, arch=AMPERE, load=Load(100)) is XQA
     assert "  xqa: chosen" in explain(features, AMPERE, rows=100)
 
 
@@ -268,18 +270,20 @@ def test_one_request_of_few_kv_heads_is_for_clusters() -> None:
         ({"head_dim_qk": 80, "head_dim_vo": 80}, HOPPER, 4, FA2),
     ):
         asked = features._replace(**changes)
-        assert select.choose(asked, arch=arch, rows=rows, one_request=True) is taken, (changes, arch.name, rows)
-        assert select.choose(asked, arch=arch, rows=rows) is FA2
+        assert select.choose(asked, arch=arch, load=Load(rows, True)) is taken, (changes, arch.name, rows)
+        assert select.choose(asked, arch=arch, load=Load(rows)) is FA2
 
 
 def test_classes_of_rows_tell_what_auto_tells() -> None:
-    for features in (CUDA, DECODE, DECODE._replace(head_dim_qk=256, head_dim_vo=256)):
+    wide = DECODE._replace(head_dim_qk=256, head_dim_vo=256)
+    for features, alone in itertools.product((CUDA, DECODE, wide, wide._replace(kv_dtype=BF16)), (False, True)):
         group = features.num_qo_heads // features.num_kv_heads
         for qo_len in range(1, 70):
-            rows = select.rows_class(features, qo_len)
-            assert rows <= qo_len * group
-            exact = select.choose(features, arch=HOPPER, rows=qo_len * group)
-            assert select.choose(features, arch=HOPPER, rows=rows) is exact
+            load = select.load_class(features, qo_len, alone)
+            assert load.rows is not None
+            assert load.rows <= qo_len * group
+            exact = select.choose(features, arch=HOPPER, load=Load(qo_len * group, alone))
+            assert select.choose(features, arch=HOPPER, load=load) is exact
 
 
 @pytest.mark.parametrize(
@@ -297,7 +301,7 @@ def test_classes_of_rows_tell_what_auto_tells() -> None:
     ],
 )
 def test_what_xqa_refuses_fa2_takes(asked: dict[str, Any]) -> None:
-    assert select.choose(DECODE._replace(**asked), arch=HOPPER, rows=4) is FA2
+    assert select.choose(DECODE._replace(**asked), arch=HOPPER, load=Load(4)) is FA2
     with pytest.raises(NotSupported, match="xqa refuses"):
         select.choose(DECODE._replace(**asked), "xqa", HOPPER)
 
@@ -311,8 +315,8 @@ def test_lengths_on_the_device_are_for_xqa(asked: dict[str, Any]) -> None:
     features = ON_DEVICE._replace(**asked)
     for arch in map(named, ARCHS):
         assert select.choose(features, arch=arch) is select.choose(features, "xqa", arch) is XQA
-        assert select.choose(features, arch=arch, rows=1000) is XQA
-    assert select.rows_class(features, 1000) == 0
+        assert select.choose(features, arch=arch, load=Load(1000)) is XQA
+    assert select.load_class(features, 1000, True) == Load(0)
     assert select.choose(features._replace(device=torch.device("cpu"))) is REFERENCE
     for name in ("fa2", "fa3", "fa4"):
         with pytest.raises(
@@ -357,7 +361,7 @@ def test_fp8_output_is_for_fa3(o_dtype: torch.dtype) -> None:
     for asked in ({}, {"q_dtype": E4M3, "kv_dtype": E4M3}, {"kv_dtype": E4M3}, {"kv_source": "paged", "sinks": True}):
         features = CUDA._replace(o_dtype=o_dtype, **asked)  # type: ignore[arg-type]
         for rows in (1, 1000):
-            assert select.choose(features, arch=HOPPER, rows=rows).name == "fa3"
+            assert select.choose(features, arch=HOPPER, load=Load(rows)).name == "fa3"
         with pytest.raises(NotSupported, match="fa2 refuses output of an fp8 dtype"):
             select.choose(features, arch=AMPERE)
     with pytest.raises(NotSupported, match="fa3 refuses output of an fp8 dtype with a head dimension"):
@@ -531,14 +535,14 @@ def test_cpu_tensors_that_no_gpu_takes_warn_once(monkeypatch: pytest.MonkeyPatch
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for features in (CPU, CPU._replace(num_qo_heads=8, q_dtype=E4M3, kv_dtype=E4M3)):  # fp8: from Hopper on
-            select.chosen.__wrapped__(features, "auto", 1)
+            select.chosen.__wrapped__(features, "auto", Load(1))
         select.chosen.__wrapped__(CPU._replace(head_dim_qk=100), "reference", 1)  # asked for by name
     odd = CPU._replace(head_dim_qk=100, head_dim_vo=100)
     with pytest.warns(UserWarning, match='fa2 refuses other head dimensions.*backend="emulator"'):
-        select.chosen.__wrapped__(odd, "auto", 1)
+        select.chosen.__wrapped__(odd, "auto", Load(1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        select.chosen.__wrapped__(odd, "auto", 1)
+        select.chosen.__wrapped__(odd, "auto", Load(1))
 
 
 # ---- the table itself

@@ -454,7 +454,7 @@ def test_what_only_a_run_knows_moves_the_plan(case: BatchCase, monkeypatch: pyte
             return [Refusal("narrow", "attention sinks", "it has none", "no sinks")]
         return original(backend, features, arch)
 
-    def chosen(features: Features, name: str, rows: int, one_request: bool = False) -> capabilities.Backend:
+    def chosen(features: Features, name: str, load: capabilities.Load) -> capabilities.Backend:
         checked.append(features.sinks)
         return capabilities.BY_NAME["reference"] if features.sinks and name == "auto" else narrow
 
