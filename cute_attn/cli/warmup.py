@@ -6,7 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 from cute_attn.cli import specs, warmup_shapes
@@ -132,7 +132,7 @@ def targets(text: str | None) -> list[Arch]:
 def needed(shape: Shape, kv_dtype: str, sources: Sequence[str], arch: Arch) -> tuple[list[KernelSpec], list[str]]:
     """Returns the kernels that "auto" may choose for a shape, and why it finds none for some calls."""
     from cute_attn.dispatch import select
-    from cute_attn.dispatch.capabilities import ROWS_CLASSES, Load
+    from cute_attn.dispatch.capabilities import KV_LEN_CLASSES, ROWS_CLASSES, Load
     from cute_attn.dispatch.families import FAMILIES
     from cute_attn.errors import NotSupported
 
@@ -144,7 +144,8 @@ def needed(shape: Shape, kv_dtype: str, sources: Sequence[str], arch: Arch) -> t
             calls = [asked, asked._replace(device_lengths=True)] if decode and source == "paged" else [asked]
             for features in calls:
                 try:
-                    loads = map(Load._make, product(ROWS_CLASSES, (False, True)))
+                    kv_lens = {None, *chain(*KV_LEN_CLASSES.values())}
+                    loads = map(Load._make, product(ROWS_CLASSES, (False, True), kv_lens))
                     backends = {select.choose(features, "auto", arch, load).name for load in loads}
                 except NotSupported as error:
                     reasons.append(f"{select.title(features, arch)}: {error.refusals[-1]}")

@@ -30,9 +30,18 @@ class Load(NamedTuple):
 
     rows: int | None = None  # packed query rows per request (qo_len x heads per kv head); None: not known
     one_request: bool = False  # whether there is one request alone
+    kv_len: int | None = None  # mean keys that a request sees; None: not known when a launch is planned
 
 
 UNKNOWN_LOAD = Load()
+
+
+class LongRequests(NamedTuple):
+    """Decode requests that "auto" gives to a backend because they are long."""
+
+    kv_len: int  # mean keys that a request sees, at least
+    kv_heads: int  # at least
+    rows: int  # packed query rows per request, at most
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,8 @@ class Backend:
     # (architecture, bytes per element of k and v, head dimension): kv heads up to which "auto" considers it for one
     # request of at most `ROWS_OF_A_READ` rows as well.
     kv_heads_of_one_request: Mapping[tuple[str, int, int], int] = field(default_factory=dict, hash=False)
+    # By the same: the long requests for which "auto" considers it as well.
+    long_requests: Mapping[tuple[str, int, int], LongRequests] = field(default_factory=dict, hash=False)
 
     def auto_skip_reason(self, features: Features, load: Load, arch: Arch | None) -> str | None:
         """Return why "auto" prefers others to this backend on `arch` although it supports `features`, or None."""
@@ -62,6 +73,8 @@ class Backend:
         if rows is not None and rows < least:
             return f"{rows} query rows per kv head are fewer than {least}"
         if not self.max_rows or self.is_for_one_request(features, load, arch):
+            return None
+        if self.is_for_long_requests(features, load, arch):
             return None
         kv_bytes = features.kv_dtype.itemsize
         most = self.max_rows.get((kv_bytes, features.head_dim_qk))
@@ -77,6 +90,16 @@ class Backend:
             return False
         key = arch.name, features.kv_dtype.itemsize, features.head_dim_qk
         return features.num_kv_heads <= self.kv_heads_of_one_request.get(key, 0)
+
+    def is_for_long_requests(self, features: Features, load: Load, arch: Arch | None) -> bool:
+        """Tell whether `load` is long requests that "auto" gives to this backend on `arch` whatever `max_rows` says."""
+        if arch is None or load.kv_len is None or load.rows is None:
+            return False
+        least = self.long_requests.get((arch.name, features.kv_dtype.itemsize, features.head_dim_qk))
+        if least is None:
+            return False
+        enough = load.kv_len >= least.kv_len and features.num_kv_heads >= least.kv_heads
+        return enough and load.rows <= least.rows
 
     def least_rows(self, features: Features) -> int:
         """Return `min_rows` of problems with these features."""
@@ -121,6 +144,8 @@ BACKENDS = (  # in the order in which "auto" considers them
         },
         # Clusters share it: 1.08 to 1.9 times as fast as fa2 (`perf.anchors`; docs/kernels/xqa.md).
         kv_heads_of_one_request={("sm_90a", 2, 128): 8, ("sm_90a", 2, 256): 4},
+        # 1.00 to 1.05 times as fast as fa2, whose plan costs several times the host time: this one has no schedule.
+        long_requests={("sm_90a", 2, 128): LongRequests(kv_len=3072, kv_heads=4, rows=8)},
     ),
     Backend("fa2", "NVIDIA GPUs from compute capability 8.0", ("cuda",), (8, 0)),
     Backend("reference", "any device, in torch", ("cpu",), None),
@@ -131,8 +156,14 @@ ROWS_CLASSES = sorted(  # numbers of rows from which on selection may differ
     {
         *(rows for backend in BACKENDS for rows in (backend.min_rows, *backend.min_rows_of.values())),
         *(rows + 1 for backend in BACKENDS for rows in backend.max_rows.values()),
+        *(long.rows + 1 for backend in BACKENDS for long in backend.long_requests.values()),
     }
 )
+# (bytes per element of k and v, head dimension): lengths from which on selection may differ, of problems where it may.
+KV_LEN_CLASSES = {
+    key[1:]: sorted({0, *(b.long_requests[key].kv_len for b in BACKENDS if key in b.long_requests)})
+    for key in sorted({key for backend in BACKENDS for key in backend.long_requests})
+}
 
 
 # Not in the support table: it supports what the GPU backend supports whose kernels it runs.

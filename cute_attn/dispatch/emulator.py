@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from cute_attn.dispatch.families import FAMILIES
-from cute_attn.dispatch.select import emulated, load_of
+from cute_attn.dispatch.select import emulated, kv_len_class, load_of
 from cute_attn.emulator import adapter, settings
 from cute_attn.emulator.errors import LaunchFault
 from cute_attn.errors import ArgumentError
@@ -60,7 +60,7 @@ def plan(
     if another one is emulated later.
     """
     gpu = _gpu()
-    family = _family(batch_settings, gpu.arch, typical_qo_len(lengths, limits), len(lengths.kv_len) == 1)
+    family = _batch_family(batch_settings, gpu.arch, lengths, limits)
     return EmulatedBatchRun(family.plan(batch_settings, lengths, limits, staging, gpu), (gpu, family.name))
 
 
@@ -88,7 +88,7 @@ def plan_on_device(
 def workspace(batch_settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:
     """Returns the bytes that a plan uses of a workspace of unlimited size, and the bytes of its records."""
     gpu = _gpu()
-    family = _family(batch_settings, gpu.arch, typical_qo_len(lengths, limits), len(lengths.kv_len) == 1)
+    family = _batch_family(batch_settings, gpu.arch, lengths, limits)
     return family.workspace(batch_settings, lengths, limits, gpu.arch, gpu.sms)
 
 
@@ -98,10 +98,18 @@ def _gpu() -> Gpu:
     return Gpu(named(emulation.arch), CPU, emulation.sms or TYPICAL_SMS[emulation.arch])
 
 
-def _family(request_settings: Settings, arch: Arch, qo_len: int, one_request: bool) -> KernelFamily:
-    """Returns the family whose kernels run requests of `qo_len` query tokens."""
+def _family(
+    request_settings: Settings, arch: Arch, qo_len: int, one_request: bool, kv_len: int | None = None
+) -> KernelFamily:
+    """Returns the family whose kernels run requests of `qo_len` query tokens. `kv_len`: result of `kv_len_class`."""
     features = request_settings.features
-    return FAMILIES[emulated(features, arch, load_of(features, qo_len, one_request)).name]
+    return FAMILIES[emulated(features, arch, load_of(features, qo_len, one_request, kv_len)).name]
+
+
+def _batch_family(batch_settings: Settings, arch: Arch, lengths: BatchLengths, limits: BatchLimits) -> KernelFamily:
+    """Returns the family whose kernels run a batch of these lengths."""
+    kv_len = None if limits.graph else kv_len_class(batch_settings, lengths.kv_len)
+    return _family(batch_settings, arch, typical_qo_len(lengths, limits), len(lengths.kv_len) == 1, kv_len)
 
 
 class EmulatedRun:

@@ -11,6 +11,7 @@ import logging
 import warnings
 from typing import Any
 
+import numpy as np
 import torch
 
 from cute_attn.dispatch.capabilities import (
@@ -19,14 +20,15 @@ from cute_attn.dispatch.capabilities import (
     CAPABILITIES,
     ELSEWHERE,
     EMULATOR,
+    KV_LEN_CLASSES,
     ROWS_CLASSES,
     UNKNOWN_LOAD,
     Backend,
     Load,
 )
-from cute_attn.emulator import settings
+from cute_attn.emulator import settings as emulation
 from cute_attn.errors import LayoutError, NotSupported, Refusal
-from cute_attn.problem import Features, short
+from cute_attn.problem import Features, Settings, short
 from cute_attn.request.checks import describe
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime.arch import Arch
@@ -79,19 +81,33 @@ def _refusal_of_gpus(features: Features) -> Refusal | None:
     return reason
 
 
-def load_of(features: Features, qo_len: int, one_request: bool) -> Load:
-    """Return the load of requests of `qo_len` query tokens."""
-    return Load(qo_len * (features.num_qo_heads // features.num_kv_heads), one_request)
+def load_of(features: Features, qo_len: int, one_request: bool, kv_len: int | None = None) -> Load:
+    """Return the load of requests of `qo_len` query tokens. `kv_len`: result of `kv_len_class`."""
+    return Load(qo_len * (features.num_qo_heads // features.num_kv_heads), one_request, kv_len)
 
 
-def load_class(features: Features, qo_len: int, one_request: bool) -> Load:
+def load_class(features: Features, qo_len: int, one_request: bool, kv_len: int | None = None) -> Load:
     """Return `load_of` with its rows lowered to the largest threshold of `ROWS_CLASSES` that they reach: selection
     depends on nothing finer, and the cache of `chosen` stays small.
     """
     if features.device_lengths:
         return Load(0)  # one backend takes them, however many rows
     rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
-    return Load(ROWS_CLASSES[bisect.bisect(ROWS_CLASSES, rows) - 1], one_request)
+    return Load(ROWS_CLASSES[bisect.bisect(ROWS_CLASSES, rows) - 1], one_request, kv_len)
+
+
+def kv_len_class(settings: Settings, kv_lens: np.ndarray) -> int | None:
+    """Return the mean number of keys that the requests of a decode batch see, lowered to the largest threshold of
+    `KV_LEN_CLASSES` that it reaches; None where selection does not depend on it. `kv_lens`: int64 `[batch_size]`.
+    """
+    features = settings.features
+    classes = KV_LEN_CLASSES.get((features.kv_dtype.itemsize, features.head_dim_qk))
+    if classes is None or not features.decode or len(kv_lens) == 0:
+        return None
+    seen = int(kv_lens.sum()) // len(kv_lens)
+    if settings.window_left >= 0:
+        seen = min(seen, settings.window_left + 1)
+    return classes[bisect.bisect(classes, seen) - 1]
 
 
 def checked_name(backend: Any) -> str:
@@ -141,7 +157,7 @@ def _reasons_against_emulator(features: Features) -> list[Refusal]:
     if features.device.type != "cpu":
         runs_on = f"it runs on {EMULATOR.runs_on}"
         return [Refusal("emulator", f"{features.device.type} tensors", runs_on, 'backend="auto"')]
-    arch = archs.named(settings.current().arch)
+    arch = archs.named(emulation.current().arch)
     try:
         emulated(features, arch)
     except NotSupported as err:
@@ -154,7 +170,7 @@ def emulated(features: Features, arch: Arch, load: Load = UNKNOWN_LOAD) -> Backe
 
     NotSupported is raised as by `choose`, but in the emulator's name.
     """
-    kernels = settings.current().kernels
+    kernels = emulation.current().kernels
     if kernels != "auto" and _named(kernels).capability is None:
         raise LayoutError(f"kernels of an emulation must be 'auto' or a GPU's backend, got {kernels!r}")
     try:

@@ -176,7 +176,12 @@ class BatchWrapper(PlannedState, StrideVariants):
         if plan is None or plan is not variants.base.plan or len(variants.by_settings) > 1 or kv_indices is None:
             return False
         again = getattr(plan.launch, "again", None)
-        if again is None or plan.validate != switches.validates() or not again(device_plan.lengths_of(request.tokens)):
+        if again is None or plan.validate != switches.validates():
+            return False
+        lengths_before, lengths = (
+            _kv_len_class(plan.settings, tokens, plan.limits) for tokens in (plan.tokens, request.tokens)
+        )
+        if lengths_before != lengths or not again(device_plan.lengths_of(request.tokens)):
             return False
         make(copies)
         before, plan.kv_indices, plan.tokens, plan.protected = plan.kv_indices, kv_indices, request.tokens, None
@@ -311,7 +316,7 @@ class BatchWrapper(PlannedState, StrideVariants):
         limits = BatchLimits(self._workspace.numel(), *request.splits, graph=graph, max_qo_len=request.q_len)
         lengths = device_plan.choice_lengths(request.tokens)
         qo_len, alone = batch_schedule.typical_qo_len(lengths, limits), request.tokens.batch_size == 1
-        load = select.load_class(settings.features, qo_len, alone)
+        load = select.load_class(settings.features, qo_len, alone, _kv_len_class(settings, request.tokens, limits))
         found = select.chosen(features or settings.features, backend or self._backend, load)
         return settings, found, limits
 
@@ -565,6 +570,15 @@ def _check_unused(buffers: dict[str, Any]) -> None:
     for name, value in buffers.items():
         if value is not None:
             checks.tensor(name, value)
+
+
+def _kv_len_class(settings: Settings, tokens: Tokens | DeviceTokens, limits: BatchLimits) -> int | None:
+    """Return `select.kv_len_class` of a batch; None where a captured launch serves other lengths too, or where the host
+    does not know them.
+    """
+    if limits.graph is not None or not isinstance(tokens, Tokens):
+        return None
+    return select.kv_len_class(settings, tokens.lengths.kv_len)
 
 
 def _check_supported(backend: capabilities.Backend, features: Features) -> None:

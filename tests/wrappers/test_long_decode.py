@@ -1,0 +1,80 @@
+"""Which kernels decode wrappers take for long and short requests in turn, and that their results are right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cute_attn import BatchDecodeWithPagedKVCacheWrapper
+from cute_attn.dispatch import capabilities
+from cute_attn.emulator.settings import using
+
+PAGE_SIZE, HEADS, HEAD_DIM = 16, (16, 4), 128
+LONG, SHORT = (61, 70), (9, 70)  # means above and below `LEAST`
+LEAST = 64
+
+
+@pytest.fixture(autouse=True)
+def least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of few keys count as long: the emulator is slow."""
+    key = "sm_90a", 2, HEAD_DIM
+    table: Any = capabilities.BY_NAME["xqa"].long_requests
+    monkeypatch.setitem(capabilities.KV_LEN_CLASSES, key[1:], [0, LEAST])
+    monkeypatch.setitem(table, key, table[key]._replace(kv_len=LEAST))
+
+
+def pages(lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns indptr, indices and last_page_len of pages in reverse order."""
+    counts = [-(-n // PAGE_SIZE) for n in lengths]
+    indptr = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
+    indices = torch.arange(sum(counts) - 1, -1, -1, dtype=torch.int32)
+    return indptr, indices, torch.tensor([n - (c - 1) * PAGE_SIZE for n, c in zip(lengths, counts, strict=True)])
+
+
+def plan(wrapper: Any, lengths: tuple[int, ...]) -> str:
+    """Plans, and returns the name of the backend whose kernels run."""
+    indptr, indices, last = pages(lengths)
+    wrapper.plan(indptr, indices, last.int(), *HEADS, HEAD_DIM, PAGE_SIZE, q_data_type="bfloat16")
+    return str(wrapper._planned().launch.on[1])
+
+
+@pytest.mark.emulator
+def test_long_requests_take_xqa_and_short_ones_fa2() -> None:
+    generator = torch.Generator().manual_seed(5)
+    cache = torch.randn(10, 2, PAGE_SIZE, HEADS[1], HEAD_DIM, generator=generator).bfloat16()
+    q = torch.randn(2, HEADS[0], HEAD_DIM, generator=generator).bfloat16()
+    with using("sm_90a"):
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(torch.empty(32 << 20, dtype=torch.uint8), backend="emulator")
+        for lengths, expected in ((LONG, "xqa"), (SHORT, "fa2"), (LONG, "xqa")):
+            assert plan(wrapper, lengths) == expected
+            out = wrapper.run(q, cache)
+            _, indices, _ = pages(lengths)
+            first = 0
+            for i, n in enumerate(lengths):
+                count = -(-n // PAGE_SIZE)
+                k, v = (
+                    x.reshape(-1, HEADS[1], HEAD_DIM)[:n].double()
+                    for x in cache[indices[first : first + count].long()].unbind(1)
+                )
+                first += count
+                heads = q[i].double().view(HEADS[1], -1, HEAD_DIM)
+                scores = torch.einsum("hgd,nhd->hgn", heads, k) * HEAD_DIM**-0.5
+                truth = torch.einsum("hgn,nhd->hgd", scores.softmax(-1), v).view(HEADS[0], HEAD_DIM)
+                torch.testing.assert_close(out[i].double(), truth, rtol=2e-2, atol=2e-3)
+
+
+def test_captured_launches_take_one_backend_for_all_lengths() -> None:
+    buffers = torch.empty(3, dtype=torch.int32), torch.empty(200, dtype=torch.int32), torch.empty(2, dtype=torch.int32)
+    with using("sm_90a"):
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(
+            torch.empty(32 << 20, dtype=torch.uint8),
+            use_cuda_graph=True,
+            paged_kv_indptr_buffer=buffers[0],
+            paged_kv_indices_buffer=buffers[1],
+            paged_kv_last_page_len_buffer=buffers[2],
+            backend="emulator",
+        )
+        assert [plan(wrapper, lengths) for lengths in (LONG, SHORT, LONG)] == ["fa2"] * 3
