@@ -5,12 +5,12 @@ Nothing but the standard library is imported before the clock starts.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,5 +80,11 @@ def _write_bundle(directory: Path) -> None:
     bundle.write(directory, artifacts.held())
 
 
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m perf.first_calls", description=__doc__)
+    parser.add_argument("library", choices=LIBRARIES)
+    print(json.dumps(measure(parser.parse_args(argv).library)))
+
+
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1])))
+    main()

@@ -1,4 +1,4 @@
-"""Markdown tables for documents, made from the committed records: `python -m perf.tables [TABLE] [GPU]`.
+"""Markdown tables for documents, made from the committed records: `python -m perf.tables`.
 
 A record is found by its name, `DATE_GPU_PROGRAM.json` in `perf/results/`; the newest date counts. Before a GPU has a
 record of `perf.anchors`, its anchors come from records of `perf.dense` and `perf.xqa`.
@@ -6,8 +6,8 @@ record of `perf.anchors`, its anchors come from records of `perf.dense` and `per
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -251,15 +251,18 @@ TABLES: dict[str, Callable[[str], str | None]] = {
 }
 
 
-def main(arguments: Sequence[str]) -> int:
-    names, gpus = arguments[:1] or [*TABLES], arguments[1:] or [*GPUS]
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m perf.tables", description=__doc__)
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=[*TABLES], help="default: all")
+    parser.add_argument("--gpus", nargs="+", choices=GPUS, default=[*GPUS], help="default: all")
+    options = parser.parse_args(argv)
     print(readme_table())
     print(summary_table())
-    for name in names:
-        for gpu in gpus:
+    for name in options.tables:
+        for gpu in options.gpus:
             print(f"### {name}, {GPUS[gpu]}\n\n{TABLES[name](gpu) or 'Not measured.'}")
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    raise SystemExit(main())

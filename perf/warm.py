@@ -10,6 +10,7 @@ own kernels take seconds: some processes that share the workloads. A process is 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -132,11 +133,15 @@ def _notes() -> Path:
     return Path(base) / ".cache" / "flashinfer" / "built_for_cute_attn_perf.txt"
 
 
-def main(text: str) -> None:
-    for name, kind, fields in json.loads(text):
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.warm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("jobs", type=json.loads, metavar="JSON", help="candidates and workloads, as above")
+    for name, kind, fields in parser.parse_args(argv).jobs:
         workload = KINDS[kind](**fields)
         print(f"{name}, {workload.name}: {build(name, workload)}", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

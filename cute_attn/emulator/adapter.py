@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,6 @@ class EmulatedLaunch(Launch):
 
     def __init__(self, artifact: Artifact, *, pdl: bool) -> None:
         self.artifact, self.pdl, self.device_index = artifact, pdl, CPU
-
-    bound = None  # type: ignore[assignment]  # `kernels.host.bound` fires
 
     def fire(self, values: Sequence[int | float | bytes], grid: Dim3, stream: int) -> None:
         memory, emulation = _memory.get(), settings.current()
@@ -48,6 +46,16 @@ class EmulatedLaunch(Launch):
         seconds = time.perf_counter() - start
         spec = self.artifact.spec
         emulation.records.append(settings.Record(self.artifact.symbol, self.artifact.arch, grid, seconds, stats, spec))
+
+    def bound(self, values: Sequence[int | float | bytes], grid: Dim3, fields: Sequence[str]) -> Callable[..., None]:
+        names = [param.name for param in self.artifact.params]
+        kept = dict(zip(names, values, strict=True))
+
+        def launch(stream: int, *changed: int | bytes) -> None:
+            now = kept | dict(zip(fields, changed, strict=True))
+            self.fire([now[name] for name in names], grid, stream)
+
+        return launch
 
 
 @contextlib.contextmanager

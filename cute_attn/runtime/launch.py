@@ -24,7 +24,7 @@ from cute_attn.runtime import dsl
 from cute_attn.runtime.artifact import Artifact, Param
 
 Dim3 = tuple[int, int, int]
-PORTABLE_CLUSTER = 8  # CTAs that every GPU with clusters can run together
+MAX_CLUSTER = 8  # CTAs that every GPU with clusters runs together; 12 and 16 were slower (docs/kernels/xqa.md)
 CPU = -1  # device index of CPU tensors, whose kernels run on the emulator
 _STRUCT_CODES = {"i32": "i", "i64": "q", "f32": "f", "f64": "d", "map": "128s"}
 
@@ -195,6 +195,8 @@ def _check_fit(artifact: Artifact, arch: archs.Arch, pdl: bool) -> None:
             f"{artifact.symbol} needs {artifact.smem_bytes} bytes of shared memory, but a CTA of this device "
             f"(capability {arch.capability[0]}.{arch.capability[1]}) has {arch.smem_limit}"
         )
+    if math.prod(artifact.cluster) > MAX_CLUSTER:
+        raise ArtifactError(f"{artifact.symbol} has clusters of {artifact.cluster}, more than {MAX_CLUSTER} CTAs")
     if pdl and not arch.pdl:
         major, minor = arch.capability
         raise ArgumentError(f"pdl=True needs compute capability 9.0 or later, the device has {major}.{minor}")
@@ -302,13 +304,9 @@ def _function(artifact: Artifact, device_index: int) -> Any:
 def _load_function(library: Any, artifact: Artifact, device_index: int) -> Any:
     driver = load_driver()
     kernel = checked("cuLibraryGetKernel", driver.cuLibraryGetKernel(library, artifact.symbol.encode()))
-    ids = driver.CUfunction_attribute
-    attributes = {ids.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: artifact.smem_bytes}
-    if math.prod(artifact.cluster) > PORTABLE_CLUSTER:
-        attributes[ids.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED] = 1
+    smem_limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     device = checked("cuDeviceGet", driver.cuDeviceGet(device_index))
-    for attribute, value in attributes.items():
-        checked("cuKernelSetAttribute", driver.cuKernelSetAttribute(attribute, value, kernel, device))
+    checked("cuKernelSetAttribute", driver.cuKernelSetAttribute(smem_limit, artifact.smem_bytes, kernel, device))
     with _current(_primary_context(device_index)):
         function = checked("cuKernelGetFunction", driver.cuKernelGetFunction(kernel))
         checked("cuFuncLoad", driver.cuFuncLoad(function))

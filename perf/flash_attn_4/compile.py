@@ -7,9 +7,9 @@ change classes of the DSL when they are imported.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,16 +23,20 @@ from cute_attn.runtime.arch import TYPICAL_SMS
 from perf.flash_attn_4.kernel import ROWS, Kernel
 
 
-def main(directory: str, cases: list[str]) -> None:
-    for kernel in map(Kernel.parse, cases):
-        dump = Path(directory, "dump", kernel.file)
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m perf.flash_attn_4.compile", description=__doc__)
+    parser.add_argument("directory", type=Path, help="of the files that are written")
+    parser.add_argument("kernels", nargs="+", type=Kernel.parse, metavar="KERNEL")
+    asked = parser.parse_args(argv)
+    for kernel in asked.kernels:
+        dump = asked.directory / "dump" / kernel.file
         dump.mkdir(parents=True)
         make = (_sm90 if kernel.arch == "sm_90a" else _sm100)(kernel)
         options = GPUArch(kernel.arch), KeepPTX(True), KeepCUBIN(True), DumpDir(str(dump))
         with _gpu(kernel.arch):
             compiled = cute.compile[options](*_host(make, kernel))
-        Path(directory, kernel.file + ".ptx").write_text(compiled.__ptx__)
-        Path(directory, kernel.file + ".cubin").write_bytes(compiled.__cubin__)
+        (asked.directory / f"{kernel.file}.ptx").write_text(compiled.__ptx__)
+        (asked.directory / f"{kernel.file}.cubin").write_bytes(compiled.__cubin__)
 
 
 @contextlib.contextmanager
@@ -124,4 +128,4 @@ def _host(make: Callable[[], Any], kernel: Kernel) -> tuple[Any, ...]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main()

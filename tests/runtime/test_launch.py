@@ -181,6 +181,8 @@ def test_value_that_does_not_fit_is_named(driver: StubDriver, values: tuple[floa
 def test_artifact_that_does_not_fit_the_device_is_refused(driver: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArtifactError, match="compiled for sm_100a, but this device needs sm_90a"):
         Launch(toy("sm_100a"), 0)
+    with pytest.raises(ArtifactError, match=r"clusters of \(8, 2, 1\), more than 8 CTAs"):
+        Launch(dataclasses.replace(toy(), cluster=(8, 2, 1)), 0)
     monkeypatch.setattr(archs, "for_device", lambda index: archs.for_capability((8, 6)))
     with pytest.raises(ArgumentError, match=r"pdl=True needs compute capability 9\.0"):
         Launch(toy("sm_80"), 0, pdl=True)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from cute_attn.emulator.adapter import EmulatedLaunch
 from cute_attn.kernels.combine.spec import CombineSpec
 from cute_attn.kernels.fa2.host import batch as fa2_batch
 from cute_attn.kernels.fa2.host import prepared as fa2_prepared
@@ -142,6 +143,8 @@ class InterpretedLaunch:
             self.params = CombineParams(*values)
             (run_merges if self.spec.schedule == "items" else run_combine)(self.spec, self.params, grid)
         InterpretedLaunch.fired.append(self)
+
+    bound = EmulatedLaunch.bound
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from cutlass import Int32
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.dequant import Fp8
-from cute_attn.kernels.blocks.kv_dequant import OPERAND, Fp8KvDequant, StoredRows
+from cute_attn.kernels.blocks.kv_dequant import OPERAND, Fp8KvDequant, Fp8Rows, KvDequant
 from cute_attn.kernels.blocks.pipeline import PipelineState, SmemRings, start
 from cute_attn.kernels.blocks.smem_map import StagedKvMemory
 from cute_attn.kernels.blocks.transform_warps import TransformWarps
@@ -39,10 +39,10 @@ class DequantWarps(TransformWarps):
         """Whether rows past the end hold another request's values, or anything."""
         return self.spec.schedule == "items" and self.spec.kv != "gathered"
 
-    def transform(self, warp: Int32, lane: Int32) -> Any:
+    def transform(self, warp: Int32, lane: Int32) -> KvDequant:
         memory, stored = self.memory, self.spec.kv_dtype
-        k = StoredRows(memory.qk_columns, memory.staged_k_pitch, Fp8(OPERAND, stored, native=True))
-        v = StoredRows(memory.vo_columns, memory.staged_v_pitch, Fp8(OPERAND, stored, native=True))
+        k = Fp8Rows(memory.qk_columns, memory.staged_k_pitch, Fp8(OPERAND, stored, native=True))
+        v = Fp8Rows(memory.vo_columns, memory.staged_v_pitch, Fp8(OPERAND, stored, native=True))
         return Fp8KvDequant(memory.tile.cols, warp, lane, self.warps, k, v, self.groups)
 
     def initial_state(self) -> KvState:
@@ -62,7 +62,7 @@ class DequantWarps(TransformWarps):
             v = self.dequantize_v(rings, transform, v, ptx.select(total == 1, valid, Int32(self.spec.tile.cols)))
         return KvState(k, v)
 
-    def dequantize_k(self, rings: SmemRings, transform: Fp8KvDequant, at: OperandState) -> OperandState:
+    def dequantize_k(self, rings: SmemRings, transform: KvDequant, at: OperandState) -> OperandState:
         staged, ring = rings.staged_k, rings.k
         staged.wait_full(at.staged)
         ring.wait_empty(at.operand)

@@ -8,6 +8,7 @@ below 2^-39 of that.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -50,24 +51,40 @@ def normalized(words: Sequence[Int32], factor: Float32) -> list[Int32]:
 
 
 @dataclass(frozen=True)
-class StoredRows:
-    """Stored rows of K or V, and their converter."""
+class StagedRows:
+    """Rows of K or V in a staged tile."""
 
-    columns: int
-    pitch: int
-    converter: Fp8
+    columns: int  # of 64 elements
+    pitch: int  # bytes from a row to the next
 
 
 @dataclass(frozen=True)
-class Fp8KvDequant:
+class KvDequant:
     """Dequantization of staged tiles by the transform warps."""
 
     cols: int  # rows of a tile
     warp: Int32
     lane: Int32
     warps: int
-    k: StoredRows
-    v: StoredRows
+    k: StagedRows
+    v: StagedRows
+
+    def run(self, rows: Any, source: Int32, target: Int32) -> None:
+        """Dequantizes a tile. `rows`: `k` or `v`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Fp8Rows(StagedRows):
+    """Rows of fp8 and their converter."""
+
+    converter: Fp8
+
+
+@dataclass(frozen=True)
+class Fp8KvDequant(KvDequant):
+    """Dequantization of fp8 K and V."""
+
     groups: int = 1  # of eight rows, whose loads are in flight together
 
     @cute.jit

@@ -5,7 +5,7 @@ from cutlass import Int32
 from cute_attn.kernels.blocks.block_scaled_kv import BlockScaledParams, BlockScaledProducer
 from cute_attn.kernels.blocks.dequant_warps import DequantWarps
 from cute_attn.kernels.fa3.fp8_kv import Fp8KvProgram
-from cute_attn.kernels.fa3.parts.nvfp4 import Nvfp4KvDequant, PackedRows
+from cute_attn.kernels.fa3.parts.nvfp4 import Nvfp4KvDequant, Nvfp4Rows
 from cute_attn.kernels.fa3.smem import Nvfp4KvMemory
 
 
@@ -17,8 +17,8 @@ class Nvfp4Warps(DequantWarps):
 
     def transform(self, warp: Int32, lane: Int32) -> Nvfp4KvDequant:
         memory = self.memory
-        k = PackedRows(memory.qk_columns, memory.staged_k_pitch, memory.k_scales)
-        v = PackedRows(memory.vo_columns, memory.staged_v_pitch, memory.v_scales)
+        k = Nvfp4Rows(memory.qk_columns, memory.staged_k_pitch, memory.k_scales)
+        v = Nvfp4Rows(memory.vo_columns, memory.staged_v_pitch, memory.v_scales)
         return Nvfp4KvDequant(memory.tile.cols, warp, lane, self.warps, k, v)
 
 

@@ -9,7 +9,6 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
-from cute_attn.kernels.host.bound import bound
 from cute_attn.kernels.host.params import Values
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Settings
@@ -180,7 +179,7 @@ class BatchRun:
         target, partials = prepared.output.of(problem), self.partials(problem)
         first = prepared.values(problem, target, self.numbers(problem, partials), current_stream(index))
         values, fields = prepared.replay(problem), prepared.replay_fields
-        fire, combine = bound(prepared.attention, first, grid, fields), prepared.combine
+        fire, combine = prepared.attention.bound(first, grid, fields), prepared.combine
         if combine is None:
 
             def run(q: int, k: int, v: int, out: int, lse: int, _: Tensors) -> None:
@@ -189,7 +188,7 @@ class BatchRun:
 
             return run
         merged = combine.values(target, partials, self.merges)
-        merge = bound(combine.launch, merged, self.combine_grid, ("o", "lse"))
+        merge = combine.launch.bound(merged, self.combine_grid, ("o", "lse"))
 
         def run_and_combine(q: int, k: int, v: int, out: int, lse: int, _: Tensors) -> None:
             stream = current_stream(index)

@@ -10,7 +10,6 @@ from typing import Generic, TypeVar
 import torch
 
 from cute_attn.kernels.host.batch import Repeat, Tensors
-from cute_attn.kernels.host.bound import bound
 from cute_attn.kernels.host.params import PARTIAL_FIELDS, Values
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel
 from cute_attn.problem import Problem, Request, Settings
@@ -86,7 +85,7 @@ class SingleRun(Generic[T]):
         )
         target, stream_of, workspace = kernel.output.of(problem), current_stream, self._workspace
         if combine is None:
-            fire = bound(attention, kernel.values(problem, target, numbers, stream_of(index)), grid, fields)
+            fire = attention.bound(kernel.values(problem, target, numbers, stream_of(index)), grid, fields)
 
             def run(q: int, k: int, v: int, out: int, lse: int, _: Tensors) -> None:
                 stream = stream_of(index)
@@ -96,9 +95,9 @@ class SingleRun(Generic[T]):
         rows = qo_len * self.num_qo_heads
         partial_rows, lse_offset = rows * num_splits, 4 * rows * num_splits * self.head_dim_vo
         partial = kernel.output.partials(workspace(problem.q, partial_rows), partial_rows)
-        split = bound(attention, kernel.values(problem, partial, numbers, stream_of(index)), grid, fields)
+        split = attention.bound(kernel.values(problem, partial, numbers, stream_of(index)), grid, fields)
         merged = combine.values(target, partial[:2], (qo_len, num_splits))
-        merge = bound(combine.launch, merged, (rows, 1, 1), ("o", "lse", *PARTIAL_FIELDS))
+        merge = combine.launch.bound(merged, (rows, 1, 1), ("o", "lse", *PARTIAL_FIELDS))
 
         def run_and_combine(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:
             stream, memory = stream_of(index), workspace(tensors[0], partial_rows)

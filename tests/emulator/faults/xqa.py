@@ -39,15 +39,15 @@ XQA_FAULTS = (
     Fault(
         "the arrival counter is not reset",
         "xqa/parts/merge.py",
-        "            if thread == 0:\n                isa.st_global_b32(counter, Int32(0))\n",
+        "            self.reset(counter)\n",
         "",
         MANY,
     ),
     Fault(
         "a partial is announced before all of it is written",
         "xqa/parts/merge.py",
-        "        self.sync()\n        if thread == 0:\n            ptx.st_shared_b32(ticket",
-        "        if thread == 0:\n            ptx.st_shared_b32(ticket",
+        "        self.sync()\n        if cute.arch.thread_idx()[0] == 0:\n            ptx.st_shared_b32(ticket",
+        "        if cute.arch.thread_idx()[0] == 0:\n            ptx.st_shared_b32(ticket",
         MANY,
     ),
     Fault(

@@ -10,33 +10,22 @@ from cutlass import Int32
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.dequant import Fp8
-from cute_attn.kernels.blocks.kv_dequant import OPERAND, SWIZZLE_ROWS
+from cute_attn.kernels.blocks.kv_dequant import OPERAND, SWIZZLE_ROWS, KvDequant, StagedRows
 from cute_attn.kernels.blocks.smem import CHUNK
 from cute_attn.kernels.fa3.smem import BlockScales
 from cute_attn.kernels.formats import LINE
 
-CODES = 32  # elements of a 16-byte chunk, which become four chunks
-
 
 @dataclass(frozen=True)
-class PackedRows:
-    """Packed rows of K or V: 64-element columns, bytes from a row to the next, scales."""
+class Nvfp4Rows(StagedRows):
+    """Rows of NVFP4 codes and their block scales."""
 
-    columns: int
-    pitch: int
     scales: BlockScales
 
 
 @dataclass(frozen=True)
-class Nvfp4KvDequant:
-    """Dequantization of staged tiles by the transform warps."""
-
-    cols: int  # rows of a tile
-    warp: Int32
-    lane: Int32
-    warps: int
-    k: PackedRows
-    v: PackedRows
+class Nvfp4KvDequant(KvDequant):
+    """Dequantization of NVFP4 K and V."""
 
     @cute.jit
     def run(self, rows: cutlass.Constexpr, source: Int32, target: Int32) -> None:

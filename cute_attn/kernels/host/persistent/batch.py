@@ -70,7 +70,7 @@ def tiling(
         min_split_tiles=min_split_tiles(tile.rows, tile.cols, features.head_dim_qk, features.head_dim_vo),
         partial_row_bytes=4 * (features.head_dim_vo + 1),
         l2_section_heads=section,
-        l2_kv_tokens=variant.SECTION_BYTES // (kv_heads * variant.token_bytes(features)),
+        l2_kv_tokens=variant.section_tokens(features) // kv_heads,
     )
     return Tiling(tile, params, persistent_groups=groups, ctas=tile.ctas, order=batch_order)
 

@@ -18,6 +18,7 @@ from cute_attn.runtime.spec import KernelSpec
 SMALL_PAGE, LARGE_PAGE = 1, 128  # tokens: every page size has the kernels of one of these
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SECTION_BYTES = 32 << 20  # keys and values of an L2 section
+NVFP4_SECTION_BYTES = 18 << 20  # the same with their block scales: as many tokens as of 8 bits, which was measured
 WINDOWS = (-1, 0, MAX_KV_LEN)  # none, the shortest and the longest: every window has the tile of one of them
 PACKED_TOKENS = 64  # below so many query tokens per request, the heads of a group share tiles
 LONG_TOKENS = 4096  # query tokens per request from which a launch is "long"
@@ -188,15 +189,18 @@ def fp8_kv(features: Features) -> bool:
 
 
 def section_heads(features: Features, heads: int, kv_len: int) -> int:
-    """Returns the blocks of `heads` query heads in an L2 section: those of as many kv heads as SECTION_BYTES holds, at
-    least one, rounded down to a divisor of all blocks.
+    """Returns the blocks of `heads` query heads in an L2 section: those of as many kv heads as it holds, at least one,
+    rounded down to a divisor of all blocks.
     """
     head_blocks = features.num_qo_heads // heads
     blocks_per_kv = features.num_qo_heads // features.num_kv_heads // heads
-    wanted = max(1, SECTION_BYTES // max(kv_len * token_bytes(features), 1)) * blocks_per_kv
+    wanted = max(1, section_tokens(features) // max(kv_len, 1)) * blocks_per_kv
     return max(n for n in range(1, head_blocks + 1) if head_blocks % n == 0 and n <= wanted)
 
 
-def token_bytes(features: Features) -> int:
-    """Returns the bytes of keys and values of one token and head."""
-    return (features.head_dim_qk + features.head_dim_vo) * features.kv_dtype.itemsize
+def section_tokens(features: Features) -> int:
+    """Returns how many tokens of one kv head an L2 section holds."""
+    dims = features.head_dim_qk + features.head_dim_vo
+    if features.kv_block_scales:
+        return NVFP4_SECTION_BYTES // (dims // 2 + dims // 16)
+    return SECTION_BYTES // (dims * features.kv_dtype.itemsize)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-import torch
-
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.load import load
 from cute_attn.kernels.host.params import ParamPacker, Values
@@ -14,24 +12,17 @@ from cute_attn.kernels.xqa.lengths.spec import THREADS, LengthsSpec
 from cute_attn.problem import DeviceLengths
 from cute_attn.runtime.launch import Launch, current_stream
 
-FIELDS = (
-    *("indptr", "indptr_step", "last_page_len", "last_page_len_step", "seq_lens", "page_starts"),
-    *("indptr_wide", "last_page_len_wide", "batch", "page_size", "num_indices"),
-)
+FIELDS = ("indptr", "last_page_len", "seq_lens", "page_starts", "batch", "page_size", "num_indices")
 
 
 def write(lengths: DeviceLengths, page_size: int, addresses: tuple[int, int], gpu: Gpu) -> None:
     """Launches the kernel on the current stream. `addresses`: of keys and first pages, an int32 number per request."""
-    batch, indptr, last = lengths.batch_size, lengths.kv_indptr, lengths.last_page_len
+    batch, last = lengths.batch_size, lengths.last_page_len
     assert last is not None  # of paged requests
     if not batch:
         return
     launch, pack = _prepared(gpu)
-    values = pack(
-        *(indptr.data_ptr(), indptr.stride(0) * indptr.itemsize, last.data_ptr(), last.stride(0) * last.itemsize),
-        *(*addresses, int(indptr.dtype is torch.int64), int(last.dtype is torch.int64)),
-        *(batch, page_size, lengths.max_kv),
-    )
+    values = pack(lengths.kv_indptr.data_ptr(), last.data_ptr(), *addresses, batch, page_size, lengths.max_kv)
     launch.fire(values, (-(-batch // THREADS), 1, 1), current_stream(gpu.device_index))
 
 

@@ -8,7 +8,6 @@ import torch
 
 from cute_attn.errors import ArgumentError
 from cute_attn.kernels.host.batch import Repeat, Tensors
-from cute_attn.kernels.host.bound import bound
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.params import ADDRESS_FIELDS
 from cute_attn.kernels.host.single import MAX_LENGTHS
@@ -61,7 +60,7 @@ class SingleRun:
         kernel, index, counters = self.kernel(problem.qo_len), self.gpu.device_index, self.counters.address
         numbers = *self.request, problem.kv_len, 0, 0  # SCRATCH_FIELDS: of each launch
         first = kernel.values(problem, kernel.output.of(problem), numbers, 0)
-        fire = bound(kernel.attention, first, kernel.config.grid, (*ADDRESS_FIELDS, *SCRATCH_FIELDS))
+        fire = kernel.attention.bound(first, kernel.config.grid, (*ADDRESS_FIELDS, *SCRATCH_FIELDS))
         num_bytes = kernel.config.partial_bytes
 
         def run(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:

@@ -11,23 +11,18 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.indices import index
 from cute_attn.kernels.blocks.scalars import zeros
 from cute_attn.kernels.xqa.lengths.spec import THREADS, LengthsSpec
 from cute_attn.runtime.arch import named
 
 
 class LengthsParams(NamedTuple):
-    """Kernel parameters, in order. Steps are bytes from a number to the next; `wide` is not 0 for int64."""
+    """Kernel parameters, in order. Addresses are those of contiguous int32."""
 
     indptr: Int64
-    indptr_step: Int64
     last_page_len: Int64
-    last_page_len_step: Int64
-    seq_lens: Int64  # int32, written
-    page_starts: Int64  # int32, written
-    indptr_wide: Int32
-    last_page_len_wide: Int32
+    seq_lens: Int64  # written
+    page_starts: Int64  # written
     batch: Int32
     page_size: Int32
     num_indices: Int32
@@ -61,13 +56,12 @@ class LengthsProgram:
             ptx.grid_dependency_launch()
         request = cute.arch.block_idx()[0] * Int32(THREADS) + cute.arch.thread_idx()[0]
         if request < p.batch:
-            begin = index(p.indptr, p.indptr_step, p.indptr_wide, request)
-            end = index(p.indptr, p.indptr_step, p.indptr_wide, request + 1)
-            last = index(p.last_page_len, p.last_page_len_step, p.last_page_len_wide, request)
+            place = Int64(request) * Int64(4)
+            begin, end = (ptx.ld_global_u32(p.indptr + place + Int64(offset)) for offset in (0, 4))
+            last = ptx.ld_global_u32(p.last_page_len + place)
             last = ptx.select(last < Int32(1), Int32(1), ptx.select(last > p.page_size, p.page_size, last))
             has_pages = cutlass.and_(cutlass.and_(begin >= 0, begin < end), end <= p.num_indices)
             keys = (end - begin - 1) * p.page_size + last
-            place = Int64(request) * Int64(4)
             store(p.seq_lens + place, ptx.select(has_pages, keys, Int32(0)))
             store(p.page_starts + place, ptx.select(has_pages, begin, Int32(0)))
 

@@ -98,17 +98,10 @@ class ClusterMerge(WarpMerge):
     @cute.jit
     def merge_clusters(self, rows: PackedRows, count: Int32) -> None:
         """Count this CTA as done with its slice, one of `count`. The last merges all and resets the counter."""
-        thread = cute.arch.thread_idx()[0]
-        counter = self.p.counters + Int64(self.cta_index(cluster.rank())) * Int64(4)
-        ticket = self.base + Int32(self.memory.ticket)
-        self.sync()
-        if thread == 0:
-            ptx.st_shared_b32(ticket, 0, isa.add_arrival(counter))
-        self.sync()
-        if isa.ld_shared_b32(ticket) == count - 1:
-            if thread == 0:
-                isa.st_global_b32(counter, Int32(0))
-            for index in cutlass.range(thread, self.memory.inbox_vectors, self.threads, unroll=1):
+        counter = self.counter_address(cluster.rank())
+        if self.arrive(counter) == count - 1:
+            self.reset(counter)
+            for index in cutlass.range(cute.arch.thread_idx()[0], self.memory.inbox_vectors, self.threads, unroll=1):
                 row, dim, wanted = self.slice(rows, index)
                 if wanted:
                     state = SoftmaxState(

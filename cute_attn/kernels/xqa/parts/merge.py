@@ -179,20 +179,33 @@ class Merge:
             ptx.st_global_v2_f32(stats, 0, [result.maximum, result.total])
         ptx.st_global_v4_f32(outputs + Int64(dim * 4), 0, result.values)
 
+    def counter_address(self, share: Int32) -> Int64:
+        """Address of the counter of the CTA that has share number `share`."""
+        return self.p.counters + Int64(self.cta_index(share)) * Int64(4)
+
+    @cute.jit
+    def arrive(self, counter: Int64) -> Int32:
+        """Count this CTA as done, by all threads that merge; return how many were before it."""
+        ticket = self.base + Int32(self.memory.ticket)
+        self.sync()
+        if cute.arch.thread_idx()[0] == 0:
+            ptx.st_shared_b32(ticket, 0, isa.add_arrival(counter))
+        self.sync()
+        return isa.ld_shared_b32(ticket)
+
+    @cute.jit
+    def reset(self, counter: Int64) -> None:
+        """Set a counter to 0 for the next launch."""
+        if cute.arch.thread_idx()[0] == 0:
+            isa.st_global_b32(counter, Int32(0))
+
     @cute.jit
     def merge_splits(self, rows: PackedRows, first: Int32, count: Int32) -> None:
         """Count this CTA as done with its split, one of `count` in the CTAs from share `first` on. The last CTA merges
         all partials and resets the counter."""
-        thread = cute.arch.thread_idx()[0]
-        counter = self.p.counters + Int64(self.cta_index(first)) * Int64(4)
-        ticket = self.base + Int32(self.memory.ticket)
-        self.sync()
-        if thread == 0:
-            ptx.st_shared_b32(ticket, 0, isa.add_arrival(counter))
-        self.sync()
-        if isa.ld_shared_b32(ticket) == count - 1:
-            if thread == 0:
-                isa.st_global_b32(counter, Int32(0))
+        counter = self.counter_address(first)
+        if self.arrive(counter) == count - 1:
+            self.reset(counter)
             for start in cutlass.range(0, self.num_vectors(rows), self.lanes * self.vectors_per_lane, unroll=1):
                 self.reduce_partials(rows, first, count, start)
             self.sync()
