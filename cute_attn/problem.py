@@ -135,7 +135,7 @@ class BatchLengths(NamedTuple):
     qo_indptr: np.ndarray  # [batch_size + 1]
     kv_start: np.ndarray  # [batch_size], of token 0. ragged: its row of k and v; paged: index of its page in kv_indices
     kv_len: np.ndarray  # [batch_size], tokens
-    mask_offset: np.ndarray  # [batch_size]: first byte of a request's bits in the packed mask; zeros without a mask
+    mask_offset: np.ndarray | None = None  # [batch_size]: first byte of a request's bits in the packed mask
     key_bounds: np.ndarray | None = None  # multi-item scoring: int32 [rows, 2], for every row of q the end of the
     # ^ prefix and the first key of its item, which does not decrease within a request; the keys between are hidden
 

@@ -322,7 +322,7 @@ def _lengths(qo_indptr: np.ndarray, kv_start: np.ndarray, kv_len: np.ndarray, bo
     if bound > MAX_KV_LEN and len(kv_len) and most(kv_len) > MAX_KV_LEN:
         i = int(kv_len.argmax())
         raise ArgumentError(f"a request must have at most {MAX_KV_LEN} keys, request {i} has {kv_len[i]}")
-    return BatchLengths(qo_indptr, kv_start, kv_len, np.zeros(len(kv_len), np.int64))
+    return BatchLengths(qo_indptr, kv_start, kv_len)
 
 
 def uniform_indptr(batch_size: int, q_len: int) -> np.ndarray:
