@@ -5,6 +5,7 @@ The table drives `choose`, the messages of `NotSupported`, `explain.py` and the 
 
 from __future__ import annotations
 
+import bisect
 import functools
 import logging
 import warnings
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 CACHE_SIZE = 256  # settings: more than the layers of a model have
+_ROWS = sorted(ROWS_CLASSES)
 
 
 @functools.lru_cache(CACHE_SIZE)
@@ -75,7 +77,7 @@ def rows_class(features: Features, qo_len: int) -> int:
     if features.device_lengths:
         return 0  # one backend takes them, however many rows
     rows = qo_len * (features.num_qo_heads // features.num_kv_heads)
-    return max(least for least in ROWS_CLASSES if least <= rows)
+    return _ROWS[bisect.bisect_right(_ROWS, rows) - 1]
 
 
 def checked_name(backend: Any) -> str:

@@ -33,7 +33,7 @@ _QO_START, _QO_LEN, _KV_START, _KV_LEN, _FIRST_ROW, _KV_BEGIN, _KV_END, _PARTIAL
     range(len(Item._fields))
 )
 _NONE = np.empty(0, np.int64)
-least, most = np.minimum.reduce, np.maximum.reduce  # half the time of an array's `min` and `max`
+most = np.maximum.reduce  # half the time of an array's `max`
 
 
 class SchedulerParams(NamedTuple):
@@ -142,12 +142,11 @@ def _key_bounds(lengths: BatchLengths, params: SchedulerParams, limits: BatchLim
 
 def query_tiles(lengths: BatchLengths, params: SchedulerParams) -> QueryTiles:
     """Returns the query tiles of all requests, each with the kv tiles that it sees."""
-    qo_len, kv_len = lengths.qo_indptr[1:] - lengths.qo_indptr[:-1], lengths.kv_len
-    rows = qo_len * params.group_size
-    if len(rows) and most(rows) <= params.rows and least(rows) > 0:
+    qo_len, group = lengths.qo_len, params.group_size
+    if lengths.longest_qo * group <= params.rows and lengths.with_queries == len(qo_len):
         return _one_tile_each(lengths, params, qo_len)
-    qo_len, kv_len = qo_len.astype(np.int32), kv_len.astype(np.int32)
-    tiles = (rows + (params.rows - 1)) // params.rows
+    tiles = (qo_len * group + (params.rows - 1)) // params.rows
+    qo_len, kv_len = qo_len.astype(np.int32), lengths.kv_len.astype(np.int32)
     ends = tiles.cumsum()
     first_row = np.arange(ends.item(-1) if len(ends) else 0, dtype=np.int32)
     first_row -= (ends - tiles).astype(np.int32).repeat(tiles)  # several times faster than indexing
@@ -336,11 +335,10 @@ def _write_items(
 
 def _write_merges(merges: np.ndarray, lengths: BatchLengths, tiles: QueryTiles, splits: Splits) -> None:
     request = tiles.requests_of(splits.merge_tile)
-    start = lengths.qo_indptr.take(request)
     merges[:, len(Merge._fields) :] = 0
     values = (
-        start,
-        lengths.qo_indptr.take(request + 1) - start,
+        lengths.qo_indptr.take(request),
+        lengths.qo_len.take(request),
         tiles.first_row.take(splits.merge_tile),
         splits.first_partial,
         splits.num_splits,
@@ -351,10 +349,10 @@ def _write_merges(merges: np.ndarray, lengths: BatchLengths, tiles: QueryTiles, 
 
 def _request_records(lengths: BatchLengths) -> np.ndarray:
     """Returns one item record per request, with the fields that all items of the request share, and no partial."""
-    batch_size, starts = len(lengths.kv_len), lengths.qo_indptr[:-1]
+    batch_size = len(lengths.kv_len)
     records = np.zeros((batch_size, ITEM_INTS), np.int32)
-    records[:, _QO_START] = starts
-    records[:, _QO_LEN] = lengths.qo_indptr[1:] - starts
+    records[:, _QO_START] = lengths.qo_indptr[:-1]
+    records[:, _QO_LEN] = lengths.qo_len
     records[:, _KV_START] = lengths.kv_start
     records[:, _KV_LEN] = lengths.kv_len
     records[:, _PARTIAL] = NO_PARTIAL
@@ -415,8 +413,7 @@ def typical_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
     if limits.graph:
         return ceil_div(limits.graph.max_rows, max(1, limits.graph.batch_size))
     starts = lengths.qo_indptr
-    requests = np.count_nonzero(starts[1:] > starts[:-1])
-    return ceil_div(starts.item(-1) - starts.item(0), max(1, requests))
+    return ceil_div(starts.item(-1) - starts.item(0), max(1, lengths.with_queries))
 
 
 def max_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
@@ -425,7 +422,7 @@ def max_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
         return limits.max_qo_len
     if limits.graph:
         return limits.graph.max_rows
-    return int(most(lengths.qo_indptr[1:] - lengths.qo_indptr[:-1])) if len(lengths.kv_len) else 0
+    return lengths.longest_qo
 
 
 # --- launches of a fixed size (CUDA graphs) --------------------------------------------------------------------------

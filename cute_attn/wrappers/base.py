@@ -172,18 +172,24 @@ class BatchWrapper(PlannedState, StrideVariants):
 
     def _lengths_replaced(self, request: PlanRequest, copies: list[Copy]) -> bool:
         """Replace the lengths of the plan in force, if nothing else changes and its launch can; tell whether."""
-        plan, variants, kv_indices = self._plan, self._variants, request.tokens.kv_indices
-        if plan is None or plan is not variants.base.plan or len(variants.by_settings) > 1 or kv_indices is None:
+        plan, variants, tokens = self._plan, self._variants, request.tokens
+        if plan is None or plan is not variants.base.plan or len(variants.by_settings) > 1 or tokens.rows is None:
             return False
         again = getattr(plan.launch, "again", None)
-        if again is None or plan.validate != switches.validates() or not again(device_plan.lengths_of(request.tokens)):
+        if again is None or plan.validate != self._validates() or plan.rows_class != _rows_class(plan, tokens):
+            return False
+        batch_plan.check_rows(tokens, plan.settings.features.num_qo_heads)
+        same_launches = again(device_plan.lengths_of(tokens))
+        if same_launches is None:
             return False
         make(copies)
-        before, plan.kv_indices, plan.tokens, plan.protected = plan.kv_indices, kv_indices, request.tokens, None
-        if before is None or before.data_ptr() != kv_indices.data_ptr() or before.shape != kv_indices.shape:
-            plan.cached_runs.clear()
+        plan.follow(tokens, same_launches)
         self._request, variants.base.used = request, variants.base.used and self._use_cuda_graph
         return True
+
+    def _validates(self) -> bool:
+        """Tell whether runs check page numbers before every launch."""
+        return self.kv_source == "paged" and switches.validates()
 
     def _scheduled(
         self,
@@ -198,7 +204,7 @@ class BatchWrapper(PlannedState, StrideVariants):
         """
         if variant.overrides:
             request, settings = request._replace(options=request.options._replace(**variant.overrides)), None
-        settings, backend, limits = self._resolve(request, graph, variant.backend, features, settings)
+        settings, backend, limits, rows = self._resolve(request, graph, variant.backend, features, settings)
         launch = device_plan.launch(self, request.tokens, settings, backend, limits, variant)
         if launch is None:
             return self._scheduled(variant, device_plan.on_host(request), graph, features, settings)
@@ -213,9 +219,10 @@ class BatchWrapper(PlannedState, StrideVariants):
             kv_indices=request.tokens.kv_indices,
             packed_mask=request.mask.packed,
             workspace=self._workspace,
-            validate=self.kv_source == "paged" and switches.validates(),
+            validate=self._validates(),
             page_axes=self._page_axes,
             backend=backend.name,
+            rows_class=rows if features is None else None,
         )
 
     def _schedule_again(self, variants: Sequence[Variant]) -> None:
@@ -303,8 +310,10 @@ class BatchWrapper(PlannedState, StrideVariants):
         backend: str | None = None,
         features: Features | None = None,
         settings: Settings | None = None,
-    ) -> tuple[Settings, capabilities.Backend, BatchLimits]:
-        """Return settings, backend and limits. `backend`: its name, if it is already settled; so `settings`."""
+    ) -> tuple[Settings, capabilities.Backend, BatchLimits, int]:
+        """Return settings, backend, limits and class of rows. `backend`: its name, if it is already settled; so
+        `settings`.
+        """
         settings = settings or self._settings(request)
         batch_plan.check_rows(request.tokens, settings.features.num_qo_heads)
         graph = device_plan.limits_of(request, graph)
@@ -313,7 +322,7 @@ class BatchWrapper(PlannedState, StrideVariants):
         rows = select.rows_class(settings.features, batch_schedule.typical_qo_len(lengths, limits))
         asked = features or settings.features
         found = select.chosen(asked, backend or self._backend, rows, request.tokens.batch_size == 1)
-        return settings, found, limits
+        return settings, found, limits, rows
 
     @functools.cached_property
     def _page_axes(self) -> tuple[str, ...]:
@@ -512,7 +521,7 @@ class BatchWrapper(PlannedState, StrideVariants):
             request = device_plan.on_host(request)
             _, invariants = self._checked(request)
             graph = None if invariants is None else invariants.graph
-            settings, backend, limits = self._resolve(request, graph, self._variants.base.backend)
+            settings, backend, limits, _ = self._resolve(request, graph, self._variants.base.backend)
             sizes.append(backends.workspace(backend, settings, request.tokens.lengths, limits))
 
         probe: Any = copy.copy(self)
@@ -559,6 +568,12 @@ class BatchWrapper(PlannedState, StrideVariants):
 
     def end_forward(self) -> None:
         """Do nothing. Callers of FlashInfer's older `begin_forward` and `forward` end with it."""
+
+
+def _rows_class(plan: BatchPlan, tokens: Tokens | DeviceTokens) -> int:
+    """Return the class of query rows by which the backend of a batch is chosen within the limits of a plan."""
+    qo_len = batch_schedule.typical_qo_len(device_plan.choice_lengths(tokens), plan.limits)
+    return select.rows_class(plan.settings.features, qo_len)
 
 
 def _check_unused(buffers: dict[str, Any]) -> None:
