@@ -249,8 +249,9 @@ class BatchWrapper(PlannedState, StrideVariants):
             tokens = tokens._replace(lengths=tokens.lengths._replace(mask_offset=mask.offsets[:-1]))
         if not self._use_cuda_graph:
             if tokens.kv_indices is not None:
-                tokens = tokens._replace(kv_indices=self._indices_on_device(tokens.kv_indices))
-            return request._replace(tokens=tokens), copies
+                indices = self._indices_on_device(tokens.kv_indices)
+                tokens = tokens if indices is tokens.kv_indices else tokens._replace(kv_indices=indices)
+            return (request if tokens is request.tokens else request._replace(tokens=tokens)), copies
         for name, buffer in self._index_buffers.items():
             numbers = index_values(name, tokens)
             if numbers is not None:
