@@ -129,15 +129,40 @@ class BatchProblem(NamedTuple):
         return self.settings.features
 
 
-class BatchLengths(NamedTuple):
-    """Where the tokens of each request are: int64 arrays on the host."""
-
+class _BatchArrays(NamedTuple):
     qo_indptr: np.ndarray  # [batch_size + 1]
     kv_start: np.ndarray  # [batch_size], of token 0. ragged: its row of k and v; paged: index of its page in kv_indices
     kv_len: np.ndarray  # [batch_size], tokens
-    mask_offset: np.ndarray  # [batch_size]: first byte of a request's bits in the packed mask; zeros without a mask
+    mask_offset: np.ndarray | None = None  # [batch_size]: first byte of a request's bits in the packed mask
     key_bounds: np.ndarray | None = None  # multi-item scoring: int32 [rows, 2], for every row of q the end of the
     # ^ prefix and the first key of its item, which does not decrease within a request; the keys between are hidden
+
+
+class BatchLengths(_BatchArrays):
+    """Where the tokens of each request are: int64 arrays on the host. What several stages of a plan need of them is
+    computed once.
+    """
+
+    @functools.cached_property
+    def qo_len(self) -> np.ndarray:
+        """Query tokens of each request."""
+        steps: np.ndarray = self.qo_indptr[1:] - self.qo_indptr[:-1]
+        return steps
+
+    @functools.cached_property
+    def longest_qo(self) -> int:
+        """Most query tokens of a request; 0 without requests."""
+        return int(np.maximum.reduce(self.qo_len, initial=0))
+
+    @functools.cached_property
+    def longest_kv(self) -> int:
+        """Most keys of a request; 0 without requests."""
+        return int(np.maximum.reduce(self.kv_len, initial=0))
+
+    @functools.cached_property
+    def with_queries(self) -> int:
+        """Number of requests that have query tokens."""
+        return int(np.count_nonzero(self.qo_len))
 
 
 class DeviceLengths(NamedTuple):
@@ -291,6 +316,7 @@ class BatchPlan:
     validate: bool  # check page numbers before every launch
     page_axes: tuple[str, ...] = ()  # of k and v, for messages
     backend: str = ""  # its name
+    load: Any = None  # `dispatch.capabilities.Load` by which the backend was chosen; None: a run had a part in that
     layouts: dict[Any, OperandLayout] = field(default_factory=dict)  # by shapes, strides, dtypes and devices
     block_scale_layouts: set[Any] = field(default_factory=set)  # of NVFP4 block scales that passed every check
     cached_runs: dict[Any, Any] = field(default_factory=dict)  # `wrappers.run_cache.CachedRun` by its key
@@ -304,6 +330,27 @@ class BatchPlan:
         assert self.tokens.rows is not None  # a plan is made once they are known
         self.rows, self.first_row = self.tokens.rows, self.tokens.first_row
         self.elements_per_byte = 2 if self.settings.features.kv_block_scales else 1
+
+    def follow(self, tokens: Tokens | DeviceTokens, same_launches: bool) -> None:
+        """Take other tokens, whose schedule `launch` has, and forget what earlier runs were checked for, as far as it
+        depends on them. `same_launches`: those of earlier runs may be repeated.
+        """
+        assert tokens.rows is not None
+        before, self.tokens, rows = self.tokens, tokens, self.rows
+        self.rows, self.first_row, self.protected = tokens.rows, tokens.first_row, None
+        same_shapes = rows == self.rows
+        if tokens.kv_indices is None:
+            same_shapes = same_shapes and before.kv_end == tokens.kv_end
+        else:
+            old, self.kv_indices = self.kv_indices, tokens.kv_indices
+            if old is not tokens.kv_indices:
+                assert old is not None
+                same_launches = same_launches and old.data_ptr() == self.kv_indices.data_ptr()
+                same_launches = same_launches and old.shape == self.kv_indices.shape
+        if not same_shapes:
+            self.layouts.clear()
+        if self.cached_runs and not (same_launches and same_shapes and not self.first_row):
+            self.cached_runs.clear()
 
 
 class Scratch(NamedTuple):

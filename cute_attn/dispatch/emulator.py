@@ -160,13 +160,15 @@ class EmulatedBatchRun:
     def __init__(self, planned: BatchRunner, on: tuple[Gpu, str]) -> None:
         self.planned, self.on = planned, on
 
-    def again(self, lengths: BatchLengths | DeviceLengths) -> bool:
-        """Replaces the lengths of the requests, if the kernels can, and the same GPU is emulated; tells whether."""
-        replace: Callable[[Any], bool] | None = getattr(self.planned, "again", None)
+    def again(self, lengths: BatchLengths | DeviceLengths) -> bool | None:
+        """Replaces the lengths of the requests, if the kernels can, and the same GPU is emulated, and tells whether
+        launches are the same otherwise; else returns None.
+        """
+        replace: Callable[[Any], bool | None] | None = getattr(self.planned, "again", None)
         gpu, name = self.on
         emulation = settings.current()
         if replace is None or _gpu() != gpu or emulation.kernels not in ("auto", name):
-            return False
+            return None
         if isinstance(lengths, DeviceLengths):
             with _written(lengths, self.planned.staging):  # type: ignore[attr-defined]
                 return replace(lengths)

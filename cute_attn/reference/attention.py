@@ -238,7 +238,8 @@ def run_batch(problem: BatchProblem, lengths: BatchLengths) -> None:
     for i, kv_len in enumerate(lengths.kv_len.tolist()):
         rows = slice(int(lengths.qo_indptr[i]), int(lengths.qo_indptr[i + 1]))
         tokens = _tokens(problem, int(lengths.kv_start[i]), kv_len)
-        packed_mask = None if problem.packed_mask is None else problem.packed_mask[int(lengths.mask_offset[i]) :]
+        offset = 0 if lengths.mask_offset is None else int(lengths.mask_offset[i])
+        packed_mask = None if problem.packed_mask is None else problem.packed_mask[offset:]
         request = _request(problem, rows, tokens, packed_mask, problem.head_scales)
         if lengths.key_bounds is not None:
             bounds = torch.from_numpy(lengths.key_bounds[rows]).to(problem.q.device)

@@ -74,7 +74,7 @@ class Mask(NamedTuple):
     """The packed masks of a batch."""
 
     packed: torch.Tensor | None  # uint8 on the device
-    offsets: np.ndarray  # [batch_size + 1]: first byte of every request
+    offsets: np.ndarray  # [batch_size + 1]: first byte of every request; not read without masks
 
 
 # ---- settings
@@ -233,7 +233,9 @@ def paged(q_bounds: np.ndarray, pages: Pages, page_size: int, names: Sequence[st
     last = _integers(names[3], pages.last_page_len)
     if len(last) != len(counts):
         raise ArgumentError(f"{names[3]} must have shape [batch_size] = ({len(counts)},), got {len(last)} elements")
-    kv_len = (counts - 1) * page_size + last
+    kv_len = counts * page_size
+    kv_len += last
+    kv_len -= page_size
     # The common case costs three array operations.
     if len(last) and not (least(last) >= 1 and most(last) <= page_size and fewest >= 1):
         wrong = (counts > 0) & ((last < 1) | (last > page_size))
@@ -290,15 +292,26 @@ def _bounds(name: str, value: Any) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def _integers(name: str, value: Any) -> np.ndarray:
+    """Check an index array and return a copy of it as int64 on the host."""
+    try:
+        given = value.numpy()  # refuses what `checks.tensor` refuses, and tensors on GPUs
+        if value.dtype in INDEX_DTYPES and value.dim() == 1:
+            copied: np.ndarray = given.astype(np.int64)
+            return copied
+    except (AttributeError, TypeError, RuntimeError):
+        pass
+    return _integers_of_another_place(name, value)
+
+
+def _integers_of_another_place(name: str, value: Any) -> np.ndarray:
+    """Check and copy an index array on a GPU; raise what is wrong with anything else."""
     checks.tensor(name, value)
     if value.dtype not in INDEX_DTYPES:
         checks.dtype(name, value.dtype, INDEX_DTYPES)
     if value.dim() != 1:
         raise ArgumentError(f"{name} must have 1 dimension, got {checks.describe(value)}")
-    if not value.is_cpu:
-        _check_device(name, value)
-        value = value.cpu()
-    host: np.ndarray = value.numpy().astype(np.int64)
+    _check_device(name, value)
+    host: np.ndarray = value.detach().cpu().numpy().astype(np.int64)
     return host
 
 
@@ -322,7 +335,7 @@ def _lengths(qo_indptr: np.ndarray, kv_start: np.ndarray, kv_len: np.ndarray, bo
     if bound > MAX_KV_LEN and len(kv_len) and most(kv_len) > MAX_KV_LEN:
         i = int(kv_len.argmax())
         raise ArgumentError(f"a request must have at most {MAX_KV_LEN} keys, request {i} has {kv_len[i]}")
-    return BatchLengths(qo_indptr, kv_start, kv_len, np.zeros(len(kv_len), np.int64))
+    return BatchLengths(qo_indptr, kv_start, kv_len)
 
 
 def uniform_indptr(batch_size: int, q_len: int) -> np.ndarray:
@@ -437,15 +450,13 @@ def _check_known_bound(name: str, value: Any, lengths: np.ndarray) -> None:
 # ---- masks
 
 
-def no_mask(tokens: Tokens | DeviceTokens) -> Mask:
-    """Return the `Mask` of a batch without custom masks."""
-    return Mask(None, np.zeros(tokens.batch_size + 1, np.int64))
+NO_MASK = Mask(None, np.zeros(0, np.int64))  # of a batch without custom masks
 
 
 def mask(custom_mask: Any, packed_custom_mask: Any, tokens: Tokens | DeviceTokens, device: torch.device) -> Mask:
     """Pack the masks of all requests, each from a new byte on. `packed_custom_mask` takes precedence."""
     if custom_mask is packed_custom_mask is None:
-        return no_mask(tokens)
+        return NO_MASK
     lengths = tokens.lengths
     sizes = np.diff(lengths.qo_indptr) * lengths.kv_len
     offsets = np.concatenate(([0], np.cumsum((sizes + 7) // 8)))

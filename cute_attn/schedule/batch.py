@@ -29,9 +29,11 @@ LONG_QO_LEN = 1 << 20  # query tokens: more than any tile holds
 EXTRA_WAVES = 2  # waves of items that splits may add to a launch of fixed size
 MERGE_ROWS = 16384  # rows of a combine launch of fixed size, unless one wave of items needs more
 
-_KV_LEN, _FIRST_ROW, _KV_BEGIN, _KV_END, _PARTIAL = (
-    Item._fields.index(name) for name in ("kv_len", "first_row", "kv_begin", "kv_end", "partial")
+_QO_START, _QO_LEN, _KV_START, _KV_LEN, _FIRST_ROW, _KV_BEGIN, _KV_END, _PARTIAL, _MASK_LOW, _MASK_HIGH, _REQUEST = (
+    range(len(Item._fields))
 )
+_NONE = np.empty(0, np.int64)
+most = np.maximum.reduce  # half the time of an array's `max`
 
 
 class SchedulerParams(NamedTuple):
@@ -78,13 +80,17 @@ class Gap(NamedTuple):
 
 
 class QueryTiles(NamedTuple):
-    """One entry per query tile that has rows, in the order of requests; int32 except `request`."""
+    """One entry per query tile that has rows, in the order of requests."""
 
-    request: np.ndarray  # intp: numpy indexes with it
+    request: np.ndarray | None  # intp: numpy indexes with it; None: every request has one tile
     first_row: np.ndarray
     begin: np.ndarray  # kv tiles [begin, end) are visible; both are 0 where none is
     end: np.ndarray
     gap: Gap | None = None  # tiles between that are hidden
+
+    def requests_of(self, tile: np.ndarray) -> np.ndarray:
+        """Returns the requests of query tiles."""
+        return tile if self.request is None else self.request.take(tile)
 
 
 class Splits(NamedTuple):
@@ -124,26 +130,40 @@ def schedule(
     return _work(lengths, params, tiles, splits, order, capacity if limits.graph else None, bounds, allocate)
 
 
-def _key_bounds(lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits) -> np.ndarray:
+def _key_bounds(lengths: BatchLengths, params: SchedulerParams, limits: BatchLimits) -> np.ndarray | None:
     """Returns the key bounds of all rows, flat, then zeros for rows of the last tile that do not exist; for a captured
-    launch zeros for all rows that it has room for.
+    launch zeros for all rows that it has room for. None: no bounds.
     """
     if lengths.key_bounds is None:
-        return np.empty(0, np.int32)
+        return None
     rows = len(lengths.key_bounds) if limits.graph is None else limits.graph.max_rows
     return np.pad(lengths.key_bounds.ravel(), (0, 2 * (rows - len(lengths.key_bounds) + params.rows)))
 
 
 def query_tiles(lengths: BatchLengths, params: SchedulerParams) -> QueryTiles:
     """Returns the query tiles of all requests, each with the kv tiles that it sees."""
-    qo_len = np.diff(lengths.qo_indptr).astype(np.int32)
-    kv_len = lengths.kv_len.astype(np.int32)
-    tiles = -(-(qo_len * np.int32(params.group_size)) // np.int32(params.rows))
-    first = (tiles.cumsum(dtype=np.int32) - tiles).repeat(tiles)  # `repeat` is several times faster than indexing
-    first_row = (np.arange(len(first), dtype=np.int32) - first) * np.int32(params.rows)
+    qo_len, group = lengths.qo_len, params.group_size
+    if lengths.longest_qo * group <= params.rows and lengths.with_queries == len(qo_len):
+        return _one_tile_each(lengths, params, qo_len)
+    tiles = (qo_len * group + (params.rows - 1)) // params.rows
+    qo_len, kv_len = qo_len.astype(np.int32), lengths.kv_len.astype(np.int32)
+    ends = tiles.cumsum()
+    first_row = np.arange(ends.item(-1) if len(ends) else 0, dtype=np.int32)
+    first_row -= (ends - tiles).astype(np.int32).repeat(tiles)  # several times faster than indexing
+    first_row *= np.int32(params.rows)
     begin, end = _visible_kv_tiles(first_row, tiles, qo_len, kv_len, params)
     request = np.arange(len(tiles)).repeat(tiles)
     return QueryTiles(request, first_row, begin, end, _gap(lengths, params, request, first_row))
+
+
+def _one_tile_each(lengths: BatchLengths, params: SchedulerParams, qo_len: np.ndarray) -> QueryTiles:
+    """Returns the query tiles of a batch of which every request has one. Its last token sees all keys."""
+    begin = first_row = np.zeros(len(qo_len), np.int64)
+    if params.window_left >= 0:
+        begin = np.maximum(lengths.kv_len - qo_len - params.window_left, 0) // params.cols
+    end = (lengths.kv_len + (params.cols - 1)) // params.cols
+    gap = None if lengths.key_bounds is None else _gap(lengths, params, np.arange(len(qo_len)), first_row)
+    return QueryTiles(None, first_row, begin, end, gap)
 
 
 def _gap(lengths: BatchLengths, params: SchedulerParams, request: np.ndarray, first_row: np.ndarray) -> Gap | None:
@@ -162,15 +182,17 @@ def _visible_kv_tiles(
 
     Query token i has position i + kv_len - qo_len; `kernels.blocks.masks.Band` computes the same bounds in a CTA.
     """
-    group, cols, one = np.int32(params.group_size), np.int32(params.cols), np.int32(1)
+    group, cols = np.int32(params.group_size), np.int32(params.cols)
     if params.causal:
-        last = np.minimum((first_row + np.int32(params.rows - 1)) // group, (qo_len - one).repeat(tiles))
-        stop = np.maximum(last + (kv_len - qo_len + one).repeat(tiles), np.int32(0))
-        end = -(-stop // cols)
+        stop = (first_row + np.int32(params.rows - 1)) // group  # the last token, if it exists
+        stop += (kv_len - qo_len + np.int32(1)).repeat(tiles)
+        np.minimum(stop, kv_len.repeat(tiles), out=stop)
+        np.maximum(stop, np.int32(0), out=stop)
+        end = (stop + (cols - np.int32(1))) // cols
     else:
-        end = (-(-kv_len // cols)).repeat(tiles)
+        end = ((kv_len + (cols - np.int32(1))) // cols).repeat(tiles)
     if params.window_left < 0:
-        return np.zeros_like(end), end
+        return np.zeros(len(end), np.int32), end
     position = kv_len - qo_len - np.int32(min(params.window_left, 1 << 30))
     return np.maximum(first_row // group + position.repeat(tiles), np.int32(0)) // cols, end
 
@@ -185,8 +207,10 @@ def _balanced_splits(tiles: QueryTiles, params: SchedulerParams, capacity: Capac
         return _unsplit(tiles)
     num_splits = np.maximum(num_splits, 1)
     tile, index, partial, *merges = _enumerate(num_splits)
-    first, visible, count = tiles.begin[tile], visible[tile].astype(np.int64), num_splits[tile]
-    begin, end = first + index * visible // count, first + (index + 1) * visible // count
+    first, visible, count = tiles.begin.take(tile), visible.take(tile).astype(np.int64), num_splits.take(tile)
+    begin = first + index * visible // count
+    end = first + visible
+    end[:-1] = np.where(index[1:], begin[1:], end[:-1])  # up to where the next split of the tile begins
     if tiles.gap is not None:  # both count visible tiles
         gap_begin, gap_end = np.maximum(tiles.gap.begin[tile], first), tiles.gap.end[tile]
         hidden = np.maximum(gap_end - gap_begin, 0)
@@ -225,8 +249,7 @@ def _fixed_size_splits(tiles: QueryTiles, params: SchedulerParams, limits: Batch
 
 
 def _unsplit(tiles: QueryTiles) -> Splits:
-    none = np.empty(0, np.int64)
-    return Splits(None, tiles.begin, tiles.end, None, none, none, none)
+    return Splits(None, tiles.begin, tiles.end, None, _NONE, _NONE, _NONE)
 
 
 def _enumerate(num_splits: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -234,13 +257,17 @@ def _enumerate(num_splits: np.ndarray) -> tuple[np.ndarray, ...]:
     first partials and their numbers of splits.
     """
     tile = np.arange(len(num_splits)).repeat(num_splits)
-    index = np.arange(len(tile)) - (num_splits.cumsum() - num_splits)[tile]
+    every = np.arange(len(tile))
+    ends = num_splits.cumsum()
+    index = every - (ends - num_splits).take(tile)
     several = num_splits > 1
-    partials = np.where(several, num_splits, 0)
+    if several.all():
+        return tile, index, every, np.arange(len(num_splits)), ends - num_splits, num_splits
+    partials = num_splits * several
     first_partial = partials.cumsum() - partials
-    partial = np.where(several[tile], first_partial[tile] + index, NO_PARTIAL)
+    partial = np.where(several.take(tile), first_partial.take(tile) + index, NO_PARTIAL)
     merge_tile = several.nonzero()[0]
-    return tile, index, partial, merge_tile, first_partial[merge_tile], num_splits[merge_tile]
+    return tile, index, partial, merge_tile, first_partial.take(merge_tile), num_splits.take(merge_tile)
 
 
 def _item_order(lengths: BatchLengths, params: SchedulerParams, tiles: QueryTiles, splits: Splits) -> np.ndarray:
@@ -250,8 +277,8 @@ def _item_order(lengths: BatchLengths, params: SchedulerParams, tiles: QueryTile
         cost = cost - tiles.gap.within(splits.begin, splits.end, splits.tile)
     order = longest_first(cost)
     if orders_by_l2(params, len(order)) and int(lengths.kv_len.sum()) > params.l2_kv_tokens:
-        request = tiles.request if splits.tile is None else tiles.request[splits.tile]
-        order = order[np.argsort(l2_groups(lengths, params)[request[order]], kind="stable")]
+        request = tiles.requests_of(order if splits.tile is None else splits.tile.take(order))
+        order = order.take(l2_groups(lengths, params).take(request).argsort(kind="stable"))
     return order
 
 
@@ -262,7 +289,7 @@ def _work(
     splits: Splits,
     order: np.ndarray,
     capacity: Capacity | None,
-    key_bounds: np.ndarray,
+    key_bounds: np.ndarray | None,
     allocate: AllocateInts,
 ) -> WorkList:
     """Returns the records in `order`, padded to `capacity` if that is given, and the key bounds."""
@@ -270,17 +297,19 @@ def _work(
     item_capacity, merge_capacity = (num_items, num_merges) if capacity is None else (capacity.items, capacity.merges)
     item_ints = item_capacity * ITEM_INTS
     record_ints = item_ints + merge_capacity * MERGE_INTS
-    ints = allocate(record_ints + len(key_bounds))
+    ints = allocate(record_ints + (0 if key_bounds is None else len(key_bounds)))
     items, merges = ints[:item_ints].reshape(-1, ITEM_INTS), ints[item_ints:record_ints].reshape(-1, MERGE_INTS)
-    ints[record_ints:] = key_bounds
+    if key_bounds is not None:
+        ints[record_ints:] = key_bounds
     _write_items(items[:num_items], lengths, params, tiles, splits, order)
-    items[num_items:] = 0
-    merges[num_merges:] = 0
+    if capacity is not None:
+        items[num_items:] = 0
+        merges[num_merges:] = 0
     num_partials = 0
     if num_merges:
-        num_partials = int(splits.first_partial[-1] + splits.num_splits[-1])
+        num_partials = splits.first_partial.item(-1) + splits.num_splits.item(-1)
         _write_merges(merges[:num_merges], lengths, tiles, splits)
-    bounds_at = None if lengths.key_bounds is None else record_ints
+    bounds_at = None if key_bounds is None else record_ints
     return WorkList(items, merges, num_partials, item_capacity, merge_capacity, ints, bounds_at)
 
 
@@ -292,11 +321,11 @@ def _write_items(
     splits: Splits,
     order: np.ndarray,
 ) -> None:
-    requests = _request_records(lengths)
-    requests[:, _PARTIAL] = NO_PARTIAL
     tile = order if splits.tile is None else splits.tile.take(order)
-    requests.take(tiles.request.take(tile), 0, out=items, mode="clip")  # "clip" spares numpy a copy of `out`
-    items[:, _FIRST_ROW] = tiles.first_row.take(tile)
+    requests = _request_records(lengths)
+    requests.take(tiles.requests_of(tile), 0, out=items, mode="clip")  # "clip" spares numpy a copy of `out`
+    if tiles.request is not None:  # else all begin at 0
+        items[:, _FIRST_ROW] = tiles.first_row.take(tile)
     if splits.tile is not None or params.window_left >= 0:  # else all begin at 0
         items[:, _KV_BEGIN] = splits.begin.take(order) * params.cols
     np.minimum(splits.end.take(order) * params.cols, items[:, _KV_LEN], out=items[:, _KV_END], casting="unsafe")
@@ -305,44 +334,41 @@ def _write_items(
 
 
 def _write_merges(merges: np.ndarray, lengths: BatchLengths, tiles: QueryTiles, splits: Splits) -> None:
-    request = tiles.request[splits.merge_tile]
+    request = tiles.requests_of(splits.merge_tile)
+    merges[:, len(Merge._fields) :] = 0
     values = (
-        lengths.qo_indptr[request],
-        lengths.qo_indptr[request + 1] - lengths.qo_indptr[request],
-        tiles.first_row[splits.merge_tile],
+        lengths.qo_indptr.take(request),
+        lengths.qo_len.take(request),
+        tiles.first_row.take(splits.merge_tile),
         splits.first_partial,
         splits.num_splits,
     )
-    merges[:, len(Merge._fields) :] = 0
     for field, value in enumerate(values):
         merges[:, field] = value
 
 
 def _request_records(lengths: BatchLengths) -> np.ndarray:
-    """Returns one item record per request, with the fields that all items of the request share."""
+    """Returns one item record per request, with the fields that all items of the request share, and no partial."""
     batch_size = len(lengths.kv_len)
     records = np.zeros((batch_size, ITEM_INTS), np.int32)
-    starts = lengths.qo_indptr[:-1]
-    values = {
-        "qo_start": starts,
-        "qo_len": lengths.qo_indptr[1:] - starts,
-        "kv_start": lengths.kv_start,
-        "kv_len": lengths.kv_len,
-        "mask_low": lengths.mask_offset & 0xFFFFFFFF,
-        "mask_high": lengths.mask_offset >> 32,
-        "request": np.arange(batch_size),
-    }
-    for name, value in values.items():
-        records[:, Item._fields.index(name)] = value
+    records[:, _QO_START] = lengths.qo_indptr[:-1]
+    records[:, _QO_LEN] = lengths.qo_len
+    records[:, _KV_START] = lengths.kv_start
+    records[:, _KV_LEN] = lengths.kv_len
+    records[:, _PARTIAL] = NO_PARTIAL
+    records[:, _REQUEST] = np.arange(batch_size)
+    if lengths.mask_offset is not None:
+        records[:, _MASK_LOW] = lengths.mask_offset & 0xFFFFFFFF
+        records[:, _MASK_HIGH] = lengths.mask_offset >> 32
     return records
 
 
 def longest_first(cost: np.ndarray) -> np.ndarray:
     """Returns indices by descending cost, rounded to a 256th of the largest; the sort is stable."""
-    width = int(cost.max(initial=0)) // SORT_BINS + 1
+    width = (int(most(cost)) if len(cost) else 0) // SORT_BINS + 1
     bins = cost if width == 1 else cost // width
     # numpy's stable sort is a radix sort up to 16 bits: 8 times faster than for 32
-    return np.argsort((SORT_BINS - 1 - bins).astype(np.uint8), kind="stable")
+    return (~bins.astype(np.uint8)).argsort(kind="stable")
 
 
 def orders_by_l2(params: SchedulerParams, items: int) -> bool:
@@ -355,9 +381,9 @@ def l2_groups(lengths: BatchLengths, params: SchedulerParams) -> np.ndarray:
     are more than 256 times as many.
     """
     by_length = longest_first(lengths.kv_len)
-    ends = lengths.kv_len[by_length].cumsum()
-    group_tokens = max(params.l2_kv_tokens, (int(ends[-1]) - 1) // SORT_BINS + 1)
-    groups = np.empty_like(by_length)
+    ends = lengths.kv_len.take(by_length).cumsum()
+    group_tokens = max(params.l2_kv_tokens, (ends.item(-1) - 1) // SORT_BINS + 1)
+    groups = np.empty(len(ends), np.uint8)  # sorted like `longest_first`
     groups[by_length] = np.maximum(ends - 1, 0) // group_tokens
     return groups
 
@@ -387,8 +413,7 @@ def typical_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
     if limits.graph:
         return ceil_div(limits.graph.max_rows, max(1, limits.graph.batch_size))
     starts = lengths.qo_indptr
-    requests = int((starts[1:] > starts[:-1]).sum())
-    return ceil_div(int(starts[-1] - starts[0]), max(1, requests))
+    return ceil_div(starts.item(-1) - starts.item(0), max(1, lengths.with_queries))
 
 
 def max_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
@@ -397,7 +422,7 @@ def max_qo_len(lengths: BatchLengths, limits: BatchLimits) -> int:
         return limits.max_qo_len
     if limits.graph:
         return limits.graph.max_rows
-    return int((lengths.qo_indptr[1:] - lengths.qo_indptr[:-1]).max(initial=0))
+    return lengths.longest_qo
 
 
 # --- launches of a fixed size (CUDA graphs) --------------------------------------------------------------------------

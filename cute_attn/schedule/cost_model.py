@@ -19,7 +19,6 @@ import numpy as np
 from cute_attn.schedule.constants import (
     BALANCED,
     BINS,
-    CANDIDATES,
     COMBINE_TIME,
     EMPTY_TILE_TIME,
     IMPOSSIBLE,
@@ -30,13 +29,12 @@ from cute_attn.schedule.constants import (
     UNIT,
     WORTHWHILE,
 )
-from cute_attn.schedule.split_kv import MAX_SPLITS, ceil_div
+from cute_attn.schedule.split_kv import MAX_SPLITS
 
 FEW_TILES = 64  # query tiles, of which the search for a split size takes longer than all else of a schedule
 REMEMBERED = 256  # results of that search
 
-_BIN_INDEX = np.arange(BINS)
-_BIN_OFFSETS = np.arange(CANDIDATES)[:, None] * BINS
+most = np.maximum.reduce  # half the time of an array's `max`
 
 
 class Capacity(NamedTuple):
@@ -63,7 +61,9 @@ class Device(NamedTuple):
 
 def num_splits(visible: np.ndarray, device: Device, capacity: Capacity) -> np.ndarray | None:
     """Returns the number of splits of each query tile, given the kv tiles that it sees; None where no split pays."""
-    longest = int(visible.max(initial=0))
+    if not len(visible):
+        return None
+    longest = int(most(visible))
     if longest < 2 * device.min_split_tiles or min(capacity.merges, capacity.partials // 2) < 1:
         return None
     total = int(visible.sum(dtype=np.int64))
@@ -73,13 +73,14 @@ def num_splits(visible: np.ndarray, device: Device, capacity: Capacity) -> np.nd
     if len(visible) <= FEW_TILES:
         size = _remembered_split_size(visible.astype(np.int32).tobytes(), device, capacity)
     else:
-        size = _split_size(visible, device, capacity)
-    return None if size is None else -(-visible // np.int32(size))
+        size = _split_size(visible, longest, total, device, capacity)
+    if size is None:
+        return None
+    return (visible + np.int32(size - 1)) // np.int32(size)
 
 
-def _split_size(visible: np.ndarray, device: Device, capacity: Capacity) -> int | None:
-    """Returns the best split size in kv tiles; None where no split pays."""
-    longest, total = int(visible.max()), int(visible.sum(dtype=np.int64))
+def _split_size(visible: np.ndarray, longest: int, total: int, device: Device, capacity: Capacity) -> int | None:
+    """Returns the best split size in kv tiles; None where no split pays. `longest`, `total`: of `visible`."""
     more, of = BALANCED
     sizes, counts = _histogram(visible, longest)
     unsplit, share = _unsplit_makespan(sizes, counts, device)
@@ -90,33 +91,35 @@ def _split_size(visible: np.ndarray, device: Device, capacity: Capacity) -> int 
     best = int(estimates.argmin())
     if int(estimates[best]) * WORTHWHILE[1] > unsplit * WORTHWHILE[0]:
         return None
-    return int(chunks[best])
+    return chunks[best]
 
 
 @functools.lru_cache(REMEMBERED)
 def _remembered_split_size(visible: bytes, device: Device, capacity: Capacity) -> int | None:
     """Returns `_split_size`. The steps of an engine differ in kv tiles once in 64 tokens of a request or so."""
-    return _split_size(np.frombuffer(visible, np.int32), device, capacity)
+    tiles = np.frombuffer(visible, np.int32)
+    return _split_size(tiles, int(most(tiles)), int(tiles.sum(dtype=np.int64)), device, capacity)
 
 
-def candidates(longest: int, total: int, device: Device) -> np.ndarray:
-    """Returns the split sizes that are compared, in kv tiles."""
-    least = max(device.min_split_tiles, ceil_div(longest, MAX_SPLITS))
-    whole = device.resident_ctas * SHARE_DENOMINATOR
-    sizes = [ceil_div(longest, divisor) for divisor in LONGEST_DIVISORS]
-    sizes += [ceil_div(total * device.ctas_per_item * factor, whole) for factor in SHARE_FACTORS]
-    return np.array([min(max(size, least), longest) for size in sizes])
+def candidates(longest: int, total: int, device: Device) -> list[int]:
+    """Returns the split sizes that are compared, in kv tiles, each once: of equal estimates the first wins."""
+    least = max(device.min_split_tiles, -(-longest // MAX_SPLITS))
+    work, whole = total * device.ctas_per_item, device.resident_ctas * SHARE_DENOMINATOR
+    sizes = [-(-longest // divisor) for divisor in LONGEST_DIVISORS]
+    sizes += [-(-work * factor // whole) for factor in SHARE_FACTORS]
+    return list(dict.fromkeys([min(max(size, least), longest) for size in sizes]))
 
 
 def _histogram(visible: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns at most BINS sizes, ascending, and how many query tiles have this size or are a little shorter."""
     width = longest // BINS + 1
     if width == 1:
-        bin_index, sizes = visible, _BIN_INDEX[: longest + 1]
-    else:
-        bin_index, sizes = visible // np.int32(width), np.zeros(BINS, np.int64)
-        np.maximum.at(sizes, bin_index, visible)
-    counts = np.bincount(bin_index, minlength=len(sizes))
+        counts = np.bincount(visible)
+        used = counts.nonzero()[0]
+        return used, counts[used]
+    bin_index, sizes = visible // np.int32(width), np.zeros(BINS, np.int64)
+    np.maximum.at(sizes, bin_index, visible)
+    counts = np.bincount(bin_index, minlength=BINS)
     used = counts.nonzero()[0]
     return sizes[used], counts[used]
 
@@ -125,38 +128,47 @@ def _unsplit_makespan(sizes: np.ndarray, counts: np.ndarray, device: Device) -> 
     """Returns the makespan of a launch without splits, and one CTA's equal share of its work."""
     cost = np.maximum(sizes * UNIT, EMPTY_TILE_TIME) + ITEM_TIME
     at_least = counts[::-1].cumsum()[::-1]  # items of this cost or more
-    fullest = (-(-at_least * device.ctas_per_item // device.resident_ctas) * cost).max()
+    fullest = int(most((at_least * device.ctas_per_item + (device.resident_ctas - 1)) // device.resident_ctas * cost))
     share = int(cost @ counts) * device.ctas_per_item // device.resident_ctas
-    return max(share, int(fullest)), share
+    return max(share, fullest), share
 
 
 def _makespans(
-    sizes: np.ndarray, counts: np.ndarray, chunks: np.ndarray, device: Device, capacity: Capacity
+    sizes: np.ndarray, counts: np.ndarray, chunks: list[int], device: Device, capacity: Capacity
 ) -> np.ndarray:
     """Returns, for each split size in `chunks`, the makespan when every tile gets the fewest splits of at most this
     size; `IMPOSSIBLE` where the records exceed the capacity.
     """
-    splits = np.maximum(-(-sizes // chunks[:, None]), 1)
+    chunk, some = np.array(chunks)[:, None], np.maximum(sizes, 1)  # a tile that sees no keys is one item too
+    splits = (some + (chunk - 1)) // chunk
     is_split = splits > 1
-    cost = np.maximum(-(-sizes // splits), 1) * UNIT + ITEM_TIME  # of the longest split
+    cost = (some + (splits - 1)) // splits * UNIT  # of the longest split
+    cost += ITEM_TIME
     cost += is_split * device.partial_cost
-    items, partials, merges = splits @ counts, (splits * is_split) @ counts, is_split @ counts
-    work = int(np.maximum(sizes * UNIT, EMPTY_TILE_TIME) @ counts) + ITEM_TIME * items + device.partial_cost * partials
+    items, merges = splits @ counts, is_split @ counts
+    partials = items - (int(counts.sum()) - merges)
+    work = items * ITEM_TIME + partials * device.partial_cost
+    work += int(np.maximum(sizes * UNIT, EMPTY_TILE_TIME) @ counts)
     share = work * device.ctas_per_item // device.resident_ctas
 
-    longest = cost.max(1)
-    step = longest[:, None] // BINS + 1
-    bin_index = cost // step
-    bin_index += _BIN_OFFSETS
-    histogram = np.bincount(bin_index.ravel(), (splits * counts).ravel(), CANDIDATES * BINS)
-    histogram = histogram.astype(np.int64).reshape(CANDIDATES, BINS)
-    at_least = histogram[:, ::-1].cumsum(1)[:, ::-1]  # items of this cost or more
-    waves = -(-at_least * device.ctas_per_item // device.resident_ctas)
-    fullest = (waves * (_BIN_INDEX * step)).max(1)
-
+    longest = most(cost, 1)
+    fullest = _fullest(cost, splits * counts, longest // BINS + 1, device)
     result = np.maximum(np.maximum(share, fullest), longest)
-    merging = COMBINE_TIME + partials * (device.partial_cost * device.ctas_per_item) // device.resident_ctas
-    result += np.where(partials > 0, merging, 0)
-    over = (partials > capacity.partials) | (items > capacity.items) | (merges > capacity.merges)
-    result[over] = IMPOSSIBLE
+    merging = partials * (device.partial_cost * device.ctas_per_item) // device.resident_ctas + COMBINE_TIME
+    result += (partials > 0) * merging
+    finest = chunks.index(min(chunks))  # has the most records of every kind
+    if items[finest] > capacity.items or partials[finest] > capacity.partials or merges[finest] > capacity.merges:
+        over = (partials > capacity.partials) | (items > capacity.items) | (merges > capacity.merges)
+        result[over] = IMPOSSIBLE
     return result
+
+
+def _fullest(cost: np.ndarray, items: np.ndarray, step: np.ndarray, device: Device) -> np.ndarray:
+    """Returns the time of the fullest CTA of every row, which has `items` of each `cost`, rounded down to `step`."""
+    step = step[:, None]
+    bins = (cost // step).astype(np.uint8)  # at most BINS: numpy's stable sort of bytes is a radix sort
+    descending = (~bins).argsort(1, kind="stable")
+    descending += np.arange(0, cost.size, cost.shape[1])[:, None]
+    at_least = items.take(descending).cumsum(1)  # items of this cost or more, behind the last that is as long
+    waves = (at_least * device.ctas_per_item + (device.resident_ctas - 1)) // device.resident_ctas
+    return most(waves * (bins.take(descending) * step), 1)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from cute_attn.dispatch import backends, capabilities, select
+from cute_attn.dispatch.capabilities import Load
 from cute_attn.errors import ArgumentError, NotPlannedError, NotSupported, Refusal, RuntimeArgumentError
 from cute_attn.ops import handles
 from cute_attn.problem import BatchLimits, BatchPlan, DeviceTokens, Features, GraphLimits, Settings, Tokens
@@ -172,23 +173,26 @@ class BatchWrapper(PlannedState, StrideVariants):
 
     def _lengths_replaced(self, request: PlanRequest, copies: list[Copy]) -> bool:
         """Replace the lengths of the plan in force, if nothing else changes and its launch can; tell whether."""
-        plan, variants, kv_indices = self._plan, self._variants, request.tokens.kv_indices
-        if plan is None or plan is not variants.base.plan or len(variants.by_settings) > 1 or kv_indices is None:
+        plan, variants, tokens = self._plan, self._variants, request.tokens
+        if plan is None or plan is not variants.base.plan or len(variants.by_settings) > 1 or tokens.rows is None:
             return False
         again = getattr(plan.launch, "again", None)
-        if again is None or plan.validate != switches.validates():
+        if again is None or plan.validate != self._validates():
             return False
-        lengths_before, lengths = (
-            _kv_len_class(plan.settings, tokens, plan.limits) for tokens in (plan.tokens, request.tokens)
-        )
-        if lengths_before != lengths or not again(device_plan.lengths_of(request.tokens)):
+        if plan.load != _load(plan.settings, tokens, plan.limits):
+            return False
+        batch_plan.check_rows(tokens, plan.settings.features.num_qo_heads)
+        same_launches = again(device_plan.lengths_of(tokens))
+        if same_launches is None:
             return False
         make(copies)
-        before, plan.kv_indices, plan.tokens, plan.protected = plan.kv_indices, kv_indices, request.tokens, None
-        if before is None or before.data_ptr() != kv_indices.data_ptr() or before.shape != kv_indices.shape:
-            plan.cached_runs.clear()
+        plan.follow(tokens, same_launches)
         self._request, variants.base.used = request, variants.base.used and self._use_cuda_graph
         return True
+
+    def _validates(self) -> bool:
+        """Tell whether runs check page numbers before every launch."""
+        return self.kv_source == "paged" and switches.validates()
 
     def _scheduled(
         self,
@@ -203,7 +207,7 @@ class BatchWrapper(PlannedState, StrideVariants):
         """
         if variant.overrides:
             request, settings = request._replace(options=request.options._replace(**variant.overrides)), None
-        settings, backend, limits = self._resolve(request, graph, variant.backend, features, settings)
+        settings, backend, limits, load = self._resolve(request, graph, variant.backend, features, settings)
         launch = device_plan.launch(self, request.tokens, settings, backend, limits, variant)
         if launch is None:
             return self._scheduled(variant, device_plan.on_host(request), graph, features, settings)
@@ -218,9 +222,10 @@ class BatchWrapper(PlannedState, StrideVariants):
             kv_indices=request.tokens.kv_indices,
             packed_mask=request.mask.packed,
             workspace=self._workspace,
-            validate=self.kv_source == "paged" and switches.validates(),
+            validate=self._validates(),
             page_axes=self._page_axes,
             backend=backend.name,
+            load=load if features is None else None,
         )
 
     def _schedule_again(self, variants: Sequence[Variant]) -> None:
@@ -247,8 +252,9 @@ class BatchWrapper(PlannedState, StrideVariants):
             tokens = tokens._replace(lengths=tokens.lengths._replace(mask_offset=mask.offsets[:-1]))
         if not self._use_cuda_graph:
             if tokens.kv_indices is not None:
-                tokens = tokens._replace(kv_indices=self._indices_on_device(tokens.kv_indices))
-            return request._replace(tokens=tokens), copies
+                indices = self._indices_on_device(tokens.kv_indices)
+                tokens = tokens if indices is tokens.kv_indices else tokens._replace(kv_indices=indices)
+            return (request if tokens is request.tokens else request._replace(tokens=tokens)), copies
         for name, buffer in self._index_buffers.items():
             numbers = index_values(name, tokens)
             if numbers is not None:
@@ -308,17 +314,15 @@ class BatchWrapper(PlannedState, StrideVariants):
         backend: str | None = None,
         features: Features | None = None,
         settings: Settings | None = None,
-    ) -> tuple[Settings, capabilities.Backend, BatchLimits]:
-        """Return settings, backend and limits. `backend`: its name, if it is already settled; so `settings`."""
+    ) -> tuple[Settings, capabilities.Backend, BatchLimits, Load]:
+        """Return settings, backend, limits and load. `backend`: its name, if it is already settled; so `settings`."""
         settings = settings or self._settings(request)
         batch_plan.check_rows(request.tokens, settings.features.num_qo_heads)
         graph = device_plan.limits_of(request, graph)
         limits = BatchLimits(self._workspace.numel(), *request.splits, graph=graph, max_qo_len=request.q_len)
-        lengths = device_plan.choice_lengths(request.tokens)
-        qo_len, alone = batch_schedule.typical_qo_len(lengths, limits), request.tokens.batch_size == 1
-        load = select.load_class(settings.features, qo_len, alone, _kv_len_class(settings, request.tokens, limits))
+        load = _load(settings, request.tokens, limits)
         found = select.chosen(features or settings.features, backend or self._backend, load)
-        return settings, found, limits
+        return settings, found, limits, load
 
     @functools.cached_property
     def _page_axes(self) -> tuple[str, ...]:
@@ -517,7 +521,7 @@ class BatchWrapper(PlannedState, StrideVariants):
             request = device_plan.on_host(request)
             _, invariants = self._checked(request)
             graph = None if invariants is None else invariants.graph
-            settings, backend, limits = self._resolve(request, graph, self._variants.base.backend)
+            settings, backend, limits, _ = self._resolve(request, graph, self._variants.base.backend)
             sizes.append(backends.workspace(backend, settings, request.tokens.lengths, limits))
 
         probe: Any = copy.copy(self)
@@ -572,13 +576,14 @@ def _check_unused(buffers: dict[str, Any]) -> None:
             checks.tensor(name, value)
 
 
-def _kv_len_class(settings: Settings, tokens: Tokens | DeviceTokens, limits: BatchLimits) -> int | None:
-    """Return `select.kv_len_class` of a batch; None where a captured launch serves other lengths too, or where the host
-    does not know them.
+def _load(settings: Settings, tokens: Tokens | DeviceTokens, limits: BatchLimits) -> Load:
+    """Return what selection knows of a batch. Lengths of keys count where the host knows them, unless a captured launch
+    serves others too.
     """
-    if limits.graph is not None or not isinstance(tokens, Tokens):
-        return None
-    return select.kv_len_class(settings, tokens.lengths.kv_len)
+    qo_len = batch_schedule.typical_qo_len(device_plan.choice_lengths(tokens), limits)
+    known = limits.graph is None and isinstance(tokens, Tokens)
+    kv_len = select.kv_len_class(settings, tokens.lengths.kv_len) if known else None
+    return select.load_class(settings.features, qo_len, tokens.batch_size == 1, kv_len)
 
 
 def _check_supported(backend: capabilities.Backend, features: Features) -> None:

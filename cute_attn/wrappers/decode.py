@@ -13,8 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.ops import declare, fakes, trace
 from cute_attn.problem import Tokens
-from cute_attn.request import batch_plan, checks
-from cute_attn.request.batch_plan import PlanOptions
+from cute_attn.request import batch_plan, checks, plan_arguments
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.wrappers import device_plan
 from cute_attn.wrappers.base import BatchWrapper, Cache, DType, ForwardOptions, Result, Scale
@@ -188,36 +187,21 @@ class BatchDecodeWithPagedKVCacheWrapper(BatchWrapper):
         NotImplementedError that lists why no backend, or not this one, supports the batch). After an error the
         previous plan is still in force.
         """
-        checks.boolean("non_blocking", non_blocking)
-        if checks.integer("window_right", window_right) != 0:
-            reason = "a token sees no key to its right"
-            batch_plan.refuse("window_right", window_right, reason, "a prefill wrapper with causal=False")
-        q_len = batch_plan.count("q_len_per_req", q_len_per_req)
-        if is_causal is not None and checks.boolean("is_causal", is_causal) != (q_len > 1):
-            batch_plan.refuse(
-                f"is_causal={is_causal} with q_len_per_req={q_len}",
-                "given",
-                "tokens of a decode request see the keys up to their own",
-                "a prefill wrapper",
-            )
-        page_size = batch_plan.page_size(page_size)
+        given = plan_arguments.decode(
+            page_size, non_blocking, window_right, q_len_per_req, is_causal, fixed_split_size, disable_split_kv,
+            data_type, num_qo_heads, num_kv_heads, head_dim, None, q_data_type, kv_data_type, o_data_type,
+            pos_encoding_mode, False, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base,
+        )  # fmt: skip
         pages = batch_plan.Pages(indptr, indices, last_page_len)
-        tokens = device_plan.decode_tokens(self, q_len, pages, page_size, NAMES)
-        if isinstance(tokens, Tokens):
-            batch_plan.check_known_lengths("seq_lens", seq_lens, tokens.lengths.kv_len)
-        elif seq_lens is not None:
-            checks.tensor("seq_lens", seq_lens)
+        tokens = device_plan.decode_tokens(self, given.q_len, pages, given.page_size, NAMES)
+        if seq_lens is not None:
+            if isinstance(tokens, Tokens):
+                batch_plan.check_known_lengths("seq_lens", seq_lens, tokens.lengths.kv_len)
+            else:
+                checks.tensor("seq_lens", seq_lens)
         if block_tables is not None:
             checks.tensor("block_tables", block_tables)
-        q_dtype = data_type if q_data_type is None else q_data_type
-        options = PlanOptions._make((  # 1 us faster than keywords
-            num_qo_heads, num_kv_heads, head_dim, None,
-            "float16" if q_dtype is None else q_dtype, data_type if kv_data_type is None else kv_data_type, o_data_type,
-            pos_encoding_mode, q_len > 1, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base,
-        ))  # fmt: skip
-        splits = batch_plan.splits(fixed_split_size, disable_split_kv, page_size)
-        mask = batch_plan.no_mask(tokens)
-        self._make_plan(PlanRequest(options, tokens, mask, splits, page_size))
+        self._make_plan(PlanRequest(given.options, tokens, batch_plan.NO_MASK, given.splits, given.page_size))
 
     begin_forward = plan
 

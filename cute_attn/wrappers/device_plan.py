@@ -12,7 +12,6 @@ CUDA graphs holds, and `fixed_split_size` where some batch within the bounds wou
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -51,9 +50,9 @@ def stays_on_device(wrapper: BatchWrapper, arrays: tuple[Any, ...], host_only: H
     """Tell whether a plan leaves its lengths on the device: an array of `arrays` is there and no other GPU has one, and
     nothing needs them on the host.
     """
-    there = [_is_on(wrapper.device, array) for array in arrays]
-    here = [isinstance(array, torch.Tensor) and array.is_cpu for array in arrays]
-    if not any(there) or not all(map(operator.or_, there, here)) or wrapper._backend == "reference":
+    if not any(_is_on(wrapper.device, array) for array in arrays) or wrapper._backend == "reference":
+        return False
+    if not all(isinstance(x, torch.Tensor) and (x.is_cpu or _is_on(wrapper.device, x)) for x in arrays):
         return False
     if host_only is not None and any(value is not None for value in host_only):
         return False
@@ -78,7 +77,7 @@ def paged_tokens(
 ) -> Tokens | DeviceTokens:
     """Check the index arrays of a paged prefill batch, where they are if the plan leaves them there."""
     arrays = qo_indptr, pages.indptr, pages.last_page_len
-    if _fits_buffer(wrapper, pages) and stays_on_device(wrapper, arrays, host_only):
+    if stays_on_device(wrapper, arrays, host_only) and _fits_buffer(wrapper, pages):
         return device_lengths.paged(wrapper.device, (qo_indptr, 0), pages, page_size, names)
     return batch_plan.paged(batch_plan.indptr(names[0], qo_indptr), pages, page_size, names)
 
@@ -94,7 +93,7 @@ def decode_tokens(
     wrapper: BatchWrapper, q_len: int, pages: Pages, page_size: int, names: tuple[str, str, str, str]
 ) -> Tokens | DeviceTokens:
     """Check the index arrays of a decode batch, where they are if the plan leaves them there."""
-    if _fits_buffer(wrapper, pages) and stays_on_device(wrapper, (pages.indptr, pages.last_page_len)):
+    if stays_on_device(wrapper, (pages.indptr, pages.last_page_len)) and _fits_buffer(wrapper, pages):
         return device_lengths.paged(wrapper.device, (None, q_len), pages, page_size, names)
     batch_size = max(0, checks.tensor(names[1], pages.indptr).numel() - 1)
     bounds = batch_plan.uniform_indptr(batch_size, q_len)

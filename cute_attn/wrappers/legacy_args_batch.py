@@ -55,26 +55,30 @@ def accepts_legacy_names(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def accepts_legacy_plan_order(common: int, legacy_order: tuple[str, ...]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a `plan`, declared in the current order, to accept FlashInfer's older argument order too.
+    """Decorate a `plan`, declared in the current order, to accept FlashInfer's older argument order and names too.
 
     The first `common` arguments are the same in both orders; `legacy_order` names those that follow in the older one.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        parameters = inspect.signature(function).parameters.values()
-        positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        parameters = inspect.signature(function).parameters
+        legacy = [(old, new) for old, new in LEGACY_NAMES.items() if new in parameters]
+        positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         current_order = tuple(positional[1 + common :])
         last = positional[common]
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> R:
+            for old, new in legacy:
+                if old in kwargs:
+                    rename_keyword(kwargs, old, new)
             extra = args[1 + common :]
             if extra:
                 order = detect_plan_order(extra, legacy_order, current_order, last)
                 kwargs = positionals_to_keywords(order, extra, kwargs, last)
             return function(*args[: 1 + common], **kwargs)
 
-        return accepts_legacy_names(wrapper)
+        return wrapper
 
     return decorate
 

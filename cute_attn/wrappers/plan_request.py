@@ -41,8 +41,7 @@ def differ(before: PlanRequest, now: PlanRequest) -> bool:
     """Tell whether two plans differ in more than lengths. Types count: 1 == 1.0 == True."""
     old, new = before.tokens, now.tokens
     return (
-        any(map(operator.is_not, map(type, before.options), map(type, now.options)))
-        or before.options != now.options
+        (before.options is not now.options and _options_differ(before.options, now.options))
         or before[3:] != now[3:]  # splits, page size and promises
         or old.q_len != new.q_len
         or old.batch_size != new.batch_size
@@ -50,6 +49,10 @@ def differ(before: PlanRequest, now: PlanRequest) -> bool:
         or old.multi_item
         or new.multi_item
     )
+
+
+def _options_differ(before: PlanOptions, now: PlanOptions) -> bool:
+    return any(map(operator.is_not, map(type, before), map(type, now))) or before != now
 
 
 def make(copies: Sequence[Copy]) -> None:

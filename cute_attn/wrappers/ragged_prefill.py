@@ -11,8 +11,8 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from cute_attn.ops import declare, fakes, trace
-from cute_attn.request import batch_plan, batch_run, checks, sink_variant
-from cute_attn.request.batch_plan import PlanOptions, RepeatedLengths
+from cute_attn.request import batch_plan, batch_run, checks, plan_arguments, sink_variant
+from cute_attn.request.batch_plan import RepeatedLengths
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.multi_item import MultiItemScoring
 from cute_attn.wrappers import device_plan
@@ -24,7 +24,7 @@ from cute_attn.wrappers.legacy_args_batch import (
     accepts_legacy_plan_order,
     ragged_run_positionals,
 )
-from cute_attn.wrappers.plan_request import PlanRequest
+from cute_attn.wrappers.prefill_request import prefill_request
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
@@ -162,37 +162,16 @@ class BatchPrefillWithRaggedKVCacheWrapper(BatchWrapper):
         an error the previous plan is still in force.
         """
         batch_plan.refuse_all("v is indexed like k, and out like q", v_indptr=v_indptr, o_indptr=o_indptr)
-        checks.boolean("use_fp16_qk_reduction", use_fp16_qk_reduction)
-        checks.boolean("non_blocking", non_blocking)
+        given = plan_arguments.prefill(
+            1, use_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv, num_qo_heads,
+            num_kv_heads, head_dim_qk, head_dim_vo, q_data_type, kv_data_type, o_data_type, pos_encoding_mode, causal,
+            window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, lse_base,
+        )  # fmt: skip
         host_only = device_plan.HostOnly(custom_mask, packed_custom_mask, prefix_len_ptr, uniform_q_len)
         tokens = device_plan.ragged_tokens(self, qo_indptr, kv_indptr, host_only)
         lengths = RepeatedLengths(seq_lens, seq_lens_q, max_token_per_sequence, max_sequence_kv)
-        batch_plan.check_repeated_lengths(tokens, lengths)
-        options = PlanOptions(
-            num_qo_heads=num_qo_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim_qk=head_dim_qk,
-            head_dim_vo=head_dim_vo,
-            q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
-            o_data_type=o_data_type,
-            pos_encoding_mode=pos_encoding_mode,
-            causal=causal,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-            lse_base=lse_base,
-        )
-        if self._sink_variant is not None:
-            self._sink_variant.check_plan(options)
-        splits = batch_plan.splits(fixed_split_size, disable_split_kv, 1)
-        mask = batch_plan.mask(custom_mask, packed_custom_mask, tokens, self.device)
         items = MultiItemScoring(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
-        tokens = items.bound_keys(tokens, mask)
-        uniform = batch_plan.uniform_q_len(uniform_q_len, tokens) if self._use_cuda_graph else None
-        self._make_plan(PlanRequest(options, tokens, mask, splits, 1, uniform))
+        self._make_plan(prefill_request(self, given, tokens, lengths, host_only, items))
 
     begin_forward = plan
 

@@ -11,7 +11,7 @@ import torch
 
 from cute_attn.kernels.host.params import Values
 from cute_attn.kernels.host.prepared import Grid, PreparedKernel
-from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, Settings
+from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DeviceLengths, Settings
 from cute_attn.runtime.launch import current_stream
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.batch import AllocateInts, SchedulerParams, WorkList, max_qo_len, partial_bytes, schedule
@@ -210,8 +210,12 @@ class SplitKvBatchRun(BatchRun):
         device_index: int,
     ) -> None:
         super().__init__(settings, schedule, kernel, staging, device_index)
+        self.follow(schedule)
+
+    def follow(self, schedule: BatchSchedule[object]) -> None:
+        """Makes the launches those of a schedule whose records are uploaded."""
         work, params = schedule.work, schedule.params
-        self.schedule, self.combine_grid = schedule, schedule.combine_grid
+        self.schedule, self.grid, self.combine_grid = schedule, schedule.grid, schedule.combine_grid
         self.items = self.records.data_ptr()
         self.merges = (
             self.items + 4 * ITEM_INTS * work.item_capacity,
@@ -236,6 +240,44 @@ class SplitKvBatchRun(BatchRun):
         indices = problem.kv_indices
         pages = 0 if indices is None else indices.data_ptr()
         return *self.schedule.order, self.items, *partials, pages, *self.key_bounds
+
+
+class HostPlannedRun(SplitKvBatchRun):
+    """Runs batches of one plan, which the host schedules."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        scheduled: Callable[[BatchLengths], BatchSchedule[Any]],
+        kernel_of: Callable[[BatchSchedule[Any]], Callable[[Settings], PreparedKernel]],
+        lengths: BatchLengths,
+        staging: Staging,
+        device_index: int,
+    ) -> None:
+        """`scheduled` returns the schedule of lengths, with records from `staging.reserve`."""
+        schedule = scheduled(lengths)
+        super().__init__(settings, schedule, kernel_of(schedule), staging, device_index)
+        self.settings, self.scheduled, self.kernel_of, self.staging = settings, scheduled, kernel_of, staging
+
+    def again(self, lengths: BatchLengths | DeviceLengths) -> bool | None:
+        """Replaces the lengths of the requests. Returns whether launches are the same otherwise; None, and nothing is
+        replaced, if the host does not know the lengths.
+        """
+        if isinstance(lengths, DeviceLengths):
+            return None
+        before, now = self.schedule, self.scheduled(lengths)
+        launches = self.launches()
+        if now.tile != before.tile or now.params != before.params or now.merges != before.merges:
+            kernel = self.kernel_of(now)
+            prepared = kernel(self.settings)
+            self.kernel, self.prepared, self.latest, launches = kernel, prepared, (self.settings, prepared), ()
+        self.records = self.placed(now, self.staging)
+        self.follow(now)
+        return self.launches() == launches
+
+    def launches(self) -> tuple[object, ...]:
+        """Returns what launches of the same settings have in common."""
+        return self.grid, self.combine_grid, self.merges, self.partial_o_bytes, self.schedule.order
 
 
 def launch_nothing(q: int, k: int, v: int, out: int, lse: int, tensors: Tensors) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from cute_attn.kernels.host.batch import BatchSchedule, Repeat, SplitKvBatchRun, Tiling, schedule_batch
+from cute_attn.kernels.host.batch import BatchSchedule, HostPlannedRun, Repeat, Tiling, schedule_batch
 from cute_attn.kernels.host.device_batch import NO_LENGTHS, DevicePlannedRun, schedule_on_device
 from cute_attn.kernels.host.features import combine_spec
 from cute_attn.kernels.host.gpu import Gpu
@@ -143,15 +144,23 @@ class TiledFamily(Generic[T]):
 
     def plan(
         self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, staging: Staging, gpu: Gpu
-    ) -> SplitKvBatchRun:
+    ) -> HostPlannedRun:
         """Returns a callable that runs batches of these settings and lengths."""
-        schedule = self.schedule(settings, lengths, limits, gpu.arch, gpu.sms, staging.reserve)
+
+        def scheduled(lengths: BatchLengths) -> BatchSchedule[T]:
+            return self.schedule(settings, lengths, limits, gpu.arch, gpu.sms, staging.reserve)
+
+        kernel_of = functools.partial(self._kernel_of, gpu)
+        return HostPlannedRun(settings, scheduled, kernel_of, lengths, staging, gpu.device_index)
+
+    def _kernel_of(self, gpu: Gpu, schedule: BatchSchedule[T]) -> Callable[[Settings], PreparedKernel]:
+        """Returns the prepared kernel of a schedule, by settings."""
         tile, heads, merges = schedule.tile, schedule.params.group_size, schedule.merges
 
         def kernel(settings: Settings) -> PreparedKernel:
             return self.kernel(settings, tile, heads, merges, gpu)
 
-        return SplitKvBatchRun(settings, schedule, kernel, staging, gpu.device_index)
+        return kernel
 
     def plan_on_device(
         self,
@@ -169,11 +178,7 @@ class TiledFamily(Generic[T]):
         if refusal(tiling.params, limits) is not None:
             return None
         schedule = schedule_on_device(tiling, limits, gpu.sms, keeps_address)
-        tile, heads, merges = schedule.tile, schedule.params.group_size, schedule.merges
-
-        def kernel(settings: Settings) -> PreparedKernel:
-            return self.kernel(settings, tile, heads, merges, gpu)
-
+        kernel = self._kernel_of(gpu, schedule)
         planner = Planner(tiling.params, limits, settings.page_size, gpu)
         return DevicePlannedRun(settings, schedule, kernel, staging, gpu.device_index, planner, lengths)
 

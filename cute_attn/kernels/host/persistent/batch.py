@@ -23,7 +23,7 @@ def batch_tiling(
     sms: int,
 ) -> Tiling[variant.T]:
     """Returns the tiling of a batch on a GPU with `sms` multiprocessors."""
-    longest = 0 if limits.graph else int(lengths.kv_len.max(initial=0))  # captured: the number of items may change
+    longest = 0 if limits.graph else lengths.longest_kv  # captured: the number of items may change
     kv_len = 1 << (longest - 1).bit_length() if longest else 0
     qo_len = typical_qo_len(lengths, limits)
     size = launch_size(settings, lengths, limits, qo_len, sms)
@@ -36,8 +36,8 @@ def launch_size(settings: Settings, lengths: BatchLengths, limits: BatchLimits, 
     """
     if limits.graph or limits.fixed_split_size is not None or limits.disable_split_kv:
         return "medium"
-    rows = int(lengths.qo_indptr[-1] - lengths.qo_indptr[0]) * settings.features.num_qo_heads
-    return variant.launch_size(rows, sms, qo_len, int(lengths.kv_len.max(initial=0)))
+    rows = (lengths.qo_indptr.item(-1) - lengths.qo_indptr.item(0)) * settings.features.num_qo_heads
+    return variant.launch_size(rows, sms, qo_len, lengths.longest_kv)
 
 
 @functools.lru_cache(MAX_SETTINGS)

@@ -93,7 +93,7 @@ class XqaBatchRun(BatchRun):
             self.again(on_device)
 
     def again(self, lengths: BatchLengths | DeviceLengths) -> bool:
-        """Replaces the lengths of the requests, whose number stays; launches are the same otherwise. Returns True."""
+        """Replaces the lengths of the requests, whose number stays. Returns True: launches are the same otherwise."""
         if isinstance(lengths, DeviceLengths):
             _, page_starts, seq_lens, *_ = self.requests
             device_lengths.write(lengths, self.page_size, (seq_lens, page_starts), self.gpu)
