@@ -150,19 +150,16 @@ def _order_global(
     cells = first[:, None] + np.arange(max(nbytes // 4, 1))
     order = clocks.v[:, ORDER]
     rows = agents[:, None]
-    _compare(cluster, region, cells, rows, region.writer[cells], region.written[cells], what, "write")
+    _compare(cluster, region, cells, rows, *region.last_writes(cells), what, "write")
     own = rows + ((cluster.number + 1) << CLUSTER_SHIFT)
     if write:
-        _compare(cluster, region, cells, rows, region.reader[cells], region.read_at[cells], what, "read")
-        region.writer[cells] = own
-        if (region.writer[cells] != own).any():
-            lane = int(np.argwhere(region.writer[cells] != own)[0][0])
-            raise Race(f"{what} of {region.name}: two warps write one address", lane)
-        region.written[cells] = order[rows, rows]
-        region.read_at[cells] = 0
+        _compare(cluster, region, cells, rows, *region.last_reads(cells), what, "read")
+        region.write(cells, own, order[rows, rows])
+        lost = region.last_writes(cells)[0] != own
+        if lost.any():
+            raise Race(f"{what} of {region.name}: two warps write one address", int(np.argwhere(lost)[0][0]))
     else:
-        region.reader[cells] = own
-        region.read_at[cells] = order[rows, rows]
+        region.read(cells, own, order[rows, rows])
 
 
 def _compare(
@@ -239,9 +236,9 @@ def _order_op(cluster: Cluster, region: Region, offsets: Array, nbytes: int, op:
     first = (offsets + (region.base & 3)) >> 2
     cells = (first[:, None] + np.arange(max(nbytes // 4, 1))).ravel()
     home = (cluster.number + 1) << CLUSTER_SHIFT
-    pairs = [(region.writer[cells], region.written[cells], "write")]
+    pairs = [(*region.last_writes(cells), "write")]
     if write:
-        pairs.append((region.reader[cells], region.read_at[cells], "read"))
+        pairs.append((*region.last_reads(cells), "read"))
     for other, epoch, kind in pairs:
         here = (other >> CLUSTER_SHIFT == cluster.number + 1) | (other == 0)
         agent = np.where(here, other & ((1 << CLUSTER_SHIFT) - 1), BEFORE)
@@ -255,7 +252,6 @@ def _order_op(cluster: Cluster, region: Region, offsets: Array, nbytes: int, op:
                 "no fence.proxy.async lies between"
             )
     if write:
-        region.writer[cells], region.written[cells] = home + op.agent, op.epoch
-        region.read_at[cells] = 0
+        region.write(cells, home + op.agent, op.epoch)
     else:
-        region.reader[cells], region.read_at[cells] = home + op.agent, op.epoch
+        region.read(cells, home + op.agent, op.epoch)

@@ -94,8 +94,8 @@ class _Watch(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and _key(tensor) not in self.storages:
                 if tensor.untyped_storage().nbytes() == 0:
                     continue
-                region = self.memory.add("a temporary tensor", _key(tensor), tensor.untyped_storage().nbytes())
-                region.valid.data[:] = 0 if empty else 255
+                nbytes = tensor.untyped_storage().nbytes()
+                region = self.memory.add("a temporary tensor", _key(tensor), nbytes, valid=not empty)
                 self.storages[_key(tensor)] = region
                 self.kept.append(tensor)
         return out
@@ -111,8 +111,8 @@ def _expose(memory: GlobalMemory, storages: dict[int, Region], name: str, tensor
         return
     region = storages.get(_key(tensor))
     if region is None:
-        region = memory.add(name, _key(tensor), tensor.untyped_storage().nbytes(), writable=False, valid=False)
-        region.exists.data[:] = 0
+        nbytes = tensor.untyped_storage().nbytes()
+        region = memory.add(name, _key(tensor), nbytes, writable=False, valid=False, exists=False)
         storages[_key(tensor)] = region
     else:
         region.name += f", {name}"
@@ -124,10 +124,16 @@ def _mark(flags: np.ndarray[Any, Any], tensor: torch.Tensor) -> None:
     if tensor.numel() == 0:
         return
     size = tensor.itemsize
-    flat = torch.from_numpy(flags)
+    start, whole = tensor.storage_offset() * size, len(flags) & ~3
+    # Kernels read bits and bytes in aligned words, which GPU allocations consist of.
+    if tensor.is_contiguous():
+        end = start + tensor.numel() * size
+        flags[start:end] = 255
+        if size == 1:
+            flags[start & ~3 : min(end + 3 & ~3, whole)] = 255
+        return
     strides = [stride * size for stride in tensor.stride()]
-    flat.as_strided((*tensor.shape, size), (*strides, 1), tensor.storage_offset() * size).fill_(255)
+    torch.from_numpy(flags).as_strided((*tensor.shape, size), (*strides, 1), start).fill_(255)
     if size == 1:
-        # Kernels read bits and bytes in aligned words, which GPU allocations consist of.
-        words = flags[: len(flags) & ~3].reshape(-1, 4)
-        words[words.any(axis=1)] = 255
+        words = flags[:whole].view(np.uint32)
+        words[words != 0] = 0xFFFFFFFF

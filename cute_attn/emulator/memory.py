@@ -144,33 +144,60 @@ def _cell_set(offsets: Array, nbytes: int) -> Array:
 
 
 class Region:
-    """Range of global memory. `exists`, `valid` and `writable` have one flag byte per byte of it."""
+    """Range of global memory. `exists`, `valid` and `writable` have one flag byte per byte of it; `exists` says whether
+    all of it does at first.
 
-    def __init__(self, name: str, base: int, data: Array, writable: bool, valid: bool) -> None:
+    Who accessed each 4-byte cell last is kept as zeros plus what differs: memory that is never touched costs nothing
+    then, as calloc does not touch it either. A workspace of 32 MB has a history of 192.
+    """
+
+    def __init__(self, name: str, base: int, data: Array, writable: bool, valid: bool, exists: bool = True) -> None:
         self.name, self.base, self.size = name, base, len(data)
         self.bytes = Bytes(data)
-        self.valid = Bytes(np.full(len(data), INITIALISED if valid else 0, np.uint8))
-        self.exists = Bytes(np.full(len(data), INITIALISED, np.uint8))
-        self.writable = Bytes(np.full(len(data), INITIALISED if writable else 0, np.uint8))
-        cells = (len(data) + 7) // 4
-        self.writer = np.zeros(cells, np.int64)  # launch-wide agent; 0: an earlier launch
-        self.written = np.zeros(cells, np.int32)
-        self.reader = np.zeros(cells, np.int64)
-        self.read_at = np.zeros(cells, np.int32)
-        self.dependent = False
-
-    @property
-    def contested(self) -> bool:
-        """Whether races are possible at all."""
-        return self.dependent or bool(self.writable.data.any())
+        self.valid = Bytes(_flags(len(data), valid))
+        self.exists = Bytes(_flags(len(data), exists))
+        self.writable = Bytes(_flags(len(data), writable))
+        self.contested = False  # whether races are possible at all, in this launch
+        self._earliest = 0  # epoch of cells that no one accessed yet: 0 stands for it in the arrays of epochs
+        self._forget()
 
     def start_launch(self, dependent: bool) -> None:
         """Reset the access history. The predecessor of a dependent launch may still read and write every byte."""
-        self.writer[:] = 0
-        self.reader[:] = 0
-        self.read_at[:] = dependent
-        self.written[:] = dependent
-        self.dependent = dependent
+        if self._accessed:
+            self._forget()
+        self._earliest = int(dependent)
+        self.contested = dependent or bool(self.writable.data.any())
+
+    def last_writes(self, cells: Array) -> tuple[Array, Array]:
+        """Launch-wide agents (0: an earlier launch) that wrote these cells last, and their epochs (0: never)."""
+        return self._writer[cells], self._written[cells] + np.int32(self._earliest)
+
+    def last_reads(self, cells: Array) -> tuple[Array, Array]:
+        """The same for the last read since then."""
+        return self._reader[cells], self._read_at[cells] + np.int32(self._earliest)
+
+    def write(self, cells: Array, agents: Array | int, epochs: Array | int) -> None:
+        """Record writes of cells. Of several agents that write a cell at once, `last_writes` names one."""
+        self._writer[cells] = agents
+        self._written[cells] = epochs - self._earliest
+        self._read_at[cells] = -self._earliest
+        self._accessed = True
+
+    def read(self, cells: Array, agents: Array | int, epochs: Array | int) -> None:
+        """Record reads of cells."""
+        self._reader[cells] = agents
+        self._read_at[cells] = epochs - self._earliest
+        self._accessed = True
+
+    def _forget(self) -> None:
+        cells = (self.size + 7) // 4
+        self._writer, self._reader = np.zeros(cells, np.int64), np.zeros(cells, np.int64)
+        self._written, self._read_at = np.zeros(cells, np.int32), np.zeros(cells, np.int32)
+        self._accessed = False
+
+
+def _flags(count: int, on: bool) -> Array:
+    return np.full(count, INITIALISED, np.uint8) if on else np.zeros(count, np.uint8)
 
 
 class GlobalMemory:
@@ -188,12 +215,13 @@ class GlobalMemory:
         *,
         writable: bool = True,
         valid: bool = True,
+        exists: bool = True,
         data: Array | None = None,
     ) -> Region:
         """Add `nbytes` of this process's memory at `address`, or `data` as if it were there."""
         if data is None:
             data = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
-        region = Region(name, address, data, writable, valid)
+        region = Region(name, address, data, writable, valid, exists)
         at = bisect.bisect(self.bases, address)
         after = self.bases[at] if at < len(self.bases) else 1 << 64
         before = self.regions[at - 1] if at else None
