@@ -4,52 +4,50 @@ Every ring (warps, stages, tokens of a tile, CTAs per SM) that fits shared memor
 compiled; those that need no stack are checked against the reference and timed, workload by workload, in one run with
 the peers. The fastest of each workload are then timed again, together and for longer. Rows for
 `cute_attn/kernels/xqa/tiles.py` are chosen from the printed tables.
+
+    python -m perf.search_decode --rows --budget 120 --out perf/results/X.json
+
+times instead the candidates of `perf.decode_rows` on the rows that are behind their target (`--rows NAME ...`: on these
+alone), beside FlashInfer's XQA, which `--rows --warm-peers` builds before.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
-from cute_attn.kernels.formats import KV_BITS
-from cute_attn.kernels.programs import program
-from cute_attn.kernels.xqa import tiles
-from cute_attn.kernels.xqa.host import grid
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
 from cute_attn.kernels.xqa.tiles import Segments
 from cute_attn.runtime import arch as archs
-from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import Arch
-from cute_attn.runtime.artifact import Artifact
-from perf import batch_peers, bench
-from perf.batch_workloads import BatchInputs, BatchWorkload, equal
-from perf.harness import Call, CudaGraphTimer, Timing, measure
+from perf import bench, decode_rows
+from perf.batch_workloads import BatchWorkload, equal
+from perf.ceilings import ceilings
+from perf.harness import CudaGraphTimer, Timing, measure
 from perf.machine import command_line, environment, why_no_gpu
 from perf.peers import PEERS, Bind
+from perf.rings import SPEC_DTYPES, bind, compiled, resident, segments, start_of, title
+from perf.warm import warm
 
 IN_FLIGHT = (32 << 10, 200 << 10)  # bytes of K and V per SM
-WARPS_PER_SM = (4, 16)
-SPEC_DTYPES = {"bfloat16": "", "e4m3": "float8_e4m3fn", "nvfp4": "nvfp4"}
+WARPS_PER_SM = (4, 24)
 LENGTHS = "64x2048,256x1024,64x8192,8x8192"
-PEER = "FlashInfer XQA"
 GUESTS: dict[Segments, tuple[int, ...]] = {"alone": (0, 1), "one": (0, 1), "few": (0, 1), "many": (0,), "short": (0,)}
 CTAS: dict[Segments, tuple[int, ...]] = {
     "alone": (1, 2),
     "one": (1, 2),
     "few": (1, 2),
     "many": (1, 2, 3, 4, 6, 8),
-    "short": (2, 3, 4, 6, 8, 16),
+    "short": (2, 3, 4, 6, 8, 12, 16),
 }
 
 
@@ -69,58 +67,16 @@ def fits(spec: XqaSpec, arch: Arch) -> bool:
         memory = XqaMemory.of(spec)
     except ValueError:  # no slot beside those of the outputs
         return False
-    resident = spec.ctas + spec.guests
-    if resident * (memory.bytes + tiles.RESERVED_SMEM) > arch.smem_limit + tiles.RESERVED_SMEM:
+    if not resident(spec, arch):
         return False
     in_flight = spec.ctas * spec.warps * memory.prefetch_distance * memory.slot_bytes
     fewest, most = WARPS_PER_SM
-    return fewest <= spec.ctas * spec.warps and resident * spec.warps <= most and in_range(in_flight, IN_FLIGHT)
+    warps = fewest <= spec.ctas * spec.warps and (spec.ctas + spec.guests) * spec.warps <= most
+    return warps and in_range(in_flight, IN_FLIGHT)
 
 
 def in_range(value: int, bounds: tuple[int, int]) -> bool:
     return bounds[0] <= value <= bounds[1]
-
-
-def title(spec: XqaSpec) -> str:
-    guests = f"+{spec.guests}" if spec.guests else ""
-    return f"{spec.warps}w x {spec.stages}s, {spec.cols} tokens, {spec.ctas}{guests} CTAs"
-
-
-def compiled(specs: Sequence[XqaSpec], arch: Arch) -> list[XqaSpec]:
-    """Returns the specs whose kernels need no stack."""
-    made = artifacts.get_many({arch.name: list(specs)}, program)
-    return [s for s in specs if isinstance(a := made[arch.name, s], Artifact) and not a.stack_bytes]
-
-
-@contextlib.contextmanager
-def force_spec(spec: XqaSpec) -> Iterator[None]:
-    """Makes plans take this kernel; clears the launches remembered before and afterwards."""
-    grid.launch_config.cache_clear()
-    try:
-        with mock.patch.object(tiles, "choose", return_value=spec):
-            yield
-    finally:
-        grid.launch_config.cache_clear()
-
-
-def bind(spec: XqaSpec, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
-    with force_spec(spec):
-        return batch_peers.ours("xqa", w, sets)
-
-
-def segments(w: BatchWorkload) -> Segments:
-    """Returns what `variant.segments` says of the workload."""
-    if 0 <= w.window_left < tiles.SHORT:
-        return "short"
-    if len(w.kv_lens) == 1 and w.num_kv_heads <= tiles.ONE[KV_BITS[SPEC_DTYPES[w.kv_dtype]]]:
-        return "alone" if w.num_kv_heads == 1 else "one"
-    return "few" if len(w.kv_lens) * w.num_kv_heads <= tiles.FEW else "many"
-
-
-def start_of(w: BatchWorkload, arch: Arch) -> XqaSpec:
-    """Returns the kernel of a workload by the table."""
-    rows = w.num_qo_heads // w.num_kv_heads
-    return tiles.choose(w.dtype, SPEC_DTYPES[w.kv_dtype], w.dtype, w.head_dim, rows, False, segments(w), arch)
 
 
 def time_all(w: BatchWorkload, specs: Sequence[XqaSpec], peers: bool, rounds: int) -> dict[str, Timing]:
@@ -130,7 +86,7 @@ def time_all(w: BatchWorkload, specs: Sequence[XqaSpec], peers: bool, rounds: in
     sets = [w.inputs(device, seed) for seed in range(w.num_sets(l2_bytes))]
     binds: dict[str, Bind] = {title(spec): functools.partial(bind, spec) for spec in specs}
     if peers:
-        binds |= {peer.name: peer.bind for peer in PEERS if peer.name == PEER and w.phase in peer.phases}
+        binds |= {peer.name: peer.bind for peer in PEERS if peer.name == decode_rows.PEER and w.phase in peer.phases}
     calls, entries = bench.prepare(w, binds, sets)
     for name, entry in entries.items():
         if "reason" in entry:
@@ -142,7 +98,8 @@ def time_all(w: BatchWorkload, specs: Sequence[XqaSpec], peers: bool, rounds: in
 def search(w: BatchWorkload, arch: Arch, options: argparse.Namespace) -> dict[str, Any]:
     """Returns the record of a workload: microseconds of every ring, then of the fastest, timed for longer."""
     start = start_of(w, arch)
-    specs = {title(s): s for s in compiled(list(dict.fromkeys([start, *rings(start, segments(w), arch)])), arch)}
+    tried = compiled([start, *rings(start, segments(w), arch)], arch)
+    specs = {title(spec): spec for spec, refused in tried.items() if not refused}
     first = time_all(w, list(specs.values()), False, 3)
     fastest = sorted(first, key=lambda name: first[name].median_us)[: options.finalists]
     finalists = list(dict.fromkeys([title(start), *fastest]))
@@ -191,20 +148,55 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--finalists", type=int, default=6, help="rings that are timed for longer (default: 6)")
     parser.add_argument("--rounds", type=int, default=15, help="number of timed rounds of those (default: 15)")
     parser.add_argument("--out", type=Path, help="JSON file for the record, written after every workload")
+    rows = parser.add_argument_group("rows behind their target")
+    rows.add_argument(
+        "--rows",
+        nargs="*",
+        metavar="NAME",
+        help=f"times their candidates: {', '.join(decode_rows.ROWS)} (default: all)",
+    )
+    rows.add_argument("--budget", type=float, help="seconds for all rows, less compilation (default: no limit)")
+    rows.add_argument("--warm-peers", action="store_true", help="only builds FlashInfer's XQA for these rows")
     return parser.parse_args(argv)
+
+
+def time_rows(rows: Mapping[str, decode_rows.Row], options: argparse.Namespace, record: dict[str, Any]) -> None:
+    """Measures the ceilings, then the candidates of every row, on the current GPU."""
+    device, timer = torch.device("cuda", torch.cuda.current_device()), CudaGraphTimer()
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    record["ceilings"] = ceilings(timer, device)
+
+    def run_row(w: BatchWorkload, binds: Mapping[str, Bind], rounds: int) -> dict[str, Any]:
+        return bench.run_row(w, binds, timer, record["ceilings"], device, l2_bytes, rounds)
+
+    arch = archs.for_device(device.index)
+    decode_rows.run(rows, arch, options.rounds, options.budget, run_row, record, options.out)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
+    rows = None
+    if options.rows is not None:
+        try:
+            rows = decode_rows.chosen(options.rows)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
     if absent := why_no_gpu():
         print(f"Nothing can be measured: {absent}.", file=sys.stderr)
         return 2
-    arch = archs.for_device(torch.cuda.current_device())
+    if rows and options.warm_peers:
+        warm([row.workload for row in rows.values()], [decode_rows.PEER])
+        return 0
     record: dict[str, Any] = {
         "command": command_line("search_decode", sys.argv[1:] if argv is None else argv),
         "environment": environment(),
-        "search": [],
     }
+    if rows:
+        time_rows(rows, options, record)
+        return 0
+    arch = archs.for_device(torch.cuda.current_device())
+    record["search"] = []
     for w in workloads(options):
         record["search"].append(search(w, arch, options))
         if options.out:

@@ -62,7 +62,7 @@ def launch_config(
 def clustered(spec: XqaSpec | XqaUmmaSpec, units: int, sms: int, workspace_bytes: int) -> tuple[Grid, int, int, int]:
     """Returns the grid of one request, whose units have as many clusters each, and the CTAs, counter_bytes and
     partial_bytes of its `LaunchConfig`: none for one cluster a unit, which merges in shared memory alone."""
-    ctas = min(int(sms * CLUSTERED), workspace_bytes // partial_bytes_per_cta(spec))
+    ctas = min(int(sms * CLUSTERED) * spec.ctas, workspace_bytes // partial_bytes_per_cta(spec))
     clusters = max(1, ctas // (units * spec.cluster))
     used = units * clusters * spec.cluster if clusters > 1 else 0
     return (units, clusters * spec.cluster, 1), used, 4 * used, used * partial_bytes_per_cta(spec)

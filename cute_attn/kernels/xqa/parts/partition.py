@@ -103,8 +103,12 @@ class Partition:
 
     def head(self, segment: Segment) -> Int32:
         """Kv head of a segment."""
+        return self.head_of(segment.unit)
+
+    def head_of(self, unit: Int32) -> Int32:
+        """Kv head of a unit."""
         p = self.p
-        return Divisor(p.row_blocks, p.row_blocks_multiplier, p.row_blocks_shift).quotient(segment.unit)
+        return Divisor(p.row_blocks, p.row_blocks_multiplier, p.row_blocks_shift).quotient(unit)
 
     def rows(self, segment: Segment, rows: int) -> PackedRows:
         """Packed rows of a segment, `rows` of a block: the query heads of a GQA group, token by token."""
@@ -130,6 +134,8 @@ class Partition:
 
     @cute.jit
     def prefetch_request(self, index: Int32) -> None:
+        """Fetch a request's length and first page, and the sinks of this CTA's heads, which it reads last: all CTAs
+        would wait for them in memory at the same time."""
         p, offset = self.p, Int64(index) * Int64(4)
         if cute.arch.thread_idx()[0] == 0:
             isa.prefetch_l2(p.seq_lens + offset)
@@ -137,6 +143,8 @@ class Partition:
                 isa.prefetch_l2(p.page_starts + offset)
             else:
                 isa.prefetch_l2(p.table + offset * Int64(p.table_stride))
+            if p.sinks != Int64(0):
+                isa.prefetch_l2(isa.mad_wide(self.head_of(self.cta_group) * p.group, Int32(4), p.sinks))
 
     def cost(self, index: Int32) -> Int32:
         """Number of positions that a request takes in the sequence of the CTA group."""

@@ -1,0 +1,166 @@
+"""Candidates for decode rows that are behind their target, timed beside FlashInfer's XQA: `perf.search_decode --rows`.
+
+A candidate is a ring of the decode kernel (`perf.rings.ring`), or one of our backends. Every one is checked against the
+reference in fp64, then all of a row and the peer are timed in random order.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cute_attn.kernels.xqa.spec import XqaSpec
+from cute_attn.runtime.arch import Arch
+from perf import batch_peers, rings
+from perf.anchors import UNEVEN
+from perf.batch_workloads import BatchWorkload, equal
+from perf.bench import OURS, save
+from perf.harness import reason
+from perf.peers import PEERS, Bind
+from perf.sections import Pace, seconds_of_round
+
+PEER = "FlashInfer XQA"
+TABLE = f"{OURS} table"  # the ring of `cute_attn/kernels/xqa/tiles.py`
+HEADS, GROUPED = (32, 8), (64, 8)
+
+RunRow = Callable[[BatchWorkload, Mapping[str, Bind], int], dict[str, Any]]  # workload, candidates, rounds
+
+
+class Row(NamedTuple):
+    """A workload and what is tried on it. `target`: speed relative to FlashInfer's XQA; `us`: microseconds, or None."""
+
+    workload: BatchWorkload
+    rings: tuple[str, ...]
+    target: float | None = None
+    us: float | None = None
+    backends: tuple[str, ...] = ()
+
+
+# More than 16 warps per SM, whose kernels have 80 registers: the CTAs of the next launch are resident while these end.
+CROWDED = ("4x2x16x6", "4x2x32x5", "4x2x32x6", "2x2x16x12", "2x2x32x10", "2x2x32x12", "8x2x16x3")
+WINDOW = (*CROWDED, "4x2x16x4", "4x2x32x4", "2x3x16x8", "1x2x16x16")
+# A CTA for every segment, as FlashInfer's grid: prologues and ends of several CTAs overlap, nothing is cut or merged.
+WHOLE = ("4x2x32x3w", "4x2x16x4w", "4x3x16x4w", "2x2x32x6w", "2x2x16x8w", "2x3x16x8w", "4x3x32x2w", "8x2x32x1w")
+MANY = (*WHOLE, "4x3x32x1", "4x2x64x1", "2x3x32x2", "8x3x16x1")
+# Guests, or two CTAs per SM: clusters of the next launch start while those of this one end.
+CLUSTERS = ("6x2x16x1+1c6", "5x2x16x1+1c6", "4x3x16x1+1c6", "6x2x16x2c6", "8x3x16x1c6", "12x2x16x1c6", "8x2x16x1c8")
+
+
+def windowed(batch_size: int) -> BatchWorkload:
+    """Returns half of the layers of gpt-oss over e4m3 caches."""
+    return equal(batch_size, 1, 8192, GROUPED, 64, 16, kv_dtype="e4m3", window_left=127, sinks=True)
+
+
+ROWS = {
+    "window-64": Row(windowed(64), WINDOW, 1.2),
+    "window-8": Row(windowed(8), WINDOW, 1.2),
+    "window-256": Row(windowed(256), WINDOW, 1.2),
+    "e4m3-256x1024": Row(equal(256, 1, 1024, GROUPED, 128, 64, kv_dtype="e4m3"), MANY, 1.03),
+    "e4m3-512x512": Row(equal(512, 1, 512, HEADS, 128, 16, kv_dtype="e4m3"), MANY, 1.03),
+    "bf16-uneven": Row(
+        BatchWorkload((1,) * len(UNEVEN), UNEVEN, 28, 4, 128, 16),
+        ("4x3x16x1", "4x3x16x2", "6x2x16x1+1", "4x2x16x2"),
+        backends=("auto", "fa2"),
+    ),
+    "bf16-512x512": Row(
+        equal(512, 1, 512, HEADS, 128, 16), ("4x3x16x2w", "4x2x16x3w", "2x3x16x4w"), backends=("auto", "fa2")
+    ),
+    "bf16-1x8192": Row(equal(1, 1, 8192, HEADS, 128, 16), CLUSTERS, backends=("auto",)),
+    "bf16-1x2048": Row(equal(1, 1, 2048, HEADS, 128, 16), CLUSTERS, us=7.0, backends=("auto",)),
+}
+
+
+def chosen(names: Sequence[str]) -> dict[str, Row]:
+    """Returns the named rows, all for no name."""
+    if unknown := [name for name in names if name not in ROWS]:
+        raise ValueError(f"--rows must be among {', '.join(ROWS)}, got {' '.join(unknown)}")
+    return {name: row for name, row in ROWS.items() if not names or name in names}
+
+
+def specs_of(row: Row, arch: Arch) -> dict[str, XqaSpec]:
+    """Returns the kernels of a row by name, that of the table first; without rings that do not fit an SM."""
+    start = rings.start_of(row.workload, arch)
+    found = {TABLE: start} | {f"{OURS} {text}": rings.ring(text, start) for text in row.rings}
+    return {name: spec for name, spec in found.items() if rings.resident(spec, arch)}
+
+
+def time_row(
+    row: Row, arch: Arch, refused: Mapping[XqaSpec, str], rounds: int, run_row: RunRow, backend: str = "xqa"
+) -> dict[str, Any]:
+    """Returns the record of a row. `refused`: why a kernel is not to be timed, or ""."""
+    specs = specs_of(row, arch)
+    timed = {name: spec for name, spec in specs.items() if not refused[spec]}
+    binds: dict[str, Bind] = {n: functools.partial(rings.bind, spec, backend=backend) for n, spec in timed.items()}
+    binds |= {f"{OURS} {name}": functools.partial(batch_peers.ours, name) for name in row.backends}
+    binds |= {peer.name: peer.bind for peer in PEERS if peer.name == PEER}
+    record = run_row(row.workload, binds, rounds)
+    for name, spec in specs.items():
+        entry = record["candidates"].setdefault(name, {"reason": refused[spec]})
+        entry["spec"] = spec.asdict()
+    beside(record["candidates"])
+    return {**record, "target": row.target, "target_us": row.us}
+
+
+def beside(entries: Mapping[str, dict[str, Any]]) -> None:
+    """Adds the speed of every candidate relative to the peer and to the ring of the table, where these were timed."""
+    for key, other in (("ratio", PEER), ("to_table", TABLE)):
+        speed = entries.get(other, {}).get("speed")
+        for entry in entries.values():
+            if speed and "speed" in entry:
+                entry[key] = entry["speed"] / speed
+
+
+def table(name: str, row: Mapping[str, Any]) -> str:
+    """Returns the record of a row as text, the fastest candidate first."""
+    target = f"target {row['target']}" if row["target"] else f"target {row['target_us']} us" if row["target_us"] else ""
+    lines = [f"{name}: {row['name']} {target}"]
+    entries = row["candidates"]
+
+    def cell(entry: Mapping[str, Any], key: str) -> str:
+        return f"{entry[key]:.3f}" if key in entry else "-"
+
+    for candidate in sorted(entries, key=lambda n: entries[n].get("median_us", math.inf)):
+        entry = entries[candidate]
+        if "speed" not in entry:
+            lines.append(f"  {'-':>8}    {candidate}: {entry['reason']}")
+            continue
+        cells = f"{entry['share']:.3f} of the ceiling, peer {cell(entry, 'ratio')}, table {cell(entry, 'to_table')}"
+        lines.append(f"  {entry['median_us']:8.2f} us {candidate}: {cells}, error {entry['error']:.4f}")
+    return "\n".join(lines)
+
+
+def run(
+    selected: Mapping[str, Row],
+    arch: Arch,
+    rounds: int,
+    budget: float | None,
+    run_row: RunRow,
+    record: dict[str, Any],
+    out: Path | None,
+) -> None:
+    """Compiles all kernels, then measures row after row, at most `rounds` rounds each, while the `budget` (seconds)
+    lasts, and prints and saves each."""
+    refused = rings.compiled([spec for row in selected.values() for spec in specs_of(row, arch).values()], arch)
+    record |= {"rows": {}, "left_out": {}}
+    pace = Pace(len(selected), rounds, budget)
+    for name, row in selected.items():
+        possible, start = pace.next(), time.monotonic()
+        if not possible:
+            record["left_out"][name] = "the budget was spent"
+            print(f"{name}: the budget was spent", file=sys.stderr, flush=True)
+            continue
+        try:
+            found = record["rows"][name] = time_row(row, arch, refused, possible, run_row)
+        except Exception as error:  # out of memory, or a broken context: earlier rows stay valid
+            record["left_out"][name] = reason(error)
+            print(f"{name}: {record['left_out'][name]}", file=sys.stderr, flush=True)
+        else:
+            print(table(name, found), flush=True)
+            pace.finished(time.monotonic() - start, possible, seconds_of_round(found))
+        if out:
+            save(record, out)

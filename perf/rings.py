@@ -1,0 +1,96 @@
+"""Rings of the decode kernel that plans are made to take: what fits an SM, names, launches."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+from cute_attn.kernels.formats import KV_BITS
+from cute_attn.kernels.programs import program
+from cute_attn.kernels.xqa import tiles
+from cute_attn.kernels.xqa.host import grid
+from cute_attn.kernels.xqa.smem import XqaMemory
+from cute_attn.kernels.xqa.spec import XqaSpec
+from cute_attn.kernels.xqa.tiles import Segments
+from cute_attn.runtime import artifacts
+from cute_attn.runtime.arch import Arch
+from cute_attn.runtime.artifact import Artifact
+from perf import batch_peers
+from perf.batch_workloads import BatchInputs, BatchWorkload
+from perf.harness import Call
+
+SPEC_DTYPES = {"bfloat16": "", "e4m3": "float8_e4m3fn", "nvfp4": "nvfp4"}
+RING = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)(?:\+(\d+))?(?:c(\d+))?(w?)")
+
+
+def title(spec: XqaSpec) -> str:
+    guests = f"+{spec.guests}" if spec.guests else ""
+    return f"{spec.warps}w x {spec.stages}s, {spec.cols} tokens, {spec.ctas}{guests} CTAs"
+
+
+def ring(text: str, start: XqaSpec) -> XqaSpec:
+    """Returns `start` with the ring "WARPSxSTAGESxTOKENSxCTAS", as in "4x2x32x3": tokens of a tile, CTAs per SM.
+
+    Behind it may stand "+1", guests; "c6", CTAs of a cluster; "w", a CTA for every segment, as over short windows.
+    """
+    if not (found := RING.fullmatch(text)):
+        raise ValueError(f"a ring is WARPSxSTAGESxTOKENSxCTAS[+GUESTS][cCLUSTER][w], got {text!r}")
+    warps, stages, cols, ctas, guests, cluster = (int(number or 0) for number in found.groups()[:6])
+    shape: dict[str, Any] = {"warps": warps, "stages": stages, "cols": cols, "ctas": ctas, "guests": guests}
+    whole = start.whole or bool(found[7])
+    return dataclasses.replace(start, **shape, cluster=max(1, cluster), whole=whole)
+
+
+def resident(spec: XqaSpec, arch: Arch) -> bool:
+    """Tells whether the CTAs of a ring, guests included, fit the shared memory of an SM together."""
+    ctas = spec.ctas + spec.guests
+    return ctas * (XqaMemory.of(spec).bytes + tiles.RESERVED_SMEM) <= arch.smem_limit + tiles.RESERVED_SMEM
+
+
+def compiled(specs: Sequence[XqaSpec], arch: Arch) -> dict[XqaSpec, str]:
+    """Compiles kernels, in parallel. Returns why one is not to be timed: it needs a stack, or could not be made; else
+    ""."""
+    made: Mapping[tuple[str, Any], Any] = artifacts.get_many({arch.name: list(dict.fromkeys(specs))}, program)
+
+    def verdict(found: object) -> str:
+        if not isinstance(found, Artifact):
+            return str(found).strip().splitlines()[0][:200]
+        return f"{found.stack_bytes} bytes of stack" if found.stack_bytes else ""
+
+    return {spec: verdict(made[arch.name, spec]) for spec in specs}
+
+
+@contextlib.contextmanager
+def force_spec(spec: XqaSpec) -> Iterator[None]:
+    """Makes plans take this kernel; clears the launches remembered before and afterwards."""
+    grid.launch_config.cache_clear()
+    try:
+        with mock.patch.object(tiles, "choose", return_value=spec):
+            yield
+    finally:
+        grid.launch_config.cache_clear()
+
+
+def bind(spec: XqaSpec, w: BatchWorkload, sets: Sequence[BatchInputs], backend: str = "xqa") -> list[Call]:
+    """Binds the decode wrapper, whose plans take this kernel."""
+    with force_spec(spec):
+        return batch_peers.ours(backend, w, sets)
+
+
+def segments(w: BatchWorkload) -> Segments:
+    """Returns what `variant.segments` says of the workload."""
+    if 0 <= w.window_left < tiles.SHORT:
+        return "short"
+    if len(w.kv_lens) == 1 and w.num_kv_heads <= tiles.ONE[KV_BITS[SPEC_DTYPES[w.kv_dtype]]]:
+        return "alone" if w.num_kv_heads == 1 else "one"
+    return "few" if len(w.kv_lens) * w.num_kv_heads <= tiles.FEW else "many"
+
+
+def start_of(w: BatchWorkload, arch: Arch) -> XqaSpec:
+    """Returns the kernel of a workload by the table."""
+    rows = w.num_qo_heads // w.num_kv_heads
+    return tiles.choose(w.dtype, SPEC_DTYPES[w.kv_dtype], w.dtype, w.head_dim, rows, False, segments(w), arch)

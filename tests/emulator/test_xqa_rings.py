@@ -1,0 +1,55 @@
+"""Rings of the decode kernel that `perf.decode_rows` proposes: they are launched, and right, on the emulator."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from cute_attn import emulator
+from cute_attn.emulator.machine import Schedule
+from cute_attn.runtime.arch import named
+from perf import batch_peers, bench, decode_rows
+from perf.batch_workloads import BatchWorkload
+from perf.decode_rows import ROWS, TABLE, Row
+from perf.peers import Bind
+
+pytestmark = pytest.mark.emulator
+HOPPER = named("sm_90a")
+LENGTHS = (300, 1, 33, 150)
+
+# A proposed row, its problem's (query, kv) heads and lengths here, SMs, and the rings that differ in structure.
+CASES: dict[str, tuple[str, tuple[int, int], tuple[int, ...], int, tuple[str, ...]]] = {
+    "more warps per SM": ("window-64", (16, 2), LENGTHS, 2, ("4x2x32x6", "8x2x16x3", "1x2x16x16")),
+    "a CTA for every segment": ("e4m3-256x1024", (8, 1), LENGTHS, 2, ("4x2x32x3w", "2x3x16x8w")),
+    "six warps": ("bf16-uneven", (7, 1), LENGTHS, 3, ("6x2x16x1+1",)),
+    "clusters": ("bf16-1x8192", (8, 2), (700,), 44, ("6x2x16x1+1c6", "6x2x16x2c6", "12x2x16x1c6")),
+}
+
+
+def checked(w: BatchWorkload, binds: Mapping[str, Bind], rounds: int) -> dict[str, Any]:
+    """What a run records, without times."""
+    _, entries = bench.prepare(w, binds, [w.inputs(torch.device("cpu"))])
+    return {"name": w.name, "candidates": entries}
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"), list(zip(CASES, ("adversarial", "delayed", "eager", "delayed"), strict=True))
+)
+def test_proposed_rings(name: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_peers, "WORKSPACE_BYTES", 1 << 20)  # the emulator follows every word of it
+    row, heads, lengths, sms, texts = CASES[name]
+    large = ROWS[row].workload
+    shape = {"num_qo_heads": heads[0], "num_kv_heads": heads[1], "kv_lens": lengths, "qo_lens": (1,) * len(lengths)}
+    proposed = Row(dataclasses.replace(large, **shape), texts)
+    specs = decode_rows.specs_of(proposed, HOPPER)
+    refused = dict.fromkeys(specs.values(), "")
+    with emulator.using("sm_90a", kernels="xqa", sms=sms, schedule=Schedule(schedule, 1)) as emulation:
+        record = decode_rows.time_row(proposed, HOPPER, refused, 1, checked, backend="emulator")
+    assert [r.spec for r in emulation.records] == [
+        specs[n].asdict() for n in (TABLE, *(f"cute_attn {t}" for t in texts))
+    ]
+    assert all(record["candidates"][n]["error"] < 5e-3 for n in specs)
