@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 
-
 # Registers of a producer and of an MMA thread by MMA warpgroups, where several CTAs share an SM.
 SHARED_SM = {(1, 2): (24, 232), (1, 3): (24, 136), (1, 4): (24, 104), (2, 2): (24, 104)}
 
@@ -20,8 +19,8 @@ class HopperTile:
     `ping_pong`: MMA warpgroups take turns at issuing products, so that the softmax of one overlaps products of another.
     `transform_warps`: warps that produce operands from staged tiles; with more than three they have a warpgroup of
     their own. `q_registers`: MMA threads hold q in registers, which leaves more shared memory bandwidth to other
-    operands and the transform warps. `per_sm`: CTAs that an SM runs at a time. `from_first_key`: kv tiles begin with the
-    first key that the rows see under a window, where they would begin at multiples of `cols`.
+    operands and the transform warps. `per_sm`: CTAs that an SM runs at a time. `from_first_key`: kv tiles begin with
+    the first key that the rows see under a window, where they would begin at multiples of `cols`.
     """
 
     rows: int
