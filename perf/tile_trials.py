@@ -119,7 +119,13 @@ E4M3 = (
 SECTIONS_OF_L2 = tuple(Trial(section_mib=mib) for mib in (8, 16, 24, 48))
 WIDE = (*SECTIONS_OF_L2[1:], Trial(tile(128, 64, 2, 1, ping_pong=True)), Trial(tile(128, 80, 2, 1)))
 SHORT_64 = (*SECTIONS_OF_L2, Trial(tile(128, 48, 4, 2, 2)), Trial(tile(64, 48, 4, 2, 3, q_registers=True)))
-SHORT_128 = (*SECTIONS_OF_L2, Trial(tile(128, 64, 4, 2)), Trial(tile(128, 96, 2, 2)))
+SHORT_128 = (
+    *SECTIONS_OF_L2,
+    Trial(tile(128, 64, 4, 2)),
+    Trial(tile(128, 96, 2, 2)),
+    Trial(tile(64, 64, 2, 2, 2)),
+    Trial(tile(64, 64, 2, 2, 2, q_registers=True)),
+)
 
 
 def causal(
