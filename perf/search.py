@@ -3,37 +3,33 @@
 For every workload the search starts from the tile in the table. Tiles that differ in one field are compiled; those with
 stack or too much shared memory are dropped, the others are checked and timed together with the best so far. The winners
 of all workloads are then timed on every workload, and the best one overall is the row for
-`cute_attn/kernels/fa3/tiles.py`.
+`cute_attn/kernels/fa3/tiles.py`. With `--rows`, the tiles of `perf/tile_trials.py` are timed on its rows instead.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from unittest import mock
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from cute_attn.kernels.fa3 import tiles as fa3_tiles
 from cute_attn.kernels.fa3.smem import HopperMemory
 from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
-from cute_attn.kernels.host.persistent.batch import tiling
-from cute_attn.kernels.host.persistent.variant import PersistentKernels
 from cute_attn.kernels.programs import program
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.artifact import Artifact
-from perf import batch_peers, bench
+from perf import batch_peers, bench, tile_trials
 from perf.batch_workloads import BatchInputs, BatchWorkload, equal
 from perf.harness import Call, CudaGraphTimer, measure
 from perf.machine import why_no_gpu
+from perf.tile_trials import SMEM_LIMIT, Trial, force
 
-SMEM_LIMIT = 227 << 10
 # Registers per thread for accumulators and probabilities, by number of MMA warpgroups.
 REGISTERS = {2: 212, 3: 132}
 MIN_GAIN = 1.004  # less is noise
@@ -90,19 +86,8 @@ def proposal(rates: Mapping[str, Rates]) -> HopperTile:
     return max(tiles, key=lambda tile: math.prod(by_tile[tile] for by_tile in rates.values()))
 
 
-@contextlib.contextmanager
-def force_tile(tile: HopperTile) -> Iterator[None]:
-    """Makes plans take this tile; clears the tilings remembered before and afterwards."""
-    tiling.cache_clear()
-    try:
-        with mock.patch.object(PersistentKernels, "tile", return_value=tile):
-            yield
-    finally:
-        tiling.cache_clear()
-
-
 def bind(tile: HopperTile, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
-    with force_tile(tile):
+    with force(Trial(tile)):
         return batch_peers.ours("fa3", w, sets)
 
 
@@ -135,6 +120,8 @@ def workloads(head_dim: int, heads: tuple[int, int], lengths: str) -> list[Batch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    if "--rows" in (sys.argv if argv is None else argv):
+        return tile_trials.main(argv)
     parser = argparse.ArgumentParser(prog="python -m perf.search", description=__doc__)
     parser.add_argument("--head-dim", type=int, required=True, help="head dimension of q, k and v")
     parser.add_argument("--heads", default="16/16", help="query and kv heads (default: 16/16)")

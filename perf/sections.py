@@ -40,10 +40,13 @@ Row = dict[str, Any]
 
 
 class Section(NamedTuple):
-    """Rows that are summarised together. `backends`: ours that are measured."""
+    """Rows that are summarised together. `backends`: ours that are measured; `more`: further candidates of a row, by
+    name.
+    """
 
     workloads: Sequence[AnyWorkload]
     backends: tuple[str, ...] = ("auto",)
+    more: Callable[[AnyWorkload], Mapping[str, Bind]] | None = None
 
 
 class Pace:
@@ -202,7 +205,9 @@ def run(program: str, sections: Mapping[str, Section], options: argparse.Namespa
         for name, backends, w in jobs:
             if rounds := pace.next():
                 start = time.monotonic()
-                row = _measured(record, name, w, chosen_binds(w, backends, options.peers), rounds)
+                more = sections[name].more
+                binds = {**chosen_binds(w, backends, options.peers), **(more(w) if more else {})}
+                row = _measured(record, name, w, binds, rounds)
                 pace.finished(time.monotonic() - start, rounds, seconds_of_round(row) if row else 0.0)
             else:
                 record["failed_rows"][key_of(name, w)] = f"the budget of {options.budget:.0f} s {SPENT}"

@@ -15,7 +15,7 @@ from cute_attn.kernels.fa3.host.family import KERNELS
 from cute_attn.kernels.fa3.smem import HopperMemory
 from cute_attn.kernels.fa3.spec import HopperTile
 from cute_attn.kernels.host.persistent.batch import tiling
-from perf import search
+from perf import search, tile_trials
 from perf.search import Rates
 from tests.support.backend_problems import build
 from tests.support.batch_case import dims, ragged
@@ -98,7 +98,7 @@ def test_plans_take_a_forced_tile() -> None:
 
     own = planned()
     for tile in (GOAL, START):
-        with search.force_tile(tile):
+        with tile_trials.force(tile_trials.Trial(tile)):
             assert planned() == tile
     assert planned() == own
 

@@ -42,15 +42,18 @@ class PersistentProgram:
 
     def __init__(self, spec: PersistentSpec, memory: TileMemory, tile: Any, cta: OneCta = ONE_CTA) -> None:
         self.spec, self.memory, self.tile, self.cta = spec, memory, tile, cta
-        schedule: type[TileSchedule] = GridTiles if spec.schedule == "grid" else ItemTiles
         self.block = (spec.tile.threads, 1, 1)
         self.smem_bytes = memory.bytes
-        self.producer = self.producer_type(spec, memory, schedule(spec.tile.rows), self.order, self.gathered_kv, cta)
+        self.producer = self.producer_type(spec, memory, self.tiles(), self.order, self.gathered_kv, cta)
 
     @property
     def roles(self) -> list[WarpRole]:
         """All roles, whose warps together arrive at every barrier of the rings."""
         raise NotImplementedError
+
+    def tiles(self) -> TileSchedule:
+        """Returns the query tiles of a launch, by index."""
+        return (GridTiles if self.spec.schedule == "grid" else ItemTiles)(self.spec.tile.rows)
 
     def run_warps(self, params: PersistentParams, maps: Any, rings: SmemRings, thread: Int32) -> None:
         """Runs the role of this thread's warp."""

@@ -40,6 +40,14 @@ class QueryTile(NamedTuple):
         group = Divisor(p.group, p.group_multiplier, p.group_shift)
         return PackedRows(self.first_row, self.qo_len * p.group, group, self.head_block * p.group, self.qo_start)
 
+    def from_first_key(self, p: Any) -> "QueryTile":
+        """Returns the same work with the first key that its rows see as token 0 of the request's keys."""
+        first = self.rows(p).token(Int32(0)) + self.band(p).left
+        base = ptx.minimum(ptx.maximum(self.kv_begin, first), self.kv_end)
+        return self._replace(
+            kv_start=self.kv_start + base, kv_len=self.kv_len - base, kv_begin=Int32(0), kv_end=self.kv_end - base
+        )
+
     def mask(self) -> Int64:
         """Byte offset in the packed mask."""
         return mask_offset(self.mask_low, self.mask_high)
@@ -139,6 +147,16 @@ class ItemTiles(TileSchedule):
             mask_low=item.mask_low,
             mask_high=item.mask_high,
         )
+
+
+@dataclass(frozen=True)
+class FirstKeyTiles(TileSchedule):
+    """Query tiles of `tiles`, whose keys are counted from the first that their rows see: kv tiles begin there."""
+
+    tiles: TileSchedule
+
+    def existing(self, p: Any, index: Int32) -> QueryTile:
+        return self.tiles.existing(p, index).from_first_key(p)
 
 
 def load_item(items: Int64, number: Int32) -> Item:

@@ -19,6 +19,7 @@ from cute_attn.kernels.blocks.persistent import PersistentProgram
 from cute_attn.kernels.blocks.persistent_params import AnyParams, Maps, PersistentParams
 from cute_attn.kernels.blocks.pipeline import SmemRings
 from cute_attn.kernels.blocks.roles import WarpRole
+from cute_attn.kernels.blocks.tile_scheduler import FirstKeyTiles, TileSchedule
 from cute_attn.kernels.blocks.transform_warps import TransformWarps
 from cute_attn.kernels.fa3.mainloop import MmaWarpgroups
 from cute_attn.kernels.fa3.parts.register_q import RegisterQTile
@@ -43,6 +44,10 @@ class Fa3Program(PersistentProgram):
 
     def warpgroup_tile(self, spec: Fa3Spec, memory: Any) -> WarpgroupTile:
         return (RegisterQTile if spec.tile.q_registers else WarpgroupTile)(spec.dtype, memory)
+
+    def tiles(self) -> TileSchedule:
+        tiles, shape = super().tiles(), self.spec.tile
+        return FirstKeyTiles(shape.rows, tiles) if shape.from_first_key else tiles
 
     @property
     def roles(self) -> list[WarpRole]:

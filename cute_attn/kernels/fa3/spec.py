@@ -7,6 +7,9 @@ from typing import ClassVar
 
 from cute_attn.kernels.blocks.persistent_spec import PersistentSpec
 
+# Registers of a producer and of an MMA thread by MMA warpgroups, where several CTAs share an SM.
+SHARED_SM = {(1, 2): (24, 232), (1, 3): (24, 136), (1, 4): (24, 104), (2, 2): (24, 104)}
+
 
 @dataclass(frozen=True)
 class HopperTile:
@@ -16,7 +19,8 @@ class HopperTile:
     `ping_pong`: MMA warpgroups take turns at issuing products, so that the softmax of one overlaps products of another.
     `transform_warps`: warps that produce operands from staged tiles; with more than three they have a warpgroup of
     their own. `q_registers`: MMA threads hold q in registers, which leaves more shared memory bandwidth to other
-    operands and the transform warps. `per_sm`: CTAs that an SM runs at a time.
+    operands and the transform warps. `per_sm`: CTAs that an SM runs at a time. `from_first_key`: kv tiles begin with
+    the first key that the rows see under a window, where they would begin at multiples of `cols`.
     """
 
     rows: int
@@ -28,6 +32,7 @@ class HopperTile:
     transform_warps: int = 3
     q_registers: bool = False
     per_sm: int = 1
+    from_first_key: bool = False
 
     @property
     def ctas(self) -> int:
@@ -58,8 +63,8 @@ class HopperTile:
             "q_stages must be 1 or 2": self.q_stages in (1, 2),
             "staged must be 0 to 2": self.staged in (0, 1, 2),
             "ping_pong takes two MMA warpgroups": self.rows > 64 or not self.ping_pong,
-            "per_sm must be 1, or up to 3 with one MMA warpgroup": self.per_sm == 1
-            or (self.rows == 64 and self.per_sm in (2, 3)),
+            "per_sm must be 1, or up to 4 with one MMA warpgroup, or 2 with two": self.per_sm == 1
+            or (self.mma_warpgroups, self.per_sm) in SHARED_SM,
             "transform_warps must be 3 or 7, the latter with two MMA warpgroups": self.transform_warps == 3
             or (self.transform_warps == 7 and self.mma_warpgroups == 2),
         }
@@ -76,13 +81,18 @@ class Fa3Spec(PersistentSpec):
     tile: HopperTile = HopperTile(128, 128)
     pos_encoding: str = "none"  # "none" or "rope": q and k are rotated, with 16-bit k and v
 
+    def __post_init__(self) -> None:
+        shifted = self.tile.from_first_key
+        if shifted and (self.mask, self.scores, self.kv, self.pos_encoding) != ("band", (), "dense", "none"):
+            raise ValueError(f"{self}: from_first_key takes dense keys, a band and scores that nothing modifies")
+
     @property
     def registers(self) -> tuple[int, int]:
         """Registers of a producer and of an MMA thread; their total is what the CTA was launched with."""
         if self.tile.transform_warps > 3:
             return (32, 224) if self.tile.q_registers else (40, 216)
         if self.tile.per_sm > 1:
-            return (24, 232) if self.tile.per_sm == 2 else (24, 136)
+            return SHARED_SM[self.tile.mma_warpgroups, self.tile.per_sm]
         if self.tile.mma_warpgroups == 3:
             return (56, 152) if self.kv == "gathered" else (32, 160)
         transforms = self.kv_dtype or self.fp8 or self.pos_encoding == "rope"

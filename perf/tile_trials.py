@@ -1,0 +1,252 @@
+"""Times tiles of the wgmma kernel that are not in its table, beside the table's and the peers:
+`python -m perf.search --rows all --out perf/results/trials.json`. Reached by `perf.search`; GPU only.
+
+Every row has the tiles worth trying on it, in one process with the peers: kernels are compiled first, checked against
+the fp64 reference, and timed in random order. Kernels that need stack are left out. What wins is entered by hand into
+`cute_attn/kernels/fa3/tiles.py` and its neighbours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+from cute_attn.kernels.fa3.spec import Fa3Spec, HopperTile
+from cute_attn.kernels.fa3.tiles import ARCH
+from cute_attn.kernels.host.persistent import variant
+from cute_attn.kernels.host.persistent.batch import tiling
+from cute_attn.kernels.host.persistent.variant import PersistentKernels
+from cute_attn.kernels.programs import program
+from cute_attn.problem import Settings
+from cute_attn.runtime import artifacts
+from perf import batch_peers, sections
+from perf.batch_workloads import BatchInputs, BatchWorkload, equal
+from perf.bench import OURS, AnyWorkload
+from perf.harness import ROUNDS, Call
+from perf.machine import why_no_gpu
+from perf.optional import require
+from perf.peers import Bind
+from perf.sections import Section
+
+SMEM_LIMIT = 227 << 10  # of a CTA
+SM_SMEM, CTA_RESERVE = 228 << 10, 1 << 10  # of an SM, and what the system takes of it per CTA
+BUDGET = 120.0  # seconds
+PEER_NAMES = ("torch cuDNN", "flash-attn-4")
+SPEC_DTYPES = {"e4m3": "float8_e4m3fn"}
+
+
+class Trial(NamedTuple):
+    """Way to run a row. `tile`: None, that of the table. `packed`: whether the heads of a group share tiles; None: as
+    the family says. `section_mib`: keys and values of an L2 section; None: as ever.
+    """
+
+    tile: HopperTile | None = None
+    packed: bool | None = None
+    section_mib: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the candidate: "cute_attn 128x48 4+2 x2 first-key packed" has 4 stages, 2 query tiles, 2 CTAs an
+        SM."""
+        words = [OURS]
+        if tile := self.tile:
+            words += [f"{tile.rows}x{tile.cols}", f"{tile.stages}+{tile.q_stages}"]
+            words += [f"x{tile.per_sm}"] * (tile.per_sm > 1) + ["ping-pong"] * tile.ping_pong
+            words += ["q-registers"] * tile.q_registers + ["first-key"] * tile.from_first_key
+        if self.packed is not None:
+            words.append("packed" if self.packed else "unpacked")
+        if self.section_mib is not None:
+            words.append(f"sections-of-{self.section_mib}-MiB")
+        return " ".join(words)
+
+
+class Row(NamedTuple):
+    """Workload with what is tried on it, beside what "auto" runs."""
+
+    workload: BatchWorkload
+    trials: tuple[Trial, ...]
+
+
+def tile(rows: int, cols: int, stages: int, q_stages: int, per_sm: int = 1, **fields: bool) -> HopperTile:
+    return HopperTile(rows, cols, stages, q_stages, per_sm=per_sm, **{"ping_pong": False, **fields})
+
+
+def narrow(rows: int, cols: int, stages: int, q_stages: int, per_sm: int = 1, **fields: bool) -> Trial:
+    """Returns a tile of packed heads whose keys begin with the first that is seen."""
+    return Trial(tile(rows, cols, stages, q_stages, per_sm, from_first_key=True, **fields), packed=True)
+
+
+# Columns of a packed tile of gpt-oss that see keys: 135 of 64 rows, 143 of 128, 151 of 192; with kv tiles of 64 at
+# multiples of 64, 192 are computed, or 192 to 256.
+GPT_OSS = (
+    Trial(tile(64, 64, 3, 2, 3), packed=True),
+    narrow(64, 48, 4, 2, 3),
+    narrow(64, 48, 3, 2, 4),
+    narrow(64, 80, 3, 1, 3),
+    narrow(64, 144, 2, 2, 2),
+    narrow(128, 48, 4, 2, 2),
+    narrow(192, 80, 4, 2),
+    narrow(192, 80, 4, 2, ping_pong=True),
+)
+GPT_OSS_LONG = (
+    Trial(tile(64, 64, 3, 2, 3), packed=True),
+    narrow(128, 48, 4, 2, 2),
+    narrow(192, 80, 4, 2, ping_pong=True),
+    narrow(192, 96, 4, 2, ping_pong=True),
+)
+MISTRAL = (
+    Trial(tile(64, 64, 2, 1, 2), packed=True),
+    narrow(64, 48, 2, 2, 2),
+    narrow(64, 80, 2, 1, 2),
+    narrow(128, 80, 3, 2),
+    narrow(192, 64, 3, 1),
+    narrow(192, 64, 3, 1, ping_pong=True),
+)
+E4M3 = (
+    narrow(128, 128, 2, 2),
+    narrow(128, 96, 3, 2),
+    narrow(192, 64, 3, 2),
+    Trial(tile(192, 64, 3, 2), packed=False),
+)
+SECTIONS_OF_L2 = tuple(Trial(section_mib=mib) for mib in (8, 16, 24, 48))
+WIDE = (*SECTIONS_OF_L2[1:], Trial(tile(128, 64, 2, 1, ping_pong=True)), Trial(tile(128, 80, 2, 1)))
+SHORT_64 = (*SECTIONS_OF_L2, Trial(tile(128, 48, 4, 2, 2)), Trial(tile(64, 48, 4, 2, 3, q_registers=True)))
+SHORT_128 = (
+    *SECTIONS_OF_L2,
+    Trial(tile(128, 64, 4, 2)),
+    Trial(tile(128, 96, 2, 2)),
+    Trial(tile(64, 64, 2, 2, 2)),
+    Trial(tile(64, 64, 2, 2, 2, q_registers=True)),
+)
+
+
+def causal(
+    batch_size: int, length: int, heads: tuple[int, int], head_dim: int, window_left: int = -1, sinks: bool = False
+) -> BatchWorkload:
+    return equal(batch_size, length, length, heads, head_dim, causal=True, window_left=window_left, sinks=sinks)
+
+
+def e4m3(w: BatchWorkload) -> BatchWorkload:
+    return dataclasses.replace(w, dtype="e4m3", kv_dtype="e4m3")
+
+
+ROWS: Mapping[str, Sequence[Row]] = {
+    "gpt-oss": (Row(causal(4, 4096, (64, 8), 64, 127, sinks=True), GPT_OSS),),
+    "mistral": (Row(causal(4, 4096, (32, 8), 128, 127), MISTRAL),),
+    "e4m3": (Row(e4m3(causal(4, 4096, (32, 8), 128, 511)), E4M3),),
+    "d256": (
+        Row(equal(1, 16384, 16384, (8, 8), 256), WIDE),
+        Row(causal(1, 16384, (8, 8), 256), WIDE),
+    ),
+    "short": (
+        Row(causal(16, 1024, (16, 16), 128), SHORT_128),
+        Row(causal(16, 1024, (32, 32), 64), SHORT_64),
+        Row(causal(16, 1024, (8, 8), 256), SECTIONS_OF_L2),
+    ),
+    "gpt-oss-long": (Row(causal(4, 4096, (64, 8), 64, 1023, sinks=True), GPT_OSS_LONG),),
+}
+
+
+def spec(w: BatchWorkload, shape: HopperTile) -> Fa3Spec:
+    """Returns the kernel of a workload with this tile."""
+    dtype, mask = SPEC_DTYPES.get(w.dtype, w.dtype), "band" if w.window_left >= 0 else "stop"
+    return Fa3Spec(dtype, "bfloat16", w.head_dim, w.head_dim, mask=mask, schedule="items", tile=shape)
+
+
+def fits(shape: HopperTile, smem_bytes: int) -> bool:
+    """Tells whether as many CTAs of so much shared memory as the tile wants fit an SM."""
+    return smem_bytes <= SMEM_LIMIT and shape.per_sm * (smem_bytes + CTA_RESERVE) <= SM_SMEM
+
+
+@contextlib.contextmanager
+def force(trial: Trial) -> Iterator[None]:
+    """Makes plans take the tile, the heads and the sections of a trial; clears the tilings remembered before and
+    afterwards."""
+
+    def heads(_: object, settings: Settings, qo_len: int, rows: int) -> int:
+        group = settings.features.num_qo_heads // settings.features.num_kv_heads
+        return group if trial.packed and rows % group == 0 else 1
+
+    tiling.cache_clear()
+    with contextlib.ExitStack() as stack:
+        stack.callback(tiling.cache_clear)
+        if trial.tile is not None:
+            stack.enter_context(mock.patch.object(PersistentKernels, "tile", return_value=trial.tile))
+        if trial.packed is not None:
+            stack.enter_context(mock.patch.object(PersistentKernels, "heads_per_tile", heads))
+        if trial.section_mib is not None:
+            stack.enter_context(mock.patch.object(variant, "SECTION_BYTES", trial.section_mib << 20))
+        yield
+
+
+def bind(trial: Trial, w: BatchWorkload, sets: Sequence[BatchInputs]) -> list[Call]:
+    """Binds a trial, unless its kernel needs stack or too much shared memory."""
+    if trial.tile is not None:
+        made = artifacts.get(spec(w, trial.tile), ARCH, program)
+        require(not made.stack_bytes, f"it needs {made.stack_bytes} bytes of stack")
+        require(fits(trial.tile, made.smem_bytes), f"{trial.tile.per_sm} CTAs of {made.smem_bytes} bytes fit no SM")
+    with force(trial):
+        return batch_peers.ours("fa3", w, sets)
+
+
+def trials(w: AnyWorkload) -> dict[str, Bind]:
+    """Returns what is tried on a workload, by name."""
+    found = [row.trials for rows in ROWS.values() for row in rows if row.workload == w]
+    return {trial.name: functools.partial(bind, trial) for trial in (found[0] if found else ())}
+
+
+def compile_all(rows: Sequence[Row]) -> None:
+    """Compiles the kernels of all trials, in several processes; `bind` says what went wrong."""
+    specs = [spec(row.workload, trial.tile) for row in rows for trial in row.trials if trial.tile is not None]
+    artifacts.get_many({ARCH: list(dict.fromkeys(specs))}, program)
+
+
+def lines(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the candidates of every row, fastest first: speed, relative to the table's tile and to the best peer."""
+    for row in record["rows"]:
+        entries = row["candidates"]
+        speeds = {name: entry["speed"] for name, entry in entries.items() if "speed" in entry}
+        own, peer = speeds.get(OURS), speeds.get(row["best_peer"])
+        yield f"{row['name']} [{row['unit']}, SM {row['sm_clock_mhz']} MHz]"
+        for name in sorted(speeds, key=speeds.__getitem__, reverse=True):
+            ratios = [f"{speeds[name] / base:.3f}" if base else "-" for base in (own, peer)]
+            yield f"  {speeds[name]:7.1f}  {ratios[0]:>5} of auto  {ratios[1]:>5} of the best peer  {name}"
+        yield from (f"        -  {name}: {entry['reason']}" for name, entry in entries.items() if "reason" in entry)
+    yield from (f"{name}: {why}" for name, why in record["failed_rows"].items())
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m perf.search", description=__doc__)
+    parser.add_argument("--rows", nargs="+", choices=[*ROWS, "all"], required=True, help="groups of rows to run")
+    parser.add_argument("--out", type=Path, help="JSON file for the record, written after every row")
+    parser.add_argument(
+        "--budget", type=float, default=BUDGET, metavar="SECONDS", help=f"of the whole run (default {BUDGET:.0f})"
+    )
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"timed rounds of a row (default {ROUNDS})")
+    parser.add_argument("--peers", nargs="*", default=PEER_NAMES, help=f"default: {', '.join(PEER_NAMES)}")
+    parser.add_argument("--resume", action="store_true", help="continue the record of --out, after a run was stopped")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the mode `--rows` of `perf.search`. Returns 0, or 2 if nothing can be measured."""
+    options = parse(argv)
+    if absent := why_no_gpu():
+        print(f"Nothing can be measured: {absent}.", file=sys.stderr)
+        return 2
+    chosen = {name: rows for name, rows in ROWS.items() if name in options.rows or "all" in options.rows}
+    began = time.monotonic()
+    compile_all([row for rows in chosen.values() for row in rows])
+    options.budget -= time.monotonic() - began
+    own = {name: Section([row.workload for row in rows], more=trials) for name, rows in chosen.items()}
+    record = sections.run("search", own, options)
+    print("\n".join(lines(record)))
+    return 0

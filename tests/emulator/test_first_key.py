@@ -1,0 +1,57 @@
+"""Kv tiles that begin with the first key of a window, on the wgmma kernel: tiles that `perf.search --rows` tries."""
+
+from __future__ import annotations
+
+import dataclasses
+from unittest import mock
+
+import pytest
+
+from cute_attn.emulator import Schedule
+from cute_attn.kernels.fa3.spec import Fa3Spec
+from cute_attn.kernels.host.persistent import single
+from cute_attn.schedule.split_kv import Split
+from perf.tile_trials import Trial, force, tile
+from tests.support.batch_case import BatchCase, dims, heads, ragged
+from tests.support.matrix import BF16, CAUSAL, prefill
+from tests.support.persistent_emulated import FA3, assert_cut, solve_batch, solve_single
+
+pytestmark = pytest.mark.emulator
+
+EAGER, DELAYED, ADVERSARIAL = Schedule(), Schedule("delayed", 1), Schedule("adversarial", 2)
+# Requests without queries, and whose rows and keys end within a tile.
+LENGTHS = (20, 3, 0), (100, 40, 9)
+TWO_CTAS = tile(128, 48, 4, 2, 2, from_first_key=True)
+FOUR_CTAS = tile(64, 48, 3, 2, 4, from_first_key=True)
+GPT_OSS = ragged(*LENGTHS, mask="causal", window_left=60, sinks=True, **heads(8, 1), **dims(64))
+MANY_HEADS = ragged(*LENGTHS, mask="causal", window_left=60, dtype="bfloat16", **heads(4, 2), **dims(128))
+BATCHES = (
+    (GPT_OSS, Trial(TWO_CTAS, packed=True), ADVERSARIAL),
+    (dataclasses.replace(GPT_OSS, window_left=0), Trial(FOUR_CTAS, packed=True), DELAYED),
+    (dataclasses.replace(GPT_OSS, window_left=127), Trial(tile(64, 144, 2, 2, 2, from_first_key=True)), EAGER),
+    (MANY_HEADS, Trial(tile(192, 64, 3, 1, from_first_key=True, ping_pong=True), packed=True), DELAYED),
+)
+
+
+@pytest.mark.parametrize(("batch", "trial", "schedule"), BATCHES, ids=[trial.name for _, trial, _ in BATCHES])
+def test_batch(batch: BatchCase, trial: Trial, schedule: Schedule) -> None:
+    with force(trial):
+        emulation = solve_batch(FA3, batch, schedule, sms=2)
+    assert trial.tile
+    assert emulation.records[0].spec["tile"] == dataclasses.asdict(trial.tile)
+
+
+def test_keys_of_a_single_request_are_split() -> None:
+    """The tiles of a split begin with its first key, not with the first that the rows see."""
+    problem = prefill(40, 300, (2, 1), 64, **CAUSAL, **BF16, window_left=200)
+    three = mock.patch.object(single, "split_kv", return_value=Split(3, 3))
+    with force(Trial(TWO_CTAS, packed=True)), three:
+        emulation = solve_single(FA3, problem, ADVERSARIAL, sms=2)
+    assert_cut(FA3, emulation)
+
+
+@pytest.mark.parametrize("change", [{"mask": "stop"}, {"kv": "paged"}, {"scores": ("scale",)}, {"pos_encoding": "rope"}])
+def test_only_rows_of_plain_windows_take_it(change: dict[str, object]) -> None:
+    spec = Fa3Spec("bfloat16", "bfloat16", 64, 64, mask="band", tile=TWO_CTAS)
+    with pytest.raises(ValueError, match="from_first_key takes dense keys"):
+        dataclasses.replace(spec, **change)  # type: ignore[arg-type]
