@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from cute_attn.emulator import adapter, settings
@@ -23,7 +21,7 @@ def run(append: Append) -> None:
     if device.type != "cuda" or not launch.fits(append):
         reference(append)
         return
-    gpu = _gpu(device.index)
+    gpu = gpus.supported(device.index)
     if gpu is None:
         reference(append)
         return
@@ -50,12 +48,3 @@ def emulate(append: Append) -> None:
     outputs |= {f"block_scales[{i}]": x for i, x in enumerate(append.block_scales)}
     with adapter.visible(inputs, outputs):
         launch.run(append, Gpu(named(arch), CPU, TYPICAL_SMS[arch]))
-
-
-@functools.cache
-def _gpu(index: int) -> Gpu | None:
-    """Returns a CUDA device; None for one that no kernel runs on."""
-    try:
-        return gpus.of_device(index)
-    except ArgumentError:
-        return None

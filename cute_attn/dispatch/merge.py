@@ -34,7 +34,7 @@ def run(o: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, merged: torch.Ten
     states of both as many rows apart. `out`: contiguous `[rows, head_dim]` of 16 or 32 bits. `merged`: contiguous fp32
     `[rows]`, written as base-2 lse times `lse_scale`, or None.
     """
-    gpu = _gpu(out.device.index) if out.device.type == "cuda" and fits(o, lse, out) else None
+    gpu = gpus.supported(out.device.index) if out.device.type == "cuda" and fits(o, lse, out) else None
     if gpu is None:
         return False
     try:
@@ -111,12 +111,3 @@ def _prepared(layout: tuple[int, int, int, float], out_dtype: str, gpu: Gpu) -> 
         **NO_MERGES,
     }
     return launch, ParamPacker.of(launch, static, FIELDS).values
-
-
-@functools.cache
-def _gpu(index: int) -> Gpu | None:
-    """Returns a CUDA device; None for one that no kernel runs on."""
-    try:
-        return gpus.of_device(index)
-    except ArgumentError:
-        return None

@@ -249,3 +249,14 @@ def test_kernels_read_caches_in_place(q_len, padding, monkeypatch):
     with using("sm_90a"):
         out, _ = forward.attention(MODULE, q, k, v, mask, backend="emulator")
     assert (out - expected(q, k, v, seen)).abs().max() < CLOSE
+
+
+def test_workspaces_of_streams_are_bounded(monkeypatch):
+    monkeypatch.setattr(plans, "WORKSPACE_BYTES", 16)
+    kept = plans.Plans()
+    structure = plans.Structure(torch.device("cpu"), 0, "auto", 4, 2, 64, 64, torch.float16, True, -1, 0.0, False)
+    first = kept._workspace(structure)
+    for stream in range(100):
+        kept._workspace(structure._replace(stream=stream % 60))
+        assert kept._workspace(structure) is first, "a stream in use keeps its workspace"
+    assert len(kept.workspaces) == plans.MAX_STREAMS

@@ -39,7 +39,7 @@ def test_tiles_fit_shared_memory(arch: str, dtypes: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("dims", tiles.HEAD_DIMS)
 def test_the_fma_units_help_the_slower_mufu_only(dims: tuple[int, int]) -> None:
-    slow, fast = (tiles.choose(arch, dims, True, "dense") for arch in tiles.ARCHS)
+    slow, fast = (tiles.choose(arch, dims, "dense") for arch in tiles.ARCHS)
     assert fast == dataclasses.replace(slow, polynomial=0)
     assert (slow.polynomial > 0) == (sum(dims) < 512)  # from there on tensor cores need twice as long as the MUFU
 
@@ -50,20 +50,20 @@ def test_where_pages_come_from(dims: tuple[int, int]) -> None:
     sources = {size: tiles.page_source(dims, size) for size in (1, 3, 5, 8, 63, 100, 64, 128, 192)}
     assert [sources[size] for size in (64, 128, 192)] == ["paged"] * 3
     assert [sources[size] for size in (1, 3, 5, 8, 63, 100)] == ["gathered"] * 6
-    assert tiles.choose("sm_100a", dims, True, "paged").cols % tiles.PAGE_ALIGNED == 0
+    assert tiles.choose("sm_100a", dims, "paged").cols % tiles.PAGE_ALIGNED == 0
 
 
 @pytest.mark.parametrize("dims", [(112, 112), (128, 128), (192, 128)])
 def test_pairs_where_all_rows_see_all_keys(dims: tuple[int, int]) -> None:
-    ctas = {full: tiles.choose("sm_100a", dims, True, "dense", full=full).ctas for full in (False, True)}
+    ctas = {full: tiles.choose("sm_100a", dims, "dense", full=full).ctas for full in (False, True)}
     assert ctas == {False: 1, True: 2}
-    assert tiles.choose("sm_100a", dims, True, "gathered", full=True).ctas == 1
-    assert tiles.choose("sm_100a", (128, 128), True, "dense", full=True, fp8=True).ctas == 1
+    assert tiles.choose("sm_100a", dims, "gathered", full=True).ctas == 1
+    assert tiles.choose("sm_100a", (128, 128), "dense", full=True, fp8=True).ctas == 1
 
 
 @pytest.mark.parametrize(("dims", "runs_as"), [((32, 32), 64), ((72, 72), 96), ((112, 112), 128), ((192, 192), 256)])
 def test_other_head_dims_run_in_the_next_larger_tile(dims: tuple[int, int], runs_as: int) -> None:
-    assert tiles.choose("sm_100a", dims, True, "dense") == tiles.choose("sm_100a", (runs_as, runs_as), True, "dense")
+    assert tiles.choose("sm_100a", dims, "dense") == tiles.choose("sm_100a", (runs_as, runs_as), "dense")
 
 
 @pytest.mark.parametrize(("change", "rule"), [({"cols": 96}, "cols must"), ({"query_tiles": 3}, "query_tiles must")])

@@ -162,12 +162,6 @@ def pack32(low: Array, high: Array) -> Array:
     return packed
 
 
-def unpack32(x: Array) -> Array:
-    """Unpack 64-bit words [n] to 32-bit items [n, 2]."""
-    halves: Array = np.ascontiguousarray(x).view(np.uint32).reshape(-1, 2)
-    return halves
-
-
 def f32_to_bf16_stochastic(x: Array, random: Array) -> Array:
     """Convert to bits of bfloat16, away from zero where the discarded 16 bits and 16 random ones carry."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)

@@ -21,6 +21,7 @@ from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
 
 WORKSPACE_BYTES = 128 << 20  # enough for every plan without `fixed_split_size`
 MAX_STRUCTURES = 32
+MAX_STREAMS = 16  # whose workspaces are kept for structures to come
 PLANS_PER_STRUCTURE = 2  # encoder and decoder, or two models, may differ in lengths only
 
 
@@ -97,7 +98,7 @@ class Plans:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.sessions: OrderedDict[Structure, list[Session]] = OrderedDict()
-        self.workspaces: dict[tuple[torch.device, int], torch.Tensor] = {}
+        self.workspaces: OrderedDict[tuple[torch.device, int], torch.Tensor] = OrderedDict()
 
     def session(self, structure: Structure, content: Content) -> Session:
         """Return the session planned for `content`, or the least recently used one, whose `content` is then None."""
@@ -121,6 +122,9 @@ class Plans:
         place = structure.device, structure.stream
         if place not in self.workspaces:
             self.workspaces[place] = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=structure.device)
+        self.workspaces.move_to_end(place)
+        if len(self.workspaces) > MAX_STREAMS:
+            self.workspaces.popitem(last=False)
         return self.workspaces[place]
 
 

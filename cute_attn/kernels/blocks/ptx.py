@@ -129,8 +129,8 @@ def ld_shared_v4(address: Int32, offset: int = 0) -> list[Int32]:
     return asm(f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];", [Int32] * 4, [address])
 
 
-def ld_shared_u16(address: Int32) -> Int32:
-    return asm("{.reg .b16 h; ld.shared.b16 h, [$1]; cvt.u32.u16 $0, h;}", [Int32], [address])
+def ld_shared_u16(address: Int32, offset: int = 0) -> Int32:
+    return asm(f"{{.reg .b16 h; ld.shared.b16 h, [$1+{offset}]; cvt.u32.u16 $0, h;}}", [Int32], [address])
 
 
 def ld_shared_v4_f32(address: Int32, offset: int = 0) -> list[Float32]:
@@ -169,8 +169,8 @@ def st_shared_v4_f32(address: Int32, offset: int, values: Sequence[Float32]) -> 
     asm(f"st.shared.v4.f32 [$0+{offset}], {{$1, $2, $3, $4}};", [], [address, *values])
 
 
-def ld_shared_b32(address: Int32) -> Int32:
-    return asm("ld.shared.b32 $0, [$1];", [Int32], [address])
+def ld_shared_b32(address: Int32, offset: int = 0) -> Int32:
+    return asm(f"ld.shared.b32 $0, [$1+{offset}];", [Int32], [address])
 
 
 def st_shared_b32(address: Int32, offset: int, value: Int32) -> None:
@@ -389,6 +389,15 @@ def unpack_16(dtype: str, pair: Int32) -> list[Float32]:
 
 
 # --- narrow numbers -------------------------------------------------------------------------------------------------
+
+
+def divide(a: Int32, b: Int32) -> Int32:
+    """Divides 0 <= a < 2^32 by b > 0, rounding down."""
+    return asm("div.u32 $0, $1, $2;", [Int32], [a, b], pure=True)
+
+
+def count_ones(x: Int32) -> Int32:
+    return asm("popc.b32 $0, $1;", [Int32], [x], pure=True)
 
 
 def permute(a: Int32, b: Int32, selector: int) -> Int32:

@@ -126,7 +126,3 @@ def claim_registers(count: int) -> None:
 
 def atomic_increment(address: Int64) -> Int32:
     return asm("atom.global.add.u32 $0, [$1], 1;", [Int32], [address])
-
-
-def st_global_u32(address: Int64, value: Int32) -> None:
-    asm("st.global.u32 [$0], $1;", [], [address, value])

@@ -5,7 +5,7 @@ A persistent CTA processes query tiles of `tile.rows` packed rows. A producer wa
     producer        K0 Q V0 K1 V1 K2 V2 ...                       (rings of slots, across query tiles)
     MMA warpgroup   S0 | S1 + O(P0 V0), softmax 1 | S2 + O(P1 V1), softmax 2 | ... | O(Pn Vn) | store
 
-With fp8, transform warps make operands of the tiles that the producer copies (`transform_warps`).
+With fp8 q, narrow K and V, or RoPE, transform warps make operands of the tiles that the producer copies.
 """
 
 from typing import Any

@@ -48,7 +48,7 @@ def default_specs(gpu: Arch) -> list[KernelSpec]:
 
 def _row_max(arch: str, dims: tuple[int, int]) -> KernelSpec:
     """Returns the spec of the form of softmax that no tile of the table has."""
-    tile = dataclasses.replace(choose(arch, dims, True, "dense"), softmax="row_max")
+    tile = dataclasses.replace(choose(arch, dims, "dense"), softmax="row_max")
     return Fa4Spec("bfloat16", "bfloat16", *dims, tile=tile)
 
 
@@ -71,7 +71,6 @@ def _spec(
     full: bool = False,
     **rest: Any,
 ) -> KernelSpec:
-    plain = rest.get("mask", "stop") == "stop" and not rest.get("scores")
     kinds = {"full": full, "fp8": dtype in FP8_DTYPES, "fp8_kv": "kv_dtype" in rest}
-    tile = choose(arch, dims, plain, rest.get("kv", "dense"), **kinds)
+    tile = choose(arch, dims, rest.get("kv", "dense"), **kinds)
     return Fa4Spec(dtype, out_dtype, *dims, tile=tile, **rest)

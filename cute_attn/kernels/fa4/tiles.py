@@ -71,17 +71,13 @@ def page_source(head_dims: tuple[int, int], page_size: int, *, fp8: bool = False
 def choose(
     arch: str,
     head_dims: tuple[int, int],
-    plain: bool,
     kv: str,
     *,
     full: bool = False,
     fp8: bool = False,
     fp8_kv: bool = False,
 ) -> BlackwellTile:
-    """Returns the tile of a problem on an architecture. `plain`: scores are not modified, nor masked but at the length
-    and the diagonal; `full`: all rows see all keys; `kv`: as in `Fa4Spec`. A row's scores lie in one thread, which has
-    registers for any modification.
-    """
+    """Returns the tile of a problem on an architecture. `full`: all rows see all keys; `kv`: as in `Fa4Spec`."""
     dims = tile_dims(head_dims, fp8)
     tile = (_FP8 if fp8 else _FP8_KV if fp8_kv else _16_BIT)[dims]
     if not (fp8 or fp8_kv or kv == "gathered"):
@@ -96,7 +92,7 @@ def candidates(arch: str, *, fp8: bool = False, fp8_kv: bool = False) -> dict[tu
     found = {}
     for head_dims in dims:
         of_dims = [
-            choose(arch, head_dims, True, kv, full=full, fp8=fp8, fp8_kv=fp8_kv)
+            choose(arch, head_dims, kv, full=full, fp8=fp8, fp8_kv=fp8_kv)
             for kv in ("dense", "gathered")
             for full in (False, True)
         ]

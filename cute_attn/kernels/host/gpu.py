@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
+from cute_attn.errors import ArgumentError
 from cute_attn.problem import Settings
 from cute_attn.runtime.arch import Arch, for_device, multiprocessors
 
@@ -23,3 +25,12 @@ class Gpu(NamedTuple):
 def of_device(index: int) -> Gpu:
     """Returns the GPU of CUDA device `index`."""
     return Gpu(for_device(index), index, multiprocessors(index))
+
+
+@functools.cache
+def supported(index: int) -> Gpu | None:
+    """Returns the GPU of CUDA device `index`; None for one that no kernel runs on."""
+    try:
+        return of_device(index)
+    except ArgumentError:
+        return None

@@ -197,14 +197,14 @@ PERSISTENT = (
     Fault(
         "the tile counter is not reset",
         "blocks/tile_scheduler.py",
-        "                tma.st_global_u32(self.counters, Int32(0))\n",
+        "                ptx.st_global_b32(self.counters, Int32(0))\n",
         "",
         MIXED,
     ),
     Fault(
         "the CTA counter is not reset",
         "blocks/tile_scheduler.py",
-        "                tma.st_global_u32(self.counters + Int64(4), Int32(0))\n",
+        "                ptx.st_global_b32(self.counters + Int64(4), Int32(0))\n",
         "",
         MIXED,
     ),

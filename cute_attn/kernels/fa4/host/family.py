@@ -21,8 +21,10 @@ def choose(
     window_left: int,
     size: str,
 ) -> BlackwellTile:
-    """Returns the tile of a problem. Windows and launches of all sizes have the same."""
-    return tiles.choose(arch, head_dims, plain, kv, full=full, fp8=fp8, fp8_kv=fp8_kv)
+    """Returns the tile of a problem. Windows and launches of all sizes have the same. So have modified scores: a row's
+    lie in one thread, which has registers for any modification.
+    """
+    return tiles.choose(arch, head_dims, kv, full=full, fp8=fp8, fp8_kv=fp8_kv)
 
 
 KERNELS: PersistentKernels[BlackwellTile] = PersistentKernels("fa4", Fa4Spec, tiles.page_source, choose)

@@ -7,13 +7,8 @@ from cutlass import Int32, Int64
 from cute_attn.kernels.blocks import ptx
 
 
-def quotient(a: Int32, b: Int32) -> Int32:
-    """Divides 0 <= a < 2^32 by b > 0, rounding down."""
-    return ptx.asm("div.u32 $0, $1, $2;", [Int32], [a, b], pure=True)
-
-
 def quotient_up(a: Int32, b: Int32) -> Int32:
-    return quotient(a + b - Int32(1), b)
+    return ptx.divide(a + b - Int32(1), b)
 
 
 def wide_quotient(a: Int64, b: Int64) -> Int64:
@@ -42,17 +37,9 @@ def store_shared_wide(address: Int32, value: Int64) -> None:
     ptx.asm("st.shared.b64 [$0], $1;", [], [address, value])
 
 
-def store_global(address: Int64, value: Int32) -> None:
-    ptx.asm("st.global.b32 [$0], $1;", [], [address, value])
-
-
 def equal_lanes(x: Int32) -> Int32:
     """Returns the mask of the lanes that hold the same number."""
     return ptx.asm("match.any.sync.b32 $0, $1, 0xffffffff;", [Int32], [x])
-
-
-def bit_count(x: Int32) -> Int32:
-    return ptx.asm("popc.b32 $0, $1;", [Int32], [x], pure=True)
 
 
 def _shuffled(mode: str, x: Any, distance: int) -> Any:

@@ -18,7 +18,6 @@ from cute_attn.kernels.plan.parts.arithmetic import (
     lane_before,
     least,
     most,
-    quotient,
     quotient_up,
 )
 from cute_attn.schedule.constants import BINS, CANDIDATES
@@ -164,11 +163,11 @@ class Cta:
         """Returns the range of kv tiles that some row of a query tile sees: `schedule.batch._visible_kv_tiles`."""
         p = self.p
         behind = request.kv_len - request.qo_len  # a token's position less its number
-        last = least(quotient(first_row + p.rows - Int32(1), p.group_size), request.qo_len - Int32(1))
+        last = least(ptx.divide(first_row + p.rows - Int32(1), p.group_size), request.qo_len - Int32(1))
         stop = ptx.select(p.causal != 0, most(last + behind + Int32(1), Int32(0)), request.kv_len)
         window = least(p.window_left, Int32(1 << 30))
-        start = most(quotient(first_row, p.group_size) + behind - window, Int32(0))
-        begin = ptx.select(p.window_left < 0, Int32(0), quotient(start, p.cols))
+        start = most(ptx.divide(first_row, p.group_size) + behind - window, Int32(0))
+        begin = ptx.select(p.window_left < 0, Int32(0), ptx.divide(start, p.cols))
         return begin, quotient_up(stop, p.cols)
 
     @cute.jit
@@ -179,7 +178,7 @@ class Cta:
         p = self.p
         carry, keys, longest = Int32(0), Int64(0), Int32(0)
         if self.thread == 0:
-            ptx.asm("st.global.b32 [$0], $1;", [], [p.first_tile, Int32(0)])
+            ptx.st_global_b32(p.first_tile, Int32(0))
         first = Int32(0)
         while first < p.batch_size:
             i = first + self.thread

@@ -11,9 +11,7 @@ from cute_attn.kernels.plan.parts.arithmetic import (
     inclusive_sum,
     least,
     most,
-    quotient,
     quotient_up,
-    store_global,
     wide_quotient,
 )
 from cute_attn.kernels.plan.parts.cta import Cta
@@ -35,7 +33,7 @@ class Records:
         """Returns the number of splits of a query tile that sees the kv tiles [begin, end)."""
         fixed = self.cta.p.fixed_chunk
         size = most(ptx.select(fixed != 0, fixed, self.chunk), Int32(1))
-        whole = ptx.select(fixed != 0, quotient_up(end, size) - quotient(begin, size), quotient_up(end - begin, size))
+        whole = ptx.select(fixed != 0, quotient_up(end, size) - ptx.divide(begin, size), quotient_up(end - begin, size))
         none = cutlass.and_(fixed == 0, self.chunk == 0)
         return ptx.select(none, Int32(1), most(whole, Int32(1)))
 
@@ -97,10 +95,10 @@ class Records:
         """Stores split j of a query tile that sees the kv tiles [first, last). Returns its kv tiles."""
         p = self.cta.p
         visible = last - first
-        begin = first + quotient(j * visible, splits)
-        end = first + quotient((j + Int32(1)) * visible, splits)
+        begin = first + ptx.divide(j * visible, splits)
+        end = first + ptx.divide((j + Int32(1)) * visible, splits)
         size = most(p.fixed_chunk, Int32(1))
-        start = (quotient(first, size) + j) * size
+        start = (ptx.divide(first, size) + j) * size
         fixed = p.fixed_chunk != 0
         begin = ptx.select(fixed, most(start, first), begin)
         end = ptx.select(fixed, least(start + size, last), end)
@@ -136,11 +134,11 @@ class Records:
         `longest`: kv tiles of the longest item. `longest_kv`, `total_kv`: tokens of the longest request, and of all.
         """
         cta, p = self.cta, self.cta.p
-        width = quotient(longest, Int32(SORT_BINS)) + Int32(1)
+        width = ptx.divide(longest, Int32(SORT_BINS)) + Int32(1)
 
         def cost_key(split: Int32) -> Int32:
             begin, end = ptx.ld_global_v2(p.splits + Int64(split) * Int64(16), 0)
-            return Int32(SORT_BINS - 1) - quotient(end - begin, width)
+            return Int32(SORT_BINS - 1) - ptx.divide(end - begin, width)
 
         many = Int64(count) * Int64(p.num_kv_heads) >= Int64(p.resident_ctas) * Int64(L2_ORDER_MIN_WAVES)
         grouped = cutlass.and_(p.l2_kv_tokens != 0, total_kv > Int64(p.l2_kv_tokens))
@@ -153,7 +151,7 @@ class Records:
             sort(cta, count, cost_key, self.write_item)
 
     def store_order(self, i: Int32, position: Int32) -> None:
-        store_global(self.cta.p.order + Int64(position) * Int64(4), i)
+        ptx.st_global_b32(self.cta.p.order + Int64(position) * Int64(4), i)
 
     def ordered(self, i: Int32) -> Int32:
         return ptx.ld_global_u32(self.cta.p.order + Int64(i) * Int64(4))
@@ -171,10 +169,10 @@ class Records:
     def write_groups(self, longest_kv: Int32, total_kv: Int64) -> None:
         """Writes the L2 group of every request: `schedule.batch.l2_groups`."""
         cta, p = self.cta, self.cta.p
-        width = quotient(longest_kv, Int32(SORT_BINS)) + Int32(1)
+        width = ptx.divide(longest_kv, Int32(SORT_BINS)) + Int32(1)
 
         def length_key(i: Int32) -> Int32:
-            return Int32(SORT_BINS - 1) - quotient(cta.request(i).kv_len, width)
+            return Int32(SORT_BINS - 1) - ptx.divide(cta.request(i).kv_len, width)
 
         sort(cta, p.batch_size, length_key, self.store_order)
         ptx.sync_threads()
@@ -190,7 +188,7 @@ class Records:
             before, total = cta.exclusive_sum(kv_len, Int64(1 << 60))
             if position < p.batch_size:
                 end = most(carry + before + kv_len - Int64(1), Int64(0))
-                store_global(p.groups + Int64(i) * Int64(4), Int32(wide_quotient(end, tokens)))
+                ptx.st_global_b32(p.groups + Int64(i) * Int64(4), Int32(wide_quotient(end, tokens)))
             carry = carry + total
             first = first + Int32(cta.threads)
         ptx.sync_threads()

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.plan.parts.arithmetic import add_shared, bit_count, equal_lanes
+from cute_attn.kernels.plan.parts.arithmetic import add_shared, equal_lanes
 from cute_attn.kernels.plan.parts.cta import Smem
 from cute_attn.schedule.constants import SORT_BINS
 
@@ -33,13 +33,13 @@ def sort(cta: cutlass.Constexpr, count: Int32, key: cutlass.Constexpr, place: cu
         if exists:
             mine = key(i)
         equal = equal_lanes(mine)
-        rank = bit_count(equal & ((Int32(1) << cta.lane) - Int32(1)))
+        rank = ptx.count_ones(equal & ((Int32(1) << cta.lane) - Int32(1)))
         start = Int32(0)
         if exists:
             start = ptx.ld_shared_b32(counts + mine * 4)
         ptx.sync_warp()
         if cutlass.and_(exists, rank == 0):
-            add_shared(counts + mine * 4, bit_count(equal))
+            add_shared(counts + mine * 4, ptx.count_ones(equal))
         ptx.sync_warp()
         if exists:
             place(i, start + rank)

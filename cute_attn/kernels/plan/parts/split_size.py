@@ -14,7 +14,6 @@ from cute_attn.kernels.plan.parts.arithmetic import (
     least,
     load_shared_wide,
     most,
-    quotient,
     quotient_up,
     raise_shared,
     store_shared_wide,
@@ -85,11 +84,11 @@ class SplitSize:
         if cta.thread < CANDIDATES:
             ptx.st_shared_b32(cta.base + Int32(Smem.chunks) + cta.thread * 4, 0, self.candidate(cta.thread))
         ptx.sync_threads()
-        width = quotient(self.longest, Int32(BINS)) + Int32(1)
+        width = ptx.divide(self.longest, Int32(BINS)) + Int32(1)
         tile = cta.thread
         while tile < num_tiles:
             begin, end = ptx.ld_global_v2(cta.p.tiles + Int64(tile) * Int64(16), 8)
-            place = cta.base + quotient(end - begin, width) * 4
+            place = cta.base + ptx.divide(end - begin, width) * 4
             raise_shared(place + Int32(Smem.sizes), end - begin)
             add_shared(place + Int32(Smem.bin_counts), Int32(1))
             tile = tile + Int32(cta.threads)
@@ -159,11 +158,11 @@ class SplitSize:
             tiles = tiles + Int64(most(size * UNIT, Int32(EMPTY_TILE_TIME))) * Int64(count)
         longest, items, partials = warp_max(longest), warp_sum(items), warp_sum(partials)
         merges, tiles = warp_sum(merges), warp_sum(tiles)
-        width = quotient(longest, Int32(BINS)) + Int32(1)
+        width = ptx.divide(longest, Int32(BINS)) + Int32(1)
         for step in cutlass.range(STEPS, unroll=1):
             size, count = self.bin(step)
             splits, cost = self.item(size, chunk)
-            add_shared(histogram + quotient(cost, width) * 4, splits * count)
+            add_shared(histogram + ptx.divide(cost, width) * 4, splits * count)
         ptx.sync_warp()
         fullest = self.fullest(histogram, width)
         work = tiles + Int64(items) * Int64(ITEM_TIME) + Int64(partials) * Int64(p.partial_cost)

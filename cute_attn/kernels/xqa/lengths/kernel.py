@@ -62,9 +62,5 @@ class LengthsProgram:
             last = ptx.select(last < Int32(1), Int32(1), ptx.select(last > p.page_size, p.page_size, last))
             has_pages = cutlass.and_(cutlass.and_(begin >= 0, begin < end), end <= p.num_indices)
             keys = (end - begin - 1) * p.page_size + last
-            store(p.seq_lens + place, ptx.select(has_pages, keys, Int32(0)))
-            store(p.page_starts + place, ptx.select(has_pages, begin, Int32(0)))
-
-
-def store(address: Int64, value: Int32) -> None:
-    ptx.asm("st.global.u32 [$0], $1;", [], [address, value])
+            ptx.st_global_b32(p.seq_lens + place, ptx.select(has_pages, keys, Int32(0)))
+            ptx.st_global_b32(p.page_starts + place, ptx.select(has_pages, begin, Int32(0)))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.softmax import SLACK
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.e2m1 import HardwareE2m1
@@ -45,7 +46,7 @@ class Kv4BitBlocks:
         """scales[group]: f16x2 of the two blocks of a read, for the token of row g and for that of row g + 8."""
         lane, size = cute.arch.thread_idx()[0] & 31, self.memory.scale_bytes
         at = slot + self.layout.lane_token(lane >> 2) * size + (lane & 3) * (size // 4) + self.memory.k_scales
-        load = isa.ld_shared_u16 if size == 8 else isa.ld_shared_b32
+        load = ptx.ld_shared_u16 if size == 8 else ptx.ld_shared_b32
         both = [e4m3_halves(load(at, self.layout.token(m, half) * size), True) for half in (0, 1)]
         return [[pairs[group] for pairs in both] for group in range(size // 8)]
 

@@ -32,7 +32,7 @@ class ClusterMerge(WarpMerge):
     def write(self, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
         """Write this CTA's slice of the outputs, by all threads. A barrier after `publish` must come before."""
         tiles = share.size * self.spec.cluster
-        count = ptx.maximum(isa.divide(segment.request.tiles + tiles - 1, tiles), Int32(1))
+        count = ptx.maximum(ptx.divide(segment.request.tiles + tiles - 1, tiles), Int32(1))
         count = ptx.opaque(count)  # computed here, not after the barriers
         cluster.wait()
         for item in cutlass.range(cute.arch.thread_idx()[0], self.num_vectors(rows), self.threads, unroll=1):

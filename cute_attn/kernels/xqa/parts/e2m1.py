@@ -27,7 +27,7 @@ class SpreadBits:
     def q_words(self, words: Words) -> Words:
         """Eight dims of a row of q in the order of `k_pairs`."""
         a, b, c, d = words
-        return [isa.permute(*two, half) for two in ((a, c), (b, d)) for half in (0x5410, 0x7632)]
+        return [ptx.permute(*two, half) for two in ((a, c), (b, d)) for half in (0x5410, 0x7632)]
 
     def k_pairs(self, word: Int32) -> Words:
         return isa.e2m1_spread(word)
@@ -66,4 +66,4 @@ class HardwareE2m1:
 
     def p_tokens(self, b: Words) -> Words:
         first, second = b
-        return [isa.permute(first, second, half) for half in (0x5410, 0x7632)]
+        return [ptx.permute(first, second, half) for half in (0x5410, 0x7632)]

@@ -102,7 +102,7 @@ class Kv8Bit(Unscaled):
 
     def v_operands(self, loaded: Operand, pair: int, scales: list[Operand]) -> list[Operand]:
         """Regroup a lane's four bytes, dims 2g, 2g + 1 of token 2t and then of token 2t + 1, into token pairs."""
-        halves = [self.halves(isa.permute(x, x, 0x3120)) for x in loaded]
+        halves = [self.halves(ptx.permute(x, x, 0x3120)) for x in loaded]
         return [[halves[i][0], halves[i][1], halves[i + 1][0], halves[i + 1][1]] for i in (0, 2)]
 
     def output_dim(self, tile: int, g: Int32) -> tuple[Int32, int]:
@@ -111,7 +111,7 @@ class Kv8Bit(Unscaled):
     def halves(self, x: Int32) -> list[Int32]:
         """Bytes (0, 1) and (2, 3) as f16x2."""
         if self.dtype == "float8_e5m2":
-            return [isa.permute(x, Int32(0), 0x1404), isa.permute(x, Int32(0), 0x3424)]
+            return [ptx.permute(x, Int32(0), 0x1404), ptx.permute(x, Int32(0), 0x3424)]
         return e4m3_halves(x, self.native)
 
 
@@ -178,8 +178,8 @@ class Kv4Bit:
         """Words that hold the block scales of one token."""
         size, base = self.memory.scale_bytes, token * self.memory.scale_bytes
         if size == 4:
-            return [isa.ld_shared_b32(at, base)]
-        return flatten([isa.ld_shared_v2(at, base + offset) for offset in range(0, size, 8)])
+            return [ptx.ld_shared_b32(at, base)]
+        return flatten([ptx.ld_shared_v2(at, base + offset) for offset in range(0, size, 8)])
 
     def _fp16(self, x: Int32) -> list[Int32]:
         if self.native:
@@ -238,7 +238,7 @@ def e4m3_halves(x: Int32, native: bool) -> list[Int32]:
     if native:
         return [isa.e4m3_pair(x, 0), isa.e4m3_pair(x, 1)]
     # Moves the sign to bit 15 and the other bits to 13..7, where fp16's bias makes them 2^-8 times the number.
-    return [_shifted(isa.permute(x, Int32(0), selector)) for selector in (0x1404, 0x3424)]
+    return [_shifted(ptx.permute(x, Int32(0), selector)) for selector in (0x1404, 0x3424)]
 
 
 def _shifted(x: Int32) -> Int32:

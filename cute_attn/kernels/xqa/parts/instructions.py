@@ -9,11 +9,6 @@ from cute_attn.kernels.blocks.ptx import asm, select
 # --- bytes and halves -----------------------------------------------------------------------------------------------
 
 
-def permute(a: Int32, b: Int32, selector: int) -> Int32:
-    """Byte i of the result is byte (selector >> 4i & 7) of the eight bytes of a, then b."""
-    return asm(f"prmt.b32 $0, $1, $2, {selector};", [Int32], [a, b], pure=True)
-
-
 def permute_by(a: Int32, b: Int32, selector: Int32) -> Int32:
     """`permute` with a selector known at run time only."""
     return asm("prmt.b32 $0, $1, $2, $3;", [Int32], [a, b, selector], pure=True)
@@ -90,10 +85,6 @@ def scale_f16x2(a: Int32, pair: Int32, half: int) -> Int32:
 # --- integers -------------------------------------------------------------------------------------------------------
 
 
-def divide(a: Int32, b: Int32) -> Int32:
-    return asm("div.u32 $0, $1, $2;", [Int32], [a, b], pure=True)
-
-
 def mad_wide(a: Int32, b: Int32, c: Int64) -> Int64:
     """a * b + c, a and b unsigned."""
     return asm("mad.wide.u32 $0, $1, $2, $3;", [Int64], [a, b, c], pure=True)
@@ -102,10 +93,6 @@ def mad_wide(a: Int32, b: Int32, c: Int64) -> Int64:
 def less_unsigned(a: Int32, b: Int32) -> Boolean:
     """a < b as unsigned numbers: negative ones are large."""
     return asm("{.reg .pred p; setp.lt.u32 p, $1, $2; selp.s32 $0, 1, 0, p;}", [Int32], [a, b], pure=True) != Int32(0)
-
-
-def count_ones(x: Int32) -> Int32:
-    return asm("popc.b32 $0, $1;", [Int32], [x], pure=True)
 
 
 # --- across a warp --------------------------------------------------------------------------------------------------
@@ -189,37 +176,12 @@ def _copy(
     asm(text, [], [shared, source, present, _flag(condition)])
 
 
-def ld_shared_b32(address: Int32, offset: int = 0) -> Int32:
-    return asm(f"ld.shared.b32 $0, [$1+{offset}];", [Int32], [address])
-
-
-def ld_shared_v2(address: Int32, offset: int = 0) -> list[Int32]:
-    return asm(f"ld.shared.v2.b32 {{$0, $1}}, [$2+{offset}];", [Int32] * 2, [address])
-
-
-def ld_shared_u16(address: Int32, offset: int = 0) -> Int32:
-    text = f"{{.reg .b16 h; ld.shared.u16 h, [$1+{offset}]; cvt.u32.u16 $0, h;}}"
-    return asm(text, [Int32], [address])
-
-
-def ld_shared_v4(address: Int32, offset: int = 0) -> list[Int32]:
-    return asm(f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];", [Int32] * 4, [address])
-
-
 def ldmatrix_bytes(address: Int32, offset: int, count: int) -> list[Int32]:
     """Load one or two matrices of 16 rows of 16 bytes, transposed (sm_100 and later). Lane l gives the address of row
     l % 16 of matrix l // 16 and gets two words of each: bytes l // 4 and l // 4 + 8 of rows 4 (l % 4) + 0..3."""
     registers = ", ".join(f"${i}" for i in range(2 * count))
     text = f"ldmatrix.sync.aligned.m16n16.x{count}.trans.shared.b8 {{{registers}}}, [${2 * count}+{offset}];"
     return asm(text, [Int32] * (2 * count), [address])
-
-
-def st_shared_f32(address: Int32, offset: int, value: Float32) -> None:
-    asm(f"st.shared.f32 [$0+{offset}], $1;", [], [address, value])
-
-
-def st_global_b32(address: Int64, value: Int32) -> None:
-    asm("st.global.b32 [$0], $1;", [], [address, value])
 
 
 def add_arrival(counter: Int64) -> Int32:

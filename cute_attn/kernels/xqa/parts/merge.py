@@ -119,8 +119,8 @@ class Merge:
     def write(self, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
         """Write outputs, or this CTA's partial, by all threads. A barrier after `publish` must come before."""
         thread, threads = self.team.thread(), self.lanes * self.spec.teams
-        first = isa.divide(segment.start, share.size)
-        last = isa.divide(segment.start + segment.request.tiles - 1, share.size)
+        first = ptx.divide(segment.start, share.size)
+        last = ptx.divide(segment.start + segment.request.tiles - 1, share.size)
         # Computed here, not after the barriers, where every thread would wait for the divisions.
         first, count = ptx.opaque(first), ptx.opaque(last - first + 1)
         for item in cutlass.range(thread, self.num_vectors(rows), threads, unroll=1):
@@ -148,8 +148,8 @@ class Merge:
         values = [x * factor for x in result.values]
         place = rows.address(p.o, row, p.o_stride_n, p.o_stride_h)
         if cutlass.const_expr(self.spec.out_dtype == "float8_e4m3fn"):
-            packed = isa.permute(isa.to_e4m3_pair(*values[:2]), isa.to_e4m3_pair(*values[2:]), 0x5410)
-            isa.st_global_b32(place + Int64(dim), packed)
+            packed = ptx.permute(isa.to_e4m3_pair(*values[:2]), isa.to_e4m3_pair(*values[2:]), 0x5410)
+            ptx.st_global_b32(place + Int64(dim), packed)
         else:
             pairs = [ptx.pack_16(self.spec.out_dtype, values[i], values[i + 1]) for i in (0, 2)]
             ptx.st_global_v2(place + Int64(dim * 2), 0, pairs)
@@ -191,13 +191,13 @@ class Merge:
         if cute.arch.thread_idx()[0] == 0:
             ptx.st_shared_b32(ticket, 0, isa.add_arrival(counter))
         self.sync()
-        return isa.ld_shared_b32(ticket)
+        return ptx.ld_shared_b32(ticket)
 
     @cute.jit
     def reset(self, counter: Int64) -> None:
         """Set a counter to 0 for the next launch."""
         if cute.arch.thread_idx()[0] == 0:
-            isa.st_global_b32(counter, Int32(0))
+            ptx.st_global_b32(counter, Int32(0))
 
     @cute.jit
     def merge_splits(self, rows: PackedRows, first: Int32, count: Int32) -> None:

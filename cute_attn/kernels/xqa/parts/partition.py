@@ -166,7 +166,7 @@ class Partition:
             reach = reach + ptx.select(lane >= 1 << delta, other, Int32(0))
         total = isa.shuffle(reach, Int32(31))
         share = self.share(total)
-        ended = isa.count_ones(isa.ballot(reach <= share.begin))  # 32 for a share past the last request
+        ended = ptx.count_ones(isa.ballot(reach <= share.begin))  # 32 for a share past the last request
         holder = ptx.minimum(ended, Int32(31))
         before = isa.shuffle(reach - cost, holder)
         index, passed = ptx.select(run == 1, ended, holder * run), before
@@ -179,7 +179,7 @@ class Partition:
         length = request.tiles + p.overhead
         passed = Int32(0)
         if p.units_per_cta_group > 1:
-            passed = isa.divide(share.begin - before, length)
+            passed = ptx.divide(share.begin - before, length)
         unit = passed * cute.arch.grid_dim()[0] + self.cta_group
         return share, Segment(index, unit, before + passed * length + p.overhead, first_page, request)
 

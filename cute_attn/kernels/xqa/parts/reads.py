@@ -7,7 +7,6 @@ from cutlass import Int32
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.smem import swizzled_offset
-from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.layouts import BlockLayout, TileLayout
 from cute_attn.kernels.xqa.smem import XqaMemory
 
@@ -90,9 +89,9 @@ class BlockReads:
     def k_words(self, at: Int32, group: int, m: int) -> list[Int32]:
         """Four words of the token of row g, then of row g + 8."""
         places = [self.layout.moved(at, self.layout.token(m, half), group) for half in (0, 1)]
-        return [word for address, offset in places for word in isa.ld_shared_v4(address, offset)]
+        return [word for address, offset in places for word in ptx.ld_shared_v4(address, offset)]
 
     def v_words(self, at: Int32, group: int, m: int) -> list[Int32]:
         """Two words of each of the lane's four tokens."""
         places = [self.layout.moved(at, self.layout.p_token(m, r), 4 * group) for r in range(4)]
-        return [word for address, offset in places for word in isa.ld_shared_v2(address, offset)]
+        return [word for address, offset in places for word in ptx.ld_shared_v2(address, offset)]

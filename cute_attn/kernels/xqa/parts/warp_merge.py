@@ -7,7 +7,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.merge import VECTORS_PER_LANE, Merge
 from cute_attn.kernels.xqa.parts.softmax import Running, reduce_column
 from cute_attn.kernels.xqa.parts.tile_forms import Format
@@ -50,8 +49,8 @@ class WarpMerge(Merge):
                     ptx.st_shared_v2_f32(at, 0, [upper, lower])
                 else:  # row g + 8 differs in bit 3, which the swizzle may flip
                     far = outputs + row * (self.spec.tile_dim * 4) + self.swizzled_dim(dim + distance, row) * 4
-                    isa.st_shared_f32(at, 0, upper)
-                    isa.st_shared_f32(far, 0, lower)
+                    ptx.st_shared_f32(at, upper)
+                    ptx.st_shared_f32(far, lower)
 
     @cute.jit
     def publish_stats(self, stats: Int32, maximum: list[Float32], totals: list[Float32]) -> None:
