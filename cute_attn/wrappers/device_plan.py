@@ -79,7 +79,7 @@ def paged_tokens(
     arrays = qo_indptr, pages.indptr, pages.last_page_len
     if stays_on_device(wrapper, arrays, host_only) and _fits_buffer(wrapper, pages):
         return device_lengths.paged(wrapper.device, (qo_indptr, 0), pages, page_size, names)
-    return batch_plan.paged(batch_plan.indptr(names[0], qo_indptr), pages, page_size, names)
+    return batch_plan.paged(batch_plan.queries(names[0], qo_indptr), pages, page_size, names)
 
 
 def ragged_tokens(wrapper: BatchWrapper, qo_indptr: Any, kv_indptr: Any, host_only: HostOnly) -> Tokens | DeviceTokens:
@@ -96,8 +96,7 @@ def decode_tokens(
     if stays_on_device(wrapper, (pages.indptr, pages.last_page_len)) and _fits_buffer(wrapper, pages):
         return device_lengths.paged(wrapper.device, (None, q_len), pages, page_size, names)
     batch_size = max(0, checks.tensor(names[1], pages.indptr).numel() - 1)
-    bounds = batch_plan.uniform_indptr(batch_size, q_len)
-    return batch_plan.paged(bounds, pages, page_size, names)._replace(q_len=q_len)
+    return batch_plan.paged(batch_plan.uniform_queries(batch_size, q_len), pages, page_size, names, q_len)
 
 
 # ---- plan
