@@ -25,7 +25,7 @@ from cute_attn.request.batch_plan import Pages
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.runtime import switches
 from cute_attn.runtime.staging import is_capturing
-from cute_attn.wrappers.plan_request import Copy, PlanRequest, same_memory
+from cute_attn.wrappers.plan_request import Copy, HostCopy, PlanRequest, same_memory
 
 if TYPE_CHECKING:
     from cute_attn.wrappers.base import BatchWrapper
@@ -152,7 +152,7 @@ def on_host(request: PlanRequest) -> PlanRequest:
     return request._replace(tokens=tokens.host) if isinstance(tokens, DeviceTokens) else request
 
 
-def placed(wrapper: BatchWrapper, request: PlanRequest) -> tuple[PlanRequest, list[Copy]]:
+def placed(wrapper: BatchWrapper, request: PlanRequest) -> tuple[PlanRequest, list[Copy | HostCopy]]:
     """Return the request with index arrays where launches read them, and the copies into the buffers of CUDA graphs."""
     tokens = request.tokens
     assert isinstance(tokens, DeviceTokens)
@@ -160,7 +160,7 @@ def placed(wrapper: BatchWrapper, request: PlanRequest) -> tuple[PlanRequest, li
         if tokens.kv_indices is not None:
             tokens = tokens._replace(kv_indices=wrapper._indices_on_device(tokens.kv_indices))
         return request._replace(tokens=tokens), []
-    copies: list[Copy] = []
+    copies: list[Copy | HostCopy] = []
     for name, buffer in wrapper._index_buffers.items():
         if "indices" in name:
             continue
