@@ -143,6 +143,10 @@ class BatchLengths(_BatchArrays):
     computed once.
     """
 
+    def know(self, qo_len: np.ndarray, longest_qo: int, with_queries: int) -> None:
+        """Take what is computed below from a caller that knows it."""
+        self.__dict__.update(qo_len=qo_len, longest_qo=longest_qo, with_queries=with_queries)
+
     @functools.cached_property
     def qo_len(self) -> np.ndarray:
         """Query tokens of each request."""

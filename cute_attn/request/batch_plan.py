@@ -223,13 +223,46 @@ class Pages(NamedTuple):
     last_page_len: Any
 
 
-def paged(q_bounds: np.ndarray, pages: Pages, page_size: int, names: Sequence[str]) -> Tokens:
+class Queries(NamedTuple):
+    """Query tokens of a batch."""
+
+    indptr: np.ndarray  # [batch_size + 1]
+    lens: np.ndarray  # [batch_size]
+    longest: int
+    with_tokens: int  # requests that have query tokens
+
+    @classmethod
+    def of(cls, indptr: np.ndarray) -> Queries:
+        lens = indptr[1:] - indptr[:-1]
+        return cls(indptr, lens, int(most(lens)) if len(lens) else 0, int(np.count_nonzero(lens)))
+
+
+def queries(name: str, value: Any) -> Queries:
+    """Check the index array of query tokens."""
+    bounds, lens, fewest = _bounds(name, value)
+    longest = most(lens).item() if len(lens) else 0
+    return Queries(bounds, lens, longest, len(lens) if fewest else int(np.count_nonzero(lens)))
+
+
+@functools.lru_cache(CACHE_SIZE)
+def uniform_queries(batch_size: int, q_len: int) -> Queries:
+    """Return the query tokens of requests with `q_len` tokens each."""
+    indptr, lens = np.arange(batch_size + 1, dtype=np.int64) * q_len, np.full(batch_size, q_len, np.int64)
+    indptr.flags.writeable = lens.flags.writeable = False  # every plan has the same
+    return Queries(indptr, lens, q_len if batch_size else 0, batch_size if q_len else 0)
+
+
+def paged(
+    q: Queries | np.ndarray, pages: Pages, page_size: int, names: Sequence[str], q_len: int | None = None
+) -> Tokens:
     """Check the page arrays of a batch, which keep their device: the wrapper copies kv_indices.
 
-    `q_bounds`: `indptr` of the query tokens. `names`: the caller's names of the query array and the three of `pages`.
+    `q`: query tokens, or their `indptr`. `names`: the caller's names of the query array and the three of `pages`.
+    `q_len`: query tokens of every request, where the plan fixes them.
     """
+    q = q if isinstance(q, Queries) else Queries.of(q)
     kv_bounds, counts, fewest = _bounds(names[1], pages.indptr)
-    _check_same_batch(names[0], q_bounds, names[1], kv_bounds)
+    _check_same_batch(names[0], q.indptr, names[1], kv_bounds)
     last = _integers(names[3], pages.last_page_len)
     if len(last) != len(counts):
         raise ArgumentError(f"{names[3]} must have shape [batch_size] = ({len(counts)},), got {len(last)} elements")
@@ -245,7 +278,8 @@ def paged(q_bounds: np.ndarray, pages: Pages, page_size: int, names: Sequence[st
         kv_len = np.where(counts > 0, kv_len, 0)
     first, end = kv_bounds.item(0), kv_bounds.item(-1)
     check_indices(names, pages.indices, first, end)
-    return Tokens(_lengths(q_bounds, kv_bounds[:-1], kv_len, (end - first) * page_size), kv_bounds, last, pages.indices)
+    lengths = _lengths(q, kv_bounds[:-1], kv_len, (end - first) * page_size)
+    return Tokens(lengths, kv_bounds, last, pages.indices, q_len)
 
 
 def check_indices(names: Sequence[str], indices: Any, first: int, end: int) -> None:
@@ -265,10 +299,11 @@ def check_indices(names: Sequence[str], indices: Any, first: int, end: int) -> N
 
 def ragged(qo_indptr: Any, kv_indptr: Any) -> Tokens:
     """Check the index arrays of a ragged batch."""
-    q_bounds, kv_bounds = indptr("qo_indptr", qo_indptr), indptr("kv_indptr", kv_indptr)
-    _check_same_batch("qo_indptr", q_bounds, "kv_indptr", kv_bounds)
+    q = queries("qo_indptr", qo_indptr)
+    kv_bounds, kv_len, _ = _bounds("kv_indptr", kv_indptr)
+    _check_same_batch("qo_indptr", q.indptr, "kv_indptr", kv_bounds)
     most_keys = kv_bounds.item(-1) - kv_bounds.item(0)
-    return Tokens(_lengths(q_bounds, kv_bounds[:-1], kv_bounds[1:] - kv_bounds[:-1], most_keys), kv_bounds)
+    return Tokens(_lengths(q, kv_bounds[:-1], kv_len, most_keys), kv_bounds)
 
 
 def indptr(name: str, value: Any) -> np.ndarray:
@@ -330,17 +365,14 @@ def _check_same_batch(q_name: str, q_bounds: np.ndarray, kv_name: str, kv_bounds
         )
 
 
-def _lengths(qo_indptr: np.ndarray, kv_start: np.ndarray, kv_len: np.ndarray, bound: int) -> BatchLengths:
+def _lengths(q: Queries, kv_start: np.ndarray, kv_len: np.ndarray, bound: int) -> BatchLengths:
     """Return lengths; `bound`: no request has more keys."""
     if bound > MAX_KV_LEN and len(kv_len) and most(kv_len) > MAX_KV_LEN:
         i = int(kv_len.argmax())
         raise ArgumentError(f"a request must have at most {MAX_KV_LEN} keys, request {i} has {kv_len[i]}")
-    return BatchLengths(qo_indptr, kv_start, kv_len)
-
-
-def uniform_indptr(batch_size: int, q_len: int) -> np.ndarray:
-    """Return the index array of requests with `q_len` tokens each."""
-    return np.arange(batch_size + 1, dtype=np.int64) * q_len
+    lengths = BatchLengths(q.indptr, kv_start, kv_len)
+    lengths.know(q.lens, q.longest, q.with_tokens)
+    return lengths
 
 
 def check_rows(tokens: Tokens | DeviceTokens, num_qo_heads: int) -> None:

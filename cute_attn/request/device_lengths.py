@@ -52,9 +52,9 @@ def paged(
 
     def read(now: DeviceLengths) -> Tokens:
         if now.qo_indptr is None:
-            bounds = batch_plan.uniform_indptr(batch_size, q_len)
+            bounds = batch_plan.uniform_queries(batch_size, q_len)
         else:
-            bounds = batch_plan.indptr(names[0], now.qo_indptr)
+            bounds = batch_plan.queries(names[0], now.qo_indptr)
         read_pages = Pages(now.kv_indptr, pages.indices, now.last_page_len)
         return batch_plan.paged(bounds, read_pages, page_size, names)
 

@@ -1,4 +1,4 @@
-"""Copies the records of plans to the device, double-buffered: one copy per upload, which waits only if two copies are
+"""Copies the records of plans, and their index arrays, to the device, double-buffered: one copy per upload, which waits only if two copies are
 still in flight.
 """
 
@@ -38,8 +38,8 @@ class Copies(Protocol):
     def target(self, size: int) -> torch.Tensor:
         """Allocates int32 device memory, zeros."""
 
-    def start(self, target: torch.Tensor, source: torch.Tensor) -> Event:
-        """Starts a copy on the device's current stream. `source` must not change before the event."""
+    def start(self, target: torch.Tensor, source: torch.Tensor, ints: int) -> Event:
+        """Starts a copy of as many numbers on the device's current stream. `source` must not change before the event."""
 
 
 class CudaCopies:
@@ -59,14 +59,14 @@ class CudaCopies:
         memory.record_stream(torch.cuda.current_stream(self.device))  # where uploads and kernels use it
         return memory
 
-    def start(self, target: torch.Tensor, source: torch.Tensor) -> Event:
+    def start(self, target: torch.Tensor, source: torch.Tensor, ints: int) -> Event:
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
         if launch.is_current(index):
-            return self._start(target, source, index)
+            return self._start(target, source, ints, index)
         with torch.cuda.device(index), launch.entered(index):
-            return self._start(target, source, index)
+            return self._start(target, source, ints, index)
 
-    def _start(self, target: torch.Tensor, source: torch.Tensor, index: int) -> Event:
+    def _start(self, target: torch.Tensor, source: torch.Tensor, ints: int, index: int) -> Event:
         """Starts a copy on the current device. Calls of the driver take 3 us, where `copy_` and `Event.record` take 12
         (H200 machine): the host buffer waits for the copy before it goes, because torch does not know of it.
         """
@@ -75,7 +75,7 @@ class CudaCopies:
                 "plan() must not be captured in a CUDA graph: call plan() before the capture and capture run()"
             )
         driver, stream, address = launch.load_driver(), launch.current_stream(index), source.data_ptr()
-        copied = driver.cuMemcpyHtoDAsync(target.data_ptr(), address, target.nbytes, stream)
+        copied = driver.cuMemcpyHtoDAsync(target.data_ptr(), address, 4 * ints, stream)
         launch.checked("cuMemcpyHtoDAsync", copied)
         event = self._events.get(address)
         if event is None:
@@ -95,8 +95,8 @@ class HostCopies:
     def target(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int32)
 
-    def start(self, target: torch.Tensor, source: torch.Tensor) -> Event:
-        target.copy_(source)
+    def start(self, target: torch.Tensor, source: torch.Tensor, ints: int) -> Event:
+        target[:ints].copy_(source[:ints])
         return _COMPLETED
 
 
@@ -133,9 +133,30 @@ class _HostBuffer:
         with contextlib.suppress(Exception):  # as the interpreter ends, CUDA may be gone
             self.copy_done.synchronize()
 
-    def send(self, target: torch.Tensor) -> None:
+    def send(self, target: torch.Tensor, ints: int) -> None:
         assert self.memory is not None  # reserved
-        self.copy_done = self.copies.start(target, self.memory[: target.numel()])
+        self.copy_done = self.copies.start(target, self.memory, ints)
+
+
+def _copies_for(device: torch.device) -> Copies:
+    return CudaCopies(device) if device.type == "cuda" else HostCopies()
+
+
+class Uploads:
+    """Copies of numbers into an int32 tensor, on the device's current stream. Double-buffered like `Staging`, so that
+    the caller's array is read before `copy` returns and only a third copy waits for the first.
+    """
+
+    def __init__(self, target: torch.Tensor, copies: Copies | None = None) -> None:
+        copies = copies or _copies_for(target.device)
+        self.target, self._buffers = target, [_HostBuffer(copies), _HostBuffer(copies)]
+
+    def copy(self, numbers: np.ndarray) -> None:
+        """Starts to copy numbers, at most as many as the tensor has, to its beginning."""
+        if numbers.size:
+            self._buffers[0].reserve(numbers.size)[:] = numbers
+            self._buffers[0].send(self.target, numbers.size)
+            self._buffers.reverse()
 
 
 class Staging:
@@ -147,8 +168,7 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, copies: Copies | None = None) -> None:
-        if copies is None:
-            copies = CudaCopies(device) if device.type == "cuda" else HostCopies()
+        copies = copies or _copies_for(device)
         self.device, self._copies = device, copies
         self._buffers = [_HostBuffer(copies), _HostBuffer(copies)]
         self._device_buffer = torch.empty(0, dtype=torch.int32, device=device)
@@ -192,14 +212,13 @@ class Staging:
             self._check_capacity(ints.size)
             self._device_buffer = self._copies.target(_capacity(ints.size))
         self._layout = None
-        target = self._device_buffer[: ints.size]
         if ints.size:
             if ints is not self._reserved:
                 self.reserve(ints.size)[:] = ints
-            self._buffers[0].send(target)
+            self._buffers[0].send(self._device_buffer, ints.size)
             self._buffers.reverse()
         self._reserved = None
-        return target
+        return self._device_buffer[: ints.size]
 
     def written_on_device(self, size: int, scratch: int, layout: object) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns memory for `size` numbers, and for `scratch` numbers that no launch but their writer's reads: zeros,

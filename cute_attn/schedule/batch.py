@@ -9,6 +9,7 @@ Lengths may reach 2^30 tokens, query tokens times the GQA group size 2^30 rows.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -84,7 +85,7 @@ class QueryTiles(NamedTuple):
 
     request: np.ndarray | None  # intp: numpy indexes with it; None: every request has one tile
     first_row: np.ndarray
-    begin: np.ndarray  # kv tiles [begin, end) are visible; both are 0 where none is
+    begin: np.ndarray  # kv tiles [begin, end) are visible; both are 0 where none is; begin is 0 without a window
     end: np.ndarray
     gap: Gap | None = None  # tiles between that are hidden
 
@@ -199,7 +200,7 @@ def _visible_kv_tiles(
 
 def _balanced_splits(tiles: QueryTiles, params: SchedulerParams, capacity: Capacity) -> Splits:
     """Splits the longest query tiles evenly where the cost model expects a shorter launch."""
-    visible = tiles.end - tiles.begin
+    visible = tiles.end if params.window_left < 0 else tiles.end - tiles.begin
     if tiles.gap is not None:
         visible = visible - tiles.gap.within(tiles.begin, tiles.end, None)
     num_splits = cost_model.num_splits(visible, cost_device(params), capacity)
@@ -207,11 +208,14 @@ def _balanced_splits(tiles: QueryTiles, params: SchedulerParams, capacity: Capac
         return _unsplit(tiles)
     num_splits = np.maximum(num_splits, 1)
     tile, index, partial, *merges = _enumerate(num_splits)
-    first, visible, count = tiles.begin.take(tile), visible.take(tile).astype(np.int64), num_splits.take(tile)
-    begin = first + index * visible // count
-    end = first + visible
-    end[:-1] = np.where(index[1:], begin[1:], end[:-1])  # up to where the next split of the tile begins
+    end = visible.take(tile)
+    begin = index * end // num_splits.take(tile)  # of the tiles that are visible, as long as `end` is their number
+    end[:-1] = np.where(index[1:], begin[1:], end[:-1])  # where the next split of the tile begins
+    if params.window_left >= 0:
+        first = tiles.begin.take(tile)
+        begin, end = begin + first, end + first
     if tiles.gap is not None:  # both count visible tiles
+        first = tiles.begin.take(tile)
         gap_begin, gap_end = np.maximum(tiles.gap.begin[tile], first), tiles.gap.end[tile]
         hidden = np.maximum(gap_end - gap_begin, 0)
         begin, end = begin + hidden * (begin >= gap_begin), end + hidden * (end > gap_begin)
@@ -272,7 +276,7 @@ def _enumerate(num_splits: np.ndarray) -> tuple[np.ndarray, ...]:
 
 def _item_order(lengths: BatchLengths, params: SchedulerParams, tiles: QueryTiles, splits: Splits) -> np.ndarray:
     """Returns the order of items: longest first, within groups of requests that share L2 where these matter."""
-    cost = splits.end - splits.begin
+    cost = splits.end if splits.tile is None and params.window_left < 0 else splits.end - splits.begin
     if tiles.gap is not None:
         cost = cost - tiles.gap.within(splits.begin, splits.end, splits.tile)
     order = longest_first(cost)
@@ -301,65 +305,72 @@ def _work(
     items, merges = ints[:item_ints].reshape(-1, ITEM_INTS), ints[item_ints:record_ints].reshape(-1, MERGE_INTS)
     if key_bounds is not None:
         ints[record_ints:] = key_bounds
-    _write_items(items[:num_items], lengths, params, tiles, splits, order)
+    requests = _request_records(lengths)
+    if num_merges:
+        _write_merges(merges[:num_merges], requests, tiles, splits)
+    _write_items(items[:num_items], requests, params, tiles, splits, order)
     if capacity is not None:
         items[num_items:] = 0
         merges[num_merges:] = 0
-    num_partials = 0
-    if num_merges:
-        num_partials = splits.first_partial.item(-1) + splits.num_splits.item(-1)
-        _write_merges(merges[:num_merges], lengths, tiles, splits)
+    num_partials = splits.first_partial.item(-1) + splits.num_splits.item(-1) if num_merges else 0
     bounds_at = None if key_bounds is None else record_ints
     return WorkList(items, merges, num_partials, item_capacity, merge_capacity, ints, bounds_at)
 
 
 def _write_items(
     items: np.ndarray,
-    lengths: BatchLengths,
+    records: np.ndarray,
     params: SchedulerParams,
     tiles: QueryTiles,
     splits: Splits,
     order: np.ndarray,
 ) -> None:
-    tile = order if splits.tile is None else splits.tile.take(order)
-    requests = _request_records(lengths)
-    requests.take(tiles.requests_of(tile), 0, out=items, mode="clip")  # "clip" spares numpy a copy of `out`
+    """Writes the items in `order`. `records`: of requests, which are overwritten."""
+    first_row = tiles.first_row
+    if splits.tile is not None:
+        records, first_row = records.take(tiles.requests_of(splits.tile), 0), first_row.take(splits.tile)
+    elif tiles.request is not None:
+        records = records.take(tiles.request, 0)
     if tiles.request is not None:  # else all begin at 0
-        items[:, _FIRST_ROW] = tiles.first_row.take(tile)
+        records[:, _FIRST_ROW] = first_row
     if splits.tile is not None or params.window_left >= 0:  # else all begin at 0
-        items[:, _KV_BEGIN] = splits.begin.take(order) * params.cols
-    np.minimum(splits.end.take(order) * params.cols, items[:, _KV_LEN], out=items[:, _KV_END], casting="unsafe")
+        np.multiply(splits.begin, params.cols, out=records[:, _KV_BEGIN], casting="unsafe")
+    end = records[:, _KV_END]
+    np.multiply(splits.end, params.cols, out=end, casting="unsafe")
+    np.minimum(end, records[:, _KV_LEN], out=end)
     if splits.partial is not None:
-        items[:, _PARTIAL] = splits.partial.take(order)
+        records[:, _PARTIAL] = splits.partial
+    records.take(order, 0, out=items, mode="clip")  # "clip" spares numpy a copy of `out`
 
 
-def _write_merges(merges: np.ndarray, lengths: BatchLengths, tiles: QueryTiles, splits: Splits) -> None:
-    request = tiles.requests_of(splits.merge_tile)
+def _write_merges(merges: np.ndarray, requests: np.ndarray, tiles: QueryTiles, splits: Splits) -> None:
+    merges[:, :2] = requests[:, :2].take(tiles.requests_of(splits.merge_tile), 0)  # qo_start, qo_len
+    merges[:, 2] = tiles.first_row.take(splits.merge_tile)
+    merges[:, 3] = splits.first_partial
+    merges[:, 4] = splits.num_splits
     merges[:, len(Merge._fields) :] = 0
-    values = (
-        lengths.qo_indptr.take(request),
-        lengths.qo_len.take(request),
-        tiles.first_row.take(splits.merge_tile),
-        splits.first_partial,
-        splits.num_splits,
-    )
-    for field, value in enumerate(values):
-        merges[:, field] = value
 
 
 def _request_records(lengths: BatchLengths) -> np.ndarray:
     """Returns one item record per request, with the fields that all items of the request share, and no partial."""
-    batch_size = len(lengths.kv_len)
-    records = np.zeros((batch_size, ITEM_INTS), np.int32)
+    records = _blank_records(len(lengths.kv_len)).copy()
     records[:, _QO_START] = lengths.qo_indptr[:-1]
     records[:, _QO_LEN] = lengths.qo_len
     records[:, _KV_START] = lengths.kv_start
     records[:, _KV_LEN] = lengths.kv_len
-    records[:, _PARTIAL] = NO_PARTIAL
-    records[:, _REQUEST] = np.arange(batch_size)
     if lengths.mask_offset is not None:
         records[:, _MASK_LOW] = lengths.mask_offset & 0xFFFFFFFF
         records[:, _MASK_HIGH] = lengths.mask_offset >> 32
+    return records
+
+
+@functools.lru_cache(64)  # batch sizes
+def _blank_records(batch_size: int) -> np.ndarray:
+    """Returns the records of requests of which nothing is known."""
+    records = np.zeros((batch_size, ITEM_INTS), np.int32)
+    records[:, _PARTIAL] = NO_PARTIAL
+    records[:, _REQUEST] = np.arange(batch_size)
+    records.flags.writeable = False
     return records
 
 

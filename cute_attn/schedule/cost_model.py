@@ -34,6 +34,8 @@ from cute_attn.schedule.split_kv import MAX_SPLITS
 FEW_TILES = 64  # query tiles, of which the search for a split size takes longer than all else of a schedule
 REMEMBERED = 256  # results of that search
 
+_SIZES = np.arange(BINS)
+_COSTS = np.maximum(_SIZES * UNIT, EMPTY_TILE_TIME) + ITEM_TIME  # of items of these sizes, unsplit
 most = np.maximum.reduce  # half the time of an array's `max`
 
 
@@ -82,10 +84,12 @@ def num_splits(visible: np.ndarray, device: Device, capacity: Capacity) -> np.nd
 def _split_size(visible: np.ndarray, longest: int, total: int, device: Device, capacity: Capacity) -> int | None:
     """Returns the best split size in kv tiles; None where no split pays. `longest`, `total`: of `visible`."""
     more, of = BALANCED
-    sizes, counts = _histogram(visible, longest)
-    unsplit, share = _unsplit_makespan(sizes, counts, device)
+    sizes, costs, counts = _histogram(visible, longest)
+    unsplit, share = _unsplit_makespan(costs, counts, device)
     if unsplit * of <= share * more:
         return None
+    used = counts.nonzero()[0]
+    sizes, counts = sizes[used], counts[used]
     chunks = candidates(longest, total, device)
     estimates = _makespans(sizes, counts, chunks, device, capacity)
     best = int(estimates.argmin())
@@ -110,27 +114,25 @@ def candidates(longest: int, total: int, device: Device) -> list[int]:
     return list(dict.fromkeys([min(max(size, least), longest) for size in sizes]))
 
 
-def _histogram(visible: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns at most BINS sizes, ascending, and how many query tiles have this size or are a little shorter."""
+def _histogram(visible: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns at most BINS sizes, ascending, what an item of each costs, and how many query tiles have this size or are
+    a little shorter. Sizes that no tile has are any smaller number.
+    """
     width = longest // BINS + 1
     if width == 1:
-        counts = np.bincount(visible)
-        used = counts.nonzero()[0]
-        return used, counts[used]
+        return _SIZES[: longest + 1], _COSTS[: longest + 1], np.bincount(visible)
     bin_index, sizes = visible // np.int32(width), np.zeros(BINS, np.int64)
     np.maximum.at(sizes, bin_index, visible)
-    counts = np.bincount(bin_index, minlength=BINS)
-    used = counts.nonzero()[0]
-    return sizes[used], counts[used]
+    return sizes, np.maximum(sizes * UNIT, EMPTY_TILE_TIME) + ITEM_TIME, np.bincount(bin_index, minlength=BINS)
 
 
-def _unsplit_makespan(sizes: np.ndarray, counts: np.ndarray, device: Device) -> tuple[int, int]:
+def _unsplit_makespan(costs: np.ndarray, counts: np.ndarray, device: Device) -> tuple[int, int]:
     """Returns the makespan of a launch without splits, and one CTA's equal share of its work."""
-    cost = np.maximum(sizes * UNIT, EMPTY_TILE_TIME) + ITEM_TIME
-    at_least = counts[::-1].cumsum()[::-1]  # items of this cost or more
-    fullest = int(most((at_least * device.ctas_per_item + (device.resident_ctas - 1)) // device.resident_ctas * cost))
-    share = int(cost @ counts) * device.ctas_per_item // device.resident_ctas
-    return max(share, fullest), share
+    waves = counts[::-1].cumsum()[::-1] * device.ctas_per_item  # items of this cost or more
+    waves += device.resident_ctas - 1
+    waves //= device.resident_ctas
+    share = int(costs @ counts) * device.ctas_per_item // device.resident_ctas
+    return max(share, int(most(waves * costs))), share
 
 
 def _makespans(

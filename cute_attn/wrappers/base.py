@@ -29,11 +29,11 @@ from cute_attn.request.batch_plan import Mask, PlanContext
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.request.settings import KV_LAYOUTS, MAX_INDEX
 from cute_attn.runtime import switches
-from cute_attn.runtime.staging import Staging, is_capturing
+from cute_attn.runtime.staging import Staging, Uploads, is_capturing
 from cute_attn.schedule import batch as batch_schedule
 from cute_attn.wrappers import device_plan, run_cache
 from cute_attn.wrappers.graph_invariants import GraphInvariants, check_sizes, check_unchanged
-from cute_attn.wrappers.plan_request import Copy, PlanRequest, differ, index_values, make, same_memory
+from cute_attn.wrappers.plan_request import Copy, HostCopy, PlanRequest, differ, index_values, make, same_memory
 from cute_attn.wrappers.planned_state import PlannedState
 from cute_attn.wrappers.stride_variants import StrideVariants
 from cute_attn.wrappers.variants import Variant, Variants
@@ -70,6 +70,7 @@ class BatchWrapper(PlannedState, StrideVariants):
 
     def __init__(self, float_workspace_buffer: Any, kv_layout: Any, use_cuda_graph: Any, backend: Any) -> None:
         self._index_buffers: dict[str, torch.Tensor] = {}
+        self._uploads: dict[str, Uploads] = {}  # to index buffers, of lengths on the host
         self._mask_buffers: tuple[torch.Tensor, torch.Tensor] | None = None
         self._set_workspace(float_workspace_buffer)
         self._kv_layout = checks.choice("kv_layout", kv_layout, KV_LAYOUTS)
@@ -116,7 +117,7 @@ class BatchWrapper(PlannedState, StrideVariants):
                     f"{name} must have {size} elements for batch size {self._fixed_batch_size}, got {buffer.numel()}"
                 )
             self._keep_apart(name, buffer)
-            self._index_buffers[name] = buffer
+            self._index_buffers[name], self._uploads[name] = buffer, Uploads(buffer)
 
     def _set_mask_buffers(self, custom_mask_buf: Any, mask_indptr_buf: Any) -> None:
         """Keep the mask buffers of CUDA-graph mode: both or neither."""
@@ -171,7 +172,7 @@ class BatchWrapper(PlannedState, StrideVariants):
             self._forget_copies()
             self._plan = variants.base.plan
 
-    def _lengths_replaced(self, request: PlanRequest, copies: list[Copy]) -> bool:
+    def _lengths_replaced(self, request: PlanRequest, copies: list[Copy | HostCopy]) -> bool:
         """Replace the lengths of the plan in force, if nothing else changes and its launch can; tell whether."""
         plan, variants, tokens = self._plan, self._variants, request.tokens
         if plan is None or plan is not variants.base.plan or len(variants.by_settings) > 1 or tokens.rows is None:
@@ -238,7 +239,7 @@ class BatchWrapper(PlannedState, StrideVariants):
             if before is self._current and self._plan is not None:
                 self._plan = before.plan
 
-    def _placed(self, request: PlanRequest) -> tuple[PlanRequest, list[Copy]]:
+    def _placed(self, request: PlanRequest) -> tuple[PlanRequest, list[Copy | HostCopy]]:
         """Return the request with index array and mask where launches read them, and the copies that put them there.
 
         With CUDA graphs that is the caller's buffers. Sources that overlap a target are copied aside here, before
@@ -247,7 +248,7 @@ class BatchWrapper(PlannedState, StrideVariants):
         tokens, mask = request.tokens, request.mask
         if isinstance(tokens, DeviceTokens):
             return device_plan.placed(self, request)
-        copies: list[Copy] = []
+        copies: list[Copy | HostCopy] = []
         if mask.packed is not None:
             tokens = tokens._replace(lengths=tokens.lengths._replace(mask_offset=mask.offsets[:-1]))
         if not self._use_cuda_graph:
@@ -258,7 +259,7 @@ class BatchWrapper(PlannedState, StrideVariants):
         for name, buffer in self._index_buffers.items():
             numbers = index_values(name, tokens)
             if numbers is not None:
-                copies.append(Copy(buffer, torch.from_numpy(numbers.astype(np.int32)), True))
+                copies.append(HostCopy(self._uploads[name], numbers))
         if tokens.kv_indices is not None:
             buffer = self._indices_buffer()
             if not same_memory(tokens.kv_indices, buffer):

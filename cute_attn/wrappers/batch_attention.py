@@ -99,7 +99,7 @@ class BatchAttention(BatchWrapper):
             logits_soft_cap=logits_soft_cap,
         )
         splits = batch_plan.splits(None, False, page_size)
-        mask = batch_plan.no_mask(tokens)
+        mask = batch_plan.NO_MASK
         self._make_plan(PlanRequest(options=options, tokens=tokens, mask=mask, splits=splits, page_size=page_size))
 
     @declare.operator("batch_attention_run", fakes.batch_attention, is_method=True)

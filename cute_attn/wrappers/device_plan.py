@@ -25,7 +25,7 @@ from cute_attn.request.batch_plan import Pages
 from cute_attn.request.batch_run import RunArguments
 from cute_attn.runtime import switches
 from cute_attn.runtime.staging import is_capturing
-from cute_attn.wrappers.plan_request import Copy, PlanRequest, same_memory
+from cute_attn.wrappers.plan_request import Copy, HostCopy, PlanRequest, same_memory
 
 if TYPE_CHECKING:
     from cute_attn.wrappers.base import BatchWrapper
@@ -79,7 +79,7 @@ def paged_tokens(
     arrays = qo_indptr, pages.indptr, pages.last_page_len
     if stays_on_device(wrapper, arrays, host_only) and _fits_buffer(wrapper, pages):
         return device_lengths.paged(wrapper.device, (qo_indptr, 0), pages, page_size, names)
-    return batch_plan.paged(batch_plan.indptr(names[0], qo_indptr), pages, page_size, names)
+    return batch_plan.paged(batch_plan.queries(names[0], qo_indptr), pages, page_size, names)
 
 
 def ragged_tokens(wrapper: BatchWrapper, qo_indptr: Any, kv_indptr: Any, host_only: HostOnly) -> Tokens | DeviceTokens:
@@ -96,8 +96,7 @@ def decode_tokens(
     if stays_on_device(wrapper, (pages.indptr, pages.last_page_len)) and _fits_buffer(wrapper, pages):
         return device_lengths.paged(wrapper.device, (None, q_len), pages, page_size, names)
     batch_size = max(0, checks.tensor(names[1], pages.indptr).numel() - 1)
-    bounds = batch_plan.uniform_indptr(batch_size, q_len)
-    return batch_plan.paged(bounds, pages, page_size, names)._replace(q_len=q_len)
+    return batch_plan.paged(batch_plan.uniform_queries(batch_size, q_len), pages, page_size, names, q_len)
 
 
 # ---- plan
@@ -153,7 +152,7 @@ def on_host(request: PlanRequest) -> PlanRequest:
     return request._replace(tokens=tokens.host) if isinstance(tokens, DeviceTokens) else request
 
 
-def placed(wrapper: BatchWrapper, request: PlanRequest) -> tuple[PlanRequest, list[Copy]]:
+def placed(wrapper: BatchWrapper, request: PlanRequest) -> tuple[PlanRequest, list[Copy | HostCopy]]:
     """Return the request with index arrays where launches read them, and the copies into the buffers of CUDA graphs."""
     tokens = request.tokens
     assert isinstance(tokens, DeviceTokens)
@@ -161,7 +160,7 @@ def placed(wrapper: BatchWrapper, request: PlanRequest) -> tuple[PlanRequest, li
         if tokens.kv_indices is not None:
             tokens = tokens._replace(kv_indices=wrapper._indices_on_device(tokens.kv_indices))
         return request._replace(tokens=tokens), []
-    copies: list[Copy] = []
+    copies: list[Copy | HostCopy] = []
     for name, buffer in wrapper._index_buffers.items():
         if "indices" in name:
             continue

@@ -11,6 +11,7 @@ import torch
 
 from cute_attn.problem import DeviceTokens, Tokens
 from cute_attn.request.batch_plan import Mask, PlanOptions, Splits
+from cute_attn.runtime.staging import Uploads
 
 
 class PlanRequest(NamedTuple):
@@ -36,6 +37,21 @@ class Copy(NamedTuple):
     source: torch.Tensor
     non_blocking: bool = False
 
+    def make(self) -> None:
+        """Copy, on the current stream."""
+        self.target.copy_(self.source, non_blocking=self.non_blocking)
+
+
+class HostCopy(NamedTuple):
+    """A copy of lengths on the host into an index buffer of CUDA graphs."""
+
+    uploads: Uploads
+    numbers: np.ndarray
+
+    def make(self) -> None:
+        """Copy, on the current stream."""
+        self.uploads.copy(self.numbers)
+
 
 def differ(before: PlanRequest, now: PlanRequest) -> bool:
     """Tell whether two plans differ in more than lengths. Types count: 1 == 1.0 == True."""
@@ -55,10 +71,10 @@ def _options_differ(before: PlanOptions, now: PlanOptions) -> bool:
     return any(map(operator.is_not, map(type, before), map(type, now))) or before != now
 
 
-def make(copies: Sequence[Copy]) -> None:
-    """Make the copies, on the current stream."""
-    for target, source, non_blocking in copies:
-        target.copy_(source, non_blocking=non_blocking)
+def make(copies: Sequence[Copy | HostCopy]) -> None:
+    """Make the copies."""
+    for each in copies:
+        each.make()
 
 
 def same_memory(indices: torch.Tensor, buffer: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 def bounded(qo_lens: list[int], kv_lens: list[int], arguments: dict[str, Any], first: int = 0) -> Tokens:
     qo, kv = (torch.tensor(np.concatenate(([first], first + np.cumsum(n)))) for n in (qo_lens, kv_lens))
     tokens = batch_plan.ragged(qo, kv)
-    return MultiItemScoring(**arguments).bound_keys(tokens, batch_plan.no_mask(tokens))
+    return MultiItemScoring(**arguments).bound_keys(tokens, batch_plan.NO_MASK)
 
 
 def masks(tokens: Tokens, window_left: int = -1) -> list[torch.Tensor]:

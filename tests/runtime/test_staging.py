@@ -13,7 +13,7 @@ import torch
 
 from cute_attn.errors import RuntimeArgumentError
 from cute_attn.runtime import launch
-from cute_attn.runtime.staging import MIN_CAPACITY, CudaCopies, Staging
+from cute_attn.runtime.staging import MIN_CAPACITY, CudaCopies, Staging, Uploads
 
 CPU = torch.device("cpu")
 
@@ -34,9 +34,9 @@ class LateCopies:
     def target(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.int32)
 
-    def start(self, target: torch.Tensor, source: torch.Tensor) -> LateEvent:
+    def start(self, target: torch.Tensor, source: torch.Tensor, ints: int) -> LateEvent:
         event = LateEvent(self)
-        self.pending.append((event, target, source))
+        self.pending.append((event, target[:ints], source[:ints]))
         return event
 
     def finish(self, until: LateEvent | None = None) -> None:
@@ -186,10 +186,10 @@ def test_cuda_copies_are_followed_by_an_event_on_the_stream_of_their_device(capt
         copies = CudaCopies(device)
         if capturing:
             with pytest.raises(RuntimeError, match="must not be captured"):
-                copies.start(target, source)
+                copies.start(target, source, 5)
             assert driver.calls == []
             return
-        assert copies.start(target, source) is copies.start(target, source)
+        assert copies.start(target, source, 5) is copies.start(target, source, 5)
     copy = "copy", target.data_ptr(), source.data_ptr(), target.nbytes, 71
     on = "context 1"
     assert driver.calls == [(on, *copy), (on, "record", "cuda:1"), (on, *copy), (on, "record", 5, 71)]

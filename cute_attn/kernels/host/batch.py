@@ -267,7 +267,7 @@ class HostPlannedRun(SplitKvBatchRun):
             return None
         before, now = self.schedule, self.scheduled(lengths)
         launches = self.launches()
-        if now.tile != before.tile or now.params != before.params or now.merges != before.merges:
+        if now.params is not before.params or now.merges != before.merges:  # tilings are kept, and so the same objects
             kernel = self.kernel_of(now)
             prepared = kernel(self.settings)
             self.kernel, self.prepared, self.latest, launches = kernel, prepared, (self.settings, prepared), ()
