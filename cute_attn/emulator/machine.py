@@ -64,9 +64,8 @@ class Cta:
         self.extra: dict[str, Any] = {}  # state of optional units, by name
         self.closing: list[Callable[[], None]] = []  # checks to run when its last warp has ended
         self.batches: list[WarpBatch] = []
-        registers = [np.zeros(1, grid.home_dtypes[h]) for h in grid.program.homes]
         for warps in grid.initial_batches():
-            self.batches.append(WarpBatch(self, warps, list(registers)))
+            self.batches.append(WarpBatch(self, warps, list(grid.initial_registers)))
         self.running = {id(batch): (batch, batch.run()) for batch in self.batches}
 
     def adopt(self, batches: list[WarpBatch]) -> None:
@@ -184,6 +183,8 @@ class Grid:
         self.slice = 20 if self.schedule.warps_apart else 400
         self.stats = Stats()
         self.home_dtypes = {h: program.names[h] for h in set(program.homes)}
+        # Of all batches: no array of a register is ever changed.
+        self.initial_registers = [np.zeros(1, self.home_dtypes[h]) for h in program.homes]
         self._param_words: dict[tuple[int, str], Array] = {}
         self._check()
         self._lay_out_shared()

@@ -117,6 +117,9 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{")
 _NAME = re.compile(r"[A-Za-z_$%][\w$.]*")
 _INTEGER = re.compile(r"-?(?:0[xX][0-9a-fA-F]+|\d+)U?$")
+_DECIMAL = re.compile(r"-?\d+\.\d+(?:[eE]-?\d+)?")
+_ADDRESS = re.compile(r"([^\s+]+?)\s*(?:([+-])\s*(-?\w+))?")
+_BANK = re.compile(r"(.+)<(\d+)>")
 
 
 def parse(text: str) -> dict[str, Kernel]:
@@ -142,7 +145,7 @@ class _Scope:
 
 class _Reader:
     def __init__(self, text: str) -> None:
-        blanked = _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), text)
+        blanked = _COMMENT.sub(lambda m: "\n".join(" " * len(line) for line in m.group().split("\n")), text)
         self.files = dict(_FILE.findall(blanked))
         self.locations: list[tuple[int, str]] = []
         self.text = _FILE.sub(_blank, _LOC.sub(self._location, blanked))
@@ -212,7 +215,7 @@ class _Reader:
         if words[0] == ".reg":
             kind, names = words[1].split(None, 1)
             for name in names.split(","):
-                bank = re.fullmatch(r"(.+)<(\d+)>", name.strip())
+                bank = _BANK.fullmatch(name.strip())
                 listed = [f"{bank[1]}{i}" for i in range(int(bank[2]))] if bank else [name.strip()]
                 for one in listed:
                     scope.names.add(one)
@@ -262,19 +265,20 @@ class _Operands:
         if "|" in text:
             a, b = (self.parse(part.strip(), scope) for part in text.split("|"))
             return Pair(a, b)
-        number = _number(text)
-        if number is not None:
-            return number
-        if not _NAME.fullmatch(text):
-            raise PtxError(f"operand {text!r}")
+        if first != "%":
+            number = _number(text)
+            if number is not None:
+                return number
         register = self.registers.get(scope.resolve(text))
         if register is not None:
             return register
+        if not _NAME.fullmatch(text):
+            raise PtxError(f"operand {text!r}")
         return Special(text) if first == "%" else Sym(scope.resolve(text))
 
     def _address(self, text: str, scope: _Scope) -> Addr:
         head, *rest = _split(text)
-        match = re.fullmatch(r"([^\s+]+?)\s*(?:([+-])\s*(-?\w+))?", head)
+        match = _ADDRESS.fullmatch(head)
         if match is None:
             raise PtxError(f"address {text!r}")
         offset = int(match[3], 0) if match[3] else 0
@@ -289,7 +293,7 @@ def _number(text: str) -> Imm | None:
         return Imm(int(text[2:], 16), "d")
     if _INTEGER.match(text):
         return Imm(int(text.rstrip("U"), 0) if "x" in text.lower() else int(text.rstrip("U")))
-    if re.fullmatch(r"-?\d+\.\d+(?:[eE]-?\d+)?", text):
+    if _DECIMAL.fullmatch(text):
         return Imm(int.from_bytes(struct.pack("<d", float(text)), "little"), "d")
     return None
 

@@ -72,13 +72,18 @@ class WarpBatch:
         self.lane = np.tile(np.arange(32), len(warps))
         self.row = np.repeat(np.arange(len(warps)), 32)  # position in the batch of each lane's warp
         self.lane_agents = self.agents[self.row]
+        self._lanes = np.arange(self.size)
+        self._lanes.flags.writeable = False
         self._special: dict[str, Array] = {}
+        self.shuffles: dict[tuple[str, int, int], tuple[Array, Array]] = {}  # by mode and constant operands
 
     # --- for forms ----------------------------------------------------------------------------------------------------
 
     def full(self, x: Array) -> Array:
         """Broadcast a register to one element per lane."""
-        return x if x.shape[0] == self.size else np.broadcast_to(x, (self.size,))
+        if x.shape[0] == self.size:
+            return x
+        return np.ndarray((self.size,), x.dtype, x, strides=(0,))  # broadcast_to takes five times as long
 
     def active(self, mask: Array | None) -> Array:
         """The mask as an array."""
@@ -86,7 +91,11 @@ class WarpBatch:
 
     def lanes(self, mask: Array | None) -> Array:
         """Positions of the active lanes."""
-        return np.arange(self.size) if mask is None else np.flatnonzero(mask)
+        return self._lanes if mask is None else np.flatnonzero(mask)
+
+    def active_agents(self, mask: Array | None) -> Array:
+        """The agents of the warps that have active lanes."""
+        return self.agents if mask is None else self.agents[mask.reshape(-1, 32).any(axis=1)]
 
     def first_lanes(self, mask: Array | None) -> Array:
         """The first active lane of each warp that has one."""

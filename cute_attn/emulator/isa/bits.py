@@ -134,8 +134,13 @@ def prmt(e: Emitter, inst: Inst) -> None:
 
 
 def _prmt(a: Array, b: Array, selector: Array) -> Array:
+    constant = int(selector[0]) if len(selector) == 1 else 0x8888
     a, b, selector = np.broadcast_arrays(a, b, selector)
     pool = np.stack([np.ascontiguousarray(a), np.ascontiguousarray(b)], axis=1).view(np.uint8)  # [n, 8]
+    if not constant & 0x8888:  # the same bytes in all lanes, none by its sign
+        chosen = [constant >> 4 * i & 7 for i in range(4)]
+        packed: Array = np.ascontiguousarray(pool[:, chosen]).view(np.uint32)[:, 0]
+        return packed
     result = np.zeros(len(a), np.uint32)
     rows = np.arange(len(a))
     for i in range(4):

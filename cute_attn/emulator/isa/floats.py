@@ -7,6 +7,7 @@ import numpy as np
 from cute_attn.emulator.dtypes import Array
 
 _SMALLEST_NORMAL = np.float32(2.0**-126)
+_ZERO = np.float32(0)
 _LOW = np.int64((1 << 29) - 1)  # bits of a double beyond a float
 _HALF = np.int64(1 << 28)
 
@@ -73,7 +74,8 @@ def directed(value: Array, error: Array, mode: str) -> Array:
 
 def flush(x: Array) -> Array:
     """Flush subnormals to zeros of their sign."""
-    flushed: Array = np.where(np.abs(x) < _SMALLEST_NORMAL, np.copysign(np.float32(0), x), x)
+    small = np.abs(x) < _SMALLEST_NORMAL
+    flushed: Array = np.where(small, np.copysign(_ZERO, x), x) if small.any() else x
     return flushed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -342,7 +343,7 @@ def _arrive(
         barrier.used_by(w.cta, "an arrival", agent=agent)
         barrier.arrive(agent, int(counts[lane]), int(bytes_[lane]), relaxed)
     if w.cta.clocks is not None:
-        agents = np.unique(w.lane_agents[lanes])
+        agents = w.active_agents(mask)
         w.cta.clocks.v[agents, ORDER, agents] += 1
     return token
 
@@ -390,7 +391,7 @@ def _copies_arrive(w: WarpBatch, mask: Array | None, address: Array, noinc: bool
             barrier.pending += 1
         barrier.arrive(agent, 1)
     if clocks is not None:
-        agents = np.unique(w.lane_agents[w.lanes(mask)])
+        agents = w.active_agents(mask)
         clocks.v[agents, ORDER, agents] += 1
 
 
@@ -410,21 +411,15 @@ def wait(e: Emitter, inst: Inst, op: str, parity: str, sem: str, scope: str, spa
 
 
 def _test(w: WarpBatch, mask: Array | None, address: Array, expected: Array, parity: bool, relaxed: bool) -> Array:
-    where, wanted = w.full(address), w.full(expected)
-    lanes = w.lanes(mask)
     clocks = w.cta.clocks
     since, w.spin_since = w.spin_since, None
     if clocks is not None and since is not None:
         clocks.time[w.agents] = since  # the time of a waiting loop is that of what it waits for
     done = np.zeros(w.size, np.bool_)
-    keys = where[lanes].astype(np.uint64) << np.uint64(32) | (wanted[lanes].astype(np.uint64) & np.uint64(0xFFFFFFFF))
-    for key in np.unique(keys):
-        some = lanes[keys == key]
-        barrier = at(w.cta, int(where[some[0]]))
-        agents = np.unique(w.lane_agents[some])
+    for where, want, some, agents in _tests(w, mask, address, expected):
+        barrier = at(w.cta, where)
         for agent in agents:
             barrier.seen(int(agent))
-        want = int(wanted[some[0]])
         passed = (barrier.phase & 1) != (want & 1) if parity else barrier.phase > want
         if passed:
             barrier.pass_(agents, relaxed)
@@ -439,6 +434,23 @@ def _test(w: WarpBatch, mask: Array | None, address: Array, expected: Array, par
     return done
 
 
+def _tests(
+    w: WarpBatch, mask: Array | None, address: Array, expected: Array
+) -> Iterator[tuple[int, int, Array, Array]]:
+    """The tests that the lanes make, each once: address, expected phase, lanes, agents."""
+    if len(address) == 1 and len(expected) == 1:
+        yield int(address[0]), int(expected[0]), w.lanes(mask), w.active_agents(mask)
+        return
+    lanes = w.lanes(mask)
+    where, wanted = w.full(address)[lanes], w.full(expected)[lanes]
+    keys = where.astype(np.uint64) << np.uint64(32) | (wanted.astype(np.uint64) & np.uint64(0xFFFFFFFF))
+    first = keys[0]
+    for key in [first] if (keys == first).all() else np.unique(keys):
+        same = keys == key
+        some = lanes[same]
+        yield int(where[same][0]), int(wanted[same][0]), some, np.unique(w.lane_agents[some])
+
+
 # --- fences -----------------------------------------------------------------------------------------------------------
 
 
@@ -450,5 +462,5 @@ def fence_init(e: Emitter, inst: Inst) -> None:
 def _fence_init(w: WarpBatch, mask: Array | None) -> None:
     """Make the warp's own writes visible to the async proxy."""
     if w.cta.clocks is not None:
-        agents = np.unique(w.lane_agents[w.lanes(mask)])
+        agents = w.active_agents(mask)
         w.cta.clocks.v[agents, PROXY, agents] = w.cta.clocks.v[agents, ORDER, agents]

@@ -58,6 +58,21 @@ def _shfl_pair(
     w: WarpBatch, mask: Array | None, mode: str, a: Array, b: Array, c: Array, member: Array
 ) -> tuple[Array, Array]:
     members(w, mask, member, "shfl.sync")
+    if len(b) > 1 or len(c) > 1:
+        source, valid = _sources(w, mode, b, c)
+    else:
+        key = mode, int(b[0]), int(c[0])
+        found = w.shuffles.get(key)
+        if found is None:
+            source, valid = _sources(w, mode, b, c)
+            one = (source == source[0]).all()  # a single warp that reads one lane: what follows is the same in all
+            found = w.shuffles[key] = (source[:1] if one else source), valid
+        source, valid = found
+    return (a.copy() if len(a) == 1 else a[source]), valid
+
+
+def _sources(w: WarpBatch, mode: str, b: Array, c: Array) -> tuple[Array, Array]:
+    """The lane of the batch that each lane reads, and whether shfl's own choice exists."""
     lane = w.lane.astype(np.int64)
     bound, segment = (c & np.uint32(31)).astype(np.int64), ((c >> np.uint32(8)) & np.uint32(31)).astype(np.int64)
     step = (b & np.uint32(31)).astype(np.int64)
@@ -73,8 +88,7 @@ def _shfl_pair(
         source = low | (step & ~segment)
         valid = source <= high
     source = np.where(valid, source, lane) & 31
-    found: Array = w.full(a)[w.row * 32 + source]
-    return found, np.broadcast_to(np.asarray(valid), (w.size,))
+    return w.row * 32 + source, np.broadcast_to(np.asarray(valid), (w.size,))
 
 
 @form("vote.sync{.any|.all|.uni}.pred", converges=True, golden="warp")
