@@ -31,7 +31,7 @@ from cute_attn.kernels.xqa.parts.scales import final_epilogue, log2_scale
 from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax, Running
 from cute_attn.kernels.xqa.parts.team import make_team
 from cute_attn.kernels.xqa.parts.tile_forms import tile_forms
-from cute_attn.kernels.xqa.parts.warp_merge import WarpMerge
+from cute_attn.kernels.xqa.parts.warp_merge import WarpMerge, WholeMerge
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
 from cute_attn.runtime.arch import named
@@ -194,7 +194,7 @@ class XqaProgram:
     def merge_and_queries(self, p: XqaParams) -> tuple[WarpMerge, QueryRows]:
         scale = log2_scale(p, self.format.dequant_factor)
         epilogue = final_epilogue(p, self.format.dequant_factor)
-        kind = ClusterMerge if self.spec.cluster > 1 else WarpMerge
+        kind = ClusterMerge if self.spec.cluster > 1 else WholeMerge if self.spec.whole else WarpMerge
         merge = kind(self.spec, self.memory, self.team, p, shared_memory(), epilogue, self.format)
         return merge, QueryRows(self.spec, self.memory, self.team, self.format, p, scale)
 
