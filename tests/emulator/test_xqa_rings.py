@@ -23,7 +23,7 @@ LENGTHS = (300, 1, 33, 150)
 
 # A proposed row, its problem's (query, kv) heads and lengths here, SMs, and the rings that differ in structure.
 CASES: dict[str, tuple[str, tuple[int, int], tuple[int, ...], int, tuple[str, ...]]] = {
-    "more warps per SM": ("window-64", (16, 2), LENGTHS, 2, ("4x2x32x6", "8x2x16x3", "1x2x16x16")),
+    "more warps per SM": ("window-64", (16, 2), LENGTHS, 2, ("4x2x32x6", "8x2x16x3", "2x2x32x8a")),
     "a CTA for every segment": ("e4m3-256x1024", (8, 1), LENGTHS, 2, ("4x2x32x3w", "2x3x16x8w")),
     "six warps": ("bf16-uneven", (7, 1), LENGTHS, 3, ("6x2x16x1+1",)),
     "clusters": ("bf16-1x8192", (8, 2), (700,), 44, ("6x2x16x1+1c6", "6x2x16x2c6", "12x2x16x1c6")),

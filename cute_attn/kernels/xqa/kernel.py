@@ -11,7 +11,7 @@ and are converted in registers (`formats`).
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import cutlass
 import cutlass.cute as cute
@@ -101,6 +101,12 @@ class XqaParams(NamedTuple):
     lse_scale: Float32
 
 
+# Of `XqaSpec.ahead`: also the entries of the page table and the pages of the cache.
+AheadParams = NamedTuple(  # type: ignore[misc]
+    "AheadParams", [*get_type_hints(XqaParams).items(), ("entries", Int32), ("pages", Int32)]
+)
+
+
 class LoopState(NamedTuple):
     """State that a warp carries from tile to tile: the accumulators, the ring slot of the next tile to compute, and the
     cache positions of the next tile to copy."""
@@ -133,10 +139,9 @@ class SegmentWork:
 class XqaProgram:
     """The decode kernel of one spec, for one architecture."""
 
-    params = XqaParams
-
     def __init__(self, spec: XqaSpec, arch: str) -> None:
         self.spec = spec
+        self.params = AheadParams if spec.ahead else XqaParams
         self.memory = XqaMemory.of(spec)
         self.team = make_team(spec, self.memory)
         self.forms = tile_forms(spec, self.memory, named(arch))
@@ -147,10 +152,10 @@ class XqaProgram:
         self.pdl = named(arch).pdl
 
     def compile_args(self) -> tuple[Any, ...]:
-        return (zeros(XqaParams), Int32(1), Int32(1), Int32(1))
+        return (zeros(self.params), Int32(1), Int32(1), Int32(1))
 
     @cute.jit
-    def __call__(self, params: XqaParams, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
+    def __call__(self, params: Any, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
         grid, block = [grid_x, grid_y, grid_z], list(self.block)
         self.kernel(params).launch(
             grid=grid,
@@ -162,7 +167,7 @@ class XqaProgram:
         )
 
     @cute.kernel
-    def kernel(self, params: XqaParams) -> None:
+    def kernel(self, params: Any) -> None:
         partition = make_partition(self.spec, params)
         if cutlass.const_expr(self.pdl):
             partition.prefetch_lengths()
