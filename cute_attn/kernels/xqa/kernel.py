@@ -101,10 +101,9 @@ class XqaParams(NamedTuple):
     lse_scale: Float32
 
 
+named_tuple: Any = NamedTuple  # of fields that type checkers do not see
 # Of `XqaSpec.ahead`: also the entries of the page table and the pages of the cache.
-AheadParams = NamedTuple(  # type: ignore[misc]
-    "AheadParams", [*get_type_hints(XqaParams).items(), ("entries", Int32), ("pages", Int32)]
-)
+AheadParams = named_tuple("AheadParams", [*get_type_hints(XqaParams).items(), ("entries", Int32), ("pages", Int32)])
 
 
 class LoopState(NamedTuple):
