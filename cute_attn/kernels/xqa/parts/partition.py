@@ -220,7 +220,8 @@ class WholeSegments(Partition):
     def first_segment(self) -> tuple[Share, Segment]:
         """The only segment of this CTA, and a share that is its own."""
         unit, index = cute.arch.block_idx()[0], cute.arch.block_idx()[1]
-        request, first_page = self.request(index), self.first_page(index)
+        # In flight together: ptxas waits for the length before the branch to the second load.
+        first_page, request = self.first_page(index), self.request(index)
         positions = request.tiles + self.p.overhead
         return Share(Int32(0), positions, positions), Segment(index, unit, self.p.overhead, first_page, request)
 
@@ -284,7 +285,8 @@ class ClusterSegments(Partition):
     @cute.jit
     def first_segment(self) -> tuple[Share, Segment]:
         p, cta = self.p, cute.arch.block_idx()[1]
-        request, first_page = self.request(Int32(0)), self.first_page(Int32(0))
+        # In flight together, as in `WholeSegments`.
+        first_page, request = self.first_page(Int32(0)), self.request(Int32(0))
         ctas = cute.arch.grid_dim()[1]
         divisor = Divisor(ctas, p.shares_multiplier, p.shares_shift)
         size = ptx.maximum(p.min_share, divisor.quotient(request.tiles + ctas - 1))
