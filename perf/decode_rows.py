@@ -43,7 +43,9 @@ class Row(NamedTuple):
 
 # More than 16 warps per SM, whose kernels have 80 registers: the CTAs of the next launch are resident while these end.
 CROWDED = ("4x2x16x6", "4x2x32x5", "4x2x32x6", "2x2x16x12", "2x2x32x10", "2x2x32x12", "8x2x16x3")
-WINDOW = (*CROWDED, "4x2x16x4", "4x2x32x4", "2x3x16x8", "1x2x16x16")
+# Keys are fetched into L2 while the preceding launch ends, as FlashInfer's kernel loads all but the newest tile.
+AHEAD = ("2x2x32x8a", "2x2x32x10a", "4x2x16x4a", "4x2x16x5a", "4x2x32x5a")
+WINDOW = (*CROWDED, *AHEAD, "4x2x16x4", "4x2x32x4", "2x3x16x8", "1x2x16x16")
 # A CTA for every segment, as FlashInfer's grid: prologues and ends of several CTAs overlap, nothing is cut or merged.
 WHOLE = ("4x2x32x3w", "4x2x16x4w", "4x3x16x4w", "2x2x32x6w", "2x2x16x8w", "2x3x16x8w", "4x3x32x2w", "8x2x32x1w")
 MANY = (*WHOLE, "4x3x32x1", "4x2x64x1", "2x3x32x2", "8x3x16x1")

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 from cute_attn.kernels.xqa.host import grid
 from cute_attn.kernels.xqa.smem import XqaMemory
+from cute_attn.kernels.xqa.spec import XqaSpec
 from cute_attn.kernels.xqa.tiles import RESERVED_SMEM
 from cute_attn.problem import Features
-from cute_attn.runtime.arch import named
-from perf import search_decode
+from cute_attn.runtime.arch import Arch, named
+from perf import decode_rows, rings, search_decode
 from perf.batch_workloads import BatchWorkload, equal
+from perf.harness import Timing
+from perf.peers import Bind
 
 HOPPER = named("sm_90a")
 
@@ -32,7 +41,7 @@ def test_rings_contain_that_of_the_table_and_fit(batch_size: int, kv_dtype: str)
     start = search_decode.start_of(w, HOPPER)
     found = search_decode.rings(start, search_decode.segments(w), HOPPER)
     assert start in found
-    assert len({search_decode.title(spec) for spec in found}) == len(found) > 10
+    assert len({rings.title(spec) for spec in found}) == len(found) > 10
     for spec in found:
         bytes_of_ctas = (spec.ctas + spec.guests) * (XqaMemory.of(spec).bytes + RESERVED_SMEM)
         assert bytes_of_ctas <= HOPPER.smem_limit + RESERVED_SMEM
@@ -47,6 +56,98 @@ def test_a_forced_ring_is_launched() -> None:
         return grid.choose_spec(FEATURES, 1, "many", HOPPER)
 
     assert launched() == start
-    with search_decode.force_spec(other):
+    with rings.force_spec(other):
         assert launched() == other
     assert launched() == start
+
+
+def test_rings_by_text() -> None:
+    start = search_decode.start_of(workload(64, "e4m3"), HOPPER)
+    spec = rings.ring("6x2x16x1+1c6", start)
+    assert (spec.warps, spec.stages, spec.cols, spec.ctas, spec.guests, spec.cluster) == (6, 2, 16, 1, 1, 6)
+    assert not spec.whole
+    assert not spec.ahead
+    assert rings.ring("2x2x32x8wa", start) == dataclasses.replace(
+        start, warps=2, stages=2, cols=32, ctas=8, whole=True, ahead=True
+    )
+    for text in ("4x2x32", "4x2x32x3c", "4x2x32x3aw", ""):
+        with pytest.raises(ValueError, match="WARPSxSTAGESxTOKENSxCTAS"):
+            rings.ring(text, start)
+
+
+@pytest.mark.parametrize("name", decode_rows.ROWS)
+def test_every_candidate_of_a_row_fits_an_sm(name: str) -> None:
+    row = decode_rows.ROWS[name]
+    specs = decode_rows.specs_of(row, HOPPER)
+    assert [*specs] == [decode_rows.TABLE, *(f"cute_attn {text}" for text in row.rings)]
+    assert len(set(specs.values())) == len(specs)
+
+
+SPEEDS = {decode_rows.TABLE: 100.0, decode_rows.PEER: 80.0}  # GB/s; of all others 120
+
+
+def measured(w: BatchWorkload, binds: Mapping[str, Bind], rounds: int) -> dict[str, Any]:
+    """A run that measures nothing."""
+    entries = {}
+    for name in binds:
+        speed = SPEEDS.get(name, 120.0)
+        entries[name] = {
+            **Timing(1e3 / speed, 1.0, 1.0, 20, rounds)._asdict(),
+            "speed": speed,
+            "share": speed / 200,
+            "error": 1e-3,
+        }
+    return {"name": w.name, "candidates": entries}
+
+
+def test_rows_are_recorded_and_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compiled(specs: Sequence[XqaSpec], arch: Arch) -> dict[XqaSpec, str]:
+        return {spec: "8 bytes of stack" if spec.stages == 3 else "" for spec in specs}
+
+    monkeypatch.setattr(rings, "compiled", compiled)
+    record: dict[str, Any] = {}
+    row = decode_rows.Row(workload(256, "e4m3"), ("4x2x16x4w", "4x3x16x4w"), 1.03, backends=("fa2",))
+    decode_rows.run({"many": row}, HOPPER, 9, None, measured, record, tmp_path / "rows.json")
+    candidates = record["rows"]["many"]["candidates"]
+    assert {*candidates} == {
+        *("cute_attn table", "cute_attn 4x2x16x4w", "cute_attn 4x3x16x4w", "cute_attn fa2", "FlashInfer XQA")
+    }
+    fast, slow = candidates["cute_attn 4x2x16x4w"], candidates["cute_attn 4x3x16x4w"]
+    assert (fast["ratio"], fast["to_table"], fast["rounds"]) == (1.5, 1.2, 9)
+    assert (fast["spec"]["warps"], fast["spec"]["whole"]) == (4, True)
+    assert slow == {"reason": "8 bytes of stack", "spec": slow["spec"]}
+    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == record["rows"]
+    title, first, *_, last = capsys.readouterr().out.splitlines()
+    assert title == f"many: {row.workload.name} target 1.03"
+    assert "cute_attn 4x2x16x4w: 0.600 of the ceiling, peer 1.500, table 1.200, error 0.0010" in first
+    assert last.endswith("-    cute_attn 4x3x16x4w: 8 bytes of stack")
+
+
+def test_rows_stop_with_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rings, "compiled", lambda specs, arch: dict.fromkeys(specs, ""))
+    record: dict[str, Any] = {}
+    decode_rows.run(decode_rows.chosen(["window-8"]), HOPPER, 9, -1.0, measured, record, None)
+    assert (record["rows"], record["left_out"]) == ({}, {"window-8": "the budget was spent"})
+
+
+def test_a_row_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rings, "compiled", lambda specs, arch: dict.fromkeys(specs, ""))
+
+    def fails_once(w: BatchWorkload, binds: Mapping[str, Bind], rounds: int) -> dict[str, Any]:
+        if len(w.kv_lens) == 8:
+            raise RuntimeError("out of memory")
+        return measured(w, binds, rounds)
+
+    record: dict[str, Any] = {}
+    decode_rows.run(decode_rows.chosen(["window-8", "window-64"]), HOPPER, 9, 60.0, fails_once, record, None)
+    assert [*record["rows"]] == ["window-64"]
+    assert record["left_out"] == {"window-8": "RuntimeError: out of memory"}
+
+
+def test_rows_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [*decode_rows.chosen([])] == [*decode_rows.ROWS]
+    assert [*decode_rows.chosen(["bf16-1x2048", "window-8"])] == ["window-8", "bf16-1x2048"]
+    assert search_decode.main(["--rows", "window-9"]) == 2
+    assert "window-64" in capsys.readouterr().err

@@ -11,7 +11,7 @@ and are converted in registers (`formats`).
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import cutlass
 import cutlass.cute as cute
@@ -31,7 +31,7 @@ from cute_attn.kernels.xqa.parts.scales import final_epilogue, log2_scale
 from cute_attn.kernels.xqa.parts.softmax import ColumnSoftmax, Running
 from cute_attn.kernels.xqa.parts.team import make_team
 from cute_attn.kernels.xqa.parts.tile_forms import tile_forms
-from cute_attn.kernels.xqa.parts.warp_merge import WarpMerge
+from cute_attn.kernels.xqa.parts.warp_merge import WarpMerge, WholeMerge
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
 from cute_attn.runtime.arch import named
@@ -101,6 +101,11 @@ class XqaParams(NamedTuple):
     lse_scale: Float32
 
 
+named_tuple: Any = NamedTuple  # of fields that type checkers do not see
+# Of `XqaSpec.ahead`: also the entries of the page table and the pages of the cache.
+AheadParams = named_tuple("AheadParams", [*get_type_hints(XqaParams).items(), ("entries", Int32), ("pages", Int32)])
+
+
 class LoopState(NamedTuple):
     """State that a warp carries from tile to tile: the accumulators, the ring slot of the next tile to compute, and the
     cache positions of the next tile to copy."""
@@ -133,10 +138,9 @@ class SegmentWork:
 class XqaProgram:
     """The decode kernel of one spec, for one architecture."""
 
-    params = XqaParams
-
     def __init__(self, spec: XqaSpec, arch: str) -> None:
         self.spec = spec
+        self.params = AheadParams if spec.ahead else XqaParams
         self.memory = XqaMemory.of(spec)
         self.team = make_team(spec, self.memory)
         self.forms = tile_forms(spec, self.memory, named(arch))
@@ -147,10 +151,10 @@ class XqaProgram:
         self.pdl = named(arch).pdl
 
     def compile_args(self) -> tuple[Any, ...]:
-        return (zeros(XqaParams), Int32(1), Int32(1), Int32(1))
+        return (zeros(self.params), Int32(1), Int32(1), Int32(1))
 
     @cute.jit
-    def __call__(self, params: XqaParams, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
+    def __call__(self, params: Any, grid_x: Int32, grid_y: Int32, grid_z: Int32) -> None:
         grid, block = [grid_x, grid_y, grid_z], list(self.block)
         self.kernel(params).launch(
             grid=grid,
@@ -162,7 +166,7 @@ class XqaProgram:
         )
 
     @cute.kernel
-    def kernel(self, params: XqaParams) -> None:
+    def kernel(self, params: Any) -> None:
         partition = make_partition(self.spec, params)
         if cutlass.const_expr(self.pdl):
             partition.prefetch_lengths()
@@ -194,7 +198,7 @@ class XqaProgram:
     def merge_and_queries(self, p: XqaParams) -> tuple[WarpMerge, QueryRows]:
         scale = log2_scale(p, self.format.dequant_factor)
         epilogue = final_epilogue(p, self.format.dequant_factor)
-        kind = ClusterMerge if self.spec.cluster > 1 else WarpMerge
+        kind = ClusterMerge if self.spec.cluster > 1 else WholeMerge if self.spec.whole else WarpMerge
         merge = kind(self.spec, self.memory, self.team, p, shared_memory(), epilogue, self.format)
         return merge, QueryRows(self.spec, self.memory, self.team, self.format, p, scale)
 

@@ -24,7 +24,7 @@ from cute_attn.kernels.host.params import (
 )
 from cute_attn.kernels.host.prepared import Replay
 from cute_attn.kernels.xqa.host.grid import LaunchConfig
-from cute_attn.problem import BatchProblem, Problem, Request, Settings, draft_mask_bytes
+from cute_attn.problem import BatchProblem, DecodeProblem, Problem, Request, Settings, draft_mask_bytes
 
 CHUNK = 16  # bytes; page and token strides of k and v count chunks
 ONE_PAGE = 1 << 30  # page size of keys that are not paged: more tokens than any request has
@@ -36,6 +36,7 @@ TENSOR_FIELDS = (
 REQUEST_FIELDS = ("table", "table_stride", "page_starts", "seq_lens", "q_indptr", "mask", "batch", "capacity")
 SCRATCH_FIELDS = ("counters", "partials")
 PAGE_FIELDS = ("k_stride_page", "v_stride_page")
+AHEAD_FIELDS = ("entries", "pages")
 BLOCK_SCALE_FIELDS = (
     *("k_sf", "k_sf_stride_page", "k_sf_stride_n", "k_sf_stride_h"),
     *("v_sf", "v_sf_stride_page", "v_sf_stride_n", "v_sf_stride_h"),
@@ -73,8 +74,10 @@ class PreparedKernel:
             "scale": settings.sm_scale,
             "lse_scale": settings.lse_scale,
         }
+        self.ahead = spec.ahead
         extras, absent = optional({PAGE_FIELDS: self.paged, BLOCK_SCALE_FIELDS: features.kv_block_scales})
-        dynamic = (*TENSOR_FIELDS, OUTPUT_FIELDS, REQUEST_FIELDS + SCRATCH_FIELDS, extras)
+        ahead = AHEAD_FIELDS if self.ahead else ()
+        dynamic = (*TENSOR_FIELDS, OUTPUT_FIELDS, REQUEST_FIELDS + SCRATCH_FIELDS, extras + ahead)
         packer = ParamPacker.of(self.attention, static | absent, dynamic)
         self.pack = packer.values
         self.replay_fields: tuple[str, ...] = ADDRESS_FIELDS
@@ -93,6 +96,8 @@ class PreparedKernel:
             extras = k_strides[0] * size // CHUNK, v_strides[0] * size // CHUNK
         if problem.block_scales is not None:
             extras += block_scale_values(problem.block_scales, self.paged, token, head)
+        if self.ahead:
+            extras += bounds(problem)
         return self.pack(
             q.data_ptr(),
             k.data_ptr(),
@@ -113,6 +118,17 @@ class PreparedKernel:
     def replay(self, problem: Problem | BatchProblem) -> Replay:
         """Returns a function that returns the addresses of tensors."""
         return lambda q, k, v, out, lse, stream: (q, k, v, out, lse)
+
+
+def bounds(problem: Request | BatchProblem) -> Values:
+    """Returns the values of AHEAD_FIELDS: entries of the page table, and pages of the cache; 1 and 1 without pages."""
+    if isinstance(problem, Problem):
+        return 1, 1
+    if isinstance(problem, DecodeProblem):
+        rows, width = problem.block_tables.shape
+        return (rows - 1) * problem.block_tables.stride(0) + width, problem.k.shape[0]
+    assert problem.kv_indices is not None
+    return problem.kv_indices.shape[0], problem.k.shape[0]
 
 
 prepared_kernel = functools.lru_cache(MAX_SETTINGS)(PreparedKernel)

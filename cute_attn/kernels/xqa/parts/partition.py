@@ -220,13 +220,52 @@ class WholeSegments(Partition):
     def first_segment(self) -> tuple[Share, Segment]:
         """The only segment of this CTA, and a share that is its own."""
         unit, index = cute.arch.block_idx()[0], cute.arch.block_idx()[1]
-        request, first_page = self.request(index), self.first_page(index)
+        # In flight together: ptxas waits for the length before the branch to the second load.
+        first_page, request = self.first_page(index), self.request(index)
         positions = request.tiles + self.p.overhead
         return Share(Int32(0), positions, positions), Segment(index, unit, self.p.overhead, first_page, request)
 
     def next_segment(self, segment: Segment) -> Segment:
         """A segment beyond the share."""
         return segment._replace(start=segment.start + segment.request.tiles + self.p.overhead)
+
+
+@dataclass(frozen=True)
+class SegmentsAhead(WholeSegments):
+    """Whole segments whose keys are fetched into L2 while the preceding kernel ends.
+
+    Where keys are follows from lengths and page ids that it may still write. What is read of those before it has ended
+    decides which lines are fetched, nothing else; stale values fetch other lines of the cache, and entries of the table
+    and pages are kept in bounds (`entries`, `pages`).
+    """
+
+    columns: int  # bytes of a head's row of K or V
+
+    @cute.jit
+    def prefetch_lengths(self) -> None:
+        p, index = self.p, cute.arch.block_idx()[1]
+        self.prefetch_request(index)
+        always = Boolean(True)
+        kv_len = isa.load_early_if(always, p.seq_lens + Int64(index) * Int64(4))
+        kv_len = ptx.maximum(ptx.minimum(kv_len, p.capacity), Int32(0))
+        first_page = index * p.table_stride
+        if p.page_starts != Int64(0):
+            first_page = isa.load_early_if(always, p.page_starts + Int64(index) * Int64(4))
+        first_token = ptx.maximum(kv_len - p.q_len - p.window_left, Int32(0))
+        head = Int64(self.head_of(self.cta_group))
+        k, v = p.k + head * p.k_stride_h, p.v + head * p.v_stride_h
+        divisor = Divisor(p.page_size, p.page_multiplier, p.page_shift)
+        thread, threads = cute.arch.thread_idx()[0], cute.arch.block_dim()[0]
+        for token in cutlass.range(first_token + thread, kv_len, threads, unroll=2):
+            number = divisor.quotient(token)
+            entry, within = first_page + number, token - number * p.page_size
+            page = isa.load_early_if(isa.less_unsigned(entry, p.entries), isa.mad_wide(entry, Int32(4), p.table))
+            if isa.all_of([isa.less_unsigned(entry, p.entries), isa.less_unsigned(page, p.pages)]):
+                k_at = isa.mad_wide(page * p.k_stride_page + within * p.k_stride_n, Int32(16), k)
+                v_at = isa.mad_wide(page * p.v_stride_page + within * p.v_stride_n, Int32(16), v)
+                for offset in cutlass.range_constexpr(0, self.columns, 64):
+                    isa.prefetch_l2(k_at + Int64(offset))
+                    isa.prefetch_l2(v_at + Int64(offset))
 
 
 BEYOND = 1 << 30  # position of no tile
@@ -246,7 +285,8 @@ class ClusterSegments(Partition):
     @cute.jit
     def first_segment(self) -> tuple[Share, Segment]:
         p, cta = self.p, cute.arch.block_idx()[1]
-        request, first_page = self.request(Int32(0)), self.first_page(Int32(0))
+        # In flight together, as in `WholeSegments`.
+        first_page, request = self.first_page(Int32(0)), self.request(Int32(0))
         ctas = cute.arch.grid_dim()[1]
         divisor = Divisor(ctas, p.shares_multiplier, p.shares_shift)
         size = ptx.maximum(p.min_share, divisor.quotient(request.tiles + ctas - 1))
@@ -269,4 +309,6 @@ class ClusterSegments(Partition):
 def make_partition(spec: XqaSpec, p: Any) -> Partition:
     if spec.cluster > 1:
         return ClusterSegments(p, spec.cols, spec.cluster)
+    if spec.ahead:
+        return SegmentsAhead(p, spec.cols, spec.head_dim * spec.kv_bits // 8)
     return WholeSegments(p, spec.cols) if spec.whole else Partition(p, spec.cols)

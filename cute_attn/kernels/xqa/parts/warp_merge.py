@@ -7,7 +7,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.xqa.parts.merge import VECTORS_PER_LANE, Merge
+from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share
 from cute_attn.kernels.xqa.parts.softmax import Running, reduce_column
 from cute_attn.kernels.xqa.parts.tile_forms import Format
 from cute_attn.kernels.xqa.smem import XqaMemory
@@ -65,3 +67,17 @@ class WarpMerge(Merge):
         crowded = self.spec.warps * (self.spec.ctas + self.spec.guests) > 8  # leaves fewer registers per thread
         vectors = VECTORS_PER_LANE if crowded or self.team.size > 1 else 2 * VECTORS_PER_LANE
         return min(vectors, self.spec.rows * self.vectors_per_row // self.lanes)
+
+
+@dataclass(frozen=True)
+class WholeMerge(WarpMerge):
+    """Merge of segments that one CTA processes alone (`partition.WholeSegments`)."""
+
+    @cute.jit
+    def write(self, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
+        """Write outputs, by all threads. A barrier after `publish` must come before."""
+        threads = self.lanes * self.spec.teams
+        for item in cutlass.range(self.team.thread(), self.num_vectors(rows), threads, unroll=1):
+            row, dim = self.row_and_dim(item)
+            if self.has_columns(dim):
+                self.store(rows, row, self.head_dim(dim), self.merge_warps(row, dim))

@@ -1,0 +1,94 @@
+"""Keys that the decode kernel fetches into L2 before the preceding kernel has ended, on the emulator.
+
+Prefetches are rewritten to loads of a byte, whose addresses are recorded, and which fail outside the tensors of a call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cute_attn import emulator
+from cute_attn.emulator import access
+from cute_attn.emulator.machine import Schedule
+from cute_attn.kernels.xqa.tiles import choose
+from cute_attn.runtime.arch import named
+from perf import rings
+from tests.emulator.test_xqa import decode
+from tests.support.xqa_case import Built, XqaCase, build
+
+pytestmark = pytest.mark.emulator
+
+CASE = XqaCase((500, 0, 1, 40, 133), kv="e4m3", heads=(16, 2), head_dim=64, window_left=127, sinks=True)
+RING = "2x2x32x8a"
+EARLY = r"(@p ld\.relaxed\.gpu\.global\.b32 t0, \[[^]]*\];)"
+
+
+def read_bytes(ptx: str) -> str:
+    assert "prefetch.global.L2 [" in ptx
+    return ptx.replace("prefetch.global.L2 ", "ld.relaxed.gpu.global.u8 %early, ").replace(
+        ".reg .pred", ".reg .b16 %early;\n.reg .pred", 1
+    )
+
+
+def stale(garbage: str) -> Callable[[str], str]:
+    """Lengths, page numbers and their place are other numbers before griddepcontrol.wait."""
+
+    def rewrite(ptx: str) -> str:
+        changed, count = re.subn(EARLY, rf"\1 @p xor.b32 t0, t0, {garbage};", ptx)
+        assert count >= 3
+        return read_bytes(changed)
+
+    return rewrite
+
+
+def fetched(built: Built, rewrite: Any, schedule: str, monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Addresses that are fetched, while the call is right."""
+    start = choose("bfloat16", "float8_e4m3fn", "bfloat16", 64, 8, False, "short", named("sm_90a"))
+    found: set[int] = set()
+    load = access.load_global
+
+    def recorded(batch: Any, mask: Any, addresses: Any, nbytes: int, what: str, strong: bool = False) -> Any:
+        if nbytes == 1:
+            found.update(int(x) for x in np.asarray(batch.full(addresses))[batch.lanes(mask)])
+        return load(batch, mask, addresses, nbytes, what, strong)
+
+    monkeypatch.setattr(access, "load_global", recorded)
+    gpu = emulator.using("sm_90a", sms=2, schedule=Schedule(schedule, 1), rewrite=rewrite)
+    with rings.force_spec(rings.ring(RING, start)), gpu as emulation:
+        assert built.check(*decode(built)) == ""
+    assert emulation.records[0].spec["ahead"]
+    return found
+
+
+def rows(built: Built) -> set[int]:
+    """Addresses of the rows of K and V that queries see."""
+    case, table = built.case, built.arguments["block_tables"]
+    found: set[int] = set()
+    for cache in built.arguments["kv_cache"]:
+        for request, kv_len in enumerate(case.seq_lens):
+            for token in range(max(0, kv_len - 1 - case.window_left), kv_len):
+                page, slot = divmod(token, case.page_size)
+                for head in range(case.heads[1]):
+                    found.add(cache[int(table[request, page]), slot, head].data_ptr())
+    return found
+
+
+def within(addresses: set[int], built: Built) -> set[int]:
+    """Those in K or V."""
+    spans = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in built.arguments["kv_cache"]]
+    return {a for a in addresses if any(low <= a < high for low, high in spans)}
+
+
+def test_the_window_is_fetched_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = build(CASE)
+    assert within(fetched(built, read_bytes, "adversarial", monkeypatch), built) == rows(built)
+
+
+@pytest.mark.parametrize(("garbage", "schedule"), [("0x5A5A5A5A", "eager"), ("3", "delayed"), ("0x80000000", "eager")])
+def test_stale_lengths_and_pages_stay_in_bounds(garbage: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched(build(CASE), stale(garbage), schedule, monkeypatch)
