@@ -50,7 +50,9 @@ def test_keys_of_a_single_request_are_split() -> None:
     assert_cut(FA3, emulation)
 
 
-@pytest.mark.parametrize("change", [{"mask": "stop"}, {"kv": "paged"}, {"scores": ("scale",)}, {"pos_encoding": "rope"}])
+@pytest.mark.parametrize(
+    "change", [{"mask": "stop"}, {"kv": "paged"}, {"scores": ("scale",)}, {"pos_encoding": "rope"}]
+)
 def test_only_rows_of_plain_windows_take_it(change: dict[str, object]) -> None:
     spec = Fa3Spec("bfloat16", "bfloat16", 64, 64, mask="band", tile=TWO_CTAS)
     with pytest.raises(ValueError, match="from_first_key takes dense keys"):
