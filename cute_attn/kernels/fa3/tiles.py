@@ -43,9 +43,9 @@ class Narrow(NamedTuple):
 # Rows of few tokens compute the fewest scores that the window hides; several CTAs hide each other's first and last
 # steps. H100, 4 x 4096 tokens: d 64, window 128 168 TFLOP/s instead of 118, window 1024 373 instead of 355; d 128,
 # window 128 214 instead of 183, window 1024 480 instead of 533.
-_NARROW = {
-    (64, 64): Narrow(WIDEST, HopperTile(64, 64, 3, 2, ping_pong=False, per_sm=3)),
-    (128, 128): Narrow(384, HopperTile(64, 64, 2, 1, ping_pong=False, per_sm=2)),
+_NARROW = {  # shortest windows first
+    (64, 64): (Narrow(WIDEST, HopperTile(64, 64, 3, 2, ping_pong=False, per_sm=3)),),
+    (128, 128): (Narrow(384, HopperTile(64, 64, 2, 1, ping_pong=False, per_sm=2)),),
 }
 
 # At head dim 256, where tiles stay those of other masks, the heads of a group share a tile instead: 1.02 to 1.09 times
@@ -137,9 +137,10 @@ def choose(
     head_dims = tile_dims(head_dims, fp8)
     if fp8:
         return (_FP8 if plain else _FP8_MODIFIED)[head_dims]
-    narrow = _NARROW.get(head_dims)
-    if narrow and 0 <= window_left <= narrow.window_left and kv != "gathered" and not fp8_kv:
-        return narrow.tile
+    if window_left >= 0 and kv != "gathered" and not fp8_kv:
+        for narrow in _NARROW.get(head_dims, ()):
+            if window_left <= narrow.window_left and (kv == "dense" or not narrow.tile.from_first_key):
+                return narrow.tile
     sized = SIZED.get((size, head_dims))
     if sized and plain and kv == "dense" and not fp8_kv and (causal or not sized.causal_only):
         return sized.tile
@@ -162,8 +163,8 @@ def candidates(fp8_kv: bool = False) -> dict[tuple[int, int], list[HopperTile]]:
     tables = (_FP8_KV, _FP8_KV_MODIFIED) if fp8_kv else (_PLAIN, _MODIFIED)
     found = {dims: list(dict.fromkeys(table[dims] for table in tables)) for dims in HEAD_DIMS}
     if not fp8_kv:
-        for dims, narrow in _NARROW.items():
-            found[dims].append(narrow.tile)
+        for dims, rows in _NARROW.items():
+            found[dims] += [narrow.tile for narrow in rows]
         for (_, dims), sized in SIZED.items():
             found[dims].append(sized.tile)
     return found
