@@ -68,7 +68,7 @@ class Stages:
         """Replaces the functions that are timed, for the life of the process."""
         for module, path, name in TIMED:
             self._replace(importlib.import_module(module), path, name)
-        artifacts = importlib.import_module("cute_attn.runtime.artifacts")
+        artifacts: Any = importlib.import_module("cute_attn.runtime.artifacts")
         imports = artifacts.dsl_import_error
 
         def imported() -> str | None:
@@ -116,7 +116,8 @@ class Stages:
 
 
 def _shares(report: str) -> dict[str, float]:
-    return {BINARY: float(share) / 100 for share in _BINARY_SHARE.findall(report)}
+    found = _BINARY_SHARE.search(report)
+    return {BINARY: float(found[1]) / 100} if found else {}
 
 
 @contextlib.contextmanager
