@@ -6,12 +6,12 @@ prefill, first decode, each with its compile, until the result is there. "cold":
 process left on disk; "bundle": kernels from a bundle, compiling forbidden. FlashInfer cold takes minutes of nvcc.
 Further processes, whose functions are timed, tell the stages of our cold calls.
 
-Byte code is there, as pip leaves it: a process that does not count writes it. Without it the import of the DSL alone
-takes 2 seconds more. FlashInfer, whose imports are short beside its builds, has no such process.
+Byte code is there, as pip leaves it: a process that does not count writes it (FlashInfer's imports only, for its calls
+take minutes). Without it the import of the DSL alone takes 2 seconds more.
 
 The record is written after every process, so that what a stopped run has measured is kept. `--budget SECONDS` stops it
-in time; ours alone takes about 100 s. `--pretend sm_90a` needs no GPU: CPU seconds of ours alone, with a driver that
-does nothing.
+in time; ours alone starts 13 processes of 4 to 9 s (H100). `--pretend sm_90a` needs no GPU: CPU seconds of ours alone,
+with a driver that does nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import importlib.util
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from perf.bench import save
-from perf.first_calls import BUNDLE, LIBRARIES, PRETEND, STAGES
+from perf.first_calls import BUNDLE, IMPORTS, LIBRARIES, PRETEND, STAGES
 from perf.machine import command_line, environment, why_no_gpu
 from perf.report import cold_start_tables
 
@@ -56,14 +57,21 @@ INSTALLED = {
 def fresh(library: str, env: dict[str, str], limit: float) -> dict[str, Any]:
     """Returns what a new process measures, or the reason why it could not."""
     command = [sys.executable, "-m", "perf.first_calls", library]
-    try:
-        done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return {"reason": f"not finished after {limit:.0f} s"}
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        return {"reason": lines[-1][:300] if lines else f"exit status {done.returncode}"}
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, env={**os.environ, **env}, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            return {"reason": f"not finished after {limit:.0f} s"}
+        finally:
+            if process.poll() is None:  # nvcc and its like must not run on beside the next process
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        lines = errors.strip().splitlines()
+        return {"reason": lines[-1][:300] if lines else f"exit status {process.returncode}"}
+    return dict(json.loads(output.splitlines()[-1]))
 
 
 def conditions(library: str, directory: Path) -> dict[str, dict[str, str]]:
@@ -119,9 +127,9 @@ def measured(library: str, repeats: int, run: Run, save: Callable[[dict[str, Any
     samples: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="cute_attn-bytecode-") as written:
         bytecode = {"PYTHONPYCACHEPREFIX": written, "PYTHONDONTWRITEBYTECODE": ""}
-        if library != "FlashInfer":
-            with tempfile.TemporaryDirectory(prefix="cute_attn-coldstart-") as name:
-                run.start(library, {**next(iter(conditions(library, Path(name)).values())), **bytecode})
+        with tempfile.TemporaryDirectory(prefix="cute_attn-coldstart-") as name:
+            first = next(iter(conditions(library, Path(name)).values()))
+            run.start(library, {**first, **bytecode, IMPORTS: "1" if library == "FlashInfer" else ""})
         for _ in range(repeats):
             with tempfile.TemporaryDirectory(prefix="cute_attn-coldstart-") as name:
                 for condition, env in conditions(library, Path(name)).items():
@@ -199,6 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no process after this time, and stop it")
     parser.add_argument("--pretend", metavar="ARCH", help="our calls without a GPU (sm_90a, ...)")
     options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the process that runs, too
     if options.pretend:
         os.environ[PRETEND] = options.pretend
         options.libraries = ["cute_attn"]

@@ -19,6 +19,7 @@ PREFILL = (4096, 32, 8, 128)  # tokens, query heads, kv heads, head dim; causal
 DECODE_KEYS = 8192
 KEYS = ("torch_s", "import_s", "prefill_s", "decode_s", "prefill_again_s", "decode_again_s")
 BUNDLE = "PERF_COLDSTART_BUNDLE"  # where the process leaves a bundle of the kernels that it used
+IMPORTS = "PERF_COLDSTART_IMPORTS"  # not empty: the process ends after the imports
 STAGES = "PERF_COLDSTART_STAGES"  # not empty: the process times the stages of the first calls of cute_attn
 PRETEND = "PERF_COLDSTART_PRETEND"  # architecture of a GPU that takes launches and does nothing
 Calls = tuple[Callable[..., Any], Callable[..., Any]]
@@ -72,7 +73,7 @@ def measure(library: str) -> dict[str, Any]:
     calls = LIBRARIES[library]()
     seconds.append(clock() - start)
     stages: dict[str, Any] = {}
-    if gpu or os.environ.get(PRETEND):
+    if (gpu or os.environ.get(PRETEND)) and not os.environ.get(IMPORTS):
         pairs = [*zip(calls, (prefill, decode), strict=True)] * 2
         with _gpu():
             steps, stages = _timed(pairs, torch.cuda.synchronize if gpu else lambda: None, clock)
