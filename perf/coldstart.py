@@ -4,9 +4,14 @@
 A process imports torch, makes the inputs and waits for the GPU; then the clock starts: import of the library, first
 prefill, first decode, each with its compile, until the result is there. "cold": empty caches; "warm": those that a cold
 process left on disk; "bundle": kernels from a bundle, compiling forbidden. FlashInfer cold takes minutes of nvcc.
+Further processes, whose functions are timed, tell the stages of our cold calls.
 
-Byte code is there, as pip leaves it: a process that does not count writes it. Without it the import of the DSL alone
-takes 2 seconds more. FlashInfer, whose imports are short beside its builds, has no such process.
+Byte code is there, as pip leaves it: a process that does not count writes it (FlashInfer's imports only, for its calls
+take minutes). Without it the import of the DSL alone takes 2 seconds more.
+
+The record is written after every process, so that what a stopped run has measured is kept. `--budget SECONDS` stops it
+in time; ours alone starts 13 processes of 4 to 9 s (H100). `--pretend sm_90a` needs no GPU: CPU seconds of ours alone,
+with a driver that does nothing.
 """
 
 from __future__ import annotations
@@ -16,21 +21,27 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from perf.bench import save
-from perf.first_calls import BUNDLE, LIBRARIES
+from perf.first_calls import BUNDLE, IMPORTS, LIBRARIES, PRETEND, STAGES
 from perf.machine import command_line, environment, why_no_gpu
+from perf.report import cold_start_tables
 
 REPEATS = 3
 LIMIT = 600.0  # seconds of one process
+SPENT = "the time budget was spent"
+MODULES = {"cute_attn": "cute_attn", "FlashInfer": "flashinfer", "flash-attn-4": "flash_attn"}
 
 # Distributions without torch; a library that compiles needs its compiler, too. FlashInfer's is the CUDA toolkit.
 DSL = ("nvidia-cutlass-dsl", *(f"nvidia-cutlass-dsl-libs-{part}" for part in ("base", "core", "cu12", "cu13")))
@@ -46,14 +57,21 @@ INSTALLED = {
 def fresh(library: str, env: dict[str, str], limit: float) -> dict[str, Any]:
     """Returns what a new process measures, or the reason why it could not."""
     command = [sys.executable, "-m", "perf.first_calls", library]
-    try:
-        done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return {"reason": f"not finished after {limit:.0f} s"}
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        return {"reason": lines[-1][:300] if lines else f"exit status {done.returncode}"}
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, env={**os.environ, **env}, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            return {"reason": f"not finished after {limit:.0f} s"}
+        finally:
+            if process.poll() is None:  # nvcc and its like must not run on beside the next process
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        lines = errors.strip().splitlines()
+        return {"reason": lines[-1][:300] if lines else f"exit status {process.returncode}"}
+    return dict(json.loads(output.splitlines()[-1]))
 
 
 def conditions(library: str, directory: Path) -> dict[str, dict[str, str]]:
@@ -74,22 +92,70 @@ def conditions(library: str, directory: Path) -> dict[str, dict[str, str]]:
     return {"flash-attn-4, cold": off, "flash-attn-4, its cache empty": on, "flash-attn-4, warm": on}
 
 
-def measured(library: str, repeats: int, limit: float) -> dict[str, dict[str, Any]]:
-    """Returns the medians over `repeats` rounds, by condition; a library that fails once is not tried again."""
+class Run:
+    """Starts processes until a time budget (seconds; None: no limit) is spent."""
+
+    def __init__(self, limit: float, budget: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit, self._budget, self._clock, self._began = limit, budget, clock, clock()
+
+    def start(self, library: str, env: dict[str, str]) -> dict[str, Any] | None:
+        """Returns what a new process measures, or the reason why it could not; None if the budget does not last."""
+        if self._left() <= 0:
+            return None
+        found = fresh(library, env, min(self._limit, self._left()))
+        return None if "reason" in found and self._left() <= 0 else found
+
+    def _left(self) -> float:
+        return math.inf if self._budget is None else self._began + self._budget - self._clock()
+
+
+def why_absent(library: str) -> str | None:
+    """Returns why a library cannot be measured here, without importing it; None if it is installed."""
+    if importlib.util.find_spec(MODULES[library]) is None:
+        return f"{MODULES[library]} is not installed"
+    return None
+
+
+def measured(library: str, repeats: int, run: Run, save: Callable[[dict[str, Any]], None]) -> None:
+    """Measures `repeats` rounds of a library's processes; one that fails once is not tried again.
+
+    After each of them `save` gets {"coldstart": medians by condition}, and {"stages": medians by call and stage} once
+    there are any.
+    """
+    if absent := why_absent(library):
+        return save({"coldstart": {library: {"reason": absent}}})
     samples: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="cute_attn-bytecode-") as written:
         bytecode = {"PYTHONPYCACHEPREFIX": written, "PYTHONDONTWRITEBYTECODE": ""}
-        if library != "FlashInfer":
-            with tempfile.TemporaryDirectory(prefix="cute_attn-coldstart-") as name:
-                fresh(library, {**next(iter(conditions(library, Path(name)).values())), **bytecode}, limit)
+        with tempfile.TemporaryDirectory(prefix="cute_attn-coldstart-") as name:
+            first = next(iter(conditions(library, Path(name)).values()))
+            run.start(library, {**first, **bytecode, IMPORTS: "1" if library == "FlashInfer" else ""})
         for _ in range(repeats):
             with tempfile.TemporaryDirectory(prefix="cute_attn-coldstart-") as name:
                 for condition, env in conditions(library, Path(name)).items():
                     if any("reason" in sample for sample in samples.get(condition, ())):
                         continue
-                    samples.setdefault(condition, []).append(fresh(library, {**env, **bytecode}, limit))
-                    print(f"{condition}: {samples[condition][-1]}", file=sys.stderr, flush=True)
-    return {condition: _medians(found) for condition, found in samples.items()}
+                    found = run.start(library, {**env, **bytecode})
+                    print(f"{condition}: {found or SPENT}", file=sys.stderr, flush=True)
+                    if found is not None:
+                        samples.setdefault(condition, []).append(found)
+                    save({"coldstart": {condition: _medians(samples.get(condition, [{"reason": SPENT}]))}})
+        if any("prefill_s" in sample for sample in samples.get("cute_attn, cold", ())):
+            _measure_stages(repeats, run, bytecode, save)
+
+
+def _measure_stages(repeats: int, run: Run, bytecode: dict[str, str], save: Callable[[dict[str, Any]], None]) -> None:
+    """Measures the stages of our cold calls in processes of their own."""
+    samples: list[dict[str, dict[str, float]]] = []
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory(prefix="cute_attn-coldstart-") as name:
+            cold = conditions("cute_attn", Path(name))["cute_attn, cold"]
+            sample = run.start("cute_attn", {**cold, **bytecode, STAGES: "1"})
+        if sample is None or "reason" in sample:
+            print(f"stages: {(sample or {}).get('reason', SPENT)}", file=sys.stderr, flush=True)
+            return
+        samples.append(sample["stages"])
+        save({"stages": {call: _medians([found[call] for found in samples]) for call in samples[0]}})
 
 
 def _medians(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -138,24 +204,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES), metavar="NAME")
     parser.add_argument("--repeats", type=int, default=REPEATS, help=f"processes per condition (default {REPEATS})")
     parser.add_argument("--limit", type=float, default=LIMIT, help=f"seconds of one process (default {LIMIT:.0f})")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no process after this time, and stop it")
+    parser.add_argument("--pretend", metavar="ARCH", help="our calls without a GPU (sm_90a, ...)")
     options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the process that runs, too
+    if options.pretend:
+        os.environ[PRETEND] = options.pretend
+        options.libraries = ["cute_attn"]
     record: dict[str, Any] = {
         "command": command_line("coldstart", sys.argv[1:]),
         "environment": environment(),
+        "bytecode": "on disk",  # records without this entry were made without byte code
         "install": install_sizes(),
         "coldstart": {},
     }
-    if absent := why_no_gpu():
+    if options.pretend:
+        record["pretended"] = options.pretend
+    elif absent := why_no_gpu():
         record["not_measured"] = f"first calls, for {absent}; imports alone"
         print(f"First calls are not measured: {absent}.", file=sys.stderr)
-    for library in options.libraries:
-        repeats = 1 if library == "FlashInfer" else options.repeats  # minutes each
-        record["coldstart"] |= measured(library, repeats, options.limit)
+
+    def keep(found: dict[str, Any]) -> None:
+        for part, entries in found.items():
+            record.setdefault(part, {}).update(entries)
         if options.out:
             save(record, options.out)
-    from perf.tables import cold_start_lines
 
-    print(cold_start_lines(record))
+    run = Run(options.limit, options.budget)
+    for library in options.libraries:
+        measured(library, 1 if library == "FlashInfer" else options.repeats, run, keep)  # FlashInfer: minutes each
+    print("\n\n".join(cold_start_tables(record)))
     return 0
 
 

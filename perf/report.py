@@ -61,10 +61,11 @@ def summary_tables(record: Record) -> list[str]:
 
 
 def cold_start_tables(record: Record) -> list[str]:
-    """Returns the table of `perf.coldstart`."""
-    from perf.tables import cold_start_lines  # which imports this module
+    """Returns the tables of `perf.coldstart`."""
+    from perf.tables import cold_stages_lines, cold_start_lines  # which imports this module
 
-    return [cold_start_lines(record)]
+    stages = cold_stages_lines(record)
+    return [cold_start_lines(record), *([stages] if stages else [])]
 
 
 def _speed_table(rows: Sequence[Record], unit: str) -> str:

@@ -194,8 +194,28 @@ def cold_start_lines(record: Record) -> str:
     ]
     sizes = [f"{name} {entry['bytes'] / 1e6:.0f} MB" for name, entry in record["install"].items() if "bytes" in entry]
     missing = [f"- {name}: {entry['reason']}" for name, entry in record["coldstart"].items() if "reason" in entry]
-    tables = [table(["seconds", *columns], lines), f"Installed: {', '.join(sizes)}." if sizes else ""]
+    seconds = f"CPU seconds, pretended {record['pretended']}" if "pretended" in record else "seconds"
+    tables = [table([seconds, *columns], lines), f"Installed: {', '.join(sizes)}." if sizes else ""]
     return "\n\n".join(part for part in (*tables, "\n".join(missing)) if part)
+
+
+def cold_stages_table(gpu: str, results: Path = RESULTS) -> str | None:
+    """Returns the table of the stages of our cold calls; None if no record tells them."""
+    record = find(gpu, "coldstart", results)
+    lines = cold_stages_lines(record) if record else None
+    return f"{source(record)}.\n\n{lines}\n" if record and lines else None
+
+
+def cold_stages_lines(record: Record) -> str | None:
+    """Returns the table of the stages of our cold calls in a record of `perf.coldstart`; None if it has none."""
+    if "stages" not in record:
+        return None
+    columns = record["stages"]
+    names = dict.fromkeys(name for stages in columns.values() for name in stages if name != "processes")
+    rows_of = {name: [stages.get(name) for stages in columns.values()] for name in names}
+    rows_of["together"] = [sum(s for name, s in stages.items() if name != "processes") for stages in columns.values()]
+    lines = [[name, *(NONE if s is None else f"{s:.2f}" for s in row)] for name, row in rows_of.items()]
+    return table(["seconds of cute_attn, cold", *(f"first {call}" for call in columns)], lines)
 
 
 def summary_table(results: Path = RESULTS) -> str:
@@ -248,6 +268,7 @@ TABLES: dict[str, Callable[[str], str | None]] = {
     "models": models_table,
     "host": host_table,
     "cold_start": cold_start_table,
+    "cold_stages": cold_stages_table,
 }
 
 

@@ -23,6 +23,7 @@ SECTIONS = {  # of docs/performance.md: title and table, for each GPU that has a
     "Other shapes, {}": tables.other_table,
     "Models, {}": tables.models_table,
     "Cold start, {}": tables.cold_start_table,
+    "Stages of a cold start, {}": tables.cold_stages_table,
     "Host time, {}": tables.host_table,
 }
 RECORDS = {  # title, record in perf/results

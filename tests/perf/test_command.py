@@ -16,7 +16,7 @@ import torch
 from cute_attn.cli import bench as cli
 from cute_attn.cli import main
 from cute_attn.errors import ArgumentError, ArtifactError
-from perf import coldstart, command, first_calls, machine
+from perf import cold_stages, coldstart, command, first_calls, machine
 from perf.batch_workloads import BatchWorkload, equal
 from perf.workloads import Workload
 
@@ -135,21 +135,84 @@ def test_a_fresh_process_times_the_import(monkeypatch: pytest.MonkeyPatch) -> No
     assert list(first_calls.measure("cute_attn")) == ["torch_s", "import_s"]
 
 
+class Processes:
+    """Stands for the fresh processes of `perf.coldstart`: cold ones take 9, 3, 1 and 2 s, others are broken."""
+
+    def __init__(self) -> None:
+        self.seconds = iter((9.0, 3.0, 1.0, 2.0))  # the first process writes byte code and does not count
+        self.started: list[tuple[str, str]] = []
+
+    def __call__(self, library: str, env: dict[str, str], limit: float) -> dict[str, Any]:
+        kind = "stages" if first_calls.STAGES in env else "cold" if first_calls.BUNDLE in env else "later"
+        self.started.append((env["CUTE_ATTN_CACHE_DIR"], kind))
+        assert env["PYTHONPYCACHEPREFIX"]
+        assert not env["PYTHONDONTWRITEBYTECODE"]
+        if kind == "stages":
+            return {"prefill_s": 5.0, "stages": {"prefill": {"tracing": 4.0, "rest": 1.0}, "decode": {"rest": 1.0}}}
+        return {"import_s": 0.5, "prefill_s": next(self.seconds)} if kind == "cold" else {"reason": "broken"}
+
+
 def test_cold_starts_are_medians_or_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter((9.0, 3.0, 1.0, 2.0))  # the first process writes byte code and does not count
-    started: list[tuple[str, str]] = []
-
-    def fresh(library: str, env: dict[str, str], limit: float) -> dict[str, Any]:
-        cold = first_calls.BUNDLE in env
-        started.append((env["CUTE_ATTN_CACHE_DIR"], "cold" if cold else "later"))
-        return {"import_s": next(seconds)} if cold else {"reason": "broken"}
-
-    monkeypatch.setattr(coldstart, "fresh", fresh)
-    found = coldstart.measured("cute_attn", 3, 1.0)
-    assert found["cute_attn, cold"] == {"import_s": 2.0, "processes": 3}
+    processes = Processes()
+    monkeypatch.setattr(coldstart, "fresh", processes)
+    saved: list[dict[str, Any]] = []
+    coldstart.measured("cute_attn", 3, coldstart.Run(1.0), saved.append)
+    assert saved[0] == {"coldstart": {"cute_attn, cold": {"import_s": 0.5, "prefill_s": 3.0, "processes": 1}}}
+    found: dict[str, Any] = {}
+    for part in saved:
+        found |= part.get("coldstart", part)
+    assert found["cute_attn, cold"] == {"import_s": 0.5, "prefill_s": 2.0, "processes": 3}
     assert found["cute_attn, warm"] == {"reason": "broken"}
-    assert len(started) == 1 + 3 + 2, "a condition that failed is not tried again"
-    assert len({cache for cache, when in started if when == "cold"}) == 4, "every cold process has an empty cache"
+    assert found["stages"]["prefill"] == {"tracing": 4.0, "rest": 1.0, "processes": 3}
+    kinds = [kind for _, kind in processes.started]
+    assert (kinds.count("cold"), kinds.count("later"), kinds.count("stages")) == (1 + 3, 2, 3), "no failure is repeated"
+    cold = {cache for cache, kind in processes.started if kind != "later"}
+    assert len(cold) == 1 + 3 + 3, "every cold process has an empty cache"
+
+
+def test_cold_starts_end_within_their_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the fourth process on, nothing is known: the first round's medians stay, other conditions say why."""
+    times = iter(range(100))
+    monkeypatch.setattr(coldstart, "fresh", Processes())
+    found: dict[str, Any] = {}
+    run = coldstart.Run(600.0, budget=4.0, clock=lambda: next(times))
+    coldstart.measured("cute_attn", 3, run, lambda part: found.update(part["coldstart"]))
+    assert found["cute_attn, cold"] == {"import_s": 0.5, "prefill_s": 3.0, "processes": 1}
+    assert found["cute_attn, bundle"] == {"reason": coldstart.SPENT}
+
+
+def test_an_absent_library_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(coldstart.MODULES, "FlashInfer", "no_such_module")
+    monkeypatch.setattr(coldstart, "fresh", None)
+    found: list[dict[str, Any]] = []
+    coldstart.measured("FlashInfer", 1, coldstart.Run(1.0), found.append)
+    assert found == [{"coldstart": {"FlashInfer": {"reason": "no_such_module is not installed"}}}]
+
+
+def test_stages_are_disjoint_and_add_up() -> None:
+    """A call of 10 s: 7 s of compiling, within which 4 s of passes, of which a quarter belongs to another stage."""
+    times = iter((0.0, 2.0, 6.0, 7.0))
+    stages = cold_stages.Stages(lambda: next(times))
+    with stages.stage("tracing of our device code"), stages.stage("MLIR passes", lambda: {"NVVM and ptxas": 0.25}):
+        pass
+    assert stages.take(10.0) == {
+        "tracing of our device code": 3.0,
+        "MLIR passes": 3.0,
+        "NVVM and ptxas": 1.0,
+        "checks, launch, kernel": 3.0,
+    }
+    assert stages.take(1.0) == {"checks, launch, kernel": 1.0}
+
+
+def test_stages_of_a_first_call(tmp_path: Path) -> None:
+    """In a fresh process on a pretended GPU: every stage is there, and together they are the call."""
+    env = {first_calls.STAGES: "1", first_calls.PRETEND: "sm_90a", "CUTE_ATTN_CACHE_DIR": str(tmp_path)}
+    found = coldstart.fresh("cute_attn", env, 300.0)
+    assert found.keys() == {*first_calls.KEYS, "stages"}
+    assert [*found["stages"]["prefill"]] == [*cold_stages.STAGES]
+    for call, stages in found["stages"].items():
+        assert sum(stages.values()) == pytest.approx(found[f"{call}_s"])
+        assert min(stages.values()) >= 0
 
 
 def test_sizes_of_installs() -> None:

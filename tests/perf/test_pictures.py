@@ -22,6 +22,7 @@ COLD = {
     "FlashInfer, cold": {"import_s": 5.5, "prefill_s": 200.0, "decode_s": 60.0, "processes": 1},
     "flash-attn-4, cold": {"reason": "ModuleNotFoundError: flash_attn"},
 }
+STAGES = {"prefill": {"tracing": 2.0, "rest": 1.0, "processes": 3}, "decode": {"rest": 0.875, "processes": 3}}
 
 
 def record(program: str, environment: dict[str, str], **more: Any) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def results(tmp_path: Path) -> Path:
     for gpu in ("h100", "h200"):
         for program, more in {
             "curves": {"rows": sections, "ceilings": ceilings},
-            "coldstart": {"coldstart": COLD, "install": {"cute_attn": {"bytes": 2_000_000}}},
+            "coldstart": {"coldstart": COLD, "install": {"cute_attn": {"bytes": 2_000_000}}, "stages": STAGES},
         }.items():
             path = tmp_path / f"2026-11-25_{gpu}_{program}.json"
             path.write_text(json.dumps(record(program, environment, **more)))
@@ -126,6 +127,14 @@ def test_tables_show_the_numbers_of_their_records(results: Path) -> None:
     assert prefill.count("\n| bf16") == 24
     assert tables.other_table("h100", results) is None
     assert "| cute_attn, cold | 0.25 | 3.00 | 0.88 |" in (tables.cold_start_table("h100", results) or "")
+    stages = tables.cold_stages_table("h100", results)
+    assert stages is not None
+    assert stages.splitlines()[-3:] == [
+        "| tracing | 2.00 | - |",
+        "| rest | 1.00 | 0.88 |",
+        "| together | 3.00 | 0.88 |",
+    ]
+    assert tables.cold_stages_lines({"coldstart": COLD}) is None, "older records tell no stages"
 
 
 def test_the_newest_record_counts(results: Path) -> None:

@@ -154,12 +154,15 @@ def test_key_depends_on_everything_that_affects_an_artifact(monkeypatch: pytest.
 
 
 def test_fingerprint_covers_the_kernel_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "kernels" / "blocks" / "softmax.py"
-    source.parent.mkdir(parents=True)
+    source, host = (tmp_path / "kernels" / name for name in ("blocks/softmax.py", "host/persistent/single.py"))
+    for path in (source, host, *(tmp_path / name for name in cache._OTHER_SOURCES)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
     monkeypatch.setattr(cache, "_PACKAGE", tmp_path)
     prints = []
     for text in ("scale = 1", "scale = 2", "scale = 1"):
         source.write_text(text)
+        host.write_text(f"sms = {len(prints)}")  # host code does not change kernels
         prints.append(cache.source_fingerprint.__wrapped__())
     source.rename(source.with_name("masks.py"))
     prints.append(cache.source_fingerprint.__wrapped__())
