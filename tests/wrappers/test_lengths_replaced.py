@@ -14,7 +14,7 @@ from cute_attn.emulator.settings import using
 from cute_attn.errors import WorkspaceError
 from cute_attn.request import batch_plan
 from cute_attn.request.plan_arguments import prefill
-from tests.support.batch_case import BatchCase, call, check, decode, heads, make, paged, plan_arguments, wrapper
+from tests.support.batch_case import BatchCase, call, check, decode, heads, make, paged, plan_arguments, ragged, wrapper
 from tests.support.device_plan import DECODE, PAGED, RAGGED
 from tests.support.graphs import graph_wrapper
 
@@ -94,7 +94,7 @@ def test_runs_of_a_captured_launch_are_replayed_with_the_new_lengths() -> None:
 @pytest.mark.usefixtures("emulated")
 def test_tiles_follow() -> None:
     """Batches of short and of long requests have tiles of their own."""
-    cases = [paged((30, 30), (keys, 40), mask="causal", page_size=16, **WIDE) for keys in (100, 9000)]
+    cases = [ragged((30, 30), (keys, 40), mask="causal", **WIDE) for keys in (100, 9000)]
     planned = new(cases[0], graph=False)
     tiles = []
     for case in cases:
