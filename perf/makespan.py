@@ -102,7 +102,7 @@ def random_batches(phase: str, count: int, seed: int = 0) -> Iterator[tuple[Batc
         )
         lengths = _random_decode(rng) if phase == "decode" else _random_prefill(rng)
         tiles = query_tiles(lengths, params)
-        if len(tiles.request) <= MOST_TILES:
+        if len(tiles.end) <= MOST_TILES:
             made += 1
             yield lengths, params
 

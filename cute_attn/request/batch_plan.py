@@ -427,7 +427,7 @@ def uniform_q_len(value: Any, tokens: Tokens | DeviceTokens) -> int | None:
     warnings.warn(
         f"uniform_q_len={value} does not describe this batch, whose requests have {lengths.min(initial=value)} to "
         f"{lengths.max(initial=0)} query tokens; planning without it",
-        stacklevel=4,
+        stacklevel=5,
     )
     return None
 

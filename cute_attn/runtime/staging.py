@@ -1,5 +1,5 @@
-"""Copies the records of plans, and their index arrays, to the device, double-buffered: one copy per upload, which waits only if two copies are
-still in flight.
+"""Copies the records of plans, and their index arrays, to the device, double-buffered: one copy per upload, which waits
+only if two copies are still in flight.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Copies(Protocol):
         """Allocates int32 device memory, zeros."""
 
     def start(self, target: torch.Tensor, source: torch.Tensor, ints: int) -> Event:
-        """Starts a copy of as many numbers on the device's current stream. `source` must not change before the event."""
+        """Starts a copy of so many numbers on the device's current stream. `source` must not change before the event."""
 
 
 class CudaCopies:

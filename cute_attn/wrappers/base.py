@@ -256,10 +256,10 @@ class BatchWrapper(PlannedState, StrideVariants):
                 indices = self._indices_on_device(tokens.kv_indices)
                 tokens = tokens if indices is tokens.kv_indices else tokens._replace(kv_indices=indices)
             return (request if tokens is request.tokens else request._replace(tokens=tokens)), copies
-        for name, buffer in self._index_buffers.items():
+        for name, uploads in self._uploads.items():
             numbers = index_values(name, tokens)
             if numbers is not None:
-                copies.append(HostCopy(self._uploads[name], numbers))
+                copies.append(HostCopy(uploads, numbers))
         if tokens.kv_indices is not None:
             buffer = self._indices_buffer()
             if not same_memory(tokens.kv_indices, buffer):

@@ -194,3 +194,17 @@ def test_cuda_copies_are_followed_by_an_event_on_the_stream_of_their_device(capt
     on = "context 1"
     assert driver.calls == [(on, *copy), (on, "record", "cuda:1"), (on, *copy), (on, "record", 5, 71)]
     assert driver.contexts == [f"context {current}"]
+
+
+def test_uploads_into_buffers_of_callers_do_not_overwrite_what_is_being_copied() -> None:
+    copies, target = LateCopies(), torch.zeros(12, dtype=torch.int32)
+    uploads = Uploads(target, copies)
+    for seed in range(5):
+        lengths = numbers(100 * seed).astype(np.int64)
+        uploads.copy(lengths)
+        lengths[:] = -1  # the caller's array is free again
+        assert copies.waits == max(0, seed - 1)
+    uploads.copy(numbers(0, 0))
+    copies.finish()
+    assert copies.arrived == [numbers(100 * seed).tolist() for seed in range(5)]
+    assert target.tolist() == [*range(400, 410), 0, 0]

@@ -9,7 +9,7 @@ from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits
 from cute_attn.schedule.batch import SchedulerParams, schedule
 from tests.support.plain_schedule import plain_schedule
 
-BATCHES = 1000  # of each kind
+BATCHES = 700  # of each kind
 
 
 def queries(kind: str, size: int, rng: np.random.Generator) -> np.ndarray:
@@ -60,7 +60,7 @@ def test_schedules(kind: str) -> None:
 
 
 def test_facts_of_lengths() -> None:
-    """What stages share, computed here or told by a caller, is the same."""
+    """What several stages of a plan share."""
     lengths = BatchLengths(np.array([1, 4, 4, 9]), np.zeros(3, np.int64), np.array([7, 0, 12]))
     assert (lengths.qo_len.tolist(), lengths.longest_qo, lengths.longest_kv, lengths.with_queries) == (
         [3, 0, 5],

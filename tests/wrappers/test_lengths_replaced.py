@@ -1,0 +1,161 @@
+"""A plan that differs from the one in force in lengths only: results, launches, replays of runs, errors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cute_attn.emulator.settings import using
+from cute_attn.errors import WorkspaceError
+from cute_attn.request import batch_plan
+from cute_attn.request.plan_arguments import prefill
+from tests.support.batch_case import BatchCase, call, check, decode, heads, make, paged, plan_arguments, ragged, wrapper
+from tests.support.device_plan import DECODE, PAGED, RAGGED
+from tests.support.graphs import graph_wrapper
+
+on_the_emulator = pytest.mark.emulator
+WIDE: dict[str, Any] = {**heads(4, 2), "head_dim_qk": 128, "head_dim_vo": 128}
+FIRST, SECOND = (decode(lens, **heads(4, 1)) for lens in ((20, 9), (5, 24)))  # as many pages
+
+
+@pytest.fixture
+def emulated(request: pytest.FixtureRequest) -> Iterator[None]:
+    arch, kernels = request.param
+    with using(arch, kernels=kernels, sms=2, checks=False):
+        yield
+
+
+fa2 = pytest.mark.parametrize("emulated", [("sm_80", "fa2")], ids=["fa2"], indirect=True)
+fa3 = pytest.mark.parametrize("emulated", [("sm_90a", "fa3")], ids=["fa3"], indirect=True)
+
+
+def new(case: BatchCase, graph: bool) -> Any:
+    return graph_wrapper(case, "cpu", 20, 0, backend="emulator")[0] if graph else wrapper(case, backend="emulator")
+
+
+def assert_runs(case: BatchCase, planned: Any) -> None:
+    inputs = make(case)
+    result = check(case, inputs, *call(case, inputs, planned))
+    assert result.ok, result.detail
+
+
+def assert_follows(cases: list[BatchCase], graph: bool) -> Any:
+    """Plans two batches in turn on one wrapper, which it returns; the plan is that of a wrapper of its own."""
+    first, second = ((case, plan_arguments(case, make(case))) for case in cases)
+    planned, alone = new(cases[0], graph), new(cases[0], graph)
+    planned.plan(**first[1])
+    launch = planned._plan_info.launch
+    planned.plan(**second[1])
+    planned.plan(**first[1])
+    planned.plan(**second[1])
+    assert planned._plan_info.launch is launch  # lengths were replaced
+    if graph:
+        alone.plan(**first[1])  # fixes the launches
+        alone._plan_info.launch.planned.again = lambda lengths: None
+    alone.plan(**second[1])
+    now, own = planned._plan_info, alone._plan_info
+    assert own.launch is not launch
+    assert torch.equal(launch.planned.records, own.launch.planned.records)
+    assert launch.planned.launches()[:2] == own.launch.planned.launches()[:2]  # grids
+    assert (now.rows, now.tokens.kv_end) == (own.rows, own.tokens.kv_end)
+    return planned
+
+
+@on_the_emulator
+@fa2
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("cases", [PAGED, RAGGED, DECODE], ids=["paged", "ragged", "decode"])
+@pytest.mark.usefixtures("emulated")
+def test_lengths_follow(cases: list[BatchCase], graph: bool) -> None:
+    assert_follows(cases, graph)
+
+
+@on_the_emulator
+@fa2
+@pytest.mark.usefixtures("emulated")
+def test_runs_of_a_captured_launch_are_replayed_with_the_new_lengths() -> None:
+    planned = new(FIRST, graph=True)
+    planned.plan(**plan_arguments(FIRST, make(FIRST)))
+    assert_runs(FIRST, planned)
+    kept = dict(planned._plan_info.cached_runs)
+    planned.plan(**plan_arguments(SECOND, make(SECOND)))
+    assert kept
+    assert planned._plan_info.cached_runs == kept
+    assert_runs(SECOND, planned)
+
+
+@on_the_emulator
+@fa3
+@pytest.mark.usefixtures("emulated")
+def test_tiles_follow() -> None:
+    """Batches of short and of long requests have tiles of their own."""
+    cases = [ragged((30, 30), (keys, 40), mask="causal", **WIDE) for keys in (100, 9000)]
+    planned = new(cases[0], graph=False)
+    tiles = []
+    for case in cases:
+        planned.plan(**plan_arguments(case, make(case)))
+        tiles.append(planned._plan_info.launch.planned.schedule.tile)
+    assert tiles[0] != tiles[1]
+    assert_follows(cases, graph=False)
+
+
+@on_the_emulator
+@fa2
+@pytest.mark.usefixtures("emulated")
+def test_other_shapes_are_checked_again() -> None:
+    """Runs that passed under lengths before are refused where they do not fit those now."""
+    short, long = (paged((rows,), (20,), **heads(2, 1)) for rows in (3, 7))
+    planned = wrapper(short, backend="emulator")
+    planned.plan(**plan_arguments(short, make(short)))
+    assert_runs(short, planned)
+    planned.plan(**plan_arguments(long, make(long)))
+    with pytest.raises(ValueError, match="q must have the planned 7 rows"):
+        call(short, make(short), planned)
+
+
+@on_the_emulator
+@fa2
+@pytest.mark.usefixtures("emulated")
+def test_after_an_error_the_lengths_before_stay() -> None:
+    case = dataclasses.replace(decode((40, 30), **heads(2, 1)), fixed_split_size=16)
+    planned = wrapper(case, backend="emulator")
+    planned.plan(**plan_arguments(case, make(case)))
+    needed = planned.workspace_size(**plan_arguments(case, make(case)))[0]
+    planned.reset_workspace_buffer(torch.empty(needed, dtype=torch.uint8))
+    planned.plan(**plan_arguments(case, make(case)))
+    more = dataclasses.replace(case, kv_lens=(300, 200))
+    with pytest.raises(WorkspaceError):
+        planned.plan(**plan_arguments(more, make(more)))
+    assert_runs(case, planned)
+
+
+@pytest.mark.parametrize("lens", [(3, 1, 4), (2, 2, 2), (0, 3, 0), ()], ids=str)
+def test_queries_are_what_lengths_compute(lens: tuple[int, ...]) -> None:
+    bounds = torch.tensor([0, *np.cumsum(lens, dtype=np.int64)])
+    told = batch_plan.ragged(bounds, bounds).lengths
+    computed = batch_plan.BatchLengths(*told)
+    for name in ("qo_len", "longest_qo", "with_queries"):
+        assert name in vars(told)
+        assert np.array_equal(getattr(told, name), getattr(computed, name))
+    if len(set(lens)) == 1:
+        uniform, given = batch_plan.uniform_queries(len(lens), lens[0]), batch_plan.queries("indptr", bounds)
+        assert all(map(np.array_equal, uniform, given))
+
+
+def test_arguments_are_checked_by_type() -> None:
+    """Equal arguments of other types are others: 1 == True."""
+    options = (2, 1, 64, None, "float16")
+    first = prefill(1, False, True, None, False, *options)
+    assert prefill(1, False, True, None, False, *options) is first
+    for wrong in ((1, 0, True, None, False), (1, False, 1, None, False), (True, False, True, None, False)):
+        with pytest.raises(TypeError, match="must be"):
+            prefill(*wrong, *options)
+    scale = torch.tensor(2.0)
+    assert prefill(1, False, True, None, False, *options, scale) is not prefill(
+        1, False, True, None, False, *options, scale
+    )
