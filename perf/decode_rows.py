@@ -41,7 +41,7 @@ class Row(NamedTuple):
     backends: tuple[str, ...] = ()
 
 
-# More than 16 warps per SM, whose kernels have 64 to 96 registers: the CTAs of the next launch are resident while these end.
+# More than 16 warps per SM in 64 to 96 registers: the CTAs of the next launch are resident while these end.
 CROWDED = ("4x2x16x8", "4x2x16x6", "4x2x32x6", "4x2x32x5", "2x2x16x12", "2x2x32x12", "8x2x16x4")
 # Keys are fetched into L2 while the preceding launch ends, as FlashInfer's kernel loads all but the newest tile.
 AHEAD = ("2x2x32x8a", "2x2x32x10a", "4x2x16x4a", "4x2x16x5a", "4x2x32x5a")
