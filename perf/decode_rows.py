@@ -21,8 +21,8 @@ from perf.anchors import UNEVEN
 from perf.batch_workloads import BatchWorkload, equal
 from perf.bench import OURS, save
 from perf.harness import reason
-from perf.peers import PEERS, Bind
-from perf.sections import Pace, seconds_of_round
+from perf.peers import Bind
+from perf.sections import Pace, chosen_binds, seconds_of_round
 
 PEER = "FlashInfer XQA"
 TABLE = f"{OURS} table"  # the ring of `cute_attn/kernels/xqa/tiles.py`
@@ -99,7 +99,7 @@ def time_row(
     timed = {name: spec for name, spec in specs.items() if not refused[spec]}
     binds: dict[str, Bind] = {n: functools.partial(rings.bind, spec, backend=backend) for n, spec in timed.items()}
     binds |= {f"{OURS} {name}": functools.partial(batch_peers.ours, name) for name in row.backends}
-    binds |= {peer.name: peer.bind for peer in PEERS if peer.name == PEER}
+    binds[PEER] = chosen_binds(row.workload, (), (PEER,))[PEER]  # refuses what `--warm-peers` has not built
     record = run_row(row.workload, binds, rounds)
     for name, spec in specs.items():
         entry = record["candidates"].setdefault(name, {"reason": refused[spec]})
