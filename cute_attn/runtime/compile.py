@@ -98,9 +98,7 @@ def _compile(program: Program, symbol: str, arch: str) -> tuple[str, bytes]:
     # The DSL passes PTX through a file whose name is not unique, hence a private directory.
     with tempfile.TemporaryDirectory(prefix="cute_attn-") as directory:
         options = (GPUArch(arch), OptLevel(3), KeepPTX(True), KeepCUBIN(True), DumpDir(directory))
-        # An engine would run the DSL's own host function, which nothing calls: 0.05 s per kernel where the GPU is
-        # the one that the kernel is for.
-        compiled = cute.compile[options](program, *program.compile_args(), no_jit_engine=True)
+        compiled = cute.compile[options](program, *program.compile_args())
         ptx, cubin = compiled.__ptx__, compiled.__cubin__
     return ptx, cubin
 
