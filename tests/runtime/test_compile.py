@@ -79,17 +79,6 @@ except ArgumentError as err:
         compile_many({"sm_70": [ToySpec()]}, BUILD)
 
 
-def test_no_host_code_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine whose GPU the kernel is for, where the DSL would build an engine for its own host function."""
-    compiler = pytest.importorskip("cutlass.base_dsl.compiler")
-    can_run = pytest.importorskip("cutlass.cutlass_dsl").CuTeDSL
-    built: list[object] = []
-    monkeypatch.setattr(can_run, "_runtime_can_run_compiled", lambda *_: True)
-    monkeypatch.setattr(compiler.Compiler, "jit", lambda *args, **_: built.append(args))
-    assert compile_spec(ToySpec(), "sm_90a", toy_program).cubin
-    assert not built
-
-
 def test_processes_compile_the_same_bytes_and_report_failures_as_values() -> None:
     specs = [ToySpec(threads=64), BrokenSpec(), ToySpec(threads=96)]
     seen: list[tuple[KernelSpec, str, Outcome]] = []
