@@ -39,7 +39,7 @@ class Copies(Protocol):
         """Allocates int32 device memory, zeros."""
 
     def start(self, target: torch.Tensor, source: torch.Tensor, ints: int) -> Event:
-        """Starts a copy of so many numbers on the device's current stream. `source` must not change before the event."""
+        """Starts to copy `ints` numbers on the device's current stream. `source` must not change before the event."""
 
 
 class CudaCopies:
