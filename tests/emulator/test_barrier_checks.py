@@ -213,6 +213,16 @@ def test_a_warp_that_lags(arrivals: int, seed: int) -> None:
             run(text, schedule=Schedule("lagging", seed))
 
 
+def test_lanes_that_test_different_phases() -> None:
+    """Each lane learns of the phase that it asks for: even lanes of one to come, odd lanes of the one before."""
+    wanted = ("and.b32 %r10, %me, 1;", "xor.b32 %r10, %r10, 1;")
+    test = "mbarrier.test_wait.parity.shared::cta.b64 %p4, [%r8], %r10;"
+    found = run(
+        kernel(*INIT, ARRIVE, "bar.sync 0;", *wanted, test, "selp.u32 %r11, 1, 0, %p4;", "st.global.b32 [%rd8], %r11;")
+    )
+    assert np.frombuffer(found, np.uint32)[:64].tolist() == [0, 1] * 32
+
+
 # --- setmaxnreg -------------------------------------------------------------------------------------------------------
 
 
