@@ -7,7 +7,6 @@ import logging
 import warnings
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -273,31 +272,6 @@ def test_one_request_of_few_kv_heads_is_for_clusters() -> None:
         asked = features._replace(**changes)
         assert select.choose(asked, arch=arch, load=Load(rows, True)) is taken, (changes, arch.name, rows)
         assert select.choose(asked, arch=arch, load=Load(rows)) is FA2
-
-
-def test_long_requests_are_for_xqa() -> None:
-    """Over 16-bit caches of head dimension 128 on Hopper; the plan of fa2 costs more host time."""
-    features = DECODE._replace(kv_dtype=BF16, num_qo_heads=32, num_kv_heads=8, head_dim_qk=128, head_dim_vo=128)
-    settings = Settings(features)
-    for changes, window, arch, rows, mean, taken in (
-        ({}, -1, HOPPER, 4, 3072, XQA),
-        ({}, -1, HOPPER, 8, 100000, XQA),
-        ({}, -1, HOPPER, 4, 3071, FA2),
-        ({}, 3071, HOPPER, 4, 8192, XQA),
-        ({}, 3070, HOPPER, 4, 8192, FA2),
-        ({}, -1, HOPPER, 9, 8192, FA2),
-        ({}, -1, named("sm_80"), 4, 8192, FA2),
-        ({"num_kv_heads": 4, "num_qo_heads": 28}, -1, HOPPER, 7, 3209, XQA),
-        ({"num_kv_heads": 2}, -1, HOPPER, 4, 8192, FA2),
-        ({"head_dim_qk": 256, "head_dim_vo": 256}, -1, HOPPER, 4, 8192, FA2),
-        ({"own_splits": True}, -1, HOPPER, 4, 8192, FA2),
-    ):
-        asked = settings._replace(features=features._replace(**changes), window_left=window)
-        kv_lens = np.array([mean - 100, mean + 100, mean])
-        load = Load(rows, False, select.kv_len_class(asked, kv_lens))
-        assert select.choose(asked.features, arch=arch, load=load) is taken, (changes, window, arch.name, rows, mean)
-    assert select.kv_len_class(settings, np.array([], np.int64)) is None
-    assert select.kv_len_class(settings._replace(features=features._replace(kv_dtype=E4M3)), kv_lens) is None
 
 
 def test_classes_of_rows_tell_what_auto_tells() -> None:
