@@ -68,6 +68,7 @@ CASES = {
         (0, 1, 15, 16, 17, 31, 32, 33, 0), kv="e4m3", heads=(4, 1), seed=1
     ),  # page 0 belongs to no request
     "one long request": XqaCase((1500,), kv="e4m3", heads=(4, 1)),
+    "two long requests of rows for several warps": XqaCase((700, 900), kv="e4m3", heads=(8, 1)),
     "a long one among short ones": XqaCase((3, 900, 0, 5), heads=(2, 1), head_dim=64),
     "more rows than a block": XqaCase((40, 90), heads=(40, 2), q_len=2),
     "more requests than lanes": XqaCase(tuple(range(40)), kv="nvfp4", heads=(2, 1), head_dim=64, bmm1_scale=0.001),
