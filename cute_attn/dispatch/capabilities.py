@@ -79,7 +79,7 @@ class Backend:
         kv_bytes = features.kv_dtype.itemsize
         most = self.max_rows.get((kv_bytes, features.head_dim_qk))
         if most is None:
-            return f"head dimension {features.head_dim_qk} in {8 * kv_bytes} bits"
+            return f"head dimension {features.head_dim_qk} in {8 * kv_bytes} bits{self._below(features, load, arch)}"
         if rows is not None and rows > most:
             return f"{rows} query rows per kv head are more than {most}"
         return None
@@ -93,13 +93,26 @@ class Backend:
 
     def is_for_long_requests(self, features: Features, load: Load, arch: Arch | None) -> bool:
         """Tell whether `load` is long requests that "auto" gives to this backend on `arch` whatever `max_rows` says."""
-        if arch is None or load.kv_len is None or load.rows is None:
-            return False
-        least = self.long_requests.get((arch.name, features.kv_dtype.itemsize, features.head_dim_qk))
-        if least is None:
+        least = self._least_long(features, arch)
+        if least is None or load.kv_len is None or load.rows is None:
             return False
         enough = load.kv_len >= least.kv_len and features.num_kv_heads >= least.kv_heads
         return enough and load.rows <= least.rows
+
+    def _least_long(self, features: Features, arch: Arch | None) -> LongRequests | None:
+        """Return the long requests of these features on `arch` that "auto" gives to this backend, if it gives any."""
+        if arch is None:
+            return None
+        return self.long_requests.get((arch.name, features.kv_dtype.itemsize, features.head_dim_qk))
+
+    def _below(self, features: Features, load: Load, arch: Arch | None) -> str:
+        """Return below which length "auto" passes over this backend, where only the length decides."""
+        least = self._least_long(features, arch)
+        if least is None or load.kv_len is None or load.rows is None:
+            return ""
+        if features.num_kv_heads < least.kv_heads or load.rows > least.rows:
+            return ""
+        return f" below {least.kv_len} keys per request"
 
     def least_rows(self, features: Features) -> int:
         """Return `min_rows` of problems with these features."""

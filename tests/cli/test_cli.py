@@ -319,11 +319,15 @@ def test_explain_of_a_batch(capsys: Output) -> None:
 
 
 def test_explain_of_equal_requests(capsys: Output) -> None:
-    assert main(["explain", "--batch", "64", "--page-size", "16", "--kv-len", "4096", "--arch", "sm_90a"]) == 0
+    argv = ["explain", "--batch", "64", "--page-size", "16", "--arch", "sm_90a"]
+    assert main([*argv, "--kv-len", "4096"]) == 0
+    assert "xqa: chosen" in capsys.readouterr().out
+    assert main([*argv, "--kv-len", "2048"]) == 0
     out = capsys.readouterr().out
     assert "fa2: chosen" in out
+    assert "xqa: able, passed over: head dimension 128 in 16 bits below 3072 keys per request" in out
     assert "fa3: able, passed over: 4 query rows per kv head are fewer than 65" in out
-    assert "64 work items x 8, the longest of 4096 keys" in out
+    assert "64 work items x 8, the longest of 2048 keys" in out
     assert "no query tile is cut" in out
     assert "grid 512 x 1 x 1" in out
     assert "combine" not in out
