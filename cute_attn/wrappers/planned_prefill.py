@@ -80,7 +80,7 @@ class PagedSession:
         self.wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, structure.kv_layout, backend=structure.backend)
         self.structure = structure
         self.lengths: Lengths | None = None
-        self.width = -1  # of the tables
+        self.shape: torch.Size | None = None  # of the tables
         self.pages: PageList
         self.positions: torch.Tensor
         self.indices: torch.Tensor  # page numbers, filled again before every run: they may change without a new plan
@@ -89,7 +89,7 @@ class PagedSession:
         """Compute a batch, after a plan where its lengths differ from those before."""
         tables = keys.tables
         assert tables is not None
-        planned = lengths.same(self.lengths) and tables.shape[1] == self.width
+        planned = lengths.same(self.lengths) and tables.shape == self.shape
         if not planned:
             self.lengths = None
             self.pages = trtllm_prefill.page_list(tables, lengths.kv_len, self.structure.page_size)
@@ -100,7 +100,7 @@ class PagedSession:
             trtllm_prefill.check_pages(self.indices, self.pages, tables.shape[1], keys.k.shape[0])
         if not planned:
             self._plan(lengths)
-            self.lengths, self.width = lengths, tables.shape[1]
+            self.lengths, self.shape = lengths, tables.shape
         return self.wrapper.run(query, (keys.k, keys.v), **options._asdict())
 
     def _plan(self, lengths: Lengths) -> None:
