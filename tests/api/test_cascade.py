@@ -112,7 +112,16 @@ def test_one_level_takes_positions() -> None:
             r"same number .* \[9, 10, 10\]",
             ArgumentError,
         ),
-        ({"qo_indptr_arr": [None] * 3}, "qo_indptr_arr must be a torch.Tensor", ArgumentTypeError),
+        ({"qo_indptr_arr": [None] * 3}, r"qo_indptr_arr\[0\] must be a torch.Tensor", ArgumentTypeError),
+        *(
+            ({"qo_indptr_arr": [torch.tensor([0, 10]), array, None]}, rf"qo_indptr_arr\[1\] must {rule}", ArgumentError)
+            for array, rule in (
+                (torch.tensor(10), "have 1 dimension"),
+                (torch.tensor([[0, 10]]), "have 1 dimension"),
+                (torch.tensor([0.0, torch.nan]), "have dtype int32 or int64"),
+                (torch.tensor([0, 10], device="meta"), "be on a cpu or cuda device"),
+            )
+        ),
         ({"causal": 1}, "causal must be True or False", ArgumentTypeError),
         ({"num_kv_heads": 3}, "num_qo_heads", ArgumentError),
     ],
