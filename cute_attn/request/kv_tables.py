@@ -33,9 +33,8 @@ def joined(paged: Paged, seq_lens: torch.Tensor, page_size: int, origin: int = 0
         return Paged(k, v, keys)
     if tables.is_cuda and torch.cuda.is_current_stream_capturing():
         _refuse("while a CUDA graph is captured", "it cannot look at the table then")
-    live = (
-        torch.arange(tables.shape[2], device=tables.device) * page_size < _signed(seq_lens).to(tables.device)[:, None]
-    )
+    lengths = _lengths(seq_lens, tables)
+    live = torch.arange(tables.shape[2], device=tables.device) * page_size < lengths.to(tables.device)[:, None]
     apart = (values.long() - keys.long())[live]
     if apart.numel() == 0:
         return Paged(k, v, keys)
@@ -62,8 +61,15 @@ def _checked(tables: Any) -> torch.Tensor:
     return tables
 
 
-def _signed(seq_lens: torch.Tensor) -> torch.Tensor:
+def _lengths(seq_lens: Any, tables: torch.Tensor) -> torch.Tensor:
+    """Return the lengths of all rows of tables, in a dtype that compares."""
     flat = checks.tensor("seq_lens", seq_lens).reshape(-1)
+    if len(flat) != len(tables):
+        raise ArgumentError(
+            f"seq_lens must have one length for each of the {len(tables)} rows of block_tables, got {len(flat)}"
+        )
+    if not flat.is_cpu:
+        checks.device("seq_lens", flat, tables.device)
     return flat.view(torch.int32) if flat.dtype == torch.uint32 else flat
 
 
