@@ -337,7 +337,9 @@ def divided_by(name: str, divisor: Any, scale: Any) -> Any:
     divisor = checks.positive(name, divisor)
     if scale is None:
         return 1.0 / divisor
-    return scale / divisor if isinstance(scale, torch.Tensor) else checks.real("v_scale", scale) / divisor
+    if not isinstance(scale, torch.Tensor):
+        return checks.real("v_scale", scale) / divisor
+    return scale.float() / divisor if scale.is_floating_point() else scale  # whose dtype is refused
 
 
 def _check_window(window_left: Any, settings: Settings) -> None:

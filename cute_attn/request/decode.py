@@ -313,9 +313,12 @@ def _settings(key: SettingsKey) -> Settings:
     return settings._replace(features=features, page_size=key.page_size)
 
 
-def number_or_tensor(name: str, value: Any) -> float | torch.Tensor:
-    """Check a number; a tensor is returned as it is, for `split_scale`."""
-    return value if isinstance(value, torch.Tensor) else checks.real(name, value)
+def number_or_tensor(name: str, value: Any, device: torch.device) -> float | torch.Tensor:
+    """Check a scale that is multiplied by others, and return a number or an fp32 tensor on the device: the product of
+    narrower ones would be rounded, and might overflow.
+    """
+    number, tensors = split_scale(name, value, device)
+    return tensors[0] if tensors else checks.real(name, number)
 
 
 def positive_or_one(name: str, value: Any) -> float:

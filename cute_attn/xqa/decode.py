@@ -297,8 +297,8 @@ def xqa(
             f"output must have q's shape {tuple(q.shape)}, tokens at equal distances, got {checks.describe(output)}"
         ) from error
     scales = ("q_scale", q_scale), ("kv_scale", kv_scale)
-    kv_scale = number_or_tensor("kv_scale", kv_scale)
-    bmm1_scale = number_or_tensor("q_scale", q_scale) * kv_scale * q.shape[-1] ** -0.5
+    kv_scale = number_or_tensor("kv_scale", kv_scale, q.device)
+    bmm1_scale = number_or_tensor("q_scale", q_scale, q.device) * kv_scale * q.shape[-1] ** -0.5
     bmm2_scale = kv_scale * positive_or_one("rcp_out_scale", rcp_out_scale)
     query, window_left = q.reshape(rows), window - 1 if window > 0 else -1
     problem = decode_problem(

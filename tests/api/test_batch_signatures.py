@@ -242,6 +242,12 @@ def test_seed_run_of_ragged() -> None:
     torch.testing.assert_close(quarter * 4, made.run(*tensors), rtol=1e-3, atol=1e-3)
 
 
+def test_o_scale_divides_a_narrow_v_scale_in_fp32() -> None:
+    made, tensors = planned("ragged", o_data_type=torch.float32)
+    large = made.run(*tensors, o_scale=0.25, v_scale=torch.tensor(2.0**15, dtype=torch.float16))  # 2^17 is inf there
+    torch.testing.assert_close(large / 2**17, made.run(*tensors))
+
+
 @pytest.mark.parametrize("kind", ["paged", "ragged"])
 def test_fp8_head_scales(kind: str) -> None:
     made, tensors = planned(kind, q_data_type=FP8)

@@ -128,6 +128,19 @@ def test_the_low_level_form() -> None:
         xqa(q, k, v, a["block_tables"], a["seq_lens"], output, scratch, semaphores, 2, 32)
 
 
+def test_scales_of_the_low_level_form_are_multiplied_in_fp32() -> None:
+    """The product of these overflows in their own dtype."""
+    built = build(dataclasses.replace(CASE, bmm1_scale=0.25, bmm2_scale=2.0**17))
+    a = built.arguments
+    output = torch.zeros_like(a["query"])
+    scratch, half = torch.empty(0, dtype=torch.uint8), torch.float16
+    xqa(
+        a["query"], *a["kv_cache"], a["block_tables"], a["seq_lens"], output, scratch, scratch, 2, 16,
+        q_scale=torch.tensor(2.0**-10, dtype=half), kv_scale=torch.tensor([2048.0], dtype=half), rcp_out_scale=64.0,
+    )  # fmt: skip
+    assert built.check(output, None) == ""
+
+
 def test_a_window_beyond_all_keys_is_none() -> None:
     built = build(CASE)
     assert torch.equal(call(built, window_left=10**30), call(built))
@@ -207,20 +220,22 @@ def test_what_equals_an_accepted_option_is_no_such_option(wrong: Any) -> None:
         call(built, enable_pdl=wrong)
 
 
-LOW_LEVEL: dict[str, tuple[Any, type[Exception]]] = {
-    "q_scale": (True, ArgumentTypeError),
-    "kv_scale": ("1", ArgumentTypeError),
-    "num_kv_heads": (2.0, ArgumentTypeError),
-    "page_size": (16.0, ArgumentTypeError),
-    "sm_count": (132.0, ArgumentTypeError),
-    "semaphores": (torch.zeros(4096, dtype=torch.uint32, device="meta"), ArgumentError),
-    "q": (torch.zeros(2, 4, 0).bfloat16(), ArgumentError),
-    "output": (torch.zeros(2, 4, 2, 64).bfloat16()[..., 0, :].transpose(0, 1), ArgumentError),
-}
+LOW_LEVEL: list[tuple[str, Any, type[Exception]]] = [
+    ("q_scale", True, ArgumentTypeError),
+    ("q_scale", torch.ones(2), ArgumentTypeError),
+    ("kv_scale", "1", ArgumentTypeError),
+    ("kv_scale", torch.tensor(1), ArgumentTypeError),
+    ("num_kv_heads", 2.0, ArgumentTypeError),
+    ("page_size", 16.0, ArgumentTypeError),
+    ("sm_count", 132.0, ArgumentTypeError),
+    ("semaphores", torch.zeros(4096, dtype=torch.uint32, device="meta"), ArgumentError),
+    ("q", torch.zeros(2, 4, 0).bfloat16(), ArgumentError),
+    ("output", torch.zeros(2, 4, 2, 64).bfloat16()[..., 0, :].transpose(0, 1), ArgumentError),
+]
 
 
-@pytest.mark.parametrize("name", LOW_LEVEL)
-def test_the_low_level_form_names_the_argument(name: str) -> None:
+@pytest.mark.parametrize(("name", "wrong", "error"), LOW_LEVEL, ids=[f"{n}-{i}" for i, (n, *_) in enumerate(LOW_LEVEL)])
+def test_the_low_level_form_names_the_argument(name: str, wrong: Any, error: type[Exception]) -> None:
     a = build(CASE).arguments
     given = {
         "q": a["query"],
@@ -235,7 +250,6 @@ def test_the_low_level_form_names_the_argument(name: str) -> None:
         "semaphores": torch.zeros(4096, dtype=torch.uint32),
     }
     xqa(**given)
-    wrong, error = LOW_LEVEL[name]
     with pytest.raises(error, match=f"^{name} must "):
         xqa(**given | {name: wrong})
 

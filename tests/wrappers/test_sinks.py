@@ -92,6 +92,9 @@ def test_another_scale_is_no_other_plan() -> None:
     assert_near(by_keyword, None, expected(q, k, v, DIM**-0.5))
     scaled = wrapper.run(q, (k, v), SINKS, 0.1, q_scale=torch.tensor([3.0]))
     assert_near(scaled, None, expected(q, k, v, 0.3))
+    tiny = torch.tensor(2.0**-24, dtype=torch.float16)  # a third of it is 0 in its own dtype
+    scaled = wrapper.run(q, (k, v), SINKS, DIM**-0.5 / 3, q_scale=tiny, k_scale=2.0**24)
+    assert_near(scaled, None, expected(q, k, v, DIM**-0.5 / 3))
 
 
 def test_scales_change_with_fixed_buffers() -> None:
