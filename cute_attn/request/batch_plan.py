@@ -188,11 +188,11 @@ def splits(fixed_split_size: Any, disable_split_kv: Any, page_size: int) -> Spli
     return Splits(None, True) if disable_split_kv else Splits(tokens, False)
 
 
-def refuse(feature: str, value: Any, reason: str, instead: str) -> None:
+def refuse(name: str, value: Any, reason: str, instead: str) -> None:
     """Refuse an argument of FlashInfer that this library does not implement, unless it is None, False or 0."""
     if value is None or value is False or (type(value) is int and value == 0):
         return
-    raise NotSupported([Refusal("every backend", feature, reason, instead)])
+    raise NotSupported([Refusal("every backend", f"{name}={checks.shown(value)}", reason, instead)])
 
 
 def refuse_all(reason: str, **arguments: Any) -> None:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from cute_attn.errors import NotSupported, Refusal
 from cute_attn.request import batch_plan, checks
 from cute_attn.request.batch_plan import PlanOptions, Splits
 from cute_attn.request.settings import CACHE_SIZE, IMMUTABLE
@@ -76,12 +77,8 @@ def decode(
         batch_plan.refuse("window_right", window_right, reason, "a prefill wrapper with causal=False")
     q_len = batch_plan.count("q_len_per_req", q_len_per_req)
     if is_causal is not None and checks.boolean("is_causal", is_causal) != (q_len > 1):
-        batch_plan.refuse(
-            f"is_causal={is_causal} with q_len_per_req={q_len}",
-            "given",
-            "tokens of a decode request see the keys up to their own",
-            "a prefill wrapper",
-        )
+        feature, reason = f"is_causal={is_causal} with q_len_per_req={q_len}", "tokens see the keys up to their own"
+        raise NotSupported([Refusal("every backend", feature, reason, "a prefill wrapper")])
     size, given = batch_plan.page_size(page_size), PlanOptions(*options)
     q_dtype = data_type if given.q_data_type is None else given.q_data_type
     planned = given._replace(

@@ -114,7 +114,7 @@ BAD: list[tuple[int | str, Any, str, type]] = [
     (3, KV, "kv_len_arr must be a torch.Tensor", ArgumentTypeError),
     (0, QO_INDPTR[:3], "qo_indptr and kv_indptr must both have batch_size", ArgumentError),
     (5, 3, "num_qo_heads", ArgumentError),
-    ("use_profiler", True, "refuses use_profiler: no kernel records a profile", NotSupported),
+    ("use_profiler", True, "refuses use_profiler=True: no kernel records a profile", NotSupported),
 ]
 
 

@@ -216,8 +216,12 @@ BAD: list[tuple[dict[str, Any], str, type]] = [
     ({"packed_mask": torch.ones(3, dtype=torch.uint8)}, "packed_custom_mask must have", ArgumentError),
     ({"causal": 1}, "causal must be True or False", ArgumentTypeError),
     ({"pos_encoding_mode": "ALIBI"}, "block-sparse attention refuses pos_encoding_mode='ALIBI'", NotSupported),
-    ({"block_mask": torch.ones(1, 2, 2)}, "refuses block_mask: .* Instead: indptr and indices", NotSupported),
-    ({"kv_splits": "auto"}, "refuses kv_splits", NotSupported),
+    (
+        {"block_mask": torch.ones(1, 2, 2)},
+        "refuses block_mask=a float32 tensor of shape \\(1, 2, 2\\) on cpu: .* Instead: indptr and indices",
+        NotSupported,
+    ),
+    ({"kv_splits": "auto"}, "refuses kv_splits='auto': it belongs", NotSupported),
 ]
 
 
