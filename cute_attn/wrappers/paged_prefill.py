@@ -167,8 +167,9 @@ class BatchPrefillWithPagedKVCacheWrapper(BatchWrapper):
             True keeps. Replaces `causal`; `window_left` still applies.
         packed_custom_mask : 1-D uint8, the same bits in **little** bit order. Either each request starts at a new
             byte (`segment_packbits(..., bitorder="little")`), or all bits follow one another (`packbits`): the
-            number of bytes tells which, and if both have the same number, the former is assumed.
-            Replaces `custom_mask`.
+            number of bytes tells which, and if both have the same number, the former is assumed. A contiguous tensor
+            of the former kind on the wrapper's device is not copied without CUDA graphs: it must not change until the
+            last run. Replaces `custom_mask`.
         causal : default False. True: token i of a request sees keys j <= i + kv_len - qo_len. Without effect under a
             custom mask.
         pos_encoding_mode : "NONE" (default), "ROPE_LLAMA" or "ALIBI", as in `single_prefill_with_kv_cache`; positions
