@@ -128,7 +128,7 @@ def buffer_key(buffer: Tensor | None) -> Any:
 def outputs_qualify(
     spans: Sequence[int], starts: tuple[int, int, int], out: Any, lse: Any, protected: Sequence[checks.Extent] = ()
 ) -> bool:
-    """Tell whether the caller's buffers are aligned, need no gradient, and overlap nothing that the launch uses.
+    """Tell whether buffers of the caller are aligned, no negative views, need no gradient, and overlap nothing else.
     `spans`: bytes that q, k, v, out and lse cover; `starts`: addresses of q, k and v; `protected`: memory of the plan.
     """
     of_q, of_k, of_v, of_out, of_lse = spans
@@ -141,7 +141,7 @@ def outputs_qualify(
         stop = start + span
         if buffer is out and start % ALIGNMENT:
             return False
-        if buffer.requires_grad or any(start < end and begin < stop for begin, end in taken):
+        if buffer.is_neg() or buffer.requires_grad or any(start < end and begin < stop for begin, end in taken):
             return False
         taken.append((start, stop))
     return True

@@ -201,6 +201,8 @@ WRONG: dict[str, Callable[[BatchInputs], dict[str, Any]]] = {
     "out over k": lambda inputs: {"out": inputs.kv[0][0].view(-1)[: inputs.q.numel()].view(inputs.q.shape)},
     "out off alignment": lambda inputs: {"out": shifted(inputs.q)},
     "out of another dtype": lambda inputs: {"out": torch.empty_like(inputs.q, dtype=torch.bfloat16)},
+    "out is a negative view": lambda inputs: {"out": negated(torch.empty_like(inputs.q))},
+    "lse is a negative view": lambda inputs: {"lse": negated(torch.empty(inputs.q.shape[:2]))},
     "lse of another shape": lambda inputs: {"lse": torch.empty(3, 4)},
     "return_lse is 1": lambda inputs: {"return_lse": 1},
     "k_scale is True": lambda inputs: {"k_scale": True},
