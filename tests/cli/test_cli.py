@@ -393,6 +393,7 @@ def test_demo_runs_and_compiles_without_a_gpu() -> None:
     assert "decode" in done.stdout
     for arch in demo.COMPILED_ARCHS:
         assert f"{arch}  " in done.stdout
+    assert "sm_90a   xqa" in done.stdout  # what `explain` says of this decode step
     assert "WRONG" not in done.stdout
 
 
