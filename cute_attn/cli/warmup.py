@@ -100,7 +100,7 @@ def report(
         return
     for shape in shapes:
         print(f"attention of one GPU: {shape}")
-    for line in refused:
+    for line in dict.fromkeys(refused):
         print(f"no backend: {line}")
     for line in failures:
         print(f"failed: {line}")
@@ -148,7 +148,7 @@ def needed(shape: Shape, kv_dtype: str, sources: Sequence[str], arch: Arch) -> t
                     loads = map(Load._make, product(ROWS_CLASSES, (False, True), kv_lens))
                     backends = {select.choose(features, "auto", arch, load).name for load in loads}
                 except NotSupported as error:
-                    reasons.append(f"{select.title(features, arch)}: {error.refusals[-1]}")
+                    reasons.append(f"{select.title(features, arch)}: {error.refusals[0]}")
                     continue
                 for name in sorted(backends):
                     found += FAMILIES[name].specs(features, arch)

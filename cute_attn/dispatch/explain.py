@@ -175,9 +175,15 @@ def described(options: Described) -> Call:
         kv_shape = kv_shape[::-1]
     decode = options.qo_len == 1 and not (options.causal or options.custom_mask or options.o_dtype)
     tokens = () if decode else (options.qo_len,)
-    q = torch.empty(*tokens, options.num_qo_heads, options.head_dim, dtype=q_dtype)
-    k = torch.empty(*kv_shape, options.head_dim, dtype=kv_dtype)
-    v = torch.empty(*kv_shape, head_dim_vo, dtype=kv_dtype)
+    try:
+        q = torch.empty(*tokens, options.num_qo_heads, options.head_dim, dtype=q_dtype)
+        k = torch.empty(*kv_shape, options.head_dim, dtype=kv_dtype)
+        v = torch.empty(*kv_shape, head_dim_vo, dtype=kv_dtype)
+    except RuntimeError as error:  # more than there are addresses
+        raise ArgumentError(
+            f"no machine has tensors of qo_len {options.qo_len}, kv_len {options.kv_len}, {options.num_qo_heads} and "
+            f"{options.num_kv_heads} heads, head_dim {options.head_dim}: give lengths and heads that fit into memory"
+        ) from error
     return _call(q, k, v, decode, (options.qo_len, options.kv_len), options)
 
 
@@ -212,13 +218,14 @@ def verdicts(features: Features, arch: Arch | None, load: Load) -> list[Verdict]
     skipped = {b.name: b.auto_skip_reason(features, load, arch) for b in candidates}
     able = [b for b in candidates if not select.reasons_against(b, features, arch)]
     found = []
-    for backend in (*BACKENDS, EMULATOR):
+    for backend in BACKENDS if arch else (*BACKENDS, EMULATOR):
         if refusals := select.reasons_against(backend, features, arch):
             found.append(Verdict(backend.name, REFUSED, "", tuple(refusals)))
         elif backend in able[:1]:
-            found.append(Verdict(backend.name, CHOSEN, _why_chosen(backend, features, skipped, able)))
+            why = _why_chosen(backend, features, skipped, able) + _without_lengths(backend, features, load, arch)
+            found.append(Verdict(backend.name, CHOSEN, why))
         elif why := skipped.get(backend.name):
-            found.append(Verdict(backend.name, PASSED_OVER, f"{why}, which is faster elsewhere"))
+            found.append(Verdict(backend.name, PASSED_OVER, f"{why}: another backend is faster there"))
         else:
             found.append(Verdict(backend.name, ABLE, f'taken only with backend="{backend.name}"'))
     return found
@@ -231,6 +238,17 @@ def _why_chosen(backend: Backend, features: Features, skipped: Mapping[str, str 
         return "all that take it are passed over for others where they can, and it comes first"
     order = ", ".join(b.name for b in BACKENDS if features.device.type in b.auto_on)
     return f"the first of {order} that takes it and is not passed over"
+
+
+def _without_lengths(chosen: Backend, features: Features, load: Load, arch: Arch | None) -> str:
+    """Return which backend a plan takes that does not know the lengths of requests, if it is another."""
+    if load.kv_len is None:
+        return ""
+    candidates = select.candidates(features, "auto", load._replace(kv_len=None), arch)
+    other = next(b.name for b in candidates if not select.reasons_against(b, features, arch))
+    if other == chosen.name:
+        return ""
+    return f"; with use_cuda_graph=True, or index arrays on the GPU, lengths do not count: {other}"
 
 
 def text(features: Features, arch: Arch | None, load: Load) -> str:
@@ -248,7 +266,7 @@ def text(features: Features, arch: Arch | None, load: Load) -> str:
         else:
             lines.append(f"  {each.backend}: {each.verdict}{',' if each.verdict == ABLE else ':'} {each.why}")
     if not chosen:
-        lines.append("  no backend takes this problem")
+        lines.append("  no backend of a GPU takes this problem")
     return "\n".join(lines)
 
 
