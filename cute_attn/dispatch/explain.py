@@ -53,6 +53,7 @@ class Described(NamedTuple):
         return [name for name, value in self._asdict().items() if value != self._field_defaults[name]]
 
 
+NVFP4 = "nvfp4"  # a `kv_dtype` that torch has no name for
 OF_TENSORS = Described._fields[:8]  # what tensors say themselves
 
 
@@ -93,7 +94,7 @@ def explain(
     head_dim, head_dim_vo : of q and k, and of v and the output (default: `head_dim`), of a described request.
         Default 128.
     dtype, kv_dtype : dtypes of q, and of k and v (default: `dtype`), of a described request: "bfloat16" (default),
-        "float16", "float8_e4m3fn", ...
+        "float16", "float8_e4m3fn", ...; of k and v also "nvfp4".
     o_dtype : dtype of the output. Default: that of q.
     kv_layout, causal, window_left, pos_encoding_mode, logits_soft_cap : as in `single_prefill_with_kv_cache`.
     custom_mask : whether there is a custom mask. Default False.
@@ -169,7 +170,10 @@ def described(options: Described) -> Call:
             raise ArgumentError(f"{name} must be an int >= 0, got {value!r}")
     head_dim_vo = options.head_dim if options.head_dim_vo is None else options.head_dim_vo
     q_dtype = _dtype("dtype", options.dtype)
-    kv_dtype = q_dtype if options.kv_dtype is None else _dtype("kv_dtype", options.kv_dtype)
+    nvfp4 = options.kv_dtype == NVFP4
+    kv_dtype = q_dtype if options.kv_dtype is None else _dtype("kv_dtype", "uint8" if nvfp4 else options.kv_dtype)
+    if nvfp4 and (options.head_dim % 16 or head_dim_vo % 16):
+        raise ArgumentError(f"head dimensions of NVFP4 must be multiples of 16, got {options.head_dim}, {head_dim_vo}")
     kv_shape = (options.kv_len, options.num_kv_heads)
     if options.kv_layout == "HND":
         kv_shape = kv_shape[::-1]
@@ -177,14 +181,20 @@ def described(options: Described) -> Call:
     tokens = () if decode else (options.qo_len,)
     try:
         q = torch.empty(*tokens, options.num_qo_heads, options.head_dim, dtype=q_dtype)
-        k = torch.empty(*kv_shape, options.head_dim, dtype=kv_dtype)
-        v = torch.empty(*kv_shape, head_dim_vo, dtype=kv_dtype)
+        k, v = (
+            torch.empty(*kv_shape, dim // (2 if nvfp4 else 1), dtype=kv_dtype)
+            for dim in (options.head_dim, head_dim_vo)
+        )
+        scales = [
+            torch.empty(*kv_shape, dim // 16, dtype=torch.float8_e4m3fn) for dim in (options.head_dim, head_dim_vo)
+        ]
     except RuntimeError as error:  # more than there are addresses
         raise ArgumentError(
             f"no machine has tensors of qo_len {options.qo_len}, kv_len {options.kv_len}, {options.num_qo_heads} and "
             f"{options.num_kv_heads} heads, head_dim {options.head_dim}: give lengths and heads that fit into memory"
         ) from error
-    return _call(q, k, v, decode, (options.qo_len, options.kv_len), options)
+    call = _call(q, k, v, decode, (options.qo_len, options.kv_len), options)
+    return call._replace(kv_cache_sf=tuple(scales)) if nvfp4 else call
 
 
 def _call(
@@ -222,8 +232,8 @@ def verdicts(features: Features, arch: Arch | None, load: Load) -> list[Verdict]
         if refusals := select.reasons_against(backend, features, arch):
             found.append(Verdict(backend.name, REFUSED, "", tuple(refusals)))
         elif backend in able[:1]:
-            why = _why_chosen(backend, features, skipped, able) + _without_lengths(backend, features, load, arch)
-            found.append(Verdict(backend.name, CHOSEN, why))
+            reason = _why_chosen(backend, features, skipped, able) + _without_lengths(backend, features, load, arch)
+            found.append(Verdict(backend.name, CHOSEN, reason))
         elif why := skipped.get(backend.name):
             found.append(Verdict(backend.name, PASSED_OVER, f"{why}: another backend is faster there"))
         else:

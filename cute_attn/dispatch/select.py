@@ -230,7 +230,7 @@ def title(features: Features, arch: Arch | None) -> str:
     f = features
     parts = [
         f"{f.device.type if arch is None else arch.name}",
-        f"q {short(f.q_dtype)}, k and v {short(f.kv_dtype)}, out {short(f.o_dtype)}",
+        f"q {short(f.q_dtype)}, k and v {'NVFP4' if f.kv_block_scales else short(f.kv_dtype)}, out {short(f.o_dtype)}",
         f"heads {f.num_qo_heads}/{f.num_kv_heads}",
         f"head dimensions {f.head_dim_qk}, {f.head_dim_vo}",
         "" if f.kv_source == "dense" else f"{f.kv_source} batch",
@@ -242,7 +242,6 @@ def title(features: Features, arch: Arch | None) -> str:
                 "multi_item",
                 "soft_cap",
                 "per_head_scales",
-                "kv_block_scales",
                 "sinks",
                 "expanded",
                 "half_aligned_kv",

@@ -341,6 +341,16 @@ def test_explain_of_equal_requests(capsys: Output) -> None:
     assert "reference: chosen" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("argv", [[], ["--batch", "8", "--page-size", "16"]])
+def test_explain_of_an_nvfp4_cache(argv: list[str], capsys: Output) -> None:
+    assert main(["explain", *argv, "--kv-dtype", "nvfp4", "--arch", "h100"]) == 0
+    out = capsys.readouterr().out
+    assert "k and v NVFP4, out bfloat16" in out
+    assert "xqa: chosen" in out
+    assert "  xqa bf16 nvfp4 " in out  # the kernel
+    assert main(["explain", *argv, "--kv-dtype", "nvfp4", "--head-dim", "100", "--arch", "h100"]) == 2
+
+
 def test_explain_prints_specs_only_if_asked(capsys: Output) -> None:
     assert main(["explain", "--kv-len", "131072", "--num-kv-heads", "16", "--arch", "h100"]) == 0
     out = capsys.readouterr().out
