@@ -138,7 +138,7 @@ def target(options: argparse.Namespace) -> tuple[archs.Arch | None, int]:
         index = torch.cuda.current_device()
         sms = torch.cuda.get_device_properties(index).multi_processor_count
         return archs.for_device(index), options.sms or sms
-    arch = archs.of_gpu(options.arch or "sm_90a")
+    arch = archs.of_gpu("sm_90a" if options.arch is None else options.arch)
     return arch, options.sms or planned.TYPICAL_SMS[arch.name]
 
 
