@@ -22,9 +22,9 @@ def add(commands: Any) -> None:
         description=(
             "Compiles kernels (or finds them in the cache) and writes them to DIR. On the other machine set "
             "CUTE_ATTN_BUNDLE=DIR, or several directories separated by ':'. With CUTE_ATTN_DISABLE_JIT=1 a kernel "
-            "that is in none of them is an error there. Of a model (--model-config, or --num-qo-heads and --head-dim) "
-            "the bundle has the kernels that `warmup` compiles; with --spec those; else a sample of every family, "
-            "which no model is sure to find its kernels in. After an interruption, the same command goes on."
+            "that is in none of them is an error there. For a model (--model-config, or --num-qo-heads and --head-dim) "
+            "these are the kernels that `warmup` compiles; with --spec those named; otherwise a sample of every "
+            "family, in which a model may miss some. After an interruption, the same command goes on."
         ),
     )
     parser.add_argument("directory", type=Path, metavar="DIR")
