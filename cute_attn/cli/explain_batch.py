@@ -47,7 +47,8 @@ def run(options: argparse.Namespace, arch: Arch | None, sms: int) -> int:
         plan, found = FAMILIES[backend.name].batch_launches(settings, batch.lengths, limits, arch, sms)
         return schedule(plan) if plan else "  no schedule: CTAs find equal shares of all keys", found
 
-    title = f"{batch.batch_size} requests, {batch.rows} query tokens, {where} {on}"
+    count = f"{_count(batch.batch_size, 'request')}, {_count(batch.rows, 'query token')}"
+    title = f"{count}, {where} {on}"
     return explain.answer(options, features, arch, load, title, launches)
 
 
