@@ -37,9 +37,8 @@ def rank(index: int, world_size: int, folder: str, tokens: int) -> None:
             torch.cuda.synchronize()
         error = ((own - expected).abs().max() / whole.abs().max()).item()
         seconds = time.perf_counter() - start
-        print(
-            f"rank {index}: {name} of {own.shape[0]} of {tokens} tokens, {seconds:.2f} s, error {error:.1e}", flush=True
-        )
+        line = f"rank {index}: {name} of {own.shape[0]} of {tokens} tokens, {seconds:.2f} s, error {error:.1e}\n"
+        print(line, end="", flush=True)  # at once: ranks share the terminal
         assert error < 2**-6
 
     start = time.perf_counter()

@@ -33,6 +33,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from cute_attn.runtime.arch import ARCHS
 from perf.bench import save
 from perf.first_calls import BUNDLE, IMPORTS, LIBRARIES, PRETEND, STAGES
 from perf.machine import command_line, environment, why_no_gpu
@@ -205,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=REPEATS, help=f"processes per condition (default {REPEATS})")
     parser.add_argument("--limit", type=float, default=LIMIT, help=f"seconds of one process (default {LIMIT:.0f})")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no process after this time, and stop it")
-    parser.add_argument("--pretend", metavar="ARCH", help="our calls without a GPU (sm_90a, ...)")
+    parser.add_argument("--pretend", choices=ARCHS, metavar="ARCH", help="our calls without a GPU (sm_90a, ...)")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which ends the process that runs, too
     if options.pretend:

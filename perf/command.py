@@ -123,7 +123,7 @@ def missing(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
         if any(name.startswith(first) for name in names) and importlib.util.find_spec(package.split(".")[0]) is None:
             lines.append(f"Without {first}: {package.split('.')[0]} is not installed.")
     if any(path.suffix == ".png" for path in options.output_path) and importlib.util.find_spec("matplotlib") is None:
-        lines.append("Without pictures: matplotlib is not installed (pip install 'cute_attn[bench]').")
+        lines.append("Without pictures: matplotlib is not installed (pip install matplotlib).")
     return lines
 
 

@@ -25,6 +25,7 @@ import torch
 import cute_attn
 from cute_attn.dispatch import backends
 from cute_attn.request import single as single_request
+from cute_attn.runtime.arch import ARCHS
 from cute_attn.runtime.launch import Launch, current_stream
 from perf import batch_peers
 from perf.batch_workloads import BatchWorkload, equal
@@ -218,7 +219,7 @@ def pretend(arch: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m perf.overhead", description=__doc__)
     parser.add_argument("--out", type=Path, help="JSON file for the record")
-    parser.add_argument("--pretend", metavar="ARCH", help="time our calls without a GPU")
+    parser.add_argument("--pretend", choices=ARCHS, metavar="ARCH", help="time our calls without a GPU")
     options = parser.parse_args(argv)
     if options.pretend:
         pretend(options.pretend)

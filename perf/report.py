@@ -239,6 +239,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m perf.report", description=__doc__)
     parser.add_argument("records", nargs="+", type=Path, help="JSON files of perf/results")
     records = parser.parse_args(argv).records
+    for path in records:
+        if not path.is_file():
+            parser.error(f"there is no file {path}")
     print("\n".join(markdown(json.loads(path.read_text())) for path in records), end="")
     return 0
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -30,11 +31,16 @@ COMMANDS = (
 )
 
 
+class Parser(argparse.ArgumentParser):
+    """Reports a bad argument in one line: the usage of some commands is longer than a screen."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n`{self.prog} --help` lists what there is.\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m cute_attn", description="Attention kernels for NVIDIA GPUs, with FlashInfer's API."
-    )
+    parser = Parser(prog="python -m cute_attn", description="Attention kernels for NVIDIA GPUs, with FlashInfer's API.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add(commands)
@@ -50,13 +56,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:  # base of all errors about arguments: see cute_attn.errors
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # a folder that is not there, or not the user's
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
 
 
 def _refuse(command: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
-    """Prints the usage of a command and what may have been meant; exits with 2."""
+    """Prints what may have been meant; exits with 2."""
     flags = [flag for action in command._actions for flag in action.option_strings]
     meant = [match for text in unknown for match in difflib.get_close_matches(text.split("=")[0], flags, 1)]
     advice = f" (did you mean {', '.join(meant)}?)" if meant else ""

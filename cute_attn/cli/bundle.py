@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cute_attn.cli import specs
+from cute_attn.cli import specs, warmup, warmup_shapes
 from cute_attn.cli.terminal import ProgressBar, format_bytes, format_seconds, interruptible
+from cute_attn.errors import ArgumentError
 from cute_attn.kernels.programs import program
 from cute_attn.runtime import artifacts
+from cute_attn.runtime.spec import KernelSpec
 
 
 def add(commands: Any) -> None:
@@ -20,17 +22,33 @@ def add(commands: Any) -> None:
         description=(
             "Compiles kernels (or finds them in the cache) and writes them to DIR. On the other machine set "
             "CUTE_ATTN_BUNDLE=DIR, or several directories separated by ':'. With CUTE_ATTN_DISABLE_JIT=1 a kernel "
-            "that is in none of them is an error there. The bundle contains only the kernels that this command names. "
-            "After an interruption, the same command goes on."
+            "that is in none of them is an error there. For a model (--model-config, or --num-qo-heads and --head-dim) "
+            "these are the kernels that `warmup` compiles; with --spec those named; otherwise a sample of every "
+            "family, in which a model may miss some. After an interruption, the same command goes on."
         ),
     )
     parser.add_argument("directory", type=Path, metavar="DIR")
     specs.add_options(parser)
+    warmup.add_options(parser)
     parser.set_defaults(run=run)
 
 
+def selected(options: argparse.Namespace) -> dict[str, list[KernelSpec]]:
+    """Returns the kernels of the model that the options describe, or those of `--spec`, or the default ones."""
+    if not warmup_shapes.given(options):
+        return specs.selected(options)
+    if options.spec:
+        raise ArgumentError("--spec must not be given with the options of a model")
+    found, refused = warmup.of_model(options, warmup_shapes.shapes(options), warmup.targets(options.arch))
+    for line in refused:
+        print(f"no backend: {line}", file=sys.stderr)
+    if not any(found.values()):
+        raise ArgumentError("no backend takes the model: no bundle was written")
+    return found
+
+
 def run(options: argparse.Namespace) -> int:
-    specs_by_arch = specs.selected(options)
+    specs_by_arch = selected(options)
     total = sum(len(selected) for selected in specs_by_arch.values())
     with interruptible(), ProgressBar(total) as bar:
         try:

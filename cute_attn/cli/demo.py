@@ -223,16 +223,14 @@ def emulator_errors() -> dict[str, float]:
 
 def kernel_specs(model: Model, arch_name: str) -> list[KernelSpec]:
     """Returns the kernels that prefill of the prompt and the last decode step launch on this architecture."""
-    import torch
-
     from cute_attn.cli import planned
-    from cute_attn.request.single import Call
+    from cute_attn.dispatch.explain import Described, described
 
     arch, sms = archs.named(arch_name), planned.TYPICAL_SMS[arch_name]
+    shape = model.num_qo_heads, model.num_kv_heads, model.head_dim
+    prompt = Described(model.prompt, model.prompt, *shape, causal=True)
+    token = Described(1, model.prompt + model.steps, *shape)
     found: list[KernelSpec] = []
-    for qo_len, kv_len in ((model.prompt, model.prompt), (1, model.prompt + model.steps)):
-        q = torch.empty(qo_len, model.num_qo_heads, model.head_dim, dtype=torch.bfloat16)
-        kv = torch.empty(kv_len, model.num_kv_heads, model.head_dim, dtype=torch.bfloat16)
-        problem = planned.on_gpu(Call(q, kv, kv, causal=True))
-        found += [spec for spec, _ in planned.launches(problem, arch, sms)]
+    for asked in (prompt, token):
+        found += [spec for spec, _ in planned.launches(planned.on_gpu(described(asked)), arch, sms)]
     return list(dict.fromkeys(found))

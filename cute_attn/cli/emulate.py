@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cute_attn.cli.terminal import table
+from cute_attn.errors import ArgumentError
 from cute_attn.runtime import arch as archs
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from cute_attn.emulator.settings import Record
 
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2}
+KERNELS = ("auto", "fa2", "fa3", "fa4", "xqa")
 TOP = 12  # most frequent instructions that are listed
 
 
@@ -62,6 +64,15 @@ def run(options: argparse.Namespace) -> int:
     from cute_attn.emulator import EmulatorError, Schedule, timeline, using
 
     options.arch = archs.of_gpu(options.arch).name
+    if options.kernels not in KERNELS:
+        raise ArgumentError(f"--kernels must be one of {', '.join(KERNELS)}, got {options.kernels!r}")
+    for name in ("qo_len", "kv_len", "num_qo_heads", "num_kv_heads", "head_dim"):
+        if getattr(options, name) < 0:
+            raise ArgumentError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(options, name)}")
+    for name in ("timeline", "trace"):  # found out before the work, not after it
+        path = getattr(options, name)
+        if path is not None and not path.parent.is_dir():
+            raise ArgumentError(f"--{name} {path}: there is no folder {path.parent}")
     schedule = Schedule(options.schedule, options.seed)
     events = options.timeline is not None or options.trace is not None
     with using(options.arch, schedule=schedule, events=events, kernels=options.kernels) as emulation:

@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--head-dim", type=int, default=128, help="head dimension of q and k (default 128)")
     parser.add_argument("--head-dim-vo", type=int, help="head dimension of v and the output (default: --head-dim)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of q (default bfloat16)")
-    parser.add_argument("--kv-dtype", choices=DTYPES, help="dtype of k and v (default: --dtype)")
+    parser.add_argument("--kv-dtype", choices=(*DTYPES, "nvfp4"), help="dtype of k and v (default: --dtype)")
     parser.add_argument("--o-dtype", choices=DTYPES, help="dtype of the output (default: --dtype)")
     parser.add_argument("--kv-layout", default="NHD", help="NHD (default) or HND")
     parser.add_argument("--causal", action="store_true", help="causal mask, aligned to the bottom right")
@@ -138,7 +138,7 @@ def target(options: argparse.Namespace) -> tuple[archs.Arch | None, int]:
         index = torch.cuda.current_device()
         sms = torch.cuda.get_device_properties(index).multi_processor_count
         return archs.for_device(index), options.sms or sms
-    arch = archs.of_gpu(options.arch or "sm_90a")
+    arch = archs.of_gpu("sm_90a" if options.arch is None else options.arch)
     return arch, options.sms or planned.TYPICAL_SMS[arch.name]
 
 

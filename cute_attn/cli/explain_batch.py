@@ -47,7 +47,8 @@ def run(options: argparse.Namespace, arch: Arch | None, sms: int) -> int:
         plan, found = FAMILIES[backend.name].batch_launches(settings, batch.lengths, limits, arch, sms)
         return schedule(plan) if plan else "  no schedule: CTAs find equal shares of all keys", found
 
-    title = f"{batch.batch_size} requests, {batch.rows} query tokens, {where} {on}"
+    count = f"{_count(batch.batch_size, 'request')}, {_count(batch.rows, 'query token')}"
+    title = f"{count}, {where} {on}"
     return explain.answer(options, features, arch, load, title, launches)
 
 
@@ -127,10 +128,11 @@ def described(options: argparse.Namespace, decode: bool, on_gpu: bool) -> Settin
 
     from cute_attn.request import batch_plan
 
+    kv_dtype = "uint8" if options.kv_dtype == "nvfp4" else options.kv_dtype
     settings = batch_plan.plan_settings(
         batch_plan.PlanOptions(
             *(options.num_qo_heads, options.num_kv_heads, options.head_dim, options.head_dim_vo),
-            *(options.dtype, options.kv_dtype, options.o_dtype, options.pos_encoding_mode, options.causal),
+            *(options.dtype, kv_dtype, options.o_dtype, options.pos_encoding_mode, options.causal),
             *(options.window_left, options.logits_soft_cap),
         ),
         batch_plan.PlanContext(

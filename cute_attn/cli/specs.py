@@ -94,7 +94,7 @@ def label(spec: KernelSpec) -> str:
         value = getattr(spec, field.name)
         if value != field.default or isinstance(value, (Tile, HopperTile, BlackwellTile)):
             words.append(_word(field.name, value))
-    return " ".join(words)
+    return " ".join(filter(None, words))
 
 
 def _word(name: str, value: Any) -> str:

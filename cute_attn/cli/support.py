@@ -86,6 +86,7 @@ def groups() -> list[Group]:
 
 def _group(division: Division, plain: Features) -> Group:
     """Asks every backend about every sample."""
+    from cute_attn.cli.support_rows import OTHERS
     from cute_attn.dispatch.capabilities import BY_NAME
 
     rows: dict[str, dict[str, set[Cell]]] = {}
@@ -98,7 +99,11 @@ def _group(division: Division, plain: Features) -> Group:
                 cells = rows.setdefault(division.row_of(sample.features, arch), {name: set() for name in ORDER})
                 cells[name].add(_ask(BY_NAME[name], asked, arch))
     agreed = [Row(label, _agreed(label, cells)) for label, cells in rows.items()]
-    return Group(division.title, sorted(agreed, key=lambda row: -sum(c.verdict == "yes" for c in row.cells.values())))
+
+    def order(row: Row) -> tuple[bool, int]:  # "all others" behind what they are others than
+        return row.feature == OTHERS, -sum(cell.verdict == "yes" for cell in row.cells.values())
+
+    return Group(division.title, sorted(agreed, key=order))
 
 
 def _ask(backend: Backend, features: Features, arch: archs.Arch) -> Cell:

@@ -30,6 +30,21 @@ def add(commands: Any) -> None:
             "not compile."
         ),
     )
+    add_options(parser)
+    parser.add_argument(
+        "--arch",
+        metavar="A,B",
+        help=f"{', '.join(archs.ARCHS)}, or GPUs such as h100 (default: the GPU of this machine)",
+    )
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="number of compile processes (default: one per CPU, at most 8)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.set_defaults(run=run)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that describe the attention of a model."""
     warmup_shapes.add_options(parser)
     parser.add_argument(
         "--kv-dtype",
@@ -43,25 +58,28 @@ def add(commands: Any) -> None:
         metavar="A,B",
         help="where k and v are: paged, ragged (batch wrappers), dense (single requests); default all",
     )
-    parser.add_argument(
-        "--arch",
-        metavar="A,B",
-        help=f"{', '.join(archs.ARCHS)}, or GPUs such as h100 (default: the GPU of this machine)",
-    )
-    parser.add_argument(
-        "--jobs", type=int, metavar="N", help="number of compile processes (default: one per CPU, at most 8)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     shapes = warmup_shapes.shapes(options)
+    chosen, refused = of_model(options, shapes, targets(options.arch))
+    before = sum(in_cache(spec, arch) for arch, found in chosen.items() for spec in found)
+    start = time.monotonic()
+    outcomes = specs.compile_all(chosen, options.jobs)
+    failures = [str(outcome) for outcome in outcomes.values() if isinstance(outcome, ArtifactError)]
+    report(options, shapes, chosen, refused, before, failures, time.monotonic() - start)
+    return 1 if failures or not outcomes else 0
+
+
+def of_model(
+    options: argparse.Namespace, shapes: Sequence[Shape], arches: Sequence[Arch]
+) -> tuple[dict[str, list[KernelSpec]], list[str]]:
+    """Returns the kernels of a model by architecture, and why some calls have none."""
     kv_dtypes = _listed("--kv-dtype", options.kv_dtype, ("auto", *KV_DTYPES))
     sources = _listed("--kv-source", options.kv_source, SOURCES)
     chosen: dict[str, list[KernelSpec]] = {}
     refused: list[str] = []
-    for arch in targets(options.arch):
+    for arch in arches:
         found: list[KernelSpec] = []
         for shape in shapes:
             for kv_dtype in kv_dtypes:
@@ -69,12 +87,7 @@ def run(options: argparse.Namespace) -> int:
                 found += kernels
                 refused += reasons
         chosen[arch.name] = list(dict.fromkeys(found))
-    before = sum(in_cache(spec, arch) for arch, found in chosen.items() for spec in found)
-    start = time.monotonic()
-    outcomes = specs.compile_all(chosen, options.jobs)
-    failures = [str(outcome) for outcome in outcomes.values() if isinstance(outcome, ArtifactError)]
-    report(options, shapes, chosen, refused, before, failures, time.monotonic() - start)
-    return 1 if failures or not outcomes else 0
+    return chosen, list(dict.fromkeys(refused))
 
 
 def report(
@@ -135,6 +148,8 @@ def needed(shape: Shape, kv_dtype: str, sources: Sequence[str], arch: Arch) -> t
     from cute_attn.dispatch.capabilities import KV_LEN_CLASSES, ROWS_CLASSES, Load
     from cute_attn.dispatch.families import FAMILIES
     from cute_attn.errors import NotSupported
+    from cute_attn.kernels.plan.spec import default_specs as plan_specs
+    from cute_attn.kernels.xqa.lengths.spec import LengthsSpec
 
     found: list[KernelSpec] = []
     reasons = []
@@ -148,11 +163,15 @@ def needed(shape: Shape, kv_dtype: str, sources: Sequence[str], arch: Arch) -> t
                     loads = map(Load._make, product(ROWS_CLASSES, (False, True), kv_lens))
                     backends = {select.choose(features, "auto", arch, load).name for load in loads}
                 except NotSupported as error:
-                    reasons.append(f"{select.title(features, arch)}: {error.refusals[-1]}")
+                    reasons.append(f"{select.title(features, arch)}: {error.refusals[0]}")
                     continue
                 for name in sorted(backends):
                     found += FAMILIES[name].specs(features, arch)
-    return found + (_appends(shape.dtype, kv_dtype) if "paged" in sources and found else []), reasons
+    if found and "paged" in sources:
+        found += _appends(shape.dtype, kv_dtype)
+    if found and {"paged", "ragged"} & {*sources}:
+        found += [*plan_specs(), LengthsSpec()]  # of lengths on the GPU
+    return found, reasons
 
 
 def _appends(dtype: str, kv_dtype: str) -> list[KernelSpec]:

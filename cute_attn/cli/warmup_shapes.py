@@ -80,12 +80,19 @@ def shapes(options: argparse.Namespace) -> list[Shape]:
         found = of_config(read_config(options.model_config), options.dtype)
     else:
         if options.num_qo_heads is None or options.head_dim is None:
-            raise ArgumentError("warmup needs --model-config, or --num-qo-heads and --head-dim")
+            raise ArgumentError("a model needs --model-config, or --num-qo-heads and --head-dim")
         kv_heads = options.num_kv_heads or options.num_qo_heads
         dims = options.head_dim, options.head_dim_vo or options.head_dim
         dtype = options.dtype or "bfloat16"
         found = [Shape(options.num_qo_heads, kv_heads, *dims, dtype, options.logits_soft_cap, options.sinks)]
     return list(dict.fromkeys(sharded(shape, options.tp) for shape in found))
+
+
+def given(options: argparse.Namespace) -> bool:
+    """Whether any option describes a model."""
+    names = ("model_config", "num_qo_heads", "num_kv_heads", "head_dim", "head_dim_vo", "dtype")
+    flags = options.logits_soft_cap or options.sinks or options.tp != 1
+    return flags or any(getattr(options, name) is not None for name in names)
 
 
 def sharded(shape: Shape, tp: int) -> Shape:

@@ -378,7 +378,7 @@ CAPABILITIES = (
         lambda f: f.decode and _no_xqa_head_dim(f),
         {
             "xqa": Unsupported(
-                "its warps copy rows of k and v as chunks of 16 bytes",
+                "its tiles hold k and v of one width, copied in chunks of 16 bytes",
                 'backend="fa2" in a batch wrapper or a single request',
             )
         },

@@ -53,6 +53,7 @@ class Described(NamedTuple):
         return [name for name, value in self._asdict().items() if value != self._field_defaults[name]]
 
 
+NVFP4 = "nvfp4"  # a `kv_dtype` that torch has no name for
 OF_TENSORS = Described._fields[:8]  # what tensors say themselves
 
 
@@ -93,7 +94,7 @@ def explain(
     head_dim, head_dim_vo : of q and k, and of v and the output (default: `head_dim`), of a described request.
         Default 128.
     dtype, kv_dtype : dtypes of q, and of k and v (default: `dtype`), of a described request: "bfloat16" (default),
-        "float16", "float8_e4m3fn", ...
+        "float16", "float8_e4m3fn", ...; of k and v also "nvfp4".
     o_dtype : dtype of the output. Default: that of q.
     kv_layout, causal, window_left, pos_encoding_mode, logits_soft_cap : as in `single_prefill_with_kv_cache`.
     custom_mask : whether there is a custom mask. Default False.
@@ -169,16 +170,31 @@ def described(options: Described) -> Call:
             raise ArgumentError(f"{name} must be an int >= 0, got {value!r}")
     head_dim_vo = options.head_dim if options.head_dim_vo is None else options.head_dim_vo
     q_dtype = _dtype("dtype", options.dtype)
-    kv_dtype = q_dtype if options.kv_dtype is None else _dtype("kv_dtype", options.kv_dtype)
+    nvfp4 = options.kv_dtype == NVFP4
+    kv_dtype = q_dtype if options.kv_dtype is None else _dtype("kv_dtype", "uint8" if nvfp4 else options.kv_dtype)
+    if nvfp4 and (options.head_dim % 16 or head_dim_vo % 16):
+        raise ArgumentError(f"head dimensions of NVFP4 must be multiples of 16, got {options.head_dim}, {head_dim_vo}")
     kv_shape = (options.kv_len, options.num_kv_heads)
     if options.kv_layout == "HND":
         kv_shape = kv_shape[::-1]
     decode = options.qo_len == 1 and not (options.causal or options.custom_mask or options.o_dtype)
     tokens = () if decode else (options.qo_len,)
-    q = torch.empty(*tokens, options.num_qo_heads, options.head_dim, dtype=q_dtype)
-    k = torch.empty(*kv_shape, options.head_dim, dtype=kv_dtype)
-    v = torch.empty(*kv_shape, head_dim_vo, dtype=kv_dtype)
-    return _call(q, k, v, decode, (options.qo_len, options.kv_len), options)
+    try:
+        q = torch.empty(*tokens, options.num_qo_heads, options.head_dim, dtype=q_dtype)
+        k, v = (
+            torch.empty(*kv_shape, dim // (2 if nvfp4 else 1), dtype=kv_dtype)
+            for dim in (options.head_dim, head_dim_vo)
+        )
+        scales = [
+            torch.empty(*kv_shape, dim // 16, dtype=torch.float8_e4m3fn) for dim in (options.head_dim, head_dim_vo)
+        ]
+    except RuntimeError as error:  # more than there are addresses
+        raise ArgumentError(
+            f"no machine has tensors of qo_len {options.qo_len}, kv_len {options.kv_len}, {options.num_qo_heads} and "
+            f"{options.num_kv_heads} heads, head_dim {options.head_dim}: give lengths and heads that fit into memory"
+        ) from error
+    call = _call(q, k, v, decode, (options.qo_len, options.kv_len), options)
+    return call._replace(kv_cache_sf=tuple(scales)) if nvfp4 else call
 
 
 def _call(
@@ -212,13 +228,14 @@ def verdicts(features: Features, arch: Arch | None, load: Load) -> list[Verdict]
     skipped = {b.name: b.auto_skip_reason(features, load, arch) for b in candidates}
     able = [b for b in candidates if not select.reasons_against(b, features, arch)]
     found = []
-    for backend in (*BACKENDS, EMULATOR):
+    for backend in BACKENDS if arch else (*BACKENDS, EMULATOR):
         if refusals := select.reasons_against(backend, features, arch):
             found.append(Verdict(backend.name, REFUSED, "", tuple(refusals)))
         elif backend in able[:1]:
-            found.append(Verdict(backend.name, CHOSEN, _why_chosen(backend, features, skipped, able)))
+            reason = _why_chosen(backend, features, skipped, able) + _without_lengths(backend, features, load, arch)
+            found.append(Verdict(backend.name, CHOSEN, reason))
         elif why := skipped.get(backend.name):
-            found.append(Verdict(backend.name, PASSED_OVER, f"{why}, which is faster elsewhere"))
+            found.append(Verdict(backend.name, PASSED_OVER, f"{why}: another backend is faster there"))
         else:
             found.append(Verdict(backend.name, ABLE, f'taken only with backend="{backend.name}"'))
     return found
@@ -231,6 +248,17 @@ def _why_chosen(backend: Backend, features: Features, skipped: Mapping[str, str 
         return "all that take it are passed over for others where they can, and it comes first"
     order = ", ".join(b.name for b in BACKENDS if features.device.type in b.auto_on)
     return f"the first of {order} that takes it and is not passed over"
+
+
+def _without_lengths(chosen: Backend, features: Features, load: Load, arch: Arch | None) -> str:
+    """Return which backend a plan takes that does not know the lengths of requests, if it is another."""
+    if load.kv_len is None:
+        return ""
+    candidates = select.candidates(features, "auto", load._replace(kv_len=None), arch)
+    other = next(b.name for b in candidates if not select.reasons_against(b, features, arch))
+    if other == chosen.name:
+        return ""
+    return f"; with use_cuda_graph=True, or index arrays on the GPU, lengths do not count: {other}"
 
 
 def text(features: Features, arch: Arch | None, load: Load) -> str:
@@ -248,7 +276,7 @@ def text(features: Features, arch: Arch | None, load: Load) -> str:
         else:
             lines.append(f"  {each.backend}: {each.verdict}{',' if each.verdict == ABLE else ':'} {each.why}")
     if not chosen:
-        lines.append("  no backend takes this problem")
+        lines.append("  no backend of a GPU takes this problem")
     return "\n".join(lines)
 
 

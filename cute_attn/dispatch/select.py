@@ -118,20 +118,29 @@ def checked_name(backend: Any) -> str:
 
 
 def choose(features: Features, backend: str = "auto", arch: Arch | None = None, load: Load = UNKNOWN_LOAD) -> Backend:
-    """Return the backend for `features`; NotSupported lists every refusal if there is none.
+    """Return the backend for `features`; NotSupported lists every refusal if there is none, those of the backend that
+    comes closest first.
 
     `arch`: architecture to assume for a CUDA device; by default that of `features.device`. "auto" takes backends that
     are slower for such a `load` only if no other supports the features.
     """
     arch = arch_for(features.device, arch)
-    refusals: list[Refusal] = []
+    refused: list[tuple[Backend, list[Refusal]]] = []
     for candidate in candidates(features, backend, load, arch):
         reasons = reasons_against(candidate, features, arch)
         if not reasons:
             logger.info("%s: %s for %s", backend, candidate.name, title(features, arch))
             return candidate
-        refusals += reasons
-    raise NotSupported(refusals)
+        refused.append((candidate, reasons))
+    refused.sort(key=lambda each: (not _runs_on(each[0], arch), len(each[1])))
+    raise NotSupported([reason for _, reasons in refused for reason in reasons])
+
+
+def _runs_on(backend: Backend, arch: Arch | None) -> bool:
+    """Tell whether a backend has kernels for an architecture (None: the CPU)."""
+    if backend.capability is None or arch is None:
+        return backend.capability is None
+    return arch.capability >= backend.capability and (not backend.only or arch.name in backend.only)
 
 
 def reasons_against(backend: Backend, features: Features, arch: Arch | None) -> list[Refusal]:
@@ -139,13 +148,10 @@ def reasons_against(backend: Backend, features: Features, arch: Arch | None) -> 
     if backend is EMULATOR:
         return _reasons_against_emulator(features)
     refusals = []
-    if backend.capability is not None:
-        runs_on = f"it runs on {backend.runs_on}"
-        if arch is None:
-            instead = 'backend="reference", or tensors on a GPU'
-            refusals.append(Refusal(backend.name, f"{features.device.type} tensors", runs_on, instead))
-        elif arch.capability < backend.capability or (backend.only and arch.name not in backend.only):
-            refusals.append(Refusal(backend.name, arch.name, runs_on, 'backend="reference"'))
+    if not _runs_on(backend, arch):
+        where = f"{features.device.type} tensors" if arch is None else arch.name
+        instead = 'backend="reference", or tensors on a GPU' if arch is None else 'backend="reference"'
+        refusals.append(Refusal(backend.name, where, f"it runs on {backend.runs_on}", instead))
     compute_capability = None if arch is None else arch.capability
     for row in CAPABILITIES:
         if backend.name in row.unsupported and row.concerns(features, compute_capability):
@@ -176,7 +182,9 @@ def emulated(features: Features, arch: Arch, load: Load = UNKNOWN_LOAD) -> Backe
     try:
         return choose(features._replace(device=torch.device("cuda")), kernels, arch, load)
     except NotSupported as err:
-        raise NotSupported([Refusal(EMULATOR.name, *refusal[1:]) for refusal in err.refusals]) from None
+        raise NotSupported(
+            list(dict.fromkeys(Refusal(EMULATOR.name, *refusal[1:]) for refusal in err.refusals))
+        ) from None
 
 
 def refusals(features: Features, capability: tuple[int, int]) -> tuple[Refusal, ...]:
@@ -222,7 +230,7 @@ def title(features: Features, arch: Arch | None) -> str:
     f = features
     parts = [
         f"{f.device.type if arch is None else arch.name}",
-        f"q {short(f.q_dtype)}, k and v {short(f.kv_dtype)}, out {short(f.o_dtype)}",
+        f"q {short(f.q_dtype)}, k and v {'NVFP4' if f.kv_block_scales else short(f.kv_dtype)}, out {short(f.o_dtype)}",
         f"heads {f.num_qo_heads}/{f.num_kv_heads}",
         f"head dimensions {f.head_dim_qk}, {f.head_dim_vo}",
         "" if f.kv_source == "dense" else f"{f.kv_source} batch",
@@ -234,7 +242,6 @@ def title(features: Features, arch: Arch | None) -> str:
                 "multi_item",
                 "soft_cap",
                 "per_head_scales",
-                "kv_block_scales",
                 "sinks",
                 "expanded",
                 "half_aligned_kv",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 from dataclasses import dataclass
 
@@ -93,7 +94,10 @@ def of_gpu(name: str) -> Arch:
     if capability is not None:
         return for_capability(capability)
     if name not in ARCHS:
-        raise ArgumentError(f"arch must be one of {', '.join(ARCHS)}, or a GPU of {', '.join(GPUS)}; got {name!r}")
+        close = difflib.get_close_matches(name.lower(), [*ARCHS, *GPUS], 1)
+        meant = f" (did you mean {close[0]}?)" if close else ""
+        names = f"one of {', '.join(ARCHS)}, or a GPU of {', '.join(GPUS)}"
+        raise ArgumentError(f"arch must be {names}; got {name!r}{meant}")
     return ARCHS[name]
 
 

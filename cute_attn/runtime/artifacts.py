@@ -172,6 +172,7 @@ def _missing_message(spec: KernelSpec, arch: str, why_not: str | None) -> str:
         f"no compiled kernel for {spec.key()} on {arch}, and compiling is not possible: {why_not}.\n"
         f"  bundles: {bundles}\n"
         f"  cache: {searched}\n"
-        "Build a bundle on a machine that has the DSL and set CUTE_ATTN_BUNDLE=DIR here:\n"
-        f"  python -m cute_attn bundle --arch {arch} --spec '{spec.key()}' DIR"
+        "Build a bundle on a machine that has the DSL, in a new folder DIR, and add DIR to CUTE_ATTN_BUNDLE here:\n"
+        f"  python -m cute_attn bundle --arch {arch} --spec '{spec.key()}' DIR\n"
+        f"or one of all kernels of a model: python -m cute_attn bundle --arch {arch} --model-config CONFIG DIR"
     )

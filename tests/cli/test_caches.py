@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from cute_attn.cli import main, terminal, warmup, warmup_shapes
+from cute_attn.cli import bundle, main, terminal, warmup, warmup_shapes
 from cute_attn.cli.terminal import ProgressBar
-from cute_attn.cli.warmup_shapes import Shape
+from cute_attn.cli.warmup_shapes import SOURCES, Shape
 from cute_attn.dispatch import select
 from cute_attn.dispatch.capabilities import Load
 from cute_attn.dispatch.families import FAMILIES
@@ -188,6 +188,19 @@ def test_bundle_tells_what_it_had(tmp_path: Path, capsys: Output) -> None:
     out = capsys.readouterr().out
     assert "2 kernels for sm_90a" in out
     assert "1 of them there before, in " in out
+
+
+def test_a_bundle_of_a_model_has_what_warmup_compiles(tmp_path: Path, capsys: Output) -> None:
+    model = ["--num-qo-heads", "32", "--num-kv-heads", "8", "--head-dim", "128", "--dtype", "float16"]
+    options = argparse.ArgumentParser()
+    bundle.add(options.add_subparsers())
+    found = bundle.selected(options.parse_args(["bundle", "DIR", *model, "--arch", "h100"]))["sm_90a"]
+    needed, _ = warmup.needed(LLAMA._replace(dtype="float16"), "float16", SOURCES, named("sm_90a"))
+    assert set(found) == set(needed)
+    assert {"plan", "lengths", "append", "xqa", "fa3", "fa2", "combine"} == {spec.kernel for spec in found}
+    for wrong, named_ in ((["--head-dim", "128"], "--num-qo-heads"), ([*model, "--spec", "{}"], "--spec")):
+        assert main(["bundle", str(tmp_path), *wrong, "--arch", "h100"]) == 2
+        assert named_ in capsys.readouterr().err
 
 
 def test_an_interruption_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:

@@ -165,13 +165,15 @@ def test_doctor_lists_the_variables(capsys: Output) -> None:
 # ---- flags
 
 
-def test_a_misspelled_flag_prints_the_usage_of_its_command(capsys: Output) -> None:
+def test_a_misspelled_flag_is_an_error_of_two_lines(capsys: Output) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(["explain", "--kv-leng", "7", "--causal"])
     assert exit_.value.code == 2
     err = capsys.readouterr().err
-    assert err.startswith("usage: python -m cute_attn explain [-h]")
-    assert "unknown arguments: --kv-leng 7 (did you mean --kv-len?)" in err
+    assert err.splitlines() == [
+        "error: unknown arguments: --kv-leng 7 (did you mean --kv-len?)",
+        "`python -m cute_attn explain --help` lists what there is.",
+    ]
 
 
 # ---- kernels
@@ -321,7 +323,9 @@ def test_explain_of_a_batch(capsys: Output) -> None:
 def test_explain_of_equal_requests(capsys: Output) -> None:
     argv = ["explain", "--batch", "64", "--page-size", "16", "--arch", "sm_90a"]
     assert main([*argv, "--kv-len", "4096"]) == 0
-    assert "xqa: chosen" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "xqa: chosen" in out
+    assert "with use_cuda_graph=True, or index arrays on the GPU, lengths do not count: fa2" in out
     assert main([*argv, "--kv-len", "2048"]) == 0
     out = capsys.readouterr().out
     assert "fa2: chosen" in out
@@ -335,6 +339,16 @@ def test_explain_of_equal_requests(capsys: Output) -> None:
     assert "other head dimensions" in capsys.readouterr().out
     assert main(["explain", "--qo-lens", "3,4", "--kv-len", "9", "--arch", "cpu"]) == 0
     assert "reference: chosen" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [[], ["--batch", "8", "--page-size", "16"]])
+def test_explain_of_an_nvfp4_cache(argv: list[str], capsys: Output) -> None:
+    assert main(["explain", *argv, "--kv-dtype", "nvfp4", "--arch", "h100"]) == 0
+    out = capsys.readouterr().out
+    assert "k and v NVFP4, out bfloat16" in out
+    assert "xqa: chosen" in out
+    assert "  xqa bf16 nvfp4 " in out  # the kernel
+    assert main(["explain", *argv, "--kv-dtype", "nvfp4", "--head-dim", "100", "--arch", "h100"]) == 2
 
 
 def test_explain_prints_specs_only_if_asked(capsys: Output) -> None:
@@ -368,6 +382,7 @@ def test_explain_gives_the_reasons_of_a_refusal(capsys: Output) -> None:
         (["--kv-layout", "NDH"], "kv_layout"),
         (["--pos-encoding-mode", "ROPE"], "pos_encoding_mode"),
         (["--kv-len", "-1"], "--kv-len"),
+        (["--kv-len", "99999999999999"], "kv_len 99999999999999"),
         (["--sms", "0"], "--sms"),
         (["--arch", "sm_70"], "sm_70"),
         (["--batch", "0"], "--batch"),
@@ -393,6 +408,7 @@ def test_demo_runs_and_compiles_without_a_gpu() -> None:
     assert "decode" in done.stdout
     for arch in demo.COMPILED_ARCHS:
         assert f"{arch}  " in done.stdout
+    assert "sm_90a   xqa" in done.stdout  # what `explain` says of this decode step
     assert "WRONG" not in done.stdout
 
 

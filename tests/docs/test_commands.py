@@ -145,4 +145,6 @@ def test_the_dockerfile_uses_what_exists() -> None:
     text = Path(ROOT / "examples/Dockerfile").read_text()
     assert set(re.findall(r"\.\[(\w+)\]", text)) <= EXTRAS
     (line,) = re.findall(r"python -m (cute_attn bundle .*)", text)
+    for name, default in re.findall(r'^ARG (\w+)="?([^"\n]*)"?$', text, re.MULTILINE):
+        line = line.replace(f"${name}", default)
     parse("cute_attn", shlex.split(line)[1:])

@@ -62,7 +62,7 @@ def _check_transformers() -> None:
         import transformers
     except ImportError as error:
         raise ImportError(
-            "cute_attn.integrations.transformers needs transformers: pip install cute_attn[transformers]"
+            "cute_attn.integrations.transformers needs transformers: pip install 'transformers>=5.0'"
         ) from error
     found = transformers.__version__
     if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
