@@ -89,7 +89,7 @@ class Fp8WarpTile(WarpTile):
             for n in range(0, self.n_blocks, 4):
                 blocks = [s[layout.block(m, n + i) : layout.block(m, n + i) + 4] for i in range(4)]
                 words = ((blocks[i], blocks[i + 1], row) for i in (0, 2) for row in (0, 2))
-                steps.append([ptx.pack_e4m3([*x[row : row + 2], *y[row : row + 2]]) for x, y, row in words])
+                steps.append([ptx.pack_8(P_DTYPE, [*x[row : row + 2], *y[row : row + 2]]) for x, y, row in words])
             packed.append(steps)
         return packed
 

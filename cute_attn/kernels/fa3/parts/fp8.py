@@ -46,7 +46,7 @@ class Fp8Tile(WarpgroupTile):
         for n in range(0, layout.n_blocks, 2):
             for slot in layout.slots:
                 first, second = (layout.pairs(slot)[i][0] for i in (n, n + 1))
-                words.append(ptx.pack_e4m3([*s[first : first + 2], *s[second : second + 2]]))
+                words.append(ptx.pack_8(P_DTYPE, [*s[first : first + 2], *s[second : second + 2]]))
         return words
 
     def scaled(self, p: list[Int32], factors: list[Float32]) -> list[Int32]:
@@ -55,7 +55,7 @@ class Fp8Tile(WarpgroupTile):
         words = []
         for i, word in enumerate(p):
             halves = ptx.e4m3x4_to_f16(word, native=True)
-            words.append(sm90.pack_e4m3_16([ptx.multiply_16("float16", half, pairs[i % 2]) for half in halves]))
+            words.append(ptx.e4m3_of_f16(*(ptx.multiply_16("float16", half, pairs[i % 2]) for half in halves)))
         return words
 
 
@@ -104,14 +104,12 @@ class ThreadSums:
         return [x + y for i in range(self.vectors) for x, y in zip(self.read(i), out[8 * i : 8 * i + 8], strict=True)]
 
     def read(self, i: int) -> list[Float32]:
-        words = ptx.ld_shared_v4(self.address, i * self.pitch)
-        return [x for word in words for x in ptx.unpack_16("bfloat16", word)]
+        return ptx.unpack_pairs("bfloat16", ptx.ld_shared_v4(self.address, i * self.pitch))
 
     def write(self, i: int, values: list[Float32]) -> list[Float32]:
-        words = [ptx.pack_16("bfloat16", values[j], values[j + 1]) for j in range(0, 8, 2)]
+        words = ptx.pack_pairs("bfloat16", values)
         ptx.st_shared_v4(self.address, i * self.pitch, words)
-        written = [x for word in words for x in ptx.unpack_16("bfloat16", word)]
-        return [x - y for x, y in zip(values, written, strict=True)]
+        return [x - y for x, y in zip(values, ptx.unpack_pairs("bfloat16", words), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -208,8 +206,7 @@ class Fp8Store(WarpgroupStore):
         if self.rows.exists(row):
             address = self.target.row(self.rows, row) + Int64(self.quad_lane * 8)
             for i, four in enumerate(self.adjacent(values)):
-                packed = [ptx.pack_16(self.target.dtype, four[j], four[j + 1]) for j in (0, 2)]
-                ptx.st_global_v2(address, i * 32, packed)
+                ptx.st_global_v2(address, i * 32, ptx.pack_pairs(self.target.dtype, four))
 
 
 @dataclass(frozen=True)

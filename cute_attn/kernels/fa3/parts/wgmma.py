@@ -60,7 +60,7 @@ class WarpgroupTile:
         return sm90.wgmma_from_registers(self.dtype, self.dtype, self.memory.head_dim_vo, p, v, steps, out)
 
     def probabilities(self, s: list[Float32]) -> list[Int32]:
-        return [ptx.pack_16(self.dtype, s[i], s[i + 1]) for i in range(0, len(s), 2)]
+        return ptx.pack_pairs(self.dtype, s)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Fp8Tile(UmmaTile):
         return P_DTYPE
 
     def probabilities(self, s: list[Float32]) -> list[Int32]:
-        return [ptx.pack_e4m3(s[i : i + 4]) for i in range(0, len(s), 4)]
+        return [ptx.pack_8(P_DTYPE, s[i : i + 4]) for i in range(0, len(s), 4)]
 
 
 class Fp8Sums(NamedTuple):
