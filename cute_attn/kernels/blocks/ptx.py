@@ -263,6 +263,11 @@ def grid_dependency_launch() -> None:
     asm("griddepcontrol.launch_dependents;")
 
 
+def thread_index() -> Int32:
+    """Reads the thread index at each call, so that values derived from it need not stay in registers in between."""
+    return asm("mov.u32 $0, %tid.x;", [Int32])
+
+
 # --- arithmetic -----------------------------------------------------------------------------------------------------
 
 

@@ -73,7 +73,7 @@ class ThreadSums:
 
     @classmethod
     def of(cls, tile: Fp8Tile, address: Int32) -> "ThreadSums":
-        thread = ptx.asm("mov.u32 $0, %tid.x;", [Int32]) - Int32(128)
+        thread = ptx.thread_index() - Int32(128)
         memory = tile.memory
         return cls(tile.output_layout, address + thread * 16, memory.head_dim_vo // 16, 2 * 16 * memory.tile.rows)
 

@@ -74,7 +74,7 @@ class WarpgroupLanes:
     @classmethod
     def of(cls) -> "WarpgroupLanes":
         """Reads the thread index at each call, so that values derived from it need not stay in registers in between."""
-        thread = ptx.asm("mov.u32 $0, %tid.x;", [Int32])
+        thread = ptx.thread_index()
         warp = cute.arch.make_warp_uniform(thread >> 5)
         return cls((warp >> 2) - Int32(1), warp & 3, thread & 31)
 
