@@ -12,17 +12,14 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, sm90, tma
+from cute_attn.kernels.blocks.e4m3_softmax import P_DTYPE, P_MAX, PEAK_LOG2, E4m3Softmax
 from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
-from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.fa3.parts.epilogue import NarrowStore, WarpgroupStore
 from cute_attn.kernels.fa3.parts.wgmma import WarpgroupTile
 from cute_attn.kernels.fa3.smem import Fp8Memory
 from cute_attn.kernels.formats import LINE
 
-P_DTYPE = "float8_e4m3fn"
-P_LOG2 = 3.0  # the largest P right after a rescale is 2^3; e4m3 has full precision from 2^-6 to 448
-SUM_LIMIT = 448.0  # of a thread's part of a row of P: no element then exceeds e4m3's maximum
-PEAK_LOG2 = 7.1  # to which rows dominated by one key are raised; leaves room for a peak up to twice as high
+SUM_LIMIT = P_MAX  # of a thread's part of a row of P: no element then exceeds e4m3's maximum
 
 
 @dataclass(frozen=True)
@@ -113,24 +110,19 @@ class ThreadSums:
 
 
 @dataclass(frozen=True)
-class Fp8Softmax(OnlineSoftmax):
-    """Online softmax with P in the range of e4m3."""
+class Fp8Softmax(E4m3Softmax):
+    """Softmax whose sums show whether an element of P exceeds e4m3's range."""
+
+    p_log2 = 3.0
 
     @property
     def slack(self) -> float:
         """Slack in log2: while no element of P exceeds it, no thread's sum reaches `SUM_LIMIT`."""
         return math.log2(SUM_LIMIT / self.layout.columns_per_thread) - 0.01
 
-    def anchor(self, high: Float32, slot: int) -> Float32:
-        return ptx.fma(Float32(0.0) - high, self.log2_scales[slot], Float32(P_LOG2))
-
     def headroom(self, total: list[Float32]) -> list[Float32]:
         """Exponents by which the rows of P may grow, from the running sums of all tiles so far."""
-        exponents = []
-        for x in total:
-            exponent = Float32(PEAK_LOG2) - ptx.log2(self.layout.reduce(ptx.fmax, x))
-            exponents.append(ptx.fmin(ptx.fmax(ptx.floor(exponent), Float32(0.0)), Float32(4.0)))
-        return exponents
+        return [self.raised_by(Float32(PEAK_LOG2) - ptx.log2(self.layout.reduce(ptx.fmax, x))) for x in total]
 
     def exceeds_slack(self, sums: list[Float32]) -> Boolean:
         """Whether elements of P of this thread may overflow e4m3, or a row had no anchor (sum infinite or NaN)."""
