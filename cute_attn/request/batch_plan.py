@@ -16,7 +16,7 @@ import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal, RuntimeArgumentError
 from cute_attn.problem import BatchLengths, DeviceTokens, Settings, Tokens
-from cute_attn.request import checks, page_ids
+from cute_attn.request import checks, index_arrays, page_ids
 from cute_attn.request.bit_packing import pack_segments
 from cute_attn.request.settings import (
     CACHE_SIZE,
@@ -414,7 +414,7 @@ class HostLengths(NamedTuple):
                     f"uniform_verify_width must be the query tokens of every request: request {i} has {q_lens[i]}, "
                     f"got {width}"
                 )
-        return torch.from_numpy(lengths - np.maximum(pages - 1, 0) * page_size)
+        return torch.from_numpy(index_arrays.last_page_len(lengths, pages, page_size))
 
 
 def uniform_q_len(value: Any, tokens: Tokens | DeviceTokens) -> int | None:
@@ -491,7 +491,7 @@ def mask(custom_mask: Any, packed_custom_mask: Any, tokens: Tokens | DeviceToken
         return NO_MASK
     lengths = tokens.lengths
     sizes = np.diff(lengths.qo_indptr) * lengths.kv_len
-    offsets = np.concatenate(([0], np.cumsum((sizes + 7) // 8)))
+    offsets = index_arrays.bounds((sizes + 7) // 8)
     total = int(sizes.sum())
     if custom_mask is not None:
         bits = _flat("custom_mask", custom_mask, torch.bool, torch.uint8)
@@ -525,10 +525,8 @@ def _flat(name: str, value: Any, *dtypes: torch.dtype) -> torch.Tensor:
 
 
 def _pack(bits: torch.Tensor, sizes: np.ndarray, offsets: np.ndarray) -> torch.Tensor:
-    bounds, packed_bounds = torch.from_numpy(np.stack((np.concatenate(([0], np.cumsum(sizes))), offsets))).to(
-        bits.device
-    )
-    return pack_segments(bits, bounds, packed_bounds, int(offsets[-1]), "little")
+    starts, packed_starts = torch.from_numpy(np.stack((index_arrays.bounds(sizes), offsets))).to(bits.device)
+    return pack_segments(bits, starts, packed_starts, int(offsets[-1]), "little")
 
 
 # ---- buffers of the wrapper

@@ -16,7 +16,6 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from cute_attn.dispatch import backends, capabilities, select
@@ -27,6 +26,7 @@ from cute_attn.problem import BatchLimits, BatchPlan, DeviceTokens, Features, Gr
 from cute_attn.request import batch_plan, batch_run, checks, page_ids
 from cute_attn.request.batch_plan import Mask, PlanContext
 from cute_attn.request.batch_run import RunArguments
+from cute_attn.request.index_arrays import int32
 from cute_attn.request.settings import KV_LAYOUTS, MAX_INDEX
 from cute_attn.runtime import switches
 from cute_attn.runtime.staging import Staging, Uploads, is_capturing
@@ -270,7 +270,7 @@ class BatchWrapper(PlannedState, StrideVariants):
         if mask.packed is not None and self._mask_buffers is not None:
             bits, bounds = self._mask_buffers
             copies.append(Copy(bits[: mask.packed.numel()], self._aside(mask.packed)))
-            copies.append(Copy(bounds, torch.from_numpy(mask.offsets.astype(np.int32))))
+            copies.append(Copy(bounds, int32(mask.offsets)))
             mask = mask._replace(packed=bits)
         return request._replace(tokens=tokens, mask=mask), copies
 
