@@ -151,7 +151,8 @@ class Merge:
             packed = ptx.permute(isa.to_e4m3_pair(*values[:2]), isa.to_e4m3_pair(*values[2:]), 0x5410)
             ptx.st_global_b32(place + Int64(dim), packed)
         else:
-            ptx.st_global_v2(place + Int64(dim * 2), 0, ptx.pack_pairs(self.spec.out_dtype, values))
+            pairs = ptx.pack_pairs(self.spec.out_dtype, values)
+            ptx.st_global_v2(place + Int64(dim * 2), 0, pairs)
 
     # --- KV splits of a segment -------------------------------------------------------------------------------------
 
