@@ -294,19 +294,17 @@ class BatchWrapper(PlannedState, StrideVariants):
         """Return the settings that the options of a request decide. Raises what is wrong with them."""
         options, tokens, mask, splits, page_size, _ = request
         own_splits = splits.fixed_split_size is not None or splits.disable_split_kv
-        return batch_plan.plan_settings(
-            options,
-            PlanContext(
-                self.device,
-                self._kv_layout,
-                self.kv_source,
-                mask.packed is not None,
-                page_size,
-                tokens.q_len is not None,
-                own_splits,
-                tokens.multi_item,
-            ),
+        context = PlanContext(
+            self.device,
+            self._kv_layout,
+            self.kv_source,
+            mask.packed is not None,
+            page_size,
+            tokens.q_len is not None,
+            own_splits,
+            tokens.multi_item,
         )
+        return batch_plan.plan_settings(context, *options)
 
     def _resolve(
         self,
