@@ -318,7 +318,7 @@ class BatchWrapper(PlannedState, StrideVariants):
         settings = settings or self._settings(request)
         batch_plan.check_rows(request.tokens, settings.features.num_qo_heads)
         graph = device_plan.limits_of(request, graph)
-        limits = BatchLimits(self._workspace.numel(), *request.splits, graph=graph, max_qo_len=request.q_len)
+        limits = BatchLimits(self._workspace.numel(), *request.splits, graph, request.q_len, self._use_cuda_graph)
         load = _load(settings, request.tokens, limits)
         found = select.chosen(features or settings.features, backend or self._backend, load)
         return settings, found, limits, load
