@@ -294,8 +294,9 @@ class BatchLimits(NamedTuple):
     workspace_bytes: int
     fixed_split_size: int | None = None  # tokens
     disable_split_kv: bool = False
-    graph: GraphLimits | None = None  # CUDA graphs: every plan keeps the launches of the first
+    graph: GraphLimits | None = None  # sizes that launches have room for; None: those that the lengths need
     max_qo_len: int | None = None  # query tokens of one request, where known (decode)
+    keeps_address: bool = False  # later plans write their records to the same address, as CUDA graphs need it
 
 
 class OperandLayout(NamedTuple):

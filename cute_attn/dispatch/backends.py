@@ -108,22 +108,17 @@ def plan(
 
 
 def plan_on_device(
-    backend: Backend,
-    settings: Settings,
-    lengths: DeviceLengths,
-    limits: BatchLimits,
-    staging: Staging,
-    keeps_address: bool,
+    backend: Backend, settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging
 ) -> Callable[[BatchProblem], None] | None:
     """Returns a callable that runs batches whose lengths the host does not read; None where the backend needs them
-    there, for all batches or within these limits. `keeps_address`: of the records, as captured launches need it.
+    there, for all batches or within these limits.
     """
     if backend.name == "emulator":
-        return emulator.plan_on_device(settings, lengths, limits, staging, keeps_address)
+        return emulator.plan_on_device(settings, lengths, limits, staging)
     family = FAMILIES.get(backend.name)
     if family is None:
         return None
-    return family.plan_on_device(settings, lengths, limits, staging, _gpu_of(settings), keeps_address)
+    return family.plan_on_device(settings, lengths, limits, staging, _gpu_of(settings))
 
 
 def workspace(backend: Backend, settings: Settings, lengths: BatchLengths, limits: BatchLimits) -> tuple[int, int]:

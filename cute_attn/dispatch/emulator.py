@@ -75,13 +75,13 @@ def _written(lengths: DeviceLengths, staging: Staging) -> Iterator[None]:
 
 
 def plan_on_device(
-    batch_settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging, keeps_address: bool
+    batch_settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging
 ) -> Callable[[BatchProblem], None] | None:
     """Returns a callable that runs batches whose lengths only kernels read, or None: `backends.plan_on_device`."""
     gpu = _gpu()
     family = _family(batch_settings, gpu.arch, typical_qo_len(NO_LENGTHS, limits), lengths.batch_size == 1)
     with _written(lengths, staging):
-        planned = family.plan_on_device(batch_settings, lengths, limits, staging, gpu, keeps_address)
+        planned = family.plan_on_device(batch_settings, lengths, limits, staging, gpu)
     return None if planned is None else EmulatedBatchRun(planned, (gpu, family.name))
 
 

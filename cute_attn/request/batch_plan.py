@@ -16,12 +16,11 @@ import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal, RuntimeArgumentError
 from cute_attn.problem import BatchLengths, DeviceTokens, Settings, Tokens
-from cute_attn.request import checks, page_ids
+from cute_attn.request import checks, index_arrays, page_ids
 from cute_attn.request.bit_packing import pack_segments
+from cute_attn.request.once import CACHE_SIZE, once
 from cute_attn.request.settings import (
-    CACHE_SIZE,
     DEVICES,
-    IMMUTABLE,
     MAX_INDEX,
     MAX_KV_LEN,
     NOT_OPTIONS,
@@ -80,23 +79,10 @@ class Mask(NamedTuple):
 # ---- settings
 
 
-def plan_settings(options: PlanOptions, context: PlanContext) -> Settings:
-    """Check the options of a plan and return the settings they decide. Results are cached."""
-    try:
-        return _cached_settings(context, *options)
-    except TypeError:  # an option has no hash, is wrong, or must not be cached
-        pass
-    return _settings(options, context)
-
-
-@functools.lru_cache(CACHE_SIZE, typed=True)  # typed: 1, 1.0 and True are equal, but no option takes all three
-def _cached_settings(context: PlanContext, *options: Any) -> Settings:
-    if not all(isinstance(option, IMMUTABLE) for option in options):
-        raise TypeError("an option may change its value, or is large")
-    return _settings(PlanOptions(*options), context)
-
-
-def _settings(options: PlanOptions, context: PlanContext) -> Settings:
+@once(trusted=1)
+def plan_settings(context: PlanContext, *fields: Any) -> Settings:
+    """Check the fields of `PlanOptions`, in order, and return the settings they decide."""
+    options = PlanOptions(*fields)
     q_dtype = _data_type("q_data_type", options.q_data_type)
     kv_dtype = q_dtype if options.kv_data_type is None else _data_type("kv_data_type", options.kv_data_type)
     o_dtype = None if options.o_data_type is None else _data_type("o_data_type", options.o_data_type)
@@ -134,7 +120,7 @@ def _settings(options: PlanOptions, context: PlanContext) -> Settings:
         o_dtype=o_dtype,
         lse_base=options.lse_base,
     )
-    single = call_settings(structure, call[len(NOT_OPTIONS) :])
+    single = call_settings(structure, *call[len(NOT_OPTIONS) :])
     features = single.features._replace(
         kv_source=context.kv_source, own_splits=context.own_splits, multi_item=context.multi_item
     )
@@ -414,7 +400,7 @@ class HostLengths(NamedTuple):
                     f"uniform_verify_width must be the query tokens of every request: request {i} has {q_lens[i]}, "
                     f"got {width}"
                 )
-        return torch.from_numpy(lengths - np.maximum(pages - 1, 0) * page_size)
+        return torch.from_numpy(index_arrays.last_page_len(lengths, pages, page_size))
 
 
 def uniform_q_len(value: Any, tokens: Tokens | DeviceTokens) -> int | None:
@@ -491,7 +477,7 @@ def mask(custom_mask: Any, packed_custom_mask: Any, tokens: Tokens | DeviceToken
         return NO_MASK
     lengths = tokens.lengths
     sizes = np.diff(lengths.qo_indptr) * lengths.kv_len
-    offsets = np.concatenate(([0], np.cumsum((sizes + 7) // 8)))
+    offsets = index_arrays.bounds((sizes + 7) // 8)
     total = int(sizes.sum())
     if custom_mask is not None:
         bits = _flat("custom_mask", custom_mask, torch.bool, torch.uint8)
@@ -525,10 +511,8 @@ def _flat(name: str, value: Any, *dtypes: torch.dtype) -> torch.Tensor:
 
 
 def _pack(bits: torch.Tensor, sizes: np.ndarray, offsets: np.ndarray) -> torch.Tensor:
-    bounds, packed_bounds = torch.from_numpy(np.stack((np.concatenate(([0], np.cumsum(sizes))), offsets))).to(
-        bits.device
-    )
-    return pack_segments(bits, bounds, packed_bounds, int(offsets[-1]), "little")
+    starts, packed_starts = torch.from_numpy(np.stack((index_arrays.bounds(sizes), offsets))).to(bits.device)
+    return pack_segments(bits, starts, packed_starts, int(offsets[-1]), "little")
 
 
 # ---- buffers of the wrapper

@@ -15,7 +15,8 @@ from cute_attn.errors import ArgumentError, ArgumentTypeError
 from cute_attn.problem import BatchPlan, BatchProblem, Features, MemoryRange, OperandLayout, Settings
 from cute_attn.request import checks
 from cute_attn.request.caches import is_large
-from cute_attn.request.settings import IMMUTABLE, LSE_BASES, MIN_SCALE
+from cute_attn.request.once import IMMUTABLE
+from cute_attn.request.settings import LSE_BASES, MIN_SCALE
 from cute_attn.request.single import (
     ALIGNMENT,
     Scales,

@@ -10,7 +10,7 @@ import torch
 
 from cute_attn.errors import ArgumentError, NotSupported, Refusal
 from cute_attn.problem import Tokens
-from cute_attn.request import batch_plan, checks
+from cute_attn.request import batch_plan, checks, index_arrays
 from cute_attn.request.batch_plan import INDEX_DTYPES, Mask
 from cute_attn.request.settings import MAX_INDEX, POS_ENCODING_MODES
 
@@ -163,7 +163,7 @@ def variable(block_mask_map: Any, block_row_sz: Any, block_col_sz: Any, num_kv_h
     indices = indices + torch.arange(indices.numel(), device=selected.device)
     per_request = ((selected != 0) * counts[:, None]).sum(-1).flatten().cpu()
     kv_indptr = torch.cat((torch.zeros(1, dtype=torch.int64), per_request.cumsum(0)))
-    qo_indptr = np.concatenate(([0], rows.flatten().cumsum()))
+    qo_indptr = index_arrays.bounds(rows.flatten())
     full = torch.full((rows.size,), size.page_size)
     names = "block_row_sz", "block_mask_map", "block_mask_map", "block_col_sz"
     return size, batch_plan.paged(qo_indptr, batch_plan.Pages(kv_indptr, indices, full), size.page_size, names)

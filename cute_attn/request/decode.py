@@ -302,7 +302,7 @@ def _settings(key: SettingsKey) -> Settings:
         o_dtype=key.o_dtype,
         enable_pdl=key.enable_pdl,
     )
-    settings = call_settings(structure, call[len(NOT_OPTIONS) :])
+    settings = call_settings(structure, *call[len(NOT_OPTIONS) :])
     features = settings.features._replace(
         kv_source="paged",
         large_cache=key.large_cache,

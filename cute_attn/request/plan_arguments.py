@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from cute_attn.errors import NotSupported, Refusal
 from cute_attn.request import batch_plan, checks
 from cute_attn.request.batch_plan import PlanOptions, Splits
-from cute_attn.request.settings import CACHE_SIZE, IMMUTABLE
+from cute_attn.request.once import once
 
 
 class PlanArguments(NamedTuple):
@@ -21,26 +19,7 @@ class PlanArguments(NamedTuple):
     q_len: int = 0  # query tokens of every request, of decode plans
 
 
-def _once(check: Callable[..., PlanArguments]) -> Callable[..., PlanArguments]:
-    """Decorate a check to run once per arguments and their types: 1, 1.0 and True are equal, but not all accepted."""
-
-    @functools.lru_cache(CACHE_SIZE, typed=True)
-    def cached(*arguments: Any) -> PlanArguments:
-        if not all(isinstance(argument, IMMUTABLE) for argument in arguments):
-            raise TypeError("an argument may change its value, or is large")
-        return check(*arguments)
-
-    @functools.wraps(check)
-    def checked(*arguments: Any) -> PlanArguments:
-        try:
-            return cached(*arguments)
-        except TypeError:  # an argument has no hash, is wrong, or must not be cached
-            return check(*arguments)
-
-    return checked
-
-
-@_once
+@once()
 def prefill(
     page_size: Any,
     use_fp16_qk_reduction: Any,
@@ -56,7 +35,7 @@ def prefill(
     return PlanArguments(PlanOptions(*options), batch_plan.splits(fixed_split_size, disable_split_kv, size), size)
 
 
-@_once
+@once()
 def decode(
     page_size: Any,
     non_blocking: Any,

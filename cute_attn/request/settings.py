@@ -7,10 +7,7 @@ compute the rest in every call. Errors are not cached: they are raised again eac
 
 from __future__ import annotations
 
-import functools
 import math
-import numbers
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +15,7 @@ import torch
 from cute_attn.errors import ArgumentError, ArgumentTypeError, RuntimeArgumentError
 from cute_attn.problem import Features, Settings
 from cute_attn.request import checks
+from cute_attn.request.once import once
 
 HALF = (torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -30,10 +28,8 @@ NVFP4_BLOCK = 16  # elements per block scale
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 DEVICES = ("cpu", "cuda")
 MAX_KV_LEN = 1 << 30  # kernels count rows and columns in 32 bits, and 2^30 is their "no bound"
-IMMUTABLE = (numbers.Number, str, torch.dtype, type(None))
 MIN_SCALE = torch.finfo(torch.float32).tiny  # factor of the scores in the exponent: with 0, 0 * -inf is NaN
 MAX_SOFT_CAP = 2.0**100  # soft caps are clamped to [2^-100, 2^100]: beyond, 1 / cap is 0 or infinite in fp32
-CACHE_SIZE = 256  # settings: more than the layers of a model have
 MAX_INDEX = (1 << 31) - 1  # kernels count rows of q, of ragged k and v, and entries of page tables in 32 bits
 
 
@@ -96,23 +92,9 @@ class Structure(NamedTuple):
     half_aligned_kv: bool = False  # see `Features`
 
 
-def call_settings(structure: tuple[Any, ...], options: Sequence[Any]) -> Settings:
+@once(trusted=1)
+def call_settings(fields: tuple[Any, ...], *options: Any) -> Settings:
     """Check the fields of a `Structure` and the options of a `Call`, in order, and return the settings they decide."""
-    try:
-        return _cached_settings(structure, *options)
-    except TypeError:  # an option has no hash, is wrong, or must not be cached
-        pass
-    return _settings(structure, options)
-
-
-@functools.lru_cache(CACHE_SIZE, typed=True)  # typed: 1, 1.0 and True are equal, but no option takes all three
-def _cached_settings(structure: tuple[Any, ...], *options: Any) -> Settings:
-    if not all(isinstance(option, IMMUTABLE) for option in options):
-        raise TypeError("an option may change its value, or is large: a tensor, an array, any object")
-    return _settings(structure, options)
-
-
-def _settings(fields: tuple[Any, ...], options: Sequence[Any]) -> Settings:
     structure, call = Structure(*fields), Call._make((*NOT_OPTIONS, *options))
     _check_structure(structure)
     soft_cap = _soft_cap(call)

@@ -85,7 +85,7 @@ def problem(call: Call) -> Problem:
         decode,
         bool(uncommon) and is_half_aligned(k, v),
     )
-    settings = call_settings(structure, options)
+    settings = call_settings(structure, *options)
     features = settings.features
 
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):

@@ -16,7 +16,6 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from cute_attn.dispatch import backends, capabilities, select
@@ -27,6 +26,7 @@ from cute_attn.problem import BatchLimits, BatchPlan, DeviceTokens, Features, Gr
 from cute_attn.request import batch_plan, batch_run, checks, page_ids
 from cute_attn.request.batch_plan import Mask, PlanContext
 from cute_attn.request.batch_run import RunArguments
+from cute_attn.request.index_arrays import int32
 from cute_attn.request.settings import KV_LAYOUTS, MAX_INDEX
 from cute_attn.runtime import switches
 from cute_attn.runtime.staging import Staging, Uploads, is_capturing
@@ -270,7 +270,7 @@ class BatchWrapper(PlannedState, StrideVariants):
         if mask.packed is not None and self._mask_buffers is not None:
             bits, bounds = self._mask_buffers
             copies.append(Copy(bits[: mask.packed.numel()], self._aside(mask.packed)))
-            copies.append(Copy(bounds, torch.from_numpy(mask.offsets.astype(np.int32))))
+            copies.append(Copy(bounds, int32(mask.offsets)))
             mask = mask._replace(packed=bits)
         return request._replace(tokens=tokens, mask=mask), copies
 
@@ -294,19 +294,17 @@ class BatchWrapper(PlannedState, StrideVariants):
         """Return the settings that the options of a request decide. Raises what is wrong with them."""
         options, tokens, mask, splits, page_size, _ = request
         own_splits = splits.fixed_split_size is not None or splits.disable_split_kv
-        return batch_plan.plan_settings(
-            options,
-            PlanContext(
-                self.device,
-                self._kv_layout,
-                self.kv_source,
-                mask.packed is not None,
-                page_size,
-                tokens.q_len is not None,
-                own_splits,
-                tokens.multi_item,
-            ),
+        context = PlanContext(
+            self.device,
+            self._kv_layout,
+            self.kv_source,
+            mask.packed is not None,
+            page_size,
+            tokens.q_len is not None,
+            own_splits,
+            tokens.multi_item,
         )
+        return batch_plan.plan_settings(context, *options)
 
     def _resolve(
         self,
@@ -320,7 +318,7 @@ class BatchWrapper(PlannedState, StrideVariants):
         settings = settings or self._settings(request)
         batch_plan.check_rows(request.tokens, settings.features.num_qo_heads)
         graph = device_plan.limits_of(request, graph)
-        limits = BatchLimits(self._workspace.numel(), *request.splits, graph=graph, max_qo_len=request.q_len)
+        limits = BatchLimits(self._workspace.numel(), *request.splits, graph, request.q_len, self._use_cuda_graph)
         load = _load(settings, request.tokens, limits)
         found = select.chosen(features or settings.features, backend or self._backend, load)
         return settings, found, limits, load

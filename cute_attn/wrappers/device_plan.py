@@ -136,8 +136,7 @@ def launch(
     if isinstance(tokens, Tokens):
         return backends.plan(backend, settings, tokens.lengths, limits, variant.staging)
     tokens.check_unchanged()
-    fixed = wrapper._use_cuda_graph
-    planned = backends.plan_on_device(backend, settings, tokens.device, limits, variant.staging, fixed)
+    planned = backends.plan_on_device(backend, settings, tokens.device, limits, variant.staging)
     if planned is None and is_capturing(wrapper.device):
         raise RuntimeArgumentError(
             f"a plan of the {backend.name} backend with these options reads the index arrays, which the capture of a "

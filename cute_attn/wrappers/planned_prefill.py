@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from cute_attn.request import checks, trtllm_prefill
+from cute_attn.request.index_arrays import bounds, int32, last_page_len
 from cute_attn.request.trtllm_prefill import Lengths, PageList
 from cute_attn.runtime import switches
 from cute_attn.wrappers.paged_prefill import BatchPrefillWithPagedKVCacheWrapper
@@ -105,12 +106,11 @@ class PagedSession:
 
     def _plan(self, lengths: Lengths) -> None:
         page_size, counts = self.structure.page_size, self.pages.counts
-        last_page_len = lengths.kv_len - np.maximum(counts - 1, 0) * page_size
         self.wrapper.plan(
-            _ints(lengths.qo_indptr),
-            _ints(np.concatenate(([0], np.cumsum(counts)))),
+            int32(lengths.qo_indptr),
+            int32(bounds(counts)),
             self.indices,
-            _ints(last_page_len),
+            int32(last_page_len(lengths.kv_len, counts, page_size)),
             page_size=page_size,
             **self.structure.options(),
         )
@@ -130,7 +130,7 @@ class RaggedSession:
         assert keys.kv_indptr is not None
         if not (lengths.same(self.lengths) and np.array_equal(keys.kv_indptr, self.kv_indptr)):
             self.lengths = None
-            self.wrapper.plan(_ints(lengths.qo_indptr), _ints(keys.kv_indptr), **self.structure.options())
+            self.wrapper.plan(int32(lengths.qo_indptr), int32(keys.kv_indptr), **self.structure.options())
             self.lengths, self.kv_indptr = lengths, keys.kv_indptr
         return self.wrapper.run(query, keys.k, keys.v, **options._asdict())
 
@@ -184,7 +184,3 @@ def _kept(kept: OrderedDict[Key, Value], key: Key, make: Callable[[], Value], mo
             kept.popitem(last=False)
     kept.move_to_end(key)
     return kept[key]
-
-
-def _ints(values: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.int32))

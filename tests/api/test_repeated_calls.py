@@ -24,6 +24,7 @@ from cute_attn.kernels.host import single as host_single
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.params import UNBOUNDED
 from cute_attn.problem import Problem
+from cute_attn.request import once
 from cute_attn.request import settings as request_settings
 from cute_attn.request import single as single_request
 from cute_attn.request.settings import Call
@@ -41,7 +42,7 @@ HALF, FLOAT = torch.float16, torch.float32
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
     """Empty memos before and after each test."""
-    caches = (request_settings._cached_settings, backends._prepared, select.chosen, loading.load, prepared_kernel)
+    caches = (request_settings.call_settings.kept, backends._prepared, select.chosen, loading.load, prepared_kernel)
     for forget in (single_calls.forget, *(cache.cache_clear for cache in caches)):
         forget()
     yield
@@ -131,9 +132,9 @@ def decided(name: str, value: Any) -> str:
 def test_options_are_told_apart(name: str) -> None:
     alone = []
     for value in OPTIONS[name]:
-        request_settings._cached_settings.cache_clear()
+        request_settings.call_settings.kept.cache_clear()
         alone.append(decided(name, value))
-    request_settings._cached_settings.cache_clear()
+    request_settings.call_settings.kept.cache_clear()
     for _ in range(2):
         assert [decided(name, value) for value in OPTIONS[name]] == alone
         assert [decided(name, value) for value in reversed(OPTIONS[name])] == alone[::-1]
@@ -163,7 +164,7 @@ def test_every_option_is_tried() -> None:
 )
 def test_structures_are_told_apart(arguments: dict[str, Any]) -> None:
     alone = problem(**arguments)
-    request_settings._cached_settings.cache_clear()
+    request_settings.call_settings.kept.cache_clear()
     plain = problem()
     again = problem(**arguments)
     assert again.settings == alone.settings
@@ -194,7 +195,7 @@ def test_values_that_may_change_are_not_remembered() -> None:
     window.value = 2
     assert problem(window_left=window).settings.window_left == 2
     assert problem(window_left=array).settings.window_left == 3  # an array has no hash
-    assert request_settings._cached_settings.cache_info().currsize == 0
+    assert request_settings.call_settings.kept.cache_info().currsize == 0
 
 
 def test_scales_on_the_cpu_are_read_in_every_call() -> None:
@@ -389,7 +390,7 @@ def test_a_growing_cache_decides_its_settings_once(monkeypatch: pytest.MonkeyPat
                 backends.prepare(capabilities.BY_NAME["reference"], expected.settings)(expected)
             torch.testing.assert_close(out, expected.out, rtol=2e-3, atol=2e-3)
             torch.testing.assert_close(lse, expected.lse, rtol=1e-4, atol=1e-4)
-    assert request_settings._cached_settings.cache_info().currsize == 2
+    assert request_settings.call_settings.kept.cache_info().currsize == 2
     assert {launch.grid[2] for launch in InterpretedLaunch.fired} > {1}  # whole and split
 
 
@@ -463,9 +464,9 @@ def test_threads_get_their_own_results() -> None:
 
 def test_what_is_remembered_is_bounded() -> None:
     given = tensors()
-    for i in range(2 * request_settings.CACHE_SIZE + 10):
+    for i in range(2 * once.CACHE_SIZE + 10):
         single_prefill_with_kv_cache(**given, sm_scale=1.0 + i / 1024)
-    assert request_settings._cached_settings.cache_info().currsize == request_settings.CACHE_SIZE
+    assert request_settings.call_settings.kept.cache_info().currsize == once.CACHE_SIZE
     assert backends._prepared.cache_info().currsize == select.CACHE_SIZE
 
 

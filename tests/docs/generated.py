@@ -6,6 +6,7 @@ what is committed with what would be written.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from collections.abc import Callable
@@ -87,6 +88,7 @@ def named(path: Path) -> list[str]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()  # takes no arguments
     for path in pages():
         old = path.read_text()
         if (new := rewritten(old)) != old:

@@ -148,3 +148,17 @@ def test_the_dockerfile_uses_what_exists() -> None:
     for name, default in re.findall(r'^ARG (\w+)="?([^"\n]*)"?$', text, re.MULTILINE):
         line = line.replace(f"${name}", default)
     parse("cute_attn", shlex.split(line)[1:])
+
+
+@pytest.mark.parametrize(
+    ("module", "argument", "message"),
+    [("tests.gpu.sanitize", "fa9", "no problem is named 'fa9'"), ("tests.docs.generated", "--check", "unrecognized")],
+)
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules.*")
+def test_unknown_arguments_are_refused(
+    module: str, argument: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [module, argument])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_module(module, run_name="__main__")
+    assert message in capsys.readouterr().err

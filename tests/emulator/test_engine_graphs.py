@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from cute_attn.dispatch.emulator import EmulatedBatchRun
 from cute_attn.emulator.settings import using
-from cute_attn.wrappers import run_cache
 from tests.support.batch_case import BatchCase, decode, heads, make, paged, plan_arguments, ragged
 from tests.support.engine_case import workspace
 from tests.support.engine_graphs import LAYERS, CapturedLayers
-from tests.support.graphs import Captured
+from tests.support.graphs import Captured, emulated_graph
 
 pytestmark = pytest.mark.emulator
 
@@ -25,26 +21,10 @@ CASES = [
 ]
 
 
-def capture(run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-    """Records the launches of `run`; the second result replays them."""
-    held: list[tuple[EmulatedBatchRun, Any]] = []
-    launch = EmulatedBatchRun.__call__
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_cache, "try_replay", lambda plan, arguments: None)  # every check
-        patch.setattr(EmulatedBatchRun, "__call__", lambda plan, problem: held.append((plan, problem)))
-        results = run()
-
-    def replay() -> None:
-        for plan, problem in held:
-            launch(plan, problem)
-
-    return results, replay
-
-
 @pytest.mark.parametrize("case", CASES, ids=["paged", "ragged", "decode"])
 def test_layers_of_one_plan(case: BatchCase) -> None:
     with using("sm_90a", kernels="fa2", sms=1):
-        captured = CapturedLayers(case, "cpu", capture, LAYERS[1:3], backend="emulator")
+        captured = CapturedLayers(case, "cpu", emulated_graph, LAYERS[1:3], backend="emulator")
         captured.replay(dataclasses.replace(case, kv_lens=(7, 18), seed=3))
 
 
@@ -54,10 +34,10 @@ def test_a_plan_of_padding_alone_is_captured(kernels: str) -> None:
     case = decode((37, 9, 20), page_size=4, **heads(4, 2))
     nobody = dataclasses.replace(case, kv_lens=(0, 0, 0))
     with using("sm_90a", kernels=kernels, sms=2):
-        captured = Captured(case, "cpu", capture, backend="emulator")
+        captured = Captured(case, "cpu", emulated_graph, backend="emulator")
         captured.wrapper.reset_workspace_buffer(workspace("cpu"))  # the next plan is a first one
         captured.wrapper.plan(**plan_arguments(nobody, make(nobody)))
         captured.run()
-        (captured.out, captured.lse), captured.again = capture(captured.run)
+        (captured.out, captured.lse), captured.again = emulated_graph(captured.run)
         for kv_lens in (case.kv_lens, (0, 36, 1)):
             captured.replay(dataclasses.replace(case, kv_lens=kv_lens, seed=sum(kv_lens)))

@@ -5,22 +5,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
 from cute_attn import NotSupported, single_decode_with_kv_cache
-from cute_attn.dispatch.emulator import EmulatedBatchRun
 from cute_attn.emulator import Schedule, using
 from cute_attn.emulator.settings import Emulation
 from cute_attn.request import caches
-from cute_attn.wrappers import run_cache
 from tests.support import batch_case, case
 from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads
 from tests.support.case import Case
-from tests.support.graphs import Captured, Pair
+from tests.support.graphs import Captured, emulated_graph
 from tests.support.honour import CALLS, IDS, Perturbation, honour
 from tests.support.matrix import SMALL as MATRIX
 from tests.support.xqa_batches import GRAPHED, SMALL, fp8_answer, fp8_request, is_taken, random_batches
@@ -112,26 +108,10 @@ def test_scores_that_rise(kv_dtype: torch.dtype, schedule: str) -> None:
 # ---- plans
 
 
-def capture(run: Callable[[], Pair]) -> tuple[Pair, Callable[[], None]]:
-    """Records the launches of `run`; the second result replays them."""
-    held: list[tuple[EmulatedBatchRun, Any]] = []
-    launch = EmulatedBatchRun.__call__
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_cache, "try_replay", lambda plan, arguments: None)  # every check
-        patch.setattr(EmulatedBatchRun, "__call__", lambda plan, problem: held.append((plan, problem)))
-        results = run()
-
-    def replay() -> None:
-        for plan, problem in held:
-            launch(plan, problem)
-
-    return results, replay
-
-
 @pytest.mark.parametrize("batch", GRAPHED, ids=lambda batch: batch.id)
 def test_replays_with_other_lengths(batch: BatchCase) -> None:
     with using("sm_90a", kernels="xqa", sms=2) as emulation:
-        captured = Captured(batch, "cpu", capture, backend="emulator")
+        captured = Captured(batch, "cpu", emulated_graph, backend="emulator")
         captured.replay(batch)
         for seed in range(2):
             captured.replay(batch_case.random_lengths(batch, seed, max(batch.kv_lens)))

@@ -3,12 +3,13 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no \\
         --kernel-name kns=cute_attn python -m tests.gpu.sanitize [WORD ...]
 
-Words choose problems by their names. What is compared is computed on the CPU: the only kernels that the tool has to
-watch are ours. Exit code 1 where a result is wrong.
+Only problems whose names contain all of the words are run. What is compared is computed on the CPU: the only kernels
+that the tool has to watch are ours. Exit code 1 where a result is wrong, 2 where no name contains the words.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
 
@@ -134,13 +135,27 @@ def problems(fa2: str = "fa2", fa3: str = "fa3", xqa: str = "xqa") -> dict[str, 
     return found
 
 
-def main(words: Sequence[str]) -> int:
+def selected(words: Sequence[str]) -> dict[str, Solve]:
+    """The problems whose names contain all of the words; raises ValueError where there is none."""
+    known = problems()
+    found = {name: solve for name, solve in known.items() if all(word in name.split() for word in words)}
+    if not found:
+        raise ValueError(f"no problem is named {' '.join(words)!r}; there are:\n  " + "\n  ".join(known))
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", metavar="WORD", help="a word of a problem's name; default: all problems")
+    try:
+        chosen = selected(parser.parse_args(arguments).words)
+    except ValueError as unknown:
+        parser.error(str(unknown))
     wrong = 0
-    for name, solve in problems().items():
-        if all(word in name.split() for word in words):
-            complaint = solve("cuda")
-            wrong += bool(complaint)
-            print(f"{name}: {complaint or 'right'}", flush=True)
+    for name, solve in chosen.items():
+        complaint = solve("cuda")
+        wrong += bool(complaint)
+        print(f"{name}: {complaint or 'right'}", flush=True)
     return int(wrong > 0)
 
 

@@ -242,7 +242,7 @@ def test_replays_with_other_lengths(case: BatchCase) -> None:
 def test_graph_launches_keep_their_form() -> None:
     """A second plan of other lengths: same grids, parameters and record addresses."""
     built, staging = build(ragged((1,) * 4, (900, 5, 0, 64), **heads(6, 2))), Staging(torch.device("cpu"))
-    limits = built.limits._replace(graph=GraphLimits(7, 9, 1900))
+    limits = built.limits._replace(graph=GraphLimits(7, 9, 1900), keeps_address=True)
     run = planned(dataclasses.replace(built, limits=limits), staging)
     run(built.problem)
     assert built.wrong() == ""

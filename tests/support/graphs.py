@@ -6,8 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
+from cute_attn.dispatch.emulator import EmulatedBatchRun
+from cute_attn.wrappers import run_cache
 from tests.support.batch_case import (
     NO_PAGE,
     BatchCase,
@@ -31,6 +34,22 @@ def cuda_graph(run: Callable[[], Pair]) -> tuple[Pair, Callable[[], None]]:
     with torch.cuda.graph(graph):
         results = run()
     return results, graph.replay
+
+
+def emulated_graph(run: Callable[[], Pair]) -> tuple[Pair, Callable[[], None]]:
+    """A `Capture` of the emulator's launches."""
+    held: list[tuple[EmulatedBatchRun, Any]] = []
+    launch = EmulatedBatchRun.__call__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_cache, "try_replay", lambda plan, arguments: None)  # every check
+        patch.setattr(EmulatedBatchRun, "__call__", lambda plan, problem: held.append((plan, problem)))
+        results = run()
+
+    def replay() -> None:
+        for plan, problem in held:
+            launch(plan, problem)
+
+    return results, replay
 
 
 def assert_plans_in_a_row_do_not_race(case: BatchCase, **arguments: Any) -> None:

@@ -321,6 +321,7 @@ def test_graph_mode_keeps_addresses(case: BatchCase, monkeypatch: pytest.MonkeyP
         run(other, inputs, made)
         if case.kind != "ragged":
             assert seen[-1].kv_indices is next(b for name, b in buffers.items() if "indices" in name)
+        assert plan.limits.keeps_address
         assert plan.limits.graph is not None
         assert plan.limits.graph.batch_size == 3
         assert plan.limits.graph.max_rows == case.rows

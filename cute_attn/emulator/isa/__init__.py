@@ -19,6 +19,7 @@ MODULES = (
     "copies",
     "barriers",
     "mbarrier",
+    "bulk",
     "tma",
     "tensormaps",
     "wgmma",

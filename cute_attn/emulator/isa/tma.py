@@ -1,9 +1,9 @@
-"""TMA: tensor boxes and bulk copies between global and shared memory, and between CTAs of a cluster."""
+"""TMA: boxes of tensors between global and shared memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,23 +13,21 @@ from cute_attn.emulator.clocks import Op
 from cute_attn.emulator.dtypes import Array
 from cute_attn.emulator.emit import Emitter
 from cute_attn.emulator.errors import MemoryFault, ProxyFault, PtxError
-from cute_attn.emulator.isa import floats, mbarrier
+from cute_attn.emulator.isa import mbarrier
+from cute_attn.emulator.isa.bulk import HINT, LATENCY, MULTICAST, Task, bulk_groups, reduced
 from cute_attn.emulator.isa.registry import form
-from cute_attn.emulator.memory import GENERIC_PARAM, OFFSET_MASK, RANK_SHIFT, SharedMemory
+from cute_attn.emulator.memory import GENERIC_PARAM, OFFSET_MASK, RANK_SHIFT
 from cute_attn.emulator.ptx import Addr, Inst, Operand, Vec
-from cute_attn.emulator.warp_batch import Wait, WarpBatch
+from cute_attn.emulator.warp_batch import WarpBatch
 
 if TYPE_CHECKING:
     from cute_attn.emulator.machine import Cta
 
-LATENCY = 600  # of virtual time, for the timeline
 Boxes = Callable[[tensormap.TensorMap, list[int]], list[list[int]]]  # where the boxes of a tensor operand start
 STALE: Any = object()  # stands for a map that was changed and not acquired since
 _DIMS = "{.1d|.2d|.3d|.4d|.5d}"
-_HINT = "{|.L2::cache_hint}"
-_MULTICAST = "{|.multicast::cluster}"
 _PAIRS = (100, 103)  # architectures with pairs of CTAs
-_GROUPS = ("{.cta_group::1|.cta_group::2}" + _HINT, ".L2::cache_hint{.cta_group::1|.cta_group::2}")
+_GROUPS = ("{.cta_group::1|.cta_group::2}" + HINT, ".L2::cache_hint{.cta_group::1|.cta_group::2}")
 
 
 # --- tensors: loads ---------------------------------------------------------------------------------------------------
@@ -40,9 +38,7 @@ _TILED = ".global{|.tile}.mbarrier::complete_tx::bytes"
 _GATHER = ".global.tile::gather4.mbarrier::complete_tx::bytes"
 
 
-@form(
-    f"{_LOAD}.shared::cta{_TILED}{_HINT}", f"{_LOAD}.shared::cluster{_TILED}{_MULTICAST}{_HINT}", since=90, golden="tma"
-)
+@form(f"{_LOAD}.shared::cta{_TILED}{HINT}", f"{_LOAD}.shared::cluster{_TILED}{MULTICAST}{HINT}", since=90, golden="tma")
 def tensor_load(e: Emitter, inst: Inst, dims: str, *choices: str) -> None:
     _load(e, inst, int(dims[1]), _one_box)
 
@@ -53,7 +49,7 @@ def _one_box(tensor: tensormap.TensorMap, place: list[int]) -> list[list[int]]:
 
 @form(
     *(f"{_LOAD}.shared::cta{_TILED}{group}" for group in _GROUPS),
-    *(f"{_LOAD}.shared::cluster{_TILED}{_MULTICAST}{group}" for group in _GROUPS),
+    *(f"{_LOAD}.shared::cluster{_TILED}{MULTICAST}{group}" for group in _GROUPS),
     since=100,
     only=_PAIRS,
     conformance="unverified",
@@ -67,14 +63,14 @@ def pair_load(e: Emitter, inst: Inst, dims: str, *choices: str) -> None:
 # shared memory, swizzled by their address as the rows of a tile are.
 
 
-@form(f"cp.async.bulk.tensor.2d.shared::cta{_GATHER}{_HINT}", since=100, conformance="unverified")
+@form(f"cp.async.bulk.tensor.2d.shared::cta{_GATHER}{HINT}", since=100, conformance="unverified")
 def gather4(e: Emitter, inst: Inst, *choices: str) -> None:
     _load(e, inst, 5, _four_rows)
 
 
 @form(
     *(f"cp.async.bulk.tensor.2d.shared::cta{_GATHER}{group}" for group in _GROUPS),
-    *(f"cp.async.bulk.tensor.2d.shared::cluster{_GATHER}{_MULTICAST}{more}" for more in (_HINT, *_GROUPS)),
+    *(f"cp.async.bulk.tensor.2d.shared::cluster{_GATHER}{MULTICAST}{more}" for more in (HINT, *_GROUPS)),
     since=100,
     only=_PAIRS,
     conformance="unverified",
@@ -217,8 +213,8 @@ def _named(places: list[list[int]]) -> str:
 
 
 @form(
-    f"cp.async.bulk.prefetch.tensor{_DIMS}.L2.global{{|.tile}}{_HINT}",
-    f"cp.async.bulk.prefetch.L2.global{_HINT}",
+    f"cp.async.bulk.prefetch.tensor{_DIMS}.L2.global{{|.tile}}{HINT}",
+    f"cp.async.bulk.prefetch.L2.global{HINT}",
     since=90,
     conformance="order",
 )
@@ -230,7 +226,7 @@ def prefetch(e: Emitter, inst: Inst, *choices: str) -> None:
 
 
 @form(
-    f"cp.async.bulk.prefetch.tensor.2d.L2.global.tile::gather4{_HINT}",
+    f"cp.async.bulk.prefetch.tensor.2d.L2.global.tile::gather4{HINT}",
     since=100,
     only=_PAIRS,
     conformance="order",
@@ -239,13 +235,13 @@ def prefetch_gather4(e: Emitter, inst: Inst, hint: str) -> None:
     """Emit nothing."""
 
 
-@form(f"cp.async.bulk.tensor{_DIMS}.global.shared::cta{{|.tile}}.bulk_group{_HINT}", since=90, golden="tma")
+@form(f"cp.async.bulk.tensor{_DIMS}.global.shared::cta{{|.tile}}.bulk_group{HINT}", since=90, golden="tma")
 def tensor_store(e: Emitter, inst: Inst, dims: str, tile: str, hint: str) -> None:
     _store(e, inst, int(dims[1]), _one_box, "")
 
 
 @form(
-    f"cp.async.bulk.tensor.2d.global.shared::cta.tile::scatter4.bulk_group{_HINT}",
+    f"cp.async.bulk.tensor.2d.global.shared::cta.tile::scatter4.bulk_group{HINT}",
     since=100,
     only=_PAIRS,
     conformance="unverified",
@@ -256,7 +252,7 @@ def scatter4(e: Emitter, inst: Inst, hint: str) -> None:
 
 @form(
     f"cp.reduce.async.bulk.tensor{_DIMS}.global.shared::cta{{.add|.min|.max|.inc|.dec|.and|.or|.xor}}"
-    f"{{|.tile}}.bulk_group{_HINT}",
+    f"{{|.tile}}.bulk_group{HINT}",
     since=90,
     golden="tma",
 )
@@ -280,7 +276,7 @@ def _tensor_store(
     reduce: str,
 ) -> None:
     maps, sources = w.full(table), w.full(source)
-    tasks: dict[tuple[int, ...], _Task] = {}
+    tasks: dict[tuple[int, ...], Task] = {}
     for lane in w.lanes(mask):
         tensor = _map_at(w, int(maps[lane]))
         places = boxes(tensor, [int(w.full(c)[lane]) for c in coordinates])
@@ -296,7 +292,7 @@ def _tensor_store(
         if key not in tasks:
             op = w.begin_op(int(w.row[lane]), "TMA store")
             action = _store_action(w.cta, tensor, places, at, reduce, op)
-            tasks[key] = _Task(action, op)
+            tasks[key] = Task(action, op)
             w.cta.post(tasks[key])
         bulk_groups(w, int(lane)).open.append(tasks[key])
 
@@ -316,274 +312,7 @@ def _store_action(
         rows = np.ascontiguousarray(words).view(np.uint8).reshape(-1, pieces.nbytes)
         if reduce:
             old = access.op_load_global(cta, addresses, pieces.nbytes, None, what)
-            rows = _reduced(old, rows, reduce, tensormap.DTYPES[tensor.dtype])
+            rows = reduced(old, rows, reduce, tensormap.DTYPES[tensor.dtype])
         access.op_store_global(cta, addresses, rows, None if reduce else op, what)
-
-    return run
-
-
-def _reduced(old: Array, new: Array, reduce: str, kind: str) -> Array:
-    """Reduce rows of bytes, element by element."""
-    flat_old, flat_new = np.ascontiguousarray(old).ravel(), np.ascontiguousarray(new).ravel()
-    if kind == "bfloat16":
-        a, b = (floats.bf16_to_f32(x.view(np.uint16)) for x in (flat_old, flat_new))
-        result = floats.f32_to_bf16(_combine(a, b, reduce))
-    else:
-        dtype = np.dtype(kind.removesuffix("_ftz"))
-        result = _combine(flat_old.view(dtype), flat_new.view(dtype), reduce)
-    return np.ascontiguousarray(result).view(np.uint8).reshape(old.shape)
-
-
-def _combine(a: Array, b: Array, reduce: str) -> Array:
-    if reduce == ".inc":
-        return np.where(a >= b, a.dtype.type(0), a + a.dtype.type(1))
-    if reduce == ".dec":
-        return np.where((a == 0) | (a > b), b, a - a.dtype.type(1))
-    functions: dict[str, Callable[..., Array]] = {
-        ".add": np.add,
-        ".min": np.minimum,
-        ".max": np.maximum,
-        ".and": np.bitwise_and,
-        ".or": np.bitwise_or,
-        ".xor": np.bitwise_xor,
-    }
-    return functions[reduce](a, b)
-
-
-# --- bulk groups ------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Task:
-    """Store in flight."""
-
-    action: Callable[[], None]
-    op: Op | None
-    done: bool = False
-
-    def __call__(self) -> None:
-        if not self.done:
-            self.done = True
-            self.action()
-
-
-@dataclass
-class BulkGroups:
-    """Bulk stores of one thread: groups committed, oldest first, and the open one."""
-
-    open: list[_Task] = field(default_factory=list)
-    committed: list[list[_Task]] = field(default_factory=list)
-
-    def add(self, cta: Cta, action: Callable[[], None], op: Op | None) -> None:
-        task = _Task(action, op)
-        self.open.append(task)
-        cta.post(task)
-
-
-def bulk_groups(w: WarpBatch, lane: int) -> BulkGroups:
-    cta = w.cta
-    if "bulk groups" not in cta.extra:
-        cta.extra["bulk groups"] = {}
-        cta.closing.append(lambda: _check_unread(cta))
-    table = cta.extra["bulk groups"]
-    key = int(w.warps[w.row[lane]]) * 32 + int(w.lane[lane])
-    found: BulkGroups = table.setdefault(key, BulkGroups())
-    return found
-
-
-def _check_unread(cta: Cta) -> None:
-    """Shared memory must outlive the stores that read it, which only a wait shows."""
-    for thread, groups in cta.extra["bulk groups"].items():
-        if groups.open or any(groups.committed):
-            raise MemoryFault(f"the CTA ends while bulk stores of thread {thread} may still read its shared memory")
-
-
-@form("cp.async.bulk.commit_group", since=90, conformance="order", golden="tma")
-def commit_group(e: Emitter, inst: Inst) -> None:
-    e.call(_commit, [])
-
-
-def _commit(w: WarpBatch, mask: Array | None) -> None:
-    table = w.cta.extra.get("bulk groups", {})
-    for lane in w.lanes(mask):
-        key = int(w.warps[w.row[lane]]) * 32 + int(w.lane[lane])
-        groups = table.get(key)
-        if groups is not None:
-            groups.committed.append(groups.open)
-            groups.open = []
-
-
-@form("cp.async.bulk.wait_group{|.read}", since=90, solo=True, conformance="order", golden="tma")
-def wait_group(e: Emitter, inst: Inst, read: str) -> None:
-    e.call(_wait_group, [str(inst.operands[0].value)])  # type: ignore[union-attr]
-
-
-class _GroupWait(Wait):
-    """Waits until the tasks are done."""
-
-    def __init__(self, w: WarpBatch, agent: int, tasks: list[_Task]) -> None:
-        super().__init__(f"{len(tasks)} bulk stores")
-        self.batch, self.agent, self.tasks = w, agent, tasks
-
-    def ready(self) -> bool:
-        if not all(task.done for task in self.tasks):
-            return False
-        clocks = self.batch.cta.clocks
-        if clocks is not None:
-            for task in self.tasks:
-                if task.op is not None:
-                    clocks.acquire(np.array([self.agent]), task.op.clock)
-        return True
-
-
-def _wait_group(w: WarpBatch, mask: Array | None, keep: int) -> None:
-    table = w.cta.extra.get("bulk groups", {})
-    waits = []
-    for lane in w.lanes(mask):
-        groups = table.get(int(w.warps[w.row[lane]]) * 32 + int(w.lane[lane]))
-        if groups is None:
-            continue
-        finished = groups.committed[: max(len(groups.committed) - keep, 0)]
-        groups.committed = groups.committed[len(finished) :]
-        waits.append(_GroupWait(w, int(w.lane_agents[lane]), [task for group in finished for task in group]))
-    if waits:
-        w.wait = _AllOf(waits)
-
-
-class _AllOf(Wait):
-    def __init__(self, waits: list[_GroupWait]) -> None:
-        super().__init__(", ".join(wait.what for wait in waits))
-        self.waits: list[_GroupWait] = waits
-
-    def ready(self) -> bool:
-        self.waits = [wait for wait in self.waits if not wait.ready()]
-        return not self.waits
-
-
-# --- runs of bytes ----------------------------------------------------------------------------------------------------
-
-
-@form(
-    f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{_MULTICAST}{_HINT}",
-    f"cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes{_HINT}",
-    since=90,
-    golden="tma",
-)
-def bulk_load(e: Emitter, inst: Inst, *choices: str) -> None:
-    target, source, size, barrier, *extra = inst.operands
-    multicast = ".multicast::cluster" in inst.op
-    ctas = e.get(extra[0], "u4") if multicast else e.constant(0, "u4")
-    arguments = [e.address(target, wide=False), e.address(source, wide=True), e.get(size, "u4")]
-    e.call(_bulk_load, [*arguments, e.address(barrier, wide=False), ctas])
-
-
-def _bulk_load(
-    w: WarpBatch, mask: Array | None, target: Array, source: Array, size: Array, barrier: Array, ctas: Array
-) -> None:
-    targets, sources, sizes, barriers, masks = (w.full(x) for x in (target, source, size, barrier, ctas))
-    for lane in w.lanes(mask):
-        at, start, nbytes, bar = int(targets[lane]), int(sources[lane]), int(sizes[lane]), int(barriers[lane])
-        _sixteen(at, start, nbytes)
-        op = w.begin_op(int(w.row[lane]), "bulk load")
-        wanted = [r for r in range(16) if int(masks[lane]) >> r & 1] or [at >> RANK_SHIFT]
-        for rank in wanted:
-            own = bar if len(wanted) == 1 and not masks[lane] else (bar & OFFSET_MASK) | rank << RANK_SHIFT
-            waiting = mbarrier.target(w.cta, own, op, "a bulk load")
-            memory = w.cta.cluster.ctas[rank].smem
-            w.cta.post(_bulk_action(w.cta, memory, at & OFFSET_MASK, start, nbytes, op, waiting))
-
-
-def _sixteen(*numbers: int) -> None:
-    if any(number % 16 for number in numbers):
-        raise MemoryFault("bulk copy: addresses and size must be multiples of 16: " + ", ".join(map(hex, numbers)))
-
-
-def _bulk_action(
-    cta: Cta, memory: SharedMemory, offset: int, start: int, nbytes: int, op: Op | None, waiting: mbarrier.Mbarrier
-) -> Callable[[], None]:
-    def run() -> None:
-        steps = np.arange(0, nbytes, 16)
-        rows = access.op_load_global(cta, start + steps, 16, op, "bulk load")
-        memory.check(offset + steps, 16, 16, "bulk load")
-        memory.op_store(offset + steps, access.words_of(rows), 16, op, "bulk load", generic=False)
-        waiting.complete(nbytes, op, (op.time if op else 0.0) + LATENCY)
-
-    return run
-
-
-@form("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes", since=90, golden="tma")
-def bulk_between(e: Emitter, inst: Inst) -> None:
-    target, source, size, barrier = inst.operands
-    shared = [e.address(x, wide=False) for x in (target, source, barrier)]
-    e.call(_bulk_between, [shared[0], shared[1], e.get(size, "u4"), shared[2]])
-
-
-def _bulk_between(w: WarpBatch, mask: Array | None, target: Array, source: Array, size: Array, barrier: Array) -> None:
-    targets, sources, sizes, barriers = (w.full(x) for x in (target, source, size, barrier))
-    for lane in w.lanes(mask):
-        at, start, nbytes = int(targets[lane]), int(sources[lane]), int(sizes[lane])
-        _sixteen(at, start, nbytes)
-        op = w.begin_op(int(w.row[lane]), "bulk copy between CTAs")
-        waiting = mbarrier.target(w.cta, int(barriers[lane]), op, "a bulk copy")
-        memory = w.cta.cluster.ctas[at >> RANK_SHIFT].smem
-
-        def run(memory=memory, at=at, start=start, nbytes=nbytes, op=op, waiting=waiting) -> None:  # type: ignore[no-untyped-def]
-            steps = np.arange(0, nbytes, 16)
-            words = w.cta.smem.op_load((start & OFFSET_MASK) + steps, 16, op, "bulk copy")
-            memory.check((at & OFFSET_MASK) + steps, 16, 16, "bulk copy")
-            memory.op_store((at & OFFSET_MASK) + steps, words, 16, op, "bulk copy", generic=False)
-            waiting.complete(nbytes, op, (op.time if op else 0.0) + LATENCY)
-
-        w.cta.post(run)
-
-
-@form(f"cp.async.bulk.global.shared::cta.bulk_group{_HINT}", since=90, golden="tma")
-def bulk_store(e: Emitter, inst: Inst, hint: str) -> None:
-    _bulk_out(e, inst, "", "uint8")
-
-
-@form(
-    f"cp.reduce.async.bulk.global.shared::cta.bulk_group{_HINT}"
-    "{.add|.min|.max|.and|.or|.xor}{.u32|.s32|.u64|.s64|.b32|.b64|.f32|.f64|.f16|.bf16}",
-    f"cp.reduce.async.bulk.global.shared::cta.bulk_group{_HINT}{{.add}}.noftz{{.f16|.bf16}}",
-    since=90,
-    golden="tma",
-)
-def bulk_reduce(e: Emitter, inst: Inst, hint: str, op: str, kind: str) -> None:
-    names = {"u": "uint", "s": "int", "b": "uint", "f": "float"}
-    _bulk_out(e, inst, op, "bfloat16" if kind == ".bf16" else names[kind[1]] + kind[2:])
-
-
-def _bulk_out(e: Emitter, inst: Inst, reduce: str, kind: str) -> None:
-    target, source, size, *_ = inst.operands
-    arguments = [e.address(target, wide=True), e.address(source, wide=False), e.get(size, "u4")]
-    e.call(_bulk_store, [*arguments, repr(reduce), repr(kind)])
-
-
-def _bulk_store(
-    w: WarpBatch, mask: Array | None, target: Array, source: Array, size: Array, reduce: str, kind: str
-) -> None:
-    targets, sources, sizes = w.full(target), w.full(source), w.full(size)
-    for lane in w.lanes(mask):
-        to, start, nbytes = int(targets[lane]), int(sources[lane]), int(sizes[lane])
-        _sixteen(to, start, nbytes)
-        op = w.begin_op(int(w.row[lane]), "bulk store")
-        action = _bulk_store_action(w.cta, to, start & OFFSET_MASK, nbytes, reduce, kind, op)
-        bulk_groups(w, int(lane)).add(w.cta, action, op)
-
-
-def _bulk_store_action(
-    cta: Cta, to: int, offset: int, nbytes: int, reduce: str, kind: str, op: Op | None
-) -> Callable[[], None]:
-    def run() -> None:
-        steps = np.arange(0, nbytes, 16)
-        cta.smem.check(offset + steps, 16, 16, "bulk store")
-        rows = (
-            np.ascontiguousarray(cta.smem.op_load(offset + steps, 16, op, "bulk store")).view(np.uint8).reshape(-1, 16)
-        )
-        if reduce:
-            old = access.op_load_global(cta, to + steps, 16, None, "bulk reduction")
-            rows = _reduced(old, rows, reduce, kind)
-        access.op_store_global(cta, to + steps, rows, None if reduce else op, "bulk store")
 
     return run

@@ -18,6 +18,7 @@ from cute_attn.integrations.transformers import descriptors
 from cute_attn.integrations.transformers.descriptors import Rows
 from cute_attn.integrations.transformers.pages import TokenPages, token_pages
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
+from cute_attn.request.index_arrays import bounds, int32
 
 WORKSPACE_BYTES = 128 << 20  # enough for every plan without `fixed_split_size`
 MAX_STRUCTURES = 32
@@ -76,7 +77,7 @@ def lengths_of_pages(rows: Rows) -> Lengths:
     """Return the arrays of a batch in which a request's keys are one page."""
     q_len, request, kv_len = (np.array([getattr(r, f) for r in rows.runs]) for f in ("q_len", "request", "kv_len"))
     live = kv_len > 0
-    return Lengths(_bounds(q_len), _bounds(live), request[live], np.maximum(kv_len, 1))
+    return Lengths(bounds(q_len), bounds(live), request[live], np.maximum(kv_len, 1))
 
 
 def lengths_of_tokens(rows: Rows, pages: TokenPages) -> Lengths:
@@ -85,11 +86,7 @@ def lengths_of_tokens(rows: Rows, pages: TokenPages) -> Lengths:
     indices = [
         r.request * pages.request + np.arange(r.kv_start, r.kv_start + r.kv_len) * pages.token for r in rows.runs
     ]
-    return Lengths(_bounds(q_len), _bounds(kv_len), np.concatenate(indices), np.ones(len(rows.runs), np.int64))
-
-
-def _bounds(counts: np.ndarray) -> np.ndarray:
-    return np.concatenate(([0], np.cumsum(counts)))
+    return Lengths(bounds(q_len), bounds(kv_len), np.concatenate(indices), np.ones(len(rows.runs), np.int64))
 
 
 class Plans:
@@ -212,12 +209,12 @@ def _plan(
     session: Session, structure: Structure, lengths: Lengths, page_size: int, mask: torch.Tensor | None = None
 ) -> None:
     """Plan a wrapper. Scales are factors of a run, so that layers of different scales share a plan."""
-    indices = _ints(lengths.kv_indices).to(structure.device, non_blocking=True)
+    indices = int32(lengths.kv_indices).to(structure.device, non_blocking=True)
     session.wrapper.plan(
-        _ints(lengths.qo_indptr),
-        _ints(lengths.kv_indptr),
+        int32(lengths.qo_indptr),
+        int32(lengths.kv_indptr),
         indices,
-        _ints(lengths.last_page_len),
+        int32(lengths.last_page_len),
         structure.num_qo_heads,
         structure.num_kv_heads,
         structure.head_dim_qk,
@@ -231,7 +228,3 @@ def _plan(
         q_data_type=structure.dtype,
         kv_data_type=structure.dtype,
     )
-
-
-def _ints(values: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.int32))

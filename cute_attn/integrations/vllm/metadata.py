@@ -18,6 +18,7 @@ import torch
 
 from cute_attn.errors import NotSupported, Refusal
 from cute_attn.prefill import BatchPrefillWithPagedKVCacheWrapper
+from cute_attn.request.index_arrays import bounds, int32, last_page_len
 from cute_attn.request.trtllm_prefill import page_list
 
 KV_LAYOUT = "HND"  # of the views of `cache.py`
@@ -176,9 +177,9 @@ def pages(batch: Batch, first: int, page_size: int) -> Pages:
     starts = batch.query_start_loc_cpu[first : batch.num_reqs + 1]
     return Pages(
         starts - starts[0],
-        torch.from_numpy(np.concatenate(([0], np.cumsum(counts))).astype(np.int32)),
+        int32(bounds(counts)),
         indices,
-        torch.from_numpy((lengths - np.maximum(counts - 1, 0) * page_size).astype(np.int32)),
+        int32(last_page_len(lengths, counts, page_size)),
     )
 
 

@@ -57,4 +57,4 @@ class Elements:
         words = [w for i in range(0, BLOCK * ITEMSIZE[self.dtype], 16) for w in load(address + Int64(i), 16)]
         if self.dtype == "float32":
             return [ptx.from_bits(word) for word in words]
-        return [x for word in words for x in ptx.unpack_16(self.dtype, word)]
+        return ptx.unpack_pairs(self.dtype, words)

@@ -100,7 +100,7 @@ class Target:
         if self.dtype == "float32":
             store_8_f32(address, offset, values)
         else:
-            ptx.st_global_v4(address, offset, pack_pairs(self.dtype, values))
+            ptx.st_global_v4(address, offset, ptx.pack_pairs(self.dtype, values))
 
     @property
     def aligned_to_32(self) -> Boolean:
@@ -109,7 +109,7 @@ class Target:
 
     def store_32_bytes(self, address: Int64, offset: int, values: list[Float32], aligned: Boolean) -> None:
         """Stores adjacent elements of a row that have 32 bytes (sm_100 and later)."""
-        words = values if self.dtype == "float32" else pack_pairs(self.dtype, values)
+        words = values if self.dtype == "float32" else ptx.pack_pairs(self.dtype, values)
         ptx.st_global_v8(address, offset, words, aligned)
 
 
@@ -140,10 +140,6 @@ class Partials:
 
     def store_32_bytes(self, address: Int64, offset: int, values: list[Float32], aligned: Boolean) -> None:
         ptx.st_global_v8(address, offset, values, aligned)
-
-
-def pack_pairs(dtype: str, values: list[Float32]) -> list[Int32]:
-    return [ptx.pack_16(dtype, values[i], values[i + 1]) for i in range(0, len(values), 2)]
 
 
 def store_8_f32(address: Int64, offset: int, values: list[Float32]) -> None:

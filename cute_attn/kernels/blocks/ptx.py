@@ -263,6 +263,11 @@ def grid_dependency_launch() -> None:
     asm("griddepcontrol.launch_dependents;")
 
 
+def thread_index() -> Int32:
+    """Reads the thread index at each call, so that values derived from it need not stay in registers in between."""
+    return asm("mov.u32 $0, %tid.x;", [Int32])
+
+
 # --- arithmetic -----------------------------------------------------------------------------------------------------
 
 
@@ -388,6 +393,15 @@ def unpack_16(dtype: str, pair: Int32) -> list[Float32]:
     return asm(text, [Float32, Float32], [pair], pure=True)
 
 
+def pack_pairs(dtype: str, values: Sequence[Float32]) -> list[Int32]:
+    """Packs adjacent numbers."""
+    return [pack_16(dtype, values[i], values[i + 1]) for i in range(0, len(values), 2)]
+
+
+def unpack_pairs(dtype: str, pairs: Sequence[Int32]) -> list[Float32]:
+    return [x for pair in pairs for x in unpack_16(dtype, pair)]
+
+
 # --- narrow numbers -------------------------------------------------------------------------------------------------
 
 
@@ -437,15 +451,6 @@ def fp8x4_to_bf16(stored: str, word: Int32) -> list[Int32]:
     kind = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}[stored]
     text = f"{{.reg .b16 l, h; mov.b32 {{l, h}}, $2; cvt.rn.bf16x2.{kind}x2 $0, l; cvt.rn.bf16x2.{kind}x2 $1, h;}}"
     return asm(text, [Int32, Int32], [word], pure=True)
-
-
-def pack_e4m3(values: Sequence[Float32]) -> Int32:
-    """Rounds four numbers to nearest even, the first into the lowest byte; values beyond 448 become 448."""
-    text = (
-        "{.reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3;"
-        "mov.b32 $0, {l, h};}"
-    )
-    return asm(text, [Int32], values, pure=True)
 
 
 def pack_8(dtype: str, values: Sequence[Float32]) -> Int32:

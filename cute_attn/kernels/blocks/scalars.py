@@ -1,4 +1,4 @@
-"""Small functions that every kernel uses: parameters for tracing, scales in device memory, base of shared memory."""
+"""Small functions that every kernel uses: parameters for tracing, scales in device memory, places of a thread."""
 
 import typing
 
@@ -17,6 +17,11 @@ def zeros(params: type) -> tuple:
 def shared_memory() -> Int32:
     """Address of the CTA's dynamic shared memory."""
     return cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint().to(Int32)
+
+
+def warp_index() -> Int32:
+    """Returns the index of this thread's warp in the CTA, in a uniform register."""
+    return cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] >> 5)
 
 
 @cute.jit

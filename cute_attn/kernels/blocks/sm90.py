@@ -89,11 +89,3 @@ def _group(declared: str, lines: Sequence[str], line: int = 128) -> str:
 def stmatrix_x4(address: Int32, offset: int, values: Sequence[Int32]) -> None:
     """Stores four 8x8 matrices of 16-bit elements; lane l gives the row address of matrix l // 8, row l % 8."""
     asm(f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0+{offset}], {{$1, $2, $3, $4}};", [], [address, *values])
-
-
-def pack_e4m3_16(pairs: Sequence[Int32]) -> Int32:
-    """Rounds two fp16 pairs as `ptx.pack_e4m3` does."""
-    text = (
-        "{.reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f16x2 l, $1; cvt.rn.satfinite.e4m3x2.f16x2 h, $2;mov.b32 $0, {l, h};}"
-    )
-    return asm(text, [Int32], pairs, pure=True)

@@ -86,9 +86,9 @@ class OnlineSoftmax:
         """Returns the shifts of the first scores: +inf where all are hidden."""
         return [self.anchor(high, slot) for slot, high in enumerate(self.row_max(s))]
 
-    def exponent(self, high: Float32, shift: Float32) -> Float32:
-        """Returns log2 of the exponential of a score of slot 0."""
-        return ptx.fma(high, self.log2_scales[0], shift)
+    def exponent(self, high: Float32, shift: Float32, slot: int = 0) -> Float32:
+        """Returns log2 of the exponential of a score."""
+        return ptx.fma(high, self.log2_scales[slot], shift)
 
     def anchor(self, high: Float32, slot: int) -> Float32:
         """Returns the shift of a row whose maximum is `high`."""

@@ -201,7 +201,7 @@ class CombineProgram:
             elif cutlass.const_expr(self.spec.out_dtype in FP8_DTYPES):
                 ptx.st_global_b32(destination + Int64(dim), ptx.pack_8(self.spec.out_dtype, values))
             else:
-                pairs = [ptx.pack_16(self.spec.out_dtype, values[i], values[i + 1]) for i in (0, 2)]
+                pairs = ptx.pack_pairs(self.spec.out_dtype, values)
                 ptx.st_global_v2(destination + Int64(dim) * Int64(2), 0, pairs)
 
 

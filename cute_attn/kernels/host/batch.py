@@ -113,7 +113,7 @@ def sized(
         rows_per_merge=rows_per_merge,
         rows_to_merge=to_merge,
         max_partials=limits.workspace_bytes // partial_bytes(params),
-        keeps_address=limits.graph is not None,
+        keeps_address=limits.keeps_address,
         order=tiling.order(params, work) if tiling.order else (),
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,12 +19,12 @@ _NONE = np.zeros(0, np.int64)
 NO_LENGTHS = BatchLengths(np.zeros(1, np.int64), _NONE, _NONE, _NONE)  # where `BatchLimits.graph` decides
 
 
-def schedule_on_device(tiling: Tiling[T_co], limits: BatchLimits, sms: int, keeps_address: bool) -> BatchSchedule[T_co]:
+def schedule_on_device(tiling: Tiling[T_co], limits: BatchLimits, sms: int) -> BatchSchedule[T_co]:
     """Returns the launches of any batch within `limits.graph`; its records are made on the device."""
     capacity = record_capacity(tiling.params, limits)
     items, merges = np.empty((0, ITEM_INTS), np.int32), np.empty((0, MERGE_INTS), np.int32)
     work = WorkList(items, merges, 0, capacity.items, capacity.merges, np.empty(0, np.int32))
-    return replace(sized(tiling, work, NO_LENGTHS, limits, sms), keeps_address=keeps_address)
+    return sized(tiling, work, NO_LENGTHS, limits, sms)
 
 
 class DevicePlannedRun(SplitKvBatchRun):

@@ -76,16 +76,10 @@ class KernelFamily(Protocol):
         """
 
     def plan_on_device(
-        self,
-        settings: Settings,
-        lengths: DeviceLengths,
-        limits: BatchLimits,
-        staging: Staging,
-        gpu: Gpu,
-        keeps_address: bool,
+        self, settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging, gpu: Gpu
     ) -> BatchRunner | None:
         """Returns a callable that runs batches of these settings, whose lengths stay on the device; None where the
-        host must know them. `keeps_address`: of the records, as captured launches need it.
+        host must know them.
         """
 
     def workspace(
@@ -163,13 +157,7 @@ class TiledFamily(Generic[T]):
         return kernel
 
     def plan_on_device(
-        self,
-        settings: Settings,
-        lengths: DeviceLengths,
-        limits: BatchLimits,
-        staging: Staging,
-        gpu: Gpu,
-        keeps_address: bool,
+        self, settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging, gpu: Gpu
     ) -> DevicePlannedRun | None:
         """Returns a callable that runs batches of these settings, whose lengths stay on the device; None where the
         planner kernel cannot schedule every batch within `limits.graph`.
@@ -177,7 +165,7 @@ class TiledFamily(Generic[T]):
         tiling = self.tiling(settings, NO_LENGTHS, limits, gpu.arch, gpu.sms)
         if refusal(tiling.params, limits) is not None:
             return None
-        schedule = schedule_on_device(tiling, limits, gpu.sms, keeps_address)
+        schedule = schedule_on_device(tiling, limits, gpu.sms)
         kernel = self._kernel_of(gpu, schedule)
         planner = Planner(tiling.params, limits, settings.page_size, gpu)
         return DevicePlannedRun(settings, schedule, kernel, staging, gpu.device_index, planner, lengths)

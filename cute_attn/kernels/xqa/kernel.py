@@ -19,7 +19,7 @@ from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import PackedRows
-from cute_attn.kernels.blocks.scalars import shared_memory, zeros
+from cute_attn.kernels.blocks.scalars import shared_memory, warp_index, zeros
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.cluster_merge import ClusterMerge
 from cute_attn.kernels.xqa.parts.masks import TileMask
@@ -204,14 +204,11 @@ class XqaProgram:
 
     def ring_start(self) -> Int32:
         """Shared address of the first slot of this warp's ring."""
-        return shared_memory() + self.warp() * self.memory.ring_bytes
-
-    def warp(self) -> Int32:
-        return cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] >> 5)
+        return shared_memory() + warp_index() * self.memory.ring_bytes
 
     def warp_tiles(self, p: XqaParams, segment: Segment, share: Share) -> WarpTiles:
         split = make_partition(self.spec, p).split(segment, share)
-        first = split.begin + self.team.number(self.warp())
+        first = split.begin + self.team.number(warp_index())
         count = ptx.maximum(split.end - first + (self.spec.teams - 1), Int32(0)) // self.spec.teams
         return WarpTiles(split, first + segment.request.first_token // self.spec.cols, count)
 
@@ -286,7 +283,7 @@ class XqaProgram:
         `load_prologue` leaves them free."""
         if split.active:
             ptx.sync_warp()
-            merge.publish(running, self.warp())
+            merge.publish(running, warp_index())
 
     @cute.jit
     def write_output(self, merge: Merge, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:

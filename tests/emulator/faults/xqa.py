@@ -131,7 +131,7 @@ XQA_FAULTS = (
     Fault(
         "a warp does not wait for its team's scores",
         "xqa/parts/team.py",
-        "        named_sync(FIRST_BARRIER + self.number(self.warp()), 32 * self.size)\n",
+        "        named_sync(FIRST_BARRIER + self.number(warp_index()), 32 * self.size)\n",
         "",
         HEAD_DIMS,
     ),

@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
+from cute_attn.kernels.blocks.e4m3_softmax import P_DTYPE, P_MAX, E4m3Softmax
 from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
 from cute_attn.kernels.blocks.smem import swizzled_offset
 from cute_attn.kernels.fa2.parts.mma import WarpTile
 from cute_attn.kernels.fa2.parts.softmax import RunningSoftmax
 
-P_DTYPE = "float8_e4m3fn"
-P_MAX = 448.0  # of e4m3
-P_LOG2 = 7.0  # the largest P right after a rescale is 2^7; smaller ones have full precision down to 2^-6
 STEP = 32  # tokens of a product with V
 EVEN, ODD = 0x6420, 0x7531  # bytes of two words
 FENCE = 2  # blocks of 16 dimensions between fences
@@ -89,7 +87,7 @@ class Fp8WarpTile(WarpTile):
             for n in range(0, self.n_blocks, 4):
                 blocks = [s[layout.block(m, n + i) : layout.block(m, n + i) + 4] for i in range(4)]
                 words = ((blocks[i], blocks[i + 1], row) for i in (0, 2) for row in (0, 2))
-                steps.append([ptx.pack_e4m3([*x[row : row + 2], *y[row : row + 2]]) for x, y, row in words])
+                steps.append([ptx.pack_8(P_DTYPE, [*x[row : row + 2], *y[row : row + 2]]) for x, y, row in words])
             packed.append(steps)
         return packed
 
@@ -98,14 +96,11 @@ class Fp8WarpTile(WarpTile):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8Softmax(RunningSoftmax):
-    """Online softmax with P in the range of e4m3: the largest of a row is near its upper end, so that those far below
-    it do not underflow.
-    """
+class Fp8Softmax(E4m3Softmax, RunningSoftmax):
+    """Softmax whose largest P of a row is near e4m3's upper end, so that those far below it do not underflow."""
+
+    p_log2 = 7.0
 
     @property
     def slack(self) -> float:
         return math.log2(P_MAX) - 0.01
-
-    def anchor(self, high: Float32, slot: int) -> Float32:
-        return ptx.fma(Float32(0.0) - high, self.log2_scales[slot], Float32(P_LOG2))

@@ -87,7 +87,7 @@ class WarpTile:
             steps = []
             for step in range(self.n_blocks // 2):
                 i = self.scores_layout.block(m, 2 * step)
-                steps.append([ptx.pack_16(self.dtype, s[i + j], s[i + j + 1]) for j in (0, 2, 4, 6)])
+                steps.append(ptx.pack_pairs(self.dtype, s[i : i + 8]))
             packed.append(steps)
         return packed
 

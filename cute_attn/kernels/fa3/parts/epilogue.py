@@ -36,7 +36,7 @@ class WarpgroupStore(FragmentStore):
         """Stores 16-bit rows: of every 32 columns, a lane stores eight, those of index `quad_lane`, as 16 bytes. Of
         fewer at the end, the first lanes do.
         """
-        packed = [ptx.pack_16(self.target.dtype, values[i], values[i + 1]) for i in range(0, len(values), 2)]
+        packed = ptx.pack_pairs(self.target.dtype, values)
         whole, rest = divmod(len(packed), 4)
         packed += [Int32(0)] * (-len(packed) % 4)
         chunks = [self.transposed(packed[i : i + 4]) for i in range(0, len(packed), 4)]

@@ -12,17 +12,14 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, sm90, tma
+from cute_attn.kernels.blocks.e4m3_softmax import P_DTYPE, P_MAX, PEAK_LOG2, E4m3Softmax
 from cute_attn.kernels.blocks.register_layout import MmaFragmentLayout
-from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.fa3.parts.epilogue import NarrowStore, WarpgroupStore
 from cute_attn.kernels.fa3.parts.wgmma import WarpgroupTile
 from cute_attn.kernels.fa3.smem import Fp8Memory
 from cute_attn.kernels.formats import LINE
 
-P_DTYPE = "float8_e4m3fn"
-P_LOG2 = 3.0  # the largest P right after a rescale is 2^3; e4m3 has full precision from 2^-6 to 448
-SUM_LIMIT = 448.0  # of a thread's part of a row of P: no element then exceeds e4m3's maximum
-PEAK_LOG2 = 7.1  # to which rows dominated by one key are raised; leaves room for a peak up to twice as high
+SUM_LIMIT = P_MAX  # of a thread's part of a row of P: no element then exceeds e4m3's maximum
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Fp8Tile(WarpgroupTile):
         for n in range(0, layout.n_blocks, 2):
             for slot in layout.slots:
                 first, second = (layout.pairs(slot)[i][0] for i in (n, n + 1))
-                words.append(ptx.pack_e4m3([*s[first : first + 2], *s[second : second + 2]]))
+                words.append(ptx.pack_8(P_DTYPE, [*s[first : first + 2], *s[second : second + 2]]))
         return words
 
     def scaled(self, p: list[Int32], factors: list[Float32]) -> list[Int32]:
@@ -55,7 +52,7 @@ class Fp8Tile(WarpgroupTile):
         words = []
         for i, word in enumerate(p):
             halves = ptx.e4m3x4_to_f16(word, native=True)
-            words.append(sm90.pack_e4m3_16([ptx.multiply_16("float16", half, pairs[i % 2]) for half in halves]))
+            words.append(ptx.e4m3_of_f16(*(ptx.multiply_16("float16", half, pairs[i % 2]) for half in halves)))
         return words
 
 
@@ -73,7 +70,7 @@ class ThreadSums:
 
     @classmethod
     def of(cls, tile: Fp8Tile, address: Int32) -> "ThreadSums":
-        thread = ptx.asm("mov.u32 $0, %tid.x;", [Int32]) - Int32(128)
+        thread = ptx.thread_index() - Int32(128)
         memory = tile.memory
         return cls(tile.output_layout, address + thread * 16, memory.head_dim_vo // 16, 2 * 16 * memory.tile.rows)
 
@@ -104,35 +101,28 @@ class ThreadSums:
         return [x + y for i in range(self.vectors) for x, y in zip(self.read(i), out[8 * i : 8 * i + 8], strict=True)]
 
     def read(self, i: int) -> list[Float32]:
-        words = ptx.ld_shared_v4(self.address, i * self.pitch)
-        return [x for word in words for x in ptx.unpack_16("bfloat16", word)]
+        return ptx.unpack_pairs("bfloat16", ptx.ld_shared_v4(self.address, i * self.pitch))
 
     def write(self, i: int, values: list[Float32]) -> list[Float32]:
-        words = [ptx.pack_16("bfloat16", values[j], values[j + 1]) for j in range(0, 8, 2)]
+        words = ptx.pack_pairs("bfloat16", values)
         ptx.st_shared_v4(self.address, i * self.pitch, words)
-        written = [x for word in words for x in ptx.unpack_16("bfloat16", word)]
-        return [x - y for x, y in zip(values, written, strict=True)]
+        return [x - y for x, y in zip(values, ptx.unpack_pairs("bfloat16", words), strict=True)]
 
 
 @dataclass(frozen=True)
-class Fp8Softmax(OnlineSoftmax):
-    """Online softmax with P in the range of e4m3."""
+class Fp8Softmax(E4m3Softmax):
+    """Softmax whose sums show whether an element of P exceeds e4m3's range."""
+
+    p_log2 = 3.0
 
     @property
     def slack(self) -> float:
         """Slack in log2: while no element of P exceeds it, no thread's sum reaches `SUM_LIMIT`."""
         return math.log2(SUM_LIMIT / self.layout.columns_per_thread) - 0.01
 
-    def anchor(self, high: Float32, slot: int) -> Float32:
-        return ptx.fma(Float32(0.0) - high, self.log2_scales[slot], Float32(P_LOG2))
-
     def headroom(self, total: list[Float32]) -> list[Float32]:
         """Exponents by which the rows of P may grow, from the running sums of all tiles so far."""
-        exponents = []
-        for x in total:
-            exponent = Float32(PEAK_LOG2) - ptx.log2(self.layout.reduce(ptx.fmax, x))
-            exponents.append(ptx.fmin(ptx.fmax(ptx.floor(exponent), Float32(0.0)), Float32(4.0)))
-        return exponents
+        return [self.raised_by(Float32(PEAK_LOG2) - ptx.log2(self.layout.reduce(ptx.fmax, x))) for x in total]
 
     def exceeds_slack(self, sums: list[Float32]) -> Boolean:
         """Whether elements of P of this thread may overflow e4m3, or a row had no anchor (sum infinite or NaN)."""
@@ -208,8 +198,7 @@ class Fp8Store(WarpgroupStore):
         if self.rows.exists(row):
             address = self.target.row(self.rows, row) + Int64(self.quad_lane * 8)
             for i, four in enumerate(self.adjacent(values)):
-                packed = [ptx.pack_16(self.target.dtype, four[j], four[j + 1]) for j in (0, 2)]
-                ptx.st_global_v2(address, i * 32, packed)
+                ptx.st_global_v2(address, i * 32, ptx.pack_pairs(self.target.dtype, four))
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class WarpgroupTile:
         return sm90.wgmma_from_registers(self.dtype, self.dtype, self.memory.head_dim_vo, p, v, steps, out)
 
     def probabilities(self, s: list[Float32]) -> list[Int32]:
-        return [ptx.pack_16(self.dtype, s[i], s[i + 1]) for i in range(0, len(s), 2)]
+        return ptx.pack_pairs(self.dtype, s)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class WarpgroupLanes:
     @classmethod
     def of(cls) -> "WarpgroupLanes":
         """Reads the thread index at each call, so that values derived from it need not stay in registers in between."""
-        thread = ptx.asm("mov.u32 $0, %tid.x;", [Int32])
+        thread = ptx.thread_index()
         warp = cute.arch.make_warp_uniform(thread >> 5)
         return cls((warp >> 2) - Int32(1), warp & 3, thread & 31)
 

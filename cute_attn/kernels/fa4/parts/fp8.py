@@ -7,15 +7,12 @@ from typing import NamedTuple
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx, sm100
-from cute_attn.kernels.blocks.softmax import OnlineSoftmax, tree
+from cute_attn.kernels.blocks.e4m3_softmax import P_DTYPE, P_MAX, PEAK_LOG2, E4m3Softmax
+from cute_attn.kernels.blocks.softmax import tree
 from cute_attn.kernels.fa4.parts.exp2 import PairExp2, PairSums
 from cute_attn.kernels.fa4.parts.umma import CHUNK_COLUMNS, UmmaTile
 
-P_DTYPE = "float8_e4m3fn"
-P_LOG2 = 4.0  # the largest P right after a rescale is 2^4; e4m3 has full precision from 2^-6 to 448
-SUM_LIMIT = 448.0  # of every other P of a chunk: no element then exceeds e4m3's maximum
-PEAK_LOG2 = 7.1  # to which rows dominated by one key are raised; leaves room for a peak up to three times as high
-MAX_RAISE = 4.0  # log2, at a time
+SUM_LIMIT = P_MAX  # of every other P of a chunk: no element then exceeds e4m3's maximum
 SIGN = -(1 << 31)
 NEG_INF = -(1 << 23)  # bits of fp32
 
@@ -29,7 +26,7 @@ class Fp8Tile(UmmaTile):
         return P_DTYPE
 
     def probabilities(self, s: list[Float32]) -> list[Int32]:
-        return [ptx.pack_e4m3(s[i : i + 4]) for i in range(0, len(s), 4)]
+        return [ptx.pack_8(P_DTYPE, s[i : i + 4]) for i in range(0, len(s), 4)]
 
 
 class Fp8Sums(NamedTuple):
@@ -61,8 +58,10 @@ class Fp8Exp2(PairExp2):
 
 
 @dataclass(frozen=True)
-class Fp8Softmax(OnlineSoftmax):
-    """Online softmax with P in the range of e4m3, and a scale per row that may be negative but not 0."""
+class Fp8Softmax(E4m3Softmax):
+    """Softmax with a scale per row that may be negative but not 0."""
+
+    p_log2 = 4.0
 
     @property
     def slack(self) -> float:
@@ -84,16 +83,13 @@ class Fp8Softmax(OnlineSoftmax):
         sign = self.sign
         return [ptx.from_bits(ptx.bits(x) ^ sign) for x in s]
 
-    def exponent(self, high: Float32, shift: Float32) -> Float32:
+    def exponent(self, high: Float32, shift: Float32, slot: int = 0) -> Float32:
         """Returns log2 of the largest P, from the largest of the `ascending` scores."""
-        return ptx.fma(high, ptx.magnitude(self.log2_scales[0]), shift)
-
-    def anchor(self, high: Float32, slot: int) -> Float32:
-        return self.exponent(Float32(0.0) - high, Float32(P_LOG2))
+        return ptx.fma(high, ptx.magnitude(self.log2_scales[slot]), shift)
 
     def headroom(self, largest: Float32, total: Float32) -> Float32:
         """Returns the exponent by which the row's P may grow: it has seen few keys near its maximum, and neither its
         sum so far nor `largest`, log2 of the largest P of the tile at hand, gets too large.
         """
         room = ptx.fmin(Float32(PEAK_LOG2) - ptx.log2(total), Float32(self.slack) - largest)
-        return ptx.fmin(ptx.fmax(ptx.floor(room), Float32(0.0)), Float32(MAX_RAISE))
+        return self.raised_by(room)

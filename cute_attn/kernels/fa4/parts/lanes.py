@@ -24,7 +24,7 @@ class RowLanes:
         """Reads the thread index at each call, so that values derived from it need not stay in registers in between.
         Query tiles of the same number in the CTAs of a pair are consecutive in the work item.
         """
-        thread = ptx.asm("mov.u32 $0, %tid.x;", [Int32])
+        thread = ptx.thread_index()
         number = query_tile if ctas == 1 else query_tile * ctas + cluster.rank()
         return cls(query_tile, number, cute.arch.make_warp_uniform((thread >> 5) & 3), thread & 31)
 

@@ -43,8 +43,7 @@ class OutputStaging:
         """Writes columns from `first`, multiples of eight, of the thread's row."""
         row = self.buffer + swizzled(self.lanes.lane_row, Int32(0), LINE)
         for i in range(0, len(values), 8):
-            chunk, packed = (first + i) // 8, values[i : i + 8]
-            words = [ptx.pack_16(self.dtype, packed[j], packed[j + 1]) for j in (0, 2, 4, 6)]
+            chunk, words = (first + i) // 8, ptx.pack_pairs(self.dtype, values[i : i + 8])
             ptx.st_shared_v4(row ^ Int32(chunk % 8 * CHUNK), chunk // 8 * COLUMN_BYTES, words)
 
     @cute.jit

@@ -81,7 +81,7 @@ class UmmaTile:
 
     def probabilities(self, s: list[Float32]) -> list[Int32]:
         """Packs P: columns of tensor memory with two keys each."""
-        return [ptx.pack_16(self.dtype, s[i], s[i + 1]) for i in range(0, len(s), 2)]
+        return ptx.pack_pairs(self.dtype, s)
 
 
 @dataclass(frozen=True)

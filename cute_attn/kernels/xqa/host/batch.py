@@ -61,7 +61,7 @@ def schedule(
     else:
         records[:batch_size] = lengths.kv_len
         records[batch_size : 2 * batch_size] = lengths.kv_start
-    return XqaBatchSchedule(config, batch_size, records, limits.graph is not None)
+    return XqaBatchSchedule(config, batch_size, records, limits.keeps_address)
 
 
 class XqaBatchRun(BatchRun):

@@ -48,17 +48,11 @@ class XqaFamily:
         return XqaBatchRun(settings, planned, staging, gpu)
 
     def plan_on_device(
-        self,
-        settings: Settings,
-        lengths: DeviceLengths,
-        limits: BatchLimits,
-        staging: Staging,
-        gpu: Gpu,
-        keeps_address: bool,
+        self, settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging, gpu: Gpu
     ) -> XqaBatchRun:
         """Returns a callable that runs batches of these settings, whose lengths stay on the device."""
         planned = schedule(settings, lengths, limits, gpu.arch, gpu.sms, staging.reserve)
-        return XqaBatchRun(settings, planned._replace(keeps_address=keeps_address), staging, gpu, lengths)
+        return XqaBatchRun(settings, planned, staging, gpu, lengths)
 
     def workspace(
         self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int

@@ -151,7 +151,7 @@ class Merge:
             packed = ptx.permute(isa.to_e4m3_pair(*values[:2]), isa.to_e4m3_pair(*values[2:]), 0x5410)
             ptx.st_global_b32(place + Int64(dim), packed)
         else:
-            pairs = [ptx.pack_16(self.spec.out_dtype, values[i], values[i + 1]) for i in (0, 2)]
+            pairs = ptx.pack_pairs(self.spec.out_dtype, values)
             ptx.st_global_v2(place + Int64(dim * 2), 0, pairs)
 
     # --- KV splits of a segment -------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ class QueryRows:
     def _to_fp16(self, words: list[Int32]) -> tuple[list[Int32], Float32]:
         """Convert bf16 pairs to fp16 after scaling the row by a power of two; what that loses is negligible next to the
         row's largest element. Returns the words and the inverse factor."""
-        values = [x for word in words for x in ptx.unpack_16(self.spec.dtype, word)]
+        values = ptx.unpack_pairs(self.spec.dtype, words)
         largest = ptx.magnitude(values[0])
         for value in values[1:]:
             largest = ptx.fmax(largest, ptx.magnitude(value))
@@ -107,6 +107,4 @@ class QueryRows:
         exponent = ptx.bits(largest) >> 23
         field = ptx.minimum(TOP_EXPONENT + 254 - exponent, Int32(253))
         factor, inverse = ptx.from_bits(field << 23), ptx.from_bits((254 - field) << 23)
-        scaled = [value * factor for value in values]
-        packed = [ptx.pack_16("float16", scaled[i], scaled[i + 1]) for i in range(0, len(scaled), 2)]
-        return packed, inverse
+        return ptx.pack_pairs("float16", [value * factor for value in values]), inverse

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.scalars import shared_memory
+from cute_attn.kernels.blocks.scalars import shared_memory, warp_index
 from cute_attn.kernels.blocks.tma import named_sync
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
@@ -58,17 +58,14 @@ class WarpTeam:
     def size(self) -> int:
         return self.spec.team
 
-    def warp(self) -> Int32:
-        return cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] >> 5)
-
     def number(self, warp: Int32) -> Int32:
         return warp // self.size
 
     def thread(self) -> Int32:
-        return self.number(self.warp()) * 32 + (cute.arch.thread_idx()[0] & 31)
+        return self.number(warp_index()) * 32 + (cute.arch.thread_idx()[0] & 31)
 
     def shifted(self, x: Address, width: int) -> Address:
-        return x + type(x)(self.warp() % self.size * width)
+        return x + type(x)(warp_index() % self.size * width)
 
     def score_scale(self, log2_scale: list[Float32]) -> list[Float32]:
         return [Float32(1.0) for _ in log2_scale]
@@ -79,7 +76,7 @@ class WarpTeam:
         results have one maximum and sum per row. Tiles take turns with two buffers: a warp that writes one again has
         met its team since all have read it.
         """
-        size, first = self.memory.score_bytes, self.number(self.warp()) * self.size
+        size, first = self.memory.score_bytes, self.number(warp_index()) * self.size
         lane = cute.arch.thread_idx()[0] & 31
         team = shared_memory() + self.memory.partial_scores + first * (2 * size) + (tile & 1) * size + lane * 16
         own = self.shifted(team, 2 * size)
@@ -87,7 +84,7 @@ class WarpTeam:
         scaled = [x * log2_scale[i // 4 % (slots // 2) * 2 + i % 2] for i, x in enumerate(s)]
         for i in range(0, len(s), 4):
             ptx.st_shared_v4_f32(own, i * 128, scaled[i : i + 4])
-        named_sync(FIRST_BARRIER + self.number(self.warp()), 32 * self.size)
+        named_sync(FIRST_BARRIER + self.number(warp_index()), 32 * self.size)
         total = [Float32(0.0) for _ in s]
         for mate in range(self.size):
             for i in range(0, len(s), 4):

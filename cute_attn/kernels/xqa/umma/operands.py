@@ -30,7 +30,7 @@ def e4m3_terms(values: Sequence[Float32], terms: int) -> list[Int32]:
     """Returns terms of four numbers below 448, a word each. Two terms are 8 significant bits, three 12, and no bits
     below 2^-10.
     """
-    rest, words = [ptx.pack_16("float16", *values[i : i + 2]) for i in (0, 2)], []
+    rest, words = ptx.pack_pairs("float16", values), []
     for term in range(terms):
         words.append(ptx.e4m3_of_f16(rest[0], rest[1]))
         if term < terms - 1:
@@ -52,7 +52,7 @@ class Probabilities:
     def chunks(self, p: Sequence[Float32]) -> Iterator[tuple[int, list[Int32]]]:
         """Yields the 16-byte chunks of a token's lines with their numbers."""
         for i in range(0, len(p), 8):
-            yield i // 8, [ptx.pack_16(self.spec.p_operand, p[j], p[j + 1]) for j in range(i, i + 8, 2)]
+            yield i // 8, ptx.pack_pairs(self.spec.p_operand, p[i : i + 8])
 
 
 class E5m2Probabilities(Probabilities):
@@ -70,7 +70,7 @@ class E5m2Probabilities(Probabilities):
 
     def terms(self, p: Sequence[Float32]) -> list[Int32]:
         """Returns the terms of four probabilities, a word each."""
-        rest, words = [ptx.pack_16("float16", *p[i : i + 2]) for i in (0, 2)], []
+        rest, words = ptx.pack_pairs("float16", p), []
         for _ in range(self.spec.p_terms - 1):
             words.append(ptx.permute(rest[0], rest[1], UPPER_OF_TWO))
             rest = [ptx.subtract_f16(x, x & Int32(UPPER_BYTES)) for x in rest]

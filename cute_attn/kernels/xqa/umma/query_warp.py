@@ -106,7 +106,7 @@ class QueryWarp:
             row = self.row(first + i, lane)
             address = rows.address(p.q, row, p.q_stride_n, p.q_stride_h) + offset.to(cutlass.Int64)
             chunks.append(isa.load_if(rows.exists(row), address, 0, 4))
-        return [[x for word in words for x in ptx.unpack_16(self.spec.dtype, word)] for words in chunks]
+        return [ptx.unpack_pairs(self.spec.dtype, words) for words in chunks]
 
     @cute.jit
     def publish(self, shared: cutlass.Constexpr, slot: Int32, full: Int32, scale: Float32, lane: Int32) -> None:

@@ -68,11 +68,6 @@ class SoftmaxContext:
     mask: TokenMask
 
 
-def thread_index() -> Int32:
-    """Reads the thread index at each call, so that values derived from it need not stay in registers in between."""
-    return ptx.asm("mov.u32 $0, %tid.x;", [Int32])
-
-
 class SoftmaxWarps:
     """Role of the softmax warps, the first of the CTA."""
 
@@ -97,7 +92,7 @@ class SoftmaxWarps:
         partition = Partition(p, self.spec.cols)
         share, segment = partition.first_segment()
         scale = self.launch_scale(p)
-        tmem = tmem + cute.arch.make_warp_uniform(thread_index() >> 5) * sm100.WARP_LANES
+        tmem = tmem + cute.arch.make_warp_uniform(ptx.thread_index() >> 5) * sm100.WARP_LANES
         state = self.start()
         self.clear_shifts(shared)
         tma.named_sync(Int32(SYNC_BARRIER), THREADS)
@@ -142,12 +137,12 @@ class SoftmaxWarps:
                 ring.wait_full(state.q)
                 scale = ptx.ld_shared_f32(shared.scratch("q_scales") + ring.slot(state.q) * 4)
                 ptx.sync_warp()
-                ring.release(state.q, thread_index() & 31)
+                ring.release(state.q, ptx.thread_index() & 31)
         return scale
 
     @cute.jit
     def clear_shifts(self, shared: cutlass.Constexpr) -> None:
-        thread = thread_index()
+        thread = ptx.thread_index()
         if thread < self.spec.rows:
             ptx.st_shared_f32(shared.scratch("shifts") + thread * 4, Float32(0.0))
 
@@ -179,7 +174,7 @@ class SoftmaxWarps:
         sm100.fence_before_sync()
         tma.fence_async()
         ptx.sync_warp()
-        if thread_index() & 31 == 0:
+        if ptx.thread_index() & 31 == 0:
             tma.barrier_arrive(p.full(state.p))
         return state._replace(s=s.next(state.s), totals=totals)
 
@@ -195,7 +190,7 @@ class SoftmaxWarps:
                 shift = sm100.pair(shifts[i], shifts[i + 1])
                 exponents += sm100.halves(sm100.fma_pair(scores_pair, scale, shift))
         if context.mask.masks_part_of(first_token):
-            exponents = context.mask.apply(exponents, first_token + thread_index())
+            exponents = context.mask.apply(exponents, first_token + ptx.thread_index())
         return exponents
 
     def scores(self, context: SoftmaxContext, s: PipelineState) -> list[Float32]:
@@ -226,7 +221,7 @@ class SoftmaxWarps:
 
     def store(self, slot: Int32, p: list[Float32]) -> None:
         """Stores this token's probabilities to its lines."""
-        line, line_chunks = slot + swizzled(thread_index(), Int32(0), LINE), LINE // CHUNK
+        line, line_chunks = slot + swizzled(ptx.thread_index(), Int32(0), LINE), LINE // CHUNK
         for chunk, words in self.probabilities.chunks(p):
             column = chunk // line_chunks * (self.spec.cols * LINE)
             ptx.st_shared_v4(line ^ Int32(chunk % line_chunks * CHUNK), column, words)
@@ -240,7 +235,7 @@ class SoftmaxWarps:
         """Moves the anchors of columns whose maximum exceeds the slack, or which have none, to the maximum of the tile
         less `offset`; rescales sums and outputs.
         """
-        shared, thread = context.shared, thread_index()
+        shared, thread = context.shared, ptx.thread_index()
         self.share_columns(shared, ptx.fmax, x)
         unset = cutlass.and_(state.unset, thread < self.spec.rows)
         if thread < self.spec.rows:
@@ -285,7 +280,7 @@ class SoftmaxWarps:
 
     def share_columns(self, shared: UmmaShared, op: Any, x: list[Float32]) -> None:
         """Reduces all columns over the tokens of each warp, to shared memory."""
-        thread, size = thread_index(), self.chunk_columns
+        thread, size = ptx.thread_index(), self.chunk_columns
         columns = shared.scratch("columns") + (thread >> 5) * (self.spec.rows * 4) + thread % size * 4
         for first in self.chunks:
             value = reduce_columns(op, x[first : first + size], thread & 31)
@@ -312,7 +307,7 @@ class SoftmaxWarps:
             self.publish_outputs(context, merge)
         else:
             self.publish_zeros(shared)
-        thread = thread_index()
+        thread = ptx.thread_index()
         if thread < self.spec.rows:
             total = tree(add, self.shared_columns(shared, thread))
             shift = ptx.ld_shared_f32(shared.scratch("shifts") + thread * 4)
@@ -324,7 +319,7 @@ class SoftmaxWarps:
     @cute.jit
     def publish_outputs(self, context: cutlass.Constexpr, merge: cutlass.Constexpr) -> None:
         """Stores this lane's dims of O^T. A product of 64 dims has the first 16 lanes of each warp."""
-        thread, spec = thread_index(), self.spec
+        thread, spec = ptx.thread_index(), self.spec
         lane, warp = thread & 31, thread >> 5
         warp_dims = spec.piece_dim // SOFTMAX_WARPS
         outputs = context.shared.scratch("outputs")
@@ -351,5 +346,5 @@ class SoftmaxWarps:
     @cute.jit
     def publish_zeros(self, shared: cutlass.Constexpr) -> None:
         outputs, zeros = shared.scratch("outputs"), [Float32(0.0) for _ in range(4)]
-        for i in cutlass.range(thread_index(), self.spec.rows * self.spec.head_dim // 4, THREADS, unroll=1):
+        for i in cutlass.range(ptx.thread_index(), self.spec.rows * self.spec.head_dim // 4, THREADS, unroll=1):
             ptx.st_shared_v4_f32(outputs + i * 16, 0, zeros)

@@ -1,0 +1,294 @@
+"""Bulk copies: runs of bytes between global and shared memory, and between CTAs of a cluster; groups of bulk stores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cute_attn.emulator import access
+from cute_attn.emulator.clocks import Op
+from cute_attn.emulator.dtypes import Array
+from cute_attn.emulator.emit import Emitter
+from cute_attn.emulator.errors import MemoryFault
+from cute_attn.emulator.isa import floats, mbarrier
+from cute_attn.emulator.isa.registry import form
+from cute_attn.emulator.memory import OFFSET_MASK, RANK_SHIFT, SharedMemory
+from cute_attn.emulator.ptx import Inst
+from cute_attn.emulator.warp_batch import Wait, WarpBatch
+
+if TYPE_CHECKING:
+    from cute_attn.emulator.machine import Cta
+
+LATENCY = 600  # of virtual time, for the timeline
+HINT = "{|.L2::cache_hint}"
+MULTICAST = "{|.multicast::cluster}"
+
+
+# --- loads and stores -------------------------------------------------------------------------------------------------
+
+
+@form(
+    f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes{MULTICAST}{HINT}",
+    f"cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes{HINT}",
+    since=90,
+    golden="tma",
+)
+def bulk_load(e: Emitter, inst: Inst, *choices: str) -> None:
+    target, source, size, barrier, *extra = inst.operands
+    multicast = ".multicast::cluster" in inst.op
+    ctas = e.get(extra[0], "u4") if multicast else e.constant(0, "u4")
+    arguments = [e.address(target, wide=False), e.address(source, wide=True), e.get(size, "u4")]
+    e.call(_bulk_load, [*arguments, e.address(barrier, wide=False), ctas])
+
+
+def _bulk_load(
+    w: WarpBatch, mask: Array | None, target: Array, source: Array, size: Array, barrier: Array, ctas: Array
+) -> None:
+    targets, sources, sizes, barriers, masks = (w.full(x) for x in (target, source, size, barrier, ctas))
+    for lane in w.lanes(mask):
+        at, start, nbytes, bar = int(targets[lane]), int(sources[lane]), int(sizes[lane]), int(barriers[lane])
+        _sixteen(at, start, nbytes)
+        op = w.begin_op(int(w.row[lane]), "bulk load")
+        wanted = [r for r in range(16) if int(masks[lane]) >> r & 1] or [at >> RANK_SHIFT]
+        for rank in wanted:
+            own = bar if len(wanted) == 1 and not masks[lane] else (bar & OFFSET_MASK) | rank << RANK_SHIFT
+            waiting = mbarrier.target(w.cta, own, op, "a bulk load")
+            memory = w.cta.cluster.ctas[rank].smem
+            w.cta.post(_bulk_action(w.cta, memory, at & OFFSET_MASK, start, nbytes, op, waiting))
+
+
+def _sixteen(*numbers: int) -> None:
+    if any(number % 16 for number in numbers):
+        raise MemoryFault("bulk copy: addresses and size must be multiples of 16: " + ", ".join(map(hex, numbers)))
+
+
+def _bulk_action(
+    cta: Cta, memory: SharedMemory, offset: int, start: int, nbytes: int, op: Op | None, waiting: mbarrier.Mbarrier
+) -> Callable[[], None]:
+    def run() -> None:
+        steps = np.arange(0, nbytes, 16)
+        rows = access.op_load_global(cta, start + steps, 16, op, "bulk load")
+        memory.check(offset + steps, 16, 16, "bulk load")
+        memory.op_store(offset + steps, access.words_of(rows), 16, op, "bulk load", generic=False)
+        waiting.complete(nbytes, op, (op.time if op else 0.0) + LATENCY)
+
+    return run
+
+
+@form("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes", since=90, golden="tma")
+def bulk_between(e: Emitter, inst: Inst) -> None:
+    target, source, size, barrier = inst.operands
+    shared = [e.address(x, wide=False) for x in (target, source, barrier)]
+    e.call(_bulk_between, [shared[0], shared[1], e.get(size, "u4"), shared[2]])
+
+
+def _bulk_between(w: WarpBatch, mask: Array | None, target: Array, source: Array, size: Array, barrier: Array) -> None:
+    targets, sources, sizes, barriers = (w.full(x) for x in (target, source, size, barrier))
+    for lane in w.lanes(mask):
+        at, start, nbytes = int(targets[lane]), int(sources[lane]), int(sizes[lane])
+        _sixteen(at, start, nbytes)
+        op = w.begin_op(int(w.row[lane]), "bulk copy between CTAs")
+        waiting = mbarrier.target(w.cta, int(barriers[lane]), op, "a bulk copy")
+        memory = w.cta.cluster.ctas[at >> RANK_SHIFT].smem
+
+        def run(memory=memory, at=at, start=start, nbytes=nbytes, op=op, waiting=waiting) -> None:  # type: ignore[no-untyped-def]
+            steps = np.arange(0, nbytes, 16)
+            words = w.cta.smem.op_load((start & OFFSET_MASK) + steps, 16, op, "bulk copy")
+            memory.check((at & OFFSET_MASK) + steps, 16, 16, "bulk copy")
+            memory.op_store((at & OFFSET_MASK) + steps, words, 16, op, "bulk copy", generic=False)
+            waiting.complete(nbytes, op, (op.time if op else 0.0) + LATENCY)
+
+        w.cta.post(run)
+
+
+@form(f"cp.async.bulk.global.shared::cta.bulk_group{HINT}", since=90, golden="tma")
+def bulk_store(e: Emitter, inst: Inst, hint: str) -> None:
+    _bulk_out(e, inst, "", "uint8")
+
+
+@form(
+    f"cp.reduce.async.bulk.global.shared::cta.bulk_group{HINT}"
+    "{.add|.min|.max|.and|.or|.xor}{.u32|.s32|.u64|.s64|.b32|.b64|.f32|.f64|.f16|.bf16}",
+    f"cp.reduce.async.bulk.global.shared::cta.bulk_group{HINT}{{.add}}.noftz{{.f16|.bf16}}",
+    since=90,
+    golden="tma",
+)
+def bulk_reduce(e: Emitter, inst: Inst, hint: str, op: str, kind: str) -> None:
+    names = {"u": "uint", "s": "int", "b": "uint", "f": "float"}
+    _bulk_out(e, inst, op, "bfloat16" if kind == ".bf16" else names[kind[1]] + kind[2:])
+
+
+def _bulk_out(e: Emitter, inst: Inst, reduce: str, kind: str) -> None:
+    target, source, size, *_ = inst.operands
+    arguments = [e.address(target, wide=True), e.address(source, wide=False), e.get(size, "u4")]
+    e.call(_bulk_store, [*arguments, repr(reduce), repr(kind)])
+
+
+def _bulk_store(
+    w: WarpBatch, mask: Array | None, target: Array, source: Array, size: Array, reduce: str, kind: str
+) -> None:
+    targets, sources, sizes = w.full(target), w.full(source), w.full(size)
+    for lane in w.lanes(mask):
+        to, start, nbytes = int(targets[lane]), int(sources[lane]), int(sizes[lane])
+        _sixteen(to, start, nbytes)
+        op = w.begin_op(int(w.row[lane]), "bulk store")
+        action = _bulk_store_action(w.cta, to, start & OFFSET_MASK, nbytes, reduce, kind, op)
+        bulk_groups(w, int(lane)).add(w.cta, action, op)
+
+
+def _bulk_store_action(
+    cta: Cta, to: int, offset: int, nbytes: int, reduce: str, kind: str, op: Op | None
+) -> Callable[[], None]:
+    def run() -> None:
+        steps = np.arange(0, nbytes, 16)
+        cta.smem.check(offset + steps, 16, 16, "bulk store")
+        rows = (
+            np.ascontiguousarray(cta.smem.op_load(offset + steps, 16, op, "bulk store")).view(np.uint8).reshape(-1, 16)
+        )
+        if reduce:
+            old = access.op_load_global(cta, to + steps, 16, None, "bulk reduction")
+            rows = reduced(old, rows, reduce, kind)
+        access.op_store_global(cta, to + steps, rows, None if reduce else op, "bulk store")
+
+    return run
+
+
+def reduced(old: Array, new: Array, reduce: str, kind: str) -> Array:
+    """Reduce rows of bytes, element by element."""
+    flat_old, flat_new = np.ascontiguousarray(old).ravel(), np.ascontiguousarray(new).ravel()
+    if kind == "bfloat16":
+        a, b = (floats.bf16_to_f32(x.view(np.uint16)) for x in (flat_old, flat_new))
+        result = floats.f32_to_bf16(_combine(a, b, reduce))
+    else:
+        dtype = np.dtype(kind.removesuffix("_ftz"))
+        result = _combine(flat_old.view(dtype), flat_new.view(dtype), reduce)
+    return np.ascontiguousarray(result).view(np.uint8).reshape(old.shape)
+
+
+def _combine(a: Array, b: Array, reduce: str) -> Array:
+    if reduce == ".inc":
+        return np.where(a >= b, a.dtype.type(0), a + a.dtype.type(1))
+    if reduce == ".dec":
+        return np.where((a == 0) | (a > b), b, a - a.dtype.type(1))
+    functions: dict[str, Callable[..., Array]] = {
+        ".add": np.add,
+        ".min": np.minimum,
+        ".max": np.maximum,
+        ".and": np.bitwise_and,
+        ".or": np.bitwise_or,
+        ".xor": np.bitwise_xor,
+    }
+    return functions[reduce](a, b)
+
+
+# --- groups of stores -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Task:
+    """Store in flight."""
+
+    action: Callable[[], None]
+    op: Op | None
+    done: bool = False
+
+    def __call__(self) -> None:
+        if not self.done:
+            self.done = True
+            self.action()
+
+
+@dataclass
+class BulkGroups:
+    """Bulk stores of one thread: groups committed, oldest first, and the open one."""
+
+    open: list[Task] = field(default_factory=list)
+    committed: list[list[Task]] = field(default_factory=list)
+
+    def add(self, cta: Cta, action: Callable[[], None], op: Op | None) -> None:
+        task = Task(action, op)
+        self.open.append(task)
+        cta.post(task)
+
+
+def bulk_groups(w: WarpBatch, lane: int) -> BulkGroups:
+    cta = w.cta
+    if "bulk groups" not in cta.extra:
+        cta.extra["bulk groups"] = {}
+        cta.closing.append(lambda: _check_unread(cta))
+    table = cta.extra["bulk groups"]
+    key = int(w.warps[w.row[lane]]) * 32 + int(w.lane[lane])
+    found: BulkGroups = table.setdefault(key, BulkGroups())
+    return found
+
+
+def _check_unread(cta: Cta) -> None:
+    """Shared memory must outlive the stores that read it, which only a wait shows."""
+    for thread, groups in cta.extra["bulk groups"].items():
+        if groups.open or any(groups.committed):
+            raise MemoryFault(f"the CTA ends while bulk stores of thread {thread} may still read its shared memory")
+
+
+@form("cp.async.bulk.commit_group", since=90, conformance="order", golden="tma")
+def commit_group(e: Emitter, inst: Inst) -> None:
+    e.call(_commit, [])
+
+
+def _commit(w: WarpBatch, mask: Array | None) -> None:
+    table = w.cta.extra.get("bulk groups", {})
+    for lane in w.lanes(mask):
+        key = int(w.warps[w.row[lane]]) * 32 + int(w.lane[lane])
+        groups = table.get(key)
+        if groups is not None:
+            groups.committed.append(groups.open)
+            groups.open = []
+
+
+@form("cp.async.bulk.wait_group{|.read}", since=90, solo=True, conformance="order", golden="tma")
+def wait_group(e: Emitter, inst: Inst, read: str) -> None:
+    e.call(_wait_group, [str(inst.operands[0].value)])  # type: ignore[union-attr]
+
+
+class _GroupWait(Wait):
+    """Waits until the tasks are done."""
+
+    def __init__(self, w: WarpBatch, agent: int, tasks: list[Task]) -> None:
+        super().__init__(f"{len(tasks)} bulk stores")
+        self.batch, self.agent, self.tasks = w, agent, tasks
+
+    def ready(self) -> bool:
+        if not all(task.done for task in self.tasks):
+            return False
+        clocks = self.batch.cta.clocks
+        if clocks is not None:
+            for task in self.tasks:
+                if task.op is not None:
+                    clocks.acquire(np.array([self.agent]), task.op.clock)
+        return True
+
+
+def _wait_group(w: WarpBatch, mask: Array | None, keep: int) -> None:
+    table = w.cta.extra.get("bulk groups", {})
+    waits = []
+    for lane in w.lanes(mask):
+        groups = table.get(int(w.warps[w.row[lane]]) * 32 + int(w.lane[lane]))
+        if groups is None:
+            continue
+        finished = groups.committed[: max(len(groups.committed) - keep, 0)]
+        groups.committed = groups.committed[len(finished) :]
+        waits.append(_GroupWait(w, int(w.lane_agents[lane]), [task for group in finished for task in group]))
+    if waits:
+        w.wait = _AllOf(waits)
+
+
+class _AllOf(Wait):
+    def __init__(self, waits: list[_GroupWait]) -> None:
+        super().__init__(", ".join(wait.what for wait in waits))
+        self.waits: list[_GroupWait] = waits
+
+    def ready(self) -> bool:
+        self.waits = [wait for wait in self.waits if not wait.ready()]
+        return not self.waits

@@ -1,0 +1,51 @@
+"""Checks of options that steps of an engine repeat: made once, and their results kept."""
+
+from __future__ import annotations
+
+import functools
+import numbers
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+
+IMMUTABLE = (numbers.Number, str, torch.dtype, type(None))
+CACHE_SIZE = 256  # results: more than the layers of a model have
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Once(Protocol[T_co]):
+    """A function whose results `kept` keeps."""
+
+    kept: functools._lru_cache_wrapper[Any]
+
+    def __call__(self, *arguments: Any) -> T_co: ...
+
+
+def once(trusted: int = 0) -> Callable[[Callable[..., T]], Once[T]]:
+    """Decorate a pure function of positional arguments, the first `trusted` of which do not come from the user, to be
+    computed once for equal arguments of equal types: 1, 1.0 and True are equal, but no option takes all three. Errors
+    are not kept, nor results of arguments that have no hash, may change their value or are large.
+    """
+
+    def decorated(check: Callable[..., T]) -> Once[T]:
+        @functools.lru_cache(CACHE_SIZE, typed=True)
+        def kept(*arguments: Any) -> T:
+            if not all(isinstance(argument, IMMUTABLE) for argument in arguments[trusted:]):
+                raise TypeError("an argument may change its value, or is large: a tensor, an array, any object")
+            return check(*arguments)
+
+        @functools.wraps(check)
+        def checked(*arguments: Any) -> T:
+            try:
+                return kept(*arguments)
+            except TypeError:  # an argument has no hash, is wrong, or must not be kept
+                pass
+            return check(*arguments)
+
+        checked.kept = kept  # type: ignore[attr-defined]
+        return cast("Once[T]", checked)
+
+    return decorated
