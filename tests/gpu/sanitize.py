@@ -82,29 +82,14 @@ def leaping(head_dim: int, dtype: torch.dtype, qo_len: int, num_heads: int, back
     return solve
 
 
-def problems(fa2: str = "fa2", fa3: str = "fa3", xqa: str = "xqa") -> dict[str, Solve]:
-    """By name; the arguments are the backends that run them. Rings turn over in all of them; "tiles" have more query
-    tiles than a GPU has multiprocessors, so that persistent CTAs go from one to the next.
-    """
-    d128, bf16 = dims(128), "bfloat16"
-    mixed = (150, 0, 37, 1), (500, 20, 64, 0)
-    found = {
+def for_every_gpu() -> dict[str, Solve]:
+    """Problems of fa2 and xqa, by name. Rings turn over in all of them."""
+    d128, bf16, fa2, xqa = dims(128), "bfloat16", "fa2", "xqa"
+    return {
         "fa2 single": single(prefill(130, 300, (2, 1), 128, **CAUSAL), fa2),
         "fa2 d512": single(prefill(130, 300, (2, 1), 512, **CAUSAL), fa2),
         "fa2 d512 pages": batch(decode((700, 33, 0, 64), kv_dtype=E4M3, dtype=bf16, **heads(8, 1), **dims(512)), fa2),
         "fa2 d72": single(prefill(130, 300, (2, 1), 72, **CAUSAL), fa2),
-        "fa3 d80 causal": single(prefill(400, 700, (2, 1), 80, **CAUSAL), fa3),
-        "fa3 d64 causal": single(prefill(400, 700, (2, 1), 64, **CAUSAL), fa3),
-        "fa3 d64 full tiles": single(prefill(700, 300, (36, 9), 64, **BF16), fa3),
-        "fa3 d128 causal tiles": single(prefill(500, 600, (36, 9), 128, **CAUSAL, **BF16), fa3),
-        "fa3 d128 full": single(prefill(200, 600, (2, 2), 128), fa3),
-        "fa3 d256 causal": single(prefill(150, 400, (2, 1), 256, **CAUSAL, **BF16), fa3),
-        "fa3 d256 full": single(prefill(150, 400, (2, 1), 256, **BF16), fa3),
-        "fa3 d192 window": single(prefill(150, 400, (2, 1), (192, 128), **CAUSAL, window_left=90), fa3),
-        "fa3 bits": single(prefill(70, 500, (2, 1), 64, **PACKED, logits_soft_cap=3.0), fa3),
-        "fa3 split": single(prefill(3, 9000, (8, 2), 128, **BF16, **CAUSAL), fa3),
-        "fa3 batch split": batch(paged((5, 9), (9000, 300), mask="causal", page_size=5, **heads(2, 1)), fa3),
-        "fa3 ragged": batch(ragged(*mixed, mask="causal", dtype=bf16, **heads(36, 9), **d128), fa3),
         "xqa bf16": batch(decode((700, 33, 0, 64), dtype=bf16, **heads(8, 2), **d128), xqa),
         "xqa bf16 split": batch(decode((20000, 5), dtype=bf16, **heads(8, 2), **d128), xqa),
         "xqa fp8": batch(decode((700, 33, 0, 64), kv_dtype=E4M3, dtype=bf16, **heads(8, 2), **d128), xqa),
@@ -112,14 +97,36 @@ def problems(fa2: str = "fa2", fa3: str = "fa3", xqa: str = "xqa") -> dict[str, 
         "xqa nvfp4": batch(decode((700, 33, 0), kv_dtype="nvfp4", kv_layout="HND", **heads(8, 2), **d128), xqa),
         "xqa tree": function(XqaCase((300, 40, 9000), kv="e4m3", q_len=4, mask=True, window_left=200, out="e4m3")),
     }
+
+
+def persistent(backend: str) -> dict[str, Solve]:
+    """Problems of fa3 or fa4, by name. "tiles" have more query tiles than a GPU has multiprocessors, so that persistent
+    CTAs go from one to the next.
+    """
+    d128, bf16 = dims(128), "bfloat16"
+    mixed = (150, 0, 37, 1), (500, 20, 64, 0)
+    found = {
+        "d80 causal": single(prefill(400, 700, (2, 1), 80, **CAUSAL), backend),
+        "d64 causal": single(prefill(400, 700, (2, 1), 64, **CAUSAL), backend),
+        "d64 full tiles": single(prefill(700, 300, (36, 9), 64, **BF16), backend),
+        "d128 causal tiles": single(prefill(500, 600, (36, 9), 128, **CAUSAL, **BF16), backend),
+        "d128 full": single(prefill(200, 600, (2, 2), 128), backend),
+        "d256 causal": single(prefill(150, 400, (2, 1), 256, **CAUSAL, **BF16), backend),
+        "d256 full": single(prefill(150, 400, (2, 1), 256, **BF16), backend),
+        "d192 window": single(prefill(150, 400, (2, 1), (192, 128), **CAUSAL, window_left=90), backend),
+        "bits": single(prefill(70, 500, (2, 1), 64, **PACKED, logits_soft_cap=3.0), backend),
+        "split": single(prefill(3, 9000, (8, 2), 128, **BF16, **CAUSAL), backend),
+        "batch split": batch(paged((5, 9), (9000, 300), mask="causal", page_size=5, **heads(2, 1)), backend),
+        "ragged": batch(ragged(*mixed, mask="causal", dtype=bf16, **heads(36, 9), **d128), backend),
+    }
     for size in (1, 5, 16, 64):
-        found[f"fa3 pages {size}"] = batch(paged(*mixed, size, mask="causal", dtype=bf16, **heads(36, 9), **d128), fa3)
+        found[f"pages {size}"] = batch(paged(*mixed, size, mask="causal", dtype=bf16, **heads(36, 9), **d128), backend)
         narrow_keys = paged(*mixed, size, mask="causal", kv_dtype=E4M3, dtype=bf16, **heads(36, 9), **d128)
-        found[f"fa3 fp8 pages {size}"] = batch(narrow_keys, fa3)
-    found["fa3 fp8 ragged"] = batch(ragged(*mixed, kv_dtype=E4M3, dtype=bf16, **heads(4, 2), **dims(256)), fa3)
+        found[f"fp8 pages {size}"] = batch(narrow_keys, backend)
+    found["fp8 ragged"] = batch(ragged(*mixed, kv_dtype=E4M3, dtype=bf16, **heads(4, 2), **dims(256)), backend)
     for head_dim, dtype in ((64, torch.float16), (128, torch.bfloat16), (256, torch.float16)):
-        found[f"fa3 leap {head_dim}"] = leaping(head_dim, dtype, 100, 2, fa3)
-    found["fa3 leap 128 tiles"] = leaping(128, torch.float16, 500, 36, fa3)
+        found[f"leap {head_dim}"] = leaping(head_dim, dtype, 100, 2, backend)
+    found["leap 128 tiles"] = leaping(128, torch.float16, 500, 36, backend)
     for problem in (
         Fp8Case((500,), (600,), (36, 9), single=True, causal=True, scales="signed"),
         Fp8Case((70,), (400,), single=True, spike=28.0, scales="none"),
@@ -131,13 +138,18 @@ def problems(fa2: str = "fa2", fa3: str = "fa3", xqa: str = "xqa") -> dict[str, 
         Fp8Case((150,), (1700,), (2, 2), page_size=16, head_dim=256),
         Fp8Case((70,), (1700,), single=True, scales="none", custom_mask=True, soft_cap=5.0, alibi=True),
     ):
-        found[f"fp8 {problem.id}"] = narrow(problem, fa3)
-    return found
+        found[f"fp8 {problem.id}"] = narrow(problem, backend)
+    return {f"{backend} {name}": solve for name, solve in found.items()}
 
 
-def selected(words: Sequence[str]) -> dict[str, Solve]:
+def problems(capability: tuple[int, int]) -> dict[str, Solve]:
+    """The problems of a GPU with this compute capability, by name."""
+    backend = {9: "fa3", 10: "fa4"}.get(capability[0])
+    return for_every_gpu() | (persistent(backend) if backend else {})
+
+
+def selected(words: Sequence[str], known: dict[str, Solve]) -> dict[str, Solve]:
     """The problems whose names contain all of the words; raises ValueError where there is none."""
-    known = problems()
     found = {name: solve for name, solve in known.items() if all(word in name.split() for word in words)}
     if not found:
         raise ValueError(f"no problem is named {' '.join(words)!r}; there are:\n  " + "\n  ".join(known))
@@ -147,8 +159,10 @@ def selected(words: Sequence[str]) -> dict[str, Solve]:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", metavar="WORD", help="a word of a problem's name; default: all problems")
+    words = parser.parse_args(arguments).words
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     try:
-        chosen = selected(parser.parse_args(arguments).words)
+        chosen = selected(words, problems(capability))
     except ValueError as unknown:
         parser.error(str(unknown))
     wrong = 0
