@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
 
 def selected(options: argparse.Namespace) -> dict[str, list[KernelSpec]]:
     """Returns the kernels of the model that the options describe, or those of `--spec`, or the default ones."""
-    if not warmup_shapes.given(options):
+    if not warmup.describes_a_model(options):
         return specs.selected(options)
     if options.spec:
         raise ArgumentError("--spec must not be given with the options of a model")

@@ -60,6 +60,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def describes_a_model(options: argparse.Namespace) -> bool:
+    """Whether any option of `add_options` was given."""
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    return any(getattr(options, name) != default for name, default in vars(parser.parse_args([])).items())
+
+
 def run(options: argparse.Namespace) -> int:
     shapes = warmup_shapes.shapes(options)
     chosen, refused = of_model(options, shapes, targets(options.arch))

@@ -88,13 +88,6 @@ def shapes(options: argparse.Namespace) -> list[Shape]:
     return list(dict.fromkeys(sharded(shape, options.tp) for shape in found))
 
 
-def given(options: argparse.Namespace) -> bool:
-    """Whether any option describes a model."""
-    names = ("model_config", "num_qo_heads", "num_kv_heads", "head_dim", "head_dim_vo", "dtype")
-    flags = options.logits_soft_cap or options.sinks or options.tp != 1
-    return flags or any(getattr(options, name) is not None for name in names)
-
-
 def sharded(shape: Shape, tp: int) -> Shape:
     """Returns the heads of one of `tp` GPUs; kv heads that are fewer are copied to several."""
     if min(shape[:4]) < 1 or tp < 1:

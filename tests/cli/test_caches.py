@@ -198,7 +198,11 @@ def test_a_bundle_of_a_model_has_what_warmup_compiles(tmp_path: Path, capsys: Ou
     needed, _ = warmup.needed(LLAMA._replace(dtype="float16"), "float16", SOURCES, named("sm_90a"))
     assert set(found) == set(needed)
     assert {"plan", "lengths", "append", "xqa", "fa3", "fa2", "combine"} == {spec.kernel for spec in found}
-    for wrong, named_ in ((["--head-dim", "128"], "--num-qo-heads"), ([*model, "--spec", "{}"], "--spec")):
+    for wrong, named_ in (
+        (["--head-dim", "128"], "--num-qo-heads"),
+        (["--kv-dtype", "nvfp4"], "--num-qo-heads"),
+        ([*model, "--spec", "{}"], "--spec"),
+    ):
         assert main(["bundle", str(tmp_path), *wrong, "--arch", "h100"]) == 2
         assert named_ in capsys.readouterr().err
 
