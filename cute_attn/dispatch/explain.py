@@ -11,7 +11,7 @@ from cute_attn.dispatch import select
 from cute_attn.dispatch.capabilities import BACKENDS, EMULATOR, Backend, Load
 from cute_attn.errors import ArgumentError, Refusal
 from cute_attn.problem import DecodeProblem, Features, Problem, Request
-from cute_attn.request import checks, single
+from cute_attn.request import checks, nvfp4, single
 from cute_attn.request.settings import Call
 from cute_attn.runtime import arch as archs
 from cute_attn.runtime.arch import Arch
@@ -170,31 +170,37 @@ def described(options: Described) -> Call:
             raise ArgumentError(f"{name} must be an int >= 0, got {value!r}")
     head_dim_vo = options.head_dim if options.head_dim_vo is None else options.head_dim_vo
     q_dtype = _dtype("dtype", options.dtype)
-    nvfp4 = options.kv_dtype == NVFP4
-    kv_dtype = q_dtype if options.kv_dtype is None else _dtype("kv_dtype", "uint8" if nvfp4 else options.kv_dtype)
-    if nvfp4 and (options.head_dim % 16 or head_dim_vo % 16):
-        raise ArgumentError(f"head dimensions of NVFP4 must be multiples of 16, got {options.head_dim}, {head_dim_vo}")
+    kv_dtype = q_dtype if options.kv_dtype in (None, NVFP4) else _dtype("kv_dtype", options.kv_dtype)
     kv_shape = (options.kv_len, options.num_kv_heads)
     if options.kv_layout == "HND":
         kv_shape = kv_shape[::-1]
+    head_dims = options.head_dim, head_dim_vo
     decode = options.qo_len == 1 and not (options.causal or options.custom_mask or options.o_dtype)
     tokens = () if decode else (options.qo_len,)
     try:
         q = torch.empty(*tokens, options.num_qo_heads, options.head_dim, dtype=q_dtype)
-        k, v = (
-            torch.empty(*kv_shape, dim // (2 if nvfp4 else 1), dtype=kv_dtype)
-            for dim in (options.head_dim, head_dim_vo)
-        )
-        scales = [
-            torch.empty(*kv_shape, dim // 16, dtype=torch.float8_e4m3fn) for dim in (options.head_dim, head_dim_vo)
-        ]
+        if options.kv_dtype == NVFP4:
+            (k, v), scales = _nvfp4_cache(kv_shape, head_dims)
+        else:
+            (k, v), scales = (torch.empty(*kv_shape, dim, dtype=kv_dtype) for dim in head_dims), None
     except RuntimeError as error:  # more than there are addresses
         raise ArgumentError(
             f"no machine has tensors of qo_len {options.qo_len}, kv_len {options.kv_len}, {options.num_qo_heads} and "
             f"{options.num_kv_heads} heads, head_dim {options.head_dim}: give lengths and heads that fit into memory"
         ) from error
     call = _call(q, k, v, decode, (options.qo_len, options.kv_len), options)
-    return call._replace(kv_cache_sf=tuple(scales)) if nvfp4 else call
+    return call._replace(kv_cache_sf=scales)
+
+
+def _nvfp4_cache(
+    shape: tuple[int, ...], head_dims: tuple[int, int]
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Return k and v of an NVFP4 cache, and their block scales."""
+    if any(dim % nvfp4.BLOCK for dim in head_dims):
+        raise ArgumentError(f"head dimensions of NVFP4 must be multiples of {nvfp4.BLOCK}, got {head_dims}")
+    data = tuple(torch.empty(*shape, dim // 2, dtype=torch.uint8) for dim in head_dims)
+    scales = (torch.empty(*shape, dim // nvfp4.BLOCK, dtype=torch.float8_e4m3fn) for dim in head_dims)
+    return data, tuple(scales)
 
 
 def _call(
