@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cute_attn.cli.explain import check_sizes
 from cute_attn.cli.terminal import table
 from cute_attn.errors import ArgumentError
 from cute_attn.runtime import arch as archs
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from cute_attn.emulator.settings import Record
 
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2}
-KERNELS = ("auto", "fa2", "fa3", "fa4", "xqa")
 TOP = 12  # most frequent instructions that are listed
 
 
@@ -31,7 +31,12 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--arch", default="sm_90a", help=f"one of {', '.join(archs.ARCHS)}, or a GPU's name (default sm_90a)"
     )
-    parser.add_argument("--kernels", default="auto", help="auto (default: what such a GPU runs), fa2, fa3, fa4 or xqa")
+    parser.add_argument(
+        "--kernels",
+        choices=("auto", "fa2", "fa3", "fa4", "xqa"),
+        default="auto",
+        help="kernels to run (default auto: what such a GPU runs)",
+    )
     parser.add_argument("--qo-len", type=int, default=128, help="number of query tokens (default 128)")
     parser.add_argument("--kv-len", type=int, default=256, help="number of keys and values (default 256)")
     parser.add_argument("--num-qo-heads", type=int, default=1, help="number of query heads (default 1)")
@@ -64,11 +69,7 @@ def run(options: argparse.Namespace) -> int:
     from cute_attn.emulator import EmulatorError, Schedule, timeline, using
 
     options.arch = archs.of_gpu(options.arch).name
-    if options.kernels not in KERNELS:
-        raise ArgumentError(f"--kernels must be one of {', '.join(KERNELS)}, got {options.kernels!r}")
-    for name in ("qo_len", "kv_len", "num_qo_heads", "num_kv_heads", "head_dim"):
-        if getattr(options, name) < 0:
-            raise ArgumentError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(options, name)}")
+    check_sizes(options)
     for name in ("timeline", "trace"):  # found out before the work, not after it
         path = getattr(options, name)
         if path is not None and not path.parent.is_dir():

@@ -142,11 +142,16 @@ def target(options: argparse.Namespace) -> tuple[archs.Arch | None, int]:
     return arch, options.sms or planned.TYPICAL_SMS[arch.name]
 
 
+def check_sizes(options: argparse.Namespace) -> None:
+    """Refuses sizes of a request below 0."""
+    for name in ("qo_len", "kv_len", "num_qo_heads", "num_kv_heads", "head_dim"):
+        if getattr(options, name) < 0:
+            raise ArgumentError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(options, name)}")
+
+
 def make_call(options: argparse.Namespace) -> Call:
     """Returns the call that the options describe."""
     from cute_attn.dispatch import explain
 
-    for name in ("qo_len", "kv_len", "num_qo_heads", "num_kv_heads", "head_dim"):
-        if getattr(options, name) < 0:
-            raise ArgumentError(f"--{name.replace('_', '-')} must be at least 0, got {getattr(options, name)}")
+    check_sizes(options)
     return explain.described(explain.Described(*(getattr(options, name) for name in explain.Described._fields)))
