@@ -3,8 +3,9 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no \\
         --kernel-name kns=cute_attn python -m tests.gpu.sanitize [WORD ...]
 
-Only problems whose names contain all of the words are run. What is compared is computed on the CPU: the only kernels
-that the tool has to watch are ours. Exit code 1 where a result is wrong, 2 where no name contains the words.
+Problems of fa2 and xqa, and of fa3 or fa4 where the GPU has it; only those whose names contain all of the words. The
+results are compared on the CPU: the only kernels that the tool has to watch are ours. Exit code 1 where one is wrong,
+2 where no name contains the words.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", metavar="WORD", help="a word of a problem's name; default: all problems")
     words = parser.parse_args(arguments).words
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)  # names to be told
     try:
         chosen = selected(words, problems(capability))
     except ValueError as unknown:
