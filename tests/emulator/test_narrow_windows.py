@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,31 +10,35 @@ import pytest
 from cute_attn.emulator import Schedule
 from cute_attn.kernels.fa3.host.family import KERNELS
 from tests.support.backend_problems import build
-from tests.support.batch_case import BatchCase, dims, heads, paged, ragged
+from tests.support.batch_case import E4M3, BatchCase, dims, heads, paged, ragged
 from tests.support.persistent_emulated import ALL_SCHEDULES, TARGETS, solve_batch
 
 pytestmark = pytest.mark.emulator
 
 FA3 = next(target for target in TARGETS if target.kernels == "fa3")
 LENGTHS = (70, 3, 0, 200), (150, 40, 9, 200)
-BATCHES = [
-    ragged(*LENGTHS, mask="causal", window_left=40, sinks=True, **heads(8, 1), **dims(64)),
-    paged(*LENGTHS, 32, mask="causal", window_left=0, **heads(4, 2), **dims(128)),
-    paged((65, 130), (300, 130), 64, mask="causal", window_left=127, kv_layout="HND", **heads(2, 1), **dims(64)),
+SHARED = ragged(*LENGTHS, mask="causal", window_left=40, sinks=True, **heads(8, 1), **dims(64))
+PAGES = paged((65, 130), (300, 130), 64, mask="causal", window_left=127, kv_layout="HND", **heads(2, 1), **dims(64))
+FP8: dict[str, Any] = {"dtype": E4M3, "o_dtype": "bfloat16"}
+BATCHES = [  # and rows and CTAs per SM of their tiles
+    (SHARED, (64, 4)),
+    (dataclasses.replace(SHARED, window_left=200, dtype="bfloat16"), (192, 1)),
+    (ragged(*LENGTHS, mask="causal", window_left=70, **FP8, **heads(4, 1), **dims(128)), (192, 1)),
+    (dataclasses.replace(SHARED, num_qo_heads=2), (64, 3)),
+    (paged(*LENGTHS, 32, mask="causal", window_left=0, **heads(4, 2), **dims(128)), (64, 2)),
+    (
+        paged((65, 130), (300, 130), 64, mask="causal", window_left=127, kv_layout="HND", **heads(2, 1), **dims(64)),
+        (64, 3),
+    ),
 ]
 
 
-def row(batch: BatchCase) -> dict[str, Any]:
-    """What the table of tiles has for the batch."""
-    return {"rows": 64, "per_sm": 3 if batch.head_dim_qk == 64 else 2}
-
-
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES)
-@pytest.mark.parametrize("batch", BATCHES, ids=str)
-def test_narrow_windows(batch: BatchCase, schedule: Schedule) -> None:
+@pytest.mark.parametrize(("batch", "tile"), BATCHES, ids=str)
+def test_narrow_windows(batch: BatchCase, tile: tuple[int, int], schedule: Schedule) -> None:
     emulation = solve_batch(FA3, batch, schedule, sms=2)
     (record,) = (record for record in emulation.records if record.spec["kernel"] == "fa3")
-    assert {field: record.spec["tile"][field] for field in ("rows", "per_sm")} == row(batch)
+    assert (record.spec["tile"]["rows"], record.spec["tile"]["per_sm"]) == tile
 
 
 def test_heads_of_a_group_share_tiles_under_windows() -> None:

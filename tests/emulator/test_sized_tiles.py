@@ -24,11 +24,13 @@ SINGLE: tuple[tuple[str, Case], ...] = (
     ("long", prefill(400, 500, (1, 1), 128, **CAUSAL, **BF16)),
     ("few", prefill(150, 200, (2, 1), 128, **CAUSAL)),
     ("short", prefill(150, 200, (2, 2), 56, **CAUSAL, **BF16)),
+    ("long", prefill(130, 200, (1, 1), 256, **BF16)),
 )
 LENGTHS = (200, 0, 37, 1), (300, 20, 64, 0)
 BATCHES: tuple[tuple[str, BatchCase], ...] = (
     ("long", ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(128))),
     ("short", ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(64))),
+    ("long", ragged(*LENGTHS, **heads(2, 1), **dims(256))),
 )
 
 
@@ -39,14 +41,14 @@ def assert_tile(size: str, emulation: Emulation) -> None:
 
 
 @pytest.mark.parametrize("schedule", ALL_SCHEDULES, ids=lambda schedule: schedule.kind)
-@pytest.mark.parametrize(("size", "problem"), SINGLE, ids=[size for size, _ in SINGLE])
+@pytest.mark.parametrize(("size", "problem"), SINGLE, ids=str)
 def test_single(size: str, problem: Case, schedule: Schedule) -> None:
     with mock.patch.object(variant, "launch_size", return_value=size):
         emulation = solve_single(FA3, problem, schedule, sms=2)
     assert_tile(size, emulation)
 
 
-@pytest.mark.parametrize(("size", "batch"), BATCHES, ids=[size for size, _ in BATCHES])
+@pytest.mark.parametrize(("size", "batch"), BATCHES, ids=str)
 def test_batch(size: str, batch: BatchCase) -> None:
     with mock.patch.object(variant, "launch_size", return_value=size):
         emulation = solve_batch(FA3, batch, Schedule("adversarial", 1), sms=2)

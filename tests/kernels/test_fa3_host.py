@@ -46,6 +46,11 @@ def test_tiles_of_windows() -> None:
         bytes_ = HopperMemory.of(Fa3Spec("float16", "float16", *dims, kv="paged", tile=narrow)).bytes
         assert narrow.per_sm * (bytes_ + 1024) <= 228 << 10
         assert fa3_tiles.choose(dims, plain=False, kv="gathered", window_left=127).mma_warpgroups == 2
+    for window_left, group, rows in ((191, 8, 64), (192, 8, 192), (1024, 4, 192), (1025, 8, 64), (191, 2, 64)):
+        tile = fa3_tiles.choose((64, 64), plain=False, kv="dense", window_left=window_left, group=group)
+        assert (tile.rows, tile.from_first_key) == (rows, group >= 4 and window_left <= 1024)
+    odd = fa3_tiles.choose((64, 64), plain=False, kv="dense", window_left=500, group=5)  # heads that fill no tile
+    assert odd.per_sm == 3
     modified = fa3_tiles.choose((128, 128), plain=False, kv="paged")
     assert fa3_tiles.choose((128, 128), plain=False, kv="paged", window_left=1023) == modified != narrow
 
@@ -62,10 +67,12 @@ def test_tiles_follow_the_size_of_the_launch() -> None:
     }
     for (rows, tokens), size in sizes.items():
         assert launch_size(rows, 132, tokens, tokens) == size
-    for (size, dims), (tile, causal_only) in fa3_tiles.SIZED.items():
+    for (size, dims), (tile, *masks) in fa3_tiles.SIZED.items():
         usual = fa3_tiles.choose(dims, plain=True, kv="dense")
-        assert fa3_tiles.choose(dims, plain=True, kv="dense", size=size) == tile != usual
-        assert (fa3_tiles.choose(dims, plain=True, kv="dense", size=size, causal=False) == usual) == causal_only
+        assert tile != usual
+        for causal, sized in zip((True, False), masks, strict=True):
+            found = fa3_tiles.choose(dims, plain=True, kv="dense", size=size, causal=causal)
+            assert found == (tile if sized else usual)
         for kv in ("paged", "gathered"):
             assert fa3_tiles.choose(dims, True, kv, size=size) == fa3_tiles.choose(dims, True, kv)
         assert fa3_tiles.choose(dims, False, "dense", size=size) == fa3_tiles.choose(dims, False, "dense")

@@ -34,39 +34,53 @@ WIDEST = 1 << 30  # keys: no `window_left` is larger
 
 
 class Narrow(NamedTuple):
-    """Tile of causal rows that see the keys of a window, up to `window_left`, and whose scores are not modified."""
+    """Tile of causal rows that see the keys of a window, up to `window_left`, and whose scores are not modified.
+    `group`: query heads per kv head from which it pays, as these share the tile.
+    """
 
     window_left: int
     tile: HopperTile
+    group: int = 1
 
 
 # Rows of few tokens compute the fewest scores that the window hides; several CTAs hide each other's first and last
-# steps. H100, 4 x 4096 tokens: d 64, window 128 168 TFLOP/s instead of 118, window 1024 373 instead of 355; d 128,
-# window 128 214 instead of 183, window 1024 480 instead of 533.
+# steps. H100, 4 x 4096 tokens: d 64, 64/8 heads, window 128 202 TFLOP/s (160 with the last row's tile, 118 with that of
+# _MODIFIED), window 1024 412 (364, 355); d 128, window 128 214 instead of 183, window 1024 480 instead of 533.
 _NARROW = {  # shortest windows first
-    (64, 64): (Narrow(WIDEST, HopperTile(64, 64, 3, 2, ping_pong=False, per_sm=3)),),
+    (64, 64): (
+        Narrow(191, HopperTile(64, 48, 3, 2, ping_pong=False, per_sm=4, from_first_key=True), group=4),
+        Narrow(1024, HopperTile(192, 96, 4, 2, from_first_key=True), group=4),
+        Narrow(WIDEST, HopperTile(64, 64, 3, 2, ping_pong=False, per_sm=3)),
+    ),
     (128, 128): (Narrow(384, HopperTile(64, 64, 2, 1, ping_pong=False, per_sm=2)),),
 }
+# H100, 4 x 4096 tokens, 32/8 heads, window 512: 539 TFLOP/s instead of 440.
+_FP8_NARROW = {(128, 128): (Narrow(512, HopperTile(192, 64, 3, 2, ping_pong=False, from_first_key=True), group=4),)}
 
-# At head dim 256, where tiles stay those of other masks, the heads of a group share a tile instead: 1.02 to 1.09 times
-# as fast under windows of 512 and 1024, the same under 4096 (H100, 4 x 4096 and 1 x 16384 tokens).
-PACKED_WINDOWS = {256: 1024}
+# Widest windows under which the heads of a group share a tile, by head dim and bits of q. At head dim 256, where tiles
+# stay those of other masks: 1.02 to 1.09 times as fast under windows of 512 and 1024, the same under 4096 (H100, 4 x
+# 4096 and 1 x 16384 tokens).
+PACKED_WINDOWS = {(64, 16): 1024, (128, 8): 512, (256, 16): 1024}
 
 
 class Sized(NamedTuple):
-    """Tile of unmodified rows of 16 bits in launches of a size; `causal_only`: not where all rows see all keys."""
+    """Tile of unmodified rows of 16 bits in launches of a size. `causal`: under a causal mask; `full`: where all rows
+    see all keys.
+    """
 
     tile: HopperTile
-    causal_only: bool
+    causal: bool = True
+    full: bool = True
 
 
 # Launches of long requests, of few short ones, and of more short ones. TFLOP/s of this tile and of that in _PLAIN,
 # causal unless said otherwise (H100): d 128, 32/8 heads, 1 x 16384 729 and 714, full 745 and 702; 1 x 1000 385 and 362;
-# d 64, 32/32 heads, 16 x 1024 337 and 323.
+# d 64, 32/32 heads, 16 x 1024 337 and 323; d 256, 8/8 heads, 1 x 16384 732 and 734, full 751 and 740.
 SIZED = {
-    ("long", (128, 128)): Sized(HopperTile(192, 80, 3, 1), causal_only=False),
-    ("few", (128, 128)): Sized(HopperTile(64, 64, 2, 1, ping_pong=False, per_sm=2), causal_only=True),
-    ("short", (64, 64)): Sized(HopperTile(64, 64, 3, 2, ping_pong=False, q_registers=True, per_sm=3), causal_only=True),
+    ("long", (128, 128)): Sized(HopperTile(192, 80, 3, 1)),
+    ("long", (256, 256)): Sized(HopperTile(128, 80, 2, 1, ping_pong=False), causal=False),
+    ("few", (128, 128)): Sized(HopperTile(64, 64, 2, 1, ping_pong=False, per_sm=2), full=False),
+    ("short", (64, 64)): Sized(HopperTile(64, 64, 3, 2, ping_pong=False, q_registers=True, per_sm=3), full=False),
 }
 
 _FP8 = {
@@ -128,21 +142,20 @@ def choose(
     window_left: int = -1,
     size: str = "",
     causal: bool = True,
+    group: int = 1,
 ) -> HopperTile:
     """Returns the tile of a problem. `kv`: as in `Fa3Spec`; `fp8`: q, k and v are; `fp8_kv`: only k and v are;
     `window_left`: that of causal rows whose scores are not modified, else -1; `size`: of the launch, one of SIZES in
-    `host.persistent.variant`, or "" for the tile of `_PLAIN`. Threads that gather need registers, which neither three
-    MMA warpgroups leave nor those that hold q nor several CTAs.
+    `host.persistent.variant`, or "" for the tile of `_PLAIN`; `group`: query heads per kv head. Threads that gather
+    need registers, which neither three MMA warpgroups leave nor those that hold q nor several CTAs.
     """
     head_dims = tile_dims(head_dims, fp8)
+    if window_left >= 0 and not fp8_kv and (found := _narrow(head_dims, kv, fp8, window_left, group)):
+        return found
     if fp8:
         return (_FP8 if plain else _FP8_MODIFIED)[head_dims]
-    if window_left >= 0 and kv != "gathered" and not fp8_kv:
-        for narrow in _NARROW.get(head_dims, ()):
-            if window_left <= narrow.window_left and (kv == "dense" or not narrow.tile.from_first_key):
-                return narrow.tile
     sized = SIZED.get((size, head_dims))
-    if sized and plain and kv == "dense" and not fp8_kv and (causal or not sized.causal_only):
+    if sized and plain and kv == "dense" and not fp8_kv and (sized.causal if causal else sized.full):
         return sized.tile
     plain_tiles, modified_tiles = (_FP8_KV, _FP8_KV_MODIFIED) if fp8_kv else (_PLAIN, _MODIFIED)
     tile = (plain_tiles if plain else modified_tiles)[head_dims]
@@ -151,6 +164,18 @@ def choose(
     if (kv == "paged" and not aligned) or (kv == "gathered" and not roomy):
         return modified_tiles[head_dims]
     return tile
+
+
+def _narrow(head_dims: tuple[int, int], kv: str, fp8: bool, window_left: int, group: int) -> HopperTile | None:
+    """Returns the tile of causal rows under a window, if one pays. Arguments are those of `choose`."""
+    if kv == "gathered":
+        return None
+    for narrow in (_FP8_NARROW if fp8 else _NARROW).get(head_dims, ()):
+        dense = kv == "dense" or not narrow.tile.from_first_key
+        shared = narrow.group == 1 or (group >= narrow.group and narrow.tile.q_box_rows % group == 0)
+        if window_left <= narrow.window_left and dense and shared:
+            return narrow.tile
+    return None
 
 
 def rope_tile(head_dims: tuple[int, int]) -> HopperTile:

@@ -13,12 +13,15 @@ REGISTER_DIMS = 256  # row blocks x columns of a warp; beyond it outputs and que
 RESERVED_SMEM = 1024  # bytes of shared memory that the system reserves per CTA
 FEW = 128  # (request, kv head) pairs: about one per SM
 MOST_ROWS = 16  # of a unit
+EVEN_DIM = 128  # head dim whose even segments were measured
 ONE = {16: 8, 8: 4, 4: 4}  # units of one request, by bits of the cache, of which each has clusters of its own
 SHORT = 512  # keys of a segment that one CTA processes alone, see `partition.WholeSegments`
+FEW_SHORT = 512  # pairs of short segments: about four per SM
+EVEN = 2048  # pairs of about the same length from which one CTA processes each alone
 
 # Of a launch: one request of one unit ("alone"); of at most ONE units; at most FEW pairs of a request and a kv head;
-# more; those whose windows are SHORT.
-Segments = Literal["alone", "one", "few", "many", "short"]
+# more; EVEN or more, equally long; those whose windows are SHORT, and at most FEW_SHORT of them.
+Segments = Literal["alone", "one", "few", "many", "even", "short", "few short"]
 
 
 class Ring(NamedTuple):
@@ -29,6 +32,8 @@ class Ring(NamedTuple):
     guests: int = 0  # see `XqaSpec`
     most: int = 64  # tokens of a tile
     cluster: int = 1
+    whole: bool = False
+    ahead: bool = False
 
 
 class RingTable(NamedTuple):
@@ -44,6 +49,8 @@ class RingTable(NamedTuple):
     many: dict[int, tuple[Ring, ...]]
     one: dict[int, tuple[Ring, ...]] | None = None  # with clusters; None: as `few`
     alone: dict[int, tuple[Ring, ...]] | None = None
+    even: dict[int, tuple[Ring, ...]] | None = None  # at EVEN_DIM; None: as `many`
+    few_short: dict[int, Ring] | None = None  # by the bytes of a row of K; others: as SHORT_RINGS
     in_flight: int = 0
 
 
@@ -55,7 +62,12 @@ OTHER_RINGS = (
     Ring(2, 2, 1, 8192),
 )
 # Of short segments, by the most bytes of a row of K (`python -m perf.search_decode --window-left`).
-SHORT_RINGS = {32: Ring(2, 2, 8, 2048), 64: Ring(2, 2, 8, 4096), 128: Ring(4, 2, 4, 4096), 1024: Ring(4, 3, 2, 8192)}
+SHORT_RINGS = {
+    32: Ring(2, 2, 8, 2048, whole=True),
+    64: Ring(2, 2, 8, 4096, whole=True),
+    128: Ring(4, 2, 4, 4096, whole=True),
+    1024: Ring(4, 3, 2, 8192, whole=True),
+}
 # Measured on H100 and H200 (`python -m perf.search_decode`).
 DEFAULT = RingTable(
     few={
@@ -90,8 +102,14 @@ _CLUSTERS_OF_8 = {
     4: (Ring(8, 3, 1, 4096, cluster=8),),
 }
 # Of 6 CTAs more clusters run at once than of 8, whose GPC leaves SMs over.
+# H100: with room for a guest 2048 keys take 7.5 instead of 7.7 us, 8192 the same. Whole segments: 1.02 to 1.03 times as
+# fast as CTAs that cut them (256 x 1024 and 512 x 512, 8 and 16 bits). Keys fetched ahead: 1.19 times as fast for 8
+# requests of 8 kv heads, 1.05 for 64, 0.88 for 256.
 HOPPER = DEFAULT._replace(
-    one=_CLUSTERS_OF_8 | {16: (Ring(8, 2, 1, 8192, cluster=6), Ring(4, 3, 1, 8192, cluster=6))}, alone=_CLUSTERS_OF_8
+    one=_CLUSTERS_OF_8 | {16: (Ring(4, 3, 1, 8192, guests=1, cluster=6), Ring(4, 3, 1, 8192, cluster=6))},
+    alone=_CLUSTERS_OF_8,
+    even={8: (Ring(4, 2, 4, 4096, whole=True),), 16: (Ring(4, 2, 3, 8192, whole=True),)},
+    few_short={64: Ring(2, 2, 8, 4096, whole=True, ahead=True)},
 )
 # By major compute capability, which tells memory bandwidth and shared memory of an SM.
 TABLES = {9: HOPPER, 10: FAST_MEMORY}
@@ -107,12 +125,13 @@ def choose(
     # Blocks that lanes read whole take fewer instructions than pairs.
     paired = kv_dtype == "nvfp4" and packed_rows <= PAIRED_ROWS and not (arch.converts_e2m1 and head_dim >= 128)
     table = TABLES.get(arch.capability[0], DEFAULT)
+    preferred = _preferred(table, segments, kv_dtype, head_dim)
     specs = [
         XqaSpec(
             q_dtype, kv_dtype, out_dtype, head_dim, tree, row_blocks, _cols(kv_dtype, head_dim, row_blocks, r),
-            r.warps, r.stages, r.ctas, paired, r.guests, segments == "short", r.cluster,
+            r.warps, r.stages, r.ctas, paired, r.guests, preferred[0].whole, r.cluster, r.ahead,
         )
-        for r in (*_preferred(table, segments, kv_dtype, head_dim), *OTHER_RINGS)
+        for r in (*preferred, *OTHER_RINGS)
     ]  # fmt: skip
     fitting = [spec for spec in specs if _fits(spec, arch)]
     return next((spec for spec in fitting if in_flight(spec) >= table.in_flight), max(fitting, key=in_flight))
@@ -120,12 +139,16 @@ def choose(
 
 def _preferred(table: RingTable, segments: Segments, kv_dtype: str, head_dim: int) -> tuple[Ring, ...]:
     bits = KV_BITS[kv_dtype]
-    if segments == "short":
-        return (next(ring for size, ring in SHORT_RINGS.items() if head_dim * bits // 8 <= size),)
+    if segments in ("short", "few short"):
+        row_bytes = head_dim * bits // 8
+        few = (table.few_short or {}).get(row_bytes) if segments == "few short" else None
+        return (few or next(ring for size, ring in SHORT_RINGS.items() if row_bytes <= size),)
+    if segments == "even" and table.even is not None and head_dim == EVEN_DIM and bits in table.even:
+        return table.even[bits]
     clustered = {"alone": table.alone, "one": table.one}.get(segments)
     if clustered is not None and head_dim <= WARP_DIM:
         return clustered[bits]
-    return (table.many if segments == "many" else table.few)[bits]
+    return (table.many if segments in ("many", "even") else table.few)[bits]
 
 
 def in_flight(spec: XqaSpec) -> int:

@@ -20,9 +20,10 @@ def choose(
     fp8_kv: bool,
     window_left: int,
     size: str,
+    group: int,
 ) -> HopperTile:
     """Returns the tile of a problem. There is one architecture."""
-    return tiles.choose(head_dims, plain, kv, fp8, fp8_kv, window_left, size, causal=not full)
+    return tiles.choose(head_dims, plain, kv, fp8, fp8_kv, window_left, size, causal=not full, group=group)
 
 
 KERNELS: PersistentKernels[HopperTile] = PersistentKernels(

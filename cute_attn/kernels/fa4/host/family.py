@@ -20,9 +20,10 @@ def choose(
     fp8_kv: bool,
     window_left: int,
     size: str,
+    group: int,
 ) -> BlackwellTile:
-    """Returns the tile of a problem. Windows and launches of all sizes have the same. So have modified scores: a row's
-    lie in one thread, which has registers for any modification.
+    """Returns the tile of a problem. Windows, groups and launches of all sizes have the same. So have modified scores:
+    a row's lie in one thread, which has registers for any modification.
     """
     return tiles.choose(arch, head_dims, kv, full=full, fp8=fp8, fp8_kv=fp8_kv)
 

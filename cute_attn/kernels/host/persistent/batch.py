@@ -56,7 +56,7 @@ def tiling(
     features = settings.features
     tile = kernels.tile_of(settings, arch, size, settings.page_size)
     heads = kernels.heads_per_tile(settings, qo_len, tile.q_box_rows)
-    section = variant.section_heads(features, heads, kv_len)
+    section = variant.section_heads(features, heads, kv_len, size)
     kv_heads = max(1, section * heads * features.num_kv_heads // features.num_qo_heads)
     groups = max(1, sms * tile.per_sm // tile.ctas)  # of CTAs that share work items
     params = SchedulerParams(
@@ -70,7 +70,7 @@ def tiling(
         min_split_tiles=min_split_tiles(tile.rows, tile.cols, features.head_dim_qk, features.head_dim_vo),
         partial_row_bytes=4 * (features.head_dim_vo + 1),
         l2_section_heads=section,
-        l2_kv_tokens=variant.section_tokens(features) // kv_heads,
+        l2_kv_tokens=variant.section_tokens(features, size) // kv_heads,
     )
     return Tiling(tile, params, persistent_groups=groups, ctas=tile.ctas, order=batch_order)
 

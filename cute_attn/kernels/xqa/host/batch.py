@@ -16,15 +16,19 @@ from cute_attn.kernels.xqa.host import lengths as device_lengths
 from cute_attn.kernels.xqa.host.grid import LaunchConfig, launch_config, partial_bytes_per_cta
 from cute_attn.kernels.xqa.host.prepared import PreparedKernel, prepared_kernel
 from cute_attn.kernels.xqa.host.variant import segments
+from cute_attn.kernels.xqa.tiles import Segments
 from cute_attn.problem import BatchLengths, BatchLimits, BatchProblem, DeviceLengths, Settings
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.batch import AllocateInts, allocate_ints
 
+MOST_UNEVEN = 1.25  # longest request of an even batch, in means of all
+
 
 class XqaBatchSchedule(NamedTuple):
     """Kernel, grid and records of a plan."""
 
+    segments: Segments
     config: LaunchConfig
     batch_size: int
     records: np.ndarray  # keys of every request, index of its first page, and a counter of zero for every CTA
@@ -52,7 +56,7 @@ def schedule(
     qo_len = limits.max_qo_len
     batch_size = lengths.batch_size if isinstance(lengths, DeviceLengths) else len(lengths.kv_len)
     assert qo_len is not None  # given by decode wrappers
-    of = segments(batch_size, settings, qo_len)
+    of = segments_of(settings, lengths, limits)
     config = launch_config(settings, qo_len, of, arch, sms, limits.workspace_bytes)
     records = allocate(2 * batch_size + config.ctas)
     records[2 * batch_size :] = 0
@@ -61,7 +65,18 @@ def schedule(
     else:
         records[:batch_size] = lengths.kv_len
         records[batch_size : 2 * batch_size] = lengths.kv_start
-    return XqaBatchSchedule(config, batch_size, records, limits.keeps_address)
+    return XqaBatchSchedule(of, config, batch_size, records, limits.keeps_address)
+
+
+def segments_of(settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits) -> Segments:
+    """Returns what `variant.segments` says of a batch. It depends on lengths only where these are known and launches
+    are not captured."""
+    assert limits.max_qo_len is not None  # given by decode wrappers
+    if isinstance(lengths, DeviceLengths):
+        return segments(lengths.batch_size, settings, limits.max_qo_len)
+    batch_size = len(lengths.kv_len)
+    even = not limits.graph and lengths.longest_kv * batch_size <= MOST_UNEVEN * lengths.kv_len.sum()
+    return segments(batch_size, settings, limits.max_qo_len, bool(even))
 
 
 class XqaBatchRun(BatchRun):
@@ -70,6 +85,7 @@ class XqaBatchRun(BatchRun):
     def __init__(
         self,
         settings: Settings,
+        limits: BatchLimits,
         schedule: XqaBatchSchedule,
         staging: Staging,
         gpu: Gpu,
@@ -82,6 +98,7 @@ class XqaBatchRun(BatchRun):
 
         super().__init__(settings, schedule, kernel, staging, gpu.device_index)
         self.staging, self.batch_size, self.gpu = staging, schedule.batch_size, gpu
+        self.settings, self.limits, self.segments = settings, limits, schedule.segments
         self.page_size = settings.page_size
         uploaded, size = self.records, schedule.batch_size
         self.records, self.counters = uploaded[: 2 * size], uploaded[2 * size :]
@@ -92,8 +109,12 @@ class XqaBatchRun(BatchRun):
         if on_device is not None:
             self.again(on_device)
 
-    def again(self, lengths: BatchLengths | DeviceLengths) -> bool:
-        """Replaces the lengths of the requests, whose number stays. Returns True: launches are the same otherwise."""
+    def again(self, lengths: BatchLengths | DeviceLengths) -> bool | None:
+        """Replaces the lengths of the requests, whose number stays. Returns True, as launches are the same otherwise;
+        None, and nothing is replaced, if another kernel is to run them.
+        """
+        if segments_of(self.settings, lengths, self.limits) != self.segments:
+            return None
         if isinstance(lengths, DeviceLengths):
             _, page_starts, seq_lens, *_ = self.requests
             device_lengths.write(lengths, self.page_size, (seq_lens, page_starts), self.gpu)

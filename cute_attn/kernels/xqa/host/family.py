@@ -45,14 +45,14 @@ class XqaFamily:
     ) -> XqaBatchRun:
         """Returns a callable that runs batches of these settings and lengths."""
         planned = schedule(settings, lengths, limits, gpu.arch, gpu.sms, staging.reserve)
-        return XqaBatchRun(settings, planned, staging, gpu)
+        return XqaBatchRun(settings, limits, planned, staging, gpu)
 
     def plan_on_device(
         self, settings: Settings, lengths: DeviceLengths, limits: BatchLimits, staging: Staging, gpu: Gpu
     ) -> XqaBatchRun:
         """Returns a callable that runs batches of these settings, whose lengths stay on the device."""
         planned = schedule(settings, lengths, limits, gpu.arch, gpu.sms, staging.reserve)
-        return XqaBatchRun(settings, planned, staging, gpu, lengths)
+        return XqaBatchRun(settings, limits, planned, staging, gpu, lengths)
 
     def workspace(
         self, settings: Settings, lengths: BatchLengths, limits: BatchLimits, arch: Arch, sms: int

@@ -19,17 +19,22 @@ from cute_attn.schedule.split_kv import ceil_div
 MAX_GRID_Y = 65535  # CTAs along the second axis of a grid
 
 
-def segments(batch_size: int, settings: Settings, qo_len: int) -> Segments:
-    """Returns what the pairs of a request and a kv head are: "short" where a window bounds them, else those of "one"
-    request ("alone": with one unit), "few", whose keys are split into many parts each, or "many".
+def segments(batch_size: int, settings: Settings, qo_len: int, even: bool = False) -> Segments:
+    """Returns what the pairs of a request and a kv head are: "short" where a window bounds them ("few short" if they
+    are few), else those of "one" request ("alone": with one unit), "few", whose keys are split into many parts each, or
+    "many". `even`: requests are about equally long, and stay so in all launches; their pairs are "even" if there are
+    enough.
     """
     window, features = settings.window_left, settings.features
+    pairs = batch_size * features.num_kv_heads
     if 0 <= window <= tiles.SHORT - qo_len and batch_size <= MAX_GRID_Y:
-        return "short"
+        return "few short" if pairs <= tiles.FEW_SHORT else "short"
     units = features.num_kv_heads * ceil_div(qo_len * (features.num_qo_heads // features.num_kv_heads), tiles.MOST_ROWS)
     if batch_size == 1 and units <= tiles.ONE[KV_BITS[kv_dtype(features)]]:
         return "alone" if units == 1 else "one"
-    return "few" if batch_size * features.num_kv_heads <= tiles.FEW else "many"
+    if pairs <= tiles.FEW:
+        return "few"
+    return "even" if even and pairs >= tiles.EVEN and batch_size <= MAX_GRID_Y else "many"
 
 
 def choose_spec(features: Features, qo_len: int, segments: Segments, arch: Arch) -> XqaSpec | XqaUmmaSpec:

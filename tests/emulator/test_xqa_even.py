@@ -1,0 +1,81 @@
+"""Batches of equally long requests on the decode kernel: a CTA for each pair of a request and a kv head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cute_attn.emulator import Schedule, using
+from cute_attn.kernels.xqa import tiles
+from tests.support import batch_case
+from tests.support.batch_case import E4M3, BatchCase, decode, dims, heads
+from tests.support.graphs import graph_wrapper
+
+pytestmark = pytest.mark.emulator
+
+EVEN, UNEVEN, OTHER_EVEN = (130, 150, 141), (40, 300, 77), (90, 81, 85)
+PAIRS = 6
+DTYPES: dict[str, dict[str, Any]] = {"16 bits": {"dtype": "bfloat16"}, "8 bits": {"kv_dtype": E4M3}}
+
+
+@pytest.fixture(autouse=True)
+def few_pairs_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulator is slow."""
+    monkeypatch.setattr(tiles, "FEW", PAIRS - 1)
+    monkeypatch.setattr(tiles, "EVEN", PAIRS)
+
+
+def case(kv_lens: tuple[int, ...], **rest: Any) -> BatchCase:
+    return decode(kv_lens, **heads(8, 2), **dims(128), **rest)
+
+
+def solve(planned: Any, batch: BatchCase, emulation: Any) -> bool:
+    """Plans and runs the batch; tells whether one CTA processed each pair."""
+    inputs = batch_case.make(batch)
+    planned.plan(**batch_case.plan_arguments(batch, inputs))
+    result = batch_case.check(batch, inputs, *batch_case.call(batch, inputs, planned))
+    assert result.ok, result.detail
+    record = emulation.records[-1]
+    assert record.grid[:2] == (2, 3) or not record.spec["whole"]
+    return bool(record.spec["whole"])
+
+
+@pytest.mark.parametrize("schedule", ["eager", "delayed", "adversarial"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_follow_the_lengths(dtype: str, schedule: str) -> None:
+    batches = [case(lens, **DTYPES[dtype]) for lens in (EVEN, UNEVEN, OTHER_EVEN)]
+    with using("sm_90a", kernels="xqa", sms=2, schedule=Schedule(schedule, 1)) as emulation:
+        planned = batch_case.wrapper(batches[0], backend="emulator")
+        assert [solve(planned, batch, emulation) for batch in batches] == [True, False, True]
+
+
+def test_captured_launches_take_any_lengths() -> None:
+    with using("sm_90a", kernels="xqa", sms=2) as emulation:
+        planned, _ = graph_wrapper(case(EVEN), "cpu", 40, 0, backend="emulator")
+        assert not solve(planned, case(EVEN), emulation)
+        assert not solve(planned, case(UNEVEN), emulation)
+
+
+def test_fewer_pairs_and_other_head_dims_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    with using("sm_90a", kernels="xqa", sms=2) as emulation:
+        other = decode(EVEN, **heads(8, 2), **dims(64))
+        assert not solve(batch_case.wrapper(other, backend="emulator"), other, emulation)
+        monkeypatch.setattr(tiles, "EVEN", PAIRS + 1)
+        assert not solve(batch_case.wrapper(case(EVEN), backend="emulator"), case(EVEN), emulation)
+
+
+@pytest.mark.parametrize(("batch_size", "ahead"), [(3, True), (5, False)])
+def test_keys_of_few_short_windows_are_fetched_ahead(
+    batch_size: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "FEW_SHORT", PAIRS)
+    lens = (130, 5, 0, 200, 1)[:batch_size]
+    batch = decode(lens, kv_dtype=E4M3, window_left=127, sinks=True, **heads(16, 2), **dims(64))
+    with using("sm_90a", kernels="xqa", sms=2, schedule=Schedule("adversarial", 2)) as emulation:
+        planned = batch_case.wrapper(batch, backend="emulator")
+        inputs = batch_case.make(batch)
+        planned.plan(**batch_case.plan_arguments(batch, inputs))
+        result = batch_case.check(batch, inputs, *batch_case.call(batch, inputs, planned))
+    assert result.ok, result.detail
+    assert {record.spec["ahead"] for record in emulation.records} == {ahead}
