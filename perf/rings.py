@@ -35,15 +35,14 @@ def title(spec: XqaSpec) -> str:
 def ring(text: str, start: XqaSpec) -> XqaSpec:
     """Returns `start` with the ring "WARPSxSTAGESxTOKENSxCTAS", as in "4x2x32x3": tokens of a tile, CTAs per SM.
 
-    Behind it may stand "+1", guests; "c6", CTAs of a cluster; "w", a CTA for every segment, as over short windows;
-    "a", keys that are fetched before the preceding kernel has ended.
+    Behind it may stand "+1", guests; "c6", CTAs of a cluster; "w", a CTA for every segment; "a", keys that are fetched
+    before the preceding kernel has ended.
     """
     if not (found := RING.fullmatch(text)):
         raise ValueError(f"a ring is WARPSxSTAGESxTOKENSxCTAS[+GUESTS][cCLUSTER][w][a], got {text!r}")
     warps, stages, cols, ctas, guests, cluster = (int(number or 0) for number in found.groups()[:6])
     shape: dict[str, Any] = {"warps": warps, "stages": stages, "cols": cols, "ctas": ctas, "guests": guests}
-    whole = start.whole or bool(found[7])
-    return dataclasses.replace(start, **shape, cluster=max(1, cluster), whole=whole, ahead=bool(found[8]))
+    return dataclasses.replace(start, **shape, cluster=max(1, cluster), whole=bool(found[7]), ahead=bool(found[8]))
 
 
 def resident(spec: XqaSpec, arch: Arch) -> bool:
@@ -84,14 +83,17 @@ def bind(spec: XqaSpec, w: BatchWorkload, sets: Sequence[BatchInputs], backend: 
 
 def segments(w: BatchWorkload) -> Segments:
     """Returns what `variant.segments` says of the workload."""
+    pairs = len(w.kv_lens) * w.num_kv_heads
     if 0 <= w.window_left < tiles.SHORT:
-        return "short"
+        return "few short" if pairs <= tiles.FEW_SHORT else "short"
     if len(w.kv_lens) == 1 and w.num_kv_heads <= tiles.ONE[KV_BITS[SPEC_DTYPES[w.kv_dtype]]]:
         return "alone" if w.num_kv_heads == 1 else "one"
-    return "few" if len(w.kv_lens) * w.num_kv_heads <= tiles.FEW else "many"
+    if pairs <= tiles.FEW:
+        return "few"
+    return "even" if pairs >= tiles.EVEN and len(set(w.kv_lens)) == 1 else "many"
 
 
 def start_of(w: BatchWorkload, arch: Arch) -> XqaSpec:
     """Returns the kernel of a workload by the table."""
-    rows = w.num_qo_heads // w.num_kv_heads
+    rows = max(w.qo_lens) * (w.num_qo_heads // w.num_kv_heads)
     return tiles.choose(w.dtype, SPEC_DTYPES[w.kv_dtype], w.dtype, w.head_dim, rows, False, segments(w), arch)

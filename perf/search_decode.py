@@ -41,19 +41,21 @@ from perf.warm import warm
 IN_FLIGHT = (32 << 10, 200 << 10)  # bytes of K and V per SM
 WARPS_PER_SM = (4, 24)
 LENGTHS = "64x2048,256x1024,64x8192,8x8192"
-GUESTS: dict[Segments, tuple[int, ...]] = {"alone": (0, 1), "one": (0, 1), "few": (0, 1), "many": (0,), "short": (0,)}
+GUESTS: dict[Segments, tuple[int, ...]] = {"alone": (0, 1), "one": (0, 1), "few": (0, 1)}  # others: none
 CTAS: dict[Segments, tuple[int, ...]] = {
     "alone": (1, 2),
     "one": (1, 2),
     "few": (1, 2),
     "many": (1, 2, 3, 4, 6, 8),
+    "even": (1, 2, 3, 4, 6, 8),
     "short": (2, 3, 4, 6, 8, 12, 16),
+    "few short": (2, 3, 4, 6, 8, 12, 16),
 }
 
 
 def rings(start: XqaSpec, segments: Segments, arch: Arch) -> list[XqaSpec]:
     """Lists `start` with every ring that fits an SM of `arch`."""
-    grid_of = itertools.product((1, 2, 4, 8), (2, 3, 4, 6), (16, 32, 64), CTAS[segments], GUESTS[segments])
+    grid_of = itertools.product((1, 2, 4, 8), (2, 3, 4, 6), (16, 32, 64), CTAS[segments], GUESTS.get(segments, (0,)))
     specs = [
         dataclasses.replace(start, warps=warps, stages=stages, cols=cols, ctas=ctas, guests=guests)
         for warps, stages, cols, ctas, guests in grid_of

@@ -61,7 +61,6 @@ class Trial(NamedTuple):
             words += [f"{tile.rows}x{tile.cols}", f"{tile.stages}+{tile.q_stages}"]
             words += [f"x{tile.per_sm}"] * (tile.per_sm > 1) + ["ping-pong"] * tile.ping_pong
             words += ["q-registers"] * tile.q_registers + ["first-key"] * tile.from_first_key
-            words += ["spread"] * tile.spread_producers
         if self.packed is not None:
             words.append("packed" if self.packed else "unpacked")
         if self.section_mib is not None:
@@ -90,46 +89,28 @@ def narrow(rows: int, cols: int, stages: int, q_stages: int, per_sm: int = 1, **
 GPT_OSS = (
     Trial(tile(64, 64, 3, 2, 3), packed=True),
     narrow(64, 48, 4, 2, 3),
-    narrow(64, 48, 3, 2, 4),
-    narrow(64, 80, 3, 1, 3),
-    narrow(64, 144, 2, 2, 2),
+    narrow(64, 48, 2, 2, 4),
     narrow(128, 48, 4, 2, 2),
-    Trial(tile(64, 64, 3, 2, 3, spread_producers=True)),
-    narrow(128, 48, 4, 2, 2, spread_producers=True),
     narrow(192, 80, 4, 2),
-    narrow(192, 80, 4, 2, ping_pong=True),
 )
 GPT_OSS_LONG = (
-    Trial(tile(64, 64, 3, 2, 3), packed=True),
+    Trial(tile(64, 64, 3, 2, 3)),
     narrow(128, 48, 4, 2, 2),
     narrow(192, 80, 4, 2, ping_pong=True),
-    narrow(192, 96, 4, 2, ping_pong=True),
+    narrow(192, 128, 3, 2, ping_pong=True),
 )
 MISTRAL = (
     Trial(tile(64, 64, 2, 1, 2), packed=True),
-    narrow(64, 48, 2, 2, 2),
-    narrow(64, 48, 2, 2, 2, spread_producers=True),
     narrow(64, 80, 2, 1, 2),
     narrow(128, 80, 3, 2),
-    narrow(192, 64, 3, 1),
-    narrow(192, 64, 3, 1, ping_pong=True),
 )
 E4M3 = (
-    narrow(128, 128, 2, 2),
     narrow(128, 96, 3, 2),
-    narrow(192, 64, 3, 2),
+    narrow(192, 96, 2, 2),
     Trial(tile(192, 64, 3, 2), packed=False),
 )
-SECTIONS_OF_L2 = tuple(Trial(section_mib=mib) for mib in (8, 16, 24, 48))
-WIDE = (*SECTIONS_OF_L2[1:], Trial(tile(128, 64, 2, 1, ping_pong=True)), Trial(tile(128, 80, 2, 1)))
-SHORT_64 = (*SECTIONS_OF_L2, Trial(tile(128, 48, 4, 2, 2)), Trial(tile(64, 48, 4, 2, 3, q_registers=True)))
-SHORT_128 = (
-    *SECTIONS_OF_L2,
-    Trial(tile(128, 64, 4, 2)),
-    Trial(tile(128, 96, 2, 2)),
-    Trial(tile(64, 64, 2, 2, 2)),
-    Trial(tile(64, 64, 2, 2, 2, q_registers=True)),
-)
+SECTIONS_OF_L2 = tuple(Trial(section_mib=mib) for mib in (8, 16, 24, 32, 48))
+WIDE = (Trial(tile(128, 64, 2, 1)), Trial(tile(128, 80, 2, 1)), Trial(section_mib=48))
 
 
 def causal(
@@ -151,8 +132,8 @@ ROWS: Mapping[str, Sequence[Row]] = {
         Row(causal(1, 16384, (8, 8), 256), WIDE),
     ),
     "short": (
-        Row(causal(16, 1024, (16, 16), 128), SHORT_128),
-        Row(causal(16, 1024, (32, 32), 64), SHORT_64),
+        Row(causal(16, 1024, (16, 16), 128), SECTIONS_OF_L2),
+        Row(causal(16, 1024, (32, 32), 64), SECTIONS_OF_L2),
         Row(causal(16, 1024, (8, 8), 256), SECTIONS_OF_L2),
     ),
     "gpt-oss-long": (Row(causal(4, 4096, (64, 8), 64, 1023, sinks=True), GPT_OSS_LONG),),
@@ -187,7 +168,8 @@ def force(trial: Trial) -> Iterator[None]:
         if trial.packed is not None:
             stack.enter_context(mock.patch.object(PersistentKernels, "heads_per_tile", heads))
         if trial.section_mib is not None:
-            stack.enter_context(mock.patch.object(variant, "SECTION_BYTES", trial.section_mib << 20))
+            for name in ("SECTION_BYTES", "SHORT_SECTION_BYTES"):
+                stack.enter_context(mock.patch.object(variant, name, trial.section_mib << 20))
         yield
 
 

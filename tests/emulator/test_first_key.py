@@ -1,6 +1,4 @@
-"""Tiles that `perf.search --rows` tries, on the wgmma kernel: kv tiles that begin with the first key of a window,
-producers that issue on different quarters of an SM.
-"""
+"""Tiles that `perf.search --rows` tries, on the wgmma kernel: kv tiles that begin with the first key of a window."""
 
 from __future__ import annotations
 
@@ -24,12 +22,11 @@ EAGER, DELAYED, ADVERSARIAL = Schedule(), Schedule("delayed", 1), Schedule("adve
 # Requests without queries, and whose rows and keys end within a tile.
 LENGTHS = (20, 3, 0), (100, 40, 9)
 TWO_CTAS = tile(128, 48, 4, 2, 2, from_first_key=True)
-SPREAD = dataclasses.replace(TWO_CTAS, spread_producers=True)
 FOUR_CTAS = tile(64, 48, 3, 2, 4, from_first_key=True)
 GPT_OSS = ragged(*LENGTHS, mask="causal", window_left=60, sinks=True, **heads(8, 1), **dims(64))
 MANY_HEADS = ragged(*LENGTHS, mask="causal", window_left=60, dtype="bfloat16", **heads(4, 2), **dims(128))
 BATCHES = (
-    (GPT_OSS, Trial(SPREAD, packed=True), ADVERSARIAL),
+    (GPT_OSS, Trial(TWO_CTAS, packed=True), ADVERSARIAL),
     (dataclasses.replace(GPT_OSS, window_left=0), Trial(FOUR_CTAS, packed=True), DELAYED),
     (dataclasses.replace(GPT_OSS, window_left=127), Trial(tile(64, 144, 2, 2, 2, from_first_key=True)), EAGER),
     (MANY_HEADS, Trial(tile(192, 64, 3, 1, from_first_key=True, ping_pong=True), packed=True), DELAYED),
@@ -57,6 +54,6 @@ def test_keys_of_a_single_request_are_split() -> None:
     "change", [{"mask": "stop"}, {"kv": "paged"}, {"scores": ("scale",)}, {"pos_encoding": "rope"}, {"kv": "gathered"}]
 )
 def test_only_kernels_that_can_take_them(change: dict[str, object]) -> None:
-    spec = Fa3Spec("bfloat16", "bfloat16", 64, 64, mask="band", tile=SPREAD)
-    with pytest.raises(ValueError, match=r"from_first_key takes dense keys|spread_producers takes keys of 16 bits"):
+    spec = Fa3Spec("bfloat16", "bfloat16", 64, 64, mask="band", tile=TWO_CTAS)
+    with pytest.raises(ValueError, match="from_first_key takes dense keys"):
         dataclasses.replace(spec, **change)  # type: ignore[arg-type]

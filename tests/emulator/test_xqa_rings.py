@@ -21,7 +21,7 @@ pytestmark = pytest.mark.emulator
 HOPPER = named("sm_90a")
 # A proposed row, its problem's (query, kv) heads and lengths here, SMs, and rings that differ in structure.
 CASES: dict[str, tuple[str, tuple[int, int], tuple[int, ...], int, tuple[str, ...]]] = {
-    "more warps per SM": ("window-64", (8, 1), (300, 1, 33), 2, ("4x2x32x6", "2x2x32x8a")),
+    "more warps per SM": ("window-64", (8, 1), (300, 1, 33), 2, ("4x2x32x6w", "2x2x32x8w")),
     "a CTA for every segment": ("e4m3-256x1024", (8, 1), (150, 1, 33), 2, ("2x3x16x8w",)),
     "six warps": ("bf16-uneven", (7, 1), (150, 1, 33), 2, ("6x2x16x1+1",)),
     "clusters, two CTAs per SM": ("bf16-1x8192", (8, 2), (300,), 22, ("6x2x16x2c6",)),

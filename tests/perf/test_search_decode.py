@@ -79,7 +79,8 @@ def test_rings_by_text() -> None:
 def test_every_candidate_of_a_row_fits_an_sm(name: str) -> None:
     row = decode_rows.ROWS[name]
     specs = decode_rows.specs_of(row, HOPPER)
-    assert [*specs] == [decode_rows.TABLE, *(f"cute_attn {text}" for text in row.rings)]
+    own = specs[decode_rows.TABLE]
+    assert [*specs] == [decode_rows.TABLE, *(f"cute_attn {text}" for text in row.rings if rings.ring(text, own) != own)]
     assert len(set(specs.values())) == len(specs)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Int32, Int64
 
 from cute_attn.kernels.blocks import ptx, tma
 from cute_attn.kernels.blocks.cta import OneCta
@@ -53,18 +53,10 @@ class Producer:
         fills = {"q": 1, **dict.fromkeys(loaded, self.source_type.arrivals), **dict.fromkeys(cta.producer_rings, 1)}
         self.role = WarpRole("producer", self.source_type.warps, fills, cta.producer_rings)
 
-    def runs(self, thread: Int32) -> Boolean:
-        """Tells whether a thread of the producer warpgroup is one of the producer's."""
-        return thread < 32 * self.role.warps
-
-    def thread(self) -> Int32:
-        """Returns the index of this thread among the producer's."""
-        return cute.arch.thread_idx()[0]
-
     @cute.jit
     def run(self, p: AnyParams, maps: Maps, rings: SmemRings) -> None:
         """Loads all tiles into the rings, then the record `NO_TILE`."""
-        thread = self.thread()
+        thread = cute.arch.thread_idx()[0]
         scheduler = (
             WarpgroupTileScheduler(p.counters, thread, PRODUCER_BARRIER, 32 * self.role.warps)
             if self.role.warps > 1
@@ -134,7 +126,7 @@ class Producer:
         source.copy(operand, ring.address(state), ring.full(state), kv_tile, page_ids)
 
     def source(self, p: PersistentParams, maps: Maps, work: QueryTile) -> KVSource:
-        cols, thread = self.spec.tile.cols, self.thread()
+        cols, thread = self.spec.tile.cols, cute.arch.thread_idx()[0]
         kv_head = Divisor(p.kv_group, p.kv_group_multiplier, p.kv_group_shift).quotient(work.head_block)
         k, v = self.cta.operands(maps, self.memory, cols)
         if self.source_type is DenseTmaKV:

@@ -23,7 +23,6 @@ from cute_attn.kernels.blocks.tile_scheduler import FirstKeyTiles, TileSchedule
 from cute_attn.kernels.blocks.transform_warps import TransformWarps
 from cute_attn.kernels.fa3.mainloop import MmaWarpgroups
 from cute_attn.kernels.fa3.parts.register_q import RegisterQTile
-from cute_attn.kernels.fa3.parts.spread_producer import SpreadProducer
 from cute_attn.kernels.fa3.parts.wgmma import WarpgroupTile
 from cute_attn.kernels.fa3.smem import HopperMemory
 from cute_attn.kernels.fa3.spec import Fa3Spec
@@ -37,8 +36,6 @@ class Fa3Program(PersistentProgram):
     transform_type: type[TransformWarps] | None = None
 
     def __init__(self, spec: Fa3Spec, arch: str) -> None:
-        if spec.tile.spread_producers:
-            self.producer_type = SpreadProducer
         memory = HopperMemory.of(spec)
         tile = self.warpgroup_tile(spec, memory)
         super().__init__(spec, memory, tile)
@@ -61,7 +58,7 @@ class Fa3Program(PersistentProgram):
     def run_warps(self, params: AnyParams, maps: Maps, rings: SmemRings, thread: Int32) -> None:
         if thread < 128:
             tma.release_registers(self.spec.registers[0])
-            if self.producer.runs(thread):
+            if thread < 32 * self.producer.role.warps:
                 self.producer.run(params, maps, rings)
             else:
                 self.run_transform(params, rings, thread - 32)

@@ -21,7 +21,6 @@ class HopperTile:
     their own. `q_registers`: MMA threads hold q in registers, which leaves more shared memory bandwidth to other
     operands and the transform warps. `per_sm`: CTAs that an SM runs at a time. `from_first_key`: kv tiles begin with
     the first key that the rows see under a window, where they would begin at multiples of `cols`.
-    `spread_producers`: those of the CTAs of an SM issue on different quarters of it.
     """
 
     rows: int
@@ -34,7 +33,6 @@ class HopperTile:
     q_registers: bool = False
     per_sm: int = 1
     from_first_key: bool = False
-    spread_producers: bool = False
 
     @property
     def ctas(self) -> int:
@@ -67,7 +65,6 @@ class HopperTile:
             "ping_pong takes two MMA warpgroups": self.rows > 64 or not self.ping_pong,
             "per_sm must be 1, or up to 4 with one MMA warpgroup, or 2 with two": self.per_sm == 1
             or (self.mma_warpgroups, self.per_sm) in SHARED_SM,
-            "spread_producers takes several CTAs per SM": self.per_sm > 1 or not self.spread_producers,
             "transform_warps must be 3 or 7, the latter with two MMA warpgroups": self.transform_warps == 3
             or (self.transform_warps == 7 and self.mma_warpgroups == 2),
         }
@@ -85,12 +82,10 @@ class Fa3Spec(PersistentSpec):
     pos_encoding: str = "none"  # "none" or "rope": q and k are rotated, with 16-bit k and v
 
     def __post_init__(self) -> None:
-        plain_loads = not (self.kv == "gathered" or self.kv_dtype or self.fp8 or self.pos_encoding == "rope")
         plain_window = self.mask == "band" and not self.scores and self.kv == "dense" and self.pos_encoding == "none"
         rules = {
             "from_first_key takes dense keys, a band and scores that nothing modifies": not self.tile.from_first_key
             or plain_window,
-            "spread_producers takes keys of 16 bits that one warp loads": not self.tile.spread_producers or plain_loads,
         }
         for rule, holds in rules.items():
             if not holds:
