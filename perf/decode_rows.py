@@ -49,7 +49,7 @@ MANY = ("8x2x32x1", "2x2x16x8w", "4x2x16x4w", "4x3x32x2w")
 MANY_16 = ("4x3x16x1", "2x3x16x4w", "4x2x16x3w", "4x3x16x2w")
 # Guests: clusters of the next launch start while those of this one end.
 CLUSTERS = ("8x2x16x1c6", "8x3x16x1c6", "8x2x16x1c8", "6x2x16x1+1c6")
-CLUSTERS_8 = ("8x3x16x1c8", "8x4x16x1c6", "4x4x16x1+1c8", "8x2x16x1+1c8", "4x4x32x1+1c8")
+CLUSTERS_8 = ("8x3x16x1c8", "8x4x16x1c6", "4x4x16x1+1c8", "8x2x16x1+1c8", "4x3x32x1+1c8")
 VERIFY = ("4x3x16x1", "8x2x16x1", "6x2x16x1+1", "4x2x16x2")
 
 

@@ -109,20 +109,20 @@ def test_rows_are_recorded_and_printed(
 
     monkeypatch.setattr(rings, "compiled", compiled)
     record: dict[str, Any] = {}
-    row = decode_rows.Row(workload(256, "e4m3"), ("4x2x16x4w", "4x3x16x4w"), 1.03, backends=("fa2",))
+    row = decode_rows.Row(workload(256, "e4m3"), ("4x2x16x2w", "4x3x16x4w"), 1.03, backends=("fa2",))
     decode_rows.run({"many": row}, HOPPER, 9, None, measured, record, tmp_path / "rows.json")
     candidates = record["rows"]["many"]["candidates"]
     assert {*candidates} == {
-        *("cute_attn table", "cute_attn 4x2x16x4w", "cute_attn 4x3x16x4w", "cute_attn fa2", "FlashInfer XQA")
+        *("cute_attn table", "cute_attn 4x2x16x2w", "cute_attn 4x3x16x4w", "cute_attn fa2", "FlashInfer XQA")
     }
-    fast, slow = candidates["cute_attn 4x2x16x4w"], candidates["cute_attn 4x3x16x4w"]
+    fast, slow = candidates["cute_attn 4x2x16x2w"], candidates["cute_attn 4x3x16x4w"]
     assert (fast["ratio"], fast["to_table"], fast["rounds"]) == (1.5, 1.2, 9)
     assert (fast["spec"]["warps"], fast["spec"]["whole"]) == (4, True)
     assert slow == {"reason": "8 bytes of stack", "spec": slow["spec"]}
     assert json.loads((tmp_path / "rows.json").read_text())["rows"] == record["rows"]
     title, first, *_, last = capsys.readouterr().out.splitlines()
     assert title == f"many: {row.workload.name} target 1.03"
-    assert "cute_attn 4x2x16x4w: 0.600 of the ceiling, peer 1.500, table 1.200, error 0.0010" in first
+    assert "cute_attn 4x2x16x2w: 0.600 of the ceiling, peer 1.500, table 1.200, error 0.0010" in first
     assert last.endswith("-    cute_attn 4x3x16x4w: 8 bytes of stack")
 
 

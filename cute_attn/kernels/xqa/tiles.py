@@ -50,7 +50,7 @@ class RingTable(NamedTuple):
     one: dict[int, tuple[Ring, ...]] | None = None  # with clusters; None: as `few`
     alone: dict[int, tuple[Ring, ...]] | None = None
     even: dict[int, tuple[Ring, ...]] | None = None  # at EVEN_DIM; None: as `many`
-    few_short: dict[int, Ring] | None = None  # by the bytes of a row of K; others: as SHORT_RINGS
+    few_short: dict[tuple[int, int], Ring] | None = None  # by head dim and bits; others: as SHORT_RINGS
     in_flight: int = 0
 
 
@@ -109,7 +109,7 @@ HOPPER = DEFAULT._replace(
     one=_CLUSTERS_OF_8 | {16: (Ring(4, 3, 1, 8192, guests=1, cluster=6), Ring(4, 3, 1, 8192, cluster=6))},
     alone=_CLUSTERS_OF_8,
     even={8: (Ring(4, 2, 4, 4096, whole=True),), 16: (Ring(4, 2, 3, 8192, whole=True),)},
-    few_short={64: Ring(2, 2, 8, 4096, whole=True, ahead=True)},
+    few_short={(64, 8): Ring(2, 2, 8, 4096, whole=True, ahead=True)},
 )
 # By major compute capability, which tells memory bandwidth and shared memory of an SM.
 TABLES = {9: HOPPER, 10: FAST_MEMORY}
@@ -141,7 +141,7 @@ def _preferred(table: RingTable, segments: Segments, kv_dtype: str, head_dim: in
     bits = KV_BITS[kv_dtype]
     if segments in ("short", "few short"):
         row_bytes = head_dim * bits // 8
-        few = (table.few_short or {}).get(row_bytes) if segments == "few short" else None
+        few = (table.few_short or {}).get((head_dim, bits)) if segments == "few short" else None
         return (few or next(ring for size, ring in SHORT_RINGS.items() if row_bytes <= size),)
     if segments == "even" and table.even is not None and head_dim == EVEN_DIM and bits in table.even:
         return table.even[bits]
