@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 import cute_attn
 from cute_attn.runtime import arch as archs
@@ -192,6 +194,14 @@ def test_bits_of_a_request_do_not_depend_on_the_batch(kind: str, splits: dict[st
         row += qo_len
 
 
+@pytest.fixture
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One test at a time among the workers of pytest-xdist: each takes 17 GB of the GPU."""
+    with FileLock(tmp_path_factory.getbasetemp().parent / "memory.lock"):
+        yield
+        torch.cuda.empty_cache()
+
+
 def far_apart(x: torch.Tensor, axis: int) -> torch.Tensor:
     """`x` with the elements of `axis` so far from one another that the last lies beyond 2^31 elements."""
     step = -(-((1 << 31) + 4096) // (x.shape[axis] - 1)) // 64 * 64 + 64
@@ -211,6 +221,7 @@ def far_apart(x: torch.Tensor, axis: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     "case", [paged((40, 9), (65, 30)), paged((70, 9), (165, 30), 64), ragged((40, 9), (65, 30)), decode((65, 30))]
 )
+@pytest.mark.usefixtures("alone")
 def test_strides_past_32_bits(case: BatchCase, backend: str) -> None:
     case = dataclasses.replace(case, **heads(4, 2), **dims(128))
     inputs = make(case, "cuda")
