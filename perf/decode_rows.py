@@ -49,8 +49,7 @@ MANY = ("8x2x32x1", "2x2x16x8w", "4x2x16x4w", "4x3x32x2w")
 MANY_16 = ("4x3x16x1", "2x3x16x4w", "4x2x16x3w", "4x3x16x2w")
 # Guests: clusters of the next launch start while those of this one end.
 CLUSTERS = ("8x2x16x1c6", "8x3x16x1c6", "8x2x16x1c8", "6x2x16x1+1c6")
-CLUSTERS_8 = ("8x3x16x1c8", "8x4x16x1c6", "4x4x16x1+1c8", "8x2x16x1+1c8", "4x3x32x1+1c8")
-VERIFY = ("4x3x16x1", "8x2x16x1", "6x2x16x1+1", "4x2x16x2")
+CLUSTERS_8 = ("8x4x16x1c8", "8x3x16x1c8", "4x4x16x1+1c8", "8x2x16x1+1c8", "8x3x16x1+1c8")
 
 
 def windowed(batch_size: int) -> BatchWorkload:
@@ -67,6 +66,8 @@ ROWS = {
     "e4m3-64x2048": Row(equal(64, 1, 2048, GROUPED, 128, 64, kv_dtype="e4m3"), MANY, 1.1),
     "e4m3-64x8192": Row(equal(64, 1, 8192, GROUPED, 128, 64, kv_dtype="e4m3"), MANY, 1.1),
     "e4m3-1x2048": Row(equal(1, 1, 2048, HEADS, 128, 16, kv_dtype="e4m3"), CLUSTERS_8),
+    "e4m3-1x8192": Row(equal(1, 1, 8192, GROUPED, 128, 64, kv_dtype="e4m3"), CLUSTERS_8),
+    "e4m3-1x131072": Row(equal(1, 1, 131072, HEADS, 128, 16, kv_dtype="e4m3"), CLUSTERS_8),
     "bf16-uneven": Row(
         BatchWorkload((1,) * len(UNEVEN), UNEVEN, 28, 4, 128, 16),
         ("4x3x16x1", "4x3x16x2", "6x2x16x1+1", "4x2x16x2"),
@@ -74,7 +75,6 @@ ROWS = {
     ),
     "bf16-512x512": Row(equal(512, 1, 512, HEADS, 128, 16), MANY_16, backends=("auto", "fa2")),
     "bf16-64x2048": Row(equal(64, 1, 2048, HEADS, 128, 16), MANY_16, backends=("auto", "fa2")),
-    "bf16-16x4096-q4": Row(equal(16, 4, 4096, HEADS, 128, 16, causal=True), VERIFY, backends=("auto", "fa2")),
     "bf16-1x8192": Row(equal(1, 1, 8192, HEADS, 128, 16), CLUSTERS, backends=("auto",)),
     "bf16-1x2048": Row(equal(1, 1, 2048, HEADS, 128, 16), CLUSTERS, us=7.0, backends=("auto",)),
 }

@@ -95,5 +95,5 @@ def segments(w: BatchWorkload) -> Segments:
 
 def start_of(w: BatchWorkload, arch: Arch) -> XqaSpec:
     """Returns the kernel of a workload by the table."""
-    rows = max(w.qo_lens) * (w.num_qo_heads // w.num_kv_heads)
+    rows = w.num_qo_heads // w.num_kv_heads
     return tiles.choose(w.dtype, SPEC_DTYPES[w.kv_dtype], w.dtype, w.head_dim, rows, False, segments(w), arch)

@@ -45,7 +45,7 @@ def solve(planned: Any, batch: BatchCase, emulation: Any) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_follow_the_lengths(dtype: str, schedule: str) -> None:
     batches = [case(lens, **DTYPES[dtype]) for lens in (EVEN, UNEVEN, OTHER_EVEN)]
-    with using("sm_90a", kernels="xqa", sms=2, schedule=Schedule(schedule, 1)) as emulation:
+    with using("sm_90a", kernels="xqa", sms=1, schedule=Schedule(schedule, 1)) as emulation:
         planned = batch_case.wrapper(batches[0], backend="emulator")
         assert [solve(planned, batch, emulation) for batch in batches] == [True, False, True]
 
@@ -57,8 +57,12 @@ def test_captured_launches_take_any_lengths() -> None:
         assert not solve(planned, case(UNEVEN), emulation)
 
 
-def test_fewer_pairs_and_other_head_dims_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    with using("sm_90a", kernels="xqa", sms=2) as emulation:
+def test_other_batches_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other head dims, pairs that leave most of the GPU idle (six in four SMs of eight CTAs each), fewer pairs."""
+    with using("sm_90a", kernels="xqa", sms=4) as emulation:
+        idle = case(EVEN, **DTYPES["8 bits"])
+        assert not solve(batch_case.wrapper(idle, backend="emulator"), idle, emulation)
+    with using("sm_90a", kernels="xqa", sms=1) as emulation:
         other = decode(EVEN, **heads(8, 2), **dims(64))
         assert not solve(batch_case.wrapper(other, backend="emulator"), other, emulation)
         monkeypatch.setattr(tiles, "EVEN", PAIRS + 1)

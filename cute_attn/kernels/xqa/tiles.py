@@ -17,7 +17,7 @@ EVEN_DIM = 128  # head dim whose even segments were measured
 ONE = {16: 8, 8: 4, 4: 4}  # units of one request, by bits of the cache, of which each has clusters of its own
 SHORT = 512  # keys of a segment that one CTA processes alone, see `partition.WholeSegments`
 FEW_SHORT = 512  # pairs of short segments: about four per SM
-EVEN = 2048  # pairs of about the same length from which one CTA processes each alone
+EVEN = 512  # pairs of about the same length from which one CTA processes each alone
 
 # Of a launch: one request of one unit ("alone"); of at most ONE units; at most FEW pairs of a request and a kv head;
 # more; EVEN or more, equally long; those whose windows are SHORT, and at most FEW_SHORT of them.
@@ -102,13 +102,13 @@ _CLUSTERS_OF_8 = {
     4: (Ring(8, 3, 1, 4096, cluster=8),),
 }
 # Of 6 CTAs more clusters run at once than of 8, whose GPC leaves SMs over.
-# H100: with room for a guest 2048 keys take 7.5 instead of 7.7 us, 8192 the same. Whole segments: 1.02 to 1.03 times as
-# fast as CTAs that cut them (256 x 1024 and 512 x 512, 8 and 16 bits). Keys fetched ahead: 1.19 times as fast for 8
-# requests of 8 kv heads, 1.05 for 64, 0.88 for 256.
+# H100: with room for a guest 2048 keys take 7.5 instead of 7.7 us, 8192 the same. Whole segments: 1.01 to 1.03 times as
+# fast as CTAs that cut them (64 x 8192 to 512 x 512, 8 bits; 16 bits 1.00 to 1.02). Keys fetched ahead: 1.19 times as
+# fast for 8 requests of 8 kv heads, 1.05 for 64, 0.88 for 256.
 HOPPER = DEFAULT._replace(
     one=_CLUSTERS_OF_8 | {16: (Ring(4, 3, 1, 8192, guests=1, cluster=6), Ring(4, 3, 1, 8192, cluster=6))},
     alone=_CLUSTERS_OF_8,
-    even={8: (Ring(4, 2, 4, 4096, whole=True),), 16: (Ring(4, 2, 3, 8192, whole=True),)},
+    even={8: (Ring(2, 2, 8, 4096, whole=True),), 16: (Ring(2, 3, 4, 8192, whole=True),)},
     few_short={(64, 8): Ring(2, 2, 8, 4096, whole=True, ahead=True)},
 )
 # By major compute capability, which tells memory bandwidth and shared memory of an SM.

@@ -23,6 +23,8 @@ from cute_attn.runtime.staging import Staging
 from cute_attn.schedule.batch import AllocateInts, allocate_ints
 
 MOST_UNEVEN = 1.25  # longest request of an even batch, in means of all
+# Of the CTAs that run at a time: fewer than so many in the last wave of an even batch leave the memory idle.
+LAST_WAVE = 1 / 4
 
 
 class XqaBatchSchedule(NamedTuple):
@@ -56,7 +58,7 @@ def schedule(
     qo_len = limits.max_qo_len
     batch_size = lengths.batch_size if isinstance(lengths, DeviceLengths) else len(lengths.kv_len)
     assert qo_len is not None  # given by decode wrappers
-    of = segments_of(settings, lengths, limits)
+    of = segments_of(settings, lengths, limits, arch, sms)
     config = launch_config(settings, qo_len, of, arch, sms, limits.workspace_bytes)
     records = allocate(2 * batch_size + config.ctas)
     records[2 * batch_size :] = 0
@@ -68,15 +70,25 @@ def schedule(
     return XqaBatchSchedule(of, config, batch_size, records, limits.keeps_address)
 
 
-def segments_of(settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits) -> Segments:
+def segments_of(
+    settings: Settings, lengths: BatchLengths | DeviceLengths, limits: BatchLimits, arch: Arch, sms: int
+) -> Segments:
     """Returns what `variant.segments` says of a batch. It depends on lengths only where these are known and launches
-    are not captured."""
-    assert limits.max_qo_len is not None  # given by decode wrappers
+    are not captured.
+    """
+    qo_len = limits.max_qo_len
+    assert qo_len is not None  # given by decode wrappers
     if isinstance(lengths, DeviceLengths):
-        return segments(lengths.batch_size, settings, limits.max_qo_len)
+        return segments(lengths.batch_size, settings, qo_len)
     batch_size = len(lengths.kv_len)
     even = not limits.graph and lengths.longest_kv * batch_size <= MOST_UNEVEN * lengths.kv_len.sum()
-    return segments(batch_size, settings, limits.max_qo_len, bool(even))
+    of = segments(batch_size, settings, qo_len, bool(even))
+    if of == "even":
+        config = launch_config(settings, qo_len, of, arch, sms)
+        at_a_time = sms * config.spec.ctas
+        if 0 < config.grid[0] * batch_size % at_a_time < LAST_WAVE * at_a_time:
+            return "many"
+    return of
 
 
 class XqaBatchRun(BatchRun):
@@ -113,7 +125,7 @@ class XqaBatchRun(BatchRun):
         """Replaces the lengths of the requests, whose number stays. Returns True, as launches are the same otherwise;
         None, and nothing is replaced, if another kernel is to run them.
         """
-        if segments_of(self.settings, lengths, self.limits) != self.segments:
+        if segments_of(self.settings, lengths, self.limits, self.gpu.arch, self.gpu.sms) != self.segments:
             return None
         if isinstance(lengths, DeviceLengths):
             _, page_starts, seq_lens, *_ = self.requests
