@@ -89,7 +89,8 @@ def segments(w: BatchWorkload) -> Segments:
     if len(w.kv_lens) == 1 and w.num_kv_heads <= tiles.ONE[KV_BITS[SPEC_DTYPES[w.kv_dtype]]]:
         return "alone" if w.num_kv_heads == 1 else "one"
     if pairs <= tiles.FEW:
-        return "few"
+        brief = len(w.kv_lens) == 1 and pairs <= tiles.BRIEF_UNITS and max(w.kv_lens) <= tiles.BRIEF
+        return "brief" if brief else "few"
     return "even" if pairs >= tiles.EVEN and len(set(w.kv_lens)) == 1 else "many"
 
 

@@ -80,9 +80,11 @@ def segments_of(
     assert qo_len is not None  # given by decode wrappers
     if isinstance(lengths, DeviceLengths):
         return segments(lengths.batch_size, settings, qo_len)
-    batch_size = len(lengths.kv_len)
-    even = not limits.graph and lengths.longest_kv * batch_size <= MOST_UNEVEN * lengths.kv_len.sum()
-    of = segments(batch_size, settings, qo_len, bool(even))
+    batch_size, longest = len(lengths.kv_len), lengths.longest_kv
+    if limits.graph:
+        return segments(batch_size, settings, qo_len)
+    even = bool(longest * batch_size <= MOST_UNEVEN * lengths.kv_len.sum())
+    of = segments(batch_size, settings, qo_len, longest, even)
     if of == "even":
         config = launch_config(settings, qo_len, of, arch, sms)
         at_a_time = sms * config.spec.ctas

@@ -37,7 +37,7 @@ class DecodeRun:
             return
         tables, scratch, settings = problem.block_tables, problem.scratch, self.settings
         batch_size = tables.shape[0]
-        kernel = self.kernel(problem.qo_len, segments(batch_size, settings, problem.qo_len))
+        kernel = self.kernel(problem.qo_len, segments(batch_size, settings, problem.qo_len, problem.max_kv_len))
         config, stream = kernel.config, current_stream(self.gpu.device_index)
         counted_at, partials_at = scratch.counters, scratch.partials
         if scratch.counter_bytes < config.counter_bytes:

@@ -36,7 +36,8 @@ class XqaFamily:
         batch_size = len(problem.seq_lens) if isinstance(problem, DecodeProblem) else 1
         if not problem.qo_len or not batch_size:
             return []
-        of = segments(batch_size, problem.settings, problem.qo_len)
+        longest = problem.max_kv_len if isinstance(problem, DecodeProblem) else problem.kv_len
+        of = segments(batch_size, problem.settings, problem.qo_len, longest)
         config = launch_config(problem.settings, problem.qo_len, of, arch, sms)
         return [(config.spec, config.grid_of(batch_size))]
 

@@ -14,6 +14,7 @@ from cute_attn.kernels.host.single import MAX_LENGTHS
 from cute_attn.kernels.xqa.host.grid import launch_config
 from cute_attn.kernels.xqa.host.prepared import CHUNK, ONE_PAGE, SCRATCH_FIELDS, PreparedKernel
 from cute_attn.kernels.xqa.host.variant import segments
+from cute_attn.kernels.xqa.tiles import Segments
 from cute_attn.problem import Problem, Request, Settings
 from cute_attn.runtime import capture, counters
 from cute_attn.runtime.launch import CPU, current_stream
@@ -35,7 +36,7 @@ class SingleRun:
 
     def __init__(self, settings: Settings, gpu: Gpu) -> None:
         self.settings, self.gpu = settings, gpu
-        self.kernel = functools.lru_cache(MAX_LENGTHS)(self._kernel)
+        self.prepared = functools.lru_cache(MAX_LENGTHS)(self._prepared)
         self.counters = counters.of_device(gpu.device_index, counters.SEMAPHORES)
         self.records = one_page(gpu.device_index)
         table, length = self.records[:1], self.records[1]
@@ -46,7 +47,7 @@ class SingleRun:
         assert isinstance(problem, Problem)  # `DecodeRun` runs calls with lengths on the device
         if problem.qo_len == 0:
             return
-        kernel, stream = self.kernel(problem.qo_len), current_stream(self.gpu.device_index)
+        kernel, stream = self.kernel(problem), current_stream(self.gpu.device_index)
         check_span(kernel, problem.k, problem.v)
         partials = problem.q.new_empty(kernel.config.partial_bytes, dtype=torch.uint8)
         numbers = *self.request, problem.kv_len, self.counters.address(stream), partials.data_ptr()
@@ -57,7 +58,7 @@ class SingleRun:
         """Returns a function that repeats the run of `problem` with other addresses; None without query tokens."""
         if problem.qo_len == 0:
             return None
-        kernel, index, counters = self.kernel(problem.qo_len), self.gpu.device_index, self.counters.address
+        kernel, index, counters = self.kernel(problem), self.gpu.device_index, self.counters.address
         numbers = *self.request, problem.kv_len, 0, 0  # SCRATCH_FIELDS: of each launch
         first = kernel.values(problem, kernel.output.of(problem), numbers, 0)
         fire = kernel.attention.bound(first, kernel.config.grid, (*ADDRESS_FIELDS, *SCRATCH_FIELDS))
@@ -70,10 +71,13 @@ class SingleRun:
 
         return run
 
-    def _kernel(self, qo_len: int) -> PreparedKernel:
-        """Returns the kernel for requests of `qo_len` query tokens; `kernel` memoises it."""
-        of = segments(1, self.settings, qo_len)
-        config = launch_config(self.settings, qo_len, of, self.gpu.arch, self.gpu.sms)
+    def kernel(self, problem: Problem) -> PreparedKernel:
+        """Returns the kernel of a request."""
+        return self.prepared(problem.qo_len, segments(1, self.settings, problem.qo_len, problem.kv_len))
+
+    def _prepared(self, qo_len: int, segments: Segments) -> PreparedKernel:
+        """Returns the kernel for requests of `qo_len` query tokens; `prepared` memoises it."""
+        config = launch_config(self.settings, qo_len, segments, self.gpu.arch, self.gpu.sms)
         return PreparedKernel(self.settings, config, self.gpu)
 
 

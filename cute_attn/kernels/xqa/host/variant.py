@@ -12,6 +12,7 @@ from cute_attn.kernels.xqa.tiles import Segments
 from cute_attn.kernels.xqa.umma import tiles as umma_tiles
 from cute_attn.kernels.xqa.umma.spec import XqaUmmaSpec
 from cute_attn.problem import Features, Settings, short
+from cute_attn.request.settings import MAX_KV_LEN
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.spec import KernelSpec
 from cute_attn.schedule.split_kv import ceil_div
@@ -19,11 +20,13 @@ from cute_attn.schedule.split_kv import ceil_div
 MAX_GRID_Y = 65535  # CTAs along the second axis of a grid
 
 
-def segments(batch_size: int, settings: Settings, qo_len: int, even: bool = False) -> Segments:
+def segments(
+    batch_size: int, settings: Settings, qo_len: int, longest: int = MAX_KV_LEN, even: bool = False
+) -> Segments:
     """Returns what the pairs of a request and a kv head are: "short" where a window bounds them ("few short" if they
-    are few), else those of "one" request ("alone": with one unit), "few", whose keys are split into many parts each, or
-    "many". `even`: requests are about equally long, and stay so in all launches; their pairs are "even" if there are
-    enough.
+    are few), else those of "one" request ("alone": with one unit; "brief": with more, of few keys), "few", whose keys
+    are split into many parts each, or "many". `longest`: most keys of a request, in all launches; `even`: requests are
+    about equally long, and stay so; their pairs are "even" if there are enough.
     """
     window, features = settings.window_left, settings.features
     pairs = batch_size * features.num_kv_heads
@@ -32,6 +35,8 @@ def segments(batch_size: int, settings: Settings, qo_len: int, even: bool = Fals
     units = features.num_kv_heads * ceil_div(qo_len * (features.num_qo_heads // features.num_kv_heads), tiles.MOST_ROWS)
     if batch_size == 1 and units <= tiles.ONE[KV_BITS[kv_dtype(features)]]:
         return "alone" if units == 1 else "one"
+    if batch_size == 1 and units <= tiles.BRIEF_UNITS and longest <= tiles.BRIEF:
+        return "brief"
     if pairs <= tiles.FEW:
         return "few"
     return "even" if even and pairs >= tiles.EVEN and batch_size <= MAX_GRID_Y else "many"

@@ -1,11 +1,13 @@
-"""Batches of equally long requests on the decode kernel: a CTA for each pair of a request and a kv head."""
+"""Kernels that the decode kernel's plans take by the lengths of requests: equally long ones, and one of few keys."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 
+from cute_attn import single_decode_with_kv_cache
 from cute_attn.emulator import Schedule, using
 from cute_attn.kernels.xqa import tiles
 from tests.support import batch_case
@@ -83,3 +85,33 @@ def test_keys_of_few_short_windows_are_fetched_ahead(
         result = batch_case.check(batch, inputs, *batch_case.call(batch, inputs, planned))
     assert result.ok, result.detail
     assert {record.spec["ahead"] for record in emulation.records} == {ahead}
+
+
+def test_one_request_of_few_keys_has_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that has grown has not; nor have captured launches, which may grow."""
+    monkeypatch.setattr(tiles, "BRIEF", 200)
+    batches = [decode((n,), kv_dtype=E4M3, **heads(20, 5), **dims(128)) for n in (150, 201, 40)]
+    clusters = []
+    with using("sm_90a", kernels="xqa", sms=64, schedule=Schedule("adversarial", 3)) as emulation:
+        for graph in (False, True):
+            planned = batch_case.wrapper(batches[0], backend="emulator")
+            if graph:
+                planned, _ = graph_wrapper(batches[0], "cpu", 40, 0, backend="emulator")
+            for batch in batches:
+                solve(planned, batch, emulation)
+                clusters.append(emulation.records[-1].spec["cluster"])
+    assert clusters == [8, 1, 8, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("kv_len", "cluster"), [(150, 8), (201, 1)])
+def test_single_decode_of_few_keys_has_clusters(kv_len: int, cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "BRIEF", 200)
+    generator = torch.Generator().manual_seed(kv_len)
+    q = torch.randn(10, 128, generator=generator).half()
+    k, v = (torch.randn(kv_len, 5, 128, generator=generator).to(torch.float8_e4m3fn) for _ in range(2))
+    with using("sm_90a", kernels="xqa", sms=64) as emulation:
+        out = single_decode_with_kv_cache(q, k, v, backend="emulator")
+    scores = torch.einsum("hgd,nhd->hgn", q.double().view(5, 2, 128), k.double()) * 128**-0.5
+    truth = torch.einsum("hgn,nhd->hgd", scores.softmax(-1), v.double()).reshape(10, 128)
+    torch.testing.assert_close(out.double(), truth, rtol=2e-2, atol=2e-3)
+    assert emulation.records[-1].spec["cluster"] == cluster
