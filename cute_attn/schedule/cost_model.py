@@ -19,7 +19,6 @@ import numpy as np
 from cute_attn.schedule.constants import (
     BALANCED,
     BINS,
-    CANDIDATES,
     COMBINE_TIME,
     EMPTY_TILE_TIME,
     IMPOSSIBLE,
@@ -37,7 +36,8 @@ REMEMBERED = 256  # results of that search
 
 _SIZES = np.arange(BINS)
 _COSTS = np.maximum(_SIZES * UNIT, EMPTY_TILE_TIME) + ITEM_TIME  # of items of these sizes, unsplit
-_ROWS = np.arange(CANDIDATES)[:, None]
+_ITEM_BITS = 40  # of a batch: at most MAX_SPLITS for each of 2^30 rows
+_ITEM_MASK = (1 << _ITEM_BITS) - 1
 most, fewest, plus = np.maximum.reduce, np.minimum.reduce, np.add.reduce  # half the time of an array's methods
 
 
@@ -66,7 +66,7 @@ class Device(NamedTuple):
 class Tiles(NamedTuple):
     """The query tiles of a batch, grouped by the kv tiles that they see."""
 
-    sizes: np.ndarray  # ascending, at most BINS; 0 where a tile sees no keys
+    sizes: np.ndarray  # ascending, at most BINS; a tile that sees no keys is one item too and counts as 1
     counts: np.ndarray  # query tiles of each size, or a little shorter
     number: int  # of query tiles
     work: int  # time of all, unsplit, for one kv head
@@ -110,7 +110,9 @@ def _split_size(visible: np.ndarray, longest: int, total: int, device: Device, c
     if unsplit * of <= share * more:
         return None
     used = counts.nonzero()[0]
-    tiles = Tiles(sizes.take(used), counts.take(used), len(visible), work)
+    sizes = sizes.take(used)
+    sizes[0] = sizes[0] or 1
+    tiles = Tiles(sizes, counts.take(used), len(visible), work)
     chunks = candidates(longest, total, device)
     estimates = _makespans(tiles, chunks, device, capacity)
     best = int(estimates.argmin())
@@ -153,24 +155,25 @@ def _makespans(tiles: Tiles, chunks: list[int], device: Device, capacity: Capaci
     Of arrays of a few numbers each operation takes the same time: they are as few as possible. Quotients that are to be
     rounded up are those of negative numbers.
     """
-    some = np.maximum(tiles.sizes, 1)  # a tile that sees no keys is one item too
-    splits = -some // np.array(chunks)[:, None]  # negative
+    sizes, ctas = tiles.sizes, device.ctas_per_item
+    splits = -sizes // np.array(chunks)[:, None]  # negative
     is_split = splits < -1
-    cost = some // splits  # of the longest split; negative
+    cost = sizes // splits  # of the longest split; negative
     cost *= -UNIT
-    cost += ITEM_TIME
-    cost += is_split * device.partial_cost
+    cost += np.where(is_split, ITEM_TIME + device.partial_cost, ITEM_TIME)
     splits *= -tiles.counts  # items
     items, merges = plus(splits, 1), is_split.dot(tiles.counts)
     partials = items + (merges - tiles.number)
 
     longest = most(cost, 1)
     fullest = _fullest(cost, splits, longest, device)
-    traffic = partials * (device.partial_cost * device.ctas_per_item)
-    work = items * (ITEM_TIME * device.ctas_per_item) + traffic
-    work += (tiles.work - tiles.number * ITEM_TIME) * device.ctas_per_item
+    traffic = partials * (device.partial_cost * ctas)
+    work = items * (ITEM_TIME * ctas) + traffic
+    work += (tiles.work - tiles.number * ITEM_TIME) * ctas
     result = np.maximum(np.maximum(work // device.resident_ctas, fullest), longest)
-    result += (traffic // device.resident_ctas + COMBINE_TIME) * (merges > 0)
+    result += traffic // device.resident_ctas + COMBINE_TIME
+    if (whole := int(sizes[-1])) in chunks:  # splits nothing
+        result[chunks.index(whole)] -= COMBINE_TIME
     finest = chunks.index(min(chunks))  # has the most records of every kind
     if items[finest] > capacity.items or partials[finest] > capacity.partials or merges[finest] > capacity.merges:
         over = (partials > capacity.partials) | (items > capacity.items) | (merges > capacity.merges)
@@ -183,9 +186,8 @@ def _fullest(cost: np.ndarray, items: np.ndarray, longest: np.ndarray, device: D
     the `longest`.
     """
     step = (longest // BINS + 1)[:, None]
-    bins = (cost // step).astype(np.uint8)  # at most BINS: numpy's stable sort of bytes is a radix sort
-    descending = (~bins).argsort(1, kind="stable")
-    descending += _ROWS[: len(bins)] * cost.shape[1]
-    at_least = items.take(descending).cumsum(1)  # items of this cost or more, behind the last that is as long
+    keys = items - (cost // step << _ITEM_BITS)
+    keys.sort(1)  # longest items first
+    at_least = (keys & _ITEM_MASK).cumsum(1)  # items of this cost or more, behind the last that is as long
     waves = at_least * -device.ctas_per_item // device.resident_ctas
-    return -fewest(waves * (bins.take(descending) * step), 1)
+    return most((keys >> _ITEM_BITS) * step * waves, 1)  # of two negative numbers
