@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cute_attn.problem import largest, smallest
 from cute_attn.schedule.constants import (
     BALANCED,
     BINS,
@@ -38,7 +39,7 @@ _SIZES = np.arange(BINS)
 _COSTS = np.maximum(_SIZES * UNIT, EMPTY_TILE_TIME) + ITEM_TIME  # of items of these sizes, unsplit
 _ITEM_BITS = 40  # of a batch: at most MAX_SPLITS for each of 2^30 rows
 _ITEM_MASK = (1 << _ITEM_BITS) - 1
-most, fewest, plus = np.maximum.reduce, np.minimum.reduce, np.add.reduce  # half the time of an array's methods
+most, plus = np.maximum.reduce, np.add.reduce  # half the time of an array's methods
 
 
 class Capacity(NamedTuple):
@@ -76,7 +77,7 @@ def num_splits(visible: np.ndarray, device: Device, capacity: Capacity) -> np.nd
     """Returns the number of splits of each query tile, given the kv tiles that it sees; None where no split pays."""
     if not len(visible):
         return None
-    longest = int(most(visible))
+    longest = largest(visible)
     if longest < 2 * device.min_split_tiles or min(capacity.merges, capacity.partials // 2) < 1:
         return None
     total = int(plus(visible, dtype=np.int64))
@@ -145,7 +146,7 @@ def _histogram(visible: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarra
 def _fullest_unsplit(costs: np.ndarray, counts: np.ndarray, device: Device) -> int:
     """Returns the time of the fullest CTA of a launch without splits. `costs` ascend."""
     waves = counts[::-1].cumsum() * -device.ctas_per_item // device.resident_ctas  # below 0: this rounds up
-    return -int(fewest(waves * costs[::-1]))
+    return -smallest(waves * costs[::-1])
 
 
 def _makespans(tiles: Tiles, chunks: list[int], device: Device, capacity: Capacity) -> np.ndarray:
