@@ -259,13 +259,13 @@ def _enumerate(num_splits: np.ndarray) -> tuple[np.ndarray, ...]:
     """Returns query tile, index within it and partial of every split; then the query tiles with several splits, their
     first partials and their numbers of splits.
     """
-    tile = np.arange(len(num_splits)).repeat(num_splits)
+    tiles = np.arange(len(num_splits))
+    tile, start = tiles.repeat(num_splits), num_splits.cumsum() - num_splits
     every = np.arange(len(tile))
-    ends = num_splits.cumsum()
-    index = every - (ends - num_splits).take(tile)
+    index = every - start.take(tile)
     several = num_splits > 1
-    if several.all():
-        return tile, index, every, np.arange(len(num_splits)), ends - num_splits, num_splits
+    if np.count_nonzero(several) == len(tiles):
+        return tile, index, every, tiles, start, num_splits
     partials = num_splits * several
     first_partial = partials.cumsum() - partials
     partial = np.where(several.take(tile), first_partial.take(tile) + index, NO_PARTIAL)
@@ -394,7 +394,7 @@ def l2_groups(lengths: BatchLengths, params: SchedulerParams) -> np.ndarray:
     ends = lengths.kv_len.take(by_length).cumsum()
     group_tokens = max(params.l2_kv_tokens, (ends.item(-1) - 1) // SORT_BINS + 1)
     groups = np.empty(len(ends), np.uint8)  # sorted like `longest_first`
-    groups[by_length] = np.maximum(ends - 1, 0) // group_tokens
+    groups[by_length] = (ends - 1) // group_tokens
     return groups
 
 
