@@ -145,9 +145,7 @@ class BatchLengths(_BatchArrays):
 
     def know(self, qo_len: np.ndarray, longest_qo: int, with_queries: int, longest_kv: int) -> None:
         """Take what is computed below from a caller that knows it."""
-        self.__dict__.update(
-            qo_len=qo_len, longest_qo=longest_qo, with_queries=with_queries, longest_kv=longest_kv
-        )
+        self.__dict__.update(qo_len=qo_len, longest_qo=longest_qo, with_queries=with_queries, longest_kv=longest_kv)
 
     @functools.cached_property
     def qo_len(self) -> np.ndarray:

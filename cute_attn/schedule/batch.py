@@ -325,13 +325,12 @@ def _write_items(
     order: np.ndarray,
 ) -> None:
     """Writes the items in `order`. `records`: of requests, which are overwritten."""
-    first_row = tiles.first_row
     if splits.tile is not None:
-        records, first_row = records.take(tiles.requests_of(splits.tile), 0), first_row.take(splits.tile)
+        records = records.take(tiles.requests_of(splits.tile), 0)
     elif tiles.request is not None:
         records = records.take(tiles.request, 0)
     if tiles.request is not None:  # else all begin at 0
-        records[:, _FIRST_ROW] = first_row
+        records[:, _FIRST_ROW] = tiles.first_row if splits.tile is None else tiles.first_row.take(splits.tile)
     if splits.tile is not None or params.window_left >= 0:  # else all begin at 0
         np.multiply(splits.begin, params.cols, out=records[:, _KV_BEGIN], casting="unsafe")
     end = records[:, _KV_END]

@@ -41,7 +41,7 @@ _ITEM_BITS = 40  # of a batch: at most MAX_SPLITS for each of 2^30 rows
 # As an operand an array of no dimension takes numpy half the time of a Python int.
 _MINUS_ONE, _ONE, _UNIT, _BINS = map(np.array, (-1, 1, UNIT, BINS))
 _SHIFT, _MASK = map(np.array, (_ITEM_BITS, (1 << _ITEM_BITS) - 1))
-most, plus = np.maximum.reduce, np.add.reduce  # half the time of an array's methods
+most = np.maximum.reduce  # half the time of an array's `max`
 
 
 class Capacity(NamedTuple):
@@ -82,7 +82,7 @@ def num_splits(visible: np.ndarray, device: Device, capacity: Capacity) -> np.nd
     longest = largest(visible)
     if longest < 2 * device.min_split_tiles or min(capacity.merges, capacity.partials // 2) < 1:
         return None
-    total = int(plus(visible, dtype=np.int64))
+    total = int(np.add.reduce(visible, dtype=np.int64))
     more, of = BALANCED
     if longest * device.resident_ctas * of <= (more - of) * total * device.ctas_per_item:
         return None  # so many waves that longest-first order fills the last one well
@@ -96,9 +96,7 @@ def num_splits(visible: np.ndarray, device: Device, capacity: Capacity) -> np.nd
 
 
 @functools.lru_cache(REMEMBERED)
-def _remembered_split_size(
-    visible: bytes, longest: int, total: int, device: Device, capacity: Capacity
-) -> int | None:
+def _remembered_split_size(visible: bytes, longest: int, total: int, device: Device, capacity: Capacity) -> int | None:
     """Returns `_split_size`. The steps of an engine differ in kv tiles once in 64 tokens of a request or so."""
     return _split_size(np.frombuffer(visible, np.int32), longest, total, device, capacity)
 
@@ -109,7 +107,7 @@ def _split_size(visible: np.ndarray, longest: int, total: int, device: Device, c
     sizes, costs, counts = _histogram(visible, longest)
     work = int(costs.dot(counts))
     share = work * device.ctas_per_item // device.resident_ctas
-    unsplit = max(share, _fullest_unsplit(costs, counts, device))
+    unsplit = max(share, _fullest_unsplit(costs, counts, len(visible), device))
     if unsplit * of <= share * more:
         return None
     used = counts.nonzero()[0]
@@ -145,8 +143,10 @@ def _histogram(visible: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarra
     return sizes, np.maximum(sizes * UNIT, EMPTY_TILE_TIME) + ITEM_TIME, np.bincount(bin_index, minlength=BINS)
 
 
-def _fullest_unsplit(costs: np.ndarray, counts: np.ndarray, device: Device) -> int:
-    """Returns the time of the fullest CTA of a launch without splits. `costs` ascend."""
+def _fullest_unsplit(costs: np.ndarray, counts: np.ndarray, items: int, device: Device) -> int:
+    """Returns the time of the fullest CTA of a launch without splits. `costs` ascend where `counts` are not 0."""
+    if items * device.ctas_per_item <= device.resident_ctas:
+        return largest(costs)
     waves = counts[::-1].cumsum() * -device.ctas_per_item // device.resident_ctas  # below 0: this rounds up
     return -smallest(waves * costs[::-1])
 
@@ -164,11 +164,10 @@ def _makespans(tiles: Tiles, chunks: list[int], device: Device, capacity: Capaci
     cost = np.where(is_split, ITEM_TIME + device.partial_cost, ITEM_TIME)
     cost -= sizes // splits * _UNIT  # negative tiles of the longest split
     splits *= -tiles.counts  # items
-    items, merges = plus(splits, 1), is_split.dot(tiles.counts)
-    partials = items + (merges - tiles.number)
-
     longest = most(cost, 1)
-    fullest = _fullest(cost, splits, longest, device)
+    fullest, items = _fullest(cost, splits, longest, device)
+    merges = is_split.dot(tiles.counts)
+    partials = items + (merges - tiles.number)
     traffic = partials * (device.partial_cost * ctas)
     work = items * (ITEM_TIME * ctas) + traffic
     work += (tiles.work - tiles.number * ITEM_TIME) * ctas
@@ -183,13 +182,13 @@ def _makespans(tiles: Tiles, chunks: list[int], device: Device, capacity: Capaci
     return result
 
 
-def _fullest(cost: np.ndarray, items: np.ndarray, longest: np.ndarray, device: Device) -> np.ndarray:
+def _fullest(cost: np.ndarray, items: np.ndarray, longest: np.ndarray, device: Device) -> tuple[np.ndarray, np.ndarray]:
     """Returns the time of the fullest CTA of every row, which has `items` of each `cost`, rounded down to a fraction of
-    the `longest`.
+    the `longest`; and all items of the row.
     """
     step = (longest // _BINS + _ONE)[:, None]
     keys = items - (cost // step << _SHIFT)
     keys.sort(1)  # longest items first
     at_least = (keys & _MASK).cumsum(1)  # items of this cost or more, behind the last that is as long
     waves = at_least * -device.ctas_per_item // device.resident_ctas
-    return most((keys >> _SHIFT) * step * waves, 1)  # of two negative numbers
+    return most((keys >> _SHIFT) * step * waves, 1), at_least[:, -1]  # a product of two negative numbers
