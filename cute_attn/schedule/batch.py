@@ -161,7 +161,7 @@ def _one_tile_each(lengths: BatchLengths, params: SchedulerParams, qo_len: np.nd
     begin = first_row = np.zeros(len(qo_len), np.int64)
     if params.window_left >= 0:
         begin = np.maximum(lengths.kv_len - qo_len - params.window_left, 0) // params.cols
-    end = (lengths.kv_len + (params.cols - 1)) // params.cols
+    end = -(-lengths.kv_len // params.cols)
     gap = None if lengths.key_bounds is None else _gap(lengths, params, np.arange(len(qo_len)), first_row)
     return QueryTiles(None, first_row, begin, end, gap)
 

@@ -92,7 +92,7 @@ def num_splits(visible: np.ndarray, device: Device, capacity: Capacity) -> np.nd
         size = _split_size(visible, longest, total, device, capacity)
     if size is None:
         return None
-    return (visible + np.int32(size - 1)) // np.int32(size)
+    return -(-visible // size)
 
 
 @functools.lru_cache(REMEMBERED)
