@@ -387,7 +387,7 @@ def orders_by_l2(params: SchedulerParams, items: int) -> bool:
 
 def l2_groups(lengths: BatchLengths, params: SchedulerParams) -> np.ndarray:
     """Returns the group of every request, longest requests first: the keys of one group fit L2 together, unless there
-    are more than 256 times as many.
+    are more than 256 times as many. Some request has keys, and therefore the first.
     """
     by_length = longest_first(lengths.kv_len)
     ends = lengths.kv_len.take(by_length).cumsum()

@@ -112,7 +112,7 @@ def _split_size(visible: np.ndarray, longest: int, total: int, device: Device, c
         return None
     used = counts.nonzero()[0]
     sizes = sizes.take(used)
-    sizes[0] = sizes[0] or 1
+    sizes[0] = sizes[0] or 1  # others are above 0
     tiles = Tiles(sizes, counts.take(used), len(visible), work)
     chunks = candidates(longest, total, device)
     estimates = _makespans(tiles, chunks, device, capacity)
@@ -162,7 +162,7 @@ def _makespans(tiles: Tiles, chunks: list[int], device: Device, capacity: Capaci
     splits = -sizes // np.array(chunks)[:, None]  # negative
     is_split = splits < _MINUS_ONE
     cost = np.where(is_split, ITEM_TIME + device.partial_cost, ITEM_TIME)
-    cost -= sizes // splits * _UNIT  # negative tiles of the longest split
+    cost -= sizes // splits * _UNIT  # and the kv tiles of the longest split, which come out negative too
     splits *= -tiles.counts  # items
     longest = most(cost, 1)
     fullest, items = _fullest(cost, splits, longest, device)
