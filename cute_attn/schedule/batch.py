@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cute_attn.errors import RuntimeArgumentError, WorkspaceError
-from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits, largest
+from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits, largest, smallest
 from cute_attn.schedule import cost_model
 from cute_attn.schedule.constants import L2_ORDER_MIN_WAVES, SORT_BINS
 from cute_attn.schedule.cost_model import Capacity
@@ -205,7 +205,8 @@ def _balanced_splits(tiles: QueryTiles, params: SchedulerParams, capacity: Capac
     num_splits = cost_model.num_splits(visible, cost_device(params), capacity)
     if num_splits is None:
         return _unsplit(tiles)
-    num_splits = np.maximum(num_splits, 1)
+    if smallest(num_splits) == 0:  # a tile that sees no keys is one item too
+        num_splits = np.maximum(num_splits, 1)
     tile, index, partial, *merges = _enumerate(num_splits)
     end = visible.take(tile)
     begin = index * end // num_splits.take(tile)  # of the tiles that are visible, as long as `end` is their number
@@ -230,14 +231,14 @@ def _fixed_size_splits(tiles: QueryTiles, params: SchedulerParams, limits: Batch
     chunk = min(ceil_div(size, params.cols), 1 << 30)
     first = tiles.begin // chunk
     num_splits = np.maximum(-(-tiles.end // chunk) - first, 1)
-    largest = int(num_splits.max(initial=1))
-    if largest == 1:
+    most_splits = int(num_splits.max(initial=1))
+    if most_splits == 1:
         return _unsplit(tiles)
-    if largest > MAX_SPLITS:
+    if most_splits > MAX_SPLITS:
         smallest_size = ceil_div(int(tiles.end.max()), MAX_SPLITS) * params.cols
         raise RuntimeArgumentError(
             f"fixed_split_size must split a request into at most {MAX_SPLITS} parts, got {size} tokens, which make "
-            f"{largest}; this batch needs at least {smallest_size}"
+            f"{most_splits}; this batch needs at least {smallest_size}"
         )
     needed = int(num_splits[num_splits > 1].sum()) * partial_bytes(params)
     if needed > limits.workspace_bytes:
@@ -263,9 +264,9 @@ def _enumerate(num_splits: np.ndarray) -> tuple[np.ndarray, ...]:
     tile, start = tiles.repeat(num_splits), num_splits.cumsum() - num_splits
     every = np.arange(len(tile))
     index = every - start.take(tile)
-    several = num_splits > 1
-    if np.count_nonzero(several) == len(tiles):
+    if smallest(num_splits) > 1:
         return tile, index, every, tiles, start, num_splits
+    several = num_splits > 1
     partials = num_splits * several
     first_partial = partials.cumsum() - partials
     partial = np.where(several.take(tile), first_partial.take(tile) + index, NO_PARTIAL)
