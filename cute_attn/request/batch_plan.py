@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from cute_attn.errors import ArgumentError, ArgumentTypeError, NotSupported, Refusal, RuntimeArgumentError
-from cute_attn.problem import BatchLengths, DeviceTokens, Settings, Tokens
+from cute_attn.problem import BatchLengths, DeviceTokens, Settings, Tokens, largest, smallest
 from cute_attn.request import checks, index_arrays, page_ids
 from cute_attn.request.bit_packing import pack_segments
 from cute_attn.request.once import CACHE_SIZE, once
@@ -220,13 +220,13 @@ class Queries(NamedTuple):
     @classmethod
     def of(cls, indptr: np.ndarray) -> Queries:
         lens = indptr[1:] - indptr[:-1]
-        return cls(indptr, lens, int(most(lens)) if len(lens) else 0, int(np.count_nonzero(lens)))
+        return cls(indptr, lens, largest(lens) if len(lens) else 0, int(np.count_nonzero(lens)))
 
 
 def queries(name: str, value: Any) -> Queries:
     """Check the index array of query tokens."""
     bounds, lens, fewest = _bounds(name, value)
-    longest = most(lens).item() if len(lens) else 0
+    longest = largest(lens) if len(lens) else 0
     return Queries(bounds, lens, longest, len(lens) if fewest else int(np.count_nonzero(lens)))
 
 
@@ -256,16 +256,14 @@ def paged(
     kv_len += last
     kv_len -= page_size
     # The common case costs three array operations.
-    if len(last) and not (least(last) >= 1 and most(last) <= page_size and fewest >= 1):
+    if len(last) and not (smallest(last) >= 1 and largest(last) <= page_size and fewest >= 1):
         wrong = (counts > 0) & ((last < 1) | (last > page_size))
         if wrong.any():
             i = int(wrong.argmax())
             raise ArgumentError(f"{names[3]} must be within 1..{page_size}, the page size; request {i} has {last[i]}")
         kv_len = np.where(counts > 0, kv_len, 0)
-    first, end = kv_bounds.item(0), kv_bounds.item(-1)
-    check_indices(names, pages.indices, first, end)
-    lengths = _lengths(q, kv_bounds[:-1], kv_len, (end - first) * page_size)
-    return Tokens(lengths, kv_bounds, last, pages.indices, q_len)
+    check_indices(names, pages.indices, kv_bounds.item(0), kv_bounds.item(-1))
+    return Tokens(_lengths(q, kv_bounds[:-1], kv_len), kv_bounds, last, pages.indices, q_len)
 
 
 def check_indices(names: Sequence[str], indices: Any, first: int, end: int) -> None:
@@ -288,8 +286,7 @@ def ragged(qo_indptr: Any, kv_indptr: Any) -> Tokens:
     q = queries("qo_indptr", qo_indptr)
     kv_bounds, kv_len, _ = _bounds("kv_indptr", kv_indptr)
     _check_same_batch("qo_indptr", q.indptr, "kv_indptr", kv_bounds)
-    most_keys = kv_bounds.item(-1) - kv_bounds.item(0)
-    return Tokens(_lengths(q, kv_bounds[:-1], kv_len, most_keys), kv_bounds)
+    return Tokens(_lengths(q, kv_bounds[:-1], kv_len), kv_bounds)
 
 
 def indptr(name: str, value: Any) -> np.ndarray:
@@ -303,13 +300,13 @@ def _bounds(name: str, value: Any) -> tuple[np.ndarray, np.ndarray, int]:
     if len(bounds) == 0:
         raise ArgumentError(f"{name} must have shape [batch_size + 1], got no element")
     steps = bounds[1:] - bounds[:-1]
-    smallest = least(steps) if len(steps) else 0
-    if smallest < 0:
+    least = smallest(steps) if len(steps) else 0
+    if least < 0:
         i = int((steps < 0).argmax())
         raise RuntimeArgumentError(f"{name} must not decrease, got {bounds[i + 1]} after {bounds[i]} (request {i})")
     if bounds.item(0) < 0 or bounds.item(-1) > MAX_INDEX:
         raise ArgumentError(f"{name} must stay within 0..{MAX_INDEX}, got {bounds[0]}..{bounds[-1]}")
-    return bounds, steps, smallest
+    return bounds, steps, least
 
 
 def _integers(name: str, value: Any) -> np.ndarray:
@@ -336,9 +333,6 @@ def _integers_of_another_place(name: str, value: Any) -> np.ndarray:
     return host
 
 
-least, most = np.minimum.reduce, np.maximum.reduce  # half the time of an array's `min` and `max`
-
-
 def _check_device(name: str, value: torch.Tensor) -> None:
     if not (value.is_cuda or value.is_cpu):
         raise ArgumentError(f"{name} must be on a {' or '.join(DEVICES)} device, got {checks.describe(value)}")
@@ -351,13 +345,14 @@ def _check_same_batch(q_name: str, q_bounds: np.ndarray, kv_name: str, kv_bounds
         )
 
 
-def _lengths(q: Queries, kv_start: np.ndarray, kv_len: np.ndarray, bound: int) -> BatchLengths:
-    """Return lengths; `bound`: no request has more keys."""
-    if bound > MAX_KV_LEN and len(kv_len) and most(kv_len) > MAX_KV_LEN:
+def _lengths(q: Queries, kv_start: np.ndarray, kv_len: np.ndarray) -> BatchLengths:
+    """Return lengths, checked."""
+    longest = largest(kv_len) if len(kv_len) else 0
+    if longest > MAX_KV_LEN:
         i = int(kv_len.argmax())
         raise ArgumentError(f"a request must have at most {MAX_KV_LEN} keys, request {i} has {kv_len[i]}")
     lengths = BatchLengths(q.indptr, kv_start, kv_len)
-    lengths.know(q.lens, q.longest, q.with_tokens)
+    lengths.know(q.lens, q.longest, q.with_tokens, longest)
     return lengths
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cute_attn.errors import RuntimeArgumentError, WorkspaceError
-from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits
+from cute_attn.problem import BatchLengths, BatchLimits, GraphLimits, largest, smallest
 from cute_attn.schedule import cost_model
 from cute_attn.schedule.constants import L2_ORDER_MIN_WAVES, SORT_BINS
 from cute_attn.schedule.cost_model import Capacity
@@ -34,7 +34,6 @@ _QO_START, _QO_LEN, _KV_START, _KV_LEN, _FIRST_ROW, _KV_BEGIN, _KV_END, _PARTIAL
     range(len(Item._fields))
 )
 _NONE = np.empty(0, np.int64)
-most = np.maximum.reduce  # half the time of an array's `max`
 
 
 class SchedulerParams(NamedTuple):
@@ -162,7 +161,7 @@ def _one_tile_each(lengths: BatchLengths, params: SchedulerParams, qo_len: np.nd
     begin = first_row = np.zeros(len(qo_len), np.int64)
     if params.window_left >= 0:
         begin = np.maximum(lengths.kv_len - qo_len - params.window_left, 0) // params.cols
-    end = (lengths.kv_len + (params.cols - 1)) // params.cols
+    end = -(-lengths.kv_len // params.cols)
     gap = None if lengths.key_bounds is None else _gap(lengths, params, np.arange(len(qo_len)), first_row)
     return QueryTiles(None, first_row, begin, end, gap)
 
@@ -206,7 +205,8 @@ def _balanced_splits(tiles: QueryTiles, params: SchedulerParams, capacity: Capac
     num_splits = cost_model.num_splits(visible, cost_device(params), capacity)
     if num_splits is None:
         return _unsplit(tiles)
-    num_splits = np.maximum(num_splits, 1)
+    if smallest(num_splits) == 0:  # a tile that sees no keys is one item too
+        num_splits = np.maximum(num_splits, 1)
     tile, index, partial, *merges = _enumerate(num_splits)
     end = visible.take(tile)
     begin = index * end // num_splits.take(tile)  # of the tiles that are visible, as long as `end` is their number
@@ -231,14 +231,14 @@ def _fixed_size_splits(tiles: QueryTiles, params: SchedulerParams, limits: Batch
     chunk = min(ceil_div(size, params.cols), 1 << 30)
     first = tiles.begin // chunk
     num_splits = np.maximum(-(-tiles.end // chunk) - first, 1)
-    largest = int(num_splits.max(initial=1))
-    if largest == 1:
+    most_splits = int(num_splits.max(initial=1))
+    if most_splits == 1:
         return _unsplit(tiles)
-    if largest > MAX_SPLITS:
+    if most_splits > MAX_SPLITS:
         smallest_size = ceil_div(int(tiles.end.max()), MAX_SPLITS) * params.cols
         raise RuntimeArgumentError(
             f"fixed_split_size must split a request into at most {MAX_SPLITS} parts, got {size} tokens, which make "
-            f"{largest}; this batch needs at least {smallest_size}"
+            f"{most_splits}; this batch needs at least {smallest_size}"
         )
     needed = int(num_splits[num_splits > 1].sum()) * partial_bytes(params)
     if needed > limits.workspace_bytes:
@@ -260,13 +260,13 @@ def _enumerate(num_splits: np.ndarray) -> tuple[np.ndarray, ...]:
     """Returns query tile, index within it and partial of every split; then the query tiles with several splits, their
     first partials and their numbers of splits.
     """
-    tile = np.arange(len(num_splits)).repeat(num_splits)
+    tiles = np.arange(len(num_splits))
+    tile, start = tiles.repeat(num_splits), num_splits.cumsum() - num_splits
     every = np.arange(len(tile))
-    ends = num_splits.cumsum()
-    index = every - (ends - num_splits).take(tile)
+    index = every - start.take(tile)
+    if smallest(num_splits) > 1:
+        return tile, index, every, tiles, start, num_splits
     several = num_splits > 1
-    if several.all():
-        return tile, index, every, np.arange(len(num_splits)), ends - num_splits, num_splits
     partials = num_splits * several
     first_partial = partials.cumsum() - partials
     partial = np.where(several.take(tile), first_partial.take(tile) + index, NO_PARTIAL)
@@ -326,13 +326,12 @@ def _write_items(
     order: np.ndarray,
 ) -> None:
     """Writes the items in `order`. `records`: of requests, which are overwritten."""
-    first_row = tiles.first_row
     if splits.tile is not None:
-        records, first_row = records.take(tiles.requests_of(splits.tile), 0), first_row.take(splits.tile)
+        records = records.take(tiles.requests_of(splits.tile), 0)
     elif tiles.request is not None:
         records = records.take(tiles.request, 0)
     if tiles.request is not None:  # else all begin at 0
-        records[:, _FIRST_ROW] = first_row
+        records[:, _FIRST_ROW] = tiles.first_row if splits.tile is None else tiles.first_row.take(splits.tile)
     if splits.tile is not None or params.window_left >= 0:  # else all begin at 0
         np.multiply(splits.begin, params.cols, out=records[:, _KV_BEGIN], casting="unsafe")
     end = records[:, _KV_END]
@@ -376,7 +375,7 @@ def _blank_records(batch_size: int) -> np.ndarray:
 
 def longest_first(cost: np.ndarray) -> np.ndarray:
     """Returns indices by descending cost, rounded to a 256th of the largest; the sort is stable."""
-    width = (int(most(cost)) if len(cost) else 0) // SORT_BINS + 1
+    width = (largest(cost) if len(cost) else 0) // SORT_BINS + 1
     bins = cost if width == 1 else cost // width
     # numpy's stable sort is a radix sort up to 16 bits: 8 times faster than for 32
     return (~bins.astype(np.uint8)).argsort(kind="stable")
@@ -389,13 +388,13 @@ def orders_by_l2(params: SchedulerParams, items: int) -> bool:
 
 def l2_groups(lengths: BatchLengths, params: SchedulerParams) -> np.ndarray:
     """Returns the group of every request, longest requests first: the keys of one group fit L2 together, unless there
-    are more than 256 times as many.
+    are more than 256 times as many. Some request has keys, and therefore the first.
     """
     by_length = longest_first(lengths.kv_len)
     ends = lengths.kv_len.take(by_length).cumsum()
     group_tokens = max(params.l2_kv_tokens, (ends.item(-1) - 1) // SORT_BINS + 1)
     groups = np.empty(len(ends), np.uint8)  # sorted like `longest_first`
-    groups[by_length] = np.maximum(ends - 1, 0) // group_tokens
+    groups[by_length] = (ends - 1) // group_tokens
     return groups
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cute_attn.problem import largest, smallest
 from cute_attn.schedule.constants import (
     BALANCED,
     BINS,
@@ -36,6 +37,10 @@ REMEMBERED = 256  # results of that search
 
 _SIZES = np.arange(BINS)
 _COSTS = np.maximum(_SIZES * UNIT, EMPTY_TILE_TIME) + ITEM_TIME  # of items of these sizes, unsplit
+_ITEM_BITS = 40  # of a batch: at most MAX_SPLITS for each of 2^30 rows
+# As an operand an array of no dimension takes numpy half the time of a Python int.
+_MINUS_ONE, _ONE, _UNIT, _BINS = map(np.array, (-1, 1, UNIT, BINS))
+_SHIFT, _MASK = map(np.array, (_ITEM_BITS, (1 << _ITEM_BITS) - 1))
 most = np.maximum.reduce  # half the time of an array's `max`
 
 
@@ -61,57 +66,69 @@ class Device(NamedTuple):
         return cls(resident_ctas, num_kv_heads, min_split_tiles, UNIT * rows // cols)
 
 
+class Tiles(NamedTuple):
+    """The query tiles of a batch, grouped by the kv tiles that they see."""
+
+    sizes: np.ndarray  # ascending, at most BINS; a tile that sees no keys is one item too and counts as 1
+    counts: np.ndarray  # query tiles of each size, or a little shorter
+    number: int  # of query tiles
+    work: int  # time of all, unsplit, for one kv head
+
+
 def num_splits(visible: np.ndarray, device: Device, capacity: Capacity) -> np.ndarray | None:
     """Returns the number of splits of each query tile, given the kv tiles that it sees; None where no split pays."""
     if not len(visible):
         return None
-    longest = int(most(visible))
+    longest = largest(visible)
     if longest < 2 * device.min_split_tiles or min(capacity.merges, capacity.partials // 2) < 1:
         return None
-    total = int(visible.sum(dtype=np.int64))
+    total = int(np.add.reduce(visible, dtype=np.int64))
     more, of = BALANCED
     if longest * device.resident_ctas * of <= (more - of) * total * device.ctas_per_item:
         return None  # so many waves that longest-first order fills the last one well
     if len(visible) <= FEW_TILES:
-        size = _remembered_split_size(visible.astype(np.int32).tobytes(), device, capacity)
+        size = _remembered_split_size(visible.astype(np.int32).tobytes(), longest, total, device, capacity)
     else:
         size = _split_size(visible, longest, total, device, capacity)
     if size is None:
         return None
-    return (visible + np.int32(size - 1)) // np.int32(size)
+    return -(-visible // size)
+
+
+@functools.lru_cache(REMEMBERED)
+def _remembered_split_size(visible: bytes, longest: int, total: int, device: Device, capacity: Capacity) -> int | None:
+    """Returns `_split_size`. The steps of an engine differ in kv tiles once in 64 tokens of a request or so."""
+    return _split_size(np.frombuffer(visible, np.int32), longest, total, device, capacity)
 
 
 def _split_size(visible: np.ndarray, longest: int, total: int, device: Device, capacity: Capacity) -> int | None:
     """Returns the best split size in kv tiles; None where no split pays. `longest`, `total`: of `visible`."""
     more, of = BALANCED
     sizes, costs, counts = _histogram(visible, longest)
-    unsplit, share = _unsplit_makespan(costs, counts, device)
+    work = int(costs.dot(counts))
+    share = work * device.ctas_per_item // device.resident_ctas
+    unsplit = max(share, _fullest_unsplit(costs, counts, len(visible), device))
     if unsplit * of <= share * more:
         return None
     used = counts.nonzero()[0]
-    sizes, counts = sizes[used], counts[used]
+    sizes = sizes.take(used)
+    sizes[0] = sizes[0] or 1  # others are above 0
+    tiles = Tiles(sizes, counts.take(used), len(visible), work)
     chunks = candidates(longest, total, device)
-    estimates = _makespans(sizes, counts, chunks, device, capacity)
+    estimates = _makespans(tiles, chunks, device, capacity)
     best = int(estimates.argmin())
     if int(estimates[best]) * WORTHWHILE[1] > unsplit * WORTHWHILE[0]:
         return None
     return chunks[best]
 
 
-@functools.lru_cache(REMEMBERED)
-def _remembered_split_size(visible: bytes, device: Device, capacity: Capacity) -> int | None:
-    """Returns `_split_size`. The steps of an engine differ in kv tiles once in 64 tokens of a request or so."""
-    tiles = np.frombuffer(visible, np.int32)
-    return _split_size(tiles, int(most(tiles)), int(tiles.sum(dtype=np.int64)), device, capacity)
-
-
 def candidates(longest: int, total: int, device: Device) -> list[int]:
     """Returns the split sizes that are compared, in kv tiles, each once: of equal estimates the first wins."""
-    least = max(device.min_split_tiles, -(-longest // MAX_SPLITS))
+    least = min(max(device.min_split_tiles, -(-longest // MAX_SPLITS)), longest)
     work, whole = total * device.ctas_per_item, device.resident_ctas * SHARE_DENOMINATOR
     sizes = [-(-longest // divisor) for divisor in LONGEST_DIVISORS]
     sizes += [-(-work * factor // whole) for factor in SHARE_FACTORS]
-    return list(dict.fromkeys([min(max(size, least), longest) for size in sizes]))
+    return list(dict.fromkeys([least if size < least else longest if size > longest else size for size in sizes]))
 
 
 def _histogram(visible: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -126,38 +143,38 @@ def _histogram(visible: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarra
     return sizes, np.maximum(sizes * UNIT, EMPTY_TILE_TIME) + ITEM_TIME, np.bincount(bin_index, minlength=BINS)
 
 
-def _unsplit_makespan(costs: np.ndarray, counts: np.ndarray, device: Device) -> tuple[int, int]:
-    """Returns the makespan of a launch without splits, and one CTA's equal share of its work."""
-    waves = counts[::-1].cumsum()[::-1] * device.ctas_per_item  # items of this cost or more
-    waves += device.resident_ctas - 1
-    waves //= device.resident_ctas
-    share = int(costs @ counts) * device.ctas_per_item // device.resident_ctas
-    return max(share, int(most(waves * costs))), share
+def _fullest_unsplit(costs: np.ndarray, counts: np.ndarray, items: int, device: Device) -> int:
+    """Returns the time of the fullest CTA of a launch without splits. `costs` ascend where `counts` are not 0."""
+    if items * device.ctas_per_item <= device.resident_ctas:
+        return largest(costs)
+    waves = counts[::-1].cumsum() * -device.ctas_per_item // device.resident_ctas  # below 0: this rounds up
+    return -smallest(waves * costs[::-1])
 
 
-def _makespans(
-    sizes: np.ndarray, counts: np.ndarray, chunks: list[int], device: Device, capacity: Capacity
-) -> np.ndarray:
+def _makespans(tiles: Tiles, chunks: list[int], device: Device, capacity: Capacity) -> np.ndarray:
     """Returns, for each split size in `chunks`, the makespan when every tile gets the fewest splits of at most this
     size; `IMPOSSIBLE` where the records exceed the capacity.
-    """
-    chunk, some = np.array(chunks)[:, None], np.maximum(sizes, 1)  # a tile that sees no keys is one item too
-    splits = (some + (chunk - 1)) // chunk
-    is_split = splits > 1
-    cost = (some + (splits - 1)) // splits * UNIT  # of the longest split
-    cost += ITEM_TIME
-    cost += is_split * device.partial_cost
-    items, merges = splits @ counts, is_split @ counts
-    partials = items - (int(counts.sum()) - merges)
-    work = items * ITEM_TIME + partials * device.partial_cost
-    work += int(np.maximum(sizes * UNIT, EMPTY_TILE_TIME) @ counts)
-    share = work * device.ctas_per_item // device.resident_ctas
 
+    Of arrays of a few numbers each operation takes the same time: they are as few as possible. Quotients that are to be
+    rounded up are those of negative numbers.
+    """
+    sizes, ctas = tiles.sizes, device.ctas_per_item
+    splits = -sizes // np.array(chunks)[:, None]  # negative
+    is_split = splits < _MINUS_ONE
+    cost = np.where(is_split, ITEM_TIME + device.partial_cost, ITEM_TIME)
+    cost -= sizes // splits * _UNIT  # and the kv tiles of the longest split, which come out negative too
+    splits *= -tiles.counts  # items
     longest = most(cost, 1)
-    fullest = _fullest(cost, splits * counts, longest // BINS + 1, device)
-    result = np.maximum(np.maximum(share, fullest), longest)
-    merging = partials * (device.partial_cost * device.ctas_per_item) // device.resident_ctas + COMBINE_TIME
-    result += (partials > 0) * merging
+    fullest, items = _fullest(cost, splits, longest, device)
+    merges = is_split.dot(tiles.counts)
+    partials = items + (merges - tiles.number)
+    traffic = partials * (device.partial_cost * ctas)
+    work = items * (ITEM_TIME * ctas) + traffic
+    work += (tiles.work - tiles.number * ITEM_TIME) * ctas
+    result = np.maximum(np.maximum(work // device.resident_ctas, fullest), longest)
+    result += traffic // device.resident_ctas + COMBINE_TIME
+    if (whole := int(sizes[-1])) in chunks:  # splits nothing
+        result[chunks.index(whole)] -= COMBINE_TIME
     finest = chunks.index(min(chunks))  # has the most records of every kind
     if items[finest] > capacity.items or partials[finest] > capacity.partials or merges[finest] > capacity.merges:
         over = (partials > capacity.partials) | (items > capacity.items) | (merges > capacity.merges)
@@ -165,12 +182,13 @@ def _makespans(
     return result
 
 
-def _fullest(cost: np.ndarray, items: np.ndarray, step: np.ndarray, device: Device) -> np.ndarray:
-    """Returns the time of the fullest CTA of every row, which has `items` of each `cost`, rounded down to `step`."""
-    step = step[:, None]
-    bins = (cost // step).astype(np.uint8)  # at most BINS: numpy's stable sort of bytes is a radix sort
-    descending = (~bins).argsort(1, kind="stable")
-    descending += np.arange(0, cost.size, cost.shape[1])[:, None]
-    at_least = items.take(descending).cumsum(1)  # items of this cost or more, behind the last that is as long
-    waves = (at_least * device.ctas_per_item + (device.resident_ctas - 1)) // device.resident_ctas
-    return most(waves * (bins.take(descending) * step), 1)
+def _fullest(cost: np.ndarray, items: np.ndarray, longest: np.ndarray, device: Device) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the time of the fullest CTA of every row, which has `items` of each `cost`, rounded down to a fraction of
+    the `longest`; and all items of the row.
+    """
+    step = (longest // _BINS + _ONE)[:, None]
+    keys = items - (cost // step << _SHIFT)
+    keys.sort(1)  # longest items first
+    at_least = (keys & _MASK).cumsum(1)  # items of this cost or more, behind the last that is as long
+    waves = at_least * -device.ctas_per_item // device.resident_ctas
+    return most((keys >> _SHIFT) * step * waves, 1), at_least[:, -1]  # a product of two negative numbers
