@@ -89,8 +89,9 @@ def segments(w: BatchWorkload) -> Segments:
     if len(w.kv_lens) == 1 and w.num_kv_heads <= tiles.ONE[KV_BITS[SPEC_DTYPES[w.kv_dtype]]]:
         return "alone" if w.num_kv_heads == 1 else "one"
     if pairs <= tiles.FEW:
-        brief = len(w.kv_lens) == 1 and pairs <= tiles.BRIEF_UNITS and max(w.kv_lens) <= tiles.BRIEF
-        return "brief" if brief else "few"
+        if len(w.kv_lens) > 1 or pairs > tiles.BRIEF_UNITS or max(w.kv_lens) > tiles.BRIEF:
+            return "few"
+        return "tiny" if max(w.kv_lens) <= tiles.TINY else "brief"
     return "even" if pairs >= tiles.EVEN and len(set(w.kv_lens)) == 1 else "many"
 
 

@@ -24,13 +24,11 @@ SINGLE: tuple[tuple[str, Case], ...] = (
     ("long", prefill(400, 500, (1, 1), 128, **CAUSAL, **BF16)),
     ("few", prefill(150, 200, (2, 1), 128, **CAUSAL)),
     ("short", prefill(150, 200, (2, 2), 56, **CAUSAL, **BF16)),
-    ("long", prefill(130, 200, (1, 1), 256, **BF16)),
 )
 LENGTHS = (200, 0, 37, 1), (300, 20, 64, 0)
 BATCHES: tuple[tuple[str, BatchCase], ...] = (
     ("long", ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(128))),
     ("short", ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(64))),
-    ("long", ragged(*LENGTHS, **heads(2, 1), **dims(256))),
 )
 
 

@@ -89,9 +89,10 @@ def test_keys_of_few_short_windows_are_fetched_ahead(
 
 def test_one_request_of_few_keys_has_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that has grown has not; nor have captured launches, which may grow."""
+    monkeypatch.setattr(tiles, "TINY", 100)
     monkeypatch.setattr(tiles, "BRIEF", 200)
     batches = [decode((n,), kv_dtype=E4M3, **heads(20, 5), **dims(128)) for n in (150, 201, 40)]
-    clusters = []
+    rings = []
     with using("sm_90a", kernels="xqa", sms=64, schedule=Schedule("adversarial", 3)) as emulation:
         for graph in (False, True):
             planned = batch_case.wrapper(batches[0], backend="emulator")
@@ -99,8 +100,9 @@ def test_one_request_of_few_keys_has_clusters(monkeypatch: pytest.MonkeyPatch) -
                 planned, _ = graph_wrapper(batches[0], "cpu", 40, 0, backend="emulator")
             for batch in batches:
                 solve(planned, batch, emulation)
-                clusters.append(emulation.records[-1].spec["cluster"])
-    assert clusters == [8, 1, 8, 1, 1, 1]
+                spec = emulation.records[-1].spec
+                rings.append((spec["cluster"], spec["stages"]))
+    assert rings == [(8, 3), (1, 3), (8, 2), *[(1, 3)] * 3]
 
 
 @pytest.mark.parametrize(("kv_len", "cluster"), [(150, 8), (201, 1)])

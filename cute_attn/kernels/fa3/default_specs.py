@@ -29,10 +29,9 @@ def default_specs() -> list[KernelSpec]:
     shared: dict[str, Any] = {"mask": "band", "schedule": "items", "group": 8}
     specs += [_spec((64, 64), window_left=window_left, **shared) for window_left in (127, 1023)]
     specs.append(_spec(llama, dtype=FP8_DTYPES[0], window_left=511, **shared))
-    for (size, dims), sized in SIZED.items():
-        launch: dict[str, Any] = {"size": size, "causal": sized.causal}
-        specs += [_spec(dims, **launch), _spec(dims, **launch, schedule="items")]
-        specs.append(_spec(dims, **launch, split=True, out_dtype="float32"))
+    for size, dims in SIZED:
+        specs += [_spec(dims, size=size), _spec(dims, size=size, schedule="items")]
+        specs.append(_spec(dims, size=size, split=True, out_dtype="float32"))
     specs += [_spec(llama, schedule="items"), _spec(llama, dtype="float16", out_dtype="float16")]
     fp8: tuple[dict[str, Any], ...] = ({}, ITEMS, {"schedule": "items"}, {"mask": "band"}, {**MODIFIED[0], **ITEMS})
     for dims in FP8_HEAD_DIMS:
@@ -78,7 +77,6 @@ def _spec(
     out_dtype: str = "bfloat16",
     window_left: int = -1,
     size: str = "",
-    causal: bool = True,
     group: int = 1,
     **rest: Any,
 ) -> KernelSpec:
@@ -86,5 +84,5 @@ def _spec(
     if rest.get("pos_encoding") == "rope":
         return Fa3Spec(dtype, out_dtype, *dims, tile=rope_tile(dims), **rest)
     kv, fp8, fp8_kv = rest.get("kv", "dense"), dtype in FP8_DTYPES, "kv_dtype" in rest
-    tile = choose(dims, plain, kv, fp8, fp8_kv, window_left, size, causal, group)
+    tile = choose(dims, plain, kv, fp8, fp8_kv, window_left, size, group=group)
     return Fa3Spec(dtype, out_dtype, *dims, tile=tile, **rest)

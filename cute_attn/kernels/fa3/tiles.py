@@ -64,23 +64,19 @@ PACKED_WINDOWS = {(64, 16): 1024, (128, 8): 512, (256, 16): 1024}
 
 
 class Sized(NamedTuple):
-    """Tile of unmodified rows of 16 bits in launches of a size. `causal`: under a causal mask; `full`: where all rows
-    see all keys.
-    """
+    """Tile of unmodified rows of 16 bits in launches of a size; `causal_only`: not where all rows see all keys."""
 
     tile: HopperTile
-    causal: bool = True
-    full: bool = True
+    causal_only: bool
 
 
 # Launches of long requests, of few short ones, and of more short ones. TFLOP/s of this tile and of that in _PLAIN,
 # causal unless said otherwise (H100): d 128, 32/8 heads, 1 x 16384 729 and 714, full 745 and 702; 1 x 1000 385 and 362;
-# d 64, 32/32 heads, 16 x 1024 337 and 323; d 256, 8/8 heads, 1 x 16384 732 and 734, full 751 and 740.
+# d 64, 32/32 heads, 16 x 1024 337 and 323.
 SIZED = {
-    ("long", (128, 128)): Sized(HopperTile(192, 80, 3, 1)),
-    ("long", (256, 256)): Sized(HopperTile(128, 80, 2, 1, ping_pong=False), causal=False),
-    ("few", (128, 128)): Sized(HopperTile(64, 64, 2, 1, ping_pong=False, per_sm=2), full=False),
-    ("short", (64, 64)): Sized(HopperTile(64, 64, 3, 2, ping_pong=False, q_registers=True, per_sm=3), full=False),
+    ("long", (128, 128)): Sized(HopperTile(192, 80, 3, 1), causal_only=False),
+    ("few", (128, 128)): Sized(HopperTile(64, 64, 2, 1, ping_pong=False, per_sm=2), causal_only=True),
+    ("short", (64, 64)): Sized(HopperTile(64, 64, 3, 2, ping_pong=False, q_registers=True, per_sm=3), causal_only=True),
 }
 
 _FP8 = {
@@ -155,7 +151,7 @@ def choose(
     if fp8:
         return (_FP8 if plain else _FP8_MODIFIED)[head_dims]
     sized = SIZED.get((size, head_dims))
-    if sized and plain and kv == "dense" and not fp8_kv and (sized.causal if causal else sized.full):
+    if sized and plain and kv == "dense" and not fp8_kv and (causal or not sized.causal_only):
         return sized.tile
     plain_tiles, modified_tiles = (_FP8_KV, _FP8_KV_MODIFIED) if fp8_kv else (_PLAIN, _MODIFIED)
     tile = (plain_tiles if plain else modified_tiles)[head_dims]

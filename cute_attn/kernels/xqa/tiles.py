@@ -14,16 +14,17 @@ RESERVED_SMEM = 1024  # bytes of shared memory that the system reserves per CTA
 FEW = 128  # (request, kv head) pairs: about one per SM
 MOST_ROWS = 16  # of a unit
 ONE = {16: 8, 8: 4, 4: 4}  # units of one request, by bits of the cache, of which each has clusters of its own
-BRIEF_UNITS, BRIEF = 8, 8192  # units of one request that have so too up to so many keys
-MEASURED_DIM = 128  # head dim at which "brief" and "even" were measured
+BRIEF_UNITS = 8  # units of one request that have so too over
+TINY, BRIEF = 4096, 8192  # keys
+MEASURED_DIM = 128  # head dim at which "tiny", "brief" and "even" were measured
 SHORT = 512  # keys of a segment that one CTA processes alone, see `partition.WholeSegments`
 FEW_SHORT = 512  # pairs of short segments: about four per SM
 EVEN = 512  # pairs of about the same length from which one CTA processes each alone
 
-# Of a launch: one request of one unit ("alone"); of at most ONE units; of BRIEF_UNITS and BRIEF keys; at most FEW pairs
-# of a request and a kv head; more; EVEN or more, equally long; those whose windows are SHORT, and at most FEW_SHORT of
-# them.
-Segments = Literal["alone", "one", "brief", "few", "many", "even", "short", "few short"]
+# Of a launch: one request of one unit ("alone"); of at most ONE units; of BRIEF_UNITS and TINY or BRIEF keys; at most
+# FEW pairs of a request and a kv head; more; EVEN or more, equally long; those whose windows are SHORT, and at most
+# FEW_SHORT of them.
+Segments = Literal["alone", "one", "tiny", "brief", "few", "many", "even", "short", "few short"]
 
 
 class Ring(NamedTuple):
@@ -51,7 +52,8 @@ class RingTable(NamedTuple):
     many: dict[int, tuple[Ring, ...]]
     one: dict[int, tuple[Ring, ...]] | None = None  # with clusters; None: as `few`
     alone: dict[int, tuple[Ring, ...]] | None = None
-    brief: dict[int, tuple[Ring, ...]] | None = None  # at MEASURED_DIM; others: as `few`
+    tiny: dict[int, tuple[Ring, ...]] | None = None  # at MEASURED_DIM; others: as `few`
+    brief: dict[int, tuple[Ring, ...]] | None = None  # likewise
     even: dict[int, tuple[Ring, ...]] | None = None  # at MEASURED_DIM; others: as `many`
     few_short: dict[tuple[int, int], Ring] | None = None  # by head dim and bits; others: as SHORT_RINGS
     in_flight: int = 0
@@ -108,11 +110,12 @@ _CLUSTERS_OF_8 = {
 # H100: with room for a guest 2048 keys take 7.5 instead of 7.7 us, 8192 the same. Whole segments: 1.01 to 1.03 times as
 # fast as CTAs that cut them (64 x 8192 to 512 x 512, 8 bits; 16 bits 1.00 to 1.02). Keys fetched ahead: 1.19 times as
 # fast for 8 requests of 8 kv heads, 1.05 for 64, 0.88 for 256. One request of 8 kv heads and 8 bits (H200): 2048 keys
-# 5.1 us instead of 7.6, 8192 10.0 instead of 11.8, 131072 98 instead of 69.
+# 5.1 us instead of 7.6, 8192 9.5 instead of 11.8 ("tiny": 10.0), 131072 88 instead of 69.
 HOPPER = DEFAULT._replace(
     one=_CLUSTERS_OF_8 | {16: (Ring(4, 3, 1, 8192, guests=1, cluster=6), Ring(4, 3, 1, 8192, cluster=6))},
     alone=_CLUSTERS_OF_8,
-    brief={8: (Ring(8, 2, 1, 4096, guests=1, cluster=8),)},
+    tiny={8: (Ring(8, 2, 1, 4096, guests=1, cluster=8),)},
+    brief={8: (Ring(8, 3, 1, 4096, guests=1, cluster=8),)},
     even={8: (Ring(2, 2, 8, 4096, whole=True),), 16: (Ring(2, 3, 4, 8192, whole=True),)},
     few_short={(64, 8): Ring(2, 2, 8, 4096, whole=True, ahead=True)},
 )
@@ -148,7 +151,7 @@ def _preferred(table: RingTable, segments: Segments, kv_dtype: str, head_dim: in
         row_bytes = head_dim * bits // 8
         few = (table.few_short or {}).get((head_dim, bits)) if segments == "few short" else None
         return (few or next(ring for size, ring in SHORT_RINGS.items() if row_bytes <= size),)
-    measured = {"brief": table.brief, "even": table.even}.get(segments)
+    measured = {"tiny": table.tiny, "brief": table.brief, "even": table.even}.get(segments)
     if measured is not None and head_dim == MEASURED_DIM and bits in measured:
         return measured[bits]
     clustered = {"alone": table.alone, "one": table.one}.get(segments)

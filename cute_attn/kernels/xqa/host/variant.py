@@ -24,9 +24,9 @@ def segments(
     batch_size: int, settings: Settings, qo_len: int, longest: int = MAX_KV_LEN, even: bool = False
 ) -> Segments:
     """Returns what the pairs of a request and a kv head are: "short" where a window bounds them ("few short" if they
-    are few), else those of "one" request ("alone": with one unit; "brief": with more, of few keys), "few", whose keys
-    are split into many parts each, or "many". `longest`: most keys of a request, in all launches; `even`: requests are
-    about equally long, and stay so; their pairs are "even" if there are enough.
+    are few), else those of "one" request ("alone": with one unit; "tiny" or "brief": with more, of few keys), "few",
+    whose keys are split into many parts each, or "many". `longest`: most keys of a request, in all launches; `even`:
+    requests are about equally long, and stay so; their pairs are "even" if there are enough.
     """
     window, features = settings.window_left, settings.features
     pairs = batch_size * features.num_kv_heads
@@ -36,7 +36,7 @@ def segments(
     if batch_size == 1 and units <= tiles.ONE[KV_BITS[kv_dtype(features)]]:
         return "alone" if units == 1 else "one"
     if batch_size == 1 and units <= tiles.BRIEF_UNITS and longest <= tiles.BRIEF:
-        return "brief"
+        return "tiny" if longest <= tiles.TINY else "brief"
     if pairs <= tiles.FEW:
         return "few"
     return "even" if even and pairs >= tiles.EVEN and batch_size <= MAX_GRID_Y else "many"
