@@ -19,7 +19,7 @@ TINY, BRIEF = 4096, 8192  # keys
 MEASURED_DIM = 128  # head dim at which "tiny", "brief" and "even" were measured
 SHORT = 512  # keys of a segment that one CTA processes alone, see `partition.WholeSegments`
 FEW_SHORT = 512  # pairs of short segments: about four per SM
-EVEN = 512  # pairs of about the same length from which one CTA processes each alone
+EVEN = 2048  # pairs of about the same length from which one CTA processes each alone
 
 # Of a launch: one request of one unit ("alone"); of at most ONE units; of BRIEF_UNITS and TINY or BRIEF keys; at most
 # FEW pairs of a request and a kv head; more; EVEN or more, equally long; those whose windows are SHORT, and at most
@@ -107,10 +107,11 @@ _CLUSTERS_OF_8 = {
     4: (Ring(8, 3, 1, 4096, cluster=8),),
 }
 # Of 6 CTAs more clusters run at once than of 8, whose GPC leaves SMs over.
-# H100: with room for a guest 2048 keys take 7.5 instead of 7.7 us, 8192 the same. Whole segments: 1.01 to 1.03 times as
-# fast as CTAs that cut them (64 x 8192 to 512 x 512, 8 bits; 16 bits 1.00 to 1.02). Keys fetched ahead: 1.19 times as
-# fast for 8 requests of 8 kv heads, 1.05 for 64, 0.88 for 256. One request of 8 kv heads and 8 bits (H200): 2048 keys
-# 5.1 us instead of 7.6, 8192 9.5 instead of 11.8 ("tiny": 10.0), 131072 88 instead of 69.
+# H100: with room for a guest 2048 keys take 7.5 instead of 7.7 us, 8192 the same. Whole segments: 1.02 to 1.03 times as
+# fast as CTAs that cut them (256 x 1024 and 512 x 512, 8 and 16 bits; H200 1.07), but of 64 x 8192, 8 bits, 1.01 on an
+# H100 and 0.95 on an H200. Keys fetched ahead: 1.19 times as fast for 8 requests of 8 kv heads, 1.05 for 64, 0.88 for
+# 256. One request of 8 kv heads and 8 bits (H200): 2048 keys 5.1 us instead of 7.6, 8192 9.5 instead of 11.8 ("tiny":
+# 10.0), 131072 88 instead of 69.
 HOPPER = DEFAULT._replace(
     one=_CLUSTERS_OF_8 | {16: (Ring(4, 3, 1, 8192, guests=1, cluster=6), Ring(4, 3, 1, 8192, cluster=6))},
     alone=_CLUSTERS_OF_8,
