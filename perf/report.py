@@ -153,6 +153,21 @@ def search_tables(record: Record) -> list[str]:
     return found
 
 
+def ring_tables(record: Record) -> list[str]:
+    """Returns a table of `perf.search_decode --rows` per workload: its candidates, the fastest first."""
+    found = []
+    for name, row in record["rows"].items():
+        timed = {n: entry for n, entry in row["candidates"].items() if "speed" in entry}
+        lines = []
+        for candidate in sorted(timed, key=lambda n: timed[n]["median_us"]):
+            entry = timed[candidate]
+            ratios = [f"{entry[key]:.3f}" if key in entry else "-" for key in ("ratio", "to_table")]
+            lines.append([candidate, f"{entry['median_us']:.2f}", f"{entry['share']:.3f}", *ratios])
+        header = [f"{name}: {row['name']}", "us", "share of ceiling", "to FlashInfer XQA", "to the table's ring"]
+        found.append(table(header, lines))
+    return found
+
+
 def append_tables(record: Record) -> list[str]:
     """Returns the table of `perf.append`: microseconds of each candidate, then why some have none."""
     names = list(record["append"][0]["candidates"])
@@ -226,6 +241,7 @@ TABLES: dict[str, Callable[[Record], list[str]]] = {  # by a key that only recor
     "softmax_forms": form_tables,
     "decode_model": decode_model_tables,
     "search": search_tables,
+    "left_out": ring_tables,
     "overhead": overhead_tables,
     "append": append_tables,
     "transformers": transformers_tables,

@@ -195,7 +195,8 @@ def test_batches_in_sections(
     target: Target, batch: BatchCase, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Orders tiles by kv head, then by request."""
-    monkeypatch.setattr(variant, "SECTION_BYTES", 1 << 11)  # keys of a few tokens
+    for name_of_bytes in ("SECTION_BYTES", "SHORT_SECTION_BYTES"):
+        monkeypatch.setattr(variant, name_of_bytes, 1 << 11)  # keys of a few tokens
     monkeypatch.setattr(batch_schedule, "L2_ORDER_MIN_WAVES", 1)
     persistent_batch.tiling.cache_clear()
     inputs = batch_case.make(batch)

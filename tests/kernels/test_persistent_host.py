@@ -202,7 +202,8 @@ def test_sections_of_a_batch(
     target: Target, sms: int, kv_len: int, resident: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of as many heads as L2 holds the keys of, where there are waves enough; every tile belongs to one."""
-    monkeypatch.setattr(variant, "SECTION_BYTES", 5 * 1024 * 2 * 64 * 2)
+    for name in ("SECTION_BYTES", "SHORT_SECTION_BYTES"):
+        monkeypatch.setattr(variant, name, 5 * 1024 * 2 * 64 * 2)
     persistent_batch.tiling.cache_clear()
     built = build(ragged((700, 300), (kv_len, min(kv_len, 20)), **heads(16, 16)))
     plan = target.family.schedule(built.problem.settings, built.lengths, built.limits, target.arch, sms)
