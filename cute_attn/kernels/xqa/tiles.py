@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.xqa.smem import XqaMemory
-from cute_attn.kernels.xqa.spec import PAIRED_ROWS, SCALE_BLOCK, WARP_DIM, XqaSpec, padded_dim
+from cute_attn.kernels.xqa.spec import MAX_HEAD_DIM, PAIRED_ROWS, SCALE_BLOCK, WARP_DIM, XqaSpec, padded_dim
 from cute_attn.runtime.arch import Arch
 
 REGISTER_DIMS = 256  # row blocks x columns of a warp; beyond it outputs and queries exceed a thread's registers
@@ -14,9 +14,8 @@ RESERVED_SMEM = 1024  # bytes of shared memory that the system reserves per CTA
 FEW = 128  # (request, kv head) pairs: about one per SM
 MOST_ROWS = 16  # of a unit
 ONE = {16: 8, 8: 4, 4: 4}  # units of one request, by bits of the cache, of which each has clusters of its own
-BRIEF_UNITS = 8  # units of one request that have so too over
-TINY, BRIEF = 4096, 8192  # keys
-MEASURED_DIM = 128  # head dim at which "tiny", "brief" and "even" were measured
+BRIEF_UNITS = 8  # units of one request of few keys, of which each has a cluster too
+TINY, BRIEF = 4096, 8192  # few keys
 SHORT = 512  # keys of a segment that one CTA processes alone, see `partition.WholeSegments`
 FEW_SHORT = 512  # pairs of short segments: about four per SM
 EVEN = 2048  # pairs of about the same length from which one CTA processes each alone
@@ -25,6 +24,12 @@ EVEN = 2048  # pairs of about the same length from which one CTA processes each 
 # FEW pairs of a request and a kv head; more; EVEN or more, equally long; those whose windows are SHORT, and at most
 # FEW_SHORT of them.
 Segments = Literal["alone", "one", "tiny", "brief", "few", "many", "even", "short", "few short"]
+# Segments whose rings those take that have none of their own.
+OTHERWISE: dict[Segments, Segments] = {
+    **dict.fromkeys(("alone", "one", "tiny", "brief"), "few"),
+    "even": "many",
+    "few short": "short",
+}
 
 
 class Ring(NamedTuple):
@@ -39,24 +44,32 @@ class Ring(NamedTuple):
     ahead: bool = False
 
 
+class Row(NamedTuple):
+    """Rings in order of preference, of caches of some bits per element and of a range of head dims."""
+
+    bits: int
+    rings: tuple[Ring, ...]
+    head_dims: range = range(1, MAX_HEAD_DIM + 1)
+
+
 class RingTable(NamedTuple):
-    """Rings by bits per element, in order of preference; the first that fits shared memory and registers, and keeps
-    `in_flight` bytes on their way to an SM, is taken.
+    """Rings of segments: of the first row that applies, the first ring that fits shared memory and registers, and keeps
+    `in_flight` bytes on their way to an SM.
 
     One CTA per SM has the fewest segments to cut and to merge; several hide each other's prologues and epilogues, which
     pays for NVFP4, whose warps compute longest. Few pairs are split many ways: many warps have the least to do after
     their last bytes arrive, and room for a guest lets the next launch start meanwhile.
     """
 
-    few: dict[int, tuple[Ring, ...]]
-    many: dict[int, tuple[Ring, ...]]
-    one: dict[int, tuple[Ring, ...]] | None = None  # with clusters; None: as `few`
-    alone: dict[int, tuple[Ring, ...]] | None = None
-    tiny: dict[int, tuple[Ring, ...]] | None = None  # at MEASURED_DIM; others: as `few`
-    brief: dict[int, tuple[Ring, ...]] | None = None  # likewise
-    even: dict[int, tuple[Ring, ...]] | None = None  # at MEASURED_DIM; others: as `many`
-    few_short: dict[tuple[int, int], Ring] | None = None  # by head dim and bits; others: as SHORT_RINGS
+    rows: dict[Segments, tuple[Row, ...]]
     in_flight: int = 0
+
+    def rings(self, segments: Segments, bits: int, head_dim: int) -> tuple[Ring, ...]:
+        """Rings of segments over a cache of `bits` per element, in order of preference."""
+        for row in self.rows.get(segments, ()):
+            if row.bits == bits and head_dim in row.head_dims:
+                return row.rings
+        return self.rings(OTHERWISE[segments], bits, head_dim)
 
 
 OTHER_RINGS = (
@@ -67,58 +80,81 @@ OTHER_RINGS = (
     Ring(2, 2, 1, 8192),
 )
 # Of short segments, by the most bytes of a row of K (`python -m perf.search_decode --window-left`).
-SHORT_RINGS = {
+_SHORT_RINGS = {
     32: Ring(2, 2, 8, 2048, whole=True),
     64: Ring(2, 2, 8, 4096, whole=True),
     128: Ring(4, 2, 4, 4096, whole=True),
     1024: Ring(4, 3, 2, 8192, whole=True),
 }
+_SHORT = tuple(
+    Row(bits, (ring,), range(1, size * 8 // bits + 1)) for bits in (16, 8, 4) for size, ring in _SHORT_RINGS.items()
+)
 # Measured on H100 and H200 (`python -m perf.search_decode`).
 DEFAULT = RingTable(
-    few={
-        16: (Ring(8, 2, 1, 8192),),
-        8: (Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096)),
-        4: (Ring(8, 2, 1, 4096, guests=1), Ring(8, 3, 1, 4096)),
-    },
-    many={
-        16: (Ring(4, 3, 1, 8192),),
-        8: (Ring(8, 2, 1, 8192), Ring(4, 2, 3, 8192)),
-        4: (Ring(2, 2, 2, 8192), Ring(4, 3, 2, 4096)),
-    },
+    {
+        "few": (
+            Row(16, (Ring(8, 2, 1, 8192),)),
+            Row(8, (Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096))),
+            Row(4, (Ring(8, 2, 1, 4096, guests=1), Ring(8, 3, 1, 4096))),
+        ),
+        "many": (
+            Row(16, (Ring(4, 3, 1, 8192),)),
+            Row(8, (Ring(8, 2, 1, 8192), Ring(4, 2, 3, 8192))),
+            Row(4, (Ring(2, 2, 2, 8192), Ring(4, 3, 2, 4096))),
+        ),
+        "short": _SHORT,
+    }
 )
 # For 8 TB/s over 148 SMs, of which none has been measured: what arrives in 1 us is 54 KB. At that rate NVFP4 leaves 20
 # issue slots per token. Those that a tile takes whatever its size are spread over more tokens here.
 FAST_MEMORY = RingTable(
-    few={
-        16: (Ring(8, 3, 1, 8192), Ring(8, 2, 1, 8192)),
-        8: (Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096), Ring(8, 3, 1, 8192)),
-        4: (Ring(8, 3, 1, 8192), Ring(8, 3, 1, 4096)),
-    },
-    many={
-        16: (Ring(4, 3, 2, 8192),),
-        8: (Ring(8, 3, 1, 8192), Ring(4, 2, 3, 8192), Ring(4, 3, 2, 8192)),
-        4: (Ring(4, 3, 2, 8192, most=128),),
+    {
+        "few": (
+            Row(16, (Ring(8, 3, 1, 8192), Ring(8, 2, 1, 8192))),
+            Row(8, (Ring(8, 3, 1, 4096, guests=1), Ring(8, 3, 1, 4096), Ring(8, 3, 1, 8192))),
+            Row(4, (Ring(8, 3, 1, 8192), Ring(8, 3, 1, 4096))),
+        ),
+        "many": (
+            Row(16, (Ring(4, 3, 2, 8192),)),
+            Row(8, (Ring(8, 3, 1, 8192), Ring(4, 2, 3, 8192), Ring(4, 3, 2, 8192))),
+            Row(4, (Ring(4, 3, 2, 8192, most=128),)),
+        ),
+        "short": _SHORT,
     },
     in_flight=64 << 10,
 )
-_CLUSTERS_OF_8 = {
-    16: (Ring(8, 2, 1, 8192, cluster=8), Ring(4, 3, 1, 8192, cluster=8)),
-    8: (Ring(8, 4, 1, 4096, cluster=8), Ring(8, 3, 1, 4096, cluster=8)),
-    4: (Ring(8, 3, 1, 4096, cluster=8),),
-}
-# Of 6 CTAs more clusters run at once than of 8, whose GPC leaves SMs over.
-# H100: with room for a guest 2048 keys take 7.5 instead of 7.7 us, 8192 the same. Whole segments: 1.02 to 1.03 times as
-# fast as CTAs that cut them (256 x 1024 and 512 x 512, 8 and 16 bits; H200 1.07), but of 64 x 8192, 8 bits, 1.01 on an
-# H100 and 0.95 on an H200. Keys fetched ahead: 1.19 times as fast for 8 requests of 8 kv heads, 1.05 for 64, 0.88 for
-# 256. One request of 8 kv heads and 8 bits (H200): 2048 keys 5.1 us instead of 7.6, 8192 9.5 instead of 11.8 ("tiny":
-# 10.0), 131072 88 instead of 69.
-HOPPER = DEFAULT._replace(
-    one=_CLUSTERS_OF_8 | {16: (Ring(4, 3, 1, 8192, guests=1, cluster=6), Ring(4, 3, 1, 8192, cluster=6))},
-    alone=_CLUSTERS_OF_8,
-    tiny={8: (Ring(8, 2, 1, 4096, guests=1, cluster=8),)},
-    brief={8: (Ring(8, 3, 1, 4096, guests=1, cluster=8),)},
-    even={8: (Ring(2, 2, 8, 4096, whole=True),), 16: (Ring(2, 3, 4, 8192, whole=True),)},
-    few_short={(64, 8): Ring(2, 2, 8, 4096, whole=True, ahead=True)},
+_CLUSTERED = range(1, WARP_DIM + 1)  # head dims
+_MEASURED = range(128, 129)  # head dims of rings that were measured at one
+_CLUSTERS_OF_8 = (
+    Row(8, (Ring(8, 4, 1, 4096, cluster=8), Ring(8, 3, 1, 4096, cluster=8)), _CLUSTERED),
+    Row(4, (Ring(8, 3, 1, 4096, cluster=8),), _CLUSTERED),
+)
+HOPPER = RingTable(
+    {
+        **DEFAULT.rows,
+        "alone": (
+            Row(16, (Ring(8, 2, 1, 8192, cluster=8), Ring(4, 3, 1, 8192, cluster=8)), _CLUSTERED),
+            *_CLUSTERS_OF_8,
+        ),
+        # Of 6 CTAs more clusters run at once than of 8, whose GPC leaves SMs over. H100: with room for a guest 2048
+        # keys take 7.5 instead of 7.7 us, 8192 the same.
+        "one": (
+            Row(16, (Ring(4, 3, 1, 8192, guests=1, cluster=6), Ring(4, 3, 1, 8192, cluster=6)), _CLUSTERED),
+            *_CLUSTERS_OF_8,
+        ),
+        # H200, 8 kv heads: 2048 keys 5.1 us instead of 7.6, 8192 9.5 instead of 11.8 ("tiny": 10.0), 131072 88 instead
+        # of 69.
+        "tiny": (Row(8, (Ring(8, 2, 1, 4096, guests=1, cluster=8),), _MEASURED),),
+        "brief": (Row(8, (Ring(8, 3, 1, 4096, guests=1, cluster=8),), _MEASURED),),
+        # 1.02 to 1.03 times as fast as CTAs that cut segments (H100, 256 x 1024 and 512 x 512; H200 1.07), but of 64 x
+        # 8192, 8 bits, 1.01 on an H100 and 0.95 on an H200.
+        "even": (
+            Row(8, (Ring(2, 2, 8, 4096, whole=True),), _MEASURED),
+            Row(16, (Ring(2, 3, 4, 8192, whole=True),), _MEASURED),
+        ),
+        # 1.19 times as fast for 8 requests of 8 kv heads, 1.05 for 64, 0.88 for 256 (H100).
+        "few short": (Row(8, (Ring(2, 2, 8, 4096, whole=True, ahead=True),), range(64, 65)),),
+    }
 )
 # By major compute capability, which tells memory bandwidth and shared memory of an SM.
 TABLES = {9: HOPPER, 10: FAST_MEMORY}
@@ -134,7 +170,7 @@ def choose(
     # Blocks that lanes read whole take fewer instructions than pairs.
     paired = kv_dtype == "nvfp4" and packed_rows <= PAIRED_ROWS and not (arch.converts_e2m1 and head_dim >= 128)
     table = TABLES.get(arch.capability[0], DEFAULT)
-    preferred = _preferred(table, segments, kv_dtype, head_dim)
+    preferred = table.rings(segments, KV_BITS[kv_dtype], head_dim)
     specs = [
         XqaSpec(
             q_dtype, kv_dtype, out_dtype, head_dim, tree, row_blocks, _cols(kv_dtype, head_dim, row_blocks, r),
@@ -144,21 +180,6 @@ def choose(
     ]  # fmt: skip
     fitting = [spec for spec in specs if _fits(spec, arch)]
     return next((spec for spec in fitting if in_flight(spec) >= table.in_flight), max(fitting, key=in_flight))
-
-
-def _preferred(table: RingTable, segments: Segments, kv_dtype: str, head_dim: int) -> tuple[Ring, ...]:
-    bits = KV_BITS[kv_dtype]
-    if segments in ("short", "few short"):
-        row_bytes = head_dim * bits // 8
-        few = (table.few_short or {}).get((head_dim, bits)) if segments == "few short" else None
-        return (few or next(ring for size, ring in SHORT_RINGS.items() if row_bytes <= size),)
-    measured = {"tiny": table.tiny, "brief": table.brief, "even": table.even}.get(segments)
-    if measured is not None and head_dim == MEASURED_DIM and bits in measured:
-        return measured[bits]
-    clustered = {"alone": table.alone, "one": table.one}.get(segments)
-    if clustered is not None and head_dim <= WARP_DIM:
-        return clustered[bits]
-    return (table.many if segments in ("many", "even") else table.few)[bits]
 
 
 def in_flight(spec: XqaSpec) -> int:
