@@ -9,13 +9,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
-from cute_attn.kernels.formats import KV_BITS
+import numpy as np
+import torch
+
 from cute_attn.kernels.programs import program
 from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.host import grid
+from cute_attn.kernels.xqa.host.batch import segments_of
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
 from cute_attn.kernels.xqa.tiles import Segments
+from cute_attn.problem import BatchLengths, BatchLimits, Features, Settings
+from cute_attn.runtime import arch as archs
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import Arch
 from cute_attn.runtime.artifact import Artifact
@@ -81,21 +86,19 @@ def bind(spec: XqaSpec, w: BatchWorkload, sets: Sequence[BatchInputs], backend: 
         return batch_peers.ours(backend, w, sets)
 
 
-def segments(w: BatchWorkload) -> Segments:
-    """Returns what `variant.segments` says of the workload."""
-    pairs = len(w.kv_lens) * w.num_kv_heads
-    if 0 <= w.window_left < tiles.SHORT:
-        return "few short" if pairs <= tiles.FEW_SHORT else "short"
-    if len(w.kv_lens) == 1 and w.num_kv_heads <= tiles.ONE[KV_BITS[SPEC_DTYPES[w.kv_dtype]]]:
-        return "alone" if w.num_kv_heads == 1 else "one"
-    if pairs <= tiles.FEW:
-        if len(w.kv_lens) > 1 or pairs > tiles.BRIEF_UNITS or max(w.kv_lens) > tiles.BRIEF:
-            return "few"
-        return "tiny" if max(w.kv_lens) <= tiles.TINY else "brief"
-    return "even" if pairs >= tiles.EVEN and len(set(w.kv_lens)) == 1 else "many"
+def segments(w: BatchWorkload, arch: Arch) -> Segments:
+    """Returns what a plan of the workload finds on a typical GPU of `arch`."""
+    features = Features(
+        torch.device("cuda"), w.torch_dtype, w.torch_kv_dtype, w.torch_dtype, w.num_qo_heads, w.num_kv_heads,
+        w.head_dim, w.head_dim, kv_source="paged", kv_block_scales=w.kv_dtype == "nvfp4", decode=True,
+    )  # fmt: skip
+    starts = np.arange(len(w.kv_lens) + 1)
+    lengths = BatchLengths(starts, starts[:-1], np.array(w.kv_lens))
+    settings = Settings(features, window_left=w.window_left, page_size=w.page_size)
+    return segments_of(settings, lengths, BatchLimits(0, max_qo_len=1), arch, archs.TYPICAL_SMS[arch.name])
 
 
 def start_of(w: BatchWorkload, arch: Arch) -> XqaSpec:
     """Returns the kernel of a workload by the table."""
-    rows = w.num_qo_heads // w.num_kv_heads
-    return tiles.choose(w.dtype, SPEC_DTYPES[w.kv_dtype], w.dtype, w.head_dim, rows, False, segments(w), arch)
+    rows, kv_dtype = w.num_qo_heads // w.num_kv_heads, SPEC_DTYPES[w.kv_dtype]
+    return tiles.choose(w.dtype, kv_dtype, w.dtype, w.head_dim, rows, False, segments(w, arch), arch)

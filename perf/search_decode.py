@@ -102,7 +102,7 @@ def time_all(w: BatchWorkload, specs: Sequence[XqaSpec], peers: bool, rounds: in
 def search(w: BatchWorkload, arch: Arch, options: argparse.Namespace) -> dict[str, Any]:
     """Returns the record of a workload: microseconds of every ring, then of the fastest, timed for longer."""
     start = start_of(w, arch)
-    tried = compiled([start, *rings(start, segments(w), arch)], arch)
+    tried = compiled([start, *rings(start, segments(w, arch), arch)], arch)
     specs = {title(spec): spec for spec, refused in tried.items() if not refused}
     first = time_all(w, list(specs.values()), False, 3)
     fastest = sorted(first, key=lambda name: first[name].median_us)[: options.finalists]

@@ -39,7 +39,7 @@ def workload(batch_size: int, kv_dtype: str) -> BatchWorkload:
 def test_rings_contain_that_of_the_table_and_fit(batch_size: int, kv_dtype: str) -> None:
     w = workload(batch_size, kv_dtype)
     start = search_decode.start_of(w, HOPPER)
-    found = search_decode.rings(start, search_decode.segments(w), HOPPER)
+    found = search_decode.rings(start, search_decode.segments(w, HOPPER), HOPPER)
     assert start in found
     assert len({rings.title(spec) for spec in found}) == len(found) > 10
     for spec in found:
