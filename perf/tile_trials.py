@@ -110,7 +110,7 @@ E4M3 = (
     Trial(tile(192, 64, 3, 2), packed=False),
 )
 SECTIONS_OF_L2 = tuple(Trial(section_mib=mib) for mib in (8, 16, 24, 32, 48))
-WIDE = (Trial(tile(128, 64, 2, 1)), Trial(tile(128, 80, 2, 1)), Trial(section_mib=48))
+WIDE = (Trial(tile(128, 80, 2, 1)), Trial(section_mib=16), Trial(section_mib=48))
 
 
 def causal(
