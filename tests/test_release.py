@@ -43,7 +43,9 @@ class Environment:
     def pip(self, *arguments: str) -> None:
         """Installs with the pip of this environment."""
         command = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "--quiet", *arguments]
-        done = subprocess.run(command, cwd=self.cwd, capture_output=True, text=True)
+        # With this tree on its path pip finds the metadata of an editable install, and installs nothing.
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(command, cwd=self.cwd, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
     def run(self, *arguments: str) -> str:
