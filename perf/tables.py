@@ -42,10 +42,17 @@ FALLBACK = {"prefill": "dense", "decode": "xqa"}
 NONE = "-"
 
 
-def find(gpu: str, program: str, results: Path = RESULTS) -> Record | None:
-    """Returns the newest record of `perf.PROGRAM` on a GPU ("h100", "h200"), or None."""
+def records(gpu: str, program: str, results: Path = RESULTS) -> list[Record]:
+    """Returns the records of `perf.PROGRAM` on a GPU ("h100", "h200"), newest first: of the runs of one day, the last
+    has the date alone, the others have their hour behind it, as in 2026-11-23T06.
+    """
     found = [path for path in results.glob("*.json") if path.stem.split("_", 2)[1:] == [gpu, program]]
-    return json.loads(max(found).read_text()) if found else None
+    return [json.loads(path.read_text()) for path in sorted(found, reverse=True)]
+
+
+def find(gpu: str, program: str, results: Path = RESULTS) -> Record | None:
+    """Returns the newest record of `perf.PROGRAM` on a GPU, or None."""
+    return next(iter(records(gpu, program, results)), None)
 
 
 def rows(gpu: str, section: str, results: Path = RESULTS) -> tuple[Record, list[Row]] | None:
@@ -136,12 +143,23 @@ def _number(value: float | None) -> str:
 
 
 def section_table(gpu: str, *sections: str, results: Path = RESULTS) -> str | None:
-    """Returns where the sections' rows on this GPU come from, and their table; None if there is no record."""
+    """Returns where the sections' rows on this GPU come from, and their table; None if there is no record. Rows that
+    this run left out come from an earlier run of the day, in a table of their own.
+    """
     found = [pair for section in sections if (pair := rows(gpu, section, results))]
     if not found:
         return None
-    tables = [source(found[0][0]) + ".", speed_table([row for _, own in found for row in own])]
-    return "\n\n".join(tables) + "\n"
+    shown: dict[str, list[Row]] = {}
+    for record, own in found:
+        shown.setdefault(source(record), []).extend(own)
+    names, day = {row["name"] for _, own in found for row in own}, found[0][0]["environment"]["date"][:10]
+    for record in records(gpu, "anchors", results)[1:]:
+        left_out = [row for row in record["rows"] if row["section"] in sections and row["name"] not in names]
+        if left_out and record["environment"]["date"].startswith(day):
+            shown[source(record)] = left_out
+            names |= {row["name"] for row in left_out}
+    parts = [part for text, own in shown.items() for part in (f"{text}.", speed_table(own))]
+    return "\n\n".join(parts) + "\n"
 
 
 def prefill_table(gpu: str, results: Path = RESULTS) -> str | None:

@@ -144,6 +144,23 @@ def test_the_newest_record_counts(results: Path) -> None:
     assert tables.find("h100", "absent", results) is None
 
 
+def test_rows_that_a_run_left_out_come_from_an_earlier_one_of_the_day(tmp_path: Path) -> None:
+    last = json.loads((tables.RESULTS / "2026-11-23_h200_anchors.json").read_text())
+    first, second = (row for row in last["rows"] if row["section"] == "behind-prefill")
+    runs = {
+        "2026-11-23": ([first], "18:00"),
+        "2026-11-23T06": ([first, second], "06:00"),
+        "2026-11-22": ([second], "-"),
+    }
+    for name, (rows, hour) in runs.items():
+        run = {**last, "rows": rows, "environment": {**last["environment"], "date": f"{name[:10]} {hour}"}}
+        (tmp_path / f"{name}_h200_anchors.json").write_text(json.dumps(run))
+    found = tables.section_table("h200", "behind-prefill", results=tmp_path)
+    assert found is not None
+    parts = re.findall(r"2026-11-2\d [\d:-]+|window 128|1 x 1000", found)
+    assert parts == ["2026-11-23 18:00", "window 128", "2026-11-23 06:00", "1 x 1000"]
+
+
 def test_labels_say_what_a_row_is() -> None:
     w = {"qo_lens": [5, 5], "kv_lens": [90, 70], "num_qo_heads": 8, "num_kv_heads": 1, "head_dim": 64, "page_size": 16}
     more = {"causal": True, "dtype": "bfloat16", "kv_dtype": "e4m3", "window_left": 127, "sinks": True}
