@@ -11,13 +11,15 @@ import argparse
 import itertools
 from collections.abc import Iterable
 from pathlib import Path
+from typing import get_args
 
 import torch
 
 from cute_attn.kernels.append.spec import AppendSpec
 from cute_attn.kernels.fa2.host import variant as fa2_variant
 from cute_attn.kernels.programs import program
-from cute_attn.kernels.xqa.host.variant import choose_spec, is_few
+from cute_attn.kernels.xqa.host.variant import choose_spec
+from cute_attn.kernels.xqa.tiles import Segments
 from cute_attn.problem import Features
 from cute_attn.runtime import artifacts
 from cute_attn.runtime.arch import Arch, named
@@ -45,21 +47,25 @@ def xqa_kernels(random: int, arch: Arch) -> list[KernelSpec]:
     """Of `test_xqa.py` and `test_xqa_wrappers.py`, with so many random problems each."""
     asked = [(functions.case_of(functions.KERNELS[i % len(functions.KERNELS)], i)) for i in range(random)]
     asked += [*functions.LARGE, *functions.GRAPHED, *functions.PRODUCED]
-    specs = dict.fromkeys(function_kernel(case, arch) for case in asked)
+    specs = dict.fromkeys(kernel for case in asked for kernel in for_all_lengths(*of_function(case), arch))
     batches = [*SMALL_BATCHES, *wrappers.LARGE, *wrappers.GRAPHED]
     for first in range(0, random, wrappers.CHUNK):
         batches += itertools.islice(random_batches(first, 3000, 12), wrappers.CHUNK)
     for batch in batches:
-        of_batch = batch_features(batch, CUDA)
         qo_len = batch.qo_lens[0] if batch.qo_lens else 1
-        specs[choose_spec(of_batch, qo_len, is_few(len(batch.kv_lens), of_batch), arch)] = None
+        specs.update(dict.fromkeys(for_all_lengths(batch_features(batch, CUDA), qo_len, arch)))
     for single in wrappers.SINGLE:
-        of_single = features(single, CUDA)
-        specs[choose_spec(of_single, 1, is_few(1, of_single), arch)] = None
+        specs.update(dict.fromkeys(for_all_lengths(features(single, CUDA), 1, arch)))
     return list(specs)
 
 
-def function_kernel(case: XqaCase, arch: Arch) -> KernelSpec:
+def for_all_lengths(asked: Features, qo_len: int, arch: Arch) -> list[KernelSpec]:
+    """Every kernel that calls of these features and `qo_len` query tokens per request may need."""
+    return [choose_spec(asked, qo_len, of, arch) for of in get_args(Segments)]
+
+
+def of_function(case: XqaCase) -> tuple[Features, int]:
+    """Features of a call of the function, and its query tokens per request."""
     q_dtype = DTYPES[case.q]
     asked = Features(
         *(CUDA, q_dtype, DTYPES[case.kv], DTYPES[case.out] if case.out else q_dtype),
@@ -67,7 +73,7 @@ def function_kernel(case: XqaCase, arch: Arch) -> KernelSpec:
         kv_block_scales=case.kv == "nvfp4",
         draft_mask=case.mask,
     )
-    return choose_spec(asked, case.q_len, is_few(len(case.seq_lens), asked), arch)
+    return asked, case.q_len
 
 
 def append_kernels() -> list[KernelSpec]:
