@@ -24,7 +24,7 @@ from tests.support.xqa_case import Built, XqaCase, build
 pytestmark = pytest.mark.emulator
 
 CASE = XqaCase((500, 0, 1, 40, 133), kv="e4m3", heads=(16, 2), head_dim=64, window_left=127, sinks=True)
-RING = "2x2x32x8wa"
+RING = "2x2x32x8wa512"
 EARLY = r"(@p ld\.relaxed\.gpu\.global\.b32 t0, \[[^]]*\];)"
 
 

@@ -21,6 +21,7 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import shared_memory, warp_index, zeros
 from cute_attn.kernels.xqa.parts import instructions as isa
+from cute_attn.kernels.xqa.parts.ahead import KeysAhead
 from cute_attn.kernels.xqa.parts.cluster_merge import ClusterMerge
 from cute_attn.kernels.xqa.parts.masks import TileMask
 from cute_attn.kernels.xqa.parts.merge import Merge
@@ -102,8 +103,9 @@ class XqaParams(NamedTuple):
 
 
 named_tuple: Any = NamedTuple  # of fields that type checkers do not see
-# Of `XqaSpec.ahead`: also the entries of the page table and the pages of the cache.
-AheadParams = named_tuple("AheadParams", [*get_type_hints(XqaParams).items(), ("entries", Int32), ("pages", Int32)])
+# Of `XqaSpec.ahead`: also the entries of the page table, the pages of the cache, and how many CTAs run at a time.
+AHEAD_FIELDS = ("entries", Int32), ("pages", Int32), ("resident", Int32)
+AheadParams = named_tuple("AheadParams", [*get_type_hints(XqaParams).items(), *AHEAD_FIELDS])
 
 
 class LoopState(NamedTuple):
@@ -170,6 +172,8 @@ class XqaProgram:
         partition = make_partition(self.spec, params)
         if cutlass.const_expr(self.pdl):
             partition.prefetch_lengths()
+            if cutlass.const_expr(self.spec.ahead > 0):
+                KeysAhead(self.spec, params).fetch()
             ptx.grid_dependency_wait()
             ptx.grid_dependency_launch()
         share, segment = partition.first_segment()

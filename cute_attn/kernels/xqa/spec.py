@@ -56,7 +56,7 @@ class XqaSpec(KernelSpec):
 
     whole: bool = False  # a CTA for every segment, see `partition.WholeSegments`
     cluster: int = 1  # CTAs of a cluster that merge in shared memory, see `partition.ClusterSegments`
-    ahead: bool = False  # keys go to L2 before the preceding kernel has ended, see `partition.SegmentsAhead`
+    ahead: int = 0  # keys of a CTA that go to L2 before the preceding kernel has ended, see `ahead.KeysAhead`
 
     def __post_init__(self) -> None:
         rules = {
@@ -64,7 +64,6 @@ class XqaSpec(KernelSpec):
             "warps must be whole teams": self.warps % self.team == 0,
             "cols must be 16 or a multiple of 32": self.cols == 16 or self.cols % 32 == 0,
             "clusters need columns that a warp holds": self.cluster == 1 or (self.team == 1 and not self.whole),
-            "only whole segments are fetched ahead": self.whole or not self.ahead,
             "paired needs NVFP4 and one block of rows": not self.paired or (self.kv_bits, self.row_blocks) == (4, 1),
         }
         for rule, holds in rules.items():

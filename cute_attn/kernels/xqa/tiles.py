@@ -41,7 +41,7 @@ class Ring(NamedTuple):
     most: int = 64  # tokens of a tile
     cluster: int = 1
     whole: bool = False
-    ahead: bool = False
+    ahead: int = 0
 
 
 class Row(NamedTuple):
@@ -153,7 +153,7 @@ HOPPER = RingTable(
             Row(16, (Ring(2, 3, 4, 8192, whole=True),), _MEASURED),
         ),
         # 1.19 times as fast for 8 requests of 8 kv heads, 1.05 for 64, 0.88 for 256 (H100).
-        "few short": (Row(8, (Ring(2, 2, 8, 4096, whole=True, ahead=True),), range(64, 65)),),
+        "few short": (Row(8, (Ring(2, 2, 8, 4096, whole=True, ahead=SHORT),), range(64, 65)),),
     }
 )
 # By major compute capability, which tells memory bandwidth and shared memory of an SM.

@@ -74,7 +74,9 @@ class PreparedKernel:
             "scale": settings.sm_scale,
             "lse_scale": settings.lse_scale,
         }
-        self.ahead = spec.ahead
+        self.ahead = spec.ahead > 0
+        if self.ahead:
+            static["resident"] = gpu.sms * spec.ctas
         extras, absent = optional({PAGE_FIELDS: self.paged, BLOCK_SCALE_FIELDS: features.kv_block_scales})
         ahead = AHEAD_FIELDS if self.ahead else ()
         dynamic = (*TENSOR_FIELDS, OUTPUT_FIELDS, REQUEST_FIELDS + SCRATCH_FIELDS, extras + ahead)

@@ -130,10 +130,10 @@ def load_if(condition: Boolean, address: Int64, offset: int, words: int) -> list
     return _load("ld.global", Int32, condition, address, offset, words)
 
 
-def load_early_if(condition: Boolean, address: Int64) -> Int32:
+def load_early_if(condition: Boolean, address: Int64, offset: int) -> Int32:
     """Load a word from L2, or 0, that the preceding kernel may still write: for addresses of prefetches alone, which
     must be kept in bounds. L1 keeps no copy that a later load could find."""
-    return _load("ld.relaxed.gpu.global", Int32, condition, address, 0, 1)[0]
+    return _load("ld.relaxed.gpu.global", Int32, condition, address, offset, 1)[0]
 
 
 def prefetch_l2(address: Int64) -> None:

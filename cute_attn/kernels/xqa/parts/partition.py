@@ -12,7 +12,8 @@ The grid is [CTA groups, shares of a group]. All groups have equal sequences, so
 read the same tokens of different heads at the same time: those lie side by side in the cache and share lines of L2.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import cutlass
@@ -74,12 +75,20 @@ def kv_split(segment: Segment, share: Share) -> KvSplit:
     return KvSplit(begin, end, whole, cutlass.or_(begin < end, empty))
 
 
+Load = Callable[[Boolean, Int64, int], Int32]  # a word behind an address and an offset, or 0 where it does not exist
+
+
+def load_word(exists: Boolean, address: Int64, offset: int) -> Int32:
+    return isa.load_if(exists, address, offset, 1)[0]
+
+
 @dataclass(frozen=True)
 class Partition:
     """Device-side partition; `cols` is the number of tokens of a tile."""
 
     p: Any  # XqaParams
     cols: int
+    load: Load = field(default=load_word, kw_only=True)
 
     @property
     def cta_group(self) -> Int32:
@@ -90,13 +99,13 @@ class Partition:
     def request(self, index: Int32) -> Request:
         p = self.p
         exists = isa.less_unsigned(index, p.batch)
-        kv_len = isa.load_if(exists, p.seq_lens + Int64(index) * Int64(4), 0, 1)[0]
+        kv_len = self.load(exists, p.seq_lens + Int64(index) * Int64(4), 0)
         kv_len = ptx.maximum(ptx.minimum(kv_len, p.capacity), Int32(0))  # never past the row of the page table
         qo_start, qo_len = index * p.q_len, ptx.select(exists, p.q_len, Int32(0))
         if p.q_indptr != Int64(0):
             bounds = p.q_indptr + Int64(index) * Int64(4)
-            qo_start = isa.load_if(exists, bounds, 0, 1)[0]
-            qo_len = isa.load_if(exists, bounds, 4, 1)[0] - qo_start
+            qo_start = self.load(exists, bounds, 0)
+            qo_len = self.load(exists, bounds, 4) - qo_start
         first_token = ptx.maximum(kv_len - qo_len - p.window_left, Int32(0))
         tiles = (kv_len + (self.cols - 1)) // self.cols - first_token // self.cols
         return Request(kv_len, first_token, tiles, qo_start, qo_len)
@@ -125,7 +134,7 @@ class Partition:
         p = self.p
         first = index * p.table_stride
         if p.page_starts != Int64(0):
-            first = isa.load_if(isa.less_unsigned(index, p.batch), p.page_starts + Int64(index) * Int64(4), 0, 1)[0]
+            first = self.load(isa.less_unsigned(index, p.batch), p.page_starts + Int64(index) * Int64(4), 0)
         return first
 
     def prefetch_lengths(self) -> None:
@@ -230,44 +239,6 @@ class WholeSegments(Partition):
         return segment._replace(start=segment.start + segment.request.tiles + self.p.overhead)
 
 
-@dataclass(frozen=True)
-class SegmentsAhead(WholeSegments):
-    """Whole segments whose keys are fetched into L2 while the preceding kernel ends.
-
-    Where keys are follows from lengths and page ids that it may still write. What is read of those before it has ended
-    decides which lines are fetched, nothing else; stale values fetch other lines of the cache, and entries of the table
-    and pages are kept in bounds (`entries`, `pages`).
-    """
-
-    columns: int  # bytes of a head's row of K or V
-
-    @cute.jit
-    def prefetch_lengths(self) -> None:
-        p, index = self.p, cute.arch.block_idx()[1]
-        self.prefetch_request(index)
-        always = Boolean(True)
-        kv_len = isa.load_early_if(always, p.seq_lens + Int64(index) * Int64(4))
-        kv_len = ptx.maximum(ptx.minimum(kv_len, p.capacity), Int32(0))
-        first_page = index * p.table_stride
-        if p.page_starts != Int64(0):
-            first_page = isa.load_early_if(always, p.page_starts + Int64(index) * Int64(4))
-        first_token = ptx.maximum(kv_len - p.q_len - p.window_left, Int32(0))
-        head = Int64(self.head_of(self.cta_group))
-        k, v = p.k + head * p.k_stride_h, p.v + head * p.v_stride_h
-        divisor = Divisor(p.page_size, p.page_multiplier, p.page_shift)
-        thread, threads = cute.arch.thread_idx()[0], cute.arch.block_dim()[0]
-        for token in cutlass.range(first_token + thread, kv_len, threads, unroll=2):
-            number = divisor.quotient(token)
-            entry, within = first_page + number, token - number * p.page_size
-            page = isa.load_early_if(isa.less_unsigned(entry, p.entries), isa.mad_wide(entry, Int32(4), p.table))
-            if isa.all_of([isa.less_unsigned(entry, p.entries), isa.less_unsigned(page, p.pages)]):
-                k_at = isa.mad_wide(page * p.k_stride_page + within * p.k_stride_n, Int32(16), k)
-                v_at = isa.mad_wide(page * p.v_stride_page + within * p.v_stride_n, Int32(16), v)
-                for offset in cutlass.range_constexpr(0, self.columns, 64):
-                    isa.prefetch_l2(k_at + Int64(offset))
-                    isa.prefetch_l2(v_at + Int64(offset))
-
-
 BEYOND = 1 << 30  # position of no tile
 
 
@@ -306,9 +277,7 @@ class ClusterSegments(Partition):
         return segment._replace(start=Int32(BEYOND))
 
 
-def make_partition(spec: XqaSpec, p: Any) -> Partition:
+def make_partition(spec: XqaSpec, p: Any, load: Load = load_word) -> Partition:
     if spec.cluster > 1:
-        return ClusterSegments(p, spec.cols, spec.cluster)
-    if spec.ahead:
-        return SegmentsAhead(p, spec.cols, spec.head_dim * spec.kv_bits // 8)
-    return WholeSegments(p, spec.cols) if spec.whole else Partition(p, spec.cols)
+        return ClusterSegments(p, spec.cols, spec.cluster, load=load)
+    return (WholeSegments if spec.whole else Partition)(p, spec.cols, load=load)

@@ -25,7 +25,7 @@ class XqaUmmaSpec(KernelSpec):
     ctas: ClassVar[int] = 1  # per SM
     whole: ClassVar[bool] = False  # segments are cut between CTAs
     cluster: ClassVar[int] = 1  # CTAs of a cluster
-    ahead: ClassVar[bool] = False  # keys are not fetched before the preceding kernel has ended
+    ahead: ClassVar[int] = 0  # keys are not fetched before the preceding kernel has ended
     teams: ClassVar[int] = 1  # tiles that a CTA processes at once
     warps: ClassVar[int] = 1  # softmax states of a CTA
     team: ClassVar[int] = 1
