@@ -84,7 +84,7 @@ def test_keys_of_few_short_windows_are_fetched_ahead(
         planned.plan(**batch_case.plan_arguments(batch, inputs))
         result = batch_case.check(batch, inputs, *batch_case.call(batch, inputs, planned))
     assert result.ok, result.detail
-    assert {record.spec["ahead"] for record in emulation.records} == {ahead}
+    assert {record.spec["ahead"] > 0 for record in emulation.records} == {ahead}
 
 
 def test_one_request_of_few_keys_has_clusters(monkeypatch: pytest.MonkeyPatch) -> None:

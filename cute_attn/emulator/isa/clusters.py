@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from cute_attn.emulator import access
 from cute_attn.emulator.dtypes import Array, tag
 from cute_attn.emulator.emit import Emitter
-from cute_attn.emulator.errors import BarrierFault
+from cute_attn.emulator.errors import BarrierFault, Race
 from cute_attn.emulator.isa import mbarrier
 from cute_attn.emulator.isa.barriers import Meeting
 from cute_attn.emulator.isa.mma import whole
@@ -98,15 +100,23 @@ def st_async(e: Emitter, inst: Inst, weak: str, vec: str, kind: str) -> None:
 
 
 def _st_async(w: WarpBatch, mask: Array | None, target: Array, values: tuple[Array, ...], barrier: Array) -> None:
+    """One operation for all lanes of a warp that count at the same barrier: their clocks are equal."""
     targets, barriers = w.full(target), w.full(barrier)
-    rows = np.stack([w.full(v) for v in values], axis=1)
-    for lane in w.lanes(mask):
-        data = np.ascontiguousarray(rows[lane : lane + 1]).view(np.uint8)
-        rank, offset = int(targets[lane]) >> RANK_SHIFT, int(targets[lane]) & OFFSET_MASK
+    data = np.ascontiguousarray(np.stack([w.full(v) for v in values], axis=1)).view(np.uint8)
+    nbytes, lanes = data.shape[1], np.asarray(w.lanes(mask))
+    for group in _groups(lanes, targets >> RANK_SHIFT, barriers, w.row):
+        rank, where = int(targets[group[0]]) >> RANK_SHIFT, targets[group] & OFFSET_MASK
         memory = w.cta.cluster.ctas[rank].smem
-        where = np.array([offset])
-        memory.check(where, data.shape[1], data.shape[1], "st.async")
-        op = w.begin_op(int(w.row[lane]), "st.async")
-        memory.op_store(where, access.words_of(data), data.shape[1], op, "st.async", generic=False)
-        waiting = mbarrier.target(w.cta, int(barriers[lane]), op, "st.async")
-        waiting.complete(data.shape[1], op, op.time if op else 0.0)
+        memory.check(where, nbytes, nbytes, "st.async")
+        if len(np.unique(where)) < len(where):
+            raise Race("lanes of one st.async store to the same place")
+        op = w.begin_op(int(w.row[group[0]]), "st.async")
+        memory.op_store(where, access.words_of(data[group]), nbytes, op, "st.async", generic=False)
+        waiting = mbarrier.target(w.cta, int(barriers[group[0]]), op, "st.async")
+        waiting.complete(nbytes * len(group), op, op.time if op else 0.0)
+
+
+def _groups(lanes: Array, *keys: Array) -> Iterator[Array]:
+    """Lanes by equal keys."""
+    found = np.unique(np.stack([key[lanes] for key in keys]), axis=1, return_inverse=True)[1].reshape(-1)
+    return (lanes[found == i] for i in range(found.max(initial=-1) + 1))

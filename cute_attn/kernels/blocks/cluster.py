@@ -61,12 +61,15 @@ def store_async(address: Int32, value: Int32, barrier: Int32) -> None:
     asm(text, [], [address, value, barrier])
 
 
+def store_async_vector(address: Int32, values: list[Int32], barrier: Int32) -> None:
+    """`store_async` of two or four words."""
+    operands = ", ".join(f"${i + 2}" for i in range(len(values)))
+    form = f"st.async.shared::cluster.mbarrier::complete_tx::bytes.v{len(values)}.b32"
+    asm(f"{form} [$0], {{{operands}}}, [$1];", [], [address, barrier, *values])
+
+
 def st_shared_v4(address: Int32, offset: int, values: list[Int32]) -> None:
     asm(f"st.shared::cluster.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};", [], [address, *values])
-
-
-def st_shared_v2(address: Int32, offset: int, values: list[Int32]) -> None:
-    asm(f"st.shared::cluster.v2.b32 [$0+{offset}], {{$1, $2}};", [], [address, *values])
 
 
 def fence_async() -> None:

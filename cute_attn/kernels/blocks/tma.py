@@ -81,9 +81,12 @@ def fence_async() -> None:
     asm("fence.proxy.async.shared::cta;")
 
 
-def barrier_expect(barrier: Int32, num_bytes: int) -> None:
+def barrier_expect(barrier: Int32, num_bytes: Int32 | int) -> None:
     """Arrives and adds `num_bytes` to the transaction count of the phase."""
-    asm(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {num_bytes};", [], [barrier])
+    if isinstance(num_bytes, int):
+        asm(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {num_bytes};", [], [barrier])
+    else:
+        asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", [], [barrier, num_bytes])
 
 
 def barrier_arrive(barrier: Int32) -> None:

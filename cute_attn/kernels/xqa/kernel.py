@@ -22,7 +22,7 @@ from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import shared_memory, warp_index, zeros
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.ahead import KeysAhead
-from cute_attn.kernels.xqa.parts.cluster_merge import ClusterMerge
+from cute_attn.kernels.xqa.parts.cluster_merge import ClusterMerge, open_inbox
 from cute_attn.kernels.xqa.parts.masks import TileMask
 from cute_attn.kernels.xqa.parts.merge import Merge
 from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages
@@ -170,24 +170,27 @@ class XqaProgram:
     @cute.kernel
     def kernel(self, params: Any) -> None:
         partition = make_partition(self.spec, params)
+        if cutlass.const_expr(self.spec.cluster > 1):
+            open_inbox(shared_memory() + self.memory.inbox_barrier)
         if cutlass.const_expr(self.pdl):
             partition.prefetch_lengths()
             if cutlass.const_expr(self.spec.ahead > 0):
                 KeysAhead(self.spec, params).fetch()
             ptx.grid_dependency_wait()
-            ptx.grid_dependency_launch()
         share, segment = partition.first_segment()
         merge, query_rows = self.merge_and_queries(params)
         words = query_rows.load(segment)
         token_pages = self.load_prologue(self.paged_kv(params, segment), self.warp_tiles(params, segment, share))
+        if cutlass.const_expr(self.pdl):
+            ptx.grid_dependency_launch()  # CTAs of the next launch that start now do not delay the first copies
+        merge.enter()
         while partition.overlaps(segment, share):
-            merge.enter()
             work = self.segment_work(params, segment, share, query_rows.operands(words), query_rows.rows(segment))
             state = LoopState(work.softmax.start(), self.ring_start(), token_pages)
             for i in cutlass.range(0, work.warp_tiles.count, unroll=1):
                 state = self.mainloop_step(work, state, i)
             self.publish(merge, work.warp_tiles.split, state.running)
-            following = partition.next_segment(segment)
+            following = partition.next_segment(segment, share)
             words, token_pages = query_rows.no_words(), work.kv.no_pages()
             if partition.overlaps(following, share):
                 words = query_rows.load(following)

@@ -127,5 +127,10 @@ class XqaMemory:
         return self.inbox + self.cluster * self.inbox_vectors * 16
 
     @property
+    def inbox_barrier(self) -> int:
+        """Offset of the barrier where a CTA of a cluster waits for what the others send."""
+        return self.inbox_stats + self.cluster * self.inbox_vectors * 8
+
+    @property
     def bytes(self) -> int:
-        return self.inbox_stats + self.cluster * self.inbox_vectors * 8 if self.cluster > 1 else self.inbox
+        return self.inbox_barrier + 8 if self.cluster > 1 else self.inbox

@@ -206,12 +206,14 @@ class Partition:
         return kv_split(segment, share)
 
     @cute.jit
-    def next_segment(self, segment: Segment) -> Segment:
-        """The next segment in the sequence of the CTA group."""
+    def next_segment(self, segment: Segment, share: Share) -> Segment:
+        """The next segment in the sequence of the CTA group. Of one beyond the share no length is read: the wait for it
+        would delay the outputs of this one."""
         start = segment.start + segment.request.tiles + self.p.overhead
         unit = segment.unit + cute.arch.grid_dim()[0]
         following = Segment(segment.index, unit, start, segment.first_page, segment.request)
-        if following.unit >= self.p.num_kv_heads * self.p.row_blocks:
+        past = following.unit >= self.p.num_kv_heads * self.p.row_blocks
+        if cutlass.and_(past, self.overlaps(following, share)):
             index = segment.index + 1
             following = Segment(index, self.cta_group, start, self.first_page(index), self.request(index))
         return following
@@ -234,7 +236,7 @@ class WholeSegments(Partition):
         positions = request.tiles + self.p.overhead
         return Share(Int32(0), positions, positions), Segment(index, unit, self.p.overhead, first_page, request)
 
-    def next_segment(self, segment: Segment) -> Segment:
+    def next_segment(self, segment: Segment, share: Share) -> Segment:
         """A segment beyond the share."""
         return segment._replace(start=segment.start + segment.request.tiles + self.p.overhead)
 
@@ -272,7 +274,7 @@ class ClusterSegments(Partition):
     def split(self, segment: Segment, share: Share) -> KvSplit:
         return KvSplit(share.begin, share.end, Boolean(False), Boolean(True))
 
-    def next_segment(self, segment: Segment) -> Segment:
+    def next_segment(self, segment: Segment, share: Share) -> Segment:
         """No segment."""
         return segment._replace(start=Int32(BEYOND))
 
