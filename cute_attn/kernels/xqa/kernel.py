@@ -177,12 +177,14 @@ class XqaProgram:
             if cutlass.const_expr(self.spec.ahead > 0):
                 KeysAhead(self.spec, params).fetch()
             ptx.grid_dependency_wait()
+        if cutlass.const_expr(self.pdl and self.spec.whole):
+            ptx.grid_dependency_launch()  # at once: the time of a short segment is what the next launch has
         share, segment = partition.first_segment()
         merge, query_rows = self.merge_and_queries(params)
         words = query_rows.load(segment)
         token_pages = self.load_prologue(self.paged_kv(params, segment), self.warp_tiles(params, segment, share))
-        if cutlass.const_expr(self.pdl):
-            ptx.grid_dependency_launch()  # CTAs of the next launch that start now do not delay the first copies
+        if cutlass.const_expr(self.pdl and not self.spec.whole):
+            ptx.grid_dependency_launch()  # now, so that what the next launch fetches does not delay the first copies
         merge.enter()
         while partition.overlaps(segment, share):
             work = self.segment_work(params, segment, share, query_rows.operands(words), query_rows.rows(segment))

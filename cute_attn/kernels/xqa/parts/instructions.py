@@ -141,6 +141,11 @@ def prefetch_l2(address: Int64) -> None:
     asm("prefetch.global.L2 [$0];", [], [address])
 
 
+def prefetch_l1(address: Int64) -> None:
+    """Fetch the line of an address into L1; no value is read."""
+    asm("prefetch.global.L1 [$0];", [], [address])
+
+
 def ld_l2_if(condition: Boolean, address: Int64, words: int) -> list[Float32]:
     """`load_if` that bypasses L1, for words that other CTAs wrote since this one started."""
     return _load("ld.global.cg", Float32, condition, address, 0, words)

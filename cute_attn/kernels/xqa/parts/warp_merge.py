@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.rows import PackedRows
+from cute_attn.kernels.blocks.rows import Divisor, PackedRows
+from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.merge import VECTORS_PER_LANE, Merge
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share
 from cute_attn.kernels.xqa.parts.softmax import Running, reduce_column
@@ -72,6 +73,14 @@ class WarpMerge(Merge):
 @dataclass(frozen=True)
 class WholeMerge(WarpMerge):
     """Merge of segments that one CTA processes alone (`partition.WholeSegments`)."""
+
+    @cute.jit
+    def enter(self) -> None:
+        """Fetch the sinks of this CTA's heads into L1: every vector of the outputs would wait for L2."""
+        p = self.p
+        if p.sinks != Int64(0):
+            head = Divisor(p.row_blocks, p.row_blocks_multiplier, p.row_blocks_shift).quotient(cute.arch.block_idx()[0])
+            isa.prefetch_l1(isa.mad_wide(head * p.group, Int32(4), p.sinks))
 
     @cute.jit
     def write(self, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
