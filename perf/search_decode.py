@@ -41,12 +41,13 @@ from perf.warm import warm
 IN_FLIGHT = (32 << 10, 200 << 10)  # bytes of K and V per SM
 WARPS_PER_SM = (4, 24)
 LENGTHS = "64x2048,256x1024,64x8192,8x8192"
-GUESTS = dict.fromkeys(("alone", "one", "tiny", "brief", "few"), (0, 1))  # others: none
+GUESTS = dict.fromkeys(("alone", "one", "tiny", "brief", "long", "few"), (0, 1))  # others: none
 CTAS: dict[Segments, tuple[int, ...]] = {
     "alone": (1, 2),
     "one": (1, 2),
     "tiny": (1, 2),
     "brief": (1, 2),
+    "long": (1, 2),
     "few": (1, 2),
     "many": (1, 2, 3, 4, 6, 8),
     "even": (1, 2, 3, 4, 6, 8),

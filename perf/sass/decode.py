@@ -158,7 +158,7 @@ def _call(case: Decode, requests: int, kv_heads: int, length: int, backend: str)
     pairs = 0 if case.many else tiles.FEW  # how many are few: the problem has few of either kind
     with (
         mock.patch.object(tiles, "FEW", pairs),
-        mock.patch.dict(tiles.ONE, dict.fromkeys(tiles.ONE, 0)),  # nor the kernels for one request alone
+        mock.patch.object(tiles, "ONE", 0),  # nor the kernels for one request alone
         mock.patch.object(tiles, "BRIEF_UNITS", 0),
         using(case.arch, checks=False, events=True, kernels=case.backend, sms=1),
     ):

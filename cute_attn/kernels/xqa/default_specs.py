@@ -22,7 +22,7 @@ OTHERS = (
 
 def default_specs(arch: Arch) -> list[XqaSpec | XqaUmmaSpec]:
     """Kernels that most programs need: bf16 queries over every cache dtype, without a tree; of many rows with one."""
-    segments: tuple[Segments, ...] = ("tiny", "brief", "few", "many", "even", "short", "few short")
+    segments: tuple[Segments, ...] = ("one", "tiny", "brief", "long", "few", "many", "even", "short", "few short")
     keys = itertools.product((*ALL, *OTHERS), segments)
     specs = (choose("bfloat16", kv, "bfloat16", head_dim, rows, False, of, arch) for (head_dim, kv, rows), of in keys)
     return list(dict.fromkeys([*specs, *umma_specs(arch)]))

@@ -13,20 +13,21 @@ REGISTER_DIMS = 256  # row blocks x columns of a warp; beyond it outputs and que
 RESERVED_SMEM = 1024  # bytes of shared memory that the system reserves per CTA
 FEW = 128  # (request, kv head) pairs: about one per SM
 MOST_ROWS = 16  # of a unit
-ONE = {16: 8, 8: 4, 4: 4}  # units of one request, by bits of the cache, of which each has clusters of its own
-BRIEF_UNITS = 8  # units of one request of few keys, of which each has a cluster too
-TINY, BRIEF = 4096, 8192  # few keys
+ONE = 4  # units of one request, of which each has clusters of its own
+BRIEF_UNITS = 8  # units of one request of few keys, or over a cache of 16 bits, of which each has clusters too
+TINY, BRIEF = 2048, 8192  # few keys
+LONG = 65536  # keys of one request of more units than ONE that clusters do not read faster
 SHORT = 512  # keys of a segment that one CTA processes alone, see `partition.WholeSegments`
 FEW_SHORT = 512  # pairs of short segments: about four per SM
 EVEN = 2048  # pairs of about the same length from which one CTA processes each alone
 
-# Of a launch: one request of one unit ("alone"); of at most ONE units; of BRIEF_UNITS and TINY or BRIEF keys; at most
-# FEW pairs of a request and a kv head; more; EVEN or more, equally long; those whose windows are SHORT, and at most
-# FEW_SHORT of them.
-Segments = Literal["alone", "one", "tiny", "brief", "few", "many", "even", "short", "few short"]
+# Of a launch: one request of one unit ("alone"); of at most ONE units; of BRIEF_UNITS and TINY or BRIEF keys; of more;
+# at most FEW pairs of a request and a kv head; more; EVEN or more, equally long; those whose windows are SHORT, and at
+# most FEW_SHORT of them.
+Segments = Literal["alone", "one", "tiny", "brief", "long", "few", "many", "even", "short", "few short"]
 # Segments whose rings those take that have none of their own.
 OTHERWISE: dict[Segments, Segments] = {
-    **dict.fromkeys(("alone", "one", "tiny", "brief"), "few"),
+    **dict.fromkeys(("alone", "one", "tiny", "brief", "long"), "few"),
     "even": "many",
     "few short": "short",
 }
@@ -129,6 +130,8 @@ _CLUSTERS_OF_8 = (
     Row(8, (Ring(8, 4, 1, 4096, cluster=8), Ring(8, 3, 1, 4096, cluster=8)), _CLUSTERED),
     Row(4, (Ring(8, 3, 1, 4096, cluster=8),), _CLUSTERED),
 )
+_ONE_16 = (Ring(4, 3, 1, 8192, guests=1, cluster=6), Ring(4, 3, 1, 8192, cluster=6))
+# `ahead`: what a launch fetches while the CTAs of the preceding one end, one after the other, its own would wait for.
 HOPPER = RingTable(
     {
         **DEFAULT.rows,
@@ -136,16 +139,30 @@ HOPPER = RingTable(
             Row(16, (Ring(8, 2, 1, 8192, cluster=8), Ring(4, 3, 1, 8192, cluster=8)), _CLUSTERED),
             *_CLUSTERS_OF_8,
         ),
-        # Of 6 CTAs more clusters run at once than of 8, whose GPC leaves SMs over. H100: with room for a guest 2048
-        # keys take 7.5 instead of 7.7 us, 8192 the same.
-        "one": (
-            Row(16, (Ring(4, 3, 1, 8192, guests=1, cluster=6), Ring(4, 3, 1, 8192, cluster=6)), _CLUSTERED),
-            *_CLUSTERS_OF_8,
+        # Of 6 CTAs more clusters run at once than of 8, whose GPC leaves SMs over.
+        "one": (Row(16, _ONE_16, _CLUSTERED), *_CLUSTERS_OF_8),
+        # 8 kv heads: one cluster of 8 a unit merges once, and leaves the CTAs of the next launch SMs of their own.
+        # H100, H200: bf16, 2048 keys 6.5, 6.0 us instead of 7.3, 6.8 by 12 CTAs a unit; 8192 15.6, 13.2 instead of
+        # 16.2, 13.3. 8 bits, 131072 keys: 88 instead of 69 us (H200).
+        "tiny": (
+            Row(16, (Ring(4, 3, 1, 8192, guests=1, cluster=8, ahead=64),), _MEASURED),
+            Row(16, _ONE_16, _CLUSTERED),
+            Row(8, (Ring(8, 2, 1, 4096, guests=1, cluster=8, ahead=128),), _MEASURED),
         ),
-        # H200, 8 kv heads: 2048 keys 5.1 us instead of 7.6, 8192 9.5 instead of 11.8 ("tiny": 10.0), 131072 88 instead
-        # of 69.
-        "tiny": (Row(8, (Ring(8, 2, 1, 4096, guests=1, cluster=8),), _MEASURED),),
-        "brief": (Row(8, (Ring(8, 3, 1, 4096, guests=1, cluster=8),), _MEASURED),),
+        "brief": (
+            Row(16, (Ring(4, 3, 1, 8192, guests=1, cluster=8, ahead=16),), _MEASURED),
+            Row(16, _ONE_16, _CLUSTERED),
+            Row(8, (Ring(8, 3, 1, 4096, guests=1, cluster=8, ahead=64),), _MEASURED),
+        ),
+        "long": DEFAULT.rows["few"],
+        # 8 x 8192: 1.01 to 1.02 times as fast as the rings of long requests, 1 x 131072 0.98 (8 bits, H100).
+        "few": (
+            Row(16, (Ring(8, 2, 1, 8192, ahead=256),), _MEASURED),
+            Row(8, (Ring(8, 2, 1, 8192, ahead=512),), _MEASURED),
+            *DEFAULT.rows["few"],
+        ),
+        # 64 x 2048: 1.02 (H100) and 1.00 (H200).
+        "many": (Row(8, (Ring(8, 2, 1, 8192, ahead=128),), _MEASURED), *DEFAULT.rows["many"]),
         # 1.02 to 1.03 times as fast as CTAs that cut segments (H100, 256 x 1024 and 512 x 512; H200 1.07), but of 64 x
         # 8192, 8 bits, 1.01 on an H100 and 0.95 on an H200.
         "even": (

@@ -12,6 +12,7 @@ from cute_attn.kernels.host.batch import BatchRun
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.host.params import UNBOUNDED, Values
 from cute_attn.kernels.host.prepared import Grid
+from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.host import lengths as device_lengths
 from cute_attn.kernels.xqa.host.grid import LaunchConfig, launch_config, partial_bytes_per_cta
 from cute_attn.kernels.xqa.host.prepared import PreparedKernel, prepared_kernel
@@ -90,6 +91,8 @@ def segments_of(
         at_a_time = sms * config.spec.ctas
         if 0 < config.grid[0] * batch_size % at_a_time < LAST_WAVE * at_a_time:
             return "many"
+    if of == "one" and longest > tiles.LONG and settings.features.num_kv_heads > tiles.ONE:
+        return "long"
     return of
 
 

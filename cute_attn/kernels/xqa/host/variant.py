@@ -24,22 +24,33 @@ def segments(
     batch_size: int, settings: Settings, qo_len: int, longest: int = MAX_KV_LEN, even: bool = False
 ) -> Segments:
     """Returns what the pairs of a request and a kv head are: "short" where a window bounds them ("few short" if they
-    are few), else those of "one" request ("alone": with one unit; "tiny" or "brief": with more, of few keys), "few",
-    whose keys are split into many parts each, or "many". `longest`: most keys of a request, in all launches; `even`:
-    requests are about equally long, and stay so; their pairs are "even" if there are enough.
+    are few), else those of "one" request ("alone": with one unit; with more units than ONE: "tiny" or "brief" if its
+    keys are few, else "long"), "few", whose keys are split into many parts each, or "many". `longest`: most keys of a
+    request, in all launches; `even`: requests are about equally long, and stay so; their pairs are "even" if there are
+    enough.
     """
     window, features = settings.window_left, settings.features
     pairs = batch_size * features.num_kv_heads
     if 0 <= window <= tiles.SHORT - qo_len and batch_size <= MAX_GRID_Y:
         return "few short" if pairs <= tiles.FEW_SHORT else "short"
-    units = features.num_kv_heads * ceil_div(qo_len * (features.num_qo_heads // features.num_kv_heads), tiles.MOST_ROWS)
-    if batch_size == 1 and units <= tiles.ONE[KV_BITS[kv_dtype(features)]]:
-        return "alone" if units == 1 else "one"
-    if batch_size == 1 and units <= tiles.BRIEF_UNITS and longest <= tiles.BRIEF:
-        return "tiny" if longest <= tiles.TINY else "brief"
+    if batch_size == 1:
+        return of_one_request(settings, qo_len, longest)
     if pairs <= tiles.FEW:
         return "few"
     return "even" if even and pairs >= tiles.EVEN and batch_size <= MAX_GRID_Y else "many"
+
+
+def of_one_request(settings: Settings, qo_len: int, longest: int) -> Segments:
+    """Returns what `segments` says of one request of at most `longest` keys that no short window bounds."""
+    features = settings.features
+    units = features.num_kv_heads * ceil_div(qo_len * (features.num_qo_heads // features.num_kv_heads), tiles.MOST_ROWS)
+    if units <= tiles.ONE:
+        return "alone" if units == 1 else "one"
+    if units <= tiles.BRIEF_UNITS and longest <= tiles.BRIEF:
+        return "tiny" if longest <= tiles.TINY else "brief"
+    if units <= tiles.BRIEF_UNITS and KV_BITS[kv_dtype(features)] == 16:
+        return "one"
+    return "long" if features.num_kv_heads <= tiles.FEW else "many"
 
 
 def choose_spec(features: Features, qo_len: int, segments: Segments, arch: Arch) -> XqaSpec | XqaUmmaSpec:

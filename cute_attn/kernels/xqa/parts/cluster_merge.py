@@ -85,11 +85,15 @@ class ClusterMerge(WarpMerge):
 
     def slice_vectors(self, rows: PackedRows) -> Int32:
         """Number of vectors of this CTA's slice that exist."""
-        vectors, total = self.memory.inbox_vectors, self.num_vectors(rows)
-        ends = [ptx.minimum((cluster.rank() + i) * vectors, total) for i in (0, 1)]
-        wanted = self.spec.warp_dim // VECTOR_WIDTH  # of a row; the others are padding
-        below = [n // self.vectors_per_row * wanted + ptx.minimum(n % self.vectors_per_row, Int32(wanted)) for n in ends]
-        return below[1] - below[0]
+        start, total = cluster.rank() * self.memory.inbox_vectors, self.num_vectors(rows)
+        return self.vectors_below(ptx.minimum(start + self.memory.inbox_vectors, total)) - self.vectors_below(
+            ptx.minimum(start, total)
+        )
+
+    def vectors_below(self, item: Int32) -> Int32:
+        """Number of vectors before this one that are no padding."""
+        in_row, held = item % self.vectors_per_row, self.spec.warp_dim // VECTOR_WIDTH
+        return item // self.vectors_per_row * held + ptx.minimum(in_row, Int32(held))
 
     # --- CTAs of a cluster ------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_attn.kernels.blocks import ptx
-from cute_attn.kernels.blocks.rows import Divisor, PackedRows
+from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.merge import VECTORS_PER_LANE, Merge
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share
@@ -75,18 +75,23 @@ class WholeMerge(WarpMerge):
     """Merge of segments that one CTA processes alone (`partition.WholeSegments`)."""
 
     @cute.jit
-    def enter(self) -> None:
-        """Fetch the sinks of this CTA's heads into L1: every vector of the outputs would wait for L2."""
-        p = self.p
-        if p.sinks != Int64(0):
-            head = Divisor(p.row_blocks, p.row_blocks_multiplier, p.row_blocks_shift).quotient(cute.arch.block_idx()[0])
-            isa.prefetch_l1(isa.mad_wide(head * p.group, Int32(4), p.sinks))
-
-    @cute.jit
     def write(self, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
-        """Write outputs, by all threads. A barrier after `publish` must come before."""
-        threads = self.lanes * self.spec.teams
-        for item in cutlass.range(self.team.thread(), self.num_vectors(rows), threads, unroll=1):
-            row, dim = self.row_and_dim(item)
-            if self.has_columns(dim):
-                self.store(rows, row, self.head_dim(dim), self.merge_warps(row, dim))
+        """Write outputs, by all threads. A barrier after `publish` must come before. A thread loads the sinks of all
+        its vectors at once: one after the other, each would wait for L2."""
+        threads, total = self.lanes * self.spec.teams, self.num_vectors(rows)
+        turns = -(-self.spec.rows * self.vectors_per_row // threads)
+        items = [self.team.thread() + i * threads for i in range(turns)]
+        sinks = [self.sink(rows, item) for item in items]
+        for i in cutlass.range_constexpr(turns):
+            row, dim = self.row_and_dim(items[i])
+            if cutlass.and_(items[i] < total, self.has_columns(dim)):
+                result = self.merge_warps(row, dim)
+                finished = self.finish.row_with(result.maximum, result.total, sinks[i])
+                self.store_finished(rows, row, self.head_dim(dim), result, *finished)
+
+    def sink(self, rows: PackedRows, item: Int32) -> Float32:
+        """Sink of the head of a vector, minus infinity where there are none."""
+        row, _ = self.row_and_dim(item)
+        exists = isa.all_of([self.p.sinks != Int64(0), rows.exists(row)])
+        address = isa.mad_wide(rows.head(row), Int32(4), self.p.sinks)
+        return ptx.select(exists, isa.load_float_if(exists, address), Float32(ptx.NEG_INF))
