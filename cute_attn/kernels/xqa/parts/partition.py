@@ -207,14 +207,13 @@ class Partition:
 
     @cute.jit
     def next_segment(self, segment: Segment, share: Share) -> Segment:
-        """The next segment in the sequence of the CTA group. Of one beyond the share no length is read: the wait for it
-        would delay the outputs of this one."""
+        """The next segment in the sequence of the CTA group. One beyond the share is of no request, so that no length is
+        read: the outputs of this one would wait for it."""
         start = segment.start + segment.request.tiles + self.p.overhead
         unit = segment.unit + cute.arch.grid_dim()[0]
         following = Segment(segment.index, unit, start, segment.first_page, segment.request)
-        past = following.unit >= self.p.num_kv_heads * self.p.row_blocks
-        if cutlass.and_(past, self.overlaps(following, share)):
-            index = segment.index + 1
+        if following.unit >= self.p.num_kv_heads * self.p.row_blocks:
+            index = ptx.select(self.overlaps(following, share), segment.index + 1, self.p.batch)
             following = Segment(index, self.cta_group, start, self.first_page(index), self.request(index))
         return following
 

@@ -16,6 +16,8 @@ from cute_attn.kernels.xqa.parts.tile_forms import Format
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
 
+AT_ONCE = 2  # vectors whose sinks a thread loads at once: one after the other, each would wait for L2
+
 
 @dataclass(frozen=True)
 class WarpMerge(Merge):
@@ -76,18 +78,17 @@ class WholeMerge(WarpMerge):
 
     @cute.jit
     def write(self, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
-        """Write outputs, by all threads. A barrier after `publish` must come before. A thread loads the sinks of all
-        its vectors at once: one after the other, each would wait for L2."""
+        """Write outputs, by all threads. A barrier after `publish` must come before."""
         threads, total = self.lanes * self.spec.teams, self.num_vectors(rows)
-        turns = -(-self.spec.rows * self.vectors_per_row // threads)
-        items = [self.team.thread() + i * threads for i in range(turns)]
-        sinks = [self.sink(rows, item) for item in items]
-        for i in cutlass.range_constexpr(turns):
-            row, dim = self.row_and_dim(items[i])
-            if cutlass.and_(items[i] < total, self.has_columns(dim)):
-                result = self.merge_warps(row, dim)
-                finished = self.finish.row_with(result.maximum, result.total, sinks[i])
-                self.store_finished(rows, row, self.head_dim(dim), result, *finished)
+        for start in cutlass.range(self.team.thread(), total, AT_ONCE * threads, unroll=1):
+            items = [start + i * threads for i in range(AT_ONCE)]
+            sinks = [self.sink(rows, item) for item in items]
+            for i in cutlass.range_constexpr(AT_ONCE):
+                row, dim = self.row_and_dim(items[i])
+                if cutlass.and_(items[i] < total, self.has_columns(dim)):
+                    result = self.merge_warps(row, dim)
+                    finished = self.finish.row_with(result.maximum, result.total, sinks[i])
+                    self.store_finished(rows, row, self.head_dim(dim), result, *finished)
 
     def sink(self, rows: PackedRows, item: Int32) -> Float32:
         """Sink of the head of a vector, minus infinity where there are none."""
