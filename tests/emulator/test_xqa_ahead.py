@@ -23,8 +23,19 @@ from tests.support.xqa_case import Built, XqaCase, build
 
 pytestmark = pytest.mark.emulator
 
-CASE = XqaCase((500, 0, 1, 40, 133), kv="e4m3", heads=(16, 2), head_dim=64, window_left=127, sinks=True)
-RING = "2x2x32x8wa512"
+# (case, ring, whether it fetches all keys that queries see): of the general partition a CTA fetches the first segment.
+CASES = {
+    "windows": (
+        XqaCase((500, 0, 1, 40, 133), kv="e4m3", heads=(16, 2), head_dim=64, window_left=127, sinks=True),
+        "2x2x32x8wa512",
+        True,
+    ),
+    "clusters": (XqaCase((700,), kv="e4m3", heads=(16, 2)), "4x2x16x1+1c4a1024", True),
+    "the first keys of clusters": (XqaCase((700,), heads=(8, 2)), "4x3x16x1c4a16", False),
+    "shares": (XqaCase((300, 0, 70, 9), heads=(8, 2)), "4x3x16x1a64", False),
+    "shares of many requests": (XqaCase((40,) * 35, kv="e4m3", heads=(4, 1)), "2x3x16x1a32", False),
+    "queries of several tokens": (XqaCase((90, 200), heads=(4, 1), q_len=3, q_lens=(1, 3)), "2x3x16x1a64", False),
+}
 EARLY = r"(@p ld\.relaxed\.gpu\.global\.b32 t0, \[[^]]*\];)"
 
 
@@ -46,9 +57,11 @@ def stale(garbage: str) -> Callable[[str], str]:
     return rewrite
 
 
-def fetched(built: Built, rewrite: Any, schedule: str, monkeypatch: pytest.MonkeyPatch) -> set[int]:
+def fetched(name: str, built: Built, rewrite: Any, schedule: str, monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Addresses that are fetched, while the call is right."""
-    start = choose("bfloat16", "float8_e4m3fn", "bfloat16", 64, 8, False, "short", named("sm_90a"))
+    case, ring, _ = CASES[name]
+    kv_dtype = "float8_e4m3fn" if case.kv == "e4m3" else ""
+    start = choose("bfloat16", kv_dtype, "bfloat16", case.head_dim, 8, False, "short", named("sm_90a"))
     found: set[int] = set()
     load = access.load_global
 
@@ -58,23 +71,25 @@ def fetched(built: Built, rewrite: Any, schedule: str, monkeypatch: pytest.Monke
         return load(batch, mask, addresses, nbytes, what, strong)
 
     monkeypatch.setattr(access, "load_global", recorded)
-    gpu = emulator.using("sm_90a", sms=2, schedule=Schedule(schedule, 1), rewrite=rewrite)
-    with rings.force_spec(rings.ring(RING, start)), gpu as emulation:
+    gpu = emulator.using("sm_90a", sms=16 if "c4" in ring else 2, schedule=Schedule(schedule, 1), rewrite=rewrite)
+    with rings.force_spec(rings.ring(ring, start)), gpu as emulation:
         assert built.check(*decode(built)) == ""
     assert emulation.records[0].spec["ahead"]
     return found
 
 
 def rows(built: Built) -> set[int]:
-    """Addresses of the rows of K and V that queries see."""
+    """Addresses of every 64 bytes of the rows of K and V that queries see."""
     case, table = built.case, built.arguments["block_tables"]
     found: set[int] = set()
     for cache in built.arguments["kv_cache"]:
         for request, kv_len in enumerate(case.seq_lens):
-            for token in range(max(0, kv_len - 1 - case.window_left), kv_len):
+            first = max(0, kv_len - 1 - case.window_left) if case.window_left >= 0 else 0
+            for token in range(first, kv_len):
                 page, slot = divmod(token, case.page_size)
                 for head in range(case.heads[1]):
-                    found.add(cache[int(table[request, page]), slot, head].data_ptr())
+                    row = cache[int(table[request, page]), slot, head]
+                    found.update(range(row.data_ptr(), row.data_ptr() + row.nbytes, 64))
     return found
 
 
@@ -84,11 +99,17 @@ def within(addresses: set[int], built: Built) -> set[int]:
     return {a for a in addresses if any(low <= a < high for low, high in spans)}
 
 
-def test_the_window_is_fetched_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    built = build(CASE)
-    assert within(fetched(built, read_bytes, "adversarial", monkeypatch), built) == rows(built)
+@pytest.mark.parametrize("name", CASES)
+def test_keys_that_queries_see_are_fetched_and_nothing_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = build(CASES[name][0])
+    found, seen = within(fetched(name, built, read_bytes, "adversarial", monkeypatch), built), rows(built)
+    assert found
+    assert found == seen if CASES[name][2] else found < seen
 
 
 @pytest.mark.parametrize(("garbage", "schedule"), [("0x5A5A5A5A", "eager"), ("3", "delayed"), ("0x80000000", "eager")])
-def test_stale_lengths_and_pages_stay_in_bounds(garbage: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fetched(build(CASE), stale(garbage), schedule, monkeypatch)
+@pytest.mark.parametrize("name", CASES)
+def test_stale_lengths_and_pages_stay_in_bounds(
+    name: str, garbage: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched(name, build(CASES[name][0]), stale(garbage), schedule, monkeypatch)

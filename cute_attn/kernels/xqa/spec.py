@@ -64,6 +64,7 @@ class XqaSpec(KernelSpec):
             "warps must be whole teams": self.warps % self.team == 0,
             "cols must be 16 or a multiple of 32": self.cols == 16 or self.cols % 32 == 0,
             "clusters need columns that a warp holds": self.cluster == 1 or (self.team == 1 and not self.whole),
+            "keys with block scales are not fetched ahead": self.ahead == 0 or self.kv_bits > 4,
             "paired needs NVFP4 and one block of rows": not self.paired or (self.kv_bits, self.row_blocks) == (4, 1),
         }
         for rule, holds in rules.items():

@@ -64,14 +64,10 @@ class KeysAhead:
         return segment.first_page, head, begin, end
 
     def fetch_token(self, head: Int64, page: Int32, within: Int32) -> None:
-        """Fetch a row of K and one of V, and their block scales, whose rows are less than what is fetched."""
+        """Fetch a row of K and one of V."""
         p, columns = self.p, self.spec.head_dim * self.spec.kv_bits // 8
         k_at = isa.mad_wide(page * p.k_stride_page + within * p.k_stride_n, Int32(16), p.k + head * p.k_stride_h)
         v_at = isa.mad_wide(page * p.v_stride_page + within * p.v_stride_n, Int32(16), p.v + head * p.v_stride_h)
         for offset in range(0, columns, FETCHED):
             isa.prefetch_l2(k_at + Int64(offset))
             isa.prefetch_l2(v_at + Int64(offset))
-        if self.spec.kv_bits == 4:
-            k_sf, v_sf = p.k_sf + head * p.k_sf_stride_h, p.v_sf + head * p.v_sf_stride_h
-            isa.prefetch_l2(isa.mad_wide(within, p.k_sf_stride_n, isa.mad_wide(page, p.k_sf_stride_page, k_sf)))
-            isa.prefetch_l2(isa.mad_wide(within, p.v_sf_stride_n, isa.mad_wide(page, p.v_sf_stride_page, v_sf)))

@@ -207,7 +207,7 @@ class Partition:
 
     @cute.jit
     def next_segment(self, segment: Segment, share: Share) -> Segment:
-        """The next segment in the sequence of the CTA group. One beyond the share is of no request, so that no length is
+        """The next segment in the sequence of the CTA group. Beyond the share it is of no request, so that no length is
         read: the outputs of this one would wait for it."""
         start = segment.start + segment.request.tiles + self.p.overhead
         unit = segment.unit + cute.arch.grid_dim()[0]
