@@ -96,6 +96,14 @@ def for_every_gpu() -> dict[str, Solve]:
         "xqa fp8": batch(decode((700, 33, 0, 64), kv_dtype=E4M3, dtype=bf16, **heads(8, 2), **d128), xqa),
         "xqa fp8 split": batch(decode((20000, 5), kv_dtype=E4M3, dtype=bf16, **heads(8, 2), **d128), xqa),
         "xqa nvfp4": batch(decode((700, 33, 0), kv_dtype="nvfp4", kv_layout="HND", **heads(8, 2), **d128), xqa),
+        "xqa bf16 one": batch(decode((1900,), dtype=bf16, **heads(32, 8), **d128), xqa),
+        "xqa bf16 one long": batch(decode((20000,), dtype=bf16, **heads(8, 2), **d128), xqa),
+        "xqa fp8 one": batch(decode((1900,), kv_dtype=E4M3, dtype=bf16, **heads(32, 8), **d128), xqa),
+        "xqa fp8 one long": batch(decode((20000,), kv_dtype=E4M3, dtype=bf16, **heads(8, 2), **d128), xqa),
+        "xqa fp8 even": batch(decode((70,) * 256, kv_dtype=E4M3, dtype=bf16, **heads(8, 8), **d128), xqa),
+        "xqa fp8 windows": batch(
+            decode((700, 5, 0), kv_dtype=E4M3, dtype=bf16, window_left=127, sinks=True, **heads(16, 2), **dims(64)), xqa
+        ),
         "xqa tree": function(XqaCase((300, 40, 9000), kv="e4m3", q_len=4, mask=True, window_left=200, out="e4m3")),
     }
 
@@ -114,6 +122,7 @@ def persistent(backend: str) -> dict[str, Solve]:
         "d128 full": single(prefill(200, 600, (2, 2), 128), backend),
         "d256 causal": single(prefill(150, 400, (2, 1), 256, **CAUSAL, **BF16), backend),
         "d256 full": single(prefill(150, 400, (2, 1), 256, **BF16), backend),
+        "d64 window": single(prefill(400, 700, (16, 2), 64, **CAUSAL, **BF16, window_left=90), backend),
         "d192 window": single(prefill(150, 400, (2, 1), (192, 128), **CAUSAL, window_left=90), backend),
         "bits": single(prefill(70, 500, (2, 1), 64, **PACKED, logits_soft_cap=3.0), backend),
         "split": single(prefill(3, 9000, (8, 2), 128, **BF16, **CAUSAL), backend),
