@@ -63,11 +63,6 @@ class FinalEpilogue:
             factor = factor * kept
         return factor * normaliser(total), log_sum_exp(maximum, total) * self.lse_scale
 
-    def row_with(self, maximum: Float32, total: Float32, sink: Float32) -> tuple[Float32, Float32]:
-        """`row` for a head whose sink was loaded before; minus infinity where there are none."""
-        maximum, total, kept = add_sink(maximum, total, sink)
-        return self.v_scale * kept * normaliser(total), log_sum_exp(maximum, total) * self.lse_scale
-
 
 class PartialEpilogue:
     """Row epilogue of a split's partial output: normalises by the split's own sum and applies nothing else."""

@@ -130,11 +130,6 @@ def load_if(condition: Boolean, address: Int64, offset: int, words: int) -> list
     return _load("ld.global", Int32, condition, address, offset, words)
 
 
-def load_float_if(condition: Boolean, address: Int64) -> Float32:
-    """`load_if` of one float."""
-    return _load("ld.global", Float32, condition, address, 0, 1)[0]
-
-
 def load_early_if(condition: Boolean, address: Int64, offset: int) -> Int32:
     """Load a word from L2, or 0, that the preceding kernel may still write: for addresses of prefetches alone, which
     must be kept in bounds. L1 keeps no copy that a later load could find."""

@@ -140,15 +140,8 @@ class Merge:
 
     @cute.jit
     def store(self, rows: PackedRows, row: Int32, dim: Int32, result: SoftmaxState) -> None:
-        finished = self.finish.row(result.maximum, result.total, rows.head(row))
-        self.store_finished(rows, row, dim, result, *finished)
-
-    @cute.jit
-    def store_finished(
-        self, rows: PackedRows, row: Int32, dim: Int32, result: SoftmaxState, factor: Float32, lse: Float32
-    ) -> None:
-        """Store a vector of a row, times `factor`, and once per row its lse."""
         p, head = self.p, rows.head(row)
+        factor, lse = self.finish.row(result.maximum, result.total, head)
         if cutlass.and_(dim == 0, p.lse != Int64(0)):
             index = Int64(rows.start + rows.token(row)) * Int64(p.num_kv_heads * p.group) + Int64(head)
             ptx.st_global_f32(p.lse + index * Int64(4), lse)

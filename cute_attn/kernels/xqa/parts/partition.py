@@ -235,6 +235,10 @@ class WholeSegments(Partition):
         positions = request.tiles + self.p.overhead
         return Share(Int32(0), positions, positions), Segment(index, unit, self.p.overhead, first_page, request)
 
+    def split(self, segment: Segment, share: Share) -> KvSplit:
+        """All tiles, perhaps none."""
+        return KvSplit(Int32(0), segment.request.tiles, Boolean(True), Boolean(True))
+
     def next_segment(self, segment: Segment, share: Share) -> Segment:
         """A segment beyond the share."""
         return segment._replace(start=segment.start + segment.request.tiles + self.p.overhead)

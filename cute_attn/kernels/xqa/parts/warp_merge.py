@@ -4,19 +4,16 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
 from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import PackedRows
-from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.merge import VECTORS_PER_LANE, Merge
 from cute_attn.kernels.xqa.parts.partition import KvSplit, Segment, Share
 from cute_attn.kernels.xqa.parts.softmax import Running, reduce_column
 from cute_attn.kernels.xqa.parts.tile_forms import Format
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec
-
-AT_ONCE = 2  # vectors whose sinks a thread loads at once: one after the other, each would wait for L2
 
 
 @dataclass(frozen=True)
@@ -79,20 +76,8 @@ class WholeMerge(WarpMerge):
     @cute.jit
     def write(self, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
         """Write outputs, by all threads. A barrier after `publish` must come before."""
-        threads, total = self.lanes * self.spec.teams, self.num_vectors(rows)
-        for start in cutlass.range(self.team.thread(), total, AT_ONCE * threads, unroll=1):
-            items = [start + i * threads for i in range(AT_ONCE)]
-            sinks = [self.sink(rows, item) for item in items]
-            for i in cutlass.range_constexpr(AT_ONCE):
-                row, dim = self.row_and_dim(items[i])
-                if cutlass.and_(items[i] < total, self.has_columns(dim)):
-                    result = self.merge_warps(row, dim)
-                    finished = self.finish.row_with(result.maximum, result.total, sinks[i])
-                    self.store_finished(rows, row, self.head_dim(dim), result, *finished)
-
-    def sink(self, rows: PackedRows, item: Int32) -> Float32:
-        """Sink of the head of a vector, minus infinity where there are none."""
-        row, _ = self.row_and_dim(item)
-        exists = isa.all_of([self.p.sinks != Int64(0), rows.exists(row)])
-        address = isa.mad_wide(rows.head(row), Int32(4), self.p.sinks)
-        return ptx.select(exists, isa.load_float_if(exists, address), Float32(ptx.NEG_INF))
+        threads = self.lanes * self.spec.teams
+        for item in cutlass.range(self.team.thread(), self.num_vectors(rows), threads, unroll=1):
+            row, dim = self.row_and_dim(item)
+            if self.has_columns(dim):
+                self.store(rows, row, self.head_dim(dim), self.merge_warps(row, dim))
