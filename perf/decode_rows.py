@@ -26,7 +26,7 @@ from perf.sections import Pace, chosen_binds, seconds_of_round
 
 PEER = "FlashInfer XQA"
 TABLE = f"{OURS} table"  # the ring of `cute_attn/kernels/xqa/tiles.py`
-HEADS, GROUPED = (32, 8), (64, 8)
+HEADS, GROUPED, QWEN, ALONE = (32, 8), (64, 8), (28, 4), (8, 1)
 
 RunRow = Callable[[BatchWorkload, Mapping[str, Bind], int], dict[str, Any]]  # workload, candidates, rounds
 
@@ -41,15 +41,18 @@ class Row(NamedTuple):
     backends: tuple[str, ...] = ()
 
 
-# "a": keys are fetched into L2 while the preceding launch ends, as FlashInfer's kernel loads all but the newest tile.
-WINDOW = ("2x2x32x8w", "2x2x32x8wa", "4x2x16x4w", "4x2x16x4wa", "4x2x16x8w", "1x2x16x16w")
+# "a512": so many keys of a CTA are fetched into L2 while the preceding launch ends; FlashInfer's kernel loads all tiles
+# but the newest.
+WINDOW = ("2x2x32x8w", "2x2x32x8wa512", "2x2x32x8wa64", "4x2x16x4wa512", "1x2x16x16w")
 # "w": a CTA for every segment, as FlashInfer's grid: prologues and ends of several CTAs overlap, nothing is cut or
 # merged.
-MANY = ("8x2x32x1", "2x2x16x8w", "4x2x16x4w", "4x3x32x2w")
-MANY_16 = ("4x3x16x1", "2x3x16x4w", "4x2x16x3w", "4x3x16x2w")
+MANY = ("8x2x32x1", "8x2x32x1a128", "8x2x32x1a256", "2x2x16x8w", "2x2x16x8wa16", "4x3x32x2w")
+MANY_16 = ("4x3x16x1", "4x3x16x1a64", "2x3x16x4w", "4x2x16x3w")
+FEW = ("8x3x16x1+1", "8x2x32x1", "8x2x32x1a256", "8x2x32x1a512")
+FEW_16 = ("8x2x16x1", "8x2x16x1a128", "8x2x16x1a256", "4x3x16x1a256")
 # Guests: clusters of the next launch start while those of this one end.
-CLUSTERS = ("8x2x16x1c6", "8x3x16x1c6", "8x2x16x1c8", "6x2x16x1+1c6")
-CLUSTERS_8 = ("8x4x16x1c8", "8x3x16x1c8", "4x4x16x1+1c8", "8x2x16x1+1c8", "8x3x16x1+1c8")
+CLUSTERS = ("4x3x16x1+1c6", "4x3x16x1+1c8", "4x3x16x1+1c8a16", "4x3x16x1+1c8a64", "8x2x16x1c6", "6x2x16x1+1c8")
+CLUSTERS_8 = ("8x4x16x1c8", "8x3x16x1+1c8", "8x3x16x1+1c8a64", "8x3x16x1+1c8a256", "8x2x16x1+1c8a128")
 
 
 def windowed(batch_size: int) -> BatchWorkload:
@@ -65,9 +68,14 @@ ROWS = {
     "e4m3-512x512": Row(equal(512, 1, 512, HEADS, 128, 16, kv_dtype="e4m3"), MANY, 1.03),
     "e4m3-64x2048": Row(equal(64, 1, 2048, GROUPED, 128, 64, kv_dtype="e4m3"), MANY, 1.1),
     "e4m3-64x8192": Row(equal(64, 1, 8192, GROUPED, 128, 64, kv_dtype="e4m3"), MANY, 1.1),
+    "e4m3-8x8192": Row(equal(8, 1, 8192, HEADS, 128, 16, kv_dtype="e4m3"), FEW),
     "e4m3-1x2048": Row(equal(1, 1, 2048, HEADS, 128, 16, kv_dtype="e4m3"), CLUSTERS_8),
+    "e4m3-1x4096": Row(equal(1, 1, 4096, HEADS, 128, 16, kv_dtype="e4m3"), CLUSTERS_8),
     "e4m3-1x8192": Row(equal(1, 1, 8192, GROUPED, 128, 64, kv_dtype="e4m3"), CLUSTERS_8),
-    "e4m3-1x131072": Row(equal(1, 1, 131072, HEADS, 128, 16, kv_dtype="e4m3"), CLUSTERS_8),
+    "e4m3-1x8192h": Row(equal(1, 1, 8192, HEADS, 128, 16, kv_dtype="e4m3"), CLUSTERS_8),
+    "e4m3-1x8192q": Row(equal(1, 1, 8192, QWEN, 128, 16, kv_dtype="e4m3"), CLUSTERS_8),
+    "e4m3-1x8192a": Row(equal(1, 1, 8192, ALONE, 128, 16, kv_dtype="e4m3"), CLUSTERS_8),
+    "e4m3-1x131072": Row(equal(1, 1, 131072, HEADS, 128, 16, kv_dtype="e4m3"), (*CLUSTERS_8, *FEW)),
     "bf16-uneven": Row(
         BatchWorkload((1,) * len(UNEVEN), UNEVEN, 28, 4, 128, 16),
         ("4x3x16x1", "4x3x16x2", "6x2x16x1+1", "4x2x16x2"),
@@ -75,8 +83,14 @@ ROWS = {
     ),
     "bf16-512x512": Row(equal(512, 1, 512, HEADS, 128, 16), MANY_16, backends=("auto", "fa2")),
     "bf16-64x2048": Row(equal(64, 1, 2048, HEADS, 128, 16), MANY_16, backends=("auto", "fa2")),
+    "bf16-8x8192": Row(equal(8, 1, 8192, HEADS, 128, 16), FEW_16, backends=("auto", "fa2")),
     "bf16-1x8192": Row(equal(1, 1, 8192, HEADS, 128, 16), CLUSTERS, backends=("auto",)),
+    "bf16-1x8192g": Row(equal(1, 1, 8192, GROUPED, 128, 64), CLUSTERS, backends=("auto",)),
+    "bf16-1x8192q": Row(equal(1, 1, 8192, QWEN, 128, 16), CLUSTERS, backends=("auto",)),
+    "bf16-1x8192a": Row(equal(1, 1, 8192, ALONE, 128, 16), CLUSTERS, backends=("auto",)),
     "bf16-1x2048": Row(equal(1, 1, 2048, HEADS, 128, 16), CLUSTERS, us=7.0, backends=("auto",)),
+    "bf16-1x16384": Row(equal(1, 1, 16384, HEADS, 128, 16), CLUSTERS, backends=("auto",)),
+    "bf16-1x131072": Row(equal(1, 1, 131072, HEADS, 128, 16), (*CLUSTERS[:2], *FEW_16), backends=("auto",)),
 }
 
 

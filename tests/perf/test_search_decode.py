@@ -67,10 +67,10 @@ def test_rings_by_text() -> None:
     assert (spec.warps, spec.stages, spec.cols, spec.ctas, spec.guests, spec.cluster) == (6, 2, 16, 1, 1, 6)
     assert not spec.whole
     assert not spec.ahead
-    assert rings.ring("2x2x32x8wa", start) == dataclasses.replace(
-        start, warps=2, stages=2, cols=32, ctas=8, whole=True, ahead=True
+    assert rings.ring("2x2x32x8wa512", start) == dataclasses.replace(
+        start, warps=2, stages=2, cols=32, ctas=8, whole=True, ahead=512
     )
-    for text in ("4x2x32", "4x2x32x3c", "4x2x32x3aw", ""):
+    for text in ("4x2x32", "4x2x32x3c", "4x2x32x3a8w", "4x2x32x3a", ""):
         with pytest.raises(ValueError, match="WARPSxSTAGESxTOKENSxCTAS"):
             rings.ring(text, start)
 
