@@ -55,6 +55,15 @@ class Segment(NamedTuple):
     request: Request
 
 
+class FirstKeys(NamedTuple):
+    """Tokens [begin, end) that a CTA reads first."""
+
+    first_page: Int32  # index in the page table of the request's first page id
+    head: Int32
+    begin: Int32
+    end: Int32
+
+
 class KvSplit(NamedTuple):
     """Tiles [begin, end) of a segment that one CTA processes, counted from the segment's first tile."""
 
@@ -155,6 +164,21 @@ class Partition:
             if p.sinks != Int64(0):
                 isa.prefetch_l2(isa.mad_wide(self.head_of(self.cta_group) * p.group, Int32(4), p.sinks))
 
+    def first_keys(self, most: int) -> FirstKeys:
+        """The first keys of this CTA's share, at most `most`; none of a CTA that cannot start before the preceding
+        launch has ended. Where the words of `load` change meanwhile, these are other keys, of which tokens and head
+        stay in bounds."""
+        p, cols = self.p, self.cols
+        share, segment = self.first_segment()
+        split, request = self.split(segment, share), segment.request
+        first_tile = request.first_token // cols
+        begin = ptx.maximum((first_tile + split.begin) * cols, request.first_token)
+        end = ptx.minimum(ptx.minimum((first_tile + split.end) * cols, request.kv_len), begin + most)
+        x, y, _ = cute.arch.block_idx()
+        end = ptx.select(y * cute.arch.grid_dim()[0] + x < p.resident, end, Int32(0))
+        head = ptx.maximum(ptx.minimum(self.head(segment), p.num_kv_heads - 1), Int32(0))
+        return FirstKeys(segment.first_page, head, begin, end)
+
     def cost(self, index: Int32) -> Int32:
         """Number of positions that a request takes in the sequence of the CTA group."""
         cost = (self.request(index).tiles + self.p.overhead) * self.p.units_per_cta_group
@@ -226,6 +250,14 @@ class WholeSegments(Partition):
     def prefetch_lengths(self) -> None:
         self.prefetch_request(cute.arch.block_idx()[1])
 
+    def first_keys(self, most: int) -> FirstKeys:
+        """All keys of this CTA's segment; where requests have fewer queries than others, perhaps some more."""
+        p, index = self.p, cute.arch.block_idx()[1]
+        kv_len = self.load(Boolean(True), p.seq_lens + Int64(index) * Int64(4), 0)
+        kv_len = ptx.maximum(ptx.minimum(kv_len, p.capacity), Int32(0))
+        begin = ptx.maximum(kv_len - p.q_len - p.window_left, Int32(0))
+        return FirstKeys(self.first_page(index), self.head_of(self.cta_group), begin, kv_len)
+
     @cute.jit
     def first_segment(self) -> tuple[Share, Segment]:
         """The only segment of this CTA, and a share that is its own."""
@@ -234,10 +266,6 @@ class WholeSegments(Partition):
         first_page, request = self.first_page(index), self.request(index)
         positions = request.tiles + self.p.overhead
         return Share(Int32(0), positions, positions), Segment(index, unit, self.p.overhead, first_page, request)
-
-    def split(self, segment: Segment, share: Share) -> KvSplit:
-        """All tiles, perhaps none."""
-        return KvSplit(Int32(0), segment.request.tiles, Boolean(True), Boolean(True))
 
     def next_segment(self, segment: Segment, share: Share) -> Segment:
         """A segment beyond the share."""
