@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,13 +16,14 @@ from cute_attn.kernels.formats import KV_BITS
 from cute_attn.kernels.host.gpu import Gpu
 from cute_attn.kernels.xqa import tiles
 from cute_attn.kernels.xqa.host import prepared, variant
+from cute_attn.kernels.xqa.host.batch import segments_of
 from cute_attn.kernels.xqa.host.decode import DecodeRun
 from cute_attn.kernels.xqa.host.family import FAMILY
 from cute_attn.kernels.xqa.host.grid import launch_config
 from cute_attn.kernels.xqa.host.single import SingleRun
 from cute_attn.kernels.xqa.smem import XqaMemory
 from cute_attn.kernels.xqa.spec import XqaSpec, is_head_dim
-from cute_attn.problem import DecodeProblem, Features, Scratch, Settings
+from cute_attn.problem import BatchLengths, BatchLimits, DecodeProblem, Features, GraphLimits, Scratch, Settings
 from cute_attn.runtime.arch import ARCHS, TYPICAL_SMS, Arch, for_capability, named
 from cute_attn.runtime.counters import SEMAPHORES
 from cute_attn.runtime.launch import CPU
@@ -88,6 +90,23 @@ def test_a_plan_without_its_kernel_leaves_the_records(monkeypatch: pytest.Monkey
     with pytest.raises(RuntimeError, match="no kernel"):
         plan()
     assert not uploads
+
+
+@pytest.mark.parametrize(
+    ("kv_len", "graph", "of"),
+    [
+        (2048, False, "tiny"),
+        (8192, False, "brief"),
+        (65536, False, "one"),
+        (65537, False, "long"),
+        (65537, True, "one"),
+    ],
+)
+def test_segments_of_one_request_of_eight_kv_heads(kv_len: int, graph: bool, of: str) -> None:
+    settings = Settings(FEATURES._replace(num_qo_heads=32, num_kv_heads=8), page_size=16)
+    lengths = BatchLengths(np.array([0, 1]), np.array([0]), np.array([kv_len]))
+    limits = BatchLimits(0, max_qo_len=1, graph=GraphLimits(1, 1, 1 << 20) if graph else None)
+    assert segments_of(settings, lengths, limits, GPU.arch, 132) == of
 
 
 def decode_problem(**changes: Any) -> DecodeProblem:
