@@ -230,16 +230,21 @@ class Partition:
         return kv_split(segment, share)
 
     @cute.jit
-    def next_segment(self, segment: Segment, share: Share) -> Segment:
-        """The next segment in the sequence of the CTA group. Beyond the share it is of no request, so that no length is
-        read: the outputs of this one would wait for it."""
+    def next_segment(self, segment: Segment, share: Share | None = None) -> Segment:
+        """The next segment in the sequence of the CTA group. Beyond `share` it is of no request, so that no length is
+        read: the outputs of this one would wait for it. (Kernels on tcgen05 have no registers left for that.)"""
         start = segment.start + segment.request.tiles + self.p.overhead
         unit = segment.unit + cute.arch.grid_dim()[0]
         following = Segment(segment.index, unit, start, segment.first_page, segment.request)
         if following.unit >= self.p.num_kv_heads * self.p.row_blocks:
-            index = ptx.select(self.overlaps(following, share), segment.index + 1, self.p.batch)
+            index = self.next_request(following, share)
             following = Segment(index, self.cta_group, start, self.first_page(index), self.request(index))
         return following
+
+    def next_request(self, following: Segment, share: Share | None) -> Int32:
+        """Index of the request behind that of a segment, past the last one for a segment beyond the share."""
+        index = following.index + 1
+        return index if share is None else ptx.select(self.overlaps(following, share), index, self.p.batch)
 
 
 @dataclass(frozen=True)
@@ -267,7 +272,7 @@ class WholeSegments(Partition):
         positions = request.tiles + self.p.overhead
         return Share(Int32(0), positions, positions), Segment(index, unit, self.p.overhead, first_page, request)
 
-    def next_segment(self, segment: Segment, share: Share) -> Segment:
+    def next_segment(self, segment: Segment, share: Share | None = None) -> Segment:
         """A segment beyond the share."""
         return segment._replace(start=segment.start + segment.request.tiles + self.p.overhead)
 
@@ -305,7 +310,7 @@ class ClusterSegments(Partition):
     def split(self, segment: Segment, share: Share) -> KvSplit:
         return KvSplit(share.begin, share.end, Boolean(False), Boolean(True))
 
-    def next_segment(self, segment: Segment, share: Share) -> Segment:
+    def next_segment(self, segment: Segment, share: Share | None = None) -> Segment:
         """No segment."""
         return segment._replace(start=Int32(BEYOND))
 
