@@ -30,6 +30,11 @@ CASES = {
         "2x2x32x8wa512",
         True,
     ),
+    "the first keys of windows": (
+        XqaCase((500, 300), kv="e4m3", heads=(16, 2), head_dim=64, window_left=127),
+        "2x2x32x8wa64",
+        False,
+    ),
     "clusters": (XqaCase((700,), kv="e4m3", heads=(16, 2)), "4x2x16x1+1c4a1024", True),
     "the first keys of clusters": (XqaCase((700,), heads=(8, 2)), "4x3x16x1c4a16", False),
     "shares": (XqaCase((300, 0, 70, 9), heads=(8, 2)), "4x3x16x1a64", False),

@@ -256,12 +256,14 @@ class WholeSegments(Partition):
         self.prefetch_request(cute.arch.block_idx()[1])
 
     def first_keys(self, most: int) -> FirstKeys:
-        """All keys of this CTA's segment; where requests have fewer queries than others, perhaps some more."""
+        """The first keys of this CTA's segment, at most `most`; where requests have fewer queries than others, perhaps
+        some older ones."""
         p, index = self.p, cute.arch.block_idx()[1]
         kv_len = self.load(Boolean(True), p.seq_lens + Int64(index) * Int64(4), 0)
         kv_len = ptx.maximum(ptx.minimum(kv_len, p.capacity), Int32(0))
         begin = ptx.maximum(kv_len - p.q_len - p.window_left, Int32(0))
-        return FirstKeys(self.first_page(index), self.head_of(self.cta_group), begin, kv_len)
+        end = ptx.minimum(kv_len, begin + most)
+        return FirstKeys(self.first_page(index), self.head_of(self.cta_group), begin, end)
 
     @cute.jit
     def first_segment(self) -> tuple[Share, Segment]:
