@@ -21,7 +21,7 @@ from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import PackedRows
 from cute_attn.kernels.blocks.scalars import shared_memory, warp_index, zeros
 from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.parts.ahead import KeysAhead
+from cute_attn.kernels.xqa.parts.ahead import EarlyTiles, KeysAhead, early_kv, early_partition, early_segment
 from cute_attn.kernels.xqa.parts.cluster_merge import ClusterMerge, open_inbox
 from cute_attn.kernels.xqa.parts.masks import TileMask
 from cute_attn.kernels.xqa.parts.merge import Merge
@@ -117,6 +117,16 @@ class LoopState(NamedTuple):
     token_pages: TokenPages
 
 
+class Start(NamedTuple):
+    """A CTA's share and the segment in which it begins, words of this one's queries, and page ids of the first tile
+    that is not on its way yet."""
+
+    share: Share
+    segment: Segment
+    words: list[Int32]
+    token_pages: TokenPages
+
+
 class WarpTiles(NamedTuple):
     """KV tiles of a segment that one team of warps processes: `count` tiles from `first`, strided by the number of
     teams."""
@@ -172,22 +182,23 @@ class XqaProgram:
         partition = make_partition(self.spec, params)
         if cutlass.const_expr(self.spec.cluster > 1):
             open_inbox(shared_memory() + self.memory.inbox_barrier)
+        early = None
         if cutlass.const_expr(self.pdl):
             partition.prefetch_lengths()
             if cutlass.const_expr(self.spec.ahead > 0):
-                KeysAhead(self.spec, params).fetch()
+                early = self.early_tiles(params)
             ptx.grid_dependency_wait()
         if cutlass.const_expr(self.pdl and self.spec.whole):
             ptx.grid_dependency_launch()  # at once: the time of a short segment is what the next launch has
-        share, segment = partition.first_segment()
-        merge, query_rows = self.merge_and_queries(params)
-        words = query_rows.load(segment)
-        token_pages = self.load_prologue(self.paged_kv(params, segment), self.warp_tiles(params, segment, share))
+        query_rows = QueryRows(self.spec, self.memory, self.team, self.format, params)
+        share, segment, words, token_pages = self.start(params, query_rows, early)
         if cutlass.const_expr(self.pdl and not self.spec.whole):
             ptx.grid_dependency_launch()  # now, so that what the next launch fetches does not delay the first copies
+        merge, scale = self.merge_and_scale(params)
         merge.enter()
         while partition.overlaps(segment, share):
-            work = self.segment_work(params, segment, share, query_rows.operands(words), query_rows.rows(segment))
+            queries = query_rows.operands(words, scale)
+            work = self.segment_work(params, segment, share, queries, query_rows.rows(segment))
             state = LoopState(work.softmax.start(), self.ring_start(), token_pages)
             for i in cutlass.range(0, work.warp_tiles.count, unroll=1):
                 state = self.mainloop_step(work, state, i)
@@ -204,12 +215,12 @@ class XqaProgram:
 
     # --- components -------------------------------------------------------------------------------------------------
 
-    def merge_and_queries(self, p: XqaParams) -> tuple[WarpMerge, QueryRows]:
-        scale = log2_scale(p, self.format.dequant_factor)
+    def merge_and_scale(self, p: XqaParams) -> tuple[WarpMerge, Float32]:
+        """The merge, and the factor from scores to base-2 exponents: bmm1 scale x log2(e) x `dequant_factor`."""
         epilogue = final_epilogue(p, self.format.dequant_factor)
         kind = ClusterMerge if self.spec.cluster > 1 else WholeMerge if self.spec.whole else WarpMerge
         merge = kind(self.spec, self.memory, self.team, p, shared_memory(), epilogue, self.format)
-        return merge, QueryRows(self.spec, self.memory, self.team, self.format, p, scale)
+        return merge, log2_scale(p, self.format.dequant_factor)
 
     def ring_start(self) -> Int32:
         """Shared address of the first slot of this warp's ring."""
@@ -248,18 +259,61 @@ class XqaProgram:
     def kv_tile(self, tiles: WarpTiles, i: Int32 | int) -> Int32:
         return tiles.first + i * self.spec.teams
 
+    def early_tiles(self, p: Any) -> EarlyTiles:
+        """Read where this CTA's first tiles are before the preceding kernel has ended, and fetch its first keys."""
+        partition = early_partition(self.spec, p)
+        share, segment = early_segment(partition, p)
+        kv = early_kv(self.paged_kv(p, segment), segment)
+        token_pages = self.first_page_ids(kv, self.warp_tiles(p, segment, share))
+        KeysAhead(self.spec, p).fetch(partition.first_keys(segment, share, self.spec.ahead))
+        return EarlyTiles(share, segment, token_pages)
+
+    def start(self, p: Any, query_rows: QueryRows, early: EarlyTiles | None) -> Start:
+        """Find this CTA's first segment, and start copying its first tiles."""
+        if early is not None:
+            return self.start_early(p, query_rows, early)
+        share, segment = make_partition(self.spec, p).first_segment()
+        words = query_rows.load(segment)
+        kv_tiles = self.paged_kv(p, segment), self.warp_tiles(p, segment, share)
+        return Start(share, segment, words, self.load_prologue(*kv_tiles))
+
+    @cute.jit
+    def start_early(self, p: Any, query_rows: QueryRows, early: EarlyTiles) -> Start:
+        """Copy the first tiles from where they were before the preceding kernel ended, and read meanwhile where they
+        are now: only where that has changed they are copied again."""
+        words = query_rows.load(early.segment)
+        early_tiles = self.warp_tiles(p, early.segment, early.share)
+        self.copy_first_tiles(self.paged_kv(p, early.segment), early_tiles, early.token_pages)
+        share, segment = make_partition(self.spec, p).first_segment()
+        kv, tiles = self.paged_kv(p, segment), self.warp_tiles(p, segment, share)
+        token_pages = self.first_page_ids(kv, tiles)
+        if early.has_other_queries(segment):
+            words = query_rows.load(segment)
+        if early.has_other_tiles(segment, token_pages, early_tiles, tiles):
+            ptx.cp_async_wait(0)
+            ptx.sync_warp()
+            self.copy_first_tiles(kv, tiles, token_pages)
+        return Start(share, segment, words, token_pages[-1])
+
     def load_prologue(self, kv: PagedKv, tiles: WarpTiles) -> TokenPages:
-        """Start copying the first tiles of a segment, one cp.async group per tile. Empty groups are committed too, so
-        that counting groups counts tiles. Returns the page ids of the tile that follows."""
-        ahead = self.memory.prefetch_distance
-        numbers = [self.kv_tile(tiles, i) for i in range(ahead + 1)]
-        token_pages = [kv.prefetch_page_ids(number, i < tiles.count) for i, number in enumerate(numbers)]
-        for i in range(ahead):
+        """Start copying the first tiles of a segment. Returns the page ids of the tile that follows."""
+        token_pages = self.first_page_ids(kv, tiles)
+        self.copy_first_tiles(kv, tiles, token_pages)
+        return token_pages[-1]
+
+    def first_page_ids(self, kv: PagedKv, tiles: WarpTiles) -> list[TokenPages]:
+        """Page ids of the first tiles, and of the tile that follows them."""
+        count = self.memory.prefetch_distance + 1
+        return [kv.prefetch_page_ids(self.kv_tile(tiles, i), i < tiles.count) for i in range(count)]
+
+    def copy_first_tiles(self, kv: PagedKv, tiles: WarpTiles, token_pages: list[TokenPages]) -> None:
+        """Start copying the first tiles, one cp.async group per tile. Empty groups are committed too, so that counting
+        groups counts tiles."""
+        for i in range(self.memory.prefetch_distance):
             slot = self.ring_start() + i * self.memory.slot_bytes
-            for _ in kv.copies(token_pages[i], numbers[i], i < tiles.count, slot):
+            for _ in kv.copies(token_pages[i], self.kv_tile(tiles, i), i < tiles.count, slot):
                 pass
             ptx.cp_async_commit()
-        return token_pages[ahead]
 
     @cute.jit
     def mainloop_step(self, work: SegmentWork, state: LoopState, i: Int32) -> LoopState:

@@ -1,50 +1,121 @@
-"""Keys that a CTA fetches into L2 while the preceding kernel ends.
+"""What a CTA reads before the preceding kernel has ended, to start sooner: lengths, page ids and its first keys.
 
-Where they are follows from lengths and page ids that the preceding kernel may still write. What is read of those before
-it has ended decides which lines are fetched, nothing else: stale values fetch other lines of the cache. Requests,
-heads, entries of the page table and pages are kept in bounds.
+The preceding kernel may still write all of these. Keys are fetched into L2 alone, which keeps what is written later.
+Lengths and page ids tell where the first tiles are; these are copied as soon as the preceding kernel has ended, while
+lengths and page ids are read again. Where they have changed, the tiles are copied once more. Stale values only name
+other lines of the cache: requests, heads, entries of the page table and pages are kept in bounds.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
+from cute_attn.kernels.blocks import ptx
 from cute_attn.kernels.blocks.rows import Divisor
 from cute_attn.kernels.xqa.parts import instructions as isa
-from cute_attn.kernels.xqa.parts.partition import make_partition
+from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages
+from cute_attn.kernels.xqa.parts.partition import FirstKeys, Partition, Segment, Share, make_partition
 from cute_attn.kernels.xqa.spec import XqaSpec
 
 FETCHED = 64  # bytes that come from memory at once
 
 
+class EarlyTiles(NamedTuple):
+    """A CTA's first segment, and page ids of a warp's first tiles, before the preceding kernel has ended. Without
+    queries where their place must be read, since queries are not kept in bounds."""
+
+    share: Share
+    segment: Segment
+    token_pages: list[TokenPages]  # of the first tiles, and of the tile that follows them
+
+    def has_other_queries(self, segment: Segment) -> Boolean:
+        """Whether the queries of the first segment are others than expected."""
+        was, now = self.segment.request, segment.request
+        places = (self.segment.unit, segment.unit), (was.qo_start, now.qo_start), (was.qo_len, now.qo_len)
+        return differ(places) != Int32(0)
+
+    def has_other_tiles(self, segment: Segment, token_pages: list[TokenPages], was: Any, tiles: Any) -> Boolean:
+        """Whether any lane of the warp has copied other tokens than those of `tiles`, `WarpTiles`; `was`: the tiles
+        expected."""
+        early, now = self.segment.request, segment.request
+        pages = [
+            pair
+            for copied, found in zip(self.token_pages[:-1], token_pages[:-1], strict=True)
+            for pair in zip(copied.pages, found.pages, strict=True)
+        ]
+        tokens = (early.kv_len, now.kv_len), (early.first_token, now.first_token)
+        numbers = (was.first, tiles.first), (was.count, tiles.count), (self.segment.unit, segment.unit)
+        return isa.ballot(differ((*pages, *tokens, *numbers)) != Int32(0)) != Int32(0)
+
+
+def differ(pairs: Iterable[tuple[Int32, Int32]]) -> Int32:
+    """0 where both of every pair are equal."""
+    return functools.reduce(lambda a, b: a | b, (a ^ b for a, b in pairs))
+
+
+def early_partition(spec: XqaSpec, p: Any) -> Partition:
+    """The partition by lengths that may change, with `q_len` queries per request."""
+    return make_partition(spec, p._replace(q_indptr=Int64(0)), isa.load_early_if)
+
+
+def early_segment(partition: Partition, p: Any) -> tuple[Share, Segment]:
+    """The first segment, in bounds; `p` are the parameters of the launch."""
+    share, segment = partition.first_segment()
+    unit = ptx.maximum(ptx.minimum(segment.unit, p.num_kv_heads * p.row_blocks - 1), Int32(0))
+    qo_len = ptx.select(p.q_indptr == Int64(0), segment.request.qo_len, Int32(0))
+    return share, segment._replace(unit=unit, request=segment.request._replace(qo_len=qo_len))
+
+
+def early_page(p: Any, entry: Int32, wanted: Boolean) -> Int32:
+    """The page id of an entry of the page table, or 0 where it is not wanted or out of bounds."""
+    exists = isa.all_of([wanted, isa.less_unsigned(entry, p.entries)])
+    page = isa.load_early_if(exists, isa.mad_wide(entry, Int32(4), p.table), 0)
+    return ptx.select(isa.less_unsigned(page, p.pages), page, Int32(0))
+
+
+@dataclass(frozen=True)
+class EarlyKv(PagedKv):
+    """Paged K and V whose page ids may change."""
+
+    first_page: Int32
+
+    def page_id(self, exists: Boolean, index: Int32) -> Int32:
+        return early_page(self.p, self.first_page + index, isa.all_of([exists, self.p.pages > 0]))
+
+
+def early_kv(kv: PagedKv, segment: Segment) -> EarlyKv:
+    """The keys and values of a segment that `early_segment` returned."""
+    fields = kv.memory, kv.layout, kv.team, kv.p, kv.table, kv.head, kv.first_token, kv.kv_len
+    return EarlyKv(*fields, segment.first_page)
+
+
 @dataclass(frozen=True)
 class KeysAhead:
-    """The first keys of a CTA, at most `spec.ahead`."""
+    """The first keys of a CTA."""
 
     spec: XqaSpec
     p: Any  # AheadParams
 
     @cute.jit
-    def fetch(self) -> None:
-        """Fetch them, by all threads of the CTA."""
+    def fetch(self, keys: FirstKeys) -> None:
+        """Fetch them into L2, by all threads of the CTA."""
         p = self.p
-        partition = make_partition(self.spec, p._replace(q_indptr=Int64(0)), isa.load_early_if)
-        keys = partition.first_keys(self.spec.ahead)
         head = Int64(keys.head)
         k, v = p.k + head * p.k_stride_h, p.v + head * p.v_stride_h
         divisor = Divisor(p.page_size, p.page_multiplier, p.page_shift)
         threads = 32 * self.spec.warps
         for token in cutlass.range(keys.begin + cute.arch.thread_idx()[0], keys.end, threads, unroll=2):
             number = divisor.quotient(token)
-            entry, within = keys.first_page + number, token - number * p.page_size
-            exists = isa.less_unsigned(entry, p.entries)
-            page = isa.load_early_if(exists, isa.mad_wide(entry, Int32(4), p.table), 0)
-            if isa.all_of([exists, isa.less_unsigned(page, p.pages)]):
+            within = token - number * p.page_size
+            page = early_page(p, keys.first_page + number, p.pages > 0)
+            if p.pages > 0:
                 self.fetch_row(k, page * p.k_stride_page + within * p.k_stride_n)
                 self.fetch_row(v, page * p.v_stride_page + within * p.v_stride_n)
 

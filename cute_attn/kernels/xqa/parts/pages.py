@@ -55,6 +55,10 @@ class PagedKv:
         words = range(0, self.memory.cols, 32)
         return TokenPages([Int32(0) for _ in words], [Int32(0) for _ in words])
 
+    def page_id(self, exists: Boolean, index: Int32) -> Int32:
+        """Read the id of the request's page `index`."""
+        return isa.load_if(exists, self.table + Int64(index) * Int64(4), 0, 1)[0]
+
     def prefetch_page_ids(self, tile: Int32, wanted: Boolean) -> TokenPages:
         """Read the page ids of a tile's tokens; an unwanted tile reads nothing."""
         pages, offsets = [], []
@@ -64,7 +68,7 @@ class PagedKv:
             token = tile * self.memory.cols + (lane + start)
             index = divisor.quotient(token)
             exists = isa.all_of([wanted, self.readable(token)])
-            pages.append(isa.load_if(exists, self.table + Int64(index) * Int64(4), 0, 1)[0])
+            pages.append(self.page_id(exists, index))
             offsets.append(token - index * self.p.page_size)
         return TokenPages(pages, offsets)
 

@@ -164,20 +164,17 @@ class Partition:
             if p.sinks != Int64(0):
                 isa.prefetch_l2(isa.mad_wide(self.head_of(self.cta_group) * p.group, Int32(4), p.sinks))
 
-    def first_keys(self, most: int) -> FirstKeys:
-        """The first keys of this CTA's share, at most `most`; none of a CTA that cannot start before the preceding
-        launch has ended. Where the words of `load` change meanwhile, these are other keys, of which tokens and head
-        stay in bounds."""
+    def first_keys(self, segment: Segment, share: Share, most: int) -> FirstKeys:
+        """The keys of a share's first segment that this CTA reads first, at most `most`; none of a CTA that cannot
+        start before the preceding launch has ended."""
         p, cols = self.p, self.cols
-        share, segment = self.first_segment()
         split, request = self.split(segment, share), segment.request
         first_tile = request.first_token // cols
         begin = ptx.maximum((first_tile + split.begin) * cols, request.first_token)
         end = ptx.minimum(ptx.minimum((first_tile + split.end) * cols, request.kv_len), begin + most)
         x, y, _ = cute.arch.block_idx()
         end = ptx.select(y * cute.arch.grid_dim()[0] + x < p.resident, end, Int32(0))
-        head = ptx.maximum(ptx.minimum(self.head(segment), p.num_kv_heads - 1), Int32(0))
-        return FirstKeys(segment.first_page, head, begin, end)
+        return FirstKeys(segment.first_page, self.head(segment), begin, end)
 
     def cost(self, index: Int32) -> Int32:
         """Number of positions that a request takes in the sequence of the CTA group."""
@@ -254,16 +251,6 @@ class WholeSegments(Partition):
 
     def prefetch_lengths(self) -> None:
         self.prefetch_request(cute.arch.block_idx()[1])
-
-    def first_keys(self, most: int) -> FirstKeys:
-        """The first keys of this CTA's segment, at most `most`; where requests have fewer queries than others, perhaps
-        some older ones."""
-        p, index = self.p, cute.arch.block_idx()[1]
-        kv_len = self.load(Boolean(True), p.seq_lens + Int64(index) * Int64(4), 0)
-        kv_len = ptx.maximum(ptx.minimum(kv_len, p.capacity), Int32(0))
-        begin = ptx.maximum(kv_len - p.q_len - p.window_left, Int32(0))
-        end = ptx.minimum(kv_len, begin + most)
-        return FirstKeys(self.first_page(index), self.head_of(self.cta_group), begin, end)
 
     @cute.jit
     def first_segment(self) -> tuple[Share, Segment]:

@@ -35,7 +35,6 @@ class QueryRows:
     team: LoneWarp | WarpTeam
     format: Format
     p: Any  # XqaParams
-    scale: Float32  # bmm1 scale x log2(e) x the format's dequant_factor
 
     def rows(self, segment: Segment) -> PackedRows:
         """Packed rows of a segment: the query heads of a GQA group, token by token."""
@@ -58,16 +57,16 @@ class QueryRows:
         words = self.memory.loads * 32 // self.spec.kv_bits  # two per step of 16 columns
         return [Int32(0) for _ in range(self.spec.row_blocks * words)]
 
-    def operands(self, words: list[Int32]) -> Queries:
-        """B operands from loaded words. A negative scale flips the signs of Q, because the softmax assumes a positive
-        one."""
+    def operands(self, words: list[Int32], score_scale: Float32) -> Queries:
+        """B operands from loaded words; `score_scale`: from scores to base-2 exponents. A negative one flips the signs
+        of Q, because the softmax assumes a positive one."""
         t = cute.arch.thread_idx()[0] & 3
-        signs = ptx.select(self.scale < Float32(0.0), Int32(SIGNS), Int32(0))
+        signs = ptx.select(score_scale < Float32(0.0), Int32(SIGNS), Int32(0))
         fragments, scales = [], []
         per_block = len(words) // self.spec.row_blocks
         for start in range(0, len(words), per_block):
             block = words[start : start + per_block]
-            scale = ptx.magnitude(self.scale)
+            scale = ptx.magnitude(score_scale)
             if self.spec.mma_dtype != self.spec.dtype:
                 block, factor = self._to_fp16(block)
                 scale = scale * factor
