@@ -76,7 +76,7 @@ class Sized(NamedTuple):
 SIZED = {
     ("long", (128, 128)): Sized(HopperTile(192, 80, 3, 1), causal_only=False),
     ("few", (128, 128)): Sized(HopperTile(64, 64, 2, 1, ping_pong=False, per_sm=2), causal_only=True),
-    ("short", (64, 64)): Sized(HopperTile(64, 64, 3, 2, ping_pong=False, q_registers=True, per_sm=3), causal_only=True),
+    ("short", (64, 64)): Sized(HopperTile(64, 64, 3, 2, ping_pong=False, q_registers=64, per_sm=3), causal_only=True),
 }
 
 _FP8 = {
@@ -94,8 +94,8 @@ _FP8_MODIFIED = {
 # wants more registers at launch than four warpgroups leave.
 _FP8_KV = {
     (64, 64): HopperTile(192, 128, 3, 2, ping_pong=False, staged=2),
-    (96, 96): HopperTile(128, 128, 2, 1, staged=2, transform_warps=7, q_registers=True),
-    (128, 128): HopperTile(128, 128, 2, 1, ping_pong=False, staged=2, transform_warps=7, q_registers=True),
+    (96, 96): HopperTile(128, 128, 2, 1, staged=2, transform_warps=7, q_registers=96),
+    (128, 128): HopperTile(128, 128, 2, 1, ping_pong=False, staged=2, transform_warps=7, q_registers=128),
     (192, 128): HopperTile(128, 112, 2, 1, staged=1, transform_warps=7),
     (256, 256): HopperTile(128, 64, 2, 1, ping_pong=False, staged=1),
 }
