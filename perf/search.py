@@ -40,22 +40,23 @@ Rates = Mapping[HopperTile, float]  # TFLOP/s of the tiles that work
 
 def fits(head_dim: int, tile: HopperTile) -> bool:
     """Tells whether a tile fits shared memory, and S, P, O and q, where it is there, the registers."""
-    registers = tile.cols // 2 + tile.cols // 4 + head_dim // 2 + head_dim // 4 * tile.q_registers
+    registers = tile.cols // 2 + tile.cols // 4 + head_dim // 2 + min(head_dim, tile.q_registers) // 4
     return HopperMemory(tile, head_dim, head_dim).bytes <= SMEM_LIMIT and registers <= REGISTERS[tile.mma_warpgroups]
 
 
 def neighbours(head_dim: int, tile: HopperTile) -> list[HopperTile]:
     """Returns the tiles that differ in one field and fit."""
+    steps = -(-head_dim // 16)  # of the sum of a score
     changes: list[dict[str, int | bool]] = [
         {"rows": 320 - tile.rows},
         *({"cols": tile.cols + step} for step in (-32, -16, 16, 32) if 0 < tile.cols + step <= 256),
         *({"stages": tile.stages + step} for step in (-1, 1) if tile.stages + step >= 2),
         {"q_stages": 3 - tile.q_stages},
         {"ping_pong": not tile.ping_pong},
-        {"q_registers": not tile.q_registers},
+        *({"q_registers": share * steps // 2 * 16} for share in (0, 1, 2)),
     ]
     tiles = [dataclasses.replace(tile, **change) for change in changes]  # type: ignore[arg-type]
-    return [found for found in tiles if fits(head_dim, found)]
+    return [found for found in dict.fromkeys(tiles) if found != tile and fits(head_dim, found)]
 
 
 def climb(

@@ -55,12 +55,12 @@ class Trial(NamedTuple):
     @property
     def name(self) -> str:
         """Name of the candidate: "cute_attn 128x48 4+2 x2 first-key packed" has 4 stages, 2 query tiles, 2 CTAs an
-        SM."""
+        SM; "q-registers-128": of q, 128 columns."""
         words = [OURS]
         if tile := self.tile:
             words += [f"{tile.rows}x{tile.cols}", f"{tile.stages}+{tile.q_stages}"]
             words += [f"x{tile.per_sm}"] * (tile.per_sm > 1) + ["ping-pong"] * tile.ping_pong
-            words += ["q-registers"] * tile.q_registers + ["first-key"] * tile.from_first_key
+            words += [f"q-registers-{tile.q_registers}"] * (tile.q_registers > 0) + ["first-key"] * tile.from_first_key
         if self.packed is not None:
             words.append("packed" if self.packed else "unpacked")
         if self.section_mib is not None:
@@ -75,8 +75,11 @@ class Row(NamedTuple):
     trials: tuple[Trial, ...]
 
 
-def tile(rows: int, cols: int, stages: int, q_stages: int, per_sm: int = 1, **fields: bool) -> HopperTile:
-    return HopperTile(rows, cols, stages, q_stages, per_sm=per_sm, **{"ping_pong": False, **fields})
+def tile(
+    rows: int, cols: int, stages: int, q_stages: int, per_sm: int = 1, q_registers: int = 0, **fields: bool
+) -> HopperTile:
+    fields = {"ping_pong": False, **fields}
+    return HopperTile(rows, cols, stages, q_stages, per_sm=per_sm, q_registers=q_registers, **fields)
 
 
 def narrow(rows: int, cols: int, stages: int, q_stages: int, per_sm: int = 1, **fields: bool) -> Trial:
@@ -110,7 +113,9 @@ E4M3 = (
     Trial(tile(192, 64, 3, 2), packed=False),
 )
 SECTIONS_OF_L2 = tuple(Trial(section_mib=mib) for mib in (8, 16, 24, 32, 48))
-WIDE = (Trial(tile(128, 80, 2, 1)), Trial(section_mib=16), Trial(section_mib=48))
+# Columns of q in registers at head dim 256, where 144 spill. Requests from 16384 tokens on have 128.
+HELD_Q = tuple(Trial(tile(128, 64, 2, 1, q_registers=columns)) for columns in (0, 64, 96, 128))
+WIDE = (*HELD_Q, Trial(tile(128, 80, 2, 1)), Trial(section_mib=16), Trial(section_mib=48))
 
 
 def causal(
@@ -130,6 +135,10 @@ ROWS: Mapping[str, Sequence[Row]] = {
     "d256": (
         Row(equal(1, 16384, 16384, (8, 8), 256), WIDE),
         Row(causal(1, 16384, (8, 8), 256), WIDE),
+        Row(equal(2, 8192, 8192, (8, 8), 256), HELD_Q),
+        Row(causal(2, 8192, (8, 8), 256), HELD_Q),
+        Row(equal(4, 4096, 4096, (8, 8), 256), HELD_Q),
+        Row(causal(4, 4096, (8, 8), 256), HELD_Q),
     ),
     "short": (
         Row(causal(16, 1024, (16, 16), 128), SECTIONS_OF_L2),

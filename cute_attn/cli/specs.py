@@ -101,7 +101,8 @@ def _word(name: str, value: Any) -> str:
     if isinstance(value, Tile):
         return f"{value.rows}x{value.cols}/{value.warps_rows}x{value.warps_cols}/{value.stages}"
     if isinstance(value, HopperTile):
-        return f"{value.rows}x{value.cols}/{value.stages}+{value.q_stages}"
+        held = f"/q{value.q_registers}" if value.q_registers else ""
+        return f"{value.rows}x{value.cols}/{value.stages}+{value.q_stages}{held}"
     if isinstance(value, BlackwellTile):
         return f"{value.rows}x{value.cols}/{value.k_stages}+{value.v_stages}"
     if isinstance(value, bool):

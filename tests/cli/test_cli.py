@@ -434,6 +434,8 @@ def test_labels_leave_defaults_out() -> None:
     assert specs.label(rich) == "fa2 fp16 >fp32 qk192 vo128 packed scale+soft_cap rope split 16x64/1x4/2"
     hopper = Fa3Spec("bfloat16", "bfloat16", 256, 256, "band", kv="paged", tile=HopperTile(128, 64, 2, 1))
     assert specs.label(hopper) == "fa3 bf16 >bf16 qk256 vo256 band paged 128x64/2+1"
+    half = Fa3Spec("bfloat16", "bfloat16", 256, 256, tile=HopperTile(128, 64, 2, 1, q_registers=128))
+    assert specs.label(half) == "fa3 bf16 >bf16 qk256 vo256 128x64/2+1/q128"
     blackwell = Fa4Spec("bfloat16", "bfloat16", 192, 128, schedule="items", tile=BlackwellTile(v_stages=1))
     assert specs.label(blackwell) == "fa4 bf16 >bf16 qk192 vo128 items 256x128/2+1"
 

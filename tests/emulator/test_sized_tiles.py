@@ -19,15 +19,18 @@ from tests.support.persistent_emulated import ALL_SCHEDULES, FA3, solve_batch, s
 
 pytestmark = pytest.mark.emulator
 
-# The last has half a step of sums in registers.
+# Of q in registers, with "longest" half and all but half a step of a sum, with "short" all, the last step half zeros.
 SINGLE: tuple[tuple[str, Case], ...] = (
     ("long", prefill(400, 500, (1, 1), 128, **CAUSAL, **BF16)),
+    ("longest", prefill(150, 200, (2, 1), 256, **CAUSAL, **BF16)),
+    ("longest", prefill(150, 200, (1, 1), 136)),
     ("few", prefill(150, 200, (2, 1), 128, **CAUSAL)),
     ("short", prefill(150, 200, (2, 2), 56, **CAUSAL, **BF16)),
 )
 LENGTHS = (200, 0, 37, 1), (300, 20, 64, 0)
 BATCHES: tuple[tuple[str, BatchCase], ...] = (
     ("long", ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(128))),
+    ("longest", ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(256))),
     ("short", ragged(*LENGTHS, mask="causal", **heads(2, 1), **dims(64))),
 )
 

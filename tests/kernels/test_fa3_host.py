@@ -63,6 +63,8 @@ def test_tiles_follow_the_size_of_the_launch() -> None:
         (34_000, 1000): "short",
         (32_000, 1025): "medium",
         (4096 * 32, 4096): "long",
+        (16383 * 8, 16383): "long",
+        (16384 * 8, 16384): "longest",
         (4095 * 32, 4095): "medium",
     }
     for (rows, tokens), size in sizes.items():

@@ -16,7 +16,6 @@ from cute_attn.kernels.blocks.softmax import OnlineSoftmax
 from cute_attn.kernels.blocks.tile_scheduler import QueryTile
 from cute_attn.kernels.fa3.kernel import Fa3Program
 from cute_attn.kernels.fa3.parts.dequant import QNormalization
-from cute_attn.kernels.fa3.parts.register_q import RegisterQTile
 from cute_attn.kernels.fa3.parts.wgmma import AnyLanes, WarpgroupLanes, WarpgroupTile
 from cute_attn.kernels.fa3.smem import Fp8KvMemory
 from cute_attn.kernels.fa3.spec import Fa3Spec
@@ -29,7 +28,7 @@ class Fp8KvProgram(Fa3Program):
     transform_type = DequantWarps
 
     def warpgroup_tile(self, spec: Fa3Spec, memory: Fp8KvMemory) -> WarpgroupTile:
-        return (RegisterQTile if spec.tile.q_registers else WarpgroupTile)(OPERAND, memory)
+        return WarpgroupTile(OPERAND, memory)
 
     def prepare_q(
         self, p: PersistentParams, work: QueryTile, lanes: WarpgroupLanes, q_rows: Int32, scale: Float32

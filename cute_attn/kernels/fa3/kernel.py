@@ -22,7 +22,6 @@ from cute_attn.kernels.blocks.roles import WarpRole
 from cute_attn.kernels.blocks.tile_scheduler import FirstKeyTiles, TileSchedule
 from cute_attn.kernels.blocks.transform_warps import TransformWarps
 from cute_attn.kernels.fa3.mainloop import MmaWarpgroups
-from cute_attn.kernels.fa3.parts.register_q import RegisterQTile
 from cute_attn.kernels.fa3.parts.wgmma import WarpgroupTile
 from cute_attn.kernels.fa3.smem import HopperMemory
 from cute_attn.kernels.fa3.spec import Fa3Spec
@@ -43,7 +42,7 @@ class Fa3Program(PersistentProgram):
         self.transform = self.transform_type(self, spec, memory) if self.transform_type else None
 
     def warpgroup_tile(self, spec: Fa3Spec, memory: Any) -> WarpgroupTile:
-        return (RegisterQTile if spec.tile.q_registers else WarpgroupTile)(spec.dtype, memory)
+        return WarpgroupTile(spec.dtype, memory)
 
     def tiles(self) -> TileSchedule:
         tiles, shape = super().tiles(), self.spec.tile

@@ -18,9 +18,10 @@ class HopperTile:
     `stages` K and V tiles and `q_stages` query tiles are in flight; with fp8 K and V, also `staged` tiles as stored.
     `ping_pong`: MMA warpgroups take turns at issuing products, so that the softmax of one overlaps products of another.
     `transform_warps`: warps that produce operands from staged tiles; with more than three they have a warpgroup of
-    their own. `q_registers`: MMA threads hold q in registers, which leaves more shared memory bandwidth to other
-    operands and the transform warps. `per_sm`: CTAs that an SM runs at a time. `from_first_key`: kv tiles begin with
-    the first key that the rows see under a window, where they would begin at multiples of `cols`.
+    their own. `q_registers`: leading columns of q that MMA threads hold in registers (a quarter as many), which leaves
+    more shared memory bandwidth to other operands and the transform warps. `per_sm`: CTAs that an SM runs at a time.
+    `from_first_key`: kv tiles begin with the first key that the rows see under a window, where they would begin at
+    multiples of `cols`.
     """
 
     rows: int
@@ -30,7 +31,7 @@ class HopperTile:
     ping_pong: bool = True
     staged: int = 0
     transform_warps: int = 3
-    q_registers: bool = False
+    q_registers: int = 0
     per_sm: int = 1
     from_first_key: bool = False
 
@@ -62,6 +63,7 @@ class HopperTile:
             "stages must be at least 2": self.stages >= 2,
             "q_stages must be 1 or 2": self.q_stages in (1, 2),
             "staged must be 0 to 2": self.staged in (0, 1, 2),
+            "q_registers must be a multiple of 16 up to 256": self.q_registers in range(0, 257, 16),
             "ping_pong takes two MMA warpgroups": self.rows > 64 or not self.ping_pong,
             "per_sm must be 1, or up to 4 with one MMA warpgroup, or 2 with two": self.per_sm == 1
             or (self.mma_warpgroups, self.per_sm) in SHARED_SM,

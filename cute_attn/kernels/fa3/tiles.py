@@ -72,11 +72,15 @@ class Sized(NamedTuple):
 
 # Launches of long requests, of few short ones, and of more short ones. TFLOP/s of this tile and of that in _PLAIN,
 # causal unless said otherwise (H100): d 128, 32/8 heads, 1 x 16384 729 and 714, full 745 and 702; 1 x 1000 385 and 362;
-# d 64, 32/32 heads, 16 x 1024 337 and 323.
+# d 64, 32/32 heads, 16 x 1024 337 and 323. d 256, 8/8 heads, relative to _PLAIN: 1 x 16384 1.012, full 1.006, but 4 x
+# 4096 full 0.992: hence not in "long" launches.
+_LONG = Sized(HopperTile(192, 80, 3, 1), causal_only=False)
 SIZED = {
-    ("long", (128, 128)): Sized(HopperTile(192, 80, 3, 1), causal_only=False),
+    ("long", (128, 128)): _LONG,
+    ("longest", (128, 128)): _LONG,
+    ("longest", (256, 256)): Sized(HopperTile(128, 64, 2, 1, ping_pong=False, q_registers=128), causal_only=False),
     ("few", (128, 128)): Sized(HopperTile(64, 64, 2, 1, ping_pong=False, per_sm=2), causal_only=True),
-    ("short", (64, 64)): Sized(HopperTile(64, 64, 3, 2, ping_pong=False, q_registers=True, per_sm=3), causal_only=True),
+    ("short", (64, 64)): Sized(HopperTile(64, 64, 3, 2, ping_pong=False, q_registers=64, per_sm=3), causal_only=True),
 }
 
 _FP8 = {
@@ -94,8 +98,8 @@ _FP8_MODIFIED = {
 # wants more registers at launch than four warpgroups leave.
 _FP8_KV = {
     (64, 64): HopperTile(192, 128, 3, 2, ping_pong=False, staged=2),
-    (96, 96): HopperTile(128, 128, 2, 1, staged=2, transform_warps=7, q_registers=True),
-    (128, 128): HopperTile(128, 128, 2, 1, ping_pong=False, staged=2, transform_warps=7, q_registers=True),
+    (96, 96): HopperTile(128, 128, 2, 1, staged=2, transform_warps=7, q_registers=96),
+    (128, 128): HopperTile(128, 128, 2, 1, ping_pong=False, staged=2, transform_warps=7, q_registers=128),
     (192, 128): HopperTile(128, 112, 2, 1, staged=1, transform_warps=7),
     (256, 256): HopperTile(128, 64, 2, 1, ping_pong=False, staged=1),
 }

@@ -35,7 +35,8 @@ class Fp8Tile(WarpgroupTile):
         for key in range(0, self.memory.tile.cols, 32):
             column, within = divmod(key, line)
             steps.append(column * self.memory.transposed_dims * line + within)
-        return sm90.wgmma_from_registers(P_DTYPE, self.dtype, self.memory.head_dim_vo, p, v, steps, out, line=line)
+        a = sm90.MatrixA(p)
+        return sm90.wgmma(P_DTYPE, self.dtype, self.memory.head_dim_vo, a, v, steps, out, line=line)
 
     def probabilities(self, s: list[Float32]) -> list[Int32]:
         """Packs P; of every 32 keys, row slots 0 and 1 of the first 16, then those of the other 16."""

@@ -24,10 +24,11 @@ SHORT_SECTION_BYTES = 16 << 20
 NVFP4_SECTION_BYTES = 18 << 20  # the same with their block scales: as many tokens as of 8 bits, which was measured
 WINDOWS = (-1, 0, MAX_KV_LEN)  # none, the shortest and the longest: every window has the tile of one of them
 PACKED_TOKENS = 64  # below so many query tokens per request, the heads of a group share tiles
-LONG_TOKENS = 4096  # query tokens per request from which a launch is "long"
+LONG_TOKENS = 4096  # query tokens per request from which a launch is "long", or
+LONGEST_TOKENS = 16384  # "longest": the shortest requests that gained from the tiles of these launches
 SHORT_KEYS = 1024  # keys per request up to which a launch is "short", or "few":
 FEW_ROWS = 2 * 128  # query rows per SM up to which a launch of such requests is "few"
-SIZES = ("few", "short", "medium", "long")  # of launches, by which tiles may differ
+SIZES = ("few", "short", "medium", "long", "longest")  # of launches, by which tiles may differ
 
 T = TypeVar("T", bound=PersistentTile)
 T_co = TypeVar("T_co", bound=PersistentTile, covariant=True)
@@ -169,7 +170,9 @@ def launch_size(rows: int, sms: int, qo_len: int, kv_len: int) -> str:
     """
     if kv_len <= SHORT_KEYS:
         return "few" if rows <= FEW_ROWS * sms else "short"
-    return "long" if qo_len >= LONG_TOKENS else "medium"
+    if qo_len >= LONG_TOKENS:
+        return "longest" if qo_len >= LONGEST_TOKENS else "long"
+    return "medium"
 
 
 def scores(features: Features) -> tuple[str, ...]:
