@@ -23,6 +23,7 @@ from cute_attn.kernels.blocks.scalars import shared_memory, warp_index, zeros
 from cute_attn.kernels.xqa.parts import instructions as isa
 from cute_attn.kernels.xqa.parts.ahead import KeysAhead
 from cute_attn.kernels.xqa.parts.cluster_merge import ClusterMerge, open_inbox
+from cute_attn.kernels.xqa.parts.head_merge import HeadMerge
 from cute_attn.kernels.xqa.parts.masks import TileMask
 from cute_attn.kernels.xqa.parts.merge import Merge
 from cute_attn.kernels.xqa.parts.pages import PagedKv, TokenPages
@@ -137,6 +138,15 @@ class SegmentWork:
     softmax: ColumnSoftmax
 
 
+def merge_kind(spec: XqaSpec) -> type[WarpMerge]:
+    """Merge of the segments of `make_partition`."""
+    if spec.cluster > 1:
+        return ClusterMerge
+    if spec.warp_heads:
+        return HeadMerge
+    return WholeMerge if spec.whole else WarpMerge
+
+
 class XqaProgram:
     """The decode kernel of one spec, for one architecture."""
 
@@ -175,7 +185,7 @@ class XqaProgram:
         if cutlass.const_expr(self.pdl):
             partition.prefetch_lengths()
             if cutlass.const_expr(self.spec.ahead > 0):
-                KeysAhead(self.spec, params).fetch()
+                KeysAhead(self.spec, self.team, params).fetch()
             ptx.grid_dependency_wait()
         if cutlass.const_expr(self.pdl and self.spec.whole):
             ptx.grid_dependency_launch()  # at once: the time of a short segment is what the next launch has
@@ -207,8 +217,7 @@ class XqaProgram:
     def merge_and_queries(self, p: XqaParams) -> tuple[WarpMerge, QueryRows]:
         scale = log2_scale(p, self.format.dequant_factor)
         epilogue = final_epilogue(p, self.format.dequant_factor)
-        kind = ClusterMerge if self.spec.cluster > 1 else WholeMerge if self.spec.whole else WarpMerge
-        merge = kind(self.spec, self.memory, self.team, p, shared_memory(), epilogue, self.format)
+        merge = merge_kind(self.spec)(self.spec, self.memory, self.team, p, shared_memory(), epilogue, self.format)
         return merge, QueryRows(self.spec, self.memory, self.team, self.format, p, scale)
 
     def ring_start(self) -> Int32:
@@ -297,9 +306,9 @@ class XqaProgram:
     @cute.jit
     def write_output(self, merge: Merge, rows: PackedRows, segment: Segment, share: Share, split: KvSplit) -> None:
         if split.active:
-            ptx.sync_threads()
+            merge.sync()
             merge.write(rows, segment, share, split)
-            ptx.sync_threads()  # before the slots are filled again
+            merge.sync()  # before the slots are filled again
 
     # --- matrix products --------------------------------------------------------------------------------------------
 

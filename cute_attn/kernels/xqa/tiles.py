@@ -43,6 +43,7 @@ class Ring(NamedTuple):
     cluster: int = 1
     whole: bool = False
     ahead: int = 0
+    warp_heads: bool = False
 
 
 class Row(NamedTuple):
@@ -181,9 +182,10 @@ TABLES = {9: HOPPER, 10: FAST_MEMORY}
 
 def choose(
     q_dtype: str, kv_dtype: str, out_dtype: str, head_dim: int, packed_rows: int, tree: bool,
-    segments: Segments, arch: Arch,
+    segments: Segments, arch: Arch, num_kv_heads: int = 1,
 ) -> XqaSpec:  # fmt: skip
-    """Choose the kernel for `packed_rows` = q_len * group rows and `segments`, pairs of a request and a kv head."""
+    """Choose the kernel for `packed_rows` = q_len * group rows and `segments`, pairs of a request and a kv head. Rings
+    whose warps have a head each are for multiples of so many."""
     software = KV_BITS[kv_dtype] == 4 and not arch.converts_e4m3  # scales: software takes registers too
     row_blocks = max(1, min(2, REGISTER_DIMS // (2 if software else 1) // padded_dim(head_dim), -(-packed_rows // 8)))
     # Blocks that lanes read whole take fewer instructions than pairs.
@@ -193,11 +195,11 @@ def choose(
     specs = [
         XqaSpec(
             q_dtype, kv_dtype, out_dtype, head_dim, tree, row_blocks, _cols(kv_dtype, head_dim, row_blocks, r),
-            r.warps, r.stages, r.ctas, paired, r.guests, preferred[0].whole, r.cluster, r.ahead,
+            r.warps, r.stages, r.ctas, paired, r.guests, preferred[0].whole, r.cluster, r.ahead, r.warp_heads,
         )
         for r in (*preferred, *OTHER_RINGS)
     ]  # fmt: skip
-    fitting = [spec for spec in specs if _fits(spec, arch)]
+    fitting = [spec for spec in specs if _fits(spec, arch) and num_kv_heads % spec.heads == 0]
     return next((spec for spec in fitting if in_flight(spec) >= table.in_flight), max(fitting, key=in_flight))
 
 
