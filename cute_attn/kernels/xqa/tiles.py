@@ -125,6 +125,12 @@ FAST_MEMORY = RingTable(
     },
     in_flight=64 << 10,
 )
+# By bits, rings whose warps have a kv head each: proposed for "even", not measured yet (`perf.decode_rows`). One that
+# is the first of a row there is taken where its warps divide the kv heads.
+HEAD_RINGS = {
+    8: Ring(8, 2, 2, 4096, whole=True, warp_heads=True),
+    16: Ring(8, 3, 1, 8192, whole=True, warp_heads=True),
+}
 _CLUSTERED = range(1, WARP_DIM + 1)  # head dims
 _MEASURED = range(128, 129)  # head dims of rings that were measured at one
 # H100, 1 x 8192, d 128: with a guest and keys ahead 7.7 us instead of 9.4 (28/4 heads), 5.8 instead of 6.6 (8/1).
