@@ -166,10 +166,10 @@ XQA_FAULTS = (
         HEADS,
     ),
     Fault(
-        "CTAs of other rows take other heads",
+        "CTAs of the same heads have the same rows",
         "xqa/parts/partition.py",
         "(group * self.heads + warp_index()) * p.row_blocks + block",
-        "cta * self.heads + warp_index()",
+        "(group * self.heads + warp_index()) * p.row_blocks",
         HEADS,
     ),
     Fault(
